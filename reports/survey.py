@@ -30,7 +30,7 @@ from sparsebench.results.formatting import (
     FORMATS,
     amount,
     capital,
-    listed,
+    join_words,
     percent,
     times,
 )
@@ -80,7 +80,7 @@ class Summary:
         yield from (Text(sentence) for sentence in [*self.others, *self.state])
 
 
-def summarised(
+def summarise(
     device: str,
     by_run: Mapping[str, Frames],
     others: list[Changes],
@@ -218,7 +218,7 @@ def _finding(problems: pd.DataFrame) -> str:
             answers[kind].append(f"{name}{look}")
     opening = {"yes": "Yes", "no": "No", "open": "Not settled", "none": "No kernel runs here for"}
     return " ".join(
-        f"{opening[kind]}{'' if kind == 'none' else ':'} {listed(names)}."
+        f"{opening[kind]}{'' if kind == 'none' else ':'} {join_words(names)}."
         for kind, names in answers.items()
         if names
     )

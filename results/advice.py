@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from math import isclose
 
 from sparsebench.errors import ResultError
-from sparsebench.results.formatting import amount, listed, percent, times
+from sparsebench.results.formatting import amount, join_words, percent, times
 from sparsebench.results.layer_estimates import (
     ACTIVATIONS,
     ANYWHERE,
@@ -119,7 +119,7 @@ def advise(evidence: Evidence, model: ModelShapes, gpu: str, tokens: int) -> Ans
     names = [name for name in evidence.layers.gpus if gpu.lower() in name.lower()]
     if len(names) > 1:
         expected = "expected part of one GPU's name"
-        raise ResultError(f"--gpu: {expected}, found {gpu!r} in {listed(names)}")
+        raise ResultError(f"--gpu: {expected}, found {gpu!r} in {join_words(names)}")
     card = evidence.layers.gpus[names[0]] if names else None
     step = StepModel(model, tokens, CONTEXT)
     rest_us = step.rest_us(evidence.layers, card) if card else 0.0

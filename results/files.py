@@ -49,7 +49,7 @@ def content(file: Path, most: int, raised: Raised = ResultError) -> bytes:
     return _within(file, data, most, raised)
 
 
-def unzipped(file: Path, most: int) -> bytes:
+def unzip(file: Path, most: int) -> bytes:
     """Return the unzipped bytes of a gzip file; uses at most `most` bytes of memory."""
     content(file, most)
     try:
@@ -62,10 +62,10 @@ def unzipped(file: Path, most: int) -> bytes:
 
 def text(file: Path, most: int, raised: Raised = ResultError) -> str:
     """Return the text of a regular file in UTF-8."""
-    return decoded(file, content(file, most, raised), raised)
+    return decode_utf8(file, content(file, most, raised), raised)
 
 
-def decoded(file: Path, data: bytes, raised: Raised = ResultError) -> str:
+def decode_utf8(file: Path, data: bytes, raised: Raised = ResultError) -> str:
     """Return the text of bytes in UTF-8."""
     try:
         return data.decode()
@@ -76,7 +76,7 @@ def decoded(file: Path, data: bytes, raised: Raised = ResultError) -> str:
 def from_json(file: Path) -> dict[str, Any]:
     """Return the JSON object in a file."""
     try:
-        data = parsed(text(file, JSON_BYTES))
+        data = parse_json(text(file, JSON_BYTES))
     except SparsebenchError:
         raise
     except (ValueError, RecursionError) as error:  # ValueError: an integer of 5,000 digits
@@ -86,7 +86,7 @@ def from_json(file: Path) -> dict[str, Any]:
     return data
 
 
-def parsed(written: str) -> Any:
+def parse_json(written: str) -> Any:
     """Return the data of a JSON text. Raises ValueError, also for an object with a key twice."""
     return json.loads(written, object_pairs_hook=_each_once)
 
@@ -99,7 +99,7 @@ def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return data
 
 
-def validated(file: Path, model: type[Model], schema: str) -> Model:
+def read_model(file: Path, model: type[Model], schema: str) -> Model:
     """Return a JSON file as a model; the error names the schema and the first invalid field."""
     try:
         return TypeAdapter(model).validate_json(content(file, JSON_BYTES))

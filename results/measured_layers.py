@@ -19,7 +19,7 @@ import pandas as pd
 
 from sparsebench.results.analysis import Analysis
 from sparsebench.results.contests import with_gains
-from sparsebench.results.files import validated
+from sparsebench.results.files import read_model
 from sparsebench.results.formatting import percent
 from sparsebench.results.layer_estimates import (
     ACTIVATIONS,
@@ -136,10 +136,10 @@ class Evidence:
         )
 
 
-def packaged() -> Evidence:
+def packaged_evidence() -> Evidence:
     """Return the published evidence."""
     file = files("sparsebench.results") / "published" / "advice.json"
-    return validated(Path(str(file)), Evidence, SCHEMA)
+    return read_model(Path(str(file)), Evidence, SCHEMA)
 
 
 def of_runs(runs: Iterable[tuple[Analysis, str]]) -> Evidence:

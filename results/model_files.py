@@ -33,7 +33,7 @@ from typing import Annotated, Any, ClassVar, Final, Literal
 from pydantic import ConfigDict, Field, FiniteFloat, NonNegativeInt, PositiveInt
 
 from sparsebench.errors import ResultError
-from sparsebench.results.files import validated
+from sparsebench.results.files import read_model
 
 PRUNING_SCHEMA: Final = "sparsebench/pruning@1"
 SPARSITY_SCHEMA: Final = "sparsebench/sparsity@1"
@@ -287,7 +287,7 @@ class ModelTimings:
 
 def read_pruning(path: Path) -> Pruning:
     """Read the output of `sparsebench prune --json`; raises ResultError if it is invalid."""
-    pruning = validated(path, Pruning, PRUNING_SCHEMA)
+    pruning = read_model(path, Pruning, PRUNING_SCHEMA)
     for number, outcome in enumerate(pruning.outcomes):
         if OUTPUT not in outcome.errors:
             names = ", ".join(outcome.errors) or "none"
@@ -298,9 +298,9 @@ def read_pruning(path: Path) -> Pruning:
 
 def read_widths(path: Path) -> PatternTrainings:
     """Read the output of `train-lm --pattern`; raises ResultError if it is invalid."""
-    return validated(path, PatternTrainings, WIDTHS_SCHEMA)
+    return read_model(path, PatternTrainings, WIDTHS_SCHEMA)
 
 
 def read_whole(path: Path) -> ModelTimings:
     """Read the output of `sparsebench whole`; raises ResultError if it is invalid."""
-    return validated(path, ModelTimings, WHOLE_SCHEMA)
+    return read_model(path, ModelTimings, WHOLE_SCHEMA)

@@ -12,8 +12,8 @@
 Published runs hold rows.jsonl.gz. Every JSON file names its schema and version. A row has exactly
 the fields of Row, with their types; in rows of an older schema a missing field has its default.
 
-A run directory appears complete, by one rename. Only one process at a time writes to it (`locked`).
-No file names the host, the user or an absolute path (`without_paths`).
+A run directory appears complete, by one rename. Only one process at a time writes to it
+(`lock_run`). No file names the host, the user or an absolute path (`without_paths`).
 """
 
 import fcntl
@@ -189,7 +189,7 @@ def is_new(path: Path) -> bool:
 
 
 @contextmanager
-def locked(path: Path) -> Iterator[None]:
+def lock_run(path: Path) -> Iterator[None]:
     """Keep other processes from writing to a run; raises ResultError if one holds the lock.
 
     The lock is on suite.yaml, which is never replaced. It ends with the process, even if killed.
@@ -249,7 +249,7 @@ def read(path: Path | str) -> Run:
     schema, every_row = _rows(path)
     return Run(
         path=path,
-        suite=_typed(path / "suite.yaml", suite, _Suite),
+        suite=_check_types(path / "suite.yaml", suite, _Suite),
         suite_text=suite_text,
         environment=_read_json(path / "environment.json", ENVIRONMENT_SCHEMA, _Environment),
         state=_read_json(path / "run.json", RUN_SCHEMA, _State),
@@ -269,7 +269,7 @@ def _rows(path: Path) -> tuple[str, list[Row]]:
     plain, zipped = path / "rows.jsonl", path / "rows.jsonl.gz"
     if zipped.exists() and not plain.exists():
         plain = zipped
-        text = files.decoded(zipped, files.unzipped(zipped, files.ROWS_BYTES))
+        text = files.decode_utf8(zipped, files.unzip(zipped, files.ROWS_BYTES))
     else:
         text = files.text(plain, files.ROWS_BYTES)
     first, *lines = text[: text.rfind("\n") + 1].split("\n")[:-1] or [""]
@@ -301,7 +301,7 @@ def _row(file: Path, number: int, line: str, needed: set[str]) -> Row:
     try:
         if len(line) > ROW_BYTES:
             raise ValueError(f"more than {ROW_BYTES} characters (ROW_BYTES)")
-        data = files.parsed(line)
+        data = files.parse_json(line)
         missing = [f.name for f in fields(Row) if f.name in needed - data.keys()]
         unknown = sorted(data.keys() - {f.name for f in fields(Row)})
         if not missing and not unknown:
@@ -333,10 +333,10 @@ def _read_json(file: Path, schema: str, model: type[_Typed]) -> dict[str, Any]:
     data = files.from_json(file)
     if data.get("schema") != schema:
         raise ResultError(f"{file}: expected schema {schema}, found {str(data.get('schema'))[:80]}")
-    return _typed(file, data, model)
+    return _check_types(file, data, model)
 
 
-def _typed(file: Path, data: Any, model: type[_Typed]) -> dict[str, Any]:
+def _check_types(file: Path, data: Any, model: type[_Typed]) -> dict[str, Any]:
     """Return the data unchanged after checking the types of the fields that are read again."""
     try:
         model.model_validate(data)

@@ -16,14 +16,14 @@ Measure = tuple[str, str]
 """A scope (kernel, op, chain) and a state of the cache (cold, hot)."""
 
 
-def budgeted(time_us: float) -> tuple[int, int]:
+def sample_budget(time_us: float) -> tuple[int, int]:
     """Return blocks and samples per block for a contender that takes about this long."""
     affordable = int(1e3 * BUDGET_MS / max(time_us, 1e-3))
     per_block = min(SAMPLES_PER_BLOCK, max(1, affordable // BLOCKS))
     return min(BLOCKS, max(MIN_SAMPLES, affordable // per_block)), per_block
 
 
-def possible(measures: Iterable[Measure], device: str) -> tuple[Measure, ...]:
+def distinct_measures(measures: Iterable[Measure], device: str) -> tuple[Measure, ...]:
     """Return the measures that a device distinguishes: on a CPU there is one."""
     return (("kernel", "hot"),) if device == "cpu" else tuple(measures)
 

@@ -53,7 +53,7 @@ class Finding:
 ok, note, warning = (partial(Finding, level) for level in Level)
 
 
-def graded(
+def grade(
     value: float, limits: tuple[float, float], check: str, reading: str, means: str, do: str
 ) -> Finding:
     """Return ok below both limits, a note from the first one on, a warning from the second on."""

@@ -47,7 +47,7 @@ DTYPES = ("F16", "BF16", "F32")
 Indices = NDArray[np.int64]
 
 
-def located(source: Source, data: Path | None) -> Path:
+def locate(source: Source, data: Path | None) -> Path:
     """Return the path of the source's file."""
     if data is None:
         raise SuiteError(f"source {source.path}: expected --data DIR, found none")

@@ -27,10 +27,10 @@ LAST = 2**40
 
 def by_rank(rank: Rank) -> Pattern:
     """Return the pattern that keeps the lowest ranks of each mask, and the nearest blocks first."""
-    return Pattern(lambda weight: _ranked(weight, rank), causal=True)
+    return Pattern(lambda weight: _rule_by_rank(weight, rank), causal=True)
 
 
-def _ranked(weight: Weight, rank: Rank) -> Rule:
+def _rule_by_rank(weight: Weight, rank: Rank) -> Rule:
     stack = weight.stack
 
     def score(grid: Grid, count: int, base: Score) -> Tensor:

@@ -38,7 +38,9 @@ Condition = tuple[str, Collection[str]]
 """A field, with ! for \"none of them\", and its values as `text` writes them."""
 
 
-def planned(suite: Suite, device: str, condition: str = "", shard: str = "") -> list[Contest]:
+def planned_contests(
+    suite: Suite, device: str, condition: str = "", shard: str = ""
+) -> list[Contest]:
     """Return the contests of a run: A/A references, then the suite's, some with twins."""
     whole = references(device) + with_twins(only(suite.contests, condition), suite.name)
     return part(whole, shard) if shard else whole
@@ -57,7 +59,7 @@ def part(contests: Sequence[Contest], shard: str) -> list[Contest]:
 
 def only(contests: Sequence[Contest], condition: str) -> list[Contest]:
     """Keep the cases that meet `field=value field=this|that`, with their baselines."""
-    conditions = _parsed(condition)
+    conditions = _parse_condition(condition)
     cases = [
         (
             contest,
@@ -89,7 +91,7 @@ def only(contests: Sequence[Contest], condition: str) -> list[Contest]:
     return selected
 
 
-def uncontested(suite: Suite, device: str, condition: str = "") -> bool:
+def has_only_baselines(suite: Suite, device: str, condition: str = "") -> bool:
     """Return whether a device supports no contender of a suite but its baselines."""
     contests = only(suite.contests, condition)
     rivals = [(c.problem, k) for c in contests for k in c.contenders if not k.baseline]
@@ -98,10 +100,10 @@ def uncontested(suite: Suite, device: str, condition: str = "") -> bool:
 
 def meets(problem: Problem, contender: Contender, condition: str) -> bool:
     """Return whether a case meets a condition that is written as for `only`."""
-    return _meet(_facts(problem, contender), _parsed(condition))
+    return _meet(_facts(problem, contender), _parse_condition(condition))
 
 
-def _parsed(condition: str) -> list[Condition]:
+def _parse_condition(condition: str) -> list[Condition]:
     parts = [part.partition("=")[::2] for part in condition.replace(",", " ").split()]
     return [(name, dict.fromkeys(map(text, value.split("|")))) for name, value in parts]
 

@@ -24,7 +24,7 @@ from typing import Any
 
 from sparsebench.errors import WorkerError
 from sparsebench.harness.bench.contest_state import ContestOptions, configuration
-from sparsebench.harness.bench.sampling import possible
+from sparsebench.harness.bench.sampling import distinct_measures
 from sparsebench.harness.catalog import load_kernel
 from sparsebench.harness.plan.suite import Contest
 from sparsebench.harness.run.early_start import AHEAD
@@ -202,7 +202,7 @@ class Runner:
                 options,
                 attempt=attempt,
                 reference=contest.reference,
-                measures=possible(options.measures, self._device),
+                measures=distinct_measures(options.measures, self._device),
                 pinned=self._choices(part, options.replicate),
                 timed={
                     case: self._timed[case].candidates

@@ -54,7 +54,7 @@ def validate(
     `plugins` allows the suite to import modules of other packages.
     """
     yield CheckResult(f"files: {', '.join(bundle.verify(path))}: unchanged since they were sealed")
-    yield CheckResult(f"bundle: {_published(path)}")
+    yield CheckResult(f"bundle: {_compare_with_page(path)}")
     run = store.read(path)
     for line in check_consistency(run):
         yield CheckResult(line)
@@ -76,7 +76,7 @@ def validate(
     yield CheckResult(f"plan: {planned}")
 
 
-def _published(path: Path) -> str:
+def _compare_with_page(path: Path) -> str:
     """Compare a bundle's digest with the page of published runs above it, if there is one.
 
     Rows can be changed and sealed anew, but then the digest differs from that page.

@@ -24,7 +24,7 @@ from queue import Empty, SimpleQueue
 from typing import IO, Any
 
 from sparsebench.errors import WorkerError
-from sparsebench.harness.machine.device import simulated
+from sparsebench.harness.machine.device import is_simulated
 from sparsebench.harness.plan.suite import Contest
 from sparsebench.harness.run import early_start
 from sparsebench.results.record import Case, Row, Status
@@ -49,7 +49,7 @@ OnFailure = Callable[[str, str], None]
 
 def require_plan(device: str, contests: Sequence[Contest]) -> None:
     """Raise SuiteError if a simulated device is badly described, or plans a fault for no case."""
-    if simulated(device):
+    if is_simulated(device):
         import_module(SIMULATOR).require_plan(device, contests)
 
 
@@ -116,8 +116,8 @@ class Worker:
     def __init__(self, device: str, data: Path | None, log: Log) -> None:
         """Start the child, or take one that a command started early. Raises WorkerError."""
         self._arguments = [device, *([str(data)] if data else [])]
-        early = None if simulated(device) else early_start.take()
-        command = (*early_start.PYTHON, SIMULATOR) if simulated(device) else COMMAND
+        early = None if is_simulated(device) else early_start.take()
+        command = (*early_start.PYTHON, SIMULATOR) if is_simulated(device) else COMMAND
         try:
             self._child = early or early_start.spawn(*command)
         except OSError as error:

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from sparsebench.errors import ResultError, SuiteError
-from sparsebench.harness.machine.device import simulated
+from sparsebench.harness.machine.device import is_simulated
 from sparsebench.harness.plan.suite import Suite
 from sparsebench.harness.run.measure import RunOptions, Stopped
 from sparsebench.harness.shared_runs import shared_folder
@@ -80,7 +80,7 @@ def measure_parts(folder: Path, suite: Suite, plan: Plan, options: RunOptions) -
         while True:
             alive = _alive(folder, plan)
             parts = list(shared_folder.progress(folder, plan))
-            unclaimed = shared_folder.unclaimed(folder, contests)
+            unclaimed = shared_folder.count_unclaimed(folder, contests)
             ended = [] if alive is None else [part for part in parts if part.number not in alive]
             lost = [part for part in ended if not part.complete]
             if unclaimed and not alive:
@@ -136,7 +136,7 @@ def _executor(plan: Plan, folder: Path) -> Any:
     try:
         executor = kind(folder, max_num_timeout=TIMEOUTS, python=python)
         if plan.by == "slurm":
-            if not simulated(plan.devices[0]) and plan.devices[0] != "cpu":
+            if not is_simulated(plan.devices[0]) and plan.devices[0] != "cpu":
                 parameters = {"gres": "gpu:1"} | parameters
             executor.update_parameters(**{"time": MINUTES, "job_name": plan.job, **parameters})
         else:

@@ -93,13 +93,13 @@ def _publish(
     site = replace(site, prune=prune.applies((run.gpu, run.name) for run in stored.values()))
     state |= {"prune": str(site.prune)}
     newest = _newest(stored)
-    changed = [*stored] if state != earlier else _affected(stored, added, newest)
+    changed = [*stored] if state != earlier else _slugs_to_write(stored, added, newest)
     _write_runs(stored, changed, site, newest)
     cards = [run.card for slug, run in stored.items() if slug not in newest]
     judged = claims.entries(site.claims, cells(cards))
     gpus = {card.gpu for card in cards if card.units}
     texts = dict(claims.pages(judged, site, gpus)) if judged else {}
-    suites = devices.compared(cards)
+    suites = devices.find_devices(cards)
     texts |= devices.pages(to, suites, [stored[slug].address for slug in changed], site)
     texts |= prune.pages(cards, site) if site.prune else ()
     doors = {"Should I prune?": prune.PAGE} if site.prune else {}
@@ -167,7 +167,7 @@ def _newest(stored: Mapping[str, RunFolder]) -> dict[str, str]:
     }
 
 
-def _affected(
+def _slugs_to_write(
     stored: Mapping[str, RunFolder], added: Sequence[str], newest: Mapping[str, str]
 ) -> list[str]:
     """Return the new runs, those that confirm or are confirmed by one, and its earlier versions."""

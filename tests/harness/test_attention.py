@@ -18,7 +18,7 @@ from sparsebench.harness.bench.operands import operands, rewrite, without_mask
 from sparsebench.harness.catalog import load_op
 from sparsebench.harness.inputs.bits import digest
 from sparsebench.harness.ops import _block_attention
-from sparsebench.harness.ops._op import bound
+from sparsebench.harness.ops._op import with_fields
 from sparsebench.harness.plan.suite import expand
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
 from sparsebench.kernels.dense import _sdpa
@@ -67,7 +67,7 @@ def test_the_definition_is_attention_over_the_allowed_elements(fields: dict[str,
     mask = BlockMask.from_dense(drawn.weights["mask"], **op.format_params(p.fields))
     allowed = mask.expand(p["heads"])
     q, k, v = (drawn.activations[name].double() for name in "qkv")
-    o = bound(op.definition, p)(drawn.weights["mask"].double(), q, k, v)
+    o = with_fields(op.definition, p)(drawn.weights["mask"].double(), q, k, v)
     assert torch.allclose(o, plain(q, k, v, p, allowed), atol=1e-12)
     assert drawn.nnz["mask"] == int(allowed.sum())
     groups = allowed.unflatten(1, (p["kv_heads"], -1))
@@ -85,7 +85,7 @@ def test_the_gradients_are_those_of_autograd(fields: dict[str, Any]) -> None:
     o = plain(q, k, v, p, mask.expand(p["heads"]))
     assert torch.allclose(every["o"], o.detach(), atol=1e-5)
     gradients = torch.autograd.grad(o, (q, k, v), every["do"])
-    result = bound(op.definition, p)(drawn.weights["mask"].double(), **every)
+    result = with_fields(op.definition, p)(drawn.weights["mask"].double(), **every)
     right = torch.cat([g.reshape(-1, p["head_dim"]) for g in gradients])
     assert torch.allclose(result, right, atol=1e-4)
     assert sum(op.parts(p)) == len(result)
@@ -117,9 +117,9 @@ def test_few_elements_exist_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     p, op = problem(causal=True), load_op("attention")
     drawn = operands(p, op, CPU, None)
     every = {**drawn.weights, **drawn.activations}
-    whole = bound(op.definition, p)(**every)
+    whole = with_fields(op.definition, p)(**every)
     monkeypatch.setitem(_block_attention.ELEMENTS, "cpu", 1)
-    assert torch.allclose(bound(op.definition, p)(**every), whole, atol=1e-6)
+    assert torch.allclose(with_fields(op.definition, p)(**every), whole, atol=1e-6)
 
 
 @pytest.mark.parametrize("unselected", ["absent", "future"])
@@ -136,7 +136,7 @@ def test_a_key_that_no_query_selects_reaches_no_output(name, operand, unselected
     def outputs() -> list[Tensor]:
         every = {**drawn.weights, **drawn.activations}
         op.derive(p, drawn.weights, every)
-        return [bound(function, p)(**every) for function in (op.definition, op.spread)]
+        return [with_fields(function, p)(**every) for function in (op.definition, op.spread)]
 
     clean = outputs()
     drawn.activations[operand][16:24, 16:] = float("nan")
@@ -258,8 +258,8 @@ def test_a_sample_has_the_answer_of_its_part(op: str, lists: str, monkeypatch) -
         assert sample
         parts.add(sample.text)
         for function in (loaded.definition, loaded.spread):
-            whole = bound(function, p)(**{n: x.double() for n, x in every.items()})
-            part = bound(function, sample.problem)(
+            whole = with_fields(function, p)(**{n: x.double() for n, x in every.items()})
+            part = with_fields(function, sample.problem)(
                 **{name: x.double() for name, x in sample.operands.items()}
             )
             assert whole.shape == sample.shape

@@ -13,7 +13,7 @@ import pytest
 from sparsebench.errors import ResultError, SuiteError
 from sparsebench.harness.costs.estimates import EntryEstimate, campaign_estimates
 from sparsebench.harness.costs.measured_times import times_on
-from sparsebench.harness.plan.selection import planned
+from sparsebench.harness.plan.selection import planned_contests
 from sparsebench.harness.plan.suite import read
 from sparsebench.harness.run.measure import Progress, Stopped
 from sparsebench.harness.run.run_json import Flags
@@ -145,7 +145,7 @@ def test_a_stopped_entry_is_finished_on_another_card_in_another_folder(trial: Tr
     run = store.read(moved.out / "several")
     keys = Counter((row.case.id, row.replicate) for row in run.rows)
     suite = read(str(moved.folder / "several.yaml"))
-    contests = [c for c in planned(suite, "sim", "kernel=bsr_triton") if not c.reference]
+    contests = [c for c in planned_contests(suite, "sim", "kernel=bsr_triton") if not c.reference]
     assert len(keys) == 2 * sum(len(contest.contenders) for contest in contests)
     assert set(keys.values()) == {1}
     assert {row.device for row in run.rows} == {"sim-1", "sim-2"}

@@ -14,7 +14,7 @@ import torch
 from sparsebench.errors import ResultError
 from sparsebench.harness.bench import contest, output_checks
 from sparsebench.harness.bench.contest_state import ContestOptions, Entry, RunningContest
-from sparsebench.harness.bench.sampling import LAYERS, possible
+from sparsebench.harness.bench.sampling import LAYERS, distinct_measures
 from sparsebench.harness.bench.spot_checks import print_of, reverse, sums_of
 from sparsebench.harness.bench.timing import Chain, Samples, TimedCall
 from sparsebench.harness.plan.suite import read as read_suite
@@ -55,7 +55,7 @@ def right(operands: Operands) -> Launch:
 
 def started(problem: Problem = PROBLEM, options: ContestOptions = OPTIONS) -> RunningContest:
     row = Row(Case(problem, DENSE), Status.OK)
-    result = contest.start(contest.prepared(problem, [Entry(row)], CPU, None, options))
+    result = contest.start(contest.prepare_contest(problem, [Entry(row)], CPU, None, options))
     for measure_ in options.measures:
         contest._time(result, *measure_)
     output_checks.check_all(result, "after timing")
@@ -187,7 +187,7 @@ def test_a_reference_layer_raises_the_ceilings(prepared: Prepared) -> None:
     assert cached.bound("fp32", 0, bytes_, bytes_, "cold", LAYERS) == (0.875, "memory")
     options = ContestOptions(measures=OPTIONS.measures, ceilings=ceilings, reference=True)
     row = Row(Case(PROBLEM, DENSE), Status.OK, reference=True)
-    result = contest.start(contest.prepared(PROBLEM, [Entry(row)], CPU, None, options))
+    result = contest.start(contest.prepare_contest(PROBLEM, [Entry(row)], CPU, None, options))
     contest._time(result, *CHAIN)
     assert rows(result)["chain"].raises is not None
 
@@ -213,7 +213,7 @@ def test_the_furthest_of_several_outputs_counts() -> None:
 
 
 def test_a_cpu_has_no_chain() -> None:
-    assert possible([CHAIN], "cpu") == (("kernel", "hot"),)
+    assert distinct_measures([CHAIN], "cpu") == (("kernel", "hot"),)
 
 
 def test_a_simulated_layer_among_others_pays_no_launch(tmp_path: Path) -> None:

@@ -260,7 +260,7 @@ def test_lint_names_file_and_line_and_checks_the_other_claims(tmp_path: Path) ->
 def test_every_claim_of_the_package_can_be_planned() -> None:
     names = {path.stem for path in (ROOT / "suites" / "claims").glob("*.yaml")}
     assert set(claim_plan.claims()) == names
-    result = evidence(claim_plan.chosen([]))
+    result = evidence(claim_plan.read_claims([]))
     for each in result.written:
         planned = [test for test in each.claim.tests if not test.of_file]
         assert [part.test for part in result.parts[each.name]] == planned
@@ -271,7 +271,7 @@ def test_a_wrong_or_repeated_claim_name_is_an_error() -> None:
     with pytest.raises(SuiteError, match="did you mean openai-2017-cublas"):
         claim_plan.load("openai-2017-cubla")
     with pytest.raises(SuiteError, match="expected each claim once"):
-        claim_plan.chosen(["blast-2025", "blast-2025"])
+        claim_plan.read_claims(["blast-2025", "blast-2025"])
 
 
 def test_the_bound_of_a_problem_needs_no_gpu() -> None:
@@ -372,7 +372,7 @@ def test_the_root_of_the_published_runs_is_a_folder_of_runs(tmp_path: Path) -> N
 
 
 def test_a_cell_whose_peer_was_wrong_gives_the_reason() -> None:
-    (written,) = claim_plan.chosen(["openai-2017-cusparse"])
+    (written,) = claim_plan.read_claims(["openai-2017-cusparse"])
     run = store.read(PUBLISHED / "nvidia-h200" / "sparsity-64")
     wrong = {"status": Status.WRONG, "detail": "error 3", "samples_us": ()}
     rows = [

@@ -98,7 +98,7 @@ def test_operands_that_do_not_fit_are_rows_too(monkeypatch: pytest.MonkeyPatch) 
     [(1, [Status.OK, Status.OUT_OF_MEMORY]), (2, [Status.OUT_OF_MEMORY, Status.OUT_OF_MEMORY])],
 )
 def test_twins_end_first_if_the_reference_runs_out_of_memory(room_after, statuses, monkeypatch):
-    expected, with_room, calls = output_checks._expected, output_checks._answers_with_room, []
+    expected, with_room, calls = output_checks._right_answer, output_checks._answers_with_room, []
     running: list[contest.RunningContest] = []
 
     def seen(which: contest.RunningContest, when: str) -> Any:
@@ -112,7 +112,7 @@ def test_twins_end_first_if_the_reference_runs_out_of_memory(room_after, statuse
         return expected(*arguments)
 
     monkeypatch.setattr(output_checks, "_answers_with_room", seen)
-    monkeypatch.setattr(output_checks, "_expected", crowded)
+    monkeypatch.setattr(output_checks, "_right_answer", crowded)
     result = rows(BASELINE, replace(BASELINE, baseline=False, twin=True))
     assert [row.status for row in result] == statuses
     assert calls[:2] == [2, 1], "an ended contender holds no memory during the second attempt"
@@ -131,7 +131,7 @@ def test_contests_leave_no_memory_behind(monkeypatch: pytest.MonkeyPatch) -> Non
     before = held()
     rows(BASELINE, Contender("bsr", "scipy_bsr", {"block": 16}))
     assert held() == before
-    monkeypatch.setattr(output_checks, "_expected", no_room)
+    monkeypatch.setattr(output_checks, "_right_answer", no_room)
     rows(BASELINE)
     assert held() == before
 

@@ -8,7 +8,7 @@ import pytest
 from sparsebench.harness.costs.estimates import affordable, preview
 from sparsebench.harness.costs.measured_times import AGAIN, ENERGY_S, MeasuredTimes, times
 from sparsebench.harness.new_gpu.choices import coarse
-from sparsebench.harness.plan.selection import planned
+from sparsebench.harness.plan.selection import planned_contests
 from sparsebench.harness.plan.suite import Suite, expand, read
 from sparsebench.results.record import Case, Row, Status
 from sparsebench.results.store import Run
@@ -94,7 +94,7 @@ def test_energy_takes_a_window_for_each_contender_and_process(suite, measured) -
         preview(suite, measured, replicates=2, energy=energy)["estimate_s"]
         for energy in (False, True)
     )
-    windows = sum(len(contest.contenders) for contest in planned(suite, "cuda"))
+    windows = sum(len(contest.contenders) for contest in planned_contests(suite, "cuda"))
     assert with_energy - without == pytest.approx(2 * windows * ENERGY_S, abs=1)
 
 

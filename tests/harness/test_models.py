@@ -462,7 +462,7 @@ def test_mlps_are_pruned_from_outputs_of_pruned_ones(directory, text):
     seen, unseen = models.contexts(loaded, text.read_text(), 1024)
     before = models.loss_of(loaded.model, unseen)
     inputs: dict[str, Tensor] = {}
-    with models.restored(loaded):
+    with models.restore_weights(loaded):
         pruned = models.prune_model(loaded, Recipe("magnitude", 0.0), seen, unseen)
         last = loaded.model.model.layers[1].mlp
         handle = last.register_forward_pre_hook(lambda _, x: inputs.update(last=x[0]))

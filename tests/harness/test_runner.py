@@ -18,7 +18,7 @@ import pytest
 from sparsebench.errors import SuiteError, WorkerError
 from sparsebench.harness.bench.contest_state import configuration
 from sparsebench.harness.commands._app import main
-from sparsebench.harness.plan.selection import planned, references
+from sparsebench.harness.plan.selection import planned_contests, references
 from sparsebench.harness.plan.suite import Contest, Suite, read
 from sparsebench.harness.run import early_start, worker_process
 from sparsebench.harness.run import measure as measuring
@@ -212,7 +212,7 @@ def test_no_contest_starts_that_could_end_after_the_deadline(tmp_path, monkeypat
     now = [0.0]
     monkeypatch.setattr(measuring, "monotonic", lambda: now[0])
     suite = read("quick")
-    count = len(planned(suite, "sim"))
+    count = len(planned_contests(suite, "sim"))
 
     def tick(done: int, total: int, problem: str) -> None:
         now[0] = 10.0 * done

@@ -227,12 +227,12 @@ def run(suite: Suite, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_two_processes_do_not_write_to_one_run(suite: Suite, run: Path) -> None:
     before = (run / "rows.jsonl").read_bytes()
     with (
-        store.locked(run),
+        store.lock_run(run),
         pytest.raises(ResultError, match="expected no other process, found one"),
     ):
         measure(suite, Flags("sim", replicates=1), None, run)
     assert (run / "rows.jsonl").read_bytes() == before
-    with store.locked(run):
+    with store.lock_run(run):
         pass
 
 

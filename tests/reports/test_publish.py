@@ -363,7 +363,7 @@ def test_names_are_text_on_every_page_and_safe_in_a_link(site: Path) -> None:
 @pytest.fixture
 def without_claims(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a site have no claims, which take a second to plan."""
-    monkeypatch.setattr("sparsebench.harness.claims.claim_plan.chosen", lambda names: [])
+    monkeypatch.setattr("sparsebench.harness.claims.claim_plan.read_claims", lambda names: [])
 
 
 @pytest.mark.usefixtures("without_claims")

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from sparsebench.reports.elsewhere import Elsewhere
 from sparsebench.reports.tables import Table
-from sparsebench.reports.terminal import Answer, answer_json, answer_markdown, counted
+from sparsebench.reports.terminal import Answer, answer_json, answer_markdown, count_statuses
 from sparsebench.results.analysis import analyse
 from sparsebench.results.answer import answers
 from sparsebench.results.record import Case, Contender, Problem, Row, Status
@@ -58,7 +58,7 @@ def test_a_failed_twin_is_counted_and_named() -> None:
     failed = {"status": Status.FAILED, "samples_us": (), "detail": "illegal address"}
     rows = [replace(r, **failed) if r.case.contender.twin else r for r in whole.rows]
     broken = replace(whole, rows=rows)
-    assert counted(analyse(broken)) == {"ok": 2, "failed": 1}
+    assert count_statuses(analyse(broken)) == {"ok": 2, "failed": 1}
     assert "illegal address: cublas (twin)" in text_of(broken)
 
 

@@ -14,7 +14,7 @@ from packaging.requirements import Requirement
 
 from sparsebench.errors import ResultError, SuiteError
 from sparsebench.harness.commands._console import UNCHECKED
-from sparsebench.harness.plan.selection import planned
+from sparsebench.harness.plan.selection import planned_contests
 from sparsebench.harness.plan.suite import expand, read
 from sparsebench.harness.run.validation import validate
 from sparsebench.results import bundle, store
@@ -40,7 +40,7 @@ CPU = {"cpu": {"name": "a CPU"}, "gpu": None}
 def rows(suite: Path, data: Path | None = None, only: str = "") -> list[Row]:
     """Return what a run of the suite in two processes gives: A/A pairs, then the suite's rows."""
     suite_plan = replace(read(str(suite), data), name="small")
-    return right_rows(planned(suite_plan, "cpu", only))
+    return right_rows(planned_contests(suite_plan, "cpu", only))
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from sparsebench.results.claims.cells import (
     file_problems,
     judging_cells,
     over_op,
-    pooled,
+    pool,
     value_text,
 )
 from sparsebench.results.claims.decision import Word, cell_state
@@ -219,7 +219,7 @@ def test_every_cell_or_all_together() -> None:
     )
     claim = claimed(quantifier="typical")
     cells = [cell(claim, r, str(i)) for i, r in enumerate(mixed)]
-    assert pooled(cells, claim.tests[0]).value == pytest.approx((2.5 * 1.9) ** 0.5, rel=1e-3)
+    assert pool(cells, claim.tests[0]).value == pytest.approx((2.5 * 1.9) ** 0.5, rel=1e-3)
     assert verdict(claim, *cells).word is Word.REPRODUCED
 
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from sparsebench.results.cases import compared, summary, winners
+from sparsebench.results.cases import has_baseline, summary, winners
 from sparsebench.results.frame import blocks_us, frame, opponents
 from sparsebench.results.record import Case, Contender, Problem, Row, Status
 from sparsebench.results.statistics import IntervalKind, ratio_over
@@ -37,7 +37,7 @@ def test_a_twin_is_never_taken_for_its_original() -> None:
     (best,) = winners(cases).to_dict("records")
     assert (best["label"], best["runner_up"]) == ("bsr/bsr_triton", "dense/cublas")
     assert best["lead"] == pytest.approx(2)
-    assert list(cases.label[compared(cases)]) == ["bsr/bsr_triton"]
+    assert list(cases.label[has_baseline(cases)]) == ["bsr/bsr_triton"]
 
 
 def test_a_ratio_of_two_contenders_is_the_median_of_ratios_within_blocks() -> None:

@@ -147,7 +147,7 @@ def _model(
 
     outcomes = []
     for recipe in recipes:
-        with models.restored(loaded) if len(recipes) > 1 else nullcontext():
+        with models.restore_weights(loaded) if len(recipes) > 1 else nullcontext():
             pruned = models.prune_model(loaded, recipe, seen, unseen)
         dense = pruned.dense / pruned.features
         outcomes.append(_outcome(recipe, dense, pruned.errors, pruned.loss))

@@ -60,10 +60,10 @@ class Layer(nn.Module):
         k, n, added = sizes.width, sizes.hidden, DEVIATION / math.sqrt(2 * sizes.layers)
         self.heads = sizes.heads
         self.attention_norm, self.mlp_norm = (nn.Parameter(torch.ones(k)) for _ in range(2))
-        self.qkv = _drawn(3 * k, k, draw)
-        self.out = _drawn(k, k, draw, added)
-        self.wg, self.wu = _drawn(n, k, draw), _drawn(n, k, draw)
-        self.wd = _drawn(k, n, draw, added)
+        self.qkv = _draw_parameter(3 * k, k, draw)
+        self.out = _draw_parameter(k, k, draw, added)
+        self.wg, self.wu = _draw_parameter(n, k, draw), _draw_parameter(n, k, draw)
+        self.wd = _draw_parameter(k, n, draw, added)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return the stream [contexts, tokens, k], the L1 term, and the MLP's inputs and gates."""
@@ -81,10 +81,10 @@ class Decoder(nn.Module):
         """Draw the weights on the CPU; without a seed they stay uninitialized."""
         super().__init__()
         draw = None if seed is None else torch.Generator().manual_seed(seed)
-        self.embedding = _drawn(BYTES, sizes.width, draw)
+        self.embedding = _draw_parameter(BYTES, sizes.width, draw)
         self.layers = nn.ModuleList(Layer(sizes, draw) for _ in range(sizes.layers))
         self.norm = nn.Parameter(torch.ones(sizes.width))
-        self.output = _drawn(BYTES, sizes.width, draw)
+        self.output = _draw_parameter(BYTES, sizes.width, draw)
 
     def forward(self, tokens: Tensor, watch: Watch | None = None) -> tuple[Tensor, Tensor]:
         """Return logits [contexts, tokens, 256] for bytes [contexts, tokens], and the L1 term."""
@@ -114,7 +114,7 @@ def _times(x: Tensor, weight: Tensor | nn.Module) -> Tensor:
     return linear(x, weight)
 
 
-def _drawn(
+def _draw_parameter(
     rows: int, columns: int, draw: torch.Generator | None, deviation: float = DEVIATION
 ) -> nn.Parameter:
     if draw is None:

@@ -145,7 +145,7 @@ def _time_forward(
         try:
             launch = None if name == PLAIN else _launch(name, shape, weights, z)
             plain = partial(mlp, z, *weights.mlp)
-            timing = _checked(timing, run, expected, launch, plain)
+            timing = _check(timing, run, expected, launch, plain)
         except FAILURES as error:
             timing = replace(timing, detail=_reason(error))
         if not timing.detail:
@@ -203,7 +203,7 @@ def _call(launch: Launch) -> Tensor:
     return out
 
 
-def _checked(
+def _check(
     timing: MlpTiming,
     run: Pass,
     expected: Tensor,
