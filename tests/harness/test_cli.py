@@ -158,7 +158,8 @@ def test_the_usual_flags_print_version_and_help(flag: str) -> None:
     done = sparsebench(flag)
     assert done.returncode == 0
     assert "sparsebench 0." in done.stdout or "Usage: sparsebench" in done.stdout
-    assert "..." not in done.stdout.replace("[ARGS]...", "")
+    ends = done.stdout.replace("[ARGS]...", "").splitlines()
+    assert not [line for line in ends if line.rstrip().endswith("...")]  # nothing is cut off
 
 
 def test_a_suite_that_compares_nothing_here_is_reported(tmp_path: Path) -> None:
