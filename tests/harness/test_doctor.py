@@ -134,7 +134,7 @@ def fake(monkeypatch: pytest.MonkeyPatch, **readings: Any) -> None:
 def test_a_healthy_gpu_has_only_ok_findings(monkeypatch: pytest.MonkeyPatch) -> None:
     fake(monkeypatch)
     with board("GPU-fake") as gpu:
-        result = [*examination._shown(gpu, LOAD, gpu.reasons()), *examination._set(gpu)]
+        result = [*examination._gpu_findings(gpu, LOAD, gpu.reasons()), *examination._set(gpu)]
         result.append(findings.others(examination._others(gpu), other_work.busy_percent(gpu)))
     assert len(result) == 10
     assert {finding.level for finding in result} == {OK}, result
