@@ -104,10 +104,14 @@ def read_model(file: Path, model: type[Model], schema: str) -> Model:
     try:
         return TypeAdapter(model).validate_json(content(file, JSON_BYTES))
     except ValidationError as error:
-        first = error.errors()[0]
-        place = "".join(f"{part}: " for part in first["loc"])
-        wrong = f"{place}{first['msg']}; found {str(first['input'])[:60]!r}"
-        raise ResultError(f"{file}: expected {schema}; {wrong}") from error
+        raise ResultError(f"{file}: expected {schema}; {first_error(error)}") from error
+
+
+def first_error(error: ValidationError) -> str:
+    """Describe the first error of pydantic: its place, what is wrong, and the value."""
+    first = error.errors()[0]
+    place = ": ".join(str(part) for part in first["loc"]) or "top"
+    return f"{place}: {first['msg']}; found {str(first['input'])[:60]!r}"
 
 
 def from_yaml(where: str, written: str, raised: Raised = ResultError) -> Any:

@@ -33,7 +33,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from sparsebench._writing import write_file
 from sparsebench.errors import ResultError
-from sparsebench.results import files
+from sparsebench.results import bundle, files
 from sparsebench.results.record import OLDER_ROWS, ROWS_SCHEMA, Row
 
 ENVIRONMENT_SCHEMA = "sparsebench/environment@1"
@@ -266,23 +266,19 @@ def rows(path: Path) -> list[Row]:
 
 def _rows(path: Path) -> tuple[str, list[Row]]:
     """Return the schema of the rows and the rows."""
-    plain, zipped = path / "rows.jsonl", path / "rows.jsonl.gz"
-    if zipped.exists() and not plain.exists():
-        plain = zipped
-        text = files.decode_utf8(zipped, files.unzip(zipped, files.ROWS_BYTES))
-    else:
-        text = files.text(plain, files.ROWS_BYTES)
+    file = path / bundle.ROWS
+    text = files.decode_utf8(file, bundle.content(path, bundle.ROWS))
     first, *lines = text[: text.rfind("\n") + 1].split("\n")[:-1] or [""]
     schemas = {json.dumps({"schema": name}): name for name in (ROWS_SCHEMA, *OLDER_ROWS)}
     if first not in schemas:
         current = next(iter(schemas))
         actual = first[:80] or "an empty file"
-        raise ResultError(f"{plain}: expected a first line {current}, found {actual}")
+        raise ResultError(f"{file}: expected a first line {current}, found {actual}")
     schema, names = schemas[first], {f.name for f in fields(Row)}
     lacks = OLDER_ROWS.get(schema, frozenset())
     needed = names - lacks if lacks is not None else set()
-    read = [_row(plain, number, line, needed) for number, line in enumerate(lines, start=2)]
-    _each_once(plain, read)
+    read = [_row(file, number, line, needed) for number, line in enumerate(lines, start=2)]
+    _each_once(file, read)
     return schema, read
 
 
@@ -311,7 +307,8 @@ def _row(file: Path, number: int, line: str, needed: set[str]) -> Row:
         actual = f"no {missing[0]}" if missing else f"an unknown field {unknown[0]}"
         expected = "a row with the fields of Row"
     except ValidationError as error:
-        expected, actual = "a row", _first(error)
+        first = files.first_error(error)
+        raise ResultError(f"{file}: line {number}: expected a row; {first}") from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         expected, actual = "a row", f"{type(error).__name__}: {error}"
     raise ResultError(f"{file}: line {number}: expected {expected}, found {actual}")
@@ -341,16 +338,10 @@ def _check_types(file: Path, data: Any, model: type[_Typed]) -> dict[str, Any]:
     try:
         model.model_validate(data)
     except ValidationError as error:
-        raise ResultError(f"{file}: expected the fields of a run, found {_first(error)}") from error
+        first = files.first_error(error)
+        raise ResultError(f"{file}: expected the fields of a run; {first}") from error
     checked: dict[str, Any] = data
     return checked
-
-
-def _first(error: ValidationError) -> str:
-    """Describe the first error: its place, what is wrong, and the value."""
-    first = error.errors()[0]
-    place = ".".join(str(part) for part in first["loc"]) or "top"
-    return f"{place}: {first['msg']}; {str(first['input'])[:60]!r}"
 
 
 def write_json(file: Path, data: Any) -> None:

@@ -352,4 +352,4 @@ def test_a_gzip_bomb_is_one_line(run: Path) -> None:
 def test_a_billion_replicates_are_one_line(run: Path) -> None:
     store.set_state(run, {**STATE, "flags": {**FLAGS, "replicates": 10**9}})
     bundle.seal(run)
-    assert "flags.replicates: Input should be less than or equal to 1000" in complaint(run)
+    assert "flags: replicates: Input should be less than or equal to 1000" in complaint(run)

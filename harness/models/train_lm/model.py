@@ -68,7 +68,7 @@ class Layer(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return the stream [contexts, tokens, k], the L1 term, and the MLP's inputs and gates."""
         x = attention(x, self.attention_norm, self.qkv, self.out, self.heads)
-        z = _norm(x, self.mlp_norm)
+        z = normalized(x, self.mlp_norm)
         g = relu(_times(z, self.wg))
         h = g * _times(z, self.wu)
         return x + _times(h, self.wd), h.abs().sum(-1, dtype=torch.float32).mean(), z, g
@@ -94,14 +94,14 @@ class Decoder(nn.Module):
             norms.append(norm)
             if watch:
                 watch(number, z, g)
-        return linear(_norm(x, self.norm), self.output), torch.stack(norms).mean()
+        return linear(normalized(x, self.norm), self.output), torch.stack(norms).mean()
 
 
 def attention(
     x: Tensor, norm: Tensor, qkv: Tensor | nn.Module, out: Tensor | nn.Module, heads: int
 ) -> Tensor:
     """Return the stream [contexts, tokens, k] with the output of attention added."""
-    q, k, v = _times(_norm(x, norm), qkv).unflatten(-1, (3, heads, -1)).permute(2, 0, 3, 1, 4)
+    q, k, v = _times(normalized(x, norm), qkv).unflatten(-1, (3, heads, -1)).permute(2, 0, 3, 1, 4)
     mixed = scaled_dot_product_attention(_rotate(q), _rotate(k), v, is_causal=True)
     return x + _times(mixed.transpose(1, 2).flatten(2), out)
 
@@ -122,7 +122,8 @@ def _draw_parameter(
     return nn.Parameter(torch.randn(rows, columns, generator=draw) * deviation)
 
 
-def _norm(x: Tensor, weight: Tensor) -> Tensor:
+def normalized(x: Tensor, weight: Tensor) -> Tensor:
+    """Return X normalized over its last dimension and scaled."""
     return rms_norm(x, weight.shape, weight, EPSILON)
 
 
