@@ -58,8 +58,8 @@ class RunOptions:
     pinned      choices of each process of another run, taken without a search (provenance.py)
     searched    rows of an earlier run: the processes of a verdict search among its finalists
     origin      the bundle that this run reproduces or confirms, for run.json
-    until       when to end, as a time.monotonic(). A contest starts only if it would end before, by
-                its time in the process before or the longest time so far; --resume measures the rest
+    until       when to end, as a time.monotonic(). A contest starts only if it would end
+                before, judged by its time in the last process or the longest time so far
     rank        contests of a lower rank come first in every process; ties are in random order
     replan      called before each process with its number and its contests, and returns those to
                 measure now; --resume measures the others

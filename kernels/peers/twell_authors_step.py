@@ -23,8 +23,8 @@ varying rows; the count assumes the shortest ones.
     no graph     the backward pass waits for the host twice, so rows are timed with events
 
 The launch copies their five results into one tensor, 2 % of the bytes of a step. Their L1 gradient
-is 0. `tails_bytes` in the choice is the memory of the tails: three for the
-gate listed by token, and three for the gate listed by unit.
+is 0. `tails_bytes` in the choice is the memory of the tails: three for the gate listed by
+token, and three for the gate listed by unit.
 Source: github.com/SakanaAI/sparser-faster-llms, MIT licence, custom_models/hybrid_modules.
 """
 
