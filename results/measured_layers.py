@@ -47,7 +47,7 @@ from sparsebench.results.provenance import device_name
 
 SCHEMA: Final = "sparsebench/advice@1"
 NOT_AT_BEST = {"calls", "spense-calls"}  # suites that leave out the fastest kernels on purpose
-SIDES, LEVELS = {"64": BLOCKS, "32": SMALL_BLOCKS}, (0.5, 0.95)  # of the block-sparse layers
+SIDES, LEVELS = {"64": BLOCKS, "32": SMALL_BLOCKS}, (0.5, 0.95)
 PRUNED = {  # the way of each pattern that `prune` knows
     "2:4": TWO_FOUR,
     "6:8": SIX_EIGHT,
