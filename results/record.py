@@ -246,9 +246,7 @@ class Row:
     prepare_s: float | None = None
     energy_j: float | None = None  # energy of one hot call, from the board's sensor
     energy_window_s: float | None = None
-    telemetry: Mapping[str, float] = field(
-        default_factory=dict
-    )  # during the contest (telemetry.py)
+    telemetry: Mapping[str, float] = field(default_factory=dict)  # see telemetry.py
     samples_us: tuple[float, ...] = ()
     samples_per_block: int = 1
     late: float | None = None  # share of samples in which the GPU may have waited for the host

@@ -58,7 +58,7 @@ MOST_ALONE = 512  # tokens; with two CTAs per group, an H200 runs 66 groups at t
 SHARED_BYTES, ALONE_BYTES = (
     192 * 1024,
     200 * 1024,
-)  # 227 KB less static memory, which takes 30 or 18
+)  # 227 KB less static memory, 30 or 18
 L2_RATE, DENSE_RATE, DENSE_READS = 9e12, 7e14, 4.0  # bytes/s, FLOP/s of an H200 (NOTES.md)
 
 # x, g, wu, wd transposed, y, left, heavy; m, n, limit; words; gates of the lists
