@@ -9,7 +9,7 @@
     fp8     fast accumulation keeps the 13 bits of the tensor cores, as in inference; otherwise sums
             are added to fp32 every few instructions. Both pass the check (bench/correctness.py).
 
-A layer whose pinned choice names one library, as older rows do, is computed as its definition.
+Older rows name one library as the choice of a layer; such a layer runs the op's definition.
 """
 
 from collections.abc import Callable

@@ -8,10 +8,10 @@ each combination that the library accepts has its own algorithms:
     X.T  columns  X in place                      Y.T  columns  Y in its final layout
          rows     X.T, copied by the launch            rows     Y.T, transposed back by the launch
 
-The library takes tokens in multiples of 8, in 8 bits of 16. Other numbers are padded with rows of
-zeros, as torch.sparse.to_sparse_semi_structured does (_padding.py). The search may
-pad few tokens further, because in bf16 256 tokens take 34 us but 16 tokens 48 (0.8.0, n = 14336,
-k = 4096).
+The library takes multiples of 8 tokens, or of 16 in 8-bit dtypes. Other numbers are padded with
+rows of zeros, as torch.sparse.to_sparse_semi_structured does (_padding.py). The search also tries
+more padding for few tokens, because in bf16 256 tokens take 34 us but 16 tokens 48 (0.8.0,
+n = 14336, k = 4096).
 
 `prepare` makes three searches, each over captured launches:
 

@@ -152,7 +152,7 @@ def _by_slug(runs: Sequence[Path]) -> dict[str, Path]:
 
 
 def _newest(stored: Mapping[str, RunFolder]) -> dict[str, str]:
-    """Return the newest version of each run that is not its own newest, by slug."""
+    """Return for each outdated run, by slug, the slug of its newest version."""
     versions: dict[tuple[str, ...], list[tuple[str, str]]] = {}
     for slug, run in stored.items():
         versions.setdefault(run.series, []).append((str(run.state.get("started", "")), slug))

@@ -4,7 +4,6 @@ from dataclasses import replace
 from typing import Any
 
 import declare
-import faulty
 import pytest
 import torch
 import wrong
@@ -85,14 +84,6 @@ def test_kernels_of_another_op_are_refused() -> None:
     assert result[1].detail == "computes linear, not ffn"
 
 
-def test_operands_that_do_not_fit_are_rows_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    def too_large(*_: object) -> None:
-        raise MemoryError("no")
-
-    monkeypatch.setattr(contest.operands, "operands", too_large)
-    assert [row.status for row in rows(BASELINE)] == [Status.OUT_OF_MEMORY]
-
-
 @pytest.mark.parametrize(
     ("room_after", "statuses"),
     [(1, [Status.OK, Status.OUT_OF_MEMORY]), (2, [Status.OUT_OF_MEMORY, Status.OUT_OF_MEMORY])],
@@ -163,12 +154,6 @@ def test_the_order_within_a_block_is_drawn_anew() -> None:
     assert len(blocks) == BLOCKS
     assert all(sorted(block) == [0, 1, 2, 3] for block in blocks)
     assert len(set(blocks)) > 4
-
-
-def test_every_faulty_kernel_is_used_by_a_test() -> None:
-    assert {name.removeprefix("faulty:") for name in declare.names(faulty)} == {
-        "chatters", "crashes", "crashes_later", "exhausts", "hangs", "illegal_address", "raises",
-    }  # fmt: skip
 
 
 class Held:

@@ -29,7 +29,6 @@ from sparsebench.reports.build import figures
 from sparsebench.results import bundle, files, store
 from sparsebench.results.analysis import analyse
 from sparsebench.results.record import Case, Row
-from tests.simulated.in_process import in_this_process
 from tests.tools.command_line import sparsebench
 
 pytestmark = pytest.mark.usefixtures("no_figures")
@@ -249,19 +248,6 @@ def test_shards_by_hand_are_merged(suite: Suite, halves: list[Path], tmp_path: P
     assert Counter(map(key, run.rows)) == Counter(expected(suite, 1))
     assert {row.device for row in run.rows} == {"sim-1", "sim-2"}
     assert all(line.checked for line in validate(halves[0]))
-
-
-def test_runs_of_eight_gpus_are_merged(suite, tmp_path, monkeypatch) -> None:
-    in_this_process(monkeypatch)
-    runs = []
-    for number in range(1, 9):
-        (tmp_path / f"{number}.yaml").write_text(f"seed: {number}")
-        flags = Flags(f"sim:{tmp_path}/{number}.yaml", replicates=1, shard=f"{number}/8")
-        runs.append(measure(suite, flags, tmp_path / str(number), None))
-    run = store.read(merge(runs, tmp_path / "run"))
-    measured = {row.case.problem.id for row in [*run.rows, *run.reference]}
-    assert measured == {contest.problem.id for contest in planned_contests(suite, "sim")}
-    assert len(run.environment["devices"]) == 8
 
 
 def changed(change: Callable[[Path], object]) -> Callable[[list[Path], Path], list[Path]]:

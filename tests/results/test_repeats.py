@@ -8,16 +8,9 @@ import pandas as pd
 import pytest
 
 from sparsebench.errors import ResultError
-from sparsebench.reports.coverage import COVERAGE, coverage_lines, explanation
+from sparsebench.reports.coverage import COVERAGE, coverage_lines
 from sparsebench.results import between_cards, comparison, store
-from sparsebench.results.between_cards import (
-    SCHEMA,
-    State,
-    Variation,
-    half_of,
-    packaged_variation,
-    state_of,
-)
+from sparsebench.results.between_cards import SCHEMA, State, packaged_variation
 from sparsebench.results.cases import summary
 from sparsebench.results.frame import frame
 from sparsebench.results.noise import Noise
@@ -145,12 +138,6 @@ def test_only_runs_with_one_code_on_different_cards_repeat_a_case() -> None:
     assert repeats([replace(a, cases=inherited), b]).empty  # only a second run may inherit
 
 
-def test_without_repeats_the_page_says_so() -> None:
-    none = repeats([])
-    assert coverage_lines(none) == []
-    assert len(explanation(none)) == 2
-
-
 @pytest.fixture(scope="module")
 def sides() -> dict[str, Side]:
     names = "quick", "quick-elsewhere", "spense-decode", "spense-decode-again"
@@ -196,9 +183,3 @@ def test_an_unusable_file_is_one_clear_line(text, tmp_path, monkeypatch) -> None
         packaged_variation()
     monkeypatch.undo()
     assert packaged_variation()[State.FREE].sd > 0
-
-
-def test_states_and_halves() -> None:
-    assert state_of(float("nan"), inherited=False) is State.FREE
-    assert half_of([0.0] * 8, ["CPU"] * 8, State.FREE) == 0.0
-    assert Variation(0.01, 1e9, 1, 1).half(4) == pytest.approx(1.96 * 0.005, rel=1e-3)
