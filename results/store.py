@@ -327,10 +327,7 @@ def _fields(data: Any) -> dict[str, Any]:
 
 
 def _read_json(file: Path, schema: str, model: type[_Typed]) -> dict[str, Any]:
-    data = files.from_json(file)
-    if data.get("schema") != schema:
-        raise ResultError(f"{file}: expected schema {schema}, found {str(data.get('schema'))[:80]}")
-    return _check_types(file, data, model)
+    return _check_types(file, files.from_json(file, schema), model)
 
 
 def _check_types(file: Path, data: Any, model: type[_Typed]) -> dict[str, Any]:

@@ -36,7 +36,7 @@ from typing import Any
 
 import torch
 
-from sparsebench.errors import ResultError, SuiteError
+from sparsebench.errors import SuiteError
 from sparsebench.harness.costs.estimates import affordable
 from sparsebench.harness.costs.measured_times import times
 from sparsebench.harness.doctor.findings import warning
@@ -134,9 +134,8 @@ def resume(path: Path, budget_s: float | None, progress: Callable[[str], Progres
 
 def read_survey(path: Path) -> Survey:
     """Read a survey. Raises ResultError if the folder holds none."""
-    data = files.from_json(path / "survey.json")
-    if data.pop("schema", None) != SCHEMA:
-        raise ResultError(f"{path / 'survey.json'}: expected schema {SCHEMA}, found another")
+    data = files.from_json(path / "survey.json", SCHEMA)
+    del data["schema"]
     return Survey(path, **data)
 
 

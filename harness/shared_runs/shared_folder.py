@@ -126,9 +126,7 @@ def repair(folder: Path, plan: Plan, text: str) -> None:
 def read(folder: Path) -> tuple[Plan, Suite]:
     """Read the plan and the suite. Raises ResultError if the folder holds no plan."""
     file = folder / "plan.json"
-    data = files.from_json(file)
-    if data.get("schema") != SCHEMA:
-        raise ResultError(f"{file}: expected schema {SCHEMA}, found another")
+    data = files.from_json(file, SCHEMA)
     if data.get("choices") and not (folder / "pinned.json").exists():
         raise ResultError(f"{folder / 'pinned.json'}: expected the plan's choices, found no file")
     plan = files.read_model(file, Plan, SCHEMA)
