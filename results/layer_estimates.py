@@ -24,10 +24,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from math import ceil, exp, log, log2
 
-START_US = 1.5  # of a product beside the launch: dense times then follow the bytes within 10 %
+START_US = 1.5  # time of a product beside its launch: dense times then follow the bytes within 10 %
 NEAREST = 4
 LEVEL, UNKNOWN = 0.9, 4.0  # UNKNOWN: half the interval, as a factor, if nothing was left out
-WEIGHTS = (0.5, 0.5, 1.0, 1.0, 1.0, 1.0)  # of tokens, weights, density, dtype, GPU, kind of layer
+WEIGHTS = (0.5, 0.5, 1.0, 1.0, 1.0, 1.0)  # for tokens, weights, density, dtype, GPU, kind of layer
 FARTHEST = (
     2.01,
     3.01,

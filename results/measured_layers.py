@@ -47,8 +47,8 @@ from sparsebench.results.provenance import device_name
 
 SCHEMA: Final = "sparsebench/advice@1"
 NOT_AT_BEST = {"calls", "spense-calls"}  # suites that leave out the fastest kernels on purpose
-SIDES, LEVELS = {"64": BLOCKS, "32": SMALL_BLOCKS}, (0.5, 0.95)  # of the block-sparse layers
-PRUNED = {  # the way of each pattern that `prune` knows
+SIDES, LEVELS = {"64": BLOCKS, "32": SMALL_BLOCKS}, (0.5, 0.95)
+PRUNED = {  # the kind of sparsity of each pattern that `prune` knows
     "2:4": TWO_FOUR,
     "6:8": SIX_EIGHT,
     "unstructured": ANYWHERE,
@@ -81,7 +81,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Loss:
-    """What a way cost a `model` in quality, with a sentence that says how it was measured.
+    """The loss of a kind of sparsity in a `model`, with a sentence on how it was measured.
 
     `loss` is the rise in nats per token by pruning; None if the model was trained sparse.
     """

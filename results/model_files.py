@@ -41,7 +41,7 @@ WIDTHS_SCHEMA: Final = "sparsebench/widths@1"
 WHOLE_SCHEMA: Final = "sparsebench/whole@1"
 OUTPUT = "output"  # key of the error of the whole layer's or MLP's output
 DENSE = "dense"  # pattern of a dense training
-LONGER = 1.15  # at most, the time of a dense step over that of a sparse one of equal time
+LONGER = 1.15  # largest ratio of a dense step to a sparse step that count as equally long
 FORWARD: Final = "forward"
 STEP: Final = "step"
 

@@ -212,7 +212,7 @@ class Row:
     status: Status
     replicate: int = 0
     attempt: int = 0  # at the contest; a crash or a hang leads to another attempt
-    reference: bool = False  # of a noise-floor contest, which every run has
+    reference: bool = False  # whether the row is of a noise-floor contest, which every run has
     device: str = "cpu"  # GPU UUID, or the name of the CPU
     # kernel: device time; op: time of a call from Python, host cost included; chain: device time of
     # a layer in a chain of equal layers in one graph
@@ -231,7 +231,7 @@ class Row:
     draws: tuple[int, ...] = ()  # seeds of the activations that were checked
     sparsity: float | None = None  # achieved, over all elements of the weights
     nnz: int | None = None
-    digest: str | None = None  # of the operands
+    digest: str | None = None  # digest of the operands
     flops: float | None = None  # on non-zeros only: no padding, no skipped zeros
     dense_flops: float | None = None
     fewest_bytes: int | None = None
@@ -244,9 +244,9 @@ class Row:
     peak_bytes: int | None = None  # peak on the device during prepare and the first call
     convert_us: float | None = None
     prepare_s: float | None = None
-    energy_j: float | None = None  # of one hot call, from the board's sensor
+    energy_j: float | None = None  # energy of one hot call, from the board's sensor
     energy_window_s: float | None = None
-    telemetry: Mapping[str, float] = field(default_factory=dict)  # of the contest (telemetry.py)
+    telemetry: Mapping[str, float] = field(default_factory=dict)  # see telemetry.py
     samples_us: tuple[float, ...] = ()
     samples_per_block: int = 1
     late: float | None = None  # share of samples in which the GPU may have waited for the host

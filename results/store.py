@@ -39,7 +39,7 @@ from sparsebench.results.record import OLDER_ROWS, ROWS_SCHEMA, Row
 ENVIRONMENT_SCHEMA = "sparsebench/environment@1"
 RUN_SCHEMA = "sparsebench/run@1"
 ROW_BYTES = 2**20  # the longest published row has 49 KB
-REPLICATES = 1000  # at most
+REPLICATES = 1000  # most processes of a run
 _PART = r"[^\s/:;,'\"`()\[\]<>|]"  # a character of a file's name
 _PATH = re.compile(rf"(?<![\w/])(?:~|\.{{1,2}})?/(?:{_PART}+/)+({_PART}*)")
 _ROW = TypeAdapter(Row)

@@ -34,7 +34,7 @@ CALLS = 64
 BURST_S = 0.1
 FEWEST = 16  # two outputs with so many sums never have the same ones by chance
 CLOCK_EVERY = 8  # calls between two readings of the clock
-SHARE = 0.25  # of the blocks
+SHARE = 0.25  # fraction of the blocks
 FURTHER = 4.0  # times as far as the call that was compared in full
 A, B = "a", "b"
 

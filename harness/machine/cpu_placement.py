@@ -34,7 +34,7 @@ def apart(devices: Sequence[str]) -> list[set[int]]:
     """Return the CPUs for each device: near it, and disjoint if there are enough."""
     here, near = os.sched_getaffinity(0), list[set[int]]()
     for device in devices:
-        cpus = set[int]()  # of its NUMA node, if known
+        cpus = set[int]()  # cores of its NUMA node, if known
         if not is_simulated(device) and device.startswith("cuda"):
             address = _address(int(device.partition(":")[2] or "0"), os.environ)
             cpus = _read_cpus(PCI / address / "local_cpulist") if address else cpus

@@ -222,7 +222,7 @@ class _Session:
     spent_s: Counter[str] = field(init=False)
     done: int = field(init=False)  # number of contests
     last: str = ""  # the problem and the result of the last contest
-    took_s: dict[str, float] = field(default_factory=dict)  # of each problem, when last measured
+    took_s: dict[str, float] = field(default_factory=dict)  # last time of each problem
 
     def __post_init__(self) -> None:
         self.counts = Counts(self.rows)

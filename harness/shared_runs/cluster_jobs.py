@@ -33,7 +33,7 @@ from sparsebench.results import files, store
 POLL_S = {"slurm": 10.0, "local": 1.0}
 OPTIONS = {"slurm": "--slurm", "local": "--submit local"}
 TRIES = 3  # jobs of a part that may end one after the other without a new contest
-MINUTES = 240  # of a job, unless `time` is parameters
+MINUTES = 240  # time limit of a job, unless `time` sets it
 TIMEOUTS = 1000  # how often a job may reach its limit and be queued again
 SQUEUE_S = 60.0  # then the controller is taken as away, and the next round retries
 LOST = "lost"  # a part whose job the scheduler has ended or forgotten

@@ -53,9 +53,9 @@ from sparsebench.results.record import Case, Contender, Problem, Row, Status
 ENDS = {"out_of_memory": Status.OUT_OF_MEMORY, "failed": Status.FAILED, "wrong": Status.WRONG}
 CRASH_CODE = 7
 MEMORY_BYTES = 80 * 2**30
-THROTTLED = 0.7  # of the clock, in the second half of a contest
+THROTTLED = 0.7  # fraction of the clock in the second half of a contest
 SLOW_START = 2.0  # times as long, in the first block
-WAITED_US = 30.0  # for the host, in the first sample of each block
+WAITED_US = 30.0  # wait for the host in the first sample of each block
 ENERGY_WINDOW_S = 2.0
 COOL = {  # an H200's clocks; watts and degrees are made up
     "sm_mhz": 1980.0,

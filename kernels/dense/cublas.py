@@ -33,7 +33,7 @@ from sparsebench.kernels.dense._gemm import (
 from sparsebench.results.record import Problem
 
 FP8_CAPABILITY = 8, 9
-FP8_ALIGNMENT = 16  # of n and k, which cuBLASLt requires in fp8
+FP8_ALIGNMENT = 16  # n and k must be multiples, as cuBLASLt requires in fp8
 FP8_OPS = "linear", "ffn"
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": silu,

@@ -57,9 +57,9 @@ from sparsebench.kernels.peers._padding import Tokens, multiple_of, padded
 from sparsebench.results.record import Problem
 
 LAYOUTS: tuple[Order, ...] = "rows", "columns"
-MULTIPLES = {"fp16": 16, "bf16": 16, "fp8": 32}  # of n and k
+MULTIPLES = {"fp16": 16, "bf16": 16, "fp8": 32}  # n and k must be multiples of these
 TOKEN_MULTIPLES = {torch.float16: 8, torch.bfloat16: 8, torch.float8_e4m3fn: 16}
-STAGES = "layouts", "algorithms", "splits"  # of the search
+STAGES = "layouts", "algorithms", "splits"  # stages of the search
 BEST = 3  # algorithms whose splits are timed
 MORE_TOKENS = 128, 256  # tokens that fewer may be padded to
 PADDED_LAYOUTS = 2  # the fastest

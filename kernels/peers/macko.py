@@ -28,7 +28,7 @@ from sparsebench.results.record import Problem
 
 REPOSITORY = "github.com/vlejd/macko_spmv"
 MARKER = "src/macko_spmv/cuda/kernels.cuh"
-ROWS = 32  # of a CTA
+ROWS = 32  # rows of a CTA
 
 
 def prepare(operands: Operands) -> Launch:

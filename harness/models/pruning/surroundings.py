@@ -27,7 +27,7 @@ FEW_ROWS = 8  # a gate with fewer rows stays dense: the kernels have no tile so 
 ANY = "*"  # any part of a module, in a path
 METADATA = {"device", "dtype", "is_cuda", "layout", "ndim", "requires_grad", "shape"}
 METADATA |= {"dim", "numel", "size"}
-WEIGHT = re.compile("weight|proj")  # in the name of a parameter that multiplies
+WEIGHT = re.compile("weight|proj")  # found in the names of parameters that multiply
 EXPERTS = re.compile("num.*_experts|n_routed_experts")
 Path = tuple[str, ...]
 
