@@ -133,9 +133,7 @@ def _draw_figure(figure: Figure, frames: Frames) -> Markup:
         raise kind(f"figure {figure.name} ({place}): {reason}") from error
 
 
-def _group(
-    drawn: Sequence[tuple[Figure, Markup]],
-) -> list[tuple[str, list[tuple[Figure, Markup]]]]:
+def _group(drawn: Sequence[tuple[Figure, Markup]]) -> list[tuple[str, list[tuple[Figure, Markup]]]]:
     """Put the figures below the head of their group, by ORDER."""
     ends = [*list(GROUPS)[1:], 10**9]
     groups = [

@@ -129,10 +129,7 @@ class Run:
 
 
 def create(
-    path: Path,
-    suite_text: str,
-    environment: Mapping[str, Any],
-    state: Mapping[str, Any],
+    path: Path, suite_text: str, environment: Mapping[str, Any], state: Mapping[str, Any]
 ) -> None:
     """Make a new run directory, complete or not at all; raises ResultError if one exists."""
     with new_directory(path) as fresh:

@@ -27,12 +27,7 @@ import torch
 from torch import Tensor
 
 from sparsebench.harness.bench import operands
-from sparsebench.harness.bench.contest_state import (
-    Entry,
-    RunningContest,
-    configuration,
-    one_line,
-)
+from sparsebench.harness.bench.contest_state import Entry, RunningContest, configuration, one_line
 from sparsebench.harness.bench.correctness import Expected, check, roundings, where_stored
 from sparsebench.harness.bench.operands import Layer, without_mask
 from sparsebench.harness.bench.sampling import CHAIN

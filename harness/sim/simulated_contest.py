@@ -50,11 +50,7 @@ from sparsebench.results.ceilings import check_bound
 from sparsebench.results.families import QUANTISED
 from sparsebench.results.record import Case, Contender, Problem, Row, Status
 
-ENDS = {
-    "out_of_memory": Status.OUT_OF_MEMORY,
-    "failed": Status.FAILED,
-    "wrong": Status.WRONG,
-}
+ENDS = {"out_of_memory": Status.OUT_OF_MEMORY, "failed": Status.FAILED, "wrong": Status.WRONG}
 CRASH_CODE = 7
 MEMORY_BYTES = 80 * 2**30
 THROTTLED = 0.7  # fraction of the clock in the second half of a contest

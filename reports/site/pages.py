@@ -84,10 +84,7 @@ def pages(
     yield "index.html", render("site_index.html", **shared, gpus=findings)
     yield "runs.html", render("site_runs.html", **shared, groups=_groups(cards))
     yield "kernels.html", render("site_kernels.html", **shared, kinds=kinds, kernels=kernels)
-    for what, names, docs in (
-        ("format", kinds, site.formats),
-        ("kernel", kernels, site.kernels),
-    ):
+    for what, names, docs in (("format", kinds, site.formats), ("kernel", kernels, site.kernels)):
         column = "kind" if what == "format" else "kernel"
         for name in names:
             cases = every[every[column] == name]
