@@ -39,7 +39,7 @@ from sparsebench.results.store import Run
 
 DATA = ["rows.jsonl", "rows.jsonl.gz", "suite.yaml", "environment.json", "run.json"]
 FIRST = "answer"  # the only figure that is not collapsed
-GROUPS = {0: "Results", 50: "Efficiency", 75: "Trust", 85: "Data"}  # from this ORDER on
+GROUPS = {0: "Results", 50: "Efficiency", 75: "Trust", 85: "Data"}  # heads by first ORDER
 VERSIONS = ["torch", "triton", "cuda", "cublas", "cusparse", "cusparselt", "cupy-cuda13x"]
 
 
@@ -133,9 +133,7 @@ def _draw_figure(figure: Figure, frames: Frames) -> Markup:
         raise kind(f"figure {figure.name} ({place}): {reason}") from error
 
 
-def _group(
-    drawn: Sequence[tuple[Figure, Markup]],
-) -> list[tuple[str, list[tuple[Figure, Markup]]]]:
+def _group(drawn: Sequence[tuple[Figure, Markup]]) -> list[tuple[str, list[tuple[Figure, Markup]]]]:
     """Put the figures below the head of their group, by ORDER."""
     ends = [*list(GROUPS)[1:], 10**9]
     groups = [

@@ -25,12 +25,7 @@ from sparsebench.reports.tables import Table
 from sparsebench.results.analysis import Analysis
 from sparsebench.results.badges import badges
 from sparsebench.results.changes import Changes, changes, mean
-from sparsebench.results.formatting import (
-    amount,
-    are,
-    join_words,
-    significant,
-)
+from sparsebench.results.formatting import amount, are, join_words, significant
 from sparsebench.results.outcome import DIFFERENT, Outcome
 from sparsebench.results.provenance import flat
 from sparsebench.results.sides import Side, short_card

@@ -49,7 +49,7 @@ from sparsebench.results.tuning_doubts import APART, KEY
 
 Runs = Mapping[str, PublishedRun]
 
-ROOT = Path(__file__).resolve().parents[1]  # of the checkout: wheels hold no bundles
+ROOT = Path(__file__).resolve().parents[1]  # root of the checkout; wheels hold no bundles
 HOME = "results/published"
 ADVICE = "advice.json"
 PICTURE, PICTURED = f"{HOME}/speedup.svg", "sparsity-4096"

@@ -26,14 +26,7 @@ from sparsebench.reports.tables import Cell, Table
 from sparsebench.results.badges import Badge, badges
 from sparsebench.results.changes import Changes, mean
 from sparsebench.results.contests import contests, with_gains, with_shapes
-from sparsebench.results.formatting import (
-    FORMATS,
-    amount,
-    capital,
-    join_words,
-    percent,
-    times,
-)
+from sparsebench.results.formatting import FORMATS, amount, capital, join_words, percent, times
 from sparsebench.results.outcome import Outcome, outcome
 from sparsebench.results.statistics import FEWEST
 

@@ -27,15 +27,7 @@ from sparsebench.results.badges import Badge, badges, unfit
 from sparsebench.results.cases import CONTEST, break_even, winners
 from sparsebench.results.contests import OF_MODEL, empty_launch
 from sparsebench.results.families import OF_ACTIVATIONS, QUANTISED
-from sparsebench.results.formatting import (
-    FORMATS,
-    amount,
-    are,
-    between,
-    duration,
-    kernel,
-    percent,
-)
+from sparsebench.results.formatting import FORMATS, amount, are, between, duration, kernel, percent
 from sparsebench.results.frame import fields
 from sparsebench.results.model_shapes import model_name
 from sparsebench.results.noise import Reliability

@@ -116,10 +116,7 @@ def _manifest(path: Path) -> dict[str, str]:
     file = path / MANIFEST
     if not file.is_file():
         raise ResultError(f"{path}: expected {MANIFEST}, which seals a run; found none")
-    data = files.from_json(file)
-    schema, named = data.get("schema"), data.get("files")
-    if schema != MANIFEST_SCHEMA:
-        raise ResultError(f"{file}: expected schema {MANIFEST_SCHEMA}, found {schema}")
+    named = files.from_json(file, MANIFEST_SCHEMA).get("files")
     if not isinstance(named, dict) or not all(isinstance(sha, str) for sha in named.values()):
         raise ResultError(f"{file}: expected the SHA-256 of files, found {str(named)[:80]}")
     for name in named:

@@ -53,8 +53,9 @@ SUMMARY = [
     "speedups",
     "blocks",
 ]
-ENDS = ["slower", "faster"]  # of a break-even
-OTHER_LEVEL = 0.01  # of the density: as far as weights from a file are still at the requested level
+ENDS = ["slower", "faster"]  # columns of a break-even
+# Weights from a file count as the requested level up to this relative difference of density.
+OTHER_LEVEL = 0.01
 
 
 def summary(

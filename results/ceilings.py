@@ -24,7 +24,7 @@ from typing import Any, Self
 
 from sparsebench.results.record import Row, Status
 
-LIGHT = 0.95  # of the bound: ceilings are measured too
+LIGHT = 0.95  # fraction of the limit, because ceilings are measured, too
 FP32, TF32 = "fp32", "tf32"
 
 Bound = tuple[float, str]

@@ -1,10 +1,10 @@
 """What changed between two sides of a comparison, case by case, and where the change comes from.
 
     time       time of a / time of b; above 1, b takes less time. `word` is its outcome.
-    ratio      gain of b / gain of a, each over the baseline of its own run; `gain` is its outcome
+    ratio      gain of b / gain of a, each over the baseline of the same run; `gain` is its outcome
 
-Both are differences of means over processes, in logs, which no contest shares. The half of their
-95 % interval is
+The logarithm of each is a difference of two means over processes, because the two sides share no
+contest. Half of its 95 % interval is
 
     h = sqrt( (t s)^2 + between a^2 + between b^2 )    s, t: Welch 1947; 6 processes or more
     h = tolerance                                      fewer processes (comparison.py)
@@ -65,7 +65,7 @@ class Cause(StrEnum):
 
 
 OUTSIDE = (Cause.BASELINE, Cause.CARD)
-"""Causes for which no kernel is to blame."""
+"""Causes outside the kernel."""
 
 
 @dataclass(frozen=True)

@@ -73,8 +73,8 @@ def decode_utf8(file: Path, data: bytes, raised: Raised = ResultError) -> str:
         raise raised(f"{file}: expected a readable text file, found {error}") from error
 
 
-def from_json(file: Path) -> dict[str, Any]:
-    """Return the JSON object in a file."""
+def from_json(file: Path, schema: str = "") -> dict[str, Any]:
+    """Return the JSON object in a file; with a schema, it must be one of it."""
     try:
         data = parse_json(text(file, JSON_BYTES))
     except SparsebenchError:
@@ -83,6 +83,8 @@ def from_json(file: Path) -> dict[str, Any]:
         raise ResultError(f"{file}: expected JSON, found {error}") from error
     if not isinstance(data, dict):
         raise ResultError(f"{file}: expected a JSON object, found {type(data).__name__}")
+    if schema and data.get("schema") != schema:
+        raise ResultError(f"{file}: expected schema {schema}, found {str(data.get('schema'))[:80]}")
     return data
 
 

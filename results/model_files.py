@@ -41,7 +41,7 @@ WIDTHS_SCHEMA: Final = "sparsebench/widths@1"
 WHOLE_SCHEMA: Final = "sparsebench/whole@1"
 OUTPUT = "output"  # key of the error of the whole layer's or MLP's output
 DENSE = "dense"  # pattern of a dense training
-LONGER = 1.15  # at most, the time of a dense step over that of a sparse one of equal time
+LONGER = 1.15  # largest ratio of a dense step to a sparse step that count as equally long
 FORWARD: Final = "forward"
 STEP: Final = "step"
 
@@ -75,7 +75,7 @@ class PruningOutcome:
 
 @dataclass(frozen=True)
 class Pruning:
-    """A model or layer pruned in several ways.
+    """A model or layer pruned by several recipes.
 
     weights      name of the file; for a layer, also the tensors
     sha256       of the file

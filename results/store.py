@@ -39,7 +39,7 @@ from sparsebench.results.record import OLDER_ROWS, ROWS_SCHEMA, Row
 ENVIRONMENT_SCHEMA = "sparsebench/environment@1"
 RUN_SCHEMA = "sparsebench/run@1"
 ROW_BYTES = 2**20  # the longest published row has 49 KB
-REPLICATES = 1000  # at most
+REPLICATES = 1000  # most processes of a run
 _PART = r"[^\s/:;,'\"`()\[\]<>|]"  # a character of a file's name
 _PATH = re.compile(rf"(?<![\w/])(?:~|\.{{1,2}})?/(?:{_PART}+/)+({_PART}*)")
 _ROW = TypeAdapter(Row)
@@ -129,10 +129,7 @@ class Run:
 
 
 def create(
-    path: Path,
-    suite_text: str,
-    environment: Mapping[str, Any],
-    state: Mapping[str, Any],
+    path: Path, suite_text: str, environment: Mapping[str, Any], state: Mapping[str, Any]
 ) -> None:
     """Make a new run directory, complete or not at all; raises ResultError if one exists."""
     with new_directory(path) as fresh:
@@ -327,10 +324,7 @@ def _fields(data: Any) -> dict[str, Any]:
 
 
 def _read_json(file: Path, schema: str, model: type[_Typed]) -> dict[str, Any]:
-    data = files.from_json(file)
-    if data.get("schema") != schema:
-        raise ResultError(f"{file}: expected schema {schema}, found {str(data.get('schema'))[:80]}")
-    return _check_types(file, data, model)
+    return _check_types(file, files.from_json(file, schema), model)
 
 
 def _check_types(file: Path, data: Any, model: type[_Typed]) -> dict[str, Any]:

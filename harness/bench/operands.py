@@ -37,7 +37,7 @@ from sparsebench.kernels._kernel import unit_scale
 from sparsebench.results.record import Problem, Source
 
 GOLDEN = (5**0.5 - 1) / 2  # part of the tokens between two draws (Knuth, 6.4)
-SEEDS_APART = 2**31  # between layers: above any seed of a suite (plan/limits.py)
+SEEDS_APART = 2**31  # difference between layers; above any seed of a suite (plan/limits.py)
 CPU = torch.device("cpu")
 NONE: Mapping[str, Tensor] = MappingProxyType({})
 

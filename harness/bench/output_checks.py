@@ -27,12 +27,7 @@ import torch
 from torch import Tensor
 
 from sparsebench.harness.bench import operands
-from sparsebench.harness.bench.contest_state import (
-    Entry,
-    RunningContest,
-    configuration,
-    one_line,
-)
+from sparsebench.harness.bench.contest_state import Entry, RunningContest, configuration, one_line
 from sparsebench.harness.bench.correctness import Expected, check, roundings, where_stored
 from sparsebench.harness.bench.operands import Layer, without_mask
 from sparsebench.harness.bench.sampling import CHAIN
@@ -144,7 +139,7 @@ def _check(
     """Run a contender's launch, or its chain, and judge each output; return the largest errors."""
     entry, first = contest.entries[number], when == "before timing"
     if first:
-        # A launch with an output buffer of its own writes over the NaN. One that allocates is
+        # A launch with its own output buffer writes over the NaN. One that allocates is
         # likely to get the same memory again.
         for out in as_tuple(call()):
             if (elements := _elements(out, contest.guard)) is not None:

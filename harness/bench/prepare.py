@@ -38,7 +38,7 @@ from sparsebench.kernels import _kernel
 from sparsebench.kernels._kernel import Launch, Operands, Portfolio
 from sparsebench.results.record import Contender, Problem
 
-CHOICE_BYTES = 2**14  # as JSON; the longest published one has 1.4 KB
+CHOICE_BYTES = 2**14  # most bytes of a choice as JSON; the longest published one has 1.4 KB
 
 
 def prepare(contest: RunningContest, entry: Entry) -> None:
@@ -51,7 +51,7 @@ def prepare(contest: RunningContest, entry: Entry) -> None:
         weights, convert_us = _convert(contest, contender)
         stored = sum(weight.stored_bytes for weight in weights.values())
         entry.row = replace(entry.row, convert_us=convert_us, stored_bytes=stored)
-        weights = {name: copy(weight) for name, weight in weights.items()}  # of shared arrays
+        weights = {name: copy(weight) for name, weight in weights.items()}  # arrays are shared
         if contest.op.pattern:  # a sparse output is packed like it
             pattern = weights.pop(contest.op.pattern)
             entry.pattern = None if contender.format == "dense" else pattern

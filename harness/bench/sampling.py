@@ -1,6 +1,6 @@
 """How many samples a contender gives, and in which scopes; `validate` checks it without a device.
 
-A slow contender gives fewer samples: BUDGET_MS of its own time, but at least MIN_SAMPLES.
+A slow contender gives fewer samples: BUDGET_MS of its time, but at least MIN_SAMPLES.
 """
 
 from collections.abc import Iterable
@@ -10,7 +10,7 @@ SAMPLES_PER_BLOCK = 8
 MIN_SAMPLES = 5
 BUDGET_MS = 40.0
 
-CHAIN, LAYERS = "chain", 8  # a scope, and the number of layers that it chains (timing.py)
+CHAIN, LAYERS = "chain", 8  # the scope chain, and its number of layers (timing.py)
 
 Measure = tuple[str, str]
 """A scope (kernel, op, chain) and a state of the cache (cold, hot)."""

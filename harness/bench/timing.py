@@ -46,7 +46,7 @@ from sparsebench.kernels._common.capture import capturing
 from sparsebench.kernels._common.gpu_clock import GpuClock, flusher
 from sparsebench.kernels._kernel import Launch, Output
 
-REPEATS, MOST_REPEATS = 2, 24  # of a block, of all blocks
+REPEATS, MOST_REPEATS = 2, 24  # most repeats of a block, and of all blocks together
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,7 @@ from sparsebench.results.claims.verdict import Verdict, judge
 VERDICTS_SCHEMA = "sparsebench/verdicts@1"
 CELL_FIELDS = "run", "fields", "subject", "baseline", "value", "low", "high", "kind", "reason"
 
-CONFIRMING = 2  # at most: rounds of confirming runs
+CONFIRMING = 2  # most rounds of confirming runs
 
 Gap = tuple[Part, set[str]]
 """A test, and its problems that have no cell."""

@@ -25,7 +25,7 @@ from sparsebench.harness.machine.nvml import Board, NoNvml, board, summary
 from sparsebench.kernels._common.gpu_clock import GpuClock
 
 LOAD_S = 1.0
-SIDE, CALLS = 4096, 250  # of the product that is the load, and the number of calls between readings
+SIDE, CALLS = 4096, 250  # size of the product used as load, and its calls between readings
 APPLICATION = "Applications", "DefaultApplications"
 STYLES = {Level.OK: "green", Level.NOTE: "yellow", Level.WARNING: "bold red"}
 

@@ -27,7 +27,7 @@ from sparsebench.kernels._kernel import DTYPES, Launch
 from sparsebench.results.statistics import block_logs, by_block
 
 PAIRS = 3
-KINDS = "launch", "memory", "compute"  # of the sizes in selection.py
+KINDS = "launch", "memory", "compute"  # kinds of the sizes in selection.py
 # A/A: a note, a warning. Ten processes on an H200 had 0.8 % at most, and 4.8 % where launch-bound.
 APART = {"launch": (0.05, 0.10), "memory": (0.01, 0.03), "compute": (0.01, 0.03)}
 

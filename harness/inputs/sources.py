@@ -34,7 +34,7 @@ from sparsebench.errors import SuiteError
 from sparsebench.results.record import Source
 
 MTX_BYTES = 2**30  # unzipped
-HEAD = re.compile(rb"\A(?:[ \t]*%.*\n|\s*\n)*")  # of Matrix Market: banner and comments
+HEAD = re.compile(rb"\A(?:[ \t]*%.*\n|\s*\n)*")  # head of a Matrix Market file: banner and comments
 PLUS = re.compile(rb"(?<![eEdD])\+")  # a sign that scipy 1.17 does not read
 NO_NUMBERS = re.compile(rb"(?:nan|inf(?:inity)?)*", re.IGNORECASE)
 

@@ -3,7 +3,7 @@
     GPU ─ PCI address ─ /sys/bus/pci/devices/ADDRESS/local_cpulist ─> CPUs of its NUMA node
     core ─ topology/thread_siblings_list ─> the hyperthreads of one core stay together
 
-Processes that measure side by side get cores of their own, near their GPUs.
+Processes that measure at the same time get separate cores, near their GPUs.
 """
 
 import hashlib
@@ -34,7 +34,7 @@ def apart(devices: Sequence[str]) -> list[set[int]]:
     """Return the CPUs for each device: near it, and disjoint if there are enough."""
     here, near = os.sched_getaffinity(0), list[set[int]]()
     for device in devices:
-        cpus = set[int]()  # of its NUMA node, if known
+        cpus = set[int]()  # cores of its NUMA node, if known
         if not is_simulated(device) and device.startswith("cuda"):
             address = _address(int(device.partition(":")[2] or "0"), os.environ)
             cpus = _read_cpus(PCI / address / "local_cpulist") if address else cpus

@@ -14,7 +14,7 @@ again before each process, from the time that the previous one took: problems th
 left out. If time is short, it measures more problems rather than the runners-up of each. After a
 run it plans again for the problems that were not chosen, and begins another run of those that fit.
 survey.json lists what a step did not reach, and `--resume` measures it, also after Ctrl-C. Nothing
-here knows the name of a GPU. The doctor runs in a process of its own, so that it leaves no memory
+here knows the name of a GPU. The doctor runs in a separate process, so that it leaves no memory
 allocated on the device.
 """
 
@@ -36,7 +36,7 @@ from typing import Any
 
 import torch
 
-from sparsebench.errors import ResultError, SuiteError
+from sparsebench.errors import SuiteError
 from sparsebench.harness.costs.estimates import affordable
 from sparsebench.harness.costs.measured_times import times
 from sparsebench.harness.doctor.findings import warning
@@ -134,9 +134,8 @@ def resume(path: Path, budget_s: float | None, progress: Callable[[str], Progres
 
 def read_survey(path: Path) -> Survey:
     """Read a survey. Raises ResultError if the folder holds none."""
-    data = files.from_json(path / "survey.json")
-    if data.pop("schema", None) != SCHEMA:
-        raise ResultError(f"{path / 'survey.json'}: expected schema {SCHEMA}, found another")
+    data = files.from_json(path / "survey.json", SCHEMA)
+    del data["schema"]
     return Survey(path, **data)
 
 

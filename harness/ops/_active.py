@@ -37,7 +37,7 @@ from sparsebench.kernels._kernel import unit_scale
 from sparsebench.results.record import Problem
 
 SEQUENCE = 128  # tokens
-DEVIATION = 0.8819  # of what bits.fill draws at a scale of UNIT
+DEVIATION = 0.8819  # standard deviation of what bits.fill draws at a scale of UNIT
 CPU = torch.device("cpu")
 
 IN_BLOCKS = "blocks", "balanced_blocks"

@@ -58,9 +58,9 @@ EXAMPLE = {
     "hidden": 6, "heads": 4, "kv_heads": 2, "head_dim": 4, "intermediate": 7, "vocab": 5,
     "m": 3, "layers": 1, "context": 5, "caches": 1,
 }  # fmt: skip
-EPSILON = 1e-6  # of RMS norms
+EPSILON = 1e-6  # added in RMS norms
 ROTARY = 1e6  # base of the rotary embedding, as Qwen3 has it
-ROWS = 4096  # of a weight, squared at a time
+ROWS = 4096  # rows of a weight that are squared at a time
 FINE_FP8 = 2.0**-4  # variance of a rounding to bf16 if eps is e4m3's (bench/correctness.py)
 
 

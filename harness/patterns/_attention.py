@@ -1,4 +1,4 @@
-"""Patterns of attention: every mask of a stack keeps its blocks of lowest rank.
+"""Patterns of attention. Blocks have ranks; every mask of a stack keeps those of lowest rank.
 
     rank     a non-negative integer for each block; the level determines how many of the lowest stay
     nearest  blocks that hold the key at a query's own position are kept first, so that no row is

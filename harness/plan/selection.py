@@ -139,7 +139,7 @@ def text(value: Any) -> str:
     return f"{number:g}" if isfinite(number) else str(value)  # 12e3456789012345 is a case
 
 
-SEED = 2**31 - 1  # of the references: no suite has it
+SEED = 2**31 - 1  # seed of the references; no suite has it
 TWIN_EVERY = 20  # 5 % of the problems; at least one
 
 LAUNCH = {"cuda": (1, 64, 64, "bf16"), "cpu": (1, 64, 64, "fp32")}  # m, n, k, dtype

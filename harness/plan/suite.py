@@ -13,7 +13,7 @@
     contenders:
       - {format: bsr, kernel: bsr_triton, params: {block: $block}}  # $field: the problem's, or
                                      # $dense_fraction, $split of a spense pattern
-      - {format: bsr, params: {block: $block}}                      # what users of bsr get
+      - {format: bsr, params: {block: $block}}                      # the kernel that users get
       - {format: bsr, kernel: cublas_masked, op: linear_wgrad}      # only at problems of this op
       - {format: csr, kernel: scipy_csr, at: {m: [1, 16]}}          # only at these values
       - {format: spense, kernel: spense_ffn, params: {split: rows, wd.split: columns}}  # wd alone

@@ -58,8 +58,8 @@ class RunOptions:
     pinned      choices of each process of another run, taken without a search (provenance.py)
     searched    rows of an earlier run: the processes of a verdict search among its finalists
     origin      the bundle that this run reproduces or confirms, for run.json
-    until       a time.monotonic(): no contest starts that would end after it if it took as long as
-                in the process before, or as the longest so far; --resume measures the rest
+    until       when to end, as a time.monotonic(). A contest starts only if it would end
+                before, judged by its time in the last process or the longest time so far
     rank        contests of a lower rank come first in every process; ties are in random order
     replan      called before each process with its number and its contests, and returns those to
                 measure now; --resume measures the others
@@ -215,14 +215,14 @@ class _Session:
     record: Record
     contests: list[Contest]
     contest_options: contest_state.ContestOptions
-    rows: list[Row]  # those of an earlier session at first
+    rows: list[Row]  # starts with the rows of an earlier session
     watch: Watch
     options: RunOptions
     counts: Counts = field(init=False)
     spent_s: Counter[str] = field(init=False)
-    done: int = field(init=False)  # contests
+    done: int = field(init=False)  # number of contests
     last: str = ""  # the problem and the result of the last contest
-    took_s: dict[str, float] = field(default_factory=dict)  # of each problem, when last measured
+    took_s: dict[str, float] = field(default_factory=dict)  # last time of each problem
 
     def __post_init__(self) -> None:
         self.counts = Counts(self.rows)

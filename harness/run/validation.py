@@ -34,7 +34,7 @@ from sparsebench.results.store import Run
 DIGEST = re.compile(rf"^([0-9a-f]{{64}})  (\S+)/{re.escape(bundle.MANIFEST)}$", re.MULTILINE)
 """A line of the page of published runs, as sha256sum writes and checks it."""
 
-SPENT = 0.25, 2.0  # of BUDGET_MS; published rows took 0.4 to 1.2 of it
+SPENT = 0.25, 2.0  # fractions of BUDGET_MS; published rows took 0.4 to 1.2 of it
 
 
 @dataclass(frozen=True)

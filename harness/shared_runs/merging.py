@@ -28,7 +28,7 @@ from sparsebench.results.ceilings import Ceilings
 from sparsebench.results.provenance import device_id, require_equal_facts, shared_facts
 from sparsebench.results.store import Run
 
-COMMON = "suite", "reproduces", "confirms", "choices"  # of run.json, the same in all runs
+COMMON = "suite", "reproduces", "confirms", "choices"  # fields that all run.json share
 LOGS = "worker.log", "failures.log"
 PER_PART = "device", "data", "shard", "timeout_s"  # flags in which parts of a plan may differ
 

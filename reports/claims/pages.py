@@ -56,9 +56,7 @@ class Entry:
 
 
 def entries(
-    claims: Sequence[PlannedClaim],
-    cells: Mapping[str, Sequence[Cell]],
-    tables: Path | None = None,
+    claims: Sequence[PlannedClaim], cells: Mapping[str, Sequence[Cell]], tables: Path | None = None
 ) -> list[Entry]:
     """Judge claims by their cells; simulated cells count only if all are simulated.
 

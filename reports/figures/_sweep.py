@@ -16,14 +16,7 @@ from numpy.typing import ArrayLike, NDArray
 from sparsebench.reports.figures._chart import Chart
 from sparsebench.reports.figures._figure import NOTHING, Frames
 from sparsebench.reports.figures._html import beside, fold_away
-from sparsebench.reports.figures._svg import (
-    INK,
-    ROLES,
-    Look,
-    contender_swatch,
-    series,
-    swatch,
-)
+from sparsebench.reports.figures._svg import INK, ROLES, Look, contender_swatch, series, swatch
 from sparsebench.results.formatting import amount, significant
 
 NARROWEST = 1.3  # least ratio of the ends of the y axis

@@ -24,7 +24,7 @@ from sparsebench.results.store import Run
 TITLE = "Fraction of the hardware limit"
 ORDER = 65
 
-CLASSES = {"memory": "o", "compute": "s", "launch": "o"}  # with their markers
+CLASSES = {"memory": "o", "compute": "s", "launch": "o"}  # kinds of limits, and their markers
 SHIFT = {"memory": 0.2, "compute": 0.0, "launch": -0.2}
 WIDTH_PX, LINE_PX = 620, 30
 READ = (

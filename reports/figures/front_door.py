@@ -19,7 +19,7 @@ from sparsebench.results.statistics import ratio_over
 TITLE = "What users get, beside the fastest kernel of the format"
 ORDER = 17
 
-SHARE, SPARE_US = 0.03, 0.5  # of the fastest kernel's time, and a launch's scatter
+SHARE, SPARE_US = 0.03, 0.5  # fraction of the fastest kernel's time, and the scatter of a launch
 HEADS = ["case", "by default", ">µs", "fastest", ">µs", ">default takes", "within"]
 
 Case = Mapping[Any, Any]

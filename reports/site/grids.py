@@ -40,9 +40,9 @@ COLUMNS = 7
 TOKENS = (1, 16, 64, 4096)  # the preferred choices of the first page
 SMALL = 0.1  # gains below it have one digit in a range
 SHOWN = 4  # contests in the tooltip of a cell
-OP, DTYPE = "linear", "bf16"  # of a grid, if they were measured
+OP, DTYPE = "linear", "bf16"  # op and dtype of a grid, if they were measured
 USUAL = 0.9  # the sparsity at which the best other kernel is named
-HALF = "half 2:4"  # of each weight, half is 2:4 and half is dense
+HALF = "half 2:4"  # half of each weight is 2:4 and half is dense
 PROBLEM = ["op", "dtype", "pattern", "m", "shape", "level", "block"]
 
 

@@ -11,7 +11,7 @@ kernels/NAME.html     the same for a kernel
 runs/SLUG/index.html  leads to the run, for links from before runs had short addresses
 feed.xml, sitemap.xml, CITATION.cff, badges/SLUG.svg, badges/SLUG.json, style.css, report.js
 
-Simulated runs have sections of their own, below every measured one.
+Simulated runs have separate sections, below the measured ones.
 """
 
 import json
@@ -84,10 +84,7 @@ def pages(
     yield "index.html", render("site_index.html", **shared, gpus=findings)
     yield "runs.html", render("site_runs.html", **shared, groups=_groups(cards))
     yield "kernels.html", render("site_kernels.html", **shared, kinds=kinds, kernels=kernels)
-    for what, names, docs in (
-        ("format", kinds, site.formats),
-        ("kernel", kernels, site.kernels),
-    ):
+    for what, names, docs in (("format", kinds, site.formats), ("kernel", kernels, site.kernels)):
         column = "kind" if what == "format" else "kernel"
         for name in names:
             cases = every[every[column] == name]

@@ -48,6 +48,7 @@ from sparsebench.reports.site.run_folder import (
     slug_of,
     write_run,
 )
+from sparsebench.results.files import from_json
 
 STATE, STATE_SCHEMA = ".state.json", "sparsebench/site@1"
 FEW = 4  # fewer items than these are handled in this process
@@ -135,14 +136,7 @@ def _state(to: Path) -> dict[str, str]:
             expected = "expected a new or an empty folder, or a site"
             raise ResultError(f"{to}: {expected}; found {first.name} and no {STATE}")
         return {}
-    try:
-        state: dict[str, str] = json.loads((to / STATE).read_text("utf-8"))
-        schema = state["schema"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise ResultError(f"{to / STATE}: expected the state of a site, found {error!r}") from error
-    if schema != STATE_SCHEMA:
-        raise ResultError(f"{to / STATE}: expected schema {STATE_SCHEMA}, found {schema}")
-    return state
+    return from_json(to / STATE, STATE_SCHEMA)
 
 
 def _by_slug(runs: Sequence[Path]) -> dict[str, Path]:
@@ -158,7 +152,7 @@ def _by_slug(runs: Sequence[Path]) -> dict[str, Path]:
 
 
 def _newest(stored: Mapping[str, RunFolder]) -> dict[str, str]:
-    """Return the newest version of each run that is not its own newest, by slug."""
+    """Return for each outdated run, by slug, the slug of its newest version."""
     versions: dict[tuple[str, ...], list[tuple[str, str]]] = {}
     for slug, run in stored.items():
         versions.setdefault(run.series, []).append((str(run.state.get("started", "")), slug))

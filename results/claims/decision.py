@@ -33,7 +33,7 @@ OPEN = (Word.NOT_SETTLED, Word.NOT_MEASURED)
 
 @dataclass(frozen=True)
 class Decision:
-    """A verdict on the cells of a test before its basis and number of processes limit it.
+    """What the cells of a test show, before the basis and the number of processes limit the word.
 
     deciding  the cells that it rests on
     confirm   the cell that a confirming run would have to measure
@@ -187,7 +187,7 @@ def _value(test: Test, cell: Cell) -> str:
 
 
 def _needed(test: Test, cell: Cell) -> str:
-    """Say how many more processes would settle it a cell whose interval contains the limit."""
+    """Say how many more processes would settle a cell whose interval contains the limit."""
     if cell.processes < FEWEST:
         return ""
     at = log(METRICS[test.metric].back(test.limit, cell.density))

@@ -109,11 +109,7 @@ def _trained_cell(
 
 
 def _whole_cell(
-    test: Test,
-    subjects: list[MlpTiming],
-    baselines: list[MlpTiming],
-    file: ModelTimings,
-    name: str,
+    test: Test, subjects: list[MlpTiming], baselines: list[MlpTiming], file: ModelTimings, name: str
 ) -> Cell:
     model = {field: value for field, value in file.model.items() if field != "active"}
     tokens = {"dtype": file.dtype, "m": subjects[0].tokens}

@@ -136,7 +136,7 @@ def test_a_screening_cut_short_has_every_shape_at_its_deciding_level(small, monk
     monkeypatch.setattr("sparsebench.harness.run.measure.monotonic", lambda: next(seconds))
     small.mkdir()
     request = surveys.Survey(small, "sim", 60.0, surveys.SUITE)
-    left = surveys._measured(request, "screen", 1, "", 8.0, silent("screen"))
+    left = surveys._measure(request, "screen", 1, "", 8.0, silent("screen"))
     assert left == "4 of 11 contests not reached"
     seen = {row.case.problem.id: row.case.problem for row in store.read(small / "screen").rows}
     assert sorted(problem["m"] for problem in seen.values()) == [64, 4096]
@@ -227,7 +227,7 @@ def test_missing_runs_of_other_gpus_are_an_error(small, monkeypatch, capfd) -> N
 def test_a_doctor_that_fails_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
     broken = (sys.executable, "-c", "import sys; sys.exit('no driver')")
     monkeypatch.setattr(surveys, "DOCTOR", broken)
-    (gpu,) = surveys._examined("cuda:1")
+    (gpu,) = surveys._doctor_findings("cuda:1")
     assert (gpu["level"], gpu["check"], gpu["found"]) == ("warning", "doctor", "no driver")
 
 

@@ -35,7 +35,7 @@ from sparsebench.harness.models.reporting import numbers, require_folder, save_t
 from sparsebench.results.model_files import PRUNING_SCHEMA, Pruning, PruningOutcome
 
 HELD_OUT = 0.25
-PERMUTATION = "permutation"  # the tensor of the output that is no weight
+PERMUTATION = "permutation"  # name of the tensor in the output that is not a weight
 
 
 def parse_recipes(

@@ -26,8 +26,8 @@ from sparsebench.errors import SuiteError
 
 BYTES = 256
 EPSILON = 1e-6
-BASE = 10_000.0  # of the wavelengths of the rotary embedding
-DEVIATION = 0.02  # of the initial weights, as in GPT-2
+BASE = 10_000.0  # base of the wavelengths of the rotary embedding
+DEVIATION = 0.02  # standard deviation of the initial weights, as in GPT-2
 
 Watch = Callable[[int, Tensor, Tensor], None]
 """Called with a layer's number, its MLP's input [contexts, tokens, k], and gates [..., hidden]."""

@@ -58,7 +58,7 @@ ROUNDS = 5  # after two calls that check the result and the memory
 CHECKED = 512  # number of last tokens whose logits are compared
 MAX_ERROR = 0.05  # relative; bf16 has an error of 0.01 after 38 layers
 PIECE_S, TURNS = 3.0, 2
-FAILURES = Unsupported, RuntimeError, OSError, ValueError  # of a kernel or its build
+FAILURES = Unsupported, RuntimeError, OSError, ValueError  # errors of a kernel or its build
 
 
 def measure(
