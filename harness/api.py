@@ -40,7 +40,7 @@ FRAME = (
 
 @dataclass(frozen=True, repr=False)
 class Plot:
-    """A figure as a page of its own, with the badges of its run; a notebook displays it."""
+    """A figure as a separate page, with the badges of its run; a notebook displays it."""
 
     name: str
     html: str

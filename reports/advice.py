@@ -55,7 +55,7 @@ def layer_text(layer: Layer) -> str:
 
 
 def title(answer: Answer) -> str:
-    """Return what was asked, with the size and the time of the dense model."""
+    """Return the model, GPU and tokens, with the size and the time of the dense model."""
     dense = f"dense: {significant(answer.dense_gigabytes)} GB"
     if answer.dense_us is not None:
         dense += f", about {duration(answer.dense_us)}"

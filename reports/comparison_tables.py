@@ -2,7 +2,7 @@
 
     BSR, 90 %, 64 × 64 blocks, m 4096    38.2 µs 4.28×    34.5 µs 4.77×    H200 10 % shorter
 
-A cell holds the time, then the gain over the baseline of its own contest. Lines are sorted by the
+A cell holds the time, then the gain over the baseline of the same contest. Lines are sorted by the
 difference of the times, settled ones first.
 """
 
@@ -184,7 +184,7 @@ def _time(other: Changes, word: str, ratio: float, low: float, high: float) -> s
 
 
 def _time_text(line: Line, end: str) -> str:
-    """Write a time and the gain over the baseline of its own contest: `38.2 µs 4.28×`."""
+    """Write a time and the gain over the baseline of the same contest: `38.2 µs 4.28×`."""
     if line[f"status_{end}"] != Status.OK:
         return "–"
     time, gain = duration(line[f"median_us_{end}"]), line[f"speedup_{end}"]

@@ -140,7 +140,7 @@ def _others(others: list[Changes], refused: list[str]) -> Markup:
 
 
 def _other(there: Changes) -> Markup:
-    """List the shared cases of another device: times first, then gains over its own baseline."""
+    """List the shared cases of another device: times first, then gains over its baseline."""
     names = join_words([run.path.name for run in there.b.runs])
     runs = f"The devices were measured in different processes. Other runs: {names}."
     head = Markup("<h3>{} beside {}</h3>").format(capital(there.b.name), there.a.device)

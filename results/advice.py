@@ -93,7 +93,7 @@ class Advice:
 class Answer:
     """The verdict with its word, an Advice for each kind, and what is assumed.
 
-    gpu   its name; without published rows the name that was asked for, and `dense_us` is None
+    gpu   its name; without published rows the requested name, and `dense_us` is None
     best  the kind that the verdict is about, if any
     """
 

@@ -1,7 +1,7 @@
 """What changed between two sides of a comparison, case by case, and where the change comes from.
 
     time       time of a / time of b; above 1, b takes less time. `word` is its outcome.
-    ratio      gain of b / gain of a, each over the baseline of its own run; `gain` is its outcome
+    ratio      gain of b / gain of a, each over the baseline of the same run; `gain` is its outcome
 
 The logarithm of each is a difference of two means over processes, because the two sides share no
 contest. Half of its 95 % interval is

@@ -3,7 +3,7 @@
 Cases are joined on their ids; equal ids have equal operands.
 
     time_b_over_a      median time in b over that in a
-    speedup_b_over_a   speedup in b over that in a, each over the baseline of its own run
+    speedup_b_over_a   speedup in b over that in a, each over the baseline of the same run
     tolerance          half of the 95 % interval of the difference of equal speedups, as a fraction
     close              the distance of the two speedups is within the tolerance
     agree              close and not reversed, or equal in both; on another kind of device, where

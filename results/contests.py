@@ -220,7 +220,7 @@ def sort_values_of(values: "pd.Series[Any]") -> list[Any]:
 def _names(cases: pd.DataFrame) -> pd.Series:
     """Return kernels with their options; for a portfolio, the dense kernel that it chose.
 
-    A contender without a kernel stands for the choice of a layer, and has the name of that kernel.
+    A contender without a kernel runs the kernel that a layer would choose, and has its name.
     """
     names = cases.label.str.partition("/")[2].str.replace(r" block=\S+", "", regex=True)
     chosen = cases.chosen.astype(str).str.partition("dense, ")[2]

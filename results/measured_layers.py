@@ -3,8 +3,9 @@
     runs, models' JSON ──> evidence ──> results/published/advice.json ──> packaged()
 
 `python -m sparsebench.reports.published` writes that file, which is part of a wheel; the bundles
-that it is made from are not. Each layer is the fastest case of its way in a contest: kernel time
-with a cold cache. If several runs measured a problem, the one with the most processes counts.
+that it is made from are not. Each layer is the fastest case of its kind of sparsity in a contest:
+kernel time with a cold cache. If several runs measured a problem, the one with the most processes
+counts.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -195,7 +196,7 @@ def _model(pruning: Pruning) -> str:
 def of_trainings(trainings: PatternTrainings, source: str) -> list[Loss]:
     """Return the loss of the models with the most zeros beside dense ones of the same width.
 
-    Trainings on samples, or without blocks of 64, say nothing about the way BLOCKS.
+    Trainings on samples, or without blocks of 64, say nothing about the kind BLOCKS.
     """
     sparse = [one for one in trainings.trained if one.pattern != DENSE and one.block == 64]
     if trainings.data != "text" or not sparse:
@@ -318,7 +319,7 @@ KNOWN = ["bf16", "fp16", "fp8"]
 
 
 def _way(line: Mapping[str, Any]) -> str:
-    """Return the way of a sparse case; "" if none of those that an advice is about."""
+    """Return the kind of sparsity of a case; "" for a kind that no advice is about."""
     kind, pattern, op = line["kind"], line["pattern"], line["op"]
     if kind == "spense":
         return TWO_FOUR

@@ -75,7 +75,7 @@ class PruningOutcome:
 
 @dataclass(frozen=True)
 class Pruning:
-    """A model or layer pruned in several ways.
+    """A model or layer pruned by several recipes.
 
     weights      name of the file; for a layer, also the tensors
     sha256       of the file

@@ -6,7 +6,7 @@
                at least that of 203 pairs on an NVIDIA H200 (FLOORS; harness/NOTES.md)
 
 A class is the length of a call, by its median time; class `op` holds all calls timed from Python.
-The floor holds for one process: an equal kernel appears further away in 5 % of processes. For the
+The floor holds for one process: two equal kernels differ by more in 5 % of processes. For the
 mean of n processes it is floor / sqrt(n). Verdicts do not need it: their interval covers what
 differs between processes.
 """

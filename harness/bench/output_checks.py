@@ -139,7 +139,7 @@ def _check(
     """Run a contender's launch, or its chain, and judge each output; return the largest errors."""
     entry, first = contest.entries[number], when == "before timing"
     if first:
-        # A launch with an output buffer of its own writes over the NaN. One that allocates is
+        # A launch with its own output buffer writes over the NaN. One that allocates is
         # likely to get the same memory again.
         for out in as_tuple(call()):
             if (elements := _elements(out, contest.guard)) is not None:

@@ -1,6 +1,6 @@
 """How many samples a contender gives, and in which scopes; `validate` checks it without a device.
 
-A slow contender gives fewer samples: BUDGET_MS of its own time, but at least MIN_SAMPLES.
+A slow contender gives fewer samples: BUDGET_MS of its time, but at least MIN_SAMPLES.
 """
 
 from collections.abc import Iterable

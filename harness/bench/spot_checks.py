@@ -7,7 +7,7 @@
 
 B's answer is known: an earlier call on B was compared in full. A's answer is that of the first call
 of the burst: it must differ from B's, and a second call must give it again after its elements were
-reversed. If the call on B was compared in part, the sums are those of its own output. A call finds
+reversed. If the call on B was compared in part, the sums are those of the same output. A call finds
 the right answer for the other activations in its output, so a call that does
 nothing, or that returns a stored result, is wrong. Writing the activations changes no version
 counter of torch. A spot is called by the same line of code as a sample, with the same arguments.

@@ -1,4 +1,4 @@
-"""What readings of a GPU mean for measuring on it. Nothing is read here.
+"""Judge readings of a GPU: is it fit for measurements? This file reads nothing itself.
 
     ok         nothing to report
     note       numbers are right, but differ from those of a GPU without this; or no reading

@@ -3,7 +3,7 @@
     GPU ─ PCI address ─ /sys/bus/pci/devices/ADDRESS/local_cpulist ─> CPUs of its NUMA node
     core ─ topology/thread_siblings_list ─> the hyperthreads of one core stay together
 
-Processes that measure side by side get cores of their own, near their GPUs.
+Processes that measure at the same time get separate cores, near their GPUs.
 """
 
 import hashlib

@@ -1,4 +1,4 @@
-"""The device under test, and everything around it that a number depends on."""
+"""The device under test, and the facts of its machine that affect times."""
 
 import os
 import platform

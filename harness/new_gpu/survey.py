@@ -14,7 +14,7 @@ again before each process, from the time that the previous one took: problems th
 left out. If time is short, it measures more problems rather than the runners-up of each. After a
 run it plans again for the problems that were not chosen, and begins another run of those that fit.
 survey.json lists what a step did not reach, and `--resume` measures it, also after Ctrl-C. Nothing
-here knows the name of a GPU. The doctor runs in a process of its own, so that it leaves no memory
+here knows the name of a GPU. The doctor runs in a separate process, so that it leaves no memory
 allocated on the device.
 """
 

@@ -2,7 +2,7 @@
 
     contest ─> worker ─> rows
                  │ no line in time          the contender announced last gets the status timeout
-                 │ gone, or a CUDA error    the contender announced last gets the status failed
+                 │ dead, or a CUDA error    the contender announced last gets the status failed
                  │ a wrong answer           likewise; an answer names its contest and has every row
                  └> a fresh worker runs the contest again without it; earlier samples are discarded
 

@@ -11,7 +11,7 @@
     < {"contest": problem id, "nonce": ..., "rows": [...], "spent_s": {}}
                                        or {"fatal": [case id, reason]}, and the process ends
 
-What a kernel prints goes to stderr; answers have a file descriptor of their own.
+What a kernel prints goes to stderr; answers have their own file descriptor.
 """
 
 import ctypes

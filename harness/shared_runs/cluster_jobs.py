@@ -1,6 +1,6 @@
 """A plan shared out over the jobs of a cluster, one GPU a job, through submitit.
 
-    RUN.shards ─> an array job with one task per part ─> each claims contests until none is left
+    RUN.shards ─> an array job with one task per part ─> each reserves contests until none is left
                ─> squeue, every POLL_S: a part whose job ended before it was done is sent again
 
 The state is in RUN.shards, on the file system that the hosts share, so the waiting process may stop
@@ -80,11 +80,11 @@ def measure_parts(folder: Path, suite: Suite, plan: Plan, options: RunOptions) -
         while True:
             alive = _alive(folder, plan)
             parts = list(shared_folder.progress(folder, plan))
-            unclaimed = shared_folder.count_unclaimed(folder, contests)
+            free = shared_folder.count_free(folder, contests)
             ended = [] if alive is None else [part for part in parts if part.number not in alive]
             lost = [part for part in ended if not part.complete]
-            if unclaimed and not alive:
-                lost = lost or ended[:1]  # any part can take what no part has claimed
+            if free and not alive:
+                lost = lost or ended[:1]  # any part can take a problem that is free
             done = min(sum(part.contests for part in parts), total)
             options.progress(done, total, _describe(alive, len(lost)))
             if alive is not None and not alive and not lost:

@@ -3,7 +3,7 @@
     plan.json      flags, how the plan is shared (devices, or jobs), what it reproduces
     suite.yaml     the suite, byte for byte
     pinned.json    choices of another run, if the plan takes them
-    claims/        which part has which problem; alike.json, what all share (run/plan_part.py)
+    claims/        which part has reserved which problem; alike.json (run/plan_part.py)
     3/1            a run directory of part 3; 3/2 is what it measured later, on another GPU
     3/suite.yaml   locked by the process that measures part 3
     jobs/          of a cluster: files of submitit, and jobs.json with the ids of each part's jobs
@@ -115,7 +115,7 @@ def create(folder: Path, plan: Plan, text: str, pinned: Sequence[Pinned] = ()) -
 
 
 def repair(folder: Path, plan: Plan, text: str) -> None:
-    """Make again what was deleted of the parts; their lost contests are measured again."""
+    """Restore deleted folders of parts; their lost contests are measured again."""
     for name in ("claims", *map(str, plan.numbers)):
         (folder / name).mkdir(exist_ok=True)
     for number in plan.numbers:
@@ -161,7 +161,7 @@ def pinned_choices(folder: Path) -> list[Pinned]:
 
 def progress(folder: Path, plan: Plan) -> Iterator[Progress]:
     """Yield how far each part is, from its run.json."""
-    claimed = set(owners(folder).values())
+    reserving = set(owners(folder).values())
     for number in plan.numbers:
         written = lambda run: (run / "run.json").stat().st_mtime  # noqa: E731
         runs = sorted(runs_of(folder, number), key=written)
@@ -169,14 +169,14 @@ def progress(folder: Path, plan: Plan) -> Iterator[Progress]:
         yield Progress(
             number,
             contests=sum(state["contests"]["done"] for state in states),
-            complete=states[-1]["status"] == "finished" if states else number not in claimed,
+            complete=states[-1]["status"] == "finished" if states else number not in reserving,
             device=device_id_at(runs[-1]) if runs else "",
             status=states[-1]["status"] if states else "waiting",
         )
 
 
-def count_unclaimed(folder: Path, contests: Sequence[Contest]) -> int:
-    """Return how many problems no part has claimed yet."""
+def count_free(folder: Path, contests: Sequence[Contest]) -> int:
+    """Return how many problems no part has reserved yet."""
     return len({contest.problem.id for contest in contests} - owners(folder).keys())
 
 
@@ -193,7 +193,7 @@ def work(
     *,
     begun: Begun = lambda part: None,
 ) -> None:
-    """Measure a part until nothing is left to claim.
+    """Measure a part until no problem is free.
 
     Raises ResultError if another process measures it.
     """

@@ -101,7 +101,7 @@ def on_each_device(
     path: Path,
     stopping: Callable[[], None] = lambda: None,
 ) -> None:
-    """Call with the index of each device, in threads with CPUs of their own.
+    """Call with the index of each device, in threads that have separate CPUs.
 
     On Ctrl-C or the first error, call `stopping` and end all `parts`. Raises that error, or Stopped
     with the path.

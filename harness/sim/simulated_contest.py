@@ -6,8 +6,8 @@
     faults       as planned; every other case runs and is right
     unsupported  what a GPU of the simulated generation cannot run; the default GPU runs all
 
-    search       the choice is one of several ways. A pinned choice is taken again; a later process
-                 times the finalists of what an earlier one has timed
+    search       the choice is one of WAYS configurations. A pinned choice is used again; a later
+                 process times the finalists of what an earlier one has timed
 
 Draws depend only on the seed, the problem and the process. So a resumed run has the same rows as
 one that was never stopped.
@@ -184,8 +184,8 @@ def _search(
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Return a contender's choice in a process, and what it timed; a twin's is its original's.
 
-    Times are of a call that takes 100 µs by the fastest way. All contenders of a problem have the
-    same ways, so that equal ones stay equal.
+    Times are of a call that takes 100 µs with the fastest configuration. All contenders of a
+    problem have the same configurations, so that equal ones stay equal.
     """
     if pinned := options.pinned.get(case.id):
         return dict(pinned), []

@@ -13,7 +13,7 @@ the samples, but is not part of them.
              have waited for the host between the two, and the time may be too long
     depth    a launch queue has room for 1021 entries (H200). If it is full, the host waits for the
              GPU. So a hold covers at most SAMPLES samples. The next ones are enqueued
-             behind a hold of their own while the GPU works, so the GPU is hardly ever idle
+             behind a separate hold while the GPU works, so the GPU is hardly ever idle
 
 Some streams are not held, and then the host can be late:
     calls that no CUDA graph can capture   they may wait for the stream themselves

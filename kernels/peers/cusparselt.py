@@ -15,7 +15,7 @@ n = 14336, k = 4096).
 
 `prepare` makes three searches, each over captured launches:
 
-    layouts     every combination, with the library's default and with the result of its own search
+    layouts     every combination, with the library's default and with that of the library's search
     algorithms  every number that the library has, for every layout; in fp16, where a plan takes
                 the host 0.15 s, for the fastest few layouts; for few tokens also with padding
     splits      the fastest few of these with k split into parts

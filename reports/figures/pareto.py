@@ -90,7 +90,7 @@ def _cases(raced: pd.DataFrame) -> pd.DataFrame:
 
 
 def _points(cases: pd.DataFrame, pruning: Pruning) -> pd.DataFrame:
-    """Return a line per case and way to prune to the same dense fraction or sparsity."""
+    """Return a line per case and recipe that prunes to the same dense fraction or sparsity."""
     points = []
     for outcome in pruning.outcomes:
         anywhere = outcome.pattern == ANYWHERE

@@ -11,7 +11,7 @@ kernels/NAME.html     the same for a kernel
 runs/SLUG/index.html  leads to the run, for links from before runs had short addresses
 feed.xml, sitemap.xml, CITATION.cff, badges/SLUG.svg, badges/SLUG.json, style.css, report.js
 
-Simulated runs have sections of their own, below every measured one.
+Simulated runs have separate sections, below the measured ones.
 """
 
 import json

@@ -28,19 +28,10 @@ from sparsebench.results import bundle, store
 from tests.simulated.in_process import in_this_process
 from tests.tools.command_line import sparsebench
 from tests.tools.paths import PUBLISHED
+from tests.tools.suites import BSR, linear
 
-SUITE = """
-schema: sparsebench/suite@1
-title: In pieces
-problems:
-  - {op: linear, n: 4096, k: 4096, m: [16, 64], dtype: bf16, pattern: blocks, block: 64,
-     sparsity: [0.5, 0.9]}
-contenders:
-  - {format: bsr, kernel: bsr_triton, params: {block: $block}}
-  - {format: bsr, kernel: bsr_small, params: {block: $block}}
-baselines:
-  - {format: dense, kernel: cublas}
-"""
+BSR_SMALL = "{format: bsr, kernel: bsr_small, params: {block: $block}}"
+SUITE = linear("n: 4096, k: 4096, m: [16, 64], sparsity: [0.5, 0.9]", BSR, BSR_SMALL)
 ENTRIES = """
 schema: sparsebench/campaign@1
 title: Small

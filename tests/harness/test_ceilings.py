@@ -19,18 +19,9 @@ from sparsebench.harness.run.run_json import Flags
 from sparsebench.results import store
 from sparsebench.results.ceilings import Ceilings, check_bound
 from sparsebench.results.record import Case, Contender, Problem, Row, Status
+from tests.tools.suites import BSR, linear
 
-SUITE = """
-schema: sparsebench/suite@1
-title: Light
-problems:
-  - {op: linear, shape: [{n: 4096, k: 4096}], m: 16, dtype: bf16, pattern: blocks, block: 64,
-     sparsity: 0.5}
-contenders:
-  - {format: bsr, kernel: bsr_triton, params: {block: $block}}
-baselines:
-  - {format: dense, kernel: cublas}
-"""
+SUITE = linear("n: 4096, k: 4096, m: 16", BSR)
 CEILINGS = Ceilings(
     read_gb_per_s=1000.0,
     copy_gb_per_s=900.0,

@@ -20,6 +20,7 @@ from sparsebench.kernels._kernel import Kernel, Launch, Operands
 from sparsebench.results import store
 from sparsebench.results.ceilings import Ceilings
 from sparsebench.results.record import Case, Contender, Problem, Row, Status
+from tests.tools.suites import BSR, linear
 
 CPU = torch.device("cpu")
 FIELDS = {"m": 32, "n": 64, "k": 512, "pattern": "blocks", "block": 16, "sparsity": 0.5}
@@ -199,17 +200,8 @@ def test_the_furthest_of_several_outputs_counts() -> None:
 
 def test_a_simulated_layer_among_others_pays_no_launch(tmp_path: Path) -> None:
     path = tmp_path / "chain.yaml"
-    path.write_text(
-        """
-schema: sparsebench/suite@1
-title: Chain
-problems:
-  - {op: linear, m: 16, n: 512, k: 512, dtype: bf16, pattern: blocks, block: 16, sparsity: 0.5}
-contenders: [{format: bsr, kernel: bsr_triton, params: {block: $block}}]
-baselines: [{format: dense, kernel: cublas}]
-scopes: [kernel, chain]
-"""
-    )
+    text = linear("m: 16, n: 512, k: 512, block: 16", BSR) + "scopes: [kernel, chain]\n"
+    path.write_text(text)
     result = store.rows(
         measure(read_suite(str(path)), Flags("sim", replicates=1), tmp_path / "run", None)
     )

@@ -12,16 +12,12 @@ from sparsebench.harness.plan.selection import planned_contests
 from sparsebench.harness.plan.suite import Suite, expand, read
 from sparsebench.results.record import Case, Row, Status
 from sparsebench.results.store import Run
+from tests.tools.suites import linear
 
-SUITE = """
-schema: sparsebench/suite@1
-title: Two dense products, two sparsities each
-problems:
-  - {op: linear, m: [16, 32], n: 64, k: 64, dtype: bf16, pattern: blocks, block: 16,
-     sparsity: [0.5, 0.75]}
-contenders: [{format: bsr, kernel: bsr_wgmma, params: {block: $block}}]
-baselines: [{format: dense, kernel: cublas}]
-"""
+SUITE = linear(  # two dense products, two sparsities each
+    "m: [16, 32], n: 64, k: 64, block: 16, sparsity: [0.5, 0.75]",
+    "{format: bsr, kernel: bsr_wgmma, params: {block: $block}}",
+)
 DENSE_S, SPARSE_S = (4, 1, 4, 1), (9, 2, 2, 2)  # the search of each product; a compilation
 
 

@@ -28,19 +28,9 @@ from sparsebench.results.store import Run
 from tests.simulated.in_process import in_this_process
 from tests.simulated.timed import timed
 from tests.tools.marks import exhaustive
+from tests.tools.suites import BSR, CSR, linear
 
-SUITE = """
-schema: sparsebench/suite@1
-title: Small core
-problems:
-  - {op: linear, shape: [{n: 4096, k: 4096}], m: [64, 4096], dtype: bf16, pattern: blocks,
-     block: 64, sparsity: [0.3, 0.5, 0.9]}
-contenders:
-  - {format: bsr, kernel: bsr_triton, params: {block: $block}}
-  - {format: csr, kernel: cusparse_csr}
-baselines:
-  - {format: dense, kernel: cublas}
-"""
+SUITE = linear("n: 4096, k: 4096, m: [64, 4096], sparsity: [0.3, 0.5, 0.9]", BSR, CSR)
 
 
 @pytest.fixture(autouse=True)

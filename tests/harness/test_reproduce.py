@@ -16,35 +16,18 @@ from sparsebench.results.provenance import Choices, choices_of
 from sparsebench.results.record import Case, Contender, Problem, Row, Status
 from sparsebench.results.store import Run
 from tests.tools.command_line import sparsebench
+from tests.tools.suites import BSR as BSR_ENTRY
+from tests.tools.suites import BSR_ON_CPU, CSR, linear
+from tests.tools.suites import ON_CPU as TORCH
 
 DENSE = Contender("dense", "cublas", baseline=True)
 TWIN = replace(DENSE, baseline=False, twin=True)
 BSR = Contender("bsr", "bsr_triton")
 H200 = {"gpu": {"name": "NVIDIA H200", "uuid": "GPU-1"}}
 pytestmark = pytest.mark.usefixtures("no_figures")
-SUITE = """
-schema: sparsebench/suite@1
-title: Simulated
-problems:
-  - {op: linear, m: 4096, shape: {n: 4096, k: 4096}, dtype: bf16, pattern: blocks, block: 64,
-     sparsity: [0.5, 0.9]}
-contenders:
-  - {format: bsr, kernel: bsr_triton, params: {block: $block}}
-  - {format: csr, kernel: cusparse_csr}
-baselines:
-  - {format: dense, kernel: cublas}
-"""
+SUITE = linear("m: 4096, n: 4096, k: 4096, sparsity: [0.5, 0.9]", BSR_ENTRY, CSR)
 QUIET = "schema: sparsebench/sim@1\nprocess: 0\nstep: 0\n"  # one process is as good as another
-ON_CPU = """
-schema: sparsebench/suite@1
-title: Small
-problems:
-  - {op: linear, m: 8, n: 64, k: 64, dtype: fp32, pattern: blocks, block: 16, sparsity: 0.5}
-contenders:
-  - {format: bsr, kernel: scipy_bsr, params: {block: $block}}
-baselines:
-  - {format: dense, kernel: torch_dense}
-"""
+ON_CPU = linear("m: 8, n: 64, k: 64, dtype: fp32, block: 16", BSR_ON_CPU, baselines=(TORCH,))
 
 
 def made_up(

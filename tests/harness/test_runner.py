@@ -32,22 +32,19 @@ from tests.simulated.in_process import in_this_process
 from tests.tools import worker_timeouts
 from tests.tools.command_line import sparsebench
 from tests.tools.marks import exhaustive
+from tests.tools.suites import ON_CPU, linear
 
 FIELDS = {"m": 16, "n": 32, "k": 64, "dtype": "fp32", "pattern": "blocks", "block": 8}
 PROBLEM = Problem("linear", {**FIELDS, "sparsity": 0.5})
 BASELINE = Contender("dense", "torch_dense", baseline=True)
 ONE = Flags("cpu", replicates=1)
 
-SUITE = """
-schema: sparsebench/suite@1
-title: small
-problems:
-  - {op: linear, m: [4, 8, 16], n: 32, k: 64, dtype: fp32, pattern: blocks, block: 8, sparsity: 0.5}
-contenders:
-  - {format: csr, kernel: scipy_csr}
-baselines:
-  - {format: dense, kernel: torch_dense}
-"""
+SUITE = linear(
+    "m: [4, 8, 16], n: 32, k: 64, dtype: fp32, pattern: blocks, block: 8, sparsity: 0.5",
+    "{format: csr, kernel: scipy_csr}",
+    baselines=(ON_CPU,),
+    title="small",
+)
 
 
 def rows(*names: str) -> list[Row]:

@@ -29,21 +29,13 @@ from sparsebench.results import store
 from sparsebench.results.record import Contender, Problem, Row, Status
 from tests.tools.command_line import sparsebench
 from tests.tools.paths import ROOT
+from tests.tools.suites import BSR, linear
 
 FIELDS = {"m": 16, "n": 32, "k": 64, "dtype": "fp32", "pattern": "blocks", "block": 8}
 PROBLEM = Problem("linear", {**FIELDS, "sparsity": 0.5})
 CONTEST = Contest(PROBLEM, (Contender("dense", "torch_dense", baseline=True),))
 OPTIONS = {"measures": [("kernel", "hot")]}
-SUITE = """
-schema: sparsebench/suite@1
-title: Simulated
-problems:
-  - {op: linear, m: 64, n: 512, k: 512, dtype: bf16, pattern: blocks, block: 64, sparsity: 0.5}
-contenders:
-  - {format: bsr, kernel: bsr_triton, params: {block: $block}}
-baselines:
-  - {format: dense, kernel: cublas}
-"""
+SUITE = linear("m: 64, n: 512, k: 512", BSR)
 HELLO = (
     "import json, os, subprocess, sys, time\nprint('{}', flush=True)\nsys.stdin.readline()\n"
     'print(\'{"identity": "x"}\', flush=True)\n'

@@ -30,19 +30,10 @@ from sparsebench.results import bundle, files, store
 from sparsebench.results.analysis import analyse
 from sparsebench.results.record import Case, Row
 from tests.tools.command_line import sparsebench
+from tests.tools.suites import BSR, linear
 
 pytestmark = pytest.mark.usefixtures("no_figures")
-SUITE = """
-schema: sparsebench/suite@1
-title: On several GPUs
-problems:
-  - {op: linear, n: 4096, k: 4096, m: [16, 64], dtype: bf16, pattern: blocks, block: 64,
-     sparsity: [0.5, 0.7, 0.9]}
-contenders:
-  - {format: bsr, kernel: bsr_triton, params: {block: $block}}
-baselines:
-  - {format: dense, kernel: cublas}
-"""
+SUITE = linear("n: 4096, k: 4096, m: [16, 64], sparsity: [0.5, 0.7, 0.9]", BSR, title="On several")
 
 
 @pytest.fixture(scope="module")

@@ -32,25 +32,11 @@ from tests.simulated.in_process import in_this_process
 from tests.tools import worker_timeouts
 from tests.tools.command_line import sparsebench
 from tests.tools.marks import exhaustive
+from tests.tools.suites import BSR as BSR_ENTRY
+from tests.tools.suites import CSR, linear
 
 pytestmark = pytest.mark.usefixtures("no_figures")
-SUITE = """
-schema: sparsebench/suite@1
-title: Simulated
-problems:
-  - op: linear
-    shape: [{n: 4096, k: 4096}]
-    m: [16, 64]
-    dtype: bf16
-    pattern: blocks
-    block: 64
-    sparsity: [0.5, 0.9]
-contenders:
-  - {format: bsr, kernel: bsr_triton, params: {block: $block}}
-  - {format: csr, kernel: cusparse_csr}
-baselines:
-  - {format: dense, kernel: cublas}
-"""
+SUITE = linear("n: 4096, k: 4096, m: [16, 64], sparsity: [0.5, 0.9]", BSR_ENTRY, CSR)
 BSR = Contender("bsr", "bsr_triton")
 STILL = Spec(noise={1.0: 0.0}, drift=0.0, step=0.0, process=0.0, bandwidth_gb_per_s=1000.0)
 

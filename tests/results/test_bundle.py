@@ -21,17 +21,14 @@ from sparsebench.results import bundle, store
 from sparsebench.results.record import OLDER_ROWS, ROWS_SCHEMA, Row, Status
 from tests.tools.command_line import sparsebench
 from tests.tools.rows import right_rows
+from tests.tools.suites import ON_CPU, linear
 
-SUITE = """
-schema: sparsebench/suite@1
-title: small
-problems:
-  - {op: linear, m: [4, 8], n: 32, k: 64, dtype: fp32, pattern: blocks, block: 8, sparsity: 0.5}
-contenders:
-  - {format: csr, kernel: scipy_csr}
-baselines:
-  - {format: dense, kernel: torch_dense}
-"""
+SUITE = linear(
+    "m: [4, 8], n: 32, k: 64, dtype: fp32, pattern: blocks, block: 8, sparsity: 0.5",
+    "{format: csr, kernel: scipy_csr}",
+    baselines=(ON_CPU,),
+    title="small",
+)
 FLAGS = {"device": "cpu", "data": None, "timeout_s": 60.0, "replicates": 2, "only": ""}
 STATE = {"suite": "small", "status": "finished", "flags": FLAGS}
 CPU = {"cpu": {"name": "a CPU"}, "gpu": None}
