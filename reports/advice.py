@@ -15,7 +15,7 @@ from sparsebench.reports.tables import Cell, Table
 from sparsebench.results import measured_layers
 from sparsebench.results.advice import DEAR, WORTH, Answer, commands
 from sparsebench.results.analysis import Analysis
-from sparsebench.results.files import validated
+from sparsebench.results.files import read_model
 from sparsebench.results.formatting import amount, duration, percent, significant
 from sparsebench.results.layer_estimates import Layer
 from sparsebench.results.measured_layers import Evidence
@@ -55,7 +55,7 @@ def layer_text(layer: Layer) -> str:
 
 
 def title(answer: Answer) -> str:
-    """Return what was asked, with the size and the time of the dense model."""
+    """Return the model, GPU and tokens, with the size and the time of the dense model."""
     dense = f"dense: {significant(answer.dense_gigabytes)} GB"
     if answer.dense_us is not None:
         dense += f", about {duration(answer.dense_us)}"
@@ -80,7 +80,7 @@ def sources(answer: Answer) -> list[str]:
     return list(dict.fromkeys(run for each in answer.kinds for run in each.runs))
 
 
-def collected(runs: Iterable[tuple[Analysis, str]], root: Path) -> Evidence:
+def collect_evidence(runs: Iterable[tuple[Analysis, str]], root: Path) -> Evidence:
     """Return the evidence of published runs, and of the models' files in their folder."""
     evidence = measured_layers.of_runs(runs)
     steps, losses, costs = [*evidence.steps], [*evidence.losses], [*evidence.costs]
@@ -94,7 +94,7 @@ def collected(runs: Iterable[tuple[Analysis, str]], root: Path) -> Evidence:
             case "training":
                 losses += measured_layers.of_trainings(read_widths(file), source)
             case "sparsity":
-                trained = validated(file, L1Trainings, SPARSITY_SCHEMA)
+                trained = read_model(file, L1Trainings, SPARSITY_SCHEMA)
                 losses.append(measured_layers.of_l1(trained, ACTIVE, source))
                 costs.append(measured_layers.cost_of_l1(trained, ACTIVE, source))
             case "whole":

@@ -3,7 +3,7 @@
     MODEL              magnitude   Wanda   SpenseGPT   × own MLPs         × Llama-3-8B, 16 tokens
     2:4                    +4.18   +0.84       +0.43   ≈1.3× [1.1, 1.4]   ...
 
-Losses are the rises of `sparsebench prune` on held-out text, and of training with an L1 term;
+Losses are the increases on held-out text by `sparsebench prune`, or by training with an L1 term;
 speedups are those of gated MLPs on a GPU by the published rows (results/advice.py).
 """
 
@@ -43,7 +43,8 @@ def _of_model(evidence: Evidence, model: str, gpu: str) -> Table:
     timed += [(read_shapes(REAL), m, f"× {REAL}, {m:,} tokens") for m in OF_MODEL]
     lines: list[list[Cell]] = []
     for kind, (way, sparsity) in COSTS.items():
-        rises = {each.method: each for each in rows if _same_kind(each, way, sparsity)}
+        alike = [r for r in rows if r.way == way and abs(r.sparsity - sparsity) < NEAR]
+        rises = {each.method: each for each in alike}
         gains = [
             gain_of(
                 evidence,
@@ -64,7 +65,7 @@ def _of_model(evidence: Evidence, model: str, gpu: str) -> Table:
 
 
 def notes(evidence: Evidence, gpu: str) -> list[str]:
-    """Return what the numbers of the table are."""
+    """Return notes that explain the numbers of the table."""
     about = {each.model: each for each in evidence.costs if each.method != TRAINED}
     measured = [
         f"{each.model}: nats per {each.unit} over {each.held_out:,} held-out {each.unit}s"
@@ -85,10 +86,6 @@ def markdown(evidence: Evidence, gpu: str) -> str:
     """Return the tables and their notes."""
     tables = [table.markdown() for table in costs(evidence, gpu)]
     return "\n\n".join([*tables, *notes(evidence, gpu)])
-
-
-def _same_kind(cost: Cost, way: str, sparsity: float) -> bool:
-    return cost.way == way and abs(cost.sparsity - sparsity) < NEAR
 
 
 def _rise(cost: Cost | None) -> Cell:

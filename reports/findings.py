@@ -99,11 +99,12 @@ def _fastest_dense(contest: pd.DataFrame) -> dict[Any, Any] | None:
     return dict(dense.sort_values("median_us").iloc[0]) if len(dense) else None
 
 
-def _condition(case: Mapping[Any, Any]) -> str:
-    """Describe the sparsity of a case: `90 %, 128 × 128 blocks` or `29 of 5632 units active`."""
+def _place(case: Mapping[Any, Any]) -> str:
+    """Name a problem: `linear, m = 64, 90 %, 128 × 128 blocks`, `... 29 of 5632 units active`."""
     block = str(case.get("block", ""))
     sizes = [case[name] for name in OF_MODEL if name in case and pd.notna(case[name])]
-    parts = [model_name(*map(int, sizes))] if sizes else []
+    parts = [str(case["op"]), f"m = {case['m']}"]
+    parts += [model_name(*map(int, sizes))] if sizes else []
     parts += [percent(case["level"])] if case["level"] > 0 else []
     parts += [blocks_text(block)] if block not in ("", "1", "nan") else []
     if pd.notna(case.get("active")):
@@ -112,7 +113,3 @@ def _condition(case: Mapping[Any, Any]) -> str:
     if pd.notna(case.get("source")):
         parts.append(str(case["source"]))
     return ", ".join(parts)
-
-
-def _place(best: Mapping[Any, Any]) -> str:
-    return f"{best['op']}, m = {best['m']}, {_condition(best)}".rstrip(", ")

@@ -26,14 +26,7 @@ from sparsebench.reports.tables import Cell, Table
 from sparsebench.results.badges import Badge, badges
 from sparsebench.results.changes import Changes, mean
 from sparsebench.results.contests import contests, with_gains, with_shapes
-from sparsebench.results.formatting import (
-    FORMATS,
-    amount,
-    capital,
-    listed,
-    percent,
-    times,
-)
+from sparsebench.results.formatting import FORMATS, amount, capital, join_words, percent, times
 from sparsebench.results.outcome import Outcome, outcome
 from sparsebench.results.statistics import FEWEST
 
@@ -80,7 +73,7 @@ class Summary:
         yield from (Text(sentence) for sentence in [*self.others, *self.state])
 
 
-def summarised(
+def summarise(
     device: str,
     by_run: Mapping[str, Frames],
     others: list[Changes],
@@ -218,7 +211,7 @@ def _finding(problems: pd.DataFrame) -> str:
             answers[kind].append(f"{name}{look}")
     opening = {"yes": "Yes", "no": "No", "open": "Not settled", "none": "No kernel runs here for"}
     return " ".join(
-        f"{opening[kind]}{'' if kind == 'none' else ':'} {listed(names)}."
+        f"{opening[kind]}{'' if kind == 'none' else ':'} {join_words(names)}."
         for kind, names in answers.items()
         if names
     )

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from math import isclose
 
 from sparsebench.errors import ResultError
-from sparsebench.results.formatting import amount, listed, percent, times
+from sparsebench.results.formatting import amount, join_words, percent, times
 from sparsebench.results.layer_estimates import (
     ACTIVATIONS,
     ANYWHERE,
@@ -93,7 +93,7 @@ class Advice:
 class Answer:
     """The verdict with its word, an Advice for each kind, and what is assumed.
 
-    gpu   its name; without published rows the name that was asked for, and `dense_us` is None
+    gpu   its name; without published rows the requested name, and `dense_us` is None
     best  the kind that the verdict is about, if any
     """
 
@@ -119,7 +119,7 @@ def advise(evidence: Evidence, model: ModelShapes, gpu: str, tokens: int) -> Ans
     names = [name for name in evidence.layers.gpus if gpu.lower() in name.lower()]
     if len(names) > 1:
         expected = "expected part of one GPU's name"
-        raise ResultError(f"--gpu: {expected}, found {gpu!r} in {listed(names)}")
+        raise ResultError(f"--gpu: {expected}, found {gpu!r} in {join_words(names)}")
     card = evidence.layers.gpus[names[0]] if names else None
     step = StepModel(model, tokens, CONTEXT)
     rest_us = step.rest_us(evidence.layers, card) if card else 0.0

@@ -3,7 +3,7 @@
     time       = overhead + work / efficiency
     overhead   = launch time of the GPU + START_US for each product of the layer
     work       = bytes / bandwidth + FLOPs / rate, against the measured ceilings of the GPU
-    efficiency = weighted mean of the logarithms over the NEAREST measured layers of the same way,
+    efficiency = weighted mean of the logarithms over the NEAREST measured layers of the same kind,
                  in log2 of tokens, weights and density, with a step for another dtype or GPU
     gain       = dense time / sparse time
 
@@ -12,8 +12,8 @@ the efficiency of BSR at 4096 tokens varies by 1.3 from 50 to 95 % zeros, instea
 are the stored weights, the input, the output and the hidden activations, each once.
 
 The interval comes from leaving shapes out. Every measured layer is predicted from layers of other
-shapes alone; the interval holds LEVEL of the errors of its way, widened by (S + 1) / (S - 1) for
-S shapes, because a handful of shapes says little about the next one. `coverage` repeats that
+shapes alone; the interval holds LEVEL of the errors of its kind, widened by (S + 1) / (S - 1) for
+S shapes, because a few shapes say little about the next one. `coverage` repeats that
 without each shape and counts how many of its layers fall inside. Layers too far from every
 measured one (FARTHEST) have no estimate. Rows of other GPUs count if they have the same compute
 capability, and as farther away.
@@ -24,10 +24,10 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from math import ceil, exp, log, log2
 
-START_US = 1.5  # of a product beside the launch: dense times then follow the bytes within 10 %
+START_US = 1.5  # time of a product beside its launch: dense times then follow the bytes within 10 %
 NEAREST = 4
 LEVEL, UNKNOWN = 0.9, 4.0  # UNKNOWN: half the interval, as a factor, if nothing was left out
-WEIGHTS = (0.5, 0.5, 1.0, 1.0, 1.0, 1.0)  # of tokens, weights, density, dtype, GPU, kind of layer
+WEIGHTS = (0.5, 0.5, 1.0, 1.0, 1.0, 1.0)  # for tokens, weights, density, dtype, GPU, kind of layer
 FARTHEST = (
     2.01,
     3.01,
@@ -60,7 +60,7 @@ class Gpu:
 class Layer:
     """A product Y[m, n] = X[m, k] W.T, or a gated MLP of k inputs and n hidden units.
 
-    way        how it is sparse: 2:4, 6:8, blocks (64 × 64), blocks of 32, anywhere (a bitmap),
+    way        its kind of sparsity: 2:4, 6:8, blocks (64 × 64), blocks of 32, anywhere (a bitmap),
                activations
     sparsity   fraction of zeros in the weights; half of it for an MLP that is half 2:4
     active     hidden units on for a token, for `activations`
@@ -161,7 +161,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class Measured:
-    """A layer that was measured, with the fastest kernel of its way and the fastest dense one."""
+    """A layer that was measured, with the fastest kernel of its kind and the fastest dense one."""
 
     layer: Layer
     gpu: str
@@ -222,13 +222,13 @@ class Estimator:
         )
 
     def dense_us(self, layer: Layer, gpu: Gpu) -> float:
-        """Return the time of a dense layer without its launch, from any way's dense rows."""
+        """Return the time of a dense layer without its launch, from the dense rows of any kind."""
         efficiency = self._mean(self._nearest(layer, gpu, self._dense)[:NEAREST], dense=True)
         return START_US * layer.products + layer.work_us(gpu, dense=True) / efficiency
 
     @cached_property
     def half(self) -> Callable[[str], float]:
-        """Return half the interval of a way's gains, as the logarithm of a factor."""
+        """Return half the interval of the gains of a kind, as the logarithm of a factor."""
         return cache(self._half)
 
     def _half(self, way: str) -> float:

@@ -38,7 +38,9 @@ Condition = tuple[str, Collection[str]]
 """A field, with ! for \"none of them\", and its values as `text` writes them."""
 
 
-def planned(suite: Suite, device: str, condition: str = "", shard: str = "") -> list[Contest]:
+def planned_contests(
+    suite: Suite, device: str, condition: str = "", shard: str = ""
+) -> list[Contest]:
     """Return the contests of a run: A/A references, then the suite's, some with twins."""
     whole = references(device) + with_twins(only(suite.contests, condition), suite.name)
     return part(whole, shard) if shard else whole
@@ -57,7 +59,7 @@ def part(contests: Sequence[Contest], shard: str) -> list[Contest]:
 
 def only(contests: Sequence[Contest], condition: str) -> list[Contest]:
     """Keep the cases that meet `field=value field=this|that`, with their baselines."""
-    conditions = _parsed(condition)
+    conditions = _parse_condition(condition)
     fields = (name for contest in contests for name in contest.problem.fields)
     names = {"case", "format", "kernel", "op", *fields}
     for name, values in conditions:
@@ -88,7 +90,7 @@ def only(contests: Sequence[Contest], condition: str) -> list[Contest]:
     return selected
 
 
-def uncontested(suite: Suite, device: str, condition: str = "") -> bool:
+def has_only_baselines(suite: Suite, device: str, condition: str = "") -> bool:
     """Return whether a device supports no contender of a suite but its baselines."""
     contests = only(suite.contests, condition)
     rivals = [(c.problem, k) for c in contests for k in c.contenders if not k.baseline]
@@ -97,12 +99,12 @@ def uncontested(suite: Suite, device: str, condition: str = "") -> bool:
 
 def meets(problem: Problem, contender: Contender, condition: str) -> bool:
     """Return whether a case meets a condition that is written as for `only`."""
-    conditions = _parsed(condition)
+    conditions = _parse_condition(condition)
     named = {name.removesuffix("!") for name, _ in conditions}
     return _meet(_facts(problem, contender, named), conditions)
 
 
-def _parsed(condition: str) -> list[Condition]:
+def _parse_condition(condition: str) -> list[Condition]:
     parts = [part.partition("=")[::2] for part in condition.replace(",", " ").split()]
     return [(name, dict.fromkeys(map(text, value.split("|")))) for name, value in parts]
 
@@ -133,7 +135,7 @@ def text(value: Any) -> str:
     return f"{number:g}" if isfinite(number) else str(value)  # 12e3456789012345 is a case
 
 
-SEED = 2**31 - 1  # of the references: no suite has it
+SEED = 2**31 - 1  # seed of the references; no suite has it
 TWIN_EVERY = 20  # 5 % of the problems; at least one
 
 LAUNCH = {"cuda": (1, 64, 64, "bf16"), "cpu": (1, 64, 64, "fp32")}  # m, n, k, dtype

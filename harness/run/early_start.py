@@ -17,7 +17,7 @@ from threading import Thread
 
 PYTHON = sys.executable, "-P", "-m"  # -P: our folders must not shadow packages of the same name
 COMMAND = *PYTHON, "sparsebench.harness.run.worker"
-AHEAD = max(1, len(os.sched_getaffinity(0)) // 4)  # workers that import while another one starts
+AHEAD = max(1, len(os.sched_getaffinity(0)) // 2)  # workers that import while another one starts
 
 Process = subprocess.Popen[str]
 

@@ -2,7 +2,7 @@
 
     contest ─> worker ─> rows
                  │ no line in time          the contender announced last gets the status timeout
-                 │ gone, or a CUDA error    the contender announced last gets the status failed
+                 │ dead, or a CUDA error    the contender announced last gets the status failed
                  │ a wrong answer           likewise; an answer names its contest and has every row
                  └> a fresh worker runs the contest again without it; earlier samples are discarded
 
@@ -24,7 +24,7 @@ from typing import Any
 
 from sparsebench.errors import WorkerError
 from sparsebench.harness.bench.contest_state import ContestOptions, configuration
-from sparsebench.harness.bench.sampling import possible
+from sparsebench.harness.bench.sampling import distinct_measures
 from sparsebench.harness.catalog import load_kernel
 from sparsebench.harness.plan.suite import Contest
 from sparsebench.harness.run.early_start import AHEAD
@@ -39,7 +39,7 @@ from sparsebench.results.ceilings import FP32, TF32
 from sparsebench.results.record import Case, Row, Status
 
 BLAMELESS_ATTEMPTS = 2  # attempts that may end without a known offender before giving up
-CEILINGS_KEPT_S = 600.0  # clocks settle within a minute, but other users of a machine come and go
+CEILINGS_KEPT_S = 1800.0  # clocks settle within a minute, but other users come and go
 
 Pinned = Mapping[str, Mapping[str, Any]]
 """A kernel's choice (Row.choice) by case id."""
@@ -146,10 +146,15 @@ class Runner:
                 self._checked.setdefault(row.case.id, set()).add(configuration(row))
 
     def fresh(self) -> None:
-        """Give the next contests a new worker: the process is the unit of replication."""
-        if self._worker:
-            self._worker.close()
-        self._worker = None
+        """Give the next contests a new worker: the process is the unit of replication.
+
+        The next worker takes its device while the last one releases it, which takes each 0.5 s.
+        """
+        worker, self._worker = self._worker, None
+        if self._spares:
+            self._spares[0].begin()
+        if worker:
+            worker.close()
         self._to_come -= 1
 
     def kill(self) -> None:
@@ -163,7 +168,7 @@ class Runner:
         began, arguments = monotonic(), (self._device, self._data, self.log)
         spare = self._spares.pop(0) if self._spares else None
         if spare:
-            spare.begin()
+            spare.begin()  # unless `fresh` did
         importing: list[Worker] = []
         if not self._spares:
             importing += [Worker(*arguments) for _ in range(min(self._to_come, AHEAD))]
@@ -197,7 +202,7 @@ class Runner:
                 options,
                 attempt=attempt,
                 reference=contest.reference,
-                measures=possible(options.measures, self._device),
+                measures=distinct_measures(options.measures, self._device),
                 pinned=self._choices(part, options.replicate),
                 timed={
                     case: self._timed[case].candidates

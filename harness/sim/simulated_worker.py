@@ -43,9 +43,9 @@ def main() -> None:
             nonce = request.pop("nonce", "")
             problem = Problem.from_json(request.pop("problem"))
             contenders = [Contender(**contender) for contender in request.pop("contenders")]
-            rows = simulated_contest.run(
-                spec, problem, contenders, ContestOptions.from_json(request), _announce
-            )
+            announce = lambda case, stage: _send({"at": [case, stage]})  # noqa: E731
+            options = ContestOptions.from_json(request)
+            rows = simulated_contest.run(spec, problem, contenders, options, announce)
             written = [asdict(row) for row in rows]
             _send({"contest": problem.id, "nonce": nonce, "rows": written, "spent_s": {}})
         else:
@@ -79,10 +79,6 @@ def _ceilings(spec: Spec) -> Ceilings:
     bandwidth = spec.bandwidth_gb_per_s
     rates = spec.matrix_tflops.model_dump(exclude_none=True)
     return Ceilings(bandwidth, bandwidth, rates, spec.launch_us, spec.l2_bytes)
-
-
-def _announce(case: str, stage: str) -> None:
-    _send({"at": [case, stage]})
 
 
 def _send(message: dict[str, Any]) -> None:

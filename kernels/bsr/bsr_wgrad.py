@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 THREADS = 384
-RING_BYTES = 216 * 1024  # of stages
+RING_BYTES = 216 * 1024  # bytes of all stages
 SHARED_BYTES = RING_BYTES + 1024  # alignment to 1024 may take 1023
 PARTIAL = 2 * SIDE * SIDE  # fp32 sums in a column of an item: one tile of each half
 # Tensor maps of dy and x; loads, sums, starts, values; width; partials, counters.
@@ -154,7 +154,7 @@ class Product:
     def run(self, dy: Tensor, x: Tensor) -> Tensor:
         """Sum the blocks of dY.T @ X; a graph keeps the plan alive."""
         plan = self.plan
-        values = x.new_empty(*plan.blocks)
+        values = x.new_empty(plan.blocks)
         rows, columns = plan.partials
         partials = workspace(x, rows * columns)  # launches on a stream share it
         sums = 0 if partials is None else partials.data_ptr()

@@ -19,29 +19,27 @@ from sparsebench.formats.block_mask import BlockMask
 from sparsebench.kernels._common.selection import Operator
 from sparsebench.kernels.attention._shapes import MOST_DEPTH, Shape
 from sparsebench.kernels.nn._attention_plans import DTYPE_OF, Call, operator_of
+from sparsebench.kernels.nn._stamp import Stamp, held, stamp_of
 
-ATTRIBUTE = "_sparsebench_attention"  # of the tensor `columns`
+ATTRIBUTE = "_sparsebench_attention"  # attribute of the tensor `columns`
 ALIGNMENT = 16  # bytes, for TMA
 NAME_OF = {dtype: name for name, dtype in DTYPE_OF.items()}
 
 
 class Plans(NamedTuple):
-    """The plans of a mask, and torch's counts of the writes to its tensors."""
+    """The plans of a mask, its stamp and `bits` at that time, and its arrays."""
 
-    versions: tuple[int, ...]
+    stamp: tuple[Stamp, int]
     operator: Operator
+    arrays: list[Tensor]
 
 
 def plans_of(mask: BlockMask) -> Operator:
     """Return the plans of a mask as it is now. Raises Unsupported for an inference tensor."""
-    arrays = mask.arrays().values()
-    if any(array.is_inference() for array in arrays):
-        expected = "expected a mask made outside of torch.inference_mode"
-        raise Unsupported(f"attention: {expected}, because torch does not count writes to this one")
-    versions = *(array._version for array in arrays), id(mask.bits)
+    stamp = stamp_of(mask, "attention"), id(mask.bits)
     plans: Plans | None = getattr(mask.columns, ATTRIBUTE, None)
-    if plans is None or plans.versions != versions:
-        plans = Plans(versions, operator_of(mask))
+    if plans is None or plans.stamp != stamp:
+        plans = Plans(stamp, operator_of(mask), held(mask))
         setattr(mask.columns, ATTRIBUTE, plans)
     return plans.operator
 

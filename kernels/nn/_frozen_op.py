@@ -5,7 +5,8 @@
              padded, because cuBLAS can be slower for fewer tokens (NOTES.md)
     csr      csr_cuda, also with its rows divided as for more tokens
 
-A weight's Operator is an attribute of the weight, and is made again if torch counts a write to it.
+A weight's Operator is an attribute of the weight, and is made again if the weight is written or
+moved (_stamp.py).
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -15,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear, pad
+from torch.nn.functional import linear
 
 from sparsebench.errors import Unsupported
 from sparsebench.formats.bitmap import Bitmap
@@ -30,6 +31,7 @@ from sparsebench.kernels._kernel import DTYPES
 from sparsebench.kernels.bitmap import bitmap_mma
 from sparsebench.kernels.csr import csr_cuda
 from sparsebench.kernels.nn._bsr_autograd import readable
+from sparsebench.kernels.nn._stamp import Stamp, held, stamp_of
 from sparsebench.results.record import Problem
 
 Weight = Bitmap | Csr
@@ -45,10 +47,11 @@ FEW, ELEMENTS, MORE_ELEMENTS, ROWS, BYTES = 16, 14336 * 4096, 28672 * 8192, 4096
 
 @dataclass
 class Plans:
-    """An Operator, torch's counts of the writes to its weight, and the dense copy of a bitmap."""
+    """An Operator, the stamp and the arrays of its weight, and the dense copy of a bitmap."""
 
     operator: Operator
-    versions: tuple[int, ...]
+    stamp: Stamp
+    arrays: list[Tensor]
     dense: Tensor | None = None
 
 
@@ -71,15 +74,11 @@ def planned(m: int, w: Weight) -> Callable[[Tensor], Tensor] | None:
 
 def plans_of(w: Weight) -> Plans:
     """Return the plans of a weight as it is now. Raises Unsupported for an inference tensor."""
-    arrays = w.arrays().values()
-    if any(array.is_inference() for array in arrays):
-        expected = "expected a weight made outside of torch.inference_mode"
-        raise Unsupported(f"matmul: {expected}, because torch does not count writes to this one")
-    versions = tuple(array._version for array in arrays)
+    stamp = stamp_of(w, "matmul")
     made: Plans | None = w.__dict__.get(ATTRIBUTE)
-    if made is None or made.versions != versions:
+    if made is None or made.stamp != stamp:
         operator = _bitmap(w) if isinstance(w, Bitmap) else _csr(w)
-        made = Plans(operator, versions)
+        made = Plans(operator, stamp, held(w))
         object.__setattr__(w, ATTRIBUTE, made)
     return made
 
@@ -96,11 +95,11 @@ def dense_copy(w: Bitmap) -> Tensor:
 
 def derivative_of(w: Bitmap) -> Callable[..., tuple[Tensor, None]]:
     """Return how a recorded call is differentiated: by X, with the dense copy."""
-    versions = plans_of(w).versions
+    stamp = plans_of(w).stamp
 
     def run(front: Any, dy: Tensor, *_: Any) -> tuple[Tensor, None]:
         plans = plans_of(w)
-        if plans.versions != versions:
+        if plans.stamp != stamp:
             raise RuntimeError("expected W as forward read it, found it modified before backward")
         transposed, rows = dense_copy(w).T, readable(rows_of(dy))
         if torch.is_grad_enabled() or watched():
@@ -145,7 +144,9 @@ class DenseCopy:
         """Multiply."""
         if self.tokens > (m := x.shape[0]):
             on_tape(complete=False)
-            return linear(pad(x, (0, 0, 0, self.tokens - m)), self.dense)[:m]
+            padded = x.new_empty(self.tokens, x.shape[1])  # the other rows of Y are dropped
+            padded[:m] = x
+            return linear(padded, self.dense)[:m]
         on_tape(dense=self.dense)
         return linear(x, self.dense)
 

@@ -23,6 +23,7 @@ from sparsebench.formats._format import Format
 from sparsebench.kernels._common.capture import captured_into, keep, sweep
 from sparsebench.kernels._kernel import Kernel, Launch, Operands, unsupported
 from sparsebench.kernels.nn._frozen_op import NAMES
+from sparsebench.kernels.nn._stamp import Stamp, held, stamp_of
 from sparsebench.results.record import Problem
 
 SUFFIXES = {"linear": "", "linear_dgrad": "_dgrad", "linear_wgrad": "_wgrad"}
@@ -188,13 +189,15 @@ class Key(NamedTuple):
 class Weight:
     """The launches prepared for a weight.
 
-    versions  of its arrays at that time
+    stamp     of its arrays at that time
+    arrays    the arrays
     prepared  by key and stream, the most recently used one last
     choices   of launches that graphs have taken, so that preparing again needs no search
     taken_by  launches by number of the capture and key; their graphs keep them alive
     """
 
-    versions: tuple[int, ...]
+    stamp: Stamp
+    arrays: list[Tensor]
     prepared: OrderedDict[tuple[Key, int], Prepared] = field(default_factory=OrderedDict)
     choices: dict[Key, Mapping[str, Any]] = field(default_factory=dict)
     taken_by: WeakValueDictionary[tuple[int, Key], Prepared] = field(
@@ -218,16 +221,12 @@ class Weight:
 
 def _weight(w: Format) -> Weight:
     """Return the launches prepared for the current contents of a weight. Raises Unsupported."""
-    arrays = [*w.arrays().values()]
-    if any(array.is_inference() for array in arrays):
-        expected = "expected a weight made outside of torch.inference_mode"
-        raise Unsupported(f"matmul: {expected}, because torch does not count writes to this one")
-    versions = tuple(array._version for array in arrays)
+    stamp = stamp_of(w, "matmul")
     if id(w) not in _WEIGHTS:
         finalize(w, _WEIGHTS.pop, id(w), None)  # a later weight may get the same id
-    elif _WEIGHTS[id(w)].versions == versions:
+    elif _WEIGHTS[id(w)].stamp == stamp:
         return _WEIGHTS[id(w)]
-    _WEIGHTS[id(w)] = Weight(versions)
+    _WEIGHTS[id(w)] = Weight(stamp, held(w))
     return _WEIGHTS[id(w)]
 
 

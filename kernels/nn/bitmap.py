@@ -68,7 +68,6 @@ class BitmapLinear(PackedLinear):
         self.register_buffer("offsets", offsets)
         zeros = torch.zeros(out_features, device=device, dtype=dtype)
         self.bias = frozen(zeros) if bias else None
-        self._bitmap: tuple[Tensor, Tensor, Bitmap] | None = None
 
     @classmethod
     def from_dense(cls, weight: Tensor, bias: Tensor | None = None) -> Self:
@@ -90,13 +89,9 @@ class BitmapLinear(PackedLinear):
 
     @property
     def bitmap(self) -> Bitmap:
-        """Return W in the memory of the buffers; the same object until the buffers are replaced."""
-        cached = self._bitmap
-        if cached is None or cached[0] is not self.records or cached[1] is not self.offsets:
-            sizes = self.out_features, self.in_features
-            w = _bitmap_op.bitmap_of(self.records, self.offsets, *sizes, self.dtype)
-            cached = self._bitmap = self.records, self.offsets, w
-        return cached[2]
+        """Return W in the memory of the buffers; the same object until they are moved."""
+        sizes = self.out_features, self.in_features
+        return _bitmap_op.bitmap_of(self.records, self.offsets, *sizes, self.dtype)
 
     def to_dense(self) -> nn.Linear:
         """Return the layer as nn.Linear."""

@@ -255,7 +255,7 @@ def bind(plan: Plan, x: Tensor, w: Spense, scales: Scales = UNSCALED) -> BoundKe
         raise Unsupported(f"{limit}; found {x.shape[0]} and {actual}")
     m = len(x)
     scales.require(w.shape[0], m, x.dtype)
-    y = x.new_empty(m, plan.y[1], dtype=plan.kind)
+    y = x.new_empty((m, plan.y[1]), dtype=plan.kind)
     tensors: list[Tensor] = [x, w.sparse, w.dense, *scales.tensors]
     scratch: list[int] = [0, 0]
     if not plan.config.split:
@@ -293,7 +293,7 @@ class Product:
     ) -> Tensor:
         """Multiply X by the tiles; fp32 scales of `features` [n] and `tokens` [m] in fp8."""
         plan, m = self.plan, x.shape[0]
-        y = x.new_empty(m, plan.y[1], dtype=plan.kind)
+        y = x.new_empty((m, plan.y[1]), dtype=plan.kind)
         sums, counts = workspace(x, plan.workspace), counters(x, plan.counters)
         tensors = y, sparse, dense, features, tokens, sums, counts
         addresses = [0 if t is None else t.data_ptr() for t in tensors]

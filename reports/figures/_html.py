@@ -1,11 +1,13 @@
-"""Small print, folded parts, wide drawings and data to download, as HTML. Markup escapes values."""
+"""Small print, folded parts, drawings, cells of maps and data to download, as escaped HTML."""
 
 import base64
 import gzip
+from collections.abc import Iterable
 
 import pandas as pd
 from markupsafe import Markup
 
+from sparsebench.reports.figures._svg import shade
 from sparsebench.results.frame import as_csv
 
 PLAIN_BYTES = 20_000  # larger CSV is compressed, to about a tenth
@@ -16,7 +18,7 @@ def note(text: str | Markup) -> Markup:
     return Markup('<p class="note">{}</p>').format(text)
 
 
-def folded(title: str, body: Markup) -> Markup:
+def fold_away(title: str, body: Markup) -> Markup:
     """Return a title that opens to a body."""
     return Markup("<details><summary>{}</summary>{}</details>").format(title, body)
 
@@ -24,6 +26,22 @@ def folded(title: str, body: Markup) -> Markup:
 def wide(drawing: Markup) -> Markup:
     """Return a drawing that takes the width of the page."""
     return Markup('<figure class="wide">{}</figure>').format(drawing)
+
+
+def beside(drawn: Iterable[tuple[str, Markup, Markup | str]], classes: str = "panels") -> Markup:
+    """Lay out drawings side by side, each with its title and its caption."""
+    figure = Markup("<figure><h3>{}</h3>{}<figcaption>{}</figcaption></figure>")
+    figures = Markup("").join(figure.format(*each) for each in drawn)
+    return Markup('<div class="{}">{}</div>').format(classes, figures)
+
+
+def shaded(gain: float, decided: bool, link: str, title: str, text: Markup) -> Markup:
+    """Return a cell of a map: a link in the colour of a gain, hatched unless it is decided."""
+    paint, ink = shade(gain)
+    look = '<a class="cell{}" href="{}"{} style="background-color:{};color:{}" title="{}">{}</a>'
+    here = Markup(" data-cell") if link.startswith("#") else ""
+    hatched = "" if decided else " undecided"
+    return Markup(look).format(hatched, link, here, paint, ink, title, text)
 
 
 def download(name: str, data: pd.DataFrame) -> Markup:

@@ -13,8 +13,8 @@ import pandas as pd
 from markupsafe import Markup
 
 from sparsebench.reports.figures._chart import SIZE, Chart
-from sparsebench.reports.figures._figure import MEASURE, NOTHING, Frames, named
-from sparsebench.reports.figures._html import folded, note
+from sparsebench.reports.figures._figure import MEASURE, NOTHING, Frames, describe_line
+from sparsebench.reports.figures._html import beside, fold_away, note
 from sparsebench.reports.figures._svg import Look, series
 from sparsebench.reports.tables import html_table, without_dashes
 from sparsebench.results.formatting import significant
@@ -45,13 +45,12 @@ def draw(frames: Frames) -> Markup:
         _forest(str(name), group.sort_values("ratio"), floors[str(name)], 110 * most)
         for name, group in pairs.sort_values("median_us").groupby("class", sort=False)
     ]
-    body = Markup('<div class="panels">{}</div>').format(Markup("").join(figures))
     lines = [_line(pair) for _, pair in pairs.sort_values("median_us").iterrows()]
-    listed = folded(f"All {len(lines)} pairs", html_table(*without_dashes(HEADS, lines)))
-    return note(READ) + body + listed
+    listed = fold_away(f"All {len(lines)} pairs", html_table(*without_dashes(HEADS, lines)))
+    return note(READ) + beside(figures) + listed
 
 
-def _forest(name: str, pairs: pd.DataFrame, floor: float, limit: float) -> Markup:
+def _forest(name: str, pairs: pd.DataFrame, floor: float, limit: float) -> tuple[str, Markup, str]:
     height = 60 + min(PAIR_PX * len(pairs), MOST_PX)
     chart = Chart((SIZE[0], height), "difference, %")
     chart.limits, chart.ticks["y"] = {"x": (-limit, limit), "y": (-1, len(pairs))}, [(-1, "")]
@@ -66,9 +65,7 @@ def _forest(name: str, pairs: pd.DataFrame, floor: float, limit: float) -> Marku
         else "unknown, too few processes"
     )
     words = f"floor {100 * floor:.2g} %; different: {called}"
-    drawing = chart.svg(f"A/A pairs, {name}")
-    text = "<figure><h3>{}</h3>{}<figcaption>{}</figcaption></figure>"
-    return Markup(text).format(name, drawing, words)
+    return name, chart.svg(f"A/A pairs, {name}"), words
 
 
 def _pair(chart: Chart, y: int, pair: "pd.Series[Any]") -> None:
@@ -92,7 +89,7 @@ def _line(pair: "pd.Series[Any]") -> list[str | Markup]:
         pair["class"],
         pair.label,
         pair.problem,
-        named(pair, MEASURE),
+        describe_line(pair, MEASURE),
         significant(pair.median_us),
         significant(_percent(pair.ratio), 2),
         "–" if pd.isna(pair.low) else f"[{ends[0]} to {ends[1]}]",

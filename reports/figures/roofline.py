@@ -17,8 +17,8 @@ import pandas as pd
 from markupsafe import Markup
 
 from sparsebench.reports.figures._chart import Chart
-from sparsebench.reports.figures._figure import MEASURE, NOTHING, Frames, measures, named
-from sparsebench.reports.figures._html import download, note
+from sparsebench.reports.figures._figure import MEASURE, NOTHING, Frames, describe_line, measures
+from sparsebench.reports.figures._html import beside, download, note
 from sparsebench.reports.figures._svg import Look, roles
 from sparsebench.reports.figures._sweep import scatter
 from sparsebench.results.formatting import significant
@@ -39,14 +39,15 @@ def draw(frames: Frames) -> Markup:
     first = measures(cases)[0]
     first = first.assign(intensity=1e3 * first.tflops / first.gb_per_s)
     drawn = [_panel(str(dtype), group, ceilings) for dtype, group in first.groupby("dtype")]
-    words = f"{named(first.iloc[0], MEASURE).capitalize()}. FLOPs count only non-zeros, and bytes "
-    words += "count each operand once. The lines are the ceilings measured on this device. Black "
+    words = (
+        f"{describe_line(first.iloc[0], MEASURE).capitalize()}. FLOPs count only non-zeros, and "
+    )
+    words += (
+        "bytes count each operand once. The lines are the ceilings measured on this device. Black "
+    )
     words += "points are dense."
     key = roles({"ours": "ours", "peer": "peers"})
-    figure = Markup("<figure><h3>{}</h3>{}<figcaption>{}</figcaption></figure>")
-    body = Markup("").join(figure.format(*panel) for panel in drawn)
-    body = Markup('<div class="maps">{}</div>').format(body)
-    return note(words) + key + body + download("roofline", first[DATA])
+    return note(words) + key + beside(drawn, "maps") + download("roofline", first[DATA])
 
 
 def _panel(
@@ -64,7 +65,7 @@ def _panel(
     texts = cases.apply(
         lambda line: (
             f"{line.label}: {significant(line.tflops)} TFLOP/s, "
-            f"{named(line, ['m', 'n', 'k', 'level'])}"
+            f"{describe_line(line, ['m', 'n', 'k', 'level'])}"
         ),
         axis=1,
     )

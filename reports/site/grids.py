@@ -19,7 +19,7 @@ from typing import Any
 import pandas as pd
 
 from sparsebench.reports.figures._svg import shade
-from sparsebench.results.contests import ordered
+from sparsebench.results.contests import sort_values_of
 from sparsebench.results.families import QUANTISED
 from sparsebench.results.formatting import (
     FORMATS,
@@ -29,7 +29,7 @@ from sparsebench.results.formatting import (
     conditions,
     duration,
     interval,
-    listed,
+    join_words,
     number,
     percent,
     plain,
@@ -42,9 +42,9 @@ COLUMNS = 7
 TOKENS = (1, 16, 64, 4096)  # the preferred choices of the first page
 SMALL = 0.1  # gains below it have one digit in a range
 SHOWN = 4  # contests in the tooltip of a cell
-OP, DTYPE = "linear", "bf16"  # of a grid, if they were measured
+OP, DTYPE = "linear", "bf16"  # op and dtype of a grid, if they were measured
 USUAL = 0.9  # the sparsity at which the best other kernel is named
-HALF = "half 2:4"  # of each weight, half is 2:4 and half is dense
+HALF = "half 2:4"  # half of each weight is 2:4 and half is dense
 PROBLEM = ["op", "dtype", "pattern", "m", "shape", "level", "block"]
 
 
@@ -110,7 +110,7 @@ class Grid:
         parts = [f"{_heads(lines)}{level}" for level, lines in wins.items()]
         looks = all(cell.look for line in self.lines for cell in line.cells if cell)
         yes = f"{'Probably' if looks else 'Yes'}: {'; '.join(parts)}." if parts else ""
-        no = f"No: {listed([*dict.fromkeys(lost)])}." if lost else ""
+        no = f"No: {join_words([*dict.fromkeys(lost)])}." if lost else ""
         return " ".join(filter(None, [yes, no]))
 
     def _wins_from(self, line: Line) -> str | None:
@@ -128,12 +128,12 @@ Record = dict[Any, Any]
 """A line of a card (cards.py), with the head of its row."""
 
 
-def named(kind: str) -> str:
+def format_name(kind: str) -> str:
     """Return the name of a format for readers."""
     return FORMATS.get(kind, kind)
 
 
-def chosen(lines: pd.DataFrame) -> pd.DataFrame:
+def select_lines(lines: pd.DataFrame) -> pd.DataFrame:
     """Return the lines with the op and the dtype of a grid."""
     for column, preferred in (("op", OP), ("dtype", DTYPE)):
         values = lines[column].value_counts()
@@ -147,7 +147,7 @@ def grids(lines: pd.DataFrame) -> list[Grid]:
 
     A grid compares sparse formats with dense weights of the same bits, so QUANTISED are left out.
     """
-    sparse = chosen(lines[(lines.side != "dense") & ~lines.kind.isin(QUANTISED)])
+    sparse = select_lines(lines[(lines.side != "dense") & ~lines.kind.isin(QUANTISED)])
     sparse = sparse[sparse.level.notna() & sparse.gain.notna() & sparse.m.notna()]
     if sparse.empty:
         return []
@@ -214,7 +214,7 @@ def _newest(lines: pd.DataFrame, write: Callable[[pd.DataFrame], str]) -> tuple[
 
 def _steps(steps: pd.DataFrame) -> str:
     """Write the gains of the first model: by sequences, or of several ways for one sequence."""
-    steps = steps[steps["shape"] == ordered(steps["shape"])[0]]
+    steps = steps[steps["shape"] == sort_values_of(steps["shape"])[0]]
     steps = steps[steps["dtype"] == steps["dtype"].iloc[0]]
     levels = zip(steps.kind, steps.level, strict=True)
     ways = _head(steps) + ["" if kind == "spense" else f" at {percent(x)}" for kind, x in levels]
@@ -228,7 +228,7 @@ def _steps(steps: pd.DataFrame) -> str:
     sequences = [f"with {amount(int(m), 'sequence')}" for m in best.m]
     about, what = (best.way, sequences[0]) if several else (sequences, best.way.iloc[0])
     parts = [f"{gain} {words}" for gain, words in zip(gains, about, strict=True)]
-    return f"{best['shape'].iloc[0]}, {what}: {listed(parts)}"
+    return f"{best['shape'].iloc[0]}, {what}: {join_words(parts)}"
 
 
 def _attention(lines: pd.DataFrame) -> str:
@@ -259,7 +259,7 @@ def _grid(sparse: Sequence[Record], tokens: int) -> Grid:
     top = _top(best)
     op, dtype = (str(top[name]) for name in ("op", "dtype"))
     processes = _span([line["processes"] for line in best if line["verdict"] or not has_verdict])
-    shapes = ordered(pd.Series([line["shape"] for line in best]))
+    shapes = sort_values_of(pd.Series([line["shape"] for line in best]))
     shape = size_text(shapes[0]) if len(shapes) == 1 else amount(len(shapes), "shape")
     about = [f"{tokens:,} token{'' if tokens == 1 else 's'} at once", op, dtype, shape, processes]
     where = conditions(top["on_cards"], top["limited"])
@@ -284,7 +284,7 @@ def _head(lines: pd.DataFrame) -> "pd.Series[str]":
 def _row(kind: str, tile: str, block: str, pattern: str) -> str:
     if tile not in ("", "1"):
         return f"blocks of {tile}" if tile == block else f"zeros anywhere in blocks of {tile}"
-    return HALF if pattern.startswith("spense_") else named(kind)
+    return HALF if pattern.startswith("spense_") else format_name(kind)
 
 
 def _one_run_each(sparse: Sequence[Record]) -> list[Record]:
@@ -391,11 +391,11 @@ def _heads(lines: Sequence[Line]) -> str:
     """Name rows together: blocks of 32, 64 and 128; 2:4."""
     sizes = [line.tile for line in lines if line.head == f"blocks of {line.tile}"]
     others = [line.head for line in lines if line.head != f"blocks of {line.tile}"]
-    blocks = [f"blocks of {listed(ordered(pd.Series(sizes)))}"] if sizes else []
-    return listed([*blocks, *others])
+    blocks = [f"blocks of {join_words(sort_values_of(pd.Series(sizes)))}"] if sizes else []
+    return join_words([*blocks, *others])
 
 
 def _most(values: "pd.Series[Any]", preferred: list[float], count: int) -> list[float]:
     """Return the preferred values, or if there is none the most frequent ones, in order."""
     often = [] if preferred else list(values.value_counts().index)
-    return ordered(pd.Series([*preferred, *often][:count]))
+    return sort_values_of(pd.Series([*preferred, *often][:count]))

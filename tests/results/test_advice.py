@@ -13,7 +13,7 @@ from sparsebench.reports.site.pages import Site
 from sparsebench.results import store
 from sparsebench.results.advice import NO, TRAIN, TRY, UNMEASURED, advise, left_out
 from sparsebench.results.analysis import analyse
-from sparsebench.results.measured_layers import Evidence, of_runs, packaged
+from sparsebench.results.measured_layers import Evidence, of_runs, packaged_evidence
 from sparsebench.results.model_shapes import MODELS, read_shapes
 from sparsebench.results.step_model import BOUND, ESTIMATE, LOOK, MEASURED
 from tests.tools.command_line import sparsebench
@@ -34,7 +34,7 @@ LLAMA = {
 
 @pytest.fixture(scope="module")
 def evidence() -> Evidence:
-    return packaged()
+    return packaged_evidence()
 
 
 def config(folder: Path, **changes: Any) -> Path:

@@ -3,15 +3,19 @@
     python -P tests/tools/choices.py results/published/nvidia-h200/core [RUN ...]
 
 A row of what users get (`kernel: default`) has problem, choice and digest of the machine
-code of each product. A list has one line for each problem: the choice of most processes. Lines of
-other kinds of GPU, and of problems that the runs lack, stay as they are.
+code of each product. A list has one line for each problem: the choice that took the least time, or
+for a product inside a larger row, such as a model's step, the choice of most processes.
+
+A problem is left out if more tokens of the same weight take less time (by CLIFF), so that a layer
+searches there. Lines of other kinds of GPU, and of problems that the runs lack, stay as they are.
 """
 
 import argparse
 import json
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from sparsebench._writing import write_file
@@ -21,6 +25,7 @@ from sparsebench.results import store
 from sparsebench.results.record import Status
 
 SEARCHED = "search", "cache"  # a choice that a search made, in this process or an earlier one
+CLIFF = 1.05  # of the least time of more tokens (suite `tokens`)
 
 
 def products(choice: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
@@ -37,7 +42,8 @@ def line(choice: Mapping[str, Any]) -> tuple[str, str]:
     config = {name: value for name, value in choice.items() if name not in BESIDE}
     code = {"code": choice["code"]} if choice.get("code") else {}
     written = {"problem": choice["problem"], "kernel": choice["kernel"], "config": config, **code}
-    return json.dumps(choice["problem"], sort_keys=True), json.dumps(written)
+    text = json.dumps(written, separators=(",", ":"))
+    return json.dumps(choice["problem"], sort_keys=True), text
 
 
 def write(run: Path, folder: Path) -> tuple[Path, int]:
@@ -45,18 +51,39 @@ def write(run: Path, folder: Path) -> tuple[Path, int]:
     gpu = store.read(run).environment["gpu"]
     major, minor = map(int, gpu["compute_capability"].split("."))
     table = folder / tuned_table.file_name((major, minor), gpu["multiprocessors"])
-    file, votes = table.with_suffix(".choices"), defaultdict[str, Counter[str]](Counter)
+    file, times = table.with_suffix(".choices"), defaultdict[str, dict[str, list[float]]](dict)
     for row in store.rows(run):
         if row.status is Status.OK and row.case.contender.kernel == "default":
             for choice in products(row.choice):
                 if choice["by"] in SEARCHED:
                     problem, text = line(choice)
-                    votes[problem][text] += 1
+                    time = median(row.samples_us) if choice is row.choice else 0.0
+                    times[problem].setdefault(text, []).append(time)
+    fastest = {
+        problem: min((median(each), -len(each), text) for text, each in by_choice.items())
+        for problem, by_choice in times.items()
+    }
     old = file.read_text().splitlines() if file.exists() else []
     lines = {json.dumps(json.loads(each)["problem"], sort_keys=True): each for each in old}
-    lines |= {problem: counts.most_common(1)[0][0] for problem, counts in votes.items()}
+    lines |= {problem: text for problem, (_, _, text) in fastest.items()}
+    for problem in cliffs({problem: time for problem, (time, *_) in fastest.items() if time}):
+        del lines[problem], fastest[problem]
     write_file(file, "".join(f"{lines[problem]}\n" for problem in sorted(lines)))
-    return file, len(votes)
+    return file, len(fastest)
+
+
+def cliffs(times: Mapping[str, float]) -> list[str]:
+    """Return the problems that take over CLIFF times as long as one that differs by more tokens."""
+    by_weight = defaultdict[str, list[tuple[int, str]]](list)
+    for problem in times:
+        fields = json.loads(problem)
+        by_weight[json.dumps({**fields, "m": 0})].append((fields["m"], problem))
+    return [
+        problem
+        for same in by_weight.values()
+        for m, problem in same
+        if any(times[problem] > CLIFF * times[other] for more, other in same if more > m)
+    ]
 
 
 def main() -> None:

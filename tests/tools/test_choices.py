@@ -1,12 +1,19 @@
 import json
 from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
+from sparsebench.kernels._common import tuned_table
+from sparsebench.kernels._common.selection import configured
 from sparsebench.results import store
 from sparsebench.results.record import Case, Contender, Problem, Row, Status
 from tests.tools import choices
 
+PACKAGE = tuned_table.folders()["package"]
 RUN = SimpleNamespace(environment={"gpu": {"compute_capability": "9.0", "multiprocessors": 132}})
 
 
@@ -15,23 +22,48 @@ def choice(m: int, tokens: int, **more: Any) -> dict[str, Any]:
     return {"kernel": "bsr_small", "tokens": tokens, "by": "search", "problem": problem, **more}
 
 
-def test_a_list_has_the_choice_of_most_processes(tmp_path, monkeypatch) -> None:
+def test_a_list_has_the_fastest_choice_or_that_of_most_processes(tmp_path, monkeypatch) -> None:
     users = Contender("bsr", "default", {}, {}, False)
     row = Row(Case(Problem("linear", {"m": 1}), users), Status.OK)
-    entries = [choice(1, 16), choice(1, 32, code="digest"), choice(1, 32, code="digest")]
-    layer = {"wg": choice(8, 8), "wd": choice(16, 16, by="model")}
+    timed = [
+        (choice(1, 16), 2.0),
+        (choice(1, 16), 2.2),
+        (choice(1, 32, code="digest"), 2.0),
+        (choice(32, 16), 3.0),
+        (choice(16, 16), 3.1),
+        (choice(2, 16), 3.2),  # takes longer than more tokens
+    ]
+    layers = [{"wg": choice(8, tokens), "wd": choice(16, 16, by="model")} for tokens in (8, 4, 8)]
     named = replace(row.case, contender=replace(users, kernel="bsr_small"))
     rows = [
-        *(replace(row, choice=each) for each in (*entries, layer)),
+        *(replace(row, choice=each, samples_us=(us,)) for each, us in timed),
+        *(replace(row, choice=each, samples_us=(9.0,)) for each in layers),
         replace(row, case=named, choice=choice(64, 64)),
         replace(row, status=Status.WRONG, choice=choice(128, 64)),
     ]
     monkeypatch.setattr(store, "read", lambda run: RUN)
     monkeypatch.setattr(store, "rows", lambda run: rows)
-    kept = {"problem": {"op": "bsr.linear", "m": 4}, "kernel": "bsr_small", "config": {"tokens": 4}}
+    kept = [
+        {"problem": {"op": "bsr.linear", "m": m}, "kernel": "bsr_small", "config": {"tokens": m}}
+        for m in (2, 4)
+    ]
     file = tmp_path / "sm90_132.choices"
-    file.write_text(json.dumps(kept) + "\n")
-    assert choices.write(tmp_path, tmp_path) == (file, 2)
+    file.write_text("".join(f"{json.dumps(each)}\n" for each in kept))
+    assert choices.write(tmp_path, tmp_path) == (file, 4)
     lines = {line["problem"]["m"]: line for line in map(json.loads, file.read_text().splitlines())}
-    assert {m: line["config"]["tokens"] for m, line in lines.items()} == {1: 32, 4: 4, 8: 8}
+    tokens = {m: line["config"]["tokens"] for m, line in lines.items()}
+    assert tokens == {1: 32, 4: 4, 8: 8, 16: 16, 32: 16}
     assert lines[1]["code"] == "digest"
+
+
+@pytest.mark.parametrize("file", [*PACKAGE.glob("*.choices")])
+def test_a_list_names_kernels_and_configurations_that_exist(file: Path) -> None:
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    for line in lines:
+        if line["kernel"] != "dense":
+            (source,) = PACKAGE.parent.glob(f"*/{line['kernel']}.py")
+            kernel = import_module(f"sparsebench.kernels.{source.parent.name}.{source.stem}")
+            if hasattr(kernel, "Config"):
+                configured(kernel, line["config"])
+    assert len({json.dumps(line["problem"], sort_keys=True) for line in lines}) == len(lines)
+    assert len(file.read_bytes()) < 100_000

@@ -79,11 +79,17 @@ def test_a_nan_that_no_query_selects_reaches_no_result() -> None:
     assert not gradients[1][:, 32:48].any()
 
 
-def test_plans_stay_with_the_mask_until_it_is_written() -> None:
+@pytest.mark.parametrize("moved", [False, True], ids=["written", "moved"])
+def test_plans_stay_with_the_mask_until_it_is_written_or_moved(moved: bool) -> None:
     mask, operands = random_mask(TOKENS, 16, batch=2), drawn()
     first = sparsebench.attention(*operands, mask)
     assert torch.equal(first, sparsebench.attention(*operands, mask))
-    mask.columns[0] = 3 - mask.columns[0] if int(mask.offsets[1]) == 1 else mask.columns[0]
+    columns = mask.columns.clone()
+    columns[0] = 3 - columns[0] if int(mask.offsets[1]) == 1 else columns[0]
+    if moved:
+        mask.columns.data = columns
+    else:
+        mask.columns.copy_(columns)
     changed = sparsebench.attention(*operands, mask)
     torch.testing.assert_close(changed, reference(*operands, mask)[0])
 

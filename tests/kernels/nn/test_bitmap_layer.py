@@ -52,6 +52,20 @@ def test_a_state_dict_fills_a_layer_with_as_many_bytes() -> None:
     assert not half.records.any()
 
 
+@pytest.mark.parametrize("moved", [False, True], ids=["written", "moved"])
+def test_weights_that_are_written_or_moved_after_planning_are_read_anew(moved: bool) -> None:
+    layer, other = BitmapLinear.from_dense(weight()), BitmapLinear.from_dense(2 * weight())
+    x = torch.ones(3, 300, dtype=BF16)
+    layer(x)
+    for name, buffer in layer.named_buffers():
+        new = other.get_buffer(name).clone()
+        if moved:
+            buffer.data = new  # torch counts no write
+        else:
+            buffer.copy_(new)
+    torch.testing.assert_close(layer(x), other(x))
+
+
 def test_another_dtype_is_refused() -> None:
     layer = BitmapLinear.from_dense(weight(), torch.zeros(40))
     with pytest.raises(Unsupported, match="packed"):

@@ -167,7 +167,11 @@ def test_a_planned_layer_that_is_moved_cast_written_or_shared_is_right_on_a_gpu(
         check()
         layer.cpu().cuda()
         check()
+        first = copy.deepcopy(layer)
         layer.load_state_dict(other.state_dict())
+        check()
+        for name, tensor in (*layer.named_parameters(), *layer.named_buffers()):
+            tensor.data = copy.deepcopy(first.state_dict()[name])  # torch counts no write
         check()
         twin = copy.copy(layer)  # the same tensors
         twin._parameters, twin._buffers = layer._parameters.copy(), layer._buffers.copy()

@@ -109,12 +109,27 @@ def test_a_gradient_that_prepare_refuses_raises_before_the_product(monkeypatch) 
         sparsebench.matmul(torch.randn(7, K, requires_grad=True), Csr.from_dense(weight()))
 
 
-def test_a_named_kernel_sees_a_write_into_the_weight() -> None:
-    """The prepared launch is stale once the weight was written."""
-    w, x = Bsr.from_dense(weight(), block=16), torch.randn(7, K)
-    before = sparsebench.matmul(x, w, "scipy_bsr")
-    w.values.mul_(2)
-    torch.testing.assert_close(sparsebench.matmul(x, w, "scipy_bsr"), 2 * before)
+def write(array: Tensor, other: Tensor) -> None:
+    array.copy_(other)
+
+
+def move(array: Tensor, other: Tensor) -> None:
+    array.data = other.clone()  # torch counts no write
+
+
+@pytest.mark.parametrize("change", [write, move])
+@pytest.mark.parametrize(
+    ("kind", "kernel"), [(k, n) for k, n in BY_KERNEL if k in (Bsr, Csr, Bitmap)]
+)
+def test_a_weight_that_is_written_or_moved_after_planning_is_read_anew(kind, kernel, change):
+    dense, x = weight(), torch.randn(7, K)
+    w, other = packed(kind, dense), packed(kind, 2 * dense)
+    for _ in range(3):
+        torch.testing.assert_close(sparsebench.matmul(x, w, kernel), x @ dense.T)
+    for name, array in w.arrays().items():
+        change(array, other.arrays()[name])
+    for _ in range(3):
+        torch.testing.assert_close(sparsebench.matmul(x, w, kernel), 2 * x @ dense.T)
 
 
 def refused(match: str, x: Tensor, w: Format, *kernel: str, **options: Any) -> None:
@@ -170,8 +185,13 @@ def test_other_bitmaps_run_dense_and_keep_their_copy() -> None:
     copy = _frozen_op.plans_of(w).dense
     sparsebench.matmul(x, w)
     assert _frozen_op.plans_of(w).dense is copy
-    w.records.zero_()  # written in place, including the bits
-    assert not sparsebench.matmul(x, w).any()
+
+
+@pytest.mark.parametrize("tokens", [0, 8])
+def test_a_dense_copy_multiplies_padded_tokens(tokens: int) -> None:
+    dense, x = weight(), torch.randn(7, K)
+    product = _frozen_op.DenseCopy(Bitmap.from_dense(dense), _frozen_op.Padded(tokens))
+    torch.testing.assert_close(product.run(x), x @ dense.T)
 
 
 @pytest.mark.gpu

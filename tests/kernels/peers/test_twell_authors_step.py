@@ -1,4 +1,4 @@
-"""The training step of TwELL's authors: padding, lost values, and what is unsupported.
+"""The training step of TwELL's authors: padding, lost values, other versions, unsupported sizes.
 
 Two dense functions take the place of their operators.
 """
@@ -15,12 +15,13 @@ from torch.nn.functional import linear, relu
 
 from sparsebench.errors import Unsupported
 from sparsebench.formats.dense import Dense
+from sparsebench.harness.bench import contest
 from sparsebench.harness.bench.operands import operands as drawn
 from sparsebench.harness.catalog import load_op
-from sparsebench.kernels._kernel import Operands
+from sparsebench.kernels._kernel import Kernel, Operands
 from sparsebench.kernels.peers import _authors, twell_authors_step
 from sparsebench.kernels.peers.twell_authors_step import CONFIGS, Config
-from sparsebench.results.record import Problem
+from sparsebench.results.record import Contender, Problem, Status
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 OP = load_op("ffn_step")
@@ -156,3 +157,37 @@ def test_a_library_for_another_torch_is_refused_in_one_line(library, monkeypatch
     monkeypatch.setattr(torch.ops, "load_library", refuse)
     with pytest.raises(Unsupported, match=r"undefined symbol: _ZN3c10$"):
         twell_authors_step.prepare(operands_of(problem(active=8)))
+
+
+def without_hidden(*layer: Tensor) -> tuple[Any, ...]:
+    """Return the output alone, like the operator that autograd calls."""
+    return *forward(*layer)[:3], torch.empty(0), torch.empty(0), None
+
+
+def with_lost_value(*layer: Tensor) -> tuple[Any, ...]:
+    y, *others = forward(*layer)
+    y[0, 0] = 0
+    return y, *others
+
+
+@pytest.mark.parametrize(
+    ("operators", "status"),
+    [
+        ({"ff_forward_gated": forward}, Status.FAILED),  # the other has another name
+        ({"ff_forward_gated": lambda x, wg: x, "ff_backward_gated": backward}, Status.FAILED),
+        ({"ff_forward_gated": without_hidden, "ff_backward_gated": backward}, Status.FAILED),
+        ({"ff_forward_gated": with_lost_value, "ff_backward_gated": backward}, Status.WRONG),
+    ],
+)
+def test_operators_of_another_version_have_a_row_with_the_reason_and_no_time(
+    library, monkeypatch, operators, status
+) -> None:
+    monkeypatch.setattr(torch.ops, "sparse_ops", SimpleNamespace(**operators))
+    kernel = Kernel("ffn_step", "twell", "any", twell_authors_step.prepare)
+    monkeypatch.setattr(twell_authors_step, "KERNEL", kernel)
+    contenders = [Contender("dense", "torch_dense", baseline=True)]
+    contenders.append(Contender("twell", "twell_authors_step"))
+    rows, _ = contest.run(problem(active=8), contenders, CPU, None)
+    assert [row.status for row in rows] == [Status.OK, status]
+    assert rows[1].detail
+    assert not rows[1].samples_us
