@@ -19,9 +19,9 @@ measured one (FARTHEST) have no estimate. Rows of other GPUs count if they have 
 capability, and as farther away.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from math import ceil, exp, log, log2
 
 START_US = 1.5  # time of a product beside its launch: dense times then follow the bytes within 10 %
@@ -146,7 +146,7 @@ class Layer:
         flops = 2 * self.m * self.weights * density
         return moved / gpu.gb_per_s / 1e3 + flops / gpu.rate(self.dtype) / 1e6
 
-    @property
+    @cached_property
     def sizes(self) -> tuple[float, float, float]:
         """Return tokens, weights and density, as far as the efficiency depends on them."""
         tokens = min(max(self.m, LEAST_TOKENS), MOST_TOKENS)
@@ -226,12 +226,16 @@ class Estimator:
         efficiency = self._mean(self._nearest(layer, gpu, self._dense)[:NEAREST], dense=True)
         return START_US * layer.products + layer.work_us(gpu, dense=True) / efficiency
 
-    def half(self, way: str) -> float:
+    @cached_property
+    def half(self) -> Callable[[str], float]:
         """Return half the interval of the gains of a kind, as the logarithm of a factor."""
-        errors = [(row, error) for row, error in self._errors if row.layer.way == way]
+        return cache(self._half)
+
+    def _half(self, way: str) -> float:
+        errors = self._errors([row for row in self.measured if row.layer.way == way])
         shapes = len({row.layer.shape for row, _ in errors})
         if shapes < 2:
-            errors, shapes = self._errors, 2
+            errors, shapes = self._errors(self.measured), 2
         if not errors:
             return log(UNKNOWN)
         sizes = sorted(abs(error) for _, error in errors)
@@ -253,11 +257,10 @@ class Estimator:
     def _dense(self) -> list[Measured]:
         return [replace(row, layer=replace(row.layer, way=DENSE)) for row in self.measured]
 
-    @cached_property
-    def _errors(self) -> list[tuple[Measured, float]]:
+    def _errors(self, rows: Iterable[Measured]) -> list[tuple[Measured, float]]:
         """Return log(measured / predicted) of each layer, predicted from other shapes."""
         errors = []
-        for row in self.measured:
+        for row in rows:
             others = [other for other in self.measured if other.layer.shape != row.layer.shape]
             if prediction := self._predict(row.layer, self.gpus[row.gpu], others):
                 errors.append((row, log(row.gain / prediction[0])))

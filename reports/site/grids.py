@@ -10,8 +10,10 @@ first. In each problem, the run counts that has the most contenders, then the mo
 the latest date. A cell shows only verdicts if there are any; otherwise it is marked as a look.
 """
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
 import pandas as pd
@@ -122,6 +124,10 @@ class Grid:
         return f" from {percent(cells[first][0])} sparsity on" if len(cells) > 1 else ""
 
 
+Record = dict[Any, Any]
+"""A line of a card (cards.py), with the head of its row."""
+
+
 def format_name(kind: str) -> str:
     """Return the name of a format for readers."""
     return FORMATS.get(kind, kind)
@@ -147,7 +153,8 @@ def grids(lines: pd.DataFrame) -> list[Grid]:
         return []
     sparse = sparse.assign(level=sparse.level.round(2), m=sparse.m.astype(int), head=_head(sparse))
     tokens = _most(sparse.m, [m for m in TOKENS if m in set(sparse.m)], len(TOKENS))
-    return [_grid(sparse[sparse.m == m], int(m)) for m in tokens]
+    records: list[Record] = sparse.to_dict("records")
+    return [_grid([line for line in records if line["m"] == m], int(m)) for m in tokens]
 
 
 def cases(lines: pd.DataFrame) -> list[dict[str, str | bool]]:
@@ -226,37 +233,43 @@ def _steps(steps: pd.DataFrame) -> str:
 
 def _attention(lines: pd.DataFrame) -> str:
     """Write the largest gain of block-sparse attention at the usual sparsity."""
-    top = lines[lines.level == _usual_level(lines)].sort_values("gain").iloc[-1]
+    top = lines[lines.level == _usual_level(lines.level)].sort_values("gain").iloc[-1]
     place = f"{int(top.m):,} tokens, {percent(top.level)} of the blocks masked"
     return f"{between(top.gain, top.low, top.high)} with {place}, {blocks_text(top.block)}"
 
 
-def _usual_level(lines: pd.DataFrame) -> float:
-    return float(min(lines.level.unique(), key=lambda level: (abs(level - USUAL), level)))
+def _usual_level(levels: Iterable[float]) -> float:
+    return min(levels, key=lambda level: (abs(level - USUAL), level))
 
 
-def _grid(sparse: pd.DataFrame, tokens: int) -> Grid:
-    levels = _most(sparse.level, [x for x in LEVELS if x in set(sparse.level)], COLUMNS)
-    best = _one_run_each(sparse[sparse.level.isin(levels)])
-    place = ["head", "level"]
-    has_verdict = best.groupby(place).verdict.transform("any")
-    best = best[best.verdict | ~has_verdict.astype(bool)]
-    order = best.groupby("head").gain.max().sort_values(ascending=False, kind="stable")
+def _grid(sparse: Sequence[Record], tokens: int) -> Grid:
+    every = pd.Series([line["level"] for line in sparse])
+    levels = _most(every, [x for x in LEVELS if x in set(every)], COLUMNS)
+    best = _one_run_each([line for line in sparse if line["level"] in levels])
+    has_verdict = {(line["head"], line["level"]) for line in best if line["verdict"]}
+    best = [b for b in best if b["verdict"] or (b["head"], b["level"]) not in has_verdict]
+    by_head: dict[str, list[Record]] = {}
+    for line in sorted(best, key=lambda line: str(line["head"])):
+        by_head.setdefault(line["head"], []).append(line)
     lines = []
-    for head in order.index:
-        of_head = best[best["head"] == head]
-        cells = [_cell(of_head[of_head.level == level]) for level in levels]
-        kind, tile = of_head[["kind", "tile"]].iloc[0]
-        lines.append(Line(head, str(kind), str(tile), cells, _rival(of_head, sparse)))
-    top = best.sort_values("gain").iloc[-1]
+    for head, of_head in sorted(by_head.items(), key=lambda row: -_top(row[1])["gain"]):
+        cells = [_cell([line for line in of_head if line["level"] == level]) for level in levels]
+        kind, tile = (str(of_head[0][name]) for name in ("kind", "tile"))
+        lines.append(Line(head, kind, tile, cells, _rival(of_head, sparse)))
+    top = _top(best)
     op, dtype = (str(top[name]) for name in ("op", "dtype"))
-    processes = _span(best[best.verdict].processes if best.verdict.any() else best.processes)
-    shapes = sort_values_of(best["shape"])
+    processes = _span([line["processes"] for line in best if line["verdict"] or not has_verdict])
+    shapes = sort_values_of(pd.Series([line["shape"] for line in best]))
     shape = size_text(shapes[0]) if len(shapes) == 1 else amount(len(shapes), "shape")
     about = [f"{tokens:,} token{'' if tokens == 1 else 's'} at once", op, dtype, shape, processes]
     where = conditions(top["on_cards"], top["limited"])
     about += [f"the largest gain on {where}"] if where else []
     return Grid(op, dtype, tokens, " · ".join(filter(None, about)), levels, lines, str(top["run"]))
+
+
+def _top(lines: Sequence[Record]) -> Record:
+    """Return the line of the largest gain, the last one of several."""
+    return max(reversed(lines), key=lambda line: float(line["gain"]))
 
 
 def _head(lines: pd.DataFrame) -> "pd.Series[str]":
@@ -274,19 +287,24 @@ def _row(kind: str, tile: str, block: str, pattern: str) -> str:
     return HALF if pattern.startswith("spense_") else format_name(kind)
 
 
-def _one_run_each(sparse: pd.DataFrame) -> pd.DataFrame:
+def _one_run_each(sparse: Sequence[Record]) -> list[Record]:
     """Keep the best kernel of each row in each problem, from the run that counts."""
-    sparse = sparse.assign(rivals=sparse.groupby(["run", "place"]).name.transform("size"))
-    ranks = ["verdict", "rivals", "processes", "day", "gain"]
-    ranked = sparse.sort_values(ranks, ascending=False, kind="stable")
-    return ranked.drop_duplicates(["head", *PROBLEM])
+    rivals = Counter((line["run"], line["place"]) for line in sparse)
+
+    def rank(line: Record) -> tuple[Any, ...]:
+        count = rivals[line["run"], line["place"]]
+        return line["verdict"], count, line["processes"], line["day"], line["gain"]
+
+    kept: dict[tuple[str, ...], Record] = {}
+    for line in sorted(sparse, key=rank, reverse=True):
+        kept.setdefault(tuple(str(line[name]) for name in ("head", *PROBLEM)), line)
+    return [*kept.values()]
 
 
-def _cell(lines: pd.DataFrame) -> Cell | None:
-    if lines.empty:
+def _cell(lines: Sequence[Record]) -> Cell | None:
+    if not lines:
         return None
-    ranked = lines.sort_values("gain", ascending=False, kind="stable")
-    shown: list[dict[str, Any]] = [*ranked.to_dict("records")]  # type: ignore[list-item]
+    shown = sorted(lines, key=lambda line: float(line["gain"]), reverse=True)
     top, last = shown[0], shown[-1]
     tooltips = [
         ": ".join(filter(None, [size_text(line["shape"]), line["name"]]))
@@ -302,7 +320,7 @@ def _cell(lines: pd.DataFrame) -> Cell | None:
         f"{top['head']} at {percent(top['level'])}: {'; '.join([*tooltips, *more])}",
         str(top["run"]),
         str(top["case_id"]),
-        shade(float(ranked.gain.median())),
+        shade(median(line["gain"] for line in shown)),
         wins=last["gain"] > 1 and decided,
         loses=top["gain"] < 1,
         decided=decided,
@@ -310,16 +328,20 @@ def _cell(lines: pd.DataFrame) -> Cell | None:
     )
 
 
-def _rival(best: pd.DataFrame, sparse: pd.DataFrame) -> str:
+def _rival(best: Sequence[Record], sparse: Sequence[Record]) -> str:
     """Return the best kernel of the other side in the problem of the row's usual cell."""
-    level = _usual_level(best)
-    top = best[best.level == level].sort_values("gain").iloc[-1]
-    contest = sparse[(sparse.run == top["run"]) & (sparse.place == top["place"])]
-    others = contest[(contest.side != top["side"]) & (contest["head"] == top["head"])]
-    if others.empty:
+    level = _usual_level(line["level"] for line in best)
+    top = _top([line for line in best if line["level"] == level])
+    others = [
+        line
+        for line in sparse
+        if all(line[name] == top[name] for name in ("run", "place", "head"))
+        and line["side"] != top["side"]
+    ]
+    if not others:
         return ""
-    rival = others.sort_values("gain").iloc[-1]
-    return f"{rival['name']} {times(rival.gain, _half(rival))} at {percent(level)}"
+    rival = _top(others)
+    return f"{rival['name']} {times(rival['gain'], _half(rival))} at {percent(level)}"
 
 
 def _half(line: Any) -> float:
@@ -360,9 +382,9 @@ def _of(line: dict[str, Any]) -> str:
     return ", ".join(filter(None, words))
 
 
-def _span(values: "pd.Series[Any]") -> str:
-    ends = dict.fromkeys([f"{values.min():g}", f"{values.max():g}"])
-    return f"{' to '.join(ends)} process{'' if values.max() == 1 else 'es'}"
+def _span(values: Sequence[int]) -> str:
+    ends = dict.fromkeys([f"{min(values):g}", f"{max(values):g}"])
+    return f"{' to '.join(ends)} process{'' if max(values) == 1 else 'es'}"
 
 
 def _heads(lines: Sequence[Line]) -> str:

@@ -251,6 +251,6 @@ def _sources(folder: Traversable, prefix: str) -> list[tuple[str, bytes]]:
     for entry in folder.iterdir():
         if entry.is_dir() and entry.name in ("claims", "figures", "site", "templates"):
             sources += _sources(entry, f"{prefix}{entry.name}/")
-        elif entry.is_file() and (prefix == "templates/" or entry.name.endswith(".py")):
+        elif entry.is_file() and (prefix == "templates/" or entry.name.endswith((".py", ".txt"))):
             sources.append((prefix + entry.name, entry.read_bytes()))
     return sources

@@ -280,6 +280,30 @@ def test_a_run_that_is_added_leaves_the_others_as_they_are(site: Path, tmp_path:
     assert len(publish([STEP], site, Site(), unchecked).slugs) == 1
 
 
+def test_a_run_that_is_added_makes_the_site_that_a_full_build_makes(tmp_path, monkeypatch) -> None:
+    def build(run: object, file: Path, surrounding: Surrounding, **more: object) -> None:
+        file.write_text(str(surrounding))
+
+    def contents(to: Path) -> dict[str, bytes]:
+        files = (path for path in to.rglob("*") if path.is_file())
+        return {file.relative_to(to).as_posix(): file.read_bytes() for file in files}
+
+    monkeypatch.setattr(run_folder, "build", build)
+    gpu = json.loads((STEP / "environment.json").read_text())["gpu"]
+    other = copied(tmp_path / "other", gpu={**gpu, "name": "another GPU", "uuid": "GPU-2"})
+    grown, whole = tmp_path / "grown", tmp_path / "whole"
+    publish([STEP], grown, Site(), unchecked)
+    before = contents(grown)
+    publish([other], grown, Site(), unchecked)
+    after = contents(grown)
+    publish([STEP, other], whole, Site(), unchecked)
+    assert after == contents(whole)
+    changed = {name for name in after if after[name] != before.get(name)}
+    assert {name for name in after if b"another-gpu/other" in after[name]} <= changed
+    assert {"index.html", "runs.html", "formats/dense.html", "compare/ffn-step.html"} <= changed
+    assert not {name for name in changed if name.startswith("h200/")}
+
+
 def test_a_suite_that_ran_on_several_devices_has_a_comparison(copy: Path, tmp_path: Path) -> None:
     assert not [*copy.glob("compare/*.json")]
     gpu = json.loads((STEP / "environment.json").read_text())["gpu"]
