@@ -4,7 +4,7 @@ Also collects the evidence that advice.json holds from the published runs and fi
 """
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from rich.text import Text
 
 from sparsebench.reports.tables import Cell, Table
 from sparsebench.results import measured_layers
-from sparsebench.results.advice import DEAR, WORTH, Answer, commands
+from sparsebench.results.advice import DEAR, FORMATS, KINDS, TRY, WORTH, Answer, advise, commands
 from sparsebench.results.analysis import Analysis
 from sparsebench.results.files import read_model
 from sparsebench.results.formatting import amount, duration, percent, significant
@@ -26,6 +26,7 @@ from sparsebench.results.model_files import (
     read_whole,
     read_widths,
 )
+from sparsebench.results.model_shapes import read_shapes
 from sparsebench.results.step_model import ACTIVE, BOUND, Gain
 
 COLUMNS = ["kind of sparsity", "MLPs", "whole model", "weights", "loss", "how sure"]
@@ -73,6 +74,20 @@ def terminal(answer: Answer) -> Group:
 def markdown(answer: Answer) -> str:
     """Return the answer as Markdown."""
     return "\n\n".join([f"**{answer.verdict}**", table(answer).markdown(), *_notes(answer)]) + "\n"
+
+
+def in_brief(evidence: Evidence, gpu: str, tokens: int, models: Sequence[str]) -> str:
+    """Return the answers for some models in one Markdown sentence, as the README has it."""
+    texts = []
+    for answer in (advise(evidence, read_shapes(name), gpu, tokens) for name in models):
+        best, name = answer.best, answer.model.name
+        if best is None:
+            texts.append(f"{name} no")
+        else:
+            word = "perhaps" if answer.word == TRY else "only with training"
+            form = FORMATS[KINDS[best.kind][0]]
+            texts.append(f"{name} {word}: {best.step.text} in `{form}`")
+    return f"**Should I prune?** With {tokens} tokens at once on an {gpu}: {'; '.join(texts)}."
 
 
 def sources(answer: Answer) -> list[str]:

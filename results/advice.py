@@ -256,8 +256,14 @@ def _verdict(
     gain = best.step.text.removesuffix(" (look)")
     faster = f"the whole model with {name} is {gain} as fast {at}"
     cost = "its loss by pruning was not measured"
-    if best.loss and best.nats is not None:
-        cost = f"such pruning cost {best.loss.model} {best.nats:.2f} nats per token"
+    way, sparsity = KINDS[best.kind]
+    easier = [kind for kind, (like, level) in KINDS.items() if like == way and level <= sparsity]
+    costs = [each for each in kinds if each.kind in easier and each.nats is not None]
+    if costs:
+        most = max(costs, key=lambda each: KINDS[each.kind][1])
+        what = "such pruning" if most is best else f"even pruning to {most.kind}"
+        model = most.loss.model if most.loss else ""
+        cost = f"{what} cost {model} {most.nats:.2f} nats per token"
     if cheap:
         return TRY, f"Worth trying: {faster}, and {cost}.", best
     return TRAIN, f"Do not prune without training: {faster}, but {cost}.", best
