@@ -90,6 +90,15 @@ def test_the_verdict_comes_first(model, gpu, tokens, word, begins, evidence) -> 
     assert presented.markdown(answer).startswith(f"**{begins}")
 
 
+def test_answers_name_the_format_and_the_measured_loss(evidence: Evidence) -> None:
+    assert " in spense" in presented.in_brief(evidence, "NVIDIA H200")
+    answer = advise(evidence, read_shapes("Llama-3-8B"), "H200", 4096)
+    assert answer.best
+    assert answer.best.nats is None
+    assert "(format bsr)" in answer.verdict
+    assert "10.32 nats" in answer.verdict  # of fewer zeros in blocks
+
+
 def test_a_gpu_without_rows_has_bounds_and_the_command_that_measures_it() -> None:
     done = sparsebench("advise", "Qwen3-8B", "--gpu", "A100", "--batch", 16)
     assert done.returncode == 0, done.stderr
