@@ -14,9 +14,9 @@ are the stored weights, the input, the output and the hidden activations, each o
 The interval comes from leaving shapes out. Every measured layer is predicted from layers of other
 shapes alone. The interval holds CONFIDENCE (90 %) of the errors of its kind, widened by
 (S + 1) / (S - 1) for S shapes, because a few shapes say little about the next one. `coverage`
-repeats that without each shape and counts how many of its layers fall inside. Layers too far from every
-measured one (FARTHEST) have no estimate. Rows of other GPUs count if they have the same compute
-capability, and as farther away.
+repeats that without each shape and counts how many of its layers fall inside. Layers too far from
+every measured one (FARTHEST) have no estimate. Rows of other GPUs count if they have the same
+compute capability, and as farther away.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
