@@ -35,7 +35,7 @@ from sparsebench.formats._format import (
     rows_of,
 )
 
-MOST_UNITS = 2**16  # for columns of 16 bits
+MOST_UNITS = 2**16  # limit of 16-bit columns
 INT32_MAX = 2**31 - 1
 
 

@@ -40,7 +40,7 @@ from sparsebench.formats._format import BITS, Format, has_value, require, requir
 from sparsebench.formats.spense import DTYPES, Spense
 
 WINDOW = 4
-BLOCK_BYTES = 32  # of a block's first element of each group: 16 groups of 16 bits, 32 of 8 bits
+BLOCK_BYTES = 32  # bytes of an element of each group of a block: 16 groups of 16 bits, 32 of 8
 DENSE = 4, 4
 
 

@@ -45,8 +45,8 @@ from sparsebench.formats._format import BITS, Format, has_value, require, requir
 
 DTYPES = torch.float16, torch.bfloat16, torch.float8_e4m3fn
 SPLITS = "rows", "columns"
-ROWS, ROW_BYTES = 64, 128  # of a swizzled matrix in shared memory
-SPAN_BYTES = 2 * ROW_BYTES  # of W's rows in a tile
+ROWS, ROW_BYTES = 64, 128  # rows and bytes of a row of a swizzled matrix in shared memory
+SPAN_BYTES = 2 * ROW_BYTES  # bytes of a row of W in a tile
 VALUE_BYTES, DENSE_BYTES = ROWS * ROW_BYTES, ROWS * SPAN_BYTES
 ROW_STEP = 128  # split rows: rows of the sparse part are a multiple of it, as a GEMM's tile is
 # The positions of the two values of a group, for each mask of stored elements (bits 0 to 3). Masks

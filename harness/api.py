@@ -23,7 +23,7 @@ from sparsebench._writing import write_file
 from sparsebench.errors import ResultError, SuiteError
 from sparsebench.reports.build import build, figures, frames_of
 from sparsebench.reports.figures._figure import Frames
-from sparsebench.reports.terminal import answer_markdown, counted
+from sparsebench.reports.terminal import answer_markdown, count_statuses
 from sparsebench.results import store
 from sparsebench.results.provenance import device_name
 
@@ -40,7 +40,7 @@ FRAME = (
 
 @dataclass(frozen=True, repr=False)
 class Plot:
-    """A figure as a page of its own, with the badges of its run; a notebook displays it."""
+    """A figure as a separate page, with the badges of its run; a notebook displays it."""
 
     name: str
     html: str
@@ -119,7 +119,9 @@ class Run:
         return page
 
     def __repr__(self) -> str:
-        cases = ", ".join(f"{count} {status}" for status, count in counted(self._frames).items())
+        cases = ", ".join(
+            f"{count} {status}" for status, count in count_statuses(self._frames).items()
+        )
         return f"Run({str(self.path)!r}, {self.device}, {self.status}; cases: {cases or 'none'})"
 
     def _repr_html_(self) -> str:
@@ -160,13 +162,13 @@ def run(
     it. Raises SuiteError, ResultError, WorkerError.
     """
     from sparsebench.harness.commands._console import message_printer, progress_bar
-    from sparsebench.harness.machine.device import named
+    from sparsebench.harness.machine.device import full_name
     from sparsebench.harness.run.measure import RunOptions, measure
     from sparsebench.harness.run.run_json import Flags
 
     folder, to = (Path(path) if path is not None else None for path in (data, out))
     expanded = _suite(suite, folder)
-    flags = Flags(named(device), folder, timeout_s, replicates, only, energy)
+    flags = Flags(full_name(device), folder, timeout_s, replicates, only, energy)
     if not progress:
         return load(measure(expanded, flags, to, None))
     with progress_bar() as show:

@@ -50,7 +50,7 @@ def summary(folder: str, name: str) -> str:
     if (file := _file_of(module)) is None:
         return f"(the entry point's module {module} is not installed)"
     tree = ast.parse(file.read_text("utf-8"))
-    text = _documented(tree, attribute) or ast.get_docstring(tree) or ""
+    text = _documentation(tree, attribute) or ast.get_docstring(tree) or ""
     return text.partition("\n")[0]
 
 
@@ -66,7 +66,7 @@ def _file_of(module: str) -> Path | None:
     return Path(spec.origin) if spec and spec.origin else None
 
 
-def _documented(tree: ast.Module, attribute: str) -> str:
+def _documentation(tree: ast.Module, attribute: str) -> str:
     """Return the text below `ATTR = ...`, or the docstring of a class ATTR."""
     for node, following in pairwise([*tree.body, ast.Pass()]):
         match node, following:

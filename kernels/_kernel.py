@@ -120,7 +120,7 @@ class Portfolio(Kernel):
     reports name that kernel, and a dense kernel does not count as a win of the portfolio's format.
 
     A kernel that searches its own configurations is not a portfolio. Neither is one that builds an
-    op from products of its own format and picks a kernel for each (bsr_ffn): its choice names them.
+    op from products in its format and picks a kernel for each (bsr_ffn): its choice names them.
     """
 
 

@@ -13,9 +13,9 @@ from rich.text import Text
 
 from sparsebench.reports.tables import Cell, Table
 from sparsebench.results import measured_layers
-from sparsebench.results.advice import DEAR, WORTH, Answer, commands
+from sparsebench.results.advice import DEAR, FORMATS, KINDS, TRY, WORTH, Answer, advise, commands
 from sparsebench.results.analysis import Analysis
-from sparsebench.results.files import validated
+from sparsebench.results.files import read_model
 from sparsebench.results.formatting import amount, duration, percent, significant
 from sparsebench.results.layer_estimates import Layer
 from sparsebench.results.measured_layers import Evidence
@@ -26,6 +26,7 @@ from sparsebench.results.model_files import (
     read_whole,
     read_widths,
 )
+from sparsebench.results.model_shapes import read_shapes
 from sparsebench.results.step_model import ACTIVE, BOUND, Gain
 
 COLUMNS = ["kind of sparsity", "MLPs", "whole model", "weights", "loss", "how sure"]
@@ -55,7 +56,7 @@ def layer_text(layer: Layer) -> str:
 
 
 def title(answer: Answer) -> str:
-    """Return what was asked, with the size and the time of the dense model."""
+    """Return the model, GPU and tokens, with the size and the time of the dense model."""
     dense = f"dense: {significant(answer.dense_gigabytes)} GB"
     if answer.dense_us is not None:
         dense += f", about {duration(answer.dense_us)}"
@@ -75,12 +76,29 @@ def markdown(answer: Answer) -> str:
     return "\n\n".join([f"**{answer.verdict}**", table(answer).markdown(), *_notes(answer)]) + "\n"
 
 
+BRIEF = ("Qwen3-32B", "Llama-3-8B", "Gemma-3-270m"), 16  # models and tokens of short answers
+
+
+def in_brief(evidence: Evidence, gpu: str) -> str:
+    """Return the answers for some models in one sentence, for the README and the first page."""
+    texts, (models, tokens) = [], BRIEF
+    for answer in (advise(evidence, read_shapes(name), gpu, tokens) for name in models):
+        best, name = answer.best, answer.model.name
+        if best is None:
+            texts.append(f"{name} no")
+        else:
+            word = "perhaps" if answer.word == TRY else "only with training"
+            form = FORMATS[KINDS[best.kind][0]]
+            texts.append(f"{name} {word}: {best.step.text} in {form}")
+    return f"With {tokens} tokens at once on an {gpu}: {'; '.join(texts)}."
+
+
 def sources(answer: Answer) -> list[str]:
     """Return the runs and files that an answer rests on, each once."""
     return list(dict.fromkeys(run for each in answer.kinds for run in each.runs))
 
 
-def collected(runs: Iterable[tuple[Analysis, str]], root: Path) -> Evidence:
+def collect_evidence(runs: Iterable[tuple[Analysis, str]], root: Path) -> Evidence:
     """Return the evidence of published runs, and of the models' files in their folder."""
     evidence = measured_layers.of_runs(runs)
     steps, losses, costs = [*evidence.steps], [*evidence.losses], [*evidence.costs]
@@ -94,7 +112,7 @@ def collected(runs: Iterable[tuple[Analysis, str]], root: Path) -> Evidence:
             case "training":
                 losses += measured_layers.of_trainings(read_widths(file), source)
             case "sparsity":
-                trained = validated(file, L1Trainings, SPARSITY_SCHEMA)
+                trained = read_model(file, L1Trainings, SPARSITY_SCHEMA)
                 losses.append(measured_layers.of_l1(trained, ACTIVE, source))
                 costs.append(measured_layers.cost_of_l1(trained, ACTIVE, source))
             case "whole":

@@ -26,7 +26,7 @@ from sparsebench.reports.figures._again import again_command
 from sparsebench.reports.figures._figure import Frames
 from sparsebench.reports.figures._verdict import intervals
 from sparsebench.reports.page import render
-from sparsebench.reports.terminal import counted, trust
+from sparsebench.reports.terminal import count_statuses, trust
 from sparsebench.results.analysis import tables
 from sparsebench.results.answer import evidence, headline
 from sparsebench.results.badges import badges
@@ -39,7 +39,7 @@ from sparsebench.results.store import Run
 
 DATA = ["rows.jsonl", "rows.jsonl.gz", "suite.yaml", "environment.json", "run.json"]
 FIRST = "answer"  # the only figure that is not collapsed
-GROUPS = {0: "Results", 50: "Efficiency", 75: "Trust", 85: "Data"}  # from this ORDER on
+GROUPS = {0: "Results", 50: "Efficiency", 75: "Trust", 85: "Data"}  # heads by first ORDER
 VERSIONS = ["torch", "triton", "cuda", "cublas", "cusparse", "cusparselt", "cupy-cuda13x"]
 
 
@@ -76,12 +76,12 @@ def build(
     """
     run = frames.run
     chosen = [figure for figure in figures() if only in ("", figure.name)]
-    drawn = [(figure, body) for figure in chosen if (body := _drawn(figure, frames))]
+    drawn = [(figure, body) for figure in chosen if (body := _draw_figure(figure, frames))]
     if not drawn and only:
         raise ResultError(f"{run.path}: figure {only}: expected cases to draw, found none")
     page = rendered(
         first=[(figure, body) for figure, body in drawn if figure.name == (only or FIRST)],
-        groups=_grouped([part for part in drawn if part[0].name != (only or FIRST)]),
+        groups=_group([part for part in drawn if part[0].name != (only or FIRST)]),
         evidence=_evidence(frames),
         badges=[label.parts for label in badges(frames)],
         links=[] if only else _links(run.path, out_path),
@@ -123,7 +123,7 @@ def load_figure(name: str) -> Figure:
     return Figure(name, title, order, draw)
 
 
-def _drawn(figure: Figure, frames: Frames) -> Markup:
+def _draw_figure(figure: Figure, frames: Frames) -> Markup:
     try:
         return figure.draw(frames)
     except Exception as error:
@@ -133,9 +133,7 @@ def _drawn(figure: Figure, frames: Frames) -> Markup:
         raise kind(f"figure {figure.name} ({place}): {reason}") from error
 
 
-def _grouped(
-    drawn: Sequence[tuple[Figure, Markup]],
-) -> list[tuple[str, list[tuple[Figure, Markup]]]]:
+def _group(drawn: Sequence[tuple[Figure, Markup]]) -> list[tuple[str, list[tuple[Figure, Markup]]]]:
     """Put the figures below the head of their group, by ORDER."""
     ends = [*list(GROUPS)[1:], 10**9]
     groups = [
@@ -172,7 +170,7 @@ def _facts(frames: Frames) -> list[tuple[str, str]]:
     names = {"driver": "gpu.driver"} | {name: f"versions.{name}" for name in VERSIONS}
     versions = [f"{name} {facts_of_run[key]}" for name, key in names.items() if key in facts_of_run]
     problems = amount(cases.problem_id.nunique(), "problem")
-    statuses = [f"{count} {status}" for status, count in counted(frames).items()]
+    statuses = [f"{count} {status}" for status, count in count_statuses(frames).items()]
     dirty = " with uncommitted changes" if facts_of_run.get("dirty") == "True" else ""
     facts = {
         "started": str(run.state.get("started", "")),

@@ -25,12 +25,7 @@ from sparsebench.reports.tables import Table
 from sparsebench.results.analysis import Analysis
 from sparsebench.results.badges import badges
 from sparsebench.results.changes import Changes, changes, mean
-from sparsebench.results.formatting import (
-    amount,
-    are,
-    listed,
-    significant,
-)
+from sparsebench.results.formatting import amount, are, join_words, significant
 from sparsebench.results.outcome import DIFFERENT, Outcome
 from sparsebench.results.provenance import flat
 from sparsebench.results.sides import Side, short_card
@@ -71,7 +66,7 @@ class Compared:
                 yield Text(part.text, style=styles[part.style])
 
 
-def compared(sides: Sequence[Side]) -> Compared:
+def compare_sides(sides: Sequence[Side]) -> Compared:
     """Compare every side with the first; raises ResultError if two share no case with a time."""
     others = [changes(sides[0], side) for side in sides[1:]]
     for other in others:
@@ -119,7 +114,7 @@ def html(result: Compared, site: Any = None, root: str = "") -> str:
     ]
     return render(
         "comparison.html",
-        title=f"{listed([side.name for side in result.sides])} compared",
+        title=f"{join_words([side.name for side in result.sides])} compared",
         parts=[
             (p.html(), "") if isinstance(p, Table) else (p.text, p.style) for p in parts(result)
         ],
@@ -154,7 +149,7 @@ def _warning(result: Compared) -> list[str]:
     if not names:
         return []
     verb = "is" if len(names) == 1 else "are"
-    text = f"{listed(names)} {verb} simulated: a model computed these times, not a GPU."
+    text = f"{join_words(names)} {verb} simulated: a model computed these times, not a GPU."
     if len(names) < len(result.sides):
         text += " Differences from a measured run say nothing about a GPU."
     return [text]
@@ -179,7 +174,7 @@ def _sentences(other: Changes) -> list[str]:
         )
     causes = other.contenders.cause[other.contenders.cause != ""].value_counts()
     if len(causes):
-        where = listed([f"{cause} in {amount(n, 'case')}" for cause, n in causes.items()])
+        where = join_words([f"{cause} in {amount(n, 'case')}" for cause, n in causes.items()])
         texts.append(f"The changes come from {where}.")
     elif other.same_device:
         most = 100 * np.abs(np.log(other.contenders.time.dropna())).max()
@@ -197,20 +192,20 @@ def _notes(result: Compared) -> list[str]:
     ]
     if looks:
         notes.append(
-            f"{listed(looks)} {'is a look' if len(looks) == 1 else 'are looks'} with fewer than "
-            f"{FEWEST} processes: its intervals are the tolerance within which equal cases of "
+            f"{join_words(looks)} {'is a look' if len(looks) == 1 else 'are looks'} with fewer "
+            f"than {FEWEST} processes: its intervals are the tolerance within which equal cases of "
             "published runs stay."
         )
     blind = [s.name for s in result.sides if _on_gpu(s) and not _telemetry(s)]
     if blind:
         notes.append(
-            f"{listed(blind)} recorded no clocks or power, so a power limit would not show."
+            f"{join_words(blind)} recorded no clocks or power, so a power limit would not show."
         )
     schemas = {run.schema for side in result.sides for run in side.runs}
     if len(schemas) > 1:
         notes.append(
-            f"The rows have different schemas, {listed(sorted(schemas))}: fields that an older one "
-            "lacks are not compared."
+            f"The rows have different schemas, {join_words(sorted(schemas))}: fields that an older "
+            "one lacks are not compared."
         )
     for other in result.others:
         for side, only in ((other.a, other.comparison.only_a), (other.b, other.comparison.only_b)):
@@ -226,7 +221,7 @@ def _notes(result: Compared) -> list[str]:
             more = len(other.differences) - FACTS_SHOWN
             rest = f", and {more} more" if more > 0 else ""
             notes.append(f"{other.a.name} and {other.b.name} differ in {facts}{rest}.")
-    return [*notes, f"results/outcome.py defines {listed([*Outcome])}."]
+    return [*notes, f"results/outcome.py defines {join_words([*Outcome])}."]
 
 
 def _runs(result: Compared) -> list[str]:
@@ -241,7 +236,7 @@ def _about(analysis: Analysis) -> str:
     facts = flat(run.environment)
     cards = sorted({short_card(row.device) for row in run.rows if row.device.startswith("GPU-")})
     words = [str(run.path), facts.get("gpu.name") or facts.get("cpu.name") or ""]
-    words += [f"card {listed(cards)}"] if cards else []
+    words += [f"card {join_words(cards)}"] if cards else []
     words += [f"commit {facts['commit'][:7]}"] if "commit" in facts else []
     words += [str(run.state.get("started", ""))[:10]]
     words += [label.text for label in badges(analysis)]

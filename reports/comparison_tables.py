@@ -2,7 +2,7 @@
 
     BSR, 90 %, 64 × 64 blocks, m 4096    38.2 µs 4.28×    34.5 µs 4.77×    H200 10 % shorter
 
-A cell holds the time, then the gain over the baseline of its own contest. Lines are sorted by the
+A cell holds the time, then the gain over the baseline of the same contest. Lines are sorted by the
 difference of the times, settled ones first.
 """
 
@@ -13,8 +13,8 @@ import numpy as np
 import pandas as pd
 
 from sparsebench.reports.tables import Cell, Table
-from sparsebench.reports.terminal import USUAL, shown, split
-from sparsebench.results.changes import Changes, outcomes, problem_fields, tested
+from sparsebench.reports.terminal import USUAL, field_value, split_fields
+from sparsebench.results.changes import Changes, outcomes, problem_fields, ratio_of_means
 from sparsebench.results.comparison import Comparison
 from sparsebench.results.formatting import (
     FORMATS,
@@ -63,14 +63,14 @@ def grid(other: Changes) -> Table:
         problem = name({**a, **NO_ZEROS} if a["format"] == "dense" else a)
         place = ", ".join(filter(None, [FORMATS.get(a["format"], a["format"]), problem]))
         named.setdefault(place, (a, b))
-    tests = [tested(b["times_b"], a["times_a"], b) for a, b in named.values()]
+    tests = [ratio_of_means(b["times_b"], a["times_a"], b) for a, b in named.values()]
     words = outcomes(pd.DataFrame(tests, columns=["value", "low", "high", "p"]))
     lines: list[tuple[float, list[Cell]]] = []
     for (place, (a, b)), word, (value, low, high, _) in zip(
         named.items(), words, tests, strict=True
     ):
         text = _time(other, word, value, low, high)
-        cells: list[Cell] = [place, _measured(a, "a"), _measured(b, "b"), (text, _style(word))]
+        cells: list[Cell] = [place, _time_text(a, "a"), _time_text(b, "b"), (text, _style(word))]
         lines.append((_size(word, value), cells))
     ordered = [cells for _, cells in sorted(lines, key=lambda line: -line[0])]
     heads = ("format and problem", other.a.name, other.b.name, "time")
@@ -94,9 +94,9 @@ def cases(others: Sequence[Changes]) -> Table:
     for case in ordered:
         line = next(iter(case.values()))
         base = " (baseline)" if line["is_baseline"] else ""
-        cells: list[Cell] = [name(line), kernel(line["label"]) + base, _measured(line, "a")]
+        cells: list[Cell] = [name(line), kernel(line["label"]) + base, _time_text(line, "a")]
         for number, other in enumerate(others):
-            cells += _changed(other, case[number]) if number in case else [""] * 4
+            cells += _change_cells(other, case[number]) if number in case else [""] * 4
         lines.append(cells)
     used = [n for n, head in enumerate(columns) if n < 3 or any(line[n] for line in lines)]
     return Table(
@@ -135,13 +135,13 @@ def _problems(lines: pd.DataFrame) -> tuple[Callable[[Line], str], str]:
     """
     fields = [name for name in [*problem_fields(lines), "scope", "cache"] if name in lines]
     fields = [name for name in fields if name != "seed" or lines.seed.nunique() > 1]
-    by_op = {op: split(group, fields) for op, group in lines.groupby("op", sort=False)}
+    by_op = {op: split_fields(group, fields) for op, group in lines.groupby("op", sort=False)}
     many_ops = len(by_op) > 1
 
     def name(line: Line) -> str:
         varying = by_op[line["op"]][0] + (["op"] if many_ops else [])
         ordered = sorted(varying, key=lambda n: FIRST.index(n) if n in FIRST else len(FIRST))
-        values = {n: shown(n, line[n]) for n in ordered}
+        values = {n: field_value(n, line[n]) for n in ordered}
         hidden = {("pattern", "two_four")} if line["format"] == "spense" else set()
         hidden |= SILENT
         values = {n: v for n, v in values.items() if v != "-" and (n, v) not in hidden}
@@ -160,12 +160,12 @@ def _field(name: str, value: str) -> str:
     return value if alone or "×" in value else f"{name} {value}"
 
 
-def _changed(other: Changes, line: Line) -> list[Cell]:
+def _change_cells(other: Changes, line: Line) -> list[Cell]:
     word = line["word"]
     text = _time(other, word, line["time"], line["time_low"], line["time_high"])
     cause = ": ".join(filter(None, [line["cause"], line["why"]]))
     gain = GAINS.get(line["gain"], str(line["gain"]))
-    return [_measured(line, "b"), (text, _style(word)), gain, cause]
+    return [_time_text(line, "b"), (text, _style(word)), gain, cause]
 
 
 def _time(other: Changes, word: str, ratio: float, low: float, high: float) -> str:
@@ -183,8 +183,8 @@ def _time(other: Changes, word: str, ratio: float, low: float, high: float) -> s
     return f"{name} {saved} % shorter [{least}, {most}]"
 
 
-def _measured(line: Line, end: str) -> str:
-    """Write a time and the gain over the baseline of its own contest: `38.2 µs 4.28×`."""
+def _time_text(line: Line, end: str) -> str:
+    """Write a time and the gain over the baseline of the same contest: `38.2 µs 4.28×`."""
     if line[f"status_{end}"] != Status.OK:
         return "–"
     time, gain = duration(line[f"median_us_{end}"]), line[f"speedup_{end}"]

@@ -3,7 +3,7 @@
     MODEL              magnitude   Wanda   SpenseGPT   × own MLPs         × Llama-3-8B, 16 tokens
     2:4                    +4.18   +0.84       +0.43   ≈1.3× [1.1, 1.4]   ...
 
-Losses are the rises of `sparsebench prune` on held-out text, and of training with an L1 term;
+Losses are the increases on held-out text by `sparsebench prune`, or by training with an L1 term;
 speedups are those of gated MLPs on a GPU by the published rows (results/advice.py).
 """
 
@@ -66,7 +66,7 @@ def _of_model(evidence: Evidence, model: str, gpu: str) -> Table:
 
 
 def notes(evidence: Evidence, gpu: str) -> list[str]:
-    """Return what the numbers of the table are."""
+    """Return notes that explain the numbers of the table."""
     about = {each.model: each for each in evidence.costs if each.method != TRAINED}
     measured = [
         f"{each.model}: nats per {each.unit} over {each.held_out:,} held-out {each.unit}s"

@@ -9,7 +9,7 @@ from typing import Any
 
 import pandas as pd
 
-from sparsebench.results.between_cards import State, packaged
+from sparsebench.results.between_cards import State, packaged_variation
 from sparsebench.results.formatting import amount, significant
 from sparsebench.results.record import POWER_LIMITED
 from sparsebench.results.repeats import COUNTS, are_published, coverage
@@ -25,13 +25,13 @@ CONDITIONS = {
 }
 
 
-def explained(repeats: pd.DataFrame) -> list[str]:
+def explanation(repeats: pd.DataFrame) -> list[str]:
     """Return sentences that explain the table and the variation between cards."""
     parts = [
         f"{significant(100 * entry.sd, 2)} % if {CONDITIONS[state]} "
         f"({amount(entry.cases, 'case')} in {amount(entry.pairs, 'pair')} of runs, "
         f"{significant(entry.freedom, 2)} degrees of freedom)"
-        for state, entry in packaged().items()
+        for state, entry in packaged_variation().items()
     ]
     variation = (
         "Speedups also differ from card to card. In the published runs, the standard deviation of "

@@ -74,14 +74,10 @@ QUESTIONS = [
     Question("With 64 tokens?", "sparsity-64", f"block == '32' and {SPARSE}"),
     Question("With one token?", "decode", f"m == 1 and n == 14336 and block == '64' and {SPARSE}"),
     Question(
-        "For the gradient of X?",
-        "training",
-        f"op == 'linear_dgrad' and block == '64' and {SPARSE}",
+        "For the gradient of X?", "training", f"op == 'linear_dgrad' and block == '64' and {SPARSE}"
     ),
     Question(
-        "For the gradient of W?",
-        "training",
-        f"op == 'linear_wgrad' and block == '64' and {SPARSE}",
+        "For the gradient of W?", "training", f"op == 'linear_wgrad' and block == '64' and {SPARSE}"
     ),
     Question(
         "Is 2:4 faster with few tokens?",

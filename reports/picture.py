@@ -34,7 +34,7 @@ SERIES = {
 }
 
 
-def drawn(cases: pd.DataFrame) -> pd.DataFrame:
+def with_series(cases: pd.DataFrame) -> pd.DataFrame:
     """Return the cases of the figure with their `series`."""
     cases = cases[cases.speedup.notna() & ~cases.twin & (cases.op == "linear")]
     shipped = cases.options.astype(str).str.contains("False")
@@ -46,7 +46,7 @@ def drawn(cases: pd.DataFrame) -> pd.DataFrame:
 
 def picture(cases: pd.DataFrame, out_path: Path) -> None:
     """Draw the summarised cases of a sweep of sparsity and block, with labels beside the lines."""
-    shown = drawn(cases)
+    shown = with_series(cases)
     sns.set_theme(style="whitegrid", context="paper")
     mpl.rcParams["svg.hashsalt"] = "sparsebench"  # the same bytes for the same rows
     blocks = sorted(shown.block.unique(), key=float)

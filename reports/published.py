@@ -29,9 +29,9 @@ from rich.console import Console
 from sparsebench._writing import write_file
 from sparsebench.errors import ResultError
 from sparsebench.reports import advice, costs
-from sparsebench.reports.coverage import COVERAGE, coverage_lines, explained
+from sparsebench.reports.coverage import COVERAGE, coverage_lines, explanation
 from sparsebench.reports.headline import PublishedRun, headline, read
-from sparsebench.reports.picture import drawn, picture
+from sparsebench.reports.picture import picture, with_series
 from sparsebench.reports.tables import markdown_table
 from sparsebench.reports.terminal import Answer
 from sparsebench.results import between_cards, bundle, repeats
@@ -49,7 +49,7 @@ from sparsebench.results.tuning_doubts import APART, KEY
 
 Runs = Mapping[str, PublishedRun]
 
-ROOT = Path(__file__).resolve().parents[1]  # of the checkout: wheels hold no bundles
+ROOT = Path(__file__).resolve().parents[1]  # root of the checkout; wheels hold no bundles
 HOME = "results/published"
 ADVICE = "advice.json"
 PICTURE, PICTURED = f"{HOME}/speedup.svg", "sparsity-4096"
@@ -137,7 +137,7 @@ def write(root: Path) -> list[Path]:
     changed = differing(root, runs)
     if (cards := root / "results" / between_cards.FILE) in changed:
         write_file(cards, changed[cards])
-        between_cards.packaged.cache_clear()
+        between_cards.packaged_variation.cache_clear()
         runs = read(root)  # with the new variation in every interval
         changed = {cards: changed[cards], **differing(root, runs)}
     for path, text in changed.items():
@@ -164,10 +164,12 @@ def differing(root: Path, runs: Runs) -> dict[Path, str]:
     }
     texts = {name: make(runs) for name, make in parts.items()}
     of_runs = ((run, f"{run.run.path.parent.name}/{name}") for name, run in runs.items())
-    evidence = advice.collected(of_runs, root / HOME)
+    evidence = advice.collect_evidence(of_runs, root / HOME)
     texts["costs"] = costs.markdown(evidence, runs[PICTURED].device)
+    brief = advice.in_brief(evidence, runs[PICTURED].device)
+    texts["advice"] = f"**Should I prune?** {brief}"
     pages = {root / HOME / "README.md": PAGE.format(**texts)}
-    pages |= {path: _filled(path, texts) for path in map(root.joinpath, BLOCKED) if path.exists()}
+    pages |= {path: _fill(path, texts) for path in map(root.joinpath, BLOCKED) if path.exists()}
     linked = {path: _relative_links(text, root, path) for path, text in pages.items()}
     linked[root / HOME / ADVICE] = advice.text_of(evidence)
     linked[root / "results" / between_cards.FILE] = repeats.text_of(repeated_cases(runs))
@@ -198,7 +200,7 @@ def digests(runs: Runs) -> str:
 def finding(runs: Runs) -> str:
     """Return the README's first sentence: the largest gain at LEVEL in the pictured run."""
     run = runs[PICTURED]
-    shown = drawn(run.cases)
+    shown = with_series(run.cases)
     best = shown[shown.ours & (shown.level == LEVEL)].sort_values("speedup").iloc[-1]
     gain = between(best.speedup, best.speedup_low, best.speedup_high, best.uncertainty)
     return (
@@ -212,7 +214,7 @@ def finding(runs: Runs) -> str:
 def figure(runs: Runs) -> str:
     """Return the README's figure and its caption."""
     run = runs[PICTURED]
-    shown = drawn(run.cases)
+    shown = with_series(run.cases)
     shown = shown[shown.ours & (shown.level == LEVEL)].sort_values("block", key=pd.to_numeric)
     gains = ", ".join(
         f"{times(line.speedup, line.uncertainty)} with {blocks_text(line.block)}"
@@ -233,7 +235,7 @@ def figure(runs: Runs) -> str:
 def agreement(runs: Runs) -> str:
     """Return how often a second card agrees, in sentences and a Markdown table."""
     cases = repeated_cases(runs)
-    return f"{' '.join(explained(cases))}\n\n{markdown_table(COVERAGE, coverage_lines(cases))}"
+    return f"{' '.join(explanation(cases))}\n\n{markdown_table(COVERAGE, coverage_lines(cases))}"
 
 
 def repeated_cases(runs: Runs) -> pd.DataFrame:
@@ -291,7 +293,7 @@ def _slow_peers(runs: Runs) -> dict[str, str]:
     return {name: counts.get(name, "0") for name in runs}
 
 
-def _filled(path: Path, texts: Mapping[str, str]) -> str:
+def _fill(path: Path, texts: Mapping[str, str]) -> str:
     """Return a page with every block filled."""
     page = path.read_text("utf-8")
     closed = {block.start() for block in BLOCK_OF_PAGE.finditer(page)}

@@ -26,14 +26,7 @@ from sparsebench.reports.tables import Cell, Table
 from sparsebench.results.badges import Badge, badges
 from sparsebench.results.changes import Changes, mean
 from sparsebench.results.contests import contests, with_gains, with_shapes
-from sparsebench.results.formatting import (
-    FORMATS,
-    amount,
-    capital,
-    listed,
-    percent,
-    times,
-)
+from sparsebench.results.formatting import FORMATS, amount, capital, join_words, percent, times
 from sparsebench.results.outcome import Outcome, outcome
 from sparsebench.results.statistics import FEWEST
 
@@ -80,7 +73,7 @@ class Summary:
         yield from (Text(sentence) for sentence in [*self.others, *self.state])
 
 
-def summarised(
+def summarise(
     device: str,
     by_run: Mapping[str, Frames],
     others: list[Changes],
@@ -173,6 +166,11 @@ def gain_text(line: "pd.Series[Any]") -> str:
     return times(line.best_gain, max(line.best_half, LEAST))
 
 
+def untimed(line: "pd.Series[Any]") -> str:
+    """Return the text of a cell without a gain: whether a dense kernel was chosen."""
+    return "none" if pd.isna(line.get("dense_gain")) else "dense"
+
+
 def grid(problems: pd.DataFrame) -> Table:
     """Return the grid for a terminal."""
     tokens = sorted(problems.m.unique())
@@ -189,7 +187,7 @@ def _text(line: "pd.Series[Any] | None") -> Cell:
     if line is None:
         return ""
     if pd.isna(line.best_gain):
-        return "none", "quiet"
+        return untimed(line), "quiet"
     text = gain_text(line)
     if not line.settled:
         return f"{text}{OPEN}", "unsure"
@@ -218,7 +216,7 @@ def _finding(problems: pd.DataFrame) -> str:
             answers[kind].append(f"{name}{look}")
     opening = {"yes": "Yes", "no": "No", "open": "Not settled", "none": "No kernel runs here for"}
     return " ".join(
-        f"{opening[kind]}{'' if kind == 'none' else ':'} {listed(names)}."
+        f"{opening[kind]}{'' if kind == 'none' else ':'} {join_words(names)}."
         for kind, names in answers.items()
         if names
     )
@@ -256,11 +254,13 @@ def _state(
     if len(problems):
         timed, decided = problems.best_gain.notna(), problems.settled
         once = int((timed & (problems.processes < FEWEST)).sum())
+        chosen = [line for _, line in problems[~timed].iterrows() if untimed(line) == "dense"]
         counts = {
             "settled": int(decided.sum()),
             f"measured in fewer than {FEWEST} processes": once,
             "not settled": int((timed & ~decided).sum()) - once,
-            "without a time": int((~timed).sum()),
+            "where a dense kernel was chosen": len(chosen),
+            "without a time": int((~timed).sum()) - len(chosen),
         }
         parts = ", ".join(f"{count} {words}" for words, count in counts.items() if count)
         lines.append(f"Problems: {parts}.")

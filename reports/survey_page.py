@@ -23,12 +23,20 @@ from sparsebench.reports.build import Figure
 from sparsebench.reports.comparison_tables import cases, problems
 from sparsebench.reports.figures._figure import NOTHING, Frames
 from sparsebench.reports.figures._html import note, shaded
-from sparsebench.reports.survey import KEY, Summary, compared, gain_text, grid_rows, summarised
+from sparsebench.reports.survey import (
+    KEY,
+    Summary,
+    compared,
+    gain_text,
+    grid_rows,
+    summarise,
+    untimed,
+)
 from sparsebench.reports.tables import html_table
 from sparsebench.results import files, store
 from sparsebench.results.answer import winner
 from sparsebench.results.changes import Changes, other_devices
-from sparsebench.results.formatting import capital, duration, listed, significant, size_text
+from sparsebench.results.formatting import capital, duration, join_words, significant, size_text
 from sparsebench.results.store import without_paths
 
 STEPS = {"doctor": "Check of the machine", "compile": "Compilation", "tune": "Tuning"}
@@ -43,7 +51,7 @@ def write(path: Path, against: Sequence[Path]) -> Summary:
     with ProcessPoolExecutor(max(1, len(runs)), get_context("spawn")) as pool:
         drawn = [pool.submit(_report, run) for run in runs]
         by_run = {run.name: build.frames_of(store.read(run)) for run in runs}
-        summary, page = _drawn(survey, path, by_run, against)
+        summary, page = _draw_pages(survey, path, by_run, against)
         write_file(path / "report.html", page)
         for report in drawn:
             report.result()
@@ -58,23 +66,23 @@ def _ran(path: Path) -> bool:
     return (path / "run.json").exists() and any(not row.reference for row in store.rows(path))
 
 
-def _drawn(
+def _draw_pages(
     survey: dict[str, Any], path: Path, by_run: dict[str, Frames], against: Sequence[Path]
 ) -> tuple[Summary, str]:
     """Return the first screen and the page."""
-    fitness, kernels = (_listed(path / name) for name in ("fitness.json", "kernels.json"))
+    fitness, kernels = (_read_list(path / name) for name in ("fitness.json", "kernels.json"))
     every, refused = other_devices([*by_run.values()], against)
     simulated = any("sim" in frames.run.environment for frames in by_run.values())
     others = [there for there in every if there.b.simulated is simulated]
     others.sort(key=lambda there: -len(there.cases))
     device = by_run["screen"].device if "screen" in by_run else survey["device"]
-    summary = summarised(device, by_run, others, kernels, fitness)
+    summary = summarise(device, by_run, others, kernels, fitness)
     sections = [
         ("elsewhere", "The same cases on other GPUs", _others(others, refused)),
         ("ceilings", "Ceilings", _ceilings(by_run, others, device)),
         ("kernels", "Kernels on this device", _kernels(kernels)),
         ("fitness", "State of the machine", _fitness(fitness)),
-        ("left", "Left out", _left({**survey["left"], **survey["notes"]})),
+        ("left", "Left out", _table_of_rest({**survey["left"], **survey["notes"]})),
     ]
     steps = [f"{name} {seconds:g} s" for name, seconds in survey["seconds"].items()]
     page = build.rendered(
@@ -114,7 +122,9 @@ def _cell(line: "pd.Series[Any] | None") -> Markup:
     if line is None:
         return NOTHING
     if pd.isna(line.best_gain):
-        return Markup('<span class="cell none" title="{}">none</span>').format(winner(line))
+        return Markup('<span class="cell none" title="{}">{}</span>').format(
+            winner(line), untimed(line)
+        )
     link = f"{line.run}/report.html#case-{line.best_case_id}"
     title = f"{size_text(line['shape'])}: {winner(line)}"
     text = Markup("<b>{}</b>").format(gain_text(line))
@@ -140,8 +150,8 @@ def _others(others: list[Changes], refused: list[str]) -> Markup:
 
 
 def _other(there: Changes) -> Markup:
-    """List the shared cases of another device: times first, then gains over its own baseline."""
-    names = listed([run.path.name for run in there.b.runs])
+    """List the shared cases of another device: times first, then gains over its baseline."""
+    names = join_words([run.path.name for run in there.b.runs])
     runs = f"The devices were measured in different processes. Other runs: {names}."
     head = Markup("<h3>{} beside {}</h3>").format(capital(there.b.name), there.a.device)
     text = note(f"{compared(there)} {runs} Problems: {problems([there])}.")
@@ -209,13 +219,13 @@ def _fitness(fitness: list[dict[str, Any]]) -> Markup:
     return html_table(heads, [[finding[name] or "–" for name in names] for finding in fitness])
 
 
-def _left(left: dict[str, str]) -> Markup:
+def _table_of_rest(left: dict[str, str]) -> Markup:
     if not left:
         return note("Nothing: every step finished within the budget.")
     return html_table(["step", "reason"], [[STEPS.get(n, n), why] for n, why in left.items()])
 
 
-def _listed(file: Path) -> list[dict[str, Any]]:
+def _read_list(file: Path) -> list[dict[str, Any]]:
     """Read a list of JSON objects; [] if the survey stopped before it wrote the file."""
     if not file.exists():
         return []

@@ -76,10 +76,10 @@ class Table:
 
     def markdown(self) -> str:
         """Return the title and a Markdown table."""
-        lines = [[_escaped(split_style(cell)[0]) for cell in line] for line in self.lines]
+        lines = [[_escape_cell(split_style(cell)[0]) for cell in line] for line in self.lines]
         marks = ["---" if name in self.words else "---:" for name in self.columns]
-        table = markdown_table([_escaped(name) for name in self.columns], lines, marks)
-        return f"**{_escaped(self.title)}**\n\n{table}" if self.title else table
+        table = markdown_table([_escape_cell(name) for name in self.columns], lines, marks)
+        return f"**{_escape_cell(self.title)}**\n\n{table}" if self.title else table
 
     def html(self) -> Markup:
         """Return an HTML table that becomes a list of paragraphs on a narrow screen."""
@@ -90,13 +90,13 @@ class Table:
     def _fitting(self, window: int) -> list[str]:
         shown = list(self.columns)
         for name in self.spare:
-            if sum(map(self._needed, shown)) + GAP * (len(shown) - 1) <= window:
+            if sum(map(self._needed_width, shown)) + GAP * (len(shown) - 1) <= window:
                 break
             if name in shown:
                 shown.remove(name)
         return shown
 
-    def _needed(self, name: str) -> int:
+    def _needed_width(self, name: str) -> int:
         """Return the width that a column should have: words may wrap, but not into one each."""
         width = self._width(name)
         return max(2 * width // 3, self._longest_word(name)) if name in self.words else width
@@ -134,7 +134,7 @@ def html_table(
         (head.removeprefix(">"), "num" if head.startswith(">") else "text") for head in heads
     ]
     rows = [
-        (id_, [*map(_styled, line)]) for line, id_ in zip(lines, ids or repeat(""), strict=False)
+        (id_, [*map(_style, line)]) for line, id_ in zip(lines, ids or repeat(""), strict=False)
     ]
     stacked = "stacked" in classes
     return Markup(
@@ -155,12 +155,12 @@ def split_style(cell: Cell) -> tuple[str, str]:
     return (cell, "") if isinstance(cell, str) else cell
 
 
-def _styled(cell: Cell) -> tuple[str, str]:
+def _style(cell: Cell) -> tuple[str, str]:
     text, style = split_style(cell)
     return text, "vacant" if text in ("", "-") else style
 
 
-def _escaped(text: str) -> str:
+def _escape_cell(text: str) -> str:
     """Return text that ends no cell, makes no link and is no HTML."""
     for sign in "\\|<[*`":
         text = text.replace(sign, f"\\{sign}")

@@ -27,15 +27,7 @@ from sparsebench.results.badges import Badge, badges, unfit
 from sparsebench.results.cases import CONTEST, break_even, winners
 from sparsebench.results.contests import OF_MODEL, empty_launch
 from sparsebench.results.families import OF_ACTIVATIONS, QUANTISED
-from sparsebench.results.formatting import (
-    FORMATS,
-    amount,
-    are,
-    between,
-    duration,
-    kernel,
-    percent,
-)
+from sparsebench.results.formatting import FORMATS, amount, are, between, duration, kernel, percent
 from sparsebench.results.frame import fields
 from sparsebench.results.model_shapes import model_name
 from sparsebench.results.noise import Reliability
@@ -113,7 +105,7 @@ def answer_json(analysis: Analysis) -> dict[str, Any]:
     return answer | plain | floors | {"reliability": word, "reliability_why": why}
 
 
-def counted(analysis: Analysis) -> dict[str, int]:
+def count_statuses(analysis: Analysis) -> dict[str, int]:
     """Count the cases of the suite by status; `ok` means ok in all processes and measures."""
     each_once = _once(analysis.cases)
     return {str(status): int(count) for status, count in each_once.status.value_counts().items()}
@@ -161,7 +153,7 @@ def outcome(line: Mapping[Any, Any]) -> Cell:
     return words if pd.isna(more) else f"{words} (+{more})", STYLES.get(line["outcome"], "")
 
 
-def shown(name: str, value: Any) -> str:
+def field_value(name: str, value: Any) -> str:
     """Write a field: a sparsity as a percentage."""
     if pd.isna(value):
         return "-"
@@ -170,12 +162,12 @@ def shown(name: str, value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def split(table: pd.DataFrame, names: list[str]) -> tuple[list[str], str]:
+def split_fields(table: pd.DataFrame, names: list[str]) -> tuple[list[str], str]:
     """Return the names of the fields that vary, and the constant fields as text."""
     values = {name: table[name].unique() for name in names if name in table}
     varying = [name for name, distinct in values.items() if len(distinct) > 1]
     constant = {name: distinct[0] for name, distinct in values.items() if len(distinct) == 1}
-    texts = {name: shown(name, value) for name, value in constant.items()}
+    texts = {name: field_value(name, value) for name, value in constant.items()}
     words = [text for name, text in texts.items() if name in PARTS and text != "dense"]
     words += [f"{n} {v}" for n, v in texts.items() if n not in PARTS and (n, v) not in USUAL]
     return varying, ", ".join(word for word in words if not word.endswith("-"))
@@ -225,7 +217,7 @@ def results(analysis: Analysis) -> Table:
     names = [name for name in names if name != "seed" or timed.seed.nunique() > 1]
     varying, titles = {}, []
     for op, group in best.groupby("op", sort=False):
-        varying[op], constant = split(group, names)
+        varying[op], constant = split_fields(group, names)
         titles.append(constant)
     lines: list[list[Cell]] = [
         [
@@ -271,7 +263,7 @@ def _problem(line: Mapping[Any, Any], varying: Sequence[str]) -> str:
         if pd.isna(value) or (name, str(value)) in USUAL or (name == "pattern" and "block" in line):
             continue
         bare = name in (*PARTS, "sparsity", "source")
-        words.append(shown(name, value) if bare else f"{name} {shown(name, value)}")
+        words.append(field_value(name, value) if bare else f"{name} {field_value(name, value)}")
     return ", ".join(words)
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from math import isclose
 
 from sparsebench.errors import ResultError
-from sparsebench.results.formatting import amount, listed, percent, times
+from sparsebench.results.formatting import amount, join_words, percent, times
 from sparsebench.results.layer_estimates import (
     ACTIVATIONS,
     ANYWHERE,
@@ -93,7 +93,7 @@ class Advice:
 class Answer:
     """The verdict with its word, an Advice for each kind, and what is assumed.
 
-    gpu   its name; without published rows the name that was asked for, and `dense_us` is None
+    gpu   its name; without published rows the requested name, and `dense_us` is None
     best  the kind that the verdict is about, if any
     """
 
@@ -119,7 +119,7 @@ def advise(evidence: Evidence, model: ModelShapes, gpu: str, tokens: int) -> Ans
     names = [name for name in evidence.layers.gpus if gpu.lower() in name.lower()]
     if len(names) > 1:
         expected = "expected part of one GPU's name"
-        raise ResultError(f"--gpu: {expected}, found {gpu!r} in {listed(names)}")
+        raise ResultError(f"--gpu: {expected}, found {gpu!r} in {join_words(names)}")
     card = evidence.layers.gpus[names[0]] if names else None
     step = StepModel(model, tokens, CONTEXT)
     rest_us = step.rest_us(evidence.layers, card) if card else 0.0
@@ -256,8 +256,14 @@ def _verdict(
     gain = best.step.text.removesuffix(" (look)")
     faster = f"the whole model with {name} is {gain} as fast {at}"
     cost = "its loss by pruning was not measured"
-    if best.loss and best.nats is not None:
-        cost = f"such pruning cost {best.loss.model} {best.nats:.2f} nats per token"
+    way, sparsity = KINDS[best.kind]
+    easier = [kind for kind, (like, level) in KINDS.items() if like == way and level <= sparsity]
+    costs = [each for each in kinds if each.kind in easier and each.nats is not None]
+    if costs:
+        most = max(costs, key=lambda each: KINDS[each.kind][1])
+        what = "such pruning" if most is best else f"even pruning to {most.kind}"
+        model = most.loss.model if most.loss else ""
+        cost = f"{what} cost {model} {most.nats:.2f} nats per token"
     if cheap:
         return TRY, f"Worth trying: {faster}, and {cost}.", best
     return TRAIN, f"Do not prune without training: {faster}, but {cost}.", best

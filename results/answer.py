@@ -17,7 +17,7 @@ from typing import Any
 import pandas as pd
 
 from sparsebench.results.cases import CONTEST, turning
-from sparsebench.results.contests import ANY, View, ordered
+from sparsebench.results.contests import ANY, View, sort_values_of
 from sparsebench.results.formatting import (
     FORMATS,
     between,
@@ -25,7 +25,7 @@ from sparsebench.results.formatting import (
     capital,
     conditions,
     duration,
-    listed,
+    join_words,
     percent,
     plain,
     size_text,
@@ -85,7 +85,7 @@ def against(view: View) -> str:
     if cells.empty:
         return ""
     low, high = duration(cells.dense_median_us.min()), duration(cells.dense_median_us.max())
-    names = listed([str(name) for name in cells.dense_name.unique()])
+    names = join_words([str(name) for name in cells.dense_name.unique()])
     many = "the fastest of " if cells.dense_name.nunique() > 1 else ""
     return f"against dense ({many}{names}, {low if low == high else f'{low} to {high}'})"
 
@@ -110,7 +110,7 @@ def break_evens(view: View) -> list[BreakEven]:
         return []
     groups = view.formats.groupby(["kind", "y"], sort=False)
     levels = [_break_even(str(kind), row, cells.sort_values("x")) for (kind, row), cells in groups]
-    rows = {plain(value): i for i, value in enumerate(ordered(view.formats.y))}
+    rows = {plain(value): i for i, value in enumerate(sort_values_of(view.formats.y))}
     return sorted(levels, key=lambda each: (each.kind, rows[plain(each.row)]))
 
 
@@ -126,7 +126,7 @@ def variants(view: View, cases: pd.DataFrame) -> str:
         options = labels.str.partition(" ")[2].unique()
         if len(options) > 1:  # else they differ in the block that they store
             most = "faster" if len(options) == 2 else "fastest"
-            named = listed([text or "no option" for text in options])
+            named = join_words([text or "no option" for text in options])
             texts.append(f"{name}: the {most} of {named}")
     return "; ".join(texts)
 
@@ -223,18 +223,18 @@ def winner(line: "pd.Series[Any]") -> str:
     dense = f"dense ({line.dense_name}, {duration(line.dense_median_us)})"
     if line.best_gain <= 1:
         if not line.best_decided:
-            return f"{dense} against {best}: {_undecided(line)}, {_gain(line)}"
+            return f"{dense} against {best}: {_hedge(line)}, {_gain(line)}"
         return f"{dense} wins; the nearest is {best}, {_gain(line)}"
     beside = ""
     if not pd.isna(line[f"{other}_gain"]):
         side = "the best competing sparse kernel" if other == "peer" else "the best of ours"
         gain = times(line[f"{other}_gain"], line[f"{other}_half"])
         beside = f"; {side} is {line[f'{other}_name']}, {gain}"
-    open_ = "" if line.best_decided else f" ({_undecided(line)})"
+    open_ = "" if line.best_decided else f" ({_hedge(line)})"
     return f"{best}, {_gain(line)}{open_}, {duration(line.best_median_us)}{beside}"
 
 
-def _undecided(line: "pd.Series[Any]") -> str:
+def _hedge(line: "pd.Series[Any]") -> str:
     """Return the word for a winner whose gain is not decided."""
     is_equal = outcome(line.best_low, line.best_high) is Outcome.EQUAL
     return str(Outcome.EQUAL if is_equal else Outcome.NOT_SETTLED)
@@ -298,26 +298,26 @@ def _rows(view: View, rows: Sequence[Any]) -> str:
         return f"{'with' if view.y == 'block' else 'at'} every {name}"
     if view.y == "block":
         sizes = [blocks_text(row).removesuffix(" blocks") for row in rows]
-        return f"with {listed(sizes)} blocks"
-    return f"at {name} = {listed([plain(row) for row in rows])}"
+        return f"with {join_words(sizes)} blocks"
+    return f"at {name} = {join_words([plain(row) for row in rows])}"
 
 
 def _spans(view: View) -> list[str]:
     """Write where the best sparse contender beats dense, if x is not the level."""
     ways: dict[str, list[Any]] = {}
     name = {"shape": "n × k"}.get(view.x, view.x)
-    for row in ordered(view.cells.y):
+    for row in sort_values_of(view.cells.y):
         cells = view.cells[view.cells.y == row].set_index("x").best_gain
-        values = [value for value in ordered(view.cells.x) if value in cells.index]
+        values = [value for value in sort_values_of(view.cells.x) if value in cells.index]
         won = [value for value in values if cells[value] > 1]
-        span = listed([plain(value) for value in won])
+        span = join_words([plain(value) for value in won])
         between_ends = [value for value in values if won and won[0] <= value <= won[-1]]
         if view.x == "m" and len(won) > 2 and won == between_ends:
             span = f"{plain(won[0])} to {plain(won[-1])}"
         way = "" if not won else f"at every {name}" if won == values else f"at {name} = {span}"
         ways.setdefault(way, []).append(row)
     kinds = view.cells.best_kind[view.cells.best_gain > 1].map(lambda kind: FORMATS.get(kind, kind))
-    names = listed([str(kind) for kind in kinds.unique()])
+    names = join_words([str(kind) for kind in kinds.unique()])
     verb = "beat" if kinds.nunique() > 1 else _verb(names, "beat")
     parts = [" ".join(filter(None, [_rows(view, rows), way])) for way, rows in ways.items() if way]
     lines = [f"{capital(names)} {verb} dense {'; '.join(parts)}."]
@@ -333,7 +333,7 @@ def _verb(name: str, verb: str) -> str:
 
 def _examples(view: View) -> list[str]:
     """Write the winners at the values that readers look for, or at the ends."""
-    values = ordered(view.cells.x)
+    values = sort_values_of(view.cells.x)
     chosen = [value for value in EXAMPLES.get(view.x, ()) if value in values]
     if len(chosen) < 2:
         chosen = list(dict.fromkeys([values[0], *chosen, values[-1]]))
@@ -343,7 +343,7 @@ def _examples(view: View) -> list[str]:
         if view.y in ("", "block"):
             cells = cells.sort_values("best_gain").tail(1)
         else:
-            rows = ordered(cells.y)
+            rows = sort_values_of(cells.y)
             rows = [row for row in EXAMPLES.get(view.y, ()) if row in rows] or [rows[0], rows[-1]]
             cells = pd.concat([cells[cells.y == row] for row in dict.fromkeys(rows)])
         for _, line in cells.iterrows():

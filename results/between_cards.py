@@ -100,13 +100,13 @@ def half_of(logs: Sequence[float], cards: Sequence[str], state: State) -> float:
     count = cards_of(cards)
     if not count:
         return 0.0
-    variation = packaged()[state]
+    variation = packaged_variation()[state]
     variation = variation.pooled_with(logs, cards) if count > 1 else variation
     return variation.half(count)
 
 
 @cache
-def packaged() -> Mapping[State, Variation]:
+def packaged_variation() -> Mapping[State, Variation]:
     """Return the variation that comes with the package; raises ResultError if it is unusable."""
     file = files("sparsebench.results") / FILE
     try:

@@ -84,7 +84,7 @@ def verify(path: Path) -> list[str]:
     return sorted(sealed)
 
 
-def changed(path: Path, state: Mapping[str, Any]) -> str:
+def first_change(path: Path, state: Mapping[str, Any]) -> str:
     """Return the first difference between a run and its seal; "" if it is not sealed yet."""
     if state.get("status") != "finished" and not (path / MANIFEST).exists():
         return ""
@@ -116,10 +116,7 @@ def _manifest(path: Path) -> dict[str, str]:
     file = path / MANIFEST
     if not file.is_file():
         raise ResultError(f"{path}: expected {MANIFEST}, which seals a run; found none")
-    data = files.from_json(file)
-    schema, named = data.get("schema"), data.get("files")
-    if schema != MANIFEST_SCHEMA:
-        raise ResultError(f"{file}: expected schema {MANIFEST_SCHEMA}, found {schema}")
+    named = files.from_json(file, MANIFEST_SCHEMA).get("files")
     if not isinstance(named, dict) or not all(isinstance(sha, str) for sha in named.values()):
         raise ResultError(f"{file}: expected the SHA-256 of files, found {str(named)[:80]}")
     for name in named:
@@ -133,7 +130,7 @@ def _manifest(path: Path) -> dict[str, str]:
 
 def _require_whole_lines(path: Path) -> None:
     """Refuse a torn last line, which the reader would drop, and rows of an unknown schema."""
-    text = files.decoded(path / ROWS, content(path, ROWS))
+    text = files.decode_utf8(path / ROWS, content(path, ROWS))
     first, last = text.partition("\n")[0], text[text.rfind("\n") + 1 :]
     schemas = [json.dumps({"schema": schema}) for schema in (ROWS_SCHEMA, *OLDER_ROWS)]
     if first not in schemas or last:
@@ -145,7 +142,7 @@ def content(path: Path, name: str) -> bytes:
     """Return the bytes of a file; for compressed rows, the bytes of their text."""
     file, zipped = path / name, path / f"{ROWS}.gz"
     if name == ROWS and not file.exists() and zipped.exists():
-        return files.unzipped(zipped, files.ROWS_BYTES)
+        return files.unzip(zipped, files.ROWS_BYTES)
     return files.content(file, files.ROWS_BYTES)
 
 

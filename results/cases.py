@@ -53,8 +53,9 @@ SUMMARY = [
     "speedups",
     "blocks",
 ]
-ENDS = ["slower", "faster"]  # of a break-even
-OTHER_LEVEL = 0.01  # of the density: as far as weights from a file are still at the requested level
+ENDS = ["slower", "faster"]  # columns of a break-even
+# Weights from a file count as the requested level up to this relative difference of density.
+OTHER_LEVEL = 0.01
 
 
 def summary(
@@ -106,7 +107,7 @@ def with_verdicts(cases: pd.DataFrame, noise: Noise | None) -> pd.DataFrame:
         more_processes=pd.Series(pd.NA, cases.index, dtype="Int64"),
     )
     table.loc[cases.label == cases.baseline_label, "uncertainty"] = 0.0
-    lines = table[cases.t_low.notna() & compared(cases) & floor.notna()]
+    lines = table[cases.t_low.notna() & has_baseline(cases) & floor.notna()]
     logs = [np.log(speedups) for speedups in lines.speedups]
     q = q_values([float(p_value(d, half)) for d, half in zip(logs, lines.between, strict=True)])
     outcomes = [
@@ -122,7 +123,7 @@ def with_verdicts(cases: pd.DataFrame, noise: Noise | None) -> pd.DataFrame:
     return table
 
 
-def compared(cases: pd.DataFrame) -> pd.Series:
+def has_baseline(cases: pd.DataFrame) -> pd.Series:
     """Return which lines of a summary are compared with a baseline other than themselves."""
     named = cases.baseline_label.notna() & (cases.label != cases.baseline_label)
     return named & ~cases.twin.astype(bool)
@@ -169,11 +170,11 @@ def winners(cases: pd.DataFrame) -> pd.DataFrame:
         runner_up=second.ran,
         lead=table.lead,
         lead_half=half,
-        tied=[_tied(lead, floor) for lead, floor in zip(leads, least, strict=True)],
+        tied=[_is_tie(lead, floor) for lead, floor in zip(leads, least, strict=True)],
     )
 
 
-def _tied(lead: Ratio | None, least: float) -> bool:
+def _is_tie(lead: Ratio | None, least: float) -> bool:
     if lead is None:
         return False
     look = lead.interval_kind != IntervalKind.CONFIDENCE

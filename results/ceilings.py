@@ -24,7 +24,7 @@ from typing import Any, Self
 
 from sparsebench.results.record import Row, Status
 
-LIGHT = 0.95  # of the bound: ceilings are measured too
+LIGHT = 0.95  # fraction of the limit, because ceilings are measured, too
 FP32, TF32 = "fp32", "tf32"
 
 Bound = tuple[float, str]
@@ -97,7 +97,7 @@ class Ceilings:
                 fastest[row.bound_by] = row
             for row in fastest.values():
                 if row.raises:
-                    ceilings, line = ceilings._raised(row, row.raises)
+                    ceilings, line = ceilings._raise_ceiling(row, row.raises)
                     lines.append(line)
         return ceilings, lines
 
@@ -107,7 +107,7 @@ class Ceilings:
         name = TF32 if dtype == FP32 else dtype
         return name if rates.get(name) else max(rates, key=lambda n: rates[n], default=name)
 
-    def _raised(self, row: Row, factor: float) -> tuple[Self, str]:
+    def _raise_ceiling(self, row: Row, factor: float) -> tuple[Self, str]:
         """Raise the ceiling that limited a row by a factor; return it with a line for the log."""
         fields = row.case.problem.fields
         who = f"{row.case.contender.kernel} (m {fields['m']}, n {fields['n']}, k {fields['k']}, "

@@ -1,10 +1,10 @@
 """What changed between two sides of a comparison, case by case, and where the change comes from.
 
     time       time of a / time of b; above 1, b takes less time. `word` is its outcome.
-    ratio      gain of b / gain of a, each over the baseline of its own run; `gain` is its outcome
+    ratio      gain of b / gain of a, each over the baseline of the same run; `gain` is its outcome
 
-Both are differences of means over processes, in logs, which no contest shares. The half of their
-95 % interval is
+The logarithm of each is a difference of two means over processes, because the two sides share no
+contest. Half of its 95 % interval is
 
     h = sqrt( (t s)^2 + between a^2 + between b^2 )    s, t: Welch 1947; 6 processes or more
     h = tolerance                                      fewer processes (comparison.py)
@@ -65,7 +65,7 @@ class Cause(StrEnum):
 
 
 OUTSIDE = (Cause.BASELINE, Cause.CARD)
-"""Causes for which no kernel is to blame."""
+"""Causes outside the kernel."""
 
 
 @dataclass(frozen=True)
@@ -106,9 +106,9 @@ def changes(a: Side, b: Side) -> Changes:
     cases["is_baseline"] = cases.label == cases.baseline_label_a
     cases["by_speedup"] = cases.speedup_b_over_a.notna() & ~cases.is_baseline
     lines = cases.to_dict("records")
-    times = [tested(line["times_b"], line["times_a"], line) for line in lines]
+    times = [ratio_of_means(line["times_b"], line["times_a"], line) for line in lines]
     gains = [
-        tested(_log(line["speedups_a"]), _log(line["speedups_b"]), line)
+        ratio_of_means(_log(line["speedups_a"]), _log(line["speedups_b"]), line)
         if line["by_speedup"]
         else (np.nan,) * 4
         for line in lines
@@ -133,7 +133,7 @@ def changes(a: Side, b: Side) -> Changes:
     return Changes(a, b, comparison, cases, same, _differences(facts[0][0], facts[1][0]))
 
 
-def tested(
+def ratio_of_means(
     under: Sequence[float], over: Sequence[float], line: Line
 ) -> tuple[float, float, float, float]:
     """Return exp(mean over - mean under) with its 95 % interval and p; NaN without both."""
@@ -153,7 +153,7 @@ def difference(before: Sequence[float], now: Sequence[float]) -> tuple[float, fl
     """Return the ratio of two gains and its interval, from the intervals of both.
 
     A gain is a tuple: its value, its ends, and the half in logs that cards added to them if both
-    gains come from one card, else 0. Without the processes, this approximates what `tested`
+    gains come from one card, else 0. Without the processes, this approximates what `ratio_of_means`
     returns.
     """
     ratio = float(np.log(now[0] / before[0]))
@@ -181,7 +181,7 @@ def threshold(text: str) -> float:
     return float(match[1]) / 100
 
 
-def failing(changes: Changes, limit: float) -> pd.DataFrame:
+def gate_failures(changes: Changes, limit: float) -> pd.DataFrame:
     """Return the cases that broke, or whose kernel is slower by more than `limit`.
 
     A kernel is judged by its gain if the baseline is a control, or on another kind of device, and
@@ -293,15 +293,15 @@ def _of_kernel(line: Line, libraries: str, searched: bool, source: bool) -> tupl
         return Cause.CONFIGURATION, "another choice" if searched else "taken from another run"
     if source:
         return Cause.UNKNOWN, "other source, the same compiled code"
-    return (Cause.CARD if _moved(line) else Cause.UNKNOWN), _cards(line)
+    return (Cause.CARD if _on_other_cards(line) else Cause.UNKNOWN), _cards(line)
 
 
-def _moved(line: Line) -> bool:
+def _on_other_cards(line: Line) -> bool:
     return bool(line["cards_a"] != line["cards_b"])
 
 
 def _cards(line: Line) -> str:
-    if not _moved(line):
+    if not _on_other_cards(line):
         return "the same card"
     ends = ("+".join(sorted(map(short_card, line[f"cards_{end}"]))) for end in "ab")
     return f"another card, {' > '.join(ends)}"

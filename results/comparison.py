@@ -3,7 +3,7 @@
 Cases are joined on their ids; equal ids have equal operands.
 
     time_b_over_a      median time in b over that in a
-    speedup_b_over_a   speedup in b over that in a, each over the baseline of its own run
+    speedup_b_over_a   speedup in b over that in a, each over the baseline of the same run
     tolerance          half of the 95 % interval of the difference of equal speedups, as a fraction
     close              the distance of the two speedups is within the tolerance
     agree              close and not reversed, or equal in both; on another kind of device, where
@@ -38,7 +38,7 @@ import pandas as pd
 import scipy
 
 from sparsebench.errors import ResultError
-from sparsebench.results.cases import compared
+from sparsebench.results.cases import has_baseline
 from sparsebench.results.formatting import amount
 from sparsebench.results.frame import fields
 from sparsebench.results.noise import classes
@@ -213,7 +213,7 @@ def agreement(first: Run, second: Run) -> Agreement:
         cells=int(in_both.sum()),
         agreed=int(cases.agree.sum()),
         close=int((in_both & cases.close).sum()),
-        reversed=int((in_both & _reversed(cases)).sum()),
+        reversed=int((in_both & _find_reversals(cases)).sum()),
         looks=int((in_both & looks(cases)).sum()),
         one_sided=int(one_sided.sum()),
         choices=choices_of(second.state),
@@ -276,19 +276,19 @@ def _agree(cases: pd.DataFrame, another: bool) -> pd.Series:
     That is so for baselines and twins, and for lines without a speedup in both runs, with
     different baselines, or unsupported in one run. A speedup in one run only is a disagreement.
     """
-    agree = cases.close & ~_reversed(cases)
+    agree = cases.close & ~_find_reversals(cases)
     same = ~looks(cases) & (cases.outcome_a == cases.outcome_b)
     agree |= same if another else same & (cases.outcome_a == Outcome.EQUAL)
     agree = agree.astype("boolean")
     base = cases.baseline_label_a.fillna(cases.baseline_label_b)
-    comparable = compared(cases.assign(baseline_label=base))
+    comparable = has_baseline(cases.assign(baseline_label=base))
     comparable &= base == cases.baseline_label_b.fillna(base)
     comparable &= cases.speedup_a.notna() | cases.speedup_b.notna()
     comparable &= (cases[["status_a", "status_b"]] != Status.UNSUPPORTED).all(axis=1)
     return agree.where(comparable, pd.NA)
 
 
-def _reversed(cases: pd.DataFrame) -> pd.Series:
+def _find_reversals(cases: pd.DataFrame) -> pd.Series:
     """Return which cells are faster in one run and slower in the other, by Student's intervals."""
     ends = cases[["t_low_a", "t_high_a", "t_low_b", "t_high_b"]].itertuples(index=False)
     words = [{outcome(*each[:2]), outcome(*each[2:])} for each in ends]
@@ -298,15 +298,15 @@ def _reversed(cases: pd.DataFrame) -> pd.Series:
 def _require_equal_operands(a: Side, b: Side) -> None:
     """Raise if a problem has different digests; simulated runs draw no operands to compare."""
     rows_a, rows_b = ([row for run in each.runs for row in run.rows] for each in (a, b))
-    digests = {row.case.problem.id: row.digest for row in rows_a if _drawn(row.digest)}
+    digests = {row.case.problem.id: row.digest for row in rows_a if _has_operands(row.digest)}
     for row in rows_b:
         expected = digests.get(row.case.problem.id)
-        if _drawn(row.digest) and expected and row.digest != expected:
+        if _has_operands(row.digest) and expected and row.digest != expected:
             where = f"{a.paths} and {b.paths}: problem {row.case.problem.id}"
             raise ResultError(f"{where}: expected operands {expected}, found {row.digest}")
 
 
-def _drawn(digest: str | None) -> bool:
+def _has_operands(digest: str | None) -> bool:
     return bool(digest) and not str(digest).startswith("simulated ")
 
 

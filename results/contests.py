@@ -212,7 +212,7 @@ def across(lines: pd.DataFrame) -> str:
     return "level" if lines.level.notna().any() else "m"
 
 
-def ordered(values: "pd.Series[Any]") -> list[Any]:
+def sort_values_of(values: "pd.Series[Any]") -> list[Any]:
     """Return the distinct values: numbers and sizes by size, other text by name."""
     return sorted(values.dropna().unique(), key=size_key)
 
@@ -220,7 +220,7 @@ def ordered(values: "pd.Series[Any]") -> list[Any]:
 def _names(cases: pd.DataFrame) -> pd.Series:
     """Return kernels with their options; for a portfolio, the dense kernel that it chose.
 
-    A contender without a kernel stands for the choice of a layer, and has the name of that kernel.
+    A contender without a kernel runs the kernel that a layer would choose, and has its name.
     """
     names = cases.label.str.partition("/")[2].str.replace(r" block=\S+", "", regex=True)
     chosen = cases.chosen.astype(str).str.partition("dense, ")[2]
@@ -322,7 +322,7 @@ def _choices(
 
 def _options(group: pd.DataFrame, name: str) -> list[str]:
     """Return the values of a field; a block may also be ANY, since users choose it freely."""
-    values = [plain(value) for value in ordered(group[name])]
+    values = [plain(value) for value in sort_values_of(group[name])]
     return [ANY, *values] if name == "block" and len(values) > 1 else values
 
 

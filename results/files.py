@@ -49,7 +49,7 @@ def content(file: Path, most: int, raised: Raised = ResultError) -> bytes:
     return _within(file, data, most, raised)
 
 
-def unzipped(file: Path, most: int) -> bytes:
+def unzip(file: Path, most: int) -> bytes:
     """Return the unzipped bytes of a gzip file; uses at most `most` bytes of memory."""
     content(file, most)
     try:
@@ -62,10 +62,10 @@ def unzipped(file: Path, most: int) -> bytes:
 
 def text(file: Path, most: int, raised: Raised = ResultError) -> str:
     """Return the text of a regular file in UTF-8."""
-    return decoded(file, content(file, most, raised), raised)
+    return decode_utf8(file, content(file, most, raised), raised)
 
 
-def decoded(file: Path, data: bytes, raised: Raised = ResultError) -> str:
+def decode_utf8(file: Path, data: bytes, raised: Raised = ResultError) -> str:
     """Return the text of bytes in UTF-8."""
     try:
         return data.decode()
@@ -73,20 +73,22 @@ def decoded(file: Path, data: bytes, raised: Raised = ResultError) -> str:
         raise raised(f"{file}: expected a readable text file, found {error}") from error
 
 
-def from_json(file: Path) -> dict[str, Any]:
-    """Return the JSON object in a file."""
+def from_json(file: Path, schema: str = "") -> dict[str, Any]:
+    """Return the JSON object in a file; with a schema, it must be one of it."""
     try:
-        data = parsed(text(file, JSON_BYTES))
+        data = parse_json(text(file, JSON_BYTES))
     except SparsebenchError:
         raise
     except (ValueError, RecursionError) as error:  # ValueError: an integer of 5,000 digits
         raise ResultError(f"{file}: expected JSON, found {error}") from error
     if not isinstance(data, dict):
         raise ResultError(f"{file}: expected a JSON object, found {type(data).__name__}")
+    if schema and data.get("schema") != schema:
+        raise ResultError(f"{file}: expected schema {schema}, found {str(data.get('schema'))[:80]}")
     return data
 
 
-def parsed(written: str) -> Any:
+def parse_json(written: str) -> Any:
     """Return the data of a JSON text. Raises ValueError, also for an object with a key twice."""
     return json.loads(written, object_pairs_hook=_each_once)
 
@@ -99,15 +101,19 @@ def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return data
 
 
-def validated(file: Path, model: type[Model], schema: str) -> Model:
+def read_model(file: Path, model: type[Model], schema: str) -> Model:
     """Return a JSON file as a model; the error names the schema and the first invalid field."""
     try:
         return TypeAdapter(model).validate_json(content(file, JSON_BYTES))
     except ValidationError as error:
-        first = error.errors()[0]
-        place = "".join(f"{part}: " for part in first["loc"])
-        wrong = f"{place}{first['msg']}; found {str(first['input'])[:60]!r}"
-        raise ResultError(f"{file}: expected {schema}; {wrong}") from error
+        raise ResultError(f"{file}: expected {schema}; {first_error(error)}") from error
+
+
+def first_error(error: ValidationError) -> str:
+    """Describe the first error of pydantic: its place, what is wrong, and the value."""
+    first = error.errors()[0]
+    place = ": ".join(str(part) for part in first["loc"]) or "top"
+    return f"{place}: {first['msg']}; found {str(first['input'])[:60]!r}"
 
 
 def from_yaml(where: str, written: str, raised: Raised = ResultError) -> Any:

@@ -141,7 +141,7 @@ def are(count: int, noun: str) -> str:
     return f"{amount(count, noun)} {'is' if count == 1 else 'are'}"
 
 
-def listed(words: list[str]) -> str:
+def join_words(words: list[str]) -> str:
     """Join words as a sentence does: a, b and c."""
     return " and ".join([*([", ".join(words[:-1])] if words[:-1] else []), *words[-1:]])
 

@@ -74,7 +74,7 @@ def frame(rows: Iterable[Row]) -> pd.DataFrame:
     lines = [
         {"problem_id": problem, "label": label(row.case.contender)}
         | _case_facts(row, sources)
-        | _measured(row)
+        | _measurements(row)
         | _against(row, *others, label)
         for problem, row, others in zip(problems, rows, opponents(rows, problems), strict=True)
     ]
@@ -190,10 +190,10 @@ def _case_facts(row: Row, sources: Mapping[str, str]) -> dict[str, Any]:
     }
 
 
-def _measured(row: Row) -> dict[str, Any]:
+def _measurements(row: Row) -> dict[str, Any]:
     samples = np.asarray(row.samples_us or [np.nan])
     low, q1, median, q3 = np.quantile(samples, [0.1, 0.25, 0.5, 0.75])
-    late = _late(row, low, median)
+    late = _late_share(row, low, median)
     return {name: getattr(row, name) for name in AS_IN_ROW} | {
         "status": str(row.status),
         "choice": json.dumps(row.choice),
@@ -214,17 +214,17 @@ def _measured(row: Row) -> dict[str, Any]:
         "of_bound": _ratio(row.bound_us, median),
         "error_of_usual": _ratio(row.error, row.usual_error),
         **{name: row.telemetry.get(name) for name in TELEMETRY},
-        "limited": _limited(row.telemetry),
+        "limited": _limited_share(row.telemetry),
     }
 
 
-def _limited(telemetry: Mapping[str, float]) -> float | None:
+def _limited_share(telemetry: Mapping[str, float]) -> float | None:
     """Return the share of a contest's time in which the board lowered its clock, if known."""
     held_us = [telemetry[name] for name in LIMITS if name in telemetry]
     return _ratio(max(held_us, default=None), 1e6 * telemetry.get("seconds", 0.0))
 
 
-def _late(row: Row, low_us: float, median_us: float) -> float | None:
+def _late_share(row: Row, low_us: float, median_us: float) -> float | None:
     """Return the share of samples for which the host was late; None if that is unknown."""
     if row.late is not None or row.clock not in ("graph", "events") or row.scope == "op":
         return row.late

@@ -3,7 +3,7 @@
     time       = overhead + work / efficiency
     overhead   = launch time of the GPU + START_US for each product of the layer
     work       = bytes / bandwidth + FLOPs / rate, against the measured ceilings of the GPU
-    efficiency = weighted mean of the logarithms over the NEAREST measured layers of the same way,
+    efficiency = weighted mean of the logarithms over the NEAREST measured layers of the same kind,
                  in log2 of tokens, weights and density, with a step for another dtype or GPU
     gain       = dense time / sparse time
 
@@ -12,22 +12,22 @@ the efficiency of BSR at 4096 tokens varies by 1.3 from 50 to 95 % zeros, instea
 are the stored weights, the input, the output and the hidden activations, each once.
 
 The interval comes from leaving shapes out. Every measured layer is predicted from layers of other
-shapes alone; the interval holds LEVEL of the errors of its way, widened by (S + 1) / (S - 1) for
-S shapes, because a handful of shapes says little about the next one. `coverage` repeats that
-without each shape and counts how many of its layers fall inside. Layers too far from every
-measured one (FARTHEST) have no estimate. Rows of other GPUs count if they have the same compute
-capability, and as farther away.
+shapes alone. The interval holds CONFIDENCE (90 %) of the errors of its kind, widened by
+(S + 1) / (S - 1) for S shapes, because a few shapes say little about the next one. `coverage`
+repeats that without each shape and counts how many of its layers fall inside. Layers too far from
+every measured one (FARTHEST) have no estimate. Rows of other GPUs count if they have the same
+compute capability, and as farther away.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from math import ceil, exp, log, log2
 
-START_US = 1.5  # of a product beside the launch: dense times then follow the bytes within 10 %
+START_US = 1.5  # time of a product beside its launch: dense times then follow the bytes within 10 %
 NEAREST = 4
-LEVEL, UNKNOWN = 0.9, 4.0  # UNKNOWN: half the interval, as a factor, if nothing was left out
-WEIGHTS = (0.5, 0.5, 1.0, 1.0, 1.0, 1.0)  # of tokens, weights, density, dtype, GPU, kind of layer
+CONFIDENCE, UNKNOWN = 0.9, 4.0  # UNKNOWN: half the interval, as a factor, if nothing was left out
+WEIGHTS = (0.5, 0.5, 1.0, 1.0, 1.0, 1.0)  # for tokens, weights, density, dtype, GPU, kind of layer
 FARTHEST = (
     2.01,
     3.01,
@@ -60,7 +60,7 @@ class Gpu:
 class Layer:
     """A product Y[m, n] = X[m, k] W.T, or a gated MLP of k inputs and n hidden units.
 
-    way        how it is sparse: 2:4, 6:8, blocks (64 × 64), blocks of 32, anywhere (a bitmap),
+    way        its kind of sparsity: 2:4, 6:8, blocks (64 × 64), blocks of 32, anywhere (a bitmap),
                activations
     sparsity   fraction of zeros in the weights; half of it for an MLP that is half 2:4
     active     hidden units on for a token, for `activations`
@@ -146,7 +146,7 @@ class Layer:
         flops = 2 * self.m * self.weights * density
         return moved / gpu.gb_per_s / 1e3 + flops / gpu.rate(self.dtype) / 1e6
 
-    @property
+    @cached_property
     def sizes(self) -> tuple[float, float, float]:
         """Return tokens, weights and density, as far as the efficiency depends on them."""
         tokens = min(max(self.m, LEAST_TOKENS), MOST_TOKENS)
@@ -161,7 +161,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class Measured:
-    """A layer that was measured, with the fastest kernel of its way and the fastest dense one."""
+    """A layer that was measured, with the fastest kernel of its kind and the fastest dense one."""
 
     layer: Layer
     gpu: str
@@ -222,20 +222,24 @@ class Estimator:
         )
 
     def dense_us(self, layer: Layer, gpu: Gpu) -> float:
-        """Return the time of a dense layer without its launch, from any way's dense rows."""
+        """Return the time of a dense layer without its launch, from the dense rows of any kind."""
         efficiency = self._mean(self._nearest(layer, gpu, self._dense)[:NEAREST], dense=True)
         return START_US * layer.products + layer.work_us(gpu, dense=True) / efficiency
 
-    def half(self, way: str) -> float:
-        """Return half the interval of a way's gains, as the logarithm of a factor."""
-        errors = [(row, error) for row, error in self._errors if row.layer.way == way]
+    @cached_property
+    def half(self) -> Callable[[str], float]:
+        """Return half the interval of the gains of a kind, as the logarithm of a factor."""
+        return cache(self._half)
+
+    def _half(self, way: str) -> float:
+        errors = self._errors([row for row in self.measured if row.layer.way == way])
         shapes = len({row.layer.shape for row, _ in errors})
         if shapes < 2:
-            errors, shapes = self._errors, 2
+            errors, shapes = self._errors(self.measured), 2
         if not errors:
             return log(UNKNOWN)
         sizes = sorted(abs(error) for _, error in errors)
-        rank = min(len(sizes), ceil((len(sizes) + 1) * LEVEL))
+        rank = min(len(sizes), ceil((len(sizes) + 1) * CONFIDENCE))
         return sizes[rank - 1] * (shapes + 1) / (shapes - 1)
 
     @cached_property
@@ -253,11 +257,10 @@ class Estimator:
     def _dense(self) -> list[Measured]:
         return [replace(row, layer=replace(row.layer, way=DENSE)) for row in self.measured]
 
-    @cached_property
-    def _errors(self) -> list[tuple[Measured, float]]:
+    def _errors(self, rows: Iterable[Measured]) -> list[tuple[Measured, float]]:
         """Return log(measured / predicted) of each layer, predicted from other shapes."""
         errors = []
-        for row in self.measured:
+        for row in rows:
             others = [other for other in self.measured if other.layer.shape != row.layer.shape]
             if prediction := self._predict(row.layer, self.gpus[row.gpu], others):
                 errors.append((row, log(row.gain / prediction[0])))

@@ -3,8 +3,9 @@
     runs, models' JSON ──> evidence ──> results/published/advice.json ──> packaged()
 
 `python -m sparsebench.reports.published` writes that file, which is part of a wheel; the bundles
-that it is made from are not. Each layer is the fastest case of its way in a contest: kernel time
-with a cold cache. If several runs measured a problem, the one with the most processes counts.
+that it is made from are not. Each layer is the fastest case of its kind of sparsity in a contest:
+kernel time with a cold cache. If several runs measured a problem, the one with the most processes
+counts.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,7 +20,7 @@ import pandas as pd
 
 from sparsebench.results.analysis import Analysis
 from sparsebench.results.contests import with_gains
-from sparsebench.results.files import validated
+from sparsebench.results.files import read_model
 from sparsebench.results.formatting import percent
 from sparsebench.results.layer_estimates import (
     ACTIVATIONS,
@@ -47,8 +48,8 @@ from sparsebench.results.provenance import device_name
 
 SCHEMA: Final = "sparsebench/advice@1"
 NOT_AT_BEST = {"calls", "spense-calls"}  # suites that leave out the fastest kernels on purpose
-SIDES, LEVELS = {"64": BLOCKS, "32": SMALL_BLOCKS}, (0.5, 0.95)  # of the block-sparse layers
-PRUNED = {  # the way of each pattern that `prune` knows
+SIDES, LEVELS = {"64": BLOCKS, "32": SMALL_BLOCKS}, (0.5, 0.95)
+PRUNED = {  # the kind of sparsity of each pattern that `prune` knows
     "2:4": TWO_FOUR,
     "6:8": SIX_EIGHT,
     "unstructured": ANYWHERE,
@@ -81,7 +82,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Loss:
-    """What a way cost a `model` in quality, with a sentence that says how it was measured.
+    """The loss of a kind of sparsity in a `model`, with a sentence on how it was measured.
 
     `loss` is the rise in nats per token by pruning; None if the model was trained sparse.
     """
@@ -136,10 +137,10 @@ class Evidence:
         )
 
 
-def packaged() -> Evidence:
+def packaged_evidence() -> Evidence:
     """Return the published evidence."""
     file = files("sparsebench.results") / "published" / "advice.json"
-    return validated(Path(str(file)), Evidence, SCHEMA)
+    return read_model(Path(str(file)), Evidence, SCHEMA)
 
 
 def of_runs(runs: Iterable[tuple[Analysis, str]]) -> Evidence:
@@ -195,7 +196,7 @@ def _model(pruning: Pruning) -> str:
 def of_trainings(trainings: PatternTrainings, source: str) -> list[Loss]:
     """Return the loss of the models with the most zeros beside dense ones of the same width.
 
-    Trainings on samples, or without blocks of 64, say nothing about the way BLOCKS.
+    Trainings on samples, or without blocks of 64, say nothing about the kind BLOCKS.
     """
     sparse = [one for one in trainings.trained if one.pattern != DENSE and one.block == 64]
     if trainings.data != "text" or not sparse:
@@ -318,7 +319,7 @@ KNOWN = ["bf16", "fp16", "fp8"]
 
 
 def _way(line: Mapping[str, Any]) -> str:
-    """Return the way of a sparse case; "" if none of those that an advice is about."""
+    """Return the kind of sparsity of a case; "" for a kind that no advice is about."""
     kind, pattern, op = line["kind"], line["pattern"], line["op"]
     if kind == "spense":
         return TWO_FOUR

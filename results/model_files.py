@@ -33,7 +33,7 @@ from typing import Annotated, Any, ClassVar, Final, Literal
 from pydantic import ConfigDict, Field, FiniteFloat, NonNegativeInt, PositiveInt
 
 from sparsebench.errors import ResultError
-from sparsebench.results.files import validated
+from sparsebench.results.files import read_model
 
 PRUNING_SCHEMA: Final = "sparsebench/pruning@1"
 SPARSITY_SCHEMA: Final = "sparsebench/sparsity@1"
@@ -41,7 +41,7 @@ WIDTHS_SCHEMA: Final = "sparsebench/widths@1"
 WHOLE_SCHEMA: Final = "sparsebench/whole@1"
 OUTPUT = "output"  # key of the error of the whole layer's or MLP's output
 DENSE = "dense"  # pattern of a dense training
-LONGER = 1.15  # at most, the time of a dense step over that of a sparse one of equal time
+LONGER = 1.15  # largest ratio of a dense step to a sparse step that count as equally long
 FORWARD: Final = "forward"
 STEP: Final = "step"
 
@@ -75,7 +75,7 @@ class PruningOutcome:
 
 @dataclass(frozen=True)
 class Pruning:
-    """A model or layer pruned in several ways.
+    """A model or layer pruned by several recipes.
 
     weights      name of the file; for a layer, also the tensors
     sha256       of the file
@@ -287,7 +287,7 @@ class ModelTimings:
 
 def read_pruning(path: Path) -> Pruning:
     """Read the output of `sparsebench prune --json`; raises ResultError if it is invalid."""
-    pruning = validated(path, Pruning, PRUNING_SCHEMA)
+    pruning = read_model(path, Pruning, PRUNING_SCHEMA)
     for number, outcome in enumerate(pruning.outcomes):
         if OUTPUT not in outcome.errors:
             names = ", ".join(outcome.errors) or "none"
@@ -298,9 +298,9 @@ def read_pruning(path: Path) -> Pruning:
 
 def read_widths(path: Path) -> PatternTrainings:
     """Read the output of `train-lm --pattern`; raises ResultError if it is invalid."""
-    return validated(path, PatternTrainings, WIDTHS_SCHEMA)
+    return read_model(path, PatternTrainings, WIDTHS_SCHEMA)
 
 
 def read_whole(path: Path) -> ModelTimings:
     """Read the output of `sparsebench whole`; raises ResultError if it is invalid."""
-    return validated(path, ModelTimings, WHOLE_SCHEMA)
+    return read_model(path, ModelTimings, WHOLE_SCHEMA)

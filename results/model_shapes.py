@@ -65,7 +65,7 @@ class ModelShapes:
         return self.layers * (self.mlp + self.attention) + tables
 
 
-def _listed(repository: str, *sizes: int, **others: Any) -> ModelShapes:
+def _shapes_of(repository: str, *sizes: int, **others: Any) -> ModelShapes:
     source = f"https://huggingface.co/{repository}/blob/main/config.json"
     name = repository.partition("/")[2].replace("gemma", "Gemma").replace("Meta-", "")
     return ModelShapes(name.removesuffix("-pt"), *sizes, **others, source=source)
@@ -73,14 +73,14 @@ def _listed(repository: str, *sizes: int, **others: Any) -> ModelShapes:
 
 _GEMMA: dict[str, Any] = {"tied": True, "activation": "gelu_pytorch_tanh"}
 MODELS = [
-    _listed("meta-llama/Meta-Llama-3-8B", 4096, 14336, 32, 32, 8, 128, 128256),
-    _listed("Qwen/Qwen3-8B", 4096, 12288, 36, 32, 8, 128, 151936),
-    _listed("Qwen/Qwen3-32B", 5120, 25600, 64, 64, 8, 128, 151936),
-    _listed("google/gemma-3-270m", 640, 2048, 18, 4, 1, 256, 262144, **_GEMMA),
-    _listed("google/gemma-3-1b-pt", 1152, 6912, 26, 4, 1, 256, 262144, **_GEMMA),
-    _listed("google/gemma-3-4b-pt", 2560, 10240, 34, 8, 4, 256, 262208, **_GEMMA),
-    _listed("google/gemma-3-12b-pt", 3840, 15360, 48, 16, 8, 256, 262208, **_GEMMA),
-    _listed("google/gemma-3-27b-pt", 5376, 21504, 62, 32, 16, 128, 262208, **_GEMMA),
+    _shapes_of("meta-llama/Meta-Llama-3-8B", 4096, 14336, 32, 32, 8, 128, 128256),
+    _shapes_of("Qwen/Qwen3-8B", 4096, 12288, 36, 32, 8, 128, 151936),
+    _shapes_of("Qwen/Qwen3-32B", 5120, 25600, 64, 64, 8, 128, 151936),
+    _shapes_of("google/gemma-3-270m", 640, 2048, 18, 4, 1, 256, 262144, **_GEMMA),
+    _shapes_of("google/gemma-3-1b-pt", 1152, 6912, 26, 4, 1, 256, 262144, **_GEMMA),
+    _shapes_of("google/gemma-3-4b-pt", 2560, 10240, 34, 8, 4, 256, 262208, **_GEMMA),
+    _shapes_of("google/gemma-3-12b-pt", 3840, 15360, 48, 16, 8, 256, 262208, **_GEMMA),
+    _shapes_of("google/gemma-3-27b-pt", 5376, 21504, 62, 32, 16, 128, 262208, **_GEMMA),
 ]
 
 

@@ -6,7 +6,7 @@
                at least that of 203 pairs on an NVIDIA H200 (FLOORS; harness/NOTES.md)
 
 A class is the length of a call, by its median time; class `op` holds all calls timed from Python.
-The floor holds for one process: an equal kernel appears further away in 5 % of processes. For the
+The floor holds for one process: two equal kernels differ by more in 5 % of processes. For the
 mean of n processes it is floor / sqrt(n). Verdicts do not need it: their interval covers what
 differs between processes.
 """
@@ -26,10 +26,10 @@ from sparsebench.results.statistics import FEWEST, hodges_lehmann
 LEAST = 0.005  # the lowest floor
 ENOUGH = 20  # with fewer d_p, the 95th percentile is close to the largest value
 FLOORS = {"below 8 µs": 0.021, "8 to 20 µs": 0.038, "20 to 100 µs": 0.013, "above 100 µs": LEAST}
-EDGES_US = 8.0, 20.0, 100.0  # between these classes
+EDGES_US = 8.0, 20.0, 100.0  # limits between these classes
 PERCENTILE = 0.95  # over single processes, not over means of pairs
 CHANCE = 0.05  # probability that one pair, or too many pairs, differ although nothing is wrong
-TOO_MANY = 0.1  # of the pairs
+TOO_MANY = 0.1  # fraction of the pairs
 
 PAIR = ["class", "label", "problem", "reference", "scope", "cache", "median_us", "bound_by"]
 PAIR += ["logs", "ratio", "low", "high", "different"]

@@ -13,8 +13,8 @@ a ratio at or beyond the margin. It comes first, so 1.004 [1.002, 1.006] is equa
 
 from enum import StrEnum
 
-MARGIN = 0.01  # of `equal`: 8 processes resolve it at an sd of 1 %, typical of short calls
-FALSE_DISCOVERIES = 0.05  # share of wrong ones among cases called faster or slower
+MARGIN = 0.01  # for `equal`; 8 processes can show it if the sd is 1 %, as for short calls
+FALSE_DISCOVERIES = 0.05  # expected share of wrong words among all faster and slower
 
 
 class Outcome(StrEnum):

@@ -17,7 +17,7 @@ from functools import cached_property
 from typing import Any, Self
 
 ROWS_SCHEMA = "sparsebench/rows@4"
-# Fields that rows of older schemas may lack, which then have their defaults; None means any field.
+# Fields that rows of an older schema may lack; they get the defaults. None means any field.
 OLDER_ROWS: Mapping[str, frozenset[str] | None] = {
     "sparsebench/rows@1": None,
     "sparsebench/rows@2": None,
@@ -27,7 +27,7 @@ OLDER_ROWS: Mapping[str, frozenset[str] | None] = {
 Value = bool | int | float | str | list[int] | None
 """A field of a problem or a parameter of a contender; a list is a block, [r, c]."""
 
-# Defaults for rows from before rows recorded them. Neither table ever grows.
+# Defaults of fields for rows that did not record the defaults yet. Neither table ever grows.
 ONCE: Mapping[str, Value] = {"pattern": "dense", "sparsity": 0.0, "block": 1}
 ACTIVE_ONCE: Mapping[str, Value] = {**ONCE, "active": None, "skew": "iid"}
 DEFAULTS_ONCE: Mapping[str, Mapping[str, Value]] = {
@@ -57,8 +57,8 @@ def format_of(kernel: str, stored: str) -> str:
     return FORMATS_ONCE_DENSE.get(kernel, stored) if stored == "dense" else stored
 
 
-WRONG = 3.0  # times the usual error, from which an output is wrong
-POWER_LIMITED = 0.2  # share of a contest's time from which it is reported and marked
+WRONG = 3.0  # an output is wrong above this multiple of the usual error
+POWER_LIMITED = 0.2  # a row is marked above this share of the contest's time
 
 
 class Status(StrEnum):
@@ -212,7 +212,7 @@ class Row:
     status: Status
     replicate: int = 0
     attempt: int = 0  # at the contest; a crash or a hang leads to another attempt
-    reference: bool = False  # of a noise-floor contest, which every run has
+    reference: bool = False  # whether the row is of a noise-floor contest, which every run has
     device: str = "cpu"  # GPU UUID, or the name of the CPU
     # kernel: device time; op: time of a call from Python, host cost included; chain: device time of
     # a layer in a chain of equal layers in one graph
@@ -225,28 +225,28 @@ class Row:
     code: str | None = None  # digest of the compiled code; None for libraries
     error: float | None = None  # ||out - reference|| / ||reference||
     error_of_bound: float | None = None  # largest |out - reference| over its per-element bound
-    usual_error: float | None = None  # of torch's product, or explained by plain rounding
+    usual_error: float | None = None  # that of torch's product, or expected from rounding
     bias: float | None = None  # systematic part of the error, relative, beyond chance
-    usual_bias: float | None = None  # explained by rounding and truncation
-    draws: tuple[int, ...] = ()  # numbers of the activations that were checked
+    usual_bias: float | None = None  # the part expected from rounding and truncation
+    draws: tuple[int, ...] = ()  # seeds of the activations that were checked
     sparsity: float | None = None  # achieved, over all elements of the weights
     nnz: int | None = None
-    digest: str | None = None  # of the operands
+    digest: str | None = None  # digest of the operands
     flops: float | None = None  # on non-zeros only: no padding, no skipped zeros
     dense_flops: float | None = None
     fewest_bytes: int | None = None
     bound_us: float | None = None  # shortest time that the device's measured ceilings allow
     bound_by: str | None = None  # memory or compute
-    raises: float | None = None  # factor by which a reference row is faster than its bound
+    raises: float | None = None  # factor by which a reference row beats bound_us
     stored_bytes: int | None = None
     dense_bytes: int | None = None
     held_bytes: int | None = None  # kept between calls on the device: packing, output, workspace
     peak_bytes: int | None = None  # peak on the device during prepare and the first call
     convert_us: float | None = None
     prepare_s: float | None = None
-    energy_j: float | None = None  # of one hot call, from the board's sensor
+    energy_j: float | None = None  # energy of one hot call, from the board's sensor
     energy_window_s: float | None = None
-    telemetry: Mapping[str, float] = field(default_factory=dict)  # of the contest (telemetry.py)
+    telemetry: Mapping[str, float] = field(default_factory=dict)  # see telemetry.py
     samples_us: tuple[float, ...] = ()
     samples_per_block: int = 1
     late: float | None = None  # share of samples in which the GPU may have waited for the host

@@ -35,10 +35,10 @@ from sparsebench.results.between_cards import (
     State,
     Variation,
     from_json,
-    packaged,
+    packaged_variation,
     state_of,
 )
-from sparsebench.results.cases import compared
+from sparsebench.results.cases import has_baseline
 from sparsebench.results.provenance import Choices, choices_of
 from sparsebench.results.record import Status
 from sparsebench.results.statistics import FEWEST, hodges_lehmann, welch, widen
@@ -75,7 +75,7 @@ def verdicts(analysis: Analysis, name: str = "") -> Verdicts:
     Only cases that run on known cards count, so a CPU and a simulated GPU have none.
     """
     run, cases = analysis.run, analysis.cases
-    enough = compared(cases) & (cases.status == Status.OK) & (cases.processes >= FEWEST)
+    enough = has_baseline(cases) & (cases.status == Status.OK) & (cases.processes >= FEWEST)
     cases = cases[enough & cases.speedup.notna() & (cases.on_cards > 0)]
     cards: dict[str, set[str]] = {}
     for row in run.rows:
@@ -131,7 +131,7 @@ def coverage(repeats: pd.DataFrame, published: bool = False) -> pd.DataFrame:
     lines = []
     for (run_a, run_b), group in repeats.groupby(PAIR, sort=False):
         other_pairs = repeats[(repeats.run_a != run_a) | (repeats.run_b != run_b)]
-        by_state = variation(other_pairs) if published else packaged()
+        by_state = variation(other_pairs) if published else packaged_variation()
         checks = [
             (1, *_agrees(line, {}), *_agrees(line, by_state)) for line in group.to_dict("records")
         ]
@@ -142,7 +142,7 @@ def coverage(repeats: pd.DataFrame, published: bool = False) -> pd.DataFrame:
 
 def are_published(repeats: pd.DataFrame) -> bool:
     """Return whether these are the repeats from which the packaged variation comes."""
-    return from_json(json.loads(text_of(repeats))) == packaged()
+    return from_json(json.loads(text_of(repeats))) == packaged_variation()
 
 
 def text_of(repeats: pd.DataFrame) -> str:

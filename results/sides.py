@@ -7,7 +7,7 @@
     torch==2.13.0        the runs with a version of a library, as environment.json has it
     H200@84a765b         the runs to which all of these apply
 
-A name stands for the runs of the suites that all sides have. Simulated runs have no name here, so
+A name means the runs of the suites that all sides have. Simulated runs have no name here, so
 that none appears among real ones; give their path instead. Where several runs of a side hold a
 case, the one with the most processes counts, and among equal ones the newest.
 """

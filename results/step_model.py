@@ -30,7 +30,7 @@ from sparsebench.results.model_shapes import ModelShapes
 from sparsebench.results.statistics import FEWEST
 
 DECODED = 256
-PASSES, SMALL = 10, 8  # of the stream through memory, and small kernels, in each layer
+PASSES, SMALL = 10, 8  # passes of the stream through memory, and small kernels, in each layer
 REST = 1.25
 ACTIVE = 29.0  # units that are on for a token, as in the published rows
 MEASURED, LOOK, ESTIMATE, BOUND = "measured", "look", "estimate", "bound"

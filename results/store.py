@@ -12,8 +12,8 @@
 Published runs hold rows.jsonl.gz. Every JSON file names its schema and version. A row has exactly
 the fields of Row, with their types; in rows of an older schema a missing field has its default.
 
-A run directory appears complete, by one rename. Only one process at a time writes to it (`locked`).
-No file names the host, the user or an absolute path (`without_paths`).
+A run directory appears complete, by one rename. Only one process at a time writes to it
+(`lock_run`). No file names the host, the user or an absolute path (`without_paths`).
 """
 
 import fcntl
@@ -33,13 +33,13 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from sparsebench._writing import write_file
 from sparsebench.errors import ResultError
-from sparsebench.results import files
+from sparsebench.results import bundle, files
 from sparsebench.results.record import OLDER_ROWS, ROWS_SCHEMA, Row
 
 ENVIRONMENT_SCHEMA = "sparsebench/environment@1"
 RUN_SCHEMA = "sparsebench/run@1"
 ROW_BYTES = 2**20  # the longest published row has 49 KB
-REPLICATES = 1000  # at most
+REPLICATES = 1000  # most processes of a run
 _PART = r"[^\s/:;,'\"`()\[\]<>|]"  # a character of a file's name
 _PATH = re.compile(rf"(?<![\w/])(?:~|\.{{1,2}})?/(?:{_PART}+/)+({_PART}*)")
 _ROW = TypeAdapter(Row)
@@ -129,10 +129,7 @@ class Run:
 
 
 def create(
-    path: Path,
-    suite_text: str,
-    environment: Mapping[str, Any],
-    state: Mapping[str, Any],
+    path: Path, suite_text: str, environment: Mapping[str, Any], state: Mapping[str, Any]
 ) -> None:
     """Make a new run directory, complete or not at all; raises ResultError if one exists."""
     with new_directory(path) as fresh:
@@ -189,7 +186,7 @@ def is_new(path: Path) -> bool:
 
 
 @contextmanager
-def locked(path: Path) -> Iterator[None]:
+def lock_run(path: Path) -> Iterator[None]:
     """Keep other processes from writing to a run; raises ResultError if one holds the lock.
 
     The lock is on suite.yaml, which is never replaced. It ends with the process, even if killed.
@@ -249,7 +246,7 @@ def read(path: Path | str) -> Run:
     schema, every_row = _rows(path)
     return Run(
         path=path,
-        suite=_typed(path / "suite.yaml", suite, _Suite),
+        suite=_check_types(path / "suite.yaml", suite, _Suite),
         suite_text=suite_text,
         environment=_read_json(path / "environment.json", ENVIRONMENT_SCHEMA, _Environment),
         state=_read_json(path / "run.json", RUN_SCHEMA, _State),
@@ -266,23 +263,19 @@ def rows(path: Path) -> list[Row]:
 
 def _rows(path: Path) -> tuple[str, list[Row]]:
     """Return the schema of the rows and the rows."""
-    plain, zipped = path / "rows.jsonl", path / "rows.jsonl.gz"
-    if zipped.exists() and not plain.exists():
-        plain = zipped
-        text = files.decoded(zipped, files.unzipped(zipped, files.ROWS_BYTES))
-    else:
-        text = files.text(plain, files.ROWS_BYTES)
+    file = path / bundle.ROWS
+    text = files.decode_utf8(file, bundle.content(path, bundle.ROWS))
     first, *lines = text[: text.rfind("\n") + 1].split("\n")[:-1] or [""]
     schemas = {json.dumps({"schema": name}): name for name in (ROWS_SCHEMA, *OLDER_ROWS)}
     if first not in schemas:
         current = next(iter(schemas))
         actual = first[:80] or "an empty file"
-        raise ResultError(f"{plain}: expected a first line {current}, found {actual}")
+        raise ResultError(f"{file}: expected a first line {current}, found {actual}")
     schema, names = schemas[first], {f.name for f in fields(Row)}
     lacks = OLDER_ROWS.get(schema, frozenset())
     needed = names - lacks if lacks is not None else set()
-    read = [_row(plain, number, line, needed) for number, line in enumerate(lines, start=2)]
-    _each_once(plain, read)
+    read = [_row(file, number, line, needed) for number, line in enumerate(lines, start=2)]
+    _each_once(file, read)
     return schema, read
 
 
@@ -301,7 +294,7 @@ def _row(file: Path, number: int, line: str, needed: set[str]) -> Row:
     try:
         if len(line) > ROW_BYTES:
             raise ValueError(f"more than {ROW_BYTES} characters (ROW_BYTES)")
-        data = files.parsed(line)
+        data = files.parse_json(line)
         missing = [f.name for f in fields(Row) if f.name in needed - data.keys()]
         unknown = sorted(data.keys() - {f.name for f in fields(Row)})
         if not missing and not unknown:
@@ -311,7 +304,8 @@ def _row(file: Path, number: int, line: str, needed: set[str]) -> Row:
         actual = f"no {missing[0]}" if missing else f"an unknown field {unknown[0]}"
         expected = "a row with the fields of Row"
     except ValidationError as error:
-        expected, actual = "a row", _first(error)
+        first = files.first_error(error)
+        raise ResultError(f"{file}: line {number}: expected a row; {first}") from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         expected, actual = "a row", f"{type(error).__name__}: {error}"
     raise ResultError(f"{file}: line {number}: expected {expected}, found {actual}")
@@ -330,27 +324,18 @@ def _fields(data: Any) -> dict[str, Any]:
 
 
 def _read_json(file: Path, schema: str, model: type[_Typed]) -> dict[str, Any]:
-    data = files.from_json(file)
-    if data.get("schema") != schema:
-        raise ResultError(f"{file}: expected schema {schema}, found {str(data.get('schema'))[:80]}")
-    return _typed(file, data, model)
+    return _check_types(file, files.from_json(file, schema), model)
 
 
-def _typed(file: Path, data: Any, model: type[_Typed]) -> dict[str, Any]:
+def _check_types(file: Path, data: Any, model: type[_Typed]) -> dict[str, Any]:
     """Return the data unchanged after checking the types of the fields that are read again."""
     try:
         model.model_validate(data)
     except ValidationError as error:
-        raise ResultError(f"{file}: expected the fields of a run, found {_first(error)}") from error
+        first = files.first_error(error)
+        raise ResultError(f"{file}: expected the fields of a run; {first}") from error
     checked: dict[str, Any] = data
     return checked
-
-
-def _first(error: ValidationError) -> str:
-    """Describe the first error: its place, what is wrong, and the value."""
-    first = error.errors()[0]
-    place = ".".join(str(part) for part in first["loc"]) or "top"
-    return f"{place}: {first['msg']}; {str(first['input'])[:60]!r}"
 
 
 def write_json(file: Path, data: Any) -> None:

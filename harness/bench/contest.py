@@ -40,7 +40,7 @@ from sparsebench.harness.bench.contest_state import (
     Fatal,
     OnFailure,
     RunningContest,
-    ended,
+    end_status,
     one_line,
     synchronize,
 )
@@ -49,7 +49,7 @@ from sparsebench.harness.bench.operands import Layer
 from sparsebench.harness.bench.output_checks import check_all, of_layer, redraw
 from sparsebench.harness.bench.prepare import prepare, prepare_chain, unsupported
 from sparsebench.harness.bench.process_state import rewritten_modules
-from sparsebench.harness.bench.sampling import CHAIN, LAYERS, Measure, layers_of, possible
+from sparsebench.harness.bench.sampling import CHAIN, LAYERS, Measure, distinct_measures, layers_of
 from sparsebench.harness.bench.spot_checks import A, Outputs, Spots
 from sparsebench.harness.bench.tampering import Guard, Seal, TamperingError
 from sparsebench.harness.bench.timing import Samples, ready, time_together
@@ -71,7 +71,7 @@ def run(
 ) -> tuple[list[Row], dict[str, float]]:
     """Return the rows of every contender, and the seconds spent by stage."""
     options = options or ContestOptions()
-    measures, id_ = possible(options.measures, device.type), identity(device)
+    measures, id_ = distinct_measures(options.measures, device.type), identity(device)
     about = options.replicate, options.attempt, options.reference
     entries = [Entry(Row(Case(problem, c), Status.OK, *about, device=id_)) for c in contenders]
     spent_s: dict[str, float] = {}
@@ -81,9 +81,11 @@ def run(
             entry.end(Status.UNSUPPORTED, str(reason))
         return [row for entry in entries for row in entry.rows(measures)], spent_s
     try:
-        contest = start(prepared(problem, entries, device, data, options, announce, on_failure))
+        contest = start(
+            prepare_contest(problem, entries, device, data, options, announce, on_failure)
+        )
     except (*NO_MEMORY, SparsebenchError) as error:
-        status, detail = ended(error)
+        status, detail = end_status(error)
         for entry in entries:
             entry.end(status, f"operands: {detail}")
     else:
@@ -128,10 +130,10 @@ def start(contest: RunningContest) -> RunningContest:
 def compile_ahead(problem: Problem, contenders: list[Contender], device: torch.device) -> None:
     """Prepare every contender and drop it: what it compiled stays in the caches on disk."""
     entries = [Entry(Row(Case(problem, contender), Status.OK)) for contender in contenders]
-    prepared(problem, entries, device).guard.watched.clear()
+    prepare_contest(problem, entries, device).guard.watched.clear()
 
 
-def prepared(
+def prepare_contest(
     problem: Problem,
     entries: list[Entry],
     device: torch.device,

@@ -222,7 +222,7 @@ class RunningContest:
         except TamperingError as error:
             entry.end(Status.WRONG, f"{stage}: {error}")
         except Exception as error:
-            status, reason = ended(error)
+            status, reason = end_status(error)
             if status is Status.FAILED:
                 try:
                     synchronize(self.device)
@@ -247,7 +247,7 @@ def synchronize(device: torch.device) -> None:
 NO_MEMORY = torch.OutOfMemoryError, MemoryError
 
 
-def ended(error: Exception) -> tuple[Status, str]:
+def end_status(error: Exception) -> tuple[Status, str]:
     """Return the status of a case that ended with this error, and the reason."""
     if isinstance(error, FormatError | Unsupported):
         return Status.UNSUPPORTED, str(error)

@@ -139,7 +139,7 @@ def check(out: object, expected: Expected, pattern: Format | None = None) -> Ver
 
 
 def where_stored(expected: Expected, pattern: Format | None) -> Expected:
-    """Return what is expected of the elements that a pattern stores; without one, of all."""
+    """Return the expected elements that a pattern stores; without a pattern, all elements."""
     if pattern is None:
         return expected
 

@@ -40,11 +40,11 @@ DENSE = {"cuda": "cublas", "cpu": "torch_dense"}
 # m, n, k and dtype of the reference contests (plan/selection.py). The first reads 512 MB on a GPU.
 MEMORY = {"cuda": (1, 16384, 16384, "bf16"), "cpu": (1, 2048, 2048, "fp32")}
 COMPUTE = {"cuda": (4096, 4096, 4096, "bf16"), "cpu": (256, 256, 256, "fp32")}
-SIDES = {"cuda": (4096, 8192), "cpu": (256, 512)}  # of the products; the first as in COMPUTE
-BURSTS, REST_S = 3, 0.1  # of a product; without pauses bf16 reached 738 or 778 TFLOP/s, not 790
+SIDES = {"cuda": (4096, 8192), "cpu": (256, 512)}  # sides of the products; the first as in COMPUTE
+BURSTS, REST_S = 3, 0.1  # bursts, pause; without one bf16 reached 738 or 778 TFLOP/s, not 790
 LONG_US = 2000.0  # a product that takes longer is not followed by a larger one
 
-STREAM_BYTES = {"cuda": 2**31, "cpu": 2**26}  # at most, and at most an eighth of what is free
+STREAM_BYTES = {"cuda": 2**31, "cpu": 2**26}  # also at most an eighth of the free memory
 LEAST_BYTES = 2**20  # a multiple of every stream's chunk
 COMPILERS = 8  # threads that compile our streams
 NO_STREAMS = "left out: they need Triton, which is not installed"

@@ -77,10 +77,10 @@ def pieces(
 ) -> list[Energy]:
     """Return the energies of a call in `count` consecutive pieces of a window."""
     with _meter(identity(device)) as meter_j:
-        return counted(call, partial(synchronize, device), meter_j, window_s, count)
+        return meter_energies(call, partial(synchronize, device), meter_j, window_s, count)
 
 
-def counted(
+def meter_energies(
     call: Callable[[], Any],
     wait: Callable[[], None],
     meter_j: Callable[[], float | None],

@@ -37,7 +37,7 @@ from sparsebench.kernels._kernel import unit_scale
 from sparsebench.results.record import Problem, Source
 
 GOLDEN = (5**0.5 - 1) / 2  # part of the tokens between two draws (Knuth, 6.4)
-SEEDS_APART = 2**31  # between layers: above any seed of a suite (plan/limits.py)
+SEEDS_APART = 2**31  # difference between layers; above any seed of a suite (plan/limits.py)
 CPU = torch.device("cpu")
 NONE: Mapping[str, Tensor] = MappingProxyType({})
 
@@ -159,7 +159,7 @@ def redraw(
     op.derive(problem, weights, activations)
 
 
-def unseen(last: int, recordings: Sequence[Tensor]) -> int:
+def other_draw(last: int, recordings: Sequence[Tensor]) -> int:
     """Return a random draw number, one that plays other rows of the recordings than the last."""
     while True:
         draw = int.from_bytes(os.urandom(4), "little") >> 1
@@ -195,11 +195,11 @@ def _weight(problem: Problem, op: Op, name: str, device: torch.device, data: Pat
     sources.agree(problem["pattern"], source)
     if source is None:
         hashed: Score = lambda grid: scores(problem.seed, name, grid.cells, device)  # noqa: E731
-        return _pruned(problem, op, name, _drawn(problem, op, name, device), hashed)
-    path = _verified(source, data)
+        return _prune(problem, op, name, _draw_weight(problem, op, name, device), hashed)
+    path = _verify(source, data)
     if source.tensor is None:
         keep = _fitting(problem, op, name, path, sources.load_pattern(path)).to(device)
-        return _masked(_drawn(problem, op, name, device), keep)
+        return _mask_bits(_draw_weight(problem, op, name, device), keep)
     if problem["dtype"] == "fp8":
         expected = "expected a dtype of 16 or 32 bits for weights from a file"
         raise SuiteError(f"{path}: {expected}, found fp8, which needs scaled weights")
@@ -207,7 +207,7 @@ def _weight(problem: Problem, op: Op, name: str, device: torch.device, data: Pat
     stored = _fitting(problem, op, name, path, sources.load_weights(path, tensor))
     weight = stored.to(device, _dtype(problem, op, name), copy=True)
     weight = _finite(problem, f"{source.path}:{tensor}", weight, stored)
-    return _pruned(problem, op, name, weight, partial(magnitudes, weight))
+    return _prune(problem, op, name, weight, partial(magnitudes, weight))
 
 
 def _recording(
@@ -218,7 +218,7 @@ def _recording(
     With one token all draws would be equal, and a call that does nothing would not be detected.
     """
     assert problem.source
-    path = _verified(problem.source, data)
+    path = _verify(problem.source, data)
     stored = sources.load_weights(path, sources.member(problem.source, name))
     tokens, (m, k) = len(stored), _shape(problem, op, name)
     if tokens < max(m, 2) or stored.shape[1] != k:
@@ -251,7 +251,7 @@ def _finite(problem: Problem, where: str, values: Tensor, stored: Tensor) -> Ten
     raise Unsupported(f"{where}: {expected}; found {bad} others; the largest is {largest:.4g}")
 
 
-def _drawn(problem: Problem, op: Op, name: str, device: torch.device) -> Tensor:
+def _draw_weight(problem: Problem, op: Op, name: str, device: torch.device) -> Tensor:
     shape = _shape(problem, op, name)
     weight = torch.ones(shape, dtype=_dtype(problem, op, name), device=device)
     if name == op.mask:
@@ -261,7 +261,7 @@ def _drawn(problem: Problem, op: Op, name: str, device: torch.device) -> Tensor:
     return weight
 
 
-def _pruned(problem: Problem, op: Op, name: str, weight: Tensor, score: Score) -> Tensor:
+def _prune(problem: Problem, op: Op, name: str, weight: Tensor, score: Score) -> Tensor:
     def first_column_first(grid: Grid) -> Tensor:
         scored = score(grid).long()  # the maximum of 31 bits plus one must fit
         scored.view(grid.rows, grid.columns)[:, 0] = scored.max() + 1
@@ -271,17 +271,17 @@ def _pruned(problem: Problem, op: Op, name: str, weight: Tensor, score: Score) -
         return weight
     ranked = first_column_first if op.keeps_first(problem, name) else score
     shape = op.operands[name].shape
-    return _masked(weight, mask(op.sizes(problem.fields), shape, ranked, weight.device))
+    return _mask_bits(weight, mask(op.sizes(problem.fields), shape, ranked, weight.device))
 
 
-def _masked(weight: Tensor, keep: Tensor) -> Tensor:
+def _mask_bits(weight: Tensor, keep: Tensor) -> Tensor:
     """Set all other elements to +0.0, by their bits, because torch cannot fill fp8."""
     weight.view(BITS[weight.element_size()]).masked_fill_(~keep, 0)
     return weight
 
 
-def _verified(source: Source, data: Path | None) -> Path:
-    path = sources.located(source, data)
+def _verify(source: Source, data: Path | None) -> Path:
+    path = sources.locate(source, data)
     if (present := sources.sha256(path)) != source.sha256:
         expected = f"expected SHA-256 {source.sha256}"
         raise SuiteError(f"{path}: {expected}, found {present}: it has changed")

@@ -27,18 +27,13 @@ import torch
 from torch import Tensor
 
 from sparsebench.harness.bench import operands
-from sparsebench.harness.bench.contest_state import (
-    Entry,
-    RunningContest,
-    configuration,
-    one_line,
-)
+from sparsebench.harness.bench.contest_state import Entry, RunningContest, configuration, one_line
 from sparsebench.harness.bench.correctness import Expected, check, roundings, where_stored
 from sparsebench.harness.bench.operands import Layer, without_mask
 from sparsebench.harness.bench.sampling import CHAIN
 from sparsebench.harness.bench.spot_checks import B, Outputs, Spots, as_tuple, print_of, values_of
 from sparsebench.harness.bench.tampering import Guard
-from sparsebench.harness.ops._op import Op, bound
+from sparsebench.harness.ops._op import Op, with_fields
 from sparsebench.kernels._kernel import OUTPUTS, Launch, Output
 from sparsebench.results.record import Status
 
@@ -102,7 +97,7 @@ def _watch(contest: RunningContest, expected: Sequence[Expected], whole: bool) -
         named = {f"the expected {name}{where}": array for name, array in arrays.items()}
 
         def rewrite(layer: Layer = layer, right: Expected = right) -> None:
-            again = _expected(contest.op, layer, whole, right.sample and right.sample.seed)
+            again = _right_answer(contest.op, layer, whole, right.sample and right.sample.seed)
             right.reference.copy_(again.reference)
             right.spread.copy_(again.spread)
             if right.plain is not None and again.plain is not None:
@@ -116,7 +111,7 @@ def _watch(contest: RunningContest, expected: Sequence[Expected], whole: bool) -
 def redraw(contest: RunningContest) -> None:
     """Draw the activations anew, by a number that was never used, and record it in the rows."""
     recordings = [of for layer in contest.layers for of in layer.dense.recordings.values()]
-    contest.draw = operands.unseen(contest.draw, recordings)
+    contest.draw = operands.other_draw(contest.draw, recordings)
     for number, layer in enumerate(contest.layers):
         dense = layer.dense
         fresh = dense.activations, contest.draw, dense.recordings, dense.weights
@@ -144,7 +139,7 @@ def _check(
     """Run a contender's launch, or its chain, and judge each output; return the largest errors."""
     entry, first = contest.entries[number], when == "before timing"
     if first:
-        # A launch with an output buffer of its own writes over the NaN. One that allocates is
+        # A launch with its own output buffer writes over the NaN. One that allocates is
         # likely to get the same memory again.
         for out in as_tuple(call()):
             if (elements := _elements(out, contest.guard)) is not None:
@@ -192,7 +187,7 @@ def _answers_with_room(contest: RunningContest, when: str) -> dict[bool, list[Ex
             answers = {}
             for whole in kinds:
                 seed = SystemRandom().getrandbits(64) if _in_part(contest, whole, when) else None
-                answers[whole] = [_expected(contest.op, x, whole, seed) for x in contest.layers]
+                answers[whole] = [_right_answer(contest.op, x, whole, seed) for x in contest.layers]
             return answers
         except (torch.OutOfMemoryError, MemoryError) as error:
             reason = f"reference, {when}: {one_line(error)}"
@@ -219,7 +214,7 @@ def _fit(contest: RunningContest, expected: Sequence[Expected]) -> bool:
     return True
 
 
-def _expected(op: Op, layer: Layer, whole: bool, seed: int | None) -> Expected:
+def _right_answer(op: Op, layer: Layer, whole: bool, seed: int | None) -> Expected:
     """Compute the right answer, or with a seed that of a part, if the op has one.
 
     torch's own comes first, before fp64 copies take memory.
@@ -230,13 +225,13 @@ def _expected(op: Op, layer: Layer, whole: bool, seed: int | None) -> Expected:
     if sample:
         problem, every = sample.problem, {**sample.operands}
     dense = {name: every[name] for name in op.arguments}
-    plain = bound(op.definition, problem)(**dense)
+    plain = with_fields(op.definition, problem)(**dense)
     arguments = {name: operand.double() for name, operand in dense.items()}
     dtype = problem["dtype"]
     products, sums = roundings(dtype, op.rounds(dtype))
     return Expected(
-        reference=bound(op.definition, problem)(**arguments),
-        spread=bound(op.spread, problem)(**arguments),
+        reference=with_fields(op.definition, problem)(**arguments),
+        spread=with_fields(op.spread, problem)(**arguments),
         dtype=OUTPUTS[dtype],
         depth=op.longest_sum(problem, arguments),
         products=products,

@@ -26,19 +26,19 @@ from sparsebench.harness.bench.contest_state import (
     NO_MEMORY,
     Entry,
     RunningContest,
-    ended,
+    end_status,
     synchronize,
 )
 from sparsebench.harness.bench.operands import DenseOperands, Layer, without_mask
 from sparsebench.harness.bench.tampering import arrays_of
 from sparsebench.harness.bench.timing import Chain
 from sparsebench.harness.catalog import load_kernel, load_op, masks, weights_format
-from sparsebench.harness.machine.device import simulated
+from sparsebench.harness.machine.device import is_simulated
 from sparsebench.kernels import _kernel
 from sparsebench.kernels._kernel import Launch, Operands, Portfolio
 from sparsebench.results.record import Contender, Problem
 
-CHOICE_BYTES = 2**14  # as JSON; the longest published one has 1.4 KB
+CHOICE_BYTES = 2**14  # most bytes of a choice as JSON; the longest published one has 1.4 KB
 
 
 def prepare(contest: RunningContest, entry: Entry) -> None:
@@ -51,7 +51,7 @@ def prepare(contest: RunningContest, entry: Entry) -> None:
         weights, convert_us = _convert(contest, contender)
         stored = sum(weight.stored_bytes for weight in weights.values())
         entry.row = replace(entry.row, convert_us=convert_us, stored_bytes=stored)
-        weights = {name: copy(weight) for name, weight in weights.items()}  # of shared arrays
+        weights = {name: copy(weight) for name, weight in weights.items()}  # arrays are shared
         if contest.op.pattern:  # a sparse output is packed like it
             pattern = weights.pop(contest.op.pattern)
             entry.pattern = None if contender.format == "dense" else pattern
@@ -65,7 +65,7 @@ def prepare(contest: RunningContest, entry: Entry) -> None:
             weights,
             {name: x.detach() for name, x in contest.dense.activations.items()},
             definition,
-            _pinned(contest, entry),
+            _earlier_choice(contest, entry),
             entry.pattern,
             contest.options.timed.get(entry.row.case.id, ()),
         )
@@ -96,7 +96,7 @@ def prepare_chain(contest: RunningContest, entry: Entry) -> None:
             further = [_layer(contest, entry, layer) for layer in contest.layers[1:]]
             entry.chain = Chain((entry.launch, *further))
         except (FormatError, Unsupported, *NO_MEMORY) as error:
-            status, reason = ended(error)
+            status, reason = end_status(error)
             entry.leave_chain(status, f"chain: {reason}")
         synchronize(contest.device)
         contest.check_tampering()
@@ -106,7 +106,7 @@ def _layer(contest: RunningContest, entry: Entry, layer: Layer) -> Launch:
     contender = entry.row.case.contender
     operands = Operands(
         layer.problem,
-        dict(_stored(layer.problem, contender, layer.dense)),
+        dict(_weights_in_format(layer.problem, contender, layer.dense)),
         {name: x.detach() for name, x in layer.dense.activations.items()},
         contest.op.definition_at(layer.problem),
         entry.row.choice or None,
@@ -130,7 +130,7 @@ def plain(choice: object) -> dict[str, Any]:
     return result
 
 
-def _pinned(contest: RunningContest, entry: Entry) -> Mapping[str, Any] | None:
+def _earlier_choice(contest: RunningContest, entry: Entry) -> Mapping[str, Any] | None:
     """Return what an earlier process chose; a twin takes the choice of its original."""
     case = entry.row.case
     originals = {e.row.case.id: e.row.choice for e in contest.entries if e.row.choice}
@@ -173,7 +173,7 @@ def unsupported(problem: Problem, contender: Contender, device: torch.device) ->
 
 def unsupported_on(device: str, problem: Problem, contender: Contender) -> str | None:
     """Return why a contender cannot run on the device of this name; a simulated one runs all."""
-    return None if simulated(device) else unsupported(problem, contender, torch.device(device))
+    return None if is_simulated(device) else unsupported(problem, contender, torch.device(device))
 
 
 @cache
@@ -198,7 +198,7 @@ def _convert(contest: RunningContest, contender: Contender) -> tuple[dict[str, F
             weights.clear()
             synchronize(contest.device)
             start = time.perf_counter()
-            weights.update(_stored(contest.problem, contender, contest.dense))
+            weights.update(_weights_in_format(contest.problem, contender, contest.dense))
             synchronize(contest.device)
             took_us.append(1e6 * (time.perf_counter() - start))
         contest.check_tampering()
@@ -207,7 +207,7 @@ def _convert(contest: RunningContest, contender: Contender) -> tuple[dict[str, F
     return contest.packed[key]
 
 
-def _stored(
+def _weights_in_format(
     problem: Problem, contender: Contender, dense: DenseOperands
 ) -> Iterator[tuple[str, Format]]:
     """Yield each weight in the contender's format, or dense if that stores activations."""
@@ -227,7 +227,7 @@ def _watch(contest: RunningContest, contender: Contender, weights: Mapping[str, 
 
     def rewrite() -> None:
         again = arrays_of(
-            dict(_stored(contest.problem, contender, contest.dense)), contender.format
+            dict(_weights_in_format(contest.problem, contender, contest.dense)), contender.format
         )
         for name, find in references.items():
             array = find()

@@ -58,7 +58,7 @@ class ProcessState:
 
     def __init__(self) -> None:
         self._settings = _settings()
-        self._before = {name: _read(read) for name, (read, _) in self._settings.items()}
+        self._before = {name: _read_setting(read) for name, (read, _) in self._settings.items()}
         self._environment = dict(os.environ)
         self._random = _random_states()
 
@@ -77,7 +77,7 @@ class ProcessState:
     def _restore_settings(self) -> list[str]:
         changed = []
         for name, (read, write) in self._settings.items():
-            before, now = self._before[name], _read(read)
+            before, now = self._before[name], _read_setting(read)
             if before != now:
                 write(before)
                 changed.append(f"{name} from {before} to {now}")
@@ -92,7 +92,7 @@ class ProcessState:
         return [f"the environment variable {name}" for name in changed]
 
 
-def _read(read: Callable[[], Any]) -> Any:
+def _read_setting(read: Callable[[], Any]) -> Any:
     """Read a setting; torch refuses to name a precision that was set in its old and its new way."""
     try:
         return read()
@@ -260,7 +260,7 @@ class SealedClocks:
 def addresses() -> dict[str, int]:
     """Return where each clock begins in memory."""
     libraries = [(ctypes.CDLL(None), LIBC)]
-    if (path := _loaded("libcudart.so")) is not None:
+    if (path := _path_of_library("libcudart.so")) is not None:
         libraries.append((ctypes.CDLL(path), CUDART))
     return {
         name: address
@@ -281,7 +281,7 @@ def write(address: int, code: bytes) -> None:
         libc.mprotect(ctypes.c_void_p(page), size, CODE)
 
 
-def _loaded(name: str) -> str | None:
+def _path_of_library(name: str) -> str | None:
     with open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:
         paths = [line.rpartition(" ")[2].strip() for line in maps if f"/{name}" in line]
     return paths[0] if paths else None

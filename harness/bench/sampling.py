@@ -1,6 +1,6 @@
 """How many samples a contender gives, and in which scopes; `validate` checks it without a device.
 
-A slow contender gives fewer samples: BUDGET_MS of its own time, but at least MIN_SAMPLES.
+A slow contender gives fewer samples: BUDGET_MS of its time, but at least MIN_SAMPLES.
 """
 
 from collections.abc import Iterable
@@ -10,20 +10,20 @@ SAMPLES_PER_BLOCK = 8
 MIN_SAMPLES = 5
 BUDGET_MS = 40.0
 
-CHAIN, LAYERS = "chain", 8  # a scope, and the number of layers that it chains (timing.py)
+CHAIN, LAYERS = "chain", 8  # the scope chain, and its number of layers (timing.py)
 
 Measure = tuple[str, str]
 """A scope (kernel, op, chain) and a state of the cache (cold, hot)."""
 
 
-def budgeted(time_us: float) -> tuple[int, int]:
+def sample_budget(time_us: float) -> tuple[int, int]:
     """Return blocks and samples per block for a contender that takes about this long."""
     affordable = int(1e3 * BUDGET_MS / max(time_us, 1e-3))
     per_block = min(SAMPLES_PER_BLOCK, max(1, affordable // BLOCKS))
     return min(BLOCKS, max(MIN_SAMPLES, affordable // per_block)), per_block
 
 
-def possible(measures: Iterable[Measure], device: str) -> tuple[Measure, ...]:
+def distinct_measures(measures: Iterable[Measure], device: str) -> tuple[Measure, ...]:
     """Return the measures that a device distinguishes: on a CPU there is one."""
     return (("kernel", "hot"),) if device == "cpu" else tuple(measures)
 

@@ -7,7 +7,7 @@
 
 B's answer is known: an earlier call on B was compared in full. A's answer is that of the first call
 of the burst: it must differ from B's, and a second call must give it again after its elements were
-reversed. If the call on B was compared in part, the sums are those of its own output. A call finds
+reversed. If the call on B was compared in part, the sums are those of the same output. A call finds
 the right answer for the other activations in its output, so a call that does
 nothing, or that returns a stored result, is wrong. Writing the activations changes no version
 counter of torch. A spot is called by the same line of code as a sample, with the same arguments.
@@ -34,7 +34,7 @@ CALLS = 64
 BURST_S = 0.1
 FEWEST = 16  # two outputs with so many sums never have the same ones by chance
 CLOCK_EVERY = 8  # calls between two readings of the clock
-SHARE = 0.25  # of the blocks
+SHARE = 0.25  # fraction of the blocks
 FURTHER = 4.0  # times as far as the call that was compared in full
 A, B = "a", "b"
 

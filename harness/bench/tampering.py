@@ -97,7 +97,7 @@ class Guard:
 
     def check(self) -> None:
         """Raise TamperingError if an array has changed, after restoring all of them."""
-        changed = self._changed()
+        changed = self._find_changes()
         if not changed:
             return
         for watched in changed:  # allocate the memory again if a contender freed it
@@ -112,11 +112,11 @@ class Guard:
             for w in self.watched
             if (array := w.array()) is not None
         ]
-        lost = self._changed()  # an array whose shape has changed cannot be written again
+        lost = self._find_changes()  # an array whose shape has changed cannot be written again
         self.watched = [w for w in self.watched if w not in lost]
         raise TamperingError(f"changed {', '.join(sorted({w.name for w in changed}))}")
 
-    def _changed(self) -> list[WatchedArray]:
+    def _find_changes(self) -> list[WatchedArray]:
         """Return the arrays that have moved, or whose content has changed."""
         self.watched = [w for w in self.watched if w.array() is not None]
         there = [w for w in self.watched if _in_place(w.array(), w.place)]

@@ -40,13 +40,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from sparsebench.harness.bench.sampling import BLOCKS, budgeted
+from sparsebench.harness.bench.sampling import BLOCKS, sample_budget
 from sparsebench.harness.bench.spot_checks import Outputs, Spots
 from sparsebench.kernels._common.capture import capturing
 from sparsebench.kernels._common.gpu_clock import GpuClock, flusher
 from sparsebench.kernels._kernel import Launch, Output
 
-REPEATS, MOST_REPEATS = 2, 24  # of a block, of all blocks
+REPEATS, MOST_REPEATS = 2, 24  # most repeats of a block, and of all blocks together
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ def time_together(
         take = _host_clock(announce, spots)
     numbered = [(i, contender, "") for i, contender in enumerate(contenders)]
     trials = [take(numbered) for _ in range(2)]  # the first call may include warm-up
-    plans = [budgeted(min(t.time_us for t in times)) for times in zip(*trials, strict=True)]
+    plans = [sample_budget(min(t.time_us for t in times)) for times in zip(*trials, strict=True)]
     draw = random.Random(f"{seed} {scope} {cache}")
     turns = [
         spots.turns(i, *plan) if spots else [[""] * plan[1]] * plan[0]

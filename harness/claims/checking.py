@@ -23,8 +23,8 @@ from typing import Any
 
 from sparsebench.errors import SuiteError
 from sparsebench.harness.bench.energy import NoMeter
-from sparsebench.harness.claims.claim_plan import Part, parts, planned_claim, refused
-from sparsebench.harness.machine.device import simulated
+from sparsebench.harness.claims.claim_plan import Part, parts, planned_claim, refusal_of
+from sparsebench.harness.machine.device import is_simulated
 from sparsebench.harness.plan.suite import Suite
 from sparsebench.harness.run import recorded_plan, repeat, run_json
 from sparsebench.harness.run.measure import RunOptions, measure
@@ -40,7 +40,7 @@ from sparsebench.results.claims.verdict import Verdict, judge
 VERDICTS_SCHEMA = "sparsebench/verdicts@1"
 CELL_FIELDS = "run", "fields", "subject", "baseline", "value", "low", "high", "kind", "reason"
 
-CONFIRMING = 2  # at most: rounds of confirming runs
+CONFIRMING = 2  # most rounds of confirming runs
 
 Gap = tuple[Part, set[str]]
 """A test, and its problems that have no cell."""
@@ -73,7 +73,7 @@ class Evidence:
     parts    of each claim, by name
     cells    of each claim, over all runs that were read
     files    of each claim, over the JSON files of train-lm and whole
-    refused  why a test was not run, by claim and test
+    refusals why a test was not run, by claim and test
     runs     paths of the runs, by their name in cells
     left     suites that were not measured, or not completely, for lack of time
     """
@@ -82,7 +82,7 @@ class Evidence:
     parts: dict[str, list[Part]] = field(default_factory=dict)
     cells: dict[str, list[Cell]] = field(default_factory=dict)
     files: dict[str, list[Cell]] = field(default_factory=dict)
-    refused: dict[tuple[str, str], str] = field(default_factory=dict)
+    refusals: dict[tuple[str, str], str] = field(default_factory=dict)
     runs: dict[str, Path] = field(default_factory=dict)
     left: list[str] = field(default_factory=list)
 
@@ -119,7 +119,7 @@ class Evidence:
 
     def planned(self, ceilings: Ceilings | None = None) -> list[PlannedClaim]:
         return [
-            planned_claim(c, self.parts[n], ceilings, self._refused(n), self.files.get(n, ()))
+            planned_claim(c, self.parts[n], ceilings, self._refusals(n), self.files.get(n, ()))
             for n, c in ((each.name, each) for each in self.written)
         ]
 
@@ -135,12 +135,12 @@ class Evidence:
             for name, parts in self.parts.items()
         }
         return {
-            n: judge(n, claim, deciding[n], problems[n], self._refused(n))
+            n: judge(n, claim, deciding[n], problems[n], self._refusals(n))
             for n, claim in ((each.name, each.claim) for each in self.written)
         }
 
-    def _refused(self, name: str) -> dict[str, str]:
-        return {test: reason for (claim, test), reason in self.refused.items() if claim == name}
+    def _refusals(self, name: str) -> dict[str, str]:
+        return {test: reason for (claim, test), reason in self.refusals.items() if claim == name}
 
 
 def evidence(
@@ -168,11 +168,11 @@ def check(
     Runs that are below `out` count, and stopped ones are resumed. `engine` may measure a run in
     pieces. `planned` is called with what is known before anything is measured.
     """
-    finished = (run for run in store.runs_in(out) if _finished(run))
+    finished = (run for run in store.runs_in(out) if _is_finished(run))
     result = evidence(written, [*runs, *finished], flags.data)
     for part in result.all_parts:
-        if reason := refused(part, flags.device):
-            result.refused[part.written.name, part.test.name] = reason
+        if reason := refusal_of(part, flags.device):
+            result.refusals[part.written.name, part.test.name] = reason
     planned(result)
     _Check(result, flags, out, options, engine or measure).run()
     out.mkdir(parents=True, exist_ok=True)
@@ -192,28 +192,28 @@ class _Check:
 
     def run(self) -> None:
         result = self.evidence
-        result.read([self._resumed(path) for path in self._unfinished()])
+        result.read([self._resume(path) for path in self._interrupted_screenings()])
         for left in missing(result, self.flags.device, self.flags.replicates):
             if monotonic() >= self.options.until:
                 result.left.append(left.suite.name)
                 continue
             try:
-                result.read([self._measured(left)])
+                result.read([self._measure(left)])
             except NoMeter as error:
                 for part, _ in left.gaps:
-                    result.refused[part.written.name, part.test.name] = str(error)
-        result.left += [path.name for path in self._unfinished()]
+                    result.refusals[part.written.name, part.test.name] = str(error)
+        result.left += [path.name for path in self._interrupted_screenings()]
         if self.flags.replicates >= statistics.FEWEST and not result.left:
             for _ in range(CONFIRMING):
                 for screening, chosen in self._promising().items():
-                    result.read([self._confirmed(screening, chosen)])
+                    result.read([self._confirm(screening, chosen)])
 
-    def _unfinished(self) -> list[Path]:
-        """Return the screening runs that were stopped; `_confirmed` resumes the others."""
-        runs = [run for run in store.runs_in(self.out) if not _finished(run)]
+    def _interrupted_screenings(self) -> list[Path]:
+        """Return the screening runs that were stopped; `_confirm` resumes the others."""
+        runs = [run for run in store.runs_in(self.out) if not _is_finished(run)]
         return [run for run in runs if "confirms" not in store.read(run).state]
 
-    def _resumed(self, path: Path) -> Path:
+    def _resume(self, path: Path) -> Path:
         if monotonic() < self.options.until:
             run = store.read(path)
             before = run.state["flags"]
@@ -222,7 +222,7 @@ class _Check:
             self.engine(suite, replace(self.flags, **before_flags), None, path, self.options)
         return path
 
-    def _measured(self, left: Missing) -> Path:
+    def _measure(self, left: Missing) -> Path:
         suite, only = left.suite, f"case={'|'.join(left.cases)}"
         flags = replace(self.flags, only=only, replicates=left.replicates, energy=left.energy)
         names = (f"{suite.name}-{number}" if number > 1 else suite.name for number in count(1))
@@ -238,14 +238,14 @@ class _Check:
                     chosen.setdefault(cell.run, {}).setdefault(cell.case_ids, cell)
         return {run: list(cells.values()) for run, cells in chosen.items()}
 
-    def _confirmed(self, screening: str, chosen: Sequence[Cell]) -> Path:
+    def _confirm(self, screening: str, chosen: Sequence[Cell]) -> Path:
         """Measure chosen cells of a run again, alone, in fresh processes.
 
         The name is numbered if a run has confirmed other cells, or came out unreliable.
         """
         path = self.evidence.runs[screening]
         names = (f"{screening}-confirmed{f'-{n}' if n > 1 else ''}" for n in count(1))
-        out = next(self.out / name for name in names if not _finished(self.out / name))
+        out = next(self.out / name for name in names if not _is_finished(self.out / name))
         run = repeat.whole(path)
         ids = dict.fromkeys(case for cell in chosen for case in cell.case_ids)
         rows = {row.case.id: row for row in run.rows}
@@ -261,7 +261,7 @@ class _Check:
         return repeat.again(run, where, {"confirms": origin}, only=only, replicates=replicates)
 
 
-def _finished(path: Path) -> bool:
+def _is_finished(path: Path) -> bool:
     return (path / "run.json").exists() and store.read(path).state["status"] == "finished"
 
 
@@ -270,12 +270,12 @@ def missing(result: Evidence, device: str, replicates: int) -> list[Missing]:
     gaps: list[Gap] = []
     for part in result.all_parts:
         name = part.written.name
-        if (name, part.test.name) in result.refused:
+        if (name, part.test.name) in result.refusals:
             continue
         measured = {
             cell.problem
             for cell in result.cells[name]
-            if cell.test == part.test.name and cell.simulated == simulated(device)
+            if cell.test == part.test.name and cell.simulated == is_simulated(device)
         }
         gaps.append((part, part.problems - measured))
     return runs_for(gaps, replicates)

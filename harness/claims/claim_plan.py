@@ -26,7 +26,7 @@ from sparsebench._discovery import documents
 from sparsebench.errors import SuiteError
 from sparsebench.harness.bench.prepare import unsupported_on
 from sparsebench.harness.catalog import load_op, suites
-from sparsebench.harness.machine.device import simulated
+from sparsebench.harness.machine.device import is_simulated
 from sparsebench.harness.patterns._mask import level
 from sparsebench.harness.plan.selection import only, text
 from sparsebench.harness.plan.suite import Contest, Suite, document, expand, read
@@ -82,7 +82,7 @@ def parts(written: ClaimFile, data: Path | None = None) -> list[Part]:
         except SuiteError as error:
             raise SuiteError(f"{written.at(*place)}: measure: {error}") from error
         part = Part(written, test, suite, tuple(contests))
-        planned.append(_narrowed(part, number, measure))
+        planned.append(_narrow(part, number, measure))
     return planned
 
 
@@ -149,9 +149,9 @@ def out_of_reach(part: Part, limits: Mapping[str, float]) -> bool:
     return any(short) if part.test.quantifier == "for_all" else all(short)
 
 
-def refused(part: Part, device: str) -> str:
+def refusal_of(part: Part, device: str) -> str:
     """Return why a test cannot run on a device; "" if it can."""
-    if simulated(device) or not part.contests:
+    if is_simulated(device) or not part.contests:
         return ""
     if device.startswith("cuda"):
         memory = torch.cuda.get_device_properties(device).total_memory
@@ -187,7 +187,7 @@ def _suite(name: str, measure: str, data: Path | None) -> Suite:
     return expand(f"{name}.yaml", yaml.safe_dump(written, sort_keys=False, width=100), data)
 
 
-def _narrowed(part: Part, number: int, measure: Measure) -> Part:
+def _narrow(part: Part, number: int, measure: Measure) -> Part:
     test, suite = part.test, part.suite
 
     def where(key: str) -> str:
@@ -251,7 +251,7 @@ def load(name: str) -> ClaimFile:
     return parse(*document("suites.claims", "claim", name))
 
 
-def chosen(names: list[str]) -> list[ClaimFile]:
+def read_claims(names: list[str]) -> list[ClaimFile]:
     """Read the claims of these names, or all known claims without any."""
     selected = [load(name) for name in names or claims()]
     twice = [name for name, count in Counter(each.name for each in selected).items() if count > 1]

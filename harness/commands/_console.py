@@ -22,7 +22,7 @@ STOPS = signal.SIGINT, signal.SIGTERM, signal.SIGHUP  # Ctrl-C, a scheduler, a c
 GATE_FAILED, BAD_INPUT, SOME_FAILED, UNFIT, UNCHECKED, DEFECT, INTERRUPTED = 1, 2, 3, 4, 5, 70, 130
 PIPE_COLUMNS = 120  # width of tables in a pipe or a file
 RESUME = "run --resume"
-EVERY_S = 10.0  # between two progress lines in a pipe
+EVERY_S = 10.0  # interval of progress lines in a pipe
 LEVELS = {"ok": "green", "note": "yellow", "warning": "bold red"}
 
 

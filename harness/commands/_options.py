@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-LEAST_BUDGET_S = 60.0  # of a budget: the doctor, one process and the page take half of it
+LEAST_BUDGET_S = 60.0  # least budget; the doctor, one process and the page take half of it
 
 
 def _set_peers(folder: Path | None) -> Path | None:

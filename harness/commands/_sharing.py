@@ -59,13 +59,13 @@ class Sharing:
     @property
     def device_names(self) -> list[str]:
         """Return the devices of this host. Raises SuiteError if one does not exist."""
-        from sparsebench.harness.machine.device import named
+        from sparsebench.harness.machine.device import full_name
 
-        return [named(name) for name in self.devices.split(",")]
+        return [full_name(name) for name in self.devices.split(",")]
 
     def first(self, device: str | None) -> str:
         """Return the device of the run's flags; a Slurm job looks for its GPU when it starts."""
-        from sparsebench.harness.machine.device import named
+        from sparsebench.harness.machine.device import full_name
 
         if self.devices:
             if device:
@@ -73,7 +73,7 @@ class Sharing:
             return self.device_names[0]
         if self.slurm and (device or "cuda").startswith("cuda"):
             return "cuda:0"
-        return named(device)
+        return full_name(device)
 
     def measure(
         self,

@@ -36,13 +36,13 @@ def advise(
     from sparsebench.results import store
     from sparsebench.results.advice import advise as answered
     from sparsebench.results.analysis import analyse
-    from sparsebench.results.measured_layers import of_runs, packaged
+    from sparsebench.results.measured_layers import of_runs, packaged_evidence
     from sparsebench.results.model_shapes import read_shapes
 
     added = of_runs((analyse(store.read(path)), str(path)) for path in run or ())
     if run and not added.gpus:
         raise ResultError(f"--run: expected a run on a GPU, found {', '.join(map(str, run or ()))}")
-    answer = answered(packaged() + added, read_shapes(model), gpu, batch)
+    answer = answered(packaged_evidence() + added, read_shapes(model), gpu, batch)
     if as_json:
         print_json(answer)
     elif markdown:

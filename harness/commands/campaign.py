@@ -56,7 +56,7 @@ def plan(
 
     if gpu is None and not GPU.is_dir():
         raise ResultError(f"--gpu: expected published runs; found no {GPU} in this folder")
-    requested = _read(file)
+    requested = _read_campaign(file)
     selected = {entry.name for entry in requested.named(names or [])}
     estimates = campaign_estimates(requested, gpu or GPU, data)
     entries = [each for each in estimates if each.entry.name in selected]
@@ -99,7 +99,7 @@ def run(
     from sparsebench.harness.shared_runs.campaign_sitting import Sitting
 
     until = monotonic() + opt.budget_s(budget) if budget else inf
-    requested, sharing = _read(file), Sharing(devices)
+    requested, sharing = _read_campaign(file), Sharing(devices)
     first = sharing.first(device)
     entries = requested.named(names or [])
     sitting = Sitting(requested, entries, out, data, until, timeout, message_printer())
@@ -122,7 +122,7 @@ def status(
     from sparsebench.harness.shared_runs.campaign_sitting import state
     from sparsebench.results.formatting import are
 
-    requested = _read(file)
+    requested = _read_campaign(file)
     states = [state(out, entry) for entry in requested.named(names or [])]
     if as_json:
         print_json(states)
@@ -156,11 +156,11 @@ def publish(
     """
     from sparsebench.harness.shared_runs.campaign_publication import publish as replace
 
-    for page in replace(_read(file), out, into, names or []):
+    for page in replace(_read_campaign(file), out, into, names or []):
         stdout.say(f"{page}: written")
 
 
-def _read(file: str) -> "Campaign":
+def _read_campaign(file: str) -> "Campaign":
     from sparsebench.harness.shared_runs.campaign_file import campaign
 
     return campaign(file)

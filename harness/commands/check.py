@@ -22,8 +22,8 @@ def check(
     """Estimate the run time of a suite, and list unsupported cases."""
     from sparsebench.harness.costs.estimates import preview, preview_here
     from sparsebench.harness.costs.measured_times import times_on
-    from sparsebench.harness.machine.device import named
-    from sparsebench.harness.plan.selection import uncontested
+    from sparsebench.harness.machine.device import full_name
+    from sparsebench.harness.plan.selection import has_only_baselines
     from sparsebench.harness.plan.suite import read
     from sparsebench.results.formatting import amount
 
@@ -33,14 +33,14 @@ def check(
     if gpu:
         planned = preview(requested, times_on(gpu), only, replicates)
     else:
-        planned = preview_here(requested, named(device), only, replicates, data)
+        planned = preview_here(requested, full_name(device), only, replicates, data)
     if as_json:
         print_json(planned)
         return
     stdout.print(escape(planned["title"]), style="bold")
     counts = f"{amount(planned['problems'], 'problem')}, {amount(planned['cases'], 'case')}"
     stdout.print(f"{counts}, {planned['supported']} of them supported on {planned['device']}")
-    if not gpu and uncontested(requested, planned["device"], only):
+    if not gpu and has_only_baselines(requested, planned["device"], only):
         stdout.print("only baselines are supported, so nothing will be compared")
     estimate = timedelta(seconds=planned["estimate_s"])
     stdout.print(f"about {estimate} (h:mm:ss) for {amount(replicates, 'replicate')}")

@@ -42,14 +42,14 @@ Runs = Annotated[
 @claims.command("list")
 def list_(names: Names = None, as_json: opt.Json = False) -> None:
     """List the known claims and what each one says."""
-    from sparsebench.harness.claims.claim_plan import chosen
-    from sparsebench.reports.claims.sheets import listed
+    from sparsebench.harness.claims.claim_plan import read_claims
+    from sparsebench.reports.claims.sheets import list_table
 
-    selected = chosen(names or [])
+    selected = read_claims(names or [])
     if as_json:
         print_json({each.name: each.claim.model_dump(by_alias=True) for each in selected})
     else:
-        wide().print(listed(selected))
+        wide().print(list_table(selected))
 
 
 @claims.command()
@@ -96,11 +96,11 @@ def bound(
 
     The table says which tests no kernel can meet.
     """
-    from sparsebench.reports.claims.sheets import bounded
+    from sparsebench.reports.claims.sheets import bounds_table
 
     planned = _evidence(names, None, data).planned(_ceilings(gpu))
     if not as_json:
-        wide().print(bounded(planned))
+        wide().print(bounds_table(planned))
         return
     print_json(
         {
@@ -137,17 +137,17 @@ def check(
     """
     from sparsebench.harness.claims.checking import check as measure
     from sparsebench.harness.claims.checking import to_json
-    from sparsebench.harness.claims.claim_plan import chosen
+    from sparsebench.harness.claims.claim_plan import read_claims
     from sparsebench.harness.costs.estimates import left_out, looks
     from sparsebench.harness.costs.measured_times import times_on
-    from sparsebench.harness.machine.device import named
+    from sparsebench.harness.machine.device import full_name
     from sparsebench.harness.run.measure import RunOptions
     from sparsebench.harness.run.run_json import Flags
     from sparsebench.results.formatting import amount
 
     until = monotonic() + opt.budget_s(budget) if budget else inf
     times = times_on(gpu) if gpu else None
-    picked = (device or "cuda:0") if plan else named(device)  # --plan needs no device here
+    picked = (device or "cuda:0") if plan else full_name(device)  # --plan needs no device here
 
     def print_plan(result: "Evidence") -> None:
         left = looks(result, picked, replicates, times)
@@ -164,7 +164,9 @@ def check(
     out = out or opt.new_run("claims")
     with measuring("claims check --out") as show:
         options = RunOptions(progress=show, until=until)
-        result = measure(chosen(names or []), flags, _runs(runs), out, options, planned=print_plan)
+        result = measure(
+            read_claims(names or []), flags, _runs(runs), out, options, planned=print_plan
+        )
     if result.left:
         rest = f"`sparsebench claims check --out {out}` measures the rest"
         stderr.say(f"not completely measured: {', '.join(result.left)}; {rest}")
@@ -210,17 +212,17 @@ def sentences(runs: Runs = None, data: opt.Data = None) -> None:
 def _evidence(names: list[str] | None, runs: list[Path] | None, data: Path | None) -> "Evidence":
     """Return claims, all by default, with the runs to judge them by."""
     from sparsebench.harness.claims.checking import evidence
-    from sparsebench.harness.claims.claim_plan import chosen
+    from sparsebench.harness.claims.claim_plan import read_claims
 
-    return evidence(chosen(names or []), _runs(runs), data)
+    return evidence(read_claims(names or []), _runs(runs), data)
 
 
 def _show(result: "Evidence", out: Path | None, tables: Path | None = None) -> None:
     """Print the verdicts, and write the pages of all claims if a folder is given."""
     from sparsebench.reports.claims.pages import alone, entries
-    from sparsebench.reports.claims.sheets import judged
+    from sparsebench.reports.claims.sheets import verdict_table
 
-    wide().print(judged(verdict for each in result.verdicts().values() for verdict in each))
+    wide().print(verdict_table(verdict for each in result.verdicts().values() for verdict in each))
     if out is None:
         return
     pages = entries(result.planned(), result.cells, tables)

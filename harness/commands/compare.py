@@ -43,13 +43,13 @@ def compare(
     the cause: our kernel, its configuration, a library's version, the baseline or the card.
     """
     from sparsebench.reports import comparison
-    from sparsebench.results.changes import failing, threshold
+    from sparsebench.results.changes import gate_failures, threshold
     from sparsebench.results.formatting import are
     from sparsebench.results.sides import find
 
     limit = threshold(fail_on) if fail_on else None
     sides = find(names, among or AMONG)
-    compared = comparison.compared(sides)
+    compared = comparison.compare_sides(sides)
     runs = [run.path for side in sides for run in side.runs]
     require_apart([page], [file for path in runs for file in path.rglob("*")])
     if page:
@@ -62,7 +62,7 @@ def compare(
         wide().print(compared)
     if limit is None:
         return
-    failed = {other.b.name: failing(other, limit) for other in compared.others}
+    failed = {other.b.name: gate_failures(other, limit) for other in compared.others}
     for name, cases in failed.items():
         allowed = f"more than {100 * limit:g} % slower than in {compared.sides[0].name}, or broken"
         stderr.say(f"{name}: {are(len(cases), 'case')} {allowed}")

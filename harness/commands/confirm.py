@@ -21,7 +21,7 @@ def confirm(
     as_json: Json = False,
 ) -> None:
     """Measure a run's largest speedups again, alone."""
-    from sparsebench.harness.machine.device import named
+    from sparsebench.harness.machine.device import full_name
     from sparsebench.harness.run.measure import RunOptions
     from sparsebench.harness.run.repeat import Where, headlines
     from sparsebench.harness.run.repeat import confirm as measure_again
@@ -30,7 +30,7 @@ def confirm(
     from sparsebench.results.provenance import choices_of
 
     with measuring() as show:
-        where = Where(named(device), data, out, RunOptions(progress=show), inherit=inherit)
+        where = Where(full_name(device), data, out, RunOptions(progress=show), inherit=inherit)
         fresh = measure_again(path, where, cases, replicates)
     again = store.read(fresh)
     build(frames_of(again), fresh / "report.html")

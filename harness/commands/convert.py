@@ -11,8 +11,7 @@ from sparsebench.harness.commands._options import Device, Json, out_file
 
 def convert(
     checkpoint: Annotated[
-        Path,
-        typer.Argument(help="A local Hugging Face directory with 2:4 or bitmask weights."),
+        Path, typer.Argument(help="A local Hugging Face directory with 2:4 or bitmask weights.")
     ],
     out: Annotated[Path, out_file("Directory to write.")],
     dtype: Annotated[

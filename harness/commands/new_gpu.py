@@ -34,7 +34,7 @@ def new_gpu(
     devices: Devices = "",
 ) -> None:
     """Survey a GPU in 10 minutes: which sparse formats pay off?"""
-    from sparsebench.harness.machine.device import pick, simulated, slug
+    from sparsebench.harness.machine.device import is_simulated, pick, slug
     from sparsebench.harness.new_gpu import survey as surveys
     from sparsebench.reports.survey_page import write
 
@@ -54,7 +54,7 @@ def new_gpu(
             sharing = Sharing(devices)
             name = sharing.first(device)
             shared = sharing.device_names if sharing else []
-            kind = "sim" if simulated(name) else slug(pick(name))
+            kind = "sim" if is_simulated(name) else slug(pick(name))
             path = out or new_run(f"new-gpu-{kind}")
             survey = surveys.survey(name, seconds or BUDGET_S, path, of_step, shared)
         summary = write(survey.path, others)

@@ -40,13 +40,13 @@ def publish(
     """
     from sparsebench.harness.catalog import listing
     from sparsebench.harness.claims.checking import evidence
-    from sparsebench.harness.claims.claim_plan import chosen
+    from sparsebench.harness.claims.claim_plan import read_claims
     from sparsebench.reports.site.pages import Site
     from sparsebench.reports.site.publish import publish as add
     from sparsebench.results.formatting import amount
 
     names = listing()
-    claims = evidence(chosen([]), files or ()).planned()
+    claims = evidence(read_claims([]), files or ()).planned()
     site = Site(
         address(base_url, "--base-url"),
         address(source, "--source").rstrip("/"),

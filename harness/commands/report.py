@@ -30,7 +30,7 @@ def report(
     from sparsebench.results.model_files import read_pruning
 
     measured = store.read(path)
-    if changed := bundle.changed(path, measured.state):
+    if changed := bundle.first_change(path, measured.state):
         stderr.flag("warning", "yellow", f"{changed}; the report shows the files as they are now")
     out = out or path / "report.html"
     others = (file for file in path.rglob("*") if file.name != "report.html")

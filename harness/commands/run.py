@@ -77,29 +77,29 @@ def run(
                 options = RunOptions(progress=show, on_message=message_printer(debug))
                 path = shared.resume(resume, options)
         else:
-            path = _resumed(resume, device, data, timeout, debug)
+            path = _resume(resume, device, data, timeout, debug)
     elif repeat or profile:
-        raise typer.Exit(_profiled(str(suite), device, data, only, repeat, profile))
+        raise typer.Exit(_profile(str(suite), device, data, only, repeat, profile))
     else:
         early_start.start(device or devices, sharing.count, replicates)
         from sparsebench.harness.doctor.findings import nothing_compared
-        from sparsebench.harness.plan.selection import uncontested
+        from sparsebench.harness.plan.selection import has_only_baselines
         from sparsebench.harness.plan.suite import read
         from sparsebench.harness.run.run_json import Flags
 
         requested, first = read(str(suite), data), sharing.first(device)
-        if not (slurm or submit) and uncontested(requested, first, only):
+        if not (slurm or submit) and has_only_baselines(requested, first, only):
             warn(nothing_compared(requested.name, first))
         flags = Flags(first, data, timeout, replicates, only, energy, shard)
-        path = _measured(requested, flags, debug, out=out, sharing=sharing)
+        path = _measure(requested, flags, debug, out=out, sharing=sharing)
     _report(path, as_json, markdown, browse)
 
 
-def _resumed(
+def _resume(
     run: Path, device: str | None, data: Path | None, timeout_s: float, debug: bool
 ) -> Path:
     from sparsebench.errors import SuiteError
-    from sparsebench.harness.machine.device import named
+    from sparsebench.harness.machine.device import full_name
     from sparsebench.harness.run.recorded_plan import own_suite
     from sparsebench.harness.run.run_json import Flags
     from sparsebench.results import store
@@ -109,12 +109,12 @@ def _resumed(
         raise SuiteError(f"--resume {run}: expected a run that was stopped, found a merged one")
     before = stopped.state["flags"]
     data = data or (Path(before["data"]) if before.get("data") else None)
-    device = named(device or before["device"])
+    device = full_name(device or before["device"])
     flags = Flags.from_state(stopped.state, device=device, data=data, timeout_s=timeout_s)
-    return _measured(own_suite(stopped, data), flags, debug, resume=run)
+    return _measure(own_suite(stopped, data), flags, debug, resume=run)
 
 
-def _measured(
+def _measure(
     suite: "Suite",
     flags: "Flags",
     debug: bool,
@@ -133,7 +133,7 @@ def _measured(
         return engine(suite, flags, out, resume, options)
 
 
-def _profiled(
+def _profile(
     suite: str, device: str | None, data: Path | None, only: str, repeat: int, profile: str
 ) -> int:
     """Call each case of a suite for a profiler, without timing, and return the exit code."""
@@ -158,13 +158,13 @@ def _report(path: Path, as_json: bool, markdown: bool, browse: bool) -> None:
     """Print a run's answer and write its report; exit with SOME_FAILED if cases failed."""
     from sparsebench.reports.build import build, frames_of
     from sparsebench.reports.elsewhere import Elsewhere
-    from sparsebench.reports.terminal import Answer, answer_json, answer_markdown, counted
+    from sparsebench.reports.terminal import Answer, answer_json, answer_markdown, count_statuses
     from sparsebench.results import store
 
     measured = store.read(path)
     page = path / "report.html"
     frames = frames_of(measured)
-    counts = counted(frames)
+    counts = count_statuses(frames)
     if as_json:
         head = {"run": str(path), "report": str(page), "cases": counts}
         print_json({**head, **answer_json(frames)})

@@ -8,7 +8,7 @@ import typer
 from sparsebench.harness.commands._console import print_result, progress_bar
 from sparsebench.harness.commands._options import Device, Json, out_file
 
-L1 = "0,1e-4,1e-3,1e-2,3e-2"  # from no penalty to one that turns most units off
+L1 = "0,1e-4,1e-3,1e-2,3e-2"  # from no penalty to one that makes most units inactive
 
 
 def train_lm(

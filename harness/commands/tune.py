@@ -25,12 +25,12 @@ def tune(
 
     The command writes a table, from which later runs take the configurations.
     """
-    from sparsebench.harness.machine.device import named
+    from sparsebench.harness.machine.device import full_name
     from sparsebench.harness.plan.suite import read
     from sparsebench.harness.run.tuning import tune as search
 
     with measuring("tune") as show:
-        tuned = search(read(suite, data), named(device), minutes, only, out, data, show)
+        tuned = search(read(suite, data), full_name(device), minutes, only, out, data, show)
     for line in tuned.lines:
         stdout.say(line)
     if tuned.failed:

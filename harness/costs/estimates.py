@@ -25,10 +25,10 @@ from typing import Any
 from sparsebench.errors import SuiteError
 from sparsebench.harness.bench.operands import unusable
 from sparsebench.harness.bench.prepare import unsupported_on
-from sparsebench.harness.bench.sampling import possible
+from sparsebench.harness.bench.sampling import distinct_measures
 from sparsebench.harness.catalog import load_kernel, load_op
 from sparsebench.harness.claims.checking import Evidence, evidence, missing, runs_for
-from sparsebench.harness.claims.claim_plan import chosen
+from sparsebench.harness.claims.claim_plan import read_claims
 from sparsebench.harness.costs.measured_times import (
     ENERGY_S,
     KernelTimes,
@@ -39,7 +39,7 @@ from sparsebench.harness.costs.measured_times import (
     times_on,
     typical_times,
 )
-from sparsebench.harness.plan.selection import only, planned
+from sparsebench.harness.plan.selection import only, planned_contests
 from sparsebench.harness.plan.suite import Contest, Suite
 from sparsebench.harness.shared_runs.campaign_file import Campaign, Entry
 from sparsebench.results import files, store
@@ -78,10 +78,10 @@ def preview(
         return kernel.device in ("any", device) and kernel.op in ("any", contest.problem.op)
 
     selected = only(suite.contests, condition)
-    measures = len(possible(suite.measures, device))
+    measures = len(distinct_measures(suite.measures, device))
     process_s, windows = times.start_s, 0
     cases, seen = list[tuple[str, float, bool]](), set[tuple[Any, ...]]()
-    for contest in planned(suite, device, condition):
+    for contest in planned_contests(suite, device, condition):
         running = [k for k in contest.contenders if runs(contest, k)]
         contest_s, row_s = times.contest_and_row_s(size := log_size(contest.problem))
         process_s += bool(running) * contest_s + len(running) * measures * row_s
@@ -291,7 +291,7 @@ def _suite_estimate(
 def _claims_s(
     entry: Entry, above: Sequence[Entry], times: MeasuredTimes, data: Path | None
 ) -> float:
-    parts = evidence(chosen(entry.claims or []), data=data).all_parts
+    parts = evidence(read_claims(entry.claims or []), data=data).all_parts
     measured = set[str]()
     for each in above:
         with suppress(SuiteError):

@@ -25,7 +25,7 @@ from sparsebench.harness.machine.nvml import Board, NoNvml, board, summary
 from sparsebench.kernels._common.gpu_clock import GpuClock
 
 LOAD_S = 1.0
-SIDE, CALLS = 4096, 250  # of the product that is the load, and the number of calls between readings
+SIDE, CALLS = 4096, 250  # size of the product used as load, and its calls between readings
 APPLICATION = "Applications", "DefaultApplications"
 STYLES = {Level.OK: "green", Level.NOTE: "yellow", Level.WARNING: "bold red"}
 
@@ -64,7 +64,7 @@ def _on_gpu(device: torch.device) -> list[Finding]:
             window, bits = _under_load(gpu, device)
             driver = gpu.nvml.nvmlSystemGetCudaDriverVersion()
             versions = host_checks.cuda(driver, str(torch.version.cuda))
-            on_gpu = [before, *_shown(gpu, window, bits), *_set(gpu), versions]
+            on_gpu = [before, *_gpu_findings(gpu, window, bits), *_set(gpu), versions]
     except NoNvml as error:
         means = "The GPU's state cannot be checked, and rows have no telemetry."
         on_gpu = [findings.note("NVML", str(error), means)]
@@ -92,7 +92,7 @@ def _under_load(gpu: Board, device: torch.device) -> tuple[dict[str, float], int
     return summary(readings), bits
 
 
-def _shown(gpu: Board, window: Mapping[str, float], bits: int | None) -> list[Finding]:
+def _gpu_findings(gpu: Board, window: Mapping[str, float], bits: int | None) -> list[Finding]:
     highest_mhz = gpu.ask("MaxClockInfo", gpu.nvml.NVML_CLOCK_SM)
     highest_c = gpu.ask("TemperatureThreshold", gpu.nvml.NVML_TEMPERATURE_THRESHOLD_GPU_MAX)
     return [

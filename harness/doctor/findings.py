@@ -1,4 +1,4 @@
-"""What readings of a GPU mean for measuring on it. Nothing is read here.
+"""Judge readings of a GPU: is it fit for measurements? This file reads nothing itself.
 
     ok         nothing to report
     note       numbers are right, but differ from those of a GPU without this; or no reading
@@ -17,8 +17,8 @@ from sparsebench.results.record import POWER_LIMITED
 
 FAILED = "a case failed"
 BUSY_PERCENT = 5.0  # utilization in the second before anything ran here
-NEAR_C = 5.0  # to the highest temperature
-HELD_DOWN = 0.9  # of the highest clock
+NEAR_C = 5.0  # distance from the highest temperature
+HELD_DOWN = 0.9  # fraction of the highest clock
 
 # Reasons for a low SM clock, by the bits of nvmlClocksEventReason...; 0x1 is idle.
 HARMFUL = {0x08: "hardware", 0x20: "heat (software)", 0x40: "heat (hardware)", 0x80: "power brake"}
@@ -53,7 +53,7 @@ class Finding:
 ok, note, warning = (partial(Finding, level) for level in Level)
 
 
-def graded(
+def grade(
     value: float, limits: tuple[float, float], check: str, reading: str, means: str, do: str
 ) -> Finding:
     """Return ok below both limits, a note from the first one on, a warning from the second on."""

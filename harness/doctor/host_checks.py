@@ -11,7 +11,7 @@ from itertools import pairwise
 from pathlib import Path
 from time import perf_counter_ns
 
-from sparsebench.harness.doctor.findings import Finding, graded, note, ok, warning
+from sparsebench.harness.doctor.findings import Finding, grade, note, ok, warning
 
 BUSY = 0.5, 1.0  # runnable processes a core: a note, a warning
 COARSE_NS = 1000
@@ -55,7 +55,7 @@ def load(runnable: float, cores: int) -> Finding:
     reading = f"{runnable:.2f} runnable processes on {cores} cores"
     means = "Launches are delayed: times as called from Python, and all times on a CPU, scatter."
     limits = BUSY[0] * cores, BUSY[1] * cores
-    return graded(runnable, limits, "host load", reading, means, "End other work, or wait.")
+    return grade(runnable, limits, "host load", reading, means, "End other work, or wait.")
 
 
 def governor(name: str | None) -> Finding:

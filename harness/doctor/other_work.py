@@ -66,7 +66,7 @@ def host(began: Spent | None, now: Spent | None, kind: str) -> Finding:
     if kind == "cuda":
         means = "Launches are delayed, so times as called from Python scatter."
     do = "End it, or wait until it ends."
-    return findings.graded(cores, (slow, unfit), CHECK, reading, means, do)
+    return findings.grade(cores, (slow, unfit), CHECK, reading, means, do)
 
 
 def gpu(identity: str, worker: int) -> Finding:

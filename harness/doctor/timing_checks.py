@@ -21,13 +21,13 @@ from torch.nn.functional import linear
 from torch.profiler import ProfilerActivity
 
 from sparsebench.harness.bench.timing import TimedCall, ready, time_together
-from sparsebench.harness.doctor.findings import Finding, graded, ok, warning
+from sparsebench.harness.doctor.findings import Finding, grade, ok, warning
 from sparsebench.harness.plan import selection
 from sparsebench.kernels._kernel import DTYPES, Launch
 from sparsebench.results.statistics import block_logs, by_block
 
 PAIRS = 3
-KINDS = "launch", "memory", "compute"  # of the sizes in selection.py
+KINDS = "launch", "memory", "compute"  # kinds of the sizes in selection.py
 # A/A: a note, a warning. Ten processes on an H200 had 0.8 % at most, and 4.8 % where launch-bound.
 APART = {"launch": (0.05, 0.10), "memory": (0.01, 0.03), "compute": (0.01, 0.03)}
 
@@ -51,7 +51,7 @@ def read_clocks(device: torch.device) -> list[dict[str, float]]:
     """Return µs by clock for each op of the LADDER, without CUPTI if it reports nothing."""
     readings, calls = [], [_call(m, n, k, "bf16", device) for m, n, k, _ in LADDER]
     for call, events_us in [(call, median(_by_events(call, device))) for call in calls]:
-        graph = _captured(call, device)
+        graph = _capture(call, device)
         times_us = _by_cupti(graph.call, device)
         if times_us["graph"] < LONG_US:  # the host is slower than that, so queue the replays
             (taken,) = time_together([graph], device, "clocks", cache="hot")
@@ -66,7 +66,7 @@ def floor(kind: str, logs: Sequence[float]) -> Finding:
     check, reading = f"A/A, {kind}-bound", f"{len(logs)} pairs, {100 * largest:.2g} % apart at most"
     means = "Two runs of one call differ by this much, so smaller differences are not meaningful."
     do = "Check for other work, heat and changing clocks above; take more processes."
-    return graded(largest, APART[kind], check, reading, means, do)
+    return grade(largest, APART[kind], check, reading, means, do)
 
 
 def empty_launch(time_us: float) -> Finding:
@@ -112,7 +112,7 @@ def _call(m: int, n: int, k: int, dtype: str, device: torch.device) -> Launch:
     return Launch(lambda: linear(x, w))
 
 
-def _captured(call: Launch, device: torch.device) -> TimedCall:
+def _capture(call: Launch, device: torch.device) -> TimedCall:
     for _ in range(2):  # the first call loads libraries, which a capture forbids
         call()
     return ready(call, device)
@@ -120,7 +120,7 @@ def _captured(call: Launch, device: torch.device) -> TimedCall:
 
 def _pair(call: Launch, device: torch.device, seed: str) -> float:
     """Return the median over blocks of log(second / first), for a call and its twin."""
-    both = [_captured(call, device) for _ in range(2)]
+    both = [_capture(call, device) for _ in range(2)]
     first, second = time_together(both, device, seed)
     blocks = (by_block(taken.times_us, taken.per_block) for taken in (second, first))
     return float(np.median(block_logs(*blocks)))

@@ -34,7 +34,7 @@ from sparsebench.errors import SuiteError
 from sparsebench.results.record import Source
 
 MTX_BYTES = 2**30  # unzipped
-HEAD = re.compile(rb"\A(?:[ \t]*%.*\n|\s*\n)*")  # of Matrix Market: banner and comments
+HEAD = re.compile(rb"\A(?:[ \t]*%.*\n|\s*\n)*")  # head of a Matrix Market file: banner and comments
 PLUS = re.compile(rb"(?<![eEdD])\+")  # a sign that scipy 1.17 does not read
 NO_NUMBERS = re.compile(rb"(?:nan|inf(?:inity)?)*", re.IGNORECASE)
 
@@ -47,7 +47,7 @@ DTYPES = ("F16", "BF16", "F32")
 Indices = NDArray[np.int64]
 
 
-def located(source: Source, data: Path | None) -> Path:
+def locate(source: Source, data: Path | None) -> Path:
     """Return the path of the source's file."""
     if data is None:
         raise SuiteError(f"source {source.path}: expected --data DIR, found none")

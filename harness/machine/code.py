@@ -46,10 +46,10 @@ def _own_digest() -> "hashlib._Hash":
     every = sorted(chain(root, *folders), key=itemgetter(0))
     code = [(path, f) for path, f in every if path.endswith((".py", ".cu", ".cuh", ".json"))]
     evidence = re.compile(r"results/.*\.json")  # for readers of rows
-    return _hashed((path, file) for path, file in code if not evidence.fullmatch(path))
+    return _hash_files((path, file) for path, file in code if not evidence.fullmatch(path))
 
 
-def _hashed(named: Iterable[tuple[str, Traversable]]) -> "hashlib._Hash":
+def _hash_files(named: Iterable[tuple[str, Traversable]]) -> "hashlib._Hash":
     digest = hashlib.sha256()
     for path, file in named:
         digest.update(path.encode() + b"\0" + file.read_bytes() + b"\0")
@@ -92,8 +92,8 @@ def _package(module: str) -> str:
 def _digest(package: str) -> str:
     spec = find_spec(package)
     if spec is None or spec.submodule_search_locations is None:
-        return _hashed([("", Path(str(spec and spec.origin)))]).hexdigest()
-    return _hashed(_files(package, files(package))).hexdigest()
+        return _hash_files([("", Path(str(spec and spec.origin)))]).hexdigest()
+    return _hash_files(_files(package, files(package))).hexdigest()
 
 
 def commit() -> dict[str, Any]:

@@ -3,7 +3,7 @@
     GPU ─ PCI address ─ /sys/bus/pci/devices/ADDRESS/local_cpulist ─> CPUs of its NUMA node
     core ─ topology/thread_siblings_list ─> the hyperthreads of one core stay together
 
-Processes that measure side by side get cores of their own, near their GPUs.
+Processes that measure at the same time get separate cores, near their GPUs.
 """
 
 import hashlib
@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from sparsebench.harness.machine.device import simulated
+from sparsebench.harness.machine.device import is_simulated
 
 BOOT = Path("/proc/sys/kernel/random/boot_id")
 CPUS = Path("/sys/devices/system/cpu")
@@ -34,10 +34,10 @@ def apart(devices: Sequence[str]) -> list[set[int]]:
     """Return the CPUs for each device: near it, and disjoint if there are enough."""
     here, near = os.sched_getaffinity(0), list[set[int]]()
     for device in devices:
-        cpus = set[int]()  # of its NUMA node, if known
-        if not simulated(device) and device.startswith("cuda"):
+        cpus = set[int]()  # cores of its NUMA node, if known
+        if not is_simulated(device) and device.startswith("cuda"):
             address = _address(int(device.partition(":")[2] or "0"), os.environ)
-            cpus = _read(PCI / address / "local_cpulist") if address else cpus
+            cpus = _read_cpus(PCI / address / "local_cpulist") if address else cpus
         near.append(cpus & here or here)
     return shared_out(near, _cores(here))
 
@@ -73,7 +73,7 @@ def _cores(cpus: set[int]) -> list[frozenset[int]]:
     cores = {}
     for cpu in sorted(cpus):
         file = CPUS / f"cpu{cpu}/topology/thread_siblings_list"
-        siblings = frozenset(_read(file) & cpus) or frozenset({cpu})
+        siblings = frozenset(_read_cpus(file) & cpus) or frozenset({cpu})
         cores[min(siblings)] = siblings
     return list(cores.values())
 
@@ -106,7 +106,7 @@ def _address(number: int, environment: Mapping[str, str]) -> str:
     return f"{domain[-4:]}:{rest}"
 
 
-def _read(file: Path) -> set[int]:
+def _read_cpus(file: Path) -> set[int]:
     try:
         return read_list(file.read_text("utf-8"))
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""The device under test, and everything around it that a number depends on."""
+"""The device under test, and the facts of its machine that affect times."""
 
 import os
 import platform
@@ -38,12 +38,12 @@ def pick(name: str | None) -> torch.device:
     return torch.device("cuda", device.index or 0) if device.type == "cuda" else device
 
 
-def named(name: str | None) -> str:
+def full_name(name: str | None) -> str:
     """Return the name of the device that `pick` returns; a simulated one keeps its name."""
-    return name if name and simulated(name) else str(pick(name))
+    return name if name and is_simulated(name) else str(pick(name))
 
 
-def simulated(name: str) -> bool:
+def is_simulated(name: str) -> bool:
     """Return whether a name is that of a simulated device: `sim`, `sim:NAME` or `sim:FILE.yaml`."""
     return name.partition(":")[0] == "sim"
 
@@ -51,7 +51,7 @@ def simulated(name: str) -> bool:
 def portable(name: str) -> str:
     """Return a device's name as a run records it: a file outside this folder loses its path."""
     kind, _, file = name.partition(":")
-    outside = simulated(name) and (Path(file).is_absolute() or ".." in Path(file).parts)
+    outside = is_simulated(name) and (Path(file).is_absolute() or ".." in Path(file).parts)
     return f"{kind}:{Path(file).name}" if outside else name
 
 

@@ -4,7 +4,7 @@
     counters    energy, and how long the SM clock was limited, by reason; they only grow, and the
                 driver updates them about every 100 ms
 
-A value that a GPU does not report is absent, never 0. A slice of a GPU (MIG) has a UUID of its own,
+A value that a GPU does not report is absent, never 0. A slice of a GPU (MIG) has its own UUID,
 which NVML knows as MIG-..., and reports little. Needs nvidia-ml-py (the `gpu` extra), but no torch.
 
 A thread reads NVML while contests run in other processes, so reading costs them nothing:

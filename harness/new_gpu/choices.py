@@ -26,7 +26,7 @@ from sparsebench.errors import SuiteError
 from sparsebench.harness.bench import prepare
 from sparsebench.harness.catalog import suites
 from sparsebench.harness.costs.measured_times import product
-from sparsebench.harness.machine.device import simulated
+from sparsebench.harness.machine.device import is_simulated
 from sparsebench.harness.plan.suite import read
 from sparsebench.harness.sim import gpu_model, simulated_contest
 from sparsebench.results.record import Contender, Problem, Status
@@ -48,7 +48,7 @@ class Probed:
 
 def probe(device: str) -> list[Probed]:
     """Check every kernel of the packaged suites that need no files."""
-    if simulated(device):
+    if is_simulated(device):
         unsupported: Unsupported = partial(simulated_contest.unsupported, gpu_model.read(device))
     else:
         unsupported = partial(prepare.unsupported, device=torch.device(device))

@@ -14,7 +14,7 @@ again before each process, from the time that the previous one took: problems th
 left out. If time is short, it measures more problems rather than the runners-up of each. After a
 run it plans again for the problems that were not chosen, and begins another run of those that fit.
 survey.json lists what a step did not reach, and `--resume` measures it, also after Ctrl-C. Nothing
-here knows the name of a GPU. The doctor runs in a process of its own, so that it leaves no memory
+here knows the name of a GPU. The doctor runs in a separate process, so that it leaves no memory
 allocated on the device.
 """
 
@@ -36,11 +36,11 @@ from typing import Any
 
 import torch
 
-from sparsebench.errors import ResultError, SuiteError
+from sparsebench.errors import SuiteError
 from sparsebench.harness.costs.estimates import affordable
 from sparsebench.harness.costs.measured_times import times
 from sparsebench.harness.doctor.findings import warning
-from sparsebench.harness.machine.device import simulated
+from sparsebench.harness.machine.device import is_simulated
 from sparsebench.harness.new_gpu.choices import coarse, deciding, probe
 from sparsebench.harness.new_gpu.compile_ahead import CompileAhead
 from sparsebench.harness.plan.suite import Contest, read
@@ -98,7 +98,7 @@ class Survey:
 
     @property
     def on_gpu(self) -> bool:
-        return not simulated(self.device) and torch.device(self.device).type == "cuda"
+        return not is_simulated(self.device) and torch.device(self.device).type == "cuda"
 
     def write(self) -> None:
         data = {"schema": SCHEMA, **asdict(self)}
@@ -119,7 +119,7 @@ def survey(
     """
     if path.exists():
         raise SuiteError(f"--out {path}: expected a new directory, found one; --resume finishes it")
-    kind = "sim" if simulated(device) else torch.device(device).type
+    kind = "sim" if is_simulated(device) else torch.device(device).type
     path.mkdir(parents=True)
     survey = Survey(path, device, budget_s, SUITES.get(kind, SUITE), devices=list(devices))
     return _run(survey, progress)
@@ -134,9 +134,8 @@ def resume(path: Path, budget_s: float | None, progress: Callable[[str], Progres
 
 def read_survey(path: Path) -> Survey:
     """Read a survey. Raises ResultError if the folder holds none."""
-    data = files.from_json(path / "survey.json")
-    if data.pop("schema", None) != SCHEMA:
-        raise ResultError(f"{path / 'survey.json'}: expected schema {SCHEMA}, found another")
+    data = files.from_json(path / "survey.json", SCHEMA)
+    del data["schema"]
     return Survey(path, **data)
 
 
@@ -173,7 +172,7 @@ def _doctor(ahead: CompileAhead, survey: Survey, end: float, progress: Progress)
     if survey.on_gpu:
         ahead.start()
     with ThreadPoolExecutor(1) as pool:
-        examined = pool.submit(_examined, survey.device)
+        examined = pool.submit(_doctor_findings, survey.device)
         store.write_json(survey.path / "kernels.json", [asdict(k) for k in probe(survey.device)])
         store.write_json(survey.path / "fitness.json", examined.result())
     return ""
@@ -184,9 +183,9 @@ def _compile(ahead: CompileAhead, survey: Survey, end: float, progress: Progress
     return ""
 
 
-def _examined(device: str) -> list[dict[str, Any]]:
+def _doctor_findings(device: str) -> list[dict[str, Any]]:
     """Return the doctor's findings, or one that says why it gave none."""
-    if simulated(device):
+    if is_simulated(device):
         return []
     try:
         reply = subprocess.run(
@@ -207,7 +206,7 @@ def _examined(device: str) -> list[dict[str, Any]]:
 def _tune(survey: Survey, end: float, progress: Progress) -> str:
     if not survey.on_gpu:
         return ""
-    if table := _packaged(torch.device(survey.device)):
+    if table := _table_of_package(torch.device(survey.device)):
         survey.notes["tune"] = f"{table}: nothing was tuned"
         return ""
     minutes = TUNE * (end - monotonic()) / 60
@@ -217,7 +216,7 @@ def _tune(survey: Survey, end: float, progress: Progress) -> str:
     return f"{amount(tuned.left, 'problem')} not tuned" if tuned.left else ""
 
 
-def _packaged(device: torch.device) -> str:
+def _table_of_package(device: torch.device) -> str:
     """Describe the package's table that kernels use on this device; "" if there is none."""
     for table in tuned_table.in_force(device) or []:
         if table["of"] == "package" and table["current"]:
@@ -229,7 +228,7 @@ def _packaged(device: torch.device) -> str:
 
 def _screen(survey: Survey, end: float, progress: Progress) -> str:
     until = monotonic() + SCREEN * (end - monotonic())
-    return _measured(survey, "screen", 1, "", until, progress)
+    return _measure(survey, "screen", 1, "", until, progress)
 
 
 def _decide(survey: Survey, end: float, progress: Progress) -> str:
@@ -244,16 +243,16 @@ def _decide(survey: Survey, end: float, progress: Progress) -> str:
     runs: list[Run] = []
     for number in count(1):
         name = "decide" if number == 1 else f"decide-{number}"
-        plan = _begun(survey.path / name)
+        plan = _earlier_selection(survey.path / name)
         if plan is None:
             measured = {row.case.problem.id for run in runs for row in run.rows}
             left = {problem: ids for problem, ids in candidates.items() if problem not in measured}
-            plan = _planned(survey, [screened, *runs], left, end - monotonic())
+            plan = _selection_that_fits(survey, [screened, *runs], left, end - monotonic())
             if not plan[0]:
                 return _undecided(survey, len(left), len(candidates), end, progress)
         only, processes = plan
         ranks = {problem: rank for rank, problem in enumerate(candidates)}
-        if reason := _measured(survey, name, processes, only, end, progress, ranks, screened):
+        if reason := _measure(survey, name, processes, only, end, progress, ranks, screened):
             return reason
         runs.append(store.read(survey.path / name))
     raise AssertionError
@@ -266,7 +265,7 @@ def _problems(survey: Survey) -> list[Problem]:
 def _undecided(survey: Survey, left: int, of: int, end: float, progress: Progress) -> str:
     """Say how many problems have only a look; the screening uses the time that none of them can."""
     if "screen" in survey.left:
-        survey.left["screen"] = _measured(survey, "screen", 1, "", end, progress)
+        survey.left["screen"] = _measure(survey, "screen", 1, "", end, progress)
         survey.left = {step: reason for step, reason in survey.left.items() if reason}
     return f"{left} of {amount(of, 'problem')} have only a look" if left else ""
 
@@ -281,7 +280,7 @@ def _too_small(survey: Survey, end: float) -> str:
     return f"--budget {survey.budget_s:g}s: {expected}; {again}"
 
 
-def _begun(target: Path) -> tuple[str, int] | None:
+def _earlier_selection(target: Path) -> tuple[str, int] | None:
     """Return the selection and the processes of a run that an earlier survey began, or None."""
     shared = shared_folder.beside(target)
     if (target / "run.json").exists():
@@ -293,7 +292,7 @@ def _begun(target: Path) -> tuple[str, int] | None:
     return None
 
 
-def _planned(
+def _selection_that_fits(
     survey: Survey, runs: Sequence[Run], left: Mapping[str, Sequence[str]], left_s: float
 ) -> tuple[str, int]:
     """Return a selection of the problems that fit into the time left, "" if none, and processes."""
@@ -344,7 +343,7 @@ class _Pace:
         return contests
 
 
-def _measured(
+def _measure(
     survey: Survey,
     name: str,
     replicates: int,

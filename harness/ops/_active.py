@@ -37,7 +37,7 @@ from sparsebench.kernels._kernel import unit_scale
 from sparsebench.results.record import Problem
 
 SEQUENCE = 128  # tokens
-DEVIATION = 0.8819  # of what bits.fill draws at a scale of UNIT
+DEVIATION = 0.8819  # standard deviation of what bits.fill draws at a scale of UNIT
 CPU = torch.device("cpu")
 
 IN_BLOCKS = "blocks", "balanced_blocks"
@@ -127,7 +127,7 @@ def probabilities(active: float, n: int, skew: Skew) -> tuple[float, ...]:
     return tuple(low / (low + r) for r in range(1, n + 1))
 
 
-def recorded(gate: str, operands: Mapping[str, Tensor]) -> dict[str, float | str]:
+def count_active(gate: str, operands: Mapping[str, Tensor]) -> dict[str, float | str]:
     """Count the mean number of active units for a token of a file; a draw may have fewer."""
     on = linear(operands["x"].float(), operands[gate].float()) > 0
     return {"active": float(f"{on.sum(1).double().mean():.4g}"), "skew": RECORDED}

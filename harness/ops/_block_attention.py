@@ -28,6 +28,7 @@ from sparsebench.results.record import Problem
 ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 26}
 """Scores that are held at once: on a GPU they take 512 MB in fp64."""
 CHEAP = 1 << 30  # pairs of a query and a key whose fp64 answer takes an H100 about 0.1 s
+FEW = 256  # heads of all sequences: each takes about 1 ms even if it has few pairs
 SHARE = 8  # one in so many KV heads is in a sample
 
 
@@ -123,7 +124,7 @@ def counts(problem: Problem, weights: Mapping[str, Tensor]) -> dict[str, int]:
     elements = sum(int(area[present].sum()) for present in lists)
     return {
         "mask": elements * problem["heads"] * problem["batch"] // len(lists),
-        "keys": int(selected(mask, fields).sum()),
+        "keys": int(selected_keys(mask, fields).sum()),
     }
 
 
@@ -147,7 +148,7 @@ def cells_of(mask: Tensor, fields: Values) -> Tensor:
     return (mask != 0).view(fields["batch"], -1, rows, mask.shape[1])
 
 
-def selected(mask: Tensor, fields: Values) -> Tensor:
+def selected_keys(mask: Tensor, fields: Values) -> Tensor:
     """Return which keys some query of a KV head selects, bool [batch, context, kv_heads]."""
     (m, context), (b_q, b_k) = tokens_of(fields), sides_of(fields["block"])
     cells, keys = cells_of(mask, fields), torch.arange(context, device=mask.device)
@@ -165,7 +166,7 @@ def without_unselected(mask: Tensor, fields: Values, *tensors: Tensor) -> list[T
     A sum over all keys of a sequence multiplies those by 0, and 0 times NaN is NaN.
     """
     heads = fields["kv_heads"]
-    unselected = ~selected(mask, fields).reshape(-1, heads, 1)
+    unselected = ~selected_keys(mask, fields).reshape(-1, heads, 1)
     return [x.view(len(x), heads, -1).masked_fill(unselected, 0).view(x.shape) for x in tensors]
 
 
@@ -217,10 +218,11 @@ def in_rows(x: Tensor, every: int, some: list[int], outer: int) -> Tensor:
 
 
 def sample(problem: Problem, operands: Mapping[str, Tensor], seed: int) -> Sample | None:
-    """Return the problem of one in SHARE KV heads, with all tokens, if there are many pairs."""
+    """Return the problem of one in SHARE KV heads, with all tokens, if all heads take long."""
     fields, (m, context) = problem.fields, tokens_of(problem.fields)
     batch, heads, kv_heads = fields["batch"], fields["heads"], fields["kv_heads"]
-    if batch * heads * m * context <= CHEAP or kv_heads < SHARE:
+    cheap = batch * heads * m * context <= CHEAP and batch * heads <= FEW
+    if cheap or kv_heads < SHARE:
         return None
     some = Heads.drawn(fields, seed)
     lists = {"heads": (heads, some.query), "kv_heads": (kv_heads, some.kv), "one": (1, [0])}

@@ -159,23 +159,23 @@ class Op:
     @property
     def pattern(self) -> str | None:
         """Return the name of the operand whose pattern the output has; None if it is dense."""
-        return self._named("pattern")
+        return self._name_of_role("pattern")
 
     @property
     def mask(self) -> str | None:
-        return self._named("mask")
+        return self._name_of_role("mask")
 
-    def _named(self, role: str) -> str | None:
+    def _name_of_role(self, role: str) -> str | None:
         return next((name for name, o in self.operands.items() if o.role == role), None)
 
     def definition_at(self, problem: Problem) -> Callable[..., Tensor]:
         """Return the definition with the fields of a problem, which takes only operands."""
-        return bound(self.definition, problem)
+        return with_fields(self.definition, problem)
 
     def longest_sum(self, problem: Problem, arguments: Mapping[str, Tensor]) -> int:
         """Return the most non-zero terms in a sum of the definition."""
         if self.depth:
-            return int(bound(self.depth, problem)(**arguments))
+            return int(with_fields(self.depth, problem)(**arguments))
         return longest_row(*(arguments[name] for name in self.weights))
 
     def nonzeros(self, problem: Problem, weights: Mapping[str, Tensor]) -> dict[str, int]:
@@ -230,7 +230,7 @@ class Op:
         return [name for name in self.operands if name != self.pattern]
 
 
-def bound(function: Callable[..., Result], problem: Problem) -> Callable[..., Result]:
+def with_fields(function: Callable[..., Result], problem: Problem) -> Callable[..., Result]:
     """Set an op's keyword-only arguments: fields of the problem by name, or all `fields`."""
     names = inspect.getfullargspec(function).kwonlyargs
     return partial(function, **{n: problem.fields if n == "fields" else problem[n] for n in names})

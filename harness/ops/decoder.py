@@ -47,7 +47,7 @@ from torch.nn.functional import linear, rms_norm
 
 from sparsebench.harness.ops._active import all_active, share
 from sparsebench.harness.ops._op import Fields, Op, Operand, Values
-from sparsebench.harness.ops.ffn import SPARSEST_FP8, _meant, act_of, slope_of
+from sparsebench.harness.ops.ffn import SPARSEST_FP8, _with_scale, act_of, slope_of
 from sparsebench.kernels._kernel import OUTPUTS, unit_scale
 from sparsebench.results.record import Problem
 
@@ -58,9 +58,9 @@ EXAMPLE = {
     "hidden": 6, "heads": 4, "kv_heads": 2, "head_dim": 4, "intermediate": 7, "vocab": 5,
     "m": 3, "layers": 1, "context": 5, "caches": 1,
 }  # fmt: skip
-EPSILON = 1e-6  # of RMS norms
+EPSILON = 1e-6  # added in RMS norms
 ROTARY = 1e6  # base of the rotary embedding, as Qwen3 has it
-ROWS = 4096  # of a weight, squared at a time
+ROWS = 4096  # rows of a weight that are squared at a time
 FINE_FP8 = 2.0**-4  # variance of a rounding to bf16 if eps is e4m3's (bench/correctness.py)
 
 
@@ -120,7 +120,7 @@ def sizes(fields: Mapping[str, Any]) -> dict[str, Any]:
 def definition(*, fields: Values, **operands: Tensor) -> Tensor:
     """Return Y [m, vocab] in the operands' dtype; weights stored in fp8 are computed in fp32."""
     activation, caches = fields["activation"], fields["caches"]
-    wqkv, wo, wg, wu, wd = (_meant(operands[name], fields["dtype"]) for name in LAYER)
+    wqkv, wo, wg, wu, wd = (_with_scale(operands[name], fields["dtype"]) for name in LAYER)
     wh, gains, keys, values, s = (operands[name].to(wg.dtype) for name in REST)
     keys, values = (by_sequence(t, fields, wqkv, wo) for t in (keys, values))
     for layer in range(len(gains) // 2):
@@ -161,7 +161,7 @@ def spread(*, fields: Values, **operands: Tensor) -> Tensor:
     Errors of different values count as independent, and each step as linear in them.
     """
     activation, caches = fields["activation"], fields["caches"]
-    wqkv, wo, wg, wu, wd = (_meant(operands[name], fields["dtype"]) for name in LAYER)
+    wqkv, wo, wg, wu, wd = (_with_scale(operands[name], fields["dtype"]) for name in LAYER)
     wh, gains, keys, values, s = (operands[name] for name in REST)
     keys, values = (by_sequence(t, fields, wqkv, wo) for t in (keys, values))
     fine, var_s = FINE_FP8 if fields["dtype"] == "fp8" else 1.0, torch.zeros_like(s)
@@ -275,7 +275,7 @@ class _Heads(NamedTuple):
 def attended(z: Tensor, wqkv: Tensor, wo: Tensor, keys: Tensor, values: Tensor) -> Tensor:
     """Return the summand of the stream [m, hidden], from the stream's norm."""
     heads = _heads(linear(z, wqkv), keys)
-    q, k = (_turned(_norm(t), keys.shape[2]) for t in (heads.q, heads.k))
+    q, k = (_rotate(_norm(t), keys.shape[2]) for t in (heads.q, heads.k))
     p, p_token = _attention(q, k, keys)
     return linear((p @ values + p_token * heads.v).flatten(1), wo)
 
@@ -288,9 +288,9 @@ def attention_and_variance(
     `fine` is the variance of a rounding, relative to the square of the rounded value.
     """
     heads, by_head, cache = _heads(projected, keys), _heads(variance, keys), keys.shape[2]
-    q, k = (_turned(_norm(t), cache) for t in (heads.q, heads.k))
+    q, k = (_rotate(_norm(t), cache) for t in (heads.q, heads.k))
     var_q, var_k = (
-        _turned(_norm_of(var, t), cache, variance=True) + fine * turned.square()
+        _rotate(_norm_of(var, t), cache, variance=True) + fine * turned.square()
         for var, t, turned in ((by_head.q, heads.q, q), (by_head.k, heads.k, k))
     )
     p, p_token = _attention(q, k, keys)
@@ -323,7 +323,7 @@ def _heads(projected: Tensor, keys: Tensor) -> _Heads:
     return _Heads(q, k.reshape(m, kv_heads, 1, width), v.reshape(m, kv_heads, 1, width))
 
 
-def _turned(x: Tensor, position: int, *, variance: bool = False) -> Tensor:
+def _rotate(x: Tensor, position: int, *, variance: bool = False) -> Tensor:
     """Turn elements i and i + width / 2 of each head as a pair; or carry their `variance`."""
     width = x.shape[-1]
     pair = torch.arange(0, width, 2, dtype=torch.float64, device=x.device)

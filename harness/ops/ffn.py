@@ -25,8 +25,8 @@ from sparsebench.harness.ops._active import (
     ActiveFields,
     adjust,
     all_active,
+    count_active,
     keeps_first,
-    recorded,
     share,
     share_of_any,
 )
@@ -66,7 +66,7 @@ def definition(
 ) -> Tensor:
     """Return Y [m, k] for Wg and Wu [n, k], Wd [k, n], X [m, k]; fp8 computes in fp32."""
     stored = wg.dtype
-    wg, wu, wd = (_meant(w, dtype) for w in (wg, wu, wd))
+    wg, wu, wd = (_with_scale(w, dtype) for w in (wg, wu, wd))
     x = x.to(wg.dtype)
     y = linear(act_of(linear(x, wg), activation) * linear(x, wu), wd)
     return y.bfloat16() if stored == torch.float8_e4m3fn else y
@@ -81,7 +81,7 @@ def spread(
 
     The last term of S(h) is the rounding of h itself; that of S(y), the terms of the last product.
     """
-    wg, wu, wd = (_meant(w, dtype) for w in (wg, wu, wd))
+    wg, wu, wd = (_with_scale(w, dtype) for w in (wg, wu, wd))
     g, u = linear(x, wg), linear(x, wu)
     var_g, var_u = linear(x.square(), wg.square()), linear(x.square(), wu.square())
     act, slope = act_of(g, activation), slope_of(g, var_g, activation)
@@ -109,7 +109,7 @@ def fewest_bytes(problem: Problem, nnz: Mapping[str, int], itemsize: int) -> int
     return int(itemsize * read + OUTPUTS[problem["dtype"]].itemsize * 2 * m * k)
 
 
-def _meant(w: Tensor, dtype: str) -> Tensor:
+def _with_scale(w: Tensor, dtype: str) -> Tensor:
     if dtype != "fp8":
         return w
     return (w.float() if w.dtype == torch.float8_e4m3fn else w) * unit_scale(w.shape[1])
@@ -155,7 +155,7 @@ OP = Op(
     flops=flops,
     fewest_bytes=fewest_bytes,
     dense=all_active,
-    recorded=partial(recorded, "wg"),
+    recorded=partial(count_active, "wg"),
     adjust=lambda problem, name, operand, draw: adjust(problem, "wg", name, operand, draw),
     keeps_first=lambda problem, name: keeps_first(problem, "wg", name),
 )

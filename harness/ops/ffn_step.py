@@ -15,8 +15,8 @@
 The output is one tensor with these five, one below the other. A kernel that cannot write there
 copies all five: (2m + 3n) k elements read and written, 2 % of a dense step of 16,384 tokens. Each
 of the five is judged by its own size (`parts`), because gradients of weights are sums over tokens
-and by far the largest. Weights are dense. With `active`, that many units are on for a token; beyond
-G only those count as work (_active.py).
+and by far the largest. Weights are dense. With `active`, that many units are active for a
+token. FLOPs and bytes count all units for G and only these for the other products (_active.py).
 """
 
 from collections.abc import Mapping
@@ -33,7 +33,7 @@ from sparsebench.kernels._kernel import DTYPES
 from sparsebench.results.record import Problem
 
 ZERO = 128 * torch.finfo(torch.float32).eps
-"""Part of its spread within which a sum of thousands of terms in fp32 may have either sign."""
+"""A gate below this fraction of its spread may have either sign when it is summed in fp32."""
 
 
 class StepFields(FfnFields):
@@ -51,7 +51,7 @@ class StepFields(FfnFields):
 def definition(
     wg: Tensor, wu: Tensor, wd: Tensor, x: Tensor, dy: Tensor, *, activation: str
 ) -> Tensor:
-    """Return the five, [2m + 3n, k], for Wg and Wu [n, k], Wd [k, n], X and dY [m, k]."""
+    """Return the five parts, [2m + 3n, k], for Wg and Wu [n, k], Wd [k, n], X and dY [m, k]."""
     g, u = linear(x, wg), linear(x, wu)
     act = act_of(g, activation)
     h, dh = act * u, dy @ wd
@@ -100,7 +100,7 @@ def depth(wg: Tensor, wu: Tensor, wd: Tensor, x: Tensor, dy: Tensor) -> int:
 
 
 def flops(problem: Problem, nnz: Mapping[str, int]) -> float:
-    """Return one multiply and one add for each of nine products; only active units beyond G."""
+    """Return a multiply and an add for each term of nine products; only G counts all units."""
     sparse = 2 * nnz["wg"] + 3 * nnz["wu"] + 3 * nnz["wd"]
     return float(2 * problem["m"] * (nnz["wg"] + share(problem) * sparse))
 
@@ -116,7 +116,7 @@ def fewest_bytes(problem: Problem, nnz: Mapping[str, int], itemsize: int) -> int
 
 
 def parts(problem: Problem) -> tuple[int, ...]:
-    """Return the rows of each of the five."""
+    """Return the number of rows of each of the five parts."""
     m, n = problem["m"], problem["n"]
     return m, m, n, n, n
 

@@ -1,4 +1,4 @@
-"""Patterns of attention: every mask of a stack keeps its blocks of lowest rank.
+"""Patterns of attention. Blocks have ranks; every mask of a stack keeps those of lowest rank.
 
     rank     a non-negative integer for each block; the level determines how many of the lowest stay
     nearest  blocks that hold the key at a query's own position are kept first, so that no row is
@@ -27,10 +27,10 @@ LAST = 2**40
 
 def by_rank(rank: Rank) -> Pattern:
     """Return the pattern that keeps the lowest ranks of each mask, and the nearest blocks first."""
-    return Pattern(lambda weight: _ranked(weight, rank), causal=True)
+    return Pattern(lambda weight: _rule_by_rank(weight, rank), causal=True)
 
 
-def _ranked(weight: Weight, rank: Rank) -> Rule:
+def _rule_by_rank(weight: Weight, rank: Rank) -> Rule:
     stack = weight.stack
 
     def score(grid: Grid, count: int, base: Score) -> Tensor:

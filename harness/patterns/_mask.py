@@ -38,7 +38,7 @@ def level(fields: Mapping[str, Any], shape: tuple[str, str] = ("n", "k")) -> flo
     if fields["pattern"] == FILE:
         return requested
     rule = _rule(fields, shape)
-    rows, columns = _pruned(rule, requested)
+    rows, columns = _prunable_sides(rule, requested)
     part = rows * columns / rule.grid.cells
     of = rule.of or rule.group
     nearest = part * (of - _count(rule, requested)) / of
@@ -47,7 +47,7 @@ def level(fields: Mapping[str, Any], shape: tuple[str, str] = ("n", "k")) -> flo
         r, c = masks.block if masks else (rule.grid.r, rule.grid.c)
         grid = f"{rule.grid.rows}x{rule.grid.columns} grid of {r}x{c} blocks"
         request = f"pattern {fields['pattern']}: sparsity {requested:g}"
-        raise SuiteError(f"{request} cannot be met by a {grid}: the nearest level is {nearest:.6g}")
+        raise SuiteError(f"{request} is impossible in a {grid}: the nearest level is {nearest:.6g}")
     return nearest
 
 
@@ -63,7 +63,7 @@ def mask(
     chosen = best(scores.to(device), rule.group, count)
     cells = chosen.view(grid.rows, 1, grid.columns, 1).expand(-1, grid.r, -1, grid.c)
     whole = cells.reshape(grid.rows * grid.r, grid.columns * grid.c)
-    rows, columns = _pruned(rule, fields["sparsity"])
+    rows, columns = _prunable_sides(rule, fields["sparsity"])
     whole[rows * grid.r :] = True
     whole[:, columns * grid.c :] = True
     return whole[: grid.n, : grid.k]
@@ -102,5 +102,5 @@ def _count(rule: Rule, sparsity: float) -> int:
     return min(rule.counts, key=lambda count: abs(count - requested))
 
 
-def _pruned(rule: Rule, sparsity: float) -> tuple[int, int]:
+def _prunable_sides(rule: Rule, sparsity: float) -> tuple[int, int]:
     return rule.front(sparsity) if rule.front else (rule.grid.rows, rule.grid.columns)

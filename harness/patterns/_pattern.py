@@ -26,7 +26,7 @@ class Weight:
 
     `sizes` names the fields of n and k: ("n", "k"), or ("k", "n") for the down weight of an MLP.
 
-    The mask of an attention is a weight of which each element stands for a block. `masks` has its
+    The mask of an attention is a weight, each element of which represents a block. `masks` has its
     geometry.
     """
 

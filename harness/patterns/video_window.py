@@ -13,7 +13,7 @@ from sparsebench.harness.inputs.grid import Stack
 from sparsebench.harness.patterns._attention import by_rank
 
 CUBE = 4
-FINE = 2**20  # of a side of the video
+FINE = 2**20  # steps into which a side of the video is divided
 
 
 def rank(stack: Stack, scores: Tensor) -> Tensor:

@@ -79,10 +79,10 @@ def fields_of_source(op: Op, source: Source | None, data: Path | None) -> dict[s
     if source is None:
         return {}
     if op.recorded and source.tensor is not None:
-        return _recording_fields(op, source, sources.located(source, data))
+        return _recording_fields(op, source, sources.locate(source, data))
     if len(op.weights) != 1:
         raise SuiteError(f"source: expected an op with one weight, found {', '.join(op.weights)}")
-    path = sources.located(source, data)
+    path = sources.locate(source, data)
     *sides, level = sources.shape_and_level(path, source.tensor)
     names = op.operands[op.weights[0]].shape
     # The cells of a mask are fewer than its tokens.
@@ -114,7 +114,7 @@ def require_enough(
     """Raise SuiteError if a problem has more tokens than were recorded."""
     if source is None or not op.recorded:
         return
-    path = sources.located(source, data)
+    path = sources.locate(source, data)
     for name in op.activations:
         field = op.operands[name].shape[0]
         tokens, *_ = sources.shape_and_level(path, sources.member(source, name))

@@ -22,7 +22,7 @@ has its own packing, output and addresses, as another contender would have.
 
 import random
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import replace
 from math import isfinite
 from typing import Any
@@ -38,7 +38,9 @@ Condition = tuple[str, Collection[str]]
 """A field, with ! for \"none of them\", and its values as `text` writes them."""
 
 
-def planned(suite: Suite, device: str, condition: str = "", shard: str = "") -> list[Contest]:
+def planned_contests(
+    suite: Suite, device: str, condition: str = "", shard: str = ""
+) -> list[Contest]:
     """Return the contests of a run: A/A references, then the suite's, some with twins."""
     whole = references(device) + with_twins(only(suite.contests, condition), suite.name)
     return part(whole, shard) if shard else whole
@@ -57,39 +59,38 @@ def part(contests: Sequence[Contest], shard: str) -> list[Contest]:
 
 def only(contests: Sequence[Contest], condition: str) -> list[Contest]:
     """Keep the cases that meet `field=value field=this|that`, with their baselines."""
-    conditions = _parsed(condition)
-    cases = [
-        (
-            contest,
-            [(contender, _facts(contest.problem, contender)) for contender in contest.contenders],
-        )
-        for contest in contests
-    ]
-    present: dict[str, set[str]] = {"case": set(), "format": set(), "kernel": set(), "op": set()}
-    for facts in (facts for _, contenders in cases for _, facts in contenders):
-        for name, value in facts.items():
-            present.setdefault(name, set()).add(text(value))
+    conditions = _parse_condition(condition)
+    fields = (name for contest in contests for name in contest.problem.fields)
+    names = {"case", "format", "kernel", "op", *fields}
     for name, values in conditions:
-        if name.removesuffix("!") not in present or not all(values):
-            expected = f"field=value with a field of {', '.join(sorted(present))}"
+        if name.removesuffix("!") not in names or not all(values):
+            expected = f"field=value with a field of {', '.join(sorted(names))}"
             written = f"{name}={'|'.join(values)}"
             raise SuiteError(f"--only: expected {expected}; found {written!r}")
+    named = {name.removesuffix("!") for name, _ in conditions}
+    present: dict[str, set[str]] = {name: set() for name in named}
+    selected = []
+    for contest in contests:
+        chosen = []
+        for contender in contest.contenders:
+            facts = _facts(contest.problem, contender, named)
+            for name, value in facts.items():
+                present[name].add(value)
+            if _meet(facts, conditions):
+                chosen.append(contender)
+        if chosen:
+            left = (c for c in contest.contenders if c.baseline or c in chosen)
+            selected.append(Contest(contest.problem, tuple(left)))
     for name, value in [(name, value) for name, values in conditions for value in values]:
         if value not in present[name.removesuffix("!")]:
             expected = f"at least one case of {name}={value}"
             raise SuiteError(f"--only {condition!r}: expected {expected}, found none")
-    selected = []
-    for contest, contenders in cases:
-        chosen = [contender for contender, facts in contenders if _meet(facts, conditions)]
-        if chosen:
-            left = (c for c in contest.contenders if c.baseline or c in chosen)
-            selected.append(Contest(contest.problem, tuple(left)))
     if not selected:
         raise SuiteError(f"--only {condition!r}: expected at least one case, found none")
     return selected
 
 
-def uncontested(suite: Suite, device: str, condition: str = "") -> bool:
+def has_only_baselines(suite: Suite, device: str, condition: str = "") -> bool:
     """Return whether a device supports no contender of a suite but its baselines."""
     contests = only(suite.contests, condition)
     rivals = [(c.problem, k) for c in contests for k in c.contenders if not k.baseline]
@@ -98,32 +99,29 @@ def uncontested(suite: Suite, device: str, condition: str = "") -> bool:
 
 def meets(problem: Problem, contender: Contender, condition: str) -> bool:
     """Return whether a case meets a condition that is written as for `only`."""
-    return _meet(_facts(problem, contender), _parsed(condition))
+    conditions = _parse_condition(condition)
+    named = {name.removesuffix("!") for name, _ in conditions}
+    return _meet(_facts(problem, contender, named), conditions)
 
 
-def _parsed(condition: str) -> list[Condition]:
+def _parse_condition(condition: str) -> list[Condition]:
     parts = [part.partition("=")[::2] for part in condition.replace(",", " ").split()]
     return [(name, dict.fromkeys(map(text, value.split("|")))) for name, value in parts]
 
 
-def _facts(problem: Problem, contender: Contender) -> dict[str, Any]:
-    """Return what a condition may name: the problem's fields, and what identifies the case."""
-    return {
-        **problem.fields,
-        "op": problem.op,
-        "format": contender.format,
-        "kernel": contender.kernel,
-        "case": Case(problem, contender).id,
-    }
+def _facts(problem: Problem, contender: Contender, named: Set[str]) -> dict[str, str]:
+    """Return the text of each named field that the case has."""
+    facts: dict[str, Any] = {n: problem.fields[n] for n in named & problem.fields.keys()}
+    facts |= {"op": problem.op, "format": contender.format, "kernel": contender.kernel}
+    facts |= {"case": Case(problem, contender).id} if "case" in named else {}
+    return {name: text(facts[name]) for name in named & facts.keys()}
 
 
-def _meet(facts: Mapping[str, Any], conditions: Iterable[Condition]) -> bool:
-    def meets(name: str, values: Collection[str]) -> bool:
-        field = name.removesuffix("!")
-        among = field in facts and text(facts[field]) in values
-        return among is (field == name)
-
-    return all(meets(name, values) for name, values in conditions)
+def _meet(facts: Mapping[str, str], conditions: Iterable[Condition]) -> bool:
+    return all(
+        (facts.get(name.removesuffix("!")) in values) is not name.endswith("!")
+        for name, values in conditions
+    )
 
 
 def text(value: Any) -> str:
@@ -137,7 +135,7 @@ def text(value: Any) -> str:
     return f"{number:g}" if isfinite(number) else str(value)  # 12e3456789012345 is a case
 
 
-SEED = 2**31 - 1  # of the references: no suite has it
+SEED = 2**31 - 1  # seed of the references; no suite has it
 TWIN_EVERY = 20  # 5 % of the problems; at least one
 
 LAUNCH = {"cuda": (1, 64, 64, "bf16"), "cpu": (1, 64, 64, "fp32")}  # m, n, k, dtype

@@ -13,7 +13,7 @@
     contenders:
       - {format: bsr, kernel: bsr_triton, params: {block: $block}}  # $field: the problem's, or
                                      # $dense_fraction, $split of a spense pattern
-      - {format: bsr, params: {block: $block}}                      # what users of bsr get
+      - {format: bsr, params: {block: $block}}                      # the kernel that users get
       - {format: bsr, kernel: cublas_masked, op: linear_wgrad}      # only at problems of this op
       - {format: csr, kernel: scipy_csr, at: {m: [1, 16]}}          # only at these values
       - {format: spense, kernel: spense_ffn, params: {split: rows, wd.split: columns}}  # wd alone
@@ -304,7 +304,7 @@ def _contenders(
     where: str, entry: ContenderEntry, problem: Problem, *, baseline: bool
 ) -> Iterator[Contender]:
     points = [
-        _bound(f"{where}.{name}", getattr(entry, name), problem) for name in ("params", "options")
+        _expand(f"{where}.{name}", getattr(entry, name), problem) for name in ("params", "options")
     ]
     error = entry.error.model_dump() if entry.error else None
     for params, options in product(*points) if _competes(entry, problem) else ():
@@ -319,7 +319,7 @@ def _require_names(
         raise SuiteError(f"{where}.{name}: unknown key; takes {takes or 'nothing'}{hint}")
 
 
-def _bound(where: str, mapping: Mapping[str, Any], problem: Problem) -> Iterator[dict[str, Any]]:
+def _expand(where: str, mapping: Mapping[str, Any], problem: Problem) -> Iterator[dict[str, Any]]:
     """Yield each point of the sweeps, with `$field` replaced by the value of the problem."""
     values_by_name = {**problem.fields, **derived(problem.fields)}
     sweeps = [_sweep(f"{where}.{name}", value) for name, value in mapping.items()]

@@ -24,7 +24,7 @@ from sparsebench.errors import ResultError, SuiteError
 from sparsebench.harness.bench import contest_state, energy, sampling
 from sparsebench.harness.doctor.findings import failure
 from sparsebench.harness.machine import cpu_placement, device, nvml
-from sparsebench.harness.plan.selection import planned, text
+from sparsebench.harness.plan.selection import planned_contests, text
 from sparsebench.harness.plan.suite import Contest, Suite
 from sparsebench.harness.run import early_start, plan_part, worker_process
 from sparsebench.harness.run.recorded_plan import (
@@ -58,8 +58,8 @@ class RunOptions:
     pinned      choices of each process of another run, taken without a search (provenance.py)
     searched    rows of an earlier run: the processes of a verdict search among its finalists
     origin      the bundle that this run reproduces or confirms, for run.json
-    until       a time.monotonic(): no contest starts that would end after it if it took as long as
-                in the process before, or as the longest so far; --resume measures the rest
+    until       when to end, as a time.monotonic(). A contest starts only if it would end
+                before, judged by its time in the last process or the longest time so far
     rank        contests of a lower rank come first in every process; ties are in random order
     replan      called before each process with its number and its contests, and returns those to
                 measure now; --resume measures the others
@@ -99,8 +99,8 @@ def measure(
     """
     part, since = options.part, now()
     _require_flags(flags)
-    contests = planned(suite, flags.device, flags.only, flags.shard)
-    worker_process.require_plan(flags.device, planned(suite, flags.device))
+    contests = planned_contests(suite, flags.device, flags.only, flags.shard)
+    worker_process.require_plan(flags.device, planned_contests(suite, flags.device))
     if out and not resume:
         require_new(out)
     device.tuned_tables()
@@ -108,7 +108,7 @@ def measure(
         modules(folder)  # a name that is taken twice is an error now, not when the report is built
     with ExitStack() as held:
         if resume:
-            held.enter_context(store.locked(resume))
+            held.enter_context(store.lock_run(resume))
         done = completed_rows(resume, suite, flags, contests) if resume else []
         pinned, searched, processes = options.pinned, options.searched, flags.replicates
         chosen_by = provenance.planned_choices(processes, bool(pinned), bool(searched))
@@ -132,7 +132,7 @@ def measure(
             number, host = (part.number, part.host) if part else (0, cpu_placement.boot())
             before["part"] = {"number": number, "host": host}
         record = Record(suite.name, flags, len(contests) * processes, before, since)
-        whole_plan = planned(suite, flags.device, flags.only)
+        whole_plan = planned_contests(suite, flags.device, flags.only)
         environment = runner.about["environment"] | code_of(whole_plan)
         if part:
             part.require_alike(environment)
@@ -147,13 +147,13 @@ def measure(
         else:
             ceilings = runner.ceilings(contests)
             environment |= {"ceilings": ceilings}
-            path = _created(out, suite, environment, record, runner.about["slug"])
-            held.enter_context(store.locked(path))
+            path = _create(out, suite, environment, record, runner.about["slug"])
+            held.enter_context(store.lock_run(path))
         early_start.wait_for_imports()  # nothing is imported while a contest runs
         runner.log.file = path / "worker.log"
         runner.log.on_failure = lambda reason, text: options.on_message(failure(reason, text))
         contest_options = contest_state.ContestOptions(
-            measures=sampling.possible(suite.measures, flags.device),
+            measures=sampling.distinct_measures(suite.measures, flags.device),
             ceilings=Ceilings.from_json(ceilings),
             energy=flags.energy,
         )
@@ -190,7 +190,7 @@ def require_new(out: Path) -> None:
         raise SuiteError(f"--out {out}: expected a folder to write into, found {above}")
 
 
-def _created(
+def _create(
     out: Path | None, suite: Suite, environment: Mapping[str, Any], record: Record, slug: str
 ) -> Path:
     state = record.at("running", Counts(), {})
@@ -215,14 +215,14 @@ class _Session:
     record: Record
     contests: list[Contest]
     contest_options: contest_state.ContestOptions
-    rows: list[Row]  # those of an earlier session at first
+    rows: list[Row]  # starts with the rows of an earlier session
     watch: Watch
     options: RunOptions
     counts: Counts = field(init=False)
     spent_s: Counter[str] = field(init=False)
-    done: int = field(init=False)  # contests
+    done: int = field(init=False)  # number of contests
     last: str = ""  # the problem and the result of the last contest
-    took_s: dict[str, float] = field(default_factory=dict)  # of each problem, when last measured
+    took_s: dict[str, float] = field(default_factory=dict)  # last time of each problem
 
     def __post_init__(self) -> None:
         self.counts = Counts(self.rows)
@@ -231,7 +231,7 @@ class _Session:
 
     def measure(self) -> None:
         part, identity = self.options.part, self.runner.about["identity"]
-        with self._sealed_at_end(), nvml.telemetry(identity, self.runner.log.add) as window:
+        with self._seal_at_end(), nvml.telemetry(identity, self.runner.log.add) as window:
             for replicate in range(self.record.flags.replicates):
                 seed = f"{self.record.suite} {replicate}" + (f" {part.number}" if part else "")
                 order = random.Random(seed).sample(self.contests, len(self.contests))
@@ -291,7 +291,7 @@ class _Session:
         return record.at(status, counts, every) | self.watch.json
 
     @contextmanager
-    def _sealed_at_end(self) -> Iterator[None]:
+    def _seal_at_end(self) -> Iterator[None]:
         """Set the status in run.json: running, then finished or interrupted; then seal the run."""
         store.set_state(self.path, self._state("running"))
         status = "interrupted"

@@ -1,11 +1,11 @@
-"""The part of a shared plan that one process measures: the contests that it claims.
+"""The part of a shared plan that one process measures: the contests that it reserves.
 
     claims/PROBLEM -> 3   a symbolic link: part 3 has this problem. Making a link is atomic, on NFS
-                          too, so each problem is claimed once
+                          too, so each problem is reserved once
     alike.json            kind of GPU, code and versions: the first part writes it, others compare
 
-    first process         claims any problem that no part has claimed, in its own random order
-    later processes       measure what the first one claimed, so a problem stays on one GPU
+    first process         reserves problems that no part has reserved, in its own random order
+    later processes       measure what the first one reserved, so a problem stays on one GPU
 
 A part that starts late finds less to do, and no part waits for another. The noise-floor contests
 are shared out like all others: the noise floor is that of the whole run, over all its GPUs.
@@ -36,9 +36,9 @@ class Part:
     number    of this part, from 1 on
     host      the identity of its host (machine/cpu_placement.py)
     earlier   rows of whole contests that this part measured on another GPU
-    alone     the part has every problem of the plan, and claims none
+    alone     the part has every problem of the plan, and reserves none
     stopping  set by another thread to end the part as Ctrl-C ends a run
-    owners    the part of each problem, as far as this part has read the claims
+    owners    the part of each problem, as far as this part has read them
     """
 
     folder: Path
@@ -76,25 +76,25 @@ class Part:
             self.runner.kill()
 
     def take(self, contests: Iterable[Contest], replicate: int) -> Iterator[Contest]:
-        """Yield what this part measures in a process; the first process claims as it goes."""
+        """Yield what this part measures in a process; the first process reserves as it goes."""
         before = {(row.replicate, row.case.problem.id) for row in self.earlier}
         for contest in contests:
             problem = contest.problem.id
-            if self.claim(problem, new=replicate == 0) and (replicate, problem) not in before:
+            if self.holds(problem, new=replicate == 0) and (replicate, problem) not in before:
                 yield contest
 
     def reserve(self, contests: Iterable[Contest]) -> bool:
-        """Claim a contest unless one is claimed; False if nothing is left to do."""
-        return any(self.claim(contest.problem.id) for contest in contests)
+        """Reserve a contest unless one is reserved; False if nothing is left to do."""
+        return any(self.holds(contest.problem.id) for contest in contests)
 
     def total(self, contests: Iterable[Contest], replicates: int) -> int:
         """Return how many contests this part has in all its processes, as far as is known."""
-        mine = sum(self.claim(contest.problem.id, new=False) for contest in contests)
+        mine = sum(self.holds(contest.problem.id, new=False) for contest in contests)
         before = {(row.replicate, row.case.problem.id) for row in self.earlier}
         return mine * replicates - len(before)
 
-    def claim(self, problem: str, new: bool = True) -> bool:
-        """Return whether this part has a problem; claim it if it is free and may be `new`."""
+    def holds(self, problem: str, new: bool = True) -> bool:
+        """Return whether this part has a problem; reserve it if it is free and may be `new`."""
         if self.alone:
             return True
         claims = self.folder / "claims"
@@ -108,5 +108,5 @@ class Part:
 
 
 def owners(folder: Path) -> dict[str, int]:
-    """Return the part that has claimed each problem."""
+    """Return the part that has reserved each problem."""
     return {link.name: int(os.readlink(link.path)) for link in os.scandir(folder / "claims")}

@@ -61,7 +61,7 @@ def call_each(
     """Check the cases of each contest, call the correct ones in their ranges, and yield each."""
     for planned in contests:
         entries = [Entry(Row(Case(planned.problem, c), Status.OK)) for c in planned.contenders]
-        running = contest.start(contest.prepared(planned.problem, entries, device, data))
+        running = contest.start(contest.prepare_contest(planned.problem, entries, device, data))
         try:
             for entry in entries:
                 case, row = entry.row.case, entry.row
@@ -69,7 +69,7 @@ def call_each(
                 if entry.launch is None:
                     yield ProfiledCase(f"{name}: {row.status}: {row.detail}", row.status)
                     continue
-                with _marked(name, device):
+                with _mark_range(name, device):
                     for _ in range(times):
                         entry.launch()
                 yield ProfiledCase(name, Status.OK)
@@ -79,7 +79,7 @@ def call_each(
 
 
 @contextmanager
-def _marked(name: str, device: torch.device) -> Iterator[None]:
+def _mark_range(name: str, device: torch.device) -> Iterator[None]:
     """Mark the block's work for a GPU profiler; do nothing on a CPU."""
     if device.type != "cuda":
         yield

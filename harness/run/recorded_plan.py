@@ -14,10 +14,10 @@ from typing import Any
 
 from sparsebench._discovery import modules
 from sparsebench.errors import ResultError, SuiteError
-from sparsebench.harness.bench.sampling import possible
+from sparsebench.harness.bench.sampling import distinct_measures
 from sparsebench.harness.inputs.sources import FILE
 from sparsebench.harness.machine.code import code_sha256, plugins
-from sparsebench.harness.plan.selection import planned
+from sparsebench.harness.plan.selection import planned_contests
 from sparsebench.harness.plan.suite import Contest, Suite, expand
 from sparsebench.harness.run.run_json import Flags
 from sparsebench.results import bundle, provenance, store
@@ -69,7 +69,7 @@ def require_planned(run: Run, suite: Suite) -> int:
     Raises ResultError unless the run has exactly these. The noise-floor contests, which every run
     has, do not count.
     """
-    measures = possible(suite.measures, run.state["flags"]["device"])
+    measures = distinct_measures(suite.measures, run.state["flags"]["device"])
     cases = [Case(c.problem, k) for c in _contests(run, suite) for k in c.contenders]
     expected = {(case.id, *measure): case for case in cases for measure in measures}
     present = {(row.case.id, row.scope, row.cache): row.case for row in run.rows}
@@ -83,7 +83,7 @@ def require_planned(run: Run, suite: Suite) -> int:
 
 def _contests(run: Run, suite: Suite) -> list[Contest]:
     flags = run.state["flags"]
-    contests = planned(suite, flags["device"], flags["only"], flags.get("shard", ""))
+    contests = planned_contests(suite, flags["device"], flags["only"], flags.get("shard", ""))
     return [contest for contest in contests if not contest.reference]
 
 
@@ -103,7 +103,7 @@ def completed_rows(
     for name, value in (("only", flags.only), ("replicates", flags.replicates)):
         if before[name] != value:
             raise SuiteError(f"--resume {path}: expected {name} {before[name]!r}, found {value!r}")
-    measures = possible(suite.measures, flags.device)
+    measures = distinct_measures(suite.measures, flags.device)
     expected = {
         c.problem.id: {(Case(c.problem, k).id, *m) for k in c.contenders for m in measures}
         for c in contests

@@ -23,8 +23,8 @@ from typing import Any
 import pandas as pd
 
 from sparsebench.errors import ResultError, SuiteError
-from sparsebench.harness.machine.device import simulated
-from sparsebench.harness.plan.selection import meets, planned
+from sparsebench.harness.machine.device import is_simulated
+from sparsebench.harness.plan.selection import meets, planned_contests
 from sparsebench.harness.plan.suite import Suite
 from sparsebench.harness.run.measure import RunOptions, measure
 from sparsebench.harness.run.recorded_plan import own_suite, require_planned, require_plugins
@@ -33,7 +33,7 @@ from sparsebench.harness.run.runner import pinned_by_process
 from sparsebench.harness.run.worker_process import about_device, require_plan
 from sparsebench.results import bundle, store
 from sparsebench.results.analysis import analyse
-from sparsebench.results.cases import compared
+from sparsebench.results.cases import has_baseline
 from sparsebench.results.consistency import check_consistency
 from sparsebench.results.formatting import conditions
 from sparsebench.results.frame import fields
@@ -93,7 +93,7 @@ def confirm(path: Path, where: Where, cases: int, replicates: int, condition: st
     matches = {
         row.case.id for row in run.rows if meets(row.case.problem, row.case.contender, condition)
     }
-    raced = raced[compared(raced) & (raced.status == Status.OK) & raced.case_id.isin(matches)]
+    raced = raced[has_baseline(raced) & (raced.status == Status.OK) & raced.case_id.isin(matches)]
     if raced.empty:
         raise ResultError(f"{path}: expected a case with a speedup to confirm, found none")
     best = raced.sort_values("speedup", ascending=False).drop_duplicates("case_id")[:cases]
@@ -147,13 +147,13 @@ def again(run: Run, where: Where, origin: Mapping[str, Any], **changed: Any) -> 
     """Measure a bundle's own suite by its own flags, except those `changed`; return the new run."""
     device, data, out = where.device, where.data, where.out
     before: str = run.state["flags"]["device"]
-    if simulated(device) != simulated(before) or (device == "cpu") != (before == "cpu"):
+    if is_simulated(device) != is_simulated(before) or (device == "cpu") != (before == "cpu"):
         expected = f"one of the kind of {before}, on which {run.path} was measured"
         raise SuiteError(f"--device: expected {expected}; found {device}")
     require_plugins(run)
     suite = own_suite(run, data)
     require_planned(run, suite)
-    require_plan(device, planned(suite, device))
+    require_plan(device, planned_contests(suite, device))
     flags = Flags.from_state(run.state, device=device, data=data, **changed)
     here = about_device(device, data)["environment"]
     same_kind = device_name(here) == device_name(run.environment)

@@ -15,7 +15,7 @@ from typing import Any, Self
 
 from sparsebench.harness.doctor import other_work
 from sparsebench.harness.doctor.findings import Finding
-from sparsebench.harness.machine.device import portable, simulated
+from sparsebench.harness.machine.device import is_simulated, portable
 from sparsebench.results.record import Row
 
 KEPT = "reproduces", "confirms", "choices", "part"  # keys that a resumed run keeps
@@ -110,7 +110,7 @@ class Watch:
 
     def __init__(self, device: str, identity: str, worker: int, on_message: OnMessage) -> None:
         """Look at the machine while the worker, given by its process id, waits."""
-        self._kind = "" if simulated(device) else device.partition(":")[0]
+        self._kind = "" if is_simulated(device) else device.partition(":")[0]
         self._began, self._on_message = other_work.read_spent(), on_message
         self._findings: dict[str, list[Finding]] = {}
         if self._kind:

@@ -2,7 +2,7 @@
 
     contest ─> worker ─> rows
                  │ no line in time          the contender announced last gets the status timeout
-                 │ gone, or a CUDA error    the contender announced last gets the status failed
+                 │ dead, or a CUDA error    the contender announced last gets the status failed
                  │ a wrong answer           likewise; an answer names its contest and has every row
                  └> a fresh worker runs the contest again without it; earlier samples are discarded
 
@@ -24,7 +24,7 @@ from typing import Any
 
 from sparsebench.errors import WorkerError
 from sparsebench.harness.bench.contest_state import ContestOptions, configuration
-from sparsebench.harness.bench.sampling import possible
+from sparsebench.harness.bench.sampling import distinct_measures
 from sparsebench.harness.catalog import load_kernel
 from sparsebench.harness.plan.suite import Contest
 from sparsebench.harness.run.early_start import AHEAD
@@ -202,7 +202,7 @@ class Runner:
                 options,
                 attempt=attempt,
                 reference=contest.reference,
-                measures=possible(options.measures, self._device),
+                measures=distinct_measures(options.measures, self._device),
                 pinned=self._choices(part, options.replicate),
                 timed={
                     case: self._timed[case].candidates

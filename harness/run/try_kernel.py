@@ -113,7 +113,7 @@ def plan(
     name: str, words: Sequence[str], device: torch.device, data: Path | None = None
 ) -> Contest:
     """Return the contest of the words: the kernel and its baseline. Raises SuiteError."""
-    kernel, values = load_kernel(name), _parsed(words)
+    kernel, values = load_kernel(name), _parse_fields(words)
     settings = {word: values.pop(word) for word in OWN & values.keys()}
     op = str(settings.get("op", "linear" if kernel.op == "any" else kernel.op))
     stored = str(settings.get("format", "dense" if kernel.consumes == "any" else kernel.consumes))
@@ -145,7 +145,7 @@ def plan(
     return expanded({name: values[name] for name in names} | params)
 
 
-def _parsed(words: Sequence[str]) -> dict[str, Any]:
+def _parse_fields(words: Sequence[str]) -> dict[str, Any]:
     """Parse field=value; a value is YAML, or 32x64 for a block of 32 rows and 64 columns."""
     values: dict[str, Any] = {}
     for word in words:
@@ -203,7 +203,7 @@ def report(result: TrialResult) -> Group:
     return Group(shown, *reasons, *_notes(rows[0], table.iloc[0], result))
 
 
-def _marked(line: pd.Series) -> str:
+def _marks_of(line: pd.Series) -> str:
     """List the marks of a row, with the share of late samples."""
     late = f" ({line.late:.1%} of the samples)" if line.late > 0 else ""
     return str(line["mark"]).replace(HOST_LATE, HOST_LATE + late)
@@ -217,7 +217,7 @@ def _notes(row: Row, line: pd.Series, result: TrialResult) -> list[str]:
     if row.stored_bytes and row.dense_bytes:
         weights = f"{row.stored_bytes} bytes, {row.stored_bytes / row.dense_bytes:.1%} of dense"
     facts = {
-        "slower than it should be": _marked(line),
+        "slower than it should be": _marks_of(line),
         "accuracy": str(line.marks),
         "choice": choice,
         "hardware limit": f"{row.bound_us:.2f} µs by {row.bound_by}" if row.bound_us else "",

@@ -25,7 +25,7 @@ import torch
 
 from sparsebench.errors import SuiteError
 from sparsebench.harness.catalog import load_kernel
-from sparsebench.harness.machine.device import simulated
+from sparsebench.harness.machine.device import is_simulated
 from sparsebench.harness.plan.selection import meets, only
 from sparsebench.harness.plan.suite import Contest, Suite
 from sparsebench.harness.run.measure import describe
@@ -94,7 +94,7 @@ def tune(
 
     The table is `out` or the user's, and is written after every problem.
     """
-    if simulated(device) or torch.device(device).type != "cuda":
+    if is_simulated(device) or torch.device(device).type != "cuda":
         raise SuiteError(f"--device {device}: expected an NVIDIA GPU to tune for")
     contests = searches(suite, condition)
     runner = Runner(device, data, TIMEOUT_S)

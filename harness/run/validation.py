@@ -34,7 +34,7 @@ from sparsebench.results.store import Run
 DIGEST = re.compile(rf"^([0-9a-f]{{64}})  (\S+)/{re.escape(bundle.MANIFEST)}$", re.MULTILINE)
 """A line of the page of published runs, as sha256sum writes and checks it."""
 
-SPENT = 0.25, 2.0  # of BUDGET_MS; published rows took 0.4 to 1.2 of it
+SPENT = 0.25, 2.0  # fractions of BUDGET_MS; published rows took 0.4 to 1.2 of it
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def validate(
     `plugins` allows the suite to import modules of other packages.
     """
     yield CheckResult(f"files: {', '.join(bundle.verify(path))}: unchanged since they were sealed")
-    yield CheckResult(f"bundle: {_published(path)}")
+    yield CheckResult(f"bundle: {_compare_with_page(path)}")
     run = store.read(path)
     for line in check_consistency(run):
         yield CheckResult(line)
@@ -76,7 +76,7 @@ def validate(
     yield CheckResult(f"plan: {planned}")
 
 
-def _published(path: Path) -> str:
+def _compare_with_page(path: Path) -> str:
     """Compare a bundle's digest with the page of published runs above it, if there is one.
 
     Rows can be changed and sealed anew, but then the digest differs from that page.

@@ -11,7 +11,7 @@
     < {"contest": problem id, "nonce": ..., "rows": [...], "spent_s": {}}
                                        or {"fatal": [case id, reason]}, and the process ends
 
-What a kernel prints goes to stderr; answers have a file descriptor of their own.
+What a kernel prints goes to stderr; answers have their own file descriptor.
 """
 
 import ctypes
@@ -36,8 +36,15 @@ from sparsebench.harness.machine.device import environment, identity, slug
 from sparsebench.harness.machine.parent_watch import end_with_parent
 from sparsebench.results.record import Contender, Problem
 
-# What kernel files import (1 s when cached), and torch's BSR product (torch._dynamo: 3 s).
-CUDA_PACKAGES = "triton", "cupy", "nvmath.bindings.cublasLt", "torch.sparse._triton_ops"
+# What kernel files import (1 s when cached), torch's BSR product (torch._dynamo: 3 s), and the
+# first call of torch.compile (2 s).
+CUDA_PACKAGES = (
+    "triton",
+    "cupy",
+    "nvmath.bindings.cublasLt",
+    "torch.sparse._triton_ops",
+    "torch._inductor.compile_fx",
+)
 DUMP = signal.SIGUSR1  # asks for the stacks of all threads, on stderr
 
 

@@ -24,7 +24,7 @@ from queue import Empty, SimpleQueue
 from typing import IO, Any
 
 from sparsebench.errors import WorkerError
-from sparsebench.harness.machine.device import simulated
+from sparsebench.harness.machine.device import is_simulated
 from sparsebench.harness.plan.suite import Contest
 from sparsebench.harness.run import early_start
 from sparsebench.results.record import Case, Row, Status
@@ -33,23 +33,23 @@ from sparsebench.results.store import without_paths
 COMMAND = early_start.COMMAND
 SIMULATOR = "sparsebench.harness.sim.simulated_worker"  # loaded only for a simulated device
 START_TIMEOUT_S = 300.0  # importing torch and starting CUDA on a cold disk
-END_TIMEOUT_S = 60.0  # for a child whose answer is no longer needed; writing a core takes seconds
-LEFT_S = 2.0  # for output that is still in the pipes of a dead child
+END_TIMEOUT_S = 60.0  # wait for a child that is no longer needed; writing a core takes seconds
+LEFT_S = 2.0  # to read what a dead child left in its pipes
 START_ATTEMPTS = 3
 START_PAUSE_S = 1.0  # doubled after each attempt: memory or a GPU may become free
 WORDS_KEPT = 3  # last lines of a dead worker's stderr that go into a row
 LINES_KEPT = 200  # and into failures.log, with the stacks that faulthandler writes
-STACKS = "Fatal Python error", "Thread 0x", "Current thread 0x"  # how these begin
+STACKS = "Fatal Python error", "Thread 0x", "Current thread 0x"  # first words of stacks
 DUMP_S, DUMP_STEP_S = 2.0, 0.1  # time for a hanging worker to write its stacks, polled in steps
-FAILURES = "failures.log"  # beside worker.log
+FAILURES = "failures.log"  # in the same folder as worker.log
 
 OnFailure = Callable[[str, str], None]
-"""Called with one line why a case has no time, and with its traceback."""
+"""Called with the reason why a case has no time, in one line, and with the traceback."""
 
 
 def require_plan(device: str, contests: Sequence[Contest]) -> None:
     """Raise SuiteError if a simulated device is badly described, or plans a fault for no case."""
-    if simulated(device):
+    if is_simulated(device):
         import_module(SIMULATOR).require_plan(device, contests)
 
 
@@ -116,8 +116,8 @@ class Worker:
     def __init__(self, device: str, data: Path | None, log: Log) -> None:
         """Start the child, or take one that a command started early. Raises WorkerError."""
         self._arguments = [device, *([str(data)] if data else [])]
-        early = None if simulated(device) else early_start.take()
-        command = (*early_start.PYTHON, SIMULATOR) if simulated(device) else COMMAND
+        early = None if is_simulated(device) else early_start.take()
+        command = (*early_start.PYTHON, SIMULATOR) if is_simulated(device) else COMMAND
         try:
             self._child = early or early_start.spawn(*command)
         except OSError as error:

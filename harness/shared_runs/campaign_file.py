@@ -10,7 +10,7 @@ entries:                         # each becomes a run DIR/NAME, in this order
   - {suite: dlmc, data: dlmc}    # source files are in the folder dlmc below --data
   - {suite: decoder, energy: true}
   - {confirm: quick, cases: 2}   # the largest speedups of that entry, alone; `only` selects
-  - {reproduce: quick}           # with a search of its own, on another card of the kind
+  - {reproduce: quick}           # searches again, on another card of the kind
   - {name: quick-elsewhere, suite: quick, apart: quick}   # on another card, with its own search
   - claims: []                   # all claims, or those named, judged by every run above
 """

@@ -19,13 +19,13 @@ from pathlib import Path
 from sparsebench._writing import write_file
 from sparsebench.errors import ResultError
 from sparsebench.harness.machine.cpu_placement import boot
-from sparsebench.harness.plan.selection import planned
+from sparsebench.harness.plan.selection import planned_contests
 from sparsebench.harness.plan.suite import Suite
 from sparsebench.harness.run.measure import RunOptions, measure
 from sparsebench.harness.run.plan_part import Part
 from sparsebench.harness.run.run_json import Flags, OnMessage
 from sparsebench.harness.shared_runs.merging import merge
-from sparsebench.harness.shared_runs.shared_folder import Begun, split
+from sparsebench.harness.shared_runs.shared_folder import Begun, split_by_device
 from sparsebench.results import bundle, files, store
 from sparsebench.results.formatting import amount
 from sparsebench.results.record import Row
@@ -65,9 +65,9 @@ class Pieces:
         if not out or resume:
             got = f"{resume}, which is to be resumed" if resume else "no name"
             raise ResultError(f"campaign: expected the name of a new run, found {got}")
-        of = len(planned(suite, flags.device, flags.only)) * flags.replicates
+        of = len(planned_contests(suite, flags.device, flags.only)) * flags.replicates
         runs, folder = pieces(out), parts(out)
-        ours, earlier = split(runs, self.device_id, suite, flags)
+        ours, earlier = split_by_device(runs, self.device_id, suite, flags)
         if len(contests_in(earlier)) < of:
             number = int(ours.name) if ours else len(runs) + 1
             part = Part(folder, number, boot(), earlier, alone=True)

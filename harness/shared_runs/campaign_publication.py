@@ -46,7 +46,7 @@ def publish(campaign: Campaign, out: Path, into: Path, names: Sequence[str] = ()
     if len(gpus) != 1:
         raise ResultError(f"expected runs of one GPU, found {', '.join(sorted(gpus)) or 'none'}")
     home = into / _slug(gpus.pop())
-    with _replaced(home) as before:
+    with _replace(home) as before:
         unchanged = {run.name: run for run in store.runs_in(before)} if names else {}
         for name, run in (unchanged | runs).items():
             shutil.copytree(run, home / name, ignore=shutil.ignore_patterns("*.log"))
@@ -87,7 +87,7 @@ def _slug(gpu: str) -> str:
 
 
 @contextmanager
-def _replaced(home: Path) -> Iterator[Path]:
+def _replace(home: Path) -> Iterator[Path]:
     """Replace a folder by a new one and yield the old one, which is restored on an error.
 
     Meanwhile the old one is beside `published`, where no page looks for runs.

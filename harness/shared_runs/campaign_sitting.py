@@ -22,7 +22,7 @@ from time import monotonic
 
 from sparsebench.errors import ResultError, SparsebenchError
 from sparsebench.harness.claims.checking import check
-from sparsebench.harness.claims.claim_plan import chosen
+from sparsebench.harness.claims.claim_plan import read_claims
 from sparsebench.harness.run.measure import Progress, RunOptions
 from sparsebench.harness.run.plan_part import Part
 from sparsebench.harness.run.repeat import Where, confirm, reproduce
@@ -225,4 +225,4 @@ class Sitting:
                 reproduce(self.out / entry.of, where)
             case _:
                 runs = [self.out / e.name for e in self.campaign.above(entry)]
-                check(chosen(entry.claims or []), flags, runs, out, options, engine)
+                check(read_claims(entry.claims or []), flags, runs, out, options, engine)

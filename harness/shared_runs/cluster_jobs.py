@@ -1,6 +1,6 @@
 """A plan shared out over the jobs of a cluster, one GPU a job, through submitit.
 
-    RUN.shards ─> an array job with one task per part ─> each claims contests until none is left
+    RUN.shards ─> an array job with one task per part ─> each reserves contests until none is left
                ─> squeue, every POLL_S: a part whose job ended before it was done is sent again
 
 The state is in RUN.shards, on the file system that the hosts share, so the waiting process may stop
@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from sparsebench.errors import ResultError, SuiteError
-from sparsebench.harness.machine.device import simulated
+from sparsebench.harness.machine.device import is_simulated
 from sparsebench.harness.plan.suite import Suite
 from sparsebench.harness.run.measure import RunOptions, Stopped
 from sparsebench.harness.shared_runs import shared_folder
@@ -33,7 +33,7 @@ from sparsebench.results import files, store
 POLL_S = {"slurm": 10.0, "local": 1.0}
 OPTIONS = {"slurm": "--slurm", "local": "--submit local"}
 TRIES = 3  # jobs of a part that may end one after the other without a new contest
-MINUTES = 240  # of a job, unless `time` is parameters
+MINUTES = 240  # time limit of a job, unless `time` sets it
 TIMEOUTS = 1000  # how often a job may reach its limit and be queued again
 SQUEUE_S = 60.0  # then the controller is taken as away, and the next round retries
 LOST = "lost"  # a part whose job the scheduler has ended or forgotten
@@ -80,11 +80,11 @@ def measure_parts(folder: Path, suite: Suite, plan: Plan, options: RunOptions) -
         while True:
             alive = _alive(folder, plan)
             parts = list(shared_folder.progress(folder, plan))
-            unclaimed = shared_folder.unclaimed(folder, contests)
+            free = shared_folder.count_free(folder, contests)
             ended = [] if alive is None else [part for part in parts if part.number not in alive]
             lost = [part for part in ended if not part.complete]
-            if unclaimed and not alive:
-                lost = lost or ended[:1]  # any part can take what no part has claimed
+            if free and not alive:
+                lost = lost or ended[:1]  # any part can take a problem that is free
             done = min(sum(part.contests for part in parts), total)
             options.progress(done, total, _describe(alive, len(lost)))
             if alive is not None and not alive and not lost:
@@ -136,7 +136,7 @@ def _executor(plan: Plan, folder: Path) -> Any:
     try:
         executor = kind(folder, max_num_timeout=TIMEOUTS, python=python)
         if plan.by == "slurm":
-            if not simulated(plan.devices[0]) and plan.devices[0] != "cpu":
+            if not is_simulated(plan.devices[0]) and plan.devices[0] != "cpu":
                 parameters = {"gres": "gpu:1"} | parameters
             executor.update_parameters(**{"time": MINUTES, "job_name": plan.job, **parameters})
         else:

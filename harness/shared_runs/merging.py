@@ -21,14 +21,14 @@ from typing import Any
 from sparsebench._discovery import own_code_only
 from sparsebench._writing import write_file
 from sparsebench.errors import ResultError
-from sparsebench.harness.plan.selection import planned
+from sparsebench.harness.plan.selection import planned_contests
 from sparsebench.harness.run import recorded_plan, run_json
 from sparsebench.results import bundle, consistency, files, record, store
 from sparsebench.results.ceilings import Ceilings
 from sparsebench.results.provenance import device_id, require_equal_facts, shared_facts
 from sparsebench.results.store import Run
 
-COMMON = "suite", "reproduces", "confirms", "choices"  # of run.json, the same in all runs
+COMMON = "suite", "reproduces", "confirms", "choices"  # fields that all run.json share
 LOGS = "worker.log", "failures.log"
 PER_PART = "device", "data", "shard", "timeout_s"  # flags in which parts of a plan may differ
 
@@ -47,7 +47,7 @@ def merge(
     missing contests make the run `interrupted`. Raises ResultError, and writes nothing, if a run
     was changed, its suite, code or kind of GPU differs, or a contest is missing or there twice.
     """
-    runs = _read(paths)
+    runs = _read_runs(paths)
     if not store.is_new(out):
         raise ResultError(f"{out}: expected a new directory, found one")
     for run in runs[1:]:
@@ -57,11 +57,11 @@ def merge(
     if size > files.ROWS_BYTES:
         limit = f"{files.ROWS_BYTES} bytes of rows (ROWS_BYTES)"
         raise ResultError(f"merge: expected at most {limit}, found {size}; --only makes two runs")
-    joined = _joined(runs, out)
+    joined = _join(runs, out)
     counts, flags = run_json.Counts([*joined.reference, *joined.rows]), joined.state["flags"]
     with nullcontext() if plugins else own_code_only():
         suite = recorded_plan.own_suite(joined, data)
-        problems = [c.problem.id for c in planned(suite, flags["device"], flags["only"])]
+        problems = [c.problem.id for c in planned_contests(suite, flags["device"], flags["only"])]
         plan = [(n, problem) for n in range(flags["replicates"]) for problem in problems]
         missing = [contest for contest in plan if contest not in counts.done]
         if not missing:
@@ -84,7 +84,7 @@ def merge(
     return out
 
 
-def _read(paths: Sequence[Path]) -> list[Run]:
+def _read_runs(paths: Sequence[Path]) -> list[Run]:
     """Read runs of one GPU each. Raises ResultError if one was changed, or is there twice."""
     runs, seen = list[Run](), dict[str, Path]()
     for path in paths:
@@ -132,7 +132,7 @@ def _each_contest_once(runs: Iterable[Run]) -> None:
                 raise ResultError(f"{run.path}: expected {what} once, found it in {other.path} too")
 
 
-def _joined(runs: Sequence[Run], out: Path) -> Run:
+def _join(runs: Sequence[Run], out: Path) -> Run:
     hosts = {host: number for number, host in enumerate(dict.fromkeys(map(_host, runs)), start=1)}
     common = _shared([run.environment for run in runs])
     devices: dict[str, dict[str, Any]] = {}

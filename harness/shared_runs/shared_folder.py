@@ -3,7 +3,7 @@
     plan.json      flags, how the plan is shared (devices, or jobs), what it reproduces
     suite.yaml     the suite, byte for byte
     pinned.json    choices of another run, if the plan takes them
-    claims/        which part has which problem; alike.json, what all share (run/plan_part.py)
+    claims/        which part has reserved which problem; alike.json (run/plan_part.py)
     3/1            a run directory of part 3; 3/2 is what it measured later, on another GPU
     3/suite.yaml   locked by the process that measures part 3
     jobs/          of a cluster: files of submitit, and jobs.json with the ids of each part's jobs
@@ -28,7 +28,7 @@ from typing import Any
 from sparsebench._writing import write_file
 from sparsebench.errors import ResultError, SuiteError
 from sparsebench.harness.machine.cpu_placement import boot
-from sparsebench.harness.plan.selection import planned
+from sparsebench.harness.plan.selection import planned_contests
 from sparsebench.harness.plan.suite import Contest, Suite, expand
 from sparsebench.harness.run.measure import RunOptions, measure
 from sparsebench.harness.run.plan_part import Part, owners
@@ -69,7 +69,7 @@ class Plan:
         return replace(self.flags, device=self.devices[number - 1])
 
     def contests(self, suite: Suite) -> list[Contest]:
-        return planned(suite, self.flags.device, self.flags.only, self.flags.shard)
+        return planned_contests(suite, self.flags.device, self.flags.only, self.flags.shard)
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ def create(folder: Path, plan: Plan, text: str, pinned: Sequence[Pinned] = ()) -
 
 
 def repair(folder: Path, plan: Plan, text: str) -> None:
-    """Make again what was deleted of the parts; their lost contests are measured again."""
+    """Restore deleted folders of parts; their lost contests are measured again."""
     for name in ("claims", *map(str, plan.numbers)):
         (folder / name).mkdir(exist_ok=True)
     for number in plan.numbers:
@@ -126,12 +126,10 @@ def repair(folder: Path, plan: Plan, text: str) -> None:
 def read(folder: Path) -> tuple[Plan, Suite]:
     """Read the plan and the suite. Raises ResultError if the folder holds no plan."""
     file = folder / "plan.json"
-    data = files.from_json(file)
-    if data.get("schema") != SCHEMA:
-        raise ResultError(f"{file}: expected schema {SCHEMA}, found another")
+    data = files.from_json(file, SCHEMA)
     if data.get("choices") and not (folder / "pinned.json").exists():
         raise ResultError(f"{folder / 'pinned.json'}: expected the plan's choices, found no file")
-    plan = files.validated(file, Plan, SCHEMA)
+    plan = files.read_model(file, Plan, SCHEMA)
     text = files.text(folder / "suite.yaml", files.YAML_BYTES)
     suite = expand(str(folder / "suite.yaml"), text, plan.flags.data)
     return plan, replace(suite, name=plan.suite)
@@ -154,7 +152,7 @@ def runs_of(folder: Path, number: int) -> list[Path]:
     return sorted(runs, key=lambda run: int(run.name))
 
 
-def pinned(folder: Path) -> list[Pinned]:
+def pinned_choices(folder: Path) -> list[Pinned]:
     """Return the choices that processes take from another run."""
     file = folder / "pinned.json"
     choices: list[Pinned] = json.loads(file.read_text("utf-8")) if file.exists() else []
@@ -163,7 +161,7 @@ def pinned(folder: Path) -> list[Pinned]:
 
 def progress(folder: Path, plan: Plan) -> Iterator[Progress]:
     """Yield how far each part is, from its run.json."""
-    claimed = set(owners(folder).values())
+    reserving = set(owners(folder).values())
     for number in plan.numbers:
         written = lambda run: (run / "run.json").stat().st_mtime  # noqa: E731
         runs = sorted(runs_of(folder, number), key=written)
@@ -171,14 +169,14 @@ def progress(folder: Path, plan: Plan) -> Iterator[Progress]:
         yield Progress(
             number,
             contests=sum(state["contests"]["done"] for state in states),
-            complete=states[-1]["status"] == "finished" if states else number not in claimed,
+            complete=states[-1]["status"] == "finished" if states else number not in reserving,
             device=device_id_at(runs[-1]) if runs else "",
             status=states[-1]["status"] if states else "waiting",
         )
 
 
-def unclaimed(folder: Path, contests: Sequence[Contest]) -> int:
-    """Return how many problems no part has claimed yet."""
+def count_free(folder: Path, contests: Sequence[Contest]) -> int:
+    """Return how many problems no part has reserved yet."""
     return len({contest.problem.id for contest in contests} - owners(folder).keys())
 
 
@@ -195,28 +193,30 @@ def work(
     *,
     begun: Begun = lambda part: None,
 ) -> None:
-    """Measure a part until nothing is left to claim.
+    """Measure a part until no problem is free.
 
     Raises ResultError if another process measures it.
     """
     flags = plan.flags_of(number)
-    with store.locked(folder / str(number)):
+    with store.lock_run(folder / str(number)):
         runs = runs_of(folder, number)
         device_id = str(about_device(flags.device, flags.data)["identity"]) if runs else ""
-        ours, earlier = split(runs, device_id, suite, flags)
+        ours, earlier = split_by_device(runs, device_id, suite, flags)
         part = Part(folder, number, boot(), earlier)
-        if not part.reserve(planned(suite, flags.device, flags.only, flags.shard)):
+        if not part.reserve(planned_contests(suite, flags.device, flags.only, flags.shard)):
             return
         begun(part)
         # Contests with many contenders first, so that the last ones of a plan are short.
         rank = options.rank or (lambda contest: -len(contest.contenders))
-        options = replace(options, rank=rank, part=part, pinned=pinned(folder), origin=plan.origin)
+        options = replace(
+            options, rank=rank, part=part, pinned=pinned_choices(folder), origin=plan.origin
+        )
         places = (folder / str(number) / str(count) for count in itertools.count(1))
         out = None if ours else next(place for place in places if not place.exists())
         measure(suite, flags, out, ours, options)
 
 
-def split(
+def split_by_device(
     runs: Sequence[Path], device_id: str, suite: Suite, flags: Flags
 ) -> tuple[Path | None, list[Row]]:
     """Return the last run of this device, to be resumed, and the rows of other devices' runs."""
@@ -228,9 +228,11 @@ def split(
 
 def seal_completed(run: Path, suite: Suite, flags: Flags) -> list[Row]:
     """Return the rows of whole contests; seal a run that was killed with these alone."""
-    rows = completed_rows(run, suite, flags, planned(suite, flags.device, flags.only, flags.shard))
+    rows = completed_rows(
+        run, suite, flags, planned_contests(suite, flags.device, flags.only, flags.shard)
+    )
     if not (run / bundle.MANIFEST).exists() or len(rows) != len(store.rows(run)):
-        with store.locked(run):
+        with store.lock_run(run):
             state = dict(store.read(run).state)
             state.pop("schema")
             counts = Counts(rows)
@@ -250,7 +252,7 @@ def seal_all(folder: Path, plan: Plan, suite: Suite) -> list[Path]:
     """
     sealed = list[Path]()
     for number in plan.numbers:
-        with store.locked(folder / str(number)):
+        with store.lock_run(folder / str(number)):
             runs = runs_of(folder, number)
             sealed += [run for run in runs if seal_completed(run, suite, plan.flags_of(number))]
     if not sealed:

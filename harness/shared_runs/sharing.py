@@ -26,7 +26,7 @@ from sparsebench.harness.shared_runs import cluster_jobs, shared_folder
 from sparsebench.harness.shared_runs.merging import merge
 from sparsebench.harness.shared_runs.shared_folder import Plan, merged_at, seal_all, work
 
-STOP_S = 0.5  # between two checks of threads that are to end
+STOP_S = 0.5  # interval at which to check whether stopping threads have ended
 
 
 def share(
@@ -37,7 +37,8 @@ def share(
 ) -> Path:
     """Measure a suite as planned and return the merged run at `out`, or resume it.
 
-    Raises SuiteError for a plan that cannot be shared out so, and as `measure` and `merge` do.
+    Raises SuiteError if the plan cannot be shared in this way, and the errors of `measure` and
+    `merge`.
     """
     plan = replace(plan, origin=dict(options.origin or {}))
     _require_new(suite, plan, out)
@@ -100,7 +101,7 @@ def on_each_device(
     path: Path,
     stopping: Callable[[], None] = lambda: None,
 ) -> None:
-    """Call with the index of each device, in threads with CPUs of their own.
+    """Call with the index of each device, in threads that have separate CPUs.
 
     On Ctrl-C or the first error, call `stopping` and end all `parts`. Raises that error, or Stopped
     with the path.

@@ -173,7 +173,7 @@ def ways(spec: Spec, draw: np.random.Generator, shape: tuple[int, ...] = ()) -> 
     return times - least
 
 
-def blurred(spec: Spec, times: Array, draw: np.random.Generator) -> Array:
+def blur(spec: Spec, times: Array, draw: np.random.Generator) -> Array:
     """Return these log times as one search measures them."""
     return times + draw.normal(0, BLUR * spec.regret, times.shape)
 

@@ -6,8 +6,8 @@
     faults       as planned; every other case runs and is right
     unsupported  what a GPU of the simulated generation cannot run; the default GPU runs all
 
-    search       the choice is one of several ways. A pinned choice is taken again; a later process
-                 times the finalists of what an earlier one has timed
+    search       the choice is one of WAYS configurations. A pinned choice is used again; a later
+                 process times the finalists of what an earlier one has timed
 
 Draws depend only on the seed, the problem and the process. So a resumed run has the same rows as
 one that was never stopped.
@@ -37,7 +37,7 @@ from sparsebench.harness.plan.selection import meets
 from sparsebench.harness.sim.gpu_model import (
     Array,
     Spec,
-    blurred,
+    blur,
     call_us,
     card_effects,
     samples,
@@ -50,16 +50,12 @@ from sparsebench.results.ceilings import check_bound
 from sparsebench.results.families import QUANTISED
 from sparsebench.results.record import Case, Contender, Problem, Row, Status
 
-ENDS = {
-    "out_of_memory": Status.OUT_OF_MEMORY,
-    "failed": Status.FAILED,
-    "wrong": Status.WRONG,
-}
+ENDS = {"out_of_memory": Status.OUT_OF_MEMORY, "failed": Status.FAILED, "wrong": Status.WRONG}
 CRASH_CODE = 7
 MEMORY_BYTES = 80 * 2**30
-THROTTLED = 0.7  # of the clock, in the second half of a contest
+THROTTLED = 0.7  # fraction of the clock in the second half of a contest
 SLOW_START = 2.0  # times as long, in the first block
-WAITED_US = 30.0  # for the host, in the first sample of each block
+WAITED_US = 30.0  # wait for the host in the first sample of each block
 ENERGY_WINDOW_S = 2.0
 COOL = {  # an H200's clocks; watts and degrees are made up
     "sm_mhz": 1980.0,
@@ -155,7 +151,7 @@ def _work(problem: Problem) -> Work:
 def _row(spec: Spec, case: Case, work: Work, options: ContestOptions) -> Row:
     choice, candidates = _search(spec, case, options)
     facts = asdict(work)
-    held = facts.pop("output_bytes") + _stored(case, work)
+    held = facts.pop("output_bytes") + _stored_bytes(case, work)
     del facts["sparse_bytes"]
     return Row(
         case,
@@ -174,10 +170,10 @@ def _row(spec: Spec, case: Case, work: Work, options: ContestOptions) -> Row:
         bias=0.0,
         usual_bias=0.0,
         digest=f"simulated {case.problem.id}",
-        stored_bytes=_stored(case, work),
+        stored_bytes=_stored_bytes(case, work),
         held_bytes=held,
         peak_bytes=held,
-        convert_us=(work.dense_bytes + _stored(case, work)) / spec.bandwidth_gb_per_s / 1e3,
+        convert_us=(work.dense_bytes + _stored_bytes(case, work)) / spec.bandwidth_gb_per_s / 1e3,
         prepare_s=0.0,
         **facts,
     )
@@ -188,8 +184,8 @@ def _search(
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Return a contender's choice in a process, and what it timed; a twin's is its original's.
 
-    Times are of a call that takes 100 µs by the fastest way. All contenders of a problem have the
-    same ways, so that equal ones stay equal.
+    Times are of a call that takes 100 µs with the fastest configuration. All contenders of a
+    problem have the same configurations, so that equal ones stay equal.
     """
     if pinned := options.pinned.get(case.id):
         return dict(pinned), []
@@ -201,7 +197,7 @@ def _search(
     again = {choice["way"] for choice in finalists(options.timed.get(original, ()))}
     choices = [choice for choice in choices if not again or choice["way"] in again]
     draw = _draw(f"search {spec.seed} {options.replicate} {original}")
-    took = blurred(spec, np.array([choice["regret"] for choice in choices]), draw)
+    took = blur(spec, np.array([choice["regret"] for choice in choices]), draw)
     trials = tuple(Trial(median_us=round(100 * exp(t), 2)) for t in took)
     search = Search(int(took.argmin()), trials)
     return choices[search.best], search.lines(choices, whole=True)
@@ -211,13 +207,13 @@ def _draw(seed: str) -> np.random.Generator:
     return np.random.default_rng(list(hashlib.sha256(seed.encode()).digest()))
 
 
-def _stored(case: Case, work: Work) -> int:
+def _stored_bytes(case: Case, work: Work) -> int:
     stored = work.dense_bytes if _dense_weights(case.contender) else work.sparse_bytes
     fewer = case.contender.format in QUANTISED
-    return round(_quantised(case.problem) * stored) if fewer else stored
+    return round(_share_of_bits(case.problem) * stored) if fewer else stored
 
 
-def _quantised(problem: Problem) -> float:
+def _share_of_bits(problem: Problem) -> float:
     """Return the bits of a weight's value over those of its dtype."""
     full = 8 * DTYPES[problem["dtype"]].itemsize
     bits = problem["weight_bits"] if "weight_bits" in problem.fields else None
@@ -256,7 +252,7 @@ def _time(
         if "host_late" in _faults(spec, row):
             times_us[:, 0] += WAITED_US
             row = replace(row, late=1 / SAMPLES_PER_BLOCK)
-        done[row.case.id] = replace(_measured(row, times_us, work, options), telemetry=telemetry)
+        done[row.case.id] = replace(_measure(row, times_us, work, options), telemetry=telemetry)
     return [done.get(row.case.id, row) for row in rows]
 
 
@@ -269,14 +265,14 @@ def _effects(spec: Spec, row: Row) -> float:
 
 def _call_us(spec: Spec, row: Row, work: Work) -> float:
     problem, contender = row.case.problem, row.case.contender
-    counted = round(_quantised(problem) * work.sparse_bytes)
-    moved = work.fewest_bytes - counted + _stored(row.case, work)
+    counted = round(_share_of_bits(problem) * work.sparse_bytes)
+    moved = work.fewest_bytes - counted + _stored_bytes(row.case, work)
     cached = spec.l2_bytes / layers_of(row.scope) if row.cache == "hot" else 0
     flops = work.dense_flops if _dense_weights(contender) else work.flops
     return call_us(spec, contender, problem["dtype"], flops, max(0, moved - cached), row.scope)
 
 
-def _measured(row: Row, taken: Array, work: Work, options: ContestOptions) -> Row:
+def _measure(row: Row, taken: Array, work: Work, options: ContestOptions) -> Row:
     """Put samples, bound and energy into a row; a row faster than the bound has no samples."""
     times_us = tuple(round(float(us), 3) for us in taken.flat)
     typical_us = median(times_us)

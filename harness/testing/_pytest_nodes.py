@@ -25,7 +25,7 @@ import torch
 from sparsebench.errors import SuiteError
 from sparsebench.harness.bench import contest
 from sparsebench.harness.bench.contest_state import ContestOptions, Fatal
-from sparsebench.harness.bench.sampling import Measure, possible
+from sparsebench.harness.bench.sampling import Measure, distinct_measures
 from sparsebench.harness.machine.device import pick
 from sparsebench.harness.plan.selection import only
 from sparsebench.harness.plan.suite import Contest, read
@@ -50,14 +50,14 @@ class SuiteFile(pytest.File):
             contests = only(suite.contests, option("sparsebench_only"))
         except SuiteError as error:
             raise self.CollectError(str(error)) from error
-        measures = possible(suite.measures, device.type)
+        measures = distinct_measures(suite.measures, device.type)
         for each in contests:
             problem = each.problem  # named linear-m:16-n:4096-...-sparsity:0.9
             beyond: dict[str, Value] = {"seed": problem.seed} if problem.seed else {}
             if problem.source:
                 beyond["source"] = problem.source.label
             stated = {n: value for n, value in problem.fields.items() if value is not None}
-            name = _named(problem.op, {**stated, **beyond})
+            name = _node_name(problem.op, {**stated, **beyond})
             yield ContestNode.from_parent(
                 self, name=name, contest=each, device=device, measures=measures
             )
@@ -84,7 +84,7 @@ class ContestNode(pytest.Collector):
                 other = measure if measure != self.measures[0] else ()
                 yield CaseItem.from_parent(
                     self,
-                    name="-".join([_named(label, {**params, **contender.options}), *other]),
+                    name="-".join([_node_name(label, {**params, **contender.options}), *other]),
                     group="-".join([self.name, *other]),
                     case=case,
                     measure=measure,
@@ -156,7 +156,7 @@ class CaseItem(pytest.Function):
         return self.path, None, f"{self.parent.name if self.parent else ''} {self.name}"
 
 
-def _named(what: str, values: Mapping[str, Value]) -> str:
+def _node_name(what: str, values: Mapping[str, Value]) -> str:
     """Append values to a name without `=`, which -k rejects, and `[`, which node ids reject."""
     plain = {n: "x".join(map(str, v)) if isinstance(v, list) else str(v) for n, v in values.items()}
     return "-".join([what, *(f"{name}:{value}" for name, value in plain.items())])

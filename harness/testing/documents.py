@@ -13,7 +13,7 @@ from markupsafe import Markup
 
 from sparsebench.harness.bench.contest_state import ContestOptions
 from sparsebench.harness.claims.claim_plan import load, parts
-from sparsebench.harness.plan.selection import uncontested
+from sparsebench.harness.plan.selection import has_only_baselines
 from sparsebench.harness.plan.suite import expand, read
 from sparsebench.harness.sim import simulated_contest
 from sparsebench.harness.sim.gpu_model import Spec
@@ -32,7 +32,7 @@ def suite_checks(name: str, *, device: str | None = None, data: Path | None = No
     """
     checks = [
         Check(f"{name} compares contenders at every problem", partial(_compares, name, data)),
-        Check(f"{name} has a title of one line", partial(_titled, name, data)),
+        Check(f"{name} has a title of one line", partial(_check_title, name, data)),
     ]
     runs = [Check(f"{name} runs on {device}", partial(_runs, name, data, device))] if device else []
     return checks + runs
@@ -42,7 +42,7 @@ def claim_checks(name: str, *, data: Path | None = None) -> list[Check]:
     """Return the contract of a claim, sentence by sentence, for its name or file."""
     return [
         Check(f"{name} follows the schema", partial(load, name)),
-        Check(f"{name} has cells for each of its tests", partial(_planned, name, data)),
+        Check(f"{name} has cells for each of its tests", partial(_check_plan, name, data)),
     ]
 
 
@@ -57,17 +57,17 @@ def _compares(name: str, data: Path | None) -> None:
         expect(sides == {True, False}, f"expected a baseline and another contender at {fields}")
 
 
-def _titled(name: str, data: Path | None) -> None:
+def _check_title(name: str, data: Path | None) -> None:
     title = read(name, data).title
     expect(title.strip() and "\n" not in title.strip(), f"expected one line, found {title!r}")
 
 
 def _runs(name: str, data: Path | None, device: str) -> None:
-    alone = uncontested(read(name, data), device)
+    alone = has_only_baselines(read(name, data), device)
     expect(not alone, f"expected a contender that runs on {device}, found only baselines")
 
 
-def _planned(name: str, data: Path | None) -> None:
+def _check_plan(name: str, data: Path | None) -> None:
     for part in parts(load(name), data):
         known = part.contests or (part.written.claim.measure and part.written.claim.measure.data)
         expect(known, f"{part.test.name}: expected a problem that it tests, found none")

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sparsebench.harness.catalog import load_op
 from sparsebench.harness.inputs.bits import fill
-from sparsebench.harness.ops._op import Fields, Op, bound
+from sparsebench.harness.ops._op import Fields, Op, with_fields
 from sparsebench.harness.testing.contract import Check, checker, expect
 from sparsebench.results.record import Problem
 
@@ -62,7 +62,7 @@ def pinned(name: str, function: Callable[..., Any], dtype: str = "bf16") -> Call
     """Set the arguments that are no operands to the op's defaults or example, and a dtype."""
     op = load_op(name)
     defaults = op.defaults | dict(op.example) | {"dtype": dtype}
-    return bound(function, Problem(name, defaults))
+    return with_fields(function, Problem(name, defaults))
 
 
 def _fields(name: str) -> None:

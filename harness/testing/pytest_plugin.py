@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-OURS = re.compile(rb"^schema:\s*['\"]?sparsebench/suite@", re.MULTILINE)  # in any version
+OURS = re.compile(rb"^schema:\s*['\"]?sparsebench/suite@", re.MULTILINE)  # a suite of any version
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

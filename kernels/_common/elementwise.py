@@ -20,7 +20,7 @@ from sparsebench.kernels._common.triton import BoundKernel, Template
 from sparsebench.kernels._kernel import DTYPES, unit_scale
 from sparsebench.results.record import Problem
 
-TOKENS, FEATURES = 16, 128  # of a program
+TOKENS, FEATURES = 16, 128  # tokens and features of a program
 BOUND = 256  # launches of `scaled` in the cache, one for each shape and stride
 
 

@@ -193,7 +193,8 @@ class PythonNode(torch.autograd.Function):
     ) -> Tensor:
         needs_x, needs_values, needs_bias, *_ = ctx.needs_input_grad
         ctx.save_for_backward(x if needs_values or keeps_x else None, values if needs_x else None)
-        ctx.gradients, ctx.bias_dtype = gradients, bias.dtype if needs_bias else None
+        ctx.gradients = gradients
+        ctx.bias_dtype = bias.dtype if bias is not None and needs_bias else None
         return batched(run(rows_of(x)), x)
 
     @staticmethod

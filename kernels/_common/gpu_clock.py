@@ -13,7 +13,7 @@ the samples, but is not part of them.
              have waited for the host between the two, and the time may be too long
     depth    a launch queue has room for 1021 entries (H200). If it is full, the host waits for the
              GPU. So a hold covers at most SAMPLES samples. The next ones are enqueued
-             behind a hold of their own while the GPU works, so the GPU is hardly ever idle
+             behind a separate hold while the GPU works, so the GPU is hardly ever idle
 
 Some streams are not held, and then the host can be late:
     calls that no CUDA graph can capture   they may wait for the stream themselves
@@ -42,9 +42,9 @@ from sparsebench.kernels._common.driver import driver, require_success
 
 LIMIT_S = 1.0  # a host that shares its core needs up to 0.2 s for the samples of one hold
 TRIALS, TRIAL_S = 3, 0.1  # number and limit of the holds that find out whether launches block
-SAMPLES = 16  # of about 6 entries each
+SAMPLES = 16  # samples per hold, of about 6 entries each
 EXPIRED = 3
-REPEATS = 2  # of late samples
+REPEATS = 2  # repeats of late samples
 FLUSHES = 2  # bytes that a flush reads, over the size of the L2 cache
 WHAT = "the kernel that holds a stream"
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from sparsebench.formats.slide import BLOCK_BYTES, WINDOW, Slide, starts_of
 from sparsebench.kernels._common.triton import BoundKernel
 
-TOKENS, PAIRS = 16, 128  # of a program
+TOKENS, PAIRS = 16, 128  # tokens and pairs of a program
 OF_PAIRS = {1: torch.int16, 2: torch.int32}  # by the bytes of an element
 
 

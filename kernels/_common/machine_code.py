@@ -10,7 +10,7 @@ Other sections may differ although the code is equal. Triton writes the path of 
 (.debug_line), so two installations of one version would differ. NVRTC writes every constexpr value,
 used or not (.nv.global.init), so a constant that became a macro would change the digest.
 
-NVRTC takes seconds to compile a kernel, and reading a file 1 ms. Triton has a cache of its own.
+NVRTC takes seconds to compile a kernel, and reading a file 1 ms. Triton has its own cache.
 
     $XDG_CACHE_HOME/sparsebench/cubins/KEY      SHA-256 of the code, 32 bytes, then the code
                                   KEY           SHA-256 of all that the code depends on

@@ -21,10 +21,10 @@ from sparsebench.kernels._common.machine_code import digest
 from sparsebench.results.record import Problem
 
 Path = Literal["tma", "pointers"]
-Precision = Literal["ieee", "tf32"]  # of products of fp32, as tl.dot names it
+Precision = Literal["ieee", "tf32"]  # precision of fp32 products, as tl.dot names it
 
-SHARED_BYTES = 96 * 1024  # of operands in flight, so that two programs share an SM of an H100
-SM_BYTES = 220 * 1024  # of operands in flight; a program on Hopper or Blackwell may have 227 KB
+SHARED_BYTES = 96 * 1024  # operands in flight, so that two programs share an SM of an H100
+SM_BYTES = 220 * 1024  # operands in flight; a program on Hopper or Blackwell may have 227 KB
 TMA_ALIGNMENT = 16  # bytes: base, strides and inner box (CUDA driver API, cuTensorMapEncodeTiled)
 COMPILE_THREADS = 8
 ADDRESSES = 64  # sets of addresses for which a template keeps the boxes

@@ -55,8 +55,8 @@ from sparsebench.kernels.attention._tiles import (
 )
 from sparsebench.results.record import Problem
 
-MOST_QUERIES = 16  # of a sequence; more fill the SMs without a split
-FEW_ROWS = 16  # of a tile, the least that tl.dot takes
+MOST_QUERIES = 16  # most queries of a sequence; more fill the SMs without a split
+FEW_ROWS = 16  # rows of a tile: the fewest that tl.dot takes
 PARTS = 1, 2, 0.5  # programs for each SM, among which the search chooses
 LN_2 = tl.constexpr(1 / LOG2_E)
 

@@ -31,8 +31,8 @@ from sparsebench.results.record import Problem
 
 HEAD_DIMS = 64, 128
 WARPGROUP = 128  # threads
-MOST_BYTES = 224 * 1024  # of shared memory, for Q and the ring
-ALIGNMENT = 1024  # of a swizzled tile
+MOST_BYTES = 224 * 1024  # most shared memory for Q and the ring
+ALIGNMENT = 1024  # alignment of a swizzled tile
 SHORT = 0.04  # least part of all half steps that is wasted at the ends of lists of odd length
 ARGUMENTS = cuda.Layout("384s", "48s", *"PP", "20s")  # Maps, Lists, out, lse, Sizes
 

@@ -50,7 +50,7 @@ WARPS = {  # most warps by tokens and group; with more, the loop would spill reg
     **{(8, 1): 28, (8, 2): 28, (16, 1): 28, (16, 2): 23},
     **{(32, 1): 15, (32, 2): 11, (64, 1): 15, (64, 2): 11},
 }
-ALONE = 0.75  # of the rate if X has one stage: 16 tokens took 1.3 to 1.4 times as long
+ALONE = 0.75  # fraction of the rate if X has one stage: 16 tokens took 1.3 to 1.4 times as long
 SPLITS, FEW_ROWS = (1, 2, 4, 8), 4
 TRIED = 16  # configurations of a short search: four, and four clusters, each with two decodes
 DTYPES = torch.float16, torch.bfloat16, torch.float8_e4m3fn

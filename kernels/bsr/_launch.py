@@ -39,7 +39,7 @@ from sparsebench.kernels._kernel import Kernel, Launch, Operands, output_dtype
 from sparsebench.results.record import Problem
 
 LARGEST = 2**31 - 1  # the kernels count in int32
-PACK_THREADS, PACK_PIECES = 256, 4  # of a CTA; pieces of a thread (pack.cu)
+PACK_THREADS, PACK_PIECES = 256, 4  # threads of a CTA; pieces of a thread (pack.cu)
 PACK_ARGUMENTS = Layout(*"PPPi")
 
 

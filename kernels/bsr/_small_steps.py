@@ -85,7 +85,7 @@ class Layout:
     block_bytes  of a block of W
     rooms        KB of blocks that a step may hold
     parity       a place is twice the strip's, plus 1 in an odd column
-    groups       at least; if there are no more than hold all rows, the last round may be short
+    groups       fewest groups; with just enough groups for all rows, the last round may be short
     """
 
     rows: int

@@ -33,13 +33,13 @@ from sparsebench.kernels._common.work_list import Ints
 from sparsebench.kernels.bsr._small_steps import SHARE, Layout, Lists, cut, listed
 from sparsebench.kernels.bsr._wgmma_pairs import checked
 
-HEIGHTS, DEPTHS = range(16, 97, 8), (*range(16, 65, 8), 80)  # of a tile
+HEIGHTS, DEPTHS = range(16, 97, 8), (*range(16, 65, 8), 80)  # sides of a tile
 LEAST_GATHERED = 10  # side of a block that tiles do not divide
-UNEVEN_HEIGHT = 32  # of a tile, if none holds whole blocks
+UNEVEN_HEIGHT = 32  # height of a tile, if none holds whole blocks
 SUMS = 192  # fp32 per thread, at most: a consumer has 224 registers
 # KB of tiles in a step: 6, 5, 4 or 3 stages with 32 KB of X; 26 KB give 3 stages with 48.
 ROOMS = 5, 12, 23, 26, 42
-STRIP_BYTES = 32 * 1024  # of the strips of a step, if it has several
+STRIP_BYTES = 32 * 1024  # bytes of the strips of a step, if it has several
 PIECE = 8  # columns in 16 bytes
 DEEP = 16  # columns of a tile in an aligned strip
 

@@ -39,8 +39,8 @@ from sparsebench.kernels.bsr._wgmma_pairs import SIDE, checked, matched
 
 Floats = NDArray[np.float64]
 
-TILES = 6, 9  # of a stage; 9 are one slice and eight places, or two and seven
-SIDES = 64, 56, 48, 40  # of a tile: the first that divides a block's side
+TILES = 6, 9  # tiles of a stage; 9 are one slice and eight places, or two and seven
+SIDES = 64, 56, 48, 40  # sides of a tile: the first that divides a block's side
 ALIGNED = 16  # columns: TMA loads boxes that start elsewhere at half the rate
 SHORTEST = 256  # tokens of a piece: fewer do not pay for a partial sum
 # Costs are in loads of a tile of 64 tokens: TMA takes 122 ns for one on one SM.

@@ -42,7 +42,7 @@ from sparsebench.kernels._common.work_list import Ints
 from sparsebench.kernels.bsr._wgmma_pairs import checked, matched
 from sparsebench.kernels.bsr._wgrad_schedule import SHORTEST, Piece, shared_out
 
-WIDTH = 32  # of a strip
+WIDTH = 32  # columns of a strip
 PIECE = 8  # side of the squares that have one position in the values
 ROW_BYTES = 2 * WIDTH
 ALIGNED = 16  # columns, 32 bytes: loads that start elsewhere take twice as long
@@ -51,7 +51,7 @@ AHEAD = 2  # rows to examine for each one that is taken
 EVEN = 0x5555555555555555
 WORSE = 0.95
 # Costs are in loads of a strip of 64 tokens: TMA takes 61 ns for one on one SM.
-PRODUCTS = 1.2  # of a unit in a step, used or not: 73 ns
+PRODUCTS = 1.2  # cost of a unit in a step, used or not: 73 ns
 PARTIAL = 18  # a unit of a partial sum, 16 KB, written and read
 AT_A_TIME = 64  # tokens that costs refer to
 

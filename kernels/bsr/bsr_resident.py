@@ -34,7 +34,7 @@ from sparsebench.kernels._kernel import Launch, Operands
 from sparsebench.kernels.bsr._launch import LARGEST, kernel_of
 from sparsebench.kernels.bsr._wgmma_pairs import checked
 
-SIDE = 64  # of a block, at most
+SIDE = 64  # largest side of a block
 TOKENS, WARPS, SHARES = (16, 32, 48, 64, 96, 112, 128), (4, 8, 16), (1, 2, 4)
 SUMS = 64  # fp32 per lane, at most
 TRIED = 8  # configurations that a short search times

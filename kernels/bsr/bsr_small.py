@@ -53,7 +53,7 @@ from sparsebench.kernels.bsr._small_steps import (
 
 BLOCKS = 16, 32
 TOKENS, FEATURES = (128, 64), (256, 128, 64, 32)
-RING_BYTES = 224 * 1024  # of stages
+RING_BYTES = 224 * 1024  # bytes of all stages
 SHARED_BYTES = RING_BYTES + 2048  # alignment to 1024 may take 1023
 # Maps of x and of its last tile, starts, firsts; w, steps, units, y; m and width.
 ARGUMENTS = cuda.Layout("256s", f"{4 * WORKERS}s", f"{16 * WORKERS}s", *"PPPPii")

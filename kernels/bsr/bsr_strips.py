@@ -51,8 +51,8 @@ from sparsebench.kernels.bsr._strip_tiles import (
     tiles_of,
 )
 
-TOKENS, ROWS = (64, 128, 256), range(1, 9)  # of an item; of a warpgroup in it
-RING_BYTES = 222 * 1024  # of stages
+TOKENS, ROWS = (64, 128, 256), range(1, 9)  # tokens of an item; rows of a warpgroup in it
+RING_BYTES = 222 * 1024  # bytes of all stages
 SHARED_BYTES = RING_BYTES + 1024 + 2048 + 1536  # alignment to 1024 may take 1023; zeros
 # Maps of x and of its last tile, starts; w, steps, rows, y; m and width.
 ARGUMENTS = cuda.Layout("512s", f"{4 * WORKERS}s", *"PPPPii")

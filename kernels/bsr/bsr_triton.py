@@ -71,7 +71,7 @@ from sparsebench.kernels.bsr._triton_shapes import (
     Shape,
 )
 
-FP8_DEPTH = 32  # of one fp8 product on tensor cores
+FP8_DEPTH = 32  # depth of one fp8 product on tensor cores
 FP8_CAPABILITY = 8, 9  # from which on Triton has e4m3
 TILES = 4  # tile sizes that a long search times, each in up to eight variants
 

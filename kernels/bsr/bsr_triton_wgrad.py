@@ -68,7 +68,7 @@ BOXES: tuple[Tile, ...] = ((128, 64, 4, 3), (128, 64, 4, 4), (128, 32, 4, 5), (1
 FP32: tuple[Tile, ...] = ((64, 32, 4, 3), (64, 32, 8, 3), (32, 32, 4, 3))  # no tensor cores
 
 PROGRAMS_A_CORE = 2  # the target of splitting
-FEWEST_TOKENS = 256  # of a part
+FEWEST_TOKENS = 256  # fewest tokens of a part
 PARTS = 16  # at most
 SUMMED = 1024  # elements of a program of the second kernel
 

@@ -46,7 +46,7 @@ from sparsebench.kernels.bsr._wgmma_schedule import schedule
 TOKENS = 256, 128, 64
 FEW_ITEMS = 132  # one per SM of an H200
 THREADS = 384
-RING_BYTES = 192 * 1024  # of stages
+RING_BYTES = 192 * 1024  # bytes of all stages
 # The ring, two 64 x 64 chunks of Y for each warpgroup, and 1024 for alignment.
 SHARED_BYTES = RING_BYTES + 4 * 8 * 1024 + 1024
 # Maps of x, w, y and the last tile of x; First; steps, items, m.

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 THREADS = 384
-RING_BYTES = 216 * 1024  # of stages
+RING_BYTES = 216 * 1024  # bytes of all stages
 SHARED_BYTES = RING_BYTES + 1024  # alignment to 1024 may take 1023
 PARTIAL = 2 * SIDE * SIDE  # fp32 sums in a column of an item: one tile of each half
 # Tensor maps of dy and x; loads, sums, starts, values; width; partials, counters.

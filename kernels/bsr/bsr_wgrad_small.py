@@ -53,7 +53,7 @@ FEWEST, MOST = 5, 22  # strips of an item
 GROWTH = 0.3  # a cell loads about strips ** -0.3
 DEEP = 12  # strips: with more, steps of 64 tokens would leave three stages or fewer
 ROUNDS = 3  # items of a worker, at most, for which strips are looked for
-STEPS = 3  # of the search from the best of these
+STEPS = 3  # rounds of the search that starts from the best of these
 TRIED = 4
 PARTIAL = 2 * 4 * WIDTH * WIDTH  # fp32 sums of a unit in both halves
 # Tensor maps of dy and x; loads, sums, places; starts; values, width; partials, counters.

@@ -44,7 +44,7 @@ from sparsebench.kernels.csr._panels import Shape, Work, bounds_of, parts_of, wo
 from sparsebench.results.record import Problem
 
 DTYPES = torch.float32, torch.float16, torch.bfloat16
-RESERVED_BYTES = 1024  # of an SM's shared memory, for each CTA
+RESERVED_BYTES = 1024  # shared memory that an SM reserves for each CTA
 VECTOR_BYTES = 16
 SHARES = 2  # least pieces for each way, if rows are long enough
 COLUMNS = (  # bytes of a column of the panel; threads; CTAS

@@ -28,7 +28,7 @@ from sparsebench.kernels.csr.csr_cuda import (
 )
 
 LANES = 8
-MOST_PARTS = 16  # of the tokens; each part writes sums, which the second kernel reads
+MOST_PARTS = 16  # parts of the tokens; each writes sums, which the second kernel reads
 # dy, its stride, n; x, its stride, k, m; ranges, their count; places, heads; chunk, tiles, nnz;
 # sums, values.
 PRODUCTS = Layout(*"PqiPqiiPiPPiiiPP")

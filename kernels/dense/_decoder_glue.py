@@ -31,7 +31,7 @@ from sparsebench.kernels._common.triton import COMPILE_THREADS, BoundKernel, who
 from sparsebench.kernels._common.tuned_table import multiprocessors
 
 NORM_ELEMENTS = 16  # per thread
-PROGRAMS = 1, 2, 4, 8  # of attention, per multiprocessor
+PROGRAMS = 1, 2, 4, 8  # programs of attention per multiprocessor
 SHAPES = (64, 4, 3), (64, 4, 2), (64, 8, 3), (128, 4, 3), (128, 4, 2), (128, 8, 3), (32, 4, 4)
 
 

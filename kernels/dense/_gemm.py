@@ -90,7 +90,7 @@ class Way:
     tokens: int | None = None
 
 
-_finalists: dict[Hashable, list[Way]] = {}  # of this process, by the kind of product
+_finalists: dict[Hashable, list[Way]] = {}  # finalists of this process, by the kind of product
 
 
 def fastest_way(

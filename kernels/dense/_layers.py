@@ -39,7 +39,7 @@ from sparsebench.kernels._kernel import OUTPUTS, Launch, Operands
 from sparsebench.kernels.dense._cublaslt import ALIGNMENT
 from sparsebench.kernels.dense._gemm import Product, fastest_way, searched
 
-TOKENS, FEATURES = 16, 128  # of a program
+TOKENS, FEATURES = 16, 128  # tokens and features of a program
 PAIRS = ("gate_up",), ("gate", "up")  # the products that compute G | U: one or two
 
 

@@ -9,7 +9,7 @@
     fp8     fast accumulation keeps the 13 bits of the tensor cores, as in inference; otherwise sums
             are added to fp32 every few instructions. Both pass the check (bench/correctness.py).
 
-A layer whose pinned choice names one library, as older rows do, is computed as its definition.
+Older rows name one library as the choice of a layer; such a layer runs the op's definition.
 """
 
 from collections.abc import Callable
@@ -33,7 +33,7 @@ from sparsebench.kernels.dense._gemm import (
 from sparsebench.results.record import Problem
 
 FP8_CAPABILITY = 8, 9
-FP8_ALIGNMENT = 16  # of n and k, which cuBLASLt requires in fp8
+FP8_ALIGNMENT = 16  # n and k must be multiples, as cuBLASLt requires in fp8
 FP8_OPS = "linear", "ffn"
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": silu,

@@ -21,7 +21,7 @@ from sparsebench.kernels.attention._shapes import MOST_DEPTH, Shape
 from sparsebench.kernels.nn._attention_plans import DTYPE_OF, Call, operator_of
 from sparsebench.kernels.nn._stamp import Stamp, held, stamp_of
 
-ATTRIBUTE = "_sparsebench_attention"  # of the tensor `columns`
+ATTRIBUTE = "_sparsebench_attention"  # attribute of the tensor `columns`
 ALIGNMENT = 16  # bytes, for TMA
 NAME_OF = {dtype: name for name, dtype in DTYPE_OF.items()}
 

@@ -35,7 +35,7 @@ from sparsebench.kernels.nn._bsr_plans import Call
 COMPARE_EVERY = 256  # calls: a comparison takes 40 µs and waits for all queued work
 PACKED = 2  # orders of frozen values that a pattern keeps
 SIZES = 256  # numbers of tokens whose product a pattern remembers
-ATTRIBUTE = "_sparsebench_pattern"  # of the tensor `columns`
+ATTRIBUTE = "_sparsebench_pattern"  # attribute of the tensor `columns`
 
 
 class Pattern:

@@ -238,7 +238,7 @@ class _DenseCall(NamedTuple):
 
 
 def _bound(selected: Selected, x: Tensor, w: Format) -> Any:
-    """Return a plan on these operands, with an output of its own."""
+    """Return a plan on these operands, with a separate output."""
     product, choice = selected.product, selected.choice
     if isinstance(product, spense_wgmma.Product):
         assert isinstance(w, Spense)

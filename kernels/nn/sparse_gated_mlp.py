@@ -231,9 +231,10 @@ class SparseGatedMLP(nn.Module):
         return operator_for(self.gate.weight, self.activation == "relu2", self.slots)
 
     def adapt(self) -> bool:
-        """Set `sparse` to what is faster for the number of active units of the last call.
+        """Choose sparse or dense products, whichever is faster at the last call's active units.
 
-        Return `sparse`. Waits for the device: call it after the first step, then about every 100.
+        Set and return `sparse`. Waits for the device: call it after the first step, then about
+        every 100.
         """
         active = int(self.active)
         self.sparse = active <= self.slots and active * EVEN <= self.hidden_features

@@ -1,7 +1,7 @@
 """Weight gradient in BSR by a dense GEMM on an NVIDIA GPU: dW = dY.T @ X, then gather its blocks.
 
-Masked dense training works like this: the fastest way of dense/cublas.py computes and writes all of
-dW, and a second kernel gathers the blocks of the pattern.
+Training with masked dense weights works like this: the fastest call of dense/cublas.py computes all
+of dW, and a second kernel gathers the blocks of the pattern.
 """
 
 from dataclasses import replace

@@ -8,14 +8,14 @@ each combination that the library accepts has its own algorithms:
     X.T  columns  X in place                      Y.T  columns  Y in its final layout
          rows     X.T, copied by the launch            rows     Y.T, transposed back by the launch
 
-The library takes tokens in multiples of 8, in 8 bits of 16. Other numbers are padded with rows of
-zeros, as torch.sparse.to_sparse_semi_structured does (_padding.py). The search may
-pad few tokens further, because in bf16 256 tokens take 34 us but 16 tokens 48 (0.8.0, n = 14336,
-k = 4096).
+The library takes multiples of 8 tokens, or of 16 in 8-bit dtypes. Other numbers are padded with
+rows of zeros, as torch.sparse.to_sparse_semi_structured does (_padding.py). The search also tries
+more padding for few tokens, because in bf16 256 tokens take 34 us but 16 tokens 48 (0.8.0,
+n = 14336, k = 4096).
 
 `prepare` makes three searches, each over captured launches:
 
-    layouts     every combination, with the library's default and with the result of its own search
+    layouts     every combination, with the library's default and with that of the library's search
     algorithms  every number that the library has, for every layout; in fp16, where a plan takes
                 the host 0.15 s, for the fastest few layouts; for few tokens also with padding
     splits      the fastest few of these with k split into parts
@@ -57,9 +57,9 @@ from sparsebench.kernels.peers._padding import Tokens, multiple_of, padded
 from sparsebench.results.record import Problem
 
 LAYOUTS: tuple[Order, ...] = "rows", "columns"
-MULTIPLES = {"fp16": 16, "bf16": 16, "fp8": 32}  # of n and k
+MULTIPLES = {"fp16": 16, "bf16": 16, "fp8": 32}  # n and k must be multiples of these
 TOKEN_MULTIPLES = {torch.float16: 8, torch.bfloat16: 8, torch.float8_e4m3fn: 16}
-STAGES = "layouts", "algorithms", "splits"  # of the search
+STAGES = "layouts", "algorithms", "splits"  # stages of the search
 BEST = 3  # algorithms whose splits are timed
 MORE_TOKENS = 128, 256  # tokens that fewer may be padded to
 PADDED_LAYOUTS = 2  # the fastest

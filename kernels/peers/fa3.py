@@ -17,7 +17,7 @@ from sparsebench.kernels._kernel import Kernel, Launch, Operands
 from sparsebench.kernels.dense._sdpa import by_token
 from sparsebench.results.record import Problem
 
-MODULES = "fa3_fwd_interface", "flash_attn_interface"  # of the wheel, and of a build
+MODULES = "fa3_fwd_interface", "flash_attn_interface"  # names in the wheel, and in a build
 
 
 def unsupported(problem: Problem, device: torch.device) -> str | None:

@@ -168,7 +168,7 @@ def prepare(operands: Operands) -> Launch:
 def prepare_backward(operands: Operands) -> Launch:
     """Compile both passes, and run the backward pass alone. Raises Unsupported."""
     problem = operands.problem
-    # .data has a version counter of its own: the harness redraws the activations in place.
+    # .data has a separate version counter: the harness redraws the activations in place.
     q, k, v = (x.detach().data.requires_grad_() for x in by_head(operands, "q", "k", "v"))
     o, do = by_head(operands, "o", "do")
     lse = operands.activations["lse"].view(problem["batch"], problem["heads"], problem["m"])

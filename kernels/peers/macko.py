@@ -2,8 +2,9 @@
 
     y = W x     values of 16 bits, the number of zeros before each in 4 bits, starts of rows
 
-A run of more than 15 zeros stores one of them. nvcc builds their code once. Their compressor takes
-half a second for 14336 x 4096 on one CPU core. The kernel has no parameters to choose.
+If more than 15 zeros follow each other, the format stores one of them. nvcc builds their code once.
+Their compressor takes half a second for 14336 x 4096 on one CPU core. The kernel has no parameters
+to choose.
 
     needs   --peers DIR with a checkout (_authors.py), nvcc, an NVIDIA GPU
     dtype   fp16 with fp32 accumulation
@@ -27,7 +28,7 @@ from sparsebench.results.record import Problem
 
 REPOSITORY = "github.com/vlejd/macko_spmv"
 MARKER = "src/macko_spmv/cuda/kernels.cuh"
-ROWS = 32  # of a CTA
+ROWS = 32  # rows of a CTA
 
 
 def prepare(operands: Operands) -> Launch:

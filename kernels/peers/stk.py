@@ -40,8 +40,8 @@ from sparsebench.results.record import Problem
 DTYPES = "fp16", "bf16", "tf32"
 SIDE = 128
 DEPTH = 32  # its tile of the sum, which is over tokens for the gradient of W
-LARGEST = 2**15  # of n and k
-MARKER = "stk/backend/triton_kernels.py"  # of a checkout
+LARGEST = 2**15  # limit of n and k
+MARKER = "stk/backend/triton_kernels.py"  # a file in a checkout
 ELEMENTS = 2**31  # activations and output must have fewer
 
 

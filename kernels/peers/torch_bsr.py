@@ -46,7 +46,7 @@ GROUPS = 1, 4, 8  # block rows that programs visit together to share the L2 cach
 DEFAULT = {"GROUP_SIZE_ROW": 4, "num_stages": 1, "num_warps": 4}  # torch's; SPLIT_N = m / r
 TABLE = "NVIDIA A100-SXM4-80GB"  # the only GPU of torch's table
 AS_SHIPPED = {"as_shipped": True}
-STAGES = "tile", "group and copy"  # of the search
+STAGES = "tile", "group and copy"  # stages of the search
 COMPILERS = 8  # threads that compile
 
 

@@ -23,8 +23,8 @@ varying rows; the count assumes the shortest ones.
     no graph     the backward pass waits for the host twice, so rows are timed with events
 
 The launch copies their five results into one tensor, 2 % of the bytes of a step. Their L1 gradient
-is 0. `tails_bytes` in the choice is the memory of the tails: three of the gate by token, and three
-by unit.
+is 0. `tails_bytes` in the choice is the memory of the tails: three for the gate listed by
+token, and three for the gate listed by unit.
 Source: github.com/SakanaAI/sparser-faster-llms, MIT licence, custom_models/hybrid_modules.
 """
 
@@ -54,7 +54,7 @@ KEEP_OVERFLOW = 0  # their setting `discard_overflow`
 
 @dataclass(frozen=True)
 class Config:
-    """The widths of the ELL and the rows of the tails: of the gate by token, and by unit."""
+    """Width of the ELL and rows of the tail, for the gate listed by token and by unit."""
 
     width: int
     width_by_unit: int

@@ -20,11 +20,11 @@ from itertools import product
 from sparsebench.formats.spense import ROWS, SPAN_BYTES, VALUE_BYTES
 
 FEW_TOKENS = 256  # beyond, the lists of _stream_k.py are faster
-TOKENS = range(16, 129, 16)  # of a tile
+TOKENS = range(16, 129, 16)  # tokens of a tile
 SPLITS = 1, 2, 3, 4, 5, 8
 MEMORY_RATE, L2_RATE, SM_RATE = 4300, 9000, 116  # bytes per ns
 SHARED_BYTES = 226 * 1024
-LATENCY_NS = 2100  # of a copy while all SMs copy
+LATENCY_NS = 2100  # latency of a copy while all SMs copy
 ROUND_NS = 2000  # from a CTA's start to its first tile, and for its last stores
 SUMS_NS, SUMS_RATE = 700, 20  # for the barrier; bytes per ns that a CTA sends
 

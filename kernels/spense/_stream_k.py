@@ -44,7 +44,7 @@ FIXUP_NS = 2000  # that a worker waits for other parts at the end
 # Bytes of partial sums per ns. With 3500 the model chose stream-K for `down` at 4096 tokens, which
 # took 1374 us; split-K takes 1324.
 PARTIAL_BYTES = 1600
-SPARSE_TIME = 0.7  # of a sparse tile relative to a dense one; shared memory is the limit (.cu)
+SPARSE_TIME = 0.7  # time of a sparse tile relative to a dense one; shared memory is the limit (.cu)
 
 Floats = NDArray[np.floating[Any]]
 

@@ -7,7 +7,7 @@
 TMA cannot lift X. It copies pieces of 16 bytes. A piece holds one group (16 bits) or two (8 bits),
 and a window starts 4 or 2 bytes inside of it. A box may start anywhere, but then half of its
 windows straddle two groups. They would be of no use: a, b and c to f of a group may have six
-elements, and so may g, h and c to f, so each group needs three windows of its own. A descriptor of
+elements, and so may g, h and c to f, so each group needs three separate windows. A descriptor of
 wgmma has the same granularity of 16 bytes.
 
 So two of the three windows of a group cost nothing, because they are X itself. The third is copied

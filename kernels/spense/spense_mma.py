@@ -33,10 +33,10 @@ from sparsebench.kernels.spense._stream_k import schedule, tiles_of
 
 DTYPES = torch.float16, torch.bfloat16
 TOKENS = 16, 32, 64, 128
-W_BYTES = VALUE_BYTES + 512  # of a stage, each row of tiles: half a tile, and half its metadata
+W_BYTES = VALUE_BYTES + 512  # stage for a row of tiles: half a tile, and half its metadata
 HALF_BYTES = VALUE_BYTES // 2 + 512  # the same if all tiles are sparse: rows are half as long
 LEAST_KIB = 99  # shared memory that a CTA may have on compute capability 8.6 and 8.9
-RESERVED_KIB = 1  # of an SM's shared memory, for each CTA
+RESERVED_KIB = 1  # shared memory that an SM reserves for each CTA
 LEAST_STAGES = 3  # fewer would not overlap copies and mma
 # Activations: x, bytes of a row, m, k; Weights; y, work items, starts, workspace, counters; n.
 ARGUMENTS = Layout("PQii", "PPiiiiii", *"PPPPPi")

@@ -55,7 +55,10 @@ from sparsebench.kernels.twell._twell_gate import Gate, Tiles
 MOST_SPLIT = 8
 MOST_ROWS = 1536  # per group, as in ffn_sparse.cu
 MOST_ALONE = 512  # tokens; with two CTAs per group, an H200 runs 66 groups at the same time
-SHARED_BYTES, ALONE_BYTES = 192 * 1024, 200 * 1024  # of 227 KB; static memory takes 30, or 18
+SHARED_BYTES, ALONE_BYTES = (
+    192 * 1024,
+    200 * 1024,
+)  # 227 KB less static memory, 30 or 18
 L2_RATE, DENSE_RATE, DENSE_READS = 9e12, 7e14, 4.0  # bytes/s, FLOP/s of an H200 (NOTES.md)
 
 # x, g, wu, wd transposed, y, left, heavy; m, n, limit; words; gates of the lists

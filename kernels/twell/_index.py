@@ -41,7 +41,7 @@ from sparsebench.formats.active_csr import MOST_UNITS, ActiveCsr
 from sparsebench.kernels._common.triton import BoundKernel
 
 WORD = 32  # bits
-LANE_BYTES = 16  # of a token, one lane's in one load
+LANE_BYTES = 16  # bytes of a token that a lane loads at once
 ROWS, STAGES = 8, 4  # tokens that are copied at a time, and copies in flight
 BEFORE_PIECES, BEFORE_UNITS = 128, 32  # the tile of words of units that is counted at a time
 BEFORE_TOKENS, BEFORE_WORDS = 32, 64  # the same of words of tokens

@@ -35,7 +35,7 @@ from sparsebench.kernels.twell._gather import act, sign
 
 BAND = 8  # tiles of rows side by side, so that the tiles of A and B that run are in L2
 DEPTH_BYTES, STAGES = 128, 3
-WIDTH = 1024  # of H, summed at a time
+WIDTH = 1024  # columns of H that are summed at a time
 SIZES = "m", "height", "width", "depth", "capacity"  # compiled once for any
 
 Kind = Literal["plain", "gated", "hidden", "slopes", "two_products"]

@@ -34,8 +34,8 @@ from sparsebench.kernels._common.cuda import (
 from sparsebench.kernels._common.search import search
 from sparsebench.kernels._common.tuned_table import multiprocessors
 
-TOKENS, UNITS = 128, 256  # of a CTA tile
-BOX_TOKENS, BOX = 64, 64  # of X; columns of k
+TOKENS, UNITS = 128, 256  # tokens and units of a CTA's tile
+BOX_TOKENS, BOX = 64, 64  # tokens and columns of k in a box of X
 THREADS = 384
 SHARED_BYTES = 227 * 1024
 TILES = 64, 128, 256

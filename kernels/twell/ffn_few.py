@@ -136,7 +136,7 @@ def words_of(n: int, clusters: int) -> int:
 
 
 def ways_of(m: int, n: int) -> list[XBy]:
-    """Return the ways to read X of m tokens that are timed, the default first."""
+    """Return the methods to read X of m tokens that are timed, the default first."""
     return ["loads", "copies"] if m >= COPIES_FROM and n <= MOST_COPIED_N else ["loads"]
 
 
@@ -207,12 +207,12 @@ class Product:
 
 
 def prepare(operands: Operands) -> Launch:
-    """Copy Wd.T, compile for the sizes, and take the faster way to read X. Raises Unsupported."""
+    """Copy Wd.T, compile, and take the faster method to read X. Raises Unsupported."""
     return launch_of(layer_of(operands), operands.pinned)
 
 
 def launch_of(layer: Layer, pinned: Mapping[str, Any] | None) -> Launch:
-    """Return the launch with the pinned way to read X, or the faster one. Raises Unsupported."""
+    """Return the launch with the pinned method to read X, or the faster one. Raises Unsupported."""
     (m, n, k), device = layer.sizes, layer.x.device
     if reason := unsupported_sizes(m, n, k):
         raise Unsupported(reason)

@@ -19,7 +19,7 @@ from markupsafe import Markup, escape
 from sparsebench.reports.claims.announcements import for_site
 from sparsebench.reports.claims.forest import forest, where
 from sparsebench.reports.claims.sheets import STYLES
-from sparsebench.reports.figures._html import folded
+from sparsebench.reports.figures._html import fold_away
 from sparsebench.reports.page import render
 from sparsebench.reports.site.pages import Site, stylesheet
 from sparsebench.reports.tables import html_table, without_dashes
@@ -56,9 +56,7 @@ class Entry:
 
 
 def entries(
-    claims: Sequence[PlannedClaim],
-    cells: Mapping[str, Sequence[Cell]],
-    tables: Path | None = None,
+    claims: Sequence[PlannedClaim], cells: Mapping[str, Sequence[Cell]], tables: Path | None = None
 ) -> list[Entry]:
     """Judge claims by their cells; simulated cells count only if all are simulated.
 
@@ -329,7 +327,7 @@ def _table(test: Test, cells: Sequence[Cell], others: Sequence[Cell]) -> Markup:
     title = "The cell" if len(cells) == 1 else f"The {len(cells)} cells"
     if others:
         title += f", and {amount(len(others), 'other measurement')} of them"
-    return folded(title, html_table(*without_dashes(heads, rows)))
+    return fold_away(title, html_table(*without_dashes(heads, rows)))
 
 
 def _rows_of_authors(published: AuthorTable) -> Markup:

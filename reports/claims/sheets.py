@@ -24,7 +24,7 @@ WORDS = frozenset({"claim", "statement", "source", "test", "verdict", "basis", "
 WORDS |= {"tends to", "GPU"}
 
 
-def listed(claims: Iterable[ClaimFile]) -> Table:
+def list_table(claims: Iterable[ClaimFile]) -> Table:
     """Return a line per claim: name, statement, source and number of tests."""
     lines = [
         [w.name, w.claim.title, f"{w.claim.source.kind}, {w.claim.source.date}", _tests(w)]
@@ -34,7 +34,7 @@ def listed(claims: Iterable[ClaimFile]) -> Table:
     return Table(columns=columns, lines=lines, words=WORDS, spare=("source",))
 
 
-def bounded(claims: Iterable[PlannedClaim]) -> Table:
+def bounds_table(claims: Iterable[PlannedClaim]) -> Table:
     """Return a line per test: threshold, bound over its cells, and whether it can be met."""
     lines: list[Sequence[Cell]] = []
     for claim in claims:
@@ -55,7 +55,7 @@ def bounded(claims: Iterable[PlannedClaim]) -> Table:
     return Table(title=title, columns=columns, lines=lines, words=words)
 
 
-def judged(verdicts: Iterable[Verdict]) -> Table:
+def verdict_table(verdicts: Iterable[Verdict]) -> Table:
     """Return a line per claim and device: verdict, basis, tendency of a look, reason."""
     judged_claims = list(verdicts)
     measured = any(test.cells for verdict in judged_claims for test in verdict.tests)

@@ -147,7 +147,7 @@ class Chart:
 
     def svg(self, label: str) -> Markup:
         """Return the drawing as an SVG element with a label for screen readers."""
-        ends = {axis: self._fitted(axis) for axis in "xy"}
+        ends = {axis: self._fit(axis) for axis in "xy"}
         ticks = {axis: self.ticks.get(axis) or self._round(axis, *ends[axis]) for axis in "xy"}
         wide = max((len(text) for _, text in ticks["y"]), default=0)
         names = max((len(name) for *_, name, _ in self._ends), default=0)
@@ -164,7 +164,7 @@ class Chart:
         to_y = self._scale("y", ends["y"], bottom, top)
         drawn = "".join(draw(to_x, to_y) for draw in self._drawn)
         box = f"0 0 {self.size[0]} {self.size[1]}"
-        body = self._axes(ticks, to_x, to_y) + drawn + self._named(to_y)
+        body = self._axes(ticks, to_x, to_y) + drawn + self._write_names(to_y)
         head = Markup('<svg viewBox="{}" role="img" aria-label="{}" fill="{}" font-size="{}">')
         return head.format(box, label, INK, FONT) + Markup(body + "</svg>")
 
@@ -172,7 +172,7 @@ class Chart:
         self._data["x"] += x
         self._data["y"] += y
 
-    def _fitted(self, axis: str) -> tuple[float, float]:
+    def _fit(self, axis: str) -> tuple[float, float]:
         """Return the ends of an axis: its limits, or the data with a margin of 5 %."""
         if axis in self.limits:
             return self.limits[axis]
@@ -222,7 +222,7 @@ class Chart:
             f'<text x="2" y="11">{escape(self.names["y"])}</text>' * bool(self.names["y"])
         )
 
-    def _named(self, to_y: Scale) -> str:
+    def _write_names(self, to_y: Scale) -> str:
         """Write the names of lines right of their ends, at least LINE apart."""
         right, body, free = self._box[2], "", float("-inf")
         ends = sorted((max(to_y(y), free), name, color) for _, y, name, color in self._ends)

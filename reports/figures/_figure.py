@@ -15,9 +15,9 @@ from typing import Any
 import pandas as pd
 from markupsafe import Markup
 
-from sparsebench.reports.figures._html import folded
+from sparsebench.reports.figures._html import fold_away
 from sparsebench.reports.figures._svg import looks
-from sparsebench.reports.figures._verdict import clear, undecided
+from sparsebench.reports.figures._verdict import clear, is_undecided
 from sparsebench.results.analysis import Analysis
 from sparsebench.results.contests import size_key
 from sparsebench.results.formatting import percent, plain
@@ -50,7 +50,7 @@ class Frames(Analysis):
 
         `clear`: clearly faster than the baseline. `undecided`: perhaps as fast as the baseline.
         """
-        return self.timed.assign(clear=clear(self.timed), undecided=undecided(self.timed))
+        return self.timed.assign(clear=clear(self.timed), undecided=is_undecided(self.timed))
 
     def series_of(self, cases: pd.DataFrame) -> dict[str, int]:
         """Return the contenders of these cases with their numbers on the whole page."""
@@ -89,9 +89,9 @@ def measures(cases: pd.DataFrame) -> list[pd.DataFrame]:
 
 def each_measure(cases: pd.DataFrame, draw: Callable[[pd.DataFrame], Markup]) -> Markup:
     """Draw the first scope and cache state, and fold the others below it."""
-    drawn = [(named(group.iloc[0], MEASURE), draw(group)) for group in measures(cases)]
+    drawn = [(describe_line(group.iloc[0], MEASURE), draw(group)) for group in measures(cases)]
     shown = [(title, body) for title, body in drawn if body]
-    rest = Markup("").join(folded(title, body) for title, body in shown[1:])
+    rest = Markup("").join(fold_away(title, body) for title, body in shown[1:])
     return shown[0][1] + rest if shown else NOTHING
 
 
@@ -106,15 +106,15 @@ def panels(
     shape = ("k", "level") if x == "n" else ()  # they follow from n
     names = ["op", *(n for n in names if n not in ("sparsity", x, *shape, *together))]
     differ = [name for name in names if cases[name].nunique(dropna=False) > 1]
-    same = named(cases.iloc[0], [name for name in names if name not in differ])
+    same = describe_line(cases.iloc[0], [name for name in names if name not in differ])
     if not differ:
         return same, [("", cases)]
     groups = [group for _, group in cases.groupby(differ, sort=False, dropna=False)]
     groups.sort(key=lambda group: [_sort_key(group[name].iloc[0]) for name in differ])
-    return same, [(named(group.iloc[0], differ), group) for group in groups]
+    return same, [(describe_line(group.iloc[0], differ), group) for group in groups]
 
 
-def named(line: "pd.Series[Any]", names: Sequence[str]) -> str:
+def describe_line(line: "pd.Series[Any]", names: Sequence[str]) -> str:
     """Write the fields of a line for a reader: `linear · m 64 · n 4096 · bf16 · block 16`.
 
     Values that every plain problem has (SILENT) are left out.

@@ -18,7 +18,7 @@ def note(text: str | Markup) -> Markup:
     return Markup('<p class="note">{}</p>').format(text)
 
 
-def folded(title: str, body: Markup) -> Markup:
+def fold_away(title: str, body: Markup) -> Markup:
     """Return a title that opens to a body."""
     return Markup("<details><summary>{}</summary>{}</details>").format(title, body)
 

@@ -15,15 +15,8 @@ from numpy.typing import ArrayLike, NDArray
 
 from sparsebench.reports.figures._chart import Chart
 from sparsebench.reports.figures._figure import NOTHING, Frames
-from sparsebench.reports.figures._html import beside, folded
-from sparsebench.reports.figures._svg import (
-    INK,
-    ROLES,
-    Look,
-    contender_swatch,
-    series,
-    swatch,
-)
+from sparsebench.reports.figures._html import beside, fold_away
+from sparsebench.reports.figures._svg import INK, ROLES, Look, contender_swatch, series, swatch
 from sparsebench.results.formatting import amount, significant
 
 NARROWEST = 1.3  # least ratio of the ends of the y axis
@@ -184,7 +177,7 @@ def scatter(
 def side_by_side(drawn: Sequence[tuple[str, Markup, Markup]]) -> Markup:
     """Lay out panels (title, drawing, caption): show the first OPEN, and fold the others."""
     shown, left = beside(drawn[:OPEN]), len(drawn) - OPEN
-    return shown if left <= 0 else shown + folded(f"{left} more panels", beside(drawn[OPEN:]))
+    return shown if left <= 0 else shown + fold_away(f"{left} more panels", beside(drawn[OPEN:]))
 
 
 def _bounds(cases: pd.DataFrame, quantity: Quantity) -> tuple[float, float]:

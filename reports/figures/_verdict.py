@@ -26,14 +26,14 @@ def clear(cases: pd.DataFrame) -> pd.Series:
     return cases.outcome == Outcome.FASTER if any_verdict(cases) else cases.speedup_low > 1
 
 
-def undecided(cases: pd.DataFrame) -> pd.Series:
+def is_undecided(cases: pd.DataFrame) -> pd.Series:
     """Return which cases may be as fast as the baseline; in a look the interval contains 1."""
     spans = (cases.speedup_low <= 1) & (cases.speedup_high >= 1)
     return spans.where(~cases.outcome.isin(VERDICTS), cases.outcome.isin(UNDECIDED))
 
 
 def meaning(cases: pd.DataFrame) -> tuple[str, str]:
-    """Return in words what `clear` and `undecided` mean for these cases."""
+    """Return in words what `clear` and `is_undecided` mean for these cases."""
     if not any_verdict(cases):
         return "the whole interval is above 1", "the interval contains 1"
     faster = f"the whole interval is above 1, its upper end is at least {1 + MARGIN:g}"

@@ -30,7 +30,7 @@ from sparsebench.results.answer import (
     where,
     winner,
 )
-from sparsebench.results.contests import ANY, MOST, View, ordered
+from sparsebench.results.contests import ANY, MOST, View, sort_values_of
 from sparsebench.results.formatting import (
     FORMATS,
     between,
@@ -78,7 +78,7 @@ def _select(name: str, views: list[View]) -> Markup:
     values = pd.Series([view.choice[name] for view in views if view.choice.get(name)])
     words = {"all": "all, as rows", ANY: "the best"}
     first = [value for value in ("all", ANY) if value in set(values)]
-    options = [*first, *(value for value in _sorted(values) if value not in words)]
+    options = [*first, *(value for value in _sort_texts(values) if value not in words)]
     items = Markup("").join(
         Markup('<option value="{}"{}>{}</option>').format(
             value,
@@ -92,11 +92,11 @@ def _select(name: str, views: list[View]) -> Markup:
     )
 
 
-def _sorted(values: "pd.Series[Any]") -> list[str]:
+def _sort_texts(values: "pd.Series[Any]") -> list[str]:
     numbers = pd.to_numeric(values, errors="coerce")
     if numbers.notna().any():
         return [str(value) for value in values[numbers.sort_values().index].dropna().unique()]
-    return [str(value) for value in ordered(values)]
+    return [str(value) for value in sort_values_of(values)]
 
 
 def _view(number: int, view: View, cases: pd.DataFrame) -> Markup:
@@ -123,14 +123,14 @@ def _item(sentence: str) -> Markup:
 
 def _map(view: View) -> Markup:
     timed = view.cells[view.cells.best_gain.notna()]
-    columns = ordered((view.cells if timed.empty else timed).x)
+    columns = sort_values_of((view.cells if timed.empty else timed).x)
     lines = {(line.x, line.y): line for _, line in view.cells.iterrows()}
     rows = [
         [
             Markup('<span class="row">{}</span>').format(field_text(view.y, row) if view.y else ""),
             *(_cell(view, lines.get((column, row))) for column in columns),
         ]
-        for row in ordered(view.cells.y)
+        for row in sort_values_of(view.cells.y)
     ]
     heads = [Markup('<span class="unseen">{}</span>').format(HEADS.get(view.y, view.y or "case"))]
     words = [
@@ -180,7 +180,7 @@ def _along(view: View) -> tuple[str, pd.DataFrame, str]:
     if view.y in ("", "block") or cells.empty:
         best = cells.sort_values("best_gain").drop_duplicates("x", keep="last")
         return view.x, best.assign(at=best.x), "the best block" if view.y else ""
-    values = ordered(cells.x)
+    values = sort_values_of(cells.x)
     usual = {"level": USUAL, "m": 16}.get(view.x)
     chosen = usual if usual in values else values[-1 if view.x == "level" else 0]
     at = cells[cells.x == chosen]
@@ -192,7 +192,7 @@ def _figure(number: int, view: View) -> Markup:
     name, cells, shared = _along(view)
     if len(cells) < 2:
         return NOTHING
-    places = {value: i for i, value in enumerate(ordered(cells["at"]))}
+    places = {value: i for i, value in enumerate(sort_values_of(cells["at"]))}
     cells = cells.assign(place=cells["at"].map(places)).sort_values("place")
     labels = [percent(value) if name == "level" else plain(value) for value in places]
     axis = {"level": view.units.removeprefix(" of ") or "sparsity", "shape": ""}.get(name, name)

@@ -8,7 +8,7 @@ import pandas as pd
 from markupsafe import Markup
 
 from sparsebench.reports.figures._again import selected_fields, suite_name
-from sparsebench.reports.figures._figure import MEASURE, NOTHING, Frames, named
+from sparsebench.reports.figures._figure import MEASURE, NOTHING, Frames, describe_line
 from sparsebench.reports.figures._html import download, note
 from sparsebench.reports.figures._verdict import outcome, speedup
 from sparsebench.reports.tables import html_table, without_dashes
@@ -56,7 +56,7 @@ def draw(frames: Frames) -> Markup:
     whole = Markup("All columns of these {} lines as CSV: {}.")
     return (
         note(whole.format(len(cases), download("cases", cases)))
-        + Markup(TOOL).format(named(cases.iloc[0], same), json.dumps(run))
+        + Markup(TOOL).format(describe_line(cases.iloc[0], same), json.dumps(run))
         + html_table(*without_dashes(heads, lines), "sortable", _ids(cases))
     )
 

@@ -12,7 +12,7 @@ import pandas as pd
 from markupsafe import Markup
 
 from sparsebench.reports.figures._chart import Chart
-from sparsebench.reports.figures._figure import MEASURE, NOTHING, Frames, measures, named
+from sparsebench.reports.figures._figure import MEASURE, NOTHING, Frames, describe_line, measures
 from sparsebench.reports.figures._html import note, wide
 from sparsebench.reports.figures._svg import Look, series
 from sparsebench.reports.tables import html_table, without_dashes
@@ -24,7 +24,7 @@ from sparsebench.results.store import Run
 TITLE = "Fraction of the hardware limit"
 ORDER = 65
 
-CLASSES = {"memory": "o", "compute": "s", "launch": "o"}  # with their markers
+CLASSES = {"memory": "o", "compute": "s", "launch": "o"}  # kinds of limits, and their markers
 SHIFT = {"memory": 0.2, "compute": 0.0, "launch": -0.2}
 WIDTH_PX, LINE_PX = 620, 30
 READ = (
@@ -42,17 +42,17 @@ def draw(frames: Frames) -> Markup:
     if bounded.empty:
         return note(line) if line else NOTHING
     first = measures(bounded)[0]
-    first = first.assign(bounded=_bounded(first))
+    first = first.assign(bounded=_limits_of(first))
     labels = list(first.groupby("label").of_bound.median().sort_values().index)
     heads = ["contender"]
     for name in CLASSES:
         heads += [f">{name}", ">median, %", ">best, %"]
     lines = [_line(label, first[first.label == label]) for label in reversed(labels)]
-    words = note(f"{line} {named(first.iloc[0], MEASURE).capitalize()}. {READ}")
-    return words + _drawn(frames, first, labels) + html_table(*without_dashes(heads, lines))
+    words = note(f"{line} {describe_line(first.iloc[0], MEASURE).capitalize()}. {READ}")
+    return words + _draw_chart(frames, first, labels) + html_table(*without_dashes(heads, lines))
 
 
-def _bounded(cases: pd.DataFrame) -> pd.Series:
+def _limits_of(cases: pd.DataFrame) -> pd.Series:
     """Return what bounds each case: `launch` below SHORT_US, else memory or compute."""
     bound = cases.bound_by.mask(cases.median_us < SHORT_US, "launch")
     return bound.where(cases.scope == "kernel", cases.scope)
@@ -81,7 +81,7 @@ def _ceilings(run: Run) -> str:
     return f"Ceilings, measured on this device{when}: {'; '.join(parts)}.{raised}"
 
 
-def _drawn(frames: Frames, cases: pd.DataFrame, labels: list[str]) -> Markup:
+def _draw_chart(frames: Frames, cases: pd.DataFrame, labels: list[str]) -> Markup:
     chart = Chart((WIDTH_PX, 50 + LINE_PX * len(labels)), "of the hardware limit, %")
     chart.limits = {"x": (0, 105), "y": (-0.6, len(labels) - 0.4)}
     chart.ticks["y"] = [*enumerate(labels)]

@@ -3,7 +3,7 @@
 import pandas as pd
 from markupsafe import Markup
 
-from sparsebench.reports.figures._figure import NOTHING, Frames, each_measure, named
+from sparsebench.reports.figures._figure import NOTHING, Frames, describe_line, each_measure
 from sparsebench.reports.figures._html import note
 from sparsebench.reports.tables import html_table
 from sparsebench.results.cliffs import COUNTS, LIMIT, key, ratios, sentence
@@ -24,7 +24,7 @@ def _draw(raced: pd.DataFrame) -> Markup:
     every = ratios(raced)
     lines = [
         [
-            named(line, [*key(raced), "m"]),
+            describe_line(line, [*key(raced), "m"]),
             f"{line.ratio:.2f}",
             duration(line.median_us),
             f"{duration(line.least_us)} at m {line.more}",

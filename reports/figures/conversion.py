@@ -12,7 +12,7 @@ import pandas as pd
 from markupsafe import Markup
 
 from sparsebench.reports.figures._figure import NOTHING, Frames, measures, panels
-from sparsebench.reports.figures._html import folded, note
+from sparsebench.reports.figures._html import fold_away, note
 from sparsebench.reports.tables import html_table, without_dashes
 from sparsebench.results.formatting import significant
 from sparsebench.results.provenance import Choices, choices_of
@@ -39,7 +39,7 @@ def draw(frames: Frames) -> Markup:
     raced = raced[raced.label.isin(frames.series) & raced.convert_us.notna()]
     if raced.empty:
         return NOTHING
-    prepared = _prepared(frames, measures(raced)[0])
+    prepared = _with_prepare_times(frames, measures(raced)[0])
     same, groups = panels(prepared, "level", ["m", "dtype", "pattern"])
     lines = [
         _line(title or same, str(label), cases)
@@ -47,11 +47,11 @@ def draw(frames: Frames) -> Markup:
         for label, cases in group.groupby("label", sort=False)
     ]
     body = html_table(*without_dashes(HEADS, lines))
-    shown = body if len(lines) <= OPEN else folded(f"All {len(lines)} lines", body)
+    shown = body if len(lines) <= OPEN else fold_away(f"All {len(lines)} lines", body)
     return note(f"{same}. {READ}") + shown
 
 
-def _prepared(frames: Frames, cases: pd.DataFrame) -> pd.DataFrame:
+def _with_prepare_times(frames: Frames, cases: pd.DataFrame) -> pd.DataFrame:
     """Add the time to prepare in the first process, and in later ones if these do not search.
 
     Runs without reference contests are older: in them every process searched.

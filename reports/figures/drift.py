@@ -14,7 +14,7 @@ import pandas as pd
 from markupsafe import Markup
 
 from sparsebench.reports.figures._chart import Chart
-from sparsebench.reports.figures._figure import MEASURE, NOTHING, Frames, named
+from sparsebench.reports.figures._figure import MEASURE, NOTHING, Frames, describe_line
 from sparsebench.reports.figures._html import download, note, wide
 from sparsebench.reports.figures._svg import Look, series
 from sparsebench.results.record import Status
@@ -38,7 +38,9 @@ def draw(frames: Frames) -> Markup:
     if not drawn:
         return NOTHING
     marked = int((taken["mark"] != "").sum())
-    words = f"{named(taken.iloc[0], MEASURE).capitalize()}, contests in the order of the run. "
+    words = (
+        f"{describe_line(taken.iloc[0], MEASURE).capitalize()}, contests in the order of the run. "
+    )
     words += (
         f"The GPU slowed down, or waited for the host, in {marked} of {len(taken)} contests "
         "(diamonds). Each vertical "

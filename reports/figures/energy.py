@@ -12,7 +12,7 @@ import pandas as pd
 from markupsafe import Markup
 
 from sparsebench.reports.figures._chart import Chart
-from sparsebench.reports.figures._figure import MEASURE, NOTHING, Frames, measures, named
+from sparsebench.reports.figures._figure import MEASURE, NOTHING, Frames, describe_line, measures
 from sparsebench.reports.figures._html import download, note, wide
 from sparsebench.reports.figures._svg import Look, roles
 from sparsebench.reports.figures._sweep import scatter
@@ -39,13 +39,15 @@ def draw(frames: Frames) -> Markup:
     if len(cases) < 2:
         return NOTHING
     first = measures(cases)[0]
-    words = f"{named(first.iloc[0], MEASURE).capitalize()}. Energies are those of hot calls, read "
-    words += "from the board's sensor. On the dotted line a call draws the baseline's power."
+    words = (
+        f"{describe_line(first.iloc[0], MEASURE).capitalize()}. Energies are those of hot calls, "
+    )
+    words += "read from the board's sensor. On the dotted line a call draws the baseline's power."
     data = download("energy", first[DATA])
-    return note(words) + roles(SIDES) + wide(_drawn(first)) + data
+    return note(words) + roles(SIDES) + wide(_draw_chart(first)) + data
 
 
-def _drawn(cases: pd.DataFrame) -> Markup:
+def _draw_chart(cases: pd.DataFrame) -> Markup:
     chart = Chart((420, 300), "speedup over the baseline, ×", "energy saved, ×", log="xy")
     both = np.concatenate([cases.speedup, cases.saved, [1.0]])
     ends = float(both.min() / 1.15), float(both.max() * 1.15)

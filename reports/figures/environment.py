@@ -3,7 +3,7 @@
 from markupsafe import Markup
 
 from sparsebench.reports.figures._figure import Frames
-from sparsebench.reports.figures._html import folded, note
+from sparsebench.reports.figures._html import fold_away, note
 from sparsebench.reports.tables import html_table
 from sparsebench.results.provenance import flat
 
@@ -20,6 +20,6 @@ def draw(frames: Frames) -> Markup:
     suite = Markup("<pre>{}</pre>").format(run.suite_text)
     return (
         note(f"Measured on {devices or 'no device'}.")
-        + folded("All facts", html_table(["fact", "value"], lines))
-        + folded("suite.yaml, as it ran", suite)
+        + fold_away("All facts", html_table(["fact", "value"], lines))
+        + fold_away("suite.yaml, as it ran", suite)
     )

@@ -6,7 +6,7 @@ from typing import Any
 import pandas as pd
 from markupsafe import Markup
 
-from sparsebench.reports.figures._figure import NOTHING, Frames, each_measure, named
+from sparsebench.reports.figures._figure import NOTHING, Frames, describe_line, each_measure
 from sparsebench.reports.figures._html import note
 from sparsebench.reports.findings import who
 from sparsebench.reports.tables import html_table
@@ -19,7 +19,7 @@ from sparsebench.results.statistics import ratio_over
 TITLE = "What users get, beside the fastest kernel of the format"
 ORDER = 17
 
-SHARE, SPARE_US = 0.03, 0.5  # of the fastest kernel's time, and a launch's scatter
+SHARE, SPARE_US = 0.03, 0.5  # fraction of the fastest kernel's time, and the scatter of a launch
 HEADS = ["case", "by default", ">µs", "fastest", ">µs", ">default takes", "within"]
 
 Case = Mapping[Any, Any]
@@ -39,7 +39,7 @@ def _draw(raced: pd.DataFrame) -> Markup:
     users = pd.DataFrame([users for users, _ in pairs])
     names = ["op", *(name for name in fields(raced) if name not in ("seed", "sparsity")), "level"]
     differ = [name for name in names if users[name].nunique(dropna=False) > 1] or ["op"]
-    same = named(users.iloc[0], [name for name in names if name not in differ])
+    same = describe_line(users.iloc[0], [name for name in names if name not in differ])
     inside = sum(_is_within(*pair) for pair in pairs)
     head = (
         f"{inside} of {len(pairs)} cases take at most {percent(SHARE)} and {SPARE_US} µs longer "
@@ -75,5 +75,5 @@ def _line(users: Case, rival: Case, names: list[str]) -> list[str]:
     taken = between(ratio.value, ratio.low, ratio.high) if ratio else "–"
     us = [significant(case["median_us"]) for case in (users, rival)]
     within = "yes" if _is_within(users, rival) else "no"
-    where = named(pd.Series(users), names)
+    where = describe_line(pd.Series(users), names)
     return [where, who(users), us[0], rival["label"], us[1], taken, within]

@@ -13,8 +13,8 @@ import pandas as pd
 from markupsafe import Markup
 
 from sparsebench.reports.figures._chart import SIZE, Chart
-from sparsebench.reports.figures._figure import MEASURE, NOTHING, Frames, named
-from sparsebench.reports.figures._html import beside, folded, note
+from sparsebench.reports.figures._figure import MEASURE, NOTHING, Frames, describe_line
+from sparsebench.reports.figures._html import beside, fold_away, note
 from sparsebench.reports.figures._svg import Look, series
 from sparsebench.reports.tables import html_table, without_dashes
 from sparsebench.results.formatting import significant
@@ -46,7 +46,7 @@ def draw(frames: Frames) -> Markup:
         for name, group in pairs.sort_values("median_us").groupby("class", sort=False)
     ]
     lines = [_line(pair) for _, pair in pairs.sort_values("median_us").iterrows()]
-    listed = folded(f"All {len(lines)} pairs", html_table(*without_dashes(HEADS, lines)))
+    listed = fold_away(f"All {len(lines)} pairs", html_table(*without_dashes(HEADS, lines)))
     return note(READ) + beside(figures) + listed
 
 
@@ -89,7 +89,7 @@ def _line(pair: "pd.Series[Any]") -> list[str | Markup]:
         pair["class"],
         pair.label,
         pair.problem,
-        named(pair, MEASURE),
+        describe_line(pair, MEASURE),
         significant(pair.median_us),
         significant(_percent(pair.ratio), 2),
         "–" if pd.isna(pair.low) else f"[{ends[0]} to {ends[1]}]",

@@ -19,7 +19,7 @@ from markupsafe import Markup
 
 from sparsebench.reports.figures._chart import Chart
 from sparsebench.reports.figures._figure import NOTHING, Frames, each_measure, panels
-from sparsebench.reports.figures._html import folded, note
+from sparsebench.reports.figures._html import fold_away, note
 from sparsebench.reports.figures._svg import Look, series
 from sparsebench.reports.figures._sweep import legend, side_by_side
 from sparsebench.reports.figures._verdict import meaning
@@ -60,7 +60,7 @@ def draw(frames: Frames) -> Markup:
         note(_words(frames.pruning) + unknown)
         + legend(numbers, plain, empty)
         + each_measure(points, lambda measured: _draw(measured, numbers))
-        + folded("The errors", _table(frames.pruning))
+        + fold_away("The errors", _table(frames.pruning))
     )
 
 
@@ -90,7 +90,7 @@ def _cases(raced: pd.DataFrame) -> pd.DataFrame:
 
 
 def _points(cases: pd.DataFrame, pruning: Pruning) -> pd.DataFrame:
-    """Return a line per case and way to prune to the same dense fraction or sparsity."""
+    """Return a line per case and recipe that prunes to the same dense fraction or sparsity."""
     points = []
     for outcome in pruning.outcomes:
         anywhere = outcome.pattern == ANYWHERE

@@ -3,7 +3,7 @@
 import pandas as pd
 from markupsafe import Markup
 
-from sparsebench.reports.figures._figure import MEASURE, NOTHING, Frames, measures, named
+from sparsebench.reports.figures._figure import MEASURE, NOTHING, Frames, describe_line, measures
 from sparsebench.reports.figures._html import note
 from sparsebench.reports.tables import html_table
 from sparsebench.results.formatting import significant
@@ -31,7 +31,7 @@ def draw(frames: Frames) -> Markup:
     names = [n for n in [*fields(raced), "level"] if n != "sparsity" and raced[n].nunique() > 1]
     lines = [_line(str(label), cases, names) for label, cases in raced.groupby("label", sort=False)]
     body = html_table([*heads, "highest TFLOP/s at"], lines)
-    return note(f"{named(raced.iloc[0], MEASURE)}. {READ}") + body
+    return note(f"{describe_line(raced.iloc[0], MEASURE)}. {READ}") + body
 
 
 def _line(label: str, cases: pd.DataFrame, names: list[str]) -> list[str]:
@@ -39,4 +39,4 @@ def _line(label: str, cases: pd.DataFrame, names: list[str]) -> list[str]:
     for rate in RATES:
         cells += [significant(cases[rate].median()), significant(cases[rate].max())]
     best = cases.nlargest(1, "tflops")
-    return [*cells, "–" if best.empty else named(best.iloc[0], names) or "–"]
+    return [*cells, "–" if best.empty else describe_line(best.iloc[0], names) or "–"]

@@ -17,7 +17,7 @@ import pandas as pd
 from markupsafe import Markup
 
 from sparsebench.reports.figures._chart import Chart
-from sparsebench.reports.figures._figure import MEASURE, NOTHING, Frames, measures, named
+from sparsebench.reports.figures._figure import MEASURE, NOTHING, Frames, describe_line, measures
 from sparsebench.reports.figures._html import beside, download, note
 from sparsebench.reports.figures._svg import Look, roles
 from sparsebench.reports.figures._sweep import scatter
@@ -39,8 +39,12 @@ def draw(frames: Frames) -> Markup:
     first = measures(cases)[0]
     first = first.assign(intensity=1e3 * first.tflops / first.gb_per_s)
     drawn = [_panel(str(dtype), group, ceilings) for dtype, group in first.groupby("dtype")]
-    words = f"{named(first.iloc[0], MEASURE).capitalize()}. FLOPs count only non-zeros, and bytes "
-    words += "count each operand once. The lines are the ceilings measured on this device. Black "
+    words = (
+        f"{describe_line(first.iloc[0], MEASURE).capitalize()}. FLOPs count only non-zeros, and "
+    )
+    words += (
+        "bytes count each operand once. The lines are the ceilings measured on this device. Black "
+    )
     words += "points are dense."
     key = roles({"ours": "ours", "peer": "peers"})
     return note(words) + key + beside(drawn, "maps") + download("roofline", first[DATA])
@@ -61,7 +65,7 @@ def _panel(
     texts = cases.apply(
         lambda line: (
             f"{line.label}: {significant(line.tflops)} TFLOP/s, "
-            f"{named(line, ['m', 'n', 'k', 'level'])}"
+            f"{describe_line(line, ['m', 'n', 'k', 'level'])}"
         ),
         axis=1,
     )

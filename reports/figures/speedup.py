@@ -11,12 +11,12 @@ from sparsebench.reports.figures._figure import (
     FIELDS,
     NOTHING,
     Frames,
+    describe_line,
     each_measure,
-    named,
     panels,
     swept,
 )
-from sparsebench.reports.figures._html import download, folded, note
+from sparsebench.reports.figures._html import download, fold_away, note
 from sparsebench.reports.figures._svg import Look
 from sparsebench.reports.figures._sweep import Quantity, Sweep, draw_panels, left_out, legend, sweep
 from sparsebench.reports.figures._verdict import meaning
@@ -90,9 +90,12 @@ def _break_evens(drawn: pd.DataFrame) -> Markup:
     more = [n for n in fields(drawn) if n not in (*first, "sparsity")]
     names = [n for n in first if n in crossings]
     names += [n for n in more if crossings[n].nunique(dropna=False) > 1]
-    lines = [[named(line, names), line.label, _crossing(line)] for _, line in crossings.iterrows()]
+    lines = [
+        [describe_line(line, names), line.label, _crossing(line)]
+        for _, line in crossings.iterrows()
+    ]
     title = f"Break-even of each contender ({amount(len(lines), 'line')})"
-    return folded(title, html_table(["problem", "contender", "faster than the baseline"], lines))
+    return fold_away(title, html_table(["problem", "contender", "faster than the baseline"], lines))
 
 
 def _crossing(line: "pd.Series[Any]") -> str:

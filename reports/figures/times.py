@@ -5,7 +5,7 @@ from markupsafe import Markup
 
 from sparsebench.reports.figures._chart import Chart
 from sparsebench.reports.figures._figure import FIELDS, Frames, each_measure, panels, swept
-from sparsebench.reports.figures._html import download, folded, note
+from sparsebench.reports.figures._html import download, fold_away, note
 from sparsebench.reports.figures._svg import Look
 from sparsebench.reports.figures._sweep import Quantity, draw_panels, left_out, legend, sweep
 
@@ -35,7 +35,7 @@ def _draw(frames: Frames, raced: pd.DataFrame) -> Markup:
 
     bases = " and ".join(raced.label[~raced.label.isin(frames.series)].unique())
     drawn = draw_panels(frames, groups, axis, TIME, dress)
-    shown = drawn if len(groups) <= OPEN else folded(f"{len(groups)} panels", drawn)
+    shown = drawn if len(groups) <= OPEN else fold_away(f"{len(groups)} panels", drawn)
     words = f"{same}. Points are medians. Bands are the range over processes, or the quartiles if "
     words += f"there is one process.{left_out(groups, axis.name)}"
     key = legend(frames.series_of(raced), bases, drawn=raced.side)

@@ -5,8 +5,8 @@ import re
 import pandas as pd
 from markupsafe import Markup
 
-from sparsebench.reports.figures._figure import Frames, named
-from sparsebench.reports.figures._html import folded, note
+from sparsebench.reports.figures._figure import Frames, describe_line
+from sparsebench.reports.figures._html import fold_away, note
 from sparsebench.reports.tables import html_table
 from sparsebench.results.formatting import amount
 from sparsebench.results.frame import fields
@@ -24,7 +24,7 @@ def draw(frames: Frames) -> Markup:
     cases = cases.drop_duplicates(["case_id", "status", "detail"])  # one line for all measures
     bad = cases[cases.status != Status.OK]
     alone = cases[(cases.status == Status.OK) & cases.speedup.isna()]
-    counts = [f"{n} {_spaced(status)}" for status, n in cases.status.value_counts().items()]
+    counts = [f"{n} {_with_spaces(status)}" for status, n in cases.status.value_counts().items()]
     head = note(f"{amount(len(cases), 'case')}: {', '.join(counts)}.")
     if len(alone):
         verb = "has" if len(alone) == 1 else "have"
@@ -41,18 +41,18 @@ def _line(group: pd.DataFrame) -> list[str]:
     names = [*fields(group), "label"]
     item = Markup("<li>{} — {} <code>{}</code></li>")
     items = [
-        item.format(named(line, names), line.detail or "no reason given", line.case_id)
+        item.format(describe_line(line, names), line.detail or "no reason given", line.case_id)
         for _, line in group.iterrows()
     ]
     first = group.iloc[0]
     cases = Markup("<ul>{}</ul>").format(Markup("").join(items))
     return [
-        _spaced(first.status),
+        _with_spaces(first.status),
         str(len(group)),
-        folded(first.detail or "no reason given", cases),
+        fold_away(first.detail or "no reason given", cases),
         Markup("<br>").join(group.label.unique()),
     ]
 
 
-def _spaced(status: object) -> str:
+def _with_spaces(status: object) -> str:
     return str(status).replace("_", " ")

@@ -13,9 +13,9 @@ TITLE = "Fastest kernel of each format"
 ORDER = 15
 
 READ = (
-    "An outcome is that against the baseline of the suite; (+3) would be settled by three more "
-    "processes. A case that was selected by the numbers shown here has to be confirmed in a "
-    "separate run (sparsebench confirm)."
+    "An outcome is relative to the baseline of the suite. (+3): three more processes would decide "
+    "it. A case that was selected by the numbers shown here has to be confirmed in a separate run "
+    "(sparsebench confirm)."
 )
 
 

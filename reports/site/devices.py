@@ -20,7 +20,7 @@ from sparsebench.reports.page import render
 from sparsebench.reports.site.cards import PLACE, Card
 from sparsebench.reports.site.pages import Site, safe
 from sparsebench.results import store
-from sparsebench.results.formatting import listed
+from sparsebench.results.formatting import join_words
 from sparsebench.results.sides import MOST, named_apart, side
 
 INDEX = "compare/index.html"
@@ -35,7 +35,7 @@ class Devices:
 
     @property
     def names(self) -> str:
-        return listed([card.gpu for card in self.cards])
+        return join_words([card.gpu for card in self.cards])
 
     @property
     def name(self) -> str:
@@ -43,7 +43,7 @@ class Devices:
         return f"compare/{safe(self.suite)}"
 
 
-def compared(cards: Sequence[Card]) -> list[Devices]:
+def find_devices(cards: Sequence[Card]) -> list[Devices]:
     """Return the suites that ran on several devices, sorted by name."""
     best: dict[str, dict[str, Card]] = {}
     real = [card for card in cards if not card.simulated]
@@ -52,7 +52,7 @@ def compared(cards: Sequence[Card]) -> list[Devices]:
     suites = []
     for suite, of_device in sorted(best.items()):
         first, *others = sorted(of_device.values(), key=_rank)
-        shared = [card for card in others if _timed(card) & _timed(first)]
+        shared = [card for card in others if _timed_cases(card) & _timed_cases(first)]
         if shared:
             suites.append(Devices(suite, [first, *shared][:MOST]))
     return suites
@@ -75,7 +75,7 @@ def pages(
         runs = [replace(store.read(to / slug), path=Path(slug)) for slug in slugs]
         names = named_apart(runs)
         sides = [side(run, name=name) for run, name in zip(runs, names, strict=True)]
-        result = comparison.compared(sides)
+        result = comparison.compare_sides(sides)
         yield f"{devices.name}.html", comparison.html(result, site, "../")
         yield f"{devices.name}.json", json.dumps(comparison.to_json(result)) + "\n"
 
@@ -84,7 +84,7 @@ def _rank(card: Card) -> tuple[int, str]:
     return -len(card.lines), card.gpu
 
 
-def _timed(card: Card) -> set[tuple[str, ...]]:
+def _timed_cases(card: Card) -> set[tuple[str, ...]]:
     """Return the sparse cases with a time: problem, name and cache state of each."""
     lines = [line for line in card.lines if line["side"] != "dense"]
     return {tuple(str(line[name]) for name in (*PLACE, "name", "cache")) for line in lines}

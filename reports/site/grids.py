@@ -10,14 +10,16 @@ first. In each problem, the run counts that has the most contenders, then the mo
 the latest date. A cell shows only verdicts if there are any; otherwise it is marked as a look.
 """
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
 import pandas as pd
 
 from sparsebench.reports.figures._svg import shade
-from sparsebench.results.contests import ordered
+from sparsebench.results.contests import sort_values_of
 from sparsebench.results.families import QUANTISED
 from sparsebench.results.formatting import (
     FORMATS,
@@ -27,7 +29,7 @@ from sparsebench.results.formatting import (
     conditions,
     duration,
     interval,
-    listed,
+    join_words,
     number,
     percent,
     plain,
@@ -40,9 +42,9 @@ COLUMNS = 7
 TOKENS = (1, 16, 64, 4096)  # the preferred choices of the first page
 SMALL = 0.1  # gains below it have one digit in a range
 SHOWN = 4  # contests in the tooltip of a cell
-OP, DTYPE = "linear", "bf16"  # of a grid, if they were measured
+OP, DTYPE = "linear", "bf16"  # op and dtype of a grid, if they were measured
 USUAL = 0.9  # the sparsity at which the best other kernel is named
-HALF = "half 2:4"  # of each weight, half is 2:4 and half is dense
+HALF = "half 2:4"  # half of each weight is 2:4 and half is dense
 PROBLEM = ["op", "dtype", "pattern", "m", "shape", "level", "block"]
 
 
@@ -108,7 +110,7 @@ class Grid:
         parts = [f"{_heads(lines)}{level}" for level, lines in wins.items()]
         looks = all(cell.look for line in self.lines for cell in line.cells if cell)
         yes = f"{'Probably' if looks else 'Yes'}: {'; '.join(parts)}." if parts else ""
-        no = f"No: {listed([*dict.fromkeys(lost)])}." if lost else ""
+        no = f"No: {join_words([*dict.fromkeys(lost)])}." if lost else ""
         return " ".join(filter(None, [yes, no]))
 
     def _wins_from(self, line: Line) -> str | None:
@@ -122,12 +124,16 @@ class Grid:
         return f" from {percent(cells[first][0])} sparsity on" if len(cells) > 1 else ""
 
 
-def named(kind: str) -> str:
+Record = dict[Any, Any]
+"""A line of a card (cards.py), with the head of its row."""
+
+
+def format_name(kind: str) -> str:
     """Return the name of a format for readers."""
     return FORMATS.get(kind, kind)
 
 
-def chosen(lines: pd.DataFrame) -> pd.DataFrame:
+def select_lines(lines: pd.DataFrame) -> pd.DataFrame:
     """Return the lines with the op and the dtype of a grid."""
     for column, preferred in (("op", OP), ("dtype", DTYPE)):
         values = lines[column].value_counts()
@@ -141,13 +147,14 @@ def grids(lines: pd.DataFrame) -> list[Grid]:
 
     A grid compares sparse formats with dense weights of the same bits, so QUANTISED are left out.
     """
-    sparse = chosen(lines[(lines.side != "dense") & ~lines.kind.isin(QUANTISED)])
+    sparse = select_lines(lines[(lines.side != "dense") & ~lines.kind.isin(QUANTISED)])
     sparse = sparse[sparse.level.notna() & sparse.gain.notna() & sparse.m.notna()]
     if sparse.empty:
         return []
     sparse = sparse.assign(level=sparse.level.round(2), m=sparse.m.astype(int), head=_head(sparse))
     tokens = _most(sparse.m, [m for m in TOKENS if m in set(sparse.m)], len(TOKENS))
-    return [_grid(sparse[sparse.m == m], int(m)) for m in tokens]
+    records: list[Record] = sparse.to_dict("records")
+    return [_grid([line for line in records if line["m"] == m], int(m)) for m in tokens]
 
 
 def cases(lines: pd.DataFrame) -> list[dict[str, str | bool]]:
@@ -207,7 +214,7 @@ def _newest(lines: pd.DataFrame, write: Callable[[pd.DataFrame], str]) -> tuple[
 
 def _steps(steps: pd.DataFrame) -> str:
     """Write the gains of the first model: by sequences, or of several ways for one sequence."""
-    steps = steps[steps["shape"] == ordered(steps["shape"])[0]]
+    steps = steps[steps["shape"] == sort_values_of(steps["shape"])[0]]
     steps = steps[steps["dtype"] == steps["dtype"].iloc[0]]
     levels = zip(steps.kind, steps.level, strict=True)
     ways = _head(steps) + ["" if kind == "spense" else f" at {percent(x)}" for kind, x in levels]
@@ -221,42 +228,48 @@ def _steps(steps: pd.DataFrame) -> str:
     sequences = [f"with {amount(int(m), 'sequence')}" for m in best.m]
     about, what = (best.way, sequences[0]) if several else (sequences, best.way.iloc[0])
     parts = [f"{gain} {words}" for gain, words in zip(gains, about, strict=True)]
-    return f"{best['shape'].iloc[0]}, {what}: {listed(parts)}"
+    return f"{best['shape'].iloc[0]}, {what}: {join_words(parts)}"
 
 
 def _attention(lines: pd.DataFrame) -> str:
     """Write the largest gain of block-sparse attention at the usual sparsity."""
-    top = lines[lines.level == _usual_level(lines)].sort_values("gain").iloc[-1]
+    top = lines[lines.level == _usual_level(lines.level)].sort_values("gain").iloc[-1]
     place = f"{int(top.m):,} tokens, {percent(top.level)} of the blocks masked"
     return f"{between(top.gain, top.low, top.high)} with {place}, {blocks_text(top.block)}"
 
 
-def _usual_level(lines: pd.DataFrame) -> float:
-    return float(min(lines.level.unique(), key=lambda level: (abs(level - USUAL), level)))
+def _usual_level(levels: Iterable[float]) -> float:
+    return min(levels, key=lambda level: (abs(level - USUAL), level))
 
 
-def _grid(sparse: pd.DataFrame, tokens: int) -> Grid:
-    levels = _most(sparse.level, [x for x in LEVELS if x in set(sparse.level)], COLUMNS)
-    best = _one_run_each(sparse[sparse.level.isin(levels)])
-    place = ["head", "level"]
-    has_verdict = best.groupby(place).verdict.transform("any")
-    best = best[best.verdict | ~has_verdict.astype(bool)]
-    order = best.groupby("head").gain.max().sort_values(ascending=False, kind="stable")
+def _grid(sparse: Sequence[Record], tokens: int) -> Grid:
+    every = pd.Series([line["level"] for line in sparse])
+    levels = _most(every, [x for x in LEVELS if x in set(every)], COLUMNS)
+    best = _one_run_each([line for line in sparse if line["level"] in levels])
+    has_verdict = {(line["head"], line["level"]) for line in best if line["verdict"]}
+    best = [b for b in best if b["verdict"] or (b["head"], b["level"]) not in has_verdict]
+    by_head: dict[str, list[Record]] = {}
+    for line in sorted(best, key=lambda line: str(line["head"])):
+        by_head.setdefault(line["head"], []).append(line)
     lines = []
-    for head in order.index:
-        of_head = best[best["head"] == head]
-        cells = [_cell(of_head[of_head.level == level]) for level in levels]
-        kind, tile = of_head[["kind", "tile"]].iloc[0]
-        lines.append(Line(head, str(kind), str(tile), cells, _rival(of_head, sparse)))
-    top = best.sort_values("gain").iloc[-1]
+    for head, of_head in sorted(by_head.items(), key=lambda row: -_top(row[1])["gain"]):
+        cells = [_cell([line for line in of_head if line["level"] == level]) for level in levels]
+        kind, tile = (str(of_head[0][name]) for name in ("kind", "tile"))
+        lines.append(Line(head, kind, tile, cells, _rival(of_head, sparse)))
+    top = _top(best)
     op, dtype = (str(top[name]) for name in ("op", "dtype"))
-    processes = _span(best[best.verdict].processes if best.verdict.any() else best.processes)
-    shapes = ordered(best["shape"])
+    processes = _span([line["processes"] for line in best if line["verdict"] or not has_verdict])
+    shapes = sort_values_of(pd.Series([line["shape"] for line in best]))
     shape = size_text(shapes[0]) if len(shapes) == 1 else amount(len(shapes), "shape")
     about = [f"{tokens:,} token{'' if tokens == 1 else 's'} at once", op, dtype, shape, processes]
     where = conditions(top["on_cards"], top["limited"])
     about += [f"the largest gain on {where}"] if where else []
     return Grid(op, dtype, tokens, " · ".join(filter(None, about)), levels, lines, str(top["run"]))
+
+
+def _top(lines: Sequence[Record]) -> Record:
+    """Return the line of the largest gain, the last one of several."""
+    return max(reversed(lines), key=lambda line: float(line["gain"]))
 
 
 def _head(lines: pd.DataFrame) -> "pd.Series[str]":
@@ -271,22 +284,27 @@ def _head(lines: pd.DataFrame) -> "pd.Series[str]":
 def _row(kind: str, tile: str, block: str, pattern: str) -> str:
     if tile not in ("", "1"):
         return f"blocks of {tile}" if tile == block else f"zeros anywhere in blocks of {tile}"
-    return HALF if pattern.startswith("spense_") else named(kind)
+    return HALF if pattern.startswith("spense_") else format_name(kind)
 
 
-def _one_run_each(sparse: pd.DataFrame) -> pd.DataFrame:
+def _one_run_each(sparse: Sequence[Record]) -> list[Record]:
     """Keep the best kernel of each row in each problem, from the run that counts."""
-    sparse = sparse.assign(rivals=sparse.groupby(["run", "place"]).name.transform("size"))
-    ranks = ["verdict", "rivals", "processes", "day", "gain"]
-    ranked = sparse.sort_values(ranks, ascending=False, kind="stable")
-    return ranked.drop_duplicates(["head", *PROBLEM])
+    rivals = Counter((line["run"], line["place"]) for line in sparse)
+
+    def rank(line: Record) -> tuple[Any, ...]:
+        count = rivals[line["run"], line["place"]]
+        return line["verdict"], count, line["processes"], line["day"], line["gain"]
+
+    kept: dict[tuple[str, ...], Record] = {}
+    for line in sorted(sparse, key=rank, reverse=True):
+        kept.setdefault(tuple(str(line[name]) for name in ("head", *PROBLEM)), line)
+    return [*kept.values()]
 
 
-def _cell(lines: pd.DataFrame) -> Cell | None:
-    if lines.empty:
+def _cell(lines: Sequence[Record]) -> Cell | None:
+    if not lines:
         return None
-    ranked = lines.sort_values("gain", ascending=False, kind="stable")
-    shown: list[dict[str, Any]] = [*ranked.to_dict("records")]  # type: ignore[list-item]
+    shown = sorted(lines, key=lambda line: float(line["gain"]), reverse=True)
     top, last = shown[0], shown[-1]
     tooltips = [
         ": ".join(filter(None, [size_text(line["shape"]), line["name"]]))
@@ -302,7 +320,7 @@ def _cell(lines: pd.DataFrame) -> Cell | None:
         f"{top['head']} at {percent(top['level'])}: {'; '.join([*tooltips, *more])}",
         str(top["run"]),
         str(top["case_id"]),
-        shade(float(ranked.gain.median())),
+        shade(median(line["gain"] for line in shown)),
         wins=last["gain"] > 1 and decided,
         loses=top["gain"] < 1,
         decided=decided,
@@ -310,16 +328,20 @@ def _cell(lines: pd.DataFrame) -> Cell | None:
     )
 
 
-def _rival(best: pd.DataFrame, sparse: pd.DataFrame) -> str:
+def _rival(best: Sequence[Record], sparse: Sequence[Record]) -> str:
     """Return the best kernel of the other side in the problem of the row's usual cell."""
-    level = _usual_level(best)
-    top = best[best.level == level].sort_values("gain").iloc[-1]
-    contest = sparse[(sparse.run == top["run"]) & (sparse.place == top["place"])]
-    others = contest[(contest.side != top["side"]) & (contest["head"] == top["head"])]
-    if others.empty:
+    level = _usual_level(line["level"] for line in best)
+    top = _top([line for line in best if line["level"] == level])
+    others = [
+        line
+        for line in sparse
+        if all(line[name] == top[name] for name in ("run", "place", "head"))
+        and line["side"] != top["side"]
+    ]
+    if not others:
         return ""
-    rival = others.sort_values("gain").iloc[-1]
-    return f"{rival['name']} {times(rival.gain, _half(rival))} at {percent(level)}"
+    rival = _top(others)
+    return f"{rival['name']} {times(rival['gain'], _half(rival))} at {percent(level)}"
 
 
 def _half(line: Any) -> float:
@@ -360,20 +382,20 @@ def _of(line: dict[str, Any]) -> str:
     return ", ".join(filter(None, words))
 
 
-def _span(values: "pd.Series[Any]") -> str:
-    ends = dict.fromkeys([f"{values.min():g}", f"{values.max():g}"])
-    return f"{' to '.join(ends)} process{'' if values.max() == 1 else 'es'}"
+def _span(values: Sequence[int]) -> str:
+    ends = dict.fromkeys([f"{min(values):g}", f"{max(values):g}"])
+    return f"{' to '.join(ends)} process{'' if max(values) == 1 else 'es'}"
 
 
 def _heads(lines: Sequence[Line]) -> str:
     """Name rows together: blocks of 32, 64 and 128; 2:4."""
     sizes = [line.tile for line in lines if line.head == f"blocks of {line.tile}"]
     others = [line.head for line in lines if line.head != f"blocks of {line.tile}"]
-    blocks = [f"blocks of {listed(ordered(pd.Series(sizes)))}"] if sizes else []
-    return listed([*blocks, *others])
+    blocks = [f"blocks of {join_words(sort_values_of(pd.Series(sizes)))}"] if sizes else []
+    return join_words([*blocks, *others])
 
 
 def _most(values: "pd.Series[Any]", preferred: list[float], count: int) -> list[float]:
     """Return the preferred values, or if there is none the most frequent ones, in order."""
     often = [] if preferred else list(values.value_counts().index)
-    return ordered(pd.Series([*preferred, *often][:count]))
+    return sort_values_of(pd.Series([*preferred, *often][:count]))

@@ -21,7 +21,7 @@ from sparsebench.results.outcome import STYLES, outcome
 from sparsebench.results.sides import short_card
 
 PAGE = "history.html"
-WIDTH = 120  # of the drawing of an interval, in pixels
+WIDTH = 120  # width of an interval's drawing, in pixels
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ kernels/NAME.html     the same for a kernel
 runs/SLUG/index.html  leads to the run, for links from before runs had short addresses
 feed.xml, sitemap.xml, CITATION.cff, badges/SLUG.svg, badges/SLUG.json, style.css, report.js
 
-Simulated runs have sections of their own, below every measured one.
+Simulated runs have separate sections, below the measured ones.
 """
 
 import json
@@ -25,7 +25,7 @@ import pandas as pd
 import yaml
 
 from sparsebench.reports.build import Surrounding
-from sparsebench.reports.coverage import COVERAGE, coverage_lines, explained
+from sparsebench.reports.coverage import COVERAGE, coverage_lines, explanation
 from sparsebench.reports.page import content, render
 from sparsebench.reports.site import grids, history
 from sparsebench.reports.site.cards import Card, confirmation, lines
@@ -66,28 +66,27 @@ def pages(
     site: Site,
     doors: Mapping[str, str] = MappingProxyType({}),
     earlier: Sequence[Card] = (),
+    brief: Mapping[str, str] = MappingProxyType({}),
 ) -> Iterator[tuple[str, str]]:
     """Yield the path and the text of every page except those of runs, claims and comparisons.
 
     `doors` are the pages that the first one leads to, by title.
     `earlier` are versions of runs that have newer ones: only their links and the history stay.
+    `brief` answers "Should I prune?" in a sentence for each GPU.
     """
     cards = sorted(cards, key=lambda card: (card.started, card.slug), reverse=True)
     every = lines(cards).assign(m=lambda table: pd.to_numeric(table.m))
     measured = every[~every.simulated.astype(bool)]
     kinds, kernels = sorted(every.kind.unique()), sorted(every.kernel.unique())
-    shared = {"site": site, "cards": cards, "page_of": page_of, "named": grids.named}
+    shared = {"site": site, "cards": cards, "page_of": page_of, "named": grids.format_name}
     shared |= {"doors": doors}
     yield "style.css", stylesheet()
     yield "report.js", content("report.js")
     findings = _findings(measured if len(measured) else every, cards)
-    yield "index.html", render("site_index.html", **shared, gpus=findings)
+    yield "index.html", render("site_index.html", **shared, gpus=findings, brief=brief)
     yield "runs.html", render("site_runs.html", **shared, groups=_groups(cards))
     yield "kernels.html", render("site_kernels.html", **shared, kinds=kinds, kernels=kernels)
-    for what, names, docs in (
-        ("format", kinds, site.formats),
-        ("kernel", kernels, site.kernels),
-    ):
+    for what, names, docs in (("format", kinds, site.formats), ("kernel", kernels, site.kernels)):
         column = "kind" if what == "format" else "kernel"
         for name in names:
             cases = every[every[column] == name]
@@ -126,8 +125,8 @@ def around(
     and `newer` that of its newest version.
     """
     values = {"card": card, "site": site, "removed": removed, "downloads": downloads}
-    values |= {"others": [_related(card, other) for other in others], "made_from": made_from}
-    values |= {"cite": cited(card), "newer": newer}
+    values |= {"others": [_relation(card, other) for other in others], "made_from": made_from}
+    values |= {"cite": citation_of(card), "newer": newer}
     return Surrounding(
         **{
             part: render(f"site_{part}.html", **values)
@@ -136,7 +135,7 @@ def around(
     )
 
 
-def cited(card: Card) -> str:
+def citation_of(card: Card) -> str:
     """Return the citation of a run."""
     return (
         f"sparsebench run {card.slug}: {card.suite} on {card.gpu}, {card.started[:10]}, "
@@ -159,7 +158,7 @@ def stylesheet() -> str:
     return content("report.css") + content("site.css")
 
 
-def _related(card: Card, other: Card) -> dict[str, str]:
+def _relation(card: Card, other: Card) -> dict[str, str]:
     """Say how another run confirms or repeats a run, and the gain that it found there."""
     same = set(card.units) & set(other.units)
     where = " on the same card" if same else " on another card" if card.units else ""
@@ -173,7 +172,7 @@ def _agreement(cards: Sequence[Card], site: Site) -> str:
     return render(
         "site_agreement.html",
         site=site,
-        sentences=explained(cases),
+        sentences=explanation(cases),
         columns=COVERAGE,
         lines=coverage_lines(cases),
         names={card.address: card.name for card in cards},
@@ -188,7 +187,7 @@ def _findings(every: pd.DataFrame, cards: Sequence[Card]) -> list[dict[str, Any]
         drawn = grids.grids(of_gpu)
         if drawn:
             views = [
-                {"grid": grid, "confirmed": _confirmed(by_address[grid.best], cards)}
+                {"grid": grid, "confirmed": _confirmation(by_address[grid.best], cards)}
                 for grid in drawn
             ]
             simulated = bool(of_gpu.simulated.any())
@@ -204,9 +203,9 @@ def _findings(every: pd.DataFrame, cards: Sequence[Card]) -> list[dict[str, Any]
     return sorted(gpus, key=lambda gpu: -gpu["runs"])
 
 
-def _confirmed(card: Card, cards: Sequence[Card]) -> dict[str, str] | None:
+def _confirmation(card: Card, cards: Sequence[Card]) -> dict[str, str] | None:
     """Return the run that confirms a run's headline, on another card if there is one."""
-    others = [_related(card, other) for other in cards if other.source == card.origin]
+    others = [_relation(card, other) for other in cards if other.source == card.origin]
     with_gain = [other for other in others if other["gain"]]
     return max(with_gain, key=lambda other: "another" in other["how"], default=None)
 
@@ -246,7 +245,7 @@ def _name_page(what: str, name: str, doc: str, cases: pd.DataFrame, shared: dict
         **shared,
         what=what,
         name=name,
-        title=capital(grids.named(name)) if what == "format" else name,
+        title=capital(grids.format_name(name)) if what == "format" else name,
         doc=doc,
         family="" if what == "format" else family(name),
         measured=parts[0],

@@ -21,7 +21,7 @@ from sparsebench.reports.site.pages import Site, safe
 from sparsebench.reports.tables import html_table
 from sparsebench.results.advice import NO, TRAIN, TRY, Answer, advise, left_out
 from sparsebench.results.formatting import times
-from sparsebench.results.measured_layers import packaged
+from sparsebench.results.measured_layers import packaged_evidence
 from sparsebench.results.model_shapes import MODELS
 
 PAGE = "prune.html"
@@ -31,15 +31,21 @@ UNDER = {"half of each MLP 2:4": "half 2:4"}  # short names of kinds
 FIRST = "Llama-3-8B", "NVIDIA H200", 16
 
 
+def in_brief() -> dict[str, str]:
+    """Return the short answer for each published GPU, by its name."""
+    evidence = packaged_evidence()
+    return {gpu: advice.in_brief(evidence, gpu) for gpu in evidence.layers.gpus}
+
+
 def applies(runs: Iterable[tuple[str, str]]) -> bool:
     """Return whether the answers rest on one of these runs: pairs of a GPU and a name."""
     names = {_key(*run) for run in runs}
-    return any(row.run in names for row in packaged().measured)
+    return any(row.run in names for row in packaged_evidence().measured)
 
 
 def pages(cards: Sequence[Card], site: Site) -> Iterator[tuple[str, str]]:
     """Yield the path and the text of the page."""
-    evidence = packaged()
+    evidence = packaged_evidence()
     links = {_key(card.gpu, card.name): f"{card.address}/" for card in cards}
     gpus = sorted(evidence.layers.gpus, reverse=True)
     answers = [advise(evidence, *case) for case in product(MODELS, gpus, TOKENS)]

@@ -48,6 +48,7 @@ from sparsebench.reports.site.run_folder import (
     slug_of,
     write_run,
 )
+from sparsebench.results.files import from_json
 
 STATE, STATE_SCHEMA = ".state.json", "sparsebench/site@1"
 FEW = 4  # fewer items than these are handled in this process
@@ -93,20 +94,21 @@ def _publish(
     site = replace(site, prune=prune.applies((run.gpu, run.name) for run in stored.values()))
     state |= {"prune": str(site.prune)}
     newest = _newest(stored)
-    changed = [*stored] if state != earlier else _affected(stored, added, newest)
+    changed = [*stored] if state != earlier else _slugs_to_write(stored, added, newest)
     _write_runs(stored, changed, site, newest)
     cards = [run.card for slug, run in stored.items() if slug not in newest]
     judged = claims.entries(site.claims, cells(cards))
     gpus = {card.gpu for card in cards if card.units}
     texts = dict(claims.pages(judged, site, gpus)) if judged else {}
-    suites = devices.compared(cards)
+    suites = devices.find_devices(cards)
     texts |= devices.pages(to, suites, [stored[slug].address for slug in changed], site)
     texts |= prune.pages(cards, site) if site.prune else ()
     doors = {"Should I prune?": prune.PAGE} if site.prune else {}
     if suites:
         doors["Which GPU?"] = devices.INDEX if suites[1:] else f"{suites[0].name}.html"
     versions = [stored[slug].card for slug in newest]
-    texts |= pages(cards, site, doors, versions)
+    brief = prune.in_brief() if site.prune else {}
+    texts |= pages(cards, site, doors, versions, brief)
     _write_pages(to, texts)
     write_file(to / STATE, json.dumps(state, indent=1) + "\n")
     return Published([*stored], changed, _notes([stored[slug] for slug in added], site))
@@ -135,14 +137,7 @@ def _state(to: Path) -> dict[str, str]:
             expected = "expected a new or an empty folder, or a site"
             raise ResultError(f"{to}: {expected}; found {first.name} and no {STATE}")
         return {}
-    try:
-        state: dict[str, str] = json.loads((to / STATE).read_text("utf-8"))
-        schema = state["schema"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise ResultError(f"{to / STATE}: expected the state of a site, found {error!r}") from error
-    if schema != STATE_SCHEMA:
-        raise ResultError(f"{to / STATE}: expected schema {STATE_SCHEMA}, found {schema}")
-    return state
+    return from_json(to / STATE, STATE_SCHEMA)
 
 
 def _by_slug(runs: Sequence[Path]) -> dict[str, Path]:
@@ -158,7 +153,7 @@ def _by_slug(runs: Sequence[Path]) -> dict[str, Path]:
 
 
 def _newest(stored: Mapping[str, RunFolder]) -> dict[str, str]:
-    """Return the newest version of each run that is not its own newest, by slug."""
+    """Return for each outdated run, by slug, the slug of its newest version."""
     versions: dict[tuple[str, ...], list[tuple[str, str]]] = {}
     for slug, run in stored.items():
         versions.setdefault(run.series, []).append((str(run.state.get("started", "")), slug))
@@ -167,7 +162,7 @@ def _newest(stored: Mapping[str, RunFolder]) -> dict[str, str]:
     }
 
 
-def _affected(
+def _slugs_to_write(
     stored: Mapping[str, RunFolder], added: Sequence[str], newest: Mapping[str, str]
 ) -> list[str]:
     """Return the new runs, those that confirm or are confirmed by one, and its earlier versions."""
@@ -257,6 +252,6 @@ def _sources(folder: Traversable, prefix: str) -> list[tuple[str, bytes]]:
     for entry in folder.iterdir():
         if entry.is_dir() and entry.name in ("claims", "figures", "site", "templates"):
             sources += _sources(entry, f"{prefix}{entry.name}/")
-        elif entry.is_file() and (prefix == "templates/" or entry.name.endswith(".py")):
+        elif entry.is_file() and (prefix == "templates/" or entry.name.endswith((".py", ".txt"))):
             sources.append((prefix + entry.name, entry.read_bytes()))
     return sources

@@ -229,7 +229,7 @@ def matches(chosen: Chosen, contender: Mapping[str, Any]) -> bool:
     return all(f"{name}={value}" in words for name, value in chosen.options.items())
 
 
-def pooled(members: Sequence[Cell], test: Test) -> Cell:
+def pool(members: Sequence[Cell], test: Test) -> Cell:
     """Return cells, each with a value, as one: the mean of their log-ratios in each process.
 
     Cells of different runs have different processes, which are paired in order.
@@ -301,13 +301,13 @@ def _cell(
     logs = _logs(test, subject, base, rows)
     if not logs:
         return []  # such as energy without --energy
-    bound = _bound(test, subject, base, launch_us)
+    bound = _largest_ratio(test, subject, base, launch_us)
     cards = float(subject["between"]) if METRICS[test.metric].column == "time" else 0.0
     cell = replace(blank, subject=subject["ran"], baseline=base["ran"], bound=bound, between=cards)
     return [with_value(test, cell, logs)]
 
 
-def _bound(test: Test, subject: Line, base: Line, launch_us: float) -> float:
+def _largest_ratio(test: Test, subject: Line, base: Line, launch_us: float) -> float:
     """Return the largest ratio of times that the device allows; 0 if it is unknown."""
     timed = METRICS[test.metric].column == "time" and test.scope == "kernel"
     if not timed or not launch_us or pd.isna(subject["bound_us"]):

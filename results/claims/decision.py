@@ -7,7 +7,7 @@ from math import log
 
 import numpy as np
 
-from sparsebench.results.claims.cells import Cell, largest_value, pooled, value_text
+from sparsebench.results.claims.cells import Cell, largest_value, pool, value_text
 from sparsebench.results.claims.metrics import METRICS, SIGNS
 from sparsebench.results.claims.schema import Test
 from sparsebench.results.formatting import are
@@ -33,7 +33,7 @@ OPEN = (Word.NOT_SETTLED, Word.NOT_MEASURED)
 
 @dataclass(frozen=True)
 class Decision:
-    """A verdict on the cells of a test before its basis and number of processes limit it.
+    """What the cells of a test show, before the basis and the number of processes limit the word.
 
     deciding  the cells that it rests on
     confirm   the cell that a confirming run would have to measure
@@ -65,19 +65,19 @@ def decide(test: Test, cells: Sequence[Cell], failed: int, unmeasured: int) -> D
 
 def _typical(test: Test, cells: Sequence[Cell], failed: int, unmeasured: int) -> Decision:
     if unmeasured:
-        return _open(f"{are(unmeasured, 'cell')} not measured", cells)
-    whole = pooled(cells, test)
+        return _leave_open(f"{are(unmeasured, 'cell')} not measured", cells)
+    whole = pool(cells, test)
     state = cell_state(test, whole)
     few = {1: "the only cell has", 2: "both cells together have"}
     which = few.get(len(cells), f"all {len(cells)} cells together have")
-    why = f"{which} {_value(test, whole)}; {_claimed(test)}"
+    why = f"{which} {_value(test, whole)}; {_claim_text(test)}"
     if state == "met" and not failed:
         return Decision(Word.REPRODUCED, f"{why}.", [whole])
     if state == "not settled":
-        return _open(f"{why}, which is inside the interval{_more(test, whole)}", [whole])
+        return _leave_open(f"{why}, which is inside the interval{_needed(test, whole)}", [whole])
     if _partly(test, whole) or state == "met":
         return Decision(Word.PARTLY, f"{why}.", [whole])
-    return _missed(test, why, [whole], whole)
+    return _miss(test, why, [whole], whole)
 
 
 def _for_all(test: Test, cells: Sequence[Cell], failed: int, unmeasured: int) -> Decision:
@@ -99,11 +99,11 @@ def _for_all(test: Test, cells: Sequence[Cell], failed: int, unmeasured: int) ->
         why = f"{count}, but {worst.label} has {value_text(test, worst)}."
         return Decision(Word.PARTLY, why, [worst])
     if unmeasured:
-        return _open(f"{count}; {are(unmeasured, 'cell')} not measured", cells)
+        return _leave_open(f"{count}; {are(unmeasured, 'cell')} not measured", cells)
     if open_:
         worst = _best(test, open_)
         value = f"{value_text(test, worst)}, an interval around the limit"
-        return _open(f"{count}; {worst.label} has {value}{_more(test, worst)}", open_)
+        return _leave_open(f"{count}; {worst.label} has {value}{_needed(test, worst)}", open_)
     best = _best(test, cells)
     word = Word.PARTLY if _partly(test, best) else Word.REFUTED
     return Decision(word, f"{count}; the {ends[1]} is {value_text(test, best)}.", [best])
@@ -121,32 +121,32 @@ def _exists(test: Test, cells: Sequence[Cell], unmeasured: int) -> Decision:
     if proven := [cell for cell in reaching if cell.confirms or alone]:
         best = _best(test, proven)
         cell = "the cell measured again after a screening" if best.confirms else "the only cell"
-        why = f"{cell}, {best.label}, has {_value(test, best)}; {_claimed(test)}."
+        why = f"{cell}, {best.label}, has {_value(test, best)}; {_claim_text(test)}."
         return Decision(Word.REPRODUCED, why, [best])
     if reaching:
         best = _best(test, reaching)
-        why = f"{which}, {best.label}, has {_value(test, best)}; {_claimed(test)}"
+        why = f"{which}, {best.label}, has {_value(test, best)}; {_claim_text(test)}"
         why += ". A run made for this cell alone would settle it"
         return Decision(Word.NOT_SETTLED, f"{why}.", [best], confirm=best)
     if open_:
         best = _best(test, open_)
-        limit = f"an interval around the claimed {test.limit_text}{_more(test, best)}"
+        limit = f"an interval around the claimed {test.limit_text}{_needed(test, best)}"
         why = f"{which}, {best.label}, has {_value(test, best)}, {limit}."
         confirm = None if best.confirms or alone else best
         return Decision(Word.NOT_SETTLED, why, [best], confirm)
     best = _best(test, cells)
     if unmeasured:
         left = f"{are(unmeasured, 'cell')} not measured"
-        return _open(f"the best so far has {value_text(test, best)}; {left}", [best])
+        return _leave_open(f"the best so far has {value_text(test, best)}; {left}", [best])
     name = "" if alone else f", {best.label},"
-    why = f"{which}{name} has {_value(test, best)}; {_claimed(test)}"
+    why = f"{which}{name} has {_value(test, best)}; {_claim_text(test)}"
     confirm = None if alone or best.processes >= FEWEST else best
     if _partly(test, best):
         return Decision(Word.PARTLY, f"{why}.", [best], confirm)
-    return replace(_missed(test, why, cells, best), confirm=confirm)
+    return replace(_miss(test, why, cells, best), confirm=confirm)
 
 
-def _missed(test: Test, why: str, cells: Sequence[Cell], deciding: Cell) -> Decision:
+def _miss(test: Test, why: str, cells: Sequence[Cell], deciding: Cell) -> Decision:
     """Refute, unless the device's ceilings do not allow the limit in any of these cells."""
     up = test.at_least is not None
     allowed = [largest_value(test, cell) if up else None for cell in cells]
@@ -158,7 +158,7 @@ def _missed(test: Test, why: str, cells: Sequence[Cell], deciding: Cell) -> Deci
     return Decision(Word.NOT_TESTABLE, why, [deciding])
 
 
-def _open(why: str, deciding: Sequence[Cell]) -> Decision:
+def _leave_open(why: str, deciding: Sequence[Cell]) -> Decision:
     return Decision(Word.NOT_SETTLED, f"{why}.", deciding)
 
 
@@ -176,7 +176,7 @@ def _partly(test: Test, cell: Cell) -> bool:
     return test.at_least is not None and none is not None and none < min(cell.low, test.threshold)
 
 
-def _claimed(test: Test) -> str:
+def _claim_text(test: Test) -> str:
     return f"the claim is at {'least' if test.at_least is not None else 'most'} {test.limit_text}"
 
 
@@ -186,8 +186,8 @@ def _value(test: Test, cell: Cell) -> str:
     return value_text(test, cell, METRICS[test.metric].template + over)
 
 
-def _more(test: Test, cell: Cell) -> str:
-    """Say how many more processes would settle it a cell whose interval contains the limit."""
+def _needed(test: Test, cell: Cell) -> str:
+    """Say how many more processes would settle a cell whose interval contains the limit."""
     if cell.processes < FEWEST:
         return ""
     at = log(METRICS[test.metric].back(test.limit, cell.density))

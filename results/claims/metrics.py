@@ -42,7 +42,7 @@ def _ratio(column: str, template: str) -> Metric:
     return Metric("x", column, lambda r, d: r, lambda v, d: v, 1.0, template)
 
 
-def _saved(column: str, template: str) -> Metric:
+def _saving(column: str, template: str) -> Metric:
     return Metric(
         unit="%",
         column=column,
@@ -63,8 +63,8 @@ METRICS: dict[str, Metric] = {
         none=None,
         template="{} of the ideal speedup",
     ),
-    "energy_saved": _saved("energy_j", "{} of the energy saved"),
-    "memory_saved": _saved("peak_bytes", "{} of the memory saved"),
-    "loss_saved": _saved("loss", "{} of the loss saved"),
+    "energy_saved": _saving("energy_j", "{} of the energy saved"),
+    "memory_saved": _saving("peak_bytes", "{} of the memory saved"),
+    "loss_saved": _saving("loss", "{} of the loss saved"),
     "storage": _ratio("stored_bytes", "weights smaller by {}"),
 }

@@ -81,7 +81,7 @@ def whole(test: Test, file: ModelTimings, name: str) -> Iterator[Cell]:
     if test.whole is None:
         return
     timings = [timing for timing in file.ways if timing.what == test.whole]
-    subjects, baselines = (_chosen(side, timings) for side in (test.subject, test.baseline))
+    subjects, baselines = (_select_timings(side, timings) for side in (test.subject, test.baseline))
     if subjects and baselines:
         yield _whole_cell(test, subjects, baselines, file, name)
 
@@ -109,11 +109,7 @@ def _trained_cell(
 
 
 def _whole_cell(
-    test: Test,
-    subjects: list[MlpTiming],
-    baselines: list[MlpTiming],
-    file: ModelTimings,
-    name: str,
+    test: Test, subjects: list[MlpTiming], baselines: list[MlpTiming], file: ModelTimings, name: str
 ) -> Cell:
     model = {field: value for field, value in file.model.items() if field != "active"}
     tokens = {"dtype": file.dtype, "m": subjects[0].tokens}
@@ -150,5 +146,5 @@ def _value(timing: MlpTiming, column: str) -> float:
     return float(getattr(timing, column) or 0.0) if timing.times_us else 0.0
 
 
-def _chosen(chosen: Chosen, timings: Sequence[MlpTiming]) -> list[MlpTiming]:
+def _select_timings(chosen: Chosen, timings: Sequence[MlpTiming]) -> list[MlpTiming]:
     return [timing for timing in timings if timing.mlp.split()[0] in chosen.kernels]

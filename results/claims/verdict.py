@@ -36,7 +36,7 @@ from enum import StrEnum
 from sparsebench.results.claims.cells import Cell, over_op
 from sparsebench.results.claims.decision import OPEN, Word, cell_state, decide
 from sparsebench.results.claims.schema import Claim, Hardware, Test
-from sparsebench.results.formatting import capital, listed
+from sparsebench.results.formatting import capital, join_words
 from sparsebench.results.statistics import FEWEST
 
 
@@ -185,14 +185,14 @@ def _test(
         reasons = [refused] if refused else list(dict.fromkeys(cell.reason for cell in cells))
         return replace(blank, word=Word.NOT_TESTABLE, why=capital(f"{'; '.join(reasons[:2])}."))
     if any(not cell.reliable for cell in valued):
-        runs = listed(sorted({cell.run for cell in valued if not cell.reliable}))
+        runs = join_words(sorted({cell.run for cell in valued if not cell.reliable}))
         why = f"Equal kernels came out different in {runs}: measure again on a quiet machine."
         return replace(blank, why=why)
     decision = decide(test, valued, len(cells) - len(valued), unmeasured)
     general, confirm = claim.hardware.scope == "general", decision.confirm
     hopeful = confirm is not None and cell_state(test, confirm) == "met"
-    tendency = _limited(Word.REPRODUCED, basis, general) if hopeful else None
-    word, why = _limited(decision.word, basis, general), decision.why
+    tendency = _limit_word(Word.REPRODUCED, basis, general) if hopeful else None
+    word, why = _limit_word(decision.word, basis, general), decision.why
     fewest = min(cell.processes for cell in decision.deciding)
     if fewest < FEWEST and word is not Word.NOT_TESTABLE:
         tendency = tendency if word is Word.NOT_SETTLED else word
@@ -212,7 +212,7 @@ def _one_per_problem(cells: Sequence[Cell]) -> list[Cell]:
     return [cell for cell in cells if best[cell.problem] is cell]
 
 
-def _limited(word: Word, basis: Basis, general: bool) -> Word:
+def _limit_word(word: Word, basis: Basis, general: bool) -> Word:
     """Weaken what a basis cannot support; a general claim is refuted on any GPU."""
     if basis is Basis.KERNEL_PROXY and word is Word.REPRODUCED:
         return Word.PARTLY
@@ -234,9 +234,9 @@ def _claim(
         reasons = [f"{reason.rstrip('.')}." for reason in (claim.missing, *reasons) if reason]
     else:
         capped = bool(testable) and len(testable) < len(whole)
-        word = _combined([t.word for t in used], capped)
+        word = _combine([t.word for t in used], capped)
         if word in OPEN and any(t.tendency for t in used):
-            combined = _combined([t.tendency or t.word for t in used], capped)
+            combined = _combine([t.tendency or t.word for t in used], capped)
             tendency = None if combined in OPEN else combined
         measured = [t.basis for t in used if t.basis is not Basis.NONE]
         basis = max(measured, key=list(Basis).index, default=Basis.NONE)
@@ -244,11 +244,11 @@ def _claim(
     return Verdict(name, device, word, basis, why, tuple(tests), tendency, simulated)
 
 
-def _combined(words: Sequence[Word], capped: bool) -> Word:
+def _combine(words: Sequence[Word], capped: bool) -> Word:
     """Return the verdict on several tests; an open one must not matter, whichever way it ends."""
     rest = [word for word in words if word not in OPEN]
     if len(rest) < len(words):
-        either = {_combined([*rest, end], capped) for end in (Word.REPRODUCED, Word.REFUTED)}
+        either = {_combine([*rest, end], capped) for end in (Word.REPRODUCED, Word.REFUTED)}
         open_ = Word.NOT_MEASURED if set(words) == {Word.NOT_MEASURED} else Word.NOT_SETTLED
         return either.pop() if len(either) == 1 else open_
     if all(word is Word.REPRODUCED for word in words):

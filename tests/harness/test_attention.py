@@ -10,15 +10,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from sparsebench.errors import SuiteError, Unsupported
+from sparsebench.errors import Unsupported
 from sparsebench.formats.block_mask import BlockMask
 from sparsebench.harness.bench import contest
 from sparsebench.harness.bench.contest_state import ContestOptions
-from sparsebench.harness.bench.operands import operands, rewrite, without_mask
+from sparsebench.harness.bench.operands import operands, rewrite
 from sparsebench.harness.catalog import load_op
 from sparsebench.harness.inputs.bits import digest
 from sparsebench.harness.ops import _block_attention
-from sparsebench.harness.ops._op import bound
+from sparsebench.harness.ops._op import with_fields
 from sparsebench.harness.plan.suite import expand
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
 from sparsebench.kernels.dense import _sdpa
@@ -67,7 +67,7 @@ def test_the_definition_is_attention_over_the_allowed_elements(fields: dict[str,
     mask = BlockMask.from_dense(drawn.weights["mask"], **op.format_params(p.fields))
     allowed = mask.expand(p["heads"])
     q, k, v = (drawn.activations[name].double() for name in "qkv")
-    o = bound(op.definition, p)(drawn.weights["mask"].double(), q, k, v)
+    o = with_fields(op.definition, p)(drawn.weights["mask"].double(), q, k, v)
     assert torch.allclose(o, plain(q, k, v, p, allowed), atol=1e-12)
     assert drawn.nnz["mask"] == int(allowed.sum())
     groups = allowed.unflatten(1, (p["kv_heads"], -1))
@@ -85,7 +85,7 @@ def test_the_gradients_are_those_of_autograd(fields: dict[str, Any]) -> None:
     o = plain(q, k, v, p, mask.expand(p["heads"]))
     assert torch.allclose(every["o"], o.detach(), atol=1e-5)
     gradients = torch.autograd.grad(o, (q, k, v), every["do"])
-    result = bound(op.definition, p)(drawn.weights["mask"].double(), **every)
+    result = with_fields(op.definition, p)(drawn.weights["mask"].double(), **every)
     right = torch.cat([g.reshape(-1, p["head_dim"]) for g in gradients])
     assert torch.allclose(result, right, atol=1e-4)
     assert sum(op.parts(p)) == len(result)
@@ -117,9 +117,9 @@ def test_few_elements_exist_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     p, op = problem(causal=True), load_op("attention")
     drawn = operands(p, op, CPU, None)
     every = {**drawn.weights, **drawn.activations}
-    whole = bound(op.definition, p)(**every)
+    whole = with_fields(op.definition, p)(**every)
     monkeypatch.setitem(_block_attention.ELEMENTS, "cpu", 1)
-    assert torch.allclose(bound(op.definition, p)(**every), whole, atol=1e-6)
+    assert torch.allclose(with_fields(op.definition, p)(**every), whole, atol=1e-6)
 
 
 @pytest.mark.parametrize("unselected", ["absent", "future"])
@@ -136,7 +136,7 @@ def test_a_key_that_no_query_selects_reaches_no_output(name, operand, unselected
     def outputs() -> list[Tensor]:
         every = {**drawn.weights, **drawn.activations}
         op.derive(p, drawn.weights, every)
-        return [bound(function, p)(**every) for function in (op.definition, op.spread)]
+        return [with_fields(function, p)(**every) for function in (op.definition, op.spread)]
 
     clean = outputs()
     drawn.activations[operand][16:24, 16:] = float("nan")
@@ -177,11 +177,6 @@ def test_a_contest_judges_dense_attention_without_the_mask(dtype: str) -> None:
     assert masked.stored_bytes < 4 * 8 * (5 * 7 + 5)
 
 
-def test_a_backward_contest_judges_three_gradients() -> None:
-    dense, sparse = run(problem("attention_backward", causal=True, dtype="bf16"), DENSE, REFERENCE)
-    assert (dense.status, sparse.status) == (Status.OK, Status.OK)
-
-
 @pytest.mark.parametrize("context", [24, 40])
 def test_a_fused_backward_pass_needs_a_key_for_every_query(context: int) -> None:
     """A causal problem with more queries than keys has queries without a key."""
@@ -192,6 +187,11 @@ def test_a_fused_backward_pass_needs_a_key_for_every_query(context: int) -> None
     gradients: Any = lambda tensors, *_: tensors[1:4]  # noqa: E731
     with pytest.raises(Unsupported, match="lse") if context < 40 else nullcontext():
         _sdpa.backward(attend, gradients, Operands(p, {}, drawn.activations, op.definition))
+
+
+def test_a_backward_contest_judges_three_gradients() -> None:
+    dense, sparse = run(problem("attention_backward", causal=True, dtype="bf16"), DENSE, REFERENCE)
+    assert (dense.status, sparse.status) == (Status.OK, Status.OK)
 
 
 def _wrong(operands: Operands, *, fault: str) -> Launch:
@@ -258,8 +258,8 @@ def test_a_sample_has_the_answer_of_its_part(op: str, lists: str, monkeypatch) -
         assert sample
         parts.add(sample.text)
         for function in (loaded.definition, loaded.spread):
-            whole = bound(function, p)(**{n: x.double() for n, x in every.items()})
-            part = bound(function, sample.problem)(
+            whole = with_fields(function, p)(**{n: x.double() for n, x in every.items()})
+            part = with_fields(function, sample.problem)(
                 **{name: x.double() for name, x in sample.operands.items()}
             )
             assert whole.shape == sample.shape
@@ -291,54 +291,6 @@ def test_a_later_process_compares_some_heads_of_what_was_right(
     assert [row.status for row in rows[:2]] == [Status.OK] * 2
     assert rows[0].samples_us
     assert rows[2].status in status
-
-
-@pytest.mark.parametrize("op", ["attention", "attention_backward"])
-def test_a_chain_of_layers_has_a_mask_each(op: str) -> None:
-    options = ContestOptions(measures=(("kernel", "cold"), ("chain", "cold")))
-    rows, _ = contest.run(problem(op), [REFERENCE], CPU, None, options)
-    assert {row.status for row in rows} <= {Status.OK, Status.UNSUPPORTED}
-
-
-def test_a_dense_contender_gets_a_mask_of_ones() -> None:
-    weights = {"mask": torch.zeros(3, 4)}
-    assert bool(without_mask(load_op("attention"), weights)["mask"].all())
-    assert without_mask(load_op("linear"), weights) == weights
-
-
-REFUSED = [
-    ({"kv_heads": 3}, "kv_heads"),
-    ({"video": [[2, 4, 4]]}, "video"),
-    ({"causal": True, "pattern": "banded"}, "causal"),
-    ({"lists": "head"}, "lists"),
-    ({"sparsity": 0.99}, "nearest level"),
-    ({"dtype": "fp8"}, "dtype"),
-    ({"n": 4}, "n"),
-]
-
-
-@pytest.mark.parametrize(("fields", "token"), REFUSED, ids=str)
-def test_a_problem_that_cannot_be_is_refused(fields: dict[str, Any], token: str) -> None:
-    sweep = {**FIELDS, "block": [FIELDS["block"]], **fields}
-    text = f"""
-schema: sparsebench/suite@1
-title: t
-problems: [{{op: attention, {", ".join(f"{k}: {str(v).lower()}" for k, v in sweep.items())}}}]
-contenders: [{{format: block_mask, kernel: sdpa_masked}}]
-"""
-    with pytest.raises(SuiteError, match=token):
-        expand("t", text)
-
-
-def test_a_suite_gives_a_mask_no_parameters() -> None:
-    text = """
-schema: sparsebench/suite@1
-title: t
-problems: [{op: attention, m: 64, heads: 2, kv_heads: 2, head_dim: 16, dtype: fp32, block: 16}]
-contenders: [{format: block_mask, kernel: sdpa_masked, params: {block: 16}}]
-"""
-    with pytest.raises(SuiteError, match="block: unknown key"):
-        expand("t", text)
 
 
 def test_a_mask_that_is_too_large_to_expand_is_unsupported() -> None:

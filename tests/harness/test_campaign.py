@@ -11,12 +11,11 @@ from time import monotonic
 import pytest
 
 from sparsebench.errors import ResultError, SuiteError
-from sparsebench.harness.costs.estimates import EntryEstimate, campaign_estimates
+from sparsebench.harness.costs.estimates import campaign_estimates
 from sparsebench.harness.costs.measured_times import times_on
-from sparsebench.harness.plan.selection import planned
+from sparsebench.harness.plan.selection import planned_contests
 from sparsebench.harness.plan.suite import read
 from sparsebench.harness.run.measure import Progress, Stopped
-from sparsebench.harness.run.run_json import Flags
 from sparsebench.harness.run.validation import validate
 from sparsebench.harness.shared_runs import campaign_pieces as piecewise
 from sparsebench.harness.shared_runs import campaign_sitting as sittings
@@ -29,19 +28,10 @@ from sparsebench.results import bundle, store
 from tests.simulated.in_process import in_this_process
 from tests.tools.command_line import sparsebench
 from tests.tools.paths import PUBLISHED
+from tests.tools.suites import BSR, linear
 
-SUITE = """
-schema: sparsebench/suite@1
-title: In pieces
-problems:
-  - {op: linear, n: 4096, k: 4096, m: [16, 64], dtype: bf16, pattern: blocks, block: 64,
-     sparsity: [0.5, 0.9]}
-contenders:
-  - {format: bsr, kernel: bsr_triton, params: {block: $block}}
-  - {format: bsr, kernel: bsr_small, params: {block: $block}}
-baselines:
-  - {format: dense, kernel: cublas}
-"""
+BSR_SMALL = "{format: bsr, kernel: bsr_small, params: {block: $block}}"
+SUITE = linear("n: 4096, k: 4096, m: [16, 64], sparsity: [0.5, 0.9]", BSR, BSR_SMALL)
 ENTRIES = """
 schema: sparsebench/campaign@1
 title: Small
@@ -145,27 +135,12 @@ def test_a_stopped_entry_is_finished_on_another_card_in_another_folder(trial: Tr
     run = store.read(moved.out / "several")
     keys = Counter((row.case.id, row.replicate) for row in run.rows)
     suite = read(str(moved.folder / "several.yaml"))
-    contests = [c for c in planned(suite, "sim", "kernel=bsr_triton") if not c.reference]
+    contests = [c for c in planned_contests(suite, "sim", "kernel=bsr_triton") if not c.reference]
     assert len(keys) == 2 * sum(len(contest.contenders) for contest in contests)
     assert set(keys.values()) == {1}
     assert {row.device for row in run.rows} == {"sim-1", "sim-2"}
     assert len(run.state["shards"]) == 2
     assert all(line.checked for line in validate(moved.out / "several"))
-
-
-def test_pieces_need_the_path_of_a_new_run(trial: Trial) -> None:
-    suite = trial.campaign().entries[0].read(None)
-    for resume in (Path("old"), None):
-        with pytest.raises(ResultError, match="expected the name of a new run"):
-            piecewise.Pieces("card", inf).measure(suite, Flags("cpu"), None, resume)
-
-
-def test_an_interrupted_entry_is_not_whole(trial: Trial) -> None:
-    whole = trial.campaign()
-    sitting = Sitting(whole, whole.entries, trial.out)
-    with pytest.raises((Stopped, KeyboardInterrupt)):
-        sitting.run([f"sim:{trial.folder}/1.yaml"], stopping(12))
-    assert sitting.reasons == {"several": "interrupted"}
 
 
 def test_the_same_card_resumes_its_own_piece(trial: Trial) -> None:
@@ -187,12 +162,6 @@ def test_a_killed_piece_keeps_its_complete_contests(trial: Trial) -> None:
         file.write('{"case":')
     trial.sit(2)
     assert all(line.checked for line in validate(trial.out / "several"))
-
-
-def test_two_cards_measure_an_entry_each(trial: Trial) -> None:
-    trial.sit(1, 2)
-    for name in ("several", "other"):
-        assert (trial.out / name / "manifest.json").exists()
 
 
 def test_nothing_begins_in_the_last_seconds_and_an_early_end_is_reported(trial, monkeypatch):
@@ -329,41 +298,20 @@ def test_a_campaign_of_the_package_has_entries_with_names(name: str) -> None:
     assert len({entry.name for entry in entries}) == len(entries) >= 3
 
 
-@pytest.fixture(scope="module")
-def estimates() -> list[EntryEstimate]:
-    return campaign_estimates(campaign("published"), PUBLISHED / "nvidia-h200")
-
-
 @pytest.mark.exhaustive
-def test_every_entry_of_the_published_campaign_has_an_estimate(estimates) -> None:
-    assert not [each.entry.name for each in estimates if each.seconds is None]
-    assert "as the run dlmc-csr" in {
-        each.how for each in estimates if each.entry.name == "dlmc-csr"
-    }
-    assert {each.entry.replicates for each in estimates} >= {8}
-
-
-@pytest.mark.exhaustive
-def test_the_published_campaign_fits_its_budget(estimates: list[EntryEstimate]) -> None:
-    assert sum(each.seconds or 0.0 for each in estimates) <= campaign("published").budget_s
-
-
-@pytest.mark.exhaustive
-def test_a_reproduction_takes_less_time_because_it_does_not_search(estimates) -> None:
-    cost = {each.entry.name: each.seconds or 0.0 for each in estimates}
-    assert 0 < cost["spense-decode-again"] < cost["spense-decode"]
-
-
-@pytest.mark.exhaustive
-def test_a_dense_product_is_searched_once_per_process() -> None:
-    """In published rows a product takes 1 s at first, and 0.1 to 0.3 s when it is repeated."""
-    there = times_on(PUBLISHED / "nvidia-h200")
-    size = log(64 * 4096 * 4096)
-    searched, repeated = (
-        there.first["dense/cublas"].case_s(size, repeated) for repeated in (False, True)
-    )
-    assert repeated < 0.4 * searched
-    assert there.searching["dense/cublas"].case_s(size) < 0.4 * searched
+def test_the_published_campaign_fits_its_budget_and_repeats_cost_less() -> None:
+    whole, there = campaign("published"), PUBLISHED / "nvidia-h200"
+    estimates = campaign_estimates(whole, there)
+    cost = {each.entry.name: each.seconds for each in estimates if each.seconds}
+    assert len(cost) == len(estimates)
+    assert sum(cost.values()) <= whole.budget_s
+    assert cost["spense-decode-again"] < cost["spense-decode"]  # it does not search
+    (dlmc,) = (each for each in estimates if each.entry.name == "dlmc-csr")
+    assert dlmc.how == "as the run dlmc-csr"
+    seconds, size = times_on(there), log(64 * 4096 * 4096)
+    product = seconds.first["dense/cublas"]  # 1 s at first, and 0.1 to 0.3 s when it is repeated
+    assert product.case_s(size, True) < 0.4 * product.case_s(size, False)
+    assert seconds.searching["dense/cublas"].case_s(size) < 0.4 * product.case_s(size, False)
 
 
 def test_the_campaign_commands(trial: Trial, tmp_path: Path) -> None:

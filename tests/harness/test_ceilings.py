@@ -19,18 +19,9 @@ from sparsebench.harness.run.run_json import Flags
 from sparsebench.results import store
 from sparsebench.results.ceilings import Ceilings, check_bound
 from sparsebench.results.record import Case, Contender, Problem, Row, Status
+from tests.tools.suites import BSR, linear
 
-SUITE = """
-schema: sparsebench/suite@1
-title: Light
-problems:
-  - {op: linear, shape: [{n: 4096, k: 4096}], m: 16, dtype: bf16, pattern: blocks, block: 64,
-     sparsity: 0.5}
-contenders:
-  - {format: bsr, kernel: bsr_triton, params: {block: $block}}
-baselines:
-  - {format: dense, kernel: cublas}
-"""
+SUITE = linear("n: 4096, k: 4096, m: 16", BSR)
 CEILINGS = Ceilings(
     read_gb_per_s=1000.0,
     copy_gb_per_s=900.0,
@@ -40,23 +31,40 @@ CEILINGS = Ceilings(
 )
 
 
-def test_the_bound_is_the_longer_of_moving_and_multiplying() -> None:
-    assert CEILINGS.bound("bf16", 1e9, 5_000_000, 0, "cold") == (10.0, "compute")
-    assert CEILINGS.bound("bf16", 1e8, 5_000_000, 0, "cold") == (5.0, "memory")
+KNOWS_FP16 = {"matrix_tflops": {"bf16": 0.0, "fp16": 100.0}}
+BLIND = {"read_gb_per_s": 0.0, "copy_gb_per_s": 0.0}
+FIVE = 5_000_000
 
 
-def test_bytes_that_may_stay_in_the_cache_do_not_count() -> None:
-    assert CEILINGS.bound("bf16", 0, 5_000_000, 400_000, "cold")[0] == pytest.approx(4.6)
-    assert CEILINGS.bound("bf16", 0, 5_000_000, 3_000_000, "cold")[0] == pytest.approx(4.0)
-    assert CEILINGS.bound("bf16", 0, 5_000_000, 0, "hot")[0] == pytest.approx(4.0)
-    assert CEILINGS.bound("bf16", 0, 500_000, 0, "hot")[0] == 0
-
-
-def test_products_of_fp32_are_bound_by_tf32() -> None:
-    assert CEILINGS.bound("fp32", 1e9, 0, 0, "cold") == (20.0, "compute")
+@pytest.mark.parametrize(
+    ("changed", "arguments", "bound"),
+    [  # dtype, flops, bytes of operands, bytes of the output, cache
+        ({}, ("bf16", 1e9, FIVE, 0, "cold"), (10.0, "compute")),
+        ({}, ("bf16", 1e8, FIVE, 0, "cold"), (5.0, "memory")),
+        ({}, ("fp32", 1e9, 0, 0, "cold"), (20.0, "compute")),  # by tf32
+        # Bytes that may stay in the cache do not count.
+        ({}, ("bf16", 0, FIVE, 400_000, "cold"), (4.6, "memory")),
+        ({}, ("bf16", 0, FIVE, 3_000_000, "cold"), (4.0, "memory")),
+        ({}, ("bf16", 0, FIVE, 0, "hot"), (4.0, "memory")),
+        ({}, ("bf16", 0, 500_000, 0, "hot"), (0.0, "memory")),
+        ({"write_gb_per_s": 2000.0}, ("bf16", 0, FIVE, 0, "cold"), (2.5, "memory")),
+        # Of ceilings that are unknown, the highest that is known, or none.
+        ({"matrix_tflops": {}}, ("bf16", 1e9, FIVE, 0, "cold"), None),
+        ({"matrix_tflops": {}}, ("bf16", 0, FIVE, 0, "cold"), (5.0, "memory")),
+        (KNOWS_FP16, ("bf16", 1e9, 0, 0, "cold"), (10.0, "compute")),
+        (BLIND, ("bf16", 1e9, FIVE, 0, "cold"), None),
+        (BLIND, ("bf16", 1e9, 0, 0, "cold"), (10.0, "compute")),
+    ],
+)
+def test_the_bound_is_the_longer_of_moving_and_multiplying(changed, arguments, bound) -> None:
+    result = replace(CEILINGS, **changed).bound(*arguments)
+    assert (result and result[1]) == (bound and bound[1])
+    assert (result and result[0]) == pytest.approx(bound and bound[0])
 
 
 def test_ceilings_are_measured_and_go_to_json_and_back() -> None:
+    older = {k: v for k, v in asdict(CEILINGS).items() if k not in ("write_gb_per_s", "by")}
+    assert Ceilings.from_json(older) == CEILINGS
     result = measure(torch.device("cpu"))
     assert min(result.read_gb_per_s, result.copy_gb_per_s, result.write_gb_per_s or 0) > 0
     assert result.launch_us > 0
@@ -64,30 +72,6 @@ def test_ceilings_are_measured_and_go_to_json_and_back() -> None:
     assert min(result.matrix_tflops.values()) > 0
     assert result.by.keys() == {"read", "copy", "write", *result.matrix_tflops}
     assert Ceilings.from_json(asdict(result)) == result
-
-
-def test_a_slow_rate_is_not_rounded_to_zero() -> None:
-    assert device_ceilings._digits(2 * 512**3 / 150e3 / 1e6) == 0.00178957
-
-
-def test_an_unknown_ceiling_gives_no_bound() -> None:
-    without = replace(CEILINGS, matrix_tflops={})
-    assert without.bound("bf16", 1e9, 5_000_000, 0, "cold") is None
-    assert without.bound("bf16", 0, 5_000_000, 0, "cold") == (5.0, "memory")
-    zero = replace(CEILINGS, matrix_tflops={"bf16": 0.0, "fp16": 100.0})
-    assert zero.bound("bf16", 1e9, 0, 0, "cold") == (
-        10.0,
-        "compute",
-    )  # by the highest that is known
-    blind = replace(CEILINGS, read_gb_per_s=0.0, copy_gb_per_s=0.0)
-    assert blind.bound("bf16", 1e9, 5_000_000, 0, "cold") is None
-    assert blind.bound("bf16", 1e9, 0, 0, "cold") == (10.0, "compute")
-
-
-def test_ceilings_of_older_runs_are_read_and_the_highest_bandwidth_bounds() -> None:
-    older = {k: v for k, v in asdict(CEILINGS).items() if k not in ("write_gb_per_s", "by")}
-    assert Ceilings.from_json(older) == CEILINGS
-    assert replace(CEILINGS, write_gb_per_s=2000.0).bandwidth == 2000.0
 
 
 def reference(bound_by: str, replicate: int, cache: str = "cold") -> Row:
@@ -206,23 +190,15 @@ def ceilings(measurements: list[list[str]], card: str, *dtypes: str) -> dict[str
     return runner.recent_ceilings(card, dtypes, measure)
 
 
-def test_a_second_run_takes_recent_ceilings_with_their_age(measurements: list[list[str]]) -> None:
-    assert "age_s" not in ceilings(measurements, "GPU-1", "bf16", "fp8")
+def test_a_run_takes_the_ceilings_of_its_card_and_dtypes_in_the_same_quarter_of_an_hour(
+    measurements: list[list[str]],
+) -> None:
+    assert "age_s" not in ceilings(measurements, "GPU-1", "bf16")
     assert ceilings(measurements, "GPU-1", "bf16")["age_s"] == 100.0
-    assert ceilings(measurements, "GPU-1", "fp8")["age_s"] == 200.0
-    assert measurements == [["bf16", "fp8"]]
-
-
-def test_another_dtype_is_measured_with_those_before(measurements: list[list[str]]) -> None:
-    ceilings(measurements, "GPU-1", "bf16")
-    assert "age_s" not in ceilings(measurements, "GPU-1", "fp16")
+    assert "age_s" not in ceilings(measurements, "GPU-1", "fp16")  # with those before
     assert ceilings(measurements, "GPU-1", "bf16", "fp16")["age_s"] > 0
-    assert measurements == [["bf16"], ["bf16", "fp16"]]
-
-
-def test_another_card_and_a_later_hour_are_measured(measurements: list[list[str]]) -> None:
-    ceilings(measurements, "GPU-1", "bf16")
     ceilings(measurements, "GPU-2", "bf16")
-    for _ in range(7):  # seconds 100 to 900
+    for _ in range(8):
         ceilings(measurements, "GPU-1", "bf16")
-    assert measurements == [["bf16"], ["bf16"], ["bf16"]]
+    both = ["bf16", "fp16"]
+    assert measurements == [["bf16"], both, ["bf16"], ["bf16"]]

@@ -3,27 +3,24 @@
 A run has one scope on a CPU. These tests start a contest directly, so that it has a chain too.
 """
 
-from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
-from sparsebench.errors import ResultError
 from sparsebench.harness.bench import contest, output_checks
 from sparsebench.harness.bench.contest_state import ContestOptions, Entry, RunningContest
-from sparsebench.harness.bench.sampling import LAYERS, possible
+from sparsebench.harness.bench.sampling import LAYERS, distinct_measures
 from sparsebench.harness.bench.spot_checks import print_of, reverse, sums_of
 from sparsebench.harness.bench.timing import Chain, Samples, TimedCall
 from sparsebench.harness.plan.suite import read as read_suite
 from sparsebench.harness.run.measure import Flags, measure
-from sparsebench.harness.run.validation import _require_plausible
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
 from sparsebench.results import store
 from sparsebench.results.ceilings import Ceilings
 from sparsebench.results.record import Case, Contender, Problem, Row, Status
+from tests.tools.suites import BSR, linear
 
 CPU = torch.device("cpu")
 FIELDS = {"m": 32, "n": 64, "k": 512, "pattern": "blocks", "block": 16, "sparsity": 0.5}
@@ -55,7 +52,7 @@ def right(operands: Operands) -> Launch:
 
 def started(problem: Problem = PROBLEM, options: ContestOptions = OPTIONS) -> RunningContest:
     row = Row(Case(problem, DENSE), Status.OK)
-    result = contest.start(contest.prepared(problem, [Entry(row)], CPU, None, options))
+    result = contest.start(contest.prepare_contest(problem, [Entry(row)], CPU, None, options))
     for measure_ in options.measures:
         contest._time(result, *measure_)
     output_checks.check_all(result, "after timing")
@@ -69,6 +66,7 @@ def rows(result: RunningContest) -> dict[str, Row]:
 def test_each_layer_has_operands_and_an_output_of_its_own(prepared: Prepared) -> None:
     result = started()
     assert len(result.layers) == len(prepared) == LAYERS
+    assert [inputs.pinned for inputs in prepared] == [None, *[{"tile": 0}] * (LAYERS - 1)]
     tensors = [
         t
         for inputs in prepared
@@ -82,11 +80,6 @@ def test_each_layer_has_operands_and_an_output_of_its_own(prepared: Prepared) ->
     assert len({out.data_ptr() for out in entry.chain.run()}) == LAYERS  # type: ignore[union-attr]
 
 
-def test_further_layers_take_the_choice_of_the_first(prepared: Prepared) -> None:
-    started()
-    assert [inputs.pinned for inputs in prepared] == [None, *[{"tile": 0}] * (LAYERS - 1)]
-
-
 def test_a_row_is_of_one_layer(prepared: Prepared) -> None:
     result = rows(started())
     assert {row.status for row in result.values()} == {Status.OK}
@@ -95,6 +88,7 @@ def test_a_row_is_of_one_layer(prepared: Prepared) -> None:
     assert result["chain"].fewest_bytes == result["kernel"].fewest_bytes
     assert result["chain"].draws == result["kernel"].draws
     assert Samples((8.0, 16.003), 1, None).per_layer(8) == Samples((1.0, 2.0), 1, None)
+    assert distinct_measures([CHAIN], "cpu") == (("kernel", "hot"),)  # a run on a CPU has no chain
 
 
 @pytest.mark.parametrize("layer", [0, 1, LAYERS - 1])
@@ -187,17 +181,9 @@ def test_a_reference_layer_raises_the_ceilings(prepared: Prepared) -> None:
     assert cached.bound("fp32", 0, bytes_, bytes_, "cold", LAYERS) == (0.875, "memory")
     options = ContestOptions(measures=OPTIONS.measures, ceilings=ceilings, reference=True)
     row = Row(Case(PROBLEM, DENSE), Status.OK, reference=True)
-    result = contest.start(contest.prepared(PROBLEM, [Entry(row)], CPU, None, options))
+    result = contest.start(contest.prepare_contest(PROBLEM, [Entry(row)], CPU, None, options))
     contest._time(result, *CHAIN)
     assert rows(result)["chain"].raises is not None
-
-
-def test_samples_of_a_chain_take_as_long_as_its_layers() -> None:
-    row = Row(Case(PROBLEM, DENSE), Status.OK, clock="graph", samples_us=(100.0,) * 48)
-    chain = replace(row, scope="chain")
-    assert _require_plausible(SimpleNamespace(rows=[chain], reference=[], path=Path())) == 1  # type: ignore[arg-type]
-    with pytest.raises(ResultError, match="expected samples that take about 40 ms, found 48"):
-        _require_plausible(SimpleNamespace(rows=[row], reference=[], path=Path()))  # type: ignore[arg-type]
 
 
 def test_the_furthest_of_several_outputs_counts() -> None:
@@ -212,23 +198,10 @@ def test_the_furthest_of_several_outputs_counts() -> None:
     assert prints.distance(outs[:2]) == float("inf")
 
 
-def test_a_cpu_has_no_chain() -> None:
-    assert possible([CHAIN], "cpu") == (("kernel", "hot"),)
-
-
 def test_a_simulated_layer_among_others_pays_no_launch(tmp_path: Path) -> None:
     path = tmp_path / "chain.yaml"
-    path.write_text(
-        """
-schema: sparsebench/suite@1
-title: Chain
-problems:
-  - {op: linear, m: 16, n: 512, k: 512, dtype: bf16, pattern: blocks, block: 16, sparsity: 0.5}
-contenders: [{format: bsr, kernel: bsr_triton, params: {block: $block}}]
-baselines: [{format: dense, kernel: cublas}]
-scopes: [kernel, chain]
-"""
-    )
+    text = linear("m: 16, n: 512, k: 512, block: 16", BSR) + "scopes: [kernel, chain]\n"
+    path.write_text(text)
     result = store.rows(
         measure(read_suite(str(path)), Flags("sim", replicates=1), tmp_path / "run", None)
     )

@@ -26,25 +26,9 @@ from sparsebench.results.provenance import Choices, choices_of
 from sparsebench.results.store import Run
 from tests.simulated.in_process import in_this_process
 from tests.tools.marks import exhaustive
+from tests.tools.suites import BSR, CSR, linear
 
-SUITE = """
-schema: sparsebench/suite@1
-title: Simulated
-problems:
-  - op: linear
-    m: [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]
-    n: 64
-    k: 64
-    dtype: bf16
-    pattern: blocks
-    block: 16
-    sparsity: 0.5
-contenders:
-  - {format: bsr, kernel: bsr_triton, params: {block: 16}}
-  - {format: csr, kernel: cusparse_csr}
-baselines:
-  - {format: dense, kernel: cublas}
-"""
+SUITE = linear("m: [1, 2, 3, 4, 5, 6, 7, 8, 9, 10], n: 64, k: 64, block: 16", BSR, CSR)
 # All is launching, 200 µs of it: bsr_triton is as fast as cublas, and cusparse_csr 1 % faster.
 SPEC = """
 schema: sparsebench/sim@1

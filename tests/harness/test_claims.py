@@ -137,11 +137,8 @@ def look(here: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("look")
     flags = Flags(device(folder, 0.8), replicates=2)
     assert judged(check([written(folder)], flags, [], folder, QUIET)).word is Word.NOT_SETTLED
+    assert not (folder / "mine-confirmed").exists()  # a look confirms nothing
     return folder
-
-
-def test_a_look_confirms_nothing(look: Path) -> None:
-    assert not (look / "mine-confirmed").exists()
 
 
 def test_cells_of_given_runs_are_not_measured_again(look: Path, tmp_path: Path) -> None:
@@ -260,7 +257,7 @@ def test_lint_names_file_and_line_and_checks_the_other_claims(tmp_path: Path) ->
 def test_every_claim_of_the_package_can_be_planned() -> None:
     names = {path.stem for path in (ROOT / "suites" / "claims").glob("*.yaml")}
     assert set(claim_plan.claims()) == names
-    result = evidence(claim_plan.chosen([]))
+    result = evidence(claim_plan.read_claims([]))
     for each in result.written:
         planned = [test for test in each.claim.tests if not test.of_file]
         assert [part.test for part in result.parts[each.name]] == planned
@@ -271,17 +268,28 @@ def test_a_wrong_or_repeated_claim_name_is_an_error() -> None:
     with pytest.raises(SuiteError, match="did you mean openai-2017-cublas"):
         claim_plan.load("openai-2017-cubla")
     with pytest.raises(SuiteError, match="expected each claim once"):
-        claim_plan.chosen(["blast-2025", "blast-2025"])
+        claim_plan.read_claims(["blast-2025", "blast-2025"])
 
 
-def test_the_bound_of_a_problem_needs_no_gpu() -> None:
-    fields = {"dtype": "bf16", "pattern": "blocks", "block": 64, "sparsity": 0.875}
-    many, few = (Problem("linear", {"m": m, "n": 4096, "k": 4096, **fields}) for m in (8192, 1))
-    assert claim_plan.most(many) == pytest.approx(8)  # multiplications
-    assert claim_plan.most(few) == pytest.approx(8)
-    here = Ceilings(4000.0, 4000.0, {"bf16": 800.0}, 4.0, 2**26)
-    assert claim_plan.most(many, here) == pytest.approx(8, rel=0.01)
-    assert claim_plan.most(few, here) == pytest.approx(33.55e6 / 4e6 / 4.0, rel=0.01)  # one launch
+HERE = Ceilings(4000.0, 4000.0, {"bf16": 800.0, "fp8": 1600.0}, 4.0, 2**26)
+BLOCKS = {"dtype": "bf16", "pattern": "blocks", "block": 64, "sparsity": 0.875, "n": 4096}
+PAIRS = {"dtype": "fp8", "pattern": "two_four", "sparsity": 0.5, "block": 1, "n": 8192}
+
+
+@pytest.mark.parametrize(
+    ("fields", "m", "here", "most"),
+    [
+        (BLOCKS, 8192, None, 8),  # multiplications; no GPU is needed
+        (BLOCKS, 1, None, 8),
+        (BLOCKS, 8192, HERE, 8),
+        (BLOCKS, 1, HERE, 33.55e6 / 4e6 / 4.0),  # one launch
+        (PAIRS, 1, HERE, 1.6),  # a bit per element
+        (PAIRS, 65536, HERE, 2),
+    ],
+)
+def test_the_bound_of_a_problem(fields, m, here, most) -> None:
+    problem = Problem("linear", {**fields, "m": m, "k": fields["n"]})
+    assert claim_plan.most(problem, *filter(None, [here])) == pytest.approx(most, rel=0.01)
 
 
 def test_a_claim_beyond_its_bound_is_marked(tmp_path: Path) -> None:
@@ -338,14 +346,6 @@ def test_suites_with_missing_files_are_named_and_left_out(tmp_path: Path) -> Non
     assert {cell.fields["dtype"] for cell in verdict.tests[0].cells} >= {"fp32"}
 
 
-def test_the_bound_of_two_four_counts_a_bit_per_element() -> None:
-    fields = {"dtype": "fp8", "pattern": "two_four", "sparsity": 0.5, "block": 1}
-    few, many = (Problem("linear", {"m": m, "n": 8192, "k": 8192, **fields}) for m in (1, 65536))
-    here = Ceilings(4000.0, 4000.0, {"fp8": 1600.0}, 4.0, 2**26)
-    assert claim_plan.most(few, here) == pytest.approx(1.6, rel=0.01)
-    assert claim_plan.most(many, here) == pytest.approx(2, rel=0.01)
-
-
 def test_published_rows_are_judged_without_a_gpu(tmp_path: Path) -> None:
     names, run = ["openai-2017-cublas", "openai-2017-cusparse"], PUBLISHED / "nvidia-h200"
     done = sparsebench(
@@ -372,7 +372,7 @@ def test_the_root_of_the_published_runs_is_a_folder_of_runs(tmp_path: Path) -> N
 
 
 def test_a_cell_whose_peer_was_wrong_gives_the_reason() -> None:
-    (written,) = claim_plan.chosen(["openai-2017-cusparse"])
+    (written,) = claim_plan.read_claims(["openai-2017-cusparse"])
     run = store.read(PUBLISHED / "nvidia-h200" / "sparsity-64")
     wrong = {"status": Status.WRONG, "detail": "error 3", "samples_us": ()}
     rows = [

@@ -21,7 +21,7 @@ from sparsebench.formats.bsr import Bsr
 from sparsebench.harness.models.pruning import convert as conversion
 from sparsebench.harness.models.pruning import model as models
 from sparsebench.harness.models.pruning.convert import convert
-from sparsebench.nn import BitmapLinear, SpenseGatedMLP, SpenseLinear
+from sparsebench.nn import SpenseGatedMLP, SpenseLinear
 from tests.harness.tiny_models import generated, tiny, tokenizer, transformers
 from tests.tools.command_line import sparsebench
 from tests.tools.paths import ROOT
@@ -380,10 +380,6 @@ def test_a_model_without_sparse_weights_is_refused(tmp_path):
     (tmp_path / "old/config.json").write_text(json.dumps(content))
     with pytest.raises(SuiteError, match="architectures"):
         convert(tmp_path / "old", tmp_path / "new")
-
-
-def test_layers_are_those_of_the_package() -> None:
-    assert {SpenseGatedMLP, SpenseLinear, BitmapLinear} <= {*conversion.checkpoint.KINDS.values()}
 
 
 # ---- by compressed-tensors itself ----

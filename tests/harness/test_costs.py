@@ -8,20 +8,16 @@ import pytest
 from sparsebench.harness.costs.estimates import affordable, preview
 from sparsebench.harness.costs.measured_times import AGAIN, ENERGY_S, MeasuredTimes, times
 from sparsebench.harness.new_gpu.choices import coarse
-from sparsebench.harness.plan.selection import planned
+from sparsebench.harness.plan.selection import planned_contests
 from sparsebench.harness.plan.suite import Suite, expand, read
 from sparsebench.results.record import Case, Row, Status
 from sparsebench.results.store import Run
+from tests.tools.suites import linear
 
-SUITE = """
-schema: sparsebench/suite@1
-title: Two dense products, two sparsities each
-problems:
-  - {op: linear, m: [16, 32], n: 64, k: 64, dtype: bf16, pattern: blocks, block: 16,
-     sparsity: [0.5, 0.75]}
-contenders: [{format: bsr, kernel: bsr_wgmma, params: {block: $block}}]
-baselines: [{format: dense, kernel: cublas}]
-"""
+SUITE = linear(  # two dense products, two sparsities each
+    "m: [16, 32], n: 64, k: 64, block: 16, sparsity: [0.5, 0.75]",
+    "{format: bsr, kernel: bsr_wgmma, params: {block: $block}}",
+)
 DENSE_S, SPARSE_S = (4, 1, 4, 1), (9, 2, 2, 2)  # the search of each product; a compilation
 
 
@@ -94,7 +90,7 @@ def test_energy_takes_a_window_for_each_contender_and_process(suite, measured) -
         preview(suite, measured, replicates=2, energy=energy)["estimate_s"]
         for energy in (False, True)
     )
-    windows = sum(len(contest.contenders) for contest in planned(suite, "cuda"))
+    windows = sum(len(contest.contenders) for contest in planned_contests(suite, "cuda"))
     assert with_energy - without == pytest.approx(2 * windows * ENERGY_S, abs=1)
 
 

@@ -17,19 +17,15 @@ from sparsebench.harness.run import worker_process
 from sparsebench.harness.run.runner import Runner
 from sparsebench.results.record import Contender, Problem
 from tests.tools.command_line import sparsebench
+from tests.tools.suites import ON_CPU, linear
 
 FIELDS = {"m": 4, "n": 32, "k": 64, "dtype": "fp32", "pattern": "dense", "sparsity": 0.0}
 PROBLEM = Problem("linear", {**FIELDS, "block": 1})
-SUITE = """
-schema: sparsebench/suite@1
-title: small
-problems:
-  - {op: linear, m: [4, 8], n: 32, k: 64, dtype: fp32}
-contenders:
-  - {format: dense, kernel: KERNEL}
-baselines:
-  - {format: dense, kernel: torch_dense}
-"""
+SUITE = linear(
+    "m: [4, 8], n: 32, k: 64, dtype: fp32, block: 8",
+    "{format: dense, kernel: KERNEL}",
+    baselines=(ON_CPU,),
+)
 
 
 def raised(text: str = "too many tiles") -> RuntimeError:

@@ -20,7 +20,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from sparsebench.harness.plan.selection import planned
+from sparsebench.harness.plan.selection import planned_contests
 from sparsebench.harness.plan.suite import expand
 from sparsebench.results import bundle, store
 from tests.tools.command_line import sparsebench
@@ -118,7 +118,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("fuzz") / "small"
     environment = {"cpu": {"name": "a CPU"}, "gpu": None, "versions": {"torch": "2"}, "commit": "0"}
     store.create(path, SUITE, environment, STATE)
-    rows = right_rows(planned(expand("small", SUITE), "cpu"))
+    rows = right_rows(planned_contests(expand("small", SUITE), "cpu"))
     store.append(path, rows)
     bundle.seal(path)
     return path

@@ -16,7 +16,7 @@ from sparsebench.harness.new_gpu import compile_ahead
 from sparsebench.harness.new_gpu import survey as surveys
 from sparsebench.harness.new_gpu.choices import deciding, probe
 from sparsebench.harness.plan.suite import Contest, read
-from sparsebench.harness.run.measure import Progress, RunOptions, measure
+from sparsebench.harness.run.measure import Progress, measure
 from sparsebench.harness.run.run_json import Flags
 from sparsebench.reports import survey_page
 from sparsebench.reports.survey_page import write
@@ -28,19 +28,9 @@ from sparsebench.results.store import Run
 from tests.simulated.in_process import in_this_process
 from tests.simulated.timed import timed
 from tests.tools.marks import exhaustive
+from tests.tools.suites import BSR, CSR, linear
 
-SUITE = """
-schema: sparsebench/suite@1
-title: Small core
-problems:
-  - {op: linear, shape: [{n: 4096, k: 4096}], m: [64, 4096], dtype: bf16, pattern: blocks,
-     block: 64, sparsity: [0.3, 0.5, 0.9]}
-contenders:
-  - {format: bsr, kernel: bsr_triton, params: {block: $block}}
-  - {format: csr, kernel: cusparse_csr}
-baselines:
-  - {format: dense, kernel: cublas}
-"""
+SUITE = linear("n: 4096, k: 4096, m: [64, 4096], sparsity: [0.3, 0.5, 0.9]", BSR, CSR)
 
 
 @pytest.fixture(autouse=True)
@@ -140,25 +130,13 @@ def test_a_budget_below_one_process_is_refused_in_one_line(tmp_path, monkeypatch
     assert line.startswith("error: --budget 60s: expected at least ")
 
 
-def test_a_run_stops_in_time_and_can_be_resumed(tmp_path: Path) -> None:
-    file = tmp_path / "core.yaml"
-    file.write_text(SUITE)
-    flags, out = Flags("sim", None, replicates=1), tmp_path / "run"
-    measure(read(str(file)), flags, out, None, RunOptions(until=0.0))
-    stopped = store.read(out)
-    assert stopped.state["status"] == "interrupted"
-    assert not stopped.rows
-    measure(read(str(file)), flags, None, out)
-    assert store.read(out).state["status"] == "finished"
-
-
 def test_a_screening_cut_short_has_every_shape_at_its_deciding_level(small, monkeypatch) -> None:
     """The clock advances a second per contest, so five references and two of six problems fit."""
     seconds = count()
     monkeypatch.setattr("sparsebench.harness.run.measure.monotonic", lambda: next(seconds))
     small.mkdir()
     request = surveys.Survey(small, "sim", 60.0, surveys.SUITE)
-    left = surveys._measured(request, "screen", 1, "", 8.0, silent("screen"))
+    left = surveys._measure(request, "screen", 1, "", 8.0, silent("screen"))
     assert left == "4 of 11 contests not reached"
     seen = {row.case.problem.id: row.case.problem for row in store.read(small / "screen").rows}
     assert sorted(problem["m"] for problem in seen.values()) == [64, 4096]
@@ -185,15 +163,11 @@ def test_every_kernel_of_the_suites_is_probed() -> None:
     )
 
 
-@pytest.mark.parametrize(("text", "seconds"), [("90s", 90), ("10m", 600), ("1.5h", 5400)])
-def test_a_budget_is_a_number_with_a_unit(text: str, seconds: float) -> None:
-    assert budget_s(text) == seconds
-
-
-@pytest.mark.parametrize("text", ["10", "5s", "ten minutes", "-3m", ""])
-def test_an_invalid_budget_is_refused(text: str) -> None:
-    with pytest.raises(SuiteError, match="--budget: expected 60s or more"):
-        budget_s(text)
+def test_a_budget_is_a_number_with_a_unit() -> None:
+    assert [budget_s(text) for text in ("90s", "10m", "1.5h")] == [90, 600, 5400]
+    for text in ("10", "5s", "ten minutes", "-3m", ""):
+        with pytest.raises(SuiteError, match="--budget: expected 60s or more"):
+            budget_s(text)
 
 
 def test_an_interrupted_survey_is_kept_and_its_path_printed(small, monkeypatch, capfd) -> None:
@@ -253,7 +227,7 @@ def test_missing_runs_of_other_gpus_are_an_error(small, monkeypatch, capfd) -> N
 def test_a_doctor_that_fails_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
     broken = (sys.executable, "-c", "import sys; sys.exit('no driver')")
     monkeypatch.setattr(surveys, "DOCTOR", broken)
-    (gpu,) = surveys._examined("cuda:1")
+    (gpu,) = surveys._doctor_findings("cuda:1")
     assert (gpu["level"], gpu["check"], gpu["found"]) == ("warning", "doctor", "no driver")
 
 

@@ -41,15 +41,9 @@ def test_the_suite_of_a_run_expands_to_the_same_case() -> None:
     reason = unsupported(contest.problem, contender, torch.device("cpu"))
     assert reason is not None
     assert "use cublas" in reason
-
-
-def test_the_suite_of_a_user_is_refused() -> None:
+    assert not load_kernel("cublas_old").tunes
     with pytest.raises(SuiteError, match="use cublas"):
         expand("mine.yaml", SUITE)
-
-
-def test_a_removed_kernel_tunes_nothing() -> None:
-    assert not load_kernel("cublas_old").tunes
 
 
 def test_a_run_that_called_twell_dense_has_the_cases_that_it_had() -> None:

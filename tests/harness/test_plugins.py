@@ -17,7 +17,7 @@ from sparsebench._discovery import load, modules
 from sparsebench.errors import SuiteError
 from sparsebench.harness.machine.code import code_sha256, plugins
 from sparsebench.harness.plan.suite import expand
-from sparsebench.reports.build import Figure, _drawn, load_figure
+from sparsebench.reports.build import Figure, _draw_figure, load_figure
 from sparsebench.results.provenance import flat
 from tests.tools.command_line import sparsebench
 from tests.tools.paths import TESTS
@@ -301,7 +301,7 @@ def test_the_figure_of_a_plug_in_that_fails_is_named(here: Path) -> None:
 
     line = r"^figure fastest \(sparsebench_example.fastest\): KeyError: None$"
     with pytest.raises(SuiteError, match=line):
-        _drawn(Figure("fastest", "Fastest", 0, draw), None)
+        _draw_figure(Figure("fastest", "Fastest", 0, draw), None)
 
 
 def assert_refused(folder: Path, problem: str, kernel: str, token: str) -> None:

@@ -10,30 +10,21 @@ from typing import Any
 
 import pytest
 
-SUITE = """
-schema: sparsebench/suite@1
-title: two problems, good and bad kernels
-problems:
-  - {op: linear, m: [4, 8], n: 64, k: 512, dtype: fp32, pattern: blocks, block: 16, sparsity: 0.5}
-contenders:
-  - {format: bsr, kernel: scipy_bsr, params: {block: [16, 32]}}
-  - {format: dense, kernel: cublas}
-  - {format: dense, kernel: wrong:zeros}
-  - {format: dense, kernel: wrong:turns_wrong}
-  - {format: dense, kernel: faulty:raises}
-baselines:
-  - {format: dense, kernel: torch_dense}
-"""
-ONE = """
-schema: sparsebench/suite@1
-title: one problem
-problems:
-  - {op: linear, m: 4, n: 32, k: 32, dtype: fp32, pattern: blocks, block: 16, sparsity: 0.5}
-contenders:
-  - {format: dense, kernel: KERNEL}
-baselines:
-  - {format: dense, kernel: torch_dense}
-"""
+from tests.tools.suites import CUBLAS, ON_CPU, linear
+
+BAD_KERNELS = "wrong:zeros", "wrong:turns_wrong", "faulty:raises"
+SUITE = linear(
+    "m: [4, 8], n: 64, k: 512, dtype: fp32, pattern: blocks, block: 16, sparsity: 0.5",
+    "{format: bsr, kernel: scipy_bsr, params: {block: [16, 32]}}",
+    CUBLAS,
+    *(f"{{format: dense, kernel: {name}}}" for name in BAD_KERNELS),
+    baselines=(ON_CPU,),
+)
+ONE = linear(
+    "m: 4, n: 32, k: 32, dtype: fp32, pattern: blocks, block: 16, sparsity: 0.5",
+    "{format: dense, kernel: KERNEL}",
+    baselines=(ON_CPU,),
+)
 BAD = {  # what is replaced in ONE, and what the error says
     "version": ("suite@1", "suite@9", "schema: expected 'sparsebench/suite@1'; found"),
     "op": ("op: linear", "op: linar", "linear?"),

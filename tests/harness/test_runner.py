@@ -18,10 +18,11 @@ import pytest
 from sparsebench.errors import SuiteError, WorkerError
 from sparsebench.harness.bench.contest_state import configuration
 from sparsebench.harness.commands._app import main
-from sparsebench.harness.plan.selection import planned, references
+from sparsebench.harness.plan.selection import planned_contests, references
 from sparsebench.harness.plan.suite import Contest, Suite, read
 from sparsebench.harness.run import early_start, worker_process
 from sparsebench.harness.run import measure as measuring
+from sparsebench.harness.run import runner as running
 from sparsebench.harness.run.measure import RunOptions, leader, measure
 from sparsebench.harness.run.run_json import Flags
 from sparsebench.harness.run.runner import Runner
@@ -32,22 +33,19 @@ from tests.simulated.in_process import in_this_process
 from tests.tools import worker_timeouts
 from tests.tools.command_line import sparsebench
 from tests.tools.marks import exhaustive
+from tests.tools.suites import ON_CPU, linear
 
 FIELDS = {"m": 16, "n": 32, "k": 64, "dtype": "fp32", "pattern": "blocks", "block": 8}
 PROBLEM = Problem("linear", {**FIELDS, "sparsity": 0.5})
 BASELINE = Contender("dense", "torch_dense", baseline=True)
 ONE = Flags("cpu", replicates=1)
 
-SUITE = """
-schema: sparsebench/suite@1
-title: small
-problems:
-  - {op: linear, m: [4, 8, 16], n: 32, k: 64, dtype: fp32, pattern: blocks, block: 8, sparsity: 0.5}
-contenders:
-  - {format: csr, kernel: scipy_csr}
-baselines:
-  - {format: dense, kernel: torch_dense}
-"""
+SUITE = linear(
+    "m: [4, 8, 16], n: 32, k: 64, dtype: fp32, pattern: blocks, block: 8, sparsity: 0.5",
+    "{format: csr, kernel: scipy_csr}",
+    baselines=(ON_CPU,),
+    title="small",
+)
 
 
 def rows(*names: str) -> list[Row]:
@@ -80,6 +78,7 @@ def test_several_faults_in_one_contest_each_cost_one_row() -> None:
 
 
 def test_later_processes_know_what_was_right_and_references_search_once(monkeypatch) -> None:
+    monkeypatch.setattr(running, "_reference_choices", {})  # this process may have run others
     runner = Runner("sim", None, 60, share=False, processes=2)
     answer, requests = runner._measure, list[Mapping[str, Any]]()
 
@@ -212,7 +211,7 @@ def test_no_contest_starts_that_could_end_after_the_deadline(tmp_path, monkeypat
     now = [0.0]
     monkeypatch.setattr(measuring, "monotonic", lambda: now[0])
     suite = read("quick")
-    count = len(planned(suite, "sim"))
+    count = len(planned_contests(suite, "sim"))
 
     def tick(done: int, total: int, problem: str) -> None:
         now[0] = 10.0 * done

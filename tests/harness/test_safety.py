@@ -29,21 +29,13 @@ from sparsebench.results import store
 from sparsebench.results.record import Contender, Problem, Row, Status
 from tests.tools.command_line import sparsebench
 from tests.tools.paths import ROOT
+from tests.tools.suites import BSR, linear
 
 FIELDS = {"m": 16, "n": 32, "k": 64, "dtype": "fp32", "pattern": "blocks", "block": 8}
 PROBLEM = Problem("linear", {**FIELDS, "sparsity": 0.5})
 CONTEST = Contest(PROBLEM, (Contender("dense", "torch_dense", baseline=True),))
 OPTIONS = {"measures": [("kernel", "hot")]}
-SUITE = """
-schema: sparsebench/suite@1
-title: Simulated
-problems:
-  - {op: linear, m: 64, n: 512, k: 512, dtype: bf16, pattern: blocks, block: 64, sparsity: 0.5}
-contenders:
-  - {format: bsr, kernel: bsr_triton, params: {block: $block}}
-baselines:
-  - {format: dense, kernel: cublas}
-"""
+SUITE = linear("m: 64, n: 512, k: 512", BSR)
 HELLO = (
     "import json, os, subprocess, sys, time\nprint('{}', flush=True)\nsys.stdin.readline()\n"
     'print(\'{"identity": "x"}\', flush=True)\n'
@@ -227,12 +219,12 @@ def run(suite: Suite, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_two_processes_do_not_write_to_one_run(suite: Suite, run: Path) -> None:
     before = (run / "rows.jsonl").read_bytes()
     with (
-        store.locked(run),
+        store.lock_run(run),
         pytest.raises(ResultError, match="expected no other process, found one"),
     ):
         measure(suite, Flags("sim", replicates=1), None, run)
     assert (run / "rows.jsonl").read_bytes() == before
-    with store.locked(run):
+    with store.lock_run(run):
         pass
 
 
@@ -248,7 +240,7 @@ def test_two_runs_that_start_in_one_second_have_two_names(suite, tmp_path, monke
 
     monkeypatch.chdir(tmp_path)
     record = measuring.Record(suite.name, Flags("sim"), 1, {}, measuring.now())
-    paths = {measuring._created(None, suite, {}, record, "sim") for _ in range(3)}
+    paths = {measuring._create(None, suite, {}, record, "sim") for _ in range(3)}
     assert len(paths) == 3
     assert all((path / "run.json").exists() for path in paths)
 

@@ -14,7 +14,7 @@ import pytest
 
 from sparsebench.errors import ResultError, SuiteError
 from sparsebench.harness.machine.cpu_placement import read_list, shared_out
-from sparsebench.harness.plan.selection import part, planned
+from sparsebench.harness.plan.selection import part, planned_contests
 from sparsebench.harness.plan.suite import Suite, expand, read
 from sparsebench.harness.run.measure import Progress, RunOptions, Stopped, measure
 from sparsebench.harness.run.plan_part import Part
@@ -29,21 +29,11 @@ from sparsebench.reports.build import figures
 from sparsebench.results import bundle, files, store
 from sparsebench.results.analysis import analyse
 from sparsebench.results.record import Case, Row
-from tests.simulated.in_process import in_this_process
 from tests.tools.command_line import sparsebench
+from tests.tools.suites import BSR, linear
 
 pytestmark = pytest.mark.usefixtures("no_figures")
-SUITE = """
-schema: sparsebench/suite@1
-title: On several GPUs
-problems:
-  - {op: linear, n: 4096, k: 4096, m: [16, 64], dtype: bf16, pattern: blocks, block: 64,
-     sparsity: [0.5, 0.7, 0.9]}
-contenders:
-  - {format: bsr, kernel: bsr_triton, params: {block: $block}}
-baselines:
-  - {format: dense, kernel: cublas}
-"""
+SUITE = linear("n: 4096, k: 4096, m: [16, 64], sparsity: [0.5, 0.7, 0.9]", BSR, title="On several")
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +77,7 @@ def key(row: Row) -> tuple[object, ...]:
 
 def expected(suite: Suite, replicates: int) -> set[tuple[object, ...]]:
     """Return the keys of all rows that a plan asks for."""
-    contests = [c for c in planned(suite, "sim") if not c.reference]
+    contests = [c for c in planned_contests(suite, "sim") if not c.reference]
     cases = [Case(contest.problem, k).id for contest in contests for k in contest.contenders]
     return {(case, number, "kernel", "cold") for number in range(replicates) for case in cases}
 
@@ -123,7 +113,9 @@ def test_a_merged_run_can_be_compared_and_published(merged: Path, tmp_path: Path
 def test_the_noise_floor_covers_all_gpus(suite: Suite, merged: Path) -> None:
     run = store.read(merged)
     pairs = analyse(run).noise.pairs
-    references = [contest.problem.id for contest in planned(suite, "sim") if contest.reference]
+    references = [
+        contest.problem.id for contest in planned_contests(suite, "sim") if contest.reference
+    ]
     assert {row.case.problem.id for row in run.reference} == {*references}
     assert len(pairs[pairs.reference]) == len(references)
     assert {len(logs) for logs in pairs[pairs.reference].logs} == {2}
@@ -249,19 +241,6 @@ def test_shards_by_hand_are_merged(suite: Suite, halves: list[Path], tmp_path: P
     assert all(line.checked for line in validate(halves[0]))
 
 
-def test_runs_of_eight_gpus_are_merged(suite, tmp_path, monkeypatch) -> None:
-    in_this_process(monkeypatch)
-    runs = []
-    for number in range(1, 9):
-        (tmp_path / f"{number}.yaml").write_text(f"seed: {number}")
-        flags = Flags(f"sim:{tmp_path}/{number}.yaml", replicates=1, shard=f"{number}/8")
-        runs.append(measure(suite, flags, tmp_path / str(number), None))
-    run = store.read(merge(runs, tmp_path / "run"))
-    measured = {row.case.problem.id for row in [*run.rows, *run.reference]}
-    assert measured == {contest.problem.id for contest in planned(suite, "sim")}
-    assert len(run.environment["devices"]) == 8
-
-
 def changed(change: Callable[[Path], object]) -> Callable[[list[Path], Path], list[Path]]:
     """Return a function that copies the second of two shards, changes it and seals it again."""
 
@@ -319,7 +298,7 @@ def test_more_rows_than_can_be_read_are_not_merged(halves, tmp_path, monkeypatch
 
 
 def test_parts_claim_different_problems_and_a_late_part_finds_none(suite, tmp_path) -> None:
-    folder, contests = tmp_path / "run.shards", planned(suite, "sim")
+    folder, contests = tmp_path / "run.shards", planned_contests(suite, "sim")
     folders.create(folder, Plan(suite.name, Flags("sim"), ("sim",) * 3), suite.text)
     first, second = Part(folder, 1, "here"), Part(folder, 2, "here")
     turns = [part.take(contests, 0) for part in (first, second)]
@@ -336,7 +315,7 @@ def test_parts_claim_different_problems_and_a_late_part_finds_none(suite, tmp_pa
 def test_sixteen_gpus_share_a_plan_evenly(tmp_path: Path) -> None:
     """By a made-up clock, a contest takes 2 to 4 s, and a GPU then claims its next one."""
     text = SUITE.replace("[16, 64]", str([*range(1, 41)]))
-    contests, draw = planned(expand("many.yaml", text), "sim"), Random(0)
+    contests, draw = planned_contests(expand("many.yaml", text), "sim"), Random(0)
     folders.create(tmp_path / "run.shards", Plan("many", Flags("sim"), ("sim",) * 16), text)
     waiting = [(0.0, n, Part(tmp_path / "run.shards", n, "").take(contests, 0)) for n in range(16)]
     taken, ended = list[str](), 0.0

@@ -32,25 +32,11 @@ from tests.simulated.in_process import in_this_process
 from tests.tools import worker_timeouts
 from tests.tools.command_line import sparsebench
 from tests.tools.marks import exhaustive
+from tests.tools.suites import BSR as BSR_ENTRY
+from tests.tools.suites import CSR, linear
 
 pytestmark = pytest.mark.usefixtures("no_figures")
-SUITE = """
-schema: sparsebench/suite@1
-title: Simulated
-problems:
-  - op: linear
-    shape: [{n: 4096, k: 4096}]
-    m: [16, 64]
-    dtype: bf16
-    pattern: blocks
-    block: 64
-    sparsity: [0.5, 0.9]
-contenders:
-  - {format: bsr, kernel: bsr_triton, params: {block: $block}}
-  - {format: csr, kernel: cusparse_csr}
-baselines:
-  - {format: dense, kernel: cublas}
-"""
+SUITE = linear("n: 4096, k: 4096, m: [16, 64], sparsity: [0.5, 0.9]", BSR_ENTRY, CSR)
 BSR = Contender("bsr", "bsr_triton")
 STILL = Spec(noise={1.0: 0.0}, drift=0.0, step=0.0, process=0.0, bandwidth_gb_per_s=1000.0)
 
@@ -307,10 +293,10 @@ def test_a_bad_spec_is_one_line_and_writes_nothing(text, message, suite, tmp_pat
     assert not (tmp_path / "run").exists()
 
 
-def test_a_spec_that_is_not_there_is_exit_2(suite: Path, tmp_path: Path) -> None:
-    done = sparsebench("run", suite, "--device", "sim:nowhere.yaml", "--out", tmp_path / "run")
-    assert done.returncode == 2
-    assert "--device sim:nowhere.yaml: expected a readable file" in " ".join(done.stderr.split())
+def test_a_spec_that_is_not_there_is_refused_and_an_empty_one_has_the_defaults(tmp_path) -> None:
+    with pytest.raises(SuiteError, match=r"sim:nowhere\.yaml: expected a readable file"):
+        read("sim:nowhere.yaml")
+    assert read(spec(tmp_path, "schema: sparsebench/sim@1")) == read("sim") == Spec()
 
 
 def test_the_work_of_a_case_is_counted_by_hand() -> None:
@@ -395,15 +381,6 @@ def test_an_unnamed_contender_and_its_twin_have_one_efficiency() -> None:
     assert times[0] == call_us(Spec(), replace(BSR, twin=True), "bf16", 0.0, 10**9, "kernel")
 
 
-def test_without_noise_samples_equal_the_time_of_a_call() -> None:
-    taken = samples(
-        STILL, [10.0, 20.0], np.random.default_rng(0), processes=3, blocks=4, per_block=5
-    )
-    assert taken.shape == (3, 2, 4, 5)
-    assert np.allclose(taken[:, 0], 10)
-    assert np.allclose(taken[:, 1], 20)
-
-
 def test_drift_and_steps_move_the_contenders_of_a_block_alike() -> None:
     shaken = Spec(noise={1.0: 0.0}, drift=0.02, step=0.1, step_odds=1.0, process=0.0)
     taken = samples(shaken, [10.0, 10.0], np.random.default_rng(0), processes=200)
@@ -435,7 +412,3 @@ def test_cards_differ_by_contender_and_more_at_the_power_limit() -> None:
     specs = Spec(), Spec(card=0.01), Spec(card=0.01, limited=0.5)
     sds = [card_effects(spec, draw, (4000,)).std() for spec, draw in zip(specs, draws, strict=True)]
     assert sds == pytest.approx([0.0, 0.01 / 2**0.5, LIMITED_CARD * 0.01 / 2**0.5], rel=0.05)
-
-
-def test_the_defaults_are_those_of_an_empty_file(tmp_path: Path) -> None:
-    assert read(spec(tmp_path, "schema: sparsebench/sim@1")) == read("sim") == Spec()

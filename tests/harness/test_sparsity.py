@@ -15,7 +15,7 @@ from torch.nn.functional import cross_entropy, linear
 
 from sparsebench.errors import SuiteError
 from sparsebench.harness.bench import contest
-from sparsebench.harness.bench.operands import _play, operands, redraw, unseen
+from sparsebench.harness.bench.operands import _play, operands, other_draw, redraw
 from sparsebench.harness.catalog import load_op
 from sparsebench.harness.models.train_lm.model import Decoder, Sizes
 from sparsebench.harness.models.train_lm.text import Text, contexts, evenly, standard_library
@@ -284,7 +284,7 @@ def test_next_draw_plays_other_rows_and_needs_two_tokens(tmp_path: Path) -> None
     recording = torch.arange(3.0)[:, None]
     x, last = torch.empty(1, 1), 0
     for _ in range(50):
-        draw = unseen(last, [recording])
+        draw = other_draw(last, [recording])
         _play(recording, x, last)
         before = float(x)
         _play(recording, x, draw)

@@ -2,7 +2,8 @@
 
 import subprocess
 import sys
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 
 import declare
 import pytest
@@ -49,14 +50,30 @@ class Other(Dense):
     def to_dense(self):
         return {to_dense}
 
-FORMAT = Other
+NAME = Other
+"""
+OP = """
+from dataclasses import replace
+import torch
+from sparsebench.harness.ops import linear
+from sparsebench.harness.ops._op import Operand
+NAME = replace(linear.OP, {changed})
+"""
+PATTERN = """
+import torch
+from sparsebench.harness.patterns._pattern import Pattern, Rule
+NAME = Pattern({rule})
+"""
+FIGURE = """
+class NAME:
+    TITLE, ORDER, draw = 'Text', 0, lambda frames: '<b>'
 """
 STORES = "return super().from_dense(dense)"
+RANDOM = "lambda w: Rule(w.elements, 4, score=lambda g, *_: torch.randint(9, (g.cells,)))"
 
 
-@pytest.mark.parametrize(
-    ("from_dense", "to_dense", "reason"),
-    [
+def _formats() -> Iterator[tuple[str, str | None]]:
+    for from_dense, to_dense, reason in (
         (STORES, "self.values.clone()", None),
         (STORES, "self.values.half()", "expected torch.bfloat16 back, found torch.float16"),
         (STORES, "self.values.T", "expected its shape back"),
@@ -64,91 +81,41 @@ STORES = "return super().from_dense(dense)"
         (STORES, "self.values.abs()", "expected the same bits back"),
         ("return cls(dense.shape, dense)", "self.values", ": expected FormatError, found"),
         ("require(False, 'never')", "None", "expected it to hold a matrix .* found FormatError"),
-    ],
-)
-def test_a_format_that_breaks_its_contract_is_found(
-    tmp_path, monkeypatch, from_dense, to_dense, reason
-) -> None:
-    (tmp_path / "other_format.py").write_text(
-        FORMAT.format(from_dense=from_dense, to_dense=to_dense)
-    )
+    ):
+        yield FORMAT.format(from_dense=from_dense, to_dense=to_dense), reason
+
+
+OPS = {
+    "definition=lambda x, w: linear.definition(w, x)": r"expected arguments \['w', 'x'\]",
+    "definition=lambda w, x: linear.definition(w, x).float()": "an output of torch.float16",
+    "spread=lambda w, x: linear.spread(w, x)[:1]": r"expected a spread \[3, 6\], found",
+    "spread=lambda w, x: 0 * linear.spread(w, x)": "expected a spread above 0",
+    "spread=lambda w, x: 1e-6 * linear.spread(w, x)": "expected errors above 0 and below",
+    "flops=lambda problem, nnz: 1.0": "expected operations from 0 to more, found 1.0 to 1.0",
+    "fewest_bytes=lambda problem, nnz, size: size * nnz['w'] // 2": "bytes more for all non",
+    "operands={'w': Operand('weight', ('q', 'k'))}": r"expected sizes to be fields, found",
+}
+RULES = {
+    "lambda w: Rule(w.elements, group=4, counts=(1,))": None,
+    "lambda w: Rule(w.elements, group=w.k, counts=(0,))": "expected a level that it has",
+    RANDOM: "expected one mask, found two",
+    "lambda w: Rule(w.elements, 4), derived=lambda fields: [1]": "expected values by name",
+}
+BROKEN: list[tuple[Callable[[str], None], str, str | None]] = [
+    *((testing.check_format, code, reason) for code, reason in _formats()),
+    *((testing.check_op, OP.format(changed=code), reason) for code, reason in OPS.items()),
+    *((testing.check_pattern, PATTERN.format(rule=rule), why) for rule, why in RULES.items()),
+    (testing.check_figure, FIGURE, "expected Markup, found str"),
+]
+
+
+@pytest.mark.parametrize(("check", "code", "reason"), BROKEN)
+def test_what_breaks_its_contract_is_found(tmp_path, monkeypatch, check, code, reason) -> None:
+    (tmp_path / "other_module.py").write_text(code)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "other_format", raising=False)
-    if reason is None:
-        testing.check_format("other_format:FORMAT")
-    else:
-        with pytest.raises(AssertionError, match=reason):
-            testing.check_format("other_format:FORMAT")
-
-
-OP = """
-from dataclasses import replace
-import torch
-from sparsebench.harness.ops import linear
-from sparsebench.harness.ops._op import Operand
-OP = replace(linear.OP, {changed})
-"""
-
-
-@pytest.mark.parametrize(
-    ("changed", "reason"),
-    [
-        ("definition=lambda x, w: linear.definition(w, x)", r"expected arguments \['w', 'x'\]"),
-        ("definition=lambda w, x: linear.definition(w, x).float()", "an output of torch.float16"),
-        ("spread=lambda w, x: linear.spread(w, x)[:1]", r"expected a spread \[3, 6\], found"),
-        ("spread=lambda w, x: 0 * linear.spread(w, x)", "expected a spread above 0"),
-        ("spread=lambda w, x: 1e-6 * linear.spread(w, x)", "expected errors above 0 and below"),
-        ("flops=lambda problem, nnz: 1.0", "expected operations from 0 to more, found 1.0 to 1.0"),
-        ("fewest_bytes=lambda problem, nnz, size: size * nnz['w'] // 2", "bytes more for all non"),
-        ("operands={'w': Operand('weight', ('q', 'k'))}", r"expected sizes to be fields, found"),
-    ],
-)
-def test_an_op_that_breaks_its_contract_is_found(tmp_path, monkeypatch, changed, reason) -> None:
-    (tmp_path / "other_op.py").write_text(OP.format(changed=changed))
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "other_op", raising=False)
-    with pytest.raises(AssertionError, match=reason):
-        testing.check_op("other_op:OP")
-
-
-PATTERN = """
-import torch
-from sparsebench.harness.patterns._pattern import Pattern, Rule
-PATTERN = Pattern({rule})
-"""
-
-
-@pytest.mark.parametrize(
-    ("rule", "reason"),
-    [
-        ("lambda w: Rule(w.elements, group=4, counts=(1,))", None),
-        ("lambda w: Rule(w.elements, group=w.k, counts=(0,))", "expected a level that it has"),
-        (
-            "lambda w: Rule(w.elements, 4, score=lambda g, *_: torch.randint(9, (g.cells,)))",
-            "expected one mask, found two",
-        ),
-        ("lambda w: Rule(w.elements, 4), derived=lambda fields: [1]", "expected values by name"),
-    ],
-)
-def test_a_pattern_that_breaks_its_contract_is_found(tmp_path, monkeypatch, rule, reason) -> None:
-    (tmp_path / "other_pattern.py").write_text(PATTERN.format(rule=rule))
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "other_pattern", raising=False)
-    if reason is None:
-        testing.check_pattern("other_pattern:PATTERN")
-    else:
-        with pytest.raises(AssertionError, match=reason):
-            testing.check_pattern("other_pattern:PATTERN")
-
-
-def test_a_figure_that_draws_text_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    (tmp_path / "other_figure.py").write_text(
-        "class TEXT:\n    TITLE, ORDER, draw = 'Text', 0, lambda frames: '<b>'\n"
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "other_figure", raising=False)
-    with pytest.raises(AssertionError, match="expected Markup, found str"):
-        testing.check_figure("other_figure:TEXT")
+    monkeypatch.delitem(sys.modules, "other_module", raising=False)
+    with pytest.raises(AssertionError, match=reason) if reason else nullcontext():
+        check("other_module:NAME")
 
 
 def test_a_kernel_that_runs_nothing_is_found_with_its_reasons() -> None:

@@ -14,7 +14,7 @@ from sparsebench.harness.bench.correctness import Expected, check, roundings
 from sparsebench.harness.bench.operands import operands as drawn
 from sparsebench.harness.bench.operands import redraw
 from sparsebench.harness.catalog import load_op
-from sparsebench.harness.ops._op import bound
+from sparsebench.harness.ops._op import with_fields
 from sparsebench.kernels._kernel import OUTPUTS, Launch, Operands
 from sparsebench.results.record import Problem
 
@@ -34,7 +34,7 @@ def operands_for(
     op = load_op(problem.op)
     dense = drawn(problem, op, device, None)
     weights = {name: formats.get(name, Dense.from_dense)(w) for name, w in dense.weights.items()}
-    return Operands(problem, weights, dense.activations, bound(op.definition, problem))
+    return Operands(problem, weights, dense.activations, with_fields(op.definition, problem))
 
 
 def expected_of(operands: Operands) -> Expected:
@@ -42,8 +42,8 @@ def expected_of(operands: Operands) -> Expected:
     problem, op = operands.problem, load_op(operands.problem.op)
     plain = {name: w.to_dense() for name, w in operands.weights.items()} | {**operands.activations}
     exact = {name: tensor.double() for name, tensor in plain.items()}
-    right, spread = (bound(f, problem)(**exact) for f in (op.definition, op.spread))
-    dtype, torchs_own = problem["dtype"], bound(op.definition, problem)(**plain)
+    right, spread = (with_fields(f, problem)(**exact) for f in (op.definition, op.spread))
+    dtype, torchs_own = problem["dtype"], with_fields(op.definition, problem)(**plain)
     rest = OUTPUTS[dtype], op.longest_sum(problem, exact), *roundings(dtype, op.rounds(dtype))
     return Expected(right, spread, *rest, parts=op.parts(problem), plain=torchs_own)
 

@@ -10,11 +10,22 @@ from torch import Tensor
 
 from sparsebench.kernels._common import front
 from sparsebench.kernels._common.front_in_python import DGRAD, LINEAR, MOST, WGRAD, Repeats
-from tests.kernels.test_front import DOUBLE, kind  # noqa: F401
-from tests.kernels.test_front import pytestmark as extension
+from tests.kernels.conftest import ADD, COLUMNS, DOUBLE
+from tests.tools.marks import needs_gxx
 
+extension = [
+    needs_gxx,
+    pytest.mark.exhaustive,  # compiles for 15 s
+    pytest.mark.skipif(torch.cuda.is_available(), reason="the driver itself is connected there"),
+]
 X = torch.arange(32.0).view(4, 8)
 Record = Callable[..., Any]
+
+
+@pytest.fixture(params=["Python", pytest.param("extension", marks=extension)])
+def new(request: pytest.FixtureRequest) -> Any:
+    """Return the class of recordings: that of Python or of the extension."""
+    return Repeats if request.param == "Python" else request.getfixturevalue("kind")
 
 
 def by_extension(record: Any, x: Tensor) -> None:
@@ -23,18 +34,16 @@ def by_extension(record: Any, x: Tensor) -> None:
     record.add(0, [x], [torch.empty_like(x)], [step], [], None, [], None)
 
 
-@pytest.fixture(params=["Python", pytest.param("extension", marks=extension)])
-def doubling(request: pytest.FixtureRequest) -> Record:
+@pytest.fixture
+def doubling(new: Any) -> Record:
     """Return a function that records calls of 2 X, for as many tokens as each X has."""
-    in_python = request.param == "Python"
-    new = Repeats if in_python else request.getfixturevalue("kind")
 
     def recorded(holder: dict[str, Any], *xs: Tensor, limit: int = 0, content: bool = True) -> Any:
         record = new(limit)
         record.guard(holder, "w", holder["w"], content)
         record.guard(holder, "bias", holder.get("bias"), False)
         for x in xs or (X,):
-            if in_python:
+            if new is Repeats:
                 record.add(LINEAR, [x], lambda rows: 2 * rows)
             else:
                 by_extension(record, x)
@@ -137,80 +146,121 @@ def test_the_third_call_of_an_unchanged_weight_is_repeated(monkeypatch: pytest.M
 
 
 class Layer:
-    """Y = X * W + bias of X [..., 8] and W [8]; the derivative counts its calls, and adds them."""
+    """Y = 2 X + bias, dX = dY + V and dW = dY + X; the derivative in Python counts its calls."""
 
-    def __init__(self, bias: Tensor | None = None) -> None:
-        self.values, self.index = torch.nn.Parameter(torch.arange(1.0, 9.0)), torch.ones(3)
-        self.calls: list[tuple[bool, bool]] = []
-        self.front = Repeats(0)
-        for tensor, content in ((self.values, False), (bias, False), (self.index, True)):
-            self.front.guard(None, "", tensor, content)
+    def __init__(self, new: Any, x: Tensor, bias: Tensor | None = None) -> None:
+        rows = x.detach().reshape(-1, COLUMNS)
+        self.values, self.index = torch.nn.Parameter(torch.randn(len(rows), COLUMNS)), torch.ones(3)
+        self.calls: list[tuple[bool, ...]] = []
+        self.front, self.in_python = new(0), new is Repeats
+        for name, tensor in (("values", self.values), ("bias", bias), ("index", self.index)):
+            self.front.guard(None, name, tensor, name == "index")
         self.front.differentiate(self.derivative, self.values, bias, False)
-        self.bias = 0 if bias is None else bias
+        if self.in_python:
+            zero_or_bias = 0 if bias is None else bias
+            self.front.add(LINEAR, [x.detach()], lambda rows: 2 * rows + zero_or_bias)
+        else:
+            self._add(0, [rows, self.values.detach()], DOUBLE, [0, 2], bias)
+
+    def _add(
+        self, op: int, inputs: list[Tensor], kernel: int, places: list[int], bias: Any = None
+    ) -> None:
+        """Record a launch of a kernel whose arguments are operands at some places."""
+        at = [8 * i for i in range(len(places))]
+        patches = [(place, 0, offset) for place, offset in zip(places, at, strict=True)]
+        step: Any = (kernel, len(inputs[0]), 32, 0, [], b"\0" * 8 * len(at), at, patches, None)
+        unread = [i for i in range(len(inputs)) if i not in places]
+        assert self.front.add(
+            op, inputs, [torch.empty_like(inputs[0])], [step], unread, bias, [], None
+        )
 
     def __call__(self, x: Tensor) -> Tensor:
-        self.front.add(LINEAR, [x], lambda rows: rows * self.values + self.bias)
         y = self.front(x)
         assert y is not None
         return y
 
     def derivative(
-        self, record: Any, dy: Tensor, x: Any, values: Any, for_x: bool, for_values: bool
+        self, record: Any, dy: Tensor, x: Any, values: Any, *needed: bool
     ) -> tuple[Tensor | None, Tensor | None]:
-        self.calls.append((for_x, for_values))
-        rows, dx, dw = dy.reshape(-1, 8), None, None
-        if for_x:
-            dx = front.record(record, DGRAD, [rows, values], torch.mul).view(dy.shape)
-        if for_values:
-            operands = [rows, x.reshape(-1, 8)]
-            dw = front.record(record, WGRAD, operands, lambda a, b: (a * b).sum(0))
-        return dx, dw
+        self.calls.append(needed)
+        rows, results = dy.reshape(-1, COLUMNS), []
+        for op, need, other in ((DGRAD, needed[0], values), (WGRAD, needed[1], x)):
+            operands = [rows, other.reshape(-1, COLUMNS)] if need else []
+            if need and self.in_python:
+                results.append(front.record(record, op, operands, torch.add))
+            else:
+                results.append(torch.add(*operands) if need else None)
+        dx, dw = results
+        return None if dx is None else dx.view(dy.shape), dw
+
+    def plan(self, x: Tensor) -> None:
+        """Record both products of backward; in Python, the first call does."""
+        if self.in_python:
+            self.gradients(x, torch.ones_like(x))
+        else:
+            rows = x.detach().reshape(-1, COLUMNS)
+            for op, other in ((1, self.values.detach()), (2, rows)):
+                self._add(op, [torch.empty_like(rows), other], ADD, [0, 1, 2])
+        self.calls.clear()
 
     def gradients(self, x: Tensor, dy: Tensor) -> list[Tensor]:
         """Return dX and dW, and check both."""
         dx, dw = torch.autograd.grad(self(x), (x, self.values), dy)
-        torch.testing.assert_close(dx, dy * self.values)
-        torch.testing.assert_close(dw, (dy * x).reshape(-1, 8).sum(0))
+        torch.testing.assert_close(dx, dy + self.values.view(x.shape))
+        torch.testing.assert_close(dw, (dy + x).view(dw.shape))
         return [dx, dw]
 
 
-@pytest.mark.parametrize("shape", [(4, 8), (2, 2, 8)])
-def test_gradients_are_repeated_for_operands_of_the_same_layout(shape: tuple[int, ...]) -> None:
-    layer, x, dy = Layer(), torch.randn(shape, requires_grad=True), torch.randn(shape)
+def planned(new: Any, *shape: int) -> tuple[Layer, Tensor]:
+    """Return a layer whose backward is repeated, and its X."""
+    x = torch.randn(*(shape or (6,)), COLUMNS, requires_grad=True)
+    layer = Layer(new, x)
+    layer.plan(x)
+    return layer, x
+
+
+@pytest.mark.parametrize("shape", [(6,), (2, 3)])
+def test_gradients_are_repeated_for_operands_of_the_same_layout(new, shape) -> None:
+    layer, x = planned(new, *shape)
+    dy = torch.randn_like(x)
     for _ in range(3):
         layer.gradients(x, dy)
         layer.gradients(x.detach().clone().requires_grad_(), dy.clone())
-    assert layer.calls == [(True, True)]
-    layer.gradients(x, torch.ones(()).expand(shape))  # in another layout
-    assert layer.calls[1:] == [(True, True)]
+    assert not layer.calls
+    layer.gradients(x, torch.ones(()).expand(x.shape))  # in another layout
+    assert layer.calls == [(True, True)] * layer.in_python
 
 
-def test_only_the_gradients_that_are_needed_are_computed() -> None:
-    layer, x, dy = Layer(), X.clone(), torch.randn(4, 8)
-    for needs_x in (False, True, True):
-        layer(x.requires_grad_(needs_x)).backward(dy)
-    assert layer.calls == [(False, True), (True, False)]  # dW is repeated
-    torch.testing.assert_close(x.grad, 2 * dy * layer.values)
+def test_only_the_gradients_that_are_needed_are_computed(new: Any) -> None:
+    x, dy = torch.randn(6, COLUMNS), torch.randn(6, COLUMNS)
+    layer = Layer(new, x)
+    layer(x).backward(dy)
+    assert layer.calls == [(False, True)]
+    (dx,) = torch.autograd.grad(layer(x.requires_grad_()), x, dy)
+    assert layer.calls[1:] == [(True, False)]
+    torch.testing.assert_close(dx, dy + layer.values)
 
 
-def test_a_bias_has_its_gradient() -> None:
-    bias, dy = torch.randn(8, requires_grad=True), torch.randn(2, 2, 8)
-    Layer(bias)(X.view(2, 2, 8)).backward(dy)
+def test_a_bias_has_its_gradient(new: Any) -> None:
+    bias = torch.randn(COLUMNS, requires_grad=True)
+    x, dy = torch.randn(2, 3, COLUMNS), torch.randn(2, 3, COLUMNS)
+    y = Layer(new, x, bias)(x)
+    y.backward(dy)
+    torch.testing.assert_close(y, 2 * x + bias)
     torch.testing.assert_close(bias.grad, dy.sum((0, 1)))
 
 
-def test_second_derivatives_take_the_derivative() -> None:
-    layer, x = Layer(), X.clone().requires_grad_()
-    layer.gradients(x, X)
+def test_second_derivatives_take_the_derivative(new: Any) -> None:
+    layer, x = planned(new)
     (dx,) = torch.autograd.grad(layer(x).square().sum(), x, create_graph=True)
-    dx.sum().backward()
-    torch.testing.assert_close(layer.values.grad, (4 * layer.values * x).sum(0).detach())
+    assert len(layer.calls) == 1
+    dx.sum().backward()  # dX = 2 Y + V, and backward of Y gives V the gradient 2 + X
+    torch.testing.assert_close(layer.values.grad, 3 + x.detach())
 
 
 @pytest.mark.parametrize("which", ["values", "x"])
-def test_a_write_between_forward_and_backward_is_an_error(which: str) -> None:
-    layer, x = Layer(), X.clone().requires_grad_()
-    layer.gradients(x, X)
+def test_a_write_between_forward_and_backward_is_an_error(new: Any, which: str) -> None:
+    layer, x = planned(new)
     y = layer(x)
     with torch.no_grad():
         (layer.values if which == "values" else x).mul_(2)
@@ -218,39 +268,37 @@ def test_a_write_between_forward_and_backward_is_an_error(which: str) -> None:
         y.sum().backward()
 
 
-def test_the_derivative_sees_an_index_that_is_written_after_forward() -> None:
-    layer, x = Layer(), X.clone().requires_grad_()
-    layer.gradients(x, X)
+def test_the_derivative_sees_an_index_that_is_written_after_forward(new: Any) -> None:
+    layer, x = planned(new)
     y = layer(x)
     layer.index.zero_()
-    y.backward(X)
-    assert layer.calls == [(True, True), (True, True)]
+    y.backward(torch.ones_like(y))
+    assert layer.calls == [(True, True)]
     assert layer.front(x) is None
     assert layer.front.stale
 
 
-def test_values_that_moved_after_forward_are_read_where_they_are() -> None:
-    layer, x = Layer(), X.clone().requires_grad_()
-    layer.gradients(x, X)
-    y = layer(x)
-    layer.values.data = torch.randn(8)
-    (dx,) = torch.autograd.grad(y, x, X)
-    torch.testing.assert_close(dx, X * layer.values)
+def test_values_that_moved_after_forward_are_read_where_they_are(new: Any) -> None:
+    layer, x = planned(new)
+    y, dy = layer(x), torch.randn_like(x)
+    layer.values.data = torch.randn(6, COLUMNS)
+    (dx,) = torch.autograd.grad(y, x, dy)
+    torch.testing.assert_close(dx, dy + layer.values)
     assert layer.front(x) is None
     assert layer.front.stale
 
 
-def test_autocast_in_backward_takes_the_derivative() -> None:
-    layer, x = Layer(), X.clone().requires_grad_()
-    layer.gradients(x, X)
+def test_autocast_in_backward_takes_the_derivative(new: Any) -> None:
+    layer, x = planned(new)
     y = layer(x)
     with torch.autocast("cpu"):
-        y.backward(X)
-    assert len(layer.calls) == 2
+        y.backward(torch.ones_like(y))
+    assert layer.calls == [(True, True)]
 
 
-def test_checkpoints_and_hooks_of_saved_tensors_see_x_and_the_values() -> None:
-    layer, x, sizes = Layer(), X.clone().requires_grad_(), []
+def test_checkpoints_and_hooks_of_saved_tensors_see_x_and_the_values(new: Any) -> None:
+    x = torch.randn(2, 3, COLUMNS, requires_grad=True)
+    layer, dy, sizes = Layer(new, x), torch.randn(2, 3, COLUMNS), []
 
     def pack(t: Tensor) -> Tensor:
         sizes.append((*t.shape,))
@@ -258,17 +306,19 @@ def test_checkpoints_and_hooks_of_saved_tensors_see_x_and_the_values() -> None:
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
         y = layer(x)
-    torch.testing.assert_close(torch.autograd.grad(y, x, X)[0], X * layer.values)
-    assert sizes == [(4, 8), (8,)]
+    torch.testing.assert_close(torch.autograd.grad(y, x, dy)[0], dy + layer.values.view(x.shape))
+    assert sizes == [(2, 3, COLUMNS), (6, COLUMNS)]
     y = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False)
-    torch.testing.assert_close(torch.autograd.grad(y, x, X)[0], X * layer.values)
+    torch.testing.assert_close(torch.autograd.grad(y, x, dy)[0], dy + layer.values.view(x.shape))
 
 
-def test_a_step_of_an_optimizer_leaves_the_repeats() -> None:
-    layer, x = Layer(), X.clone().requires_grad_()
+def test_a_step_of_an_optimizer_leaves_the_repeats(new: Any) -> None:
+    layer, x = planned(new)
     optimizer = torch.optim.SGD([layer.values], lr=0.1)
     for _ in range(3):
-        layer.gradients(x, X)
-        layer.values.grad = torch.ones(8)
+        optimizer.zero_grad()
+        layer(x).backward(torch.ones_like(x))
         optimizer.step()
-    assert layer.calls == [(True, True)]
+    torch.testing.assert_close(layer.values.grad, 1 + x.detach())
+    assert not layer.front.stale
+    assert not layer.calls

@@ -1,8 +1,14 @@
-"""The digest of a compiled kernel covers its instructions, but no paths or file names."""
+"""Machine code: its digest covers instructions but no paths, and it is compiled once.
+
+All processes share what one has compiled, until anything that it depends on changes.
+"""
 
 import struct
+from pathlib import Path
 
-from sparsebench.kernels._common.machine_code import digest
+import pytest
+
+from sparsebench.kernels._common.machine_code import cache_folder, cached, digest
 
 
 def elf(**sections: bytes) -> bytes:
@@ -17,23 +23,8 @@ def elf(**sections: bytes) -> bytes:
         at = 64 + len(bodies)
         headers.append(struct.pack("<IIQQQQQQII", places[name], 1, 0, 0, at, len(body), *[0] * 4))
         bodies += body
-    head = struct.pack(
-        "<16sHHIQQQIHHHHHH",
-        b"\x7fELF",
-        2,
-        190,
-        1,
-        0,
-        0,
-        64 + len(bodies),
-        0,
-        64,
-        0,
-        0,
-        64,
-        len(headers),
-        len(headers) - 1,
-    )
+    counts = 64 + len(bodies), 0, 64, 0, 0, 64, len(headers), len(headers) - 1
+    head = struct.pack("<16sHHIQQQIHHHHHH", b"\x7fELF", 2, 190, 1, 0, 0, *counts)
     return head + bodies + b"".join(headers)
 
 
@@ -53,3 +44,36 @@ def test_an_instruction_a_constant_or_one_more_kernel_changes_it() -> None:
         digest(code, code),
     ]
     assert len({digest(code), *others}) == 4
+
+
+@pytest.fixture
+def compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return []
+
+
+def code(compiled: list[int], *key: object) -> bytes:
+    """Return the code for a key, and count compilations."""
+    return cached(key, lambda: compiled.append(1) or b"code")
+
+
+def test_code_is_compiled_once_and_anew_for_other_constants(compiled: list[int]) -> None:
+    for key in (("source", 1), ("source", 1), ("source", 2), ("source", 1)):
+        assert code(compiled, *key) == b"code"
+    assert len(compiled) == 2
+
+
+@pytest.mark.parametrize("left", [b"", b"x" * 40])
+def test_a_torn_or_changed_file_is_compiled_anew(left: bytes, compiled: list[int]) -> None:
+    code(compiled, "source")
+    (file,) = cache_folder("cubins").iterdir()
+    file.write_bytes(left)
+    assert code(compiled, "source") == b"code"
+    assert code(compiled, "source") == b"code"
+    assert len(compiled) == 2
+
+
+def test_without_a_folder_to_write_every_process_compiles(compiled, tmp_path) -> None:
+    (tmp_path / "sparsebench").write_text("a file")
+    assert code(compiled, "source") == code(compiled, "source") == b"code"
+    assert len(compiled) == 2

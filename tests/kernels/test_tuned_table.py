@@ -23,6 +23,7 @@ from sparsebench.kernels._kernel import Operands
 from sparsebench.kernels.bsr import bsr_triton, bsr_wgmma
 from sparsebench.results.record import Case, Contender, Problem, Row, Status
 from tests.tools.command_line import sparsebench
+from tests.tools.suites import ON_CPU, linear
 
 GPU = torch.device("cuda:0")
 AT = Sizes(4096, 4096, 4096, "bf16", (64, 64), 0.1)
@@ -231,19 +232,14 @@ def test_a_space_contains_the_search_and_is_bounded(m: int, side: int, dtype: st
         assert len(few) <= len(set(wide)) == len(wide) <= 40
 
 
-SUITE = """
-schema: sparsebench/suite@1
-title: to tune
-problems:
-  - {op: linear, m: [64, 128, 256], n: 256, k: 256, dtype: bf16, pattern: blocks, block: 64,
-     sparsity: 0.5}
-contenders:
-  - {format: bsr, kernel: bsr_triton, params: {block: $block}, options: {tuned: [true, false]}}
-  - {format: bsr, kernel: bsr_wgmma, params: {block: $block}}
-  - {format: bsr, kernel: torch_bsr, params: {block: $block}}
-baselines:
-  - {format: dense, kernel: torch_dense}
-"""
+OURS = "{format: bsr, kernel: bsr_triton, params: {block: $block}, options: {tuned: [true, false]}}"
+OTHERS = "bsr_wgmma", "torch_bsr"
+SUITE = linear(
+    "m: [64, 128, 256], n: 256, k: 256",
+    OURS,
+    *(f"{{format: bsr, kernel: {name}, params: {{block: $block}}}}" for name in OTHERS),
+    baselines=(ON_CPU,),
+)
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from xml.etree import ElementTree
 import pytest
 
 from sparsebench.harness.claims.checking import evidence
-from sparsebench.harness.claims.claim_plan import chosen
+from sparsebench.harness.claims.claim_plan import read_claims
 from sparsebench.reports.claims.pages import Entry, alone, badge, conditions, entries, lines, share
 from sparsebench.reports.site import run_folder
 from sparsebench.reports.site.pages import Site
@@ -139,7 +139,7 @@ def test_a_site_judges_claims_by_its_runs_and_links_to_them(tmp_path, monkeypatc
     monkeypatch.setattr(
         run_folder, "build", lambda *arguments, **more: None
     )  # of a report, which is slow
-    plan = evidence(chosen(["twell-2026-training", "macko-2025"])).planned()
+    plan = evidence(read_claims(["twell-2026-training", "macko-2025"])).planned()
     publish([STEP], tmp_path / "site", Site(claims=plan), lambda run: None)
     assert 'href="claims/index.html"' in (tmp_path / "site" / "index.html").read_text()
     table = (tmp_path / "site" / "claims" / "index.html").read_text()
@@ -147,7 +147,7 @@ def test_a_site_judges_claims_by_its_runs_and_links_to_them(tmp_path, monkeypatc
     assert rows == ["twell-2026-training", "macko-2025"]
     assert re.findall(r'<span class="badge \w+">(\d) ', table)
     text = (tmp_path / "site" / "claims" / "twell-2026-training.html").read_text()
-    (verdict,) = evidence(chosen(["twell-2026-training"]), [STEP]).verdicts().popitem()[1]
+    (verdict,) = evidence(read_claims(["twell-2026-training"]), [STEP]).verdicts().popitem()[1]
     assert (verdict.word, verdict.basis) == (Word.PARTLY, Basis.KERNEL_PROXY)
     assert f": {verdict.word} · sparsebench</title>" in text
     assert '<a href="../h200/ffn-step/index.html">h200/ffn-step</a>' in text

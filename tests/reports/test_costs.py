@@ -5,7 +5,12 @@ from dataclasses import replace
 import pytest
 
 from sparsebench.reports.costs import COSTS, METHODS, OF_MODEL, costs, markdown
-from sparsebench.results.measured_layers import Evidence, costs_of_pruning, of_pruning, packaged
+from sparsebench.results.measured_layers import (
+    Evidence,
+    costs_of_pruning,
+    of_pruning,
+    packaged_evidence,
+)
 from sparsebench.results.model_files import Pruning, PruningOutcome
 
 GPU = "NVIDIA H200"
@@ -29,7 +34,7 @@ def pruning() -> Pruning:
 
 
 def test_a_line_has_the_rises_by_method_and_the_gains_of_layers(pruning: Pruning) -> None:
-    measured = packaged()
+    measured = packaged_evidence()
     evidence = Evidence(measured.gpus, measured.measured, [], [], costs_of_pruning(pruning, SOURCE))
     (table,) = costs(evidence, GPU)
     lines = {line[0]: line[1:] for line in table.lines}
@@ -47,6 +52,6 @@ def test_an_advice_has_the_best_method_and_only_losses_per_token(pruning: Prunin
 
 
 def test_the_published_table_has_each_method_of_a_real_model() -> None:
-    evidence = packaged()
+    evidence = packaged_evidence()
     gemma = {each.method for each in evidence.costs if each.model.startswith("gemma-3-270m")}
     assert gemma == METHODS.keys()

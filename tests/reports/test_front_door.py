@@ -44,11 +44,6 @@ def test_a_case_that_takes_longer_than_one_of_more_tokens_is_listed(slow, cases)
     assert ("m 7" in text, "at m 8" in text) == (bool(cases), bool(cases))
 
 
-def test_a_run_of_few_numbers_of_tokens_has_no_cliffs() -> None:
-    problem = Problem("linear", {**FIELDS, "m": 8, "sparsity": 0.9})
-    assert not cliffs.draw(frames_of(run(rows(problem, (USERS, 9.0), (DENSE, 8.0)))))
-
-
 @pytest.mark.parametrize(("us", "within"), [(10.7, 1), (10.9, 0)])
 def test_what_users_get_is_compared_with_the_fastest_kernel_of_its_format(us, within) -> None:
     problem = Problem("linear", {**FIELDS, "m": 8, "sparsity": 0.9})

@@ -21,7 +21,6 @@ from sparsebench.results.model_files import PRUNING_SCHEMA, Pruning, read_prunin
 from sparsebench.results.store import Run
 from tests.simulated.in_process import in_this_process
 from tests.tools.command_line import sparsebench
-from tests.tools.paths import PUBLISHED
 from tests.tools.reports import report_of
 
 SUITE = """
@@ -160,15 +159,6 @@ def test_a_run_of_one_dense_fraction_has_no_such_figure(run: Run, tmp_path: Path
     assert "<svg" not in part
 
 
-def test_contenders_of_one_problem_are_one_line(run: Run, tmp_path: Path) -> None:
-    """Labels hold the fraction if one problem has several, but the contender is the same."""
-    problem = run.rows[0].case.problem
-    rows = [replace(row, case=replace(row.case, problem=problem)) for row in run.rows]
-    rows = [row for row in rows if not row.case.contender.twin]
-    part = section(report_of(replace(run, rows=rows), pruning=read(tmp_path, document())))
-    assert part.count("spense/spense_wgmma over dense/cublas") == 1
-
-
 def test_no_point_beats_the_front_which_includes_the_dense_baseline() -> None:
     points = pd.DataFrame(
         {"speedup": [1.5, 1.3, 1.3, 1.2, 0.9, 1.4], "error": [0.3, 0.1, 0.2, 0.15, 0.0, 0.3]}
@@ -221,30 +211,3 @@ def test_the_command_reads_errors_and_refuses_in_one_line(run: Run, tmp_path: Pa
     done = report(tmp_path / "none.json")
     assert done.returncode == _console.BAD_INPUT
     assert "expected a readable file" in done.stderr
-
-
-def test_every_contender_of_the_suite_agrees_with_its_pattern() -> None:
-    contests = read_suite("spense-pareto").contests
-    anywhere = [c for c in contests if c.problem["pattern"] == "unstructured"]
-    kernels = [[contender.kernel for contender in c.contenders] for c in anywhere]
-    assert kernels == [["cublas", "default", "bitmap_mma"]] * len(anywhere)
-    hybrid = [c for c in contests if c not in anywhere]
-    assert len(hybrid) == 2 * 4 * 2 * 6
-    for contest in hybrid:
-        _, *ours = contest.contenders
-        fraction = 1 - 2 * contest.problem["sparsity"]
-        by = "rows" if contest.problem["n"] == 51200 else "columns"
-        assert [c.params for c in ours] == [{"dense_fraction": fraction, "split": by}] * 2
-        assert contest.problem["pattern"] == f"spense_{by}"
-
-
-@pytest.mark.parametrize(
-    "path", sorted((PUBLISHED / "pruning").glob("*.json")), ids=lambda p: p.name
-)
-def test_published_errors_can_be_read_and_a_dense_model_has_none(path: Path) -> None:
-    pruning = read_pruning(path)
-    methods = {outcome.method for outcome in pruning.outcomes}
-    assert {"magnitude", "wanda"} <= methods <= {"magnitude", "wanda", "spensegpt"}
-    for whole in (outcome for outcome in pruning.outcomes if outcome.dense == 1):
-        assert whole.errors["output"] < 1e-6
-        assert whole.loss == pytest.approx(pruning.loss, rel=1e-5)

@@ -14,7 +14,6 @@ import yaml
 
 from sparsebench._writing import locked_folder
 from sparsebench.errors import ResultError
-from sparsebench.harness.commands.publish import address
 from sparsebench.reports.build import Surrounding
 from sparsebench.reports.site import grids, run_folder
 from sparsebench.reports.site.cards import Card
@@ -88,22 +87,43 @@ def shown(grid: grids.Grid) -> dict[str, list[str]]:
     return {line.head: [cell.text if cell else "" for cell in line.cells] for line in grid.lines}
 
 
-def test_a_cell_shows_the_range_over_problems_or_one_gain_with_its_interval() -> None:
-    both = joined([lines(("bsr", "64", 0.892)), lines(("bsr", "64", 1.5), shape="8 × 8")])
-    assert shown(only(both)) == {"blocks of 64": ["0.89–1.5×"]}
-    ((cell,),) = [line.cells for line in only(lines(("bsr", "64", 0.892))).lines]
-    assert cell
-    assert (cell.text, cell.span, cell.wins) == ("0.89×", "[0.88, 0.90]", False)
+OLD = {"run": "old", "verdict": False, "processes": 1, "day": "2026-11-21", "shape": "8 × 8"}
+SLOW = {"run": "slow", "day": "2026-11-30"}
 
 
-def test_a_grid_of_sparse_formats_leaves_out_quantised_ones() -> None:
-    assert shown(only(lines(("spense", "", 1.4), ("int4", "", 3.5)))).keys() == {"2:4"}
+@pytest.mark.parametrize(
+    ("tables", "cells"),
+    [  # a range over problems; one gain
+        (
+            [lines(("bsr", "64", 0.892)), lines(("bsr", "64", 1.5), shape="8 × 8")],
+            {"blocks of 64": ["0.89–1.5×"]},
+        ),
+        ([lines(("spense", "", 1.4), ("int4", "", 3.5))], {"2:4": ["1.40×"]}),  # not quantised
+        (  # the largest gain comes first
+            [lines(("csr", "", 0.23), ("bsr", "64", 3.17), ("spense", "", 1.4))],
+            {"blocks of 64": ["3.17×"], "2:4": ["1.40×"], "CSR": ["0.23×"]},
+        ),
+        (  # a verdict replaces a look of the same row only
+            [lines(("bsr", "16", 2.16)), lines(("bsr", "16", 3.0), ("bsr", "64", 3.15), **OLD)],
+            {"blocks of 64": ["3.15×"], "blocks of 16": ["2.16×"]},
+        ),
+        (  # a run with few contenders does not stand for its format
+            [lines(("bsr", "64", 0.13), **SLOW), lines(("bsr", "64", 3.0), ("bsr", "64", 2.0))],
+            {"blocks of 64": ["3.00×"]},
+        ),
+    ],
+)
+def test_cells_of_a_grid(tables: list[pd.DataFrame], cells: dict[str, list[str]]) -> None:
+    grid = only(joined(tables))
+    assert [*shown(grid).items()] == [*cells.items()]
 
 
-def test_the_row_with_the_largest_gain_comes_first() -> None:
+def test_a_cell_has_its_interval_and_a_grid_its_finding() -> None:
     grid = only(lines(("csr", "", 0.23), ("bsr", "64", 3.17), ("spense", "", 1.4)))
-    assert [*shown(grid)] == ["blocks of 64", "2:4", "CSR"]
     assert grid.finding == "Yes: blocks of 64 and 2:4. No: CSR."
+    (cell,) = grid.lines[2].cells
+    assert cell
+    assert (cell.span, cell.wins, cell.look) == ("[0.22, 0.24]", False, False)
 
 
 def test_the_finding_names_the_first_level_from_which_a_row_wins() -> None:
@@ -116,20 +136,6 @@ def test_the_finding_names_the_first_level_from_which_a_row_wins() -> None:
     assert "blocks of 16 from 80 % sparsity on" in finding
     undecided = table.assign(decided=table.level != 0.5)
     assert "blocks of 16 and 32 from 80 % sparsity on" in only(undecided).finding
-
-
-def test_a_verdict_replaces_a_look_of_the_same_row_only() -> None:
-    look = {"run": "old", "verdict": False, "processes": 1, "day": "2026-11-21", "shape": "8 × 8"}
-    verdict = lines(("bsr", "16", 2.16))
-    grid = only(joined([verdict, lines(("bsr", "16", 3.0), ("bsr", "64", 3.15), **look)]))
-    assert shown(grid) == {"blocks of 64": ["3.15×"], "blocks of 16": ["2.16×"]}
-    assert [cell.look for line in grid.lines for cell in line.cells if cell] == [True, False]
-
-
-def test_a_run_with_few_contenders_does_not_stand_for_its_format() -> None:
-    slow = lines(("bsr", "64", 0.13), run="slow", day="2026-11-30")
-    whole = lines(("bsr", "64", 3.0), ("bsr", "64", 2.0))
-    assert shown(only(joined([slow, whole]))) == {"blocks of 64": ["3.00×"]}
 
 
 def test_the_best_kernel_of_the_other_side_is_named() -> None:
@@ -274,6 +280,30 @@ def test_a_run_that_is_added_leaves_the_others_as_they_are(site: Path, tmp_path:
     assert len(publish([STEP], site, Site(), unchecked).slugs) == 1
 
 
+def test_a_run_that_is_added_makes_the_site_that_a_full_build_makes(tmp_path, monkeypatch) -> None:
+    def build(run: object, file: Path, surrounding: Surrounding, **more: object) -> None:
+        file.write_text(str(surrounding))
+
+    def contents(to: Path) -> dict[str, bytes]:
+        files = (path for path in to.rglob("*") if path.is_file())
+        return {file.relative_to(to).as_posix(): file.read_bytes() for file in files}
+
+    monkeypatch.setattr(run_folder, "build", build)
+    gpu = json.loads((STEP / "environment.json").read_text())["gpu"]
+    other = copied(tmp_path / "other", gpu={**gpu, "name": "another GPU", "uuid": "GPU-2"})
+    grown, whole = tmp_path / "grown", tmp_path / "whole"
+    publish([STEP], grown, Site(), unchecked)
+    before = contents(grown)
+    publish([other], grown, Site(), unchecked)
+    after = contents(grown)
+    publish([STEP, other], whole, Site(), unchecked)
+    assert after == contents(whole)
+    changed = {name for name in after if after[name] != before.get(name)}
+    assert {name for name in after if b"another-gpu/other" in after[name]} <= changed
+    assert {"index.html", "runs.html", "formats/dense.html", "compare/ffn-step.html"} <= changed
+    assert not {name for name in changed if name.startswith("h200/")}
+
+
 def test_a_suite_that_ran_on_several_devices_has_a_comparison(copy: Path, tmp_path: Path) -> None:
     assert not [*copy.glob("compare/*.json")]
     gpu = json.loads((STEP / "environment.json").read_text())["gpu"]
@@ -314,6 +344,10 @@ def test_paths_users_and_hosts_are_left_out_and_listed(tmp_path: Path) -> None:
     run = copied(
         tmp_path / "run", tuned=path, hostname="node17", note="lovelace on node17: ~/x/y.py"
     )
+    no_paths = "https://a.b/c/d", "GB/s at 1 / (1 - s)", "n/k and/or", "a/b"
+    plain = copied(tmp_path / "plain", **{str(i): text for i, text in enumerate(no_paths)})
+    (tmp_path / "same").mkdir()
+    assert bundle.redact(plain, tmp_path / "same").texts == {}
     (run / "worker.log").write_text("lovelace")
     (tmp_path / "clean").mkdir()
     removed = bundle.redact(run, tmp_path / "clean")
@@ -328,13 +362,6 @@ def test_paths_users_and_hosts_are_left_out_and_listed(tmp_path: Path) -> None:
     assert [row.case.id for row in store.rows(tmp_path / "clean")] == [
         row.case.id for row in store.rows(run)
     ]
-
-
-@pytest.mark.parametrize("text", ["https://a.b/c/d", "GB/s at 1 / (1 - s)", "n/k and/or", "a/b"])
-def test_text_that_is_not_a_path_stays(text: str, tmp_path: Path) -> None:
-    run = copied(tmp_path / "run", note=text)
-    (tmp_path / "clean").mkdir()
-    assert bundle.redact(run, tmp_path / "clean").texts == {}
 
 
 def test_names_are_text_on_every_page_and_safe_in_a_link(site: Path) -> None:
@@ -363,7 +390,7 @@ def test_names_are_text_on_every_page_and_safe_in_a_link(site: Path) -> None:
 @pytest.fixture
 def without_claims(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a site have no claims, which take a second to plan."""
-    monkeypatch.setattr("sparsebench.harness.claims.claim_plan.chosen", lambda names: [])
+    monkeypatch.setattr("sparsebench.harness.claims.claim_plan.read_claims", lambda names: [])
 
 
 @pytest.mark.usefixtures("without_claims")
@@ -387,27 +414,15 @@ def test_a_bad_call_is_one_line_and_writes_nothing(tmp_path: Path) -> None:
         assert done.returncode == 2, options
         assert message in " ".join(done.stderr.split())
         assert not to.exists()
-    assert [file.name for file in full.iterdir()] == ["thesis.tex"]
-
-
-@pytest.mark.usefixtures("without_claims")
-def test_two_publications_at_once_are_one_line_and_harm_nothing(tmp_path: Path) -> None:
-    to = tmp_path / "to"
     with locked_folder(to):
         done = sparsebench("publish", STEP, "--out", to)
     assert done.returncode == 2
     assert "no other process" in done.stderr
     assert not to.exists()
-
-
-def test_no_run_and_a_state_of_something_else_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ResultError, match="expected one run or more, found none"):
-        publish([], tmp_path / "to", Site(), unchecked)
-    (tmp_path / ".state.json").write_text('{"schema": "other@1"}')
-    with pytest.raises(ResultError, match="expected schema sparsebench/site@1, found other@1"):
-        publish([STEP], tmp_path, Site(), unchecked)
-
-
-def test_an_address_ends_with_a_slash() -> None:
-    assert address("https://a.example/x") == address("https://a.example/x/")
-    assert address("") == ""
+    with pytest.raises(ResultError, match="found none"):
+        publish([], to, Site(), unchecked)
+    (full / ".state.json").write_text('{"schema": "other@1"}')
+    with pytest.raises(ResultError, match="found other@1"):
+        publish([STEP], full, Site(), unchecked)
+    (full / ".state.json").unlink()
+    assert [file.name for file in full.iterdir()] == ["thesis.tex"]

@@ -115,8 +115,9 @@ def filled(
     monkeypatch.setattr(published, "repeated_cases", lambda runs: None)
     for module in (published.advice, published.repeats):
         monkeypatch.setattr(module, "text_of", lambda rows: "")
-    monkeypatch.setattr(published.advice, "collected", lambda *arguments: [])
-    monkeypatch.setattr(published.costs, "markdown", lambda *arguments: "")
+    monkeypatch.setattr(published.advice, "collect_evidence", lambda *arguments: [])
+    for module, name in ((published.costs, "markdown"), (published.advice, "in_brief")):
+        monkeypatch.setattr(module, name, lambda *arguments: "")
     (tmp_path / "docs").mkdir()
 
     def write(text: str) -> str:

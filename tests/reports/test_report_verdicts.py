@@ -12,14 +12,11 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
-from markupsafe import Markup
 
 from sparsebench.reports.build import build, frames_of
-from sparsebench.reports.figures._figure import Frames, each_measure, measures
+from sparsebench.reports.figures._figure import Frames, measures
 from sparsebench.reports.figures._verdict import outcome
-from sparsebench.reports.figures.ceilings import draw as ceilings
 from sparsebench.reports.figures.conversion import draw as conversion
-from sparsebench.reports.tables import without_dashes
 from sparsebench.results.record import Case, Contender, Problem, Row, Status
 from sparsebench.results.store import Run, read
 from tests.tools.paths import PUBLISHED
@@ -128,12 +125,14 @@ def test_an_unreliable_run_has_a_badge_above_everything_else() -> None:
     assert "UNRELIABLE" not in page("winners")
     assert '<p class="quiet">This run is reliable: 0 of 3 A/A pairs' in page("winners")
     assert ">VERDICT: " in page("winners")
+    assert "Intervals: 95 % over 8 processes (Hodges-Lehmann)." in page("winners")
 
 
 def test_a_look_is_marked_once() -> None:
     text = page("noise", processes=5)
     assert text.count('<p class="why look">5 processes: a look, no verdict') == 1
     assert "LOOK" not in page("winners")
+    assert "Intervals: range over 5 processes;" in page("winners", processes=5)
     assert '<p class="why look">1 process: a look' in report_of(run(processes=1), only="winners")
 
 
@@ -143,17 +142,6 @@ def test_the_answer_is_the_largest_speed_up_and_marks_undecided_ones() -> None:
     assert "bsr in blocks" not in answers[1]
     assert re.search(r"<b>At 80 %:</b> .*faster_perhaps", answers[1])
     assert 'class="cell undecided"' in drawn("answer")
-
-
-def test_the_table_has_the_largest_speed_up_with_its_outcome() -> None:
-    table = drawn("winners")
-    assert ">faster_perhaps</td>" in table
-    assert re.search(r"not settled \(\+\d+\)", table)
-
-
-def test_intervals_are_named_for_what_they_are() -> None:
-    assert "Intervals: 95 % over 8 processes (Hodges-Lehmann)." in page("winners")
-    assert "Intervals: range over 5 processes;" in page("winners", processes=5)
 
 
 def test_the_noise_floor_is_written_and_drawn_by_class() -> None:
@@ -182,6 +170,9 @@ def test_outcomes_are_words(name: str, more: Any, text: str) -> None:
 
 
 def test_undecided_cases_have_hollow_markers() -> None:
+    """In a look, these are the cases whose interval contains 1."""
+    look = frames(processes=5).raced.drop_duplicates("label").set_index("kernel")
+    assert look.undecided[["fast", "equal"]].to_list() == [False, True]
     cases = frames().raced.drop_duplicates("label").set_index("kernel")
     assert cases.undecided.to_dict() == {
         "cublas": True,
@@ -193,12 +184,6 @@ def test_undecided_cases_have_hollow_markers() -> None:
     assert cases.clear[cases.clear].index.to_list() == ["fast"]
     assert "hollow: equal within 1 %, or not settled" in drawn("speedup")
     assert "var(--paper)" in drawn("speedup")
-
-
-def test_in_a_look_hollow_means_that_the_interval_contains_one() -> None:
-    cases = frames(processes=5).raced.drop_duplicates("label").set_index("kernel")
-    assert cases.undecided[["fast", "equal"]].to_list() == [False, True]
-    assert "hollow: the interval contains 1" in drawn("speedup", processes=5)
 
 
 def test_kernel_time_with_a_cold_cache_is_drawn_first_and_the_rest_is_folded() -> None:
@@ -227,11 +212,6 @@ def test_values_shared_by_all_measures_are_written_once() -> None:
     assert drawn("storage").count("<figure>") == alone("storage", of).count("<figure>")
 
 
-def test_a_measure_with_nothing_to_draw_is_left_out() -> None:
-    cases = pd.DataFrame({"scope": ["op", "kernel"], "cache": ["cold", "cold"], "x": [1, 0]})
-    assert each_measure(cases, lambda group: Markup("drawn" * group.x.iloc[0])) == "drawn"
-
-
 def test_the_fraction_of_the_bound_is_shown_by_contender() -> None:
     figure = drawn("ceilings")
     assert "reading 4,100 GB/s; copying 3,900 GB/s; matrix products bf16 800 TFLOP/s" in figure
@@ -248,12 +228,6 @@ def test_a_raised_ceiling_is_reported() -> None:
     )
     assert sentence in figure
     assert "raised" not in drawn("ceilings")
-
-
-def test_a_run_without_ceilings_and_bounds_shows_none() -> None:
-    bare = run(bound_us=None, bound_by=None)
-    of = replace(bare, environment={"gpu": {"name": "A GPU"}})
-    assert not ceilings(frames_of(of))
 
 
 def test_marks_are_counted_in_a_sentence_and_listed_in_the_table() -> None:
@@ -276,15 +250,6 @@ def test_conversion_is_paid_back_with_and_without_preparing() -> None:
     assert fast[2:] == ["1.00", "1.00", "9,000", "4.00", "20", "100", "0 of 2"]
 
 
-def test_runs_in_which_every_process_searched_have_no_preparing_without_a_search() -> None:
-    assert "with preparing" not in str(conversion(frames_of(replace(run(), reference=[]))))
-
-
-def test_columns_of_dashes_are_left_out() -> None:
-    assert without_dashes(["a", "b"], [["1", "–"], ["–", "–"]]) == (["a"], [["1"], ["–"]])
-    assert without_dashes(["a", "b"], []) == (["a", "b"], [])
-
-
 def test_a_run_of_the_older_schema_has_its_page() -> None:
     """rows@1 had no references, no twins and no bounds."""
     whole = read(PUBLISHED / "nvidia-h200" / "training")
@@ -305,8 +270,3 @@ def test_a_run_that_was_stopped_after_its_pairs_has_a_page() -> None:
     text = report_of(replace(run(), rows=[]))
     assert "<svg" not in section("answer", text)
     assert "different: 0 of 1" in section("noise", text)
-
-
-def test_without_pairs_eight_processes_have_intervals_and_no_verdict() -> None:
-    text = report_of(replace(run(), reference=[]), only="winners")
-    assert "Intervals: 95 % over 8 processes" in text

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from sparsebench.reports.elsewhere import Elsewhere
 from sparsebench.reports.tables import Table
-from sparsebench.reports.terminal import Answer, answer_json, answer_markdown, counted
+from sparsebench.reports.terminal import Answer, answer_json, answer_markdown, count_statuses
 from sparsebench.results.analysis import analyse
 from sparsebench.results.answer import answers
 from sparsebench.results.record import Case, Contender, Problem, Row, Status
@@ -47,23 +47,22 @@ def text_of(shown: Run, width: int = 160) -> str:
     return " ".join(" ".join(lines(shown, width)).split())
 
 
-def changed(original: Run, **row: Any) -> Run:
-    """Return a run with changed rows of BSR."""
-    rows = [replace(r, **row) if r.case.contender == BSR else r for r in original.rows]
-    return replace(original, rows=rows)
-
-
-def test_a_failed_twin_is_counted_and_named() -> None:
-    whole = run(3, 50.0)
+@pytest.mark.parametrize(("failing", "name"), [(TWIN, "cublas (twin)"), (BSR, "bsr_triton")])
+def test_failures_are_counted_and_named_with_their_reason(failing: Contender, name: str) -> None:
     failed = {"status": Status.FAILED, "samples_us": (), "detail": "illegal address"}
-    rows = [replace(r, **failed) if r.case.contender.twin else r for r in whole.rows]
+    whole = run(3, 50.0)
+    rows = [replace(r, **failed) if r.case.contender == failing else r for r in whole.rows]
     broken = replace(whole, rows=rows)
-    assert counted(analyse(broken)) == {"ok": 2, "failed": 1}
-    assert "illegal address: cublas (twin)" in text_of(broken)
+    assert count_statuses(analyse(broken))["failed"] == 1
+    assert f"illegal address: {name}" in text_of(broken)
 
 
 def test_the_answer_is_a_sentence() -> None:
     text = text_of(run(3, 50.0))
+    assert text.count("--replicates 8") == 1
+    assert "[LOOK: 3 processes]" in text
+    assert "above 1 / (1 - sparsity)" not in text
+    assert "1 speedup is above 1 / (1 - sparsity)" in text_of(run(3, 5.0))
     assert "bsr_triton 50.1 µs, 2.00× cublas [2.00, 2.00]" in text
     assert "linear, m = 1, 90 %, 16 × 16 blocks" in text
     assert "linear, bf16, blocks, m 1, n 64, k 64, sparsity 90 %, block 16" in text
@@ -134,12 +133,6 @@ def test_the_headline_of_a_short_call_is_its_time_inside_a_chain(scale, chained)
     assert ("An empty launch takes 4.50 µs" in page) is chained
 
 
-def test_if_nothing_beats_dense_the_answer_says_so() -> None:
-    text = text_of(run(3, 200.0))
-    assert "Nothing beats dense (cublas) at any measured point." in text
-    assert "The nearest is BSR with 16 × 16 blocks, bsr_triton, 0.500×" in text
-
-
 def test_page_and_terminal_print_the_same_break_evens() -> None:
     result = run(8, 50.0)
     ((_, (general, *_)),) = answers(analyse(result).views)
@@ -163,12 +156,6 @@ def test_a_verdict_has_an_outcome(bsr_us: float, noise: float, outcome: str) -> 
     assert "a look" not in text
 
 
-def test_three_processes_give_a_look_that_is_explained_once() -> None:
-    text = text_of(run(3, 50.0))
-    assert text.count("--replicates 8") == 1
-    assert "[LOOK: 3 processes]" in text
-
-
 @pytest.mark.parametrize("width", [60, 80, 120, 200])
 def test_lines_fit_the_window_and_the_winner_is_whole(width: int) -> None:
     best = Contender("bsr", "bsr_triton", options={"tuned": True, "way": "a_long_one"})
@@ -183,13 +170,6 @@ def test_lines_fit_the_window_and_the_winner_is_whole(width: int) -> None:
     assert any("bsr_triton tuned=True way=a_long_one" in line for line in [*table, *text])
 
 
-def test_every_failure_is_listed_with_its_reason_and_cases() -> None:
-    broken = changed(run(3, 50.0), status=Status.FAILED, detail="no kernel image", samples_us=())
-    text = text_of(broken)
-    assert "1 case failed: no kernel image: bsr_triton" in text
-    assert "BSR not measured" in text
-
-
 def test_a_simulated_run_and_a_busy_machine_have_badges() -> None:
     finding = {"check": "other work on the host", "level": "warning", "found": "1.8 of 2 cores"}
     busy = run(3, 50.0, fitness={"before": [finding], "during": []})
@@ -197,11 +177,6 @@ def test_a_simulated_run_and_a_busy_machine_have_badges() -> None:
     assert "[SIMULATED]" in text
     assert "[BUSY MACHINE]" in text
     assert "before the run 1.8 of 2 cores" in text
-
-
-def test_a_speed_up_above_the_ideal_is_reported() -> None:
-    assert "1 speedup is above 1 / (1 - sparsity)" in text_of(run(3, 5.0))
-    assert "above 1 / (1 - sparsity)" not in text_of(run(3, 50.0))
 
 
 def test_the_json_holds_the_same_answer() -> None:

@@ -13,7 +13,7 @@ from sparsebench.reports.site.pages import Site
 from sparsebench.results import store
 from sparsebench.results.advice import NO, TRAIN, TRY, UNMEASURED, advise, left_out
 from sparsebench.results.analysis import analyse
-from sparsebench.results.measured_layers import Evidence, of_runs, packaged
+from sparsebench.results.measured_layers import Evidence, of_runs, packaged_evidence
 from sparsebench.results.model_shapes import MODELS, read_shapes
 from sparsebench.results.step_model import BOUND, ESTIMATE, LOOK, MEASURED
 from tests.tools.command_line import sparsebench
@@ -34,7 +34,7 @@ LLAMA = {
 
 @pytest.fixture(scope="module")
 def evidence() -> Evidence:
-    return packaged()
+    return packaged_evidence()
 
 
 def config(folder: Path, **changes: Any) -> Path:
@@ -88,6 +88,15 @@ def test_the_verdict_comes_first(model, gpu, tokens, word, begins, evidence) -> 
     answer = advise(evidence, read_shapes(model), gpu, tokens)
     assert answer.word == word
     assert presented.markdown(answer).startswith(f"**{begins}")
+
+
+def test_answers_name_the_format_and_the_measured_loss(evidence: Evidence) -> None:
+    assert " in spense" in presented.in_brief(evidence, "NVIDIA H200")
+    answer = advise(evidence, read_shapes("Llama-3-8B"), "H200", 4096)
+    assert answer.best
+    assert answer.best.nats is None
+    assert "(format bsr)" in answer.verdict
+    assert "10.32 nats" in answer.verdict  # of fewer zeros in blocks
 
 
 def test_a_gpu_without_rows_has_bounds_and_the_command_that_measures_it() -> None:

@@ -62,33 +62,23 @@ def test_the_winner_stands_with_its_interval_time_and_best_peer() -> None:
     assert where(view(measured_rows)).endswith("64 × 64 blocks · against dense (cublas, 100 µs)")
 
 
-def test_a_break_even_is_two_measured_levels() -> None:
-    (even,) = break_evens(view(swept({0.5: 0.5, 0.75: 1.0001, 0.875: 2.0})))
-    assert (even.slower, even.faster) == (0.5, 0.75)
-    answer = view(swept({0.5: 2**-0.5, 0.75: 2**0.5}))
-    assert break_evens(answer)[0].decided
-    assert sentences(answer)[0] == "BSR beats dense above a level between 50 % and 75 % sparsity."
-
-
-def test_a_break_even_is_where_the_last_level_at_which_it_is_slower_ends() -> None:
-    (even,) = break_evens(view(swept({0.5: 1.5, 0.75: 0.8, 0.875: 2.0, 0.9: 3.0})))
-    assert (even.slower, even.faster) == (0.75, 0.875)
-    (always,) = break_evens(view(swept({0.5: 1.5, 0.75: 2.0})))
-    assert np.isnan(always.slower)
-    assert always.faster == 0.5
-    (never,) = break_evens(view(swept({0.5: 1.5, 0.75: 0.8})))
-    assert never.slower == 0.75
-    assert np.isnan(never.faster)
-
-
-def test_a_break_even_beside_an_undecided_level_is_undecided() -> None:
-    answer = view(swept({0.5: 0.9995, 0.75: 1.5}))
-    assert not break_evens(answer)[0].decided
-    assert "not settled" in sentences(answer)[0]
-
-
-def test_a_level_that_was_measured_alone_is_not_the_first_of_several() -> None:
-    assert sentences(view(swept({0.9: 4.0})))[0] == "BSR beats dense at 90 % sparsity."
+@pytest.mark.parametrize(
+    ("ratios", "slower", "faster", "sentence"),
+    [
+        ({0.5: 0.7, 0.75: 1.4}, 0.5, 0.75, "beats dense above a level between 50 % and 75 %"),
+        ({0.5: 0.5, 0.75: 1.0001, 0.875: 2.0}, 0.5, 0.75, "not settled"),
+        ({0.5: 0.9995, 0.75: 1.5}, 0.5, 0.75, "not settled"),
+        ({0.5: 1.5, 0.75: 0.8, 0.875: 2.0, 0.9: 3.0}, 0.75, 0.875, "between 75 % and 87.5 %"),
+        ({0.5: 1.5, 0.75: 2.0}, np.nan, 0.5, "BSR beats dense at 50 % sparsity and above."),
+        ({0.5: 1.5, 0.75: 0.8}, 0.75, np.nan, ""),
+        ({0.9: 4.0}, np.nan, 0.9, "BSR beats dense at 90 % sparsity."),
+    ],
+)
+def test_a_break_even_is_the_last_slower_level_and_the_next(ratios, slower, faster, sentence):
+    answer = view(swept(ratios))
+    (even,) = break_evens(answer)
+    assert (even.slower, even.faster) == pytest.approx((slower, faster), nan_ok=True)
+    assert sentence in sentences(answer)[0]
 
 
 def test_the_better_of_two_variants_is_said_to_be_one() -> None:

@@ -14,24 +14,21 @@ from packaging.requirements import Requirement
 
 from sparsebench.errors import ResultError, SuiteError
 from sparsebench.harness.commands._console import UNCHECKED
-from sparsebench.harness.plan.selection import planned
+from sparsebench.harness.plan.selection import planned_contests
 from sparsebench.harness.plan.suite import expand, read
 from sparsebench.harness.run.validation import validate
 from sparsebench.results import bundle, store
 from sparsebench.results.record import OLDER_ROWS, ROWS_SCHEMA, Row, Status
 from tests.tools.command_line import sparsebench
 from tests.tools.rows import right_rows
+from tests.tools.suites import ON_CPU, linear
 
-SUITE = """
-schema: sparsebench/suite@1
-title: small
-problems:
-  - {op: linear, m: [4, 8], n: 32, k: 64, dtype: fp32, pattern: blocks, block: 8, sparsity: 0.5}
-contenders:
-  - {format: csr, kernel: scipy_csr}
-baselines:
-  - {format: dense, kernel: torch_dense}
-"""
+SUITE = linear(
+    "m: [4, 8], n: 32, k: 64, dtype: fp32, pattern: blocks, block: 8, sparsity: 0.5",
+    "{format: csr, kernel: scipy_csr}",
+    baselines=(ON_CPU,),
+    title="small",
+)
 FLAGS = {"device": "cpu", "data": None, "timeout_s": 60.0, "replicates": 2, "only": ""}
 STATE = {"suite": "small", "status": "finished", "flags": FLAGS}
 CPU = {"cpu": {"name": "a CPU"}, "gpu": None}
@@ -40,7 +37,7 @@ CPU = {"cpu": {"name": "a CPU"}, "gpu": None}
 def rows(suite: Path, data: Path | None = None, only: str = "") -> list[Row]:
     """Return what a run of the suite in two processes gives: A/A pairs, then the suite's rows."""
     suite_plan = replace(read(str(suite), data), name="small")
-    return right_rows(planned(suite_plan, "cpu", only))
+    return right_rows(planned_contests(suite_plan, "cpu", only))
 
 
 @pytest.fixture
@@ -89,20 +86,15 @@ def test_a_selection_of_a_suite_is_named(run: Path) -> None:
     assert "--only 'm=4'" in lines(run)[-1]
 
 
-def test_a_bundle_moves_and_keeps_its_name(run: Path, tmp_path: Path) -> None:
-    name = bundle.identity(run)
-    moved = Path(shutil.move(run, tmp_path / "elsewhere"))
-    assert len(lines(moved)) == 11
-    assert bundle.identity(moved) == name
-
-
-def test_compressed_rows_are_the_same_rows(run: Path) -> None:
+def test_a_bundle_that_is_compressed_and_moved_keeps_its_name(run: Path, tmp_path: Path) -> None:
     name, plain = bundle.identity(run), run / "rows.jsonl"
     (run / "rows.jsonl.gz").write_bytes(gzip.compress(plain.read_bytes(), 9))
     plain.unlink()
     assert len(lines(run)) == 11
     bundle.seal(run)
-    assert bundle.identity(run) == name
+    moved = Path(shutil.move(run, tmp_path / "elsewhere"))
+    assert len(lines(moved)) == 11
+    assert bundle.identity(moved) == name
 
 
 def test_reports_and_logs_are_no_evidence(run: Path) -> None:
@@ -130,11 +122,6 @@ def test_a_changed_or_missing_file_is_named(name: str, run: Path) -> None:
     assert complaint(run).startswith(f"/{name}: expected a readable file")
 
 
-def test_an_unsealed_run_is_refused(run: Path) -> None:
-    bundle.unseal(run)
-    assert complaint(run) == ": expected manifest.json, which seals a run; found none"
-
-
 def test_rows_of_an_older_schema_stay_valid_and_of_a_newer_one_are_refused(run: Path) -> None:
     text = (run / "rows.jsonl").read_text()
     for schema in OLDER_ROWS:
@@ -146,90 +133,99 @@ def test_rows_of_an_older_schema_stay_valid_and_of_a_newer_one_are_refused(run: 
     assert complaint(run).endswith('and whole lines, found {"schema": "sparsebench/rows@99"}')
 
 
-def test_a_torn_last_line_is_refused(run: Path) -> None:
+def edited(name: str, old: str, new: str) -> Callable[[Path], None]:
+    """Return a function that replaces the first `old` in a file of a run and seals it again."""
+
+    def change(run: Path) -> None:
+        text = (run / name).read_text()
+        assert old in text
+        (run / name).write_text(text.replace(old, new, 1))
+        bundle.seal(run)
+
+    return change
+
+
+def with_state(**changes: Any) -> Callable[[Path], None]:
+    def change(run: Path) -> None:
+        store.set_state(run, {**STATE, **changes})
+        bundle.seal(run)
+
+    return change
+
+
+def with_manifest(change: Callable[[dict[str, str]], object]) -> Callable[[Path], None]:
+    """Return a function that changes the files that a manifest names, and their digests."""
+
+    def changed(run: Path) -> None:
+        manifest = json.loads((run / "manifest.json").read_text())
+        change(manifest["files"])
+        (run / "manifest.json").write_text(json.dumps(manifest))
+
+    return changed
+
+
+def torn(run: Path) -> None:
     with (run / "rows.jsonl").open("a") as file:
         file.write('{"case": {')
     bundle.seal(run)
-    assert complaint(run).endswith('found a torn last line {"case": {')
 
 
-@pytest.mark.parametrize("name", ["../rows.jsonl", "/etc/hostname"])
-def test_a_manifest_that_names_files_elsewhere_is_refused(name: str, run: Path) -> None:
-    manifest = json.loads((run / "manifest.json").read_text())
-    manifest["files"][name] = "0" * 64
-    (run / "manifest.json").write_text(json.dumps(manifest))
-    assert complaint(run) == f"/manifest.json: expected names of files in the run, found {name}"
+def bomb(run: Path) -> None:
+    """Write 130 MiB of zeros as members of a gzip file, one after the other."""
+    (run / "rows.jsonl").unlink()
+    (run / "rows.jsonl.gz").write_bytes(gzip.compress(bytes(2**20)) * 130)
 
 
-def test_a_manifest_that_leaves_the_rows_out_is_refused(run: Path) -> None:
-    manifest = json.loads((run / "manifest.json").read_text())
-    del manifest["files"]["rows.jsonl"]
-    (run / "manifest.json").write_text(json.dumps(manifest))
-    assert complaint(run).startswith("/manifest.json: expected rows.jsonl among its files")
+FILES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "no seal": (bundle.unseal, ": expected manifest.json"),
+    "a torn last line": (torn, 'found a torn last line {"case": {'),
+    "another folder": (with_manifest(lambda f: f.update({"../a": "0"})), "found ../a"),
+    "an absolute path": (with_manifest(lambda f: f.update({"/etc/a": "0"})), "found /etc/a"),
+    "no rows": (with_manifest(lambda f: f.pop("rows.jsonl")), "expected rows.jsonl"),
+    "a row without a field": (edited("rows.jsonl", '"digest":', '"digset":'), "line 2: "),
+    "a smaller suite": (edited("suite.yaml", "m: [4, 8]", "m: [4]"), "found a row"),
+    "a run that was stopped": (with_state(status="interrupted"), "found interrupted with 32 rows"),
+    "a key twice in rows": (
+        edited("rows.jsonl", '"status"', '"status":"ok","status"'),
+        "each key once",
+    ),
+    "a key twice in state": (edited("run.json", '"suite"', '"suite": "a", "suite"'), "each key"),
+    "130 MiB of rows": (bomb, "ROWS_BYTES"),
+    "a billion processes": (with_state(flags=FLAGS | {"replicates": 10**9}), "replicates: Input"),
+}
 
 
-def test_a_row_without_a_field_is_refused(run: Path) -> None:
-    lines = (run / "rows.jsonl").read_text().splitlines()
-    row = json.loads(lines[3])
-    del row["digest"]
-    lines[3] = json.dumps(row)
-    (run / "rows.jsonl").write_text("\n".join(lines) + "\n")
-    bundle.seal(run)
-    message = complaint(run)
-    assert message.startswith("/rows.jsonl: line 4: ")
-    assert "digest" in message
+@pytest.mark.parametrize("damage", FILES)
+def test_a_damaged_bundle_is_refused_in_one_line(damage: str, run: Path) -> None:
+    change, token = FILES[damage]
+    change(run)
+    assert token in complaint(run)
 
 
-def test_a_case_that_the_suite_does_not_ask_for_is_refused(run: Path) -> None:
-    suite = (run / "suite.yaml").read_text()
-    (run / "suite.yaml").write_text(suite.replace("m: [4, 8]", "m: [4]"))
-    bundle.seal(run)
-    assert complaint(run).endswith("expected none (suite.yaml), found a row")
+GRAPH = "2, 4, 3\n0 2 3\n0 3 1\n"
+CHANGED = "2, 4, 3\n0 2 3\n0 3 2\n"
 
 
-def test_an_interrupted_run_is_sealed_but_not_whole(run: Path) -> None:
-    store.set_state(run, {**STATE, "status": "interrupted"})
-    bundle.seal(run)
-    assert complaint(run) == "/run.json: expected a finished run, found interrupted with 32 rows"
-
-
-def test_a_suite_that_cannot_be_expanded_here_is_said(run: Path) -> None:
-    suite = (run / "suite.yaml").read_text()
-    (run / "suite.yaml").write_text(suite.replace("scipy_csr", "someone.elses"))
-    bundle.seal(run)
-    assert lines(run)[-1].startswith("plan: not checked")
-
-
-def test_sources_that_have_changed_since_are_said(run: Path, tmp_path: Path) -> None:
+def test_sources_are_those_of_the_run_in_the_folder_that_the_reader_names(run, tmp_path) -> None:
     data = tmp_path / "data"
     data.mkdir()
-    (data / "a.smtx").write_text("2, 4, 3\n0 2 3\n0 3 1\n")
+    (data / "a.smtx").write_text(GRAPH)
     (run / "suite.yaml").write_text(
         SUITE.replace("m: [4, 8], n: 32, k: 64", "m: 4, source: {file: '*.smtx'}")
         .replace("blocks, block: 8, sparsity: 0.5", "file")
     )  # fmt: skip
+    store.set_state(run, {**STATE, "flags": {**FLAGS, "data": str(data)}})
     store.replace_rows(run, rows(run / "suite.yaml", data))
     bundle.seal(run)
     assert lines(run, data)[-1].startswith("plan: 4 rows")
-    (data / "a.smtx").write_text("2, 4, 3\n0 2 3\n0 3 2\n")
-    assert "expected a.smtx with SHA-256 " in lines(run, data)[-1]
-    (data / "a.smtx").write_text("2, 4, 3\n0 2 3\n0 3 1\n")
-    (data / "b.smtx").write_text("2, 4, 3\n0 2 3\n0 3 2\n")
-    assert "found b.smtx" in lines(run, data)[-1]
-
-
-def test_sources_are_looked_for_where_the_reader_says_and_nowhere_else(run, tmp_path) -> None:
-    (tmp_path / "a.smtx").write_text("2, 4, 3\n0 2 3\n0 3 1\n")
-    (run / "suite.yaml").write_text(
-        SUITE.replace("m: [4, 8], n: 32, k: 64", "m: 4, source: {file: '*.smtx'}")
-        .replace("blocks, block: 8, sparsity: 0.5", "file")
-    )  # fmt: skip
-    store.set_state(run, {**STATE, "flags": {**FLAGS, "data": str(tmp_path)}})
-    store.replace_rows(run, rows(run / "suite.yaml", tmp_path))
-    bundle.seal(run)
     *_, plan = validate(run)
     assert not plan.checked
-    assert "expected --data DIR, the folder of *.smtx" in plan.text
+    assert "--data DIR" in plan.text
+    (data / "a.smtx").write_text(CHANGED)
+    assert "expected a.smtx with SHA-256 " in lines(run, data)[-1]
+    (data / "a.smtx").write_text(GRAPH)
+    (data / "b.smtx").write_text(CHANGED)
+    assert "found b.smtx" in lines(run, data)[-1]
     for glob in ("/etc/*", "../*", "a/../../*"):
         with pytest.raises(SuiteError, match="expected a GLOB of files below --data"):
             expand("s", (run / "suite.yaml").read_text().replace("*.smtx", glob), tmp_path)
@@ -287,17 +283,6 @@ def test_rows_that_were_changed_and_sealed_again_are_refused(damage: str, run: P
     assert message in damaged(run, change)
 
 
-@pytest.mark.parametrize("name", ["rows.jsonl", "run.json"])
-def test_a_key_twice_is_refused(name: str, run: Path) -> None:
-    file = run / name
-    key, value = ("status", '"ok"') if name == "rows.jsonl" else ("suite", '"small"')
-    text = file.read_text()
-    place = text.index(f'"{key}"')
-    file.write_text(f'{text[:place]}"{key}": {value}, {text[place:]}')
-    bundle.seal(run)
-    assert "each key once" in complaint(run)
-
-
 def test_a_link_out_of_a_run_is_not_published(run: Path, tmp_path: Path) -> None:
     outside = tmp_path / "private.txt"
     outside.write_bytes((run / "lock.txt").read_bytes())
@@ -340,16 +325,3 @@ def test_a_stranger_s_bundle_runs_none_of_its_code(run, tmp_path, monkeypatch) -
     assert mark.exists()
     assert done.returncode == UNCHECKED
     assert "found SystemExit: 0" in done.stdout
-
-
-def test_a_gzip_bomb_is_one_line(run: Path) -> None:
-    (run / "rows.jsonl").unlink()
-    bomb = gzip.compress(bytes(2**20)) * 130  # members one after the other: 130 MiB
-    (run / "rows.jsonl.gz").write_bytes(bomb)
-    assert complaint(run).endswith("expected at most 134217728 bytes (ROWS_BYTES), found more")
-
-
-def test_a_billion_replicates_are_one_line(run: Path) -> None:
-    store.set_state(run, {**STATE, "flags": {**FLAGS, "replicates": 10**9}})
-    bundle.seal(run)
-    assert "flags.replicates: Input should be less than or equal to 1000" in complaint(run)

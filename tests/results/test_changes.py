@@ -19,14 +19,14 @@ from sparsebench.errors import ResultError
 from sparsebench.reports.comparison import (
     Compared,
     Paragraph,
-    compared,
+    compare_sides,
     html,
     markdown,
     parts,
     to_json,
 )
 from sparsebench.results import bundle
-from sparsebench.results.changes import Cause, Changes, changes, failing, threshold
+from sparsebench.results.changes import Cause, Changes, changes, gate_failures, threshold
 from sparsebench.results.record import Case, Contender, Problem, Row, Status
 from sparsebench.results.sides import Side, find, named_apart, short_name, side
 from sparsebench.results.store import Run
@@ -89,7 +89,7 @@ def with_bsr(original: Run, **row: Any) -> Run:
 def shown(*runs: Run, width: int = 120) -> str:
     names = named_apart(runs)
     sides = [side(each, name=name) for each, name in zip(runs, names, strict=True)]
-    return printed(compared(sides), width)
+    return printed(compare_sides(sides), width)
 
 
 def printed(result: Compared, width: int) -> str:
@@ -127,7 +127,7 @@ def test_a_slower_device_with_equal_gains_is_slower_and_gains_as_much() -> None:
     assert words(slow) == ["slower"] * 3
     assert words(slow, "gain") == ["equal"] * 3
     assert words(slow, "cause") == [""] * 3
-    assert not failing(changed(slow), 0.03).size
+    assert not gate_failures(changed(slow), 0.03).size
 
 
 SLOWER = {"bsr_us": (60, 24, 12)}
@@ -153,7 +153,7 @@ def test_a_change_names_its_cause_and_only_that_of_a_kernel_fails_the_gate(
 ) -> None:
     result = changed(with_bsr(run("b", **other), choice=choice))
     assert set(result.contenders.cause) == {cause}
-    assert len(failing(result, 0.03)) == fails
+    assert len(gate_failures(result, 0.03)) == fails
 
 
 def test_a_baseline_with_inherited_configurations_is_a_cause() -> None:
@@ -162,7 +162,7 @@ def test_a_baseline_with_inherited_configurations_is_a_cause() -> None:
     result = changed(moved)
     assert set(result.contenders.cause) == {Cause.BASELINE}
     assert set(result.contenders.gain) == {"faster"}
-    assert not len(failing(result, 0.03))
+    assert not len(gate_failures(result, 0.03))
 
 
 def test_a_power_limit_in_one_run_stands_beside_the_cause() -> None:
@@ -176,7 +176,7 @@ def test_a_case_that_broke_is_not_measured_and_fails_the_gate() -> None:
     result = changed(broken)
     assert result.counts == {"not measured": 3, "broken": 3}
     assert set(result.contenders.why) == {"wrong: all zero"}
-    assert len(failing(result, 0.5)) == 3
+    assert len(gate_failures(result, 0.5)) == 3
 
 
 @pytest.mark.parametrize(
@@ -188,11 +188,11 @@ def test_the_gate_takes_what_is_slower_by_more(limit: str, count: int | None) ->
             threshold(limit)
         return
     result = changed(run(bsr_us=(60, 20, 10)))
-    assert len(failing(result, threshold(limit))) == count
+    assert len(gate_failures(result, threshold(limit))) == count
 
 
 def test_another_kind_of_gpu_is_gated_by_its_gains() -> None:
-    assert len(failing(changed(run(gpu="B", bsr_us=(60, 20, 10))), 0.03)) == 1
+    assert len(gate_failures(changed(run(gpu="B", bsr_us=(60, 20, 10))), 0.03)) == 1
 
 
 def test_any_number_of_runs_stand_beside_the_first() -> None:
@@ -213,7 +213,7 @@ def test_a_comparison_fits_the_window_and_names_the_contender(width: int) -> Non
 
 def test_terminal_markdown_and_page_say_the_same_words() -> None:
     sides = [side(run(), name="H100"), side(run(gpu="B", bsr_us=(60, 20, 8)), name="H200")]
-    result = compared(sides)
+    result = compare_sides(sides)
     texts = printed(result, 1000), markdown(result), unescape(html(result))
     for part in parts(result):
         if isinstance(part, Paragraph):
@@ -228,7 +228,7 @@ def test_terminal_markdown_and_page_say_the_same_words() -> None:
 
 def test_names_are_text_on_a_page() -> None:
     evil = replace(run("b"), path=Path("<script>alert(1)</script>"))
-    result = compared([first(), side(evil, name="<b>")])
+    result = compare_sides([first(), side(evil, name="<b>")])
     assert "<script>" not in html(result)
     assert not re.search(r"(?<!\\)<script>", markdown(result))
 
@@ -237,7 +237,7 @@ def test_simulated_runs_are_named_first() -> None:
     simulated = run("b", "B", sim={"seed": 0})
     text = " ".join(shown(run(), simulated).split())
     assert text.index("B is simulated") < text.index("B is faster than A")
-    page = html(compared([first(), side(simulated, name="B")]))
+    page = html(compare_sides([first(), side(simulated, name="B")]))
     assert page.index(">SIMULATED</span> B is simulated") < page.index("B is faster than A")
 
 
@@ -258,7 +258,7 @@ def test_runs_with_nothing_to_compare_are_refused_in_a_line() -> None:
         changed(refused, refused)
     other = replace(run("b"), rows=[row for row in run("b").rows if row.case.contender == DENSE])
     with pytest.raises(ResultError, match="a and b: expected a shared case"):
-        compared([side(run()), side(other)])
+        compare_sides([side(run()), side(other)])
     with pytest.raises(ResultError, match="expected 2 to 26 runs or names, found 1"):
         find(["H100"], [])
 

@@ -16,7 +16,6 @@ from sparsebench.results.claims.cells import (
     file_problems,
     judging_cells,
     over_op,
-    pooled,
     value_text,
 )
 from sparsebench.results.claims.decision import Word, cell_state
@@ -138,20 +137,74 @@ def test_each_verdict_on_each_basis(near: Basis) -> None:
     assert all(each.why for each in outcome.values())
 
 
-def test_a_general_claim_that_names_no_gpu_is_not_as_published() -> None:
-    claim = claimed(hardware={"scope": "general"})
-    outcome = verdict(claim, cell(claim, spread(0.9)))
-    assert (outcome.word, outcome.basis) == (Word.REFUTED, Basis.NO_GPU_NAMED)
+EACH, ALL = {"quantifier": "for_all"}, {"quantifier": "typical"}
+A100, MOST = {"at_least": 100, "partly_at": 10}, {"at_most": 1, "quantifier": "for_all"}
+GENERAL = {"hardware": {"scope": "general", "gpus": ["V100"]}}
+CONFIRMED, DOUBTFUL, LOOK = {"confirms": True}, {"reliable": False}, {"processes": 3}
+Part = tuple[float, str, dict[str, Any]]  # the middle of a cell's ratios, its problem, its facts
 
 
-def test_a_general_claim_is_refuted_on_any_gpu_but_by_no_proxy() -> None:
-    general = {"scope": "general", "gpus": ["V100"]}
-    for device in DEVICES.values():
-        claim = claimed(hardware=general)
-        outcome = verdict(claim, cell(claim, spread(0.9), device=device))
-        assert (outcome.word, outcome.basis) == (Word.REFUTED, Basis.OTHER_GPU)
-    claim = claimed(hardware=general, proxy="a kernel", missing="the rest")
-    assert verdict(claim, cell(claim, spread(0.9))).word is Word.NOT_CARRIED_OVER
+JUDGED: list[tuple[dict[str, Any], list[Part], Word, str]] = [
+    (A100, [(8.0, "a", {})], Word.REFUTED, ""),
+    (A100, [(20.0, "a", {})], Word.PARTLY, ""),
+    (A100, [(200.0, "a", {})], Word.REPRODUCED, ""),
+    (MOST, [(0.5, "a", {})], Word.REPRODUCED, ""),
+    (MOST, [(1.5, "a", {})], Word.REFUTED, ""),
+    (MOST, [(1.0, "a", {})], Word.NOT_SETTLED, ""),
+    ({"hardware": {"scope": "general"}}, [(0.9, "a", {})], Word.REFUTED, ""),
+    (GENERAL, [(0.9, "a", {"device": "NVIDIA B200"})], Word.REFUTED, ""),
+    ({}, [(2.02, "a", {"percent": 4.0})], Word.NOT_SETTLED, "more processes would settle it"),
+    ({}, [(3.0, "a", DOUBTFUL)], Word.NOT_SETTLED, "Equal kernels came out different in a-run"),
+    ({"partly_at": 1.2}, [(1.5, "a", {}), (3.0, "a", CONFIRMED | DOUBTFUL)], Word.PARTLY, ""),
+    ({}, [(2.5, "a", {}), (1.0, "b", {})], Word.NOT_SETTLED, ""),  # chosen, not confirmed
+    ({}, [(2.5, "a", {}), (1.0, "b", {}), (1.9, "a", CONFIRMED)], Word.PARTLY, ""),
+    ({}, [(2.5, "a", {}), (1.0, "b", {}), (2.4, "a", CONFIRMED)], Word.REPRODUCED, ""),
+    (ALL, [(2.5, "a", LOOK)], Word.NOT_SETTLED, "3 of the 6 processes"),
+    (EACH, [(2.5, "a", {}), (1.9, "b", {})], Word.PARTLY, ""),
+    (ALL, [(2.5, "a", {}), (1.9, "b", {})], Word.REPRODUCED, "2.18"),
+    # A bound below the threshold: not testable, unless another cell could reach it.
+    ({}, [(0.9, "a", {"bound": 1.8}), (0.9, "b", {"bound": 1.8})], Word.NOT_TESTABLE, "1.8×"),
+    ({}, [(0.9, "a", {"bound": 1.8}), (0.9, "b", {"bound": 2.5})], Word.REFUTED, ""),
+    ({}, [(0.9, "a", {"bound": 1.8}), (0.9, "b", {})], Word.REFUTED, ""),
+    ({}, [(0.9, "a", {"bound": 1.8}), (1.5, "b", {"bound": 1.8})], Word.PARTLY, ""),
+    (EACH, [(0.9, "a", {"bound": 1.8}), (0.9, "b", {"bound": 1.8})], Word.REFUTED, ""),
+    (ALL, [(0.9, "a", {"bound": 1.0}), (0.9, "b", {"bound": 3.0})], Word.NOT_TESTABLE, "1.73×"),
+    (ALL, [(0.9, "a", {"bound": 1.0}), (0.9, "b", {"bound": 5.0})], Word.REFUTED, ""),
+    (ALL, [(0.9, "a", {"bound": 1.0}), (0.9, "b", {"bound": 0.0})], Word.REFUTED, ""),
+]
+
+
+@pytest.mark.parametrize(("changed", "parts", "word", "why"), JUDGED)
+def test_cells_give_a_verdict_and_its_reason(changed, parts, word, why) -> None:
+    claim, cells = claimed(**changed), []
+    for middle, problem, facts in parts:
+        shape = {name: facts[name] for name in ("percent", "processes") if name in facts}
+        facts = {name: value for name, value in facts.items() if name not in shape}
+        cells.append(cell(claim, spread(middle, **shape), problem, **facts))
+    outcome = verdict(claim, *cells)
+    assert outcome.word is word
+    assert why in outcome.why
+
+
+@pytest.mark.parametrize("quantifier", ["exists", "typical", "for_all"])
+def test_cells_that_are_not_measured_leave_it_open(quantifier: str) -> None:
+    claim = claimed(quantifier=quantifier)
+    assert verdict(claim, cell(claim, spread(1.2)), of=3).word is Word.NOT_SETTLED
+    assert verdict(claim).word is Word.NOT_MEASURED
+
+
+def test_the_cell_to_confirm_is_the_best_and_looks_have_a_tendency() -> None:
+    claim = claimed()
+    cells = [cell(claim, spread(v), p) for v, p in ((2.5, "a"), (1.0, "b"))]
+    assert verdict(claim, *cells).tests[0].confirm == cells[0]
+    looks = [cell(claim, spread(v, processes=3), p) for v, p in ((2.5, "a"), (1.0, "b"))]
+    assert verdict(claim, *looks).tendency is Word.REPRODUCED
+    test = yaml.safe_load(CLAIM)["tests"][0] | ALL
+    two = claimed(tests=[test | {"name": name} for name in ("one", "two")])
+    look, short = cell(two, spread(2.5, processes=3)), cell(two, spread(1.5))
+    both = [replace(look, test="one"), replace(short, test="two")]
+    (outcome,) = judge("mine", two, both, {name: {"p"} for name in ("one", "two")})
+    assert (outcome.word, outcome.tendency) == (Word.PARTLY, None)
 
 
 def test_no_proxy_reproduces_and_no_other_gpu_refutes_whatever_the_cells() -> None:
@@ -171,35 +224,6 @@ def test_no_proxy_reproduces_and_no_other_gpu_refutes_whatever_the_cells() -> No
         assert not ((proxy or scope == "named") and outcome.word is Word.REFUTED)
 
 
-def test_an_interval_around_the_threshold_is_not_settled_and_says_what_would_settle_it() -> None:
-    claim = claimed()
-    outcome = verdict(claim, cell(claim, spread(2.02, 4.0)))
-    assert outcome.word is Word.NOT_SETTLED
-    assert "more processes would settle it" in outcome.why
-
-
-def test_fewer_than_six_processes_are_a_look_with_a_tendency() -> None:
-    claim = claimed(quantifier="typical")
-    outcome = verdict(claim, cell(claim, spread(2.5, processes=3)))
-    assert (outcome.word, outcome.tendency) == (Word.NOT_SETTLED, Word.REPRODUCED)
-    assert "3 of the 6 processes" in outcome.why
-    claim = claimed()  # exists: chosen among two, so not confirmed either
-    looks = [cell(claim, spread(v, processes=3), p) for v, p in ((2.5, "a"), (1.0, "b"))]
-    assert verdict(claim, *looks).tendency is Word.REPRODUCED
-
-
-def test_the_best_of_several_cells_is_nothing_until_a_run_was_made_for_it() -> None:
-    claim = claimed()
-    cells = [cell(claim, spread(v), p) for v, p in ((2.5, "a"), (1.0, "b"))]
-    outcome = verdict(claim, *cells)
-    assert outcome.word is Word.NOT_SETTLED
-    assert outcome.tests[0].confirm == cells[0]
-    failed = cell(claim, spread(1.9), "a", confirms=True)
-    assert verdict(claim, *cells, failed).word is Word.PARTLY
-    held = cell(claim, spread(2.4), "a", confirms=True)
-    assert verdict(claim, *cells, held).word is Word.REPRODUCED
-
-
 def test_a_hundred_equal_kernels_never_reproduce_a_gain_of_five_percent() -> None:
     claim, draw = claimed(at_least=1.05), np.random.default_rng(3)
     for _ in range(20):
@@ -209,57 +233,6 @@ def test_a_hundred_equal_kernels_never_reproduce_a_gain_of_five_percent() -> Non
         again = cell(claim, noise[100].tolist(), luckiest.problem, confirms=True)
         assert verdict(claim, *cells).word is not Word.REPRODUCED
         assert verdict(claim, *cells, again).word is not Word.REPRODUCED
-
-
-def test_every_cell_or_all_together() -> None:
-    mixed = spread(2.5), spread(1.9)
-    claim = claimed(quantifier="for_all")
-    assert verdict(claim, *(cell(claim, r, str(i)) for i, r in enumerate(mixed))).word is (
-        Word.PARTLY
-    )
-    claim = claimed(quantifier="typical")
-    cells = [cell(claim, r, str(i)) for i, r in enumerate(mixed)]
-    assert pooled(cells, claim.tests[0]).value == pytest.approx((2.5 * 1.9) ** 0.5, rel=1e-3)
-    assert verdict(claim, *cells).word is Word.REPRODUCED
-
-
-@pytest.mark.parametrize("quantifier", ["exists", "typical", "for_all"])
-def test_cells_that_are_not_measured_leave_it_open(quantifier: str) -> None:
-    claim = claimed(quantifier=quantifier)
-    assert verdict(claim, cell(claim, spread(1.2)), of=3).word is Word.NOT_SETTLED
-    assert verdict(claim).word is Word.NOT_MEASURED
-
-
-@pytest.mark.parametrize(
-    ("test", "words"),
-    [
-        (
-            {"at_least": 100, "partly_at": 10},
-            {8.0: Word.REFUTED, 20.0: Word.PARTLY, 200.0: Word.REPRODUCED},
-        ),
-        (
-            {"at_most": 1, "quantifier": "for_all"},
-            {0.5: Word.REPRODUCED, 1.5: Word.REFUTED, 1.0: Word.NOT_SETTLED},
-        ),
-    ],
-)
-def test_thresholds_decide(test: dict[str, Any], words: dict[float, Word]) -> None:
-    claim = claimed(**test)
-    assert {v: verdict(claim, cell(claim, spread(v))).word for v in words} == words
-
-
-def test_an_unreliable_run_decides_nothing() -> None:
-    claim = claimed()
-    outcome = verdict(claim, cell(claim, spread(3.0), reliable=False))
-    assert outcome.word is Word.NOT_SETTLED
-    assert "Equal kernels came out different in a-run" in outcome.why
-
-
-def test_an_unreliable_run_gives_way_to_a_reliable_one_of_the_same_problem() -> None:
-    claim = claimed(partly_at=1.2)
-    doubtful = cell(claim, spread(3.0), confirms=True, reliable=False)
-    outcome = verdict(claim, cell(claim, spread(1.5)), doubtful)
-    assert (outcome.word, outcome.tests[0].deciding[0].confirms) == (Word.PARTLY, False)
 
 
 def test_the_cell_that_counts_does_not_depend_on_the_order_of_runs() -> None:
@@ -298,40 +271,6 @@ def test_tests_unite_and_one_that_cannot_matter_leaves_nothing_open() -> None:
     (half,) = judge("mine", claim, [replace(hit, test="one")], problems)
     (whole,) = judge("mine", claim, [replace(hit, test=name) for name in problems], problems)
     assert half.basis is whole.basis is not Basis.NONE  # that of what is measured
-
-
-def test_a_claim_that_something_can_be_so_is_not_refuted_where_it_cannot() -> None:
-    claim = claimed()
-    short = [cell(claim, spread(0.9), p, bound=1.8) for p in "ab"]
-    outcome = verdict(claim, *short)
-    assert outcome.word is Word.NOT_TESTABLE
-    assert "1.8×" in outcome.why
-    reachable = cell(claim, spread(0.9), "c", bound=2.5)
-    assert verdict(claim, *short, reachable).word is Word.REFUTED
-    assert verdict(claim, *short, cell(claim, spread(0.9), "c")).word is Word.REFUTED
-    assert verdict(claim, *short, cell(claim, spread(1.5), "c", bound=1.8)).word is Word.PARTLY
-    every = claimed(quantifier="for_all")
-    assert verdict(every, *short).word is Word.REFUTED
-
-
-def test_cells_that_cannot_meet_a_limit_together_do_not_refute_it() -> None:
-    claim = claimed(quantifier="typical")
-    low, high = (cell(claim, spread(0.9), p, bound=most) for p, most in (("a", 1.0), ("b", 3.0)))
-    outcome = verdict(claim, low, high)
-    assert outcome.word is Word.NOT_TESTABLE
-    assert "1.73×" in outcome.why
-    assert verdict(claim, low, replace(high, bound=5.0)).word is Word.REFUTED
-    assert verdict(claim, low, replace(high, bound=0.0)).word is Word.REFUTED
-
-
-def test_only_an_open_verdict_has_a_tendency() -> None:
-    first = yaml.safe_load(CLAIM)["tests"][0]
-    claim = claimed(tests=[first | {"name": n, "quantifier": "typical"} for n in ("one", "two")])
-    look, short = cell(claim, spread(2.5, processes=3)), cell(claim, spread(1.5))
-    cells = [replace(look, test="one"), replace(short, test="two")]
-    (outcome,) = judge("mine", claim, cells, {name: {"p"} for name in ("one", "two")})
-    assert (outcome.word, outcome.tendency) == (Word.PARTLY, None)
-    assert outcome.tests[0].tendency is Word.REPRODUCED
 
 
 def test_a_value_is_written_alike_everywhere_and_one_process_has_no_interval() -> None:

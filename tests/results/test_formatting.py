@@ -10,6 +10,7 @@ from sparsebench.results.formatting import (
     between,
     duration,
     number,
+    percent,
     selection,
     significant,
     times,
@@ -29,17 +30,14 @@ from sparsebench.results.formatting import (
         (187.3, 24.0, "190"),
         (1.53, 0.4, "1.5"),
         (0.051511, 0.0001, "0.052"),  # and not 0.0515, then 0.051
+        (5.6234, math.nan, "5.6"),
+        (0.3456, 0.0, "0.35"),
+        (1234.5, math.nan, "1234"),
+        (math.nan, 0.1, "–"),
     ],
 )
 def test_a_value_ends_where_its_uncertainty_does(value, uncertainty, written) -> None:
     assert number(value, uncertainty) == written
-
-
-def test_without_an_uncertainty_there_are_two_digits() -> None:
-    for unknown in (math.nan, 0.0):
-        assert number(5.6234, unknown) == "5.6"
-        assert number(0.3456, unknown) == "0.35"
-        assert number(1234.5, unknown) == "1234"
 
 
 @pytest.mark.parametrize(
@@ -58,30 +56,16 @@ def test_an_interval_ends_where_its_value_does(value, low, high, uncertainty, wr
     assert times(value, uncertainty).strip("×") == number(value, uncertainty)
 
 
-def test_a_share_has_its_own_unit():
-    assert between(66.04, 64.1, 68.2, unit=" %") == "66 % [64, 68]"
-
-
 @pytest.mark.parametrize(
-    ("us", "text"),
+    ("written", "values"),
     [
-        (52.04, "52.0 µs"),
-        (3700, "3.70 ms"),
-        (999.6, "1.00 ms"),
-        (1.2e6, "1.20 s"),
-        (0.5, "0.500 µs"),
+        (duration, {52.04: "52.0 µs", 3700: "3.70 ms", 999.6: "1.00 ms", 1.2e6: "1.20 s"}),
+        (percent, {0.9: "90 %", 0.875: "87.5 %", 0.998: "99.8 %", 0.0: "0 %"}),
+        (significant, {0.0: "0", 0.00123: "0.00123", 1.5: "1.50", 9.996: "10.0", 52190: "52,190"}),
     ],
 )
-def test_times_have_the_unit_that_people_use(us: float, text: str) -> None:
-    assert duration(us) == text
-
-
-def test_numbers_have_no_exponent() -> None:
-    assert [significant(x) for x in (52190, 9.996, 0.0)] == ["52,190", "10.0", "0"]
-
-
-def test_no_value_is_a_dash() -> None:
-    assert number(math.nan, 0.1) == number(math.nan) == "–"
+def test_quantities_have_three_digits_and_the_unit_that_people_use(written, values) -> None:
+    assert {value: written(value) for value in values} == values
 
 
 def test_a_selection_of_many_cases_is_written_as_their_number() -> None:

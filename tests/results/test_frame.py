@@ -10,7 +10,7 @@ import pandas as pd
 import pytest
 
 from sparsebench.errors import ResultError
-from sparsebench.results.cases import break_even, summary, winners
+from sparsebench.results.cases import summary, winners
 from sparsebench.results.frame import fields, frame, to_csv, to_parquet
 from sparsebench.results.record import Case, Contender, Problem, Row, Source, Status, Value
 
@@ -38,25 +38,19 @@ def row(
     return Row(Case(problem, contender), **{"status": status, "samples_us": samples, **changes})
 
 
-def test_the_speed_up_is_the_median_of_the_ratios_of_paired_blocks() -> None:
-    base = row(DENSE, (10, 10, 10, 20, 20, 20, 40, 40, 99), samples_per_block=3)
-    ours = row(BSR, (5, 5, 5, 4, 5, 6, 10, 10, 10), samples_per_block=3)
-    line = frame([base, ours]).iloc[1]
-    assert line.speedup == pytest.approx(4)  # of 2, 4 and 4
-    assert line.speedup_q1 == pytest.approx(np.sqrt(8))
-    assert line.speedup_q3 == pytest.approx(4)
+@pytest.mark.parametrize(
+    ("block", "base", "ours", "speedup"),
+    [
+        (3, (10, 10, 10, 20, 20, 20, 40, 40, 99), (5, 5, 5, 4, 5, 6, 10, 10, 10), 4),  # 2, 4, 4
+        (2, (10, 10, 30, 30, 1, 1), (5, 5, 10, 10), 6**0.5),  # fewer blocks: the first ones
+        (2, (10, 10, 777), (5, 5), 2),  # after the last whole block
+    ],
+)
+def test_a_speedup_is_the_median_of_the_ratios_of_paired_blocks(block, base, ours, speedup):
+    rows = [row(DENSE, base, samples_per_block=block), row(BSR, ours, samples_per_block=block)]
+    line = frame(rows).iloc[1]
+    assert line.speedup == pytest.approx(speedup)
     assert line.baseline_label == "dense/cublas"
-
-
-def test_a_contender_with_fewer_blocks_is_paired_with_the_first_ones() -> None:
-    base = row(DENSE, (10, 10, 30, 30, 1, 1), samples_per_block=2)
-    ours = row(BSR, (5, 5, 10, 10), samples_per_block=2)
-    assert frame([base, ours]).speedup[1] == pytest.approx(np.sqrt(6))
-
-
-def test_samples_after_the_last_whole_block_are_left_out_of_the_speed_up() -> None:
-    base = row(DENSE, (10, 10, 777), samples_per_block=2)
-    assert frame([base, row(BSR, (5, 5), samples_per_block=2)]).speedup[1] == pytest.approx(2)
 
 
 def test_there_is_no_speed_up_over_the_baseline_of_another_contest() -> None:
@@ -143,17 +137,13 @@ def test_a_row_is_marked_if_its_host_was_late(samples, facts, late) -> None:
     assert pd.isna(line.late) if late is None else line.late == pytest.approx(late)
 
 
-def test_a_case_has_the_largest_share_of_late_samples() -> None:
-    rows = [row(BSR, (2.0,), replicate=i, late=late) for i, late in enumerate([0.0, 0.5, None])]
-    (case,) = summary(frame(rows)).itertuples()
-    assert (case.mark, case.late) == ("host late", 0.5)
-
-
-def test_a_case_has_the_marks_of_all_its_processes() -> None:
+def test_a_case_has_the_marks_of_all_its_processes_and_the_largest_share_of_late_samples() -> None:
     hot = {"seconds": 1.0, "thermal_us": 9.0}
     capped = hot | {"power_capped_us": 5e5}
-    rows = [row(BSR, (2.0,), replicate=i, telemetry=t) for i, t in enumerate([hot, {}, capped])]
-    assert summary(frame(rows)).mark[0] == "power-limited, thermal"
+    facts = zip([hot, {}, capped], [0.0, 0.5, None], strict=True)
+    rows = [row(BSR, (2.0,), replicate=i, telemetry=t, late=s) for i, (t, s) in enumerate(facts)]
+    (case,) = summary(frame(rows)).itertuples()
+    assert (case.mark, case.late) == ("host late, power-limited, thermal", 0.5)
 
 
 def test_sensors_bounds_and_bytes_come_through() -> None:
@@ -164,25 +154,6 @@ def test_sensors_bounds_and_bytes_come_through() -> None:
     assert (line.of_bound, line.bound_by) == (0.75, "memory")
     assert (line.held_bytes, line.peak_bytes, line.code, line.energy_j) == (10, 30, "c0de", 0.5)
     assert (line.sm_mhz, line.power_w, line.temperature_c) == (1980, 500, 45)
-
-
-def test_a_run_without_rows_has_the_same_columns() -> None:
-    table = frame([])
-    assert list(table.columns) == list(frame([row()]).columns)
-    assert summary(table).empty
-    assert winners(summary(table)).empty
-    assert break_even(summary(table)).empty
-
-
-def test_several_processes_give_a_geometric_mean_and_a_range() -> None:
-    rows = []
-    for replicate, us in enumerate([5.0, 2.5, 1.25]):
-        rows += [row(DENSE, (10.0,), replicate=replicate), row(BSR, (us,), replicate=replicate)]
-    line = summary(frame(rows)).iloc[1]
-    assert line.speedup == pytest.approx(4)
-    assert (line.speedup_low, line.speedup_high) == pytest.approx((2, 8))
-    assert (line.median_us, line.low_us, line.high_us) == (2.5, 1.25, 5.0)
-    assert (line.interval, line.processes, line.samples) == ("range over 3 processes", 3, 3)
 
 
 def test_eight_processes_give_an_interval_beside_students() -> None:
@@ -198,33 +169,17 @@ def test_eight_processes_give_an_interval_beside_students() -> None:
     assert (line.interval, line.processes) == ("95 % over 8 processes", 8)
 
 
-def test_processes_with_another_baseline_are_not_mixed_in() -> None:
-    other = Contender("dense", "reference", baseline=True)
-    rows = [row(other, (99.0,)), row(BSR, (5.0,))]
-    for replicate in (1, 2):
-        rows += [row(DENSE, (10.0,), replicate=replicate), row(BSR, (5.0,), replicate=replicate)]
-    line = summary(frame(rows)).iloc[1]
-    assert line.label == "bsr/bsr_triton"
-    assert (line.speedup, line.baseline_label) == (pytest.approx(2), "dense/cublas")
-    assert line.interval == "range over 2 processes"
+OTHER = Contender("dense", "reference", baseline=True)
 
 
-def test_processes_timed_by_another_clock_are_not_mixed_in() -> None:
-    rows = []
-    for i, (clock, factor) in enumerate([("graph", 2), ("graph", 2), ("events", 4)]):
-        where = {"replicate": i, "clock": clock}
-        rows += [row(DENSE, (8,), **where), row(BSR, (8 / factor,), **where)]
+@pytest.mark.parametrize(("baseline", "clock"), [(OTHER, "graph"), (DENSE, "events")])
+def test_processes_with_another_baseline_or_clock_are_not_mixed_in(baseline, clock) -> None:
+    rows = [row(baseline, (99.0,), clock=clock), row(BSR, (5.0,), clock=clock)]
+    for i in (1, 2):
+        rows += [row(c, (us,), replicate=i, clock="graph") for c, us in ((DENSE, 10.0), (BSR, 5.0))]
     case = summary(frame(rows)).set_index("kernel").loc["bsr_triton"]
-    assert (case.speedup, case.speedups, case.clock) == (2.0, (2.0, 2.0), "graph")
-
-
-def test_one_process_gives_quartiles() -> None:
-    rows = [row(DENSE, (8.0, 8.0, 8.0)), row(BSR, (1.0, 2.0, 4.0))]
-    line = summary(frame(rows)).iloc[1]
-    assert (line.speedup_low, line.speedup, line.speedup_high) == pytest.approx(
-        (8**0.5, 4, 32**0.5)
-    )
-    assert line.interval == "quartiles in one process"
+    assert (case.speedup, case.baseline_label, case.clock) == (2, "dense/cublas", "graph")
+    assert (case.speedups, case.interval) == ((2.0, 2.0), "range over 2 processes")
 
 
 def test_a_case_that_failed_in_one_process_is_not_ok() -> None:
@@ -290,33 +245,6 @@ def test_the_winner_leads_by_its_runner_ups_time() -> None:
     assert not best.iloc[0].tied
 
 
-def test_overlapping_intervals_tie() -> None:
-    rows = [row(DENSE, (9.0, 10.0, 11.0)), row(BSR, (9.5, 9.9, 10.5))]
-    assert winners(summary(frame(rows))).iloc[0].tied
-
-
-def sweep(speedups: dict[float, float]) -> pd.DataFrame:
-    rows = []
-    for sparsity, speedup in speedups.items():
-        rows += [row(DENSE, (10.0,), sparsity), row(BSR, (10 / speedup,), sparsity)]
-    return break_even(summary(frame(rows)))
-
-
-@pytest.mark.parametrize(
-    ("speedups", "slower", "faster"),
-    [
-        ({0.96: 2.0, 0.84: 0.5}, 0.84, 0.96),
-        ({0.5: 2.0, 0.84: 0.5, 0.96: 2.0}, 0.84, 0.96),  # stays faster only from there on
-        ({0.5: 1.1, 0.9: 2.0}, np.nan, 0.5),
-        ({0.5: 0.2, 0.9: 0.9}, 0.9, np.nan),
-    ],
-)
-def test_a_break_even_is_two_measured_levels(speedups, slower, faster) -> None:
-    (line,) = sweep(speedups).itertuples()
-    assert line.label == "bsr/bsr_triton"
-    assert (line.slower, line.faster) == pytest.approx((slower, faster), nan_ok=True)
-
-
 def test_csv_comes_back_with_the_same_numbers(tmp_path: Path) -> None:
     table = frame([row(DENSE, (10.0,)), row(BSR, (4.0,)), row(BSR)])
     to_csv(table, tmp_path / "rows.csv")
@@ -362,20 +290,6 @@ def test_a_dense_kernel_that_a_portfolio_chose_wins_by_its_own_name() -> None:
     rows = [row(DENSE, (10.0,)), row(BEST, (5.0,), choice={"way": "few"})]
     ran = f"{BEST.label} (chosen: cvse, ffn_few)"
     assert winners(summary(frame(rows))).ran.iloc[0] == ran
-
-
-def test_a_level_where_a_portfolio_chose_a_dense_kernel_is_not_faster() -> None:
-    def crossing(*dense: bool) -> Any:
-        rows = []
-        for level, chose in zip((0.5, 0.8, 0.9), dense, strict=True):
-            choice = KEPT if chose else {"way": "few"}
-            rows += [row(DENSE, (10.0,), level), row(BEST, (5.0,), level, choice=choice)]
-        return break_even(summary(frame(rows))).iloc[0]
-
-    assert crossing(False, False, False).faster == 0.5
-    assert crossing(True, False, False).faster == 0.8
-    assert crossing(False, True, False).faster == 0.9
-    assert np.isnan(crossing(False, False, True).faster)
 
 
 def test_a_cell_of_a_csv_is_text_and_no_formula(tmp_path: Path) -> None:

@@ -8,9 +8,9 @@ import pandas as pd
 import pytest
 
 from sparsebench.errors import ResultError
-from sparsebench.reports.coverage import COVERAGE, coverage_lines, explained
+from sparsebench.reports.coverage import COVERAGE, coverage_lines
 from sparsebench.results import between_cards, comparison, store
-from sparsebench.results.between_cards import SCHEMA, State, Variation, half_of, packaged, state_of
+from sparsebench.results.between_cards import SCHEMA, State, packaged_variation
 from sparsebench.results.cases import summary
 from sparsebench.results.frame import frame
 from sparsebench.results.noise import Noise
@@ -62,7 +62,7 @@ GAINS = [1.1, 1.101, 1.102, 1.103, 1.104, 1.105, 1.106, 1.107]
 def test_an_interval_includes_the_variation_between_cards(capped_us, inherited, state) -> None:
     case = line(GAINS, ["GPU-1"] * 8, capped_us=capped_us, inherited=inherited)
     alone = hodges_lehmann(np.log(GAINS))
-    half = packaged()[state].half()
+    half = packaged_variation()[state].half()
     assert case["between"] == pytest.approx(half)
     assert case["limited"] == pytest.approx(capped_us / 1e6)
     ends = widen(alone.estimate, alone.low, alone.high, half)
@@ -86,7 +86,7 @@ def test_a_look_is_not_widened() -> None:
 def test_several_cards_divide_the_variation_and_add_what_they_measured() -> None:
     cards = ["GPU-1", "GPU-2"] * 4
     equal, apart = line(GAINS, cards), line([1.1, 1.2] * 4, cards)
-    one = packaged()[State.FREE]
+    one = packaged_variation()[State.FREE]
     assert equal["on_cards"] == 2
     assert equal["between"] < one.half() / np.sqrt(2)  # they measured no difference
     assert apart["between"] > one.half()
@@ -138,12 +138,6 @@ def test_only_runs_with_one_code_on_different_cards_repeat_a_case() -> None:
     assert repeats([replace(a, cases=inherited), b]).empty  # only a second run may inherit
 
 
-def test_without_repeats_the_page_says_so() -> None:
-    none = repeats([])
-    assert coverage_lines(none) == []
-    assert len(explained(none)) == 2
-
-
 @pytest.fixture(scope="module")
 def sides() -> dict[str, Side]:
     names = "quick", "quick-elsewhere", "spense-decode", "spense-decode-again"
@@ -184,14 +178,8 @@ def test_coverage_is_of_a_variation_from_elsewhere(published: list[Verdicts]) ->
 def test_an_unusable_file_is_one_clear_line(text, tmp_path, monkeypatch) -> None:
     (tmp_path / between_cards.FILE).write_text(text)
     monkeypatch.setattr(between_cards, "files", lambda package: tmp_path)
-    packaged.cache_clear()
+    packaged_variation.cache_clear()
     with pytest.raises(ResultError, match="between-cards@1"):
-        packaged()
+        packaged_variation()
     monkeypatch.undo()
-    assert packaged()[State.FREE].sd > 0
-
-
-def test_states_and_halves() -> None:
-    assert state_of(float("nan"), inherited=False) is State.FREE
-    assert half_of([0.0] * 8, ["CPU"] * 8, State.FREE) == 0.0
-    assert Variation(0.01, 1e9, 1, 1).half(4) == pytest.approx(1.96 * 0.005, rel=1e-3)
+    assert packaged_variation()[State.FREE].sd > 0

@@ -13,7 +13,7 @@ from functools import cache
 
 import numpy as np
 
-from sparsebench.harness.sim.gpu_model import Array, Spec, blurred, samples, ways
+from sparsebench.harness.sim.gpu_model import Array, Spec, blur, samples, ways
 from sparsebench.kernels._common.search import FINALISTS, NEAR
 from sparsebench.results.comparison import APART, tolerance
 from sparsebench.results.outcome import VERDICTS, Outcome, among_many
@@ -123,13 +123,13 @@ def settled(spec: Spec, every: Array, draw: np.random.Generator, processes: int)
 
     The first searches all of them, the others its finalists (kernels/_common/search.py).
     """
-    first = blurred(spec, every, draw)
+    first = blur(spec, every, draw)
     least, ranks = first.min(axis=-1, keepdims=True), first.argsort(axis=-1).argsort(axis=-1)
     near = (first <= least + np.log(NEAR)) & (ranks < FINALISTS)
     near[..., 0] = True  # the default
     estimates = [np.take_along_axis(every, first.argmin(axis=-1)[..., None], axis=-1)]
     for _ in range(processes - 1):
-        again = np.where(near, blurred(spec, every, draw), np.inf).argmin(axis=-1)
+        again = np.where(near, blur(spec, every, draw), np.inf).argmin(axis=-1)
         estimates.append(np.take_along_axis(every, again[..., None], axis=-1))
     return np.concatenate(estimates, axis=-1)
 

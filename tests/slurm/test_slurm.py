@@ -109,7 +109,7 @@ class Sent:
     def ended(self, number: int) -> bool:
         """Say whether no process holds the lock of a part."""
         try:
-            with store.locked(self.folder / str(number)):
+            with store.lock_run(self.folder / str(number)):
                 return True
         except ResultError:
             return False

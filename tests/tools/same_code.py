@@ -25,7 +25,7 @@ from sparsebench.formats.dense import Dense
 from sparsebench.harness.bench.contest_state import one_line
 from sparsebench.harness.bench.operands import DenseOperands, operands
 from sparsebench.harness.catalog import load_kernel, load_op, weights_format
-from sparsebench.harness.ops._op import bound
+from sparsebench.harness.ops._op import with_fields
 from sparsebench.kernels._kernel import Operands, unsupported
 from sparsebench.results import store
 from sparsebench.results.record import Row
@@ -61,7 +61,7 @@ def digest(row: Row, dense: DenseOperands) -> str | None:
     }
     pattern = packed.pop(op.pattern) if op.pattern else None
     pattern = None if isinstance(pattern, Dense) else pattern
-    definition = bound(op.definition, problem)
+    definition = with_fields(op.definition, problem)
     pinned = Operands(problem, packed, dense.activations, definition, row.choice, pattern)
     if reason := unsupported(kernel, problem, pinned.device):
         raise Unsupported(reason)

@@ -32,6 +32,7 @@ from sparsebench.kernels.nn import (
     SpenseLinear,
 )
 from sparsebench.kernels.nn._bsr_plans import require_index
+from sparsebench.results.files import first_error
 
 METHOD: Final = "sparsebench"
 VERSION: Final = 1
@@ -105,10 +106,7 @@ def parse(version: object, layers: object) -> dict[str, Description]:
     try:
         valid = LAYERS.validate_python(layers)
     except ValidationError as error:
-        first = error.errors()[0]
-        place = ": ".join(str(part) for part in first["loc"])
-        message = f"{place}: {first['msg']}; found {str(first['input'])[:60]!r}"
-        raise FormatError(f"quantization_config: layers: {message}") from error
+        raise FormatError(f"quantization_config: layers: {first_error(error)}") from error
     return {name: layer.model_dump() for name, layer in valid.items()}
 
 

@@ -116,7 +116,7 @@ class Checkpoint:
     def weight(self, module: Module) -> Tensor:
         """Return the weight with its zeros, as stored: without its scale. Raises FormatError."""
         parts = {part: self.tensor(name) for part, name in module.packed.items()}
-        return parts["weight"] if "weight" in parts else unpacked(parts)
+        return parts["weight"] if "weight" in parts else unpack_bitmask(parts)
 
     def scale(self, module: Module) -> Tensor | None:
         """Return the factor of the stored values, fp32 [n, 1] or one. Raises FormatError."""
@@ -128,7 +128,7 @@ class Checkpoint:
         return self.tensor(module.scale).float()
 
 
-def unpacked(parts: Mapping[str, Tensor]) -> Tensor:
+def unpack_bitmask(parts: Mapping[str, Tensor]) -> Tensor:
     """Return the weight of a bitmask and its values. Raises FormatError unless they fit."""
     shape, values = parts["shape"].flatten().tolist(), parts["compressed"]
     bitmask = parts["bitmask"]

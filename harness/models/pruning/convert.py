@@ -153,7 +153,7 @@ class _Converter:
         self.model = _on_meta(stored, folder)
         self.head = head_of(self.model)
         self.users = Counter(id(p) for _, p in self.model.named_parameters(remove_duplicate=False))
-        self.outside = dtype  # of the model: that of its 16-bit weights, and bf16 beside fp8
+        self.outside = dtype  # dtype of the model: that of its 16-bit weights, or bf16 beside fp8
         self.sparse: dict[str, str] = {}
         self.dense = Counter[str]()
         self.shards = _Shards(folder)

@@ -35,7 +35,7 @@ from sparsebench.harness.models.reporting import numbers, require_folder, save_t
 from sparsebench.results.model_files import PRUNING_SCHEMA, Pruning, PruningOutcome
 
 HELD_OUT = 0.25
-PERMUTATION = "permutation"  # the tensor of the output that is no weight
+PERMUTATION = "permutation"  # name of the tensor in the output that is not a weight
 
 
 def parse_recipes(
@@ -147,7 +147,7 @@ def _model(
 
     outcomes = []
     for recipe in recipes:
-        with models.restored(loaded) if len(recipes) > 1 else nullcontext():
+        with models.restore_weights(loaded) if len(recipes) > 1 else nullcontext():
             pruned = models.prune_model(loaded, recipe, seen, unseen)
         dense = pruned.dense / pruned.features
         outcomes.append(_outcome(recipe, dense, pruned.errors, pruned.loss))

@@ -139,11 +139,11 @@ def prune_mlp(mlp: GatedMLP, x: Tensor, recipe: Recipe) -> Pruned:
     full = full.permuted(order)
     both = recipe.prune(torch.cat((full.gate[:sparse], full.up[:sparse])), x, k)
     gate, up = (
-        _stored(torch.cat((pruned, weight[sparse:])), mlp.gate.dtype)
+        _round_to_storage(torch.cat((pruned, weight[sparse:])), mlp.gate.dtype)
         for pruned, weight in zip(both.tensor_split(2), (full.gate, full.up), strict=True)
     )
     seen = GatedMLP(gate.float(), up.float(), full.down, mlp.activation).hidden(x)
-    down = _stored(recipe.prune(full.down, seen, sparse), mlp.down.dtype)
+    down = _round_to_storage(recipe.prune(full.down, seen, sparse), mlp.down.dtype)
     return Pruned((gate, up, down), order, dense)
 
 
@@ -164,7 +164,7 @@ def prune_linear(weight: Tensor, x: Tensor, recipe: Recipe, split: str) -> Prune
         pruned = torch.cat((recipe.prune(top, x, k), rest))
     else:
         pruned = recipe.prune(full[:, order], x[:, order], k - dense)
-    return Pruned((_stored(pruned, weight.dtype),), order, dense)
+    return Pruned((_round_to_storage(pruned, weight.dtype),), order, dense)
 
 
 @torch.no_grad()
@@ -205,7 +205,7 @@ def _scores(weight: Tensor, norms: Tensor, by_row: bool) -> Tensor:
     return scores / mean if mean > 0 else scores
 
 
-def _stored(weight: Tensor, dtype: torch.dtype) -> Tensor:
+def _round_to_storage(weight: Tensor, dtype: torch.dtype) -> Tensor:
     """Round to the dtype of storage; adding 0 turns -0.0, which rounding may give, into +0.0."""
     return weight.to(dtype) + 0.0
 

@@ -43,7 +43,7 @@ from torch.nn.functional import avg_pool2d
 from sparsebench.errors import SuiteError
 
 FORMS = "N:M such as 2:4, a fraction such as 0.5, or blocks such as 64x64:0.8"
-BLOCK, DAMPING = 128, 0.01  # of SpenseGPT
+BLOCK, DAMPING = 128, 0.01  # settings of SpenseGPT
 
 
 @dataclass(frozen=True)

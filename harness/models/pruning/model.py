@@ -164,7 +164,7 @@ def save(loaded: Loaded, recipe: Recipe, to: Path) -> None:
 
 
 @contextmanager
-def restored(loaded: Loaded) -> Iterator[None]:
+def restore_weights(loaded: Loaded) -> Iterator[None]:
     """Restore the current weights of a model's MLPs at the end."""
     weights = [weight for mlp in loaded.mlps.values() for weight in mlp.parameters()]
     before = [weight.detach().cpu() if weight.is_cuda else weight.clone() for weight in weights]

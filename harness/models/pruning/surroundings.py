@@ -27,7 +27,7 @@ FEW_ROWS = 8  # a gate with fewer rows stays dense: the kernels have no tile so 
 ANY = "*"  # any part of a module, in a path
 METADATA = {"device", "dtype", "is_cuda", "layout", "ndim", "requires_grad", "shape"}
 METADATA |= {"dim", "numel", "size"}
-WEIGHT = re.compile("weight|proj")  # in the name of a parameter that multiplies
+WEIGHT = re.compile("weight|proj")  # found in the names of parameters that multiply
 EXPERTS = re.compile("num.*_experts|n_routed_experts")
 Path = tuple[str, ...]
 
@@ -198,7 +198,7 @@ class _Source(ast.NodeVisitor):
         return None
 
     def bind(self, target: ast.AST, path: Path | None) -> None:
-        """Let the last name of a target stand for a module."""
+        """Bind the last name of a target to a module."""
         if isinstance(target, ast.Tuple):
             target = target.elts[-1]
         if isinstance(target, ast.Name):
@@ -208,7 +208,7 @@ class _Source(ast.NodeVisitor):
                 self.locals[target.id] = path
 
     def loop(self, target: ast.AST, iterable: ast.AST) -> None:
-        """Let the names of a loop stand for the parts of the modules that it goes through."""
+        """Bind the names of a loop to the parts of the modules that it iterates over."""
         if isinstance(iterable, ast.Call) and getattr(iterable.func, "id", "") == "zip":
             for name, part in zip(getattr(target, "elts", []), iterable.args, strict=False):
                 self.loop(name, part)

@@ -55,7 +55,7 @@ def decoder(sizes: Sizes, blocks: Blocks | None, seed: int, device: torch.device
         if blocks:
             n, k = getattr(layer, name).shape
             delattr(layer, name)
-            setattr(layer, name, _blocked(n, k, blocks, draw, device))
+            setattr(layer, name, _block_layer(n, k, blocks, draw, device))
     if device != META:
         _draw(model, torch.Generator(device).manual_seed(seed))
     return model
@@ -126,7 +126,7 @@ def pattern(rows: int, columns: int, blocks: Blocks, draw: torch.Generator) -> T
     return torch.cat(squares, 0 if rows > columns else 1)
 
 
-def _blocked(
+def _block_layer(
     n: int, k: int, blocks: Blocks, draw: torch.Generator, device: torch.device
 ) -> BlockSparseLinear:
     if n % blocks.block or k % blocks.block:

@@ -62,7 +62,7 @@ def save(model: Decoder, sizes: Sizes, text: Text, to: Path) -> None:
         eos_token_id=None,
     )
     llama = transformers.LlamaForCausalLM(config)
-    llama.load_state_dict(dict(_renamed(model.state_dict())))
+    llama.load_state_dict(dict(_rename(model.state_dict())))
     try:
         llama.save_pretrained(to)
         tokenizer().save_pretrained(to)
@@ -89,7 +89,7 @@ def tokenizer() -> Any:
     return fast(tokenizer_object=inner)
 
 
-def _renamed(state: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+def _rename(state: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
     for name, tensor in state.items():
         prefix, _, part = name.rpartition(".")
         layer = re.sub(r"^layers", "model.layers", f"{prefix}." if prefix else "")

@@ -26,8 +26,8 @@ from sparsebench.errors import SuiteError
 
 BYTES = 256
 EPSILON = 1e-6
-BASE = 10_000.0  # of the wavelengths of the rotary embedding
-DEVIATION = 0.02  # of the initial weights, as in GPT-2
+BASE = 10_000.0  # base of the wavelengths of the rotary embedding
+DEVIATION = 0.02  # standard deviation of the initial weights, as in GPT-2
 
 Watch = Callable[[int, Tensor, Tensor], None]
 """Called with a layer's number, its MLP's input [contexts, tokens, k], and gates [..., hidden]."""
@@ -60,15 +60,15 @@ class Layer(nn.Module):
         k, n, added = sizes.width, sizes.hidden, DEVIATION / math.sqrt(2 * sizes.layers)
         self.heads = sizes.heads
         self.attention_norm, self.mlp_norm = (nn.Parameter(torch.ones(k)) for _ in range(2))
-        self.qkv = _drawn(3 * k, k, draw)
-        self.out = _drawn(k, k, draw, added)
-        self.wg, self.wu = _drawn(n, k, draw), _drawn(n, k, draw)
-        self.wd = _drawn(k, n, draw, added)
+        self.qkv = _draw_parameter(3 * k, k, draw)
+        self.out = _draw_parameter(k, k, draw, added)
+        self.wg, self.wu = _draw_parameter(n, k, draw), _draw_parameter(n, k, draw)
+        self.wd = _draw_parameter(k, n, draw, added)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return the stream [contexts, tokens, k], the L1 term, and the MLP's inputs and gates."""
         x = attention(x, self.attention_norm, self.qkv, self.out, self.heads)
-        z = _norm(x, self.mlp_norm)
+        z = normalized(x, self.mlp_norm)
         g = relu(_times(z, self.wg))
         h = g * _times(z, self.wu)
         return x + _times(h, self.wd), h.abs().sum(-1, dtype=torch.float32).mean(), z, g
@@ -81,10 +81,10 @@ class Decoder(nn.Module):
         """Draw the weights on the CPU; without a seed they stay uninitialized."""
         super().__init__()
         draw = None if seed is None else torch.Generator().manual_seed(seed)
-        self.embedding = _drawn(BYTES, sizes.width, draw)
+        self.embedding = _draw_parameter(BYTES, sizes.width, draw)
         self.layers = nn.ModuleList(Layer(sizes, draw) for _ in range(sizes.layers))
         self.norm = nn.Parameter(torch.ones(sizes.width))
-        self.output = _drawn(BYTES, sizes.width, draw)
+        self.output = _draw_parameter(BYTES, sizes.width, draw)
 
     def forward(self, tokens: Tensor, watch: Watch | None = None) -> tuple[Tensor, Tensor]:
         """Return logits [contexts, tokens, 256] for bytes [contexts, tokens], and the L1 term."""
@@ -94,14 +94,14 @@ class Decoder(nn.Module):
             norms.append(norm)
             if watch:
                 watch(number, z, g)
-        return linear(_norm(x, self.norm), self.output), torch.stack(norms).mean()
+        return linear(normalized(x, self.norm), self.output), torch.stack(norms).mean()
 
 
 def attention(
     x: Tensor, norm: Tensor, qkv: Tensor | nn.Module, out: Tensor | nn.Module, heads: int
 ) -> Tensor:
     """Return the stream [contexts, tokens, k] with the output of attention added."""
-    q, k, v = _times(_norm(x, norm), qkv).unflatten(-1, (3, heads, -1)).permute(2, 0, 3, 1, 4)
+    q, k, v = _times(normalized(x, norm), qkv).unflatten(-1, (3, heads, -1)).permute(2, 0, 3, 1, 4)
     mixed = scaled_dot_product_attention(_rotate(q), _rotate(k), v, is_causal=True)
     return x + _times(mixed.transpose(1, 2).flatten(2), out)
 
@@ -114,7 +114,7 @@ def _times(x: Tensor, weight: Tensor | nn.Module) -> Tensor:
     return linear(x, weight)
 
 
-def _drawn(
+def _draw_parameter(
     rows: int, columns: int, draw: torch.Generator | None, deviation: float = DEVIATION
 ) -> nn.Parameter:
     if draw is None:
@@ -122,7 +122,8 @@ def _drawn(
     return nn.Parameter(torch.randn(rows, columns, generator=draw) * deviation)
 
 
-def _norm(x: Tensor, weight: Tensor) -> Tensor:
+def normalized(x: Tensor, weight: Tensor) -> Tensor:
+    """Return X normalized over its last dimension and scaled."""
     return rms_norm(x, weight.shape, weight, EPSILON)
 
 

@@ -49,7 +49,7 @@ def models(
     decoders += [(of_width(sizes, width), None) for width in widths]
     for blocks in plan:
         stored = parameters(decoder(sizes, blocks, 0))
-        decoders += [(sizes, blocks), (narrowed(sizes, stored), None)]
+        decoders += [(sizes, blocks), (narrowest_sizes(sizes, stored), None)]
     return list(dict.fromkeys(decoders))
 
 
@@ -66,7 +66,7 @@ def of_width(sizes: Sizes, width: int) -> Sizes:
     return replace(sizes, width=width, hidden=hidden, heads=width // head)
 
 
-def narrowed(sizes: Sizes, minimum: int) -> Sizes:
+def narrowest_sizes(sizes: Sizes, minimum: int) -> Sizes:
     """Return the narrowest dense sizes of this shape with at least `minimum` parameters."""
     step = sizes.width // sizes.heads
     for width in range(step, sizes.width + 1, step):

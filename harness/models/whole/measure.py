@@ -58,7 +58,7 @@ ROUNDS = 5  # after two calls that check the result and the memory
 CHECKED = 512  # number of last tokens whose logits are compared
 MAX_ERROR = 0.05  # relative; bf16 has an error of 0.01 after 38 layers
 PIECE_S, TURNS = 3.0, 2
-FAILURES = Unsupported, RuntimeError, OSError, ValueError  # of a kernel or its build
+FAILURES = Unsupported, RuntimeError, OSError, ValueError  # errors of a kernel or its build
 
 
 def measure(
@@ -145,7 +145,7 @@ def _time_forward(
         try:
             launch = None if name == PLAIN else _launch(name, shape, weights, z)
             plain = partial(mlp, z, *weights.mlp)
-            timing = _checked(timing, run, expected, launch, plain)
+            timing = _check(timing, run, expected, launch, plain)
         except FAILURES as error:
             timing = replace(timing, detail=_reason(error))
         if not timing.detail:
@@ -203,7 +203,7 @@ def _call(launch: Launch) -> Tensor:
     return out
 
 
-def _checked(
+def _check(
     timing: MlpTiming,
     run: Pass,
     expected: Tensor,

@@ -24,9 +24,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.functional import embedding, linear, relu, rms_norm
+from torch.nn.functional import embedding, linear, relu
 
-from sparsebench.harness.models.train_lm.model import EPSILON, attention
+from sparsebench.harness.models.train_lm.model import attention, normalized
 
 DEVIATION = 0.02
 SAMPLE = 16384  # tokens to calibrate with, at most, spread evenly
@@ -88,10 +88,6 @@ def draw_weights(shape: Shape, device: torch.device, dtype: torch.dtype) -> Weig
     return Weights(words, qkv, out, wg, wu, wd, gains)
 
 
-def norm(x: Tensor, gains: Tensor) -> Tensor:
-    return rms_norm(x, gains.shape, gains, EPSILON)
-
-
 def attended(x: Tensor, weights: Weights, heads: int) -> Tensor:
     ones = torch.ones_like(weights.gains[0])
     return attention(x, ones, weights.qkv, weights.out, heads)
@@ -113,11 +109,12 @@ def forward(shape: Shape, weights: Weights, tokens: Tensor, z: Tensor, compiled:
 
     def begin(x: Tensor, gains: Tensor) -> Tensor:
         x = attended(x, weights, shape.heads)
-        z.copy_(norm(x, gains).view_as(z))
+        z.copy_(normalized(x, gains).view_as(z))
         return x
 
     def end(x: Tensor, y: Tensor) -> Tensor:
-        return linear(norm(x + y.view_as(x), torch.ones_like(weights.gains[0])), weights.embedding)
+        z = normalized(x + y.view_as(x), torch.ones_like(weights.gains[0]))
+        return linear(z, weights.embedding)
 
     def between(x: Tensor, y: Tensor, gains: Tensor) -> Tensor:
         return begin(x + y.view_as(x), gains)

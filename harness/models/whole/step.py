@@ -7,16 +7,16 @@ The learning rate RATE is so small that the weights and the active units do not 
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, embedding, linear
 
-from sparsebench.harness.models.train_lm.model import attention
+from sparsebench.harness.models.train_lm.model import attention, normalized
 from sparsebench.harness.models.train_lm.training import products
-from sparsebench.harness.models.whole.model import Shape, Weights, mlp, norm
+from sparsebench.harness.models.whole.model import Shape, Weights, mlp
 from sparsebench.kernels.nn.sparse_gated_mlp import SparseGatedMLP
 
 RATE, L1 = 1e-9, 2e-5
@@ -63,7 +63,7 @@ class Model(nn.Module):
         self.out = nn.ParameterList(copied(weights.out) for _ in range(shape.layers))
         self.mlps = nn.ModuleList(layer() for _ in range(shape.layers))
         self._attention = torch.compile(attention, dynamic=False) if compiled else attention
-        self._norm = torch.compile(norm, dynamic=False) if compiled else norm
+        self._norm = torch.compile(normalized, dynamic=False) if compiled else normalized
         fused = torch.compile(mlp, dynamic=False) if kind == "compiled" else mlp
         self._mlp: Callable[..., Tensor] = fused
 
@@ -85,7 +85,7 @@ class Model(nn.Module):
 
 def step(shape: Shape, weights: Weights, tokens: Tensor, kind: Mlp, compiled: bool) -> Step:
     """Return a training step on tokens [sequences, context + 1]."""
-    model = Model(replace(shape), weights, kind, compiled)
+    model = Model(shape, weights, kind, compiled)
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=RATE, weight_decay=0.0, fused=tokens.is_cuda
     )

@@ -9,7 +9,6 @@ import torch
 
 from sparsebench.formats.bsr import Bsr
 from sparsebench.kernels.bsr import bsr_small
-from sparsebench.kernels.bsr._launch import packed
 from sparsebench.kernels.bsr._small_steps import (
     END,
     LAST,
@@ -105,17 +104,6 @@ def test_large_blocks_are_cut_for_few_tokens_and_refused_for_many():
     assert bsr_small.unsupported_operands(x[1:], w, transposed=False) is None
     reason = bsr_small.unsupported_operands(x, w, transposed=False)
     assert reason == "blocks of 64x64: expected up to 256 tokens, found 257"
-
-
-@pytest.mark.parametrize("block", [8, 64, (80, 48)])
-def test_blocks_of_other_sizes_are_cut_or_united_without_a_change(block):
-    r, c = (block, block) if isinstance(block, int) else block
-    there = torch.rand(-(-168 // r), -(-136 // c)) < 0.4
-    mask = there.repeat_interleave(r, 0)[:168].repeat_interleave(c, 1)[:, :136]
-    w = Bsr.from_dense(torch.randn(168, 136).half() * mask, block=[r, c])
-    pattern, pieces = bsr_small._fitting(w)
-    values = packed(w.values, pieces).view(-1, *pattern.block)
-    assert torch.equal(replace(pattern, values=values).to_dense(), w.to_dense())
 
 
 def test_a_step_holds_no_more_than_a_slot_and_a_share_no_more_than_a_word():

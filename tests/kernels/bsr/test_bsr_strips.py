@@ -5,7 +5,7 @@ import torch
 
 from sparsebench.formats.bsr import Bsr
 from sparsebench.kernels.bsr import bsr_strips
-from sparsebench.kernels.bsr._strip_tiles import boxes_of, strips_of, tiles_of
+from sparsebench.kernels.bsr._strip_tiles import tiles_of
 from tests.kernels.bsr.examples import example
 
 
@@ -25,27 +25,6 @@ def test_a_tile_is_the_largest_equal_part_of_a_block_that_the_kernel_takes(block
         tiles = tiles_of(w, transposed)
         assert (tiles.height, tiles.depth) == sides
         assert len(tiles.row) == -(-256 // sides[0]) * -(-256 // sides[1])
-
-
-@pytest.mark.parametrize("block", [24, 48, 80, 96])
-def test_a_step_has_room_for_every_tile_of_a_full_strip(block):
-    w = Bsr.from_dense(torch.ones(8 * block, 2 * block).half(), block=block)
-    tiles = tiles_of(w, transposed=False)
-    for config in bsr_strips.configurations(tiles, 4096, 132):
-        lists = tiles.lists(config, 4096, 132)
-        assert lists.steps[:, 0, 0].max() * 2 * tiles.height * tiles.depth <= lists.room * 1024
-
-
-def test_aligned_strips_have_no_column_twice_and_half_tiles_have_zeros():
-    w = Bsr.from_dense(torch.ones(48, 96).half(), block=24)
-    tiles = tiles_of(w, transposed=False, across=2)
-    assert (tiles.depth, tiles.columns) == (16, 6)
-    assert (tiles.pieces >= 0).all()  # full rows: a tile is half of one block, half of the next
-    alone = Bsr.from_dense(torch.eye(96).half()[:24], block=24)
-    assert (tiles_of(alone, transposed=False, across=2).pieces < 0).sum() == 24  # columns 24 to 31
-    assert boxes_of(16, 2) == [32]
-    counts = [strips_of(16, tokens, 2) for tokens in bsr_strips.TOKENS]
-    assert counts == [4, 4, 2]
 
 
 @pytest.mark.parametrize("m", [1, 64, 65, 300, 4096])

@@ -21,15 +21,6 @@ def test_blocks_of_whole_tiles_are_used_as_stored():
     assert bsr_triton.pack(stored, config).values is stored.values
 
 
-def test_long_block_rows_come_first():
-    w = torch.zeros(192, 256).half()
-    w[64:128] = 1
-    w[128, 0] = 1
-    stored = Bsr.from_dense(w, block=64)
-    config = bsr_triton.configurations(4096, (64, 64), 2, "tma")[0]
-    assert bsr_triton.pack(stored, config).order.tolist() == [1, 2, 0]
-
-
 def test_tokens_are_split_if_there_are_few_blocks():
     def parts(m, blocks):
         return bsr_triton_wgrad.configurations(m, (64, 64), blocks, 2, "tma", 132)[0].parts

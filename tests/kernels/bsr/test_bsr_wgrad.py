@@ -8,10 +8,6 @@ import torch
 
 from sparsebench.formats.bsr import Bsr
 from sparsebench.kernels.bsr._wgrad_schedule import (
-    TILES,
-    Piece,
-    fits,
-    items_of,
     shared_out,
     sides_of,
     work_of,
@@ -88,23 +84,8 @@ def test_the_lists_give_the_gradient_and_write_every_value_once(shape, config, w
     np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-3)
 
 
-@pytest.mark.parametrize(("density", "wide", "most"), [(0.5, 4, 6.6), (0.2, 4, 7.6), (0.1, 2, 9.8)])
-def test_every_tile_is_in_one_item_and_items_share_their_loads(density, wide, most):
-    there = np.random.default_rng(0).random((64, 64)) < density
-    items = items_of(there, wide)
-    tiles = [(half.slice, place) for item in items for half in item for place in half.places]
-    assert sorted(tiles) == list(zip(*(at.tolist() for at in np.nonzero(there)), strict=True))
-    assert all(fits(item, max(TILES), wide) for item in items)
-    assert sum(item.loads for item in items) / len(tiles) * 8 < most
-
-
 def random_costs(items: int) -> Any:
     return np.random.default_rng(3).integers(6, 10, items).astype(float)
-
-
-def shares(costs: Any, steps: int = 64) -> list[list[Piece]]:
-    """Share out among 132 workers, with no less than four steps in a piece."""
-    return shared_out(costs, np.full(len(costs), 72), steps, 4, 132)[0]
 
 
 @pytest.mark.parametrize("items", [1, 26, 51, 64, 102, 132, 140, 264, 300])
@@ -125,15 +106,3 @@ def test_every_step_is_assigned_once_and_the_predicted_end_is_right(items):
     assert last <= min(
         costs.max() * steps * -(-items // 132), 2 * costs.sum() * steps / 132 + 4 * costs.max() + 72
     )
-
-
-def test_items_that_come_out_even_are_left_whole():
-    lists = shares(np.full(264, 6.0))
-    assert {piece.of for pieces in lists for piece in pieces} == {1}
-    assert {len(pieces) for pieces in lists} == {2}
-
-
-def test_the_items_beyond_one_per_worker_are_cut_and_summed_first():
-    lists = shares(np.full(143, 6.0))
-    assert [pieces[-1].of for pieces in lists] == [1] * 132
-    assert {len(pieces) for pieces in lists} == {2}

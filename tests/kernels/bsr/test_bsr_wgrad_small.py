@@ -80,33 +80,6 @@ def test_the_lists_give_the_gradient_and_write_every_value_once(shape, config, w
 
 
 @pytest.mark.parametrize(
-    ("density", "units", "strips", "loads", "cells"),
-    [
-        (0.5, 6, 20, 0.44, 3.0),
-        (0.2, 6, 16, 0.58, 2.7),
-        (0.1, 4, 12, 0.77, 2.5),
-        (0.05, 2, 8, 1.03, 2.4),
-    ],
-)
-def test_every_cell_is_in_one_item_and_items_share_their_loads(
-    density, units, strips, loads, cells
-):
-    there = np.random.default_rng(0).random((128, 128)) < density
-    items, counts = items_of(there, units, strips), np.zeros(there.shape, int)
-    for item in items:
-        assert item.loads <= strips
-        assert len(item.units) <= 2 * units
-        for *four, has in item.units:
-            assert four[0] <= four[1]
-            assert four[2] <= four[3]
-            for at in range(4):
-                counts[item.dy[four[at % 2]], item.x[four[2 + at // 2]]] += has >> at & 1
-    assert (counts == there).all()
-    assert sum(item.loads for item in items) / there.sum() < loads
-    assert there.sum() / sum(len(item.units) for item in items) > cells
-
-
-@pytest.mark.parametrize(
     ("block", "cells"), [(8, 1), (16, 1), (32, 1), (24, 1), (40, 4), (48, 4), (64, 4), (96, 9)]
 )
 def test_a_block_is_in_as_few_cells_as_possible(block, cells):

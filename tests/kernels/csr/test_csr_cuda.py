@@ -105,14 +105,6 @@ def test_nan_is_where_the_definition_has_it(monkeypatch: pytest.MonkeyPatch) -> 
     torch.testing.assert_close(y[~touched], right[~touched], rtol=0, atol=0)
 
 
-def test_warps_get_about_as_many_steps() -> None:
-    _, w = example((1, 200, 500, 0.2), FP32)
-    bounds, parts = torch.tensor([0, 200]), torch.ones(200, dtype=torch.int64)
-    work = work_of(w, Shape(bounds, parts, 500, 4, 4, 1))
-    steps = work.starts[:, 1].diff()
-    assert steps.max() < 1.1 * steps.float().mean()
-
-
 def test_ways_that_read_together_read_other_banks() -> None:
     w = Csr.from_dense(torch.ones(16, 256))
     parts = torch.ones(16, dtype=torch.int64)

@@ -187,6 +187,13 @@ def test_other_bitmaps_run_dense_and_keep_their_copy() -> None:
     assert _frozen_op.plans_of(w).dense is copy
 
 
+@pytest.mark.parametrize("tokens", [0, 8])
+def test_a_dense_copy_multiplies_padded_tokens(tokens: int) -> None:
+    dense, x = weight(), torch.randn(7, K)
+    product = _frozen_op.DenseCopy(Bitmap.from_dense(dense), _frozen_op.Padded(tokens))
+    torch.testing.assert_close(product.run(x), x @ dense.T)
+
+
 @pytest.mark.gpu
 @hopper
 @pytest.mark.parametrize("m", [1, 16, 17])

@@ -14,7 +14,7 @@ from sparsebench.formats.dense import Dense
 from sparsebench.harness.bench import contest
 from sparsebench.harness.bench.operands import operands as drawn
 from sparsebench.harness.catalog import load_op
-from sparsebench.harness.ops._op import bound
+from sparsebench.harness.ops._op import with_fields
 from sparsebench.kernels._common import requirements
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
 from sparsebench.kernels.peers import _authors, stk, twell_authors, twell_authors_mlp
@@ -96,7 +96,7 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
 def prepared(problem: Problem, **options: Any) -> Launch:
     inputs = drawn(problem, OP, CPU, None)
     weights = {name: Dense.from_dense(w) for name, w in inputs.weights.items()}
-    operands = Operands(problem, weights, inputs.activations, bound(OP.definition, problem))
+    operands = Operands(problem, weights, inputs.activations, with_fields(OP.definition, problem))
     return twell_authors.prepare(operands, **options)
 
 
@@ -236,7 +236,7 @@ def test_the_layer_without_a_gate_uses_the_extension_that_the_authors_have_built
     problem = Problem("mlp", {**op.defaults, **fields}, defaults=op.defaults)
     inputs = drawn(problem, op, CPU, None)
     weights = {name: Dense.from_dense(w) for name, w in inputs.weights.items()}
-    definition = bound(op.definition, problem)
+    definition = with_fields(op.definition, problem)
     operands = Operands(problem, weights, inputs.activations, definition)
     with pytest.raises(Unsupported, match="TwELLMLP"):
         twell_authors_mlp.prepare(operands)

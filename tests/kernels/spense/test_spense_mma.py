@@ -166,10 +166,6 @@ def test_its_stages_fit_into_what_the_multiprocessor_has(target: str, dense: boo
         assert config.stages(dense) >= spense_mma.LEAST_STAGES
 
 
-def test_a_choice_of_an_earlier_process_is_still_a_configuration() -> None:
-    assert Config(**{"tokens": 64}) in ALONE
-
-
 COMPILED = [
     (config, dense, target)
     for target in KIB

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from sparsebench.harness.catalog import load_op
-from sparsebench.harness.plan.suite import read
 from sparsebench.kernels.dense import _gemm
 from sparsebench.kernels.twell import decoder_few, ffn_few
 from sparsebench.results.record import Problem
@@ -72,17 +71,6 @@ def test_an_interpreted_step_has_separate_weights_per_layer(fields, layers) -> N
     assert len(layers) == count
     for name in ("wg", "wu", "wd_t"):
         assert len({getattr(layer, name).data_ptr() for layer in layers}) == count
-
-
-def test_the_suite_has_a_model_for_decoder_few() -> None:
-    problems = [
-        contest.problem
-        for contest in read("decoder").contests
-        if any(k.kernel == "decoder_few" for k in contest.contenders)
-    ]
-    assert [case["m"] for case in problems] == [1, 16, 64]
-    assert {case["active"] for case in problems} == {24}
-    assert OP.held_bytes(problems[0]) == pytest.approx(38 * 102.8e6 + 0.2e9, rel=0.02)
 
 
 @hopper

@@ -12,7 +12,7 @@ from sparsebench.errors import Unsupported
 from sparsebench.harness.bench.correctness import Expected, check
 from sparsebench.harness.bench.operands import DenseOperands, operands
 from sparsebench.harness.catalog import load_kernel, load_op
-from sparsebench.harness.ops._op import bound
+from sparsebench.harness.ops._op import with_fields
 from sparsebench.harness.plan.suite import read
 from sparsebench.kernels._kernel import DTYPES, Launch, Operands
 from sparsebench.results.record import Problem, Value
@@ -35,7 +35,7 @@ def exact(drawn: DenseOperands) -> dict[str, Tensor]:
 
 
 def expected(case: Problem, arguments: Mapping[str, Tensor]) -> Expected:
-    reference, spread = (bound(f, case)(**arguments) for f in (OP.definition, OP.spread))
+    reference, spread = (with_fields(f, case)(**arguments) for f in (OP.definition, OP.spread))
     dtype, depth = DTYPES[case["dtype"]], OP.depth(**arguments)
     return Expected(reference, spread, dtype, depth, parts=OP.parts(case))
 
@@ -48,7 +48,7 @@ def launch_of(operands: Operands, **options: Any) -> Launch:
 def test_the_definition_equals_autograd(activation):
     case = problem(m=20, n=24, k=16, active=6.0, activation=activation)
     arguments = exact(operands(case, OP, CPU, None))
-    results = bound(OP.definition, case)(**arguments).split(OP.parts(case))
+    results = with_fields(OP.definition, case)(**arguments).split(OP.parts(case))
     dy = arguments.pop("dy")
     leaves = {name: t.requires_grad_() for name, t in arguments.items()}
     act = relu(linear(leaves["x"], leaves["wg"]))
@@ -66,7 +66,7 @@ def test_torch_passes_and_an_error_in_any_part_fails(activation, dtype):
     case = problem(activation=activation, dtype=dtype)
     drawn = operands(case, OP, CPU, None)
     correct = expected(case, exact(drawn))
-    result = bound(OP.definition, case)(**drawn.weights, **drawn.activations)
+    result = with_fields(OP.definition, case)(**drawn.weights, **drawn.activations)
     assert check(result, correct).reason is None
     row = 0
     for name, size in zip(NAMES, OP.parts(case), strict=True):
@@ -86,7 +86,7 @@ def test_only_a_gate_near_zero_may_be_active_or_not():
         arguments["wg"][5, 0] = (gate - rest) / factor
         active = expected(case, arguments)
         arguments["wg"][5, 0] = (-gate - rest) / factor
-        inactive = bound(OP.definition, case)(**arguments).bfloat16()
+        inactive = with_fields(OP.definition, case)(**arguments).bfloat16()
         assert (check(inactive, active).reason is None) == passes, gate
 
 
@@ -132,5 +132,5 @@ def test_the_kernel_is_correct_on_a_gpu(dtype, skew, slots):
 def test_torch_is_correct_on_a_gpu():
     case = problem(m=2048, n=5632, k=2048, active=29.0)
     drawn = operands(case, OP, GPU, None)
-    result = bound(OP.definition, case)(**drawn.weights, **drawn.activations)
+    result = with_fields(OP.definition, case)(**drawn.weights, **drawn.activations)
     assert check(result, expected(case, exact(drawn))).reason is None
