@@ -52,7 +52,6 @@ Runs = Mapping[str, PublishedRun]
 ROOT = Path(__file__).resolve().parents[1]  # root of the checkout; wheels hold no bundles
 HOME = "results/published"
 ADVICE = "advice.json"
-MODELS, TOKENS = ("Qwen3-32B", "Llama-3-8B", "Gemma-3-270m"), 16  # of the README's short answer
 PICTURE, PICTURED = f"{HOME}/speedup.svg", "sparsity-4096"
 LEVEL = 0.9  # the sparsity that the caption names
 BLOCK, COLUMNS, LINES = "64", 72, 13  # the terminal example: block size, width and lines
@@ -168,7 +167,8 @@ def differing(root: Path, runs: Runs) -> dict[Path, str]:
     of_runs = ((run, f"{run.run.path.parent.name}/{name}") for name, run in runs.items())
     evidence = advice.collect_evidence(of_runs, root / HOME)
     texts["costs"] = costs.markdown(evidence, runs[PICTURED].device)
-    texts["advice"] = advice.in_brief(evidence, runs[PICTURED].device, TOKENS, MODELS)
+    brief = advice.in_brief(evidence, runs[PICTURED].device)
+    texts["advice"] = f"**Should I prune?** {brief}"
     pages = {root / HOME / "README.md": PAGE.format(**texts)}
     pages |= {path: _fill(path, texts) for path in map(root.joinpath, BLOCKED) if path.exists()}
     linked = {path: _relative_links(text, root, path) for path, text in pages.items()}

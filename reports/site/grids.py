@@ -263,7 +263,7 @@ def _grid(sparse: Sequence[Record], tokens: int) -> Grid:
     shape = size_text(shapes[0]) if len(shapes) == 1 else amount(len(shapes), "shape")
     about = [f"{tokens:,} token{'' if tokens == 1 else 's'} at once", op, dtype, shape, processes]
     where = conditions(top["on_cards"], top["limited"])
-    about += [f"the largest gain on {where}"] if where else []
+    about += [f"the largest gain measured on {where}"] if where else []
     return Grid(op, dtype, tokens, " · ".join(filter(None, about)), levels, lines, str(top["run"]))
 
 

@@ -117,7 +117,8 @@ def filled(
     for module in (published.advice, published.repeats):
         monkeypatch.setattr(module, "text_of", lambda rows: "")
     monkeypatch.setattr(published.advice, "collect_evidence", lambda *arguments: [])
-    monkeypatch.setattr(published.costs, "markdown", lambda *arguments: "")
+    for module, name in ((published.costs, "markdown"), (published.advice, "in_brief")):
+        monkeypatch.setattr(module, name, lambda *arguments: "")
     (tmp_path / "docs").mkdir()
 
     def write(text: str) -> str:
