@@ -104,7 +104,8 @@ means that the checkout had uncommitted changes. Runs named `-sim` come from a m
 {runs}
 
 A bundle is identified by the SHA-256 of its manifest. `sparsebench validate` compares published
-runs with this list, and so does `sha256sum --check README.md`, run in this folder.
+runs with this list, and so does `sha256sum --check README.md`, run in this folder. Runs below
+`earlier` were replaced by newer ones.
 
 {digests}
 """
@@ -189,11 +190,14 @@ def list_of_runs(runs: Runs) -> str:
 
 
 def digests(runs: Runs) -> str:
-    """Return the SHA-256 of each bundle's manifest in the format that sha256sum checks."""
-    lines = [
-        f"{bundle.identity(run.run.path)}  {Path(run.home).relative_to(HOME) / bundle.MANIFEST}"
-        for run in runs.values()
-    ]
+    """Return the SHA-256 of the manifest of each run, and of replaced ones, for sha256sum."""
+    shown = {Path(run.home).relative_to(HOME): run.run.path for run in runs.values()}
+    home = ROOT / HOME
+    earlier = {
+        run.parent.relative_to(home): run.parent for run in home.glob("*/earlier/*/*/run.json")
+    }
+    paths = {**shown, **dict(sorted(earlier.items()))}
+    lines = [f"{bundle.identity(path)}  {name / bundle.MANIFEST}" for name, path in paths.items()]
     return "\n".join(["```", *lines, "```"])
 
 

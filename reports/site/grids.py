@@ -332,12 +332,8 @@ def _rival(best: Sequence[Record], sparse: Sequence[Record]) -> str:
     """Return the best kernel of the other side in the problem of the row's usual cell."""
     level = _usual_level(line["level"] for line in best)
     top = _top([line for line in best if line["level"] == level])
-    others = [
-        line
-        for line in sparse
-        if all(line[name] == top[name] for name in ("run", "place", "head"))
-        and line["side"] != top["side"]
-    ]
+    same = [b for b in sparse if all(b[name] == top[name] for name in ("run", "place", "head"))]
+    others = [line for line in same if line["side"] != top["side"]]
     if not others:
         return ""
     rival = _top(others)
