@@ -4,7 +4,7 @@ Also collects the evidence that advice.json holds from the published runs and fi
 """
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -76,9 +76,12 @@ def markdown(answer: Answer) -> str:
     return "\n\n".join([f"**{answer.verdict}**", table(answer).markdown(), *_notes(answer)]) + "\n"
 
 
-def in_brief(evidence: Evidence, gpu: str, tokens: int, models: Sequence[str]) -> str:
-    """Return the answers for some models in one Markdown sentence, as the README has it."""
-    texts = []
+BRIEF = ("Qwen3-32B", "Llama-3-8B", "Gemma-3-270m"), 16  # models and tokens of short answers
+
+
+def in_brief(evidence: Evidence, gpu: str) -> str:
+    """Return the answers for some models in one sentence, for the README and the first page."""
+    texts, (models, tokens) = [], BRIEF
     for answer in (advise(evidence, read_shapes(name), gpu, tokens) for name in models):
         best, name = answer.best, answer.model.name
         if best is None:
@@ -86,8 +89,8 @@ def in_brief(evidence: Evidence, gpu: str, tokens: int, models: Sequence[str]) -
         else:
             word = "perhaps" if answer.word == TRY else "only with training"
             form = FORMATS[KINDS[best.kind][0]]
-            texts.append(f"{name} {word}: {best.step.text} in `{form}`")
-    return f"**Should I prune?** With {tokens} tokens at once on an {gpu}: {'; '.join(texts)}."
+            texts.append(f"{name} {word}: {best.step.text} in {form}")
+    return f"With {tokens} tokens at once on an {gpu}: {'; '.join(texts)}."
 
 
 def sources(answer: Answer) -> list[str]:

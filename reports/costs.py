@@ -18,6 +18,7 @@ from sparsebench.results.step_model import StepModel
 COSTS = KINDS | {  # how a layer is sparse, and its sparsity
     "32 × 32 blocks, 50 % zeros": (SMALL_BLOCKS, 0.5),
     "32 × 32 blocks, 80 % zeros": (SMALL_BLOCKS, 0.8),
+    "32 × 32 blocks, 90 % zeros": (SMALL_BLOCKS, 0.9),
 }
 METHODS = {"magnitude": "magnitude", "wanda": "Wanda", "spensegpt": "SpenseGPT"}
 TRAINED_SO = "trained with L1"

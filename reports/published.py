@@ -52,7 +52,6 @@ Runs = Mapping[str, PublishedRun]
 ROOT = Path(__file__).resolve().parents[1]  # root of the checkout; wheels hold no bundles
 HOME = "results/published"
 ADVICE = "advice.json"
-MODELS, TOKENS = ("Qwen3-32B", "Llama-3-8B", "Gemma-3-270m"), 16  # of the README's short answer
 PICTURE, PICTURED = f"{HOME}/speedup.svg", "sparsity-4096"
 LEVEL = 0.9  # the sparsity that the caption names
 BLOCK, COLUMNS, LINES = "64", 72, 13  # the terminal example: block size, width and lines
@@ -105,7 +104,8 @@ means that the checkout had uncommitted changes. Runs named `-sim` come from a m
 {runs}
 
 A bundle is identified by the SHA-256 of its manifest. `sparsebench validate` compares published
-runs with this list, and so does `sha256sum --check README.md`, run in this folder.
+runs with this list, and so does `sha256sum --check README.md`, run in this folder. Runs below
+`earlier` were replaced by newer ones.
 
 {digests}
 """
@@ -167,7 +167,8 @@ def differing(root: Path, runs: Runs) -> dict[Path, str]:
     of_runs = ((run, f"{run.run.path.parent.name}/{name}") for name, run in runs.items())
     evidence = advice.collect_evidence(of_runs, root / HOME)
     texts["costs"] = costs.markdown(evidence, runs[PICTURED].device)
-    texts["advice"] = advice.in_brief(evidence, runs[PICTURED].device, TOKENS, MODELS)
+    brief = advice.in_brief(evidence, runs[PICTURED].device)
+    texts["advice"] = f"**Should I prune?** {brief}"
     pages = {root / HOME / "README.md": PAGE.format(**texts)}
     pages |= {path: _fill(path, texts) for path in map(root.joinpath, BLOCKED) if path.exists()}
     linked = {path: _relative_links(text, root, path) for path, text in pages.items()}
@@ -189,11 +190,14 @@ def list_of_runs(runs: Runs) -> str:
 
 
 def digests(runs: Runs) -> str:
-    """Return the SHA-256 of each bundle's manifest in the format that sha256sum checks."""
-    lines = [
-        f"{bundle.identity(run.run.path)}  {Path(run.home).relative_to(HOME) / bundle.MANIFEST}"
-        for run in runs.values()
-    ]
+    """Return the SHA-256 of the manifest of each run, and of replaced ones, for sha256sum."""
+    shown = {Path(run.home).relative_to(HOME): run.run.path for run in runs.values()}
+    home = ROOT / HOME
+    earlier = {
+        run.parent.relative_to(home): run.parent for run in home.glob("*/earlier/*/*/run.json")
+    }
+    paths = {**shown, **dict(sorted(earlier.items()))}
+    lines = [f"{bundle.identity(path)}  {name / bundle.MANIFEST}" for name, path in paths.items()]
     return "\n".join(["```", *lines, "```"])
 
 

@@ -166,6 +166,11 @@ def gain_text(line: "pd.Series[Any]") -> str:
     return times(line.best_gain, max(line.best_half, LEAST))
 
 
+def untimed(line: "pd.Series[Any]") -> str:
+    """Return the text of a cell without a gain: whether a dense kernel was chosen."""
+    return "none" if pd.isna(line.get("dense_gain")) else "dense"
+
+
 def grid(problems: pd.DataFrame) -> Table:
     """Return the grid for a terminal."""
     tokens = sorted(problems.m.unique())
@@ -182,7 +187,7 @@ def _text(line: "pd.Series[Any] | None") -> Cell:
     if line is None:
         return ""
     if pd.isna(line.best_gain):
-        return "none", "quiet"
+        return untimed(line), "quiet"
     text = gain_text(line)
     if not line.settled:
         return f"{text}{OPEN}", "unsure"
@@ -249,11 +254,13 @@ def _state(
     if len(problems):
         timed, decided = problems.best_gain.notna(), problems.settled
         once = int((timed & (problems.processes < FEWEST)).sum())
+        chosen = [line for _, line in problems[~timed].iterrows() if untimed(line) == "dense"]
         counts = {
             "settled": int(decided.sum()),
             f"measured in fewer than {FEWEST} processes": once,
             "not settled": int((timed & ~decided).sum()) - once,
-            "without a time": int((~timed).sum()),
+            "where a dense kernel was chosen": len(chosen),
+            "without a time": int((~timed).sum()) - len(chosen),
         }
         parts = ", ".join(f"{count} {words}" for words, count in counts.items() if count)
         lines.append(f"Problems: {parts}.")

@@ -23,7 +23,15 @@ from sparsebench.reports.build import Figure
 from sparsebench.reports.comparison_tables import cases, problems
 from sparsebench.reports.figures._figure import NOTHING, Frames
 from sparsebench.reports.figures._html import note, shaded
-from sparsebench.reports.survey import KEY, Summary, compared, gain_text, grid_rows, summarise
+from sparsebench.reports.survey import (
+    KEY,
+    Summary,
+    compared,
+    gain_text,
+    grid_rows,
+    summarise,
+    untimed,
+)
 from sparsebench.reports.tables import html_table
 from sparsebench.results import files, store
 from sparsebench.results.answer import winner
@@ -114,7 +122,9 @@ def _cell(line: "pd.Series[Any] | None") -> Markup:
     if line is None:
         return NOTHING
     if pd.isna(line.best_gain):
-        return Markup('<span class="cell none" title="{}">none</span>').format(winner(line))
+        return Markup('<span class="cell none" title="{}">{}</span>').format(
+            winner(line), untimed(line)
+        )
     link = f"{line.run}/report.html#case-{line.best_case_id}"
     title = f"{size_text(line['shape'])}: {winner(line)}"
     text = Markup("<b>{}</b>").format(gain_text(line))

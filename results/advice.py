@@ -260,10 +260,10 @@ def _verdict(
     easier = [kind for kind, (like, level) in KINDS.items() if like == way and level <= sparsity]
     costs = [each for each in kinds if each.kind in easier and each.nats is not None]
     if costs:
-        most = max(costs, key=lambda each: KINDS[each.kind][1])
-        what = "such pruning" if most is best else f"even pruning to {most.kind}"
-        model = most.loss.model if most.loss else ""
-        cost = f"{what} cost {model} {most.nats:.2f} nats per token"
+        sparsest = max(costs, key=lambda each: KINDS[each.kind][1])
+        pruning = "such pruning" if sparsest is best else f"even pruning to {sparsest.kind}"
+        model = sparsest.loss.model if sparsest.loss else ""
+        cost = f"{pruning} cost {model} {sparsest.nats:.2f} nats per token"
     if cheap:
         return TRY, f"Worth trying: {faster}, and {cost}.", best
     return TRAIN, f"Do not prune without training: {faster}, but {cost}.", best

@@ -12,11 +12,11 @@ the efficiency of BSR at 4096 tokens varies by 1.3 from 50 to 95 % zeros, instea
 are the stored weights, the input, the output and the hidden activations, each once.
 
 The interval comes from leaving shapes out. Every measured layer is predicted from layers of other
-shapes alone; the interval holds LEVEL of the errors of its kind, widened by (S + 1) / (S - 1) for
-S shapes, because a few shapes say little about the next one. `coverage` repeats that
-without each shape and counts how many of its layers fall inside. Layers too far from every
-measured one (FARTHEST) have no estimate. Rows of other GPUs count if they have the same compute
-capability, and as farther away.
+shapes alone. The interval holds CONFIDENCE (90 %) of the errors of its kind, widened by
+(S + 1) / (S - 1) for S shapes, because a few shapes say little about the next one. `coverage`
+repeats that without each shape and counts how many of its layers fall inside. Layers too far from
+every measured one (FARTHEST) have no estimate. Rows of other GPUs count if they have the same
+compute capability, and as farther away.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -26,7 +26,7 @@ from math import ceil, exp, log, log2
 
 START_US = 1.5  # time of a product beside its launch: dense times then follow the bytes within 10 %
 NEAREST = 4
-LEVEL, UNKNOWN = 0.9, 4.0  # UNKNOWN: half the interval, as a factor, if nothing was left out
+CONFIDENCE, UNKNOWN = 0.9, 4.0  # UNKNOWN: half the interval, as a factor, if nothing was left out
 WEIGHTS = (0.5, 0.5, 1.0, 1.0, 1.0, 1.0)  # for tokens, weights, density, dtype, GPU, kind of layer
 FARTHEST = (
     2.01,
@@ -239,7 +239,7 @@ class Estimator:
         if not errors:
             return log(UNKNOWN)
         sizes = sorted(abs(error) for _, error in errors)
-        rank = min(len(sizes), ceil((len(sizes) + 1) * LEVEL))
+        rank = min(len(sizes), ceil((len(sizes) + 1) * CONFIDENCE))
         return sizes[rank - 1] * (shapes + 1) / (shapes - 1)
 
     @cached_property

@@ -97,7 +97,8 @@ def _watch(contest: RunningContest, expected: Sequence[Expected], whole: bool) -
         named = {f"the expected {name}{where}": array for name, array in arrays.items()}
 
         def rewrite(layer: Layer = layer, right: Expected = right) -> None:
-            again = _right_answer(contest.op, layer, whole, right.sample and right.sample.seed)
+            seed = right.sample.seed if right.sample else None
+            again = _right_answer(contest.op, layer, whole, seed)
             right.reference.copy_(again.reference)
             right.spread.copy_(again.spread)
             if right.plain is not None and again.plain is not None:

@@ -90,8 +90,8 @@ def common(
     \b
     Should I prune this model?        sparsebench advise Llama-3-8B --gpu H200 --batch 16
     Which format is fastest here?     sparsebench run quick
-    ... for my own shapes?            sparsebench run my.yaml
-    ... on a GPU without results?     sparsebench new-gpu --budget 10m
+    Which one for my own shapes?      sparsebench run my.yaml
+    Which one on a new GPU?           sparsebench new-gpu --budget 10m
     """
 
 

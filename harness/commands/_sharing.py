@@ -22,7 +22,9 @@ Slurm = Annotated[
     ),
 ]
 Submit = Annotated[str, typer.Option(help="'local' runs the jobs on this host, without Slurm.")]
-Shards = Annotated[int, typer.Option(help="Number of jobs for --slurm or --submit.", min=0)]
+Shards = Annotated[
+    int, typer.Option(help="Number of jobs for --slurm or --submit.", min=0, show_default=False)
+]
 Shard = Annotated[
     str, typer.Option(help="Measure one part of the plan, such as 2/4; `merge` joins the parts.")
 ]

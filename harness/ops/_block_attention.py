@@ -219,7 +219,7 @@ def in_rows(x: Tensor, every: int, some: list[int], outer: int) -> Tensor:
 
 def sample(problem: Problem, operands: Mapping[str, Tensor], seed: int) -> Sample | None:
     """Return the problem of one in SHARE KV heads, with all tokens, if all heads take long."""
-    fields, (m, context) = problem.fields, tokens_of(problem.fields)
+    fields, (m, context) = dict[str, Any](problem.fields), tokens_of(problem.fields)
     batch, heads, kv_heads = fields["batch"], fields["heads"], fields["kv_heads"]
     cheap = batch * heads * m * context <= CHEAP and batch * heads <= FEW
     if cheap or kv_heads < SHARE:

@@ -36,6 +36,7 @@ gradients of 0; torch's fused backends, where exp(score - lse) would be inf, are
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -208,7 +209,7 @@ def sample_of_gradients(
     problem: Problem, operands: Mapping[str, Tensor], seed: int
 ) -> Sample | None:
     """Return the sample of the forward pass, with the rows of its heads in dQ, dK and dV."""
-    fields, sample = problem.fields, blocks.sample(problem, operands, seed)
+    fields, sample = dict[str, Any](problem.fields), blocks.sample(problem, operands, seed)
     if sample is None:
         return None
     some, parts = blocks.Heads.drawn(fields, seed), results(problem)

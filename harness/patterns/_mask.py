@@ -47,7 +47,7 @@ def level(fields: Mapping[str, Any], shape: tuple[str, str] = ("n", "k")) -> flo
         r, c = masks.block if masks else (rule.grid.r, rule.grid.c)
         grid = f"{rule.grid.rows}x{rule.grid.columns} grid of {r}x{c} blocks"
         request = f"pattern {fields['pattern']}: sparsity {requested:g}"
-        raise SuiteError(f"a {grid} cannot have {request}: the nearest level is {nearest:.6g}")
+        raise SuiteError(f"{request} is impossible in a {grid}: the nearest level is {nearest:.6g}")
     return nearest
 
 

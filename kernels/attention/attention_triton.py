@@ -72,6 +72,7 @@ FLAT = [
     (16, 32, 1, 3),
     (16, 64, 1, 3),
 ]
+SMALL_BOX = 16  # keys of a TMA box that may be slower than loads by pointers
 
 
 @dataclass(frozen=True)
@@ -104,13 +105,21 @@ def configurations(shape: Shape, shared: int, path: Path) -> list[Config]:
             keys=keys,
             stages=stages,
             warps=warps,
-            path=path if shape.block[1] % keys == 0 else "pointers",
+            path=way,
         )
         for rows, keys, warps, stages in tiles_that_fit(
             shape, shape.tile_side * shared, TILES, FLAT
         )
+        for way in _paths(shape, keys, path)
     ]
     return list(dict.fromkeys(configs))[:8]
+
+
+def _paths(shape: Shape, keys: int, path: Path) -> list[Path]:
+    """Return how to load a step: TMA loads no step of several blocks."""
+    if shape.block[1] % keys:
+        return ["pointers"]
+    return [path, "pointers"] if keys <= SMALL_BOX else [path]
 
 
 def launch(

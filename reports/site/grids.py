@@ -263,7 +263,7 @@ def _grid(sparse: Sequence[Record], tokens: int) -> Grid:
     shape = size_text(shapes[0]) if len(shapes) == 1 else amount(len(shapes), "shape")
     about = [f"{tokens:,} token{'' if tokens == 1 else 's'} at once", op, dtype, shape, processes]
     where = conditions(top["on_cards"], top["limited"])
-    about += [f"the largest gain on {where}"] if where else []
+    about += [f"the largest gain measured on {where}"] if where else []
     return Grid(op, dtype, tokens, " · ".join(filter(None, about)), levels, lines, str(top["run"]))
 
 
@@ -332,12 +332,8 @@ def _rival(best: Sequence[Record], sparse: Sequence[Record]) -> str:
     """Return the best kernel of the other side in the problem of the row's usual cell."""
     level = _usual_level(line["level"] for line in best)
     top = _top([line for line in best if line["level"] == level])
-    others = [
-        line
-        for line in sparse
-        if all(line[name] == top[name] for name in ("run", "place", "head"))
-        and line["side"] != top["side"]
-    ]
+    same = [b for b in sparse if all(b[name] == top[name] for name in ("run", "place", "head"))]
+    others = [line for line in same if line["side"] != top["side"]]
     if not others:
         return ""
     rival = _top(others)

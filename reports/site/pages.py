@@ -66,11 +66,13 @@ def pages(
     site: Site,
     doors: Mapping[str, str] = MappingProxyType({}),
     earlier: Sequence[Card] = (),
+    brief: Mapping[str, str] = MappingProxyType({}),
 ) -> Iterator[tuple[str, str]]:
     """Yield the path and the text of every page except those of runs, claims and comparisons.
 
     `doors` are the pages that the first one leads to, by title.
     `earlier` are versions of runs that have newer ones: only their links and the history stay.
+    `brief` answers "Should I prune?" in a sentence for each GPU.
     """
     cards = sorted(cards, key=lambda card: (card.started, card.slug), reverse=True)
     every = lines(cards).assign(m=lambda table: pd.to_numeric(table.m))
@@ -81,7 +83,7 @@ def pages(
     yield "style.css", stylesheet()
     yield "report.js", content("report.js")
     findings = _findings(measured if len(measured) else every, cards)
-    yield "index.html", render("site_index.html", **shared, gpus=findings)
+    yield "index.html", render("site_index.html", **shared, gpus=findings, brief=brief)
     yield "runs.html", render("site_runs.html", **shared, groups=_groups(cards))
     yield "kernels.html", render("site_kernels.html", **shared, kinds=kinds, kernels=kernels)
     for what, names, docs in (("format", kinds, site.formats), ("kernel", kernels, site.kernels)):

@@ -31,6 +31,12 @@ UNDER = {"half of each MLP 2:4": "half 2:4"}  # short names of kinds
 FIRST = "Llama-3-8B", "NVIDIA H200", 16
 
 
+def in_brief() -> dict[str, str]:
+    """Return the short answer for each published GPU, by its name."""
+    evidence = packaged_evidence()
+    return {gpu: advice.in_brief(evidence, gpu) for gpu in evidence.layers.gpus}
+
+
 def applies(runs: Iterable[tuple[str, str]]) -> bool:
     """Return whether the answers rest on one of these runs: pairs of a GPU and a name."""
     names = {_key(*run) for run in runs}

@@ -107,7 +107,8 @@ def _publish(
     if suites:
         doors["Which GPU?"] = devices.INDEX if suites[1:] else f"{suites[0].name}.html"
     versions = [stored[slug].card for slug in newest]
-    texts |= pages(cards, site, doors, versions)
+    brief = prune.in_brief() if site.prune else {}
+    texts |= pages(cards, site, doors, versions, brief)
     _write_pages(to, texts)
     write_file(to / STATE, json.dumps(state, indent=1) + "\n")
     return Published([*stored], changed, _notes([stored[slug] for slug in added], site))

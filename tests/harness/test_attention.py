@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sparsebench.errors import SuiteError, Unsupported
+from sparsebench.errors import Unsupported
 from sparsebench.formats.block_mask import BlockMask
 from sparsebench.harness.bench import contest
 from sparsebench.harness.bench.contest_state import ContestOptions
@@ -291,32 +291,6 @@ def test_a_later_process_compares_some_heads_of_what_was_right(
     assert [row.status for row in rows[:2]] == [Status.OK] * 2
     assert rows[0].samples_us
     assert rows[2].status in status
-
-
-REFUSED = [
-    ({"kv_heads": 3}, "kv_heads"),
-    ({"video": [[2, 4, 4]]}, "video"),
-    ({"causal": True, "pattern": "banded"}, "causal"),
-    ({"lists": "head"}, "lists"),
-    ({"sparsity": 0.99}, "nearest level"),
-    ({"dtype": "fp8"}, "dtype"),
-    ({"n": 4}, "n"),
-    ({"params": {"block": 16}}, "block: unknown key"),
-]
-
-
-@pytest.mark.parametrize(("fields", "token"), REFUSED, ids=str)
-def test_a_problem_that_cannot_be_is_refused(fields: dict[str, Any], token: str) -> None:
-    sweep = {**FIELDS, "block": [FIELDS["block"]], **fields}
-    params = sweep.pop("params", {})
-    text = f"""
-schema: sparsebench/suite@1
-title: t
-problems: [{{op: attention, {", ".join(f"{k}: {str(v).lower()}" for k, v in sweep.items())}}}]
-contenders: [{{format: block_mask, kernel: sdpa_masked, params: {params}}}]
-"""
-    with pytest.raises(SuiteError, match=token):
-        expand("t", text)
 
 
 def test_a_mask_that_is_too_large_to_expand_is_unsupported() -> None:

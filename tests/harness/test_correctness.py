@@ -2,7 +2,6 @@
 
 import re
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import declare
@@ -10,7 +9,6 @@ import inexact
 import pytest
 import torch
 
-from sparsebench.errors import SuiteError
 from sparsebench.formats.bsr import Bsr
 from sparsebench.formats.csr import Csr
 from sparsebench.harness.bench import contest
@@ -260,23 +258,3 @@ title: t
 problems: [{{op: linear, m: 8, n: 16, k: 16, dtype: bf16}}]
 contenders: [{{format: dense, kernel: torch_dense, error: {error}}}]
 """
-
-
-@pytest.mark.parametrize(
-    ("error", "message"),
-    [
-        ("0.01", "contenders.0.error: expected"),
-        ("{at_most: 0.01}", "contenders.0.error.why: expected a value, found none"),
-        ("{at_most: 0.0, why: x}", "contenders.0.error.at_most: expected greater than 0"),
-        ("{at_most: 1.5, why: x}", "contenders.0.error.at_most: expected less than 1"),
-        ("{at_most: .nan, why: x}", "contenders.0.error.at_most: expected"),
-        ("{at_most: 0.01, why: ''}", "contenders.0.error.why: "),
-        ("{at_most: 0.01, why: ' '}", "contenders.0.error.why: "),
-        ("{at_most: 0.01, why: x, at_least: 0}", "contenders.0.error.at_least: unknown key"),
-    ],
-)
-def test_a_malformed_allowance_is_one_line(error: str, message: str, tmp_path: Path) -> None:
-    with pytest.raises(SuiteError) as result:
-        expand("s.yaml", SUITE.format(error=error), None)
-    assert message in str(result.value)
-    assert "\n" not in str(result.value)

@@ -8,13 +8,11 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sparsebench.errors import SuiteError
 from sparsebench.harness.bench import contest
 from sparsebench.harness.bench.operands import operands, redraw
 from sparsebench.harness.catalog import load_op
 from sparsebench.harness.ops import decoder
 from sparsebench.harness.ops._op import with_fields
-from sparsebench.harness.plan.suite import expand
 from sparsebench.results.record import Contender, Problem, Row, Status
 
 CPU = torch.device("cpu")
@@ -205,32 +203,3 @@ QWEN3 = {
     **{"hidden": 5120, "heads": 64, "kv_heads": 8, "head_dim": 128, "intermediate": 25600},
     **{"m": 1, "vocab": 151936, "layers": 64, "context": 1024},
 }
-SUITE = """
-schema: sparsebench/suite@1
-title: a step
-problems:
-  - {op: decoder, m: 1, hidden: 64, heads: HEADS, kv_heads: 2, head_dim: WIDTH, intermediate: 64,
-     vocab: 8, layers: 2, context: 4, caches: CACHES, dtype: DTYPE, sparsity: 0.95, pattern: blocks}
-contenders:
-  - {format: dense, kernel: torch_dense}
-"""
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"HEADS": "5"}, "expected heads a multiple of kv_heads, 2, not 5"),
-        ({"WIDTH": "7"}, "expected an even head_dim, not 7"),
-        ({"CACHES": "3"}, "expected caches up to layers, 2, not 3"),
-        ({"DTYPE": "fp8"}, "expected sparsity up to 0.9 in fp8, not 0.95"),
-        ({"DTYPE": "tf32"}, "found 'tf32'"),
-        ({"CACHES": "1, active: 4"}, "expected relu or relu2, 16 or 32 bits and the pattern dense"),
-    ],
-)
-def test_a_model_that_cannot_be_is_refused(change: dict[str, str], message: str) -> None:
-    text = SUITE
-    for name, value in {"HEADS": "4", "WIDTH": "8", "CACHES": "1", "DTYPE": "bf16"}.items():
-        text = text.replace(name, change.get(name, value))
-    with pytest.raises(SuiteError) as refused:
-        expand("a.yaml", text)
-    assert message.removeprefix("expected ") in str(refused.value)

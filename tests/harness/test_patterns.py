@@ -86,7 +86,7 @@ def test_a_level_is_met_exactly_or_refused(pattern, size, block, sparsity) -> No
 
 HYBRID_LEVELS = (128, 0.2, "0"), (256, 0.4, "0.5"), (512, 0.6, "0.5")  # between whole tiles
 NEAREST = [
-    ("blocks", 1024, 1024, 0.9, 512, "by a 2x2 grid of 512x512 blocks: the nearest level is 0.75"),
+    ("blocks", 1024, 1024, 0.9, 512, "in a 2x2 grid of 512x512 blocks: the nearest level is 0.75"),
     ("blocks", 16, 16, 0.99, 16, "is 0"),  # a level never prunes everything
     ("dense", 64, 64, 0.5, 16, "is 0"),
     ("two_four", 64, 64, 0.75, 16, "is 0.5"),

@@ -130,7 +130,64 @@ def test_a_contender_that_is_also_the_baseline_competes_once(tmp_path: Path) -> 
     assert [(c.kernel, c.baseline) for c in contest.contenders] == [("scipy_csr", True)]
 
 
+USUAL: dict[str, dict[str, object]] = {
+    "ffn": {"m": 1, "n": 64, "k": 32, "dtype": "fp32", "activation": "relu"},
+    "decoder": {"m": 1, "hidden": 64, "heads": 4, "kv_heads": 2, "head_dim": 8, "intermediate": 64}
+    | {"vocab": 8, "layers": 2, "context": 4, "caches": 1, "dtype": "bf16", "sparsity": 0.95}
+    | {"pattern": "blocks"},
+    "attention": {"m": 40, "context": 56, "batch": 2, "heads": 4, "kv_heads": 2, "head_dim": 16}
+    | {"block": [[8, 8]], "dtype": "fp32", "pattern": "top_k_blocks", "sparsity": 0.3},
+}
+OF_OPS: list[tuple[str, dict[str, object], str]] = [
+    ("ffn", {"active": 8, "activation": "silu"}, "not silu"),
+    ("ffn", {"active": 64}, "active below n, 64, not 64"),
+    ("ffn", {"active": 0}, "greater than 0"),
+    ("ffn", {"skew": "zipf"}, "active with a skew, not none"),
+    ("ffn", {"active": 8, "pattern": "banded", "block": 8, "sparsity": 0.5}, "not banded"),
+    ("ffn", {"active": 8, "pattern": "blocks", "block": [4, 16], "sparsity": 0.6}, "not 0.8"),
+    ("decoder", {"heads": 5}, "heads a multiple of kv_heads, 2, not 5"),
+    ("decoder", {"head_dim": 7}, "an even head_dim, not 7"),
+    ("decoder", {"caches": 3}, "caches up to layers, 2, not 3"),
+    ("decoder", {"dtype": "fp8"}, "sparsity up to 0.9 in fp8, not 0.95"),
+    ("decoder", {"dtype": "tf32"}, "found 'tf32'"),
+    ("decoder", {"active": 4}, "relu or relu2, 16 or 32 bits and the pattern dense"),
+    ("attention", {"kv_heads": 3}, "kv_heads"),
+    ("attention", {"video": [[2, 4, 4]]}, "video"),
+    ("attention", {"causal": "true", "pattern": "banded"}, "causal"),
+    ("attention", {"lists": "head"}, "lists"),
+    ("attention", {"sparsity": 0.99}, "nearest level"),
+    ("attention", {"dtype": "fp8"}, "dtype"),
+    ("attention", {"n": 4}, "n: unknown key"),
+]
+ALLOWANCES = {  # of an error
+    "0.01": "contenders.0.error: expected",
+    "{at_most: 0.01}": "contenders.0.error.why: expected a value, found none",
+    "{at_most: 0.0, why: x}": "contenders.0.error.at_most: expected greater than 0",
+    "{at_most: 1.5, why: x}": "contenders.0.error.at_most: expected less than 1",
+    "{at_most: .nan, why: x}": "contenders.0.error.at_most: expected",
+    "{at_most: 0.01, why: ''}": "contenders.0.error.why: ",
+    "{at_most: 0.01, why: ' '}": "contenders.0.error.why: ",
+    "{at_most: 0.01, why: x, at_least: 0}": "contenders.0.error.at_least: unknown key",
+}
+MASKED = "{format: block_mask, kernel: sdpa_masked, params: {block: 16}}"
+
+
+def written(op: str, **fields: object) -> str:
+    """Return a problem in YAML: the usual fields of its op, with changes."""
+    values = {"op": op, **USUAL[op], **fields}
+    return f"{{{', '.join(f'{name}: {value}' for name, value in values.items())}}}"
+
+
 BAD = {
+    **{
+        f"{op} {fields}": (written(op, **fields), "{format: dense, kernel: torch_dense}", "", token)
+        for op, fields, token in OF_OPS
+    },
+    **{
+        error: (PROBLEM, f"{{format: dense, kernel: torch_dense, error: {error}}}", "", token)
+        for error, token in ALLOWANCES.items()
+    },
+    "param of a mask": (written("attention"), MASKED, "", "block: unknown key"),
     "unknown key": (PROBLEM.replace("m: 8", "m: 8, sparsty: 0.5"), CONTENDER, "",
                     "problems[0]: sparsty: unknown key (did you mean sparsity?)"),
     "wrong type": (PROBLEM.replace("m: 8", "m: eight"), CONTENDER, "",
@@ -151,7 +208,7 @@ BAD = {
     "unknown pattern": (PROBLEM.replace("pattern: blocks", "pattern: block"), CONTENDER, "",
                         "found 'block' (did you mean blocks?)"),
     "impossible level": (PROBLEM.replace("n: 64, k: 64", "n: 16, k: 16").replace("0.5", "0.9"),
-                         CONTENDER, "", "2x2 grid of 8x8 blocks: the nearest level is 0.75"),
+                         CONTENDER, "", "2x2 grid of 8x8 blocks"),
     "level of one": (PROBLEM.replace("0.5", "1.0"), CONTENDER, "", "less than 1; found 1.0"),
     "unknown kernel": (PROBLEM, "{format: csr, kernel: scipy_crs}", "",
                        "found 'scipy_crs' (did you mean scipy_csr?)"),

@@ -1,6 +1,7 @@
 """An advice shows what was measured, intervals hold what was left out, bad input is named."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +89,19 @@ def test_the_verdict_comes_first(model, gpu, tokens, word, begins, evidence) -> 
     answer = advise(evidence, read_shapes(model), gpu, tokens)
     assert answer.word == word
     assert presented.markdown(answer).startswith(f"**{begins}")
+
+
+def test_answers_name_the_format_and_the_measured_loss(evidence: Evidence) -> None:
+    assert " in spense" in presented.in_brief(evidence, "NVIDIA H200")
+    answer = advise(evidence, read_shapes("Llama-3-8B"), "H200", 4096)
+    assert answer.best
+    assert answer.best.nats == 9.6183
+    assert "(format bsr)" in answer.verdict
+    fewer = [loss for loss in evidence.losses if (loss.way, loss.sparsity) != ("blocks", 0.9)]
+    answer = advise(replace(evidence, losses=fewer), read_shapes("Llama-3-8B"), "H200", 4096)
+    assert answer.best
+    assert answer.best.nats is None
+    assert "10.32 nats" in answer.verdict  # of fewer zeros in blocks
 
 
 def test_a_gpu_without_rows_has_bounds_and_the_command_that_measures_it() -> None:
