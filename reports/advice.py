@@ -13,7 +13,7 @@ from rich.text import Text
 
 from sparsebench.reports.tables import Cell, Table
 from sparsebench.results import measured_layers
-from sparsebench.results.advice import DEAR, FORMATS, KINDS, TRY, WORTH, Answer, advise, commands
+from sparsebench.results.advice import DEAR, TRY, WORTH, Answer, advise, commands
 from sparsebench.results.analysis import Analysis
 from sparsebench.results.files import read_model
 from sparsebench.results.formatting import amount, duration, percent, significant
@@ -88,8 +88,7 @@ def in_brief(evidence: Evidence, gpu: str) -> str:
             texts.append(f"{name} no")
         else:
             word = "perhaps" if answer.word == TRY else "only with training"
-            form = FORMATS[KINDS[best.kind][0]]
-            texts.append(f"{name} {word}: {best.step.text} in {form}")
+            texts.append(f"{name} {word}: {best.step.text} with {best.kind}")
     return f"With {tokens} tokens at once on an {gpu}: {'; '.join(texts)}."
 
 

@@ -92,7 +92,7 @@ def test_the_verdict_comes_first(model, gpu, tokens, word, begins, evidence) -> 
 
 
 def test_answers_name_the_format_and_the_measured_loss(evidence: Evidence) -> None:
-    assert " in spense" in presented.in_brief(evidence, "NVIDIA H200")
+    assert "2:4" in presented.in_brief(evidence, "NVIDIA H200")
     answer = advise(evidence, read_shapes("Llama-3-8B"), "H200", 4096)
     assert answer.best
     assert answer.best.nats == 9.6183
