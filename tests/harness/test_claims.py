@@ -364,7 +364,7 @@ def test_published_rows_are_judged_without_a_gpu(tmp_path: Path) -> None:
 
 
 def test_the_root_of_the_published_runs_is_a_folder_of_runs(tmp_path: Path) -> None:
-    every = sorted(file.parent for file in PUBLISHED.rglob("run.json"))
+    every = sorted(file.parent for file in PUBLISHED.glob("*/*/run.json"))
     assert len(every) > 10
     assert sorted(_runs([PUBLISHED])) == every
     with pytest.raises(ResultError, match=r"--from .* found none"):

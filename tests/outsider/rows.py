@@ -48,6 +48,12 @@ def runs() -> list[str]:
     return sorted(f"{file.parts[-3]}/{file.parts[-2]}" for file in HOME.glob("*/*/run.json"))
 
 
+def earlier() -> list[str]:
+    """Name every published run that a newer one replaced: GPU/earlier/VERSION/NAME."""
+    files = HOME.glob("*/earlier/*/*/run.json")
+    return sorted(file.parent.relative_to(HOME).as_posix() for file in files)
+
+
 def digest(run: str) -> str:
     """Return the SHA-256 of a run's manifest, whose start is part of its folder in a site."""
     return hashlib.sha256((HOME / run / "manifest.json").read_bytes()).hexdigest()

@@ -18,6 +18,7 @@ FIELDS = {"n": 64, "k": 32, "dtype": "bf16", "pattern": "blocks", "sparsity": 0.
 FIRST = 3  # the version of rows whose dense baselines were searched among cuBLASLt's algorithms
 KNOWN = {  # by run: cache, m, and the m that took less
     "calls": [("hot", 1, 64)],  # a search times with a cold cache, of every contender
+    "tokens": [("cold", 16, 64)],  # torch's own product, whose library does not search
     "spense-decode-again": [("cold", 16, 64)],  # configurations of another card (harness/NOTES.md)
 }
 
