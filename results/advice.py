@@ -184,7 +184,9 @@ def _advice(
         fewer = depth if whole.model.layers < step.model.layers else ""
         whole_how = f"model{fewer}: {_processes(whole.processes)}"
         runs, how = [whole, *runs], [whole_how, *(how if same else [])]
-    saved = 0.0 if way == ACTIVATIONS else step.model.layers * layer.weights * (1 - layer.kept)
+    saved = (
+        0.0 if way == ACTIVATIONS else step.model.layers * layer.weights * (1 - layer.memory_share)
+    )
     losses = [
         loss for loss in evidence.losses if loss.way == way and isclose(loss.sparsity, sparsity)
     ]

@@ -95,19 +95,19 @@ class Layer:
         return 1 if self.dtype == "fp8" else 2
 
     @property
-    def copied(self) -> bool:
+    def uses_copy(self) -> bool:
         """Return whether a dense copy of the weights is multiplied, beside which they are kept."""
         return self.way == ANYWHERE and self.m > BITMAP_TOKENS
 
     @property
-    def kept(self) -> float:
+    def memory_share(self) -> float:
         """Return the bytes of the weights in memory over those of dense ones."""
-        return 1 + replace(self, m=1).stored if self.copied else self.stored
+        return 1 + replace(self, m=1).stored if self.uses_copy else self.stored
 
     @property
     def density(self) -> float:
         """Return the fraction of the multiplications that is left."""
-        if self.way == DENSE or self.copied:
+        if self.way == DENSE or self.uses_copy:
             return 1.0
         if self.way == ACTIVATIONS:
             return (1 + 2 * self.active / self.n) / 3  # the gate stays dense
@@ -121,7 +121,7 @@ class Layer:
         columns, and a bitmap adds one bit to each value. With sparse activations, rows are read
         that any token needs.
         """
-        if self.way == DENSE or self.copied:
+        if self.way == DENSE or self.uses_copy:
             return 1.0
         if self.way == TWO_FOUR:
             share = 0.5 + 0.125 / self.element

@@ -73,7 +73,7 @@ AGAIN = 0.6 if len(os.sched_getaffinity(0)) >= 4 else 1.0
 DOCTOR = (sys.executable, "-P", "-m", "sparsebench", "doctor", "--json", "--device")
 DOCTOR_S = 60.0  # the doctor takes 10 s, and its process has to start
 PAGE_S = 25.0  # the reports, the published runs and the page take 15 s on two idle cores
-MOST = 8  # processes of a verdict if all problems fit, else FEWEST, at last of the winners alone
+MOST = 8  # processes if all problems fit; otherwise FEWEST, and then only of the winners
 SILENT_S = 60.0  # without an answer for so long a contender has hung
 
 

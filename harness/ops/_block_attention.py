@@ -200,7 +200,7 @@ class Heads(NamedTuple):
     query: list[int]
 
     @classmethod
-    def drawn(cls, fields: Values, seed: int) -> Self:
+    def draw(cls, fields: Values, seed: int) -> Self:
         """Draw one in SHARE KV heads."""
         kv = sorted(Random(seed).sample(range(fields["kv_heads"]), fields["kv_heads"] // SHARE))
         group = fields["heads"] // fields["kv_heads"]
@@ -224,22 +224,22 @@ def sample(problem: Problem, operands: Mapping[str, Tensor], seed: int) -> Sampl
     cheap = batch * heads * m * context <= CHEAP and batch * heads <= FEW
     if cheap or kv_heads < SHARE:
         return None
-    some = Heads.drawn(fields, seed)
+    some = Heads.draw(fields, seed)
     lists = {"heads": (heads, some.query), "kv_heads": (kv_heads, some.kv), "one": (1, [0])}
-    taken = {
+    operands_of_part = {
         name: in_columns(x, kv_heads, some.kv)
         if name in ("k", "v")
         else in_columns(x, heads, some.query)
         for name, x in operands.items()
         if name not in ("mask", "lse")
     }
-    taken["mask"] = in_rows(operands["mask"], *lists[fields["lists"]], batch)
+    operands_of_part["mask"] = in_rows(operands["mask"], *lists[fields["lists"]], batch)
     if "lse" in operands:
-        taken["lse"] = in_rows(operands["lse"], heads, some.query, batch)
+        operands_of_part["lse"] = in_rows(operands["lse"], heads, some.query, batch)
     return Sample(
         seed,
         replace(problem, fields={**fields, "heads": len(some.query), "kv_heads": len(some.kv)}),
-        taken,
+        operands_of_part,
         shape=(batch * m, heads * fields["head_dim"]),
         part=lambda out: in_columns(out, heads, some.query),
         text=f"KV heads {', '.join(map(str, some.kv))}",

@@ -212,7 +212,7 @@ def sample_of_gradients(
     fields, sample = dict[str, Any](problem.fields), blocks.sample(problem, operands, seed)
     if sample is None:
         return None
-    some, parts = blocks.Heads.drawn(fields, seed), results(problem)
+    some, parts = blocks.Heads.draw(fields, seed), results(problem)
     chosen = (fields["heads"], some.query), *[(fields["kv_heads"], some.kv)] * 2
 
     def part(out: Tensor) -> Tensor:

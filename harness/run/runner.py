@@ -148,7 +148,7 @@ class Runner:
     def fresh(self) -> None:
         """Give the next contests a new worker: the process is the unit of replication.
 
-        The next worker takes its device while the last one releases it, which takes each 0.5 s.
+        The next worker takes its device while the last one releases it; each takes 0.5 s.
         """
         worker, self._worker = self._worker, None
         if self._spares:

@@ -295,10 +295,10 @@ def _one_run_each(sparse: Sequence[Record]) -> list[Record]:
         count = rivals[line["run"], line["place"]]
         return line["verdict"], count, line["processes"], line["day"], line["gain"]
 
-    kept: dict[tuple[str, ...], Record] = {}
+    best: dict[tuple[str, ...], Record] = {}
     for line in sorted(sparse, key=rank, reverse=True):
-        kept.setdefault(tuple(str(line[name]) for name in ("head", *PROBLEM)), line)
-    return [*kept.values()]
+        best.setdefault(tuple(str(line[name]) for name in ("head", *PROBLEM)), line)
+    return [*best.values()]
 
 
 def _cell(lines: Sequence[Record]) -> Cell | None:

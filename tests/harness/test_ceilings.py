@@ -48,7 +48,7 @@ FIVE = 5_000_000
         ({}, ("bf16", 0, FIVE, 0, "hot"), (4.0, "memory")),
         ({}, ("bf16", 0, 500_000, 0, "hot"), (0.0, "memory")),
         ({"write_gb_per_s": 2000.0}, ("bf16", 0, FIVE, 0, "cold"), (2.5, "memory")),
-        # Of ceilings that are unknown, the highest that is known, or none.
+        # If a ceiling is unknown, use the highest known one, or none.
         ({"matrix_tflops": {}}, ("bf16", 1e9, FIVE, 0, "cold"), None),
         ({"matrix_tflops": {}}, ("bf16", 0, FIVE, 0, "cold"), (5.0, "memory")),
         (KNOWS_FP16, ("bf16", 1e9, 0, 0, "cold"), (10.0, "compute")),

@@ -43,12 +43,12 @@ def test_a_list_has_the_fastest_choice_or_that_of_most_processes(tmp_path, monke
     ]
     monkeypatch.setattr(store, "read", lambda run: RUN)
     monkeypatch.setattr(store, "rows", lambda run: rows)
-    kept = [
+    older = [
         {"problem": {"op": "bsr.linear", "m": m}, "kernel": "bsr_small", "config": {"tokens": m}}
         for m in (2, 4)
     ]
     file = tmp_path / "sm90_132.choices"
-    file.write_text("".join(f"{json.dumps(each)}\n" for each in kept))
+    file.write_text("".join(f"{json.dumps(each)}\n" for each in older))
     assert choices.write(tmp_path, tmp_path) == (file, 4)
     lines = {line["problem"]["m"]: line for line in map(json.loads, file.read_text().splitlines())}
     tokens = {m: line["config"]["tokens"] for m, line in lines.items()}
