@@ -26,13 +26,21 @@ from sparsebench.reports.tables import Cell, Table
 from sparsebench.results.badges import Badge, badges
 from sparsebench.results.changes import Changes, mean
 from sparsebench.results.contests import contests, with_gains, with_shapes
-from sparsebench.results.formatting import FORMATS, amount, capital, join_words, percent, times
+from sparsebench.results.formatting import (
+    FORMATS,
+    PATTERNS,
+    amount,
+    capital,
+    join_words,
+    percent,
+    percents,
+    times,
+)
 from sparsebench.results.frame import HOST_LATE
 from sparsebench.results.outcome import Outcome, outcome
 from sparsebench.results.statistics import FEWEST
 
 OPS = {"linear_dgrad": "input gradient of ", "linear_wgrad": "weight gradient of "}
-PATTERNS = {"spense_rows": "half 2:4"}
 ROW = ["name", "level", "dtype"]
 LEAST = 0.01  # uncertainty that a cell shows
 OPEN = "?"  # marks a cell of the terminal that is not settled
@@ -247,20 +255,12 @@ def compared(there: Changes) -> str:
     name = capital(there.b.name)
     dense, sparse = there.cases[there.cases.is_baseline], there.contenders.ratio.dropna()
     ratio = 1 / mean(dense.time)
-    parts = [] if pd.isna(ratio) else [f"takes {_percents(ratio, 'time')} for the dense products"]
+    parts = [] if pd.isna(ratio) else [f"takes {percents(ratio, 'time')} for the dense products"]
     if len(sparse):
-        gains = _percents(mean(sparse), "")
+        gains = percents(mean(sparse))
         parts.append(f"its sparse kernels gain {gains} over its own dense ones")
     shared = f"geometric means over {amount(len(sparse), 'shared case')}"
     return f"{name} {', and '.join(parts)} ({shared})." if parts else f"{name}: no shared times."
-
-
-def _percents(ratio: float, noun: str) -> str:
-    """Write a ratio as a difference: `8 % less time`, `2 % more`, `as much`."""
-    change = round(100 * (ratio - 1))
-    if not change:
-        return " ".join(filter(None, ["as much", noun]))
-    return f"{abs(change)} % {'more' if change > 0 else 'less'} {noun}".rstrip()
 
 
 def _state(
