@@ -241,10 +241,11 @@ class _Check:
     def _confirm(self, screening: str, chosen: Sequence[Cell]) -> Path:
         """Measure chosen cells of a run again, alone, in fresh processes.
 
-        The name is numbered if a run has confirmed other cells, or came out unreliable.
+        The name is numbered if a run has confirmed other cells, or came out unreliable. It has the
+        folder of a screening that shares its name with another run.
         """
-        path = self.evidence.runs[screening]
-        names = (f"{screening}-confirmed{f'-{n}' if n > 1 else ''}" for n in count(1))
+        path, name = self.evidence.runs[screening], screening.replace("/", "-")
+        names = (f"{name}-confirmed{f'-{n}' if n > 1 else ''}" for n in count(1))
         out = next(self.out / name for name in names if not _is_finished(self.out / name))
         run = repeat.whole(path)
         ids = dict.fromkeys(case for cell in chosen for case in cell.case_ids)

@@ -292,12 +292,14 @@ def _claims_s(
     entry: Entry, above: Sequence[Entry], times: MeasuredTimes, data: Path | None
 ) -> float:
     parts = evidence(read_claims(entry.claims or []), data=data).all_parts
-    measured = set[str]()
+    others = [read_claims(each.claims or []) for each in above if each.kind == "claims"]
+    earlier = [part for written in others for part in evidence(written, data=data).all_parts]
+    measured = {problem for part in earlier for problem in part.problems}
     for each in above:
         with suppress(SuiteError):
             contests = only(each.read(data).contests, each.only) if each.readable(data) else []
             measured |= {contest.problem.id for contest in contests}
-    confirmed = {
+    confirmed = {part.suite.text for part in earlier} | {
         of.read(data).text
         for each in above
         for of in above

@@ -186,8 +186,9 @@ def _kernel_times(groups: Sequence[Sequence[Row]]) -> KernelTimes:
             group.remove(dearest)
             again += group
         if len(products) == len(rows):  # otherwise the dearest row is the search of a product
-            each_s = [row.prepare_s or 0.0 for row in rows]
-            once.append((len(rows) >= FEW, max(each_s) - median(each_s)))
+            for number in {row.replicate for row in rows}:
+                each_s = [row.prepare_s or 0.0 for row in rows if row.replicate == number]
+                once.append((len(each_s) >= FEW, max(each_s) - median(each_s)))
     enough = [seconds for many, seconds in once if many] or [seconds for _, seconds in once]
     return KernelTimes(median(enough) if enough else 0.0, cases, again)
 

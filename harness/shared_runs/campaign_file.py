@@ -12,7 +12,11 @@ entries:                         # each becomes a run DIR/NAME, in this order
   - {confirm: quick, cases: 2}   # the largest speedups of that entry, alone; `only` selects
   - {reproduce: quick}           # searches again, on another card of the kind
   - {name: quick-elsewhere, suite: quick, apart: quick}   # on another card, with its own search
-  - claims: []                   # all claims, or those named, judged by every run above
+  - {name: claims-ffn, claims: [twell-2026-sparser]}   # judged by every run above
+  - claims: []                   # all claims, judged by every run above and by those of claims
+
+Entries that name claims do not wait for each other, so several devices can measure them. Claims
+that need the same suite belong into one entry.
 """
 
 import re
@@ -111,8 +115,10 @@ class Campaign:
         return [entry for entry in self.entries if not names or entry.name in names]
 
     def above(self, entry: Entry) -> list[Entry]:
+        """Return the entries that it waits for, whose runs it reads."""
         if entry.kind == "claims":
-            return [*self.entries[: self.names.index(entry.name)]]
+            before = self.entries[: self.names.index(entry.name)]
+            return [other for other in before if not entry.claims or other.kind != "claims"]
         return [other for other in self.entries if other.name in (entry.of, entry.apart)]
 
 

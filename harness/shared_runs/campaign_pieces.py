@@ -46,12 +46,15 @@ class Pieces:
     device_id  of this card, which tells its pieces from those of other cards
     until      a moment of time.monotonic()
     begun      called with each part, so that another thread can stop it
+    kept       a run that has begun keeps its selection, processes and energy, whatever the flags
+               are; otherwise other flags are an error
     """
 
     device_id: str
     until: float
     begun: Begun = lambda part: None
     on_message: OnMessage = lambda finding: None
+    kept: bool = False
 
     def measure(
         self,
@@ -65,8 +68,12 @@ class Pieces:
         if not out or resume:
             got = f"{resume}, which is to be resumed" if resume else "no name"
             raise ResultError(f"campaign: expected the name of a new run, found {got}")
-        of = len(planned_contests(suite, flags.device, flags.only)) * flags.replicates
         runs, folder = pieces(out), parts(out)
+        if runs and self.kept:
+            before = files.from_json(runs[0] / "run.json")["flags"]
+            names = "only", "replicates", "energy"
+            flags = replace(flags, **{name: before[name] for name in names})
+        of = len(planned_contests(suite, flags.device, flags.only)) * flags.replicates
         ours, earlier = split_by_device(runs, self.device_id, suite, flags)
         if len(contests_in(earlier)) < of:
             number = int(ours.name) if ours else len(runs) + 1

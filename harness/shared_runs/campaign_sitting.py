@@ -77,6 +77,11 @@ def state(out: Path, entry: Entry) -> State:
     return State(entry.name, status, done, of, cards, _seconds(runs), manifest)
 
 
+def _runs(path: Path, entry: Entry) -> list[Path]:
+    """Return the runs of an entry that is whole."""
+    return store.runs_in(path) if entry.kind == "claims" else [path]
+
+
 def _seconds(runs: Sequence[Path]) -> float:
     return sum(float(files.from_json(run / "run.json")["seconds"]) for run in runs)
 
@@ -188,8 +193,10 @@ class Sitting:
 
     def _rank(self, entry: Entry, card: str) -> int:
         """Return 0 if this card has begun the entry, 2 if only another card here has, else 1."""
+        path, claims = self.out / entry.name, entry.kind == "claims"
+        runs = [file.with_suffix("") for file in path.glob("*.parts")] if claims else [path]
         try:
-            cards = {device_id_at(run) for run in pieces(self.out / entry.name)}
+            cards = {device_id_at(piece) for run in runs for piece in pieces(run)}
         except ResultError:  # a piece is missing, which is reported when the entry is measured
             return 1
         return 0 if card in cards else 2 if cards & self._here else 1
@@ -211,7 +218,8 @@ class Sitting:
         return not reason
 
     def _measure(self, entry: Entry, device: str, card: str, progress: Progress) -> None:
-        engine = Pieces(card, self.until, self._parts.append, self.on_message).measure
+        kept = entry.kind == "claims"  # what a claim lacks may change when others are judged
+        engine = Pieces(card, self.until, self._parts.append, self.on_message, kept).measure
         out, data = self.out / entry.name, entry.folder(self.data)
         flags = Flags(device, data, self.timeout_s, entry.replicates, entry.only, entry.energy)
         options = RunOptions(progress=progress)
@@ -224,5 +232,6 @@ class Sitting:
             case "reproduce":
                 reproduce(self.out / entry.of, where)
             case _:
-                runs = [self.out / e.name for e in self.campaign.above(entry)]
+                above = self.campaign.above(entry)
+                runs = [run for e in above for run in _runs(self.out / e.name, e)]
                 check(read_claims(entry.claims or []), flags, runs, out, options, engine)

@@ -5,7 +5,7 @@
              are a superset, and a mask_mod looks up each element's cell
 
 `prepare` builds the lists and compiles, which takes seconds; neither is timed. If both ways are
-possible, both are candidates.
+possible, both are candidates. A later process of a verdict compiles and times the finalists alone.
 
 The gradients are those of the compiled forward pass. Its node of autograd is called directly, so a
 launch runs the backward kernels alone, on the current stream. Hooks replace the O and LSE that it
@@ -33,7 +33,7 @@ from sparsebench.formats._format import rows_of
 from sparsebench.formats.block_mask import BlockMask
 from sparsebench.formats.block_mask_converters import rule_of, to_flex
 from sparsebench.kernels._common.requirements import AMPERE, unsupported_device
-from sparsebench.kernels._common.search import search
+from sparsebench.kernels._common.search import finalists, search
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
 from sparsebench.kernels.dense._sdpa import by_head
 from sparsebench.kernels.peers._attention import mask_of
@@ -157,7 +157,7 @@ def prepare(operands: Operands) -> Launch:
     """Convert the lists and compile; time the ways that run. Raises Unsupported."""
     problem, (q, k, v) = operands.problem, by_head(operands, "q", "k", "v")
     tokens = problem["batch"] * problem["m"]
-    ways = candidates(mask_of(operands), problem["heads"])
+    ways = _to_time(candidates(mask_of(operands), problem["heads"]), operands)
 
     def run(call: Callable[..., Tensor]) -> Tensor:
         return call(q, k, v).transpose(1, 2).reshape(tokens, -1)
@@ -173,7 +173,7 @@ def prepare_backward(operands: Operands) -> Launch:
     o, do = by_head(operands, "o", "do")
     lse = operands.activations["lse"].view(problem["batch"], problem["heads"], problem["m"])
     base2 = torch.empty_like(lse)  # as the forward kernel saves it
-    ways = backward_candidates(mask_of(operands), problem["heads"])
+    ways = _to_time(backward_candidates(mask_of(operands), problem["heads"]), operands)
 
     def run(gradients: Gradients) -> Tensor:
         torch.mul(lse, log2(e), out=base2)
@@ -182,6 +182,12 @@ def prepare_backward(operands: Operands) -> Launch:
 
     passes = [_gradients(_compiled(problem, w), (q, k, v), o, base2, w.options) for w in ways]
     return _fastest([partial(run, gradients) for gradients in passes], ways, operands)
+
+
+def _to_time(ways: list[Way], operands: Operands) -> list[Way]:
+    """Return the finalists of an earlier process, or all ways if there are none."""
+    near = [] if operands.pinned else finalists(operands.timed)
+    return [way for way in ways if way.choice in near] or ways
 
 
 def _gradients(
@@ -261,7 +267,8 @@ def _fastest(
         warnings.simplefilter("ignore")  # from the compiler's code
         result = search(runs, operands.device)
         runs[result.best]()  # a single candidate compiles here
-    return Launch(runs[result.best], choices[result.best], candidates=result.lines(choices))
+    lines = result.lines(choices, whole=True)  # a later process runs them again
+    return Launch(runs[result.best], choices[result.best], candidates=lines)
 
 
 KERNEL = Kernel("attention", "block_mask", "cuda", prepare, unsupported)

@@ -11,6 +11,9 @@ from time import monotonic
 import pytest
 
 from sparsebench.errors import ResultError, SuiteError
+from sparsebench.harness.claims import checking
+from sparsebench.harness.claims.checking import evidence
+from sparsebench.harness.claims.claim_plan import read_claims
 from sparsebench.harness.costs.estimates import campaign_estimates
 from sparsebench.harness.costs.measured_times import times_on
 from sparsebench.harness.plan.selection import planned_contests
@@ -271,6 +274,44 @@ def test_claims_are_judged_by_the_runs_above_and_measure_the_rest(trial: Trial) 
     assert state(trial.out, trial.campaign(more).entries[-1]).status == "whole"
 
 
+CLAIMS = """
+  - {name: random, claims: [cusparse-slower], replicates: 1}
+  - {name: layers, claims: [teal-2024], replicates: 1}
+  - {claims: [], replicates: 1}
+"""
+
+
+def test_claims_wait_for_runs_and_only_all_claims_wait_for_other_claims(trial: Trial) -> None:
+    entries = {entry.name: entry for entry in trial.campaign(CLAIMS).entries}
+    waits = {
+        name: [above.name for above in trial.campaign(CLAIMS).above(entries[name])]
+        for name in ("random", "layers", "claims")
+    }
+    runs = ["several", "other"]
+    assert waits == {"random": runs, "layers": runs, "claims": [*runs, "random", "layers"]}
+
+
+def test_stopped_claims_are_finished_on_another_card(trial: Trial, monkeypatch) -> None:
+    more = CLAIMS.replace("claims: []", "claims: [teal-2024]")
+    trial.sit(1, more=more, names=("several", "other"))
+    with pytest.raises((Stopped, KeyboardInterrupt)):
+        trial.sit(1, more=more, names=("random",), progress=stopping(2))
+    (part,) = (trial.out / "random").glob("*.parts")
+    begun = json.loads((part / "1" / "run.json").read_text())["flags"]["only"]
+    # A claim that other runs have judged meanwhile needs fewer cases.
+    cases = checking.Missing.cases.fget  # type: ignore[attr-defined]
+    fewer = property(lambda gap: cases(gap)[:2] if gap.suite.name in part.name else cases(gap))
+    monkeypatch.setattr(checking.Missing, "cases", fewer)
+    ranks = Sitting(trial.campaign(more), (), trial.out)
+    entry = trial.campaign(more).entries[2]
+    assert [ranks._rank(entry, card) for card in ("sim-1", "sim-2")] == [0, 1]
+    assert set(trial.sit(2, more=more).reasons.values()) == {""}
+    run = store.read(trial.out / "random" / part.stem)
+    assert run.state["flags"]["only"] == begun
+    assert {row.device for row in run.rows} == {"sim-1", "sim-2"}
+    assert (trial.out / "claims" / "verdicts.json").exists()
+
+
 WRONG = {
     "- {only: m=16}": "expected one of suite, confirm, reproduce, claims; found none",
     "- {suite: quick, confirm: quick}": "found suite and confirm",
@@ -296,6 +337,17 @@ def test_a_campaign_of_the_package_has_entries_with_names(name: str) -> None:
     entries = campaign(name).entries
     assert entries[0].replicates == 8
     assert len({entry.name for entry in entries}) == len(entries) >= 3
+
+
+@pytest.mark.exhaustive
+def test_claims_that_need_the_same_suite_are_in_one_entry() -> None:
+    suites = Counter[str]()
+    for entry in campaign("published").entries:
+        if entry.claims:
+            parts = evidence(read_claims(entry.claims)).all_parts
+            suites.update({part.suite.text or part.suite.name for part in parts})
+    assert suites
+    assert {suite: count for suite, count in suites.items() if count > 1} == {}
 
 
 @pytest.mark.exhaustive

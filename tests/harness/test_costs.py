@@ -1,5 +1,6 @@
 """Estimates from a made-up run whose seconds are exact."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from sparsebench.harness.costs.measured_times import AGAIN, ENERGY_S, MeasuredTi
 from sparsebench.harness.new_gpu.choices import coarse
 from sparsebench.harness.plan.selection import planned_contests
 from sparsebench.harness.plan.suite import Suite, expand, read
+from sparsebench.results.provenance import Choices
 from sparsebench.results.record import Case, Row, Status
 from sparsebench.results.store import Run
 from tests.tools.suites import linear
@@ -54,6 +56,15 @@ def test_the_time_of_a_run_is_split_by_its_causes(measured: MeasuredTimes) -> No
     dense, sparse = measured.first["cublas"], measured.first["bsr_wgmma"]
     assert (dense.case_s(0.0), dense.case_s(0.0, repeated=True), dense.once_s) == (4, 1, 0)
     assert (sparse.case_s(0.0), sparse.once_s) == (2, 7)
+
+
+def test_a_process_that_compiled_anew_does_not_count_for_every_process(suite: Suite) -> None:
+    first = run(suite)
+    quick = [replace(row, replicate=n, prepare_s=2.0) for row in first.rows for n in (1, 2, 3)]
+    on_another_host = [replace(row, replicate=4) for row in first.rows]
+    state = first.state | {"flags": {"replicates": 5}, "choices": Choices.AMONG}
+    estimate = times([replace(first, rows=[*first.rows, *quick, *on_another_host], state=state)])
+    assert estimate.searching["bsr_wgmma"].once_s == 0
 
 
 def test_later_processes_are_estimated_from_the_first_one(measured: MeasuredTimes) -> None:

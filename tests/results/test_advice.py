@@ -2,7 +2,9 @@
 
 import json
 from dataclasses import replace
+from math import exp
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from sparsebench.reports.site.pages import Site
 from sparsebench.results import store
 from sparsebench.results.advice import NO, TRAIN, TRY, UNMEASURED, advise, left_out
 from sparsebench.results.analysis import analyse
+from sparsebench.results.layer_estimates import ACTIVATIONS, BLOCKS, TWO_FOUR, Layer
 from sparsebench.results.measured_layers import Evidence, of_runs, packaged_evidence
 from sparsebench.results.model_shapes import MODELS, read_shapes
 from sparsebench.results.step_model import BOUND, ESTIMATE, LOOK, MEASURED
@@ -49,6 +52,23 @@ def test_intervals_hold_nine_of_ten_layers_whose_shapes_were_left_out(evidence: 
     inside, predicted = evidence.layers.coverage
     assert predicted > 0.7 * len(evidence.measured)
     assert inside >= 0.9 * predicted
+
+
+@pytest.mark.parametrize(("way", "widest"), [(TWO_FOUR, 1.25), (BLOCKS, 1.5), (ACTIVATIONS, 2.0)])
+def test_intervals_are_as_narrow_as_the_rows_allow(way, widest, evidence: Evidence) -> None:
+    assert exp(evidence.layers.half(way)) < widest
+
+
+def test_every_active_unit_takes_time_beside_the_gate(evidence: Evidence) -> None:
+    gains = [
+        estimate.gain
+        for active in (8.0, 29.0, 113.0)
+        for layer in [Layer(True, ACTIVATIONS, 4096, 11008, 4096, active=active)]
+        if (estimate := evidence.layers.estimate(layer, evidence.layers.gpus["NVIDIA H200"]))
+    ]
+    assert len(gains) == 3
+    assert gains == sorted(gains, reverse=True)
+    assert gains[0] > 1.2 * gains[-1]
 
 
 def test_estimates_hold_every_whole_model_that_was_left_out(evidence: Evidence) -> None:
@@ -131,16 +151,21 @@ def test_more_zeros_of_a_kind_never_take_more_memory(evidence: Evidence) -> None
 
 
 def test_command_and_page_show_the_same_answer(tmp_path: Path, evidence: Evidence) -> None:
-    card: Any = type("Card", (), {"gpu": "NVIDIA H200", "name": "ffn", "address": "h200/ffn"})()
-    ((path, page),) = prune.pages([card], Site())
+    answer = advise(evidence, read_shapes(str(config(tmp_path))), "H200", 16)
+    linked, other = presented.sources(answer)[0].removeprefix("nvidia-h200/"), "not-cited"
+    cards: list[Any] = [
+        SimpleNamespace(gpu="NVIDIA H200", name=name, address=f"h200/{name}")
+        for name in (linked, other)
+    ]
+    ((path, page),) = prune.pages(cards, Site())
     assert path == prune.PAGE
     section = page.partition('id="llama-3-8b-nvidia-h200-16"')[2].partition("</section>")[0]
-    answer = advise(evidence, read_shapes(str(config(tmp_path))), "H200", 16)
     printed = sparsebench("advise", tmp_path, "--gpu", "h200", "--batch", 16, "--markdown").stdout
     for text in [answer.verdict, *(kind.step.text for kind in answer.kinds)]:
         assert text in section
         assert text in printed.replace("\\", "")
-    assert 'href="h200/ffn/index.html"' in section
+    assert f'href="h200/{linked}/index.html"' in section
+    assert other not in section
 
 
 def test_a_site_without_published_runs_has_no_page_about_them() -> None:

@@ -1,9 +1,14 @@
 """FlexAttention as a peer: its lists and its mask_mod say what the mask says."""
 
+import json
+
 import pytest
 import torch
 
+from sparsebench.kernels._common.search import Search, Trial
+from sparsebench.kernels._kernel import Operands
 from sparsebench.kernels.peers import flex_attention
+from sparsebench.results.record import Problem
 from tests.kernels.attention.cases import random_mask
 
 MASKS = {
@@ -65,3 +70,19 @@ def test_tiles_of_the_backward_pass_divide_the_blocks() -> None:
         for way in ways:
             for side in ("M1", "N1", "M2", "N2"):
                 assert way.mask.BLOCK_SIZE[0] % way.options[f"bwd_BLOCK_{side}"] == 0
+
+
+def test_a_later_process_times_the_finalists_of_the_first_one() -> None:
+    ways = flex_attention.backward_candidates(random_mask((256, 256), 64), 2)
+    times_us = [100.0, *[140.0] * (len(ways) - 2), 90.0]
+    trials = tuple(Trial(median_us=time_us) for time_us in times_us)
+    choices = [way.choice for way in ways]
+    lines = Search(len(ways) - 1, trials).lines(choices, whole=True)
+    problem = Problem("attention_backward", {})
+    for timed, pinned, expected in (
+        (json.loads(json.dumps(lines)), None, [choices[0], choices[-1]]),
+        (lines, choices[-1], choices),  # `prepare` takes the pinned way by itself
+        ([], None, choices),
+    ):
+        operands = Operands(problem, {}, {}, abs, pinned=pinned, timed=timed)
+        assert [way.choice for way in flex_attention._to_time(ways, operands)] == expected
