@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import pandas as pd
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.text import Text
 
@@ -25,7 +26,7 @@ from sparsebench.reports.tables import Table
 from sparsebench.results.analysis import Analysis
 from sparsebench.results.badges import badges
 from sparsebench.results.changes import Changes, changes, mean
-from sparsebench.results.formatting import amount, are, join_words, significant
+from sparsebench.results.formatting import amount, are, join_words, percents, significant
 from sparsebench.results.outcome import DIFFERENT, Outcome
 from sparsebench.results.provenance import flat
 from sparsebench.results.sides import Side, short_card
@@ -82,7 +83,8 @@ def parts(result: Compared) -> list[Part]:
     shown_parts += [
         Paragraph(text, "result") for other in result.others for text in _sentences(other)
     ]
-    shown_parts.append(Paragraph(f"Problems: {problems(result.others)}."))
+    if shared := problems(result.others):
+        shown_parts.append(Paragraph(f"Shared by all problems of an op: {shared}."))
     shown_parts += [grid(other) for other in result.others if not other.same_device]
     shown_parts.append(cases(result.others))
     return shown_parts + [Paragraph(text) for text in [*_notes(result), *_runs(result)]]
@@ -136,7 +138,7 @@ def to_json(result: Compared) -> dict[str, Any]:
                 "same_device": other.same_device,
                 "geometric_mean": _finite(mean(other.contenders.ratio)),
                 "times_mean": _finite(mean(other.contenders.time)),
-                "baselines_mean": _finite(mean(other.cases[other.cases.is_baseline].time)),
+                "baselines_mean": _finite(mean(_baselines(other).time)),
                 "cases": json.loads(other.cases.drop(columns=dropped).to_json(orient="records")),
             }
             for name, other in zip(names[1:], result.others, strict=True)
@@ -156,7 +158,7 @@ def _warning(result: Compared) -> list[str]:
 
 
 def _sentences(other: Changes) -> list[str]:
-    """Write the result against the first side, in up to three sentences."""
+    """Write the result against the first side, in up to four sentences."""
     a, b, counts = other.a.name, other.b.name, other.counts
     of_cases = amount(len(other.contenders), "case")
     first = f"{b} is faster than {a} in {counts.get('faster', 0)} of {of_cases}"
@@ -164,6 +166,13 @@ def _sentences(other: Changes) -> list[str]:
     rest = [f"{are(counts[w], 'case')} {w}" for w in ("equal", "not settled", "not measured")
             if counts.get(w)]  # fmt: skip
     texts = ["; ".join([first, *rest]) + "."]
+    if not other.same_device:
+        parts_of_time = [
+            f"{percents(1 / mean(lines.time), 'time')} for the {kind} products"
+            for kind, lines in (("dense", _baselines(other)), ("other", other.contenders))
+            if lines.time.notna().any()
+        ]
+        texts.append(f"{b} takes {join_words(parts_of_time)} (geometric means).")
     compared_gains = other.contenders[other.contenders.gain != ""]
     more, less = ((compared_gains.gain == word).sum() for word in DIFFERENT)
     if more + less:
@@ -180,6 +189,10 @@ def _sentences(other: Changes) -> list[str]:
         most = 100 * np.abs(np.log(other.contenders.time.dropna())).max()
         texts.append(f"No change is settled; times differ by at most {significant(most, 2)} %.")
     return texts
+
+
+def _baselines(other: Changes) -> pd.DataFrame:
+    return other.cases[other.cases.is_baseline]
 
 
 def _notes(result: Compared) -> list[str]:
@@ -240,6 +253,8 @@ def _about(analysis: Analysis) -> str:
     words += [f"commit {facts['commit'][:7]}"] if "commit" in facts else []
     words += [str(run.state.get("started", ""))[:10]]
     words += [label.text for label in badges(analysis)]
+    limited = int(analysis.cases.mark.fillna("").str.contains("power-limited").sum())
+    words += [f"{limited} of {amount(len(analysis.cases), 'case')} power-limited"] * bool(limited)
     return ", ".join(filter(None, words))
 
 

@@ -18,6 +18,7 @@ from sparsebench.results.changes import Changes, outcomes, problem_fields, ratio
 from sparsebench.results.comparison import Comparison
 from sparsebench.results.formatting import (
     FORMATS,
+    PATTERNS,
     between,
     blocks_text,
     duration,
@@ -36,7 +37,7 @@ GAINS: dict[str, str] = {
 }
 """Words for a ratio of gains, for which faster and slower would mislead."""
 
-NO_ZEROS = {"pattern": "dense", "sparsity": 0.0, "block": "1"}
+NO_ZEROS = {"pattern": "dense", "sparsity": 0.0, "block": "1", "active": np.nan}
 EVERY = "Every case"
 FIRST = ("op", "dtype", "pattern", "sparsity", "block", "m")  # the order within a problem's name
 SILENT = {("op", "linear"), ("pattern", "blocks"), ("pattern", "dense"), ("sparsity", "0 %")}
@@ -60,8 +61,12 @@ def grid(other: Changes) -> Table:
     name, _ = _problems(pd.DataFrame([a for a, _ in pairs], columns=other.cases.columns))
     named: dict[str, tuple[Line, Line]] = {}
     for a, b in sorted(pairs, key=lambda pair: float(pair[0]["level"])):
-        problem = name({**a, **NO_ZEROS} if a["format"] == "dense" else a)
-        place = ", ".join(filter(None, [FORMATS.get(a["format"], a["format"]), problem]))
+        kind, hidden = FORMATS.get(a["format"], a["format"]), {}
+        if a["format"] == "dense":
+            hidden = NO_ZEROS
+        elif a["format"] == "spense" and a["pattern"] in PATTERNS:
+            kind, hidden = PATTERNS[a["pattern"]], {"pattern": "dense"}
+        place = ", ".join(filter(None, [kind, name({**a, **hidden})]))
         named.setdefault(place, (a, b))
     tests = [ratio_of_means(b["times_b"], a["times_a"], b) for a, b in named.values()]
     words = outcomes(pd.DataFrame(tests, columns=["value", "low", "high", "p"]))
@@ -79,7 +84,10 @@ def grid(other: Changes) -> Table:
 
 
 def cases(others: Sequence[Changes]) -> Table:
-    """Return every case: first those that broke, then by the size of the difference."""
+    """Return every case: first those that broke, then by the size of the difference.
+
+    If all sides are different devices, dense products of equal sizes are shown once, as in `grid`.
+    """
     by_case: dict[tuple[Any, ...], dict[int, dict[Any, Any]]] = {}
     for number, other in enumerate(others):
         for line in other.cases[other.cases.word != ""].to_dict("records"):
@@ -91,10 +99,17 @@ def cases(others: Sequence[Changes]) -> Table:
         of = f" of {other.b.name}" if len(others) > 1 else ""
         columns += [other.b.name, f"time{of}", f"gain{of}", f"from{of}"]
     lines: list[list[Cell]] = []
+    apart, dense = not any(other.same_device for other in others), set()
     for case in ordered:
         line = next(iter(case.values()))
         base = " (baseline)" if line["is_baseline"] else ""
-        cells: list[Cell] = [name(line), kernel(line["label"]) + base, _time_text(line, "a")]
+        problem = name(line)
+        if apart and base and line["format"] == "dense" and not line["broken"]:
+            problem = name({**line, **NO_ZEROS})
+            if (problem, line["label"]) in dense:
+                continue
+            dense.add((problem, line["label"]))
+        cells: list[Cell] = [problem, kernel(line["label"]) + base, _time_text(line, "a")]
         for number, other in enumerate(others):
             cells += _change_cells(other, case[number]) if number in case else [""] * 4
         lines.append(cells)
@@ -142,20 +157,18 @@ def _problems(lines: pd.DataFrame) -> tuple[Callable[[Line], str], str]:
         varying = by_op[line["op"]][0] + (["op"] if many_ops else [])
         ordered = sorted(varying, key=lambda n: FIRST.index(n) if n in FIRST else len(FIRST))
         values = {n: field_value(n, line[n]) for n in ordered}
-        hidden = {("pattern", "two_four")} if line["format"] == "spense" else set()
-        hidden |= SILENT
-        values = {n: v for n, v in values.items() if v != "-" and (n, v) not in hidden}
+        values = {n: v for n, v in values.items() if v != "-" and (n, v) not in SILENT}
         if {"n", "k"} <= values.keys():
             values |= {"n": f"{values['n']} × {values.pop('k')}"}
         return ", ".join(_field(n, v) for n, v in values.items())
 
-    return name, "; ".join(about for _, about in by_op.values())
+    return name, "; ".join(about for op, (_, about) in by_op.items() if about != op)
 
 
 def _field(name: str, value: str) -> str:
     if name == "block":
         return blocks_text(value)
-    value = {"two_four": "2:4"}.get(value, value)
+    value = PATTERNS.get(value, value)
     alone = name in ("op", "dtype", "pattern", "sparsity", "source")
     return value if alone or "×" in value else f"{name} {value}"
 
@@ -174,7 +187,7 @@ def _time(other: Changes, word: str, ratio: float, low: float, high: float) -> s
         return word
     if word not in DIFFERENT:
         span = f"{significant(100 / high, 3)} to {significant(100 / low, 3)} %"
-        return f"{word} ({other.b.name} takes {span} of the time)"
+        return f"{word} ({other.b.name} takes {span})"
     name = other.b.name if ratio > 1 else other.a.name
     ends = (1 / low, 1 / high) if ratio > 1 else (high, low)
     saved, least, most = (

@@ -26,17 +26,34 @@ from sparsebench.reports.tables import Cell, Table
 from sparsebench.results.badges import Badge, badges
 from sparsebench.results.changes import Changes, mean
 from sparsebench.results.contests import contests, with_gains, with_shapes
-from sparsebench.results.formatting import FORMATS, amount, capital, join_words, percent, times
+from sparsebench.results.formatting import (
+    FORMATS,
+    PATTERNS,
+    amount,
+    capital,
+    join_words,
+    percent,
+    percents,
+    times,
+)
+from sparsebench.results.frame import HOST_LATE
 from sparsebench.results.outcome import Outcome, outcome
 from sparsebench.results.statistics import FEWEST
 
 OPS = {"linear_dgrad": "input gradient of ", "linear_wgrad": "weight gradient of "}
-PATTERNS = {"spense_rows": "half 2:4"}
 ROW = ["name", "level", "dtype"]
 LEAST = 0.01  # uncertainty that a cell shows
 OPEN = "?"  # marks a cell of the terminal that is not settled
 OTHERS = 2  # sentences about other devices on the first screen
-KEY = "Speedup over the fastest dense contender, of the best block and shape, by tokens"
+KEY = "Speedup over the fastest dense contender, of the best block and shape, by tokens at once"
+ABSENT = "Empty: not in the suite."
+DENSE = "Dense: sparsebench chooses a dense kernel."
+CAUSES = {
+    "power-limited": "the power limit lowered the clock",
+    "thermal": "heat lowered the clock",
+    "hardware slowdown": "the hardware lowered the clock",
+    HOST_LATE: "the host was late",
+}
 
 
 @dataclass(frozen=True)
@@ -171,16 +188,27 @@ def untimed(line: "pd.Series[Any]") -> str:
     return "none" if pd.isna(line.get("dense_gain")) else "dense"
 
 
+def legend(problems: pd.DataFrame, mark: str) -> str:
+    """Explain the grid; `mark` shows that a cell is not settled."""
+    rows = [list(cells.values()) for _, cells in grid_rows(problems)]
+    untimed_texts = [untimed(cell) for row in rows for cell in row if pd.isna(cell.best_gain)]
+    parts = {
+        f"{KEY}.": True,
+        f"{mark}: not settled.": (problems.best_gain.notna() & ~problems.settled).any(),
+        DENSE: "dense" in untimed_texts,
+        ABSENT: any(len(row) < problems.m.nunique() for row in rows),
+    }
+    return " ".join(text for text, applies in parts.items() if applies)
+
+
 def grid(problems: pd.DataFrame) -> Table:
     """Return the grid for a terminal."""
     tokens = sorted(problems.m.unique())
     lines: list[list[Cell]] = [
         [title, *(_text(cells.get(m)) for m in tokens)] for title, cells in grid_rows(problems)
     ]
-    unsettled = (problems.best_gain.notna() & ~problems.settled).any()
-    open_ = f" ({OPEN} not settled)" if unsettled else ""
-    title = f"{KEY}{open_}"
-    return Table(title=title, columns=["", *map(str, tokens)], lines=lines, words=[""])
+    heads = ["", *map(str, tokens)]
+    return Table(title=legend(problems, OPEN), columns=heads, lines=lines, words=[""])
 
 
 def _text(line: "pd.Series[Any] | None") -> Cell:
@@ -205,7 +233,7 @@ def _finding(problems: pd.DataFrame) -> str:
         gains = decided[decided.best_gain > 1].sort_values("best_gain")
         if len(gains):
             best = gains.iloc[-1]
-            where = f"{percent(round(best.level, 3))}, m = {best.m}"
+            where = f"{percent(round(best.level, 3))} zeros, {amount(int(best.m), 'token')}"
             answers["yes"].append(f"{name} up to {gain_text(best)} ({where})")
         else:
             kind = "none" if timed.empty else "no" if len(decided) == len(timed) else "open"
@@ -227,20 +255,12 @@ def compared(there: Changes) -> str:
     name = capital(there.b.name)
     dense, sparse = there.cases[there.cases.is_baseline], there.contenders.ratio.dropna()
     ratio = 1 / mean(dense.time)
-    parts = [] if pd.isna(ratio) else [f"takes {_percents(ratio, 'time')} for the dense products"]
+    parts = [] if pd.isna(ratio) else [f"takes {percents(ratio, 'time')} for the dense products"]
     if len(sparse):
-        gains = _percents(mean(sparse), "")
+        gains = percents(mean(sparse))
         parts.append(f"its sparse kernels gain {gains} over its own dense ones")
     shared = f"geometric means over {amount(len(sparse), 'shared case')}"
     return f"{name} {', and '.join(parts)} ({shared})." if parts else f"{name}: no shared times."
-
-
-def _percents(ratio: float, noun: str) -> str:
-    """Write a ratio as a difference: `8 % less time`, `2 % more`, `as much`."""
-    change = round(100 * (ratio - 1))
-    if not change:
-        return " ".join(filter(None, ["as much", noun]))
-    return f"{abs(change)} % {'more' if change > 0 else 'less'} {noun}".rstrip()
 
 
 def _state(
@@ -256,10 +276,10 @@ def _state(
         once = int((timed & (problems.processes < FEWEST)).sum())
         chosen = [line for _, line in problems[~timed].iterrows() if untimed(line) == "dense"]
         counts = {
-            "settled": int(decided.sum()),
+            f"of {len(problems)} settled": int(decided.sum()),
             f"measured in fewer than {FEWEST} processes": once,
             "not settled": int((timed & ~decided).sum()) - once,
-            "where a dense kernel was chosen": len(chosen),
+            "for which sparsebench chooses a dense kernel": len(chosen),
             "without a time": int((~timed).sum()) - len(chosen),
         }
         parts = ", ".join(f"{count} {words}" for words, count in counts.items() if count)
@@ -272,12 +292,20 @@ def _state(
             "The portable kernels took their place."
         )
     marks = pd.concat([frames.cases.mark.fillna("") for frames in by_run.values()] or [pd.Series()])
-    slowed = marks[marks != ""].value_counts()
     if len(marks):
-        slow = ", ".join(f"{count} {mark}" for mark, count in slowed.items()) or "none"
-        lines.append(f"Slowed down, of {amount(len(marks), 'case')}: {slow}.")
+        lines.append(_slowed(marks))
     warnings = [finding for finding in fitness if finding["level"] == "warning"]
     return lines + [f"Warning: {each['check']}: {each['found']}." for each in warnings]
+
+
+def _slowed(marks: "pd.Series[str]") -> str:
+    """Say in how many cases the GPU was slowed or the host was late, and why that is fair."""
+    counts = {words: int(marks.str.contains(mark).sum()) for mark, words in CAUSES.items()}
+    causes = [f"in {count} {words}" for words, count in counts.items() if count]
+    if not causes:
+        return f"Nothing slowed the GPU during {amount(len(marks), 'case')}."
+    fair = "Contenders of a problem take turns, so all of them are slowed alike"
+    return f"Of {amount(len(marks), 'case')}, {join_words(causes)}. {fair}."
 
 
 def _badges(by_run: Mapping[str, Frames]) -> list[tuple[str, str, str]]:

@@ -24,11 +24,11 @@ from sparsebench.reports.comparison_tables import cases, problems
 from sparsebench.reports.figures._figure import NOTHING, Frames
 from sparsebench.reports.figures._html import note, shaded
 from sparsebench.reports.survey import (
-    KEY,
     Summary,
     compared,
     gain_text,
     grid_rows,
+    legend,
     summarise,
     untimed,
 )
@@ -113,7 +113,7 @@ def _map(problems: pd.DataFrame) -> Markup:
         for title, cells in grid_rows(problems)
     ]
     heads = ["tokens at once", *map(str, tokens)]
-    caption = f"{KEY}. Hatched: not settled. A cell links to its case."
+    caption = f"{legend(problems, 'Hatched')} A cell links to its case."
     drawn = '<figure class="map tight">{}<figcaption>{}</figcaption></figure>'
     return Markup(drawn).format(html_table(heads, rows, "map"), caption)
 

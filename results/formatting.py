@@ -25,6 +25,9 @@ FORMATS = {
 }
 """Display names of formats; any other format is shown by its own name."""
 
+PATTERNS = {"spense_rows": "half 2:4", "two_four": "2:4"}
+"""Display names of patterns; any other pattern is shown by its own name."""
+
 NONE = "–"
 CASES = 3  # a selection of more cases shows only their number
 MOST = 3  # digits after the point, however small the uncertainty
@@ -125,6 +128,13 @@ def conditions(cards: Any, limited: Any) -> str:
     share = round(100 * float(limited))
     free = "not limited by power or heat"
     return f"{where}, {f'limited by power or heat for {share} % of the time' if share else free}"
+
+
+def percents(ratio: float, noun: str = "") -> str:
+    """Write a ratio as a difference: `8 % less time`, `2 % more`, `as much time`."""
+    change = round(100 * (ratio - 1))
+    size = f"{abs(change)} % {'more' if change > 0 else 'less'}" if change else "as much"
+    return f"{size} {noun}".rstrip()
 
 
 def amount(count: int, noun: str) -> str:

@@ -36,7 +36,7 @@ def new_gpu(
     """Survey a GPU in 10 minutes: which sparse formats pay off?"""
     from sparsebench.harness.machine.device import is_simulated, pick, slug
     from sparsebench.harness.new_gpu import survey as surveys
-    from sparsebench.reports.survey_page import write
+    from sparsebench.reports.survey_page import STEPS, write
 
     seconds = None if budget is None else budget_s(budget)
     for path in against or []:
@@ -60,7 +60,7 @@ def new_gpu(
         summary = write(survey.path, others)
     wide().print(summary)
     for step, text in [*survey.notes.items(), *survey.left.items()]:
-        stdout.say(f"{step}: {text}")
+        stdout.say(f"{STEPS[step]}: {text}")
     if survey.left:
         stdout.say(f"`sparsebench {RESUME} {survey.path}` measures the rest")
     stdout.say(f"report: {survey.path / 'report.html'}")

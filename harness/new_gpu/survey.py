@@ -207,7 +207,7 @@ def _tune(survey: Survey, end: float, progress: Progress) -> str:
     if not survey.on_gpu:
         return ""
     if table := _table_of_package(torch.device(survey.device)):
-        survey.notes["tune"] = f"{table}: nothing was tuned"
+        survey.notes["tune"] = f"skipped, because {table}"
         return ""
     minutes = TUNE * (end - monotonic()) / 60
     if minutes <= 0:
@@ -222,7 +222,8 @@ def _table_of_package(device: torch.device) -> str:
         if table["of"] == "package" and table["current"]:
             file = tuned_table.file_in(tuned_table.folders()["package"], device)
             gpu, count = tuned_table.read(file).gpu, table["current"]
-            return f"the package's table {file.name} has {amount(count, 'entry')}, tuned on {gpu}"
+            found = f"{amount(count, 'configuration')} for such a GPU, found on one {gpu}"
+            return f"sparsebench has {found} ({file.name})"
     return ""
 
 

@@ -324,8 +324,12 @@ def leader(rows: Sequence[Row]) -> str:
     logs = [float(np.median(frame.logs_over(row, over))) for row in timed]
     best = timed[logs.index(max(logs))]
     first, base = (_ran(row) for row in (best, over))
-    result = f"{first} {number(exp(max(logs)))}× as fast as {base}"
-    result = f"{base} is the fastest" if best is over else result
+    speedup = number(exp(max(logs)))
+    result = f"{first} {speedup}× as fast as {base}"
+    if first == base:
+        result = f"{base} is the fastest"
+    elif speedup == "1.0":
+        result = f"{first} is about as fast as {base}"
     return f"{describe(over.case.problem)}: {result}"
 
 

@@ -358,5 +358,7 @@ def test_the_leader_is_decided_by_ratios_within_blocks() -> None:
         leader([base, row("fast", 200.0, 100.0, 50.0)])
         == f"{TINY_TEXT}: fast 2.0× as fast as cublas"
     )
+    equal = leader([base, row("equal", 396.0, 198.0, 99.0)])
+    assert equal == f"{TINY_TEXT}: equal is about as fast as cublas"
     assert leader([base, row("slow", 800.0, 400.0, 200.0)]) == f"{TINY_TEXT}: cublas is the fastest"
     assert leader([base]) == leader([row("fast", 1.0), row("slow", 2.0)]) == ""

@@ -25,6 +25,7 @@ from sparsebench.reports.comparison import (
     parts,
     to_json,
 )
+from sparsebench.reports.tables import Table
 from sparsebench.results import bundle
 from sparsebench.results.changes import Cause, Changes, changes, gate_failures, threshold
 from sparsebench.results.record import Case, Contender, Problem, Row, Status
@@ -132,6 +133,7 @@ def test_a_slower_device_with_equal_gains_is_slower_and_gains_as_much() -> None:
 
 SLOWER = {"bsr_us": (60, 24, 12)}
 NEWER = {"versions": {"torch": "2.1"}}
+MORE = {"versions": {"torch": "2.0", "stanford-stk": "0.7.1"}}  # no case of both sides uses it
 
 
 @pytest.mark.parametrize(
@@ -140,6 +142,7 @@ NEWER = {"versions": {"torch": "2.1"}}
         ({**SLOWER, "code": "sass:2", "code_sha256": "2"}, {}, Cause.KERNEL, 3),
         ({**SLOWER, "code_sha256": "2"}, {}, Cause.UNKNOWN, 3),  # the same compiled code
         ({**SLOWER, **NEWER}, {}, Cause.LIBRARY, 3),
+        ({**SLOWER, "dense_us": 120.0, **MORE}, {}, Cause.CARD, 0),
         ({**SLOWER}, {"tile": 64}, Cause.CONFIGURATION, 3),
         ({**SLOWER, "card": "GPU-2"}, {}, Cause.CARD, 0),
         ({**SLOWER, "dense_us": 120.0, "card": "GPU-2"}, {}, Cause.CARD, 0),
@@ -224,6 +227,15 @@ def test_terminal_markdown_and_page_say_the_same_words() -> None:
         assert not re.search(r"gains? [\w ]*slower", text)
     assert "http" not in html(result)
     assert to_json(result)["changes"]["H200"]["faster"] == 1
+
+
+@pytest.mark.parametrize(("gpu", "baselines"), [("A", 3), ("B", 1)])
+def test_two_devices_show_a_dense_product_of_equal_sizes_once(gpu: str, baselines: int) -> None:
+    result = compare_sides([first(), side(run("b", gpu, 200.0, (100, 40, 20)), name="b")])
+    (every,) = (part for part in parts(result) if isinstance(part, Table) and len(part.columns) > 4)
+    contenders = [line[1] for line in every.lines]
+    assert contenders.count("cublas (baseline)") == baselines
+    assert contenders.count("bsr_triton") == 3
 
 
 def test_names_are_text_on_a_page() -> None:
