@@ -251,7 +251,8 @@ def _cause(
             status = str(line[f"status_{mine}"]).replace("_", " ")
             return False, Cause.NONE, f"{status}: {line[f'detail_{mine}']}"
     before, now = facts[0][line["run_a"]], facts[1][line["run_b"]]
-    differ = _differences(before, now, LIBRARIES)
+    # a case that ran on both sides does not use a library that one side lacks
+    differ = [each for each in _differences(before, now, LIBRARIES) if "none" not in each]
     libraries = ", ".join(f"{name} {was} > {now}" for name, was, now in differ)
     searched = line["searched_a"] and line["searched_b"]
     source = before.get("code_sha256") != now.get("code_sha256")

@@ -73,7 +73,11 @@ def test_a_kernel_refuses_a_cpu(name: str) -> None:
     ("name", "dtype"),
     [*((name, "") for name in KERNELS), *(exhaustive((name, " dtype=fp8")) for name in IN_FP8)],
 )
-def test_a_kernel_is_right_on_a_gpu_captured_and_pinned(name: str, dtype: str) -> None:
+def test_a_kernel_is_right_on_a_gpu_captured_and_pinned(
+    name: str, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # six candidates of the backward pass took 295 of the 399 s of all GPU tests on an H200
+    monkeypatch.setattr("sparsebench.kernels.peers.flex_attention.MOST_BACKWARD", 1)
     try:
         testing.check_kernel(name, words_for(name) + dtype, device="cuda:0")
     except AssertionError as failure:

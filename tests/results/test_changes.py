@@ -133,6 +133,7 @@ def test_a_slower_device_with_equal_gains_is_slower_and_gains_as_much() -> None:
 
 SLOWER = {"bsr_us": (60, 24, 12)}
 NEWER = {"versions": {"torch": "2.1"}}
+MORE = {"versions": {"torch": "2.0", "stanford-stk": "0.7.1"}}  # no case of both sides uses it
 
 
 @pytest.mark.parametrize(
@@ -141,6 +142,7 @@ NEWER = {"versions": {"torch": "2.1"}}
         ({**SLOWER, "code": "sass:2", "code_sha256": "2"}, {}, Cause.KERNEL, 3),
         ({**SLOWER, "code_sha256": "2"}, {}, Cause.UNKNOWN, 3),  # the same compiled code
         ({**SLOWER, **NEWER}, {}, Cause.LIBRARY, 3),
+        ({**SLOWER, "dense_us": 120.0, **MORE}, {}, Cause.CARD, 0),
         ({**SLOWER}, {"tile": 64}, Cause.CONFIGURATION, 3),
         ({**SLOWER, "card": "GPU-2"}, {}, Cause.CARD, 0),
         ({**SLOWER, "dense_us": 120.0, "card": "GPU-2"}, {}, Cause.CARD, 0),

@@ -71,13 +71,16 @@ def random_mask(
     bits: bool = False,
     seed: int = 0,
 ) -> BlockMask:
-    """Return a mask of random blocks; its second row of blocks is empty if there are several."""
+    """Return a mask of random blocks: one block at density 0, all at 1, and else with empty rows.
+
+    At other densities the second row of blocks is empty if there are several.
+    """
     draw = torch.Generator().manual_seed(seed)
     sides = sides_of(block)
     q_blocks, kv_blocks = (-(-size // side) for size, side in zip(tokens, sides, strict=True))
     cells = torch.rand(batch * lists, q_blocks, kv_blocks, generator=draw) < density
     cells[:, 0, 0] = True
-    cells[:, 1:2] = False
+    cells[:, 1:2] &= density == 1
     if not bits:
         dense = cells.flatten(0, 1).float()
         shape = {"block": [*sides], "tokens": [*tokens], "batch": batch}

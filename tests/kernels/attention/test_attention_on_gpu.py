@@ -17,13 +17,15 @@ from tests.kernels.attention.cases import Case, flat, gradients, on_gpu, without
 
 pytestmark = pytest.mark.gpu
 ALLOWED = {"bf16": 2e-2, "fp16": 3e-3, "fp32": 2e-5}
-# Odd lengths, an empty row, GQA 1, 4, 8.
+# Odd lengths, an empty row, GQA 1, 4, 8, one block, all blocks.
 CASES = [
     Case((300, 420), 64, (4, 4), lists=4, dtype="bf16"),
     Case((257, 257), 128, (8, 2), lists=2, head_dim=64, dtype="bf16", causal=True),
     Case((200, 333), 16, (8, 1), batch=2),
     Case((150, 301), (24, 40), (4, 1), lists=4, head_dim=96, bits=True),
     Case((130, 200), 32, (2, 2), head_dim=64, dtype="fp32", causal=True),
+    Case((130, 200), 64, (4, 2), lists=2, dtype="bf16", density=0),
+    Case((130, 200), 64, (4, 2), lists=2, dtype="bf16", density=1),
 ]
 
 

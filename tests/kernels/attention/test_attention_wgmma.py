@@ -37,9 +37,9 @@ WIDE, TWO = Config(128, 128), Config(64, 64)
 CASES = [
     Case((200, 270), 128, (2, 1), WIDE, batch=2, lists=2, causal=True, dtype="bf16"),
     Case((150, 200), 64, (4, 2), WIDE, lists=2, bits=True),
-    Case((70, 100), 16, (4, 1), Config(64, 128), causal=True),
+    Case((70, 100), 16, (4, 1), Config(64, 128), causal=True, density=1),
     Case((150, 260), (64, 128), (2, 2), TWO, lists=2, head_dim=64, dtype="bf16"),
-    Case((100, 100), 32, (8, 2), WIDE, lists=2, head_dim=64),
+    Case((100, 100), 32, (8, 2), WIDE, lists=2, head_dim=64, density=0),
     Case((40, 130), (64, 8), (1, 1), Config(64, 128), bits=True),
     Case((300, 300), (256, 192), (2, 1), Config(128, 64), lists=1),
 ]

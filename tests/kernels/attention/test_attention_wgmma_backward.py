@@ -60,11 +60,11 @@ CASES = [
     Case((200, 270), 128, (2, 1), WIDE, batch=2, lists=2, causal=True),
     Case((150, 200), 64, (2, 2), TWO, lists=2, bits=True),
     Case((150, 260), (64, 128), (2, 1), TWO, causal=True, head_dim=64, dtype="bf16"),
-    Case((150, 260), (64, 128), (2, 1), WIDE, head_dim=64),
+    Case((150, 260), (64, 128), (2, 1), WIDE, head_dim=64, density=0),
     Case((150, 300), 16, (4, 1), TWO, batch=2, causal=True),
     Case((150, 200), 32, (4, 2), TWO, lists=2, head_dim=64, dtype="bf16"),
     Case((150, 200), (16, 64), (4, 1), TWO, bits=True, head_dim=64),
-    Case((150, 200), (64, 32), (2, 2), TWO, lists=2, causal=True),
+    Case((150, 200), (64, 32), (2, 2), TWO, lists=2, causal=True, density=1),
 ]
 
 

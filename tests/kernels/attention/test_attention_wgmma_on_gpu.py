@@ -22,9 +22,12 @@ CASES = [
     Case((500, 700), (256, 192), (2, 1), dtype="bf16"),
     Case((500, 700), (64, 8), (2, 2), lists=2, bits=True, head_dim=64, dtype="bf16"),
     Case((1, 1000), (16, 64), (8, 2), batch=3, lists=2, causal=True, dtype="bf16"),
+    Case((333, 500), 64, (4, 2), lists=2, dtype="bf16", density=0),
+    Case((333, 500), 64, (4, 2), lists=2, dtype="bf16", density=1),
 ]
 BACKWARD_CASES = [
     *CASES[:5],
+    *CASES[-2:],
     Case((500, 700), (16, 64), (4, 1), bits=True, head_dim=64, dtype="bf16"),
     Case((333, 500), 32, (4, 2), lists=2),
 ]
@@ -33,10 +36,11 @@ UNSEEN = 1  # block of keys that no query selects, with NaN
 
 def problem(case: Case) -> tuple[BlockMask, Shape, list[Tensor], list[Tensor]]:
     """Return a mask and sizes, q, k, v and dO, and O, LSE and the gradients in fp64, on the GPU."""
-    mask = case.mask() if case.bits else without(case.mask(), UNSEEN)
+    mask, unseen = case.mask(), not case.bits and case.density < 1
+    mask = without(mask, UNSEEN) if unseen else mask
     operands = case.operands()
     o, lse, grads = gradients(operands, mask)
-    if not case.bits:
+    if unseen:
         start = UNSEEN * mask.block[1]
         for x in operands[1:3]:
             x[:, start : start + mask.block[1]] = torch.nan

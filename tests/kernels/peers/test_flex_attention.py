@@ -4,7 +4,9 @@ import json
 
 import pytest
 import torch
+from torch.nn.attention.flex_attention import flex_attention as of_torch
 
+import sparsebench
 from sparsebench.kernels._common.search import Search, Trial
 from sparsebench.kernels._kernel import Operands
 from sparsebench.kernels.peers import flex_attention
@@ -44,6 +46,18 @@ def test_exact_lists_have_each_block_once(mask) -> None:
             listed.scatter_add_(2, columns[:, head].long(), valid.long())
             assert counts.dtype == columns.dtype == torch.int32
         assert torch.equal(listed, expected.long())
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_our_output_is_that_of_flex_attention(mask) -> None:
+    torch.manual_seed(0)
+    sizes = [*zip(mask.tokens, (4, 2), strict=True)]
+    q, k, v = (torch.randn(mask.batch, *size, 16) for size in (*sizes, sizes[1]))
+    ours = sparsebench.attention(q, k, v, mask)
+    by_head = (x.transpose(1, 2) for x in (q, k, v))
+    # Without compilation torch reads the mask_mod alone, which has all elements in this mask.
+    theirs = of_torch(*by_head, block_mask=flex_attention.coarser_mask(mask, 4), enable_gqa=True)
+    torch.testing.assert_close(ours, theirs.transpose(1, 2))
 
 
 def test_coarser_lists_cover_the_mask(mask) -> None:
