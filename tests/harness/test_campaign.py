@@ -11,6 +11,7 @@ from time import monotonic
 import pytest
 
 from sparsebench.errors import ResultError, SuiteError
+from sparsebench.harness.bench import energy
 from sparsebench.harness.claims import checking
 from sparsebench.harness.claims.checking import evidence
 from sparsebench.harness.claims.claim_plan import read_claims
@@ -274,6 +275,16 @@ def test_claims_are_judged_by_the_runs_above_and_measure_the_rest(trial: Trial) 
     assert state(trial.out, trial.campaign(more).entries[-1]).status == "whole"
 
 
+def test_energy_is_not_measured_for_references(trial: Trial, monkeypatch) -> None:
+    monkeypatch.setattr(energy, "require_meter", lambda identity: None)
+    more = "  - {name: meter, suite: FOLDER/several.yaml, energy: true, only: m=16 kernel=cublas}\n"
+    trial.sit(1, more=more, names=("meter",))
+    run = store.read(trial.out / "meter")
+    assert run.rows
+    assert all(row.energy_j for row in run.rows)
+    assert {row.energy_j for row in run.reference} == {None}
+
+
 CLAIMS = """
   - {name: random, claims: [cusparse-slower], replicates: 1}
   - {name: layers, claims: [teal-2024], replicates: 1}
@@ -354,9 +365,10 @@ def test_claims_that_need_the_same_suite_are_in_one_entry() -> None:
 def test_the_published_campaign_fits_its_budget_and_repeats_cost_less() -> None:
     whole, there = campaign("published"), PUBLISHED / "nvidia-h200"
     estimates = campaign_estimates(whole, there)
-    cost = {each.entry.name: each.seconds for each in estimates if each.seconds}
+    cost = {each.entry.name: each.seconds for each in estimates if each.seconds is not None}
     assert len(cost) == len(estimates)
     assert sum(cost.values()) <= whole.budget_s
+    assert cost["claims"] == 0  # entries above it measure what each claim needs
     assert cost["spense-decode-again"] < cost["spense-decode"]  # it does not search
     (dlmc,) = (each for each in estimates if each.entry.name == "dlmc-csr")
     assert dlmc.how == "as the run dlmc-csr"
