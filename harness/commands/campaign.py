@@ -59,8 +59,8 @@ def plan(
 
     With --device, list the packages, checkouts and files that contenders need and do not find.
     """
+    from sparsebench.harness.costs.campaign_needs import lacking
     from sparsebench.harness.costs.estimates import campaign_estimates
-    from sparsebench.harness.shared_runs.campaign_needs import lacking
 
     if gpu is None and not GPU.is_dir():
         raise ResultError(f"--gpu: expected published runs; found no {GPU} in this folder")

@@ -1,4 +1,4 @@
-"""What entries of a campaign need beyond a GPU: source files, packages, checkouts, a counter.
+"""What entries of a campaign need beyond a GPU: source files, packages and checkouts.
 
 `campaign plan --device` prints it before anything is measured. A contender that no problem of an
 entry supports here would only give rows that say so.
@@ -7,13 +7,9 @@ entry supports here would only give rows that say so.
 from collections.abc import Iterator
 from pathlib import Path
 
-import torch
-
-from sparsebench.harness.bench.energy import NoMeter, require_meter
 from sparsebench.harness.bench.prepare import unsupported_on
 from sparsebench.harness.claims.checking import evidence
 from sparsebench.harness.claims.claim_plan import read_claims
-from sparsebench.harness.machine.device import identity, is_simulated
 from sparsebench.harness.plan.selection import only
 from sparsebench.harness.plan.suite import Contest
 from sparsebench.harness.shared_runs.campaign_file import Entry
@@ -32,13 +28,7 @@ def lacking(entry: Entry, device: str, data: Path | None) -> list[str]:
                     reasons.setdefault(kernel, reason)
                 else:
                     supported.add(kernel)
-    lines = [f"{kernel}: {reason}" for kernel, reason in reasons.items() if kernel not in supported]
-    if entry.energy and not is_simulated(device):
-        try:
-            require_meter(identity(torch.device(device)))
-        except NoMeter as error:
-            lines.append(str(error))
-    return lines
+    return [f"{kernel}: {reason}" for kernel, reason in reasons.items() if kernel not in supported]
 
 
 def _contests(entry: Entry, data: Path | None) -> Iterator[Contest]:
