@@ -30,6 +30,7 @@ campaign = typer.Typer(
     help="Run many suites in a fixed order, over several sessions.",
     no_args_is_help=True,
     rich_markup_mode=None,
+    add_completion=False,
 )
 
 PUBLISHED = Path("results/published")
