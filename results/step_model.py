@@ -88,7 +88,7 @@ class StepModel:
         """Return the gain of the whole step from the estimate of its MLPs.
 
         The errors of the MLPs and of the rest are independent, so the squares of their logarithms
-        add up. Such intervals hold all 46 measured steps, each predicted from layers of other shapes.
+        add up. Such intervals hold all measured steps, predicted from layers of other shapes.
         """
         mlps = self.model.layers * estimate.dense_us
         in_step = estimate.dense_us / estimate.sparse_us
