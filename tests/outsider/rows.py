@@ -34,11 +34,12 @@ class Blocks(dict):
     """Times by block of a case, by process, and what its intervals need beside them.
 
     `logs` are its log speedups by process, `cards` the GPU of each process, `state` is free,
-    limited or inherited.
+    limited or inherited, and `compiled` has the digests of its kernels.
     """
 
     logs: dict[int, float]
     cards: dict[int, str]
+    compiled: set[str]
     state: str
     __hash__ = object.__hash__  # each case has one, so that its ratios can be kept
 
@@ -95,8 +96,12 @@ def cases(run: str) -> pd.DataFrame:
         if row["status"] != "ok" or not row["samples_us"]:
             continue
         key = json.dumps([problem, contender, row["scope"], row["cache"]])
+        of_problem = {**problem["fields"], "op": problem["op"], "seed": problem["seed"]}
+        known = {name: value for name, value in of_problem.items() if value is not None}
+        case_of = [known, problem["source"], contender, row["scope"], row["cache"]]
         place = json.dumps([run, problem, row["scope"], row["cache"]])
-        case = by_case.setdefault(key, {"place": place, "key": key, "timed": [], "peaks": Blocks()})
+        case = by_case.setdefault(key, {"place": place, "timed": [], "peaks": Blocks()})
+        case["key"] = json.dumps(case_of, sort_keys=True)
         share = limited(row["telemetry"] or {})
         case["timed"].append(
             Timed(
@@ -108,6 +113,7 @@ def cases(run: str) -> pd.DataFrame:
                 share,
             )
         )
+        case.setdefault("compiled", set()).update({row.get("code")} - {None})
         case["peaks"][row["replicate"]] = np.array([row["peak_bytes"] or 1.0])
         fields = problem["fields"]
         case |= {
@@ -129,6 +135,7 @@ def cases(run: str) -> pd.DataFrame:
         clocks = [timed.clock for timed in case["timed"]]
         same = [timed for timed in case["timed"] if timed.clock == max(clocks, key=clocks.count)]
         case["blocks"] = Blocks({timed.process: timed.block_us for timed in same})
+        case["blocks"].compiled = case["compiled"]
         case["blocks"].cards = {timed.process: timed.card for timed in same}
         case["median_us"] = np.median([timed.median_us for timed in same])
         shares = [timed.limited for timed in same if not np.isnan(timed.limited)]
