@@ -88,6 +88,22 @@ def label_of(contender: dict) -> str:
     return f"{contender['format']}/{contender['kernel']} {options}".strip()
 
 
+def key_of(row: dict) -> str:
+    """Return what two runs share of a case: no field with its default, and no format.
+
+    Rows up to 0.2.0 call kernels of sparse activations dense. Only `default` has several formats.
+    """
+    problem, contender = row["case"]["problem"], row["case"]["contender"]
+    usual = problem.get("defaults", {}).items()
+    fields = {
+        name: value for name, value in problem["fields"].items() if (name, value) not in usual
+    }
+    of_problem = [problem["op"], fields, problem["seed"], problem["source"]]
+    name = contender["format"] if contender["kernel"] == "default" else ""
+    case = [of_problem, {**contender, "format": name}, row["scope"], row["cache"]]
+    return json.dumps(case, sort_keys=True)
+
+
 @cache
 def cases(run: str) -> pd.DataFrame:
     """Return the cases that every process of a run timed, with their samples by process."""
@@ -95,13 +111,9 @@ def cases(run: str) -> pd.DataFrame:
     for row, problem, contender in rows(run):
         if row["status"] != "ok" or not row["samples_us"]:
             continue
-        key = json.dumps([problem, contender, row["scope"], row["cache"]])
-        of_problem = {**problem["fields"], "op": problem["op"], "seed": problem["seed"]}
-        known = {name: value for name, value in of_problem.items() if value is not None}
-        case_of = [known, problem["source"], contender, row["scope"], row["cache"]]
+        key = key_of(row)
         place = json.dumps([run, problem, row["scope"], row["cache"]])
-        case = by_case.setdefault(key, {"place": place, "timed": [], "peaks": Blocks()})
-        case["key"] = json.dumps(case_of, sort_keys=True)
+        case = by_case.setdefault(key, {"place": place, "key": key, "timed": [], "peaks": Blocks()})
         share = limited(row["telemetry"] or {})
         case["timed"].append(
             Timed(
