@@ -58,6 +58,7 @@ types: .venv/installed
 	$(BIN)/mypy -p sparsebench
 
 .venv/installed: pyproject.toml constraints.txt
+	@echo "$$(date +%H:%M): installing into .venv; the download of torch takes minutes"
 	test -d .venv || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt pip setuptools
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable '.[$(EXTRAS)]'

@@ -29,6 +29,7 @@ from sparsebench.results.changes import Changes, changes, mean
 from sparsebench.results.formatting import amount, are, join_words, percents, significant
 from sparsebench.results.outcome import DIFFERENT, Outcome
 from sparsebench.results.provenance import flat
+from sparsebench.results.record import Status
 from sparsebench.results.sides import Side, short_card
 from sparsebench.results.statistics import FEWEST
 
@@ -167,12 +168,8 @@ def _sentences(other: Changes) -> list[str]:
             if counts.get(w)]  # fmt: skip
     texts = ["; ".join([first, *rest]) + "."]
     if not other.same_device:
-        parts_of_time = [
-            f"{percents(1 / mean(lines.time), 'time')} for the {kind} products"
-            for kind, lines in (("dense", _baselines(other)), ("other", other.contenders))
-            if lines.time.notna().any()
-        ]
-        texts.append(f"{b} takes {join_words(parts_of_time)} (geometric means).")
+        means = mean(_baselines(other).time), mean(other.contenders.time)
+        texts.append(mean_times(b, *means))
     compared_gains = other.contenders[other.contenders.gain != ""]
     more, less = ((compared_gains.gain == word).sum() for word in DIFFERENT)
     if more + less:
@@ -189,6 +186,16 @@ def _sentences(other: Changes) -> list[str]:
         most = 100 * np.abs(np.log(other.contenders.time.dropna())).max()
         texts.append(f"No change is settled; times differ by at most {significant(most, 2)} %.")
     return texts
+
+
+def mean_times(name: str, dense: float, others: float) -> str:
+    """Say how much more time a device takes; each number is a mean of the other's time over its."""
+    takes = [
+        f"{percents(1 / ratio, 'time')} for the {kind} products"
+        for kind, ratio in (("dense", dense), ("other", others))
+        if not np.isnan(ratio)
+    ]
+    return f"{name} takes {join_words(takes)} (geometric means)."
 
 
 def _baselines(other: Changes) -> pd.DataFrame:
@@ -253,8 +260,9 @@ def _about(analysis: Analysis) -> str:
     words += [f"commit {facts['commit'][:7]}"] if "commit" in facts else []
     words += [str(run.state.get("started", ""))[:10]]
     words += [label.text for label in badges(analysis)]
-    limited = int(analysis.cases.mark.fillna("").str.contains("power-limited").sum())
-    words += [f"{limited} of {amount(len(analysis.cases), 'case')} power-limited"] * bool(limited)
+    timed = analysis.cases[~analysis.cases.twin.astype(bool) & (analysis.cases.status == Status.OK)]
+    limited = int(timed.mark.str.contains("power-limited").sum())
+    words += [f"{limited} of {amount(len(timed), 'case')} power-limited"] * bool(limited)
     return ", ".join(filter(None, words))
 
 

@@ -291,9 +291,12 @@ def _state(
             f"{amount(len(newer), 'kernel')} cannot run on this generation of GPU ({reason}). "
             "The portable kernels took their place."
         )
-    marks = pd.concat([frames.cases.mark.fillna("") for frames in by_run.values()] or [pd.Series()])
-    if len(marks):
-        lines.append(_slowed(marks))
+    timed_cases = [
+        frames.cases[frames.cases.median_us.notna() & ~frames.cases.twin.astype(bool)]
+        for frames in by_run.values()
+    ]
+    if sum(map(len, timed_cases)):
+        lines.append(_slowed(pd.concat([cases.mark.fillna("") for cases in timed_cases])))
     warnings = [finding for finding in fitness if finding["level"] == "warning"]
     return lines + [f"Warning: {each['check']}: {each['found']}." for each in warnings]
 

@@ -10,6 +10,7 @@
 A published run of the same model comes before an estimate (step_model.py, layer_estimates.py).
 """
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import isclose
@@ -116,7 +117,8 @@ def advise(evidence: Evidence, model: ModelShapes, gpu: str, tokens: int) -> Ans
     """
     if not 1 <= tokens <= MOST_TOKENS:
         raise ResultError(f"--batch: expected 1 to {MOST_TOKENS} tokens at once, found {tokens}")
-    names = [name for name in evidence.layers.gpus if gpu.lower() in name.lower()]
+    word = re.compile(rf"(?<![a-z0-9]){re.escape(gpu.lower())}(?![a-z0-9])")  # H20 is not H200
+    names = [name for name in evidence.layers.gpus if word.search(name.lower())]
     if len(names) > 1:
         expected = "expected part of one GPU's name"
         raise ResultError(f"--gpu: {expected}, found {gpu!r} in {join_words(names)}")

@@ -99,7 +99,9 @@ def sentences(view: View) -> list[str]:
     if not (view.cells.best_gain > 1).any():
         top = view.cells.nlargest(1, "best_gain").iloc[0]
         near = f"The nearest is {contender(top, 'best')}, {_gain(top)}, {place(view, top)}."
-        return [f"Nothing beats dense ({top.dense_name}) at any measured point. {near}"]
+        scope = [field_text(n, view.choice[n]) for n in ("op", "pattern") if n in view.choice]
+        place_of = f" of {', '.join(scope)}" if scope else ""
+        return [f"Nothing beats dense ({top.dense_name}) at any measured point{place_of}. {near}"]
     general = _crossings(view) if view.x == "level" else _spans(view)
     return [*general, *_examples(view)]
 

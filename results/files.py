@@ -45,7 +45,8 @@ def content(file: Path, most: int, raised: Raised = ResultError) -> bytes:
     except (OSError, ValueError) as error:
         if isinstance(error, SparsebenchError):
             raise
-        raise raised(f"{file}: expected a readable file, found {error}") from error
+        actual = "none" if isinstance(error, FileNotFoundError) else error
+        raise raised(f"{file}: expected a readable file, found {actual}") from error
     return _within(file, data, most, raised)
 
 
@@ -126,6 +127,10 @@ def from_yaml(where: str, written: str, raised: Raised = ResultError) -> Any:
         return yaml.load(written, _Loader)
     except SparsebenchError as error:
         raise raised(f"{where}: {error}") from error
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        line = f" in line {mark.line + 1}" if mark else ""
+        raise raised(f"{where}: expected YAML, found an error{line}: {error.problem}") from error
     except Exception as error:  # SafeLoader's constructors raise a dozen types on bad scalars
         actual = " ".join(str(error).split())
         raise raised(f"{where}: expected YAML, found {actual}") from error

@@ -29,7 +29,7 @@ PATTERNS = {"spense_rows": "half 2:4", "two_four": "2:4"}
 """Display names of patterns; any other pattern is shown by its own name."""
 
 NONE = "–"
-CASES = 3  # a selection of more cases shows only their number
+CASES = 3  # a selection of more cases, or kernels, shows only their number
 MOST = 3  # digits after the point, however small the uncertainty
 
 
@@ -167,12 +167,13 @@ def kernel(label: str) -> str:
 
 
 def selection(only: str) -> str:
-    """Write a selection (--only): `m=16 block=64`; for many cases by id, their number."""
+    """Write a selection (--only): `m=16 block=64`; many cases or kernels as their number."""
     words = []
     for word in only.split():
-        ids = word.removeprefix("case=").split("|")
-        many = word.startswith("case=") and len(ids) > CASES
-        words.append(f"{len(ids)} cases" if many else word)
+        name, _, values = word.partition("=")
+        count = len(values.split("|"))
+        many = name in ("case", "kernel") and count > CASES
+        words.append(amount(count, name) if many else word)
     return " ".join(words)
 
 

@@ -132,7 +132,13 @@ def find(texts: Sequence[str], among: Iterable[Path]) -> list[Side]:
     if len(paths) == len(set(texts)):
         runs = [store.read(paths[text]) for text in texts]
         return [side(r, name=n) for r, n in zip(runs, named_apart(runs), strict=True)]
-    candidates = [_Candidate.read(path) for path in bundles(among)]
+    folders = [*among]
+    candidates = [_Candidate.read(path) for path in bundles(folders)]
+    if not candidates:
+        expected = f"runs below {' and '.join(map(str, folders))}, which --among names"
+        raise ResultError(
+            f"{next(t for t in texts if t not in paths)}: expected {expected}; found none"
+        )
     chosen = {
         text: [_Candidate.read(paths[text])] if text in paths else _matches(text, candidates)
         for text in texts

@@ -45,9 +45,14 @@ class Commands(typer.core.TyperGroup):
         return [*self.modules]
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """Import a command; None for a name that is not one."""
+        """Import a command. Raises a usage error for a name that is not one."""
         if (name := self.modules.get(cmd_name)) is None:
-            return None
+            from sparsebench._discovery import did_you_mean
+
+            if cmd_name.startswith("-"):
+                return None
+            hint = did_you_mean(cmd_name, self.modules)
+            return ctx.fail(f"expected a command, found {cmd_name!r}{hint}")
         target = getattr(import_module(f"sparsebench.harness.commands.{name}"), name)
         if not isinstance(target, typer.Typer):
             single = typer.Typer(rich_markup_mode=None, add_completion=False)

@@ -25,7 +25,10 @@ if TYPE_CHECKING:
     from sparsebench.results.ceilings import Ceilings
 
 claims = typer.Typer(
-    help="Test published claims about sparse formats.", no_args_is_help=True, rich_markup_mode=None
+    help="Test published claims about sparse formats.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    add_completion=False,
 )
 
 Names = Annotated[
@@ -247,7 +250,7 @@ def _runs(paths: list[Path] | None) -> list[Path]:
             ]
             inside = inside or sorted(path.glob("*.json"))
         if not inside:
-            raise ResultError(f"--from {path}: expected a run, or a folder of runs, found none")
+            raise ResultError(f"{path}: expected a run, or a folder of runs, found none")
         runs += inside
     return runs
 

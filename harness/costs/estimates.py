@@ -27,7 +27,13 @@ from sparsebench.harness.bench.operands import unusable
 from sparsebench.harness.bench.prepare import unsupported_on
 from sparsebench.harness.bench.sampling import distinct_measures
 from sparsebench.harness.catalog import load_kernel, load_op
-from sparsebench.harness.claims.checking import Evidence, evidence, missing, runs_for
+from sparsebench.harness.claims.checking import (
+    Evidence,
+    evidence,
+    measures_energy,
+    missing,
+    runs_for,
+)
 from sparsebench.harness.claims.claim_plan import read_claims
 from sparsebench.harness.costs.measured_times import (
     ENERGY_S,
@@ -68,7 +74,7 @@ def preview(
     `pinned` if choices come from another run, without a search; `searched` if every process has the
     finalists of another run. Without a `reason` the device is not here, and a kernel runs if it is
     for such a device and the op. The estimate includes A/A twins and the noise floor; the counts
-    are of the suite's own cases.
+    are of the suite's own cases. References take no energy window.
     """
 
     def runs(contest: Contest, contender: Contender) -> bool:
@@ -85,7 +91,7 @@ def preview(
         running = [k for k in contest.contenders if runs(contest, k)]
         contest_s, row_s = times.contest_and_row_s(size := log_size(contest.problem))
         process_s += bool(running) * contest_s + len(running) * measures * row_s
-        windows += len(running)
+        windows += len(running) * (not contest.reference)
         kernels = [names(contender) for contender in running if not contender.twin]
         for name in [label if label in times.first else kernel for label, kernel in kernels]:
             key = name, product(contest.problem)
@@ -295,18 +301,24 @@ def _claims_s(
     others = [read_claims(each.claims or []) for each in above if each.kind == "claims"]
     earlier = [part for written in others for part in evidence(written, data=data).all_parts]
     measured = {problem for part in earlier for problem in part.problems}
+    with_energy = {p for part in earlier if measures_energy(part) for p in part.problems}
     for each in above:
         with suppress(SuiteError):
             contests = only(each.read(data).contests, each.only) if each.readable(data) else []
-            measured |= {contest.problem.id for contest in contests}
+            problems = {contest.problem.id for contest in contests}
+            measured |= problems
+            with_energy |= problems if each.energy else set()
     confirmed = {part.suite.text for part in earlier} | {
         of.read(data).text
         for each in above
         for of in above
         if each.confirm == of.name and of.readable(data)
     }
-    runs = runs_for([(part, part.problems - measured) for part in parts], entry.replicates)
-    seconds = sum(_cases_s(run.suite, run.cases, times, run.replicates) for run in runs)
+    gaps = [(p, p.problems - (with_energy if measures_energy(p) else measured)) for p in parts]
+    runs = runs_for(gaps, entry.replicates)
+    seconds = sum(
+        _cases_s(run.suite, run.cases, times, run.replicates, energy=run.energy) for run in runs
+    )
     for text in {part.suite.text for part in parts}:
         tests = [part for part in parts if part.suite.text == text]
         suite = tests[0].suite
@@ -324,8 +336,10 @@ def _cases_s(
     replicates: int,
     *,
     pinned: bool = False,
+    energy: bool = False,
 ) -> float:
     if not cases:
         return 0.0
-    run = preview(suite, times, f"case={'|'.join(cases)}", replicates, pinned=pinned)
+    only_these = f"case={'|'.join(cases)}"
+    run = preview(suite, times, only_these, replicates, pinned=pinned, energy=energy)
     return float(run["estimate_s"])

@@ -27,6 +27,7 @@ from dataclasses import replace
 from math import isfinite
 from typing import Any
 
+from sparsebench._discovery import did_you_mean
 from sparsebench.errors import SuiteError
 from sparsebench.harness.bench.device_ceilings import COMPUTE, DENSE, MEMORY
 from sparsebench.harness.bench.prepare import unsupported_on
@@ -66,7 +67,8 @@ def only(contests: Sequence[Contest], condition: str) -> list[Contest]:
         if name.removesuffix("!") not in names or not all(values):
             expected = f"field=value with a field of {', '.join(sorted(names))}"
             written = f"{name}={'|'.join(values)}"
-            raise SuiteError(f"--only: expected {expected}; found {written!r}")
+            hint = did_you_mean(name, names)
+            raise SuiteError(f"--only: expected {expected}; found {written!r}{hint}")
     named = {name.removesuffix("!") for name, _ in conditions}
     present: dict[str, set[str]] = {name: set() for name in named}
     selected = []

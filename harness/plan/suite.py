@@ -181,8 +181,13 @@ def _validate(where: str, model: type[Model], data: Any) -> Model:
     try:
         return model.model_validate(data)
     except ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join(str(part) for part in first["loc"]) or "top"
+        if not isinstance(data, dict):
+            keys = ", ".join(f.alias or n for n, f in model.model_fields.items() if f.is_required())
+            actual = "an empty file" if data is None else type(data).__name__
+            raise SuiteError(f"{where}: expected {keys}; found {actual}") from error
+        # An unknown key comes before a missing one, because it may be that key misspelt.
+        first = min(error.errors(), key=lambda fault: fault["type"] != "extra_forbidden")
+        place = ".".join(str(part) for part in first["loc"])
         if first["type"] == "extra_forbidden":
             names = [f.alias or name for name, f in model.model_fields.items()]
             name = str(first["loc"][-1])

@@ -196,12 +196,14 @@ class Runner:
         left = list(contest.contenders)
         lost_rows: list[Row] = []
         blameless = attempt = 0
+        energy = options.energy and not contest.reference  # nothing reads that of a reference
         while left:
             part = replace(contest, contenders=tuple(left))
             options = replace(
                 options,
                 attempt=attempt,
                 reference=contest.reference,
+                energy=energy,
                 measures=distinct_measures(options.measures, self._device),
                 pinned=self._choices(part, options.replicate),
                 timed={

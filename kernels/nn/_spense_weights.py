@@ -27,10 +27,13 @@ def packed(name: str, weight: Tensor, dense_fraction: float, split: str) -> Spen
 
 
 def rounded(
-    name: str, weight: Tensor, dtype: torch.dtype, scale: Tensor | None
+    name: str, weight: Tensor, dtype: torch.dtype | None, scale: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Return a weight [n, k] in this dtype, and in fp8 the fp32 scales [n] of its rows."""
+    """Return a weight [n, k] in `dtype` (None keeps its own), and in fp8 the scales [n] of rows."""
+    is_tensor = isinstance(weight, Tensor)
+    require(is_tensor, f"{name}: expected a torch.Tensor, found {type(weight).__name__}")
     weight, n, current = weight.detach(), len(weight), weight.dtype
+    dtype = dtype or current
     require(dtype in NAMES, f"{name}: expected {DTYPES}, found {dtype}")
     require(dtype in (E4M3, current), f"{name}: expected {dtype}, found {current}")
     unscaled = scale is None or current == E4M3

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from sparsebench.errors import Unsupported
-from sparsebench.formats._format import require
+from sparsebench.formats._format import require, require_matrix
 from sparsebench.formats.bitmap import COLUMNS, ROWS, UNIT, Bitmap
 from sparsebench.kernels._common.front import Guard
 from sparsebench.kernels._common.transforms import batched, watched
@@ -72,6 +72,7 @@ class BitmapLinear(PackedLinear):
     @classmethod
     def from_dense(cls, weight: Tensor, bias: Tensor | None = None) -> Self:
         """Pack the nonzeros of a weight [n, k], and copy the bias [n]."""
+        require_matrix(weight)
         w, (n, k) = Bitmap.from_dense(weight.detach()), weight.shape
         layer = cls(k, n, stored=0, bias=False, device="meta", dtype=w.dtype)
         layer.records, layer.offsets = w.records, w.offsets

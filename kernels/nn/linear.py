@@ -130,6 +130,8 @@ class BlockSparseLinear(nn.Linear):
 
         `sparsity` is the fraction of blocks that are dropped. Raises FormatError.
         """
+        is_layer = isinstance(linear, nn.Module)
+        require(is_layer, f"expected an nn.Linear, found {type(linear).__name__}")
         r, c = sides_of(block)
         n, k = linear.weight.shape
         rows, columns = grid_of((n, k), (r, c))

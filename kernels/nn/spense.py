@@ -143,7 +143,7 @@ class SpenseLinear(PackedLinear):
 
         Raises FormatError, which names the first group that is not 2:4.
         """
-        values, row_scale = rounded("weight", weight, dtype or weight.dtype, scale)
+        values, row_scale = rounded("weight", weight, dtype, scale)
         w = packed("weight", values, dense_fraction, split)
         return cls.from_spense(w, bias, row_scale)
 

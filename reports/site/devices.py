@@ -14,6 +14,7 @@ import json
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from sparsebench.reports import comparison
 from sparsebench.reports.page import render
@@ -62,14 +63,16 @@ def pages(
     to: Path, every: Sequence[Devices], redone: Collection[str], site: Site
 ) -> Iterator[tuple[str, str]]:
     """Yield the path and text of each page and its JSON; `redone` are addresses of new runs."""
-    yield INDEX, render("site_compare.html", site=site, suites=every)
+    sentences = {}
     for devices in every:
         slugs = [card.address for card in devices.cards]
         files = [to / f"{devices.name}.{ending}" for ending in ("html", "json")]
         new = any(card.address in redone for card in devices.cards)
         if not new and all(file.exists() for file in files):
             texts = [file.read_text("utf-8") for file in files]
-            if [slug for run in json.loads(texts[1])["runs"].values() for slug in run] == slugs:
+            data = json.loads(texts[1])
+            if [slug for run in data["runs"].values() for slug in run] == slugs:
+                sentences[devices.suite] = _mean_times(data)
                 yield from zip([f"{devices.name}.html", f"{devices.name}.json"], texts, strict=True)
                 continue
         runs = [replace(store.read(to / slug), path=Path(slug)) for slug in slugs]
@@ -77,7 +80,19 @@ def pages(
         sides = [side(run, name=name) for run, name in zip(runs, names, strict=True)]
         result = comparison.compare_sides(sides)
         yield f"{devices.name}.html", comparison.html(result, site, "../")
-        yield f"{devices.name}.json", json.dumps(comparison.to_json(result)) + "\n"
+        data = comparison.to_json(result)
+        sentences[devices.suite] = _mean_times(data)
+        yield f"{devices.name}.json", json.dumps(data) + "\n"
+    yield INDEX, render("site_compare.html", site=site, suites=every, sentences=sentences)
+
+
+def _mean_times(data: dict[str, Any]) -> str:
+    """Compare the times of each other device with those of the first in a sentence."""
+    nan = float("nan")
+    return " ".join(
+        comparison.mean_times(name, change["baselines_mean"] or nan, change["times_mean"] or nan)
+        for name, change in data["changes"].items()
+    )
 
 
 def _rank(card: Card) -> tuple[int, str]:

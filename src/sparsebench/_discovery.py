@@ -181,7 +181,7 @@ def own_code_only() -> Iterator[None]:
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Return ` (did you mean bsr?)`, or nothing when no name is close."""
-    close = get_close_matches(name, known, n=1)
+    close = get_close_matches(name, [each for each in known if each != name], n=1)
     return f" (did you mean {close[0]}?)" if close else ""
 
 

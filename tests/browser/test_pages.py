@@ -5,6 +5,10 @@ from typing import Any
 
 import pytest
 
+from sparsebench.reports.comparison import compare_sides, html
+from sparsebench.reports.site.pages import Site
+from sparsebench.results import store
+from sparsebench.results.sides import side
 from tests.tools.command_line import sparsebench
 from tests.tools.paths import PUBLISHED
 
@@ -22,8 +26,13 @@ def places(report: Path, site: Path, tmp_path_factory: pytest.TempPathFactory) -
     among = "--among", PUBLISHED
     done = sparsebench("compare", "H100", "H200", "--html", comparison, *among)
     assert done.returncode == 0, done.stderr
+    runs = (PUBLISHED / "nvidia-h200" / "quick", PUBLISHED / "nvidia-h100-80gb-hbm3" / "quick-h100")
+    result = compare_sides([side(store.read(run), name=run.name) for run in runs])
+    (site / "compare").mkdir(exist_ok=True)
+    (site / "compare" / "quick.html").write_text(html(result, Site(), "../"))
     return {
         "comparison": comparison,
+        "compared": site / "compare" / "quick.html",
         "history": site / "history.html",
         "glossary": site / "glossary.html",
         "report": report,
@@ -52,7 +61,7 @@ def test_a_page_logs_nothing_loads_nothing_and_fits(name, width, colors, media, 
     assert all(url.startswith(("file:", "data:", "blob:")) for url in seen.requests)
 
 
-@pytest.mark.parametrize("name", PAGES)
+@pytest.mark.parametrize("name", [*PAGES, "compared"])
 @pytest.mark.parametrize("colors", ["light", "dark"])
 def test_axe_finds_nothing(name: str, colors: str, places: dict[str, Path], show: Any) -> None:
     from axe_playwright_python.sync_playwright import Axe

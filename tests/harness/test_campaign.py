@@ -11,6 +11,7 @@ from time import monotonic
 import pytest
 
 from sparsebench.errors import ResultError, SuiteError
+from sparsebench.harness.bench import energy
 from sparsebench.harness.claims import checking
 from sparsebench.harness.claims.checking import evidence
 from sparsebench.harness.claims.claim_plan import read_claims
@@ -274,9 +275,19 @@ def test_claims_are_judged_by_the_runs_above_and_measure_the_rest(trial: Trial) 
     assert state(trial.out, trial.campaign(more).entries[-1]).status == "whole"
 
 
+def test_energy_is_not_measured_for_references(trial: Trial, monkeypatch) -> None:
+    monkeypatch.setattr(energy, "require_meter", lambda identity: None)
+    more = "  - {name: meter, suite: FOLDER/several.yaml, energy: true, only: m=16 kernel=cublas}\n"
+    trial.sit(1, more=more, names=("meter",))
+    run = store.read(trial.out / "meter")
+    assert run.rows
+    assert all(row.energy_j for row in run.rows)
+    assert {row.energy_j for row in run.reference} == {None}
+
+
 CLAIMS = """
-  - {name: random, claims: [cusparse-slower], replicates: 1}
-  - {name: layers, claims: [teal-2024], replicates: 1}
+  - {name: random, claims: [rsh-spmm-2026], replicates: 1}
+  - {name: layers, claims: [cats-2024], replicates: 1}
   - {claims: [], replicates: 1}
 """
 
@@ -292,7 +303,7 @@ def test_claims_wait_for_runs_and_only_all_claims_wait_for_other_claims(trial: T
 
 
 def test_stopped_claims_are_finished_on_another_card(trial: Trial, monkeypatch) -> None:
-    more = CLAIMS.replace("claims: []", "claims: [teal-2024]")
+    more = CLAIMS.replace("claims: []", "claims: [cats-2024]")
     trial.sit(1, more=more, names=("several", "other"))
     with pytest.raises((Stopped, KeyboardInterrupt)):
         trial.sit(1, more=more, names=("random",), progress=stopping(2))
@@ -305,11 +316,20 @@ def test_stopped_claims_are_finished_on_another_card(trial: Trial, monkeypatch) 
     ranks = Sitting(trial.campaign(more), (), trial.out)
     entry = trial.campaign(more).entries[2]
     assert [ranks._rank(entry, card) for card in ("sim-1", "sim-2")] == [0, 1]
-    assert set(trial.sit(2, more=more).reasons.values()) == {""}
+    assert trial.sit(2, more=more, names=("random",)).reasons == {"random": ""}
+    both = trial.sit(1, 2, more=more)
+    assert both.reasons == {"layers": "", "claims": ""}
+    devices = [_devices(trial.out / name) for name in both.reasons]
+    assert sorted(devices) == [["sim-1"], ["sim-2"]]
     run = store.read(trial.out / "random" / part.stem)
     assert run.state["flags"]["only"] == begun
     assert {row.device for row in run.rows} == {"sim-1", "sim-2"}
     assert (trial.out / "claims" / "verdicts.json").exists()
+
+
+def _devices(folder: Path) -> list[str]:
+    """Return the devices of the runs in a folder."""
+    return sorted({row.device for run in store.runs_in(folder) for row in store.rows(run)})
 
 
 WRONG = {
@@ -354,9 +374,10 @@ def test_claims_that_need_the_same_suite_are_in_one_entry() -> None:
 def test_the_published_campaign_fits_its_budget_and_repeats_cost_less() -> None:
     whole, there = campaign("published"), PUBLISHED / "nvidia-h200"
     estimates = campaign_estimates(whole, there)
-    cost = {each.entry.name: each.seconds for each in estimates if each.seconds}
+    cost = {each.entry.name: each.seconds for each in estimates if each.seconds is not None}
     assert len(cost) == len(estimates)
     assert sum(cost.values()) <= whole.budget_s
+    assert cost["claims"] == 0  # entries above it measure what each claim needs
     assert cost["spense-decode-again"] < cost["spense-decode"]  # it does not search
     (dlmc,) = (each for each in estimates if each.entry.name == "dlmc-csr")
     assert dlmc.how == "as the run dlmc-csr"
@@ -377,6 +398,9 @@ def test_the_campaign_commands(trial: Trial, tmp_path: Path) -> None:
     assert "of a budget of 2:00:00" in cost.stdout, cost.stderr
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path)
+        here = sparsebench("campaign", "plan", file, "--gpu", "gpu", "--device", "cpu", "--json")
+        lacks = json.loads(here.stdout)["entries"][0]["lacks"]
+        assert [line.partition(":")[0] for line in lacks] == ["cublas", "bsr_triton"]
         elsewhere = sparsebench("campaign", "plan", file)
     assert elsewhere.returncode == 2
     assert "--gpu: expected published runs" in elsewhere.stderr

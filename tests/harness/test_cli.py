@@ -243,6 +243,8 @@ def test_a_resumed_run_refuses_flags_that_it_recorded(flags: list[object], messa
     ("arguments", "message"),
     [
         (["run", "quik"], "did you mean quick?"),
+        (["runn", "quick"], "did you mean run?"),
+        (["compare", "H100", "H200", "--among", "suites"], "expected runs below suites"),
         (["run", "quick", "--device", "cuda:7"], "expected an NVIDIA GPU for 'cuda:7'"),
         (["run", "quick", "--device", "tpu"], "expected cpu, cuda or cuda:N"),
         (["run", "quick", "--device", "cpu", "--only", "block=7"], "expected at least one case"),

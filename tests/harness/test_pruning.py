@@ -401,7 +401,7 @@ def test_command_prunes_a_linear_layer(files: tuple[Path, Path], tmp_path: Path)
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (["--tensors", "g,u"], "expected three tensors"),
+        (["--tensors", "g,u"], "expected --tensors with three"),
         (["--tensors", "g,u,e"], "expected a tensor 'e'"),
         (["--tensors", "g,u,d", "--dense", "half"], "dense: expected"),
         (["--tensors", "g,u,d", "--dense", "0,1", "--out", "y"], "expected one recipe"),

@@ -228,7 +228,7 @@ BAD = {
     "unknown top key": (PROBLEM, CONTENDER, "baseline: []\n",
                         "baseline: unknown key (did you mean baselines?)"),
     "a key twice": (PROBLEM.replace("m: 8", "m: 8, m: 9"), CONTENDER, "", "found 'm' twice"),
-    "not YAML": (PROBLEM + "}", CONTENDER, "", "expected YAML, found"),
+    "not YAML": (PROBLEM + "}", CONTENDER, "", "expected YAML, found an error in line "),
     "source without a file": (PROBLEM.replace("m: 8", "m: 8, source: {file: '*.smtx'}"), CONTENDER,
                               "", "problems[0].source: expected files *.smtx in"),
     "source with another key": (PROBLEM.replace("m: 8", "m: 8, source: {path: x}"), CONTENDER, "",
@@ -254,6 +254,20 @@ def test_a_missing_suite_is_reported() -> None:
         read("nothing.yaml")
     with pytest.raises(SuiteError, match="expected --data DIR"):
         read("dlmc")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "schema, title, problems, contenders; found an empty file"),
+        ("[1]", "found list"),
+        ("schema: sparsebench/suite@1\ntitel: a", r"titel: unknown key \(did you mean title\?\)"),
+    ],
+)
+def test_a_file_that_is_no_suite_is_one_line(text: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "s.yaml").write_text(text)
+    with pytest.raises(SuiteError, match=message):
+        read(str(tmp_path / "s.yaml"))
 
 
 def test_files_become_problems_by_content(tmp_path: Path) -> None:

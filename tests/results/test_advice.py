@@ -103,6 +103,7 @@ def test_a_model_that_was_measured_needs_no_estimate(evidence: Evidence) -> None
         ("Llama-3-8B", "H100", 4096, TRAIN, "Do not prune without training"),
         ("Gemma-3-270m", "H200", 1, NO, "Do not prune"),
         ("Llama-3-8B", "A100", 16, UNMEASURED, "Not measured"),
+        ("Llama-3-8B", "H20", 16, UNMEASURED, "Not measured"),
     ],
 )
 def test_the_verdict_comes_first(model, gpu, tokens, word, begins, evidence) -> None:

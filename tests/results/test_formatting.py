@@ -72,6 +72,7 @@ def test_a_selection_of_many_cases_is_written_as_their_number() -> None:
     assert selection("m=16|64 block=64") == "m=16|64 block=64"
     assert selection("case=a|b") == "case=a|b"
     assert selection("m=16 case=a|b|c|d") == "m=16 4 cases"
+    assert selection("kernel=a|b|c|d m=16|32|64|128") == "4 kernels m=16|32|64|128"
     assert selection("") == ""
 
 

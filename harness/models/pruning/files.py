@@ -78,9 +78,14 @@ def prune_file(
         if names:
             raise SuiteError(f"{weights}: expected no tensor names for a model, found {names}")
         return _model(weights, calibration, recipes, device, tokens, to)
+    if weights.suffix != ".safetensors":
+        expected = "a .safetensors or .gguf file, or the directory of a model"
+        actual = "another file" if weights.exists() else "none"
+        raise SuiteError(f"{weights}: expected {expected}; found {actual}")
     if calibration is None or len(names) not in (1, 3) or len(set(names)) != len(names):
-        expected = "three tensors (gate, up, down) or one, and activations"
-        raise SuiteError(f"{weights}: expected {expected}; found {list(names)}, {calibration}")
+        expected = "--tensors with three tensors (gate,up,down) or one, and --calibration"
+        actual = f"{','.join(names) or 'no tensors'} and {calibration or 'no calibration'}"
+        raise SuiteError(f"{weights}: expected {expected}; found {actual}")
     if to and PERMUTATION in names:
         expected = f"tensors with other names, because {to} also holds the {PERMUTATION}"
         raise SuiteError(f"{weights}: expected {expected}; found {PERMUTATION!r}")

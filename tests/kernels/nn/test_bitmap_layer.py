@@ -76,6 +76,8 @@ def test_another_dtype_is_refused() -> None:
         layer(torch.ones(1, 300))
     with pytest.raises(FormatError, match="stored"):
         BitmapLinear(300, 40, stored=8)
+    with pytest.raises(FormatError, match="found Linear"):
+        BitmapLinear.from_dense(torch.nn.Linear(40, 300))
 
 
 @pytest.mark.gpu

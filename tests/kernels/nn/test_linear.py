@@ -400,6 +400,11 @@ def test_wrong_sizes_and_settings_are_refused(options, message):
         layer_of(**options)
 
 
+def test_a_weight_in_place_of_a_layer_is_refused():
+    with pytest.raises(FormatError, match=r"nn\.Linear"):
+        BlockSparseLinear.from_dense(torch.ones(64, 64), block=16, sparsity=0.5)
+
+
 # block, dtype, n, k: kernels for Hopper, if the GPU is one, and Triton's with boxes and pointers.
 ON_GPU = [
     (16, torch.bfloat16, 512, 768),

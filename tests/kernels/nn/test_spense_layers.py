@@ -237,6 +237,8 @@ def test_wrong_weights_of_a_layer_are_refused():
         SpenseLinear.from_dense(w, split="both")
     with pytest.raises(FormatError, match=r"^bias"):
         SpenseLinear.from_dense(pruned(256, 64, 256, 64), bias=w[0])
+    with pytest.raises(FormatError, match=r"^weight: .*found Linear"):
+        SpenseLinear.from_dense(torch.nn.Linear(64, 256))
 
 
 def test_wrong_weights_of_an_mlp_are_refused():
