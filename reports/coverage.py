@@ -34,21 +34,23 @@ def explanation(repeats: pd.DataFrame) -> list[str]:
         for state, entry in packaged_variation().items()
     ]
     variation = (
-        "Speedups also differ from card to card. In the published runs, the standard deviation of "
-        f"this variation is {', '.join(parts[:-1])}, and {parts[-1]}."
+        "Speedups also differ from card to card, from day to day and between versions of the "
+        "harness. In the published runs, the standard deviation of this variation is "
+        f" {', '.join(parts[:-1])}, and {parts[-1]}."
     )
     if repeats.empty:
         return ["No case was measured on two cards of one kind yet.", variation]
     from_others = "The variation used to test a pair of runs is estimated without that pair."
     return [
-        "Each line is a pair of runs that measured the same cases with the same code on different "
-        "cards of one kind.",
+        "Each line is a pair of runs that measured the same cases on different cards of one kind. "
+        "Both ran the same kernel: their code is the same, or its version differs but the compiled "
+        "kernel does not.",
         "A case counts as inside if the first run's interval contains the value of the second. "
         "If cards did not differ, that would be so in 88 % of cases with eight processes.",
         "It counts under covers 0 if the 95 % interval of the difference between both runs "
         "contains 0.",
         "An interval that is computed from the processes of one run alone is too narrow, because "
-        "these share a card.",
+        "these share a card and a day.",
         variation,
         "Every interval of a verdict includes it. So do the intervals that the last two columns "
         "count.",

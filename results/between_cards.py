@@ -1,9 +1,10 @@
 """The variation between cards of one kind, which the processes of one run do not show.
 
 Cards of one kind do not have exactly the same speedups: their clocks under load differ, and so do
-the configurations that a search chooses. The processes of one run share a card, so their interval
-does not contain this variation. repeats.py estimates it from the published cases that two cards
-measured, and between_cards.json holds the result for each state of a run:
+the configurations that a search chooses. Nor do days, hosts and versions of the harness. The
+processes of one run share all of these, so their interval does not contain this variation.
+repeats.py estimates it from the published cases that two cards measured, and between_cards.json
+holds the result for each state of a run:
 
     sd        standard deviation of a card's log speedup around the mean over cards
     freedom   degrees of freedom of that estimate

@@ -15,6 +15,7 @@ bytes or of the FLOPs, whichever is larger.
 
 from dataclasses import dataclass
 from functools import cached_property
+from math import exp, hypot, log
 
 from sparsebench.results.formatting import between, times
 from sparsebench.results.layer_estimates import (
@@ -84,16 +85,22 @@ class StepModel:
         return self.model.layers * (layer_us + SMALL * START_US) + head
 
     def estimated(self, layer: Layer, estimate: Estimate, rest_us: float) -> Gain:
-        """Return the gain of the whole step from the estimate of its MLPs."""
+        """Return the gain of the whole step from the estimate of its MLPs.
+
+        The errors of the MLPs and of the rest are independent, so the squares of their logarithms
+        add up. Such intervals hold all measured steps, predicted from layers of other shapes.
+        """
         mlps = self.model.layers * estimate.dense_us
         in_step = estimate.dense_us / estimate.sparse_us
-        mlp_gains = (
-            min(in_step * factor, layer.bound) for factor in (1, 1 / estimate.widen, estimate.widen)
-        )
-        sparse_mlps = [mlps / gain for gain in mlp_gains]
-        rests = [rest_us * factor for factor in (1, REST, 1 / REST)]
-        gains = [(mlps + rest) / (left + rest) for rest in rests for left in sparse_mlps]
-        return Gain(gains[0], min(gains), max(gains), ESTIMATE)
+
+        def gain(of_mlps: float = 1.0, of_rest: float = 1.0) -> float:
+            left, rest = mlps / min(in_step * of_mlps, layer.bound), rest_us * of_rest
+            return (mlps + rest) / (left + rest)
+
+        value, rests = gain(), (gain(of_rest=REST), gain(of_rest=1 / REST))
+        below = hypot(log(value / gain(1 / estimate.widen)), log(value / min(rests)))
+        above = hypot(log(gain(estimate.widen) / value), log(max(rests) / value))
+        return Gain(value, value * exp(-below), min(value * exp(above), layer.bound), ESTIMATE)
 
     def bound(self, layer: Layer) -> float:
         """Return the largest gain of the step, by bytes or by FLOPs."""

@@ -50,9 +50,17 @@ def plan(
     gpu: opt.PublishedRuns = None,
     data: opt.Data = None,
     names: Names = None,
+    device: Annotated[
+        str | None, typer.Option(help="Also list what entries lack on this device, such as cuda:0.")
+    ] = None,
+    peers: opt.Peers = None,
     as_json: opt.Json = False,
 ) -> None:
-    """Estimate the GPU time of each entry, beside the budget."""
+    """Estimate the GPU time of each entry, beside the budget.
+
+    With --device, list the packages, checkouts and files that contenders need and do not find.
+    """
+    from sparsebench.harness.costs.campaign_needs import lacking
     from sparsebench.harness.costs.estimates import campaign_estimates
 
     if gpu is None and not GPU.is_dir():
@@ -62,9 +70,11 @@ def plan(
     estimates = campaign_estimates(requested, gpu or GPU, data)
     entries = [each for each in estimates if each.entry.name in selected]
     total = sum(each.seconds or 0.0 for each in entries)
+    lacks = {e.entry.name: lacking(e.entry, device, data) for e in entries} if device else {}
     if as_json:
         lines = [
             {"name": e.entry.name, "replicates": e.entry.replicates, "seconds": e.seconds}
+            | ({"lacks": lacks[e.entry.name]} if device else {})
             for e in entries
         ]
         print_json({"title": requested.title, "entries": lines, "seconds": total})
@@ -75,6 +85,9 @@ def plan(
             what = f"{entry.kind} {getattr(entry, entry.kind) or ''} {entry.only}".strip()
             table.add_row(entry.name, escape(what), str(entry.replicates), time, escape(each.how))
         wide().print(table)
+        for name, reasons in lacks.items():
+            for reason in reasons:
+                stdout.say(f"{name}: {reason}")
         limit = _time(requested.budget_s)
         stdout.print(f"{_time(total)} of one GPU (h:mm:ss), of a budget of {limit}")
     if total > requested.budget_s:

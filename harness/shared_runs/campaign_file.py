@@ -12,11 +12,11 @@ entries:                         # each becomes a run DIR/NAME, in this order
   - {confirm: quick, cases: 2}   # the largest speedups of that entry, alone; `only` selects
   - {reproduce: quick}           # searches again, on another card of the kind
   - {name: quick-elsewhere, suite: quick, apart: quick}   # on another card, with its own search
-  - {name: claims-ffn, claims: [twell-2026-sparser]}   # judged by every run above
-  - claims: []                   # all claims, judged by every run above and by those of claims
+  - {name: claims-ffn, claims: [twell-2026-sparser]}   # judged by the runs above
+  - claims: []                   # all claims, judged by all runs above, and those of claims
 
-Entries that name claims do not wait for each other, so several devices can measure them. Claims
-that need the same suite belong into one entry.
+Entries that name claims wait neither for each other, so that several devices can measure them, nor
+for suites with `data`. Claims that need the same suite belong into one entry.
 """
 
 import re
@@ -118,7 +118,8 @@ class Campaign:
         """Return the entries that it waits for, whose runs it reads."""
         if entry.kind == "claims":
             before = self.entries[: self.names.index(entry.name)]
-            return [other for other in before if not entry.claims or other.kind != "claims"]
+            last = not entry.claims
+            return [e for e in before if last or (e.kind != "claims" and not e.data)]
         return [other for other in self.entries if other.name in (entry.of, entry.apart)]
 
 

@@ -169,9 +169,14 @@ def test_a_killed_piece_keeps_its_complete_contests(trial: Trial) -> None:
 
 
 def test_nothing_begins_in_the_last_seconds_and_an_early_end_is_reported(trial, monkeypatch):
-    assert trial.sit(1, until=monotonic() + sittings.LEAST_S / 2).reasons == {}
+    soon = monotonic() + piecewise.LEAST_S / 2
+    assert trial.sit(1, until=soon).reasons == {}
+    monkeypatch.setattr(sittings, "LEAST_S", 0.0)
+    reasons = trial.sit(1, until=soon).reasons  # as for a run of claims, within an entry
+    assert all(reason.startswith("the time ended after 0 of ") for reason in reasons.values())
     assert [path.name for path in trial.out.iterdir()] == ["alike.json"]
-    monkeypatch.setattr(sittings, "LEAST_S", -100.0)
+    for module in (sittings, piecewise):
+        monkeypatch.setattr(module, "LEAST_S", -100.0)
     reasons = trial.sit(1, until=monotonic() - 1).reasons
     assert reasons["several"].startswith("the time ended after ")
     assert not (trial.out / "several").exists()
@@ -286,8 +291,8 @@ def test_energy_is_not_measured_for_references(trial: Trial, monkeypatch) -> Non
 
 
 CLAIMS = """
-  - {name: random, claims: [cusparse-slower], replicates: 1}
-  - {name: layers, claims: [teal-2024], replicates: 1}
+  - {name: random, claims: [rsh-spmm-2026], replicates: 1}
+  - {name: layers, claims: [cats-2024], replicates: 1}
   - {claims: [], replicates: 1}
 """
 
@@ -303,7 +308,7 @@ def test_claims_wait_for_runs_and_only_all_claims_wait_for_other_claims(trial: T
 
 
 def test_stopped_claims_are_finished_on_another_card(trial: Trial, monkeypatch) -> None:
-    more = CLAIMS.replace("claims: []", "claims: [teal-2024]")
+    more = CLAIMS.replace("claims: []", "claims: [cats-2024]")
     trial.sit(1, more=more, names=("several", "other"))
     with pytest.raises((Stopped, KeyboardInterrupt)):
         trial.sit(1, more=more, names=("random",), progress=stopping(2))
@@ -316,11 +321,20 @@ def test_stopped_claims_are_finished_on_another_card(trial: Trial, monkeypatch) 
     ranks = Sitting(trial.campaign(more), (), trial.out)
     entry = trial.campaign(more).entries[2]
     assert [ranks._rank(entry, card) for card in ("sim-1", "sim-2")] == [0, 1]
-    assert set(trial.sit(2, more=more).reasons.values()) == {""}
+    assert trial.sit(2, more=more, names=("random",)).reasons == {"random": ""}
+    both = trial.sit(1, 2, more=more)
+    assert both.reasons == {"layers": "", "claims": ""}
+    devices = [_devices(trial.out / name) for name in both.reasons]
+    assert sorted(devices) == [["sim-1"], ["sim-2"]]
     run = store.read(trial.out / "random" / part.stem)
     assert run.state["flags"]["only"] == begun
     assert {row.device for row in run.rows} == {"sim-1", "sim-2"}
     assert (trial.out / "claims" / "verdicts.json").exists()
+
+
+def _devices(folder: Path) -> list[str]:
+    """Return the devices of the runs in a folder."""
+    return sorted({row.device for run in store.runs_in(folder) for row in store.rows(run)})
 
 
 WRONG = {
@@ -389,6 +403,9 @@ def test_the_campaign_commands(trial: Trial, tmp_path: Path) -> None:
     assert "of a budget of 2:00:00" in cost.stdout, cost.stderr
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path)
+        here = sparsebench("campaign", "plan", file, "--gpu", "gpu", "--device", "cpu", "--json")
+        lacks = json.loads(here.stdout)["entries"][0]["lacks"]
+        assert [line.partition(":")[0] for line in lacks] == ["cublas", "bsr_triton"]
         elsewhere = sparsebench("campaign", "plan", file)
     assert elsewhere.returncode == 2
     assert "--gpu: expected published runs" in elsewhere.stderr

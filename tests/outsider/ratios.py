@@ -94,17 +94,21 @@ def variation(without: tuple[str, str] | None = None) -> dict[str, tuple[float, 
 
 @cache
 def repeats() -> pd.DataFrame:
-    """Return the cases that two runs with one code measured on different cards, the older first."""
+    """Return the cases whose kernels two runs measured on different cards, the older first."""
     started = {run: json.loads((HOME / run / "run.json").read_text())["started"] for run in runs()}
     lines = []
     for pair in combinations(sorted(runs(), key=started.get), 2):
-        if build_of(pair[0]) != build_of(pair[1]):
+        (code, *same), (other_code, *other) = map(build_of, pair)
+        if same != other:
             continue
         a, b = map(verdicts, pair)
         for key in a.keys() & b.keys():
             (base, one), (other_base, two) = a[key], b[key]
             cards = [{*one.cards.values()}, {*two.cards.values()}]
             if base != other_base or cards[0] & cards[1] or one.state == "inherited":
+                continue
+            compiled = one.compiled | two.compiled
+            if code != other_code and compiled and not one.compiled & two.compiled:
                 continue
             logs = [np.array([*side.logs.values()]) for side in (one, two)]
             parts = np.array([side.var(ddof=1) / len(side) for side in logs])
@@ -132,7 +136,7 @@ def build_of(run: str) -> list:
     """Return the code and the libraries of a run, and its kind of GPU."""
     facts = json.loads((HOME / run / "environment.json").read_text())
     names = [facts["versions"].get(name) for name in ("torch", "cuda", "triton")]
-    return [device(run), facts["code_sha256"], *names]
+    return [facts["code_sha256"], device(run), *names]
 
 
 def agreements(repeat: tuple) -> list[bool]:

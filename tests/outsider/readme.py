@@ -22,6 +22,7 @@ from tests.outsider.rows import (
     digest,
     earlier,
     every_case,
+    key_of,
     rows,
     runs,
     usual,
@@ -136,8 +137,8 @@ def with_factors() -> pd.DataFrame:
 def counted(run: str) -> tuple[set[str], set[int], dict[str, bool]]:
     """Return a run's problems, its processes, and whether each case was ever power-limited."""
     problems, processes, limited = set(), set(), {}
-    for row, problem, contender in rows(run):
-        key = json.dumps([problem, contender, row["scope"], row["cache"]])
+    for row, problem, _ in rows(run):
+        key = key_of(row)
         problems.add(json.dumps(problem))
         sensors = row["telemetry"] or {}
         share = sensors.get("power_capped_us", 0) / (1e6 * sensors.get("seconds", np.inf))

@@ -34,11 +34,12 @@ class Blocks(dict):
     """Times by block of a case, by process, and what its intervals need beside them.
 
     `logs` are its log speedups by process, `cards` the GPU of each process, `state` is free,
-    limited or inherited.
+    limited or inherited, and `compiled` has the digests of its kernels.
     """
 
     logs: dict[int, float]
     cards: dict[int, str]
+    compiled: set[str]
     state: str
     __hash__ = object.__hash__  # each case has one, so that its ratios can be kept
 
@@ -87,6 +88,22 @@ def label_of(contender: dict) -> str:
     return f"{contender['format']}/{contender['kernel']} {options}".strip()
 
 
+def key_of(row: dict) -> str:
+    """Return what two runs share of a case: no field with its default, and no format.
+
+    Rows up to 0.2.0 call kernels of sparse activations dense. Only `default` has several formats.
+    """
+    problem, contender = row["case"]["problem"], row["case"]["contender"]
+    usual = problem.get("defaults", {}).items()
+    fields = {
+        name: value for name, value in problem["fields"].items() if (name, value) not in usual
+    }
+    of_problem = [problem["op"], fields, problem["seed"], problem["source"]]
+    name = contender["format"] if contender["kernel"] == "default" else ""
+    case = [of_problem, {**contender, "format": name}, row["scope"], row["cache"]]
+    return json.dumps(case, sort_keys=True)
+
+
 @cache
 def cases(run: str) -> pd.DataFrame:
     """Return the cases that every process of a run timed, with their samples by process."""
@@ -94,7 +111,7 @@ def cases(run: str) -> pd.DataFrame:
     for row, problem, contender in rows(run):
         if row["status"] != "ok" or not row["samples_us"]:
             continue
-        key = json.dumps([problem, contender, row["scope"], row["cache"]])
+        key = key_of(row)
         place = json.dumps([run, problem, row["scope"], row["cache"]])
         case = by_case.setdefault(key, {"place": place, "key": key, "timed": [], "peaks": Blocks()})
         share = limited(row["telemetry"] or {})
@@ -108,6 +125,7 @@ def cases(run: str) -> pd.DataFrame:
                 share,
             )
         )
+        case.setdefault("compiled", set()).update({row.get("code")} - {None})
         case["peaks"][row["replicate"]] = np.array([row["peak_bytes"] or 1.0])
         fields = problem["fields"]
         case |= {
@@ -129,6 +147,7 @@ def cases(run: str) -> pd.DataFrame:
         clocks = [timed.clock for timed in case["timed"]]
         same = [timed for timed in case["timed"] if timed.clock == max(clocks, key=clocks.count)]
         case["blocks"] = Blocks({timed.process: timed.block_us for timed in same})
+        case["blocks"].compiled = case["compiled"]
         case["blocks"].cards = {timed.process: timed.card for timed in same}
         case["median_us"] = np.median([timed.median_us for timed in same])
         shares = [timed.limited for timed in same if not np.isnan(timed.limited)]

@@ -1,5 +1,8 @@
 """The two figures of what users get: cliffs in the number of tokens, and named kernels."""
 
+import gzip
+import json
+from statistics import median
 from typing import Any
 
 import pytest
@@ -8,6 +11,7 @@ from sparsebench.reports.build import frames_of
 from sparsebench.reports.figures import cliffs, front_door
 from sparsebench.results.record import Case, Contender, Problem, Row, Status
 from tests.reports.test_report import DENSE, run
+from tests.tools.paths import PUBLISHED
 
 FIELDS: dict[str, Any] = {"n": 512, "k": 512, "dtype": "bf16", "pattern": "blocks", "block": 64}
 BSR = {"block": 64}
@@ -65,6 +69,27 @@ def test_kernels_of_few_active_units_are_rivals_whatever_they_store() -> None:
     users, rival = (Contender("twell", "default"), 6.0), (Contender("cvse", "ffn_few"), 5.9)
     table = rows(Problem("ffn", FEW), (DENSE, 9.0), users, rival)
     assert "1 of 1 cases" in front_door.draw(frames_of(run(table)))
+
+
+def test_layers_choose_a_kernel_about_as_fast_as_the_fastest_in_every_published_cell() -> None:
+    by_cell: dict[tuple[str, ...], dict[str, list[float]]] = {}
+    for path in sorted(PUBLISHED.glob("nvidia-*/*")):
+        text = gzip.decompress((path / "rows.jsonl.gz").read_bytes())
+        if b'"kernel":"default"' not in text:
+            continue
+        for line in text.splitlines()[1:]:
+            row = json.loads(line)
+            contender = row["case"]["contender"]
+            if row["status"] == "ok" and not row["reference"] and not contender["twin"]:
+                place = path.name, json.dumps(row["case"]["problem"]), row["scope"], row["cache"]
+                cell = *place, contender["format"], json.dumps(contender["params"])
+                times = by_cell.setdefault(cell, {}).setdefault(contender["kernel"], [])
+                times.append(median(row["samples_us"]))
+    medians = [{name: median(us) for name, us in cell.items()} for cell in by_cell.values()]
+    both = [cell for cell in medians if "default" in cell and len(cell) > 1]
+    assert len(both) >= 36
+    slow = [cell for cell in both if cell["default"] > 1.03 * min(cell.values()) + 0.5]
+    assert not slow
 
 
 def test_a_run_without_such_a_pair_has_no_such_figure() -> None:

@@ -1,5 +1,6 @@
 """The variation between cards: its estimate, its place in intervals, how often a card agrees."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -128,7 +129,29 @@ def test_intervals_with_the_variation_cover_a_second_card(card: float) -> None:
     assert (shares["covers"] < 0.85) == bool(card)
 
 
-def test_only_runs_with_one_code_on_different_cards_repeat_a_case() -> None:
+@pytest.mark.parametrize(
+    ("first", "second", "repeated"), [([], [], 1), (["x", "y"], ["y"], 1), (["x"], ["y"], 0)]
+)
+def test_versions_of_the_code_repeat_a_case_if_its_kernel_is_the_same(
+    first, second, repeated
+) -> None:
+    a, b = campaign(World(""), np.random.default_rng(3))[:2]
+    ends = [
+        replace(run, code=run.run, cases=[{**run.cases[0], "compiled": compiled}])
+        for run, compiled in ((a, first), (b, second))
+    ]
+    assert len(repeats(ends)) == repeated
+
+
+def test_published_intervals_hold_what_another_card_measures() -> None:
+    page = (PUBLISHED / "README.md").read_text("utf-8")
+    (line,) = re.findall(r"\| all \| all \| both searched \| (.*) \|", page)
+    cases, *_, inside, covers = (int(cell.split()[0]) for cell in line.split(" | "))
+    assert inside >= 0.88 * cases
+    assert covers >= 0.93 * cases
+
+
+def test_only_runs_with_the_same_libraries_on_different_cards_repeat_a_case() -> None:
     a, b = campaign(World(""), np.random.default_rng(3))[:2]
     assert len(repeats([a, b])) == len(a.cases)
     assert repeats([a, replace(b, ran=["other"])]).empty

@@ -60,7 +60,7 @@ def campaign(world: World, draw: np.random.Generator) -> list[Verdicts]:
             logs = _logs(world, limited, inherited, draw)
             name = f"{pair}{'ab'[second]}"
             cases = [_case(number, each, name, state) for number, each in enumerate(logs)]
-            runs.append(Verdicts(name, name, [str(pair)], cases))
+            runs.append(Verdicts(name, name, [str(pair)], "", cases))
     return runs
 
 
@@ -86,7 +86,7 @@ def _logs(world: World, limited: float, inherited: bool, draw: np.random.Generat
 def _case(number: int, logs: Array, card: str, state: State) -> dict[str, object]:
     names = {"case_id": str(number), "scope": "kernel", "cache": "cold"}
     labels = {"label": "bsr/bsr_triton", "baseline_label": "dense/cublas"}
-    measured = {"cards": [f"GPU-{card}"], "speedups": np.exp(logs).tolist()}
+    measured = {"cards": [f"GPU-{card}"], "compiled": [], "speedups": np.exp(logs).tolist()}
     return {**names, **labels, **measured, "state": str(state)}
 
 
