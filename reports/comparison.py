@@ -25,7 +25,7 @@ from sparsebench.reports.page import render
 from sparsebench.reports.tables import Table
 from sparsebench.results.analysis import Analysis
 from sparsebench.results.badges import badges
-from sparsebench.results.changes import Changes, changes, mean
+from sparsebench.results.changes import Cause, Changes, changes, mean
 from sparsebench.results.formatting import amount, are, join_words, percents, significant
 from sparsebench.results.outcome import DIFFERENT, Outcome
 from sparsebench.results.provenance import flat
@@ -178,11 +178,14 @@ def _sentences(other: Changes) -> list[str]:
             f"{less}; its gains are {significant(mean(compared_gains.ratio))} times those of {a} "
             "(geometric mean)."
         )
-    causes = other.contenders.cause[other.contenders.cause != ""].value_counts()
-    if len(causes):
+    causes = dict(other.contenders.cause[other.contenders.cause != ""].value_counts())
+    unexplained = causes.pop(Cause.UNKNOWN, 0)
+    if causes:
         where = join_words([f"{cause} in {amount(n, 'case')}" for cause, n in causes.items()])
         texts.append(f"The changes come from {where}.")
-    elif other.same_device:
+    if unexplained:
+        texts.append(f"Nothing recorded explains {amount(int(unexplained), 'change')}.")
+    if other.same_device and not causes and not unexplained:
         most = 100 * np.abs(np.log(other.contenders.time.dropna())).max()
         texts.append(f"No change is settled; times differ by at most {significant(most, 2)} %.")
     return texts

@@ -202,7 +202,7 @@ def progress_lines() -> Show:
             predictable = predictable and (first < 0 or done_before >= total_before)
             since, first = now, done
         last = done, total
-        if now < due and done < total:
+        if (now < due and done < total) or (done == total and last == (done_before, total_before)):
             return
         due, left = now + EVERY_S, ""
         if predictable and done > first:

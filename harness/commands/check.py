@@ -41,7 +41,8 @@ def check(
     counts = f"{amount(planned['problems'], 'problem')}, {amount(planned['cases'], 'case')}"
     stdout.print(f"{counts}, {planned['supported']} of them supported on {planned['device']}")
     if not gpu and has_only_baselines(requested, planned["device"], only):
-        stdout.print("only baselines are supported, so nothing will be compared")
+        some = "only baselines are" if planned["supported"] else "no case is"
+        stdout.print(f"{some} supported, so nothing will be compared")
     estimate = timedelta(seconds=planned["estimate_s"])
     stdout.print(f"about {estimate} (h:mm:ss) for {amount(replicates, 'replicate')}")
     if gpu:

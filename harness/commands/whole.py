@@ -42,12 +42,15 @@ def whole(
     The command measures a forward pass and a training step. By default, the model is that of the
     TwELL paper with 2 billion parameters and as many active units as the paper reports.
     """
+    from sparsebench.harness.catalog import load_kernel
     from sparsebench.harness.machine.device import pick
     from sparsebench.harness.models.whole.measure import measure, table
     from sparsebench.harness.models.whole.model import Shape
 
     shape = Shape(layers, width, hidden, heads, vocab, sequences, context, active)
     kernels, picked = mlp.split(","), pick(device)
+    for label in kernels:  # a misspelt name, before the model is made
+        load_kernel(label.partition(" ")[0])
     with progress_bar() as show:
         measured = measure(shape, kernels, picked, steps=steps, window_s=energy, to=out, show=show)
     print_result(measured, table, as_json)

@@ -156,7 +156,9 @@ def _cell(view: View, line: "pd.Series[Any] | None") -> Markup:
         return Markup('<span class="cell none">–</span>')
     title = f"{column_text(view, line)}: {winner(line)}"
     name = Markup("_<wbr>").join(_who(view, line).split("_"))
-    text = Markup("<b>{}</b>{}").format(times(line.best_gain, line.best_half), name)
+    text = Markup("<b>{}</b>{}").format(
+        times(line.best_gain, min(line.best_half, line.best_gain / 10)), name
+    )
     return shaded(line.best_gain, line.best_decided, f"#case-{line.best_case_id}", title, text)
 
 

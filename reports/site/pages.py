@@ -162,8 +162,10 @@ def _relation(card: Card, other: Card) -> dict[str, str]:
     """Say how another run confirms or repeats a run, and the gain that it found there."""
     same = set(card.units) & set(other.units)
     where = " on the same card" if same else " on another card" if card.units else ""
-    how = f"{'Confirmed alone' if 'alone' in other.role else 'Measured again'}{where}"
-    return {"address": other.address, "how": how, "gain": confirmation(card, other)}
+    gain = confirmation(card, other)
+    how = "Confirmed alone" if "alone" in other.role else "Measured again"
+    how = how if gain else f"Other cases: {how.lower()}"
+    return {"address": other.address, "how": f"{how}{where}", "gain": gain}
 
 
 def _agreement(cards: Sequence[Card], site: Site) -> str:

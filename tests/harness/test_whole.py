@@ -179,6 +179,16 @@ def test_energy_without_a_meter_is_refused(tmp_path: Path) -> None:
     assert not file.exists()
 
 
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [(["--mlp", "cublass"], "did you mean cublas?"), (["--heads", 3], "--heads: expected")],
+)
+def test_bad_input_is_refused_before_the_model_is_made(flags, message) -> None:
+    done = sparsebench("whole", "--device", "cpu", *flags)
+    assert done.returncode == 2
+    assert message in done.stderr
+
+
 def test_command_writes_json(tmp_path: Path) -> None:
     file = tmp_path / "whole.json"
     sizes = "--layers 1 --width 32 --hidden 64 --heads 2 --vocab 20 --sequences 1 --context 16"

@@ -28,7 +28,7 @@ import torch
 from rich.table import Table
 from torch import Tensor
 
-from sparsebench.errors import Unsupported
+from sparsebench.errors import SuiteError, Unsupported
 from sparsebench.formats.dense import Dense
 from sparsebench.harness.bench.contest_state import one_line, synchronize
 from sparsebench.harness.bench.energy import pieces, require_meter
@@ -76,9 +76,13 @@ def measure(
 
     window_s  seconds of replay to measure the energy of each implementation; 0 for none
 
-    Raises SuiteError if the file cannot be written, or NoMeter if energy cannot be measured.
+    Raises SuiteError if the heads do not divide the width or the file cannot be written, or NoMeter
+    if energy cannot be measured.
     """
     require_folder(to)
+    if shape.width % shape.heads:
+        expected = f"a divisor of the width, {shape.width}"
+        raise SuiteError(f"--heads: expected {expected}; found {shape.heads}")
     if window_s:
         require_meter(identity(device))
     torch.manual_seed(0)
