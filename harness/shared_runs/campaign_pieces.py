@@ -15,6 +15,7 @@ import shutil
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from time import monotonic
 
 from sparsebench._writing import write_file
 from sparsebench.errors import ResultError
@@ -29,6 +30,8 @@ from sparsebench.harness.shared_runs.shared_folder import Begun, split_by_device
 from sparsebench.results import bundle, files, store
 from sparsebench.results.formatting import amount
 from sparsebench.results.record import Row
+
+LEAST_S = 30.0  # left to begin a run; a process and its ceilings take 16 s
 
 
 class Unfinished(Exception):
@@ -75,7 +78,7 @@ class Pieces:
             flags = replace(flags, **{name: before[name] for name in names})
         of = len(planned_contests(suite, flags.device, flags.only)) * flags.replicates
         ours, earlier = split_by_device(runs, self.device_id, suite, flags)
-        if len(contests_in(earlier)) < of:
+        if len(contests_in(earlier)) < of and monotonic() + LEAST_S <= self.until:
             number = int(ours.name) if ours else len(runs) + 1
             part = Part(folder, number, boot(), earlier, alone=True)
             self.begun(part)

@@ -9,8 +9,8 @@
     DIR/NAME           a run, once it is whole; for claims a folder of runs with verdicts.json
 
 A card of another kind or other code ends a sitting before it measures. An entry that cannot be
-measured here reports the reason, and the others are measured. No entry begins in the last LEAST_S
-seconds of a budget.
+measured here reports the reason, and the others are measured. No entry, and no run of claims,
+begins in the last LEAST_S seconds of a budget.
 """
 
 from collections.abc import Sequence
@@ -29,12 +29,17 @@ from sparsebench.harness.run.repeat import Where, confirm, reproduce
 from sparsebench.harness.run.run_json import Flags, OnMessage
 from sparsebench.harness.run.worker_process import about_device
 from sparsebench.harness.shared_runs.campaign_file import Campaign, Entry
-from sparsebench.harness.shared_runs.campaign_pieces import Pieces, Unfinished, contests_in, pieces
+from sparsebench.harness.shared_runs.campaign_pieces import (
+    LEAST_S,
+    Pieces,
+    Unfinished,
+    contests_in,
+    pieces,
+)
 from sparsebench.harness.shared_runs.sharing import on_each_device
 from sparsebench.results import bundle, files, store
 from sparsebench.results.provenance import KIND, device_id_at, require_equal_facts, shared_facts
 
-LEAST_S = 30.0  # left to begin an entry; a process and its ceilings take 16 s
 VERDICTS = "verdicts.json"
 SAME = "code_sha256", *(f"gpu.{name}" for name in KIND)
 

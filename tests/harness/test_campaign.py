@@ -169,9 +169,14 @@ def test_a_killed_piece_keeps_its_complete_contests(trial: Trial) -> None:
 
 
 def test_nothing_begins_in_the_last_seconds_and_an_early_end_is_reported(trial, monkeypatch):
-    assert trial.sit(1, until=monotonic() + sittings.LEAST_S / 2).reasons == {}
+    soon = monotonic() + piecewise.LEAST_S / 2
+    assert trial.sit(1, until=soon).reasons == {}
+    monkeypatch.setattr(sittings, "LEAST_S", 0.0)
+    reasons = trial.sit(1, until=soon).reasons  # as for a run of claims, within an entry
+    assert all(reason.startswith("the time ended after 0 of ") for reason in reasons.values())
     assert [path.name for path in trial.out.iterdir()] == ["alike.json"]
-    monkeypatch.setattr(sittings, "LEAST_S", -100.0)
+    for module in (sittings, piecewise):
+        monkeypatch.setattr(module, "LEAST_S", -100.0)
     reasons = trial.sit(1, until=monotonic() - 1).reasons
     assert reasons["several"].startswith("the time ended after ")
     assert not (trial.out / "several").exists()
