@@ -113,7 +113,7 @@ def test_every_kernel_is_listed_once() -> None:
     names = named("kernels/README.md", "## Ours") + re.findall(r"`(\w+)`", peers)
     every = modules("kernels").items()
     our_modules = {name for name, where in every if "sparsebench.kernels." in where}
-    assert sorted(names) == sorted(our_modules)
+    assert sorted(names) == sorted(our_modules), sorted({*names} ^ our_modules)
 
 
 def test_the_example_of_a_suite_is_one() -> None:

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from sparsebench.errors import ResultError
-from sparsebench.harness.commands._console import stdout
+from sparsebench.harness.commands._console import progress_bar, stdout
 from sparsebench.harness.commands._options import Data
 
 
@@ -55,7 +55,8 @@ def publish(
         version("sparsebench"),
         claims,
     )
-    added = add(runs, out, site, partial(check, data))
+    with progress_bar() as show:
+        added = add(runs, out, site, partial(check, data), show)
     for note in added.notes:
         stdout.say(note)
     counts = f"{amount(len(added.slugs), 'run')}, {len(added.written)} of them new"

@@ -147,6 +147,8 @@ def _counts(held: Held) -> None:
         arrays = packed.arrays()
         size = sum(array.untyped_storage().nbytes() for array in arrays.values())
         message = f"expected the bytes of its arrays' memory, {size}, found {packed.stored_bytes}"
+        if packed.stored_bytes < size:
+            message += "; an array is a view of more memory, so clone it"
         expect(packed.stored_bytes == size, f"a matrix {list(dense.shape)}: {message}")
         for name, array in arrays.items():
             expect(array.is_contiguous(), f"expected a contiguous array {name!r}")

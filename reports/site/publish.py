@@ -53,6 +53,9 @@ from sparsebench.results.files import from_json
 STATE, STATE_SCHEMA = ".state.json", "sparsebench/site@1"
 FEW = 4  # fewer items than these are handled in this process
 
+Show = Callable[[int, int, str], None]
+"""Receives the number of items that are done, their number, and what they are."""
+
 
 @dataclass(frozen=True)
 class Published:
@@ -63,7 +66,13 @@ class Published:
     notes: list[str]
 
 
-def publish(runs: Sequence[Path], to: Path, site: Site, check: Callable[[Path], None]) -> Published:
+def publish(
+    runs: Sequence[Path],
+    to: Path,
+    site: Site,
+    check: Callable[[Path], None],
+    show: Show = lambda done, total, step: None,
+) -> Published:
     """Add runs to a site, or create one.
 
     `check` is called for each new run and raises if it must not be published; with many runs,
@@ -71,15 +80,15 @@ def publish(runs: Sequence[Path], to: Path, site: Site, check: Callable[[Path], 
     anything is written.
     """
     with locked_folder(to):
-        return _publish(runs, to, site, check)
+        return _publish(runs, to, site, check, show)
 
 
 def _publish(
-    runs: Sequence[Path], to: Path, site: Site, check: Callable[[Path], None]
+    runs: Sequence[Path], to: Path, site: Site, check: Callable[[Path], None], show: Show
 ) -> Published:
     earlier, bundles, stored = _state(to), _by_slug(runs), run_folders(to)
     added = [slug for slug in bundles if slug not in stored]
-    _for_each(check, [bundles[slug] for slug in added])
+    _for_each(check, [bundles[slug] for slug in added], "validated", show)
     site = replace(site, base=site.base or earlier.get("base", ""))
     site = replace(site, source=site.source or earlier.get("source", ""))
     state = {"schema": STATE_SCHEMA, "code": _code(), "base": site.base, "source": site.source}
@@ -95,7 +104,7 @@ def _publish(
     state |= {"prune": str(site.prune)}
     newest = _newest(stored)
     changed = [*stored] if state != earlier else _slugs_to_write(stored, added, newest)
-    _write_runs(stored, changed, site, newest)
+    _write_runs(stored, changed, site, newest, show)
     cards = [run.card for slug, run in stored.items() if slug not in newest]
     judged = claims.entries(site.claims, cells(cards))
     gpus = {card.gpu for card in cards if card.units}
@@ -114,16 +123,18 @@ def _publish(
     return Published([*stored], changed, _notes([stored[slug] for slug in added], site))
 
 
-def _for_each(function: Callable[..., None], items: Iterable[Any]) -> None:
+def _for_each(function: Callable[..., None], items: Iterable[Any], what: str, show: Show) -> None:
     """Call a function for each item, in several processes if that is worth starting them."""
     items = list(items)
     if len(items) < FEW:
         for item in items:
             function(item)
         return
+    show(0, len(items), what)
     spawn = get_context("spawn")  # a fork of torch's threads may hang
     with ProcessPoolExecutor(min(os.cpu_count() or 1, len(items)), spawn) as pool:
-        [*pool.map(function, items)]
+        for done, _ in enumerate(pool.map(function, items), 1):
+            show(done, len(items), what)
 
 
 def _state(to: Path) -> dict[str, str]:
@@ -179,7 +190,11 @@ def _slugs_to_write(
 
 
 def _write_runs(
-    stored: Mapping[str, RunFolder], slugs: Sequence[str], site: Site, newest: Mapping[str, str]
+    stored: Mapping[str, RunFolder],
+    slugs: Sequence[str],
+    site: Site,
+    newest: Mapping[str, str],
+    show: Show,
 ) -> None:
     """Write runs again: first those that confirm others, because the others show their gains."""
     by_origin = {run.origin: run for run in stored.values()}
@@ -193,7 +208,7 @@ def _write_runs(
         )
         work[bool(run.source)].append((run, related))
     for confirms in (True, False):
-        _for_each(partial(write_run, site), work[confirms])
+        _for_each(partial(write_run, site), work[confirms], "pages of runs", show)
 
 
 def _write_pages(to: Path, texts: dict[str, str]) -> None:

@@ -144,8 +144,10 @@ const showCards = (run, rows, texts, names) => {
       [...body.lastChild.cells].forEach((cell, i) => (cell.dataset.head = i ? heads[i] : ""));
     }
     const only = at(own, "sparsity") === "–" && at(own, "source") !== "–" ? `case=${at(own, "case")}` : words(own, run.select);
-    const kernel = at(own, "contender").split(" ")[0].split("/").pop();
-    const commands = [`sparsebench run ${run.suite}${only ? ` --only "${only}"` : ""}`, `sparsebench try ${kernel} ${words(own, run.fields)}`];
+    const [name, ...rest] = at(own, "contender").split(" "), [kernel, format] = name.split("/").reverse();
+    const stored = kernel === "default" ? [`format=${format}`] : [], options = rest.filter((word) => word.includes("="));
+    const trial = ["sparsebench try", kernel, ...stored, words(own, run.fields), ...options].join(" ");
+    const commands = [`sparsebench run ${run.suite}${only ? ` --only "${only}"` : ""}`, trial];
     box.append(close, make("h3", fields.join(" · ")), make("div", "", table), ...commands.map((line) => make("p", "", make("code", line))));
     box.children[2].className = "scroll";
     return box;

@@ -128,6 +128,11 @@ def test_a_cell_opens_a_card_with_rivals_in_order_and_commands(places, show) -> 
     assert run.startswith('sparsebench run sparsity --only "')
     assert {"block=64", "sparsity=0.9", "m=4096"} <= {*run.split('"')[1].split()}
     assert trial.startswith("sparsebench try bsr_wgmma ")
+    assert "tuned" not in trial
+    address = card.locator("tbody a", has_text="torch_bsr").first.get_attribute("href")
+    linked = show(places["run"], address=address).page.locator("aside.card code").last.inner_text()
+    assert linked.startswith("sparsebench try torch_bsr ")
+    assert linked.endswith(" tuned=True")
     assert page.evaluate("document.documentElement.scrollWidth") <= 1280
     card.get_by_role("button").click()
     assert not card.count()

@@ -221,7 +221,9 @@ def _json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise SuiteError(f"{path}: expected JSON, found {' '.join(str(error).split())}") from error
+        missing = isinstance(error, FileNotFoundError)
+        actual = "none" if missing else " ".join(str(error).split())
+        raise SuiteError(f"{path}: expected JSON, found {actual}") from error
     if not isinstance(content, dict):
         raise SuiteError(f"{path}: expected an object, found {type(content).__name__}")
     return content

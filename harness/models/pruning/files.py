@@ -185,4 +185,5 @@ def _read_text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise SuiteError(f"{path}: expected UTF-8 text; found {error}") from error
+        actual = "none" if isinstance(error, FileNotFoundError) else error
+        raise SuiteError(f"{path}: expected UTF-8 text; found {actual}") from error
