@@ -265,7 +265,8 @@ def _about(analysis: Analysis) -> str:
     words += [label.text for label in badges(analysis)]
     timed = analysis.cases[~analysis.cases.twin.astype(bool) & (analysis.cases.status == Status.OK)]
     limited = int(timed.mark.str.contains("power-limited").sum())
-    words += [f"{limited} of {amount(len(timed), 'case')} power-limited"] * bool(limited)
+    if limited:
+        words.append(f"{limited} of {amount(len(timed), 'case')} power-limited in some process")
     return ", ".join(filter(None, words))
 
 

@@ -302,13 +302,14 @@ def _state(
 
 
 def _slowed(marks: "pd.Series[str]") -> str:
-    """Say in how many cases the GPU was slowed or the host was late, and why that is fair."""
+    """Say during how many cases the GPU was slowed or the host was late, and why that is fair."""
     counts = {words: int(marks.str.contains(mark).sum()) for mark, words in CAUSES.items()}
-    causes = [f"in {count} {words}" for words, count in counts.items() if count]
+    causes = [f"{words} during {count}" for words, count in counts.items() if count]
+    cases = amount(len(marks), "case")
     if not causes:
-        return f"Nothing slowed the GPU during {amount(len(marks), 'case')}."
+        return f"Nothing slowed the GPU during {cases}."
     fair = "Contenders of a problem take turns, so all of them are slowed alike"
-    return f"Of {amount(len(marks), 'case')}, {join_words(causes)}. {fair}."
+    return f"In at least one process, {join_words(causes)} of {cases}. {fair}."
 
 
 def _badges(by_run: Mapping[str, Frames]) -> list[tuple[str, str, str]]:

@@ -25,6 +25,7 @@ contributed to: for the published repeats, the variation comes from all other pa
 """
 
 import json
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import combinations
@@ -84,11 +85,12 @@ def verdicts(analysis: Analysis, name: str = "") -> Verdicts:
     run, cases = analysis.run, analysis.cases
     enough = has_baseline(cases) & (cases.status == Status.OK) & (cases.processes >= FEWEST)
     cases = cases[enough & cases.speedup.notna() & (cases.on_cards > 0)]
-    cards: dict[str, set[str]] = {}
-    compiled: dict[str, set[str]] = {}
+    cards: dict[str, set[str]] = defaultdict(set)
+    compiled: dict[str, set[str]] = defaultdict(set)
     for row in run.rows:
-        cards.setdefault(row.case.id, set()).add(row.device)
-        compiled.setdefault(row.case.id, set()).update({row.code} - {None})
+        cards[row.case.id].add(row.device)
+        if row.code is not None:
+            compiled[row.case.id].add(row.code)
     inherited = choices_of(run.state) is Choices.BUNDLE
     lines = [
         {name: line[name] for name in (*KEYS, *LABELS)}
@@ -100,10 +102,8 @@ def verdicts(analysis: Analysis, name: str = "") -> Verdicts:
     ]
     versions = run.environment.get("versions", {})
     ran = [analysis.device, *(str(versions.get(name)) for name in LIBRARIES)]
-    code, started = (
-        str(value) for value in (run.environment.get("code_sha256"), run.state.get("started", ""))
-    )
-    return Verdicts(name or run.path.name, started, ran, code, lines)
+    code = str(run.environment.get("code_sha256"))
+    return Verdicts(name or run.path.name, str(run.state.get("started", "")), ran, code, lines)
 
 
 def repeats(runs: Iterable[Verdicts]) -> pd.DataFrame:

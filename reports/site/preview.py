@@ -2,7 +2,7 @@
 
 sparsebench · NVIDIA H200
 Above what sparsity is a block format faster?       the question
-5.52× [5.49, 5.55]                                  the headline
+5.5× [5.4, 5.6]                                     the headline
 at 90 %: BSR with 128 × 128 blocks, bsr_wgmma ...
 VERDICT · 8 processes · 2026-11-24                  the state
 """
