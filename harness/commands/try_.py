@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from sparsebench.harness.commands._console import SOME_FAILED, stderr, wide
+from sparsebench.harness.commands._console import SOME_FAILED, stderr, warn, wide
 from sparsebench.harness.commands._options import Data, Debug, Device, Peers, Profile, Repeat
 
 
@@ -19,6 +19,7 @@ def try_(
     debug: Debug = False,
 ) -> None:
     """Check one kernel against fp64 and time it beside its baseline."""
+    from sparsebench.harness.doctor import other_work
     from sparsebench.harness.machine.device import pick
     from sparsebench.harness.run import profiling as profiler
     from sparsebench.harness.run import try_kernel as trial
@@ -36,7 +37,9 @@ def try_(
         if debug:
             stderr.say(f"{reason}\n{traceback}")
 
+    began = other_work.read_spent()
     tried = trial.try_kernel(kernel, words or [], picked, data, on_failure)
+    warn(other_work.host(began, other_work.read_spent(), picked.type))
     wide().print(trial.report(tried), soft_wrap=True, highlight=False)
     if not tried.right:
         raise typer.Exit(SOME_FAILED)

@@ -166,7 +166,8 @@ def document(folder: str, what: str, name: str) -> tuple[str, str]:
     if name in packaged:
         return packaged[name].name, packaged[name].read_text("utf-8")
     if not name.endswith((".yaml", ".yml")):
-        raise SuiteError(unknown(f"a file.yaml or a known {what}", name, sorted(packaged)))
+        lister = "claims list" if what == "claim" else "list"
+        raise SuiteError(unknown(f"a file.yaml or a known {what}", name, sorted(packaged), lister))
     if not files.utf8(name):
         raise SuiteError(f"expected a {what} with a name in UTF-8, found {name!r}")
     return name, files.text(Path(name), files.YAML_BYTES, SuiteError)

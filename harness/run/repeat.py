@@ -148,7 +148,8 @@ def again(run: Run, where: Where, origin: Mapping[str, Any], **changed: Any) -> 
     device, data, out = where.device, where.data, where.out
     before: str = run.state["flags"]["device"]
     if is_simulated(device) != is_simulated(before) or (device == "cpu") != (before == "cpu"):
-        expected = f"one of the kind of {before}, on which {run.path} was measured"
+        kind = before if is_simulated(before) else before.partition(":")[0]
+        expected = f"{kind}, on which {run.path} was measured"
         raise SuiteError(f"--device: expected {expected}; found {device}")
     require_plugins(run)
     suite = own_suite(run, data)

@@ -37,6 +37,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat
 
+from sparsebench._discovery import unknown
 from sparsebench.errors import SuiteError
 from sparsebench.harness.bench.sampling import BLOCKS, CHAIN, SAMPLES_PER_BLOCK
 from sparsebench.harness.plan.suite import parse
@@ -141,8 +142,11 @@ def read(device: str) -> Spec:
     name = device.partition(":")[2]
     if not name:
         return Spec()
-    named = Path(__file__).parent / f"{Path(name).name}.yaml"
-    file = str(named) if "/" not in name and named.exists() else name
+    packaged = {path.stem: str(path) for path in Path(__file__).parent.glob("*.yaml")}
+    if not name.endswith((".yaml", ".yml")) and name not in packaged:
+        expected = "a FILE.yaml or a known simulated GPU"
+        raise SuiteError(f"--device sim: {unknown(expected, name, sorted(packaged))}")
+    file = packaged.get(name, name)
     try:
         text = files.text(Path(file), files.YAML_BYTES, SuiteError)
     except SuiteError as error:

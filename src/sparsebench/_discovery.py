@@ -185,13 +185,17 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     return f" (did you mean {close[0]}?)" if close else ""
 
 
-def unknown(expected: str, name: str, known: Iterable[str]) -> str:
+def unknown(expected: str, name: str, known: Iterable[str], lister: str = "list") -> str:
     """Return the error message for an unknown name: the closest known one, or all if they are few.
+
+    `lister` is the command that prints all.
 
     `expected a known format, found 'bsrr' (did you mean bsr?)`
     """
     names = [*known]
-    listed = f" (one of {', '.join(names)})" if len(names) <= FEW else " (see sparsebench list)"
+    listed = (
+        f" (one of {', '.join(names)})" if len(names) <= FEW else f" (see sparsebench {lister})"
+    )
     return f"expected {expected}, found {name!r}{did_you_mean(name, names) or listed}"
 
 

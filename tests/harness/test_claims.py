@@ -265,6 +265,8 @@ def test_every_claim_of_the_package_can_be_planned() -> None:
 
 
 def test_a_wrong_or_repeated_claim_name_is_an_error() -> None:
+    with pytest.raises(SuiteError, match="see sparsebench claims list"):
+        claim_plan.load("zzz")
     with pytest.raises(SuiteError, match="did you mean openai-2017-cublas"):
         claim_plan.load("openai-2017-cubla")
     with pytest.raises(SuiteError, match="expected each claim once"):

@@ -296,6 +296,8 @@ def test_a_bad_spec_is_one_line_and_writes_nothing(text, message, suite, tmp_pat
 def test_a_spec_that_is_not_there_is_refused_and_an_empty_one_has_the_defaults(tmp_path) -> None:
     with pytest.raises(SuiteError, match=r"sim:nowhere\.yaml: expected a readable file"):
         read("sim:nowhere.yaml")
+    with pytest.raises(SuiteError, match=r"did you mean a100\?"):
+        read("sim:a10")
     assert read(spec(tmp_path, "schema: sparsebench/sim@1")) == read("sim") == Spec()
 
 

@@ -9,6 +9,7 @@ from rich.console import Console
 
 from sparsebench.errors import Unsupported
 from sparsebench.harness.bench import device_ceilings
+from sparsebench.harness.doctor import findings, other_work
 from sparsebench.harness.run import profiling
 from sparsebench.harness.run.try_kernel import plan, repeat, report, try_kernel
 from tests.tools.command_line import sparsebench
@@ -17,7 +18,9 @@ CPU = torch.device("cpu")
 SMALL = "m=8", "n=64", "k=64", "--device", "cpu"
 
 
-def test_a_kernel_is_checked_and_timed_beside_its_baseline() -> None:
+def test_a_kernel_is_checked_and_timed_beside_its_baseline(monkeypatch) -> None:
+    busy = findings.warning("other work", "1.0 of 2 cores", "Times scatter.", "")
+    monkeypatch.setattr(other_work, "host", lambda *spent: busy)
     done = sparsebench("try", "scipy_bsr", "block=16", "sparsity=0.75", *SMALL)
     assert done.returncode == 0, done.stderr
     ours, dense = (line for line in done.stdout.splitlines() if re.match(r"(bsr|dense)/", line))
@@ -26,6 +29,7 @@ def test_a_kernel_is_checked_and_timed_beside_its_baseline() -> None:
     assert "baseline" in dense
     for text in ("pattern=blocks", "hardware limit: ", "weights: 4", "convert", "one process"):
         assert text in done.stdout
+    assert "1.0 of 2 cores" in done.stderr
 
 
 def test_words_become_fields_options_and_parameters() -> None:

@@ -81,8 +81,8 @@ def measure(
     """
     require_folder(to)
     if shape.width % shape.heads:
-        expected = f"a divisor of the width, {shape.width}"
-        raise SuiteError(f"--heads: expected {expected}; found {shape.heads}")
+        divisor = f"a divisor of the width, {shape.width}"
+        raise SuiteError(f"--heads: expected {divisor}; found {shape.heads}")
     if window_s:
         require_meter(identity(device))
     torch.manual_seed(0)
