@@ -28,11 +28,11 @@ def places(report: Path, site: Path, tmp_path_factory: pytest.TempPathFactory) -
     assert done.returncode == 0, done.stderr
     runs = (PUBLISHED / "nvidia-h200" / "quick", PUBLISHED / "nvidia-h100-80gb-hbm3" / "quick-h100")
     result = compare_sides([side(store.read(run), name=run.name) for run in runs])
-    (site / "compare").mkdir(exist_ok=True)
-    (site / "compare" / "quick.html").write_text(html(result, Site(), "../"))
+    compared = site.parent / "compared.html"  # beside the site, which does not have these runs
+    compared.write_text(html(result, Site(), f"{site.name}/"))
     return {
         "comparison": comparison,
-        "compared": site / "compare" / "quick.html",
+        "compared": compared,
         "history": site / "history.html",
         "glossary": site / "glossary.html",
         "report": report,
