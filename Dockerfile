@@ -1,7 +1,7 @@
 # sparsebench with its pinned versions, for a host with an NVIDIA GPU and the NVIDIA Container Toolkit.
 #
 #   docker build --tag sparsebench --build-arg COMMIT=$(git rev-parse HEAD) .
-#   docker run --rm --gpus all --volume $PWD/runs:/work/runs sparsebench run sparsity
+#   docker run --rm --gpus all --volume $PWD/runs:/bench/runs sparsebench run sparsity
 #
 # CUDA's libraries come with the wheels, the driver with the host.
 FROM python:3.12-slim-trixie
@@ -28,6 +28,6 @@ RUN pip install --no-cache-dir --constraint constraints.txt '.[gpu,parquet,model
 ARG COMMIT
 ENV SPARSEBENCH_COMMIT=$COMMIT
 ENV NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility
-WORKDIR /work
+WORKDIR /bench
 ENTRYPOINT ["sparsebench"]
 CMD ["doctor"]

@@ -36,7 +36,7 @@ def explanation(repeats: pd.DataFrame) -> list[str]:
     variation = (
         "Speedups also differ from card to card, from day to day and between versions of the "
         "harness. In the published runs, the standard deviation of this variation is "
-        f" {', '.join(parts[:-1])}, and {parts[-1]}."
+        f"{', '.join(parts[:-1])}, and {parts[-1]}."
     )
     if repeats.empty:
         return ["No case was measured on two cards of one kind yet.", variation]

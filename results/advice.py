@@ -10,7 +10,6 @@
 A published run of the same model comes before an estimate (step_model.py, layer_estimates.py).
 """
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import isclose
@@ -31,6 +30,7 @@ from sparsebench.results.layer_estimates import (
 )
 from sparsebench.results.measured_layers import Evidence, Loss, Step
 from sparsebench.results.model_shapes import ModelShapes
+from sparsebench.results.provenance import is_named
 from sparsebench.results.statistics import FEWEST
 from sparsebench.results.step_model import (
     ACTIVE,
@@ -117,8 +117,7 @@ def advise(evidence: Evidence, model: ModelShapes, gpu: str, tokens: int) -> Ans
     """
     if not 1 <= tokens <= MOST_TOKENS:
         raise ResultError(f"--batch: expected 1 to {MOST_TOKENS} tokens at once, found {tokens}")
-    word = re.compile(rf"(?<![a-z0-9]){re.escape(gpu.lower())}(?![a-z0-9])")  # H20 is not H200
-    names = [name for name in evidence.layers.gpus if word.search(name.lower())]
+    names = [name for name in evidence.layers.gpus if is_named(gpu, name)]
     if len(names) > 1:
         expected = "expected part of one GPU's name"
         raise ResultError(f"--gpu: {expected}, found {gpu!r} in {join_words(names)}")

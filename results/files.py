@@ -45,9 +45,13 @@ def content(file: Path, most: int, raised: Raised = ResultError) -> bytes:
     except (OSError, ValueError) as error:
         if isinstance(error, SparsebenchError):
             raise
-        actual = "none" if isinstance(error, FileNotFoundError) else error
-        raise raised(f"{file}: expected a readable file, found {actual}") from error
+        raise raised(f"{file}: expected a readable file, found {fault(error)}") from error
     return _within(file, data, most, raised)
+
+
+def fault(error: Exception) -> str:
+    """Return what was found instead of a file, in one line: `none`, or the error."""
+    return "none" if isinstance(error, FileNotFoundError) else " ".join(str(error).split())
 
 
 def unzip(file: Path, most: int) -> bytes:

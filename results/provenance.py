@@ -13,6 +13,7 @@ the figures.
     look      process 0           all candidates ─> one choice, which the other processes reuse
 """
 
+import re
 from collections.abc import Mapping
 from enum import StrEnum
 from pathlib import Path
@@ -94,6 +95,12 @@ def device_name(environment: Mapping[str, Any]) -> str:
     """Return the name of the GPU, or of the CPU if there was none."""
     facts = flat(environment)
     return facts.get("gpu.name") or facts.get("cpu.name") or "an unnamed device"
+
+
+def is_named(word: str, device: str) -> bool:
+    """Return whether whole words of a device's name are these, in any case: H20 is not H200."""
+    pattern = rf"(?<![a-z0-9]){re.escape(word.lower())}(?![a-z0-9])"
+    return re.search(pattern, device.lower()) is not None
 
 
 def devices_named(environment: Mapping[str, Any]) -> str:

@@ -28,7 +28,14 @@ from sparsebench.errors import ResultError
 from sparsebench.results import files, store
 from sparsebench.results.analysis import Analysis, analyse
 from sparsebench.results.frame import NAMES, fields
-from sparsebench.results.provenance import Choices, choices_of, commit_of, device_name, flat
+from sparsebench.results.provenance import (
+    Choices,
+    choices_of,
+    commit_of,
+    device_name,
+    flat,
+    is_named,
+)
 from sparsebench.results.store import Run
 
 KEYS = ["case_id", "scope", "cache"]
@@ -187,7 +194,7 @@ class _Candidate:
 
     def identity(self, word: str) -> str:
         """Return what a word names in this run: its device, commit, card or library; "" if none."""
-        if re.search(rf"(?<![a-z0-9]){re.escape(word)}(?![a-z0-9])", self.device.lower()):
+        if is_named(word, self.device):
             return self.device
         if word in self.versions:
             return word

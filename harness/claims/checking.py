@@ -241,8 +241,8 @@ class _Check:
     def _confirm(self, screening: str, chosen: Sequence[Cell]) -> Path:
         """Measure chosen cells of a run again, alone, in fresh processes.
 
-        The name is numbered if a run has confirmed other cells, or came out unreliable. It has the
-        folder of a screening that shares its name with another run.
+        The name is numbered if a run has confirmed other cells, or came out unreliable. If two
+        screenings share a name, it contains the folder.
         """
         path, name = self.evidence.runs[screening], screening.replace("/", "-")
         names = (f"{name}-confirmed{f'-{n}' if n > 1 else ''}" for n in count(1))

@@ -45,7 +45,7 @@ class Commands(typer.core.TyperGroup):
         return [*self.modules]
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """Import a command. Raises a usage error for a name that is not one."""
+        """Import a command; None for an option. Raises a usage error for a name that is not one."""
         if (name := self.modules.get(cmd_name)) is None:
             from sparsebench._discovery import did_you_mean
 

@@ -201,8 +201,8 @@ def progress_lines() -> Show:
         if first < 0 or total != total_before or done < done_before:
             predictable = predictable and (first < 0 or done_before >= total_before)
             since, first = now, done
-        last = done, total
-        if (now < due and done < total) or (done == total and last == (done_before, total_before)):
+        last, repeated = (done, total), (done, total) == (done_before, total_before)
+        if repeated if done == total else now < due:
             return
         due, left = now + EVERY_S, ""
         if predictable and done > first:

@@ -236,8 +236,8 @@ def _show(result: "Evidence", out: Path | None, tables: Path | None = None) -> N
     stdout.say(f"pages: {out / 'claims' / 'index.html'}")
 
 
-def _runs(paths: list[Path] | None) -> list[Path]:
-    """Return runs and JSON files as given, and those inside each folder."""
+def _runs(paths: list[Path] | None, option: str = "--from") -> list[Path]:
+    """Return runs and JSON files as given, and those inside each folder, which `option` names."""
     from sparsebench.results import store
 
     runs = list[Path]()
@@ -250,7 +250,7 @@ def _runs(paths: list[Path] | None) -> list[Path]:
             ]
             inside = inside or sorted(path.glob("*.json"))
         if not inside:
-            raise ResultError(f"{path}: expected a run, or a folder of runs, found none")
+            raise ResultError(f"{option} {path}: expected a run, or a folder of runs, found none")
         runs += inside
     return runs
 
@@ -262,7 +262,7 @@ def _ceilings(gpu: Path | None) -> "Ceilings | None":
 
     if gpu is None:
         return None
-    run = store.read(_runs([gpu])[0])
+    run = store.read(_runs([gpu], "--gpu")[0])
     if not run.environment.get("ceilings"):
         raise ResultError(f"--gpu {gpu}: expected a run with ceilings, found none")
     return Ceilings.from_json(run.environment["ceilings"])

@@ -222,8 +222,8 @@ def _table_of_package(device: torch.device) -> str:
         if table["of"] == "package" and table["current"]:
             file = tuned_table.file_in(tuned_table.folders()["package"], device)
             gpu, count = tuned_table.read(file).gpu, table["current"]
-            found = f"{amount(count, 'configuration')} for such a GPU, found on one {gpu}"
-            return f"sparsebench has {found} ({file.name})"
+            configurations = f"{amount(count, 'configuration')} for such a GPU, found on one {gpu}"
+            return f"sparsebench has {configurations} ({file.name})"
     return ""
 
 

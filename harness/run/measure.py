@@ -325,11 +325,12 @@ def leader(rows: Sequence[Row]) -> str:
     best = timed[logs.index(max(logs))]
     first, base = (_ran(row) for row in (best, over))
     speedup = number(exp(max(logs)))
-    result = f"{first} {speedup}× as fast as {base}"
     if first == base:
         result = f"{base} is the fastest"
     elif speedup == "1.0":
         result = f"{first} is about as fast as {base}"
+    else:
+        result = f"{first} {speedup}× as fast as {base}"
     return f"{describe(over.case.problem)}: {result}"
 
 

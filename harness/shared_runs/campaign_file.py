@@ -16,7 +16,7 @@ entries:                         # each becomes a run DIR/NAME, in this order
   - claims: []                   # all claims, judged by all runs above, and those of claims
 
 Entries that name claims wait neither for each other, so that several devices can measure them, nor
-for suites with `data`. Claims that need the same suite belong into one entry.
+for suites with `data`. Claims that need the same suite belong in one entry.
 """
 
 import re

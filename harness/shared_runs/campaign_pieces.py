@@ -49,15 +49,15 @@ class Pieces:
     device_id  of this card, which tells its pieces from those of other cards
     until      a moment of time.monotonic()
     begun      called with each part, so that another thread can stop it
-    kept       a run that has begun keeps its selection, processes and energy, whatever the flags
-               are; otherwise other flags are an error
+    resumes    whether a run that has begun keeps its selection, processes and energy, whatever the
+               flags are; otherwise other flags are an error
     """
 
     device_id: str
     until: float
     begun: Begun = lambda part: None
     on_message: OnMessage = lambda finding: None
-    kept: bool = False
+    resumes: bool = False
 
     def measure(
         self,
@@ -72,7 +72,7 @@ class Pieces:
             got = f"{resume}, which is to be resumed" if resume else "no name"
             raise ResultError(f"campaign: expected the name of a new run, found {got}")
         runs, folder = pieces(out), parts(out)
-        if runs and self.kept:
+        if runs and self.resumes:
             before = files.from_json(runs[0] / "run.json")["flags"]
             names = "only", "replicates", "energy"
             flags = replace(flags, **{name: before[name] for name in names})

@@ -223,8 +223,13 @@ class Sitting:
         return not reason
 
     def _measure(self, entry: Entry, device: str, card: str, progress: Progress) -> None:
-        kept = entry.kind == "claims"  # what a claim lacks may change when others are judged
-        engine = Pieces(card, self.until, self._parts.append, self.on_message, kept).measure
+        engine = Pieces(
+            card,
+            self.until,
+            self._parts.append,
+            self.on_message,
+            resumes=entry.kind == "claims",  # what a claim lacks may change as others are judged
+        ).measure
         out, data = self.out / entry.name, entry.folder(self.data)
         flags = Flags(device, data, self.timeout_s, entry.replicates, entry.only, entry.energy)
         options = RunOptions(progress=progress)

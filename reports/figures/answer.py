@@ -35,10 +35,10 @@ from sparsebench.results.formatting import (
     FORMATS,
     between,
     capital,
+    cell_times,
     duration,
     percent,
     plain,
-    times,
 )
 
 TITLE = "Which format wins"
@@ -156,9 +156,7 @@ def _cell(view: View, line: "pd.Series[Any] | None") -> Markup:
         return Markup('<span class="cell none">–</span>')
     title = f"{column_text(view, line)}: {winner(line)}"
     name = Markup("_<wbr>").join(_who(view, line).split("_"))
-    text = Markup("<b>{}</b>{}").format(
-        times(line.best_gain, min(line.best_half, line.best_gain / 10)), name
-    )
+    text = Markup("<b>{}</b>{}").format(cell_times(line.best_gain, line.best_half), name)
     return shaded(line.best_gain, line.best_decided, f"#case-{line.best_case_id}", title, text)
 
 

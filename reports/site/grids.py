@@ -26,6 +26,7 @@ from sparsebench.results.formatting import (
     amount,
     between,
     blocks_text,
+    cell_times,
     conditions,
     duration,
     interval,
@@ -354,7 +355,7 @@ def _range(records: Sequence[dict[str, Any]]) -> tuple[str, str]:
     if pd.isna(low) or high <= low:
         return times(gain), ""
     half = max(high - gain, gain - low)
-    return times(gain, min(half, gain / 10)), f"[{interval(low, high, half)}]"
+    return cell_times(gain, half), f"[{interval(low, high, half)}]"
 
 
 def _problem(line: Any) -> str:

@@ -179,24 +179,22 @@ def own_code_only() -> Iterator[None]:
         _allowed.reset(before)
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
+def did_you_mean(name: str, names: Iterable[str]) -> str:
     """Return ` (did you mean bsr?)`, or nothing when no name is close."""
-    close = get_close_matches(name, [each for each in known if each != name], n=1)
+    close = get_close_matches(name, [each for each in names if each != name], n=1)
     return f" (did you mean {close[0]}?)" if close else ""
 
 
-def unknown(expected: str, name: str, known: Iterable[str], lister: str = "list") -> str:
+def unknown(expected: str, name: str, names: Iterable[str], lister: str = "list") -> str:
     """Return the error message for an unknown name: the closest known one, or all if they are few.
 
     `lister` is the command that prints all.
 
     `expected a known format, found 'bsrr' (did you mean bsr?)`
     """
-    names = [*known]
-    listed = (
-        f" (one of {', '.join(names)})" if len(names) <= FEW else f" (see sparsebench {lister})"
-    )
-    return f"expected {expected}, found {name!r}{did_you_mean(name, names) or listed}"
+    every = [*names]
+    listed = f"one of {', '.join(every)}" if len(every) <= FEW else f"see sparsebench {lister}"
+    return f"expected {expected}, found {name!r}{did_you_mean(name, every) or f' ({listed})'}"
 
 
 def _packaged(folder: str) -> dict[str, str]:

@@ -369,7 +369,7 @@ def test_the_root_of_the_published_runs_is_a_folder_of_runs(tmp_path: Path) -> N
     every = sorted(file.parent for file in PUBLISHED.glob("*/*/run.json"))
     assert len(every) > 10
     assert sorted(_runs([PUBLISHED])) == every
-    with pytest.raises(ResultError, match=r"found none"):
+    with pytest.raises(ResultError, match=r"--from .* found none"):
         _runs([tmp_path])
 
 

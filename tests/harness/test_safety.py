@@ -342,6 +342,6 @@ def test_a_simulated_gpu_does_not_reproduce_a_real_one(run: Path, tmp_path: Path
     start = json.loads((run / "run.json").read_text())
     done = sparsebench("reproduce", run, "--device", "cpu", "--out", tmp_path / "again")
     assert done.returncode == 2
-    assert "--device: expected sim:" in done.stderr
+    assert "--device: expected sim:mine.yaml" in done.stderr
     assert not (tmp_path / "again").exists()
     assert start["status"] == "finished"

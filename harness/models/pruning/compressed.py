@@ -30,6 +30,7 @@ from sparsebench.errors import SuiteError
 from sparsebench.formats._format import BITS, has_value, require
 from sparsebench.harness.inputs.sources import require_regular
 from sparsebench.harness.models.pruning.layer import require_one_of
+from sparsebench.results.files import fault
 
 TWO_FOUR, BITMASK = "sparse-24-bitmask", "sparse-bitmask"
 SPARSE = TWO_FOUR, BITMASK, "dense"
@@ -221,9 +222,7 @@ def _json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        missing = isinstance(error, FileNotFoundError)
-        actual = "none" if missing else " ".join(str(error).split())
-        raise SuiteError(f"{path}: expected JSON, found {actual}") from error
+        raise SuiteError(f"{path}: expected JSON, found {fault(error)}") from error
     if not isinstance(content, dict):
         raise SuiteError(f"{path}: expected an object, found {type(content).__name__}")
     return content

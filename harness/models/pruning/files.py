@@ -32,6 +32,7 @@ from sparsebench.harness.models.pruning.layer import (
     prune_mlp,
 )
 from sparsebench.harness.models.reporting import numbers, require_folder, save_tensors, sheet
+from sparsebench.results.files import fault
 from sparsebench.results.model_files import PRUNING_SCHEMA, Pruning, PruningOutcome
 
 HELD_OUT = 0.25
@@ -185,5 +186,4 @@ def _read_text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        actual = "none" if isinstance(error, FileNotFoundError) else error
-        raise SuiteError(f"{path}: expected UTF-8 text; found {actual}") from error
+        raise SuiteError(f"{path}: expected UTF-8 text; found {fault(error)}") from error
