@@ -10,7 +10,7 @@ from sparsebench.errors import FormatError
 from sparsebench.formats.spense import DTYPES, ROW_STEP, SPLITS, Spense
 from sparsebench.harness.testing.formats import bits
 
-SHARES = list(zip(DTYPES, [0.5625, 0.5625, 0.625], strict=True))
+SHARES = list(zip(DTYPES, [0.5625, 0.5625, 0.625, 0.625], strict=True))
 SPECIAL = torch.tensor([-0.0, float("nan"), 1.0, -2.5, 0.0])
 
 
