@@ -111,7 +111,7 @@ def test_the_first_group_with_more_than_two_of_four_is_named(split: str) -> None
 @pytest.mark.parametrize(
     ("dense", "setting", "message"),
     [
-        (torch.zeros(4, 4), {}, "expected fp16, bf16 or fp8 .*, found torch.float32"),
+        (torch.zeros(4, 4), {}, "expected fp16, bf16, fp8 .* or int8, found torch.float32"),
         (torch.zeros(4, 4).half(), {"split": "tiles"}, "a split by rows or columns, found 'tiles'"),
     ],
 )

@@ -13,7 +13,7 @@ from sparsebench.formats.spense import Spense
 from sparsebench.harness.bench import contest
 from sparsebench.harness.bench.correctness import Expected, check
 from sparsebench.harness.bench.operands import DenseOperands, operands
-from sparsebench.harness.catalog import load_kernel, load_op
+from sparsebench.harness.catalog import load_op
 from sparsebench.harness.inputs import sources
 from sparsebench.harness.inputs.bits import UNIT, fill
 from sparsebench.harness.ops.linear import definition, spread
@@ -129,13 +129,6 @@ def test_weights_of_a_file_are_refused(tmp_path: Path) -> None:
     source = Source("m.safetensors", sources.sha256(tmp_path / "m.safetensors"), "layer")
     with pytest.raises(SuiteError, match="16 or 32 bits for weights from a file, found int8"):
         built(problem(source), tmp_path)
-
-
-@pytest.mark.parametrize("name", ["spense_wgmma", "slide_wgmma", "slide_gather"])
-def test_kernels_without_int8_give_one_line(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    reason = load_kernel(name).unsupported(problem(), CUDA)
-    assert str(reason) == "expected fp16 or bf16 or fp8, found int8"
 
 
 @pytest.mark.parametrize(

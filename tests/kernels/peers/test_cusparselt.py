@@ -285,11 +285,6 @@ def test_a_pinned_way_is_taken_again_without_a_search(library, monkeypatch, dtyp
     assert planned[_cusparselt.CONFIG] == choice["algorithm"]
 
 
-def test_the_hybrid_gives_the_reason_for_no_int8() -> None:
-    reason = cusparselt_hybrid.unsupported(problem_of("int8", "spense_rows"), CUDA)
-    assert reason == "expected fp16 or bf16 or fp8, found int8"
-
-
 @pytest.mark.parametrize("pattern", SPLITS)
 def test_cusparselt_supports_no_dense_part_and_the_hybrid_needs_one(pattern: str) -> None:
     with pytest.raises(
