@@ -206,7 +206,7 @@ def _fit(contest: RunningContest, expected: Sequence[Expected]) -> bool:
     for right in expected:
         largest = float(right.reference.abs().max()) if right.reference.numel() else 0.0
         limits = torch.finfo if right.dtype.is_floating_point else torch.iinfo
-        most = limits(right.dtype).max
+        most = -limits(right.dtype).min
         if largest > most:
             fits = f"expected an answer that fits {right.dtype}, up to {most:.4g}"
             for entry in contest.entries:
