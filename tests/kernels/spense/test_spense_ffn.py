@@ -20,11 +20,6 @@ from tests.kernels.spense.examples import pruned
 BF16, FP16 = torch.bfloat16, torch.float16
 
 
-@pytest.fixture(autouse=True)
-def seed() -> None:
-    torch.manual_seed(0)
-
-
 def test_gate_and_up_with_different_layouts_are_not_joined():
     w = torch.zeros(256, 256, dtype=BF16)
     half, whole = (Spense.from_dense(w, dense_fraction=fraction) for fraction in (0.5, 0.0))
