@@ -22,7 +22,7 @@ from sparsebench.kernels._kernel import DTYPES, unit_scale
 from sparsebench.results.record import Problem
 
 TOKENS, FEATURES = 16, 128  # tokens and features of a program
-BOUND = 256  # launches of `scaled` in the cache, one for each shape and stride
+BOUND = 256  # launches of `gated` and of `scaled` in a cache, one for each shape and stride
 
 
 def hidden(
@@ -82,6 +82,24 @@ def _scaling(
     constants = {"COLUMNS": columns, "num_warps": min(max(columns // 512, 1), 16)}
     program = BoundKernel(_scale, (m,), (x, out, scales, k, stride), constants, scales)
     return Template([program], (x, out), [scales])
+
+
+def gated(products: Tensor, activation: str) -> Tensor:
+    """Return H [m, n] of contiguous products [m, 2 n], for layers; activations as for `hidden`.
+
+    The products start at a multiple of 16 bytes. Enqueues on the current stream.
+    """
+    (h,) = _gating(products.shape, activation, products.dtype, products.device)(products)
+    return h
+
+
+@lru_cache(BOUND)
+def _gating(
+    shape: tuple[int, int], activation: str, dtype: torch.dtype, device: torch.device
+) -> Template:
+    """Return the launch of `gated`, which is bound once on each device."""
+    program = hidden(torch.empty(shape, dtype=dtype, device="meta"), activation)
+    return Template([program], (program.args[0],), [program.out])
 
 
 def scale_of(problem: Problem, columns: int) -> float:
