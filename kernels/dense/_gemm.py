@@ -35,7 +35,7 @@ from torch import Tensor
 from sparsebench.kernels._common.gpu_clock import GpuClock, flusher
 from sparsebench.kernels._common.search import Search, finalists, near, search
 from sparsebench.kernels._kernel import DTYPES, OUTPUTS, Launch, poison
-from sparsebench.kernels.dense import _cublaslt
+from sparsebench.kernels.dense import _cublaslt, _int8
 from sparsebench.kernels.dense._cublaslt import Algorithm, Gemm
 
 INT32 = "int32"
@@ -47,7 +47,6 @@ SIZES = 16, 32, 48, 64, 96, 128, 192, 256, 512, 1024, 2048, 4096, 8192  # token 
 LONG = 1 << 37  # operations (0.2 ms of an H200 in bf16) above which combinations are not timed
 KEPT, SCREENED = 48, 2  # calls that are timed in graphs, and samples of each before that
 WRONG = 0.02  # relative error; fast accumulation in fp8 differs by 0.005
-FEWEST = 32  # tokens of an int8 product of torch, which refuses up to 16: fewer are padded
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,9 +80,7 @@ class Product:
 
     @cached_property
     def sums(self) -> Tensor:
-        """Return a buffer for int32 sums, at least FEWEST rows."""
-        rows, columns = self.out.shape
-        return self.out.new_empty(max(rows, FEWEST), columns, dtype=torch.int32)
+        return _int8.sums_of(self.out)
 
 
 @dataclass(frozen=True)
@@ -271,50 +268,20 @@ def _on_gpu(product: Product) -> bool:
 
 def _call(product: Product, way: Way, space: Tensor | None = None) -> Callable[[], Tensor]:
     """Return a call that computes product.out in this way, in `space` or in its own workspace."""
-    if way.sums:
-        return _in_two_launches(product, way, space)
-    if way.algorithm:
-        return _cublaslt.bind(product.gemms[way.mode], way.algorithm, space)
     a, out, fast = product.a, product.out, way.use_fast_accum
+    if way.algorithm:
+        call = _cublaslt.bind(product.gemms[way.mode], way.algorithm, space)
+    elif way.sums:
+        call = partial(_int8.torch_sums, a, product.b, product.sums)
+    if way.sums:
+        return _int8.then_rounded(call, product.sums[: len(a)], out, product.scale)
+    if way.algorithm:
+        return call
     if fast is not None:
         scales = scales_on(a.device, product.scale)
         return partial(scaled_product, product.b.t(), a, fast, out, scales)
     run = partial(_torch_product, a, product.b, out, product.relu)
     return partial(by_library, way.library, run, product.tf32)
-
-
-def _in_two_launches(product: Product, way: Way, space: Tensor | None) -> Callable[[], Tensor]:
-    """Return a call that writes int32 sums, and then `out`."""
-    a, out = product.a, product.out
-    sums = product.sums[: len(a)]
-    if way.algorithm:
-        multiply = _cublaslt.bind(product.gemms[INT32], way.algorithm, space)
-    else:
-        multiply = partial(_torch_sums, a, product.b, product.sums)
-    if out.is_cuda:
-        from sparsebench.kernels._common.elementwise import rounded_sums  # needs Triton
-
-        finish: Callable[[], Tensor] = rounded_sums(sums, out, product.scale)
-    else:
-        finish = partial(_rounded, sums, out, product.scale)
-
-    def run() -> Tensor:
-        multiply()
-        return finish()
-
-    return run
-
-
-def _torch_sums(a: Tensor, b: Tensor, sums: Tensor) -> Tensor:
-    """Write int32 sums by torch, with fewer than FEWEST tokens padded by rows of zeros."""
-    if len(a) < FEWEST:
-        a = torch.nn.functional.pad(a, (0, 0, 0, FEWEST - len(a)))
-    return torch._int_mm(a, b, out=sums)
-
-
-def _rounded(sums: Tensor, out: Tensor, scale: float) -> Tensor:
-    limits = torch.iinfo(out.dtype)
-    return out.copy_((sums * scale).round_().clamp_(limits.min, limits.max))
 
 
 def _torch_product(a: Tensor, b: Tensor, out: Tensor, relu: bool) -> Tensor:
