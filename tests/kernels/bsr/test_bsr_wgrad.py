@@ -7,11 +7,7 @@ import pytest
 import torch
 
 from sparsebench.formats.bsr import Bsr
-from sparsebench.kernels.bsr._wgrad_schedule import (
-    shared_out,
-    sides_of,
-    work_of,
-)
+from sparsebench.kernels.bsr._wgrad_schedule import shared_out, sides_of, work_of
 from sparsebench.kernels.bsr.bsr_wgrad import Config
 from tests.kernels.bsr.cases import SHAPES, WGRAD
 from tests.kernels.bsr.examples import activations, pattern_of  # moved
