@@ -201,7 +201,7 @@ BAD = {
                    "found 'lineer' (did you mean linear?)"),
     "no op": (PROBLEM.replace("op: linear, ", ""), CONTENDER, "", "problems[0].op: expected"),
     "unknown dtype": (PROBLEM.replace("fp32", "fp33"), CONTENDER, "",
-                      "dtype: expected 'fp16', 'bf16', 'fp32', 'tf32' or 'fp8'; found 'fp33'"),
+                      "'bf16', 'fp32', 'tf32', 'fp8' or 'int8'; found 'fp33'"),
     "tf32 of products in a row": (
         PROBLEM.replace("op: linear", "op: ffn").replace("fp32", "tf32"), CONTENDER, "",
         "dtype: expected 'fp16', 'bf16', 'fp32' or 'fp8'; found 'tf32'"),

@@ -79,6 +79,8 @@ def assert_activates(m: int, n: int, activation: str, dtype: Any, device: str) -
     right = (ACTIVATIONS[activation](gate) * up).to(dtype)
     with numpy.errstate(over="ignore"):  # in the interpreter
         torch.testing.assert_close(program(), right, rtol=2**-7, atol=1e-6, equal_nan=True)
+        in_layers = elementwise.gated(products, activation)
+    torch.testing.assert_close(in_layers, program.out, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.interpreted
