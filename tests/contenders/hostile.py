@@ -296,14 +296,6 @@ def setting(change: Callable[[], object]) -> Kernel:
     return prepare_linear()(prepare)
 
 
-def use_tf32() -> None:
-    torch.backends.cuda.matmul.allow_tf32 = True
-
-
-def use_the_new_switch() -> None:
-    torch.backends.cuda.matmul.fp32_precision = "tf32"
-
-
 def flip(owner: object, name: str) -> Kernel:
     """Return a kernel that turns a switch of torch over."""
     return setting(lambda: setattr(owner, name, not getattr(owner, name)))
@@ -312,7 +304,7 @@ def flip(owner: object, name: str) -> Kernel:
 CUBLAS, CUDNN = torch.backends.cuda.matmul, torch.backends.cudnn
 
 
-sets_a_precision = setting(use_the_new_switch)
+sets_a_precision = setting(lambda: setattr(CUBLAS, "fp32_precision", "tf32"))
 sets_an_environment_variable = setting(lambda: os.environ.update(HOME="/nowhere"))
 sets_cublas_accumulation = flip(CUBLAS, "allow_fp16_accumulation")
 sets_cublas_reductions = flip(CUBLAS, "allow_bf16_reduced_precision_reduction")
@@ -321,7 +313,7 @@ sets_cudnn_benchmark = flip(CUDNN, "benchmark")
 sets_cudnn_determinism = flip(CUDNN, "deterministic")
 sets_cudnn_tf32 = flip(CUDNN, "allow_tf32")
 sets_no_gradients = setting(lambda: torch.set_grad_enabled(False))
-sets_tf32 = setting(use_tf32)
+sets_tf32 = setting(lambda: setattr(CUBLAS, "allow_tf32", True))
 sets_the_attention = setting(lambda: torch.backends.cuda.enable_flash_sdp(False))
 sets_the_collector = setting(gc.disable)
 sets_the_default_dtype = setting(lambda: torch.set_default_dtype(torch.float64))
