@@ -501,7 +501,10 @@ def _without_mlps(path: Path) -> None:
         (lambda path: (path / "model.safetensors").write_bytes(b"no"), "expected a usable"),
         (lambda path: (path / "tokenizer.json").unlink(), "expected a usable model"),
         (lambda path: _tensors(path, lambda t: t.pop(WEIGHT)), f"no weights for {WEIGHT}"),
-        (lambda path: sparsify_(tiny(dtype=BF16), TwoFour()).save_pretrained(path), "a quantized"),
+        (
+            lambda path: sparsify_(tiny(dtype=BF16), TwoFour()).save_pretrained(path),
+            "a quantized checkpoint",
+        ),
         (_without_mlps, "expected gated MLPs, found none in GPT2LMHeadModel"),
     ],
 )
