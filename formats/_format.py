@@ -13,7 +13,7 @@ from torch import Tensor
 from sparsebench.errors import FormatError
 
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""The integer type by the size of a floating-point type in bytes."""
+"""The integer type by the size of an element in bytes."""
 
 
 class Format(ABC):
@@ -68,15 +68,22 @@ def require(condition: bool, message: str) -> None:
         raise FormatError(message)
 
 
-def require_matrix(dense: object) -> None:
-    """Raise FormatError unless this is a contiguous floating-point matrix of at least 1x1."""
+def require_matrix(dense: object, *, integers: bool = False) -> None:
+    """Raise FormatError unless this is a contiguous floating-point matrix of at least 1x1.
+
+    With `integers`, int8 values from -127 to 127 are right, too: -128 has the bits of fp8's -0.0.
+    """
     if not isinstance(dense, Tensor):
         raise FormatError(f"expected a matrix as a torch.Tensor, found {type(dense).__name__}")
     require(dense.layout is torch.strided, f"expected a dense matrix, found {dense.layout}")
     shape = list(dense.shape)
     require(dense.dim() == 2 and 0 not in shape, f"expected [n, k] of 1x1 or more, found {shape}")
-    require(dense.is_floating_point(), f"expected a floating-point matrix, found {dense.dtype}")
+    right = dense.is_floating_point() or (integers and dense.dtype == torch.int8)
+    require(right, f"expected a floating-point matrix, found {dense.dtype}")
     require(dense.is_contiguous(), f"expected a contiguous matrix, found strides {dense.stride()}")
+    if dense.dtype == torch.int8:
+        least = int(dense.amin())
+        require(least > -128, f"expected int8 values from -127 to 127, found {least}")
 
 
 def require_whole(name: str, value: object) -> None:
@@ -100,7 +107,7 @@ def require_size(dense: Tensor, shape: tuple[int, int]) -> None:
 
 
 def is_stored(dense: Tensor) -> Tensor:
-    """Return a mask of the elements that are not zero. NaN is a value, and -0.0 is zero.
+    """Return a mask of the elements that are not zero. NaN is a value; -0.0 and -128 are zero.
 
     Multiplying weights by a mask leaves -0.0 where they are negative.
     """
@@ -108,7 +115,7 @@ def is_stored(dense: Tensor) -> Tensor:
 
 
 def has_value(bits: Tensor) -> Tensor:
-    """Return a mask of the floating-point elements, given as integers, that are not zero.
+    """Return a mask of the elements, given as integers of their bits, that are not zero.
 
     torch cannot compare fp8 values, so test every bit except the sign.
     """

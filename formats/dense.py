@@ -23,7 +23,7 @@ class Dense(Format):
     @classmethod
     def from_dense(cls, dense: Tensor, /) -> Self:
         """Keep the matrix, without a copy."""
-        require_matrix(dense)
+        require_matrix(dense, integers=True)
         return cls((dense.shape[0], dense.shape[1]), dense)
 
     def to_dense(self) -> Tensor:

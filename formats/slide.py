@@ -55,14 +55,14 @@ class Slide(Format):
 
     @classmethod
     def from_dense(cls, dense: Tensor, /, *, kept: int = 6, group: int = 8) -> Self:
-        """Convert a matrix [n, k] of fp16, bf16 or fp8 (e4m3).
+        """Convert a matrix [n, k] of fp16, bf16, fp8 (e4m3) or int8 (-127 to 127).
 
         kept, group  at most `kept` of every `group` elements of a row are not zero
 
         Every value except zero is an element, including NaN. Raises FormatError naming the first
         group with more than `kept` elements.
         """
-        require_matrix(dense)
+        require_matrix(dense, integers=True)
         names = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
         require(dense.dtype in DTYPES, f"expected one of {names}, found {dense.dtype}")
         starts = starts_of(kept, group)

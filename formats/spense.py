@@ -43,7 +43,7 @@ from torch.nn.functional import pad
 
 from sparsebench.formats._format import BITS, Format, has_value, require, require_matrix
 
-DTYPES = torch.float16, torch.bfloat16, torch.float8_e4m3fn
+DTYPES = torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.int8
 SPLITS = "rows", "columns"
 ROWS, ROW_BYTES = 64, 128  # rows and bytes of a row of a swizzled matrix in shared memory
 SPAN_BYTES = 2 * ROW_BYTES  # bytes of a row of W in a tile
@@ -69,17 +69,17 @@ class Spense(Format):
     def from_dense(
         cls, dense: Tensor, /, *, dense_fraction: float = 0.0, split: str = "rows"
     ) -> Self:
-        """Convert a matrix [n, k] of fp16, bf16 or fp8 (e4m3).
+        """Convert a matrix [n, k] of fp16, bf16, fp8 (e4m3) or int8 (-127 to 127).
 
         dense_fraction  fraction of the rows or columns (`split`), the last ones, that are dense
 
         Every value except zero is an element, including NaN. Raises FormatError naming the first
         group of the sparse part with more than two elements.
         """
-        require_matrix(dense)
+        require_matrix(dense, integers=True)
         require(
             dense.dtype in DTYPES,
-            f"expected fp16, bf16 or fp8 (float8_e4m3fn), found {dense.dtype}",
+            f"expected fp16, bf16, fp8 (float8_e4m3fn) or int8, found {dense.dtype}",
         )
         n, k = dense.shape
         rows, columns = sparse_shape_of(n, k, dense.element_size(), dense_fraction, split)

@@ -142,16 +142,27 @@ DTYPES = {
     "fp32": torch.float32,
     "tf32": torch.float32,
     "fp8": torch.float8_e4m3fn,
+    "int8": torch.int8,
 }
 """The torch dtype of a problem's operands, by the name that a suite uses.
 
 tf32 is fp32 of which a product may use 10 bits of mantissa; an exact kernel may run it too.
 fp8 is e4m3, whose sums may have 13 bits of mantissa, as on Hopper's tensor cores. A weight of ffn
 in fp8 means unit_scale(columns) times the stored value.
+An int8 operand is STEPS times the value that it means; outputs are rounded and saturate.
 """
 
 OUTPUTS = DTYPES | {"fp8": torch.bfloat16}
 """The torch dtype of a problem's output, by the same names."""
+
+
+STEPS = 32
+"""Steps of int8 in one unit: values with a standard deviation of 0.9 reach 127."""
+
+
+def poison(values: Tensor) -> None:
+    """Fill with NaN, or integers with the least one: wrong values that no right output has."""
+    values.fill_(torch.nan if values.is_floating_point() else torch.iinfo(values.dtype).min)
 
 
 def output_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -166,3 +177,11 @@ def unit_scale(columns: int) -> float:
     products instead.
     """
     return float(2.0 ** -round(math.log2(columns) / 2))
+
+
+def sum_scale(dtype: str, columns: int) -> float:
+    """Return the power of two that multiplies the sums of a linear layer of k = `columns`.
+
+    In int8 it keeps outputs in the range of int8, as unit_scale does for values; otherwise it is 1.
+    """
+    return unit_scale(columns) / STEPS if dtype == "int8" else 1.0

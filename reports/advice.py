@@ -72,7 +72,6 @@ def terminal(answer: Answer) -> Group:
 
 
 def markdown(answer: Answer) -> str:
-    """Return the answer as Markdown."""
     return "\n\n".join([f"**{answer.verdict}**", table(answer).markdown(), *_notes(answer)]) + "\n"
 
 

@@ -208,7 +208,7 @@ def _baselines(other: Changes) -> pd.DataFrame:
 def _notes(result: Compared) -> list[str]:
     notes = [
         "Brackets after “shorter”: the 95 % interval of the difference. Runs share no process, so "
-        "it also includes what differs between cards."
+        "it also includes what differs between cards, days and versions of the harness."
     ]
     looks = [
         s.name for s in result.sides if any(r.state["flags"]["replicates"] < FEWEST for r in s.runs)

@@ -21,7 +21,6 @@ from sparsebench.results.formatting import (
     blocks_text,
     conditions,
     duration,
-    kernel,
     percent,
     times,
 )
@@ -77,13 +76,9 @@ def _winner(best: Mapping[Any, Any], timed: pd.DataFrame) -> list[str]:
 
 
 def who(case: Mapping[Any, Any]) -> str:
-    """Name the kernel that ran; for a portfolio the chosen kernel and the portfolio."""
-    if case["kernel"] == DEFAULT:
-        return str(case["name"])
-    chosen, name = str(case["chosen"]).partition(", ")[2], kernel(case["label"])
-    if not chosen or chosen.startswith(str(case["kernel"])):
-        return chosen or name
-    return f"{chosen} (by {case['kernel']})"
+    """Name a case as every sentence does; a dense kernel that a portfolio chose, with it."""
+    by = f" (by {case['kernel']})" if str(case["chosen"]).startswith("dense, ") else ""
+    return f"{case['name']}{by}"
 
 
 def _nearest(group: pd.DataFrame) -> dict[Any, Any]:

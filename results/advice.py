@@ -113,8 +113,11 @@ class Answer:
 def advise(evidence: Evidence, model: ModelShapes, gpu: str, tokens: int) -> Answer:
     """Return the answer for `tokens` at once on a GPU, named by a part of its name.
 
-    Raises ResultError if tokens are not from 1 to MOST_TOKENS, or if several GPUs match.
+    Raises ResultError if tokens are not from 1 to MOST_TOKENS, if the name is empty, or if several
+    GPUs match.
     """
+    if not gpu.strip():
+        raise ResultError("--gpu: expected part of a GPU's name, such as H200; found ''")
     if not 1 <= tokens <= MOST_TOKENS:
         raise ResultError(f"--batch: expected 1 to {MOST_TOKENS} tokens at once, found {tokens}")
     names = [name for name in evidence.layers.gpus if is_named(gpu, name)]

@@ -1,4 +1,4 @@
-"""The variation between cards of one kind, which the processes of one run do not show.
+"""The variation between runs on cards of one kind, which the processes of one run do not show.
 
 Cards of one kind do not have exactly the same speedups: their clocks under load differ, and so do
 the configurations that a search chooses. Nor do days, hosts and versions of the harness. The

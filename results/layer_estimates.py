@@ -99,7 +99,7 @@ class Layer:
     @property
     def element(self) -> int:
         """Return the bytes of a value."""
-        return 1 if self.dtype == "fp8" else 2
+        return 1 if self.dtype in ("fp8", "int8") else 2
 
     @property
     def uses_copy(self) -> bool:
@@ -164,7 +164,8 @@ class Layer:
     def distance(self, other: "Layer", same_gpu: bool) -> tuple[float, ...]:
         """Return how far apart two layers are in each of WEIGHTS."""
         logs = (abs(log2(a / b)) for a, b in zip(self.sizes, other.sizes, strict=True))
-        dtypes = 0.0 if self.element == other.element else 2.0
+        alike = self.dtype == other.dtype or self.element == other.element == 2
+        dtypes = 0.0 if alike else 2.0
         return *logs, dtypes, float(not same_gpu), float(self.gated != other.gated)
 
 

@@ -315,7 +315,7 @@ def _of_run(analysis: Analysis, name: str) -> Iterable[tuple[tuple[str, str], Me
             yield key, Measured(layer, *about, str(line["kernel"]), dense_us, *gains)
 
 
-KNOWN = ["bf16", "fp16", "fp8"]
+KNOWN = ["bf16", "fp16", "fp8", "int8"]
 
 
 def _way(line: Mapping[str, Any]) -> str:

@@ -27,7 +27,7 @@ from sparsebench.results.outcome import MARGIN
 
 FEWEST = 6  # the widest interval of 6 processes has 96.9 %, that of 5 only 93.75 %: below 95 %
 MOST = 100  # the largest number of processes that more_processes considers
-CARDS = ", plus variation between cards"
+ACROSS_RUNS = ", plus variation between runs"  # on other cards and days, of other versions
 TAIL = 0.025  # probability on each side of a 95 % interval
 
 Floats = NDArray[np.float64]
@@ -49,10 +49,10 @@ class IntervalKind(StrEnum):
     CONFIDENCE = "95 %"
 
     def over(self, processes: int, cards: bool = False) -> str:
-        """Name the interval for a reader: `95 % over 8 processes`, and CARDS if widened by it."""
+        """Name the interval for a reader; `cards`: the variation between cards widens it."""
         if processes == 1:
             return f"{self} in one process"
-        return f"{self} over {processes} processes{CARDS if cards else ''}"
+        return f"{self} over {processes} processes{ACROSS_RUNS if cards else ''}"
 
 
 @dataclass(frozen=True)
@@ -123,10 +123,10 @@ def hodges_lehmann(logs: ArrayLike) -> Interval:
 
 
 def widen(value: Any, low: Any, high: Any, between: float) -> tuple[Any, Any]:
-    """Return the ends of an interval in logs, widened by the variation between cards.
+    """Return the ends of an interval in logs, widened by the variation between runs.
 
-    `between` is the half that cards add (between_cards.py). It is independent of the scatter over
-    processes, so the two add in squares.
+    `between` is the half that other cards, days and versions add (between_cards.py). It is
+    independent of the scatter over processes, so the two add in squares.
     """
     return value - np.hypot(value - low, between), value + np.hypot(high - value, between)
 

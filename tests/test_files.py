@@ -55,10 +55,6 @@ def mode_of(call: ast.Call) -> str:
     return next((str(text) for text in [*modes, *texts] if set(str(text)) <= set("rwxab+t")), "r")
 
 
-def names_encoding(call: ast.Call) -> bool:
-    return any(word.arg == "encoding" for word in call.keywords)
-
-
 def is_os_open(call: ast.Call) -> bool:
     return ast.unparse(call.func) == "os.open"
 
@@ -66,7 +62,8 @@ def is_os_open(call: ast.Call) -> bool:
 def test_every_text_is_read_and_written_in_a_named_encoding() -> None:
     unnamed = []
     for path, name, call in calls():
-        words, named = {word.arg for word in call.keywords}, names_encoding(call)
+        words = {word.arg for word in call.keywords}
+        named = "encoding" in words
         if name == "read_text":
             missing = not named and not call.args
         elif name in ("open", "fdopen", "NamedTemporaryFile"):

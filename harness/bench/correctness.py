@@ -19,6 +19,9 @@ there, as Hopper's tensor cores do (arXiv:2411.10958, 2412.19437): 2^-13 sqrt(d)
 eps(fp32) sqrt(d). If a kernel rounds activations to e4m3 (ffn in fp8: X, and h before the last
 product), eps is 2^-5 for any d. NOTES.md has how much of each bound right and wrong outputs take.
 
+Integers have an eps(dtype) of 0 and a smallest step of 1: t is 0.5, which rounding leaves, and half
+a step of each element is also allowed of the whole. A product that fails one rounding is wrong.
+
 A packed output (a weight's gradient) must have exactly the pattern's indices. R and S are then
 taken where it stores elements; the padding of a block that extends beyond the matrix must be zero.
 An output with several results, one below the other, is judged for each of them. If the right answer
@@ -101,7 +104,7 @@ class Expected:
     def eps(self) -> float:
         """Return the relative size of one output's rounding errors."""
         accumulated = float(self.sums * self.depth**0.5)
-        return float(torch.finfo(self.dtype).eps) + accumulated + self.products
+        return eps_of(self.dtype) + accumulated + self.products
 
 
 @dataclass(frozen=True)
@@ -121,6 +124,19 @@ def roundings(dtype: str, rounds_inputs: bool) -> tuple[float, float]:
     if dtype == "fp8":
         return (E4M3, FP32) if rounds_inputs else (0.0, FP8)
     return TF32 if dtype == "tf32" else 0.0, FP32
+
+
+def eps_of(dtype: torch.dtype) -> float:
+    """Return the relative distance of two neighbours of a floating-point dtype; 0 for integers."""
+    return float(torch.finfo(dtype).eps) if dtype.is_floating_point else 0.0
+
+
+def half_step(dtype: torch.dtype) -> float:
+    """Return half of the smallest difference of two values."""
+    if not dtype.is_floating_point:
+        return 0.5
+    limits = torch.finfo(dtype)
+    return float(limits.smallest_normal * limits.eps / 2)
 
 
 def check(out: object, expected: Expected, pattern: Format | None = None) -> Verdict:
@@ -206,9 +222,9 @@ def _judge(out: Tensor, expected: Expected) -> Verdict:
     error = whole / scale if scale else whole
     most = eps * spreads if expected.allowed is None else expected.allowed * scale
     eps = max(eps, most / spreads) if spreads else eps
-    limits = torch.finfo(expected.dtype)
-    smallest = limits.smallest_normal * limits.eps / 2
-    bound = eps * reference.abs() + ELEMENT * eps * spread + smallest * (spread > 0)
+    smallest, filled = half_step(expected.dtype), spread > 0
+    bound = eps * reference.abs() + ELEMENT * eps * spread + smallest * filled
+    most += smallest * float(filled.sum()) ** 0.5
     relative = (distance / bound).nan_to_num(nan=0.0)  # an infinite one becomes the largest
     excess, worst = float(relative.max()), relative.argmax()
     del relative  # so that its memory is free for what follows
@@ -244,7 +260,7 @@ def usual_error(expected: Expected) -> float:
         return 0.0
     sums = float(expected.sums * expected.depth**0.5)
     terms = hypot(SUMMED * sums, expected.products) * float(expected.spread.norm()) / size
-    explained = hypot(ROUNDED * float(torch.finfo(expected.dtype).eps), terms)
+    explained = hypot(ROUNDED * eps_of(expected.dtype), terms)
     if plain is None or not bool(plain.isfinite().all()):
         return explained
     return max(explained, float((plain.double() - reference).norm()) / size)

@@ -30,7 +30,7 @@ from sparsebench.harness.bench.timing import ready, time_together
 from sparsebench.harness.catalog import load_kernel, load_op
 from sparsebench.kernels._common.search import warmed
 from sparsebench.kernels._kernel import DTYPES, Launch, Operands
-from sparsebench.kernels.dense.cublas import unsupported_fp8
+from sparsebench.kernels.dense.cublas import unsupported_8_bits
 from sparsebench.results.ceilings import Ceilings
 from sparsebench.results.record import Problem
 
@@ -114,7 +114,7 @@ def _memory(device: torch.device) -> dict[str, dict[str, float]]:
 def _products(dtype: str, device: torch.device) -> dict[str, float]:
     """Return FLOPs per µs of large dense products of a dtype; none if the device has none."""
     rates: dict[str, float] = {}
-    if dtype == "fp8" and unsupported_fp8(device):
+    if DTYPES[dtype].itemsize == 1 and unsupported_8_bits(dtype, device):
         return rates  # a CPU would convert them
     for side in SIDES[device.type]:
         if (product := _product((side, side, side, dtype), device)) is None:

@@ -9,10 +9,10 @@ An op with `recorded` (_op.py) takes all its operands from the file: the tensors
 `group.x`. X [tokens, k] is a recording. A draw is m consecutive rows of it; row 0 follows the last
 row, and each draw starts at another row than the draw before it.
 
-Weights have a standard deviation of about 1 / sqrt(k), activations and outputs of about 1. In fp8,
-drawn weights have about 1, as if scaled by a power of two; an op of several products multiplies by
-that power. Otherwise, because the smallest number of e4m3 is 2^-9, a ninth of the weights would
-become zero at 1 / sqrt(k) and k = 25600.
+Weights have a standard deviation of about 1 / sqrt(k), activations and outputs of about 1. In 8
+bits, drawn weights have about 1, as if scaled by a power of two; int8 and an op of several products
+multiply by that power. Otherwise, because the smallest number of e4m3 is 2^-9, a ninth of the
+weights would become zero at 1 / sqrt(k) and k = 25600.
 """
 
 import os
@@ -200,12 +200,13 @@ def _weight(problem: Problem, op: Op, name: str, device: torch.device, data: Pat
     if source.tensor is None:
         keep = _fitting(problem, op, name, path, sources.load_pattern(path)).to(device)
         return _mask_bits(_draw_weight(problem, op, name, device), keep)
-    if problem["dtype"] == "fp8":
+    if (dtype := _dtype(problem, op, name)).itemsize == 1:
         expected = "expected a dtype of 16 or 32 bits for weights from a file"
-        raise SuiteError(f"{path}: {expected}, found fp8, which needs scaled weights")
+        present = f"found {problem['dtype']}, which needs scaled weights"
+        raise SuiteError(f"{path}: {expected}, {present}")
     tensor = sources.member(source, name) if op.recorded else source.tensor
     stored = _fitting(problem, op, name, path, sources.load_weights(path, tensor))
-    weight = stored.to(device, _dtype(problem, op, name), copy=True)
+    weight = stored.to(device, dtype, copy=True)
     weight = _finite(problem, f"{source.path}:{tensor}", weight, stored)
     return _prune(problem, op, name, weight, partial(magnitudes, weight))
 
@@ -256,7 +257,7 @@ def _draw_weight(problem: Problem, op: Op, name: str, device: torch.device) -> T
     weight = torch.ones(shape, dtype=_dtype(problem, op, name), device=device)
     if name == op.mask:
         return weight
-    scale = 1.0 if problem["dtype"] == "fp8" else unit_scale(shape[1])
+    scale = 1.0 if weight.itemsize == 1 else unit_scale(shape[1])
     fill(weight, problem.seed, name, scale=UNIT * scale)
     return weight
 

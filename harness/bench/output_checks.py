@@ -3,7 +3,7 @@
     before timing, and after it:
     redraw the activations, by a number that no kernel has seen
     ─> compute what each layer should give, by the definition: in fp64, and in the problem's dtype
-    ─> call each contender; before timing, its output is filled with NaN first
+    ─> call each contender; before timing, its output is filled with NaN, or with the least integer
     ─> no output may lie in an operand, and each must be as near as its dtype allows
        (correctness.py); otherwise the contender is wrong
     ─> errors, lost values and draws go into the contender's rows
@@ -34,7 +34,7 @@ from sparsebench.harness.bench.sampling import CHAIN
 from sparsebench.harness.bench.spot_checks import B, Outputs, Spots, as_tuple, print_of, values_of
 from sparsebench.harness.bench.tampering import Guard
 from sparsebench.harness.ops._op import Op, with_fields
-from sparsebench.kernels._kernel import OUTPUTS, Launch, Output
+from sparsebench.kernels._kernel import OUTPUTS, Launch, Output, poison
 from sparsebench.results.record import Status
 
 
@@ -140,11 +140,11 @@ def _check(
     """Run a contender's launch, or its chain, and judge each output; return the largest errors."""
     entry, first = contest.entries[number], when == "before timing"
     if first:
-        # A launch with its own output buffer writes over the NaN. One that allocates is
+        # A launch with its own output buffer writes over the poison. One that allocates is
         # likely to get the same memory again.
         for out in as_tuple(call()):
             if (elements := _elements(out, contest.guard)) is not None:
-                elements.fill_(float("nan"))
+                poison(elements)
         del out, elements  # so that the memory is free for the next call
     outputs = call()
     contest.check_tampering()
@@ -205,7 +205,8 @@ def _fit(contest: RunningContest, expected: Sequence[Expected]) -> bool:
     """Return whether the right answers fit their dtype; if not, every contender ends."""
     for right in expected:
         largest = float(right.reference.abs().max()) if right.reference.numel() else 0.0
-        most = torch.finfo(right.dtype).max
+        limits = torch.finfo if right.dtype.is_floating_point else torch.iinfo
+        most = -limits(right.dtype).min
         if largest > most:
             fits = f"expected an answer that fits {right.dtype}, up to {most:.4g}"
             for entry in contest.entries:

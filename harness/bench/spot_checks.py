@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from sparsebench.formats._format import Format
+from sparsebench.harness.bench.correctness import eps_of
 from sparsebench.kernels._kernel import Output
 
 CALLS = 64
@@ -96,7 +97,7 @@ def print_of(references: Sequence[Tensor], out: Outputs) -> Print | None:
     result = Print(right, sums.new_tensor(sizes), 0.0)
     values = values_of(as_tuple(out)[0])
     assert isinstance(values, Tensor)
-    limit = FURTHER * float(result.distance(out)) + torch.finfo(values.dtype).eps
+    limit = FURTHER * float(result.distance(out)) + eps_of(values.dtype)
     return replace(result, limit=limit)
 
 

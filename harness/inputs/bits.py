@@ -8,6 +8,9 @@ An odd integer is never zero, so the non-zeros of a masked matrix are exactly it
 fp32's mantissa: without it, products would be exact in TF32, and sums in fp32. The integer has at
 most 23 bits and the scale is a power of two, so the only rounding is that to the dtype. All else is
 integer arithmetic without state, whose results are the same on all CPUs and GPUs.
+
+An int8 element is that value times 32 (STEPS), rounded away from zero and at most 127 in magnitude,
+so that it is never zero either.
 """
 
 import hashlib
@@ -17,6 +20,7 @@ import torch
 from torch import Tensor
 
 from sparsebench.formats._format import BITS
+from sparsebench.kernels._kernel import STEPS
 
 # lowbias32 by Chris Wellons, https://github.com/skeeto/hash-prospector
 MULTIPLIERS = (0x7FEB352D, 0x846CA68B)
@@ -27,6 +31,9 @@ MIX = 0x9E3779B1  # a prime near 2^32 over the golden ratio: f is made of the up
 UNIT = 2.0**-21
 """The scale that gives a standard deviation of 0.88, and no zero in e4m3: elements are at least
 4097 x 2^-21 in magnitude, which rounds to its smallest number, 2^-9."""
+
+INT8 = 127
+"""The largest magnitude of an int8 element; -128 would have no opposite."""
 
 CHUNK = {"cpu": 1 << 17, "cuda": 1 << 26}
 """Elements per step, a power of two. On a CPU a buffer (512 KB) fits a core's cache: 2^20 took 1.7
@@ -42,7 +49,10 @@ def fill(out: Tensor, seed: int, name: str, draw: int = 0, scale: float = UNIT) 
         total = (pairs >> 16).add_(pairs).bitwise_and_(0x7FF)
         factor = (h.mul_(_int32(MIX)) >> 20).bitwise_and_(0xFFF).bitwise_or_(0x1001)
         whole = total.mul_(2).sub_(1019).mul_(factor)
-        flat[start : start + len(h)].copy_(whole.float().mul_(scale))
+        values = whole.float().mul_(scale)
+        if not flat.is_floating_point():
+            values = values.mul_(STEPS).add_(values.sign()).clamp_(-INT8, INT8)
+        flat[start : start + len(h)].copy_(values)
 
 
 def scores(seed: int, name: str, count: int, device: torch.device) -> Tensor:

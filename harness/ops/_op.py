@@ -32,7 +32,7 @@ class Fields(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
-    dtype: Literal["fp16", "bf16", "fp32", "tf32", "fp8"]
+    dtype: Literal["fp16", "bf16", "fp32", "tf32", "fp8", "int8"]
     pattern: str = "dense"
     sparsity: float = Field(default=0.0, ge=0.0, lt=1.0)
     block: Block = 1

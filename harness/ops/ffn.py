@@ -116,7 +116,6 @@ def _with_scale(w: Tensor, dtype: str) -> Tensor:
 
 
 def act_of(z: Tensor, activation: str) -> Tensor:
-    """Return act(z)."""
     match activation:
         case "silu":
             return silu(z)

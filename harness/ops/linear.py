@@ -14,6 +14,12 @@ A model in fp8 has one scale per token and one per output channel, and multiplie
 by both. Here the scales are 1 and left out, because they do not depend on the format. cuSPARSELt
 0.8 takes no scale per channel on Hopper, so with scales its time would include a second kernel.
 
+    int8  Y = int8(s X @ W.T), X and W in int8, sums in int32, s a power of two (sum_scale)
+
+Y is rounded to the nearest step and saturates. Both libraries multiply so in one call, and write a
+quarter of the bytes of int32, in which SlideSparse's dense product writes Y. With s for each token
+and channel, as models have, cuBLASLt would again need a second kernel.
+
     weight_bits: 4   W has values of 4 bits, so that kernels of quantised weights can take part
 
 Each group of 128 weights of a row is rounded to multiples, -8 to 7 times, of one scale of 4 bits of
@@ -33,7 +39,7 @@ from torch.nn.functional import pad
 
 from sparsebench.formats._format import is_stored
 from sparsebench.harness.ops._op import Fields, Op, Operand, longest_row
-from sparsebench.kernels._kernel import OUTPUTS
+from sparsebench.kernels._kernel import OUTPUTS, sum_scale
 from sparsebench.results.record import Problem
 
 GROUP = 128  # weights per scale
@@ -56,27 +62,31 @@ class WeightFields(LinearFields):
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
-        if self.weight_bits and self.dtype == "fp8":
-            raise ValueError("weight_bits: expected a dtype of 16 or 32 bits, not fp8")
+        if self.weight_bits and self.dtype in ("fp8", "int8"):
+            raise ValueError(f"weight_bits: expected a dtype of 16 or 32 bits, not {self.dtype}")
         return self
 
 
 class GradientFields(LinearFields):
-    """A problem of one of its gradients; without fp8, because fp8 training stores dY in e5m2."""
+    """A problem of one of its gradients; without fp8 and int8: training stores dY in e5m2."""
 
     dtype: Literal["fp16", "bf16", "fp32", "tf32"]
 
 
-def definition(w: Tensor, x: Tensor) -> Tensor:
-    """Return Y [m, n] for W [n, k] and X [m, k]."""
+def definition(w: Tensor, x: Tensor, *, dtype: str = "bf16") -> Tensor:
+    """Return Y [m, n] for W [n, k] and X [m, k]; int8 operands are multiplied in fp64: exactly."""
+    if dtype == "int8":
+        limits, sums = torch.iinfo(torch.int8), torch.nn.functional.linear(x.double(), w.double())
+        y = sums.mul_(sum_scale(dtype, x.shape[1])).clamp_(limits.min, limits.max)
+        return y.to(w.dtype) if w.is_floating_point() else y.round_().to(torch.int8)
     if w.dtype == torch.float8_e4m3fn:
         return torch.nn.functional.linear(x.float(), w.float()).bfloat16()
     return torch.nn.functional.linear(x, w)
 
 
-def spread(w: Tensor, x: Tensor) -> Tensor:
+def spread(w: Tensor, x: Tensor, *, dtype: str = "bf16") -> Tensor:
     """Return sqrt(X² @ (W²).T): one standard deviation of a dot product of random signs."""
-    return definition(w.square(), x.square()).sqrt()
+    return definition(w.square(), x.square()).sqrt().mul_(sum_scale(dtype, x.shape[1]))
 
 
 def flops(problem: Problem, nnz: Mapping[str, int]) -> float:

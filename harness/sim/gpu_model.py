@@ -82,7 +82,7 @@ class Fault(_Model):
 class Rates(_Model):
     """TFLOP/s of matrix products: what cuBLAS reaches at best on an H200, rounded.
 
-    fp8 is None for a GPU that cannot multiply it.
+    fp8 and int8 are None for a GPU that cannot multiply them.
     """
 
     fp16: PositiveFloat = 800.0
@@ -90,6 +90,7 @@ class Rates(_Model):
     tf32: PositiveFloat = 400.0
     fp32: PositiveFloat = 50.0
     fp8: PositiveFloat | None = 1500.0
+    int8: PositiveFloat | None = 1500.0
 
 
 class Spec(_Model):

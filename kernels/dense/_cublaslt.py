@@ -12,8 +12,9 @@ that. `combined` adds combinations that the heuristics never propose.
 An Algorithm is the nine fields from which the library finds it again. Every call is built from
 them, also in a search: a process that has the fields makes the same call.
 
-The library is column-major: it gets out.T [n, m] = b.T @ a.T. Sums stay in fp32 between the parts
-of a split k. Calls go through nvmath-python's bindings to the libcublasLt that torch has loaded.
+The library is column-major: it gets out.T [n, m] = b.T @ a.T. Sums stay in fp32, in int8 in int32,
+between the parts of a split k. int8 operands give int8, scaled in fp32, or the int32 sums as they
+are. Calls go through nvmath-python's bindings to the libcublasLt that torch has loaded.
 Source: docs.nvidia.com/cuda/cublas, cublasLtMatmul and cublasLtMatmulAlgoGetHeuristic.
 """
 
@@ -35,9 +36,16 @@ COUNT = 32  # algorithms to request from the heuristics
 WORKSPACE = 32 << 20  # bytes, as NVIDIA recommends for Hopper
 
 # library_types.h and cublas_api.h
-TYPES = {torch.float32: 0, torch.float16: 2, torch.bfloat16: 14, torch.float8_e4m3fn: 28}
-FP32, COMPUTE_FP32, COMPUTE_TF32 = 0, 68, 77
-SUMS_IN_FP32 = 2  # cublasLtReductionScheme_t: the parts of a split k are added in fp32
+TYPES = {
+    torch.float32: 0,
+    torch.float16: 2,
+    torch.int8: 3,
+    torch.int32: 10,
+    torch.bfloat16: 14,
+    torch.float8_e4m3fn: 28,
+}
+FP32, INT32, COMPUTE_FP32, COMPUTE_INT32, COMPUTE_TF32 = 0, 10, 68, 72, 77
+SUMS_AS_COMPUTED = 2  # cublasLtReductionScheme_t: parts of a split k are added in fp32 or int32
 ALIGNMENT = 256  # bytes; the heuristics consider no more
 
 
@@ -61,7 +69,7 @@ class Gemm:
     """One product: its operands, and how it is computed.
 
     out    [m, n], row-major, of the output's dtype
-    scale  multiplies the sums
+    scale  multiplies the sums; 1 if `out` is int32
     tf32   fp32 is multiplied with 10 bits of mantissa
     fast   in fp8: sums keep 13 bits; otherwise they are added to fp32 every few instructions
     relu   out is relu of that
@@ -176,7 +184,7 @@ def bind(gemm: Gemm, algorithm: Algorithm, space: Tensor | None = None) -> Calla
     algo, size = built
     room = torch.empty(size, dtype=torch.uint8, device=device) if space is None else space
     operation, of_b, of_a, of_out, _ = gemm.descriptors
-    factors = np.array([gemm.scale, 0.0], np.float32)
+    factors = np.array([gemm.scale, 0], np.int32 if _scale_type(gemm) == INT32 else np.float32)
     one, zero = factors.ctypes.data, factors.ctypes.data + factors.itemsize
     b, a, out = gemm.b.data_ptr(), gemm.a.data_ptr(), gemm.out.data_ptr()
     before = _handle(device), operation, one, b, of_b, a, of_a, zero, out, of_out, out, of_out
@@ -195,7 +203,7 @@ def _built(gemm: Gemm, algorithm: Algorithm) -> tuple[Any, int] | None:
     from nvmath.bindings import cublasLt
 
     handle, output = _handle(gemm.out.device), TYPES[gemm.out.dtype]
-    types = FP32, TYPES[gemm.b.dtype], TYPES[gemm.a.dtype], output, output
+    types = _scale_type(gemm), TYPES[gemm.b.dtype], TYPES[gemm.a.dtype], output, output
     algo, result = cublasLt.MatmulAlgo(), cublasLt.MatmulHeuristicResult()
     try:
         cublasLt.matmul_algo_init(handle, _compute(gemm), *types, algorithm.id, algo.ptr)
@@ -233,7 +241,7 @@ def _descriptors(gemm: Gemm, rows: int) -> tuple[int, int, int, int, int]:
     """
     from nvmath.bindings import cublasLt
 
-    operation = int(cublasLt.matmul_desc_create(_compute(gemm), FP32))
+    operation = int(cublasLt.matmul_desc_create(_compute(gemm), _scale_type(gemm)))
     names = cublasLt.MatmulDescAttribute
     attributes = [(names.TRANSA, not _by_rows(gemm.b)), (names.TRANSB, not _by_rows(gemm.a))]
     if gemm.a.dtype == torch.float8_e4m3fn:
@@ -263,13 +271,13 @@ def _by_rows(matrix: Tensor) -> bool:
 
 
 def _preference(gemm: Gemm) -> int:
-    """Return the constraints on the heuristics: workspace, sums in fp32, alignment."""
+    """Return the constraints on the heuristics: workspace, sums as computed, alignment."""
     from nvmath.bindings import cublasLt
 
     names, preference = cublasLt.MatmulPreferenceAttribute, int(cublasLt.matmul_preference_create())
     attributes = {
         names.MAX_WORKSPACE_BYTES: WORKSPACE,
-        names.REDUCTION_SCHEME_MASK: SUMS_IN_FP32,
+        names.REDUCTION_SCHEME_MASK: SUMS_AS_COMPUTED,
         names.MIN_ALIGNMENT_A_BYTES: alignment(gemm.b),
         names.MIN_ALIGNMENT_B_BYTES: alignment(gemm.a),
         names.MIN_ALIGNMENT_C_BYTES: alignment(gemm.out),
@@ -287,7 +295,13 @@ def alignment(tensor: Tensor) -> int:
     return address & -address
 
 
+def _scale_type(gemm: Gemm) -> int:
+    return INT32 if gemm.out.dtype == torch.int32 else FP32
+
+
 def _compute(gemm: Gemm) -> int:
+    if gemm.a.dtype == torch.int8:
+        return COMPUTE_INT32
     return COMPUTE_TF32 if gemm.tf32 else COMPUTE_FP32
 
 

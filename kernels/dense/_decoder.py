@@ -205,7 +205,7 @@ def copy_of(weight: Stored) -> Stored:
 
 def unsupported(problem: Problem, device: torch.device) -> str | None:
     if problem["dtype"] == "fp8":
-        return cublas.unsupported_fp8(device)
+        return cublas.unsupported_8_bits("fp8", device)
     return cublas.unsupported(problem, device) or triton_unsupported(problem, device)
 
 

@@ -8,6 +8,8 @@ The search times every call that can compute the product, in CUDA graphs and wit
   + cuBLASLt called directly (_cublaslt.py)           its proposals for m tokens and for other sizes
   x weights by rows or by columns                     as stored, or a copy of W.T made beforehand
   x fp8 sums with 13 bits or in fp32                  cuBLASLt only; on Hopper only weights by rows
+  x int8 in one call, or int32 sums and a second      cuBLASLt only, weights by rows; torch returns
+    launch that scales and rounds them                only int32 sums
 
 That makes up to a thousand calls. A first screening keeps KEPT of them (`screened`), and the search
 picks the fastest, which the row names. If the process meets an equal product again, which happens
@@ -32,10 +34,11 @@ from torch import Tensor
 
 from sparsebench.kernels._common.gpu_clock import GpuClock, flusher
 from sparsebench.kernels._common.search import Search, finalists, near, search
-from sparsebench.kernels._kernel import DTYPES, OUTPUTS, Launch
-from sparsebench.kernels.dense import _cublaslt
+from sparsebench.kernels._kernel import DTYPES, OUTPUTS, Launch, poison
+from sparsebench.kernels.dense import _cublaslt, _int8
 from sparsebench.kernels.dense._cublaslt import Algorithm, Gemm
 
+INT32 = "int32"
 LIBRARIES = "cublas", "cublaslt"  # names in torch.backends.cuda.preferred_blas_library
 Layout = Literal["rows", "columns"]
 LAYOUTS: tuple[Layout, ...] = "rows", "columns"
@@ -51,9 +54,9 @@ class Product:
     """A product to compute: out = scale * a @ b.
 
     weight  b is a weight or its transpose, so a copy may be made beforehand
-    scale   used in fp8 only
+    scale   used in 8 bits only
     tf32    multiply fp32 with 10 bits of mantissa
-    relu    out = relu(a @ b); not in fp8
+    relu    out = relu(a @ b); not in 8 bits
     """
 
     a: Tensor
@@ -65,11 +68,19 @@ class Product:
     relu: bool = False
 
     @cached_property
-    def gemms(self) -> dict[bool | None, Gemm]:
-        """Return the arguments of direct cuBLASLt calls, by the accumulation."""
-        modes = (True, False) if self.a.dtype == DTYPES["fp8"] else (None,)
+    def gemms(self) -> dict[bool | str | None, Gemm]:
+        """Return the arguments of direct cuBLASLt calls, by Way.mode."""
         rest = self.a, self.b, self.out, self.scale, self.tf32
-        return {fast: Gemm(*rest, fast=bool(fast), relu=self.relu) for fast in modes}
+        if self.a.dtype == DTYPES["fp8"]:
+            return {fast: Gemm(*rest, fast=fast) for fast in (True, False)}
+        gemms: dict[bool | str | None, Gemm] = {None: Gemm(*rest, relu=self.relu)}
+        if self.a.dtype == DTYPES["int8"]:
+            gemms[INT32] = Gemm(self.a, self.b, self.sums[: len(self.a)])
+        return gemms
+
+    @cached_property
+    def sums(self) -> Tensor:
+        return _int8.sums_of(self.out)
 
 
 @dataclass(frozen=True)
@@ -81,6 +92,7 @@ class Way:
     use_fast_accum  in fp8; None otherwise
     algorithm       of a direct cuBLASLt call; None for torch's call
     tokens          number of tokens for which the library proposed the algorithm, if it did
+    sums            "int32" in int8 if a second launch scales and rounds the sums; None otherwise
     """
 
     library: str
@@ -88,6 +100,11 @@ class Way:
     use_fast_accum: bool | None = None
     algorithm: Algorithm | None = None
     tokens: int | None = None
+    sums: str | None = None
+
+    @property
+    def mode(self) -> bool | str | None:
+        return self.use_fast_accum if self.sums is None else self.sums
 
 
 _finalists: dict[Hashable, list[Way]] = {}  # finalists of this process, by the kind of product
@@ -150,8 +167,8 @@ def _right(
         return [*indices]
 
     def differs(call: Callable[[], Tensor]) -> bool:
-        call().fill_(torch.nan)
-        return not (call() - right).float().norm() <= WRONG * right.float().norm()
+        poison(call())
+        return not (call().float() - right.float()).norm() <= WRONG * right.float().norm()
 
     return [i for i in indices if i not in unproposed or not differs(calls[i])]
 
@@ -194,17 +211,19 @@ def _runs(call: Callable[[], object]) -> bool:
 
 def ways_of(product: Product, layout: Layout | None) -> list[Way]:
     """Return the ways to time for a product whose weights have this layout."""
-    fp8 = product.a.dtype == DTYPES["fp8"]
-    kinds: list[tuple[str, bool | None]] = [(library, None) for library in LIBRARIES]
-    kinds = [("cublaslt", fast) for fast in (True, False)] if fp8 else kinds
-    ways = [Way(library, layout, fast) for library, fast in kinds]
+    ways = [Way(library, layout) for library in LIBRARIES]
+    if product.a.dtype == DTYPES["fp8"]:
+        ways = [Way("cublaslt", layout, fast) for fast in (True, False)]
+    elif product.a.dtype == DTYPES["int8"]:
+        ways = [Way("cublaslt", layout, sums=INT32)]
     if not _on_gpu(product) or _cublaslt.unavailable():
         return ways
-    direct: dict[tuple[Algorithm, bool | None], Way] = {}
-    for fast, gemm in product.gemms.items():
+    direct: dict[tuple[Algorithm, bool | str | None], Way] = {}
+    for mode, gemm in product.gemms.items():
+        sums, fast = (mode, None) if isinstance(mode, str) else (None, mode)
         for algorithm, tokens in _algorithms(gemm):
-            way = Way("cublaslt", layout, fast, algorithm, tokens)
-            direct.setdefault((algorithm, fast), way)
+            way = Way("cublaslt", layout, fast, algorithm, tokens, sums)
+            direct.setdefault((algorithm, mode), way)
     return [*ways, *direct.values()]
 
 
@@ -239,7 +258,7 @@ def _laid_out(product: Product, layout: Layout | None) -> Product:
 def _layouts(product: Product) -> Sequence[Layout | None]:
     if not product.weight:
         return (None,)
-    both = _on_gpu(product) and product.a.dtype != DTYPES["fp8"]
+    both = _on_gpu(product) and product.a.itemsize > 1
     return LAYOUTS if both else LAYOUTS[:1]
 
 
@@ -249,9 +268,15 @@ def _on_gpu(product: Product) -> bool:
 
 def _call(product: Product, way: Way, space: Tensor | None = None) -> Callable[[], Tensor]:
     """Return a call that computes product.out in this way, in `space` or in its own workspace."""
-    if way.algorithm:
-        return _cublaslt.bind(product.gemms[way.use_fast_accum], way.algorithm, space)
     a, out, fast = product.a, product.out, way.use_fast_accum
+    if way.algorithm:
+        call = _cublaslt.bind(product.gemms[way.mode], way.algorithm, space)
+    elif way.sums:
+        call = partial(_int8.torch_sums, a, product.b, product.sums)
+    if way.sums:
+        return _int8.then_rounded(call, product.sums[: len(a)], out, product.scale)
+    if way.algorithm:
+        return call
     if fast is not None:
         scales = scales_on(a.device, product.scale)
         return partial(scaled_product, product.b.t(), a, fast, out, scales)

@@ -6,6 +6,7 @@
 
     fp32    without TF32 (10 bits of mantissa): unsupported in a process that lets torch use it
     tf32    each call of torch switches TF32 on, and back afterwards
+    int8    products in int32, scaled and rounded to int8 by cuBLASLt, or by a second launch
     fp8     fast accumulation keeps the 13 bits of the tensor cores, as in inference; otherwise sums
             are added to fp32 every few instructions. Both pass the check (bench/correctness.py).
 
@@ -19,7 +20,15 @@ import torch
 from torch import Tensor
 from torch.nn.functional import relu, silu
 
-from sparsebench.kernels._kernel import DTYPES, OUTPUTS, Kernel, Launch, Operands, unit_scale
+from sparsebench.kernels._kernel import (
+    DTYPES,
+    OUTPUTS,
+    Kernel,
+    Launch,
+    Operands,
+    sum_scale,
+    unit_scale,
+)
 from sparsebench.kernels.dense._gemm import (
     LIBRARIES,
     Product,
@@ -32,9 +41,9 @@ from sparsebench.kernels.dense._gemm import (
 )
 from sparsebench.results.record import Problem
 
-FP8_CAPABILITY = 8, 9
-FP8_ALIGNMENT = 16  # n and k must be multiples, as cuBLASLt requires in fp8
-FP8_OPS = "linear", "ffn"
+CAPABILITIES = {"fp8": (8, 9), "int8": (8, 0)}
+ALIGNMENT = 16  # n and k must be multiples, as cuBLASLt requires in 8 bits
+OPS = {"fp8": ("linear", "ffn"), "int8": ("linear",)}  # ops by the dtypes that not all ops have
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": silu,
     "relu": relu,
@@ -54,29 +63,31 @@ LAYERS = "ffn", "mlp", "ffn_step"
 
 
 def unsupported(problem: Problem, device: torch.device) -> str | None:
-    if problem["dtype"] == "fp8":
-        return _odd_fp8(problem) or unsupported_fp8(device)
+    if (dtype := problem["dtype"]) in OPS:
+        return _odd_8_bits(problem) or unsupported_8_bits(dtype, device)
     setting = torch.backends.cuda.matmul.fp32_precision
     if problem["dtype"] == "fp32" and setting == "tf32":
         return "expected fp32 products, found torch.backends.cuda.matmul.fp32_precision = 'tf32'"
     return None
 
 
-def unsupported_fp8(device: torch.device) -> str | None:
+def unsupported_8_bits(dtype: str, device: torch.device) -> str | None:
+    """Return why a device has no products of fp8 or int8, or None."""
     if device.type != "cuda":
-        return f"products of fp8 need an NVIDIA GPU, found {device.type}"
-    major, minor = torch.cuda.get_device_capability(device)
-    if (major, minor) < FP8_CAPABILITY:
-        return f"products of fp8 need compute capability 8.9 or newer, found {major}.{minor}"
+        return f"products of {dtype} need an NVIDIA GPU, found {device.type}"
+    actual = torch.cuda.get_device_capability(device)
+    if actual < CAPABILITIES[dtype]:
+        least, present = (f"{major}.{minor}" for major, minor in (CAPABILITIES[dtype], actual))
+        return f"products of {dtype} need compute capability {least} or newer, found {present}"
     return None
 
 
-def _odd_fp8(problem: Problem) -> str | None:
-    if problem.op not in FP8_OPS:
-        return f"expected op {' or '.join(FP8_OPS)} in fp8, found {problem.op}"
-    n, k = problem["n"], problem["k"]
-    if n % FP8_ALIGNMENT or k % FP8_ALIGNMENT:
-        return f"cuBLASLt expected n and k to be multiples of 16 in fp8, found n {n} and k {k}"
+def _odd_8_bits(problem: Problem) -> str | None:
+    dtype, n, k = problem["dtype"], problem["n"], problem["k"]
+    if problem.op not in OPS[dtype]:
+        return f"expected op {' or '.join(OPS[dtype])} in {dtype}, found {problem.op}"
+    if n % ALIGNMENT or k % ALIGNMENT:
+        return f"cuBLASLt expected n and k to be multiples of 16 in {dtype}, found n {n} and k {k}"
     return None
 
 
@@ -97,7 +108,8 @@ def _one_product(operands: Operands) -> Launch:
     weights = {name: weight.to_dense() for name, weight in operands.weights.items()}
     a, b = PRODUCTS[problem.op](**weights, **operands.activations)
     out = a.new_empty(len(a), b.shape[1], dtype=OUTPUTS[problem["dtype"]])
-    product = Product(a, b, out, bool(weights), tf32=problem["dtype"] == "tf32")
+    dtype = problem["dtype"]
+    product = Product(a, b, out, bool(weights), sum_scale(dtype, a.shape[1]), dtype == "tf32")
     return fastest_way(product, operands.pinned, timed=operands.timed)
 
 
@@ -125,7 +137,7 @@ def _definition(operands: Operands) -> Launch:
 
 
 def in_fp8(operands: Operands, fast: bool) -> Callable[..., Tensor]:
-    """Return one of FP8_OPS in fp8 as torch computes it: a function of the op's operands."""
+    """Return one of OPS in fp8 as torch computes it: a function of the op's operands."""
     problem, device = operands.problem, operands.device
     if problem.op == "linear":
         return partial(scaled_product, fast=fast, scales=scales_on(device))

@@ -25,7 +25,9 @@ MODES = "default", "max-autotune-no-cudagraphs"
 
 
 def unsupported(problem: Problem, device: torch.device) -> str | None:
-    """Return why cublas.py cannot run an fp8 problem, or None."""
+    """Return why cublas.py cannot run an fp8 problem, or None; the definition of int8 is fp64."""
+    if problem["dtype"] == "int8":
+        return "expected 16 or 32 bits or fp8, found int8"
     return cublas.unsupported(problem, device) if problem["dtype"] == "fp8" else None
 
 

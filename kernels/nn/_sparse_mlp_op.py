@@ -5,7 +5,7 @@
     ffn_few          one launch, up to 64 tokens
     ffn_sparse       groups of eight tokens; the gate by torch, or as TwELL words
     ffn_step_sparse  the forward pass of training, in Triton; also for GPUs before Hopper
-    dense            three products in torch
+    dense            three products in torch, gate and up side by side, and a kernel for act(G) * U
 
 A plan reads the weights as they are, so writes to them need no new plan. It depends on the number
 of active units per token, which the first call of a layer counts in its X, rounded to a power of 2.
@@ -20,11 +20,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import relu
 
 from sparsebench.errors import Unsupported
 from sparsebench.kernels._common.capture import is_capturing
 from sparsebench.kernels._common.cuda import on_tape
+from sparsebench.kernels._common.elementwise import gated
 from sparsebench.kernels._common.selection import (
     Candidate,
     Earlier,
@@ -152,8 +152,10 @@ def operator_of(
 
     def _dense() -> list[Candidate]:
         def run(x: Tensor, wg: Tensor, wu: Tensor, wd_t: Tensor) -> Tensor:
-            gate = relu(x @ wg.t())
-            return (gate.square() if squared else gate) * (x @ wu.t()) @ wd_t
+            products = x.new_empty(len(x), 2 * n)
+            torch.mm(x, wg.t(), out=products[:, :n])
+            torch.mm(x, wu.t(), out=products[:, n:])
+            return gated(products, activation) @ wd_t
 
         return [Candidate("dense", NoConfig(), partial(InTorch, run))]
 

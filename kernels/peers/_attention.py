@@ -1,5 +1,8 @@
 """The mask, and lists in the block size of a library, for the peers of attention."""
 
+import torch
+
+from sparsebench.errors import Unsupported
 from sparsebench.formats._format import sides_of
 from sparsebench.formats.block_mask import BlockMask
 from sparsebench.formats.block_mask_converters import Lists, padded_lists
@@ -25,6 +28,12 @@ def cut(mask: BlockMask, side: int) -> BlockMask:
 def lists_in(mask: BlockMask, heads: int, side: int) -> Lists:
     """Return padded lists of full blocks of `side`, for each head."""
     return padded_lists(cut(mask, side), heads, partial=False)
+
+
+def require_keys(mask: BlockMask) -> None:
+    """Raise Unsupported if a block of queries has no block of keys."""
+    if not bool(torch.diff(mask.offsets).all()):
+        raise Unsupported("expected a block of keys for every query, found queries without one")
 
 
 def unsupported_blocks(problem: Problem, side: int) -> str | None:

@@ -42,9 +42,10 @@ ALIGNMENT = 16  # bytes: of structures, and of matrices
 MOST_WORKSPACE = 2**30  # bytes; k in parts with many tokens would need up to 7 GB
 
 # library_types.h, cusparse.h, cusparseLt.h
-TYPES = {torch.float16: 2, torch.bfloat16: 14, torch.float8_e4m3fn: 28}
+TYPES = {torch.int8: 3, torch.float16: 2, torch.bfloat16: 14, torch.float8_e4m3fn: 28}
 ORDERS: Mapping[Order, int] = {"columns": 1, "rows": 2}
-HALF_SPARSE, FP32_SUMS, DEFAULT, IS_A, AS_IT_IS, TRANSPOSED = 0, 2, 0, 1, 0, 1
+HALF_SPARSE, DEFAULT, IS_A, AS_IT_IS, TRANSPOSED = 0, 0, 1, 0, 1
+INT32_SUMS, FP32_SUMS = 0, 2
 CONFIG, LAST_CONFIG, SPLIT_K, SPLIT_K_MODE = 0, 1, 3, 4  # cusparseLtMatmulAlgAttribute_t
 
 P = c_void_p
@@ -215,7 +216,7 @@ def compress(w: Tensor) -> Weight:
 
 
 class Plan:
-    """A product that is ready to run: `plan(b, d)` enqueues D = W @ B + beta * D.
+    """A product that is ready to run: `plan(b, d)` enqueues D = scale * W @ B + beta * D.
 
     weight     compressed W, which the plan keeps alive
     b, d       layouts of B and D; each call passes their pointers
@@ -224,7 +225,13 @@ class Plan:
     """
 
     def __init__(
-        self, weight: Weight, b: Matrix, d: Matrix, algorithm: Algorithm, beta: float = 0.0
+        self,
+        weight: Weight,
+        b: Matrix,
+        d: Matrix,
+        algorithm: Algorithm,
+        beta: float = 0.0,
+        scale: float = 1.0,
     ) -> None:
         """Describe, choose the algorithm and plan. Raises CusparseLtError if refused."""
         self.weight, device = weight, weight.compressed.device
@@ -240,7 +247,8 @@ class Plan:
         ops = AS_IT_IS, TRANSPOSED if b.transposed else AS_IT_IS
         of_b, of_d = self.matrices
         operands = weight.descriptor, of_b, of_d, of_d
-        lt("MatmulDescriptorInit", handle, self.product, *ops, *operands, FP32_SUMS)
+        sums = INT32_SUMS if b.dtype == torch.int8 else FP32_SUMS
+        lt("MatmulDescriptorInit", handle, self.product, *ops, *operands, sums)
         lt("MatmulAlgSelectionInit", handle, self.selection, self.product, DEFAULT)
         structures.append(("MatmulAlgSelectionDestroy", self.selection))
         for attribute, value in (
@@ -252,18 +260,18 @@ class Plan:
                 self._set(attribute, value)
         lt("MatmulPlanInit", handle, self.plan, self.product, self.selection)
         structures.append(("MatmulPlanDestroy", self.plan))
-        self.scalars = ctypes.c_float(1.0), ctypes.c_float(beta)
+        self.scalars = ctypes.c_float(scale), ctypes.c_float(beta)
         self.workspace = self._workspace()
 
     def __call__(self, b: Tensor, d: Tensor, search: bool = False) -> None:
         """Enqueue the product on the current stream; `search` lets the library time algorithms."""
         room = torch.empty(max(self.workspace, 1), dtype=torch.uint8, device=self.device)
         stream = c_void_p(torch.cuda.current_stream(self.device).cuda_stream)
-        one, beta = self.scalars
+        scale, beta = self.scalars
         matrices = self.weight.compressed.data_ptr(), b.data_ptr()
         self.library(
             "MatmulSearch" if search else "Matmul",
-            *(self.handle, self.plan, byref(one), *matrices, byref(beta)),
+            *(self.handle, self.plan, byref(scale), *matrices, byref(beta)),
             *(d.data_ptr(), d.data_ptr(), room.data_ptr(), byref(stream), 1),
         )
 

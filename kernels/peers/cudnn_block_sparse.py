@@ -1,12 +1,18 @@
 """Block-sparse attention of NVIDIA's cudnn-frontend, whose kernels are made by the CuTe DSL.
 
-Its kernels for Hopper have blocks of 64, so larger blocks are cut into blocks of 64, which hold the
-same mask. They support no causal mask. The backward pass supports only bf16, D = 128 and as many
-key heads as heads.
-Source: python/cudnn/block_sparse_attention/api.py of NVIDIA/cudnn-frontend.
+Its kernels for Hopper have blocks of 64 and of 128. Other blocks are cut into those, which hold the
+same mask; if both sides fit, both are timed. They support no causal mask. The backward pass
+supports only bf16, D = 128 and as many key heads as heads.
+
+A fixed count of blocks is a constant of the kernel of 128. For the kernel of 64 it would fill a
+tensor in every call, so that one gets the counts. Splitting the lists pays if the keys and values
+of a head exceed the L2 cache (its authors: 20 % at 64 MB), and so is tried from a third of it on.
+Source: python/cudnn/block_sparse_attention/_interface.py of cudnn-frontend 1.32.0.
 """
 
 from importlib import import_module
+from itertools import product
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,8 +24,10 @@ from sparsebench.kernels.dense._sdpa import by_token
 from sparsebench.kernels.peers._attention import lists_in, mask_of, unsupported_blocks
 from sparsebench.results.record import Problem
 
-SIDE = 64
-SPLITS = 1, 2, 4, 8  # parts of a list, for K and V that exceed the L2 cache
+SIDES = 128, 64
+SPLITS = 1, 2, 4, 8  # parts of a list
+LARGE = 16 * 1024 * 1024  # bytes of K and V of a head
+Lists = dict[str, Any]
 
 
 def unsupported(problem: Problem, device: torch.device) -> str | None:
@@ -27,7 +35,7 @@ def unsupported(problem: Problem, device: torch.device) -> str | None:
         return f"head_dim: expected 64, 96 or 128, found {problem['head_dim']}"
     package = "cudnn", "nvidia-cudnn-frontend"
     reason = unmet(problem, device, HOPPER, "fp16", "bf16", package=package)
-    return reason or unsupported_blocks(problem, SIDE)
+    return reason or unsupported_blocks(problem, min(SIDES))
 
 
 def unsupported_backward(problem: Problem, device: torch.device) -> str | None:
@@ -40,52 +48,58 @@ def unsupported_backward(problem: Problem, device: torch.device) -> str | None:
 
 
 def prepare(operands: Operands) -> Launch:
-    """Cut the lists; time several numbers of splits, and keep the fastest."""
+    """Cut the lists; time both sides of blocks and several splits, and keep the fastest."""
     attend = import_module("cudnn").block_sparse_attention_forward
     (q, k, v), problem = by_token(operands, "q", "k", "v"), operands.problem
-    counts, index = lists_in(mask_of(operands), problem["heads"], SIDE)
+    lists = lists_by_side(operands)
 
-    def run(kv_splits: int) -> Tensor:
-        results = attend(
-            *(q, k, v, index),
-            q2k_block_nums=counts,
-            sparse_block_size=SIDE,
-            allow_empty_block_nums=True,
-            softmax_scale=problem["scale"],
-            layout="bshd",
-            kv_splits=kv_splits,
-        )
-        o: Tensor = results["o_tensor"]
+    def run(side: int, kv_splits: int) -> Tensor:
+        options = {"softmax_scale": problem["scale"], "layout": "bshd", "kv_splits": kv_splits}
+        o: Tensor = attend(q, k, v, **lists[side], **options)["o_tensor"]
         return o.reshape(q.shape[0] * q.shape[1], -1)
 
-    return fastest_choice(run, [{"kv_splits": splits} for splits in SPLITS], operands)
+    large = 2 * k[0, :, 0].nbytes >= LARGE
+    ways = product(lists, SPLITS if large else SPLITS[:1])
+    return fastest_choice(run, [{"side": s, "kv_splits": n} for s, n in ways], operands)
 
 
 def prepare_backward(operands: Operands) -> Launch:
-    """Cut the lists; the gradients are written where the output has them."""
+    """Cut the lists; the gradients are written where the output has them. Both sides are timed."""
     differentiate = import_module("cudnn").block_sparse_attention_backward
     q, k, v, o, do = by_token(operands, "q", "k", "v", "o", "do")
     problem = operands.problem
-    counts, index = lists_in(mask_of(operands), problem["heads"], SIDE)
+    lists = lists_by_side(operands)
+    for of_side in lists.values():
+        of_side.pop("allow_empty_block_nums")
     lse = operands.activations["lse"].view(q.shape[0], problem["heads"], -1)
     rows = [x.numel() // problem["head_dim"] for x in (q, k, v)]
     out = q.new_empty(sum(rows), problem["head_dim"])
     dq, dk, dv = (part.view(x.shape) for part, x in zip(out.split(rows), (q, k, v), strict=True))
 
-    def run() -> Tensor:
-        differentiate(
-            *(do, q, k, v, o, lse, index),
-            q2k_block_nums=counts,
-            softmax_scale=problem["scale"],
-            dq_tensor=dq,
-            dk_tensor=dk,
-            dv_tensor=dv,
-            sparse_block_size=SIDE,
-            layout="bshd",
-        )
+    def run(side: int) -> Tensor:
+        options = {"softmax_scale": problem["scale"], "layout": "bshd"}
+        gradients = {"dq_tensor": dq, "dk_tensor": dk, "dv_tensor": dv}
+        differentiate(do, q, k, v, o, lse, **lists[side], **gradients, **options)
         return out
 
-    return Launch(run)
+    return fastest_choice(run, [{"side": side} for side in lists], operands)
+
+
+def lists_by_side(operands: Operands) -> dict[int, Lists]:
+    """Return the arguments for the lists, by the side of the kernel's blocks."""
+    problem, by_side = operands.problem, {}
+    for side in SIDES:
+        if unsupported_blocks(problem, side) is None:
+            counts, index = lists_in(mask_of(operands), problem["heads"], side)
+            fewest, most = int(counts.min()), int(counts.max())
+            fixed = side == max(SIDES) and fewest == most > 0
+            by_side[side] = {
+                "q2k_block_index": index,
+                "q2k_block_nums": None if fixed else counts,
+                "sparse_block_size": side,
+                "allow_empty_block_nums": fewest == 0,
+            }
+    return by_side
 
 
 KERNEL = Kernel("attention", "block_mask", "cuda", prepare, unsupported)

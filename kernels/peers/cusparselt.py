@@ -27,7 +27,8 @@ In fp16 with Y by columns, algorithms from number 34 or 36 on raise an illegal i
 So for these layouts neither that search nor algorithms from TRAPS on are tried.
 
 In 8 bits the library multiplies only along the contiguous k of W and X. It refuses some of the
-other layouts, and W by columns ends the process (0.8.0 and 0.10.0), so they are not tried.
+other layouts, and W by columns ends the process (0.8.0 and 0.10.0), so they are not tried. In int8
+it scales the exact sums, and rounds them to int8 in the same call.
 
 `search: false` takes the default algorithm with all operands in place, like
 torch.sparse.to_sparse_semi_structured. Plans are made in `prepare` (_cusparselt.py).
@@ -49,16 +50,21 @@ from torch import Tensor
 from sparsebench.errors import Unsupported
 from sparsebench.formats.spense import Spense
 from sparsebench.kernels._common.search import Search, finalists, part_of, search
-from sparsebench.kernels._kernel import DTYPES, Kernel, Launch, Operands, output_dtype
-from sparsebench.kernels.dense.cublas import unsupported_fp8
+from sparsebench.kernels._kernel import DTYPES, Kernel, Launch, Operands, output_dtype, sum_scale
+from sparsebench.kernels.dense.cublas import unsupported_8_bits
 from sparsebench.kernels.peers import _cusparselt
 from sparsebench.kernels.peers._cusparselt import Algorithm, CusparseLtError, Matrix, Order, Plan
 from sparsebench.kernels.peers._padding import Tokens, multiple_of, padded
 from sparsebench.results.record import Problem
 
 LAYOUTS: tuple[Order, ...] = "rows", "columns"
-MULTIPLES = {"fp16": 16, "bf16": 16, "fp8": 32}  # n and k must be multiples of these
-TOKEN_MULTIPLES = {torch.float16: 8, torch.bfloat16: 8, torch.float8_e4m3fn: 16}
+MULTIPLES = {"fp16": 16, "bf16": 16, "fp8": 32, "int8": 32}  # n and k must be multiples of these
+TOKEN_MULTIPLES = {
+    torch.float16: 8,
+    torch.bfloat16: 8,
+    torch.float8_e4m3fn: 16,
+    torch.int8: 16,
+}
 STAGES = "layouts", "algorithms", "splits"  # stages of the search
 BEST = 3  # algorithms whose splits are timed
 MORE_TOKENS = 128, 256  # tokens that fewer may be padded to
@@ -89,15 +95,16 @@ class Product:
 
 @dataclass(frozen=True)
 class Call:
-    """The operands of a product: W by layout, X [m, k], the stride of Y's rows, and beta.
+    """The operands of a product: W by layout, X [m, k], the stride of Y's rows, beta and scale.
 
-    `buffers` are the padded tokens, by their number of rows.
+    `scale` multiplies the sums, and `buffers` are the padded tokens, by their number of rows.
     """
 
     w: Callable[[Order], _cusparselt.Weight]
     x: Tensor
     y_stride: int
     beta: float = 0.0
+    scale: float = 1.0
     buffers: dict[int, Tokens] = field(default_factory=dict)
 
     def tokens(self, way: Way) -> Tokens:
@@ -132,7 +139,7 @@ def unsupported(problem: Problem, device: torch.device) -> str | None:
         _cusparselt.library()
     except Unsupported as error:
         return str(error)
-    return unsupported_fp8(device) if dtype == "fp8" else None
+    return unsupported_8_bits(dtype, device) if DTYPES[dtype].itemsize == 1 else None
 
 
 def prepare(operands: Operands, *, search: bool = True) -> Launch:
@@ -146,7 +153,8 @@ def prepare(operands: Operands, *, search: bool = True) -> Launch:
         split = f"{list(w.sparse_shape)} of {list(w.shape)}; use cusparselt_hybrid"
         raise Unsupported(f"cuSPARSELt expected all of W to be 2:4, found {split}")
     n = w.shape[0]
-    target = Call(compressed(w.to_dense()), x, n)
+    scale = sum_scale(operands.problem["dtype"], w.shape[1])
+    target = Call(compressed(w.to_dense()), x, n, scale=scale)
     fastest, choice, candidates = choose(target, n, search, operands.pinned, operands.timed)
 
     def run() -> Tensor:
@@ -216,7 +224,7 @@ def choose(
 
 def layouts(dtype: torch.dtype) -> list[Way]:
     """Return every combination of layouts, those of the default first."""
-    if dtype == DTYPES["fp8"]:
+    if dtype.itemsize == 1:
         return [Way(), Way(y_layout="rows")]
     every = [Way(w_layout=w, x_layout=x, y_layout=y) for w, x, y in product(*[LAYOUTS] * 3)]
     return [Way(), *(way for way in every if way != Way())]
@@ -246,7 +254,7 @@ def plan_of(target: Call, way: Way) -> Plan:
     b = Matrix(k, m, stride if way.x_layout == "columns" else m, way.x_layout, x.dtype)
     y_stride = target.y_stride if way.y_layout == "columns" else m
     d = Matrix(weight.dense.rows, m, y_stride, way.y_layout, target.output)
-    return Plan(weight, b, d, way, target.beta)
+    return Plan(weight, b, d, way, target.beta, target.scale)
 
 
 def call_of(target: Call, way: Way, plan: Plan) -> Callable[[Tensor], None]:

@@ -25,11 +25,13 @@ from torch import Tensor
 
 from sparsebench.errors import Unsupported
 from sparsebench.formats.spense import Spense
+from sparsebench.kernels._common.requirements import unsupported_dtype
 from sparsebench.kernels._common.search import search as search_calls
 from sparsebench.kernels._kernel import DTYPES, Kernel, Launch, Operands
 from sparsebench.kernels.dense._gemm import LIBRARIES, preferred, scaled_product
 from sparsebench.kernels.peers import cusparselt
 from sparsebench.kernels.peers._cusparselt import CusparseLtError
+from sparsebench.results.record import Problem
 
 Join = Literal["in place", "copied", "dense adds", "sparse adds"]
 
@@ -137,4 +139,9 @@ def _dense(parts: Parts, way: Way, out: Tensor | None = None) -> Tensor:
     return scaled_product(parts.w, parts.x, way.use_fast_accum, out)
 
 
-KERNEL = Kernel("linear", "spense", "cuda", prepare, cusparselt.unsupported)
+def unsupported(problem: Problem, device: torch.device) -> str | None:
+    wrong = unsupported_dtype(problem, "fp16", "bf16", "fp8")  # torch cannot add products of int8
+    return wrong or cusparselt.unsupported(problem, device)
+
+
+KERNEL = Kernel("linear", "spense", "cuda", prepare, unsupported)

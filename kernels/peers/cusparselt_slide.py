@@ -12,7 +12,7 @@ from torch import Tensor
 from sparsebench.errors import Unsupported
 from sparsebench.formats.slide import Slide
 from sparsebench.kernels._common.lift import lifting
-from sparsebench.kernels._kernel import Kernel, Launch, Operands
+from sparsebench.kernels._kernel import Kernel, Launch, Operands, sum_scale
 from sparsebench.kernels.peers import cusparselt
 
 
@@ -33,7 +33,9 @@ def lifted_launch(operands: Operands, w: Slide, search: bool) -> Launch:
         raise Unsupported(f"expected contiguous rows of pairs, found strides {list(x.stride())}")
     lift = lifting(x, w)
     lift()
-    target = cusparselt.Call(cusparselt.compressed(w.lifted.to_dense()), lift.out, n)
+    scale = sum_scale(operands.problem["dtype"], w.shape[1])
+    compressed = cusparselt.compressed(w.lifted.to_dense())
+    target = cusparselt.Call(compressed, lift.out, n, scale=scale)
     before = operands.pinned, operands.timed
     fastest, choice, candidates = cusparselt.choose(target, n, search, *before)
 

@@ -1,9 +1,10 @@
 """Block-sparse attention of FlashAttention 4, whose kernels are made by the CuTe DSL. Forward only.
 
-On Hopper its tiles of heads up to 128 have 128 keys, and 128 queries divide every list, so larger
-blocks are cut into blocks of 128, which hold the same mask. It refuses smaller ones. A partial
-block would need its rule in the CuTe DSL, so causal masks are unsupported here.
-Source: flash_attn/cute/interface.py and block_sparsity.py of Dao-AILab/flash-attention.
+On Hopper a tile has as many keys as a block, at most 128, and 64 or 128 queries. So larger blocks
+are cut into blocks of 128, or of 64 where those do not fit, which hold the same mask. It refuses
+fewer than 64 queries. A partial block would need its rule in the CuTe DSL, so causal masks are
+unsupported here.
+Source: flash_attn/cute/interface.py and block_sparsity.py of flash-attn-4 4.0.0b36.
 """
 
 from importlib import import_module
@@ -20,12 +21,12 @@ from sparsebench.kernels.dense._sdpa import by_token
 from sparsebench.kernels.peers._attention import cut, mask_of, unsupported_blocks
 from sparsebench.results.record import Problem
 
-SIDE = 128
+SIDES = 128, 64
 PACKAGE = "flash_attn", "flash-attn-4"
 
 
 def unsupported(problem: Problem, device: torch.device) -> str | None:
-    return unsupported_heads(problem, device) or unsupported_blocks(problem, SIDE)
+    return unsupported_heads(problem, device) or unsupported_blocks(problem, min(SIDES))
 
 
 def unsupported_heads(problem: Problem, device: torch.device) -> str | None:
@@ -36,9 +37,10 @@ def unsupported_heads(problem: Problem, device: torch.device) -> str | None:
 
 def prepare(operands: Operands) -> Launch:
     """Cut the lists. Raises Unsupported if flash_attn is an older version."""
-    lists = to_fa4(cut(mask_of(operands), SIDE), operands.problem["heads"])
+    side = next(side for side in SIDES if unsupported_blocks(operands.problem, side) is None)
+    lists = to_fa4(cut(mask_of(operands), side), operands.problem["heads"])
     sparsity = module("flash_attn.cute.block_sparsity").BlockSparseTensorsTorch
-    return attention(operands, block_sparse_tensors=sparsity(*lists, block_size=(SIDE, SIDE)))
+    return attention(operands, block_sparse_tensors=sparsity(*lists, block_size=(side, side)))
 
 
 def module(name: str) -> Any:

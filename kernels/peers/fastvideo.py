@@ -1,9 +1,10 @@
 """Video sparse attention of FastVideo: a ThunderKittens kernel for Hopper, with blocks of 64.
 
-Larger blocks are cut into blocks of 64, which hold the same mask. The kernel reads [batch, heads,
-tokens, D] and its scale is D ** -0.5; copies from token-major q, k and v are timed with it. Without
-its compiled extension the package runs Triton, so this peer requires the extension.
-Source: fastvideo_kernel/block_sparse_attn.py of hao-ai-lab/FastVideo.
+Larger blocks are cut into blocks of 64, which hold the same mask. The kernel reads [1, heads,
+tokens, D] and its scale is D ** -0.5; copies from token-major q, k and v are timed with it. It
+loads a first block of every list, so an empty list would attend to block 0. Without its compiled
+extension the package runs Triton, so this peer requires the extension.
+Source: csrc/attention/block_sparse_h100.cu of fastvideo-kernel 0.3.1, hao-ai-lab/FastVideo.
 """
 
 from importlib import import_module
@@ -15,7 +16,12 @@ from sparsebench.errors import Unsupported
 from sparsebench.kernels._common.requirements import HOPPER, unmet
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
 from sparsebench.kernels.dense._sdpa import by_head
-from sparsebench.kernels.peers._attention import lists_in, mask_of, unsupported_blocks
+from sparsebench.kernels.peers._attention import (
+    lists_in,
+    mask_of,
+    require_keys,
+    unsupported_blocks,
+)
 from sparsebench.results.record import Problem
 
 SIDE = 64
@@ -25,9 +31,8 @@ def unsupported(problem: Problem, device: torch.device) -> str | None:
     d = problem["head_dim"]
     if d not in (64, 128):
         return f"head_dim: expected 64 or 128, found {d}"
-    if problem["heads"] != problem["kv_heads"]:
-        heads = f"{problem['kv_heads']} and {problem['heads']}"
-        return f"expected as many key heads as heads, found {heads}"
+    if problem["batch"] != 1:
+        return f"expected one sequence, found {problem['batch']}"
     if problem["scale"] not in (None, d**-0.5):
         return f"scale: expected head_dim ** -0.5, found {problem['scale']}"
     package = "fastvideo_kernel", "fastvideo-kernel"
@@ -36,7 +41,8 @@ def unsupported(problem: Problem, device: torch.device) -> str | None:
 
 
 def prepare(operands: Operands) -> Launch:
-    """Cut the lists. Raises Unsupported without the compiled extension."""
+    """Cut the lists. Raises Unsupported without the compiled extension, or for an empty list."""
+    require_keys(mask_of(operands))
     try:
         compiled = import_module("fastvideo_kernel._C.fastvideo_kernel_ops")
     except ImportError as error:
@@ -48,7 +54,7 @@ def prepare(operands: Operands) -> Launch:
 
     def run() -> Tensor:
         o: Tensor = attend(*(x.contiguous() for x in (q, k, v)), index, counts, sizes)[0]
-        return o.transpose(1, 2).reshape(q.shape[0] * q.shape[2], -1)
+        return o[0].transpose(0, 1).reshape(problem["m"], -1)
 
     return Launch(run)
 

@@ -2,9 +2,14 @@
 
 VariableBlockSparseAttentionWrapper makes a list of keys for each block of queries in `plan`, which
 is not timed, and reads q, k and v head by head, so their copies are timed with the launch. It
-supports no partial blocks, and nvcc compiles its kernels at the first plan. Its backends for Hopper
-are fa2 and fa3; both are timed.
-Source: flashinfer/sparse.py of flashinfer-ai/flashinfer.
+supports no partial blocks, and nvcc compiles its kernels at the first plan or call. Its backends
+for Hopper are all timed:
+
+    fa2, fa3  any blocks: a list of tokens
+    cake      bf16, D = 128, as many key heads as heads, 1 to 64 blocks of 64 per block of queries;
+              larger blocks are cut into those. The wrapper never chooses it by itself.
+
+Source: flashinfer/sparse.py and cake_vsa_sm90.py of FlashInfer 0.7.2.
 """
 
 from functools import partial
@@ -20,11 +25,17 @@ from sparsebench.kernels._common.requirements import unsupported_dtype, unsuppor
 from sparsebench.kernels._common.search import fastest_call, pinned_or
 from sparsebench.kernels._kernel import DTYPES, Kernel, Launch, Operands
 from sparsebench.kernels.dense._sdpa import by_head
-from sparsebench.kernels.peers._attention import mask_of, unsupported_causal
+from sparsebench.kernels.peers._attention import (
+    cut,
+    mask_of,
+    unsupported_blocks,
+    unsupported_causal,
+)
 from sparsebench.results.record import Problem
 
 WORKSPACE = 128 * 1024 * 1024  # bytes, as FlashInfer recommends
-BACKENDS = "fa2", "fa3"
+BACKENDS = "fa2", "fa3", "cake"
+CAKE_SIDE = 64
 
 
 def unsupported(problem: Problem, device: torch.device) -> str | None:
@@ -43,31 +54,37 @@ def unsupported(problem: Problem, device: torch.device) -> str | None:
 
 
 def prepare(operands: Operands) -> Launch:
-    """Plan with both backends, and keep the fastest that runs. Raises Unsupported."""
+    """Plan with every backend, and keep the fastest that runs. Raises Unsupported."""
     wrapper_of = import_module("flashinfer").VariableBlockSparseAttentionWrapper
     problem, (q, k, v) = operands.problem, by_head(operands, "q", "k", "v")
-    lists = to_flashinfer_variable(mask_of(operands), problem["kv_heads"])
+    mask = mask_of(operands)
     heads = problem["heads"], problem["kv_heads"], problem["head_dim"]
+    shape = problem["kv_heads"] * problem["m"], problem["heads"] // problem["kv_heads"], heads[2]
+    out = q.new_empty(shape)  # cake needs it in a CUDA graph
+
+    def run(wrapper: Any, backend: str) -> Tensor:
+        # fa2 and fa3 copy what is not contiguous themselves, once.
+        views = [x[0].contiguous() if backend == "cake" else x[0] for x in (q, k, v)]
+        o: Tensor = wrapper.run(*views, out=out)
+        return o.transpose(0, 1).reshape(problem["m"], -1)
+
     options = {"sm_scale": problem["scale"], "q_data_type": DTYPES[problem["dtype"]]}
-    wrappers, choices, reasons = [], [], []
+    calls, choices, reasons = [], [], []
     for choice in pinned_or([{"backend": backend} for backend in BACKENDS], operands):
         workspace = torch.empty(WORKSPACE, dtype=torch.uint8, device=operands.device)
-        wrapper = wrapper_of(workspace, **choice)
         try:
+            wrapper = wrapper_of(workspace, **choice)
+            smaller = choice["backend"] == "cake" and not unsupported_blocks(problem, CAKE_SIDE)
+            blocks = cut(mask, CAKE_SIDE) if smaller else mask
+            lists = to_flashinfer_variable(blocks, problem["kv_heads"])
             wrapper.plan(*lists, *heads, **options)
         except (RuntimeError, ValueError, AssertionError) as error:
             reasons.append(f"{choice['backend']}: {error}".splitlines()[0])
             continue
-        wrappers.append(wrapper)
+        calls.append(partial(run, wrapper, choice["backend"]))
         choices.append(choice)
-    if not wrappers:
+    if not calls:
         raise Unsupported("; ".join(reasons))
-
-    def run(wrapper: Any) -> Tensor:
-        o: Tensor = wrapper.run(*(x[0].contiguous() for x in (q, k, v)))
-        return o.transpose(0, 1).reshape(problem["m"], -1)
-
-    calls = [partial(run, wrapper) for wrapper in wrappers]
     return fastest_call(calls, choices, operands.device)
 
 

@@ -13,14 +13,13 @@ from torch import Tensor
 
 from sparsebench.errors import Unsupported
 from sparsebench.formats.slide import Slide
-from sparsebench.formats.spense import DTYPES
 from sparsebench.kernels._common.cuda import BoundKernel, compile_ahead
 from sparsebench.kernels._common.lift import lifting
 from sparsebench.kernels._common.search import fastest_launch
 from sparsebench.kernels._common.tuned_table import Sizes, Tuned, choose
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
 from sparsebench.kernels.spense import _operands, spense_wgmma
-from sparsebench.kernels.spense.spense_wgmma import Config, constants_of
+from sparsebench.kernels.spense.spense_wgmma import DTYPES, Config, constants_of
 
 
 @dataclass(frozen=True)

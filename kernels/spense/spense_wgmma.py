@@ -34,10 +34,11 @@ import torch
 from torch import Tensor
 
 from sparsebench.errors import Unsupported
-from sparsebench.formats.spense import DTYPES, ROW_BYTES, ROWS, VALUE_BYTES, Spense
+from sparsebench.formats.spense import ROW_BYTES, ROWS, VALUE_BYTES, Spense
 from sparsebench.kernels._common.capture import is_capturing, keep
 from sparsebench.kernels._common.cuda import (
     ADDRESSES,
+    HALVES,
     Arguments,
     BoundKernel,
     Constants,
@@ -60,6 +61,7 @@ from sparsebench.kernels.spense import _clusters, _operands
 from sparsebench.kernels.spense._operands import sizes_of, weight_of
 from sparsebench.kernels.spense._stream_k import schedule, tiles_of
 
+DTYPES = *HALVES, torch.float8_e4m3fn
 TOKENS = 16, 32, 48, 64, 80, 96, 112, 128, 256
 POWERS = 16, 32, 64, 128, 256
 BOX = ROW_BYTES // 2  # columns of a box of X or Y, counted in 16 bits

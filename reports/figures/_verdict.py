@@ -17,7 +17,6 @@ from sparsebench.results.statistics import MOST, IntervalKind
 
 
 def any_verdict(cases: pd.DataFrame) -> bool:
-    """Return whether any case has a verdict."""
     return bool(cases.outcome.isin(VERDICTS).any())
 
 

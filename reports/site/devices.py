@@ -1,7 +1,7 @@
 """Compare devices: one page for each suite that ran on several of them.
 
     compare/index.html    the suites
-    compare/SUITE.html    the device with the most cases comes first
+    compare/SUITE.html    the devices by name, each compared with the first
     compare/SUITE.json    the same for a script, with the names of the runs
 
 Each device is represented by its run with the most processes, and by the newest if several have as
@@ -55,7 +55,7 @@ def find_devices(cards: Sequence[Card]) -> list[Devices]:
         first, *others = sorted(of_device.values(), key=_rank)
         shared = [card for card in others if _timed_cases(card) & _timed_cases(first)]
         if shared:
-            suites.append(Devices(suite, [first, *shared][:MOST]))
+            suites.append(Devices(suite, sorted([first, *shared][:MOST], key=_name)))
     return suites
 
 
@@ -97,6 +97,10 @@ def _mean_times(data: dict[str, Any]) -> str:
 
 def _rank(card: Card) -> tuple[int, str]:
     return -len(card.lines), card.gpu
+
+
+def _name(card: Card) -> str:
+    return card.gpu
 
 
 def _timed_cases(card: Card) -> set[tuple[str, ...]]:

@@ -4,7 +4,7 @@
                     and how it differs from the line above
 
 Only verdicts count. A case is listed if its kernel won a contest against every other one in one of
-the runs; a run's headline cases come first. Every interval includes the variation between cards,
+the runs; a run's headline cases come first. Every interval includes the variation between runs,
 also that of a difference on two cards; `compare` shows the cause of a difference.
 """
 

@@ -49,7 +49,12 @@ def pages(cards: Sequence[Card], site: Site) -> Iterator[tuple[str, str]]:
     links = {_key(card.gpu, card.name): f"{card.address}/" for card in cards}
     gpus = sorted(evidence.layers.gpus, reverse=True)
     answers = [advise(evidence, *case) for case in product(MODELS, gpus, TOKENS)]
-    common = [note for note in answers[0].notes if all(note in each.notes for each in answers)]
+    losses = {loss.text for loss in evidence.losses}  # stand below each answer that shows a loss
+    common = [
+        note
+        for note in answers[0].notes
+        if note not in losses and all(note in each.notes for each in answers)
+    ]
     steps = [
         [
             step.run,

@@ -20,7 +20,7 @@ const show = (wanted, changed) => {
   const best = scores.indexOf(Math.max(...scores));
   views.forEach((view, i) => (view.hidden = i !== best));
   for (const [name, value] of Object.entries(choices[best])) if (choose.elements[name]) choose.elements[name].value = value;
-  const missed = Object.entries(wanted).filter(([name, value]) => choices[best][name] !== value && (!changed || name === changed));
+  const missed = Object.entries(wanted).filter(([name, value]) => choices[best][name] !== value);
   const said = missed.map(([name, value]) => `${name} ${value}`).join(", ");
   choose.querySelector("output").textContent = said ? `Nothing was measured at ${said}, so this is the nearest choice.` : "";
   return choices[best];

@@ -102,7 +102,6 @@ class Verdict:
 
     @property
     def sentence(self) -> str:
-        """Return the verdict as a sentence."""
         return f"{self.word.capitalize()} {self.rest}"
 
     @property

@@ -123,7 +123,7 @@ def load(folder: str, name: str) -> Any:
     places, constant = modules(folder), CONSTANTS[folder]
     if name not in places and "." not in name and ":" not in name:
         kind = folder.rpartition(".")[2].removesuffix("s")
-        raise SuiteError(unknown(f"a known {kind}", name, places))
+        raise SuiteError(unknown(f"a known {kind} or module:{constant}", name, places))
     place = places.get(name, name)
     if not PLACE.fullmatch(place):
         raise SuiteError(f"{name}: expected package.module or package.module:NAME")
@@ -190,7 +190,7 @@ def unknown(expected: str, name: str, names: Iterable[str], lister: str = "list"
 
     `lister` is the command that prints all.
 
-    `expected a known format, found 'bsrr' (did you mean bsr?)`
+    `expected a known format or module:FORMAT, found 'bsrr' (did you mean bsr?)`
     """
     every = [*names]
     listed = f"one of {', '.join(every)}" if len(every) <= FEW else f"see sparsebench {lister}"

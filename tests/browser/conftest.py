@@ -101,13 +101,14 @@ def show(browser: Any) -> Iterator[Show]:
 
 @pytest.fixture(scope="session")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Return a simulated run, whose title attacks the page, and three published ones."""
+    """Return a simulated run, whose title attacks the page, and published ones of each op."""
     folder = tmp_path_factory.mktemp("runs")
     suite = folder / "attack.yaml"
     suite.write_text(SIMULATED)
     done = sparsebench("run", suite, "--device", "sim", "--replicates", 2, "--out", folder / "sim")
     assert done.returncode == 0, done.stderr
-    names = "ffn-step", "sparsity-4096", "sparsity-4096-confirmed"
+    names = ["ffn-step", "sparsity-4096", "sparsity-4096-confirmed"]
+    names += ["spense-prefill", "decoder-whole", "attention-2017"]
     return [folder / "sim", *(PUBLISHED / "nvidia-h200" / name for name in names)]
 
 

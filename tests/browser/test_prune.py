@@ -43,6 +43,13 @@ def test_a_select_shows_one_answer(page: Path, show: Any) -> None:
     assert opened.locator(".advice:visible").get_attribute("id") == OTHER
 
 
+def test_an_answer_says_whose_losses_it_shows(page: Path, show: Any) -> None:
+    assert (
+        "Losses are those of gemma-3-270m"
+        in show(page).page.locator(".advice:visible").inner_text()
+    )
+
+
 def test_an_address_shows_one_answer_without_javascript(page: Path, browser: Any) -> None:
     context = browser.new_context(java_script_enabled=False)
     opened = context.new_page()

@@ -6,18 +6,18 @@ import sys
 import time
 
 import torch
-from declare import kernel, weight_and_input
+from declare import Run, kernel, prepare_linear, weight_and_input
+from torch import Tensor
 
 from sparsebench.kernels._kernel import Launch, Operands
 
 
-@kernel()
-def chatters(operands: Operands) -> Launch:
+@prepare_linear()
+def chatters(w: Tensor, x: Tensor) -> Run:
     """Be right, but print to stdout, from Python and below it."""
-    w, x = weight_and_input(operands)
     print('{"rows": "are not printed here"}')
     os.write(1, b"nor here\n")
-    return Launch(lambda: x @ w.T)
+    return lambda: x @ w.T
 
 
 @kernel()
@@ -35,10 +35,9 @@ def crashes(operands: Operands) -> Launch:
 CALLS = 80  # one in prepare, two checked, 66 looked at, two tried: the next are in a block
 
 
-@kernel()
-def crashes_later(operands: Operands) -> Launch:
+@prepare_linear()
+def crashes_later(w: Tensor, x: Tensor) -> Run:
     """Be right for 80 calls, then end the process while it is timed."""
-    w, x = weight_and_input(operands)
     calls = 0
 
     def run() -> object:
@@ -48,7 +47,7 @@ def crashes_later(operands: Operands) -> Launch:
             os._exit(7)
         return x @ w.T
 
-    return Launch(run)
+    return run
 
 
 @kernel()

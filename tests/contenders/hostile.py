@@ -11,7 +11,8 @@ from collections.abc import Callable
 
 import numpy as np
 import torch
-from declare import kernel, weight_and_input
+from declare import Run, kernel, prepare_linear, run_linear, weight_and_input
+from torch import Tensor
 
 from sparsebench.harness.bench import correctness as check
 from sparsebench.harness.bench import output_checks as checking
@@ -22,11 +23,10 @@ from sparsebench.harness.catalog import load_op
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
 
 
-@kernel()
-def caches_by_version(operands: Operands) -> Launch:
+@prepare_linear()
+def caches_by_version(w: Tensor, x: Tensor) -> Run:
     """Keep the output until the version counter of X changes."""
-    w, x = weight_and_input(operands)
-    answers: dict[int, torch.Tensor] = {}
+    answers: dict[int, Tensor] = {}
 
     def run() -> object:
         if x._version not in answers:
@@ -34,7 +34,7 @@ def caches_by_version(operands: Operands) -> Launch:
             answers[x._version] = x @ w.T
         return answers[x._version].clone()
 
-    return Launch(run)
+    return run
 
 
 @kernel()
@@ -52,10 +52,9 @@ def computes_the_draws(operands: Operands) -> Launch:
 CLOCKS = {"take", "time_together", "burst"}
 
 
-@kernel()
-def knows_its_caller(operands: Operands) -> Launch:
+@prepare_linear()
+def knows_its_caller(w: Tensor, x: Tensor) -> Run:
     """Work if the check calls, and return the old output if the clock does."""
-    w, x = weight_and_input(operands)
     answers: list[object] = []
 
     def run() -> object:
@@ -67,39 +66,33 @@ def knows_its_caller(operands: Operands) -> Launch:
             answers[:] = [x @ w.T]
         return answers[0]
 
-    return Launch(run)
+    return run
 
 
-class Lazy(torch.Tensor):
+class Lazy(Tensor):
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         tensors = [arg.product() if isinstance(arg, cls) else arg for arg in args]
         return func(*tensors, **(kwargs or {}))
 
 
-@kernel()
-def lazy(operands: Operands) -> Launch:
+@run_linear
+def lazy(w: Tensor, x: Tensor) -> object:
     """Return a tensor that is computed when it is read."""
-    w, x = weight_and_input(operands)
-
-    def run() -> object:
-        out = torch.empty(len(x), len(w), dtype=x.dtype, device=x.device).as_subclass(Lazy)
-        out.product = lambda: x @ w.T
-        return out
-
-    return Launch(run)
+    out = torch.empty(len(x), len(w), dtype=x.dtype, device=x.device).as_subclass(Lazy)
+    out.product = lambda: x @ w.T
+    return out
 
 
-@kernel()
-def looks_for_poison(operands: Operands) -> Launch:
+@prepare_linear()
+def looks_for_poison(w: Tensor, x: Tensor) -> Run:
     """Work if the output is filled with NaN, and otherwise return it unchanged."""
-    w, x = weight_and_input(operands)
     out = (x @ w.T).fill_(float("nan"))
 
     def run() -> object:
         return out.copy_(x @ w.T) if out[0, 0].isnan() else out
 
-    return Launch(run)
+    return run
 
 
 @kernel()
@@ -116,10 +109,9 @@ def odd_code(operands: Operands) -> Launch:
     return Launch(lambda: x @ w.T, code=object())  # type: ignore[arg-type]
 
 
-@kernel()
-def replaces_code_of_the_check(operands: Operands) -> Launch:
+@prepare_linear()
+def replaces_code_of_the_check(w: Tensor, x: Tensor) -> Run:
     """Give the check other code when called."""
-    w, x = weight_and_input(operands)
     yes = lambda out, expected: Verdict(None, 0.0, 0.0)  # noqa: E731
 
     def run() -> object:
@@ -127,23 +119,21 @@ def replaces_code_of_the_check(operands: Operands) -> Launch:
         check._judge.__globals__["Verdict"] = Verdict
         return x.new_zeros(len(x), len(w))
 
-    return Launch(run)
+    return run
 
 
-@kernel()
-def replaces_the_check(operands: Operands) -> Launch:
+@prepare_linear()
+def replaces_the_check(w: Tensor, x: Tensor) -> Run:
     """Replace the check by one that accepts everything."""
-    w, x = weight_and_input(operands)
     checking.check = lambda out, expected, pattern=None: Verdict(None, 0.0, 0.0)
-    return Launch(lambda: x.new_zeros(len(x), len(w)))
+    return lambda: x.new_zeros(len(x), len(w))
 
 
-@kernel()
-def replaces_the_clock(operands: Operands) -> Launch:
+@prepare_linear()
+def replaces_the_clock(w: Tensor, x: Tensor) -> Run:
     """Be right, but stop the clock."""
-    w, x = weight_and_input(operands)
     timing.perf_counter = lambda: 0.0
-    return Launch(lambda: x @ w.T)
+    return lambda: x @ w.T
 
 
 @kernel()
@@ -152,11 +142,10 @@ def returns_the_activations(operands: Operands) -> Launch:
     return Launch(lambda: operands.activations["x"])
 
 
-@kernel()
-def returns_the_weight(operands: Operands) -> Launch:
+@prepare_linear()
+def returns_the_weight(w: Tensor, x: Tensor) -> Run:
     """Return a view of W in the shape of the output."""
-    w, x = weight_and_input(operands)
-    return Launch(lambda: w.view(-1)[: len(x) * len(w)].view(len(x), len(w)))
+    return lambda: w.view(-1)[: len(x) * len(w)].view(len(x), len(w))
 
 
 @kernel(consumes="bsr")
@@ -168,49 +157,36 @@ def spoils_shared_values(operands: Operands) -> Launch:
     return Launch(lambda: x @ dense.T)
 
 
-@kernel(consumes="bsr")
-def spoils_shared_values_late(operands: Operands) -> Launch:
-    """Be right, but zero the shared blocks from the third call on."""
-    w, x = operands.weights["w"], operands.activations["x"]
-    values, dense, calls = w.arrays()["values"], w.to_dense().clone(), 0
+def spoils_after(right_calls: int) -> Kernel:
+    """Return a kernel that is right, but zeroes the shared blocks after so many calls."""
 
-    def run() -> object:
-        nonlocal calls
-        calls += 1
-        if calls > 2:
-            values.zero_()
-        return x @ dense.T
+    def prepare(operands: Operands) -> Launch:
+        w, x = operands.weights["w"], operands.activations["x"]
+        values, dense, calls = w.arrays()["values"], w.to_dense().clone(), 0
 
-    return Launch(run)
+        def run() -> object:
+            nonlocal calls
+            calls += 1
+            if calls > right_calls:
+                values.zero_()
+            return x @ dense.T
+
+        return Launch(run)
+
+    return kernel(consumes="bsr")(prepare)
 
 
-CALLS = 90  # more than before timing
-
-
-@kernel(consumes="bsr")
-def spoils_while_timed(operands: Operands) -> Launch:
-    """Be right, but zero the shared blocks after 90 calls."""
-    w, x = operands.weights["w"], operands.activations["x"]
-    values, dense, calls = w.arrays()["values"], w.to_dense().clone(), 0
-
-    def run() -> object:
-        nonlocal calls
-        calls += 1
-        if calls > CALLS:
-            values.zero_()
-        return x @ dense.T
-
-    return Launch(run)
+spoils_shared_values_late = spoils_after(2)
+spoils_while_timed = spoils_after(90)  # more calls than before timing
 
 
 LATER_S = 0.002
 WARM_UP = 71  # calls: as many as before the first sample
 
 
-@kernel()
-def works_in_a_thread(operands: Operands) -> Launch:
+@prepare_linear()
+def works_in_a_thread(w: Tensor, x: Tensor) -> Run:
     """Return at once; a thread writes the output later."""
-    w, x = weight_and_input(operands)
     out = x @ w.T
 
     def work() -> None:
@@ -221,13 +197,12 @@ def works_in_a_thread(operands: Operands) -> Launch:
         threading.Thread(target=work).start()
         return out
 
-    return Launch(run)
+    return run
 
 
-@kernel()
-def wrong_in_one_call_of_fifty(operands: Operands) -> Launch:
+@prepare_linear()
+def wrong_in_one_call_of_fifty(w: Tensor, x: Tensor) -> Run:
     """Be wrong in one call of fifty."""
-    w, x = weight_and_input(operands)
     calls = 0
 
     def run() -> object:
@@ -235,40 +210,33 @@ def wrong_in_one_call_of_fifty(operands: Operands) -> Launch:
         calls += 1
         return x @ w.T * (1.1 if calls % 50 == 0 else 1)
 
-    return Launch(run)
+    return run
 
 
-@kernel()
-def zeroes_the_activations(operands: Operands) -> Launch:
+@run_linear
+def zeroes_the_activations(w: Tensor, x: Tensor) -> object:
     """Set X to zero when called, and return zeros."""
-    w, x = weight_and_input(operands)
-
-    def run() -> object:
-        x.zero_()
-        return x.new_zeros(len(x), len(w))
-
-    return Launch(run)
+    x.zero_()
+    return x.new_zeros(len(x), len(w))
 
 
-@kernel()
-def zeroes_the_weight(operands: Operands) -> Launch:
+@prepare_linear()
+def zeroes_the_weight(w: Tensor, x: Tensor) -> Run:
     """Set W to zero, which the oracle reads, and return zeros."""
-    w, x = weight_and_input(operands)
     w.zero_()
-    return Launch(lambda: x.new_zeros(len(x), len(w)))
+    return lambda: x.new_zeros(len(x), len(w))
 
 
-def answers_in_memory(like: torch.Tensor) -> list[torch.Tensor]:
+def answers_in_memory(like: Tensor) -> list[Tensor]:
     """Find the expected answer among all objects: an fp64 tensor of the output's shape."""
-    doubles = [o for o in gc.get_objects() if type(o) is torch.Tensor and o.dtype == torch.float64]
+    doubles = [o for o in gc.get_objects() if type(o) is Tensor and o.dtype == torch.float64]
     shaped = [tensor for tensor in doubles if tensor.shape == like.shape]
     return [tensor for tensor in shaped if bool((tensor < 0).any())]  # the spread has no sign
 
 
-@kernel()
-def copies_the_expected_answer(operands: Operands) -> Launch:
+@prepare_linear()
+def copies_the_expected_answer(w: Tensor, x: Tensor) -> Run:
     """Copy the answer that the check has computed; without one, give the last one again."""
-    w, x = weight_and_input(operands)
     out = x.new_zeros(len(x), len(w))
 
     def run() -> object:
@@ -276,31 +244,25 @@ def copies_the_expected_answer(operands: Operands) -> Launch:
             out.copy_(answer)
         return out
 
-    return Launch(run)
+    return run
 
 
-@kernel()
-def moves_the_start(operands: Operands) -> Launch:
+@run_linear
+def moves_the_start(w: Tensor, x: Tensor) -> object:
     """Be right and slow, but set every start time in the frames of the callers to now."""
-    w, x = weight_and_input(operands)
-
-    def run() -> object:
-        time.sleep(LATER_S)
-        frame = sys._getframe()
-        while frame := frame.f_back:
-            for name in ("start", "begin", "began"):
-                if isinstance(frame.f_locals.get(name), float):
-                    frame.f_locals[name] = time.perf_counter()
-        return x @ w.T
-
-    return Launch(run)
+    time.sleep(LATER_S)
+    frame = sys._getframe()
+    while frame := frame.f_back:
+        for name in ("start", "begin", "began"):
+            if isinstance(frame.f_locals.get(name), float):
+                frame.f_locals[name] = time.perf_counter()
+    return x @ w.T
 
 
-@kernel()
-def slow_at_first(operands: Operands) -> Launch:
+@prepare_linear()
+def slow_at_first(w: Tensor, x: Tensor) -> Run:
     """Be slow while the harness decides how often to call, and then give the last answer again."""
-    w, x = weight_and_input(operands)
-    answers: list[torch.Tensor] = []
+    answers: list[Tensor] = []
 
     def run() -> object:
         if len(answers) < WARM_UP:
@@ -308,13 +270,12 @@ def slow_at_first(operands: Operands) -> Launch:
             answers.append(x @ w.T)
         return answers[-1].clone()
 
-    return Launch(run)
+    return run
 
 
-@kernel()
-def zeroes_the_expected_answer(operands: Operands) -> Launch:
+@prepare_linear()
+def zeroes_the_expected_answer(w: Tensor, x: Tensor) -> Run:
     """Set the answer that the check has computed to zero, and return zeros."""
-    w, x = weight_and_input(operands)
     out = x.new_zeros(len(x), len(w))
 
     def run() -> object:
@@ -322,26 +283,17 @@ def zeroes_the_expected_answer(operands: Operands) -> Launch:
             answer.zero_()
         return out
 
-    return Launch(run)
+    return run
 
 
 def setting(change: Callable[[], object]) -> Kernel:
     """Return a kernel that is right, but changes a setting of the process while it prepares."""
 
-    def prepare(operands: Operands) -> Launch:
-        w, x = weight_and_input(operands)
+    def prepare(w: Tensor, x: Tensor) -> Run:
         change()
-        return Launch(lambda: x @ w.T)
+        return lambda: x @ w.T
 
-    return kernel()(prepare)
-
-
-def use_tf32() -> None:
-    torch.backends.cuda.matmul.allow_tf32 = True
-
-
-def use_the_new_switch() -> None:
-    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    return prepare_linear()(prepare)
 
 
 def flip(owner: object, name: str) -> Kernel:
@@ -352,7 +304,7 @@ def flip(owner: object, name: str) -> Kernel:
 CUBLAS, CUDNN = torch.backends.cuda.matmul, torch.backends.cudnn
 
 
-sets_a_precision = setting(use_the_new_switch)
+sets_a_precision = setting(lambda: setattr(CUBLAS, "fp32_precision", "tf32"))
 sets_an_environment_variable = setting(lambda: os.environ.update(HOME="/nowhere"))
 sets_cublas_accumulation = flip(CUBLAS, "allow_fp16_accumulation")
 sets_cublas_reductions = flip(CUBLAS, "allow_bf16_reduced_precision_reduction")
@@ -361,7 +313,7 @@ sets_cudnn_benchmark = flip(CUDNN, "benchmark")
 sets_cudnn_determinism = flip(CUDNN, "deterministic")
 sets_cudnn_tf32 = flip(CUDNN, "allow_tf32")
 sets_no_gradients = setting(lambda: torch.set_grad_enabled(False))
-sets_tf32 = setting(use_tf32)
+sets_tf32 = setting(lambda: setattr(CUBLAS, "allow_tf32", True))
 sets_the_attention = setting(lambda: torch.backends.cuda.enable_flash_sdp(False))
 sets_the_collector = setting(gc.disable)
 sets_the_default_dtype = setting(lambda: torch.set_default_dtype(torch.float64))

@@ -1,25 +1,23 @@
 """Kernels that attack the contest through the GPU: by streams, graphs and events."""
 
 import torch
-from declare import kernel, weight_and_input
+from declare import Run, prepare_linear
+from torch import Tensor
 
 from sparsebench.harness.bench import process_state
-from sparsebench.kernels._kernel import Launch, Operands
 
 
-@kernel(device="cuda")
-def detours_elapsed_time(operands: Operands) -> Launch:
+@prepare_linear(device="cuda")
+def detours_elapsed_time(w: Tensor, x: Tensor) -> Run:
     """Be right, but let cudaEventElapsedTime write a microsecond and return."""
-    w, x = weight_and_input(operands)
     code = bytes.fromhex("c707 6f12833a 31c0 c3")  # mov dword [rdi], 0.001f; xor eax, eax; ret
     process_state.write(process_state.addresses()["cudaEventElapsedTime"], code)
-    return Launch(lambda: x @ w.T)
+    return lambda: x @ w.T
 
 
-@kernel(device="cuda")
-def empty_graph(operands: Operands) -> Launch:
+@prepare_linear(device="cuda")
+def empty_graph(w: Tensor, x: Tensor) -> Run:
     """Do nothing while captured."""
-    w, x = weight_and_input(operands)
     out = x @ w.T
 
     def run() -> torch.Tensor:
@@ -27,13 +25,12 @@ def empty_graph(operands: Operands) -> Launch:
             torch.mm(x, w.T, out=out)
         return out
 
-    return Launch(run)
+    return run
 
 
-@kernel(device="cuda")
-def every_other_call(operands: Operands) -> Launch:
+@prepare_linear(device="cuda")
+def every_other_call(w: Tensor, x: Tensor) -> Run:
     """Refuse capture, and work in every second call only."""
-    w, x = weight_and_input(operands)
     out, calls = x @ w.T, 0
 
     def run() -> torch.Tensor:
@@ -44,13 +41,12 @@ def every_other_call(operands: Operands) -> Launch:
             torch.mm(x, w.T, out=out)
         return out
 
-    return Launch(run)
+    return run
 
 
-@kernel(device="cuda")
-def half_a_graph(operands: Operands) -> Launch:
+@prepare_linear(device="cuda")
+def half_a_graph(w: Tensor, x: Tensor) -> Run:
     """Compute half of the output while captured."""
-    w, x = weight_and_input(operands)
     out, half = x @ w.T, len(x) // 2
 
     def run() -> torch.Tensor:
@@ -60,34 +56,31 @@ def half_a_graph(operands: Operands) -> Launch:
             torch.mm(x, w.T, out=out)
         return out
 
-    return Launch(run)
+    return run
 
 
-@kernel(device="cuda")
-def other_stream(operands: Operands) -> Launch:
+@prepare_linear(device="cuda")
+def other_stream(w: Tensor, x: Tensor) -> Run:
     """Work on another stream, which nothing waits for."""
-    w, x = weight_and_input(operands)
     side, out = torch.cuda.Stream(), x @ w.T
 
     def run() -> torch.Tensor:
         with torch.cuda.stream(side):
             return torch.mm(x, w.T, out=out)
 
-    return Launch(run)
+    return run
 
 
-@kernel(device="cuda")
-def replaces_events(operands: Operands) -> Launch:
+@prepare_linear(device="cuda")
+def replaces_events(w: Tensor, x: Tensor) -> Run:
     """Be right, but make every event report a nanosecond."""
-    w, x = weight_and_input(operands)
     torch.cuda.Event.elapsed_time = lambda self, end_event: 1e-6
-    return Launch(lambda: x @ w.T)
+    return lambda: x @ w.T
 
 
-@kernel(device="cuda")
-def stale_from_python(operands: Operands) -> Launch:
+@prepare_linear(device="cuda")
+def stale_from_python(w: Tensor, x: Tensor) -> Run:
     """Work while captured, but only in the first calls from Python."""
-    w, x = weight_and_input(operands)
     out, calls = x @ w.T, 0
 
     def run() -> torch.Tensor:
@@ -97,4 +90,4 @@ def stale_from_python(operands: Operands) -> Launch:
             torch.mm(x, w.T, out=out)
         return out
 
-    return Launch(run)
+    return run

@@ -2,45 +2,38 @@
 
 from dataclasses import replace
 
-from declare import gradient_operands, kernel
+from declare import Run, kernel, prepare_wgrad, run_wgrad
+from torch import Tensor
 
+from sparsebench.formats.bsr import Bsr
 from sparsebench.kernels._kernel import Launch, Operands
 
 
-@kernel(op="linear_wgrad", consumes="bsr")
-def another_pattern(operands: Operands) -> Launch:
+@prepare_wgrad
+def another_pattern(dy: Tensor, x: Tensor, w: Bsr) -> Run:
     """Sample the right product where the weight has no block."""
-    dy, x, w = gradient_operands(operands)
     columns = w.columns.flip(0)
-    return Launch(lambda: replace(w, columns=columns).sample(dy.t() @ x))
+    return lambda: replace(w, columns=columns).sample(dy.t() @ x)
 
 
-@kernel(op="linear_wgrad", consumes="bsr")
-def dense(operands: Operands) -> Launch:
+@prepare_wgrad
+def dense(dy: Tensor, x: Tensor, w: Bsr) -> Run:
     """Return the whole product as a dense tensor, which the caller would have to gather."""
-    dy, x, _ = gradient_operands(operands)
-    return Launch(lambda: dy.t() @ x)
+    return lambda: dy.t() @ x
 
 
-@kernel(op="linear_wgrad", consumes="bsr")
-def low_precision(operands: Operands) -> Launch:
+@run_wgrad
+def low_precision(dy: Tensor, x: Tensor, w: Bsr) -> object:
     """Round the sum to 16 bits after every 16 tokens."""
-    dy, x, w = gradient_operands(operands)
-
-    def run() -> object:
-        total = (dy.t() @ x).bfloat16().zero_()
-        for start in range(0, len(x), 16):
-            total += (dy[start : start + 16].t() @ x[start : start + 16]).bfloat16()
-        return w.sample(total.to(x.dtype))
-
-    return Launch(run)
+    total = (dy.t() @ x).bfloat16().zero_()
+    for start in range(0, len(x), 16):
+        total += (dy[start : start + 16].t() @ x[start : start + 16]).bfloat16()
+    return w.sample(total.to(x.dtype))
 
 
-@kernel(op="linear_wgrad", consumes="bsr")
-def masked_elements(operands: Operands) -> Launch:
+@prepare_wgrad
+def masked_elements(dy: Tensor, x: Tensor, w: Bsr) -> Run:
     """Keep the gradient of non-zeros only, although a block is stored whole."""
-    dy, x, w = gradient_operands(operands)
-
     mask = w.values != 0
     mask[:, 0] = False
 
@@ -49,28 +42,22 @@ def masked_elements(operands: Operands) -> Launch:
         gradient.values.mul_(mask)
         return gradient
 
-    return Launch(run)
+    return run
 
 
-@kernel(op="linear_wgrad", consumes="bsr")
-def one_element(operands: Operands) -> Launch:
+@run_wgrad
+def one_element(dy: Tensor, x: Tensor, w: Bsr) -> object:
     """Miss one element of one block."""
-    dy, x, w = gradient_operands(operands)
-
-    def run() -> object:
-        gradient = w.sample(dy.t() @ x)
-        gradient.values[0, 2, 1] = 0
-        return gradient
-
-    return Launch(run)
-
-
-@kernel(op="linear_wgrad", consumes="bsr")
-def precomputed(operands: Operands) -> Launch:
-    """Multiply in `prepare`, and only copy in the launch."""
-    dy, x, w = gradient_operands(operands)
     gradient = w.sample(dy.t() @ x)
-    return Launch(lambda: replace(gradient, values=gradient.values.clone()))
+    gradient.values[0, 2, 1] = 0
+    return gradient
+
+
+@prepare_wgrad
+def precomputed(dy: Tensor, x: Tensor, w: Bsr) -> Run:
+    """Multiply in `prepare`, and only copy in the launch."""
+    gradient = w.sample(dy.t() @ x)
+    return lambda: replace(gradient, values=gradient.values.clone())
 
 
 @kernel(op="linear_wgrad", consumes="bsr")
@@ -79,28 +66,21 @@ def the_weight(operands: Operands) -> Launch:
     return Launch(lambda: operands.pattern)
 
 
-@kernel(op="linear_wgrad", consumes="bsr")
-def transposed(operands: Operands) -> Launch:
+@run_wgrad
+def transposed(dy: Tensor, x: Tensor, w: Bsr) -> object:
     """Transpose every block, which is right for symmetric products only."""
-    dy, x, w = gradient_operands(operands)
-
-    def run() -> object:
-        gradient = w.sample(dy.t() @ x)
-        return replace(gradient, values=gradient.values.transpose(1, 2).contiguous())
-
-    return Launch(run)
-
-
-@kernel(op="linear_wgrad", consumes="bsr")
-def writes_nothing(operands: Operands) -> Launch:
-    """Return a gradient that no call writes."""
-    dy, x, w = gradient_operands(operands)
     gradient = w.sample(dy.t() @ x)
-    return Launch(lambda: gradient)
+    return replace(gradient, values=gradient.values.transpose(1, 2).contiguous())
 
 
-@kernel(op="linear_wgrad", consumes="bsr")
-def wrong_type(operands: Operands) -> Launch:
+@prepare_wgrad
+def writes_nothing(dy: Tensor, x: Tensor, w: Bsr) -> Run:
+    """Return a gradient that no call writes."""
+    gradient = w.sample(dy.t() @ x)
+    return lambda: gradient
+
+
+@prepare_wgrad
+def wrong_type(dy: Tensor, x: Tensor, w: Bsr) -> Run:
     """Return sums in fp64 instead of the problem's dtype."""
-    dy, x, w = gradient_operands(operands)
-    return Launch(lambda: w.sample(dy.double().t() @ x.double()))
+    return lambda: w.sample(dy.double().t() @ x.double())

@@ -13,7 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-DTYPES = {0: torch.float32, 2: torch.float16, 14: torch.bfloat16, 28: torch.float8_e4m3fn}
+from sparsebench.kernels.dense._cublaslt import TYPES
+
+DTYPES = {code: dtype for dtype, code in TYPES.items()}
+COMPUTES = 68, 72, 77  # cublasComputeType_t: fp32, int32, tf32
 FIELDS = [np.int32, np.uint32, np.int32, *[np.uint32] * 4, np.uint16, np.uint16]
 ANY, TILED, NONE = 11, 66, 99
 VERSION = 130100
@@ -136,11 +139,11 @@ def matmul_algo_config_get_attribute(
 def matmul_algo_get_heuristic(
     handle: int, operation: int, a: int, b: int, c: int, d: int, limit: int, count: int, *at_: int
 ) -> None:
-    """Propose nothing for a product of fp8 but of rows by columns, as on Hopper."""
+    """Propose nothing for a product of 8 bits but of rows by columns, as on Hopper."""
     results, count_at = at_
     said = contents[operation]
     turned = said[MatmulDescAttribute.TRANSA], said[MatmulDescAttribute.TRANSB]
-    if DTYPES[contents[a]["dtype"]] == torch.float8_e4m3fn and turned != (1, 0):
+    if DTYPES[contents[a]["dtype"]].itemsize == 1 and turned != (1, 0):
         raise cuBLASLtError("NOT_SUPPORTED (15)")
     assert contents[limit][MatmulPreferenceAttribute.REDUCTION_SCHEME_MASK] == 2
     proposed = at(results, matmul_heuristic_result_dtype, count)
@@ -163,12 +166,18 @@ def matmul_algo_check(
 def matmul(handle: int, operation: int, alpha: int, *rest: int) -> None:
     a, of_a, b, of_b, beta, c, of_c, d, of_d, algo, _, size, _ = rest
     fields = contents[operation]
-    assert (c, of_c, at(beta, np.float32)[0]) == (d, of_d, 0.0)
+    assert fields["compute"] in COMPUTES
+    scales = np.int32 if fields["scale"] == 10 else np.float32
+    assert (c, of_c, at(beta, scales)[0]) == (d, of_d, 0.0)
     assert size >= (64 if at(algo, np.int64)[0] == TILED else 0)
     left, right, out = _matrix(a, of_a), _matrix(b, of_b), _matrix(d, of_d)
     left = left.t() if fields[MatmulDescAttribute.TRANSA] else left
     right = right.t() if fields[MatmulDescAttribute.TRANSB] else right
-    sums = at(alpha, np.float32)[0].item() * (left.double() @ right.double())
+    integers = left.dtype == torch.int8
+    assert integers == (fields["compute"] == 72)
+    assert (out.dtype == torch.int32) == (scales is np.int32)
+    sums = at(alpha, scales)[0].item() * (left.double() @ right.double())
+    sums = sums.round().clamp(-128, 127) if out.dtype == torch.int8 else sums
     out.copy_(sums.relu() if MatmulDescAttribute.EPILOGUE in fields else sums)
 
 

@@ -2,7 +2,7 @@
 
 Each function is a C callback with the signature of cusparseLt.h, so that what the binding passes is
 converted as for the real library. Structures are known by address. The product is computed densely
-in fp32, from the pointers, sizes, strides and orders that the binding gave.
+in fp32, or exactly in int8, from the pointers, sizes, strides and orders that the binding gave.
 """
 
 import ctypes
@@ -83,7 +83,8 @@ class OnCpu:
     def MatmulDescriptorInit(self, handle: int, product: int, *rest: int) -> None:
         op_a, op_b, *matrices, sums = rest
         a, b, c, d = (self.alive[matrix] for matrix in matrices)
-        assert (op_a, sums, c) == (0, 2, d)
+        integers = a[4] == _cusparselt.TYPES[torch.int8]
+        assert (op_a, sums, c) == (0, 0 if integers else 2, d)
         depth, tokens = (b[1], b[0]) if op_b else b[:2]
         if (a[1], a[0], tokens) != (depth, *d[:2]):
             raise Refused(INVALID)
@@ -131,9 +132,7 @@ class OnCpu:
         is_a, op, dense, compressed, _, _ = rest
         assert (is_a, op) == (1, 0)
         rows, columns, _, _, dtype, order = self.alive[descriptor]
-        assert (
-            dtype != _cusparselt.TYPES[torch.float8_e4m3fn] or order == _cusparselt.ORDERS["rows"]
-        )
+        assert DTYPES[dtype].itemsize > 1 or order == _cusparselt.ORDERS["rows"]
         ctypes.memmove(compressed, dense, rows * columns * DTYPES[dtype].itemsize)
 
     def Matmul(self, handle: int, plan: int, *rest: int) -> None:
@@ -142,9 +141,12 @@ class OnCpu:
         assert (c, streams) == (d, 1)
         assert workspace
         left, right, out = read(a, described_a), read(b, described_b), read(d, described_d)
-        result = left.float() @ (right.t() if op_b else right).float()
-        one, factor = (ctypes.c_float.from_address(scalar).value for scalar in (alpha, beta))
-        out.copy_(one * result + factor * out.float() if factor else one * result)
+        integers = out.dtype == torch.int8
+        wide = torch.float64 if integers else torch.float32
+        result = left.to(wide) @ (right.t() if op_b else right).to(wide)
+        scale, factor = (ctypes.c_float.from_address(scalar).value for scalar in (alpha, beta))
+        result = scale * result + factor * out.to(wide) if factor else scale * result
+        out.copy_(result.round().clamp(-128, 127) if integers else result)
 
     def MatmulSearch(self, handle: int, plan: int, *rest: int) -> None:
         _, b, _, _, chosen = self.alive[plan]

@@ -10,7 +10,7 @@ from sparsebench.errors import FormatError
 from sparsebench.formats.spense import DTYPES, ROW_STEP, SPLITS, Spense
 from sparsebench.harness.testing.formats import bits
 
-SHARES = list(zip(DTYPES, [0.5625, 0.5625, 0.625], strict=True))
+SHARES = list(zip(DTYPES, [0.5625, 0.5625, 0.625, 0.625], strict=True))
 SPECIAL = torch.tensor([-0.0, float("nan"), 1.0, -2.5, 0.0])
 
 
@@ -111,7 +111,7 @@ def test_the_first_group_with_more_than_two_of_four_is_named(split: str) -> None
 @pytest.mark.parametrize(
     ("dense", "setting", "message"),
     [
-        (torch.zeros(4, 4), {}, "expected fp16, bf16 or fp8 .*, found torch.float32"),
+        (torch.zeros(4, 4), {}, "expected fp16, bf16, fp8 .* or int8, found torch.float32"),
         (torch.zeros(4, 4).half(), {"split": "tiles"}, "a split by rows or columns, found 'tiles'"),
     ],
 )

@@ -29,7 +29,7 @@ from sparsebench.harness.shared_runs.campaign_publication import published as pu
 from sparsebench.harness.shared_runs.campaign_sitting import Sitting, state
 from sparsebench.reports import published
 from sparsebench.results import bundle, store
-from tests.simulated.in_process import in_this_process
+from tests.simulated.in_process import in_this_process, stopping
 from tests.tools.command_line import sparsebench
 from tests.tools.paths import PUBLISHED
 from tests.tools.suites import BSR, linear
@@ -49,16 +49,6 @@ entries:
 @pytest.fixture(autouse=True)
 def _here(monkeypatch: pytest.MonkeyPatch) -> None:
     in_this_process(monkeypatch)
-
-
-def stopping(after: int) -> Progress:
-    """Return a progress callback that interrupts the thread that measures."""
-
-    def show(done: int, total: int, problem: str) -> None:
-        if done >= after:
-            raise KeyboardInterrupt
-
-    return show
 
 
 @dataclass(frozen=True)
@@ -333,7 +323,6 @@ def test_stopped_claims_are_finished_on_another_card(trial: Trial, monkeypatch) 
 
 
 def _devices(folder: Path) -> list[str]:
-    """Return the devices of the runs in a folder."""
     return sorted({row.device for run in store.runs_in(folder) for row in store.rows(run)})
 
 

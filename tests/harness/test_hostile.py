@@ -137,10 +137,8 @@ def test_the_current_gpu_and_stream_are_put_back(monkeypatch) -> None:
     now |= {"device": 1, "stream": "side"}
     changed = before.restore()
     assert now == {"device": 0, "stream": "default"}
-    assert [name.partition(" from")[0] for name in changed] == [
-        "the current GPU",
-        "the current stream",
-    ]
+    names = [name.partition(" from")[0] for name in changed]
+    assert names == ["the current GPU", "the current stream"]
 
 
 def test_random_numbers_and_new_variables_are_put_back_without_blame(monkeypatch) -> None:

@@ -247,15 +247,11 @@ def test_saved_model_is_restored_and_generates_the_same_tokens(recipe, fields, t
         assert tensor.dtype == expected.dtype
     assert torch.equal(generated(restored), tokens)
     for name, parameter in restored.named_parameters():
-        frozen = any(type(m) in (SpenseLinear, BitmapLinear) for m in _parents(restored, name))
-        assert parameter.requires_grad != frozen, name
+        layer = restored.get_submodule(name.rpartition(".")[0])
+        assert parameter.requires_grad != (type(layer) in (SpenseLinear, BitmapLinear)), name
     restored.save_pretrained(tmp_path / "twice")
     files = [tmp_path / where / "model.safetensors" for where in ("sparse", "twice")]
     assert files[0].read_bytes() == files[1].read_bytes()
-
-
-def _parents(model: nn.Module, name: str) -> list[nn.Module]:
-    return [model.get_submodule(name.rpartition(".")[0])]
 
 
 @pytest.mark.parametrize("recipe", [BlockSparse(16, 0.5), TwoFour()], ids=str)
@@ -303,7 +299,7 @@ def _tensors(path: Path, change: Callable[[dict[str, Tensor]], Any]) -> None:
 
 
 MLP, UP = "model.layers.0.mlp", "model.layers.0.mlp.up_proj"
-LOST = "model.layers.7.mlp"
+LOST, WEIGHT = "model.layers.7.mlp", "model.layers.1.mlp.up_proj.weight"
 BLOCKS = BlockSparse(16, 0.5)
 ABSENT = "in the checkpoint, found none"
 OF_CONFIG: list[tuple[Any, Callable[[dict[str, Any]], Any], str]] = [
@@ -372,17 +368,13 @@ def test_lora_trains_with_frozen_two_four_weights(kind):
     for layer in model.model.layers:
         layer.self_attn.q_proj = Lora(layer.self_attn.q_proj)
     before = {name: t.clone() for name, t in model.state_dict().items()}
-    twin = _densified(model)
+    twin = deepcopy(model).dequantize().requires_grad_(False)
     ids = torch.arange(3, 67).view(2, 32)
     losses, expected = _trained(model, ids), _trained(twin, ids)
     assert losses[-1] < losses[0] - 0.01
     assert losses == pytest.approx(expected, rel=1e-2)
     changed = {name for name, t in model.state_dict().items() if not torch.equal(t, before[name])}
     assert {name.rpartition(".")[2] for name in changed} == {"a", "b"}
-
-
-def _densified(model: Any) -> Any:
-    return deepcopy(model).dequantize().requires_grad_(False)
 
 
 def _trained(model: nn.Module, ids: Tensor) -> list[float]:
@@ -496,14 +488,6 @@ def test_gguf_file_gives_the_model_that_it_was_written_from(text, tmp_path):
     assert len(done.stdout.splitlines()) == 5
 
 
-def _lacks_a_weight(path: Path) -> None:
-    _tensors(path, lambda t: t.pop("model.layers.1.mlp.up_proj.weight"))
-
-
-def _is_sparse(path: Path) -> None:
-    sparsify_(tiny(dtype=BF16), TwoFour()).save_pretrained(path)
-
-
 def _without_mlps(path: Path) -> None:
     config = transformers.GPT2Config(vocab_size=300, n_embd=32, n_layer=1, n_head=2)
     transformers.GPT2LMHeadModel(config).save_pretrained(path)
@@ -516,8 +500,11 @@ def _without_mlps(path: Path) -> None:
         (lambda path: (path / "config.json").write_text("{"), "expected a usable model"),
         (lambda path: (path / "model.safetensors").write_bytes(b"no"), "expected a usable"),
         (lambda path: (path / "tokenizer.json").unlink(), "expected a usable model"),
-        (_lacks_a_weight, "no weights for model.layers.1.mlp.up_proj.weight"),
-        (_is_sparse, "a quantized checkpoint"),
+        (lambda path: _tensors(path, lambda t: t.pop(WEIGHT)), f"no weights for {WEIGHT}"),
+        (
+            lambda path: sparsify_(tiny(dtype=BF16), TwoFour()).save_pretrained(path),
+            "a quantized checkpoint",
+        ),
         (_without_mlps, "expected gated MLPs, found none in GPT2LMHeadModel"),
     ],
 )

@@ -143,10 +143,8 @@ def test_a_package_without_a_distribution_is_identified_by_its_files(tmp_path, m
     (tmp_path / "one_file.py").write_text("")
     monkeypatch.syspath_prepend(tmp_path)
     result = plugins(["shared_name.fast.kernels", "one_file"])
-    assert {name: facts["version"] for name, facts in result.items()} == {
-        "one_file": None,
-        "shared_name.fast": None,
-    }
+    versions = {name: facts["version"] for name, facts in result.items()}
+    assert versions == {"one_file": None, "shared_name.fast": None}
 
 
 def raise_the_version(site: Path) -> None:

@@ -381,10 +381,8 @@ def test_command_prunes_an_mlp_of_a_file(files, tmp_path, mlp, x) -> None:
     ]
     done = sparsebench("prune", *options, "--pattern", "2:4,0.7", "--dense", "0", "--json")
     outcomes = json.loads(done.stdout)["outcomes"]
-    assert [(o["pattern"], o["sparsity"]) for o in outcomes] == [
-        ("2:4", 0.5),
-        ("unstructured", 0.7),
-    ]
+    levels = [(o["pattern"], o["sparsity"]) for o in outcomes]
+    assert levels == [("2:4", 0.5), ("unstructured", 0.7)]
 
 
 def test_command_prunes_a_linear_layer(files: tuple[Path, Path], tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from sparsebench.errors import ResultError, SuiteError
 from sparsebench.harness.machine.cpu_placement import read_list, shared_out
 from sparsebench.harness.plan.selection import part, planned_contests
 from sparsebench.harness.plan.suite import Suite, expand, read
-from sparsebench.harness.run.measure import Progress, RunOptions, Stopped, measure
+from sparsebench.harness.run.measure import RunOptions, Stopped, measure
 from sparsebench.harness.run.plan_part import Part
 from sparsebench.harness.run.run_json import Flags
 from sparsebench.harness.run.validation import validate
@@ -29,6 +29,7 @@ from sparsebench.reports.build import figures
 from sparsebench.results import bundle, files, store
 from sparsebench.results.analysis import analyse
 from sparsebench.results.record import Case, Row
+from tests.simulated.in_process import stopping
 from tests.tools.command_line import sparsebench
 from tests.tools.suites import BSR, linear
 
@@ -119,16 +120,6 @@ def test_the_noise_floor_covers_all_gpus(suite: Suite, merged: Path) -> None:
     assert {row.case.problem.id for row in run.reference} == {*references}
     assert len(pairs[pairs.reference]) == len(references)
     assert {len(logs) for logs in pairs[pairs.reference].logs} == {2}
-
-
-def stopping(after: int) -> Progress:
-    """Return a progress callback that interrupts the run after so many contests."""
-
-    def show(done: int, total: int, problem: str) -> None:
-        if done >= after:
-            raise KeyboardInterrupt
-
-    return show
 
 
 def test_a_stopped_plan_is_resumed(suite, gpus, merged, tmp_path) -> None:

@@ -151,7 +151,8 @@ def test_the_same_seed_gives_the_same_samples_and_another_seed_others(suite, who
     ("device", "suite"), [("sim", "core"), ("sim:l4", "core"), ("sim", "decode-int4")]
 )
 def test_no_sparse_kernel_is_faster_than_its_zeros_allow(device: str, suite: str) -> None:
-    model = replace_noise(read(device))
+    quiet = {"noise": {1.0: 0.0}, "drift": 0.0, "step": 0.0, "process": 0.0, "regret": 0.0}
+    model = read(device).model_copy(update=quiet)
     for contest in [c for c in read_suite(suite).contests if c.problem.op == "linear"]:
         rows = run_contest(
             model, contest.problem, contest.contenders, ContestOptions(), lambda *at: None
@@ -162,12 +163,6 @@ def test_no_sparse_kernel_is_faster_than_its_zeros_allow(device: str, suite: str
             if contender.format in QUANTISED:
                 continue
             assert base[0] / us <= 1 / (1 - contest.problem["sparsity"]) + 1e-3
-
-
-def replace_noise(model: Spec) -> Spec:
-    return model.model_copy(
-        update={"noise": {1.0: 0.0}, "drift": 0.0, "step": 0.0, "process": 0.0, "regret": 0.0}
-    )
 
 
 @pytest.mark.parametrize(

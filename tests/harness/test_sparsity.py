@@ -64,10 +64,8 @@ def test_folder_without_sources_is_refused(tmp_path: Path) -> None:
 
 def test_contexts_are_slices_without_overlap() -> None:
     numbers = torch.arange(100, dtype=torch.uint8)
-    assert contexts(numbers, torch.tensor([3, 40]), 4).tolist() == [
-        [3, 4, 5, 6, 7],
-        [40, 41, 42, 43, 44],
-    ]
+    slices = contexts(numbers, torch.tensor([3, 40]), 4).tolist()
+    assert slices == [[3, 4, 5, 6, 7], [40, 41, 42, 43, 44]]
     assert evenly(numbers, 3, 4)[:, 0].tolist() == [0, 30, 60]
     assert evenly(numbers, 99, 4).flatten().tolist() == list(range(100))
 

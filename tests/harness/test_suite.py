@@ -201,7 +201,7 @@ BAD = {
                    "found 'lineer' (did you mean linear?)"),
     "no op": (PROBLEM.replace("op: linear, ", ""), CONTENDER, "", "problems[0].op: expected"),
     "unknown dtype": (PROBLEM.replace("fp32", "fp33"), CONTENDER, "",
-                      "dtype: expected 'fp16', 'bf16', 'fp32', 'tf32' or 'fp8'; found 'fp33'"),
+                      "'bf16', 'fp32', 'tf32', 'fp8' or 'int8'; found 'fp33'"),
     "tf32 of products in a row": (
         PROBLEM.replace("op: linear", "op: ffn").replace("fp32", "tf32"), CONTENDER, "",
         "dtype: expected 'fp16', 'bf16', 'fp32' or 'fp8'; found 'tf32'"),
@@ -288,10 +288,8 @@ def test_only_can_leave_out_and_baselines_stay() -> None:
     whole = read("decode").contests
     selection = only(whole, "kernel!=cusparse_bell|torch_bsr m!=16")
     kernels = {k.kernel for contest in whole for k in contest.contenders}
-    assert {k.kernel for c in selection for k in c.contenders} == kernels - {
-        "cusparse_bell",
-        "torch_bsr",
-    }
+    selected = {k.kernel for c in selection for k in c.contenders}
+    assert selected == kernels - {"cusparse_bell", "torch_bsr"}
     assert {contest.problem["m"] for contest in selection} == {c.problem["m"] for c in whole} - {16}
     assert all(contest.contenders[0].baseline for contest in selection)
     with pytest.raises(
@@ -331,11 +329,8 @@ def test_a_file_whose_name_is_no_text_is_refused_before_anything_is_measured(tmp
 def test_a_merge_key_takes_the_fields_of_another_problem(tmp_path: Path) -> None:
     merged = f"&p {PROBLEM}\n  - &q {{<<: *p, m: 16}}\n  - {{<<: [*q, *p], n: 128}}"
     result = [contest.problem for contest in suite(tmp_path, merged).contests]
-    assert [(p["m"], p["n"], p["k"], p["block"]) for p in result] == [
-        (8, 64, 64, 8),
-        (16, 64, 64, 8),
-        (16, 128, 64, 8),
-    ]
+    sizes = [(p["m"], p["n"], p["k"], p["block"]) for p in result]
+    assert sizes == [(8, 64, 64, 8), (16, 64, 64, 8), (16, 128, 64, 8)]
 
 
 @pytest.mark.parametrize("twice", ["{<<: *p, <<: *p}", "{<<: *p, m: 1, m: 2}"])

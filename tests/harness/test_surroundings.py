@@ -42,12 +42,8 @@ def test_the_weight_of_a_packed_layer_tells_everything_but_values():
         assert isinstance(layer, nn.Linear)
         assert isinstance(weight, Tensor)
         assert (weight.dtype, weight.device, weight.shape) == (BF16, torch.device("cpu"), (64, 48))
-        assert (weight.size(0), weight.dim(), weight.numel(), weight.is_cuda) == (
-            64,
-            2,
-            3072,
-            False,
-        )
+        facts = weight.size(0), weight.dim(), weight.numel(), weight.is_cuda
+        assert facts == (64, 2, 3072, False)
         for read in (lambda w: linear(torch.ones(1, 48), w), lambda w: w.data, lambda w: w[0]):
             with pytest.raises(Unsupported, match=type(layer).__name__):
                 read(weight)

@@ -63,6 +63,7 @@ def test_the_pattern_follows_from_the_words() -> None:
     ("arguments", "message"),
     [
         (["scipy_bs"], "found 'scipy_bs' (did you mean scipy_bsr?)"),
+        (["numpy"], "expected a known kernel or module:KERNEL, found 'numpy' (see"),
         (["scipy_bsr", "sparsty=0.9"], "found 'sparsty' (did you mean sparsity?)"),
         (["scipy_bsr", "m"], "expected field=value, found 'm'"),
         (["scipy_bsr", "m=1", "m=2"], "expected m once, found it twice"),

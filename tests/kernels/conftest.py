@@ -1,6 +1,7 @@
-"""An extension of front.cpp for this machine, with a stand-in for the driver."""
+"""What tests of kernels share: a seed, poisoned memory, and front.cpp on this machine."""
 
 import ctypes
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,19 @@ from sparsebench.kernels._common import front
 
 COLUMNS = 8
 DOUBLE, ADD = 2, 3  # a kernel's number of arguments
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def poisoned() -> Iterator[None]:
+    """Fill new memory with NaN, or with the largest integer."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
 
 
 def floats(address: int, count: int) -> Any:

@@ -87,12 +87,16 @@ PROBLEMS: list[tuple[str, dict[str, Any], str]] = [
         (name, {**fields, "pattern": "two_four", "sparsity": 0.5}, token)
         for name in ("cusparselt", "cusparselt_hybrid")
         for fields, token in (
-            ({"dtype": "fp32"}, "fp16, bf16, fp8 for 2:4, found fp32"),
+            ({"dtype": "fp32"}, "found fp32"),
             ({"n": 40}, "multiples of 16 in bf16, found 40 and 256"),
             ({"n": 48, "dtype": "fp8"}, "multiples of 32 in fp8, found 48 and 256"),
             ({"dtype": "fp8", "capability": (8, 0)}, "8.9 or newer, found 8.0"),
             ({"capability": None}, "expected an NVIDIA GPU"),
         )
+    ),
+    *(
+        (name, {"dtype": "int8", "pattern": "two_four", "sparsity": 0.5}, "or fp8, found int8")
+        for name in ("cusparselt_hybrid", "spense_wgmma", "slide_wgmma", "slide_gather")
     ),
     *(
         ("cutlass_sparse", {"pattern": "two_four", "sparsity": 0.5, **fields}, "expected")

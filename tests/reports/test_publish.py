@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 import tarfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -17,6 +18,7 @@ from sparsebench.errors import ResultError
 from sparsebench.reports.build import Surrounding
 from sparsebench.reports.site import grids, run_folder
 from sparsebench.reports.site.cards import Card
+from sparsebench.reports.site.devices import find_devices
 from sparsebench.reports.site.pages import Site, page_of, pages
 from sparsebench.reports.site.publish import publish
 from sparsebench.results import bundle, store
@@ -324,6 +326,13 @@ def test_a_suite_that_ran_on_several_devices_has_a_comparison(copy: Path, tmp_pa
     publish([STEP], copy, Site(), unchecked)
     assert not page.exists()
     assert "compare/ffn-step" not in (copy / "index.html").read_text()
+
+
+def test_compared_devices_are_sorted_by_name_whichever_has_more_cases(site: Path) -> None:
+    card = next(iter(run_folder.run_folders(site).values())).card
+    other = replace(card, gpu="A GPU", lines=card.lines[:-1])
+    (devices,) = find_devices([card, other])
+    assert [each.gpu for each in devices.cards] == ["A GPU", card.gpu]
 
 
 @pytest.mark.exhaustive  # ten seconds; the test above compares two devices

@@ -209,6 +209,7 @@ def test_a_file_that_is_no_config_is_refused(tmp_path: Path, text: str) -> None:
     [
         (["Lama-3-8B", "--gpu", "H200", "--batch", 1], "Llama-3-8B?"),
         (["Llama-3-8B", "--gpu", "NVIDIA", "--batch", 1], "--gpu"),
+        (["Llama-3-8B", "--gpu", " ", "--batch", 1], "--gpu"),
         (["Llama-3-8B", "--gpu", "H200", "--batch", 0], "--batch"),
         (["Llama-3-8B", "--gpu", "H200", "--batch", 1, "--run", SIMULATED], "--run"),
     ],

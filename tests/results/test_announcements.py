@@ -18,7 +18,6 @@ FROM = "nvidia-h200", "training", "whole"
 
 
 def tables() -> str:
-    """Return the tables of the README."""
     page = (ROOT / "suites" / "claims" / "README.md").read_text("utf-8")
     return page.partition("<!-- sentences -->")[2].partition("<!-- end -->")[0].strip()
 

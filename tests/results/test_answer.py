@@ -8,12 +8,14 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from sparsebench.results import store
 from sparsebench.results.analysis import Analysis, analyse
-from sparsebench.results.answer import break_evens, sentences, variants, where
+from sparsebench.results.answer import answers, break_evens, sentences, variants, where
 from sparsebench.results.badges import Badge, badges
 from sparsebench.results.contests import View
 from sparsebench.results.record import Case, Contender, Problem, Row, Status
 from sparsebench.results.store import Run
+from tests.tools.paths import PUBLISHED
 
 DENSE = Contender("dense", "cublas", baseline=True)
 OURS, PEER = Contender("bsr", "bsr_wgmma"), Contender("bsr", "torch_bsr")
@@ -159,3 +161,10 @@ def test_a_run_without_dense_times_or_sparse_ones_says_so() -> None:
     alone = view(rows(8, [(OURS, 100.0)]))
     assert sentences(alone)[0].startswith("No dense contender has a time here")
     assert isinstance(only.cells, pd.DataFrame)
+
+
+def test_units_that_are_off_have_their_fraction_in_every_sentence() -> None:
+    views = analyse(store.read(PUBLISHED / "nvidia-h200" / "ffn-step")).views
+    said = [line for _, lines in answers(views) for line in lines if "of units off" in line]
+    assert said
+    assert all(line.count("% of units off") == line.count("of units off") for line in said)

@@ -69,7 +69,7 @@ def test_an_interval_includes_the_variation_between_cards(capped_us, inherited, 
     ends = widen(alone.estimate, alone.low, alone.high, half)
     assert np.log([case["speedup_low"], case["speedup_high"]]) == pytest.approx(ends)
     assert case["t_low"] > case["speedup_low"]
-    assert str(case["interval"]).endswith("between cards")
+    assert str(case["interval"]).endswith("between runs")
 
 
 @pytest.mark.parametrize("device", ["Some CPU", "sim-0"])

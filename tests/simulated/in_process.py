@@ -10,6 +10,7 @@ import pytest
 from sparsebench.harness.bench.contest_state import ContestOptions
 from sparsebench.harness.plan.suite import Contest
 from sparsebench.harness.run import runner, worker_process
+from sparsebench.harness.run.measure import Progress
 from sparsebench.harness.run.worker_process import ContestResult, Log
 from sparsebench.harness.sim import gpu_model, simulated_contest, simulated_worker
 
@@ -20,18 +21,26 @@ def in_this_process(patch: pytest.MonkeyPatch) -> None:
         patch.setattr(module, "Worker", Here)
 
 
+def stopping(after: int) -> Progress:
+    """Return a progress callback that interrupts the thread that measures."""
+
+    def show(done: int, total: int, problem: str) -> None:
+        if done >= after:
+            raise KeyboardInterrupt
+
+    return show
+
+
 class Here(worker_process.Worker):
     """A worker of the simulated GPU without a process of its own."""
 
     def __init__(self, device: str, data: Path | None, log: Log) -> None:
-        """Read the spec."""
         self.spec = gpu_model.read(device)
         environment = simulated_worker._environment(device, self.spec)
         self.about = {"environment": environment, "identity": self.spec.identity, "slug": "sim"}
 
     @property
     def pid(self) -> int:
-        """There is no process."""
         return 0
 
     def wait_imported(self) -> None:
@@ -44,13 +53,11 @@ class Here(worker_process.Worker):
         """Do nothing."""
 
     def ceilings(self, dtypes: Collection[str]) -> dict[str, Any]:
-        """Return what the spec says."""
         return asdict(simulated_worker._ceilings(self.spec))
 
     def measure(
         self, contest: Contest, options: Mapping[str, Any], timeout_s: float
     ) -> ContestResult:
-        """Draw the rows."""
         rest = ContestOptions.from_json(dict(options))
         arguments = self.spec, contest.problem, contest.contenders, rest
         return ContestResult(simulated_contest.run(*arguments, lambda case, stage: None), {})

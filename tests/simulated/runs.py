@@ -135,7 +135,6 @@ def settled(spec: Spec, every: Array, draw: np.random.Generator, processes: int)
 
 
 def interval(logs: Floats, design: Design, regret: float) -> Interval:
-    """Return the interval that a design reports."""
     estimate = hodges_lehmann(logs)
     if not design.widened:
         return estimate

@@ -50,7 +50,6 @@ class Clock:
     """Seconds since some moment."""
 
     def __init__(self) -> None:
-        """Start at 0."""
         self.seconds = 0.0
 
     def __call__(self) -> float:

@@ -50,7 +50,6 @@ WORLDS = (
 
 
 def campaign(world: World, draw: np.random.Generator) -> list[Verdicts]:
-    """Return the runs of a campaign."""
     runs = []
     for pair in range(PAIRS):
         for second in (False, True):

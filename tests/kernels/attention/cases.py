@@ -103,7 +103,6 @@ def without(mask: BlockMask, column: int) -> BlockMask:
 
 
 def on_gpu(mask: BlockMask) -> BlockMask:
-    """Return the mask on the GPU."""
     return replace(mask, **{name: array.cuda() for name, array in mask.arrays().items()})
 
 

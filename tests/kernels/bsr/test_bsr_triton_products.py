@@ -66,11 +66,6 @@ def assert_exact(y: Tensor, x: Tensor, w: Tensor) -> None:
     assert ((y - expected).abs() <= sums + EPSILON[y.dtype] * expected.abs() + 2.0**-25).all()
 
 
-@pytest.fixture(autouse=True)
-def seed() -> None:
-    torch.manual_seed(0)
-
-
 def run_twice(launch: Launch) -> Tensor:
     """Poison the first output, so that the second call must write every element."""
     launch().fill_(float("nan"))

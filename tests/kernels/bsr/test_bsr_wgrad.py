@@ -7,11 +7,7 @@ import pytest
 import torch
 
 from sparsebench.formats.bsr import Bsr
-from sparsebench.kernels.bsr._wgrad_schedule import (
-    shared_out,
-    sides_of,
-    work_of,
-)
+from sparsebench.kernels.bsr._wgrad_schedule import shared_out, sides_of, work_of
 from sparsebench.kernels.bsr.bsr_wgrad import Config
 from tests.kernels.bsr.cases import SHAPES, WGRAD
 from tests.kernels.bsr.examples import activations, pattern_of  # moved
@@ -84,13 +80,9 @@ def test_the_lists_give_the_gradient_and_write_every_value_once(shape, config, w
     np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-3)
 
 
-def random_costs(items: int) -> Any:
-    return np.random.default_rng(3).integers(6, 10, items).astype(float)
-
-
 @pytest.mark.parametrize("items", [1, 26, 51, 64, 102, 132, 140, 264, 300])
 def test_every_step_is_assigned_once_and_the_predicted_end_is_right(items):
-    costs, steps = random_costs(items), 64
+    costs, steps = np.random.default_rng(3).integers(6, 10, items).astype(float), 64
     lists, last = shared_out(costs, np.full(items, 72), steps, 4, 132)
     covered = np.zeros((items, steps), int)
     for piece in (piece for pieces in lists for piece in pieces):

@@ -18,11 +18,6 @@ from sparsebench.kernels.bsr import bsr_small, bsr_wgmma
 from sparsebench.kernels.nn import BlockSparseLinear, _bsr_plans
 
 
-@pytest.fixture(autouse=True)
-def seed() -> None:
-    torch.manual_seed(0)
-
-
 def layer_of(n: int, k: int, block: Any, **options: Any) -> BlockSparseLinear:
     return BlockSparseLinear(k, n, block=block, sparsity=0.5, **options)
 

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from sparsebench.errors import Unsupported
+from sparsebench.kernels._common.elementwise import rounded_sums
 from sparsebench.kernels._common.search import FINALISTS, Search, Trial
-from sparsebench.kernels._kernel import DTYPES, OUTPUTS
+from sparsebench.kernels._kernel import DTYPES, OUTPUTS, poison, sum_scale
 from sparsebench.kernels.dense import _cublaslt, _gemm, cublas
 from sparsebench.kernels.dense._gemm import Product, Way
 from tests.emulation import cublaslt_on_cpu
@@ -49,6 +50,8 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def drawn(*shape: int, dtype: str) -> Tensor:
+    if dtype == "int8":
+        return torch.randint(-127, 128, shape, dtype=torch.int8)
     return torch.randn(shape).to(DTYPES[dtype])
 
 
@@ -60,12 +63,18 @@ def product_of(op: str, m: int, n: int, k: int, dtype: str = "fp32", **more: Any
         "linear_wgrad": {"dy": (m, n), "x": (m, k)},
     }[op]
     a, b = cublas.PRODUCTS[op](**{name: drawn(*s, dtype=dtype) for name, s in arguments.items()})
-    out = torch.full((len(a), b.shape[1]), torch.nan, dtype=OUTPUTS[dtype])
+    poison(out := torch.empty(len(a), b.shape[1], dtype=OUTPUTS[dtype]))
     return Product(a, b, out, op != "linear_wgrad", **more)
 
 
 def right(product: Product) -> Tensor:
     return product.scale * (product.a.double() @ product.b.double())
+
+
+def right_int8(product: Product) -> Tensor:
+    """Return the product of int64, scaled, rounded to the nearest even step, saturated."""
+    sums = (product.a.cpu().long() @ product.b.cpu().long()).double()
+    return (product.scale * sums).round().clamp(-128, 127).to(torch.int8)
 
 
 def taking(monkeypatch: pytest.MonkeyPatch, matches: Callable[[Way], bool]) -> list[Way]:
@@ -119,6 +128,38 @@ def test_every_way_is_right_in_16_bits_and_in_scaled_fp8(dtype, monkeypatch) -> 
     for way in seen:
         launch = _gemm.fastest_way(product, _gemm._choice(way, product))
         torch.testing.assert_close(launch().double(), right(product), rtol=8e-3, atol=8e-3)
+
+
+@pytest.mark.parametrize("shape", [(1, 32, 64), (16, 48, 32), (40, 32, 2064)])
+@pytest.mark.usefixtures("emulated")
+def test_every_way_in_int8_is_that_of_int64(shape, monkeypatch) -> None:
+    product = product_of("linear", *shape, "int8", scale=2 * sum_scale("int8", shape[2]))
+    seen = taking(monkeypatch, lambda way: True)
+    _gemm.fastest_way(product)
+    assert {way.weights for way in seen} == {"rows"}
+    assert {(way.algorithm is None, way.sums) for way in seen} == {
+        (True, "int32"),
+        (False, "int32"),
+        (False, None),
+    }
+    for way in seen:
+        launch = _gemm.fastest_way(product, json.loads(json.dumps(_gemm._choice(way, product))))
+        for _ in range(2):
+            poison(product.out)
+            assert torch.equal(launch(), right_int8(product)), way
+            product.a.copy_(drawn(*product.a.shape, dtype="int8"))
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("shape", [(1, 8), (33, 200)])
+def test_int32_sums_are_rounded_to_even_and_saturate(shape: tuple[int, int]) -> None:
+    sums = torch.randint(-(2**12), 2**12, shape, dtype=torch.int32)
+    sums[0, :4] = torch.tensor([16, -16, 48, 2**31 - 1], dtype=torch.int32)  # halves at 2^-5
+    poison(out := torch.empty(shape, dtype=torch.int8))
+    rounded_sums(sums, out, 2.0**-5)()
+    expected = (sums.double() / 32).round().clamp(-128, 127)
+    assert torch.equal(out.double(), expected)
+    assert out[0, :4].tolist() == [0, 0, 2, 127]
 
 
 @pytest.mark.usefixtures("emulated")
@@ -278,7 +319,7 @@ def on_gpu(product: Product) -> Product:
 @pytest.mark.parametrize("shape", [(1, 64, 128), (3, 1000, 336), (17, 80, 4112), (1000, 528, 48)])
 @pytest.mark.parametrize("op", cublas.PRODUCTS)
 def test_every_way_is_right_in_a_graph_on_a_gpu(op, shape, dtype, monkeypatch) -> None:
-    if dtype == "fp8" and (op != "linear" or cublas.unsupported_fp8(CUDA)):
+    if dtype == "fp8" and (op != "linear" or cublas.unsupported_8_bits("fp8", CUDA)):
         pytest.skip("fp8 needs op linear and a device that supports it")
     if dtype == "fp8" and shape[1] % 16:
         pytest.skip("cuBLASLt multiplies fp8 with n in multiples of 16")
@@ -298,6 +339,25 @@ def test_every_way_is_right_in_a_graph_on_a_gpu(op, shape, dtype, monkeypatch) -
         graph.replay()
         error = (product.out.double() - right(product)).norm() / right(product).norm()
         assert error < {"fp32": 1e-6, "tf32": 1e-3, "fp16": 1e-3}.get(dtype, 8e-3), way
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(1, 64, 128), (16, 4096, 512), (17, 80, 4112), (1000, 528, 48)])
+def test_every_way_in_int8_is_that_of_int64_in_a_graph_on_a_gpu(shape, monkeypatch) -> None:
+    product = on_gpu(product_of("linear", *shape, "int8", scale=sum_scale("int8", shape[2])))
+    seen = taking(monkeypatch, lambda way: True)
+    _gemm.fastest_way(product)
+    assert any(way.algorithm and way.sums is None for way in seen), "cuBLASLt proposes no int8 call"
+    for way in [seen[0], *seen[1::10]]:
+        launch = _gemm.fastest_way(product, _gemm._choice(way, product))
+        launch()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            launch()
+        product.a.copy_(drawn(*product.a.shape, dtype="int8"))
+        poison(product.out)
+        graph.replay()
+        assert torch.equal(product.out.cpu(), right_int8(product)), way
 
 
 @pytest.mark.gpu

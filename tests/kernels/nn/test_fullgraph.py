@@ -46,7 +46,6 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
 
 @pytest.mark.parametrize("name", LAYERS)
 def test_a_layer_compiles_whole(name: str) -> None:
-    torch.manual_seed(0)
     layer = LAYERS[name]()
     in_fp32 = "fp32" in name or any(p.dtype == torch.float32 for p in layer.parameters())
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")

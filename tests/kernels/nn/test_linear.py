@@ -208,7 +208,6 @@ OPTIMIZERS: dict[str, Any] = {
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("sparsity", [0.5, 0.75])
 def test_the_state_of_an_optimizer_moves_with_the_blocks(name, sparsity):
-    torch.manual_seed(0)
     layer, other, x = layer_of(), layer_of(sparsity=sparsity), torch.randn(3, 48)
     optimizer = OPTIMIZERS[name](layer.parameters())
 

@@ -379,14 +379,6 @@ def test_backward_needs_under_4_percent_of_what_dense_layers_store():
 # ---- its kernels, in Triton's interpreter ----
 
 
-@pytest.fixture
-def poisoned() -> Iterator[None]:
-    """Fill new memory with NaN, or with the largest integer."""
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
 @pytest.mark.interpreted
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize(

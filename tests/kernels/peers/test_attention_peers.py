@@ -8,11 +8,19 @@ import pytest
 import torch
 from torch import Tensor
 
+from sparsebench.errors import Unsupported
 from sparsebench.formats import block_mask_converters as converters
 from sparsebench.formats.block_mask import BlockMask
 from sparsebench.harness.catalog import load_kernel
 from sparsebench.kernels._kernel import Operands
-from sparsebench.kernels.peers import _attention, attention_unfused, fa4
+from sparsebench.kernels.peers import (
+    _attention,
+    attention_unfused,
+    cudnn_block_sparse,
+    fa4,
+    fastvideo,
+    flashinfer_block_sparse,
+)
 from sparsebench.results.record import Problem
 from tests.kernels.attention.cases import flat, random_mask, reference
 
@@ -33,7 +41,6 @@ FIELDS: dict[str, Any] = {
     ids=["per head", "causal", "bits"],
 )
 def test_three_kernels_compute_what_one_does(options: dict[str, Any]) -> None:
-    torch.manual_seed(0)
     mask = random_mask((50, 70), options.pop("block", 16), **options)
     q = torch.randn(mask.batch, 50, 4, 16)
     k, v = (torch.randn(mask.batch, 70, 2, 16) for _ in range(2))
@@ -43,8 +50,10 @@ def test_three_kernels_compute_what_one_does(options: dict[str, Any]) -> None:
     torch.testing.assert_close(o.view_as(expected), expected, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("block", [128, (256, 128)])
-def test_fa4_gets_lists_of_its_tiles(block: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("block", "side"), [(128, 128), ((256, 128), 128), ((64, 192), 64)])
+def test_fa4_gets_lists_of_its_tiles(
+    block: Any, side: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A stand-in for FlashAttention 4 attends by the lists that it is given."""
     mask = random_mask((512, 384), block, lists=2)
     torch.manual_seed(0)
@@ -56,7 +65,7 @@ def test_fa4_gets_lists_of_its_tiles(block: Any, monkeypatch: pytest.MonkeyPatch
     def attend(
         q: Tensor, k: Tensor, v: Tensor, *, softmax_scale: float, block_sparse_tensors: BlockMask
     ) -> tuple[Tensor, Tensor]:
-        assert block_sparse_tensors.block == (128, 128)
+        assert block_sparse_tensors.block == (side, side)
         return reference(q, k, v, block_sparse_tensors, softmax_scale)
 
     of_fa4 = {
@@ -65,10 +74,98 @@ def test_fa4_gets_lists_of_its_tiles(block: Any, monkeypatch: pytest.MonkeyPatch
     }
     for name, module in of_fa4.items():
         monkeypatch.setitem(sys.modules, f"flash_attn.cute.{name}", module)
-    problem = Problem("attention", FIELDS | {"head_dim": 64, "scale": 0.3, "kv_heads": 2})
+    fields = {"head_dim": 64, "scale": 0.3, "kv_heads": 2, "m": 512, "context": 384}
+    problem = Problem("attention", FIELDS | fields | {"block": list(mask.block)})
     rows = {name: flat(x) for name, x in (("q", q), ("k", k), ("v", v))}
     launch = fa4.KERNEL.prepare(Operands(problem, {"mask": mask}, rows, abs))
     torch.testing.assert_close(launch().view_as(q), reference(q, k, v, mask, 0.3)[0])
+
+
+def case(mask: BlockMask) -> tuple[Operands, Tensor]:
+    """Return operands of 4 heads of 64, and the O of a mask."""
+    torch.manual_seed(0)
+    (s_q, s_kv), kv_heads = mask.tokens, mask.lists
+    sizes = ((s_q, 4), (s_kv, kv_heads), (s_kv, kv_heads))
+    q, k, v = (torch.randn(1, n, heads, 64) for n, heads in sizes)
+    fields = {"head_dim": 64, "scale": 0.3, "kv_heads": kv_heads, "lists": "kv_heads"}
+    fields |= {"m": s_q, "context": s_kv, "block": list(mask.block)}
+    rows = {name: flat(x) for name, x in (("q", q), ("k", k), ("v", v))}
+    problem = Problem("attention", FIELDS | fields)
+    return Operands(problem, {"mask": mask}, rows, abs), flat(reference(q, k, v, mask, 0.3)[0])
+
+
+@pytest.mark.parametrize(("block", "side"), [((256, 128), 128), ((64, 192), 64)])
+def test_cudnn_gets_lists_of_its_blocks(
+    block: Any, side: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mask = random_mask((512, 384), block, lists=2)
+
+    def attend(
+        q: Tensor, k: Tensor, v: Tensor, *, q2k_block_index: Tensor, **options: Any
+    ) -> dict[str, Tensor]:
+        index, counts = q2k_block_index, options["q2k_block_nums"]
+        if counts is None:
+            counts = torch.full(index.shape[:3], index.shape[3], dtype=torch.int32)
+        else:
+            assert options["allow_empty_block_nums"] or int(counts.min()) > 0
+        assert (options["sparse_block_size"], options["layout"]) == (side, "bshd")
+        lists = converters.Lists(counts, index)
+        given = converters.from_cudnn(lists, mask.tokens, (side, side))
+        return {"o_tensor": reference(q, k, v, given, options["softmax_scale"])[0]}
+
+    stand_in = SimpleNamespace(block_sparse_attention_forward=attend)
+    monkeypatch.setitem(sys.modules, "cudnn", stand_in)
+    operands, expected = case(mask)
+    torch.testing.assert_close(cudnn_block_sparse.KERNEL.prepare(operands)(), expected)
+
+
+def test_flashinfer_gets_blocks_of_64_for_cake_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    mask, sides = random_mask((256, 384), 128, lists=4), dict[str, int]()
+
+    class Wrapper:
+        def __init__(self, workspace: Tensor, backend: str) -> None:
+            self.backend = backend
+
+        def plan(self, cells: Tensor, rows: Tensor, *_: Any, **options: Any) -> None:
+            side = sides[self.backend] = int(rows[0, 0])
+            dense, tokens = cells.flatten(0, 1).float(), list(mask.tokens)
+            self.mask = BlockMask.from_dense(dense, block=side, tokens=tokens)
+            self.scale = options["sm_scale"]
+
+        def run(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> Tensor:
+            tokens = [x.transpose(0, 1)[None] for x in (q, k, v)]
+            heads = reference(*tokens, self.mask, self.scale)[0][0].transpose(0, 1)
+            return out.copy_(heads.reshape(out.shape)).view(q.shape)
+
+    stand_in = SimpleNamespace(VariableBlockSparseAttentionWrapper=Wrapper)
+    monkeypatch.setitem(sys.modules, "flashinfer", stand_in)
+    monkeypatch.setattr(flashinfer_block_sparse, "WORKSPACE", 1)
+    operands, expected = case(mask)
+    torch.testing.assert_close(flashinfer_block_sparse.KERNEL.prepare(operands)(), expected)
+    assert sides == {"fa2": 128, "fa3": 128, "cake": 64}
+
+
+def test_fastvideo_refuses_a_query_without_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its kernel loads the first block of every list, so an empty list would attend to block 0."""
+    cells = torch.ones(8, 2)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, *lists: Tensor) -> list[Tensor]:
+        index, counts, sizes = lists
+        assert sizes.tolist() == [64] * (k.shape[2] // 64)
+        given = converters.from_cudnn(converters.Lists(counts, index), mask.tokens, (64, 64))
+        o = reference(*(x.transpose(1, 2) for x in (q, k, v)), given, 0.3)[0]
+        return [o.transpose(1, 2)]
+
+    name = "fastvideo_kernel._C.fastvideo_kernel_ops"
+    monkeypatch.setitem(sys.modules, name, SimpleNamespace(block_sparse_fwd=attend))
+    for cells[3] in (torch.tensor([0, 1]), torch.tensor([0, 0])):
+        mask = BlockMask.from_dense(cells, block=128, tokens=[256, 256])
+        operands, expected = case(mask)
+        if cells[3].any():
+            torch.testing.assert_close(fastvideo.KERNEL.prepare(operands)(), expected)
+        else:
+            with pytest.raises(Unsupported, match="queries without one"):
+                fastvideo.KERNEL.prepare(operands)
 
 
 def test_a_mask_is_the_same_in_smaller_blocks() -> None:

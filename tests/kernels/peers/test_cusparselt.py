@@ -9,6 +9,7 @@ import json
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,7 +25,15 @@ from sparsebench.harness.inputs.bits import scores
 from sparsebench.harness.ops.linear import definition, spread
 from sparsebench.harness.patterns._mask import mask
 from sparsebench.kernels._common.search import FINALISTS, MOST_LINES, Search, Trial
-from sparsebench.kernels._kernel import DTYPES, OUTPUTS, Launch, Operands
+from sparsebench.kernels._kernel import (
+    DTYPES,
+    OUTPUTS,
+    STEPS,
+    Launch,
+    Operands,
+    poison,
+    sum_scale,
+)
 from sparsebench.kernels.peers import (
     _cusparselt,
     cusparselt,
@@ -39,6 +48,7 @@ from tests.emulation.cusparselt_on_cpu import ALGORITHMS, OnCpu
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 N, K, M = 256, 512, 32
 SPLITS = {"spense_rows": "rows", "spense_columns": "columns"}
+HYBRID = [dtype for dtype in cusparselt.MULTIPLES if dtype != "int8"]
 
 
 @pytest.fixture
@@ -63,13 +73,20 @@ def problem_of(dtype: str, pattern: str = "two_four", m: int = M, n: int = N) ->
     return Problem("linear", {**fields, "sparsity": sparsity})
 
 
+def drawn(*shape: int, dtype: str, keep: Any = None) -> torch.Tensor:
+    """Return normal deviates, in int8 of as many steps as the harness draws."""
+    values = torch.randn(shape) * (STEPS if dtype == "int8" else 1)
+    values = values.clamp(-127, 127) if dtype == "int8" else values
+    return (values if keep is None else values.where(keep, 0)).to(DTYPES[dtype])
+
+
 def operands_of(
     dtype: str, pattern: str = "two_four", device: str = "cpu", pinned: Any = None, m: int = M
 ) -> Operands:
     problem = problem_of(dtype, pattern, m)
     torch.manual_seed(0)
     keep = mask(problem.fields, ("n", "k"), lambda g: scores(0, "w", g.cells, CPU), CPU)
-    w, x = torch.randn(N, K).where(keep, 0).to(DTYPES[dtype]), torch.randn(m, K).to(DTYPES[dtype])
+    w, x = drawn(N, K, dtype=dtype, keep=keep), drawn(m, K, dtype=dtype)
     params = {"dense_fraction": 0.5, "split": SPLITS[pattern]} if pattern in SPLITS else {}
     weights = {"w": Spense.from_dense(w.to(device), **params)}
     return Operands(problem, weights, {"x": x.to(device)}, definition, pinned)
@@ -79,13 +96,15 @@ def assert_right(y: Any, operands: Operands) -> None:
     dtype = operands.problem["dtype"]
     exact = operands.weights["w"].to_dense().double(), operands.activations["x"].double()
     sums = FP8 if dtype == "fp8" else FP32
-    right = Expected(definition(*exact), spread(*exact), OUTPUTS[dtype], K, sums=sums)
+    answer, size = (function(*exact, dtype=dtype) for function in (definition, spread))
+    right = Expected(answer, size, OUTPUTS[dtype], K, sums=sums)
     assert check(y, right).reason is None
 
 
 def call_of(operands: Operands, **call: Any) -> cusparselt.Call:
     w, x = operands.weights["w"].to_dense(), operands.activations["x"]
-    return cusparselt.Call(cusparselt.compressed(w), x, len(w), **call)
+    scale = sum_scale(operands.problem["dtype"], w.shape[1])
+    return cusparselt.Call(cusparselt.compressed(w), x, len(w), scale=scale, **call)
 
 
 EVERY_LAYOUT = [(d, way) for d in cusparselt.MULTIPLES for way in cusparselt.layouts(DTYPES[d])]
@@ -96,7 +115,7 @@ def test_every_layout_gives_the_product(library: OnCpu, dtype: str, way: cuspars
     operands = operands_of(dtype)
     call = call_of(operands)
     one = cusparselt.planned(call, replace(way, algorithm=4, split_k=2, split_k_mode=1))
-    y = torch.full((M, N), float("nan"), dtype=OUTPUTS[dtype])
+    poison(y := torch.empty(M, N, dtype=OUTPUTS[dtype]))
     one.call(y)
     assert_right(y, operands)
     assert library.planned[-1] == {
@@ -132,8 +151,10 @@ def test_few_tokens_may_be_padded_and_follow_the_activations(library, dtype, y_l
 
 
 @pytest.mark.parametrize("m", [1, 3, 50])
-@pytest.mark.parametrize("dtype", cusparselt.MULTIPLES)
-@pytest.mark.parametrize("pattern", ["two_four", *SPLITS])
+@pytest.mark.parametrize(
+    ("dtype", "pattern"),
+    [*((dtype, "two_four") for dtype in cusparselt.MULTIPLES), *product(HYBRID, SPLITS)],
+)
 def test_tokens_are_padded_to_the_multiple_that_the_library_takes(
     library, monkeypatch, pattern, dtype, m
 ) -> None:
@@ -142,7 +163,7 @@ def test_tokens_are_padded_to_the_multiple_that_the_library_takes(
     module = cusparselt if pattern == "two_four" else cusparselt_hybrid
     launch = module.prepare(operands)
     choice = launch.choice if pattern == "two_four" else launch.choice["sparse"]
-    assert choice["tokens"] == m + -m % (16 if dtype == "fp8" else 8)
+    assert choice["tokens"] == m + -m % (16 if DTYPES[dtype].itemsize == 1 else 8)
     for _ in range(2):
         assert_right(launch(), operands)
         operands.activations["x"].copy_(operands.activations["x"].float().flip(0))
@@ -203,9 +224,9 @@ def test_layouts_then_algorithms_then_splits_are_searched(library, monkeypatch, 
     sizes = pick(monkeypatch, cusparselt, 1)
     operands = operands_of(dtype)
     launch = cusparselt.prepare(operands)
-    layouts = 2 if dtype == "fp8" else 8
+    layouts = 2 if DTYPES[dtype].itemsize == 1 else 8
     # The library's search finds nothing if X.T is copied, and is not called if it would trap.
-    searched = {"fp8": 2, "fp16": 2}.get(dtype, 4)
+    searched = {"fp8": 2, "int8": 2, "fp16": 2}.get(dtype, 4)
     numbered = cusparselt.FEW_LAYOUTS.get(DTYPES[dtype], layouts) * ALGORITHMS
     few = cusparselt.PADDED_LAYOUTS * (1 if dtype == "fp16" else ALGORITHMS)
     numbered += len(cusparselt.MORE_TOKENS) * few
@@ -274,7 +295,7 @@ def test_cusparselt_supports_no_dense_part_and_the_hybrid_needs_one(pattern: str
         cusparselt_hybrid.prepare(operands_of("bf16"))
 
 
-@pytest.mark.parametrize("dtype", cusparselt.MULTIPLES)
+@pytest.mark.parametrize("dtype", HYBRID)
 @pytest.mark.parametrize("pattern", SPLITS)
 def test_the_hybrid_is_the_product_and_reads_activations_anew(library, dtype, pattern) -> None:
     operands = operands_of(dtype, pattern)
@@ -296,7 +317,7 @@ def joins(dtype: str, pattern: str) -> list[cusparselt_hybrid.Way]:
     return cusparselt_hybrid.ways(cusparselt_hybrid.Parts(some, some, x, x, N, whole))
 
 
-@pytest.mark.parametrize("dtype", cusparselt.MULTIPLES)
+@pytest.mark.parametrize("dtype", HYBRID)
 @pytest.mark.parametrize("pattern", SPLITS)
 def test_every_join_of_the_hybrid_is_the_product_and_can_be_pinned(
     library, monkeypatch, dtype, pattern
@@ -366,7 +387,7 @@ def on_the_gpu(kernel: Any, operands: Operands, **options: Any) -> Iterator[Laun
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("pattern", SPLITS)
-@pytest.mark.parametrize("dtype", cusparselt.MULTIPLES)
+@pytest.mark.parametrize("dtype", HYBRID)
 def test_every_way_to_join_the_parts_is_right_on_a_gpu(dtype: str, pattern: str) -> None:
     operands = operands_of(dtype, pattern, device="cuda")
     (first, _) = on_the_gpu(cusparselt_hybrid, operands)
@@ -387,13 +408,13 @@ def test_every_algorithm_is_right_on_redrawn_activations_when_captured(dtype: st
     products, _ = cusparselt.accepted(call, ways)
     assert products
     for one in products:
-        y = torch.full((M, N), float("nan"), dtype=OUTPUTS[dtype], device="cuda")
+        poison(y := torch.empty(M, N, dtype=OUTPUTS[dtype], device="cuda"))
         one.call(y)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             one.call(y)
-        x.copy_(torch.randn(M, K))
-        y.fill_(float("nan"))
+        x.copy_(drawn(M, K, dtype=dtype))
+        poison(y)
         graph.replay()
         assert_right(y, operands)
 
@@ -402,14 +423,15 @@ def test_every_algorithm_is_right_on_redrawn_activations_when_captured(dtype: st
 
 
 @pytest.mark.interpreted
-@pytest.mark.parametrize(("dtype", "m"), [("fp16", 3), ("fp8", 32)])
+@pytest.mark.parametrize(("dtype", "m"), [("fp16", 3), ("fp8", 32), ("int8", 5)])
 @pytest.mark.parametrize("module", [cusparselt_slide, cusparselt_dense])
 def test_lifted_weights_multiply_lifted_activations(library, monkeypatch, module, m, dtype) -> None:
     pick(monkeypatch, cusparselt, 0)
     operands = operands_of(dtype, m=m)
-    w = torch.randn(N, K // 8, 8).where(torch.rand(N, K // 8, 8).argsort(-1) < 6, 0).flatten(1)
+    keep = (torch.rand(N, K // 8, 8).argsort(-1) < 6).flatten(1)
     stored = Slide if module is cusparselt_slide else Dense
-    operands = replace(operands, weights={"w": stored.from_dense(w.to(DTYPES[dtype]))})
+    w = drawn(N, K, dtype=dtype, keep=keep)
+    operands = replace(operands, weights={"w": stored.from_dense(w)})
     launch = module.prepare(operands)
     for _ in range(2):
         assert_right(launch(), operands)

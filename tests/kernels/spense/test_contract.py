@@ -8,14 +8,7 @@ import torch
 from sparsebench.kernels._common import cuda
 from sparsebench.kernels.spense import spense_mma, spense_wgmma
 from sparsebench.results.record import Problem
-from tests.kernels.spense.examples import (
-    LARGE,
-    ODD,
-    SHAPES,
-    WGMMA_CONFIGS,
-    assert_right,
-    on_gpu,
-)
+from tests.kernels.spense.examples import LARGE, ODD, SHAPES, WGMMA_CONFIGS, assert_right, on_gpu
 from tests.tools.marks import needs_cupy
 
 MMA_CONFIGS = spense_mma.space(228)

@@ -80,7 +80,7 @@ def swizzled(rows: Tensor) -> Tensor:
 
 
 @needs_gxx
-@pytest.mark.parametrize("dtype", STORED, ids=str)
+@pytest.mark.parametrize("dtype", spense_wgmma.DTYPES, ids=str)
 @pytest.mark.parametrize("config", [Config(16, 1, 4), Config(48, 1, 4, 1, 2)], ids=str)
 def test_the_idle_warps_write_the_columns_of_odd_windows(config, dtype) -> None:
     columns = 2 * 128 // dtype.itemsize

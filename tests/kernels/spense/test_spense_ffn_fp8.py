@@ -321,7 +321,7 @@ def test_hybrid_layers_join_gate_and_up_and_can_be_pinned(
 
 @pytest.mark.gpu
 def test_inputs_are_rounded_to_the_right_bits_on_a_gpu() -> None:
-    if reason := cublas.unsupported_fp8(CUDA):
+    if reason := cublas.unsupported_8_bits("fp8", CUDA):
         pytest.skip(reason)
     every = torch.arange(2**16, device=CUDA).to(torch.int32).to(torch.int16).view(BF16)
     x = torch.stack([every.view(64, 1024)[i % 64].roll(i) for i in range(133)])
@@ -333,7 +333,7 @@ def test_inputs_are_rounded_to_the_right_bits_on_a_gpu() -> None:
 
 @pytest.mark.gpu
 def test_inputs_are_scaled_by_token_on_a_gpu() -> None:
-    if reason := cublas.unsupported_fp8(CUDA):
+    if reason := cublas.unsupported_8_bits("fp8", CUDA):
         pytest.skip(reason)
     for m, k in ((1, 16), (19, 5120), (300, 27648)):
         x = 10.0 ** torch.linspace(-6, 4, m, device=CUDA)[:, None] * torch.randn(m, k, device=CUDA)
@@ -350,7 +350,7 @@ def test_inputs_are_scaled_by_token_on_a_gpu() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("activation", [*cublas.ACTIVATIONS])
 def test_hidden_units_are_rounded_once_on_a_gpu(activation: str) -> None:
-    if reason := cublas.unsupported_fp8(CUDA):
+    if reason := cublas.unsupported_8_bits("fp8", CUDA):
         pytest.skip(reason)
     for m, n in ((1, 16), (19, 336), (3000, 1360)):
         products = 64 * torch.randn(m, 2 * n, device=CUDA).to(BF16)
@@ -394,7 +394,7 @@ def test_two_gemms_are_right_in_every_way_on_a_gpu(shape, dtype) -> None:
 @pytest.mark.filterwarnings("default")  # inductor warns
 @pytest.mark.parametrize("kernel", [cublas, torch_compile])
 def test_baselines_by_torch_are_right_on_a_gpu(kernel: Any) -> None:
-    if reason := cublas.unsupported_fp8(CUDA):
+    if reason := cublas.unsupported_8_bits("fp8", CUDA):
         pytest.skip(reason)
     for m, n, k in SHAPES:
         for activation in ("silu", "relu2"):

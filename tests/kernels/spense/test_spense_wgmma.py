@@ -16,7 +16,6 @@ import pytest
 import torch
 
 from sparsebench.errors import Unsupported
-from sparsebench.formats.spense import DTYPES as PACKED
 from sparsebench.formats.spense import Spense
 from sparsebench.harness.bench.correctness import FP8, Expected, check
 from sparsebench.kernels._common import cuda
@@ -200,7 +199,7 @@ def assert_metadata_stays(code: Path) -> None:
 
 
 @pytest.mark.skipif(not (find_spec("cupy") and CUOBJDUMP.exists()), reason="needs CuPy, cuobjdump")
-@pytest.mark.parametrize("dtype", PACKED, ids=str)
+@pytest.mark.parametrize("dtype", spense_wgmma.DTYPES, ids=str)
 def test_the_code_that_runs_keeps_the_metadata_of_wgmma_in_flight(dtype, tmp_path) -> None:
     file = tmp_path / "kernel.cubin"
     for config in (CONFIGS[0], Config(256, 2, 4), Config(112, 1, 4, 3, 3)):

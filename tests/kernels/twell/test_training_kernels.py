@@ -18,19 +18,6 @@ from tests.tools.marks import sampled
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
 
-@pytest.fixture(autouse=True)
-def seed() -> None:
-    torch.manual_seed(0)
-
-
-@pytest.fixture
-def poisoned() -> Iterator[None]:
-    """Fill new memory with NaN, or with the largest integer."""
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [

@@ -1,0 +1,176 @@
+"""int8 from end to end, on the CPU: drawn, pruned, multiplied, held against the right answer."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from sparsebench.errors import FormatError, SuiteError
+from sparsebench.formats.slide import Slide
+from sparsebench.formats.spense import Spense
+from sparsebench.harness.bench import contest
+from sparsebench.harness.bench.correctness import Expected, check
+from sparsebench.harness.bench.operands import DenseOperands, operands
+from sparsebench.harness.catalog import load_op
+from sparsebench.harness.inputs import sources
+from sparsebench.harness.inputs.bits import UNIT, fill
+from sparsebench.harness.ops.linear import definition, spread
+from sparsebench.kernels._kernel import sum_scale
+from sparsebench.kernels.dense import cublas
+from sparsebench.results.record import Contender, Problem, Source, Status, Value
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+FIELDS = {"m": 20, "n": 256, "k": 512, "dtype": "int8", "pattern": "six_eight", "sparsity": 0.25}
+
+
+def problem(source: Source | None = None, **fields: Value) -> Problem:
+    return Problem("linear", {**FIELDS, "block": 1, **fields}, 0, source)
+
+
+def built(spec: Problem, data: Path | None = None) -> DenseOperands:
+    return operands(spec, load_op("linear"), CPU, data)
+
+
+def right(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    sums = (x.long() @ w.long().T).double()
+    return (sum_scale("int8", x.shape[1]) * sums).round().clamp(-128, 127).to(torch.int8)
+
+
+def test_elements_fill_the_range_of_int8_without_zero_and_without_its_least_value() -> None:
+    fill(x := torch.empty(1 << 20, dtype=torch.int8), 0, "x", scale=UNIT)
+    assert -127 <= int(x.amin()) < -110
+    assert 110 < int(x.amax()) <= 127
+    assert not (x == 0).any()
+    assert 26 < float(x.float().std()) < 30
+    assert abs(float(x.float().mean())) < 0.1
+
+
+def test_a_mask_is_what_is_stored() -> None:
+    result = built(problem())
+    w = result.weights["w"]
+    assert w.dtype == result.activations["x"].dtype == torch.int8
+    assert result.nnz["w"] == 256 * 512 * 6 // 8
+    assert ((w.view(-1, 8) != 0).sum(1) == 6).all()
+    assert built(problem()).digest == "aa415ea0a54f8c65"  # these bits never change
+
+
+@pytest.mark.parametrize("k", [64, 512, 18944])
+def test_the_definition_is_the_product_of_int64(k: int) -> None:
+    dense = built(problem(n=16, k=k))
+    w, x = dense.weights["w"], dense.activations["x"]
+    y = definition(w, x, dtype="int8")
+    assert torch.equal(y, right(x, w))
+    assert 8 < float(y.float().std()) < 40
+    assert int((y.abs() == 127).sum()) < 0.01 * y.numel()
+
+
+def test_an_output_that_saturates_is_right() -> None:
+    x, w = (torch.full(shape, 127, dtype=torch.int8) for shape in ((16, 512), (32, 512)))
+    w[::2] = -127
+    y = definition(w, x, dtype="int8")
+    assert y.unique().tolist() == [-128, 127]
+    assert verdict(y, x, w) is None
+
+
+def verdict(y: torch.Tensor, x: torch.Tensor, w: torch.Tensor) -> str | None:
+    exact = w.double(), x.double()
+    answer, size = (function(*exact, dtype="int8") for function in (definition, spread))
+    plain = definition(w, x, dtype="int8")
+    return check(y, Expected(answer, size, torch.int8, x.shape[1], plain=plain)).reason
+
+
+def test_one_step_too_much_in_one_element_is_wrong() -> None:
+    dense = built(problem())
+    w, x = dense.weights["w"], dense.activations["x"]
+    y = right(x, w)
+    assert verdict(y, x, w) is None
+    y[3, 7] += 1 if y[3, 7] < 127 else -1
+    assert "element [3, 7]" in str(verdict(y, x, w))
+
+
+def test_sums_that_are_truncated_are_wrong() -> None:
+    dense = built(problem())
+    w, x = dense.weights["w"], dense.activations["x"]
+    sums = sum_scale("int8", 512) * (x.long() @ w.long().T).double()
+    assert verdict(sums.trunc().clamp(-128, 127).to(torch.int8), x, w)
+
+
+def test_a_contest_is_right_on_a_cpu_and_other_formats_give_their_reason() -> None:
+    contenders = [
+        Contender("dense", "torch_dense", baseline=True),
+        Contender("dense", "reference"),
+        Contender("slide", "reference"),
+        Contender("csr", "reference"),
+        Contender("bsr", "reference", {"block": 32}),
+        Contender("bitmap", "reference"),
+    ]
+    rows, _ = contest.run(problem(), contenders, CPU, None)
+    assert [(row.status, row.detail) for row in rows[:3]] == [(Status.OK, "")] * 3
+    assert {row.status for row in rows[3:]} == {Status.UNSUPPORTED}
+    assert all("found torch.int8" in row.detail for row in rows[3:])
+    count = 256 * 512 * 6 // 8
+    assert {row.nnz for row in rows} == {count}
+    assert {row.fewest_bytes for row in rows} == {count + 20 * 512 + 20 * 256}
+    assert {row.dense_bytes for row in rows} == {256 * 512}
+
+
+@pytest.mark.parametrize("stored", [Spense, Slide])
+def test_the_least_value_of_int8_is_refused(stored: Any) -> None:
+    dense = torch.zeros(2, 8, dtype=torch.int8)
+    dense[1, 3] = -128
+    with pytest.raises(FormatError, match="expected int8 values from -127 to 127, found -128"):
+        stored.from_dense(dense)
+
+
+def test_weights_of_a_file_are_refused(tmp_path: Path) -> None:
+    save_file({"layer": torch.ones(256, 512, dtype=torch.bfloat16)}, tmp_path / "m.safetensors")
+    source = Source("m.safetensors", sources.sha256(tmp_path / "m.safetensors"), "layer")
+    with pytest.raises(SuiteError, match="16 or 32 bits for weights from a file, found int8"):
+        built(problem(source), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("fields", "device", "capability", "reason"),
+    [
+        ({}, CUDA, (9, 0), None),
+        ({}, CUDA, (8, 0), None),
+        ({"n": 250}, CUDA, (9, 0), "multiples of 16 in int8, found n 250 and k 512"),
+        ({}, CUDA, (7, 5), "compute capability 8.0 or newer, found 7.5"),
+        ({}, CPU, (9, 0), "need an NVIDIA GPU, found cpu"),
+    ],
+)
+def test_cublas_gives_the_reason_for_no_int8(monkeypatch, fields, device, capability, reason):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    result = cublas.unsupported(problem(**fields), device)
+    assert result is None if reason is None else reason in str(result)
+
+
+@pytest.mark.parametrize("op", ["linear_dgrad", "linear_wgrad", "ffn", "mlp", "decoder"])
+def test_other_ops_refuse_int8(op: str) -> None:
+    example = load_op(op).example or {"m": 16, "n": 64, "k": 64}
+    with pytest.raises(ValueError, match="dtype"):
+        load_op(op).fields(**{**example, "dtype": "int8"})
+
+
+@pytest.mark.gpu
+def test_int8_has_the_same_bits_on_a_gpu() -> None:
+    result = operands(problem(), load_op("linear"), torch.device("cuda:0"), None)
+    assert result.digest == built(problem()).digest
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("pattern", ["two_four", "six_eight", "four_six"])
+@pytest.mark.parametrize("m", [16, 1024])
+def test_every_library_is_right_in_a_contest_on_a_gpu(pattern: str, m: int) -> None:
+    kept, group = {"two_four": (2, 4), "six_eight": (6, 8), "four_six": (4, 6)}[pattern]
+    spec = problem(m=m, n=1024, k=1536, pattern=pattern, sparsity=round(1 - kept / group, 4))
+    contenders = [
+        Contender("dense", "cublas", baseline=True),
+        Contender("dense", "cusparselt_dense"),
+        Contender("slide", "cusparselt_slide", {"kept": kept, "group": group}),
+    ]
+    contenders += [Contender("spense", "cusparselt")] if pattern == "two_four" else []
+    rows, _ = contest.run(spec, contenders, torch.device("cuda:0"), None)
+    assert [(row.status, row.detail) for row in rows] == [(Status.OK, "")] * len(contenders)
