@@ -15,7 +15,7 @@
 // A strip is [DEPTH tokens x 32], rows of 64 bytes, swizzled. ldmatrix.trans turns tokens x columns
 // into the columns x tokens that mma wants of both operands.
 //
-// Macros: DEPTH=16|32|64 SLOTS (even) STRIPS (room in a stage, a multiple of 4), THREADS,
+// Macros: DEPTH=16|32 SLOTS (even) STRIPS (room in a stage, a multiple of 4), THREADS,
 // RING_BYTES, WORKERS, FP16=0|1. Source: PTX ISA 9.0, mma.m16n8k16, ldmatrix.
 
 #include "tokens.cuh"

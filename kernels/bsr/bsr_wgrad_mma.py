@@ -33,11 +33,13 @@ from sparsebench.kernels.bsr.bsr_wgrad import RING_BYTES, SHARED_BYTES, THREADS,
 
 SIDE, WIDTH, ROW_BYTES, WARPS = 16, 32, 64, 8
 MOST_SLOTS = 16  # of a warp: 128 sums of a thread
+FEWEST_BLOCKS = 24  # of an item, if items may have more: they would share few loads
+DENSEST = 0.26  # stored part of W up to which bsr_wgrad_small takes longer (NOTES.md)
 STAGES = 3  # fewest stages of the ring
 # Costs are in loads of a strip of 64 tokens: TMA takes 61 ns for one on one SM.
 BLOCK, WRITTEN = 0.2, 0.3  # shared memory's time for a block of 64 tokens, and for a strip
 PARTIAL = 0.77  # of a block, written and read
-TRIED = 6
+TRIED = 4
 # Tensor maps of dy and x; loads, sums, slots; starts; values; partials, counters.
 ARGUMENTS = cuda.Layout("256s", *"PPP", f"{4 * WORKERS}s", *"PPP")
 
@@ -46,7 +48,7 @@ ARGUMENTS = cuda.Layout("256s", *"PPP", f"{4 * WORKERS}s", *"PPP")
 class Config:
     """One way to run the kernel.
 
-    depth   tokens in a step: 64, 32 or 16
+    depth   tokens in a step: 32 or 16
     across  groups of strips of X
     down    groups of strips of dY, for each of these
     """
@@ -67,7 +69,11 @@ class Item:
 
 @dataclass(frozen=True)
 class Work:
-    """The arrays that bsr_wgrad_mma.cu reads: structs Loads, Sums and Slot, and pieces of workers."""
+    """The arrays that bsr_wgrad_mma.cu reads: Loads, Sums, Slot, and where a worker's pieces start.
+
+    partials  sums of parts of items
+    last      predicted end of the last worker, in loads of a strip of 64 tokens
+    """
 
     loads: Ints
     sums: Ints
@@ -132,9 +138,7 @@ def work_of(pattern: Bsr, m: int, config: Config, workers: int) -> Work:
     return Work(loads, sums, _slots(items, slots, depth), starts, cut, last)
 
 
-def _lists(
-    pieces: list[Piece], items: list[Item], steps: int, room: int
-) -> tuple[Ints, Ints, int]:
+def _lists(pieces: list[Piece], items: list[Item], steps: int, room: int) -> tuple[Ints, Ints, int]:
     loads, sums = np.full((len(pieces), room + 4), -1, np.int32), np.zeros((len(pieces), 8), int)
     firsts: dict[int, int] = {}
     cut = 0
@@ -172,24 +176,36 @@ def _slots(items: list[Item], slots: int, depth: int) -> Ints:
 
 def configurations(pattern: Bsr, m: int, workers: int) -> list[Config]:
     """Return a few, by the predicted end of the last worker."""
-    blocks, (n, k) = len(pattern.columns), pattern.shape
+    blocks = len(pattern.columns)
+    room = WARPS * MOST_SLOTS * 0.97  # blocks of an item: warps have a few more or less
+    fewest = int(blocks / room) + 1
+    rounds = range(-(-fewest // workers), -(-fewest // workers) + 3)
+    numbers = {-(-workers * some // parts) for some in rounds for parts in (1, 2, 3, 4)}
+    ends = _ends(
+        pattern, m, workers, [n for n in numbers if fewest <= n <= blocks // FEWEST_BLOCKS]
+    )
+    number = max(fewest, blocks // FEWEST_BLOCKS)
+    while not ends and number <= 2 * fewest * room:
+        ends = _ends(pattern, m, workers, [number])
+        number *= 2
+    return sorted(ends, key=lambda config: ends[config])[:TRIED]
+
+
+def _ends(pattern: Bsr, m: int, workers: int, numbers: list[int]) -> dict[Config, float]:
+    """Return the predicted end of each way to make about so many items that is possible."""
+    n, k = pattern.shape
     ends = {}
-    for number in {-(-workers * rounds // parts) for rounds in (1, 2, 3) for parts in (1, 2, 3, 4)}:
-        if not 24 * WARPS / 8 < blocks / number < WARPS * MOST_SLOTS * 0.97:
-            continue
+    for number in numbers:
         even = round((number * k / n) ** 0.5)
-        for across in range(max(1, even - 2), even + 3):
-            down = number // across
+        for across in range(max(1, even - 1), even + 2):
+            down = max(1, number // across)
             items = items_of(pattern, across, down)
             stage = room_of(items) * ROW_BYTES
-            if slots_of(items) > MOST_SLOTS:
-                continue
-            for depth in (32, 16):
-                if RING_BYTES // (stage * depth) >= STAGES:
-                    config = Config(depth, across, down)
-                    ends[config] = work_of(pattern, m, config, workers).last
-                    break
-    return sorted(ends, key=lambda config: ends[config])[:TRIED]
+            depth = next((d for d in (32, 16) if RING_BYTES // (stage * d) >= STAGES), 0)
+            if depth and slots_of(items) <= MOST_SLOTS:
+                config = Config(depth, across, down)
+                ends[config] = work_of(pattern, m, config, workers).last
+    return ends
 
 
 def launch(
@@ -209,7 +225,8 @@ def plan(pattern: Bsr, m: int, config: Config, *, watchdog: bool = False) -> Pla
     starts = np.resize(work.starts, WORKERS).tobytes()
     counters = torch.zeros(work.partials, 2, dtype=torch.int32, device=device)
     (n, k), blocks, dtype = pattern.shape, (*pattern.values.shape,), pattern.values.dtype
-    constants = constants_of(config, work, dtype) + ((("WATCHDOG", 1),) if watchdog else ())
+    constants = constants_of(config, work.slots.shape[2], work.loads.shape[1] - 4, dtype)
+    constants += (("WATCHDOG", 1),) if watchdog else ()
     kernel, code = cuda.load("bsr_wgrad_mma", "sum_blocks", constants, SHARED_BYTES, device)
 
     @lru_cache(cuda.ADDRESSES)
@@ -227,11 +244,12 @@ def plan(pattern: Bsr, m: int, config: Config, *, watchdog: bool = False) -> Pla
     return Plan(loaded, lists, counters, partials, arguments, m, (n, k), blocks, dtype)
 
 
-def constants_of(config: Config, work: Work, dtype: torch.dtype) -> cuda.Constants:
+def constants_of(config: Config, slots: int, room: int, dtype: torch.dtype) -> cuda.Constants:
+    """Return the macros of bsr_wgrad_mma.cu; `room` is of strips in a stage."""
     return (
-        *(("DEPTH", config.depth), ("SLOTS", work.slots.shape[2])),
-        *(("STRIPS", work.loads.shape[1] - 4), ("FP16", int(dtype == torch.float16))),
+        *(("DEPTH", config.depth), ("SLOTS", slots), ("STRIPS", room)),
         *(("THREADS", THREADS), ("RING_BYTES", RING_BYTES), ("WORKERS", WORKERS)),
+        ("FP16", int(dtype == torch.float16)),
     )
 
 
@@ -241,6 +259,10 @@ def unsupported_operands(dy: Tensor, x: Tensor, pattern: Bsr) -> str | None:
         return reason
     if pattern.block != (SIDE, SIDE):
         return f"expected blocks of 16x16, found {pattern.block[0]}x{pattern.block[1]}"
+    (n, k), blocks = pattern.shape, len(pattern.columns)
+    if max(blocks, len(x) + 64, 2 * (n + WIDTH), 2 * (k + WIDTH)) > bsr_wgrad.LARGEST:
+        found = f"{blocks} blocks in {n}x{k}, {len(x)} tokens"
+        return f"expected less than 2^30 rows and columns and 2^31 tokens, found {found}"
     return None
 
 
