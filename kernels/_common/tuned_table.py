@@ -243,6 +243,12 @@ def multiprocessors(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
+def shared_bytes_of(device: torch.device) -> int:
+    """Return the bytes of shared memory that a CTA may have."""
+    properties: Any = torch.cuda.get_device_properties(device)  # the stub lacks it
+    return int(properties.shared_memory_per_block_optin)
+
+
 def _find(
     kernel: str, sizes: Sizes, device: torch.device, fixed: Mapping[str, Any]
 ) -> tuple[str, Entry] | None:

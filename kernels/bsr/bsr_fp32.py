@@ -23,14 +23,19 @@ from sparsebench.formats.bsr import Bsr
 from sparsebench.kernels._common import cuda
 from sparsebench.kernels._common.requirements import unsupported_before_ampere
 from sparsebench.kernels._common.search import fastest_launch
-from sparsebench.kernels._common.tuned_table import Tuned, blocked, choose, multiprocessors
+from sparsebench.kernels._common.tuned_table import (
+    Tuned,
+    blocked,
+    choose,
+    multiprocessors,
+    shared_bytes_of,
+)
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
 from sparsebench.kernels.bsr._launch import LARGEST, Plan, bind
 from sparsebench.kernels.bsr._wgmma_pairs import checked
 
 SIDES = 32, 16, 8  # of a step, the first one that divides a block's side
 TOKENS, WARPS = (16, 32), (4, 8)
-SHARED_BYTES = 99 * 1024  # that every GPU from 8.0 on lets a CTA have
 # x, floats between its rows; offsets, columns, values; y; m, n, k, tiles of tokens
 ARGUMENTS = cuda.Layout("P", "q", *"PPPP", *"iiii")
 
@@ -60,14 +65,14 @@ def step_of(block: tuple[int, int]) -> tuple[int, int]:
     return rows, depth
 
 
-def configurations(w: Bsr, m: int, workers: int) -> list[Config]:
-    """Return what is possible for m tokens, the likeliest first (NOTES.md)."""
+def configurations(w: Bsr, m: int, workers: int, most: int) -> list[Config]:
+    """Return what is possible for m tokens in `most` bytes of a CTA, the likeliest first."""
     rows, depth = step_of(w.block)
     tokens = next((size for size in TOKENS if m <= size), TOKENS[-1])
     ctas = (len(w.offsets) - 1) * w.block[0] // rows * -(-m // tokens)
     warps = WARPS if ctas >= workers else WARPS[::-1]
     configs = [Config(tokens, each, stages) for stages in (64 // depth, 2) for each in warps]
-    return [c for c in dict.fromkeys(configs) if c.shared_bytes(w.block) <= SHARED_BYTES]
+    return [c for c in dict.fromkeys(configs) if c.shared_bytes(w.block) <= most]
 
 
 def launch(x: Tensor, w: Bsr, config: Config) -> cuda.BoundKernel:
@@ -144,7 +149,8 @@ def prepare(operands: Operands, *, tuned: Tuned = True) -> Launch:
     if reason := unsupported_operands(x, w):
         raise Unsupported(reason)
     sizes = blocked(len(x), *w.shape, operands.problem["dtype"], w.block, len(w.values))
-    searched = configurations(w, len(x), multiprocessors(x.device))
+    most = shared_bytes_of(x.device)
+    searched = configurations(w, len(x), multiprocessors(x.device), most)
     configs, by = choose("bsr_fp32", Config, operands, sizes, tuned, searched)
     constants = [constants_of(config, w.block, is_aligned(x)) for config in configs]
     cuda.compile_ahead("bsr_fp32", constants, cuda.target_of(x.device))

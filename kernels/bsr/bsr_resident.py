@@ -17,7 +17,6 @@ file chooses a configuration and launches. It supports
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,7 +28,13 @@ from sparsebench.formats.bsr import Bsr
 from sparsebench.kernels._common import cuda
 from sparsebench.kernels._common.requirements import unsupported_before_ampere
 from sparsebench.kernels._common.search import fastest_launch
-from sparsebench.kernels._common.tuned_table import Tuned, blocked, choose, multiprocessors
+from sparsebench.kernels._common.tuned_table import (
+    Tuned,
+    blocked,
+    choose,
+    multiprocessors,
+    shared_bytes_of,
+)
 from sparsebench.kernels._kernel import Launch, Operands
 from sparsebench.kernels.bsr._launch import LARGEST, kernel_of
 from sparsebench.kernels.bsr._wgmma_pairs import checked
@@ -98,7 +103,7 @@ def possible(w: Bsr, m: int, device: torch.device) -> Iterator[Config]:
     """Yield the configurations that fit into shared memory and registers."""
     for tokens, warps, share in product(TOKENS, WARPS, SHARES):
         config = Config(tokens, warps, share)
-        fits = config.shared_bytes(w.block, w.shape[1]) <= _shared_bytes(device)
+        fits = config.shared_bytes(w.block, w.shape[1]) <= shared_bytes_of(device)
         sums = tokens // 16 * -(-w.block[0] // 8) * 4
         if fits and tokens < m + 16 and sums <= (SUMS if warps < 16 else SUMS // 2):
             yield config
@@ -108,7 +113,7 @@ def groups_of(config: Config, rows: int, m: int, k: int, device: torch.device) -
     """Return the number of CTAs that share the block rows of each token tile."""
     held = config.tokens * pitch_of(k) + 1024
     warps = 24 if config.tokens == 16 else 12  # that registers allow: 72 per thread, or 92
-    at_once = max(1, min(_shared_bytes(device) // held, warps // config.warps))
+    at_once = max(1, min(shared_bytes_of(device) // held, warps // config.warps))
     room = multiprocessors(device) * at_once // -(-m // config.tokens)
     return max(1, min(room, -(-rows // config.rows)))
 
@@ -198,7 +203,7 @@ def unsupported_operands(x: Tensor, w: Bsr) -> str | None:
             f"expected rows of a multiple of {step} elements at a multiple of 16 bytes, "
             f"found strides {list(x.stride())} at {at} modulo 16"
         )
-    if x.is_cuda and TOKENS[0] * pitch_of(k) > (most := _shared_bytes(x.device)):
+    if x.is_cuda and TOKENS[0] * pitch_of(k) > (most := shared_bytes_of(x.device)):
         return f"expected {TOKENS[0]} rows of X in {most} bytes of shared memory, found {k} columns"
     if not 0 < len(x) <= LARGEST - TOKENS[-1] or max(n, k, len(values)) > LARGEST - SIDE:
         found = f"{len(values)} blocks, {len(x)} tokens, W of {n}x{k}"
@@ -221,12 +226,6 @@ def prepare(operands: Operands, w: Bsr, x: Tensor, tuned: Tuned, *, transposed: 
     cuda.compile_ahead("bsr_resident", constants, cuda.target_of(x.device))
     candidates = [launch(x, w, config) for config in configs]
     return fastest_launch(configs, candidates, by, x.device)
-
-
-def _shared_bytes(device: torch.device) -> int:
-    """Return the bytes of shared memory that a CTA may have."""
-    properties: Any = torch.cuda.get_device_properties(device)  # the stub lacks it
-    return int(properties.shared_memory_per_block_optin)
 
 
 KERNEL = kernel_of("linear", prepare, unsupported_before_ampere)

@@ -51,7 +51,7 @@ from sparsebench.kernels._common.triton import (
     tensor_of,
     unsupported,
 )
-from sparsebench.kernels._common.tuned_table import blocked, multiprocessors
+from sparsebench.kernels._common.tuned_table import blocked, multiprocessors, shared_bytes_of
 from sparsebench.kernels._kernel import DTYPES, output_dtype
 from sparsebench.kernels.bsr import (
     _launch,
@@ -249,11 +249,15 @@ HOPPER_KERNELS: dict[str, tuple[Any, Callable[[Any], Product]]] = {
 
 def _fp32(call: Call, w: Bsr, choice: Mapping[str, Any] | None) -> Iterator[Candidate]:
     """Yield the configurations of bsr_fp32; the layer has already aligned X (_bsr_autograd.py)."""
-    (x, _), workers = _activations(call), multiprocessors(w.columns.device)
+    (x, _), device = _activations(call), w.columns.device
     if reason := bsr_fp32.unsupported_operands(x, w):
         raise Unsupported(reason)
-    configs = [configured(bsr_fp32, choice)] if choice else []
-    for config in configs or bsr_fp32.configurations(w, call.m, workers):
+    if choice:
+        configs = [configured(bsr_fp32, choice)]
+    else:
+        sizes = call.m, multiprocessors(device), shared_bytes_of(device)
+        configs = bsr_fp32.configurations(w, *sizes)
+    for config in configs:
         plan = partial(bsr_fp32.plan, w, call.m, config, aligned=bsr_fp32.is_aligned(x))
         yield Candidate("bsr_fp32", config, partial(_product, _launch.Product, plan))
 

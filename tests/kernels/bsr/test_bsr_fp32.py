@@ -13,6 +13,7 @@ from torch import Tensor
 from sparsebench.formats.bsr import Bsr
 from sparsebench.kernels._common import cuda
 from sparsebench.kernels._common.requirements import AMPERE
+from sparsebench.kernels._common.tuned_table import shared_bytes_of
 from sparsebench.kernels.bsr import bsr_fp32
 from sparsebench.kernels.bsr._launch import Product
 from sparsebench.kernels.bsr.bsr_fp32 import Config
@@ -121,9 +122,10 @@ def test_it_compiles_without_a_spill(target, tmp_path) -> None:
 @pytest.mark.parametrize("block", [8, 16, 32, (24, 40), 64, 128])
 def test_every_shape_has_configurations_that_any_gpu_holds(block: Any, m: int) -> None:
     w, _, _ = example((1, 512, 512, block, 0.2))
-    configs = bsr_fp32.configurations(w, m, 132)
+    configs = bsr_fp32.configurations(w, m, 132, 99 * 1024)
     assert configs
     assert all(c.shared_bytes(w.block) <= 99 * 1024 for c in configs)
+    assert len(bsr_fp32.configurations(w, m, 132, 227 * 1024)) >= len(configs)
     assert configs[0].tokens == (16 if m <= 16 else 32)
 
 
@@ -139,8 +141,9 @@ ampere = pytest.mark.skipif(
 @pytest.mark.parametrize("shape", [*SHAPES, (32, 4096, 4096, 32, 0.1), (300, 2048, 1000, 16, 0.2)])
 def test_the_products_are_right_on_a_gpu_and_the_same_bits_every_time(shape: Shape) -> None:
     w, x = on_gpu(shape, "fp32", False)
-    for config in {*CONFIGS, *bsr_fp32.configurations(w, len(x), 132)}:
-        if config.shared_bytes(w.block) > bsr_fp32.SHARED_BYTES:
+    most = shared_bytes_of(x.device)
+    for config in {*CONFIGS, *bsr_fp32.configurations(w, len(x), 132, most)}:
+        if config.shared_bytes(w.block) > most:
             continue
         program = bsr_fp32.launch(x, w, config)
         for _ in range(2):  # redrawn in place
