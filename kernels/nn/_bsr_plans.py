@@ -6,8 +6,11 @@
                  bsr_strips      even sides from 10 on, packed
                  bsr_triton      powers of two from 16, as stored, below MANY tokens
       dW         bsr_wgrad       blocks that tiles of 40 to 64 divide
+                 bsr_wgrad_mma   blocks of 16, of which few are stored
                  bsr_wgrad_small multiples of 8
       fp8        Y alone: bsr_wgmma and bsr_triton
+    GPU of compute capability 8.0 and newer, fp32
+      Y          bsr_fp32        multiples of 8, as stored; products are exact, as bsr_triton's are
     other GPUs, other blocks and sizes, and TRITON_INTERPRET=1
                  bsr_triton, bsr_triton_dgrad, bsr_triton_wgrad
     CPU          dense products in torch, as a reference
@@ -35,7 +38,11 @@ from sparsebench.errors import FormatError, Unsupported
 from sparsebench.formats.bsr import Bsr
 from sparsebench.kernels._common.capture import is_capturing, keep
 from sparsebench.kernels._common.cuda import on_tape
-from sparsebench.kernels._common.requirements import HOPPER, unsupported_on_hopper
+from sparsebench.kernels._common.requirements import (
+    HOPPER,
+    unsupported_before_ampere,
+    unsupported_on_hopper,
+)
 from sparsebench.kernels._common.selection import Candidate, NoConfig, Operator, Product, configured
 from sparsebench.kernels._common.triton import (
     BoundKernel,
@@ -48,6 +55,7 @@ from sparsebench.kernels._common.tuned_table import blocked, multiprocessors
 from sparsebench.kernels._kernel import DTYPES, output_dtype
 from sparsebench.kernels.bsr import (
     _launch,
+    bsr_fp32,
     bsr_small,
     bsr_strips,
     bsr_triton,
@@ -55,6 +63,7 @@ from sparsebench.kernels.bsr import (
     bsr_triton_wgrad,
     bsr_wgmma,
     bsr_wgrad,
+    bsr_wgrad_mma,
     bsr_wgrad_small,
 )
 from sparsebench.kernels.bsr._strip_tiles import depth_of, height_of
@@ -64,8 +73,9 @@ from sparsebench.results.record import Problem
 FP8 = DTYPES["fp8"]
 NAMES = {dtype: name for name, dtype in DTYPES.items() if name != "tf32"}
 ENGINES = (
-    *("bsr_small", "bsr_strips", "bsr_triton", "bsr_triton_dgrad", "bsr_triton_wgrad"),
-    *("bsr_wgmma", "bsr_wgrad", "bsr_wgrad_small"),
+    *("bsr_fp32", "bsr_small", "bsr_strips"),
+    *("bsr_triton", "bsr_triton_dgrad", "bsr_triton_wgrad"),
+    *("bsr_wgmma", "bsr_wgrad", "bsr_wgrad_mma", "bsr_wgrad_small"),
 )
 FEW = 64  # tokens: up to here blocks as stored, by Triton, are the likeliest for large blocks
 MANY = 512  # tokens: from here on bsr_wgmma is the likeliest for blocks of 64 and more
@@ -156,7 +166,12 @@ def engines_of(call: Call, device: torch.device) -> list[str]:
         return [*more, *engines] if first else [*engines, *more]
     if reason := unsupported(problem, device, least=bsr_triton.FP8_CAPABILITY):
         raise Unsupported(reason)
-    return [triton]
+    exact = call.dtype == torch.float32 and call.op == "linear" and device.type == "cuda"
+    if not exact or not all(bsr_fp32.step_of(call.block)):
+        return [triton]
+    if reason := unsupported_before_ampere(problem, device, ("fp32",)):
+        raise Unsupported(reason)
+    return ["bsr_fp32", triton]
 
 
 def _hopper_engines(call: Call) -> list[str]:
@@ -165,7 +180,8 @@ def _hopper_engines(call: Call) -> list[str]:
     if call.op == "wgrad":
         if r % 8 or c % 8:
             return []
-        return ["bsr_wgrad", "bsr_wgrad_small"]
+        single = (r, c) == (bsr_wgrad_mma.SIDE, bsr_wgrad_mma.SIDE)
+        return ["bsr_wgrad_mma" if single else "bsr_wgrad", "bsr_wgrad_small"]
     large = r % SIDE == 0 and c % SIDE == 0
     if call.dtype == FP8:
         return ["bsr_wgmma"] if large else []
@@ -193,6 +209,9 @@ def _offered(
     if engine.startswith("bsr_triton"):
         yield from _triton(engine, call, w, choice)
         return
+    if engine == "bsr_fp32":
+        yield from _fp32(call, w, choice)
+        return
     kernel, product = HOPPER_KERNELS[engine]
     workers, sizes = multiprocessors(w.columns.device), {}
     if call.op == "wgrad":
@@ -204,7 +223,9 @@ def _offered(
         raise Unsupported(reason)
     configs: list[Any] = [(configured(kernel, choice),)] if choice else []
     if not choice and call.op == "wgrad":
-        configs = [(each,) for each in kernel.configurations(w, call.m, workers)]
+        stored = blocked(call.m, *w.shape, "", w.block, len(w.columns)).density
+        if kernel is not bsr_wgrad_mma or stored <= bsr_wgrad_mma.DENSEST:
+            configs = [(each,) for each in kernel.configurations(w, call.m, workers)]
     elif not choice:
         configs = kernel.offered(w, call.m, call.transposed)
     for config, *tiles in configs[:OFFERED]:
@@ -221,8 +242,20 @@ HOPPER_KERNELS: dict[str, tuple[Any, Callable[[Any], Product]]] = {
     "bsr_strips": (bsr_strips, _launch.Product),
     "bsr_wgmma": (bsr_wgmma, _launch.Product),
     "bsr_wgrad": (bsr_wgrad, bsr_wgrad.Product),
+    "bsr_wgrad_mma": (bsr_wgrad_mma, bsr_wgrad.Product),
     "bsr_wgrad_small": (bsr_wgrad_small, bsr_wgrad.Product),
 }
+
+
+def _fp32(call: Call, w: Bsr, choice: Mapping[str, Any] | None) -> Iterator[Candidate]:
+    """Yield the configurations of bsr_fp32; the layer has already aligned X (_bsr_autograd.py)."""
+    (x, _), workers = _activations(call), multiprocessors(w.columns.device)
+    if reason := bsr_fp32.unsupported_operands(x, w):
+        raise Unsupported(reason)
+    configs = [configured(bsr_fp32, choice)] if choice else []
+    for config in configs or bsr_fp32.configurations(w, call.m, workers):
+        plan = partial(bsr_fp32.plan, w, call.m, config, aligned=bsr_fp32.is_aligned(x))
+        yield Candidate("bsr_fp32", config, partial(_product, _launch.Product, plan))
 
 
 # ---- Triton kernels ----

@@ -55,6 +55,10 @@ PROBLEMS: list[tuple[str, dict[str, Any], str]] = [
     ("bsr_triton", {"dtype": "fp8", "capability": (8, 9)}, ""),
     ("bsr_triton", {"dtype": "fp8", "capability": (8, 6)}, "8.9 or newer"),
     ("bsr_triton", {"capability": (7, 5)}, "8.0 or newer"),
+    ("bsr_fp32", {"dtype": "fp32", "capability": (8, 0)}, ""),
+    ("bsr_fp32", {"dtype": "tf32", "capability": (12, 0)}, ""),
+    ("bsr_fp32", {"dtype": "fp32", "capability": (7, 5)}, "8.0 or newer, found 7.5"),
+    ("bsr_fp32", {"dtype": "bf16"}, "expected fp32 or tf32, found bf16"),
     ("csr_cuda", {"capability": (7, 5)}, "found 7.5"),
     ("csr_cuda", {"dtype": "fp8", "capability": (8, 0)}, "found fp8"),
     ("spense_mma", {"capability": (7, 5)}, "8.0 or newer, found 7.5"),
@@ -190,6 +194,15 @@ def moved_by_8_bytes(w: Spense) -> Spense:
 
 
 OPERANDS: list[tuple[str, Callable[[], tuple[Tensor, Format]], str]] = [
+    ("bsr_fp32", lambda: (x(96), bsr(64, 96, 32)), "found torch.float16 and torch.float16"),
+    ("bsr_fp32", lambda: (x(90, FP32), bsr(64, 96, 32, FP32)), "96 columns, found shape [4, 90]"),
+    (
+        "bsr_fp32",
+        lambda: (x(96, FP32), bsr(60, 96, (12, 16), FP32)),
+        "of 8 rows and columns, found 12x16",
+    ),
+    ("bsr_fp32", lambda: (by_columns(x(96, FP32)), bsr(64, 96, 32, FP32)), "found strides [1, 4]"),
+    ("bsr_fp32", lambda: (x(96, FP32, 0), bsr(64, 96, 32, FP32)), "0 tokens"),
     ("bsr_resident", lambda: (x(96, FP32), bsr(60, 96, (6, 12), FP32)), "32 and torch.float32"),
     ("bsr_resident", lambda: (x(90), bsr(60, 96, (6, 12))), "of 96 columns, found shape [4, 90]"),
     ("bsr_resident", lambda: (x(96), bsr(60, 96, 9)), "even numbers, found 9x9"),
@@ -278,7 +291,11 @@ def both(m: int = 4, n: int = 128, k: int = 192, dtype: torch.dtype = HALF) -> t
     return torch.zeros(m, n).to(dtype), torch.zeros(m, k).to(dtype)
 
 
-BLOCKS = {"bsr_wgrad": (64, (64, 32)), "bsr_wgrad_small": (32, (32, 12))}  # taken, not taken
+BLOCKS = {  # taken, not taken
+    "bsr_wgrad": (64, (64, 32)),
+    "bsr_wgrad_mma": (16, (32, 16)),
+    "bsr_wgrad_small": (32, (32, 12)),
+}
 GRADIENTS: list[tuple[str, Callable[[], tuple[Any, ...]], str]] = [
     *(
         row

@@ -4,6 +4,7 @@ from itertools import product
 
 from sparsebench.kernels.bsr import bsr_resident, bsr_small, bsr_strips, bsr_wgmma
 from sparsebench.kernels.bsr import bsr_wgrad as wgrad
+from sparsebench.kernels.bsr import bsr_wgrad_mma as wgrad_mma
 from sparsebench.kernels.bsr import bsr_wgrad_small as wgrad_small
 from tests.kernels.bsr.examples import Shape
 
@@ -26,6 +27,8 @@ RESIDENT = [
 ]
 
 WGRAD = [*wgrad.CONFIGS]
+
+WGRAD_MMA = [wgrad_mma.Config(32, 3, 3), wgrad_mma.Config(16, 4, 5), wgrad_mma.Config(16, 2, 8)]
 
 WGRAD_SMALL = [
     *(wgrad_small.Config(64, 2, 7), wgrad_small.Config(32, 2, 12), wgrad_small.Config(64, 4, 12)),
@@ -107,6 +110,17 @@ SHAPES: dict[str, list[Shape]] = {
         (300, 200, 328, (48, 40), 0.5),
         (700, 520, 504, (56, 96), 0.4),
         (2051, 480, 400, (80, 80), 0.3),
+    ],
+    # Few tokens, and enough to cut items; edge blocks, on both sides; full rows; empty rows and
+    # columns, and items; no block.
+    "bsr_wgrad_mma": [
+        (1, 160, 192, (16, 16), 0.5),
+        (1000, 512, 640, (16, 16), 0.3),
+        (513, 392, 264, (16, 16), 0.4),
+        (1500, 200, 136, (16, 16), 1.0),
+        (77, 24, 1000, (16, 16), 0.5),
+        (700, 1024, 1024, (16, 16), 0.03),
+        (70, 64, 128, (16, 16), 0.0),
     ],
     # Few tokens, and enough to cut items; blocks smaller than a cell, larger, and that share no
     # cell; edge blocks, also by whole strips; empty rows and columns; no block.

@@ -1,4 +1,5 @@
-"""The contract of the CUDA kernels for weight gradients: bsr_wgrad and bsr_wgrad_small.
+"""The contract of the CUDA kernels for weight gradients: bsr_wgrad,
+bsr_wgrad_mma and bsr_wgrad_small.
 
 test_NAME.py has the tests that only one of them needs: its work lists and what it refuses.
 """
@@ -16,18 +17,22 @@ from sparsebench.errors import Unsupported
 from sparsebench.formats.bsr import Bsr
 from sparsebench.kernels._common import cuda
 from sparsebench.kernels._kernel import DTYPES
-from sparsebench.kernels.bsr import bsr_wgrad, bsr_wgrad_small
+from sparsebench.kernels.bsr import bsr_wgrad, bsr_wgrad_mma, bsr_wgrad_small
 from sparsebench.kernels.bsr._wgrad_schedule import TILES
 from sparsebench.kernels.bsr._wgrad_small_schedule import room_of
 from sparsebench.kernels.bsr.bsr_wgrad_small import DEEP, FEWEST, MOST, UNITS
 from tests.compiling.nvcc import assert_compiles_cleanly, by_nvcc, hopper
-from tests.kernels.bsr.cases import SHAPES, WGRAD, WGRAD_SMALL
+from tests.kernels.bsr.cases import SHAPES, WGRAD, WGRAD_MMA, WGRAD_SMALL
 from tests.kernels.bsr.examples import Shape, activations, assert_right_gradient, moved, pattern_of
 from tests.tools.marks import sampled
 
-KERNELS = bsr_wgrad, bsr_wgrad_small
-CONFIGS = [*((bsr_wgrad, c) for c in WGRAD), *((bsr_wgrad_small, c) for c in WGRAD_SMALL)]
-BLOCK = {bsr_wgrad: 64, bsr_wgrad_small: 32}
+KERNELS = bsr_wgrad, bsr_wgrad_mma, bsr_wgrad_small
+CONFIGS = [
+    *((bsr_wgrad, c) for c in WGRAD),
+    *((bsr_wgrad_mma, c) for c in WGRAD_MMA),
+    *((bsr_wgrad_small, c) for c in WGRAD_SMALL),
+]
+BLOCK = {bsr_wgrad: 64, bsr_wgrad_mma: 16, bsr_wgrad_small: 32}
 # More items than workers, and items that are cut in either way.
 LARGE: dict[Any, list[Shape]] = {
     bsr_wgrad: [
@@ -37,6 +42,7 @@ LARGE: dict[Any, list[Shape]] = {
         (4096, 2048, 4096, (64, 64), 0.05),
         (3000, 2080, 1920, (80, 96), 0.1),
     ],
+    bsr_wgrad_mma: [(2000, 1024, 1024, (16, 16), 0.2), (4096, 512, 2048, (16, 16), 0.15)],
     bsr_wgrad_small: [
         (4096, 1024, 1024, (32, 32), 0.3),
         (1030, 4096, 4096, (16, 16), 0.3),
@@ -67,6 +73,9 @@ def variants(module: Any, config: Any) -> Iterator[cuda.Constants]:
     if module is bsr_wgrad_small:
         for dtype in (torch.float16, torch.bfloat16):
             yield module.constants_of(config, dtype)
+    elif module is bsr_wgrad_mma:
+        for slots, room, dtype in ((16, 24, torch.float16), (12, 36, torch.bfloat16)):
+            yield module.constants_of(config, slots, room, dtype)
     else:
         for tiles in TILES[::-1]:
             for sides, dtype in (((64, 64), torch.float16), ((48, 40), torch.bfloat16)):
@@ -75,6 +84,7 @@ def variants(module: Any, config: Any) -> Iterator[cuda.Constants]:
 
 COMPILED = [
     *sampled([(bsr_wgrad, config) for config in WGRAD]),
+    *sampled([(bsr_wgrad_mma, config) for config in WGRAD_MMA]),
     *sampled([(bsr_wgrad_small, config) for config in small_configs()]),
 ]
 
@@ -114,6 +124,7 @@ def test_the_sums_are_right_on_a_gpu_and_the_same_bits_every_time(module, config
     ("module", "config", "block"),
     [
         (bsr_wgrad, bsr_wgrad.Config(64, 4), 64),
+        (bsr_wgrad_mma, WGRAD_MMA[0], 16),
         (bsr_wgrad_small, bsr_wgrad_small.Config(32, 8, 20), 16),
     ],
 )
@@ -129,7 +140,8 @@ def test_a_nan_stays_in_its_row_and_column(module: Any, config: Any, block: int)
 
 @hopper
 @pytest.mark.parametrize(
-    ("module", "config"), [(bsr_wgrad, WGRAD[1]), (bsr_wgrad_small, WGRAD_SMALL[0])]
+    ("module", "config"),
+    [(bsr_wgrad, WGRAD[1]), (bsr_wgrad_mma, WGRAD_MMA[0]), (bsr_wgrad_small, WGRAD_SMALL[0])],
 )
 def test_one_plan_serves_other_operands(module: Any, config: Any) -> None:
     pattern, dy, x = on_gpu((1000, 1024, 1024, BLOCK[module], 0.1), "bf16")

@@ -57,7 +57,7 @@ def test_output_and_gradients_equal_those_of_nn_linear(n, k, block, sparsity, to
 
 
 LARGE, SMALL, STRIPS, TRITON = "bsr_wgmma", "bsr_small", "bsr_strips", "bsr_triton"
-WGRAD, WGRAD_SMALL = "bsr_wgrad", "bsr_wgrad_small"
+EXACT, WGRAD, WGRAD_MMA, WGRAD_SMALL = "bsr_fp32", "bsr_wgrad", "bsr_wgrad_mma", "bsr_wgrad_small"
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,9 @@ WGRAD, WGRAD_SMALL = "bsr_wgrad", "bsr_wgrad_small"
         ((9, 0), torch.bfloat16, (32, 12), (512, 512), [STRIPS], STRIPS),
         ((9, 0), torch.float16, (20, 20), (512, 512), [STRIPS], STRIPS),
         ((9, 0), torch.float16, (20, 15), (512, 512), [TRITON], TRITON),
-        ((9, 0), torch.float32, (64, 64), (512, 512), [TRITON], TRITON),
+        ((9, 0), torch.float32, (64, 64), (512, 512), [EXACT, TRITON], EXACT),
+        ((8, 0), torch.float32, (16, 8), (500, 515), [EXACT, TRITON], EXACT),
+        ((12, 0), torch.float32, (20, 20), (512, 512), [TRITON], TRITON),
         ((9, 0), torch.bfloat16, (64, 64), (512, 515), [TRITON], TRITON),
         ((10, 0), torch.bfloat16, (64, 64), (512, 512), [TRITON], TRITON),
         ((9, 0), torch.float8_e4m3fn, (64, 128), (1000, 528), [LARGE], TRITON),
@@ -100,7 +102,8 @@ def test_kernels_are_offered_by_gpu_dtype_and_block(
     if dtype == torch.float8_e4m3fn:
         return
     if capability == (9, 0) and dtype != torch.float32 and not any(s % 8 for s in (*block, *shape)):
-        assert _bsr_plans.engines_of(wgrad, device) == [WGRAD, WGRAD_SMALL]
+        first = WGRAD_MMA if block == (16, 16) else WGRAD
+        assert _bsr_plans.engines_of(wgrad, device) == [first, WGRAD_SMALL]
         monkeypatch.setattr(requirements, "find_spec", lambda name: None)
         with pytest.raises(Unsupported, match="cupy"):
             _bsr_plans.engines_of(wgrad, device)

@@ -1,0 +1,161 @@
+"""Linear layer with block-sparse weights in exact fp32, few tokens: Y[m, n] = X[m, k] @ W[n, k].T.
+
+For any NVIDIA GPU of compute capability 8.0 or newer. bsr_fp32.cu is the kernel and draws it: each
+warp multiplies steps of W with a ring of its own, and a CTA adds its warps' sums in order. This
+file chooses a configuration and launches. It supports
+
+    blocks    of multiples of 8 rows and columns; edge blocks may extend beyond W, and block rows
+              may be empty. A step is 8, 16 or 32 rows by as many columns, whichever divide a block
+    sizes     any m, n and k
+    X         rows of any stride; if they are no multiples of 16 bytes, X is copied word by word
+
+Sums are in fp32 and always in the same order: equal operands give equal bits.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache, partial
+
+import torch
+from torch import Tensor
+
+from sparsebench.errors import Unsupported
+from sparsebench.formats.bsr import Bsr
+from sparsebench.kernels._common import cuda
+from sparsebench.kernels._common.requirements import unsupported_before_ampere
+from sparsebench.kernels._common.search import fastest_launch
+from sparsebench.kernels._common.tuned_table import Tuned, blocked, choose, multiprocessors
+from sparsebench.kernels._kernel import Kernel, Launch, Operands
+from sparsebench.kernels.bsr._launch import LARGEST, Plan, bind
+from sparsebench.kernels.bsr._wgmma_pairs import checked
+
+SIDES = 32, 16, 8  # of a step, the first one that divides a block's side
+TOKENS, WARPS = (16, 32), (4, 8)
+SHARED_BYTES = 99 * 1024  # that every GPU from 8.0 on lets a CTA have
+# x, floats between its rows; offsets, columns, values; y; m, n, k, tiles of tokens
+ARGUMENTS = cuda.Layout("P", "q", *"PPPP", *"iiii")
+
+
+@dataclass(frozen=True)
+class Config:
+    """One way to run the kernel.
+
+    tokens  of a tile: 16 or 32
+    warps   of a CTA, which share a block row's steps
+    stages  of a warp's ring
+    """
+
+    tokens: int
+    warps: int
+    stages: int
+
+    def shared_bytes(self, block: tuple[int, int]) -> int:
+        """Return the bytes of all rings."""
+        rows, depth = step_of(block)
+        return self.warps * self.stages * (rows + self.tokens) * (depth + 4) * 4
+
+
+def step_of(block: tuple[int, int]) -> tuple[int, int]:
+    """Return rows and columns of W that a warp multiplies at a time; 0 for a side that is odd."""
+    rows, depth = (next((side for side in SIDES if not part % side), 0) for part in block)
+    return rows, depth
+
+
+def configurations(w: Bsr, m: int, workers: int) -> list[Config]:
+    """Return what is possible for m tokens, the likeliest first (NOTES.md)."""
+    rows, depth = step_of(w.block)
+    tokens = next((size for size in TOKENS if m <= size), TOKENS[-1])
+    ctas = (len(w.offsets) - 1) * w.block[0] // rows * -(-m // tokens)
+    warps = WARPS if ctas >= workers else WARPS[::-1]
+    configs = [Config(tokens, each, stages) for stages in (64 // depth, 2) for each in warps]
+    return [c for c in dict.fromkeys(configs) if c.shared_bytes(w.block) <= SHARED_BYTES]
+
+
+def launch(x: Tensor, w: Bsr, config: Config) -> cuda.BoundKernel:
+    """Return the kernel of X @ W.T [m, n]. Raises Unsupported."""
+    if reason := unsupported_operands(x, w):
+        raise Unsupported(reason)
+    return bind(plan(w, len(x), config, aligned=is_aligned(x)), x, w.values)
+
+
+def is_aligned(x: Tensor) -> bool:
+    """Return whether rows of X are multiples of 16 bytes."""
+    return not (x.shape[1] % 4 or x.stride(0) % 4 or x.data_ptr() % cuda.TMA_ALIGNMENT)
+
+
+def plan(w: Bsr, m: int, config: Config, *, aligned: bool) -> Plan:
+    """Compile and load. Only shape and dtype of W's values matter; X is aligned as `is_aligned`."""
+    (n, k), device, (rows, _) = w.shape, w.offsets.device, step_of(w.block)
+    index = w.offsets, w.columns
+    constants, shared = constants_of(config, w.block, aligned), config.shared_bytes(w.block)
+    target = cuda.target_of(device)
+    kernel, code = cuda.load("bsr_fp32", "multiply_fp32", constants, shared, device, target)
+    token_tiles = -(-m // config.tokens)
+    grid = (len(w.offsets) - 1) * (w.block[0] // rows) * token_tiles
+
+    @lru_cache(cuda.ADDRESSES)
+    def arguments(
+        tokens: int, x: int, strides: tuple[int, int], values: int, y: int
+    ) -> cuda.Arguments:
+        addresses = (array.data_ptr() for array in index)
+        return ARGUMENTS(x, strides[0], *addresses, values, y, tokens, n, k, token_tiles)
+
+    loaded = cuda.Loaded(kernel, code, device.index, grid, 32 * config.warps, shared)
+    return Plan(loaded, index, arguments, m, k, (*w.values.shape,), n, w.values.dtype)
+
+
+def constants_of(config: Config, block: tuple[int, int], aligned: bool) -> cuda.Constants:
+    return (
+        *zip(("ROWS", "DEPTH"), step_of(block), strict=True),
+        *(("R", block[0]), ("C", block[1]), ("PIECE", 4 if aligned else 1)),
+        *(("TOKENS", config.tokens), ("WARPS", config.warps), ("STAGES", config.stages)),
+    )
+
+
+def unsupported_operands(x: Tensor, w: Bsr) -> str | None:
+    """Return why the kernel cannot run on these operands, or None."""
+    (n, k), (r, c), values = w.shape, w.block, w.values
+    if {x.dtype, values.dtype} != {torch.float32}:
+        return f"expected fp32 operands, found {x.dtype} and {values.dtype}"
+    if x.dim() != 2 or x.shape[1] != k:
+        return f"expected activations of {k} columns, found shape {list(x.shape)}"
+    if not all(step_of(w.block)):
+        return f"expected blocks of multiples of 8 rows and columns, found {r}x{c}"
+    if x.stride(1) != 1:
+        return f"expected contiguous rows of X, found strides {list(x.stride())}"
+    if not values.is_contiguous() or values.data_ptr() % cuda.TMA_ALIGNMENT:
+        at = values.data_ptr() % cuda.TMA_ALIGNMENT
+        found = f"strides {list(values.stride())} at {at} modulo 16"
+        return f"expected contiguous blocks at a multiple of 16 bytes, found {found}"
+    steps, tiles = (
+        len(values) * c // step_of(w.block)[1],
+        -(-len(x) // TOKENS[0]) * (n // SIDES[-1]),
+    )
+    if not len(x) or max(len(x), n + r, k + c, steps + SIDES[0], tiles) > LARGEST:
+        found = f"{len(values)} blocks of {r}x{c} in {n}x{k}, {len(x)} tokens"
+        return f"expected 1 to 2^31 tokens, and fewer columns, steps and tiles, found {found}"
+    return None
+
+
+def prepare(operands: Operands, *, tuned: Tuned = True) -> Launch:
+    """Take a table's configuration, or time a few; the blocks are read as stored."""
+    x, w = operands.activations["x"], operands.weights["w"]
+    assert isinstance(w, Bsr)
+    checked(w)
+    if reason := unsupported_operands(x, w):
+        raise Unsupported(reason)
+    sizes = blocked(len(x), *w.shape, operands.problem["dtype"], w.block, len(w.values))
+    searched = configurations(w, len(x), multiprocessors(x.device))
+    configs, by = choose("bsr_fp32", Config, operands, sizes, tuned, searched)
+    constants = [constants_of(config, w.block, is_aligned(x)) for config in configs]
+    cuda.compile_ahead("bsr_fp32", constants, cuda.target_of(x.device))
+    return fastest_launch(configs, [launch(x, w, config) for config in configs], by, x.device)
+
+
+KERNEL = Kernel(
+    "linear",
+    "bsr",
+    "cuda",
+    prepare,
+    partial(unsupported_before_ampere, dtypes=("fp32", "tf32")),
+    tunes=True,
+)
