@@ -85,8 +85,9 @@ def only(contests: Sequence[Contest], condition: str) -> list[Contest]:
             selected.append(Contest(contest.problem, tuple(left)))
     for name, value in [(name, value) for name, values in conditions for value in values]:
         if value not in present[name.removesuffix("!")]:
+            hint = did_you_mean(value, present[name.removesuffix("!")])
             expected = f"at least one case of {name}={value}"
-            raise SuiteError(f"--only {condition!r}: expected {expected}, found none")
+            raise SuiteError(f"--only {condition!r}: expected {expected}, found none{hint}")
     if not selected:
         raise SuiteError(f"--only {condition!r}: expected at least one case, found none")
     return selected
