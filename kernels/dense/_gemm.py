@@ -274,7 +274,7 @@ def _call(product: Product, way: Way, space: Tensor | None = None) -> Callable[[
     elif way.sums:
         call = partial(_int8.torch_sums, a, product.b, product.sums)
     if way.sums:
-        return _int8.then_rounded(call, product.sums[: len(a)], out, product.scale)
+        return _int8.with_rounding(call, product.sums[: len(a)], out, product.scale)
     if way.algorithm:
         return call
     if fast is not None:

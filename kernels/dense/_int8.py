@@ -26,7 +26,7 @@ def torch_sums(a: Tensor, b: Tensor, sums: Tensor) -> Tensor:
     return torch._int_mm(a, b, out=sums)
 
 
-def then_rounded(
+def with_rounding(
     multiply: Callable[[], object], sums: Tensor, out: Tensor, scale: float
 ) -> Callable[[], Tensor]:
     """Return a call that writes the sums, and then `out`."""
@@ -35,7 +35,7 @@ def then_rounded(
 
         finish: Callable[[], Tensor] = rounded_sums(sums, out, scale)
     else:
-        finish = partial(_rounded, sums, out, scale)
+        finish = partial(_round, sums, out, scale)
 
     def run() -> Tensor:
         multiply()
@@ -44,6 +44,6 @@ def then_rounded(
     return run
 
 
-def _rounded(sums: Tensor, out: Tensor, scale: float) -> Tensor:
+def _round(sums: Tensor, out: Tensor, scale: float) -> Tensor:
     limits = torch.iinfo(out.dtype)
     return out.copy_((sums * scale).round_().clamp_(limits.min, limits.max))

@@ -1,4 +1,4 @@
-"""fp8 from end to end, on the CPU: drawn, pruned, multiplied, held against the right answer."""
+"""fp8 layers on the CPU: draw and prune operands, multiply, and compare with the right answer."""
 
 from pathlib import Path
 

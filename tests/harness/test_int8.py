@@ -1,4 +1,4 @@
-"""int8 from end to end, on the CPU: drawn, pruned, multiplied, held against the right answer."""
+"""int8 layers on the CPU: draw and prune operands, multiply, and compare with exact integers."""
 
 from pathlib import Path
 from typing import Any
