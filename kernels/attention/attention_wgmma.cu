@@ -55,47 +55,64 @@
 #include "mma.cuh"
 #include "warpgroup.cuh"
 
-constexpr int QUERY_MAPS = 1, LAGGING = 1, CONSUMER_REGISTERS = 232, PRODUCER_REGISTERS = 40;
+constexpr int QUERY_MAPS = 1, SHARED_Q = 1, LAGGING = 1;
+constexpr int CONSUMER_REGISTERS = 232, PRODUCER_REGISTERS = 40;
 #include "walk.cuh"
 
-// Two warpgroups that issue products in turn wait for each other's instructions, so fewer of them
-// and shorter chains gain 5 %. Tiles of 64 rows, with a ring each, lose 3 % (NOTES.md).
-constexpr bool IN_TURN = CONSUMERS == 2;
+// d = Q K.T of N keys, Q in shared memory: the caller ends the group.
+template <int N = KEYS>
+__device__ __forceinline__ void multiply_keys(float (&d)[KEYS / 2], u32 q_tile, u32 tile) {
+  const u64 q = smem_descriptor(q_tile), k = smem_descriptor(tile);
+  wgmma_fence();
+  #pragma unroll
+  for (int i = 0; i < HEAD_DIM / 16; i++) {
+    const u64 q_at = q + ((i / 4 * 64 * ROW_BYTES + i % 4 * 32) >> 4);
+    const u64 k_at = k + ((i / 4 * KEYS * ROW_BYTES + i % 4 * 32) >> 4);
+    if (N == 64) WGMMA_SS(64, q_at, k_at, i > 0, 0, 0);
+    else WGMMA_SS(KEYS, q_at, k_at, i > 0, 0, 0);
+  }
+}
 
-struct State { float most[2], sum[2]; };  // of a row's scores, and of its exponentials
+constexpr float HIGHEST = 1024.f;  // sum of a step's exponentials before the base moves
+struct State { float base[2], sum[2]; };  // of a row: log2 of what its exponentials count in
 #define EMPTY State{{-INF, -INF}, {0.f, 0.f}}
 
-// Exponentials of the scores of N keys, in place; `rescale` is the factor of the sums so far.
+// P of N keys. Return whether a base of the warp moved: then `rescale` is the factor of the sums
+// so far. The exponentials are computed with the old base, and again if a sum is too large; in the
+// first step of a tile it is infinite or NaN.
 template <int N = KEYS>
-__device__ __forceinline__ void softmax(float (&s)[KEYS / 2], State& state, float (&rescale)[2],
-                                        float scale) {
-  #pragma unroll
-  for (int r = 0; r < 2; r++) {
-    float tops[2] = {s[2 * r], s[2 * r + 1]};
+__device__ __forceinline__ bool softmax(const float (&s)[KEYS / 2], u32 (&p)[KEYS / 4],
+                                        State& state, float (&rescale)[2], float scale) {
+  float base[2] = {state.base[0], state.base[1]}, sums[2];
+  for (bool moved = false;; moved = true) {
+    sums[0] = sums[1] = 0.f;
     #pragma unroll
-    for (int i = 0; i < N / 8; i++)
-      #pragma unroll
-      for (int j = 0; j < 2; j++) {
-        float& top = tops[IN_TURN ? j : 0];
-        top = fmaxf(top, s[4 * i + 2 * r + j]);
-      }
-    float most = IN_TURN ? fmaxf(tops[0], tops[1]) : tops[0];
-    most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
-    most = fmaxf(most, __shfl_xor_sync(~0u, most, 2));
-    most = fmaxf(most, state.most[r]);
-    const float top = most == -INF ? 0.f : most * scale;
-    rescale[r] = exp2_approx(state.most[r] * scale - top);
-    state.most[r] = most;
-    float sum = 0.f;
+    for (int i = 0; i < N / 4; i++) {
+      const float x = exp2_approx(fmaf(s[2 * i], scale, -base[i % 2]));
+      const float y = exp2_approx(fmaf(s[2 * i + 1], scale, -base[i % 2]));
+      sums[i % 2] += x;
+      sums[i % 2] += y;
+      p[i] = pack_pair(x, y);
+    }
+    const bool fits = sums[0] <= HIGHEST && sums[1] <= HIGHEST;
+    if (moved || !__any_sync(~0u, !fits)) {
+      state.sum[0] += sums[0];
+      state.sum[1] += sums[1];
+      return moved;
+    }
     #pragma unroll
-    for (int i = 0; i < N / 8; i++)
+    for (int r = 0; r < 2; r++) {
+      float most = -INF;
       #pragma unroll
-      for (int j = 0; j < 2; j++) {
-        float& x = s[4 * i + 2 * r + j];
-        x = exp2_approx(fmaf(x, scale, -top));
-        sum += x;
-      }
-    state.sum[r] = state.sum[r] * rescale[r] + sum;
+      for (int i = r; i < N / 4; i += 2) most = fmaxf(most, fmaxf(s[2 * i], s[2 * i + 1]));
+      most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
+      most = fmaxf(most, __shfl_xor_sync(~0u, most, 2));
+      most = fmaxf(most * scale, state.base[r]);
+      base[r] = most == -INF ? 0.f : most;  // no element is allowed yet
+      rescale[r] = exp2_approx(state.base[r] - base[r]);
+      state.base[r] = most;
+      state.sum[r] *= rescale[r];
+    }
   }
 }
 
@@ -111,7 +128,7 @@ __device__ __forceinline__ void store(const float (&o)[HEAD_DIM / 2], const Stat
     sum += __shfl_xor_sync(~0u, sum, 2);
     if (threadIdx.x % 4 == 0 && query + 8 * r < sizes.queries)
       lse[(long long)head * sizes.queries + query + 8 * r] =
-          sum == 0.f ? -INF : state.most[r] * (sizes.scale * 0.69314718f) + logf(sum);
+          sum == 0.f ? -INF : state.base[r] * 0.69314718f + logf(sum);
     sums[r] = sum == 0.f ? 0.f : 1.f / sum;
   }
   const long long row_bytes = (long long)sizes.heads * HEAD_DIM * 2;
@@ -120,121 +137,127 @@ __device__ __forceinline__ void store(const float (&o)[HEAD_DIM / 2], const Stat
   store_rows<HEAD_DIM>(o, sums, to, query, sizes.queries, row_bytes);
 }
 
-// Registers of a consumer: scores of the next step, O, P of this step, Q.
-struct Held {
+// A warpgroup of consumers: registers, and where it is.
+//   s, o   scores of the next step, and O
+//   row    this lane's first row in the tile
+struct Consumer {
+  Ring ring;
+  Buffer buffer;
+  const int number, row, barrier;
+  const Lists& lists;
+  const Sizes& sizes;
+  char* out;
+  float* lse;
   float s[KEYS / 2], o[HEAD_DIM / 2], rescale[2];
-  u32 p[KEYS / 4], q[HEAD_DIM / 4];
   State state;
-};
+  int flags;       // of the next step
+  bool was_short;  // whether this step is
 
-// Compute the scores and P of the next step, of NEXT keys, while O += P V of this step, of THIS
-// keys, runs. If the next step is the first of its tile, store O. A short step of 64 keys is the
-// last of its tile, but not the first.
-template <int THIS, int NEXT>
-__device__ __forceinline__ void step(Held& h, const Ring& k, const Ring& v, const Buffer& buffer,
-                                     int consumer, int flags, int row, int barrier,
-                                     const Lists& lists, const Sizes& sizes, char* out,
-                                     float* lse) {
-  multiply_keys<NEXT>(h.s, h.q, k.tile());
-  wgmma_commit();
-  mbarrier_wait(v.full_barrier(), v.phase, "V");
-  add_rows<THIS>(h.o, h.p, v.tile());
-  give_turn(consumer);
-  wgmma_wait<1>();  // for the scores
-  hold(h.s);
-  if (flags & MASKED) {
-    mask<NEXT>(h.s, k.note(), row, lists, sizes);
-    warpgroup_sync(barrier);  // all warps have read the note
-  }
-  release(k.empty_barrier());
-  const bool first = NEXT == KEYS && (THIS < KEYS || flags & FIRST);
-  if (first) release(buffer.empty);
-  const State done = h.state;
-  if (first) h.state = EMPTY;
-  softmax<NEXT>(h.s, h.state, h.rescale, sizes.scale);
-  wgmma_wait<0>();
-  hold(h.o);
-  if (first) {
-    store(h.o, done, v.note(), row, sizes, out, lse);
-    warpgroup_sync(barrier);
-    #pragma unroll
-    for (int i = 0; i < HEAD_DIM / 2 && IN_TURN; i++) h.o[i] = 0.f;  // it may be infinite or NaN
-  }
-  release(v.empty_barrier());
-  #pragma unroll
-  for (int i = 0; i < HEAD_DIM / 2; i++)
-    h.o[i] = first && !IN_TURN ? 0.f : h.o[i] * h.rescale[i / 2 % 2];
-  #pragma unroll
-  for (int i = 0; i < NEXT / 4; i++) h.p[i] = pack_pair(h.s[2 * i], h.s[2 * i + 1]);
-}
-
-__device__ __forceinline__ void consume(Ring ring, Buffer buffer, int consumer, const Lists& lists,
-                                        const Sizes& sizes, char* out, float* lse) {
-  const int row = 64 * consumer + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;  // in the tile
-  const int barrier = 3 + threadIdx.x / 128;  // of this warpgroup
-  const u32 q_tile = buffer.tile + consumer * 64 * HEAD_DIM * 2;
-  Held h;
-  h.state = EMPTY;
-
-  mbarrier_wait(ring.full_barrier(), ring.phase, "the first K");
-  int flags = __shfl_sync(~0u, ld_shared(ring.note()), 0);
-  if (flags & END) return;
-  mbarrier_wait(buffer.full, buffer.phase, "Q");
-  buffer.phase ^= 1;
-  queries_to_registers(h.q, q_tile);
-  if (consumer == 1) give_turn(1);
-  take_turn(consumer);
-  multiply_keys(h.s, h.q, ring.tile());
-  wgmma_commit();
-  give_turn(consumer);
-  wgmma_wait<0>();
-  hold(h.s);
-  if (flags & MASKED) {
-    mask(h.s, ring.note(), row, lists, sizes);
-    warpgroup_sync(barrier);
-  }
-  release(ring.empty_barrier());
-  release(buffer.empty);
-  ring.advance();
-  softmax(h.s, h.state, h.rescale, sizes.scale);
-  #pragma unroll
-  for (int i = 0; i < KEYS / 4; i++) h.p[i] = pack_pair(h.s[2 * i], h.s[2 * i + 1]);
-  #pragma unroll
-  for (int i = 0; i < HEAD_DIM / 2; i++) h.o[i] = 0.f;
-
-  bool is_short = false;  // whether the step of P is
-  for (;;) {
-    const Ring k = ring;
-    ring.advance();
+  // Wait for K of the next step, and for Q if it is a tile's first one. Return false at the end.
+  __device__ __forceinline__ bool wait_for(const Ring& k) {
     mbarrier_wait(k.full_barrier(), k.phase, "K");
     flags = __shfl_sync(~0u, ld_shared(k.note()), 0);
-    if (flags & END) break;
-    if (flags & FIRST) {
-      mbarrier_wait(buffer.full, buffer.phase, "Q");
-      buffer.phase ^= 1;
-      queries_to_registers(h.q, q_tile);
+    if (flags & END) return false;
+    if (flags & FIRST) mbarrier_wait(buffer.full, buffer.phase, "Q");
+    return true;
+  }
+
+  // The scores are in s: mask them, and free what they were made of.
+  template <int N> __device__ __forceinline__ void take_scores(const Ring& k) {
+    hold(s);
+    if (flags & MASKED) {
+      mask<N>(s, k.note(), row, lists, sizes);
+      warpgroup_sync(barrier);  // all warps have read the note
     }
-    take_turn(consumer);
-    #define STEP(now, next) \
-      step<now, next>(h, k, ring, buffer, consumer, flags, row, barrier, lists, sizes, out, lse)
-    if (SHORTENS && flags & SHORT) STEP(KEYS, 64);
-    else if (SHORTENS && is_short) STEP(64, KEYS);
-    else STEP(KEYS, KEYS);
-    is_short = flags & SHORT;
+    release(k.empty_barrier());
+    if (flags & LAST) {
+      release(buffer.empty);
+      buffer.advance();
+    }
+  }
+
+  // Compute the scores and P of the next step, of NEXT keys, while O += P V of this step, of THIS
+  // keys, runs. If the next step is the first of its tile, store O. A short step of 64 keys is the
+  // last of its tile, but not the first.
+  template <int THIS, int NEXT>
+  __device__ __forceinline__ void step(const u32 (&p)[KEYS / 4], u32 (&next)[KEYS / 4],
+                                       const Ring& k) {
+    multiply_keys<NEXT>(s, buffer.tile + number * 64 * HEAD_DIM * 2, k.tile());
+    wgmma_commit();
+    mbarrier_wait(ring.full_barrier(), ring.phase, "V");
+    add_rows<THIS>(o, p, ring.tile());
+    give_turn(number);
+    wgmma_wait<1>();  // for the scores
+    take_scores<NEXT>(k);
+    const bool first = NEXT == KEYS && (THIS < KEYS || flags & FIRST);
+    const State done = state;
+    if (first) state = EMPTY;
+    const bool moved = softmax<NEXT>(s, next, state, rescale, sizes.scale);
+    wgmma_wait<0>();
+    hold(o);
+    if (first) {
+      store(o, done, ring.note(), row, sizes, out, lse);
+      warpgroup_sync(barrier);
+      clear();
+    }
+    release(ring.empty_barrier());
+    if (moved)
+      #pragma unroll
+      for (int i = 0; i < HEAD_DIM / 2; i++) o[i] *= rescale[i / 2 % 2];
+  }
+
+  // One step: P of this one is in p, that of the next one will be in `next`. False at the end.
+  __device__ __forceinline__ bool advance(const u32 (&p)[KEYS / 4], u32 (&next)[KEYS / 4]) {
+    const Ring k = ring;
     ring.advance();
+    if (!wait_for(k)) return false;
+    take_turn(number);
+    if (SHORTENS && flags & SHORT) step<KEYS, 64>(p, next, k);
+    else if (SHORTENS && was_short) step<64, KEYS>(p, next, k);
+    else step<KEYS, KEYS>(p, next, k);
+    was_short = flags & SHORT;
+    ring.advance();
+    return true;
   }
-  mbarrier_wait(ring.full_barrier(), ring.phase, "the last V");
-  if (SHORTENS && is_short) {
-    add_rows<64>(h.o, h.p, ring.tile());
+
+  template <int N> __device__ __forceinline__ void add_last(const u32 (&p)[KEYS / 4]) {
+    add_rows<N>(o, p, ring.tile());
     wgmma_wait<0>();
-    hold(h.o);
-  } else {
-    add_rows(h.o, h.p, ring.tile());
-    wgmma_wait<0>();
-    hold(h.o);
+    hold(o);
   }
-  store(h.o, h.state, ring.note(), row, sizes, out, lse);
-}
+  __device__ __forceinline__ void finish(const u32 (&p)[KEYS / 4]) {
+    mbarrier_wait(ring.full_barrier(), ring.phase, "the last V");
+    if (SHORTENS && was_short) add_last<64>(p);
+    else add_last<KEYS>(p);
+    store(o, state, ring.note(), row, sizes, out, lse);
+  }
+
+  __device__ __forceinline__ void clear() {
+    #pragma unroll
+    for (int i = 0; i < HEAD_DIM / 2; i++) o[i] = 0.f;
+  }
+
+  __device__ __forceinline__ void run() {
+    if (!wait_for(ring)) return;
+    if (number == 1) give_turn(1);
+    take_turn(number);
+    multiply_keys(s, buffer.tile + number * 64 * HEAD_DIM * 2, ring.tile());
+    wgmma_commit();
+    give_turn(number);
+    wgmma_wait<0>();
+    take_scores<KEYS>(ring);
+    ring.advance();
+    u32 even[KEYS / 4], odd[KEYS / 4];  // P: a step reads one and writes the other
+    state = EMPTY;
+    softmax(s, even, state, rescale, sizes.scale);
+    clear();
+    was_short = false;
+    for (;;) {
+      if (!advance(even, odd)) return finish(even);
+      if (!advance(odd, even)) return finish(odd);
+    }
+  }
+};
 
 // ---- the kernel ----
 
@@ -242,6 +265,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 attend(const __grid_constant__ Maps maps, const __grid_constant__ Lists lists, char* out,
        float* lse, const __grid_constant__ Sizes sizes) {
   walk(maps, lists, sizes, [&](Ring ring, Buffer q, int consumer) {
-    consume(ring, q, consumer, lists, sizes, out, lse);
+    const int row = 64 * consumer + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
+    Consumer{ring, q, consumer, row, int(3 + threadIdx.x / 128), lists, sizes, out, lse}.run();
   });
 }

@@ -86,20 +86,25 @@ def shortens(config: Config, mask: BlockMask) -> bool:
     return bool(odd.sum() > SHORT * (mask.counts + odd).sum())
 
 
+def buffers_of(config: Config, query_maps: int) -> int:
+    """Return the tiles of queries in shared memory: one matrix has two if warpgroups share K."""
+    return max(query_maps, config.rows // 64)
+
+
 def slots_of(config: Config, head_dim: int, query_maps: int = 1) -> int:
     """Return the slots of a ring: what the shared memory has room for beside the tile of queries.
 
     query_maps  matrices of queries that are loaded for a tile
     """
     row = head_dim * 2
-    available = MOST_BYTES // config.tiles - query_maps * config.rows * row
+    available = MOST_BYTES // config.tiles - buffers_of(config, query_maps) * config.rows * row
     return min(12, available // (config.keys * row))
 
 
 def shared_bytes(config: Config, head_dim: int, query_maps: int = 1) -> int:
     """Return the shared memory of a CTA."""
     keys = slots_of(config, head_dim, query_maps) * config.keys
-    tile = (query_maps * config.rows + keys) * head_dim * 2
+    tile = (buffers_of(config, query_maps) * config.rows + keys) * head_dim * 2
     return ALIGNMENT + config.tiles * tile
 
 

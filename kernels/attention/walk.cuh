@@ -2,6 +2,7 @@
 // ring, the producer, and what both consumers do with it. The kernel that includes it defines
 //
 //   QUERY_MAPS   matrices of queries that a tile needs: Q, or Q, dO and O
+//   SHARED_Q     1: consumers read Q in shared memory until the LAST step; 0: it goes to registers
 //   LAGGING      1: V of a step comes after K of the next step; 0: before
 //
 // and the macros of attention_wgmma.cu.
@@ -13,11 +14,13 @@ constexpr int ROWS = 64 * CONSUMERS;                       // of a tile
 constexpr int BOX_KEYS = BLOCK_K < KEYS ? BLOCK_K : KEYS;  // of an entry of a step
 constexpr int ENTRIES = KEYS / BOX_KEYS, PARTS = BLOCK_K / BOX_KEYS;
 constexpr int Q_BYTES = ROWS * HEAD_DIM * 2, SLOT_BYTES = KEYS * HEAD_DIM * 2;
+constexpr int Q_BUFFERS = SHARED_Q ? CONSUMERS : 1, Q_COUNT = GROUPS * Q_BUFFERS;
 constexpr int Q_BOX = SPAN < 64 ? SPAN : 64;
 constexpr int WARPGROUPS = GROUPS * CONSUMERS, THREADS = 128 * (WARPGROUPS + 1);
 constexpr int NOTE_INTS = 4 + (1 + BITS) * ENTRIES;  // flags, query, head, -; keys; slots of bits
 constexpr int PARTIAL = 1 << 31;                     // of a column, and of a key in a note
-enum { FIRST = 1, MASKED = 2, END = 4, SHORT = 8 };  // flags; SHORT: a last step of one entry
+// Flags: of a tile's first and last step, of the end, and of a last step with one entry.
+enum { FIRST = 1, MASKED = 2, END = 4, SHORT = 8, LAST = 16 };
 static_assert(!SHORTENS || KEYS == 128 && BOX_KEYS == 64, "a short step has one of two blocks");
 #define INF __int_as_float(0x7f800000)
 
@@ -52,7 +55,19 @@ struct Ring {
     if (++slot == SLOTS) { slot = 0; phase ^= 1; }
   }
 };
-struct Buffer { u32 tile, full, empty, phase; };
+struct Buffer {
+  u32 tile, full, empty, phase;
+  int number;  // of the Q_BUFFERS, which take turns
+  __device__ __forceinline__ void advance() {
+    const bool wraps = number == Q_BUFFERS - 1;
+    const int by = wraps ? 1 - Q_BUFFERS : 1;
+    number += by;
+    tile += by * QUERY_MAPS * Q_BYTES;
+    full += 8 * by;
+    empty += 8 * by;
+    phase ^= wraps;
+  }
+};
 
 // wgmma synchronises the four warps, so one thread releases what their products have read.
 __device__ __forceinline__ void release(u32 barrier) {
@@ -127,7 +142,8 @@ __device__ __forceinline__ void producer(const Maps& maps, const Lists& lists, c
       const bool masked = __any_sync(~0u, (key < 0 || key + BOX_KEYS > sizes.keys) &&
                                               entry < ENTRIES >> is_short);
       if (lane == 0) {
-        st_shared(ring.note(), (step ? 0 : FIRST) | (masked ? MASKED : 0) | (is_short ? SHORT : 0));
+        st_shared(ring.note(), (step ? 0 : FIRST) | (SHARED_Q && step == steps - 1 ? LAST : 0) |
+                                   (masked ? MASKED : 0) | (is_short ? SHORT : 0));
         st_shared(ring.note() + 4, tile.query);
         st_shared(ring.note() + 8, tile.head);
       }
@@ -143,7 +159,7 @@ __device__ __forceinline__ void producer(const Maps& maps, const Lists& lists, c
       if (step == 0) {
         mbarrier_wait(q.empty, q.phase, "a free buffer for Q");
         load_queries(maps, q, tile.query, head, sequence);
-        q.phase ^= 1;
+        q.advance();
       }
       if (LAGGING && pending) load_values(&maps.v, ring, value, sizes);
       pending = true;
@@ -257,7 +273,7 @@ __device__ __forceinline__ void walk(const Maps& maps, const Lists& lists, const
                                      Consume consume) {
   extern __shared__ char shared[];
   __shared__ int notes[GROUPS][SLOTS][NOTE_INTS];
-  __shared__ u64 full[GROUPS][SLOTS], empty[GROUPS][SLOTS], q_full[GROUPS], q_empty[GROUPS];
+  __shared__ u64 full[GROUPS][SLOTS], empty[GROUPS][SLOTS], q_full[Q_COUNT], q_empty[Q_COUNT];
   const u32 base = (smem_address(shared) + 1023) & ~1023u;  // alignment for the swizzle
   const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);
   const int warp = __shfl_sync(~0u, threadIdx.x / 32 % 4, 0);
@@ -267,18 +283,21 @@ __device__ __forceinline__ void walk(const Maps& maps, const Lists& lists, const
         mbarrier_init(smem_address(&full[g][i]), 1);
         mbarrier_init(smem_address(&empty[g][i]), CONSUMERS);
       }
-      mbarrier_init(smem_address(&q_full[g]), 1);
-      mbarrier_init(smem_address(&q_empty[g]), CONSUMERS);
+    }
+    for (int i = 0; i < Q_COUNT; i++) {
+      mbarrier_init(smem_address(&q_full[i]), 1);
+      mbarrier_init(smem_address(&q_empty[i]), CONSUMERS);
     }
     fence_mbarrier_init();
   }
   __syncthreads();
   const int group = warpgroup < WARPGROUPS ? warpgroup / CONSUMERS : min(warp, GROUPS - 1);
-  const u32 slots = base + GROUPS * QUERY_MAPS * Q_BYTES + group * SLOTS * SLOT_BYTES;
+  const int buffer = group * Q_BUFFERS;
+  const u32 slots = base + Q_COUNT * QUERY_MAPS * Q_BYTES + group * SLOTS * SLOT_BYTES;
   Ring ring{slots, smem_address(notes[group]), smem_address(full[group]),
             smem_address(empty[group]), 0, 0};
-  Buffer q{base + group * QUERY_MAPS * Q_BYTES, smem_address(&q_full[group]),
-           smem_address(&q_empty[group]), 0};
+  Buffer q{base + buffer * QUERY_MAPS * Q_BYTES, smem_address(&q_full[buffer]),
+           smem_address(&q_empty[buffer]), 0, 0};
   if (warpgroup == WARPGROUPS) {
     setmaxnreg_dec<PRODUCER_REGISTERS>();
     ring.phase = q.phase = 1;  // at first, everything is free

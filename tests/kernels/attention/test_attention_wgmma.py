@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from sparsebench.kernels.attention import attention_wgmma
 from sparsebench.kernels.attention._lists import shared_heads
@@ -14,7 +15,7 @@ from sparsebench.kernels.attention._wgmma_tiles import query_tiles, span_of
 from sparsebench.kernels.attention.attention_wgmma import Config
 from tests.compiling.nvcc import assert_compiles_cleanly, by_nvcc
 from tests.emulation.cuda_on_cpu import library_of
-from tests.kernels.attention.cases import Case, random_mask, reference
+from tests.kernels.attention.cases import Case, random_mask, reference, rising
 from tests.kernels.attention.warpgroups import on_cpu
 from tests.kernels.contract import refusal
 from tests.tools.marks import needs_gxx, sampled
@@ -45,11 +46,9 @@ CASES = [
 ]
 
 
-@needs_gxx
-@pytest.mark.parametrize("late", sampled([1, 0], 0))
-@pytest.mark.parametrize("case", sampled(CASES, 0, 1))
-def test_the_threads_attend_on_a_cpu(case: Case, late: int) -> None:
-    mask, shape, (q, k, v, _), rows = case.mask(), case.shape(), case.operands(), case.config.rows
+def attend_on_cpu(case: Case, operands: list[Tensor], late: int) -> None:
+    """Run the text of the kernel, and compare O and the LSE with those in fp64."""
+    mask, shape, (q, k, v, _), rows = case.mask(), case.shape(), operands, case.config.rows
     tiles = query_tiles(mask, shape, rows, min(span_of(mask.block[0]), rows))
     counters = torch.zeros(2, dtype=torch.int32)
     o = torch.full_like(q, torch.nan)
@@ -70,6 +69,19 @@ def test_the_threads_attend_on_a_cpu(case: Case, late: int) -> None:
     torch.testing.assert_close(o.double(), expected, atol=allowed, rtol=allowed)
     torch.testing.assert_close(lse.double(), log_sum, atol=1e-4, rtol=1e-5)
     assert counters.tolist() == [0, 0]  # as the next launch needs them
+
+
+@needs_gxx
+@pytest.mark.parametrize("late", sampled([1, 0], 0))
+@pytest.mark.parametrize("case", sampled(CASES, 0, 1))
+def test_the_threads_attend_on_a_cpu(case: Case, late: int) -> None:
+    attend_on_cpu(case, case.operands(), late)
+
+
+@needs_gxx
+@pytest.mark.parametrize("case", sampled([CASES[0], CASES[1], CASES[3]], 0))
+def test_scores_that_rise_along_a_list_are_right(case: Case) -> None:
+    attend_on_cpu(case, rising(case.operands()), 0)
 
 
 @pytest.mark.parametrize("head_dim", attention_wgmma.HEAD_DIMS)
