@@ -137,6 +137,56 @@ __device__ __forceinline__ void store(const float (&o)[HEAD_DIM / 2], const Stat
   store_rows<HEAD_DIM>(o, sums, to, query, sizes.queries, row_bytes);
 }
 
+// Keep O and the state of a part of a tile. The warp that comes last adds up all parts, in order, and
+// returns true.
+__device__ __forceinline__ bool merge(float (&o)[HEAD_DIM / 2], State& state, int part, int number,
+                                      const Lists& lists) {
+  constexpr int LINES = HEAD_DIM / 8 + 1;
+  const int tile = part / lists.parts, warp = number * 4 + threadIdx.x / 32 % 4;
+  float4* const sums = lists.sums + number * LINES * 128 + threadIdx.x % 128;
+  constexpr int EVERY = CONSUMERS * LINES * 128;  // of a part
+  #pragma unroll
+  for (int i = 0; i < LINES - 1; i++)
+    sums[part * EVERY + i * 128] =
+        make_float4(o[4 * i], o[4 * i + 1], o[4 * i + 2], o[4 * i + 3]);
+  sums[part * EVERY + (LINES - 1) * 128] =
+      make_float4(state.base[0], state.base[1], state.sum[0], state.sum[1]);
+  __threadfence();
+  __syncwarp();
+  int* const done = lists.counters + 2 + tile * CONSUMERS * 4 + warp;
+  int before = 0;
+  if (threadIdx.x % 32 == 0) before = atomicAdd(done, 1);
+  if (__shfl_sync(~0u, before, 0) < lists.parts - 1) return false;
+  if (threadIdx.x % 32 == 0) *done = 0;
+  __threadfence();
+  state = EMPTY;
+  #pragma unroll
+  for (int i = 0; i < HEAD_DIM / 2; i++) o[i] = 0.f;
+  for (int i = 0; i < lists.parts; i++) {
+    const float4* const from = sums + (tile * lists.parts + i) * EVERY;
+    const float4 row = __ldcg(from + (LINES - 1) * 128);
+    const float bases[2] = {row.x, row.y}, more[2] = {row.z, row.w};
+    float old[2], other[2];
+    #pragma unroll
+    for (int r = 0; r < 2; r++) {
+      const float most = fmaxf(state.base[r], bases[r]), base = most == -INF ? 0.f : most;
+      old[r] = exp2_approx(state.base[r] - base);
+      other[r] = exp2_approx(bases[r] - base);
+      state.base[r] = most;
+      state.sum[r] = state.sum[r] * old[r] + more[r] * other[r];
+    }
+    #pragma unroll
+    for (int j = 0; j < LINES - 1; j++) {
+      const float4 x = __ldcg(from + j * 128);
+      o[4 * j] = o[4 * j] * old[0] + x.x * other[0];
+      o[4 * j + 1] = o[4 * j + 1] * old[0] + x.y * other[0];
+      o[4 * j + 2] = o[4 * j + 2] * old[1] + x.z * other[1];
+      o[4 * j + 3] = o[4 * j + 3] * old[1] + x.w * other[1];
+    }
+  }
+  return true;
+}
+
 // A warpgroup of consumers: registers, and where it is.
 //   s, o   scores of the next step, and O
 //   row    this lane's first row in the tile
@@ -190,13 +240,13 @@ struct Consumer {
     wgmma_wait<1>();  // for the scores
     take_scores<NEXT>(k);
     const bool first = NEXT == KEYS && (THIS < KEYS || flags & FIRST);
-    const State done = state;
+    State done = state;
     if (first) state = EMPTY;
     const bool moved = softmax<NEXT>(s, next, state, rescale, sizes.scale);
     wgmma_wait<0>();
     hold(o);
     if (first) {
-      store(o, done, ring.note(), row, sizes, out, lse);
+      put(done);
       warpgroup_sync(barrier);
       clear();
     }
@@ -229,7 +279,14 @@ struct Consumer {
     mbarrier_wait(ring.full_barrier(), ring.phase, "the last V");
     if (SHORTENS && was_short) add_last<64>(p);
     else add_last<KEYS>(p);
-    store(o, state, ring.note(), row, sizes, out, lse);
+    put(state);
+  }
+
+  // O of the tile of the last V is complete, or that of a part of it.
+  __device__ __forceinline__ void put(State& done) {
+    const int part = SPLITS ? ld_shared(ring.note() + 12) : -1;
+    if (part < 0 || merge(o, done, part, number, lists))
+      store(o, done, ring.note(), row, sizes, out, lse);
   }
 
   __device__ __forceinline__ void clear() {

@@ -33,8 +33,9 @@ HEAD_DIMS = 64, 128
 WARPGROUP = 128  # threads
 MOST_BYTES = 224 * 1024  # most shared memory for Q and the ring
 ALIGNMENT = 1024  # alignment of a swizzled tile
+MOST_PARTS, LEAST_STEPS = 8, 3  # of a tile that is split; of a part
 SHORT = 0.04  # least part of all half steps that is wasted at the ends of lists of odd length
-ARGUMENTS = cuda.Layout("384s", "48s", *"PP", "20s")  # Maps, Lists, out, lse, Sizes
+ARGUMENTS = cuda.Layout("384s", "64s", *"PP", "20s")  # Maps, Lists, out, lse, Sizes
 
 
 @dataclass(frozen=True)
@@ -109,15 +110,24 @@ def shared_bytes(config: Config, head_dim: int, query_maps: int = 1) -> int:
 
 
 def constants_of(
-    config: Config, shape: Shape, mask: BlockMask, short: bool, query_maps: int = 1
+    config: Config,
+    shape: Shape,
+    mask: BlockMask,
+    short: bool,
+    query_maps: int = 1,
+    splits: bool = False,
 ) -> cuda.Constants:
-    """Return the macros of walk.cuh; `short` is shortens(config, mask), which waits for the GPU."""
+    """Return the macros of walk.cuh.
+
+    short   shortens(config, mask), which waits for the GPU
+    splits  whether some tiles are split into parts
+    """
     return (
         *(("HEAD_DIM", shape.head_dim), ("BLOCK_Q", shape.block[0]), ("BLOCK_K", shape.block[1])),
         *(("KEYS", config.keys), ("GROUPS", config.tiles), ("CONSUMERS", config.rows // 64)),
         ("SLOTS", slots_of(config, shape.head_dim, query_maps)),
         ("SPAN", min(span_of(shape.block[0]), config.rows)),
-        ("SHORTENS", int(short)),
+        *(("SHORTENS", int(short)), ("SPLITS", int(splits))),
         *(("CAUSAL", int(mask.causal)), ("BITS", int(mask.bits is not None))),
         ("FP16", int(shape.dtype == "fp16")),
     )
@@ -161,21 +171,49 @@ class Walk:
 
 
 class Work(NamedTuple):
-    """The tiles of a mask for a launch, whether lists end with a short step, and counters.
+    """The tiles of a mask for a launch, and whether lists end with a short step.
 
     counters  zero between launches
+    whole     tiles at the beginning, each of which is worked on at once
+    parts     into which each other tile is split
+    sums      of the parts: fp32
     """
 
     tiles: Tensor
     short: bool
     counters: Tensor
+    whole: int
+    parts: int
+    sums: Tensor
 
 
-def work_of(mask: BlockMask, shape: Shape, config: Config) -> Work:
+def parts_of(tiles: Tensor, config: Config, block: int, workers: int) -> int:
+    """Return into how many parts to split each tile of the last round, which has few of them.
+
+    Equal tiles run in rounds of `workers`, and the last round takes as long as the others. 1 means
+    that no tile is split. Waits for the GPU.
+
+    block  keys of a block
+    """
+    rest = len(tiles) % workers
+    if not rest or rest == len(tiles):
+        return 1
+    steps = int(tiles[-rest:, 1].min()) * block // config.keys
+    return max(1, min(workers // rest, steps // LEAST_STEPS, MOST_PARTS))
+
+
+def work_of(mask: BlockMask, shape: Shape, config: Config, *, splits: bool = True) -> Work:
     """Return the tiles of queries; launches that share them must not overlap."""
     tiles = query_tiles(mask, shape, config.rows, min(span_of(shape.block[0]), config.rows))
-    counters = torch.zeros(2, dtype=torch.int32, device=tiles.device)
-    return Work(tiles, shortens(config, mask), counters)
+    workers = multiprocessors(tiles.device) * config.tiles
+    parts = parts_of(tiles, config, shape.block[1], workers) if splits else 1
+    rest = len(tiles) % workers if parts > 1 else 0
+    warps = config.rows // 16
+    counters = torch.zeros(2 + rest * warps, dtype=torch.int32, device=tiles.device)
+    # Of each lane: its sums of O, and base and sum of two rows.
+    lines = rest * parts * warps * 32 * (shape.head_dim // 2 + 4)
+    sums = torch.empty(lines, dtype=torch.float32, device=tiles.device)
+    return Work(tiles, shortens(config, mask), counters, len(tiles) - rest, parts, sums)
 
 
 def walk(
@@ -194,7 +232,7 @@ def walk(
     name, function  of the kernel
     queries, keys   matrices like q; k and v. Raises Unsupported
     """
-    tiles, short, counters = work
+    tiles, short, counters, whole, parts, sums = work
     span = min(span_of(shape.block[0]), config.rows)
     box = min(shape.block[1], config.keys)
     maps = b"".join(tensor_map(x, shape.batch, box) for x in keys)
@@ -202,13 +240,15 @@ def walk(
     bits = () if mask.bits is None or mask.slots is None else (mask.slots, mask.bits)
     pointers = [x.data_ptr() for x in (tiles, mask.columns, *bits)]
     pointers += [0] * (4 - len(pointers))
-    lists = pack("PPPPPi4x", *pointers, counters.data_ptr(), len(tiles))
+    tickets = whole + parts * (len(tiles) - whole)
+    numbers = tickets, whole, parts
+    lists = pack("PPPPPiii4xP", *pointers, counters.data_ptr(), *numbers, sums.data_ptr())
     counts = shape.q_tokens, shape.kv_tokens, shape.heads, shape.kv_heads
     sizes = pack("iiiif", *counts, scale * LOG2_E)
-    constants = constants_of(config, shape, mask, short, len(queries))
+    constants = constants_of(config, shape, mask, short, len(queries), parts > 1)
     size = shared_bytes(config, shape.head_dim, len(queries))
     loaded = load_persistent(name, function, constants, size, tiles, config.tiles, config.rows)
-    tensors = *queries, *keys, tiles, mask.columns, *bits, counters
+    tensors = *queries, *keys, tiles, mask.columns, *bits, counters, sums
     return Walk(loaded, maps, lists, sizes, tensors)
 
 

@@ -131,7 +131,9 @@ def work_of(mask: BlockMask, shape: Shape, config: Config) -> Work:
     lists = key_lists(mask)
     tiles = key_tiles(lists, mask, shape, config.rows)
     counters = torch.zeros(2, dtype=torch.int32, device=tiles.device)
-    return Work(tiles, lists, counters, query_work(mask, shape, of_queries(shape, mask)))
+    return Work(
+        tiles, lists, counters, query_work(mask, shape, of_queries(shape, mask), splits=False)
+    )
 
 
 def slots_of(config: Config, head_dim: int) -> int:

@@ -17,7 +17,7 @@ constexpr int Q_BYTES = ROWS * HEAD_DIM * 2, SLOT_BYTES = KEYS * HEAD_DIM * 2;
 constexpr int Q_BUFFERS = SHARED_Q ? CONSUMERS : 1, Q_COUNT = GROUPS * Q_BUFFERS;
 constexpr int Q_BOX = SPAN < 64 ? SPAN : 64;
 constexpr int WARPGROUPS = GROUPS * CONSUMERS, THREADS = 128 * (WARPGROUPS + 1);
-constexpr int NOTE_INTS = 4 + (1 + BITS) * ENTRIES;  // flags, query, head, -; keys; slots of bits
+constexpr int NOTE_INTS = 4 + (1 + BITS) * ENTRIES;  // flags, query, head, part; keys; slots of bits
 constexpr int PARTIAL = 1 << 31;                     // of a column, and of a key in a note
 // Flags: of a tile's first and last step, of the end, and of a last step with one entry.
 enum { FIRST = 1, MASKED = 2, END = 4, SHORT = 8, LAST = 16 };
@@ -36,8 +36,11 @@ struct Lists {
   const Tile* tiles;
   const int *columns, *slots;
   const unsigned char* bits;
-  int* counters;  // tiles taken, workers done: zero between launches
-  int tile_count;
+  int* counters;  // tiles taken, workers done; zero between launches
+  // SPLITS: each tile from `whole` on is `parts` tiles for the producers. Of such a tile, `counters`
+  // also has the parts that each warp has done, and `sums` their sums.
+  int tile_count, whole, parts;
+  float4* sums;
 };
 struct Sizes { int queries, keys, heads, kv_heads; float scale; };
 
@@ -107,7 +110,19 @@ __device__ __forceinline__ void load_queries(const Maps& maps, const Buffer& q, 
   __syncwarp();
 }
 
-struct Value { int key, column, query, head; bool is_short; };  // the V that is loaded next
+// A tile, or a part of one: equal numbers of steps of its list.
+__device__ __forceinline__ Tile tile_of(const Lists& lists, int ticket) {
+  if (!SPLITS || ticket < lists.whole) return lists.tiles[ticket];
+  const int part = (ticket - lists.whole) % lists.parts;
+  Tile tile = lists.tiles[lists.whole + (ticket - lists.whole) / lists.parts];
+  const int steps = (tile.count + ENTRIES - 1) / ENTRIES;
+  const int begin = steps * part / lists.parts * ENTRIES;
+  tile.count = min(tile.count, steps * (part + 1) / lists.parts * ENTRIES) - begin;
+  tile.first += begin;
+  return tile;
+}
+
+struct Value { int key, column, query, head, part; bool is_short; };  // the V that is loaded next
 
 __device__ __forceinline__ void load_values(const TensorMap* map, Ring& ring, const Value& value,
                                             const Sizes& sizes) {
@@ -115,6 +130,7 @@ __device__ __forceinline__ void load_values(const TensorMap* map, Ring& ring, co
   if (threadIdx.x % 32 == 0) {
     st_shared(ring.note() + 4, value.query);
     st_shared(ring.note() + 8, value.head);
+    if (SPLITS) st_shared(ring.note() + 12, value.part);
   }
   load_slot(map, ring, value.key, value.column, value.head / sizes.heads, value.is_short);
   ring.advance();
@@ -128,7 +144,8 @@ __device__ __forceinline__ void producer(const Maps& maps, const Lists& lists, c
   Value value{};
   bool pending = false;
   while (ticket < lists.tile_count) {
-    const Tile tile = lists.tiles[ticket];
+    const Tile tile = tile_of(lists, ticket);
+    const int part = ticket - lists.whole;
     if (lane == 0) ticket = workers + atomicAdd(lists.counters, 1);
     const int steps = max(1, (tile.count * PARTS + ENTRIES - 1) / ENTRIES);
     const int sequence = tile.head / sizes.heads, head = tile.head % sizes.heads;
@@ -163,7 +180,7 @@ __device__ __forceinline__ void producer(const Maps& maps, const Lists& lists, c
       }
       if (LAGGING && pending) load_values(&maps.v, ring, value, sizes);
       pending = true;
-      value = Value{key, column, tile.query, tile.head, is_short};
+      value = Value{key, column, tile.query, tile.head, part, is_short};
       if (!LAGGING) load_values(&maps.v, ring, value, sizes);
       key = next;
     }
