@@ -140,10 +140,10 @@ __device__ __forceinline__ void store(const float (&o)[HEAD_DIM / 2], const Stat
 // Keep O and the state of a part of a tile. The warp that comes last adds up all parts, in order, and
 // returns true.
 __device__ __forceinline__ bool merge(float (&o)[HEAD_DIM / 2], State& state, int part, int number,
-                                      const Lists& lists) {
+                                      const Parts& parts) {
   constexpr int LINES = HEAD_DIM / 8 + 1;
-  const int tile = part / lists.parts, warp = number * 4 + threadIdx.x / 32 % 4;
-  float4* const sums = lists.sums + number * LINES * 128 + threadIdx.x % 128;
+  const int tile = part / parts.count, warp = number * 4 + threadIdx.x / 32 % 4;
+  float4* const sums = parts.sums + number * LINES * 128 + threadIdx.x % 128;
   constexpr int EVERY = CONSUMERS * LINES * 128;  // of a part
   #pragma unroll
   for (int i = 0; i < LINES - 1; i++)
@@ -153,17 +153,17 @@ __device__ __forceinline__ bool merge(float (&o)[HEAD_DIM / 2], State& state, in
       make_float4(state.base[0], state.base[1], state.sum[0], state.sum[1]);
   __threadfence();
   __syncwarp();
-  int* const done = lists.counters + 2 + tile * CONSUMERS * 4 + warp;
+  int* const done = parts.counters + tile * CONSUMERS * 4 + warp;
   int before = 0;
   if (threadIdx.x % 32 == 0) before = atomicAdd(done, 1);
-  if (__shfl_sync(~0u, before, 0) < lists.parts - 1) return false;
+  if (__shfl_sync(~0u, before, 0) < parts.count - 1) return false;
   if (threadIdx.x % 32 == 0) *done = 0;
   __threadfence();
   state = EMPTY;
   #pragma unroll
   for (int i = 0; i < HEAD_DIM / 2; i++) o[i] = 0.f;
-  for (int i = 0; i < lists.parts; i++) {
-    const float4* const from = sums + (tile * lists.parts + i) * EVERY;
+  for (int i = 0; i < parts.count; i++) {
+    const float4* const from = sums + (tile * parts.count + i) * EVERY;
     const float4 row = __ldcg(from + (LINES - 1) * 128);
     const float bases[2] = {row.x, row.y}, more[2] = {row.z, row.w};
     float old[2], other[2];
@@ -196,6 +196,7 @@ struct Consumer {
   const int number, row, barrier;
   const Lists& lists;
   const Sizes& sizes;
+  const Parts& parts;
   char* out;
   float* lse;
   float s[KEYS / 2], o[HEAD_DIM / 2], rescale[2];
@@ -285,7 +286,7 @@ struct Consumer {
   // O of the tile of the last V is complete, or that of a part of it.
   __device__ __forceinline__ void put(State& done) {
     const int part = SPLITS ? ld_shared(ring.note() + 12) : -1;
-    if (part < 0 || merge(o, done, part, number, lists))
+    if (part < 0 || merge(o, done, part, number, parts))
       store(o, done, ring.note(), row, sizes, out, lse);
   }
 
@@ -320,9 +321,9 @@ struct Consumer {
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 attend(const __grid_constant__ Maps maps, const __grid_constant__ Lists lists, char* out,
-       float* lse, const __grid_constant__ Sizes sizes) {
+       float* lse, const __grid_constant__ Sizes sizes, const __grid_constant__ Parts parts) {
   walk(maps, lists, sizes, [&](Ring ring, Buffer q, int consumer) {
     const int row = 64 * consumer + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
-    Consumer{ring, q, consumer, row, int(3 + threadIdx.x / 128), lists, sizes, out, lse}.run();
-  });
+    Consumer{ring, q, consumer, row, int(3 + threadIdx.x / 128), lists, sizes, parts, out, lse}.run();
+  }, parts);
 }

@@ -35,7 +35,7 @@ MOST_BYTES = 224 * 1024  # most shared memory for Q and the ring
 ALIGNMENT = 1024  # alignment of a swizzled tile
 MOST_PARTS, LEAST_STEPS = 8, 3  # of a tile that is split; of a part
 SHORT = 0.04  # least part of all half steps that is wasted at the ends of lists of odd length
-ARGUMENTS = cuda.Layout("384s", "64s", *"PP", "20s")  # Maps, Lists, out, lse, Sizes
+ARGUMENTS = cuda.Layout("384s", "48s", *"PP", "20s", "24s")  # Maps, Lists, out, lse, Sizes, Parts
 
 
 @dataclass(frozen=True)
@@ -159,7 +159,7 @@ def load_persistent(
 class Walk:
     """A kernel that walks tiles of queries over their lists (walk.cuh), without its outputs.
 
-    maps, lists, sizes  arguments
+    maps, lists, sizes, parts  arguments
     tensors             the memory that they point to
     """
 
@@ -167,6 +167,7 @@ class Walk:
     maps: bytes
     lists: bytes
     sizes: bytes
+    parts: bytes
     tensors: tuple[Tensor, ...]
 
 
@@ -241,15 +242,15 @@ def walk(
     pointers = [x.data_ptr() for x in (tiles, mask.columns, *bits)]
     pointers += [0] * (4 - len(pointers))
     tickets = whole + parts * (len(tiles) - whole)
-    numbers = tickets, whole, parts
-    lists = pack("PPPPPiii4xP", *pointers, counters.data_ptr(), *numbers, sums.data_ptr())
+    lists = pack("PPPPPi4x", *pointers, counters.data_ptr(), tickets)
+    split = pack("iiPP", whole, parts, sums.data_ptr(), counters[2:].data_ptr())
     counts = shape.q_tokens, shape.kv_tokens, shape.heads, shape.kv_heads
     sizes = pack("iiiif", *counts, scale * LOG2_E)
     constants = constants_of(config, shape, mask, short, len(queries), parts > 1)
     size = shared_bytes(config, shape.head_dim, len(queries))
     loaded = load_persistent(name, function, constants, size, tiles, config.tiles, config.rows)
     tensors = *queries, *keys, tiles, mask.columns, *bits, counters, sums
-    return Walk(loaded, maps, lists, sizes, tensors)
+    return Walk(loaded, maps, lists, sizes, split, tensors)
 
 
 def launch(
@@ -272,7 +273,7 @@ def launch(
     lse = q.new_empty(shape.batch * shape.heads, shape.q_tokens, dtype=torch.float32)
     work = work or work_of(mask, shape, config)
     call = walk("attention_wgmma", "attend", [q], (k, v), mask, shape, scale, config, work)
-    args = ARGUMENTS(call.maps, call.lists, o.data_ptr(), lse.data_ptr(), call.sizes)
+    args = ARGUMENTS(call.maps, call.lists, o.data_ptr(), lse.data_ptr(), call.sizes, call.parts)
     program = cuda.BoundKernel(call.loaded, args, (*call.tensors, lse), o)
     return Bound(program, (q, k, v), (o, lse))
 

@@ -36,11 +36,16 @@ struct Lists {
   const Tile* tiles;
   const int *columns, *slots;
   const unsigned char* bits;
-  int* counters;  // tiles taken, workers done; zero between launches
-  // SPLITS: each tile from `whole` on is `parts` tiles for the producers. Of such a tile, `counters`
-  // also has the parts that each warp has done, and `sums` their sums.
-  int tile_count, whole, parts;
+  int* counters;  // tiles taken, workers done: zero between launches
+  int tile_count;
+};
+// SPLITS: each tile from `whole` on counts as `count` tiles, the parts of its list.
+//   sums      of the parts
+//   counters  the parts of each such tile that each warp has done: zero between launches
+struct Parts {
+  int whole, count;
   float4* sums;
+  int* counters;
 };
 struct Sizes { int queries, keys, heads, kv_heads; float scale; };
 
@@ -111,13 +116,13 @@ __device__ __forceinline__ void load_queries(const Maps& maps, const Buffer& q, 
 }
 
 // A tile, or a part of one: equal numbers of steps of its list.
-__device__ __forceinline__ Tile tile_of(const Lists& lists, int ticket) {
-  if (!SPLITS || ticket < lists.whole) return lists.tiles[ticket];
-  const int part = (ticket - lists.whole) % lists.parts;
-  Tile tile = lists.tiles[lists.whole + (ticket - lists.whole) / lists.parts];
+__device__ __forceinline__ Tile tile_of(const Lists& lists, const Parts& parts, int ticket) {
+  if (!SPLITS || ticket < parts.whole) return lists.tiles[ticket];
+  const int part = (ticket - parts.whole) % parts.count;
+  Tile tile = lists.tiles[parts.whole + (ticket - parts.whole) / parts.count];
   const int steps = (tile.count + ENTRIES - 1) / ENTRIES;
-  const int begin = steps * part / lists.parts * ENTRIES;
-  tile.count = min(tile.count, steps * (part + 1) / lists.parts * ENTRIES) - begin;
+  const int begin = steps * part / parts.count * ENTRIES;
+  tile.count = min(tile.count, steps * (part + 1) / parts.count * ENTRIES) - begin;
   tile.first += begin;
   return tile;
 }
@@ -137,15 +142,15 @@ __device__ __forceinline__ void load_values(const TensorMap* map, Ring& ring, co
 }
 
 __device__ __forceinline__ void producer(const Maps& maps, const Lists& lists, const Sizes& sizes,
-                                         Ring ring, Buffer q, int group) {
+                                         const Parts& parts, Ring ring, Buffer q, int group) {
   const int lane = threadIdx.x % 32, entry = min(lane / HALVES, ENTRIES - 1);
   const int workers = gridDim.x * GROUPS;
   int ticket = blockIdx.x * GROUPS + group;
   Value value{};
   bool pending = false;
   while (ticket < lists.tile_count) {
-    const Tile tile = tile_of(lists, ticket);
-    const int part = ticket - lists.whole;
+    const Tile tile = tile_of(lists, parts, ticket);
+    const int part = ticket - parts.whole;
     if (lane == 0) ticket = workers + atomicAdd(lists.counters, 1);
     const int steps = max(1, (tile.count * PARTS + ENTRIES - 1) / ENTRIES);
     const int sequence = tile.head / sizes.heads, head = tile.head % sizes.heads;
@@ -287,7 +292,7 @@ __device__ __forceinline__ void give_turn(int consumer) {
 
 template <class Consume>
 __device__ __forceinline__ void walk(const Maps& maps, const Lists& lists, const Sizes& sizes,
-                                     Consume consume) {
+                                     Consume consume, const Parts& parts = {}) {
   extern __shared__ char shared[];
   __shared__ int notes[GROUPS][SLOTS][NOTE_INTS];
   __shared__ u64 full[GROUPS][SLOTS], empty[GROUPS][SLOTS], q_full[Q_COUNT], q_empty[Q_COUNT];
@@ -318,7 +323,7 @@ __device__ __forceinline__ void walk(const Maps& maps, const Lists& lists, const
   if (warpgroup == WARPGROUPS) {
     setmaxnreg_dec<PRODUCER_REGISTERS>();
     ring.phase = q.phase = 1;  // at first, everything is free
-    if (warp < GROUPS) producer(maps, lists, sizes, ring, q, group);
+    if (warp < GROUPS) producer(maps, lists, sizes, parts, ring, q, group);
   } else {
     setmaxnreg_inc<CONSUMER_REGISTERS>();
     consume(ring, q, warpgroup % CONSUMERS);

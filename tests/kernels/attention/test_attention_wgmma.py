@@ -21,13 +21,15 @@ from tests.kernels.contract import refusal
 from tests.tools.marks import needs_gxx, sampled
 
 RUN = """
-static struct { Maps maps; Lists lists; char* out; float* lse; Sizes sizes; } args;
-static void run() { attend(args.maps, args.lists, args.out, args.lse, args.sizes); }
+static struct { Maps maps; Lists lists; char* out; float* lse; Sizes sizes; Parts parts; } args;
+static void run() {
+  attend(args.maps, args.lists, args.out, args.lse, args.sizes, args.parts);
+}
 extern "C" void call(void** at, const int* n, float scale, int grid, int bytes) {
   args.maps = {boxes(at[1], n[1], n[3], BOX_KEYS), boxes(at[2], n[1], n[3], BOX_KEYS),
                 {boxes(at[0], n[0], n[2], Q_BOX)}};
-  args.lists = {(Tile*)at[3], (int*)at[4], (int*)at[5], (unsigned char*)at[6], (int*)at[7],
-                n[4], n[5], n[6], (float4*)at[10]};
+  args.lists = {(Tile*)at[3], (int*)at[4], (int*)at[5], (unsigned char*)at[6], (int*)at[7], n[4]};
+  args.parts = {n[5], n[6], (float4*)at[10], (int*)at[7] + 2};
   args.out = (char*)at[8], args.lse = (float*)at[9];
   args.sizes = {n[0], n[1], n[2], n[3], scale};
   launch(grid, THREADS, 1, bytes, run, true);
