@@ -29,13 +29,19 @@
 //   they issue products in turn (named barriers), so one computes exponentials while the other's
 //   products run.
 //
-//   A slot has a note: where the tile is, and for K also whether its step is the first of a tile,
-//   whether it needs a mask, and the first key of each block. The last note ends the kernel. Q has
-//   a buffer of its own, which is free again when Q is in the registers of the consumers.
+//   A slot has a note: where the tile is, and for K also whether its step is the first or the last
+//   of a tile, whether it needs a mask, and the first key of each block. The last note ends the
+//   kernel. Q has a buffer of its own, or two if warpgroups share K and V: then the next tile's Q is
+//   loaded early.
 //
-// Softmax of a step, for rows r: most = max(most, S), P = 2^(scale S - scale most),
-// sum = sum 2^(old most - most) + P, O = O 2^(old most - most). A row without an allowed element
-// has sum 0, O 0 and LSE -inf. `scale` includes log2 e.
+// Softmax of a step, for rows r: P = 2^(scale S - base), sum += P. The base is scale times the
+// largest score of the tile's first step. It moves if the P of a thread add up to more than 1024:
+// base' = scale max(S), and sum and O are multiplied by 2^(base - base'). So most steps need no
+// maximum and no shuffle. A row without an allowed element has sum 0, O 0 and LSE -inf. `scale`
+// includes log2 e.
+//
+// If the tiles of the last round are few, each is split into parts of its list (Parts in walk.cuh).
+// The sums of the parts are added up by the warp that is done last, in the order of the list.
 //
 // Tiles have rows of 128 bytes and the 128-byte swizzle (hopper.cuh): 64 columns of the head, and
 // HEAD_DIM / 64 of these side by side. K is K-major. V is MN-major: the next 16 keys are 16 rows
@@ -48,7 +54,7 @@
 // Tiles of 64 queries read 64 KB for half the products: 1.7 us, so loads are their bottleneck.
 //
 // Macros: HEAD_DIM=64|128 BLOCK_Q BLOCK_K KEYS=64|128 GROUPS CONSUMERS=1|2 SLOTS SPAN=16|32|64|128
-// SHORTENS=0|1 CAUSAL=0|1 BITS=0|1, and hopper.cuh's.
+// SHORTENS=0|1 SPLITS=0|1 CAUSAL=0|1 BITS=0|1, and hopper.cuh's.
 // Source: PTX ISA 9.0; FlashAttention-3 (2407.08608) for the order of products.
 
 #include "hopper.cuh"
@@ -73,8 +79,8 @@ __device__ __forceinline__ void multiply_keys(float (&d)[KEYS / 2], u32 q_tile, 
   }
 }
 
-constexpr float HIGHEST = 1024.f;  // sum of a step's exponentials before the base moves
-struct State { float base[2], sum[2]; };  // of a row: log2 of what its exponentials count in
+constexpr float HIGHEST = 1024.f;         // of the sum of a thread's P of a row in a step
+struct State { float base[2], sum[2]; };  // of a row; the sum is this lane's
 #define EMPTY State{{-INF, -INF}, {0.f, 0.f}}
 
 // P of N keys. Return whether a base of the warp moved: then `rescale` is the factor of the sums
