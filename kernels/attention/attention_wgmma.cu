@@ -241,9 +241,9 @@ struct Consumer {
                                        const Ring& k) {
     multiply_keys<NEXT>(s, buffer.tile + number * 64 * HEAD_DIM * 2, k.tile());
     wgmma_commit();
+    give_turn(number);
     mbarrier_wait(ring.full_barrier(), ring.phase, "V");
     add_rows<THIS>(o, p, ring.tile());
-    give_turn(number);
     wgmma_wait<1>();  // for the scores
     take_scores<NEXT>(k);
     const bool first = NEXT == KEYS && (THIS < KEYS || flags & FIRST);
