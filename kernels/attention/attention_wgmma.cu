@@ -31,8 +31,7 @@
 //
 //   A slot has a note: where the tile is, and for K also whether its step is the first or the last
 //   of a tile, whether it needs a mask, and the first key of each block. The last note ends the
-//   kernel. Q has a buffer of its own, or two if warpgroups share K and V: then the next tile's Q is
-//   loaded early.
+//   kernel. Q has buffers of its own. With two of them, the next tile's Q is loaded early.
 //
 // Softmax of a step, for rows r: P = 2^(scale S - base), sum += P. The base is scale times the
 // largest score of the tile's first step. It moves if the P of a thread add up to more than 1024:
@@ -53,8 +52,8 @@
 //    loads         64 KB: 0.85 us of an SM at the 10 TB/s of TMA from L2 to all SMs
 // Tiles of 64 queries read 64 KB for half the products: 1.7 us, so loads are their bottleneck.
 //
-// Macros: HEAD_DIM=64|128 BLOCK_Q BLOCK_K KEYS=64|128 GROUPS CONSUMERS=1|2 SLOTS SPAN=16|32|64|128
-// SHORTENS=0|1 SPLITS=0|1 CAUSAL=0|1 BITS=0|1, and hopper.cuh's.
+// Macros: HEAD_DIM=64|128 BLOCK_Q BLOCK_K KEYS=64|128 GROUPS CONSUMERS=1|2 SLOTS Q_BUFFERS=1|2
+// SPAN=16|32|64|128 SHORTENS=0|1 SPLITS=0|1 CAUSAL=0|1 BITS=0|1, and hopper.cuh's.
 // Source: PTX ISA 9.0; FlashAttention-3 (2407.08608) for the order of products.
 
 #include "hopper.cuh"
@@ -88,9 +87,24 @@ struct State { float base[2], sum[2]; };  // of a row; the sum is this lane's
 // first step of a tile it is infinite or NaN.
 template <int N = KEYS>
 __device__ __forceinline__ bool softmax(const float (&s)[KEYS / 2], u32 (&p)[KEYS / 4],
-                                        State& state, float (&rescale)[2], float scale) {
+                                        State& state, float (&rescale)[2], float scale,
+                                        bool first) {
   float base[2] = {state.base[0], state.base[1]}, sums[2];
-  for (bool moved = false;; moved = true) {
+  for (bool moved = first;; moved = true) {
+    if (moved)
+      #pragma unroll
+      for (int r = 0; r < 2; r++) {
+        float most = -INF;
+        #pragma unroll
+        for (int i = r; i < N / 4; i += 2) most = fmaxf(most, fmaxf(s[2 * i], s[2 * i + 1]));
+        most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
+        most = fmaxf(most, __shfl_xor_sync(~0u, most, 2));
+        most = fmaxf(most * scale, state.base[r]);
+        base[r] = most == -INF ? 0.f : most;  // no element is allowed yet
+        rescale[r] = exp2_approx(state.base[r] - base[r]);
+        state.base[r] = most;
+        state.sum[r] *= rescale[r];
+      }
     sums[0] = sums[1] = 0.f;
     #pragma unroll
     for (int i = 0; i < N / 4; i++) {
@@ -105,19 +119,6 @@ __device__ __forceinline__ bool softmax(const float (&s)[KEYS / 2], u32 (&p)[KEY
       state.sum[0] += sums[0];
       state.sum[1] += sums[1];
       return moved;
-    }
-    #pragma unroll
-    for (int r = 0; r < 2; r++) {
-      float most = -INF;
-      #pragma unroll
-      for (int i = r; i < N / 4; i += 2) most = fmaxf(most, fmaxf(s[2 * i], s[2 * i + 1]));
-      most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
-      most = fmaxf(most, __shfl_xor_sync(~0u, most, 2));
-      most = fmaxf(most * scale, state.base[r]);
-      base[r] = most == -INF ? 0.f : most;  // no element is allowed yet
-      rescale[r] = exp2_approx(state.base[r] - base[r]);
-      state.base[r] = most;
-      state.sum[r] *= rescale[r];
     }
   }
 }
@@ -143,8 +144,8 @@ __device__ __forceinline__ void store(const float (&o)[HEAD_DIM / 2], const Stat
   store_rows<HEAD_DIM>(o, sums, to, query, sizes.queries, row_bytes);
 }
 
-// Keep O and the state of a part of a tile. The warp that comes last adds up all parts, in order, and
-// returns true.
+// Keep O and the state of a part of a tile. The warp that comes last adds up all parts, in order,
+// and returns true.
 __device__ __forceinline__ bool merge(float (&o)[HEAD_DIM / 2], State& state, int part, int number,
                                       const Parts& parts) {
   constexpr int LINES = HEAD_DIM / 8 + 1;
@@ -249,7 +250,7 @@ struct Consumer {
     const bool first = NEXT == KEYS && (THIS < KEYS || flags & FIRST);
     State done = state;
     if (first) state = EMPTY;
-    const bool moved = softmax<NEXT>(s, next, state, rescale, sizes.scale);
+    const bool moved = softmax<NEXT>(s, next, state, rescale, sizes.scale, first);
     wgmma_wait<0>();
     hold(o);
     if (first) {
@@ -313,7 +314,7 @@ struct Consumer {
     ring.advance();
     u32 even[KEYS / 4], odd[KEYS / 4];  // P: a step reads one and writes the other
     state = EMPTY;
-    softmax(s, even, state, rescale, sizes.scale);
+    softmax(s, even, state, rescale, sizes.scale, true);
     clear();
     was_short = false;
     for (;;) {
@@ -330,6 +331,7 @@ attend(const __grid_constant__ Maps maps, const __grid_constant__ Lists lists, c
        float* lse, const __grid_constant__ Sizes sizes, const __grid_constant__ Parts parts) {
   walk(maps, lists, sizes, [&](Ring ring, Buffer q, int consumer) {
     const int row = 64 * consumer + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
-    Consumer{ring, q, consumer, row, int(3 + threadIdx.x / 128), lists, sizes, parts, out, lse}.run();
+    const int barrier = 3 + threadIdx.x / 128;  // of this warpgroup
+    Consumer{ring, q, consumer, row, barrier, lists, sizes, parts, out, lse}.run();
   }, parts);
 }

@@ -33,6 +33,7 @@ HEAD_DIMS = 64, 128
 WARPGROUP = 128  # threads
 MOST_BYTES = 224 * 1024  # most shared memory for Q and the ring
 ALIGNMENT = 1024  # alignment of a swizzled tile
+LONG_LIST = 1280  # keys from which on steps of 128 keys are faster for tiles of 64 rows
 MOST_PARTS, LEAST_STEPS = 8, 3  # of a tile that is split; of a part
 SHORT = 0.04  # least part of all half steps that is wasted at the ends of lists of odd length
 ARGUMENTS = cuda.Layout("384s", "48s", *"PP", "20s", "24s")  # Maps, Lists, out, lse, Sizes, Parts
@@ -56,7 +57,7 @@ class Config:
 
 
 def configurations(shape: Shape, shared: int) -> list[Config]:
-    """Return the one configuration: no search chose another by more than 2 % (NOTES.md).
+    """Return the configurations, the one for long lists first: others never won (NOTES.md).
 
     Raises Unsupported.
 
@@ -73,7 +74,7 @@ def configurations(shape: Shape, shared: int) -> list[Config]:
         raise Unsupported(
             f"expected blocks of 8, 16, 32 or a multiple of 64 keys, found {shape.block[1]}"
         )
-    return [Config(rows, keys)]
+    return [Config(rows, n) for n in ((128, 64) if rows < keys else (keys,))]
 
 
 def shortens(config: Config, mask: BlockMask) -> bool:
@@ -88,8 +89,8 @@ def shortens(config: Config, mask: BlockMask) -> bool:
 
 
 def buffers_of(config: Config, query_maps: int) -> int:
-    """Return the tiles of queries in shared memory: one matrix has two if warpgroups share K."""
-    return max(query_maps, config.rows // 64)
+    """Return the buffers of a tile's queries: a second one, if there is room, hides their load."""
+    return 1 if query_maps > 1 or config.keys > config.rows else 2
 
 
 def slots_of(config: Config, head_dim: int, query_maps: int = 1) -> int:
@@ -98,15 +99,16 @@ def slots_of(config: Config, head_dim: int, query_maps: int = 1) -> int:
     query_maps  matrices of queries that are loaded for a tile
     """
     row = head_dim * 2
-    available = MOST_BYTES // config.tiles - buffers_of(config, query_maps) * config.rows * row
+    queries = query_maps * buffers_of(config, query_maps) * config.rows
+    available = MOST_BYTES // config.tiles - queries * row
     return min(12, available // (config.keys * row))
 
 
 def shared_bytes(config: Config, head_dim: int, query_maps: int = 1) -> int:
     """Return the shared memory of a CTA."""
     keys = slots_of(config, head_dim, query_maps) * config.keys
-    tile = (buffers_of(config, query_maps) * config.rows + keys) * head_dim * 2
-    return ALIGNMENT + config.tiles * tile
+    queries = query_maps * buffers_of(config, query_maps) * config.rows
+    return ALIGNMENT + config.tiles * (queries + keys) * head_dim * 2
 
 
 def constants_of(
@@ -126,6 +128,7 @@ def constants_of(
         *(("HEAD_DIM", shape.head_dim), ("BLOCK_Q", shape.block[0]), ("BLOCK_K", shape.block[1])),
         *(("KEYS", config.keys), ("GROUPS", config.tiles), ("CONSUMERS", config.rows // 64)),
         ("SLOTS", slots_of(config, shape.head_dim, query_maps)),
+        ("Q_BUFFERS", buffers_of(config, query_maps)),
         ("SPAN", min(span_of(shape.block[0]), config.rows)),
         *(("SHORTENS", int(short)), ("SPLITS", int(splits))),
         *(("CAUSAL", int(mask.causal)), ("BITS", int(mask.bits is not None))),
@@ -281,7 +284,9 @@ def launch(
 def prepare(operands: Operands) -> Launch:
     """Sort the tiles and compile."""
     tensors, mask, shape, shared, scale = task_of(operands)
-    [config] = configurations(shape, shared)
+    configs = configurations(shape, shared)
+    keys = len(mask.columns) * mask.block[1] / (len(mask.offsets) - 1)  # of a list
+    config = configs[0 if keys >= LONG_LIST else -1]
     program = launch(tensors, mask, shape, scale, config).program
     return Launch(program, asdict(config), program.code)
 

@@ -14,10 +14,10 @@ constexpr int ROWS = 64 * CONSUMERS;                       // of a tile
 constexpr int BOX_KEYS = BLOCK_K < KEYS ? BLOCK_K : KEYS;  // of an entry of a step
 constexpr int ENTRIES = KEYS / BOX_KEYS, PARTS = BLOCK_K / BOX_KEYS;
 constexpr int Q_BYTES = ROWS * HEAD_DIM * 2, SLOT_BYTES = KEYS * HEAD_DIM * 2;
-constexpr int Q_BUFFERS = SHARED_Q ? CONSUMERS : 1, Q_COUNT = GROUPS * Q_BUFFERS;
+constexpr int Q_COUNT = GROUPS * Q_BUFFERS;
 constexpr int Q_BOX = SPAN < 64 ? SPAN : 64;
 constexpr int WARPGROUPS = GROUPS * CONSUMERS, THREADS = 128 * (WARPGROUPS + 1);
-constexpr int NOTE_INTS = 4 + (1 + BITS) * ENTRIES;  // flags, query, head, part; keys; slots of bits
+constexpr int NOTE_INTS = 4 + (1 + BITS) * ENTRIES;  // flags, query, head, part; keys; bits
 constexpr int PARTIAL = 1 << 31;                     // of a column, and of a key in a note
 // Flags: of a tile's first and last step, of the end, and of a last step with one entry.
 enum { FIRST = 1, MASKED = 2, END = 4, SHORT = 8, LAST = 16 };

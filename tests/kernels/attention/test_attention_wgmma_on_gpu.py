@@ -84,9 +84,8 @@ def test_scores_that_rise_along_a_list_are_right(case: Case) -> None:
     mask, shape, operands = case.mask(), case.shape(), rising(case.operands())
     o, lse = reference(*(x.double() for x in operands[:3]), mask)
     q, k, v = (flat(x).cuda() for x in operands[:3])
-    [config] = attention_wgmma.configurations(
-        shape, shared_heads(mask, shape.heads, shape.kv_heads)
-    )
+    shared = shared_heads(mask, shape.heads, shape.kv_heads)
+    config = attention_wgmma.configurations(shape, shared)[0]
     scale = case.head_dim**-0.5
     program, _, outputs = attention_wgmma.launch((q, k, v), on_gpu(mask), shape, scale, config)
     program()
