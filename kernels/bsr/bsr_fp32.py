@@ -129,15 +129,15 @@ def unsupported_operands(x: Tensor, w: Bsr) -> str | None:
         return f"expected contiguous rows of X, found strides {list(x.stride())}"
     if not values.is_contiguous() or values.data_ptr() % cuda.TMA_ALIGNMENT:
         at = values.data_ptr() % cuda.TMA_ALIGNMENT
-        found = f"strides {list(values.stride())} at {at} modulo 16"
-        return f"expected contiguous blocks at a multiple of 16 bytes, found {found}"
+        actual = f"strides {list(values.stride())} at {at} modulo 16"
+        return f"expected contiguous blocks at a multiple of 16 bytes, found {actual}"
     steps, tiles = (
         len(values) * c // step_of(w.block)[1],
         -(-len(x) // TOKENS[0]) * (n // SIDES[-1]),
     )
     if not len(x) or max(len(x), n + r, k + c, steps + SIDES[0], tiles) > LARGEST:
-        found = f"{len(values)} blocks of {r}x{c} in {n}x{k}, {len(x)} tokens"
-        return f"expected 1 to 2^31 tokens, and fewer columns, steps and tiles, found {found}"
+        actual = f"{len(values)} blocks of {r}x{c} in {n}x{k}, {len(x)} tokens"
+        return f"expected 1 to 2^31 tokens, and fewer columns, steps and tiles, found {actual}"
     return None
 
 
