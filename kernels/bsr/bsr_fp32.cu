@@ -1,5 +1,6 @@
-// Y[m, n] = X[m, k] @ W[n, k].T in exact fp32, W in blocks of multiples of 8, without tensor cores
-// (compute capability 8.0 and newer).
+// Y[m, n] = X[m, k] @ W[n, k].T in exact fp32, W in blocks of multiples of 8 (compute capability 8.0
+// and newer). Products are FMA in fp32. On Hopper the tensor cores multiply fp64 at the same rate
+// (DOUBLE=1): a step of fp32 values is converted, and Y is rounded once, from sums in fp64.
 //
 //   CTA: ROWS features of a block row x TOKENS tokens. Its WARPS warps take every WARPS-th step:
 //
@@ -9,11 +10,13 @@
 //      +----+----+----+----+                               added in order at the end
 //       step: ROWS x DEPTH
 //
-//   A warp copies a step of W and of X into a ring of its own by cp.async. Lane 8 f + t multiplies
-//   tokens t, t + 8, ... by features f, f + 4, ...: with 32 x 32 tiles, 12 loads of 16 bytes for
-//   each 128 FMA.
+//   A warp copies a step of W and of X into a ring of its own by cp.async. With FMA, lane 8 f + t
+//   multiplies tokens t, t + 8, ... by features f, f + 4, ...: with 32 x 32 tiles, 12 loads of 16
+//   bytes for each 128 FMA, which take 384 clocks of an SM where FMA take 256. With mma a step has
+//   16 loads, 64 clocks.
 //
-// Rows of a tile have a pitch of DEPTH + 4 words: the 8 tokens, and the 4 features, that lanes read
+// With mma, odd rows of 128 bytes are turned by half: the two rows that 8 lanes read lie in other
+// banks. With FMA, rows of a tile have a pitch of DEPTH + 4 words: the 8 tokens, and the 4 features, that lanes read
 // at once lie in other banks. Columns of X beyond k are zeros, and W's edge blocks are zeros there.
 // Every sum has a fixed order: equal inputs give equal bits.
 //
@@ -69,9 +72,20 @@ __device__ __forceinline__ void copy_tile(float* to, const float* from, long lon
   }
 }
 
+struct alignas(16) BlockRow { int row, begin, end, unused; };  // its blocks: begin to end - 1
+
 // ---- sums of a warp ----
 
 #if DOUBLE
+__device__ __forceinline__ void mma_m16n8k16(double (&d)[4], const double (&a)[8],
+                                             const double (&b)[4]) {
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f64.f64.f64.f64 {%0, %1, %2, %3}, "
+               "{%4, %5, %6, %7, %8, %9, %10, %11}, {%12, %13, %14, %15}, {%0, %1, %2, %3};"
+               : "+d"(d[0]), "+d"(d[1]), "+d"(d[2]), "+d"(d[3])
+               : "d"(a[0]), "d"(a[1]), "d"(a[2]), "d"(a[3]), "d"(a[4]), "d"(a[5]), "d"(a[6]),
+                 "d"(a[7]), "d"(b[0]), "d"(b[1]), "d"(b[2]), "d"(b[3]));
+}
+
 // Lane 4 g + q has tokens 16 i + g and + 8, features 8 j + 2 q and + 1. The sum over 16 columns is
 // the same in any order: lane q takes columns 4 q to 4 q + 3, which are 16 bytes.
 struct Sums {
@@ -94,17 +108,9 @@ struct Sums {
         const float4 v = *(const float4*)(x + (16 * i + 8) * PITCH + at);
         const double a[8] = {u.x, v.x, u.y, v.y, u.z, v.z, u.w, v.w};
         #pragma unroll
-        for (int j = 0; j < ROWS / 8; j++) mma_m16n8k16_f64(d[i][j], a, b[j]);
+        for (int j = 0; j < ROWS / 8; j++) mma_m16n8k16(d[i][j], a, b[j]);
       }
     }
-  }
-  static __device__ __forceinline__ void mma_m16n8k16_f64(double (&d)[4], const double (&a)[8],
-                                                          const double (&b)[4]) {
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f64.f64.f64.f64 {%0, %1, %2, %3}, "
-                 "{%4, %5, %6, %7, %8, %9, %10, %11}, {%12, %13, %14, %15}, {%0, %1, %2, %3};"
-                 : "+d"(d[0]), "+d"(d[1]), "+d"(d[2]), "+d"(d[3])
-                 : "d"(a[0]), "d"(a[1]), "d"(a[2]), "d"(a[3]), "d"(a[4]), "d"(a[5]), "d"(a[6]),
-                   "d"(a[7]), "d"(b[0]), "d"(b[1]), "d"(b[2]), "d"(b[3]));
   }
   __device__ __forceinline__ void store(double* to, int lane) const {
     #pragma unroll
@@ -149,20 +155,19 @@ struct Sums {
 };
 #endif
 
-// x_step: floats between rows of X. rows: a block row, its first block and the end of its blocks.
-// CTAs of one tile of W and other tokens are neighbours.
+// x_step: floats between rows of X. CTAs of one tile of W and other tokens are neighbours.
 extern "C" __global__ void __launch_bounds__(32 * WARPS, 12 / WARPS)  // up to 168 registers, or 255
-multiply_fp32(const float* x, long long x_step, const int4* rows, const int* columns,
+multiply_fp32(const float* x, long long x_step, const BlockRow* rows, const int* columns,
               const float* values, float* y, int m, int n, int k, int token_tiles) {
   extern __shared__ char shared[];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int tile = blockIdx.x / token_tiles, token = blockIdx.x % token_tiles * TOKENS;
-  const int4 listed = rows[tile / TILES];
-  const int row = listed.x, part = tile % TILES * ROWS;
+  const BlockRow listed = rows[tile / TILES];
+  const int row = listed.row, part = tile % TILES * ROWS;
   if (token >= m || row * R + part >= n) return;
   float* rings = (float*)shared;
   float* ring = rings + warp * RING;
-  const int begin = listed.y * CUT + warp, end = listed.z * CUT;
+  const int begin = listed.begin * CUT + warp, end = listed.end * CUT;
   int next = begin;
   int column = next < end ? columns[next / CUT] : 0;  // of the block to load next
 

@@ -110,7 +110,7 @@ def plan(w: Bsr, m: int, config: Config, *, aligned: bool) -> Plan:
 
 
 def rows_of(w: Bsr) -> Tensor:
-    """Return struct int4 of each block row: its number, its first block, the end of its blocks, 0.
+    """Return struct BlockRow of each block row, int32 [rows, 4].
 
     The longest come first. SMs take CTAs in turn, so every second turn is reversed: an SM that had
     a long row before then gets a short one.
