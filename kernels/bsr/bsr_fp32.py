@@ -9,7 +9,8 @@ file chooses a configuration and launches. It supports
     sizes     any m, n and k
     X         rows of any stride; if they are no multiples of 16 bytes, X is copied word by word
 
-Sums are in fp32 and always in the same order: equal operands give equal bits.
+Sums are in fp32, on Hopper in fp64 by the tensor cores, and always in the same order: equal
+operands give equal bits.
 """
 
 from dataclasses import dataclass

@@ -52,25 +52,21 @@ __device__ __forceinline__ void ldmatrix_x4_trans_if(u32 (&v)[4], u32 address, u
                : "memory");
 }
 
-// Multiply 16 tokens. d[SLOTS][2][4]: a block's two m16n8 tiles. Both fragments of a slot are loaded
-// while the slot before is multiplied: dY's is a copy of the last one, or else loaded.
+// Multiply a step. d[SLOTS][2][4]: a block's two m16n8 tiles.
 __device__ __forceinline__ void multiply(float (&d)[SUMS], u32 base, const u32 (&dy)[SLOTS],
                                          const u32 (&x)[SLOTS], u32 fresh) {
-  u32 a[2][4], b[2][4];
+  u32 a[4] = {}, b[2][4];
   #pragma unroll
-  for (int i = 0; i <= SLOTS; i++) {  // fragments of slot i, products of slot i - 1
-    const int next = i % 2, last = 1 - next;
-    if (i < SLOTS) {
-      #pragma unroll
-      for (int part = 0; part < 4; part++) a[next][part] = a[last][part];
-      ldmatrix_x4_trans_if(a[next], base + dy[i], fresh & 1u << i);
-      ldmatrix_x4_trans(b[next], base + x[i]);
-    }
-    if (i > 0) {
+  for (int k = 0; k < DEPTH / 16; k++) {
+    ldmatrix_x4_trans(b[0], base + x[0] + k * 16 * ROW_BYTES);
+    #pragma unroll
+    for (int j = 0; j < SLOTS; j++) {
+      ldmatrix_x4_trans_if(a, base + dy[j] + k * 16 * ROW_BYTES, fresh & 1u << j);
+      if (j + 1 < SLOTS) ldmatrix_x4_trans(b[(j + 1) % 2], base + x[j + 1] + k * 16 * ROW_BYTES);
       // Matrices: tokens 0 to 7, columns 0 to 7 and 8 to 15; then tokens 8 to 15.
-      float* sums = d + 8 * (i - 1);
-      mma_m16n8k16(*(float(*)[4])sums, a[last], b[last][0], b[last][2]);
-      mma_m16n8k16(*(float(*)[4])(sums + 4), a[last], b[last][1], b[last][3]);
+      const u32 (&now)[4] = b[j % 2];
+      mma_m16n8k16(*(float(*)[4])(d + 8 * j), a, now[0], now[2]);
+      mma_m16n8k16(*(float(*)[4])(d + 8 * j + 4), a, now[1], now[3]);
     }
   }
 }
@@ -109,9 +105,7 @@ __device__ __forceinline__ void consumer(const Sums* list, const Slot* slots, in
     for (int i = 0; i < SUMS; i++) d[i] = 0.f;
     for (int left = __shfl_sync(~0u, list[at].count, 0); left > 0; left--) {
       pipe.consumer_wait();
-      #pragma unroll 1  // unrolled, 16 slots would spill
-      for (int k = 0; k < DEPTH / 16; k++)
-        multiply(d, pipe.box(0) + k * 16 * ROW_BYTES, dy, x, fresh);
+      multiply(d, pipe.box(0), dy, x, fresh);
       __syncwarp();
       if (lane == 0) mbarrier_arrive(pipe.empty_barrier());
       pipe.advance();
