@@ -56,8 +56,8 @@ def on_cpu(constants: cuda.Constants) -> Any:
       template <class T> T& at(int i) { return *(T*)a[i]; }
       static void run() {
         multiply_fp32(at<const float*>(0), at<long long>(1), at<const BlockRow*>(2),
-                      at<const int*>(3), at<const float*>(4), at<float*>(5), at<int>(6), at<int>(7), at<int>(8),
-                      at<int>(9));
+                      at<const int*>(3), at<const float*>(4), at<float*>(5),
+                      at<int>(6), at<int>(7), at<int>(8), at<int>(9));
       }
       extern "C" void call(void** args, int grid, size_t bytes) {
         a = args;
