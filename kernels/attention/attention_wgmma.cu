@@ -83,14 +83,14 @@ struct State { float base[2], sum[2]; };  // of a row; the sum is this lane's
 #define EMPTY State{{-INF, -INF}, {0.f, 0.f}}
 
 // P of N keys. Return whether a base of the warp moved: then `rescale` is the factor of the sums
-// so far. The exponentials are computed with the old base, and again if a sum is too large; in the
-// first step of a tile it is infinite or NaN.
+// so far. The exponentials are computed with the old base, and again if a sum is too large;
+// without a base it is infinite or NaN.
 template <int N = KEYS>
 __device__ __forceinline__ bool softmax(const float (&s)[KEYS / 2], u32 (&p)[KEYS / 4],
                                         State& state, float (&rescale)[2], float scale,
                                         bool first) {
   float base[2] = {state.base[0], state.base[1]}, sums[2];
-  for (bool moved = first;; moved = true) {
+  for (bool moved = first && !SHORTENS;; moved = true) {  // with both, ptxas spills
     if (moved)
       #pragma unroll
       for (int r = 0; r < 2; r++) {
