@@ -62,7 +62,7 @@ from sparsebench.kernels.spense._operands import sizes_of, weight_of
 from sparsebench.kernels.spense._stream_k import schedule, tiles_of
 
 DTYPES = *HALVES, torch.float8_e4m3fn
-TOKENS = 16, 32, 48, 64, 80, 96, 112, 128, 256
+TOKENS = range(16, 257, 16)
 POWERS = 16, 32, 64, 128, 256
 BOX = ROW_BYTES // 2  # columns of a box of X or Y, counted in 16 bits
 SHARED_BYTES = 226 * 1024  # stages, tiles of the epilogue, mbarriers, alignment to 1024
