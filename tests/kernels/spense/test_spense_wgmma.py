@@ -24,9 +24,10 @@ from sparsebench.kernels.spense import _clusters, spense_wgmma
 from sparsebench.kernels.spense._stream_k import SHORTEST, Schedule, interleaved_rows, schedule
 from sparsebench.kernels.spense.spense_wgmma import Config
 from tests.compiling.nvcc import assert_compiles_cleanly, by_nvcc, hopper
-from tests.kernels.spense.examples import CUOBJDUMP, LARGE, SHAPES, example, on_gpu
+from tests.kernels.spense.examples import CUOBJDUMP, LARGE, SHAPES, assert_right, example, on_gpu
 from tests.kernels.spense.examples import WGMMA_CONFIGS as CONFIGS
 from tests.kernels.spense.examples import WGMMA_SPLIT as SPLIT
+from tests.kernels.spense.examples import WGMMA_TALL as TALL
 from tests.tools.marks import sampled
 
 # ---- the lists ----
@@ -206,6 +207,17 @@ def test_the_code_that_runs_keeps_the_metadata_of_wgmma_in_flight(dtype, tmp_pat
         constants = spense_wgmma.constants_of(config, dtype)
         file.write_bytes(cuda.compiled("spense_wgmma", constants))
         assert_metadata_stays(file)
+
+
+@hopper
+@pytest.mark.parametrize("dtype", ["bf16", "fp8"])
+@pytest.mark.parametrize("config", TALL, ids=str)
+def test_token_counts_beside_the_edges_of_tiles_are_right(config: Config, dtype: str) -> None:
+    for m in (config.tokens + more for more in (-17, -1, 0, 1, 8, config.tokens - 7)):
+        x, w = on_gpu((m, 1352, 1040, 0.0, "rows"), dtype)
+        program = spense_wgmma.launch(x, w, config)
+        program.out.fill_(float("nan"))
+        assert_right(program(), x, w, m)
 
 
 # ---- scales ----
