@@ -57,7 +57,7 @@ from sparsebench.kernels._common.search import fastest_launch
 from sparsebench.kernels._common.tuned_table import Tuned, choose, multiprocessors
 from sparsebench.kernels._common.work_list import WORKERS, Ints
 from sparsebench.kernels._kernel import Kernel, Launch, Operands, output_dtype
-from sparsebench.kernels.spense import _clusters, _operands
+from sparsebench.kernels.spense import _clusters, _operands, _tilings
 from sparsebench.kernels.spense._operands import sizes_of, weight_of
 from sparsebench.kernels.spense._stream_k import schedule, tiles_of
 
@@ -117,12 +117,16 @@ def searched(
 ) -> list[Config]:
     """Return `configurations`, and at most `most` clusters for W [n, k], the likeliest first.
 
+    Beyond 128 tokens, work lists of tiles as high as m needs come first (_tilings.py).
+
     itemsize  bytes of an element
     """
+    tilings = _tilings.likeliest(m, shape, itemsize, multiprocessors(device))
+    high = [Config(tokens, cluster, 4, warpgroups) for tokens, cluster, warpgroups in tilings]
     at_once = {split: _at_once(split, device) for split in _clusters.SPLITS}
     likeliest = _clusters.likeliest(m, shape, itemsize, at_once, most)
     clusters = [Config(tokens, 1, *sizes) for tokens, *sizes in likeliest]
-    listed = configurations(m)
+    listed = list(dict.fromkeys([*high, *configurations(m)]))
     if 128 < m <= 256:  # 27.4 us instead of 28.2 with 18432 features in fp8
         listed.append(Config(128, 1, 4, 3))
     return [*clusters, *listed] if m in CLUSTERS_FIRST else [*listed, *clusters]
