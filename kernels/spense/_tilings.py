@@ -1,4 +1,4 @@
-"""Predict the fastest tiles of a work list: a model of spense_wgmma.cu beyond 128 tokens.
+"""Predict the fastest tiles for more than 128 tokens: a model of spense_wgmma.cu.
 
     tokens 0 to 143      |= 192 features =|= 192 features =|= 192 features =| ...
     tokens 144 to 287    |= 192 features =|= 192 features =|= 192 features =| ...
@@ -8,10 +8,10 @@ wgmma takes any multiple of 8 tokens up to 256. So a tile can be as high as its 
 whole rounds. Shared memory is the limit of a CTA: every warpgroup reads each box of X and its half
 tile of W, and the copies write both. The model, in ns:
 
-    rounds x boxes x clocks of shared memory / clock  +  first tiles and stores of each round
-    what all CTAs read from the L2 cache / its rate
+    rounds x (boxes x clocks of shared memory / clock  +  first tiles and stores)
 
-The last round may be cut along k (_stream_k.py), which costs partial sums. Rates are an H200's.
+The last round may be cut along k (_stream_k.py), which costs partial sums. Two CTAs that share X
+were slower on an H200 nearly everywhere (NOTES.md), so there are none.
 """
 
 from itertools import product
@@ -24,11 +24,10 @@ MOST = 4
 TOKENS = range(96, 257, 16)  # tokens of a tile
 MOST_OF_THREE = 176  # tokens for which three warpgroups have registers
 CLOCK, CLOCK_BYTES = 1.9, 128  # clocks per ns, and bytes of shared memory in a clock
-L2_RATE = 9000  # bytes per ns
-ROUND_NS, CUT_NS = 1000, 3000  # for a round; for adding up partial sums
+ROUND_NS, CUT_NS = 2000, 7000  # for a round; for adding up partial sums, and the rounds they end
 
-Tiling = tuple[int, int, int]
-"""Tokens of a tile, CTAs that share X, warpgroups of a CTA."""
+Tiling = tuple[int, int, int, int]
+"""Tokens of a tile, tiles of W ahead, warpgroups of a CTA; 1 if all tiles are CTAs of one round."""
 
 
 def likeliest(m: int, shape: tuple[int, int], itemsize: int, sms: int) -> list[Tiling]:
@@ -41,17 +40,15 @@ def likeliest(m: int, shape: tuple[int, int], itemsize: int, sms: int) -> list[T
     (n, k), predicted = shape, {}
     boxes = ceil(k * itemsize / ROW_BYTES)
     half = (VALUE_BYTES + (1024 if itemsize == 2 else 2048)) // 2  # bytes of half a tile of W
-    for tokens, cluster, warpgroups in product(TOKENS, (2, 1), (3, 2)):
+    for tokens, warpgroups in product(TOKENS, (3, 2)):
         tiles = ceil(m / tokens)
         if tiles == ceil(m / (tokens - 16)) or (warpgroups == 3 and tokens > MOST_OF_THREE):
             continue
         box = tokens * ROW_BYTES
         read = warpgroups * (box + ROWS * ROW_BYTES // 2)
         item = boxes * (read + box + warpgroups * half) / CLOCK_BYTES / CLOCK
-        items, workers = ceil(n / (ROWS * warpgroups * cluster)) * tiles, max(sms // cluster, 1)
-        copied = items * boxes * (cluster * warpgroups * half + box)
-        rounds = items / workers
-        whole = ceil(rounds) * (item + ROUND_NS)
-        cut = rounds * item + ceil(rounds) * ROUND_NS + CUT_NS
-        predicted[tokens, cluster, warpgroups] = max(min(whole, cut), copied / L2_RATE)
+        rounds = ceil(n / (ROWS * warpgroups)) * tiles / sms
+        whole, cut = ceil(rounds) * item, rounds * item + CUT_NS
+        one = (8, warpgroups, 1) if rounds <= 1 and warpgroups == 3 else (4, warpgroups, 0)
+        predicted[tokens, *one] = min(whole, cut) + ceil(rounds) * ROUND_NS
     return sorted(predicted, key=predicted.__getitem__)[:MOST]

@@ -122,7 +122,7 @@ def searched(
     itemsize  bytes of an element
     """
     tilings = _tilings.likeliest(m, shape, itemsize, multiprocessors(device))
-    high = [Config(tokens, cluster, 4, warpgroups) for tokens, cluster, warpgroups in tilings]
+    high = [Config(tokens, 1, *sizes) for tokens, *sizes in tilings]
     at_once = {split: _at_once(split, device) for split in _clusters.SPLITS}
     likeliest = _clusters.likeliest(m, shape, itemsize, at_once, most)
     clusters = [Config(tokens, 1, *sizes) for tokens, *sizes in likeliest]
