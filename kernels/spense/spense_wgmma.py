@@ -4,6 +4,7 @@
                       into the same fp32 accumulators
     _stream_k.py      which CTA multiplies what, and which work items are cut along k
     _clusters.py      for few tokens, a cluster for each work item instead
+    _tilings.py       for more tokens, how many of them a work item has
     this file         chooses a configuration and launches
 
     dtype     fp16, bf16, or fp8 (e4m3) with Y in bf16
