@@ -64,6 +64,7 @@ class KeyLists(NamedTuple):
              bits 24 to 27 say which of them the query block has, and bits 20 to 23 which of these
              are partial
     slots    places of the bits of partial blocks, or None
+    places   int32, of each block in mask.columns; None if blocks are joined
     present  int32 [batch * lists, blocks]: which of the joined blocks have a query block
     """
 
@@ -71,17 +72,19 @@ class KeyLists(NamedTuple):
     offsets: Tensor
     rows: Tensor
     slots: Tensor | None
+    places: Tensor | None
     present: Tensor
 
 
 def key_lists(mask: BlockMask) -> KeyLists:
     """Return the transposed lists; blocks of 16 or 32 keys are joined to blocks of 64."""
-    offsets, rows, slots = mask.transpose()
+    offsets, rows, slots, places = mask.transpose()
     count, ratio = mask.batch * mask.lists, max(1, INNER // mask.block[1])
     blocks = ceil(mask.kv_blocks / ratio)
     present = rows.new_zeros(count * blocks)
     if ratio == 1:
-        return KeyLists(mask.block[1], offsets, rows, slots, present.view(count, blocks))
+        present = present.view(count, blocks)
+        return KeyLists(mask.block[1], offsets, rows, slots, places.to(torch.int32), present)
     row = rows_of(offsets)
     number, column = row // mask.kv_blocks, row % mask.kv_blocks
     joined, bit = number * blocks + column // ratio, 1 << column % ratio
@@ -94,7 +97,7 @@ def key_lists(mask: BlockMask) -> KeyLists:
         present[some] |= 1 << at
     rows = torch.where(rows >> PARTLY & 15 != 0, rows - (1 << 31), rows).to(torch.int32)
     offsets = offsets_of(of_block, count * blocks)
-    return KeyLists(INNER, offsets, rows, None, present.view(count, blocks))
+    return KeyLists(INNER, offsets, rows, None, None, present.view(count, blocks))
 
 
 def key_tiles(lists: KeyLists, mask: BlockMask, shape: Shape, rows: int) -> Tensor:
@@ -118,6 +121,49 @@ def key_tiles(lists: KeyLists, mask: BlockMask, shape: Shape, rows: int) -> Tens
     bytes_of_group = 2 * group * shape.q_tokens * shape.head_dim * shape.itemsize  # Q and dO
     section = max(1, SECTION_BYTES // bytes_of_group)
     return _sorted((*columns, present), count, kv_head, section)
+
+
+class Sections(NamedTuple):
+    """Which heads have their scores stored at the same time, and where.
+
+    blocks  most blocks that are stored at the same time
+    shifts  int32 [batch * heads]: the place of a head's block, less its place in mask.columns
+    ends    of each section, in KV heads of all sequences
+    """
+
+    blocks: int
+    shifts: Tensor
+    ends: list[int]
+
+
+def sections_of(mask: BlockMask, shape: Shape, most: int) -> Sections | None:
+    """Return sections of `most` blocks at most; None if one KV head has more. Waits for the GPU."""
+    group = shape.heads // shape.kv_heads
+    head = torch.arange(shape.batch * shape.heads, device=mask.offsets.device)
+    starts, list_of = mask.offsets[:: mask.q_blocks], _lists(mask, shape, head)
+    counts = starts.diff()[list_of]
+    ends, blocks, used, before = [], 0, 0, []
+    for number, count in enumerate(counts.view(-1, group).sum(1).tolist()):
+        if count > most:
+            return None
+        if used + count > most:
+            ends.append(number)
+            used = 0
+        before.append(used)
+        used += count
+        blocks = max(blocks, used)
+    ends.append(len(before))
+    by_group = counts.view(-1, group)
+    place = torch.tensor(before, device=head.device)[:, None] + by_group.cumsum(1) - by_group
+    return Sections(blocks, (place.flatten() - starts[list_of]).to(torch.int32), ends)
+
+
+def by_section(tiles: Tensor, heads: Tensor, sections: Sections) -> list[Tensor]:
+    """Return the tiles of each section in their order; `heads` are the KV heads of the tiles."""
+    ends = torch.tensor(sections.ends, device=tiles.device)
+    number = torch.searchsorted(ends, heads.long(), right=True)
+    order, counts = number.argsort(stable=True), number.bincount(minlength=len(ends))
+    return [*tiles[order].split(counts.tolist())]
 
 
 def _lists(mask: BlockMask, shape: Shape, head: Tensor) -> Tensor:

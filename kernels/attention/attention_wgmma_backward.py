@@ -29,8 +29,12 @@ from sparsebench.kernels.attention._lists import shared_heads
 from sparsebench.kernels.attention._shapes import LOG2_E, Bound, Shape, task_of
 from sparsebench.kernels.attention._wgmma_tiles import (
     KeyLists,
+    Sections,
+    by_section,
     key_lists,
     key_tiles,
+    query_tiles,
+    sections_of,
     span_of,
     tensor_map,
 )
@@ -49,7 +53,11 @@ from sparsebench.kernels.attention.attention_wgmma import work_of as query_work
 
 ROWS = 64  # queries of a step
 SMALL = 16, 32  # sides of blocks of which a step or a tile has several
-KEYS = cuda.Layout("512s", "64s", "16s", "28s4x", *"PP")  # Maps, Lists, Stats, Sizes, dK, dV
+KEYS = cuda.Layout("512s", "64s", "16s", "28s4x", "24s", *"PP")  # Maps, Lists, Stats, Sizes, Stored, dK, dV
+STORED = cuda.Layout("128s", "24s", *"PP", "20s")  # K, Lists, scores, dQ, Sizes
+ROWS_OF = cuda.Layout(*"PP", "40s")  # O, dO, Stats
+STORED_BYTES = 1 << 30  # most memory for dS
+SM_BYTES = 228 * 1024  # shared memory of an SM; 1 KB of each CTA is the system's
 QUERIES = cuda.Layout("640s", "48s", "32s", "P", "20s")  # Maps, Lists, Stats, dQ, Sizes
 
 
@@ -73,7 +81,7 @@ class Gradients:
     """Both kernels and their arguments: each call computes `out`, in the same buffer."""
 
     kernels: tuple[tuple[cuda.Loaded, cuda.Arguments], ...]
-    tensors: tuple[Tensor, ...]
+    tensors: tuple[Tensor | int | None, ...]
     out: Tensor
 
     def __call__(self) -> Tensor:
@@ -109,16 +117,26 @@ def of_queries(shape: Shape, mask: BlockMask) -> QueryConfig:
     return QueryConfig(min(128, span_of(shape.block[0]) * shared), 64)
 
 
+class Stored(NamedTuple):
+    """Where dS is stored, and the tiles of keys and of queries of each section."""
+
+    sections: Sections
+    of_keys: list[Tensor]
+    of_queries: list[Tensor]
+
+
 class Work(NamedTuple):
-    """A mask prepared for a launch: tiles of keys, their lists, and tiles of queries.
+    """A mask prepared for a launch: tiles of keys, their lists, and what dQ needs.
 
     counters  zero between launches
+    queries   tiles of queries, if dQ computes dS again; else `stored` has them
     """
 
     tiles: Tensor
     lists: KeyLists
     counters: Tensor
-    queries: QueryWork
+    queries: QueryWork | None
+    stored: Stored | None
 
 
 def work_of(mask: BlockMask, shape: Shape, config: Config) -> Work:
@@ -131,7 +149,44 @@ def work_of(mask: BlockMask, shape: Shape, config: Config) -> Work:
     lists = key_lists(mask)
     tiles = key_tiles(lists, mask, shape, config.rows)
     counters = torch.zeros(2, dtype=torch.int32, device=tiles.device)
-    return Work(tiles, lists, counters, query_work(mask, shape, of_queries(shape, mask)))
+    sections = None
+    if min(mask.block) >= ROWS:
+        sections = sections_of(mask, shape, STORED_BYTES // (2 * mask.block[0] * mask.block[1]))
+    if sections is None:
+        queries = query_work(mask, shape, of_queries(shape, mask))
+        return Work(tiles, lists, counters, queries, None)
+    rows = 64 * warpgroups_of(shape)
+    by_rows = query_tiles(mask, shape, rows, rows)
+    kv_heads = by_rows[:, 3] // (shape.heads // shape.kv_heads)
+    split = by_section(tiles, tiles[:, 1], sections), by_section(by_rows, kv_heads, sections)
+    return Work(tiles, lists, counters, None, Stored(sections, *split))
+
+
+def warpgroups_of(shape: Shape) -> int:
+    """Return the warpgroups of attention_wgmma_stored.cu that share K: 64 queries each."""
+    return 2 if shape.block[0] % 128 == 0 else 1
+
+
+def stored_constants(shape: Shape) -> cuda.Constants:
+    """Return the macros of attention_wgmma_stored.cu, with as many slots as fit."""
+    warpgroups = warpgroups_of(shape)
+    ctas = 4 - warpgroups
+    slots = min(4, (SM_BYTES // ctas - 2 * ALIGNMENT - 256) // stored_slot(shape))
+    return (
+        *(("HEAD_DIM", shape.head_dim), ("BLOCK_Q", shape.block[0]), ("BLOCK_K", shape.block[1])),
+        *(("WARPGROUPS", warpgroups), ("SLOTS", slots), ("CTAS", ctas)),
+        ("FP16", int(shape.dtype == "fp16")),
+    )
+
+
+def stored_bytes(shape: Shape) -> int:
+    """Return the shared memory of a CTA of attention_wgmma_stored.cu."""
+    return ALIGNMENT + dict(stored_constants(shape))["SLOTS"] * stored_slot(shape)
+
+
+def stored_slot(shape: Shape) -> int:
+    """Return the bytes of a slot of attention_wgmma_stored.cu: 64 keys of K, and of dS."""
+    return 2 * ROWS * (shape.head_dim + ROWS * warpgroups_of(shape))
 
 
 def slots_of(config: Config, head_dim: int) -> int:
@@ -153,14 +208,16 @@ def padded(queries: int) -> int:
     return (-(-queries // ROWS) + 1) * ROWS
 
 
-def constants_of(config: Config, shape: Shape, mask: BlockMask) -> cuda.Constants:
+def constants_of(
+    config: Config, shape: Shape, mask: BlockMask, stores: bool
+) -> cuda.Constants:
     """Return the macros of attention_wgmma_backward.cu."""
     return (
         *(("HEAD_DIM", shape.head_dim), ("BLOCK_Q", shape.block[0]), ("BLOCK_K", shape.block[1])),
         *(("GROUPS", config.tiles), ("CONSUMERS", config.rows // 64)),
         ("SLOTS", slots_of(config, shape.head_dim)),
         *(("CAUSAL", int(mask.causal)), ("BITS", int(mask.bits is not None))),
-        ("FP16", int(shape.dtype == "fp16")),
+        *(("STORES", int(stores)), ("FP16", int(shape.dtype == "fp16"))),
     )
 
 
@@ -192,29 +249,62 @@ def launch(
     else:
         out = q.new_empty(sum(heights), depth)
         dq, dk, dv = out.split(heights)
-    tiles, transposed, counters, queries = work or work_of(mask, shape, config)
+    work = work or work_of(mask, shape, config)
+    transposed, stored = work.lists, work.stored
     lse_2 = torch.full((heads, rows), torch.inf, device=device)  # also of rows without a query
     delta = torch.zeros(heads, rows, device=device)
     maps = b"".join(tensor_map(x, shape.batch, min(ROWS, shape.block[0])) for x in (q, do))
     maps += b"".join(tensor_map(x, shape.batch, config.rows) for x in (k, v))
     bits = () if mask.bits is None or transposed.slots is None else (transposed.slots, mask.bits)
-    index = tiles, transposed.offsets, transposed.rows
-    pointers = [x.data_ptr() for x in (*index, *bits)] + [0] * (2 - len(bits))
+    pointers = [x.data_ptr() for x in (transposed.offsets, transposed.rows, *bits)]
+    pointers += [0] * (4 - len(pointers))
     blocks = transposed.present.shape[1]
-    lists = pack("PPPPPPiii4x", *pointers, counters.data_ptr(), len(tiles), mask.lists, blocks)
-    counts = shape.q_tokens, shape.kv_tokens, shape.heads, shape.kv_heads, rows
-    sizes = pack("iiiiiff", *counts, scale, scale * LOG2_E)
+    counts = shape.q_tokens, shape.kv_tokens, shape.heads, shape.kv_heads
+    sizes = pack("iiiiiff", *counts, rows, scale, scale * LOG2_E)
     stats = pack("PP", lse_2.data_ptr(), delta.data_ptr())
     names = "attention_wgmma_backward", "differentiate"
-    constants, size = constants_of(config, shape, mask), shared_bytes(config, depth)
-    by_keys = load_persistent(*names, constants, size, tiles, config.tiles, config.rows)
-    of_keys = KEYS(maps, lists, stats, sizes, dk.data_ptr(), dv.data_ptr())
-    names, of_rows = ("attention_wgmma_dq", "differentiate_queries"), of_queries(shape, mask)
-    call = walk(*names, [q, do, o], (k, v), mask, shape, scale, of_rows, queries)
-    row_stats = pack("PPPi4x", lse.data_ptr(), lse_2.data_ptr(), delta.data_ptr(), rows)
-    args = QUERIES(call.maps, call.lists, row_stats, dq.data_ptr(), call.sizes)
-    tensors = *operands, *index, *bits, *call.tensors, counters, lse_2, delta, dk, dv
-    program = Gradients(((call.loaded, args), (by_keys, of_keys)), tensors, out)
+    constants = constants_of(config, shape, mask, stored is not None)
+    size = shared_bytes(config, depth)
+    tensors = [*operands, *work.lists, mask.bits, work.counters, lse_2, delta, dk, dv]
+
+    def by_keys(tiles: Tensor, store: bytes) -> tuple[cuda.Loaded, cuda.Arguments]:
+        loaded = load_persistent(*names, constants, size, tiles, config.tiles, config.rows)
+        ends = work.counters.data_ptr(), len(tiles), mask.lists, blocks
+        lists = pack("PPPPPPiii4x", tiles.data_ptr(), *pointers, *ends)
+        return loaded, KEYS(maps, lists, stats, sizes, store, dk.data_ptr(), dv.data_ptr())
+
+    if stored is None:
+        assert work.queries
+        names_of, of_rows = ("attention_wgmma_dq", "differentiate_queries"), of_queries(shape, mask)
+        call = walk(*names_of, [q, do, o], (k, v), mask, shape, scale, of_rows, work.queries)
+        row_stats = pack("PPPi4x", lse.data_ptr(), lse_2.data_ptr(), delta.data_ptr(), rows)
+        args = QUERIES(call.maps, call.lists, row_stats, dq.data_ptr(), call.sizes)
+        tensors += call.tensors
+        kernels = [(call.loaded, args), by_keys(work.tiles, bytes(24))]
+    else:
+        sections = stored.sections
+        scores = q.new_empty(max(1, sections.blocks) * shape.block[0] * shape.block[1])
+        assert transposed.places is not None
+        places = [x.data_ptr() for x in (scores, transposed.places, sections.shifts)]
+        name, of_kernel = "attention_wgmma_stored", stored_constants(shape)
+        kernel, code = cuda.load(name, "weigh_rows", of_kernel, 0, device)
+        lanes = q_rows * depth // 8
+        loaded = cuda.Loaded(kernel, code, device.index, -(-lanes // 256), 256, 0)
+        row_stats = pack("PPPiiii", lse.data_ptr(), lse_2.data_ptr(), delta.data_ptr(), rows,
+                         shape.q_tokens, shape.heads, q_rows)
+        kernels = [(loaded, ROWS_OF(o.data_ptr(), do.data_ptr(), row_stats))]
+        map_of_k = tensor_map(k, shape.batch, ROWS)
+        of_rows = pack("iiiif", *counts, scale)
+        bytes_of = stored_bytes(shape)
+        kernel, code = cuda.load(name, "multiply_stored", of_kernel, bytes_of, device)
+        threads = 128 * warpgroups_of(shape)
+        for of_keys, of_tiles in zip(stored.of_keys, stored.of_queries, strict=True):
+            kernels.append(by_keys(of_keys, pack("PPP", *places)))
+            lists = pack("PPP", of_tiles.data_ptr(), mask.columns.data_ptr(), places[2])
+            loaded = cuda.Loaded(kernel, code, device.index, len(of_tiles), threads, bytes_of)
+            kernels.append((loaded, STORED(map_of_k, lists, places[0], dq.data_ptr(), of_rows)))
+        tensors += [scores, sections.shifts, *stored.of_keys, *stored.of_queries, mask.columns]
+    program = Gradients(tuple(kernels), tuple(tensors), out)
     return Bound(program, tuple(operands), (dq, dk, dv))
 
 
@@ -222,9 +312,13 @@ def prepare(operands: Operands) -> Launch:
     """Transpose the lists and compile."""
     tensors, mask, shape, shared, scale = task_of(operands)
     [config] = configurations(shape, shared)
-    macros = query_constants(of_queries(shape, mask), shape, mask, False, 3)
-    cuda.compile_ahead("attention_wgmma_dq", [macros])  # beside the other one
-    program = launch(tensors, mask, shape, scale, config).program
+    work = work_of(mask, shape, config)
+    if work.stored:  # compiled beside the other one
+        cuda.compile_ahead("attention_wgmma_stored", [stored_constants(shape)])
+    else:
+        macros = query_constants(of_queries(shape, mask), shape, mask, False, 3)
+        cuda.compile_ahead("attention_wgmma_dq", [macros])
+    program = launch(tensors, mask, shape, scale, config, work).program
     return Launch(program, asdict(config), program.code)
 
 

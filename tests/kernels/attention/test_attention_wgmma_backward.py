@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 from sparsebench.kernels.attention import attention_wgmma, attention_wgmma_backward
 from sparsebench.kernels.attention._shapes import LOG2_E, Shape
@@ -20,10 +21,10 @@ from tests.tools.marks import needs_gxx, sampled
 
 RUN = """
 static struct {
-  Maps maps; Lists lists; Stats stats; Sizes sizes; char *dk, *dv;
+  Maps maps; Lists lists; Stats stats; Sizes sizes; Stored stored; char *dk, *dv;
 } args;
 static void run() {
-  differentiate(args.maps, args.lists, args.stats, args.sizes, args.dk, args.dv);
+  differentiate(args.maps, args.lists, args.stats, args.sizes, args.stored, args.dk, args.dv);
 }
 extern "C" void call(void** at, const int* n, float scale, float log_scale, int grid, int bytes) {
   args.maps = {boxes(at[0], n[0], n[2], BOX_Q), boxes(at[1], n[0], n[2], BOX_Q),
@@ -32,6 +33,7 @@ extern "C" void call(void** at, const int* n, float scale, float log_scale, int 
                  (int*)at[9], n[6], n[7], n[8]};
   args.stats = {(float*)at[10], (float*)at[11]};
   args.dk = (char*)at[12], args.dv = (char*)at[13];
+  args.stored = {(char*)at[14], (int*)at[15], (int*)at[16]};
   args.sizes = {n[0], n[1], n[2], n[3], n[4], scale, log_scale};
   launch(grid, THREADS, 1, bytes, run, true);
 }
@@ -49,6 +51,22 @@ extern "C" void call(void** at, const int* n, float scale, int grid, int bytes) 
   args.stats = {(float*)at[10], (float*)at[11], (float*)at[12], n[5]};
   args.out = (char*)at[13], args.sizes = {n[0], n[1], n[2], n[3], scale};
   launch(grid, THREADS, 1, bytes, run, true);
+}
+"""
+RUN_STORED = """
+static struct { TensorMap k; Lists lists; char *scores, *out; Sizes sizes; } args;
+static void run() { multiply_stored(args.k, args.lists, args.scores, args.out, args.sizes); }
+extern "C" void call(void** at, const int* n, float scale, int grid, int bytes) {
+  args = {boxes(at[0], n[1], n[3], 64), {(Tile*)at[1], (int*)at[2], (int*)at[3]}, (char*)at[4],
+          (char*)at[5], {n[0], n[1], n[2], n[3], scale}};
+  launch(grid, THREADS, 1, bytes, run);
+}
+static struct { uint4 *o, *d_o; Stats stats; } rows;
+static void run_rows() { weigh_rows(rows.o, rows.d_o, rows.stats); }
+extern "C" void weigh(void** at, const int* n, int grid) {
+  rows = {(uint4*)at[0], (uint4*)at[1],
+          {(float*)at[2], (float*)at[3], (float*)at[4], n[0], n[1], n[2], n[3]}};
+  launch(grid, 256, 1, 0, run_rows);
 }
 """
 
@@ -84,40 +102,65 @@ def test_the_threads_differentiate_on_a_cpu(case: Case, late: int) -> None:
     heads, rows = case.batch * shape.heads, padded(shape.q_tokens)
     lse_2 = torch.full((heads, rows), torch.inf)
     delta = torch.zeros(heads, rows)
+    lists, factor = key_lists(mask), depth**-0.5 * LOG2_E
     counters = torch.zeros(2, dtype=torch.int32)
-    lists = key_lists(mask)
-    tiles = key_tiles(lists, mask, shape, case.config.rows)
-    index = tiles, lists.offsets, lists.rows, lists.slots, mask.bits, counters
-    tensors = q, do, k, v, *index, lse_2, delta, dk, dv
-    pointers = [None if x is None else x.data_ptr() for x in tensors]
-    counts = case.batch, len(tiles), mask.lists, lists.present.shape[1]
-    constants = attention_wgmma_backward.constants_of(case.config, shape, mask)
-    sizes = (ctypes.c_int * 9)(*case.tokens, *case.heads, rows, *counts)
-    at = (ctypes.c_void_p * 14)(*pointers)
-    scale = ctypes.c_float(depth**-0.5)
-    config = attention_wgmma_backward.of_queries(shape, mask)
-    span = min(span_of(mask.block[0]), config.rows)
-    of_queries = query_tiles(mask, shape, config.rows, span)
-    of_walk = of_queries, mask.columns, mask.slots, mask.bits, counters
-    tensors = q, do, o, k, v, *of_walk, lse, lse_2, delta, dq
-    addresses = [None if x is None else x.data_ptr() for x in tensors]
-    macros = *attention_wgmma.constants_of(config, shape, mask, False, 3), ("LATE", late)
-    text = on_cpu("attention_wgmma_dq.cu", RUN_QUERIES)
-    numbers = *case.tokens, *case.heads, len(of_queries), rows
-    library_of(text, macros).call(
-        *((ctypes.c_void_p * 14)(*addresses), (ctypes.c_int * 6)(*numbers)),
-        *(ctypes.c_float(depth**-0.5 * LOG2_E), 2),
-        attention_wgmma.shared_bytes(config, depth, 3),
-    )
-    text = on_cpu("attention_wgmma_backward.cu", RUN, "kv")
-    library_of(text, (*constants, ("LATE", late))).call(
-        *(at, sizes, scale, ctypes.c_float(depth**-0.5 * LOG2_E), 2),
-        attention_wgmma_backward.shared_bytes(case.config, depth),
-    )
+    bounds = *case.tokens, *case.heads
+
+    def differentiate(tiles: Tensor, *stored: Tensor) -> None:
+        index = tiles, lists.offsets, lists.rows, lists.slots, mask.bits, counters
+        pointers = addresses(q, do, k, v, *index, lse_2, delta, dk, dv, *stored)
+        counts = case.batch, len(tiles), mask.lists, lists.present.shape[1]
+        macros = attention_wgmma_backward.constants_of(case.config, shape, mask, bool(stored))
+        library_of(on_cpu("attention_wgmma_backward.cu", RUN, "kv"), (*macros, ("LATE", late))).call(
+            *(pointers, numbers(*bounds, rows, *counts)),
+            *(ctypes.c_float(depth**-0.5), ctypes.c_float(factor), 2),
+            attention_wgmma_backward.shared_bytes(case.config, depth),
+        )
+
+    work = attention_wgmma_backward.work_of(mask, shape, case.config)
+    if work.stored:
+        sections, lines = work.stored.sections, q.numel() // depth
+        scores = torch.full((sections.blocks, *mask.block), torch.nan, dtype=q.dtype)
+        macros = *attention_wgmma_backward.stored_constants(shape), ("LATE", late)
+        library = library_of(on_cpu("attention_wgmma_stored.cu", RUN_STORED), macros)
+        library.weigh(
+            addresses(o, do, lse, lse_2, delta),
+            *(numbers(rows, shape.q_tokens, shape.heads, lines), -(-lines * depth // 8 // 256)),
+        )
+        for of_keys, of_queries in zip(work.stored.of_keys, work.stored.of_queries, strict=True):
+            scores.fill_(torch.nan)
+            differentiate(of_keys, scores, lists.places, sections.shifts)
+            library.call(
+                addresses(k, of_queries, mask.columns, sections.shifts, scores, dq),
+                *(numbers(*bounds), ctypes.c_float(depth**-0.5), len(of_queries)),
+                attention_wgmma_backward.stored_bytes(shape),
+            )
+    else:
+        config = attention_wgmma_backward.of_queries(shape, mask)
+        tiles = work.queries.tiles
+        macros = *attention_wgmma.constants_of(config, shape, mask, False, 3), ("LATE", late)
+        library_of(on_cpu("attention_wgmma_dq.cu", RUN_QUERIES), macros).call(
+            addresses(
+                *(q, do, o, k, v, tiles, mask.columns, mask.slots, mask.bits, counters),
+                *(lse, lse_2, delta, dq),
+            ),
+            *(numbers(*bounds, len(tiles), rows), ctypes.c_float(factor), 2),
+            attention_wgmma.shared_bytes(config, depth, 3),
+        )
+        differentiate(work.tiles)
     allowed = 1e-2 if case.dtype == "fp16" else 6e-2
     for actual, gradient in zip((dq, dk, dv), expected, strict=True):
         torch.testing.assert_close(actual.double(), gradient, atol=allowed, rtol=allowed)
     assert counters.tolist() == [0, 0]  # as the next launch needs them
+
+
+def addresses(*tensors: Tensor | None) -> ctypes.Array[ctypes.c_void_p]:
+    """Return the addresses of 17 tensors, or 0."""
+    return (ctypes.c_void_p * 17)(*[None if x is None else x.data_ptr() for x in tensors])
+
+
+def numbers(*values: int) -> ctypes.Array[ctypes.c_int]:
+    return (ctypes.c_int * len(values))(*values)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
@@ -147,7 +190,7 @@ def test_bits_of_joined_blocks_are_refused() -> None:
 @pytest.mark.parametrize("case", CASES)
 def test_it_compiles_cleanly(case: Case, tmp_path: Path) -> None:
     mask, shape = case.mask(), case.shape()
-    constants = attention_wgmma_backward.constants_of(case.config, shape, mask)
+    constants = attention_wgmma_backward.constants_of(case.config, shape, mask, False)
     spills = case.block == 16 and case.head_dim == 128
     clean = ONE_REGISTER if spills else CLEAN
     assert_compiles_cleanly("attention_wgmma_backward", constants, tmp_path, clean=clean)
