@@ -47,7 +47,7 @@ def query_tiles(mask: BlockMask, shape: Shape, rows: int, span: int) -> Tensor:
     device, pack = mask.offsets.device, rows // span
     head = torch.arange(0, shape.batch * shape.heads, pack, device=device)
     start = torch.arange(0, shape.q_tokens, span, device=device)
-    row = _lists(mask, shape, head)[:, None] * mask.q_blocks + start // mask.block[0]
+    row = lists_of_heads(mask, shape, head)[:, None] * mask.q_blocks + start // mask.block[0]
     count = mask.counts[row]
     columns = mask.offsets[row], count, start.expand_as(row), head[:, None].expand_as(row)
     bytes_of_group = 2 * shape.kv_tokens * shape.head_dim * shape.itemsize  # K and V
@@ -110,12 +110,12 @@ def key_tiles(lists: KeyLists, mask: BlockMask, shape: Shape, rows: int) -> Tens
     counts = lists.offsets.diff().view(-1, blocks)
     head = torch.arange(shape.batch * shape.heads, device=device)
     group = shape.heads // shape.kv_heads
-    total = counts[_lists(mask, shape, head)].view(-1, group, blocks).sum(1)
+    total = counts[lists_of_heads(mask, shape, head)].view(-1, group, blocks).sum(1)
     start = torch.arange(0, shape.kv_tokens, rows, device=device)
     kv_head = torch.arange(shape.batch * shape.kv_heads, device=device)
     block = start // lists.side
     count = total[:, block]
-    of_lists = lists.present[_lists(mask, shape, head)].view(-1, group, blocks)
+    of_lists = lists.present[lists_of_heads(mask, shape, head)].view(-1, group, blocks)
     present = reduce(torch.bitwise_or, of_lists.unbind(1))[:, block]
     columns = start.expand_as(count), kv_head[:, None].expand_as(count), block.expand_as(count)
     bytes_of_group = 2 * group * shape.q_tokens * shape.head_dim * shape.itemsize  # Q and dO
@@ -123,50 +123,7 @@ def key_tiles(lists: KeyLists, mask: BlockMask, shape: Shape, rows: int) -> Tens
     return _sorted((*columns, present), count, kv_head, section)
 
 
-class Sections(NamedTuple):
-    """Which heads have their scores stored at the same time, and where.
-
-    blocks  most blocks that are stored at the same time
-    shifts  int32 [batch * heads]: the place of a head's block, less its place in mask.columns
-    ends    of each section, in KV heads of all sequences
-    """
-
-    blocks: int
-    shifts: Tensor
-    ends: list[int]
-
-
-def sections_of(mask: BlockMask, shape: Shape, most: int) -> Sections | None:
-    """Return sections of `most` blocks at most; None if one KV head has more. Waits for the GPU."""
-    group = shape.heads // shape.kv_heads
-    head = torch.arange(shape.batch * shape.heads, device=mask.offsets.device)
-    starts, list_of = mask.offsets[:: mask.q_blocks], _lists(mask, shape, head)
-    counts = starts.diff()[list_of]
-    ends, blocks, used, before = [], 0, 0, []
-    for number, count in enumerate(counts.view(-1, group).sum(1).tolist()):
-        if count > most:
-            return None
-        if used + count > most:
-            ends.append(number)
-            used = 0
-        before.append(used)
-        used += count
-        blocks = max(blocks, used)
-    ends.append(len(before))
-    by_group = counts.view(-1, group)
-    place = torch.tensor(before, device=head.device)[:, None] + by_group.cumsum(1) - by_group
-    return Sections(blocks, (place.flatten() - starts[list_of]).to(torch.int32), ends)
-
-
-def by_section(tiles: Tensor, heads: Tensor, sections: Sections) -> list[Tensor]:
-    """Return the tiles of each section in their order; `heads` are the KV heads of the tiles."""
-    ends = torch.tensor(sections.ends, device=tiles.device)
-    number = torch.searchsorted(ends, heads.long(), right=True)
-    order, counts = number.argsort(stable=True), number.bincount(minlength=len(ends))
-    return [*tiles[order].split(counts.tolist())]
-
-
-def _lists(mask: BlockMask, shape: Shape, head: Tensor) -> Tensor:
+def lists_of_heads(mask: BlockMask, shape: Shape, head: Tensor) -> Tensor:
     """Return the list of each head of all sequences."""
     sequence, local = head // shape.heads, head % shape.heads
     return sequence * mask.lists + local * mask.lists // shape.heads

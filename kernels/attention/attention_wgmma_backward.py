@@ -27,14 +27,12 @@ from sparsebench.kernels._common import cuda
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
 from sparsebench.kernels.attention._lists import shared_heads
 from sparsebench.kernels.attention._shapes import LOG2_E, Bound, Shape, task_of
+from sparsebench.kernels.attention._stored import Stored, multiply_stored, stored_of, weigh_rows
+from sparsebench.kernels.attention._stored import constants_of as stored_constants
 from sparsebench.kernels.attention._wgmma_tiles import (
     KeyLists,
-    Sections,
-    by_section,
     key_lists,
     key_tiles,
-    query_tiles,
-    sections_of,
     span_of,
     tensor_map,
 )
@@ -53,11 +51,7 @@ from sparsebench.kernels.attention.attention_wgmma import work_of as query_work
 
 ROWS = 64  # queries of a step
 SMALL = 16, 32  # sides of blocks of which a step or a tile has several
-KEYS = cuda.Layout("512s", "64s", "16s", "28s4x", "24s", *"PP")  # Maps, Lists, Stats, Sizes, Stored, dK, dV
-STORED = cuda.Layout("128s", "24s", *"PP", "20s")  # K, Lists, scores, dQ, Sizes
-ROWS_OF = cuda.Layout(*"PP", "40s")  # O, dO, Stats
-STORED_BYTES = 1 << 30  # most memory for dS
-SM_BYTES = 228 * 1024  # shared memory of an SM; 1 KB of each CTA is the system's
+KEYS = cuda.Layout("512s", "64s", "16s", "28s4x", "24s", *"PP")  # Maps to Stored, dK, dV
 QUERIES = cuda.Layout("640s", "48s", "32s", "P", "20s")  # Maps, Lists, Stats, dQ, Sizes
 
 
@@ -78,10 +72,13 @@ class Config:
 
 @dataclass(frozen=True)
 class Gradients:
-    """Both kernels and their arguments: each call computes `out`, in the same buffer."""
+    """The kernels and their arguments: each call computes `out`, in the same buffer.
+
+    memory  what the arguments point to
+    """
 
     kernels: tuple[tuple[cuda.Loaded, cuda.Arguments], ...]
-    tensors: tuple[Tensor | int | None, ...]
+    memory: tuple[object, ...]
     out: Tensor
 
     def __call__(self) -> Tensor:
@@ -117,14 +114,6 @@ def of_queries(shape: Shape, mask: BlockMask) -> QueryConfig:
     return QueryConfig(min(128, span_of(shape.block[0]) * shared), 64)
 
 
-class Stored(NamedTuple):
-    """Where dS is stored, and the tiles of keys and of queries of each section."""
-
-    sections: Sections
-    of_keys: list[Tensor]
-    of_queries: list[Tensor]
-
-
 class Work(NamedTuple):
     """A mask prepared for a launch: tiles of keys, their lists, and what dQ needs.
 
@@ -149,44 +138,10 @@ def work_of(mask: BlockMask, shape: Shape, config: Config) -> Work:
     lists = key_lists(mask)
     tiles = key_tiles(lists, mask, shape, config.rows)
     counters = torch.zeros(2, dtype=torch.int32, device=tiles.device)
-    sections = None
-    if min(mask.block) >= ROWS:
-        sections = sections_of(mask, shape, STORED_BYTES // (2 * mask.block[0] * mask.block[1]))
-    if sections is None:
-        queries = query_work(mask, shape, of_queries(shape, mask))
-        return Work(tiles, lists, counters, queries, None)
-    rows = 64 * warpgroups_of(shape)
-    by_rows = query_tiles(mask, shape, rows, rows)
-    kv_heads = by_rows[:, 3] // (shape.heads // shape.kv_heads)
-    split = by_section(tiles, tiles[:, 1], sections), by_section(by_rows, kv_heads, sections)
-    return Work(tiles, lists, counters, None, Stored(sections, *split))
-
-
-def warpgroups_of(shape: Shape) -> int:
-    """Return the warpgroups of attention_wgmma_stored.cu that share K: 64 queries each."""
-    return 2 if shape.block[0] % 128 == 0 else 1
-
-
-def stored_constants(shape: Shape) -> cuda.Constants:
-    """Return the macros of attention_wgmma_stored.cu, with as many slots as fit."""
-    warpgroups = warpgroups_of(shape)
-    ctas = 4 - warpgroups
-    slots = min(4, (SM_BYTES // ctas - 2 * ALIGNMENT - 256) // stored_slot(shape))
-    return (
-        *(("HEAD_DIM", shape.head_dim), ("BLOCK_Q", shape.block[0]), ("BLOCK_K", shape.block[1])),
-        *(("WARPGROUPS", warpgroups), ("SLOTS", slots), ("CTAS", ctas)),
-        ("FP16", int(shape.dtype == "fp16")),
-    )
-
-
-def stored_bytes(shape: Shape) -> int:
-    """Return the shared memory of a CTA of attention_wgmma_stored.cu."""
-    return ALIGNMENT + dict(stored_constants(shape))["SLOTS"] * stored_slot(shape)
-
-
-def stored_slot(shape: Shape) -> int:
-    """Return the bytes of a slot of attention_wgmma_stored.cu: 64 keys of K, and of dS."""
-    return 2 * ROWS * (shape.head_dim + ROWS * warpgroups_of(shape))
+    if stored := stored_of(mask, shape, tiles, lists.places):
+        return Work(tiles, lists, counters, None, stored)
+    queries = query_work(mask, shape, of_queries(shape, mask))
+    return Work(tiles, lists, counters, queries, None)
 
 
 def slots_of(config: Config, head_dim: int) -> int:
@@ -203,14 +158,13 @@ def shared_bytes(config: Config, head_dim: int) -> int:
     return ALIGNMENT + config.tiles * tile
 
 
-def padded(queries: int) -> int:
-    """Return the rows of a head's LSE and delta: whole steps, and one step without a query."""
-    return (-(-queries // ROWS) + 1) * ROWS
+def padded(shape: Shape) -> int:
+    """Return the rows of a head's LSE and delta: whole blocks, and one step without a query."""
+    side = max(ROWS, shape.block[0])
+    return -(-shape.q_tokens // side) * side + ROWS
 
 
-def constants_of(
-    config: Config, shape: Shape, mask: BlockMask, stores: bool
-) -> cuda.Constants:
+def constants_of(config: Config, shape: Shape, mask: BlockMask, stores: bool) -> cuda.Constants:
     """Return the macros of attention_wgmma_backward.cu."""
     return (
         *(("HEAD_DIM", shape.head_dim), ("BLOCK_Q", shape.block[0]), ("BLOCK_K", shape.block[1])),
@@ -239,7 +193,7 @@ def launch(
     Raises Unsupported.
     """
     q, k, v, o, lse, do = operands
-    device, rows = q.device, padded(shape.q_tokens)
+    device, rows = q.device, padded(shape)
     heads, depth = shape.batch * shape.heads, shape.head_dim
     q_rows, kv_rows = (x.numel() // depth for x in (q, k))
     heights = [q_rows, kv_rows, kv_rows]
@@ -265,46 +219,32 @@ def launch(
     names = "attention_wgmma_backward", "differentiate"
     constants = constants_of(config, shape, mask, stored is not None)
     size = shared_bytes(config, depth)
-    tensors = [*operands, *work.lists, mask.bits, work.counters, lse_2, delta, dk, dv]
+    tensors = [*operands, mask.bits, lse_2, delta, dk, dv]
 
-    def by_keys(tiles: Tensor, store: bytes) -> tuple[cuda.Loaded, cuda.Arguments]:
+    def of_keys(tiles: Tensor, to: bytes) -> tuple[cuda.Loaded, cuda.Arguments]:
         loaded = load_persistent(*names, constants, size, tiles, config.tiles, config.rows)
         ends = work.counters.data_ptr(), len(tiles), mask.lists, blocks
         lists = pack("PPPPPPiii4x", tiles.data_ptr(), *pointers, *ends)
-        return loaded, KEYS(maps, lists, stats, sizes, store, dk.data_ptr(), dv.data_ptr())
+        return loaded, KEYS(maps, lists, stats, sizes, to, dk.data_ptr(), dv.data_ptr())
 
-    if stored is None:
+    if stored:
+        scores = q.new_empty(max(1, stored.blocks), *shape.block)
+        to = pack("PPP", *(x.data_ptr() for x in (scores, stored.places, stored.shifts)))
+        kernels = [weigh_rows(o, do, lse, lse_2, delta, shape)]
+        for section, tiles in enumerate(stored.keys):
+            product = multiply_stored(k, scores, dq, mask, shape, scale, stored, section)
+            kernels += of_keys(tiles, to), product
+        tensors += [scores, mask.columns]
+    else:
         assert work.queries
-        names_of, of_rows = ("attention_wgmma_dq", "differentiate_queries"), of_queries(shape, mask)
+        names_of = "attention_wgmma_dq", "differentiate_queries"
+        of_rows = of_queries(shape, mask)
         call = walk(*names_of, [q, do, o], (k, v), mask, shape, scale, of_rows, work.queries)
         row_stats = pack("PPPi4x", lse.data_ptr(), lse_2.data_ptr(), delta.data_ptr(), rows)
         args = QUERIES(call.maps, call.lists, row_stats, dq.data_ptr(), call.sizes)
+        kernels = [(call.loaded, args), of_keys(work.tiles, bytes(24))]
         tensors += call.tensors
-        kernels = [(call.loaded, args), by_keys(work.tiles, bytes(24))]
-    else:
-        sections = stored.sections
-        scores = q.new_empty(max(1, sections.blocks) * shape.block[0] * shape.block[1])
-        assert transposed.places is not None
-        places = [x.data_ptr() for x in (scores, transposed.places, sections.shifts)]
-        name, of_kernel = "attention_wgmma_stored", stored_constants(shape)
-        kernel, code = cuda.load(name, "weigh_rows", of_kernel, 0, device)
-        lanes = q_rows * depth // 8
-        loaded = cuda.Loaded(kernel, code, device.index, -(-lanes // 256), 256, 0)
-        row_stats = pack("PPPiiii", lse.data_ptr(), lse_2.data_ptr(), delta.data_ptr(), rows,
-                         shape.q_tokens, shape.heads, q_rows)
-        kernels = [(loaded, ROWS_OF(o.data_ptr(), do.data_ptr(), row_stats))]
-        map_of_k = tensor_map(k, shape.batch, ROWS)
-        of_rows = pack("iiiif", *counts, scale)
-        bytes_of = stored_bytes(shape)
-        kernel, code = cuda.load(name, "multiply_stored", of_kernel, bytes_of, device)
-        threads = 128 * warpgroups_of(shape)
-        for of_keys, of_tiles in zip(stored.of_keys, stored.of_queries, strict=True):
-            kernels.append(by_keys(of_keys, pack("PPP", *places)))
-            lists = pack("PPP", of_tiles.data_ptr(), mask.columns.data_ptr(), places[2])
-            loaded = cuda.Loaded(kernel, code, device.index, len(of_tiles), threads, bytes_of)
-            kernels.append((loaded, STORED(map_of_k, lists, places[0], dq.data_ptr(), of_rows)))
-        tensors += [scores, sections.shifts, *stored.of_keys, *stored.of_queries, mask.columns]
-    program = Gradients(tuple(kernels), tuple(tensors), out)
+    program = Gradients(tuple(kernels), (work, *tensors), out)
     return Bound(program, tuple(operands), (dq, dk, dv))
 
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from sparsebench.kernels.attention import attention_wgmma, attention_wgmma_backward
+from sparsebench.kernels.attention import _stored, attention_wgmma, attention_wgmma_backward
 from sparsebench.kernels.attention._shapes import LOG2_E, Shape
-from sparsebench.kernels.attention._wgmma_tiles import key_lists, key_tiles, query_tiles, span_of
+from sparsebench.kernels.attention._wgmma_tiles import key_lists
 from sparsebench.kernels.attention.attention_wgmma_backward import Config, padded
 from tests.compiling.nvcc import CLEAN, assert_compiles_cleanly, by_nvcc
 from tests.emulation.cuda_on_cpu import library_of
@@ -79,6 +79,7 @@ CASES = [
     Case((150, 200), 64, (2, 2), TWO, lists=2, bits=True),
     Case((150, 260), (64, 128), (2, 1), TWO, causal=True, head_dim=64, dtype="bf16"),
     Case((150, 260), (64, 128), (2, 1), WIDE, head_dim=64, density=0),
+    Case((300, 330), (256, 192), (2, 1), TWO, lists=2, head_dim=64, density=1),
     Case((150, 300), 16, (4, 1), TWO, batch=2, causal=True),
     Case((150, 200), 32, (4, 2), TWO, lists=2, head_dim=64, dtype="bf16"),
     Case((150, 200), (16, 64), (4, 1), TWO, bits=True, head_dim=64),
@@ -88,8 +89,17 @@ CASES = [
 
 @needs_gxx
 @pytest.mark.parametrize("late", sampled([1, 0], 0))
-@pytest.mark.parametrize("case", sampled(CASES, 1, 4))
-def test_the_threads_differentiate_on_a_cpu(case: Case, late: int) -> None:
+@pytest.mark.parametrize(
+    ("case", "most"),
+    sampled(
+        [*((case, 1 << 20) for case in CASES), (CASES[0], 70_000), (CASES[2], 0), (CASES[0], 0)],
+        *(1, 5, 9, 10),
+    ),
+)
+def test_the_threads_differentiate_on_a_cpu(
+    case: Case, most: int, late: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_stored, "STORED_BYTES", most)
     mask, shape, depth = case.mask(), case.shape(), case.head_dim
     mask = mask if case.bits else without(mask, 1)
     q, k, v, do = case.operands()
@@ -99,7 +109,7 @@ def test_the_threads_differentiate_on_a_cpu(case: Case, late: int) -> None:
             x[:, mask.block[1] : 2 * mask.block[1]] = torch.nan
     o, lse = o.to(q.dtype).contiguous(), lse.float().contiguous()
     dq, dk, dv = (torch.full_like(x, torch.nan) for x in (q, k, v))
-    heads, rows = case.batch * shape.heads, padded(shape.q_tokens)
+    heads, rows = case.batch * shape.heads, padded(shape)
     lse_2 = torch.full((heads, rows), torch.inf)
     delta = torch.zeros(heads, rows)
     lists, factor = key_lists(mask), depth**-0.5 * LOG2_E
@@ -111,29 +121,31 @@ def test_the_threads_differentiate_on_a_cpu(case: Case, late: int) -> None:
         pointers = addresses(q, do, k, v, *index, lse_2, delta, dk, dv, *stored)
         counts = case.batch, len(tiles), mask.lists, lists.present.shape[1]
         macros = attention_wgmma_backward.constants_of(case.config, shape, mask, bool(stored))
-        library_of(on_cpu("attention_wgmma_backward.cu", RUN, "kv"), (*macros, ("LATE", late))).call(
+        library_of(
+            on_cpu("attention_wgmma_backward.cu", RUN, "kv"), (*macros, ("LATE", late))
+        ).call(
             *(pointers, numbers(*bounds, rows, *counts)),
             *(ctypes.c_float(depth**-0.5), ctypes.c_float(factor), 2),
             attention_wgmma_backward.shared_bytes(case.config, depth),
         )
 
     work = attention_wgmma_backward.work_of(mask, shape, case.config)
-    if work.stored:
-        sections, lines = work.stored.sections, q.numel() // depth
-        scores = torch.full((sections.blocks, *mask.block), torch.nan, dtype=q.dtype)
-        macros = *attention_wgmma_backward.stored_constants(shape), ("LATE", late)
+    if stored := work.stored:
+        scores = torch.full((stored.blocks, *mask.block), torch.nan, dtype=q.dtype)
+        macros = *_stored.constants_of(shape), ("LATE", late)
         library = library_of(on_cpu("attention_wgmma_stored.cu", RUN_STORED), macros)
+        lines = q.numel() // depth
         library.weigh(
             addresses(o, do, lse, lse_2, delta),
-            *(numbers(rows, shape.q_tokens, shape.heads, lines), -(-lines * depth // 8 // 256)),
+            *(numbers(rows, shape.q_tokens, shape.heads, lines), -(-lines * depth // 2048)),
         )
-        for of_keys, of_queries in zip(work.stored.of_keys, work.stored.of_queries, strict=True):
+        for of_keys, of_queries in zip(stored.keys, stored.queries, strict=True):
             scores.fill_(torch.nan)
-            differentiate(of_keys, scores, lists.places, sections.shifts)
+            differentiate(of_keys, scores, stored.places, stored.shifts)
             library.call(
-                addresses(k, of_queries, mask.columns, sections.shifts, scores, dq),
+                addresses(k, of_queries, mask.columns, stored.shifts, scores, dq),
                 *(numbers(*bounds), ctypes.c_float(depth**-0.5), len(of_queries)),
-                attention_wgmma_backward.stored_bytes(shape),
+                _stored.shared_bytes(shape),
             )
     else:
         config = attention_wgmma_backward.of_queries(shape, mask)
@@ -190,10 +202,14 @@ def test_bits_of_joined_blocks_are_refused() -> None:
 @pytest.mark.parametrize("case", CASES)
 def test_it_compiles_cleanly(case: Case, tmp_path: Path) -> None:
     mask, shape = case.mask(), case.shape()
-    constants = attention_wgmma_backward.constants_of(case.config, shape, mask, False)
     spills = case.block == 16 and case.head_dim == 128
     clean = ONE_REGISTER if spills else CLEAN
+    work = attention_wgmma_backward.work_of(mask, shape, case.config)
+    constants = attention_wgmma_backward.constants_of(case.config, shape, mask, bool(work.stored))
     assert_compiles_cleanly("attention_wgmma_backward", constants, tmp_path, clean=clean)
+    if work.stored:
+        macros = _stored.constants_of(shape)
+        assert_compiles_cleanly("attention_wgmma_stored", macros, tmp_path)
     config = attention_wgmma_backward.of_queries(shape, mask)
     of_queries = attention_wgmma.constants_of(config, shape, mask, False, 3)
     assert_compiles_cleanly("attention_wgmma_dq", of_queries, tmp_path, clean=clean)
