@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from sparsebench.errors import Unsupported
 from sparsebench.formats.block_mask import BlockMask
 from sparsebench.kernels._common import cuda
 from sparsebench.kernels.attention._shapes import Shape
@@ -42,13 +43,15 @@ class Stored(NamedTuple):
     queries: list[Tensor]
 
 
-def stored_of(mask: BlockMask, shape: Shape, keys: Tensor, places: Tensor | None) -> Stored | None:
+def stored_of(mask: BlockMask, shape: Shape, keys: Tensor, places: Tensor | None) -> Stored:
     """Return the sections of a mask and of its tiles of keys; waits for the GPU.
 
-    None if its blocks are no multiples of 64, or if those of a KV head take more memory.
+    places  of the blocks of the transposed lists in mask.columns
+
+    Raises Unsupported if dS of one KV head takes more than STORED_BYTES.
     """
-    if places is None or mask.block[0] % SIDE:
-        return None
+    if places is None:
+        raise Unsupported(f"expected blocks of a multiple of 64, found {list(mask.block)}")
     most = STORED_BYTES // (2 * mask.block[0] * mask.block[1])
     head = torch.arange(shape.batch * shape.heads, device=keys.device)
     starts, lists = mask.offsets[:: mask.q_blocks], lists_of_heads(mask, shape, head)
@@ -57,7 +60,7 @@ def stored_of(mask: BlockMask, shape: Shape, keys: Tensor, places: Tensor | None
     number, used, blocks, numbers, before = 0, 0, 0, [], []
     for count in counts.sum(1).tolist():
         if count > most:
-            return None
+            raise Unsupported(f"expected at most {most} blocks of a KV head, found {count}")
         if used + count > most:
             number, used = number + 1, 0
         numbers.append(number)
@@ -131,7 +134,9 @@ def multiply_stored(
     constants = constants_of(shape)
     kernel, code = cuda.load(SOURCE, "multiply_stored", constants, bytes_of_cta, k.device)
     threads = 128 * warpgroups_of(shape)
-    loaded = cuda.Loaded(kernel, code, k.device.index, len(tiles), threads, bytes_of_cta)
+    loaded = cuda.Loaded(
+        kernel, code, k.device.index, len(tiles), threads, bytes_of_cta, early=True
+    )
     lists = pack("PPP", *(x.data_ptr() for x in (tiles, mask.columns, stored.shifts)))
     counts = shape.q_tokens, shape.kv_tokens, shape.heads, shape.kv_heads
     sizes, map_of_k = pack("iiiif", *counts, scale), tensor_map(k, shape.batch, SIDE)

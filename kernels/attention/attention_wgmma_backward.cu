@@ -373,6 +373,10 @@ differentiate(const __grid_constant__ Maps maps, const __grid_constant__ Lists l
     }
     fence_mbarrier_init();
   }
+  if (STORES) {
+    launch_dependent_grids();
+    wait_on_dependent_grids();
+  }
   __syncthreads();
   const int group = warpgroup < WARPGROUPS ? warpgroup / CONSUMERS : min(warp, GROUPS - 1);
   const u32 group_at = base + group * GROUP_BYTES;

@@ -14,7 +14,8 @@ attention_wgmma_backward.cu are the kernels. They support
 """
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
 from struct import pack
 from typing import NamedTuple
 
@@ -24,11 +25,11 @@ from torch import Tensor
 from sparsebench.errors import Unsupported
 from sparsebench.formats.block_mask import BlockMask
 from sparsebench.kernels._common import cuda
+from sparsebench.kernels._common.search import fastest_launch, pinned_or
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
 from sparsebench.kernels.attention._lists import shared_heads
 from sparsebench.kernels.attention._shapes import LOG2_E, Bound, Shape, task_of
 from sparsebench.kernels.attention._stored import Stored, multiply_stored, stored_of, weigh_rows
-from sparsebench.kernels.attention._stored import constants_of as stored_constants
 from sparsebench.kernels.attention._wgmma_tiles import (
     KeyLists,
     key_lists,
@@ -57,12 +58,14 @@ QUERIES = cuda.Layout("640s", "48s", "32s", "P", "20s")  # Maps, Lists, Stats, d
 
 @dataclass(frozen=True)
 class Config:
-    """One way to run the kernel of dK and dV.
+    """One way to run the kernels.
 
-    rows  of keys in a tile: 64 for each warpgroup, 128 at most
+    rows    of keys in a tile: 64 for each warpgroup, 128 at most
+    stores  dS is stored, and dQ computed from it; else dQ computes it again
     """
 
     rows: int
+    stores: bool = False
 
     @property
     def tiles(self) -> int:
@@ -94,9 +97,11 @@ class Gradients:
 
 
 def configurations(shape: Shape, shared: int) -> list[Config]:
-    """Return the one configuration, the fastest in every search (NOTES.md). Raises Unsupported.
+    """Return the configurations to time, the likeliest first. Raises Unsupported.
 
     shared  query heads that share a list and a KV head
+
+    Tiles of `rows` keys were the fastest in every search (NOTES.md).
     """
     if any(side % ROWS and side not in SMALL for side in shape.block):
         raise Unsupported(
@@ -105,7 +110,8 @@ def configurations(shape: Shape, shared: int) -> list[Config]:
         )
     query_configurations(shape, shared)  # raises Unsupported
     wide = shape.block[1] % 128 == 0 and shape.block[0] >= ROWS
-    return [Config(128 if wide else 64)]
+    rows, stores = 128 if wide else 64, min(shape.block) >= ROWS
+    return [Config(rows, True), Config(rows)] if stores else [Config(rows)]
 
 
 def of_queries(shape: Shape, mask: BlockMask) -> QueryConfig:
@@ -138,7 +144,8 @@ def work_of(mask: BlockMask, shape: Shape, config: Config) -> Work:
     lists = key_lists(mask)
     tiles = key_tiles(lists, mask, shape, config.rows)
     counters = torch.zeros(2, dtype=torch.int32, device=tiles.device)
-    if stored := stored_of(mask, shape, tiles, lists.places):
+    if config.stores:
+        stored = stored_of(mask, shape, tiles, lists.places)
         return Work(tiles, lists, counters, None, stored)
     queries = query_work(mask, shape, of_queries(shape, mask))
     return Work(tiles, lists, counters, queries, None)
@@ -164,14 +171,14 @@ def padded(shape: Shape) -> int:
     return -(-shape.q_tokens // side) * side + ROWS
 
 
-def constants_of(config: Config, shape: Shape, mask: BlockMask, stores: bool) -> cuda.Constants:
+def constants_of(config: Config, shape: Shape, mask: BlockMask) -> cuda.Constants:
     """Return the macros of attention_wgmma_backward.cu."""
     return (
         *(("HEAD_DIM", shape.head_dim), ("BLOCK_Q", shape.block[0]), ("BLOCK_K", shape.block[1])),
         *(("GROUPS", config.tiles), ("CONSUMERS", config.rows // 64)),
         ("SLOTS", slots_of(config, shape.head_dim)),
         *(("CAUSAL", int(mask.causal)), ("BITS", int(mask.bits is not None))),
-        *(("STORES", int(stores)), ("FP16", int(shape.dtype == "fp16"))),
+        *(("STORES", int(config.stores)), ("FP16", int(shape.dtype == "fp16"))),
     )
 
 
@@ -217,7 +224,7 @@ def launch(
     sizes = pack("iiiiiff", *counts, rows, scale, scale * LOG2_E)
     stats = pack("PP", lse_2.data_ptr(), delta.data_ptr())
     names = "attention_wgmma_backward", "differentiate"
-    constants = constants_of(config, shape, mask, stored is not None)
+    constants = constants_of(config, shape, mask)
     size = shared_bytes(config, depth)
     tensors = [*operands, mask.bits, lse_2, delta, dk, dv]
 
@@ -225,6 +232,7 @@ def launch(
         loaded = load_persistent(*names, constants, size, tiles, config.tiles, config.rows)
         ends = work.counters.data_ptr(), len(tiles), mask.lists, blocks
         lists = pack("PPPPPPiii4x", tiles.data_ptr(), *pointers, *ends)
+        loaded = replace(loaded, early=config.stores)
         return loaded, KEYS(maps, lists, stats, sizes, to, dk.data_ptr(), dv.data_ptr())
 
     if stored:
@@ -249,17 +257,18 @@ def launch(
 
 
 def prepare(operands: Operands) -> Launch:
-    """Transpose the lists and compile."""
+    """Transpose the lists, compile, and time the configurations."""
     tensors, mask, shape, shared, scale = task_of(operands)
-    [config] = configurations(shape, shared)
-    work = work_of(mask, shape, config)
-    if work.stored:  # compiled beside the other one
-        cuda.compile_ahead("attention_wgmma_stored", [stored_constants(shape)])
-    else:
-        macros = query_constants(of_queries(shape, mask), shape, mask, False, 3)
-        cuda.compile_ahead("attention_wgmma_dq", [macros])
-    program = launch(tensors, mask, shape, scale, config, work).program
-    return Launch(program, asdict(config), program.code)
+    macros = query_constants(of_queries(shape, mask), shape, mask, False, 3)
+    cuda.compile_ahead("attention_wgmma_dq", [macros])  # beside the other ones
+    choices = pinned_or([asdict(c) for c in configurations(shape, shared)], operands)
+    configs = [Config(**choice) for choice in choices]
+    cuda.compile_ahead("attention_wgmma_backward", [constants_of(c, shape, mask) for c in configs])
+    programs = {}
+    for config in configs:
+        with suppress(Unsupported):
+            programs[config] = launch(tensors, mask, shape, scale, config).program
+    return fastest_launch([*programs], [*programs.values()], {}, operands.device)
 
 
 KERNEL = Kernel("attention_backward", "block_mask", "cuda", prepare, unsupported)

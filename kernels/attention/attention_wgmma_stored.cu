@@ -46,6 +46,7 @@ struct Stats { const float* lse; float *lse_2, *delta; int padded, queries, head
 extern "C" __global__ void __launch_bounds__(256)
 weigh_rows(const uint4* o, const uint4* d_o, const __grid_constant__ Stats stats) {
   const int row = (blockIdx.x * 256 + threadIdx.x) / LANES, lane = threadIdx.x % LANES;
+  launch_dependent_grids();
   const long long at = (long long)min(row, stats.rows - 1) * LANES + lane;
   const uint4 x = o[at], y = d_o[at];
   const u32 pairs[2][4] = {{x.x, x.y, x.z, x.w}, {y.x, y.y, y.z, y.w}};
@@ -110,6 +111,7 @@ multiply_stored(const __grid_constant__ TensorMap k, const __grid_constant__ Lis
     fence_mbarrier_init();
   }
   __syncthreads();
+  launch_dependent_grids();
   const Tile tile = lists.tiles[blockIdx.x];
   const int* const columns = lists.columns + tile.first;
   int steps = tile.count * K_PARTS;
@@ -121,6 +123,7 @@ multiply_stored(const __grid_constant__ TensorMap k, const __grid_constant__ Lis
   const long long place = tile.first + lists.shifts[tile.head];
   Loader loader{&k, scores + (place * Q_PARTS + part) * K_PARTS * SCORE_BYTES, columns,
                 head / (sizes.heads / sizes.kv_heads) * HEAD_DIM, tile.head / sizes.heads, 0};
+  wait_on_dependent_grids();
   if (warp == 0) {
     loader.look(0, steps);
     for (int step = 0; step < min(SLOTS - 1, steps); step++)

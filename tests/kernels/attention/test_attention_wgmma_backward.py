@@ -1,6 +1,7 @@
 """attention_wgmma_backward: its kernels, emulated on a CPU, and what it refuses."""
 
 import ctypes
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -86,20 +87,19 @@ CASES = [
     Case((150, 200), (64, 32), (2, 2), TWO, lists=2, causal=True, density=1),
 ]
 
+STORES = CASES[:5]
+RUNS = [*((case, 1 << 20) for case in STORES), *((case, 0) for case in CASES[5:])]
+RUNS += (CASES[0], 70_000), (CASES[2], 0), (CASES[0], 0)  # several sections; dS is not stored
+
 
 @needs_gxx
 @pytest.mark.parametrize("late", sampled([1, 0], 0))
-@pytest.mark.parametrize(
-    ("case", "most"),
-    sampled(
-        [*((case, 1 << 20) for case in CASES), (CASES[0], 70_000), (CASES[2], 0), (CASES[0], 0)],
-        *(1, 5, 9, 10),
-    ),
-)
+@pytest.mark.parametrize(("case", "most"), sampled(RUNS, 1, 5, 9, 10))
 def test_the_threads_differentiate_on_a_cpu(
     case: Case, most: int, late: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(_stored, "STORED_BYTES", most)
+    config = replace(case.config, stores=bool(most))
     mask, shape, depth = case.mask(), case.shape(), case.head_dim
     mask = mask if case.bits else without(mask, 1)
     q, k, v, do = case.operands()
@@ -120,16 +120,16 @@ def test_the_threads_differentiate_on_a_cpu(
         index = tiles, lists.offsets, lists.rows, lists.slots, mask.bits, counters
         pointers = addresses(q, do, k, v, *index, lse_2, delta, dk, dv, *stored)
         counts = case.batch, len(tiles), mask.lists, lists.present.shape[1]
-        macros = attention_wgmma_backward.constants_of(case.config, shape, mask, bool(stored))
+        macros = attention_wgmma_backward.constants_of(config, shape, mask)
         library_of(
             on_cpu("attention_wgmma_backward.cu", RUN, "kv"), (*macros, ("LATE", late))
         ).call(
             *(pointers, numbers(*bounds, rows, *counts)),
             *(ctypes.c_float(depth**-0.5), ctypes.c_float(factor), 2),
-            attention_wgmma_backward.shared_bytes(case.config, depth),
+            attention_wgmma_backward.shared_bytes(config, depth),
         )
 
-    work = attention_wgmma_backward.work_of(mask, shape, case.config)
+    work = attention_wgmma_backward.work_of(mask, shape, config)
     if stored := work.stored:
         scores = torch.full((stored.blocks, *mask.block), torch.nan, dtype=q.dtype)
         macros = *_stored.constants_of(shape), ("LATE", late)
@@ -148,16 +148,16 @@ def test_the_threads_differentiate_on_a_cpu(
                 _stored.shared_bytes(shape),
             )
     else:
-        config = attention_wgmma_backward.of_queries(shape, mask)
+        of_rows = attention_wgmma_backward.of_queries(shape, mask)
         tiles = work.queries.tiles
-        macros = *attention_wgmma.constants_of(config, shape, mask, False, 3), ("LATE", late)
+        macros = *attention_wgmma.constants_of(of_rows, shape, mask, False, 3), ("LATE", late)
         library_of(on_cpu("attention_wgmma_dq.cu", RUN_QUERIES), macros).call(
             addresses(
                 *(q, do, o, k, v, tiles, mask.columns, mask.slots, mask.bits, counters),
                 *(lse, lse_2, delta, dq),
             ),
             *(numbers(*bounds, len(tiles), rows), ctypes.c_float(factor), 2),
-            attention_wgmma.shared_bytes(config, depth, 3),
+            attention_wgmma.shared_bytes(of_rows, depth, 3),
         )
         differentiate(work.tiles)
     allowed = 1e-2 if case.dtype == "fp16" else 6e-2
@@ -198,18 +198,29 @@ def test_bits_of_joined_blocks_are_refused() -> None:
     assert "bits" in refusal(call)
 
 
+def test_a_head_with_too_many_blocks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_stored, "STORED_BYTES", 3 * 2 * 128 * 128)
+    config, case = Config(128, True), CASES[0]
+    call = partial(attention_wgmma_backward.work_of, case.mask(), case.shape(), config)
+    assert "3" in refusal(call)
+
+
 @by_nvcc
 @pytest.mark.parametrize("case", CASES)
-def test_it_compiles_cleanly(case: Case, tmp_path: Path) -> None:
+@pytest.mark.parametrize("stores", [True, False])
+def test_it_compiles_cleanly(case: Case, stores: bool, tmp_path: Path) -> None:
     mask, shape = case.mask(), case.shape()
+    if stores and case not in STORES:
+        pytest.skip("not offered")
     spills = case.block == 16 and case.head_dim == 128
     clean = ONE_REGISTER if spills else CLEAN
-    work = attention_wgmma_backward.work_of(mask, shape, case.config)
-    constants = attention_wgmma_backward.constants_of(case.config, shape, mask, bool(work.stored))
+    constants = attention_wgmma_backward.constants_of(
+        replace(case.config, stores=stores), shape, mask
+    )
     assert_compiles_cleanly("attention_wgmma_backward", constants, tmp_path, clean=clean)
-    if work.stored:
-        macros = _stored.constants_of(shape)
-        assert_compiles_cleanly("attention_wgmma_stored", macros, tmp_path)
-    config = attention_wgmma_backward.of_queries(shape, mask)
-    of_queries = attention_wgmma.constants_of(config, shape, mask, False, 3)
-    assert_compiles_cleanly("attention_wgmma_dq", of_queries, tmp_path, clean=clean)
+    if stores:
+        assert_compiles_cleanly("attention_wgmma_stored", _stored.constants_of(shape), tmp_path)
+    else:
+        config = attention_wgmma_backward.of_queries(shape, mask)
+        of_queries = attention_wgmma.constants_of(config, shape, mask, False, 3)
+        assert_compiles_cleanly("attention_wgmma_dq", of_queries, tmp_path, clean=clean)
