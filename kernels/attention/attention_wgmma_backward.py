@@ -1,11 +1,17 @@
 """Gradients of block-sparse attention in CUDA C++ for Hopper: dQ, dK and dV, one below the other.
 
+Config.stores: no
     differentiate_queries   dQ of a tile of queries; delta = sum(dO O), and the LSE for exp2
     differentiate           dK and dV of a tile of keys
+Config.stores: yes
+    weigh_rows              delta, and the LSE for exp2
+    differentiate           dK and dV; stores dS of a section of heads
+    multiply_stored         dQ = dS K of the section, and so on for the next one
 
-Both compute S and dP, which takes 14 D operations for each allowed element instead of 10. In return
-no sum is added up in memory, so the same operands give the same bits. attention_wgmma_dq.cu and
-attention_wgmma_backward.cu are the kernels. They support
+The first way computes S and dP twice, which takes 14 D operations for each allowed element instead
+of 10. The second takes memory for dS, 1 GiB at most (_stored.py). Neither adds up a sum in memory,
+so the same operands give the same bits. The kernels are in attention_wgmma_backward.cu,
+attention_wgmma_dq.cu and attention_wgmma_stored.cu. They support
 
     head_dim   64 and 128, fp16 or bf16
     queries    blocks of a multiple of 64, or of 16 or 32 as attention_wgmma does
