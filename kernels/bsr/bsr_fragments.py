@@ -10,8 +10,8 @@ configuration and launches. It supports
     sizes     k and n multiples of 8 (TMA's rows of 16 bytes), any m
     X         rows of any stride that is a multiple of 16 bytes
 
-The kernel reads W packed in tiles that begin at multiples of 16 columns, with zeros where a tile has
-no block. So a NaN of X reaches all rows of a tile.
+The kernel reads W packed in tiles that begin at multiples of 16 columns, with zeros where a tile
+has no block. So a NaN of X reaches all rows of a tile.
 
 `DGRAD` is the same kernel over W.T: index and blocks are transposed when they are packed.
 """
@@ -61,7 +61,7 @@ ACROSS, WARPGROUPS = STRIP // DEEP, 2
 THREADS = 128 * (WARPGROUPS + 1)
 RING_BYTES = 222 * 1024  # bytes of all stages
 SHARED_BYTES = RING_BYTES + 1024  # alignment to 1024 may take 1023
-REGISTERS = 176  # of a thread for sums and X, at most: a consumer has 224
+REGISTERS = 192  # of a thread for sums and X, at most: a consumer has 224
 # Maps of x and of its last tile, starts; w, steps, seats, y; m and width.
 ARGUMENTS = cuda.Layout("256s", f"{4 * WORKERS}s", *"PPPPii")
 HAND_OVER, CLOCK = 4000, 38  # bytes that TMA loads in the time of a step's hand-over, and a clock
@@ -108,7 +108,8 @@ def lists_of(tiles: Tiles, config: Config, m: int, workers: int) -> Lists:
     unit = unit_of(tiles.height, config.rows)
     size, units = config.rows * WARPGROUPS // unit, -(-tiles.rows // unit)
     of_tokens, at_once = -(-m // (config.tokens * config.cluster)), workers // config.cluster
-    rounds = -(--(-units // size) * of_tokens // at_once)
+    least = -(-units // size)
+    rounds = -(-least * of_tokens // at_once)
     layout = Layout(
         rows=config.rows * WARPGROUPS,
         warpgroups=WARPGROUPS,
