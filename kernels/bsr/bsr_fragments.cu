@@ -38,7 +38,6 @@
 constexpr int TILES = TOKENS / 64, PIECES = HEIGHT / 8;  // of 64 tokens; of 8 features
 constexpr int STRIP_BYTES = TOKENS * 64, TILE_BYTES = HEIGHT * 32;
 constexpr int PLACES = 2 * STRIPS;            // of a step
-constexpr int TOGETHER = TILES > 2 ? 1 : 2;   // places whose X a warpgroup loads at once
 constexpr unsigned short ALL = (1 << CLUSTER) - 1;  // mask of CTAs
 using Pipeline = Strips<STRIP_BYTES, ROOM * 1024>;
 // TMA takes longer for a row beyond X than for one that it reads. So the last tile of tokens has
@@ -148,19 +147,52 @@ __device__ __forceinline__ void load_fragments(Fragments& x, u32 strips, int pla
                                (place + i) % 2 * 32);
 }
 
+// Start the products of rows FIRST, FIRST + 1, ... that are in the mask MINE. The tiles begin at `w`.
+template <int FIRST, u32 MINE>
+__device__ __forceinline__ void wgmma_rows(Sums& sums, const u32 (&x)[TILES][4], u32& w) {
+  constexpr u64 STRIDES = (u64)(HEIGHT * 16 >> 4) << 16 | (u64)(128 >> 4) << 32;
+  wgmma_fence();
+  #pragma unroll
+  for (int j = 0; j < 4 && FIRST + j < ROWS; j++)
+    if (MINE >> j & 1) {
+      #pragma unroll
+      for (int t = 0; t < TILES; t++) wgmma_k16(sums[FIRST + j][t], x[t], STRIDES | w);
+      w += TILE_BYTES >> 4;
+    }
+}
+
+// The same for a mask from memory: one jump for four rows, where a branch for each takes longer than
+// its products.
+template <int FIRST>
+__device__ __forceinline__ void wgmma_four(Sums& sums, const u32 (&x)[TILES][4], u32 rows, u32& w) {
+#define ROWS_(mask) case mask: wgmma_rows<FIRST, mask>(sums, x, w); break;
+#if !SWITCH
+  #pragma unroll
+  for (int j = 0; j < 4 && FIRST + j < ROWS; j++)
+    if (rows >> j & 1) {
+      constexpr u64 STRIDES = (u64)(HEIGHT * 16 >> 4) << 16 | (u64)(128 >> 4) << 32;
+      wgmma_fence();
+      #pragma unroll
+      for (int t = 0; t < TILES; t++) wgmma_k16(sums[FIRST + j][t], x[t], STRIDES | w);
+      w += TILE_BYTES >> 4;
+    }
+  return;
+#endif
+  switch (rows & 15) {
+    ROWS_(1) ROWS_(2) ROWS_(3) ROWS_(4) ROWS_(5) ROWS_(6) ROWS_(7) ROWS_(8)
+    ROWS_(9) ROWS_(10) ROWS_(11) ROWS_(12) ROWS_(13) ROWS_(14) ROWS_(15)
+    default: break;
+  }
+#undef ROWS_
+}
+
 // Start the products at TOGETHER places. The next tile of W is at `w`.
 __device__ __forceinline__ void wgmma_places(Sums& sums, const Fragments& x, u32 rows, u32& w) {
-  constexpr u64 STRIDES = (u64)(HEIGHT * 16 >> 4) << 16 | (u64)(128 >> 4) << 32;
   #pragma unroll
-  for (int i = 0; i < TOGETHER; i++)
-    #pragma unroll
-    for (int j = 0; j < ROWS; j++)
-      if (rows >> (8 * i + j) & 1) {
-        wgmma_fence();
-        #pragma unroll
-        for (int t = 0; t < TILES; t++) wgmma_k16(sums[j][t], x[i][t], STRIDES | w);
-        w += TILE_BYTES >> 4;
-      }
+  for (int i = 0; i < TOGETHER; i++) {
+    wgmma_four<0>(sums, x[i], rows >> 8 * i, w);
+    if constexpr (ROWS > 4) wgmma_four<4>(sums, x[i], rows >> 8 * i + 4, w);
+  }
   wgmma_fence();
   wgmma_commit();
 }
@@ -191,19 +223,13 @@ __device__ __forceinline__ Item mainloop(Sums& sums, Pipeline& pipe, int warpgro
     const u32 strips = pipe.x() + of_lane;
     u32 w = pipe.w() + (share.y & 0xff) * TILE_BYTES >> 4;
     Fragments x[2];
-    #pragma unroll 1
-    for (int first = 0; first < PLACES; first += 4) {
-      const u32 rows = first ? share.w : share.z;  // of four places
-      #pragma unroll
-      for (int i = 0; i < 4; i += TOGETHER) {
-        load_fragments(x[i / TOGETHER % 2], strips, first + i);
-        wgmma_wait<0>();
-        if (i == 0 && in_use >= 0) {
-          release(pipe, in_use);
-          in_use = -1;
-        }
-        wgmma_places(sums, x[i / TOGETHER % 2], rows >> 8 * i, w);
-      }
+    #pragma unroll
+    for (int place = 0; place < PLACES; place += TOGETHER) {
+      const u32 rows = (place < 4 ? share.z : share.w) >> place % 4 * 8;
+      load_fragments(x[place / TOGETHER % 2], strips, place);
+      wgmma_wait<0>();
+      if (place == 0 && in_use >= 0) release(pipe, in_use);
+      wgmma_places(sums, x[place / TOGETHER % 2], rows, w);
     }
     in_use = pipe.stage;
     pipe.advance();

@@ -79,6 +79,8 @@ class Config:
     tokens: int
     rows: int
     cluster: int = 1
+    together: int = 2
+    switch: int = 0
 
     @property
     def strips(self) -> int:
@@ -226,6 +228,8 @@ def constants_of(config: Config, height: int, room: int, dtype: torch.dtype) -> 
         ("ROWS", config.rows),
         ("UNIT", unit_of(height, config.rows)),
         ("CLUSTER", config.cluster),
+        ("TOGETHER", config.together),
+        ("SWITCH", config.switch),
         ("WARPGROUPS", WARPGROUPS),
         ("STRIPS", config.strips),
         ("ROOM", room),

@@ -64,7 +64,7 @@ static void wgmma(float* d, int n, u64 a, u64 b) {
   else multiply_now({d, n, a, b});
 }
 #define WGMMA_REGISTERS(N, a, b) wgmma_registers(d, N, a, b)
-static void wgmma_registers(float* d, int n, const u32* a, u64 b) {
+__attribute__((noinline)) static void wgmma_registers(float* d, int n, const u32* a, u64 b) {
   static std::map<std::pair<Cta*, int>, std::array<const u32*, 32>> lanes;
   auto& of_warp = lanes[{&mine(), now->thread / 32}];
   of_warp[now->thread % 32] = a;

@@ -81,6 +81,9 @@ def on_cpu() -> str:
 
 # m, n, k, block, part of the blocks that is stored
 CASES = [
+    (Config(64, 8, 1, 4, 1), (70, 264, 200, (16, 16), 0.4), True),
+    (Config(128, 5, 1, 4, 0), (130, 264, 200, (24, 24), 0.4), True),
+    (Config(128, 4, 2), (512, 256, 128, (32, 32), 0.5), False),
     (Config(64, 2), (65, 120, 104, (24, 24), 0.5), False),
     (Config(128, 2, 2), (300, 136, 200, (16, 16), 0.5), False),
     (Config(64, 8), (70, 264, 72, (16, 16), 0.4), True),
