@@ -86,8 +86,6 @@ class Layout:
     rooms        KB of blocks that a step may hold
     parity       a place is twice the strip's, plus 1 in an odd column
     groups       fewest groups; with just enough groups for all rows, the last round may be short
-    by_place     blocks are multiplied place by place, not row by row: instead of counts and places,
-                 a share has a byte for each place, with a bit for each row (bsr_fragments.cu)
     """
 
     rows: int
@@ -99,7 +97,6 @@ class Layout:
     rooms: tuple[int, ...]
     parity: bool = False
     groups: int = 0
-    by_place: bool = False
 
 
 def lists_of(w: Bsr, features: int, warpgroups: int, transposed: bool = False) -> Lists:
@@ -132,22 +129,18 @@ def listed(owner: Ints, depth: Ints, units: int, strips: int, layout: Layout) ->
     np.add.at(there, (g, strip, share), 1)
     room = _room(there.sum(2), layout)
     most = room * 1024 // layout.block_bytes
-    each = layout.strips * layout.across * height if layout.by_place else SHARE
-    number, slot, first = _steps(there, most, layout.strips, each)
+    number, slot, first = _steps(there, most, layout.strips)
     step, place = number[g, strip], slot[g, strip] * across + half
     if layout.parity:
         place = 2 * place + depth % 2
 
-    order = np.lexsort((row, place, share, step) if layout.by_place else (place, row, share, step))
+    order = np.lexsort((place, row, share, step))
     list_ = (step * warpgroups + share)[order]
     start = np.searchsorted(list_, np.arange(first[-1] * warpgroups + 1))
     nth = (np.arange(len(order)) - start[list_]).astype(np.uint64)
     counts, places = np.zeros((2, len(start) - 1), np.uint64)
-    if layout.by_place:
-        np.add.at(places, list_, np.uint64(1) << (8 * place + row)[order].astype(np.uint64))
-    else:
-        np.add.at(counts, list_, np.uint64(1) << (4 * row[order]).astype(np.uint64))
-        np.add.at(places, list_, place[order].astype(np.uint64) << 3 * nth)
+    np.add.at(counts, list_, np.uint64(1) << (4 * row[order]).astype(np.uint64))
+    np.add.at(places, list_, place[order].astype(np.uint64) << 3 * nth)
     loaded = np.full((first[-1], STRIPS), NO_STRIP, np.uint16)
     at = there.any(2)
     loaded[number[at], slot[at]] = np.nonzero(at)[1]
@@ -255,10 +248,8 @@ def _room(there: Ints, layout: Layout) -> int:
     return next((room for room in layout.rooms if room >= needed), layout.rooms[-1])
 
 
-def _steps(there: Ints, most: int, strips: int, each: int) -> tuple[Ints, Ints, Ints]:
+def _steps(there: Ints, most: int, strips: int) -> tuple[Ints, Ints, Ints]:
     """Put strips into steps, in ascending order: at most `strips` and `most` blocks in each.
-
-    A warpgroup has at most `each` blocks of a step.
 
     `there` counts blocks by group, strip and warpgroup. Returns [groups, strips] the step of each
     strip, [groups, strips] its position in the step, and [groups + 1] the first step of each group.
@@ -269,7 +260,7 @@ def _steps(there: Ints, most: int, strips: int, each: int) -> tuple[Ints, Ints, 
         used, held = strips, np.zeros_like(counts[0])
         for strip in np.flatnonzero(counts.any(1)).tolist():
             more = held + counts[strip]
-            if used == strips or more.sum() > most or more.max() > each:
+            if used == strips or more.sum() > most or more.max() > SHARE:
                 used, more, total = 0, counts[strip], total + 1
             number[g, strip], slot[g, strip] = total - 1, used
             used, held = used + 1, more

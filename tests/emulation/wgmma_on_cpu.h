@@ -4,8 +4,6 @@
 
 #pragma push_macro("THREADS")  // of a kernel; there a parameter of a template has this name
 #undef THREADS
-#include <array>
-
 #include "grid_on_cpu.h"
 #pragma pop_macro("THREADS")
 
@@ -35,8 +33,7 @@ static void tma_load(u32 to, const TensorMap* map, int column, int row, u32 barr
 
 // ---- wgmma: A is K-major and swizzled; B has no swizzle, 8 x 8 elements are 128 bytes ----
 
-// A is in shared memory, or in registers: four words of each lane, as ldmatrix loads them.
-struct Product { float* d; int n; u64 a, b; std::array<const u32*, 32> registers{}; };
+struct Product { float* d; int n; u64 a, b; };
 static std::map<Fiber*, std::vector<std::vector<Product>>> products;
 
 static void multiply_now(const Product& p) {
@@ -50,9 +47,7 @@ static void multiply_now(const Product& p) {
       const u32 b = field(p.b, 0) + n / 8 * field(p.b, 32) + n % 8 * 16 +
                     k / 8 * field(p.b, 16) + k % 8 * 2;
       unsigned short x, y;
-      if (const u32* of_row = p.registers[lane / 4 * 4 + k % 8 / 2])
-        x = of_row[i / 2 % 2 + k / 8 * 2] >> 16 * (k % 2);
-      else std::memcpy(&x, in_shared(swizzled(a, pitch)), 2);
+      std::memcpy(&x, in_shared(swizzled(a, pitch)), 2);
       std::memcpy(&y, in_shared(b & 0x3ffff), 2);
       p.d[i] += to_float(x) * to_float(y);
     }
@@ -62,17 +57,6 @@ static void multiply_now(const Product& p) {
 static void wgmma(float* d, int n, u64 a, u64 b) {
   if (LATE) products[now].back().push_back({d, n, a, b});
   else multiply_now({d, n, a, b});
-}
-#define WGMMA_REGISTERS(N, a, b) wgmma_registers(d, N, a, b)
-__attribute__((noinline)) static void wgmma_registers(float* d, int n, const u32* a, u64 b) {
-  static std::map<std::pair<Cta*, int>, std::array<const u32*, 32>> lanes;
-  auto& of_warp = lanes[{&mine(), now->thread / 32}];
-  of_warp[now->thread % 32] = a;
-  warp_in_step();
-  const Product product{d, n, 0, b, of_warp};
-  warp_in_step();
-  if (LATE) products[now].back().push_back(product);
-  else multiply_now(product);
 }
 static void wgmma_fence() {
   if (products[now].empty()) products[now].emplace_back();
