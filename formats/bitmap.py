@@ -1,8 +1,8 @@
 """Bitmap: zeros anywhere. A bit for each element, and the non-zeros in the tensor core's order.
 
 W is cut into tiles of 16 rows x 256 columns. A lane of a warp owns 128 elements of a tile: those
-that mma.sync wants in its registers. Lane 4 g + q owns of rows g and g + 8, in each strip of 32
-columns, columns 8 q to 8 q + 7. Its elements have this order (and so have its bits, lowest first):
+that mma.sync expects in its registers. In each strip of 32 columns, lane 4 g + q owns columns 8 q
+to 8 q + 7 of rows g and g + 8. Its elements are in this order, and so are its bits, lowest first:
 
     strip 0                                          strip 1 ...
     columns 8 q + 0..3         columns 8 q + 4..7
@@ -22,8 +22,8 @@ tile's record holds the 32 streams so that each lane reads a different bank of s
 records  uint8 [bytes]              the tiles' records, row by row of tiles
 offsets  int32 [tiles + 1]          start of each record, in units of 16 bytes
 
-The starts are the prefix counts, so a lane counts only the bits of its elements. At 50 %
-zeros and 16 bits a record has 0.578 of the dense bytes: values 0.5, bits 0.0625, the rest 0.0155.
+The starts are prefix counts, so a lane counts only its own bits. At 50 % zeros and 16 bits, a
+record has 0.578 of the dense bytes: values 0.5, bits 0.0625, the rest 0.0155.
 
 Multiplied by kernels/bitmap.
 """

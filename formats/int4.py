@@ -11,7 +11,7 @@ scales  dtype [n, ceil(k / group)]      in the dtype of the weights
 Nothing is rounded: the format stores a matrix only if every group consists of multiples of one
 scale, and refuses all others. Problems with `weight_bits: 4` (harness/ops/linear.py) have such
 weights, and every other format can store them too, so all contenders multiply the same matrix.
-4.125 bits per weight in 16 bits with groups of 128, also for zeros: no zero is left out.
+With scales of 16 bits and groups of 128, a weight takes 4.125 bits. Zeros are stored, too.
 
 Multiplied by kernels/peers: torch_int4.py and marlin.py. int4_two_four.py stores half of the codes
 of weights that are also 2:4 sparse.

@@ -7,9 +7,9 @@ codes      uint8 [n, ceil(k / 8), 2]      a byte per group, the first element in
 positions  uint8 [n, ceil(k / 8)]         4 bits per group, the first group in the low bits
 scales     dtype [n, ceil(k / group)]     as in int4.py, one for each 128 columns
 
-Like int4, it stores only multiples of one scale per group, and never rounds. If fewer than 2
-elements of a group are stored, other positions are added, with the zeros that are there.
-3.125 bits per weight in 16 bits. Multiplied by kernels/peers/sparse_marlin.py.
+Like int4, it stores only multiples of one scale per group, and never rounds. A group with
+fewer than 2 non-zeros also stores zeros, with their positions. With scales of 16 bits, a weight
+takes 3.125 bits. Multiplied by kernels/peers/sparse_marlin.py.
 """
 
 from collections.abc import Sequence

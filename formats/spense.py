@@ -19,10 +19,10 @@ Rows of 128 bytes are swizzled for Hopper's tensor cores: 16-byte piece p of row
 p ^ r % 8 (the 128-byte swizzle). A tile is contiguous, so that one bulk copy loads it.
 
 A group of 4 has 2 values and a code of 4 bits, first | second << 2: their positions in the group.
-If fewer than 2 elements are stored, other positions are added, with the zeros that are there. Codes
-are packed into 32-bit words, in the order of wgmma's registers, first codes in the low bits.
-Instruction s of a tile covers 8 groups (16 bits) or 16 groups (8 bits) of each of 64 rows. The
-codes of row 16w + 8h + g are in these words of the tile:
+A group with fewer than 2 non-zeros also stores zeros, with their positions. Codes are packed into
+32-bit words, in the order of wgmma's registers, first codes in the low bits. Instruction s of a
+tile covers 8 groups (16 bits) or 16 groups (8 bits) of each of 64 rows. The codes of row
+16w + 8h + g are in these words of the tile:
 
     16 bits   groups 8s + 4c + 0..3 of row h = 0, then of h = 1      word [w, g, c, s]
     8 bits    groups 16s + 8c + 0..7                                 word [w, g, c, h, s]

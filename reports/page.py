@@ -5,7 +5,7 @@ from importlib.resources import files
 from typing import Any
 
 import jinja2
-from markupsafe import Markup
+from markupsafe import Markup, escape
 
 from sparsebench.results.formatting import amount
 from sparsebench.results.outcome import MEANINGS
@@ -21,6 +21,13 @@ def content(name: str) -> str:
     return (files("sparsebench.reports") / "templates" / name).read_text("utf-8")
 
 
+def code(text: str) -> Markup:
+    """Return a text whose parts in backticks are code."""
+    marked = Markup("<code>%s</code>")
+    parts = text.split("`")
+    return Markup("").join(marked % part if i % 2 else escape(part) for i, part in enumerate(parts))
+
+
 @cache
 def _environment() -> jinja2.Environment:
     environment = jinja2.Environment(
@@ -30,6 +37,7 @@ def _environment() -> jinja2.Environment:
         trim_blocks=True,
     )
     environment.filters["amount"] = amount
+    environment.filters["code"] = code
     environment.globals["outcomes"] = MEANINGS
     environment.globals["inlined"] = lambda name: Markup(content(name))
     return environment

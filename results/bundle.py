@@ -114,6 +114,8 @@ def lock() -> str:
 def _manifest(path: Path) -> dict[str, str]:
     """Return the SHA-256 of each file by name; raises ResultError if a required one is missing."""
     file = path / MANIFEST
+    if not path.is_dir():
+        raise ResultError(f"{path}: expected the directory of a run, found none")
     if not file.is_file():
         raise ResultError(f"{path}: expected {MANIFEST}, which seals a run; found none")
     named = files.from_json(file, MANIFEST_SCHEMA).get("files")

@@ -13,7 +13,6 @@ from sparsebench.harness.commands._console import (
     print_json,
     show_page,
     stdout,
-    warn,
     wide,
 )
 from sparsebench.harness.commands._sharing import Devices, Shard, Shards, Sharing, Slurm, Submit
@@ -82,14 +81,17 @@ def run(
         raise typer.Exit(_profile(str(suite), device, data, only, repeat, profile))
     else:
         early_start.start(device or devices, sharing.count, replicates)
-        from sparsebench.harness.doctor.findings import nothing_compared
+        from sparsebench.errors import SuiteError
         from sparsebench.harness.plan.selection import has_only_baselines
         from sparsebench.harness.plan.suite import read
         from sparsebench.harness.run.run_json import Flags
 
         requested, first = read(str(suite), data), sharing.first(device)
         if not (slurm or submit) and has_only_baselines(requested, first, only):
-            warn(nothing_compared(requested.name, first))
+            expected, hint = f"a contender that runs on {first}", f"`sparsebench check {suite}`"
+            raise SuiteError(
+                f"{suite}: expected {expected}, found only baselines; {hint} lists the reasons"
+            )
         flags = Flags(first, data, timeout, replicates, only, energy, shard)
         path = _measure(requested, flags, debug, out=out, sharing=sharing)
     _report(path, as_json, markdown, browse)

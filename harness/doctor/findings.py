@@ -72,13 +72,6 @@ def failure(reason: str, traceback: str) -> Finding:
     return warning(FAILED, reason, traceback, "Its traceback is in failures.log.")
 
 
-def nothing_compared(suite: str, device: str) -> Finding:
-    """Return the finding that a device supports nothing but the baselines of a suite."""
-    reading = f"nothing but the baselines of {suite} is supported on {device}"
-    do = "`sparsebench check` lists the reasons."
-    return warning("suite", reading, "Nothing will be compared.", do)
-
-
 def unfit(findings: Sequence[Finding]) -> bool:
     """Return whether any finding is a warning."""
     return any(finding.level is Level.WARNING for finding in findings)

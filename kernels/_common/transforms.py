@@ -49,7 +49,7 @@ def one_by_one(
             return [at(i, each, where) for each, where in zip(arg, dim, strict=True)]
         return arg if dim is None else arg.select(dim, i)
 
-    found = [function(*map(at, [i] * len(args), args, dims)) for i in range(size)]
-    if isinstance(found[0], Tensor):
-        return torch.stack(found), 0
-    return tuple(map(torch.stack, zip(*found, strict=True))), (0,) * len(found[0])
+    results = [function(*map(at, [i] * len(args), args, dims)) for i in range(size)]
+    if isinstance(results[0], Tensor):
+        return torch.stack(results), 0
+    return tuple(map(torch.stack, zip(*results, strict=True))), (0,) * len(results[0])

@@ -103,9 +103,9 @@ class _Launch:
         self._run: Callable[..., None] | None = None
         self._raw: Raw | None = None
         self._rest: list[Any] = []
-        found = [(at, place.get(id(tensor_of(arg))), arg) for at, arg in enumerate(program.args)]
+        matches = [(at, place.get(id(tensor_of(arg))), arg) for at, arg in enumerate(program.args)]
         holes = [
-            (at, i, isinstance(arg, TensorDescriptor)) for at, i, arg in found if i is not None
+            (at, i, isinstance(arg, TensorDescriptor)) for at, i, arg in matches if i is not None
         ]
         self._plain = [(at, i) for at, i, boxed in holes if not boxed]
         self._boxed = [(at, i) for at, i, boxed in holes if boxed]

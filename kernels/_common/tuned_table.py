@@ -193,10 +193,10 @@ def read(file: Path) -> Table:
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(str(part) for part in first["loc"]) or "top"
-        expected, found = first["msg"].removeprefix("Input should be "), repr(first["input"])[:60]
+        expected, actual = first["msg"].removeprefix("Input should be "), repr(first["input"])[:60]
         if first["type"] == "missing":
-            expected, found = "a value", "none"
-        raise TableError(f"{file}: {place}: expected {expected}; found {found}") from error
+            expected, actual = "a value", "none"
+        raise TableError(f"{file}: {place}: expected {expected}; found {actual}") from error
     except OSError as error:
         raise TableError(f"{file}: expected a readable table, found {error}") from error
 

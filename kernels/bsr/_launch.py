@@ -214,8 +214,8 @@ def unsupported_product(
     depth, width = (n, k) if transposed else (k, n)
     if x.dtype != values.dtype or x.dtype not in dtypes:
         names = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-        found = f"{x.dtype} and {values.dtype}"
-        return f"expected operands of one dtype of {names}; found {found}"
+        actual = f"{x.dtype} and {values.dtype}"
+        return f"expected operands of one dtype of {names}; found {actual}"
     if x.dim() != 2 or x.shape[1] != depth:
         return f"expected activations of {depth} columns, found shape {list(x.shape)}"
     if not values.is_contiguous():

@@ -143,12 +143,12 @@ def matched(touched: NDArray[np.float32]) -> Ints:
     shared = touched @ touched.T
     one, other = np.triu_indices(len(touched), 1)
     order = np.argsort(-shared[one, other], kind="stable")
-    free, found = [True] * len(touched), []
+    free, pairs = [True] * len(touched), []
     for a, b in zip(one[order].tolist(), other[order].tolist(), strict=True):
         if free[a] and free[b]:
             free[a] = free[b] = False
-            found.append((a, b))
-    return np.array(found, np.int64).reshape(-1, 2)
+            pairs.append((a, b))
+    return np.array(pairs, np.int64).reshape(-1, 2)
 
 
 def checked(w: Bsr) -> tuple[Ints, Ints]:
@@ -157,21 +157,21 @@ def checked(w: Bsr) -> tuple[Ints, Ints]:
     offsets, columns = w.offsets.cpu().numpy(), w.columns.cpu().numpy()
     rows, width, blocks = -(-n // r), -(-k // c), len(w.values)
     if len(offsets) != rows + 1 or offsets[0] != 0 or offsets[-1] != blocks:
-        found = f"{len(offsets)} from {offsets[0]} to {offsets[-1]}" if len(offsets) else "none"
-        raise FormatError(f"expected {rows + 1} offsets from 0 to {blocks}, found {found}")
+        actual = f"{len(offsets)} from {offsets[0]} to {offsets[-1]}" if len(offsets) else "none"
+        raise FormatError(f"expected {rows + 1} offsets from 0 to {blocks}, found {actual}")
     lengths = np.diff(offsets)
     if lengths.min() < 0:
         row = int(lengths.argmin())
-        found = f"{offsets[row]} to {offsets[row + 1]} in row {row}"
-        raise FormatError(f"expected ascending offsets, found {found}")
+        actual = f"{offsets[row]} to {offsets[row + 1]} in row {row}"
+        raise FormatError(f"expected ascending offsets, found {actual}")
     if len(columns) != blocks:
         raise FormatError(f"expected {blocks} block columns, found {len(columns)}")
     if blocks and (columns.min() < 0 or columns.max() >= width):
-        found = f"{columns.min()} to {columns.max()}"
-        raise FormatError(f"expected block columns 0 to {width - 1}, found {found}")
+        actual = f"{columns.min()} to {columns.max()}"
+        raise FormatError(f"expected block columns 0 to {width - 1}, found {actual}")
     owner = np.arange(rows).repeat(lengths)
     back = np.flatnonzero(np.diff(owner * width + columns) <= 0)
     if len(back):
-        row, found = owner[back[0]], columns[back[0] : back[0] + 2].tolist()
-        raise FormatError(f"expected ascending columns, found {found} in block row {row}")
+        row, actual = owner[back[0]], columns[back[0] : back[0] + 2].tolist()
+        raise FormatError(f"expected ascending columns, found {actual} in block row {row}")
     return owner, columns.astype(np.int64)

@@ -50,8 +50,8 @@ def prepare(operands: Operands, *, tuned: Tuned = True) -> Launch:
 def stacked(gate: Bsr, up: Bsr) -> Bsr:
     """Return gate and up [n, k] as one matrix [2 n, k] of the same blocks. Raises Unsupported."""
     if gate.block != up.block:
-        found = " and ".join("x".join(map(str, w.block)) for w in (gate, up))
-        raise Unsupported(f"expected gate and up of the same blocks, found {found}")
+        actual = " and ".join("x".join(map(str, w.block)) for w in (gate, up))
+        raise Unsupported(f"expected gate and up of the same blocks, found {actual}")
     return Bsr.from_dense(torch.cat((gate.to_dense(), up.to_dense())), block=[*gate.block])
 
 

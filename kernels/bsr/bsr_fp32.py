@@ -9,7 +9,8 @@ file chooses a configuration and launches. It supports
     sizes     any m, n and k
     X         rows of any stride; if they are no multiples of 16 bytes, X is copied word by word
 
-Sums are in fp32 and always in the same order: equal operands give equal bits.
+Sums are in fp32, on Hopper in fp64 by the tensor cores, and always in the same order: equal
+operands give equal bits.
 """
 
 from dataclasses import dataclass
@@ -36,7 +37,8 @@ from sparsebench.kernels.bsr._wgmma_pairs import checked
 
 SIDES = 32, 16, 8  # of a step, the first one that divides a block's side
 TOKENS, WARPS = (16, 32), (4, 8)
-# x, floats between its rows; offsets, columns, values; y; m, n, k, tiles of tokens
+DOUBLES = "sm_90"  # target whose tensor cores multiply fp64 16 x 8 x 16 at a time
+# x, floats between its rows; block rows, columns, values; y; m, n, k, tiles of tokens
 ARGUMENTS = cuda.Layout("P", "q", *"PPPP", *"iiii")
 
 
@@ -90,9 +92,9 @@ def is_aligned(x: Tensor) -> bool:
 def plan(w: Bsr, m: int, config: Config, *, aligned: bool) -> Plan:
     """Compile and load. Only shape and dtype of W's values matter; X is aligned as `is_aligned`."""
     (n, k), device, (rows, _) = w.shape, w.offsets.device, step_of(w.block)
-    index = w.offsets, w.columns
-    constants, shared = constants_of(config, w.block, aligned), config.shared_bytes(w.block)
-    target = cuda.target_of(device)
+    index, target = (rows_of(w), w.columns), cuda.target_of(device)
+    constants = constants_of(config, w.block, aligned, target)
+    shared = config.shared_bytes(w.block)
     kernel, code = cuda.load("bsr_fp32", "multiply_fp32", constants, shared, device, target)
     token_tiles = -(-m // config.tokens)
     grid = (len(w.offsets) - 1) * (w.block[0] // rows) * token_tiles
@@ -108,10 +110,27 @@ def plan(w: Bsr, m: int, config: Config, *, aligned: bool) -> Plan:
     return Plan(loaded, index, arguments, m, k, (*w.values.shape,), n, w.values.dtype)
 
 
-def constants_of(config: Config, block: tuple[int, int], aligned: bool) -> cuda.Constants:
+def rows_of(w: Bsr) -> Tensor:
+    """Return struct BlockRow of each block row, int32 [rows, 4].
+
+    The longest come first. SMs take CTAs in turn, so every second turn is reversed: an SM that had
+    a long row before then gets a short one.
+    """
+    counts = w.offsets.diff()
+    turns = counts.argsort(descending=True, stable=True).split(multiprocessors(w.offsets.device))
+    order = torch.cat([turn.flip(0) if i % 2 else turn for i, turn in enumerate(turns)])
+    ends = w.offsets[order], w.offsets[order + 1]
+    return torch.stack([order.int(), *ends, torch.zeros_like(ends[0])], 1).contiguous()
+
+
+def constants_of(
+    config: Config, block: tuple[int, int], aligned: bool, target: str
+) -> cuda.Constants:
+    """Return the macros of bsr_fp32.cu. Hopper's tensor cores multiply fp64 at the rate of FMA."""
     return (
         *zip(("ROWS", "DEPTH"), step_of(block), strict=True),
         *(("R", block[0]), ("C", block[1]), ("PIECE", 4 if aligned else 1)),
+        ("DOUBLE", int(target == DOUBLES and step_of(block)[1] >= 16)),
         *(("TOKENS", config.tokens), ("WARPS", config.warps), ("STAGES", config.stages)),
     )
 
@@ -129,15 +148,15 @@ def unsupported_operands(x: Tensor, w: Bsr) -> str | None:
         return f"expected contiguous rows of X, found strides {list(x.stride())}"
     if not values.is_contiguous() or values.data_ptr() % cuda.TMA_ALIGNMENT:
         at = values.data_ptr() % cuda.TMA_ALIGNMENT
-        found = f"strides {list(values.stride())} at {at} modulo 16"
-        return f"expected contiguous blocks at a multiple of 16 bytes, found {found}"
+        actual = f"strides {list(values.stride())} at {at} modulo 16"
+        return f"expected contiguous blocks at a multiple of 16 bytes, found {actual}"
     steps, tiles = (
         len(values) * c // step_of(w.block)[1],
         -(-len(x) // TOKENS[0]) * (n // SIDES[-1]),
     )
     if not len(x) or max(len(x), n + r, k + c, steps + SIDES[0], tiles) > LARGEST:
-        found = f"{len(values)} blocks of {r}x{c} in {n}x{k}, {len(x)} tokens"
-        return f"expected 1 to 2^31 tokens, and fewer columns, steps and tiles, found {found}"
+        actual = f"{len(values)} blocks of {r}x{c} in {n}x{k}, {len(x)} tokens"
+        return f"expected 1 to 2^31 tokens, and fewer columns, steps and tiles, found {actual}"
     return None
 
 
@@ -152,8 +171,9 @@ def prepare(operands: Operands, *, tuned: Tuned = True) -> Launch:
     most = shared_bytes_of(x.device)
     searched = configurations(w, len(x), multiprocessors(x.device), most)
     configs, by = choose("bsr_fp32", Config, operands, sizes, tuned, searched)
-    constants = [constants_of(config, w.block, is_aligned(x)) for config in configs]
-    cuda.compile_ahead("bsr_fp32", constants, cuda.target_of(x.device))
+    target = cuda.target_of(x.device)
+    constants = [constants_of(config, w.block, is_aligned(x), target) for config in configs]
+    cuda.compile_ahead("bsr_fp32", constants, target)
     return fastest_launch(configs, [launch(x, w, config) for config in configs], by, x.device)
 
 

@@ -206,8 +206,8 @@ def unsupported_operands(x: Tensor, w: Bsr) -> str | None:
     if x.is_cuda and TOKENS[0] * pitch_of(k) > (most := shared_bytes_of(x.device)):
         return f"expected {TOKENS[0]} rows of X in {most} bytes of shared memory, found {k} columns"
     if not 0 < len(x) <= LARGEST - TOKENS[-1] or max(n, k, len(values)) > LARGEST - SIDE:
-        found = f"{len(values)} blocks, {len(x)} tokens, W of {n}x{k}"
-        return f"expected 1 to 2^31 tokens, and fewer columns and blocks, found {found}"
+        actual = f"{len(values)} blocks, {len(x)} tokens, W of {n}x{k}"
+        return f"expected 1 to 2^31 tokens, and fewer columns and blocks, found {actual}"
     return None
 
 

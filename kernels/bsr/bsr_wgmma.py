@@ -179,9 +179,9 @@ def unsupported_operands(x: Tensor, w: Bsr, transposed: bool) -> str | None:
     if r % SIDE or c % SIDE or not r or not c:
         return f"expected blocks of a multiple of {SIDE} rows and columns, found {r}x{c}"
     if c > NO_SLICE or -(-width // SIDE) > NO_SLICE or max(len(values) * r, len(x)) > LARGEST - r:
-        found = f"{len(values)} blocks of {r}x{c}, {len(x)} tokens, {width} columns to write"
+        actual = f"{len(values)} blocks of {r}x{c}, {len(x)} tokens, {width} columns to write"
         return (
-            f"expected less than 2^31 rows of blocks and of tokens and 2^22 columns, found {found}"
+            f"expected less than 2^31 rows of blocks and of tokens and 2^22 columns, found {actual}"
         )
     return None
 

@@ -66,12 +66,16 @@
 
 constexpr int ROW_BYTES = 128;
 using Pipeline = Tokens<TILES, ROW_BYTES>;  // 4, 9 stages of six tiles; 3, 6 of nine
-constexpr int BOXES_EACH = (TILES + PRODUCERS - 1) / PRODUCERS;
 constexpr int SUMS = SIDE * SIDE * WIDE / GROUP;  // of a thread
 constexpr int UNITS = SUMS / UNIT;
 
-__device__ __forceinline__ constexpr int box_of(int side) { return side + side % 16; }
-
+struct Tile {
+  static __device__ __forceinline__ int column(int box) { return box & ~1; }
+  static __device__ __forceinline__ int bytes(int box) {
+    const int side = box & 1 ? HEIGHT : WIDTH;
+    return DEPTH * 2 * (side + side % 16);
+  }
+};
 
 // The host writes these (Work in _wgrad_schedule.py): for each piece one Loads and two Sums.
 struct alignas(16) Loads {
@@ -85,35 +89,6 @@ struct alignas(16) Sums {
   Part part;
   int out[4];            // position of each tile in the values and in its boxes (tiles_of)
 };
-
-// ---- producers: one thread in each of four warps; it takes about 170 clocks to issue a box ----
-
-__device__ __forceinline__ void producer(const Maps& maps, const Loads* loads, int at, int end,
-                                         Pipeline pipe, int rank) {
-  for (; at < end; at++) {
-    int boxes[BOXES_EACH], bytes = 0;
-    #pragma unroll
-    for (int i = 0; i < BOXES_EACH; i++) {
-      const int tile = rank + PRODUCERS * i;
-      boxes[i] = tile < TILES ? loads[at].boxes[tile] : -1;
-      bytes += boxes[i] >= 0 ? DEPTH * 2 * box_of(boxes[i] & 1 ? HEIGHT : WIDTH) : 0;
-    }
-    int token = loads[at].step * DEPTH;
-    const int stride = loads[at].stride * DEPTH;
-    for (int left = loads[at].count; left > 0; left--) {
-      pipe.producer_acquire();
-      mbarrier_arrive_expect_tx(pipe.full_barrier(), bytes);
-      #pragma unroll
-      for (int i = 0; i < BOXES_EACH; i++) {
-        const TensorMap* map = boxes[i] & 1 ? &maps.dy : &maps.x;
-        const u32 to = pipe.box(rank + PRODUCERS * i);
-        if (boxes[i] >= 0) tma_load(to, map, boxes[i] & ~1, token, pipe.full_barrier());
-      }
-      pipe.advance();
-      token += stride;
-    }
-  }
-}
 
 // ---- consumers ----
 
@@ -222,7 +197,7 @@ sum_blocks(const __grid_constant__ Maps maps, const Loads* loads, const Sums* su
   if (group == 2) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 56;");
     pipe.phase = 1;  // at first, all stages are free
-    if (threadIdx.x % 32 == 0) producer(maps, loads, begin, end, pipe, warp);
+    if (threadIdx.x % 32 == 0) producer<Tile>(maps, loads, begin, end, pipe, warp);
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 224;");
     consumer(sums, begin, end, pipe, group, values, width, partials, counters);

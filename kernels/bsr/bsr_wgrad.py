@@ -207,50 +207,46 @@ def unsupported_operands(dy: Tensor, x: Tensor, pattern: Bsr) -> str | None:
         return f"expected blocks of multiples of 40, 48, 56 or 64 rows and columns, found {r}x{c}"
     places = len(pattern.columns) * r * c // 2  # tiles_of
     if max(places, len(x) + SIDE, n + r, k + c) > LARGEST:
-        found = f"{len(pattern.columns)} blocks of {r}x{c} in {n}x{k}, {len(x)} tokens"
-        return f"expected less than 2^31 rows, columns, tokens and pairs of values, found {found}"
+        actual = f"{len(pattern.columns)} blocks of {r}x{c} in {n}x{k}, {len(x)} tokens"
+        return f"expected less than 2^31 rows, columns, tokens and pairs of values, found {actual}"
     return None
 
 
 def unsupported_pair(dy: Tensor, x: Tensor, pattern: Bsr) -> str | None:
     (n, k), dtype = pattern.shape, pattern.values.dtype
     if len({dy.dtype, x.dtype, dtype}) > 1 or dtype not in (torch.float16, torch.bfloat16):
-        found = f"{dy.dtype}, {x.dtype} and a pattern of {dtype}"
-        return f"expected fp16 or bf16 operands of one dtype, found {found}"
+        actual = f"{dy.dtype}, {x.dtype} and a pattern of {dtype}"
+        return f"expected fp16 or bf16 operands of one dtype, found {actual}"
     if dy.dim() != 2 or x.dim() != 2 or len(dy) != len(x) or (dy.shape[1], x.shape[1]) != (n, k):
-        found = f"shapes {list(dy.shape)} and {list(x.shape)}"
-        return f"expected dY [m, {n}] and X [m, {k}], found {found}"
+        actual = f"shapes {list(dy.shape)} and {list(x.shape)}"
+        return f"expected dY [m, {n}] and X [m, {k}], found {actual}"
     return None
 
 
-def prepare(operands: Operands, *, tuned: Tuned = True) -> Launch:
-    """Divide the work; take a table's configuration, or time all four."""
-    return prepared(
-        "bsr_wgrad", Config, operands, tuned, unsupported_operands, configurations, launch
-    )
-
-
-def prepared(
+def kernel_of(
     name: str,
     config: Callable[..., C],
-    operands: Operands,
-    tuned: Tuned,
     unsupported: Callable[[Tensor, Tensor, Bsr], str | None],
     configurations: Callable[[Bsr, int, int], list[C]],
     launch: Callable[[Tensor, Tensor, Bsr, C], cuda.BoundKernel],
-) -> Launch:
-    """Return the launch of the pinned configuration, of a table's, or of the fastest."""
-    dy, x, pattern = operands.activations["dy"], operands.activations["x"], operands.pattern
-    assert isinstance(pattern, Bsr)
-    if reason := unsupported(dy, x, pattern):
-        raise Unsupported(reason)
-    blocks = len(pattern.columns)
-    sizes = blocked(len(x), *pattern.shape, operands.problem["dtype"], pattern.block, blocks)
-    workers = multiprocessors(x.device)
-    searched = [] if operands.pinned else configurations(pattern, len(x), workers)
-    configs, by = choose(name, config, operands, sizes, tuned, searched)
-    candidates = [Gradient(launch(dy, x, pattern, each), pattern) for each in configs]
-    return fastest_launch(configs, candidates, by, x.device)
+) -> Kernel:
+    """Return the kernel of `linear_wgrad`; configurations are of a pattern, m tokens and SMs."""
+
+    def prepare(operands: Operands, *, tuned: Tuned = True) -> Launch:
+        """Take the pinned configuration or a table's, or time all."""
+        dy, x, pattern = operands.activations["dy"], operands.activations["x"], operands.pattern
+        assert isinstance(pattern, Bsr)
+        if reason := unsupported(dy, x, pattern):
+            raise Unsupported(reason)
+        blocks = len(pattern.columns)
+        sizes = blocked(len(x), *pattern.shape, operands.problem["dtype"], pattern.block, blocks)
+        workers = multiprocessors(x.device)
+        searched = [] if operands.pinned else configurations(pattern, len(x), workers)
+        configs, by = choose(name, config, operands, sizes, tuned, searched)
+        candidates = [Gradient(launch(dy, x, pattern, each), pattern) for each in configs]
+        return fastest_launch(configs, candidates, by, x.device)
+
+    return Kernel("linear_wgrad", "bsr", "cuda", prepare, unsupported_on_hopper, tunes=True)
 
 
-KERNEL = Kernel("linear_wgrad", "bsr", "cuda", prepare, unsupported_on_hopper, tunes=True)
+KERNEL = kernel_of("bsr_wgrad", Config, unsupported_operands, configurations, launch)

@@ -23,7 +23,6 @@
 
 constexpr int WIDTH = 32, ROW_BYTES = 2 * WIDTH, WARPS = 8;
 using Pipeline = Tokens<STRIPS, ROW_BYTES>;
-constexpr int BOXES_EACH = STRIPS / PRODUCERS;
 constexpr int SUMS = 8 * SLOTS;  // of a thread
 
 struct Starts { int at[WORKERS]; };  // of each worker's pieces
@@ -42,34 +41,6 @@ struct alignas(16) Slot {
   int fresh;  // whether dY's fragment differs from that of the slot before
 };
 static_assert(SLOTS % 2 == 0, "a unit of split_k.cuh is two slots");
-
-// ---- producers: one thread in each of four warps; it takes about 170 clocks to issue a box ----
-
-__device__ __forceinline__ void producer(const Maps& maps, const Loads* loads, int at, int end,
-                                         Pipeline pipe, int rank) {
-  for (; at < end; at++) {
-    int boxes[BOXES_EACH], bytes = 0;
-    #pragma unroll
-    for (int i = 0; i < BOXES_EACH; i++) {
-      boxes[i] = loads[at].boxes[rank + PRODUCERS * i];
-      bytes += boxes[i] >= 0 ? Pipeline::BOX_BYTES : 0;
-    }
-    int token = loads[at].step * DEPTH;
-    const int stride = loads[at].stride * DEPTH;
-    for (int left = loads[at].count; left > 0; left--) {
-      pipe.producer_acquire();
-      mbarrier_arrive_expect_tx(pipe.full_barrier(), bytes);
-      #pragma unroll
-      for (int i = 0; i < BOXES_EACH; i++) {
-        const TensorMap* map = boxes[i] & 1 ? &maps.dy : &maps.x;
-        const u32 to = pipe.box(rank + PRODUCERS * i);
-        if (boxes[i] >= 0) tma_load(to, map, boxes[i] >> 1, token, pipe.full_barrier());
-      }
-      pipe.advance();
-      token += stride;
-    }
-  }
-}
 
 // ---- consumers ----
 
@@ -180,7 +151,7 @@ sum_blocks(const __grid_constant__ Maps maps, const Loads* loads, const Sums* su
   if (group == 2) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 72;");
     pipe.phase = 1;  // at first, all stages are free
-    if (threadIdx.x % 32 == 0) producer(maps, loads, begin, end, pipe, warp);
+    if (threadIdx.x % 32 == 0) producer<Strip<Pipeline>>(maps, loads, begin, end, pipe, warp);
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 216;");
     consumer(sums, slots, begin, end, pipe, values, partials, counters);

@@ -22,10 +22,8 @@ from torch import Tensor
 from sparsebench.errors import Unsupported
 from sparsebench.formats.bsr import Bsr
 from sparsebench.kernels._common import cuda
-from sparsebench.kernels._common.requirements import unsupported_on_hopper
-from sparsebench.kernels._common.tuned_table import Tuned, multiprocessors
+from sparsebench.kernels._common.tuned_table import multiprocessors
 from sparsebench.kernels._common.work_list import WORKERS, Ints
-from sparsebench.kernels._kernel import Kernel, Launch, Operands
 from sparsebench.kernels.bsr import bsr_wgrad
 from sparsebench.kernels.bsr._wgmma_pairs import checked
 from sparsebench.kernels.bsr._wgrad_schedule import SHORTEST, Piece, shared_out
@@ -261,16 +259,9 @@ def unsupported_operands(dy: Tensor, x: Tensor, pattern: Bsr) -> str | None:
         return f"expected blocks of 16x16, found {pattern.block[0]}x{pattern.block[1]}"
     (n, k), blocks = pattern.shape, len(pattern.columns)
     if max(blocks, len(x) + 64, 2 * (n + WIDTH), 2 * (k + WIDTH)) > bsr_wgrad.LARGEST:
-        found = f"{blocks} blocks in {n}x{k}, {len(x)} tokens"
-        return f"expected less than 2^30 rows and columns and 2^31 tokens, found {found}"
+        actual = f"{blocks} blocks in {n}x{k}, {len(x)} tokens"
+        return f"expected less than 2^30 rows and columns and 2^31 tokens, found {actual}"
     return None
 
 
-def prepare(operands: Operands, *, tuned: Tuned = True) -> Launch:
-    """Divide the work; take a table's configuration, or time a few."""
-    return bsr_wgrad.prepared(
-        "bsr_wgrad_mma", Config, operands, tuned, unsupported_operands, configurations, launch
-    )
-
-
-KERNEL = Kernel("linear_wgrad", "bsr", "cuda", prepare, unsupported_on_hopper, tunes=True)
+KERNEL = bsr_wgrad.kernel_of("bsr_wgrad_mma", Config, unsupported_operands, configurations, launch)

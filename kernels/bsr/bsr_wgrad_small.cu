@@ -46,7 +46,6 @@
 
 constexpr int WIDTH = 32, ROW_BYTES = 2 * WIDTH;
 using Pipeline = Tokens<STRIPS, ROW_BYTES>;
-constexpr int BOXES_EACH = STRIPS / PRODUCERS;
 constexpr int QUADS = 2 * UNITS;     // units of split_k.cuh: two strips of dY x one of X
 constexpr int SUMS = QUADS * UNIT;   // of a thread
 
@@ -67,34 +66,6 @@ struct alignas(16) Sums {
 };
 static_assert(UNITS % 2 == 0, "the host's rows of Sums have no padding");
 struct alignas(16) Places { int at[8][4]; };  // position of each 8 x 8 in the values, / 8, or -1
-
-// ---- producers: one thread in each of four warps; it takes about 170 clocks to issue a box ----
-
-__device__ __forceinline__ void producer(const Maps& maps, const Loads* loads, int at, int end,
-                                         Pipeline pipe, int rank) {
-  for (; at < end; at++) {
-    int boxes[BOXES_EACH], bytes = 0;
-    #pragma unroll
-    for (int i = 0; i < BOXES_EACH; i++) {
-      boxes[i] = loads[at].boxes[rank + PRODUCERS * i];
-      bytes += boxes[i] >= 0 ? Pipeline::BOX_BYTES : 0;
-    }
-    int token = loads[at].step * DEPTH;
-    const int stride = loads[at].stride * DEPTH;
-    for (int left = loads[at].count; left > 0; left--) {
-      pipe.producer_acquire();
-      mbarrier_arrive_expect_tx(pipe.full_barrier(), bytes);
-      #pragma unroll
-      for (int i = 0; i < BOXES_EACH; i++) {
-        const TensorMap* map = boxes[i] & 1 ? &maps.dy : &maps.x;
-        const u32 to = pipe.box(rank + PRODUCERS * i);
-        if (boxes[i] >= 0) tma_load(to, map, boxes[i] >> 1, token, pipe.full_barrier());
-      }
-      pipe.advance();
-      token += stride;
-    }
-  }
-}
 
 // ---- consumers ----
 
@@ -205,7 +176,7 @@ sum_blocks(const __grid_constant__ Maps maps, const Loads* loads, const Sums* su
   if (group == 2) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
     pipe.phase = 1;  // at first, all stages are free
-    if (threadIdx.x % 32 == 0) producer(maps, loads, begin, end, pipe, warp);
+    if (threadIdx.x % 32 == 0) producer<Strip<Pipeline>>(maps, loads, begin, end, pipe, warp);
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
     consumer(sums, places, begin, end, pipe, group, values, width, partials, counters);

@@ -23,10 +23,8 @@ from torch import Tensor
 from sparsebench.errors import Unsupported
 from sparsebench.formats.bsr import Bsr
 from sparsebench.kernels._common import cuda
-from sparsebench.kernels._common.requirements import unsupported_on_hopper
-from sparsebench.kernels._common.tuned_table import Tuned, multiprocessors
+from sparsebench.kernels._common.tuned_table import multiprocessors
 from sparsebench.kernels._common.work_list import WORKERS
-from sparsebench.kernels._kernel import Kernel, Launch, Operands
 from sparsebench.kernels.bsr import bsr_wgrad
 from sparsebench.kernels.bsr._wgmma_pairs import SIDE
 from sparsebench.kernels.bsr._wgrad_small_schedule import (
@@ -171,17 +169,12 @@ def unsupported_operands(dy: Tensor, x: Tensor, pattern: Bsr) -> str | None:
         return f"expected blocks of a multiple of {PIECE} rows and columns, found {r}x{c}"
     pieces = len(pattern.columns) * r * (c // PIECE)
     if max(pieces, len(x) + SIDE, 2 * (n + r), 2 * (k + c)) > LARGEST:
-        found = f"{len(pattern.columns)} blocks of {r}x{c} in {n}x{k}, {len(x)} tokens"
+        actual = f"{len(pattern.columns)} blocks of {r}x{c} in {n}x{k}, {len(x)} tokens"
         rest = f"2^31 tokens and pieces of {PIECE} values"
-        return f"expected less than 2^30 rows and columns, {rest}, found {found}"
+        return f"expected less than 2^30 rows and columns, {rest}, found {actual}"
     return None
 
 
-def prepare(operands: Operands, *, tuned: Tuned = True) -> Launch:
-    """Divide the work; take a table's configuration, or time a few."""
-    return bsr_wgrad.prepared(
-        "bsr_wgrad_small", Config, operands, tuned, unsupported_operands, configurations, launch
-    )
-
-
-KERNEL = Kernel("linear_wgrad", "bsr", "cuda", prepare, unsupported_on_hopper, tunes=True)
+KERNEL = bsr_wgrad.kernel_of(
+    "bsr_wgrad_small", Config, unsupported_operands, configurations, launch
+)

@@ -222,8 +222,8 @@ def constants_of(config: Config, dtype: torch.dtype, aligned: bool) -> Constants
 def unsupported_operands(x: Tensor, w: Csr) -> str | None:
     n, k = w.shape
     if x.dtype != w.values.dtype or x.dtype not in DTYPES:
-        found = f"{x.dtype} and {w.values.dtype}"
-        return f"expected fp32, fp16 or bf16 operands of one dtype, found {found}"
+        actual = f"{x.dtype} and {w.values.dtype}"
+        return f"expected fp32, fp16 or bf16 operands of one dtype, found {actual}"
     if x.dim() != 2 or x.shape[1] != k:
         return f"expected activations of {k} columns, found shape {list(x.shape)}"
     if x.stride(1) != 1:

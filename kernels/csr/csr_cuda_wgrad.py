@@ -129,15 +129,15 @@ def constants_of(config: Config, dtype: torch.dtype, aligned: bool) -> Constants
 def unsupported_operands(dy: Tensor, x: Tensor, w: Csr) -> str | None:
     (n, k), dtype = w.shape, w.values.dtype
     if len({dy.dtype, x.dtype, dtype}) > 1 or dtype not in DTYPES:
-        found = f"{dy.dtype}, {x.dtype} and a pattern of {dtype}"
-        return f"expected fp32, fp16 or bf16 operands of one dtype, found {found}"
+        actual = f"{dy.dtype}, {x.dtype} and a pattern of {dtype}"
+        return f"expected fp32, fp16 or bf16 operands of one dtype, found {actual}"
     if dy.dim() != 2 or x.dim() != 2 or len(dy) != len(x) or (dy.shape[1], x.shape[1]) != (n, k):
         return f"expected dY [m, {n}] and X [m, {k}], found {list(dy.shape)} and {list(x.shape)}"
     if dy.stride(1) != 1 or x.stride(1) != 1:
         return f"expected contiguous rows, found strides {dy.stride()} and {x.stride()}"
     if min(n, k, len(x), len(w.values)) < 1 or max(n, k, len(x)) > LARGEST // 2:
-        found = f"{len(x)} tokens, {n} rows, {k} columns and {len(w.values)} non-zeros"
-        return f"expected 1 to 2^30 tokens, rows and columns and a non-zero, found {found}"
+        actual = f"{len(x)} tokens, {n} rows, {k} columns and {len(w.values)} non-zeros"
+        return f"expected 1 to 2^30 tokens, rows and columns and a non-zero, found {actual}"
     return None
 
 

@@ -248,5 +248,5 @@ def require_room(operands: Operands) -> None:
 def _too_large(needed: int, available: int, has: str) -> str | None:
     if needed <= available:
         return None
-    found = f"found a device that {has} {available / 1e9:.1f} GB"
-    return f"needs at least {needed / 1e9:.1f} GB for the weights of all layers, {found}"
+    actual = f"found a device that {has} {available / 1e9:.1f} GB"
+    return f"needs at least {needed / 1e9:.1f} GB for the weights of all layers, {actual}"

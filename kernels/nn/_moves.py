@@ -86,8 +86,8 @@ def _by_block(name: str, state: Any, values: nn.Parameter) -> bool:
     fits = matches and state.is_floating_point()
     layout = [*state.shape] if isinstance(state, Tensor) else type(state).__name__
     expected = f"expected state in floating point with a part for each of {len(values)} blocks"
-    found = f"found {layout}: make the optimizer after set_pattern"
-    require(fits, f"an optimizer's {name}: {expected}, {found}")
+    actual = f"found {layout}: make the optimizer after set_pattern"
+    require(fits, f"an optimizer's {name}: {expected}, {actual}")
     return True
 
 

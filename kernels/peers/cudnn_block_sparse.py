@@ -47,8 +47,11 @@ def unsupported_backward(problem: Problem, device: torch.device) -> str | None:
     return unsupported(problem, device)
 
 
-def prepare(operands: Operands) -> Launch:
-    """Cut the lists; time both sides of blocks and several splits, and keep the fastest."""
+def prepare(operands: Operands, *, kv_splits: int | None = None) -> Launch:
+    """Cut the lists; time both sides of blocks and the splits, or `kv_splits` alone.
+
+    The fastest is kept.
+    """
     attend = import_module("cudnn").block_sparse_attention_forward
     (q, k, v), problem = by_token(operands, "q", "k", "v"), operands.problem
     lists = lists_by_side(operands)
@@ -59,7 +62,8 @@ def prepare(operands: Operands) -> Launch:
         return o.reshape(q.shape[0] * q.shape[1], -1)
 
     large = 2 * k[0, :, 0].nbytes >= LARGE
-    ways = product(lists, SPLITS if large else SPLITS[:1])
+    splits = [kv_splits] if kv_splits else SPLITS if large else SPLITS[:1]
+    ways = product(lists, splits)
     return fastest_choice(run, [{"side": s, "kv_splits": n} for s, n in ways], operands)
 
 

@@ -45,8 +45,8 @@ def joined(gate: Spense, up: Spense) -> Spense:
     parts = [(w.shape, w.sparse_shape, w.dtype) for w in (gate, up)]
     (n, k), (rows, columns), _ = parts[0]
     if parts[0] != parts[1] or columns < k:
-        found = " and ".join(f"{list(inner)} sparse of {list(whole)}" for whole, inner, _ in parts)
-        raise Unsupported(f"expected gate and up split at the same row, found {found}")
+        actual = " and ".join(f"{list(inner)} sparse of {list(whole)}" for whole, inner, _ in parts)
+        raise Unsupported(f"expected gate and up split at the same row, found {actual}")
     if n % TURN:
         raise Unsupported(f"expected a multiple of {TURN} hidden units, found {n}")
     both = interleaved(gate.to_dense(), up.to_dense())

@@ -14,13 +14,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from markupsafe import Markup, escape
+from markupsafe import Markup
 
 from sparsebench.reports.claims.announcements import for_site
 from sparsebench.reports.claims.forest import forest, where
 from sparsebench.reports.claims.sheets import STYLES
 from sparsebench.reports.figures._html import fold_away
-from sparsebench.reports.page import render
+from sparsebench.reports.page import code, render
 from sparsebench.reports.site.pages import Site, stylesheet
 from sparsebench.reports.tables import html_table, without_dashes
 from sparsebench.results.claims.author_tables import AuthorTable, read_tables
@@ -123,9 +123,7 @@ def alone(judged: Sequence[Entry], version: str) -> Iterator[tuple[str, str]]:
 
 def prose(text: str) -> Markup:
     """Return a line of a claim with a capital first letter, and backticks as code."""
-    parts = capital(text).split("`")
-    code = Markup("<code>%s</code>")
-    return Markup("").join(code % part if i % 2 else escape(part) for i, part in enumerate(parts))
+    return code(capital(text))
 
 
 def lines(judged: Sequence[Entry], gpus: Collection[str] | None = None) -> list[dict[str, Any]]:

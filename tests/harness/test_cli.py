@@ -162,16 +162,18 @@ def test_the_usual_flags_print_version_and_help(flag: str) -> None:
     assert not [line for line in ends if line.rstrip().endswith("...")]  # nothing is cut off
 
 
-def test_a_suite_that_compares_nothing_here_is_reported(tmp_path: Path) -> None:
+def test_a_suite_that_compares_nothing_here_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "gpu_only.yaml"
     file.write_text(GPU_ONLY)
     message = "only baselines are supported"
     assert message in sparsebench("check", file, "--device", "cpu").stdout
     assert message not in sparsebench("check", file, "--device", "sim").stdout
-    options = "--device", "cpu", "--replicates", 1, "--out", tmp_path / "run"
-    done = sparsebench("run", file, *options)
-    assert "warning: suite: nothing but the baselines of gpu_only is supported" in done.stderr
-    assert done.returncode == 0
+    run = tmp_path / "run"
+    done = sparsebench("run", file, "--device", "cpu", "--replicates", 1, "--out", run)
+    assert done.returncode == 2
+    assert "only baselines" in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert not run.exists()
 
 
 def test_check_estimates_for_another_gpu_and_for_a_simulated_one() -> None:

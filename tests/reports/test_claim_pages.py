@@ -55,6 +55,14 @@ def test_a_page_has_quote_conditions_bound_cells_verdict_and_command() -> None:
     assert '<a href="../index.html">' not in text  # the claims are in a separate folder
 
 
+def test_backticks_of_a_claim_are_code_on_every_page() -> None:
+    untested = entry(tests=[], measure=None, bounds=[], missing="a file of `whole` <of a model>")
+    texts = dict(alone([untested], "1.0"))
+    for name in ("claims/mine.html", "claims/index.html"):
+        assert "<code>whole</code> &lt;of a model&gt;" in texts[name]
+        assert "`" not in texts[name]
+
+
 def test_conditions_are_compared_and_differences_are_marked() -> None:
     fields_of_run = {
         "dtype": {"published": "bf16", "field": "dtype"},

@@ -17,12 +17,12 @@ from sparsebench.kernels._common.tuned_table import shared_bytes_of
 from sparsebench.kernels.bsr import bsr_fp32
 from sparsebench.kernels.bsr._launch import Product
 from sparsebench.kernels.bsr.bsr_fp32 import Config
-from tests.compiling.nvcc import HOPPERS_OWN, assert_compiles_cleanly, by_nvcc
+from tests.compiling.nvcc import assert_compiles_cleanly, by_nvcc
 from tests.emulation.cuda_on_cpu import device_code, library_of
 from tests.kernels.bsr.examples import Shape, assert_right, example, on_gpu
 from tests.tools.marks import needs_cupy, needs_gxx, sampled
 
-TARGETS = "sm_80", "sm_89", HOPPERS_OWN, "sm_100", "sm_120"
+TARGETS = "sm_80", "sm_89", "sm_90", "sm_100", "sm_120"
 # Every side of a step; blocks of several steps; edge blocks; rows without a block; no block; rows
 # of X that are no multiples of 16 bytes.
 SHAPES: list[Shape] = [
@@ -55,9 +55,9 @@ def on_cpu(constants: cuda.Constants) -> Any:
       static void** a;
       template <class T> T& at(int i) { return *(T*)a[i]; }
       static void run() {
-        multiply_fp32(at<const float*>(0), at<long long>(1), at<const int*>(2), at<const int*>(3),
-                      at<const float*>(4), at<float*>(5), at<int>(6), at<int>(7), at<int>(8),
-                      at<int>(9));
+        multiply_fp32(at<const float*>(0), at<long long>(1), at<const BlockRow*>(2),
+                      at<const int*>(3), at<const float*>(4), at<float*>(5),
+                      at<int>(6), at<int>(7), at<int>(8), at<int>(9));
       }
       extern "C" void call(void** args, int grid, size_t bytes) {
         a = args;
@@ -72,7 +72,7 @@ def emulated(x: Tensor, w: Bsr, config: Config, late: int, patch: pytest.MonkeyP
     patch.setattr(cuda, "load", lambda *arguments: (None, "code"))
     patch.setattr(cuda, "target_of", lambda device: "cpu")
     program = bsr_fp32.launch(x, w, config)
-    constants = bsr_fp32.constants_of(config, w.block, bsr_fp32.is_aligned(x))
+    constants = bsr_fp32.constants_of(config, w.block, bsr_fp32.is_aligned(x), "cpu")
     kernel = on_cpu((*constants, ("LATE", late)))
     program.out.fill_(float("nan"))
     shared = ctypes.c_size_t(program.loaded.shared_bytes)
@@ -114,7 +114,7 @@ def test_it_compiles_without_a_spill(target, tmp_path) -> None:
     for block in ((32, 32), (16, 16), (8, 24), (128, 64)):
         for config in CONFIGS[:3]:
             for aligned in (True, False):
-                constants = bsr_fp32.constants_of(config, block, aligned)
+                constants = bsr_fp32.constants_of(config, block, aligned, target)
                 assert_compiles_cleanly("bsr_fp32", constants, tmp_path, target=target)
 
 

@@ -119,6 +119,21 @@ def test_cudnn_gets_lists_of_its_blocks(
     torch.testing.assert_close(cudnn_block_sparse.KERNEL.prepare(operands)(), expected)
 
 
+def test_cudnn_splits_the_keys_as_its_option_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    splits: list[int] = []
+
+    def attend(q: Tensor, *_: Tensor, kv_splits: int, **__: Any) -> dict[str, Tensor]:
+        splits.append(kv_splits)
+        return {"o_tensor": torch.zeros_like(q)}
+
+    stand_in = SimpleNamespace(block_sparse_attention_forward=attend)
+    monkeypatch.setitem(sys.modules, "cudnn", stand_in)
+    operands, _ = case(random_mask((256, 256), 64, lists=2))
+    launch = cudnn_block_sparse.KERNEL.prepare(operands, kv_splits=4)
+    launch()
+    assert set(splits) == {4} == {launch.choice["kv_splits"]}
+
+
 def test_flashinfer_gets_blocks_of_64_for_cake_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     mask, sides = random_mask((256, 384), 128, lists=4), dict[str, int]()
 
