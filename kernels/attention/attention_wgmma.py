@@ -101,7 +101,7 @@ def slots_of(config: Config, head_dim: int, query_maps: int = 1) -> int:
     row = head_dim * 2
     queries = query_maps * buffers_of(config, query_maps) * config.rows
     available = MOST_BYTES // config.tiles - queries * row
-    return min(12, available // (config.keys * row))
+    return min(13 - config.tiles, available // (config.keys * row))  # notes take the rest
 
 
 def shared_bytes(config: Config, head_dim: int, query_maps: int = 1) -> int:
