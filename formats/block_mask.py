@@ -63,11 +63,13 @@ class Transposed(NamedTuple):
     offsets  int32 [batch * lists * kv_blocks + 1]
     rows     int32 [blocks]   q block, ascending; bit 31 is set if the block is partial
     slots    int32 [blocks]   index in the mask's `bits`, or None
+    places   int64 [blocks]   index in the mask's `columns`
     """
 
     offsets: Tensor
     rows: Tensor
     slots: Tensor | None
+    places: Tensor
 
 
 @dataclass(frozen=True)
@@ -248,7 +250,8 @@ class BlockMask(Format):
         q = q.to(torch.int32)
         stored = torch.where(self.partial, q | PARTIAL, q)[order]
         offsets = offsets_of(by_column, self.batch * self.lists * self.kv_blocks)
-        return Transposed(offsets, stored, None if self.slots is None else self.slots[order])
+        slots = None if self.slots is None else self.slots[order]
+        return Transposed(offsets, stored, slots, order)
 
     def expand(self, heads: int | None = None) -> Tensor:
         """Return the allowed elements, bool [batch, heads, S_q, S_kv]. Raises FormatError if many.

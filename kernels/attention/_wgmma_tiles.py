@@ -47,7 +47,7 @@ def query_tiles(mask: BlockMask, shape: Shape, rows: int, span: int) -> Tensor:
     device, pack = mask.offsets.device, rows // span
     head = torch.arange(0, shape.batch * shape.heads, pack, device=device)
     start = torch.arange(0, shape.q_tokens, span, device=device)
-    row = _lists(mask, shape, head)[:, None] * mask.q_blocks + start // mask.block[0]
+    row = lists_of_heads(mask, shape, head)[:, None] * mask.q_blocks + start // mask.block[0]
     count = mask.counts[row]
     columns = mask.offsets[row], count, start.expand_as(row), head[:, None].expand_as(row)
     bytes_of_group = 2 * shape.kv_tokens * shape.head_dim * shape.itemsize  # K and V
@@ -64,6 +64,7 @@ class KeyLists(NamedTuple):
              bits 24 to 27 say which of them the query block has, and bits 20 to 23 which of these
              are partial
     slots    places of the bits of partial blocks, or None
+    places   int32, of each block in mask.columns; None if blocks are joined
     present  int32 [batch * lists, blocks]: which of the joined blocks have a query block
     """
 
@@ -71,17 +72,19 @@ class KeyLists(NamedTuple):
     offsets: Tensor
     rows: Tensor
     slots: Tensor | None
+    places: Tensor | None
     present: Tensor
 
 
 def key_lists(mask: BlockMask) -> KeyLists:
     """Return the transposed lists; blocks of 16 or 32 keys are joined to blocks of 64."""
-    offsets, rows, slots = mask.transpose()
+    offsets, rows, slots, places = mask.transpose()
     count, ratio = mask.batch * mask.lists, max(1, INNER // mask.block[1])
     blocks = ceil(mask.kv_blocks / ratio)
     present = rows.new_zeros(count * blocks)
     if ratio == 1:
-        return KeyLists(mask.block[1], offsets, rows, slots, present.view(count, blocks))
+        present = present.view(count, blocks)
+        return KeyLists(mask.block[1], offsets, rows, slots, places.to(torch.int32), present)
     row = rows_of(offsets)
     number, column = row // mask.kv_blocks, row % mask.kv_blocks
     joined, bit = number * blocks + column // ratio, 1 << column % ratio
@@ -94,7 +97,7 @@ def key_lists(mask: BlockMask) -> KeyLists:
         present[some] |= 1 << at
     rows = torch.where(rows >> PARTLY & 15 != 0, rows - (1 << 31), rows).to(torch.int32)
     offsets = offsets_of(of_block, count * blocks)
-    return KeyLists(INNER, offsets, rows, None, present.view(count, blocks))
+    return KeyLists(INNER, offsets, rows, None, None, present.view(count, blocks))
 
 
 def key_tiles(lists: KeyLists, mask: BlockMask, shape: Shape, rows: int) -> Tensor:
@@ -107,12 +110,12 @@ def key_tiles(lists: KeyLists, mask: BlockMask, shape: Shape, rows: int) -> Tens
     counts = lists.offsets.diff().view(-1, blocks)
     head = torch.arange(shape.batch * shape.heads, device=device)
     group = shape.heads // shape.kv_heads
-    total = counts[_lists(mask, shape, head)].view(-1, group, blocks).sum(1)
+    total = counts[lists_of_heads(mask, shape, head)].view(-1, group, blocks).sum(1)
     start = torch.arange(0, shape.kv_tokens, rows, device=device)
     kv_head = torch.arange(shape.batch * shape.kv_heads, device=device)
     block = start // lists.side
     count = total[:, block]
-    of_lists = lists.present[_lists(mask, shape, head)].view(-1, group, blocks)
+    of_lists = lists.present[lists_of_heads(mask, shape, head)].view(-1, group, blocks)
     present = reduce(torch.bitwise_or, of_lists.unbind(1))[:, block]
     columns = start.expand_as(count), kv_head[:, None].expand_as(count), block.expand_as(count)
     bytes_of_group = 2 * group * shape.q_tokens * shape.head_dim * shape.itemsize  # Q and dO
@@ -120,7 +123,7 @@ def key_tiles(lists: KeyLists, mask: BlockMask, shape: Shape, rows: int) -> Tens
     return _sorted((*columns, present), count, kv_head, section)
 
 
-def _lists(mask: BlockMask, shape: Shape, head: Tensor) -> Tensor:
+def lists_of_heads(mask: BlockMask, shape: Shape, head: Tensor) -> Tensor:
     """Return the list of each head of all sequences."""
     sequence, local = head // shape.heads, head % shape.heads
     return sequence * mask.lists + local * mask.lists // shape.heads

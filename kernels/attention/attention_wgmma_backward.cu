@@ -34,8 +34,10 @@
 // Cost of a step of 64 queries and 128 keys, D = 128: 8.4 MFLOP, 1.3 us of an SM at 850 TFLOP/s;
 // loads of 32 KB, 0.4 us.
 //
-// Macros: HEAD_DIM=64|128 BLOCK_Q BLOCK_K GROUPS CONSUMERS=1|2 SLOTS CAUSAL=0|1 BITS=0|1, and
-// hopper.cuh's. Source: PTX ISA 9.0; FlashAttention-3 (2407.08608) for the order of products.
+// STORES: dS.T goes to memory, too, from which attention_wgmma_stored.cu computes dQ.
+//
+// Macros: HEAD_DIM=64|128 BLOCK_Q BLOCK_K GROUPS CONSUMERS=1|2 SLOTS CAUSAL=0|1 BITS=0|1 STORES=0|1,
+// and hopper.cuh's. Source: PTX ISA 9.0; FlashAttention-3 (2407.08608) for the order of products.
 
 #include "hopper.cuh"
 #include "warpgroup.cuh"
@@ -46,10 +48,12 @@ constexpr int ENTRIES = ROWS / BOX_Q, PARTS = BLOCK_Q / BOX_Q;     // of a step;
 constexpr int KV_ROWS = 64 * CONSUMERS;                            // of a tile
 constexpr bool JOINED = BLOCK_K < 64;  // a tile has several blocks of keys, and one list
 static_assert(!JOINED || CONSUMERS == 1 && !BITS, "unwritten");
+static_assert(!STORES || ENTRIES == 1 && !JOINED, "a step has one block");
 constexpr int SLOT_BYTES = ROWS * HEAD_DIM * 2, KV_BYTES = KV_ROWS * HEAD_DIM * 2;
 constexpr int GROUP_BYTES = 2 * KV_BYTES + SLOTS * SLOT_BYTES, STATS_BYTES = 8 * ROWS;
 constexpr int WARPGROUPS = GROUPS * CONSUMERS, THREADS = 128 * (WARPGROUPS + 1);
-constexpr int NOTE_INTS = 3 + 3 * ENTRIES;  // flags, key, KV head; query, row and slot of an entry
+// Flags, key, KV head; query, row and slot of an entry; where dS is stored, in 64 queries.
+constexpr int NOTE_INTS = 3 + 3 * ENTRIES + STORES;
 // Bits of a row of a list, beside the block of queries. JOINED: which of the blocks of keys the
 // block of queries has (PRESENT), and which of these are partial (PARTLY).
 constexpr int PARTIAL = 1 << 31, PRESENT = 24, PARTLY = 20;
@@ -70,6 +74,8 @@ struct Lists {
 };
 struct Sizes { int queries, keys, heads, kv_heads, padded; float scale, log_scale; };
 struct Stats { const float *lse, *delta; };  // [batch * heads, padded]
+// Of the blocks of each list; a head's are `shifts` further (attention_wgmma_stored.cu).
+struct Stored { char* scores; const int *places, *shifts; };
 
 struct Ring {
   u32 slots, notes, stats, full, empty;
@@ -80,6 +86,7 @@ struct Ring {
   __device__ __forceinline__ u32 query(int entry) const { return note() + 4 * (3 + entry); }
   __device__ __forceinline__ u32 row(int entry) const { return query(entry + ENTRIES); }
   __device__ __forceinline__ u32 bits(int entry) const { return query(entry + 2 * ENTRIES); }
+  __device__ __forceinline__ u32 place() const { return query(3 * ENTRIES); }
   __device__ __forceinline__ u32 lse() const { return stats + slot * STATS_BYTES; }
   __device__ __forceinline__ u32 delta() const { return lse() + 4 * ROWS; }
   __device__ __forceinline__ u32 full_barrier() const { return full + 8 * slot; }
@@ -119,7 +126,8 @@ __device__ __forceinline__ void load_keys(const Maps& maps, const Resident& kv, 
 }
 
 __device__ __forceinline__ void producer(const Maps& maps, const Lists& lists, const Sizes& sizes,
-                                         const Stats& stats, Ring ring, Resident kv, int group) {
+                                         const Stats& stats, const Stored& stored, Ring ring,
+                                         Resident kv, int group) {
   const int lane = threadIdx.x % 32;
   const int e = lane / HALVES % ENTRIES;  // of the boxes that this lane loads
   const bool writes = lane % HALVES == 0 && lane < ENTRIES * HALVES;
@@ -139,12 +147,15 @@ __device__ __forceinline__ void producer(const Maps& maps, const Lists& lists, c
       const int count = h < heads ? (offsets[1] - begin) * PARTS : 0;  // entries of all steps
       const int steps = h < heads ? (count + ENTRIES - 1) / ENTRIES : first;
       int at = e, next = e < count ? lists.rows[begin + e / PARTS] : 0;
+      int place = STORES && e < count ? stored.places[begin + e / PARTS] : 0;
       for (int step = 0; step < steps; step++) {
         const int row = next, after = at + ENTRIES;
         next = after < count ? lists.rows[begin + after / PARTS] : 0;
         const int query = at < count ? (row & INDEX) * BLOCK_Q + at % PARTS * ROWS
                                      : sizes.padded - ROWS;
         const int of_all = sequence * sizes.heads + head;
+        const int to = (place + (STORES ? stored.shifts[of_all] : 0)) * PARTS + at % PARTS;
+        if (STORES && after < count) place = stored.places[begin + after / PARTS];
         mbarrier_wait(ring.empty_barrier(), ring.phase, "a free slot for Q");
         const bool masked = JOINED || ragged || __any_sync(~0u, row < 0);
         if (lane == 0) {
@@ -154,6 +165,7 @@ __device__ __forceinline__ void producer(const Maps& maps, const Lists& lists, c
             st_shared(ring.note() + 4, tile->key);
             st_shared(ring.note() + 8, tile->kv_head);
           }
+          if (STORES) st_shared(ring.place(), to);
           mbarrier_arrive_expect_tx(ring.full_barrier(), SLOT_BYTES + STATS_BYTES);
         }
         if (writes) {
@@ -255,7 +267,7 @@ __device__ __forceinline__ void mask(float (&p)[ROWS / 2], const Ring& ring, int
 }
 
 __device__ __forceinline__ void consume(Ring ring, Resident kv, int consumer, const Lists& lists,
-                                        const Sizes& sizes, char* dk, char* dv) {
+                                        const Sizes& sizes, char* memory, char* dk, char* dv) {
   const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
   const int row = 64 * consumer + 16 * warp + lane / 4, t = lane % 4;  // key in the tile
   const u32 rows_at = consumer * 64 * ROW_BYTES;                       // in a tile of keys
@@ -266,6 +278,7 @@ __device__ __forceinline__ void consume(Ring ring, Resident kv, int consumer, co
   int flags = __shfl_sync(~0u, ld_shared(ring.note()), 0);
   while (!(flags & END)) {
     const int key = ld_shared(ring.note() + 4) + row, kv_head = ld_shared(ring.note() + 8);
+    char* const to_memory = memory + (key % BLOCK_K / 64 * 4 + warp) * 2048 + lane * 16;
     const bool empty = JOINED ? !(flags >> (PRESENT + key % 64 / BLOCK_K) & 1) : flags & EMPTY;
     mbarrier_wait(kv.full, kv.phase, "K and V");
     kv.phase ^= 1;
@@ -305,6 +318,11 @@ __device__ __forceinline__ void consume(Ring ring, Resident kv, int consumer, co
           ds[2 * i + r] = pack_pair(s[at] * (dp[at] - delta.x), s[at + 1] * (dp[at + 1] - delta.y));
         }
       }
+      if (STORES && !(flags & EMPTY)) {
+        char* to = to_memory + (long long)ld_shared(q.place()) * (BLOCK_K / 64 * 8192);
+        #pragma unroll
+        for (int i = 0; i < ROWS / 16; i++) st_streaming(to + i * 512, ds + 4 * i);
+      }
       add_queries(k_sum, ds, q.tile(), keep);
       keep = 1;
       mbarrier_wait(ring.full_barrier(), ring.phase, "the next Q");
@@ -337,7 +355,7 @@ __device__ __forceinline__ void consume(Ring ring, Resident kv, int consumer, co
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 differentiate(const __grid_constant__ Maps maps, const __grid_constant__ Lists lists,
               const __grid_constant__ Stats stats, const __grid_constant__ Sizes sizes,
-              char* dk, char* dv) {
+              const __grid_constant__ Stored stored, char* dk, char* dv) {
   extern __shared__ char shared[];
   __shared__ int notes[GROUPS][SLOTS][NOTE_INTS];
   __shared__ u64 full[GROUPS][SLOTS], empty[GROUPS][SLOTS], kv_full[GROUPS], kv_empty[GROUPS];
@@ -355,6 +373,10 @@ differentiate(const __grid_constant__ Maps maps, const __grid_constant__ Lists l
     }
     fence_mbarrier_init();
   }
+  if (STORES) {
+    launch_dependent_grids();
+    wait_on_dependent_grids();
+  }
   __syncthreads();
   const int group = warpgroup < WARPGROUPS ? warpgroup / CONSUMERS : min(warp, GROUPS - 1);
   const u32 group_at = base + group * GROUP_BYTES;
@@ -366,9 +388,9 @@ differentiate(const __grid_constant__ Maps maps, const __grid_constant__ Lists l
   if (warpgroup == WARPGROUPS) {
     setmaxnreg_dec<24>();
     ring.phase = kv.phase = 1;  // at first, everything is free
-    if (warp < GROUPS) producer(maps, lists, sizes, stats, ring, kv, group);
+    if (warp < GROUPS) producer(maps, lists, sizes, stats, stored, ring, kv, group);
   } else {
     setmaxnreg_inc<240>();
-    consume(ring, kv, warpgroup % CONSUMERS, lists, sizes, dk, dv);
+    consume(ring, kv, warpgroup % CONSUMERS, lists, sizes, stored.scores, dk, dv);
   }
 }

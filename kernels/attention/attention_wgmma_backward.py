@@ -1,11 +1,17 @@
 """Gradients of block-sparse attention in CUDA C++ for Hopper: dQ, dK and dV, one below the other.
 
+Config.stores: no
     differentiate_queries   dQ of a tile of queries; delta = sum(dO O), and the LSE for exp2
     differentiate           dK and dV of a tile of keys
+Config.stores: yes
+    weigh_rows              delta, and the LSE for exp2
+    differentiate           dK and dV; stores dS of a section of heads
+    multiply_stored         dQ = dS K of the section, and so on for the next one
 
-Both compute S and dP, which takes 14 D operations for each allowed element instead of 10. In return
-no sum is added up in memory, so the same operands give the same bits. attention_wgmma_dq.cu and
-attention_wgmma_backward.cu are the kernels. They support
+The first way computes S and dP twice, which takes 14 D operations for each allowed element instead
+of 10. The second takes memory for dS, 1 GiB at most (_stored.py). Neither adds up a sum in memory,
+so the same operands give the same bits. The kernels are in attention_wgmma_backward.cu,
+attention_wgmma_dq.cu and attention_wgmma_stored.cu. They support
 
     head_dim   64 and 128, fp16 or bf16
     queries    blocks of a multiple of 64, or of 16 or 32 as attention_wgmma does
@@ -14,7 +20,8 @@ attention_wgmma_backward.cu are the kernels. They support
 """
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
 from struct import pack
 from typing import NamedTuple
 
@@ -24,9 +31,11 @@ from torch import Tensor
 from sparsebench.errors import Unsupported
 from sparsebench.formats.block_mask import BlockMask
 from sparsebench.kernels._common import cuda
+from sparsebench.kernels._common.search import fastest_launch, pinned_or
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
 from sparsebench.kernels.attention._lists import shared_heads
 from sparsebench.kernels.attention._shapes import LOG2_E, Bound, Shape, task_of
+from sparsebench.kernels.attention._stored import Stored, multiply_stored, stored_of, weigh_rows
 from sparsebench.kernels.attention._wgmma_tiles import (
     KeyLists,
     key_lists,
@@ -49,18 +58,20 @@ from sparsebench.kernels.attention.attention_wgmma import work_of as query_work
 
 ROWS = 64  # queries of a step
 SMALL = 16, 32  # sides of blocks of which a step or a tile has several
-KEYS = cuda.Layout("512s", "64s", "16s", "28s4x", *"PP")  # Maps, Lists, Stats, Sizes, dK, dV
+KEYS = cuda.Layout("512s", "64s", "16s", "28s4x", "24s", *"PP")  # Maps to Stored, dK, dV
 QUERIES = cuda.Layout("640s", "48s", "32s", "P", "20s")  # Maps, Lists, Stats, dQ, Sizes
 
 
 @dataclass(frozen=True)
 class Config:
-    """One way to run the kernel of dK and dV.
+    """One way to run the kernels.
 
-    rows  of keys in a tile: 64 for each warpgroup, 128 at most
+    rows    of keys in a tile: 64 for each warpgroup, 128 at most
+    stores  dS is stored, and dQ computed from it; else dQ computes it again
     """
 
     rows: int
+    stores: bool = False
 
     @property
     def tiles(self) -> int:
@@ -70,10 +81,13 @@ class Config:
 
 @dataclass(frozen=True)
 class Gradients:
-    """Both kernels and their arguments: each call computes `out`, in the same buffer."""
+    """The kernels and their arguments: each call computes `out`, in the same buffer.
+
+    memory  what the arguments point to
+    """
 
     kernels: tuple[tuple[cuda.Loaded, cuda.Arguments], ...]
-    tensors: tuple[Tensor, ...]
+    memory: tuple[object, ...]
     out: Tensor
 
     def __call__(self) -> Tensor:
@@ -89,9 +103,11 @@ class Gradients:
 
 
 def configurations(shape: Shape, shared: int) -> list[Config]:
-    """Return the one configuration, the fastest in every search (NOTES.md). Raises Unsupported.
+    """Return the configurations to time, the likeliest first. Raises Unsupported.
 
     shared  query heads that share a list and a KV head
+
+    Tiles of `rows` keys were the fastest in every search (NOTES.md).
     """
     if any(side % ROWS and side not in SMALL for side in shape.block):
         raise Unsupported(
@@ -100,7 +116,8 @@ def configurations(shape: Shape, shared: int) -> list[Config]:
         )
     query_configurations(shape, shared)  # raises Unsupported
     wide = shape.block[1] % 128 == 0 and shape.block[0] >= ROWS
-    return [Config(128 if wide else 64)]
+    rows, stores = 128 if wide else 64, min(shape.block) >= ROWS
+    return [Config(rows, True), Config(rows)] if stores else [Config(rows)]
 
 
 def of_queries(shape: Shape, mask: BlockMask) -> QueryConfig:
@@ -110,15 +127,17 @@ def of_queries(shape: Shape, mask: BlockMask) -> QueryConfig:
 
 
 class Work(NamedTuple):
-    """A mask prepared for a launch: tiles of keys, their lists, and tiles of queries.
+    """A mask prepared for a launch: tiles of keys, their lists, and what dQ needs.
 
     counters  zero between launches
+    queries   tiles of queries, if dQ computes dS again; else `stored` has them
     """
 
     tiles: Tensor
     lists: KeyLists
     counters: Tensor
-    queries: QueryWork
+    queries: QueryWork | None
+    stored: Stored | None
 
 
 def work_of(mask: BlockMask, shape: Shape, config: Config) -> Work:
@@ -131,7 +150,11 @@ def work_of(mask: BlockMask, shape: Shape, config: Config) -> Work:
     lists = key_lists(mask)
     tiles = key_tiles(lists, mask, shape, config.rows)
     counters = torch.zeros(2, dtype=torch.int32, device=tiles.device)
-    return Work(tiles, lists, counters, query_work(mask, shape, of_queries(shape, mask)))
+    if config.stores:
+        stored = stored_of(mask, shape, tiles, lists.places)
+        return Work(tiles, lists, counters, None, stored)
+    queries = query_work(mask, shape, of_queries(shape, mask), splits=False)
+    return Work(tiles, lists, counters, queries, None)
 
 
 def slots_of(config: Config, head_dim: int) -> int:
@@ -148,9 +171,10 @@ def shared_bytes(config: Config, head_dim: int) -> int:
     return ALIGNMENT + config.tiles * tile
 
 
-def padded(queries: int) -> int:
-    """Return the rows of a head's LSE and delta: whole steps, and one step without a query."""
-    return (-(-queries // ROWS) + 1) * ROWS
+def padded(shape: Shape) -> int:
+    """Return the rows of a head's LSE and delta: whole blocks, and one step without a query."""
+    side = max(ROWS, shape.block[0])
+    return -(-shape.q_tokens // side) * side + ROWS
 
 
 def constants_of(config: Config, shape: Shape, mask: BlockMask) -> cuda.Constants:
@@ -160,7 +184,7 @@ def constants_of(config: Config, shape: Shape, mask: BlockMask) -> cuda.Constant
         *(("GROUPS", config.tiles), ("CONSUMERS", config.rows // 64)),
         ("SLOTS", slots_of(config, shape.head_dim)),
         *(("CAUSAL", int(mask.causal)), ("BITS", int(mask.bits is not None))),
-        ("FP16", int(shape.dtype == "fp16")),
+        *(("STORES", int(config.stores)), ("FP16", int(shape.dtype == "fp16"))),
     )
 
 
@@ -182,7 +206,7 @@ def launch(
     Raises Unsupported.
     """
     q, k, v, o, lse, do = operands
-    device, rows = q.device, padded(shape.q_tokens)
+    device, rows = q.device, padded(shape)
     heads, depth = shape.batch * shape.heads, shape.head_dim
     q_rows, kv_rows = (x.numel() // depth for x in (q, k))
     heights = [q_rows, kv_rows, kv_rows]
@@ -192,40 +216,65 @@ def launch(
     else:
         out = q.new_empty(sum(heights), depth)
         dq, dk, dv = out.split(heights)
-    tiles, transposed, counters, queries = work or work_of(mask, shape, config)
+    work = work or work_of(mask, shape, config)
+    transposed, stored = work.lists, work.stored
     lse_2 = torch.full((heads, rows), torch.inf, device=device)  # also of rows without a query
     delta = torch.zeros(heads, rows, device=device)
     maps = b"".join(tensor_map(x, shape.batch, min(ROWS, shape.block[0])) for x in (q, do))
     maps += b"".join(tensor_map(x, shape.batch, config.rows) for x in (k, v))
     bits = () if mask.bits is None or transposed.slots is None else (transposed.slots, mask.bits)
-    index = tiles, transposed.offsets, transposed.rows
-    pointers = [x.data_ptr() for x in (*index, *bits)] + [0] * (2 - len(bits))
+    pointers = [x.data_ptr() for x in (transposed.offsets, transposed.rows, *bits)]
+    pointers += [0] * (4 - len(pointers))
     blocks = transposed.present.shape[1]
-    lists = pack("PPPPPPiii4x", *pointers, counters.data_ptr(), len(tiles), mask.lists, blocks)
-    counts = shape.q_tokens, shape.kv_tokens, shape.heads, shape.kv_heads, rows
-    sizes = pack("iiiiiff", *counts, scale, scale * LOG2_E)
+    counts = shape.q_tokens, shape.kv_tokens, shape.heads, shape.kv_heads
+    sizes = pack("iiiiiff", *counts, rows, scale, scale * LOG2_E)
     stats = pack("PP", lse_2.data_ptr(), delta.data_ptr())
     names = "attention_wgmma_backward", "differentiate"
-    constants, size = constants_of(config, shape, mask), shared_bytes(config, depth)
-    by_keys = load_persistent(*names, constants, size, tiles, config.tiles, config.rows)
-    of_keys = KEYS(maps, lists, stats, sizes, dk.data_ptr(), dv.data_ptr())
-    names, of_rows = ("attention_wgmma_dq", "differentiate_queries"), of_queries(shape, mask)
-    call = walk(*names, [q, do, o], (k, v), mask, shape, scale, of_rows, queries)
-    row_stats = pack("PPPi4x", lse.data_ptr(), lse_2.data_ptr(), delta.data_ptr(), rows)
-    args = QUERIES(call.maps, call.lists, row_stats, dq.data_ptr(), call.sizes)
-    tensors = *operands, *index, *bits, *call.tensors, counters, lse_2, delta, dk, dv
-    program = Gradients(((call.loaded, args), (by_keys, of_keys)), tensors, out)
+    constants = constants_of(config, shape, mask)
+    size = shared_bytes(config, depth)
+    tensors = [*operands, mask.bits, lse_2, delta, dk, dv]
+
+    def of_keys(tiles: Tensor, to: bytes) -> tuple[cuda.Loaded, cuda.Arguments]:
+        loaded = load_persistent(*names, constants, size, tiles, config.tiles, config.rows)
+        ends = work.counters.data_ptr(), len(tiles), mask.lists, blocks
+        lists = pack("PPPPPPiii4x", tiles.data_ptr(), *pointers, *ends)
+        loaded = replace(loaded, early=config.stores)
+        return loaded, KEYS(maps, lists, stats, sizes, to, dk.data_ptr(), dv.data_ptr())
+
+    if stored:
+        scores = q.new_empty(max(1, stored.blocks), *shape.block)
+        to = pack("PPP", *(x.data_ptr() for x in (scores, stored.places, stored.shifts)))
+        kernels = [weigh_rows(o, do, lse, lse_2, delta, shape)]
+        for section, tiles in enumerate(stored.keys):
+            product = multiply_stored(k, scores, dq, mask, shape, scale, stored, section)
+            kernels += of_keys(tiles, to), product
+        tensors += [scores, mask.columns]
+    else:
+        assert work.queries
+        names_of = "attention_wgmma_dq", "differentiate_queries"
+        of_rows = of_queries(shape, mask)
+        call = walk(*names_of, [q, do, o], (k, v), mask, shape, scale, of_rows, work.queries)
+        row_stats = pack("PPPi4x", lse.data_ptr(), lse_2.data_ptr(), delta.data_ptr(), rows)
+        args = QUERIES(call.maps, call.lists, row_stats, dq.data_ptr(), call.sizes)
+        kernels = [(call.loaded, args), of_keys(work.tiles, bytes(24))]
+        tensors += call.tensors
+    program = Gradients(tuple(kernels), (work, *tensors), out)
     return Bound(program, tuple(operands), (dq, dk, dv))
 
 
 def prepare(operands: Operands) -> Launch:
-    """Transpose the lists and compile."""
+    """Transpose the lists, compile, and time the configurations."""
     tensors, mask, shape, shared, scale = task_of(operands)
-    [config] = configurations(shape, shared)
     macros = query_constants(of_queries(shape, mask), shape, mask, False, 3)
-    cuda.compile_ahead("attention_wgmma_dq", [macros])  # beside the other one
-    program = launch(tensors, mask, shape, scale, config).program
-    return Launch(program, asdict(config), program.code)
+    cuda.compile_ahead("attention_wgmma_dq", [macros])  # beside the other ones
+    choices = pinned_or([asdict(c) for c in configurations(shape, shared)], operands)
+    configs = [Config(**choice) for choice in choices]
+    cuda.compile_ahead("attention_wgmma_backward", [constants_of(c, shape, mask) for c in configs])
+    programs = {}
+    for config in configs:
+        with suppress(Unsupported):
+            programs[config] = launch(tensors, mask, shape, scale, config).program
+    return fastest_launch([*programs], [*programs.values()], {}, operands.device)
 
 
 KERNEL = Kernel("attention_backward", "block_mask", "cuda", prepare, unsupported)

@@ -23,7 +23,9 @@
 #define WGMMA_RS(N, a, b, keep, b_trans) WGMMA_RS_(N, a, b, keep, b_trans)
 
 #define SS_64 "%32, %33, keep"
+#define SS_128 "%64, %65, keep"
 #define SS_KEEP_64 "%34"
+#define SS_KEEP_128 "%66"
 #define WGMMA_SS_(N, a, b, keep, a_trans, b_trans)                                              \
   asm volatile("{\n.reg .pred keep;\nsetp.ne.b32 keep, " SS_KEEP_##N ", 0;\n"                   \
                "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" SUM_##N "}, " \
@@ -53,6 +55,17 @@ __device__ __forceinline__ float2 ld_shared_pair(u32 from) {
   float2 v;
   asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(from) : "memory");
   return v;
+}
+__device__ __forceinline__ uint4 ld_shared_quad(u32 from) {
+  uint4 v;
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(from) : "memory");
+  return v;
+}
+// Four words to memory, which no one reads soon: the L2 cache evicts them first.
+__device__ __forceinline__ void st_streaming(void* to, const u32* v) {
+  asm volatile("st.global.cs.v4.b32 [%0], {%1, %2, %3, %4};"
+               :: "l"(to), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3]) : "memory");
 }
 __device__ __forceinline__ void barrier_sync(int barrier, int threads) {
   asm volatile("bar.sync %0, %1;" :: "r"(barrier), "r"(threads) : "memory");

@@ -50,7 +50,8 @@ def unsupported_operands(x: Tensor, w: Slide) -> str | None:
 def searched(x: Tensor, w: Slide) -> list[Config]:
     """Return the configurations of a short search, the likeliest first."""
     every = spense_wgmma.searched(len(x), w.lifted.shape, x.itemsize, x.device, 8)
-    return [config for config in every if config.warpgroups < 3]
+    high = spense_wgmma.POWERS[-1], *range(16, 129, 16)  # 144 to 240 tokens are not lifted faster
+    return [config for config in every if config.warpgroups < 3 and config.tokens in high]
 
 
 def prepare(operands: Operands, *, tuned: Tuned = True) -> Launch:

@@ -81,7 +81,7 @@
 // would be in flight at a time, and some SMs would get their tiles much later than others. With 4
 // to 5 tiles the kernel is 6 % faster.
 //
-// Macros from spense_wgmma.py: TOKENS=16..128 by 16|256, CLUSTER=1|2, AHEAD=2..., WARPGROUPS=1|2|3,
+// Macros from spense_wgmma.py: TOKENS=16..256 by 16, CLUSTER=1|2, AHEAD=2..., WARPGROUPS=1|2|3,
 // SPLIT=0 (a list)|1|2|3|4|5|8 (CTAs of a cluster for each item), WINDOWS=0|1, FP8=0|1, FP16=0|1
 // (0 is bf16), ACTIVATION=0 (none)|1 silu|2 relu|3 relu2|4 gelu_tanh, and the constants that both
 // files share: THREADS, SHARED_BYTES, ROWS, ROW_BYTES, VALUE_BYTES, STORE_TOKENS, WORKERS. With
@@ -350,6 +350,33 @@ __device__ __forceinline__ void expand_x(XPipeline& pipeline, int k_tiles) {
 #define K_MAJOR ", 0, 0"
 #define DENSE_WGMMA(N, a, b) WGMMA(N, a, b, 0, 0)
 #endif
+// Widths that no other kernel has (hopper.cuh). Each appends the registers of 16 tokens.
+#define AND8(a, b, c, d, e, f, g, h) \
+  ", %" #a ", %" #b ", %" #c ", %" #d ", %" #e ", %" #f ", %" #g ", %" #h
+#define SUM_112 SUM_96 AND8(48, 49, 50, 51, 52, 53, 54, 55)
+#define SUM_144 SUM_128 AND8(64, 65, 66, 67, 68, 69, 70, 71)
+#define SUM_160 SUM_144 AND8(72, 73, 74, 75, 76, 77, 78, 79)
+#define SUM_176 SUM_160 AND8(80, 81, 82, 83, 84, 85, 86, 87)
+#define SUM_192 SUM_176 AND8(88, 89, 90, 91, 92, 93, 94, 95)
+#define SUM_208 SUM_192 AND8(96, 97, 98, 99, 100, 101, 102, 103)
+#define SUM_224 SUM_208 AND8(104, 105, 106, 107, 108, 109, 110, 111)
+#define SUM_240 SUM_224 AND8(112, 113, 114, 115, 116, 117, 118, 119)
+#define D_112 D_96, D4(48), D4(52)
+#define D_144 D_128, D4(64), D4(68)
+#define D_160 D_144, D4(72), D4(76)
+#define D_176 D_160, D4(80), D4(84)
+#define D_192 D_176, D4(88), D4(92)
+#define D_208 D_192, D4(96), D4(100)
+#define D_224 D_208, D4(104), D4(108)
+#define D_240 D_224, D4(112), D4(116)
+#define A_AND_B_112 "%56, %57"
+#define A_AND_B_144 "%72, %73"
+#define A_AND_B_160 "%80, %81"
+#define A_AND_B_176 "%88, %89"
+#define A_AND_B_192 "%96, %97"
+#define A_AND_B_208 "%104, %105"
+#define A_AND_B_224 "%112, %113"
+#define A_AND_B_240 "%120, %121"
 #define METADATA_16 "%10"
 #define METADATA_32 "%18"
 #define METADATA_48 "%26"
@@ -358,11 +385,14 @@ __device__ __forceinline__ void expand_x(XPipeline& pipeline, int k_tiles) {
 #define METADATA_96 "%50"
 #define METADATA_112 "%58"
 #define METADATA_128 "%66"
+#define METADATA_144 "%74"
+#define METADATA_160 "%82"
+#define METADATA_176 "%90"
+#define METADATA_192 "%98"
+#define METADATA_208 "%106"
+#define METADATA_224 "%114"
+#define METADATA_240 "%122"
 #define METADATA_256 "%130"
-// A width that no other kernel has (hopper.cuh):
-#define SUM_112 TENS_TO_29 TEN(3) TEN(4) "%50, %51, %52, %53, %54, %55"
-#define A_AND_B_112 "%56, %57"
-#define D_112 D_96, D4(48), D4(52)
 #define SPARSE_WGMMA_(N, a, b, metadata)                                                          \
   asm volatile("wgmma.mma_async.sp.sync.aligned.m64n" #N SPARSE_MMA_K ".f32." OPERANDS " {"       \
                SUM_##N "}, " A_AND_B_##N ", " METADATA_##N ", 0, 1, 1, 1" K_MAJOR ";"             \

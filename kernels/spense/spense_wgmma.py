@@ -4,6 +4,7 @@
                       into the same fp32 accumulators
     _stream_k.py      which CTA multiplies what, and which work items are cut along k
     _clusters.py      for few tokens, a cluster for each work item instead
+    _tilings.py       for more tokens, how many of them a work item has
     this file         chooses a configuration and launches
 
     dtype     fp16, bf16, or fp8 (e4m3) with Y in bf16
@@ -57,12 +58,12 @@ from sparsebench.kernels._common.search import fastest_launch
 from sparsebench.kernels._common.tuned_table import Tuned, choose, multiprocessors
 from sparsebench.kernels._common.work_list import WORKERS, Ints
 from sparsebench.kernels._kernel import Kernel, Launch, Operands, output_dtype
-from sparsebench.kernels.spense import _clusters, _operands
+from sparsebench.kernels.spense import _clusters, _operands, _tilings
 from sparsebench.kernels.spense._operands import sizes_of, weight_of
 from sparsebench.kernels.spense._stream_k import schedule, tiles_of
 
 DTYPES = *HALVES, torch.float8_e4m3fn
-TOKENS = 16, 32, 48, 64, 80, 96, 112, 128, 256
+TOKENS = range(16, 257, 16)
 POWERS = 16, 32, 64, 128, 256
 BOX = ROW_BYTES // 2  # columns of a box of X or Y, counted in 16 bits
 SHARED_BYTES = 226 * 1024  # stages, tiles of the epilogue, mbarriers, alignment to 1024
@@ -117,12 +118,16 @@ def searched(
 ) -> list[Config]:
     """Return `configurations`, and at most `most` clusters for W [n, k], the likeliest first.
 
+    Beyond 128 tokens, work lists of tiles as high as m needs come first (_tilings.py).
+
     itemsize  bytes of an element
     """
+    tilings = _tilings.likeliest(m, shape, itemsize, multiprocessors(device))
+    high = [Config(tokens, 1, *sizes) for tokens, *sizes in tilings]
     at_once = {split: _at_once(split, device) for split in _clusters.SPLITS}
     likeliest = _clusters.likeliest(m, shape, itemsize, at_once, most)
     clusters = [Config(tokens, 1, *sizes) for tokens, *sizes in likeliest]
-    listed = configurations(m)
+    listed = list(dict.fromkeys([*high, *configurations(m)]))
     if 128 < m <= 256:  # 27.4 us instead of 28.2 with 18432 features in fp8
         listed.append(Config(128, 1, 4, 3))
     return [*clusters, *listed] if m in CLUSTERS_FIRST else [*listed, *clusters]

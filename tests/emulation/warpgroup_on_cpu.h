@@ -23,6 +23,19 @@ static float2 ld_shared_pair(u32 from) {
   std::memcpy(&v, in_shared(from), 8);
   return v;
 }
+static uint4 ld_shared_quad(u32 from) {
+  uint4 v;
+  std::memcpy(&v, in_shared(from), 16);
+  return v;
+}
+static void st_streaming(void* to, const u32* v) {
+  if ((u64)to % 16) std::abort();
+  std::memcpy(to, v, 16);
+}
+static int evict_first() { return 0; }
+static void bulk_load(u32 to, const void* from, int bytes, u32 barrier, int) {
+  bulk_load(to, from, bytes, barrier);
+}
 static void warpgroup_sync(int barrier) { in_step(barrier, 128); }
 static void barrier_sync(int barrier, int count) { in_step(barrier, count); }
 static void barrier_arrive(int barrier, int count) {

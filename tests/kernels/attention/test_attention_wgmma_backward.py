@@ -1,15 +1,17 @@
 """attention_wgmma_backward: its kernels, emulated on a CPU, and what it refuses."""
 
 import ctypes
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
-from sparsebench.kernels.attention import attention_wgmma, attention_wgmma_backward
+from sparsebench.kernels.attention import _stored, attention_wgmma, attention_wgmma_backward
 from sparsebench.kernels.attention._shapes import LOG2_E, Shape
-from sparsebench.kernels.attention._wgmma_tiles import key_lists, key_tiles, query_tiles, span_of
+from sparsebench.kernels.attention._wgmma_tiles import key_lists
 from sparsebench.kernels.attention.attention_wgmma_backward import Config, padded
 from tests.compiling.nvcc import CLEAN, assert_compiles_cleanly, by_nvcc
 from tests.emulation.cuda_on_cpu import library_of
@@ -20,10 +22,10 @@ from tests.tools.marks import needs_gxx, sampled
 
 RUN = """
 static struct {
-  Maps maps; Lists lists; Stats stats; Sizes sizes; char *dk, *dv;
+  Maps maps; Lists lists; Stats stats; Sizes sizes; Stored stored; char *dk, *dv;
 } args;
 static void run() {
-  differentiate(args.maps, args.lists, args.stats, args.sizes, args.dk, args.dv);
+  differentiate(args.maps, args.lists, args.stats, args.sizes, args.stored, args.dk, args.dv);
 }
 extern "C" void call(void** at, const int* n, float scale, float log_scale, int grid, int bytes) {
   args.maps = {boxes(at[0], n[0], n[2], BOX_Q), boxes(at[1], n[0], n[2], BOX_Q),
@@ -32,6 +34,7 @@ extern "C" void call(void** at, const int* n, float scale, float log_scale, int 
                  (int*)at[9], n[6], n[7], n[8]};
   args.stats = {(float*)at[10], (float*)at[11]};
   args.dk = (char*)at[12], args.dv = (char*)at[13];
+  args.stored = {(char*)at[14], (int*)at[15], (int*)at[16]};
   args.sizes = {n[0], n[1], n[2], n[3], n[4], scale, log_scale};
   launch(grid, THREADS, 1, bytes, run, true);
 }
@@ -51,6 +54,22 @@ extern "C" void call(void** at, const int* n, float scale, int grid, int bytes) 
   launch(grid, THREADS, 1, bytes, run, true);
 }
 """
+RUN_STORED = """
+static struct { TensorMap k; Lists lists; char *scores, *out; Sizes sizes; } args;
+static void run() { multiply_stored(args.k, args.lists, args.scores, args.out, args.sizes); }
+extern "C" void call(void** at, const int* n, float scale, int grid, int bytes) {
+  args = {boxes(at[0], n[1], n[3], 64), {(Tile*)at[1], (int*)at[2], (int*)at[3]}, (char*)at[4],
+          (char*)at[5], {n[0], n[1], n[2], n[3], scale}};
+  launch(grid, THREADS, 1, bytes, run);
+}
+static struct { uint4 *o, *d_o; Stats stats; } rows;
+static void run_rows() { weigh_rows(rows.o, rows.d_o, rows.stats); }
+extern "C" void weigh(void** at, const int* n, int grid) {
+  rows = {(uint4*)at[0], (uint4*)at[1],
+          {(float*)at[2], (float*)at[3], (float*)at[4], n[0], n[1], n[2], n[3]}};
+  launch(grid, 256, 1, 0, run_rows);
+}
+"""
 
 
 # The producers have 24 registers, and spill one for small blocks.
@@ -61,17 +80,26 @@ CASES = [
     Case((150, 200), 64, (2, 2), TWO, lists=2, bits=True),
     Case((150, 260), (64, 128), (2, 1), TWO, causal=True, head_dim=64, dtype="bf16"),
     Case((150, 260), (64, 128), (2, 1), WIDE, head_dim=64, density=0),
+    Case((300, 330), (256, 192), (2, 1), TWO, lists=2, head_dim=64, density=1),
     Case((150, 300), 16, (4, 1), TWO, batch=2, causal=True),
     Case((150, 200), 32, (4, 2), TWO, lists=2, head_dim=64, dtype="bf16"),
     Case((150, 200), (16, 64), (4, 1), TWO, bits=True, head_dim=64),
     Case((150, 200), (64, 32), (2, 2), TWO, lists=2, causal=True, density=1),
 ]
 
+STORES = CASES[:5]
+RUNS = [*((case, 1 << 20) for case in STORES), *((case, 0) for case in CASES[5:])]
+RUNS += (CASES[0], 70_000), (CASES[2], 0), (CASES[0], 0)  # several sections; dS is not stored
+
 
 @needs_gxx
 @pytest.mark.parametrize("late", sampled([1, 0], 0))
-@pytest.mark.parametrize("case", sampled(CASES, 1, 4))
-def test_the_threads_differentiate_on_a_cpu(case: Case, late: int) -> None:
+@pytest.mark.parametrize(("case", "most"), sampled(RUNS, 1, 5, 9, 10))
+def test_the_threads_differentiate_on_a_cpu(
+    case: Case, most: int, late: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_stored, "STORED_BYTES", most)
+    config = replace(case.config, stores=bool(most))
     mask, shape, depth = case.mask(), case.shape(), case.head_dim
     mask = mask if case.bits else without(mask, 1)
     q, k, v, do = case.operands()
@@ -81,43 +109,70 @@ def test_the_threads_differentiate_on_a_cpu(case: Case, late: int) -> None:
             x[:, mask.block[1] : 2 * mask.block[1]] = torch.nan
     o, lse = o.to(q.dtype).contiguous(), lse.float().contiguous()
     dq, dk, dv = (torch.full_like(x, torch.nan) for x in (q, k, v))
-    heads, rows = case.batch * shape.heads, padded(shape.q_tokens)
+    heads, rows = case.batch * shape.heads, padded(shape)
     lse_2 = torch.full((heads, rows), torch.inf)
     delta = torch.zeros(heads, rows)
+    lists, factor = key_lists(mask), depth**-0.5 * LOG2_E
     counters = torch.zeros(2, dtype=torch.int32)
-    lists = key_lists(mask)
-    tiles = key_tiles(lists, mask, shape, case.config.rows)
-    index = tiles, lists.offsets, lists.rows, lists.slots, mask.bits, counters
-    tensors = q, do, k, v, *index, lse_2, delta, dk, dv
-    pointers = [None if x is None else x.data_ptr() for x in tensors]
-    counts = case.batch, len(tiles), mask.lists, lists.present.shape[1]
-    constants = attention_wgmma_backward.constants_of(case.config, shape, mask)
-    sizes = (ctypes.c_int * 9)(*case.tokens, *case.heads, rows, *counts)
-    at = (ctypes.c_void_p * 14)(*pointers)
-    scale = ctypes.c_float(depth**-0.5)
-    config = attention_wgmma_backward.of_queries(shape, mask)
-    span = min(span_of(mask.block[0]), config.rows)
-    of_queries = query_tiles(mask, shape, config.rows, span)
-    of_walk = of_queries, mask.columns, mask.slots, mask.bits, counters
-    tensors = q, do, o, k, v, *of_walk, lse, lse_2, delta, dq
-    addresses = [None if x is None else x.data_ptr() for x in tensors]
-    macros = *attention_wgmma.constants_of(config, shape, mask, False, 3), ("LATE", late)
-    text = on_cpu("attention_wgmma_dq.cu", RUN_QUERIES)
-    numbers = *case.tokens, *case.heads, len(of_queries), rows
-    library_of(text, macros).call(
-        *((ctypes.c_void_p * 14)(*addresses), (ctypes.c_int * 6)(*numbers)),
-        *(ctypes.c_float(depth**-0.5 * LOG2_E), 2),
-        attention_wgmma.shared_bytes(config, depth, 3),
-    )
-    text = on_cpu("attention_wgmma_backward.cu", RUN, "kv")
-    library_of(text, (*constants, ("LATE", late))).call(
-        *(at, sizes, scale, ctypes.c_float(depth**-0.5 * LOG2_E), 2),
-        attention_wgmma_backward.shared_bytes(case.config, depth),
-    )
+    bounds = *case.tokens, *case.heads
+
+    def differentiate(tiles: Tensor, *stored: Tensor) -> None:
+        index = tiles, lists.offsets, lists.rows, lists.slots, mask.bits, counters
+        pointers = addresses(q, do, k, v, *index, lse_2, delta, dk, dv, *stored)
+        counts = case.batch, len(tiles), mask.lists, lists.present.shape[1]
+        macros = attention_wgmma_backward.constants_of(config, shape, mask)
+        library_of(
+            on_cpu("attention_wgmma_backward.cu", RUN, "kv"), (*macros, ("LATE", late))
+        ).call(
+            *(pointers, numbers(*bounds, rows, *counts)),
+            *(ctypes.c_float(depth**-0.5), ctypes.c_float(factor), 2),
+            attention_wgmma_backward.shared_bytes(config, depth),
+        )
+
+    work = attention_wgmma_backward.work_of(mask, shape, config)
+    if stored := work.stored:
+        scores = torch.full((stored.blocks, *mask.block), torch.nan, dtype=q.dtype)
+        macros = *_stored.constants_of(shape), ("LATE", late)
+        library = library_of(on_cpu("attention_wgmma_stored.cu", RUN_STORED), macros)
+        lines = q.numel() // depth
+        library.weigh(
+            addresses(o, do, lse, lse_2, delta),
+            *(numbers(rows, shape.q_tokens, shape.heads, lines), -(-lines * depth // 2048)),
+        )
+        for of_keys, of_queries in zip(stored.keys, stored.queries, strict=True):
+            scores.fill_(torch.nan)
+            differentiate(of_keys, scores, stored.places, stored.shifts)
+            library.call(
+                addresses(k, of_queries, mask.columns, stored.shifts, scores, dq),
+                *(numbers(*bounds), ctypes.c_float(depth**-0.5), len(of_queries)),
+                _stored.shared_bytes(shape),
+            )
+    else:
+        of_rows = attention_wgmma_backward.of_queries(shape, mask)
+        tiles = work.queries.tiles
+        macros = *attention_wgmma.constants_of(of_rows, shape, mask, False, 3), ("LATE", late)
+        library_of(on_cpu("attention_wgmma_dq.cu", RUN_QUERIES), macros).call(
+            addresses(
+                *(q, do, o, k, v, tiles, mask.columns, mask.slots, mask.bits, counters),
+                *(lse, lse_2, delta, dq),
+            ),
+            *(numbers(*bounds, len(tiles), rows), ctypes.c_float(factor), 2),
+            attention_wgmma.shared_bytes(of_rows, depth, 3),
+        )
+        differentiate(work.tiles)
     allowed = 1e-2 if case.dtype == "fp16" else 6e-2
     for actual, gradient in zip((dq, dk, dv), expected, strict=True):
         torch.testing.assert_close(actual.double(), gradient, atol=allowed, rtol=allowed)
     assert counters.tolist() == [0, 0]  # as the next launch needs them
+
+
+def addresses(*tensors: Tensor | None) -> ctypes.Array[ctypes.c_void_p]:
+    """Return the addresses of 17 tensors, or 0."""
+    return (ctypes.c_void_p * 17)(*[None if x is None else x.data_ptr() for x in tensors])
+
+
+def numbers(*values: int) -> ctypes.Array[ctypes.c_int]:
+    return (ctypes.c_int * len(values))(*values)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
@@ -143,14 +198,28 @@ def test_bits_of_joined_blocks_are_refused() -> None:
     assert "bits" in refusal(call)
 
 
+def test_a_head_with_too_many_blocks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_stored, "STORED_BYTES", 3 * 2 * 128 * 128)
+    config, case = Config(128, True), CASES[0]
+    call = partial(attention_wgmma_backward.work_of, case.mask(), case.shape(), config)
+    assert "3" in refusal(call)
+
+
 @by_nvcc
-@pytest.mark.parametrize("case", CASES)
-def test_it_compiles_cleanly(case: Case, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("case", "stores"), [*((case, True) for case in STORES), *((case, False) for case in CASES)]
+)
+def test_it_compiles_cleanly(case: Case, stores: bool, tmp_path: Path) -> None:
     mask, shape = case.mask(), case.shape()
-    constants = attention_wgmma_backward.constants_of(case.config, shape, mask)
     spills = case.block == 16 and case.head_dim == 128
     clean = ONE_REGISTER if spills else CLEAN
+    constants = attention_wgmma_backward.constants_of(
+        replace(case.config, stores=stores), shape, mask
+    )
     assert_compiles_cleanly("attention_wgmma_backward", constants, tmp_path, clean=clean)
-    config = attention_wgmma_backward.of_queries(shape, mask)
-    of_queries = attention_wgmma.constants_of(config, shape, mask, False, 3)
-    assert_compiles_cleanly("attention_wgmma_dq", of_queries, tmp_path, clean=clean)
+    if stores:
+        assert_compiles_cleanly("attention_wgmma_stored", _stored.constants_of(shape), tmp_path)
+    else:
+        config = attention_wgmma_backward.of_queries(shape, mask)
+        of_queries = attention_wgmma.constants_of(config, shape, mask, False, 3)
+        assert_compiles_cleanly("attention_wgmma_dq", of_queries, tmp_path, clean=clean)

@@ -7,8 +7,9 @@ from tests.tools.paths import cuda_source
 FIXED = """
   auto* notes = (int (*)[SLOTS][NOTE_INTS])fixed_shared();
   auto *full = (u64 (*)[SLOTS])(fixed_shared() + (1 << 14)), *empty = full + GROUPS;
-  auto *RESIDENT_full = (u64*)(empty + GROUPS), *RESIDENT_empty = RESIDENT_full + GROUPS;
+  auto *RESIDENT_full = (u64*)(empty + GROUPS), *RESIDENT_empty = RESIDENT_full + 2 * GROUPS;
 """
+BARRIERS = "auto *full = (u64*)fixed_shared(), *empty = full + SLOTS;"
 BOXES = """
 static TensorMap boxes(void* from, int tokens, int heads, int rows) {
   return {(char*)from, tokens, heads * HEAD_DIM, 2 * heads * HEAD_DIM, rows, 64, 128};
@@ -32,6 +33,7 @@ def on_cpu(name: str, run: str, resident: str = "q") -> str:
     text = stores + cuda_source(name).replace('#include "walk.cuh"', walk)
     text = re.sub(r"#include .*", "", text)
     text = re.sub(r"extern __shared__.*", "char* const shared = dynamic_shared();", text)
+    text = text.replace("__shared__ u64 full[SLOTS], empty[SLOTS];", BARRIERS)
     text = re.sub(r"__shared__ int notes[^;]*;", fixed, text)
     text = re.sub(r"__shared__ u64 full[^;]*;", "", text)
     assert "asm" not in text

@@ -38,7 +38,12 @@ WGMMA_SPLIT = [  # a cluster for each item, and lists of items of one and three 
     *(Config(112, 1, 4, 3, 3), Config(128, 1, 4, 3, 1), Config(128, 1, 4, 3, 5)),
     *(Config(48, 1, 4, 3), Config(128, 1, 4, 3), Config(112, 2, 4, 3), Config(80, 2, 4, 1)),
 ]
-WGMMA_CONFIGS += WGMMA_SPLIT
+WGMMA_TALL = [  # tiles as high as some number of tokens needs
+    *(Config(144, 1, 8, 3, 1), Config(160, 1, 8, 3, 1), Config(176, 1, 8, 3, 1)),
+    *(Config(144, 2, 4, 3), Config(160, 1, 4, 3), Config(176, 1, 4, 3), Config(192, 1, 4)),
+    *(Config(208, 1, 4), Config(224, 1, 4), Config(240, 2, 4)),
+]
+WGMMA_CONFIGS += [*WGMMA_SPLIT, *WGMMA_TALL]
 
 
 def example(shape: Shape, dtype: torch.dtype, device: str = "cpu") -> tuple[Tensor, Spense]:

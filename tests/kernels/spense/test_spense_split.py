@@ -58,7 +58,7 @@ extern "C" void call(void** pointers, int* sizes) {
 """
 # tokens, warpgroups, split
 CASES = [(48, 1, 4), (112, 2, 2), (112, 3, 3), (16, 2, 4)]
-CASES += [(128, 3, 2), (112, 1, 8), (80, 2, 1), (64, 3, 1)]
+CASES += [(128, 3, 2), (112, 1, 8), (80, 2, 1), (176, 3, 1)]
 
 
 @needs_gxx

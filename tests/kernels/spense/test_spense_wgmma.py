@@ -20,13 +20,14 @@ from sparsebench.formats.spense import Spense
 from sparsebench.harness.bench.correctness import FP8, Expected, check
 from sparsebench.kernels._common import cuda
 from sparsebench.kernels._common.scales import Scales
-from sparsebench.kernels.spense import _clusters, spense_wgmma
+from sparsebench.kernels.spense import _clusters, _tilings, spense_wgmma
 from sparsebench.kernels.spense._stream_k import SHORTEST, Schedule, interleaved_rows, schedule
 from sparsebench.kernels.spense.spense_wgmma import Config
 from tests.compiling.nvcc import assert_compiles_cleanly, by_nvcc, hopper
-from tests.kernels.spense.examples import CUOBJDUMP, LARGE, SHAPES, example, on_gpu
+from tests.kernels.spense.examples import CUOBJDUMP, LARGE, SHAPES, assert_right, example, on_gpu
 from tests.kernels.spense.examples import WGMMA_CONFIGS as CONFIGS
 from tests.kernels.spense.examples import WGMMA_SPLIT as SPLIT
+from tests.kernels.spense.examples import WGMMA_TALL as TALL
 from tests.tools.marks import sampled
 
 # ---- the lists ----
@@ -150,13 +151,40 @@ def test_the_model_ranks_the_winners_first(m, shape, won, likelier) -> None:
     assert won in [(tokens, *sizes) for tokens, _, *sizes in choices[: likelier + 1]]
 
 
+# Tokens, tiles ahead, warpgroups and split of the fastest tiling on an H200 (NOTES.md).
+@pytest.mark.parametrize(
+    ("m", "shape", "itemsize", "won"),
+    [
+        (264, (11008, 4096), 2, (144, 8, 3, 1)),  # 116 CTAs, one round
+        (300, (11008, 4096), 1, (160, 8, 3, 1)),
+        (384, (11008, 4096), 2, (128, 4, 2, 0)),
+        (448, (11008, 4096), 2, (160, 4, 2, 0)),  # 258 tiles, two rounds
+        (264, (51200, 5120), 2, (144, 4, 3, 0)),
+        (448, (51200, 5120), 1, (224, 4, 2, 0)),
+        (1000, (51200, 5120), 2, (256, 4, 2, 0)),
+    ],
+)
+def test_the_fastest_tiling_is_predicted_first(m, shape, itemsize, won) -> None:
+    assert _tilings.likeliest(m, shape, itemsize, 132)[0] == won
+
+
+@pytest.mark.parametrize("shape", [(7168, 18432), (8, 16)])
+def test_no_number_of_tokens_has_more_than_four_tilings(shape: tuple[int, int]) -> None:
+    assert not _tilings.likeliest(128, shape, 2, 132)
+    for m in (129, 257, 1000, 100_000):
+        tilings = _tilings.likeliest(m, shape, 2, 132)
+        assert 1 <= len(set(tilings)) == len(tilings) <= 4
+        assert {tokens for tokens, *_ in tilings} <= set(spense_wgmma.TOKENS)
+
+
 @by_nvcc
 @pytest.mark.parametrize(
     ("config", "dtype", "activation"),
     sampled(
         [
             *((config, torch.bfloat16, None) for config in CONFIGS if config.cluster == 2),
-            *((config, torch.float8_e4m3fn, None) for config in SPLIT),
+            *((config, torch.float8_e4m3fn, None) for config in (*SPLIT, *TALL)),
+            *((config, torch.bfloat16, None) for config in TALL),
             *((Config(tokens, 1, 4), torch.float8_e4m3fn, None) for tokens in (16, 256)),
             (Config(256, 1, 4), torch.float16, None),
             *((config, torch.bfloat16, "silu") for config in CONFIGS),
@@ -206,6 +234,17 @@ def test_the_code_that_runs_keeps_the_metadata_of_wgmma_in_flight(dtype, tmp_pat
         constants = spense_wgmma.constants_of(config, dtype)
         file.write_bytes(cuda.compiled("spense_wgmma", constants))
         assert_metadata_stays(file)
+
+
+@hopper
+@pytest.mark.parametrize("dtype", ["bf16", "fp8"])
+@pytest.mark.parametrize("config", TALL, ids=str)
+def test_token_counts_beside_the_edges_of_tiles_are_right(config: Config, dtype: str) -> None:
+    for m in (config.tokens + more for more in (-17, -1, 0, 1, 8, config.tokens - 7)):
+        x, w = on_gpu((m, 1352, 1040, 0.0, "rows"), dtype)
+        program = spense_wgmma.launch(x, w, config)
+        program.out.fill_(float("nan"))
+        assert_right(program(), x, w, m)
 
 
 # ---- scales ----

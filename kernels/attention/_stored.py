@@ -1,0 +1,143 @@
+"""Where attention_wgmma_backward.cu stores dS, from which attention_wgmma_stored.cu computes dQ.
+
+dS has 2 bytes for each element of the blocks of a head, so the heads are worked on in sections,
+whose dS takes STORED_BYTES at most and is written over by that of the next section:
+
+    dK, dV and dS of section 0 | dQ of section 0 | dK, dV and dS of section 1 | ...
+"""
+
+from struct import pack
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from sparsebench.errors import Unsupported
+from sparsebench.formats.block_mask import BlockMask
+from sparsebench.kernels._common import cuda
+from sparsebench.kernels.attention._shapes import Shape
+from sparsebench.kernels.attention._wgmma_tiles import lists_of_heads, query_tiles, tensor_map
+
+STORED_BYTES = 1 << 30  # most memory for dS
+SIDE = 64  # queries and keys that are stored together
+SM_BYTES = 228 * 1024  # shared memory of an SM; of each CTA's, the system has 1 KB
+SOURCE, THREADS = "attention_wgmma_stored", 256
+STATS = cuda.Layout(*"PP", "40s")  # O, dO, Stats
+PRODUCT = cuda.Layout("128s", "24s", *"PP", "20s")  # K, Lists, scores, dQ, Sizes
+
+
+class Stored(NamedTuple):
+    """Sections of heads, and where the blocks of a head are stored.
+
+    blocks   most blocks of a section
+    places   int32 [blocks]: of the blocks of the transposed lists in mask.columns
+    shifts   int32 [batch * heads]: where a head's block is stored, less its place
+    keys     tiles of keys of each section
+    queries  tiles of queries of each section
+    """
+
+    blocks: int
+    places: Tensor
+    shifts: Tensor
+    keys: list[Tensor]
+    queries: list[Tensor]
+
+
+def stored_of(mask: BlockMask, shape: Shape, keys: Tensor, places: Tensor | None) -> Stored:
+    """Return the sections of a mask and of its tiles of keys; waits for the GPU.
+
+    places  of the blocks of the transposed lists in mask.columns
+
+    Raises Unsupported if dS of one KV head takes more than STORED_BYTES.
+    """
+    if places is None:
+        raise Unsupported(f"expected blocks of a multiple of 64, found {list(mask.block)}")
+    most = STORED_BYTES // (2 * mask.block[0] * mask.block[1])
+    head = torch.arange(shape.batch * shape.heads, device=keys.device)
+    starts, lists = mask.offsets[:: mask.q_blocks], lists_of_heads(mask, shape, head)
+    group = shape.heads // shape.kv_heads
+    counts = starts.diff()[lists].view(-1, group)  # blocks of the heads of a KV head
+    number, used, blocks, numbers, before = 0, 0, 0, [], []
+    for count in counts.sum(1).tolist():
+        if count > most:
+            raise Unsupported(f"expected at most {most} blocks of a KV head, found {count}")
+        if used + count > most:
+            number, used = number + 1, 0
+        numbers.append(number)
+        before.append(used)
+        used += count
+        blocks = max(blocks, used)
+    section, first = torch.tensor([numbers, before], device=keys.device)
+    shifts = (first[:, None] + counts.cumsum(1) - counts).flatten() - starts[lists]
+    rows = SIDE * warpgroups_of(shape)
+    queries = query_tiles(mask, shape, rows, rows)
+    sections = section[keys[:, 1].long()], section[queries[:, 3].long() // group]
+    split = [
+        [tiles[of_tile == n] for n in range(number + 1)]
+        for tiles, of_tile in zip((keys, queries), sections, strict=True)
+    ]
+    return Stored(blocks, places, shifts.to(torch.int32), *split)
+
+
+def warpgroups_of(shape: Shape) -> int:
+    """Return the warpgroups of a CTA, which share K: 64 queries each."""
+    return 2 if shape.block[0] % (2 * SIDE) == 0 else 1
+
+
+def constants_of(shape: Shape) -> cuda.Constants:
+    """Return the macros of attention_wgmma_stored.cu, with as many slots as fit."""
+    warpgroups = warpgroups_of(shape)
+    ctas = 4 - warpgroups
+    slots = min(4, (SM_BYTES // ctas - 2304) // _slot_bytes(shape))
+    return (
+        *(("HEAD_DIM", shape.head_dim), ("BLOCK_Q", shape.block[0]), ("BLOCK_K", shape.block[1])),
+        *(("WARPGROUPS", warpgroups), ("SLOTS", slots), ("CTAS", ctas)),
+        ("FP16", int(shape.dtype == "fp16")),
+    )
+
+
+def shared_bytes(shape: Shape) -> int:
+    """Return the shared memory of a CTA: the slots, aligned."""
+    return 1024 + dict(constants_of(shape))["SLOTS"] * _slot_bytes(shape)
+
+
+def _slot_bytes(shape: Shape) -> int:
+    """Return the bytes of 64 keys of K, and of dS of each warpgroup."""
+    return 2 * SIDE * (shape.head_dim + SIDE * warpgroups_of(shape))
+
+
+def weigh_rows(
+    o: Tensor, do: Tensor, lse: Tensor, lse_2: Tensor, delta: Tensor, shape: Shape
+) -> tuple[cuda.Loaded, cuda.Arguments]:
+    """Return the launch that writes delta and the LSE for exp2, [batch * H, padded rows]."""
+    rows = o.numel() // shape.head_dim
+    kernel, code = cuda.load(SOURCE, "weigh_rows", constants_of(shape), 0, o.device)
+    grid = -(-rows * shape.head_dim // (8 * THREADS))  # a thread has 8 elements
+    loaded = cuda.Loaded(kernel, code, o.device.index, grid, THREADS, 0)
+    numbers = lse_2.shape[1], shape.q_tokens, shape.heads, rows
+    stats = pack("PPPiiii", lse.data_ptr(), lse_2.data_ptr(), delta.data_ptr(), *numbers)
+    return loaded, STATS(o.data_ptr(), do.data_ptr(), stats)
+
+
+def multiply_stored(
+    k: Tensor,
+    scores: Tensor,
+    dq: Tensor,
+    mask: BlockMask,
+    shape: Shape,
+    scale: float,
+    stored: Stored,
+    section: int,
+) -> tuple[cuda.Loaded, cuda.Arguments]:
+    """Return the launch that computes dQ of a section from `scores`."""
+    tiles, bytes_of_cta = stored.queries[section], shared_bytes(shape)
+    constants = constants_of(shape)
+    kernel, code = cuda.load(SOURCE, "multiply_stored", constants, bytes_of_cta, k.device)
+    threads = 128 * warpgroups_of(shape)
+    loaded = cuda.Loaded(
+        kernel, code, k.device.index, len(tiles), threads, bytes_of_cta, early=True
+    )
+    lists = pack("PPP", *(x.data_ptr() for x in (tiles, mask.columns, stored.shifts)))
+    counts = shape.q_tokens, shape.kv_tokens, shape.heads, shape.kv_heads
+    sizes, map_of_k = pack("iiiif", *counts, scale), tensor_map(k, shape.batch, SIDE)
+    return loaded, PRODUCT(map_of_k, lists, scores.data_ptr(), dq.data_ptr(), sizes)
