@@ -29,13 +29,18 @@
 //   they issue products in turn (named barriers), so one computes exponentials while the other's
 //   products run.
 //
-//   A slot has a note: where the tile is, and for K also whether its step is the first of a tile,
-//   whether it needs a mask, and the first key of each block. The last note ends the kernel. Q has
-//   a buffer of its own, which is free again when Q is in the registers of the consumers.
+//   A slot has a note: where the tile is, and for K also whether its step is the first or the last
+//   of a tile, whether it needs a mask, and the first key of each block. The last note ends the
+//   kernel. Q has buffers of its own. With two of them, the next tile's Q is loaded early.
 //
-// Softmax of a step, for rows r: most = max(most, S), P = 2^(scale S - scale most),
-// sum = sum 2^(old most - most) + P, O = O 2^(old most - most). A row without an allowed element
-// has sum 0, O 0 and LSE -inf. `scale` includes log2 e.
+// Softmax of a step, for rows r: P = 2^(scale S - base), sum += P. The base is scale times the
+// largest score of the tile's first step. It moves if the P of a thread add up to more than 1024:
+// base' = scale max(S), and sum and O are multiplied by 2^(base - base'). So most steps need no
+// maximum and no shuffle. A row without an allowed element has sum 0, O 0 and LSE -inf. `scale`
+// includes log2 e.
+//
+// If the tiles of the last round are few, each is split into parts of its list (Parts in walk.cuh).
+// The sums of the parts are added up by the warp that is done last, in the order of the list.
 //
 // Tiles have rows of 128 bytes and the 128-byte swizzle (hopper.cuh): 64 columns of the head, and
 // HEAD_DIM / 64 of these side by side. K is K-major. V is MN-major: the next 16 keys are 16 rows
@@ -47,55 +52,74 @@
 //    loads         64 KB: 0.85 us of an SM at the 10 TB/s of TMA from L2 to all SMs
 // Tiles of 64 queries read 64 KB for half the products: 1.7 us, so loads are their bottleneck.
 //
-// Macros: HEAD_DIM=64|128 BLOCK_Q BLOCK_K KEYS=64|128 GROUPS CONSUMERS=1|2 SLOTS SPAN=16|32|64|128
-// SHORTENS=0|1 CAUSAL=0|1 BITS=0|1, and hopper.cuh's.
+// Macros: HEAD_DIM=64|128 BLOCK_Q BLOCK_K KEYS=64|128 GROUPS CONSUMERS=1|2 SLOTS Q_BUFFERS=1|2
+// SPAN=16|32|64|128 SHORTENS=0|1 SPLITS=0|1 CAUSAL=0|1 BITS=0|1, and hopper.cuh's.
 // Source: PTX ISA 9.0; FlashAttention-3 (2407.08608) for the order of products.
 
 #include "hopper.cuh"
 #include "mma.cuh"
 #include "warpgroup.cuh"
 
-constexpr int QUERY_MAPS = 1, LAGGING = 1, CONSUMER_REGISTERS = 232, PRODUCER_REGISTERS = 40;
+constexpr int QUERY_MAPS = 1, SHARED_Q = 1, LAGGING = 1;
+constexpr int CONSUMER_REGISTERS = 232, PRODUCER_REGISTERS = 40;
 #include "walk.cuh"
 
-// Two warpgroups that issue products in turn wait for each other's instructions, so fewer of them
-// and shorter chains gain 5 %. Tiles of 64 rows, with a ring each, lose 3 % (NOTES.md).
-constexpr bool IN_TURN = CONSUMERS == 2;
+// d = Q K.T of N keys, Q in shared memory: the caller ends the group.
+template <int N = KEYS>
+__device__ __forceinline__ void multiply_keys(float (&d)[KEYS / 2], u32 q_tile, u32 tile) {
+  const u64 q = smem_descriptor(q_tile), k = smem_descriptor(tile);
+  wgmma_fence();
+  #pragma unroll
+  for (int i = 0; i < HEAD_DIM / 16; i++) {
+    const u64 q_at = q + ((i / 4 * 64 * ROW_BYTES + i % 4 * 32) >> 4);
+    const u64 k_at = k + ((i / 4 * KEYS * ROW_BYTES + i % 4 * 32) >> 4);
+    if (N == 64) WGMMA_SS(64, q_at, k_at, i > 0, 0, 0);
+    else WGMMA_SS(KEYS, q_at, k_at, i > 0, 0, 0);
+  }
+}
 
-struct State { float most[2], sum[2]; };  // of a row's scores, and of its exponentials
+constexpr float HIGHEST = 1024.f;         // of the sum of a thread's P of a row in a step
+struct State { float base[2], sum[2]; };  // of a row; the sum is this lane's
 #define EMPTY State{{-INF, -INF}, {0.f, 0.f}}
 
-// Exponentials of the scores of N keys, in place; `rescale` is the factor of the sums so far.
+// P of N keys. Return whether a base of the warp moved: then `rescale` is the factor of the sums
+// so far. The exponentials are computed with the old base, and again if a sum is too large;
+// without a base it is infinite or NaN.
 template <int N = KEYS>
-__device__ __forceinline__ void softmax(float (&s)[KEYS / 2], State& state, float (&rescale)[2],
-                                        float scale) {
-  #pragma unroll
-  for (int r = 0; r < 2; r++) {
-    float tops[2] = {s[2 * r], s[2 * r + 1]};
-    #pragma unroll
-    for (int i = 0; i < N / 8; i++)
+__device__ __forceinline__ bool softmax(const float (&s)[KEYS / 2], u32 (&p)[KEYS / 4],
+                                        State& state, float (&rescale)[2], float scale,
+                                        bool first) {
+  float base[2] = {state.base[0], state.base[1]}, sums[2];
+  for (bool moved = first && !SHORTENS;; moved = true) {  // with both, ptxas spills
+    if (moved)
       #pragma unroll
-      for (int j = 0; j < 2; j++) {
-        float& top = tops[IN_TURN ? j : 0];
-        top = fmaxf(top, s[4 * i + 2 * r + j]);
+      for (int r = 0; r < 2; r++) {
+        float most = -INF;
+        #pragma unroll
+        for (int i = r; i < N / 4; i += 2) most = fmaxf(most, fmaxf(s[2 * i], s[2 * i + 1]));
+        most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
+        most = fmaxf(most, __shfl_xor_sync(~0u, most, 2));
+        most = fmaxf(most * scale, state.base[r]);
+        base[r] = most == -INF ? 0.f : most;  // no element is allowed yet
+        rescale[r] = exp2_approx(state.base[r] - base[r]);
+        state.base[r] = most;
+        state.sum[r] *= rescale[r];
       }
-    float most = IN_TURN ? fmaxf(tops[0], tops[1]) : tops[0];
-    most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
-    most = fmaxf(most, __shfl_xor_sync(~0u, most, 2));
-    most = fmaxf(most, state.most[r]);
-    const float top = most == -INF ? 0.f : most * scale;
-    rescale[r] = exp2_approx(state.most[r] * scale - top);
-    state.most[r] = most;
-    float sum = 0.f;
+    sums[0] = sums[1] = 0.f;
     #pragma unroll
-    for (int i = 0; i < N / 8; i++)
-      #pragma unroll
-      for (int j = 0; j < 2; j++) {
-        float& x = s[4 * i + 2 * r + j];
-        x = exp2_approx(fmaf(x, scale, -top));
-        sum += x;
-      }
-    state.sum[r] = state.sum[r] * rescale[r] + sum;
+    for (int i = 0; i < N / 4; i++) {
+      const float x = exp2_approx(fmaf(s[2 * i], scale, -base[i % 2]));
+      const float y = exp2_approx(fmaf(s[2 * i + 1], scale, -base[i % 2]));
+      sums[i % 2] += x;
+      sums[i % 2] += y;
+      p[i] = pack_pair(x, y);
+    }
+    const bool fits = sums[0] <= HIGHEST && sums[1] <= HIGHEST;
+    if (moved || !__any_sync(~0u, !fits)) {
+      state.sum[0] += sums[0];
+      state.sum[1] += sums[1];
+      return moved;
+    }
   }
 }
 
@@ -111,7 +135,7 @@ __device__ __forceinline__ void store(const float (&o)[HEAD_DIM / 2], const Stat
     sum += __shfl_xor_sync(~0u, sum, 2);
     if (threadIdx.x % 4 == 0 && query + 8 * r < sizes.queries)
       lse[(long long)head * sizes.queries + query + 8 * r] =
-          sum == 0.f ? -INF : state.most[r] * (sizes.scale * 0.69314718f) + logf(sum);
+          sum == 0.f ? -INF : state.base[r] * 0.69314718f + logf(sum);
     sums[r] = sum == 0.f ? 0.f : 1.f / sum;
   }
   const long long row_bytes = (long long)sizes.heads * HEAD_DIM * 2;
@@ -120,128 +144,194 @@ __device__ __forceinline__ void store(const float (&o)[HEAD_DIM / 2], const Stat
   store_rows<HEAD_DIM>(o, sums, to, query, sizes.queries, row_bytes);
 }
 
-// Registers of a consumer: scores of the next step, O, P of this step, Q.
-struct Held {
-  float s[KEYS / 2], o[HEAD_DIM / 2], rescale[2];
-  u32 p[KEYS / 4], q[HEAD_DIM / 4];
-  State state;
-};
-
-// Compute the scores and P of the next step, of NEXT keys, while O += P V of this step, of THIS
-// keys, runs. If the next step is the first of its tile, store O. A short step of 64 keys is the
-// last of its tile, but not the first.
-template <int THIS, int NEXT>
-__device__ __forceinline__ void step(Held& h, const Ring& k, const Ring& v, const Buffer& buffer,
-                                     int consumer, int flags, int row, int barrier,
-                                     const Lists& lists, const Sizes& sizes, char* out,
-                                     float* lse) {
-  multiply_keys<NEXT>(h.s, h.q, k.tile());
-  wgmma_commit();
-  mbarrier_wait(v.full_barrier(), v.phase, "V");
-  add_rows<THIS>(h.o, h.p, v.tile());
-  give_turn(consumer);
-  wgmma_wait<1>();  // for the scores
-  hold(h.s);
-  if (flags & MASKED) {
-    mask<NEXT>(h.s, k.note(), row, lists, sizes);
-    warpgroup_sync(barrier);  // all warps have read the note
-  }
-  release(k.empty_barrier());
-  const bool first = NEXT == KEYS && (THIS < KEYS || flags & FIRST);
-  if (first) release(buffer.empty);
-  const State done = h.state;
-  if (first) h.state = EMPTY;
-  softmax<NEXT>(h.s, h.state, h.rescale, sizes.scale);
-  wgmma_wait<0>();
-  hold(h.o);
-  if (first) {
-    store(h.o, done, v.note(), row, sizes, out, lse);
-    warpgroup_sync(barrier);
+// Keep O and the state of a part of a tile. The warp that comes last adds up all parts, in order,
+// and returns true.
+__device__ __forceinline__ bool merge(float (&o)[HEAD_DIM / 2], State& state, int part, int number,
+                                      const Parts& parts) {
+  constexpr int LINES = HEAD_DIM / 8 + 1;
+  const int tile = part / parts.count, warp = number * 4 + threadIdx.x / 32 % 4;
+  float4* const sums = parts.sums + number * LINES * 128 + threadIdx.x % 128;
+  constexpr int EVERY = CONSUMERS * LINES * 128;  // of a part
+  #pragma unroll
+  for (int i = 0; i < LINES - 1; i++)
+    sums[part * EVERY + i * 128] =
+        make_float4(o[4 * i], o[4 * i + 1], o[4 * i + 2], o[4 * i + 3]);
+  sums[part * EVERY + (LINES - 1) * 128] =
+      make_float4(state.base[0], state.base[1], state.sum[0], state.sum[1]);
+  __threadfence();
+  __syncwarp();
+  int* const done = parts.counters + tile * CONSUMERS * 4 + warp;
+  int before = 0;
+  if (threadIdx.x % 32 == 0) before = atomicAdd(done, 1);
+  if (__shfl_sync(~0u, before, 0) < parts.count - 1) return false;
+  if (threadIdx.x % 32 == 0) *done = 0;
+  __threadfence();
+  state = EMPTY;
+  #pragma unroll
+  for (int i = 0; i < HEAD_DIM / 2; i++) o[i] = 0.f;
+  for (int i = 0; i < parts.count; i++) {
+    const float4* const from = sums + (tile * parts.count + i) * EVERY;
+    const float4 row = __ldcg(from + (LINES - 1) * 128);
+    const float bases[2] = {row.x, row.y}, more[2] = {row.z, row.w};
+    float old[2], other[2];
     #pragma unroll
-    for (int i = 0; i < HEAD_DIM / 2 && IN_TURN; i++) h.o[i] = 0.f;  // it may be infinite or NaN
+    for (int r = 0; r < 2; r++) {
+      const float most = fmaxf(state.base[r], bases[r]), base = most == -INF ? 0.f : most;
+      old[r] = exp2_approx(state.base[r] - base);
+      other[r] = exp2_approx(bases[r] - base);
+      state.base[r] = most;
+      state.sum[r] = state.sum[r] * old[r] + more[r] * other[r];
+    }
+    #pragma unroll
+    for (int j = 0; j < LINES - 1; j++) {
+      const float4 x = __ldcg(from + j * 128);
+      o[4 * j] = o[4 * j] * old[0] + x.x * other[0];
+      o[4 * j + 1] = o[4 * j + 1] * old[0] + x.y * other[0];
+      o[4 * j + 2] = o[4 * j + 2] * old[1] + x.z * other[1];
+      o[4 * j + 3] = o[4 * j + 3] * old[1] + x.w * other[1];
+    }
   }
-  release(v.empty_barrier());
-  #pragma unroll
-  for (int i = 0; i < HEAD_DIM / 2; i++)
-    h.o[i] = first && !IN_TURN ? 0.f : h.o[i] * h.rescale[i / 2 % 2];
-  #pragma unroll
-  for (int i = 0; i < NEXT / 4; i++) h.p[i] = pack_pair(h.s[2 * i], h.s[2 * i + 1]);
+  return true;
 }
 
-__device__ __forceinline__ void consume(Ring ring, Buffer buffer, int consumer, const Lists& lists,
-                                        const Sizes& sizes, char* out, float* lse) {
-  const int row = 64 * consumer + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;  // in the tile
-  const int barrier = 3 + threadIdx.x / 128;  // of this warpgroup
-  const u32 q_tile = buffer.tile + consumer * 64 * HEAD_DIM * 2;
-  Held h;
-  h.state = EMPTY;
+// A warpgroup of consumers: registers, and where it is.
+//   s, o   scores of the next step, and O
+//   row    this lane's first row in the tile
+struct Consumer {
+  Ring ring;
+  Buffer buffer;
+  const int number, row, barrier;
+  const Lists& lists;
+  const Sizes& sizes;
+  const Parts& parts;
+  char* out;
+  float* lse;
+  float s[KEYS / 2], o[HEAD_DIM / 2], rescale[2];
+  State state;
+  int flags;       // of the next step
+  bool was_short;  // whether this step is
 
-  mbarrier_wait(ring.full_barrier(), ring.phase, "the first K");
-  int flags = __shfl_sync(~0u, ld_shared(ring.note()), 0);
-  if (flags & END) return;
-  mbarrier_wait(buffer.full, buffer.phase, "Q");
-  buffer.phase ^= 1;
-  queries_to_registers(h.q, q_tile);
-  if (consumer == 1) give_turn(1);
-  take_turn(consumer);
-  multiply_keys(h.s, h.q, ring.tile());
-  wgmma_commit();
-  give_turn(consumer);
-  wgmma_wait<0>();
-  hold(h.s);
-  if (flags & MASKED) {
-    mask(h.s, ring.note(), row, lists, sizes);
-    warpgroup_sync(barrier);
-  }
-  release(ring.empty_barrier());
-  release(buffer.empty);
-  ring.advance();
-  softmax(h.s, h.state, h.rescale, sizes.scale);
-  #pragma unroll
-  for (int i = 0; i < KEYS / 4; i++) h.p[i] = pack_pair(h.s[2 * i], h.s[2 * i + 1]);
-  #pragma unroll
-  for (int i = 0; i < HEAD_DIM / 2; i++) h.o[i] = 0.f;
-
-  bool is_short = false;  // whether the step of P is
-  for (;;) {
-    const Ring k = ring;
-    ring.advance();
+  // Wait for K of the next step, and for Q if it is a tile's first one. Return false at the end.
+  __device__ __forceinline__ bool wait_for(const Ring& k) {
     mbarrier_wait(k.full_barrier(), k.phase, "K");
     flags = __shfl_sync(~0u, ld_shared(k.note()), 0);
-    if (flags & END) break;
-    if (flags & FIRST) {
-      mbarrier_wait(buffer.full, buffer.phase, "Q");
-      buffer.phase ^= 1;
-      queries_to_registers(h.q, q_tile);
+    if (flags & END) return false;
+    if (flags & FIRST) mbarrier_wait(buffer.full, buffer.phase, "Q");
+    return true;
+  }
+
+  // The scores are in s: mask them, and free what they were made of.
+  template <int N> __device__ __forceinline__ void take_scores(const Ring& k) {
+    hold(s);
+    if (flags & MASKED) {
+      mask<N>(s, k.note(), row, lists, sizes);
+      warpgroup_sync(barrier);  // all warps have read the note
     }
-    take_turn(consumer);
-    #define STEP(now, next) \
-      step<now, next>(h, k, ring, buffer, consumer, flags, row, barrier, lists, sizes, out, lse)
-    if (SHORTENS && flags & SHORT) STEP(KEYS, 64);
-    else if (SHORTENS && is_short) STEP(64, KEYS);
-    else STEP(KEYS, KEYS);
-    is_short = flags & SHORT;
+    release(k.empty_barrier());
+    if (flags & LAST) {
+      release(buffer.empty);
+      buffer.advance();
+    }
+  }
+
+  // Compute the scores and P of the next step, of NEXT keys, while O += P V of this step, of THIS
+  // keys, runs. If the next step is the first of its tile, store O. A short step of 64 keys is the
+  // last of its tile, but not the first.
+  template <int THIS, int NEXT>
+  __device__ __forceinline__ void step(const u32 (&p)[KEYS / 4], u32 (&next)[KEYS / 4],
+                                       const Ring& k) {
+    multiply_keys<NEXT>(s, buffer.tile + number * 64 * HEAD_DIM * 2, k.tile());
+    wgmma_commit();
+    give_turn(number);
+    mbarrier_wait(ring.full_barrier(), ring.phase, "V");
+    add_rows<THIS>(o, p, ring.tile());
+    wgmma_wait<1>();  // for the scores
+    take_scores<NEXT>(k);
+    const bool first = NEXT == KEYS && (THIS < KEYS || flags & FIRST);
+    State done = state;
+    if (first) state = EMPTY;
+    const bool moved = softmax<NEXT>(s, next, state, rescale, sizes.scale, first);
+    wgmma_wait<0>();
+    hold(o);
+    if (first) {
+      put(done);
+      warpgroup_sync(barrier);
+      clear();
+    }
+    release(ring.empty_barrier());
+    if (moved)
+      #pragma unroll
+      for (int i = 0; i < HEAD_DIM / 2; i++) o[i] *= rescale[i / 2 % 2];
+  }
+
+  // One step: P of this one is in p, that of the next one will be in `next`. False at the end.
+  __device__ __forceinline__ bool advance(const u32 (&p)[KEYS / 4], u32 (&next)[KEYS / 4]) {
+    const Ring k = ring;
     ring.advance();
+    if (!wait_for(k)) return false;
+    take_turn(number);
+    if (SHORTENS && flags & SHORT) step<KEYS, 64>(p, next, k);
+    else if (SHORTENS && was_short) step<64, KEYS>(p, next, k);
+    else step<KEYS, KEYS>(p, next, k);
+    was_short = flags & SHORT;
+    ring.advance();
+    return true;
   }
-  mbarrier_wait(ring.full_barrier(), ring.phase, "the last V");
-  if (SHORTENS && is_short) {
-    add_rows<64>(h.o, h.p, ring.tile());
+
+  template <int N> __device__ __forceinline__ void add_last(const u32 (&p)[KEYS / 4]) {
+    add_rows<N>(o, p, ring.tile());
     wgmma_wait<0>();
-    hold(h.o);
-  } else {
-    add_rows(h.o, h.p, ring.tile());
-    wgmma_wait<0>();
-    hold(h.o);
+    hold(o);
   }
-  store(h.o, h.state, ring.note(), row, sizes, out, lse);
-}
+  __device__ __forceinline__ void finish(const u32 (&p)[KEYS / 4]) {
+    mbarrier_wait(ring.full_barrier(), ring.phase, "the last V");
+    if (SHORTENS && was_short) add_last<64>(p);
+    else add_last<KEYS>(p);
+    put(state);
+  }
+
+  // O of the tile of the last V is complete, or that of a part of it.
+  __device__ __forceinline__ void put(State& done) {
+    const int part = SPLITS ? ld_shared(ring.note() + 12) : -1;
+    if (part < 0 || merge(o, done, part, number, parts))
+      store(o, done, ring.note(), row, sizes, out, lse);
+  }
+
+  __device__ __forceinline__ void clear() {
+    #pragma unroll
+    for (int i = 0; i < HEAD_DIM / 2; i++) o[i] = 0.f;
+  }
+
+  __device__ __forceinline__ void run() {
+    if (!wait_for(ring)) return;
+    if (number == 1) give_turn(1);
+    take_turn(number);
+    multiply_keys(s, buffer.tile + number * 64 * HEAD_DIM * 2, ring.tile());
+    wgmma_commit();
+    give_turn(number);
+    wgmma_wait<0>();
+    take_scores<KEYS>(ring);
+    ring.advance();
+    u32 even[KEYS / 4], odd[KEYS / 4];  // P: a step reads one and writes the other
+    state = EMPTY;
+    softmax(s, even, state, rescale, sizes.scale, true);
+    clear();
+    was_short = false;
+    for (;;) {
+      if (!advance(even, odd)) return finish(even);
+      if (!advance(odd, even)) return finish(odd);
+    }
+  }
+};
 
 // ---- the kernel ----
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 attend(const __grid_constant__ Maps maps, const __grid_constant__ Lists lists, char* out,
-       float* lse, const __grid_constant__ Sizes sizes) {
+       float* lse, const __grid_constant__ Sizes sizes, const __grid_constant__ Parts parts) {
   walk(maps, lists, sizes, [&](Ring ring, Buffer q, int consumer) {
-    consume(ring, q, consumer, lists, sizes, out, lse);
-  });
+    const int row = 64 * consumer + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
+    const int barrier = 3 + threadIdx.x / 128;  // of this warpgroup
+    Consumer{ring, q, consumer, row, barrier, lists, sizes, parts, out, lse}.run();
+  }, parts);
 }

@@ -33,8 +33,10 @@ HEAD_DIMS = 64, 128
 WARPGROUP = 128  # threads
 MOST_BYTES = 224 * 1024  # most shared memory for Q and the ring
 ALIGNMENT = 1024  # alignment of a swizzled tile
+LONG_LIST = 1280  # keys from which on steps of 128 keys are faster for tiles of 64 rows
+MOST_PARTS, LEAST_STEPS = 8, 3  # of a tile that is split; of a part
 SHORT = 0.04  # least part of all half steps that is wasted at the ends of lists of odd length
-ARGUMENTS = cuda.Layout("384s", "48s", *"PP", "20s")  # Maps, Lists, out, lse, Sizes
+ARGUMENTS = cuda.Layout("384s", "48s", *"PP", "20s", "24s")  # Maps, Lists, out, lse, Sizes, Parts
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,7 @@ class Config:
 
 
 def configurations(shape: Shape, shared: int) -> list[Config]:
-    """Return the one configuration: no search chose another by more than 2 % (NOTES.md).
+    """Return the configurations, the one for long lists first: others never won (NOTES.md).
 
     Raises Unsupported.
 
@@ -72,7 +74,7 @@ def configurations(shape: Shape, shared: int) -> list[Config]:
         raise Unsupported(
             f"expected blocks of 8, 16, 32 or a multiple of 64 keys, found {shape.block[1]}"
         )
-    return [Config(rows, keys)]
+    return [Config(rows, n) for n in ((128, 64) if rows < keys else (keys,))]
 
 
 def shortens(config: Config, mask: BlockMask) -> bool:
@@ -86,33 +88,49 @@ def shortens(config: Config, mask: BlockMask) -> bool:
     return bool(odd.sum() > SHORT * (mask.counts + odd).sum())
 
 
+def buffers_of(config: Config, query_maps: int) -> int:
+    """Return the buffers of a tile's queries: a second one, if there is room, hides their load."""
+    return 1 if query_maps > 1 or config.keys > config.rows else 2
+
+
 def slots_of(config: Config, head_dim: int, query_maps: int = 1) -> int:
     """Return the slots of a ring: what the shared memory has room for beside the tile of queries.
 
     query_maps  matrices of queries that are loaded for a tile
     """
     row = head_dim * 2
-    available = MOST_BYTES // config.tiles - query_maps * config.rows * row
+    queries = query_maps * buffers_of(config, query_maps) * config.rows
+    available = MOST_BYTES // config.tiles - queries * row
     return min(12, available // (config.keys * row))
 
 
 def shared_bytes(config: Config, head_dim: int, query_maps: int = 1) -> int:
     """Return the shared memory of a CTA."""
     keys = slots_of(config, head_dim, query_maps) * config.keys
-    tile = (query_maps * config.rows + keys) * head_dim * 2
-    return ALIGNMENT + config.tiles * tile
+    queries = query_maps * buffers_of(config, query_maps) * config.rows
+    return ALIGNMENT + config.tiles * (queries + keys) * head_dim * 2
 
 
 def constants_of(
-    config: Config, shape: Shape, mask: BlockMask, short: bool, query_maps: int = 1
+    config: Config,
+    shape: Shape,
+    mask: BlockMask,
+    short: bool,
+    query_maps: int = 1,
+    splits: bool = False,
 ) -> cuda.Constants:
-    """Return the macros of walk.cuh; `short` is shortens(config, mask), which waits for the GPU."""
+    """Return the macros of walk.cuh.
+
+    short   shortens(config, mask), which waits for the GPU
+    splits  whether some tiles are split into parts
+    """
     return (
         *(("HEAD_DIM", shape.head_dim), ("BLOCK_Q", shape.block[0]), ("BLOCK_K", shape.block[1])),
         *(("KEYS", config.keys), ("GROUPS", config.tiles), ("CONSUMERS", config.rows // 64)),
         ("SLOTS", slots_of(config, shape.head_dim, query_maps)),
+        ("Q_BUFFERS", buffers_of(config, query_maps)),
         ("SPAN", min(span_of(shape.block[0]), config.rows)),
-        ("SHORTENS", int(short)),
+        *(("SHORTENS", int(short)), ("SPLITS", int(splits))),
         *(("CAUSAL", int(mask.causal)), ("BITS", int(mask.bits is not None))),
         ("FP16", int(shape.dtype == "fp16")),
     )
@@ -144,7 +162,7 @@ def load_persistent(
 class Walk:
     """A kernel that walks tiles of queries over their lists (walk.cuh), without its outputs.
 
-    maps, lists, sizes  arguments
+    maps, lists, sizes, parts  arguments
     tensors             the memory that they point to
     """
 
@@ -152,25 +170,54 @@ class Walk:
     maps: bytes
     lists: bytes
     sizes: bytes
+    parts: bytes
     tensors: tuple[Tensor, ...]
 
 
 class Work(NamedTuple):
-    """The tiles of a mask for a launch, whether lists end with a short step, and counters.
+    """The tiles of a mask for a launch, and whether lists end with a short step.
 
     counters  zero between launches
+    whole     tiles at the beginning, each of which is worked on at once
+    parts     into which each other tile is split
+    sums      of the parts: fp32
     """
 
     tiles: Tensor
     short: bool
     counters: Tensor
+    whole: int
+    parts: int
+    sums: Tensor
 
 
-def work_of(mask: BlockMask, shape: Shape, config: Config) -> Work:
+def parts_of(tiles: Tensor, config: Config, block: int, workers: int) -> int:
+    """Return into how many parts to split each tile of the last round, which has few of them.
+
+    Equal tiles run in rounds of `workers`, and the last round takes as long as the others. 1 means
+    that no tile is split. Waits for the GPU.
+
+    block  keys of a block
+    """
+    rest = len(tiles) % workers
+    if not rest or rest == len(tiles):
+        return 1
+    steps = int(tiles[-rest:, 1].min()) * block // config.keys
+    return max(1, min(workers // rest, steps // LEAST_STEPS, MOST_PARTS))
+
+
+def work_of(mask: BlockMask, shape: Shape, config: Config, *, splits: bool = True) -> Work:
     """Return the tiles of queries; launches that share them must not overlap."""
     tiles = query_tiles(mask, shape, config.rows, min(span_of(shape.block[0]), config.rows))
-    counters = torch.zeros(2, dtype=torch.int32, device=tiles.device)
-    return Work(tiles, shortens(config, mask), counters)
+    workers = multiprocessors(tiles.device) * config.tiles
+    parts = parts_of(tiles, config, shape.block[1], workers) if splits else 1
+    rest = len(tiles) % workers if parts > 1 else 0
+    warps = config.rows // 16
+    counters = torch.zeros(2 + rest * warps, dtype=torch.int32, device=tiles.device)
+    # Of each lane: its sums of O, and base and sum of two rows.
+    lines = rest * parts * warps * 32 * (shape.head_dim // 2 + 4)
+    sums = torch.empty(lines, dtype=torch.float32, device=tiles.device)
+    return Work(tiles, shortens(config, mask), counters, len(tiles) - rest, parts, sums)
 
 
 def walk(
@@ -189,7 +236,7 @@ def walk(
     name, function  of the kernel
     queries, keys   matrices like q; k and v. Raises Unsupported
     """
-    tiles, short, counters = work
+    tiles, short, counters, whole, parts, sums = work
     span = min(span_of(shape.block[0]), config.rows)
     box = min(shape.block[1], config.keys)
     maps = b"".join(tensor_map(x, shape.batch, box) for x in keys)
@@ -197,14 +244,16 @@ def walk(
     bits = () if mask.bits is None or mask.slots is None else (mask.slots, mask.bits)
     pointers = [x.data_ptr() for x in (tiles, mask.columns, *bits)]
     pointers += [0] * (4 - len(pointers))
-    lists = pack("PPPPPi4x", *pointers, counters.data_ptr(), len(tiles))
+    tickets = whole + parts * (len(tiles) - whole)
+    lists = pack("PPPPPi4x", *pointers, counters.data_ptr(), tickets)
+    split = pack("iiPP", whole, parts, sums.data_ptr(), counters[2:].data_ptr())
     counts = shape.q_tokens, shape.kv_tokens, shape.heads, shape.kv_heads
     sizes = pack("iiiif", *counts, scale * LOG2_E)
-    constants = constants_of(config, shape, mask, short, len(queries))
+    constants = constants_of(config, shape, mask, short, len(queries), parts > 1)
     size = shared_bytes(config, shape.head_dim, len(queries))
     loaded = load_persistent(name, function, constants, size, tiles, config.tiles, config.rows)
-    tensors = *queries, *keys, tiles, mask.columns, *bits, counters
-    return Walk(loaded, maps, lists, sizes, tensors)
+    tensors = *queries, *keys, tiles, mask.columns, *bits, counters, sums
+    return Walk(loaded, maps, lists, sizes, split, tensors)
 
 
 def launch(
@@ -227,7 +276,7 @@ def launch(
     lse = q.new_empty(shape.batch * shape.heads, shape.q_tokens, dtype=torch.float32)
     work = work or work_of(mask, shape, config)
     call = walk("attention_wgmma", "attend", [q], (k, v), mask, shape, scale, config, work)
-    args = ARGUMENTS(call.maps, call.lists, o.data_ptr(), lse.data_ptr(), call.sizes)
+    args = ARGUMENTS(call.maps, call.lists, o.data_ptr(), lse.data_ptr(), call.sizes, call.parts)
     program = cuda.BoundKernel(call.loaded, args, (*call.tensors, lse), o)
     return Bound(program, (q, k, v), (o, lse))
 
@@ -235,7 +284,9 @@ def launch(
 def prepare(operands: Operands) -> Launch:
     """Sort the tiles and compile."""
     tensors, mask, shape, shared, scale = task_of(operands)
-    [config] = configurations(shape, shared)
+    configs = configurations(shape, shared)
+    keys = len(mask.columns) * mask.block[1] / (len(mask.offsets) - 1)  # of a list
+    config = configs[0 if keys >= LONG_LIST else -1]
     program = launch(tensors, mask, shape, scale, config).program
     return Launch(program, asdict(config), program.code)
 

@@ -153,7 +153,7 @@ def work_of(mask: BlockMask, shape: Shape, config: Config) -> Work:
     if config.stores:
         stored = stored_of(mask, shape, tiles, lists.places)
         return Work(tiles, lists, counters, None, stored)
-    queries = query_work(mask, shape, of_queries(shape, mask))
+    queries = query_work(mask, shape, of_queries(shape, mask), splits=False)
     return Work(tiles, lists, counters, queries, None)
 
 

@@ -17,7 +17,7 @@
 #include "hopper.cuh"
 #include "mma.cuh"
 #include "warpgroup.cuh"
-constexpr int QUERY_MAPS = 3, LAGGING = 0;  // Q, dO, O
+constexpr int QUERY_MAPS = 3, SHARED_Q = 0, LAGGING = 0;  // Q, dO, O
 constexpr int CONSUMER_REGISTERS = 240, PRODUCER_REGISTERS = 24;
 #include "walk.cuh"
 

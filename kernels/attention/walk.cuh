@@ -2,6 +2,7 @@
 // ring, the producer, and what both consumers do with it. The kernel that includes it defines
 //
 //   QUERY_MAPS   matrices of queries that a tile needs: Q, or Q, dO and O
+//   SHARED_Q     1: consumers read Q in shared memory until the LAST step; 0: it goes to registers
 //   LAGGING      1: V of a step comes after K of the next step; 0: before
 //
 // and the macros of attention_wgmma.cu.
@@ -13,11 +14,13 @@ constexpr int ROWS = 64 * CONSUMERS;                       // of a tile
 constexpr int BOX_KEYS = BLOCK_K < KEYS ? BLOCK_K : KEYS;  // of an entry of a step
 constexpr int ENTRIES = KEYS / BOX_KEYS, PARTS = BLOCK_K / BOX_KEYS;
 constexpr int Q_BYTES = ROWS * HEAD_DIM * 2, SLOT_BYTES = KEYS * HEAD_DIM * 2;
+constexpr int Q_COUNT = GROUPS * Q_BUFFERS;
 constexpr int Q_BOX = SPAN < 64 ? SPAN : 64;
 constexpr int WARPGROUPS = GROUPS * CONSUMERS, THREADS = 128 * (WARPGROUPS + 1);
-constexpr int NOTE_INTS = 4 + (1 + BITS) * ENTRIES;  // flags, query, head, -; keys; slots of bits
+constexpr int NOTE_INTS = 4 + (1 + BITS) * ENTRIES;  // flags, query, head, part; keys; bits
 constexpr int PARTIAL = 1 << 31;                     // of a column, and of a key in a note
-enum { FIRST = 1, MASKED = 2, END = 4, SHORT = 8 };  // flags; SHORT: a last step of one entry
+// Flags: of a tile's first and last step, of the end, and of a last step with one entry.
+enum { FIRST = 1, MASKED = 2, END = 4, SHORT = 8, LAST = 16 };
 static_assert(!SHORTENS || KEYS == 128 && BOX_KEYS == 64, "a short step has one of two blocks");
 #define INF __int_as_float(0x7f800000)
 
@@ -36,6 +39,14 @@ struct Lists {
   int* counters;  // tiles taken, workers done: zero between launches
   int tile_count;
 };
+// SPLITS: each tile from `whole` on counts as `count` tiles, the parts of its list.
+//   sums      of the parts
+//   counters  the parts of each such tile that each warp has done: zero between launches
+struct Parts {
+  int whole, count;
+  float4* sums;
+  int* counters;
+};
 struct Sizes { int queries, keys, heads, kv_heads; float scale; };
 
 // ---- the ring of slots, and a thread's position in it; and the buffer of Q ----
@@ -52,7 +63,19 @@ struct Ring {
     if (++slot == SLOTS) { slot = 0; phase ^= 1; }
   }
 };
-struct Buffer { u32 tile, full, empty, phase; };
+struct Buffer {
+  u32 tile, full, empty, phase;
+  int number;  // of the Q_BUFFERS, which take turns
+  __device__ __forceinline__ void advance() {
+    const bool wraps = number == Q_BUFFERS - 1;
+    const int by = wraps ? 1 - Q_BUFFERS : 1;
+    number += by;
+    tile += by * QUERY_MAPS * Q_BYTES;
+    full += 8 * by;
+    empty += 8 * by;
+    phase ^= wraps;
+  }
+};
 
 // wgmma synchronises the four warps, so one thread releases what their products have read.
 __device__ __forceinline__ void release(u32 barrier) {
@@ -92,7 +115,19 @@ __device__ __forceinline__ void load_queries(const Maps& maps, const Buffer& q, 
   __syncwarp();
 }
 
-struct Value { int key, column, query, head; bool is_short; };  // the V that is loaded next
+// A tile, or a part of one: equal numbers of steps of its list.
+__device__ __forceinline__ Tile tile_of(const Lists& lists, const Parts& parts, int ticket) {
+  if (!SPLITS || ticket < parts.whole) return lists.tiles[ticket];
+  const int part = (ticket - parts.whole) % parts.count;
+  Tile tile = lists.tiles[parts.whole + (ticket - parts.whole) / parts.count];
+  const int steps = (tile.count + ENTRIES - 1) / ENTRIES;
+  const int begin = steps * part / parts.count * ENTRIES;
+  tile.count = min(tile.count, steps * (part + 1) / parts.count * ENTRIES) - begin;
+  tile.first += begin;
+  return tile;
+}
+
+struct Value { int key, column, query, head, part; bool is_short; };  // the V that is loaded next
 
 __device__ __forceinline__ void load_values(const TensorMap* map, Ring& ring, const Value& value,
                                             const Sizes& sizes) {
@@ -100,20 +135,22 @@ __device__ __forceinline__ void load_values(const TensorMap* map, Ring& ring, co
   if (threadIdx.x % 32 == 0) {
     st_shared(ring.note() + 4, value.query);
     st_shared(ring.note() + 8, value.head);
+    if (SPLITS) st_shared(ring.note() + 12, value.part);
   }
   load_slot(map, ring, value.key, value.column, value.head / sizes.heads, value.is_short);
   ring.advance();
 }
 
 __device__ __forceinline__ void producer(const Maps& maps, const Lists& lists, const Sizes& sizes,
-                                         Ring ring, Buffer q, int group) {
+                                         const Parts& parts, Ring ring, Buffer q, int group) {
   const int lane = threadIdx.x % 32, entry = min(lane / HALVES, ENTRIES - 1);
   const int workers = gridDim.x * GROUPS;
   int ticket = blockIdx.x * GROUPS + group;
   Value value{};
   bool pending = false;
   while (ticket < lists.tile_count) {
-    const Tile tile = lists.tiles[ticket];
+    const Tile tile = tile_of(lists, parts, ticket);
+    const int part = ticket - parts.whole;
     if (lane == 0) ticket = workers + atomicAdd(lists.counters, 1);
     const int steps = max(1, (tile.count * PARTS + ENTRIES - 1) / ENTRIES);
     const int sequence = tile.head / sizes.heads, head = tile.head % sizes.heads;
@@ -127,7 +164,8 @@ __device__ __forceinline__ void producer(const Maps& maps, const Lists& lists, c
       const bool masked = __any_sync(~0u, (key < 0 || key + BOX_KEYS > sizes.keys) &&
                                               entry < ENTRIES >> is_short);
       if (lane == 0) {
-        st_shared(ring.note(), (step ? 0 : FIRST) | (masked ? MASKED : 0) | (is_short ? SHORT : 0));
+        st_shared(ring.note(), (step ? 0 : FIRST) | (SHARED_Q && step == steps - 1 ? LAST : 0) |
+                                   (masked ? MASKED : 0) | (is_short ? SHORT : 0));
         st_shared(ring.note() + 4, tile.query);
         st_shared(ring.note() + 8, tile.head);
       }
@@ -143,11 +181,11 @@ __device__ __forceinline__ void producer(const Maps& maps, const Lists& lists, c
       if (step == 0) {
         mbarrier_wait(q.empty, q.phase, "a free buffer for Q");
         load_queries(maps, q, tile.query, head, sequence);
-        q.phase ^= 1;
+        q.advance();
       }
       if (LAGGING && pending) load_values(&maps.v, ring, value, sizes);
       pending = true;
-      value = Value{key, column, tile.query, tile.head, is_short};
+      value = Value{key, column, tile.query, tile.head, part, is_short};
       if (!LAGGING) load_values(&maps.v, ring, value, sizes);
       key = next;
     }
@@ -254,10 +292,10 @@ __device__ __forceinline__ void give_turn(int consumer) {
 
 template <class Consume>
 __device__ __forceinline__ void walk(const Maps& maps, const Lists& lists, const Sizes& sizes,
-                                     Consume consume) {
+                                     Consume consume, const Parts& parts = {}) {
   extern __shared__ char shared[];
   __shared__ int notes[GROUPS][SLOTS][NOTE_INTS];
-  __shared__ u64 full[GROUPS][SLOTS], empty[GROUPS][SLOTS], q_full[GROUPS], q_empty[GROUPS];
+  __shared__ u64 full[GROUPS][SLOTS], empty[GROUPS][SLOTS], q_full[Q_COUNT], q_empty[Q_COUNT];
   const u32 base = (smem_address(shared) + 1023) & ~1023u;  // alignment for the swizzle
   const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);
   const int warp = __shfl_sync(~0u, threadIdx.x / 32 % 4, 0);
@@ -267,22 +305,25 @@ __device__ __forceinline__ void walk(const Maps& maps, const Lists& lists, const
         mbarrier_init(smem_address(&full[g][i]), 1);
         mbarrier_init(smem_address(&empty[g][i]), CONSUMERS);
       }
-      mbarrier_init(smem_address(&q_full[g]), 1);
-      mbarrier_init(smem_address(&q_empty[g]), CONSUMERS);
+    }
+    for (int i = 0; i < Q_COUNT; i++) {
+      mbarrier_init(smem_address(&q_full[i]), 1);
+      mbarrier_init(smem_address(&q_empty[i]), CONSUMERS);
     }
     fence_mbarrier_init();
   }
   __syncthreads();
   const int group = warpgroup < WARPGROUPS ? warpgroup / CONSUMERS : min(warp, GROUPS - 1);
-  const u32 slots = base + GROUPS * QUERY_MAPS * Q_BYTES + group * SLOTS * SLOT_BYTES;
+  const int buffer = group * Q_BUFFERS;
+  const u32 slots = base + Q_COUNT * QUERY_MAPS * Q_BYTES + group * SLOTS * SLOT_BYTES;
   Ring ring{slots, smem_address(notes[group]), smem_address(full[group]),
             smem_address(empty[group]), 0, 0};
-  Buffer q{base + group * QUERY_MAPS * Q_BYTES, smem_address(&q_full[group]),
-           smem_address(&q_empty[group]), 0};
+  Buffer q{base + buffer * QUERY_MAPS * Q_BYTES, smem_address(&q_full[buffer]),
+           smem_address(&q_empty[buffer]), 0, 0};
   if (warpgroup == WARPGROUPS) {
     setmaxnreg_dec<PRODUCER_REGISTERS>();
     ring.phase = q.phase = 1;  // at first, everything is free
-    if (warp < GROUPS) producer(maps, lists, sizes, ring, q, group);
+    if (warp < GROUPS) producer(maps, lists, sizes, parts, ring, q, group);
   } else {
     setmaxnreg_inc<CONSUMER_REGISTERS>();
     consume(ring, q, warpgroup % CONSUMERS);

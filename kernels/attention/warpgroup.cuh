@@ -23,7 +23,9 @@
 #define WGMMA_RS(N, a, b, keep, b_trans) WGMMA_RS_(N, a, b, keep, b_trans)
 
 #define SS_64 "%32, %33, keep"
+#define SS_128 "%64, %65, keep"
 #define SS_KEEP_64 "%34"
+#define SS_KEEP_128 "%66"
 #define WGMMA_SS_(N, a, b, keep, a_trans, b_trans)                                              \
   asm volatile("{\n.reg .pred keep;\nsetp.ne.b32 keep, " SS_KEEP_##N ", 0;\n"                   \
                "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" SUM_##N "}, " \

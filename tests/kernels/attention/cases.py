@@ -128,6 +128,13 @@ def reference(
     return torch.einsum("bhqk,bkhd->bqhd", p, v), lse
 
 
+def rising(operands: list[Tensor]) -> list[Tensor]:
+    """Return operands whose last keys are 1,000 times as large as the first: scores up to 500."""
+    q, k, v, do = operands
+    growth = torch.logspace(-1, 2, k.shape[1], dtype=k.dtype)[:, None, None]
+    return [q, k * growth, v, do]
+
+
 def gradients(
     operands: Sequence[Tensor], mask: BlockMask
 ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:

@@ -11,7 +11,15 @@ from sparsebench.kernels.attention import attention_wgmma, attention_wgmma_backw
 from sparsebench.kernels.attention._lists import shared_heads
 from sparsebench.kernels.attention._shapes import Shape
 from tests.compiling.nvcc import hopper
-from tests.kernels.attention.cases import Case, flat, gradients, on_gpu, without
+from tests.kernels.attention.cases import (
+    Case,
+    flat,
+    gradients,
+    on_gpu,
+    reference,
+    rising,
+    without,
+)
 
 CASES = [
     Case((1000, 777), 128, (4, 4), lists=4, dtype="bf16"),
@@ -68,6 +76,22 @@ def test_o_and_lse_are_right_in_each_configuration(case: Case) -> None:
             program()
         assert error(outputs[0], o) < 4e-3
         torch.testing.assert_close(outputs[1].double(), lse, atol=1e-4, rtol=1e-4)
+
+
+@hopper
+@pytest.mark.parametrize("case", CASES[:4], ids=str)
+def test_scores_that_rise_along_a_list_are_right(case: Case) -> None:
+    mask, shape, operands = case.mask(), case.shape(), rising(case.operands())
+    o, lse = reference(*(x.double() for x in operands[:3]), mask)
+    q, k, v = (flat(x).cuda() for x in operands[:3])
+    shared = shared_heads(mask, shape.heads, shape.kv_heads)
+    config = attention_wgmma.configurations(shape, shared)[0]
+    scale = case.head_dim**-0.5
+    program, _, outputs = attention_wgmma.launch((q, k, v), on_gpu(mask), shape, scale, config)
+    program()
+    assert error(outputs[0], o.cuda()) < 4e-3
+    expected = lse.flatten(0, 1).cuda()
+    torch.testing.assert_close(outputs[1].double(), expected, atol=1e-4, rtol=1e-5)
 
 
 @hopper

@@ -7,7 +7,7 @@ from tests.tools.paths import cuda_source
 FIXED = """
   auto* notes = (int (*)[SLOTS][NOTE_INTS])fixed_shared();
   auto *full = (u64 (*)[SLOTS])(fixed_shared() + (1 << 14)), *empty = full + GROUPS;
-  auto *RESIDENT_full = (u64*)(empty + GROUPS), *RESIDENT_empty = RESIDENT_full + GROUPS;
+  auto *RESIDENT_full = (u64*)(empty + GROUPS), *RESIDENT_empty = RESIDENT_full + 2 * GROUPS;
 """
 BARRIERS = "auto *full = (u64*)fixed_shared(), *empty = full + SLOTS;"
 BOXES = """
