@@ -39,6 +39,7 @@ BY_NAME = {
     "decoder_spense": f"{STEP} pattern=spense_hidden sparsity=0.25 dense_fraction=0.5 split=rows "
     "wd.split=columns wh.dense_fraction=1.0 wqkv.dense_fraction=1.0 wo.dense_fraction=1.0",
     "cusparselt_hybrid": f"{SIZES} pattern=spense_rows sparsity=0.25",
+    "bsr_wgrad_mma": f"{SIZES} pattern=blocks block=16 sparsity=0.5",
     "linear_few": "m=2 n=512 k=256 active=8",
     "macko": "m=1 n=512 k=256 pattern=unstructured sparsity=0.9",
     **dict.fromkeys(("twell_authors", "twell_authors_step"),
