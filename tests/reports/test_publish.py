@@ -413,7 +413,7 @@ def test_a_bad_call_is_one_line_and_writes_nothing(tmp_path: Path) -> None:
     for options, message in (
         ([STEP, "--out", full], "expected a new or an empty folder, or a site; found thesis.tex"),
         ([STEP, STEP, "--out", to], "expected each run once, found it also as"),
-        ([tmp_path / "none", "--out", to], "expected manifest.json"),
+        ([tmp_path / "none", "--out", to], "expected the directory of a run"),
         ([broken, "--out", to], "expected SHA-256"),
         ([STEP, "--out", to, "--base-url", "javascript:x"], "--base-url: expected an address"),
         ([STEP, "--out", full / "thesis.tex"], "expected a folder, found a file"),
