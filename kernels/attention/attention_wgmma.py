@@ -214,7 +214,7 @@ def work_of(mask: BlockMask, shape: Shape, config: Config, *, splits: bool = Tru
     rest = len(tiles) % workers if parts > 1 else 0
     warps = config.rows // 16
     counters = torch.zeros(2 + rest * warps, dtype=torch.int32, device=tiles.device)
-    # Of each lane: its sums of O, and base and sum of two rows.
+    # Each lane keeps its sums of O, and the base and the sum of its two rows.
     lines = rest * parts * warps * 32 * (shape.head_dim // 2 + 4)
     sums = torch.empty(lines, dtype=torch.float32, device=tiles.device)
     return Work(tiles, shortens(config, mask), counters, len(tiles) - rest, parts, sums)

@@ -36,8 +36,9 @@
 //
 // STORES: dS.T goes to memory, too, from which attention_wgmma_stored.cu computes dQ.
 //
-// Macros: HEAD_DIM=64|128 BLOCK_Q BLOCK_K GROUPS CONSUMERS=1|2 SLOTS CAUSAL=0|1 BITS=0|1 STORES=0|1,
-// and hopper.cuh's. Source: PTX ISA 9.0; FlashAttention-3 (2407.08608) for the order of products.
+// Macros: HEAD_DIM=64|128 BLOCK_Q BLOCK_K GROUPS CONSUMERS=1|2 SLOTS CAUSAL=0|1 BITS=0|1
+// STORES=0|1, and hopper.cuh's.
+// Source: PTX ISA 9.0; FlashAttention-3 (2407.08608) for the order of products.
 
 #include "hopper.cuh"
 #include "warpgroup.cuh"
@@ -74,7 +75,7 @@ struct Lists {
 };
 struct Sizes { int queries, keys, heads, kv_heads, padded; float scale, log_scale; };
 struct Stats { const float *lse, *delta; };  // [batch * heads, padded]
-// Of the blocks of each list; a head's are `shifts` further (attention_wgmma_stored.cu).
+// Where dS of each list's blocks is; a head's is `shifts` further (attention_wgmma_stored.cu).
 struct Stored { char* scores; const int *places, *shifts; };
 
 struct Ring {

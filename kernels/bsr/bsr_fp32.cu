@@ -1,6 +1,6 @@
-// Y[m, n] = X[m, k] @ W[n, k].T in exact fp32, W in blocks of multiples of 8 (compute capability 8.0
-// and newer). Products are FMA in fp32. On Hopper the tensor cores multiply fp64 at the same rate
-// (DOUBLE=1): a step of fp32 values is converted, and Y is rounded once, from sums in fp64.
+// Y[m, n] = X[m, k] @ W[n, k].T in exact fp32, W in blocks of multiples of 8 (compute capability
+// 8.0 and newer). The products are fp32 FMAs. Hopper's tensor cores multiply fp64 at the same rate,
+// so there (DOUBLE=1) a step of fp32 values is converted, sums are in fp64, and Y is rounded once.
 //
 //   CTA: ROWS features of a block row x TOKENS tokens. Its WARPS warps take every WARPS-th step:
 //
@@ -15,10 +15,10 @@
 //   bytes for each 128 FMA, which take 384 clocks of an SM where FMA take 256. With mma a step has
 //   16 loads, 64 clocks.
 //
-// With mma, odd rows of 128 bytes are turned by half: the two rows that 8 lanes read lie in other
-// banks. With FMA, rows of a tile have a pitch of DEPTH + 4 words: the 8 tokens, and the 4 features, that lanes read
-// at once lie in other banks. Columns of X beyond k are zeros, and W's edge blocks are zeros there.
-// Every sum has a fixed order: equal inputs give equal bits.
+// The rows that lanes read at once must lie in different banks. With mma, these are two rows, so
+// the halves of odd rows of 128 bytes are swapped. With FMA, these are 8 tokens and 4 features, so
+// rows of a tile have a pitch of DEPTH + 4 words. Columns of X beyond k are zeros, and W's edge
+// blocks are zeros there. Every sum has a fixed order: equal inputs give equal bits.
 //
 // Macros: ROWS, DEPTH (8, 16 or 32, which divide R and C), R, C (sides of a block), TOKENS=16|32,
 // WARPS, STAGES, DOUBLE=0|1, PIECE (floats of a copy of X: 4, or 1 if its rows are not aligned).
@@ -33,8 +33,8 @@ using Sum = float;
 constexpr int PITCH = DEPTH + 4, SWIZZLE = 0, OUT_PITCH = ROWS + 4, COPIES = 8;
 #endif
 constexpr int TILES = R / ROWS, CUT = C / DEPTH;
-constexpr int STAGE = (ROWS + TOKENS) * PITCH;                   // floats
-constexpr int RING = STAGES * (ROWS + TOKENS) * (DEPTH + 4);     // floats of a warp
+constexpr int STAGE = (ROWS + TOKENS) * PITCH;                // floats
+constexpr int RING = STAGES * (ROWS + TOKENS) * (DEPTH + 4);  // floats of a warp
 static_assert(TOKENS * OUT_PITCH * sizeof(Sum) <= RING * sizeof(float), "sums fit into the ring");
 
 __device__ __forceinline__ void copy_16(float* to, const float* from, bool there) {
