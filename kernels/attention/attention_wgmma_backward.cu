@@ -221,16 +221,6 @@ __device__ __forceinline__ void scores(float (&d)[ROWS / 2], u32 keys, u32 queri
              b + ((i / 4 * ROWS * ROW_BYTES + i % 4 * 32) >> 4), i > 0, 0, 0);
   wgmma_commit();
 }
-// d[64 keys x D] = keep * d + P.T[64 x 64 queries] B[64 x D]
-__device__ __forceinline__ void add_queries(float (&d)[HEAD_DIM / 2], const u32 (&p)[ROWS / 4],
-                                            u32 queries, int keep) {
-  const u64 b = smem_descriptor(queries, ROW_BYTES, ROWS * ROW_BYTES);
-  wgmma_fence();
-  #pragma unroll
-  for (int i = 0; i < ROWS / 16; i++)
-    WGMMA_RS(HEAD_DIM, p + 4 * i, b + (i * 16 * ROW_BYTES >> 4), i > 0 || keep, 1);
-  wgmma_commit();
-}
 
 // Zero where the mask allows no element; key: this lane's first.
 __device__ __forceinline__ void mask(float (&p)[ROWS / 2], const Ring& ring, int key,
@@ -307,7 +297,7 @@ __device__ __forceinline__ void consume(Ring ring, Resident kv, int consumer, co
       if (flags & MASKED) mask(s, q, key, lists, sizes);
       #pragma unroll
       for (int i = 0; i < ROWS / 4; i++) p[i] = pack_pair(s[2 * i], s[2 * i + 1]);
-      add_queries(v_sum, p, d_o.tile(), keep);
+      add_rows<ROWS>(v_sum, p, d_o.tile(), keep);
       wgmma_wait<1>();  // for dP
       hold(dp);
       #pragma unroll
@@ -324,7 +314,7 @@ __device__ __forceinline__ void consume(Ring ring, Resident kv, int consumer, co
         #pragma unroll
         for (int i = 0; i < ROWS / 16; i++) st_streaming(to + i * 512, ds + 4 * i);
       }
-      add_queries(k_sum, ds, q.tile(), keep);
+      add_rows<ROWS>(k_sum, ds, q.tile(), keep);
       keep = 1;
       mbarrier_wait(ring.full_barrier(), ring.phase, "the next Q");
       flags = __shfl_sync(~0u, ld_shared(ring.note()), 0);

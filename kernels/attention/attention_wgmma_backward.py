@@ -229,13 +229,14 @@ def launch(
     counts = shape.q_tokens, shape.kv_tokens, shape.heads, shape.kv_heads
     sizes = pack("iiiiiff", *counts, rows, scale, scale * LOG2_E)
     stats = pack("PP", lse_2.data_ptr(), delta.data_ptr())
-    names = "attention_wgmma_backward", "differentiate"
-    constants = constants_of(config, shape, mask)
-    size = shared_bytes(config, depth)
+    constants, size = constants_of(config, shape, mask), shared_bytes(config, depth)
     tensors = [*operands, mask.bits, lse_2, delta, dk, dv]
 
     def of_keys(tiles: Tensor, to: bytes) -> tuple[cuda.Loaded, cuda.Arguments]:
-        loaded = load_persistent(*names, constants, size, tiles, config.tiles, config.rows)
+        loaded = load_persistent(
+            *("attention_wgmma_backward", "differentiate", constants),
+            *(size, tiles, config.tiles, config.rows),
+        )
         ends = work.counters.data_ptr(), len(tiles), mask.lists, blocks
         lists = pack("PPPPPPiii4x", tiles.data_ptr(), *pointers, *ends)
         loaded = replace(loaded, early=config.stores)
@@ -251,9 +252,10 @@ def launch(
         tensors += [scores, mask.columns]
     else:
         assert work.queries
-        names_of = "attention_wgmma_dq", "differentiate_queries"
-        of_rows = of_queries(shape, mask)
-        call = walk(*names_of, [q, do, o], (k, v), mask, shape, scale, of_rows, work.queries)
+        call = walk(
+            *("attention_wgmma_dq", "differentiate_queries", [q, do, o], (k, v)),
+            *(mask, shape, scale, of_queries(shape, mask), work.queries),
+        )
         row_stats = pack("PPPi4x", lse.data_ptr(), lse_2.data_ptr(), delta.data_ptr(), rows)
         args = QUERIES(call.maps, call.lists, row_stats, dq.data_ptr(), call.sizes)
         kernels = [(call.loaded, args), of_keys(work.tiles, bytes(24))]

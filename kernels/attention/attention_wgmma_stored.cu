@@ -149,12 +149,7 @@ multiply_stored(const __grid_constant__ TensorMap k, const __grid_constant__ Lis
       ds[4 * i + 2] = movmatrix_trans(words.y);
       ds[4 * i + 3] = movmatrix_trans(words.w);
     }
-    const u64 b = smem_descriptor(tile_at, ROW_BYTES, SIDE * ROW_BYTES);
-    wgmma_fence();
-    #pragma unroll
-    for (int i = 0; i < SIDE / 16; i++)
-      WGMMA_RS(HEAD_DIM, ds + 4 * i, b + (i * 16 * ROW_BYTES >> 4), 1, 1);
-    wgmma_commit();
+    add_rows<SIDE>(d, ds, tile_at);
     wgmma_wait<0>();
     hold(d);
     if (lane == 0) mbarrier_arrive(all_empty + 8 * slot);
