@@ -76,7 +76,8 @@ struct Lists {
 struct Sizes { int queries, keys, heads, kv_heads, padded; float scale, log_scale; };
 struct Stats { const float *lse, *delta; };  // [batch * heads, padded]
 // Where dS of each list's blocks is; a head's is `shifts` further (attention_wgmma_stored.cu).
-struct Stored { char* scores; const int *places, *shifts; };
+// waits: for the predecessor, before any work (_stored.py).
+struct Stored { char* scores; const int *places, *shifts; int waits; };
 
 struct Ring {
   u32 slots, notes, stats, full, empty;
@@ -365,10 +366,7 @@ differentiate(const __grid_constant__ Maps maps, const __grid_constant__ Lists l
     }
     fence_mbarrier_init();
   }
-  if (STORES) {
-    launch_dependent_grids();
-    wait_on_dependent_grids();
-  }
+  if (STORES && stored.waits) wait_on_dependent_grids();
   __syncthreads();
   const int group = warpgroup < WARPGROUPS ? warpgroup / CONSUMERS : min(warp, GROUPS - 1);
   const u32 group_at = base + group * GROUP_BYTES;
@@ -380,7 +378,12 @@ differentiate(const __grid_constant__ Maps maps, const __grid_constant__ Lists l
   if (warpgroup == WARPGROUPS) {
     setmaxnreg_dec<24>();
     ring.phase = kv.phase = 1;  // at first, everything is free
-    if (warp < GROUPS) producer(maps, lists, sizes, stats, stored, ring, kv, group);
+    if (warp < GROUPS) {
+      producer(maps, lists, sizes, stats, stored, ring, kv, group);
+    } else if (STORES && warp == GROUPS) {
+      wait_on_dependent_grids();
+      launch_dependent_grids();
+    }
   } else {
     setmaxnreg_inc<240>();
     consume(ring, kv, warpgroup % CONSUMERS, lists, sizes, stored.scores, dk, dv);
