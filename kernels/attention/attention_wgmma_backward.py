@@ -240,10 +240,8 @@ def launch(
     tensors = [*operands, mask.bits, lse_2, delta, dk, dv]
 
     def of_keys(tiles: Tensor, counters: Tensor, to: bytes) -> tuple[cuda.Loaded, cuda.Arguments]:
-        loaded = load_persistent(
-            *("attention_wgmma_backward", "differentiate", constants),
-            *(size, tiles, config.tiles, config.rows),
-        )
+        kernel = "attention_wgmma_backward", "differentiate"
+        loaded = load_persistent(*kernel, constants, size, tiles, config.tiles, config.rows)
         ends = counters.data_ptr(), len(tiles), mask.lists, blocks
         lists = pack("PPPPPPiii4x", tiles.data_ptr(), *pointers, *ends)
         loaded = replace(loaded, early=config.stores)
@@ -265,10 +263,8 @@ def launch(
         tensors += [scores, mask.columns]
     else:
         assert work.queries
-        call = walk(
-            *("attention_wgmma_dq", "differentiate_queries", [q, do, o], (k, v)),
-            *(mask, shape, scale, of_queries(shape, mask), work.queries),
-        )
+        kernel, of_rows = ("attention_wgmma_dq", "differentiate_queries"), of_queries(shape, mask)
+        call = walk(*kernel, [q, do, o], (k, v), mask, shape, scale, of_rows, work.queries)
         row_stats = pack("PPPi4x", lse.data_ptr(), lse_2.data_ptr(), delta.data_ptr(), rows)
         args = QUERIES(call.maps, call.lists, row_stats, dq.data_ptr(), call.sizes)
         kernels = [(call.loaded, args), of_keys(work.tiles, work.counters, bytes(32))]
