@@ -1,7 +1,7 @@
 """Where attention_wgmma_backward.cu stores dS, from which attention_wgmma_stored.cu computes dQ.
 
 dS has 2 bytes for each element of the blocks of a head, so the heads are worked on in sections,
-whose dS takes STORED_BYTES at most. Three buffers take turns:
+whose dS takes SECTION_BYTES at most, or a KV head. Three buffers take turns:
 
     launch   weigh_rows | dK, dV 0 | dK, dV 1 | dQ 0 | dK, dV 2 | dQ 1 | ... | dQ n - 2 | dQ n - 1
     buffer                   0          1         0        2        1
@@ -24,8 +24,8 @@ from sparsebench.kernels._common import cuda
 from sparsebench.kernels.attention._shapes import Shape
 from sparsebench.kernels.attention._wgmma_tiles import lists_of_heads, query_tiles, tensor_map
 
-STORED_BYTES = 1 << 29  # most memory for dS of a section
 BUFFERS = 3  # of dS
+SECTION_BYTES, HEAD_BYTES = (1 << 30) // BUFFERS, 1 << 30  # most for dS of a section, a KV head
 SIDE = 64  # queries and keys that are stored together
 SM_BYTES = 228 * 1024  # shared memory of an SM; of each CTA's, the system has 1 KB
 SOURCE, THREADS = "attention_wgmma_stored", 256
@@ -74,20 +74,21 @@ def stored_of(mask: BlockMask, shape: Shape, keys: Tensor, places: Tensor | None
 
     places  of the blocks of the transposed lists in mask.columns
 
-    Raises Unsupported if dS of one KV head takes more than STORED_BYTES.
+    Raises Unsupported if dS of one KV head takes more than HEAD_BYTES.
     """
     if places is None:
         raise Unsupported(f"expected blocks of a multiple of 64, found {list(mask.block)}")
-    most = STORED_BYTES // (2 * mask.block[0] * mask.block[1])
+    of_block = 2 * mask.block[0] * mask.block[1]  # bytes
+    most, most_of_head = SECTION_BYTES // of_block, HEAD_BYTES // of_block
     head = torch.arange(shape.batch * shape.heads, device=keys.device)
     starts, lists = mask.offsets[:: mask.q_blocks], lists_of_heads(mask, shape, head)
     group = shape.heads // shape.kv_heads
     counts = starts.diff()[lists].view(-1, group)  # blocks of the heads of a KV head
     number, used, blocks, numbers, before = 0, 0, 0, [], []
     for count in counts.sum(1).tolist():
-        if count > most:
-            raise Unsupported(f"expected at most {most} blocks of a KV head, found {count}")
-        if used + count > most:
+        if count > most_of_head:
+            raise Unsupported(f"expected at most {most_of_head} blocks of a KV head, found {count}")
+        if used and used + count > most:
             number, used = number + 1, 0
         numbers.append(number)
         before.append(used)

@@ -167,7 +167,7 @@ __device__ __forceinline__ void producer(const Maps& maps, const Lists& lists, c
             st_shared(ring.note() + 4, tile->key);
             st_shared(ring.note() + 8, tile->kv_head);
           }
-          if (STORES) st_shared(ring.place(), h == heads ? -1 : to);
+          if (STORES) st_shared(ring.place(), to);
           mbarrier_arrive_expect_tx(ring.full_barrier(), SLOT_BYTES + STATS_BYTES);
         }
         if (writes) {
@@ -299,6 +299,7 @@ __device__ __forceinline__ void consume(Ring ring, Resident kv, int consumer, co
       #pragma unroll
       for (int i = 0; i < ROWS / 4; i++) p[i] = pack_pair(s[2 * i], s[2 * i + 1]);
       add_rows<ROWS>(v_sum, p, d_o.tile(), keep);
+      const int place = STORES ? ld_shared(q.place()) : 0;
       wgmma_wait<1>();  // for dP
       hold(dp);
       #pragma unroll
@@ -310,7 +311,11 @@ __device__ __forceinline__ void consume(Ring ring, Resident kv, int consumer, co
           ds[2 * i + r] = pack_pair(s[at] * (dp[at] - delta.x), s[at + 1] * (dp[at + 1] - delta.y));
         }
       }
-      const int place = STORES ? ld_shared(q.place()) : -1;
+      if (STORES && !(flags & EMPTY)) {
+        char* const to = to_memory + (long long)place * (BLOCK_K / 64 * 8192);
+        #pragma unroll
+        for (int i = 0; i < ROWS / 16; i++) st_streaming(to + i * 512, ds + 4 * i);
+      }
       add_rows<ROWS>(k_sum, ds, q.tile(), keep);
       keep = 1;
       mbarrier_wait(ring.full_barrier(), ring.phase, "the next Q");
@@ -319,11 +324,6 @@ __device__ __forceinline__ void consume(Ring ring, Resident kv, int consumer, co
       wgmma_wait<1>();  // for dV and dK
       release(q.empty_barrier());
       release(d_o.empty_barrier());
-      if (STORES && place >= 0) {  // while the scores are computed
-        char* const to = to_memory + (long long)place * (BLOCK_K / 64 * 8192);
-        #pragma unroll
-        for (int i = 0; i < ROWS / 16; i++) st_streaming(to + i * 512, ds + 4 * i);
-      }
       wgmma_wait<0>();
       hold(s);
     } while (!(flags & FIRST));

@@ -9,7 +9,7 @@ Config.stores: yes
     multiply_stored         dQ = dS K of a section, beside dK and dV of the next one
 
 The first way computes S and dP twice, which takes 14 D operations for each allowed element instead
-of 10. The second takes memory for dS, 1.5 GiB at most (_stored.py). Neither adds up a sum in
+of 10. The second takes memory for dS, 1 GiB as a rule (_stored.py). Neither adds up a sum in
 memory, so the same operands give the same bits. The kernels are in attention_wgmma_backward.cu,
 attention_wgmma_dq.cu and attention_wgmma_stored.cu. They support
 

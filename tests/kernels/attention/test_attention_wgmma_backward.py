@@ -100,7 +100,7 @@ RUNS += ((FIVE, 2 * 64 * 64),)  # a section for each head
 def test_the_threads_differentiate_on_a_cpu(
     case: Case, most: int, late: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_stored, "STORED_BYTES", most)
+    monkeypatch.setattr(_stored, "SECTION_BYTES", most)
     config = replace(case.config, stores=bool(most))
     mask, shape, depth = case.mask(), case.shape(), case.head_dim
     mask = mask if case.bits else without(mask, 1)
@@ -223,7 +223,7 @@ def test_bits_of_joined_blocks_are_refused() -> None:
 
 
 def test_a_head_with_too_many_blocks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_stored, "STORED_BYTES", 3 * 2 * 128 * 128)
+    monkeypatch.setattr(_stored, "HEAD_BYTES", 3 * 2 * 128 * 128)
     config, case = Config(128, True), CASES[0]
     call = partial(attention_wgmma_backward.work_of, case.mask(), case.shape(), config)
     assert "3" in refusal(call)

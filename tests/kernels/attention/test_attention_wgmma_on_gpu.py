@@ -123,7 +123,7 @@ def test_sections_that_overlap_give_the_bits_of_a_single_one(
     config = attention_wgmma_backward.configurations(shape, 1)[0]
     args = operands, mask, shape, case.head_dim**-0.5, config
     single = attention_wgmma_backward.launch(*args).program().clone()
-    monkeypatch.setattr(_stored, "STORED_BYTES", 3 << 20)  # a head takes 2.0 MB
+    monkeypatch.setattr(_stored, "SECTION_BYTES", 3 << 20)  # a head takes 2.0 MB
     work = attention_wgmma_backward.work_of(mask, shape, config)
     assert work.stored
     assert len(work.stored.keys) == 12
