@@ -76,7 +76,8 @@ struct Lists {
 struct Sizes { int queries, keys, heads, kv_heads, padded; float scale, log_scale; };
 struct Stats { const float *lse, *delta; };  // [batch * heads, padded]
 // Where dS of each list's blocks is; a head's is `shifts` further (attention_wgmma_stored.cu).
-struct Stored { char* scores; const int *places, *shifts; };
+// waits: for the predecessor, before any work (_stored.py).
+struct Stored { char* scores; const int *places, *shifts; int waits; };
 
 struct Ring {
   u32 slots, notes, stats, full, empty;
@@ -298,6 +299,7 @@ __device__ __forceinline__ void consume(Ring ring, Resident kv, int consumer, co
       #pragma unroll
       for (int i = 0; i < ROWS / 4; i++) p[i] = pack_pair(s[2 * i], s[2 * i + 1]);
       add_rows<ROWS>(v_sum, p, d_o.tile(), keep);
+      const int place = STORES ? ld_shared(q.place()) : 0;
       wgmma_wait<1>();  // for dP
       hold(dp);
       #pragma unroll
@@ -310,7 +312,7 @@ __device__ __forceinline__ void consume(Ring ring, Resident kv, int consumer, co
         }
       }
       if (STORES && !(flags & EMPTY)) {
-        char* to = to_memory + (long long)ld_shared(q.place()) * (BLOCK_K / 64 * 8192);
+        char* const to = to_memory + (long long)place * (BLOCK_K / 64 * 8192);
         #pragma unroll
         for (int i = 0; i < ROWS / 16; i++) st_streaming(to + i * 512, ds + 4 * i);
       }
@@ -364,10 +366,7 @@ differentiate(const __grid_constant__ Maps maps, const __grid_constant__ Lists l
     }
     fence_mbarrier_init();
   }
-  if (STORES) {
-    launch_dependent_grids();
-    wait_on_dependent_grids();
-  }
+  if (STORES && stored.waits) wait_on_dependent_grids();
   __syncthreads();
   const int group = warpgroup < WARPGROUPS ? warpgroup / CONSUMERS : min(warp, GROUPS - 1);
   const u32 group_at = base + group * GROUP_BYTES;
@@ -379,7 +378,12 @@ differentiate(const __grid_constant__ Maps maps, const __grid_constant__ Lists l
   if (warpgroup == WARPGROUPS) {
     setmaxnreg_dec<24>();
     ring.phase = kv.phase = 1;  // at first, everything is free
-    if (warp < GROUPS) producer(maps, lists, sizes, stats, stored, ring, kv, group);
+    if (warp < GROUPS) {
+      producer(maps, lists, sizes, stats, stored, ring, kv, group);
+    } else if (STORES && warp == GROUPS) {
+      wait_on_dependent_grids();
+      launch_dependent_grids();
+    }
   } else {
     setmaxnreg_inc<240>();
     consume(ring, kv, warpgroup % CONSUMERS, lists, sizes, stored.scores, dk, dv);
