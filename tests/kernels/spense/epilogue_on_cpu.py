@@ -71,7 +71,7 @@ template <int BYTES> static void land_stores(int left) {  // rows of so many byt
   auto& groups = mine_pending();
   for (; (int)groups.size() > left + 1; groups.erase(groups.begin()))
     for (const Store& s : groups[0])
-      for (int r = 0; r < STORE_TOKENS; r++)
+      for (int r = 0; r < (TOKENS % STORE_TOKENS ? STORE_TOKENS / 2 : STORE_TOKENS); r++)
         for (int b = 0; b < BYTES; b++) {
           const u32 at = s.from + r * BYTES + b;
           const long row = s.row + r, byte = 2l * s.column + b;
@@ -80,7 +80,7 @@ template <int BYTES> static void land_stores(int left) {  // rows of so many byt
                 dynamic_shared()[at ^ (at >> 7 & (BYTES / 16 - 1)) << 4];
         }
 }
-static void load_sums(float (&d)[TOKENS / 2], const float* of) {  // a thread's of [64][TOKENS]
+static void load_sums(float (&d)[8 * STORES], const float* of) {  // a thread's of [64][TOKENS]
   const int thread = threadIdx.x % 128;
   for (int j = 0; j < TOKENS / 2; j++)
     d[j] = of[(16 * (thread / 32) + thread % 32 / 4 + j / 2 % 2 * 8) * TOKENS +
@@ -116,7 +116,7 @@ def on_cpu(test: str, constants: Any) -> Any:
     """Build the code after the products, and `test`; IN_CPP and cuda_on_cpu.h replace PTX."""
     kernel, shared = cuda_source("spense_wgmma.cu"), cuda_source("hopper.cuh")
     parts = section(kernel, "constexpr int SPARSE_BYTES", "template <int BYTES, int STAGES>")
-    parts += "using Accumulators = float[TOKENS / 2];\n"
+    parts += "using Accumulators = float[8 * STORES];\n"
     parts += shared[shared.index("__device__ __forceinline__ u32 stmatrix_address") :]
     parts += cuda_source("scales.cuh").replace("#pragma once", "")
     parts += section(kernel, *EPILOGUE)

@@ -155,11 +155,11 @@ def test_the_model_ranks_the_winners_first(m, shape, won, likelier) -> None:
 @pytest.mark.parametrize(
     ("m", "shape", "itemsize", "won"),
     [
-        (264, (11008, 4096), 2, (144, 8, 3, 1)),  # 116 CTAs, one round
-        (300, (11008, 4096), 1, (160, 8, 3, 1)),
+        (264, (11008, 4096), 2, (136, 8, 3, 1)),  # 116 CTAs, one round
+        (300, (11008, 4096), 1, (152, 8, 3, 1)),
         (384, (11008, 4096), 2, (128, 4, 2, 0)),
-        (448, (11008, 4096), 2, (160, 4, 2, 0)),  # 258 tiles, two rounds
-        (264, (51200, 5120), 2, (144, 4, 3, 0)),
+        (448, (11008, 4096), 2, (152, 4, 2, 0)),  # 258 tiles, two rounds
+        (264, (51200, 5120), 2, (136, 4, 3, 0)),
         (448, (51200, 5120), 1, (224, 4, 2, 0)),
         (1000, (51200, 5120), 2, (256, 4, 2, 0)),
     ],
@@ -212,7 +212,7 @@ def assert_metadata_stays(code: Path) -> None:
     jumps = [(at, re.search(r"BRA.* 0x(\w+)$", text)) for at, text in lines if at > last]
     start, end = next((int(j[1], 16), at) for at, j in jumps if j and int(j[1], 16) < first)
     loop = [text for at, text in lines if start <= at < end]
-    assert sum("GMMA.SP" in text for text in loop) == 4
+    assert sum("GMMA.SP" in text for text in loop) in (4, 8)  # two for more than 192 tokens
     groups: list[set[int]] = [set()]  # registers of words; the last group is still open
     for text in 2 * loop:
         if left := re.search(r"DEPBAR\.LE gsb0, 0x(\d)", text):
