@@ -620,13 +620,20 @@ __device__ __forceinline__ void copy_r2s(u32 address, const float* d) {
   if (GATED) copy_hidden_r2s(address, d);
   else stmatrix_x4_trans(address, d);
 }
-// Write store `store` of a tile, which starts at `token`. If the last one is half a store, each is
-// written as two of 8 tokens, because those after the tile belong to the next one.
+// If the last store of a tile is half a store, each is written as two of 8 tokens, because those
+// after the tile belong to the next one. These are twice as many, so one lane of each warp writes
+// some of them; otherwise one lane writes all stores of a warpgroup.
+constexpr bool HALF_STORES = TOKENS % STORE_TOKENS != 0;
+__device__ __forceinline__ bool is_writer() {
+  return threadIdx.x % (HALF_STORES ? 32 : 128) == 0;
+}
+// Write store `store` of a tile, which starts at `token`.
 __device__ __forceinline__ void copy_s2g(const Out* out, u32 from, int feature, int token,
                                          int store) {
   const int column = feature / (ROW_BYTES / EPI_ROW_BYTES);  // the map counts in 16 bits
+  if (HALF_STORES && store % 4 != threadIdx.x / 32 % 4) return;
   tma_store(out, from, column, token);
-  if (TOKENS % STORE_TOKENS && store < STORES - 1)
+  if (HALF_STORES && store < STORES - 1)
     tma_store(out, from + STORE_BYTES / 2, column, token + STORE_TOKENS / 2);
 }
 
@@ -679,7 +686,7 @@ template <int COUNT, int UNROLL>
 __device__ __forceinline__ void reduce_parts(const float4* from, int parts, int index, int end,
                                              const Scales& scales, const Out* to, u32 out,
                                              int feature, int token, int warpgroup) {
-  const bool leader = threadIdx.x % 128 == 0;
+  const bool writer = is_writer();
   const u32 address = epilogue_address(out);
   for (; index < end; index += COUNT) {
     float d[8 * COUNT] = {};
@@ -695,13 +702,13 @@ __device__ __forceinline__ void reduce_parts(const float4* from, int parts, int 
         }
     }
     if (FP8) apply_scales<2 * COUNT>(d, scales, feature, token + index * STORE_TOKENS);
-    if (leader) tma_store_wait_read<0>();
+    if (writer) tma_store_wait_read<0>();
     warpgroup_sync(warpgroup + 1);
     #pragma unroll
     for (int j = 0; j < COUNT; j++) copy_r2s(address + j * STORE_BYTES, d + 8 * j);
     fence_proxy_async();
     warpgroup_sync(warpgroup + 1);
-    if (leader) {
+    if (writer) {
       for (int j = 0; j < COUNT && index + j < end; j++)
         copy_s2g(to, out + j * STORE_BYTES, feature, token + (index + j) * STORE_TOKENS,
                  index + j);
@@ -734,12 +741,12 @@ __device__ __forceinline__ void fixup_part(const WorkItem& item, const float4* f
 // Write the result of a work item that is not cut.
 __device__ __forceinline__ void epilogue(const Accumulators& d, const Out* to, u32 out, int feature,
                                          int token, int warpgroup) {
-  const bool leader = threadIdx.x % 128 == 0;
+  const bool writer = is_writer();
   const u32 address = epilogue_address(out);
   #pragma unroll
   for (int c = 0; c < EPI_TILES; c++) {
     const int stage = c % EPI_STAGES * EPI_BYTES;
-    if (leader) tma_store_wait_read<EPI_STAGES - 1>();
+    if (writer) tma_store_wait_read<EPI_STAGES - 1>();
     // With two stages, a barrier below lies between the reads of one and the next writes to it.
     warpgroup_sync(warpgroup + 1);
     constexpr int EACH = EPI_TOKENS / STORE_TOKENS;
@@ -749,7 +756,7 @@ __device__ __forceinline__ void epilogue(const Accumulators& d, const Out* to, u
       if (i < stores) copy_r2s(address + stage + i * STORE_BYTES, d + 8 * (c * EACH + i));
     fence_proxy_async();
     warpgroup_sync(warpgroup + 1);
-    if (leader) {
+    if (writer) {
       #pragma unroll
       for (int i = 0; i < stores; i++)
         copy_s2g(to, out + stage + i * STORE_BYTES, feature,
@@ -824,7 +831,7 @@ __device__ __forceinline__ void write_share(float* own, const Scales& scales, co
   }
   fence_proxy_async();
   warpgroup_sync(warpgroup + 1);
-  if (threadIdx.x % 128 == 0) {
+  if (is_writer()) {
     for (int i = 0; i < stores; i++)
       copy_s2g(to, out + i * STORE_BYTES, feature, first + i * STORE_TOKENS,
                part * SHARE + i);
@@ -1004,7 +1011,7 @@ multiply_tiles(const __grid_constant__ Maps maps, const __grid_constant__ Weight
                    counters + item.fixup.counter * TILE_ROWS + consumer, scales, &maps.out, out,
                    tile_row_of(w, item.tile, consumer) * ROWS, role);
     }
-    if (threadIdx.x % 128 == 0) tma_store_wait();
+    if (is_writer()) tma_store_wait();
   }
   if (CLUSTER > 1) cluster_sync();  // the other CTA may still send boxes and arrivals to this one
 }

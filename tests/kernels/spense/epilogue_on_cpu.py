@@ -57,8 +57,8 @@ static u32 e4m3(float f) {  // to nearest, ties to even; at most 448
 static u32 cvt_e4m3x2(float low, float high) { return e4m3(low) | e4m3(high) << 8; }
 
 struct Store { const TensorMap* map; u32 from; int column, row; };
-static std::vector<std::vector<Store>> pending[64][4];  // groups of stores, the last one open
-static auto& mine_pending() { return pending[now->cta][now->thread / 128]; }
+static std::vector<std::vector<Store>> pending[64][16];  // a warp's groups of stores, the last open
+static auto& mine_pending() { return pending[now->cta][now->thread / 32]; }
 static void tma_store(const TensorMap* map, u32 from, int column, int row) {
   mine_pending().back().push_back({map, from, column, row});
 }

@@ -60,11 +60,11 @@ static void run() {
                  p.counters + item.fixup.counter * TILE_ROWS + consumer, scales, &map, out,
                  tile_row_of(w, item.tile, consumer) * ROWS, warpgroup);
   }
-  if (threadIdx.x % 128 == 0) tma_store_wait_read<0>();
+  if (is_writer()) tma_store_wait_read<0>();
 }
 extern "C" void call(void** pointers, int* sizes, int grid) {
   memcpy(&p, pointers, sizeof p), memcpy(&q, sizes, sizeof q);
-  for (auto& cta : pending) for (auto& half : cta) half.clear();
+  for (auto& cta : pending) for (auto& of_warp : cta) of_warp.clear();
   launch(grid, 256, grid, 2 * EPI_STAGES * EPI_BYTES, run);
 }
 """

@@ -49,7 +49,7 @@ static void run() {
 }
 extern "C" void call(void** pointers, int* sizes) {
   memcpy(&p, pointers, sizeof p), memcpy(&q, sizes, sizeof q), memset(got, 0, sizeof got);
-  for (auto& cta : pending) for (auto& of_warpgroup : cta) of_warpgroup.clear();
+  for (auto& cta : pending) for (auto& of_warp : cta) of_warp.clear();
   launch(SPLIT, 128 * WARPGROUPS, SPLIT, WARPGROUPS * (SUMS_BYTES + SHARE * STORE_BYTES), run);
   for (int cta = 0; cta < SPLIT; cta++)
     for (int role = 0; role < WARPGROUPS; role++)
