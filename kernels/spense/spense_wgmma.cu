@@ -118,9 +118,8 @@ constexpr int STAGES_BYTES = SHARED_BYTES - (WARPGROUPS + 2 + !!SPLIT) * 1024 -
                              WARPGROUPS * (SPLIT ? SUMS_BYTES : EPI_STAGES * EPI_BYTES);
 __device__ constexpr int at_most(int limit, int value) { return value < limit ? value : limit; }
 constexpr int TILES = at_most(AHEAD, STAGES_BYTES / (WARPGROUPS * W_BYTES + 2 * X_BYTES));
-// With SPLIT = 1 the stages of W also hold Y. More of them than that would take the room of X.
-constexpr int LEAST = (SHARE * STORE_TOKENS * EPI_ROW_BYTES + W_BYTES - 1) / W_BYTES;
-constexpr int MOST = SPLIT != 1 ? AHEAD : at_most(AHEAD, LEAST > TILES ? LEAST : TILES + 1);
+// With SPLIT = 1, more stages of W than that would take the room of a fifth box of X.
+constexpr int MOST = SPLIT == 1 ? at_most(AHEAD, TILES + 1) : AHEAD;
 constexpr int W_STAGES =
     at_most(MOST, (STAGES_BYTES - 2 * TILES * X_BYTES) / (WARPGROUPS * W_BYTES));
 constexpr int X_STAGES =
@@ -359,7 +358,6 @@ __device__ __forceinline__ void expand_x(XPipeline& pipeline, int k_tiles) {
 #define AND8(a, b, c, d, e, f, g, h) \
   ", %" #a ", %" #b ", %" #c ", %" #d ", %" #e ", %" #f ", %" #g ", %" #h
 #define AND4(a, b, c, d) ", %" #a ", %" #b ", %" #c ", %" #d
-#define SUM_104 SUM_96 AND4(48, 49, 50, 51)
 #define SUM_112 SUM_96 AND8(48, 49, 50, 51, 52, 53, 54, 55)
 #define SUM_136 SUM_128 AND4(64, 65, 66, 67)
 #define SUM_144 SUM_128 AND8(64, 65, 66, 67, 68, 69, 70, 71)
@@ -376,7 +374,6 @@ __device__ __forceinline__ void expand_x(XPipeline& pipeline, int k_tiles) {
 #define SUM_232 SUM_224 AND4(112, 113, 114, 115)
 #define SUM_240 SUM_224 AND8(112, 113, 114, 115, 116, 117, 118, 119)
 #define SUM_248 SUM_240 AND4(120, 121, 122, 123)
-#define D_104 D_96, D4(48)
 #define D_112 D_96, D4(48), D4(52)
 #define D_136 D_128, D4(64)
 #define D_144 D_128, D4(64), D4(68)
@@ -393,7 +390,6 @@ __device__ __forceinline__ void expand_x(XPipeline& pipeline, int k_tiles) {
 #define D_232 D_224, D4(112)
 #define D_240 D_224, D4(112), D4(116)
 #define D_248 D_240, D4(120)
-#define A_AND_B_104 "%52, %53"
 #define A_AND_B_112 "%56, %57"
 #define A_AND_B_136 "%68, %69"
 #define A_AND_B_144 "%72, %73"
@@ -416,7 +412,6 @@ __device__ __forceinline__ void expand_x(XPipeline& pipeline, int k_tiles) {
 #define METADATA_64 "%34"
 #define METADATA_80 "%42"
 #define METADATA_96 "%50"
-#define METADATA_104 "%54"
 #define METADATA_112 "%58"
 #define METADATA_128 "%66"
 #define METADATA_136 "%70"
@@ -441,43 +436,19 @@ __device__ __forceinline__ void expand_x(XPipeline& pipeline, int k_tiles) {
                : D_##N : "l"(a), "l"(b), "r"(metadata))
 #define SPARSE_WGMMA(N, a, b, metadata) SPARSE_WGMMA_(N, a, b, metadata)
 
-// Tokens of one instruction. 512 threads start with 128 registers each, and ptxas compiles no
-// instruction that needs more, though a consumer then has 152. So more than 192 tokens are two.
-#if WARPGROUPS == 3 && TOKENS == 208
-#define WIDTH 104
-#elif WARPGROUPS == 3 && TOKENS == 224
-#define WIDTH 112
-#else
-#define WIDTH TOKENS
-#endif
 using Accumulators = float[8 * STORES];
 constexpr int DESC_32_BYTES = 32 >> 4, DESC_64_BYTES = 64 >> 4;  // steps of an smem descriptor
-constexpr int DESC_WIDTH = WIDTH * ROW_BYTES >> 4;
 
-__device__ __forceinline__ void sparse_wgmma(Accumulators& sums, u64 w, u64 x, u32 metadata) {
-  #pragma unroll
-  for (int i = 0; i < TOKENS / WIDTH; i++) {
-    float* d = sums + i * WIDTH / 2;
-    SPARSE_WGMMA(WIDTH, w, x + i * DESC_WIDTH, metadata);
-  }
-}
-__device__ __forceinline__ void dense_wgmma(Accumulators& sums, u64 w, u64 x) {
-  #pragma unroll
-  for (int i = 0; i < TOKENS / WIDTH; i++) {
-    float* d = sums + i * WIDTH / 2;
-    DENSE_WGMMA(WIDTH, w, x + i * DESC_WIDTH);
-  }
-}
 __device__ __forceinline__ void mma_sparse(Accumulators& d, u64 w, u64 x, const uint2& metadata) {
   wgmma_fence();
-  sparse_wgmma(d, w, x, metadata.x);
-  sparse_wgmma(d, w + DESC_32_BYTES, x + DESC_64_BYTES, metadata.y);
+  SPARSE_WGMMA(TOKENS, w, x, metadata.x);
+  SPARSE_WGMMA(TOKENS, w + DESC_32_BYTES, x + DESC_64_BYTES, metadata.y);
   wgmma_commit();
 }
 __device__ __forceinline__ void mma_dense(Accumulators& d, u64 w, u64 x) {
   wgmma_fence();
   #pragma unroll
-  for (int i = 0; i < 4; i++) dense_wgmma(d, w + i * DESC_32_BYTES, x + i * DESC_32_BYTES);
+  for (int i = 0; i < 4; i++) DENSE_WGMMA(TOKENS, w + i * DESC_32_BYTES, x + i * DESC_32_BYTES);
   wgmma_commit();
 }
 

@@ -59,7 +59,7 @@ extern "C" void call(void** pointers, int* sizes) {
 # tokens, warpgroups, split
 CASES = [(48, 1, 4), (112, 2, 2), (112, 3, 3), (16, 2, 4)]
 CASES += [(128, 3, 2), (112, 1, 8), (80, 2, 1), (176, 3, 1)]
-CASES += [(136, 3, 1), (152, 2, 2), (224, 3, 1)]
+CASES += [(136, 3, 1), (152, 2, 2), (192, 3, 1)]
 
 
 @needs_gxx

@@ -159,7 +159,7 @@ def test_the_model_ranks_the_winners_first(m, shape, won, likelier) -> None:
         (300, (11008, 4096), 1, (152, 8, 3, 1)),
         (384, (11008, 4096), 2, (128, 4, 2, 0)),
         (448, (11008, 4096), 2, (152, 4, 2, 0)),  # 258 tiles, two rounds
-        (264, (51200, 5120), 1, (136, 4, 2, 0)),
+        (264, (51200, 5120), 2, (136, 4, 2, 0)),
         (448, (51200, 5120), 1, (224, 4, 2, 0)),
         (1000, (51200, 5120), 1, (256, 4, 2, 0)),
     ],
@@ -169,11 +169,11 @@ def test_the_fastest_tiling_is_predicted_first(m, shape, itemsize, won) -> None:
 
 
 @pytest.mark.parametrize("shape", [(7168, 18432), (8, 16)])
-def test_no_number_of_tokens_has_more_than_four_tilings(shape: tuple[int, int]) -> None:
+def test_no_number_of_tokens_has_more_than_six_tilings(shape: tuple[int, int]) -> None:
     assert not _tilings.likeliest(128, shape, 2, 132)
     for m in (129, 257, 1000, 100_000):
         tilings = _tilings.likeliest(m, shape, 2, 132)
-        assert 1 <= len(set(tilings)) == len(tilings) <= 4
+        assert 1 <= len(set(tilings)) == len(tilings) <= 6
         assert {tokens for tokens, *_ in tilings} <= set(spense_wgmma.TOKENS)
 
 
@@ -212,7 +212,7 @@ def assert_metadata_stays(code: Path) -> None:
     jumps = [(at, re.search(r"BRA.* 0x(\w+)$", text)) for at, text in lines if at > last]
     start, end = next((int(j[1], 16), at) for at, j in jumps if j and int(j[1], 16) < first)
     loop = [text for at, text in lines if start <= at < end]
-    assert sum("GMMA.SP" in text for text in loop) in (4, 8)  # two for more than 192 tokens
+    assert sum("GMMA.SP" in text for text in loop) == 4
     groups: list[set[int]] = [set()]  # registers of words; the last group is still open
     for text in 2 * loop:
         if left := re.search(r"DEPBAR\.LE gsb0, 0x(\d)", text):
