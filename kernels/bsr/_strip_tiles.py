@@ -58,6 +58,7 @@ class Config:
     rows: int
     warpgroups: int
     across: int = 1
+    cluster: int = 1
 
     @property
     def threads(self) -> int:
@@ -90,7 +91,7 @@ class Tiles:
 
     def lists(self, config: Config, m: int, workers: int) -> Lists:
         """Unite the rows and list the steps, in as many groups as fill the last round of items."""
-        size, tiles = config.rows * config.warpgroups, -(-m // config.tokens)
+        size, tiles = config.rows * config.warpgroups, -(-m // (config.tokens * config.cluster))
         least = -(-self.rows // size)
         rounds = -(-least * tiles // workers)
         layout = Layout(
