@@ -52,86 +52,46 @@ __device__ __forceinline__ void ldmatrix_x4_trans_if(u32 (&v)[4], u32 address, u
                : "memory");
 }
 
-// d[0] and d[1] += a x the two halves of b, if `there`, without a branch. `there` is the same in a
-// warp.
-__device__ __forceinline__ void mma_block_if(float (&d)[8], const u32 (&a)[4], const u32 (&b)[4],
-                                             u32 there) {
-#define MMA_IF "@p mma.sync.aligned.m16n8k16.row.col.f32." TYPE "." TYPE ".f32 "
-  asm volatile("{\n.reg .pred p;\nsetp.ne.u32 p, %16, 0;\n"
-               MMA_IF "{%0, %1, %2, %3}, {%8, %9, %10, %11}, {%12, %14}, {%0, %1, %2, %3};\n"
-               MMA_IF "{%4, %5, %6, %7}, {%8, %9, %10, %11}, {%13, %15}, {%4, %5, %6, %7};\n}"
-               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]),
-                 "+f"(d[6]), "+f"(d[7])
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1 + PAIRED]),
-                 "r"(b[1 + !PAIRED]), "r"(b[3]), "r"(there));
-}
-
-#if ROWS
-// Multiply a step. d[SLOTS][2][4]: a block's two m16n8 tiles. row[r] has a bit for each slot whose
-// dY is dy[r].
-__device__ __forceinline__ void multiply(float (&d)[SUMS], u32 base, const u32 (&dy)[ROWS],
-                                         const u32 (&x)[SLOTS], const u32 (&row)[ROWS]) {
-  #pragma unroll 1
-  for (int k = 0; k < DEPTH / 16; k++) {
-    u32 a[ROWS][4], b[GROUP_OF][2][4];
-    #pragma unroll
-    for (int r = 0; r < ROWS; r++) ldmatrix_x4_trans(a[r], base + dy[r] + k * 16 * ROW_BYTES);
-    #pragma unroll
-    for (int i = 0; i < GROUP_OF && i < SLOTS; i++)
-      ldmatrix_x4_trans(b[i][0], base + x[i] + k * 16 * ROW_BYTES);
-    #pragma unroll
-    for (int j = 0; j < SLOTS; j += GROUP_OF) {
-      const int side = j / GROUP_OF % 2;
-      #pragma unroll
-      for (int i = 0; i < GROUP_OF; i++)
-        if (j + GROUP_OF + i < SLOTS)
-          ldmatrix_x4_trans(b[i][1 - side], base + x[j + GROUP_OF + i] + k * 16 * ROW_BYTES);
-#if SELECT
-      #pragma unroll
-      for (int i = 0; i < GROUP_OF; i++)
-        if (j + i < SLOTS) {
-          u32 mine[4];
-          #pragma unroll
-          for (int w = 0; w < 4; w++) {
-            mine[w] = a[0][w];
-            #pragma unroll
-            for (int r = 1; r < ROWS; r++) mine[w] = row[r] >> (j + i) & 1 ? a[r][w] : mine[w];
-          }
-          const u32 (&now)[4] = b[i][side];
-          mma_m16n8k16(*(float(*)[4])(d + 8 * (j + i)), mine, now[0], now[1 + !PAIRED]);
-          mma_m16n8k16(*(float(*)[4])(d + 8 * (j + i) + 4), mine, now[1 + PAIRED], now[3]);
-        }
+// Multiply a step. d[SLOTS][2][4]: a block's two m16n8 tiles. The products of all tokens of a slot
+// follow each other: a warp waits for dY once per row and step.
+#if PACKED
+#define DY(j) (base + ((at[j] & 0xffff) << 4))
+#define X(j) (base + (at[j] >> 16 << 4))
+__device__ __forceinline__ void multiply(float (&d)[SUMS], u32 base, const u32 (&at)[SLOTS], u32 fresh) {
 #else
-      #pragma unroll
-      for (int r = 0; r < ROWS; r++)
-        #pragma unroll
-        for (int i = 0; i < GROUP_OF; i++)
-          if (j + i < SLOTS && r <= j + i)
-            mma_block_if(*(float(*)[8])(d + 8 * (j + i)), a[r], b[i][side], row[r] & 1u << (j + i));
-#endif
-    }
-  }
-}
-#else
-// Multiply a step. d[SLOTS][2][4]: a block's two m16n8 tiles.
+#define DY(j) (base + dy[j])
+#define X(j) (base + x[j])
 __device__ __forceinline__ void multiply(float (&d)[SUMS], u32 base, const u32 (&dy)[SLOTS],
                                          const u32 (&x)[SLOTS], u32 fresh) {
-  u32 a[4] = {}, b[2][4];
+#endif
+  constexpr int EACH = INTER ? DEPTH / 16 : 1;
+  u32 a[EACH][4] = {}, b[AHEAD + 1][EACH][4];
   #pragma unroll
-  for (int k = 0; k < DEPTH / 16; k++) {
-    ldmatrix_x4_trans(b[0], base + x[0] + k * 16 * ROW_BYTES);
+  for (int first = 0; first < DEPTH / 16; first += EACH) {
+    #pragma unroll
+    for (int j = 0; j < AHEAD; j++)
+      #pragma unroll
+      for (int k = 0; k < EACH; k++)
+        ldmatrix_x4_trans(b[j][k], X(j) + (first + k) * 16 * ROW_BYTES);
     #pragma unroll
     for (int j = 0; j < SLOTS; j++) {
-      ldmatrix_x4_trans_if(a, base + dy[j] + k * 16 * ROW_BYTES, fresh & 1u << j);
-      if (j + 1 < SLOTS) ldmatrix_x4_trans(b[(j + 1) % 2], base + x[j + 1] + k * 16 * ROW_BYTES);
-      // Matrices: tokens 0 to 7, columns 0 to 7 and 8 to 15; then tokens 8 to 15.
-      const u32 (&now)[4] = b[j % 2];
-      mma_m16n8k16(*(float(*)[4])(d + 8 * j), a, now[0], now[1 + !PAIRED]);
-      mma_m16n8k16(*(float(*)[4])(d + 8 * j + 4), a, now[1 + PAIRED], now[3]);
+      #pragma unroll
+      for (int k = 0; k < EACH; k++)
+        ldmatrix_x4_trans_if(a[k], DY(j) + (first + k) * 16 * ROW_BYTES, fresh & 1u << j);
+      #pragma unroll
+      for (int k = 0; k < EACH; k++)
+        if (j + AHEAD < SLOTS)
+          ldmatrix_x4_trans(b[(j + AHEAD) % (AHEAD + 1)][k], X(j + AHEAD) + (first + k) * 16 * ROW_BYTES);
+      if (SYNC) __syncwarp();
+      #pragma unroll
+      for (int k = 0; k < EACH; k++) {
+        const u32 (&now)[4] = b[j % (AHEAD + 1)][k];
+        mma_m16n8k16(*(float(*)[4])(d + 8 * j), a[k], now[0], now[1 + !PAIRED]);
+        mma_m16n8k16(*(float(*)[4])(d + 8 * j + 4), a[k], now[1 + PAIRED], now[3]);
+      }
     }
   }
 }
-#endif
 
 // Store a block. Lane 4 g + q has columns 2 q and 2 q + 1 of rows g and g + 8 of both halves.
 __device__ __forceinline__ void store_block(const float* s, char* values, int block) {
@@ -146,6 +106,7 @@ __device__ __forceinline__ void store_block(const float* s, char* values, int bl
                  : "memory");
 }
 
+// Return the offset in a strip of eight columns, those of the first block or its second half.
 __device__ __forceinline__ u32 place_of(int token, int half) {
   return token * ROW_BYTES + ((half ^ token / 2 % 4) << 4);
 }
@@ -154,48 +115,34 @@ __device__ __forceinline__ void consumer(const Sums* list, const Slot* slots, in
                                          Pipeline pipe, char* values, float* partials,
                                          u32* counters) {
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
-  // Of a lane in ldmatrix: matrices with both halves of 16 columns first, or of 16 tokens first.
-  const u32 place = place_of(lane % 8 + lane / 16 * 8, lane / 8 % 2);
-#if PAIRED
-  const u32 place_x = place_of(lane % 16, lane / 16);
-#else
-  const u32 place_x = place;
-#endif
+  const u32 place_dy = place_of(lane % 8 + lane / 16 * 8, lane / 8 % 2);
+  const u32 place_x = PAIRED ? place_of(lane % 16, lane / 16) : place_dy;
   float d[SUMS];
   u32 before = 0;
   for (int at = begin; at < end; at++) {
     const Slot* mine = slots + (list[at].item * WARPS + warp) * SLOTS;
-    u32 x[SLOTS];
-#if ROWS
-    u32 dy[ROWS], fresh[ROWS] = {};
-    #pragma unroll
-    for (int r = 0; r < ROWS; r++) dy[r] = (mine[0].dy & ~63) + (place ^ (mine[0].dy & 32));
-    int row = -1;
+    u32 dy[SLOTS], x[SLOTS], at_[SLOTS], fresh = 0;
     #pragma unroll
     for (int j = 0; j < SLOTS; j++) {
-      x[j] = (mine[j].x & ~63) + (place_x ^ (mine[j].x & 32));
-      row += mine[j].fresh;
-      #pragma unroll
-      for (int r = 0; r < ROWS; r++) {
-        if (row != r || mine[j].block < 0) continue;
-        fresh[r] |= 1u << j;
-        dy[r] = (mine[j].dy & ~63) + (place ^ (mine[j].dy & 32));
-      }
-    }
-#else
-    u32 dy[SLOTS], fresh = 0;
-    #pragma unroll
-    for (int j = 0; j < SLOTS; j++) {
-      dy[j] = (mine[j].dy & ~63) + (place ^ (mine[j].dy & 32));
+      dy[j] = (mine[j].dy & ~63) + (place_dy ^ (mine[j].dy & 32));
       x[j] = (mine[j].x & ~63) + (place_x ^ (mine[j].x & 32));
       fresh |= mine[j].fresh << j;
-    }
+#if PACKED
+      at_[j] = dy[j] >> 4 | x[j] << 12;
+      asm volatile("" : "+r"(at_[j]));
+#elif OPAQUE
+      asm volatile("" : "+r"(dy[j]), "+r"(x[j]));
 #endif
+    }
     #pragma unroll
     for (int i = 0; i < SUMS; i++) d[i] = 0.f;
     for (int left = __shfl_sync(~0u, list[at].count, 0); left > 0; left--) {
       pipe.consumer_wait();
+#if PACKED
+      multiply(d, pipe.box(0), at_, fresh);
+#else
       multiply(d, pipe.box(0), dy, x, fresh);
+#endif
       __syncwarp();
       if (lane == 0) mbarrier_arrive(pipe.empty_barrier());
       pipe.advance();

@@ -38,9 +38,7 @@ STAGES = 3  # fewest stages of the ring
 BLOCK, WRITTEN = 0.2, 0.3  # shared memory's time for a block of 64 tokens, and for a strip
 PARTIAL = 0.77  # of a block, written and read
 TRIED = 4
-ORDER = True
-MOST_ROWS = 6
-VARIANT = ("PAIRED", 1), ("SELECT", 0), ("GROUP_OF", 2)
+VARIANT = ("PAIRED", 1), ("INTER", 1), ("OPAQUE", 1), ("PACKED", 0), ("AHEAD", 2), ("SYNC", 1)
 # Tensor maps of dy and x; loads, sums, slots; starts; values; partials, counters.
 ARGUMENTS = cuda.Layout("256s", *"PPP", f"{4 * WORKERS}s", *"PPP")
 
@@ -101,23 +99,8 @@ def items_of(pattern: Bsr, across: int, down: int) -> list[Item]:
             some = mine[of_row[mine[:, 0] // 2] == part]
             if len(some):
                 dy, x = (np.unique(some[:, axis] // 2) for axis in (0, 1))
-                items.append(Item(dy, x, np.array_split(_by_length(some), WARPS)))
+                items.append(Item(dy, x, np.array_split(some, WARPS)))
     return items
-
-
-def _by_length(blocks: Ints) -> Ints:
-    """Order blocks by rows, a long one and a short one in turn, so that no warp has many rows."""
-    if not ORDER:
-        return blocks
-    rows, row, counts = np.unique(blocks[:, 0], return_inverse=True, return_counts=True)
-    rank = np.argsort(np.argsort(-counts, kind="stable"))
-    turn = np.minimum(2 * rank, 2 * (len(rows) - rank) - 1)
-    return blocks[np.argsort(turn[row], kind="stable")]
-
-
-def rows_of_warps(items: list[Item]) -> int:
-    """Return the most block rows of a warp."""
-    return max((len(np.unique(warp[:, 0])) for item in items for warp in item.warps), default=1)
 
 
 def _balanced(counts: Ints, groups: int) -> Ints:
@@ -241,8 +224,7 @@ def plan(pattern: Bsr, m: int, config: Config, *, watchdog: bool = False) -> Pla
     starts = np.resize(work.starts, WORKERS).tobytes()
     counters = torch.zeros(work.partials, 2, dtype=torch.int32, device=device)
     (n, k), blocks, dtype = pattern.shape, (*pattern.values.shape,), pattern.values.dtype
-    slots, room = work.slots.shape[2], work.loads.shape[1] - 4
-    constants = constants_of(config, slots, room, int(work.slots[..., 3].sum(2).max()), dtype)
+    constants = constants_of(config, work.slots.shape[2], work.loads.shape[1] - 4, dtype)
     constants += (("WATCHDOG", 1),) if watchdog else ()
     kernel, code = cuda.load("bsr_wgrad_mma", "sum_blocks", constants, SHARED_BYTES, device)
 
@@ -261,16 +243,13 @@ def plan(pattern: Bsr, m: int, config: Config, *, watchdog: bool = False) -> Pla
     return Plan(loaded, lists, counters, partials, arguments, m, (n, k), blocks, dtype)
 
 
-def constants_of(
-    config: Config, slots: int, room: int, rows: int, dtype: torch.dtype
-) -> cuda.Constants:
-    """Return the macros of bsr_wgrad_mma.cu; `room` is of strips in a stage, `rows` of a warp."""
+def constants_of(config: Config, slots: int, room: int, dtype: torch.dtype) -> cuda.Constants:
+    """Return the macros of bsr_wgrad_mma.cu; `room` is of strips in a stage."""
     return (
         *(("DEPTH", config.depth), ("SLOTS", slots), ("STRIPS", room)),
         *(("THREADS", THREADS), ("RING_BYTES", RING_BYTES), ("WORKERS", WORKERS)),
         ("FP16", int(dtype == torch.float16)),
         *VARIANT,
-        ("ROWS", rows if rows <= MOST_ROWS else 0),
     )
 
 

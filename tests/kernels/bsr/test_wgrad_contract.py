@@ -74,8 +74,8 @@ def variants(module: Any, config: Any) -> Iterator[cuda.Constants]:
         for dtype in (torch.float16, torch.bfloat16):
             yield module.constants_of(config, dtype)
     elif module is bsr_wgrad_mma:
-        for slots, room, rows, dtype in ((16, 24, 6, torch.float16), (12, 36, 3, torch.bfloat16)):
-            yield module.constants_of(config, slots, room, rows, dtype)
+        for slots, room, dtype in ((16, 24, torch.float16), (12, 36, torch.bfloat16)):
+            yield module.constants_of(config, slots, room, dtype)
     else:
         for tiles in TILES[::-1]:
             for sides, dtype in (((64, 64), torch.float16), ((48, 40), torch.bfloat16)):
