@@ -57,12 +57,12 @@ __device__ __forceinline__ void ldmatrix_x4_trans_if(u32 (&v)[4], u32 address, u
 #if PACKED
 #define DY(j) (base + ((at[j] & 0xffff) << 4))
 #define X(j) (base + (at[j] >> 16 << 4))
-__device__ __forceinline__ void multiply(float (&d)[SUMS], u32 base, const u32 (&at)[SLOTS], u32 fresh) {
+__device__ __forceinline__ void multiply(float (&d)[SUMS], u32 base, const u32 (&at)[SLOTS], u32 fresh, u32 there) {
 #else
 #define DY(j) (base + dy[j])
 #define X(j) (base + x[j])
 __device__ __forceinline__ void multiply(float (&d)[SUMS], u32 base, const u32 (&dy)[SLOTS],
-                                         const u32 (&x)[SLOTS], u32 fresh) {
+                                         const u32 (&x)[SLOTS], u32 fresh, u32 there) {
 #endif
   constexpr int EACH = INTER ? DEPTH / 16 : 1;
   u32 a[EACH][4] = {}, b[AHEAD + 1][EACH][4];
@@ -80,8 +80,10 @@ __device__ __forceinline__ void multiply(float (&d)[SUMS], u32 base, const u32 (
         ldmatrix_x4_trans_if(a[k], DY(j) + (first + k) * 16 * ROW_BYTES, fresh & 1u << j);
       #pragma unroll
       for (int k = 0; k < EACH; k++)
-        if (j + AHEAD < SLOTS)
+        if (j + AHEAD < SLOTS - TAIL)
           ldmatrix_x4_trans(b[(j + AHEAD) % (AHEAD + 1)][k], X(j + AHEAD) + (first + k) * 16 * ROW_BYTES);
+        else if (j + AHEAD < SLOTS)
+          ldmatrix_x4_trans_if(b[(j + AHEAD) % (AHEAD + 1)][k], X(j + AHEAD) + (first + k) * 16 * ROW_BYTES, there & 1u << (j + AHEAD));
       if (SYNC) __syncwarp();
       #pragma unroll
       for (int k = 0; k < EACH; k++) {
@@ -121,12 +123,13 @@ __device__ __forceinline__ void consumer(const Sums* list, const Slot* slots, in
   u32 before = 0;
   for (int at = begin; at < end; at++) {
     const Slot* mine = slots + (list[at].item * WARPS + warp) * SLOTS;
-    u32 dy[SLOTS], x[SLOTS], at_[SLOTS], fresh = 0;
+    u32 dy[SLOTS], x[SLOTS], at_[SLOTS], fresh = 0, there = 0;
     #pragma unroll
     for (int j = 0; j < SLOTS; j++) {
       dy[j] = (mine[j].dy & ~63) + (place_dy ^ (mine[j].dy & 32));
       x[j] = (mine[j].x & ~63) + (place_x ^ (mine[j].x & 32));
       fresh |= mine[j].fresh << j;
+      there |= (mine[j].block >= 0) << j;
 #if PACKED
       at_[j] = dy[j] >> 4 | x[j] << 12;
       asm volatile("" : "+r"(at_[j]));
@@ -139,9 +142,9 @@ __device__ __forceinline__ void consumer(const Sums* list, const Slot* slots, in
     for (int left = __shfl_sync(~0u, list[at].count, 0); left > 0; left--) {
       pipe.consumer_wait();
 #if PACKED
-      multiply(d, pipe.box(0), at_, fresh);
+      multiply(d, pipe.box(0), at_, fresh, there);
 #else
-      multiply(d, pipe.box(0), dy, x, fresh);
+      multiply(d, pipe.box(0), dy, x, fresh, there);
 #endif
       __syncwarp();
       if (lane == 0) mbarrier_arrive(pipe.empty_barrier());
