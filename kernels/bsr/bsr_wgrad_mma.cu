@@ -13,7 +13,8 @@
 // half a clock for each strip that TMA writes; mma.sync 3.3 at 0.62 of the tensor cores' rate.
 //
 // A strip is [DEPTH tokens x 32], rows of 64 bytes, swizzled. ldmatrix.trans turns tokens x columns
-// into the columns x tokens that mma wants of both operands.
+// into the columns x tokens that mma wants of both operands. Of X, the matrices of 16 tokens come
+// first, so that a fragment is a pair of registers; in another order, a slot takes four moves.
 //
 // Macros: DEPTH=16|32 SLOTS (even) STRIPS (room in a stage, a multiple of 4), THREADS,
 // RING_BYTES, WORKERS, FP16=0|1. Source: PTX ISA 9.0, mma.m16n8k16, ldmatrix.
@@ -24,6 +25,8 @@
 constexpr int WIDTH = 32, ROW_BYTES = 2 * WIDTH, WARPS = 8;
 using Pipeline = Tokens<STRIPS, ROW_BYTES>;
 constexpr int SUMS = 8 * SLOTS;  // of a thread
+constexpr int AHEAD = 2;         // slots between a load of X and its products
+constexpr int ALWAYS = SLOTS > 4 ? SLOTS - 4 : 0;  // slots whose X is loaded even without a block
 
 struct Starts { int at[WORKERS]; };  // of each worker's pieces
 
@@ -52,45 +55,32 @@ __device__ __forceinline__ void ldmatrix_x4_trans_if(u32 (&v)[4], u32 address, u
                : "memory");
 }
 
-// Multiply a step. d[SLOTS][2][4]: a block's two m16n8 tiles. The products of all tokens of a slot
-// follow each other: a warp waits for dY once per row and step.
-#if PACKED
-#define DY(j) (base + ((at[j] & 0xffff) << 4))
-#define X(j) (base + (at[j] >> 16 << 4))
-__device__ __forceinline__ void multiply(float (&d)[SUMS], u32 base, const u32 (&at)[SLOTS], u32 fresh, u32 there) {
-#else
-#define DY(j) (base + dy[j])
-#define X(j) (base + x[j])
+// Multiply a step. d[SLOTS][2][4]: a block's two m16n8 tiles. A slot multiplies all tokens of the
+// step, so a warp waits for dY once per row. X is loaded AHEAD slots before its products.
 __device__ __forceinline__ void multiply(float (&d)[SUMS], u32 base, const u32 (&dy)[SLOTS],
                                          const u32 (&x)[SLOTS], u32 fresh, u32 there) {
-#endif
-  constexpr int EACH = INTER ? DEPTH / 16 : 1;
+  constexpr int EACH = DEPTH / 16;
   u32 a[EACH][4] = {}, b[AHEAD + 1][EACH][4];
   #pragma unroll
-  for (int first = 0; first < DEPTH / 16; first += EACH) {
+  for (int j = -AHEAD; j < SLOTS; j++) {
+    const int later = j + AHEAD;
     #pragma unroll
-    for (int j = 0; j < AHEAD; j++)
-      #pragma unroll
-      for (int k = 0; k < EACH; k++)
-        ldmatrix_x4_trans(b[j][k], X(j) + (first + k) * 16 * ROW_BYTES);
+    for (int k = 0; k < EACH; k++) {
+      const int rows = k * 16 * ROW_BYTES;
+      if (j >= 0) ldmatrix_x4_trans_if(a[k], base + dy[j] + rows, fresh & 1u << j);
+      u32 (&next)[4] = b[later % (AHEAD + 1)][k];
+      if (later < ALWAYS) ldmatrix_x4_trans(next, base + x[later] + rows);
+      else if (later < SLOTS)
+        ldmatrix_x4_trans_if(next, base + x[later] + rows, there & 1u << later);
+    }
+    // Without it, ptxas moves the loads behind the products, to need one buffer less.
+    __syncwarp();
     #pragma unroll
-    for (int j = 0; j < SLOTS; j++) {
-      #pragma unroll
-      for (int k = 0; k < EACH; k++)
-        ldmatrix_x4_trans_if(a[k], DY(j) + (first + k) * 16 * ROW_BYTES, fresh & 1u << j);
-      #pragma unroll
-      for (int k = 0; k < EACH; k++)
-        if (j + AHEAD < SLOTS - TAIL)
-          ldmatrix_x4_trans(b[(j + AHEAD) % (AHEAD + 1)][k], X(j + AHEAD) + (first + k) * 16 * ROW_BYTES);
-        else if (j + AHEAD < SLOTS)
-          ldmatrix_x4_trans_if(b[(j + AHEAD) % (AHEAD + 1)][k], X(j + AHEAD) + (first + k) * 16 * ROW_BYTES, there & 1u << (j + AHEAD));
-      if (SYNC) __syncwarp();
-      #pragma unroll
-      for (int k = 0; k < EACH; k++) {
-        const u32 (&now)[4] = b[j % (AHEAD + 1)][k];
-        mma_m16n8k16(*(float(*)[4])(d + 8 * j), a[k], now[0], now[1 + !PAIRED]);
-        mma_m16n8k16(*(float(*)[4])(d + 8 * j + 4), a[k], now[1 + PAIRED], now[3]);
-      }
+    for (int k = 0; k < EACH; k++) {
+      if (j < 0) continue;
+      const u32 (&now)[4] = b[j % (AHEAD + 1)][k];
+      mma_m16n8k16(*(float(*)[4])(d + 8 * j), a[k], now[0], now[1]);
+      mma_m16n8k16(*(float(*)[4])(d + 8 * j + 4), a[k], now[2], now[3]);
     }
   }
 }
@@ -108,7 +98,7 @@ __device__ __forceinline__ void store_block(const float* s, char* values, int bl
                  : "memory");
 }
 
-// Return the offset in a strip of eight columns, those of the first block or its second half.
+// Return the offset of 16 bytes in a strip: the first or second half of its first 16 columns.
 __device__ __forceinline__ u32 place_of(int token, int half) {
   return token * ROW_BYTES + ((half ^ token / 2 % 4) << 4);
 }
@@ -118,34 +108,26 @@ __device__ __forceinline__ void consumer(const Sums* list, const Slot* slots, in
                                          u32* counters) {
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
   const u32 place_dy = place_of(lane % 8 + lane / 16 * 8, lane / 8 % 2);
-  const u32 place_x = PAIRED ? place_of(lane % 16, lane / 16) : place_dy;
+  const u32 place_x = place_of(lane % 16, lane / 16);
   float d[SUMS];
   u32 before = 0;
   for (int at = begin; at < end; at++) {
     const Slot* mine = slots + (list[at].item * WARPS + warp) * SLOTS;
-    u32 dy[SLOTS], x[SLOTS], at_[SLOTS], fresh = 0, there = 0;
+    u32 dy[SLOTS], x[SLOTS], fresh = 0, there = 0;
     #pragma unroll
     for (int j = 0; j < SLOTS; j++) {
       dy[j] = (mine[j].dy & ~63) + (place_dy ^ (mine[j].dy & 32));
       x[j] = (mine[j].x & ~63) + (place_x ^ (mine[j].x & 32));
+      // An empty asm keeps the addresses. Otherwise ptxas computes them again in every step.
+      asm volatile("" : "+r"(dy[j]), "+r"(x[j]));
       fresh |= mine[j].fresh << j;
       there |= (mine[j].block >= 0) << j;
-#if PACKED
-      at_[j] = dy[j] >> 4 | x[j] << 12;
-      asm volatile("" : "+r"(at_[j]));
-#elif OPAQUE
-      asm volatile("" : "+r"(dy[j]), "+r"(x[j]));
-#endif
     }
     #pragma unroll
     for (int i = 0; i < SUMS; i++) d[i] = 0.f;
     for (int left = __shfl_sync(~0u, list[at].count, 0); left > 0; left--) {
       pipe.consumer_wait();
-#if PACKED
-      multiply(d, pipe.box(0), at_, fresh, there);
-#else
       multiply(d, pipe.box(0), dy, x, fresh, there);
-#endif
       __syncwarp();
       if (lane == 0) mbarrier_arrive(pipe.empty_barrier());
       pipe.advance();

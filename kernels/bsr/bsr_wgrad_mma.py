@@ -38,7 +38,6 @@ STAGES = 3  # fewest stages of the ring
 BLOCK, WRITTEN = 0.2, 0.3  # shared memory's time for a block of 64 tokens, and for a strip
 PARTIAL = 0.77  # of a block, written and read
 TRIED = 4
-VARIANT = ("PAIRED", 1), ("INTER", 1), ("OPAQUE", 1), ("PACKED", 0), ("AHEAD", 2), ("SYNC", 1), ("TAIL", 0)
 # Tensor maps of dy and x; loads, sums, slots; starts; values; partials, counters.
 ARGUMENTS = cuda.Layout("256s", *"PPP", f"{4 * WORKERS}s", *"PPP")
 
@@ -249,7 +248,6 @@ def constants_of(config: Config, slots: int, room: int, dtype: torch.dtype) -> c
         *(("DEPTH", config.depth), ("SLOTS", slots), ("STRIPS", room)),
         *(("THREADS", THREADS), ("RING_BYTES", RING_BYTES), ("WORKERS", WORKERS)),
         ("FP16", int(dtype == torch.float16)),
-        *VARIANT,
     )
 
 

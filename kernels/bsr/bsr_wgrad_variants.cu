@@ -1,0 +1,199 @@
+// dW = dY[m, n].T @ X[m, k] at W's stored blocks of 16 x 16, by mma.sync and TMA (Hopper).
+//
+//   strip   32 columns of dY or of X: two block rows, or two block columns of W
+//   item    the blocks of W in some strips of dY x some strips of X; all tokens, or every second,
+//           third, ... step of them (split_k.cuh)
+//   slot    a block of a warp: 8 sums per thread. A warp has SLOTS of them, by block rows
+//
+// bsr_wgrad_small.cu multiplies cells of 32 x 32 by wgmma, of which blocks of 16 fill a quarter to
+// a third. Here a block costs what it has: per 16 tokens one ldmatrix of X (512 bytes) and two
+// m16n8k16; dY's fragment stays in registers for a warp's next block of the same block row.
+//
+// Clocks of an SM for a block and 16 tokens: shared memory 4 + 4 / (blocks of a row of a warp), and
+// half a clock for each strip that TMA writes; mma.sync 3.3 at 0.62 of the tensor cores' rate.
+//
+// A strip is [DEPTH tokens x 32], rows of 64 bytes, swizzled. ldmatrix.trans turns tokens x columns
+// into the columns x tokens that mma wants of both operands.
+//
+// Macros: DEPTH=16|32 SLOTS (even) STRIPS (room in a stage, a multiple of 4), THREADS,
+// RING_BYTES, WORKERS, FP16=0|1. Source: PTX ISA 9.0, mma.m16n8k16, ldmatrix.
+
+#include "tokens.cuh"
+#include "mma.cuh"
+
+constexpr int WIDTH = 32, ROW_BYTES = 2 * WIDTH, WARPS = 8;
+using Pipeline = Tokens<STRIPS, ROW_BYTES>;
+constexpr int SUMS = 8 * SLOTS;  // of a thread
+
+struct Starts { int at[WORKERS]; };  // of each worker's pieces
+
+// The host writes these: for each piece one Loads and one Sums, for each item WARPS x SLOTS Slots.
+struct alignas(16) Loads {
+  int boxes[STRIPS];  // first column of each strip in a stage, * 2, + 1 if of dY; -1: not loaded
+  int step, count;    // first step, number of steps
+  int stride;         // between steps
+  int unused;
+};
+struct alignas(16) Sums { int item, count; Part part; int unused[2]; };
+struct alignas(16) Slot {
+  int dy, x;  // offset of the strip in a stage, + 32 for its second half
+  int block;  // number of the block, or -1
+  int fresh;  // whether dY's fragment differs from that of the slot before
+};
+static_assert(SLOTS % 2 == 0, "a unit of split_k.cuh is two slots");
+
+// ---- consumers ----
+
+// As ldmatrix_x4_trans; keeps v unless `load`, without a branch.
+__device__ __forceinline__ void ldmatrix_x4_trans_if(u32 (&v)[4], u32 address, u32 load) {
+  asm volatile("{\n.reg .pred p;\nsetp.ne.u32 p, %5, 0;\n"
+               "@p ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];\n}"
+               : "+r"(v[0]), "+r"(v[1]), "+r"(v[2]), "+r"(v[3]) : "r"(address), "r"(load)
+               : "memory");
+}
+
+// Multiply a step. d[SLOTS][2][4]: a block's two m16n8 tiles. The products of all tokens of a slot
+// follow each other: a warp waits for dY once per row and step.
+#if PACKED
+#define DY(j) (base + ((at[j] & 0xffff) << 4))
+#define X(j) (base + (at[j] >> 16 << 4))
+__device__ __forceinline__ void multiply(float (&d)[SUMS], u32 base, const u32 (&at)[SLOTS], u32 fresh, u32 there) {
+#else
+#define DY(j) (base + dy[j])
+#define X(j) (base + x[j])
+__device__ __forceinline__ void multiply(float (&d)[SUMS], u32 base, const u32 (&dy)[SLOTS],
+                                         const u32 (&x)[SLOTS], u32 fresh, u32 there) {
+#endif
+  constexpr int EACH = INTER ? DEPTH / 16 : 1;
+  u32 a[EACH][4] = {}, b[AHEAD + 1][EACH][4];
+  #pragma unroll
+  for (int first = 0; first < DEPTH / 16; first += EACH) {
+    #pragma unroll
+    for (int j = 0; j < AHEAD; j++)
+      #pragma unroll
+      for (int k = 0; k < EACH; k++)
+        ldmatrix_x4_trans(b[j][k], X(j) + (first + k) * 16 * ROW_BYTES);
+    #pragma unroll
+    for (int j = 0; j < SLOTS; j++) {
+      #pragma unroll
+      for (int k = 0; k < EACH; k++)
+        ldmatrix_x4_trans_if(a[k], DY(j) + (first + k) * 16 * ROW_BYTES, fresh & 1u << j);
+      #pragma unroll
+      for (int k = 0; k < EACH; k++)
+        if (j + AHEAD < SLOTS - TAIL)
+          ldmatrix_x4_trans(b[(j + AHEAD) % (AHEAD + 1)][k], X(j + AHEAD) + (first + k) * 16 * ROW_BYTES);
+        else if (j + AHEAD < SLOTS)
+          ldmatrix_x4_trans_if(b[(j + AHEAD) % (AHEAD + 1)][k], X(j + AHEAD) + (first + k) * 16 * ROW_BYTES, there & 1u << (j + AHEAD));
+      if (SYNC) __syncwarp();
+      #pragma unroll
+      for (int k = 0; k < EACH; k++) {
+        const u32 (&now)[4] = b[j % (AHEAD + 1)][k];
+        mma_m16n8k16(*(float(*)[4])(d + 8 * j), a[k], now[0], now[1 + !PAIRED]);
+        mma_m16n8k16(*(float(*)[4])(d + 8 * j + 4), a[k], now[1 + PAIRED], now[3]);
+      }
+    }
+  }
+}
+
+// Store a block. Lane 4 g + q has columns 2 q and 2 q + 1 of rows g and g + 8 of both halves.
+__device__ __forceinline__ void store_block(const float* s, char* values, int block) {
+  const int lane = threadIdx.x % 32, q = lane % 4;
+  u32 words[4] = {pack_pair(s[0], s[1]), pack_pair(s[4], s[5]), pack_pair(s[2], s[3]),
+                  pack_pair(s[6], s[7])};
+  quad_transpose(words);
+  char* to = values + 512LL * block + (q / 2 * 8 + lane / 4) * 32 + q % 2 * 16;
+  if (block >= 0)
+    asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};"
+                 :: "l"(to), "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3])
+                 : "memory");
+}
+
+// Return the offset in a strip of eight columns, those of the first block or its second half.
+__device__ __forceinline__ u32 place_of(int token, int half) {
+  return token * ROW_BYTES + ((half ^ token / 2 % 4) << 4);
+}
+
+__device__ __forceinline__ void consumer(const Sums* list, const Slot* slots, int begin, int end,
+                                         Pipeline pipe, char* values, float* partials,
+                                         u32* counters) {
+  const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
+  const u32 place_dy = place_of(lane % 8 + lane / 16 * 8, lane / 8 % 2);
+  const u32 place_x = PAIRED ? place_of(lane % 16, lane / 16) : place_dy;
+  float d[SUMS];
+  u32 before = 0;
+  for (int at = begin; at < end; at++) {
+    const Slot* mine = slots + (list[at].item * WARPS + warp) * SLOTS;
+    u32 dy[SLOTS], x[SLOTS], at_[SLOTS], fresh = 0, there = 0;
+    #pragma unroll
+    for (int j = 0; j < SLOTS; j++) {
+      dy[j] = (mine[j].dy & ~63) + (place_dy ^ (mine[j].dy & 32));
+      x[j] = (mine[j].x & ~63) + (place_x ^ (mine[j].x & 32));
+      fresh |= mine[j].fresh << j;
+      there |= (mine[j].block >= 0) << j;
+#if PACKED
+      at_[j] = dy[j] >> 4 | x[j] << 12;
+      asm volatile("" : "+r"(at_[j]));
+#elif OPAQUE
+      asm volatile("" : "+r"(dy[j]), "+r"(x[j]));
+#endif
+    }
+    #pragma unroll
+    for (int i = 0; i < SUMS; i++) d[i] = 0.f;
+    for (int left = __shfl_sync(~0u, list[at].count, 0); left > 0; left--) {
+      pipe.consumer_wait();
+#if PACKED
+      multiply(d, pipe.box(0), at_, fresh, there);
+#else
+      multiply(d, pipe.box(0), dy, x, fresh, there);
+#endif
+      __syncwarp();
+      if (lane == 0) mbarrier_arrive(pipe.empty_barrier());
+      pipe.advance();
+    }
+    if (__shfl_sync(~0u, list[at].part.of, 0) > 1) {
+      before = store_partial(d, SLOTS / 2, partials, counters, list[at].part, warp / 4);
+    } else {
+      #pragma unroll
+      for (int j = 0; j < SLOTS; j++) store_block(d + 8 * j, values, mine[j].block);
+    }
+  }
+  for (int at = begin; at < end; at++) {
+    const Slot* mine = slots + (list[at].item * WARPS + warp) * SLOTS;
+    const auto store = [&](const float* total, int unit) {
+      store_block(total, values, mine[2 * unit].block);
+      store_block(total + 8, values, mine[2 * unit + 1].block);
+    };
+    if (__shfl_sync(~0u, list[at].part.of, 0) > 1)
+      reduce_partials<SUMS>(partials, counters, before, list[at].part, SLOTS / 2, warp / 4, store);
+  }
+}
+
+// ---- the kernel: one worker per SM, each with a list of pieces ----
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+sum_blocks(const __grid_constant__ Maps maps, const Loads* loads, const Sums* sums,
+           const Slot* slots, const __grid_constant__ Starts starts, char* values, float* partials,
+           u32* counters) {
+  extern __shared__ char shared[];
+  __shared__ u64 full[Pipeline::STAGES], empty[Pipeline::STAGES];
+  const u32 strips = (smem_address(shared) + 1023) & ~1023u;  // alignment for the swizzle
+  Pipeline pipe{{strips}, {smem_address(full), smem_address(empty), 0, 0}};
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < Pipeline::STAGES; i++) {
+      mbarrier_init(pipe.full + 8 * i, PRODUCERS);  // producer warps
+      mbarrier_init(pipe.empty + 8 * i, WARPS);     // consumer warps
+    }
+    asm volatile("fence.mbarrier_init.release.cluster;");
+  }
+  __syncthreads();
+  const int group = __shfl_sync(~0u, threadIdx.x / GROUP, 0), warp = threadIdx.x / 32 % 4;
+  const int begin = starts.at[blockIdx.x], end = starts.at[blockIdx.x + 1];
+  if (group == 2) {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 72;");
+    pipe.phase = 1;  // at first, all stages are free
+    if (threadIdx.x % 32 == 0) producer<Strip<Pipeline>>(maps, loads, begin, end, pipe, warp);
+  } else {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 216;");
+    consumer(sums, slots, begin, end, pipe, values, partials, counters);
+  }
+}
