@@ -58,7 +58,6 @@ class Config:
     rows: int
     warpgroups: int
     across: int = 1
-    cluster: int = 1
 
     @property
     def threads(self) -> int:
@@ -91,7 +90,7 @@ class Tiles:
 
     def lists(self, config: Config, m: int, workers: int) -> Lists:
         """Unite the rows and list the steps, in as many groups as fill the last round of items."""
-        size, tiles = config.rows * config.warpgroups, -(-m // (config.tokens * config.cluster))
+        size, tiles = config.rows * config.warpgroups, -(-m // config.tokens)
         least = -(-self.rows // size)
         rounds = -(-least * tiles // workers)
         layout = Layout(

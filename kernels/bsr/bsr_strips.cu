@@ -70,30 +70,12 @@ struct Boxes { TensorMap first, second; };  // of a strip
 // boxes of its own, `tail`, as high as it has tokens.
 struct Maps { Boxes whole, tail; };
 
-#if CLUSTER > 1
-// The same, to the same place in all `ctas` (a mask) of the cluster.
-__device__ __forceinline__ void bulk_load_multicast(unsigned short ctas, u32 to, const void* from,
-                                                    int bytes, u32 barrier) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
-               ".multicast::cluster [%0], [%1], %2, [%3], %4;"
-               :: "r"(to), "l"(from), "r"(bytes), "r"(barrier), "h"(ctas) : "memory");
-}
-#endif
-
 // ---- producers ----
 
 __device__ __forceinline__ void load_w(const char* w, const Pipeline& pipe, const Step& step) {
   const int bytes = step.blocks * TILE_BYTES;
   mbarrier_arrive_expect_tx(pipe.full_barrier(), bytes);
-  const char* from = w + (u64)step.first * TILE_BYTES;
-  if (!bytes) return;
-#if CLUSTER > 1
-  // Each CTA copies half of the tiles to both.
-  const int half = bytes / 2, first = blockIdx.x % 2 * half;
-  bulk_load_multicast(3, pipe.w() + first, from + first, half, pipe.full_barrier());
-#else
-  bulk_load(pipe.w(), from, bytes, pipe.full_barrier());
-#endif
+  if (bytes) bulk_load(pipe.w(), w + (u64)step.first * TILE_BYTES, bytes, pipe.full_barrier());
 }
 
 // Load every second strip, starting with `first`.
@@ -125,9 +107,6 @@ __device__ __forceinline__ void producer(const Maps& x, const char* w, const Ste
   const int lane = threadIdx.x % 32;
   Step mine = steps[at + lane];
   for (; at < end; at += 32) {
-#if CLUSTER > 1
-    mine.token += blockIdx.x % 2 * TOKENS;
-#endif
     const Step ahead = steps[at + 32 + lane];
     const int count = min(32, end - at);
     for (int i = 0; i < count; i++) {
@@ -235,9 +214,6 @@ __device__ __forceinline__ void epilogue(const Sums& sums, char* y, int m, int w
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-#if CLUSTER > 1
-__cluster_dims__(CLUSTER, 1, 1)
-#endif
 multiply_tiles(const __grid_constant__ Maps x, const __grid_constant__ Starts starts,
                const char* w, const Step* steps, const int* rows, char* y, int m, int width) {
   extern __shared__ char shared[];
@@ -250,7 +226,7 @@ multiply_tiles(const __grid_constant__ Maps x, const __grid_constant__ Starts st
   if (threadIdx.x == 0) {
     for (int i = 0; i < Pipeline::STAGES; i++) {
       mbarrier_init(pipe.full + 8 * i, 4);                // producer warps
-      mbarrier_init(pipe.empty + 8 * i, 4 * WARPGROUPS * CLUSTER);  // consumer warps
+      mbarrier_init(pipe.empty + 8 * i, 4 * WARPGROUPS);  // consumer warps
     }
     asm volatile("fence.mbarrier_init.release.cluster;");
   }
@@ -259,16 +235,12 @@ multiply_tiles(const __grid_constant__ Maps x, const __grid_constant__ Starts st
     st_shared(above + 16 * threadIdx.x, uint4{0, 0, 0, 0});
     fence_proxy_async();
   }
-#if CLUSTER > 1
-  cluster_sync();
-#else
   __syncthreads();
-#endif
   const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0), warp = threadIdx.x / 32 % 4;
   if (warpgroup == WARPGROUPS) {
     if (WARPGROUPS == 2) asm volatile("setmaxnreg.dec.sync.aligned.u32 56;");
     pipe.phase = 1;  // at first, all stages are free
-    const int at = starts.at[blockIdx.x / CLUSTER], end = starts.at[blockIdx.x / CLUSTER + 1];
+    const int at = starts.at[blockIdx.x], end = starts.at[blockIdx.x + 1];
     producer(x, w, steps, at, end, pipe, warp, m);
   } else {
     if (WARPGROUPS == 2) asm volatile("setmaxnreg.inc.sync.aligned.u32 224;");
@@ -282,7 +254,4 @@ multiply_tiles(const __grid_constant__ Maps x, const __grid_constant__ Starts st
       if (item.last) break;
     }
   }
-#if CLUSTER > 1
-  cluster_sync();
-#endif
 }

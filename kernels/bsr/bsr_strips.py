@@ -133,13 +133,13 @@ def plan(
     if not tiles.possible(config):
         size = f"{tiles.height}x{tiles.depth}"
         raise Unsupported(f"expected fewer tokens or rows with tiles of {size}, found {config}")
-    workers = multiprocessors(device) // config.cluster
+    workers = multiprocessors(device)
     lists = tiles.lists(config, m, workers)
     constants = constants_of(config, tiles.height, tiles.depth, lists.room, dtype)
     constants += (("WATCHDOG", 1),) if watchdog else ()
     kernel, code = cuda.load("bsr_strips", "multiply_tiles", constants, SHARED_BYTES, device)
     costs = costs_of(lists, tiles, config)
-    steps, bounds = worked(lists, costs, m, config.tokens * config.cluster, workers)
+    steps, bounds = worked(lists, costs, m, config.tokens, workers)
     starts = np.zeros(WORKERS, np.int32)
     starts[: len(bounds)] = bounds
     uploaded = tuple(torch.from_numpy(a).to(device) for a in (steps, lists.units))
@@ -156,8 +156,7 @@ def plan(
         each, rows = (a.data_ptr() for a in uploaded)
         return ARGUMENTS(b"".join(x_maps), first_steps, packed, each, rows, y, tokens, width)
 
-    grid = (len(bounds) - 1) * config.cluster
-    loaded = cuda.Loaded(kernel, code, device.index, grid, config.threads, SHARED_BYTES)
+    loaded = cuda.Loaded(kernel, code, device.index, len(bounds) - 1, config.threads, SHARED_BYTES)
     sizes = m, depth, (blocks, r, c), width, dtype
     source = packed_order(tiles, lists).to(device)
     return Plan(loaded, uploaded, arguments, *sizes, source, transposed, tiles.piece)
@@ -180,7 +179,6 @@ def constants_of(
         ("ROWS", config.rows),
         ("WARPGROUPS", config.warpgroups),
         ("ACROSS", config.across),
-        ("CLUSTER", config.cluster),
         ("STRIPS", strips_of(depth, config.tokens, config.across)),
         ("ROOM", room),
         ("FP16", int(dtype == torch.float16)),

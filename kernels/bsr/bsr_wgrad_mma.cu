@@ -13,11 +13,12 @@
 // half a clock for each strip that TMA writes; mma.sync 3.3 at 0.62 of the tensor cores' rate.
 //
 // A strip is [DEPTH tokens x 32], rows of 64 bytes, swizzled. ldmatrix.trans turns tokens x columns
-// into the columns x tokens that mma wants of both operands. Of X, the matrices of 16 tokens come
-// first, so that a fragment is a pair of registers; in another order, a slot takes four moves.
+// into the columns x tokens that mma wants of both operands. Of X, it takes the two matrices of eight
+// columns first: an mma wants them in a pair of registers, and another order costs four moves.
 //
 // Macros: DEPTH=16|32 SLOTS (even) STRIPS (room in a stage, a multiple of 4), THREADS,
-// RING_BYTES, WORKERS, FP16=0|1. Source: PTX ISA 9.0, mma.m16n8k16, ldmatrix.
+// RING_BYTES, WORKERS, HELD=0|1 (1 where products take longer than loads), FP16=0|1.
+// Source: PTX ISA 9.0, mma.m16n8k16, ldmatrix.
 
 #include "tokens.cuh"
 #include "mma.cuh"
@@ -25,8 +26,8 @@
 constexpr int WIDTH = 32, ROW_BYTES = 2 * WIDTH, WARPS = 8;
 using Pipeline = Tokens<STRIPS, ROW_BYTES>;
 constexpr int SUMS = 8 * SLOTS;  // of a thread
-constexpr int AHEAD = 2;         // slots between a load of X and its products
-constexpr int ALWAYS = SLOTS > 4 ? SLOTS - 4 : 0;  // slots whose X is loaded even without a block
+constexpr int EACH = HELD ? DEPTH / 16 : 1;       // times 16 tokens that a slot multiplies at once
+constexpr int ALWAYS = HELD ? SLOTS - 4 : SLOTS;  // slots that load X even if they have no block
 
 struct Starts { int at[WORKERS]; };  // of each worker's pieces
 
@@ -55,32 +56,39 @@ __device__ __forceinline__ void ldmatrix_x4_trans_if(u32 (&v)[4], u32 address, u
                : "memory");
 }
 
-// Multiply a step. d[SLOTS][2][4]: a block's two m16n8 tiles. A slot multiplies all tokens of the
-// step, so a warp waits for dY once per row. X is loaded AHEAD slots before its products.
+// Multiply a step. d[SLOTS][2][4]: a block's two m16n8 tiles. With HELD, a slot multiplies all tokens
+// of the step, so a warp waits for dY once per row, and slots from ALWAYS on load X if `there` has
+// their bit.
 __device__ __forceinline__ void multiply(float (&d)[SUMS], u32 base, const u32 (&dy)[SLOTS],
                                          const u32 (&x)[SLOTS], u32 fresh, u32 there) {
-  constexpr int EACH = DEPTH / 16;
-  u32 a[EACH][4] = {}, b[AHEAD + 1][EACH][4];
+  u32 a[EACH][4] = {}, b[2][EACH][4];
   #pragma unroll
-  for (int j = -AHEAD; j < SLOTS; j++) {
-    const int later = j + AHEAD;
+  for (int first = 0; first < DEPTH / 16; first += EACH) {
     #pragma unroll
-    for (int k = 0; k < EACH; k++) {
-      const int rows = k * 16 * ROW_BYTES;
-      if (j >= 0) ldmatrix_x4_trans_if(a[k], base + dy[j] + rows, fresh & 1u << j);
-      u32 (&next)[4] = b[later % (AHEAD + 1)][k];
-      if (later < ALWAYS) ldmatrix_x4_trans(next, base + x[later] + rows);
-      else if (later < SLOTS)
-        ldmatrix_x4_trans_if(next, base + x[later] + rows, there & 1u << later);
-    }
-    // Without it, ptxas moves the loads behind the products, to need one buffer less.
-    __syncwarp();
+    for (int k = 0; k < EACH; k++)
+      ldmatrix_x4_trans(b[0][k], base + x[0] + (first + k) * 16 * ROW_BYTES);
     #pragma unroll
-    for (int k = 0; k < EACH; k++) {
-      if (j < 0) continue;
-      const u32 (&now)[4] = b[j % (AHEAD + 1)][k];
-      mma_m16n8k16(*(float(*)[4])(d + 8 * j), a[k], now[0], now[1]);
-      mma_m16n8k16(*(float(*)[4])(d + 8 * j + 4), a[k], now[2], now[3]);
+    for (int j = 0; j < SLOTS; j++) {
+      const int next = j + 1;
+      #pragma unroll
+      for (int k = 0; k < EACH; k++)
+        ldmatrix_x4_trans_if(a[k], base + dy[j] + (first + k) * 16 * ROW_BYTES, fresh & 1u << j);
+      #pragma unroll
+      for (int k = 0; k < EACH; k++) {
+        const int row = (first + k) * 16 * ROW_BYTES;
+        if (next < ALWAYS)
+          ldmatrix_x4_trans(b[next % 2][k], base + x[next] + row);
+        else if (next < SLOTS)
+          ldmatrix_x4_trans_if(b[next % 2][k], base + x[next] + row, there & 1u << next);
+      }
+      // Otherwise ptxas moves the loads behind the products, to need one buffer less.
+      if (HELD) __syncwarp();
+      #pragma unroll
+      for (int k = 0; k < EACH; k++) {
+        const u32 (&now)[4] = b[j % 2][k];
+        mma_m16n8k16(*(float(*)[4])(d + 8 * j), a[k], now[0], now[1]);
+        mma_m16n8k16(*(float(*)[4])(d + 8 * j + 4), a[k], now[2], now[3]);
+      }
     }
   }
 }
@@ -98,7 +106,7 @@ __device__ __forceinline__ void store_block(const float* s, char* values, int bl
                  : "memory");
 }
 
-// Return the offset of 16 bytes in a strip: the first or second half of its first 16 columns.
+// Return the offset in a strip of the first or second half of a token's first 16 columns.
 __device__ __forceinline__ u32 place_of(int token, int half) {
   return token * ROW_BYTES + ((half ^ token / 2 % 4) << 4);
 }
@@ -118,10 +126,10 @@ __device__ __forceinline__ void consumer(const Sums* list, const Slot* slots, in
     for (int j = 0; j < SLOTS; j++) {
       dy[j] = (mine[j].dy & ~63) + (place_dy ^ (mine[j].dy & 32));
       x[j] = (mine[j].x & ~63) + (place_x ^ (mine[j].x & 32));
-      // An empty asm keeps the addresses. Otherwise ptxas computes them again in every step.
-      asm volatile("" : "+r"(dy[j]), "+r"(x[j]));
       fresh |= mine[j].fresh << j;
       there |= (mine[j].block >= 0) << j;
+      // Otherwise ptxas computes the addresses again in every step.
+      if (HELD) asm volatile("" : "+r"(dy[j]), "+r"(x[j]));
     }
     #pragma unroll
     for (int i = 0; i < SUMS; i++) d[i] = 0.f;

@@ -79,11 +79,7 @@ struct Item { int token, seat_of_lane; bool last; };
 
 template <class Pipeline>
 __device__ __forceinline__ void consumer_release(const Pipeline& pipe, int stage) {  // by each warp
-#if CLUSTER > 1
-  if (threadIdx.x % 32 < CLUSTER) mbarrier_arrive_cluster(pipe.empty + 8 * stage, threadIdx.x % 32);
-#else
   if (threadIdx.x % 32 == 0) mbarrier_arrive(pipe.empty + 8 * stage);
-#endif
 }
 
 // Add up the products of the next work item in the list; return the destination of its sums.
