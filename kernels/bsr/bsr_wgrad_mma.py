@@ -17,7 +17,6 @@ from itertools import accumulate
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from sparsebench.errors import Unsupported
@@ -130,21 +129,15 @@ def work_of(pattern: Bsr, m: int, config: Config, workers: int) -> Work:
     items, depth = items_of(pattern, config.across, config.down), config.depth
     room, slots = room_of(items), slots_of(items)
     strips = np.array([len(item.dy) + len(item.x) for item in items])
-    products = _products(strips, slots)
+    products = WRITTEN * strips + BLOCK * WARPS * slots
     costs = np.maximum(strips, products) * depth / 64
     partials = np.full(len(items), PARTIAL * WARPS * slots)
     lists, last = shared_out(costs, partials, -(-m // depth), -(-SHORTEST // depth), workers)
     pieces = [piece for given in lists for piece in given]
     starts = np.array([0, *accumulate(len(given) for given in lists)], np.int32)
     loads, sums, cut = _lists(pieces, items, -(-m // depth), room)
-    held = 2 * np.count_nonzero(products > strips) > len(items)
+    held = bool(2 * np.count_nonzero(products > strips) > len(items))
     return Work(loads, sums, _slots(items, slots, depth), starts, cut, last, held)
-
-
-def _products(strips: Ints, slots: int) -> NDArray[np.float64]:
-    """Return the time of an item's products in shared memory, in loads of a strip."""
-    times: NDArray[np.float64] = WRITTEN * strips + BLOCK * WARPS * slots
-    return times
 
 
 def _lists(pieces: list[Piece], items: list[Item], steps: int, room: int) -> tuple[Ints, Ints, int]:
