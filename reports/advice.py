@@ -84,10 +84,13 @@ def in_brief(evidence: Evidence, gpu: str) -> str:
     for answer in (advise(evidence, read_shapes(name), gpu, tokens) for name in models):
         best, name = answer.best, answer.model.name
         if best is None:
-            texts.append(f"{name} no")
+            texts.append(f"{name} is not worth pruning")
         else:
-            word = "perhaps" if answer.word == TRY else "only with training"
-            texts.append(f"{name} {word}: {best.step.text} with {best.kind}")
+            try_it = answer.word == TRY
+            verdict = "may be worth pruning" if try_it else "needs training with its zeros"
+            gain, look, _ = best.step.text.partition(" (look)")
+            look = ", a look" if look else ""
+            texts.append(f"{name} {verdict} ({gain} as fast with {best.kind}{look})")
     return f"With {tokens} tokens at once on an {gpu}: {'; '.join(texts)}."
 
 

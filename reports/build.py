@@ -155,7 +155,7 @@ def _evidence(frames: Frames) -> dict[str, str]:
     counts = [
         amount(frames.rows.replicate.nunique(), "process"),
         f"{different} of {amount(len(pairs), 'A/A pair')} differ",
-        f"{limited} of {amount(len(once), 'case')} timed with the GPU slowed or the host late",
+        f"{limited} of {amount(len(once), 'case')} had a slowed GPU or a late host in some process",
     ]
     gain, rest = evidence(frames.views[0])
     rest = f"{rest} {sentence(usual(frames.raced))}".strip()

@@ -211,13 +211,16 @@ def _notes(result: Compared) -> list[str]:
         "it also includes what differs between cards, days and versions of the harness."
     ]
     looks = [
-        s.name for s in result.sides if any(r.state["flags"]["replicates"] < FEWEST for r in s.runs)
+        side.name if len(side.runs) == 1 else f"{run.path.name} of {side.name}"
+        for side in result.sides
+        for run in side.runs
+        if run.state["flags"]["replicates"] < FEWEST
     ]
     if looks:
         notes.append(
             f"{join_words(looks)} {'is a look' if len(looks) == 1 else 'are looks'} with fewer "
-            f"than {FEWEST} processes: its intervals are the tolerance within which equal cases of "
-            "published runs stay."
+            f"than {FEWEST} processes. The interval of a look is the tolerance within which equal "
+            "cases of published runs stay."
         )
     blind = [s.name for s in result.sides if _on_gpu(s) and not _telemetry(s)]
     if blind:
@@ -239,7 +242,8 @@ def _notes(result: Compared) -> list[str]:
                 )
         if other.differences:
             facts = ", ".join(
-                f"{n} {a[:12]} > {b[:12]}" for n, a, b in other.differences[:FACTS_SHOWN]
+                f"{n.removeprefix('switches.')} ({a[:12]} and {b[:12]})"
+                for n, a, b in other.differences[:FACTS_SHOWN]
             )
             more = len(other.differences) - FACTS_SHOWN
             rest = f", and {more} more" if more > 0 else ""

@@ -53,9 +53,9 @@ class Elsewhere:
 
 
 def published_run(run: Run, published: Path) -> Run | None:
-    """Return the published run on a GPU of most processes that shares problems, with these alone.
+    """Return the published run on a GPU of most processes that timed some of the run's problems.
 
-    A run that is named after the suite comes before others.
+    Only these problems are kept. A run that is named after the suite comes before others.
     """
     ids = {row.case.problem.id for row in run.rows}
     ranked: list[tuple[bool, int, Path]] = []
@@ -68,6 +68,6 @@ def published_run(run: Run, published: Path) -> Run | None:
     for _, _, path in sorted(ranked, reverse=True):
         there = store.read(path)
         rows = [row for row in there.rows if row.case.problem.id in ids]
-        if rows:
+        if any(row.status is Status.OK for row in rows):
             return replace(there, rows=rows)
     return None

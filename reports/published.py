@@ -211,7 +211,7 @@ def finding(runs: Runs) -> str:
         f"On one {run.device}, a {best['shape']} layer that is {percent(LEVEL)} zero in "
         f"{blocks_text(best.block)} runs **{gain} as fast as dense cuBLAS** with {best.m} tokens "
         f"in {best['dtype']} ({best.interval}; {conditions(best.on_cards, best.limited)}; "
-        f"published run [{run.name}](/{run.home}))."
+        f"[{run.name}](/{run.home}))."
     )
 
 

@@ -292,9 +292,10 @@ def _notes(
         inside, predicted = evidence.layers.coverage
         notes += [
             "An estimate (≈) comes from the bytes and FLOPs of the nearest measured layers, "
-            "against the measured ceilings of each GPU; layers of other GPUs count as farther. "
-            f"Such intervals held {inside} of {predicted} measured layers whose shapes were left "
-            f"out. The time of the dense rest may be wrong by a factor of {REST:g}."
+            "against the measured ceilings of each GPU; layers of other GPUs count less. "
+            "To test the intervals, each measured layer was estimated from layers of other shapes: "
+            f"{inside} of {predicted} intervals held the measured value. "
+            f"The time of the dense rest may be wrong by a factor of {REST:g}."
         ]
     if any(BOUND in (each.layers.basis, each.step.basis) for each in kinds):
         notes += [

@@ -187,7 +187,7 @@ def evidence(view: View) -> tuple[str, str]:
         theirs = times(line[f"{other}_gain"], line[f"{other}_half"])
         text += f" {who}{isolated}: {line[f'{other}_name']}, {theirs}."
     if where := conditions(line.best_on_cards, line.best_limited):
-        text += f" Measured on {where}."
+        text += f" This case was measured on {where}."
     return gain, text
 
 

@@ -67,7 +67,7 @@ def unfit(state: Mapping[str, Any]) -> list[str]:
     """Return what made the machine unfit before or during the run, from its run.json."""
     fitness = state.get("fitness", {})
     return [
-        f"{when} the run {finding['found']} ({finding['check']})"
+        f"{finding['check']} {when} the run: {finding['found']}"
         for when in ("before", "during")
         for finding in fitness.get(when, [])
         if finding["level"] == "warning"

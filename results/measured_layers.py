@@ -59,8 +59,8 @@ PRUNED = {  # the kind of sparsity of each pattern that `prune` knows
 KEPT = {"iid", "recorded"}  # distributions of active units over tokens
 PLAIN = ("plain", "torch_compile", "cublas_ffn")  # dense MLPs in the timings of a whole model
 LOST = (
-    "Losses are those of {model} with pruned MLPs: nats per token over {tokens} held-out tokens, "
-    "by the best method that was measured."
+    "Losses were measured on {model} with pruned MLPs, in nats per token over {tokens} held-out "
+    "tokens, with the best method that was measured."
 )
 TRAINED = "training"
 

@@ -49,14 +49,14 @@ class Choices(StrEnum):
     def sentence(self) -> str:
         """Say whether the intervals of the run cover the choice of configurations."""
         return {
-            Choices.AMONG: "Each process tuned anew, later ones among the finalists of the first: "
-            "the intervals cover the choice of configurations.",
-            Choices.EARLIER: "Each process tuned anew among the finalists of an earlier run: the "
-            "intervals cover the choice of configurations.",
-            Choices.EACH: "Each process tuned anew: the intervals cover the choice of "
-            "configurations.",
-            Choices.FIRST: "The first process tuned, and the others reused its choices: the "
-            "intervals hold for these configurations and do not cover their choice.",
+            Choices.AMONG: "Each process searched for configurations, after the first only among "
+            "its best, so the intervals cover this choice.",
+            Choices.EARLIER: "Each process searched among the best configurations of an earlier "
+            "run, so the intervals cover this choice.",
+            Choices.EACH: "Each process searched for configurations, so the intervals cover this "
+            "choice.",
+            Choices.FIRST: "The first process searched for configurations, and the others reused "
+            "them: the intervals hold for these, and do not cover the choice.",
             Choices.BUNDLE: "The run reused the configurations of the earlier run without a "
             "search: the result holds for these configurations only.",
         }[self]

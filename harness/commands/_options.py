@@ -75,7 +75,8 @@ Profile = Annotated[
 Repeat = Annotated[
     int,
     typer.Option(
-        help="Check each case, then only call it N times, for a profiler. 0: measure.", min=0
+        help="Check each case, then call it N times for a profiler, without timing; 0: time it.",
+        min=0,
     ),
 ]
 Plugins = Annotated[

@@ -17,7 +17,7 @@ def advise(
     batch: Annotated[
         int,
         typer.Option(
-            help="Tokens per pass: up to 256 decode, one per sequence; more are a prompt."
+            help="Tokens at once: up to 256 are one per sequence that decodes; more are a prompt."
         ),
     ],
     run: Annotated[

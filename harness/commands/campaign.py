@@ -56,9 +56,10 @@ def plan(
     peers: opt.Peers = None,
     as_json: opt.Json = False,
 ) -> None:
-    """Estimate the GPU time of each entry, beside the budget.
+    """Estimate the GPU time of each entry and of the whole campaign.
 
-    With --device, list the packages, checkouts and files that contenders need and do not find.
+    With --device, also list the packages, checkouts and files that contenders need and that are
+    missing.
     """
     from sparsebench.harness.costs.campaign_needs import lacking
     from sparsebench.harness.costs.estimates import campaign_estimates
@@ -82,14 +83,16 @@ def plan(
         table = Table("entry", "what", "processes", "about", "", box=None)
         for each in entries:
             entry, time = each.entry, "?" if each.seconds is None else _time(each.seconds)
-            what = f"{entry.kind} {getattr(entry, entry.kind) or ''} {entry.only}".strip()
+            of = getattr(entry, entry.kind)
+            of = ", ".join(of) if isinstance(of, list) else of
+            what = f"{entry.kind} {of} {entry.only}".strip()
             table.add_row(entry.name, escape(what), str(entry.replicates), time, escape(each.how))
         wide().print(table)
         for name, reasons in lacks.items():
             for reason in reasons:
                 stdout.say(f"{name}: {reason}")
         limit = _time(requested.budget_s)
-        stdout.print(f"{_time(total)} of one GPU (h:mm:ss), of a budget of {limit}")
+        stdout.print(f"about {_time(total)} of one GPU (h:mm:ss); the budget is {limit}")
     if total > requested.budget_s:
         raise typer.Exit(GATE_FAILED)
 

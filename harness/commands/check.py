@@ -49,6 +49,6 @@ def check(
         largest, memory = (planned[name] / 2**30 for name in ("largest_bytes", "memory_bytes"))
         stdout.say(f"a dense kernel needs up to {largest:.1f} GiB; the GPU has {memory:.0f} GiB")
         if planned["unknown"]:
-            stdout.say(f"no times there, typical ones assumed: {', '.join(planned['unknown'])}")
+            stdout.say(f"estimated from typical times: {', '.join(planned['unknown'])}")
     for entry in planned["unsupported"]:
         stdout.say(f"{entry['cases']:>5}  {entry['contender']}: {entry['reason']}")

@@ -41,7 +41,9 @@ def confirm(
         for headline in lines:
             stdout.say(headline.sentence)
         screened = again.state["confirms"]["screened"]
-        stdout.say(f"Chosen among {screened} cells of a screening, none of whose times are used.")
+        stdout.say(
+            f"A first pass over {screened} cells chose what to confirm; its times are not used."
+        )
         stdout.say(choices_of(again.state).sentence)
     if not all(headline.confirmed for headline in lines):
         raise typer.Exit(GATE_FAILED)

@@ -25,10 +25,10 @@ HARMFUL = {0x08: "hardware", 0x20: "heat (software)", 0x40: "heat (hardware)", 0
 HARMLESS = {0x02: "application clocks", 0x04: "power limit", 0x10: "sync boost", 0x100: "display"}
 
 # What a finding means, and what to do.
-OTHERS = ("It shares the GPU with the measurement, and heats it.", "End it, or wait until it ends.")
+OTHERS = "It slows down what is measured, and heats the GPU.", "End it, or wait until it ends."
 HEAT = "Times depend on heat, air flow and power supply.", "Let it cool; check air flow and cables."
-CAPPED = "Work of seconds slows down; short samples taken in turn hardly do. Such rows are marked."
-BROKEN = "Memory fails, so results may be wrong.", "Reset the GPU, or have it replaced."
+CAPPED = "Work of seconds runs slower, short samples hardly do. Rows of such samples are marked."
+BROKEN = "The memory has errors, so results may be wrong.", "Reset the GPU, or have it replaced."
 
 
 class Level(StrEnum):
@@ -105,7 +105,7 @@ def reasons(bits: int | None) -> Finding:
     harmless = [name for bit, name in HARMLESS.items() if bits & bit]
     if harmful:
         return warning(check, ", ".join(harmful + harmless), *HEAT)
-    means = "The clock is below its highest, for all contenders alike."
+    means = "The clock is below its highest rate, for all contenders alike."
     return note(check, ", ".join(harmless), means) if harmless else ok(check, "nothing")
 
 
@@ -133,7 +133,7 @@ def clock(window: Mapping[str, float], highest_mhz: float | None) -> Finding:
         return ok(check, reading)
     if window.get("power_capped_us", 0) > 0:
         return note(check, reading, CAPPED)
-    means = "It is low, and not because of power; it may be locked. Times are those of this clock."
+    means = "Power does not explain the low clock; it may be locked. All times depend on it."
     return note(check, reading, means, "See nvidia-smi -q -d CLOCK.")
 
 
@@ -151,14 +151,14 @@ def temperature(window: Mapping[str, float], highest_c: float | None) -> Finding
 
 def application_clock(mhz: float | None, default_mhz: float | None) -> Finding:
     """Compare the application clock with its default; many GPUs have none."""
-    check, means = "application clock", "Times are those of this setting, not of the GPU as sold."
+    check, means = "application clock", "Times differ from those with the default setting."
     none = ok(check, "none, or not reported")
     return _setting(check, mhz, default_mhz, "MHz", means, "-rac") or none
 
 
 def power_limit(limit_w: float | None, default_w: float | None) -> Finding:
     """Compare the power limit with its default."""
-    check, means = "power limit", "Long work runs at another clock than with the default."
+    check, means = "power limit", "The clock in long work differs from the default's."
     return _setting(check, limit_w, default_w, "W", means, "-pl") or unknown(check)
 
 
@@ -168,7 +168,7 @@ def _setting(
     if value is None or default is None:
         return None
     reading = f"{value:g} {unit}, default {default:g}"
-    do = f"nvidia-smi {option}, if it should be the default."
+    do = f"To restore the default, use nvidia-smi {option}."
     return ok(check, reading) if value == default else note(check, reading, means, do)
 
 
@@ -178,7 +178,7 @@ def memory_errors(enabled: bool | None, corrected: int | None, uncorrected: int 
     if enabled is None:
         return unknown(check)
     if not enabled:
-        means = "A flipped bit is not detected. On GDDR memory, ECC would also cost bandwidth."
+        means = "The GPU does not detect flipped bits. On GDDR memory, ECC would cost bandwidth."
         return note(check, "ECC is off", means)
     reading = f"{uncorrected} uncorrected, {corrected} corrected since the driver was loaded"
     if uncorrected:
@@ -190,21 +190,22 @@ def slices(enabled: bool | None) -> Finding:
     """Judge MIG: a GPU in slices."""
     if not enabled:
         return ok("MIG", "off" if enabled is not None else "this GPU has none")
-    means = "A slice shares power and clock with others, and its ceilings are not the GPU's."
+    means = "A slice shares power and clock with other slices, and is slower than the whole GPU."
     return warning("MIG", "on", means, "Measure on a whole GPU.")
 
 
 def persistence(enabled: bool | None) -> Finding:
     """Judge persistence mode: whether the driver stays loaded while the GPU is not used."""
-    check, means = "persistence mode", "Each process loads the driver anew: seconds, and settings."
+    check = "persistence mode"
+    means = "Each process loads the driver again, which takes seconds and resets settings."
     if enabled is None:
         return unknown(check)
-    return ok(check, "on") if enabled else note(check, "off", means, "nvidia-smi -pm 1 (root).")
+    return ok(check, "on") if enabled else note(check, "off", means, "As root: nvidia-smi -pm 1.")
 
 
 def l2(size: int) -> Finding:
     """Judge the L2 cache: a flush is a multiple of its size (kernels/_common/gpu_clock.py)."""
     if size > 0:
         return ok("L2 cache", f"{size / 2**20:g} MiB")
-    means = "The cache is not flushed, so cold samples are in fact hot."
+    means = "The harness cannot flush the cache, so samples called cold are hot."
     return warning("L2 cache", "size not reported", means)

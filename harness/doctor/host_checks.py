@@ -53,7 +53,7 @@ def read_pins() -> dict[str, str]:
 def load(runnable: float, cores: int) -> Finding:
     """Judge how busy the host is."""
     reading = f"{runnable:.2f} runnable processes on {cores} cores"
-    means = "Launches are delayed: times as called from Python, and all times on a CPU, scatter."
+    means = "Other work delays calls from Python, so their times and all times on a CPU vary."
     limits = BUSY[0] * cores, BUSY[1] * cores
     return grade(runnable, limits, "host load", reading, means, "End other work, or wait.")
 
@@ -62,16 +62,16 @@ def governor(name: str | None) -> Finding:
     """Judge the policy of the CPU's clock."""
     if name in ("performance", None):
         return ok("CPU governor", name or "not reported")
-    means = "The CPU's clock follows its load, so launch costs and times on a CPU scatter."
-    return note("CPU governor", str(name), means, "Set performance (root).")
+    means = "The CPU's clock follows its load, so the cost of a launch and times on a CPU vary."
+    return note("CPU governor", str(name), means, "As root, set it to performance.")
 
 
 def threads(count: int, cores: int) -> Finding:
     """Compare the number of torch's threads with that of the cores."""
-    reading = f"{count} of torch on {cores} cores"
+    reading = f"torch uses {count} threads on {cores} cores"
     if count <= cores:
         return ok("threads", reading)
-    means = "Threads wait for each other, so times on a CPU are too long and scatter."
+    means = "Threads wait for each other, so times on a CPU are too long and vary."
     return warning("threads", reading, means, f"Set OMP_NUM_THREADS={cores}.")
 
 
@@ -92,7 +92,7 @@ def versions(installed: Mapping[str, str | None], pins: Mapping[str, str]) -> Fi
     if not other:
         return ok(check, listed)
     differing = (f"{name} {installed[name]} (tested: {pin})" for name, pin in other.items())
-    means = "Other versions have other kernels: compare only runs with equal versions."
+    means = "Other versions may have other kernels: compare only runs with equal versions."
     return note(check, ", ".join(differing), means)
 
 
@@ -104,4 +104,4 @@ def cuda(driver: int, built_for: str) -> Finding:
     if supported >= (major, minor):
         return ok("CUDA", reading)
     means = "Kernels in PTX cannot be compiled, and some libraries do not start."
-    return note("CUDA", reading, means, "Install a newer driver, or a torch for this one.")
+    return note("CUDA", reading, means, "Install a newer driver, or an older torch.")

@@ -60,11 +60,11 @@ def host(began: Spent | None, now: Spent | None, kind: str) -> Finding:
         return findings.unknown(CHECK)
     others_s = (now.busy_s - began.busy_s) - (now.own_s - began.own_s)
     cores = max(0.0, others_s / (now.at_s - began.at_s))
-    reading = f"{cores:.1f} of {now.cores} cores busy with it"
+    reading = f"it used {cores:.1f} of {now.cores} cores"
     slow, unfit = (share * now.cores for share in TAKEN[kind])
-    means = "Times scatter, and speedups are those of the remaining cores."
+    means = "Times vary, and speedups hold only for the remaining cores."
     if kind == "cuda":
-        means = "Launches are delayed, so times as called from Python scatter."
+        means = "It delays calls from Python, so their times vary."
     do = "End it, or wait until it ends."
     return findings.grade(cores, (slow, unfit), CHECK, reading, means, do)
 

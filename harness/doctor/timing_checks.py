@@ -65,7 +65,7 @@ def floor(kind: str, logs: Sequence[float]) -> Finding:
     largest = max(expm1(abs(log)) for log in logs)
     check, reading = f"A/A, {kind}-bound", f"{len(logs)} pairs, {100 * largest:.2g} % apart at most"
     means = "Two runs of one call differ by this much, so smaller differences are not meaningful."
-    do = "Check for other work, heat and changing clocks above; take more processes."
+    do = "See other work, heat and clocks above, or measure more processes."
     return grade(largest, APART[kind], check, reading, means, do)
 
 

@@ -69,9 +69,11 @@ class Tuning:
             where = " ".join(f"{k}={v}" for k, v in asdict(worst.sizes).items())
             usual, most = median(map(_gain, timed)), _gain(worst)
             gains = f"median {usual:.2f}, at most {most:.2f} ({worst.kernel} {where})"
-            lines.append(f"untuned over tuned: {gains}")
+            lines.append(f"speedup by tuning: {gains}")
         if self.choices:
-            lines.append(f"layers and matmul: {amount(self.choices, 'product')} searched")
+            lines.append(
+                f"kernels for layers and matmul: chosen for {amount(self.choices, 'product')}"
+            )
         if self.left:
             lines.append(f"time is up: {amount(self.left, 'problem')} left; tune again to continue")
         return lines + self.failed

@@ -1,9 +1,15 @@
 """Where attention_wgmma_backward.cu stores dS, from which attention_wgmma_stored.cu computes dQ.
 
 dS has 2 bytes for each element of the blocks of a head, so the heads are worked on in sections,
-whose dS takes STORED_BYTES at most and is written over by that of the next section:
+whose dS takes SECTION_BYTES at most, or a KV head. Three buffers take turns:
 
-    dK, dV and dS of section 0 | dQ of section 0 | dK, dV and dS of section 1 | ...
+    launch   weigh_rows | dK, dV 0 | dK, dV 1 | dQ 0 | dK, dV 2 | dQ 1 | ... | dQ n - 2 | dQ n - 1
+    buffer                   0          1         0        2        1
+
+A launch begins when all CTAs of its predecessor have started and the launch before that has ended
+(programmatic dependent launch). So its first CTAs run on the SMs that the end of its predecessor
+leaves idle. Whatever a launch reads or writes over is two launches old at least; only the first
+dK, dV, and dQ of a single section, wait for their predecessors.
 """
 
 from struct import pack
@@ -18,12 +24,32 @@ from sparsebench.kernels._common import cuda
 from sparsebench.kernels.attention._shapes import Shape
 from sparsebench.kernels.attention._wgmma_tiles import lists_of_heads, query_tiles, tensor_map
 
-STORED_BYTES = 1 << 30  # most memory for dS
+BUFFERS = 3  # of dS
+SECTION_BYTES, HEAD_BYTES = (1 << 30) // BUFFERS, 1 << 30  # most for dS of a section, a KV head
 SIDE = 64  # queries and keys that are stored together
 SM_BYTES = 228 * 1024  # shared memory of an SM; of each CTA's, the system has 1 KB
 SOURCE, THREADS = "attention_wgmma_stored", 256
 STATS = cuda.Layout(*"PP", "40s")  # O, dO, Stats
-PRODUCT = cuda.Layout("128s", "24s", *"PP", "20s")  # K, Lists, scores, dQ, Sizes
+PRODUCT = cuda.Layout("128s", "24s", *"PP", "24s")  # K, Lists, scores, dQ, Sizes
+
+
+class Step(NamedTuple):
+    """A launch: dQ of a section if `is_product`, else its dK, dV and dS.
+
+    waits  for its predecessor
+    """
+
+    section: int
+    is_product: bool
+    waits: bool
+
+
+def steps_of(sections: int) -> list[Step]:
+    """Return the launches in their order."""
+    steps = [Step(0, False, True)]
+    for section in range(1, sections):
+        steps += Step(section, False, False), Step(section - 1, True, False)
+    return [*steps, Step(sections - 1, True, sections == 1)]
 
 
 class Stored(NamedTuple):
@@ -48,20 +74,21 @@ def stored_of(mask: BlockMask, shape: Shape, keys: Tensor, places: Tensor | None
 
     places  of the blocks of the transposed lists in mask.columns
 
-    Raises Unsupported if dS of one KV head takes more than STORED_BYTES.
+    Raises Unsupported if dS of one KV head takes more than HEAD_BYTES.
     """
     if places is None:
         raise Unsupported(f"expected blocks of a multiple of 64, found {list(mask.block)}")
-    most = STORED_BYTES // (2 * mask.block[0] * mask.block[1])
+    of_block = 2 * mask.block[0] * mask.block[1]  # bytes
+    most, most_of_head = SECTION_BYTES // of_block, HEAD_BYTES // of_block
     head = torch.arange(shape.batch * shape.heads, device=keys.device)
     starts, lists = mask.offsets[:: mask.q_blocks], lists_of_heads(mask, shape, head)
     group = shape.heads // shape.kv_heads
     counts = starts.diff()[lists].view(-1, group)  # blocks of the heads of a KV head
     number, used, blocks, numbers, before = 0, 0, 0, [], []
     for count in counts.sum(1).tolist():
-        if count > most:
-            raise Unsupported(f"expected at most {most} blocks of a KV head, found {count}")
-        if used + count > most:
+        if count > most_of_head:
+            raise Unsupported(f"expected at most {most_of_head} blocks of a KV head, found {count}")
+        if used and used + count > most:
             number, used = number + 1, 0
         numbers.append(number)
         before.append(used)
@@ -127,10 +154,10 @@ def multiply_stored(
     shape: Shape,
     scale: float,
     stored: Stored,
-    section: int,
+    step: Step,
 ) -> tuple[cuda.Loaded, cuda.Arguments]:
-    """Return the launch that computes dQ of a section from `scores`."""
-    tiles, bytes_of_cta = stored.queries[section], shared_bytes(shape)
+    """Return the launch that computes dQ of a section from `scores`, its dS."""
+    tiles, bytes_of_cta = stored.queries[step.section], shared_bytes(shape)
     constants = constants_of(shape)
     kernel, code = cuda.load(SOURCE, "multiply_stored", constants, bytes_of_cta, k.device)
     threads = 128 * warpgroups_of(shape)
@@ -139,5 +166,5 @@ def multiply_stored(
     )
     lists = pack("PPP", *(x.data_ptr() for x in (tiles, mask.columns, stored.shifts)))
     counts = shape.q_tokens, shape.kv_tokens, shape.heads, shape.kv_heads
-    sizes, map_of_k = pack("iiiif", *counts, scale), tensor_map(k, shape.batch, SIDE)
+    sizes, map_of_k = pack("iiiifi", *counts, scale, step.waits), tensor_map(k, shape.batch, SIDE)
     return loaded, PRODUCT(map_of_k, lists, scores.data_ptr(), dq.data_ptr(), sizes)

@@ -244,7 +244,7 @@ struct Consumer {
     wgmma_commit();
     give_turn(number);
     mbarrier_wait(ring.full_barrier(), ring.phase, "V");
-    add_rows<THIS>(o, p, ring.tile());
+    add_rows<KEYS, THIS>(o, p, ring.tile());
     wgmma_wait<1>();  // for the scores
     take_scores<NEXT>(k);
     const bool first = NEXT == KEYS && (THIS < KEYS || flags & FIRST);
@@ -279,7 +279,7 @@ struct Consumer {
   }
 
   template <int N> __device__ __forceinline__ void add_last(const u32 (&p)[KEYS / 4]) {
-    add_rows<N>(o, p, ring.tile());
+    add_rows<KEYS, N>(o, p, ring.tile());
     wgmma_wait<0>();
     hold(o);
   }

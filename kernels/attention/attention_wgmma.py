@@ -93,22 +93,25 @@ def buffers_of(config: Config, query_maps: int) -> int:
     return 1 if query_maps > 1 or config.keys > config.rows else 2
 
 
+def query_rows(config: Config, query_maps: int) -> int:
+    """Return the rows of queries in the shared memory of a tile."""
+    return query_maps * buffers_of(config, query_maps) * config.rows
+
+
 def slots_of(config: Config, head_dim: int, query_maps: int = 1) -> int:
     """Return the slots of a ring: what the shared memory has room for beside the tile of queries.
 
     query_maps  matrices of queries that are loaded for a tile
     """
     row = head_dim * 2
-    queries = query_maps * buffers_of(config, query_maps) * config.rows
-    available = MOST_BYTES // config.tiles - queries * row
+    available = MOST_BYTES // config.tiles - query_rows(config, query_maps) * row
     return min(13 - config.tiles, available // (config.keys * row))  # notes take the rest
 
 
 def shared_bytes(config: Config, head_dim: int, query_maps: int = 1) -> int:
     """Return the shared memory of a CTA."""
     keys = slots_of(config, head_dim, query_maps) * config.keys
-    queries = query_maps * buffers_of(config, query_maps) * config.rows
-    return ALIGNMENT + config.tiles * (queries + keys) * head_dim * 2
+    return ALIGNMENT + config.tiles * (query_rows(config, query_maps) + keys) * head_dim * 2
 
 
 def constants_of(

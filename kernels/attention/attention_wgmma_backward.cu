@@ -76,7 +76,8 @@ struct Lists {
 struct Sizes { int queries, keys, heads, kv_heads, padded; float scale, log_scale; };
 struct Stats { const float *lse, *delta; };  // [batch * heads, padded]
 // Where dS of each list's blocks is; a head's is `shifts` further (attention_wgmma_stored.cu).
-struct Stored { char* scores; const int *places, *shifts; };
+// waits: for the predecessor, before any work (_stored.py).
+struct Stored { char* scores; const int *places, *shifts; int waits; };
 
 struct Ring {
   u32 slots, notes, stats, full, empty;
@@ -221,16 +222,6 @@ __device__ __forceinline__ void scores(float (&d)[ROWS / 2], u32 keys, u32 queri
              b + ((i / 4 * ROWS * ROW_BYTES + i % 4 * 32) >> 4), i > 0, 0, 0);
   wgmma_commit();
 }
-// d[64 keys x D] = keep * d + P.T[64 x 64 queries] B[64 x D]
-__device__ __forceinline__ void add_queries(float (&d)[HEAD_DIM / 2], const u32 (&p)[ROWS / 4],
-                                            u32 queries, int keep) {
-  const u64 b = smem_descriptor(queries, ROW_BYTES, ROWS * ROW_BYTES);
-  wgmma_fence();
-  #pragma unroll
-  for (int i = 0; i < ROWS / 16; i++)
-    WGMMA_RS(HEAD_DIM, p + 4 * i, b + (i * 16 * ROW_BYTES >> 4), i > 0 || keep, 1);
-  wgmma_commit();
-}
 
 // Zero where the mask allows no element; key: this lane's first.
 __device__ __forceinline__ void mask(float (&p)[ROWS / 2], const Ring& ring, int key,
@@ -307,7 +298,8 @@ __device__ __forceinline__ void consume(Ring ring, Resident kv, int consumer, co
       if (flags & MASKED) mask(s, q, key, lists, sizes);
       #pragma unroll
       for (int i = 0; i < ROWS / 4; i++) p[i] = pack_pair(s[2 * i], s[2 * i + 1]);
-      add_queries(v_sum, p, d_o.tile(), keep);
+      add_rows<ROWS>(v_sum, p, d_o.tile(), keep);
+      const int place = STORES ? ld_shared(q.place()) : 0;
       wgmma_wait<1>();  // for dP
       hold(dp);
       #pragma unroll
@@ -320,11 +312,11 @@ __device__ __forceinline__ void consume(Ring ring, Resident kv, int consumer, co
         }
       }
       if (STORES && !(flags & EMPTY)) {
-        char* to = to_memory + (long long)ld_shared(q.place()) * (BLOCK_K / 64 * 8192);
+        char* const to = to_memory + (long long)place * (BLOCK_K / 64 * 8192);
         #pragma unroll
         for (int i = 0; i < ROWS / 16; i++) st_streaming(to + i * 512, ds + 4 * i);
       }
-      add_queries(k_sum, ds, q.tile(), keep);
+      add_rows<ROWS>(k_sum, ds, q.tile(), keep);
       keep = 1;
       mbarrier_wait(ring.full_barrier(), ring.phase, "the next Q");
       flags = __shfl_sync(~0u, ld_shared(ring.note()), 0);
@@ -374,10 +366,7 @@ differentiate(const __grid_constant__ Maps maps, const __grid_constant__ Lists l
     }
     fence_mbarrier_init();
   }
-  if (STORES) {
-    launch_dependent_grids();
-    wait_on_dependent_grids();
-  }
+  if (STORES && stored.waits) wait_on_dependent_grids();
   __syncthreads();
   const int group = warpgroup < WARPGROUPS ? warpgroup / CONSUMERS : min(warp, GROUPS - 1);
   const u32 group_at = base + group * GROUP_BYTES;
@@ -389,7 +378,12 @@ differentiate(const __grid_constant__ Maps maps, const __grid_constant__ Lists l
   if (warpgroup == WARPGROUPS) {
     setmaxnreg_dec<24>();
     ring.phase = kv.phase = 1;  // at first, everything is free
-    if (warp < GROUPS) producer(maps, lists, sizes, stats, stored, ring, kv, group);
+    if (warp < GROUPS) {
+      producer(maps, lists, sizes, stats, stored, ring, kv, group);
+    } else if (STORES && warp == GROUPS) {
+      wait_on_dependent_grids();
+      launch_dependent_grids();
+    }
   } else {
     setmaxnreg_inc<240>();
     consume(ring, kv, warpgroup % CONSUMERS, lists, sizes, stored.scores, dk, dv);

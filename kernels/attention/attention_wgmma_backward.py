@@ -6,11 +6,11 @@ Config.stores: no
 Config.stores: yes
     weigh_rows              delta, and the LSE for exp2
     differentiate           dK and dV; stores dS of a section of heads
-    multiply_stored         dQ = dS K of the section, and so on for the next one
+    multiply_stored         dQ = dS K of a section, beside dK and dV of the next one
 
 The first way computes S and dP twice, which takes 14 D operations for each allowed element instead
-of 10. The second takes memory for dS, 1 GiB at most (_stored.py). Neither adds up a sum in memory,
-so the same operands give the same bits. The kernels are in attention_wgmma_backward.cu,
+of 10. The second takes memory for dS, 1 GiB as a rule (_stored.py). Neither adds up a sum in
+memory, so the same operands give the same bits. The kernels are in attention_wgmma_backward.cu,
 attention_wgmma_dq.cu and attention_wgmma_stored.cu. They support
 
     head_dim   64 and 128, fp16 or bf16
@@ -35,7 +35,14 @@ from sparsebench.kernels._common.search import fastest_launch, pinned_or
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
 from sparsebench.kernels.attention._lists import shared_heads
 from sparsebench.kernels.attention._shapes import LOG2_E, Bound, Shape, task_of
-from sparsebench.kernels.attention._stored import Stored, multiply_stored, stored_of, weigh_rows
+from sparsebench.kernels.attention._stored import (
+    BUFFERS,
+    Stored,
+    multiply_stored,
+    steps_of,
+    stored_of,
+    weigh_rows,
+)
 from sparsebench.kernels.attention._wgmma_tiles import (
     KeyLists,
     key_lists,
@@ -58,7 +65,7 @@ from sparsebench.kernels.attention.attention_wgmma import work_of as query_work
 
 ROWS = 64  # queries of a step
 SMALL = 16, 32  # sides of blocks of which a step or a tile has several
-KEYS = cuda.Layout("512s", "64s", "16s", "28s4x", "24s", *"PP")  # Maps to Stored, dK, dV
+KEYS = cuda.Layout("512s", "64s", "16s", "28s4x", "32s", *"PP")  # Maps to Stored, dK, dV
 QUERIES = cuda.Layout("640s", "48s", "32s", "P", "20s")  # Maps, Lists, Stats, dQ, Sizes
 
 
@@ -129,7 +136,7 @@ def of_queries(shape: Shape, mask: BlockMask) -> QueryConfig:
 class Work(NamedTuple):
     """A mask prepared for a launch: tiles of keys, their lists, and what dQ needs.
 
-    counters  zero between launches
+    counters  int32 [sections, 2], zero between launches
     queries   tiles of queries, if dQ computes dS again; else `stored` has them
     """
 
@@ -149,10 +156,10 @@ def work_of(mask: BlockMask, shape: Shape, config: Config) -> Work:
         raise Unsupported(f"expected blocks of 64 keys or no bits, found {mask.block[1]} and bits")
     lists = key_lists(mask)
     tiles = key_tiles(lists, mask, shape, config.rows)
-    counters = torch.zeros(2, dtype=torch.int32, device=tiles.device)
+    counters = torch.zeros(1, 2, dtype=torch.int32, device=tiles.device)
     if config.stores:
         stored = stored_of(mask, shape, tiles, lists.places)
-        return Work(tiles, lists, counters, None, stored)
+        return Work(tiles, lists, counters.repeat(len(stored.keys), 1), None, stored)
     queries = query_work(mask, shape, of_queries(shape, mask), splits=False)
     return Work(tiles, lists, counters, queries, None)
 
@@ -229,34 +236,38 @@ def launch(
     counts = shape.q_tokens, shape.kv_tokens, shape.heads, shape.kv_heads
     sizes = pack("iiiiiff", *counts, rows, scale, scale * LOG2_E)
     stats = pack("PP", lse_2.data_ptr(), delta.data_ptr())
-    names = "attention_wgmma_backward", "differentiate"
-    constants = constants_of(config, shape, mask)
-    size = shared_bytes(config, depth)
+    constants, size = constants_of(config, shape, mask), shared_bytes(config, depth)
     tensors = [*operands, mask.bits, lse_2, delta, dk, dv]
 
-    def of_keys(tiles: Tensor, to: bytes) -> tuple[cuda.Loaded, cuda.Arguments]:
-        loaded = load_persistent(*names, constants, size, tiles, config.tiles, config.rows)
-        ends = work.counters.data_ptr(), len(tiles), mask.lists, blocks
+    def of_keys(tiles: Tensor, counters: Tensor, to: bytes) -> tuple[cuda.Loaded, cuda.Arguments]:
+        kernel = "attention_wgmma_backward", "differentiate"
+        loaded = load_persistent(*kernel, constants, size, tiles, config.tiles, config.rows)
+        ends = counters.data_ptr(), len(tiles), mask.lists, blocks
         lists = pack("PPPPPPiii4x", tiles.data_ptr(), *pointers, *ends)
         loaded = replace(loaded, early=config.stores)
         return loaded, KEYS(maps, lists, stats, sizes, to, dk.data_ptr(), dv.data_ptr())
 
     if stored:
-        scores = q.new_empty(max(1, stored.blocks), *shape.block)
-        to = pack("PPP", *(x.data_ptr() for x in (scores, stored.places, stored.shifts)))
+        sections = len(stored.keys)
+        scores = q.new_empty(min(BUFFERS, sections), max(1, stored.blocks), *shape.block)
         kernels = [weigh_rows(o, do, lse, lse_2, delta, shape)]
-        for section, tiles in enumerate(stored.keys):
-            product = multiply_stored(k, scores, dq, mask, shape, scale, stored, section)
-            kernels += of_keys(tiles, to), product
+        for step in steps_of(sections):
+            buffer, tiles = scores[step.section % BUFFERS], stored.keys[step.section]
+            if step.is_product:
+                product = multiply_stored(k, buffer, dq, mask, shape, scale, stored, step)
+                kernels.append(product)
+            else:
+                addresses = (x.data_ptr() for x in (buffer, stored.places, stored.shifts))
+                to = pack("PPPi4x", *addresses, step.waits)
+                kernels.append(of_keys(tiles, work.counters[step.section], to))
         tensors += [scores, mask.columns]
     else:
         assert work.queries
-        names_of = "attention_wgmma_dq", "differentiate_queries"
-        of_rows = of_queries(shape, mask)
-        call = walk(*names_of, [q, do, o], (k, v), mask, shape, scale, of_rows, work.queries)
+        kernel, of_rows = ("attention_wgmma_dq", "differentiate_queries"), of_queries(shape, mask)
+        call = walk(*kernel, [q, do, o], (k, v), mask, shape, scale, of_rows, work.queries)
         row_stats = pack("PPPi4x", lse.data_ptr(), lse_2.data_ptr(), delta.data_ptr(), rows)
         args = QUERIES(call.maps, call.lists, row_stats, dq.data_ptr(), call.sizes)
-        kernels = [(call.loaded, args), of_keys(work.tiles, bytes(24))]
+        kernels = [(call.loaded, args), of_keys(work.tiles, work.counters, bytes(32))]
         tensors += call.tensors
     program = Gradients(tuple(kernels), (work, *tensors), out)
     return Bound(program, tuple(operands), (dq, dk, dv))

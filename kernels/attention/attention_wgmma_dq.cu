@@ -132,7 +132,7 @@ __device__ __forceinline__ void consume(Ring ring, Buffer buffer, int consumer, 
     multiply_keys(s, q, k.tile());
     multiply_keys(dp, d_o, ring.tile());
     wgmma_commit();
-    add_rows(dq, ds, last.tile());
+    add_rows<KEYS>(dq, ds, last.tile());
     give_turn(consumer);
     wgmma_wait<1>();  // for S and dP
     hold(s);
@@ -154,7 +154,7 @@ __device__ __forceinline__ void consume(Ring ring, Buffer buffer, int consumer, 
     #pragma unroll
     for (int i = 0; i < KEYS / 4; i++) ds[i] = pack_pair(s[2 * i], s[2 * i + 1]);
   }
-  add_rows(dq, ds, k.tile());
+  add_rows<KEYS>(dq, ds, k.tile());
   wgmma_wait<0>();
   hold(dq);
   store(dq, k.note(), row, sizes, out);

@@ -39,7 +39,8 @@ constexpr int LANES = HEAD_DIM / 8;  // that read a row, 16 bytes each
 // The host writes these (_wgmma_tiles.py). Heads count through all sequences.
 struct alignas(16) Tile { int first, count, query, head; };
 struct Lists { const Tile* tiles; const int *columns, *shifts; };  // shifts: of a head's places
-struct Sizes { int queries, keys, heads, kv_heads; float scale; };
+// waits: all CTAs, for the predecessor; else only the last one, before the successor may start.
+struct Sizes { int queries, keys, heads, kv_heads; float scale; int waits; };
 // lse_2 and delta have `padded` rows for each head.
 struct Stats { const float* lse; float *lse_2, *delta; int padded, queries, heads, rows; };
 
@@ -111,6 +112,7 @@ multiply_stored(const __grid_constant__ TensorMap k, const __grid_constant__ Lis
     fence_mbarrier_init();
   }
   __syncthreads();
+  if (sizes.waits || blockIdx.x == gridDim.x - 1) wait_on_dependent_grids();
   launch_dependent_grids();
   const Tile tile = lists.tiles[blockIdx.x];
   const int* const columns = lists.columns + tile.first;
@@ -123,7 +125,6 @@ multiply_stored(const __grid_constant__ TensorMap k, const __grid_constant__ Lis
   const long long place = tile.first + lists.shifts[tile.head];
   Loader loader{&k, scores + (place * Q_PARTS + part) * K_PARTS * SCORE_BYTES, columns,
                 head / (sizes.heads / sizes.kv_heads) * HEAD_DIM, tile.head / sizes.heads, 0};
-  wait_on_dependent_grids();
   if (warp == 0) {
     loader.look(0, steps);
     for (int step = 0; step < min(SLOTS - 1, steps); step++)
@@ -149,12 +150,7 @@ multiply_stored(const __grid_constant__ TensorMap k, const __grid_constant__ Lis
       ds[4 * i + 2] = movmatrix_trans(words.y);
       ds[4 * i + 3] = movmatrix_trans(words.w);
     }
-    const u64 b = smem_descriptor(tile_at, ROW_BYTES, SIDE * ROW_BYTES);
-    wgmma_fence();
-    #pragma unroll
-    for (int i = 0; i < SIDE / 16; i++)
-      WGMMA_RS(HEAD_DIM, ds + 4 * i, b + (i * 16 * ROW_BYTES >> 4), 1, 1);
-    wgmma_commit();
+    add_rows<SIDE>(d, ds, tile_at);
     wgmma_wait<0>();
     hold(d);
     if (lane == 0) mbarrier_arrive(all_empty + 8 * slot);

@@ -230,17 +230,6 @@ __device__ __forceinline__ void multiply_keys(float (&d)[KEYS / 2], const u32 (&
     else WGMMA_RS(KEYS, q + 4 * i, k_at, i > 0, 0);
   }
 }
-// d += P V, or dS K, of N keys.
-template <int N = KEYS>
-__device__ __forceinline__ void add_rows(float (&d)[HEAD_DIM / 2], const u32 (&p)[KEYS / 4],
-                                         u32 tile) {
-  const u64 v = smem_descriptor(tile, ROW_BYTES, KEYS * ROW_BYTES);
-  wgmma_fence();
-  #pragma unroll
-  for (int i = 0; i < N / 16; i++)
-    WGMMA_RS(HEAD_DIM, p + 4 * i, v + (i * 16 * ROW_BYTES >> 4), 1, 1);
-  wgmma_commit();
-}
 
 using Word = Unsigned<(BOX_KEYS < 32 ? BOX_KEYS : 32)>;
 constexpr int WORD = sizeof(Word);  // bytes of bits that are read at once

@@ -1,5 +1,5 @@
 // Device functions of the attention kernels beyond hopper.cuh and mma.cuh: one PTX instruction
-// each, with its name, and the store of a tile of sums. hopper.cuh comes first.
+// each, with its name, and the sums of a warpgroup [64 x HEAD_DIM]. hopper.cuh comes first.
 //
 //   WGMMA_RS(N, a, b, keep, b_trans)            d[64 x N] = keep * d + A[64 x 16] B[16 x N]
 //   WGMMA_SS(N, a, b, keep, a_trans, b_trans)   the same with A in shared memory
@@ -111,4 +111,16 @@ __device__ __forceinline__ void store_rows(const float (&d)[WIDTH / 2], const fl
         *(uint4*)(to + (row + 8 * r) * row_bytes + (32 * c + threadIdx.x % 4 * 8) * 2) =
             make_uint4(words[0], words[1], words[2], words[3]);
     }
+}
+
+// d[64 x HEAD_DIM] = keep * d + A[64 x N] B[N x HEAD_DIM], of a tile of ROWS rows of B.
+template <int ROWS, int N = ROWS>
+__device__ __forceinline__ void add_rows(float (&d)[HEAD_DIM / 2], const u32 (&a)[ROWS / 4],
+                                         u32 tile, int keep = 1) {
+  const u64 b = smem_descriptor(tile, 128, ROWS * 128);
+  wgmma_fence();
+  #pragma unroll
+  for (int i = 0; i < N / 16; i++)
+    WGMMA_RS(HEAD_DIM, a + 4 * i, b + (i * 16 * 128 >> 4), i > 0 || keep, 1);
+  wgmma_commit();
 }

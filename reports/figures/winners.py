@@ -13,9 +13,9 @@ TITLE = "Fastest kernel of each format"
 ORDER = 15
 
 READ = (
-    "An outcome is relative to the baseline of the suite. (+3): three more processes would decide "
-    "it. A case that was selected by the numbers shown here has to be confirmed in a separate run "
-    "(sparsebench confirm)."
+    "Outcomes are relative to the baseline of the suite. “not settled (+3)” means that three more "
+    "processes would settle it. These numbers also selected the fastest cases, so confirm such a "
+    "case in a separate run (sparsebench confirm)."
 )
 
 
@@ -24,6 +24,7 @@ def draw(frames: Frames) -> Markup:
     if frames.raced.empty:
         return NOTHING
     table = results(frames)
-    head = Markup("<b>{}</b>. {} {}").format(frames.device, intervals(frames.raced), table.title)
+    shared = table.title.rpartition("; ")[0]  # without the intervals, which stand beside it
+    head = Markup("<b>{}</b>. {} {}").format(frames.device, intervals(frames.raced), shared)
     words = f"{READ} {frames.noise.sentence}"
     return note(head) + replace(table, title="").html() + note(words)

@@ -194,10 +194,15 @@ def best_places(lines: pd.DataFrame) -> list[str]:
 
 
 def beside(lines: pd.DataFrame) -> list[tuple[str, str, str]]:
-    """Return the head, the finding and the run of what no grid shows: models and attention."""
+    """Return the head, the finding and the run of what no grid shows: models and attention.
+
+    Attention of one token at a time, as in decoding, is shown only if there is no other.
+    """
+    attention = lines[lines.op == "attention"]
+    many = attention[attention.m > 1]
     findings = [
         ("Whole model, decoding", *_newest(lines[lines.op == "decoder"], _steps)),
-        ("Attention", *_newest(lines[lines.op == "attention"], _attention)),
+        ("Attention", *_newest(attention if many.empty else many, _attention)),
     ]
     return [finding for finding in findings if finding[1]]
 
@@ -235,8 +240,13 @@ def _steps(steps: pd.DataFrame) -> str:
 def _attention(lines: pd.DataFrame) -> str:
     """Write the largest gain of block-sparse attention at the usual sparsity."""
     top = lines[lines.level == _usual_level(lines.level)].sort_values("gain").iloc[-1]
-    place = f"{int(top.m):,} tokens, {percent(top.level)} of the blocks masked"
-    return f"{between(top.gain, top.low, top.high)} with {place}, {blocks_text(top.block)}"
+    gain = f"{between(top.gain, top.low, top.high)} as fast as dense attention"
+    place = f"{_tokens(int(top.m))}, {percent(top.level)} of the blocks masked"
+    return f"{gain} with {place}, {blocks_text(top.block)}"
+
+
+def _tokens(count: int) -> str:
+    return f"{count:,} token{'' if count == 1 else 's'}"
 
 
 def _usual_level(levels: Iterable[float]) -> float:
@@ -262,9 +272,9 @@ def _grid(sparse: Sequence[Record], tokens: int) -> Grid:
     processes = _span([line["processes"] for line in best if line["verdict"] or not has_verdict])
     shapes = sort_values_of(pd.Series([line["shape"] for line in best]))
     shape = size_text(shapes[0]) if len(shapes) == 1 else amount(len(shapes), "shape")
-    about = [f"{tokens:,} token{'' if tokens == 1 else 's'} at once", op, dtype, shape, processes]
+    about = [f"{_tokens(tokens)} at once", op, dtype, shape, f"{top['cache']} cache", processes]
     where = conditions(top["on_cards"], top["limited"])
-    about += [f"the largest gain measured on {where}"] if where else []
+    about += [f"the largest gain was measured on {where}"] if where else []
     return Grid(op, dtype, tokens, " · ".join(filter(None, about)), levels, lines, str(top["run"]))
 
 

@@ -125,7 +125,9 @@ def around(
     and `newer` that of its newest version.
     """
     values = {"card": card, "site": site, "removed": removed, "downloads": downloads}
-    values |= {"others": [_relation(card, other) for other in others], "made_from": made_from}
+    relations = [_relation(card, other) for other in others]
+    relations.sort(key=lambda relation: not relation["gain"])  # of the headline first
+    values |= {"others": relations, "made_from": made_from}
     values |= {"cite": citation_of(card), "newer": newer}
     return Surrounding(
         **{
@@ -164,7 +166,7 @@ def _relation(card: Card, other: Card) -> dict[str, str]:
     where = " on the same card" if same else " on another card" if card.units else ""
     gain = confirmation(card, other)
     how = "Confirmed alone" if "alone" in other.role else "Measured again"
-    how = how if gain else f"Other cases: {how.lower()}"
+    how = how if gain else f"Other cases {how.lower()}"
     return {"address": other.address, "how": f"{how}{where}", "gain": gain}
 
 

@@ -19,7 +19,7 @@ from sparsebench.reports.page import render
 from sparsebench.reports.site.cards import Card
 from sparsebench.reports.site.pages import Site, safe
 from sparsebench.reports.tables import html_table
-from sparsebench.results.advice import NO, TRAIN, TRY, Answer, advise, left_out
+from sparsebench.results.advice import DEAR, NO, TRAIN, TRY, WORTH, Answer, advise, left_out
 from sparsebench.results.formatting import times
 from sparsebench.results.measured_layers import packaged_evidence
 from sparsebench.results.model_shapes import MODELS
@@ -74,6 +74,8 @@ def pages(cards: Sequence[Card], site: Site) -> Iterator[tuple[str, str]]:
             models=MODELS,
             gpus=gpus,
             tokens=TOKENS,
+            worth=WORTH,
+            dear=DEAR,
             first=_id(*FIRST),
             cases=[_case(answer, links, common) for answer in answers],
             grids=[(gpu, _grid([each for each in answers if each.gpu == gpu])) for gpu in gpus],

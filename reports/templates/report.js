@@ -21,8 +21,8 @@ const show = (wanted, changed) => {
   views.forEach((view, i) => (view.hidden = i !== best));
   for (const [name, value] of Object.entries(choices[best])) if (choose.elements[name]) choose.elements[name].value = value;
   const missed = Object.entries(wanted).filter(([name, value]) => choices[best][name] !== value);
-  const said = missed.map(([name, value]) => `${name} ${value}`).join(", ");
-  choose.querySelector("output").textContent = said ? `Nothing was measured at ${said}, so this is the nearest choice.` : "";
+  const said = missed.map(([name, value]) => `${name} = ${value}`).join(", ");
+  choose.querySelector("output").textContent = said ? `Nothing was measured with ${said}. This is the nearest choice.` : "";
   return choices[best];
 };
 if (choose) {

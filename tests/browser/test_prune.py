@@ -45,7 +45,7 @@ def test_a_select_shows_one_answer(page: Path, show: Any) -> None:
 
 def test_an_answer_says_whose_losses_it_shows(page: Path, show: Any) -> None:
     assert (
-        "Losses are those of gemma-3-270m"
+        "Losses were measured on gemma-3-270m"
         in show(page).page.locator(".advice:visible").inner_text()
     )
 

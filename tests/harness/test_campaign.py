@@ -389,7 +389,7 @@ def test_the_campaign_commands(trial: Trial, tmp_path: Path) -> None:
     (tmp_path / "gpu").mkdir()
     (tmp_path / "gpu" / "quick").symlink_to(PUBLISHED / "nvidia-h200" / "quick")
     cost = sparsebench("campaign", "plan", file, "--gpu", tmp_path / "gpu")
-    assert "of a budget of 2:00:00" in cost.stdout, cost.stderr
+    assert "the budget is 2:00:00" in cost.stdout, cost.stderr
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path)
         here = sparsebench("campaign", "plan", file, "--gpu", "gpu", "--device", "cpu", "--json")

@@ -156,8 +156,11 @@ def test_whole_models_and_attention_have_lines_beside_the_grid() -> None:
     assert model[0::2] == ("Whole model, decoding", "steps")
     assert model[1].startswith(text)
     assert attention[1].startswith(
-        "6.00× [5.99, 6.01] with 8,192 tokens, 90 % of the blocks masked"
+        "6.00× [5.99, 6.01] as fast as dense attention with 8,192 tokens"
     )
+    decoding = lines(("block_mask", "128", 20.0), **{**mask, "m": 1, "run": "steps"})
+    assert grids.beside(joined([both, decoding]))[1][2] == "mask"
+    assert "with 1 token," in grids.beside(decoding)[0][1]
     (alone,) = grids.beside(lines(("spense", "", 1.3), **step))
     assert alone[1] == "Qwen3-8B, 2:4: 1.30× [1.29, 1.31] with 1 sequence (bf16)"
 

@@ -34,7 +34,7 @@ extern "C" void call(void** at, const int* n, float scale, float log_scale, int 
                  (int*)at[9], n[6], n[7], n[8]};
   args.stats = {(float*)at[10], (float*)at[11]};
   args.dk = (char*)at[12], args.dv = (char*)at[13];
-  args.stored = {(char*)at[14], (int*)at[15], (int*)at[16]};
+  args.stored = {(char*)at[14], (int*)at[15], (int*)at[16], 0};
   args.sizes = {n[0], n[1], n[2], n[3], n[4], scale, log_scale};
   launch(grid, THREADS, 1, bytes, run, true);
 }
@@ -59,7 +59,7 @@ static struct { TensorMap k; Lists lists; char *scores, *out; Sizes sizes; } arg
 static void run() { multiply_stored(args.k, args.lists, args.scores, args.out, args.sizes); }
 extern "C" void call(void** at, const int* n, float scale, int grid, int bytes) {
   args = {boxes(at[0], n[1], n[3], 64), {(Tile*)at[1], (int*)at[2], (int*)at[3]}, (char*)at[4],
-          (char*)at[5], {n[0], n[1], n[2], n[3], scale}};
+          (char*)at[5], {n[0], n[1], n[2], n[3], scale, 0}};
   launch(grid, THREADS, 1, bytes, run);
 }
 static struct { uint4 *o, *d_o; Stats stats; } rows;
@@ -89,16 +89,18 @@ CASES = [
 
 STORES = CASES[:5]
 RUNS = [*((case, 1 << 20) for case in STORES), *((case, 0) for case in CASES[5:])]
-RUNS += (CASES[0], 70_000), (CASES[2], 0), (CASES[0], 0)  # several sections; dS is not stored
+RUNS += (CASES[0], 70_000), (CASES[2], 0), (CASES[0], 0)  # two sections; dS is not stored
+FIVE = Case((64, 128), 64, (1, 1), TWO, batch=5, density=1)
+RUNS += ((FIVE, 2 * 64 * 64),)  # a section for each head
 
 
 @needs_gxx
 @pytest.mark.parametrize("late", sampled([1, 0], 0))
-@pytest.mark.parametrize(("case", "most"), sampled(RUNS, 1, 5, 9, 10))
+@pytest.mark.parametrize(("case", "most"), sampled(RUNS, 1, 5, 9, 10, 12))
 def test_the_threads_differentiate_on_a_cpu(
     case: Case, most: int, late: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_stored, "STORED_BYTES", most)
+    monkeypatch.setattr(_stored, "SECTION_BYTES", most)
     config = replace(case.config, stores=bool(most))
     mask, shape, depth = case.mask(), case.shape(), case.head_dim
     mask = mask if case.bits else without(mask, 1)
@@ -131,7 +133,8 @@ def test_the_threads_differentiate_on_a_cpu(
 
     work = attention_wgmma_backward.work_of(mask, shape, config)
     if stored := work.stored:
-        scores = torch.full((stored.blocks, *mask.block), torch.nan, dtype=q.dtype)
+        size = _stored.BUFFERS, stored.blocks, *mask.block
+        buffers = torch.full(size, torch.nan, dtype=q.dtype)
         macros = *_stored.constants_of(shape), ("LATE", late)
         library = library_of(on_cpu("attention_wgmma_stored.cu", RUN_STORED), macros)
         lines = q.numel() // depth
@@ -139,12 +142,16 @@ def test_the_threads_differentiate_on_a_cpu(
             addresses(o, do, lse, lse_2, delta),
             *(numbers(rows, shape.q_tokens, shape.heads, lines), -(-lines * depth // 2048)),
         )
-        for of_keys, of_queries in zip(stored.keys, stored.queries, strict=True):
-            scores.fill_(torch.nan)
-            differentiate(of_keys, scores, stored.places, stored.shifts)
+        for section, is_product, _ in _stored.steps_of(len(stored.keys)):
+            scores = buffers[section % _stored.BUFFERS]
+            if not is_product:
+                scores.fill_(torch.nan)
+                differentiate(stored.keys[section], scores, stored.places, stored.shifts)
+                continue
+            tiles = stored.queries[section]
             library.call(
-                addresses(k, of_queries, mask.columns, stored.shifts, scores, dq),
-                *(numbers(*bounds), ctypes.c_float(depth**-0.5), len(of_queries)),
+                addresses(k, tiles, mask.columns, stored.shifts, scores, dq),
+                *(numbers(*bounds), ctypes.c_float(depth**-0.5), len(tiles)),
                 _stored.shared_bytes(shape),
             )
     else:
@@ -164,6 +171,23 @@ def test_the_threads_differentiate_on_a_cpu(
     for actual, gradient in zip((dq, dk, dv), expected, strict=True):
         torch.testing.assert_close(actual.double(), gradient, atol=allowed, rtol=allowed)
     assert counters.tolist() == [0, 0]  # as the next launch needs them
+
+
+@pytest.mark.parametrize("sections", [1, 2, 3, 9])
+def test_what_a_launch_needs_has_ended_when_it_begins(sections: int) -> None:
+    """A launch that does not wait begins when the one before its predecessor has ended."""
+    steps = _stored.steps_of(sections)
+    assert {(step.section, step.is_product) for step in steps} == {
+        (n, is_product) for n in range(sections) for is_product in (False, True)
+    }
+    place = {step[:2]: at for at, step in enumerate(steps, 1)}  # weigh_rows is at 0
+    for section, is_product, waits in steps:
+        at = place[section, is_product]
+        if is_product:
+            needs = [place[section, False]]
+        else:
+            needs = [0] + [place[n, True] for n in range(section - 2) if (n - section) % 3 == 0]
+        assert all(needed <= at - (1 if waits else 2) for needed in needs)
 
 
 def addresses(*tensors: Tensor | None) -> ctypes.Array[ctypes.c_void_p]:
@@ -199,7 +223,7 @@ def test_bits_of_joined_blocks_are_refused() -> None:
 
 
 def test_a_head_with_too_many_blocks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_stored, "STORED_BYTES", 3 * 2 * 128 * 128)
+    monkeypatch.setattr(_stored, "HEAD_BYTES", 3 * 2 * 128 * 128)
     config, case = Config(128, True), CASES[0]
     call = partial(attention_wgmma_backward.work_of, case.mask(), case.shape(), config)
     assert "3" in refusal(call)

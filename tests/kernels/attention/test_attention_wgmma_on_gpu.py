@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from sparsebench.formats.block_mask import BlockMask
-from sparsebench.kernels.attention import attention_wgmma, attention_wgmma_backward
+from sparsebench.kernels.attention import _stored, attention_wgmma, attention_wgmma_backward
 from sparsebench.kernels.attention._lists import shared_heads
 from sparsebench.kernels.attention._shapes import Shape
 from tests.compiling.nvcc import hopper
@@ -110,3 +110,24 @@ def test_gradients_are_right_in_each_configuration(case: Case) -> None:
         assert torch.equal(first, again)
         for actual, expected in zip(outputs, grads, strict=True):
             assert error(actual, expected) < 6e-3
+
+
+@hopper
+@pytest.mark.parametrize("block", [64, 128])
+def test_sections_that_overlap_give_the_bits_of_a_single_one(
+    block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = Case((1500, 1400), block, (12, 12), lists=12, dtype="bf16")
+    mask, shape, (q, k, v, do), (o, lse, *_) = problem(case)
+    operands = q, k, v, o.to(q.dtype).reshape(q.shape), lse.float(), do
+    config = attention_wgmma_backward.configurations(shape, 1)[0]
+    args = operands, mask, shape, case.head_dim**-0.5, config
+    single = attention_wgmma_backward.launch(*args).program().clone()
+    monkeypatch.setattr(_stored, "SECTION_BYTES", 3 << 20)  # a head takes 2.0 MB
+    work = attention_wgmma_backward.work_of(mask, shape, config)
+    assert work.stored
+    assert len(work.stored.keys) == 12
+    program = attention_wgmma_backward.launch(*args, work).program
+    for _ in range(20):
+        program.out.fill_(torch.nan)
+        assert torch.equal(program(), single)
