@@ -120,7 +120,7 @@ def _exists(test: Test, cells: Sequence[Cell], unmeasured: int) -> Decision:
     which = f"the best of {len(cells)} cells" if len(cells) > 1 else only
     if proven := [cell for cell in reaching if cell.confirms or alone]:
         best = _best(test, proven)
-        cell = "the cell measured again after a screening" if best.confirms else "the only cell"
+        cell = "the best cell, which was measured again alone" if best.confirms else "the only cell"
         why = f"{cell}, {best.label}, has {_value(test, best)}; {_claim_text(test)}."
         return Decision(Word.REPRODUCED, why, [best])
     if reaching:
