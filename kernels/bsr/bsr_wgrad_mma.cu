@@ -13,10 +13,12 @@
 // half a clock for each strip that TMA writes; mma.sync 3.3 at 0.62 of the tensor cores' rate.
 //
 // A strip is [DEPTH tokens x 32], rows of 64 bytes, swizzled. ldmatrix.trans turns tokens x columns
-// into the columns x tokens that mma wants of both operands.
+// into the columns x tokens that mma wants of both operands. Of X, it takes the two matrices of eight
+// columns first: an mma wants them in a pair of registers, and another order costs four moves.
 //
 // Macros: DEPTH=16|32 SLOTS (even) STRIPS (room in a stage, a multiple of 4), THREADS,
-// RING_BYTES, WORKERS, FP16=0|1. Source: PTX ISA 9.0, mma.m16n8k16, ldmatrix.
+// RING_BYTES, WORKERS, HELD=0|1 (1 where products take longer than loads), FP16=0|1.
+// Source: PTX ISA 9.0, mma.m16n8k16, ldmatrix.
 
 #include "tokens.cuh"
 #include "mma.cuh"
@@ -24,6 +26,8 @@
 constexpr int WIDTH = 32, ROW_BYTES = 2 * WIDTH, WARPS = 8;
 using Pipeline = Tokens<STRIPS, ROW_BYTES>;
 constexpr int SUMS = 8 * SLOTS;  // of a thread
+constexpr int EACH = HELD ? DEPTH / 16 : 1;       // times 16 tokens that a slot multiplies at once
+constexpr int ALWAYS = HELD ? SLOTS - 4 : SLOTS;  // slots that load X even if they have no block
 
 struct Starts { int at[WORKERS]; };  // of each worker's pieces
 
@@ -52,21 +56,39 @@ __device__ __forceinline__ void ldmatrix_x4_trans_if(u32 (&v)[4], u32 address, u
                : "memory");
 }
 
-// Multiply a step. d[SLOTS][2][4]: a block's two m16n8 tiles.
+// Multiply a step. d[SLOTS][2][4]: a block's two m16n8 tiles. With HELD, a slot multiplies all tokens
+// of the step, so a warp waits for dY once per row, and slots from ALWAYS on load X if `there` has
+// their bit.
 __device__ __forceinline__ void multiply(float (&d)[SUMS], u32 base, const u32 (&dy)[SLOTS],
-                                         const u32 (&x)[SLOTS], u32 fresh) {
-  u32 a[4] = {}, b[2][4];
+                                         const u32 (&x)[SLOTS], u32 fresh, u32 there) {
+  u32 a[EACH][4] = {}, b[2][EACH][4];
   #pragma unroll
-  for (int k = 0; k < DEPTH / 16; k++) {
-    ldmatrix_x4_trans(b[0], base + x[0] + k * 16 * ROW_BYTES);
+  for (int first = 0; first < DEPTH / 16; first += EACH) {
+    #pragma unroll
+    for (int k = 0; k < EACH; k++)
+      ldmatrix_x4_trans(b[0][k], base + x[0] + (first + k) * 16 * ROW_BYTES);
     #pragma unroll
     for (int j = 0; j < SLOTS; j++) {
-      ldmatrix_x4_trans_if(a, base + dy[j] + k * 16 * ROW_BYTES, fresh & 1u << j);
-      if (j + 1 < SLOTS) ldmatrix_x4_trans(b[(j + 1) % 2], base + x[j + 1] + k * 16 * ROW_BYTES);
-      // Matrices: tokens 0 to 7, columns 0 to 7 and 8 to 15; then tokens 8 to 15.
-      const u32 (&now)[4] = b[j % 2];
-      mma_m16n8k16(*(float(*)[4])(d + 8 * j), a, now[0], now[2]);
-      mma_m16n8k16(*(float(*)[4])(d + 8 * j + 4), a, now[1], now[3]);
+      const int next = j + 1;
+      #pragma unroll
+      for (int k = 0; k < EACH; k++)
+        ldmatrix_x4_trans_if(a[k], base + dy[j] + (first + k) * 16 * ROW_BYTES, fresh & 1u << j);
+      #pragma unroll
+      for (int k = 0; k < EACH; k++) {
+        const int row = (first + k) * 16 * ROW_BYTES;
+        if (next < ALWAYS)
+          ldmatrix_x4_trans(b[next % 2][k], base + x[next] + row);
+        else if (next < SLOTS)
+          ldmatrix_x4_trans_if(b[next % 2][k], base + x[next] + row, there & 1u << next);
+      }
+      // Otherwise ptxas moves the loads behind the products, to need one buffer less.
+      if (HELD) __syncwarp();
+      #pragma unroll
+      for (int k = 0; k < EACH; k++) {
+        const u32 (&now)[4] = b[j % 2][k];
+        mma_m16n8k16(*(float(*)[4])(d + 8 * j), a[k], now[0], now[1]);
+        mma_m16n8k16(*(float(*)[4])(d + 8 * j + 4), a[k], now[2], now[3]);
+      }
     }
   }
 }
@@ -84,28 +106,36 @@ __device__ __forceinline__ void store_block(const float* s, char* values, int bl
                  : "memory");
 }
 
+// Return the offset in a strip of the first or second half of a token's first 16 columns.
+__device__ __forceinline__ u32 place_of(int token, int half) {
+  return token * ROW_BYTES + ((half ^ token / 2 % 4) << 4);
+}
+
 __device__ __forceinline__ void consumer(const Sums* list, const Slot* slots, int begin, int end,
                                          Pipeline pipe, char* values, float* partials,
                                          u32* counters) {
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
-  const int token = lane % 8 + lane / 16 * 8;
-  const u32 place = token * ROW_BYTES + ((lane / 8 % 2 ^ token / 2 % 4) << 4);
+  const u32 place_dy = place_of(lane % 8 + lane / 16 * 8, lane / 8 % 2);
+  const u32 place_x = place_of(lane % 16, lane / 16);
   float d[SUMS];
   u32 before = 0;
   for (int at = begin; at < end; at++) {
     const Slot* mine = slots + (list[at].item * WARPS + warp) * SLOTS;
-    u32 dy[SLOTS], x[SLOTS], fresh = 0;
+    u32 dy[SLOTS], x[SLOTS], fresh = 0, there = 0;
     #pragma unroll
     for (int j = 0; j < SLOTS; j++) {
-      dy[j] = (mine[j].dy & ~63) + (place ^ (mine[j].dy & 32));
-      x[j] = (mine[j].x & ~63) + (place ^ (mine[j].x & 32));
+      dy[j] = (mine[j].dy & ~63) + (place_dy ^ (mine[j].dy & 32));
+      x[j] = (mine[j].x & ~63) + (place_x ^ (mine[j].x & 32));
       fresh |= mine[j].fresh << j;
+      there |= (mine[j].block >= 0) << j;
+      // Otherwise ptxas computes the addresses again in every step.
+      if (HELD) asm volatile("" : "+r"(dy[j]), "+r"(x[j]));
     }
     #pragma unroll
     for (int i = 0; i < SUMS; i++) d[i] = 0.f;
     for (int left = __shfl_sync(~0u, list[at].count, 0); left > 0; left--) {
       pipe.consumer_wait();
-      multiply(d, pipe.box(0), dy, x, fresh);
+      multiply(d, pipe.box(0), dy, x, fresh, there);
       __syncwarp();
       if (lane == 0) mbarrier_arrive(pipe.empty_barrier());
       pipe.advance();

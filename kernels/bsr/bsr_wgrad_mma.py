@@ -71,6 +71,7 @@ class Work:
 
     partials  sums of parts of items
     last      predicted end of the last worker, in loads of a strip of 64 tokens
+    held      whether products take longer than loads in most items
     """
 
     loads: Ints
@@ -79,6 +80,7 @@ class Work:
     starts: Ints
     partials: int
     last: float
+    held: bool
 
 
 def items_of(pattern: Bsr, across: int, down: int) -> list[Item]:
@@ -127,13 +129,15 @@ def work_of(pattern: Bsr, m: int, config: Config, workers: int) -> Work:
     items, depth = items_of(pattern, config.across, config.down), config.depth
     room, slots = room_of(items), slots_of(items)
     strips = np.array([len(item.dy) + len(item.x) for item in items])
-    costs = np.maximum(strips, WRITTEN * strips + BLOCK * WARPS * slots) * depth / 64
+    products = WRITTEN * strips + BLOCK * WARPS * slots
+    costs = np.maximum(strips, products) * depth / 64
     partials = np.full(len(items), PARTIAL * WARPS * slots)
     lists, last = shared_out(costs, partials, -(-m // depth), -(-SHORTEST // depth), workers)
     pieces = [piece for given in lists for piece in given]
     starts = np.array([0, *accumulate(len(given) for given in lists)], np.int32)
     loads, sums, cut = _lists(pieces, items, -(-m // depth), room)
-    return Work(loads, sums, _slots(items, slots, depth), starts, cut, last)
+    held = bool(2 * np.count_nonzero(products > strips) > len(items))
+    return Work(loads, sums, _slots(items, slots, depth), starts, cut, last, held)
 
 
 def _lists(pieces: list[Piece], items: list[Item], steps: int, room: int) -> tuple[Ints, Ints, int]:
@@ -223,7 +227,8 @@ def plan(pattern: Bsr, m: int, config: Config, *, watchdog: bool = False) -> Pla
     starts = np.resize(work.starts, WORKERS).tobytes()
     counters = torch.zeros(work.partials, 2, dtype=torch.int32, device=device)
     (n, k), blocks, dtype = pattern.shape, (*pattern.values.shape,), pattern.values.dtype
-    constants = constants_of(config, work.slots.shape[2], work.loads.shape[1] - 4, dtype)
+    slots, room = work.slots.shape[2], work.loads.shape[1] - 4
+    constants = constants_of(config, slots, room, work.held, dtype)
     constants += (("WATCHDOG", 1),) if watchdog else ()
     kernel, code = cuda.load("bsr_wgrad_mma", "sum_blocks", constants, SHARED_BYTES, device)
 
@@ -242,12 +247,14 @@ def plan(pattern: Bsr, m: int, config: Config, *, watchdog: bool = False) -> Pla
     return Plan(loaded, lists, counters, partials, arguments, m, (n, k), blocks, dtype)
 
 
-def constants_of(config: Config, slots: int, room: int, dtype: torch.dtype) -> cuda.Constants:
+def constants_of(
+    config: Config, slots: int, room: int, held: bool, dtype: torch.dtype
+) -> cuda.Constants:
     """Return the macros of bsr_wgrad_mma.cu; `room` is of strips in a stage."""
     return (
         *(("DEPTH", config.depth), ("SLOTS", slots), ("STRIPS", room)),
         *(("THREADS", THREADS), ("RING_BYTES", RING_BYTES), ("WORKERS", WORKERS)),
-        ("FP16", int(dtype == torch.float16)),
+        *(("HELD", int(held)), ("FP16", int(dtype == torch.float16))),
     )
 
 

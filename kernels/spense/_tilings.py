@@ -1,14 +1,13 @@
 """Predict the fastest tiles for more than 128 tokens: a model of spense_wgmma.cu.
 
-    tokens 0 to 143      |= 192 features =|= 192 features =|= 192 features =| ...
-    tokens 144 to 287    |= 192 features =|= 192 features =|= 192 features =| ...
+    tokens 0 to 135      |= 192 features =|= 192 features =|= 192 features =| ...
+    tokens 136 to 271    |= 192 features =|= 192 features =|= 192 features =| ...
 
 wgmma takes any multiple of 8 tokens up to 256. So a tile can be as high as its share of the tokens
-(264 are two tiles of 144, not three of 128), and what counts is whether the tiles fill all SMs in
-whole rounds. Shared memory is the limit of a CTA: every warpgroup reads each box of X and its half
-tile of W, and the copies write both. The model, in ns:
+(264 are two tiles of 136, not three of 128), and what counts is whether the tiles fill all SMs in
+whole rounds. The model, in ns:
 
-    rounds x (boxes x clocks of shared memory / clock  +  first tiles and stores)
+    rounds x (boxes of k x warpgroups x tokens x BOX_NS  +  first tiles and stores)
 
 The last round may be cut along k (_stream_k.py), which costs partial sums. Two CTAs that share X
 were slower on an H200 nearly everywhere (NOTES.md), so there are none.
@@ -17,38 +16,46 @@ were slower on an H200 nearly everywhere (NOTES.md), so there are none.
 from itertools import product
 from math import ceil
 
-from sparsebench.formats.spense import ROW_BYTES, ROWS, VALUE_BYTES
+from sparsebench.formats.spense import ROW_BYTES, ROWS
 
 FEW_TOKENS = 128  # up to as many, one tile holds them (spense_wgmma.configurations)
-MOST = 4
-TOKENS = range(96, 257, 16)  # tokens of a tile
-MOST_OF_THREE = 176  # tokens for which three warpgroups have registers
-CLOCK, CLOCK_BYTES = 1.9, 128  # clocks per ns, and bytes of shared memory in a clock
-ROUND_NS, CUT_NS = 2000, 7000  # for a round; for adding up partial sums, and the rounds they end
+MOST = 3  # for each number of warpgroups
+# Tokens of a tile, by warpgroups. Three have registers for 192, and stages in flight for more than
+# 176 only in a launch of one round (SPLIT = 1).
+FEW = 96, 112, 128
+TOKENS = {2: (*FEW, *range(136, 257, 8)), 3: (*FEW, *range(136, 193, 8))}
+MOST_OF_THREE = 176
+WHOLE = 16  # tokens of a store: others end with half a store, which costs time in each round
+BOX_NS = 0.68  # of a warpgroup's token in a box, on an H200: 62 tiles within 6 % (rms, NOTES.md)
+ROUND_NS, HALF_NS = 1200, 600  # for a round of a warpgroup; more for a round with half stores
+CUT_NS = 5000  # for adding up partial sums, and the rounds they end
 
 Tiling = tuple[int, int, int, int]
 """Tokens of a tile, tiles of W ahead, warpgroups of a CTA; 1 if all tiles are CTAs of one round."""
 
 
 def likeliest(m: int, shape: tuple[int, int], itemsize: int, sms: int) -> list[Tiling]:
-    """Return at most MOST likely tilings for m tokens, the likeliest first; none up to FEW_TOKENS.
+    """Return likely tilings for m tokens, the likeliest first; none up to FEW_TOKENS.
 
     shape  n and k, with `itemsize` bytes per element; W counts as if all of it were 2:4
     """
     if m <= FEW_TOKENS:
         return []
-    (n, k), predicted = shape, {}
-    boxes = ceil(k * itemsize / ROW_BYTES)
-    half = (VALUE_BYTES + (1024 if itemsize == 2 else 2048)) // 2  # bytes of half a tile of W
-    for tokens, warpgroups in product(TOKENS, (3, 2)):
-        tiles = ceil(m / tokens)
-        if tiles == ceil(m / (tokens - 16)) or (warpgroups == 3 and tokens > MOST_OF_THREE):
-            continue
-        box = tokens * ROW_BYTES
-        read = warpgroups * (box + ROWS * ROW_BYTES // 2)
-        item = boxes * (read + box + warpgroups * half) / CLOCK_BYTES / CLOCK
-        rounds = ceil(n / (ROWS * warpgroups)) * tiles / sms
-        whole, cut = ceil(rounds) * item, rounds * item + CUT_NS
-        one = (8, warpgroups, 1) if rounds <= 1 and warpgroups == 3 else (4, warpgroups, 0)
-        predicted[tokens, *one] = min(whole, cut) + ceil(rounds) * ROUND_NS
-    return sorted(predicted, key=predicted.__getitem__)[:MOST]
+    n, boxes = shape[0], ceil(shape[1] * itemsize / ROW_BYTES)
+    listed: dict[Tiling, float] = {}
+    for warpgroups, heights in TOKENS.items():
+        predicted: dict[Tiling, float] = {}
+        tiles = range(ceil(m / heights[-1]), ceil(m / heights[0]) + 1)
+        for shares, step in product(tiles, (1, WHOLE)):
+            tokens = next(t for t in heights if t * shares >= m and t % step == 0)
+            rounds = ceil(n / (ROWS * warpgroups)) * ceil(m / tokens) / sms
+            once = rounds <= 1 and warpgroups == 3
+            if warpgroups == 3 and tokens > MOST_OF_THREE and not once:
+                continue
+            item = boxes * warpgroups * tokens * BOX_NS
+            whole, cut = ceil(rounds) * item, rounds * item + CUT_NS
+            round_ns = warpgroups * ROUND_NS + (HALF_NS if tokens % WHOLE and not once else 0)
+            tiling = (tokens, 8, warpgroups, 1) if once else (tokens, 4, warpgroups, 0)
+            predicted[tiling] = min(whole, cut) + ceil(rounds) * round_ns
+        listed |= {t: predicted[t] for t in sorted(predicted, key=predicted.__getitem__)[:MOST]}
+    return sorted(listed, key=listed.__getitem__)

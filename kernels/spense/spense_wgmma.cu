@@ -81,10 +81,10 @@
 // would be in flight at a time, and some SMs would get their tiles much later than others. With 4
 // to 5 tiles the kernel is 6 % faster.
 //
-// Macros from spense_wgmma.py: TOKENS=16..256 by 16, CLUSTER=1|2, AHEAD=2..., WARPGROUPS=1|2|3,
-// SPLIT=0 (a list)|1|2|3|4|5|8 (CTAs of a cluster for each item), WINDOWS=0|1, FP8=0|1, FP16=0|1
-// (0 is bf16), ACTIVATION=0 (none)|1 silu|2 relu|3 relu2|4 gelu_tanh, and the constants that both
-// files share: THREADS, SHARED_BYTES, ROWS, ROW_BYTES, VALUE_BYTES, STORE_TOKENS, WORKERS. With
+// Macros from spense_wgmma.py: TOKENS=16..256 by 16, or from 128 on by 8, CLUSTER=1|2, AHEAD=2...,
+// WARPGROUPS=1|2|3, SPLIT=0 (a list)|1|2|3|4|5|8 (CTAs of a cluster for each item), WINDOWS=0|1,
+// FP8=0|1, FP16=0|1 (0 is bf16), ACTIVATION=0 (none)|1 silu|2 relu|3 relu2|4 gelu_tanh, and the
+// constants that both files share: THREADS, SHARED_BYTES, ROWS, ROW_BYTES, VALUE_BYTES, STORE_TOKENS, WORKERS. With
 // WATCHDOG=1 a kernel that hangs ends and reports where.
 // Source: PTX ISA 9.0, wgmma.mma_async.sp.
 
@@ -104,7 +104,8 @@ constexpr int EPI_ROW_BYTES = !GATED ? ROW_BYTES : FP8 ? 32 : 64;  // of a token
 constexpr int EPI_TOKENS = TOKENS < 64 ? TOKENS : 64;
 constexpr int EPI_TILES = (TOKENS + EPI_TOKENS - 1) / EPI_TOKENS;
 constexpr int EPI_BYTES = EPI_TOKENS * EPI_ROW_BYTES, EPI_STAGES = EPI_TILES > 1 ? 2 : 1;
-constexpr int STORES = TOKENS / STORE_TOKENS, STORE_BYTES = STORE_TOKENS * EPI_ROW_BYTES;
+constexpr int STORES = (TOKENS + STORE_TOKENS - 1) / STORE_TOKENS;
+constexpr int STORE_BYTES = STORE_TOKENS * EPI_ROW_BYTES;
 
 // With SPLIT each CTA adds up and writes SHARE stores of an item. It keeps its own sums in
 // registers and receives those of the other parts in its shared memory.
@@ -117,8 +118,10 @@ constexpr int STAGES_BYTES = SHARED_BYTES - (WARPGROUPS + 2 + !!SPLIT) * 1024 -
                              WARPGROUPS * (SPLIT ? SUMS_BYTES : EPI_STAGES * EPI_BYTES);
 __device__ constexpr int at_most(int limit, int value) { return value < limit ? value : limit; }
 constexpr int TILES = at_most(AHEAD, STAGES_BYTES / (WARPGROUPS * W_BYTES + 2 * X_BYTES));
+// With SPLIT = 1, more stages of W than that would take the room of a fifth box of X.
+constexpr int MOST = SPLIT == 1 ? at_most(AHEAD, TILES + 1) : AHEAD;
 constexpr int W_STAGES =
-    at_most(AHEAD, (STAGES_BYTES - 2 * TILES * X_BYTES) / (WARPGROUPS * W_BYTES));
+    at_most(MOST, (STAGES_BYTES - 2 * TILES * X_BYTES) / (WARPGROUPS * W_BYTES));
 constexpr int X_STAGES =
     at_most(2 * AHEAD, (STAGES_BYTES - W_STAGES * WARPGROUPS * W_BYTES) / X_BYTES);
 
@@ -131,6 +134,7 @@ static_assert(X_STAGES >= 4 && W_STAGES >= 2, "fewer would not overlap loads and
 
 static_assert(WARPGROUPS <= 3, "each has a warp that brings its tiles");
 static_assert(!SPLIT || W_STAGES * W_BYTES >= SHARE * STORE_BYTES, "stores lie in its stages");
+static_assert(TOKENS % (8 * CLUSTER) == 0 && !(WINDOWS && TOKENS % 16), "whole swizzled rows of X");
 static_assert(!SPLIT || CLUSTER == 1, "a cluster shares X, or the k tiles of an item");
 
 using Out = TensorMap;  // of Y, or of H
@@ -350,33 +354,58 @@ __device__ __forceinline__ void expand_x(XPipeline& pipeline, int k_tiles) {
 #define K_MAJOR ", 0, 0"
 #define DENSE_WGMMA(N, a, b) WGMMA(N, a, b, 0, 0)
 #endif
-// Widths that no other kernel has (hopper.cuh). Each appends the registers of 16 tokens.
+// Widths that no other kernel has (hopper.cuh). Each appends the registers of 16 or 8 tokens.
 #define AND8(a, b, c, d, e, f, g, h) \
   ", %" #a ", %" #b ", %" #c ", %" #d ", %" #e ", %" #f ", %" #g ", %" #h
+#define AND4(a, b, c, d) ", %" #a ", %" #b ", %" #c ", %" #d
 #define SUM_112 SUM_96 AND8(48, 49, 50, 51, 52, 53, 54, 55)
+#define SUM_136 SUM_128 AND4(64, 65, 66, 67)
 #define SUM_144 SUM_128 AND8(64, 65, 66, 67, 68, 69, 70, 71)
+#define SUM_152 SUM_144 AND4(72, 73, 74, 75)
 #define SUM_160 SUM_144 AND8(72, 73, 74, 75, 76, 77, 78, 79)
+#define SUM_168 SUM_160 AND4(80, 81, 82, 83)
 #define SUM_176 SUM_160 AND8(80, 81, 82, 83, 84, 85, 86, 87)
+#define SUM_184 SUM_176 AND4(88, 89, 90, 91)
 #define SUM_192 SUM_176 AND8(88, 89, 90, 91, 92, 93, 94, 95)
+#define SUM_200 SUM_192 AND4(96, 97, 98, 99)
 #define SUM_208 SUM_192 AND8(96, 97, 98, 99, 100, 101, 102, 103)
+#define SUM_216 SUM_208 AND4(104, 105, 106, 107)
 #define SUM_224 SUM_208 AND8(104, 105, 106, 107, 108, 109, 110, 111)
+#define SUM_232 SUM_224 AND4(112, 113, 114, 115)
 #define SUM_240 SUM_224 AND8(112, 113, 114, 115, 116, 117, 118, 119)
+#define SUM_248 SUM_240 AND4(120, 121, 122, 123)
 #define D_112 D_96, D4(48), D4(52)
+#define D_136 D_128, D4(64)
 #define D_144 D_128, D4(64), D4(68)
+#define D_152 D_144, D4(72)
 #define D_160 D_144, D4(72), D4(76)
+#define D_168 D_160, D4(80)
 #define D_176 D_160, D4(80), D4(84)
+#define D_184 D_176, D4(88)
 #define D_192 D_176, D4(88), D4(92)
+#define D_200 D_192, D4(96)
 #define D_208 D_192, D4(96), D4(100)
+#define D_216 D_208, D4(104)
 #define D_224 D_208, D4(104), D4(108)
+#define D_232 D_224, D4(112)
 #define D_240 D_224, D4(112), D4(116)
+#define D_248 D_240, D4(120)
 #define A_AND_B_112 "%56, %57"
+#define A_AND_B_136 "%68, %69"
 #define A_AND_B_144 "%72, %73"
+#define A_AND_B_152 "%76, %77"
 #define A_AND_B_160 "%80, %81"
+#define A_AND_B_168 "%84, %85"
 #define A_AND_B_176 "%88, %89"
+#define A_AND_B_184 "%92, %93"
 #define A_AND_B_192 "%96, %97"
+#define A_AND_B_200 "%100, %101"
 #define A_AND_B_208 "%104, %105"
+#define A_AND_B_216 "%108, %109"
 #define A_AND_B_224 "%112, %113"
+#define A_AND_B_232 "%116, %117"
 #define A_AND_B_240 "%120, %121"
+#define A_AND_B_248 "%124, %125"
 #define METADATA_16 "%10"
 #define METADATA_32 "%18"
 #define METADATA_48 "%26"
@@ -385,13 +414,21 @@ __device__ __forceinline__ void expand_x(XPipeline& pipeline, int k_tiles) {
 #define METADATA_96 "%50"
 #define METADATA_112 "%58"
 #define METADATA_128 "%66"
+#define METADATA_136 "%70"
 #define METADATA_144 "%74"
+#define METADATA_152 "%78"
 #define METADATA_160 "%82"
+#define METADATA_168 "%86"
 #define METADATA_176 "%90"
+#define METADATA_184 "%94"
 #define METADATA_192 "%98"
+#define METADATA_200 "%102"
 #define METADATA_208 "%106"
+#define METADATA_216 "%110"
 #define METADATA_224 "%114"
+#define METADATA_232 "%118"
 #define METADATA_240 "%122"
+#define METADATA_248 "%126"
 #define METADATA_256 "%130"
 #define SPARSE_WGMMA_(N, a, b, metadata)                                                          \
   asm volatile("wgmma.mma_async.sp.sync.aligned.m64n" #N SPARSE_MMA_K ".f32." OPERANDS " {"       \
@@ -399,7 +436,7 @@ __device__ __forceinline__ void expand_x(XPipeline& pipeline, int k_tiles) {
                : D_##N : "l"(a), "l"(b), "r"(metadata))
 #define SPARSE_WGMMA(N, a, b, metadata) SPARSE_WGMMA_(N, a, b, metadata)
 
-using Accumulators = float[TOKENS / 2];
+using Accumulators = float[8 * STORES];
 constexpr int DESC_32_BYTES = 32 >> 4, DESC_64_BYTES = 64 >> 4;  // steps of an smem descriptor
 
 __device__ __forceinline__ void mma_sparse(Accumulators& d, u64 w, u64 x, const uint2& metadata) {
@@ -554,8 +591,21 @@ __device__ __forceinline__ void copy_r2s(u32 address, const float* d) {
   if (GATED) copy_hidden_r2s(address, d);
   else stmatrix_x4_trans(address, d);
 }
-__device__ __forceinline__ void copy_s2g(const Out* out, u32 from, int feature, int token) {
-  tma_store(out, from, feature / (ROW_BYTES / EPI_ROW_BYTES), token);  // the map counts in 16 bits
+// If the last store of a tile is half a store, each is written as two of 8 tokens, because those
+// after the tile belong to the next one. These are twice as many, so one lane of each warp writes
+// some of them; otherwise one lane writes all stores of a warpgroup.
+constexpr bool HALF_STORES = TOKENS % STORE_TOKENS != 0;
+__device__ __forceinline__ bool is_writer() {
+  return threadIdx.x % (HALF_STORES ? 32 : 128) == 0;
+}
+// Write store `store` of a tile, which starts at `token`.
+__device__ __forceinline__ void copy_s2g(const Out* out, u32 from, int feature, int token,
+                                         int store) {
+  const int column = feature / (ROW_BYTES / EPI_ROW_BYTES);  // the map counts in 16 bits
+  if (HALF_STORES && store % 4 != threadIdx.x / 32 % 4) return;
+  tma_store(out, from, column, token);
+  if (HALF_STORES && store < STORES - 1)
+    tma_store(out, from + STORE_BYTES / 2, column, token + STORE_TOKENS / 2);
 }
 
 // ---- stream-K: partial sums and their reduction ----
@@ -580,7 +630,7 @@ __device__ __forceinline__ void store_partial(const Accumulators& d, const Fixup
                                               int warpgroup) {
   float4* to = partial_sums(workspace, fixup, consumer) + (u64)fixup.part * PARTIAL_FLOAT4S;
   #pragma unroll
-  for (int i = 0; i < TOKENS / 8; i++)
+  for (int i = 0; i < 2 * STORES; i++)
     to[i * 128] = float4{d[4 * i], d[4 * i + 1], d[4 * i + 2], d[4 * i + 3]};
   warpgroup_sync(warpgroup + 1);
   if (threadIdx.x % 128 == 0) red_release_add_1(counters + fixup.counter * TILE_ROWS + consumer);
@@ -607,7 +657,7 @@ template <int COUNT, int UNROLL>
 __device__ __forceinline__ void reduce_parts(const float4* from, int parts, int index, int end,
                                              const Scales& scales, const Out* to, u32 out,
                                              int feature, int token, int warpgroup) {
-  const bool leader = threadIdx.x % 128 == 0;
+  const bool writer = is_writer();
   const u32 address = epilogue_address(out);
   for (; index < end; index += COUNT) {
     float d[8 * COUNT] = {};
@@ -623,15 +673,16 @@ __device__ __forceinline__ void reduce_parts(const float4* from, int parts, int 
         }
     }
     if (FP8) apply_scales<2 * COUNT>(d, scales, feature, token + index * STORE_TOKENS);
-    if (leader) tma_store_wait_read<0>();
+    if (writer) tma_store_wait_read<0>();
     warpgroup_sync(warpgroup + 1);
     #pragma unroll
     for (int j = 0; j < COUNT; j++) copy_r2s(address + j * STORE_BYTES, d + 8 * j);
     fence_proxy_async();
     warpgroup_sync(warpgroup + 1);
-    if (leader) {
+    if (writer) {
       for (int j = 0; j < COUNT && index + j < end; j++)
-        copy_s2g(to, out + j * STORE_BYTES, feature, token + (index + j) * STORE_TOKENS);
+        copy_s2g(to, out + j * STORE_BYTES, feature, token + (index + j) * STORE_TOKENS,
+                 index + j);
       tma_store_commit();
     }
   }
@@ -661,26 +712,26 @@ __device__ __forceinline__ void fixup_part(const WorkItem& item, const float4* f
 // Write the result of a work item that is not cut.
 __device__ __forceinline__ void epilogue(const Accumulators& d, const Out* to, u32 out, int feature,
                                          int token, int warpgroup) {
-  const bool leader = threadIdx.x % 128 == 0;
+  const bool writer = is_writer();
   const u32 address = epilogue_address(out);
   #pragma unroll
   for (int c = 0; c < EPI_TILES; c++) {
     const int stage = c % EPI_STAGES * EPI_BYTES;
-    if (leader) tma_store_wait_read<EPI_STAGES - 1>();
+    if (writer) tma_store_wait_read<EPI_STAGES - 1>();
     // With two stages, a barrier below lies between the reads of one and the next writes to it.
     warpgroup_sync(warpgroup + 1);
-    const int stores = at_most(EPI_TOKENS, TOKENS - c * EPI_TOKENS) / STORE_TOKENS;
+    constexpr int EACH = EPI_TOKENS / STORE_TOKENS;
+    const int stores = at_most(EACH, STORES - c * EACH);
     #pragma unroll
-    for (int i = 0; i < EPI_TOKENS / STORE_TOKENS; i++)  // a constant, or it is not unrolled
-      if (i < stores)
-        copy_r2s(address + stage + i * STORE_BYTES, d + 8 * (c * (EPI_TOKENS / STORE_TOKENS) + i));
+    for (int i = 0; i < EACH; i++)  // a constant, or it is not unrolled
+      if (i < stores) copy_r2s(address + stage + i * STORE_BYTES, d + 8 * (c * EACH + i));
     fence_proxy_async();
     warpgroup_sync(warpgroup + 1);
-    if (leader) {
+    if (writer) {
       #pragma unroll
       for (int i = 0; i < stores; i++)
         copy_s2g(to, out + stage + i * STORE_BYTES, feature,
-                 token + c * EPI_TOKENS + i * STORE_TOKENS);
+                 token + c * EPI_TOKENS + i * STORE_TOKENS, c * EACH + i);
       tma_store_commit();
     }
   }
@@ -710,7 +761,7 @@ __device__ __forceinline__ void exchange(const Accumulators& d, float (&own)[8 *
     #pragma unroll
     for (int i = 0; i < 2 * SHARE; i++) {
       const int at = 4 * (owner * 2 * SHARE + i);
-      if (at >= TOKENS / 2) continue;
+      if (at >= 8 * STORES) continue;
       if (owner != part)
         st_async(to + i * 2048, float4{d[at], d[at + 1], d[at + 2], d[at + 3]}, barrier);
       else
@@ -751,9 +802,10 @@ __device__ __forceinline__ void write_share(float* own, const Scales& scales, co
   }
   fence_proxy_async();
   warpgroup_sync(warpgroup + 1);
-  if (threadIdx.x % 128 == 0) {
+  if (is_writer()) {
     for (int i = 0; i < stores; i++)
-      copy_s2g(to, out + i * STORE_BYTES, feature, first + i * STORE_TOKENS);
+      copy_s2g(to, out + i * STORE_BYTES, feature, first + i * STORE_TOKENS,
+               part * SHARE + i);
     tma_store_commit();
     tma_store_wait_read<0>();
   }
@@ -764,7 +816,7 @@ __device__ __forceinline__ void write_share(float* own, const Scales& scales, co
 
 __device__ __forceinline__ void zero(Accumulators& d) {
   #pragma unroll
-  for (int i = 0; i < TOKENS / 2; i++) asm volatile("mov.f32 %0, 0f00000000;" : "=f"(d[i]));
+  for (int i = 0; i < 8 * STORES; i++) asm volatile("mov.f32 %0, 0f00000000;" : "=f"(d[i]));
 }
 // Multiply a row of tiles of an item.
 __device__ __forceinline__ void mainloop(Accumulators& d, XPipeline& x, WPipeline& pipeline,
@@ -930,7 +982,7 @@ multiply_tiles(const __grid_constant__ Maps maps, const __grid_constant__ Weight
                    counters + item.fixup.counter * TILE_ROWS + consumer, scales, &maps.out, out,
                    tile_row_of(w, item.tile, consumer) * ROWS, role);
     }
-    if (threadIdx.x % 128 == 0) tma_store_wait();
+    if (is_writer()) tma_store_wait();
   }
   if (CLUSTER > 1) cluster_sync();  // the other CTA may still send boxes and arrivals to this one
 }

@@ -63,11 +63,11 @@ from sparsebench.kernels.spense._operands import sizes_of, weight_of
 from sparsebench.kernels.spense._stream_k import schedule, tiles_of
 
 DTYPES = *HALVES, torch.float8_e4m3fn
-TOKENS = range(16, 257, 16)
+TOKENS = *range(16, 129, 16), *range(136, 257, 8)
 POWERS = 16, 32, 64, 128, 256
 BOX = ROW_BYTES // 2  # columns of a box of X or Y, counted in 16 bits
 SHARED_BYTES = 226 * 1024  # stages, tiles of the epilogue, mbarriers, alignment to 1024
-STORE_TOKENS = 16  # tokens of Y that one TMA store writes
+STORE_TOKENS = 16  # tokens of Y that a warpgroup stores at a time
 # Maps of x, y and the last tile of x; Weights; First; Scales; items, workspace, counters.
 ARGUMENTS = Layout("384s", "PPiiiiii", f"{20 * WORKERS}s", "PPii", *"PPP")
 SPLIT_ARGUMENTS = Layout("384s", "PPiiiiii", "ii", "PPii")  # maps; Weights; Items; Scales
@@ -239,7 +239,7 @@ def plan(
         config,
         items=torch.from_numpy(items).to(device),
         first=first,
-        workspace=slots * tile_rows * ROWS * config.tokens,
+        workspace=slots * tile_rows * ROWS * -(-config.tokens // STORE_TOKENS) * STORE_TOKENS,
         counters=counters * tile_rows,
         x=(m, lifted_from or k),
         y=(m, n // 2 if activation else n),
@@ -328,7 +328,8 @@ def arguments(
     part = plan.config.tokens // plan.config.cluster
     maps = _map_of(x[0], (m, k), x[1], plan.dtype, (part, BOX))
     written = BOX * plan.kind.itemsize // 4 if plan.activation else BOX  # columns, in 16 bits
-    maps += _map_of(y, (m, width), width, plan.kind, (STORE_TOKENS, written))
+    stored = STORE_TOKENS // 2 if plan.config.tokens % STORE_TOKENS else STORE_TOKENS
+    maps += _map_of(y, (m, width), width, plan.kind, (stored, written))
     maps += _map_of(x[0], (m, k), x[1], plan.dtype, (m % part or part, BOX))
     tiles, scaling = (sparse, dense, *plan.tiles), (features, tokens, plan.n, m)
     if plan.config.split:

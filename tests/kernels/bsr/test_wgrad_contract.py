@@ -74,8 +74,9 @@ def variants(module: Any, config: Any) -> Iterator[cuda.Constants]:
         for dtype in (torch.float16, torch.bfloat16):
             yield module.constants_of(config, dtype)
     elif module is bsr_wgrad_mma:
-        for slots, room, dtype in ((16, 24, torch.float16), (12, 36, torch.bfloat16)):
-            yield module.constants_of(config, slots, room, dtype)
+        ways = (16, 24, True, torch.float16), (12, 36, False, torch.bfloat16)
+        for slots, room, held, dtype in ways:
+            yield module.constants_of(config, slots, room, held, dtype)
     else:
         for tiles in TILES[::-1]:
             for sides, dtype in (((64, 64), torch.float16), ((48, 40), torch.bfloat16)):

@@ -57,8 +57,8 @@ static u32 e4m3(float f) {  // to nearest, ties to even; at most 448
 static u32 cvt_e4m3x2(float low, float high) { return e4m3(low) | e4m3(high) << 8; }
 
 struct Store { const TensorMap* map; u32 from; int column, row; };
-static std::vector<std::vector<Store>> pending[64][4];  // groups of stores, the last one open
-static auto& mine_pending() { return pending[now->cta][now->thread / 128]; }
+static std::vector<std::vector<Store>> pending[64][16];  // a warp's groups of stores, the last open
+static auto& mine_pending() { return pending[now->cta][now->thread / 32]; }
 static void tma_store(const TensorMap* map, u32 from, int column, int row) {
   mine_pending().back().push_back({map, from, column, row});
 }
@@ -71,7 +71,7 @@ template <int BYTES> static void land_stores(int left) {  // rows of so many byt
   auto& groups = mine_pending();
   for (; (int)groups.size() > left + 1; groups.erase(groups.begin()))
     for (const Store& s : groups[0])
-      for (int r = 0; r < STORE_TOKENS; r++)
+      for (int r = 0; r < (TOKENS % STORE_TOKENS ? STORE_TOKENS / 2 : STORE_TOKENS); r++)
         for (int b = 0; b < BYTES; b++) {
           const u32 at = s.from + r * BYTES + b;
           const long row = s.row + r, byte = 2l * s.column + b;
@@ -80,7 +80,7 @@ template <int BYTES> static void land_stores(int left) {  // rows of so many byt
                 dynamic_shared()[at ^ (at >> 7 & (BYTES / 16 - 1)) << 4];
         }
 }
-static void load_sums(float (&d)[TOKENS / 2], const float* of) {  // a thread's of [64][TOKENS]
+static void load_sums(float (&d)[8 * STORES], const float* of) {  // a thread's of [64][TOKENS]
   const int thread = threadIdx.x % 128;
   for (int j = 0; j < TOKENS / 2; j++)
     d[j] = of[(16 * (thread / 32) + thread % 32 / 4 + j / 2 % 2 * 8) * TOKENS +
@@ -116,7 +116,7 @@ def on_cpu(test: str, constants: Any) -> Any:
     """Build the code after the products, and `test`; IN_CPP and cuda_on_cpu.h replace PTX."""
     kernel, shared = cuda_source("spense_wgmma.cu"), cuda_source("hopper.cuh")
     parts = section(kernel, "constexpr int SPARSE_BYTES", "template <int BYTES, int STAGES>")
-    parts += "using Accumulators = float[TOKENS / 2];\n"
+    parts += "using Accumulators = float[8 * STORES];\n"
     parts += shared[shared.index("__device__ __forceinline__ u32 stmatrix_address") :]
     parts += cuda_source("scales.cuh").replace("#pragma once", "")
     parts += section(kernel, *EPILOGUE)

@@ -42,6 +42,8 @@ WGMMA_TALL = [  # tiles as high as some number of tokens needs
     *(Config(144, 1, 8, 3, 1), Config(160, 1, 8, 3, 1), Config(176, 1, 8, 3, 1)),
     *(Config(144, 2, 4, 3), Config(160, 1, 4, 3), Config(176, 1, 4, 3), Config(192, 1, 4)),
     *(Config(208, 1, 4), Config(224, 1, 4), Config(240, 2, 4)),
+    *(Config(136, 1, 8, 3, 1), Config(152, 1, 8, 3, 1), Config(192, 1, 8, 3, 1)),
+    *(Config(168, 1, 4), Config(136, 1, 4, 3), Config(216, 1, 4), Config(248, 1, 4)),
 ]
 WGMMA_CONFIGS += [*WGMMA_SPLIT, *WGMMA_TALL]
 

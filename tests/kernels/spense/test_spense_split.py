@@ -39,7 +39,7 @@ static void run() {
   const TensorMap map{p.out, 2l * q.n, q.m};
   const int part = now->cta, role = threadIdx.x / 128;
   mine_pending().resize(1);
-  float d[TOKENS / 2];
+  float d[8 * STORES] = {};
   load_sums(d, p.sums + (size_t)(part * WARPGROUPS + role) * 64 * TOKENS);
   const u32 sums = role * SUMS_BYTES, out = WARPGROUPS * SUMS_BYTES + role * SHARE * STORE_BYTES;
   float share[8 * SHARE];
@@ -49,7 +49,7 @@ static void run() {
 }
 extern "C" void call(void** pointers, int* sizes) {
   memcpy(&p, pointers, sizeof p), memcpy(&q, sizes, sizeof q), memset(got, 0, sizeof got);
-  for (auto& cta : pending) for (auto& of_warpgroup : cta) of_warpgroup.clear();
+  for (auto& cta : pending) for (auto& of_warp : cta) of_warp.clear();
   launch(SPLIT, 128 * WARPGROUPS, SPLIT, WARPGROUPS * (SUMS_BYTES + SHARE * STORE_BYTES), run);
   for (int cta = 0; cta < SPLIT; cta++)
     for (int role = 0; role < WARPGROUPS; role++)
@@ -59,6 +59,7 @@ extern "C" void call(void** pointers, int* sizes) {
 # tokens, warpgroups, split
 CASES = [(48, 1, 4), (112, 2, 2), (112, 3, 3), (16, 2, 4)]
 CASES += [(128, 3, 2), (112, 1, 8), (80, 2, 1), (176, 3, 1)]
+CASES += [(136, 3, 1), (152, 2, 2), (192, 3, 1)]
 
 
 @needs_gxx

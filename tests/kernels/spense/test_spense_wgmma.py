@@ -155,13 +155,13 @@ def test_the_model_ranks_the_winners_first(m, shape, won, likelier) -> None:
 @pytest.mark.parametrize(
     ("m", "shape", "itemsize", "won"),
     [
-        (264, (11008, 4096), 2, (144, 8, 3, 1)),  # 116 CTAs, one round
-        (300, (11008, 4096), 1, (160, 8, 3, 1)),
+        (264, (11008, 4096), 2, (136, 8, 3, 1)),  # 116 CTAs, one round
+        (300, (11008, 4096), 1, (152, 8, 3, 1)),
         (384, (11008, 4096), 2, (128, 4, 2, 0)),
-        (448, (11008, 4096), 2, (160, 4, 2, 0)),  # 258 tiles, two rounds
-        (264, (51200, 5120), 2, (144, 4, 3, 0)),
+        (448, (11008, 4096), 2, (152, 4, 2, 0)),  # 258 tiles, two rounds
+        (264, (51200, 5120), 2, (136, 4, 2, 0)),
         (448, (51200, 5120), 1, (224, 4, 2, 0)),
-        (1000, (51200, 5120), 2, (256, 4, 2, 0)),
+        (1000, (51200, 5120), 1, (256, 4, 2, 0)),
     ],
 )
 def test_the_fastest_tiling_is_predicted_first(m, shape, itemsize, won) -> None:
@@ -169,11 +169,11 @@ def test_the_fastest_tiling_is_predicted_first(m, shape, itemsize, won) -> None:
 
 
 @pytest.mark.parametrize("shape", [(7168, 18432), (8, 16)])
-def test_no_number_of_tokens_has_more_than_four_tilings(shape: tuple[int, int]) -> None:
+def test_no_number_of_tokens_has_more_than_six_tilings(shape: tuple[int, int]) -> None:
     assert not _tilings.likeliest(128, shape, 2, 132)
     for m in (129, 257, 1000, 100_000):
         tilings = _tilings.likeliest(m, shape, 2, 132)
-        assert 1 <= len(set(tilings)) == len(tilings) <= 4
+        assert 1 <= len(set(tilings)) == len(tilings) <= 6
         assert {tokens for tokens, *_ in tilings} <= set(spense_wgmma.TOKENS)
 
 
