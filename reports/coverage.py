@@ -45,15 +45,15 @@ def explanation(repeats: pd.DataFrame) -> list[str]:
         "Each line is a pair of runs that measured the same cases on different cards of one kind. "
         "Both ran the same kernel: their code is the same, or its version differs but the compiled "
         "kernel does not.",
-        "A case counts as inside if the first run's interval contains the value of the second. "
+        "“Inside” counts the cases in which the first run's interval contains the second's value. "
         "If cards did not differ, that would be so in 88 % of cases with eight processes.",
-        "It counts under covers 0 if the 95 % interval of the difference between both runs "
-        "contains 0.",
-        "An interval that is computed from the processes of one run alone is too narrow, because "
-        "these share a card and a day.",
+        "“Covers 0” counts the cases in which the 95 % interval of the difference between both "
+        "runs contains 0.",
+        "With “processes alone”, each interval is computed from the processes of one run. It is "
+        "too narrow, because these share a card and a day.",
         variation,
-        "Every interval of a verdict includes it. So do the intervals that the last two columns "
-        "count.",
+        "Every interval of a verdict includes this variation, and so do the intervals of the last "
+        "two columns.",
         *([from_others] if are_published(repeats) else []),
     ]
 

@@ -270,9 +270,13 @@ def _bounds(planned: PlannedClaim) -> list[str]:
         bounds = planned.bounds.get(test.name, {}).values()
         if bounds:
             ends = " to ".join(dict.fromkeys(f"{end:.3g}" for end in (min(bounds), max(bounds))))
-            short = " No kernel that is as efficient as the baseline can meet the threshold."
-            beyond = short if test.name in planned.unreachable else ""
-            sentences.append(f"{test.name}: at most {ends}× at the efficiency of dense.{beyond}")
+            beyond = (
+                " No such kernel can meet the threshold."
+                if test.name in planned.unreachable
+                else ""
+            )
+            efficient = "for a kernel that is as efficient as the dense baseline"
+            sentences.append(f"{test.name}: at most {ends}× {efficient}.{beyond}")
     return sentences
 
 
