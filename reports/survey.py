@@ -45,9 +45,9 @@ ROW = ["name", "level", "dtype"]
 LEAST = 0.01  # uncertainty that a cell shows
 OPEN = "?"  # marks a cell of the terminal that is not settled
 OTHERS = 2  # sentences about other devices on the first screen
-KEY = "Speedup over the fastest dense contender, of the best block and shape, by tokens at once"
-ABSENT = "Empty: not in the suite."
-DENSE = "Dense: sparsebench chooses a dense kernel."
+KEY = "Speedup of the best block and shape over the fastest dense contender, by tokens at once"
+ABSENT = "Empty: the suite does not measure it."
+DENSE = "“dense”: sparsebench chooses a dense kernel."
 CAUSES = {
     "power-limited": "the power limit lowered the clock",
     "thermal": "heat lowered the clock",

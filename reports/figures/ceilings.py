@@ -31,7 +31,7 @@ READ = (
     "Circles: bound by memory; squares: bound by compute; hollow: below "
     f"{SHORT_US:g} µs, where the launch takes much of the time. "
     "The limit counts only non-zeros: at 90 % sparsity a dense kernel that is bound by compute "
-    "reaches at most 10 % of it. The table shows counts, medians and the best case."
+    "reaches at most 10 % of it. The table counts the cases that each kind of limit bounds."
 )
 
 
@@ -46,7 +46,7 @@ def draw(frames: Frames) -> Markup:
     labels = list(first.groupby("label").of_bound.median().sort_values().index)
     heads = ["contender"]
     for name in CLASSES:
-        heads += [f">{name}", ">median, %", ">best, %"]
+        heads += [f">{name}-bound", ">median, %", ">best, %"]
     lines = [_line(label, first[first.label == label]) for label in reversed(labels)]
     words = note(f"{line} {describe_line(first.iloc[0], MEASURE).capitalize()}. {READ}")
     return words + _draw_chart(frames, first, labels) + html_table(*without_dashes(heads, lines))

@@ -39,12 +39,15 @@ def draw(frames: Frames) -> Markup:
 
 def _line(group: pd.DataFrame) -> list[str]:
     names = [*fields(group), "label"]
-    item = Markup("<li>{} — {} <code>{}</code></li>")
+    item, first = Markup("<li>{}{} <code>{}</code></li>"), group.iloc[0]
     items = [
-        item.format(describe_line(line, names), line.detail or "no reason given", line.case_id)
+        item.format(
+            describe_line(line, names),
+            "" if line.detail == first.detail else f": {line.detail}",
+            line.case_id,
+        )
         for _, line in group.iterrows()
     ]
-    first = group.iloc[0]
     cases = Markup("<ul>{}</ul>").format(Markup("").join(items))
     return [
         _with_spaces(first.status),
