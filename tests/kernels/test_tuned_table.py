@@ -296,7 +296,7 @@ def test_tuning_fills_the_users_table_that_lookups_then_find(suite, bench, folde
     outcome = tuning.tune(suite, "cuda:0", 1)
     assert outcome.file == folders["user"] / "sm90_132.json"
     assert (outcome.new, outcome.left, outcome.failed) == (6, 0, [])
-    assert "untuned over tuned: median 1.50, at most 1.50" in outcome.lines[1]
+    assert "speedup by tuning: median 1.50, at most 1.50" in outcome.lines[1]
     first = tuned_table.read(outcome.file).entries[0]
     assert (first.time_us, first.untuned_us, first.choice) == (2.0, 3.0, {"tokens": 256})
     assert first.versions == {"driver": "580", "torch": "2.11.0", "triton": "3.6.0"}
