@@ -4,6 +4,7 @@ results/published/GPU/RUN ─> PublishedRun ─> one line per Question
                                 └─ a run that confirms it: the same case, measured alone
 """
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -100,19 +101,22 @@ QUESTIONS = [
 
 
 def read(root: Path) -> dict[str, PublishedRun]:
-    """Read all runs below results/published, by name.
+    """Read all runs below results/published, by name, in the order of their folders.
 
-    Raises ResultError if there is none, if two share a name, or if one cannot be read.
+    If two GPUs have runs of one name, the GPU with more runs keeps it, and the other's run is named
+    GPU/NAME. Raises ResultError if there is no run, or if one cannot be read.
     """
     home = root / "results/published"
+    paths = sorted(file.parent for file in home.glob("*/*/run.json"))
+    count = Counter(path.parent for path in paths)
+    owners = {path.name: path for path in sorted(paths, key=lambda path: count[path.parent])}
     runs: dict[str, PublishedRun] = {}
-    for path in sorted(file.parent for file in home.glob("*/*/run.json")):
-        if path.name in runs:
-            raise ResultError(f"{path}: expected a unique name, found {runs[path.name].home} too")
+    for path in paths:
+        name = path.name if owners[path.name] == path else path.relative_to(home).as_posix()
         run = store.read(path)
         rows, noise, cases = tables(run)
-        cases, home_of_run = with_columns(cases, path.name), path.relative_to(root).as_posix()
-        runs[path.name] = PublishedRun(run, rows, noise, cases, home_of_run)
+        cases, home_of_run = with_columns(cases, name), path.relative_to(root).as_posix()
+        runs[name] = PublishedRun(run, rows, noise, cases, home_of_run)
     if not runs:
         raise ResultError(f"{home}: expected published runs, found none")
     return runs

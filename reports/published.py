@@ -164,7 +164,7 @@ def differing(root: Path, runs: Runs) -> dict[Path, str]:
         "terminal": terminal,
     }
     texts = {name: make(runs) for name, make in parts.items()}
-    of_runs = ((run, f"{run.run.path.parent.name}/{name}") for name, run in runs.items())
+    of_runs = ((run, Path(run.home).relative_to(HOME).as_posix()) for run in runs.values())
     evidence = advice.collect_evidence(of_runs, root / HOME)
     texts["costs"] = costs.markdown(evidence, runs[PICTURED].device)
     brief = advice.in_brief(evidence, runs[PICTURED].device)

@@ -41,6 +41,19 @@ def cells(table: str) -> list[str]:
     return [cell.strip() for cell in table.splitlines()[-1].split("|")[1:-1]]
 
 
+def test_of_two_gpus_the_one_with_more_runs_keeps_a_name(tmp_path: Path) -> None:
+    home, run = tmp_path / "results/published", PUBLISHED / "nvidia-h200" / "chain"
+    for name in ("a/chain", "b/chain", "b/other"):
+        (home / name).parent.mkdir(parents=True, exist_ok=True)
+        (home / name).symlink_to(run)
+    named = {name: run.home for name, run in read(tmp_path).items()}
+    assert named == {
+        "a/chain": "results/published/a/chain",
+        "chain": "results/published/b/chain",
+        "other": "results/published/b/other",
+    }
+
+
 @pytest.mark.exhaustive
 def test_no_page_differs_from_its_bundles() -> None:
     pages = [str(path.relative_to(ROOT)) for path in published.differing(ROOT, read(ROOT))]
