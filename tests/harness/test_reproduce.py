@@ -227,7 +227,7 @@ def test_a_headline_comes_from_the_confirming_run_alone(simulated: Path, tmp_pat
     assert f"is {speedup:.1f}" in done.stdout
     assert "95 % over 6 processes" in done.stdout
     assert "kernel time, cold cache, simulated H200." in done.stdout
-    assert "among 4 cells" in done.stdout
+    assert "over 4 cells" in done.stdout
     assert choices_of(fresh.state) is Choices.AMONG
     assert "m=4096 n=4096 k=4096 dtype=bf16 sparsity=0.9 block=64" in done.stdout
 
