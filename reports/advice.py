@@ -27,7 +27,7 @@ from sparsebench.results.model_files import (
     read_widths,
 )
 from sparsebench.results.model_shapes import read_shapes
-from sparsebench.results.step_model import ACTIVE, BOUND, Gain
+from sparsebench.results.step_model import ACTIVE, BOUND, LOOK, Gain
 
 COLUMNS = ["kind of sparsity", "MLPs", "whole model", "weights", "loss", "how sure"]
 WORDS = {"kind of sparsity", "loss", "how sure"}
@@ -88,8 +88,8 @@ def in_brief(evidence: Evidence, gpu: str) -> str:
         else:
             try_it = answer.word == TRY
             verdict = "may be worth pruning" if try_it else "needs training with its zeros"
-            gain, look, _ = best.step.text.partition(" (look)")
-            look = ", a look" if look else ""
+            gain = best.step.text.removesuffix(" (look)")
+            look = ", a look" if best.step.basis == LOOK else ""
             texts.append(f"{name} {verdict} ({gain} as fast with {best.kind}{look})")
     return f"With {tokens} tokens at once on an {gpu}: {'; '.join(texts)}."
 
