@@ -6,14 +6,15 @@ A row of what users get (`kernel: default`) has problem, choice and digest of th
 code of each product. A list has one line for each problem: the choice that took the least time, or
 for a product inside a larger row, such as a model's step, the choice of most processes.
 
-A problem is left out if more tokens of the same weight take less time (by CLIFF), so that a layer
-searches there. Lines of other kinds of GPU, and of problems that the runs lack, stay as they are.
+A problem is left out if more tokens of the same weight take less time (by CLIFF), or if another of
+our kernels or configurations did in the same contest, so that a layer searches there. Lines of
+other kinds of GPU, and of problems that the runs lack, stay as they are.
 """
 
 import argparse
 import json
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -22,10 +23,11 @@ from sparsebench._writing import write_file
 from sparsebench.kernels._common import tuned_table
 from sparsebench.kernels._common.selection import BESIDE
 from sparsebench.results import store
-from sparsebench.results.record import Status
+from sparsebench.results.families import DEFAULT, is_ours
+from sparsebench.results.record import Row, Status
 
 SEARCHED = "search", "cache"  # a choice that a search made, in this process or an earlier one
-CLIFF = 1.05  # of the least time of more tokens (suite `tokens`)
+CLIFF = 1.05  # of the least time of more tokens (suite `tokens`), or of another kernel
 
 
 def products(choice: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
@@ -48,12 +50,12 @@ def line(choice: Mapping[str, Any]) -> tuple[str, str]:
 
 def write(run: Path, folder: Path) -> tuple[Path, int]:
     """Merge the choices of a run into the list of its GPU; return the list and their number."""
-    gpu = store.read(run).environment["gpu"]
+    gpu, rows = store.read(run).environment["gpu"], [*store.rows(run)]
     major, minor = map(int, gpu["compute_capability"].split("."))
     table = folder / tuned_table.file_name((major, minor), gpu["multiprocessors"])
     file, times = table.with_suffix(".choices"), defaultdict[str, dict[str, list[float]]](dict)
-    for row in store.rows(run):
-        if row.status is Status.OK and row.case.contender.kernel == "default":
+    for row in rows:
+        if row.status is Status.OK and row.case.contender.kernel == DEFAULT:
             for choice in products(row.choice):
                 if choice["by"] in SEARCHED:
                     problem, text = line(choice)
@@ -66,8 +68,10 @@ def write(run: Path, folder: Path) -> tuple[Path, int]:
     old = file.read_text().splitlines() if file.exists() else []
     lines = {json.dumps(json.loads(each)["problem"], sort_keys=True): each for each in old}
     lines |= {problem: text for problem, (_, _, text) in fastest.items()}
-    for problem in cliffs({problem: time for problem, (time, *_) in fastest.items() if time}):
-        del lines[problem], fastest[problem]
+    slower = cliffs({problem: time for problem, (time, *_) in fastest.items() if time})
+    for problem in {*slower, *beaten(rows)}:
+        lines.pop(problem, None)
+        fastest.pop(problem, None)
     write_file(file, "".join(f"{lines[problem]}\n" for problem in sorted(lines)))
     return file, len(fastest)
 
@@ -84,6 +88,36 @@ def cliffs(times: Mapping[str, float]) -> list[str]:
         for m, problem in same
         if any(times[problem] > CLIFF * times[other] for more, other in same if more > m)
     ]
+
+
+def beaten(rows: Iterable[Row]) -> set[str]:
+    """Return the problems whose choice took over CLIFF times as long as another one of ours.
+
+    A gradient's kernel is timed without the packing that a layer repeats in every step, so the same
+    kernel in the same configuration is no other choice.
+    """
+    chosen: dict[Any, list[tuple[str, str, float]]] = defaultdict(list)
+    others: dict[Any, list[tuple[str, float]]] = defaultdict(list)
+    for row in rows:
+        case, options = row.case, {n: v for n, v in row.choice.items() if n not in BESIDE}
+        if row.status is not Status.OK or not row.samples_us or case.contender.twin:
+            continue
+        weight = case.contender.format, json.dumps(case.contender.params, sort_keys=True)
+        contest = case.problem.id, *weight, row.scope, row.cache, row.replicate
+        config, time = json.dumps(options, sort_keys=True), median(row.samples_us)
+        if case.contender.kernel != DEFAULT:
+            if is_ours(case.contender.kernel):
+                kernel = case.contender.kernel.removesuffix("_dgrad")
+                others[contest].append((f"{kernel} {config}", time))
+        elif "problem" in row.choice:
+            problem = json.dumps(row.choice["problem"], sort_keys=True)
+            chosen[contest].append((problem, f"{row.choice['kernel']} {config}", time))
+    ratios = defaultdict[str, list[float]](list)
+    for contest, choices in chosen.items():
+        for problem, choice, time in choices:
+            rivals = [each for other, each in others[contest] if other != choice]
+            ratios[problem].append(time / min(rivals, default=time))
+    return {problem for problem, each in ratios.items() if median(each) > CLIFF}
 
 
 def main() -> None:

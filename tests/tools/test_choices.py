@@ -56,6 +56,32 @@ def test_a_list_has_the_fastest_choice_or_that_of_most_processes(tmp_path, monke
     assert lines[1]["code"] == "digest"
 
 
+def test_a_choice_that_another_kernel_of_ours_beats_leaves_the_list(tmp_path, monkeypatch) -> None:
+    def row(m: int, kernel: str, us: float, chosen: dict[str, Any]) -> Row:
+        case = Case(Problem("linear", {"m": m}), Contender("bsr", kernel, {}, {}, False))
+        return Row(case, Status.OK, samples_us=(us,), choice=chosen)
+
+    rows = [
+        *(row(m, "default", 9.1, choice(m, 16)) for m in (1, 2, 4)),
+        row(8, "default", 9.1, choice(8, 16, by="package")),
+        row(1, "bsr_resident", 7.9, {"tokens": 16}),
+        row(2, "torch_bsr", 7.9, {}),  # a peer, which no layer runs
+        row(4, "bsr_small_dgrad", 7.9, {"tokens": 16, "by": "search"}),  # without packing
+        row(8, "bsr_small", 7.9, {"tokens": 8, "by": "search"}),
+    ]
+    monkeypatch.setattr(store, "read", lambda run: RUN)
+    monkeypatch.setattr(store, "rows", lambda run: rows)
+    file = tmp_path / "sm90_132.choices"
+    older = {
+        "problem": {"op": "bsr.linear", "m": 8},
+        "kernel": "bsr_small",
+        "config": {"tokens": 8},
+    }
+    file.write_text(json.dumps(older) + "\n")
+    assert choices.write(tmp_path, tmp_path) == (file, 2)
+    assert [json.loads(line)["problem"]["m"] for line in file.read_text().splitlines()] == [2, 4]
+
+
 @pytest.mark.parametrize("file", [*PACKAGE.glob("*.choices")])
 def test_a_list_names_kernels_and_configurations_that_exist(file: Path) -> None:
     lines = [json.loads(line) for line in file.read_text().splitlines()]
