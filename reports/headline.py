@@ -4,6 +4,7 @@ results/published/GPU/RUN ─> PublishedRun ─> one line per Question
                                 └─ a run that confirms it: the same case, measured alone
 """
 
+import json
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from sparsebench.results import bundle, store
 from sparsebench.results.analysis import Analysis, tables
 from sparsebench.results.cases import CONTEST, chose_dense
 from sparsebench.results.contests import in_chain, is_short, usual
-from sparsebench.results.families import ours
+from sparsebench.results.families import DEFAULT, by_default, ours
 from sparsebench.results.formatting import (
     FORMATS,
     amount,
@@ -176,7 +177,7 @@ def _answer(question: Question, runs: Mapping[str, PublishedRun]) -> list[str]:
         line["dtype"],
         str(line.m),
         level + block,
-        f"`{line.kernel}`{' (dense)' if line.dense else ''}",
+        _kernel(line),
         _speedup(line) + beside,
         line.baseline_label,
         _alone(line, runs) or "not yet",
@@ -185,6 +186,15 @@ def _answer(question: Question, runs: Mapping[str, PublishedRun]) -> list[str]:
         f"[{run.name}](/{run.home}), {processes}, a {run.kind}",
         conditions(line.on_cards, line.limited),
     ]
+
+
+def _kernel(line: "pd.Series[Any]") -> str:
+    """Write the kernel that ran: `bsr_small`, or of what users get "`bsr_small` (by default)"."""
+    name = line.kernel
+    if name == DEFAULT:
+        name = by_default(line["format"], json.loads(line.choice or "{}"))
+    kernel, space, more = name.partition(" (")
+    return f"`{kernel}`{space}{more}{' (dense)' if line.dense else ''}"
 
 
 def _alone(case: "pd.Series[Any]", runs: Mapping[str, PublishedRun]) -> str:

@@ -10,7 +10,7 @@ fastest dense contender of the same contest. If dense wins, a sentence says so. 
 are named, and nothing is claimed between two of them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +35,7 @@ from sparsebench.results.outcome import Outcome, outcome
 from sparsebench.results.record import Status
 
 OF_ATTENTION = ["batch", "heads", "causal"]  # fields of its problems, which have no shape
+TWO_FOUR = 0.5  # sparsity of weights that are all 2:4
 USUAL = 0.9  # sparsity of a headline, if it was measured
 MOST = 4  # answers of a run, each for its own op or pattern
 EXAMPLES = {"level": (0.5, 0.9), "m": (16, 4096)}  # values to report, if they were measured
@@ -170,7 +171,7 @@ def evidence(view: View) -> tuple[str, str]:
         return "", ""
     side = headline_side(line)
     blocks = blocks_text(line.best_tile) if line.best_tile not in ("", "1") else ""
-    who = " with ".join(filter(None, [FORMATS.get(line.best_kind, line.best_kind), blocks]))
+    who = " with ".join(filter(None, [format_text(line.best_kind, [line.level]), blocks]))
     wins = line[f"{side}_gain"] > 1
     gain = _gain(line, side) if wins else f"Dense wins, best sparse {_gain(line, side)}"
     text, isolated = f"{place(view, line)}: {who}, {line.best_name}, ", ""
@@ -195,7 +196,15 @@ def contender(line: Any, side: str) -> str:
     """Write the contender of one side of a cell: `BSR with 128 × 128 blocks, bsr_wgmma`."""
     kind, tile = getattr(line, f"{side}_kind"), getattr(line, f"{side}_tile")
     blocks = f" with {blocks_text(tile)}" if tile and tile != "1" else ""
-    return f"{FORMATS.get(kind, kind)}{blocks}, {getattr(line, f'{side}_name')}"
+    return f"{format_text(kind, [line.level])}{blocks}, {getattr(line, f'{side}_name')}"
+
+
+def format_text(kind: str, levels: Iterable[float]) -> str:
+    """Name a format at some levels: 2:4 beside dense weights is not called 2:4."""
+    parts = {*levels} if kind == "spense" else set()
+    if not parts or not max(parts) < TWO_FOUR:
+        return FORMATS.get(kind, kind)
+    return "half 2:4" if parts == {TWO_FOUR / 2} else "partly 2:4"
 
 
 def field_text(name: str, value: Any) -> str:
@@ -318,8 +327,9 @@ def _spans(view: View) -> list[str]:
             span = f"{plain(won[0])} to {plain(won[-1])}"
         way = "" if not won else f"at every {name}" if won == values else f"at {name} = {span}"
         ways.setdefault(way, []).append(row)
-    kinds = view.cells.best_kind[view.cells.best_gain > 1].map(lambda kind: FORMATS.get(kind, kind))
-    names = join_words([str(kind) for kind in kinds.unique()])
+    wins = view.cells[view.cells.best_gain > 1]
+    kinds = wins.best_kind.astype(str)
+    names = join_words([format_text(k, wins.level[kinds == k]) for k in kinds.unique()])
     verb = "beat" if kinds.nunique() > 1 else _verb(names, "beat")
     parts = [" ".join(filter(None, [_rows(view, rows), way])) for way, rows in ways.items() if way]
     lines = [f"{capital(names)} {verb} dense {'; '.join(parts)}."]

@@ -92,6 +92,16 @@ def test_the_confirmed_speedup_is_that_of_the_run_that_confirms(runs, monkeypatc
     assert Reliability.UNRELIABLE in cells(headline(runs, [LARGE]))[10]
 
 
+def test_the_headline_names_the_kernel_that_users_get(runs: dict[str, PublishedRun]) -> None:
+    run = runs["sparsity-4096"]
+    kernel = str(run.cases.query(f"({LARGE.where}) and kernel == 'bsr_wgmma'").kernel.iloc[0])
+    users = run.cases.kernel == kernel
+    choice = run.cases.choice.mask(users, f'{{"kernel": "{kernel}"}}')
+    cases = run.cases.assign(kernel=run.cases.kernel.mask(users, DEFAULT), choice=choice)
+    table = headline(runs | {run.name: replace(run, cases=cases)}, [LARGE])
+    assert cells(table)[7] == "`bsr_wgmma` (by default)"
+
+
 def test_a_headline_that_cannot_be_written_says_why(runs: dict[str, PublishedRun]) -> None:
     with pytest.raises(ResultError, match="no sparsity-4096"):
         headline({}, [LARGE])

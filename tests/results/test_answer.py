@@ -143,6 +143,18 @@ def test_m_is_chosen_or_along_the_rows() -> None:
     assert (("m", "all"), ("block", "32")) in chosen
 
 
+@pytest.mark.parametrize(
+    ("sparsity", "name"), [(0.5, "2:4"), (0.25, "Half 2:4"), (0.375, "Partly 2:4")]
+)
+def test_two_four_beside_dense_weights_is_not_called_two_four(sparsity: float, name: str) -> None:
+    half = {"pattern": "spense_hidden", "sparsity": sparsity, "block": 1}
+    times = [(DENSE, 100.0), (Contender("spense", "spense_wgmma"), 50.0)]
+    by_m = [row for m in (1, 16) for row in rows(8, times, m=m, **half)]
+    first, *examples = sentences(view(by_m))
+    assert first == f"{name} beats dense at every m."
+    assert all(f": {name[0].lower()}{name[1:]}, spense_wgmma" in each for each in examples)
+
+
 def test_badges_say_what_a_run_can_say() -> None:
     for processes, badge in ((8, Badge.VERDICT), (3, Badge.LOOK)):
         analysis = analysed(rows(processes, [(DENSE, 100.0), (OURS, 50.0)]))
