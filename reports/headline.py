@@ -153,7 +153,7 @@ def _answer(question: Question, runs: Mapping[str, PublishedRun]) -> list[str]:
         (run.cases.status == "ok") & run.cases.speedup.notna() & ~run.cases.twin.astype(bool)
     ]
     problem = raced.query(question.where)
-    subjects = usual(problem).query(question.subject)
+    subjects = _by_name(usual(problem).query(question.subject))
     if subjects.groupby(CONTEST, dropna=False).ngroups != 1:
         raise ResultError(
             f"{run.home}: expected one problem with {question.where}, found none or several"
@@ -186,6 +186,13 @@ def _answer(question: Question, runs: Mapping[str, PublishedRun]) -> list[str]:
         f"[{run.name}](/{run.home}), {processes}, a {run.kind}",
         conditions(line.on_cards, line.limited),
     ]
+
+
+def _by_name(subjects: pd.DataFrame) -> pd.DataFrame:
+    """Drop `default` if the kernel that it ran is there by name, as in a run that confirms it."""
+    ran = [json.loads(choice or "{}").get("kernel", "") for choice in subjects.choice]
+    names = {kernel.removesuffix("_dgrad") for kernel in subjects.kernel}
+    return subjects[(subjects.kernel != DEFAULT) | ~pd.Series(ran, subjects.index).isin(names)]
 
 
 def _kernel(line: "pd.Series[Any]") -> str:

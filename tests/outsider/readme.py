@@ -67,7 +67,7 @@ def headline(lines: list[list[str]]) -> Iterator[str]:
         if not any(agrees(share[1] if share else "0", 100 * case) for case in ours):
             yield f"{line[0]} {line[14]}"
         peer, gain = line[11].replace("`", "").split()
-        best = fastest(contest, ~contest.kernel.isin(OURS))
+        best = fastest(contest, ~contest.kernel.isin({*OURS, "default"}))
         if best is None or best.kernel != peer or not shows(gain, (best.gain,)):
             yield f"{line[0]} {line[11]}"
 

@@ -35,6 +35,7 @@ def grids(page: str) -> Iterator[str]:
             for shape, name, gain in re.findall(r"n × k (.*?): (.*?), (.*?)(?:;|$)", lines):
                 here = rows[(rows.sparsity == level) | (rows.level == level)]  # 94.68 % is 95 %
                 here = usual(here[(here["n × k"] == shape)])
+                name = "default" if name.endswith(" (by default)") else name
                 here = here[here.label.str.partition("/")[2] == name]
                 block = head.rpartition("blocks of ")[2] if "blocks of " in head else ""
                 here = here[[str(params.get("block", "")) == block for params in here.params]]
