@@ -49,7 +49,7 @@ CHANGED = {
     "card": r"([0-9a-f]{7}\d) \| \d+ \|",
     "power-limited cases": r"reliable \| (\d+) of \d+ \|",
     "share of time at a limit": r"card, limited by power or heat for (\d+) % of the time \|\n",
-    "slow peers": r"\d, to ([\d.]+) \|",
+    "slow peers": r"reliable \| \d+ of \d+ \| (\d+) \|",
 }
 
 
@@ -71,7 +71,7 @@ def test_the_outsider_notices_a_changed_agreement_of_two_cards() -> None:
     page = PAGE.read_text("utf-8")
     read = readme.agreement
     reader = lambda text: read(readme.table(text, "first run"))  # noqa: E731
-    assert wrong_with(r"quick-elsewhere \| both searched \| (\d+)", page, reader) == 1
+    assert wrong_with(r"spense-decode-again \| both searched \| (\d+)", page, reader) == 1
 
 
 def test_the_outsider_notices_a_changed_caption() -> None:
