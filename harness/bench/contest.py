@@ -187,8 +187,32 @@ def prepare_contest(
     for entry in sorted(shuffled, key=lambda entry: entry.row.case.contender.twin):
         prepare(contest, entry)
         prepare_chain(contest, entry)
+    _exchange_twins(entries, random.Random(f"{seed} twins"))
     contest.packed.clear()
     return contest
+
+
+def _exchange_twins(entries: list[Entry], coin: random.Random) -> None:
+    """Give each A/A twin the launch of its original, and the reverse, with even odds.
+
+    A twin takes the choice of its original, so it is always prepared later. What the order of
+    allocation costs would have the same sign in every process, and a pair would differ by it.
+    """
+    by_case = {entry.row.case.id: entry for entry in entries}
+    for twin in (entry for entry in entries if entry.row.case.contender.twin):
+        original = by_case.get(twin.row.case.original.id)
+        if original and coin.random() < 0.5 and _alike(original, twin):
+            original.launch, twin.launch = twin.launch, original.launch
+            original.chain, twin.chain = twin.chain, original.chain
+
+
+def _alike(original: Entry, twin: Entry) -> bool:
+    """Return whether both run the same machine code, and both or neither have a chain."""
+    facts = [
+        (entry.running, entry.row.choice, entry.row.code, entry.chain is None)
+        for entry in (original, twin)
+    ]
+    return original.running and facts[0] == facts[1]
 
 
 def _capture(entry: Entry, device: torch.device) -> None:

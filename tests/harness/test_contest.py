@@ -14,7 +14,7 @@ from sparsebench.harness.bench.sampling import BLOCKS, MIN_SAMPLES, SAMPLES_PER_
 from sparsebench.harness.bench.timing import TimedCall, ready, time_together
 from sparsebench.kernels._common.capture import capturing
 from sparsebench.kernels._kernel import Launch
-from sparsebench.results.record import Contender, Problem, Row, Status
+from sparsebench.results.record import Case, Contender, Problem, Row, Status
 
 CPU = torch.device("cpu")
 FIELDS = {"m": 32, "n": 64, "k": 512, "pattern": "blocks", "block": 16, "sparsity": 0.5}
@@ -58,6 +58,27 @@ def test_a_row_has_the_facts_of_its_case() -> None:
     assert sparse.convert_us
     assert len(sparse.samples_us) >= MIN_SAMPLES
     assert (sparse.clock, sparse.cache) == ("host", "hot")
+
+
+def test_a_twin_has_the_launch_of_its_original_in_half_of_the_processes(monkeypatch) -> None:
+    launches: list[Launch | None] = []
+    prepare = contest.prepare
+
+    def seen(which: contest.RunningContest, entry: contest.Entry) -> None:
+        prepare(which, entry)
+        launches.append(entry.launch)
+
+    monkeypatch.setattr(contest, "prepare", seen)
+    first = []
+    for replicate in range(24):
+        launches.clear()
+        twin = replace(BASELINE, baseline=False, twin=True)
+        entries = [contest.Entry(Row(Case(PROBLEM, who), Status.OK)) for who in (BASELINE, twin)]
+        options = contest.ContestOptions(replicate=replicate)
+        contest.prepare_contest(PROBLEM, entries, CPU, None, options).guard.watched.clear()
+        assert {id(entry.launch) for entry in entries} == {id(launch) for launch in launches}
+        first.append(entries[0].launch is launches[0])
+    assert 6 <= sum(first) <= 18
 
 
 def test_a_refusal_is_a_row_with_its_reason() -> None:
