@@ -38,7 +38,7 @@ def table(answer: Answer) -> Table:
     lines: list[list[Cell]] = [
         [
             each.kind,
-            *((gain.text, style(gain)) for gain in (each.layers, each.step)),
+            *((gain.cell, style(gain)) for gain in (each.layers, each.step)),
             f"{significant(each.gigabytes)} GB",
             (each.quality, loss_style(each.nats)),
             each.sure,
@@ -88,9 +88,8 @@ def in_brief(evidence: Evidence, gpu: str) -> str:
         else:
             try_it = answer.word == TRY
             verdict = "may be worth pruning" if try_it else "needs training with its zeros"
-            gain = best.step.text.removesuffix(" (look)")
             look = ", a look" if best.step.basis == LOOK else ""
-            texts.append(f"{name} {verdict} ({gain} as fast with {best.kind}{look})")
+            texts.append(f"{name} {verdict} ({best.step.text} as fast with {best.kind}{look})")
     return f"With {tokens} tokens at once on an {gpu}: {'; '.join(texts)}."
 
 

@@ -54,7 +54,7 @@ def _of_model(evidence: Evidence, model: str, gpu: str) -> Table:
             )
             for shapes, tokens, _ in timed
         ]
-        cells = [(gain.text, style(gain)) for gain in gains]
+        cells = [(gain.cell, style(gain)) for gain in gains]
         lines.append([kind, *(_rise(rises.get(method)) for method in methods), *cells])
     heads = [METHODS.get(method, TRAINED_SO) for method in methods]
     return Table(

@@ -259,8 +259,7 @@ def _verdict(
         why = f"no kind of sparsity is certain to make the model {WORTH:g} times as fast {at}"
         return NO, f"Do not prune: {why}.", None
     at += " (a look)" if best.step.basis == LOOK else ""
-    gain = best.step.text.removesuffix(" (look)")
-    faster = f"the whole model with {name} is {gain} as fast {at}"
+    faster = f"the whole model with {name} is {best.step.text} as fast {at}"
     cost = "its loss by pruning was not measured"
     way, sparsity = KINDS[best.kind]
     easier = [kind for kind, (like, level) in KINDS.items() if like == way and level <= sparsity]

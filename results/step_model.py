@@ -48,12 +48,17 @@ class Gain:
 
     @property
     def text(self) -> str:
-        """Write it: `1.15× [1.14, 1.16]`, `1.15× (look)`, `≈1.2× [1.1, 1.3]`, `at most 1.3×`."""
+        """Write it: `1.15× [1.14, 1.16]`, a look as `1.15×`, `≈1.2× [1.1, 1.3]`, `at most 1.3×`."""
         if self.basis == BOUND:
             return f"at most {times(self.value)}"
         if self.basis == LOOK:
-            return f"{times(self.value, self.value / 100)} (look)"
+            return times(self.value, self.value / 100)
         return ("≈" if self.basis == ESTIMATE else "") + between(self.value, self.low, self.high)
+
+    @property
+    def cell(self) -> str:
+        """Write it for a table, where a look is marked: `1.15× (look)`."""
+        return f"{self.text} (look)" if self.basis == LOOK else self.text
 
     @classmethod
     def measured(cls, value: float, low: float, high: float, processes: int) -> "Gain":

@@ -83,9 +83,9 @@ def plan(
         table = Table("entry", "what", "processes", "about", "", box=None)
         for each in entries:
             entry, time = each.entry, "?" if each.seconds is None else _time(each.seconds)
-            of = getattr(entry, entry.kind)
-            of = ", ".join(of) if isinstance(of, list) else of
-            what = f"{entry.kind} {of} {entry.only}".strip()
+            subject = getattr(entry, entry.kind)
+            subject_text = ", ".join(subject) if isinstance(subject, list) else subject
+            what = f"{entry.kind} {subject_text} {entry.only}".strip()
             table.add_row(entry.name, escape(what), str(entry.replicates), time, escape(each.how))
         wide().print(table)
         for name, reasons in lacks.items():
