@@ -27,6 +27,7 @@ from sparsebench.formats._format import Format
 from sparsebench.formats.bitmap import Bitmap
 from sparsebench.formats.bsr import Bsr
 from sparsebench.formats.csr import Csr
+from sparsebench.formats.dense import Dense
 from sparsebench.formats.spense import Spense
 from sparsebench.kernels._common.selection import Earlier, Selected, bucket
 from sparsebench.kernels._kernel import Kernel, Launch, Operands, Output
@@ -57,6 +58,8 @@ def prepare(operands: Operands, *, cache: bool = False) -> Launch:
         selected, run = _bsr(operands, weight, earlier)
     elif op != "linear" or weight is None:
         raise Unsupported(f"expected op linear for {type(weight).__name__}, found {op}")
+    elif isinstance(weight, Dense) and operands.problem["dtype"] == "fp8":
+        raise Unsupported("expected a dense weight in 16 or 32 bits, found fp8")
     else:
         x = operands.activations["x"]
         selected, run = _select(weight, x, earlier), partial(matmul, x, weight)

@@ -40,6 +40,11 @@ def layer(kind: str, device: torch.device, op: str = "ffn", **fields: Any) -> Op
     return operands_for(problem, device, packed(kind, MLP if op == "ffn" else MLP[1:]))
 
 
+def test_a_dense_weight_in_fp8_is_refused() -> None:
+    problem = problem_of("linear", m=16, n=64, k=64, dtype="fp8")
+    assert "found fp8" in refusal(lambda: default.prepare(operands_for(problem, CPU, {})))
+
+
 @pytest.mark.parametrize("kind", ["bsr", "spense", "twell"])
 def test_a_layer_is_right_on_a_cpu(kind: str) -> None:
     operands = layer(kind, CPU)
