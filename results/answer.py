@@ -48,6 +48,7 @@ class BreakEven:
     slower   the last measured level at which it is slower; NaN if there is none
     faster   the first level from which it stays faster; NaN if it is slower at the last one
     decided  whether the gains at these levels are beyond the noise
+    settled  the first level from which all gains are beyond the noise; NaN if there is none
     """
 
     kind: str
@@ -55,6 +56,7 @@ class BreakEven:
     slower: float
     faster: float
     decided: bool
+    settled: float
 
 
 def answers(views: Sequence[View]) -> list[tuple[str, list[str]]]:
@@ -151,12 +153,18 @@ def column_text(view: View, line: Any) -> str:
 
 
 def headline(view: View) -> "pd.Series[Any] | None":
-    """Return the cell with the largest gain, at 90 % sparsity if it was measured."""
+    """Return the cell with the largest gain, at 90 % sparsity if it was measured.
+
+    The gain of a short call is the one inside a chain, as `evidence` writes it.
+    """
     cells = view.cells[view.cells.best_gain.notna()]
     if cells.empty:
         return None
     chosen = cells[cells.x == USUAL] if view.x == "level" else cells
-    return (cells if chosen.empty else chosen).sort_values("best_gain").iloc[-1]
+    among = cells if chosen.empty else chosen
+    gains = among.chain_gain.fillna(among.best_gain).astype(float)
+    largest: pd.Series[Any] = among.loc[gains.sort_values().index[-1]]
+    return largest
 
 
 def headline_side(line: Any) -> str:
@@ -264,7 +272,9 @@ def _shared(view: View, name: str) -> str:
 def _break_even(kind: str, row: Any, cells: pd.DataFrame) -> BreakEven:
     slower, faster = turning(cells.x, cells.gain)
     decided = cells.decided[cells.x.isin([slower, faster])].all()
-    return BreakEven(kind, row, slower, faster, bool(decided))
+    won = cells[cells.x >= faster]  # none if it is NaN
+    settled = won.x[won.decided[::-1].astype(bool).cummin()[::-1]].min()
+    return BreakEven(kind, row, slower, faster, bool(decided), settled)
 
 
 def _crossings(view: View) -> list[str]:
@@ -295,6 +305,9 @@ def _level(view: View, each: BreakEven) -> str:
     if pd.isna(each.faster):
         return f"up to {percent(each.slower)}{units}"
     if pd.isna(each.slower):
+        if not each.decided and not pd.isna(each.settled):
+            unsettled = f"at {percent(each.faster)} it is {Outcome.NOT_SETTLED}"
+            return f"at {percent(each.settled)}{units} and above ({unsettled})"
         above = " and above" if view.formats.x.nunique() > 1 else ""
         return f"at {percent(each.faster)}{units}{above}{noise}"
     return f"above a level between {percent(each.slower)} and {percent(each.faster)}{units}{noise}"

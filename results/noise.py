@@ -24,6 +24,7 @@ from sparsebench.results.frame import fields, records
 from sparsebench.results.statistics import FEWEST, hodges_lehmann
 
 LEAST = 0.005  # the lowest floor
+ROUNDING = 1e-9  # an end of an interval that is not apart from 0
 ENOUGH = 20  # with fewer d_p, the 95th percentile is close to the largest value
 FLOORS = {"below 8 µs": 0.021, "8 to 20 µs": 0.038, "20 to 100 µs": 0.013, "above 100 µs": LEAST}
 EDGES_US = 8.0, 20.0, 100.0  # limits between these classes
@@ -145,7 +146,7 @@ def _pair(processes: list[dict[str, Any]]) -> dict[str, Any]:
         return line | {"ratio": np.exp(np.median(logs))}
     exact = hodges_lehmann(logs)
     line |= {"ratio": np.exp(exact.estimate), "low": np.exp(exact.low), "high": np.exp(exact.high)}
-    return line | {"different": bool(exact.low > 0 or exact.high < 0)}
+    return line | {"different": bool(exact.low > ROUNDING or exact.high < -ROUNDING)}
 
 
 def _problem(line: dict[str, Any], names: list[str]) -> str:

@@ -40,6 +40,7 @@ from sparsebench.results.provenance import device_name, flat
 from sparsebench.results.repeats import verdicts
 
 SCHEMA = "sparsebench/card@10"
+DOUBTS = {Badge.UNRELIABLE, Badge.BUSY, Badge.UNFINISHED}
 PLACE = ["op", "dtype", "pattern", "m", "shape", "level", "block"]
 LINE = ["case_id", "kind", "tile", "kernel", "name", "side", "cache"]
 LINE += ["median_us", "gain", "low", "high", "decided", "mark"]
@@ -96,8 +97,9 @@ class Card:
 
     @property
     def verdict(self) -> bool:
-        """Return whether the run has enough processes for verdicts."""
-        return any(name == Badge.VERDICT.name.lower() for name, *_ in self.badges)
+        """Return whether the run has enough processes, is reliable and ran undisturbed."""
+        names = {Badge[name.upper()] for name, *_ in self.badges}
+        return Badge.VERDICT in names and not names & DOUBTS
 
     @property
     def simulated(self) -> bool:
@@ -209,11 +211,13 @@ def _gain(view: View) -> str:
     top = headline(view)
     if top is None:
         return "no dense contender"
+    side = headline_side(top)
     names = [n for n in view.choice if n not in (view.x, view.y, "block", "pattern")]
+    names = [n for n in names if (n, side) != ("scope", "chain")]  # the scope of the isolated call
     rest = [field_text(n, view.choice[n]) for n in names if view.choice[n] != "linear"]
+    rest += ["inside a chain"] if side == "chain" else []
     blocks = "" if view.x == "block" else field_text("block", top.best_tile)
     at = ", ".join(filter(None, [place(view, top), blocks, *rest]))
-    side = headline_side(top)
     gain = times(top[f"{side}_gain"], top[f"{side}_half"])
     return f"{gain if top[f'{side}_gain'] > 1 else f'dense wins, best sparse {gain}'} {at}"
 

@@ -103,7 +103,9 @@ def test_ranges_of_three_processes_are_disjoint_by_chance_in_a_tenth() -> None:
 def test_parts_of_published_runs_agree_with_each_other(run: str, processes: int) -> None:
     """Every pair of looks that share no process, as if each were a run of its own."""
     cases = analyse(store.read(ROOT / "results/published/nvidia-h200" / run)).cases
-    raced = cases[(cases.scope == "kernel") & (cases.outcome != "") & (cases.speedups.str.len() == 8)]
+    raced = cases[
+        (cases.scope == "kernel") & (cases.outcome != "") & (cases.speedups.str.len() == 8)
+    ]
     logs = np.log(np.array(raced.speedups.to_list()))
     allowed = [tolerance(APART[name], processes, processes) for name in classes(raced)]
     parts = list(combinations(range(8), processes))
