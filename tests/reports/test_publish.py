@@ -15,9 +15,9 @@ import yaml
 
 from sparsebench._writing import locked_folder
 from sparsebench.errors import ResultError
-from sparsebench.reports.build import Surrounding
+from sparsebench.reports.build import Surrounding, frames_of
 from sparsebench.reports.site import grids, run_folder
-from sparsebench.reports.site.cards import Card
+from sparsebench.reports.site.cards import Card, card
 from sparsebench.reports.site.devices import find_devices
 from sparsebench.reports.site.pages import Site, page_of, pages
 from sparsebench.reports.site.publish import publish
@@ -40,6 +40,25 @@ def copied(to: Path, **environment: str) -> Path:
     file.write_text(json.dumps({**json.loads(file.read_text()), **environment}))
     bundle.seal(to)
     return to
+
+
+def card_of(run: Path) -> Card:
+    place = dict.fromkeys(("address", "slug", "identity", "origin", "name", "commit"), "x")
+    return card(frames_of(store.read(run)), [], **place)
+
+
+def test_a_badge_names_the_chain_that_its_gain_is_of() -> None:
+    decode = card_of(STEP.with_name("decode"))
+    assert decode.gain.startswith("5.7× at 90 %, m 1,")
+    assert decode.gain.endswith("inside a chain")
+    assert "scope" not in decode.gain
+
+
+@pytest.mark.parametrize("badge", ["unreliable", "busy", "unfinished"])
+def test_a_run_with_a_grave_badge_is_no_verdict(badge: str) -> None:
+    step = card_of(STEP)
+    assert step.verdict
+    assert not replace(step, badges=[[badge, "", ""], *step.badges]).verdict
 
 
 @pytest.fixture(scope="module")

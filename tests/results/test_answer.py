@@ -72,6 +72,7 @@ def test_the_winner_stands_with_its_interval_time_and_best_peer() -> None:
         ({0.5: 0.9995, 0.75: 1.5}, 0.5, 0.75, "not settled"),
         ({0.5: 1.5, 0.75: 0.8, 0.875: 2.0, 0.9: 3.0}, 0.75, 0.875, "between 75 % and 87.5 %"),
         ({0.5: 1.5, 0.75: 2.0}, np.nan, 0.5, "BSR beats dense at 50 % sparsity and above."),
+        ({0.5: 1.0001, 0.75: 2.0}, np.nan, 0.5, "at 75 % sparsity and above (at 50 % it is not"),
         ({0.5: 1.5, 0.75: 0.8}, 0.75, np.nan, ""),
         ({0.9: 4.0}, np.nan, 0.9, "BSR beats dense at 90 % sparsity."),
     ],

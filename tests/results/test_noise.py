@@ -62,6 +62,12 @@ def test_a_pair_of_eight_processes_has_an_interval() -> None:
     assert twins.low[1] < 1 < twins.high[1]
 
 
+def test_a_pair_that_is_apart_by_rounding_is_not_different() -> None:
+    below = [50.0 * (1 + 1e-15 + max(d, 0.0)) for d in NOISE]
+    apart = contest((A, 100.0), (B, 50.0), (B_TWIN, below), (A_TWIN, 100.0))
+    assert not pairs(frame(apart)).different.any()
+
+
 def test_the_length_of_a_call_is_its_class() -> None:
     times = 7.9, 8.0, 19.9, 20.0, 99.9, 100.0
     rows = [row for us in times for row in contest((A, us))] + contest((A, 19.0), scope="op")
