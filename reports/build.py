@@ -27,10 +27,10 @@ from sparsebench.reports.figures._figure import Frames
 from sparsebench.reports.figures._verdict import intervals
 from sparsebench.reports.page import render
 from sparsebench.reports.terminal import count_statuses, trust
+from sparsebench.results import cliffs, front_door
 from sparsebench.results.analysis import tables
 from sparsebench.results.answer import evidence, headline
 from sparsebench.results.badges import badges
-from sparsebench.results.cliffs import sentence
 from sparsebench.results.contests import usual
 from sparsebench.results.formatting import amount, selection
 from sparsebench.results.model_files import Pruning
@@ -158,7 +158,8 @@ def _evidence(frames: Frames) -> dict[str, str]:
         f"{limited} of {amount(len(once), 'case')} had a slowed GPU or a late host in some process",
     ]
     gain, rest = evidence(frames.views[0])
-    rest = f"{rest} {sentence(usual(frames.raced))}".strip()
+    first = usual(frames.raced)
+    rest = " ".join(filter(None, [rest, cliffs.sentence(first), front_door.sentence(first)]))
     again = again_command(run, cases, line.best_case_id)
     return {"gain": gain, "rest": rest, "counts": " · ".join(counts), "again": again}
 

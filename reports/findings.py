@@ -14,10 +14,10 @@ from typing import Any
 
 import pandas as pd
 
+from sparsebench.results import cliffs, front_door
 from sparsebench.results.analysis import Analysis
 from sparsebench.results.answer import answers
 from sparsebench.results.cases import CONTEST
-from sparsebench.results.cliffs import sentence
 from sparsebench.results.contests import OF_MODEL, in_chain, usual
 from sparsebench.results.families import DEFAULT
 from sparsebench.results.formatting import (
@@ -43,10 +43,11 @@ def findings(analysis: Analysis) -> list[str]:
     if timed.empty:
         return general
     first = usual(timed)
-    general = [*filter(None, [sentence(first)]), *general]
+    general = [*filter(None, [cliffs.sentence(first)]), *general]
     groups = first[first.side != "dense"].groupby(["op", "pattern"], sort=False)
     best = [_nearest(group) for _, group in groups]
-    return [*general, *(line for case in best[:MOST] for line in _winner(case, timed))]
+    winners = [line for case in best[:MOST] for line in _winner(case, timed)]
+    return [*general, *winners, *filter(None, [front_door.sentence(first)])]
 
 
 def _winner(best: Mapping[Any, Any], timed: pd.DataFrame) -> list[str]:
@@ -68,8 +69,8 @@ def _winner(best: Mapping[Any, Any], timed: pd.DataFrame) -> list[str]:
         words.append(f"{percent(round(best['of_bound'], 2))} of the hardware limit")
     place, lead = _place(best), "no other sparse kernel has a time"
     rest = rivals[rivals.label != best["label"]].sort_values("median_us")
-    by_default = (rest.kernel == DEFAULT) & _runs_as(best, rest)
-    same, rest = rest[by_default], rest[~by_default]
+    users_run = (rest.kernel == DEFAULT) & _runs_as(best, rest)
+    same, rest = rest[users_run], rest[~users_run]
     users = rest[rest.kernel == DEFAULT]
     if len(rest):
         following = dict(rest.iloc[0])

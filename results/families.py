@@ -40,8 +40,13 @@ def family(kernel: str) -> str:
 
 
 def by_default(format_name: str, choice: Mapping[str, Any]) -> str:
-    """Name a contender of DEFAULT: `bsr_wgmma (by default)`, or by its format if none is chosen."""
-    return f"{choice.get('kernel') or FORMATS.get(format_name, format_name)} (by default)"
+    """Name a contender of DEFAULT: `bsr_wgmma (by default)`, or by its format if none is chosen.
+
+    A layer of several products has the kernels of all: `bsr_wgmma + bsr_small (by default)`.
+    """
+    parts = [choice, *(part for part in choice.values() if isinstance(part, Mapping))]
+    kernels = dict.fromkeys(part["kernel"] for part in parts if part.get("kernel"))
+    return f"{' + '.join(kernels) or FORMATS.get(format_name, format_name)} (by default)"
 
 
 def is_ours(kernel: str) -> bool:

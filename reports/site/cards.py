@@ -18,6 +18,7 @@ from typing import Any
 import pandas as pd
 
 from sparsebench.reports.figures._figure import Frames
+from sparsebench.results import cliffs, front_door
 from sparsebench.results.answer import (
     evidence,
     field_text,
@@ -33,7 +34,6 @@ from sparsebench.results.cases import CONTEST
 from sparsebench.results.changes import LIBRARIES
 from sparsebench.results.claims.cells import Cell
 from sparsebench.results.claims.planned import PlannedClaim
-from sparsebench.results.cliffs import sentence
 from sparsebench.results.contests import View, usual, with_shapes
 from sparsebench.results.formatting import between, plain, selection, times
 from sparsebench.results.provenance import device_name, flat
@@ -202,7 +202,8 @@ def _lines(frames: Frames) -> pd.DataFrame:
 
 def _headline(view: View, frames: Frames) -> dict[str, str]:
     line, (gain, rest) = headline(view), evidence(view)
-    rest = f"{rest} {sentence(usual(frames.raced))}".strip()
+    first = usual(frames.raced)
+    rest = " ".join(filter(None, [rest, cliffs.sentence(first), front_door.sentence(first)]))
     return {} if line is None else {"gain": gain, "rest": rest, "case": line.best_case_id}
 
 

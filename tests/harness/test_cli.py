@@ -181,7 +181,7 @@ def test_check_estimates_for_another_gpu_and_for_a_simulated_one() -> None:
     options = "--gpu", home / "quick", "--replicates", "1", "--json"
     there = json.loads(sparsebench("check", "decode", *options).stdout)
     assert there["device"] == "NVIDIA H200"
-    assert there["unknown"] == ["cusparse_bell", "default", "torch_bsr"]  # not in that run
+    assert there["unknown"] == ["cusparse_bell", "torch_bsr"]  # not in that run
     assert 10 < there["estimate_s"] < 300
     simulated = json.loads(sparsebench("check", "quick", "--device", "sim", "--json").stdout)
     assert simulated["supported"] == simulated["cases"]

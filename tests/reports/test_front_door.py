@@ -10,6 +10,8 @@ import pytest
 
 from sparsebench.reports.build import frames_of
 from sparsebench.reports.figures import cliffs, front_door
+from sparsebench.results import front_door as chosen
+from sparsebench.results.families import by_default
 from sparsebench.results.record import Case, Contender, Problem, Row, Status
 from tests.reports.test_report import DENSE, run
 from tests.tools.paths import PUBLISHED
@@ -62,8 +64,19 @@ def test_what_users_get_is_compared_with_the_fastest_kernel_of_its_format(us, wi
     table = rows(problem, (DENSE, 20.0), (USERS, us), *rivals)
     text = str(front_door.draw(frames_of(run(table))))
     assert f"{within} of 1 cases" in text
+    slower = "In 1 of 1 cases users get a slower kernel by default, which takes up to 1.09 times"
+    findings = chosen.sentence(frames_of(run(table)).timed)
+    assert findings.startswith(slower) if not within else findings == ""
     assert "bsr_small (by default)" in text
     assert "<td>bsr/bsr_small</td>" in text
+
+
+def test_a_layer_is_named_by_the_kernels_of_all_its_products() -> None:
+    gate, up = {"kernel": "bsr_wgmma"}, {"kernel": "bsr_small"}
+    assert by_default("bsr", {"wg": gate, "wu": up, "wd": gate}) == (
+        "bsr_wgmma + bsr_small (by default)"
+    )
+    assert by_default("bsr", {}) == "BSR (by default)"
 
 
 def test_kernels_of_few_active_units_are_rivals_whatever_they_store() -> None:
