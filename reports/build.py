@@ -25,9 +25,9 @@ from sparsebench.errors import ResultError, SuiteError
 from sparsebench.reports.figures._again import again_command
 from sparsebench.reports.figures._figure import Frames
 from sparsebench.reports.figures._verdict import intervals
+from sparsebench.reports.findings import remarks
 from sparsebench.reports.page import render
 from sparsebench.reports.terminal import count_statuses, trust
-from sparsebench.results import cliffs, front_door
 from sparsebench.results.analysis import tables
 from sparsebench.results.answer import evidence, headline
 from sparsebench.results.badges import badges
@@ -158,8 +158,7 @@ def _evidence(frames: Frames) -> dict[str, str]:
         f"{limited} of {amount(len(once), 'case')} had a slowed GPU or a late host in some process",
     ]
     gain, rest = evidence(frames.views[0])
-    first = usual(frames.raced)
-    rest = " ".join(filter(None, [rest, cliffs.sentence(first), front_door.sentence(first)]))
+    rest = " ".join(filter(None, [rest, *remarks(usual(frames.raced))]))
     again = again_command(run, cases, line.best_case_id)
     return {"gain": gain, "rest": rest, "counts": " · ".join(counts), "again": again}
 

@@ -50,6 +50,11 @@ def findings(analysis: Analysis) -> list[str]:
     return [*general, *winners, *filter(None, [front_door.sentence(first)])]
 
 
+def remarks(cases: pd.DataFrame) -> list[str]:
+    """Return what follows the headline of a run: its cliffs, and slower kernels by default."""
+    return [*filter(None, [cliffs.sentence(cases), front_door.sentence(cases)])]
+
+
 def _winner(best: Mapping[Any, Any], timed: pd.DataFrame) -> list[str]:
     """Write a winner with its interval, its share of the hardware limit, and its lead."""
     best = _by_name(best, timed)
@@ -69,8 +74,8 @@ def _winner(best: Mapping[Any, Any], timed: pd.DataFrame) -> list[str]:
         words.append(f"{percent(round(best['of_bound'], 2))} of the hardware limit")
     place, lead = _place(best), "no other sparse kernel has a time"
     rest = rivals[rivals.label != best["label"]].sort_values("median_us")
-    users_run = (rest.kernel == DEFAULT) & _runs_as(best, rest)
-    same, rest = rest[users_run], rest[~users_run]
+    by_default = (rest.kernel == DEFAULT) & _runs_as(best, rest)
+    same, rest = rest[by_default], rest[~by_default]
     users = rest[rest.kernel == DEFAULT]
     if len(rest):
         following = dict(rest.iloc[0])
@@ -96,13 +101,14 @@ def _by_name(best: Mapping[Any, Any], timed: pd.DataFrame) -> Mapping[Any, Any]:
 def _runs_as(case: Mapping[Any, Any], others: pd.DataFrame) -> "pd.Series[bool]":
     """Return which others run the kernel of a case on the same blocks; none if it ran several."""
     alike = [
-        bool(_kernel(case)) and (_kernel(other), other["tile"]) == (_kernel(case), case["tile"])
+        bool(kernel_that_ran(case))
+        and (kernel_that_ran(other), other["tile"]) == (kernel_that_ran(case), case["tile"])
         for other in others.to_dict("records")
     ]
     return pd.Series(alike, others.index, dtype=bool)
 
 
-def _kernel(case: Mapping[Any, Any]) -> str:
+def kernel_that_ran(case: Mapping[Any, Any]) -> str:
     """Return the kernel that a case runs: of `default` the chosen one, "" for a whole layer.
 
     A layer's gradient names the kernel of its product: bsr_small for bsr_small_dgrad.

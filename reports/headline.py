@@ -14,6 +14,7 @@ from typing import Any
 import pandas as pd
 
 from sparsebench.errors import ResultError
+from sparsebench.reports.findings import kernel_that_ran
 from sparsebench.reports.tables import markdown_table
 from sparsebench.results import bundle, store
 from sparsebench.results.analysis import Analysis, tables
@@ -29,6 +30,7 @@ from sparsebench.results.formatting import (
     percent,
     times,
 )
+from sparsebench.results.frame import records
 from sparsebench.results.noise import Reliability
 from sparsebench.results.provenance import Choices, choices_of
 from sparsebench.results.statistics import FEWEST
@@ -190,9 +192,9 @@ def _answer(question: Question, runs: Mapping[str, PublishedRun]) -> list[str]:
 
 def _by_name(subjects: pd.DataFrame) -> pd.DataFrame:
     """Drop `default` if the kernel that it ran is there by name, as in a run that confirms it."""
-    ran = [json.loads(choice or "{}").get("kernel", "") for choice in subjects.choice]
-    names = {kernel.removesuffix("_dgrad") for kernel in subjects.kernel}
-    return subjects[(subjects.kernel != DEFAULT) | ~pd.Series(ran, subjects.index).isin(names)]
+    kernels = pd.Series([kernel_that_ran(case) for case in records(subjects)], subjects.index)
+    by_name = subjects.kernel != DEFAULT
+    return subjects[by_name | ~kernels.isin(kernels[by_name])]
 
 
 def _kernel(line: "pd.Series[Any]") -> str:

@@ -48,7 +48,7 @@ class BreakEven:
     slower   the last measured level at which it is slower; NaN if there is none
     faster   the first level from which it stays faster; NaN if it is slower at the last one
     decided  whether the gains at these levels are beyond the noise
-    settled  the first level from which all gains are beyond the noise; NaN if there is none
+    sure     the first level from which all gains are beyond the noise; NaN if there is none
     """
 
     kind: str
@@ -56,7 +56,7 @@ class BreakEven:
     slower: float
     faster: float
     decided: bool
-    settled: float
+    sure: float
 
 
 def answers(views: Sequence[View]) -> list[tuple[str, list[str]]]:
@@ -273,8 +273,8 @@ def _break_even(kind: str, row: Any, cells: pd.DataFrame) -> BreakEven:
     slower, faster = turning(cells.x, cells.gain)
     decided = cells.decided[cells.x.isin([slower, faster])].all()
     won = cells[cells.x >= faster]  # none if it is NaN
-    settled = won.x[won.decided[::-1].astype(bool).cummin()[::-1]].min()
-    return BreakEven(kind, row, slower, faster, bool(decided), settled)
+    sure = won.x[won.decided[::-1].astype(bool).cummin()[::-1]].min()
+    return BreakEven(kind, row, slower, faster, bool(decided), sure)
 
 
 def _crossings(view: View) -> list[str]:
@@ -305,9 +305,9 @@ def _level(view: View, each: BreakEven) -> str:
     if pd.isna(each.faster):
         return f"up to {percent(each.slower)}{units}"
     if pd.isna(each.slower):
-        if not each.decided and not pd.isna(each.settled):
+        if not each.decided and not pd.isna(each.sure):
             unsettled = f"at {percent(each.faster)} it is {Outcome.NOT_SETTLED}"
-            return f"at {percent(each.settled)}{units} and above ({unsettled})"
+            return f"at {percent(each.sure)}{units} and above ({unsettled})"
         above = " and above" if view.formats.x.nunique() > 1 else ""
         return f"at {percent(each.faster)}{units}{above}{noise}"
     return f"above a level between {percent(each.slower)} and {percent(each.faster)}{units}{noise}"

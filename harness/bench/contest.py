@@ -195,8 +195,8 @@ def prepare_contest(
 def _exchange_twins(entries: list[Entry], coin: random.Random) -> None:
     """Give each A/A twin the launch of its original, and the reverse, with even odds.
 
-    A twin takes the choice of its original, so it is always prepared later. What the order of
-    allocation costs would have the same sign in every process, and a pair would differ by it.
+    A twin takes the choice of its original, so it is always prepared later. Without the exchange,
+    a cost of the order of allocation would have the same sign in every process.
     """
     by_case = {entry.row.case.id: entry for entry in entries}
     for twin in (entry for entry in entries if entry.row.case.contender.twin):

@@ -18,7 +18,7 @@ from typing import Any
 import pandas as pd
 
 from sparsebench.reports.figures._figure import Frames
-from sparsebench.results import cliffs, front_door
+from sparsebench.reports.findings import remarks
 from sparsebench.results.answer import (
     evidence,
     field_text,
@@ -202,8 +202,7 @@ def _lines(frames: Frames) -> pd.DataFrame:
 
 def _headline(view: View, frames: Frames) -> dict[str, str]:
     line, (gain, rest) = headline(view), evidence(view)
-    first = usual(frames.raced)
-    rest = " ".join(filter(None, [rest, cliffs.sentence(first), front_door.sentence(first)]))
+    rest = " ".join(filter(None, [rest, *remarks(usual(frames.raced))]))
     return {} if line is None else {"gain": gain, "rest": rest, "case": line.best_case_id}
 
 
