@@ -16,6 +16,7 @@ file chooses a configuration and launches. It supports
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import product
 
 import torch
@@ -26,6 +27,7 @@ from sparsebench.errors import Unsupported
 from sparsebench.formats._format import offsets_of, rows_of
 from sparsebench.formats.bsr import Bsr
 from sparsebench.kernels._common import cuda
+from sparsebench.kernels._common.capture import is_capturing, keep
 from sparsebench.kernels._common.requirements import unsupported_before_ampere
 from sparsebench.kernels._common.search import fastest_launch
 from sparsebench.kernels._common.tuned_table import (
@@ -122,30 +124,62 @@ def launch(x: Tensor, w: Bsr, config: Config) -> cuda.BoundKernel:
     """Return the kernel of X @ W.T [m, n]. Raises Unsupported."""
     if reason := unsupported_operands(x, w):
         raise Unsupported(reason)
-    (m, k), n, device = x.shape, w.shape[0], x.device
-    rows = len(w.offsets) - 1
-    packed = pack(w.values)
-    counts = w.offsets.diff()
-    each = int(counts[0]) if bool((counts == counts[0]).all()) else -1
-    order = counts.argsort(descending=True, stable=True)
-    listed = torch.stack([order, w.offsets[order], w.offsets[order + 1], order], 1).int()
-    constants, target = constants_of(config, w.block, x.dtype), cuda.target_of(device)
-    shared_bytes = config.shared_bytes(w.block, k)
-    kernel, code = cuda.load(
-        "bsr_resident", "multiply_rows", constants, shared_bytes, device, target
-    )
-    groups = groups_of(config, rows, m, k, device)
-    grid = groups * -(-m // config.tokens)
-    y = x.new_empty(m, n)
-    operands = x, packed, w.columns, listed
-    args = ARGUMENTS(
-        *(x.data_ptr(), x.stride(0) * x.itemsize),
-        *(array.data_ptr() for array in operands[1:]),
-        *(rows, groups * config.rows, each, y.data_ptr()),
-        *(m, n, k, pitch_of(k)),
-    )
-    loaded = cuda.Loaded(kernel, code, device.index, grid, 32 * config.warps, shared_bytes)
-    return cuda.BoundKernel(loaded, args, operands, y)
+    product, packed, m = Product(w, len(x), config), pack(w.values), len(x)
+    y = x.new_empty(m, w.shape[0])
+    args = product.arguments(m, x.data_ptr(), x.stride(0), packed.data_ptr(), y.data_ptr())
+    return cuda.BoundKernel(product.loaded(m), args, (x, packed, *product.lists), y)
+
+
+class Product:
+    """A configuration for up to `tokens` to call: a new Y of X and packed W (selection.Product)."""
+
+    order = "bsr_resident"  # every configuration reads the same
+
+    def __init__(self, w: Bsr, tokens: int, config: Config) -> None:
+        """List the block rows. Waits for the device."""
+        self.config, self.shape, self.block, self.dtype = config, w.shape, w.block, w.values.dtype
+        self.device, self.rows = w.columns.device, len(w.offsets) - 1
+        counts = w.offsets.diff()
+        self.each = int(counts[0]) if bool((counts == counts[0]).all()) else -1
+        order = counts.argsort(descending=True, stable=True)
+        listed = torch.stack([order, w.offsets[order], w.offsets[order + 1], order], 1).int()
+        self.lists = w.columns, listed
+        self.groups = groups_of(config, self.rows, tokens, w.shape[1], self.device)
+        self.arguments = lru_cache(cuda.ADDRESSES)(self._arguments)
+        self.loaded = lru_cache(cuda.ADDRESSES)(self._loaded)
+        self.code = self.loaded(tokens).code
+
+    def pack(self, values: Tensor) -> Tensor:
+        """Return the blocks as `run` reads them."""
+        cuda.on_tape(complete=False)  # torch's own kernels pack
+        return pack(values)
+
+    def run(self, x: Tensor, w: Tensor) -> Tensor:
+        """Multiply; the caller checks the operands. A graph keeps the lists alive."""
+        m = x.shape[0]
+        y = x.new_empty(m, self.shape[0])
+        addresses = x.data_ptr(), x.stride(0), w.data_ptr(), y.data_ptr()
+        self.loaded(m).enqueue(self.arguments(m, *addresses))
+        cuda.on_tape(y, owners=(self, w))
+        if is_capturing(x):
+            keep(self)
+        return y
+
+    def _loaded(self, m: int) -> cuda.Loaded:
+        constants, shared = (
+            constants_of(self.config, self.block, self.dtype),
+            self.config.shared_bytes(self.block, self.shape[1]),
+        )
+        at = constants, shared, self.device, cuda.target_of(self.device)
+        kernel, code = cuda.load("bsr_resident", "multiply_rows", *at)
+        grid = self.groups * -(-m // self.config.tokens)
+        return cuda.Loaded(kernel, code, self.device.index, grid, 32 * self.config.warps, shared)
+
+    def _arguments(self, m: int, x: int, stride: int, w: int, y: int) -> cuda.Arguments:
+        (n, k), (columns, listed) = self.shape, self.lists
+        weights = w, columns.data_ptr(), listed.data_ptr()
+        sizes = self.rows, self.groups * self.config.rows, self.each
+        return ARGUMENTS(x, stride * self.dtype.itemsize, *weights, *sizes, y, m, n, k, pitch_of(k))
 
 
 def pack(values: Tensor) -> Tensor:

@@ -5,6 +5,7 @@
                  bsr_small       blocks of 16 and 32, packed; larger ones cut, up to 256 tokens
                  bsr_strips      even sides from 10 on, packed
                  bsr_triton      powers of two from 16, as stored, below MANY tokens
+                 bsr_resident    Y alone: even sides, frozen values, few tokens and columns
       dW         bsr_wgrad       blocks that tiles of 40 to 64 divide
                  bsr_wgrad_mma   blocks of 16, of which few are stored
                  bsr_wgrad_small multiples of 8
@@ -28,6 +29,7 @@ stream, because bsr_wgrad and bsr_wgrad_small keep counters in the memory of the
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import lru_cache, partial
+from math import ceil
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -51,11 +53,17 @@ from sparsebench.kernels._common.triton import (
     tensor_of,
     unsupported,
 )
-from sparsebench.kernels._common.tuned_table import blocked, multiprocessors, shared_bytes_of
+from sparsebench.kernels._common.tuned_table import (
+    Sizes,
+    blocked,
+    multiprocessors,
+    shared_bytes_of,
+)
 from sparsebench.kernels._kernel import DTYPES, output_dtype
 from sparsebench.kernels.bsr import (
     _launch,
     bsr_fp32,
+    bsr_resident,
     bsr_small,
     bsr_strips,
     bsr_triton,
@@ -73,12 +81,15 @@ from sparsebench.results.record import Problem
 FP8 = DTYPES["fp8"]
 NAMES = {dtype: name for name, dtype in DTYPES.items() if name != "tf32"}
 ENGINES = (
-    *("bsr_fp32", "bsr_small", "bsr_strips"),
+    *("bsr_fp32", "bsr_resident", "bsr_small", "bsr_strips"),
     *("bsr_triton", "bsr_triton_dgrad", "bsr_triton_wgrad"),
     *("bsr_wgmma", "bsr_wgrad", "bsr_wgrad_mma", "bsr_wgrad_small"),
 )
 FEW = 64  # tokens: up to here blocks as stored, by Triton, are the likeliest for large blocks
 MANY = 512  # tokens: from here on bsr_wgmma is the likeliest for blocks of 64 and more
+# Up to these tokens and columns of X bsr_resident may be the fastest: 1000 x 1000 in blocks of 10
+# took 0.87 of the time of bsr_strips with 64 tokens on an H200, and 1.3 with 1024.
+RESIDENT_TOKENS, RESIDENT_COLUMNS = 256, 2048
 OFFERED = 6  # configurations of one engine
 LAYOUTS = 64  # numbers of tokens for which a Triton kernel stays bound
 
@@ -162,16 +173,26 @@ def engines_of(call: Call, device: torch.device) -> list[str]:
         few = call.m < MANY and call.op != "wgrad"
         unpacked = call.live or call.dtype == FP8
         first = unpacked and call.m <= FEW and min(call.block) >= SIDE
-        more = [triton] if stored and few else []
+        more = [*([triton] if stored and few else []), *_resident(call, problem, device)]
         return [*more, *engines] if first else [*engines, *more]
     if reason := unsupported(problem, device, least=bsr_triton.FP8_CAPABILITY):
         raise Unsupported(reason)
     exact = call.dtype == torch.float32 and call.op == "linear" and device.type == "cuda"
     if not exact or not all(bsr_fp32.step_of(call.block)):
-        return [triton]
+        return [triton, *_resident(call, problem, device)]
     if reason := unsupported_before_ampere(problem, device, ("fp32",)):
         raise Unsupported(reason)
     return ["bsr_fp32", triton]
+
+
+def _resident(call: Call, problem: Problem, device: torch.device) -> list[str]:
+    """Return bsr_resident if it may be the fastest for a call: it packs slowly, so only once."""
+    short = call.m <= RESIDENT_TOKENS and call.shape[1] <= RESIDENT_COLUMNS
+    even = all(side % 2 == 0 and side <= bsr_resident.SIDE for side in call.block)
+    if call.op != "linear" or call.live or not short or not even or device.type != "cuda":
+        return []
+    reason = unsupported_before_ampere(problem, device, ("fp16", "bf16"))
+    return [] if reason else ["bsr_resident"]
 
 
 def _hopper_engines(call: Call) -> list[str]:
@@ -211,6 +232,9 @@ def _offered(
         return
     if engine == "bsr_fp32":
         yield from _fp32(call, w, choice)
+        return
+    if engine == "bsr_resident":
+        yield from _rows_resident(call, w, choice)
         return
     kernel, product = HOPPER_KERNELS[engine]
     workers, sizes = multiprocessors(w.columns.device), {}
@@ -262,6 +286,19 @@ def _fp32(call: Call, w: Bsr, choice: Mapping[str, Any] | None) -> Iterator[Cand
         yield Candidate("bsr_fp32", config, partial(_product, _launch.Product, plan))
 
 
+def _rows_resident(call: Call, w: Bsr, choice: Mapping[str, Any] | None) -> Iterator[Candidate]:
+    """Yield the configurations of bsr_resident."""
+    (x, _), device = _activations(call), w.columns.device
+    if reason := bsr_resident.unsupported_operands(x, w):
+        raise Unsupported(reason)
+    if choice:
+        configs = [configured(bsr_resident, choice)]
+    else:
+        configs = bsr_resident.configurations(w, call.m, device)
+    for config in configs[:OFFERED]:
+        yield Candidate("bsr_resident", config, partial(bsr_resident.Product, w, call.m, config))
+
+
 # ---- Triton kernels ----
 
 
@@ -283,20 +320,31 @@ def _triton(
         path = choose_path(None, bsr_triton.unsupported_by_tma(x, w), device)
         configs: list[Any] = bsr_triton.configurations(call.m, w.block, size, path)
         stored = [c for c in configs if bsr_triton.packed_block(w.block, c) == w.block]
-        configs = stored or configs[:1]  # no padding if it can be avoided
+        # No padding if it can be avoided, else the least first: in fp32, with blocks of 10 and 64
+        # tokens, unions of six block rows took 223 µs on an H200, and single ones 34 µs.
+        sizes = blocked(call.m, *w.shape, NAMES[call.dtype], w.block, len(w.columns))
+        configs = stored or sorted(configs, key=partial(_padded, sizes=sizes))
         make: Callable[[Bsr, Any], Templates] = _linear
     elif engine == "bsr_triton_dgrad":
         path = choose_path(None, bsr_triton_dgrad.unsupported_by_tma(dy, w), device)
         configs, make = bsr_triton_dgrad.configurations(call.m, w.block, size, path), _dgrad
     else:
         path = choose_path(None, bsr_triton_wgrad.unsupported_by_tma(dy, x, w.block), device)
-        sizes = len(w.columns), size, path, multiprocessors(device)
-        configs, make = bsr_triton_wgrad.configurations(call.m, w.block, *sizes), _wgrad
+        more = len(w.columns), size, path, multiprocessors(device)
+        configs, make = bsr_triton_wgrad.configurations(call.m, w.block, *more), _wgrad
     if choice:
         config = configured(TRITON_KERNELS[engine], choice)
         configs = [config] if config.path == path else []
     for config in configs[:OFFERED]:
         yield Candidate(engine, config, partial(make, w, config))
+
+
+def _padded(config: bsr_triton.Config, sizes: Sizes) -> float:
+    """Return the elements of W as bsr_triton packs it, zeros included, for random blocks."""
+    (r, c), group = sizes.block or (1, 1), config.group
+    height, width = bsr_triton.packed_block((r, c), config)
+    columns = ceil(sizes.k / c) * (1 - (1 - sizes.density) ** group)
+    return ceil(ceil(sizes.n / r) / group) * columns * height * width
 
 
 def _linear(w: Bsr, config: bsr_triton.Config) -> "Templates":

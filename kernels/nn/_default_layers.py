@@ -27,7 +27,7 @@ from sparsebench.kernels._common.elementwise import scale_of
 from sparsebench.kernels._common.selection import Earlier, Selected, configured
 from sparsebench.kernels._kernel import Launch, Operands
 from sparsebench.kernels.bitmap import bitmap_mma
-from sparsebench.kernels.bsr import _launch, bsr_triton
+from sparsebench.kernels.bsr import _launch, bsr_resident, bsr_triton
 from sparsebench.kernels.dense import _decoder
 from sparsebench.kernels.dense._decoder import WEIGHTS, Part, copy_of, dense_part, is_pruned
 from sparsebench.kernels.nn._frozen_op import DenseCopy, Padded
@@ -251,4 +251,6 @@ def _bound(selected: Selected, x: Tensor, w: Format) -> Any:
     assert isinstance(w, Bsr)
     if isinstance(product, _launch.Product):
         return _launch.bind(product.plan, x, w.values)
+    if isinstance(product, bsr_resident.Product):
+        return bsr_resident.launch(x, w, product.config)
     return bsr_triton.launch(x, w, configured(bsr_triton, choice))

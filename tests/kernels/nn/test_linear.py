@@ -57,6 +57,7 @@ def test_output_and_gradients_equal_those_of_nn_linear(n, k, block, sparsity, to
 
 
 LARGE, SMALL, STRIPS, TRITON = "bsr_wgmma", "bsr_small", "bsr_strips", "bsr_triton"
+RESIDENT = "bsr_resident"
 EXACT, WGRAD, WGRAD_MMA, WGRAD_SMALL = "bsr_fp32", "bsr_wgrad", "bsr_wgrad_mma", "bsr_wgrad_small"
 
 
@@ -109,6 +110,41 @@ def test_kernels_are_offered_by_gpu_dtype_and_block(
             _bsr_plans.engines_of(wgrad, device)
     else:
         assert _bsr_plans.engines_of(wgrad, device) == ["bsr_triton_wgrad"]
+
+
+@pytest.mark.parametrize(
+    ("change", "capability", "expected"),
+    [
+        ({}, (9, 0), [STRIPS, RESIDENT]),
+        ({"live": True}, (9, 0), [STRIPS]),
+        ({"m": 512}, (9, 0), [STRIPS]),
+        ({"shape": (1000, 4096)}, (9, 0), [STRIPS]),
+        ({"block": (6, 6)}, (9, 0), [TRITON, RESIDENT]),
+        ({"block": (10, 15)}, (9, 0), [TRITON]),
+        ({}, (8, 0), [TRITON, RESIDENT]),
+        ({"dtype": torch.float32}, (9, 0), [TRITON]),
+        ({"op": "dgrad"}, (9, 0), [STRIPS]),
+    ],
+)
+def test_frozen_layers_with_few_columns_may_keep_x_in_shared_memory(
+    change, capability, expected, monkeypatch
+):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(requirements, "find_spec", lambda name: True)
+    call = _bsr_plans.Call("linear", 64, (1000, 1000), (10, 10), torch.float16, live=False)
+    assert _bsr_plans.engines_of(call._replace(**change), torch.device("cuda")) == expected
+
+
+@pytest.mark.parametrize("m", [64, 1024])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_blocks_that_triton_must_pad_are_padded_least_first_and_in_other_ways(m, dtype):
+    w = layer_of(1000, 1000, 10, sparsity=0.8, dtype=dtype).bsr
+    call = _bsr_plans.Call("linear", m, w.shape, w.block, dtype)
+    configs = [c.config for c in _bsr_plans._offered(TRITON, call, w)]
+    assert [c.group for c in configs] == sorted(c.group for c in configs)
+    assert {1, 6} <= {c.group for c in configs}
+    # The fastest on an H200 (suite `announced`) has 16 features in fp32, too.
+    assert configs[0].features == 16
 
 
 def test_calls_without_a_kernel_are_unsupported(monkeypatch):
