@@ -1,8 +1,9 @@
 """Whole layers and models with the kernels that users get, for default.py.
 
 ffn, mlp   2:4              SpenseGatedMLP: gate, up and act in one launch, and down
-           blocks, others   a product for each weight, and act in torch, as in a Hugging Face
-                            model after `sparsify_`
+           blocks           BlockSparseGatedMLP: gate and up in one product, act, and down
+           others           a product for each weight, and act in torch between them, as in a
+                            Hugging Face model after `sparsify_`; also an mlp in blocks
            few active units SparseGatedMLP (ffn only)
 decoder    the step of dense/_decoder.py, whose pruned products run the kernels and the
            configurations that the layers choose. A step has fixed buffers, as in a CUDA graph,
@@ -28,11 +29,13 @@ from sparsebench.kernels._common.selection import Earlier, Selected, configured
 from sparsebench.kernels._kernel import Launch, Operands
 from sparsebench.kernels.bitmap import bitmap_mma
 from sparsebench.kernels.bsr import _launch, bsr_resident, bsr_triton
+from sparsebench.kernels.bsr.bsr_ffn import stacked, weight_of
 from sparsebench.kernels.dense import _decoder
 from sparsebench.kernels.dense._decoder import WEIGHTS, Part, copy_of, dense_part, is_pruned
 from sparsebench.kernels.nn._frozen_op import DenseCopy, Padded
 from sparsebench.kernels.nn._sparse_mlp_op import plan_of
 from sparsebench.kernels.nn._spense_op import planned_product
+from sparsebench.kernels.nn.block_sparse_mlp import BlockSparseGatedMLP, hidden, layer_of
 from sparsebench.kernels.nn.matmul import matmul
 from sparsebench.kernels.nn.sparse_gated_mlp import SparseGatedMLP
 from sparsebench.kernels.nn.spense import SpenseGatedMLP, SpenseLinear
@@ -55,6 +58,8 @@ def layer(operands: Operands, select: Select, earlier: Earlier | None) -> Launch
     w, gated = operands.weights, "wg" in operands.weights
     if all(isinstance(weight, Spense) for weight in w.values()) and gated:
         return _spense(operands, earlier)
+    if all(isinstance(weight, Bsr) for weight in w.values()) and gated:
+        return _blocks(operands, select, earlier)
     if all(not isinstance(weight, Dense) for weight in w.values()):
         return _products(operands, select, earlier)
     if not gated:
@@ -116,6 +121,27 @@ def _spense(operands: Operands, earlier: Earlier | None) -> Launch:
             lines += [{"of": name, **line} for line in plan.lines]
             code = code or plan.product.code
     return Launch(_frozen(mlp, x), choice or {"kernel": "torch"}, code, lines)
+
+
+def _blocks(operands: Operands, select: Select, earlier: Earlier | None) -> Launch:
+    """Return a call of BlockSparseGatedMLP, frozen."""
+    wg, wu, wd = (weight_of(operands, name) for name in ("wg", "wu", "wd"))
+    activation, h = operands.problem["activation"], operands.activations["x"]
+    try:
+        layers = layer_of(stacked(wg, wu)), layer_of(wd)
+        mlp = BlockSparseGatedMLP(*layers, activation=activation).freeze()
+    except FormatError as error:
+        raise Unsupported(str(error)) from error
+    choice: dict[str, Any] = {}
+    lines, code = [], None
+    for name, part in (("gate_up", mlp.gate_up), ("down", mlp.down)):
+        selected = select(part.bsr, h, earlier and earlier.part(name))
+        assert selected is not None
+        choice[name] = selected.row
+        lines += [{"of": name, **line} for line in selected.lines]
+        code = code or selected.product.code
+        h = hidden(part(h), activation) if name == "gate_up" else h
+    return Launch(_frozen(mlp, operands.activations["x"]), choice, code, lines)
 
 
 def _products(operands: Operands, select: Select, earlier: Earlier | None) -> Launch:

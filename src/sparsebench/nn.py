@@ -22,6 +22,7 @@ from sparsebench.harness.models.pruning.sparsify import (
 from sparsebench.kernels.nn import (
     BitmapLinear,
     BlockSparseAttention,
+    BlockSparseGatedMLP,
     BlockSparseLinear,
     SparseGatedMLP,
     SpenseGatedMLP,
@@ -32,6 +33,7 @@ __all__ = [
     "BitmapLinear",
     "BlockSparse",
     "BlockSparseAttention",
+    "BlockSparseGatedMLP",
     "BlockSparseLinear",
     "SparseActivations",
     "SparseGatedMLP",

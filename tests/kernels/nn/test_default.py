@@ -48,6 +48,14 @@ def test_a_dense_weight_in_fp8_is_refused() -> None:
 @pytest.mark.parametrize("kind", ["bsr", "spense", "twell"])
 def test_a_layer_is_right_on_a_cpu(kind: str) -> None:
     operands = layer(kind, CPU)
+    launch = default.prepare(operands)
+    assert_right(launch, operands)
+    if kind == "bsr":  # gate and up are one product, as in bsr_ffn
+        assert {*launch.choice} == {"gate_up", "down"}
+
+
+def test_gate_and_up_that_end_inside_a_block_are_one_product_too() -> None:
+    operands = layer("bsr", CPU, n=496)
     assert_right(default.prepare(operands), operands)
 
 
@@ -71,7 +79,8 @@ def test_a_layer_that_users_do_not_have_is_refused(fields: dict[str, Any], reaso
 def test_a_layer_is_right_on_hopper(kind: str, dtype: str, m: int) -> None:
     operands = layer(kind, CUDA, m=m, dtype=dtype)
     launch = assert_right_twice(operands, default.prepare)
-    names = {"bsr": {*MLP}, "spense": {"gate_up", "down"}, "twell": {"kernel", "problem"}}
+    products = {"gate_up", "down"}
+    names = {"bsr": products, "spense": products, "twell": {"kernel", "problem"}}
     assert {*launch.choice} >= names[kind]
 
 
