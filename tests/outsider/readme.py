@@ -163,8 +163,10 @@ def agreement(lines: list[list[str]]) -> Iterator[str]:
 def captions(page: str) -> Iterator[str]:
     """Yield each number of the finding, the caption and the terminal that no case gives."""
     (swept,) = (run for run in runs() if run.endswith("/sparsity-4096"))
+    matches = cases(swept)
     for text in re.findall(CAPTION, page):
-        yield from stated(text, cases(swept))
+        block = re.search(r", block (\d+);", text)
+        yield from stated(text, matches[matches.block == int(block[1])] if block else matches)
 
 
 def stated(text: str, matches: pd.DataFrame) -> Iterator[str]:
