@@ -116,13 +116,18 @@ def read(root: Path) -> dict[str, PublishedRun]:
     runs: dict[str, PublishedRun] = {}
     for path in paths:
         name = path.name if owners[path.name] == path else path.relative_to(home).as_posix()
-        run = store.read(path)
-        rows, noise, cases = tables(run)
-        cases, home_of_run = with_columns(cases, name), path.relative_to(root).as_posix()
-        runs[name] = PublishedRun(run, rows, noise, cases, home_of_run)
+        runs[name] = read_run(path, name, root)
     if not runs:
         raise ResultError(f"{home}: expected published runs, found none")
     return runs
+
+
+def read_run(path: Path, name: str, root: Path) -> PublishedRun:
+    """Read a bundle of a checkout as the published run `name`; raises ResultError."""
+    run = store.read(path)
+    rows, noise, cases = tables(run)
+    home = path.relative_to(root).as_posix()
+    return PublishedRun(run, rows, noise, with_columns(cases, name), home)
 
 
 def with_columns(cases: pd.DataFrame, run: str) -> pd.DataFrame:
@@ -147,10 +152,22 @@ def headline(runs: Mapping[str, PublishedRun], questions: list[Question] = QUEST
     return markdown_table(columns, [_answer(question, runs) for question in questions])
 
 
-def _answer(question: Question, runs: Mapping[str, PublishedRun]) -> list[str]:
-    if question.run not in runs:
-        raise ResultError(f"headline: expected a published run, found no {question.run}")
-    run = runs[question.run]
+@dataclass(frozen=True)
+class Headline:
+    """The case that answers a question in a run: our fastest in its one problem.
+
+    line      its row, inside a chain if the call is short and the run measured chains
+    isolated  its row as an isolated call
+    contest   what was timed beside `line`
+    """
+
+    line: "pd.Series[Any]"
+    isolated: "pd.Series[Any]"
+    contest: pd.DataFrame
+
+
+def headline_case(question: Question, run: PublishedRun) -> Headline:
+    """Return the case that answers a question; raises ResultError if it has no single problem."""
     raced = run.cases[
         (run.cases.status == "ok") & run.cases.speedup.notna() & ~run.cases.twin.astype(bool)
     ]
@@ -162,10 +179,18 @@ def _answer(question: Question, runs: Mapping[str, PublishedRun]) -> list[str]:
         )
     isolated = subjects.sort_values("speedup").iloc[-1]
     line = pd.Series(in_chain(isolated.to_dict(), problem))
+    return Headline(line, isolated, problem[(problem[CONTEST] == line[CONTEST]).all(axis=1)])
+
+
+def _answer(question: Question, runs: Mapping[str, PublishedRun]) -> list[str]:
+    if question.run not in runs:
+        raise ResultError(f"headline: expected a published run, found no {question.run}")
+    run = runs[question.run]
+    case = headline_case(question, run)
+    line, isolated, contest = case.line, case.isolated, case.contest
     beside = " isolated" if is_short(line.to_dict()) else ""
     if line.scope != isolated.scope:
-        beside = f" inside a chain; isolated {_speedup(isolated)}"
-    contest = problem[(problem[CONTEST] == line[CONTEST]).all(axis=1)]
+        beside = f" inside a chain; isolated {speedup_text(isolated)}"
     peer = contest[~contest.ours].sort_values("speedup").iloc[-1]
     active = line.get("active")
     level = percent(line.level) if pd.isna(active) else f"{active:g} of {line.n} active"
@@ -180,7 +205,7 @@ def _answer(question: Question, runs: Mapping[str, PublishedRun]) -> list[str]:
         str(line.m),
         level + block,
         _kernel(line),
-        _speedup(line) + beside,
+        speedup_text(line) + beside,
         line.baseline_label,
         _alone(line, runs) or "not yet",
         f"`{peer.kernel}` {times(peer.speedup, peer.uncertainty)}",
@@ -220,12 +245,13 @@ def _alone(case: "pd.Series[Any]", runs: Mapping[str, PublishedRun]) -> str:
         same = run.cases[(run.cases[keys] == case[keys]).all(axis=1)]
         if len(same):
             line, doubtful = same.iloc[0], run.noise.reliability[0] is Reliability.UNRELIABLE
-            words = [_speedup(line), str(Reliability.UNRELIABLE) if doubtful else ""]
+            words = [speedup_text(line), str(Reliability.UNRELIABLE) if doubtful else ""]
             inherited = choices_of(run.run.state) is Choices.BUNDLE
             words += ["inherited configurations"] if inherited else []
             return ", ".join(filter(None, [*words, conditions(line.on_cards, line.limited)]))
     return ""
 
 
-def _speedup(line: "pd.Series[Any]") -> str:
+def speedup_text(line: "pd.Series[Any]") -> str:
+    """Write a case's speedup with its interval."""
     return between(line.speedup, line.speedup_low, line.speedup_high, line.uncertainty)

@@ -34,6 +34,7 @@ from sparsebench.reports.headline import PublishedRun, headline, read
 from sparsebench.reports.picture import picture, with_series
 from sparsebench.reports.tables import markdown_table
 from sparsebench.reports.terminal import Answer
+from sparsebench.reports.what_changed import what_changed
 from sparsebench.results import between_cards, bundle, repeats
 from sparsebench.results.formatting import (
     between,
@@ -83,6 +84,15 @@ The best peer is the fastest kernel of others in the same contest. If it is the 
 {headline}
 
 {figure}
+
+## What changed
+
+Each line compares a headline with that of the run that a newer one replaced, both with today's
+statistics. The two have different commits and days, and most have different cards. `is / was` is
+the ratio of the two speedups with its interval. The times of our kernel and of the baseline show
+where a change comes from.
+
+{changed}
 
 ## How often does a second card agree?
 
@@ -162,6 +172,7 @@ def differing(root: Path, runs: Runs) -> dict[Path, str]:
         "runs": list_of_runs,
         "digests": digests,
         "terminal": terminal,
+        "changed": what_changed,
     }
     texts = {name: make(runs) for name, make in parts.items()}
     of_runs = ((run, Path(run.home).relative_to(HOME).as_posix()) for run in runs.values())

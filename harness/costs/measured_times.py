@@ -29,7 +29,7 @@ from sparsebench.results.provenance import Choices, choices_of, device_name
 from sparsebench.results.record import Contender, Problem, Row, Status
 from sparsebench.results.store import Run
 
-MOST_RUNS = 64  # read from a folder
+MOST_RUNS = 128  # read from a folder
 NEAR = 5
 FEW = 3  # rows of a run that separate what a kernel takes once from what each case takes
 LEAST_CONTEST_S = 0.05

@@ -16,6 +16,7 @@ from sparsebench.reports.headline import (
     read,
     with_columns,
 )
+from sparsebench.reports.what_changed import what_changed
 from sparsebench.results.analysis import analyse
 from sparsebench.results.families import DEFAULT, OURS, ours
 from sparsebench.results.noise import Noise, Reliability
@@ -28,7 +29,7 @@ LARGE = QUESTIONS[0]
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, PublishedRun]:
     """Return four runs; to read all takes a minute, and tests/outsider reads them too."""
     root = tmp_path_factory.mktemp("checkout")
-    for path in PUBLISHED.glob("*/*"):
+    for path in (*PUBLISHED.glob("*/*"), *PUBLISHED.glob("*/earlier/*/sparsity-4096")):
         if path.name in ("chain", "decode", "sparsity-4096", "sparsity-4096-confirmed"):
             link = root / path.relative_to(ROOT)
             link.parent.mkdir(parents=True, exist_ok=True)
@@ -52,6 +53,22 @@ def test_of_two_gpus_the_one_with_more_runs_keeps_a_name(tmp_path: Path) -> None
         "chain": "results/published/b/chain",
         "other": "results/published/b/other",
     }
+
+
+@pytest.mark.parametrize(
+    ("factor", "change"), [(0.8, "smaller"), (1.0, "none beyond the interval"), (1.2, "larger")]
+)
+def test_a_headline_says_how_it_changed_since_the_run_before(
+    factor: float, change: str, runs: dict[str, PublishedRun]
+) -> None:
+    run = runs["sparsity-4096"]
+    gains = ["speedup", "speedup_low", "speedup_high"]
+    now = replace(run, cases=run.cases.assign(**{gain: run.cases[gain] * factor for gain in gains}))
+    line = cells(what_changed({"sparsity-4096": now}, [LARGE]))
+    assert line[0] == LARGE.text
+    assert line[1].startswith("5.5× [5.4, 5.6] ([84a765b](")
+    assert line[3:5] == ["29.5 µs > 29.6 µs", "163 µs > 164 µs"]
+    assert line[-1] == change
 
 
 @pytest.mark.exhaustive
@@ -135,7 +152,7 @@ def filled(
 ) -> Callable[[str], str]:
     """Return what a page of another checkout should hold, without what takes seconds."""
     monkeypatch.setattr(published, "BLOCKED", ("docs/README.md",))
-    for name in ("headline", "agreement"):
+    for name in ("headline", "what_changed", "agreement"):
         monkeypatch.setattr(published, name, lambda runs: "")
     monkeypatch.setattr(published, "repeated_cases", lambda runs: None)
     for module in (published.advice, published.repeats):
