@@ -34,6 +34,7 @@ from sparsebench.results.contests import ANY, MOST, View, sort_values_of
 from sparsebench.results.formatting import (
     FORMATS,
     between,
+    bracketed,
     capital,
     cell_times,
     duration,
@@ -44,6 +45,7 @@ from sparsebench.results.formatting import (
 TITLE = "Which format wins"
 ORDER = 10
 
+ACROSS = 5  # columns of a map that fit a narrow screen; cells of more columns wrap there
 SIZE, ROW = (400, 235), 24  # pixels of the figure, and of a row of named dots
 HEADS = {"shape": "n × k", "scope": "measured", "cache": "L2 cache"}
 LINES = {"ours": "best of ours", "peer": "best sparse peer"}
@@ -147,7 +149,7 @@ def _map(view: View) -> Markup:
             f" A cell with several problems (at most {view.cells['count'].max()}) shows the median."
         )
     return Markup('<figure class="map">{}<figcaption>{}</figcaption></figure>').format(
-        html_table([*heads, *words], rows, "map"), read
+        html_table([*heads, *words], rows, "map many" if len(words) > ACROSS else "map"), read
     )
 
 
@@ -156,7 +158,9 @@ def _cell(view: View, line: "pd.Series[Any] | None") -> Markup:
         return Markup('<span class="cell none">–</span>')
     title = f"{column_text(view, line)}: {winner(line)}"
     name = Markup("_<wbr>").join(_who(view, line).split("_"))
-    text = Markup("<b>{}</b>{}").format(cell_times(line.best_gain, line.best_half), name)
+    span = bracketed(line.best_low, line.best_high, line.best_half)
+    gain = cell_times(line.best_gain, line.best_half)
+    text = Markup('<b>{}</b><span class="span">{}</span> {}').format(gain, span, name)
     return shaded(line.best_gain, line.best_decided, f"#case-{line.best_case_id}", title, text)
 
 

@@ -26,10 +26,10 @@ from sparsebench.results.formatting import (
     amount,
     between,
     blocks_text,
+    bracketed,
     cell_times,
     conditions,
     duration,
-    interval,
     join_words,
     number,
     percent,
@@ -83,7 +83,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Grid:
-    """A table, what its cells share, and the run of its largest gain."""
+    """A table, what its cells share, the run of its largest gain, and its number of problems."""
 
     op: str
     dtype: str
@@ -92,6 +92,7 @@ class Grid:
     columns: list[float]
     lines: list[Line]
     best: str
+    problems: int
 
     @property
     def heads(self) -> list[str]:
@@ -156,6 +157,24 @@ def grids(lines: pd.DataFrame) -> list[Grid]:
     tokens = _most(sparse.m, [m for m in TOKENS if m in set(sparse.m)], len(TOKENS))
     records: list[Record] = sparse.to_dict("records")
     return [_grid([line for line in records if line["m"] == m], int(m)) for m in tokens]
+
+
+def coverage(lines: pd.DataFrame, drawn: Sequence[Grid]) -> str:
+    """Say how many problems of these lines the grids show, and what the rest is; "" without one."""
+    measured = lines[(lines.side != "dense") & lines.gain.notna()]
+    total = len(measured.assign(level=measured.level.round(2)).drop_duplicates(PROBLEM))
+    shown = sum(grid.problems for grid in drawn)
+    if shown == total:
+        return ""
+    op, dtype = drawn[0].op, drawn[0].dtype
+    tokens = join_words([f"{grid.tokens:,}" for grid in drawn])
+    others = {"op": sorted({*measured.op} - {op}), "dtype": sorted({*measured.dtype} - {dtype})}
+    named = [f"{name}s ({join_words(values)})" for name, values in others.items() if values]
+    rest = ", ".join([*named, "tokens or sparsities"])
+    return (
+        f"These grids show {shown} of {total} measured problems: {op} in {dtype} with {tokens} "
+        f"token{'' if tokens == '1' else 's'}. The rest, with other {rest}, is on"
+    )
 
 
 def cases(lines: pd.DataFrame) -> list[dict[str, str | bool]]:
@@ -275,7 +294,9 @@ def _grid(sparse: Sequence[Record], tokens: int) -> Grid:
     about = [f"{_tokens(tokens)} at once", op, dtype, shape, f"{top['cache']} cache", processes]
     where = conditions(top["on_cards"], top["limited"])
     about += [f"the largest gain was measured on {where}"] if where else []
-    return Grid(op, dtype, tokens, " · ".join(filter(None, about)), levels, lines, str(top["run"]))
+    problems = len({tuple(str(line[name]) for name in PROBLEM) for line in best})
+    words = " · ".join(filter(None, about))
+    return Grid(op, dtype, tokens, words, levels, lines, str(top["run"]), problems)
 
 
 def _top(lines: Sequence[Record]) -> Record:
@@ -365,7 +386,7 @@ def _range(records: Sequence[dict[str, Any]]) -> tuple[str, str]:
     if pd.isna(low) or high <= low:
         return times(gain), ""
     half = max(high - gain, gain - low)
-    return cell_times(gain, half), f"[{interval(low, high, half)}]"
+    return cell_times(gain, half), bracketed(low, high, half)
 
 
 def _problem(line: Any) -> str:
