@@ -119,7 +119,7 @@ def test_simulated_runs_come_after_every_measured_one(places: dict[str, Path], s
 
 def test_a_cell_opens_a_card_with_rivals_in_order_and_commands(places, show) -> None:
     page = show(places["run"]).page
-    page.locator("a[data-cell][title^='At 90 %: BSR with 128 × 128' i]:visible").click()
+    page.locator("a[data-cell][title^='At 90 %: BSR with 32 × 32' i]:visible").click()
     card = page.locator("aside.card")
     assert card.is_visible()
     times = [float(text.split(" ")[0].replace(",", "")) for text in
@@ -128,8 +128,8 @@ def test_a_cell_opens_a_card_with_rivals_in_order_and_commands(places, show) -> 
     assert times == sorted(times)
     run, trial = card.locator("code").all_inner_texts()
     assert run.startswith('sparsebench run sparsity --only "')
-    assert {"block=128", "sparsity=0.9", "m=4096"} <= {*run.split('"')[1].split()}
-    assert trial.startswith("sparsebench try bsr_wgmma ")
+    assert {"block=32", "sparsity=0.9", "m=4096"} <= {*run.split('"')[1].split()}
+    assert trial.startswith("sparsebench try bsr_small ")
     assert "tuned" not in trial
     address = card.locator("tbody a", has_text="torch_bsr").first.get_attribute("href")
     linked = show(places["run"], address=address).page.locator("aside.card code").last.inner_text()
