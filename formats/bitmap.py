@@ -57,7 +57,7 @@ class Bitmap(Format):
 
     @classmethod
     def from_dense(cls, dense: Tensor, /) -> Self:
-        """Convert a matrix of any dtype of 8 to 32 bits; NaN is stored. Raises FormatError."""
+        """Convert a matrix [n, k] of a dtype of 8 to 32 bits; NaN is stored. Raises FormatError."""
         require_matrix(dense)
         size = dense.element_size()
         require(size <= 4, f"expected a dtype of 8, 16 or 32 bits, found {dense.dtype}")

@@ -12,9 +12,9 @@ columns  int32 [blocks]   kv block, ascending in a row; bit 31 is set if the blo
 bits     uint8 [partial blocks, b_q, ceil(b_k / 8)]   optional; the lowest bit is the first key
 slots    int32 [blocks]   with `bits`: index of a partial block in `bits`, -1 for full blocks
 
-A block covers b_q queries and b_k keys, or fewer at the edge, where kernels check the bounds: that
-alone does not make a block partial. All elements of a full block are allowed. An element of a
-partial block is allowed if every rule of the mask holds:
+A block covers b_q queries and b_k keys, or fewer at the edge, where kernels check the bounds; being
+at the edge alone does not make a block partial. All elements of a full block are allowed. An
+element of a partial block is allowed if every rule of the mask holds:
 
     causal   k <= q + S_kv - S_q
     bits     the element's bit is set

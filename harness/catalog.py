@@ -36,7 +36,7 @@ FOLDERS = {
     "kernels": "kernels",
     "figures": "reports.figures",
 }
-"""What can be listed, and its folder."""
+"""What `listing` lists, with the folder of each, as a package of sparsebench."""
 
 
 def names(folder: str) -> list[str]:
@@ -81,7 +81,7 @@ def _documentation(tree: ast.Module, attribute: str) -> str:
 
 
 def listing() -> dict[str, dict[str, str]]:
-    """Return every op, pattern, format, kernel, figure and suite with its first line.
+    """Return every op, pattern, format, kernel, figure and suite with a line that describes it.
 
     Imports none of them. Raises SuiteError if a name is taken twice.
     """

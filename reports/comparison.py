@@ -5,7 +5,7 @@
     cases       every case, the largest settled difference first
     notes       what else differs, looks, what the parentheses hold
 
-All three are written from the same `parts`, so they say the same words. The terminal shows the
+All three are written from the same `parts`, so they say the same. The terminal shows the
 LINES largest differences, and Markdown folds the cases away.
 """
 

@@ -3,8 +3,8 @@
     MODEL              magnitude   Wanda   SpenseGPT   × own MLPs         × Llama-3-8B, 16 tokens
     2:4                    +4.18   +0.84       +0.43   ≈1.3× [1.1, 1.4]   ...
 
-Losses are the increases on held-out text by `sparsebench prune`, or by training with an L1 term;
-speedups are those of gated MLPs on a GPU by the published rows (results/advice.py).
+A loss is the increase of the loss on held-out text that `sparsebench prune` measured, or training
+with an L1 term. Speedups are those of gated MLPs on a GPU by published rows (results/advice.py).
 """
 
 from sparsebench.reports.advice import loss_style, style

@@ -14,7 +14,7 @@ interval and an outcome (statistics.py), which is a verdict. With fewer it has a
                          a baseline
 
 Baselines and twins have no verdict. A run without A/A pairs cannot show that equal kernels come
-out equal, so its cases have none either.
+out equal, so its cases have no verdicts.
 """
 
 from collections import Counter
@@ -72,7 +72,7 @@ def summary(
     processes     the number of processes used: fewer than the run has if the baseline failed in
                   some, or if only some captured the case in a graph
     blocks        median times by block for each (replicate, attempt), for statistics.ratio_over
-    low_us        and high_us: range of the processes' medians; for one process, quartiles
+    low_us        and high_us: range of the medians of the processes; for one process, quartiles
     ran           the label; for a portfolio also the kernel that it chose
     level         sparsity of the problem. Weights from a file may have more zeros than the problem
                   asks for; then `level` and `sparsity` are what they have

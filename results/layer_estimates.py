@@ -103,7 +103,7 @@ class Layer:
 
     @property
     def uses_copy(self) -> bool:
-        """Return whether a dense copy of the weights is multiplied, beside which they are kept."""
+        """Return whether the layer multiplies with a dense copy, beside the sparse weights."""
         return self.way == ANYWHERE and self.m > BITMAP_TOKENS
 
     @property
@@ -141,7 +141,7 @@ class Layer:
 
     @property
     def bound(self) -> float:
-        """Return the largest gain, if dense and sparse weights are read and multiplied as fast."""
+        """Return the largest gain: sparse weights are read and multiplied no faster than dense."""
         return max(1 / self.stored, 1 / self.density)
 
     def work_us(self, gpu: Gpu, dense: bool = False) -> float:

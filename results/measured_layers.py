@@ -2,8 +2,8 @@
 
     runs, models' JSON ──> evidence ──> results/published/advice.json ──> packaged()
 
-`python -m sparsebench.reports.published` writes that file, which is part of a wheel; the bundles
-that it is made from are not. Each layer is the fastest case of its kind of sparsity in a contest:
+`python -m sparsebench.reports.published` writes that file from the bundles. A wheel has the file,
+but not the bundles. Each layer is the fastest case of its kind of sparsity in a contest:
 kernel time with a cold cache. If several runs measured a problem, the one with the most processes
 counts.
 """

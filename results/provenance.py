@@ -35,7 +35,7 @@ class Choices(StrEnum):
     AMONG   every process, by its own search; later ones among the finalists of the first
     EARLIER every process, by its own search among the finalists of an earlier run
     EACH    every process, among all candidates (runs from before AMONG existed)
-    FIRST   the first process; the others reused its choices (also if run.json has no word)
+    FIRST   the first process; the others reused its choices (also if run.json names none)
     BUNDLE  another run: process p reused the choices of its process p
     """
 

@@ -128,7 +128,7 @@ def start(contest: RunningContest) -> RunningContest:
 
 
 def compile_ahead(problem: Problem, contenders: list[Contender], device: torch.device) -> None:
-    """Prepare every contender and drop it: what it compiled stays in the caches on disk."""
+    """Prepare every contender and drop it: its compiled code stays in the caches on disk."""
     entries = [Entry(Row(Case(problem, contender), Status.OK)) for contender in contenders]
     prepare_contest(problem, entries, device).guard.watched.clear()
 

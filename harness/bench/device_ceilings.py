@@ -72,7 +72,7 @@ def measure(device: torch.device, dtypes: Collection[str] = tuple(DTYPES)) -> Ce
 
 
 def empty_launch_us(device: torch.device) -> float:
-    """Return the time in µs of a sample that does almost nothing: the floor of an isolated call."""
+    """Return the time in µs of an empty launch: a sample that does almost nothing."""
     small = torch.zeros(32, device=device)
     small.add_(1)  # compiled and loaded before a graph is captured
     (taken,) = time_together([ready(Launch(lambda: small.add_(1)), device)], device, "launch")

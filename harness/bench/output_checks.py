@@ -1,7 +1,7 @@
 """Check what contenders return against the op's definition in fp64.
 
     before timing, and after it:
-    redraw the activations, by a number that no kernel has seen
+    draw new activations, from a seed that no kernel can know
     ─> compute what each layer should give, by the definition: in fp64, and in the problem's dtype
     ─> call each contender; before timing, its output is filled with NaN, or with the least integer
     ─> no output may lie in an operand, and each must be as near as its dtype allows
@@ -88,7 +88,7 @@ def _whole(contest: RunningContest, entry: Entry) -> bool:
 
 
 def _watch(contest: RunningContest, expected: Sequence[Expected], whole: bool) -> set[str]:
-    """Watch the right answers while contenders run, and return what they are called."""
+    """Watch the right answers while contenders run, and return their names."""
     names, of_whole = set[str](), " without the mask" if whole else ""
     for number, (layer, right) in enumerate(zip(contest.layers, expected, strict=True)):
         arrays = {"answer": right.reference, "spread": right.spread}
@@ -110,7 +110,7 @@ def _watch(contest: RunningContest, expected: Sequence[Expected], whole: bool) -
 
 
 def redraw(contest: RunningContest) -> None:
-    """Draw the activations anew, by a number that was never used, and record it in the rows."""
+    """Draw new activations, from a seed that was never used, and record it in the rows."""
     recordings = [of for layer in contest.layers for of in layer.dense.recordings.values()]
     contest.draw = operands.other_draw(contest.draw, recordings)
     for number, layer in enumerate(contest.layers):

@@ -178,7 +178,7 @@ def unsupported_on(device: str, problem: Problem, contender: Contender) -> str |
 
 @cache
 def _refusal(format_name: str, params: str, dtype: torch.dtype) -> str | None:
-    """Return why a format of ours refuses zeros, which it holds in any size, or None."""
+    """Return why a format of ours refuses the params or the dtype, tried on zeros, or None."""
     format_ = weights_format(format_name)
     if not format_.__module__.startswith("sparsebench."):
         return None

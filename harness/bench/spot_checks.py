@@ -5,12 +5,12 @@
             A like the samples, or on B, written just before it, with A written again after it. Its
             time is in no row
 
-B's answer is known: an earlier call on B was compared in full. A's answer is that of the first call
-of the burst: it must differ from B's, and a second call must give it again after its elements were
-reversed. If the call on B was compared in part, the sums are those of the same output. A call finds
-the right answer for the other activations in its output, so a call that does
-nothing, or that returns a stored result, is wrong. Writing the activations changes no version
-counter of torch. A spot is called by the same line of code as a sample, with the same arguments.
+The right sums on B are those of an earlier call whose output was compared in full or in part. The
+right sums on A are those of the first call of the burst: they must differ from B's, and a second
+call must give them again after the output's elements were reversed. Each call finds the answer for
+the other activations in its output buffer, so a call that does nothing, or returns a stored result,
+is wrong. Writing the activations changes no version counter of torch. A spot is called by the same
+line of code as a sample, with the same arguments.
 
 An inspection sums the output's rows and columns on the stream behind the call, without waiting, in
 fp64: in fp32, squares of sums of 1e-30 would be zero, and sums of 1e38 infinite. The sums may be 4

@@ -5,7 +5,7 @@
             ─> worker_process.py takes them as first workers    ┐ at the same time
             ─> import_meanwhile: what the report needs          ┘
 
-Processes that no run took end with the command. Nothing here imports torch.
+A process that no run takes ends with the command. Nothing here imports torch.
 """
 
 import os
@@ -42,7 +42,7 @@ def start(device: str | None, devices: int, processes: int) -> None:
 
 
 def take() -> Process | None:
-    """Return a process that was started early, each once; None if there is none left."""
+    """Return a process that was started early, or None if none is left."""
     try:
         return _waiting.pop()  # several threads may call this at once
     except IndexError:

@@ -56,9 +56,9 @@ class RunOptions:
     progress    called before each contest
     on_message  receives machine findings and failure reasons
     pinned      choices of each process of another run, taken without a search (provenance.py)
-    searched    rows of an earlier run: the processes of a verdict search among its finalists
+    searched    rows of an earlier run, among whose finalists the processes of a verdict search
     origin      the bundle that this run reproduces or confirms, for run.json
-    until       when to end, as a time.monotonic(). A contest starts only if it would end
+    until       when to end, by time.monotonic(). A contest starts only if it would end
                 before, judged by its time in the last process or the longest time so far
     rank        contests of a lower rank come first in every process; ties are in random order
     replan      called before each process with its number and its contests, and returns those to
@@ -94,6 +94,9 @@ def measure(
 ) -> Path:
     """Run the suite, or resume a stopped run, and return the sealed run directory.
 
+    out     the directory of a new run; by default runs/TIME-SUITE-DEVICE
+    resume  the directory of a stopped run, or None
+
     Raises SuiteError or ResultError if the run cannot start, and Stopped if it is interrupted
     after its directory was made.
     """
@@ -105,7 +108,7 @@ def measure(
         require_new(out)
     device.tuned_tables()
     for folder in CONSTANTS:
-        modules(folder)  # a name that is taken twice is an error now, not when the report is built
+        modules(folder)  # two files of one name are an error now, not when the report is built
     with ExitStack() as held:
         if resume:
             held.enter_context(store.lock_run(resume))

@@ -3,7 +3,7 @@
 code_of           contests ─> names of other packages ─> environment.json: plugins, code_sha256
 own_suite         suite.yaml of the run, expanded again
 require_planned   the rows of the run are those that its plan asks for
-completed_rows    of a stopped run: the contests that need not be measured again
+completed_rows    rows of a stopped run, from the contests that it completed
 """
 
 from collections.abc import Iterable, Mapping
@@ -92,7 +92,7 @@ def completed_rows(
 ) -> list[Row]:
     """Return the rows of the contests that a stopped run completed.
 
-    Raises SuiteError if the run is one of another suite, or of other flags.
+    Raises SuiteError if the run has another suite or other flags.
     """
     run = store.read(path)
     if run.suite_text != suite.text:
@@ -132,7 +132,7 @@ def require_same_machine(path: Path, here: Mapping[str, Any]) -> None:
 
 
 def require_same_choices(path: Path, before: Mapping[str, Any], chosen_by: Choices) -> None:
-    """Raise SuiteError if one session would search and another take choices from a bundle."""
+    """Raise SuiteError if one session would search and the other reuse choices of a bundle."""
     if provenance.choices_of(before) is not chosen_by:
         expected = f"expected choices by {provenance.choices_of(before)}, found {chosen_by}"
         again = "; reproduce or confirm with --out continues such a run"

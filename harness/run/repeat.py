@@ -1,8 +1,8 @@
 """Measure a bundle again: `reproduce` all of it, or `confirm` its largest speedups.
 
-    reproduce   RUN ─> complete? ─> the same plan? ─> measured by its own suite.yaml and flags
-    confirm     RUN, a screening of N cells ─> the cells with the largest speedups, alone, in fresh
-                processes ─> the headline, with the interval of the new run
+    reproduce   RUN, if it is complete and has its whole plan ─> its suite.yaml, measured again
+    confirm     RUN, a screening of N cells ─> the cells with the largest speedups, without the
+                others, in fresh processes ─> the headline, with the interval of the new run
 
 The largest of many noisy numbers is larger than what it estimates (the winner's curse). So the
 screening only chooses cells: none of its numbers is in the headline.
@@ -135,7 +135,7 @@ def headlines(run: Run) -> list[Headline]:
 
 
 def whole(path: Path) -> Run:
-    """Read a bundle. Raises ResultError if a file or a row is not as it should be."""
+    """Read a bundle. Raises ResultError if a file was changed or a row is inconsistent."""
     bundle.verify(path)
     run = store.read(path)
     for _ in check_consistency(run):

@@ -7,8 +7,8 @@
                  └> a fresh worker runs the contest again without it; earlier samples are discarded
 
 A second attempt announces every sample and waits for it, so that an error while contenders take
-turns is charged to the right one. If that fails too, or if no worker starts, the contest is given
-up and every row says why. worker_process.py talks to the worker.
+turns is attributed to the right one. If that fails too, or if no worker starts, the contest is
+given up and every row says why. worker_process.py talks to the worker.
 
 While a worker takes its device, the workers of the next processes import everything, which takes
 seconds. They then idle without a device: nothing is imported while a contest runs.
@@ -38,7 +38,7 @@ from sparsebench.harness.run.worker_process import (
 from sparsebench.results.ceilings import FP32, TF32
 from sparsebench.results.record import Case, Row, Status
 
-BLAMELESS_ATTEMPTS = 2  # attempts that may end without a known offender before giving up
+BLAMELESS_ATTEMPTS = 2  # attempts of a contest that may fail with no case to blame
 CEILINGS_KEPT_S = 1800.0  # clocks settle within a minute, but other users come and go
 
 Pinned = Mapping[str, Mapping[str, Any]]
@@ -64,7 +64,7 @@ class Runner:
     share      pass the choice of an ok row to every later process. Without `pinned` and `share`,
                each process searches: the first among all candidates, later ones among its finalists
                (kernels/_common/search.py). References search once for each card
-    processes  how many there will be; `fresh` is called once less
+    processes  their number; `fresh` starts each but the first
     spent_s    seconds of waiting for workers to start, and for ceilings
     stopping   set by another thread, which then kills the worker: the run ends as by Ctrl-C
     """

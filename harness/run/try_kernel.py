@@ -1,12 +1,13 @@
-"""Try one kernel on one problem at once, the command of a kernel engineer's inner loop.
+"""Try one kernel on one problem: `sparsebench try`, for use after each change of a kernel.
 
     sparsebench try bsr_wgmma m=4096 n=4096 k=4096 block=64 sparsity=0.9
 
     words ─> a suite of one problem ─> contest: the kernel beside its baseline ─> a line for each
 
 A word is a field of the op (m=64), an option of the kernel (tuned=false), a parameter of the format
-(dense_fraction=0.5, wd.split=columns), or one of OWN. A parameter that is not given takes the field
-of its name, so a BSR kernel's blocks are the problem's. One process is a look, never a verdict.
+(dense_fraction=0.5, wd.split=columns), or one of OF_TRY. A parameter that is not given takes the
+field of its name, so a BSR kernel's blocks are the problem's. One process is a look, never a
+verdict.
 """
 
 import re
@@ -71,7 +72,7 @@ def try_kernel(
     data: Path | None = None,
     on_failure: OnFailure = lambda *failure: None,
 ) -> TrialResult:
-    """Draw, convert, check against fp64 and time a kernel beside its baseline.
+    """Generate operands, convert them, and check and time a kernel beside its baseline.
 
     `on_failure` receives tracebacks. Raises SuiteError for a word that cannot be used, and
     Unsupported if the kernel cannot run the problem here.

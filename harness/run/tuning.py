@@ -1,4 +1,4 @@
-"""Tune: search long for every problem of a suite, into a table of this GPU.
+"""Tune: search long for each problem of a suite, and write a table for this GPU.
 
     problems x contenders that tune ─> contests of {tuned: wide} beside {tuned: false}
       ─> a worker: convert, search, check, time the two in turn, check again ─> rows
@@ -149,7 +149,7 @@ def searches(suite: Suite, condition: str) -> list[Contest]:
             if not meets(contest.problem, contender, condition):
                 continue
             if contender.kernel == DEFAULT:
-                # With the user's cache, so that what was searched before stays.
+                # With the user's cache, so that earlier choices stay.
                 user_call = replace(contender, options={"cache": True})
                 pairs[Case(contest.problem, contender).id] = (user_call,)
             elif load_kernel(contender.kernel).tunes:
@@ -161,7 +161,7 @@ def searches(suite: Suite, condition: str) -> list[Contest]:
     if not contests:
         expected = "a contender whose kernel tunes (bsr_triton, bsr_wgmma, csr_cuda ...)"
         raise SuiteError(f"suite {suite.name}: expected {expected}, found none")
-    shuffled = random.Random(suite.name)  # so that little time covers some of all
+    shuffled = random.Random(suite.name)  # so that a short tuning reaches problems of every kind
     return shuffled.sample(contests, len(contests))
 
 

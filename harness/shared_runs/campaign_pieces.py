@@ -49,8 +49,8 @@ class Pieces:
     device_id  of this card, which tells its pieces from those of other cards
     until      a moment of time.monotonic()
     begun      called with each part, so that another thread can stop it
-    resumes    whether a run that has begun keeps its selection, processes and energy, whatever the
-               flags are; otherwise other flags are an error
+    resumes    whether a run that has begun keeps its own selection, processes and energy; otherwise
+               flags that differ from them are an error
     """
 
     device_id: str

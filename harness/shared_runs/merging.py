@@ -45,7 +45,7 @@ def merge(
 
     `plugins` allows the suite to import modules of other packages. If the plan need not be `whole`,
     missing contests make the run `interrupted`. Raises ResultError, and writes nothing, if a run
-    was changed, its suite, code or kind of GPU differs, or a contest is missing or there twice.
+    was changed, its suite, code or kind of GPU differs, or a contest is missing or occurs twice.
     """
     runs = _read_runs(paths)
     if not store.is_new(out):
@@ -85,7 +85,7 @@ def merge(
 
 
 def _read_runs(paths: Sequence[Path]) -> list[Run]:
-    """Read runs of one GPU each. Raises ResultError if one was changed, or is there twice."""
+    """Read runs of one GPU each. Raises ResultError if one was changed or occurs twice."""
     runs, seen = list[Run](), dict[str, Path]()
     for path in paths:
         if (identity := bundle.identity(path)) in seen:  # even under another name

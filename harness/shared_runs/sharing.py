@@ -1,4 +1,4 @@
-"""A suite shared out over several GPUs, and resumed: the entrance to this folder.
+"""Share a suite out over several GPUs, and resume it; other folders call this module.
 
     suite, Plan ─> RUN.shards ─> a thread for each GPU of this host: workers near it    ┐
                               ─> jobs of a cluster, one GPU each (cluster_jobs.py)      ┴─> RUN

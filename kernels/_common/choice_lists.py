@@ -6,8 +6,8 @@
 
 A process reads a file once, and appends its choices with one write each, so several processes may
 search at once; the last line of a problem counts. A line that is damaged, or names a kernel or a
-configuration that no longer exists, is skipped. A file that cannot be written costs a search in
-each process, which is said once.
+configuration that no longer exists, is skipped. If a file cannot be written, each process searches,
+and warns once.
 """
 
 import hashlib

@@ -8,9 +8,9 @@
 
 A call is recorded only if the weight is as the call before it left it, so a weight that is replaced
 or written in every step costs no recordings. A recording is used only if the tape has every launch,
-every address in the arguments is the start of a known tensor, and the recorded launches give the
-same bits as the path in Python. Until then, and whenever a guard of front.cpp fails, the layer
-takes its path in Python: 15 to 30 µs more, and 50 to 100 µs more in backward.
+if every address in the arguments is the start of a known tensor, and if the recorded launches give
+the same bits as the path in Python. Until then, and whenever a guard of front.cpp fails, the layer
+takes its path in Python, which takes 15 to 30 µs more, and 50 to 100 µs more in backward.
 
 front.cpp is compiled once per machine, for this torch and Python, with $CXX or c++, in about 20 s:
 $XDG_CACHE_HOME/sparsebench/front/KEY/. Without a compiler, which is said once, or with

@@ -1,10 +1,10 @@
 """Scratch memory that launches on one stream share: partial sums, and counters that stay zero.
 
-    outside of captures   one piece of each kind per stream, kept; its launches run one by one
+    outside of captures   one piece of each kind per stream, kept: its launches do not overlap
     in a captured graph   partial sums from the graph's own memory; counters from an arena that was
                           zeroed before, one slot per graph and stream, free again after the graph
 
-So no call allocates or zeroes memory. A kernel leaves its counters as it found them, zero.
+So no call allocates or zeroes memory. Each kernel sets its counters back to zero.
 """
 
 from dataclasses import dataclass, field

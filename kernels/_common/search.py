@@ -12,8 +12,8 @@ A later process of a verdict receives these lines (Operands.timed). A long searc
 `finalists` only, and chooses among them.
 
 The stream is held while the host enqueues a round (gpu_clock.py), so that the events enclose the
-work but not the launch. A call of cuSPARSELt takes the host 300 us: without capture or a hold, 17
-ways to call it looked alike, and the choice was up to 1.7 times as slow as the best.
+work but not the launch. A call of cuSPARSELt takes the host 300 µs: without capture or a hold, 17
+configurations of it seemed equally fast, and the one chosen took up to 1.7 times the best time.
 """
 
 import warnings
@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 
 ROUNDS = 7
 SHORT_US, SHORT_ROUNDS = 100.0, 25  # short samples scatter by 2 to 6 % and are cheap
-# From round TRIALS on, candidates are dropped whose least sample exceeds DROP times the best. To
-# drop after one sample cost torch's BSR a third in a published run (block 32, 95 %).
+# From round TRIALS on, candidates are dropped whose least sample exceeds DROP times the best.
+# Dropping after one sample made torch's BSR a third slower in a published run (block 32, 95 %).
 DROP, TRIALS = 1.25, 3
 NEAR, FINALISTS = 1.1, 24  # finalists: largest ratio to the fastest, and largest number
 REASON = 160  # characters that a row has for why a candidate does not run

@@ -1,4 +1,4 @@
-"""Choose how to run a product: engines offer candidates, and the fastest here is kept.
+"""Choose how to run a product: kernels ("engines") offer candidates, and the fastest is kept.
 
     pinned            in a run: the choice of an earlier process, taken again
     user's cache      what a search found on this GPU with this code, for these sizes; in a run
@@ -62,7 +62,7 @@ class Product(Protocol):
 
 
 class Earlier(NamedTuple):
-    """What earlier processes of a run know of a product; (None, ()) in the first process.
+    """What earlier processes of a run chose and timed; (None, ()) in the first process.
 
     choice  is taken again without a search
     lines   Selected.lines of the first process
@@ -72,7 +72,7 @@ class Earlier(NamedTuple):
     lines: Sequence[Mapping[str, Any]]
 
     def part(self, name: str) -> "Earlier":
-        """Return what they know of one product of a layer."""
+        """Return the same for one product of a layer."""
         return Earlier((self.choice or {}).get(name), part_of(name, self.lines))
 
 
@@ -216,7 +216,7 @@ def bucket(tokens: int) -> int:
     """Return the number of tokens that a plan is made for: the least of these that holds them.
 
     1, 8, 16, in steps of 16 to 256, and then eight numbers for each power of two. A plan for M
-    tokens multiplies fewer, so a length that is new costs nothing if its bucket is planned.
+    tokens also multiplies fewer, so a new number of tokens costs nothing if its bucket is planned.
     """
     if tokens <= 8:
         return 1 if tokens <= 1 else 8

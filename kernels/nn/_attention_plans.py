@@ -8,7 +8,7 @@
       backward   attention_triton_backward
     any of these, up to 16 queries of a sequence
       forward    attention_split, attention_triton; not attention_wgmma, because binding it takes
-                 the host 100 us, which is longer than the call
+                 the host 100 µs, which is longer than the call
     CPU          torch, with every element of the mask: a reference for small masks
 
 selection.py chooses the fastest in a search, or else the first one in this list. All of them give

@@ -1,4 +1,4 @@
-"""The index of a block-sparse layer: drawn, or made from a pattern, copied, and compared."""
+"""The index of a block-sparse layer: draw it or make it from a pattern, copy and compare it."""
 
 import torch
 from torch import Tensor

@@ -1,7 +1,7 @@
 """Keep what is made for a BSR index, and notice when other code writes into the index.
 
 An index is two tensors, and other code, such as AveragedModel and DDP, writes into them. So a
-pattern holds a copy of the index, and the stamp that both tensors had when they last equalled it:
+pattern holds a copy of the index, and the stamp of both tensors when they last equalled the copy:
 
     stamp  for offsets and columns: torch's count of the writes, the address, the length
 

@@ -1,7 +1,8 @@
 """A product by a named kernel, as a suite runs it, for `sparsebench.matmul`.
 
 A kernel is prepared once for each op, number of tokens and stream, with buffers for its
-activations, and again if torch counts a write to the weight. A CUDA graph reserves a launch.
+activations, and again if torch counts a write to the weight. Each CUDA graph takes a launch for
+itself.
 """
 
 import inspect

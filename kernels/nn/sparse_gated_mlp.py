@@ -17,11 +17,12 @@ Backward then computes gate and up again (11 products instead of 9), and memory 
 device decides this without the host waiting. A CUDA graph contains both paths, so backward always
 allocates two matrices [tokens, units].
 
-A sparse call that turns out dense makes a step up to 1.8 times as slow as dense layers (NOTES.md).
-At the start of training most units are active, so set `sparse` to False then, or call `adapt`,
-which decides by the count of the last call. A call with `sparse` False multiplies with cuBLAS and
-stores what dense layers store. The layer never switches on its own: the host learns a count at an
-unpredictable moment, so neither the bits nor the memory of a step would be reproducible.
+A sparse call that has too few slots, and is dense, makes a step up to 1.8 times as slow as dense
+layers (NOTES.md). At the start of training most units are active, so set `sparse` to False then, or
+call `adapt`, which decides by the count of the last call. A call with `sparse` False multiplies
+with cuBLAS and stores what dense layers store. The layer never switches on its own: the host learns
+a count at an unpredictable moment, so neither the bits nor the memory of a step would be
+reproducible.
 
     GPU of compute capability 8.0 and newer    Triton (twell/_autograd.py); sizes are multiples of 8
     CPU                                        dense products in torch, as a reference

@@ -62,7 +62,9 @@ from sparsebench.kernels.nn._spense_weights import DTYPES, packed, rounded, with
 from sparsebench.kernels.nn._weight import FusedPart
 from sparsebench.kernels.spense.spense_ffn import TURN, interleaved, joined, parted
 
-CODE_BYTES = 2048  # a sparse tile has this many bytes of metadata / bytes of an element
+CODE_BYTES = (
+    2048  # a sparse tile has this many bytes of metadata, divided by the bytes of an element
+)
 BUFFERS = "sparse", "dense", "scale"
 ADAPT = (
     "adapt gate_up and down, or keep separate layers with "
