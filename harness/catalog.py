@@ -27,7 +27,7 @@ if TYPE_CHECKING:  # listing needs no torch
     from sparsebench.harness.ops._op import Op
     from sparsebench.kernels._kernel import Kernel, Launch, Operands
 
-Named = TypeVar("Named")
+T = TypeVar("T")
 
 FOLDERS = {
     "ops": "harness.ops",
@@ -154,7 +154,7 @@ def load_op(name: str) -> "Op":
     return loaded
 
 
-def _of(loaded: Any, kind: type[Named], name: str) -> Named:
+def _of(loaded: Any, kind: type[T], name: str) -> T:
     if not isinstance(loaded, kind):
         what = kind.__name__
         raise SuiteError(f"{name}: expected {what.upper()} to be a {what}, found {loaded!r}")

@@ -9,7 +9,7 @@ with an L1 term. Speedups are those of gated MLPs on a GPU by published rows (re
 
 from sparsebench.reports.advice import loss_style, style
 from sparsebench.reports.tables import Cell, Table
-from sparsebench.results.advice import CONTEXT, DEAR, KINDS, gain_of
+from sparsebench.results.advice import CONTEXT, KINDS, MOST_LOSS, gain_of
 from sparsebench.results.layer_estimates import SMALL_BLOCKS
 from sparsebench.results.measured_layers import TRAINED, Cost, Evidence
 from sparsebench.results.model_shapes import MODELS, read_shapes
@@ -92,5 +92,5 @@ def markdown(evidence: Evidence, gpu: str) -> str:
 def _rise(cost: Cost | None) -> Cell:
     if cost is None:
         return "–", "quiet"
-    per_byte = cost.unit == "byte" and cost.rise <= DEAR  # a byte is less than a token
+    per_byte = cost.unit == "byte" and cost.rise <= MOST_LOSS  # a byte is less than a token
     return f"{cost.rise:+.3f}", "unsure" if per_byte else loss_style(cost.rise)

@@ -87,7 +87,7 @@ def state_of(limited: float, inherited: bool) -> State:
     return State.LIMITED if limited > POWER_LIMITED else State.FREE
 
 
-def cards_of(devices: Sequence[str]) -> int:
+def count_cards(devices: Sequence[str]) -> int:
     """Return the number of different cards; 0 for a CPU and a simulated GPU."""
     cards = set(devices)
     return len(cards) if all(card.startswith(CARDS) for card in cards) else 0
@@ -98,7 +98,7 @@ def half_of(logs: Sequence[float], cards: Sequence[str], state: State) -> float:
 
     `logs` are the log ratios of the processes, and `cards` the device of each.
     """
-    count = cards_of(cards)
+    count = count_cards(cards)
     if not count:
         return 0.0
     variation = packaged_variation()[state]

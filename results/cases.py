@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from sparsebench.results.between_cards import State, cards_of, half_of, state_of
+from sparsebench.results.between_cards import State, count_cards, half_of, state_of
 from sparsebench.results.frame import QUARTILES, RATES, SENSORS, TIMES, fields, records, table_of
 from sparsebench.results.noise import Noise
 from sparsebench.results.outcome import Outcome, among_many
@@ -182,7 +182,7 @@ def _is_tie(lead: Ratio | None, least: float) -> bool:
 
 
 def break_even(cases: pd.DataFrame) -> pd.DataFrame:
-    """Return the measured levels between which each contender overtakes the baseline (`turning`).
+    """Return the measured levels between which each contender overtakes the baseline.
 
     A contender is not faster at a level where a portfolio chose a dense kernel.
     """
@@ -193,12 +193,12 @@ def break_even(cases: pd.DataFrame) -> pd.DataFrame:
     lines = []
     for key, group in timed.groupby(keys, sort=False, dropna=False):
         speedups = group.speedup.mask(chose_dense(group), 0.0)
-        ends = turning(group.level.round(6), speedups)
+        ends = break_even_levels(group.level.round(6), speedups)
         lines.append(dict(zip(keys, key, strict=True)) | dict(zip(ENDS, ends, strict=True)))
     return pd.DataFrame(lines, columns=[*keys, *ENDS])
 
 
-def turning(levels: pd.Series, gains: pd.Series) -> tuple[float, float]:
+def break_even_levels(levels: pd.Series, gains: pd.Series) -> tuple[float, float]:
     """Return the last level with a gain below 1, and the first from which all gains are above it.
 
     Either is NaN if there is none. Nothing is claimed between the two.
@@ -287,7 +287,7 @@ def _interval(processes: list[dict[str, Any]], state: State) -> dict[str, Any]:
         "t_low": t_low,
         "t_high": t_high,
         "between": between,
-        "on_cards": cards_of(cards),
+        "on_cards": count_cards(cards),
         "speedups": speedups,
         "interval": estimate.interval_kind.over(count, between > 0),
         "interval_kind": str(estimate.interval_kind),

@@ -40,13 +40,13 @@ class Doubt:
 
     run: str
     case: str
-    expected: str
-    found: str
+    expected_time: str
+    measured_time: str
     other: str = ""
 
     def __str__(self) -> str:
         run = f"{self.run}: " if self.run else ""
-        return f"{run}{self.case}: expected {self.expected}, found {self.found}"
+        return f"{run}{self.case}: expected {self.expected_time}, found {self.measured_time}"
 
 
 def doubts(table: pd.DataFrame, run: str = "") -> list[Doubt]:

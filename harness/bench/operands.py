@@ -129,7 +129,7 @@ def _require_values(problem: Problem, weights: Mapping[str, Tensor]) -> None:
             raise Unsupported(f"{of}: {expected}, found none")
 
 
-def further(
+def further_layers(
     problem: Problem, op: Op, device: torch.device, data: Path | None, count: int
 ) -> list[Layer]:
     """Build `count` layers that differ from a problem's only in their seed; none share memory."""

@@ -31,7 +31,14 @@ from sparsebench.harness.bench.contest_state import Entry, RunningContest, confi
 from sparsebench.harness.bench.correctness import Expected, check, roundings, where_stored
 from sparsebench.harness.bench.operands import Layer, without_mask
 from sparsebench.harness.bench.sampling import CHAIN
-from sparsebench.harness.bench.spot_checks import B, Outputs, Spots, as_tuple, print_of, values_of
+from sparsebench.harness.bench.spot_checks import (
+    B,
+    Outputs,
+    Spots,
+    as_tuple,
+    fingerprint_of,
+    values_of,
+)
 from sparsebench.harness.bench.tampering import Guard
 from sparsebench.harness.ops._op import Op, with_fields
 from sparsebench.kernels._kernel import OUTPUTS, Launch, Output, poison
@@ -163,9 +170,9 @@ def _check(
     if first and entry.running:
         references = [where_stored(right, entry.pattern).reference for right in expected]
         compared = [right.part(out) for out, right in zip(as_tuple(outputs), expected, strict=True)]
-        if right_print := print_of(references, tuple(compared)):
+        if right_sums := fingerprint_of(references, tuple(compared)):
             in_part = any(right.sample for right in expected)
-            spots.prints[B][number] = right_print.around(outputs) if in_part else right_print
+            spots.fingerprints[B][number] = right_sums.around(outputs) if in_part else right_sums
     worst = max(verdicts, key=lambda verdict: verdict.error or 0.0)
     return {name: value for name, value in vars(worst).items() if name != "reason"}
 

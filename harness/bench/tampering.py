@@ -193,7 +193,7 @@ class Seal:
 
     def __init__(self) -> None:
         self._torch = [(owner, name, _get(owner, name)) for owner, name in OF_TORCH]
-        self._namespaces, self._functions = _everything()
+        self._namespaces, self._functions = _definitions()
         self._process, self._clocks = ProcessState(), SealedClocks()
 
     def check(self) -> None:
@@ -219,7 +219,7 @@ class Seal:
             raise TamperingError("; ".join(parts))
 
 
-def _everything() -> tuple[list[tuple[Any, dict[str, Any]]], list[tuple[FunctionType, Code]]]:
+def _definitions() -> tuple[list[tuple[Any, dict[str, Any]]], list[tuple[FunctionType, Code]]]:
     """Return what modules and classes of sparsebench define, and the code of each function."""
     namespaces: list[tuple[Any, dict[str, Any]]] = []
     definitions: list[Any] = []

@@ -225,7 +225,7 @@ class _Session:
     spent_s: Counter[str] = field(init=False)
     done: int = field(init=False)  # number of contests
     last: str = ""  # the problem and the result of the last contest
-    took_s: dict[str, float] = field(default_factory=dict)  # last time of each problem
+    durations_s: dict[str, float] = field(default_factory=dict)  # last time of each problem
 
     def __post_init__(self) -> None:
         self.counts = Counts(self.rows)
@@ -244,7 +244,7 @@ class _Session:
                 if monotonic() >= self.options.until:
                     break
                 if replicate:
-                    self.runner.fresh()
+                    self.runner.next_process()
                 left = part.take(missing, replicate) if part else missing
                 self._process(replicate, self._in_time(left), window)
             self.runner.kill()
@@ -269,14 +269,14 @@ class _Session:
         """Yield and announce the contests for which there is time (RunOptions.until)."""
         began = monotonic()
         for contest in contests:
-            longest_s = max(self.took_s.values(), default=0.0)
-            expected_s = self.took_s.get(contest.problem.id, longest_s)
+            longest_s = max(self.durations_s.values(), default=0.0)
+            expected_s = self.durations_s.get(contest.problem.id, longest_s)
             if began + expected_s > self.options.until:
                 return
             self.options.progress(self.done, self._total(), self.last or describe(contest.problem))
             yield contest
             now = monotonic()
-            self.took_s[contest.problem.id], began = now - began, now
+            self.durations_s[contest.problem.id], began = now - began, now
 
     def _total(self) -> int:
         part, processes = self.options.part, self.record.flags.replicates
@@ -326,7 +326,7 @@ def leader(rows: Sequence[Row]) -> str:
         return ""
     logs = [float(np.median(frame.logs_over(row, over))) for row in timed]
     best = timed[logs.index(max(logs))]
-    first, base = (_ran(row) for row in (best, over))
+    first, base = (_kernel_name(row) for row in (best, over))
     speedup = number(exp(max(logs)))
     if first == base:
         result = f"{base} is the fastest"
@@ -337,7 +337,7 @@ def leader(rows: Sequence[Row]) -> str:
     return f"{describe(over.case.problem)}: {result}"
 
 
-def _ran(row: Row) -> str:
+def _kernel_name(row: Row) -> str:
     contender = row.case.contender
     of_layer = contender.kernel == families.DEFAULT
     return families.by_default(contender.format, row.choice) if of_layer else contender.kernel

@@ -39,7 +39,7 @@ from sparsebench.results.contests import SHORT_US
 from sparsebench.results.frame import HOST_LATE, frame
 from sparsebench.results.record import Row, Status
 
-OWN = {"op", "format", "baseline", "seed"}
+OF_TRY = {"op", "format", "baseline", "seed"}
 HEADINGS = "time, µs", "quartiles", "speedup", "of limit", "error", "of usual", "of allowed"
 BASELINES = {"cuda": "cublas", "cpu": "torch_dense"}
 ON_CUDA = {"attention": "sdpa_cudnn", "attention_backward": "sdpa_cudnn_backward"}
@@ -115,7 +115,7 @@ def plan(
 ) -> Contest:
     """Return the contest of the words: the kernel and its baseline. Raises SuiteError."""
     kernel, values = load_kernel(name), _parse_fields(words)
-    settings = {word: values.pop(word) for word in OWN & values.keys()}
+    settings = {word: values.pop(word) for word in OF_TRY & values.keys()}
     op = str(settings.get("op", "linear" if kernel.op == "any" else kernel.op))
     stored = str(settings.get("format", "dense" if kernel.consumes == "any" else kernel.consumes))
     usual = ON_CUDA.get(op) if device.type == "cuda" else None
@@ -123,7 +123,7 @@ def plan(
     seed = settings.get("seed", 0)
     if type(seed) is not int:
         raise SuiteError(f"try: seed: expected an integer, found {seed!r}")
-    fields, options, params = _sorted_out(values, kernel, op, stored)
+    fields, options, params = _sort_values(values, kernel, op, stored)
     blocks = "blocks" if "block" in fields else "unstructured"
     pattern = blocks if fields.get("sparsity") else "dense"
     fields = {"dtype": DTYPES[device.type], "pattern": pattern, **fields}
@@ -166,14 +166,14 @@ def _one(values: Mapping[str, Any]) -> dict[str, Any]:
     return {name: [value] for name, value in values.items()}
 
 
-def _sorted_out(
+def _sort_values(
     values: Mapping[str, Any], kernel: Kernel, op: str, stored: str
 ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
     loaded = load_op(op)
     fields, options = set(loaded.fields.model_fields), keywords(kernel.prepare)
     params = parameters(stored)
     params |= {f"{weight}.{name}" for weight in loaded.weights for name in params}
-    names = fields | options | params | OWN
+    names = fields | options | params | OF_TRY
     for name in values.keys() - names:
         expected = f"expected one of {', '.join(sorted(names))}"
         raise SuiteError(f"try: {expected}; found {name!r}{did_you_mean(name, names)}")

@@ -62,10 +62,10 @@ def validate(
     for line in tuning_doubts.warnings(run, beside):
         yield CheckResult(line)
     try:
-        from sparsebench.harness.run.recorded_plan import own_suite, require_planned
+        from sparsebench.harness.run.recorded_plan import require_planned_rows, suite_of_run
 
         with nullcontext() if plugins else own_code_only():
-            count = require_planned(run, own_suite(run, data))
+            count = require_planned_rows(run, suite_of_run(run, data))
     except (SuiteError, ModuleNotFoundError) as error:
         reason = f"not checked, because the suite cannot be expanded here: {error}"
         yield CheckResult(f"plan: {reason}", checked=False)

@@ -107,7 +107,7 @@ class Campaign:
     def names(self) -> list[str]:
         return [entry.name for entry in self.entries]
 
-    def named(self, names: Sequence[str]) -> list[Entry]:
+    def select(self, names: Sequence[str]) -> list[Entry]:
         for name in names:
             if name not in self.names:
                 message = unknown("the name of an entry", name, self.names)

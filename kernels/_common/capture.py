@@ -13,7 +13,7 @@ too, as does a graph that still runs. Needs a driver of CUDA 12.3 or newer.
 Callers of `capturing` keep the owners themselves; `keep` then does nothing.
 
 Memory that outlives a call must not belong to a graph. While torch.compile(mode="reduce-overhead")
-warms up, its thread allocates only such memory, so `lasting` allocates in another thread.
+warms up, its thread allocates only such memory, so `make_lasting` allocates in another thread.
 Source: CUDA C++ Programming Guide, "CUDA User Objects"; CUDA driver API, cuGraphRetainUserObject.
 """
 
@@ -72,7 +72,7 @@ def is_capturing(x: Tensor) -> bool:
     return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
-def lasting(make: Callable[[], T], device: torch.device) -> T:
+def make_lasting(make: Callable[[], T], device: torch.device) -> T:
     """Return make(), none of whose memory belongs to a pool that this thread allocates from.
 
     Another thread makes it, without a gradient, on this thread's stream of the device.

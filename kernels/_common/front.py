@@ -42,7 +42,7 @@ from sparsebench.kernels._common.cuda import Arguments, ByTorch, Loaded, MatrixP
 from sparsebench.kernels._common.driver import COOPERATIVE, EARLY, driver
 from sparsebench.kernels._common.front_in_python import LINEAR, Repeats
 from sparsebench.kernels._common.machine_code import cache_folder
-from sparsebench.kernels._common.transforms import batched, rows_of
+from sparsebench.kernels._common.transforms import rows_of, unflatten
 
 NAME = "sparsebench_front"
 SOURCE = Path(__file__).with_name("front.cpp")
@@ -138,11 +138,11 @@ def recorded(
             with torch.no_grad():
                 y = record(front, LINEAR, inputs, lambda rows, *_: run(rows), bias=bias)
             if differentiated is None:
-                return batched(y, x), front
+                return unflatten(y, x), front
         fast = front(x)
     if fast is None and differentiated is not None:
         fast = differentiated()
-    return batched(_with_bias(run(rows), bias), x) if fast is None else fast, front
+    return unflatten(_with_bias(run(rows), bias), x) if fast is None else fast, front
 
 
 def _in_inference(x: Tensor, guards: Guards) -> bool:

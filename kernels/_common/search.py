@@ -228,12 +228,12 @@ def search(
     with warnings.catch_warnings():
         # torch warns once per process that the choice of a BLAS library is experimental.
         warnings.filterwarnings("ignore", message=".*preferred_blas_library is an experimental")
-        reasons = warmed(candidates, device, threads)
+        reasons = warm_up(candidates, device, threads)
     running = [i for i, reason in enumerate(reasons) if reason is None]
     if compile_only:
         return Search(running[0])
     pool = torch.cuda.graph_pool_handle()
-    calls = {i: _captured(candidates[i], device, pool) for i in running}
+    calls = {i: _capture(candidates[i], device, pool) for i in running}
     flush, clock = flusher(device), GpuClock(device)
     samples: dict[int, list[Sample]] = {i: [] for i in running}
     least = dict.fromkeys(running, inf)
@@ -267,7 +267,7 @@ def _short(time_us: float) -> float:
     return round(time_us, 2)  # an event's clock ticks every 32 ns
 
 
-def warmed(
+def warm_up(
     candidates: Sequence[Callable[[], object]], device: torch.device, threads: int
 ) -> list[str | None]:
     """Call every candidate once, in threads; return why each cannot run, or None if it can.
@@ -304,7 +304,7 @@ def _reason(candidate: Callable[[], object], device: torch.device) -> str | None
     return None
 
 
-def _captured(candidate: Callable[[], object], device: torch.device, pool: Any) -> Call:
+def _capture(candidate: Callable[[], object], device: torch.device, pool: Any) -> Call:
     """Return the replay of a graph of the candidate, or the candidate if it cannot be captured.
 
     All graphs share memory, because no product is used.

@@ -33,7 +33,7 @@ def source_of(old: Index, new: Index, width: int) -> Tensor:
     return at.where(before[at] == after, -1)
 
 
-def drawn_pattern(grid: tuple[int, int], sparsity: float) -> Tensor:
+def draw_pattern(grid: tuple[int, int], sparsity: float) -> Tensor:
     """Draw a pattern whose block rows all store the same number of blocks, or one more."""
     rows, columns = grid
     least, remainder = divmod(stored_of(sparsity, rows * columns), rows)

@@ -17,7 +17,7 @@ from rich.console import Console
 
 from sparsebench.errors import ResultError
 from sparsebench.reports.comparison import (
-    Compared,
+    ComparisonReport,
     Paragraph,
     compare_sides,
     html,
@@ -29,7 +29,7 @@ from sparsebench.reports.tables import Table
 from sparsebench.results import bundle
 from sparsebench.results.changes import Cause, Changes, changes, gate_failures, threshold
 from sparsebench.results.record import Case, Contender, Problem, Row, Status
-from sparsebench.results.sides import Side, find, named_apart, short_name, side
+from sparsebench.results.sides import Side, distinct_names, find, short_name, side
 from sparsebench.results.store import Run
 from tests.tools.paths import PUBLISHED
 
@@ -88,12 +88,12 @@ def with_bsr(original: Run, **row: Any) -> Run:
 
 
 def shown(*runs: Run, width: int = 120) -> str:
-    names = named_apart(runs)
+    names = distinct_names(runs)
     sides = [side(each, name=name) for each, name in zip(runs, names, strict=True)]
     return printed(compare_sides(sides), width)
 
 
-def printed(result: Compared, width: int) -> str:
+def printed(result: ComparisonReport, width: int) -> str:
     console = Console(width=width)
     with console.capture() as capture:
         console.print(result)
