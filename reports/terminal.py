@@ -17,6 +17,7 @@ from typing import Any
 
 import pandas as pd
 from rich.console import Console, ConsoleOptions, RenderableType
+from rich.padding import Padding
 from rich.text import Text
 
 from sparsebench.reports.findings import findings, who
@@ -68,7 +69,9 @@ class Answer:
         cases = self.analysis.cases
         yield _title(self.analysis)
         for line in findings(self.analysis):
-            yield Text(line, style="" if line.startswith(" ") else "bold")
+            text = line.lstrip()
+            indent = len(line) - len(text)  # continuation lines keep it
+            yield Padding.indent(Text(text, style="" if indent else "bold"), indent)
         if (cases.status == Status.OK).any():
             yield Text()
             yield results(self.analysis).shortened(LINES, MORE)

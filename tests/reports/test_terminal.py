@@ -1,6 +1,7 @@
 """The answer of a run on a terminal, as Markdown and as JSON."""
 
 from dataclasses import replace
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +108,15 @@ def test_the_answer_says_what_users_get_if_another_kernel_is_the_fastest() -> No
         assert expected in text
         sentences, _, _ = text.partition("linear, bf16")
         assert "bsr_triton (by default)" not in sentences
+
+
+def test_lines_below_a_winner_keep_their_indentation_when_they_wrap() -> None:
+    shown = lines(run(8, 50.0), width=40)
+    winner = next(i for i, line in enumerate(shown) if line.startswith("bsr_triton"))
+    below = list(takewhile(bool, shown[winner:]))
+    first = next(i for i, line in enumerate(below) if line.startswith("  "))
+    assert len(below[first:]) > 1
+    assert all(line.startswith("  ") for line in below[first:])
 
 
 CEILINGS = {"read_gb_per_s": 4e3, "copy_gb_per_s": 4e3, "matrix_tflops": {"bf16": 8e2}}
