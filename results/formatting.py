@@ -135,13 +135,6 @@ def conditions(cards: Any, limited: Any) -> str:
     return f"{where}, {f'limited by power or heat for {share} % of the time' if share else free}"
 
 
-def percents(ratio: float, noun: str = "") -> str:
-    """Write a ratio as a difference: `8 % less time`, `2 % more`, `as much time`."""
-    change = round(100 * (ratio - 1))
-    size = f"{abs(change)} % {'more' if change > 0 else 'less'}" if change else "as much"
-    return f"{size} {noun}".rstrip()
-
-
 def amount(count: int, noun: str) -> str:
     """Write a count with its noun: `1 case`, `2 cases`, `3 processes`, `0 entries`."""
     if count == 1:

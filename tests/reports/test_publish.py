@@ -341,9 +341,14 @@ def test_a_suite_that_ran_on_several_devices_has_a_comparison(copy: Path, tmp_pa
     for place in ("h200/ffn-step", "another-gpu/other"):
         assert f'href="../{place}/index.html"' in text
     assert "compare/ffn-step.html" in (copy / "index.html").read_text()
+    index = (copy / "compare" / "index.html").read_text()
+    (times,) = re.findall(r"Of the time of .+? as geometric means\.", index)
+    assert len(re.findall(r" % \[[\d., ]+\] for the \w+ products \(\d+ cases?\)", times)) == 2
+    assert times in text
     written = page.stat().st_mtime_ns
     publish([STEP], copy, Site(), unchecked)
     assert page.stat().st_mtime_ns == written
+    assert times in (copy / "compare" / "index.html").read_text()
     shutil.rmtree(copy / "another-gpu")
     publish([STEP], copy, Site(), unchecked)
     assert not page.exists()

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 from rich.console import Console
 
@@ -27,7 +28,16 @@ from sparsebench.reports.comparison import (
 )
 from sparsebench.reports.tables import Table
 from sparsebench.results import bundle
-from sparsebench.results.changes import Cause, Changes, changes, gate_failures, threshold
+from sparsebench.results.changes import (
+    GAIN,
+    TIME,
+    Cause,
+    Changes,
+    changes,
+    gate_failures,
+    mean,
+    threshold,
+)
 from sparsebench.results.record import Case, Contender, Problem, Row, Status
 from sparsebench.results.sides import Side, find, named_apart, short_name, side
 from sparsebench.results.store import Run
@@ -227,6 +237,51 @@ def test_terminal_markdown_and_page_say_the_same_words() -> None:
         assert not re.search(r"gains? [\w ]*slower", text)
     assert "http" not in html(result)
     assert to_json(result)["changes"]["H200"]["faster"] == 1
+
+
+def test_every_mean_has_its_interval_and_its_number_of_cases() -> None:
+    result = compare_sides([first(), side(run("b", "B", 120.0, (60, 20, 8), card="GPU-2"), name="b")])
+    ((_, of),) = to_json(result)["changes"].items()
+    texts = printed(result, 1000), markdown(result), unescape(html(result))
+    for name, cases, columns in (
+        ("baselines_mean", result.others[0].cases[result.others[0].cases.is_baseline], TIME),
+        ("times_mean", result.others[0].contenders, TIME),
+        ("geometric_mean", result.others[0].contenders, GAIN),
+    ):
+        ratio = mean(cases, columns)
+        assert ratio is not None
+        assert of[name] == {
+            "value": ratio.value, "low": ratio.low, "high": ratio.high, "cases": 3
+        }  # fmt: skip
+        assert ratio.low < ratio.value < ratio.high
+        shown = (ratio if columns is GAIN else ratio.inverse).text
+        assert "[" in shown
+        assert all(shown in text for text in texts)
+    assert mean(result.others[0].cases[:0], TIME) is None
+
+
+def test_more_cases_of_one_run_do_not_narrow_the_interval_of_their_mean() -> None:
+    line = {"ratio": 1.1, "low": 1.1 / 1.02, "high": 1.1 * 1.02}
+    for count in (1, 3, 300):
+        ratio = mean(pd.DataFrame([line] * count), GAIN)
+        assert ratio is not None
+        assert (ratio.low, ratio.high) == pytest.approx((line["low"], line["high"]))
+        assert ratio.cases == count
+
+
+@pytest.mark.parametrize("common", [0.0, 0.5, 1.0])
+def test_the_interval_of_a_mean_covers_it_however_the_cases_depend(common: float) -> None:
+    """`common` is the share of the variance that all cases of a run have in common."""
+    draw, covered = np.random.default_rng(5), []
+    spread = np.array([0.002, 0.01, 0.02, 0.005])
+    for _ in range(2000):
+        errors = np.sqrt(common) * draw.normal() + np.sqrt(1 - common) * draw.normal(size=4)
+        logs = pd.Series(spread * errors)
+        ends = {"low": logs - 1.96 * spread, "high": logs + 1.96 * spread}
+        ratio = mean(np.exp(pd.DataFrame({"ratio": logs, **ends})), GAIN)
+        assert ratio is not None
+        covered.append(ratio.low <= 1 <= ratio.high)
+    assert np.mean(covered) >= 0.94  # 0.95, less two standard errors of the simulation
 
 
 @pytest.mark.parametrize(("gpu", "baselines"), [("A", 3), ("B", 1)])
