@@ -20,7 +20,7 @@ from rich.console import Console, ConsoleOptions, RenderableType
 from rich.text import Text
 
 from sparsebench.errors import ResultError
-from sparsebench.reports.comparison_tables import EVERY, cases, grid, problems
+from sparsebench.reports.comparison_tables import EVERY, cases, grid, intervals, problems
 from sparsebench.reports.page import render
 from sparsebench.reports.tables import Table
 from sparsebench.results.analysis import Analysis
@@ -206,10 +206,7 @@ def _baselines(other: Changes) -> pd.DataFrame:
 
 
 def _notes(result: Compared) -> list[str]:
-    notes = [
-        "Brackets after “shorter”: the 95 % interval of the difference. Runs share no process, so "
-        "it also includes what differs between cards, days and versions of the harness."
-    ]
+    notes = intervals(result.others)
     looks = [
         side.name if len(side.runs) == 1 else f"{run.path.name} of {side.name}"
         for side in result.sides
@@ -219,8 +216,7 @@ def _notes(result: Compared) -> list[str]:
     if looks:
         notes.append(
             f"{join_words(looks)} {'is a look' if len(looks) == 1 else 'are looks'} with fewer "
-            f"than {FEWEST} processes. The interval of a look is the tolerance within which equal "
-            "cases of published runs stay."
+            f"than {FEWEST} processes."
         )
     blind = [s.name for s in result.sides if _on_gpu(s) and not _telemetry(s)]
     if blind:

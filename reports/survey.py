@@ -21,6 +21,7 @@ import pandas as pd
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.text import Text
 
+from sparsebench.reports.comparison_tables import intervals
 from sparsebench.reports.figures._figure import Frames
 from sparsebench.reports.tables import Cell, Table
 from sparsebench.results.badges import Badge, badges
@@ -97,13 +98,13 @@ def summarise(
     fitness: list[dict[str, Any]],
 ) -> Summary:
     """Return the first screen of the runs of a survey, those of the most processes first."""
-    problems = _problems(by_run)
+    problems, shown = _problems(by_run), others[:OTHERS]
     return Summary(
         device=device,
         badges=_badges(by_run),
         finding=_finding(problems),
         problems=problems,
-        others=[compared(there) for there in others[:OTHERS]],
+        others=[*map(compared, shown), *(intervals(shown) if shown else ())],
         state=_state(problems, by_run, kernels, fitness),
     )
 

@@ -8,6 +8,7 @@ column of the cases (cases.py) and of the contests (contests.py). It is rounded 
 and the value is rounded to the same decimal place.
 """
 
+from collections.abc import Iterable
 from math import ceil, floor, isfinite, log10, nan
 from typing import Any
 
@@ -119,6 +120,12 @@ def duration(us: float) -> str:
         if float(f"{us:.3g}") >= size:
             return f"{significant(us / size)} {unit}"
     return f"{significant(us)} µs"
+
+
+def brackets(kinds: Iterable[Any]) -> str:
+    """Say what brackets hold: `brackets: 95 % over 8 processes`; "" if no interval has a name."""
+    names = sorted({str(kind) for kind in kinds if not pd.isna(kind)} - {""})
+    return f"brackets: {' and '.join(names)}" if names else ""
 
 
 def conditions(cards: Any, limited: Any) -> str:

@@ -26,6 +26,8 @@ from sparsebench.reports.comparison import (
     parts,
     to_json,
 )
+from sparsebench.reports.comparison_tables import disagreements
+from sparsebench.reports.survey import compared
 from sparsebench.reports.tables import Table
 from sparsebench.results import bundle
 from sparsebench.results.changes import (
@@ -38,6 +40,7 @@ from sparsebench.results.changes import (
     mean,
     threshold,
 )
+from sparsebench.results.comparison import compare
 from sparsebench.results.record import Case, Contender, Problem, Row, Status
 from sparsebench.results.sides import Side, find, named_apart, short_name, side
 from sparsebench.results.store import Run
@@ -240,7 +243,8 @@ def test_terminal_markdown_and_page_say_the_same_words() -> None:
 
 
 def test_every_mean_has_its_interval_and_its_number_of_cases() -> None:
-    result = compare_sides([first(), side(run("b", "B", 120.0, (60, 20, 8), card="GPU-2"), name="b")])
+    other = run("b", "B", 120.0, (60, 20, 8), card="GPU-2")
+    result = compare_sides([first(), side(other, name="b")])
     ((_, of),) = to_json(result)["changes"].items()
     texts = printed(result, 1000), markdown(result), unescape(html(result))
     for name, cases, columns in (
@@ -257,6 +261,9 @@ def test_every_mean_has_its_interval_and_its_number_of_cases() -> None:
         shown = (ratio if columns is GAIN else ratio.inverse).text
         assert "[" in shown
         assert all(shown in text for text in texts)
+        if name != "times_mean":  # a survey compares the gains and the dense times
+            assert shown in compared(result.others[0])
+    assert compared(result.others[0]).count("(3 shared cases)") == 2
     assert mean(result.others[0].cases[:0], TIME) is None
 
 
@@ -316,6 +323,28 @@ def test_a_run_without_telemetry_an_older_schema_and_a_look_are_named() -> None:
     assert "b recorded no clocks or power" in text
     assert "a and b are looks" in text
     assert "different schemas, sparsebench/rows@2 and sparsebench/rows@4" in text
+
+
+@pytest.mark.parametrize(("a", "b"), [(8, 8), (3, 8), (3, 1)])
+def test_a_comparison_says_what_its_brackets_hold(a: int, b: int) -> None:
+    text = " ".join(shown(run(processes=a), run("b", bsr_us=(60, 20, 8), processes=b)).split())
+    assert ("Brackets: the 95 % interval" in text) is (a == b == 8)
+    assert ("Brackets: the tolerance" in text) is not (a == b == 8)
+
+
+def test_some_looks_among_verdicts_are_counted() -> None:
+    few = [row for row in run("b").rows if row.replicate < 3 or row.case.problem["sparsity"] != 0.5]
+    text = " ".join(shown(run(), replace(run("b"), rows=few)).split())
+    assert "Brackets: the 95 % interval" in text
+    assert "Brackets in 2 cases: the tolerance" in text  # BSR and its baseline
+
+
+def test_cells_that_disagree_name_what_their_brackets_hold() -> None:
+    pair = side(run(processes=3), name="a"), side(run("b", bsr_us=(90, 20, 10)), name="b")
+    table = disagreements(compare(*pair))
+    assert table.title.endswith("brackets: 95 % over 8 processes, plus variation between runs and "
+                                "range over 3 processes")  # fmt: skip
+    assert table.lines
 
 
 def test_runs_with_nothing_to_compare_are_refused_in_a_line() -> None:
