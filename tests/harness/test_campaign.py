@@ -311,6 +311,10 @@ def test_stopped_claims_are_finished_on_another_card(trial: Trial, monkeypatch) 
     ranks = Sitting(trial.campaign(more), (), trial.out)
     entry = trial.campaign(more).entries[2]
     assert [ranks._rank(entry, card) for card in ("sim-1", "sim-2")] == [0, 1]
+    text = (part / "1" / "run.json").read_text()
+    (part / "1" / "run.json").write_text(json.dumps(json.loads(text) | {"seconds": 3.0}))
+    assert state(trial.out, entry).seconds == 3
+    (part / "1" / "run.json").write_text(text)
     assert trial.sit(2, more=more, names=("random",)).reasons == {"random": ""}
     both = trial.sit(1, 2, more=more)
     assert both.reasons == {"layers": "", "claims": ""}
