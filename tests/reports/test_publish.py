@@ -172,7 +172,7 @@ def test_whole_models_and_attention_have_lines_beside_the_grid() -> None:
                    lines(("block_mask", "128", 6.0), **mask)])  # fmt: skip
     model, attention = grids.beside(both)
     text = "Qwen3-8B, with 1 sequence: 1.90× [1.89, 1.91] blocks of 64 at 50 % and 1.30×"
-    assert model[0::2] == ("Whole model, decoding", "steps")
+    assert model[0::2] == ("Model, decoding", "steps")
     assert model[1].startswith(text)
     assert attention[1].startswith(
         "6.00× [5.99, 6.01] as fast as dense attention with 8,192 tokens"
