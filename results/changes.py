@@ -266,8 +266,11 @@ def mean(cases: pd.DataFrame, of: list[str]) -> Mean | None:
 
     Every interval is symmetric in logs, so the ends of the mean's are the means of the ends.
     """
-    logs = np.log(cases[of].dropna())
-    return Mean(*np.exp(logs.mean()).tolist(), len(logs)) if len(logs) else None
+    logs = np.log(cases[of].dropna().to_numpy(dtype=float))
+    if not len(logs):
+        return None
+    value, low, high = np.exp(logs.mean(axis=0)).tolist()
+    return Mean(value, low, high, len(logs))
 
 
 def _log(speedups: Any) -> list[float]:

@@ -166,8 +166,12 @@ def _model(
             models.save(loaded, recipe, to)
     source = weights.name, models.digest(weights), origin
     counts = seen.numel(), unseen.numel()
-    of_model = loaded.unit, len(mlps), loaded.layers
-    return Pruning(PRUNING_SCHEMA, *source, *counts, before, outcomes, *of_model)
+    return Pruning(
+        *(PRUNING_SCHEMA, *source, *counts, before, outcomes),
+        unit=loaded.unit,
+        mlps=len(mlps),
+        layers=loaded.layers,
+    )
 
 
 def _outcome(
