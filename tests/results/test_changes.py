@@ -27,7 +27,7 @@ from sparsebench.reports.comparison import (
     to_json,
 )
 from sparsebench.reports.comparison_tables import disagreements
-from sparsebench.reports.survey import compared
+from sparsebench.reports.survey import compare_device
 from sparsebench.reports.tables import Table
 from sparsebench.results import bundle
 from sparsebench.results.changes import (
@@ -262,8 +262,8 @@ def test_every_mean_has_its_interval_and_its_number_of_cases() -> None:
         assert "[" in shown
         assert all(shown in text for text in texts)
         if name != "times_mean":  # a survey compares the gains and the dense times
-            assert shown in compared(result.others[0])
-    assert compared(result.others[0]).count("(3 shared cases)") == 2
+            assert shown in compare_device(result.others[0])
+    assert compare_device(result.others[0]).count("(3 shared cases)") == 2
     assert mean(result.others[0].cases[:0], TIME) is None
 
 
