@@ -13,7 +13,7 @@ from rich.text import Text
 
 from sparsebench.reports.tables import Cell, Table
 from sparsebench.results import measured_layers
-from sparsebench.results.advice import DEAR, TRY, WORTH, Answer, advise, commands
+from sparsebench.results.advice import MOST_LOSS, TRY, WORTH, Answer, advise, commands
 from sparsebench.results.analysis import Analysis
 from sparsebench.results.files import read_model
 from sparsebench.results.formatting import amount, duration, percent, significant
@@ -27,9 +27,9 @@ from sparsebench.results.model_files import (
     read_widths,
 )
 from sparsebench.results.model_shapes import read_shapes
-from sparsebench.results.step_model import ACTIVE, BOUND, LOOK, Gain
+from sparsebench.results.step_model import ACTIVE, BOUND, Gain
 
-COLUMNS = ["kind of sparsity", "MLPs", "whole model", "weights", "loss", "how sure"]
+COLUMNS = ["kind of sparsity", "MLPs", "model", "weights", "loss", "how sure"]
 WORDS = {"kind of sparsity", "loss", "how sure"}
 
 
@@ -88,8 +88,8 @@ def in_brief(evidence: Evidence, gpu: str) -> str:
         else:
             try_it = answer.word == TRY
             verdict = "may be worth pruning" if try_it else "needs training with its zeros"
-            look = ", a look" if best.step.basis == LOOK else ""
-            texts.append(f"{name} {verdict} ({best.step.text} as fast with {best.kind}{look})")
+            caveat = f", {best.step.caveat}" if best.step.caveat else ""
+            texts.append(f"{name} {verdict} ({best.step.text} as fast with {best.kind}{caveat})")
     return f"With {tokens} tokens at once on an {gpu}: {'; '.join(texts)}."
 
 
@@ -139,7 +139,7 @@ def loss_style(nats: float | None) -> str:
     """Return the style of a loss in nats per token."""
     if nats is None:
         return "quiet"
-    return "good" if nats <= DEAR else "bad" if nats > 10 * DEAR else "unsure"
+    return "good" if nats <= MOST_LOSS else "bad" if nats > 10 * MOST_LOSS else "unsure"
 
 
 def style(gain: Gain) -> str:

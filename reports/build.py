@@ -31,9 +31,9 @@ from sparsebench.reports.terminal import count_statuses, trust
 from sparsebench.results.analysis import tables
 from sparsebench.results.answer import evidence, headline
 from sparsebench.results.badges import badges
-from sparsebench.results.formatting import amount, selection
+from sparsebench.results.formatting import amount, brackets, selection
 from sparsebench.results.model_files import Pruning
-from sparsebench.results.provenance import devices_named, flat
+from sparsebench.results.provenance import device_title, flat
 from sparsebench.results.store import Run
 
 DATA = ["rows.jsonl", "rows.jsonl.gz", "suite.yaml", "environment.json", "run.json"]
@@ -78,7 +78,7 @@ def build(
     drawn = [(figure, body) for figure in chosen if (body := _draw_figure(figure, frames))]
     if not drawn and only:
         raise ResultError(f"{run.path}: figure {only}: expected cases to draw, found none")
-    page = rendered(
+    page = render_report(
         first=[(figure, body) for figure, body in drawn if figure.name == (only or FIRST)],
         groups=_group([part for part in drawn if part[0].name != (only or FIRST)]),
         evidence=_evidence(frames),
@@ -89,7 +89,7 @@ def build(
         trust=_trust(frames),
         title=str(run.suite.get("title", run.path.name)),
         about=str(run.suite.get("description", "")),
-        device=devices_named(run.environment),
+        device=device_title(run.environment),
     )
     if out_path:
         write_file(out_path, page)
@@ -101,7 +101,7 @@ def frames_of(run: Run, pruning: Pruning | None = None) -> Frames:
     return Frames(run, *tables(run), pruning)
 
 
-def rendered(**parts: Any) -> str:
+def render_report(**parts: Any) -> str:
     """Fill templates/report.html with these parts."""
     return render("report.html", **parts)
 
@@ -144,7 +144,7 @@ def _group(drawn: Sequence[tuple[Figure, Markup]]) -> list[tuple[str, list[tuple
 
 def _evidence(frames: Frames) -> dict[str, str]:
     """Return the headline, the evidence for it, and the command that measures it again."""
-    run, cases, pairs = frames.run, frames.cases, frames.noise.pairs
+    run, cases, timed, pairs = frames.run, frames.cases, frames.timed, frames.noise.pairs
     line = headline(frames.views[0]) if frames.views else None
     if line is None:
         return {}
@@ -152,7 +152,7 @@ def _evidence(frames: Frames) -> dict[str, str]:
     limited = int((once["mark"].fillna("") != "").sum())
     different = int((pairs.different == True).sum())  # noqa: E712  (missing if unknown)
     counts = [
-        amount(frames.rows.replicate.nunique(), "process"),
+        brackets(timed.gain_interval[timed.case_id == line.best_case_id]),
         f"{different} of {amount(len(pairs), 'A/A pair')} differ",
         f"{limited} of {amount(len(once), 'case')} had a slowed GPU or a late host in some process",
     ]
@@ -190,7 +190,7 @@ def _devices(run: Run) -> str:
         return ""
     hosts = len({shard["host"] for shard in shards})
     taken = f"{run.state['seconds']:g} s in total, in {run.state['wall_s']:g} s of wall time"
-    return f"{devices_named(run.environment)}, on {amount(hosts, 'host')}; {taken}"
+    return f"{device_title(run.environment)}, on {amount(hosts, 'host')}; {taken}"
 
 
 def _trust(frames: Frames) -> list[str]:

@@ -5,13 +5,13 @@
     cases       every case, the largest settled difference first
     notes       what else differs, looks, what the parentheses hold
 
-All three are written from the same `parts`, so they say the same words. The terminal shows the
+All three are written from the same `parts`, so they say the same. The terminal shows the
 LINES largest differences, and Markdown folds the cases away.
 """
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -20,13 +20,13 @@ from rich.console import Console, ConsoleOptions, RenderableType
 from rich.text import Text
 
 from sparsebench.errors import ResultError
-from sparsebench.reports.comparison_tables import EVERY, cases, grid, problems
+from sparsebench.reports.comparison_tables import EVERY, cases, grid, intervals, problems
 from sparsebench.reports.page import render
 from sparsebench.reports.tables import Table
 from sparsebench.results.analysis import Analysis
 from sparsebench.results.badges import badges
-from sparsebench.results.changes import Cause, Changes, changes, mean
-from sparsebench.results.formatting import amount, are, join_words, percents, significant
+from sparsebench.results.changes import GAIN, TIME, Cause, Changes, Mean, changes, mean
+from sparsebench.results.formatting import amount, are, join_words, significant
 from sparsebench.results.outcome import DIFFERENT, Outcome
 from sparsebench.results.provenance import flat
 from sparsebench.results.record import Status
@@ -49,7 +49,7 @@ Part = Paragraph | Table
 
 
 @dataclass(frozen=True)
-class Compared:
+class ComparisonReport:
     """The sides, and the changes of every side but the first against the first."""
 
     sides: Sequence[Side]
@@ -68,17 +68,17 @@ class Compared:
                 yield Text(part.text, style=styles[part.style])
 
 
-def compare_sides(sides: Sequence[Side]) -> Compared:
+def compare_sides(sides: Sequence[Side]) -> ComparisonReport:
     """Compare every side with the first; raises ResultError if two share no case with a time."""
     others = [changes(sides[0], side) for side in sides[1:]]
     for other in others:
         if other.contenders.empty:
             expected = "expected a shared case with a time that is not a baseline"
             raise ResultError(f"{other.a.paths} and {other.b.paths}: {expected}, found none")
-    return Compared(sides, others)
+    return ComparisonReport(sides, others)
 
 
-def parts(result: Compared) -> list[Part]:
+def parts(result: ComparisonReport) -> list[Part]:
     """Return everything that is shown, in order."""
     shown_parts: list[Part] = [Paragraph(text, "warning") for text in _warning(result)]
     shown_parts += [
@@ -91,7 +91,7 @@ def parts(result: Compared) -> list[Part]:
     return shown_parts + [Paragraph(text) for text in [*_notes(result), *_runs(result)]]
 
 
-def markdown(result: Compared) -> str:
+def markdown(result: ComparisonReport) -> str:
     """Return the comparison for a pull request, with all cases folded away."""
     texts = []
     for part in parts(result):
@@ -105,7 +105,7 @@ def markdown(result: Compared) -> str:
     return "\n\n".join(texts) + "\n"
 
 
-def html(result: Compared, site: Any = None, root: str = "") -> str:
+def html(result: ComparisonReport, site: Any = None, root: str = "") -> str:
     """Return the comparison as one page that opens offline.
 
     On a page of a site (reports/site/pages.py), `root` is the path from it to the first page.
@@ -127,7 +127,7 @@ def html(result: Compared, site: Any = None, root: str = "") -> str:
     )
 
 
-def to_json(result: Compared) -> dict[str, Any]:
+def to_json(result: ComparisonReport) -> dict[str, Any]:
     """Return everything for a script."""
     names = [side.name for side in result.sides]
     dropped = ["times_a", "times_b", "codes_a", "codes_b", "cards_a", "cards_b"]
@@ -137,9 +137,9 @@ def to_json(result: Compared) -> dict[str, Any]:
             name: {
                 **other.counts,
                 "same_device": other.same_device,
-                "geometric_mean": _finite(mean(other.contenders.ratio)),
-                "times_mean": _finite(mean(other.contenders.time)),
-                "baselines_mean": _finite(mean(_baselines(other).time)),
+                "geometric_mean": _mean_json(mean(other.contenders, GAIN)),
+                "times_mean": _mean_json(mean(other.contenders, TIME)),
+                "baselines_mean": _mean_json(mean(_baselines(other), TIME)),
                 "cases": json.loads(other.cases.drop(columns=dropped).to_json(orient="records")),
             }
             for name, other in zip(names[1:], result.others, strict=True)
@@ -147,7 +147,7 @@ def to_json(result: Compared) -> dict[str, Any]:
     }
 
 
-def _warning(result: Compared) -> list[str]:
+def _warning(result: ComparisonReport) -> list[str]:
     names = [side.name for side in result.sides if side.simulated]
     if not names:
         return []
@@ -168,15 +168,14 @@ def _sentences(other: Changes) -> list[str]:
             if counts.get(w)]  # fmt: skip
     texts = ["; ".join([first, *rest]) + "."]
     if not other.same_device:
-        means = mean(_baselines(other).time), mean(other.contenders.time)
-        texts.append(mean_times(b, *means))
-    compared_gains = other.contenders[other.contenders.gain != ""]
-    more, less = ((compared_gains.gain == word).sum() for word in DIFFERENT)
-    if more + less:
+        means = mean(_baselines(other), TIME), mean(other.contenders, TIME)
+        texts += filter(None, [mean_times(a, b, *means)])
+    more, less = ((other.contenders.gain == word).sum() for word in DIFFERENT)
+    if more + less and (gains := mean(other.contenders, GAIN)):
         texts.append(
             f"Over its own baseline, {b} gains more in {amount(int(more), 'case')} and less in "
-            f"{less}; its gains are {significant(mean(compared_gains.ratio))} times those of {a} "
-            "(geometric mean)."
+            f"{less}; its gains are {gains.text} of those of {a} (geometric mean over "
+            f"{amount(gains.cases, 'case')})."
         )
     causes = dict(other.contenders.cause[other.contenders.cause != ""].value_counts())
     unexplained = causes.pop(Cause.UNKNOWN, 0)
@@ -191,25 +190,23 @@ def _sentences(other: Changes) -> list[str]:
     return texts
 
 
-def mean_times(name: str, dense: float, others: float) -> str:
-    """Say how much more time a device takes; each number is a mean of the other's time over its."""
+def mean_times(a: str, b: str, dense: Mean | None, others: Mean | None) -> str:
+    """Say which part of a's time b takes; each mean is of a's time over b's."""
     takes = [
-        f"{percents(1 / ratio, 'time')} for the {kind} products"
+        f"{ratio.inverse.text} for the {kind} products ({amount(ratio.cases, 'case')})"
         for kind, ratio in (("dense", dense), ("other", others))
-        if not np.isnan(ratio)
+        if ratio
     ]
-    return f"{name} takes {join_words(takes)} (geometric means)."
+    takes_text = f"{b} takes {join_words(takes)}, as geometric means."
+    return f"Of the time of {a}, {takes_text}" if takes else ""
 
 
 def _baselines(other: Changes) -> pd.DataFrame:
     return other.cases[other.cases.is_baseline]
 
 
-def _notes(result: Compared) -> list[str]:
-    notes = [
-        "Brackets after “shorter”: the 95 % interval of the difference. Runs share no process, so "
-        "it also includes what differs between cards, days and versions of the harness."
-    ]
+def _notes(result: ComparisonReport) -> list[str]:
+    notes = intervals(result.others)
     looks = [
         side.name if len(side.runs) == 1 else f"{run.path.name} of {side.name}"
         for side in result.sides
@@ -219,8 +216,7 @@ def _notes(result: Compared) -> list[str]:
     if looks:
         notes.append(
             f"{join_words(looks)} {'is a look' if len(looks) == 1 else 'are looks'} with fewer "
-            f"than {FEWEST} processes. The interval of a look is the tolerance within which equal "
-            "cases of published runs stay."
+            f"than {FEWEST} processes."
         )
     blind = [s.name for s in result.sides if _on_gpu(s) and not _telemetry(s)]
     if blind:
@@ -251,7 +247,7 @@ def _notes(result: Compared) -> list[str]:
     return [*notes, f"results/outcome.py defines {join_words([*Outcome])}."]
 
 
-def _runs(result: Compared) -> list[str]:
+def _runs(result: ComparisonReport) -> list[str]:
     return [
         f"{side.name}: {_about(analysis)}." for side in result.sides for analysis in side.analyses
     ]
@@ -282,5 +278,5 @@ def _telemetry(side: Side) -> bool:
     return any(row.telemetry for run in side.runs for row in run.rows)
 
 
-def _finite(value: float) -> float | None:
-    return None if np.isnan(value) else value
+def _mean_json(ratio: Mean | None) -> dict[str, Any] | None:
+    return asdict(ratio) if ratio else None

@@ -21,10 +21,11 @@ import pandas as pd
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.text import Text
 
+from sparsebench.reports.comparison_tables import intervals
 from sparsebench.reports.figures._figure import Frames
 from sparsebench.reports.tables import Cell, Table
 from sparsebench.results.badges import Badge, badges
-from sparsebench.results.changes import Changes, mean
+from sparsebench.results.changes import GAIN, TIME, Changes, mean
 from sparsebench.results.contests import contests, with_gains, with_shapes
 from sparsebench.results.formatting import (
     FORMATS,
@@ -33,7 +34,6 @@ from sparsebench.results.formatting import (
     capital,
     join_words,
     percent,
-    percents,
     times,
 )
 from sparsebench.results.frame import HOST_LATE
@@ -98,13 +98,13 @@ def summarise(
     fitness: list[dict[str, Any]],
 ) -> Summary:
     """Return the first screen of the runs of a survey, those of the most processes first."""
-    problems = _problems(by_run)
+    problems, shown = _problems(by_run), others[:OTHERS]
     return Summary(
         device=device,
         badges=_badges(by_run),
         finding=_finding(problems),
         problems=problems,
-        others=[compared(there) for there in others[:OTHERS]],
+        others=[*map(compare_device, shown), *(intervals(shown) if shown else ())],
         state=_state(problems, by_run, kernels, fitness),
     )
 
@@ -120,8 +120,10 @@ def _problems(by_run: Mapping[str, Frames]) -> pd.DataFrame:
         if sparse.empty:
             continue
         lines = contests(timed) if len(timed) else sparse.assign(best_gain=np.nan)
-        untimed = sparse[~sparse.problem_id.isin(lines.problem_id)]
-        lines = pd.concat([lines, untimed[untimed.columns.intersection(lines.columns)]])
+        text_without_gain = sparse[~sparse.problem_id.isin(lines.problem_id)]
+        lines = pd.concat(
+            [lines, text_without_gain[text_without_gain.columns.intersection(lines.columns)]]
+        )
         lines = pd.concat([with_shapes(group) for _, group in lines.groupby("op", sort=False)])
         processes = cases.groupby("problem_id").processes.max()
         kinds = sparse.set_index("problem_id")["format"]
@@ -183,7 +185,7 @@ def gain_text(line: "pd.Series[Any]") -> str:
     return times(line.best_gain, max(line.best_half, LEAST))
 
 
-def untimed(line: "pd.Series[Any]") -> str:
+def text_without_gain(line: "pd.Series[Any]") -> str:
     """Return the text of a cell without a gain: whether a dense kernel was chosen."""
     return "none" if pd.isna(line.get("dense_gain")) else "dense"
 
@@ -191,7 +193,9 @@ def untimed(line: "pd.Series[Any]") -> str:
 def legend(problems: pd.DataFrame, mark: str) -> str:
     """Explain the grid; `mark` shows that a cell is not settled."""
     rows = [list(cells.values()) for _, cells in grid_rows(problems)]
-    untimed_texts = [untimed(cell) for row in rows for cell in row if pd.isna(cell.best_gain)]
+    untimed_texts = [
+        text_without_gain(cell) for row in rows for cell in row if pd.isna(cell.best_gain)
+    ]
     parts = {
         f"{KEY}.": True,
         f"{mark}: not settled.": (problems.best_gain.notna() & ~problems.settled).any(),
@@ -215,7 +219,7 @@ def _text(line: "pd.Series[Any] | None") -> Cell:
     if line is None:
         return ""
     if pd.isna(line.best_gain):
-        return untimed(line), "quiet"
+        return text_without_gain(line), "quiet"
     text = gain_text(line)
     if not line.settled:
         return f"{text}{OPEN}", "unsure"
@@ -250,17 +254,21 @@ def _finding(problems: pd.DataFrame) -> str:
     )
 
 
-def compared(there: Changes) -> str:
+def compare_device(there: Changes) -> str:
     """Compare another device in a sentence: first the dense times, then the gains over them."""
     name = capital(there.b.name)
-    dense, sparse = there.cases[there.cases.is_baseline], there.contenders.ratio.dropna()
-    ratio = 1 / mean(dense.time)
-    parts = [] if pd.isna(ratio) else [f"takes {percents(ratio, 'time')} for the dense products"]
-    if len(sparse):
-        gains = percents(mean(sparse))
-        parts.append(f"its sparse kernels gain {gains} over its own dense ones")
-    shared = f"geometric means over {amount(len(sparse), 'shared case')}"
-    return f"{name} {', and '.join(parts)} ({shared})." if parts else f"{name}: no shared times."
+    dense, gains = mean(there.cases[there.cases.is_baseline], TIME), mean(there.contenders, GAIN)
+    parts = []
+    if dense:
+        shared = amount(dense.cases, "shared case")
+        parts.append(f"takes {dense.inverse.text} of the time for the dense products ({shared})")
+    if gains:
+        shared = amount(gains.cases, "shared case")
+        parts.append(
+            f"the gains of its sparse kernels over its own dense ones are {gains.text} of those "
+            f"here ({shared})"
+        )
+    return f"{name} {', and '.join(parts)}." if parts else f"{name}: no shared times."
 
 
 def _state(
@@ -274,7 +282,9 @@ def _state(
     if len(problems):
         timed, decided = problems.best_gain.notna(), problems.settled
         once = int((timed & (problems.processes < FEWEST)).sum())
-        chosen = [line for _, line in problems[~timed].iterrows() if untimed(line) == "dense"]
+        chosen = [
+            line for _, line in problems[~timed].iterrows() if text_without_gain(line) == "dense"
+        ]
         counts = {
             f"of {len(problems)} settled": int(decided.sum()),
             f"measured in fewer than {FEWEST} processes": once,

@@ -6,11 +6,10 @@
     95 %      exp(k-th smallest of Walsh) to exp(k-th largest)        Hollander & Wolfe 1999, 3.3
 
 outcome.py says which word an interval gets. The process is the unit of replication: samples of one
-process are not independent (Hoefler & Belli 2015,
-doi:10.1145/2807591.2807644). k is exact if d_p is symmetric about its centre; below FEWEST
-processes no such interval exists. No outlier is dropped; one among eight moves the ratio little.
-tests/simulated measures the error rates. All functions take natural logs; the last axis is
-processes.
+process are not independent (Hoefler & Belli 2015, doi:10.1145/2807591.2807644). k is exact if d_p
+is symmetric about its centre; below FEWEST processes no such interval exists. No outlier is
+dropped; one among eight changes the ratio little. tests/simulated measures the error rates. All
+functions take natural logs; the last axis is that of the processes.
 """
 
 from collections.abc import Mapping, Sequence
@@ -51,7 +50,7 @@ class IntervalKind(StrEnum):
     def over(self, processes: int, cards: bool = False) -> str:
         """Name the interval for a reader; `cards`: the variation between cards widens it."""
         if processes == 1:
-            return f"{self} in one process"
+            return f"{self} of the rounds in one process"
         return f"{self} over {processes} processes{ACROSS_RUNS if cards else ''}"
 
 
@@ -66,12 +65,13 @@ class Interval:
 
 @dataclass(frozen=True)
 class Ratio:
-    """A ratio of two times over some processes, with an interval of `interval_kind`."""
+    """A ratio of two times over `processes`, with an interval of `interval_kind`."""
 
     value: float
     low: float
     high: float
     interval_kind: IntervalKind
+    processes: int
 
 
 def by_block(samples: Sequence[float], size: int) -> Floats:
@@ -149,7 +149,7 @@ def ratio(logs: Sequence[Floats], between: float = 0.0) -> Ratio:
         ends = widen(exact.estimate, exact.low, exact.high, between)
         logs_of, kind = (exact.estimate, *ends), IntervalKind.CONFIDENCE
     value, low, high = np.exp(logs_of).tolist()
-    return Ratio(value, low, high, kind)
+    return Ratio(value, low, high, kind, len(logs))
 
 
 def student(logs: ArrayLike) -> Interval:

@@ -25,7 +25,7 @@ from sparsebench.harness.claims.checking import check
 from sparsebench.harness.claims.claim_plan import read_claims
 from sparsebench.harness.run.measure import Progress, RunOptions
 from sparsebench.harness.run.plan_part import Part
-from sparsebench.harness.run.repeat import Where, confirm, reproduce
+from sparsebench.harness.run.repeat import Setup, confirm, reproduce
 from sparsebench.harness.run.run_json import Flags, OnMessage
 from sparsebench.harness.run.worker_process import about_device
 from sparsebench.harness.shared_runs.campaign_file import Campaign, Entry
@@ -61,7 +61,7 @@ def state(out: Path, entry: Entry) -> State:
     """Return how far an entry is. Raises ResultError if its runs do not match the campaign."""
     path = out / entry.name
     if entry.kind == "claims":
-        runs = store.runs_in(path)
+        runs = [*store.runs_in(path), *_pieces_of_claims(path)]
         status = "whole" if (path / VERDICTS).exists() else "begun" if path.exists() else "open"
         return State(entry.name, status, seconds=_seconds(runs))
     whole = (path / "run.json").exists()
@@ -85,6 +85,11 @@ def state(out: Path, entry: Entry) -> State:
 def _runs(path: Path, entry: Entry) -> list[Path]:
     """Return the runs of an entry that is whole."""
     return store.runs_in(path) if entry.kind == "claims" else [path]
+
+
+def _pieces_of_claims(path: Path) -> list[Path]:
+    """Return the pieces of the runs that a claims entry has begun. Raises ResultError."""
+    return [piece for file in path.glob("*.parts") for piece in pieces(file.with_suffix(""))]
 
 
 def _seconds(runs: Sequence[Path]) -> float:
@@ -198,10 +203,10 @@ class Sitting:
 
     def _rank(self, entry: Entry, card: str) -> int:
         """Return 0 if this card has begun the entry, 2 if only another card here has, else 1."""
-        path, claims = self.out / entry.name, entry.kind == "claims"
-        runs = [file.with_suffix("") for file in path.glob("*.parts")] if claims else [path]
+        path = self.out / entry.name
         try:
-            cards = {device_id_at(piece) for run in runs for piece in pieces(run)}
+            begun = _pieces_of_claims(path) if entry.kind == "claims" else pieces(path)
+            cards = {device_id_at(piece) for piece in begun}
         except ResultError:  # a piece is missing, which is reported when the entry is measured
             return 1
         return 0 if card in cards else 2 if cards & self._here else 1
@@ -233,14 +238,14 @@ class Sitting:
         out, data = self.out / entry.name, entry.folder(self.data)
         flags = Flags(device, data, self.timeout_s, entry.replicates, entry.only, entry.energy)
         options = RunOptions(progress=progress)
-        where = Where(device, data, out, options, engine)
+        setup = Setup(device, data, out, options, engine)
         match entry.kind:
             case "suite":
                 engine(entry.read(self.data), flags, out, None, options)
             case "confirm":
-                confirm(self.out / entry.of, where, entry.cases, entry.replicates, entry.only)
+                confirm(self.out / entry.of, setup, entry.cases, entry.replicates, entry.only)
             case "reproduce":
-                reproduce(self.out / entry.of, where)
+                reproduce(self.out / entry.of, setup)
             case _:
                 above = self.campaign.above(entry)
                 runs = [run for e in above for run in _runs(self.out / e.name, e)]

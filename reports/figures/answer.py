@@ -34,12 +34,13 @@ from sparsebench.results.contests import ANY, MOST, View, sort_values_of
 from sparsebench.results.formatting import (
     FORMATS,
     between,
-    bracketed,
+    brackets,
     capital,
     cell_times,
     duration,
     percent,
     plain,
+    span_text,
 )
 
 TITLE = "Which format wins"
@@ -59,7 +60,9 @@ def draw(frames: Frames) -> Markup:
     views = frames.views
     if not views:
         return Markup("<p>No case of this run has a time, so there is no answer.</p>")
-    drawn = [_view(i, view, frames.cases) for i, view in enumerate(views[:MOST])]
+    held = brackets(frames.timed.gain_interval)
+    held = f"{capital(held)}." if held else ""
+    drawn = [_view(i, view, frames.cases, held) for i, view in enumerate(views[:MOST])]
     rest = f"{len(views) - MOST} of {len(views)} choices are not drawn here. "
     rest += "The table of every case lists all cases."
     more = note(rest) if len(views) > MOST else NOTHING
@@ -101,7 +104,7 @@ def _sort_texts(values: "pd.Series[Any]") -> list[str]:
     return [str(value) for value in sort_values_of(values)]
 
 
-def _view(number: int, view: View, cases: pd.DataFrame) -> Markup:
+def _view(number: int, view: View, cases: pd.DataFrame, held: str) -> Markup:
     page = '<div class="view" data-choice="{}"{}>{}{}<div class="pair">{}{}</div></div>'
     items = Markup("").join(_item(sentence) for sentence in sentences(view))
     return Markup(page).format(
@@ -111,7 +114,7 @@ def _view(number: int, view: View, cases: pd.DataFrame) -> Markup:
         Markup('<p class="where">{}</p>').format(
             " · ".join(filter(None, [where(view), variants(view, cases)]))
         ),
-        _map(view),
+        _map(view, held),
         _figure(number, view),
     )
 
@@ -123,7 +126,7 @@ def _item(sentence: str) -> Markup:
     return Markup("<li>{}</li>").format(text)
 
 
-def _map(view: View) -> Markup:
+def _map(view: View, held: str) -> Markup:
     timed = view.cells[view.cells.best_gain.notna()]
     columns = sort_values_of((view.cells if timed.empty else timed).x)
     lines = {(line.x, line.y): line for _, line in view.cells.iterrows()}
@@ -142,8 +145,8 @@ def _map(view: View) -> Markup:
     read = Markup(
         "Each cell shows the winner and the speedup of the fastest sparse contender over the "
         'fastest dense one. Hatched: <a href="#words">not settled</a>. Select a cell to see its '
-        "rivals and how to run it."
-    )
+        "rivals and how to run it. {}"
+    ).format(held)
     if (view.cells["count"] > 1).any():
         read += (
             f" A cell with several problems (at most {view.cells['count'].max()}) shows the median."
@@ -158,7 +161,7 @@ def _cell(view: View, line: "pd.Series[Any] | None") -> Markup:
         return Markup('<span class="cell none">–</span>')
     title = f"{column_text(view, line)}: {winner(line)}"
     name = Markup("_<wbr>").join(_who(view, line).split("_"))
-    span = bracketed(line.best_low, line.best_high, line.best_half)
+    span = span_text(line.best_low, line.best_high, line.best_half)
     gain = cell_times(line.best_gain, line.best_half)
     text = Markup('<b>{}</b><span class="span">{}</span> {}').format(gain, span, name)
     return shaded(line.best_gain, line.best_decided, f"#case-{line.best_case_id}", title, text)

@@ -5,7 +5,8 @@ from markupsafe import Markup
 
 from sparsebench.reports.figures._figure import NOTHING, Frames, describe_line, each_measure
 from sparsebench.reports.figures._html import note
-from sparsebench.reports.findings import who
+from sparsebench.reports.figures._verdict import intervals
+from sparsebench.reports.findings import contender_name
 from sparsebench.reports.tables import html_table
 from sparsebench.results.formatting import between, significant
 from sparsebench.results.frame import fields
@@ -35,7 +36,7 @@ def _draw(raced: pd.DataFrame) -> Markup:
     head = (
         f"{inside} of {len(every)} cases take at most {BOUND} longer "
         "than the fastest named kernel of the format. The kernel is chosen by a short search or a "
-        f"list, as in a layer. {same}"
+        f"list, as in a layer. {intervals(users)} {same}"
     )
     every.sort(key=lambda pair: -pair[0]["median_us"] / pair[1]["median_us"])
     return note(head) + html_table(HEADS, [_line(*pair, differ) for pair in every])
@@ -47,4 +48,4 @@ def _line(users: Case, rival: Case, names: list[str]) -> list[str]:
     us = [significant(case["median_us"]) for case in (users, rival)]
     within = "yes" if is_within(users, rival) else "no"
     where = describe_line(pd.Series(users), names)
-    return [where, who(users), us[0], rival["label"], us[1], taken, within]
+    return [where, contender_name(users), us[0], rival["label"], us[1], taken, within]

@@ -26,7 +26,6 @@ from sparsebench.results.formatting import (
     amount,
     between,
     blocks_text,
-    bracketed,
     cell_times,
     conditions,
     duration,
@@ -35,6 +34,7 @@ from sparsebench.results.formatting import (
     percent,
     plain,
     size_text,
+    span_text,
     times,
 )
 
@@ -220,7 +220,7 @@ def beside(lines: pd.DataFrame) -> list[tuple[str, str, str]]:
     attention = lines[lines.op == "attention"]
     many = attention[attention.m > 1]
     findings = [
-        ("Whole model, decoding", *_newest(lines[lines.op == "decoder"], _steps)),
+        ("Model, decoding", *_newest(lines[lines.op == "decoder"], _steps)),
         ("Attention", *_newest(attention if many.empty else many, _attention)),
     ]
     return [finding for finding in findings if finding[1]]
@@ -386,7 +386,7 @@ def _range(records: Sequence[dict[str, Any]]) -> tuple[str, str]:
     if pd.isna(low) or high <= low:
         return times(gain), ""
     half = max(high - gain, gain - low)
-    return cell_times(gain, half), bracketed(low, high, half)
+    return cell_times(gain, half), span_text(low, high, half)
 
 
 def _problem(line: Any) -> str:

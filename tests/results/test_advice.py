@@ -14,7 +14,7 @@ from sparsebench.reports import advice as presented
 from sparsebench.reports.site import prune
 from sparsebench.reports.site.pages import Site
 from sparsebench.results import store
-from sparsebench.results.advice import NO, TRAIN, TRY, UNMEASURED, advise, left_out
+from sparsebench.results.advice import NO, TRAIN, TRY, UNMEASURED, advise, leave_one_out
 from sparsebench.results.analysis import analyse
 from sparsebench.results.layer_estimates import ACTIVATIONS, BLOCKS, TWO_FOUR, Layer
 from sparsebench.results.measured_layers import Evidence, of_runs, packaged_evidence
@@ -72,7 +72,7 @@ def test_every_active_unit_takes_time_beside_the_gate(evidence: Evidence) -> Non
 
 
 def test_estimates_hold_every_whole_model_that_was_left_out(evidence: Evidence) -> None:
-    estimates = left_out(evidence)
+    estimates = leave_one_out(evidence)
     assert len(estimates) == len(evidence.steps)
     assert len({step.model.hidden for step, _ in estimates}) > 1
     outside = [(step, gain) for step, gain in estimates if not gain.low <= step.gain <= gain.high]
@@ -94,6 +94,28 @@ def test_a_model_that_was_measured_needs_no_estimate(evidence: Evidence) -> None
     assert (half.layers.basis, half.step.basis) == (MEASURED, LOOK)
     assert half.runs[0].startswith("nvidia-h200/decoder")
     assert answer.kinds[0].step.basis == ESTIMATE
+    assert half.step.part == ""
+    assert "extrapolated" not in answer.verdict
+
+
+def test_a_gain_of_some_of_the_layers_is_extrapolated_and_says_so(evidence: Evidence) -> None:
+    answer = advise(evidence, read_shapes("Llama-3-8B"), "H200", 16)
+    assert answer.best
+    step = answer.best.step
+    assert (step.basis, step.part) == (MEASURED, "8 of 32 layers")
+    assert step.caveat == "extrapolated from 8 of 32 layers"
+    assert step.cell == f"{step.text} (extrapolated)"
+    assert answer.best.sure.startswith("8 of 32 layers: measured")
+    look = advise(evidence, read_shapes("Qwen3-32B"), "H200", 16).kinds[3].step
+    assert look.cell == f"{look.text} (look, extrapolated)"
+    for text in (answer.verdict, presented.in_brief(evidence, "NVIDIA H200")):
+        assert "extrapolated from 8 of 32 layers" in text
+    shown = presented.markdown(answer)
+    assert "whole model" not in shown
+    assert "fewer of these layers" in shown  # how it is extrapolated
+    assert "fewer of these layers" not in presented.markdown(
+        advise(evidence, read_shapes("Gemma-3-270m"), "H200", 16)
+    )
 
 
 @pytest.mark.parametrize(
