@@ -28,7 +28,7 @@ from sparsebench.results.cases import CONTEST, break_even, winners
 from sparsebench.results.contests import OF_MODEL, empty_launch
 from sparsebench.results.families import OF_ACTIVATIONS, QUANTISED
 from sparsebench.results.formatting import FORMATS, amount, are, between, duration, kernel, percent
-from sparsebench.results.frame import fields
+from sparsebench.results.frame import fields, records
 from sparsebench.results.model_shapes import model_name
 from sparsebench.results.noise import Reliability
 from sparsebench.results.outcome import STYLES, Outcome
@@ -231,7 +231,7 @@ def results(analysis: Analysis) -> Table:
             outcome(line) if line["side"] != "dense" else "",
             str(line["marks"] or ""),
         ]
-        for line in best.to_dict("records")
+        for line in records(best)
         for op, text in [(str(line["op"]), _problem(line, varying[line["op"]]))]
     ]
     sparse = cases[(cases["format"] != "dense") & ~cases["format"].isin(best.kind)]

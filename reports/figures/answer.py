@@ -40,6 +40,7 @@ from sparsebench.results.formatting import (
     percent,
     plain,
 )
+from sparsebench.results.frame import records
 
 TITLE = "Which format wins"
 ORDER = 10
@@ -231,7 +232,7 @@ def _line(chart: Chart, cells: pd.DataFrame, side: str, name: str, across: bool)
         f"{field_text(name, line['at'])}: {line[f'{side}_label']} "
         f"{between(*(line[f'{side}_{part}'] for part in ('gain', 'low', 'high', 'half')))}, "
         f"{duration(line[f'{side}_median_us'])}"
-        for line in cells.to_dict("records")
+        for line in records(cells)
     ]
     chart.spans(cells.place, low, high, look.but(width=1.4, alpha=0.7), across)
     if across:
