@@ -53,7 +53,8 @@ def doubts(table: pd.DataFrame, run: str = "") -> list[Doubt]:
     """Return the tuned contenders of a frame that are slower than their defaults."""
     doubtful = []
     recipe = ["problem_id", "scope", "cache", "format", "kernel", "params", "rest"]
-    for _, group in _cases(table).groupby(recipe, sort=False, dropna=False):
+    cases = _cases(table)[[*recipe, "search", "us", "label", "text"]]
+    for _, group in cases.groupby(recipe, sort=False, dropna=False):
         by_search = {line["search"]: line for line in records(group)}
         # A contender without the option is tuned if a rival has False, and not if one has True.
         tuned = by_search.get("True", by_search.get(""))
