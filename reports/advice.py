@@ -27,9 +27,9 @@ from sparsebench.results.model_files import (
     read_widths,
 )
 from sparsebench.results.model_shapes import read_shapes
-from sparsebench.results.step_model import ACTIVE, BOUND, LOOK, Gain
+from sparsebench.results.step_model import ACTIVE, BOUND, Gain
 
-COLUMNS = ["kind of sparsity", "MLPs", "whole model", "weights", "loss", "how sure"]
+COLUMNS = ["kind of sparsity", "MLPs", "model", "weights", "loss", "how sure"]
 WORDS = {"kind of sparsity", "loss", "how sure"}
 
 
@@ -88,8 +88,8 @@ def in_brief(evidence: Evidence, gpu: str) -> str:
         else:
             try_it = answer.word == TRY
             verdict = "may be worth pruning" if try_it else "needs training with its zeros"
-            look = ", a look" if best.step.basis == LOOK else ""
-            texts.append(f"{name} {verdict} ({best.step.text} as fast with {best.kind}{look})")
+            caveat = f", {best.step.caveat}" if best.step.caveat else ""
+            texts.append(f"{name} {verdict} ({best.step.text} as fast with {best.kind}{caveat})")
     return f"With {tokens} tokens at once on an {gpu}: {'; '.join(texts)}."
 
 

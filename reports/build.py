@@ -32,7 +32,7 @@ from sparsebench.results.analysis import tables
 from sparsebench.results.answer import evidence, headline
 from sparsebench.results.badges import badges
 from sparsebench.results.contests import usual
-from sparsebench.results.formatting import amount, selection
+from sparsebench.results.formatting import amount, brackets, selection
 from sparsebench.results.model_files import Pruning
 from sparsebench.results.provenance import devices_named, flat
 from sparsebench.results.store import Run
@@ -145,7 +145,7 @@ def _group(drawn: Sequence[tuple[Figure, Markup]]) -> list[tuple[str, list[tuple
 
 def _evidence(frames: Frames) -> dict[str, str]:
     """Return the headline, the evidence for it, and the command that measures it again."""
-    run, cases, pairs = frames.run, frames.cases, frames.noise.pairs
+    run, cases, timed, pairs = frames.run, frames.cases, frames.timed, frames.noise.pairs
     line = headline(frames.views[0]) if frames.views else None
     if line is None:
         return {}
@@ -153,7 +153,7 @@ def _evidence(frames: Frames) -> dict[str, str]:
     limited = int((once["mark"].fillna("") != "").sum())
     different = int((pairs.different == True).sum())  # noqa: E712  (missing if unknown)
     counts = [
-        amount(frames.rows.replicate.nunique(), "process"),
+        brackets(timed.gain_interval[timed.case_id == line.best_case_id]),
         f"{different} of {amount(len(pairs), 'A/A pair')} differ",
         f"{limited} of {amount(len(once), 'case')} had a slowed GPU or a late host in some process",
     ]

@@ -11,7 +11,7 @@ LINES largest differences, and Markdown folds the cases away.
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -20,13 +20,13 @@ from rich.console import Console, ConsoleOptions, RenderableType
 from rich.text import Text
 
 from sparsebench.errors import ResultError
-from sparsebench.reports.comparison_tables import EVERY, cases, grid, problems
+from sparsebench.reports.comparison_tables import EVERY, cases, grid, intervals, problems
 from sparsebench.reports.page import render
 from sparsebench.reports.tables import Table
 from sparsebench.results.analysis import Analysis
 from sparsebench.results.badges import badges
-from sparsebench.results.changes import Cause, Changes, changes, mean
-from sparsebench.results.formatting import amount, are, join_words, percents, significant
+from sparsebench.results.changes import GAIN, TIME, Cause, Changes, Mean, changes, mean
+from sparsebench.results.formatting import amount, are, join_words, significant
 from sparsebench.results.outcome import DIFFERENT, Outcome
 from sparsebench.results.provenance import flat
 from sparsebench.results.record import Status
@@ -137,9 +137,9 @@ def to_json(result: Compared) -> dict[str, Any]:
             name: {
                 **other.counts,
                 "same_device": other.same_device,
-                "geometric_mean": _finite(mean(other.contenders.ratio)),
-                "times_mean": _finite(mean(other.contenders.time)),
-                "baselines_mean": _finite(mean(_baselines(other).time)),
+                "geometric_mean": _mean_json(mean(other.contenders, GAIN)),
+                "times_mean": _mean_json(mean(other.contenders, TIME)),
+                "baselines_mean": _mean_json(mean(_baselines(other), TIME)),
                 "cases": json.loads(other.cases.drop(columns=dropped).to_json(orient="records")),
             }
             for name, other in zip(names[1:], result.others, strict=True)
@@ -168,15 +168,14 @@ def _sentences(other: Changes) -> list[str]:
             if counts.get(w)]  # fmt: skip
     texts = ["; ".join([first, *rest]) + "."]
     if not other.same_device:
-        means = mean(_baselines(other).time), mean(other.contenders.time)
-        texts.append(mean_times(b, *means))
-    compared_gains = other.contenders[other.contenders.gain != ""]
-    more, less = ((compared_gains.gain == word).sum() for word in DIFFERENT)
-    if more + less:
+        means = mean(_baselines(other), TIME), mean(other.contenders, TIME)
+        texts += filter(None, [mean_times(a, b, *means)])
+    more, less = ((other.contenders.gain == word).sum() for word in DIFFERENT)
+    if more + less and (gains := mean(other.contenders, GAIN)):
         texts.append(
             f"Over its own baseline, {b} gains more in {amount(int(more), 'case')} and less in "
-            f"{less}; its gains are {significant(mean(compared_gains.ratio))} times those of {a} "
-            "(geometric mean)."
+            f"{less}; its gains are {gains.text} of those of {a} (geometric mean over "
+            f"{amount(gains.cases, 'case')})."
         )
     causes = dict(other.contenders.cause[other.contenders.cause != ""].value_counts())
     unexplained = causes.pop(Cause.UNKNOWN, 0)
@@ -191,14 +190,15 @@ def _sentences(other: Changes) -> list[str]:
     return texts
 
 
-def mean_times(name: str, dense: float, others: float) -> str:
-    """Say how much more time a device takes; each number is a mean of the other's time over its."""
+def mean_times(a: str, b: str, dense: Mean | None, others: Mean | None) -> str:
+    """Say which part of a's time b takes; each mean is of a's time over b's."""
     takes = [
-        f"{percents(1 / ratio, 'time')} for the {kind} products"
+        f"{ratio.inverse.text} for the {kind} products ({amount(ratio.cases, 'case')})"
         for kind, ratio in (("dense", dense), ("other", others))
-        if not np.isnan(ratio)
+        if ratio
     ]
-    return f"{name} takes {join_words(takes)} (geometric means)."
+    takes_text = f"{b} takes {join_words(takes)}, as geometric means."
+    return f"Of the time of {a}, {takes_text}" if takes else ""
 
 
 def _baselines(other: Changes) -> pd.DataFrame:
@@ -206,10 +206,7 @@ def _baselines(other: Changes) -> pd.DataFrame:
 
 
 def _notes(result: Compared) -> list[str]:
-    notes = [
-        "Brackets after “shorter”: the 95 % interval of the difference. Runs share no process, so "
-        "it also includes what differs between cards, days and versions of the harness."
-    ]
+    notes = intervals(result.others)
     looks = [
         side.name if len(side.runs) == 1 else f"{run.path.name} of {side.name}"
         for side in result.sides
@@ -219,8 +216,7 @@ def _notes(result: Compared) -> list[str]:
     if looks:
         notes.append(
             f"{join_words(looks)} {'is a look' if len(looks) == 1 else 'are looks'} with fewer "
-            f"than {FEWEST} processes. The interval of a look is the tolerance within which equal "
-            "cases of published runs stay."
+            f"than {FEWEST} processes."
         )
     blind = [s.name for s in result.sides if _on_gpu(s) and not _telemetry(s)]
     if blind:
@@ -282,5 +278,5 @@ def _telemetry(side: Side) -> bool:
     return any(row.telemetry for run in side.runs for row in run.rows)
 
 
-def _finite(value: float) -> float | None:
-    return None if np.isnan(value) else value
+def _mean_json(ratio: Mean | None) -> dict[str, Any] | None:
+    return asdict(ratio) if ratio else None

@@ -19,8 +19,10 @@ from sparsebench.results.comparison import Comparison
 from sparsebench.results.formatting import (
     FORMATS,
     PATTERNS,
+    amount,
     between,
     blocks_text,
+    brackets,
     duration,
     kernel,
     significant,
@@ -30,6 +32,7 @@ from sparsebench.results.frame import records
 from sparsebench.results.outcome import DIFFERENT, STYLES, Outcome
 from sparsebench.results.record import Status
 from sparsebench.results.sides import KEYS
+from sparsebench.results.statistics import FEWEST
 
 GAINS: dict[str, str] = {
     Outcome.FASTER: "gains more",
@@ -124,6 +127,29 @@ def cases(others: Sequence[Changes]) -> Table:
     )
 
 
+def intervals(others: Sequence[Changes]) -> list[str]:
+    """Return sentences that say what the brackets of these tables and of means over cases hold."""
+    lines = pd.concat([other.cases[other.cases.word != ""] for other in others])
+    looks = lines[["processes_a", "processes_b"]].min(axis=1) < FEWEST
+    sentences = []
+    if not looks.all():
+        sentences.append(
+            "Brackets: the 95 % interval of the difference. Runs share no process, so it also "
+            "includes what differs between cards, days and versions of the harness."
+        )
+    if looks.any():
+        which = "" if looks.all() else f" in {amount(int(looks.sum()), 'case')}"
+        sentences.append(
+            f"Brackets{which}: the tolerance within which equal cases of published runs stay, "
+            f"because a side has fewer than {FEWEST} processes."
+        )
+    return [
+        *sentences,
+        "Brackets of a mean: its interval for these cases alone. They share cards and processes, "
+        "so half of it is the mean of the halves of the cases.",
+    ]
+
+
 def problems(others: Sequence[Changes]) -> str:
     """Return what the names of problems leave out: the fields with one value in each op."""
     return _problems(pd.concat([other.cases[other.cases.word != ""] for other in others]))[1]
@@ -141,6 +167,8 @@ def disagreements(result: Comparison) -> Table:
     ]
     columns = ("problem", "contender", "× baseline there", "× baseline here")
     title = f"Cells that disagree: {about}".rstrip(": ")
+    held = brackets([*apart.interval_a, *apart.interval_b])
+    title = "; ".join(filter(None, [title, held]))
     return Table(title=title, columns=columns, lines=lines, words=columns)
 
 

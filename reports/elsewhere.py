@@ -13,7 +13,7 @@ from rich.console import Console, ConsoleOptions, RenderableType
 from rich.text import Text
 
 from sparsebench.reports.findings import findings
-from sparsebench.reports.terminal import results
+from sparsebench.reports.terminal import indented, results
 from sparsebench.results import files, store
 from sparsebench.results.analysis import analyse
 from sparsebench.results.formatting import amount
@@ -45,7 +45,7 @@ class Elsewhere:
             every = analyse(there)
             measured = replace(every, cases=every.cases[every.cases.status == Status.OK])
             for line in findings(measured):
-                yield Text(line)
+                yield indented(line)
             yield Text()
             yield results(measured)
             yield Text()

@@ -67,10 +67,10 @@ format, kernel and claim.
 
 A speedup is a ratio of times that were measured in the same contest, round by round: device time
 with a cold L2 cache (`results/frame.py`). Brackets hold the 95 % confidence interval
-(Hodges-Lehmann) if a run has 6 processes or more, and the range over processes if it has fewer.
-A run of fewer than 6 processes is a look, not a verdict. The interval of a verdict includes the
-variation between runs: between cards of one kind, days and versions of the harness. It is estimated
-from the cases below that two cards measured.
+(Hodges-Lehmann) if a run has 6 processes or more, the range over processes if it has fewer, and
+the quartiles of the rounds if it has one. A run of fewer than 6 processes is a look, not a verdict.
+The interval of a verdict includes the variation between runs: between cards of one kind, days and
+versions of the harness. It is estimated from the cases below that two cards measured.
 
 If a call takes less than 20 µs and its run measured chains, the table has two speedups: of the call
 in a chain of eight layers in one CUDA graph, and of an isolated call. Other short calls

@@ -21,10 +21,11 @@ import pandas as pd
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.text import Text
 
+from sparsebench.reports.comparison_tables import intervals
 from sparsebench.reports.figures._figure import Frames
 from sparsebench.reports.tables import Cell, Table
 from sparsebench.results.badges import Badge, badges
-from sparsebench.results.changes import Changes, mean
+from sparsebench.results.changes import GAIN, TIME, Changes, mean
 from sparsebench.results.contests import contests, with_gains, with_shapes
 from sparsebench.results.formatting import (
     FORMATS,
@@ -33,7 +34,6 @@ from sparsebench.results.formatting import (
     capital,
     join_words,
     percent,
-    percents,
     times,
 )
 from sparsebench.results.frame import HOST_LATE, records
@@ -98,13 +98,13 @@ def summarise(
     fitness: list[dict[str, Any]],
 ) -> Summary:
     """Return the first screen of the runs of a survey, those of the most processes first."""
-    problems = _problems(by_run)
+    problems, shown = _problems(by_run), others[:OTHERS]
     return Summary(
         device=device,
         badges=_badges(by_run),
         finding=_finding(problems),
         problems=problems,
-        others=[compared(there) for there in others[:OTHERS]],
+        others=[*map(compared, shown), *(intervals(shown) if shown else ())],
         state=_state(problems, by_run, kernels, fitness),
     )
 
@@ -253,14 +253,18 @@ def _finding(problems: pd.DataFrame) -> str:
 def compared(there: Changes) -> str:
     """Compare another device in a sentence: first the dense times, then the gains over them."""
     name = capital(there.b.name)
-    dense, sparse = there.cases[there.cases.is_baseline], there.contenders.ratio.dropna()
-    ratio = 1 / mean(dense.time)
-    parts = [] if pd.isna(ratio) else [f"takes {percents(ratio, 'time')} for the dense products"]
-    if len(sparse):
-        gains = percents(mean(sparse))
-        parts.append(f"its sparse kernels gain {gains} over its own dense ones")
-    shared = f"geometric means over {amount(len(sparse), 'shared case')}"
-    return f"{name} {', and '.join(parts)} ({shared})." if parts else f"{name}: no shared times."
+    dense, gains = mean(there.cases[there.cases.is_baseline], TIME), mean(there.contenders, GAIN)
+    parts = []
+    if dense:
+        shared = amount(dense.cases, "shared case")
+        parts.append(f"takes {dense.inverse.text} of the time for the dense products ({shared})")
+    if gains:
+        shared = amount(gains.cases, "shared case")
+        parts.append(
+            f"the gains of its sparse kernels over its own dense ones are {gains.text} of those "
+            f"here ({shared})"
+        )
+    return f"{name} {', and '.join(parts)}." if parts else f"{name}: no shared times."
 
 
 def _state(

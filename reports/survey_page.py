@@ -20,7 +20,7 @@ from sparsebench._writing import write_file
 from sparsebench.errors import ResultError
 from sparsebench.reports import build
 from sparsebench.reports.build import Figure
-from sparsebench.reports.comparison_tables import cases, problems
+from sparsebench.reports.comparison_tables import cases, intervals, problems
 from sparsebench.reports.figures._figure import NOTHING, Frames
 from sparsebench.reports.figures._html import note, shaded
 from sparsebench.reports.survey import (
@@ -154,7 +154,8 @@ def _other(there: Changes) -> Markup:
     names = join_words([run.path.name for run in there.b.runs])
     runs = f"The devices were measured in different processes. Other runs: {names}."
     head = Markup("<h3>{} beside {}</h3>").format(capital(there.b.name), there.a.device)
-    text = note(f"{compared(there)} {runs} Problems: {problems([there])}.")
+    held = " ".join(intervals([there]))
+    text = note(f"{compared(there)} {runs} Problems: {problems([there])}. {held}")
     return head + text + replace(cases([there]), title="").html()
 
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import pandas as pd
 from rich.console import Console, ConsoleOptions, RenderableType
+from rich.padding import Padding
 from rich.text import Text
 
 from sparsebench.reports.findings import findings, who
@@ -27,7 +28,16 @@ from sparsebench.results.badges import Badge, badges, unfit
 from sparsebench.results.cases import CONTEST, break_even, winners
 from sparsebench.results.contests import OF_MODEL, empty_launch
 from sparsebench.results.families import OF_ACTIVATIONS, QUANTISED
-from sparsebench.results.formatting import FORMATS, amount, are, between, duration, kernel, percent
+from sparsebench.results.formatting import (
+    FORMATS,
+    amount,
+    are,
+    between,
+    brackets,
+    duration,
+    kernel,
+    percent,
+)
 from sparsebench.results.frame import fields, records
 from sparsebench.results.model_shapes import model_name
 from sparsebench.results.noise import Reliability
@@ -68,7 +78,7 @@ class Answer:
         cases = self.analysis.cases
         yield _title(self.analysis)
         for line in findings(self.analysis):
-            yield Text(line, style="" if line.startswith(" ") else "bold")
+            yield indented(line, style="" if line.startswith(" ") else "bold")
         if (cases.status == Status.OK).any():
             yield Text()
             yield results(self.analysis).shortened(LINES, MORE)
@@ -77,6 +87,12 @@ class Answer:
         yield Text()
         for line in [*missing(cases), *trust(self.analysis)]:
             yield Text(line)
+
+
+def indented(line: str, style: str = "") -> RenderableType:
+    """Return a line that keeps its indentation where it wraps."""
+    text = line.lstrip()
+    return Padding.indent(Text(text, style), len(line) - len(text))
 
 
 def answer_markdown(analysis: Analysis) -> str:
@@ -245,8 +261,8 @@ def results(analysis: Analysis) -> Table:
     texts = [[split_style(cell)[0] for cell in line] for line in lines]
     used = [n for i, n in enumerate(columns) if any(text[i] not in EMPTY for text in texts)]
     cells = [[line[columns.index(name)] for name in used] for line in lines]
-    kinds = " and ".join(sorted({str(kind) for kind in timed.interval.dropna()}))
-    title = "; ".join(filter(None, [*titles, kinds]))
+    held = timed.gain_interval if over_dense else timed.interval
+    title = "; ".join(filter(None, [*titles, brackets(held)]))
     words = {"problem", "format", "kernel", "outcome", "accuracy"}
     spare = ("outcome", "of limit", "dense", "format")
     return Table(title=title, columns=used, lines=cells, words=words, spare=spare)

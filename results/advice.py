@@ -1,13 +1,14 @@
 """Is pruning worth it for a model on a GPU? One answer for the command and the page.
 
-    for each of KINDS    gain of the MLPs and of the whole model, weights in GB, loss, and how sure
+    for each of KINDS    gain of the MLPs and of the model, weights in GB, loss, and how sure
     verdict              TRY         the model is certainly WORTH times as fast, and pruning cost
                                      at most DEAR nats per token where it was measured
                          TRAIN       as fast, but pruning alone costs more, or an unknown amount
                          NO          no kind is certain to make the model WORTH times as fast
                          UNMEASURED  no run on this GPU is published: upper limits only
 
-A published run of the same model comes before an estimate (step_model.py, layer_estimates.py).
+A published run of the same model comes before an estimate (step_model.py, layer_estimates.py). If
+it measured only some of the layers, the gain of the model is extrapolated from them, and says so.
 """
 
 from collections.abc import Sequence
@@ -37,7 +38,7 @@ from sparsebench.results.step_model import (
     BOUND,
     DECODED,
     ESTIMATE,
-    LOOK,
+    MEASURED,
     REST,
     Gain,
     StepModel,
@@ -63,7 +64,7 @@ FORMATS = {TWO_FOUR: "spense", SIX_EIGHT: "slide", BLOCKS: "bsr", ANYWHERE: "bit
 
 @dataclass(frozen=True)
 class Advice:
-    """One of KINDS: gains of the MLPs and of the whole model, and its weights in GB.
+    """One of KINDS: gains of the MLPs and of the model, and its weights in GB.
 
     loss  what it costs, if that was measured    sure  how the gains are known, in words
     runs  the published runs that say so
@@ -183,10 +184,10 @@ def _advice(
     if same := _measured_layer(evidence, layer, gpu):
         runs, how = [same], [f"MLP: {_processes(same.processes)}"]
     if whole := _measured_step(evidence, step, layer, gpu):
-        of_step = Gain.measured(whole.gain, whole.low, whole.high, whole.processes)
-        depth = f" of {whole.model.layers} of {step.model.layers} layers"
-        fewer = depth if whole.model.layers < step.model.layers else ""
-        whole_how = f"model{fewer}: {_processes(whole.processes)}"
+        depth = f"{whole.model.layers} of {step.model.layers} layers"
+        part = depth if whole.model.layers < step.model.layers else ""
+        of_step = Gain.measured(whole.gain, whole.low, whole.high, whole.processes, part)
+        whole_how = f"{part or 'model'}: {_processes(whole.processes)}"
         runs, how = [whole, *runs], [whole_how, *(how if same else [])]
     saved = (
         0.0 if way == ACTIVATIONS else step.model.layers * layer.weights * (1 - layer.memory_share)
@@ -252,14 +253,14 @@ def _verdict(
     best = max(cheap or sure or pruned, key=lambda each: each.step.value)
     name = f"{best.kind} (format {FORMATS[KINDS[best.kind][0]]})"
     if gpu is None and best.step.value >= WORTH:
-        most = f"the whole model can become at most {times(best.step.value)} as fast, with {name}"
+        most = f"the model can become at most {times(best.step.value)} as fast, with {name}"
         sentence = f"Not measured: no run on {gpu_name} is published. {at.capitalize()}, {most}."
         return UNMEASURED, sentence, best
     if not sure:
         why = f"no kind of sparsity is certain to make the model {WORTH:g} times as fast {at}"
         return NO, f"Do not prune: {why}.", None
-    at += " (a look)" if best.step.basis == LOOK else ""
-    faster = f"the whole model with {name} is {best.step.text} as fast {at}"
+    at += f" ({best.step.caveat})" if best.step.caveat else ""
+    faster = f"the model with {name} is {best.step.text} as fast {at}"
     cost = "its loss by pruning was not measured"
     way, sparsity = KINDS[best.kind]
     easier = [kind for kind, (like, level) in KINDS.items() if like == way and level <= sparsity]
@@ -283,18 +284,30 @@ def _notes(
         load = f"{amount(tokens, 'sequence')} with a KV cache of {CONTEXT} tokens each"
     share = percent(round(model.layers * model.mlp / model.weights, 2))
     notes = [
-        f"The whole model runs {load}, in one pass. Weights, activations and cache have 16 bits.",
+        f"The model runs {load}, in one pass. Weights, activations and cache have 16 bits.",
         "Only the MLPs are sparse. Attention, norms, the cache, the embedding and the head stay "
         f"dense: the MLPs hold {share} of the weights.",
     ]
     if gpu:
         inside, predicted = evidence.layers.coverage
         notes += [
-            "An estimate (≈) comes from the bytes and FLOPs of the nearest measured layers, "
-            "against the measured ceilings of each GPU; layers of other GPUs count less. "
+            "An estimate (≈), with its interval in brackets, comes from the bytes and FLOPs of the "
+            "nearest measured layers, against the measured ceilings of each GPU; layers of other "
+            "GPUs count less. "
             "To test the intervals, each measured layer was estimated from layers of other shapes: "
             f"{inside} of {predicted} intervals held the measured value. "
             f"The time of the dense rest may be wrong by a factor of {REST:g}."
+        ]
+    gains = [gain for each in kinds for gain in (each.layers, each.step)]
+    if any(gain.basis == MEASURED for gain in gains):
+        notes += [
+            "Brackets of a measured gain: the 95 % interval over processes, plus variation between "
+            "runs. A look has fewer processes and none."
+        ]
+    if any(each.step.part for each in kinds):
+        notes += [
+            "An extrapolated gain was measured on a model with fewer of these layers, whose head "
+            "takes the same share of the step. It is assumed to hold for all layers."
         ]
     if any(BOUND in (each.layers.basis, each.step.basis) for each in kinds):
         notes += [

@@ -64,7 +64,8 @@ def summary(
     """Return one line per case, scope and cache state: medians over processes, and verdicts.
 
     speedup       Hodges-Lehmann estimate; with fewer than FEWEST processes the geometric mean
-    speedup_low   and speedup_high: the interval, of kind `interval_kind`; `interval` is its text
+    speedup_low   and speedup_high: the interval, of kind `interval_kind`; `interval` is its text,
+                  "" without a speedup
     t_low         and t_high: Student's 95 % interval from the processes alone, if FEWEST or more
     between       half of the interval between cards, in logs, which widens the interval
     on_cards      the number of cards that the processes ran on; 0 on a CPU and in a simulation
@@ -289,7 +290,9 @@ def _interval(processes: list[dict[str, Any]], state: State) -> dict[str, Any]:
         "between": between,
         "on_cards": cards_of(cards),
         "speedups": speedups,
-        "interval": estimate.interval_kind.over(count, between > 0),
+        "interval": ""
+        if np.isnan(estimate.value)
+        else estimate.interval_kind.over(count, between > 0),
         "interval_kind": str(estimate.interval_kind),
         "blocks": {(p["replicate"], p["attempt"]): p["blocks_us"] for p in processes},
     }

@@ -12,6 +12,14 @@ contest. Half of its 95 % interval is
 `between` is the variation between cards (between_cards.py). It counts if no card ran the case on
 both sides. Faster and slower also need q <= 5 % over all cases.
 
+    mean       exp( mean of log ratio +- mean of h )       over cases: geometric mean, 95 % interval
+
+The cases of a side are not independent, because they share cards, days and often processes, and
+nothing here estimates how strongly they depend on each other. But the standard deviation of a mean
+is at most the mean of the standard deviations, however they do. So the interval of a mean is as
+wide as if all cases had one common error: it never shrinks with their number. It holds for these
+cases alone, and says nothing about others.
+
 The baseline is the control: it ran beside the kernel, so if its library and its search are the
 same, a change of its time comes from the card, and a change of the gain from the kernel.
 
@@ -37,6 +45,7 @@ from sparsebench.results import store
 from sparsebench.results.analysis import Analysis
 from sparsebench.results.comparison import Comparison, compare, half_between, same_code
 from sparsebench.results.families import is_ours
+from sparsebench.results.formatting import between
 from sparsebench.results.frame import records
 from sparsebench.results.outcome import DIFFERENT, Outcome, among_many
 from sparsebench.results.provenance import device_name, flat
@@ -46,6 +55,8 @@ from sparsebench.results.statistics import FEWEST, q_values, welch
 from sparsebench.results.store import Run
 
 NORMAL = 1.96  # 95 % of a normal distribution
+TIME = ["time", "time_low", "time_high"]
+GAIN = ["ratio", "low", "high"]
 FACTS = "versions.", "gpu.driver", "commit", "code_sha256", "plugins.", "tuned", "switches."
 LIBRARIES = "versions.", "gpu.driver"
 GATE = re.compile(r"slower:(\d+(?:\.\d+)?) ?%")
@@ -67,6 +78,26 @@ class Cause(StrEnum):
 
 OUTSIDE = (Cause.BASELINE, Cause.CARD)
 """Causes outside the kernel."""
+
+
+@dataclass(frozen=True)
+class Mean:
+    """The geometric mean of a ratio over `cases` cases, with its 95 % interval."""
+
+    value: float
+    low: float
+    high: float
+    cases: int
+
+    @property
+    def inverse(self) -> "Mean":
+        """Return the mean of the inverse ratio."""
+        return Mean(1 / self.value, 1 / self.high, 1 / self.low, self.cases)
+
+    @property
+    def text(self) -> str:
+        """Write it in percent: `87 % [85, 89]`."""
+        return between(100 * self.value, 100 * self.low, 100 * self.high, unit=" %")
 
 
 @dataclass(frozen=True)
@@ -114,11 +145,9 @@ def changes(a: Side, b: Side) -> Changes:
         else (np.nan,) * 4
         for line in lines
     ]
-    for (name, word), tests in ((("time", "word"), times), (("ratio", "gain"), gains)):
-        table = pd.DataFrame(tests, cases.index, ["ratio", "low", "high", "p"], dtype="float64")
-        cases[name] = table.ratio
-        ends = ("time_low", "time_high") if name == "time" else ("low", "high")
-        cases[[*ends]] = table[["low", "high"]]
+    for names, word, tests in ((TIME, "word", times), (GAIN, "gain", gains)):
+        table = pd.DataFrame(tests, cases.index, [*GAIN, "p"], dtype="float64")
+        cases[names] = table[GAIN]
         cases[word] = outcomes(table)
     cases["uncertainty"] = np.maximum(cases.ratio - cases.low, cases.high - cases.ratio)
     lost = cases.status_a.eq(Status.OK) & cases.status_b.ne(Status.OK)
@@ -233,10 +262,16 @@ def problem_fields(cases: pd.DataFrame) -> list[str]:
     return [str(name) for name in names[names.index("op") : names.index("level")]]
 
 
-def mean(ratios: "pd.Series[Any]") -> float:
-    """Return the geometric mean of the ratios that are known; NaN if none is."""
-    logs = np.log(ratios.dropna())
-    return float(np.exp(logs.mean())) if len(logs) else float("nan")
+def mean(cases: pd.DataFrame, of: list[str]) -> Mean | None:
+    """Return the mean of TIME or GAIN over the cases that have it; None if none has.
+
+    Every interval is symmetric in logs, so the ends of the mean's are the means of the ends.
+    """
+    logs = np.log(cases[of].dropna().to_numpy(dtype=float))
+    if not len(logs):
+        return None
+    value, low, high = np.exp(logs.mean(axis=0)).tolist()
+    return Mean(value, low, high, len(logs))
 
 
 def _log(speedups: Any) -> list[float]:

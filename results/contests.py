@@ -50,7 +50,13 @@ OF_SIDE = ["ran", "name", "label", "kernel", "kind", "tile", "gain", "low", "hig
 OF_SIDE += ["decided", "median_us", "of_bound", "outcome", "case_id", "on_cards", "limited"]
 IN_CHAIN = ["gain", "low", "high", "half", "median_us"]
 NEEDED = [*CONTEST, "label", "baseline_label", "floor", "outcome", "speedup", "speedup_low"]
-NEEDED += ["speedup_high", "blocks", "median_us", "between"]  # a gain is computed from these
+NEEDED += [
+    "speedup_high",
+    "interval",
+    "blocks",
+    "median_us",
+    "between",
+]  # a gain is computed from these
 ACROSS = ("level", "m", "shape", "block")  # x is the first of these that is swept
 ROWS = ("block", "m", "shape")  # y is the one with the most values
 OF_MODEL = ["hidden", "intermediate", "layers"]  # fields that name a model
@@ -86,7 +92,8 @@ def with_gains(cases: pd.DataFrame) -> pd.DataFrame:
     kind   the format
     name   the kernel with its options
     tile   the block that the format stores
-    gain   over the fastest dense contender, with low, high, half and decided
+    gain   over the fastest dense contender, with low, high, half, decided and `gain_interval`,
+           the text of `interval` (cases.py) for the gain
     """
     timed = cases[(cases.status == Status.OK) & ~cases.twin.astype(bool)].copy()
     timed = timed[timed.median_us.notna()]
@@ -251,28 +258,33 @@ def _with_gains(cases: pd.DataFrame) -> pd.DataFrame:
         _gain(line, fastest.get(tuple(line[name] for name in CONTEST)))
         for line in records(cases[NEEDED])
     ]
-    table = pd.DataFrame(lines, cases.index, ["gain", "low", "high", "decided"])
+    names = ["gain", "low", "high", "decided", "gain_interval"]
+    table = pd.DataFrame(lines, cases.index, names)
     half = uncertainty(table.gain, table.low, table.high, cases.floor, cases.processes)
     half = half.mask((table.low == 1) & (table.high == 1), 0.0)  # the fastest dense case itself
     return cases.assign(**{str(name): column for name, column in table.items()}, half=half)
 
 
-def _gain(line: dict[Any, Any], base: dict[Any, Any] | None) -> tuple[float, float, float, bool]:
-    """Return gain, low, high and decided of a case over the fastest dense one."""
+def _gain(
+    line: dict[Any, Any], base: dict[Any, Any] | None
+) -> tuple[float, float, float, bool, str]:
+    """Return gain, low, high, decided and gain_interval of a case over the fastest dense one."""
     if base is None:
-        return np.nan, np.nan, np.nan, False
+        return np.nan, np.nan, np.nan, False, ""
     if line["label"] == base["label"]:
-        return 1.0, 1.0, 1.0, False
+        return 1.0, 1.0, 1.0, False, ""
     floor = 0.0 if pd.isna(line["floor"]) else line["floor"]
     if base["label"] == line["baseline_label"]:
         gain, low, high = line["speedup"], line["speedup_low"], line["speedup_high"]
+        name = line["interval"]
         if line["outcome"] in VERDICTS:
-            return gain, low, high, line["outcome"] in DIFFERENT
+            return gain, low, high, line["outcome"] in DIFFERENT, name
     elif ratio := ratio_over(line["blocks"], base["blocks"], line["between"]):
         gain, low, high = ratio.value, ratio.low, ratio.high
+        name = ratio.interval_kind.over(ratio.processes, line["between"] > 0)
     else:  # they were timed in different processes
-        gain, low, high = base["median_us"] / line["median_us"], np.nan, np.nan
-    return gain, low, high, bool(low > 1 + floor or high < 1 / (1 + floor))
+        gain, low, high, name = base["median_us"] / line["median_us"], np.nan, np.nan, ""
+    return gain, low, high, bool(low > 1 + floor or high < 1 / (1 + floor)), name
 
 
 def _of_units(lines: pd.DataFrame) -> "pd.Series[bool]":

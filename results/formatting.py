@@ -8,6 +8,7 @@ column of the cases (cases.py) and of the contests (contests.py). It is rounded 
 and the value is rounded to the same decimal place.
 """
 
+from collections.abc import Iterable
 from math import ceil, floor, isfinite, log10, nan
 from typing import Any
 
@@ -121,6 +122,12 @@ def duration(us: float) -> str:
     return f"{significant(us)} µs"
 
 
+def brackets(kinds: Iterable[Any]) -> str:
+    """Say what brackets hold: `brackets: 95 % over 8 processes`; "" if no interval has a name."""
+    names = sorted({str(kind) for kind in kinds if not pd.isna(kind)} - {""})
+    return f"brackets: {' and '.join(names)}" if names else ""
+
+
 def conditions(cards: Any, limited: Any) -> str:
     """Format the number of cards, and the share of time that power or heat limited their clock.
 
@@ -133,13 +140,6 @@ def conditions(cards: Any, limited: Any) -> str:
     share = round(100 * float(limited))
     free = "not limited by power or heat"
     return f"{where}, {f'limited by power or heat for {share} % of the time' if share else free}"
-
-
-def percents(ratio: float, noun: str = "") -> str:
-    """Write a ratio as a difference: `8 % less time`, `2 % more`, `as much time`."""
-    change = round(100 * (ratio - 1))
-    size = f"{abs(change)} % {'more' if change > 0 else 'less'}" if change else "as much"
-    return f"{size} {noun}".rstrip()
 
 
 def amount(count: int, noun: str) -> str:

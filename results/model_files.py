@@ -84,6 +84,8 @@ class Pruning:
     held_out     number of other tokens, over which errors and losses were measured
     loss         of the dense model on the held-out tokens, in nats per token; None for a layer
     unit         what a token is: a word or a part of it, or a byte
+    mlps         number of MLPs that were pruned; None for a layer, and in older files
+    layers       number of layers of the model; None where `mlps` is
     """
 
     __pydantic_config__: ClassVar = STRICT
@@ -97,6 +99,8 @@ class Pruning:
     loss: FiniteFloat | None
     outcomes: Annotated[Sequence[PruningOutcome], Field(min_length=1)]
     unit: Literal["token", "byte"] = "token"
+    mlps: PositiveInt | None = None
+    layers: PositiveInt | None = None
 
 
 @dataclass(frozen=True)

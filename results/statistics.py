@@ -51,7 +51,7 @@ class IntervalKind(StrEnum):
     def over(self, processes: int, cards: bool = False) -> str:
         """Name the interval for a reader; `cards`: the variation between cards widens it."""
         if processes == 1:
-            return f"{self} in one process"
+            return f"{self} of the rounds in one process"
         return f"{self} over {processes} processes{ACROSS_RUNS if cards else ''}"
 
 
@@ -66,12 +66,13 @@ class Interval:
 
 @dataclass(frozen=True)
 class Ratio:
-    """A ratio of two times over some processes, with an interval of `interval_kind`."""
+    """A ratio of two times over `processes`, with an interval of `interval_kind`."""
 
     value: float
     low: float
     high: float
     interval_kind: IntervalKind
+    processes: int
 
 
 def by_block(samples: Sequence[float], size: int) -> Floats:
@@ -149,7 +150,7 @@ def ratio(logs: Sequence[Floats], between: float = 0.0) -> Ratio:
         ends = widen(exact.estimate, exact.low, exact.high, between)
         logs_of, kind = (exact.estimate, *ends), IntervalKind.CONFIDENCE
     value, low, high = np.exp(logs_of).tolist()
-    return Ratio(value, low, high, kind)
+    return Ratio(value, low, high, kind, len(logs))
 
 
 def student(logs: ArrayLike) -> Interval:

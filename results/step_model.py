@@ -39,12 +39,17 @@ MEASURED, LOOK, ESTIMATE, BOUND = "measured", "look", "estimate", "bound"
 
 @dataclass(frozen=True)
 class Gain:
-    """A speedup and its basis: MEASURED, a LOOK, an ESTIMATE or a BOUND."""
+    """A speedup and its basis: MEASURED, a LOOK, an ESTIMATE or a BOUND.
+
+    part  of the model that was measured, such as `8 of 32 layers`, from which the speedup of the
+          model is extrapolated; "" for all of it
+    """
 
     value: float
     low: float
     high: float
     basis: str
+    part: str = ""
 
     @property
     def text(self) -> str:
@@ -57,12 +62,22 @@ class Gain:
 
     @property
     def cell(self) -> str:
-        """Write it for a table, where a look is marked: `1.15× (look)`."""
-        return f"{self.text} (look)" if self.basis == LOOK else self.text
+        """Write it for a table with its marks: `1.15× (look, extrapolated)`."""
+        marks = ["look"] * (self.basis == LOOK) + ["extrapolated"] * bool(self.part)
+        return f"{self.text} ({', '.join(marks)})" if marks else self.text
+
+    @property
+    def caveat(self) -> str:
+        """Say what limits it: `a look, extrapolated from 8 of 32 layers`; "" if nothing does."""
+        words = ["a look"] * (self.basis == LOOK)
+        words += [f"extrapolated from {self.part}"] * bool(self.part)
+        return ", ".join(words)
 
     @classmethod
-    def measured(cls, value: float, low: float, high: float, processes: int) -> "Gain":
-        return cls(value, low, high, MEASURED if processes >= FEWEST else LOOK)
+    def measured(
+        cls, value: float, low: float, high: float, processes: int, part: str = ""
+    ) -> "Gain":
+        return cls(value, low, high, MEASURED if processes >= FEWEST else LOOK, part)
 
 
 @dataclass(frozen=True)

@@ -57,7 +57,8 @@ def forest(test: Test, cells: Sequence[Cell]) -> Markup:
     limit = f"{test.limit:g}{SIGNS[test.unit]}"
     drawn = chart.svg(f"{test.name}: {amount(len(shown), 'cell')}, threshold {limit}")
     left = len(valued) - len(shown)
-    words = "The dotted line is the threshold, and lines are intervals. "
+    words = "The dotted line is the threshold. Lines and brackets are 95 % intervals, or the range "
+    words += "over processes or seeds where the text says so. "
     if test.at_least is not None and any(cell.bound for cell in shown):
         words += "Ticks are the upper bounds of the device. "
     words += "Filled circles meet the threshold, open circles miss it, open squares span it."

@@ -201,6 +201,10 @@ def _near(cases: pd.DataFrame, quantity: Quantity) -> NDArray[np.bool_]:
     return np.asarray((np.maximum(value / best, best / value) <= FAR) | base, dtype=bool)
 
 
+def _span(low: float, high: float) -> str:
+    return f" [{significant(low)}, {significant(high)}]" if high > low else ""
+
+
 def _line(
     chart: Chart,
     cases: pd.DataFrame,
@@ -226,7 +230,7 @@ def _line(
             chart.band(x, low, high, look.color)
     scale = 100 if axis.name == "level" else 1
     titles = [
-        f"{label}: {significant(value)} [{significant(least)}, {significant(most)}] {quantity.name}"
+        f"{label}: {significant(value)}{_span(least, most)} {quantity.name}"
         f" at {round(scale * at, 2):g}{' %' if axis.name == 'level' else f' {axis.name}'}"
         for label, value, least, most, at in zip(
             cases.label, y, low, high, cases[axis.name].to_numpy(dtype=float), strict=True

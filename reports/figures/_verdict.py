@@ -57,10 +57,21 @@ def speedup(line: Any) -> str:
     return between(line.speedup, line.speedup_low, line.speedup_high, line.uncertainty)
 
 
+def spans(cases: pd.DataFrame) -> str:
+    """Return a sentence that says what the brackets and bands of times hold."""
+    single = cases[cases.median_us.notna()].processes == 1
+    names = ["range over processes"] * bool((~single).any())
+    names += ["quartiles of the samples in one process"] * bool(single.any())
+    return f"Brackets and bands of times: {' or '.join(names)}."
+
+
 def intervals(cases: pd.DataFrame) -> str:
-    """Return a sentence that says what the intervals of these cases are."""
+    """Return a sentence that says what the brackets and bands of speedups hold."""
+    cases = cases[cases.interval != ""]
     exact = cases.interval_kind == IntervalKind.CONFIDENCE
     sure = [f"{name} (Hodges-Lehmann)" for name in sorted(cases.interval[exact].unique())]
     looks = sorted(cases.interval[~exact].unique())
     caution = ". Ranges are not verdicts." if sure else "; these are not confidence intervals."
-    return f"Intervals: {', '.join(sure + looks)}{caution if looks else '.'}"
+    if cases.empty:
+        return ""
+    return f"Brackets and bands of speedups: {', '.join(sure + looks)}{caution if looks else '.'}"

@@ -34,6 +34,7 @@ from sparsebench.results.contests import ANY, MOST, View, sort_values_of
 from sparsebench.results.formatting import (
     FORMATS,
     between,
+    brackets,
     capital,
     cell_times,
     duration,
@@ -58,7 +59,9 @@ def draw(frames: Frames) -> Markup:
     views = frames.views
     if not views:
         return Markup("<p>No case of this run has a time, so there is no answer.</p>")
-    drawn = [_view(i, view, frames.cases) for i, view in enumerate(views[:MOST])]
+    held = brackets(frames.timed.gain_interval)
+    held = f"{capital(held)}." if held else ""
+    drawn = [_view(i, view, frames.cases, held) for i, view in enumerate(views[:MOST])]
     rest = f"{len(views) - MOST} of {len(views)} choices are not drawn here. "
     rest += "The table of every case lists all cases."
     more = note(rest) if len(views) > MOST else NOTHING
@@ -100,7 +103,7 @@ def _sort_texts(values: "pd.Series[Any]") -> list[str]:
     return [str(value) for value in sort_values_of(values)]
 
 
-def _view(number: int, view: View, cases: pd.DataFrame) -> Markup:
+def _view(number: int, view: View, cases: pd.DataFrame, held: str) -> Markup:
     page = '<div class="view" data-choice="{}"{}>{}{}<div class="pair">{}{}</div></div>'
     items = Markup("").join(_item(sentence) for sentence in sentences(view))
     return Markup(page).format(
@@ -110,7 +113,7 @@ def _view(number: int, view: View, cases: pd.DataFrame) -> Markup:
         Markup('<p class="where">{}</p>').format(
             " · ".join(filter(None, [where(view), variants(view, cases)]))
         ),
-        _map(view),
+        _map(view, held),
         _figure(number, view),
     )
 
@@ -122,7 +125,7 @@ def _item(sentence: str) -> Markup:
     return Markup("<li>{}</li>").format(text)
 
 
-def _map(view: View) -> Markup:
+def _map(view: View, held: str) -> Markup:
     timed = view.cells[view.cells.best_gain.notna()]
     columns = sort_values_of((view.cells if timed.empty else timed).x)
     lines = {(line.x, line.y): line for _, line in view.cells.iterrows()}
@@ -141,8 +144,8 @@ def _map(view: View) -> Markup:
     read = Markup(
         "Each cell shows the winner and the speedup of the fastest sparse contender over the "
         'fastest dense one. Hatched: <a href="#words">not settled</a>. Select a cell to see its '
-        "rivals and how to run it."
-    )
+        "rivals and how to run it. {}"
+    ).format(held)
     if (view.cells["count"] > 1).any():
         read += (
             f" A cell with several problems (at most {view.cells['count'].max()}) shows the median."

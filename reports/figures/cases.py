@@ -10,7 +10,7 @@ from markupsafe import Markup
 from sparsebench.reports.figures._again import selected_fields, suite_name
 from sparsebench.reports.figures._figure import MEASURE, NOTHING, Frames, describe_line
 from sparsebench.reports.figures._html import download, note
-from sparsebench.reports.figures._verdict import outcome, speedup
+from sparsebench.reports.figures._verdict import intervals, outcome, spans, speedup
 from sparsebench.reports.tables import html_table, without_dashes
 from sparsebench.results.formatting import percent, plain, significant
 from sparsebench.results.frame import fields
@@ -53,9 +53,10 @@ def draw(frames: Frames) -> Markup:
         "select": selected_fields(frames.run, cases),
         "fields": ["op", *fields(cases)],
     }
+    held = f" {spans(cases)} {intervals(frames.raced)}" if frames.raced.size else ""
     whole = Markup("All columns of these {} lines as CSV: {}.")
     return (
-        note(whole.format(len(cases), download("cases", cases)))
+        note(whole.format(len(cases), download("cases", cases)) + held)
         + Markup(TOOL).format(describe_line(cases.iloc[0], same), json.dumps(run))
         + html_table(*without_dashes(heads, lines), "sortable", _ids(cases))
     )

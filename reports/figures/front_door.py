@@ -5,6 +5,7 @@ from markupsafe import Markup
 
 from sparsebench.reports.figures._figure import NOTHING, Frames, describe_line, each_measure
 from sparsebench.reports.figures._html import note
+from sparsebench.reports.figures._verdict import intervals
 from sparsebench.reports.findings import who
 from sparsebench.reports.tables import html_table
 from sparsebench.results.formatting import between, significant
@@ -35,7 +36,7 @@ def _draw(raced: pd.DataFrame) -> Markup:
     head = (
         f"{inside} of {len(every)} cases take at most {BOUND} longer "
         "than the fastest named kernel of the format. The kernel is chosen by a short search or a "
-        f"list, as in a layer. {same}"
+        f"list, as in a layer. {intervals(users)} {same}"
     )
     every.sort(key=lambda pair: -pair[0]["median_us"] / pair[1]["median_us"])
     return note(head) + html_table(HEADS, [_line(*pair, differ) for pair in every])

@@ -22,7 +22,7 @@ from sparsebench.reports.figures._figure import NOTHING, Frames, each_measure, p
 from sparsebench.reports.figures._html import fold_away, note
 from sparsebench.reports.figures._svg import Look, series
 from sparsebench.reports.figures._sweep import legend, side_by_side
-from sparsebench.reports.figures._verdict import meaning
+from sparsebench.reports.figures._verdict import intervals, meaning
 from sparsebench.reports.tables import html_table
 from sparsebench.results.families import OF_ACTIVATIONS
 from sparsebench.results.formatting import percent
@@ -57,7 +57,7 @@ def draw(frames: Frames) -> Markup:
     plain = "Pareto front; the vertical line is the baseline"
     empty = f"hollow: {meaning(frames.raced)[1]}"
     return (
-        note(_words(frames.pruning) + unknown)
+        note(f"{_words(frames.pruning)} {intervals(points)}{unknown}")
         + legend(numbers, plain, empty)
         + each_measure(points, lambda measured: _draw(measured, numbers))
         + fold_away("The errors", _table(frames.pruning))

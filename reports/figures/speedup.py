@@ -19,7 +19,7 @@ from sparsebench.reports.figures._figure import (
 from sparsebench.reports.figures._html import download, fold_away, note
 from sparsebench.reports.figures._svg import Look
 from sparsebench.reports.figures._sweep import Quantity, Sweep, draw_panels, left_out, legend, sweep
-from sparsebench.reports.figures._verdict import meaning
+from sparsebench.reports.figures._verdict import intervals, meaning
 from sparsebench.reports.tables import html_table
 from sparsebench.results.cases import break_even
 from sparsebench.results.formatting import amount, percent, significant
@@ -55,6 +55,7 @@ def _draw(frames: Frames, raced: pd.DataFrame) -> Markup:
     words = f"{same}. The horizontal line is the baseline.{left_out(groups, axis.name)}"
     if axis.name == "level":
         words += " The dotted line is 1 / (1 − sparsity): time proportional to the non-zeros."
+    words += f" {intervals(drawn)}"
     hollow = f"hollow: {meaning(frames.raced)[1]}"
     return (
         note(words)

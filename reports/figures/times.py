@@ -8,6 +8,7 @@ from sparsebench.reports.figures._figure import FIELDS, Frames, each_measure, pa
 from sparsebench.reports.figures._html import download, fold_away, note
 from sparsebench.reports.figures._svg import Look
 from sparsebench.reports.figures._sweep import Quantity, draw_panels, left_out, legend, sweep
+from sparsebench.reports.figures._verdict import spans
 
 TITLE = "Time of a call"
 ORDER = 40
@@ -36,8 +37,7 @@ def _draw(frames: Frames, raced: pd.DataFrame) -> Markup:
     bases = " and ".join(raced.label[~raced.label.isin(frames.series)].unique())
     drawn = draw_panels(frames, groups, axis, TIME, dress)
     shown = drawn if len(groups) <= OPEN else fold_away(f"{len(groups)} panels", drawn)
-    words = f"{same}. Points are medians. Bands are the range over processes, or the quartiles if "
-    words += f"there is one process.{left_out(groups, axis.name)}"
+    words = f"{same}. Points are medians. {spans(raced)}{left_out(groups, axis.name)}"
     key = legend(frames.series_of(raced), bases, drawn=raced.side)
     data = raced[[*FIELDS, "median_us", "low_us", "high_us"]]
     return note(words) + key + shown + download("times", data)

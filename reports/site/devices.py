@@ -21,6 +21,7 @@ from sparsebench.reports.page import render
 from sparsebench.reports.site.cards import PLACE, Card
 from sparsebench.reports.site.pages import Site, safe
 from sparsebench.results import store
+from sparsebench.results.changes import Mean
 from sparsebench.results.formatting import join_words
 from sparsebench.results.sides import MOST, named_apart, side
 
@@ -88,9 +89,11 @@ def pages(
 
 def _mean_times(data: dict[str, Any]) -> str:
     """Compare the times of each other device with those of the first in a sentence."""
-    nan = float("nan")
+    first, means = next(iter(data["runs"])), ("baselines_mean", "times_mean")
     return " ".join(
-        comparison.mean_times(name, change["baselines_mean"] or nan, change["times_mean"] or nan)
+        comparison.mean_times(
+            first, name, *(Mean(**change[mean]) if change[mean] else None for mean in means)
+        )
         for name, change in data["changes"].items()
     )
 

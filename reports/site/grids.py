@@ -201,7 +201,7 @@ def beside(lines: pd.DataFrame) -> list[tuple[str, str, str]]:
     attention = lines[lines.op == "attention"]
     many = attention[attention.m > 1]
     findings = [
-        ("Whole model, decoding", *_newest(lines[lines.op == "decoder"], _steps)),
+        ("Model, decoding", *_newest(lines[lines.op == "decoder"], _steps)),
         ("Attention", *_newest(attention if many.empty else many, _attention)),
     ]
     return [finding for finding in findings if finding[1]]

@@ -4,7 +4,7 @@
     verdict, table, runs      as `sparsebench advise` prints them
     models × tokens           a grid for each GPU, whose cells lead to the answers
     what pruning costs: losses by method beside the gains of layers
-    how good the estimates are: whole models that were measured, beside their estimates
+    how good the estimates are: models that were measured, beside their estimates
 
 The answers rest on the packaged rows (measured_layers.py). Links lead to those of their runs that
 are on the site.
@@ -58,6 +58,7 @@ def pages(cards: Sequence[Card], site: Site) -> Iterator[tuple[str, str]]:
     steps = [
         [
             step.run,
+            str(step.model.layers),
             advice.layer_text(step.layer),
             f"{step.gain:.2f}×",
             f"{gain.value:.2f}× [{gain.low:.2f}, {gain.high:.2f}]",
@@ -65,7 +66,7 @@ def pages(cards: Sequence[Card], site: Site) -> Iterator[tuple[str, str]]:
         ]
         for step, gain in left_out(evidence)
     ]
-    heads = ["run", "kind of sparsity", ">measured", "estimate", "inside"]
+    heads = ["run", ">layers", "kind of sparsity", ">measured", "estimate", "inside"]
     yield (
         PAGE,
         render(

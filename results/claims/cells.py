@@ -194,10 +194,16 @@ def over_op(test: Test, measured: Sequence[Cell]) -> list[Cell]:
 
 
 def value_text(test: Test, cell: Cell, template: str = "{}") -> str:
-    """Write a value with its interval, if it has one: `1.106× [1.105, 1.107]`."""
+    """Write a value with its interval, if it has one: `1.106× [1.105, 1.107]`.
+
+    The text names an interval that is no 95 % interval: `1.1× [1.0, 1.2], range over 3 processes`.
+    """
     unit = SIGNS[test.unit]
     if cell.processes > 1 and cell.high > cell.low:
-        return template.format(between(cell.value, cell.low, cell.high, unit=unit))
+        text = template.format(between(cell.value, cell.low, cell.high, unit=unit))
+        each = "seeds" if test.trained else "processes"
+        look = cell.kind == IntervalKind.RANGE
+        return text + (f", range over {cell.processes} {each}" if look else "")
     one = ", one process" if cell.processes == 1 else ""
     return template.format(f"{significant(cell.value)}{unit}") + one
 

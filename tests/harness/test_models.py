@@ -424,6 +424,10 @@ def test_pruned_directory_loads_and_generates_the_same_tokens(directory, text, t
     assert 0 < outcome["errors"]["output"] < 0.5
     loaded = models.load(directory, torch.device("cpu"))
     seen, unseen = models.contexts(loaded, text.read_text(), 1024)
+    assert (printed["mlps"], printed["layers"]) == (
+        len(loaded.mlps),
+        len(loaded.model.model.layers),
+    )
     assert printed["loss"] == pytest.approx(models.loss_of(loaded.model, unseen), rel=1e-5)
     pruned = models.prune_model(loaded, Recipe("wanda", 0.5), seen, unseen)
     assert pruned.loss == pytest.approx(outcome["loss"], rel=1e-5)
@@ -485,6 +489,7 @@ def test_gguf_file_gives_the_model_that_it_was_written_from(text, tmp_path):
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.splitlines()[1].rstrip().endswith("loss (nats)")
+    assert "6 gated MLPs pruned in a model of 6 layers" in done.stdout
     assert len(done.stdout.splitlines()) == 5
 
 

@@ -172,7 +172,7 @@ def test_whole_models_and_attention_have_lines_beside_the_grid() -> None:
                    lines(("block_mask", "128", 6.0), **mask)])  # fmt: skip
     model, attention = grids.beside(both)
     text = "Qwen3-8B, with 1 sequence: 1.90× [1.89, 1.91] blocks of 64 at 50 % and 1.30×"
-    assert model[0::2] == ("Whole model, decoding", "steps")
+    assert model[0::2] == ("Model, decoding", "steps")
     assert model[1].startswith(text)
     assert attention[1].startswith(
         "6.00× [5.99, 6.01] as fast as dense attention with 8,192 tokens"
@@ -341,9 +341,14 @@ def test_a_suite_that_ran_on_several_devices_has_a_comparison(copy: Path, tmp_pa
     for place in ("h200/ffn-step", "another-gpu/other"):
         assert f'href="../{place}/index.html"' in text
     assert "compare/ffn-step.html" in (copy / "index.html").read_text()
+    index = (copy / "compare" / "index.html").read_text()
+    (times,) = re.findall(r"Of the time of .+? as geometric means\.", index)
+    assert len(re.findall(r" % \[[\d., ]+\] for the \w+ products \(\d+ cases?\)", times)) == 2
+    assert times in text
     written = page.stat().st_mtime_ns
     publish([STEP], copy, Site(), unchecked)
     assert page.stat().st_mtime_ns == written
+    assert times in (copy / "compare" / "index.html").read_text()
     shutil.rmtree(copy / "another-gpu")
     publish([STEP], copy, Site(), unchecked)
     assert not page.exists()

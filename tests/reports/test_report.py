@@ -300,7 +300,7 @@ def test_a_speed_up_is_shown_with_interval_baseline_shape_dtype_and_device() -> 
     for word in ["against dense (cublas, ", "n × k 64 × 64", "m 8", "bf16", "× ["]:
         assert word in answer
     assert text.index("<b>Some CPU</b>") < text.index('<section id="answer">')
-    assert "quartiles in one process" in text
+    assert "quartiles of the rounds in one process" in text
     assert frames(quick()).noise.sentence in text
 
 

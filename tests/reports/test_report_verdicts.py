@@ -125,14 +125,14 @@ def test_an_unreliable_run_has_a_badge_above_everything_else() -> None:
     assert "UNRELIABLE" not in page("winners")
     assert '<p class="quiet">This run is reliable: 0 of 3 A/A pairs' in page("winners")
     assert ">VERDICT: " in page("winners")
-    assert "Intervals: 95 % over 8 processes (Hodges-Lehmann)." in page("winners")
+    assert "speedups: 95 % over 8 processes (Hodges-Lehmann)." in page("winners")
 
 
 def test_a_look_is_marked_once() -> None:
     text = page("noise", processes=5)
     assert text.count('<p class="why look">5 processes: a look, no verdict') == 1
     assert "LOOK" not in page("winners")
-    assert "Intervals: range over 5 processes;" in page("winners", processes=5)
+    assert "speedups: range over 5 processes;" in page("winners", processes=5)
     assert '<p class="why look">1 process: a look' in report_of(run(processes=1), only="winners")
 
 

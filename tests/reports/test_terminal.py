@@ -1,6 +1,9 @@
 """The answer of a run on a terminal, as Markdown and as JSON."""
 
+import re
 from dataclasses import replace
+from html import unescape
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +110,83 @@ def test_the_answer_says_what_users_get_if_another_kernel_is_the_fastest() -> No
         assert expected in text
         sentences, _, _ = text.partition("linear, bf16")
         assert "bsr_triton (by default)" not in sentences
+
+
+def test_lines_below_a_winner_keep_their_indentation_when_they_wrap() -> None:
+    shown = lines(run(8, 50.0), width=40)
+    winner = next(i for i, line in enumerate(shown) if line.startswith("bsr_triton"))
+    below = list(takewhile(bool, shown[winner:]))
+    first = next(i for i, line in enumerate(below) if line.startswith("  "))
+    assert len(below[first:]) > 1
+    assert all(line.startswith("  ") for line in below[first:])
+
+
+BRACKETS = re.compile(r"\[[\d.]+, [\d.]+\]")
+HELD = {1: "quartiles of the rounds in one process", 3: "range over 3 processes"}
+HELD |= {8: "95 % over 8 processes"}
+
+
+def with_rounds(shown: Run) -> Run:
+    """Return a run whose samples differ from round to round, so that one process has quartiles."""
+    rows = [replace(r, samples_us=tuple(f * r.samples_us[0] for f in ROUNDS)) for r in shown.rows]
+    return replace(shown, rows=[replace(r, samples_per_block=1) for r in rows])
+
+
+ROUNDS = (1.0, 1.01, 0.99, 1.02, 0.98, 1.0, 1.03, 0.97)
+
+
+@pytest.mark.parametrize("processes", HELD)
+def test_whatever_has_brackets_says_what_they_hold_in_this_run(processes: int) -> None:
+    shown = with_rounds(run(processes, 50.0))
+    bsr = [r for r in shown.rows if r.case.contender == BSR]
+    users = [replace(r, case=Case(r.case.problem, Contender("bsr", "default"))) for r in bsr]
+    rows = [replace(r, samples_us=r.samples_us[::-1]) for r in users]
+    shown = replace(shown, rows=[*shown.rows, *rows])
+    (heading,) = (line for line in lines(shown) if line.startswith("linear, bf16"))
+    assert heading.endswith(f"; brackets: {HELD[processes]}")
+    assert f"brackets: {HELD[processes]}" in answer_markdown(analyse(shown))
+    parts = re.split(r"(?=<header|<section id=)", unescape(report_of(shown)))
+    bracketed = [part for part in parts if BRACKETS.search(part)]
+    assert len(bracketed) >= 4
+    for part in bracketed:
+        assert HELD[processes] in part or '<section id="times' in part
+    (times,) = (part for part in parts if part.startswith('<section id="times'))
+    words = "quartiles of the samples in one process" if processes == 1 else "range over processes"
+    assert words in times
+    wrong = {text for count, text in HELD.items() if count != processes}
+    assert not [text for text in wrong if any(text in part for part in parts)]
+
+
+def test_a_case_without_a_speedup_names_no_interval() -> None:
+    result = run(8, 50.0)
+    other = Problem("linear", {**result.rows[0].case.problem.fields, "m": 2})
+    alone = [
+        replace(r, case=Case(other, BSR)) for r in result.rows if r.case.contender == BSR
+    ]  # its contest has no baseline
+    text = text_of(replace(result, rows=[*result.rows, *alone]))
+    assert "brackets: 95 % over 8 processes" in text
+    assert "range over" not in text
+
+
+def test_brackets_of_a_gain_are_those_of_the_processes_that_it_spans() -> None:
+    """The fastest dense contender, not the baseline, ran in a graph in five of eight processes."""
+    result, faster = run(8, 50.0), Contender("dense", "cublaslt")
+    rows = [
+        replace(
+            r,
+            case=Case(r.case.problem, faster),
+            samples_us=tuple(0.9 * us * (1 + 0.001 * r.replicate) for us in r.samples_us),
+            clock="graph" if r.replicate < 5 else "events",
+        )
+        for r in result.rows
+        if r.case.contender == DENSE
+    ]
+    heading = next(
+        line
+        for line in lines(replace(result, rows=[*result.rows, *rows]))
+        if line.startswith("linear, bf16")
+    )
+    assert "range over 5 processes" in heading
 
 
 CEILINGS = {"read_gb_per_s": 4e3, "copy_gb_per_s": 4e3, "matrix_tflops": {"bf16": 8e2}}

@@ -94,6 +94,28 @@ def test_a_model_that_was_measured_needs_no_estimate(evidence: Evidence) -> None
     assert (half.layers.basis, half.step.basis) == (MEASURED, LOOK)
     assert half.runs[0].startswith("nvidia-h200/decoder")
     assert answer.kinds[0].step.basis == ESTIMATE
+    assert half.step.part == ""
+    assert "extrapolated" not in answer.verdict
+
+
+def test_a_gain_of_some_of_the_layers_is_extrapolated_and_says_so(evidence: Evidence) -> None:
+    answer = advise(evidence, read_shapes("Llama-3-8B"), "H200", 16)
+    assert answer.best
+    step = answer.best.step
+    assert (step.basis, step.part) == (MEASURED, "8 of 32 layers")
+    assert step.caveat == "extrapolated from 8 of 32 layers"
+    assert step.cell == f"{step.text} (extrapolated)"
+    assert answer.best.sure.startswith("8 of 32 layers: measured")
+    look = advise(evidence, read_shapes("Qwen3-32B"), "H200", 16).kinds[3].step
+    assert look.cell == f"{look.text} (look, extrapolated)"
+    for text in (answer.verdict, presented.in_brief(evidence, "NVIDIA H200")):
+        assert "extrapolated from 8 of 32 layers" in text
+    shown = presented.markdown(answer)
+    assert "whole model" not in shown
+    assert "fewer of these layers" in shown  # how it is extrapolated
+    assert "fewer of these layers" not in presented.markdown(
+        advise(evidence, read_shapes("Gemma-3-270m"), "H200", 16)
+    )
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 from rich.console import Console
 
@@ -25,9 +26,21 @@ from sparsebench.reports.comparison import (
     parts,
     to_json,
 )
+from sparsebench.reports.comparison_tables import disagreements
+from sparsebench.reports.survey import compared
 from sparsebench.reports.tables import Table
 from sparsebench.results import bundle
-from sparsebench.results.changes import Cause, Changes, changes, gate_failures, threshold
+from sparsebench.results.changes import (
+    GAIN,
+    TIME,
+    Cause,
+    Changes,
+    changes,
+    gate_failures,
+    mean,
+    threshold,
+)
+from sparsebench.results.comparison import compare
 from sparsebench.results.record import Case, Contender, Problem, Row, Status
 from sparsebench.results.sides import Side, find, named_apart, short_name, side
 from sparsebench.results.store import Run
@@ -229,6 +242,55 @@ def test_terminal_markdown_and_page_say_the_same_words() -> None:
     assert to_json(result)["changes"]["H200"]["faster"] == 1
 
 
+def test_every_mean_has_its_interval_and_its_number_of_cases() -> None:
+    other = run("b", "B", 120.0, (60, 20, 8), card="GPU-2")
+    result = compare_sides([first(), side(other, name="b")])
+    ((_, of),) = to_json(result)["changes"].items()
+    texts = printed(result, 1000), markdown(result), unescape(html(result))
+    for name, cases, columns in (
+        ("baselines_mean", result.others[0].cases[result.others[0].cases.is_baseline], TIME),
+        ("times_mean", result.others[0].contenders, TIME),
+        ("geometric_mean", result.others[0].contenders, GAIN),
+    ):
+        ratio = mean(cases, columns)
+        assert ratio is not None
+        assert of[name] == {
+            "value": ratio.value, "low": ratio.low, "high": ratio.high, "cases": 3
+        }  # fmt: skip
+        assert ratio.low < ratio.value < ratio.high
+        shown = (ratio if columns is GAIN else ratio.inverse).text
+        assert "[" in shown
+        assert all(shown in text for text in texts)
+        if name != "times_mean":  # a survey compares the gains and the dense times
+            assert shown in compared(result.others[0])
+    assert compared(result.others[0]).count("(3 shared cases)") == 2
+    assert mean(result.others[0].cases[:0], TIME) is None
+
+
+def test_more_cases_of_one_run_do_not_narrow_the_interval_of_their_mean() -> None:
+    line = {"ratio": 1.1, "low": 1.1 / 1.02, "high": 1.1 * 1.02}
+    for count in (1, 3, 300):
+        ratio = mean(pd.DataFrame([line] * count), GAIN)
+        assert ratio is not None
+        assert (ratio.low, ratio.high) == pytest.approx((line["low"], line["high"]))
+        assert ratio.cases == count
+
+
+@pytest.mark.parametrize("common", [0.0, 0.5, 1.0])
+def test_the_interval_of_a_mean_covers_it_however_the_cases_depend(common: float) -> None:
+    """`common` is the share of the variance that all cases of a run have in common."""
+    draw, covered = np.random.default_rng(5), []
+    spread = np.array([0.002, 0.01, 0.02, 0.005])
+    for _ in range(2000):
+        errors = np.sqrt(common) * draw.normal() + np.sqrt(1 - common) * draw.normal(size=4)
+        logs = pd.Series(spread * errors)
+        ends = {"low": logs - 1.96 * spread, "high": logs + 1.96 * spread}
+        ratio = mean(np.exp(pd.DataFrame({"ratio": logs, **ends})), GAIN)
+        assert ratio is not None
+        covered.append(ratio.low <= 1 <= ratio.high)
+    assert np.mean(covered) >= 0.94  # 0.95, less two standard errors of the simulation
+
+
 @pytest.mark.parametrize(("gpu", "baselines"), [("A", 3), ("B", 1)])
 def test_two_devices_show_a_dense_product_of_equal_sizes_once(gpu: str, baselines: int) -> None:
     result = compare_sides([first(), side(run("b", gpu, 200.0, (100, 40, 20)), name="b")])
@@ -261,6 +323,28 @@ def test_a_run_without_telemetry_an_older_schema_and_a_look_are_named() -> None:
     assert "b recorded no clocks or power" in text
     assert "a and b are looks" in text
     assert "different schemas, sparsebench/rows@2 and sparsebench/rows@4" in text
+
+
+@pytest.mark.parametrize(("a", "b"), [(8, 8), (3, 8), (3, 1)])
+def test_a_comparison_says_what_its_brackets_hold(a: int, b: int) -> None:
+    text = " ".join(shown(run(processes=a), run("b", bsr_us=(60, 20, 8), processes=b)).split())
+    assert ("Brackets: the 95 % interval" in text) is (a == b == 8)
+    assert ("Brackets: the tolerance" in text) is not (a == b == 8)
+
+
+def test_some_looks_among_verdicts_are_counted() -> None:
+    few = [row for row in run("b").rows if row.replicate < 3 or row.case.problem["sparsity"] != 0.5]
+    text = " ".join(shown(run(), replace(run("b"), rows=few)).split())
+    assert "Brackets: the 95 % interval" in text
+    assert "Brackets in 2 cases: the tolerance" in text  # BSR and its baseline
+
+
+def test_cells_that_disagree_name_what_their_brackets_hold() -> None:
+    pair = side(run(processes=3), name="a"), side(run("b", bsr_us=(90, 20, 10)), name="b")
+    table = disagreements(compare(*pair))
+    assert table.title.endswith("brackets: 95 % over 8 processes, plus variation between runs and "
+                                "range over 3 processes")  # fmt: skip
+    assert table.lines
 
 
 def test_runs_with_nothing_to_compare_are_refused_in_a_line() -> None:

@@ -280,6 +280,9 @@ def test_a_value_is_written_alike_everywhere_and_one_process_has_no_interval() -
     assert value_text(claim.tests[0], alone) in verdict(claim, alone).why
     eight = cell(claim, spread(1.106, 0.1))
     assert value_text(claim.tests[0], eight) in verdict(claim, eight).why
+    assert "range" not in value_text(claim.tests[0], eight)
+    look = cell(claim, spread(1.106, 0.1, processes=3))
+    assert value_text(claim.tests[0], look).endswith("], range over 3 processes")
     every, values = claimed(quantifier="for_all"), {"a": 2.5, "b": 3.0}
     outcome = verdict(every, *(cell(every, spread(v), p) for p, v in values.items()))
     assert outcome.why.startswith("2 of 2 cells are ≥ 2×; the smallest is 2.5")

@@ -33,6 +33,7 @@ from sparsebench.harness.models.pruning.layer import (
 )
 from sparsebench.harness.models.reporting import numbers, require_folder, save_tensors, sheet
 from sparsebench.results.files import fault
+from sparsebench.results.formatting import amount
 from sparsebench.results.model_files import PRUNING_SCHEMA, Pruning, PruningOutcome
 
 HELD_OUT = 0.25
@@ -120,6 +121,9 @@ def prune_file(
 def table(report: Pruning) -> Table:
     """Return the outcomes for a terminal, with errors in percent."""
     title = f"{report.calibration} tokens to calibrate on, {report.held_out} held out"
+    if report.mlps and report.layers:
+        pruned = f"{amount(report.mlps, 'gated MLP')} pruned"
+        title = f"{pruned} in a model of {amount(report.layers, 'layer')}; {title}"
     parts, losses = report.outcomes[0].errors, ["loss (nats)"] * (report.loss is not None)
     columns = ["dense", "sparsity", *parts, *losses]
     rows = sheet(title, ("method", "pattern", "region"), columns)
@@ -147,6 +151,7 @@ def _model(
     else:
         origin, words = text.name, _read_text(text)
     loaded = models.load(weights, device)
+    mlps = loaded.mlps
     with models.usable(weights):
         seen, unseen = models.contexts(loaded, words, tokens)
         before = models.loss_of(loaded.model, unseen)
@@ -161,7 +166,12 @@ def _model(
             models.save(loaded, recipe, to)
     source = weights.name, models.digest(weights), origin
     counts = seen.numel(), unseen.numel()
-    return Pruning(PRUNING_SCHEMA, *source, *counts, before, outcomes, loaded.unit)
+    return Pruning(
+        *(PRUNING_SCHEMA, *source, *counts, before, outcomes),
+        unit=loaded.unit,
+        mlps=len(mlps),
+        layers=loaded.layers,
+    )
 
 
 def _outcome(

@@ -57,6 +57,10 @@ class Loaded:
         return {name: module for name, module in modules if Gated.of(module) is not None}
 
     @property
+    def layers(self) -> int:
+        return int(self.model.config.get_text_config().num_hidden_layers)
+
+    @property
     def unit(self) -> Literal["token", "byte"]:
         """Return what a token is; a vocabulary of 256 has the bytes alone."""
         return "byte" if self.model.config.vocab_size == 256 else "token"
