@@ -39,11 +39,11 @@ class Format(ABC):
 
     @abstractmethod
     def arrays(self) -> dict[str, Tensor]:
-        """Return every array that a kernel reads, by name. Their sizes are the stored bytes."""
+        """Return every array that a kernel reads, by name. Their total size is `stored_bytes`."""
 
     @classmethod
     def examples(cls) -> Sequence[Tensor]:
-        """Return matrices for the checks of this contract; the default holds any 2:4 matrix."""
+        """Return matrices for the tests of this contract, if not every 2:4 matrix can be stored."""
         return ()
 
     def sample(self, dense: Tensor) -> Self:

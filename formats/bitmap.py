@@ -57,12 +57,12 @@ class Bitmap(Format):
 
     @classmethod
     def from_dense(cls, dense: Tensor, /) -> Self:
-        """Convert a matrix of any dtype of 8 to 32 bits; NaN is stored. Raises FormatError."""
+        """Convert a matrix [n, k] of a dtype of 8 to 32 bits; NaN is stored. Raises FormatError."""
         require_matrix(dense)
         size = dense.element_size()
         require(size <= 4, f"expected a dtype of 8, 16 or 32 bits, found {dense.dtype}")
         bits = dense.view(BITS[size])
-        parts = [_packed(_owned(rows)) for rows in bits.split(_rows_at_once(dense.shape[1]))]
+        parts = [_pack(_cut(rows)) for rows in bits.split(_rows_at_once(dense.shape[1]))]
         units = torch.cat([torch.zeros(1, device=dense.device).long(), *(u for u, _ in parts)])
         offsets = units.cumsum(0)
         last = int(offsets[-1])
@@ -77,7 +77,7 @@ class Bitmap(Format):
         for rows in dense.split(_rows_at_once(k)):
             count = -(-len(rows) // ROWS) * -(-k // COLUMNS)
             starts = self.offsets[tile : tile + count].long() * UNIT
-            rows.copy_(_joined(_unpacked(self.records, starts, dense.dtype), *rows.shape))
+            rows.copy_(_join(_unpack(self.records, starts, dense.dtype), *rows.shape))
             tile += count
         return dense.view(self.dtype)
 
@@ -106,7 +106,7 @@ def _rows_at_once(k: int) -> int:
 # ---- a matrix and the elements of each lane ----
 
 
-def _owned(matrix: Tensor) -> Tensor:
+def _cut(matrix: Tensor) -> Tensor:
     """Cut [n, k] into [tiles, 32 lanes, 128], with zeros beyond its edges."""
     n, k = matrix.shape
     whole = pad(matrix, (0, -k % COLUMNS, 0, -n % ROWS))
@@ -114,8 +114,8 @@ def _owned(matrix: Tensor) -> Tensor:
     return r_h_g_c_i_q_s_j.permute(0, 3, 2, 5, 4, 6, 1, 7).reshape(-1, LANES, OWNED)
 
 
-def _joined(owned: Tensor, n: int, k: int) -> Tensor:
-    """Undo _owned."""
+def _join(owned: Tensor, n: int, k: int) -> Tensor:
+    """Undo _cut."""
     r_c_g_q_i_s_h_j = owned.view(-(-n // ROWS), -(-k // COLUMNS), 8, 4, 8, 2, 2, 4)
     whole = r_c_g_q_i_s_h_j.permute(0, 6, 2, 1, 4, 3, 5, 7)
     return whole.reshape(-(-n // ROWS) * ROWS, -(-k // COLUMNS) * COLUMNS)[:n, :k]
@@ -155,7 +155,7 @@ def _layout(stored: Tensor, size: int) -> _Layout:
     return _Layout(pad(torch.cat((starts, full), -1), (0, 6)).short(), units.long(), place.long())
 
 
-def _packed(owned: Tensor) -> tuple[Tensor, Tensor]:
+def _pack(owned: Tensor) -> tuple[Tensor, Tensor]:
     """Return the sizes of the records, int64 [tiles] in UNITs, and the records, uint8."""
     tiles, size = len(owned), owned.element_size()
     if not tiles:
@@ -182,7 +182,7 @@ def _bits_of(records: Tensor, starts: Tensor) -> Tensor:
     return bits.view(-1, 4, LANES, OWNED // 4).transpose(1, 2).flatten(2)
 
 
-def _unpacked(records: Tensor, starts: Tensor, dtype: torch.dtype) -> Tensor:
+def _unpack(records: Tensor, starts: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the elements of each lane, [tiles, 32, 128], of the records at these bytes."""
     stored = _bits_of(records, starts)
     place = _layout(stored, dtype.itemsize).place + (starts // dtype.itemsize)[:, None, None]

@@ -12,9 +12,9 @@ columns  int32 [blocks]   kv block, ascending in a row; bit 31 is set if the blo
 bits     uint8 [partial blocks, b_q, ceil(b_k / 8)]   optional; the lowest bit is the first key
 slots    int32 [blocks]   with `bits`: index of a partial block in `bits`, -1 for full blocks
 
-A block covers b_q queries and b_k keys, or fewer at the edge, where kernels check the bounds: that
-alone does not make a block partial. All elements of a full block are allowed. An element of a
-partial block is allowed if every rule of the mask holds:
+A block covers b_q queries and b_k keys, or fewer at the edge, where kernels check the bounds; being
+at the edge alone does not make a block partial. All elements of a full block are allowed. An
+element of a partial block is allowed if every rule of the mask holds:
 
     causal   k <= q + S_kv - S_q
     bits     the element's bit is set
@@ -144,7 +144,7 @@ class BlockMask(Format):
         partial = ~full.flatten(0, 2)[at, columns]
         bits = None
         if bool(partial.any()):
-            bits = packed_bits(tiles.reshape(-1, tiles.shape[3], b_q, b_k)[at, columns][partial])
+            bits = pack_bits(tiles.reshape(-1, tiles.shape[3], b_q, b_k)[at, columns][partial])
         geometry = (s_q, s_kv), sides
         return cls.build(
             *geometry, at, columns, partial, batch=batch, lists=lists, causal=False, bits=bits
@@ -280,7 +280,7 @@ class BlockMask(Format):
         if self.causal:
             allowed &= (k <= q + s_kv - s_q) | ~self.partial[:, None, None]
         if self.bits is not None:
-            allowed[self.partial] &= unpacked_bits(self.bits, b_k)
+            allowed[self.partial] &= unpack_bits(self.bits, b_k)
         return allowed
 
     def to_dense(self) -> Tensor:
@@ -315,7 +315,7 @@ def areas(
     return area
 
 
-def packed_bits(elements: Tensor) -> Tensor:
+def pack_bits(elements: Tensor) -> Tensor:
     """Return bool [blocks, b_q, b_k] as uint8 [blocks, b_q, ceil(b_k / 8)], lowest bit first."""
     eights = pad(elements, (0, -elements.shape[-1] % 8)).unflatten(-1, (-1, 8))
     values = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], device=elements.device)
@@ -323,8 +323,8 @@ def packed_bits(elements: Tensor) -> Tensor:
     return bits.to(torch.uint8)
 
 
-def unpacked_bits(bits: Tensor, b_k: int) -> Tensor:
-    """Return the inverse of `packed_bits`."""
+def unpack_bits(bits: Tensor, b_k: int) -> Tensor:
+    """Return the inverse of `pack_bits`."""
     shifts = torch.arange(8, device=bits.device)
     eights: Tensor = ((bits[..., None] >> shifts) & 1).bool()
     return eights.flatten(-2)[..., :b_k]

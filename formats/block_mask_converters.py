@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.attention import flex_attention
 
 from sparsebench.formats._format import require, rows_of
-from sparsebench.formats.block_mask import BlockMask, packed_bits, unpacked_bits
+from sparsebench.formats.block_mask import BlockMask, pack_bits, unpack_bits
 
 CHUNK = 2**14  # partial blocks whose rule is evaluated at once
 
@@ -121,7 +121,7 @@ def from_flashinfer(
     if converted.mask is not None:
         inside = _inside(rows_of(converted.indptr), converted.indices, tokens, block)
         partial = (~converted.mask & inside).any(-1).any(-1)
-        bits = packed_bits(converted.mask[partial]) if bool(partial.any()) else None
+        bits = pack_bits(converted.mask[partial]) if bool(partial.any()) else None
     rows = rows_of(converted.indptr)
     return BlockMask.build(tokens, block, rows, converted.indices, partial, bits=bits)
 
@@ -233,7 +233,7 @@ def _bits(
         q = q_block * b_q + torch.arange(b_q, device=row.device)[:, None]
         k = column[:, None, None] * b_k + torch.arange(b_k, device=row.device)
         allowed = rule(lists // heads, lists % heads, q, k)
-        parts.append(packed_bits(allowed.expand(len(row), b_q, b_k)))
+        parts.append(pack_bits(allowed.expand(len(row), b_q, b_k)))
     return torch.cat(parts)
 
 
@@ -241,7 +241,7 @@ def _without_outside(
     bits: Tensor, rows: Tensor, columns: Tensor, tokens: tuple[int, int], block: tuple[int, int]
 ) -> Tensor:
     """Clear the bits of elements that an edge block does not have."""
-    return packed_bits(unpacked_bits(bits, block[1]) & _inside(rows, columns, tokens, block))
+    return pack_bits(unpack_bits(bits, block[1]) & _inside(rows, columns, tokens, block))
 
 
 def _inside(rows: Tensor, columns: Tensor, tokens: tuple[int, int], block: tuple[int, int]) -> Any:

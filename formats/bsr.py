@@ -42,7 +42,7 @@ class Bsr(Format):
 
     @classmethod
     def from_dense(cls, dense: Tensor, /, *, block: int | list[int] = 32) -> Self:
-        """Convert to blocks of `block` rows and columns, or of [rows, columns]."""
+        """Convert a matrix [n, k] to blocks of `block`, or [rows, columns]. Raises FormatError."""
         require_matrix(dense)
         r, c = sides_of(block)
         n, k = dense.shape

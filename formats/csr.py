@@ -41,7 +41,7 @@ class Csr(Format):
 
     @classmethod
     def from_dense(cls, dense: Tensor, /) -> Self:
-        """Convert; everything but zero is stored, and NaN is. Raises FormatError."""
+        """Convert a matrix [n, k]; NaN is stored, -0.0 is not. Raises FormatError."""
         require_matrix(dense)
         n, k = dense.shape
         rows, columns = is_stored(dense).nonzero(as_tuple=True)

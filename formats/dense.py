@@ -22,7 +22,7 @@ class Dense(Format):
 
     @classmethod
     def from_dense(cls, dense: Tensor, /) -> Self:
-        """Keep the matrix, without a copy."""
+        """Keep the matrix [n, k], without a copy. Raises FormatError."""
         require_matrix(dense, integers=True)
         return cls((dense.shape[0], dense.shape[1]), dense)
 

@@ -78,7 +78,7 @@ class Slide(Format):
             taken = left[..., at] & (left[..., at].cumsum(-1) <= 2)
             windows.append(groups[..., at].where(taken, 0))
             left[..., at] &= ~taken
-        lifted = _joined(windows, BLOCK_BYTES // size).view(dense.dtype)
+        lifted = _join(windows, BLOCK_BYTES // size).view(dense.dtype)
         return cls((n, k), kept, group, Spense.from_dense(lifted))
 
     @property
@@ -127,17 +127,17 @@ def columns_of(k: int, kept: int, group: int, size: int) -> Tensor:
     """Return the column of X that each column of X' copies (Slide.columns)."""
     column = torch.arange(padded(k, group, size)).view(1, -1, group)
     windows = [column[..., start : start + WINDOW] for start in starts_of(kept, group)]
-    return _joined(windows, BLOCK_BYTES // size)[0]
+    return _join(windows, BLOCK_BYTES // size)[0]
 
 
-def _joined(windows: list[Tensor], groups: int) -> Tensor:
+def _join(windows: list[Tensor], groups: int) -> Tensor:
     """Join windows [n, all groups, 4]: in each block of `groups`, the even ones, then the odd."""
     runs = [torch.stack(windows[parity::2], 2) for parity in (0, 1) if windows[parity::2]]
     return torch.cat([run.unflatten(1, (-1, groups)).flatten(2) for run in runs], 2).flatten(1)
 
 
 def _cut(lifted: Tensor, windows: int, groups: int) -> list[Tensor]:
-    """Undo _joined."""
+    """Undo _join."""
     even, odd = -(-windows // 2), windows // 2
     blocks = lifted.unflatten(1, (-1, WINDOW * windows * groups))
     runs = blocks.split([WINDOW * even * groups, WINDOW * odd * groups], 2)

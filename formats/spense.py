@@ -143,7 +143,7 @@ def _cut(matrix: Tensor, width: int) -> Tensor:
     return padded.view(-(-n // ROWS), ROWS, -(-k // width), width).transpose(1, 2)
 
 
-def _joined(tiles: Tensor) -> Tensor:
+def _join(tiles: Tensor) -> Tensor:
     """Undo _cut: [row tiles, column tiles, 64, width] to a matrix."""
     rows, columns, height, width = tiles.shape
     return tiles.transpose(1, 2).reshape(rows * height, columns * width)
@@ -158,7 +158,7 @@ def _dense_tiles(matrix: Tensor) -> Tensor:
 
 def _from_dense_tiles(tiles: Tensor, bits: torch.dtype) -> Tensor:
     halves = _swizzle(tiles.unflatten(-1, (2, VALUE_BYTES))).unflatten(-1, (ROWS, ROW_BYTES))
-    return _joined(halves.transpose(-3, -2).flatten(-2).contiguous().view(bits))
+    return _join(halves.transpose(-3, -2).flatten(-2).contiguous().view(bits))
 
 
 # ---- groups of 4: two values and a code ----
@@ -192,14 +192,14 @@ def _from_sparse_tiles(tiles: Tensor, bits: torch.dtype) -> Tensor:
     places = torch.arange(4, dtype=torch.uint8, device=tiles.device)
     first, second = (codes & 3)[..., None] == places, (codes >> 2)[..., None] == places
     zero = values.new_zeros(())
-    return _joined(values[..., :1].where(first, values[..., 1:].where(second, zero)).flatten(-2))
+    return _join(values[..., :1].where(first, values[..., 1:].where(second, zero)).flatten(-2))
 
 
 def _words(codes: Tensor, size: int) -> Tensor:
     """Pack codes uint8 [..., 64 rows, groups] into the metadata of a tile, uint8 [..., bytes]."""
     w_h_g_s_c_j = codes.unflatten(-1, (4, 2, -1)).unflatten(-4, (4, 2, 8))
     order = (-6, -4, -2, -3, -5, -1) if size == 2 else (-6, -4, -2, -5, -3, -1)
-    nibbles = _reordered(w_h_g_s_c_j, order).flatten(-6).unflatten(-1, (-1, 2))
+    nibbles = _permute(w_h_g_s_c_j, order).flatten(-6).unflatten(-1, (-1, 2))
     words: Tensor = nibbles[..., 0] | nibbles[..., 1] << 4
     return words
 
@@ -212,11 +212,11 @@ def _codes(words: Tensor, size: int) -> Tensor:
         if size == 2
         else ((4, 8, 2, 2, 4, 8), (-6, -3, -5, -2, -4, -1))
     )
-    w_h_g_s_c_j = _reordered(nibbles.unflatten(-1, sizes), back)
+    w_h_g_s_c_j = _permute(nibbles.unflatten(-1, sizes), back)
     return w_h_g_s_c_j.flatten(-3).flatten(-4, -2)
 
 
-def _reordered(tensor: Tensor, last: tuple[int, ...]) -> Tensor:
+def _permute(tensor: Tensor, last: tuple[int, ...]) -> Tensor:
     """Permute the last axes, named from the end."""
     leading = tensor.dim() - len(last)
     return tensor.permute(*range(leading), *(tensor.dim() + axis for axis in last))

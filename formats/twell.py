@@ -132,7 +132,7 @@ class Twell(Format):
             "their entries are lost",
         )
         counts[full] = 0
-        used = _used(counts, capacity)
+        used = _slots_in_use(counts, capacity)
         entries = split[..., 1:].where(used, 0)
         halves = entries.view(torch.int16).view(m, tiles, capacity, 2)
         columns = halves[..., 0].contiguous()
@@ -182,7 +182,7 @@ class Twell(Format):
     def to_dense(self) -> Tensor:
         """Return the matrix: the entries of the tiles and of the spill."""
         dense = self.values.new_zeros(self.shape)
-        used = _used(self.counts, self.capacity)
+        used = _slots_in_use(self.counts, self.capacity)
         dense[used.nonzero()[:, 0], _unsigned(self.columns[used])] = self.values[used]
         dense[rows_of(self.spill_offsets), _unsigned(self.spill_columns)] = self.spill_values
         return dense
@@ -221,7 +221,7 @@ def _require_packable(tile: int, capacity: int) -> None:
     )
 
 
-def _used(counts: Tensor, capacity: int) -> Tensor:
+def _slots_in_use(counts: Tensor, capacity: int) -> Tensor:
     """Return which slots hold an entry, bool [m, tiles, capacity]."""
     return torch.arange(capacity, device=counts.device) < counts[..., None]
 

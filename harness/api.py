@@ -71,7 +71,7 @@ class Run:
 
     @property
     def status(self) -> str:
-        """Return finished, interrupted, or running if another process measures it."""
+        """Return `finished`, `interrupted`, or `running` while a process measures the run."""
         return str(self.stored.state["status"])
 
     @property

@@ -27,7 +27,7 @@ if TYPE_CHECKING:  # listing needs no torch
     from sparsebench.harness.ops._op import Op
     from sparsebench.kernels._kernel import Kernel, Launch, Operands
 
-Named = TypeVar("Named")
+T = TypeVar("T")
 
 FOLDERS = {
     "ops": "harness.ops",
@@ -36,7 +36,7 @@ FOLDERS = {
     "kernels": "kernels",
     "figures": "reports.figures",
 }
-"""What can be listed, and its folder."""
+"""What `listing` lists, with the folder of each, as a package of sparsebench."""
 
 
 def names(folder: str) -> list[str]:
@@ -81,7 +81,7 @@ def _documentation(tree: ast.Module, attribute: str) -> str:
 
 
 def listing() -> dict[str, dict[str, str]]:
-    """Return every op, pattern, format, kernel, figure and suite with its first line.
+    """Return every op, pattern, format, kernel, figure and suite with a line that describes it.
 
     Imports none of them. Raises SuiteError if a name is taken twice.
     """
@@ -154,7 +154,7 @@ def load_op(name: str) -> "Op":
     return loaded
 
 
-def _of(loaded: Any, kind: type[Named], name: str) -> Named:
+def _of(loaded: Any, kind: type[T], name: str) -> T:
     if not isinstance(loaded, kind):
         what = kind.__name__
         raise SuiteError(f"{name}: expected {what.upper()} to be a {what}, found {loaded!r}")

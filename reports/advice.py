@@ -13,7 +13,7 @@ from rich.text import Text
 
 from sparsebench.reports.tables import Cell, Table
 from sparsebench.results import measured_layers
-from sparsebench.results.advice import DEAR, TRY, WORTH, Answer, advise, commands
+from sparsebench.results.advice import MOST_LOSS, TRY, WORTH, Answer, advise, commands
 from sparsebench.results.analysis import Analysis
 from sparsebench.results.files import read_model
 from sparsebench.results.formatting import amount, duration, percent, significant
@@ -139,7 +139,7 @@ def loss_style(nats: float | None) -> str:
     """Return the style of a loss in nats per token."""
     if nats is None:
         return "quiet"
-    return "good" if nats <= DEAR else "bad" if nats > 10 * DEAR else "unsure"
+    return "good" if nats <= MOST_LOSS else "bad" if nats > 10 * MOST_LOSS else "unsure"
 
 
 def style(gain: Gain) -> str:

@@ -34,7 +34,7 @@ from sparsebench.results.badges import badges
 from sparsebench.results.contests import usual
 from sparsebench.results.formatting import amount, brackets, selection
 from sparsebench.results.model_files import Pruning
-from sparsebench.results.provenance import devices_named, flat
+from sparsebench.results.provenance import device_title, flat
 from sparsebench.results.store import Run
 
 DATA = ["rows.jsonl", "rows.jsonl.gz", "suite.yaml", "environment.json", "run.json"]
@@ -79,7 +79,7 @@ def build(
     drawn = [(figure, body) for figure in chosen if (body := _draw_figure(figure, frames))]
     if not drawn and only:
         raise ResultError(f"{run.path}: figure {only}: expected cases to draw, found none")
-    page = rendered(
+    page = render_report(
         first=[(figure, body) for figure, body in drawn if figure.name == (only or FIRST)],
         groups=_group([part for part in drawn if part[0].name != (only or FIRST)]),
         evidence=_evidence(frames),
@@ -90,7 +90,7 @@ def build(
         trust=_trust(frames),
         title=str(run.suite.get("title", run.path.name)),
         about=str(run.suite.get("description", "")),
-        device=devices_named(run.environment),
+        device=device_title(run.environment),
     )
     if out_path:
         write_file(out_path, page)
@@ -102,7 +102,7 @@ def frames_of(run: Run, pruning: Pruning | None = None) -> Frames:
     return Frames(run, *tables(run), pruning)
 
 
-def rendered(**parts: Any) -> str:
+def render_report(**parts: Any) -> str:
     """Fill templates/report.html with these parts."""
     return render("report.html", **parts)
 
@@ -191,7 +191,7 @@ def _devices(run: Run) -> str:
         return ""
     hosts = len({shard["host"] for shard in shards})
     taken = f"{run.state['seconds']:g} s in total, in {run.state['wall_s']:g} s of wall time"
-    return f"{devices_named(run.environment)}, on {amount(hosts, 'host')}; {taken}"
+    return f"{device_title(run.environment)}, on {amount(hosts, 'host')}; {taken}"
 
 
 def _trust(frames: Frames) -> list[str]:

@@ -5,7 +5,7 @@
     cases       every case, the largest settled difference first
     notes       what else differs, looks, what the parentheses hold
 
-All three are written from the same `parts`, so they say the same words. The terminal shows the
+All three are written from the same `parts`, so they say the same. The terminal shows the
 LINES largest differences, and Markdown folds the cases away.
 """
 
@@ -49,7 +49,7 @@ Part = Paragraph | Table
 
 
 @dataclass(frozen=True)
-class Compared:
+class ComparisonReport:
     """The sides, and the changes of every side but the first against the first."""
 
     sides: Sequence[Side]
@@ -68,17 +68,17 @@ class Compared:
                 yield Text(part.text, style=styles[part.style])
 
 
-def compare_sides(sides: Sequence[Side]) -> Compared:
+def compare_sides(sides: Sequence[Side]) -> ComparisonReport:
     """Compare every side with the first; raises ResultError if two share no case with a time."""
     others = [changes(sides[0], side) for side in sides[1:]]
     for other in others:
         if other.contenders.empty:
             expected = "expected a shared case with a time that is not a baseline"
             raise ResultError(f"{other.a.paths} and {other.b.paths}: {expected}, found none")
-    return Compared(sides, others)
+    return ComparisonReport(sides, others)
 
 
-def parts(result: Compared) -> list[Part]:
+def parts(result: ComparisonReport) -> list[Part]:
     """Return everything that is shown, in order."""
     shown_parts: list[Part] = [Paragraph(text, "warning") for text in _warning(result)]
     shown_parts += [
@@ -91,7 +91,7 @@ def parts(result: Compared) -> list[Part]:
     return shown_parts + [Paragraph(text) for text in [*_notes(result), *_runs(result)]]
 
 
-def markdown(result: Compared) -> str:
+def markdown(result: ComparisonReport) -> str:
     """Return the comparison for a pull request, with all cases folded away."""
     texts = []
     for part in parts(result):
@@ -105,7 +105,7 @@ def markdown(result: Compared) -> str:
     return "\n\n".join(texts) + "\n"
 
 
-def html(result: Compared, site: Any = None, root: str = "") -> str:
+def html(result: ComparisonReport, site: Any = None, root: str = "") -> str:
     """Return the comparison as one page that opens offline.
 
     On a page of a site (reports/site/pages.py), `root` is the path from it to the first page.
@@ -127,7 +127,7 @@ def html(result: Compared, site: Any = None, root: str = "") -> str:
     )
 
 
-def to_json(result: Compared) -> dict[str, Any]:
+def to_json(result: ComparisonReport) -> dict[str, Any]:
     """Return everything for a script."""
     names = [side.name for side in result.sides]
     dropped = ["times_a", "times_b", "codes_a", "codes_b", "cards_a", "cards_b"]
@@ -147,7 +147,7 @@ def to_json(result: Compared) -> dict[str, Any]:
     }
 
 
-def _warning(result: Compared) -> list[str]:
+def _warning(result: ComparisonReport) -> list[str]:
     names = [side.name for side in result.sides if side.simulated]
     if not names:
         return []
@@ -205,7 +205,7 @@ def _baselines(other: Changes) -> pd.DataFrame:
     return other.cases[other.cases.is_baseline]
 
 
-def _notes(result: Compared) -> list[str]:
+def _notes(result: ComparisonReport) -> list[str]:
     notes = intervals(result.others)
     looks = [
         side.name if len(side.runs) == 1 else f"{run.path.name} of {side.name}"
@@ -247,7 +247,7 @@ def _notes(result: Compared) -> list[str]:
     return [*notes, f"results/outcome.py defines {join_words([*Outcome])}."]
 
 
-def _runs(result: Compared) -> list[str]:
+def _runs(result: ComparisonReport) -> list[str]:
     return [
         f"{side.name}: {_about(analysis)}." for side in result.sides for analysis in side.analyses
     ]

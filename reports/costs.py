@@ -3,13 +3,13 @@
     MODEL              magnitude   Wanda   SpenseGPT   × own MLPs         × Llama-3-8B, 16 tokens
     2:4                    +4.18   +0.84       +0.43   ≈1.3× [1.1, 1.4]   ...
 
-Losses are the increases on held-out text by `sparsebench prune`, or by training with an L1 term;
-speedups are those of gated MLPs on a GPU by the published rows (results/advice.py).
+A loss is the increase of the loss on held-out text that `sparsebench prune` measured, or training
+with an L1 term. Speedups are those of gated MLPs on a GPU by published rows (results/advice.py).
 """
 
 from sparsebench.reports.advice import loss_style, style
 from sparsebench.reports.tables import Cell, Table
-from sparsebench.results.advice import CONTEXT, DEAR, KINDS, gain_of
+from sparsebench.results.advice import CONTEXT, KINDS, MOST_LOSS, gain_of
 from sparsebench.results.layer_estimates import SMALL_BLOCKS
 from sparsebench.results.measured_layers import TRAINED, Cost, Evidence
 from sparsebench.results.model_shapes import MODELS, read_shapes
@@ -92,5 +92,5 @@ def markdown(evidence: Evidence, gpu: str) -> str:
 def _rise(cost: Cost | None) -> Cell:
     if cost is None:
         return "–", "quiet"
-    per_byte = cost.unit == "byte" and cost.rise <= DEAR  # a byte is less than a token
+    per_byte = cost.unit == "byte" and cost.rise <= MOST_LOSS  # a byte is less than a token
     return f"{cost.rise:+.3f}", "unsure" if per_byte else loss_style(cost.rise)

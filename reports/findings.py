@@ -63,7 +63,7 @@ def _winner(best: Mapping[Any, Any], timed: pd.DataFrame) -> list[str]:
     contest = timed[(timed[CONTEST] == pd.Series(best)[CONTEST]).all(axis=1)]
     dense, rivals = _fastest_dense(contest), contest[contest.side != "dense"]
     inside = " inside a chain" if best is not isolated else ""
-    words = [f"{who(best)} {duration(best['median_us'])}{inside}"]
+    words = [f"{contender_name(best)} {duration(best['median_us'])}{inside}"]
     if pd.notna(best["gain"]) and dense is not None:
         low, high, half = (best[name] for name in ("low", "high", "half"))
         ends = between(best["gain"], low, high, half)
@@ -82,11 +82,12 @@ def _winner(best: Mapping[Any, Any], timed: pd.DataFrame) -> list[str]:
         following = dict(rest.iloc[0])
         ahead = ratio_over(best["blocks"], following["blocks"])  # only the value is shown
         ratio = ahead.value if ahead else following["median_us"] / best["median_us"]
-        lead = f"{times(ratio, LEAST * ratio)} as fast as {who(following)}"
+        lead = f"{times(ratio, LEAST * ratio)} as fast as {contender_name(following)}"
     if len(same):
         lead += f"; users get it by default, {duration(same.iloc[0]['median_us'])}"
     elif len(users) and users.index[0] != rest.index[0]:
-        lead += f"; users get {who(dict(users.iloc[0]))}, {duration(users.iloc[0]['median_us'])}"
+        default = users.iloc[0]
+        lead += f"; users get {contender_name(dict(default))}, {duration(default['median_us'])}"
     where = conditions(best["on_cards"], best["limited"])
     return [", ".join(words), f"  {lead}; {place}", *([f"  {where}"] if where else [])]
 
@@ -118,7 +119,7 @@ def kernel_that_ran(case: Mapping[Any, Any]) -> str:
     return str(chosen if case["kernel"] == DEFAULT else case["kernel"]).removesuffix("_dgrad")
 
 
-def who(case: Mapping[Any, Any]) -> str:
+def contender_name(case: Mapping[Any, Any]) -> str:
     """Name a case as every sentence does; a dense kernel that a portfolio chose, with it."""
     by = f" (by {case['kernel']})" if str(case["chosen"]).startswith("dense, ") else ""
     return f"{case['name']}{by}"

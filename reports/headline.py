@@ -216,7 +216,7 @@ def _answer(question: Question, runs: Mapping[str, PublishedRun]) -> list[str]:
 
 
 def _by_name(subjects: pd.DataFrame) -> pd.DataFrame:
-    """Drop `default` if the kernel that it ran is there by name, as in a run that confirms it."""
+    """Drop `default` if the kernel that it ran is also a subject, as in a run that confirms it."""
     kernels = pd.Series([kernel_that_ran(case) for case in records(subjects)], subjects.index)
     by_name = subjects.kernel != DEFAULT
     return subjects[by_name | ~kernels.isin(kernels[by_name])]

@@ -104,7 +104,7 @@ def summarise(
         badges=_badges(by_run),
         finding=_finding(problems),
         problems=problems,
-        others=[*map(compared, shown), *(intervals(shown) if shown else ())],
+        others=[*map(compare_device, shown), *(intervals(shown) if shown else ())],
         state=_state(problems, by_run, kernels, fitness),
     )
 
@@ -120,8 +120,10 @@ def _problems(by_run: Mapping[str, Frames]) -> pd.DataFrame:
         if sparse.empty:
             continue
         lines = contests(timed) if len(timed) else sparse.assign(best_gain=np.nan)
-        untimed = sparse[~sparse.problem_id.isin(lines.problem_id)]
-        lines = pd.concat([lines, untimed[untimed.columns.intersection(lines.columns)]])
+        text_without_gain = sparse[~sparse.problem_id.isin(lines.problem_id)]
+        lines = pd.concat(
+            [lines, text_without_gain[text_without_gain.columns.intersection(lines.columns)]]
+        )
         lines = pd.concat([with_shapes(group) for _, group in lines.groupby("op", sort=False)])
         processes = cases.groupby("problem_id").processes.max()
         kinds = sparse.set_index("problem_id")["format"]
@@ -183,7 +185,7 @@ def gain_text(line: "pd.Series[Any]") -> str:
     return times(line.best_gain, max(line.best_half, LEAST))
 
 
-def untimed(line: "pd.Series[Any]") -> str:
+def text_without_gain(line: "pd.Series[Any]") -> str:
     """Return the text of a cell without a gain: whether a dense kernel was chosen."""
     return "none" if pd.isna(line.get("dense_gain")) else "dense"
 
@@ -191,7 +193,9 @@ def untimed(line: "pd.Series[Any]") -> str:
 def legend(problems: pd.DataFrame, mark: str) -> str:
     """Explain the grid; `mark` shows that a cell is not settled."""
     rows = [list(cells.values()) for _, cells in grid_rows(problems)]
-    untimed_texts = [untimed(cell) for row in rows for cell in row if pd.isna(cell.best_gain)]
+    untimed_texts = [
+        text_without_gain(cell) for row in rows for cell in row if pd.isna(cell.best_gain)
+    ]
     parts = {
         f"{KEY}.": True,
         f"{mark}: not settled.": (problems.best_gain.notna() & ~problems.settled).any(),
@@ -215,7 +219,7 @@ def _text(line: "pd.Series[Any] | None") -> Cell:
     if line is None:
         return ""
     if pd.isna(line.best_gain):
-        return untimed(line), "quiet"
+        return text_without_gain(line), "quiet"
     text = gain_text(line)
     if not line.settled:
         return f"{text}{OPEN}", "unsure"
@@ -250,7 +254,7 @@ def _finding(problems: pd.DataFrame) -> str:
     )
 
 
-def compared(there: Changes) -> str:
+def compare_device(there: Changes) -> str:
     """Compare another device in a sentence: first the dense times, then the gains over them."""
     name = capital(there.b.name)
     dense, gains = mean(there.cases[there.cases.is_baseline], TIME), mean(there.contenders, GAIN)
@@ -278,7 +282,9 @@ def _state(
     if len(problems):
         timed, decided = problems.best_gain.notna(), problems.settled
         once = int((timed & (problems.processes < FEWEST)).sum())
-        chosen = [line for _, line in problems[~timed].iterrows() if untimed(line) == "dense"]
+        chosen = [
+            line for _, line in problems[~timed].iterrows() if text_without_gain(line) == "dense"
+        ]
         counts = {
             f"of {len(problems)} settled": int(decided.sum()),
             f"measured in fewer than {FEWEST} processes": once,

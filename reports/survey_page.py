@@ -25,12 +25,12 @@ from sparsebench.reports.figures._figure import NOTHING, Frames
 from sparsebench.reports.figures._html import note, shaded
 from sparsebench.reports.survey import (
     Summary,
-    compared,
+    compare_device,
     gain_text,
     grid_rows,
     legend,
     summarise,
-    untimed,
+    text_without_gain,
 )
 from sparsebench.reports.tables import html_table
 from sparsebench.results import files, store
@@ -85,7 +85,7 @@ def _draw_pages(
         ("left", "Left out", _table_of_rest({**survey["left"], **survey["notes"]})),
     ]
     steps = [f"{name} {seconds:g} s" for name, seconds in survey["seconds"].items()]
-    page = build.rendered(
+    page = build.render_report(
         first=[_section("answer", "The answer", _first(summary))],
         groups=[("Details", [_section(*section) for section in sections if section[2]])],
         evidence=None,
@@ -123,7 +123,7 @@ def _cell(line: "pd.Series[Any] | None") -> Markup:
         return NOTHING
     if pd.isna(line.best_gain):
         return Markup('<span class="cell none" title="{}">{}</span>').format(
-            winner(line), untimed(line)
+            winner(line), text_without_gain(line)
         )
     link = f"{line.run}/report.html#case-{line.best_case_id}"
     title = f"{size_text(line['shape'])}: {winner(line)}"
@@ -155,7 +155,7 @@ def _other(there: Changes) -> Markup:
     runs = f"The devices were measured in different processes. Other runs: {names}."
     head = Markup("<h3>{} beside {}</h3>").format(capital(there.b.name), there.a.device)
     held = " ".join(intervals([there]))
-    text = note(f"{compared(there)} {runs} Problems: {problems([there])}. {held}")
+    text = note(f"{compare_device(there)} {runs} Problems: {problems([there])}. {held}")
     return head + text + replace(cases([there]), title="").html()
 
 

@@ -20,7 +20,7 @@ from rich.console import Console, ConsoleOptions, RenderableType
 from rich.padding import Padding
 from rich.text import Text
 
-from sparsebench.reports.findings import findings, who
+from sparsebench.reports.findings import contender_name, findings
 from sparsebench.reports.tables import Cell, Table, split_style
 from sparsebench.results.analysis import Analysis
 from sparsebench.results.answer import answers
@@ -42,7 +42,7 @@ from sparsebench.results.frame import fields, records
 from sparsebench.results.model_shapes import model_name
 from sparsebench.results.noise import Reliability
 from sparsebench.results.outcome import STYLES, Outcome
-from sparsebench.results.provenance import devices_named
+from sparsebench.results.provenance import device_title
 from sparsebench.results.record import Status
 from sparsebench.results.statistics import FEWEST
 from sparsebench.results.store import Run
@@ -200,7 +200,7 @@ def _once(cases: pd.DataFrame) -> pd.DataFrame:
 
 
 def _heading(run: Run) -> str:
-    words = [devices_named(run.environment), str(run.state.get("suite", run.path.name))]
+    words = [device_title(run.environment), str(run.state.get("suite", run.path.name))]
     return " · ".join([*words, str(run.suite.get("title", ""))]).rstrip(" ·")
 
 
@@ -239,7 +239,7 @@ def results(analysis: Analysis) -> Table:
         [
             " ".join([op, text] if len(titles) > 1 else [text]),
             FORMATS.get(line["kind"], line["kind"]),
-            who(line),
+            contender_name(line),
             duration(line["median_us"]),
             duration(dense.get(tuple(line[name] for name in CONTEST), nan)),
             _gain(line) if over_dense else _ratio(line),

@@ -2,7 +2,7 @@
 
     for each of KINDS    gain of the MLPs and of the model, weights in GB, loss, and how sure
     verdict              TRY         the model is certainly WORTH times as fast, and pruning cost
-                                     at most DEAR nats per token where it was measured
+                                     at most MOST_LOSS nats per token where it was measured
                          TRAIN       as fast, but pruning alone costs more, or an unknown amount
                          NO          no kind is certain to make the model WORTH times as fast
                          UNMEASURED  no run on this GPU is published: upper limits only
@@ -31,7 +31,7 @@ from sparsebench.results.layer_estimates import (
 )
 from sparsebench.results.measured_layers import Evidence, Loss, Step
 from sparsebench.results.model_shapes import ModelShapes
-from sparsebench.results.provenance import is_named
+from sparsebench.results.provenance import names_device
 from sparsebench.results.statistics import FEWEST
 from sparsebench.results.step_model import (
     ACTIVE,
@@ -46,7 +46,7 @@ from sparsebench.results.step_model import (
 
 CONTEXT = 1024
 MOST_TOKENS = 2**20
-WORTH, DEAR = 1.05, 0.1
+WORTH, MOST_LOSS = 1.05, 0.1
 TRY, TRAIN, NO, UNMEASURED = "try", "train", "no", "unmeasured"
 KINDS = {  # how a layer is sparse, and its sparsity
     "2:4": (TWO_FOUR, 0.5),
@@ -121,7 +121,7 @@ def advise(evidence: Evidence, model: ModelShapes, gpu: str, tokens: int) -> Ans
         raise ResultError("--gpu: expected part of a GPU's name, such as H200; found ''")
     if not 1 <= tokens <= MOST_TOKENS:
         raise ResultError(f"--batch: expected 1 to {MOST_TOKENS} tokens at once, found {tokens}")
-    names = [name for name in evidence.layers.gpus if is_named(gpu, name)]
+    names = [name for name in evidence.layers.gpus if names_device(gpu, name)]
     if len(names) > 1:
         expected = "expected part of one GPU's name"
         raise ResultError(f"--gpu: {expected}, found {gpu!r} in {join_words(names)}")
@@ -141,7 +141,7 @@ def advise(evidence: Evidence, model: ModelShapes, gpu: str, tokens: int) -> Ans
     )
 
 
-def left_out(evidence: Evidence) -> list[tuple[Step, Gain]]:
+def leave_one_out(evidence: Evidence) -> list[tuple[Step, Gain]]:
     """Return each step that was measured, and its estimate from layers of other shapes alone."""
     predicted = []
     for step in evidence.steps:
@@ -249,7 +249,7 @@ def _verdict(
     pruned = [each for each in kinds if KINDS[each.kind][0] != ACTIVATIONS]
     at = f"with {amount(tokens, 'token')} at once"
     sure = [each for each in pruned if each.step.basis != BOUND and each.step.low >= WORTH]
-    cheap = [each for each in sure if each.nats is not None and each.nats <= DEAR]
+    cheap = [each for each in sure if each.nats is not None and each.nats <= MOST_LOSS]
     best = max(cheap or sure or pruned, key=lambda each: each.step.value)
     name = f"{best.kind} (format {FORMATS[KINDS[best.kind][0]]})"
     if gpu is None and best.step.value >= WORTH:

@@ -16,7 +16,7 @@ from typing import Any
 
 import pandas as pd
 
-from sparsebench.results.cases import CONTEST, turning
+from sparsebench.results.cases import CONTEST, break_even_levels
 from sparsebench.results.contests import ANY, View, sort_values_of
 from sparsebench.results.formatting import (
     FORMATS,
@@ -270,7 +270,7 @@ def _shared(view: View, name: str) -> str:
 
 
 def _break_even(kind: str, row: Any, cells: pd.DataFrame) -> BreakEven:
-    slower, faster = turning(cells.x, cells.gain)
+    slower, faster = break_even_levels(cells.x, cells.gain)
     decided = cells.decided[cells.x.isin([slower, faster])].all()
     won = cells[cells.x >= faster]  # none if it is NaN
     sure = won.x[won.decided[::-1].astype(bool).cummin()[::-1]].min()

@@ -35,7 +35,7 @@ class Label(NamedTuple):
 
 
 def badges(analysis: Analysis, with_state: bool = True) -> list[Label]:
-    """Return the badges of a run, the gravest first.
+    """Return the badges of a run, the most serious first.
 
     `with_state` includes those that follow from its run.json: a busy machine, an unfinished run.
     """

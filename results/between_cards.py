@@ -1,7 +1,7 @@
 """The variation between runs on cards of one kind, which the processes of one run do not show.
 
 Cards of one kind do not have exactly the same speedups: their clocks under load differ, and so do
-the configurations that a search chooses. Nor do days, hosts and versions of the harness. The
+the configurations that a search chooses. Days, hosts and versions of the harness differ, too. The
 processes of one run share all of these, so their interval does not contain this variation.
 repeats.py estimates it from the published cases that two cards measured, and between_cards.json
 holds the result for each state of a run:
@@ -38,8 +38,8 @@ CARDS = ("GPU-", "MIG-")  # beginnings of the UUIDs of cards
 class State(StrEnum):
     """The states of a run on which the variation between cards depends.
 
-    FREE       the run searched, and the board was limited for at most POWER_LIMITED of the time
-    LIMITED    the run searched, and the board was limited for longer
+    FREE       the run searched, and its card was limited for at most POWER_LIMITED of the time
+    LIMITED    the run searched, and its card was limited for longer
     INHERITED  the run took its configurations from a run on another card
     """
 
@@ -81,13 +81,13 @@ class Variation:
 
 
 def state_of(limited: float, inherited: bool) -> State:
-    """Return the state of a case: the share of time that its board was limited, NaN if unknown."""
+    """Return the state of a case; `limited` is a share of its time, NaN if unknown."""
     if inherited:
         return State.INHERITED
     return State.LIMITED if limited > POWER_LIMITED else State.FREE
 
 
-def cards_of(devices: Sequence[str]) -> int:
+def count_cards(devices: Sequence[str]) -> int:
     """Return the number of different cards; 0 for a CPU and a simulated GPU."""
     cards = set(devices)
     return len(cards) if all(card.startswith(CARDS) for card in cards) else 0
@@ -98,7 +98,7 @@ def half_of(logs: Sequence[float], cards: Sequence[str], state: State) -> float:
 
     `logs` are the log ratios of the processes, and `cards` the device of each.
     """
-    count = cards_of(cards)
+    count = count_cards(cards)
     if not count:
         return 0.0
     variation = packaged_variation()[state]

@@ -163,7 +163,7 @@ SHORTEST = 3  # shorter names of users and hosts also occur within words
 
 
 @dataclass(frozen=True)
-class Removed:
+class Redaction:
     """A record of what a published copy lacks.
 
     of     SHA-256 of the original manifest, which identifies the bundle as measured
@@ -176,7 +176,7 @@ class Removed:
     files: list[str]
 
 
-def redact(run: Path, to: Path) -> Removed:
+def redact(run: Path, to: Path) -> Redaction:
     """Copy a bundle into an empty folder without names and paths; seal it again if it changed."""
     names, counts = verify(run), Counter[str]()
     for name in [MANIFEST, *names]:
@@ -195,14 +195,14 @@ def redact(run: Path, to: Path) -> Removed:
     else:
         write_file(to / MANIFEST, content(run, MANIFEST))
     left = [name for name in ("worker.log", "failures.log") if (run / name).exists()]
-    removed = Removed(identity(run), dict(sorted(counts.items())), left)
+    removed = Redaction(identity(run), dict(sorted(counts.items())), left)
     write_file(to / REMOVED, json.dumps(asdict(removed), indent=1) + "\n")
     return removed
 
 
-def read_removed(published: Path) -> Removed:
+def read_redaction(published: Path) -> Redaction:
     """Read the record of what was removed from a published bundle."""
-    return Removed(**json.loads((published / REMOVED).read_text("utf-8")))
+    return Redaction(**json.loads((published / REMOVED).read_text("utf-8")))
 
 
 def _names(texts: dict[str, str]) -> dict[str, str]:

@@ -14,7 +14,7 @@ interval and an outcome (statistics.py), which is a verdict. With fewer it has a
                          a baseline
 
 Baselines and twins have no verdict. A run without A/A pairs cannot show that equal kernels come
-out equal, so its cases have none either.
+out equal, so its cases have no verdicts.
 """
 
 from collections import Counter
@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from sparsebench.results.between_cards import State, cards_of, half_of, state_of
+from sparsebench.results.between_cards import State, count_cards, half_of, state_of
 from sparsebench.results.frame import QUARTILES, RATES, SENSORS, TIMES, fields, records, table_of
 from sparsebench.results.noise import Noise
 from sparsebench.results.outcome import Outcome, among_many
@@ -73,7 +73,7 @@ def summary(
     processes     the number of processes used: fewer than the run has if the baseline failed in
                   some, or if only some captured the case in a graph
     blocks        median times by block for each (replicate, attempt), for statistics.ratio_over
-    low_us        and high_us: range of the processes' medians; for one process, quartiles
+    low_us        and high_us: range of the medians of the processes; for one process, quartiles
     ran           the label; for a portfolio also the kernel that it chose
     level         sparsity of the problem. Weights from a file may have more zeros than the problem
                   asks for; then `level` and `sparsity` are what they have
@@ -183,7 +183,7 @@ def _is_tie(lead: Ratio | None, least: float) -> bool:
 
 
 def break_even(cases: pd.DataFrame) -> pd.DataFrame:
-    """Return the measured levels between which each contender overtakes the baseline (`turning`).
+    """Return the measured levels between which each contender overtakes the baseline.
 
     A contender is not faster at a level where a portfolio chose a dense kernel.
     """
@@ -194,12 +194,12 @@ def break_even(cases: pd.DataFrame) -> pd.DataFrame:
     lines = []
     for key, group in timed.groupby(keys, sort=False, dropna=False):
         speedups = group.speedup.mask(chose_dense(group), 0.0)
-        ends = turning(group.level.round(6), speedups)
+        ends = break_even_levels(group.level.round(6), speedups)
         lines.append(dict(zip(keys, key, strict=True)) | dict(zip(ENDS, ends, strict=True)))
     return pd.DataFrame(lines, columns=[*keys, *ENDS])
 
 
-def turning(levels: pd.Series, gains: pd.Series) -> tuple[float, float]:
+def break_even_levels(levels: pd.Series, gains: pd.Series) -> tuple[float, float]:
     """Return the last level with a gain below 1, and the first from which all gains are above it.
 
     Either is NaN if there is none. Nothing is claimed between the two.
@@ -288,7 +288,7 @@ def _interval(processes: list[dict[str, Any]], state: State) -> dict[str, Any]:
         "t_low": t_low,
         "t_high": t_high,
         "between": between,
-        "on_cards": cards_of(cards),
+        "on_cards": count_cards(cards),
         "speedups": speedups,
         "interval": ""
         if np.isnan(estimate.value)

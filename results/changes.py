@@ -23,8 +23,8 @@ cases alone, and says nothing about others.
 The baseline is the control: it ran beside the kernel, so if its library and its search are the
 same, a change of its time comes from the card, and a change of the gain from the kernel.
 
-    gain changed, the baseline is a control            ─> the kernel: our code, its configuration,
-    time changed, the baseline is none                 ─> or the version of its library
+    gain changed, and the baseline is a control        ─> the kernel: our code, its configuration,
+    time changed, and the baseline is no control       ─> or the version of its library
     only the baseline changed, and it is no control    ─> the baseline
     kernel and baseline changed together               ─> the card, or its clock
 """

@@ -55,8 +55,8 @@ from sparsebench.results.store import Run
 APART = {"below 8 µs": 0.08, "8 to 20 µs": 0.07, "20 to 100 µs": 0.07, "above 100 µs": 0.05}
 OF_FLOOR = 1.31  # a normal distribution's 99th percentile over its 95th, of absolute values
 ENOUGH = 0.95  # share of cells that agree
-FALSE_ALARM = 0.05  # share of equal cells whose distance exceeds the tolerance; of looks:
-FALSE_ALARM_OF_LOOKS = 0.01
+FALSE_ALARM = 0.05  # share of equal cells whose distance exceeds the tolerance, in verdicts
+FALSE_ALARM_OF_LOOKS = 0.01  # the same share in looks
 CHANCE = 0.05  # probability that a good run with few cells counts as not reproduced
 
 SIDES = ["status", "median_us", "low_us", "high_us", "interval"]
@@ -273,8 +273,9 @@ def _tolerance_of_looks(cases: pd.DataFrame) -> pd.Series:
 def _agree(cases: pd.DataFrame, another: bool) -> pd.Series:
     """Return for each line whether the runs agree; NA if there is nothing to compare.
 
-    That is so for baselines and twins, and for lines without a speedup in both runs, with
-    different baselines, or unsupported in one run. A speedup in one run only is a disagreement.
+    There is nothing to compare for baselines and twins, without a speedup in both runs, with
+    different baselines, and if one run does not support the case. If only one run has a speedup,
+    they disagree.
     """
     agree = cases.close & ~_find_reversals(cases)
     same = ~looks(cases) & (cases.outcome_a == cases.outcome_b)

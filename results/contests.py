@@ -22,8 +22,8 @@ takes less than SHORT_US, and the run also timed it inside a chain, that gain is
     n × k 4096 × 4096  │ cell │ cell │  y: block, m or shape
                        └──────┴──────┘
 
-A cell is one contest. Among several (files, seeds) it is the one with the median gain. If blocks
-are not the rows and no block is chosen, it is that of the block with the largest gain.
+A cell shows one contest. Of several (files, seeds), it shows the one with the median gain, and of
+several blocks, if no block is chosen and y is not the block, the one with the largest gain.
 """
 
 import json

@@ -2,7 +2,7 @@
 
 ours     attention, bitmap, bsr, csr, spense, twell; and DEFAULT, which runs one of their kernels
 dense    dense: cuBLAS, torch.compile and others
-peers    peers, kernels of other packages, and names that no file has any more
+peers    peers, kernels of other packages, and kernels that were removed
 """
 
 from collections.abc import Mapping

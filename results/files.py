@@ -31,22 +31,22 @@ JSON_BYTES = 2**24  # run.json, environment.json, manifest.json
 ROWS_BYTES = 2**27  # unzipped; the largest published run has 6 MB
 
 Model = TypeVar("Model")
-Raised = type[SparsebenchError]
+ErrorType = type[SparsebenchError]
 _Base: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml is 30 times as fast
 
 
-def content(file: Path, most: int, raised: Raised = ResultError) -> bytes:
+def content(file: Path, most: int, error_type: ErrorType = ResultError) -> bytes:
     """Return the bytes of a regular file; raises if there are more than `most`."""
     try:
         if file.exists() and not file.is_file():
-            raise raised(f"{file}: expected a readable file, found no regular file")
+            raise error_type(f"{file}: expected a readable file, found no regular file")
         with file.open("rb") as opened:
             data = opened.read(most + 1)
     except (OSError, ValueError) as error:
         if isinstance(error, SparsebenchError):
             raise
-        raise raised(f"{file}: expected a readable file, found {fault(error)}") from error
-    return _within(file, data, most, raised)
+        raise error_type(f"{file}: expected a readable file, found {fault(error)}") from error
+    return _within(file, data, most, error_type)
 
 
 def fault(error: Exception) -> str:
@@ -65,17 +65,17 @@ def unzip(file: Path, most: int) -> bytes:
     return _within(file, data, most, ResultError)
 
 
-def text(file: Path, most: int, raised: Raised = ResultError) -> str:
+def text(file: Path, most: int, error_type: ErrorType = ResultError) -> str:
     """Return the text of a regular file in UTF-8."""
-    return decode_utf8(file, content(file, most, raised), raised)
+    return decode_utf8(file, content(file, most, error_type), error_type)
 
 
-def decode_utf8(file: Path, data: bytes, raised: Raised = ResultError) -> str:
+def decode_utf8(file: Path, data: bytes, error_type: ErrorType = ResultError) -> str:
     """Return the text of bytes in UTF-8."""
     try:
         return data.decode()
     except UnicodeDecodeError as error:
-        raise raised(f"{file}: expected a readable text file, found {error}") from error
+        raise error_type(f"{file}: expected a readable text file, found {error}") from error
 
 
 def from_json(file: Path, schema: str = "") -> dict[str, Any]:
@@ -121,23 +121,25 @@ def first_error(error: ValidationError) -> str:
     return f"{place}: {first['msg']}; found {str(first['input'])[:60]!r}"
 
 
-def from_yaml(where: str, written: str, raised: Raised = ResultError) -> Any:
+def from_yaml(where: str, written: str, error_type: ErrorType = ResultError) -> Any:
     """Return the data of a YAML text; error messages begin with `where`."""
     size = len(written.encode(errors="replace"))
     if size > YAML_BYTES:
-        raise raised(f"{where}: expected at most {YAML_BYTES} bytes (YAML_BYTES), found {size}")
+        raise error_type(f"{where}: expected at most {YAML_BYTES} bytes (YAML_BYTES), found {size}")
     try:
         _require_small(written)
         return yaml.load(written, _Loader)
     except SparsebenchError as error:
-        raise raised(f"{where}: {error}") from error
+        raise error_type(f"{where}: {error}") from error
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = f" in line {mark.line + 1}" if mark else ""
-        raise raised(f"{where}: expected YAML, found an error{line}: {error.problem}") from error
+        raise error_type(
+            f"{where}: expected YAML, found an error{line}: {error.problem}"
+        ) from error
     except Exception as error:  # SafeLoader's constructors raise a dozen types on bad scalars
         actual = " ".join(str(error).split())
-        raise raised(f"{where}: expected YAML, found {actual}") from error
+        raise error_type(f"{where}: expected YAML, found {actual}") from error
 
 
 def utf8(name: str) -> bool:
@@ -149,11 +151,11 @@ def utf8(name: str) -> bool:
     return True
 
 
-def _within(file: Path, data: bytes, most: int, raised: Raised) -> bytes:
+def _within(file: Path, data: bytes, most: int, error_type: ErrorType) -> bytes:
     if len(data) > most:
         names = {YAML_BYTES: "YAML_BYTES", JSON_BYTES: "JSON_BYTES", ROWS_BYTES: "ROWS_BYTES"}
         limit = f"{most} bytes ({names.get(most, 'the limit of such a file')})"
-        raise raised(f"{file}: expected at most {limit}, found more")
+        raise error_type(f"{file}: expected at most {limit}, found more")
     return data
 
 

@@ -15,8 +15,9 @@ state.
 
 A row is marked, never dropped, if its contest was throttled or power-limited, if the host was late
 for some of its samples, if its error or bias is unusual (see harness/bench), or if only its suite
-allows its error. Rows up to 0.2.0 do not say whether the host was late. They are marked if their
-median exceeds LATE times the tenth percentile, and `late` is then the share of samples above that.
+allows its error. Rows of versions up to 0.2.0 do not say whether the host was late. They are marked
+if their median exceeds LATE times the tenth percentile, and `late` is then the share of samples
+above that.
 """
 
 import json

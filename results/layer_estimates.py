@@ -34,7 +34,14 @@ NEAREST = 4
 # tensor cores reach 800 TFLOP/s. From 32 to 72, left-out layers are predicted equally well.
 UNIT_COST = 64.0
 CONFIDENCE, UNKNOWN = 0.9, 4.0  # UNKNOWN: half the interval, as a factor, if nothing was left out
-WEIGHTS = (0.5, 0.5, 1.0, 1.0, 1.0, 1.0)  # for tokens, weights, density, dtype, GPU, kind of layer
+DISTANCE_WEIGHTS = (
+    0.5,
+    0.5,
+    1.0,
+    1.0,
+    1.0,
+    1.0,
+)  # for tokens, weights, density, dtype, GPU, kind of layer
 FARTHEST = (
     2.01,
     3.01,
@@ -103,7 +110,7 @@ class Layer:
 
     @property
     def uses_copy(self) -> bool:
-        """Return whether a dense copy of the weights is multiplied, beside which they are kept."""
+        """Return whether the layer multiplies with a dense copy, beside the sparse weights."""
         return self.way == ANYWHERE and self.m > BITMAP_TOKENS
 
     @property
@@ -141,7 +148,7 @@ class Layer:
 
     @property
     def bound(self) -> float:
-        """Return the largest gain, if dense and sparse weights are read and multiplied as fast."""
+        """Return the largest gain: sparse weights are read and multiplied no faster than dense."""
         return max(1 / self.stored, 1 / self.density)
 
     def work_us(self, gpu: Gpu, dense: bool = False) -> float:
@@ -300,7 +307,7 @@ class Estimator:
                 continue
             apart = layer.distance(row.layer, gpu.name == row.gpu)
             if all(a <= limit for a, limit in zip(apart, most, strict=False)):
-                near.append((sum(w * a for w, a in zip(WEIGHTS, apart, strict=True)), row))
+                near.append((sum(w * a for w, a in zip(DISTANCE_WEIGHTS, apart, strict=True)), row))
         return sorted(near, key=lambda pair: pair[0])
 
     def _mean(self, near: Nearest, dense: bool = False) -> float:

@@ -2,8 +2,8 @@
 
     runs, models' JSON ──> evidence ──> results/published/advice.json ──> packaged()
 
-`python -m sparsebench.reports.published` writes that file, which is part of a wheel; the bundles
-that it is made from are not. Each layer is the fastest case of its kind of sparsity in a contest:
+`python -m sparsebench.reports.published` writes that file from the bundles. A wheel has the file,
+but not the bundles. Each layer is the fastest case of its kind of sparsity in a contest:
 kernel time with a cold cache. If several runs measured a problem, the one with the most processes
 counts.
 """
@@ -293,7 +293,7 @@ def _gpu(name: str, environments: Sequence[Mapping[str, Any]]) -> Gpu:
 
 def _of_run(analysis: Analysis, name: str) -> Iterable[tuple[tuple[str, str], Measured | Step]]:
     cases = analysis.cases
-    usual = (cases.scope == "kernel") & (cases.cache == "cold") & cases.dtype.isin(KNOWN)
+    usual = (cases.scope == "kernel") & (cases.cache == "cold") & cases.dtype.isin(DTYPES)
     timed = with_gains(cases[usual & cases.op.isin(["linear", "ffn", "decoder"])])
     if timed.empty:
         return
@@ -316,7 +316,7 @@ def _of_run(analysis: Analysis, name: str) -> Iterable[tuple[tuple[str, str], Me
             yield key, Measured(layer, *about, str(line["kernel"]), dense_us, *gains)
 
 
-KNOWN = ["bf16", "fp16", "fp8", "int8"]
+DTYPES = ["bf16", "fp16", "fp8", "int8"]
 
 
 def _way(line: Mapping[str, Any]) -> str:

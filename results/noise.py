@@ -6,9 +6,9 @@
                at least that of 203 pairs on an NVIDIA H200 (FLOORS; harness/NOTES.md)
 
 A class is the length of a call, by its median time; class `op` holds all calls timed from Python.
-The floor holds for one process: two equal kernels differ by more in 5 % of processes. For the
-mean of n processes it is floor / sqrt(n). Verdicts do not need it: their interval covers what
-differs between processes.
+The floor holds for one process: two equal kernels differ by more in 5 % of processes. The floor of
+the mean of n processes is floor / sqrt(n). Verdicts do not need a floor, because their intervals
+cover the differences between processes.
 """
 
 from collections.abc import Hashable

@@ -14,7 +14,7 @@ a ratio at or beyond the margin. It comes first, so 1.004 [1.002, 1.006] is equa
 from enum import StrEnum
 
 MARGIN = 0.01  # for `equal`; 8 processes can show it if the sd is 1 %, as for short calls
-FALSE_DISCOVERIES = 0.05  # expected share of wrong words among all faster and slower
+FALSE_DISCOVERIES = 0.05  # expected share of wrong outcomes among all that are faster or slower
 
 
 class Outcome(StrEnum):

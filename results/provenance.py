@@ -35,7 +35,7 @@ class Choices(StrEnum):
     AMONG   every process, by its own search; later ones among the finalists of the first
     EARLIER every process, by its own search among the finalists of an earlier run
     EACH    every process, among all candidates (runs from before AMONG existed)
-    FIRST   the first process; the others reused its choices (also if run.json has no word)
+    FIRST   the first process; the others reused its choices (also if run.json names none)
     BUNDLE  another run: process p reused the choices of its process p
     """
 
@@ -97,13 +97,13 @@ def device_name(environment: Mapping[str, Any]) -> str:
     return facts.get("gpu.name") or facts.get("cpu.name") or "an unnamed device"
 
 
-def is_named(word: str, device: str) -> bool:
+def names_device(word: str, device: str) -> bool:
     """Return whether whole words of a device's name are these, in any case: H20 is not H200."""
     pattern = rf"(?<![a-z0-9]){re.escape(word.lower())}(?![a-z0-9])"
     return re.search(pattern, device.lower()) is not None
 
 
-def devices_named(environment: Mapping[str, Any]) -> str:
+def device_title(environment: Mapping[str, Any]) -> str:
     """Return the device's name for a reader, with the count of a merged run: 2 × NVIDIA H200."""
     count = len(environment.get("devices", []))
     return f"{count} × {device_name(environment)}" if count > 1 else device_name(environment)

@@ -9,15 +9,15 @@
                              v / cards of a + w / cards of b      b inherited its configurations
 
 Each variance is the sum of d² - s² over its repeats, divided by the sum of their factors. The one
-of `free` comes from repeats whose boards were not limited, the one of `limited` from repeats with a
-limited board, and w, the one of `inherited`, from the rest. The cases of one pair of runs are not
+of `free` comes from repeats whose cards were not limited, the one of `limited` from repeats with a
+limited card, and w, the one of `inherited`, from the rest. The cases of one pair of runs are not
 independent, since they share cards and sessions. So the degrees of freedom come from the scatter
 over pairs of runs, as 2 v² / var(v) (Satterthwaite 1946).
 
 Two runs of one version of the code ran the same kernel. So did runs of different versions if they
 have compiled code of the case in common, or if a library is the kernel. Their difference includes
-that of days, hosts and versions of the harness: repeats of one version and two days alone gave a
-standard deviation of 0.30 % instead of 0.97 %.
+that of days, hosts and versions of the harness: repeats of one version on two days gave a standard
+deviation of only 0.30 %, instead of 0.97 %.
 
 `coverage` checks for each repeat whether the first interval contains the second value, and whether
 the interval of the difference contains 0. No pair of runs is tested with an estimate that it

@@ -34,7 +34,7 @@ from sparsebench.results.provenance import (
     commit_of,
     device_name,
     flat,
-    is_named,
+    names_device,
 )
 from sparsebench.results.store import Run
 
@@ -98,7 +98,7 @@ def side(*runs: Run, name: str = "") -> Side:
     return Side(name or device_name(runs[0].environment), [analyse(run) for run in runs])
 
 
-def named_apart(runs: Sequence[Run]) -> list[str]:
+def distinct_names(runs: Sequence[Run]) -> list[str]:
     """Return short names that tell runs apart: of devices, commits or folders, or else letters."""
     commits = [str(run.environment.get("commit") or "")[:7] for run in runs]
     devices = [short_name(device_name(run.environment)) for run in runs]
@@ -138,7 +138,7 @@ def find(texts: Sequence[str], among: Iterable[Path]) -> list[Side]:
         raise ResultError(f"{unread[0]}: expected the directory of a run, found no run.json in it")
     if len(paths) == len(set(texts)):
         runs = [store.read(paths[text]) for text in texts]
-        return [side(r, name=n) for r, n in zip(runs, named_apart(runs), strict=True)]
+        return [side(r, name=n) for r, n in zip(runs, distinct_names(runs), strict=True)]
     folders = [*among]
     candidates = [_Candidate.read(path) for path in bundles(folders)]
     if not candidates:
@@ -194,7 +194,7 @@ class _Candidate:
 
     def identity(self, word: str) -> str:
         """Return what a word names in this run: its device, commit, card or library; "" if none."""
-        if is_named(word, self.device):
+        if names_device(word, self.device):
             return self.device
         if word in self.versions:
             return word
@@ -227,7 +227,7 @@ def _unknown(word: str, runs: Sequence[_Candidate]) -> str:
     close = get_close_matches(word, [name.lower() for name in every], 1)
     hint = f"; did you mean {next(n for n in every if n.lower() == close[0])}?" if close else ""
     expected = "expected a run, a GPU, a commit, a card or LIBRARY==VERSION"
-    return f"{expected}, found none named so among {_few([*names, *commits])}{hint}"
+    return f"{expected}, found none of that name among {_few([*names, *commits])}{hint}"
 
 
 def _few(names: Iterable[Any]) -> str:

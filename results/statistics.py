@@ -6,11 +6,10 @@
     95 %      exp(k-th smallest of Walsh) to exp(k-th largest)        Hollander & Wolfe 1999, 3.3
 
 outcome.py says which word an interval gets. The process is the unit of replication: samples of one
-process are not independent (Hoefler & Belli 2015,
-doi:10.1145/2807591.2807644). k is exact if d_p is symmetric about its centre; below FEWEST
-processes no such interval exists. No outlier is dropped; one among eight moves the ratio little.
-tests/simulated measures the error rates. All functions take natural logs; the last axis is
-processes.
+process are not independent (Hoefler & Belli 2015, doi:10.1145/2807591.2807644). k is exact if d_p
+is symmetric about its centre; below FEWEST processes no such interval exists. No outlier is
+dropped; one among eight changes the ratio little. tests/simulated measures the error rates. All
+functions take natural logs; the last axis is that of the processes.
 """
 
 from collections.abc import Mapping, Sequence

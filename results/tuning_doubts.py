@@ -40,13 +40,13 @@ class Doubt:
 
     run: str
     case: str
-    expected: str
-    found: str
+    expected_time: str
+    measured_time: str
     other: str = ""
 
     def __str__(self) -> str:
         run = f"{self.run}: " if self.run else ""
-        return f"{run}{self.case}: expected {self.expected}, found {self.found}"
+        return f"{run}{self.case}: expected {self.expected_time}, found {self.measured_time}"
 
 
 def doubts(table: pd.DataFrame, run: str = "") -> list[Doubt]:
@@ -83,7 +83,7 @@ def slower_than_elsewhere(tables: Mapping[str, pd.DataFrame]) -> list[Doubt]:
 def warnings(run: Run, others: Iterable[Path] = ()) -> Iterator[str]:
     """Yield a line for each doubt within a run, and between it and the runs in `others`.
 
-    Runs on another kind of GPU are skipped, and a line names any that cannot be read.
+    Skips runs on another kind of GPU, and yields a line for each run that cannot be read.
     """
     table = frame(run.rows)
     yield from (f"warning: {doubt}" for doubt in doubts(table))

@@ -128,7 +128,7 @@ def start(contest: RunningContest) -> RunningContest:
 
 
 def compile_ahead(problem: Problem, contenders: list[Contender], device: torch.device) -> None:
-    """Prepare every contender and drop it: what it compiled stays in the caches on disk."""
+    """Prepare every contender and drop it: its compiled code stays in the caches on disk."""
     entries = [Entry(Row(Case(problem, contender), Status.OK)) for contender in contenders]
     prepare_contest(problem, entries, device).guard.watched.clear()
 
@@ -157,7 +157,7 @@ def prepare_contest(
     }
     layers, chained = [Layer(problem, dense)], CHAIN in dict(options.measures)
     if chained and not op.pattern:
-        layers += operands.further(problem, op, device, data, LAYERS - 1)
+        layers += operands.further_layers(problem, op, device, data, LAYERS - 1)
     for entry in entries:
         entry.row = replace(entry.row, **facts)
         if chained and op.pattern:
@@ -188,7 +188,7 @@ def prepare_contest(
         prepare(contest, entry)
         prepare_chain(contest, entry)
     _exchange_twins(entries, random.Random(f"{seed} twins"))
-    contest.packed.clear()
+    contest.conversions.clear()
     return contest
 
 

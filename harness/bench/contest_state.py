@@ -160,7 +160,7 @@ class RunningContest:
     chain_spots   like `spots`, for the activations of all layers
     draw          number of the present draw of the activations
     timed_last    the case of the last sample, if each is announced
-    packed        weights and µs of each conversion, by format and parameters
+    conversions   weights and µs of each conversion, by format and parameters
     """
 
     problem: Problem
@@ -179,7 +179,7 @@ class RunningContest:
     timed_last: str = ""
     output_bytes: int = 0
     spent_s: dict[str, float] = field(default_factory=dict)
-    packed: dict[str, tuple[dict[str, Format], float]] = field(default_factory=dict)
+    conversions: dict[str, tuple[dict[str, Format], float]] = field(default_factory=dict)
 
     @property
     def dense(self) -> DenseOperands:

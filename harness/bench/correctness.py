@@ -4,14 +4,14 @@
     element    |Y - R| <= eps |R| + 8 eps S + t, where S > 0
     usual      ||Y - R|| / ||R|| <= 3 usual errors, unless the suite allows more
 
-**Bounds.** R is the reference, S the op's `spread` (for a dot product sqrt(sum (x w)²), the size
-that random signs leave), and eps = eps(dtype) + eps(fp32) sqrt(d): one rounding to the output's
+**Bounds.** R is the reference, S the op's `spread` (for a dot product sqrt(sum (x w)²), its size if
+signs are random), and eps = eps(dtype) + eps(fp32) sqrt(d): one rounding to the output's
 dtype, and fp32 accumulation over d, the most non-zero terms of a sum. A kernel that accumulates in
 16 bits drifts by about 0.2 eps(dtype) sqrt(d) and fails the first test; one wrong element fails the
 second. S is zero where a row of weights is empty: only an exact zero passes there. t is half of the
 dtype's smallest subnormal (fp16: 3e-8), to which a product near zero is rounded whatever its size.
-8, because the largest of 10^8 normal deviates is 5.7 sd, and partial sums of a split k are rounded
-once each.
+The factor of S is 8, because the largest of 10^8 normal deviates is 5.7 sd, and each partial sum of
+a split k is rounded.
 
 In a tf32 problem both operands of a product may lose all but 10 bits of mantissa: eps is 2^-10
 larger, 2^-11 for each. In an fp8 problem sums may be kept in 13 bits of mantissa and truncated
@@ -19,8 +19,8 @@ there, as Hopper's tensor cores do (arXiv:2411.10958, 2412.19437): 2^-13 sqrt(d)
 eps(fp32) sqrt(d). If a kernel rounds activations to e4m3 (ffn in fp8: X, and h before the last
 product), eps is 2^-5 for any d. NOTES.md has how much of each bound right and wrong outputs take.
 
-Integers have an eps(dtype) of 0 and a smallest step of 1: t is 0.5, which rounding leaves, and half
-a step of each element is also allowed of the whole. A product that fails one rounding is wrong.
+Integers have an eps(dtype) of 0 and a step of 1. So t is 0.5, the error of rounding, and the first
+test allows it for each element, too. A product that fails one rounding is wrong.
 
 A packed output (a weight's gradient) must have exactly the pattern's indices. R and S are then
 taken where it stores elements; the padding of a block that extends beyond the matrix must be zero.
@@ -33,21 +33,22 @@ problem's dtype and on this device, and of what plain rounding explains:
 
     sqrt( (0.21 eps(dtype) ||R||)² + (0.2 sums sqrt(d) ||S||)² + (products ||S||)² )
 
-An error above 1.5 usual ones is marked in the row; above 3 it is wrong. A suite may allow a
-contender a larger error and must say why; that error then replaces both bounds. 0.21 eps is the
-error of one rounding to nearest. Sums of d terms one after the other leave 0.15 sums sqrt(d) if
-they are rounded, and up to 0.2 if they are truncated. Operands truncated (tf32) or rounded to e4m3
-(ffn in fp8) leave 0.8 to 1.1 products. torch's product alone would not do as a yardstick: cuBLAS
-splits k, and so leaves a quarter of the error of a plain sum in fp32. Nor would rounding alone: in
-ffn G, U and h are rounded too. The baseline is judged by the same number.
+`sums` and `products` are those of Expected. An error above 1.5 usual ones is marked in the row;
+above 3 it is wrong. A suite may allow a contender a larger error and must say why; that error then
+replaces both bounds. 0.21 eps is the error of one rounding to nearest. Adding d terms one by one
+gives an error of 0.15 sums sqrt(d) if each sum is rounded, and up to 0.2 if it is truncated.
+Truncating operands (tf32) or rounding them to e4m3 (ffn in fp8) gives 0.8 to 1.1 products. torch's
+product alone is too strict a reference, because cuBLAS splits k, which leaves a quarter of the
+error of a plain sum in fp32. So is rounding alone, because in ffn G, U and h are rounded too. The
+baseline is judged by the same number.
 
 No right kernel of 21 published runs is marked (NOTES.md).
 
-**Bias.** The slope of Y - R over R, or the mean of Y - R over the size of R, the larger; 6 standard
-errors of it are subtracted as chance. Usual is up to: usual error / 4 + products + sums sqrt(d) /
-16. Roundings to nearest have no bias; truncated operands (tf32) and sums (fp8) have one. Errors of
-a row (a token) may share a cause, such as one rounding of h. So the standard error is taken over
-rows, and fewer than 16 rows give no bias.
+**Bias.** The bias is the larger of the slope of Y - R over R, and the mean of Y - R over the size
+of R, less 6 standard errors, which chance explains. A usual bias is at most usual error / 4 +
+products + sums sqrt(d) / 16. Roundings to nearest have no bias; truncated operands (tf32) and sums
+(fp8) have one. Errors of a row (a token) may share a cause, such as one rounding of h. So the
+standard error is taken over rows, and fewer than 16 rows give no bias.
 """
 
 from dataclasses import dataclass, replace
@@ -120,7 +121,7 @@ class Verdict:
 
 
 def roundings(dtype: str, rounds_inputs: bool) -> tuple[float, float]:
-    """Return `products` and `sums` of a dtype; `rounded`: kernels may round activations to it."""
+    """Return `products` and `sums` of Expected; with `rounds_inputs`, kernels may round inputs."""
     if dtype == "fp8":
         return (E4M3, FP32) if rounds_inputs else (0.0, FP8)
     return TF32 if dtype == "tf32" else 0.0, FP32

@@ -28,7 +28,7 @@ from sparsebench.formats.dense import Dense
 from sparsebench.harness.bench.operands import operands
 from sparsebench.harness.bench.timing import ready, time_together
 from sparsebench.harness.catalog import load_kernel, load_op
-from sparsebench.kernels._common.search import warmed
+from sparsebench.kernels._common.search import warm_up
 from sparsebench.kernels._kernel import DTYPES, Launch, Operands
 from sparsebench.kernels.dense.cublas import unsupported_8_bits
 from sparsebench.results.ceilings import Ceilings
@@ -71,7 +71,7 @@ def measure(device: torch.device, dtypes: Collection[str] = tuple(DTYPES)) -> Ce
 
 
 def empty_launch_us(device: torch.device) -> float:
-    """Return the time in µs of a sample that does almost nothing: the floor of an isolated call."""
+    """Return the time in µs of an empty launch: a sample that does almost nothing."""
     small = torch.zeros(32, device=device)
     small.add_(1)  # compiled and loaded before a graph is captured
     (taken,) = time_together([ready(Launch(lambda: small.add_(1)), device)], device, "launch")
@@ -100,7 +100,7 @@ def _memory(device: torch.device) -> dict[str, dict[str, float]]:
     names = [(kind, name) for kind, named in calls.items() for name in named]
     every = [calls[kind][name] for kind, name in names]
     if device.type == "cuda":
-        warmed(every, device, COMPILERS)
+        warm_up(every, device, COMPILERS)
     least_us = dict(zip(names, _least_us(every, device), strict=True))
     rates = {kind: {n: moved[kind] / least_us[kind, n] for n in calls[kind]} for kind in calls}
     if (product := _product(MEMORY[device.type], device)) is not None:

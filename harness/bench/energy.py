@@ -106,12 +106,12 @@ def meter_energies(
         batch()
         took_s = perf_counter() - began
         size *= 1 if took_s >= BATCH_S else 2
-    _for(WARM_UP_S, batch)
+    _run_for(WARM_UP_S, batch)
     first_j, _ = _until_update(batch, meter_j)
     energies = []
     for _ in range(count):
         began = perf_counter()
-        calls = _for(window_s / count, batch)
+        calls = _run_for(window_s / count, batch)
         last_j, more = _until_update(batch, meter_j)
         calls += more
         energies.append(Energy((last_j - first_j) / calls, perf_counter() - began, calls))
@@ -123,7 +123,7 @@ Batch = Callable[[], int]
 """Runs calls for about BATCH_S, waits for them and returns their number."""
 
 
-def _for(seconds: float, batch: Batch) -> int:
+def _run_for(seconds: float, batch: Batch) -> int:
     end = perf_counter() + seconds
     calls = batch()
     while perf_counter() < end:

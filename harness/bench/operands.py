@@ -10,9 +10,9 @@ An op with `recorded` (_op.py) takes all its operands from the file: the tensors
 row, and each draw starts at another row than the draw before it.
 
 Weights have a standard deviation of about 1 / sqrt(k), activations and outputs of about 1. In 8
-bits, drawn weights have about 1, as if scaled by a power of two; int8 and an op of several products
-multiply by that power. Otherwise, because the smallest number of e4m3 is 2^-9, a ninth of the
-weights would become zero at 1 / sqrt(k) and k = 25600.
+bits, drawn weights are a power of two larger, about 1, and int8 and an op of several products scale
+their sums by it. Unscaled, a ninth of the weights would become zero in e4m3, whose smallest number
+is 2^-9, at k = 25600.
 """
 
 import os
@@ -47,9 +47,9 @@ class DenseOperands:
     """A problem's operands, dense, before any format sees them.
 
     recordings  activations of a file, from which each draw takes its rows; empty without a source
-    nnz       elements of each weight that are not zero (-0.0 is zero), or what the op counts
-    sparsity  fraction of zeros in all weights
-    digest    of weights and first activations that are drawn; the same on every machine
+    nnz         elements of each weight that are not zero (-0.0 is zero), or what the op counts
+    sparsity    fraction of zeros in all weights
+    digest      of weights and first activations that are drawn; the same on every machine
     """
 
     weights: dict[str, Tensor]
@@ -107,7 +107,7 @@ def without_mask(op: Op, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def unusable(problem: Problem, op: Op, data: Path | None) -> str:
     """Return why the values of a problem's file cannot be measured; "" if they can.
 
-    Reads the file. Without one, or if it is missing or has changed, nothing is known yet.
+    Reads the file. Returns "" without one, and if it is missing or has changed.
     """
     if problem.source is None:
         return ""
@@ -129,7 +129,7 @@ def _require_values(problem: Problem, weights: Mapping[str, Tensor]) -> None:
             raise Unsupported(f"{of}: {expected}, found none")
 
 
-def further(
+def further_layers(
     problem: Problem, op: Op, device: torch.device, data: Path | None, count: int
 ) -> list[Layer]:
     """Build `count` layers that differ from a problem's only in their seed; none share memory."""

@@ -1,7 +1,7 @@
 """Check what contenders return against the op's definition in fp64.
 
     before timing, and after it:
-    redraw the activations, by a number that no kernel has seen
+    draw new activations, from a seed that no kernel can know
     ─> compute what each layer should give, by the definition: in fp64, and in the problem's dtype
     ─> call each contender; before timing, its output is filled with NaN, or with the least integer
     ─> no output may lie in an operand, and each must be as near as its dtype allows
@@ -31,7 +31,14 @@ from sparsebench.harness.bench.contest_state import Entry, RunningContest, confi
 from sparsebench.harness.bench.correctness import Expected, check, roundings, where_stored
 from sparsebench.harness.bench.operands import Layer, without_mask
 from sparsebench.harness.bench.sampling import CHAIN
-from sparsebench.harness.bench.spot_checks import B, Outputs, Spots, as_tuple, print_of, values_of
+from sparsebench.harness.bench.spot_checks import (
+    B,
+    Outputs,
+    Spots,
+    as_tuple,
+    fingerprint_of,
+    values_of,
+)
 from sparsebench.harness.bench.tampering import Guard
 from sparsebench.harness.ops._op import Op, with_fields
 from sparsebench.kernels._kernel import OUTPUTS, Launch, Output, poison
@@ -88,7 +95,7 @@ def _whole(contest: RunningContest, entry: Entry) -> bool:
 
 
 def _watch(contest: RunningContest, expected: Sequence[Expected], whole: bool) -> set[str]:
-    """Watch the right answers while contenders run, and return what they are called."""
+    """Watch the right answers while contenders run, and return their names."""
     names, of_whole = set[str](), " without the mask" if whole else ""
     for number, (layer, right) in enumerate(zip(contest.layers, expected, strict=True)):
         arrays = {"answer": right.reference, "spread": right.spread}
@@ -110,7 +117,7 @@ def _watch(contest: RunningContest, expected: Sequence[Expected], whole: bool) -
 
 
 def redraw(contest: RunningContest) -> None:
-    """Draw the activations anew, by a number that was never used, and record it in the rows."""
+    """Draw new activations, from a seed that was never used, and record it in the rows."""
     recordings = [of for layer in contest.layers for of in layer.dense.recordings.values()]
     contest.draw = operands.other_draw(contest.draw, recordings)
     for number, layer in enumerate(contest.layers):
@@ -163,9 +170,9 @@ def _check(
     if first and entry.running:
         references = [where_stored(right, entry.pattern).reference for right in expected]
         compared = [right.part(out) for out, right in zip(as_tuple(outputs), expected, strict=True)]
-        if right_print := print_of(references, tuple(compared)):
+        if right_sums := fingerprint_of(references, tuple(compared)):
             in_part = any(right.sample for right in expected)
-            spots.prints[B][number] = right_print.around(outputs) if in_part else right_print
+            spots.fingerprints[B][number] = right_sums.around(outputs) if in_part else right_sums
     worst = max(verdicts, key=lambda verdict: verdict.error or 0.0)
     return {name: value for name, value in vars(worst).items() if name != "reason"}
 

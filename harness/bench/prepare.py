@@ -73,7 +73,7 @@ def prepare(contest: RunningContest, entry: Entry) -> None:
         entry.launch()
         synchronize(contest.device)
         spent = time.perf_counter() - began
-        choice, code = plain(entry.launch.choice), entry.launch.code
+        choice, code = json_choice(entry.launch.choice), entry.launch.code
         if code is not None and type(code) is not str:
             raise TypeError(f"code: expected text or None, found {type(code).__name__}")
         if isinstance(kernel, Portfolio) and not isinstance(choice.get("chosen"), str):
@@ -116,7 +116,7 @@ def _layer(contest: RunningContest, entry: Entry, layer: Layer) -> Launch:
     return launch
 
 
-def plain(choice: object) -> dict[str, Any]:
+def json_choice(choice: object) -> dict[str, Any]:
     """Return a choice after a round trip through JSON. Raises TypeError if JSON cannot hold it."""
     try:
         written = json.dumps(choice, allow_nan=False)
@@ -178,7 +178,7 @@ def unsupported_on(device: str, problem: Problem, contender: Contender) -> str |
 
 @cache
 def _refusal(format_name: str, params: str, dtype: torch.dtype) -> str | None:
-    """Return why a format of ours refuses zeros, which it holds in any size, or None."""
+    """Return why a format of ours refuses the params or the dtype, tried on zeros, or None."""
     format_ = weights_format(format_name)
     if not format_.__module__.startswith("sparsebench."):
         return None
@@ -191,7 +191,7 @@ def _refusal(format_name: str, params: str, dtype: torch.dtype) -> str | None:
 
 def _convert(contest: RunningContest, contender: Contender) -> tuple[dict[str, Format], float]:
     key = f"{contender.format} {sorted(contender.params.items())}"
-    if key not in contest.packed:
+    if key not in contest.conversions:
         weights: dict[str, Format] = {}
         took_us = []
         for _ in range(2):  # the first call also allocates memory and loads kernels
@@ -202,9 +202,9 @@ def _convert(contest: RunningContest, contender: Contender) -> tuple[dict[str, F
             synchronize(contest.device)
             took_us.append(1e6 * (time.perf_counter() - start))
         contest.check_tampering()
-        contest.packed[key] = weights, min(took_us)
+        contest.conversions[key] = weights, min(took_us)
         _watch(contest, contender, weights)
-    return contest.packed[key]
+    return contest.conversions[key]
 
 
 def _weights_in_format(

@@ -3,19 +3,19 @@
     numerics     tf32, reduced precision, deterministic algorithms, default dtype and device
     speed        threads, cores, cuDNN's and attention's switches, garbage collection, tracing
     place        directory, umask, environment, current GPU and stream, limits of the CUDA context
-    randomness   generators of torch, CUDA, numpy and Python: put back without blame, because a
+    randomness   generators of torch, CUDA, numpy and Python: restored but not reported, because a
                  kernel may draw numbers while it tunes. So are new environment variables that
                  libraries read at a call; others, which libraries set on import, stay
     clocks       the first bytes of their machine code: clock_gettime of libc, which
                  time.perf_counter calls, and the events of libcudart, if it is loaded
 
-`ProcessState` and `SealedClocks` record these when a contest starts. `restore` puts back what
-differs, and returns the names of what only a careless or hostile kernel changes.
+`ProcessState` and `SealedClocks` record these when a contest starts. `restore` restores what has
+changed, and returns the names of changes that no kernel may make.
 `rewritten_modules` finds files of Python modules that were written since this process loaded them.
 
-A detour overwrites the start of a function with a jump to other code. A change of the table
-through which torch finds these functions leaves the code alone. So two events, recorded once, are
-read again at every check: their distance must not change.
+A hostile kernel can overwrite the start of a clock with a jump to other code. It can also change
+the table through which torch finds these functions, which leaves their code alone. So each check
+also reads two events that were recorded once: the time between them must not change.
 """
 
 import ctypes
@@ -33,7 +33,7 @@ import numpy as np
 import torch
 
 Setting = tuple[Callable[[], Any], Callable[[Any], Any]]
-"""How to read something, and how to put it back."""
+"""How to read a setting, and how to write it."""
 
 MATMUL = [
     "allow_tf32",
@@ -54,7 +54,7 @@ LIMITS = {"the granularity of L2 fetches": 5, "the persisting part of L2": 6}  #
 
 
 class ProcessState:
-    """The settings of this process as they were."""
+    """The settings of this process when the contest starts."""
 
     def __init__(self) -> None:
         self._settings = _settings()
@@ -233,7 +233,7 @@ CODE = mmap.PROT_READ | mmap.PROT_EXEC
 
 
 class SealedClocks:
-    """The code of the clocks, and the distance of two events, as they were."""
+    """The code of the clocks, and the time between two events, when the contest starts."""
 
     def __init__(self) -> None:
         self._before = {

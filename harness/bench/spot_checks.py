@@ -5,12 +5,12 @@
             A like the samples, or on B, written just before it, with A written again after it. Its
             time is in no row
 
-B's answer is known: an earlier call on B was compared in full. A's answer is that of the first call
-of the burst: it must differ from B's, and a second call must give it again after its elements were
-reversed. If the call on B was compared in part, the sums are those of the same output. A call finds
-the right answer for the other activations in its output, so a call that does
-nothing, or that returns a stored result, is wrong. Writing the activations changes no version
-counter of torch. A spot is called by the same line of code as a sample, with the same arguments.
+The right sums on B are those of an earlier call whose output was compared in full or in part. The
+right sums on A are those of the first call of the burst: they must differ from B's, and a second
+call must give them again after the output's elements were reversed. Each call finds the answer for
+the other activations in its output buffer, so a call that does nothing, or returns a stored result,
+is wrong. Writing the activations changes no version counter of torch. A spot is called by the same
+line of code as a sample, with the same arguments.
 
 An inspection sums the output's rows and columns on the stream behind the call, without waiting, in
 fp64: in fp32, squares of sums of 1e-30 would be zero, and sums of 1e38 infinite. The sums may be 4
@@ -44,15 +44,15 @@ Outputs = Output | tuple[Output, ...]
 
 
 @dataclass(frozen=True)
-class Print:
+class Fingerprint:
     """The sums of each right output's rows and columns, and the largest distance from them."""
 
     sums: Tensor  # fp64 [outputs, rows + columns]
     sizes: Tensor  # norms [outputs]
     limit: float
 
-    def around(self, out: Outputs) -> "Print":
-        """Return the print of an output of which a part was compared, with the same limit."""
+    def around(self, out: Outputs) -> "Fingerprint":
+        """Return the fingerprint of an output of which a part was compared, with the same limit."""
         sums, values = sums_of(out), map(values_of, as_tuple(out))
         assert sums is not None
         sizes = [float(x.norm(dtype=torch.float64)) for x in values if isinstance(x, Tensor)]
@@ -88,13 +88,13 @@ def sums_of(out: object) -> Tensor | None:
     return torch.stack(sums) if len({s.shape for s in sums}) == 1 else None
 
 
-def print_of(references: Sequence[Tensor], out: Outputs) -> Print | None:
-    """Return the print of the right answers [fp64], to which `out` was compared in full."""
+def fingerprint_of(references: Sequence[Tensor], out: Outputs) -> Fingerprint | None:
+    """Return the fingerprint of the right answers [fp64], to which `out` was compared in full."""
     right, sums = sums_of(tuple(references)), sums_of(out)
     sizes = [float(reference.norm()) for reference in references]
     if right is None or sums is None or not all(sizes):
         return None
-    result = Print(right, sums.new_tensor(sizes), 0.0)
+    result = Fingerprint(right, sums.new_tensor(sizes), 0.0)
     values = values_of(as_tuple(out)[0])
     assert isinstance(values, Tensor)
     limit = FURTHER * float(result.distance(out)) + eps_of(values.dtype)
@@ -114,17 +114,17 @@ class Spots:
 
     activations: Mapping[str, Tensor]
     copies: dict[str, dict[str, Tensor]] = field(default_factory=dict)
-    prints: dict[str, dict[int, Print]] = field(default_factory=lambda: {A: {}, B: {}})
+    fingerprints: dict[str, dict[int, Fingerprint]] = field(default_factory=lambda: {A: {}, B: {}})
     distances: dict[int, list[Tensor | float]] = field(default_factory=dict)
     random: SystemRandom = field(default_factory=SystemRandom)
 
     def of(self, numbers: Sequence[int]) -> "Spots":
         """Return the spot checks of some contenders, renumbered from 0."""
-        prints = {
+        fingerprints = {
             which: {i: every[n] for i, n in enumerate(numbers) if n in every}
-            for which, every in self.prints.items()
+            for which, every in self.fingerprints.items()
         }
-        return replace(self, prints=prints, distances={})
+        return replace(self, fingerprints=fingerprints, distances={})
 
     def keep(self, which: str) -> None:
         self.copies[which] = {name: x.detach().clone() for name, x in self.activations.items()}
@@ -137,7 +137,7 @@ class Spots:
     def turns(self, number: int, blocks: int, per_block: int) -> list[list[str]]:
         """Return the calls of each block: samples (""), and spots on A or on B."""
         turns = [[""] * per_block for _ in range(blocks)]
-        if number in self.prints[A]:
+        if number in self.fingerprints[A]:
             chosen = self.random.sample(range(blocks), max(1, int(SHARE * blocks)))
             for count, block in enumerate(chosen):  # a stale answer is right on A, so one is on B
                 place = self.random.randrange(per_block + 1)
@@ -146,12 +146,12 @@ class Spots:
 
     def inspect(self, number: int, which: str, out: object) -> None:
         """Measure the distance of a call's output, and write A again."""
-        distance = self.prints[which][number].distance(out)
+        distance = self.fingerprints[which][number].distance(out)
         self.distances.setdefault(number, []).append(distance)
         self.write(A)
 
     def burst(self, number: int, call: Callable[[], Outputs], wait: Callable[[], None]) -> None:
-        of_b = self.prints[B].get(number)
+        of_b = self.fingerprints[B].get(number)
         if of_b is None:
             return
         distances = self.distances.setdefault(number, [])
@@ -161,7 +161,7 @@ class Spots:
         if sums is None or (sums.shape[1] >= FEWEST and float(from_b) <= of_b.limit):
             distances.append(float("inf"))  # no output, or still that of B
             return
-        self.prints[A][number] = of_a = replace(of_b, sums=sums)
+        self.fingerprints[A][number] = of_a = replace(of_b, sums=sums)
         reverse(out)
         del out
         distances.append(of_a.distance(call()))
@@ -179,7 +179,7 @@ class Spots:
     def verdict(self, number: int) -> str | None:
         """Return what was wrong with the calls inspected since the last verdict, or None."""
         distances = [float(d) for d in self.distances.pop(number, [])]
-        limit = self.prints[B][number].limit if number in self.prints[B] else 0.0
+        limit = self.fingerprints[B][number].limit if number in self.fingerprints[B] else 0.0
         wrong = [d for d in distances if not d <= limit]
         if not wrong:
             return None

@@ -86,7 +86,7 @@ class Guard:
             self.watched.append(WatchedArray(name, find, _place(array), total, rewrite))
 
     def renew(self, names: set[str]) -> None:
-        """Accept the present content of these arrays, which the harness has written."""
+        """Record the present content of these arrays, which the harness has written."""
         new = [w for w in self.watched if w.name in names]
         totals = self._totals(new)
         renewed = {w.name: replace(w, total=t) for w, t in zip(new, totals, strict=True)}
@@ -189,11 +189,11 @@ def arrays_of(weights: Mapping[str, Format], of: str) -> dict[str, Tensor]:
 
 
 class Seal:
-    """Records what the names of the harness mean, and the settings of the process."""
+    """Records the definitions of the harness, and the settings of the process."""
 
     def __init__(self) -> None:
         self._torch = [(owner, name, _get(owner, name)) for owner, name in OF_TORCH]
-        self._namespaces, self._functions = _everything()
+        self._namespaces, self._functions = _definitions()
         self._process, self._clocks = ProcessState(), SealedClocks()
 
     def check(self) -> None:
@@ -219,7 +219,7 @@ class Seal:
             raise TamperingError("; ".join(parts))
 
 
-def _everything() -> tuple[list[tuple[Any, dict[str, Any]]], list[tuple[FunctionType, Code]]]:
+def _definitions() -> tuple[list[tuple[Any, dict[str, Any]]], list[tuple[FunctionType, Code]]]:
     """Return what modules and classes of sparsebench define, and the code of each function."""
     namespaces: list[tuple[Any, dict[str, Any]]] = []
     definitions: list[Any] = []

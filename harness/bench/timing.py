@@ -1,4 +1,4 @@
-"""Clocks: time all contenders of a problem together.
+"""Time all contenders of a problem together, in blocks, which the documents call rounds.
 
     block 1    C C C C  A A A A  B B B B        a block is a few samples of each contender in turn,
     block 2    B B B B  C C C C  A A A A        in a new random order; drift affects all alike
@@ -18,10 +18,10 @@ The layers of a chain differ only in their seed. Each has weights, activations a
 own, so no layer finds in the L2 cache what another one read. None reads what another wrote, because
 Y is not as wide as X. A launch that cannot be captured has no chain.
 
-If the host is late all the same, the block is repeated, up to REPEATS times, with at most
-MOST_REPEATS repeats in all. `late` is the share of a contender's samples that stay late; such a row
-is marked (results/frame.py). A call that cannot be captured runs on a stream that is not held and
-is often late, so a block is not repeated if only such calls are late.
+If the host is late, the block is repeated, up to REPEATS times, and MOST_REPEATS times in all.
+`late` is the share of a contender's samples that stay late; such a row is marked
+(results/frame.py). A call that cannot be captured runs on a stream that is not held and is often
+late, so a block is not repeated if only such calls are late.
 
 On a CPU the host clock measures one call; scope and cache make no difference.
 

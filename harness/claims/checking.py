@@ -218,7 +218,7 @@ class _Check:
             run = store.read(path)
             before = run.state["flags"]
             before_flags = {name: before[name] for name in ("only", "replicates", "energy")}
-            suite = recorded_plan.own_suite(run, self.flags.data)
+            suite = recorded_plan.suite_of_run(run, self.flags.data)
             self.engine(suite, replace(self.flags, **before_flags), None, path, self.options)
         return path
 
@@ -247,7 +247,7 @@ class _Check:
         path, name = self.evidence.runs[screening], screening.replace("/", "-")
         names = (f"{name}-confirmed{f'-{n}' if n > 1 else ''}" for n in count(1))
         out = next(self.out / name for name in names if not _is_finished(self.out / name))
-        run = repeat.whole(path)
+        run = repeat.read_bundle(path)
         ids = dict.fromkeys(case for cell in chosen for case in cell.case_ids)
         rows = {row.case.id: row for row in run.rows}
         named = [{"case_id": i, "scope": rows[i].scope, "cache": rows[i].cache} for i in ids]
@@ -256,10 +256,12 @@ class _Check:
             "cells": [cell for cell in named if not rows[cell["case_id"]].case.contender.baseline],
             "screened": len({row.case.id for row in run.rows if not row.case.contender.twin}),
         }
-        where = repeat.Where(self.flags.device, self.flags.data, out, self.options, self.engine)
+        setup = repeat.Setup(self.flags.device, self.flags.data, out, self.options, self.engine)
         only = f"case={'|'.join(ids)}"
         replicates = self.flags.replicates
-        return repeat.again(run, where, {"confirms": origin}, only=only, replicates=replicates)
+        return repeat.measure_again(
+            run, setup, {"confirms": origin}, only=only, replicates=replicates
+        )
 
 
 def _is_finished(path: Path) -> bool:

@@ -67,7 +67,7 @@ def plan(
     if gpu is None and not GPU.is_dir():
         raise ResultError(f"--gpu: expected published runs; found no {GPU} in this folder")
     requested = _read_campaign(file)
-    selected = {entry.name for entry in requested.named(names or [])}
+    selected = {entry.name for entry in requested.select(names or [])}
     estimates = campaign_estimates(requested, gpu or GPU, data)
     entries = [each for each in estimates if each.entry.name in selected]
     total = sum(each.seconds or 0.0 for each in entries)
@@ -118,7 +118,7 @@ def run(
     until = monotonic() + opt.budget_s(budget) if budget else inf
     requested, sharing = _read_campaign(file), Sharing(devices)
     first = sharing.first(device)
-    entries = requested.named(names or [])
+    entries = requested.select(names or [])
     sitting = Sitting(requested, entries, out, data, until, timeout, message_printer())
     with measuring("campaign run --out") as show:
         sitting.run(sharing.device_names if sharing else [first], show)
@@ -135,12 +135,12 @@ def status(
     out: Folder, file: File = "published", names: Names = None, as_json: opt.Json = False
 ) -> None:
     """Show how far each entry of a campaign is, without a GPU."""
-    from sparsebench.harness.shared_runs.campaign_publication import published
+    from sparsebench.harness.shared_runs.campaign_publication import published_entries
     from sparsebench.harness.shared_runs.campaign_sitting import state
     from sparsebench.results.formatting import are
 
     requested = _read_campaign(file)
-    states = [state(out, entry) for entry in requested.named(names or [])]
+    states = [state(out, entry) for entry in requested.select(names or [])]
     if as_json:
         print_json(states)
         return
@@ -153,7 +153,7 @@ def status(
     whole = sum(each.status == "whole" for each in states)
     spent = _time(sum(each.seconds for each in states))
     stdout.print(f"{whole} of {are(len(states), 'entry')} whole, after {spent} of one GPU")
-    shown = {each.name for each in states} & {*published(requested, out, PUBLISHED)}
+    shown = {each.name for each in states} & {*published_entries(requested, out, PUBLISHED)}
     if shown:
         stdout.print(f"{len(shown)} of them are in {PUBLISHED} already, measured by this code")
 

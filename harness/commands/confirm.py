@@ -23,15 +23,15 @@ def confirm(
     """Measure a run's largest speedups again, alone."""
     from sparsebench.harness.machine.device import full_name
     from sparsebench.harness.run.measure import RunOptions
-    from sparsebench.harness.run.repeat import Where, headlines
+    from sparsebench.harness.run.repeat import Setup, headlines
     from sparsebench.harness.run.repeat import confirm as measure_again
     from sparsebench.reports.build import build, frames_of
     from sparsebench.results import store
     from sparsebench.results.provenance import choices_of
 
     with measuring() as show:
-        where = Where(full_name(device), data, out, RunOptions(progress=show), inherit=inherit)
-        fresh = measure_again(path, where, cases, replicates)
+        setup = Setup(full_name(device), data, out, RunOptions(progress=show), inherit=inherit)
+        fresh = measure_again(path, setup, cases, replicates)
     again = store.read(fresh)
     build(frames_of(again), fresh / "report.html")
     lines = headlines(again)

@@ -20,7 +20,7 @@ def reproduce(
 ) -> None:
     """Measure a run again on this machine: do the results agree?"""
     from sparsebench.harness.run.measure import RunOptions, measure
-    from sparsebench.harness.run.repeat import Where
+    from sparsebench.harness.run.repeat import Setup
     from sparsebench.harness.run.repeat import reproduce as measure_again
     from sparsebench.reports.build import build, frames_of
     from sparsebench.reports.comparison_tables import disagreements
@@ -31,7 +31,7 @@ def reproduce(
         sharing = Sharing(devices)
         engine = sharing.measure if sharing else measure
         first, options = sharing.first(device), RunOptions(progress=show)
-        fresh = measure_again(path, Where(first, data, out, options, engine, inherit))
+        fresh = measure_again(path, Setup(first, data, out, options, engine, inherit))
     again = store.read(fresh)
     build(frames_of(again), fresh / "report.html")
     result = agreement(store.read(path), again)

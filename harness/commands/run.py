@@ -102,7 +102,7 @@ def _resume(
 ) -> Path:
     from sparsebench.errors import SuiteError
     from sparsebench.harness.machine.device import full_name
-    from sparsebench.harness.run.recorded_plan import own_suite
+    from sparsebench.harness.run.recorded_plan import suite_of_run
     from sparsebench.harness.run.run_json import Flags
     from sparsebench.results import store
 
@@ -113,7 +113,7 @@ def _resume(
     data = data or (Path(before["data"]) if before.get("data") else None)
     device = full_name(device or before["device"])
     flags = Flags.from_state(stopped.state, device=device, data=data, timeout_s=timeout_s)
-    return _measure(own_suite(stopped, data), flags, debug, resume=run)
+    return _measure(suite_of_run(stopped, data), flags, debug, resume=run)
 
 
 def _measure(
@@ -159,7 +159,7 @@ def _profile(
 def _report(path: Path, as_json: bool, markdown: bool, browse: bool) -> None:
     """Print a run's answer and write its report; exit with SOME_FAILED if cases failed."""
     from sparsebench.reports.build import build, frames_of
-    from sparsebench.reports.elsewhere import Elsewhere
+    from sparsebench.reports.published_answer import PublishedAnswer
     from sparsebench.reports.terminal import Answer, answer_json, answer_markdown, count_statuses
     from sparsebench.results import store
 
@@ -176,7 +176,7 @@ def _report(path: Path, as_json: bool, markdown: bool, browse: bool) -> None:
         wide().print(Answer(frames))
         stdout.print("cases: " + ", ".join(f"{n} {status}" for status, n in counts.items()))
         if not measured.environment.get("gpu"):
-            wide().print(Elsewhere(measured))
+            wide().print(PublishedAnswer(measured))
     build(frames, page)  # after the answer, which need not wait for the page
     if not as_json and not markdown:
         stdout.say(f"report: {page}")

@@ -30,7 +30,7 @@ def status(
             of = amount(counts["of"], "contest")
             stdout.print(f"{state['status']}: {counts['done']} of {of}")
         return
-    folder = shared_folder.beside(run)
+    folder = shared_folder.shards_of(run)
     plan, suite = shared_folder.read(folder)
     shares, sent = list(shared_folder.progress(folder, plan)), jobs(folder)
     words = statuses(folder, plan, shares)

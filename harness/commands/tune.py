@@ -33,5 +33,5 @@ def tune(
         tuned = search(read(suite, data), full_name(device), minutes, only, out, data, show)
     for line in tuned.lines:
         stdout.say(line)
-    if tuned.failed:
+    if tuned.failures:
         raise typer.Exit(SOME_FAILED)

@@ -283,7 +283,7 @@ def _too_small(survey: Survey, end: float) -> str:
 
 def _earlier_selection(target: Path) -> tuple[str, int] | None:
     """Return the selection and the processes of a run that an earlier survey began, or None."""
-    shared = shared_folder.beside(target)
+    shared = shared_folder.shards_of(target)
     if (target / "run.json").exists():
         flags = store.read(target).state["flags"]
         return str(flags["only"]), int(flags["replicates"])

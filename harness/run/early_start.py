@@ -5,7 +5,7 @@
             ─> worker_process.py takes them as first workers    ┐ at the same time
             ─> import_meanwhile: what the report needs          ┘
 
-Processes that no run took end with the command. Nothing here imports torch.
+A process that no run takes ends with the command. Nothing here imports torch.
 """
 
 import os
@@ -21,8 +21,8 @@ AHEAD = max(1, len(os.sched_getaffinity(0)) // 2)  # workers that import while a
 
 Process = subprocess.Popen[str]
 
-_waiting: list[Process] = []
-_importing: list[Thread] = []
+_processes: list[Process] = []
+_threads: list[Thread] = []
 
 
 def spawn(*command: str) -> Process:
@@ -38,13 +38,13 @@ def start(device: str | None, devices: int, processes: int) -> None:
     """Start the first workers of a run; they import and wait. A simulated device needs none."""
     if not (device or "").startswith("sim"):
         count = devices and max(devices, min(processes, 1 + AHEAD))
-        _waiting.extend(spawn(*COMMAND) for _ in range(count))
+        _processes.extend(spawn(*COMMAND) for _ in range(count))
 
 
 def take() -> Process | None:
-    """Return a process that was started early, each once; None if there is none left."""
+    """Return a process that was started early, or None if none is left."""
     try:
-        return _waiting.pop()  # several threads may call this at once
+        return _processes.pop()  # several threads may call this at once
     except IndexError:
         return None
 
@@ -60,14 +60,14 @@ def import_meanwhile(*modules: str) -> None:
             with suppress(Exception):
                 import_module(module)
 
-    _importing.append(Thread(target=import_all, daemon=True))
-    _importing[-1].start()
+    _threads.append(Thread(target=import_all, daemon=True))
+    _threads[-1].start()
 
 
 def wait_for_imports() -> None:
     """Wait for the importing threads."""
-    while _importing:
-        _importing.pop().join()
+    while _threads:
+        _threads.pop().join()
 
 
 def end() -> None:

@@ -56,9 +56,9 @@ class RunOptions:
     progress    called before each contest
     on_message  receives machine findings and failure reasons
     pinned      choices of each process of another run, taken without a search (provenance.py)
-    searched    rows of an earlier run: the processes of a verdict search among its finalists
+    searched    rows of an earlier run, among whose finalists the processes of a verdict search
     origin      the bundle that this run reproduces or confirms, for run.json
-    until       when to end, as a time.monotonic(). A contest starts only if it would end
+    until       when to end, by time.monotonic(). A contest starts only if it would end
                 before, judged by its time in the last process or the longest time so far
     rank        contests of a lower rank come first in every process; ties are in random order
     replan      called before each process with its number and its contests, and returns those to
@@ -94,6 +94,9 @@ def measure(
 ) -> Path:
     """Run the suite, or resume a stopped run, and return the sealed run directory.
 
+    out     the directory of a new run; by default runs/TIME-SUITE-DEVICE
+    resume  the directory of a stopped run, or None
+
     Raises SuiteError or ResultError if the run cannot start, and Stopped if it is interrupted
     after its directory was made.
     """
@@ -105,7 +108,7 @@ def measure(
         require_new(out)
     device.tuned_tables()
     for folder in CONSTANTS:
-        modules(folder)  # a name that is taken twice is an error now, not when the report is built
+        modules(folder)  # two files of one name are an error now, not when the report is built
     with ExitStack() as held:
         if resume:
             held.enter_context(store.lock_run(resume))
@@ -222,7 +225,7 @@ class _Session:
     spent_s: Counter[str] = field(init=False)
     done: int = field(init=False)  # number of contests
     last: str = ""  # the problem and the result of the last contest
-    took_s: dict[str, float] = field(default_factory=dict)  # last time of each problem
+    durations_s: dict[str, float] = field(default_factory=dict)  # last time of each problem
 
     def __post_init__(self) -> None:
         self.counts = Counts(self.rows)
@@ -241,7 +244,7 @@ class _Session:
                 if monotonic() >= self.options.until:
                     break
                 if replicate:
-                    self.runner.fresh()
+                    self.runner.next_process()
                 left = part.take(missing, replicate) if part else missing
                 self._process(replicate, self._in_time(left), window)
             self.runner.kill()
@@ -266,14 +269,14 @@ class _Session:
         """Yield and announce the contests for which there is time (RunOptions.until)."""
         began = monotonic()
         for contest in contests:
-            longest_s = max(self.took_s.values(), default=0.0)
-            expected_s = self.took_s.get(contest.problem.id, longest_s)
+            longest_s = max(self.durations_s.values(), default=0.0)
+            expected_s = self.durations_s.get(contest.problem.id, longest_s)
             if began + expected_s > self.options.until:
                 return
             self.options.progress(self.done, self._total(), self.last or describe(contest.problem))
             yield contest
             now = monotonic()
-            self.took_s[contest.problem.id], began = now - began, now
+            self.durations_s[contest.problem.id], began = now - began, now
 
     def _total(self) -> int:
         part, processes = self.options.part, self.record.flags.replicates
@@ -323,7 +326,7 @@ def leader(rows: Sequence[Row]) -> str:
         return ""
     logs = [float(np.median(frame.logs_over(row, over))) for row in timed]
     best = timed[logs.index(max(logs))]
-    first, base = (_ran(row) for row in (best, over))
+    first, base = (_kernel_name(row) for row in (best, over))
     speedup = number(exp(max(logs)))
     if first == base:
         result = f"{base} is the fastest"
@@ -334,7 +337,7 @@ def leader(rows: Sequence[Row]) -> str:
     return f"{describe(over.case.problem)}: {result}"
 
 
-def _ran(row: Row) -> str:
+def _kernel_name(row: Row) -> str:
     contender = row.case.contender
     of_layer = contender.kernel == families.DEFAULT
     return families.by_default(contender.format, row.choice) if of_layer else contender.kernel

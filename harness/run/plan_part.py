@@ -38,7 +38,7 @@ class Part:
     earlier   rows of whole contests that this part measured on another GPU
     alone     the part has every problem of the plan, and reserves none
     stopping  set by another thread to end the part as Ctrl-C ends a run
-    owners    the part of each problem, as far as this part has read them
+    owners    the part that has each problem, as far as this part has read it
     """
 
     folder: Path
@@ -76,7 +76,7 @@ class Part:
             self.runner.kill()
 
     def take(self, contests: Iterable[Contest], replicate: int) -> Iterator[Contest]:
-        """Yield what this part measures in a process; the first process reserves as it goes."""
+        """Yield the contests that this part measures in a process; process 0 reserves them."""
         before = {(row.replicate, row.case.problem.id) for row in self.earlier}
         for contest in contests:
             problem = contest.problem.id

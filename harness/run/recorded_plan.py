@@ -1,9 +1,9 @@
 """The plan that a recorded run followed: rebuilt from the run, and compared with what is here.
 
 code_of           contests ─> names of other packages ─> environment.json: plugins, code_sha256
-own_suite         suite.yaml of the run, expanded again
-require_planned   the rows of the run are those that its plan asks for
-completed_rows    of a stopped run: the contests that need not be measured again
+suite_of_run      suite.yaml of the run, expanded again
+require_planned_rows   the rows of the run are those of its plan
+completed_rows    rows of a stopped run, from the contests that it completed
 """
 
 from collections.abc import Iterable, Mapping
@@ -28,12 +28,12 @@ from sparsebench.results.store import Run
 
 def code_of(contests: Iterable[Contest]) -> dict[str, Any]:
     """Return the part of environment.json that names the code which these contests run."""
-    named: set[tuple[str, str]] = set()
+    names: set[tuple[str, str]] = set()
     for problem, contenders in ((contest.problem, contest.contenders) for contest in contests):
-        named |= {("harness.ops", problem.op), ("harness.patterns", problem["pattern"])}
-        named |= {("formats", k.format) for k in contenders}
-        named |= {("kernels", k.kernel) for k in contenders}
-    places = (modules(folder).get(name, name) for folder, name in named)
+        names |= {("harness.ops", problem.op), ("harness.patterns", problem["pattern"])}
+        names |= {("formats", k.format) for k in contenders}
+        names |= {("kernels", k.kernel) for k in contenders}
+    places = (modules(folder).get(name, name) for folder, name in names)
     packages = plugins({place.partition(":")[0] for place in places if place != FILE})
     return {"plugins": packages, "code_sha256": code_sha256(packages)}
 
@@ -47,7 +47,7 @@ def require_plugins(run: Run) -> None:
             raise SuiteError(f"{run.path}: {expected}, which it was measured with; found none")
 
 
-def own_suite(run: Run, data: Path | None) -> Suite:
+def suite_of_run(run: Run, data: Path | None) -> Suite:
     """Expand a run's own suite.yaml under the name it had then, with sources below `data`.
 
     Raises SuiteError if it cannot be expanded here, or if the source files have changed.
@@ -63,7 +63,7 @@ def own_suite(run: Run, data: Path | None) -> Suite:
     return suite
 
 
-def require_planned(run: Run, suite: Suite) -> int:
+def require_planned_rows(run: Run, suite: Suite) -> int:
     """Return how many rows the suite plans for each replicate, A/A twins included.
 
     Raises ResultError unless the run has exactly these. The noise-floor contests, which every run
@@ -92,7 +92,7 @@ def completed_rows(
 ) -> list[Row]:
     """Return the rows of the contests that a stopped run completed.
 
-    Raises SuiteError if the run is one of another suite, or of other flags.
+    Raises SuiteError if the run has another suite or other flags.
     """
     run = store.read(path)
     if run.suite_text != suite.text:
@@ -122,17 +122,17 @@ def completed_rows(
 def require_same_machine(path: Path, here: Mapping[str, Any]) -> None:
     """Raise SuiteError if code, plug-ins, tables, libraries or the device have changed."""
     before, now = flat(store.read(path).environment), flat(here)
-    plugged = {name for name in {*before, *now} if name.startswith(("plugins.", "tuned."))}
+    plugin_names = {name for name in {*before, *now} if name.startswith(("plugins.", "tuned."))}
     device = "gpu.uuid", "gpu.driver", "gpu.spec_sha256", "cpu.name"
     versions = (f"versions.{name}" for name in here["versions"])
-    for name in (*sorted(plugged), "code_sha256", *device, *versions):
+    for name in (*sorted(plugin_names), "code_sha256", *device, *versions):
         old, new = before.get(name), now.get(name)
         if old != new:
             raise SuiteError(f"--resume {path}: expected {name} {old}, found {new}")
 
 
 def require_same_choices(path: Path, before: Mapping[str, Any], chosen_by: Choices) -> None:
-    """Raise SuiteError if one session would search and another take choices from a bundle."""
+    """Raise SuiteError if one session would search and the other reuse choices of a bundle."""
     if provenance.choices_of(before) is not chosen_by:
         expected = f"expected choices by {provenance.choices_of(before)}, found {chosen_by}"
         again = "; reproduce or confirm with --out continues such a run"

@@ -1,8 +1,8 @@
 """Measure a bundle again: `reproduce` all of it, or `confirm` its largest speedups.
 
-    reproduce   RUN ─> complete? ─> the same plan? ─> measured by its own suite.yaml and flags
-    confirm     RUN, a screening of N cells ─> the cells with the largest speedups, alone, in fresh
-                processes ─> the headline, with the interval of the new run
+    reproduce   RUN, if it is complete and has its whole plan ─> its suite.yaml, measured again
+    confirm     RUN, a screening of N cells ─> the cells with the largest speedups, without the
+                others, in fresh processes ─> the headline, with the interval of the new run
 
 The largest of many noisy numbers is larger than what it estimates (the winner's curse). So the
 screening only chooses cells: none of its numbers is in the headline.
@@ -27,7 +27,11 @@ from sparsebench.harness.machine.device import is_simulated
 from sparsebench.harness.plan.selection import meets, planned_contests
 from sparsebench.harness.plan.suite import Suite
 from sparsebench.harness.run.measure import RunOptions, measure
-from sparsebench.harness.run.recorded_plan import own_suite, require_planned, require_plugins
+from sparsebench.harness.run.recorded_plan import (
+    require_planned_rows,
+    require_plugins,
+    suite_of_run,
+)
 from sparsebench.harness.run.run_json import Flags
 from sparsebench.harness.run.runner import pinned_by_process
 from sparsebench.harness.run.worker_process import about_device, require_plan
@@ -49,7 +53,7 @@ Engine = Callable[[Suite, Flags, Path | None, Path | None, RunOptions], Path]
 
 
 @dataclass(frozen=True)
-class Where:
+class Setup:
     """Where and how a bundle is measured again.
 
     out      the new run; if it already holds a run of the same origin, that run is resumed
@@ -73,22 +77,22 @@ class Headline:
     sentence: str
 
 
-def reproduce(path: Path, where: Where) -> Path:
-    """Measure a bundle again, with sources below `where.data`, and return the new run.
+def reproduce(path: Path, setup: Setup) -> Path:
+    """Measure a bundle again, with sources below `setup.data`, and return the new run.
 
-    Raises ResultError or SuiteError as `own_suite` and `require_planned` do, before anything runs.
+    Before anything runs, raises the errors of `suite_of_run` and `require_planned_rows`.
     """
     origin = {"reproduces": {"manifest_sha256": bundle.identity(path)}}
-    return again(whole(path), where, origin)
+    return measure_again(read_bundle(path), setup, origin)
 
 
-def confirm(path: Path, where: Where, cases: int, replicates: int, condition: str = "") -> Path:
+def confirm(path: Path, setup: Setup, cases: int, replicates: int, condition: str = "") -> Path:
     """Measure the cases with the largest speedups again, and return the new run.
 
     They are chosen among the cases that meet `condition`, written as for --only.
     """
     identity = bundle.identity(path)
-    run = whole(path)
+    run = read_bundle(path)
     raced = analyse(run).cases
     matches = {
         row.case.id for row in run.rows if meets(row.case.problem, row.case.contender, condition)
@@ -100,7 +104,7 @@ def confirm(path: Path, where: Where, cases: int, replicates: int, condition: st
     chosen = records(best[KEYS])
     about = {"manifest_sha256": identity, "cells": chosen, "screened": len(raced)}
     only = f"case={'|'.join(best.case_id)}"
-    return again(run, where, {"confirms": about}, only=only, replicates=replicates)
+    return measure_again(run, setup, {"confirms": about}, only=only, replicates=replicates)
 
 
 def headlines(run: Run) -> list[Headline]:
@@ -134,8 +138,8 @@ def headlines(run: Run) -> list[Headline]:
     return headline
 
 
-def whole(path: Path) -> Run:
-    """Read a bundle. Raises ResultError if a file or a row is not as it should be."""
+def read_bundle(path: Path) -> Run:
+    """Read a bundle. Raises ResultError if a file was changed or a row is inconsistent."""
     bundle.verify(path)
     run = store.read(path)
     for _ in check_consistency(run):
@@ -143,26 +147,26 @@ def whole(path: Path) -> Run:
     return run
 
 
-def again(run: Run, where: Where, origin: Mapping[str, Any], **changed: Any) -> Path:
+def measure_again(run: Run, setup: Setup, origin: Mapping[str, Any], **changed: Any) -> Path:
     """Measure a bundle's own suite by its own flags, except those `changed`; return the new run."""
-    device, data, out = where.device, where.data, where.out
+    device, data, out = setup.device, setup.data, setup.out
     before: str = run.state["flags"]["device"]
     if is_simulated(device) != is_simulated(before) or (device == "cpu") != (before == "cpu"):
         kind = before if is_simulated(before) else before.partition(":")[0]
         expected = f"{kind}, on which {run.path} was measured"
         raise SuiteError(f"--device: expected {expected}; found {device}")
     require_plugins(run)
-    suite = own_suite(run, data)
-    require_planned(run, suite)
+    suite = suite_of_run(run, data)
+    require_planned_rows(run, suite)
     require_plan(device, planned_contests(suite, device))
     flags = Flags.from_state(run.state, device=device, data=data, **changed)
     here = about_device(device, data)["environment"]
     same_kind = device_name(here) == device_name(run.environment)
-    inherits = where.inherit and same_kind
+    inherits = setup.inherit and same_kind
     pinned = pinned_by_process([*run.reference, *run.rows]) if inherits else ()
     stopped = None
     if out and (out / "run.json").exists():
         state = store.read(out).state
         stopped = out if origin.items() <= state.items() else None
-    options = replace(where.options, origin=origin, pinned=pinned)
-    return where.engine(suite, flags, out, stopped, options)
+    options = replace(setup.options, origin=origin, pinned=pinned)
+    return setup.engine(suite, flags, out, stopped, options)

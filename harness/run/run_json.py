@@ -1,7 +1,7 @@
 """What run.json records: the flags of a run, its progress, and the state of the machine.
 
-    flags, counts, seconds ─> Record.at(status) ─> run.json
-    other work on the machine, before and during the run ─> Watch.json ─> run.json
+    flags, counts, seconds                                ─> Record.at(status) ─> run.json
+    other work on the machine, before and during the run  ─> Watch.json        ─> run.json
 
 No path of this machine is recorded: a data folder is named only if it lies below this folder.
 """
@@ -109,7 +109,7 @@ class Watch:
     """
 
     def __init__(self, device: str, identity: str, worker: int, on_message: OnMessage) -> None:
-        """Look at the machine while the worker, given by its process id, waits."""
+        """Inspect the machine while the worker, given by its process id, waits."""
         self._kind = "" if is_simulated(device) else device.partition(":")[0]
         self._began, self._on_message = other_work.read_spent(), on_message
         self._findings: dict[str, list[Finding]] = {}

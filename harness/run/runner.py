@@ -7,8 +7,8 @@
                  └> a fresh worker runs the contest again without it; earlier samples are discarded
 
 A second attempt announces every sample and waits for it, so that an error while contenders take
-turns is charged to the right one. If that fails too, or if no worker starts, the contest is given
-up and every row says why. worker_process.py talks to the worker.
+turns is attributed to the right one. If that fails too, or if no worker starts, the contest is
+given up and every row says why. worker_process.py talks to the worker.
 
 While a worker takes its device, the workers of the next processes import everything, which takes
 seconds. They then idle without a device: nothing is imported while a contest runs.
@@ -38,7 +38,7 @@ from sparsebench.harness.run.worker_process import (
 from sparsebench.results.ceilings import FP32, TF32
 from sparsebench.results.record import Case, Row, Status
 
-BLAMELESS_ATTEMPTS = 2  # attempts that may end without a known offender before giving up
+BLAMELESS_ATTEMPTS = 2  # attempts of a contest that may fail with no case to blame
 CEILINGS_KEPT_S = 1800.0  # clocks settle within a minute, but other users come and go
 
 Pinned = Mapping[str, Mapping[str, Any]]
@@ -64,7 +64,7 @@ class Runner:
     share      pass the choice of an ok row to every later process. Without `pinned` and `share`,
                each process searches: the first among all candidates, later ones among its finalists
                (kernels/_common/search.py). References search once for each card
-    processes  how many there will be; `fresh` is called once less
+    processes  their number; `next_process` starts each but the first
     spent_s    seconds of waiting for workers to start, and for ceilings
     stopping   set by another thread, which then kills the worker: the run ends as by Ctrl-C
     """
@@ -145,7 +145,7 @@ class Runner:
             if row.status is Status.OK:
                 self._checked.setdefault(row.case.id, set()).add(configuration(row))
 
-    def fresh(self) -> None:
+    def next_process(self) -> None:
         """Give the next contests a new worker: the process is the unit of replication.
 
         The next worker takes its device while the last one releases it; each takes 0.5 s.
@@ -168,7 +168,7 @@ class Runner:
         began, arguments = monotonic(), (self._device, self._data, self.log)
         spare = self._spares.pop(0) if self._spares else None
         if spare:
-            spare.begin()  # unless `fresh` did
+            spare.begin()  # unless `next_process` did
         importing: list[Worker] = []
         if not self._spares:
             importing += [Worker(*arguments) for _ in range(min(self._to_come, AHEAD))]
@@ -272,7 +272,7 @@ _reference_choices: dict[str, dict[str, Mapping[str, Any]]] = {}
 """By card: what the references chose in this process. Every run has the same ones, and their search
 takes 5 s."""
 
-_cached: dict[str, tuple[float, frozenset[str], dict[str, Any]]] = {}
+_recent: dict[str, tuple[float, frozenset[str], dict[str, Any]]] = {}
 """When a GPU's ceilings were measured, for which dtypes, and the ceilings."""
 
 
@@ -286,11 +286,11 @@ def recent_ceilings(
     are measured for every run, because other work may keep it busy.
     """
     required, now = frozenset(dtypes), monotonic()
-    at, dtypes_before, before = _cached.get(card, (-inf, frozenset(), {}))
+    at, dtypes_before, before = _recent.get(card, (-inf, frozenset(), {}))
     if now - at <= CEILINGS_KEPT_S:
         if required <= dtypes_before:
             return {**before, "age_s": round(now - at, 1)}
         required |= dtypes_before
     ceilings = measure(required)
-    _cached[card] = monotonic(), required, ceilings
+    _recent[card] = monotonic(), required, ceilings
     return ceilings

@@ -1,12 +1,13 @@
-"""Try one kernel on one problem at once, the command of a kernel engineer's inner loop.
+"""Try one kernel on one problem: `sparsebench try`, for use after each change of a kernel.
 
     sparsebench try bsr_wgmma m=4096 n=4096 k=4096 block=64 sparsity=0.9
 
     words ─> a suite of one problem ─> contest: the kernel beside its baseline ─> a line for each
 
 A word is a field of the op (m=64), an option of the kernel (tuned=false), a parameter of the format
-(dense_fraction=0.5, wd.split=columns), or one of OWN. A parameter that is not given takes the field
-of its name, so a BSR kernel's blocks are the problem's. One process is a look, never a verdict.
+(dense_fraction=0.5, wd.split=columns), or one of OF_TRY. A parameter that is not given takes the
+field of its name, so a BSR kernel's blocks are the problem's. One process is a look, never a
+verdict.
 """
 
 import re
@@ -38,7 +39,7 @@ from sparsebench.results.contests import SHORT_US
 from sparsebench.results.frame import HOST_LATE, frame
 from sparsebench.results.record import Row, Status
 
-OWN = {"op", "format", "baseline", "seed"}
+OF_TRY = {"op", "format", "baseline", "seed"}
 HEADINGS = "time, µs", "quartiles", "speedup", "of limit", "error", "of usual", "of allowed"
 BASELINES = {"cuda": "cublas", "cpu": "torch_dense"}
 ON_CUDA = {"attention": "sdpa_cudnn", "attention_backward": "sdpa_cudnn_backward"}
@@ -71,7 +72,7 @@ def try_kernel(
     data: Path | None = None,
     on_failure: OnFailure = lambda *failure: None,
 ) -> TrialResult:
-    """Draw, convert, check against fp64 and time a kernel beside its baseline.
+    """Generate operands, convert them, and check and time a kernel beside its baseline.
 
     `on_failure` receives tracebacks. Raises SuiteError for a word that cannot be used, and
     Unsupported if the kernel cannot run the problem here.
@@ -114,7 +115,7 @@ def plan(
 ) -> Contest:
     """Return the contest of the words: the kernel and its baseline. Raises SuiteError."""
     kernel, values = load_kernel(name), _parse_fields(words)
-    settings = {word: values.pop(word) for word in OWN & values.keys()}
+    settings = {word: values.pop(word) for word in OF_TRY & values.keys()}
     op = str(settings.get("op", "linear" if kernel.op == "any" else kernel.op))
     stored = str(settings.get("format", "dense" if kernel.consumes == "any" else kernel.consumes))
     usual = ON_CUDA.get(op) if device.type == "cuda" else None
@@ -122,7 +123,7 @@ def plan(
     seed = settings.get("seed", 0)
     if type(seed) is not int:
         raise SuiteError(f"try: seed: expected an integer, found {seed!r}")
-    fields, options, params = _sorted_out(values, kernel, op, stored)
+    fields, options, params = _sort_values(values, kernel, op, stored)
     blocks = "blocks" if "block" in fields else "unstructured"
     pattern = blocks if fields.get("sparsity") else "dense"
     fields = {"dtype": DTYPES[device.type], "pattern": pattern, **fields}
@@ -165,14 +166,14 @@ def _one(values: Mapping[str, Any]) -> dict[str, Any]:
     return {name: [value] for name, value in values.items()}
 
 
-def _sorted_out(
+def _sort_values(
     values: Mapping[str, Any], kernel: Kernel, op: str, stored: str
 ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
     loaded = load_op(op)
     fields, options = set(loaded.fields.model_fields), keywords(kernel.prepare)
     params = parameters(stored)
     params |= {f"{weight}.{name}" for weight in loaded.weights for name in params}
-    names = fields | options | params | OWN
+    names = fields | options | params | OF_TRY
     for name in values.keys() - names:
         expected = f"expected one of {', '.join(sorted(names))}"
         raise SuiteError(f"try: {expected}; found {name!r}{did_you_mean(name, names)}")

@@ -1,4 +1,4 @@
-"""Tune: search long for every problem of a suite, into a table of this GPU.
+"""Tune: search long for each problem of a suite, and write a table for this GPU.
 
     problems x contenders that tune ─> contests of {tuned: wide} beside {tuned: false}
       ─> a worker: convert, search, check, time the two in turn, check again ─> rows
@@ -45,10 +45,10 @@ TIMEOUT_S = 300.0  # without an answer; a first search compiles some forty progr
 class Tuning:
     """The result of tuning.
 
-    new      number of new entries
-    choices  number of contenders without a kernel whose choice was searched
-    left     number of problems that were not reached
-    failed   a line for each case whose search failed or was wrong; it has no entry
+    new       number of new entries
+    choices   number of contenders without a kernel whose choice was searched
+    left      number of problems that were not reached
+    failures  a line for each case whose search failed or was wrong; it has no entry
     """
 
     file: Path
@@ -56,7 +56,7 @@ class Tuning:
     new: int = 0
     choices: int = 0
     left: int = 0
-    failed: list[str] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
 
     @property
     def lines(self) -> list[str]:
@@ -76,7 +76,7 @@ class Tuning:
             )
         if self.left:
             lines.append(f"time is up: {amount(self.left, 'problem')} left; tune again to continue")
-        return lines + self.failed
+        return lines + self.failures
 
 
 def _gain(entry: Entry) -> float:
@@ -127,7 +127,7 @@ def tune(
                 entries, failed = _entries(result.rows, versions)
                 current |= {entry.case: entry for entry in entries}
                 tuning.new += len(entries)
-                tuning.failed += failed
+                tuning.failures += failed
             tuning.table = Table(SCHEMA, gpu["name"], list(current.values()))
             file.parent.mkdir(parents=True, exist_ok=True)
             tuned_table.write(file, tuning.table)
@@ -149,7 +149,7 @@ def searches(suite: Suite, condition: str) -> list[Contest]:
             if not meets(contest.problem, contender, condition):
                 continue
             if contender.kernel == DEFAULT:
-                # With the user's cache, so that what was searched before stays.
+                # With the user's cache, so that earlier choices stay.
                 user_call = replace(contender, options={"cache": True})
                 pairs[Case(contest.problem, contender).id] = (user_call,)
             elif load_kernel(contender.kernel).tunes:
@@ -161,7 +161,7 @@ def searches(suite: Suite, condition: str) -> list[Contest]:
     if not contests:
         expected = "a contender whose kernel tunes (bsr_triton, bsr_wgmma, csr_cuda ...)"
         raise SuiteError(f"suite {suite.name}: expected {expected}, found none")
-    shuffled = random.Random(suite.name)  # so that little time covers some of all
+    shuffled = random.Random(suite.name)  # so that a short tuning reaches problems of every kind
     return shuffled.sample(contests, len(contests))
 
 

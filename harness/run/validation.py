@@ -3,10 +3,9 @@
     files ─> published digest ─> rows ─> replicates ─> A/A pairs ─> samples ─> errors, times
           ─> operands ─> plan
 
-No code of other packages runs: a suite that names their modules is only expanded if that is
-allowed. Each check that cannot be made here is reported, and the command then has an exit code of
-its own. No GPU is needed. Without torch, or without the folder of the sources, the plan is not
-checked.
+No code of other packages runs, unless `plugins` allows it for a suite that names their modules.
+Each check that cannot be made here is reported, and the exit code is then 5. No GPU is needed.
+Without torch, or without the folder of the sources, the plan is not checked.
 """
 
 import re
@@ -50,7 +49,7 @@ def validate(
 ) -> Iterator[CheckResult]:
     """Check a bundle and yield a line for each check. Raises ResultError at the first failure.
 
-    Badly tuned contenders, judged also by the runs in `beside`, are a warning and no failure.
+    A badly tuned contender, also by comparison with the runs in `beside`, is only a warning.
     `plugins` allows the suite to import modules of other packages.
     """
     yield CheckResult(f"files: {', '.join(bundle.verify(path))}: unchanged since they were sealed")
@@ -63,10 +62,10 @@ def validate(
     for line in tuning_doubts.warnings(run, beside):
         yield CheckResult(line)
     try:
-        from sparsebench.harness.run.recorded_plan import own_suite, require_planned
+        from sparsebench.harness.run.recorded_plan import require_planned_rows, suite_of_run
 
         with nullcontext() if plugins else own_code_only():
-            count = require_planned(run, own_suite(run, data))
+            count = require_planned_rows(run, suite_of_run(run, data))
     except (SuiteError, ModuleNotFoundError) as error:
         reason = f"the suite cannot be expanded here: {error}"
         if data is None and isinstance(error, SuiteError):

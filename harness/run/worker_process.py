@@ -5,7 +5,7 @@
                                      <─ stderr: into worker.log, the last lines also into a row
 
 A worker leads a process group. When it ends, every process that a kernel started in that group is
-killed. The parent waits at most LEFT_S for output of processes that left the group.
+killed. The parent waits at most DRAIN_S for output of processes that left the group.
 """
 
 import json
@@ -34,11 +34,11 @@ COMMAND = early_start.COMMAND
 SIMULATOR = "sparsebench.harness.sim.simulated_worker"  # loaded only for a simulated device
 START_TIMEOUT_S = 300.0  # importing torch and starting CUDA on a cold disk
 END_TIMEOUT_S = 60.0  # wait for a child that is no longer needed; writing a core takes seconds
-LEFT_S = 2.0  # to read what a dead child left in its pipes
+DRAIN_S = 2.0  # to read what a dead child left in its pipes
 START_ATTEMPTS = 3
 START_PAUSE_S = 1.0  # doubled after each attempt: memory or a GPU may become free
-WORDS_KEPT = 3  # last lines of a dead worker's stderr that go into a row
-LINES_KEPT = 200  # and into failures.log, with the stacks that faulthandler writes
+LINES_IN_ROW = 3  # last lines of a dead worker's stderr that go into a row
+LINES_IN_LOG = 200  # and into failures.log, with the stacks that faulthandler writes
 STACKS = "Fatal Python error", "Thread 0x", "Current thread 0x"  # first words of stacks
 DUMP_S, DUMP_STEP_S = 2.0, 0.1  # time for a hanging worker to write its stacks, polled in steps
 FAILURES = "failures.log"  # in the same folder as worker.log
@@ -124,12 +124,12 @@ class Worker:
             raise WorkerError(f"the worker did not start: {error}") from error
         self._answers: SimpleQueue[str] = SimpleQueue()
         self._log = log
-        self._words: list[str] = []
+        self._last_lines: list[str] = []
         self._killed = self._begun = False
 
         def hear(line: str) -> None:
             log.add(line)
-            self._words = [*self._words, line][-LINES_KEPT:]
+            self._last_lines = [*self._last_lines, line][-LINES_IN_LOG:]
 
         pipes = (self._child.stdout, self._answers.put), (self._child.stderr, hear)
         self._readers = [_reader(*pipe) for pipe in pipes]
@@ -179,7 +179,7 @@ class Worker:
             answer = self._next(timeout_s)
             if isinstance(answer, WorkerLoss):
                 if not self._killed:
-                    self._explain(contest, options, case, answer.detail, "".join(self._words))
+                    self._explain(contest, options, case, answer.detail, "".join(self._last_lines))
                 return WorkerLoss(case, answer.status, answer.detail)
             try:
                 if "at" in answer:
@@ -243,7 +243,7 @@ class Worker:
         _kill_group(self._child.pid)
         self._child.wait()
         for reader in self._readers:
-            reader.join(LEFT_S)
+            reader.join(DRAIN_S)
         self._answers.put("")
 
     def _send(self, message: Mapping[str, Any] | list[str]) -> WorkerLoss | None:
@@ -277,13 +277,13 @@ class Worker:
         deadline = time.monotonic() + DUMP_S
         while self._end.is_alive() and time.monotonic() < deadline:
             time.sleep(DUMP_STEP_S)
-            if any(line.startswith(STACKS[-1]) for line in self._words):
+            if any(line.startswith(STACKS[-1]) for line in self._last_lines):
                 time.sleep(DUMP_STEP_S)  # for the frames below it
                 return
 
     def _last_words(self, code: int) -> str:
-        lines = takewhile(lambda line: not line.startswith(STACKS), self._words)
-        words = " | ".join([word.strip() for word in lines if word.strip()][-WORDS_KEPT:])
+        lines = takewhile(lambda line: not line.startswith(STACKS), self._last_lines)
+        words = " | ".join([word.strip() for word in lines if word.strip()][-LINES_IN_ROW:])
         how = f"signal {-code}" if code < 0 else f"exit code {code}"
         return f"the worker process ended with {how}" + (f": {words}" if words else "")
 

@@ -15,8 +15,8 @@ entries:                         # each becomes a run DIR/NAME, in this order
   - {name: claims-ffn, claims: [twell-2026-sparser]}   # judged by the runs above
   - claims: []                   # all claims, judged by all runs above, and those of claims
 
-Entries that name claims wait neither for each other, so that several devices can measure them, nor
-for suites with `data`. Claims that need the same suite belong in one entry.
+Entries with claims do not wait for each other, so that several devices can measure them, nor for
+suites with `data`. Claims that need the same suite belong in one entry.
 """
 
 import re
@@ -107,7 +107,7 @@ class Campaign:
     def names(self) -> list[str]:
         return [entry.name for entry in self.entries]
 
-    def named(self, names: Sequence[str]) -> list[Entry]:
+    def select(self, names: Sequence[str]) -> list[Entry]:
         for name in names:
             if name not in self.names:
                 message = unknown("the name of an entry", name, self.names)

@@ -26,7 +26,7 @@ from sparsebench.harness.run.measure import RunOptions, measure
 from sparsebench.harness.run.plan_part import Part
 from sparsebench.harness.run.run_json import Flags, OnMessage
 from sparsebench.harness.shared_runs.merging import merge
-from sparsebench.harness.shared_runs.shared_folder import Begun, split_by_device
+from sparsebench.harness.shared_runs.shared_folder import OnStart, split_by_device
 from sparsebench.results import bundle, files, store
 from sparsebench.results.formatting import amount
 from sparsebench.results.record import Row
@@ -48,14 +48,14 @@ class Pieces:
 
     device_id  of this card, which tells its pieces from those of other cards
     until      a moment of time.monotonic()
-    begun      called with each part, so that another thread can stop it
-    resumes    whether a run that has begun keeps its selection, processes and energy, whatever the
-               flags are; otherwise other flags are an error
+    on_start   called with each part, so that another thread can stop it
+    resumes    whether a run that has begun keeps its own selection, processes and energy; otherwise
+               flags that differ from them are an error
     """
 
     device_id: str
     until: float
-    begun: Begun = lambda part: None
+    on_start: OnStart = lambda part: None
     on_message: OnMessage = lambda finding: None
     resumes: bool = False
 
@@ -81,7 +81,7 @@ class Pieces:
         if len(contests_in(earlier)) < of and monotonic() + LEAST_S <= self.until:
             number = int(ours.name) if ours else len(runs) + 1
             part = Part(folder, number, boot(), earlier, alone=True)
-            self.begun(part)
+            self.on_start(part)
             folder.mkdir(parents=True, exist_ok=True)
             if ours:
                 unpack(ours)
@@ -106,11 +106,11 @@ def parts(out: Path) -> Path:
 
 def pieces(out: Path) -> list[Path]:
     """Return the pieces of a run in order. Raises ResultError if one is missing."""
-    folder, noted = parts(out), parts(out) / "pieces.json"
-    begun = files.from_json(noted)["begun"] if noted.exists() else 0
+    folder, record = parts(out), parts(out) / "pieces.json"
+    count = files.from_json(record)["begun"] if record.exists() else 0
     runs = {int(run.parent.name): run.parent for run in folder.glob("*/run.json")}
-    if missing := sorted({*range(1, begun + 1)} - runs.keys()):
-        expected = f"expected {begun} pieces, found no {', '.join(map(str, missing))}"
+    if missing := sorted({*range(1, count + 1)} - runs.keys()):
+        expected = f"expected {count} pieces, found no {', '.join(map(str, missing))}"
         raise ResultError(f"{folder}: {expected}; restore it, or remove the folder to start again")
     return [runs[number] for number in sorted(runs)]
 

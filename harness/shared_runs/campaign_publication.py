@@ -31,7 +31,7 @@ def publish(campaign: Campaign, out: Path, into: Path, names: Sequence[str] = ()
     With `names` of entries, only their runs are replaced. Raises ResultError if an entry is not
     whole, a run was changed, or a page needs a run that does not exist.
     """
-    entries = campaign.named(names)
+    entries = campaign.select(names)
     unfinished = [entry.name for entry in entries if state(out, entry).status != "whole"]
     if unfinished:
         raise ResultError(
@@ -56,7 +56,7 @@ def publish(campaign: Campaign, out: Path, into: Path, names: Sequence[str] = ()
         return write(into.resolve().parents[1])
 
 
-def published(campaign: Campaign, out: Path, into: Path) -> list[str]:
+def published_entries(campaign: Campaign, out: Path, into: Path) -> list[str]:
     """Return the entries whose published runs have the GPU and the code of the folder `out`."""
     if not (out / "alike.json").exists():
         return []

@@ -25,7 +25,7 @@ from sparsebench.harness.claims.checking import check
 from sparsebench.harness.claims.claim_plan import read_claims
 from sparsebench.harness.run.measure import Progress, RunOptions
 from sparsebench.harness.run.plan_part import Part
-from sparsebench.harness.run.repeat import Where, confirm, reproduce
+from sparsebench.harness.run.repeat import Setup, confirm, reproduce
 from sparsebench.harness.run.run_json import Flags, OnMessage
 from sparsebench.harness.run.worker_process import about_device
 from sparsebench.harness.shared_runs.campaign_file import Campaign, Entry
@@ -238,14 +238,14 @@ class Sitting:
         out, data = self.out / entry.name, entry.folder(self.data)
         flags = Flags(device, data, self.timeout_s, entry.replicates, entry.only, entry.energy)
         options = RunOptions(progress=progress)
-        where = Where(device, data, out, options, engine)
+        setup = Setup(device, data, out, options, engine)
         match entry.kind:
             case "suite":
                 engine(entry.read(self.data), flags, out, None, options)
             case "confirm":
-                confirm(self.out / entry.of, where, entry.cases, entry.replicates, entry.only)
+                confirm(self.out / entry.of, setup, entry.cases, entry.replicates, entry.only)
             case "reproduce":
-                reproduce(self.out / entry.of, where)
+                reproduce(self.out / entry.of, setup)
             case _:
                 above = self.campaign.above(entry)
                 runs = [run for e in above for run in _runs(self.out / e.name, e)]

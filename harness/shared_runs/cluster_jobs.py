@@ -4,8 +4,8 @@
                ─> squeue, every POLL_S: a part whose job ended before it was done is sent again
 
 The state is in RUN.shards, on the file system that the hosts share, so the waiting process may stop
-and another one may resume. A part is done if its run directory says so. The accounting of the
-scheduler is not used: it may be off, and a controller that restarts does not answer meanwhile.
+and another one may resume. A part is done if its run directory says so. The scheduler's accounting
+is not used, because it may be off, or not answer while a controller restarts.
 
 Near its time limit a job receives a signal, keeps its results, and is queued again.
 """

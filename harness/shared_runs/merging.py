@@ -45,14 +45,14 @@ def merge(
 
     `plugins` allows the suite to import modules of other packages. If the plan need not be `whole`,
     missing contests make the run `interrupted`. Raises ResultError, and writes nothing, if a run
-    was changed, its suite, code or kind of GPU differs, or a contest is missing or there twice.
+    was changed, its suite, code or kind of GPU differs, or a contest is missing or occurs twice.
     """
     runs = _read_runs(paths)
     if not store.is_new(out):
         raise ResultError(f"{out}: expected a new directory, found one")
     for run in runs[1:]:
-        _of_one_plan(runs[0], run)
-    _each_contest_once(runs)
+        _require_one_plan(runs[0], run)
+    _require_distinct_contests(runs)
     size = sum(len(bundle.content(path, bundle.ROWS)) for path in paths)
     if size > files.ROWS_BYTES:
         limit = f"{files.ROWS_BYTES} bytes of rows (ROWS_BYTES)"
@@ -60,12 +60,12 @@ def merge(
     joined = _join(runs, out)
     counts, flags = run_json.Counts([*joined.reference, *joined.rows]), joined.state["flags"]
     with nullcontext() if plugins else own_code_only():
-        suite = recorded_plan.own_suite(joined, data)
+        suite = recorded_plan.suite_of_run(joined, data)
         problems = [c.problem.id for c in planned_contests(suite, flags["device"], flags["only"])]
         plan = [(n, problem) for n in range(flags["replicates"]) for problem in problems]
         missing = [contest for contest in plan if contest not in counts.done]
         if not missing:
-            recorded_plan.require_planned(joined, suite)
+            recorded_plan.require_planned_rows(joined, suite)
     if missing and whole:
         raise ResultError(_lacking(runs, missing, len(counts.done)))
     if not missing:
@@ -85,7 +85,7 @@ def merge(
 
 
 def _read_runs(paths: Sequence[Path]) -> list[Run]:
-    """Read runs of one GPU each. Raises ResultError if one was changed, or is there twice."""
+    """Read runs of one GPU each. Raises ResultError if one was changed or occurs twice."""
     runs, seen = list[Run](), dict[str, Path]()
     for path in paths:
         if (identity := bundle.identity(path)) in seen:  # even under another name
@@ -101,7 +101,7 @@ def _read_runs(paths: Sequence[Path]) -> list[Run]:
     return runs
 
 
-def _of_one_plan(first: Run, other: Run) -> None:
+def _require_one_plan(first: Run, other: Run) -> None:
     if other.suite_text != first.suite_text or other.state["suite"] != first.state["suite"]:
         raise ResultError(f"{other.path}: expected the suite of {first.path}, found another")
     require_equal_facts(
@@ -121,7 +121,7 @@ def _of_one_plan(first: Run, other: Run) -> None:
         raise ResultError(f"{other.path / bundle.LOCK}: expected {before}, found {now}")
 
 
-def _each_contest_once(runs: Iterable[Run]) -> None:
+def _require_distinct_contests(runs: Iterable[Run]) -> None:
     seen: dict[tuple[int, str], Run] = {}
     for run in runs:
         rows = [*run.reference, *run.rows]

@@ -83,7 +83,7 @@ class Progress:
     status: str
 
 
-def beside(run: Path) -> Path:
+def shards_of(run: Path) -> Path:
     """Return the folder of a run's parts; RUN.shards itself is returned unchanged."""
     return run if run.name.endswith(".shards") else run.with_name(f"{run.name}.shards")
 
@@ -95,7 +95,7 @@ def merged_at(folder: Path) -> Path:
 
 def is_shared(run: Path) -> bool:
     """Return whether a run is shared out and not merged yet."""
-    return (beside(run) / "plan.json").exists() and not (run / "run.json").exists()
+    return (shards_of(run) / "plan.json").exists() and not (run / "run.json").exists()
 
 
 def create(folder: Path, plan: Plan, text: str, pinned: Sequence[Pinned] = ()) -> None:
@@ -180,7 +180,7 @@ def count_free(folder: Path, contests: Sequence[Contest]) -> int:
     return len({contest.problem.id for contest in contests} - owners(folder).keys())
 
 
-Begun = Callable[[Part], None]
+OnStart = Callable[[Part], None]
 """Called with a part before it is measured, so that another thread can stop it."""
 
 
@@ -191,7 +191,7 @@ def work(
     number: int,
     options: RunOptions = RunOptions(),  # noqa: B008 (frozen)
     *,
-    begun: Begun = lambda part: None,
+    on_start: OnStart = lambda part: None,
 ) -> None:
     """Measure a part until no problem is free.
 
@@ -205,7 +205,7 @@ def work(
         part = Part(folder, number, boot(), earlier)
         if not part.reserve(planned_contests(suite, flags.device, flags.only, flags.shard)):
             return
-        begun(part)
+        on_start(part)
         # Contests with many contenders first, so that the last ones of a plan are short.
         rank = options.rank or (lambda contest: -len(contest.contenders))
         options = replace(

@@ -1,4 +1,4 @@
-"""A suite shared out over several GPUs, and resumed: the entrance to this folder.
+"""Share a suite out over several GPUs, and resume it; other folders call this module.
 
     suite, Plan ─> RUN.shards ─> a thread for each GPU of this host: workers near it    ┐
                               ─> jobs of a cluster, one GPU each (cluster_jobs.py)      ┴─> RUN
@@ -42,7 +42,7 @@ def share(
     """
     plan = replace(plan, origin=dict(options.origin or {}))
     _require_new(suite, plan, out)
-    folder = shared_folder.beside(out)
+    folder = shared_folder.shards_of(out)
     if (folder / "plan.json").exists():
         shared_folder.require_same(folder, plan, suite.text)
     else:
@@ -58,7 +58,7 @@ def share(
 
 def resume(run: Path, options: RunOptions = RunOptions()) -> Path:  # noqa: B008 (frozen)
     """Measure the rest of a run that is shared out, and return the merged run."""
-    folder = shared_folder.beside(run)
+    folder = shared_folder.shards_of(run)
     plan, suite = shared_folder.read(folder)
     shared_folder.repair(folder, plan, suite.text)
     measure = _measure_on_this_host if plan.by == "devices" else cluster_jobs.measure_parts
@@ -89,7 +89,7 @@ def _measure_on_this_host(folder: Path, suite: Suite, plan: Plan, options: RunOp
             options.progress(done.total(), total, problem)
 
         shown = replace(options, progress=show)
-        work(folder, plan, suite, index + 1, shown, begun=parts.append)
+        work(folder, plan, suite, index + 1, shown, on_start=parts.append)
 
     on_each_device(plan.devices, measure_part, parts, merged_at(folder))
 

@@ -4,7 +4,7 @@ A graph holds addresses only. If a launch is deleted, its packed weights, work l
 freed, but the graph still reads them. So code that enqueues such work names the memory's owner:
 
     capture ── keep(owner) ── the graph retains a user object ── graph destroyed ── sem_post
-                   └─> _KEPT: owner, semaphore                   the next sweep lets the owner go
+                   └─> _KEPT: owner, semaphore                   the next sweep frees the owner
 
 The driver calls the destructor of a user object on a thread that may call neither CUDA nor Python,
 so the destructor is sem_post of the C library. Instances and clones of a graph retain the object,
@@ -13,7 +13,7 @@ too, as does a graph that still runs. Needs a driver of CUDA 12.3 or newer.
 Callers of `capturing` keep the owners themselves; `keep` then does nothing.
 
 Memory that outlives a call must not belong to a graph. While torch.compile(mode="reduce-overhead")
-warms up, everything that its thread allocates does, so `lasting` allocates in another thread.
+warms up, its thread allocates only such memory, so `make_lasting` allocates in another thread.
 Source: CUDA C++ Programming Guide, "CUDA User Objects"; CUDA driver API, cuGraphRetainUserObject.
 """
 
@@ -72,7 +72,7 @@ def is_capturing(x: Tensor) -> bool:
     return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
-def lasting(make: Callable[[], T], device: torch.device) -> T:
+def make_lasting(make: Callable[[], T], device: torch.device) -> T:
     """Return make(), none of whose memory belongs to a pool that this thread allocates from.
 
     Another thread makes it, without a gradient, on this thread's stream of the device.

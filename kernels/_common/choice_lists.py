@@ -6,8 +6,8 @@
 
 A process reads a file once, and appends its choices with one write each, so several processes may
 search at once; the last line of a problem counts. A line that is damaged, or names a kernel or a
-configuration that no longer exists, is skipped. A file that cannot be written costs a search in
-each process, which is said once.
+configuration that no longer exists, is skipped. If a file cannot be written, each process searches,
+and warns once.
 """
 
 import hashlib
@@ -79,17 +79,17 @@ def read(file: Path) -> dict[str, dict[str, Any]]:
     return choices
 
 
-_MADE: dict[Path, dict[str, dict[str, Any]]] = {}
+_PROCESS_CHOICES: dict[Path, dict[str, dict[str, Any]]] = {}
 
 
-def made(file: Path) -> dict[str, dict[str, Any]]:
+def process_choices(file: Path) -> dict[str, dict[str, Any]]:
     """Return the choices that this process has appended to a file, by problem."""
-    return _MADE.setdefault(file, {})
+    return _PROCESS_CHOICES.setdefault(file, {})
 
 
 def append(file: Path, problem: Mapping[str, Any], choice: Mapping[str, Any]) -> None:
     """Keep a choice in this process, and in the file if it can be written."""
-    read(file)[key(problem)] = made(file)[key(problem)] = dict(choice)
+    read(file)[key(problem)] = process_choices(file)[key(problem)] = dict(choice)
     config = {name: value for name, value in choice.items() if name != "kernel"}
     line = {"problem": dict(problem), "kernel": choice["kernel"], "config": config}
     try:
@@ -135,10 +135,10 @@ def nearest(
     return best
 
 
-_SAID: set[str] = set()
+_WARNINGS: set[str] = set()
 
 
 def _warn(message: str) -> None:
-    if message not in _SAID:
-        _SAID.add(message)
+    if message not in _WARNINGS:
+        _WARNINGS.add(message)
         warnings.warn(message, stacklevel=3)

@@ -37,7 +37,7 @@ from sparsebench.kernels._common.driver import (
     require_success,
     set_device,
 )
-from sparsebench.kernels._common.machine_code import cached, digest
+from sparsebench.kernels._common.machine_code import digest, read_or_compile
 
 HEADERS = Path(__file__).parent  # *.cuh for all families; others are beside their kernels
 SM_90A = "sm_90a"  # the target with wgmma; it runs on compute capability 9.0 only
@@ -270,7 +270,9 @@ def _compilers() -> ThreadPoolExecutor:
 
 def _code(name: str, constants: Constants, target: str) -> bytes:
     """Return the cubin of NAME.cu, from the cache or compiled now."""
-    return cached(_key(name, constants, target), partial(compiled, name, constants, target))
+    return read_or_compile(
+        _key(name, constants, target), partial(compiled, name, constants, target)
+    )
 
 
 def compiled(name: str, constants: Constants, target: str = SM_90A) -> bytes:

@@ -8,9 +8,9 @@
 
 A call is recorded only if the weight is as the call before it left it, so a weight that is replaced
 or written in every step costs no recordings. A recording is used only if the tape has every launch,
-every address in the arguments is the start of a known tensor, and the recorded launches give the
-same bits as the path in Python. Until then, and whenever a guard of front.cpp fails, the layer
-takes its path in Python: 15 to 30 µs more, and 50 to 100 µs more in backward.
+if every address in the arguments is the start of a known tensor, and if the recorded launches give
+the same bits as the path in Python. Until then, and whenever a guard of front.cpp fails, the layer
+takes its path in Python, which takes 15 to 30 µs more, and 50 to 100 µs more in backward.
 
 front.cpp is compiled once per machine, for this torch and Python, with $CXX or c++, in about 20 s:
 $XDG_CACHE_HOME/sparsebench/front/KEY/. Without a compiler, which is said once, or with
@@ -42,7 +42,7 @@ from sparsebench.kernels._common.cuda import Arguments, ByTorch, Loaded, MatrixP
 from sparsebench.kernels._common.driver import COOPERATIVE, EARLY, driver
 from sparsebench.kernels._common.front_in_python import LINEAR, Repeats
 from sparsebench.kernels._common.machine_code import cache_folder
-from sparsebench.kernels._common.transforms import batched, rows_of
+from sparsebench.kernels._common.transforms import rows_of, unflatten
 
 NAME = "sparsebench_front"
 SOURCE = Path(__file__).with_name("front.cpp")
@@ -138,11 +138,11 @@ def recorded(
             with torch.no_grad():
                 y = record(front, LINEAR, inputs, lambda rows, *_: run(rows), bias=bias)
             if differentiated is None:
-                return batched(y, x), front
+                return unflatten(y, x), front
         fast = front(x)
     if fast is None and differentiated is not None:
         fast = differentiated()
-    return batched(_with_bias(run(rows), bias), x) if fast is None else fast, front
+    return unflatten(_with_bias(run(rows), bias), x) if fast is None else fast, front
 
 
 def _in_inference(x: Tensor, guards: Guards) -> bool:

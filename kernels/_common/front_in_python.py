@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from sparsebench.kernels._common.capture import is_capturing
-from sparsebench.kernels._common.transforms import batched, rows_of, transformed, watched
+from sparsebench.kernels._common.transforms import is_transformed, is_watched, rows_of, unflatten
 
 LINEAR, DGRAD, WGRAD = range(3)
 """Products of a Front, of [X] or [X, values]; [dY], [dY, values] or [dY, X]; and [dY, X]."""
@@ -102,7 +102,7 @@ class Repeats:
                 return None
         if differentiated:
             return node(x, run, self._derivative, self._gradients)
-        return batched(run(rows_of(x)), x)
+        return unflatten(run(rows_of(x)), x)
 
     def _gradients(
         self, dy: Tensor, x: Tensor | None, values: Tensor | None, for_x: bool, for_values: bool
@@ -113,7 +113,7 @@ class Repeats:
             rows, other = rows_of(dy), None if x is None else rows_of(x)
             if for_x:
                 dx = self._run(DGRAD, rows, other if values is None else values)
-                dx = None if dx is None else batched(dx, dy)
+                dx = None if dx is None else unflatten(dx, dy)
             if for_values:
                 dw = self._run(WGRAD, rows, other)
         for_x, for_values = for_x and dx is None, for_values and dw is None
@@ -170,7 +170,7 @@ def _is_plain(x: Tensor) -> bool:
     """Return whether the call runs on the current device, and torch does not have to see it."""
     if x.is_cuda and x.device.index != torch.cuda.current_device():
         return False
-    seen = transformed() or watched() or forward_ad._current_level >= 0
+    seen = is_transformed() or is_watched() or forward_ad._current_level >= 0
     kind = "cuda" if x.is_cuda else "cpu"  # `x.device.type` takes 1 µs
     return not (seen or torch.is_autocast_enabled(kind) or is_capturing(x))
 
@@ -195,7 +195,7 @@ class PythonNode(torch.autograd.Function):
         ctx.save_for_backward(x if needs_values or keeps_x else None, values if needs_x else None)
         ctx.gradients = gradients
         ctx.bias_dtype = bias.dtype if bias is not None and needs_bias else None
-        return batched(run(rows_of(x)), x)
+        return unflatten(run(rows_of(x)), x)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:

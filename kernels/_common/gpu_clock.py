@@ -187,8 +187,8 @@ def flusher(device: torch.device) -> Callable[[], None]:
 
     A flush that writes leaves dirty lines, which are written back while the next kernel runs. On an
     H200 cuBLAS then takes 17.6 instead of 14.5 µs at m = 64, n = k = 4096, bf16, and 42.1 instead
-    of 34.7 µs at n = 14336. To write first and then read gives the same times as to read (14.3 and
-    34.5 µs).
+    of 34.7 µs at n = 14336. Writing first and then reading gives the same times as reading (14.3
+    and 34.5 µs).
     """
     l2_bytes = int(torch.cuda.get_device_properties(device).L2_cache_size)
     ballast = torch.ones(FLUSHES * l2_bytes // 4, device=device)

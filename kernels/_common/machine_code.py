@@ -55,15 +55,15 @@ def _sections(elf: bytes) -> Iterator[tuple[bytes, bytes]]:
         yield elf[names_at + name_at : end], b"" if kind == NO_BITS else elf[start : start + length]
 
 
-def cached(key: tuple[object, ...], compiled: Callable[[], bytes]) -> bytes:
-    """Return the code for a key, from the cache or by `compiled`; `repr(key)` identifies it."""
+def read_or_compile(key: tuple[object, ...], compile_code: Callable[[], bytes]) -> bytes:
+    """Return the code for a key, from the cache or by `compile_code`; `repr(key)` identifies it."""
     file = cache_folder("cubins") / hashlib.sha256(repr(key).encode()).hexdigest()
     with suppress(OSError):
         data = file.read_bytes()
         digest, code = data[:DIGEST_BYTES], data[DIGEST_BYTES:]
         if hashlib.sha256(code).digest() == digest:
             return code
-    code = compiled()
+    code = compile_code()
     with suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
         write_file(file, hashlib.sha256(code).digest() + code)

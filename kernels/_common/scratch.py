@@ -1,10 +1,10 @@
 """Scratch memory that launches on one stream share: partial sums, and counters that stay zero.
 
-    outside of captures   one piece of each kind per stream, kept; its launches run one by one
+    outside of captures   one piece of each kind per stream, kept: its launches do not overlap
     in a captured graph   partial sums from the graph's own memory; counters from an arena that was
                           zeroed before, one slot per graph and stream, free again after the graph
 
-So no call allocates or zeroes memory. A kernel leaves its counters as it found them, zero.
+So no call allocates or zeroes memory. Each kernel sets its counters back to zero.
 """
 
 from dataclasses import dataclass, field
@@ -14,7 +14,13 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from sparsebench.kernels._common.capture import captured_into, is_capturing, keep, lasting, sweep
+from sparsebench.kernels._common.capture import (
+    captured_into,
+    is_capturing,
+    keep,
+    make_lasting,
+    sweep,
+)
 
 SLOTS, COUNTERS = 256, 2048  # graphs and streams at a time; int32 of each: 2 MB
 
@@ -71,7 +77,7 @@ def workspace(x: Tensor, count: int) -> Tensor | None:
     made = _WORKSPACES.get(place)
     if made is None or made.shape[0] < count:
         new = partial(torch.empty, count, dtype=torch.float32, device=x.device)
-        made = _WORKSPACES[place] = lasting(new, x.device)
+        made = _WORKSPACES[place] = make_lasting(new, x.device)
     return made
 
 
@@ -83,7 +89,7 @@ def counters(x: Tensor, count: int) -> Tensor | None:
     arena = _ARENAS.get(x.device.index)
     if arena is None and graph is None:
         new = partial(torch.zeros, SLOTS, COUNTERS, dtype=torch.int32, device=x.device)
-        zeros = lasting(new, x.device)
+        zeros = make_lasting(new, x.device)
         torch.cuda.synchronize(x.device)  # other streams may use it from now on
         arena = _ARENAS[x.device.index] = _Arena(zeros)
     row = None

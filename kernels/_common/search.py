@@ -12,8 +12,8 @@ A later process of a verdict receives these lines (Operands.timed). A long searc
 `finalists` only, and chooses among them.
 
 The stream is held while the host enqueues a round (gpu_clock.py), so that the events enclose the
-work but not the launch. A call of cuSPARSELt takes the host 300 us: without capture or a hold, 17
-ways to call it looked alike, and the choice was up to 1.7 times as slow as the best.
+work but not the launch. A call of cuSPARSELt takes the host 300 µs: without capture or a hold, 17
+configurations of it seemed equally fast, and the one chosen took up to 1.7 times the best time.
 """
 
 import warnings
@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 
 ROUNDS = 7
 SHORT_US, SHORT_ROUNDS = 100.0, 25  # short samples scatter by 2 to 6 % and are cheap
-# From round TRIALS on, candidates are dropped whose least sample exceeds DROP times the best. To
-# drop after one sample cost torch's BSR a third in a published run (block 32, 95 %).
+# From round TRIALS on, candidates are dropped whose least sample exceeds DROP times the best.
+# Dropping after one sample made torch's BSR a third slower in a published run (block 32, 95 %).
 DROP, TRIALS = 1.25, 3
 NEAR, FINALISTS = 1.1, 24  # finalists: largest ratio to the fastest, and largest number
 REASON = 160  # characters that a row has for why a candidate does not run
@@ -228,12 +228,12 @@ def search(
     with warnings.catch_warnings():
         # torch warns once per process that the choice of a BLAS library is experimental.
         warnings.filterwarnings("ignore", message=".*preferred_blas_library is an experimental")
-        reasons = warmed(candidates, device, threads)
+        reasons = warm_up(candidates, device, threads)
     running = [i for i, reason in enumerate(reasons) if reason is None]
     if compile_only:
         return Search(running[0])
     pool = torch.cuda.graph_pool_handle()
-    calls = {i: _captured(candidates[i], device, pool) for i in running}
+    calls = {i: _capture(candidates[i], device, pool) for i in running}
     flush, clock = flusher(device), GpuClock(device)
     samples: dict[int, list[Sample]] = {i: [] for i in running}
     least = dict.fromkeys(running, inf)
@@ -267,7 +267,7 @@ def _short(time_us: float) -> float:
     return round(time_us, 2)  # an event's clock ticks every 32 ns
 
 
-def warmed(
+def warm_up(
     candidates: Sequence[Callable[[], object]], device: torch.device, threads: int
 ) -> list[str | None]:
     """Call every candidate once, in threads; return why each cannot run, or None if it can.
@@ -304,7 +304,7 @@ def _reason(candidate: Callable[[], object], device: torch.device) -> str | None
     return None
 
 
-def _captured(candidate: Callable[[], object], device: torch.device, pool: Any) -> Call:
+def _capture(candidate: Callable[[], object], device: torch.device, pool: Any) -> Call:
     """Return the replay of a graph of the candidate, or the candidate if it cannot be captured.
 
     All graphs share memory, because no product is used.

@@ -1,4 +1,4 @@
-"""Choose how to run a product: engines offer candidates, and the fastest here is kept.
+"""Choose how to run a product: kernels ("engines") offer candidates, and the fastest is kept.
 
     pinned            in a run: the choice of an earlier process, taken again
     user's cache      what a search found on this GPU with this code, for these sizes; in a run
@@ -31,7 +31,7 @@ from torch import Tensor
 
 from sparsebench.errors import Unsupported
 from sparsebench.kernels._common import choice_lists
-from sparsebench.kernels._common.capture import lasting
+from sparsebench.kernels._common.capture import make_lasting
 from sparsebench.kernels._common.search import REASON, finalists, part_of, search
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ class Product(Protocol):
 
 
 class Earlier(NamedTuple):
-    """What earlier processes of a run know of a product; (None, ()) in the first process.
+    """What earlier processes of a run chose and timed; (None, ()) in the first process.
 
     choice  is taken again without a search
     lines   Selected.lines of the first process
@@ -72,7 +72,7 @@ class Earlier(NamedTuple):
     lines: Sequence[Mapping[str, Any]]
 
     def part(self, name: str) -> "Earlier":
-        """Return what they know of one product of a layer."""
+        """Return the same for one product of a layer."""
         return Earlier((self.choice or {}).get(name), part_of(name, self.lines))
 
 
@@ -148,26 +148,26 @@ class Operator:
                 f"{self.problem(call)} is not planned: call it once before capturing a CUDA graph"
             )
         choose = partial(self._choose, call, timed, earlier)
-        selected = self.plans[call] = lasting(choose, self.device)
+        selected = self.plans[call] = make_lasting(choose, self.device)
         while len(self.plans) > PLANS:
             self.plans.popitem(last=False)
         return selected
 
     def _choose(self, call: Hashable, timed: Timed | None, earlier: Earlier | None) -> Selected:
         if self.device.type != "cuda":
-            return _planned(self.offer(call, None), "model", {})
+            return _plan_first(self.offer(call, None), "model", {})
         problem = self.problem(call)
         if earlier and (pinned := earlier.choice):
             by = str(pinned.get("by", "pinned"))
-            return _planned([self._matching(call, pinned)], by, problem)
+            return _plan_first([self._matching(call, pinned)], by, problem)
         file = choice_lists.user_file(self.device, self.engines)
-        cached = choice_lists.read(file) if earlier is None else choice_lists.made(file)
+        cached = choice_lists.read(file) if earlier is None else choice_lists.process_choices(file)
         lists = {"cache": cached, "package": choice_lists.package(self.device)}
         for by, choices in lists.items():
             choice = choices.get(choice_lists.key(problem))
             if same := self._matching(call, choice):
                 with suppress(Unsupported):
-                    selected = _planned([same], by, problem)
+                    selected = _plan_first([same], by, problem)
                     if not choice or choice.get("code") in (None, selected.product.code):
                         return selected
         if timed and may_search():
@@ -186,8 +186,8 @@ class Operator:
         )
         if close := self._matching(call, nearest):
             with suppress(Unsupported):
-                return _planned([close], "nearest", problem)
-        return _planned(self.offer(call, None), "model", problem)
+                return _plan_first([close], "nearest", problem)
+        return _plan_first(self.offer(call, None), "model", problem)
 
     def _matching(self, call: Hashable, choice: Mapping[str, Any] | None) -> list[Candidate]:
         """Return the candidate that a choice names, if there still is such a configuration."""
@@ -199,7 +199,7 @@ class Operator:
             return []
 
 
-def configured(kernel: Any, choice: Mapping[str, Any]) -> Any:
+def config_of(kernel: Any, choice: Mapping[str, Any]) -> Any:
     """Return the configuration of a choice, by the class Config of a kernel's module.
 
     Raises TypeError if the class has other fields.
@@ -216,7 +216,7 @@ def bucket(tokens: int) -> int:
     """Return the number of tokens that a plan is made for: the least of these that holds them.
 
     1, 8, 16, in steps of 16 to 256, and then eight numbers for each power of two. A plan for M
-    tokens multiplies fewer, so a length that is new costs nothing if its bucket is planned.
+    tokens also multiplies fewer, so a new number of tokens costs nothing if its bucket is planned.
     """
     if tokens <= 8:
         return 1 if tokens <= 1 else 8
@@ -227,7 +227,7 @@ def bucket(tokens: int) -> int:
 # ---- making and timing candidates ----
 
 
-def _planned(
+def _plan_first(
     engines: Iterable[Iterable[Candidate]], by: str, problem: Mapping[str, Any]
 ) -> Selected:
     """Plan the first candidate that can run. Raises Unsupported with all reasons."""
@@ -279,7 +279,7 @@ def _search(
         if isinstance(reason, str)
     ]
     if not running:
-        return _planned([offered], "search", problem)  # raises with the reasons
+        return _plan_first([offered], "search", problem)  # raises with the reasons
     if len(running) == 1:
         return Selected(running[0][1], running[0][0].choice, "search", problem, failed)
     with torch.no_grad():

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 
-def transformed() -> bool:
+def is_transformed() -> bool:
     """Return whether torch.func differentiates or maps the call."""
     return torch._C._are_functorch_transforms_active()
 
 
-def watched() -> bool:
+def is_watched() -> bool:
     """Return whether torch.compile, torch.export or a mode (FLOP counter, fake tensors) traces."""
     return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
 
@@ -26,7 +26,7 @@ def rows_of(x: Tensor) -> Tensor:
     return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
 
 
-def batched(y: Tensor, x: Tensor) -> Tensor:
+def unflatten(y: Tensor, x: Tensor) -> Tensor:
     """Return Y [m, n] as [..., n] for X [..., k], in the same memory.
 
     Autograd does not see it as a view, because FSDP2 loses its hooks if a view is written to.

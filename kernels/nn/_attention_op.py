@@ -19,7 +19,7 @@ from sparsebench.formats.block_mask import BlockMask
 from sparsebench.kernels._common.selection import Operator
 from sparsebench.kernels.attention._shapes import MOST_DEPTH, Shape
 from sparsebench.kernels.nn._attention_plans import DTYPE_OF, Call, operator_of
-from sparsebench.kernels.nn._stamp import Stamp, held, stamp_of
+from sparsebench.kernels.nn._stamp import Stamp, arrays_of, stamp_of
 
 ATTRIBUTE = "_sparsebench_attention"  # attribute of the tensor `columns`
 ALIGNMENT = 16  # bytes, for TMA
@@ -39,7 +39,7 @@ def plans_of(mask: BlockMask) -> Operator:
     stamp = stamp_of(mask, "attention"), id(mask.bits)
     plans: Plans | None = getattr(mask.columns, ATTRIBUTE, None)
     if plans is None or plans.stamp != stamp:
-        plans = Plans(stamp, operator_of(mask), held(mask))
+        plans = Plans(stamp, operator_of(mask), arrays_of(mask))
         setattr(mask.columns, ATTRIBUTE, plans)
     return plans.operator
 

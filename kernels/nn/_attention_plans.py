@@ -8,7 +8,7 @@
       backward   attention_triton_backward
     any of these, up to 16 queries of a sequence
       forward    attention_split, attention_triton; not attention_wgmma, because binding it takes
-                 the host 100 us, which is longer than the call
+                 the host 100 µs, which is longer than the call
     CPU          torch, with every element of the mask: a reference for small masks
 
 selection.py chooses the fastest in a search, or else the first one in this list. All of them give
@@ -29,7 +29,7 @@ from triton import knobs
 from sparsebench.errors import Unsupported
 from sparsebench.formats.block_mask import BlockMask
 from sparsebench.kernels._common.capture import is_capturing, keep
-from sparsebench.kernels._common.selection import Candidate, NoConfig, Operator, configured
+from sparsebench.kernels._common.selection import Candidate, NoConfig, Operator, config_of
 from sparsebench.kernels._common.triton import Template, choose_path, unsupported_row
 from sparsebench.kernels._common.tuned_table import multiprocessors
 from sparsebench.kernels.attention import (
@@ -116,7 +116,7 @@ def operator_of(mask: BlockMask) -> Operator:
         if reason := unsupported(call.problem, device):
             raise Unsupported(reason)
         names = [choice["kernel"]] if choice else engines_of(call, device)
-        return [_offered(name, call, owner, choice) for name in names]
+        return [_candidates(name, call, owner, choice) for name in names]
 
     return Operator(ENGINES, offer, problem, device)
 
@@ -133,7 +133,7 @@ def engines_of(call: Call, device: torch.device) -> list[str]:
     return names
 
 
-def _offered(
+def _candidates(
     name: str, call: Call, owner: Mask, choice: Mapping[str, Any] | None
 ) -> Iterator[Candidate]:
     """Yield the configurations of one kernel, the likeliest first; only a choice's, if any."""
@@ -147,7 +147,7 @@ def _offered(
         product, sizes = _Triton, (shape, shared, path)
         if name == "attention_split":
             sizes += (multiprocessors(device),)
-    configs = [configured(kernel, choice)] if choice else kernel.configurations(*sizes)
+    configs = [config_of(kernel, choice)] if choice else kernel.configurations(*sizes)
     for config in configs[:OFFERED]:
         yield Candidate(name, config, partial(product, kernel, call, owner, config))
 

@@ -3,8 +3,8 @@
     Y [m, n]  = X [m, k] @ W.T      bitmap_linear: sparsebench.matmul, which chooses the kernel
     dX [m, k] = dY [m, n] @ W       bitmap_dgrad: with the dense copy of W that matmul keeps
 
-Outside of them a layer calls matmul itself. Both find the same Bitmap by its records, so that
-there is one dense copy.
+Otherwise a layer calls matmul itself. Both find the same Bitmap by its records, so that there is
+only one dense copy.
 """
 
 from typing import Any

@@ -28,11 +28,11 @@ from sparsebench.errors import FormatError, Unsupported
 from sparsebench.kernels._common.front import Guard, record, recorded
 from sparsebench.kernels._common.front_in_python import DGRAD, WGRAD, Derivative, node
 from sparsebench.kernels._common.transforms import (
-    batched,
+    is_transformed,
+    is_watched,
     one_by_one,
     rows_of,
-    transformed,
-    watched,
+    unflatten,
 )
 from sparsebench.kernels._kernel import output_dtype
 from sparsebench.kernels.nn._bsr_pattern import COMPARE_EVERY, Pattern, pattern_of
@@ -244,7 +244,7 @@ _FUNCTIONAL = {
 
 def _call(op: Any, *args: Any) -> Tensor:
     """Call an operator, also from within torch.func."""
-    return _FUNCTIONAL[op].apply(*args) if transformed() else op(*args)  # type: ignore[no-any-return]
+    return _FUNCTIONAL[op].apply(*args) if is_transformed() else op(*args)  # type: ignore[no-any-return]
 
 
 # ---- the layer's product ----
@@ -254,9 +254,9 @@ def multiply(
     x: Tensor, values: Tensor, bias: Tensor | None, offsets: Tensor, columns: Tensor, n: int
 ) -> Tensor:
     """Return Y [..., n] of X [..., k], plus the bias [n]. Raises FormatError, Unsupported."""
-    if transformed() or watched():
+    if is_transformed() or is_watched():
         y = _call(linear, rows_of(x), values, offsets, columns, n)
-        return batched(y if bias is None else y + bias.to(y.dtype), x)
+        return unflatten(y if bias is None else y + bias.to(y.dtype), x)
     pattern = pattern_of(offsets, columns)
 
     def run(rows: Tensor) -> Tensor:
@@ -264,7 +264,7 @@ def multiply(
         return y if bias is None else y.add_(bias)
 
     if not _differentiated((x, values) if bias is None else (x, values, bias)):
-        return batched(run(rows_of(x)), x)
+        return unflatten(run(rows_of(x)), x)
     sizes = (n, x.shape[-1]), _block(values, pattern.columns)
     return node(x, run, Derivative(partial(_gradients, pattern, *sizes), values, bias))
 
@@ -283,7 +283,7 @@ def multiply_recorded(
     assert offsets is not None
     assert columns is not None
     in_python = partial(multiply, x, values, bias, offsets, columns, n)
-    traced = transformed() or watched() or torch._C._get_tracing_state()
+    traced = is_transformed() or is_watched() or torch._C._get_tracing_state()
     if cast or traced or not is_current(x.device) or forward_ad._current_level >= 0:
         return in_python(), front
     operands = (x, values) if bias is None else (x, values, bias)
@@ -337,11 +337,11 @@ def _gradients(
     """
     (n, k), dx, dw = shape, None, None
     flat = dy if dy.dim() == 2 else dy.reshape(-1, n)
-    again = torch.is_grad_enabled() or watched()  # for second derivatives and dispatch modes
+    again = torch.is_grad_enabled() or is_watched()  # for second derivatives and dispatch modes
     index = pattern.offsets, pattern.columns
     if for_x and values is not None:
         dx = dgrad(flat, values, *index, k) if again else _dx(pattern, flat, values, k, front)
-        dx = batched(dx, dy)
+        dx = unflatten(dx, dy)
     if for_values and x is not None:
         rows = rows_of(x)
         dw = wgrad(flat, rows, *index, *block) if again else _dw(pattern, flat, rows, *block, front)

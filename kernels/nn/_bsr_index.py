@@ -1,4 +1,4 @@
-"""The index of a block-sparse layer: drawn, or made from a pattern, copied, and compared."""
+"""The index of a block-sparse layer: draw it or make it from a pattern, copy and compare it."""
 
 import torch
 from torch import Tensor
@@ -33,7 +33,7 @@ def source_of(old: Index, new: Index, width: int) -> Tensor:
     return at.where(before[at] == after, -1)
 
 
-def drawn_pattern(grid: tuple[int, int], sparsity: float) -> Tensor:
+def draw_pattern(grid: tuple[int, int], sparsity: float) -> Tensor:
     """Draw a pattern whose block rows all store the same number of blocks, or one more."""
     rows, columns = grid
     least, remainder = divmod(stored_of(sparsity, rows * columns), rows)

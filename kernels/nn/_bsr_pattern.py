@@ -1,7 +1,7 @@
 """Keep what is made for a BSR index, and notice when other code writes into the index.
 
 An index is two tensors, and other code, such as AveragedModel and DDP, writes into them. So a
-pattern holds a copy of the index, and the stamp that both tensors had when they last equalled it:
+pattern holds a copy of the index, and the stamp of both tensors when they last equalled the copy:
 
     stamp  for offsets and columns: torch's count of the writes, the address, the length
 
@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from sparsebench.errors import Unsupported
-from sparsebench.kernels._common.capture import is_capturing, keep, lasting
+from sparsebench.kernels._common.capture import is_capturing, keep, make_lasting
 from sparsebench.kernels._common.selection import Earlier, Product, Selected, bucket
 from sparsebench.kernels.nn import _bsr_plans
 from sparsebench.kernels.nn._bsr_plans import Call
@@ -56,7 +56,7 @@ class Pattern:
             with torch.inference_mode(False):
                 return offsets.clone(), columns.clone()
 
-        self.offsets, self.columns = lasting(copies, columns.device)
+        self.offsets, self.columns = make_lasting(copies, columns.device)
         self.originals = offsets.detach(), columns.detach()  # keeps their addresses taken
         self.stamp, self.frozen, self.device = stamp, False, columns.device
         self.calls = randrange(COMPARE_EVERY)  # so that layers compare at different steps
@@ -150,7 +150,7 @@ class Packs:
             self.source, self.version = values.detach(), values._version
         if (packed := self.by_order.get(product.order)) is None:
             pack = partial(product.pack, values)
-            packed = self.by_order[product.order] = lasting(pack, values.device)
+            packed = self.by_order[product.order] = make_lasting(pack, values.device)
             if len(self.by_order) > PACKED:
                 self.by_order.popitem(last=False)
         if is_capturing(packed):

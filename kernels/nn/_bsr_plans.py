@@ -45,7 +45,7 @@ from sparsebench.kernels._common.requirements import (
     unsupported_before_ampere,
     unsupported_on_hopper,
 )
-from sparsebench.kernels._common.selection import Candidate, NoConfig, Operator, Product, configured
+from sparsebench.kernels._common.selection import Candidate, NoConfig, Operator, Product, config_of
 from sparsebench.kernels._common.triton import (
     BoundKernel,
     Template,
@@ -147,8 +147,8 @@ def operator_of(offsets: Tensor, columns: Tensor) -> Operator:
         if device.type == "cpu" and not knobs.runtime.interpret:
             return [iter([Candidate("torch", NoConfig(), lambda: _Dense(call, w))])]
         if choice:
-            return [_offered(choice["kernel"], call, w, choice)]
-        return [_offered(engine, call, w) for engine in engines_of(call, device)]
+            return [_candidates(choice["kernel"], call, w, choice)]
+        return [_candidates(engine, call, w) for engine in engines_of(call, device)]
 
     return Operator(ENGINES, offer, problem, columns.device)
 
@@ -219,7 +219,7 @@ def _hopper_engines(call: Call) -> list[str]:
     return [engine for engine in order if fit[engine]]
 
 
-def _offered(
+def _candidates(
     engine: str, call: Call, w: Bsr, choice: Mapping[str, Any] | None = None
 ) -> Iterator[Candidate]:
     """Yield the configurations of one engine that are worth timing, the likeliest first.
@@ -245,7 +245,7 @@ def _offered(
         reason = kernel.unsupported_operands(dy if call.transposed else x, w, call.transposed)
     if reason:
         raise Unsupported(reason)
-    configs: list[Any] = [(configured(kernel, choice),)] if choice else []
+    configs: list[Any] = [(config_of(kernel, choice),)] if choice else []
     if not choice and call.op == "wgrad":
         stored = blocked(call.m, *w.shape, "", w.block, len(w.columns)).density
         if kernel is not bsr_wgrad_mma or stored <= bsr_wgrad_mma.DENSEST:
@@ -277,7 +277,7 @@ def _fp32(call: Call, w: Bsr, choice: Mapping[str, Any] | None) -> Iterator[Cand
     if reason := bsr_fp32.unsupported_operands(x, w):
         raise Unsupported(reason)
     if choice:
-        configs = [configured(bsr_fp32, choice)]
+        configs = [config_of(bsr_fp32, choice)]
     else:
         sizes = call.m, multiprocessors(device), shared_bytes_of(device)
         configs = bsr_fp32.configurations(w, *sizes)
@@ -292,7 +292,7 @@ def _rows_resident(call: Call, w: Bsr, choice: Mapping[str, Any] | None) -> Iter
     if reason := bsr_resident.unsupported_operands(x, w):
         raise Unsupported(reason)
     if choice:
-        configs = [configured(bsr_resident, choice)]
+        configs = [config_of(bsr_resident, choice)]
     else:
         configs = bsr_resident.configurations(w, call.m, device)
     for config in configs[:OFFERED]:
@@ -333,7 +333,7 @@ def _triton(
         more = len(w.columns), size, path, multiprocessors(device)
         configs, make = bsr_triton_wgrad.configurations(call.m, w.block, *more), _wgrad
     if choice:
-        config = configured(TRITON_KERNELS[engine], choice)
+        config = config_of(TRITON_KERNELS[engine], choice)
         configs = [config] if config.path == path else []
     for config in configs[:OFFERED]:
         yield Candidate(engine, config, partial(make, w, config))

@@ -25,7 +25,7 @@ from sparsebench.formats.bsr import Bsr
 from sparsebench.formats.dense import Dense
 from sparsebench.formats.spense import Spense
 from sparsebench.kernels._common.elementwise import scale_of
-from sparsebench.kernels._common.selection import Earlier, Selected, configured
+from sparsebench.kernels._common.selection import Earlier, Selected, config_of
 from sparsebench.kernels._kernel import Launch, Operands
 from sparsebench.kernels.bitmap import bitmap_mma
 from sparsebench.kernels.bsr import _launch, bsr_resident, bsr_triton
@@ -273,10 +273,10 @@ def _bound(selected: Selected, x: Tensor, w: Format) -> Any:
         if isinstance(product, DenseCopy):
             copied = DenseCopy(w, Padded(product.tokens))
             return _DenseCall(x, copied, x.new_empty(len(x), w.shape[0]))
-        return bitmap_mma.launch(x, w, configured(bitmap_mma, choice))
+        return bitmap_mma.launch(x, w, config_of(bitmap_mma, choice))
     assert isinstance(w, Bsr)
     if isinstance(product, _launch.Product):
         return _launch.bind(product.plan, x, w.values)
     if isinstance(product, bsr_resident.Product):
         return bsr_resident.launch(x, w, product.config)
-    return bsr_triton.launch(x, w, configured(bsr_triton, choice))
+    return bsr_triton.launch(x, w, config_of(bsr_triton, choice))

@@ -21,17 +21,17 @@ from torch.nn.functional import linear
 from sparsebench.errors import Unsupported
 from sparsebench.formats.bitmap import Bitmap
 from sparsebench.formats.csr import Csr
-from sparsebench.kernels._common.capture import is_capturing, keep, lasting
+from sparsebench.kernels._common.capture import is_capturing, keep, make_lasting
 from sparsebench.kernels._common.cuda import on_tape
 from sparsebench.kernels._common.front import record
 from sparsebench.kernels._common.front_in_python import DGRAD
-from sparsebench.kernels._common.selection import Candidate, Operator, bucket, configured
-from sparsebench.kernels._common.transforms import batched, rows_of, watched
+from sparsebench.kernels._common.selection import Candidate, Operator, bucket, config_of
+from sparsebench.kernels._common.transforms import is_watched, rows_of, unflatten
 from sparsebench.kernels._kernel import DTYPES
 from sparsebench.kernels.bitmap import bitmap_mma
 from sparsebench.kernels.csr import csr_cuda
 from sparsebench.kernels.nn._bsr_autograd import readable
-from sparsebench.kernels.nn._stamp import Stamp, held, stamp_of
+from sparsebench.kernels.nn._stamp import Stamp, arrays_of, stamp_of
 from sparsebench.results.record import Problem
 
 Weight = Bitmap | Csr
@@ -66,7 +66,7 @@ def multiply(x: Tensor, w: Weight) -> Tensor:
     return selected.product.run(x)
 
 
-def planned(m: int, w: Weight) -> Callable[[Tensor], Tensor] | None:
+def planned_run(m: int, w: Weight) -> Callable[[Tensor], Tensor] | None:
     """Return the product that `multiply` has planned for m tokens, or None."""
     selected = plans_of(w).operator.plans.get(bucket(m)) if m else None
     return selected.product.run if selected else None
@@ -78,7 +78,7 @@ def plans_of(w: Weight) -> Plans:
     made: Plans | None = w.__dict__.get(ATTRIBUTE)
     if made is None or made.stamp != stamp:
         operator = _bitmap(w) if isinstance(w, Bitmap) else _csr(w)
-        made = Plans(operator, stamp, held(w))
+        made = Plans(operator, stamp, arrays_of(w))
         object.__setattr__(w, ATTRIBUTE, made)
     return made
 
@@ -87,7 +87,7 @@ def dense_copy(w: Bitmap) -> Tensor:
     """Return the dense copy of a bitmap, which the first call makes."""
     plans = plans_of(w)
     if plans.dense is None:
-        plans.dense = lasting(w.to_dense, w.records.device)
+        plans.dense = make_lasting(w.to_dense, w.records.device)
     if is_capturing(plans.dense):
         keep(plans.dense)
     return plans.dense
@@ -102,14 +102,14 @@ def derivative_of(w: Bitmap) -> Callable[..., tuple[Tensor, None]]:
         if plans.stamp != stamp:
             raise RuntimeError("expected W as forward read it, found it modified before backward")
         transposed, rows = dense_copy(w).T, readable(rows_of(dy))
-        if torch.is_grad_enabled() or watched():
-            return batched(linear(rows, transposed), dy), None
+        if torch.is_grad_enabled() or is_watched():
+            return unflatten(linear(rows, transposed), dy), None
 
         def product(rows: Tensor) -> Tensor:
             on_tape(dense=transposed)
             return linear(rows, transposed)
 
-        return batched(record(front, DGRAD, [rows], product), dy), None
+        return unflatten(record(front, DGRAD, [rows], product), dy), None
 
     return run
 
@@ -174,7 +174,7 @@ def _bitmap(w: Bitmap) -> Operator:
         if reason := reason or bitmap_mma.unsupported_operands(x, w):
             raise Unsupported(reason)
         if choice:
-            configs = [configured(bitmap_mma, choice)]
+            configs = [config_of(bitmap_mma, choice)]
         else:
             workers = {split: bitmap_mma.at_once(split, device) for split in bitmap_mma.SPLITS}
             configs = bitmap_mma.configurations(n, k, m, w.room, w.dtype.itemsize, workers)
@@ -204,7 +204,7 @@ def _csr(w: Csr) -> Operator:
         reason = csr_cuda.unsupported(Problem("linear", {"dtype": name}), device)
         if reason := reason or csr_cuda.unsupported_operands(x, w):
             raise Unsupported(reason)
-        configs = [configured(csr_cuda, choice)] if choice else csr_cuda.space(w.values.dtype)
+        configs = [config_of(csr_cuda, choice)] if choice else csr_cuda.space(w.values.dtype)
         if not choice and m > TILE:
             configs += [replace(configs[i], spare=spare) for i in LIKELY for spare in SPARE]
         plan = partial(csr_cuda.Product, w, m, aligned=csr_cuda.is_aligned(x))

@@ -21,12 +21,12 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from sparsebench.formats._format import require
-from sparsebench.kernels.nn._sharded import as_sharded, unsharded
+from sparsebench.kernels.nn._sharded import gather_shards, shard_like
 
 WAIT = timedelta(seconds=60)  # for the other ranks to call set_pattern, too
 
 
-def repacked(blocks: Tensor, source: Tensor) -> Tensor:
+def repack(blocks: Tensor, source: Tensor) -> Tensor:
     """Return [new blocks, ...]: block i is the old block source[i], or zeros if source[i] is -1."""
     if not len(blocks):
         return blocks.new_zeros(len(source), *blocks.shape[1:])
@@ -67,10 +67,10 @@ def state_moves(values: nn.Parameter, source: Tensor) -> Callable[[], None]:
     ]
 
     def move() -> None:
-        after = [repacked(unsharded(tensor), source) for *_, tensor in moves]
+        after = [repack(gather_shards(tensor), source) for *_, tensor in moves]
         for (state, name, tensor), moved in zip(moves, after, strict=True):
             if moved.shape == tensor.shape:  # a CUDA graph may hold the address
-                tensor.copy_(as_sharded(moved, tensor))
+                tensor.copy_(shard_like(moved, tensor))
             else:
                 state[name] = moved
 

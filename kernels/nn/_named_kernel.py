@@ -1,7 +1,8 @@
 """A product by a named kernel, as a suite runs it, for `sparsebench.matmul`.
 
 A kernel is prepared once for each op, number of tokens and stream, with buffers for its
-activations, and again if torch counts a write to the weight. A CUDA graph reserves a launch.
+activations, and again if torch counts a write to the weight. Each CUDA graph takes a launch for
+itself.
 """
 
 import inspect
@@ -23,7 +24,7 @@ from sparsebench.formats._format import Format
 from sparsebench.kernels._common.capture import captured_into, keep, sweep
 from sparsebench.kernels._kernel import Kernel, Launch, Operands, unsupported
 from sparsebench.kernels.nn._frozen_op import NAMES
-from sparsebench.kernels.nn._stamp import Stamp, held, stamp_of
+from sparsebench.kernels.nn._stamp import Stamp, arrays_of, stamp_of
 from sparsebench.results.record import Problem
 
 SUFFIXES = {"linear": "", "linear_dgrad": "_dgrad", "linear_wgrad": "_wgrad"}
@@ -226,7 +227,7 @@ def _weight(w: Format) -> Weight:
         finalize(w, _WEIGHTS.pop, id(w), None)  # a later weight may get the same id
     elif _WEIGHTS[id(w)].stamp == stamp:
         return _WEIGHTS[id(w)]
-    _WEIGHTS[id(w)] = Weight(stamp, held(w))
+    _WEIGHTS[id(w)] = Weight(stamp, arrays_of(w))
     return _WEIGHTS[id(w)]
 
 

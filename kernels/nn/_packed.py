@@ -1,4 +1,4 @@
-"""What the layers share whose weights are packed and frozen: SpenseLinear and BitmapLinear."""
+"""The base of the layers whose weights are packed and frozen: SpenseLinear and BitmapLinear."""
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterable

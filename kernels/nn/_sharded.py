@@ -18,12 +18,12 @@ def is_sharded(tensor: Any) -> bool:
     return hasattr(tensor, "device_mesh")
 
 
-def unsharded(tensor: Any) -> Tensor:
+def gather_shards(tensor: Any) -> Tensor:
     """Return the whole tensor. If it is a DTensor, all ranks must call this."""
     return tensor.full_tensor() if is_sharded(tensor) else tensor  # type: ignore[no-any-return]
 
 
-def as_sharded(tensor: Tensor, like: Any) -> Tensor:
+def shard_like(tensor: Tensor, like: Any) -> Tensor:
     """Shard a tensor that every rank has in the same way as `like`, without communication."""
     if not is_sharded(like) or is_sharded(tensor):
         return tensor

@@ -29,7 +29,7 @@ from sparsebench.kernels._common.cuda import MatrixProduct, on_tape
 from sparsebench.kernels._common.front import Guard, record, recorded
 from sparsebench.kernels._common.front_in_python import DGRAD, Derivative, node
 from sparsebench.kernels._common.selection import Earlier, Operator, Selected, bucket
-from sparsebench.kernels._common.transforms import batched, rows_of, transformed, watched
+from sparsebench.kernels._common.transforms import is_transformed, is_watched, rows_of, unflatten
 from sparsebench.kernels.nn._bsr_autograd import readable
 from sparsebench.kernels.nn._spense_plans import Layout, operator_of_layer, operator_of_tiles
 from sparsebench.kernels.spense._gated_gradient import gated_gradient
@@ -87,7 +87,7 @@ def eager(
         return _multiply(operator, readable(x), sparse, dense, scale, kind)
 
 
-def planned(
+def planned_run(
     x: Tensor, sparse: Tensor, dense: Tensor, layout: Layout, scale: Tensor | None
 ) -> Callable[[Tensor], Tensor] | None:
     """Return the product that `eager` has planned for rows in the layout of X.
@@ -112,12 +112,12 @@ def planned(
 
 def not_recorded() -> bool:
     """Return whether torch traces, transforms or differentiates forward, so that operators run."""
-    return transformed() or watched() or forward_ad._current_level >= 0
+    return is_transformed() or is_watched() or forward_ad._current_level >= 0
 
 
 def multiply(x: Tensor, sparse: Tensor, dense: Tensor, *rest: Any, training: bool) -> Tensor:
     """Return Y by the operands of `eager`; `training` if autograd must see the call."""
-    if watched() or (training and not_recorded()):
+    if is_watched() or (training and not_recorded()):
         y: Tensor = linear(x, sparse, dense, *rest)
         return y
     if not training:
@@ -142,14 +142,14 @@ def multiply_recorded(
     front     what this function returned for the weight before, or None
     tensors   the rows of X, [m, k], and the tiles of W
     rest      the layout and the scale of W
-    run       what `planned` returned
+    run       what `planned_run` returned
     training  whether autograd must see the call
     """
     (_, sparse, dense), (layout, scale) = tensors, rest
 
     def differentiated() -> Tensor:
         y = multiply(*tensors, *layout, scale, training=True)
-        return batched(y if bias is None else y.add_(bias), x)
+        return unflatten(y if bias is None else y.add_(bias), x)
 
     return recorded(
         front,
@@ -175,12 +175,12 @@ def _derivative(
         if (sparse._version, dense._version) != versions:
             raise RuntimeError("expected W as forward read it, found it modified before backward")
         rows, gradient = None if x is None else rows_of(x), readable(rows_of(dy)).contiguous()
-        if torch.is_grad_enabled() or watched():  # for second derivatives and dispatch modes
+        if torch.is_grad_enabled() or is_watched():  # for second derivatives and dispatch modes
             dx: Tensor = dgrad(gradient, rows, sparse, dense, *layout)
         else:
             inputs = [gradient] if rows is None else [gradient, rows]
             dx = record(front, DGRAD, inputs, product)
-        return batched(dx, dy), None
+        return unflatten(dx, dy), None
 
     return Derivative(run, bias=bias, keeps_x=layout[4] is not None)
 
@@ -221,7 +221,7 @@ def _in_torch(x: Tensor, w: Spense, activation: str | None, scale: Tensor | None
     if scale is None:
         y = x @ w.to_dense().T
     else:
-        x, tokens = rounded_by_row(x) if x.dtype != E4M3 else (x, x.new_ones(1, dtype=scale.dtype))
+        x, tokens = round_rows(x) if x.dtype != E4M3 else (x, x.new_ones(1, dtype=scale.dtype))
         y = x.float() @ w.to_dense().float().T * scale * tokens[:, None]
     if activation is None:
         return y if scale is None else y.to(BF16)
@@ -313,7 +313,7 @@ def _linear_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
 linear.register_autograd(_linear_backward, setup_context=_save)
 
 
-def rounded_by_row(matrix: Tensor) -> tuple[Tensor, Tensor]:
+def round_rows(matrix: Tensor) -> tuple[Tensor, Tensor]:
     """Return a matrix [m, k] in e4m3, with 448 as each row's largest element, and scales [m]."""
     wide = matrix.float()
     scale = (wide.abs().amax(1) / LARGEST).clamp_min(1e-30)  # for rows of zeros

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from sparsebench.errors import Unsupported
 from sparsebench.formats.spense import Spense
-from sparsebench.kernels._common.selection import Candidate, Operator, Product, configured
+from sparsebench.kernels._common.selection import Candidate, Operator, Product, config_of
 from sparsebench.kernels.spense import spense_wgmma
 from sparsebench.results.record import Problem
 
@@ -56,7 +56,7 @@ def operator_of(
         if reason := reason or spense_wgmma.unsupported_operands(x, w, activation):
             raise Unsupported(reason)
         if choice:
-            configs = [configured(spense_wgmma, choice)]
+            configs = [config_of(spense_wgmma, choice)]
         else:  # and the likeliest for half as many tokens more, so that more never take less time
             at = shape, dtype.itemsize, device
             more = spense_wgmma.searched(m + m // 2, *at)[:MORE]

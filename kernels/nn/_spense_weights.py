@@ -13,20 +13,20 @@ from torch import Tensor
 from sparsebench.errors import FormatError
 from sparsebench.formats._format import require, require_matrix
 from sparsebench.formats.spense import Spense
-from sparsebench.kernels.nn._spense_op import E4M3, rounded_by_row
+from sparsebench.kernels.nn._spense_op import E4M3, round_rows
 from sparsebench.kernels.nn._spense_plans import NAMES
 
 DTYPES = "fp16, bf16 or fp8 (float8_e4m3fn)"
 
 
-def packed(name: str, weight: Tensor, dense_fraction: float, split: str) -> Spense:
+def pack_weight(name: str, weight: Tensor, dense_fraction: float, split: str) -> Spense:
     """Return a packed weight. Raises FormatError, which names the weight."""
     pack = partial(Spense.from_dense, dense_fraction=dense_fraction, split=split)
     w: Spense = with_name(name, pack, weight.contiguous())
     return w
 
 
-def rounded(
+def round_weight(
     name: str, weight: Tensor, dtype: torch.dtype | None, scale: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
     """Return a weight [n, k] in `dtype` (None keeps its own), and in fp8 the scales [n] of rows."""
@@ -42,7 +42,7 @@ def rounded(
         return weight, None
     with_name(name, require_matrix, weight)
     if current != E4M3:
-        return rounded_by_row(weight)
+        return round_rows(weight)
     scales = weight.new_ones(n, dtype=torch.float32) if scale is None else scale.detach().float()
     fits = scales.numel() == 1 or scales.shape in ((n,), (n, 1))
     require(fits, f"{name}: expected a scale of [{n}] or one, found {list(scales.shape)}")

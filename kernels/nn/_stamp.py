@@ -18,6 +18,6 @@ def stamp_of(w: Format, caller: str) -> Stamp:
     return tuple((array._version, array.data_ptr()) for array in arrays)
 
 
-def held(w: Format) -> list[Tensor]:
+def arrays_of(w: Format) -> list[Tensor]:
     """Return the arrays; while they are referenced, no other tensor gets their addresses."""
     return [array.detach() for array in w.arrays().values()]

@@ -19,7 +19,7 @@ from sparsebench.errors import Unsupported
 from sparsebench.formats._format import require, require_matrix
 from sparsebench.formats.bitmap import COLUMNS, ROWS, UNIT, Bitmap
 from sparsebench.kernels._common.front import Guard
-from sparsebench.kernels._common.transforms import batched, watched
+from sparsebench.kernels._common.transforms import is_watched, unflatten
 from sparsebench.kernels.nn import _bitmap_op
 from sparsebench.kernels.nn._frozen_op import NAMES
 from sparsebench.kernels.nn._packed import (
@@ -121,7 +121,7 @@ class BitmapLinear(PackedLinear):
             if fast is not None:
                 return fast
         bias = self.bias
-        if watched():
+        if is_watched():
             y = self._traced(x)
             return y if bias is None else y + bias
         guards = [Guard(self._buffers, name, self._buffers[name]) for name in BUFFERS]
@@ -136,7 +136,7 @@ class BitmapLinear(PackedLinear):
             expected = f"expected {self.dtype} [..., {k}]"
             raise Unsupported(f"{expected}, found {x.dtype} {list(x.shape)}")
         flat = x if x.dim() == 2 else x.reshape(-1, k)
-        return batched(_bitmap_op.linear(flat, self.records, self.offsets, n, k), x)
+        return unflatten(_bitmap_op.linear(flat, self.records, self.offsets, n, k), x)
 
     def extra_repr(self) -> str:
         """Return the sizes, and the bytes as a fraction of dense."""

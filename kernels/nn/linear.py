@@ -31,7 +31,7 @@ from sparsebench.kernels.nn import _bsr_autograd
 from sparsebench.kernels.nn._bsr_index import (
     Index,
     copy_of,
-    drawn_pattern,
+    draw_pattern,
     grid_of,
     index_of,
     source_of,
@@ -39,8 +39,8 @@ from sparsebench.kernels.nn._bsr_index import (
 )
 from sparsebench.kernels.nn._bsr_pattern import pattern_of, replan
 from sparsebench.kernels.nn._bsr_plans import require_index
-from sparsebench.kernels.nn._moves import repacked, require_same_moves, state_moves
-from sparsebench.kernels.nn._sharded import as_sharded, is_sharded, require_one_index, unsharded
+from sparsebench.kernels.nn._moves import repack, require_same_moves, state_moves
+from sparsebench.kernels.nn._sharded import gather_shards, is_sharded, require_one_index, shard_like
 from sparsebench.kernels.nn._weight import PackedWeight
 
 FIXED = "the number of blocks cannot change under"
@@ -87,7 +87,7 @@ class BlockSparseLinear(nn.Linear):
         require((sparsity is None) != (pattern is None), "expected either sparsity or pattern")
         if pattern is None:
             assert sparsity is not None
-            pattern = drawn_pattern(grid, sparsity)
+            pattern = draw_pattern(grid, sparsity)
         layout = f"{pattern.dtype} {list(pattern.shape)}"
         require(pattern.shape == grid, f"pattern: expected bool {list(grid)}, found {layout}")
         require(not pattern.is_meta, "pattern: expected values, found a tensor on meta")
@@ -120,9 +120,9 @@ class BlockSparseLinear(nn.Linear):
         if is_sharded(self.values):
             require_one_index(self.values, self.offsets, self.columns)
         with torch.no_grad():
-            self.values.uniform_(-1, 1).mul_(as_sharded(inside, self.values))
+            self.values.uniform_(-1, 1).mul_(shard_like(inside, self.values))
             if self.bias is not None:
-                self.bias.uniform_(-1, 1).mul_(as_sharded(bias_bound, self.bias))
+                self.bias.uniform_(-1, 1).mul_(shard_like(bias_bound, self.bias))
 
     @classmethod
     def from_dense(cls, linear: nn.Linear, block: int | tuple[int, int], sparsity: float) -> Self:
@@ -199,11 +199,11 @@ class BlockSparseLinear(nn.Linear):
             expected = self.values.dtype, (len(new[1]), *self.block)
             layout = values.dtype, (*values.shape,)
             require(layout == expected, f"values: expected {expected}, found {layout}")
-            values = unsharded(values.detach()).to(self.values.device, copy=True).contiguous()
+            values = gather_shards(values.detach()).to(self.values.device, copy=True).contiguous()
         elif self.values.is_meta:
             values = self.values.new_empty(len(source), *self.block)
         else:
-            values = repacked(unsharded(self.values.detach()), source)
+            values = repack(gather_shards(self.values.detach()), source)
         before = self.offsets, self.columns
         self._store(new, values)
         move_state()
@@ -226,7 +226,7 @@ class BlockSparseLinear(nn.Linear):
             if not index[0].is_meta:
                 require_one_index(self.values, *index)
             with torch.no_grad():
-                self.values.copy_(as_sharded(values, self.values))
+                self.values.copy_(shard_like(values, self.values))
         else:
             if values.shape != self.values.shape:
                 _forget_shape(self.values)

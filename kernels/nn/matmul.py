@@ -41,7 +41,7 @@ from sparsebench.kernels._common.capture import captured_into, keep
 from sparsebench.kernels._common.front import Guard, recorded
 from sparsebench.kernels._common.front_in_python import Derivative
 from sparsebench.kernels._common.requirements import HOPPER
-from sparsebench.kernels._common.transforms import rows_of, transformed, watched
+from sparsebench.kernels._common.transforms import is_transformed, is_watched, rows_of
 from sparsebench.kernels.nn import _bsr_autograd, _frozen_op, _spense_op
 from sparsebench.kernels.nn._bsr_pattern import pattern_of
 from sparsebench.kernels.nn._frozen_op import NAMES
@@ -114,7 +114,7 @@ def _by_format(x: Tensor, w: Format) -> Tensor:
         if x.is_cuda and torch.cuda.get_device_capability(x.device) != HOPPER:
             return by_name(x, w, "spense_mma", {})
         tensors, layout = (x, w.sparse, w.dense), (*w.shape, *w.sparse_shape, None)
-        run = None if _spense_op.not_recorded() else _spense_op.planned(*tensors, layout, None)
+        run = None if _spense_op.not_recorded() else _spense_op.planned_run(*tensors, layout, None)
         if run is None:
             return _spense_op.multiply(*tensors, *layout, training=training)
         guards = _guards(w)
@@ -151,7 +151,7 @@ def _bsr(x: Tensor, w: Bsr) -> Tensor:
 def _frozen(x: Tensor, w: Bitmap | Csr) -> Tensor:
     """Multiply by a weight without a gradient (_frozen_op.py)."""
     x = _bsr_autograd.readable(x)
-    run = _frozen_op.planned(x.shape[0], w) if x.is_cuda else None
+    run = _frozen_op.planned_run(x.shape[0], w) if x.is_cuda else None
     if run is None:
         return _frozen_op.multiply(x, w)
     y, front = recorded(w.__dict__.get(FRONT), x, run, _guards(w))
@@ -181,7 +181,7 @@ def of_layer(
         return in_python(), front
     with_bias = bias is not None and bias.requires_grad
     training = torch.is_grad_enabled() and (x.requires_grad or with_bias)
-    run = _frozen_op.planned(rows.shape[0], w)
+    run = _frozen_op.planned_run(rows.shape[0], w)
     if training and run is None:
         with torch.no_grad():
             _frozen_op.multiply(rows, w)  # the path in Python multiplies by the dense copy
@@ -209,7 +209,7 @@ def _keep_front(w: Format, front: Any, y: Tensor) -> Tensor:
 
 def _is_traced() -> bool:
     """Return whether torch traces, transforms or differentiates forward."""
-    return transformed() or watched() or forward_ad._current_level >= 0
+    return is_transformed() or is_watched() or forward_ad._current_level >= 0
 
 
 def _require_alike(x: Tensor, w: Format) -> None:

@@ -17,11 +17,12 @@ Backward then computes gate and up again (11 products instead of 9), and memory 
 device decides this without the host waiting. A CUDA graph contains both paths, so backward always
 allocates two matrices [tokens, units].
 
-A sparse call that turns out dense makes a step up to 1.8 times as slow as dense layers (NOTES.md).
-At the start of training most units are active, so set `sparse` to False then, or call `adapt`,
-which decides by the count of the last call. A call with `sparse` False multiplies with cuBLAS and
-stores what dense layers store. The layer never switches on its own: the host learns a count at an
-unpredictable moment, so neither the bits nor the memory of a step would be reproducible.
+A sparse call that has too few slots, and is dense, makes a step up to 1.8 times as slow as dense
+layers (NOTES.md). At the start of training most units are active, so set `sparse` to False then, or
+call `adapt`, which decides by the count of the last call. A call with `sparse` False multiplies
+with cuBLAS and stores what dense layers store. The layer never switches on its own: the host learns
+a count at an unpredictable moment, so neither the bits nor the memory of a step would be
+reproducible.
 
     GPU of compute capability 8.0 and newer    Triton (twell/_autograd.py); sizes are multiples of 8
     CPU                                        dense products in torch, as a reference
@@ -43,7 +44,7 @@ from sparsebench.errors import Unsupported
 from sparsebench.formats._format import require
 from sparsebench.kernels._common.front import Fronts, Guard, ModuleGuard, recorded
 from sparsebench.kernels._common.selection import Operator, bucket
-from sparsebench.kernels._common.transforms import batched, transformed, watched
+from sparsebench.kernels._common.transforms import is_transformed, is_watched, unflatten
 from sparsebench.kernels.nn._sparse_mlp_op import eager, inference, operator_for
 from sparsebench.kernels.nn._weight import FusedPart
 from sparsebench.kernels.twell._autograd import (
@@ -190,9 +191,9 @@ class SparseGatedMLP(nn.Module):
             count = offsets[-1]
         else:
             y, norms, count = dense_forward(flat, wg, wu, wd_t, squared, l1)
-        if not transformed():
+        if not is_transformed():
             self.active.copy_(count // -tokens).neg_()  # rounded up
-        y = batched(y, x)
+        y = unflatten(y, x)
         return (y, norms.sum() / tokens) if l1 else y
 
     def _inference(
@@ -209,8 +210,8 @@ class SparseGatedMLP(nn.Module):
         """Return Y of a call without gradients, and record it if nothing must be copied."""
         squared = self.activation == "relu2"
         operands = plain(flat), plain(wg), plain(wu), plain(wd_t)
-        if watched():
-            return batched(inference(*operands, squared, self.slots), x)
+        if is_watched():
+            return unflatten(inference(*operands, squared, self.slots), x)
         weights = operands[1:]
 
         def run(rows: Tensor) -> Tensor:
@@ -219,7 +220,7 @@ class SparseGatedMLP(nn.Module):
         copied = any(a is not b for a, b in zip(operands, (flat, wg, wu, wd_t), strict=True))
         planned = len(flat) > 0 and bucket(len(flat)) in self.operator.plans
         if copied or not recorded_calls or not planned:
-            return batched(run(operands[0]), x)
+            return unflatten(run(operands[0]), x)
         y, front = recorded(self._fronts.pop(kind, None), x, run, self._guards())
         if front is not None:
             self._fronts[kind] = front
@@ -257,4 +258,4 @@ class SparseGatedMLP(nn.Module):
 
 def _differentiated(*operands: Tensor) -> bool:
     """Return whether autograd or torch.func must see a call with these operands."""
-    return transformed() or (torch.is_grad_enabled() and any(t.requires_grad for t in operands))
+    return is_transformed() or (torch.is_grad_enabled() and any(t.requires_grad for t in operands))

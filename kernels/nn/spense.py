@@ -39,7 +39,7 @@ from sparsebench.formats.spense import (
     sparse_shape_of,
 )
 from sparsebench.kernels._common.front import Fronts, Guard
-from sparsebench.kernels._common.transforms import batched, rows_of
+from sparsebench.kernels._common.transforms import rows_of, unflatten
 from sparsebench.kernels.nn._packed import (
     PackedLinear,
     dense_linear,
@@ -55,14 +55,16 @@ from sparsebench.kernels.nn._spense_op import (
     multiply,
     multiply_recorded,
     not_recorded,
-    planned,
+    planned_run,
 )
 from sparsebench.kernels.nn._spense_plans import NAMES
-from sparsebench.kernels.nn._spense_weights import DTYPES, packed, rounded, with_name
+from sparsebench.kernels.nn._spense_weights import DTYPES, pack_weight, round_weight, with_name
 from sparsebench.kernels.nn._weight import FusedPart
 from sparsebench.kernels.spense.spense_ffn import TURN, interleaved, joined, parted
 
-CODE_BYTES = 2048  # a sparse tile has this many bytes of metadata / bytes of an element
+CODE_BYTES = (
+    2048  # a sparse tile has this many bytes of metadata, divided by the bytes of an element
+)
 BUFFERS = "sparse", "dense", "scale"
 ADAPT = (
     "adapt gate_up and down, or keep separate layers with "
@@ -143,8 +145,8 @@ class SpenseLinear(PackedLinear):
 
         Raises FormatError, which names the first group that is not 2:4.
         """
-        values, row_scale = rounded("weight", weight, dtype, scale)
-        w = packed("weight", values, dense_fraction, split)
+        values, row_scale = round_weight("weight", weight, dtype, scale)
+        w = pack_weight("weight", values, dense_fraction, split)
         return cls.from_spense(w, bias, row_scale)
 
     @classmethod
@@ -218,10 +220,10 @@ class SpenseLinear(PackedLinear):
         training |= torch.is_grad_enabled() and bias is not None and bias.requires_grad
         y: Tensor
         in_python = cast or not_recorded()
-        run = None if in_python else planned(*tensors, layout, self.scale)
+        run = None if in_python else planned_run(*tensors, layout, self.scale)
         if run is None:
             y = multiply(*tensors, *layout, self.scale, training=training)
-            return batched(y if bias is None else y.add_(bias), x)
+            return unflatten(y if bias is None else y.add_(bias), x)
         guards = [Guard(self._buffers, name, self._buffers[name]) for name in BUFFERS]
         guards.append(Guard(self._parameters, "bias", self._parameters.get("bias"), content=False))
         y, front = multiply_recorded(
@@ -313,7 +315,7 @@ class SpenseGatedMLP(nn.Module):
         require(fits, f"largest: expected {expected}, found {largest}")
         weights = {"gate": gate, "up": up, "down": down}
         (g, gate_scale), (u, up_scale), (d, down_scale) = (
-            rounded(name, weight, kind, scale)
+            round_weight(name, weight, kind, scale)
             for (name, weight), scale in zip(weights.items(), scales or (None,) * 3, strict=True)
         )
         joint_scale = None
@@ -321,10 +323,12 @@ class SpenseGatedMLP(nn.Module):
             h_scale = largest / LARGEST  # H is linear in U, so up's and down's scales include H's
             joint_scale = interleaved(gate_scale, up_scale / h_scale)
             down_scale = down_scale * h_scale
-        gate_up = joined(*(packed(n, w, dense / h, "rows") for n, w in (("gate", g), ("up", u))))
+        gate_up = joined(
+            *(pack_weight(n, w, dense / h, "rows") for n, w in (("gate", g), ("up", u)))
+        )
         mlp.gate_up = SpenseLinear.from_spense(gate_up, scale=joint_scale)
         mlp.down = SpenseLinear.from_spense(
-            packed("down", d, dense / h, "columns"), scale=down_scale
+            pack_weight("down", d, dense / h, "columns"), scale=down_scale
         )
         return mlp
 

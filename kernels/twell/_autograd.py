@@ -19,7 +19,7 @@ from triton import knobs
 
 from sparsebench.errors import Unsupported
 from sparsebench.formats.active_csr import ActiveCsr
-from sparsebench.kernels._common.transforms import one_by_one, transformed
+from sparsebench.kernels._common.transforms import is_transformed, one_by_one
 from sparsebench.kernels._common.triton import TMA_ALIGNMENT, Template, unsupported
 from sparsebench.kernels.twell import _gather, _index, _overflow
 from sparsebench.kernels.twell._index import require_room
@@ -113,7 +113,7 @@ def _gradients(ctx: Any, dy: Tensor | None, dnorms: Tensor | None, *_: Any) -> t
     if dnorms is None:
         dnorms = x.new_zeros(x.shape[0], dtype=torch.float32)
     inputs = dy, dnorms, x, wg, wu, wd_t
-    if transformed():
+    if is_transformed():
         out = _BackwardFunctional.apply(*inputs, *packed, ctx.squared)  # type: ignore[no-untyped-call]
     else:
         out = gated_mlp_backward(*inputs, packed, ctx.squared)
@@ -165,7 +165,7 @@ def product(
     x: Tensor, wg: Tensor, wu: Tensor, wd_t: Tensor, squared: bool, slots: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return Y [m, k], a token's sum of |H| [m], and offsets; under torch.func too."""
-    run = _Functional.apply if transformed() else gated_mlp
+    run = _Functional.apply if is_transformed() else gated_mlp
     y, norms, offsets, *_ = run(x, wg, wu, wd_t, squared, slots)  # type: ignore[no-untyped-call]
     return y, norms, offsets
 

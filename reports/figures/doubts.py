@@ -18,7 +18,7 @@ READ = (
 
 def draw(frames: Frames) -> Markup:
     """List these contenders with the expected time and the measured one."""
-    lines = [[doubt.case, doubt.expected, doubt.found] for doubt in doubts(frames.rows)]
+    lines = [[d.case, d.expected_time, d.measured_time] for d in doubts(frames.rows)]
     if not lines:
         return NOTHING
     body = html_table(["case", "expected", "measured"], lines)

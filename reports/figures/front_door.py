@@ -6,7 +6,7 @@ from markupsafe import Markup
 from sparsebench.reports.figures._figure import NOTHING, Frames, describe_line, each_measure
 from sparsebench.reports.figures._html import note
 from sparsebench.reports.figures._verdict import intervals
-from sparsebench.reports.findings import who
+from sparsebench.reports.findings import contender_name
 from sparsebench.reports.tables import html_table
 from sparsebench.results.formatting import between, significant
 from sparsebench.results.frame import fields
@@ -48,4 +48,4 @@ def _line(users: Case, rival: Case, names: list[str]) -> list[str]:
     us = [significant(case["median_us"]) for case in (users, rival)]
     within = "yes" if is_within(users, rival) else "no"
     where = describe_line(pd.Series(users), names)
-    return [where, who(users), us[0], rival["label"], us[1], taken, within]
+    return [where, contender_name(users), us[0], rival["label"], us[1], taken, within]

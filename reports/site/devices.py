@@ -23,7 +23,7 @@ from sparsebench.reports.site.pages import Site, safe
 from sparsebench.results import store
 from sparsebench.results.changes import Mean
 from sparsebench.results.formatting import join_words
-from sparsebench.results.sides import MOST, named_apart, side
+from sparsebench.results.sides import MOST, distinct_names, side
 
 INDEX = "compare/index.html"
 
@@ -77,7 +77,7 @@ def pages(
                 yield from zip([f"{devices.name}.html", f"{devices.name}.json"], texts, strict=True)
                 continue
         runs = [replace(store.read(to / slug), path=Path(slug)) for slug in slugs]
-        names = named_apart(runs)
+        names = distinct_names(runs)
         sides = [side(run, name=name) for run, name in zip(runs, names, strict=True)]
         result = comparison.compare_sides(sides)
         yield f"{devices.name}.html", comparison.html(result, site, "../")

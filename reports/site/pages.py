@@ -29,7 +29,7 @@ from sparsebench.reports.coverage import COVERAGE, coverage_lines, explanation
 from sparsebench.reports.page import content, render
 from sparsebench.reports.site import grids, history
 from sparsebench.reports.site.cards import Card, confirmation, lines
-from sparsebench.results.bundle import Removed
+from sparsebench.results.bundle import Redaction
 from sparsebench.results.claims.planned import PlannedClaim
 from sparsebench.results.families import family
 from sparsebench.results.formatting import capital
@@ -113,7 +113,7 @@ def pages(
 def around(
     card: Card,
     site: Site,
-    removed: Removed,
+    removed: Redaction,
     downloads: Sequence[str],
     others: Sequence[Card] = (),
     made_from: str = "",

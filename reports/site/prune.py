@@ -19,7 +19,16 @@ from sparsebench.reports.page import render
 from sparsebench.reports.site.cards import Card
 from sparsebench.reports.site.pages import Site, safe
 from sparsebench.reports.tables import html_table
-from sparsebench.results.advice import DEAR, NO, TRAIN, TRY, WORTH, Answer, advise, left_out
+from sparsebench.results.advice import (
+    MOST_LOSS,
+    NO,
+    TRAIN,
+    TRY,
+    WORTH,
+    Answer,
+    advise,
+    leave_one_out,
+)
 from sparsebench.results.formatting import times
 from sparsebench.results.measured_layers import packaged_evidence
 from sparsebench.results.model_shapes import MODELS
@@ -64,7 +73,7 @@ def pages(cards: Sequence[Card], site: Site) -> Iterator[tuple[str, str]]:
             f"{gain.value:.2f}× [{gain.low:.2f}, {gain.high:.2f}]",
             "yes" if gain.low <= step.gain <= gain.high else ("no", "bad"),
         ]
-        for step, gain in left_out(evidence)
+        for step, gain in leave_one_out(evidence)
     ]
     heads = ["run", ">layers", "kind of sparsity", ">measured", "estimate", "inside"]
     yield (
@@ -76,7 +85,7 @@ def pages(cards: Sequence[Card], site: Site) -> Iterator[tuple[str, str]]:
             gpus=gpus,
             tokens=TOKENS,
             worth=WORTH,
-            dear=DEAR,
+            dear=MOST_LOSS,
             first=_id(*FIRST),
             cases=[_case(answer, links, common) for answer in answers],
             grids=[(gpu, _grid([each for each in answers if each.gpu == gpu])) for gpu in gpus],

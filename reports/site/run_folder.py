@@ -26,7 +26,7 @@ from sparsebench.reports.site.cards import ROLES, SCHEMA, Card, card
 from sparsebench.reports.site.pages import Site, around, safe
 from sparsebench.reports.site.preview import preview
 from sparsebench.results import bundle, store
-from sparsebench.results.bundle import Removed
+from sparsebench.results.bundle import Redaction
 from sparsebench.results.frame import to_csv, to_parquet
 from sparsebench.results.provenance import commit_of, device_name
 
@@ -51,8 +51,8 @@ class RunFolder:
         return _json(self.path, "run.json")
 
     @cached_property
-    def removed(self) -> Removed:
-        return bundle.read_removed(self.path)
+    def removed(self) -> Redaction:
+        return bundle.read_redaction(self.path)
 
     @property
     def gpu(self) -> str:

@@ -10,7 +10,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 from sparsebench.errors import FormatError
 from sparsebench.formats import block_mask_converters as other
-from sparsebench.formats.block_mask import PARTIAL, BlockMask, areas, packed_bits, unpacked_bits
+from sparsebench.formats.block_mask import PARTIAL, BlockMask, areas, pack_bits, unpack_bits
 
 CASES = [  # tokens, block, batch, lists, causal
     ((37, 53), (16, 8), 2, 3, True),
@@ -116,8 +116,8 @@ def test_a_mask_draws_its_layout() -> None:
 
 def test_the_lowest_bit_is_the_first_key() -> None:
     row = torch.tensor([[[1, 0, 0, 0, 0, 0, 0, 0, 0, 1]]], dtype=torch.bool)
-    assert packed_bits(row).tolist() == [[[1, 2]]]
-    assert torch.equal(unpacked_bits(packed_bits(row), 10), row)
+    assert pack_bits(row).tolist() == [[[1, 2]]]
+    assert torch.equal(unpack_bits(pack_bits(row), 10), row)
 
 
 BAD = [

@@ -24,8 +24,7 @@ from sparsebench.harness.run.validation import validate
 from sparsebench.harness.shared_runs import campaign_pieces as piecewise
 from sparsebench.harness.shared_runs import campaign_sitting as sittings
 from sparsebench.harness.shared_runs.campaign_file import Campaign, campaign
-from sparsebench.harness.shared_runs.campaign_publication import publish
-from sparsebench.harness.shared_runs.campaign_publication import published as published_before
+from sparsebench.harness.shared_runs.campaign_publication import publish, published_entries
 from sparsebench.harness.shared_runs.campaign_sitting import Sitting, state
 from sparsebench.reports import published
 from sparsebench.results import bundle, store
@@ -82,7 +81,7 @@ class Trial:
     ) -> Sitting:
         """Measure on the cards of these numbers, each 1 or 2."""
         whole = self.campaign(more)
-        sitting = Sitting(whole, whole.named(names), self.out, until=until)
+        sitting = Sitting(whole, whole.select(names), self.out, until=until)
         sitting.run([f"sim:{self.folder}/{number}.yaml" for number in cards], progress)
         return sitting
 
@@ -445,7 +444,7 @@ def test_a_campaign_replaces_the_published_runs_completely_or_not_at_all(
     code = store.read(to / "other").environment["code_sha256"]
     for digest, entries in ((code, ["several", "other"]), ("0", [])):
         store.write_json(to / "alike.json", {"code_sha256": digest, "gpu.name": "simulated H200"})
-        assert published_before(whole, to, into) == entries
+        assert published_entries(whole, to, into) == entries
     (before.parent / "other" / "note.txt").write_text("another run of that name")
     bundle.seal(before.parent / "other")
     assert publish(whole, to, into, ["other"])

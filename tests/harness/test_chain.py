@@ -12,7 +12,7 @@ import torch
 from sparsebench.harness.bench import contest, output_checks
 from sparsebench.harness.bench.contest_state import ContestOptions, Entry, RunningContest
 from sparsebench.harness.bench.sampling import LAYERS, distinct_measures
-from sparsebench.harness.bench.spot_checks import print_of, reverse, sums_of
+from sparsebench.harness.bench.spot_checks import fingerprint_of, reverse, sums_of
 from sparsebench.harness.bench.timing import Chain, Samples, TimedCall
 from sparsebench.harness.plan.suite import read as read_suite
 from sparsebench.harness.run.measure import Flags, measure
@@ -189,7 +189,7 @@ def test_a_reference_layer_raises_the_ceilings(prepared: Prepared) -> None:
 def test_the_furthest_of_several_outputs_counts() -> None:
     draw = torch.Generator().manual_seed(0)
     outs = tuple(torch.randn(32, 64, generator=draw) for _ in range(3))
-    prints = print_of([out.double() for out in outs], outs)
+    prints = fingerprint_of([out.double() for out in outs], outs)
     assert prints
     assert float(prints.distance(outs)) <= prints.limit
     assert sums_of(outs[0]).shape == (1, 96)  # type: ignore[union-attr]

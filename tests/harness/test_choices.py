@@ -120,7 +120,7 @@ def test_in_a_look_the_first_process_searches_for_all(tmp_path: Path) -> None:
 @pytest.mark.parametrize("command", ["reproduce", exhaustive("confirm")])
 def test_a_repeated_run_searches_again(command: str, verdict: Run, tmp_path: Path) -> None:
     device = f"sim:{verdict.path.parent / 'spec.yaml'}"
-    arguments = verdict.path, repeat.Where(device, None, tmp_path / "again")
+    arguments = verdict.path, repeat.Setup(device, None, tmp_path / "again")
     cells = {"cases": 1, "replicates": 6} if command == "confirm" else {}
     again = store.read(getattr(repeat, command)(*arguments, **cells))
     assert choices_of(again.state) is Choices.AMONG
@@ -129,8 +129,8 @@ def test_a_repeated_run_searches_again(command: str, verdict: Run, tmp_path: Pat
 
 def test_a_reproduction_inherits_the_choices_of_each_process(verdict: Run, tmp_path: Path) -> None:
     device = f"sim:{verdict.path.parent / 'spec.yaml'}"  # a run names no path outside it
-    where = repeat.Where(device, None, tmp_path / "again", inherit=True)
-    again = store.read(repeat.reproduce(verdict.path, where))
+    setup = repeat.Setup(device, None, tmp_path / "again", inherit=True)
+    again = store.read(repeat.reproduce(verdict.path, setup))
     assert choices_of(again.state) is Choices.BUNDLE
     assert choices_by_case(again) == choices_by_case(verdict)
     assert agreement(verdict, again).choices is Choices.BUNDLE
@@ -143,8 +143,8 @@ def test_a_reproduction_inherits_the_choices_of_each_process(verdict: Run, tmp_p
 @pytest.mark.exhaustive
 def test_an_inheriting_confirmation_begins_with_the_first_process_again(verdict, tmp_path) -> None:
     device = f"sim:{verdict.path.parent / 'spec.yaml'}"
-    where = repeat.Where(device, None, tmp_path / "sure", inherit=True)
-    again = store.read(confirm(verdict.path, where, cases=1, replicates=10))
+    setup = repeat.Setup(device, None, tmp_path / "sure", inherit=True)
+    again = store.read(confirm(verdict.path, setup, cases=1, replicates=10))
     assert choices_of(again.state) is Choices.BUNDLE
     before = choices_by_case(verdict)
     for case, result in choices_by_case(again).items():

@@ -138,7 +138,7 @@ def test_a_spare_process_imports_early_and_begins_when_needed(dies: bool) -> Non
         assert not next_one.about
         if dies:
             os.kill(next_one.pid, signal.SIGKILL)
-        runner.fresh()
+        runner.next_process()
         (measured,) = runner.run([Contest(PROBLEM, (BASELINE,))])
         assert measured.rows[0].status is Status.OK
         assert (runner.pid == next_one.pid) is not dies
@@ -162,7 +162,7 @@ def test_a_worker_that_a_command_started_early_is_the_first_one(monkeypatch) -> 
     early_start.start("sim", 1, 3)
     assert early_start.take() is None
     early_start.start(None, 1, 2)
-    first, second = early_start._waiting
+    first, second = early_start._processes
     worker = worker_process.start_worker("cpu", None, worker_process.Log())
     other = worker_process.Worker("cpu", None, worker_process.Log())
     assert {worker.pid, other.pid} == {first.pid, second.pid}

@@ -46,7 +46,7 @@ ASKED = HELLO + "asked = json.loads(sys.stdin.readline())\n"
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_process, "START_PAUSE_S", 0.0)
-    monkeypatch.setattr(worker_process, "LEFT_S", 0.2)
+    monkeypatch.setattr(worker_process, "DRAIN_S", 0.2)
 
 
 def answered(monkeypatch: pytest.MonkeyPatch, script: str, timeout_s: float = 60.0) -> object:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from sparsebench.kernels._common.machine_code import cache_folder, cached, digest
+from sparsebench.kernels._common.machine_code import cache_folder, digest, read_or_compile
 
 
 def elf(**sections: bytes) -> bytes:
@@ -54,7 +54,7 @@ def compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def code(compiled: list[int], *key: object) -> bytes:
     """Return the code for a key, and count compilations."""
-    return cached(key, lambda: compiled.append(1) or b"code")
+    return read_or_compile(key, lambda: compiled.append(1) or b"code")
 
 
 def test_code_is_compiled_once_and_anew_for_other_constants(compiled: list[int]) -> None:

@@ -79,12 +79,12 @@ def test_a_candidate_that_raises_has_its_reason_in_one_short_line() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "device", lambda device: pytest.MonkeyPatch.context())
         patch.setattr(torch.cuda, "synchronize", lambda device: None)
-        right, wrong = module.warmed([works, fails], device, 1)
+        right, wrong = module.warm_up([works, fails], device, 1)
         assert right is None
         assert str(wrong).startswith("RuntimeError: no room!!!")
         assert len(str(wrong)) == module.REASON
         with pytest.raises(Unsupported, match=r"no candidate runs: RuntimeError: no room!+$"):
-            module.warmed([fails], device, 1)
+            module.warm_up([fails], device, 1)
 
 
 def test_an_exception_without_a_message_does_not_end_a_search(monkeypatch) -> None:
@@ -93,7 +93,7 @@ def test_an_exception_without_a_message_does_not_end_a_search(monkeypatch) -> No
 
     monkeypatch.setattr(torch.cuda, "device", lambda device: pytest.MonkeyPatch.context())
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    winner = module.warmed([lambda: None, fails], torch.device("cuda"), 1)
+    winner = module.warm_up([lambda: None, fails], torch.device("cuda"), 1)
     assert winner == [None, "NotImplementedError"]
 
 

@@ -46,10 +46,10 @@ def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     monkeypatch.setattr(torch.cuda, "device", lambda device: warnings.catch_warnings())
     monkeypatch.setattr(choice_lists, "package", lambda device: {})
     monkeypatch.setattr(choice_lists, "_FILES", {})
-    monkeypatch.setattr(choice_lists, "_MADE", {})
-    monkeypatch.setattr(choice_lists, "_SAID", set())
+    monkeypatch.setattr(choice_lists, "_PROCESS_CHOICES", {})
+    monkeypatch.setattr(choice_lists, "_WARNINGS", set())
     monkeypatch.setattr(selection, "search", last_is_best)
-    monkeypatch.setattr(selection, "lasting", lambda make, device: make())
+    monkeypatch.setattr(selection, "make_lasting", lambda make, device: make())
     return tmp_path
 
 
@@ -206,11 +206,11 @@ def test_a_choice_that_a_run_made_is_taken_again(cache: Path) -> None:
 def test_a_process_of_a_run_searches_anew_among_the_finalists_of_the_first(cache: Path) -> None:
     operator().select(1, timed)  # fills the user's cache
     choice_lists._FILES.clear()
-    choice_lists._MADE.clear()
+    choice_lists._PROCESS_CHOICES.clear()
     first = operator().select(1, timed, Earlier(None, ()))
     assert (first.by, len(first.lines)) == ("search", 3)
     assert operator().select(1, timed, Earlier(None, ())).by == "cache"  # of this process
-    choice_lists._MADE.clear()
+    choice_lists._PROCESS_CHOICES.clear()
     lines = [
         {"choice": {"kernel": "small", "tokens": t}, "median_us": us} for t, us in TIMES.items()
     ]

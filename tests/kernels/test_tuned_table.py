@@ -295,7 +295,7 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> type[Bench]:
 def test_tuning_fills_the_users_table_that_lookups_then_find(suite, bench, folders) -> None:
     outcome = tuning.tune(suite, "cuda:0", 1)
     assert outcome.file == folders["user"] / "sm90_132.json"
-    assert (outcome.new, outcome.left, outcome.failed) == (6, 0, [])
+    assert (outcome.new, outcome.left, outcome.failures) == (6, 0, [])
     assert "speedup by tuning: median 1.50, at most 1.50" in outcome.lines[1]
     first = tuned_table.read(outcome.file).entries[0]
     assert (first.time_us, first.untuned_us, first.choice) == (2.0, 3.0, {"tokens": 256})
@@ -310,7 +310,7 @@ def test_what_users_get_is_searched_beside_the_tables(suite, bench, tmp_path) ->
     users = "contenders:\n  - {format: bsr, params: {block: $block}}"
     (tmp_path / "both.yaml").write_text(SUITE.replace("contenders:", users))
     outcome = tuning.tune(read(str(tmp_path / "both.yaml")), "cuda:0", 1)
-    assert (outcome.new, outcome.choices, outcome.failed) == (6, 3, [])
+    assert (outcome.new, outcome.choices, outcome.failures) == (6, 3, [])
 
 
 def test_a_default_that_is_faster_than_the_searchs_choice_goes_into_the_table(
@@ -331,8 +331,8 @@ def test_a_wrong_configuration_never_enters_a_table_and_is_reported(suite, bench
     bench.ends = {"bsr_wgmma": Status.WRONG, "bsr_triton": Status.UNSUPPORTED}
     outcome = tuning.tune(suite, "cuda:0", 1)
     assert outcome.table.entries == []
-    assert len(outcome.failed) == 3
-    assert outcome.failed[0].startswith("wrong: bsr/bsr_wgmma tuned=wide, case ")
+    assert len(outcome.failures) == 3
+    assert outcome.failures[0].startswith("wrong: bsr/bsr_wgmma tuned=wide, case ")
 
 
 def test_tuning_ends_at_its_time_limit_and_resumes(suite, bench, monkeypatch) -> None:
@@ -393,4 +393,4 @@ def test_a_search_of_the_whole_space_is_right_and_fills_a_table(suite, tmp_path,
     monkeypatch.undo()
     out = tmp_path / "mine.json"
     outcome = tuning.tune(suite, "cuda:0", 5, "m=64 kernel=bsr_triton", out)
-    assert (outcome.failed, outcome.new, outcome.left) == ([], 1, 0)
+    assert (outcome.failures, outcome.new, outcome.left) == ([], 1, 0)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from sparsebench.reports.elsewhere import Elsewhere
+from sparsebench.reports.published_answer import PublishedAnswer
 from sparsebench.reports.tables import Table
 from sparsebench.reports.terminal import Answer, answer_json, answer_markdown, count_statuses
 from sparsebench.results.analysis import analyse
@@ -299,14 +299,14 @@ def test_a_machine_without_a_gpu_sees_the_published_answer_marked() -> None:
     here = read(PUBLISHED / "cpu" / "quick-cpu")
     console = Console(width=120)
     with console.capture() as capture:
-        console.print(Elsewhere(here, PUBLISHED))
+        console.print(PublishedAnswer(here, PUBLISHED))
     first, *rest = capture.get().strip().splitlines()
     assert first.startswith("NOT MEASURED HERE")
     assert "nvidia-h200/quick" in first
     assert any("bsr_wgmma" in line for line in rest)
     fp32 = [row for row in here.rows if row.case.problem.fields["dtype"] == "fp32"]
     with console.capture() as capture:  # the GPU has rows of these problems, and no time
-        console.print(Elsewhere(replace(here, rows=fp32), PUBLISHED))
+        console.print(PublishedAnswer(replace(here, rows=fp32), PUBLISHED))
     assert "NOT MEASURED HERE" not in capture.get()
 
 

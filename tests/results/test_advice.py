@@ -14,7 +14,7 @@ from sparsebench.reports import advice as presented
 from sparsebench.reports.site import prune
 from sparsebench.reports.site.pages import Site
 from sparsebench.results import store
-from sparsebench.results.advice import NO, TRAIN, TRY, UNMEASURED, advise, left_out
+from sparsebench.results.advice import NO, TRAIN, TRY, UNMEASURED, advise, leave_one_out
 from sparsebench.results.analysis import analyse
 from sparsebench.results.layer_estimates import ACTIVATIONS, BLOCKS, TWO_FOUR, Layer
 from sparsebench.results.measured_layers import Evidence, of_runs, packaged_evidence
@@ -72,7 +72,7 @@ def test_every_active_unit_takes_time_beside_the_gate(evidence: Evidence) -> Non
 
 
 def test_estimates_hold_every_whole_model_that_was_left_out(evidence: Evidence) -> None:
-    estimates = left_out(evidence)
+    estimates = leave_one_out(evidence)
     assert len(estimates) == len(evidence.steps)
     assert len({step.model.hidden for step, _ in estimates}) > 1
     outside = [(step, gain) for step, gain in estimates if not gain.low <= step.gain <= gain.high]

@@ -18,7 +18,7 @@ from rich.console import Console
 
 from sparsebench.errors import ResultError
 from sparsebench.reports.comparison import (
-    Compared,
+    ComparisonReport,
     Paragraph,
     compare_sides,
     html,
@@ -27,7 +27,7 @@ from sparsebench.reports.comparison import (
     to_json,
 )
 from sparsebench.reports.comparison_tables import disagreements
-from sparsebench.reports.survey import compared
+from sparsebench.reports.survey import compare_device
 from sparsebench.reports.tables import Table
 from sparsebench.results import bundle
 from sparsebench.results.changes import (
@@ -42,7 +42,7 @@ from sparsebench.results.changes import (
 )
 from sparsebench.results.comparison import compare
 from sparsebench.results.record import Case, Contender, Problem, Row, Status
-from sparsebench.results.sides import Side, find, named_apart, short_name, side
+from sparsebench.results.sides import Side, distinct_names, find, short_name, side
 from sparsebench.results.store import Run
 from tests.tools.paths import PUBLISHED
 
@@ -101,12 +101,12 @@ def with_bsr(original: Run, **row: Any) -> Run:
 
 
 def shown(*runs: Run, width: int = 120) -> str:
-    names = named_apart(runs)
+    names = distinct_names(runs)
     sides = [side(each, name=name) for each, name in zip(runs, names, strict=True)]
     return printed(compare_sides(sides), width)
 
 
-def printed(result: Compared, width: int) -> str:
+def printed(result: ComparisonReport, width: int) -> str:
     console = Console(width=width)
     with console.capture() as capture:
         console.print(result)
@@ -262,8 +262,8 @@ def test_every_mean_has_its_interval_and_its_number_of_cases() -> None:
         assert "[" in shown
         assert all(shown in text for text in texts)
         if name != "times_mean":  # a survey compares the gains and the dense times
-            assert shown in compared(result.others[0])
-    assert compared(result.others[0]).count("(3 shared cases)") == 2
+            assert shown in compare_device(result.others[0])
+    assert compare_device(result.others[0]).count("(3 shared cases)") == 2
     assert mean(result.others[0].cases[:0], TIME) is None
 
 

@@ -22,7 +22,10 @@ def row(us: float, kernel: str = "torch_bsr", **changed: Any) -> Row:
 
 
 def doubts(*rows: Row) -> list[str]:
-    return [f"{doubt.expected}; {doubt.found}" for doubt in tuning_doubts.doubts(frame(rows))]
+    return [
+        f"{doubt.expected_time}; {doubt.measured_time}"
+        for doubt in tuning_doubts.doubts(frame(rows))
+    ]
 
 
 @pytest.mark.parametrize(

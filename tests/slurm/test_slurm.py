@@ -82,7 +82,7 @@ class Sent:
     """A plan that is sent in a thread, as `run --slurm` does, and what its folder tells of it."""
 
     def __init__(self, suite: Path, out: Path, parts: int) -> None:
-        self.suite, self.folder = read(str(suite)), folders.beside(out)
+        self.suite, self.folder = read(str(suite)), folders.shards_of(out)
         flags, devices = Flags("sim", replicates=2), ("sim",) * parts
         options = {"partition": "sim", "time": 60}
         self.plan = Plan(self.suite.name, flags, devices, "slurm", options, cluster_jobs.job_name())

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from sparsebench.kernels._common import tuned_table
-from sparsebench.kernels._common.selection import configured
+from sparsebench.kernels._common.selection import config_of
 from sparsebench.results import store
 from sparsebench.results.record import Case, Contender, Problem, Row, Status
 from tests.tools import choices
@@ -90,6 +90,6 @@ def test_a_list_names_kernels_and_configurations_that_exist(file: Path) -> None:
             (source,) = PACKAGE.parent.glob(f"*/{line['kernel']}.py")
             kernel = import_module(f"sparsebench.kernels.{source.parent.name}.{source.stem}")
             if hasattr(kernel, "Config"):
-                configured(kernel, line["config"])
+                config_of(kernel, line["config"])
     assert len({json.dumps(line["problem"], sort_keys=True) for line in lines}) == len(lines)
     assert len(file.read_bytes()) < 100_000

@@ -2,7 +2,7 @@
 
     run on a CPU ─> its suite and problems ─> the published run of that suite on a GPU ─> its answer
 
-Nothing of it was measured here, and its first line says so.
+None of it was measured here, and its first line says so.
 """
 
 from collections.abc import Iterator
@@ -26,7 +26,7 @@ HOW = "To measure a GPU, run the same command on a machine with an NVIDIA GPU."
 
 
 @dataclass(frozen=True)
-class Elsewhere:
+class PublishedAnswer:
     """The answer of a published GPU to the problems of a run, for a rich console."""
 
     run: Run
@@ -53,9 +53,9 @@ class Elsewhere:
 
 
 def published_run(run: Run, published: Path) -> Run | None:
-    """Return the published run on a GPU of most processes that timed some of the run's problems.
+    """Return the published run on a GPU that has problems of this run, with these problems alone.
 
-    Only these problems are kept. A run that is named after the suite comes before others.
+    Among several, a run that is named after the suite comes first, then the one of most processes.
     """
     ids = {row.case.problem.id for row in run.rows}
     ranked: list[tuple[bool, int, Path]] = []
