@@ -28,6 +28,7 @@ from sparsebench.results.formatting import (
     percent,
     times,
 )
+from sparsebench.results.frame import records
 from sparsebench.results.model_shapes import model_name
 from sparsebench.results.statistics import ratio_over
 
@@ -108,7 +109,7 @@ def _runs_as(case: Mapping[Any, Any], others: pd.DataFrame) -> "pd.Series[bool]"
     alike = [
         bool(kernel_that_ran(case))
         and (kernel_that_ran(other), other["tile"]) == (kernel_that_ran(case), case["tile"])
-        for other in others.to_dict("records")
+        for other in records(others)
     ]
     return pd.Series(alike, others.index, dtype=bool)
 

@@ -39,7 +39,7 @@ from sparsebench.results.cases import CONTEST, chose_dense, uncertainty
 from sparsebench.results.ceilings import Ceilings
 from sparsebench.results.families import DEFAULT, by_default, is_ours
 from sparsebench.results.formatting import duration, plain
-from sparsebench.results.frame import fields
+from sparsebench.results.frame import fields, records
 from sparsebench.results.model_shapes import model_name
 from sparsebench.results.outcome import DIFFERENT, VERDICTS
 from sparsebench.results.record import Status
@@ -253,10 +253,10 @@ def _with_gains(cases: pd.DataFrame) -> pd.DataFrame:
     dense = cases[cases.side == "dense"]
     dense = dense.assign(rank=dense.speedup.fillna(0), rate=-dense.median_us)
     dense = dense.sort_values(["rank", "rate"], ascending=False, kind="stable")[NEEDED]
-    fastest = {tuple(line[n] for n in CONTEST): line for line in reversed(dense.to_dict("records"))}
+    fastest = {tuple(line[n] for n in CONTEST): line for line in reversed(records(dense))}
     lines = [
         _gain(line, fastest.get(tuple(line[name] for name in CONTEST)))
-        for line in cases[NEEDED].to_dict("records")
+        for line in records(cases[NEEDED])
     ]
     names = ["gain", "low", "high", "decided", "gain_interval"]
     table = pd.DataFrame(lines, cases.index, names)

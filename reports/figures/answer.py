@@ -42,6 +42,7 @@ from sparsebench.results.formatting import (
     plain,
     span_text,
 )
+from sparsebench.results.frame import records
 
 TITLE = "Which format wins"
 ORDER = 10
@@ -238,7 +239,7 @@ def _line(chart: Chart, cells: pd.DataFrame, side: str, name: str, across: bool)
         f"{field_text(name, line['at'])}: {line[f'{side}_label']} "
         f"{between(*(line[f'{side}_{part}'] for part in ('gain', 'low', 'high', 'half')))}, "
         f"{duration(line[f'{side}_median_us'])}"
-        for line in cells.to_dict("records")
+        for line in records(cells)
     ]
     chart.spans(cells.place, low, high, look.but(width=1.4, alpha=0.7), across)
     if across:

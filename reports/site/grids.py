@@ -37,6 +37,7 @@ from sparsebench.results.formatting import (
     span_text,
     times,
 )
+from sparsebench.results.frame import records
 
 LEVELS = (0.25, 0.5, 0.7, 0.8, 0.9, 0.95, 0.99)  # the preferred columns
 COLUMNS = 7
@@ -126,7 +127,7 @@ class Grid:
         return f" from {percent(cells[first][0])} sparsity on" if len(cells) > 1 else ""
 
 
-Record = dict[Any, Any]
+Record = dict[str, Any]
 """A line of a card (cards.py), with the head of its row."""
 
 
@@ -155,8 +156,8 @@ def grids(lines: pd.DataFrame) -> list[Grid]:
         return []
     sparse = sparse.assign(level=sparse.level.round(2), m=sparse.m.astype(int), head=_head(sparse))
     tokens = _most(sparse.m, [m for m in TOKENS if m in set(sparse.m)], len(TOKENS))
-    records: list[Record] = sparse.to_dict("records")
-    return [_grid([line for line in records if line["m"] == m], int(m)) for m in tokens]
+    cells = records(sparse)
+    return [_grid([line for line in cells if line["m"] == m], int(m)) for m in tokens]
 
 
 def coverage(lines: pd.DataFrame, drawn: Sequence[Grid]) -> str:
@@ -180,7 +181,6 @@ def coverage(lines: pd.DataFrame, drawn: Sequence[Grid]) -> str:
 def cases(lines: pd.DataFrame) -> list[dict[str, str | bool]]:
     """Return a line per case, the largest gain first."""
     ranked = lines.sort_values("gain", ascending=False, na_position="last", kind="stable")
-    records: list[dict[str, Any]] = [*ranked.to_dict("records")]  # type: ignore[list-item]
     return [
         {
             **{name: str(line[name]) for name in ("gpu", "run", "name_of_run", "name")},
@@ -193,7 +193,7 @@ def cases(lines: pd.DataFrame) -> list[dict[str, str | bool]]:
             "mark": line["mark"],
             "of": _of(line),
         }
-        for line in records
+        for line in records(ranked)
     ]
 
 
