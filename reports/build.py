@@ -31,7 +31,6 @@ from sparsebench.reports.terminal import count_statuses, trust
 from sparsebench.results.analysis import tables
 from sparsebench.results.answer import evidence, headline
 from sparsebench.results.badges import badges
-from sparsebench.results.contests import usual
 from sparsebench.results.formatting import amount, brackets, selection
 from sparsebench.results.model_files import Pruning
 from sparsebench.results.provenance import device_title, flat
@@ -158,7 +157,7 @@ def _evidence(frames: Frames) -> dict[str, str]:
         f"{limited} of {amount(len(once), 'case')} had a slowed GPU or a late host in some process",
     ]
     gain, rest = evidence(frames.views[0])
-    rest = " ".join(filter(None, [rest, *remarks(usual(frames.raced))]))
+    rest = " ".join(filter(None, [rest, *remarks(frames)]))
     again = again_command(run, cases, line.best_case_id)
     return {"gain": gain, "rest": rest, "counts": " · ".join(counts), "again": again}
 

@@ -28,6 +28,7 @@ from sparsebench.results.formatting import (
     significant,
     times,
 )
+from sparsebench.results.frame import records
 from sparsebench.results.outcome import DIFFERENT, STYLES, Outcome
 from sparsebench.results.record import Status
 from sparsebench.results.sides import KEYS
@@ -55,7 +56,7 @@ def grid(other: Changes) -> Table:
     Dense products of equal sizes do the same work, so only that of the fewest zeros is shown.
     """
     places: dict[tuple[Any, ...], tuple[list[Line], list[Line]]] = {}
-    for line in other.cases.to_dict("records"):
+    for line in records(other.cases):
         key = line["problem_id"], line["scope"], line["cache"], line["format"]
         for end, timed in zip("ab", places.setdefault(key, ([], [])), strict=True):
             if line[f"status_{end}"] == Status.OK:
@@ -93,7 +94,7 @@ def cases(others: Sequence[Changes]) -> Table:
     """
     by_case: dict[tuple[Any, ...], dict[int, dict[Any, Any]]] = {}
     for number, other in enumerate(others):
-        for line in other.cases[other.cases.word != ""].to_dict("records"):
+        for line in records(other.cases[other.cases.word != ""]):
             by_case.setdefault(tuple(line[key] for key in KEYS), {})[number] = line
     ordered = sorted(by_case.values(), key=lambda case: -max(map(_rank, case.values())))
     name, _ = _problems(pd.DataFrame([next(iter(case.values())) for case in ordered]))
@@ -162,7 +163,7 @@ def disagreements(result: Comparison) -> Table:
     name, about = _problems(apart)
     lines = [
         [name(line), kernel(line["label"]), *(_speedup(line, side) for side in "ab")]
-        for line in apart.to_dict("records")
+        for line in records(apart)
     ]
     columns = ("problem", "contender", "× baseline there", "× baseline here")
     title = f"Cells that disagree: {about}".rstrip(": ")

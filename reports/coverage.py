@@ -11,6 +11,7 @@ import pandas as pd
 
 from sparsebench.results.between_cards import State, packaged_variation
 from sparsebench.results.formatting import amount, significant
+from sparsebench.results.frame import records
 from sparsebench.results.record import POWER_LIMITED
 from sparsebench.results.repeats import COUNTS, are_published, coverage
 
@@ -63,7 +64,7 @@ def coverage_lines(repeats: pd.DataFrame) -> list[list[str]]:
     table = coverage(repeats, published=are_published(repeats))
     lines = []
     for inherited, group in table.groupby("inherited"):
-        ranked = group.sort_values("repeats", ascending=False, kind="stable").to_dict("records")
+        ranked = records(group.sort_values("repeats", ascending=False, kind="stable"))
         total = {"run_a": "all", "run_b": "all", "inherited": inherited, **group[COUNTS].sum()}
         lines += [_line(pair) for pair in (total, *ranked)]
     return lines

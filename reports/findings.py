@@ -1,4 +1,4 @@
-"""The sentences above the table of an answer: break-evens, then the winner of each op and pattern.
+"""The sentences above the table of an answer: break-evens, then winners by op, pattern and dtype.
 
 bsr_small 10.3 µs, 3.17× cublas [3.15, 3.19], 26 % of the hardware limit
   1.12× as fast as torch_bsr tuned=True; users get it by default, 10.4 µs; linear, m = 64, 90 %
@@ -16,7 +16,7 @@ import pandas as pd
 
 from sparsebench.results import cliffs, front_door
 from sparsebench.results.analysis import Analysis
-from sparsebench.results.answer import answers
+from sparsebench.results.answer import TOPIC, first_views, general_sentences, other_dtypes
 from sparsebench.results.cases import CONTEST
 from sparsebench.results.contests import OF_MODEL, in_chain, usual
 from sparsebench.results.families import DEFAULT
@@ -28,34 +28,39 @@ from sparsebench.results.formatting import (
     percent,
     times,
 )
+from sparsebench.results.frame import records
 from sparsebench.results.model_shapes import model_name
 from sparsebench.results.statistics import ratio_over
 
 LEVEL = 0.9  # formats are compared at the measured sparsity nearest to this
-MOST = 4  # winners
+MOST = 4  # ops and patterns with winners
 LEAST = 0.01  # relative uncertainty that a lead shows
 
 
 def findings(analysis: Analysis) -> list[str]:
-    """Return break-evens and winners, the winner of each op and pattern near LEVEL, in lines."""
-    general = [line for _, lines in answers(analysis.views) for line in lines if ": " not in line]
+    """Return break-evens, and the winner of each op, pattern and dtype near LEVEL, in lines."""
+    general = [line for view in first_views(analysis.views) for line in general_sentences(view)]
     timed = analysis.timed
     if timed.empty:
         return general
     first = usual(timed)
     general = [*filter(None, [cliffs.sentence(first)]), *general]
-    groups = first[first.side != "dense"].groupby(["op", "pattern"], sort=False)
-    best = [_nearest(group) for _, group in groups]
-    winners = [line for case in best[:MOST] for line in _winner(case, timed)]
+    sparse = first[first.side != "dense"]
+    topics = [group for _, group in sparse.groupby([*TOPIC], sort=False)]
+    best = [case for group in topics[:MOST] for case in _best_of_dtypes(group)]
+    with_dtype = len({case["dtype"] for case in best}) > 1
+    winners = [line for case in best for line in _winner(case, timed, with_dtype)]
     return [*general, *winners, *filter(None, [front_door.sentence(first)])]
 
 
-def remarks(cases: pd.DataFrame) -> list[str]:
-    """Return what follows the headline of a run: its cliffs, and slower kernels by default."""
-    return [*filter(None, [cliffs.sentence(cases), front_door.sentence(cases)])]
+def remarks(analysis: Analysis) -> list[str]:
+    """Return what follows a run's headline: other dtypes, cliffs, slower kernels by default."""
+    cases = usual(analysis.timed)
+    said = [cliffs.sentence(cases), front_door.sentence(cases)]
+    return [*other_dtypes(analysis.views), *filter(None, said)]
 
 
-def _winner(best: Mapping[Any, Any], timed: pd.DataFrame) -> list[str]:
+def _winner(best: Mapping[Any, Any], timed: pd.DataFrame, with_dtype: bool) -> list[str]:
     """Write a winner with its interval, its share of the hardware limit, and its lead."""
     best = _by_name(best, timed)
     isolated, best = best, in_chain(best, timed)
@@ -72,7 +77,7 @@ def _winner(best: Mapping[Any, Any], timed: pd.DataFrame) -> list[str]:
         words.append(f"isolated {duration(isolated['median_us'])}, {gain}")
     if best["of_bound"] > 0:
         words.append(f"{percent(round(best['of_bound'], 2))} of the hardware limit")
-    place, lead = _place(best), "no other sparse kernel has a time"
+    place, lead = _place(best, with_dtype), "no other sparse kernel has a time"
     rest = rivals[rivals.label != best["label"]].sort_values("median_us")
     by_default = (rest.kernel == DEFAULT) & _runs_as(best, rest)
     same, rest = rest[by_default], rest[~by_default]
@@ -104,7 +109,7 @@ def _runs_as(case: Mapping[Any, Any], others: pd.DataFrame) -> "pd.Series[bool]"
     alike = [
         bool(kernel_that_ran(case))
         and (kernel_that_ran(other), other["tile"]) == (kernel_that_ran(case), case["tile"])
-        for other in others.to_dict("records")
+        for other in records(others)
     ]
     return pd.Series(alike, others.index, dtype=bool)
 
@@ -124,9 +129,15 @@ def contender_name(case: Mapping[Any, Any]) -> str:
     return f"{case['name']}{by}"
 
 
+def _best_of_dtypes(group: pd.DataFrame) -> list[dict[Any, Any]]:
+    """Return the winner of each dtype; only those with a dense time, if there are any."""
+    best = [_nearest(cases) for _, cases in group.groupby("dtype", sort=False)]
+    return [case for case in best if pd.notna(case["gain"])] or best
+
+
 def _nearest(group: pd.DataFrame) -> dict[Any, Any]:
     """Return the fastest case at the sparsity nearest to LEVEL."""
-    away = (group.level - LEVEL).abs().fillna(1).round(6)
+    away = (group.level - LEVEL).abs().fillna(1).round(3)  # levels of files differ
     near = group[away == away.min()].assign(haste=-group.median_us)
     return dict(near.sort_values(["gain", "haste"], na_position="first").iloc[-1])
 
@@ -137,11 +148,11 @@ def _fastest_dense(contest: pd.DataFrame) -> dict[Any, Any] | None:
     return dict(dense.sort_values("median_us").iloc[0]) if len(dense) else None
 
 
-def _place(case: Mapping[Any, Any]) -> str:
+def _place(case: Mapping[Any, Any], with_dtype: bool) -> str:
     """Name a problem: `linear, m = 64, 90 %, 128 × 128 blocks`, `... 29 of 5632 units active`."""
     block = str(case.get("block", ""))
     sizes = [case[name] for name in OF_MODEL if name in case and pd.notna(case[name])]
-    parts = [str(case["op"]), f"m = {case['m']}"]
+    parts = [str(case["op"]), *([str(case["dtype"])] if with_dtype else []), f"m = {case['m']}"]
     parts += [model_name(*map(int, sizes))] if sizes else []
     parts += [percent(case["level"])] if case["level"] > 0 else []
     parts += [blocks_text(block)] if block not in ("", "1", "nan") else []

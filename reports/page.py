@@ -8,6 +8,7 @@ import jinja2
 from markupsafe import Markup, escape
 
 from sparsebench.results.formatting import amount
+from sparsebench.results.frame import MARKS
 from sparsebench.results.outcome import MEANINGS
 
 
@@ -39,5 +40,6 @@ def _environment() -> jinja2.Environment:
     environment.filters["amount"] = amount
     environment.filters["code"] = code
     environment.globals["outcomes"] = MEANINGS
+    environment.globals["marks"] = MARKS
     environment.globals["inlined"] = lambda name: Markup(content(name))
     return environment

@@ -23,6 +23,7 @@ from sparsebench._writing import replacing
 from sparsebench.results import store
 from sparsebench.results.analysis import analyse
 from sparsebench.results.formatting import blocks_text
+from sparsebench.results.frame import records
 
 APART = 1.5  # least ratio of the heights of two labels
 OURS = "sparsebench"
@@ -78,7 +79,7 @@ def _label(axis: Axes, cases: pd.DataFrame, palette: dict[str, Any]) -> None:
     """Write the name of each line right of its last point, at least APART apart."""
     ends = cases.sort_values("level").groupby("series").tail(1).sort_values("speedup")
     lowest = 0.0
-    for end in ends.to_dict("records"):
+    for end in records(ends):
         lowest = max(float(end["speedup"]), lowest * APART)
         axis.annotate(
             str(end["series"]),

@@ -36,7 +36,7 @@ from sparsebench.results.formatting import (
     percent,
     times,
 )
-from sparsebench.results.frame import HOST_LATE
+from sparsebench.results.frame import HOST_LATE, records
 from sparsebench.results.outcome import Outcome, outcome
 from sparsebench.results.statistics import FEWEST
 
@@ -131,14 +131,14 @@ def _problems(by_run: Mapping[str, Frames]) -> pd.DataFrame:
             lines.assign(
                 run=run,
                 processes=lines.problem_id.map(processes),
-                name=[_name(line, kinds) for line in lines.to_dict("records")],
+                name=[_name(line, kinds) for line in records(lines)],
             )
         )
         seen |= set(lines.problem_id)
     if not parts:
         return pd.DataFrame()
     problems = pd.concat(parts, ignore_index=True)
-    outcomes = pd.Series([_outcome(line) for line in problems.to_dict("records")], problems.index)
+    outcomes = pd.Series([_outcome(line) for line in records(problems)], problems.index)
     return problems.assign(settled=problems.best_gain.notna() & (outcomes != Outcome.NOT_SETTLED))
 
 

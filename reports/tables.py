@@ -128,6 +128,7 @@ def html_table(
 ) -> Markup:
     """Return an HTML table that scrolls sideways; a head `>...` names a column of numbers.
 
+    Texts of more than LONGEST characters wrap, so that numbers beside them stay in the window.
     `ids` are those of the lines, so that an address can point to one.
     """
     columns = [
@@ -157,6 +158,8 @@ def split_style(cell: Cell) -> tuple[str, str]:
 
 def _style(cell: Cell) -> tuple[str, str]:
     text, style = split_style(cell)
+    if not isinstance(text, Markup) and len(text) > LONGEST:
+        style = f"{style} long".strip()
     return text, "vacant" if text in ("", "-") else style
 
 

@@ -38,7 +38,7 @@ from sparsebench.results.formatting import (
     kernel,
     percent,
 )
-from sparsebench.results.frame import fields
+from sparsebench.results.frame import fields, records
 from sparsebench.results.model_shapes import model_name
 from sparsebench.results.noise import Reliability
 from sparsebench.results.outcome import STYLES, Outcome
@@ -247,7 +247,7 @@ def results(analysis: Analysis) -> Table:
             outcome(line) if line["side"] != "dense" else "",
             str(line["marks"] or ""),
         ]
-        for line in best.to_dict("records")
+        for line in records(best)
         for op, text in [(str(line["op"]), _problem(line, varying[line["op"]]))]
     ]
     sparse = cases[(cases["format"] != "dense") & ~cases["format"].isin(best.kind)]

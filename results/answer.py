@@ -37,7 +37,8 @@ from sparsebench.results.record import Status
 OF_ATTENTION = ["batch", "heads", "causal"]  # fields of its problems, which have no shape
 TWO_FOUR = 0.5  # sparsity of weights that are all 2:4
 USUAL = 0.9  # sparsity of a headline, if it was measured
-MOST = 4  # answers of a run, each for its own op or pattern
+TOPIC = ("op", "pattern")
+MOST = 4  # ops and patterns with an answer of their own
 EXAMPLES = {"level": (0.5, 0.9), "m": (16, 4096)}  # values to report, if they were measured
 
 
@@ -60,17 +61,23 @@ class BreakEven:
 
 
 def answers(views: Sequence[View]) -> list[tuple[str, list[str]]]:
-    """Return `where` and `sentences` of the first view of each op and pattern, at most MOST.
+    """Return `where` and `sentences` of each of `first_views`."""
+    return [(where(view), sentences(view)) for view in first_views(views)]
+
+
+def first_views(views: Sequence[View]) -> list[View]:
+    """Return the first view of each dtype of each op and pattern, of which at most MOST count.
 
     Views without a sparse time or without a dense one are left out, unless there are no others.
     """
     first: dict[tuple[str, ...], View] = {}
     for view in views:
-        first.setdefault(tuple(view.choice.get(name, "") for name in ("op", "pattern")), view)
-    chosen = [*first.values()]
+        first.setdefault(tuple(view.choice.get(name, "") for name in (*TOPIC, "dtype")), view)
+    chosen = [*first.items()]
     for column in ("best_median_us", "best_gain"):
-        chosen = [view for view in chosen if view.cells[column].notna().any()] or chosen
-    return [(where(view), sentences(view)) for view in chosen[:MOST]]
+        chosen = [each for each in chosen if each[1].cells[column].notna().any()] or chosen
+    topics = [*dict.fromkeys(key[: len(TOPIC)] for key, _ in chosen)][:MOST]
+    return [view for key, view in chosen if key[: len(TOPIC)] in topics]
 
 
 def where(view: View) -> str:
@@ -95,18 +102,16 @@ def against(view: View) -> str:
 
 def sentences(view: View) -> list[str]:
     """Return the answer of a view, the most general sentence first."""
-    if view.cells.empty or view.cells.best_median_us.isna().all():
-        return ["No sparse contender has a time here, so nothing can be compared with dense."]
-    if view.cells.best_gain.isna().all():
-        return ["No dense contender has a time here, so there is no gain over dense."]
-    if not (view.cells.best_gain > 1).any():
-        top = view.cells.nlargest(1, "best_gain").iloc[0]
-        near = f"The nearest is {contender(top, 'best')}, {_gain(top)}, {place(view, top)}."
-        scope = [field_text(n, view.choice[n]) for n in ("op", "pattern") if n in view.choice]
-        place_of = f" of {', '.join(scope)}" if scope else ""
-        return [f"Nothing beats dense ({top.dense_name}) at any measured point{place_of}. {near}"]
-    general = _crossings(view) if view.x == "level" else _spans(view)
-    return [*general, *_examples(view)]
+    wins = bool((view.cells.best_gain > 1).any())
+    return [*general_sentences(view), *(_examples(view) if wins else [])]
+
+
+def general_sentences(view: View) -> list[str]:
+    """Return where each format beats dense; each names the op, pattern and dtype if they vary."""
+    names = (*TOPIC, "dtype")
+    topic = [field_text(name, view.choice[name]) for name in names if name in view.choice]
+    about = ", ".join(filter(None, topic))
+    return [f"{about}: {line}" if about else line for line in _general(view)]
 
 
 def break_evens(view: View) -> list[BreakEven]:
@@ -177,19 +182,11 @@ def evidence(view: View) -> tuple[str, str]:
     line = headline(view)
     if line is None:
         return "", ""
-    side = headline_side(line)
-    blocks = blocks_text(line.best_tile) if line.best_tile not in ("", "1") else ""
-    who = " with ".join(filter(None, [format_text(line.best_kind, [line.level]), blocks]))
-    wins = line[f"{side}_gain"] > 1
-    gain = _gain(line, side) if wins else f"Dense wins, best sparse {_gain(line, side)}"
-    text, isolated = f"{place(view, line)}: {who}, {line.best_name}, ", ""
-    if side == "chain":
-        isolated = ", isolated"
-        text += f"{duration(line.chain_median_us)} inside a chain; isolated {_gain(line)}, "
-    text += duration(line.best_median_us)
-    if not pd.isna(line.best_of_bound):
-        text += f", {100 * line.best_of_bound:.0f} % of the hardware limit"
-    text += f". Dense{isolated}: {line.dense_name}, {duration(line.dense_median_us)}."
+    gain, text = _headline_text(view, line)
+    if "dtype" in view.choice:
+        text = f"in {view.choice['dtype']}, {text}"
+    isolated = ", isolated" if headline_side(line) == "chain" else ""
+    text += f" Dense{isolated}: {line.dense_name}, {duration(line.dense_median_us)}."
     other = "peer" if line.best_label == line.ours_label else "ours"
     if not pd.isna(line[f"{other}_gain"]):
         who = "Best other sparse kernel" if other == "peer" else "Best of ours"
@@ -198,6 +195,37 @@ def evidence(view: View) -> tuple[str, str]:
     if where := conditions(line.best_on_cards, line.best_limited):
         text += f" This case was measured on {where}."
     return gain, text
+
+
+def other_dtypes(views: Sequence[View]) -> list[str]:
+    """Return the headline of each other dtype of the first view's op and pattern, as a sentence."""
+    texts = []
+    for view in first_views(views):
+        line = headline(view)
+        same = all(view.choice.get(name) == views[0].choice.get(name) for name in TOPIC)
+        if line is None or not same or view.choice.get("dtype") == views[0].choice.get("dtype"):
+            continue
+        sizes = [n for n in ("m", "shape") if view.choice.get(n) != views[0].choice.get(n)]
+        place_of = [view.choice["dtype"]]
+        place_of += [field_text(n, view.choice[n]) for n in sizes if view.choice[n] != "all"]
+        texts.append(f"In {', '.join(place_of)}: {' '.join(_headline_text(view, line))}")
+    return texts
+
+
+def _headline_text(view: View, line: Any) -> tuple[str, str]:
+    """Return the gain of a headline, and its place, contender, time and share of the limit."""
+    side = headline_side(line)
+    blocks = blocks_text(line.best_tile) if line.best_tile not in ("", "1") else ""
+    who = " with ".join(filter(None, [format_text(line.best_kind, [line.level]), blocks]))
+    wins = line[f"{side}_gain"] > 1
+    gain = _gain(line, side) if wins else f"Dense wins, best sparse {_gain(line, side)}"
+    text = f"{place(view, line)}: {who}, {line.best_name}, "
+    if side == "chain":
+        text += f"{duration(line.chain_median_us)} inside a chain; isolated {_gain(line)}, "
+    text += duration(line.best_median_us)
+    if not pd.isna(line.best_of_bound):
+        text += f", {100 * line.best_of_bound:.0f} % of the hardware limit"
+    return gain, f"{text}."
 
 
 def contender(line: Any, side: str) -> str:
@@ -257,6 +285,18 @@ def _hedge(line: "pd.Series[Any]") -> str:
     """Return the word for a winner whose gain is not decided."""
     is_equal = outcome(line.best_low, line.best_high) is Outcome.EQUAL
     return str(Outcome.EQUAL if is_equal else Outcome.NOT_SETTLED)
+
+
+def _general(view: View) -> list[str]:
+    if view.cells.empty or view.cells.best_median_us.isna().all():
+        return ["No sparse contender has a time here, so nothing can be compared with dense."]
+    if view.cells.best_gain.isna().all():
+        return ["No dense contender has a time here, so there is no gain over dense."]
+    if not (view.cells.best_gain > 1).any():
+        top = view.cells.nlargest(1, "best_gain").iloc[0]
+        near = f"The nearest is {contender(top, 'best')}, {_gain(top)}, {place(view, top)}."
+        return [f"Nothing beats dense ({top.dense_name}) at any measured point. {near}"]
+    return _crossings(view) if view.x == "level" else _spans(view)
 
 
 def _shared(view: View, name: str) -> str:

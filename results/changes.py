@@ -46,6 +46,7 @@ from sparsebench.results.analysis import Analysis
 from sparsebench.results.comparison import Comparison, compare, half_between, same_code
 from sparsebench.results.families import is_ours
 from sparsebench.results.formatting import between
+from sparsebench.results.frame import records
 from sparsebench.results.outcome import DIFFERENT, Outcome, among_many
 from sparsebench.results.provenance import device_name, flat
 from sparsebench.results.record import Status
@@ -136,7 +137,7 @@ def changes(a: Side, b: Side) -> Changes:
         raise ResultError(f"{a.paths} and {b.paths}: {expected}, found none")
     cases["is_baseline"] = cases.label == cases.baseline_label_a
     cases["by_speedup"] = cases.speedup_b_over_a.notna() & ~cases.is_baseline
-    lines = cases.to_dict("records")
+    lines = records(cases)
     times = [ratio_of_means(line["times_b"], line["times_a"], line) for line in lines]
     gains = [
         ratio_of_means(_log(line["speedups_a"]), _log(line["speedups_b"]), line)
@@ -155,7 +156,7 @@ def changes(a: Side, b: Side) -> Changes:
         Outcome.NOT_MEASURED
     )
     facts = [[flat(run.environment) for run in each.runs] for each in (a, b)]
-    causes = [_cause(line, facts, same) for line in cases.to_dict("records")]
+    causes = [_cause(line, facts, same) for line in records(cases)]
     cases["control"] = [control for control, _, _ in causes]
     cases["cause"] = [str(cause) for _, cause, _ in causes]
     cases["why"] = [why for _, _, why in causes]

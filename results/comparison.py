@@ -40,7 +40,7 @@ import scipy
 from sparsebench.errors import ResultError
 from sparsebench.results.cases import has_baseline
 from sparsebench.results.formatting import amount
-from sparsebench.results.frame import fields
+from sparsebench.results.frame import fields, records
 from sparsebench.results.noise import classes
 from sparsebench.results.outcome import DIFFERENT, VERDICTS, Outcome, outcome
 from sparsebench.results.provenance import Choices, choices_of, device_name, flat
@@ -251,7 +251,7 @@ def half_between(line: Mapping[Any, Any]) -> float:
 def _tolerance(cases: pd.DataFrame) -> pd.Series:
     """Return the tolerance of each line: by its processes and cards, or that of a look."""
     of_looks, values = _tolerance_of_looks(cases), []
-    for line, least in zip(cases.to_dict("records"), of_looks, strict=True):
+    for line, least in zip(records(cases), of_looks, strict=True):
         enough = min(line["processes_a"], line["processes_b"]) >= FEWEST
         if enough and pd.notna(line["speedup_b_over_a"]):
             _, half = welch(np.log(line["speedups_a"]), np.log(line["speedups_b"]))

@@ -39,7 +39,7 @@ from sparsebench.results.cases import CONTEST, chose_dense, uncertainty
 from sparsebench.results.ceilings import Ceilings
 from sparsebench.results.families import DEFAULT, by_default, is_ours
 from sparsebench.results.formatting import duration, plain
-from sparsebench.results.frame import fields
+from sparsebench.results.frame import fields, records
 from sparsebench.results.model_shapes import model_name
 from sparsebench.results.outcome import DIFFERENT, VERDICTS
 from sparsebench.results.record import Status
@@ -253,10 +253,10 @@ def _with_gains(cases: pd.DataFrame) -> pd.DataFrame:
     dense = cases[cases.side == "dense"]
     dense = dense.assign(rank=dense.speedup.fillna(0), rate=-dense.median_us)
     dense = dense.sort_values(["rank", "rate"], ascending=False, kind="stable")[NEEDED]
-    fastest = {tuple(line[n] for n in CONTEST): line for line in reversed(dense.to_dict("records"))}
+    fastest = {tuple(line[n] for n in CONTEST): line for line in reversed(records(dense))}
     lines = [
         _gain(line, fastest.get(tuple(line[name] for name in CONTEST)))
-        for line in cases[NEEDED].to_dict("records")
+        for line in records(cases[NEEDED])
     ]
     names = ["gain", "low", "high", "decided", "gain_interval"]
     table = pd.DataFrame(lines, cases.index, names)
@@ -313,23 +313,32 @@ def _selectors(lines: pd.DataFrame) -> list[str]:
 def _choices(
     lines: pd.DataFrame, x: str, names: list[str]
 ) -> Iterator[tuple[dict[str, str], str, pd.DataFrame]]:
-    """Yield each choice, its rows and its contests."""
+    """Yield each choice, its rows and its contests.
+
+    Contests that are beside no others, such as the only m of a shape, follow in a single row.
+    """
     fixed = [name for name in names if name not in ROWS]
+    of_rows = [name for name in names if name in ROWS]
     groups = lines.groupby(fixed, sort=False, dropna=False) if fixed else [((), lines)]
     for key, group in groups:
-        values = dict(zip(fixed, map(plain, key), strict=True))
-        rows = [n for n in names if n in ROWS and group[n].nunique() > 1]
-        for y in sorted(rows, key=lambda n: -group[n].nunique()) or [""]:
-            rest = [name for name in names if name in ROWS and name != y]
-            for picked in product(*(_options(group, name) for name in rest)):
-                chosen = group
+        values, alone = dict(zip(fixed, map(plain, key), strict=True)), group
+        rows = [name for name in of_rows if group[name].nunique() > 1]
+        for y in [*sorted(rows, key=lambda name: -group[name].nunique()), ""]:
+            among = group if y else alone
+            rest = [name for name in of_rows if name != y]
+            for picked in product(*(_options(among, name) for name in rest)):
+                chosen = among
                 for name, value in zip(rest, picked, strict=True):
                     chosen = chosen if value == ANY else chosen[chosen[name].map(plain) == value]
                 if chosen.empty or (y and chosen[y].nunique() < 2):
                     continue
-                of_rows = dict.fromkeys((n for n in names if n in ROWS), "")
-                of_rows |= dict(zip(rest, picked, strict=True)) | ({y: "all"} if y else {})
-                yield {n: {**values, **of_rows}[n] for n in names}, y, chosen
+                alone = alone.drop(chosen.index, errors="ignore") if y else alone
+                choice = {
+                    **values,
+                    **dict(zip(rest, picked, strict=True)),
+                    **({y: "all"} if y else {}),
+                }
+                yield {name: choice[name] for name in names}, y, chosen
 
 
 def _options(group: pd.DataFrame, name: str) -> list[str]:
@@ -369,12 +378,12 @@ def _cells_of_formats(chosen: pd.DataFrame, formats: pd.DataFrame, x: str, y: st
     return _cells(chosen[places].merge(formats, on=CONTEST), x, y, ["gain", "kind"])
 
 
-def _rank(view: View) -> tuple[bool, bool, bool, int, bool]:
-    """Order views: the forward product, kernel time with a cold cache, most cells, bf16."""
+def _rank(view: View) -> tuple[bool, bool, bool, bool, int]:
+    """Order views: the forward product, kernel time with a cold cache, bf16, most cells."""
     choice, names = view.choice, ("op", "scope", "cache", "dtype")
     op, scope, cache, dtype = (choice.get(name, "") for name in names)
     others = op not in ("", "linear"), scope not in ("", "kernel"), cache not in ("", "cold")
-    return *others, -len(view.cells), dtype not in ("", "bf16")
+    return *others, dtype not in ("", "bf16"), -len(view.cells)
 
 
 def size_key(value: Any) -> tuple[float, float, str]:

@@ -72,6 +72,11 @@ def between(
     return f"{times(ratio, inside, unit)} [{interval(low, high, half)}]"
 
 
+def span_text(low: float, high: float, uncertainty: float = nan) -> str:
+    """Write an interval for a cell, which shows it below its ratio: `[5.54, 5.60]`, or ""."""
+    return "" if pd.isna(low) or high <= low else f"[{interval(low, high, uncertainty)}]"
+
+
 def interval(low: float, high: float, uncertainty: float = nan) -> str:
     """Write both ends with one digit more than half the interval supports: `5.54, 5.60`."""
     half = uncertainty if _is_known(uncertainty) else (high - low) / 2

@@ -53,6 +53,17 @@ LIMITS = ["power_capped_us", "thermal_us", "hardware_us"]  # counters of NVML
 SENSORS = ["energy_j", *TELEMETRY, "limited"]
 QUARTILES = ["speedup_q1", "speedup_q3"]
 LATE, HOST_LATE = 1.3, "host late"
+MARKS = {
+    "power-limited": "In at least one process, NVML counted that the power limit lowered the SM "
+    f"clock for more than {100 * POWER_LIMITED:g} % of the time of the contest, checks included. "
+    "The counter does not say by how much (the SM clock shows that), and the power in W is a mean "
+    "over the same time, pauses included, so it can be far below the limit.",
+    "thermal": "In at least one process, NVML counted that heat lowered the SM clock.",
+    "hardware slowdown": "In at least one process, NVML counted that the hardware itself lowered "
+    "the clocks, because of heat or its power brake.",
+    HOST_LATE: "For some samples the GPU waited for the host.",
+}
+"""What the marks of a contest mean; all its contenders, dense ones included, share a clock."""
 COUNTS = [*SIZES, "samples"]
 NUMBERS = [*ERRORS, *SHARES, *TIMES, *RATES, *SENSORS, "speedup", *QUARTILES, "aa_log", "late"]
 MEASURED = [*CONTENDER, *PLACE, *RESULT, "mark", "marks", *COUNTS, *NUMBERS, "baseline_label"]
@@ -101,7 +112,10 @@ def table_of(
 
 
 def records(table: pd.DataFrame) -> list[dict[str, Any]]:
-    """Return the lines of a table, as table.to_dict("records") does in five times as long."""
+    """Return the lines of a table; table.to_dict("records") takes five times as long.
+
+    An unknown whole number is NA, which to_dict makes None.
+    """
     names = [str(name) for name in table.columns]
     columns = (table[name].tolist() for name in names)
     return [dict(zip(names, values, strict=True)) for values in zip(*columns, strict=True)]
@@ -238,13 +252,13 @@ def _late_share(row: Row, low_us: float, median_us: float) -> float | None:
 def _mark(telemetry: Mapping[str, float], late: float | None) -> str:
     """List the causes of longer times, by NVML's counters and the clock; "" if none."""
     window_us = 1e6 * telemetry.get("seconds", np.nan)
-    marks = {
-        "power-limited": telemetry.get("power_capped_us", 0) > POWER_LIMITED * window_us,
-        "thermal": telemetry.get("thermal_us", 0) > 0,
-        "hardware slowdown": telemetry.get("hardware_us", 0) > 0,
-        HOST_LATE: bool(late),
-    }
-    return ", ".join(name for name, marked in marks.items() if marked)
+    causes = [
+        telemetry.get("power_capped_us", 0) > POWER_LIMITED * window_us,
+        telemetry.get("thermal_us", 0) > 0,
+        telemetry.get("hardware_us", 0) > 0,
+        bool(late),
+    ]
+    return ", ".join(name for name, marked in zip(MARKS, causes, strict=True) if marked)
 
 
 def _marks(row: Row) -> str:

@@ -22,6 +22,7 @@ from sparsebench.results.analysis import Analysis
 from sparsebench.results.contests import with_gains
 from sparsebench.results.files import read_model
 from sparsebench.results.formatting import percent
+from sparsebench.results.frame import records
 from sparsebench.results.layer_estimates import (
     ACTIVATIONS,
     ANYWHERE,
@@ -298,7 +299,7 @@ def _of_run(analysis: Analysis, name: str) -> Iterable[tuple[tuple[str, str], Me
         return
     timed = timed[(timed.side != "dense") & timed.gain.notna()].sort_values("gain", ascending=False)
     seen = set()
-    for line in timed.to_dict("records"):
+    for line in records(timed):
         way = _way({str(column): value for column, value in line.items()})
         if not way or (line["problem_id"], way) in seen:
             continue

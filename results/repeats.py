@@ -45,6 +45,7 @@ from sparsebench.results.between_cards import (
     state_of,
 )
 from sparsebench.results.cases import has_baseline
+from sparsebench.results.frame import records
 from sparsebench.results.provenance import Choices, choices_of
 from sparsebench.results.record import Status
 from sparsebench.results.statistics import FEWEST, hodges_lehmann, welch, widen
@@ -98,7 +99,7 @@ def verdicts(analysis: Analysis, name: str = "") -> Verdicts:
         | {"compiled": sorted(compiled[line["case_id"]])}
         | {"speedups": [round(value, 6) for value in line["speedups"]]}
         | {"state": str(state_of(line["limited"], inherited))}
-        for line in cases.to_dict("records")
+        for line in records(cases)
     ]
     versions = run.environment.get("versions", {})
     ran = [analysis.device, *(str(versions.get(name)) for name in LIBRARIES)]
@@ -144,9 +145,7 @@ def coverage(repeats: pd.DataFrame, published: bool = False) -> pd.DataFrame:
     for (run_a, run_b), group in repeats.groupby(PAIR, sort=False):
         other_pairs = repeats[(repeats.run_a != run_a) | (repeats.run_b != run_b)]
         by_state = variation(other_pairs) if published else packaged_variation()
-        checks = [
-            (1, *_agrees(line, {}), *_agrees(line, by_state)) for line in group.to_dict("records")
-        ]
+        checks = [(1, *_agrees(line, {}), *_agrees(line, by_state)) for line in records(group)]
         counts = np.sum(checks, axis=0).tolist()
         lines.append([run_a, run_b, bool((group.state_b == State.INHERITED).any()), *counts])
     return pd.DataFrame(lines, columns=[*PAIR, "inherited", *COUNTS])
@@ -174,7 +173,7 @@ def _of_pair(a: Verdicts, b: Verdicts) -> list[dict[Any, Any]]:
     tables = [pd.DataFrame([*side.cases]).assign(run=side.run) for side in (a, b)]
     both = tables[0].merge(tables[1], on=[*KEYS, *LABELS], suffixes=("_a", "_b"))
     lines: list[dict[Any, Any]] = []
-    for line in both[both.state_a != State.INHERITED].to_dict("records"):
+    for line in records(both[both.state_a != State.INHERITED]):
         if {*line["cards_a"]} & {*line["cards_b"]} or not (a.code == b.code or _same_kernel(line)):
             continue
         logs = [np.log(line[f"speedups_{end}"]) for end in "ab"]
@@ -194,7 +193,7 @@ def _same_kernel(line: Line) -> bool:
 def _variation(repeats: pd.DataFrame, earlier: Mapping[State, Variation]) -> Variation:
     """Return the variation that repeats show at each end whose state has no `earlier` one."""
     excess, weights = [], []
-    for line in repeats.to_dict("records"):
+    for line in records(repeats):
         ends = [(line[f"state_{end}"], line[f"cards_{end}"]) for end in "ab"]
         inherited = ends[1][0] == State.INHERITED
         rest = earlier[ends[0][0]].sd ** 2 / ends[0][1] if inherited else 0.0

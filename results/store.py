@@ -22,7 +22,7 @@ import os
 import re
 import shutil
 import socket
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -271,10 +271,10 @@ def _rows(path: Path) -> tuple[str, list[Row]]:
         current = next(iter(schemas))
         actual = first[:80] or "an empty file"
         raise ResultError(f"{file}: expected a first line {current}, found {actual}")
-    schema, names = schemas[first], {f.name for f in fields(Row)}
+    schema, names = schemas[first], tuple(f.name for f in fields(Row))
     lacks = OLDER_ROWS.get(schema, frozenset())
-    needed = names - lacks if lacks is not None else set()
-    read = [_row(file, number, line, needed) for number, line in enumerate(lines, start=2)]
+    needed = [name for name in names if lacks is not None and name not in lacks]
+    read = [_row(file, number, line, names, needed) for number, line in enumerate(lines, start=2)]
     _each_once(file, read)
     return schema, read
 
@@ -290,13 +290,13 @@ def _each_once(file: Path, rows: Iterable[Row]) -> None:
             raise ResultError(f"{where}: expected {expected}, found another in line {before}")
 
 
-def _row(file: Path, number: int, line: str, needed: set[str]) -> Row:
+def _row(file: Path, number: int, line: str, names: Sequence[str], needed: Sequence[str]) -> Row:
     try:
         if len(line) > ROW_BYTES:
             raise ValueError(f"more than {ROW_BYTES} characters (ROW_BYTES)")
         data = files.parse_json(line)
-        missing = [f.name for f in fields(Row) if f.name in needed - data.keys()]
-        unknown = sorted(data.keys() - {f.name for f in fields(Row)})
+        missing = [name for name in needed if name not in data]
+        unknown = sorted(data.keys() - names)
         if not missing and not unknown:
             row = Row.from_json(data)
             _ROW.validate_json(line, strict=True)

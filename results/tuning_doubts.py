@@ -19,7 +19,7 @@ import pandas as pd
 
 from sparsebench.errors import ResultError
 from sparsebench.results import store
-from sparsebench.results.frame import fields, frame
+from sparsebench.results.frame import fields, frame, records
 from sparsebench.results.provenance import device_name
 from sparsebench.results.record import Status
 from sparsebench.results.store import Run
@@ -53,8 +53,9 @@ def doubts(table: pd.DataFrame, run: str = "") -> list[Doubt]:
     """Return the tuned contenders of a frame that are slower than their defaults."""
     doubtful = []
     recipe = ["problem_id", "scope", "cache", "format", "kernel", "params", "rest"]
-    for _, group in _cases(table).groupby(recipe, sort=False, dropna=False):
-        by_search = {line["search"]: line for line in group.to_dict("records")}
+    cases = _cases(table)[[*recipe, "search", "us", "label", "text"]]
+    for _, group in cases.groupby(recipe, sort=False, dropna=False):
+        by_search = {line["search"]: line for line in records(group)}
         # A contender without the option is tuned if a rival has False, and not if one has True.
         tuned = by_search.get("True", by_search.get(""))
         default = by_search.get("False", by_search.get(""))
@@ -117,7 +118,7 @@ def _cases(table: pd.DataFrame) -> pd.DataFrame:
     right = table[(table.status == Status.OK) & ~table.twin.astype(bool)]
     us = right.groupby(KEY).median_us.transform("median")
     cases = right.assign(us=us).drop_duplicates(KEY)
-    texts = [_text(line, fields(table)) for line in cases.to_dict("records")]
+    texts = [_text(line, fields(table)) for line in records(cases)]
     search = cases.options.str.extract(SEARCHES)[0].fillna("")
     rest = cases.options.str.replace(SEARCHES, "", regex=True).str.split().str.join(" ")
     return cases.assign(text=texts, search=search, rest=rest)

@@ -14,7 +14,7 @@ what is written may stay in the L2 cache, so the cache's size is subtracted from
 Datasheets give no ceilings: an H200 lists 989 TFLOP/s for bf16, and cuBLAS reaches 806 there.
 """
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from functools import partial
 from importlib.util import find_spec
 from statistics import median
@@ -50,7 +50,6 @@ COMPILERS = 8  # threads that compile our streams
 NO_STREAMS = "left out: they need Triton, which is not installed"
 
 Call = Callable[[], Any]
-Streams = Iterator[tuple[str, Call]]
 
 
 def measure(device: torch.device, dtypes: Collection[str] = tuple(DTYPES)) -> Ceilings:

@@ -16,13 +16,11 @@ are unknown while those files are missing.
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from sparsebench.errors import SuiteError
 from sparsebench.harness.bench.operands import unusable
 from sparsebench.harness.bench.prepare import unsupported_on
 from sparsebench.harness.bench.sampling import distinct_measures
@@ -34,7 +32,7 @@ from sparsebench.harness.claims.checking import (
     missing,
     runs_for,
 )
-from sparsebench.harness.claims.claim_plan import read_claims
+from sparsebench.harness.claims.claim_plan import Part, read_claims
 from sparsebench.harness.costs.measured_times import (
     ENERGY_S,
     KernelTimes,
@@ -246,24 +244,30 @@ def campaign_estimates(
 ) -> list[EntryEstimate]:
     """Estimate every entry from the published runs of one GPU. Raises ResultError without any."""
     times = times_on(gpu)
+    suites = {entry.name: entry.read(data) for entry in campaign.entries if entry.readable(data)}
+    parts = {
+        entry.name: evidence(read_claims(entry.claims or []), data=data).all_parts
+        for entry in campaign.entries
+        if entry.kind == "claims"
+    }
     estimates: dict[str, EntryEstimate] = {}
     for entry in campaign.entries:
         above = campaign.above(entry)
         if entry.kind == "claims":
-            estimate = EntryEstimate(entry, _claims_s(entry, above, times, data))
+            estimate = EntryEstimate(entry, _claims_s(entry, above, times, suites, parts))
         elif entry.kind == "suite":
-            estimate = _suite_estimate(entry, times, gpu, data)
-        elif not above[0].readable(data):
+            estimate = _suite_estimate(entry, times, gpu, suites.get(entry.name))
+        elif above[0].name not in suites:
             reproduced = entry.kind == "reproduce"
             before = estimates[entry.of].seconds if reproduced else None
             how = f"as {entry.of}" if reproduced else f"no suite of {entry.of} here"
             estimate = EntryEstimate(entry, before, how)
         elif entry.kind == "reproduce":
-            suite, of = above[0].read(data), above[0]
+            suite, of = suites[above[0].name], above[0]
             run = preview(suite, times, of.only, of.replicates, pinned=True)
             estimate = EntryEstimate(entry, run["estimate_s"], f"as {of.name}, without a search")
         else:
-            suite, both = above[0].read(data), f"{above[0].only} {entry.only}".strip()
+            suite, both = suites[above[0].name], f"{above[0].only} {entry.only}".strip()
             chosen_cases = [
                 Case(contest.problem, contender).id
                 for contest in only(suite.contests, both)
@@ -277,10 +281,9 @@ def campaign_estimates(
 
 
 def _suite_estimate(
-    entry: Entry, times: MeasuredTimes, gpu: Path, data: Path | None
+    entry: Entry, times: MeasuredTimes, gpu: Path, suite: Suite | None
 ) -> EntryEstimate:
-    if entry.readable(data):
-        suite = entry.read(data)
+    if suite:
         run = preview(suite, times, entry.only, entry.replicates, energy=entry.energy)
         unknown = ", ".join(run["unknown"])
         how = f"{unknown} never measured there, taken as typical" if unknown else ""
@@ -295,25 +298,25 @@ def _suite_estimate(
 
 
 def _claims_s(
-    entry: Entry, above: Sequence[Entry], times: MeasuredTimes, data: Path | None
+    entry: Entry,
+    above: Sequence[Entry],
+    times: MeasuredTimes,
+    suites: Mapping[str, Suite],
+    of_claims: Mapping[str, Sequence[Part]],
 ) -> float:
-    parts = evidence(read_claims(entry.claims or []), data=data).all_parts
-    others = [read_claims(each.claims or []) for each in above if each.kind == "claims"]
-    earlier = [part for written in others for part in evidence(written, data=data).all_parts]
+    parts = of_claims[entry.name]
+    earlier = [part for each in above for part in of_claims.get(each.name, ())]
     measured = {problem for part in earlier for problem in part.problems}
     with_energy = {p for part in earlier if measures_energy(part) for p in part.problems}
+    confirmed = {part.suite.text for part in earlier}
     for each in above:
-        with suppress(SuiteError):
-            contests = only(each.read(data).contests, each.only) if each.readable(data) else []
+        if each.name in suites:
+            contests = only(suites[each.name].contests, each.only)
             problems = {contest.problem.id for contest in contests}
             measured |= problems
             with_energy |= problems if each.energy else set()
-    confirmed = {part.suite.text for part in earlier} | {
-        of.read(data).text
-        for each in above
-        for of in above
-        if each.confirm == of.name and of.readable(data)
-    }
+            if any(other.confirm == each.name for other in above):
+                confirmed.add(suites[each.name].text)
     gaps = [(p, p.problems - (with_energy if measures_energy(p) else measured)) for p in parts]
     runs = runs_for(gaps, entry.replicates)
     seconds = sum(

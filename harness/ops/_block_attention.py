@@ -103,9 +103,9 @@ def full(problem: Problem) -> dict[str, int]:
     """Return the elements and the keys of a mask without absent blocks; see `counts`."""
     m, context = tokens_of(problem.fields)
     pairs = m * context
-    if problem["causal"]:
-        first = context - m  # the keys before the first query's own
-        pairs = sum(min(max(first + 1 + q, 0), context) for q in range(m))
+    if problem["causal"]:  # the last query has all keys, the first all but the later queries' own
+        before = max(context - m, 0)
+        pairs = (context * (context + 1) - before * (before + 1)) // 2
     return {
         "mask": problem["batch"] * problem["heads"] * pairs,
         "keys": problem["batch"] * problem["kv_heads"] * context,

@@ -40,7 +40,7 @@ from sparsebench.results.analysis import analyse
 from sparsebench.results.cases import has_baseline
 from sparsebench.results.consistency import check_consistency
 from sparsebench.results.formatting import conditions
-from sparsebench.results.frame import fields
+from sparsebench.results.frame import fields, records
 from sparsebench.results.noise import Reliability
 from sparsebench.results.outcome import Outcome
 from sparsebench.results.provenance import device_name
@@ -101,7 +101,7 @@ def confirm(path: Path, setup: Setup, cases: int, replicates: int, condition: st
     if raced.empty:
         raise ResultError(f"{path}: expected a case with a speedup to confirm, found none")
     best = raced.sort_values("speedup", ascending=False).drop_duplicates("case_id")[:cases]
-    chosen = best[KEYS].to_dict("records")
+    chosen = records(best[KEYS])
     about = {"manifest_sha256": identity, "cells": chosen, "screened": len(raced)}
     only = f"case={'|'.join(best.case_id)}"
     return measure_again(run, setup, {"confirms": about}, only=only, replicates=replicates)

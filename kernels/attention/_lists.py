@@ -18,8 +18,6 @@ from torch.nn.functional import pad
 
 from sparsebench.formats.block_mask import BlockMask
 
-PARTIAL = 1 << 31  # the flag of a partial block
-
 
 @dataclass(frozen=True)
 class Lists:

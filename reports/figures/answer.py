@@ -40,11 +40,14 @@ from sparsebench.results.formatting import (
     duration,
     percent,
     plain,
+    span_text,
 )
+from sparsebench.results.frame import records
 
 TITLE = "Which format wins"
 ORDER = 10
 
+ACROSS = 5  # columns of a map that fit a narrow screen; cells of more columns wrap there
 SIZE, ROW = (400, 235), 24  # pixels of the figure, and of a row of named dots
 HEADS = {"shape": "n × k", "scope": "measured", "cache": "L2 cache"}
 LINES = {"ours": "best of ours", "peer": "best sparse peer"}
@@ -150,7 +153,7 @@ def _map(view: View, held: str) -> Markup:
             f" A cell with several problems (at most {view.cells['count'].max()}) shows the median."
         )
     return Markup('<figure class="map">{}<figcaption>{}</figcaption></figure>').format(
-        html_table([*heads, *words], rows, "map"), read
+        html_table([*heads, *words], rows, "map many" if len(words) > ACROSS else "map"), read
     )
 
 
@@ -159,7 +162,9 @@ def _cell(view: View, line: "pd.Series[Any] | None") -> Markup:
         return Markup('<span class="cell none">–</span>')
     title = f"{column_text(view, line)}: {winner(line)}"
     name = Markup("_<wbr>").join(_who(view, line).split("_"))
-    text = Markup("<b>{}</b>{}").format(cell_times(line.best_gain, line.best_half), name)
+    span = span_text(line.best_low, line.best_high, line.best_half)
+    gain = cell_times(line.best_gain, line.best_half)
+    text = Markup('<b>{}</b><span class="span">{}</span> {}').format(gain, span, name)
     return shaded(line.best_gain, line.best_decided, f"#case-{line.best_case_id}", title, text)
 
 
@@ -234,7 +239,7 @@ def _line(chart: Chart, cells: pd.DataFrame, side: str, name: str, across: bool)
         f"{field_text(name, line['at'])}: {line[f'{side}_label']} "
         f"{between(*(line[f'{side}_{part}'] for part in ('gain', 'low', 'high', 'half')))}, "
         f"{duration(line[f'{side}_median_us'])}"
-        for line in cells.to_dict("records")
+        for line in records(cells)
     ]
     chart.spans(cells.place, low, high, look.but(width=1.4, alpha=0.7), across)
     if across:

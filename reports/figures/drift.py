@@ -17,6 +17,7 @@ from sparsebench.reports.figures._chart import Chart
 from sparsebench.reports.figures._figure import MEASURE, NOTHING, Frames, describe_line
 from sparsebench.reports.figures._html import download, note, wide
 from sparsebench.reports.figures._svg import Look, series
+from sparsebench.results.frame import records
 from sparsebench.results.record import Status
 
 TITLE = "Drift and throttling"
@@ -73,7 +74,7 @@ def _panel(taken: pd.DataFrame, name: str, title: str) -> Markup:
         (readings["mark"] != "", series(6).but(marker="D")),
     ):
         points = readings[chosen]
-        texts = [_text(line, name) for line in points.to_dict("records")]
+        texts = [_text(line, name) for line in records(points)]
         chart.line(points.contest, points[name], look.but(dash=None), texts)
     low, high = readings[name].min(), readings[name].max()
     least = 100 * LEAST if name == "drift" else LEAST * abs(high)

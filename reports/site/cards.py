@@ -34,12 +34,12 @@ from sparsebench.results.cases import CONTEST
 from sparsebench.results.changes import LIBRARIES
 from sparsebench.results.claims.cells import Cell
 from sparsebench.results.claims.planned import PlannedClaim
-from sparsebench.results.contests import View, usual, with_shapes
+from sparsebench.results.contests import View, with_shapes
 from sparsebench.results.formatting import between, plain, selection, times
 from sparsebench.results.provenance import device_name, flat
 from sparsebench.results.repeats import verdicts
 
-SCHEMA = "sparsebench/card@10"
+SCHEMA = "sparsebench/card@11"
 DOUBTS = {Badge.UNRELIABLE, Badge.BUSY, Badge.UNFINISHED}
 PLACE = ["op", "dtype", "pattern", "m", "shape", "level", "block"]
 LINE = ["case_id", "kind", "tile", "kernel", "name", "side", "cache"]
@@ -202,7 +202,7 @@ def _lines(frames: Frames) -> pd.DataFrame:
 
 def _headline(view: View, frames: Frames) -> dict[str, str]:
     line, (gain, rest) = headline(view), evidence(view)
-    rest = " ".join(filter(None, [rest, *remarks(usual(frames.raced))]))
+    rest = " ".join(filter(None, [rest, *remarks(frames)]))
     return {} if line is None else {"gain": gain, "rest": rest, "case": line.best_case_id}
 
 

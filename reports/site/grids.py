@@ -29,14 +29,15 @@ from sparsebench.results.formatting import (
     cell_times,
     conditions,
     duration,
-    interval,
     join_words,
     number,
     percent,
     plain,
     size_text,
+    span_text,
     times,
 )
+from sparsebench.results.frame import records
 
 LEVELS = (0.25, 0.5, 0.7, 0.8, 0.9, 0.95, 0.99)  # the preferred columns
 COLUMNS = 7
@@ -83,7 +84,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Grid:
-    """A table, what its cells share, and the run of its largest gain."""
+    """A table, what its cells share, the run of its largest gain, and its number of problems."""
 
     op: str
     dtype: str
@@ -92,6 +93,7 @@ class Grid:
     columns: list[float]
     lines: list[Line]
     best: str
+    problems: int
 
     @property
     def heads(self) -> list[str]:
@@ -125,7 +127,7 @@ class Grid:
         return f" from {percent(cells[first][0])} sparsity on" if len(cells) > 1 else ""
 
 
-Record = dict[Any, Any]
+Record = dict[str, Any]
 """A line of a card (cards.py), with the head of its row."""
 
 
@@ -154,14 +156,31 @@ def grids(lines: pd.DataFrame) -> list[Grid]:
         return []
     sparse = sparse.assign(level=sparse.level.round(2), m=sparse.m.astype(int), head=_head(sparse))
     tokens = _most(sparse.m, [m for m in TOKENS if m in set(sparse.m)], len(TOKENS))
-    records: list[Record] = sparse.to_dict("records")
-    return [_grid([line for line in records if line["m"] == m], int(m)) for m in tokens]
+    cells = records(sparse)
+    return [_grid([line for line in cells if line["m"] == m], int(m)) for m in tokens]
+
+
+def coverage(lines: pd.DataFrame, drawn: Sequence[Grid]) -> str:
+    """Say how many problems of these lines the grids show, and what the rest is; "" without one."""
+    measured = lines[(lines.side != "dense") & lines.gain.notna()]
+    total = len(measured.assign(level=measured.level.round(2)).drop_duplicates(PROBLEM))
+    shown = sum(grid.problems for grid in drawn)
+    if shown == total:
+        return ""
+    op, dtype = drawn[0].op, drawn[0].dtype
+    tokens = join_words([f"{grid.tokens:,}" for grid in drawn])
+    others = {"op": sorted({*measured.op} - {op}), "dtype": sorted({*measured.dtype} - {dtype})}
+    named = [f"{name}s ({join_words(values)})" for name, values in others.items() if values]
+    rest = ", ".join([*named, "tokens or sparsities"])
+    return (
+        f"These grids show {shown} of {total} measured problems: {op} in {dtype} with {tokens} "
+        f"token{'' if tokens == '1' else 's'}. The rest, with other {rest}, is on"
+    )
 
 
 def cases(lines: pd.DataFrame) -> list[dict[str, str | bool]]:
     """Return a line per case, the largest gain first."""
     ranked = lines.sort_values("gain", ascending=False, na_position="last", kind="stable")
-    records: list[dict[str, Any]] = [*ranked.to_dict("records")]  # type: ignore[list-item]
     return [
         {
             **{name: str(line[name]) for name in ("gpu", "run", "name_of_run", "name")},
@@ -174,7 +193,7 @@ def cases(lines: pd.DataFrame) -> list[dict[str, str | bool]]:
             "mark": line["mark"],
             "of": _of(line),
         }
-        for line in records
+        for line in records(ranked)
     ]
 
 
@@ -275,7 +294,9 @@ def _grid(sparse: Sequence[Record], tokens: int) -> Grid:
     about = [f"{_tokens(tokens)} at once", op, dtype, shape, f"{top['cache']} cache", processes]
     where = conditions(top["on_cards"], top["limited"])
     about += [f"the largest gain was measured on {where}"] if where else []
-    return Grid(op, dtype, tokens, " · ".join(filter(None, about)), levels, lines, str(top["run"]))
+    problems = len({tuple(str(line[name]) for name in PROBLEM) for line in best})
+    words = " · ".join(filter(None, about))
+    return Grid(op, dtype, tokens, words, levels, lines, str(top["run"]), problems)
 
 
 def _top(lines: Sequence[Record]) -> Record:
@@ -365,7 +386,7 @@ def _range(records: Sequence[dict[str, Any]]) -> tuple[str, str]:
     if pd.isna(low) or high <= low:
         return times(gain), ""
     half = max(high - gain, gain - low)
-    return cell_times(gain, half), f"[{interval(low, high, half)}]"
+    return cell_times(gain, half), span_text(low, high, half)
 
 
 def _problem(line: Any) -> str:

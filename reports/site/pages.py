@@ -202,6 +202,7 @@ def _findings(every: pd.DataFrame, cards: Sequence[Card]) -> list[dict[str, Any]
                     "simulated": simulated,
                     "views": views,
                     "beside": grids.beside(of_gpu),
+                    "coverage": grids.coverage(of_gpu, drawn),
                 }
             )
     return sorted(gpus, key=lambda gpu: -gpu["runs"])

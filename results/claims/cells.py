@@ -24,7 +24,7 @@ from sparsebench.results.ceilings import Ceilings
 from sparsebench.results.claims.metrics import METRICS, SIGNS
 from sparsebench.results.claims.schema import Chosen, Measure, Test
 from sparsebench.results.formatting import between, blocks_text, percent, plain, significant
-from sparsebench.results.frame import fields
+from sparsebench.results.frame import fields, records
 from sparsebench.results.noise import Reliability
 from sparsebench.results.provenance import Choices, choices_of
 from sparsebench.results.record import Status
@@ -126,7 +126,7 @@ def cells(test: Test, problems: Collection[str], analysis: Analysis) -> list[Cel
     launch_us = Ceilings.from_json(ceilings).launch_us if ceilings else 0.0
     cells_of_test = []
     for problem, contest in here.groupby("problem_id", sort=False):
-        lines: list[Line] = [*contest.to_dict("records")]  # type: ignore[list-item]
+        lines = records(contest)
         named = {n: _plain(lines[0][n]) for n in ("op", *fields(cases), "source", "level")}
         at = {name: value for name, value in test.at.items() if name == "sparsity"}
         if not covers(test.model_copy(update={"at": at}), {"sparsity": lines[0]["sparsity"]}):

@@ -107,7 +107,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     suite.write_text(SIMULATED)
     done = sparsebench("run", suite, "--device", "sim", "--replicates", 2, "--out", folder / "sim")
     assert done.returncode == 0, done.stderr
-    names = ["ffn-step", "sparsity-4096", "sparsity-4096-confirmed"]
+    names = ["dlmc", "ffn-step", "sparsity-4096", "sparsity-4096-confirmed"]
     names += ["spense-prefill", "decoder-whole", "attention-2017"]
     return [folder / "sim", *(PUBLISHED / "nvidia-h200" / name for name in names)]
 

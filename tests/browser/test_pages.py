@@ -39,6 +39,7 @@ def places(report: Path, site: Path, tmp_path_factory: pytest.TempPathFactory) -
         "site": site / "index.html",
         "runs": site / "runs.html",
         "run": site / "h200" / "sparsity-4096" / "index.html",
+        "patterns": site / "h200" / "dlmc" / "index.html",
         "step": site / "h200" / "ffn-step" / "index.html",
         "claims": site / "claims" / "index.html",
         "claim": site / "claims" / "torch-bsr-blog.html",
@@ -118,8 +119,7 @@ def test_simulated_runs_come_after_every_measured_one(places: dict[str, Path], s
 
 def test_a_cell_opens_a_card_with_rivals_in_order_and_commands(places, show) -> None:
     page = show(places["run"]).page
-    cell = page.locator("a[data-cell]:visible").nth(12)
-    cell.click()
+    page.locator("a[data-cell][title^='At 90 %: BSR with 32 × 32' i]:visible").click()
     card = page.locator("aside.card")
     assert card.is_visible()
     times = [float(text.split(" ")[0].replace(",", "")) for text in
@@ -128,8 +128,8 @@ def test_a_cell_opens_a_card_with_rivals_in_order_and_commands(places, show) -> 
     assert times == sorted(times)
     run, trial = card.locator("code").all_inner_texts()
     assert run.startswith('sparsebench run sparsity --only "')
-    assert {"block=64", "sparsity=0.9", "m=4096"} <= {*run.split('"')[1].split()}
-    assert trial.startswith("sparsebench try bsr_wgmma ")
+    assert {"block=32", "sparsity=0.9", "m=4096"} <= {*run.split('"')[1].split()}
+    assert trial.startswith("sparsebench try bsr_small ")
     assert "tuned" not in trial
     address = card.locator("tbody a", has_text="torch_bsr").first.get_attribute("href")
     linked = show(places["run"], address=address).page.locator("aside.card code").last.inner_text()
@@ -203,10 +203,36 @@ def test_on_a_narrow_screen_every_value_of_a_line_is_visible(places, show) -> No
         page.evaluate("document.querySelectorAll('details').forEach((d) => (d.open = true))")
         assert page.locator(lines).count() > 3
         assert page.locator(lines).evaluate_all(out) == 0
+    page = show(places["patterns"], 400).page
+    cells = page.locator("#answer .map td:visible")
+    assert cells.count() > 10
+    assert cells.evaluate_all(out) == 0
+    page = show(places["run"], 400).page
+    page.evaluate("document.querySelectorAll('details').forEach((d) => (d.open = true))")
     heads = page.locator("#winners td").first.evaluate(
         "(td) => getComputedStyle(td, '::before').content"
     )
     assert "problem" in heads
+
+
+@pytest.mark.parametrize("width", [1280, 800])
+def test_long_names_of_files_leave_the_speedups_in_the_window(width, places, show) -> None:
+    page = show(places["patterns"], width).page
+    page.evaluate("document.querySelectorAll('details').forEach((d) => (d.open = true))")
+    right = "(all) => Math.max(...all.map((each) => each.getBoundingClientRect().right))"
+    heads = page.locator("#winners th").all_inner_texts()
+    gains = page.locator(f"#winners td:nth-child({heads.index('× dense') + 1})")
+    assert gains.count() > 10
+    assert gains.evaluate_all(right) <= width
+
+
+@pytest.mark.parametrize("name", ["site", "patterns"])
+def test_a_narrow_screen_shows_the_interval_of_each_speedup(name, places, show) -> None:
+    spans = ".grid .span" if name == "site" else ".map .span"
+    page = show(places[name], 400).page
+    view = page.locator(".view:visible")
+    assert view.locator(spans).count() > 3
+    assert view.locator(f"{spans}:visible").count() == view.locator(spans).count()
 
 
 def test_a_choice_is_kept_in_the_address_and_restored_from_it(places, show) -> None:

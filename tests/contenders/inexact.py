@@ -1,40 +1,45 @@
 """Kernels whose error the format's bound allows in bf16, but the usual error does not."""
 
+from collections.abc import Callable
+
 import torch
 from declare import kernel, weight_and_input
 from torch import Tensor
 
-from sparsebench.kernels._kernel import OUTPUTS, Launch, Operands
+from sparsebench.kernels._kernel import OUTPUTS, Kernel, Launch, Operands
 
 BITS = 5
 
 
-@kernel()
-def five_bits(operands: Operands) -> Launch:
+def with_weight(change: Callable[[Tensor], Tensor]) -> Kernel:
+    """Return a kernel that multiplies by a changed W, given in fp64."""
+
+    def prepare(operands: Operands) -> Launch:
+        w, x = weight_and_input(operands)
+        w, dtype = change(w.double()), OUTPUTS[operands.problem["dtype"]]
+        return Launch(lambda: (x.double() @ w.T).to(dtype))
+
+    return kernel()(prepare)
+
+
+@with_weight
+def five_bits(w: Tensor) -> Tensor:
     """Round W to 5 bits of mantissa beside the leading one."""
-    w, x = weight_and_input(operands)
-    w, dtype = w.double(), OUTPUTS[operands.problem["dtype"]]
     part, exponent = torch.frexp(w)
-    w = torch.ldexp((part * 2 ** (BITS + 1)).round(), exponent - BITS - 1)
-    return Launch(lambda: (x.double() @ w.T).to(dtype))
+    return torch.ldexp((part * 2 ** (BITS + 1)).round(), exponent - BITS - 1)
 
 
-@kernel()
-def int8_weights(operands: Operands) -> Launch:
+@with_weight
+def int8_weights(w: Tensor) -> Tensor:
     """Round W to 8-bit integers, with one scale per output feature."""
-    w, x = weight_and_input(operands)
-    w, dtype = w.double(), OUTPUTS[operands.problem["dtype"]]
     scale = w.abs().amax(1, keepdim=True).clamp(min=1e-30) / 127
-    w = (w / scale).round() * scale
-    return Launch(lambda: (x.double() @ w.T).to(dtype))
+    return (w / scale).round() * scale
 
 
-@kernel()
-def scaled(operands: Operands) -> Launch:
+@with_weight
+def scaled(w: Tensor) -> Tensor:
     """Make every output 0.7 % too large."""
-    w, x = weight_and_input(operands)
-    w, dtype = w.double(), OUTPUTS[operands.problem["dtype"]]
-    return Launch(lambda: (x.double() @ w.T * 1.007).to(dtype))
+    return w * 1.007
 
 
 TILE = 128
@@ -58,11 +63,8 @@ def sums_in_bf16(operands: Operands) -> Launch:
 PART = 0.035
 
 
-@kernel()
-def without_small_weights(operands: Operands) -> Launch:
+@with_weight
+def without_small_weights(w: Tensor) -> Tensor:
     """Leave out the smallest 3.5 % of the non-zero weights."""
-    w, x = weight_and_input(operands)
-    w, dtype = w.double(), OUTPUTS[operands.problem["dtype"]]
     sizes = w[w != 0].abs().sort().values
-    w = w.where(w.abs() > sizes[int(PART * len(sizes))], 0)
-    return Launch(lambda: (x.double() @ w.T).to(dtype))
+    return w.where(w.abs() > sizes[int(PART * len(sizes))], 0)

@@ -77,14 +77,17 @@ def test_a_run_of_which_only_a_twin_failed_ends_with_the_code_of_failures(
     assert stopped.value.exit_code == _console.SOME_FAILED != 0
 
 
-@pytest.mark.parametrize("arguments", [["list"], ["list", "--json"], exhaustive(["run", "quick"])])
+@pytest.mark.parametrize(
+    "arguments", [["list"], ["list", "--json"], exhaustive(["run", "small.yaml"])]
+)
 def test_a_closed_pipe_changes_neither_the_report_nor_the_exit_code(arguments, tmp_path) -> None:
     measured = tmp_path / "run"
     if arguments[0] == "run":
+        (tmp_path / "small.yaml").write_text(SUITE)
         arguments = [*arguments, "--device", "sim", "--replicates", "1", "--out", str(measured)]
     command = [sys.executable, "-P", "-m", "sparsebench", *arguments]
     with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path
     ) as done:
         assert done.stdout
         assert done.stderr
@@ -188,7 +191,7 @@ def test_check_estimates_for_another_gpu_and_for_a_simulated_one() -> None:
     wrong = sparsebench("check", "quick", "--gpu", home.parent)
     assert wrong.returncode == 2
     assert "expected a run, or a folder of runs" in wrong.stderr
-    for command in (["check", "quick"], ["campaign", "plan"]):
+    for command in (["check", "quick"], ["campaign", "plan", "front-door"]):
         simulated = sparsebench(*command, "--gpu", home.parent / "sim")
         assert simulated.returncode == 2
         expected = "expected runs with the seconds of each stage (spent_s), found none"

@@ -13,10 +13,9 @@ from sparsebench.harness.bench.operands import DenseOperands, operands
 from sparsebench.harness.catalog import load_op
 from sparsebench.harness.inputs import sources
 from sparsebench.harness.inputs.bits import UNIT
-from sparsebench.kernels.dense import cublas
 from sparsebench.results.record import Contender, Problem, Source, Status, Value
 
-CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+CPU = torch.device("cpu")
 E4M3 = torch.float8_e4m3fn
 FIELDS = {"m": 16, "n": 256, "k": 512, "dtype": "fp8", "pattern": "two_four", "sparsity": 0.5}
 
@@ -72,21 +71,6 @@ def test_a_contest_is_right_on_a_cpu(pattern: str) -> None:
     assert {row.nnz for row in rows} == {count}
     assert {row.fewest_bytes for row in rows} == {count + 16 * 512 + 2 * 16 * 256}
     assert {row.dense_bytes for row in rows} == {256 * 512}
-
-
-@pytest.mark.parametrize(
-    ("fields", "device", "capability", "reason"),
-    [
-        ({}, CUDA, (9, 0), None),
-        ({"n": 250}, CUDA, (9, 0), "multiples of 16 in fp8, found n 250 and k 512"),
-        ({}, CUDA, (8, 0), "compute capability 8.9 or newer, found 8.0"),
-        ({}, CPU, (9, 0), "need an NVIDIA GPU, found cpu"),
-    ],
-)
-def test_cublas_gives_the_reason_for_no_fp8(monkeypatch, fields, device, capability, reason):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    result = cublas.unsupported(problem(**fields), device)
-    assert result is None if reason is None else reason in str(result)
 
 
 @pytest.mark.gpu

@@ -18,10 +18,9 @@ from sparsebench.harness.inputs import sources
 from sparsebench.harness.inputs.bits import UNIT, fill
 from sparsebench.harness.ops.linear import definition, spread
 from sparsebench.kernels._kernel import sum_scale
-from sparsebench.kernels.dense import cublas
 from sparsebench.results.record import Contender, Problem, Source, Status, Value
 
-CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+CPU = torch.device("cpu")
 FIELDS = {"m": 20, "n": 256, "k": 512, "dtype": "int8", "pattern": "six_eight", "sparsity": 0.25}
 
 
@@ -129,22 +128,6 @@ def test_weights_of_a_file_are_refused(tmp_path: Path) -> None:
     source = Source("m.safetensors", sources.sha256(tmp_path / "m.safetensors"), "layer")
     with pytest.raises(SuiteError, match="16 or 32 bits for weights from a file, found int8"):
         built(problem(source), tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("fields", "device", "capability", "reason"),
-    [
-        ({}, CUDA, (9, 0), None),
-        ({}, CUDA, (8, 0), None),
-        ({"n": 250}, CUDA, (9, 0), "multiples of 16 in int8, found n 250 and k 512"),
-        ({}, CUDA, (7, 5), "compute capability 8.0 or newer, found 7.5"),
-        ({}, CPU, (9, 0), "need an NVIDIA GPU, found cpu"),
-    ],
-)
-def test_cublas_gives_the_reason_for_no_int8(monkeypatch, fields, device, capability, reason):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    result = cublas.unsupported(problem(**fields), device)
-    assert result is None if reason is None else reason in str(result)
 
 
 @pytest.mark.parametrize("op", ["linear_dgrad", "linear_wgrad", "ffn", "mlp", "decoder"])

@@ -84,6 +84,19 @@ PROBLEMS: list[tuple[str, dict[str, Any], str]] = [
     # peers
     ("cublas", {"dtype": "fp8", "n": 2056, "op": "ffn"}, "multiples of 16 in fp8, found n 2056"),
     *(
+        ("cublas", {"op": "linear", "dtype": dtype, **fields}, token)
+        for dtype, fields, token in (
+            ("fp8", {}, ""),
+            ("fp8", {"n": 250}, "multiples of 16 in fp8, found n 250"),
+            ("fp8", {"capability": (8, 0)}, "8.9 or newer, found 8.0"),
+            ("fp8", {"capability": None}, "need an NVIDIA GPU, found cpu"),
+            ("int8", {"capability": (8, 0)}, ""),
+            ("int8", {"n": 250}, "multiples of 16 in int8, found n 250"),
+            ("int8", {"capability": (7, 5)}, "8.0 or newer, found 7.5"),
+            ("int8", {"capability": None}, "need an NVIDIA GPU, found cpu"),
+        )
+    ),
+    *(
         (name, {"dtype": "fp8", "capability": None, **SPENSE_FFN, "op": "ffn"}, "found cpu")
         for name in ("cublas", "torch_compile")
     ),

@@ -184,6 +184,24 @@ def test_whole_models_and_attention_have_lines_beside_the_grid() -> None:
     assert alone[1] == "Qwen3-8B, 2:4: 1.30× [1.29, 1.31] with 1 sequence (bf16)"
 
 
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({"level": 0.5}, []),
+        ({"m": 32}, ["show 1 of 2 ", "linear in bf16 with 1 token.", "tokens or sparsities"]),
+        ({"op": "ffn"}, ["show 1 of 2 ", "ops (ffn)"]),
+        ({"dtype": "fp32"}, ["show 1 of 2 ", "dtypes (fp32)"]),
+        ({"level": 0.875}, ["show 1 of 2 "]),
+    ],
+)
+def test_the_first_page_counts_the_problems_that_its_grids_leave_out(more, words) -> None:
+    one = lines(("bsr", "64", 3.0), ("spense", "", 1.4)).assign(block="64")
+    table = joined([one, lines(("bsr", "64", 2.0), **more)])
+    said = grids.coverage(table, grids.grids(table))
+    assert bool(said) is bool(words)
+    assert all(word in said for word in words)
+
+
 def test_simulated_gpus_come_last_and_get_no_place_beside_measured_ones(copy: Path) -> None:
     publish([PUBLISHED / "sim/quick-sim"], copy, Site(), unchecked)
     assert "simulated" not in (copy / "index.html").read_text().lower()

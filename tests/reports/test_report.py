@@ -304,6 +304,14 @@ def test_a_speed_up_is_shown_with_interval_baseline_shape_dtype_and_device() -> 
     assert frames(quick()).noise.sentence in text
 
 
+def test_each_cell_of_a_map_has_its_interval() -> None:
+    view = frames(sweep()).views[0]
+    cells = view.cells[view.cells.best_high > view.cells.best_low]
+    drawn = re.findall(r'<span class="span">\[([^\]]*)\]</span>', answer.draw(frames(sweep())))
+    assert drawn[: len(cells)]
+    assert all(len(span.split(", ")) == 2 for span in drawn)
+
+
 def test_a_page_says_how_many_choices_are_not_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     data = frames([row for row in sweep((0.5, 0.9)) if row.case.problem["m"] == 64])
     views = len(data.views)

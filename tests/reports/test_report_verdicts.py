@@ -235,6 +235,7 @@ def test_marks_are_counted_in_a_sentence_and_listed_in_the_table() -> None:
     sizes: dict[str, Any] = {"held_bytes": 10**7, "peak_bytes": 2 * 10**7}
     text = report_of(run(telemetry=telemetry, energy_j=0.25, **sizes), only="cases")
     assert re.search(r"\d+ cases are marked: power-limited", text)
+    assert '<div id="power-limited"><dt>power-limited</dt>' in section("words", page("cases"))
     table = section("cases", text)
     for cell in ["power-limited", "690", "1,755", "10.0", "20.0", "250"]:
         assert f">{cell}</td>" in table, cell

@@ -71,6 +71,25 @@ def test_the_answer_is_a_sentence() -> None:
     assert "linear, bf16, blocks, m 1, n 64, k 64, sparsity 90 %, block 16" in text
 
 
+def test_the_terminal_and_the_page_answer_for_each_dtype() -> None:
+    half, full = run(8, 125.0), run(8, 50.0)
+    rows = [
+        replace(r, case=Case(replace(r.case.problem, fields=fields), r.case.contender))
+        for r in full.rows
+        for fields in [{**r.case.problem.fields, "dtype": "fp32"}]
+    ]
+    both = replace(half, rows=[*half.rows, *rows])
+    text, page = text_of(both), report_of(both)
+    assert "bf16: Nothing beats dense (cublas) at any measured point." in text
+    assert "fp32: BSR beats dense at 90 % sparsity." in text
+    assert "linear, bf16, m = 1, 90 %" in text
+    assert "linear, fp32, m = 1, 90 %" in text
+    head = page.partition('<p class="headline">')[2].partition("</p>")[0]
+    assert "Dense wins" in head
+    assert "</b> in bf16, at" in head
+    assert "In fp32: 2.00× [1.99, 2.01] at 90 %: BSR" in head
+
+
 def test_the_winner_has_its_lead_over_the_next_kernel() -> None:
     other = Contender("bsr", "torch_bsr", options={"tuned": True})
     result = run(8, 50.0)

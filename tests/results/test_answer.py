@@ -10,7 +10,15 @@ import pytest
 
 from sparsebench.results import store
 from sparsebench.results.analysis import Analysis, analyse
-from sparsebench.results.answer import answers, break_evens, sentences, variants, where
+from sparsebench.results.answer import (
+    answers,
+    break_evens,
+    evidence,
+    other_dtypes,
+    sentences,
+    variants,
+    where,
+)
 from sparsebench.results.badges import Badge, badges
 from sparsebench.results.contests import View
 from sparsebench.results.record import Case, Contender, Problem, Row, Status
@@ -142,6 +150,39 @@ def test_m_is_chosen_or_along_the_rows() -> None:
     assert (("m", "16"), ("block", "all")) in chosen
     assert (("m", "all"), ("block", "any")) in chosen
     assert (("m", "all"), ("block", "32")) in chosen
+
+
+def test_contests_that_are_beside_no_others_have_a_view_of_their_own() -> None:
+    places: list[dict[str, Any]] = [
+        {"m": 1, "n": 64}, {"m": 16, "n": 64}, {"m": 32, "n": 128}, {"m": 4096, "n": 256},
+    ]  # fmt: skip
+    ways = analysed([row for place in places for row in swept({0.5: 0.7, 0.9: 3.0}, **place)]).views
+    seen = {(int(line.m), int(line.n)) for way in ways for _, line in way.cells.iterrows()}
+    assert seen == {(place["m"], place["n"]) for place in places}
+    alone = {"m": "32", "shape": "128 × 4096"}
+    assert [(way.y, len(way.cells)) for way in ways if way.choice == alone] == [("", 2)]
+    assert {way.choice["m"] for way in ways if way.choice["shape"] == "64 × 4096"} == {"all"}
+
+
+@pytest.mark.parametrize("name", ["announced", "blocks"])
+def test_every_problem_of_a_run_is_in_a_view(name: str) -> None:
+    analysis = analyse(store.read(PUBLISHED / "nvidia-h200" / name))
+    sparse = analysis.timed[analysis.timed.side != "dense"]
+    shown = {case for way in analysis.views for case in way.cells.problem_id}
+    assert shown == {*sparse.problem_id}
+
+
+def test_each_dtype_has_its_own_answer_and_bf16_comes_first() -> None:
+    single = swept({0.5: 1.2, 0.8: 1.6, 0.9: 2.0}, dtype="fp32")
+    ways = analysed(single + swept({0.5: 0.5, 0.9: 0.8})).views
+    (_, half), (_, full) = answers(ways)
+    assert half[0].startswith("bf16: Nothing beats dense (cublas)")
+    assert full[0].startswith("fp32: BSR beats dense at 50 % sparsity and above.")
+    assert evidence(ways[0])[0].startswith("Dense wins, best sparse 0.800×")
+    assert evidence(ways[0])[1].startswith("in bf16, at 90 %: BSR")
+    (other,) = other_dtypes(ways)
+    assert other.startswith("In fp32: 2.000× [1.994, 2.006] at 90 %: BSR")
+    assert not other_dtypes(analysed(single).views)
 
 
 @pytest.mark.parametrize(

@@ -365,38 +365,27 @@ def layer(case: Operands, way: ffn_sparse.Way | Tiles) -> Launch:
     """Prepare a layer in groups of tokens, with its gate stored in tiles or by a library."""
     if isinstance(way, Tiles):
         return ffn_twell.prepare(case, tile=way.tile, capacity=way.capacity)
-    return ffn_sparse.prepare(case, way=way)
+    kernel = ffn_sparse if case.problem.op == "ffn" else mlp_sparse
+    return kernel.prepare(case, way=way)
 
 
 @hopper
 @pytest.mark.parametrize(
     ("dtype", "activation", "skew"), [("bf16", "relu", "iid"), ("fp16", "relu2", "correlated")]
 )
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("kernel", [ffn_sparse, mlp_sparse])
-def test_any_number_of_active_units_is_correct_on_a_gpu(kernel, shape, dtype, activation, skew):
-    op = kernel.KERNEL.op
+@pytest.mark.parametrize(
+    ("op", "way", "shape"),
+    [(op, "library", shape) for op in ("ffn", "mlp") for shape in SHAPES]
+    + [("ffn", tiles, shape) for tiles in GATES[1:] for shape in SHAPES if shape[0] > 64],
+    ids=str,
+)
+def test_any_number_of_active_units_is_correct_on_a_gpu(op, way, shape, dtype, activation, skew):
     for active in (1, shape[1] / 64, shape[1] / 2):
         task = problem(*shape, dtype, op, activation=activation, active=active, skew=skew)
         case = operands_for(task, GPU)
-        launch = kernel.prepare(case, way="library")
-        for draw in (1, 2):
-            redraw(task, load_op(op), case.activations, draw)
-            assert_correct(launch(), case)
-            assert torch.equal(launch().clone(), launch())
-
-
-@hopper
-@pytest.mark.parametrize(("dtype", "activation"), [("bf16", "relu"), ("fp16", "relu2")])
-@pytest.mark.parametrize("way", GATES[1:], ids=str)
-@pytest.mark.parametrize("shape", [s for s in SHAPES if s[0] > 64], ids=str)
-def test_gates_in_tiles_give_the_same_layer_on_a_gpu(shape, way, dtype, activation):
-    for active in (1, shape[1] / 64, shape[1] / 2):
-        task = problem(*shape, dtype, activation=activation, active=active)
-        case = operands_for(task, GPU)
         launch = layer(case, way)
         for draw in (1, 2):
-            redraw(task, OP, case.activations, draw)
+            redraw(task, load_op(op), case.activations, draw)
             assert_correct(launch(), case)
             assert torch.equal(launch().clone(), launch())
 
