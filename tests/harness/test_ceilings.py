@@ -177,7 +177,7 @@ def measurements(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     """Return what was measured, by a clock of 100 s a reading."""
     readings = iter(range(0, 100_000, 100))
     monkeypatch.setattr(runner, "monotonic", lambda: float(next(readings)))
-    monkeypatch.setattr(runner, "_cached", {})
+    monkeypatch.setattr(runner, "_recent", {})
     monkeypatch.setattr(runner, "CEILINGS_KEPT_S", 600.0)
     return []
 
