@@ -38,10 +38,10 @@ from torch.nn.functional import pad
 from sparsebench.formats._format import BITS, Format, has_value, require, require_matrix
 
 ROWS, COLUMNS = 16, 256
-LANES, OWNED = 32, 128  # elements of a lane in a tile
+LANES, PER_LANE = 32, 128  # elements of a lane in a tile
 SHORT = 8  # streams that may be padded: costs 1 % of the bytes, and tails are a third shorter
 UNIT = 16  # bytes: bulk copies start at multiples
-BITS_BYTES, HEAD_BYTES = 4 * OWNED, 4 * OWNED + 80
+BITS_BYTES, HEAD_BYTES = 4 * PER_LANE, 4 * PER_LANE + 80
 AT_ONCE = 2**24  # elements that are converted at a time: about 1 GB of temporaries
 MOST_UNITS = 2**31 - 1
 
@@ -111,12 +111,12 @@ def _cut(matrix: Tensor) -> Tensor:
     n, k = matrix.shape
     whole = pad(matrix, (0, -k % COLUMNS, 0, -n % ROWS))
     r_h_g_c_i_q_s_j = whole.view(-(-n // ROWS), 2, 8, -(-k // COLUMNS), 8, 4, 2, 4)
-    return r_h_g_c_i_q_s_j.permute(0, 3, 2, 5, 4, 6, 1, 7).reshape(-1, LANES, OWNED)
+    return r_h_g_c_i_q_s_j.permute(0, 3, 2, 5, 4, 6, 1, 7).reshape(-1, LANES, PER_LANE)
 
 
-def _join(owned: Tensor, n: int, k: int) -> Tensor:
+def _join(by_lane: Tensor, n: int, k: int) -> Tensor:
     """Undo _cut."""
-    r_c_g_q_i_s_h_j = owned.view(-(-n // ROWS), -(-k // COLUMNS), 8, 4, 8, 2, 2, 4)
+    r_c_g_q_i_s_h_j = by_lane.view(-(-n // ROWS), -(-k // COLUMNS), 8, 4, 8, 2, 2, 4)
     whole = r_c_g_q_i_s_h_j.permute(0, 6, 2, 1, 4, 3, 5, 7)
     return whole.reshape(-(-n // ROWS) * ROWS, -(-k // COLUMNS) * COLUMNS)[:n, :k]
 
@@ -155,22 +155,22 @@ def _layout(stored: Tensor, size: int) -> _Layout:
     return _Layout(pad(torch.cat((starts, full), -1), (0, 6)).short(), units.long(), place.long())
 
 
-def _pack(owned: Tensor) -> tuple[Tensor, Tensor]:
+def _pack(by_lane: Tensor) -> tuple[Tensor, Tensor]:
     """Return the sizes of the records, int64 [tiles] in UNITs, and the records, uint8."""
-    tiles, size = len(owned), owned.element_size()
+    tiles, size = len(by_lane), by_lane.element_size()
     if not tiles:
-        return owned.new_zeros(0, dtype=torch.int64), owned.new_zeros(0, dtype=torch.uint8)
-    stored = has_value(owned)
+        return by_lane.new_zeros(0, dtype=torch.int64), by_lane.new_zeros(0, dtype=torch.uint8)
+    stored = has_value(by_lane)
     layout = _layout(stored, size)
     ends = layout.units.cumsum(0)
     starts = (ends - layout.units) * UNIT
-    records = torch.zeros(int(ends[-1]) * UNIT, dtype=torch.uint8, device=owned.device)
+    records = torch.zeros(int(ends[-1]) * UNIT, dtype=torch.uint8, device=by_lane.device)
     place = layout.place + (starts // size)[:, None, None]
-    records.view(owned.dtype)[place[stored]] = owned[stored]
-    weights = 2 ** torch.arange(8, dtype=torch.uint8, device=owned.device)
+    records.view(by_lane.dtype)[place[stored]] = by_lane[stored]
+    weights = 2 ** torch.arange(8, dtype=torch.uint8, device=by_lane.device)
     bits = (stored.view(tiles, LANES, 4, 4, 8) * weights).sum(-1, dtype=torch.uint8)
     head = torch.cat((bits.transpose(1, 2).flatten(1), layout.head.view(torch.uint8)), -1)
-    records[starts[:, None] + torch.arange(HEAD_BYTES, device=owned.device)] = head
+    records[starts[:, None] + torch.arange(HEAD_BYTES, device=by_lane.device)] = head
     return layout.units, records
 
 
@@ -179,16 +179,16 @@ def _bits_of(records: Tensor, starts: Tensor) -> Tensor:
     stored = records[starts[:, None] + torch.arange(BITS_BYTES, device=records.device)]
     weights = 2 ** torch.arange(8, dtype=torch.uint8, device=records.device)
     bits = (stored[..., None] & weights) != 0
-    return bits.view(-1, 4, LANES, OWNED // 4).transpose(1, 2).flatten(2)
+    return bits.view(-1, 4, LANES, PER_LANE // 4).transpose(1, 2).flatten(2)
 
 
 def _unpack(records: Tensor, starts: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the elements of each lane, [tiles, 32, 128], of the records at these bytes."""
     stored = _bits_of(records, starts)
     place = _layout(stored, dtype.itemsize).place + (starts // dtype.itemsize)[:, None, None]
-    owned = torch.zeros(stored.shape, dtype=dtype, device=records.device)
-    owned[stored] = records.view(dtype)[place[stored]]
-    return owned
+    by_lane = torch.zeros(stored.shape, dtype=dtype, device=records.device)
+    by_lane[stored] = records.view(dtype)[place[stored]]
+    return by_lane
 
 
 FORMAT = Bitmap

@@ -191,14 +191,14 @@ def _sentences(other: Changes) -> list[str]:
 
 
 def mean_times(a: str, b: str, dense: Mean | None, others: Mean | None) -> str:
-    """Say which part of a's time b takes; each mean is of a's time over b's."""
-    takes = [
+    """Compare b's times with a's; each mean is of a's time over b's."""
+    parts = [
         f"{ratio.inverse.text} for the {kind} products ({amount(ratio.cases, 'case')})"
         for kind, ratio in (("dense", dense), ("other", others))
         if ratio
     ]
-    takes_text = f"{b} takes {join_words(takes)}, as geometric means."
-    return f"Of the time of {a}, {takes_text}" if takes else ""
+    text = f"Compared with {a}, the time of {b} is {join_words(parts)}, as geometric means."
+    return text if parts else ""
 
 
 def _baselines(other: Changes) -> pd.DataFrame:

@@ -1,6 +1,6 @@
 """Scratch memory that launches on one stream share: partial sums, and counters that stay zero.
 
-    outside of captures   one piece of each kind per stream, kept: its launches do not overlap
+    outside of captures   one lasting piece of each kind per stream, whose launches do not overlap
     in a captured graph   partial sums from the graph's own memory; counters from an arena that was
                           zeroed before, one slot per graph and stream, free again after the graph
 

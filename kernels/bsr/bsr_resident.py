@@ -166,10 +166,8 @@ class Product:
         return y
 
     def _loaded(self, m: int) -> cuda.Loaded:
-        constants, shared = (
-            constants_of(self.config, self.block, self.dtype),
-            self.config.shared_bytes(self.block, self.shape[1]),
-        )
+        constants = constants_of(self.config, self.block, self.dtype)
+        shared = self.config.shared_bytes(self.block, self.shape[1])
         at = constants, shared, self.device, cuda.target_of(self.device)
         kernel, code = cuda.load("bsr_resident", "multiply_rows", *at)
         grid = self.groups * -(-m // self.config.tokens)

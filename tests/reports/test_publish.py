@@ -360,7 +360,7 @@ def test_a_suite_that_ran_on_several_devices_has_a_comparison(copy: Path, tmp_pa
         assert f'href="../{place}/index.html"' in text
     assert "compare/ffn-step.html" in (copy / "index.html").read_text()
     index = (copy / "compare" / "index.html").read_text()
-    (times,) = re.findall(r"Of the time of .+? as geometric means\.", index)
+    (times,) = re.findall(r"Compared with .+?, the time of .+? as geometric means\.", index)
     assert len(re.findall(r" % \[[\d., ]+\] for the \w+ products \(\d+ cases?\)", times)) == 2
     assert times in text
     written = page.stat().st_mtime_ns
