@@ -98,7 +98,8 @@ class CompileAhead:
         for process in self.processes:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
-            with process:  # closes its pipe, and waits
+            # closes its pipe, which still holds "begin" if the process ended before it was sent
+            with suppress(BrokenPipeError), process:
                 pass
         self.processes.clear()
 

@@ -39,7 +39,10 @@ def publish(campaign: Campaign, out: Path, into: Path, names: Sequence[str] = ()
         )
     runs = {entry.name: out / entry.name for entry in entries if entry.kind != "claims"}
     for name in (entry.name for entry in entries if entry.kind == "claims"):
-        runs |= {f"{name}-{run.name}": run for run in store.runs_in(out / name)}
+        runs |= {
+            run.name if run.name.startswith(name) else f"{name}-{run.name}": run
+            for run in store.runs_in(out / name)
+        }
     for run in runs.values():
         bundle.verify(run)
     gpus = {device_name(files.from_json(run / "environment.json")) for run in runs.values()}

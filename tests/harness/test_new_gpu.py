@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from io import StringIO
 from itertools import count
 from pathlib import Path
+from time import monotonic
 
 import pytest
 
@@ -215,6 +216,16 @@ def test_problems_that_no_process_has_claimed_are_compiled_ahead(tmp_path, monke
         compile_ahead.main()
         assert len(compiled) == expected
     assert len(list(claims.iterdir())) == 6
+
+
+def test_a_compiler_that_has_already_ended_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compile_ahead, "FRONT", (sys.executable, "-c", ""))
+    with compile_ahead.CompileAhead("cpu", "quick") as ahead:
+        monkeypatch.setattr(compile_ahead, "FEWEST", sys.maxsize)
+        ahead.start()
+        ahead.processes[0].wait()  # as if the caches held everything
+        ahead.finish(monotonic() + 60, lambda *_: None)
+        assert not ahead.processes
 
 
 def test_missing_runs_of_other_gpus_are_an_error(small, monkeypatch, capfd) -> None:
