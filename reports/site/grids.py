@@ -217,21 +217,24 @@ def beside(lines: pd.DataFrame) -> list[tuple[str, str, str]]:
 
     Attention of one token at a time, as in decoding, is shown only if there is no other.
     """
-    attention = lines[lines.op == "attention"]
+    attention = lines[(lines.op == "attention") & (lines.level > 0)]
     many = attention[attention.m > 1]
     findings = [
-        ("Model, decoding", *_newest(lines[lines.op == "decoder"], _steps)),
-        ("Attention", *_newest(attention if many.empty else many, _attention)),
+        ("Model, decoding", *_of_one_run(lines[lines.op == "decoder"], _steps)),
+        ("Attention", *_of_one_run(attention if many.empty else many, _attention)),
     ]
     return [finding for finding in findings if finding[1]]
 
 
-def _newest(lines: pd.DataFrame, write: Callable[[pd.DataFrame], str]) -> tuple[str, str]:
-    """Return what the newest verdict shows, or the newest look, and its run; "" without a gain."""
+def _of_one_run(lines: pd.DataFrame, write: Callable[[pd.DataFrame], str]) -> tuple[str, str]:
+    """Return what a run shows, and its name; "" without a gain.
+
+    A verdict comes before a look, then the run with the most processes, then the newest one.
+    """
     lines = lines[(lines.side != "dense") & (lines.gain > 1)]
     if lines.empty:
         return "", ""
-    run = lines.sort_values(["verdict", "day", "run"], kind="stable").run.iloc[-1]
+    run = lines.sort_values(["verdict", "processes", "day", "run"], kind="stable").run.iloc[-1]
     of_run = lines[lines.run == run]
     look = "" if of_run.verdict.all() else ", a look"
     return f"{write(of_run)} ({of_run['dtype'].iloc[0]}{look})", str(run)

@@ -177,6 +177,10 @@ def test_whole_models_and_attention_have_lines_beside_the_grid() -> None:
     assert attention[1].startswith(
         "6.00× [5.99, 6.01] as fast as dense attention with 8,192 tokens"
     )
+    newer = {**mask, "day": "2027-01-01", "run": "newer"}
+    for changed in {"processes": 3}, {"level": 0.0}:
+        other = lines(("block_mask", "128", 2.0), **{**newer, **changed})
+        assert grids.beside(joined([both, other]))[1] == attention
     decoding = lines(("block_mask", "128", 20.0), **{**mask, "m": 1, "run": "steps"})
     assert grids.beside(joined([both, decoding]))[1][2] == "mask"
     assert "with 1 token," in grids.beside(decoding)[0][1]
