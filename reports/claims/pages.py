@@ -30,8 +30,9 @@ from sparsebench.results.claims.metrics import SIGNS
 from sparsebench.results.claims.planned import PlannedClaim
 from sparsebench.results.claims.schema import Claim, Condition, Test
 from sparsebench.results.claims.verdict import Basis, TestVerdict, Verdict
-from sparsebench.results.formatting import amount, capital, plain
+from sparsebench.results.formatting import NONE, amount, capital, percent, plain
 
+LEVELS = ("level", "sparsity")  # fields that are written as percentages
 MOST_VALUES = 6  # values of a field in one cell of the table of conditions
 UNDECIDED = *map(str, OPEN), str(Word.NOT_TESTABLE)
 BADGE = {
@@ -106,9 +107,7 @@ def pages(
             tables=[(each.table, _rows_of_authors(each)) for each in entry.tables],
             commands=_commands(entry.planned),
             prose=prose,
-            runs=sorted(
-                {(cell.run, cell.commit, amount(cell.processes, "process")) for cell in entry.cells}
-            ),
+            runs=_runs(entry.cells),
         )
         yield f"claims/{entry.planned.name}.html", page
         yield f"claims/{entry.planned.name}.svg", badge(entry)
@@ -240,23 +239,35 @@ def _ours(name: str, condition: Condition, cells: Sequence[Cell]) -> str:
         values = {cell.device for cell in cells}
     else:
         field_name = condition.field or name
+        write = percent if field_name in LEVELS else plain
         values = {
-            plain(cell.fields[field_name]) for cell in cells if field_name in cell.fields
-        } or {"–"}
+            write(cell.fields[field_name]) for cell in cells if field_name in cell.fields
+        } or {NONE}
     texts = sorted(values, key=lambda text: (len(text), text))
     more = f" and {len(texts) - MOST_VALUES} more" if len(texts) > MOST_VALUES else ""
     return ", ".join(texts[:MOST_VALUES]) + more
 
 
 def _mark(condition: Condition, published: str, ours: str) -> str:
-    if condition.published is None:
+    if condition.published is None or ours == NONE:
         return "?"
     if condition.same is not None:
         return "=" if condition.same else "≠"
-    if published.casefold() in map(str.casefold, ours.split(", ")):
+    values = {*ours.casefold().split(", ")}
+    if published.casefold() in values or values <= {*re.split(", | and ", published.casefold())}:
         return "="
     word, numbers = not re.search(r"\d", published), re.search(r"\d", ours)
-    return "?" if word and numbers and not re.search(r"[A-Za-z]{3}", ours) else "≠"
+    named = re.search(r"[A-Za-z]{3}", re.sub(r" and \d+ more$", "", ours))
+    return "?" if word and numbers and not named else "≠"
+
+
+def _runs(cells: Sequence[Cell]) -> list[tuple[str, str, str]]:
+    """Return the name, the commit and the most processes of each run with a cell."""
+    most: dict[tuple[str, str], int] = {}
+    for cell in cells:
+        key = cell.run, cell.commit
+        most[key] = max(cell.processes, most.get(key, 0))
+    return sorted((*key, amount(count, "process")) for key, count in most.items())
 
 
 def _bounds(planned: PlannedClaim) -> list[str]:
@@ -308,7 +319,7 @@ def _table(test: Test, cells: Sequence[Cell], others: Sequence[Cell]) -> Markup:
         sorted(each, key=lambda cell: (cell.reason, -cell.value if up else cell.value))
         for each in (cells, others)
     )
-    heads = ["cell", f">{test.metric}, {SIGNS[test.unit].strip()}", "is", "subject", "baseline"]
+    heads = ["cell", f">{test.metric.replace('_', ' ')}, {SIGNS[test.unit].strip()}", "is", "subject", "baseline"]
     heads += [">at most", "GPU", "run"]
     rows = []
     for number, cell in enumerate([*cells, *others]):
