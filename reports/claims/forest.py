@@ -84,7 +84,8 @@ def _labels(cells: Sequence[Cell]) -> tuple[str, list[str]]:
     parts = [[*cell.label.split(", "), f"run {cell.run}", where(cell)] for cell in cells]
     shared = [part for part in parts[0] if all(part in each for each in parts)]
     rest = [[part for part in each if part not in shared] for each in parts]
-    for name in dict.fromkeys(part.partition(" ")[0] for part in reversed(sum(rest, []))):
+    names = dict.fromkeys(part.partition(" ")[0] for each in rest for part in reversed(each))
+    for name in names:
         shorter = [[part for part in each if part.partition(" ")[0] != name] for each in rest]
         long = name == "run" or max(len(", ".join(each)) for each in rest) > LONGEST
         if name.isidentifier() and long and len({*map(tuple, shorter)}) == len(cells):

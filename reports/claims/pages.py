@@ -33,6 +33,7 @@ from sparsebench.results.claims.verdict import Basis, TestVerdict, Verdict
 from sparsebench.results.formatting import NONE, amount, capital, percent, plain
 
 LEVELS = ("level", "sparsity")  # fields that are written as percentages
+UNMEASURED = "not measured"  # our value of a condition without a cell
 MOST_VALUES = 6  # values of a field in one cell of the table of conditions
 UNDECIDED = *map(str, OPEN), str(Word.NOT_TESTABLE)
 BADGE = {
@@ -234,7 +235,7 @@ def _ours(name: str, condition: Condition, cells: Sequence[Cell]) -> str:
     if condition.ours is not None:
         return condition.ours
     if not cells:
-        return "not measured"
+        return UNMEASURED
     if condition.field is None and name.lower() == "gpu":
         values = {cell.device for cell in cells}
     else:
@@ -249,13 +250,18 @@ def _ours(name: str, condition: Condition, cells: Sequence[Cell]) -> str:
 
 
 def _mark(condition: Condition, published: str, ours: str) -> str:
-    if condition.published is None or ours == NONE:
+    if condition.published is None or (condition.ours is None and ours in (NONE, UNMEASURED)):
         return "?"
     if condition.same is not None:
         return "=" if condition.same else "≠"
-    values = {*ours.casefold().split(", ")}
-    if published.casefold() in values or values <= {*re.split(", | and ", published.casefold())}:
+    values, wanted = ours.casefold().split(", "), published.casefold()
+    if wanted in values or {*values} <= {*re.split(", | and | or ", wanted)}:
         return "="
+    if ends := re.fullmatch(r"([\d.]+) to ([\d.]+)\D*", wanted):
+        least, most = map(float, ends.groups())
+        numbers = [re.fullmatch(r"([\d.]+)( %)?", value) for value in values]
+        if all(number and least <= float(number[1]) <= most for number in numbers):
+            return "="
     word, numbers = not re.search(r"\d", published), re.search(r"\d", ours)
     named = re.search(r"[A-Za-z]{3}", re.sub(r" and \d+ more$", "", ours))
     return "?" if word and numbers and not named else "≠"
@@ -319,7 +325,13 @@ def _table(test: Test, cells: Sequence[Cell], others: Sequence[Cell]) -> Markup:
         sorted(each, key=lambda cell: (cell.reason, -cell.value if up else cell.value))
         for each in (cells, others)
     )
-    heads = ["cell", f">{test.metric.replace('_', ' ')}, {SIGNS[test.unit].strip()}", "is", "subject", "baseline"]
+    heads = [
+        "cell",
+        f">{test.metric.replace('_', ' ')}, {SIGNS[test.unit].strip()}",
+        "is",
+        "subject",
+        "baseline",
+    ]
     heads += [">at most", "GPU", "run"]
     rows = []
     for number, cell in enumerate([*cells, *others]):
