@@ -33,7 +33,7 @@ from sparsebench.results.formatting import (
 from sparsebench.results.outcome import Outcome, outcome
 from sparsebench.results.record import Status
 
-OF_ATTENTION = ["batch", "heads", "causal"]  # fields of its problems, which have no shape
+OF_ATTENTION = ["batch", "heads", "kv_heads", "head_dim", "context", "causal"]  # it has no shape
 TWO_FOUR = 0.5  # sparsity of weights that are all 2:4
 USUAL = 0.9  # sparsity of a headline, if it was measured
 TOPIC = ("op", "pattern")

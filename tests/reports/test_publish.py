@@ -193,9 +193,7 @@ def test_whole_models_and_attention_have_lines_beside_the_grid() -> None:
     assert grids.beside(joined([both, decoding]))[1][2] == "mask"
     assert "with 1 token," in grids.beside(decoding)[0][1]
     (alone,) = grids.beside(lines(("spense", "", 1.3), **step))
-    assert (
-        alone[1] == "Qwen3-8B, 2:4, over dense: 1.30× [1.29, 1.31] with 1 sequence (bf16)"
-    )
+    assert alone[1] == "Qwen3-8B, 2:4, over dense: 1.30× [1.29, 1.31] with 1 sequence (bf16)"
 
 
 @pytest.mark.parametrize(
