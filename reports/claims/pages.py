@@ -373,7 +373,9 @@ def _change(judged: TestVerdict, claim: Claim) -> str:
             return f"Measure the claimed quantity itself: {claim.missing or rest}."
         case Word.PARTLY | Word.REFUTED:
             how = "confirmed cell" if judged.test.quantifier == "exists" else "run of all cells"
-            return f"A {how} beyond {threshold}: a faster kernel, or a slower baseline."
+            if judged.test.at_least is None:
+                return f"A {how} with at most {threshold}: a slower kernel, or a faster baseline."
+            return f"A {how} with at least {threshold}: a faster kernel, or a slower baseline."
         case Word.NOT_CARRIED_OVER:
             return f"The same measurement on {' or '.join(claim.hardware.gpus) or 'that GPU'}."
         case Word.NOT_SETTLED | Word.NOT_MEASURED:
