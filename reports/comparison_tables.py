@@ -103,7 +103,8 @@ def cases(others: Sequence[Changes]) -> Table:
         of = f" of {other.b.name}" if len(others) > 1 else ""
         columns += [other.b.name, f"time{of}", f"gain{of}", f"from{of}"]
     lines: list[list[Cell]] = []
-    apart, dense = not any(other.same_device for other in others), {}
+    apart = not any(other.same_device for other in others)
+    dense: dict[tuple[str, str], Line] = {}
     for case in sorted(ordered, key=lambda case: float(next(iter(case.values()))["level"])):
         line = next(iter(case.values()))
         if apart and line["is_baseline"] and line["format"] == "dense" and not line["broken"]:

@@ -259,8 +259,8 @@ def _mark(condition: Condition, published: str, ours: str) -> str:
         return "="
     if ends := re.fullmatch(r"([\d.]+) to ([\d.]+)\D*", wanted):
         least, most = map(float, ends.groups())
-        numbers = [re.fullmatch(r"([\d.]+)( %)?", value) for value in values]
-        if all(number and least <= float(number[1]) <= most for number in numbers):
+        counts = [re.fullmatch(r"([\d.]+)( %)?", value) for value in values]
+        if all(number and least <= float(number[1]) <= most for number in counts):
             return "="
     word, numbers = not re.search(r"\d", published), re.search(r"\d", ours)
     named = re.search(r"[A-Za-z]{3}", re.sub(r" and \d+ more$", "", ours))

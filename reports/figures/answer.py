@@ -10,6 +10,7 @@ The sentences come from results/answer.py and the cells from results/contests.py
 """
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import pandas as pd
@@ -203,7 +204,7 @@ def _figure(number: int, view: View) -> Markup:
         return NOTHING
     places = {value: i for i, value in enumerate(sort_values_of(cells["at"]))}
     cells = cells.assign(place=cells["at"].map(places)).sort_values("place")
-    write = {"level": percent, "block": blocks_text}.get(name, plain)
+    write: Callable[[Any], str] = {"level": percent, "block": blocks_text}.get(name, plain)
     labels = [write(value) for value in places]
     axis = {"level": view.units.removeprefix(" of ") or "sparsity", "shape": ""}.get(name, name)
     across = name in ("shape", "block")
