@@ -49,14 +49,9 @@ SIDES = ("best", "ours", "peer", "dense")
 OF_SIDE = ["ran", "name", "label", "kernel", "kind", "tile", "gain", "low", "high", "half"]
 OF_SIDE += ["decided", "median_us", "of_bound", "outcome", "case_id", "on_cards", "limited"]
 IN_CHAIN = ["gain", "low", "high", "half", "median_us"]
+# A gain is computed from these columns.
 NEEDED = [*CONTEST, "label", "baseline_label", "floor", "outcome", "speedup", "speedup_low"]
-NEEDED += [
-    "speedup_high",
-    "interval",
-    "blocks",
-    "median_us",
-    "between",
-]  # a gain is computed from these
+NEEDED += ["speedup_high", "interval", "blocks", "median_us", "between"]
 ACROSS = ("level", "m", "shape", "block")  # x is the first of these that is swept
 ROWS = ("block", "m", "shape")  # y is the one with the most values
 OF_MODEL = ["hidden", "intermediate", "layers"]  # fields that name a model
