@@ -26,17 +26,13 @@ from sparsebench.results.analysis import analyse
 from sparsebench.results.provenance import Choices
 from sparsebench.results.statistics import FEWEST
 from sparsebench.results.store import Run
-from tests.simulated.in_process import in_this_process
 from tests.simulated.timed import timed
 from tests.tools.marks import exhaustive
 from tests.tools.suites import BSR, CSR, linear
 
+pytestmark = pytest.mark.usefixtures("in_one_process")
+
 SUITE = linear("n: 4096, k: 4096, m: [64, 4096], sparsity: [0.3, 0.5, 0.9]", BSR, CSR)
-
-
-@pytest.fixture(autouse=True)
-def _here(monkeypatch: pytest.MonkeyPatch) -> None:
-    in_this_process(monkeypatch)
 
 
 def silent(step: str) -> Progress:
