@@ -18,7 +18,7 @@ from sparsebench.kernels.bsr import bsr_fp32
 from sparsebench.kernels.bsr._launch import Product
 from sparsebench.kernels.bsr.bsr_fp32 import Config
 from tests.compiling.nvcc import assert_compiles_cleanly, by_nvcc
-from tests.emulation.cuda_on_cpu import device_code, library_of
+from tests.emulation.cuda_on_cpu import device_code, entry_point, library_of
 from tests.kernels.bsr.examples import Shape, assert_right, example, on_gpu
 from tests.tools.marks import needs_cupy, needs_gxx, sampled
 
@@ -50,20 +50,12 @@ def on_cpu(constants: cuda.Constants) -> Any:
             copy(smem_address(to), (const char*)from, {size}, there);
           }}
         """
-    source += device_code("bsr_fp32.cu")
-    source += """
-      static void** a;
-      template <class T> T& at(int i) { return *(T*)a[i]; }
-      static void run() {
+    call = """
         multiply_fp32(at<const float*>(0), at<long long>(1), at<const BlockRow*>(2),
                       at<const int*>(3), at<const float*>(4), at<float*>(5),
                       at<int>(6), at<int>(7), at<int>(8), at<int>(9));
-      }
-      extern "C" void call(void** args, int grid, size_t bytes) {
-        a = args;
-        launch(grid, 32 * WARPS, 1, bytes, run);
-      }
     """
+    source += device_code("bsr_fp32.cu") + entry_point(call, "32 * WARPS")
     return library_of(source, (*constants, ("FP16", 0)))
 
 

@@ -50,8 +50,6 @@ def on_this_machine(name: str, dtype: torch.dtype) -> str:
       using u16 = unsigned short;
       #define narrow(f) {narrowing}
       {device_code(name, "narrow")}
-      static void** a;
-      template <class T> T& at(int i) {{ return *(T*)a[i]; }}
     """
 
 

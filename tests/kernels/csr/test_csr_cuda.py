@@ -22,7 +22,7 @@ from sparsebench.kernels.csr._panels import Shape, work_of
 from sparsebench.kernels.csr.csr_cuda import Config
 from sparsebench.results.record import Problem
 from tests.compiling.nvcc import assert_compiles_cleanly, by_nvcc
-from tests.emulation.cuda_on_cpu import library_of
+from tests.emulation.cuda_on_cpu import entry_point, library_of
 from tests.kernels.csr.examples import (
     BF16,
     FP16,
@@ -40,21 +40,14 @@ from tests.tools.marks import needs_gxx, sampled
 @cache
 def on_cpu(config: Config, dtype: torch.dtype, aligned: bool) -> Any:
     """Build the kernel's source for this machine."""
-    source = on_this_machine("csr_cuda.cu", dtype)
-    source += """
-      static void run() {
+    call = """
         multiply_rows(at<const Element*>(0), at<long long>(1), at<int>(2), at<int>(3),
                       at<const Pair*>(4), at<const u32*>(5), at<const Start*>(6), at<const int*>(7),
                       at<const int*>(8), at<int>(9), at<int>(10), at<int>(11), at<int>(12),
                       at<Element*>(13), at<int>(14));
-      }
-      extern "C" void call(void** args, int grid, size_t bytes) {
-        a = args;
-        launch(grid, THREADS, 1, bytes, run);
-      }
     """
     constants = (*csr_cuda.constants_of(config, dtype, aligned), ("LATE", 0))
-    return library_of(source, constants)
+    return library_of(on_this_machine("csr_cuda.cu", dtype) + entry_point(call), constants)
 
 
 def emulated(x: Tensor, w: Csr, config: Config, room: int, patch: pytest.MonkeyPatch) -> Tensor:

@@ -34,6 +34,8 @@ def on_cpu(config: Config, dtype: torch.dtype, aligned: bool) -> Any:
     """Build the source of both kernels for this machine."""
     source = on_this_machine("csr_cuda_wgrad.cu", dtype)
     source += """
+      static void** a;
+      template <class T> T& at(int i) { return *(T*)a[i]; }
       static void products() {
         sum_products(at<const Element*>(0), at<long long>(1), at<int>(2), at<const Element*>(3),
                      at<long long>(4), at<int>(5), at<int>(6), at<const Range*>(7), at<int>(8),
