@@ -12,12 +12,11 @@ from torch import Tensor
 
 from sparsebench.formats.bsr import Bsr
 from sparsebench.kernels._common import cuda
-from sparsebench.kernels._common.requirements import AMPERE
 from sparsebench.kernels._common.tuned_table import shared_bytes_of
 from sparsebench.kernels.bsr import bsr_fp32
 from sparsebench.kernels.bsr._launch import Product
 from sparsebench.kernels.bsr.bsr_fp32 import Config
-from tests.compiling.nvcc import assert_compiles_cleanly, by_nvcc
+from tests.compiling.nvcc import ampere, assert_compiles_cleanly, by_nvcc
 from tests.emulation.cuda_on_cpu import device_code, entry_point, library_of
 from tests.kernels.bsr.examples import Shape, assert_right, example, on_gpu
 from tests.tools.marks import needs_cupy, needs_gxx, sampled
@@ -119,12 +118,6 @@ def test_every_shape_has_configurations_that_any_gpu_holds(block: Any, m: int) -
     assert all(c.shared_bytes(w.block) <= 99 * 1024 for c in configs)
     assert len(bsr_fp32.configurations(w, m, 132, 227 * 1024)) >= len(configs)
     assert configs[0].tokens == (16 if m <= 16 else 32)
-
-
-ampere = pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability() < AMPERE,
-    reason="needs a GPU of compute capability 8.0 or newer",
-)
 
 
 @pytest.mark.gpu
