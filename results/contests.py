@@ -5,7 +5,7 @@
           ─> with_shapes   the same, with shape (n × k) and level
           ─> views         a grid for every choice of the fields; a page shows the first one first
 
-    gain     time of the fastest dense contender / time of the case, block by block and process by
+    gain     time of the fastest dense contender / time of the case, round by round and process by
              process; it equals `speedup` if the baseline is that contender
     half     the uncertainty of `gain`, like that of a speedup (cases.py)
     decided  the interval of `gain` is beyond the noise floor, and the verdict agrees

@@ -145,7 +145,7 @@ def training(**changed: object) -> PatternTraining:
 
 
 def report_of(*trained: PatternTraining) -> PatternTrainings:
-    return PatternTrainings("sparsebench/widths@1", "a text", "0", 1, 1, "cpu", {}, trained)
+    return PatternTrainings("sparsebench/widths@1", "a text", "0", 1, 1, "cpu", {}, [*trained])
 
 
 def test_dense_match_never_has_fewer_parameters() -> None:
