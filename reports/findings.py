@@ -14,7 +14,7 @@ from typing import Any
 
 import pandas as pd
 
-from sparsebench.results import cliffs, front_door
+from sparsebench.results import cliffs, default_kernels
 from sparsebench.results.analysis import Analysis
 from sparsebench.results.answer import TOPIC, first_views, general_sentences, other_dtypes
 from sparsebench.results.cases import CONTEST
@@ -50,13 +50,13 @@ def findings(analysis: Analysis) -> list[str]:
     best = [case for group in topics[:MOST] for case in _best_of_dtypes(group)]
     with_dtype = len({case["dtype"] for case in best}) > 1
     winners = [line for case in best for line in _winner(case, timed, with_dtype)]
-    return [*general, *winners, *filter(None, [front_door.sentence(first)])]
+    return [*general, *winners, *filter(None, [default_kernels.sentence(first)])]
 
 
 def remarks(analysis: Analysis) -> list[str]:
     """Return what follows a run's headline: other dtypes, cliffs, slower kernels by default."""
     cases = usual(analysis.timed)
-    said = [cliffs.sentence(cases), front_door.sentence(cases)]
+    said = [cliffs.sentence(cases), default_kernels.sentence(cases)]
     return [*other_dtypes(analysis.views), *filter(None, said)]
 
 

@@ -1,6 +1,6 @@
 """The tables of a run, computed from its rows whenever it is read; none of them is stored.
 
-Run ─> rows    one line per row: ratios block by block, units (frame.py)
+Run ─> rows    one line per row: ratios round by round, units (frame.py)
     ─> noise   A/A pairs and the noise floors (noise.py)
     ─> cases   one line per case, scope and cache state, with its verdict (cases.py)
            ─> timed   the cases with a time, with their gains over dense (contests.py)

@@ -72,7 +72,7 @@ def summary(
     speedups      the speedup of each process
     processes     the number of processes used: fewer than the run has if the baseline failed in
                   some, or if only some captured the case in a graph
-    blocks        median times by block for each (replicate, attempt), for statistics.ratio_over
+    blocks        median times by round for each (replicate, attempt), for statistics.ratio_over
     low_us        and high_us: range of the medians of the processes; for one process, quartiles
     ran           the label; for a portfolio also the kernel that it chose
     level         sparsity of the problem. Weights from a file may have more zeros than the problem

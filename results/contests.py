@@ -5,7 +5,7 @@
           ─> with_shapes   the same, with shape (n × k) and level
           ─> views         a grid for every choice of the fields; a page shows the first one first
 
-    gain     time of the fastest dense contender / time of the case, block by block and process by
+    gain     time of the fastest dense contender / time of the case, round by round and process by
              process; it equals `speedup` if the baseline is that contender
     half     the uncertainty of `gain`, like that of a speedup (cases.py)
     decided  the interval of `gain` is beyond the noise floor, and the verdict agrees
@@ -49,14 +49,9 @@ SIDES = ("best", "ours", "peer", "dense")
 OF_SIDE = ["ran", "name", "label", "kernel", "kind", "tile", "gain", "low", "high", "half"]
 OF_SIDE += ["decided", "median_us", "of_bound", "outcome", "case_id", "on_cards", "limited"]
 IN_CHAIN = ["gain", "low", "high", "half", "median_us"]
+# A gain is computed from these columns.
 NEEDED = [*CONTEST, "label", "baseline_label", "floor", "outcome", "speedup", "speedup_low"]
-NEEDED += [
-    "speedup_high",
-    "interval",
-    "blocks",
-    "median_us",
-    "between",
-]  # a gain is computed from these
+NEEDED += ["speedup_high", "interval", "blocks", "median_us", "between"]
 ACROSS = ("level", "m", "shape", "block")  # x is the first of these that is swept
 ROWS = ("block", "m", "shape")  # y is the one with the most values
 OF_MODEL = ["hidden", "intermediate", "layers"]  # fields that name a model

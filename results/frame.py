@@ -1,13 +1,13 @@
 """Rows as a table, one line per row. Everything derived from samples is computed on reading.
 
-The contenders of a contest are timed in turn, one block of samples each:
+The contenders of a contest are timed in turn, in rounds of a few samples each:
 
-    A  baseline      speedup of B = exp(median over blocks of log(A_i / B_i))
+    A  baseline      speedup of B = exp(median over rounds of log(A_i / B_i))
     B  contender
-    b  its twin      A/A log       =     median over blocks of log(B_i / b_i)
+    b  its twin      A/A log       =     median over rounds of log(B_i / b_i)
 
-where A_i is the median time of block i. Both blocks were taken within moments of each other, so a
-drifting clock affects both. A slow contender has fewer blocks; they are paired with the first ones
+where A_i is the median time of round i. Both were taken within moments of each other, so a
+drifting clock affects both. A slow contender has fewer rounds; they are paired with the first ones
 of the baseline. Rows are from one contest if they share problem, process, attempt, scope and cache
 state.
 
@@ -33,7 +33,7 @@ import pandas as pd
 from sparsebench._writing import replacing, write_file
 from sparsebench.errors import ResultError
 from sparsebench.results.record import POWER_LIMITED, Contender, Row, Status, Value
-from sparsebench.results.statistics import Floats, block_logs, by_block
+from sparsebench.results.statistics import Floats, by_round, round_logs
 
 # Columns: these, then the fields of the problems, then MEASURED.
 NAMES = ["problem_id", "case_id", "op", "seed", "source"]
@@ -128,7 +128,7 @@ def fields(table: pd.DataFrame) -> list[str]:
 
 
 def to_csv(table: pd.DataFrame, path: Path) -> None:
-    """Write a table as CSV, without the times of single blocks."""
+    """Write a table as CSV, without the times of single rounds."""
     write_file(path, as_csv(table.drop(columns="blocks_us", errors="ignore")))
 
 
@@ -216,7 +216,7 @@ def _measurements(row: Row) -> dict[str, Any]:
         "late": late,
         "marks": _marks(row),
         "samples": len(row.samples_us),
-        "blocks_us": blocks_us(row) if row.samples_us else None,
+        "blocks_us": rounds_us(row) if row.samples_us else None,
         "sparsity_achieved": row.sparsity,
         "bytes_of_dense": _ratio(row.stored_bytes, row.dense_bytes),
         "median_us": median,
@@ -329,14 +329,14 @@ def opponents(rows: Sequence[Row], problems: Sequence[str]) -> list[tuple[Row | 
 
 
 def logs_over(row: Row, base: Row) -> Floats:
-    """Return log(time of base / time of row) for each block that both have."""
-    blocks = (by_block(each.samples_us, each.samples_per_block) for each in (base, row))
-    return block_logs(*blocks)
+    """Return log(time of base / time of row) for each round that both have."""
+    rounds = (by_round(each.samples_us, each.samples_per_block) for each in (base, row))
+    return round_logs(*rounds)
 
 
-def blocks_us(row: Row) -> Floats:
-    """Return the median time of each block in µs."""
-    medians: Floats = np.median(by_block(row.samples_us, row.samples_per_block), axis=-1)
+def rounds_us(row: Row) -> Floats:
+    """Return the median time of each round in µs."""
+    medians: Floats = np.median(by_round(row.samples_us, row.samples_per_block), axis=-1)
     return medians
 
 

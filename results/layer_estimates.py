@@ -34,19 +34,10 @@ NEAREST = 4
 # tensor cores reach 800 TFLOP/s. From 32 to 72, left-out layers are predicted equally well.
 UNIT_COST = 64.0
 CONFIDENCE, UNKNOWN = 0.9, 4.0  # UNKNOWN: half the interval, as a factor, if nothing was left out
-DISTANCE_WEIGHTS = (
-    0.5,
-    0.5,
-    1.0,
-    1.0,
-    1.0,
-    1.0,
-)  # for tokens, weights, density, dtype, GPU, kind of layer
-FARTHEST = (
-    2.01,
-    3.01,
-    1.01,
-)  # in log2: 4 times the tokens, 8 times the weights, 2 times the density
+# For tokens, weights, density, dtype, GPU and kind of layer.
+DISTANCE_WEIGHTS = 0.5, 0.5, 1.0, 1.0, 1.0, 1.0
+# In log2: 4 times the tokens, 8 times the weights, 2 times the density.
+FARTHEST = 2.01, 3.01, 1.01
 LEAST_TOKENS, MOST_TOKENS = 8, 4096  # beyond these tokens and weights the efficiency stays the same
 MOST_WEIGHTS = 2**27
 DENSE, TWO_FOUR, SIX_EIGHT = "dense", "2:4", "6:8"
@@ -169,7 +160,7 @@ class Layer:
         return tokens, min(self.weights, MOST_WEIGHTS), self.density
 
     def distance(self, other: "Layer", same_gpu: bool) -> tuple[float, ...]:
-        """Return how far apart two layers are in each of WEIGHTS."""
+        """Return how far apart two layers are in each of DISTANCE_WEIGHTS."""
         logs = (abs(log2(a / b)) for a, b in zip(self.sizes, other.sizes, strict=True))
         alike = self.dtype == other.dtype or self.element == other.element == 2
         dtypes = 0.0 if alike else 2.0

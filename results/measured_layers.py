@@ -19,6 +19,7 @@ from typing import Any, Final, Literal
 import pandas as pd
 
 from sparsebench.results.analysis import Analysis
+from sparsebench.results.ceilings import Ceilings
 from sparsebench.results.contests import with_gains
 from sparsebench.results.files import read_model
 from sparsebench.results.formatting import percent
@@ -276,19 +277,15 @@ def _most_processes(item: tuple[Analysis, str]) -> tuple[int, str]:
 
 def _gpu(name: str, environments: Sequence[Mapping[str, Any]]) -> Gpu:
     """Return the ceilings of a GPU: medians over its runs."""
-    measured = [environment["ceilings"] for environment in environments]
-    bandwidths = [
-        max(each["read_gb_per_s"], each["copy_gb_per_s"], each.get("write_gb_per_s") or 0.0)
-        for each in measured
-    ]
+    measured = [Ceilings.from_json(environment["ceilings"]) for environment in environments]
     rates: dict[str, list[float]] = {}
     for each in measured:
-        for dtype, rate in each["matrix_tflops"].items():
+        for dtype, rate in each.matrix_tflops.items():
             rates.setdefault(dtype, []).append(rate)
     tflops = {dtype: median(values) for dtype, values in sorted(rates.items())}
-    launch_us = median(each["launch_us"] for each in measured)
     capability = str(environments[0]["gpu"]["compute_capability"])
-    return Gpu(name, capability, median(bandwidths), tflops, launch_us)
+    gb_per_s = median(each.bandwidth for each in measured)
+    return Gpu(name, capability, gb_per_s, tflops, median(each.launch_us for each in measured))
 
 
 def _of_run(analysis: Analysis, name: str) -> Iterable[tuple[tuple[str, str], Measured | Step]]:

@@ -1,7 +1,7 @@
 """The noise floor of a run: the difference that it measured between equal kernels.
 
     A/A pair   one kernel twice in one contest, prepared twice
-    d_p        its log-ratio in process p: the median over blocks of log(A_i / a_i)
+    d_p        its log-ratio in process p: the median over rounds of log(A_i / a_i)
     floor      of a class: the 95th percentile of |d_p|, at least 0.5 %; with fewer than ENOUGH d_p,
                at least that of 203 pairs on an NVIDIA H200 (FLOORS; harness/NOTES.md)
 

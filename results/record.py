@@ -203,9 +203,9 @@ class Case:
 class Row:
     """The result of one case in one process, for one scope and cache state.
 
-    A contest is one problem in one process, with its contenders timed in turn, block by block. So
+    A contest is one problem in one process, with its contenders timed in turn, round by round. So
     rows of one problem, `replicate` and `attempt` were measured side by side. `samples_us` are in
-    the order taken, `samples_per_block` in each block.
+    the order taken, `samples_per_block` in each round.
     """
 
     case: Case

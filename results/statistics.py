@@ -1,6 +1,6 @@
 """Estimates and intervals for a ratio of times over a few processes.
 
-    d_p       log-ratio of process p: the median over blocks of log(T_baseline / T_contender)
+    d_p       log-ratio of process p: the median over rounds of log(T_baseline / T_contender)
     Walsh     (d_p + d_q) / 2 over all p <= q
     ratio     exp(median of Walsh)                                    Hodges & Lehmann 1963
     95 %      exp(k-th smallest of Walsh) to exp(k-th largest)        Hollander & Wolfe 1999, 3.3
@@ -31,14 +31,14 @@ TAIL = 0.025  # probability on each side of a 95 % interval
 
 Floats = NDArray[np.float64]
 
-Blocks = Mapping[tuple[int, int], Floats]
-"""Median times of a case by block, in µs, for each (replicate, attempt)."""
+Rounds = Mapping[tuple[int, int], Floats]
+"""Median times of a case by round, in µs, for each (replicate, attempt)."""
 
 
 class IntervalKind(StrEnum):
     """The kind of a speedup's interval; the value is the word in reports.
 
-    QUARTILES   one process: the quartiles over its blocks, without a claim about other processes
+    QUARTILES   one process: the quartiles over its rounds, without a claim about other processes
     RANGE       fewer than FEWEST processes: their smallest and largest speedup
     CONFIDENCE  FEWEST or more processes: the exact 95 % confidence interval (Hodges-Lehmann)
     """
@@ -74,18 +74,18 @@ class Ratio:
     processes: int
 
 
-def by_block(samples: Sequence[float], size: int) -> Floats:
-    """Return samples as [blocks, size] in the order taken, without an incomplete last block."""
+def by_round(samples: Sequence[float], size: int) -> Floats:
+    """Return samples as [rounds, size] in the order taken, without an incomplete last round."""
     size = min(size, len(samples))
     whole = len(samples) // size * size
     return np.reshape(samples[:whole], (-1, size))
 
 
-def block_logs(base: Floats, other: Floats) -> Floats:
-    """Return log(base / other) by block, for samples of shape (..., blocks, samples per block).
+def round_logs(base: Floats, other: Floats) -> Floats:
+    """Return log(base / other) by round, for samples of shape (..., rounds, samples per round).
 
-    Blocks of one index were taken within moments of each other. If one side has fewer blocks, they
-    are paired with the first blocks of the other.
+    Rounds of one index were taken within moments of each other. If one side has fewer rounds, they
+    are paired with the first rounds of the other.
     """
     over, under = np.median(base, axis=-1), np.median(other, axis=-1)
     pairs = min(over.shape[-1], under.shape[-1])
@@ -93,7 +93,7 @@ def block_logs(base: Floats, other: Floats) -> Floats:
     return logs
 
 
-def ratio_over(case: Blocks, base: Blocks, between: float = 0.0) -> Ratio | None:
+def ratio_over(case: Rounds, base: Rounds, between: float = 0.0) -> Ratio | None:
     """Return the speedup of a case over another one of the same contests; None if they share none.
 
     The definition is that of a speedup, with `base` in place of the baseline.
@@ -102,10 +102,10 @@ def ratio_over(case: Blocks, base: Blocks, between: float = 0.0) -> Ratio | None
     return ratio(list(logs.values()), between) if logs else None
 
 
-def contest_logs(case: Blocks, base: Blocks) -> dict[tuple[int, int], Floats]:
-    """Return log(time of base / time of case) by block, for each contest that both ran in."""
+def contest_logs(case: Rounds, base: Rounds) -> dict[tuple[int, int], Floats]:
+    """Return log(time of base / time of case) by round, for each contest that both ran in."""
     shared = [contest for contest in case if contest in base]
-    return {each: block_logs(base[each][:, None], case[each][:, None]) for each in shared}
+    return {each: round_logs(base[each][:, None], case[each][:, None]) for each in shared}
 
 
 def hodges_lehmann(logs: ArrayLike) -> Interval:
@@ -132,13 +132,13 @@ def widen(value: Any, low: Any, high: Any, between: float) -> tuple[Any, Any]:
 
 
 def ratio(logs: Sequence[Floats], between: float = 0.0) -> Ratio:
-    """Return the ratio of two times from log-ratios by block, one array per process.
+    """Return the ratio of two times from log-ratios by round, one array per process.
 
     d_p is the median of a process. With FEWEST or more processes the ratio is the Hodges-Lehmann
-    estimate, with fewer the geometric mean. It is NaN if a process has no block. A confidence
+    estimate, with fewer the geometric mean. It is NaN if a process has no round. A confidence
     interval is widened by `between`.
     """
-    medians = np.array([np.median(blocks) if blocks.size else np.nan for blocks in logs])
+    medians = np.array([np.median(rounds) if rounds.size else np.nan for rounds in logs])
     if len(logs) == 1:
         ends = np.quantile(logs[0], [0.25, 0.75]) if logs[0].size else (np.nan, np.nan)
         logs_of, kind = (medians[0], *ends), IntervalKind.QUARTILES

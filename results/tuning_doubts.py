@@ -104,8 +104,7 @@ def warnings(run: Run, others: Iterable[Path] = ()) -> Iterator[str]:
 
 def siblings(path: Path) -> list[Path]:
     """Return the other runs in the folder of a run, which it is published with."""
-    runs = (file.parent for file in path.resolve().parent.glob("*/run.json"))
-    return sorted(run for run in runs if run != path.resolve())
+    return [run for run in store.runs_in(path.resolve().parent) if run != path.resolve()]
 
 
 def _cases(table: pd.DataFrame) -> pd.DataFrame:

@@ -12,6 +12,7 @@ import torch
 
 from sparsebench.harness.run import early_start
 from tests.compiling import record
+from tests.simulated.in_process import in_this_process
 from tests.tools import fork_server
 
 HERE = Path(__file__).parent
@@ -77,6 +78,14 @@ def no_waiting_for_disks() -> Iterator[None]:
     """Leave the thousands of files of tests in memory; each fsync takes milliseconds."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda descriptor: None)
+        yield
+
+
+@pytest.fixture(scope="module")
+def in_one_process() -> Iterator[None]:
+    """Let the simulated GPU's workers run in this process."""
+    with pytest.MonkeyPatch.context() as patch:
+        in_this_process(patch)
         yield
 
 

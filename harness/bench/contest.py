@@ -321,7 +321,7 @@ def _with_samples(contest: RunningContest, row: Row, taken: Samples) -> Row:
         row = check_bound(row, median(taken.times_us))
     if row.status is not Status.OK:
         return row
-    times: dict[str, Any] = {"samples_us": taken.times_us, "samples_per_block": taken.per_block}
+    times: dict[str, Any] = {"samples_us": taken.times_us, "samples_per_block": taken.per_round}
     return replace(row, **times, late=taken.late)
 
 

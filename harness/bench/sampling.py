@@ -5,8 +5,8 @@ A slow contender gives fewer samples: BUDGET_MS of its time, but at least MIN_SA
 
 from collections.abc import Iterable
 
-BLOCKS = 48
-SAMPLES_PER_BLOCK = 8
+ROUNDS = 48
+SAMPLES_PER_ROUND = 8
 MIN_SAMPLES = 5
 BUDGET_MS = 40.0
 
@@ -17,10 +17,10 @@ Measure = tuple[str, str]
 
 
 def sample_budget(time_us: float) -> tuple[int, int]:
-    """Return blocks and samples per block for a contender that takes about this long."""
+    """Return rounds and samples per round for a contender that takes about this long."""
     affordable = int(1e3 * BUDGET_MS / max(time_us, 1e-3))
-    per_block = min(SAMPLES_PER_BLOCK, max(1, affordable // BLOCKS))
-    return min(BLOCKS, max(MIN_SAMPLES, affordable // per_block)), per_block
+    per_round = min(SAMPLES_PER_ROUND, max(1, affordable // ROUNDS))
+    return min(ROUNDS, max(MIN_SAMPLES, affordable // per_round)), per_round
 
 
 def distinct_measures(measures: Iterable[Measure], device: str) -> tuple[Measure, ...]:

@@ -1,7 +1,7 @@
 """Check that the timed calls do the work: inspect some of them, and many calls before them.
 
     burst   before timing: up to CALLS calls, on activations A and B in turn, each inspected
-    spot    in a quarter of the blocks, one more call among the timed samples, at a random place: on
+    spot    in a quarter of the rounds, one more call among the timed samples, at a random place: on
             A like the samples, or on B, written just before it, with A written again after it. Its
             time is in no row
 
@@ -35,7 +35,7 @@ CALLS = 64
 BURST_S = 0.1
 FEWEST = 16  # two outputs with so many sums never have the same ones by chance
 CLOCK_EVERY = 8  # calls between two readings of the clock
-SHARE = 0.25  # fraction of the blocks
+SHARE = 0.25  # fraction of the rounds
 FURTHER = 4.0  # times as far as the call that was compared in full
 A, B = "a", "b"
 
@@ -134,14 +134,14 @@ class Spots:
         for name, values in self.copies[which].items():
             self.activations[name].data.copy_(values)
 
-    def turns(self, number: int, blocks: int, per_block: int) -> list[list[str]]:
-        """Return the calls of each block: samples (""), and spots on A or on B."""
-        turns = [[""] * per_block for _ in range(blocks)]
+    def turns(self, number: int, rounds: int, per_round: int) -> list[list[str]]:
+        """Return the calls of each round: samples (""), and spots on A or on B."""
+        turns = [[""] * per_round for _ in range(rounds)]
         if number in self.fingerprints[A]:
-            chosen = self.random.sample(range(blocks), max(1, int(SHARE * blocks)))
-            for count, block in enumerate(chosen):  # a stale answer is right on A, so one is on B
-                place = self.random.randrange(per_block + 1)
-                turns[block].insert(place, self.random.choice((A, B)) if count else B)
+            chosen = self.random.sample(range(rounds), max(1, int(SHARE * rounds)))
+            for count, at in enumerate(chosen):  # a stale answer is right on A, so one is on B
+                place = self.random.randrange(per_round + 1)
+                turns[at].insert(place, self.random.choice((A, B)) if count else B)
         return turns
 
     def inspect(self, number: int, which: str, out: object) -> None:

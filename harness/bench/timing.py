@@ -1,7 +1,7 @@
-"""Time all contenders of a problem together, in blocks, which the documents call rounds.
+"""Time all contenders of a problem together, in rounds.
 
-    block 1    C C C C  A A A A  B B B B        a block is a few samples of each contender in turn,
-    block 2    B B B B  C C C C  A A A A        in a new random order; drift affects all alike
+    round 1    C C C C  A A A A  B B B B        a round is a few samples of each contender in turn,
+    round 2    B B B B  C C C C  A A A A        in a new random order; drift affects all alike
     ...
 
     scope    kernel  device time: two CUDA events around one replay of the launch's CUDA graph (or
@@ -18,10 +18,10 @@ The layers of a chain differ only in their seed. Each has weights, activations a
 own, so no layer finds in the L2 cache what another one read. None reads what another wrote, because
 Y is not as wide as X. A launch that cannot be captured has no chain.
 
-If the host is late, the block is repeated, up to REPEATS times, and MOST_REPEATS times in all.
+If the host is late, the round is repeated, up to REPEATS times, and MOST_REPEATS times in all.
 `late` is the share of a contender's samples that stay late; such a row is marked
 (results/frame.py). A call that cannot be captured runs on a stream that is not held and is often
-late, so a block is not repeated if only such calls are late.
+late, so a round is not repeated if only such calls are late.
 
 On a CPU the host clock measures one call; scope and cache make no difference.
 
@@ -40,13 +40,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from sparsebench.harness.bench.sampling import BLOCKS, sample_budget
+from sparsebench.harness.bench.sampling import ROUNDS, sample_budget
 from sparsebench.harness.bench.spot_checks import Outputs, Spots
 from sparsebench.kernels._common.capture import capturing
 from sparsebench.kernels._common.gpu_clock import GpuClock, flusher
 from sparsebench.kernels._kernel import Launch, Output
 
-REPEATS, MOST_REPEATS = 2, 24  # most repeats of a block, and of all blocks together
+REPEATS, MOST_REPEATS = 2, 24  # most repeats of a round, and of all rounds together
 
 
 @dataclass(frozen=True)
@@ -70,13 +70,13 @@ class Chain:
 
 @dataclass(frozen=True)
 class Samples:
-    """One contender's times in the order taken, `per_block` at a time.
+    """One contender's times in the order taken, `per_round` at a time.
 
     late  see above; None on a CPU and in scope op, whose samples include the host's time
     """
 
     times_us: tuple[float, ...]
-    per_block: int
+    per_round: int
     late: float | None
 
     def per_layer(self, layers: int) -> "Samples":
@@ -131,30 +131,30 @@ def time_together(
     ]
     samples: list[list[TimedSample]] = [[] for _ in contenders]
     repeats = MOST_REPEATS
-    for block in range(BLOCKS):
-        turn = [i for i, (blocks, _) in enumerate(plans) if block < blocks]
+    for number in range(ROUNDS):
+        turn = [i for i, (rounds, _) in enumerate(plans) if number < rounds]
         draw.shuffle(turn)
-        order = [(i, contenders[i], spot) for i in turn for spot in turns[i][block]]
-        block_samples = take(order)
+        order = [(i, contenders[i], spot) for i in turn for spot in turns[i][number]]
+        taken = take(order)
         for _ in range(min(REPEATS, repeats)):
-            if not any(s.late and contenders[s.contender].clock == "graph" for s in block_samples):
+            if not any(s.late and contenders[s.contender].clock == "graph" for s in taken):
                 break
-            block_samples, repeats = take(order), repeats - 1
-        for sample in block_samples:
+            taken, repeats = take(order), repeats - 1
+        for sample in taken:
             samples[sample.contender].append(sample)
     counts_late = device.type == "cuda" and scope != "op"
     return [
         Samples(
             tuple(round(sample.time_us, 3) for sample in timed),
-            per_block,
+            per_round,
             sum(sample.late for sample in timed) / len(timed) if counts_late else None,
         )
-        for timed, (_, per_block) in zip(samples, plans, strict=True)
+        for timed, (_, per_round) in zip(samples, plans, strict=True)
     ]
 
 
 Order = list[tuple[int, TimedCall, str]]
-"""The calls of a block: number, contender, and for a spot check its activations (A or B)."""
+"""The calls of a round: number, contender, and for a spot check its activations (A or B)."""
 
 
 class TimedSample(NamedTuple):
@@ -201,7 +201,7 @@ def _gpu_clock(
     idle: bool,
     cold: bool,
 ) -> Clock:
-    """Enqueue a whole block, a contender's samples under one hold, then read the events.
+    """Enqueue a whole round, a contender's samples under one hold, then read the events.
 
     An `idle` stream is not held, because its samples include the host's time for the launch.
     """

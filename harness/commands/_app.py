@@ -7,6 +7,7 @@ error inside sparsebench, SPARSEBENCH_TRACEBACK=1 also prints the traceback.
 """
 
 import os
+import select
 import sys
 import traceback
 import warnings
@@ -131,6 +132,8 @@ def outcome(error: BaseException) -> tuple[int, str]:
     from sparsebench.errors import SparsebenchError, WorkerError
 
     match error:
+        case SystemExit(__context__=BrokenPipeError() as broken) if not _reader_left():
+            return outcome(broken)  # of another pipe: Typer ends silently with 1 for any
         case SystemExit():
             return int(error.code or 0), ""
         case KeyboardInterrupt():
@@ -139,7 +142,7 @@ def outcome(error: BaseException) -> tuple[int, str]:
             return BAD_INPUT, str(error)
         case WorkerError():
             return UNFIT, str(error)
-        case OSError():
+        case OSError() if not isinstance(error, BrokenPipeError):
             return BAD_INPUT, f"{error.filename or 'a file'}: {error.strerror or error}"
         case MemoryError():
             return BAD_INPUT, "expected enough memory, found none left"
@@ -150,6 +153,14 @@ def outcome(error: BaseException) -> tuple[int, str]:
     if plugin := _plugin(error):
         return BAD_INPUT, f"an error in the plug-in {plugin}: {message}"
     return DEFECT, f"an error in sparsebench: {message}"
+
+
+def _reader_left() -> bool:
+    """Return whether stdout or stderr is a pipe that is no longer read."""
+    poll = select.poll()
+    for file in (1, 2):
+        poll.register(file, 0)
+    return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
 def _plugin(error: BaseException) -> str | None:

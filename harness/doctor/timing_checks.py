@@ -24,7 +24,7 @@ from sparsebench.harness.bench.timing import TimedCall, ready, time_together
 from sparsebench.harness.doctor.findings import Finding, grade, ok, warning
 from sparsebench.harness.plan import selection
 from sparsebench.kernels._kernel import DTYPES, Launch
-from sparsebench.results.statistics import block_logs, by_block
+from sparsebench.results.statistics import by_round, round_logs
 
 PAIRS = 3
 KINDS = "launch", "memory", "compute"  # kinds of the sizes in selection.py
@@ -119,11 +119,11 @@ def _capture(call: Launch, device: torch.device) -> TimedCall:
 
 
 def _pair(call: Launch, device: torch.device, seed: str) -> float:
-    """Return the median over blocks of log(second / first), for a call and its twin."""
+    """Return the median over rounds of log(second / first), for a call and its twin."""
     both = [_capture(call, device) for _ in range(2)]
     first, second = time_together(both, device, seed)
-    blocks = (by_block(taken.times_us, taken.per_block) for taken in (second, first))
-    return float(np.median(block_logs(*blocks)))
+    rounds = (by_round(taken.times_us, taken.per_round) for taken in (second, first))
+    return float(np.median(round_logs(*rounds)))
 
 
 def _by_events(call: Callable[[], object], device: torch.device) -> list[float]:

@@ -18,10 +18,10 @@ from statistics import median
 from sparsebench._discovery import own_code_only
 from sparsebench.errors import ResultError, SuiteError
 from sparsebench.harness.bench.sampling import (
-    BLOCKS,
     BUDGET_MS,
     MIN_SAMPLES,
-    SAMPLES_PER_BLOCK,
+    ROUNDS,
+    SAMPLES_PER_ROUND,
     layers_of,
 )
 from sparsebench.results import bundle, store, tuning_doubts
@@ -116,15 +116,15 @@ def _require_plausible(run: Run) -> int:
     rows = [row for row in [*run.reference, *run.rows] if row.status is Status.OK]
     replayed = [row for row in rows if row.clock == "graph"]
     for row in replayed:
-        count, per_block = len(row.samples_us), row.samples_per_block
-        blocks, rest = divmod(count, max(1, per_block))
+        count, per_round = len(row.samples_us), row.samples_per_block
+        rounds, rest = divmod(count, max(1, per_round))
         spent = 1e-3 * count * median(row.samples_us) * layers_of(row.scope) / BUDGET_MS
-        fewer, more = count < BLOCKS * SAMPLES_PER_BLOCK, blocks > MIN_SAMPLES
-        whole = not rest and MIN_SAMPLES <= blocks <= BLOCKS and per_block >= 1
+        fewer, more = count < ROUNDS * SAMPLES_PER_ROUND, rounds > MIN_SAMPLES
+        whole = not rest and MIN_SAMPLES <= rounds <= ROUNDS and per_round >= 1
         if not whole or (fewer and spent < SPENT[0]) or (more and spent > SPENT[1]):
             label = f"problem {row.case.problem.id} {row.case.contender.label}"
             expected = f"samples that take about {BUDGET_MS:g} ms"
-            taken = f"{count}, {per_block} per block, of {median(row.samples_us):g} µs"
+            taken = f"{count}, {per_round} per round, of {median(row.samples_us):g} µs"
             where = f"{run.path / bundle.ROWS}: {label}"
             raise ResultError(f"{where}: expected {expected}, found {taken}")
     return len(replayed)

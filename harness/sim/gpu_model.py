@@ -7,7 +7,7 @@
     regret    of a search's choice over the best one; pinned with the choice. Half-normal, or that
               of one of WAYS, spread evenly, which a process times with an error
     process   of one contender in one process: normal
-    drift     of the process's time line, so it moves all contenders of a block alike: AR(1)
+    drift     of the process's time line, so it moves all contenders of a round alike: AR(1)
     step      likewise: in some contests the clock changes at a random moment
     noise     of one sample: normal; larger for shorter calls
 
@@ -39,7 +39,7 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat
 
 from sparsebench._discovery import unknown
 from sparsebench.errors import SuiteError
-from sparsebench.harness.bench.sampling import BLOCKS, CHAIN, SAMPLES_PER_BLOCK
+from sparsebench.harness.bench.sampling import CHAIN, ROUNDS, SAMPLES_PER_ROUND
 from sparsebench.harness.plan.suite import parse
 from sparsebench.results import files
 from sparsebench.results.record import POWER_LIMITED, Contender
@@ -68,8 +68,8 @@ class Fault(_Model):
     crash          the process dies           hang        the process never answers
     out_of_memory  the case does not fit      failed      it raises
     wrong          the output is wrong        throttle    the whole contest slows down midway
-    slow_start     the first block takes longer
-    host_late      in every block, the GPU waits for the host once
+    slow_start     the first round takes longer
+    host_late      in every round, the GPU waits for the host once
     """
 
     when: str
@@ -189,17 +189,17 @@ def samples(
     draw: np.random.Generator,
     *,
     processes: int = 1,
-    blocks: int = BLOCKS,
-    per_block: int = SAMPLES_PER_BLOCK,
+    rounds: int = ROUNDS,
+    per_round: int = SAMPLES_PER_ROUND,
 ) -> Array:
-    """Return µs [processes, contenders, blocks, per_block] of one contest, contenders in turn.
+    """Return µs [processes, contenders, rounds, per_round] of one contest, contenders in turn.
 
-    `times_us` are their times without noise. Every block runs all contenders in a new random order,
-    `per_block` samples each, as on a real device (timing.py).
+    `times_us` are their times without noise. Every round runs all contenders in a new random order,
+    `per_round` samples each, as on a real device (timing.py).
     """
     times = np.asarray(times_us, dtype=np.float64)
-    shape = processes, blocks, len(times), per_block
-    line = _time_line(spec, draw, processes, blocks * len(times) * per_block).reshape(shape)
+    shape = processes, rounds, len(times), per_round
+    line = _time_line(spec, draw, processes, rounds * len(times) * per_round).reshape(shape)
     turns = draw.random(shape[:3]).argsort(axis=2)
     shared = np.take_along_axis(line, turns[..., None], axis=2)
     process = draw.normal(0, spec.process / np.sqrt(2), (processes, 1, len(times), 1))

@@ -31,7 +31,7 @@ from sparsebench.formats.dense import Dense
 from sparsebench.formats.int4 import Int4
 from sparsebench.harness.bench.contest_state import ContestOptions
 from sparsebench.harness.bench.operands import level_of
-from sparsebench.harness.bench.sampling import BLOCKS, CHAIN, SAMPLES_PER_BLOCK, layers_of
+from sparsebench.harness.bench.sampling import CHAIN, ROUNDS, SAMPLES_PER_ROUND, layers_of
 from sparsebench.harness.catalog import load_kernel, load_op, weights_format
 from sparsebench.harness.plan.selection import meets
 from sparsebench.harness.sim.gpu_model import (
@@ -54,8 +54,8 @@ ENDS = {"out_of_memory": Status.OUT_OF_MEMORY, "failed": Status.FAILED, "wrong":
 CRASH_CODE = 7
 MEMORY_BYTES = 80 * 2**30
 THROTTLED = 0.7  # fraction of the clock in the second half of a contest
-SLOW_START = 2.0  # times as long, in the first block
-WAITED_US = 30.0  # wait for the host in the first sample of each block
+SLOW_START = 2.0  # times as long, in the first round
+WAITED_US = 30.0  # wait for the host in the first sample of each round
 ENERGY_WINDOW_S = 2.0
 COOL = {  # an H200's clocks; watts and degrees are made up
     "sm_mhz": 1980.0,
@@ -243,7 +243,7 @@ def _time(
     (taken,) = samples(spec, times, _draw(seed))
     throttled = any("throttle" in _faults(spec, row) for row in rows)
     if throttled:
-        taken[:, BLOCKS // 2 :] /= THROTTLED
+        taken[:, ROUNDS // 2 :] /= THROTTLED
     telemetry = _telemetry(spec, taken, throttled)
     done = {}
     for row, times_us in zip(running, taken, strict=True):
@@ -251,7 +251,7 @@ def _time(
             times_us[0] *= SLOW_START
         if "host_late" in _faults(spec, row):
             times_us[:, 0] += WAITED_US
-            row = replace(row, late=1 / SAMPLES_PER_BLOCK)
+            row = replace(row, late=1 / SAMPLES_PER_ROUND)
         done[row.case.id] = replace(_measure(row, times_us, work, options), telemetry=telemetry)
     return [done.get(row.case.id, row) for row in rows]
 
@@ -283,7 +283,7 @@ def _measure(row: Row, taken: Array, work: Work, options: ContestOptions) -> Row
         row = check_bound(options.bounded(row, work.output_bytes), typical_us)
         if row.status is not Status.OK:
             return row
-    return replace(row, samples_us=times_us, samples_per_block=SAMPLES_PER_BLOCK)
+    return replace(row, samples_us=times_us, samples_per_block=SAMPLES_PER_ROUND)
 
 
 def _telemetry(spec: Spec, times_us: Array, throttled: bool) -> dict[str, float]:

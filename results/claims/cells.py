@@ -255,7 +255,7 @@ def pool(members: Sequence[Cell], test: Test) -> Cell:
 
 
 def with_value(test: Test, cell: Cell, logs: Sequence[Any]) -> Cell:
-    """Return a cell with its value and interval, from log-ratios by block, an array per process."""
+    """Return a cell with its value and interval, from log-ratios by round, an array per process."""
     metric, estimate = METRICS[test.metric], ratio(logs, cell.between)
     ends = (estimate.value, estimate.low, estimate.high)
     value, low, high = (metric.of(end, cell.density) for end in ends)
@@ -322,7 +322,7 @@ def _largest_ratio(test: Test, subject: Line, base: Line, launch_us: float) -> f
 
 
 def _logs(test: Test, subject: Line, base: Line, rows: pd.DataFrame) -> list[Any]:
-    """Return the log-ratios of each process: of times by block, else of one value per process."""
+    """Return the log-ratios of each process: of times by round, else of one value per process."""
     column = METRICS[test.metric].column
     if column == "time":
         return list(contest_logs(subject["blocks"], base["blocks"]).values())

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from sparsebench.kernels._common import cuda
-from sparsebench.kernels._common.requirements import HOPPER
+from sparsebench.kernels._common.requirements import AMPERE, HOPPER
 from sparsebench.kernels._common.tuned_table import _bare_cuda
 from tests.compiling.record import in_record
 
@@ -23,6 +23,11 @@ Test = Callable[..., object]
 needs_hopper = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != HOPPER,
     reason="needs a GPU of compute capability 9.0",
+)
+
+ampere = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() < AMPERE,
+    reason="needs a GPU of compute capability 8.0 or newer",
 )
 
 

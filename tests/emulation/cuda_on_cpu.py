@@ -38,6 +38,23 @@ def device_code(name: str, *replaced: str) -> str:
     return without_ptx(code, *replaced)
 
 
+def entry_point(call: str, threads: str = "THREADS", split: str = "1") -> str:
+    """Return C++ of `call(args, grid, shared bytes)`, which launches a kernel by its arguments.
+
+    `call` is C++ that calls the kernel, in which at<T>(i) is argument i.
+    """
+    return f"""
+      static void** a;
+      static size_t shared_bytes;
+      template <class T> T& at(int i) {{ return *(T*)a[i]; }}
+      static void run() {{ {call} }}
+      extern "C" void call(void** args, int grid, size_t bytes) {{
+        a = args, shared_bytes = bytes;
+        launch(grid, {threads}, {split}, bytes, run);
+      }}
+    """
+
+
 @cache
 def library_of(source: str, constants: tuple[tuple[str, int], ...]) -> ctypes.CDLL:
     """Compile C++ with its constants as macros; return the library, loaded."""

@@ -28,10 +28,12 @@ from sparsebench.harness.shared_runs.campaign_publication import publish, publis
 from sparsebench.harness.shared_runs.campaign_sitting import Sitting, state
 from sparsebench.reports import published
 from sparsebench.results import bundle, store
-from tests.simulated.in_process import in_this_process, stopping
+from tests.simulated.in_process import stopping
 from tests.tools.command_line import sparsebench
 from tests.tools.paths import PUBLISHED
 from tests.tools.suites import BSR, linear
+
+pytestmark = pytest.mark.usefixtures("in_one_process")
 
 BSR_SMALL = "{format: bsr, kernel: bsr_small, params: {block: $block}}"
 SUITE = linear("n: 4096, k: 4096, m: [16, 64], sparsity: [0.5, 0.9]", BSR, BSR_SMALL)
@@ -43,11 +45,6 @@ entries:
   - {suite: FOLDER/several.yaml, only: kernel=bsr_triton}
   - {name: other, suite: FOLDER/several.yaml, only: kernel!=bsr_triton m=16, replicates: 1}
 """
-
-
-@pytest.fixture(autouse=True)
-def _here(monkeypatch: pytest.MonkeyPatch) -> None:
-    in_this_process(monkeypatch)
 
 
 @dataclass(frozen=True)

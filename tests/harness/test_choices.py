@@ -1,6 +1,5 @@
 """Who searches, in a run of several processes: the simulated GPU, its workers in this process."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,9 +23,10 @@ from sparsebench.results.comparison import agreement
 from sparsebench.results.outcome import DIFFERENT, Outcome
 from sparsebench.results.provenance import Choices, choices_of
 from sparsebench.results.store import Run
-from tests.simulated.in_process import in_this_process
 from tests.tools.marks import exhaustive
 from tests.tools.suites import BSR, CSR, linear
+
+pytestmark = pytest.mark.usefixtures("in_one_process")
 
 SUITE = linear("m: [1, 2, 3, 4, 5, 6, 7, 8, 9, 10], n: 64, k: 64, block: 16", BSR, CSR)
 # All is launching, 200 µs of it: bsr_triton is as fast as cublas, and cusparse_csr 1 % faster.
@@ -37,15 +37,8 @@ efficiency: {dense/cublas: 0.5, bsr/bsr_triton: 0.5, csr/cusparse_csr: 0.505}
 """
 
 
-@pytest.fixture(autouse=True, scope="module")
-def here() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        in_this_process(patch)
-        yield
-
-
 @pytest.fixture(scope="module")
-def verdict(here: None, tmp_path_factory: pytest.TempPathFactory) -> Run:
+def verdict(in_one_process: None, tmp_path_factory: pytest.TempPathFactory) -> Run:
     """Return a run of eight processes whose searches have a regret."""
     folder = tmp_path_factory.mktemp("verdict")
     return measured(folder, "regret: 0.01", replicates=8, only="m=1|2|3|4")

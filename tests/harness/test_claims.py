@@ -3,7 +3,6 @@
 import json
 import re
 import shutil
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,18 +25,12 @@ from sparsebench.results.claims.schema import Claim, ClaimFile, Test, read
 from sparsebench.results.claims.verdict import Verdict
 from sparsebench.results.record import Problem, Status
 from tests.results.claim_examples import CLAIM
-from tests.simulated.in_process import in_this_process
 from tests.tools.command_line import sparsebench
 from tests.tools.paths import PUBLISHED, ROOT
 
+pytestmark = pytest.mark.usefixtures("in_one_process")
+
 SPEC = "schema: sparsebench/sim@1\nefficiency: {dense/cublas: 0.8, bsr/bsr_triton: %s}\n"
-
-
-@pytest.fixture(autouse=True, scope="module")
-def here() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        in_this_process(patch)
-        yield
 
 
 def written(folder: Path, old: str = "", new: str = "", name: str = "mine") -> ClaimFile:
@@ -63,7 +56,7 @@ def judged(result: Evidence) -> Verdict:
 
 
 @pytest.fixture(scope="module")
-def fast(here: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def fast(in_one_process: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Check a claim whose kernel is 2 and 5 times as fast as dense: 0.5 and 0.2 of the work."""
     folder = tmp_path_factory.mktemp("fast")
     flags = Flags(device(folder, 0.8), replicates=6)
@@ -73,7 +66,7 @@ def fast(here: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def slow(here: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def slow(in_one_process: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Check a claim whose kernel is slower than dense; its best cell is measured again, too."""
     folder = tmp_path_factory.mktemp("slow")
     flags = Flags(device(folder, 0.1), replicates=6)
@@ -132,7 +125,7 @@ def test_the_best_cell_is_measured_again_alone(fast: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def look(here: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def look(in_one_process: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Check a claim in two processes."""
     folder = tmp_path_factory.mktemp("look")
     flags = Flags(device(folder, 0.8), replicates=2)

@@ -10,7 +10,7 @@ import wrong
 
 from sparsebench.harness.bench import contest, output_checks
 from sparsebench.harness.bench.prepare import _memory
-from sparsebench.harness.bench.sampling import BLOCKS, MIN_SAMPLES, SAMPLES_PER_BLOCK
+from sparsebench.harness.bench.sampling import MIN_SAMPLES, ROUNDS, SAMPLES_PER_ROUND
 from sparsebench.harness.bench.timing import TimedCall, ready, time_together
 from sparsebench.kernels._common.capture import capturing
 from sparsebench.kernels._kernel import Launch
@@ -159,22 +159,22 @@ def test_contenders_take_turns_and_the_slow_take_fewer() -> None:
         return TimedCall(call, "host")
 
     fast, slow = time_together([contender("f", 10), contender("s", 400_000)], CPU, seed="x")
-    assert len(fast.times_us) == BLOCKS * SAMPLES_PER_BLOCK
-    assert MIN_SAMPLES <= len(slow.times_us) < BLOCKS
+    assert len(fast.times_us) == ROUNDS * SAMPLES_PER_ROUND
+    assert MIN_SAMPLES <= len(slow.times_us) < ROUNDS
     first_half = log[: len(log) // 2]
     assert {"f", "s"} <= set(first_half)
 
 
-def test_the_order_within_a_block_is_drawn_anew() -> None:
+def test_the_order_within_a_round_is_drawn_anew() -> None:
     log: list[int] = []
     contenders = [TimedCall(lambda i=i: log.append(i) or torch.empty(0), "host") for i in range(4)]
     time_together(contenders, CPU, seed="y")
-    turn, first = SAMPLES_PER_BLOCK, 2 * len(contenders)
+    turn, first = SAMPLES_PER_ROUND, 2 * len(contenders)
     starts = range(first, len(log), 4 * turn)
-    blocks = [tuple(log[start : start + 4 * turn : turn]) for start in starts]
-    assert len(blocks) == BLOCKS
-    assert all(sorted(block) == [0, 1, 2, 3] for block in blocks)
-    assert len(set(blocks)) > 4
+    rounds = [tuple(log[start : start + 4 * turn : turn]) for start in starts]
+    assert len(rounds) == ROUNDS
+    assert all(sorted(each) == [0, 1, 2, 3] for each in rounds)
+    assert len(set(rounds)) > 4
 
 
 class Held:

@@ -1,31 +1,21 @@
 """fp8 layers on the CPU: draw and prune operands, multiply, and compare with the right answer."""
 
-from pathlib import Path
-
 import pytest
 import torch
-from safetensors.torch import save_file
 
-from sparsebench.errors import SuiteError
 from sparsebench.formats._format import is_stored
 from sparsebench.harness.bench import contest
-from sparsebench.harness.bench.operands import DenseOperands, operands
-from sparsebench.harness.catalog import load_op
-from sparsebench.harness.inputs import sources
 from sparsebench.harness.inputs.bits import UNIT
-from sparsebench.results.record import Contender, Problem, Source, Status, Value
+from sparsebench.results.record import Contender, Problem, Status, Value
+from tests.harness.test_operands import built
 
 CPU = torch.device("cpu")
 E4M3 = torch.float8_e4m3fn
 FIELDS = {"m": 16, "n": 256, "k": 512, "dtype": "fp8", "pattern": "two_four", "sparsity": 0.5}
 
 
-def problem(source: Source | None = None, **fields: Value) -> Problem:
-    return Problem("linear", {**FIELDS, "block": 1, **fields}, 0, source)
-
-
-def built(spec: Problem, data: Path | None = None) -> DenseOperands:
-    return operands(spec, load_op("linear"), CPU, data)
+def problem(**fields: Value) -> Problem:
+    return Problem("linear", {**FIELDS, "block": 1, **fields})
 
 
 def test_the_smallest_number_drawn_is_the_smallest_of_e4m3() -> None:
@@ -45,17 +35,6 @@ def test_no_weight_that_is_kept_is_zero(k: int) -> None:
     assert built(problem()).digest == "e5362e8ff9832c16"  # these bits never change
 
 
-def test_weights_of_a_file_are_refused_and_its_pattern_is_not(tmp_path: Path) -> None:
-    save_file({"layer": torch.ones(256, 512, dtype=torch.bfloat16)}, tmp_path / "m.safetensors")
-    source = Source("m.safetensors", sources.sha256(tmp_path / "m.safetensors"), "layer")
-    with pytest.raises(SuiteError, match=r"16 or 32 bits for weights from a file, found fp8"):
-        built(problem(source), tmp_path)
-    (tmp_path / "p.smtx").write_text("2, 4, 3\n0 2 3\n0 3 1\n")
-    source = Source("p.smtx", sources.sha256(tmp_path / "p.smtx"))
-    result = built(problem(source, n=2, k=4, pattern="file", sparsity=0.625), tmp_path)
-    assert (result.weights["w"].float() != 0).tolist() == [[1, 0, 0, 1], [0, 1, 0, 0]]
-
-
 @pytest.mark.parametrize("pattern", ["spense_rows", "spense_columns"])
 def test_a_contest_is_right_on_a_cpu(pattern: str) -> None:
     spec = problem(pattern=pattern, sparsity=0.25)
@@ -71,9 +50,3 @@ def test_a_contest_is_right_on_a_cpu(pattern: str) -> None:
     assert {row.nnz for row in rows} == {count}
     assert {row.fewest_bytes for row in rows} == {count + 16 * 512 + 2 * 16 * 256}
     assert {row.dense_bytes for row in rows} == {256 * 512}
-
-
-@pytest.mark.gpu
-def test_fp8_has_the_same_bits_on_a_gpu() -> None:
-    result = operands(problem(), load_op("linear"), torch.device("cuda:0"), None)
-    assert result.digest == built(problem()).digest

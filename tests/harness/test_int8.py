@@ -1,35 +1,28 @@
 """int8 layers on the CPU: draw and prune operands, multiply, and compare with exact integers."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
-from sparsebench.errors import FormatError, SuiteError
+from sparsebench.errors import FormatError
 from sparsebench.formats.slide import Slide
 from sparsebench.formats.spense import Spense
 from sparsebench.harness.bench import contest
 from sparsebench.harness.bench.correctness import Expected, check
-from sparsebench.harness.bench.operands import DenseOperands, operands
 from sparsebench.harness.catalog import load_op
-from sparsebench.harness.inputs import sources
 from sparsebench.harness.inputs.bits import UNIT, fill
 from sparsebench.harness.ops.linear import definition, spread
 from sparsebench.kernels._kernel import sum_scale
-from sparsebench.results.record import Contender, Problem, Source, Status, Value
+from sparsebench.results.record import Contender, Problem, Status, Value
+from tests.harness.test_operands import built
 
 CPU = torch.device("cpu")
 FIELDS = {"m": 20, "n": 256, "k": 512, "dtype": "int8", "pattern": "six_eight", "sparsity": 0.25}
 
 
-def problem(source: Source | None = None, **fields: Value) -> Problem:
-    return Problem("linear", {**FIELDS, "block": 1, **fields}, 0, source)
-
-
-def built(spec: Problem, data: Path | None = None) -> DenseOperands:
-    return operands(spec, load_op("linear"), CPU, data)
+def problem(**fields: Value) -> Problem:
+    return Problem("linear", {**FIELDS, "block": 1, **fields})
 
 
 def right(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
@@ -123,24 +116,11 @@ def test_the_least_value_of_int8_is_refused(stored: Any) -> None:
         stored.from_dense(dense)
 
 
-def test_weights_of_a_file_are_refused(tmp_path: Path) -> None:
-    save_file({"layer": torch.ones(256, 512, dtype=torch.bfloat16)}, tmp_path / "m.safetensors")
-    source = Source("m.safetensors", sources.sha256(tmp_path / "m.safetensors"), "layer")
-    with pytest.raises(SuiteError, match="16 or 32 bits for weights from a file, found int8"):
-        built(problem(source), tmp_path)
-
-
 @pytest.mark.parametrize("op", ["linear_dgrad", "linear_wgrad", "ffn", "mlp", "decoder"])
 def test_other_ops_refuse_int8(op: str) -> None:
     example = load_op(op).example or {"m": 16, "n": 64, "k": 64}
     with pytest.raises(ValueError, match="dtype"):
         load_op(op).fields(**{**example, "dtype": "int8"})
-
-
-@pytest.mark.gpu
-def test_int8_has_the_same_bits_on_a_gpu() -> None:
-    result = operands(problem(), load_op("linear"), torch.device("cuda:0"), None)
-    assert result.digest == built(problem()).digest
 
 
 @pytest.mark.gpu

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from sparsebench.harness.bench import timing
-from sparsebench.harness.bench.sampling import BLOCKS, SAMPLES_PER_BLOCK
+from sparsebench.harness.bench.sampling import ROUNDS, SAMPLES_PER_ROUND
 from sparsebench.harness.bench.timing import TimedCall, TimedSample, ready, time_together
 from sparsebench.kernels._common import gpu_clock
 from sparsebench.kernels._common.gpu_clock import LIMIT_S, REPEATS, GpuClock, Sample
@@ -24,7 +24,7 @@ GPU = torch.device("cuda", 0)
 
 
 def fake_clock(monkeypatch: pytest.MonkeyPatch, late: Callable[[int], bool]) -> list[int]:
-    """Replace the GPU's clock by one that is late in some blocks; return the calls per block."""
+    """Replace the GPU's clock by one that is late in some rounds; return the calls per round."""
     log: list[int] = []
 
     def take(order: Any) -> list[TimedSample]:
@@ -42,30 +42,30 @@ def timed(clock: str = "graph", scope: str = "kernel") -> timing.Samples:
 
 
 @pytest.mark.parametrize(
-    ("late_blocks", "calls", "share"),
+    ("late_rounds", "calls", "share"),
     [
-        (set(), BLOCKS, 0.0),
-        ({5, 6}, BLOCKS + 2, 0.0),  # the third attempt is in time
-        ({5, 6, 7}, BLOCKS + 2, 1 / BLOCKS),
-        (set(range(1000)), BLOCKS + timing.MOST_REPEATS, 1.0),
+        (set(), ROUNDS, 0.0),
+        ({5, 6}, ROUNDS + 2, 0.0),  # the third attempt is in time
+        ({5, 6, 7}, ROUNDS + 2, 1 / ROUNDS),
+        (set(range(1000)), ROUNDS + timing.MOST_REPEATS, 1.0),
     ],
 )
-def test_late_blocks_are_repeated_and_then_counted(late_blocks, calls, share, monkeypatch) -> None:
-    log = fake_clock(monkeypatch, late_blocks.__contains__)
+def test_late_rounds_are_repeated_and_then_counted(late_rounds, calls, share, monkeypatch) -> None:
+    log = fake_clock(monkeypatch, late_rounds.__contains__)
     samples = timed()
     assert samples.late == pytest.approx(share)
     assert len(log) == 2 + calls
-    assert len(samples.times_us) == BLOCKS * SAMPLES_PER_BLOCK
+    assert len(samples.times_us) == ROUNDS * SAMPLES_PER_ROUND
 
 
 def test_a_call_that_cannot_be_held_is_counted_but_not_repeated(monkeypatch) -> None:
-    log = fake_clock(monkeypatch, lambda block: True)
+    log = fake_clock(monkeypatch, lambda number: True)
     assert timed(clock="events").late == 1.0
-    assert len(log) == 2 + BLOCKS
+    assert len(log) == 2 + ROUNDS
 
 
 def test_a_call_from_python_includes_its_host_and_has_no_share(monkeypatch) -> None:
-    fake_clock(monkeypatch, lambda block: False)
+    fake_clock(monkeypatch, lambda number: False)
     assert timed(scope="op").late is None
     call = TimedCall(lambda: torch.empty(0), "host")
     (samples,) = time_together([call], torch.device("cpu"), "seed")

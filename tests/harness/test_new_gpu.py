@@ -12,6 +12,7 @@ import pytest
 
 from sparsebench.errors import ResultError, SuiteError
 from sparsebench.harness.commands._app import main
+from sparsebench.harness.commands._console import DEFECT
 from sparsebench.harness.commands._options import budget_s
 from sparsebench.harness.new_gpu import compile_ahead
 from sparsebench.harness.new_gpu import survey as surveys
@@ -26,17 +27,13 @@ from sparsebench.results.analysis import analyse
 from sparsebench.results.provenance import Choices
 from sparsebench.results.statistics import FEWEST
 from sparsebench.results.store import Run
-from tests.simulated.in_process import in_this_process
 from tests.simulated.timed import timed
 from tests.tools.marks import exhaustive
 from tests.tools.suites import BSR, CSR, linear
 
+pytestmark = pytest.mark.usefixtures("in_one_process")
+
 SUITE = linear("n: 4096, k: 4096, m: [64, 4096], sparsity: [0.3, 0.5, 0.9]", BSR, CSR)
-
-
-@pytest.fixture(autouse=True)
-def _here(monkeypatch: pytest.MonkeyPatch) -> None:
-    in_this_process(monkeypatch)
 
 
 def silent(step: str) -> Progress:
@@ -226,6 +223,15 @@ def test_a_compiler_that_has_already_ended_is_no_error(monkeypatch: pytest.Monke
         ahead.processes[0].wait()  # as if the caches held everything
         ahead.finish(monotonic() + 60, lambda *_: None)
         assert not ahead.processes
+
+
+def test_a_broken_pipe_to_a_process_is_reported(tmp_path, monkeypatch, capfd) -> None:
+    def survey(*_: object) -> None:
+        raise BrokenPipeError
+
+    monkeypatch.setattr(surveys, "survey", survey)
+    assert _sparsebench(monkeypatch, "--device", "sim", "--out", str(tmp_path / "new")) == DEFECT
+    assert "error in sparsebench: BrokenPipeError" in capfd.readouterr().err
 
 
 def test_missing_runs_of_other_gpus_are_an_error(small, monkeypatch, capfd) -> None:

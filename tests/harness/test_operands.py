@@ -242,6 +242,8 @@ def test_a_block_with_a_tiny_value_is_chosen_before_one_of_zeros(tmp_path: Path)
 @pytest.mark.parametrize(
     ("change", "changed_fields", "message"),
     [
+        ({}, {"dtype": "fp8"}, "16 or 32 bits for weights from a file, found fp8"),
+        ({}, {"dtype": "int8"}, "16 or 32 bits for weights from a file, found int8"),
         ({"sha256": "0"}, {}, "expected SHA-256 0, .*it has changed"),
         ({}, {"n": 32}, r"expected \[32, 128\], found \[64, 128\]"),
     ],
@@ -254,14 +256,24 @@ def test_a_file_that_does_not_fit_is_refused(weights, tmp_path, change, changed_
     assert row.status is Status.FAILED
 
 
-def test_a_pattern_file_gives_the_pattern_and_the_seed_the_values(tmp_path: Path) -> None:
+@pytest.mark.parametrize("dtype", ["bf16", "fp8"])
+def test_a_pattern_file_gives_the_pattern_and_the_seed_the_values(dtype, tmp_path) -> None:
     path = tmp_path / "p.smtx"
     path.write_text("2, 4, 3\n0 2 3\n0 3 1\n")
     source = Source(path.name, sources.sha256(path))
-    result = built(problem(source, n=2, k=4, pattern="file", sparsity=0.625), tmp_path)
-    assert (result.weights["w"] != 0).tolist() == [[1, 0, 0, 1], [0, 1, 0, 0]]
+    result = built(problem(source, n=2, k=4, pattern="file", sparsity=0.625, dtype=dtype), tmp_path)
+    assert (result.weights["w"].float() != 0).tolist() == [[1, 0, 0, 1], [0, 1, 0, 0]]
     assert result.sparsity == 0.625
     with pytest.raises(SuiteError, match="expected 'file'"):
         built(problem(source, n=2, k=4, pattern="blocks"), tmp_path)
     with pytest.raises(SuiteError, match="found 'file' with no source"):
         built(problem(pattern="file"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("dtype", "pattern"), [("fp8", "two_four"), ("int8", "six_eight")])
+def test_operands_of_8_bits_have_the_same_bits_on_a_gpu(dtype: str, pattern: str) -> None:
+    level = {"two_four": 0.5, "six_eight": 0.25}[pattern]
+    spec = problem(n=256, k=512, dtype=dtype, pattern=pattern, sparsity=level)
+    there = operands(spec, load_op("linear"), torch.device("cuda:0"), None)
+    assert there.digest == built(spec).digest

@@ -55,16 +55,6 @@ def test_every_pattern_has_a_level_that_it_meets_exactly(pattern: str) -> None:
     assert any(exact)
 
 
-@pytest.mark.parametrize("pattern", IN_BLOCKS)
-@pytest.mark.parametrize("block", [10, 16, [16, 48], [64, 2]])
-def test_blocks_need_not_divide_the_matrix(pattern: str, block: Any) -> None:
-    spec = fields(pattern, 1000, 1000, 0.8, block)
-    r, c = (block, block) if isinstance(block, int) else block
-    keep = cells(chosen(spec), r, c)
-    assert 1 - int(keep.sum()) / keep.numel() == pytest.approx(level(spec), abs=1e-12)
-    assert level(spec) == pytest.approx(0.8, abs=0.01)
-
-
 @settings(deadline=None)
 @given(
     st.sampled_from(["unstructured", *IN_BLOCKS]),
@@ -73,6 +63,7 @@ def test_blocks_need_not_divide_the_matrix(pattern: str, block: Any) -> None:
     st.floats(0, 0.99),
 )
 def test_a_level_is_met_exactly_or_refused(pattern, size, block, sparsity) -> None:
+    """Blocks need not divide the matrix."""
     spec = fields(pattern, *size, sparsity, list(block))
     r, c = (1, 1) if pattern == "unstructured" else block
     try:
@@ -163,7 +154,6 @@ def test_a_hybrid_is_two_four_in_front_and_whole_behind(pattern, size, sparsity,
     assert (pruned.reshape(-1, 4).sum(1) == 2).all()
     assert whole.all()
     assert level(spec) == front / size / 2
-    assert level(spec) == pytest.approx(1 - float(keep.double().mean()), abs=1e-12)
 
 
 @pytest.mark.parametrize("pattern", SPENSE)
@@ -196,23 +186,17 @@ def test_a_graph_has_links_both_ways_and_a_diagonal(pattern: str, sparsity: floa
     keep = cells(chosen(spec), 8, 8)
     assert torch.equal(keep, keep.T)
     assert keep.diagonal().all()
-    assert 1 - int(keep.sum()) / keep.numel() == pytest.approx(level(spec), abs=1e-12)
-
-
-@pytest.mark.parametrize("pattern", GRAPHS)
-def test_a_seed_determines_the_graph(pattern: str) -> None:
-    spec = fields(pattern, 400, 400, 0.91, 4)
-    assert torch.equal(chosen(spec), chosen(spec))
-    other = mask(spec, ("n", "k"), lambda grid: scores(1, "w", grid.cells, CPU), CPU)
-    assert not torch.equal(chosen(spec), other)
 
 
 @pytest.mark.parametrize(
     ("pattern", "digest"), [("small_world", "1171a5628b9ba644"), ("scale_free", "014126e9bbb635ed")]
 )
 def test_a_graph_has_the_same_bits_on_every_machine(pattern: str, digest: str) -> None:
-    keep = chosen(fields(pattern, 400, 400, 0.91, 4))
+    spec = fields(pattern, 400, 400, 0.91, 4)
+    keep = chosen(spec)
     assert hashlib.sha256(keep.numpy().tobytes()).hexdigest()[:16] == digest
+    other = mask(spec, ("n", "k"), lambda grid: scores(1, "w", grid.cells, CPU), CPU)
+    assert not torch.equal(keep, other)  # of another seed
 
 
 def test_random_blocks_are_spread_over_rows() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from sparsebench.errors import SuiteError
 from sparsebench.harness.bench.contest_state import ContestOptions
-from sparsebench.harness.bench.sampling import SAMPLES_PER_BLOCK
+from sparsebench.harness.bench.sampling import SAMPLES_PER_ROUND
 from sparsebench.harness.catalog import load_op
 from sparsebench.harness.plan.suite import read as read_suite
 from sparsebench.harness.run.measure import measure
@@ -232,7 +232,7 @@ def test_a_row_for_which_the_host_was_late_is_marked(suite: Path, tmp_path: Path
     table = frame(faulty(suite, tmp_path, "host_late"))
     marked = table[table["mark"] == "host late"]
     assert set(marked.kernel) == {"bsr_triton"}
-    assert set(marked.late) == {1 / SAMPLES_PER_BLOCK}
+    assert set(marked.late) == {1 / SAMPLES_PER_ROUND}
 
 
 @pytest.mark.usefixtures("here")

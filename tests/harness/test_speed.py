@@ -12,7 +12,7 @@ from time import process_time
 import numpy as np
 import pytest
 
-from sparsebench.harness.bench.sampling import BLOCKS, SAMPLES_PER_BLOCK
+from sparsebench.harness.bench.sampling import ROUNDS, SAMPLES_PER_ROUND
 from sparsebench.harness.plan.suite import Suite, read
 from sparsebench.reports.build import build, frames_of
 from sparsebench.results import store
@@ -33,14 +33,14 @@ def suite() -> Suite:
 def run(suite: Suite, contests: int, replicates: int) -> store.Run:
     """Return a run of the suite's first contests: 384 samples a case, within 2 % of 100 µs."""
     draw = np.random.default_rng(0)
-    samples = BLOCKS * SAMPLES_PER_BLOCK
+    samples = ROUNDS * SAMPLES_PER_ROUND
     rows = [
         Row(
             Case(contest.problem, contender),
             Status.OK,
             replicate=replicate,
             samples_us=tuple((100 * np.exp(draw.normal(0, 0.02, samples))).tolist()),
-            samples_per_block=SAMPLES_PER_BLOCK,
+            samples_per_block=SAMPLES_PER_ROUND,
             **WORK,
             **BYTES,
         )

@@ -144,12 +144,15 @@ def training(**changed: object) -> PatternTraining:
     return PatternTraining(**{**facts, **changed})  # type: ignore[arg-type]
 
 
+def report_of(*trained: PatternTraining) -> PatternTrainings:
+    return PatternTrainings("sparsebench/widths@1", "a text", "0", 1, 1, "cpu", {}, [*trained])
+
+
 def test_dense_match_never_has_fewer_parameters() -> None:
     dense = [training(seed=seed) for seed in (0, 1)]
     dense += [training(width=32, parameters=30), training(width=40, parameters=45)]
     sparse = training(pattern="uniform", block=8, sparsity=0.6, parameters=40)
-    about = "sparsebench/widths@1", "a text", "0", 1, 1, "cpu", {}
-    report = PatternTrainings(*about, [*dense, sparse])  # type: ignore[arg-type]
+    report = report_of(*dense, sparse)
     match = report.dense_match(sparse, "parameters")
     assert match
     assert match.width == 40
@@ -163,8 +166,7 @@ def test_dense_match_never_has_fewer_parameters() -> None:
 def test_dense_match_of_equal_time_is_never_faster(step_us: float, width: int | None) -> None:
     dense = [training(), training(width=40, step_us=1.0), training(width=32, step_us=0.5)]
     sparse = training(pattern="uniform", block=8, sparsity=0.6, step_us=step_us)
-    about = "sparsebench/widths@1", "a text", "0", 1, 1, "cpu", {}
-    match = PatternTrainings(*about, [*dense, sparse]).dense_match(sparse, "time")  # type: ignore[arg-type]
+    match = report_of(*dense, sparse).dense_match(sparse, "time")
     assert (match and match.width) == width
 
 
@@ -198,8 +200,7 @@ def test_a_file_that_holds_no_samples_is_refused(rows: Any, tmp_path: Path) -> N
     [({"loss": -1}, "trained: 0: loss: "), ({"more": 1}, "trained: 0: more: ")],
 )
 def test_invalid_file_is_refused(change: dict[str, object], message: str, tmp_path: Path) -> None:
-    about = "sparsebench/widths@1", "a text", "0", 1, 1, "cpu", {}
-    data = asdict(PatternTrainings(*about, [training()]))  # type: ignore[arg-type]
+    data = asdict(report_of(training()))
     data["trained"][0] |= change
     file = tmp_path / "a.json"
     file.write_text(json.dumps(data))

@@ -59,11 +59,11 @@ def generated(model: Any) -> torch.Tensor:
     return tokens
 
 
-def write_gguf(path: Path, model: Any, architecture: str = "gemma3") -> None:
+def write_gguf(path: Path, model: Any) -> None:
     """Write a tiny Gemma 3 with the tensor names of llama.cpp; tokens are bytes and letters."""
     gguf = pytest.importorskip("gguf", reason="needs the extra `models`")
     config, state = model.config, model.state_dict()
-    writer = gguf.GGUFWriter(path, architecture)
+    writer = gguf.GGUFWriter(path, "gemma3")
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)

@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from sparsebench.kernels._common import front
+from sparsebench.kernels._common import front, requirements
+from sparsebench.kernels.dense import _decoder
+from sparsebench.kernels.peers import _authors, _cusparselt, cutlass_sparse, stk
 
 COLUMNS = 8
 DOUBLE, ADD = 2, 3  # a kernel's number of arguments
@@ -25,6 +27,19 @@ def poisoned() -> Iterator[None]:
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let every package, library and checkout be there."""
+    monkeypatch.setattr(requirements, "find_spec", lambda package: True)
+    monkeypatch.setattr(_cusparselt, "library", lambda: None)
+    monkeypatch.setattr(cutlass_sparse, "version", lambda: "4.2.0")
+    monkeypatch.setattr(stk, "unavailable", lambda: None)
+    monkeypatch.setattr(_authors, "missing", lambda marker, repository: None)
+    monkeypatch.setattr(_authors, "not_built", lambda *names: None)
+    monkeypatch.setattr(_decoder, "unsupported", lambda problem, device: None)
+    monkeypatch.setattr(_decoder, "unsupported_size", lambda *_: None)
 
 
 def floats(address: int, count: int) -> Any:

@@ -19,10 +19,7 @@ from sparsebench.formats.csr import Csr
 from sparsebench.formats.slide import Slide
 from sparsebench.formats.spense import Spense
 from sparsebench.harness.catalog import load_kernel
-from sparsebench.kernels._common import requirements
 from sparsebench.kernels._kernel import Operands
-from sparsebench.kernels.dense import _decoder
-from sparsebench.kernels.peers import _authors, _cusparselt, cutlass_sparse, stk
 from sparsebench.results.record import Problem
 from tests.kernels.contract import refusal
 from tests.kernels.layers import problem_of
@@ -157,19 +154,6 @@ PROBLEMS: list[tuple[str, dict[str, Any], str]] = [
     ("twell_authors_step", {**TWELL, "k": 96}, "k 96"),
     ("twell_authors_step", {**TWELL, "m": 65537}, "found m 65792"),
 ]
-
-
-@pytest.fixture
-def installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let every package, library and checkout be there."""
-    monkeypatch.setattr(requirements, "find_spec", lambda package: True)
-    monkeypatch.setattr(_cusparselt, "library", lambda: None)
-    monkeypatch.setattr(cutlass_sparse, "version", lambda: "4.2.0")
-    monkeypatch.setattr(stk, "unavailable", lambda: None)
-    monkeypatch.setattr(_authors, "missing", lambda marker, repository: None)
-    monkeypatch.setattr(_authors, "not_built", lambda *names: None)
-    monkeypatch.setattr(_decoder, "unsupported", lambda problem, device: None)
-    monkeypatch.setattr(_decoder, "unsupported_size", lambda *_: None)
 
 
 @pytest.mark.usefixtures("installed")

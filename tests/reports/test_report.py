@@ -202,7 +202,7 @@ MADE = {"dlmc": dlmc, "decode": decode, "quick": quick, "other_op": other_op}
 
 NEED_MORE = {
     "cliffs",
-    "front_door",
+    "default_kernels",
     "noise",
     "ceilings",
     "pareto",

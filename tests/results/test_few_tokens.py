@@ -1,48 +1,32 @@
-"""A dense product of few tokens never takes longer than that of more, in published rows."""
+"""A dense product of few tokens never takes longer than that of more, in published rows.
+
+A kernel for 64 tokens computes 16 as well, so a baseline that takes longer for 16 is not at its
+best. Differences within MARGINS mean nothing: they are the largest differences of A/A pairs in one
+process, as seen on H200s.
+"""
 
 import gzip
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from sparsebench.results import store
+from sparsebench.results.cases import summary
+from sparsebench.results.cliffs import ratios
 from sparsebench.results.frame import frame
-from sparsebench.results.record import Case, Contender, Problem, Row, Status
-from tests.results.few_tokens import slower_with_fewer
 from tests.tools.marks import exhaustive
 from tests.tools.paths import PUBLISHED
 
-FIELDS = {"n": 64, "k": 32, "dtype": "bf16", "pattern": "blocks", "sparsity": 0.9, "block": 16}
+MARGINS = {8.0: 0.042, 20.0: 0.062, 100.0: 0.036, float("inf"): 0.02}  # up to µs: relative
 FIRST = 3  # the version of rows whose dense baselines were searched among cuBLASLt's algorithms
 KNOWN = {  # by GPU or version, and run: cache, m, and the m that took less
     "2026-11-25-84a765b/calls": [("hot", 1, 64)],  # searched with a cold cache
     "2026-11-25-84a765b/spense-decode-again": [("cold", 16, 64)],  # inherited configurations
     # torch.compile, which takes 9 us longer than the baseline in both
     "nvidia-h200/claims-layers-moe-2026-inside-experts": [("cold", 1, 16)],
-    # torch's own product, whose library does not search
-    "nvidia-h100-80gb-hbm3/tokens": [("cold", 16, 64)],
 }
-
-SAMPLE = {"nvidia-h200/decode", *KNOWN}
-
-
-def row(m: int, time_us: float, kernel: str = "cublas", **changed: Any) -> Row:
-    fields = {**FIELDS, "m": m, **{n: v for n, v in changed.items() if n in FIELDS}}
-    rest = {n: v for n, v in changed.items() if n not in FIELDS}
-    case = Case(Problem("linear", fields), Contender("dense", kernel, baseline=True))
-    return Row(**{"case": case, "status": Status.OK, "samples_us": (time_us,) * 4, **rest})
-
-
-def doubts(*rows: Row) -> list[tuple[int, int]]:
-    lines = slower_with_fewer(frame(rows))
-    return [*zip(lines.m.astype(int), lines.more_m.astype(int), strict=True)]
-
-
-def test_fewer_tokens_that_take_longer_are_found_beside_the_fastest_of_more() -> None:
-    assert doubts(row(16, 70.0), row(32, 68.0), row(64, 66.0), row(256, 90.0)) == [(16, 64)]
-    assert doubts(row(1, 80.0), row(16, 75.0), row(64, 60.0)) == [(1, 64), (16, 64)]
+SAMPLE = {*KNOWN, "nvidia-h200/decode", "nvidia-h100-80gb-hbm3/tokens"}
 
 
 def version(path: Path) -> int:
@@ -62,6 +46,12 @@ def version(path: Path) -> int:
     ids=lambda path: str(path.relative_to(PUBLISHED)),
 )
 def test_no_published_dense_product_of_few_tokens_is_slower_than_one_of_more(path: Path) -> None:
-    lines = slower_with_fewer(frame(store.read(path).rows))
-    doubtses = [*zip(lines.cache, lines.m, lines.more_m, strict=True)]
-    assert doubtses == KNOWN.get("/".join(path.parts[-2:]), []), lines.to_string()
+    cases = summary(frame(store.read(path).rows))
+    cases = cases[cases.baseline & (cases.format == "dense") & (cases.scope == "kernel")]
+    slower = []
+    for cache, group in cases[cases.median_us.notna()].groupby("cache"):
+        for line in ratios(group).itertuples():
+            margin = next(margin for us, margin in MARGINS.items() if line.least_us < us)
+            if line.ratio > 1 + margin:
+                slower.append((cache, line.m, line.more))
+    assert slower == KNOWN.get("/".join(path.parts[-2:]), [])

@@ -3,7 +3,7 @@
     d_p = log ratio + regret + process + what is left of noise, drift and steps in one process
 
 The last term is drawn through the simulated GPU's own clock (sim/gpu_model.py) and the ratio of
-block medians, the others as its spec says. Both contenders search, with a regret of `regret`.
+medians of rounds, the others as its spec says. Both contenders search, with a regret of `regret`.
 
 `python tests/simulated/runs.py` prints the tables of harness/NOTES.md, in a minute.
 """
@@ -17,7 +17,7 @@ from sparsebench.harness.sim.gpu_model import Array, Spec, blur, samples, ways
 from sparsebench.kernels._common.search import FINALISTS, NEAR
 from sparsebench.results.comparison import APART, tolerance
 from sparsebench.results.outcome import VERDICTS, Outcome, among_many
-from sparsebench.results.statistics import Floats, Interval, block_logs, hodges_lehmann, p_value
+from sparsebench.results.statistics import Floats, Interval, hodges_lehmann, p_value, round_logs
 
 SD_OF_HALF = 0.6028  # standard deviation of |N(0, 1)|
 POOL = 2000  # processes through the clock, drawn from
@@ -67,7 +67,7 @@ def within(call_us: float) -> Array:
     """Return what two equal contenders differ by in each of POOL processes without an effect."""
     spec = Spec(process=0.0)
     taken = samples(spec, [call_us, call_us], np.random.default_rng(5), processes=POOL)
-    return np.median(block_logs(taken[:, 0], taken[:, 1]), axis=-1)
+    return np.median(round_logs(taken[:, 0], taken[:, 1]), axis=-1)
 
 
 def simulated(

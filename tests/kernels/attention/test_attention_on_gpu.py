@@ -1,4 +1,4 @@
-"""Block-sparse attention on a GPU against fp64, through the kernels and through the front door."""
+"""Block-sparse attention on a GPU against fp64: the kernels, and sparsebench.attention."""
 
 import pytest
 import torch

@@ -112,7 +112,7 @@ def test_gradients_are_right_and_the_same_twice(case: Case) -> None:
 
 
 @pytest.mark.interpreted
-def test_the_front_door_runs_these_kernels() -> None:
+def test_the_public_function_runs_these_kernels() -> None:
     case = Case((40, 56), 16, (2, 1), lists=2, head_dim=16, dtype="fp32")
     mask, (*leaves, do) = case.mask(), case.operands()
     expected, _, grads = gradients((*leaves, do), mask)
@@ -137,7 +137,7 @@ def test_a_block_has_configurations_that_fit(block: Any, dtype: str, module: Any
 
 
 @pytest.mark.interpreted
-def test_the_front_door_binds_the_kernels_for_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_public_function_binds_the_kernels_for_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case((70, 130), 64, (2, 1), lists=2, head_dim=64)
     mask, operands = case.mask(), case.operands()[:3]
     launches = []

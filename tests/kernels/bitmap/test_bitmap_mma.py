@@ -18,7 +18,7 @@ from sparsebench.formats.bitmap import Bitmap
 from sparsebench.kernels.bitmap import bitmap_mma
 from sparsebench.kernels.bitmap.bitmap_mma import Config
 from tests.compiling.nvcc import assert_compiles_cleanly, by_nvcc, hopper
-from tests.emulation.cuda_on_cpu import device_code, library_of
+from tests.emulation.cuda_on_cpu import device_code, entry_point, library_of
 from tests.tools.marks import needs_gxx, sampled
 
 STAND_INS = """
@@ -68,18 +68,10 @@ STAND_INS = """
 @cache
 def on_cpu(config: Config, dtype: torch.dtype, late: bool) -> Any:
     """Build the kernel's source for this machine."""
-    source = STAND_INS + device_code("bitmap_mma.cu")
-    source += """
-      static void** a;
-      template <class T> T& at(int i) { return *(T*)a[i]; }
-      static void run() {
+    call = """
         multiply_records(at<Activations>(0), at<Weights>(1), at<u16*>(2), at<int>(3), at<int>(4));
-      }
-      extern "C" void call(void** args, int grid, size_t bytes) {
-        a = args;
-        launch(grid, THREADS, SPLIT, bytes, run);
-      }
     """
+    source = STAND_INS + device_code("bitmap_mma.cu") + entry_point(call, split="SPLIT")
     constants = (*bitmap_mma.constants_of(config, dtype), ("LATE", int(late)))
     return library_of(source, constants)
 

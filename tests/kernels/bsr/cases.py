@@ -1,12 +1,18 @@
 """Configurations and shapes with which the tests run each CUDA kernel of the family."""
 
 from itertools import product
+from typing import Any
 
 from sparsebench.kernels.bsr import bsr_resident, bsr_small, bsr_strips, bsr_wgmma
 from sparsebench.kernels.bsr import bsr_wgrad as wgrad
 from sparsebench.kernels.bsr import bsr_wgrad_mma as wgrad_mma
 from sparsebench.kernels.bsr import bsr_wgrad_small as wgrad_small
 from tests.kernels.bsr.examples import Shape
+
+
+def name_of(module: Any) -> str:
+    return str(module.__name__.rpartition(".")[2])
+
 
 SMALL = [bsr_small.Config(*c) for c in product(bsr_small.TOKENS, bsr_small.FEATURES)]
 

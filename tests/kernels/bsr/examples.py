@@ -1,5 +1,6 @@
 """Weights, patterns and activations for tests of the BSR kernels, and checks of their results."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -52,6 +53,13 @@ def activations(shape: Shape) -> tuple[Tensor, Tensor]:
     m, n, k, *_ = shape
     generator = torch.Generator().manual_seed(2)
     return torch.randn(m, n, generator=generator), torch.randn(m, k, generator=generator)
+
+
+def assert_lists_right(emulated: Callable[..., Any], shape: Shape, *plan: Any) -> None:
+    """Check the gradient that an emulation of the device computes from the lists."""
+    pattern, (dy, x) = pattern_of(shape), activations(shape)
+    actual = emulated(pattern, dy, x, *plan)
+    np.testing.assert_allclose(actual, pattern.sample(dy.T @ x).values, rtol=1e-4, atol=1e-3)
 
 
 def moved(w: Bsr, dtype: str) -> Bsr:

@@ -12,13 +12,12 @@ from torch import Tensor
 
 from sparsebench.formats.bsr import Bsr
 from sparsebench.kernels._common import cuda
-from sparsebench.kernels._common.requirements import AMPERE
 from sparsebench.kernels._common.tuned_table import shared_bytes_of
 from sparsebench.kernels.bsr import bsr_fp32
 from sparsebench.kernels.bsr._launch import Product
 from sparsebench.kernels.bsr.bsr_fp32 import Config
-from tests.compiling.nvcc import assert_compiles_cleanly, by_nvcc
-from tests.emulation.cuda_on_cpu import device_code, library_of
+from tests.compiling.nvcc import ampere, assert_compiles_cleanly, by_nvcc
+from tests.emulation.cuda_on_cpu import device_code, entry_point, library_of
 from tests.kernels.bsr.examples import Shape, assert_right, example, on_gpu
 from tests.tools.marks import needs_cupy, needs_gxx, sampled
 
@@ -50,20 +49,12 @@ def on_cpu(constants: cuda.Constants) -> Any:
             copy(smem_address(to), (const char*)from, {size}, there);
           }}
         """
-    source += device_code("bsr_fp32.cu")
-    source += """
-      static void** a;
-      template <class T> T& at(int i) { return *(T*)a[i]; }
-      static void run() {
+    call = """
         multiply_fp32(at<const float*>(0), at<long long>(1), at<const BlockRow*>(2),
                       at<const int*>(3), at<const float*>(4), at<float*>(5),
                       at<int>(6), at<int>(7), at<int>(8), at<int>(9));
-      }
-      extern "C" void call(void** args, int grid, size_t bytes) {
-        a = args;
-        launch(grid, 32 * WARPS, 1, bytes, run);
-      }
     """
+    source += device_code("bsr_fp32.cu") + entry_point(call, "32 * WARPS")
     return library_of(source, (*constants, ("FP16", 0)))
 
 
@@ -127,12 +118,6 @@ def test_every_shape_has_configurations_that_any_gpu_holds(block: Any, m: int) -
     assert all(c.shared_bytes(w.block) <= 99 * 1024 for c in configs)
     assert len(bsr_fp32.configurations(w, m, 132, 227 * 1024)) >= len(configs)
     assert configs[0].tokens == (16 if m <= 16 else 32)
-
-
-ampere = pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability() < AMPERE,
-    reason="needs a GPU of compute capability 8.0 or newer",
-)
 
 
 @pytest.mark.gpu

@@ -10,7 +10,7 @@ from sparsebench.formats.bsr import Bsr
 from sparsebench.kernels.bsr._wgrad_schedule import shared_out, sides_of, work_of
 from sparsebench.kernels.bsr.bsr_wgrad import Config
 from tests.kernels.bsr.cases import SHAPES, WGRAD
-from tests.kernels.bsr.examples import activations, pattern_of  # moved
+from tests.kernels.bsr.examples import assert_lists_right
 from tests.tools.marks import crossed
 
 DONE = 2**31
@@ -74,10 +74,7 @@ def emulated(pattern: Bsr, dy: torch.Tensor, x: torch.Tensor, config: Config, wo
     ("shape", "config", "workers"), crossed(SHAPES["bsr_wgrad"], WGRAD, [3, 7, 60]), ids=str
 )
 def test_the_lists_give_the_gradient_and_write_every_value_once(shape, config, workers):
-    pattern, (dy, x) = pattern_of(shape), activations(shape)
-    expected = pattern.sample(dy.T @ x).values
-    actual = emulated(pattern, dy, x, config, workers)
-    np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-3)
+    assert_lists_right(emulated, shape, config, workers)
 
 
 @pytest.mark.parametrize("items", [1, 26, 51, 64, 102, 132, 140, 264, 300])

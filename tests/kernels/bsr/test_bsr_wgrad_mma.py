@@ -23,7 +23,13 @@ from sparsebench.kernels.bsr.bsr_wgrad_mma import (
 )
 from tests.compiling.nvcc import hopper
 from tests.kernels.bsr.cases import SHAPES, WGRAD_MMA
-from tests.kernels.bsr.examples import activations, assert_right_gradient, moved, pattern_of
+from tests.kernels.bsr.examples import (
+    activations,
+    assert_lists_right,
+    assert_right_gradient,
+    moved,
+    pattern_of,
+)
 from tests.tools.marks import crossed
 
 DONE = 2**31
@@ -71,10 +77,7 @@ def emulated(pattern: Bsr, dy: torch.Tensor, x: torch.Tensor, config: Config, wo
     ("shape", "config", "workers"), crossed(SHAPES["bsr_wgrad_mma"], WGRAD_MMA, [3, 7, 60]), ids=str
 )
 def test_the_lists_give_the_gradient_and_write_every_block_once(shape, config, workers) -> None:
-    pattern, (dy, x) = pattern_of(shape), activations(shape)
-    expected = pattern.sample(dy.T @ x).values
-    actual = emulated(pattern, dy, x, config, workers)
-    np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-3)
+    assert_lists_right(emulated, shape, config, workers)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from sparsebench.formats.bsr import Bsr
 from sparsebench.kernels.bsr._wgrad_small_schedule import cells_of, items_of, room_of, work_of
 from sparsebench.kernels.bsr.bsr_wgrad_small import Config
 from tests.kernels.bsr.cases import SHAPES, WGRAD_SMALL
-from tests.kernels.bsr.examples import activations, pattern_of  # moved
+from tests.kernels.bsr.examples import assert_lists_right, pattern_of
 from tests.tools.marks import crossed
 
 DONE = 2**31
@@ -73,10 +73,7 @@ def emulated(pattern: Bsr, dy: torch.Tensor, x: torch.Tensor, config: Config, wo
     ids=str,
 )
 def test_the_lists_give_the_gradient_and_write_every_value_once(shape, config, workers):
-    pattern, (dy, x) = pattern_of(shape), activations(shape)
-    expected = pattern.sample(dy.T @ x).values
-    actual = emulated(pattern, dy, x, config, workers)
-    np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-3)
+    assert_lists_right(emulated, shape, config, workers)
 
 
 @pytest.mark.parametrize(

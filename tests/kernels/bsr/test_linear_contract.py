@@ -18,7 +18,7 @@ from sparsebench.kernels._kernel import DTYPES
 from sparsebench.kernels.bsr import bsr_resident, bsr_small, bsr_strips, bsr_wgmma
 from sparsebench.kernels.bsr._strip_tiles import tiles_of
 from tests.compiling.nvcc import assert_compiles_cleanly, by_nvcc, needs_hopper
-from tests.kernels.bsr.cases import RESIDENT, SHAPES, SMALL, STRIPS, WGMMA
+from tests.kernels.bsr.cases import RESIDENT, SHAPES, SMALL, STRIPS, WGMMA, name_of
 from tests.kernels.bsr.examples import Shape, assert_right, example, on_gpu
 from tests.tools.marks import needs_cupy, sampled
 
@@ -36,10 +36,6 @@ LARGE: dict[Any, list[Shape]] = {
     bsr_strips: [(1000, 1536, 1280, (48, 40), 0.2)],
     bsr_wgmma: [(1000, 1536, 1280, (128, 128), 0.3)],
 }
-
-
-def name_of(module: Any) -> str:
-    return str(module.__name__.rpartition(".")[2])
 
 
 def variants(module: Any, config: Any) -> Iterator[cuda.Constants]:

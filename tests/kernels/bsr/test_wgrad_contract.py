@@ -1,5 +1,4 @@
-"""The contract of the CUDA kernels for weight gradients: bsr_wgrad,
-bsr_wgrad_mma and bsr_wgrad_small.
+"""The contract of the CUDA kernels for weight gradients: bsr_wgrad, _mma and _small.
 
 test_NAME.py has the tests that only one of them needs: its work lists and what it refuses.
 """
@@ -22,7 +21,7 @@ from sparsebench.kernels.bsr._wgrad_schedule import TILES
 from sparsebench.kernels.bsr._wgrad_small_schedule import room_of
 from sparsebench.kernels.bsr.bsr_wgrad_small import DEEP, FEWEST, MOST, UNITS
 from tests.compiling.nvcc import assert_compiles_cleanly, by_nvcc, hopper
-from tests.kernels.bsr.cases import SHAPES, WGRAD, WGRAD_MMA, WGRAD_SMALL
+from tests.kernels.bsr.cases import SHAPES, WGRAD, WGRAD_MMA, WGRAD_SMALL, name_of
 from tests.kernels.bsr.examples import Shape, activations, assert_right_gradient, moved, pattern_of
 from tests.tools.marks import sampled
 
@@ -50,10 +49,6 @@ LARGE: dict[Any, list[Shape]] = {
         (4096, 2048, 2048, (32, 32), 0.05),
     ],
 }
-
-
-def name_of(module: Any) -> str:
-    return str(module.__name__.rpartition(".")[2])
 
 
 def small_configs() -> list[Any]:

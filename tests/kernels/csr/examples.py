@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from sparsebench.formats.csr import Csr
-from sparsebench.kernels._common.requirements import AMPERE
 from tests.emulation.cuda_on_cpu import device_code
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
@@ -50,8 +49,6 @@ def on_this_machine(name: str, dtype: torch.dtype) -> str:
       using u16 = unsigned short;
       #define narrow(f) {narrowing}
       {device_code(name, "narrow")}
-      static void** a;
-      template <class T> T& at(int i) {{ return *(T*)a[i]; }}
     """
 
 
@@ -64,12 +61,6 @@ def on_two_sms(module: ModuleType, config: Any, room: int, patch: pytest.MonkeyP
     patch.setattr(module, "target_of", lambda device: "cpu")
     patch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
     return calls
-
-
-ampere = pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability() < AMPERE,
-    reason="needs a GPU of compute capability 8.0 or newer",
-)
 
 
 def on_gpu(operands: tuple[Tensor, Csr]) -> tuple[Tensor, Csr]:

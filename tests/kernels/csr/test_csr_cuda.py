@@ -1,4 +1,4 @@
-"""csr_cuda: its threads on a CPU, its lists, its machine code, and on a GPU its products.
+"""csr_cuda: its threads on a CPU, its lists, and on a GPU its products; machine code of both.
 
 On the CPU the kernel's own source runs thread by thread, with the arguments of its launch.
 """
@@ -17,18 +17,17 @@ from sparsebench.errors import Unsupported
 from sparsebench.formats.csr import Csr
 from sparsebench.kernels._common.transposed import dgrad_of
 from sparsebench.kernels._kernel import DTYPES, Operands
-from sparsebench.kernels.csr import csr_cuda
+from sparsebench.kernels.csr import csr_cuda, csr_cuda_wgrad
 from sparsebench.kernels.csr._panels import Shape, work_of
 from sparsebench.kernels.csr.csr_cuda import Config
 from sparsebench.results.record import Problem
-from tests.compiling.nvcc import assert_compiles_cleanly, by_nvcc
-from tests.emulation.cuda_on_cpu import library_of
+from tests.compiling.nvcc import ampere, assert_compiles_cleanly, by_nvcc
+from tests.emulation.cuda_on_cpu import entry_point, library_of
 from tests.kernels.csr.examples import (
     BF16,
     FP16,
     FP32,
     SHAPES,
-    ampere,
     example,
     on_gpu,
     on_this_machine,
@@ -40,21 +39,14 @@ from tests.tools.marks import needs_gxx, sampled
 @cache
 def on_cpu(config: Config, dtype: torch.dtype, aligned: bool) -> Any:
     """Build the kernel's source for this machine."""
-    source = on_this_machine("csr_cuda.cu", dtype)
-    source += """
-      static void run() {
+    call = """
         multiply_rows(at<const Element*>(0), at<long long>(1), at<int>(2), at<int>(3),
                       at<const Pair*>(4), at<const u32*>(5), at<const Start*>(6), at<const int*>(7),
                       at<const int*>(8), at<int>(9), at<int>(10), at<int>(11), at<int>(12),
                       at<Element*>(13), at<int>(14));
-      }
-      extern "C" void call(void** args, int grid, size_t bytes) {
-        a = args;
-        launch(grid, THREADS, 1, bytes, run);
-      }
     """
     constants = (*csr_cuda.constants_of(config, dtype, aligned), ("LATE", 0))
-    return library_of(source, constants)
+    return library_of(on_this_machine("csr_cuda.cu", dtype) + entry_point(call), constants)
 
 
 def emulated(x: Tensor, w: Csr, config: Config, room: int, patch: pytest.MonkeyPatch) -> Tensor:
@@ -131,14 +123,18 @@ def test_a_panel_that_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -
         csr_cuda.divided(w, len(x), Config(64, 256, 1), x.device)
 
 
-CONFIGS = [(config, dtype) for dtype in (FP32, BF16) for config in csr_cuda.space(dtype)]
+BOTH = [(csr_cuda, dtype, csr_cuda.space(dtype)) for dtype in (FP32, BF16)]
+BOTH += [(csr_cuda_wgrad, dtype, csr_cuda_wgrad.space()) for dtype in (FP32, BF16)]
+CONFIGS = [(module, config, dtype) for module, dtype, space in BOTH for config in space]
+WGRAD = [case[0] for case in CONFIGS].index(csr_cuda_wgrad)
 
 
 @by_nvcc
-@pytest.mark.parametrize(("config", "dtype"), sampled(CONFIGS), ids=str)
-def test_it_compiles_without_a_spill(config: Config, dtype: torch.dtype, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("module", "config", "dtype"), sampled(CONFIGS, 0, WGRAD), ids=str)
+def test_both_kernels_compile_without_a_spill(module, config, dtype, tmp_path: Path) -> None:
     for aligned in (True, False):
-        assert_compiles_cleanly("csr_cuda", csr_cuda.constants_of(config, dtype, aligned), tmp_path)
+        constants = module.constants_of(config, dtype, aligned)
+        assert_compiles_cleanly(module.__name__.rpartition(".")[2], constants, tmp_path)
 
 
 # ---- on a GPU ----

@@ -14,8 +14,6 @@ import torch
 from sparsebench.harness.bench import contest
 from sparsebench.harness.bench.prepare import unsupported
 from sparsebench.harness.catalog import load_kernel, load_op, names
-from sparsebench.kernels._common import requirements
-from sparsebench.kernels.peers import _authors, _cusparselt, cutlass_sparse, stk
 from sparsebench.results.record import Contender, Problem, Status
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda:0")
@@ -182,15 +180,10 @@ def test_every_peer_has_a_front_end_in_the_table() -> None:
     assert peers == {*ANSWERS, *WITHOUT_A_FRONT_END}
 
 
+@pytest.mark.usefixtures("installed")
 @pytest.mark.parametrize(("name", "answers"), CASES)
 def test_no_peer_refuses_what_its_front_end_answers(name, answers, monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(_cusparselt, "library", lambda: None)
-    monkeypatch.setattr(requirements, "find_spec", lambda package: True)
-    monkeypatch.setattr(cutlass_sparse, "version", lambda: "4.2.0")
-    monkeypatch.setattr(stk, "unavailable", lambda: None)
-    monkeypatch.setattr(_authors, "missing", lambda marker, repository: None)
-    monkeypatch.setattr(_authors, "not_built", lambda *names: None)
     device = CPU if load_kernel(name).device == "cpu" else CUDA
     for problem, contender in cases(name, answers):
         assert unsupported(problem, contender, device) is None, problem

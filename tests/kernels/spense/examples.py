@@ -7,6 +7,7 @@ import torch
 import triton
 from torch import Tensor
 
+from sparsebench.formats.slide import Slide
 from sparsebench.formats.spense import Spense
 from sparsebench.harness.bench.correctness import FP8, FP32, Expected, check
 from sparsebench.kernels._kernel import DTYPES
@@ -85,7 +86,7 @@ def on_gpu(shape: Shape, dtype: str) -> tuple[Tensor, Spense]:
     return torch.randn(x.shape, device="cuda").to(x.dtype), packed
 
 
-def assert_right(y: Tensor, x: Tensor, w: Spense, what: Any) -> None:
+def assert_right(y: Any, x: Tensor, w: Spense | Slide, what: Any) -> None:
     right = w.to_dense().double().T
     spread = (x.double().square() @ right.square()).sqrt()
     sums = FP8 if x.itemsize == 1 else FP32

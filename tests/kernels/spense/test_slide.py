@@ -2,7 +2,6 @@
 
 import ctypes
 from itertools import product
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +12,6 @@ from sparsebench.formats._format import BITS
 from sparsebench.formats.slide import Slide, columns_of
 from sparsebench.formats.spense import DTYPES as STORED
 from sparsebench.formats.spense import Spense
-from sparsebench.harness.bench.correctness import FP8, FP32, Expected, check
 from sparsebench.kernels._common.lift import lifting
 from sparsebench.kernels._kernel import DTYPES
 from sparsebench.kernels.spense import slide_gather, slide_wgmma, spense_wgmma
@@ -21,7 +19,7 @@ from sparsebench.kernels.spense._stream_k import schedule
 from sparsebench.kernels.spense.spense_wgmma import UNIT, Config
 from tests.compiling.nvcc import CLEAN, assert_compiles_cleanly, by_nvcc, hopper
 from tests.emulation.cuda_on_cpu import library_of
-from tests.kernels.spense.examples import CUOBJDUMP
+from tests.kernels.spense.examples import CUOBJDUMP, assert_right
 from tests.kernels.spense.test_spense_wgmma import assert_metadata_stays
 from tests.tools.marks import crossed, needs_gxx, sampled
 from tests.tools.paths import cuda_source
@@ -194,14 +192,6 @@ def on_gpu(shape: tuple[int, int, int], dtype: str, kind: tuple[int, int]) -> tu
     w = (w * (torch.rand_like(w) + 0.5)).to(DTYPES[dtype])
     x = torch.randn(m, k, device="cuda").to(DTYPES[dtype])
     return x, Slide.from_dense(w, kept=kind[0], group=kind[1])
-
-
-def assert_right(y: Any, x: Tensor, w: Slide, what: Any) -> None:
-    right = w.to_dense().double().T
-    spread = (x.double().square() @ right.square()).sqrt()
-    sums = FP8 if x.itemsize == 1 else FP32
-    expected = Expected(x.double() @ right, spread, y.dtype, w.shape[1], sums=sums)
-    assert (reason := check(y, expected).reason) is None, f"{what}: {reason}"
 
 
 @hopper

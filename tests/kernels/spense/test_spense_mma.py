@@ -20,7 +20,7 @@ from sparsebench.kernels.spense import spense_mma
 from sparsebench.kernels.spense.spense_mma import Config
 from sparsebench.results.record import Problem
 from tests.compiling.nvcc import assert_compiles_cleanly, by_nvcc
-from tests.emulation.cuda_on_cpu import device_code, library_of
+from tests.emulation.cuda_on_cpu import device_code, entry_point, library_of
 from tests.kernels.spense.examples import CUOBJDUMP, ODD, SHAPES, example
 from tests.tools.marks import needs_gxx, sampled
 
@@ -53,20 +53,12 @@ def test_lanes_get_the_metadata_that_cutlass_packs_for_ampere() -> None:
 @cache
 def on_cpu(config: Config, dtype: torch.dtype, dense: bool, late: bool) -> Any:
     """Build the kernel's source for this machine."""
-    source = '#include "mma_on_cpu.h"\n' + device_code("spense_mma.cu")
-    source += """
-      static void** a;
-      template <class T> T& at(int i) { return *(T*)a[i]; }
-      static void run() {
+    call = """
+        if (shared_bytes != (size_t)STAGES * STAGE_BYTES) abort();
         multiply_tiles(at<Activations>(0), at<Weights>(1), at<u16*>(2), at<const WorkItem*>(3),
                        at<const int*>(4), at<float4*>(5), at<int*>(6), at<int>(7));
-      }
-      extern "C" void call(void** args, int grid, size_t bytes) {
-        a = args;
-        if (bytes != (size_t)STAGES * STAGE_BYTES) abort();
-        launch(grid, THREADS, 1, bytes, run);
-      }
     """
+    source = '#include "mma_on_cpu.h"\n' + device_code("spense_mma.cu") + entry_point(call)
     constants = (*spense_mma.constants_of(config, dtype, dense), ("LATE", int(late)))
     return library_of(source, constants)
 

@@ -426,8 +426,8 @@ def test_unknown_ways_are_refused() -> None:
         ffn_sparse.prepare(replace(case, pinned={"way": "packed"}))
 
 
-def gpu_case(m: int = 300, n: int = 1024, k: int = 512, active: float = 8) -> Operands:
-    return operands_for(problem(m, n, k, active=active), GPU)
+def gpu_case(m: int = 300, active: float = 8) -> Operands:
+    return operands_for(problem(m, 1024, 512, active=active), GPU)
 
 
 @hopper

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from sparsebench.reports.build import frames_of
-from sparsebench.reports.figures import cliffs, front_door
-from sparsebench.results import front_door as chosen
+from sparsebench.reports.figures import cliffs, default_kernels
+from sparsebench.results import default_kernels as chosen
 from sparsebench.results.families import by_default
 from sparsebench.results.record import Case, Contender, Problem, Row, Status
 from tests.reports.test_report import DENSE, run
@@ -62,7 +62,7 @@ def test_what_users_get_is_compared_with_the_fastest_kernel_of_its_format(us, wi
         (Contender("bsr", "best_of", BSR), 3.0),
     ]
     table = rows(problem, (DENSE, 20.0), (USERS, us), *rivals)
-    text = str(front_door.draw(frames_of(run(table))))
+    text = str(default_kernels.draw(frames_of(run(table))))
     assert f"{within} of 1 cases" in text
     slower = "In 1 of 1 cases users get a slower kernel by default, which takes up to 1.09 times"
     findings = chosen.sentence(frames_of(run(table)).timed)
@@ -82,7 +82,7 @@ def test_a_layer_is_named_by_the_kernels_of_all_its_products() -> None:
 def test_kernels_of_few_active_units_are_rivals_whatever_they_store() -> None:
     users, rival = (Contender("twell", "default"), 6.0), (Contender("cvse", "ffn_few"), 5.9)
     table = rows(Problem("ffn", FEW), (DENSE, 9.0), users, rival)
-    assert "1 of 1 cases" in front_door.draw(frames_of(run(table)))
+    assert "1 of 1 cases" in default_kernels.draw(frames_of(run(table)))
 
 
 # Cells of published runs in which layers chose a slower kernel (kernels/nn/NOTES.md): peers in the
@@ -116,4 +116,4 @@ def test_layers_choose_a_kernel_about_as_fast_as_the_fastest_in_other_published_
 
 def test_a_run_without_such_a_pair_has_no_such_figure() -> None:
     problem = Problem("linear", {**FIELDS, "m": 8, "sparsity": 0.9})
-    assert not front_door.draw(frames_of(run(rows(problem, (DENSE, 9.0), (USERS, 8.0)))))
+    assert not default_kernels.draw(frames_of(run(rows(problem, (DENSE, 9.0), (USERS, 8.0)))))
