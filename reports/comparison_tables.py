@@ -105,8 +105,8 @@ def cases(others: Sequence[Changes]) -> Table:
     lines: list[list[Cell]] = []
     apart = not any(other.same_device for other in others)
     dense: dict[tuple[str, str], Line] = {}
-    for case in sorted(ordered, key=lambda case: float(next(iter(case.values()))["level"])):
-        line = next(iter(case.values()))
+    firsts = [next(iter(case.values())) for case in by_case.values()]
+    for line in sorted(firsts, key=lambda line: float(line["level"])):
         if apart and line["is_baseline"] and line["format"] == "dense" and not line["broken"]:
             dense.setdefault((name({**line, **NO_ZEROS}), line["label"]), line)
     for case in ordered:

@@ -199,7 +199,7 @@ def _value(test: Test, cell: Cell) -> str:
 
 
 def _needed(test: Test, cell: Cell) -> str:
-    """Say how many more processes would settle a cell whose interval contains the limit.
+    """Say how many processes would settle a cell whose interval contains the limit.
 
     More processes of a run do not narrow what cards add to the interval.
     """
@@ -208,5 +208,5 @@ def _needed(test: Test, cell: Cell) -> str:
     at = log(METRICS[test.metric].back(test.limit, cell.density))
     count = more_processes(np.array(cell.logs) - at, margin=0.0, between=cell.between)
     if not count:
-        return "; more processes would not settle it, but another card might"
-    return f"; {count} more process{'' if count == 1 else 'es'} would settle it"
+        return f"; more {test.samples} would not settle it, but another card might"
+    return f"; {cell.processes + count} {test.samples} in place of {cell.processes} would settle it"

@@ -197,7 +197,7 @@ def _test(
     fewest = min(cell.processes for cell in decision.deciding)
     if fewest < FEWEST and word is not Word.NOT_TESTABLE:
         tendency = tendency if word is Word.NOT_SETTLED else word
-        look = f"this is a look with {fewest} of the {FEWEST} processes that a verdict needs"
+        look = f"this is a look with {fewest} of the {FEWEST} {test.samples} that a verdict needs"
         word, why = Word.NOT_SETTLED, f"{why.rstrip('.')}; {look}."
     deciding, shown = tuple(decision.deciding), Word.REPRODUCED if hopeful else decision.word
     blank = replace(blank, limit=_limit_text(shown, basis, claim.hardware), confirm=confirm)

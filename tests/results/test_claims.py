@@ -155,7 +155,7 @@ JUDGED: list[tuple[dict[str, Any], list[Part], Word, str]] = [
     ({"hardware": {"scope": "general"}}, [(0.9, "a", {})], Word.REFUTED, ""),
     (GENERAL, [(0.9, "a", {"device": "NVIDIA B200"})], Word.REFUTED, "so any GPU can refute it"),
     ({}, [(0.9, "a", {"device": "NVIDIA B200"})], Word.NOT_CARRIED_OVER, "The claim is about"),
-    ({}, [(2.02, "a", {"percent": 4.0})], Word.NOT_SETTLED, "more processes would settle it"),
+    ({}, [(2.02, "a", {"percent": 4.0})], Word.NOT_SETTLED, "in place of 8 would settle it"),
     # What cards add does not shrink with the number of processes.
     ({}, [(2.02, "a", {"between": 0.02})], Word.NOT_SETTLED, "would not settle it, but another"),
     ({}, [(3.0, "a", DOUBTFUL)], Word.NOT_SETTLED, "Equal kernels came out different in a-run"),
