@@ -215,7 +215,7 @@ def _headline_text(view: View, line: Any) -> tuple[str, str]:
     side = headline_side(line)
     blocks = "" if view.x == "block" else field_text("block", line.best_tile)
     who = " with ".join(filter(None, [format_text(line.best_kind, [line.level]), blocks]))
-    gain, word = _gain(line, side), _headline_word(line)
+    gain, word = _gain(line, side), headline_word(line)
     gain = f"{word}, best sparse {gain}" if word else gain
     text = f"{place(view, line)}: {who}, {line.best_name}, "
     if side == "chain":
@@ -226,7 +226,7 @@ def _headline_text(view: View, line: Any) -> tuple[str, str]:
     return gain, f"{text}."
 
 
-def _headline_word(line: Any) -> str:
+def headline_word(line: Any) -> str:
     """Return "" if the sparse contender of a headline wins, else who does or that none is sure."""
     wins = line[f"{headline_side(line)}_gain"] > 1
     if headline_side(line) == "best" and not line.best_decided:
@@ -385,26 +385,31 @@ def _places(name: str, values: Sequence[Any], every: Sequence[Any]) -> str:
 
 def _spans(view: View) -> list[str]:
     """Write where the best sparse contender beats dense beyond the noise, if x is not the level."""
-    ways: dict[tuple[str, str], list[Any]] = {}
+    ways: dict[tuple[str, str, str], list[Any]] = {}
     for row in sort_values_of(view.cells.y):
         cells = view.cells[(view.cells.y == row) & view.cells.best_gain.notna()]
         won, open_ = cells[_sure(cells)], cells[~cells.best_decided.astype(bool)]
-        key = _span(view, cells, won), _span(view, cells, open_)
+        word = max((_hedge(line) for _, line in open_.iterrows()), default="")  # the less sure one
+        key = _span(view, cells, won), _span(view, cells, open_), word
         ways.setdefault(key, []).append(row)
     wins = view.cells[_sure(view.cells)]
     kinds = wins.best_kind.astype(str)
     names = join_words([format_text(k, wins.level[kinds == k]) for k in kinds.unique()])
     verb = "beat" if kinds.nunique() > 1 else _verb(names, "beat")
     parts, rest = [], []
-    for (way, open_way), rows in ways.items():
+    for (way, open_way, word), rows in ways.items():
         at = _rows(view, rows)
         if way:
-            beside = f" ({Outcome.NOT_SETTLED} {open_way})" if open_way else ""
+            beside = f" ({word} {open_way})" if open_way else ""
             parts.append(" ".join(filter(None, [at, way])) + beside)
         else:
             place = capital(", ".join(filter(None, [at, open_way])))
-            unsure = f"it is {Outcome.NOT_SETTLED} whether a sparse contender beats dense"
-            rest.append(f"{place} {unsure if open_way else 'no sparse contender beats dense'}.")
+            unsure = {
+                "": "no sparse contender beats dense",
+                Outcome.EQUAL: f"the best sparse contender is {Outcome.EQUAL} to dense",
+                Outcome.NOT_SETTLED: f"it is {word} whether a sparse contender beats dense",
+            }
+            rest.append(f"{place} {unsure[word]}.")
     return [*([f"{capital(names)} {verb} dense {'; '.join(parts)}."] if parts else []), *rest]
 
 

@@ -103,7 +103,7 @@ def pages(
             name=entry.planned.name,
             verdicts=[(verdict, STYLES[verdict.word]) for verdict in entry.verdicts],
             conditions=conditions(entry),
-            bounds=_bounds(entry.planned),
+            bounds=_bounds(entry),
             tests=[_test(entry, test) for test in entry.planned.claim.tests],
             tables=[(each.table, _rows_of_authors(each)) for each in entry.tables],
             commands=_commands(entry.planned),
@@ -276,9 +276,9 @@ def _runs(cells: Sequence[Cell]) -> list[tuple[str, str, str]]:
     return sorted((*key, amount(count, "process")) for key, count in most.items())
 
 
-def _bounds(planned: PlannedClaim) -> list[str]:
+def _bounds(entry: Entry) -> list[str]:
     """Return a sentence per bound: those that the claim gives, and those of the tests' cells."""
-    sentences = []
+    sentences, planned = [], entry.planned
     for bound in planned.claim.bounds:
         part = f", with {100 * bound.share:.3g} % of the whole" if bound.share < 1 else ""
         why = f" ({bound.share_from})" if bound.share_from else ""
@@ -293,6 +293,9 @@ def _bounds(planned: PlannedClaim) -> list[str]:
                 else ""
             )
             efficient = "for a kernel that is as efficient as the dense baseline"
+            cells = [cell for cell in entry.cells if cell.test == test.name and not cell.reason]
+            if test.metric == "speedup" and any(cell.low > max(bounds) for cell in cells):
+                beyond += " Cells above it have a baseline that is less efficient than the kernel."
             sentences.append(f"{test.name}: at most {ends}× {efficient}.{beyond}")
     return sentences
 
