@@ -91,7 +91,7 @@ def in_brief(evidence: Evidence, gpu: str) -> str:
             verdict = "may be worth pruning" if try_it else "needs training with its zeros"
             caveat = f", {best.step.caveat}" if best.step.caveat else ""
             texts.append(f"{name} {verdict} ({best.step.text} as fast with {best.kind}{caveat})")
-    return f"With {tokens} tokens at once in 16 bits on an {gpu}: {'; '.join(texts)}."
+    return f"With {tokens} tokens at once in bf16 on an {gpu}: {'; '.join(texts)}."
 
 
 def sources(answer: Answer) -> list[str]:
