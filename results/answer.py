@@ -20,6 +20,7 @@ from sparsebench.results.cases import CONTEST, break_even_levels
 from sparsebench.results.contests import ANY, View, sort_values_of
 from sparsebench.results.formatting import (
     FORMATS,
+    PATTERNS,
     between,
     blocks_text,
     capital,
@@ -256,14 +257,14 @@ def field_text(name: str, value: Any) -> str:
     text = plain(value)
     if (name, text) == ("pattern", "dense"):
         return ""
-    if (name, text) == ("pattern", "blocks"):
-        return "block pattern"
+    if name == "pattern":
+        return "block pattern" if text == "blocks" else PATTERNS.get(text, text.replace("_", " "))
     if name == "block":
         if text == ANY:
             return "any block"
         return "" if text in ("", "1") else blocks_text(text)
     named = {"shape": size_text(text), "m": f"m {text}"}
-    return named.get(name, text if name in ("op", "dtype", "pattern") else f"{name} {text}")
+    return named.get(name, text if name in ("op", "dtype") else f"{name} {text}")
 
 
 def winner(line: "pd.Series[Any]") -> str:
