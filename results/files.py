@@ -71,7 +71,6 @@ def text(file: Path, most: int, error_type: ErrorType = ResultError) -> str:
 
 
 def decode_utf8(file: Path, data: bytes, error_type: ErrorType = ResultError) -> str:
-    """Return the text of bytes in UTF-8."""
     try:
         return data.decode()
     except UnicodeDecodeError as error:

@@ -310,7 +310,6 @@ def test_the_hybrid_is_the_product_and_reads_activations_anew(library, dtype, pa
 
 
 def joins(dtype: str, pattern: str) -> list[cusparselt_hybrid.Way]:
-    """Return the ways to join the parts."""
     x = torch.zeros(1, 1, dtype=DTYPES[dtype])
     whole = N if pattern == "spense_columns" else 0
     some: Any = object()
