@@ -25,15 +25,7 @@ from sparsebench.harness.inputs.bits import scores
 from sparsebench.harness.ops.linear import definition, spread
 from sparsebench.harness.patterns._mask import mask
 from sparsebench.kernels._common.search import FINALISTS, MOST_LINES, Search, Trial
-from sparsebench.kernels._kernel import (
-    DTYPES,
-    OUTPUTS,
-    STEPS,
-    Launch,
-    Operands,
-    poison,
-    sum_scale,
-)
+from sparsebench.kernels._kernel import DTYPES, OUTPUTS, STEPS, Launch, Operands, poison, sum_scale
 from sparsebench.kernels.peers import (
     _cusparselt,
     cusparselt,
