@@ -17,7 +17,7 @@ from sparsebench.results.advice import MOST_LOSS, TRY, WORTH, Answer, advise, co
 from sparsebench.results.analysis import Analysis
 from sparsebench.results.files import read_model
 from sparsebench.results.formatting import amount, duration, percent, significant
-from sparsebench.results.layer_estimates import Layer
+from sparsebench.results.layer_estimates import TWO_FOUR, Layer
 from sparsebench.results.measured_layers import Evidence
 from sparsebench.results.model_files import (
     SPARSITY_SCHEMA,
@@ -52,7 +52,8 @@ def layer_text(layer: Layer) -> str:
     """Return a kind of sparsity, its level and its tokens: `2:4, 25 % zeros, 16 tokens, fp8`."""
     level = f"{percent(layer.sparsity)} zeros" if layer.sparsity else f"{layer.active:.0f} units"
     dtype = "" if layer.element == 2 else f", {layer.dtype}"
-    return f"{layer.way}, {level}, {amount(layer.m, 'token')}{dtype}"
+    way = "half 2:4" if (layer.way, layer.sparsity) == (TWO_FOUR, 0.25) else layer.way
+    return f"{way}, {level}, {amount(layer.m, 'token')}{dtype}"
 
 
 def title(answer: Answer) -> str:
@@ -90,7 +91,7 @@ def in_brief(evidence: Evidence, gpu: str) -> str:
             verdict = "may be worth pruning" if try_it else "needs training with its zeros"
             caveat = f", {best.step.caveat}" if best.step.caveat else ""
             texts.append(f"{name} {verdict} ({best.step.text} as fast with {best.kind}{caveat})")
-    return f"With {tokens} tokens at once on an {gpu}: {'; '.join(texts)}."
+    return f"With {tokens} tokens at once in bf16 on an {gpu}: {'; '.join(texts)}."
 
 
 def sources(answer: Answer) -> list[str]:

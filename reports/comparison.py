@@ -193,7 +193,7 @@ def _sentences(other: Changes) -> list[str]:
 def mean_times(a: str, b: str, dense: Mean | None, others: Mean | None) -> str:
     """Compare b's times with a's; each mean is of a's time over b's."""
     parts = [
-        f"{ratio.inverse.text} for the {kind} products ({amount(ratio.cases, 'case')})"
+        f"{ratio.inverse.text} for the {kind} kernels ({amount(ratio.cases, 'case')})"
         for kind, ratio in (("dense", dense), ("other", others))
         if ratio
     ]

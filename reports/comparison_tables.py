@@ -102,16 +102,20 @@ def cases(others: Sequence[Changes]) -> Table:
         of = f" of {other.b.name}" if len(others) > 1 else ""
         columns += [other.b.name, f"time{of}", f"gain{of}", f"from{of}"]
     lines: list[list[Cell]] = []
-    apart, dense = not any(other.same_device for other in others), set()
+    apart = not any(other.same_device for other in others)
+    dense: dict[tuple[str, str], Line] = {}
+    firsts = [next(iter(case.values())) for case in by_case.values()]
+    for line in sorted(firsts, key=lambda line: float(line["level"])):
+        if apart and line["is_baseline"] and line["format"] == "dense" and not line["broken"]:
+            dense.setdefault((name({**line, **NO_ZEROS}), line["label"]), line)
     for case in ordered:
         line = next(iter(case.values()))
         base = " (baseline)" if line["is_baseline"] else ""
         problem = name(line)
         if apart and base and line["format"] == "dense" and not line["broken"]:
             problem = name({**line, **NO_ZEROS})
-            if (problem, line["label"]) in dense:
+            if dense[problem, line["label"]] is not line:
                 continue
-            dense.add((problem, line["label"]))
         cells: list[Cell] = [problem, kernel(line["label"]) + base, _time_text(line, "a")]
         for number, other in enumerate(others):
             cells += _change_cells(other, case[number]) if number in case else [""] * 4
@@ -144,6 +148,7 @@ def intervals(others: Sequence[Changes]) -> list[str]:
         )
     return [
         *sentences,
+        "A speedup after a time is over the baseline of the same contest, on the same GPU.",
         "Brackets of a mean: its interval for these cases alone. They share cards and processes, "
         "so half of it is the mean of the halves of the cases.",
     ]

@@ -29,12 +29,11 @@ from sparsebench.results.formatting import (
     percent,
     plain,
     size_text,
-    times,
 )
 from sparsebench.results.outcome import Outcome, outcome
 from sparsebench.results.record import Status
 
-OF_ATTENTION = ["batch", "heads", "causal"]  # fields of its problems, which have no shape
+OF_ATTENTION = ["batch", "heads", "kv_heads", "head_dim", "context", "causal"]  # it has no shape
 TWO_FOUR = 0.5  # sparsity of weights that are all 2:4
 USUAL = 0.9  # sparsity of a headline, if it was measured
 TOPIC = ("op", "pattern")
@@ -86,7 +85,7 @@ def where(view: View) -> str:
     names = [n for n in ("dtype", "m", *sizes, "pattern", "block") if n not in (view.x, view.y)]
     names = ["op", *names, *(n for n in view.choice if n not in ("op", *names, view.x, view.y))]
     shared = [field_text(name, value) for name in names if (value := _shared(view, name))]
-    return " · ".join(filter(None, [*shared, against(view)]))
+    return " · ".join(filter(None, [*shared, _shared_level(view), against(view)]))
 
 
 def against(view: View) -> str:
@@ -148,13 +147,13 @@ def place(view: View, line: Any) -> str:
 
 
 def column_text(view: View, line: Any) -> str:
-    """Write the column of a cell; a share of units off is named even if it is not the column."""
+    """Write the column of a cell, and its sparsity if `where` cannot: `at m 16, 25 %`."""
     column = field_text(view.x, line.x)
     if view.x == "level":
         return column + view.units
-    if view.x == "block":
-        return f"with {column}"
-    return f"at {column}" + (f", {percent(line.level)}{view.units}" if view.units else "")
+    level = "" if _shared_level(view) or not line.level > 0 else percent(line.level) + view.units
+    start = "with" if view.x == "block" else "at"
+    return f"{start} {', '.join(filter(None, [column, level]))}"
 
 
 def headline(view: View) -> "pd.Series[Any] | None":
@@ -190,8 +189,7 @@ def evidence(view: View) -> tuple[str, str]:
     other = "peer" if line.best_label == line.ours_label else "ours"
     if not pd.isna(line[f"{other}_gain"]):
         who = "Best other sparse kernel" if other == "peer" else "Best of ours"
-        theirs = times(line[f"{other}_gain"], line[f"{other}_half"])
-        text += f" {who}{isolated}: {line[f'{other}_name']}, {theirs}."
+        text += f" {who}{isolated}: {line[f'{other}_name']}, {_gain(line, other)}."
     if where := conditions(line.best_on_cards, line.best_limited):
         text += f" This case was measured on {where}."
     return gain, text
@@ -215,10 +213,10 @@ def other_dtypes(views: Sequence[View]) -> list[str]:
 def _headline_text(view: View, line: Any) -> tuple[str, str]:
     """Return the gain of a headline, and its place, contender, time and share of the limit."""
     side = headline_side(line)
-    blocks = blocks_text(line.best_tile) if line.best_tile not in ("", "1") else ""
+    blocks = "" if view.x == "block" else field_text("block", line.best_tile)
     who = " with ".join(filter(None, [format_text(line.best_kind, [line.level]), blocks]))
-    wins = line[f"{side}_gain"] > 1
-    gain = _gain(line, side) if wins else f"Dense wins, best sparse {_gain(line, side)}"
+    gain, word = _gain(line, side), headline_word(line)
+    gain = f"{word}, best sparse {gain}" if word else gain
     text = f"{place(view, line)}: {who}, {line.best_name}, "
     if side == "chain":
         text += f"{duration(line.chain_median_us)} inside a chain; isolated {_gain(line)}, "
@@ -226,6 +224,14 @@ def _headline_text(view: View, line: Any) -> tuple[str, str]:
     if not pd.isna(line.best_of_bound):
         text += f", {100 * line.best_of_bound:.0f} % of the hardware limit"
     return gain, f"{text}."
+
+
+def headline_word(line: Any) -> str:
+    """Return "" if the sparse contender of a headline wins, else who does or that none is sure."""
+    wins = line[f"{headline_side(line)}_gain"] > 1
+    if headline_side(line) == "best" and not line.best_decided:
+        return capital(_hedge(line))
+    return "" if wins else "Dense wins"
 
 
 def contender(line: Any, side: str) -> str:
@@ -275,8 +281,7 @@ def winner(line: "pd.Series[Any]") -> str:
     beside = ""
     if not pd.isna(line[f"{other}_gain"]):
         side = "the best competing sparse kernel" if other == "peer" else "the best of ours"
-        gain = times(line[f"{other}_gain"], line[f"{other}_half"])
-        beside = f"; {side} is {line[f'{other}_name']}, {gain}"
+        beside = f"; {side} is {line[f'{other}_name']}, {_gain(line, other)}"
     open_ = "" if line.best_decided else f" ({_hedge(line)})"
     return f"{best}, {_gain(line)}{open_}, {duration(line.best_median_us)}{beside}"
 
@@ -294,7 +299,8 @@ def _general(view: View) -> list[str]:
         return ["No dense contender has a time here, so there is no gain over dense."]
     if not (view.cells.best_gain > 1).any():
         top = view.cells.nlargest(1, "best_gain").iloc[0]
-        near = f"The nearest is {contender(top, 'best')}, {_gain(top)}, {place(view, top)}."
+        open_ = "" if top.best_decided else f" ({_hedge(top)})"
+        near = f"The nearest is {contender(top, 'best')}, {_gain(top)}{open_}, {place(view, top)}."
         return [f"Nothing beats dense ({top.dense_name}) at any measured point. {near}"]
     return _crossings(view) if view.x == "level" else _spans(view)
 
@@ -307,6 +313,14 @@ def _shared(view: View, name: str) -> str:
     values = list(view.cells[name].dropna().map(plain).unique())
     constant = len(values) == 1 and values[0] not in ("", "1" if name == "block" else "")
     return str(values[0]) if constant else ""
+
+
+def _shared_level(view: View) -> str:
+    """Write the sparsity of all cells, if it is one, is not 0 and no column says it."""
+    levels = view.cells.level.dropna().unique()
+    if view.x == "level" or len(levels) != 1 or not levels[0] > 0:
+        return ""
+    return percent(levels[0]) + (view.units or " sparsity")
 
 
 def _break_even(kind: str, row: Any, cells: pd.DataFrame) -> BreakEven:
@@ -354,41 +368,65 @@ def _level(view: View, each: BreakEven) -> str:
 
 
 def _rows(view: View, rows: Sequence[Any]) -> str:
-    """Write rows of a view: `with 16 × 16 and 32 × 32 blocks`, `at m = 16`, `at every n × k`."""
-    if not view.y:
-        return ""
-    name = {"shape": "n × k"}.get(view.y, view.y)
-    if len(rows) == len(view.formats.y.unique()) > 1:
-        return f"{'with' if view.y == 'block' else 'at'} every {name}"
-    if view.y == "block":
-        sizes = [blocks_text(row).removesuffix(" blocks") for row in rows]
+    """Write rows of a view; "" if it has one."""
+    return _places(view.y, rows, list(view.formats.y.unique())) if view.y else ""
+
+
+def _places(name: str, values: Sequence[Any], every: Sequence[Any]) -> str:
+    """Write values of a field: `with 16 × 16 and 32 × 32 blocks`, `at m = 16`, `at every n × k`."""
+    named = {"shape": "n × k"}.get(name, name)
+    if len(values) == len(every) > 1:
+        return "with every block size" if name == "block" else f"at every {named}"
+    if name == "block":
+        sizes = [blocks_text(value).removesuffix(" blocks") for value in values]
         return f"with {join_words(sizes)} blocks"
-    return f"at {name} = {join_words([plain(row) for row in rows])}"
+    return f"at {named} = {join_words([plain(value) for value in values])}"
 
 
 def _spans(view: View) -> list[str]:
-    """Write where the best sparse contender beats dense, if x is not the level."""
-    ways: dict[str, list[Any]] = {}
-    name = {"shape": "n × k"}.get(view.x, view.x)
+    """Write where the best sparse contender beats dense beyond the noise, if x is not the level."""
+    ways: dict[tuple[str, str, str], list[Any]] = {}
     for row in sort_values_of(view.cells.y):
-        cells = view.cells[view.cells.y == row].set_index("x").best_gain
-        values = [value for value in sort_values_of(view.cells.x) if value in cells.index]
-        won = [value for value in values if cells[value] > 1]
-        span = join_words([plain(value) for value in won])
-        between_ends = [value for value in values if won and won[0] <= value <= won[-1]]
-        if view.x == "m" and len(won) > 2 and won == between_ends:
-            span = f"{plain(won[0])} to {plain(won[-1])}"
-        way = "" if not won else f"at every {name}" if won == values else f"at {name} = {span}"
-        ways.setdefault(way, []).append(row)
-    wins = view.cells[view.cells.best_gain > 1]
+        cells = view.cells[(view.cells.y == row) & view.cells.best_gain.notna()]
+        won, open_ = cells[_sure(cells)], cells[~cells.best_decided.astype(bool)]
+        word = max((_hedge(line) for _, line in open_.iterrows()), default="")  # the less sure one
+        key = _span(view, cells, won), _span(view, cells, open_), word
+        ways.setdefault(key, []).append(row)
+    wins = view.cells[_sure(view.cells)]
     kinds = wins.best_kind.astype(str)
     names = join_words([format_text(k, wins.level[kinds == k]) for k in kinds.unique()])
     verb = "beat" if kinds.nunique() > 1 else _verb(names, "beat")
-    parts = [" ".join(filter(None, [_rows(view, rows), way])) for way, rows in ways.items() if way]
-    lines = [f"{capital(names)} {verb} dense {'; '.join(parts)}."]
-    if lost := ways.get(""):
-        lines.append(f"{capital(_rows(view, lost))} no sparse contender beats dense.")
-    return lines
+    parts, rest = [], []
+    for (way, open_way, word), rows in ways.items():
+        at = _rows(view, rows)
+        if way:
+            beside = f" ({word} {open_way})" if open_way else ""
+            parts.append(" ".join(filter(None, [at, way])) + beside)
+        else:
+            place = capital(", ".join(filter(None, [at, open_way])))
+            unsure = {
+                "": "no sparse contender beats dense",
+                Outcome.EQUAL: f"the best sparse contender is {Outcome.EQUAL} to dense",
+                Outcome.NOT_SETTLED: f"it is {word} whether a sparse contender beats dense",
+            }
+            rest.append(f"{place} {unsure[word]}.")
+    return [*([f"{capital(names)} {verb} dense {'; '.join(parts)}."] if parts else []), *rest]
+
+
+def _sure(cells: pd.DataFrame) -> "pd.Series[bool]":
+    """Return in which cells the best sparse contender beats dense beyond the noise."""
+    return (cells.best_gain > 1) & cells.best_decided.astype(bool)
+
+
+def _span(view: View, cells: pd.DataFrame, chosen: pd.DataFrame) -> str:
+    """Write the columns of the chosen cells of a row: `at m = 16 to 4096`; "" if there are none."""
+    values, every = sort_values_of(chosen.x), sort_values_of(cells.x)
+    if not values:
+        return ""
+    ends = [value for value in every if values[0] <= value <= values[-1]]
+    if view.x == "m" and 2 < len(values) < len(every) and values == ends:
+        return f"at m = {plain(values[0])} to {plain(values[-1])}"
+    return _places(view.x, values, every)
 
 
 def _verb(name: str, verb: str) -> str:

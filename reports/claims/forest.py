@@ -76,11 +76,21 @@ def _sample(cells: list[Cell]) -> list[Cell]:
 
 
 def _labels(cells: Sequence[Cell]) -> tuple[str, list[str]]:
-    """Return the parts that all labels share, with run and GPU, and the rest of each label."""
+    """Return the parts that all labels share, with run and GPU, and the rest of each label.
+
+    Runs are left out where they differ, because the table has them. A long label also loses other
+    parts, such as the path of a file, from its end as long as no two labels become the same.
+    """
     parts = [[*cell.label.split(", "), f"run {cell.run}", where(cell)] for cell in cells]
     shared = [part for part in parts[0] if all(part in each for each in parts)]
-    labels = [", ".join(part for part in each if part not in shared) for each in parts]
-    return ", ".join(shared), [_cut(label) for label in labels]
+    rest = [[part for part in each if part not in shared] for each in parts]
+    names = dict.fromkeys(part.partition(" ")[0] for each in rest for part in reversed(each))
+    for name in names:
+        shorter = [[part for part in each if part.partition(" ")[0] != name] for each in rest]
+        long = name == "run" or max(len(", ".join(each)) for each in rest) > LONGEST
+        if name.isidentifier() and long and len({*map(tuple, shorter)}) == len(cells):
+            rest = shorter
+    return ", ".join(shared), [_cut(", ".join(each)) for each in rest]
 
 
 def _cut(label: str) -> str:

@@ -30,8 +30,10 @@ from sparsebench.results.claims.metrics import SIGNS
 from sparsebench.results.claims.planned import PlannedClaim
 from sparsebench.results.claims.schema import Claim, Condition, Test
 from sparsebench.results.claims.verdict import Basis, TestVerdict, Verdict
-from sparsebench.results.formatting import amount, capital, plain
+from sparsebench.results.formatting import NONE, amount, capital, percent, plain
 
+LEVELS = ("level", "sparsity")  # fields that are written as percentages
+UNMEASURED = "not measured"  # our value of a condition without a cell
 MOST_VALUES = 6  # values of a field in one cell of the table of conditions
 UNDECIDED = *map(str, OPEN), str(Word.NOT_TESTABLE)
 BADGE = {
@@ -101,14 +103,12 @@ def pages(
             name=entry.planned.name,
             verdicts=[(verdict, STYLES[verdict.word]) for verdict in entry.verdicts],
             conditions=conditions(entry),
-            bounds=_bounds(entry.planned),
+            bounds=_bounds(entry),
             tests=[_test(entry, test) for test in entry.planned.claim.tests],
             tables=[(each.table, _rows_of_authors(each)) for each in entry.tables],
             commands=_commands(entry.planned),
             prose=prose,
-            runs=sorted(
-                {(cell.run, cell.commit, amount(cell.processes, "process")) for cell in entry.cells}
-            ),
+            runs=_runs(entry.cells),
         )
         yield f"claims/{entry.planned.name}.html", page
         yield f"claims/{entry.planned.name}.svg", badge(entry)
@@ -235,33 +235,50 @@ def _ours(name: str, condition: Condition, cells: Sequence[Cell]) -> str:
     if condition.ours is not None:
         return condition.ours
     if not cells:
-        return "not measured"
+        return UNMEASURED
     if condition.field is None and name.lower() == "gpu":
         values = {cell.device for cell in cells}
     else:
         field_name = condition.field or name
+        write = percent if field_name in LEVELS else plain
         values = {
-            plain(cell.fields[field_name]) for cell in cells if field_name in cell.fields
-        } or {"–"}
+            write(cell.fields[field_name]) for cell in cells if field_name in cell.fields
+        } or {NONE}
     texts = sorted(values, key=lambda text: (len(text), text))
     more = f" and {len(texts) - MOST_VALUES} more" if len(texts) > MOST_VALUES else ""
     return ", ".join(texts[:MOST_VALUES]) + more
 
 
 def _mark(condition: Condition, published: str, ours: str) -> str:
-    if condition.published is None:
+    if condition.published is None or (condition.ours is None and ours in (NONE, UNMEASURED)):
         return "?"
     if condition.same is not None:
         return "=" if condition.same else "≠"
-    if published.casefold() in map(str.casefold, ours.split(", ")):
+    values, wanted = ours.casefold().split(", "), published.casefold()
+    if wanted in values or {*values} <= {*re.split(", | and | or ", wanted)}:
         return "="
+    if ends := re.fullmatch(r"([\d.]+) to ([\d.]+)\D*", wanted):
+        least, most = map(float, ends.groups())
+        counts = [re.fullmatch(r"([\d.]+)( %)?", value) for value in values]
+        if all(number and least <= float(number[1]) <= most for number in counts):
+            return "="
     word, numbers = not re.search(r"\d", published), re.search(r"\d", ours)
-    return "?" if word and numbers and not re.search(r"[A-Za-z]{3}", ours) else "≠"
+    named = re.search(r"[A-Za-z]{3}", re.sub(r" and \d+ more$", "", ours))
+    return "?" if word and numbers and not named else "≠"
 
 
-def _bounds(planned: PlannedClaim) -> list[str]:
+def _runs(cells: Sequence[Cell]) -> list[tuple[str, str, str]]:
+    """Return the name, the commit and the most processes of each run with a cell."""
+    most: dict[tuple[str, str], int] = {}
+    for cell in cells:
+        key = cell.run, cell.commit
+        most[key] = max(cell.processes, most.get(key, 0))
+    return sorted((*key, amount(count, "process")) for key, count in most.items())
+
+
+def _bounds(entry: Entry) -> list[str]:
     """Return a sentence per bound: those that the claim gives, and those of the tests' cells."""
-    sentences = []
+    sentences, planned = [], entry.planned
     for bound in planned.claim.bounds:
         part = f", with {100 * bound.share:.3g} % of the whole" if bound.share < 1 else ""
         why = f" ({bound.share_from})" if bound.share_from else ""
@@ -276,6 +293,9 @@ def _bounds(planned: PlannedClaim) -> list[str]:
                 else ""
             )
             efficient = "for a kernel that is as efficient as the dense baseline"
+            cells = [cell for cell in entry.cells if cell.test == test.name and not cell.reason]
+            if test.metric == "speedup" and any(cell.low > max(bounds) for cell in cells):
+                beyond += " Cells above it have a baseline that is less efficient than the kernel."
             sentences.append(f"{test.name}: at most {ends}× {efficient}.{beyond}")
     return sentences
 
@@ -308,7 +328,13 @@ def _table(test: Test, cells: Sequence[Cell], others: Sequence[Cell]) -> Markup:
         sorted(each, key=lambda cell: (cell.reason, -cell.value if up else cell.value))
         for each in (cells, others)
     )
-    heads = ["cell", f">{test.metric}, {SIGNS[test.unit].strip()}", "is", "subject", "baseline"]
+    heads = [
+        "cell",
+        f">{test.metric.replace('_', ' ')}, {SIGNS[test.unit].strip()}",
+        "is",
+        "subject",
+        "baseline",
+    ]
     heads += [">at most", "GPU", "run"]
     rows = []
     for number, cell in enumerate([*cells, *others]):
@@ -350,7 +376,9 @@ def _change(judged: TestVerdict, claim: Claim) -> str:
             return f"Measure the claimed quantity itself: {claim.missing or rest}."
         case Word.PARTLY | Word.REFUTED:
             how = "confirmed cell" if judged.test.quantifier == "exists" else "run of all cells"
-            return f"A {how} beyond {threshold}: a faster kernel, or a slower baseline."
+            if judged.test.at_least is None:
+                return f"A {how} with at most {threshold}: a slower kernel, or a faster baseline."
+            return f"A {how} with at least {threshold}: a faster kernel, or a slower baseline."
         case Word.NOT_CARRIED_OVER:
             return f"The same measurement on {' or '.join(claim.hardware.gpus) or 'that GPU'}."
         case Word.NOT_SETTLED | Word.NOT_MEASURED:

@@ -10,6 +10,7 @@ The sentences come from results/answer.py and the cells from results/contests.py
 """
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import pandas as pd
@@ -34,6 +35,7 @@ from sparsebench.results.contests import ANY, MOST, View, sort_values_of
 from sparsebench.results.formatting import (
     FORMATS,
     between,
+    blocks_text,
     brackets,
     capital,
     cell_times,
@@ -202,7 +204,8 @@ def _figure(number: int, view: View) -> Markup:
         return NOTHING
     places = {value: i for i, value in enumerate(sort_values_of(cells["at"]))}
     cells = cells.assign(place=cells["at"].map(places)).sort_values("place")
-    labels = [percent(value) if name == "level" else plain(value) for value in places]
+    write: Callable[[Any], str] = {"level": percent, "block": blocks_text}.get(name, plain)
+    labels = [write(value) for value in places]
     axis = {"level": view.units.removeprefix(" of ") or "sparsity", "shape": ""}.get(name, name)
     across = name in ("shape", "block")
     if across:

@@ -24,6 +24,7 @@ from sparsebench.results.answer import (
     field_text,
     headline,
     headline_side,
+    headline_word,
     place,
     sentences,
     variants,
@@ -218,8 +219,8 @@ def _gain(view: View) -> str:
     rest += ["inside a chain"] if side == "chain" else []
     blocks = "" if view.x == "block" else field_text("block", top.best_tile)
     at = ", ".join(filter(None, [place(view, top), blocks, *rest]))
-    gain = times(top[f"{side}_gain"], top[f"{side}_half"])
-    return f"{gain if top[f'{side}_gain'] > 1 else f'dense wins, best sparse {gain}'} {at}"
+    gain, word = times(top[f"{side}_gain"], top[f"{side}_half"]), headline_word(top).lower()
+    return f"{f'{word}, best sparse {gain}' if word else gain} {at}"
 
 
 def _plain(table: pd.DataFrame) -> list[dict[str, Any]]:

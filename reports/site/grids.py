@@ -47,6 +47,7 @@ SHOWN = 4  # contests in the tooltip of a cell
 OP, DTYPE = "linear", "bf16"  # op and dtype of a grid, if they were measured
 USUAL = 0.9  # the sparsity at which the best other kernel is named
 HALF = "half 2:4"  # half of each weight is 2:4 and half is dense
+DOUBTS = ("Only for some shapes", "Not settled", "No")  # why a row does not win
 PROBLEM = ["op", "dtype", "pattern", "m", "shape", "level", "block"]
 
 
@@ -84,7 +85,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Grid:
-    """A table, what its cells share, the run of its largest gain, and its number of problems."""
+    """A table, what its cells share, run and case of its largest gain, its number of problems."""
 
     op: str
     dtype: str
@@ -93,6 +94,7 @@ class Grid:
     columns: list[float]
     lines: list[Line]
     best: str
+    best_case: str
     problems: int
 
     @property
@@ -101,20 +103,20 @@ class Grid:
 
     @property
     def finding(self) -> str:
-        """Answer in a sentence from which sparsity on each row is faster than dense."""
+        """Answer in sentences from which sparsity on each row is faster than dense."""
         wins: dict[str, list[Line]] = {}
-        lost = []
+        others: dict[str, list[Line]] = {}
         for line in self.lines:
             level = self._wins_from(line)
             if level is None:
-                lost.append(line.head)
+                others.setdefault(_doubt(line), []).append(line)
             else:
                 wins.setdefault(level, []).append(line)
         parts = [f"{_heads(lines)}{level}" for level, lines in wins.items()]
         looks = all(cell.look for line in self.lines for cell in line.cells if cell)
         yes = f"{'Probably' if looks else 'Yes'}: {'; '.join(parts)}." if parts else ""
-        no = f"No: {join_words([*dict.fromkeys(lost)])}." if lost else ""
-        return " ".join(filter(None, [yes, no]))
+        rest = [f"{word}: {_heads(others[word])}." for word in DOUBTS if word in others]
+        return " ".join(filter(None, [yes, *rest]))
 
     def _wins_from(self, line: Line) -> str | None:
         """Return from which measured level on a row wins: ` from 50 % on`; None if it does not."""
@@ -204,10 +206,12 @@ def best_places(lines: pd.DataFrame) -> list[str]:
         contests = len(group.drop_duplicates(["run", "place"]))
         won = group[group.wins]
         line = f"{gpu}: the fastest in {len(won)} of {amount(contests, 'contest')}"
-        if len(won) and won.gain.notna().any():
-            top = won.sort_values("gain", kind="stable", na_position="first").iloc[-1]
+        over_dense = won[won.gain.notna() & (won.side != "dense")]
+        if len(over_dense):
+            top = over_dense.sort_values("gain", kind="stable").iloc[-1]
             gain = between(top.gain, top.low, top.high)
-            line += f"; at most {gain}, for {_problem(top)}, {percent(top.level)}"
+            line += f"; there at most {gain} as fast as dense, for {_problem(top)}, "
+            line += percent(top.level)
         sentences.append(f"{line}.")
     return sentences
 
@@ -256,7 +260,7 @@ def _steps(steps: pd.DataFrame) -> str:
     sequences = [f"with {amount(int(m), 'sequence')}" for m in best.m]
     about, what = (best.way, sequences[0]) if several else (sequences, best.way.iloc[0])
     parts = [f"{gain} {words}" for gain, words in zip(gains, about, strict=True)]
-    return f"{best['shape'].iloc[0]}, {what}: {join_words(parts)}"
+    return f"{best['shape'].iloc[0]}, {what}, over dense: {join_words(parts)}"
 
 
 def _attention(lines: pd.DataFrame) -> str:
@@ -299,7 +303,9 @@ def _grid(sparse: Sequence[Record], tokens: int) -> Grid:
     about += [f"the largest gain was measured on {where}"] if where else []
     problems = len({tuple(str(line[name]) for name in PROBLEM) for line in best})
     words = " · ".join(filter(None, about))
-    return Grid(op, dtype, tokens, words, levels, lines, str(top["run"]), problems)
+    return Grid(
+        op, dtype, tokens, words, levels, lines, str(top["run"]), str(top["case_id"]), problems
+    )
 
 
 def _top(lines: Sequence[Record]) -> Record:
@@ -372,11 +378,8 @@ def _rival(best: Sequence[Record], sparse: Sequence[Record]) -> str:
     if not others:
         return ""
     rival = _top(others)
-    return f"{rival['name']} {times(rival['gain'], _half(rival))} at {percent(level)}"
-
-
-def _half(line: Any) -> float:
-    return float(max(line["high"] - line["gain"], line["gain"] - line["low"]))
+    gain = between(rival["gain"], rival["low"], rival["high"])
+    return f"{rival['name']} {gain} at {percent(level)}"
 
 
 def _range(records: Sequence[dict[str, Any]]) -> tuple[str, str]:
@@ -416,6 +419,13 @@ def _of(line: dict[str, Any]) -> str:
 def _span(values: Sequence[int]) -> str:
     ends = dict.fromkeys([f"{min(values):g}", f"{max(values):g}"])
     return f"{' to '.join(ends)} process{'' if max(values) == 1 else 'es'}"
+
+
+def _doubt(line: Line) -> str:
+    """Return why a row does not win, by its cell of the most zeros."""
+    last = [cell for cell in line.cells if cell][-1]
+    some, open_, no = DOUBTS
+    return open_ if not last.decided else no if last.loses else some
 
 
 def _heads(lines: Sequence[Line]) -> str:

@@ -106,7 +106,7 @@ def _change(
     word = outcome(low, high)
     text = f"{GAINS.get(word, str(word))} ({between(value, low, high)})"
     differs = [
-        f"{name} {a or 'unknown'} > {b or 'unknown'}"
+        f"{name} {a or 'unknown'} to {b or 'unknown'}"
         for name, a, b in (
             ("commit", before.commit[:7], card.commit[:7]),
             *((n, before.versions.get(n), card.versions.get(n)) for n in card.versions),

@@ -179,7 +179,7 @@ def _agreement(cards: Sequence[Card], site: Site) -> str:
         sentences=explanation(cases),
         columns=COVERAGE,
         lines=coverage_lines(cases),
-        names={card.address: card.name for card in cards},
+        addresses={card.address for card in cards},
     )
 
 
@@ -191,7 +191,7 @@ def _findings(every: pd.DataFrame, cards: Sequence[Card]) -> list[dict[str, Any]
         drawn = grids.grids(of_gpu)
         if drawn:
             views = [
-                {"grid": grid, "confirmed": _confirmation(by_address[grid.best], cards)}
+                {"grid": grid, "confirmed": _confirmation(grid, by_address[grid.best], cards)}
                 for grid in drawn
             ]
             simulated = bool(of_gpu.simulated.any())
@@ -208,8 +208,10 @@ def _findings(every: pd.DataFrame, cards: Sequence[Card]) -> list[dict[str, Any]
     return sorted(gpus, key=lambda gpu: -gpu["runs"])
 
 
-def _confirmation(card: Card, cards: Sequence[Card]) -> dict[str, str] | None:
-    """Return the run that confirms a run's headline, on another card if there is one."""
+def _confirmation(grid: grids.Grid, card: Card, cards: Sequence[Card]) -> dict[str, str] | None:
+    """Return the run that confirms a grid's largest gain, on another card if there is one."""
+    if card.headline.get("case") != grid.best_case:
+        return None
     others = [_relation(card, other) for other in cards if other.source == card.origin]
     with_gain = [other for other in others if other["gain"]]
     return max(with_gain, key=lambda other: "another" in other["how"], default=None)

@@ -29,9 +29,10 @@ from sparsebench.results.advice import (
     advise,
     leave_one_out,
 )
-from sparsebench.results.formatting import times
-from sparsebench.results.measured_layers import packaged_evidence
-from sparsebench.results.model_shapes import MODELS
+from sparsebench.results.formatting import between, times
+from sparsebench.results.measured_layers import Step, packaged_evidence
+from sparsebench.results.model_shapes import MODELS, model_name
+from sparsebench.results.statistics import FEWEST
 
 PAGE = "prune.html"
 TOKENS = (1, 16, 64, 256, 4096)
@@ -67,15 +68,15 @@ def pages(cards: Sequence[Card], site: Site) -> Iterator[tuple[str, str]]:
     steps = [
         [
             step.run,
-            str(step.model.layers),
+            model_name(step.model.hidden, step.model.intermediate, step.model.layers),
             advice.layer_text(step.layer),
-            f"{step.gain:.2f}×",
+            _measured(step),
             f"{gain.value:.2f}× [{gain.low:.2f}, {gain.high:.2f}]",
             "yes" if gain.low <= step.gain <= gain.high else ("no", "bad"),
         ]
         for step, gain in leave_one_out(evidence)
     ]
-    heads = ["run", ">layers", "kind of sparsity", ">measured", "estimate", "inside"]
+    heads = ["run", "model", "kind of sparsity", "measured", "estimate", "inside"]
     yield (
         PAGE,
         render(
@@ -98,6 +99,13 @@ def pages(cards: Sequence[Card], site: Site) -> Iterator[tuple[str, str]]:
             count=len(steps),
         ),
     )
+
+
+def _measured(step: Step) -> str:
+    """Write a measured gain; a look has no interval."""
+    if step.processes < FEWEST:
+        return f"{step.gain:.2f}× (look)"
+    return between(step.gain, step.low, step.high)
 
 
 def _key(gpu: str, name: str) -> str:

@@ -201,9 +201,8 @@ def value_text(test: Test, cell: Cell, template: str = "{}") -> str:
     unit = SIGNS[test.unit]
     if cell.processes > 1 and cell.high > cell.low:
         text = template.format(between(cell.value, cell.low, cell.high, unit=unit))
-        each = "seeds" if test.trained else "processes"
         look = cell.kind == IntervalKind.RANGE
-        return text + (f", range over {cell.processes} {each}" if look else "")
+        return text + (f", range over {cell.processes} {test.samples}" if look else "")
     one = ", one process" if cell.processes == 1 else ""
     return template.format(f"{significant(cell.value)}{unit}") + one
 

@@ -75,8 +75,10 @@ def _typical(test: Test, cells: Sequence[Cell], failed: int, unmeasured: int) ->
         return Decision(Word.REPRODUCED, f"{why}.", [whole])
     if state == "not settled":
         return _leave_open(f"{why}, which is inside the interval{_needed(test, whole)}", [whole])
-    if _partly(test, whole) or state == "met":
-        return Decision(Word.PARTLY, f"{why}.", [whole])
+    if state == "met":
+        return Decision(Word.PARTLY, f"{why}; {are(failed, 'cell')} without a value.", [whole])
+    if _partly(test, whole):
+        return Decision(Word.PARTLY, f"{why}, and {_partly_text(test)}.", [whole])
     return _miss(test, why, [whole], whole)
 
 
@@ -105,8 +107,10 @@ def _for_all(test: Test, cells: Sequence[Cell], failed: int, unmeasured: int) ->
         value = f"{value_text(test, worst)}, an interval around the limit"
         return _leave_open(f"{count}; {worst.label} has {value}{_needed(test, worst)}", open_)
     best = _best(test, cells)
-    word = Word.PARTLY if _partly(test, best) else Word.REFUTED
-    return Decision(word, f"{count}; the {ends[1]} is {value_text(test, best)}.", [best])
+    why = f"{count}; the {ends[1]} is {value_text(test, best)}"
+    if _partly(test, best):
+        return Decision(Word.PARTLY, f"{why}; the claim {_partly_text(test)}.", [best])
+    return Decision(Word.REFUTED, f"{why}.", [best])
 
 
 def _exists(test: Test, cells: Sequence[Cell], unmeasured: int) -> Decision:
@@ -142,7 +146,7 @@ def _exists(test: Test, cells: Sequence[Cell], unmeasured: int) -> Decision:
     why = f"{which}{name} has {_value(test, best)}; {_claim_text(test)}"
     confirm = None if alone or best.processes >= FEWEST else best
     if _partly(test, best):
-        return Decision(Word.PARTLY, f"{why}.", [best], confirm)
+        return Decision(Word.PARTLY, f"{why}, and {_partly_text(test)}.", [best], confirm)
     return replace(_miss(test, why, cells, best), confirm=confirm)
 
 
@@ -176,6 +180,14 @@ def _partly(test: Test, cell: Cell) -> bool:
     return test.at_least is not None and none is not None and none < min(cell.low, test.threshold)
 
 
+def _partly_text(test: Test) -> str:
+    """Say which values show part of a claim, as `_partly` decides: `holds partly above 1×`."""
+    if test.partly_at is None:
+        return f"holds partly above {METRICS[test.metric].none:g}{SIGNS[test.unit]}"
+    at = f"{test.partly_at:g}{SIGNS[test.unit]}"
+    return f"holds partly from {at} on" if test.at_least is not None else f"holds partly up to {at}"
+
+
 def _claim_text(test: Test) -> str:
     return f"the claim is at {'least' if test.at_least is not None else 'most'} {test.limit_text}"
 
@@ -187,11 +199,14 @@ def _value(test: Test, cell: Cell) -> str:
 
 
 def _needed(test: Test, cell: Cell) -> str:
-    """Say how many more processes would settle a cell whose interval contains the limit."""
+    """Say how many processes would settle a cell whose interval contains the limit.
+
+    More processes of a run do not narrow what cards add to the interval.
+    """
     if cell.processes < FEWEST:
         return ""
     at = log(METRICS[test.metric].back(test.limit, cell.density))
-    count = more_processes(np.array(cell.logs) - at, margin=0.0)
+    count = more_processes(np.array(cell.logs) - at, margin=0.0, between=cell.between)
     if not count:
-        return "; more processes would not settle it"
-    return f"; {count} more process{'' if count == 1 else 'es'} would settle it"
+        return f"; more {test.samples} would not settle it, but another card might"
+    return f"; {cell.processes + count} {test.samples} in place of {cell.processes} would settle it"

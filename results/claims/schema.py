@@ -200,6 +200,11 @@ class Test(_Model):
         """Return whether its cells come from a file of a command and not from a suite."""
         return self.trained is not None or self.whole is not None
 
+    @property
+    def samples(self) -> str:
+        """Return what an interval is over: `processes`, or `seeds` of a training."""
+        return "seeds" if self.trained else "processes"
+
     def _agree_on_files(self) -> None:
         if self.trained is None and self.metric == "loss_saved":
             raise ValueError("trained, for a metric of the loss")

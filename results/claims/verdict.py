@@ -68,6 +68,7 @@ class TestVerdict:
     """The verdict on one test.
 
     why       a sentence: what decided or, if it is open, what would decide
+    limit     a sentence: how proxy or GPU changed the word; "" if they did not
     cells     the cells that count, one per problem; `others` measured the same problems
     deciding  the cells that the verdict rests on
     tendency  of a look or an unconfirmed cell: the verdict if a longer run agrees
@@ -85,6 +86,7 @@ class TestVerdict:
     tendency: Word | None = None
     confirm: Cell | None = None
     others: tuple[Cell, ...] = ()
+    limit: str = ""
 
 
 @dataclass(frozen=True)
@@ -195,12 +197,11 @@ def _test(
     fewest = min(cell.processes for cell in decision.deciding)
     if fewest < FEWEST and word is not Word.NOT_TESTABLE:
         tendency = tendency if word is Word.NOT_SETTLED else word
-        look = f"this is a look with {fewest} of the {FEWEST} processes that a verdict needs"
+        look = f"this is a look with {fewest} of the {FEWEST} {test.samples} that a verdict needs"
         word, why = Word.NOT_SETTLED, f"{why.rstrip('.')}; {look}."
-    deciding = tuple(decision.deciding)
-    return replace(
-        blank, word=word, why=capital(why), deciding=deciding, tendency=tendency, confirm=confirm
-    )
+    deciding, shown = tuple(decision.deciding), Word.REPRODUCED if hopeful else decision.word
+    blank = replace(blank, limit=_limit_text(shown, basis, claim.hardware), confirm=confirm)
+    return replace(blank, word=word, why=capital(why), deciding=deciding, tendency=tendency)
 
 
 def _one_per_problem(cells: Sequence[Cell]) -> list[Cell]:
@@ -217,6 +218,19 @@ def _limit_word(word: Word, basis: Basis, general: bool) -> Word:
         return Word.PARTLY
     supported = basis is Basis.AS_PUBLISHED or (general and basis is not Basis.KERNEL_PROXY)
     return Word.NOT_CARRIED_OVER if word is Word.REFUTED and not supported else word
+
+
+def _limit_text(word: Word, basis: Basis, hardware: Hardware) -> str:
+    """Say why `_limit_word` weakens a word or, on another GPU, does not."""
+    if basis is Basis.KERNEL_PROXY and word is Word.REPRODUCED:
+        return "A proxy can show only part of a claim."
+    if word is not Word.REFUTED or basis is Basis.AS_PUBLISHED:
+        return ""
+    if basis is Basis.KERNEL_PROXY:
+        return "A proxy cannot refute a claim."
+    if hardware.scope == "general":
+        return "The claim is about GPUs in general, so any GPU can refute it."
+    return f"The claim is about {join_words(hardware.gpus)}."
 
 
 def _claim(
@@ -239,6 +253,7 @@ def _claim(
             tendency = None if combined in OPEN else combined
         measured = [t.basis for t in used if t.basis is not Basis.NONE]
         basis = max(measured, key=list(Basis).index, default=Basis.NONE)
+    reasons += dict.fromkeys(t.limit for t in used if t.limit)
     why = " ".join(map(capital, reasons))
     return Verdict(name, device, word, basis, why, tuple(tests), tendency, simulated)
 

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
@@ -164,3 +165,45 @@ def test_a_site_judges_claims_by_its_runs_and_links_to_them(tmp_path, monkeypatc
     fewer = publish([STEP], tmp_path / "site", Site(claims=plan[:1]), lambda run: None)
     assert len(fewer.written) == 1
     assert not (tmp_path / "site" / "claims" / "macko-2025.html").exists()
+
+
+@pytest.mark.parametrize(
+    ("published", "field", "values", "ours", "mark"),
+    [
+        ("25 %", "level", [0.25], "25 %", "="),
+        ("int8, fp8 and bf16", "dtype", ["bf16", "int8"], "bf16, int8", "="),
+        ("fp32 and fp16", "dtype", ["bf16", "fp32"], "bf16, fp32", "≠"),
+        ("30 to 70 %", "level", [0.3, 0.7], "30 %, 70 %", "="),
+        ("24 to 39 units per token", "active", [23, 29], "23, 29", "≠"),
+        ("small", "block", [16, 128], "16, 128", "?"),
+        ("2048", "k", [], "–", "?"),
+    ],
+)
+def test_a_condition_differs_only_if_one_of_our_values_does(
+    published: str, field: str, values: list[Any], ours: str, mark: str
+) -> None:
+    facts = {"it": {"published": published, "field": field}}
+    claim = claimed(conditions=facts)
+    cells = [
+        cell(claim, spread(2.5), f"p{i}", fields={"op": "linear", field: value})
+        for i, value in enumerate(values)
+    ] or [cell(claim, spread(2.5), fields={"op": "linear"})]
+    assert conditions(entry(*cells, conditions=facts)) == [("it", published, ours, mark)]
+
+
+def test_labels_of_a_figure_tell_its_cells_apart_without_runs_and_paths() -> None:
+    claim = claimed(quantifier="for_all")
+    place = {"op": "linear", "dtype": "fp32", "m": 64, "n": 512}
+    cells = [
+        cell(
+            claim,
+            spread(2.1),
+            f"p{k}",
+            run=f"run-{k}",
+            fields=place | {"k": k, "source": f"{k}/body_encoder_layer_0_self_attention_q.smtx"},
+        )
+        for k in (512, 2048)
+    ]
+    text = page(entry(*cells, quantifier="for_all"))
+    assert ">512 × 512</text>" in text
+    assert ">512 × 2048</text>" in text

@@ -159,10 +159,18 @@ def test_the_finding_names_the_first_level_from_which_a_row_wins() -> None:
     assert "blocks of 16 and 32 from 80 % sparsity on" in only(undecided).finding
 
 
+def test_a_finding_says_no_only_of_rows_that_are_slower_beyond_the_noise() -> None:
+    near = lines(("bitmap", "", 1.0)).assign(decided=False)
+    mixed = [lines(("bsr", "16", gain), shape=f"{n} × 8") for n, gain in ((8, 0.7), (16, 1.5))]
+    slow = lines(("csr", "", 0.2))
+    finding = only(joined([near, *mixed, slow])).finding
+    assert finding == "Only for some shapes: blocks of 16. Not settled: bitmap. No: CSR."
+
+
 def test_the_best_kernel_of_the_other_side_is_named() -> None:
     table = lines(("bsr", "64", 3.0), ("bsr", "64", 2.0))
     table.loc[2, ["name", "side"]] = "torch_bsr", "peer"
-    assert only(table).lines[0].rival == "torch_bsr 2.00× at 50 %"
+    assert only(table).lines[0].rival == "torch_bsr 2.00× [1.99, 2.01] at 50 %"
 
 
 def test_whole_models_and_attention_have_lines_beside_the_grid() -> None:
@@ -171,7 +179,7 @@ def test_whole_models_and_attention_have_lines_beside_the_grid() -> None:
     both = joined([lines(("bsr", "64", 1.9), ("spense", "", 1.3), **step),
                    lines(("block_mask", "128", 6.0), **mask)])  # fmt: skip
     model, attention = grids.beside(both)
-    text = "Qwen3-8B, with 1 sequence: 1.90× [1.89, 1.91] blocks of 64 at 50 % and 1.30×"
+    text = "Qwen3-8B, with 1 sequence, over dense: 1.90× [1.89, 1.91] blocks of 64 at 50 % and"
     assert model[0::2] == ("Model, decoding", "steps")
     assert model[1].startswith(text)
     assert attention[1].startswith(
@@ -185,7 +193,7 @@ def test_whole_models_and_attention_have_lines_beside_the_grid() -> None:
     assert grids.beside(joined([both, decoding]))[1][2] == "mask"
     assert "with 1 token," in grids.beside(decoding)[0][1]
     (alone,) = grids.beside(lines(("spense", "", 1.3), **step))
-    assert alone[1] == "Qwen3-8B, 2:4: 1.30× [1.29, 1.31] with 1 sequence (bf16)"
+    assert alone[1] == "Qwen3-8B, 2:4, over dense: 1.30× [1.29, 1.31] with 1 sequence (bf16)"
 
 
 @pytest.mark.parametrize(
@@ -230,6 +238,18 @@ def test_a_confirmed_run_names_the_run_that_confirms_it(site, tmp_path, monkeypa
     assert 'Made from <a href="../../h200/ffn-step/index.html">' in confirming
 
 
+def test_a_grid_is_confirmed_only_by_its_own_largest_gain(tmp_path, monkeypatch) -> None:
+    """The run `decode-confirmed` measured one token, so it confirms no gain with 16 tokens."""
+    monkeypatch.setattr(run_folder, "build", lambda *arguments, **more: None)
+    runs = [PUBLISHED / "nvidia-h200" / name for name in ("decode", "decode-confirmed")]
+    publish(runs, tmp_path / "site", Site(), unchecked)
+    views = (tmp_path / "site" / "index.html").read_text().split('<section class="view"')[1:]
+    confirmed = {
+        re.findall(r'data-tokens="(\d+)"', view)[0]: "confirmed alone" in view for view in views
+    }
+    assert confirmed == {"1": True, "16": False}
+
+
 def test_an_old_address_leads_to_the_run(site: Path) -> None:
     (old,) = (site / "runs").iterdir()
     assert 'url=../../h200/ffn-step/index.html"' in (old / "index.html").read_text()
@@ -266,7 +286,7 @@ def test_an_earlier_version_of_a_run_keeps_its_page_and_its_place_in_the_history
     runs, history = ((copy / name).read_text() for name in ("runs.html", "history.html"))
     assert re.findall(r'href="(h200/[\w-]+)/', runs) == ["h200/ffn-step-2"]
     assert re.findall(r'href="(h200/[\w-]+)/', history)[:2] == ["h200/ffn-step", "h200/ffn-step-2"]
-    assert "commit f74262e &gt; 1111111" in history
+    assert "commit f74262e to 1111111" in history
     assert "not settled (1.00× [0.99, 1.01])" in history  # the boards were limited
     badges = {path.name for path in (copy / "badges").glob("*.svg")}
     assert len(badges) == 2
@@ -365,7 +385,7 @@ def test_a_suite_that_ran_on_several_devices_has_a_comparison(copy: Path, tmp_pa
     assert "compare/ffn-step.html" in (copy / "index.html").read_text()
     index = (copy / "compare" / "index.html").read_text()
     (times,) = re.findall(r"Compared with .+?, the time of .+? as geometric means\.", index)
-    assert len(re.findall(r" % \[[\d., ]+\] for the \w+ products \(\d+ cases?\)", times)) == 2
+    assert len(re.findall(r" % \[[\d., ]+\] for the \w+ kernels \(\d+ cases?\)", times)) == 2
     assert times in text
     written = page.stat().st_mtime_ns
     publish([STEP], copy, Site(), unchecked)

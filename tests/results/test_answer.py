@@ -68,7 +68,7 @@ def test_the_winner_stands_with_its_interval_time_and_best_peer() -> None:
     assert text[2].startswith(
         "At 90 %: BSR with 64 × 64 blocks, bsr_wgmma, 5.00× [4.99, 5.02], 20.0 µs"
     )
-    assert text[2].endswith("torch_bsr, 2.000×.")
+    assert text[2].endswith("torch_bsr, 2.000× [1.994, 2.006].")
     assert where(view(measured_rows)).endswith("64 × 64 blocks · against dense (cublas, 100 µs)")
 
 
@@ -195,6 +195,39 @@ def test_two_four_beside_dense_weights_is_not_called_two_four(sparsity: float, n
     first, *examples = sentences(view(by_m))
     assert first == f"{name} beats dense at every m."
     assert all(f": {name[0].lower()}{name[1:]}, spense_wgmma" in each for each in examples)
+
+
+@pytest.mark.parametrize(
+    ("spread", "word", "said"),
+    [
+        (1.0, "Equal", "the best sparse contender is equal to dense"),
+        (20.0, "Not settled", "it is not settled whether a sparse contender beats dense"),
+    ],
+)
+def test_a_gain_within_the_noise_is_no_win(spread: float, word: str, said: str) -> None:
+    """A view without levels says so of a row, beside a row that wins and one that loses."""
+    half = {"pattern": "spense_hidden", "sparsity": 0.25, "block": 1}
+    measured = [
+        row
+        for n, near in ((1024, 1.0005), (2048, 2.0), (4096, 0.5))
+        for m in (1, 16)
+        for row in rows(
+            8, [(DENSE, 100.0), (Contender("spense", "mine"), 100.0 / near)], m=m, n=n, **half
+        )
+    ]
+    measured = [
+        replace(row, samples_us=(row.samples_us[0] * np.exp((spread - 1) * WOBBLE[row.replicate]),))
+        if row.case.contender != DENSE
+        else row
+        for row in measured
+    ]
+    first = sentences(view(measured))
+    assert first[0] == "Half 2:4 beats dense at n × k = 2048 × 4096 at every m."
+    assert f"At n × k = 1024 × 4096, at every m {said}." in first
+    assert "At n × k = 4096 × 4096 no sparse contender beats dense." in first
+    near = [row for row in measured if row.case.problem.fields["n"] == 1024]
+    assert evidence(view(near))[0].startswith(f"{word}, best sparse 1.00")
+    assert where(view(near)).count("25 % sparsity") == 1
 
 
 def test_badges_say_what_a_run_can_say() -> None:

@@ -146,14 +146,18 @@ Part = tuple[float, str, dict[str, Any]]  # the middle of a cell's ratios, its p
 
 JUDGED: list[tuple[dict[str, Any], list[Part], Word, str]] = [
     (A100, [(8.0, "a", {})], Word.REFUTED, ""),
-    (A100, [(20.0, "a", {})], Word.PARTLY, ""),
+    (A100, [(20.0, "a", {})], Word.PARTLY, "holds partly from 10× on"),
+    (EACH, [(1.5, "a", {}), (1.6, "b", {})], Word.PARTLY, "holds partly above 1×"),
     (A100, [(200.0, "a", {})], Word.REPRODUCED, ""),
     (MOST, [(0.5, "a", {})], Word.REPRODUCED, ""),
     (MOST, [(1.5, "a", {})], Word.REFUTED, ""),
     (MOST, [(1.0, "a", {})], Word.NOT_SETTLED, ""),
     ({"hardware": {"scope": "general"}}, [(0.9, "a", {})], Word.REFUTED, ""),
-    (GENERAL, [(0.9, "a", {"device": "NVIDIA B200"})], Word.REFUTED, ""),
-    ({}, [(2.02, "a", {"percent": 4.0})], Word.NOT_SETTLED, "more processes would settle it"),
+    (GENERAL, [(0.9, "a", {"device": "NVIDIA B200"})], Word.REFUTED, "so any GPU can refute it"),
+    ({}, [(0.9, "a", {"device": "NVIDIA B200"})], Word.NOT_CARRIED_OVER, "The claim is about"),
+    ({}, [(2.02, "a", {"percent": 4.0})], Word.NOT_SETTLED, "in place of 8 would settle it"),
+    # What cards add does not shrink with the number of processes.
+    ({}, [(2.02, "a", {"between": 0.02})], Word.NOT_SETTLED, "would not settle it, but another"),
     ({}, [(3.0, "a", DOUBTFUL)], Word.NOT_SETTLED, "Equal kernels came out different in a-run"),
     ({"partly_at": 1.2}, [(1.5, "a", {}), (3.0, "a", CONFIRMED | DOUBTFUL)], Word.PARTLY, ""),
     ({}, [(2.5, "a", {}), (1.0, "b", {})], Word.NOT_SETTLED, ""),  # chosen, not confirmed
