@@ -28,10 +28,9 @@ from sparsebench.results.formatting import (
     significant,
     times,
 )
-from sparsebench.results.frame import records
+from sparsebench.results.frame import KEYS, records
 from sparsebench.results.outcome import DIFFERENT, STYLES, Outcome
 from sparsebench.results.record import Status
-from sparsebench.results.sides import KEYS
 from sparsebench.results.statistics import FEWEST
 
 GAINS: dict[str, str] = {

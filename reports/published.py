@@ -44,9 +44,10 @@ from sparsebench.results.formatting import (
     selection,
     times,
 )
+from sparsebench.results.frame import KEYS
 from sparsebench.results.provenance import commit_of, flat
 from sparsebench.results.sides import short_card
-from sparsebench.results.tuning_doubts import APART, KEY
+from sparsebench.results.tuning_doubts import APART
 
 Runs = Mapping[str, PublishedRun]
 
@@ -302,7 +303,7 @@ def _slow_peers(runs: Runs) -> dict[str, str]:
         [run.cases.assign(gpu=run.device) for run in runs.values()], ignore_index=True
     )
     peers = every[(every.status == "ok") & ~every.ours & ~every.twin.astype(bool)]
-    factors = peers.median_us / peers.groupby(["gpu", *KEY]).median_us.transform("min")
+    factors = peers.median_us / peers.groupby(["gpu", *KEYS]).median_us.transform("min")
     slow = factors[factors > APART].groupby(peers.run)
     counts = {name: f"{len(group)}, to {group.max():.2f}" for name, group in slow}
     return {name: counts.get(name, "0") for name in runs}

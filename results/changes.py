@@ -91,7 +91,6 @@ class Mean:
 
     @property
     def inverse(self) -> "Mean":
-        """Return the mean of the inverse ratio."""
         return Mean(1 / self.value, 1 / self.high, 1 / self.low, self.cases)
 
     @property

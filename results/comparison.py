@@ -40,12 +40,12 @@ import scipy
 from sparsebench.errors import ResultError
 from sparsebench.results.cases import has_baseline
 from sparsebench.results.formatting import amount
-from sparsebench.results.frame import fields, records
+from sparsebench.results.frame import KEYS, fields, records
 from sparsebench.results.noise import classes
 from sparsebench.results.outcome import DIFFERENT, VERDICTS, Outcome, outcome
 from sparsebench.results.provenance import Choices, choices_of, device_name, flat
 from sparsebench.results.record import Status
-from sparsebench.results.sides import KEYS, Side, side
+from sparsebench.results.sides import Side, side
 from sparsebench.results.statistics import FEWEST, welch
 from sparsebench.results.store import Run
 

@@ -55,5 +55,4 @@ def is_ours(kernel: str) -> bool:
 
 
 def ours() -> list[str]:
-    """Return the names of our kernels."""
     return [name for name in modules("kernels") if is_ours(name)]

@@ -71,7 +71,6 @@ def text(file: Path, most: int, error_type: ErrorType = ResultError) -> str:
 
 
 def decode_utf8(file: Path, data: bytes, error_type: ErrorType = ResultError) -> str:
-    """Return the text of bytes in UTF-8."""
     try:
         return data.decode()
     except UnicodeDecodeError as error:
@@ -80,10 +79,9 @@ def decode_utf8(file: Path, data: bytes, error_type: ErrorType = ResultError) ->
 
 def from_json(file: Path, schema: str = "") -> dict[str, Any]:
     """Return the JSON object in a file; with a schema, it must be one of it."""
+    written = text(file, JSON_BYTES)
     try:
-        data = parse_json(text(file, JSON_BYTES))
-    except SparsebenchError:
-        raise
+        data = parse_json(written)
     except (ValueError, RecursionError) as error:  # ValueError: an integer of 5,000 digits
         raise ResultError(f"{file}: expected JSON, found {error}") from error
     if not isinstance(data, dict):

@@ -140,7 +140,6 @@ class Evidence:
 
 
 def packaged_evidence() -> Evidence:
-    """Return the published evidence."""
     file = files("sparsebench.results") / "published" / "advice.json"
     return read_model(Path(str(file)), Evidence, SCHEMA)
 

@@ -45,12 +45,11 @@ from sparsebench.results.between_cards import (
     state_of,
 )
 from sparsebench.results.cases import has_baseline
-from sparsebench.results.frame import records
+from sparsebench.results.frame import KEYS, records
 from sparsebench.results.provenance import Choices, choices_of
 from sparsebench.results.record import Status
 from sparsebench.results.statistics import FEWEST, hodges_lehmann, welch, widen
 
-KEYS = ["case_id", "scope", "cache"]
 LABELS = ["label", "baseline_label"]
 PAIR = ["run_a", "run_b"]
 COLUMNS = [*PAIR, *KEYS, *LABELS, "state_a", "state_b", "cards_a", "cards_b"]

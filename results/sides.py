@@ -27,7 +27,7 @@ import pandas as pd
 from sparsebench.errors import ResultError
 from sparsebench.results import files, store
 from sparsebench.results.analysis import Analysis, analyse
-from sparsebench.results.frame import NAMES, fields
+from sparsebench.results.frame import KEYS, NAMES, fields
 from sparsebench.results.provenance import (
     Choices,
     choices_of,
@@ -38,7 +38,6 @@ from sparsebench.results.provenance import (
 )
 from sparsebench.results.store import Run
 
-KEYS = ["case_id", "scope", "cache"]
 MODEL = re.compile(r"(?:[RG]TX )?\b[A-Z]{1,3}\d{2,4}\w?\b(?: Ti| SUPER)?|\b[RG]TX \d{4}\w?")
 MOST = 26  # sides of a comparison
 LISTED = 6  # names that an error lists

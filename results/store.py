@@ -262,7 +262,6 @@ def rows(path: Path) -> list[Row]:
 
 
 def _rows(path: Path) -> tuple[str, list[Row]]:
-    """Return the schema of the rows and the rows."""
     file = path / bundle.ROWS
     text = files.decode_utf8(file, bundle.content(path, bundle.ROWS))
     first, *lines = text[: text.rfind("\n") + 1].split("\n")[:-1] or [""]

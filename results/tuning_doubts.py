@@ -19,7 +19,7 @@ import pandas as pd
 
 from sparsebench.errors import ResultError
 from sparsebench.results import store
-from sparsebench.results.frame import fields, frame, records
+from sparsebench.results.frame import KEYS, fields, frame, records
 from sparsebench.results.provenance import device_name
 from sparsebench.results.record import Status
 from sparsebench.results.store import Run
@@ -27,7 +27,6 @@ from sparsebench.results.store import Run
 SLOWER = 1.05  # ratio to the default's time; most A/A pairs within a process differ by less
 APART = 1.10  # ratio to the other run's time
 SEARCHES = r"\b(?:tuned|search)=(\S+)"  # options that turn tuning on or off
-KEY = ["case_id", "scope", "cache"]
 
 
 @dataclass(frozen=True)
@@ -72,7 +71,7 @@ def slower_than_elsewhere(tables: Mapping[str, pd.DataFrame]) -> list[Doubt]:
     """
     doubtful = []
     every = pd.concat([_cases(table).assign(run=run) for run, table in tables.items()])
-    for _, same in every.sort_values("us").groupby(KEY, sort=False):
+    for _, same in every.sort_values("us").groupby(KEYS, sort=False):
         best, worst = same.iloc[0], same.iloc[-1]
         if worst.us > APART * best.us:
             expected = f"about {best.us:.1f} µs, as in {best.run}"
@@ -115,8 +114,8 @@ def _cases(table: pd.DataFrame) -> pd.DataFrame:
     text    op, fields, contender, scope and cache state
     """
     right = table[(table.status == Status.OK) & ~table.twin.astype(bool)]
-    us = right.groupby(KEY).median_us.transform("median")
-    cases = right.assign(us=us).drop_duplicates(KEY)
+    us = right.groupby(KEYS).median_us.transform("median")
+    cases = right.assign(us=us).drop_duplicates(KEYS)
     texts = [_text(line, fields(table)) for line in records(cases)]
     search = cases.options.str.extract(SEARCHES)[0].fillna("")
     rest = cases.options.str.replace(SEARCHES, "", regex=True).str.split().str.join(" ")

@@ -254,7 +254,6 @@ FEWEST_ROWS = 16
 
 
 def usual_error(expected: Expected) -> float:
-    """Return the usual relative error."""
     reference, plain = expected.reference, expected.plain
     size = float(reference.norm())
     if not size:

@@ -73,7 +73,6 @@ def values_of(out: object) -> object:
 
 
 def as_tuple(outputs: Any) -> tuple[Any, ...]:
-    """Return the outputs of a call as a tuple."""
     return outputs if isinstance(outputs, tuple) else (outputs,)
 
 

@@ -46,7 +46,6 @@ def examine(device: torch.device) -> list[Finding]:
 
 
 def table(results: list[Finding]) -> Table:
-    """Return the findings for a terminal."""
     shown = Table(box=None, padding=(0, 2, 0, 0))
     for name in ("", "check", "found", "what it means, and what to do"):
         shown.add_column(name, overflow="fold")

@@ -157,7 +157,6 @@ def application_clock(mhz: float | None, default_mhz: float | None) -> Finding:
 
 
 def power_limit(limit_w: float | None, default_w: float | None) -> Finding:
-    """Compare the power limit with its default."""
     check, means = "power limit", "The clock in long work differs from the default's."
     return _setting(check, limit_w, default_w, "W", means, "-pl") or unknown(check)
 

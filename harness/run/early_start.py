@@ -65,7 +65,6 @@ def import_meanwhile(*modules: str) -> None:
 
 
 def wait_for_imports() -> None:
-    """Wait for the importing threads."""
     while _threads:
         _threads.pop().join()
 

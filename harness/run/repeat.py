@@ -40,12 +40,11 @@ from sparsebench.results.analysis import analyse
 from sparsebench.results.cases import has_baseline
 from sparsebench.results.consistency import check_consistency
 from sparsebench.results.formatting import conditions
-from sparsebench.results.frame import fields, records
+from sparsebench.results.frame import KEYS, fields, records
 from sparsebench.results.noise import Reliability
 from sparsebench.results.outcome import Outcome
 from sparsebench.results.provenance import device_name
 from sparsebench.results.record import Status
-from sparsebench.results.sides import KEYS
 from sparsebench.results.store import Run
 
 Engine = Callable[[Suite, Flags, Path | None, Path | None, RunOptions], Path]

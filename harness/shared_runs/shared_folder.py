@@ -89,7 +89,6 @@ def shards_of(run: Path) -> Path:
 
 
 def merged_at(folder: Path) -> Path:
-    """Return the path of the merged run."""
     return folder.with_name(folder.name.removesuffix(".shards"))
 
 

@@ -284,7 +284,6 @@ class Bound(_Model):
 
     @property
     def most(self) -> float:
-        """Return the largest speedup."""
         part = self.density * (1 + self.bits_per_value / self.bits)
         part += self.bits_per_element / self.bits
         return 1 / ((1 - self.share) + self.share * part)

@@ -67,7 +67,6 @@ def as_original(run: Run) -> bool:
 
 
 def held(cases: pd.DataFrame) -> pd.DataFrame:
-    """Return the cases that are held against the baseline."""
     return cases[~cases.twin.astype(bool) & ~cases.baseline.astype(bool)]
 
 

@@ -59,7 +59,6 @@ def half(weight: Tensor) -> Tensor:
 
 
 def packed(name: str, weight: Tensor, form: str, old: bool = False) -> dict[str, Tensor]:
-    """Return the tensors of a compressed weight."""
     bits = bits_of(weight)
     if form == TWO_FOUR:  # the two of largest absolute value, as torch ranks them
         order = (bits if weight.itemsize == 1 else weight).view(-1, 4).abs().topk(2, 1).indices

@@ -179,7 +179,6 @@ def overlap(length: str, processes: int, runs: int, draw: np.random.Generator) -
 
 
 def main(runs: int = 4000) -> None:
-    """Print the tables."""
     draw = np.random.default_rng(17)
     print("| who searches | process sd | covers another run's | width | equal, called different |")
     print("|---|---|---|---|---|")

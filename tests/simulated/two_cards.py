@@ -90,7 +90,6 @@ def _case(number: int, logs: Array, card: str, state: State) -> dict[str, object
 
 
 def main(campaigns: int = 25) -> None:
-    """Print the table."""
     draw = np.random.default_rng(23)
     print("| world | inside, processes alone | covers 0 | inside, with cards | covers 0 |")
     print("|---|---|---|---|---|")

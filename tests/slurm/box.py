@@ -98,7 +98,6 @@ class Box:
         child.wait()
 
     def nodes(self) -> set[str]:
-        """Return the states of the nodes."""
         return set(self.ask("sinfo", "--noheader", "--Node", "--format=%t").stdout.split())
 
     def ask(self, *command: str) -> subprocess.CompletedProcess[str]:

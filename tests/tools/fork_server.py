@@ -57,7 +57,6 @@ class Server:
             return Forked(self._socket, [*rest])
 
     def close(self) -> None:
-        """End the server."""
         if self._socket and self._process:
             self._socket.close()
             self._process.wait()

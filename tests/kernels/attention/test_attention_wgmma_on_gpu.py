@@ -11,15 +11,7 @@ from sparsebench.kernels.attention import _stored, attention_wgmma, attention_wg
 from sparsebench.kernels.attention._lists import shared_heads
 from sparsebench.kernels.attention._shapes import Shape
 from tests.compiling.nvcc import hopper
-from tests.kernels.attention.cases import (
-    Case,
-    flat,
-    gradients,
-    on_gpu,
-    reference,
-    rising,
-    without,
-)
+from tests.kernels.attention.cases import Case, flat, gradients, on_gpu, reference, rising, without
 
 CASES = [
     Case((1000, 777), 128, (4, 4), lists=4, dtype="bf16"),

@@ -79,7 +79,6 @@ def on_cpu(config: Config, dtype: torch.dtype, late: bool) -> Any:
 def emulated(
     x: Tensor, w: Bitmap, config: Config, workers: int, patch: pytest.MonkeyPatch
 ) -> Tensor:
-    """Run the launch."""
     patch.setattr(bitmap_mma, "load", lambda *arguments: (None, "code"))
     patch.setattr(bitmap_mma, "multiprocessors", lambda device: workers * config.split)
     program = bitmap_mma.launch(x, w, config)

@@ -59,7 +59,6 @@ def on_cpu(constants: cuda.Constants) -> Any:
 
 
 def emulated(x: Tensor, w: Bsr, config: Config, late: int, patch: pytest.MonkeyPatch) -> Tensor:
-    """Run the launch."""
     patch.setattr(cuda, "load", lambda *arguments: (None, "code"))
     patch.setattr(cuda, "target_of", lambda device: "cpu")
     program = bsr_fp32.launch(x, w, config)

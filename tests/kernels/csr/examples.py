@@ -64,7 +64,6 @@ def on_two_sms(module: ModuleType, config: Any, room: int, patch: pytest.MonkeyP
 
 
 def on_gpu(operands: tuple[Tensor, Csr]) -> tuple[Tensor, Csr]:
-    """Put an example on the GPU."""
     x, w = operands
     arrays = {name: array.cuda() for name, array in w.arrays().items()}
     return x.cuda(), replace(w, **arrays)

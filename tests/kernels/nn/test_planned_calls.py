@@ -307,7 +307,6 @@ def in_python(front: Any, x: Any, run: Any, guards: Any, **options: Any) -> Any:
 
 
 def fresh(function: Any) -> Any:
-    """Return the function without recordings."""
     if not isinstance(function, torch.nn.Module):
         return partial(times, replace(function.args[0]))
     twin = copy.copy(function)  # shares parameters

@@ -25,15 +25,7 @@ from sparsebench.harness.inputs.bits import scores
 from sparsebench.harness.ops.linear import definition, spread
 from sparsebench.harness.patterns._mask import mask
 from sparsebench.kernels._common.search import FINALISTS, MOST_LINES, Search, Trial
-from sparsebench.kernels._kernel import (
-    DTYPES,
-    OUTPUTS,
-    STEPS,
-    Launch,
-    Operands,
-    poison,
-    sum_scale,
-)
+from sparsebench.kernels._kernel import DTYPES, OUTPUTS, STEPS, Launch, Operands, poison, sum_scale
 from sparsebench.kernels.peers import (
     _cusparselt,
     cusparselt,
@@ -310,7 +302,6 @@ def test_the_hybrid_is_the_product_and_reads_activations_anew(library, dtype, pa
 
 
 def joins(dtype: str, pattern: str) -> list[cusparselt_hybrid.Way]:
-    """Return the ways to join the parts."""
     x = torch.zeros(1, 1, dtype=DTYPES[dtype])
     whole = N if pattern == "spense_columns" else 0
     some: Any = object()

@@ -6,19 +6,18 @@ from typing import Any
 import pytest
 import torch
 
-from sparsebench.harness.catalog import load_op
 from sparsebench.kernels._common import requirements
 from sparsebench.kernels.peers import cutlass_sparse
 from sparsebench.kernels.peers.cutlass_sparse import CONFIGS
 from sparsebench.results.record import Problem
+from tests.kernels.layers import problem_of
 
 CUDA = torch.device("cuda")
-OP = load_op("linear")
 
 
 def problem(**fields: Any) -> Problem:
     sizes = {"m": 3, "n": 128, "k": 256, "dtype": "bf16", "pattern": "two_four", "sparsity": 0.5}
-    return Problem("linear", {**OP.defaults, **sizes, **fields}, defaults=OP.defaults)
+    return problem_of("linear", **{**sizes, **fields})
 
 
 @pytest.fixture

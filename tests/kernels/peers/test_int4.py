@@ -19,6 +19,7 @@ from sparsebench.harness.catalog import load_format, load_op
 from sparsebench.kernels._kernel import Operands
 from sparsebench.kernels.peers import _authors, _marlin, marlin, sparse_marlin, torch_int4
 from sparsebench.results.record import Problem
+from tests.kernels.layers import problem_of
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 OP = load_op("linear")
@@ -28,7 +29,7 @@ PEERS = {torch_int4: "bf16", marlin: "fp16", sparse_marlin: "fp16"}
 def problem(**fields: Any) -> Problem:
     sizes = {"m": 4, "n": 256, "k": 384, "dtype": "fp16", "weight_bits": 4}
     two_four = {"pattern": "two_four", "sparsity": 0.5}
-    return Problem("linear", {**OP.defaults, **sizes, **two_four, **fields}, defaults=OP.defaults)
+    return problem_of("linear", **{**sizes, **two_four, **fields})
 
 
 def weight(**fields: Any) -> Tensor:

@@ -10,18 +10,14 @@ import pytest
 import torch
 
 from sparsebench.errors import Unsupported
-from sparsebench.formats.dense import Dense
 from sparsebench.harness.bench import contest
-from sparsebench.harness.bench.operands import operands as drawn
-from sparsebench.harness.catalog import load_op
-from sparsebench.harness.ops._op import with_fields
 from sparsebench.kernels._common import requirements
-from sparsebench.kernels._kernel import Kernel, Launch, Operands
+from sparsebench.kernels._kernel import Kernel, Launch
 from sparsebench.kernels.peers import _authors, stk, twell_authors, twell_authors_mlp
 from sparsebench.results.record import Contender, Problem, Status
+from tests.kernels.layers import operands_for, problem_of
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
-OP = load_op("ffn")
 TWELL = '''
 """A fake of the authors' module in torch: a word is a value and a place."""
 from pathlib import Path
@@ -63,9 +59,9 @@ def matmul_gated_t2d_out(x, packed, up, down, out, highest_precision, compressio
 '''
 
 
-def problem_of(**fields: Any) -> Problem:
+def ffn(**fields: Any) -> Problem:
     sizes = {"m": 256, "n": 512, "k": 2048, "dtype": "bf16", "activation": "relu"}
-    return Problem("ffn", {**OP.defaults, **sizes, **fields}, defaults=OP.defaults)
+    return problem_of("ffn", **{**sizes, **fields})
 
 
 @pytest.fixture
@@ -94,21 +90,18 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def prepared(problem: Problem, **options: Any) -> Launch:
-    inputs = drawn(problem, OP, CPU, None)
-    weights = {name: Dense.from_dense(w) for name, w in inputs.weights.items()}
-    operands = Operands(problem, weights, inputs.activations, with_fields(OP.definition, problem))
-    return twell_authors.prepare(operands, **options)
+    return twell_authors.prepare(operands_for(problem), **options)
 
 
 def test_a_missing_checkout_is_the_reason(hopper, checkout, monkeypatch) -> None:
     for n in twell_authors.UNITS:
-        assert twell_authors.unsupported(problem_of(m=50, n=n), CUDA) is None
+        assert twell_authors.unsupported(ffn(m=50, n=n), CUDA) is None
     checkout.unlink()
     assert f"found none with {twell_authors.MARKER}" in str(
-        twell_authors.unsupported(problem_of(n=5632), CUDA)
+        twell_authors.unsupported(ffn(n=5632), CUDA)
     )
     monkeypatch.delenv(_authors.VARIABLE)
-    assert "found no --peers" in str(twell_authors.unsupported(problem_of(n=5632), CUDA))
+    assert "found no --peers" in str(twell_authors.unsupported(ffn(n=5632), CUDA))
 
 
 def test_a_checkout_may_be_the_folder_itself(checkout, monkeypatch) -> None:
@@ -119,11 +112,11 @@ def test_a_checkout_may_be_the_folder_itself(checkout, monkeypatch) -> None:
 
 
 def test_a_row_has_the_digest_of_the_authors_code(checkout: Path) -> None:
-    first = prepared(problem_of(active=8), highest_precision=True).choice
+    first = prepared(ffn(active=8), highest_precision=True).choice
     assert first["highest_precision"] is True
-    assert prepared(problem_of(active=8)).choice == first | {"highest_precision": False}
+    assert prepared(ffn(active=8)).choice == first | {"highest_precision": False}
     (checkout.parent / "kernel.cu").write_text("other")
-    assert prepared(problem_of(active=8)).choice["digest"] != first["digest"]
+    assert prepared(ffn(active=8)).choice["digest"] != first["digest"]
 
 
 def test_the_extension_is_built_once_per_digest_of_its_sources(checkout: Path) -> None:
@@ -151,7 +144,7 @@ def ran_contest(
 
 @pytest.mark.parametrize(("m", "padding"), [(256, {}), (50, {"tokens": 256})])
 def test_few_active_units_are_right(checkout, monkeypatch, m, padding) -> None:
-    row = ran_contest(problem_of(m=m, active=8), monkeypatch)
+    row = ran_contest(ffn(m=m, active=8), monkeypatch)
     assert row.status is Status.OK, row.detail
     assert row.choice.items() >= padding.items()
     assert ("tokens" in row.choice) == bool(padding)
@@ -160,7 +153,7 @@ def test_few_active_units_are_right(checkout, monkeypatch, m, padding) -> None:
 def test_a_value_that_is_lost_is_wrong_and_counted(checkout, monkeypatch) -> None:
     """With 44 of 512 units active a tile seldom has more than 31, so the error would pass."""
     every = partial(twell_authors.prepare, flex=False)
-    row = ran_contest(problem_of(active=44), monkeypatch, every)
+    row = ran_contest(ffn(active=44), monkeypatch, every)
     assert row.status is Status.WRONG
     when, reason = row.detail.split(" timing: ")  # operands are redrawn after timing
     count, rest = reason.split(" ", 1)
@@ -182,16 +175,16 @@ def test_a_checkout_of_another_version_is_a_row_with_its_reason(
 ) -> None:
     assert before in TWELL
     checkout.write_text(TWELL.replace(before, after))
-    row = ran_contest(problem_of(active=8), monkeypatch)
+    row = ran_contest(ffn(active=8), monkeypatch)
     assert row.status is status
     assert row.detail
     assert not row.samples_us
 
 
 def test_ways_that_lose_values_are_not_timed(checkout: Path) -> None:
-    assert prepared(problem_of(active=44)).choice["compression"] == 4
-    assert prepared(problem_of(active=44), flex=False).choice["compression"] == 8
-    assert prepared(problem_of(active=8)).choice["compression"] == 8
+    assert prepared(ffn(active=44)).choice["compression"] == 4
+    assert prepared(ffn(active=44), flex=False).choice["compression"] == 8
+    assert prepared(ffn(active=8)).choice["compression"] == 8
 
 
 def test_stk_may_come_from_a_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -231,20 +224,16 @@ def test_the_layer_without_a_gate_uses_the_extension_that_the_authors_have_built
     checkout, tmp_path, m
 ) -> None:
     checkout.write_text(MLP)
-    op = load_op("mlp")
     fields = {"m": m, "n": 512, "k": 2048, "dtype": "bf16", "activation": "relu", "active": 8}
-    problem = Problem("mlp", {**op.defaults, **fields}, defaults=op.defaults)
-    inputs = drawn(problem, op, CPU, None)
-    weights = {name: Dense.from_dense(w) for name, w in inputs.weights.items()}
-    definition = with_fields(op.definition, problem)
-    operands = Operands(problem, weights, inputs.activations, definition)
+    operands = operands_for(problem_of("mlp", **fields))
     with pytest.raises(Unsupported, match="TwELLMLP"):
         twell_authors_mlp.prepare(operands)
     library = tmp_path / "built" / "twell_d2t_twell_mlp" / "twell_d2t_twell_mlp.so"
     library.parent.mkdir(parents=True)
     library.write_text("machine code")
     launch = twell_authors_mlp.prepare(operands, num_splits=4)
-    expected = definition(**inputs.weights, **inputs.activations).float()
+    weights = {name: w.to_dense() for name, w in operands.weights.items()}
+    expected = operands.definition(**weights, **operands.activations).float()
     y = launch()
     assert isinstance(y, torch.Tensor)
     assert (y.float() - expected).norm() <= 0.01 * expected.norm()

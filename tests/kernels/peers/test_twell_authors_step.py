@@ -4,6 +4,7 @@ Two dense functions take the place of their operators.
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,14 +15,13 @@ from torch import Tensor
 from torch.nn.functional import linear, relu
 
 from sparsebench.errors import Unsupported
-from sparsebench.formats.dense import Dense
 from sparsebench.harness.bench import contest
-from sparsebench.harness.bench.operands import operands as drawn
 from sparsebench.harness.catalog import load_op
 from sparsebench.kernels._kernel import Kernel, Operands
 from sparsebench.kernels.peers import _authors, twell_authors_step
 from sparsebench.kernels.peers.twell_authors_step import CONFIGS, Config
 from sparsebench.results.record import Contender, Problem, Status
+from tests.kernels.layers import operands_for, problem_of
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 OP = load_op("ffn_step")
@@ -30,13 +30,11 @@ M, N, K = 256, 512, 64
 
 def problem(**fields: Any) -> Problem:
     sizes = {"m": M, "n": N, "k": K, "dtype": "bf16", "activation": "relu"}
-    return Problem("ffn_step", {**OP.defaults, **sizes, **fields}, defaults=OP.defaults)
+    return problem_of("ffn_step", **{**sizes, **fields})
 
 
 def operands_of(problem: Problem, pinned: Any = None) -> Operands:
-    inputs = drawn(problem, OP, CPU, None)
-    weights = {name: Dense.from_dense(w) for name, w in inputs.weights.items()}
-    return Operands(problem, weights, inputs.activations, OP.definition, pinned)
+    return replace(operands_for(problem), pinned=pinned)
 
 
 def forward(x: Tensor, wg: Tensor, wu: Tensor, wd_t: Tensor) -> tuple[Any, ...]:

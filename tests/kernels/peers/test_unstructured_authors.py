@@ -16,18 +16,17 @@ from torch import Tensor
 
 from sparsebench.errors import Unsupported
 from sparsebench.formats.csr import Csr
-from sparsebench.harness.catalog import load_op
 from sparsebench.kernels._kernel import Operands
 from sparsebench.kernels.peers import _authors, macko, spinfer
 from sparsebench.results.record import Problem
+from tests.kernels.layers import problem_of
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
-OP = load_op("linear")
 
 
-def problem_of(**fields: Any) -> Problem:
+def problem(**fields: Any) -> Problem:
     sizes = {"m": 16, "n": 512, "k": 256, "dtype": "fp16", "pattern": "unstructured"}
-    return Problem("linear", {**OP.defaults, **sizes, **fields}, defaults=OP.defaults)
+    return problem_of("linear", **{**sizes, **fields})
 
 
 def weight(n: int, k: int, sparsity: float, seed: int = 0) -> Tensor:
@@ -50,14 +49,12 @@ def checkouts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_cases_that_they_can_run_need_a_checkout(checkouts, monkeypatch) -> None:
-    problems = {spinfer: problem_of(m=100), macko: problem_of(m=1, n=40)}
-    for peer, problem in problems.items():
-        assert peer.unsupported(problem, CUDA) is None
+    cases = {spinfer: problem(m=100), macko: problem(m=1, n=40)}
+    for peer, case in cases.items():
+        assert peer.unsupported(case, CUDA) is None
     monkeypatch.delenv(_authors.VARIABLE)
-    for peer, problem in problems.items():
-        assert (peer.unsupported(problem, CUDA) or "").endswith(
-            "below --peers DIR; found no --peers"
-        )
+    for peer, case in cases.items():
+        assert (peer.unsupported(case, CUDA) or "").endswith("below --peers DIR; found no --peers")
 
 
 def test_code_that_does_not_build_is_one_line_and_stores_nothing(checkouts, tmp_path, monkeypatch):
@@ -97,7 +94,7 @@ def test_spinfer_gets_one_of_the_numbers_of_tokens_that_it_multiplies() -> None:
 def test_a_split_that_k_has_too_few_tiles_for_is_refused() -> None:
     w, x = weight(64, 576, 0.5), torch.zeros(8, 576).half()
     operands = Operands(
-        problem_of(m=8, n=64, k=576), {"w": Csr.from_dense(w)}, {"x": x}, lambda *_: None
+        problem(m=8, n=64, k=576), {"w": Csr.from_dense(w)}, {"x": x}, lambda *_: None
     )
     with pytest.raises(Unsupported, match=r"a split among \[1, 2\] for k = 576, found 8"):
         spinfer.prepare(operands, split=8)
@@ -152,11 +149,11 @@ def test_mackos_values_and_deltas_are_the_weight(sparsity: float) -> None:
     ],
 )
 def test_their_products_are_right_on_a_gpu(peer, m, n, k, sparsity) -> None:
-    problem = problem_of(m=m, n=n, k=k)
-    if reason := peer.unsupported(problem, CUDA):
+    case = problem(m=m, n=n, k=k)
+    if reason := peer.unsupported(case, CUDA):
         pytest.skip(reason)  # names the missing checkout
     w, x = weight(n, k, sparsity, seed=m).cuda(), torch.randn(m, k).half().cuda()
-    operands = Operands(problem, {"w": Csr.from_dense(w)}, {"x": x}, lambda *_: None)
+    operands = Operands(case, {"w": Csr.from_dense(w)}, {"x": x}, lambda *_: None)
     launch = peer.prepare(operands)
     for _ in range(2):  # on other activations, too
         launch().fill_(float("nan"))

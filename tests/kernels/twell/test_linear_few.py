@@ -1,41 +1,41 @@
 """The layer of sparse inputs: right in the interpreter, and its redrawn inputs."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from sparsebench.formats.dense import Dense
 from sparsebench.harness.bench import contest
 from sparsebench.harness.bench.operands import operands as drawn
 from sparsebench.harness.bench.operands import redraw
 from sparsebench.harness.catalog import load_op
-from sparsebench.kernels._kernel import Operands
 from sparsebench.kernels.twell import linear_few
 from sparsebench.kernels.twell.linear_few import Config
 from sparsebench.results.record import Contender, Problem, Status
+from tests.kernels.layers import operands_for, problem_of
 
 CPU, OP = torch.device("cpu"), load_op("linear_active")
 
 
-def problem_of(m: int, n: int, k: int, active: float | None, dtype: str = "fp16") -> Problem:
-    sizes = {"m": m, "n": n, "k": k, "dtype": dtype, "active": active}
-    return Problem("linear_active", {**OP.defaults, **sizes}, defaults=OP.defaults)
+def problem(m: int, n: int, k: int, active: float | None, dtype: str = "fp16") -> Problem:
+    return problem_of("linear_active", m=m, n=n, k=k, dtype=dtype, active=active)
 
 
 def test_a_draw_has_about_as_many_active_inputs_and_each_draw_others() -> None:
-    problem = problem_of(4, 8, 4096, 1024)
-    inputs = drawn(problem, OP, CPU, None)
+    case = problem(4, 8, 4096, 1024)
+    inputs = drawn(case, OP, CPU, None)
     x = inputs.activations["x"]
     first = x != 0
     assert 3 * 1024 < first.sum() < 5 * 1024
-    redraw(problem, OP, inputs.activations, 1, {}, inputs.weights)
+    redraw(case, OP, inputs.activations, 1, {}, inputs.weights)
     assert 3 * 1024 < (x != 0).sum() < 5 * 1024
     assert (first != (x != 0)).any()
     with pytest.raises(ValueError, match="active"):
-        OP.fields(**problem_of(1, 8, 16, 17).fields)
+        OP.fields(**problem(1, 8, 16, 17).fields)
 
 
 def test_fewer_inputs_are_less_work_and_tokens_share_columns_by_chance() -> None:
-    one, four = problem_of(1, 64, 128, 64), problem_of(4, 64, 128, 64)
+    one, four = problem(1, 64, 128, 64), problem(4, 64, 128, 64)
     nnz = {"w": 64 * 128}
     assert OP.flops(four, nnz) == 4 * OP.flops(one, nnz) == 4 * 2 * 64 * 64
     assert OP.fewest_bytes(one, nnz, 2) == 2 * (64 * 64 + 128 + 64)
@@ -47,18 +47,15 @@ def test_fewer_inputs_are_less_work_and_tokens_share_columns_by_chance() -> None
 @pytest.mark.parametrize(("m", "n", "k"), [(1, 70, 100), (3, 128, 65), (4, 40, 130)])
 @pytest.mark.parametrize("dtype", ["fp16", "fp32"])
 def test_the_product_is_right(config: Config, m: int, n: int, k: int, dtype: str) -> None:
-    problem = problem_of(m, n, k, k / 3, dtype)
-    inputs = drawn(problem, OP, CPU, None)
-    w, x = inputs.weights["w"], inputs.activations["x"]
-    operands = Operands(
-        problem, {"w": Dense.from_dense(w)}, {"x": x}, OP.definition, pinned=vars(config)
-    )
+    case = problem(m, n, k, k / 3, dtype)
+    operands = replace(operands_for(case), pinned=vars(config))
+    w, x = operands.weights["w"].to_dense(), operands.activations["x"]
     launch = linear_few.prepare(operands)
     for draw in range(1, 3):  # the counters start anew
         y, expected = launch(), OP.definition(w.double(), x.double())
         assert isinstance(y, torch.Tensor)
         assert torch.allclose(y.double(), expected, rtol=2e-3, atol=2e-3)
-        redraw(problem, OP, inputs.activations, draw, {}, inputs.weights)
+        redraw(case, OP, operands.activations, draw, {}, {"w": w})
 
 
 def test_configurations_are_possible_for_any_size() -> None:
@@ -66,14 +63,14 @@ def test_configurations_are_possible_for_any_size() -> None:
         configs = linear_few.configurations(m, n, k)
         assert configs
         assert all(c.parts * c.depth <= max(k, 16) for c in configs)
-    assert linear_few.unsupported(problem_of(5, 8, 8, None), CPU)
+    assert linear_few.unsupported(problem(5, 8, 8, None), CPU)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("m", [1, 3, 4])
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
 def test_it_is_right_and_timed_on_a_gpu(m: int, dtype: str) -> None:
-    problem = problem_of(m, 1000, 4096, 1024, dtype)
+    case = problem(m, 1000, 4096, 1024, dtype)
     contender = Contender("cvse", "linear_few")
-    (row, *_), _ = contest.run(problem, [contender], torch.device("cuda:0"), None)
+    (row, *_), _ = contest.run(case, [contender], torch.device("cuda:0"), None)
     assert (row.status, row.detail) == (Status.OK, "")

@@ -75,7 +75,6 @@ def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 
 
 def programs(m: int, n: int, k: int, dtype: torch.dtype) -> Iterator[BoundKernel]:
-    """Yield the programs of a step."""
     x, w, g, norms = (empty(*s, dtype=dtype) for s in ((m, k), (n, k), (m, n), (m,)))
     norms = norms.float()
     offsets, columns, values, u, unit_offsets, tokens, places = _autograd._packed_like(x, n, 88)
