@@ -1,5 +1,7 @@
 """A survey of a simulated GPU."""
 
+import errno
+import os
 import sys
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -227,7 +229,7 @@ def test_a_compiler_that_has_already_ended_is_no_error(monkeypatch: pytest.Monke
 
 def test_a_broken_pipe_to_a_process_is_reported(tmp_path, monkeypatch, capfd) -> None:
     def survey(*_: object) -> None:
-        raise BrokenPipeError
+        raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
 
     monkeypatch.setattr(surveys, "survey", survey)
     assert _sparsebench(monkeypatch, "--device", "sim", "--out", str(tmp_path / "new")) == DEFECT
