@@ -12,6 +12,7 @@ from time import monotonic
 
 import pytest
 
+from sparsebench import _discovery
 from sparsebench.errors import ResultError, SuiteError
 from sparsebench.harness.commands._app import main
 from sparsebench.harness.commands._console import DEFECT
@@ -232,6 +233,7 @@ def test_a_broken_pipe_to_a_process_is_reported(tmp_path, monkeypatch, capfd) ->
         raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
 
     monkeypatch.setattr(surveys, "survey", survey)
+    monkeypatch.setattr(_discovery, "others", set())  # of plug-ins that other tests imported
     assert _sparsebench(monkeypatch, "--device", "sim", "--out", str(tmp_path / "new")) == DEFECT
     assert "error in sparsebench: BrokenPipeError" in capfd.readouterr().err
 
