@@ -51,8 +51,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(LeftOut(config))
-    if config.option.record and not hasattr(config, "workerinput"):
-        config.pluginmanager.register(Recorder())
+    if not hasattr(config, "workerinput"):
+        config.pluginmanager.register(Recorder() if config.option.record else Unrecorded())
 
 
 @pytest.hookimpl(wrapper=True)
@@ -117,6 +117,21 @@ class LeftOut:
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         if self.tests:
             terminalreporter.write_line(f"{self.tests} exhaustive tests left out: make test-all")
+
+
+class Unrecorded:
+    """Say at the end how much was compiled, in minutes, because the record does not know it."""
+
+    def __init__(self) -> None:
+        self.lines: set[str] = set()
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self.lines |= {value for name, value in report.user_properties if name == COMPILE}
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        if count := len(self.lines - record.recorded()):
+            new = f"{count} sources are not in the record of compiles"
+            terminalreporter.write_line(f"{new}, so tests compiled them: make compiled")
 
 
 class Recorder:
