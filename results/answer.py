@@ -34,12 +34,20 @@ from sparsebench.results.formatting import (
 from sparsebench.results.outcome import Outcome, outcome
 from sparsebench.results.record import Status
 
-OF_ATTENTION = ["batch", "heads", "kv_heads", "head_dim", "context", "causal"]  # it has no shape
+OF_ATTENTION = ["batch", "heads", "kv_heads", "head_dim", "context", "causal"]
+"""Fields that name a problem of attention, which has no shape."""
+
 TWO_FOUR = 0.5  # sparsity of weights that are all 2:4
 USUAL = 0.9  # sparsity of a headline, if it was measured
 TOPIC = ("op", "pattern")
 MOST = 4  # ops and patterns with an answer of their own
 EXAMPLES = {"level": (0.5, 0.9), "m": (16, 4096)}  # values to report, if they were measured
+WITHOUT_WIN = {
+    "": "no sparse contender beats dense",
+    Outcome.EQUAL: f"the best sparse contender is {Outcome.EQUAL} to dense",
+    Outcome.NOT_SETTLED: f"it is {Outcome.NOT_SETTLED} whether a sparse contender beats dense",
+}
+"""What a row without a win shows, by the word for its undecided cells, the least certain last."""
 
 
 @dataclass(frozen=True)
@@ -228,7 +236,7 @@ def _headline_text(view: View, line: Any) -> tuple[str, str]:
 
 
 def headline_word(line: Any) -> str:
-    """Return "" if the sparse contender of a headline wins, else who does or that none is sure."""
+    """Return "" if a headline's sparse contender wins, "Dense wins", or why neither is sure."""
     wins = line[f"{headline_side(line)}_gain"] > 1
     if headline_side(line) == "best" and not line.best_decided:
         return capital(_hedge(line))
@@ -390,7 +398,8 @@ def _spans(view: View) -> list[str]:
     for row in sort_values_of(view.cells.y):
         cells = view.cells[(view.cells.y == row) & view.cells.best_gain.notna()]
         won, open_ = cells[_sure(cells)], cells[~cells.best_decided.astype(bool)]
-        word = max((_hedge(line) for _, line in open_.iterrows()), default="")  # the less sure one
+        hedges = [_hedge(line) for _, line in open_.iterrows()]
+        word = max(hedges, key=list(WITHOUT_WIN).index, default="")
         key = _span(view, cells, won), _span(view, cells, open_), word
         ways.setdefault(key, []).append(row)
     wins = view.cells[_sure(view.cells)]
@@ -405,12 +414,7 @@ def _spans(view: View) -> list[str]:
             parts.append(" ".join(filter(None, [at, way])) + beside)
         else:
             place = capital(", ".join(filter(None, [at, open_way])))
-            unsure = {
-                "": "no sparse contender beats dense",
-                Outcome.EQUAL: f"the best sparse contender is {Outcome.EQUAL} to dense",
-                Outcome.NOT_SETTLED: f"it is {word} whether a sparse contender beats dense",
-            }
-            rest.append(f"{place} {unsure[word]}.")
+            rest.append(f"{place} {WITHOUT_WIN[word]}.")
     return [*([f"{capital(names)} {verb} dense {'; '.join(parts)}."] if parts else []), *rest]
 
 

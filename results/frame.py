@@ -39,7 +39,7 @@ from sparsebench.results.statistics import Floats, by_round, round_logs
 NAMES = ["problem_id", "case_id", "op", "seed", "source"]
 FIELDS = ["m", "n", "k", "dtype", "pattern", "sparsity", "block"]  # an op may have others
 CONTENDER = ["format", "kernel", "label", "params", "options", "baseline", "twin"]
-KEYS = ["case_id", "scope", "cache"]  # of a case in its table
+KEYS = ["case_id", "scope", "cache"]  # identify a line in a table of cases
 PLACE = ["replicate", "attempt", "reference", "device", "scope", "cache", "clock"]
 RESULT = ["status", "detail", "choice", "chosen", "digest", "code", "bound_by"]
 SIZES = ["nnz", "stored_bytes", "dense_bytes", "held_bytes", "peak_bytes"]

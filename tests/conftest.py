@@ -52,7 +52,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(LeftOut(config))
     if not hasattr(config, "workerinput"):
-        config.pluginmanager.register(Recorder() if config.option.record else Unrecorded())
+        config.pluginmanager.register(Recorder(config.option.record))
 
 
 @pytest.hookimpl(wrapper=True)
@@ -119,25 +119,14 @@ class LeftOut:
             terminalreporter.write_line(f"{self.tests} exhaustive tests left out: make test-all")
 
 
-class Unrecorded:
-    """Say at the end how much was compiled, in minutes, because the record does not know it."""
-
-    def __init__(self) -> None:
-        self.lines: set[str] = set()
-
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        self.lines |= {value for name, value in report.user_properties if name == COMPILE}
-
-    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        if count := len(self.lines - record.recorded()):
-            new = f"{count} sources are not in the record of compiles"
-            terminalreporter.write_line(f"{new}, so tests compiled them: make compiled")
-
-
 class Recorder:
-    """Write the record of compiles, if every test that compiles ran and passed."""
+    """Say which compiles the record lacks, since they take minutes.
 
-    def __init__(self) -> None:
+    With --record, write it instead, if every test that compiles ran and passed.
+    """
+
+    def __init__(self, writes: bool) -> None:
+        self.writes = writes
         self.lines: set[str] = set()
         self.without = 0
 
@@ -146,12 +135,16 @@ class Recorder:
         self.without += not report.passed
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        if self.without:
+        if self.writes and self.without:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        terminalreporter.write_line(
-            f"the record stays as it is: {self.without} tests failed or were skipped"
-            if self.without
-            else record.write(self.lines)
-        )
+        if not self.writes:
+            if count := len(self.lines - record.recorded()):
+                new = f"{count} sources are not in the record of compiles"
+                terminalreporter.write_line(f"{new}, so tests compiled them: make compiled")
+        elif self.without:
+            reason = f"{self.without} tests failed or were skipped"
+            terminalreporter.write_line(f"the record stays as it is: {reason}")
+        else:
+            terminalreporter.write_line(record.write(self.lines))

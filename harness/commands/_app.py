@@ -132,8 +132,9 @@ def outcome(error: BaseException) -> tuple[int, str]:
     from sparsebench.errors import SparsebenchError, WorkerError
 
     match error:
-        case SystemExit(__context__=BrokenPipeError() as broken) if not _reader_left():
-            return outcome(broken)  # of another pipe: Typer ends silently with 1 for any
+        # Typer turns every broken pipe into a silent exit, also one to a process of ours.
+        case SystemExit(__context__=BrokenPipeError() as broken) if not _output_is_closed():
+            return outcome(broken)
         case SystemExit():
             return int(error.code or 0), ""
         case KeyboardInterrupt():
@@ -155,8 +156,8 @@ def outcome(error: BaseException) -> tuple[int, str]:
     return DEFECT, f"an error in sparsebench: {message}"
 
 
-def _reader_left() -> bool:
-    """Return whether stdout or stderr is a pipe that is no longer read."""
+def _output_is_closed() -> bool:
+    """Return whether stdout or stderr is a pipe whose reader has ended."""
     poll = select.poll()
     for file in (1, 2):
         poll.register(file, 0)

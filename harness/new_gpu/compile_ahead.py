@@ -98,7 +98,8 @@ class CompileAhead:
         for process in self.processes:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
-            # closes its pipe, which still holds "begin" if the process ended before it was sent
+            # Leaving `process` closes its pipe and waits. If it ended before it read "begin", the
+            # pipe still holds the line, and closing it raises.
             with suppress(BrokenPipeError), process:
                 pass
         self.processes.clear()

@@ -210,8 +210,8 @@ def best_places(lines: pd.DataFrame) -> list[str]:
         if len(over_dense):
             top = over_dense.sort_values("gain", kind="stable").iloc[-1]
             gain = between(top.gain, top.low, top.high)
-            line += f"; there at most {gain} as fast as dense, for {_problem(top)}, "
-            line += percent(top.level)
+            where = f"{_problem(top)}, {percent(top.level)}"
+            line += f"; there at most {gain} as fast as dense, for {where}"
         sentences.append(f"{line}.")
     return sentences
 

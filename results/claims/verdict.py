@@ -199,9 +199,16 @@ def _test(
         tendency = tendency if word is Word.NOT_SETTLED else word
         look = f"this is a look with {fewest} of the {FEWEST} {test.samples} that a verdict needs"
         word, why = Word.NOT_SETTLED, f"{why.rstrip('.')}; {look}."
-    deciding, shown = tuple(decision.deciding), Word.REPRODUCED if hopeful else decision.word
-    blank = replace(blank, limit=_limit_text(shown, basis, claim.hardware), confirm=confirm)
-    return replace(blank, word=word, why=capital(why), deciding=deciding, tendency=tendency)
+    unlimited = Word.REPRODUCED if hopeful else decision.word
+    return replace(
+        blank,
+        word=word,
+        why=capital(why),
+        limit=_limit_text(unlimited, basis, claim.hardware),
+        deciding=tuple(decision.deciding),
+        tendency=tendency,
+        confirm=confirm,
+    )
 
 
 def _one_per_problem(cells: Sequence[Cell]) -> list[Cell]:
