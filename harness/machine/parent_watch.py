@@ -4,6 +4,10 @@
 
 The main thread cannot wait for that itself, because it may be in a kernel that never returns. A
 worker that reads the end of the same closed pipe has normally exited before GRACE_S is over.
+
+A scheduler that ends a job sends its signal to every process of the job, and its grace is 30 s in
+Slurm. A worker ignores that signal: if it ended, its parent, which may run on during the grace,
+would take the end for a crash of the kernel and write that into a row.
 """
 
 import os
@@ -13,10 +17,16 @@ import threading
 import time
 
 GRACE_S = 5.0
+LEFT_TO_PARENT = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR2  # USR2: submitit
 
 
 def end_with_parent() -> None:
-    """Watch stdin, a pipe from the parent, from now on."""
+    """Watch stdin, a pipe from the parent, from now on, and leave signals to the parent.
+
+    What this process starts, such as a compiler, ignores the signals, too.
+    """
+    for number in LEFT_TO_PARENT:
+        signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=_watch, daemon=True).start()
 
 

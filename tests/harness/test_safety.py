@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+from dataclasses import asdict
 from functools import partial
 from operator import getitem
 from pathlib import Path
@@ -17,6 +18,7 @@ import pytest
 import typer
 
 from sparsebench.errors import ResultError
+from sparsebench.harness.bench.contest_state import ContestOptions
 from sparsebench.harness.commands import _console
 from sparsebench.harness.machine import parent_watch
 from sparsebench.harness.plan.suite import Contest, Suite, expand
@@ -24,7 +26,7 @@ from sparsebench.harness.run import worker_process
 from sparsebench.harness.run.measure import measure
 from sparsebench.harness.run.run_json import Flags
 from sparsebench.harness.run.runner import Runner
-from sparsebench.harness.run.worker_process import Log, WorkerLoss, start_worker
+from sparsebench.harness.run.worker_process import ContestResult, Log, WorkerLoss, start_worker
 from sparsebench.results import store
 from sparsebench.results.record import Contender, Problem, Row, Status
 from tests.tools.command_line import sparsebench
@@ -116,6 +118,19 @@ def test_a_worker_ends_with_its_parent() -> None:
         middle.kill()
     assert has_ended(orphan)
     assert 1 <= parent_watch.GRACE_S <= 30
+
+
+@pytest.mark.parametrize("device", ["cpu", "sim"])
+def test_a_scheduler_that_ends_a_job_does_not_make_a_kernel_fail(device: str) -> None:
+    # Slurm sends its signals to every process of a job; submitit uses USR2 near the time limit.
+    options = asdict(ContestOptions(measures=(("kernel", "hot"),)))
+    worker = start_worker(device, None, Log())
+    try:
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR2):
+            os.kill(worker.pid, number)
+        assert isinstance(worker.measure(CONTEST, options, 60), ContestResult)
+    finally:
+        worker.kill()
 
 
 @pytest.mark.parametrize(

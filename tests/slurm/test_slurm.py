@@ -72,10 +72,14 @@ def killed(job: str) -> None:
     ids = {f"SLURM_JOB_ID={array}"}
     if task:
         ids = {f"SLURM_ARRAY_JOB_ID={array}", f"SLURM_ARRAY_TASK_ID={task}"}
+    processes = []
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
             if ids <= set((process / "environ").read_text(errors="replace").split("\0")):
-                os.kill(int(process.name), signal.SIGKILL)
+                processes.append(int(process.name))
+    for number in processes:  # reading /proc takes a loaded host seconds, enough to write a row
+        with suppress(OSError):
+            os.kill(number, signal.SIGKILL)
 
 
 class Sent:
