@@ -40,6 +40,7 @@ Device = Annotated[
         help="cpu, cuda, cuda:N; simulated: sim, sim:l4, sim:FILE.yaml. Default: the best."
     ),
 ]
+RealDevice = Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N. Default: the best.")]
 Data = Annotated[Path | None, typer.Option(help="Folder with the source files that a suite names.")]
 Peers = Annotated[
     Path | None,
