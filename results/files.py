@@ -116,7 +116,8 @@ def first_error(error: ValidationError) -> str:
     """Describe the first error of pydantic: its place, what is wrong, and the value."""
     first = error.errors()[0]
     place = ": ".join(str(part) for part in first["loc"]) or "top"
-    return f"{place}: {first['msg']}; found {str(first['input'])[:60]!r}"
+    actual = "" if first["type"] == "json_invalid" else f"; found {str(first['input'])[:60]!r}"
+    return f"{place}: {first['msg']}{actual}"
 
 
 def from_yaml(where: str, written: str, error_type: ErrorType = ResultError) -> Any:
