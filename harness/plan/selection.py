@@ -66,7 +66,7 @@ def only(contests: Sequence[Contest], condition: str) -> list[Contest]:
     for name, values in conditions:
         if name.removesuffix("!") not in names or not all(values):
             expected = f"field=value with a field of {', '.join(sorted(names))}"
-            written = f"{name}={'|'.join(values)}"
+            written = f"{name}={'|'.join(values)}".removesuffix("=")
             hint = did_you_mean(name, names)
             raise SuiteError(f"--only: expected {expected}; found {written!r}{hint}")
     named = {name.removesuffix("!") for name, _ in conditions}
