@@ -36,7 +36,7 @@ from sparsebench.harness.plan.suite import Contest, Suite
 from sparsebench.results.record import Case, Contender, Problem
 
 Condition = tuple[str, Collection[str]]
-"""A field, with ! for \"none of them\", and its values as `text` writes them."""
+"""The name of a field, with a ! at its end to exclude the values, and the values (see `text`)."""
 
 
 def planned_contests(
