@@ -20,10 +20,9 @@ collect_ignore = ["thirdparty"]  # a separate package with its own tests (test_p
 PATHS = [str(HERE / "contenders"), *filter(None, [os.environ.get("PYTHONPATH")])]
 os.environ["PYTHONPATH"] = os.pathsep.join(PATHS)  # for workers; pyproject.toml has it for pytest
 os.environ |= {"COLUMNS": "200", "NO_COLOR": "1"}  # of tables, read when the command is imported
-os.environ["SPARSEBENCH_TUNED"] = str(
-    HERE / "tuned"
-)  # does not exist, so that no test reads the user's tables
-os.environ["SPARSEBENCH_CHOICES"] = str(HERE / "choices")  # does not exist either
+# Neither exists, so that no test reads the user's tables.
+os.environ["SPARSEBENCH_TUNED"] = str(HERE / "tuned")
+os.environ["SPARSEBENCH_CHOICES"] = str(HERE / "choices")
 os.environ["SPARSEBENCH_SEARCH"] = "0"  # a first call of a layer takes the likeliest kernel
 torch.set_num_threads(1)
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"

@@ -163,8 +163,8 @@ def _run(survey: Survey, progress: Callable[[str], Progress]) -> Survey:
 
 
 Step = Callable[[Survey, float, Progress], str]
-"""Takes the survey, its end as a time.monotonic(), and the progress; returns why it stopped early, or
-an empty text."""
+"""Takes the survey, its end as a time.monotonic(), and the progress; returns why it stopped early,
+or an empty text."""
 
 
 def _doctor(ahead: CompileAhead, survey: Survey, end: float, progress: Progress) -> str:
