@@ -1,6 +1,6 @@
 """The tables of a comparison: a grid for two devices, every case, and cells that disagree.
 
-    BSR, 90 %, 64 × 64 blocks, m 4096    38.2 µs 4.28×    34.5 µs 4.77×    H200 10 % shorter
+    BSR, m 4096, 90 %, 64 × 64 blocks    38.2 µs 4.28×    34.5 µs 4.77×    H200 10 % shorter
 
 A cell holds the time, then the gain over the baseline of the same contest. Lines are sorted by the
 difference of the times, settled ones first.
@@ -13,7 +13,7 @@ import numpy as np
 import pandas as pd
 
 from sparsebench.reports.tables import Cell, Table
-from sparsebench.reports.terminal import USUAL, field_value, split_fields
+from sparsebench.reports.terminal import split_fields
 from sparsebench.results.changes import Changes, outcomes, problem_fields, ratio_of_means
 from sparsebench.results.comparison import Comparison
 from sparsebench.results.formatting import (
@@ -21,7 +21,6 @@ from sparsebench.results.formatting import (
     PATTERNS,
     amount,
     between,
-    blocks_text,
     brackets,
     duration,
     kernel,
@@ -30,6 +29,7 @@ from sparsebench.results.formatting import (
 )
 from sparsebench.results.frame import KEYS, records
 from sparsebench.results.outcome import DIFFERENT, STYLES, Outcome
+from sparsebench.results.problem_names import problem_name
 from sparsebench.results.record import Status
 from sparsebench.results.statistics import FEWEST
 
@@ -42,9 +42,6 @@ GAINS: dict[str, str] = {
 
 NO_ZEROS = {"pattern": "dense", "sparsity": 0.0, "block": "1", "active": np.nan}
 EVERY = "Every case"
-FIRST = ("op", "dtype", "pattern", "sparsity", "block", "m")  # the order within a problem's name
-SILENT = {("op", "linear"), ("pattern", "blocks"), ("pattern", "dense"), ("sparsity", "0 %")}
-SILENT |= USUAL
 
 Line = Mapping[Any, Any]
 
@@ -187,23 +184,10 @@ def _problems(lines: pd.DataFrame) -> tuple[Callable[[Line], str], str]:
     many_ops = len(by_op) > 1
 
     def name(line: Line) -> str:
-        varying = by_op[line["op"]][0] + (["op"] if many_ops else [])
-        ordered = sorted(varying, key=lambda n: FIRST.index(n) if n in FIRST else len(FIRST))
-        values = {n: field_value(n, line[n]) for n in ordered}
-        values = {n: v for n, v in values.items() if v != "-" and (n, v) not in SILENT}
-        if {"n", "k"} <= values.keys():
-            values |= {"n": f"{values['n']} × {values.pop('k')}"}
-        return ", ".join(_field(n, v) for n, v in values.items())
+        varying = by_op[line["op"]][0] + (["op"] if many_ops and line["op"] != "linear" else [])
+        return problem_name(line, varying)
 
     return name, "; ".join(about for op, (_, about) in by_op.items() if about != op)
-
-
-def _field(name: str, value: str) -> str:
-    if name == "block":
-        return blocks_text(value)
-    value = PATTERNS.get(value, value)
-    alone = name in ("op", "dtype", "pattern", "sparsity", "source")
-    return value if alone or "×" in value else f"{name} {value}"
 
 
 def _change_cells(other: Changes, line: Line) -> list[Cell]:

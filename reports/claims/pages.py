@@ -19,7 +19,7 @@ from markupsafe import Markup
 from sparsebench.reports.claims.announcements import for_site
 from sparsebench.reports.claims.forest import forest, where
 from sparsebench.reports.claims.sheets import STYLES
-from sparsebench.reports.figures._html import fold_away
+from sparsebench.reports.figures._html import fold_away, note
 from sparsebench.reports.page import code, render
 from sparsebench.reports.site.pages import Site, stylesheet
 from sparsebench.reports.tables import html_table, without_dashes
@@ -36,6 +36,12 @@ LEVELS = ("level", "sparsity")  # fields that are written as percentages
 UNMEASURED = "not measured"  # our value of a condition without a cell
 MOST_VALUES = 6  # values of a field in one cell of the table of conditions
 UNDECIDED = *map(str, OPEN), str(Word.NOT_TESTABLE)
+WHICH_COUNTS = (
+    "Of several measurements of a cell, one counts, so a larger value may stand below. Runs whose "
+    "A/A pairs agree come first; then those that timed the fastest subject and baseline of all; "
+    "then those that confirm chosen cells; then those that searched for their configurations; then "
+    "those with the most processes; then the narrowest interval."
+)
 BADGE = {
     Word.REPRODUCED: "#00694c",
     Word.PARTLY: "#8a5a00",
@@ -176,15 +182,27 @@ def _first(table: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
 
 
 def _numbers(verdict: Verdict) -> dict[str, str]:
-    """Return the claimed and the measured value of the test that decides a verdict."""
-    tests = [test for test in verdict.tests if test.word is verdict.word] or verdict.tests
+    """Return the claimed and the measured value of the test that is closest to the claim.
+
+    Of several as close, it is the one that decides the verdict.
+    """
+    tests = sorted(
+        verdict.tests, key=lambda each: (each.test.distance, each.word is not verdict.word)
+    )
     for judged in tests:
         test, cells = judged.test, [cell for cell in judged.deciding if not cell.reason]
         if cells:
             sign = "" if test.at_least is not None else "at most "
-            return {"claimed": sign + test.limit_text, "measured": value_text(test, cells[0])}
+            numbers = {"claimed": sign + test.limit_text, "measured": value_text(test, cells[0])}
+            return numbers | {"scope": _scope(verdict, test)}
     claimed = tests[0].test.limit_text if tests else "–"
-    return {"claimed": claimed, "measured": "–"}
+    return {"claimed": claimed, "measured": "–", "scope": ""}
+
+
+def _scope(verdict: Verdict, test: Test) -> str:
+    """Say what a value is of, unless it is of all that was claimed."""
+    words = [test.name] if len(verdict.tests) > 1 else []
+    return "; ".join([*words, *([f"a proxy: {test.proxy}"] if test.proxy else [])])
 
 
 def badge(entry: Entry) -> str:
@@ -355,7 +373,8 @@ def _table(test: Test, cells: Sequence[Cell], others: Sequence[Cell]) -> Markup:
     title = "The cell" if len(cells) == 1 else f"The {len(cells)} cells"
     if others:
         title += f", and {amount(len(others), 'other measurement')} of them"
-    return fold_away(title, html_table(*without_dashes(heads, rows)))
+    table = html_table(*without_dashes(heads, rows))
+    return fold_away(title, table + note(WHICH_COUNTS) if others else table)
 
 
 def _rows_of_authors(published: AuthorTable) -> Markup:

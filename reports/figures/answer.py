@@ -25,7 +25,6 @@ from sparsebench.results.answer import (
     USUAL,
     against,
     column_text,
-    field_text,
     sentences,
     variants,
     where,
@@ -45,6 +44,7 @@ from sparsebench.results.formatting import (
     span_text,
 )
 from sparsebench.results.frame import records
+from sparsebench.results.problem_names import field_text
 
 TITLE = "Which format wins"
 ORDER = 10

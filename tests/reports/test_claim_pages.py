@@ -157,7 +157,7 @@ def test_a_site_judges_claims_by_its_runs_and_links_to_them(tmp_path, monkeypatc
     assert re.findall(r'<span class="badge \w+">(\d) ', table)
     text = (tmp_path / "site" / "claims" / "twell-2026-training.html").read_text()
     (verdict,) = evidence(read_claims(["twell-2026-training"]), [STEP]).verdicts().popitem()[1]
-    assert (verdict.word, verdict.basis) == (Word.PARTLY, Basis.KERNEL_PROXY)
+    assert (verdict.word, verdict.basis) == (Word.PARTLY, Basis.PROXY)
     assert f": {verdict.word} · sparsebench</title>" in text
     assert '<a href="../h200/ffn-step/index.html">h200/ffn-step</a>' in text
     again = publish([STEP], tmp_path / "site", Site(claims=plan), lambda run: None)

@@ -101,7 +101,7 @@ def test_bounds_are_bytes_and_multiplications_and_amdahl() -> None:
 @pytest.mark.parametrize(("near", "device"), DEVICES.items())
 def test_a_basis_is_how_near_the_device_is(near: Basis, device: str) -> None:
     hardware = claimed().hardware
-    assert basis_of(hardware, device, near is Basis.KERNEL_PROXY) is near
+    assert basis_of(hardware, device, near is Basis.PROXY) is near
 
 
 def each_way(claim: Claim, device: str) -> dict[Word, Verdict]:
@@ -124,13 +124,13 @@ def each_way(claim: Claim, device: str) -> dict[Word, Verdict]:
 
 @pytest.mark.parametrize("near", DEVICES)
 def test_each_verdict_on_each_basis(near: Basis) -> None:
-    proxy = {"proxy": "a kernel", "missing": "the rest"} if near is Basis.KERNEL_PROXY else {}
+    proxy = {"proxy": "a kernel", "missing": "the rest"} if near is Basis.PROXY else {}
     outcome = each_way(claimed(**proxy), DEVICES[near])
     carried = {word: each.word for word, each in outcome.items()}
     expected = {word: word for word in carried}
     if near is not Basis.AS_PUBLISHED:
         expected[Word.REFUTED] = Word.NOT_CARRIED_OVER
-    if near is Basis.KERNEL_PROXY:
+    if near is Basis.PROXY:
         expected[Word.REPRODUCED] = Word.PARTLY
     assert carried == expected
     assert {each.basis for each in outcome.values()} == {near}
