@@ -1,6 +1,6 @@
 """The tables of a comparison: a grid for two devices, every case, and cells that disagree.
 
-    BSR, m 4096, 90 %, 64 × 64 blocks    38.2 µs 4.28×    34.5 µs 4.77×    H200 10 % shorter
+    BSR, 90 %    38.2 µs 4.28× [4.22, 4.33]    34.5 µs 4.77× [4.70, 4.85]    H200 10 % shorter
 
 A cell holds the time, then the gain over the baseline of the same contest. Lines are sorted by the
 difference of the times, settled ones first.
@@ -17,15 +17,16 @@ from sparsebench.reports.terminal import split_fields
 from sparsebench.results.changes import Changes, outcomes, problem_fields, ratio_of_means
 from sparsebench.results.comparison import Comparison
 from sparsebench.results.formatting import (
+    CASES,
     FORMATS,
     PATTERNS,
     amount,
     between,
     brackets,
     duration,
+    join_words,
     kernel,
     significant,
-    times,
 )
 from sparsebench.results.frame import KEYS, records
 from sparsebench.results.outcome import DIFFERENT, STYLES, Outcome
@@ -68,7 +69,7 @@ def grid(other: Changes) -> Table:
             kind, hidden = PATTERNS[a["pattern"]], {"pattern": "dense"}
         place = ", ".join(filter(None, [kind, name({**a, **hidden})]))
         named.setdefault(place, (a, b))
-    tests = [ratio_of_means(b["times_b"], a["times_a"], b) for a, b in named.values()]
+    tests = [ratio_of_means(b["times_b"], a["times_a"], _joined(a, b)) for a, b in named.values()]
     words = outcomes(pd.DataFrame(tests, columns=["value", "low", "high", "p"]))
     lines: list[tuple[float, list[Cell]]] = []
     for (place, (a, b)), word, (value, low, high, _) in zip(
@@ -80,7 +81,7 @@ def grid(other: Changes) -> Table:
     ordered = [cells for _, cells in sorted(lines, key=lambda line: -line[0])]
     heads = ("format and problem", other.a.name, other.b.name, "time")
     title = "Each format at its best"
-    return Table(title=title, columns=heads, lines=ordered, words=(heads[0], heads[3]))
+    return Table(title=title, columns=heads, lines=ordered, words=heads)
 
 
 def cases(others: Sequence[Changes]) -> Table:
@@ -143,12 +144,19 @@ def intervals(others: Sequence[Changes]) -> list[str]:
             f"Brackets{which}: the tolerance within which equal cases of published runs stay, "
             f"because a side has fewer than {FEWEST} processes."
         )
+    gain = "A speedup after a time is over the baseline of the same contest"
+    gain += f" ({_baselines(lines)}), on the same GPU"
     return [
         *sentences,
-        "A speedup after a time is over the baseline of the same contest, on the same GPU.",
+        "; ".join(filter(None, [gain, brackets([*lines.interval_a, *lines.interval_b])])) + ".",
         "Brackets of a mean: its interval for these cases alone. They share cards and processes, "
         "so half of it is the mean of the halves of the cases.",
     ]
+
+
+def _baselines(lines: pd.DataFrame) -> str:
+    names = [kernel(label) for label in lines.baseline_label_a.dropna().unique()]
+    return amount(len(names), "kernel") if len(names) > CASES else join_words(names)
 
 
 def problems(others: Sequence[Changes]) -> str:
@@ -214,12 +222,19 @@ def _time(other: Changes, word: str, ratio: float, low: float, high: float) -> s
 
 
 def _time_text(line: Line, end: str) -> str:
-    """Write a time and the gain over the baseline of the same contest: `38.2 µs 4.28×`."""
+    """Write a time and the gain over the baseline of the contest: `38.2 µs 4.28× [4.22, 4.33]`."""
     if line[f"status_{end}"] != Status.OK:
         return "–"
-    time, gain = duration(line[f"median_us_{end}"]), line[f"speedup_{end}"]
-    alone = line["is_baseline"] or np.isnan(gain)
-    return time if alone else f"{time} {times(gain, line[f'uncertainty_{end}'])}"
+    time = duration(line[f"median_us_{end}"])
+    names = "speedup", "speedup_low", "speedup_high", "uncertainty"
+    gain = [line[f"{name}_{end}"] for name in names]
+    return time if line["is_baseline"] or pd.isna(gain[0]) else f"{time} {between(*gain)}"
+
+
+def _joined(a: Line, b: Line) -> Line:
+    """Return a line of a comparison with what a's case had in a and what b's had in b."""
+    of_b = {name: value for name, value in b.items() if str(name).endswith("_b")}
+    return {**a, **of_b, "tolerance": np.nanmax([a["tolerance"], b["tolerance"]])}
 
 
 def _best(lines: Sequence[Line], end: str) -> Line:

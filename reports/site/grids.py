@@ -385,12 +385,16 @@ def _rival(best: Sequence[Record], sparse: Sequence[Record]) -> str:
 
 
 def _range(records: Sequence[dict[str, Any]]) -> tuple[str, str]:
-    """Return the range of several gains, or a single gain and its interval."""
+    """Return the range of several gains, or a single one, and the interval.
+
+    That of a range reaches from the lowest end of its intervals to the highest.
+    """
     gain, low, high = (records[0][name] for name in ("gain", "low", "high"))
     if len(records) > 1:
         ends = dict.fromkeys(number(end, SMALL / 10) if end < SMALL else number(end)
                              for end in (records[-1]["gain"], gain))  # fmt: skip
-        return f"{'–'.join(ends)}×", ""
+        outer = [f([line[name] for line in records]) for f, name in ((min, "low"), (max, "high"))]
+        return f"{'–'.join(ends)}×", span_text(*outer, records[-1]["gain"] / 10)
     if pd.isna(low) or high <= low:
         return times(gain), ""
     half = max(high - gain, gain - low)

@@ -67,7 +67,7 @@ def cell(claim: Claim, ratios: Sequence[float], problem: str = "p", **changed: o
         "reliable": True,
         "commit": "",
         "fields": {"op": "linear", "m": 4, "level": 0.5},
-        "case_ids": (problem,),
+        "case_ids": (f"{problem} subject", f"{problem} baseline"),
         "reason": "",
     }
     blank = Cell(**(facts | changed))  # type: ignore[arg-type]

@@ -305,6 +305,32 @@ def test_a_problem_that_several_runs_measured_is_one_cell() -> None:
     assert judged.others == (few, broken)
 
 
+def test_a_run_without_the_fastest_subject_or_baseline_counts_after_one_that_has_it() -> None:
+    claim = claimed()
+    several = ("fast", "dense", "slow")
+    whole = cell(claim, spread(9.2), case_ids=several, run="whole")
+    without = cell(claim, spread(8.4), case_ids=("slow", "dense"), run="part", confirms=True)
+    assert verdict(claim, whole, without).tests[0].cells == (whole,)
+    same = replace(without, case_ids=several)  # it also timed the other subject: it confirms
+    assert verdict(claim, whole, same).tests[0].cells == (same,)
+    near = cell(claim, spread(9.15), case_ids=("slow", "dense"), confirms=True)
+    assert verdict(claim, whole, near).tests[0].cells == (near,)
+    look = cell(claim, spread(9.2, processes=1), case_ids=several)
+    assert verdict(claim, look, without).tests[0].cells == (without,)
+    easy = cell(claim, spread(12.0), case_ids=("fast", "slow dense"), confirms=True)
+    assert verdict(claim, whole, easy).tests[0].cells == (whole,)
+
+
+def test_a_larger_cell_that_was_not_measured_again_is_named() -> None:
+    claim = claimed()
+    confirmed = cell(claim, spread(2.5), "a", confirms=True)
+    larger = cell(claim, spread(3.0), "b", fields={"op": "linear", "m": 64, "level": 0.9})
+    outcome = verdict(claim, confirmed, larger)
+    assert outcome.word is Word.REPRODUCED
+    assert "best of the cells that were measured again alone, linear, m 4, 50 %" in outcome.why
+    assert "of linear, m 64, 90 % would count if it were measured again alone" in outcome.why
+
+
 def test_a_test_over_an_op_has_the_ratio_of_two_speed_ups() -> None:
     claim = claimed(
         tests=[
