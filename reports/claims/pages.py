@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from markupsafe import Markup
+from markupsafe import Markup, escape
 
 from sparsebench.reports.claims.announcements import for_site
 from sparsebench.reports.claims.forest import forest, where
@@ -110,11 +110,11 @@ def pages(
             verdicts=[(verdict, STYLES[verdict.word]) for verdict in entry.verdicts],
             conditions=conditions(entry),
             bounds=_bounds(entry),
-            tests=[_test(entry, test) for test in entry.planned.claim.tests],
+            tests=[_test(entry, test, site) for test in entry.planned.claim.tests],
             tables=[(each.table, _rows_of_authors(each)) for each in entry.tables],
             commands=_commands(entry.planned),
             prose=prose,
-            runs=_runs(entry.cells),
+            runs=_runs(entry.cells, site),
         )
         yield f"claims/{entry.planned.name}.html", page
         yield f"claims/{entry.planned.name}.svg", badge(entry)
@@ -285,13 +285,21 @@ def _mark(condition: Condition, published: str, ours: str) -> str:
     return "?" if word and numbers and not named else "≠"
 
 
-def _runs(cells: Sequence[Cell]) -> list[tuple[str, str, str]]:
+def _runs(cells: Sequence[Cell], site: Site) -> list[tuple[Markup, str, str]]:
     """Return the name, the commit and the most processes of each run with a cell."""
-    most: dict[tuple[str, str], int] = {}
+    most: dict[tuple[Markup, str], int] = {}
     for cell in cells:
-        key = cell.run, cell.commit
+        key = _run_link(cell, site), cell.commit
         most[key] = max(cell.processes, most.get(key, 0))
     return sorted((*key, amount(count, "process")) for key, count in most.items())
+
+
+def _run_link(cell: Cell, site: Site) -> Markup:
+    """Name the run of a cell, or both runs of a ratio; a file of a model has no page."""
+    link = Markup('<a href="../{0}/index.html">{0}</a>')
+    linked = site.whole and cell.case_ids
+    names = [link.format(run) if linked else escape(run) for run in cell.run.split(" over ")]
+    return Markup(" over ").join(names)
 
 
 def _bounds(entry: Entry) -> list[str]:
@@ -318,13 +326,13 @@ def _bounds(entry: Entry) -> list[str]:
     return sentences
 
 
-def _test(entry: Entry, test: Test) -> dict[str, Any]:
+def _test(entry: Entry, test: Test, site: Site) -> dict[str, Any]:
     judged = [(v, j) for v in entry.verdicts for j in v.tests if j.test.name == test.name]
-    parts = [_part(entry, verdict, each) for verdict, each in judged]
+    parts = [_part(entry, verdict, each, site) for verdict, each in judged]
     return {"test": test, "parts": parts}
 
 
-def _part(entry: Entry, verdict: Verdict, judged: TestVerdict) -> dict[str, Any]:
+def _part(entry: Entry, verdict: Verdict, judged: TestVerdict, site: Site) -> dict[str, Any]:
     """Return the part of the page about a test on a device."""
     test, cells = judged.test, judged.cells
     return {
@@ -332,12 +340,12 @@ def _part(entry: Entry, verdict: Verdict, judged: TestVerdict) -> dict[str, Any]
         "style": STYLES[judged.word],
         "device": verdict.device if cells else "",
         "figure": forest(test, cells),
-        "cells": _table(test, cells, judged.others),
+        "cells": _table(test, cells, judged.others, site),
         "change": _change(judged, entry.planned.claim),
     }
 
 
-def _table(test: Test, cells: Sequence[Cell], others: Sequence[Cell]) -> Markup:
+def _table(test: Test, cells: Sequence[Cell], others: Sequence[Cell], site: Site) -> Markup:
     """Write the cells that count and, below them, other measurements of them, best first."""
     if not cells:
         return Markup("")
@@ -367,7 +375,7 @@ def _table(test: Test, cells: Sequence[Cell], others: Sequence[Cell]) -> Markup:
                 cell.baseline,
                 f"{bound:.3g}" if bound else "–",
                 where(cell),
-                f"{cell.run}, {amount(cell.processes, 'process')}",
+                _run_link(cell, site) + f", {amount(cell.processes, 'process')}",
             ]
         )
     title = "The cell" if len(cells) == 1 else f"The {len(cells)} cells"

@@ -11,7 +11,16 @@ import yaml
 
 from sparsebench.harness.claims.checking import evidence
 from sparsebench.harness.claims.claim_plan import read_claims
-from sparsebench.reports.claims.pages import Entry, alone, badge, conditions, entries, lines, share
+from sparsebench.reports.claims.pages import (
+    Entry,
+    alone,
+    badge,
+    conditions,
+    entries,
+    lines,
+    pages,
+    share,
+)
 from sparsebench.reports.page import linked
 from sparsebench.reports.site import run_folder
 from sparsebench.reports.site.pages import Site
@@ -76,6 +85,16 @@ def test_the_value_beside_a_claim_is_of_the_test_closest_to_it_and_names_its_sco
     assert (line["measured"][:5], line["scope"]) == ("1.60×", "a layer; a proxy: one layer")
     (line,) = lines([entry(cell(claimed(), spread(2.5)))])
     assert (line["measured"][:4], line["scope"]) == ("2.50", "")
+
+
+def test_runs_on_a_site_are_links_and_files_of_models_are_not() -> None:
+    claim = claimed(quantifier="for_all")
+    run = cell(claim, spread(2.5), "a", run="h200/ffn over h200/core")
+    file = cell(claim, spread(2.4), "b", run="a-model", case_ids=())
+    site = dict(pages([entry(run, file, quantifier="for_all")], Site()))["claims/mine.html"]
+    for name in ("h200/ffn", "h200/core"):
+        assert site.count(f'<a href="../{name}/index.html">{name}</a>') == 2
+    assert "a-model/index.html" not in site
 
 
 def test_words_that_lead_to_a_file_are_a_link_only_with_an_address() -> None:
