@@ -58,6 +58,7 @@ VALUES = {
     ("pattern", "dense"): "",
     ("pruned", "all"): "pruned MLPs and attention",
     ("scope", "chain"): "inside a chain",
+    ("scope", "op"): "as called from Python",
     ("block", ANY): "any block",
     ("block", "1"): "",
     ("block", ""): "",
