@@ -165,7 +165,7 @@ def split_fields(table: pd.DataFrame, names: list[str]) -> tuple[list[str], str]
     constant = [name for name, distinct in values.items() if len(distinct) == 1]
     if "hidden" in table and table.hidden.notna().all() and SIZES_OF_MODEL & {*varying}:
         constant = [name for name in constant if name not in SIZES_OF_MODEL]
-    return varying, problem_name(table.iloc[0], constant)
+    return varying, problem_name(dict(table.iloc[0]), constant)
 
 
 def _once(cases: pd.DataFrame) -> pd.DataFrame:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
 from sparsebench.reports.figures._svg import shade
@@ -212,7 +213,7 @@ def best_places(lines: pd.DataFrame) -> list[str]:
         if len(over_dense):
             top = over_dense.sort_values("gain", kind="stable").iloc[-1]
             gain = between(top.gain, top.low, top.high)
-            where = f"{problem_name(top, PLACE)}, {percent(top.level)}"
+            where = f"{problem_name(dict(top), PLACE)}, {percent(top.level)}"
             line += f"; there at most {gain} as fast as dense, for {where}"
         sentences.append(f"{line}.")
     return sentences
@@ -393,7 +394,8 @@ def _range(records: Sequence[dict[str, Any]]) -> tuple[str, str]:
     if len(records) > 1:
         ends = dict.fromkeys(number(end, SMALL / 10) if end < SMALL else number(end)
                              for end in (records[-1]["gain"], gain))  # fmt: skip
-        outer = [f([line[name] for line in records]) for f, name in ((min, "low"), (max, "high"))]
+        lows, highs = ([line[name] for line in records] for name in ("low", "high"))
+        outer = float(np.min(lows)), float(np.max(highs))  # NaN if any is
         return f"{'–'.join(ends)}×", span_text(*outer, records[-1]["gain"] / 10)
     if pd.isna(low) or high <= low:
         return times(gain), ""

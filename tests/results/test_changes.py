@@ -265,7 +265,7 @@ def test_the_best_kernels_of_a_format_are_compared_if_no_run_has_both() -> None:
             rows += [] if row.case.contender == BSR else [row]
         return replace(original, rows=rows)
 
-    a, b = with_both(run(), BSR), with_both(run("b", "B", bsr_us=(40, 16, 8)), strips)
+    a, b = with_both(run(), BSR), with_both(run("b", "B", bsr_us=(40, 16, 8), card="GPU-2"), strips)
     result = compare_sides([side(a, name="a"), side(b, name="b")])
     table = next(part for part in parts(result) if isinstance(part, Table))
     differences = [str(line[3]) for line in table.lines if "BSR" in str(line[0])]
