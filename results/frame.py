@@ -33,7 +33,7 @@ import pandas as pd
 from sparsebench._writing import replacing, write_file
 from sparsebench.errors import ResultError
 from sparsebench.results.record import POWER_LIMITED, Contender, Row, Status, Value
-from sparsebench.results.statistics import Floats, by_round, round_logs
+from sparsebench.results.statistics import Floats, by_round, median_logs
 
 # Columns: these, then the fields of the problems, then MEASURED.
 NAMES = ["problem_id", "case_id", "op", "seed", "source"]
@@ -84,11 +84,13 @@ def frame(rows: Iterable[Row]) -> pd.DataFrame:
     sources = shortest_endings({s.label for row in rows if (s := row.case.problem.source)})
     problems = [row.case.problem.id for row in rows]
     label = _labels(problems, rows)
+    blocks_us = {id(row): rounds_us(row) for row in rows if row.samples_us}
     lines = [
         {"problem_id": problem, "label": label(row.case.contender)}
         | _case_facts(row, sources)
         | _measurements(row)
-        | _against(row, *others, label)
+        | {"blocks_us": blocks_us.get(id(row))}
+        | _against(row, *others, label, blocks_us)
         for problem, row, others in zip(problems, rows, opponents(rows, problems), strict=True)
     ]
     names = list(dict.fromkeys([*FIELDS, *(n for row in rows for n in row.case.problem.fields)]))
@@ -217,7 +219,6 @@ def _measurements(row: Row) -> dict[str, Any]:
         "late": late,
         "marks": _marks(row),
         "samples": len(row.samples_us),
-        "blocks_us": rounds_us(row) if row.samples_us else None,
         "sparsity_achieved": row.sparsity,
         "bytes_of_dense": _ratio(row.stored_bytes, row.dense_bytes),
         "median_us": median,
@@ -274,17 +275,26 @@ def _marks(row: Row) -> str:
 
 
 def _against(
-    row: Row, base: Row | None, original: Row | None, label: Callable[[Contender], str]
+    row: Row,
+    base: Row | None,
+    original: Row | None,
+    label: Callable[[Contender], str],
+    blocks_us: Mapping[int, Floats],
 ) -> dict[str, Any]:
-    """Return the speedup over the baseline, and a twin's log-ratio to its original."""
+    """Return the speedup over the baseline, and a twin's log-ratio to its original.
+
+    `blocks_us` are the median times by round, for each row by its `id()`.
+    """
     ratios: dict[str, Any] = {}
     if base is not None:
         ratios["baseline_label"] = label(base.case.contender)
     if base is not None and row.status is Status.OK:
-        quartiles = np.quantile(logs_over(row, base), [0.5, 0.25, 0.75])
+        quartiles = np.quantile(
+            median_logs(blocks_us[id(base)], blocks_us[id(row)]), [0.5, 0.25, 0.75]
+        )
         ratios |= zip(["speedup", *QUARTILES], np.exp(quartiles).tolist(), strict=True)
     if original is not None and row.status is Status.OK:
-        ratios["aa_log"] = np.median(logs_over(row, original))
+        ratios["aa_log"] = np.median(median_logs(blocks_us[id(original)], blocks_us[id(row)]))
     return ratios
 
 
@@ -331,8 +341,7 @@ def opponents(rows: Sequence[Row], problems: Sequence[str]) -> list[tuple[Row | 
 
 def logs_over(row: Row, base: Row) -> Floats:
     """Return log(time of base / time of row) for each round that both have."""
-    rounds = (by_round(each.samples_us, each.samples_per_block) for each in (base, row))
-    return round_logs(*rounds)
+    return median_logs(rounds_us(base), rounds_us(row))
 
 
 def rounds_us(row: Row) -> Floats:

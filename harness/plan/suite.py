@@ -186,20 +186,8 @@ def _validate(where: str, model: type[Model], data: Any) -> Model:
             keys = ", ".join(f.alias or n for n, f in model.model_fields.items() if f.is_required())
             actual = "an empty file" if data is None else type(data).__name__
             raise SuiteError(f"{where}: expected {keys}; found {actual}") from error
-        # An unknown key comes before a missing one, because it may be that key misspelt.
-        first = min(error.errors(), key=lambda fault: fault["type"] != "extra_forbidden")
-        place = ".".join(str(part) for part in first["loc"])
-        if first["type"] == "extra_forbidden":
-            names = [f.alias or name for name, f in model.model_fields.items()]
-            name = str(first["loc"][-1])
-            hint = did_you_mean(name, names) if len(first["loc"]) == 1 else ""
-            raise SuiteError(f"{where}: {place}: unknown key{hint}") from error
-        if first["type"] == "missing":
-            raise SuiteError(f"{where}: {place}: expected a value, found none") from error
-        actual = repr(first["input"])[:60]  # YAML has at most 100 digits: no integer is too long
-        empty = first["type"] == "too_short" and not first["input"]
-        expected = "at least one value" if empty else first["msg"].removeprefix("Input should be ")
-        raise SuiteError(f"{where}: {place}: expected {expected}; found {actual}") from error
+        names = [f.alias or name for name, f in model.model_fields.items()]
+        raise SuiteError(f"{where}: {files.first_error(error, names)}") from error
 
 
 def _problems(number: int, entry: dict[str, Any], data: Path | None) -> Iterator[Problem]:

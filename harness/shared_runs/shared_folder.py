@@ -73,7 +73,7 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Progress:
+class PartProgress:
     """How far a part is; `device` is the last one that measured for it."""
 
     number: int
@@ -158,14 +158,14 @@ def pinned_choices(folder: Path) -> list[Pinned]:
     return choices
 
 
-def progress(folder: Path, plan: Plan) -> Iterator[Progress]:
+def progress(folder: Path, plan: Plan) -> Iterator[PartProgress]:
     """Yield how far each part is, from its run.json."""
     reserving = set(owners(folder).values())
     for number in plan.numbers:
         written = lambda run: (run / "run.json").stat().st_mtime  # noqa: E731
         runs = sorted(runs_of(folder, number), key=written)
         states = [files.from_json(run / "run.json") for run in runs]
-        yield Progress(
+        yield PartProgress(
             number,
             contests=sum(state["contests"]["done"] for state in states),
             complete=states[-1]["status"] == "finished" if states else number not in reserving,

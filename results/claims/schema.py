@@ -49,7 +49,6 @@ from sparsebench._discovery import did_you_mean
 from sparsebench.errors import SuiteError
 from sparsebench.results import files
 from sparsebench.results.claims.metrics import METRICS, SIGNS
-from sparsebench.results.yaml_lines import first_error, line_of
 
 SCHEMA = "sparsebench/claim@1"
 QUOTED_WORDS = 25  # the longest verbatim quotation
@@ -358,7 +357,7 @@ class ClaimFile:
 
     def at(self, *path: str | int) -> str:
         """Return `FILE:LINE` of a part; if it is missing, of its nearest parent."""
-        return f"{self.where}:{line_of(self.root, path)}"
+        return f"{self.where}:{files.line_of(self.root, path)}"
 
 
 def read(path: Path) -> ClaimFile:
@@ -375,5 +374,5 @@ def parse(where: str, text: str) -> ClaimFile:
     try:
         claim = Claim.model_validate(data)
     except ValidationError as error:
-        raise SuiteError(f"{where}:{first_error(error, root, KEYS)}") from error
+        raise SuiteError(f"{where}:{files.first_error(error, KEYS, root)}") from error
     return ClaimFile(Path(where).stem, where, claim, root)

@@ -349,11 +349,11 @@ def test_simulated_runs_are_named_first() -> None:
 def test_a_run_without_telemetry_an_older_schema_and_a_look_are_named() -> None:
     blind = run("b", processes=3)
     rows = [replace(row, telemetry={}) for row in blind.rows]
-    blind = replace(blind, rows=rows, schema="sparsebench/rows@2")
+    blind = replace(blind, rows=rows, schema="sparsebench/rows@3")
     text = " ".join(shown(run(processes=3), blind).split())
     assert "b recorded no clocks or power" in text
     assert "a and b are looks" in text
-    assert "different schemas, sparsebench/rows@2 and sparsebench/rows@4" in text
+    assert "different schemas, sparsebench/rows@3 and sparsebench/rows@4" in text
 
 
 @pytest.mark.parametrize(("a", "b"), [(8, 8), (3, 8), (3, 1)])
