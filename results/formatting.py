@@ -28,7 +28,7 @@ FORMATS = {
 
 PATTERNS = {
     "six_eight": "6:8",
-    "spense_columns": "half 2:4",
+    "spense_columns": "half 2:4 by columns",
     "spense_hidden": "half 2:4",
     "spense_rows": "half 2:4",
     "two_four": "2:4",

@@ -91,7 +91,7 @@ def _select(name: str, views: list[View]) -> Markup:
         Markup('<option value="{}"{}>{}</option>').format(
             value,
             Markup(" selected") if value == views[0].choice[name] else "",
-            words.get(value, value),
+            words.get(value) or (name == "pattern" and field_text(name, value)) or value,
         )
         for value in options
     )
