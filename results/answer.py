@@ -73,7 +73,7 @@ def answers(views: Sequence[View]) -> list[tuple[str, list[str]]]:
 
 
 def first_views(views: Sequence[View]) -> list[View]:
-    """Return the first view of each dtype of each op and pattern, of which at most MOST count.
+    """Return the first view of each dtype, for at most MOST pairs of op and pattern.
 
     Views without a sparse time or without a dense one are left out, unless there are no others.
     """

@@ -140,11 +140,11 @@ def as_csv(table: pd.DataFrame) -> str:
 
     Such cells get a leading apostrophe, as OWASP advises (CSV Injection).
     """
-    written = table.copy(deep=False)
+    safe = table.copy(deep=False)
     for name in table.columns:
         if not pd.api.types.is_numeric_dtype(table[name]):
-            written[name] = table[name].map(_plain_text)
-    return str(written.rename(columns=_plain_text).to_csv(index=False))
+            safe[name] = table[name].map(_plain_text)
+    return str(safe.rename(columns=_plain_text).to_csv(index=False))
 
 
 def _plain_text(value: Any) -> Any:
@@ -192,9 +192,9 @@ def shortest_endings(labels: Collection[str]) -> dict[str, str]:
 
 def _case_facts(row: Row, sources: Mapping[str, str]) -> dict[str, Any]:
     problem, contender = row.case.problem, row.case.contender
-    named = {name: _plain(value) for name, value in problem.fields.items()}
-    return named | {
-        "block": str(named.get("block", "")),
+    values = {name: _plain(value) for name, value in problem.fields.items()}
+    return values | {
+        "block": str(values.get("block", "")),
         "case_id": row.case.id,
         "op": problem.op,
         "seed": problem.seed,

@@ -176,7 +176,7 @@ class Case:
 
     @property
     def original(self) -> Self:
-        """Return the case of which an A/A twin is the repetition; any other is its own."""
+        """Return the case that an A/A twin repeats; any other case returns itself."""
         return replace(self, contender=replace(self.contender, twin=False))
 
     @classmethod

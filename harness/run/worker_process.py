@@ -223,7 +223,7 @@ class Worker:
         return code
 
     def kill(self) -> None:
-        """End the child and all that it has started at once; its loss is not logged."""
+        """Kill the child and everything that it started, without logging the loss."""
         self._killed = True
         self._kill()
 

@@ -113,13 +113,13 @@ def send(folder: Path, plan: Plan, numbers: Iterable[int]) -> None:
     tasks = [Task(folder.absolute(), number) for number in numbers]
     try:
         with sender.batch() if len(tasks) > 1 else nullcontext():
-            sent = [sender.submit(task) for task in tasks]
+            new_jobs = [sender.submit(task) for task in tasks]
     except Exception as error:  # submitit raises what sbatch printed, in several classes
         line = " ".join(str(error).split())[-300:]
         expected = f"expected a cluster that takes jobs; {line}"
         raise SuiteError(f"{OPTIONS[plan.by]}: {expected}") from error
     ids = jobs(folder)
-    for number, job in zip(numbers, sent, strict=True):
+    for number, job in zip(numbers, new_jobs, strict=True):
         ids.setdefault(str(number), []).append(str(job.job_id))
     store.write_json(folder / "jobs" / "jobs.json", ids)
 

@@ -77,7 +77,7 @@ def key(row: Row) -> tuple[object, ...]:
 
 
 def expected(suite: Suite, replicates: int) -> set[tuple[object, ...]]:
-    """Return the keys of all rows that a plan asks for."""
+    """Return the keys of all rows of a plan."""
     contests = [c for c in planned_contests(suite, "sim") if not c.reference]
     cases = [Case(contest.problem, k).id for contest in contests for k in contest.contenders]
     return {(case, number, "kernel", "cold") for number in range(replicates) for case in cases}

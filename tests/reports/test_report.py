@@ -177,7 +177,7 @@ def other_op() -> list[Row]:
 
 
 def attention() -> list[Row]:
-    """Return rows of which the sparse contender has 80 % of the dense rate."""
+    """Return rows in which the sparse contender reaches 80 % of the dense rate."""
     same: dict[str, Any] = {"m": 4096, "heads": 8, "dtype": "bf16", "pattern": "top_k_blocks"}
     rows = []
     for level in (0.5, 0.75):

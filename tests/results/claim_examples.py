@@ -1,4 +1,4 @@
-"""A claim that nobody made, changed as a test asks, and cells with ratios as it asks."""
+"""An invented claim that tests change, and cells with the ratios that a test gives."""
 
 from collections.abc import Sequence
 

@@ -64,7 +64,7 @@ def lines(path: Path, data: Path | None = None) -> list[str]:
 
 
 def damaged(path: Path, change: Callable[[list[Row]], list[Row]]) -> str:
-    """Change the rows, seal them again, and return what is said."""
+    """Change the rows, seal them again, and return the error."""
     store.replace_rows(path, change(store.rows(path)))
     bundle.seal(path)
     return complaint(path)

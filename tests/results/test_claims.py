@@ -1,4 +1,4 @@
-"""Claims as files, cells as numbers: what is refused, and each verdict on each basis."""
+"""Claims as files and cells as numbers: refusals, and each verdict on each basis."""
 
 import json
 from dataclasses import replace
