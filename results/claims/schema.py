@@ -200,6 +200,11 @@ class Test(_Model):
         return self.trained is not None or self.whole is not None
 
     @property
+    def distance(self) -> int:
+        """Return how far a test is from its claim: no proxy, a whole model, a part of one."""
+        return 0 if not self.proxy else 1 if self.of_file else 2
+
+    @property
     def samples(self) -> str:
         """Return what an interval is over: `processes`, or `seeds` of a training."""
         return "seeds" if self.trained else "processes"

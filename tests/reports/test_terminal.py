@@ -68,7 +68,7 @@ def test_the_answer_is_a_sentence() -> None:
     assert "1 speedup is above 1 / (1 - sparsity)" in text_of(run(3, 5.0))
     assert "bsr_triton 50.1 µs, 2.00× cublas [2.00, 2.00]" in text
     assert "linear, m = 1, 90 %, 16 × 16 blocks" in text
-    assert "linear, bf16, blocks, m 1, n 64, k 64, sparsity 90 %, block 16" in text
+    assert "linear, bf16, m 1, 64 × 64, 90 %, 16 × 16 blocks" in text
 
 
 def test_the_terminal_and_the_page_answer_for_each_dtype() -> None:
