@@ -45,7 +45,7 @@ picture: site
 
 # Test reports and a site in Chromium; fails without Chromium.
 browser: .venv/browser
-	$(BIN)/pytest tests/browser --browser-required
+	$(PYTEST) tests/browser --browser-required
 
 .venv/browser: .venv/installed
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable '.[browser]'

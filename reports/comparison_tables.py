@@ -1,6 +1,6 @@
 """The tables of a comparison: a grid for two devices, every case, and cells that disagree.
 
-    BSR, 90 %, 64 × 64 blocks, m 4096    38.2 µs 4.28×    34.5 µs 4.77×    H200 10 % shorter
+    BSR, 90 %    38.2 µs 4.28× [4.22, 4.33]    34.5 µs 4.77× [4.70, 4.85]    H200 10 % shorter
 
 A cell holds the time, then the gain over the baseline of the same contest. Lines are sorted by the
 difference of the times, settled ones first.
@@ -13,23 +13,24 @@ import numpy as np
 import pandas as pd
 
 from sparsebench.reports.tables import Cell, Table
-from sparsebench.reports.terminal import USUAL, field_value, split_fields
+from sparsebench.reports.terminal import split_fields
 from sparsebench.results.changes import Changes, outcomes, problem_fields, ratio_of_means
 from sparsebench.results.comparison import Comparison
 from sparsebench.results.formatting import (
+    CASES,
     FORMATS,
     PATTERNS,
     amount,
     between,
-    blocks_text,
     brackets,
     duration,
+    join_words,
     kernel,
     significant,
-    times,
 )
 from sparsebench.results.frame import KEYS, records
 from sparsebench.results.outcome import DIFFERENT, STYLES, Outcome
+from sparsebench.results.problem_names import problem_name
 from sparsebench.results.record import Status
 from sparsebench.results.statistics import FEWEST
 
@@ -42,9 +43,6 @@ GAINS: dict[str, str] = {
 
 NO_ZEROS = {"pattern": "dense", "sparsity": 0.0, "block": "1", "active": np.nan}
 EVERY = "Every case"
-FIRST = ("op", "dtype", "pattern", "sparsity", "block", "m")  # the order within a problem's name
-SILENT = {("op", "linear"), ("pattern", "blocks"), ("pattern", "dense"), ("sparsity", "0 %")}
-SILENT |= USUAL
 
 Line = Mapping[Any, Any]
 
@@ -71,7 +69,7 @@ def grid(other: Changes) -> Table:
             kind, hidden = PATTERNS[a["pattern"]], {"pattern": "dense"}
         place = ", ".join(filter(None, [kind, name({**a, **hidden})]))
         named.setdefault(place, (a, b))
-    tests = [ratio_of_means(b["times_b"], a["times_a"], b) for a, b in named.values()]
+    tests = [ratio_of_means(b["times_b"], a["times_a"], _joined(a, b)) for a, b in named.values()]
     words = outcomes(pd.DataFrame(tests, columns=["value", "low", "high", "p"]))
     lines: list[tuple[float, list[Cell]]] = []
     for (place, (a, b)), word, (value, low, high, _) in zip(
@@ -83,7 +81,7 @@ def grid(other: Changes) -> Table:
     ordered = [cells for _, cells in sorted(lines, key=lambda line: -line[0])]
     heads = ("format and problem", other.a.name, other.b.name, "time")
     title = "Each format at its best"
-    return Table(title=title, columns=heads, lines=ordered, words=(heads[0], heads[3]))
+    return Table(title=title, columns=heads, lines=ordered, words=heads)
 
 
 def cases(others: Sequence[Changes]) -> Table:
@@ -146,12 +144,19 @@ def intervals(others: Sequence[Changes]) -> list[str]:
             f"Brackets{which}: the tolerance within which equal cases of published runs stay, "
             f"because a side has fewer than {FEWEST} processes."
         )
+    gain = "A speedup after a time is over the baseline of the same contest"
+    gain += f" ({_baselines(lines)}), on the same GPU"
     return [
         *sentences,
-        "A speedup after a time is over the baseline of the same contest, on the same GPU.",
+        "; ".join(filter(None, [gain, brackets([*lines.interval_a, *lines.interval_b])])) + ".",
         "Brackets of a mean: its interval for these cases alone. They share cards and processes, "
         "so half of it is the mean of the halves of the cases.",
     ]
+
+
+def _baselines(lines: pd.DataFrame) -> str:
+    names = [kernel(label) for label in lines.baseline_label_a.dropna().unique()]
+    return amount(len(names), "kernel") if len(names) > CASES else join_words(names)
 
 
 def problems(others: Sequence[Changes]) -> str:
@@ -187,23 +192,10 @@ def _problems(lines: pd.DataFrame) -> tuple[Callable[[Line], str], str]:
     many_ops = len(by_op) > 1
 
     def name(line: Line) -> str:
-        varying = by_op[line["op"]][0] + (["op"] if many_ops else [])
-        ordered = sorted(varying, key=lambda n: FIRST.index(n) if n in FIRST else len(FIRST))
-        values = {n: field_value(n, line[n]) for n in ordered}
-        values = {n: v for n, v in values.items() if v != "-" and (n, v) not in SILENT}
-        if {"n", "k"} <= values.keys():
-            values |= {"n": f"{values['n']} × {values.pop('k')}"}
-        return ", ".join(_field(n, v) for n, v in values.items())
+        varying = by_op[line["op"]][0] + (["op"] if many_ops and line["op"] != "linear" else [])
+        return problem_name(line, varying)
 
     return name, "; ".join(about for op, (_, about) in by_op.items() if about != op)
-
-
-def _field(name: str, value: str) -> str:
-    if name == "block":
-        return blocks_text(value)
-    value = PATTERNS.get(value, value)
-    alone = name in ("op", "dtype", "pattern", "sparsity", "source")
-    return value if alone or "×" in value else f"{name} {value}"
 
 
 def _change_cells(other: Changes, line: Line) -> list[Cell]:
@@ -230,12 +222,19 @@ def _time(other: Changes, word: str, ratio: float, low: float, high: float) -> s
 
 
 def _time_text(line: Line, end: str) -> str:
-    """Write a time and the gain over the baseline of the same contest: `38.2 µs 4.28×`."""
+    """Write a time and the gain over the baseline of the contest: `38.2 µs 4.28× [4.22, 4.33]`."""
     if line[f"status_{end}"] != Status.OK:
         return "–"
-    time, gain = duration(line[f"median_us_{end}"]), line[f"speedup_{end}"]
-    alone = line["is_baseline"] or np.isnan(gain)
-    return time if alone else f"{time} {times(gain, line[f'uncertainty_{end}'])}"
+    time = duration(line[f"median_us_{end}"])
+    names = "speedup", "speedup_low", "speedup_high", "uncertainty"
+    gain = [line[f"{name}_{end}"] for name in names]
+    return time if line["is_baseline"] or pd.isna(gain[0]) else f"{time} {between(*gain)}"
+
+
+def _joined(a: Line, b: Line) -> Line:
+    """Return a line of a comparison with what a's case had in a and what b's had in b."""
+    of_b = {name: value for name, value in b.items() if str(name).endswith("_b")}
+    return {**a, **of_b, "tolerance": np.nanmax([a["tolerance"], b["tolerance"]])}
 
 
 def _best(lines: Sequence[Line], end: str) -> Line:

@@ -1,5 +1,6 @@
 """The templates of reports/templates, filled by one jinja2 environment that escapes every value."""
 
+import re
 from functools import cache
 from importlib.resources import files
 from typing import Any
@@ -10,6 +11,8 @@ from markupsafe import Markup, escape
 from sparsebench.results.formatting import amount
 from sparsebench.results.frame import MARKS
 from sparsebench.results.outcome import MEANINGS
+
+LINK = re.compile(r"\[([^]]+)\]\(([^)]+)\)")
 
 
 def render(template: str, **values: Any) -> str:
@@ -29,6 +32,15 @@ def code(text: str) -> Markup:
     return Markup("").join(marked % part if i % 2 else escape(part) for i, part in enumerate(parts))
 
 
+def linked(text: str, source: str) -> Markup:
+    """Return a text whose `[words](path)` lead to files below an address of the source code.
+
+    Without an address, the words stay.
+    """
+    link = rf'<a href="{escape(source)}/blob/HEAD/\2">\1</a>' if source else r"\1"
+    return Markup(LINK.sub(link, str(escape(text))))
+
+
 @cache
 def _environment() -> jinja2.Environment:
     environment = jinja2.Environment(
@@ -39,6 +51,7 @@ def _environment() -> jinja2.Environment:
     )
     environment.filters["amount"] = amount
     environment.filters["code"] = code
+    environment.filters["linked"] = linked
     environment.globals["outcomes"] = MEANINGS
     environment.globals["marks"] = MARKS
     environment.globals["inlined"] = lambda name: Markup(content(name))

@@ -10,7 +10,7 @@ The table fits the window, but the name of a kernel is never cut.
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import nan
 from typing import Any
@@ -26,7 +26,7 @@ from sparsebench.results.analysis import Analysis
 from sparsebench.results.answer import answers
 from sparsebench.results.badges import Badge, badges, unfit
 from sparsebench.results.cases import CONTEST, break_even, winners
-from sparsebench.results.contests import OF_MODEL, empty_launch
+from sparsebench.results.contests import empty_launch
 from sparsebench.results.families import OF_ACTIVATIONS, QUANTISED
 from sparsebench.results.formatting import (
     FORMATS,
@@ -39,9 +39,9 @@ from sparsebench.results.formatting import (
     percent,
 )
 from sparsebench.results.frame import fields, records
-from sparsebench.results.model_shapes import model_name
 from sparsebench.results.noise import Reliability
 from sparsebench.results.outcome import STYLES, Outcome
+from sparsebench.results.problem_names import SIZES_OF_MODEL, problem_name
 from sparsebench.results.provenance import device_title
 from sparsebench.results.record import Status
 from sparsebench.results.statistics import FEWEST
@@ -51,18 +51,7 @@ VERDICT = 8  # recommended processes for a verdict; FEWEST is the minimum
 LINES = 30  # lines of a table on a terminal; the report and Markdown show all
 MORE = "more lines are in the report and in --markdown"
 REASONS = 12  # shown at most
-PARTS = ["op", "pattern", "dtype"]  # fields that need no name beside their values
-SIZES_OF_MODEL = {*OF_MODEL, "vocab", "heads", "kv_heads", "head_dim"}
 EMPTY = ("", "-", "–")
-USUAL = {
-    ("sparsity", "0 %"),
-    ("activation", "relu"),
-    ("scope", "kernel"),
-    ("cache", "cold"),
-    ("block", "1"),
-    ("skew", "iid"),
-    ("block", ""),
-}
 GOOD, BAD = (Badge.VERDICT, Badge.LOOK), "bold red"
 
 
@@ -169,24 +158,14 @@ def outcome(line: Mapping[Any, Any]) -> Cell:
     return words if pd.isna(more) else f"{words} (+{more})", STYLES.get(line["outcome"], "")
 
 
-def field_value(name: str, value: Any) -> str:
-    """Write a field: a sparsity as a percentage."""
-    if pd.isna(value):
-        return "-"
-    if name == "sparsity":
-        return percent(value)
-    return f"{value:g}" if isinstance(value, float) else str(value)
-
-
 def split_fields(table: pd.DataFrame, names: list[str]) -> tuple[list[str], str]:
     """Return the names of the fields that vary, and the constant fields as text."""
     values = {name: table[name].unique() for name in names if name in table}
     varying = [name for name, distinct in values.items() if len(distinct) > 1]
-    constant = {name: distinct[0] for name, distinct in values.items() if len(distinct) == 1}
-    texts = {name: field_value(name, value) for name, value in constant.items()}
-    words = [text for name, text in texts.items() if name in PARTS and text != "dense"]
-    words += [f"{n} {v}" for n, v in texts.items() if n not in PARTS and (n, v) not in USUAL]
-    return varying, ", ".join(word for word in words if not word.endswith("-"))
+    constant = [name for name, distinct in values.items() if len(distinct) == 1]
+    if "hidden" in table and table.hidden.notna().all() and SIZES_OF_MODEL & {*varying}:
+        constant = [name for name in constant if name not in SIZES_OF_MODEL]
+    return varying, problem_name(dict(table.iloc[0]), constant)
 
 
 def _once(cases: pd.DataFrame) -> pd.DataFrame:
@@ -248,7 +227,7 @@ def results(analysis: Analysis) -> Table:
             str(line["marks"] or ""),
         ]
         for line in records(best)
-        for op, text in [(str(line["op"]), _problem(line, varying[line["op"]]))]
+        for op, text in [(str(line["op"]), problem_name(line, varying[line["op"]]))]
     ]
     sparse = cases[(cases["format"] != "dense") & ~cases["format"].isin(best.kind)]
     lines += [
@@ -266,21 +245,6 @@ def results(analysis: Analysis) -> Table:
     words = {"problem", "format", "kernel", "outcome", "accuracy"}
     spare = ("outcome", "of limit", "dense", "format")
     return Table(title=title, columns=used, lines=cells, words=words, spare=spare)
-
-
-def _problem(line: Mapping[Any, Any], varying: Sequence[str]) -> str:
-    """Name a problem by the fields that vary: `m 16, 90 %, block 64`; a model by its name."""
-    words = []
-    if pd.notna(line.get("hidden")) and SIZES_OF_MODEL & {*varying}:
-        words = [model_name(*(int(line[name]) for name in OF_MODEL))]
-        varying = [name for name in varying if name not in SIZES_OF_MODEL]
-    for name in varying:
-        value = line[name]
-        if pd.isna(value) or (name, str(value)) in USUAL or (name == "pattern" and "block" in line):
-            continue
-        bare = name in (*PARTS, "sparsity", "source")
-        words.append(field_value(name, value) if bare else f"{name} {field_value(name, value)}")
-    return ", ".join(words)
 
 
 def missing(cases: pd.DataFrame) -> list[str]:

@@ -1,1 +1,1 @@
-"""What came back: records, runs on disk, and what is computed from them."""
+"""Records of measurements, runs on disk, and everything that is computed from them."""

@@ -20,7 +20,6 @@ from sparsebench.results.cases import CONTEST, break_even_levels
 from sparsebench.results.contests import ANY, View, sort_values_of
 from sparsebench.results.formatting import (
     FORMATS,
-    PATTERNS,
     between,
     blocks_text,
     capital,
@@ -29,9 +28,9 @@ from sparsebench.results.formatting import (
     join_words,
     percent,
     plain,
-    size_text,
 )
 from sparsebench.results.outcome import Outcome, outcome
+from sparsebench.results.problem_names import field_text
 from sparsebench.results.record import Status
 
 OF_ATTENTION = ["batch", "heads", "kv_heads", "head_dim", "context", "causal"]
@@ -74,7 +73,7 @@ def answers(views: Sequence[View]) -> list[tuple[str, list[str]]]:
 
 
 def first_views(views: Sequence[View]) -> list[View]:
-    """Return the first view of each dtype of each op and pattern, of which at most MOST count.
+    """Return the first view of each dtype, for at most MOST pairs of op and pattern.
 
     Views without a sparse time or without a dense one are left out, unless there are no others.
     """
@@ -256,23 +255,6 @@ def format_text(kind: str, levels: Iterable[float]) -> str:
     if not parts or not max(parts) < TWO_FOUR:
         return FORMATS.get(kind, kind)
     return "half 2:4" if parts == {TWO_FOUR / 2} else "partly 2:4"
-
-
-def field_text(name: str, value: Any) -> str:
-    """Write one field: `m 16`, `n × k 4096 × 4096`, `64 × 64 blocks`, `at 90 %`."""
-    if name == "level":
-        return f"at {percent(value)}"
-    text = plain(value)
-    if (name, text) == ("pattern", "dense"):
-        return ""
-    if name == "pattern":
-        return "block pattern" if text == "blocks" else PATTERNS.get(text, text.replace("_", " "))
-    if name == "block":
-        if text == ANY:
-            return "any block"
-        return "" if text in ("", "1") else blocks_text(text)
-    named = {"shape": size_text(text), "m": f"m {text}"}
-    return named.get(name, text if name in ("op", "dtype") else f"{name} {text}")
 
 
 def winner(line: "pd.Series[Any]") -> str:

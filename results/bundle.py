@@ -56,8 +56,8 @@ def seal(path: Path) -> None:
 def seal_files(path: Path, names: list[str]) -> None:
     """Write manifest.json for these files."""
     files = {name: _sha256(content(path, name)) for name in names}
-    sealed = json.dumps({"schema": MANIFEST_SCHEMA, "files": files}, indent=1)
-    write_file(path / MANIFEST, sealed + "\n")
+    text = json.dumps({"schema": MANIFEST_SCHEMA, "files": files}, indent=1)
+    write_file(path / MANIFEST, text + "\n")
 
 
 def unseal(path: Path) -> None:
@@ -75,13 +75,13 @@ def identity(path: Path) -> str:
 
 def verify(path: Path) -> list[str]:
     """Check the digest of every file and return the names; raises ResultError if one differs."""
-    sealed = _manifest(path)
-    for name, expected in sealed.items():
+    digests = _manifest(path)
+    for name, expected in digests.items():
         actual = _sha256(content(path, name))
         if actual != expected:
             raise ResultError(f"{path / name}: expected SHA-256 {expected}, found {actual}")
     _require_whole_lines(path)
-    return sorted(sealed)
+    return sorted(digests)
 
 
 def first_change(path: Path, state: Mapping[str, Any]) -> str:
@@ -123,16 +123,16 @@ def _manifest(path: Path) -> dict[str, str]:
     require_directory(path)
     if not file.is_file():
         raise ResultError(f"{path}: expected {MANIFEST}, which seals a run; found none")
-    named = files.from_json(file, MANIFEST_SCHEMA).get("files")
-    if not isinstance(named, dict) or not all(isinstance(sha, str) for sha in named.values()):
-        raise ResultError(f"{file}: expected the SHA-256 of files, found {str(named)[:80]}")
-    for name in named:
+    entries = files.from_json(file, MANIFEST_SCHEMA).get("files")
+    if not isinstance(entries, dict) or not all(isinstance(sha, str) for sha in entries.values()):
+        raise ResultError(f"{file}: expected the SHA-256 of files, found {str(entries)[:80]}")
+    for name in entries:
         if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
             raise ResultError(f"{file}: expected names of files in the run, found {name}")
-    for name in sorted(REQUIRED - named.keys()):
-        raise ResultError(f"{file}: expected {name} among its files, found {', '.join(named)}")
-    sealed: dict[str, str] = named
-    return sealed
+    for name in sorted(REQUIRED - entries.keys()):
+        raise ResultError(f"{file}: expected {name} among its files, found {', '.join(entries)}")
+    digests: dict[str, str] = entries
+    return digests
 
 
 def _require_whole_lines(path: Path) -> None:

@@ -121,8 +121,8 @@ def _pairs(run: Run, replicates: int) -> int:
 
 def _right(run: Run, rows: list[Row]) -> int:
     """Return the number of ok rows; raises ResultError if one has no error or exceeds its bound."""
-    right = [row for row in rows if row.status is Status.OK]
-    for row in right:
+    ok_rows = [row for row in rows if row.status is Status.OK]
+    for row in ok_rows:
         for name in ("error", "error_of_bound"):
             actual, most = getattr(row, name), math.inf if name == "error" else 1.0
             if actual is None or not 0 <= actual <= most or actual == math.inf:
@@ -133,7 +133,7 @@ def _right(run: Run, rows: list[Row]) -> int:
         if row.error is not None and row.error > most:
             message = f"expected an error of at most {most:.2g} in an ok row, found {row.error:.2g}"
             raise ResultError(f"{_where(run, row)}: {message}")
-    return len(right)
+    return len(ok_rows)
 
 
 def _above_bounds(run: Run, rows: list[Row]) -> int:
@@ -141,9 +141,9 @@ def _above_bounds(run: Run, rows: list[Row]) -> int:
     timed = [row for row in rows if row.status is Status.OK and row.clock != "host"]
     bound = [row for row in timed if row.bound_us]
     for row in bound:
-        taken, least = median(row.samples_us), LIGHT * (row.bound_us or 0.0)
-        if taken < least:
-            message = f"expected at least {least:.2f} µs ({row.bound_by}), found {taken:.2f} µs"
+        time, least = median(row.samples_us), LIGHT * (row.bound_us or 0.0)
+        if time < least:
+            message = f"expected at least {least:.2f} µs ({row.bound_by}), found {time:.2f} µs"
             raise ResultError(f"{_where(run, row)}: {message}")
     return len(bound)
 

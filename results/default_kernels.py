@@ -18,17 +18,17 @@ from sparsebench.results.frame import records
 SHARE, SPARE_US = 0.03, 0.5  # fraction of the fastest kernel's time, and the scatter of a launch
 BOUND = f"{percent(SHARE)} plus {SPARE_US} µs"
 
-Case = Mapping[Any, Any]
+TimedCase = Mapping[Any, Any]
 """A line of `timed` (results/analysis.py)."""
 
 
-def pairs(timed: pd.DataFrame) -> list[tuple[Case, Case]]:
+def pairs(timed: pd.DataFrame) -> list[tuple[TimedCase, TimedCase]]:
     """Return `users` and `rival` of each format and contest that has both."""
     contests = timed.groupby(CONTEST, sort=False, dropna=False)
     return [pair for _, contest in contests for pair in _of_contest(records(contest))]
 
 
-def is_within(users: Case, rival: Case) -> bool:
+def is_within(users: TimedCase, rival: TimedCase) -> bool:
     return float(users["median_us"]) <= (1 + SHARE) * float(rival["median_us"]) + SPARE_US
 
 
@@ -48,7 +48,7 @@ def sentence(timed: pd.DataFrame) -> str:
     )
 
 
-def _of_contest(contest: list[dict[str, Any]]) -> Iterator[tuple[Case, Case]]:
+def _of_contest(contest: list[dict[str, Any]]) -> Iterator[tuple[TimedCase, TimedCase]]:
     named_kernels = [case for case in contest if case["kernel"] != DEFAULT]
     sparse = [case for case in named_kernels if case["side"] != "dense"]  # also of a portfolio
     for users in contest:
@@ -57,7 +57,7 @@ def _of_contest(contest: list[dict[str, Any]]) -> Iterator[tuple[Case, Case]]:
             yield users, min(rivals, key=lambda case: float(case["median_us"]))
 
 
-def _kind(case: Case) -> str:
+def _kind(case: TimedCase) -> str:
     """Return what rivals share: the format and its params, or that they store activations."""
     stores_activations = case["format"] in OF_ACTIVATIONS
     return "activations" if stores_activations else f"{case['format']} {case['params']}"

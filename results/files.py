@@ -14,12 +14,14 @@ import json
 import re
 import zlib
 from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
+from sparsebench._discovery import did_you_mean
 from sparsebench.errors import ResultError, SparsebenchError
 
 YAML_BYTES = 2**18  # the largest packaged suite has 4 KiB
@@ -28,6 +30,7 @@ YAML_NODES = 100_000
 OTHER_BASE = re.compile(r"[-+]?0[0-9_]+|[-+]?[0-9_]+(:[0-9_.]+)+")
 INTEGER_DIGITS = 100
 JSON_BYTES = 2**24  # run.json, environment.json, manifest.json
+UNKNOWN_KEY = "extra_forbidden", "unexpected_keyword_argument"  # of a model, of a dataclass
 ROWS_BYTES = 2**27  # unzipped; the largest published run has 6 MB
 
 Model = TypeVar("Model")
@@ -112,12 +115,49 @@ def read_model(file: Path, model: type[Model], schema: str) -> Model:
         raise ResultError(f"{file}: expected {schema}; {first_error(error)}") from error
 
 
-def first_error(error: ValidationError) -> str:
-    """Describe the first error of pydantic: its place, what is wrong, and the value."""
-    first = error.errors()[0]
-    place = ": ".join(str(part) for part in first["loc"]) or "top"
-    actual = "" if first["type"] == "json_invalid" else f"; found {str(first['input'])[:60]!r}"
-    return f"{place}: {first['msg']}{actual}"
+def first_error(
+    error: ValidationError, keys: Collection[str] = (), root: yaml.Node | None = None
+) -> str:
+    """Describe the first error of pydantic: its place, what was expected and what was found.
+
+    An unknown key comes before a missing one, because it may be that key misspelt. `keys` are all
+    that a document may have. With the `root` of a YAML document, the text begins with the line.
+    """
+    first = min(error.errors(), key=lambda fault: fault["type"] not in UNKNOWN_KEY)
+    path = [part for part in first["loc"] if not _is_branch(part)]
+    line = f"{line_of(root, path)}: " if root else ""
+    place = line + (".".join(map(str, path)) or "top")
+    if first["type"] in UNKNOWN_KEY:
+        return f"{place}: unknown key{did_you_mean(str(path[-1]), keys)}"
+    if first["type"] == "missing":
+        return f"{place}: expected a value, found none"
+    if first["type"] == "json_invalid":
+        return str(first["msg"])
+    empty = first["type"] == "too_short" and not first["input"]
+    message = first["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
+    expected = "at least one value" if empty else message
+    actual = "" if first["type"] == "value_error" else f"; found {repr(first['input'])[:60]}"
+    return f"{place}: expected {expected}{actual}"
+
+
+def _is_branch(part: str | int) -> bool:
+    """Return whether pydantic added this part to a place to name a type of a union."""
+    return part in ("str", "int", "float", "bool") or (isinstance(part, str) and "[" in part)
+
+
+def line_of(node: yaml.Node, path: Sequence[str | int]) -> int:
+    """Return the line of a part of a document; if it is missing, of its nearest parent."""
+    line = node.start_mark.line
+    for part in path:
+        parts: Mapping[Any, tuple[int, yaml.Node]] = {}
+        if isinstance(node, yaml.MappingNode):
+            parts = {key.value: (key.start_mark.line, value) for key, value in node.value}
+        elif isinstance(node, yaml.SequenceNode):
+            parts = {i: (item.start_mark.line, item) for i, item in enumerate(node.value)}
+        if part not in parts:
+            break
+        line, node = parts[part]
+    return line + 1
 
 
 def from_yaml(where: str, written: str, error_type: ErrorType = ResultError) -> Any:

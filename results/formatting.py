@@ -26,7 +26,13 @@ FORMATS = {
 }
 """Display names of formats; any other format is shown by its own name."""
 
-PATTERNS = {"six_eight": "6:8", "spense_rows": "half 2:4", "two_four": "2:4"}
+PATTERNS = {
+    "six_eight": "6:8",
+    "spense_columns": "half 2:4 by columns",
+    "spense_hidden": "half 2:4",
+    "spense_rows": "half 2:4",
+    "two_four": "2:4",
+}
 """Display names of patterns; any other pattern is shown by its own name."""
 
 NONE = "–"

@@ -33,7 +33,7 @@ import pandas as pd
 from sparsebench._writing import replacing, write_file
 from sparsebench.errors import ResultError
 from sparsebench.results.record import POWER_LIMITED, Contender, Row, Status, Value
-from sparsebench.results.statistics import Floats, by_round, round_logs
+from sparsebench.results.statistics import Floats, by_round, median_logs, quantiles
 
 # Columns: these, then the fields of the problems, then MEASURED.
 NAMES = ["problem_id", "case_id", "op", "seed", "source"]
@@ -53,6 +53,7 @@ TELEMETRY = ["sm_mhz", "power_w", "temperature_c"]
 LIMITS = ["power_capped_us", "thermal_us", "hardware_us"]  # counters of NVML
 SENSORS = ["energy_j", *TELEMETRY, "limited"]
 QUARTILES = ["speedup_q1", "speedup_q3"]
+SHARES_OF_SAMPLES = [0.0, 0.1, 0.25, 0.5, 0.75]
 LATE, HOST_LATE = 1.3, "host late"
 MARKS = {
     "power-limited": "In at least one process, NVML counted that the power limit lowered the SM "
@@ -83,13 +84,28 @@ def frame(rows: Iterable[Row]) -> pd.DataFrame:
     rows = list(rows)
     sources = shortest_endings({s.label for row in rows if (s := row.case.problem.source)})
     problems = [row.case.problem.id for row in rows]
-    label = _labels(problems, rows)
+    label, others = _labels(problems, rows), opponents(rows, problems)
+    blocks_us = {id(row): rounds_us(row) for row in rows if row.samples_us}
+
+    def logs(row: Row, other: Row | None) -> Sequence[float] | Floats:
+        if other is None or row.status is not Status.OK:
+            return ()
+        return median_logs(blocks_us[id(other)], blocks_us[id(row)])
+
+    times_us = quantiles([row.samples_us for row in rows], SHARES_OF_SAMPLES)
+    pairs = zip(rows, others, strict=True)
+    speedups = np.exp(quantiles([logs(row, base) for row, (base, _) in pairs], [0.5, 0.25, 0.75]))
     lines = [
         {"problem_id": problem, "label": label(row.case.contender)}
         | _case_facts(row, sources)
-        | _measurements(row)
-        | _against(row, *others, label)
-        for problem, row, others in zip(problems, rows, opponents(rows, problems), strict=True)
+        | _measurements(row, of_samples)
+        | {"blocks_us": blocks_us.get(id(row))}
+        | dict(zip(["speedup", *QUARTILES], of_speedup, strict=True))
+        | {"baseline_label": label(base.case.contender) if base else np.nan}
+        | {"aa_log": np.median(log_ratios) if len(log_ratios := logs(row, original)) else np.nan}
+        for problem, row, (base, original), of_samples, of_speedup in zip(
+            problems, rows, others, times_us.tolist(), speedups.tolist(), strict=True
+        )
     ]
     names = list(dict.fromkeys([*FIELDS, *(n for row in rows for n in row.case.problem.fields)]))
     whole = [name for name in names if all(type(line.get(name, 0)) is int for line in lines)]
@@ -138,11 +154,11 @@ def as_csv(table: pd.DataFrame) -> str:
 
     Such cells get a leading apostrophe, as OWASP advises (CSV Injection).
     """
-    written = table.copy(deep=False)
+    safe = table.copy(deep=False)
     for name in table.columns:
         if not pd.api.types.is_numeric_dtype(table[name]):
-            written[name] = table[name].map(_plain_text)
-    return str(written.rename(columns=_plain_text).to_csv(index=False))
+            safe[name] = table[name].map(_plain_text)
+    return str(safe.rename(columns=_plain_text).to_csv(index=False))
 
 
 def _plain_text(value: Any) -> Any:
@@ -190,9 +206,9 @@ def shortest_endings(labels: Collection[str]) -> dict[str, str]:
 
 def _case_facts(row: Row, sources: Mapping[str, str]) -> dict[str, Any]:
     problem, contender = row.case.problem, row.case.contender
-    named = {name: _plain(value) for name, value in problem.fields.items()}
-    return named | {
-        "block": str(named.get("block", "")),
+    values = {name: _plain(value) for name, value in problem.fields.items()}
+    return values | {
+        "block": str(values.get("block", "")),
         "case_id": row.case.id,
         "op": problem.op,
         "seed": problem.seed,
@@ -206,9 +222,9 @@ def _case_facts(row: Row, sources: Mapping[str, str]) -> dict[str, Any]:
     }
 
 
-def _measurements(row: Row) -> dict[str, Any]:
-    samples = np.asarray(row.samples_us or [np.nan])
-    low, q1, median, q3 = np.quantile(samples, [0.1, 0.25, 0.5, 0.75])
+def _measurements(row: Row, of_samples: Sequence[float]) -> dict[str, Any]:
+    """Return the measured columns; `of_samples` are the quantiles SHARES_OF_SAMPLES."""
+    least, low, q1, median, q3 = of_samples
     late = _late_share(row, low, median)
     return {name: getattr(row, name) for name in AS_IN_ROW} | {
         "status": str(row.status),
@@ -217,13 +233,12 @@ def _measurements(row: Row) -> dict[str, Any]:
         "late": late,
         "marks": _marks(row),
         "samples": len(row.samples_us),
-        "blocks_us": rounds_us(row) if row.samples_us else None,
         "sparsity_achieved": row.sparsity,
         "bytes_of_dense": _ratio(row.stored_bytes, row.dense_bytes),
         "median_us": median,
         "q1_us": q1,
         "q3_us": q3,
-        "min_us": samples.min(),
+        "min_us": least,
         "tflops": _ratio(row.flops, median * 1e6),
         "dense_tflops": _ratio(row.dense_flops, median * 1e6),
         "gb_per_s": _ratio(row.fewest_bytes, median * 1e3),
@@ -273,21 +288,6 @@ def _marks(row: Row) -> str:
     return ", ".join(name for name, marked in marks.items() if marked)
 
 
-def _against(
-    row: Row, base: Row | None, original: Row | None, label: Callable[[Contender], str]
-) -> dict[str, Any]:
-    """Return the speedup over the baseline, and a twin's log-ratio to its original."""
-    ratios: dict[str, Any] = {}
-    if base is not None:
-        ratios["baseline_label"] = label(base.case.contender)
-    if base is not None and row.status is Status.OK:
-        quartiles = np.quantile(logs_over(row, base), [0.5, 0.25, 0.75])
-        ratios |= zip(["speedup", *QUARTILES], np.exp(quartiles).tolist(), strict=True)
-    if original is not None and row.status is Status.OK:
-        ratios["aa_log"] = np.median(logs_over(row, original))
-    return ratios
-
-
 def _ratio(over: float | None, under: float | None) -> float | None:
     return None if over is None or not under else over / under
 
@@ -331,8 +331,7 @@ def opponents(rows: Sequence[Row], problems: Sequence[str]) -> list[tuple[Row | 
 
 def logs_over(row: Row, base: Row) -> Floats:
     """Return log(time of base / time of row) for each round that both have."""
-    rounds = (by_round(each.samples_us, each.samples_per_block) for each in (base, row))
-    return round_logs(*rounds)
+    return median_logs(rounds_us(base), rounds_us(row))
 
 
 def rounds_us(row: Row) -> Floats:

@@ -296,7 +296,7 @@ def read_pruning(path: Path) -> Pruning:
         if OUTPUT not in outcome.errors:
             names = ", ".join(outcome.errors) or "none"
             expected = f"an error of the {OUTPUT!r}; found {names}"
-            raise ResultError(f"{path}: outcomes: {number}: expected {expected}")
+            raise ResultError(f"{path}: outcomes.{number}: expected {expected}")
     return pruning
 
 

@@ -34,14 +34,12 @@ class Choices(StrEnum):
 
     AMONG   every process, by its own search; later ones among the finalists of the first
     EARLIER every process, by its own search among the finalists of an earlier run
-    EACH    every process, among all candidates (runs from before AMONG existed)
     FIRST   the first process; the others reused its choices (also if run.json names none)
     BUNDLE  another run: process p reused the choices of its process p
     """
 
     AMONG = "each process, among the finalists of the first"
     EARLIER = "each process, among the finalists of an earlier run"
-    EACH = "each process"
     FIRST = "first process"
     BUNDLE = "bundle"
 
@@ -53,8 +51,6 @@ class Choices(StrEnum):
             "its best, so the intervals cover this choice.",
             Choices.EARLIER: "Each process searched among the best configurations of an earlier "
             "run, so the intervals cover this choice.",
-            Choices.EACH: "Each process searched for configurations, so the intervals cover this "
-            "choice.",
             Choices.FIRST: "The first process searched for configurations, and the others reused "
             "them: the intervals hold for these, and do not cover the choice.",
             Choices.BUNDLE: "The run reused the configurations of the earlier run without a "

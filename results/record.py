@@ -17,24 +17,11 @@ from functools import cached_property
 from typing import Any, Self
 
 ROWS_SCHEMA = "sparsebench/rows@4"
-# Fields that rows of an older schema may lack; they get the defaults. None means any field.
-OLDER_ROWS: Mapping[str, frozenset[str] | None] = {
-    "sparsebench/rows@1": None,
-    "sparsebench/rows@2": None,
-    "sparsebench/rows@3": frozenset({"late"}),
-}
+# Version 0.2.0 wrote rows@3, which lack these fields; the fields then have their defaults.
+OLDER_ROWS: Mapping[str, frozenset[str]] = {"sparsebench/rows@3": frozenset({"late"})}
 
 Value = bool | int | float | str | list[int] | None
 """A field of a problem or a parameter of a contender; a list is a block, [r, c]."""
-
-# Defaults of fields for rows that did not record the defaults yet. Neither table ever grows.
-ONCE: Mapping[str, Value] = {"pattern": "dense", "sparsity": 0.0, "block": 1}
-ACTIVE_ONCE: Mapping[str, Value] = {**ONCE, "active": None, "skew": "iid"}
-DEFAULTS_ONCE: Mapping[str, Mapping[str, Value]] = {
-    "ffn": {**ACTIVE_ONCE, "activation": "silu"},
-    "mlp": {**ACTIVE_ONCE, "activation": "silu"},
-    "ffn_step": {**ACTIVE_ONCE, "activation": "relu"},
-}
 
 FORMATS_ONCE_DENSE: Mapping[str, str] = {
     "decoder_few": "cvse",
@@ -126,10 +113,8 @@ class Problem:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:
-        """Read the output of asdict; older problems lack `defaults`."""
         source = Source(**data["source"]) if data.get("source") else None
-        defaults = data.get("defaults", DEFAULTS_ONCE.get(data["op"], ONCE))
-        return cls(data["op"], dict(data["fields"]), data["seed"], source, dict(defaults))
+        return cls(data["op"], dict(data["fields"]), data["seed"], source, dict(data["defaults"]))
 
 
 @dataclass(frozen=True)
@@ -191,7 +176,7 @@ class Case:
 
     @property
     def original(self) -> Self:
-        """Return the case of which an A/A twin is the repetition; any other is its own."""
+        """Return the case that an A/A twin repeats; any other case returns itself."""
         return replace(self, contender=replace(self.contender, twin=False))
 
     @classmethod
@@ -255,18 +240,9 @@ class Row:
     def chosen(self) -> str:
         """Return the kernel that a portfolio chose, "FORMAT, KERNEL"; "" for other kernels.
 
-        Rows published before choices held `chosen` say it by `way` and `by`, and rows up to 0.2.0
-        call the format cvse "sparse activations".
+        Rows up to 0.2.0 call the format cvse "sparse activations".
         """
-        if "chosen" in self.choice:
-            return str(self.choice["chosen"]).replace("sparse activations, ", "cvse, ")
-        way, kernel = self.choice.get("way"), self.case.contender.kernel
-        if kernel not in ("ffn_sparse", "mlp_sparse") or way is None:
-            return ""
-        if way == "dense":
-            return f"dense, {self.choice['by']}"
-        label = kernel.replace("sparse", "few") if way == "few" else f"{kernel} way={way}"
-        return f"cvse, {label}"
+        return str(self.choice.get("chosen", "")).replace("sparse activations, ", "cvse, ")
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:
@@ -274,8 +250,8 @@ class Row:
             "case": Case.from_json(data["case"]),
             "status": Status(data["status"]),
             "samples_us": tuple(data["samples_us"]),
-            "draws": tuple(data.get("draws", ())),
-            "candidates": tuple(data.get("candidates", ())),
+            "draws": tuple(data["draws"]),
+            "candidates": tuple(data["candidates"]),
         }
         return cls(**{**data, **fixed})
 

@@ -145,20 +145,20 @@ def find(texts: Sequence[str], among: Iterable[Path]) -> list[Side]:
         raise ResultError(
             f"{next(t for t in texts if t not in paths)}: expected {expected}; found none"
         )
-    chosen = {
+    runs_of = {
         text: [_Candidate.read(paths[text])] if text in paths else _matches(text, candidates)
         for text in texts
     }
     if twice := [text for text in texts if texts.count(text) > 1]:
         raise ResultError(f"{twice[0]}: expected each name once, found it {len(twice)} times")
-    suites = set.intersection(*({each.suite for each in runs} for runs in chosen.values()))
+    suites = set.intersection(*({each.suite for each in runs} for runs in runs_of.values()))
     if not suites:
-        has = "; ".join(f"{t} has {_few({each.suite for each in c})}" for t, c in chosen.items())
-        raise ResultError(f"{' and '.join(chosen)}: expected a suite that all have; {has}")
+        has = "; ".join(f"{t} has {_few({each.suite for each in c})}" for t, c in runs_of.items())
+        raise ResultError(f"{' and '.join(runs_of)}: expected a suite that all have; {has}")
     names = [paths[text].resolve().name if text in paths else text for text in texts]
     names = names if len(set(names)) == len(names) else list(texts)
     return [
-        side(*(store.read(c.path) for c in chosen[text] if c.suite in suites), name=name)
+        side(*(store.read(c.path) for c in runs_of[text] if c.suite in suites), name=name)
         for text, name in zip(texts, names, strict=True)
     ]
 

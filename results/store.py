@@ -270,8 +270,7 @@ def _rows(path: Path) -> tuple[str, list[Row]]:
         actual = first[:80] or "an empty file"
         raise ResultError(f"{file}: expected a first line {current}, found {actual}")
     schema, names = schemas[first], tuple(f.name for f in fields(Row))
-    lacks = OLDER_ROWS.get(schema, frozenset())
-    needed = [name for name in names if lacks is not None and name not in lacks]
+    needed = [name for name in names if name not in OLDER_ROWS.get(schema, ())]
     read = [_row(file, number, line, names, needed) for number, line in enumerate(lines, start=2)]
     _each_once(file, read)
     return schema, read

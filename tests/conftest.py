@@ -1,4 +1,4 @@
-"""What the tests share: paths for workers, marks, the record of compiles, what was left out."""
+"""Shared by all tests: paths for workers, marks, the record of compiles, the tests left out."""
 
 import gc
 import os
@@ -16,12 +16,13 @@ from tests.simulated.in_process import in_this_process
 from tests.tools import fork_server
 
 HERE = Path(__file__).parent
-collect_ignore = ["thirdparty"]  # a package of its own, with its own tests (test_plugins.py)
+collect_ignore = ["thirdparty"]  # a separate package with its own tests (test_plugins.py)
 PATHS = [str(HERE / "contenders"), *filter(None, [os.environ.get("PYTHONPATH")])]
 os.environ["PYTHONPATH"] = os.pathsep.join(PATHS)  # for workers; pyproject.toml has it for pytest
 os.environ |= {"COLUMNS": "200", "NO_COLOR": "1"}  # of tables, read when the command is imported
-os.environ["SPARSEBENCH_TUNED"] = str(HERE / "tuned")  # not there: no test asks the user's tables
-os.environ["SPARSEBENCH_CHOICES"] = str(HERE / "choices")  # not there, either
+# Neither exists, so that no test reads the user's tables.
+os.environ["SPARSEBENCH_TUNED"] = str(HERE / "tuned")
+os.environ["SPARSEBENCH_CHOICES"] = str(HERE / "choices")
 os.environ["SPARSEBENCH_SEARCH"] = "0"  # a first call of a layer takes the likeliest kernel
 torch.set_num_threads(1)
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -38,7 +39,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Take what is imported and collected out of gc.collect(), which would read it each time."""
+    """Freeze imported and collected objects, which each gc.collect() would visit otherwise."""
     gc.freeze()
 
 
@@ -57,7 +58,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
-    """Keep what a test asked of the record of compiles."""
+    """Keep the lines of the record of compiles that a test looked up."""
     record.test_file = item.path
     record.lookups.clear()
     yield

@@ -49,7 +49,7 @@ def inside(wheel: Path) -> dict[str, bytes]:
 
 @pytest.fixture(scope="module")
 def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Copy what git tracks here into a repository of its own, with one commit."""
+    """Copy the files that git tracks here into a new repository with one commit."""
     home = tmp_path_factory.mktemp("tree")
     for name in git("ls-files", at=ROOT).splitlines():
         if (ROOT / name).exists():

@@ -144,7 +144,7 @@ def prepare_contest(
 ) -> RunningContest:
     """Build the operands, and prepare every contender in random order."""
     began, seal = time.perf_counter(), Seal()
-    rewritten_modules()  # what is there before any contender runs
+    rewritten_modules()  # before any contender runs
     options, op = options or ContestOptions(), load_op(problem.op)
     announce("", "operands")
     dense = operands.operands(problem, op, device, data)

@@ -109,7 +109,7 @@ class Expected:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class OutputCheck:
     """`reason` is None if the output is right; errors are None if it is not finite."""
 
     reason: str | None
@@ -140,18 +140,18 @@ def half_step(dtype: torch.dtype) -> float:
     return float(limits.smallest_normal * limits.eps / 2)
 
 
-def check(out: object, expected: Expected, pattern: Format | None = None) -> Verdict:
+def check(out: object, expected: Expected, pattern: Format | None = None) -> OutputCheck:
     """Compare an output with the right answer, packed like `pattern` if there is one."""
     if pattern is None:
         return _dense(out, expected)
     if not isinstance(out, Format) or type(out) is not type(pattern) or out.shape != pattern.shape:
         layout = f"{type(pattern).__name__} {list(pattern.shape)}, packed like the weight"
-        return Verdict(f"expected {layout}, found {_name(out)}")
+        return OutputCheck(f"expected {layout}, found {_name(out)}")
     for name, array in pattern.arrays().items():
         other = out.arrays()[name]
         same = array.dtype == other.dtype and array.device == other.device
         if name != "values" and not (same and array.equal(other)):
-            return Verdict(f"expected the {name} of the weight's own pattern, found others")
+            return OutputCheck(f"expected the {name} of the weight's own pattern, found others")
     return _dense(out.arrays()["values"], where_stored(expected, pattern))
 
 
@@ -168,44 +168,44 @@ def where_stored(expected: Expected, pattern: Format | None) -> Expected:
     return replace(expected, reference=reference, spread=spread, plain=plain)
 
 
-def _dense(out: object, expected: Expected) -> Verdict:
+def _dense(out: object, expected: Expected) -> OutputCheck:
     reference = expected.reference
     if type(out) is not Tensor:  # a subclass may compute when it is read
-        return Verdict(f"expected a tensor, found {_name(out)}")
+        return OutputCheck(f"expected a tensor, found {_name(out)}")
     if out.shape != expected.shape:
-        return Verdict(f"expected shape {list(expected.shape)}, found {list(out.shape)}")
+        return OutputCheck(f"expected shape {list(expected.shape)}, found {list(out.shape)}")
     if out.dtype != expected.dtype or out.device != reference.device:
         kind = f"{expected.dtype} on {reference.device}"
-        return Verdict(f"expected {kind}, found {out.dtype} on {out.device}")
+        return OutputCheck(f"expected {kind}, found {out.dtype} on {out.device}")
     if not out.is_contiguous():
-        return Verdict(f"expected a contiguous output, found strides {list(out.stride())}")
+        return OutputCheck(f"expected a contiguous output, found strides {list(out.stride())}")
     if bad := int((~out.isfinite()).sum()):
-        return Verdict(f"expected finite values, found {bad} of {out.numel()} that are not")
+        return OutputCheck(f"expected finite values, found {bad} of {out.numel()} that are not")
     if not out.numel():
-        return Verdict(None, 0.0, 0.0)
-    verdict = _worst(expected.part(out), expected)
-    if expected.sample and verdict.reason:
-        return replace(verdict, reason=f"{expected.sample.text}: {verdict.reason}")
-    return verdict
+        return OutputCheck(None, 0.0, 0.0)
+    result = _worst(expected.part(out), expected)
+    if expected.sample and result.reason:
+        return replace(result, reason=f"{expected.sample.text}: {result.reason}")
+    return result
 
 
-def _worst(out: Tensor, expected: Expected) -> Verdict:
+def _worst(out: Tensor, expected: Expected) -> OutputCheck:
     """Judge each part; return the first wrong one, or the largest errors of all."""
     if not expected.parts:
         return _judge(out, expected)
     each = [t.split(expected.parts) for t in (out, expected.reference, expected.spread)]
     plain = expected.plain.split(expected.parts) if expected.plain is not None else None
-    row, verdicts = 0, []
+    row, results = 0, []
     for number, (part, reference, spread) in enumerate(zip(*each, strict=True)):
         sliced = {"reference": reference, "spread": spread, "plain": plain and plain[number]}
-        verdict = _judge(part, replace(expected, **sliced))
-        if verdict.reason:
-            return replace(verdict, reason=f"from row {row}: {verdict.reason}")
+        result = _judge(part, replace(expected, **sliced))
+        if result.reason:
+            return replace(result, reason=f"from row {row}: {result.reason}")
         row += len(part)
-        verdicts.append(verdict)
-    worst = max(verdicts, key=lambda v: (v.error or 0.0) / (v.usual_error or 1.0))
-    biased = max(verdicts, key=lambda v: abs(v.bias or 0.0) / (v.usual_bias or 1.0))
-    excess = max(v.error_of_bound or 0.0 for v in verdicts)
+        results.append(result)
+    worst = max(results, key=lambda v: (v.error or 0.0) / (v.usual_error or 1.0))
+    biased = max(results, key=lambda v: abs(v.bias or 0.0) / (v.usual_bias or 1.0))
+    excess = max(v.error_of_bound or 0.0 for v in results)
     bias, usual = biased.bias, biased.usual_bias
     return replace(worst, error_of_bound=excess, bias=bias, usual_bias=usual)
 
@@ -215,7 +215,7 @@ def _name(out: object) -> str:
     return type(out).__name__ + shape
 
 
-def _judge(out: Tensor, expected: Expected) -> Verdict:
+def _judge(out: Tensor, expected: Expected) -> OutputCheck:
     reference, spread, eps = expected.reference, expected.spread, expected.eps
     errors = out.double() - reference
     distance = errors.abs()
@@ -231,21 +231,21 @@ def _judge(out: Tensor, expected: Expected) -> Verdict:
     del relative  # so that its memory is free for what follows
     usual, sums = usual_error(expected), float(expected.sums * expected.depth**0.5)
     largest_bias = usual / 4 + expected.products + sums / 16
-    verdict = Verdict(None, error, excess, usual, bias(errors, reference), largest_bias)
+    result = OutputCheck(None, error, excess, usual, bias(errors, reference), largest_bias)
     if whole > most:
         empty = " (all zero)" if not bool(out.any()) else ""
         limit = most / scale if scale else 0.0
-        return replace(verdict, reason=f"relative error {error:.2e} above {limit:.2e}{empty}")
+        return replace(result, reason=f"relative error {error:.2e} above {limit:.2e}{empty}")
     if excess > 1:
         at = [int(i) for i in torch.unravel_index(worst, out.shape)]
         values = f"{float(out[*at]):.6g}, expected {float(reference[*at]):.6g}"
-        return replace(verdict, reason=f"element {at} is {values}: {excess:.1f} times its bound")
+        return replace(result, reason=f"element {at} is {values}: {excess:.1f} times its bound")
     judged = expected.plain is not None and expected.allowed is None
     if judged and error > WRONG * usual > 0:
         excess_text = f"relative error {error:.2e}, {error / usual:.1f} times the usual {usual:.2e}"
         reason = f"{excess_text}; a suite can allow it (error: at_most, why)"
-        return replace(verdict, reason=reason)
-    return verdict
+        return replace(result, reason=reason)
+    return result
 
 
 ROUNDED, SUMMED = 0.21, 0.2

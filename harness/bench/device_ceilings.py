@@ -175,5 +175,5 @@ def _l2_bytes(device: torch.device) -> int:
 
 
 def _digits(value: float) -> float:
-    """Round to six significant digits, so that small rates keep theirs."""
+    """Round to six significant digits, because a fixed number of decimals erases small rates."""
     return float(f"{value:.6g}")

@@ -214,7 +214,7 @@ def _weight(problem: Problem, op: Op, name: str, device: torch.device, data: Pat
 def _recording(
     problem: Problem, op: Op, name: str, device: torch.device, data: Path | None
 ) -> Tensor:
-    """Return a file's activations [tokens, k], at least as many tokens as the problem has, and 2.
+    """Return a file's activations [tokens, k]: at least two tokens, and as many as the problem has.
 
     With one token all draws would be equal, and a call that does nothing would not be detected.
     """

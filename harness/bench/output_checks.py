@@ -156,24 +156,24 @@ def _check(
     outputs = call()
     contest.check_tampering()
     allowed = (entry.row.case.contender.error or {}).get("at_most")
-    verdicts = []
+    results = []
     for layer, (out, right) in enumerate(zip(as_tuple(outputs), expected, strict=True)):
         _elements(out, contest.guard)
-        verdict = check(out, replace(right, allowed=allowed), entry.pattern)
-        lost, reason = launches[layer].lost, verdict.reason
+        result = check(out, replace(right, allowed=allowed), entry.pattern)
+        lost, reason = launches[layer].lost, result.reason
         if count := lost() if lost else 0:
             values = "value" if count == 1 else "values"  # results/formatting.py loads pandas
             reason = f"{count} {values} lost: the format had no room for them"
         if reason and entry.running:
             entry.end(Status.WRONG, f"{when}{of_layer(layer)}: {reason}")
-        verdicts.append(verdict)
+        results.append(result)
     if first and entry.running:
         references = [where_stored(right, entry.pattern).reference for right in expected]
         compared = [right.part(out) for out, right in zip(as_tuple(outputs), expected, strict=True)]
         if right_sums := fingerprint_of(references, tuple(compared)):
             in_part = any(right.sample for right in expected)
             spots.fingerprints[B][number] = right_sums.around(outputs) if in_part else right_sums
-    worst = max(verdicts, key=lambda verdict: verdict.error or 0.0)
+    worst = max(results, key=lambda result: result.error or 0.0)
     return {name: value for name, value in vars(worst).items() if name != "reason"}
 
 

@@ -52,7 +52,7 @@ class Fingerprint:
     limit: float
 
     def around(self, out: Outputs) -> "Fingerprint":
-        """Return the fingerprint of an output of which a part was compared, with the same limit."""
+        """Return the fingerprint of an output that was compared in part, with the same limit."""
         sums, values = sums_of(out), map(values_of, as_tuple(out))
         assert sums is not None
         sizes = [float(x.norm(dtype=torch.float64)) for x in values if isinstance(x, Tensor)]

@@ -1,1 +1,1 @@
-"""Claims measured: their suites planned, bounded, run, screened and confirmed."""
+"""Measure claims: plan, bound, run, screen and confirm their suites."""

@@ -1,6 +1,6 @@
 """A check of claims: measure what is missing, confirm what is promising, and judge.
 
-    claims ─> parts ─> cells in the runs that were given
+    claims ─> plans ─> cells in the runs that were given
                     ─> problems without a cell, by suite ─> a run for each suite   DIR/SUITE
                     ─> the best cell of each `exists` ─> measured alone  DIR/SUITE-confirmed
            ─> verdicts                                                   DIR/verdicts.json
@@ -23,7 +23,7 @@ from typing import Any
 
 from sparsebench.errors import SuiteError
 from sparsebench.harness.bench.energy import NoMeter
-from sparsebench.harness.claims.claim_plan import Part, parts, planned_claim, refusal_of
+from sparsebench.harness.claims.claim_plan import TestPlan, plan_tests, planned_claim, refusal_of
 from sparsebench.harness.machine.device import is_simulated
 from sparsebench.harness.plan.suite import Suite
 from sparsebench.harness.run import recorded_plan, repeat, run_json
@@ -42,7 +42,7 @@ CELL_FIELDS = "run", "fields", "subject", "baseline", "value", "low", "high", "k
 
 CONFIRMING = 2  # most rounds of confirming runs
 
-Gap = tuple[Part, set[str]]
+Gap = tuple[TestPlan, set[str]]
 """A test, and its problems that have no cell."""
 
 
@@ -63,14 +63,14 @@ class Missing:
 
     @property
     def cases(self) -> list[str]:
-        return [*dict.fromkeys(case for part, ids in self.gaps for case in part.cases(ids))]
+        return [*dict.fromkeys(case for plan, ids in self.gaps for case in plan.cases(ids))]
 
 
 @dataclass
 class Evidence:
     """The plan of some claims, and their cells in runs and files.
 
-    parts    of each claim, by name
+    plans    of each claim, by name
     cells    of each claim, over all runs that were read
     files    of each claim, over the JSON files of train-lm and whole
     refusals why a test was not run, by claim and test
@@ -79,7 +79,7 @@ class Evidence:
     """
 
     written: Sequence[ClaimFile]
-    parts: dict[str, list[Part]] = field(default_factory=dict)
+    plans: dict[str, list[TestPlan]] = field(default_factory=dict)
     cells: dict[str, list[Cell]] = field(default_factory=dict)
     files: dict[str, list[Cell]] = field(default_factory=dict)
     refusals: dict[tuple[str, str], str] = field(default_factory=dict)
@@ -103,23 +103,23 @@ class Evidence:
             self.runs[name] = path
             problems = {row.case.problem.id for row in run.rows}
             tested = []
-            for part in self.all_parts:  # some problems only a run with its files can name
-                measured = part.written.claim.measured(part.test)
-                named = part.problems | file_problems(part.test, measured, run)
-                tested.append((part, named & problems))
+            for plan in self.all_plans:  # some problems only a run with its files can name
+                measured = plan.written.claim.measured(plan.test)
+                named = plan.problems | file_problems(plan.test, measured, run)
+                tested.append((plan, named & problems))
             if any(ids for _, ids in tested):
                 analysis = analyse(run)
-                for part, ids in tested:
-                    new = cells(part.test, ids, analysis) if ids else ()
-                    self.cells[part.written.name] += [replace(cell, run=name) for cell in new]
+                for plan, ids in tested:
+                    new = cells(plan.test, ids, analysis) if ids else ()
+                    self.cells[plan.written.name] += [replace(cell, run=name) for cell in new]
 
     @property
-    def all_parts(self) -> list[Part]:
-        return [part for parts in self.parts.values() for part in parts]
+    def all_plans(self) -> list[TestPlan]:
+        return [plan for plans in self.plans.values() for plan in plans]
 
     def planned(self, ceilings: Ceilings | None = None) -> list[PlannedClaim]:
         return [
-            planned_claim(c, self.parts[n], ceilings, self._refusals(n), self.files.get(n, ()))
+            planned_claim(c, self.plans[n], ceilings, self._refusals(n), self.files.get(n, ()))
             for n, c in ((each.name, each) for each in self.written)
         ]
 
@@ -131,8 +131,8 @@ class Evidence:
         every = {name: [*each, *self.files.get(name, ())] for name, each in self.cells.items()}
         deciding = judging_cells(every)
         problems = {
-            name: {part.test.name: part.problems for part in parts}
-            for name, parts in self.parts.items()
+            name: {plan.test.name: plan.problems for plan in plans}
+            for name, plans in self.plans.items()
         }
         return {
             n: judge(n, claim, deciding[n], problems[n], self._refusals(n))
@@ -148,7 +148,7 @@ def evidence(
 ) -> Evidence:
     """Plan claims and read runs, which is all that a verdict without a GPU needs."""
     result = Evidence(written)
-    result.parts = {each.name: parts(each, data) for each in written}
+    result.plans = {each.name: plan_tests(each, data) for each in written}
     result.cells = {each.name: [] for each in written}
     result.read(runs)
     return result
@@ -170,9 +170,9 @@ def check(
     """
     finished = (run for run in store.runs_in(out) if _is_finished(run))
     result = evidence(written, [*runs, *finished], flags.data)
-    for part in result.all_parts:
-        if reason := refusal_of(part, flags.device):
-            result.refusals[part.written.name, part.test.name] = reason
+    for plan in result.all_plans:
+        if reason := refusal_of(plan, flags.device):
+            result.refusals[plan.written.name, plan.test.name] = reason
     planned(result)
     _Check(result, flags, out, options, engine or measure).run()
     out.mkdir(parents=True, exist_ok=True)
@@ -200,8 +200,8 @@ class _Check:
             try:
                 result.read([self._measure(left)])
             except NoMeter as error:
-                for part, _ in left.gaps:
-                    result.refusals[part.written.name, part.test.name] = str(error)
+                for plan, _ in left.gaps:
+                    result.refusals[plan.written.name, plan.test.name] = str(error)
         result.left += [path.name for path in self._interrupted_screenings()]
         if self.flags.replicates >= statistics.FEWEST and not result.left:
             for _ in range(CONFIRMING):
@@ -271,16 +271,16 @@ def _is_finished(path: Path) -> bool:
 def missing(result: Evidence, device: str, replicates: int) -> list[Missing]:
     """Return the runs that measure every problem without a cell on such a device."""
     gaps: list[Gap] = []
-    for part in result.all_parts:
-        name = part.written.name
-        if (name, part.test.name) in result.refusals:
+    for plan in result.all_plans:
+        name = plan.written.name
+        if (name, plan.test.name) in result.refusals:
             continue
         measured = {
             cell.problem
             for cell in result.cells[name]
-            if cell.test == part.test.name and cell.simulated == is_simulated(device)
+            if cell.test == plan.test.name and cell.simulated == is_simulated(device)
         }
-        gaps.append((part, part.problems - measured))
+        gaps.append((plan, plan.problems - measured))
     return runs_for(gaps, replicates)
 
 
@@ -290,23 +290,23 @@ def runs_for(gaps: Sequence[Gap], replicates: int) -> list[Missing]:
     Parts about energy are separate, because energy takes seconds per case.
     """
     in_all: dict[str, set[str]] = {}
-    for part, left in gaps:
-        decided_by_one = part.test.quantifier == "exists" and len(part.problems) > 1
-        if not decided_by_one or replicates < statistics.FEWEST or measures_energy(part):
-            in_all.setdefault(part.suite.text, set()).update(left)
+    for plan, left in gaps:
+        decided_by_one = plan.test.quantifier == "exists" and len(plan.problems) > 1
+        if not decided_by_one or replicates < statistics.FEWEST or measures_energy(plan):
+            in_all.setdefault(plan.suite.text, set()).update(left)
     groups: dict[tuple[str, bool, int], list[Gap]] = {}
-    for part, left in gaps:
-        once = left - in_all.get(part.suite.text, set())
+    for plan, left in gaps:
+        once = left - in_all.get(plan.suite.text, set())
         for processes, ids in ((replicates, left - once), (1, once)):
             if ids:
-                key = part.suite.text, measures_energy(part), processes
-                groups.setdefault(key, []).append((part, ids))
+                key = plan.suite.text, measures_energy(plan), processes
+                groups.setdefault(key, []).append((plan, ids))
     return [Missing(group, processes) for (_, _, processes), group in groups.items()]
 
 
-def measures_energy(part: Part) -> bool:
+def measures_energy(plan: TestPlan) -> bool:
     """Return whether a test is about energy, so that its runs need an energy window a case."""
-    return part.test.metric == "energy_saved"
+    return plan.test.metric == "energy_saved"
 
 
 def to_json(result: Evidence) -> dict[str, Any]:

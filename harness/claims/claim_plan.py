@@ -42,7 +42,7 @@ GIB = 2**30
 
 
 @dataclass(frozen=True)
-class Part:
+class TestPlan:
     """A test of a claim, with the contests of its subjects and baselines.
 
     There are no contests if the source files of its suite are missing.
@@ -63,7 +63,7 @@ class Part:
         return [Case(c.problem, contender).id for c in contests for contender in c.contenders]
 
 
-def parts(written: ClaimFile, data: Path | None = None) -> list[Part]:
+def plan_tests(written: ClaimFile, data: Path | None = None) -> list[TestPlan]:
     """Plan every test of a claim. Raises SuiteError with the line of a test that does not fit."""
     planned = []
     for number, test in enumerate(written.claim.tests):
@@ -74,7 +74,7 @@ def parts(written: ClaimFile, data: Path | None = None) -> list[Part]:
         assert measure
         name = f"{written.name}-{number + 1}" if test.measure else written.name
         if measure.data and data is None and measure.suite in suites():
-            planned.append(Part(written, test, Suite(measure.suite, "", "", ()), ()))
+            planned.append(TestPlan(written, test, Suite(measure.suite, "", "", ()), ()))
             continue
         contents = measure.model_dump_json(exclude={"only", "energy", "data"})
         try:
@@ -82,22 +82,22 @@ def parts(written: ClaimFile, data: Path | None = None) -> list[Part]:
             contests = only(suite.contests, measure.only)
         except SuiteError as error:
             raise SuiteError(f"{written.at(*place)}: measure: {error}") from error
-        part = Part(written, test, suite, tuple(contests))
-        planned.append(_narrow(part, number, measure))
+        plan = TestPlan(written, test, suite, tuple(contests))
+        planned.append(_narrow(plan, number, measure))
     return planned
 
 
 def planned_claim(
     written: ClaimFile,
-    planned: Sequence[Part],
+    planned: Sequence[TestPlan],
     ceilings: Ceilings | None = None,
     refused: Mapping[str, str] | None = None,
     files: Sequence[Cell] = (),
 ) -> PlannedClaim:
     """Return a planned claim with its bounds, for reports and sites."""
-    limits = {part.test.name: bounds(part, ceilings) for part in planned}
-    beyond = [part.test.name for part in planned if out_of_reach(part, limits[part.test.name])]
-    problems = {part.test.name: part.problems for part in planned}
+    limits = {plan.test.name: bounds(plan, ceilings) for plan in planned}
+    beyond = [plan.test.name for plan in planned if out_of_reach(plan, limits[plan.test.name])]
+    problems = {plan.test.name: plan.problems for plan in planned}
     return PlannedClaim(written, problems, limits, beyond, refused or {}, files)
 
 
@@ -132,34 +132,34 @@ def most(problem: Problem, ceilings: Ceilings | None = None) -> float:
     return dense_us / sparse_us if sparse_us else most(problem)
 
 
-def bounds(part: Part, ceilings: Ceilings | None = None) -> dict[str, float]:
+def bounds(plan: TestPlan, ceilings: Ceilings | None = None) -> dict[str, float]:
     """Return `most` of each problem, for a test of time against a dense baseline; {} for others."""
-    test = part.test
+    test = plan.test
     timed = test.metric in ("speedup", "of_ideal") and test.over is None
-    bases = [base for contest in part.contests for base in _matching(test.baseline, contest)]
+    bases = [base for contest in plan.contests for base in _matching(test.baseline, contest)]
     if not timed or test.at_least is None or any(base.format != "dense" for base in bases):
         return {}
-    return {c.problem.id: most(c.problem, ceilings) for c in part.contests}
+    return {c.problem.id: most(c.problem, ceilings) for c in plan.contests}
 
 
-def out_of_reach(part: Part, limits: Mapping[str, float]) -> bool:
+def out_of_reach(plan: TestPlan, limits: Mapping[str, float]) -> bool:
     """Return whether no kernel with the efficiency of the baseline can pass a test."""
-    if not limits or part.test.metric != "speedup":
+    if not limits or plan.test.metric != "speedup":
         return False
-    short = [most < part.test.limit for most in limits.values()]
-    return any(short) if part.test.quantifier == "for_all" else all(short)
+    short = [most < plan.test.limit for most in limits.values()]
+    return any(short) if plan.test.quantifier == "for_all" else all(short)
 
 
-def refusal_of(part: Part, device: str) -> str:
+def refusal_of(plan: TestPlan, device: str) -> str:
     """Return why a test cannot run on a device; "" if it can."""
-    if is_simulated(device) or not part.contests:
+    if is_simulated(device) or not plan.contests:
         return ""
     if device.startswith("cuda"):
         memory = torch.cuda.get_device_properties(device).total_memory
-        if reason := too_large(part, memory):
+        if reason := too_large(plan, memory):
             return reason
-    for who, chosen in (("baseline", part.test.baseline), ("subject", part.test.subject)):
-        pairs = [(c.problem, k) for c in part.contests for k in _matching(chosen, c)]
+    for who, chosen in (("baseline", plan.test.baseline), ("subject", plan.test.subject)):
+        pairs = [(c.problem, k) for c in plan.contests for k in _matching(chosen, c)]
         why = ((k.kernel, unsupported_on(device, p, k)) for p, k in pairs)
         reasons = Counter(f"{kernel}: {reason}" for kernel, reason in why if reason)
         if reasons.total() == len(pairs):
@@ -167,9 +167,9 @@ def refusal_of(part: Part, device: str) -> str:
     return ""
 
 
-def too_large(part: Part, memory: int) -> str:
+def too_large(plan: TestPlan, memory: int) -> str:
     """Return why the smallest problem, stored dense, does not fit a memory; "" if it does."""
-    problems = [contest.problem for contest in part.contests]
+    problems = [contest.problem for contest in plan.contests]
     sizes = [load_op(problem.op).held_bytes(problem) for problem in problems]
     if min(sizes) <= memory:
         return ""
@@ -188,20 +188,20 @@ def _suite(name: str, measure: str, data: Path | None) -> Suite:
     return expand(f"{name}.yaml", yaml.safe_dump(written, sort_keys=False, width=100), data)
 
 
-def _narrow(part: Part, number: int, measure: Measure) -> Part:
-    test, suite = part.test, part.suite
+def _narrow(plan: TestPlan, number: int, measure: Measure) -> TestPlan:
+    test, suite = plan.test, plan.suite
 
     def where(key: str) -> str:
-        return part.written.at("tests", number, key)
+        return plan.written.at("tests", number, key)
 
-    ops = {contest.problem.op for contest in part.contests}
+    ops = {contest.problem.op for contest in plan.contests}
     if test.over and test.over not in ops:
         expected = f"an op of its problems, one of {', '.join(sorted(ops))}"
         raise SuiteError(f"{where('over')}: over: expected {expected}; found {test.over!r}")
-    contests = [c for c in part.contests if covers(test, c.problem.fields)]
+    contests = [c for c in plan.contests if covers(test, c.problem.fields)]
     for name, value in test.at.items():
         values = value if isinstance(value, list) else [value]
-        present = {text(c.problem.fields[name]) for c in part.contests if name in c.problem.fields}
+        present = {text(c.problem.fields[name]) for c in plan.contests if name in c.problem.fields}
         missing = [each for each in values if text(each) not in present]
         if missing:
             expected = f"{name} of a problem of {suite.name}, one of {', '.join(sorted(present))}"
@@ -231,7 +231,7 @@ def _narrow(part: Part, number: int, measure: Measure) -> Part:
     if test.metric == "energy_saved" and not measure.energy:
         expected = "energy: true in measure, for a metric of energy"
         raise SuiteError(f"{where('metric')}: metric: expected {expected}; found energy: false")
-    return replace(part, contests=tuple(complete))
+    return replace(plan, contests=tuple(complete))
 
 
 def _matching(chosen: Chosen, contest: Contest) -> list[Contender]:

@@ -32,7 +32,7 @@ Shard = Annotated[
 
 @dataclass(frozen=True)
 class Sharing:
-    """How the command line asks to share a plan out; false if it does not."""
+    """The options that share a plan out; falsy if none was given."""
 
     devices: str = ""
     slurm: str = ""

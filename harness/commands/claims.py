@@ -67,19 +67,19 @@ def schema() -> None:
 def lint(names: Names = None, data: opt.Data = None) -> None:
     """Check claim files: their fields, suites and contenders."""
     from sparsebench.harness.claims.claim_plan import claims as packaged
-    from sparsebench.harness.claims.claim_plan import load, parts
+    from sparsebench.harness.claims.claim_plan import load, plan_tests
     from sparsebench.results.formatting import amount
 
     valid = True
     for name in names or packaged():
         try:
             written = load(name)
-            planned = parts(written, data)
+            planned = plan_tests(written, data)
         except SuiteError as error:
             valid = False
             stdout.say(str(error))
             continue
-        cells = sum(len(part.contests) for part in planned)
+        cells = sum(len(plan.contests) for plan in planned)
         tests = amount(len(written.claim.tests), "test")
         stdout.say(f"{name}: ok, {tests} of {amount(cells, 'cell')}")
     if not valid:
@@ -141,7 +141,7 @@ def check(
     from sparsebench.harness.claims.checking import check as measure
     from sparsebench.harness.claims.checking import to_json
     from sparsebench.harness.claims.claim_plan import read_claims
-    from sparsebench.harness.costs.estimates import left_out, looks
+    from sparsebench.harness.costs.estimates import left_out, planned_runs
     from sparsebench.harness.costs.measured_times import times_on
     from sparsebench.harness.machine.device import full_name
     from sparsebench.harness.run.measure import RunOptions
@@ -153,12 +153,12 @@ def check(
     picked = (device or "cuda:0") if plan else full_name(device)  # --plan needs no device here
 
     def print_plan(result: "Evidence") -> None:
-        left = looks(result, picked, replicates, times)
-        for line in [*(look.sentence for look in left), *left_out(result)]:
+        planned = planned_runs(result, picked, replicates, times)
+        for line in [*(run.sentence for run in planned), *left_out(result)]:
             stderr.say(line)
-        seconds = [look.seconds for look in left if look.seconds is not None]
+        seconds = [run.seconds for run in planned if run.seconds is not None]
         total = f", about {sum(seconds):.0f} s" if seconds else ""
-        stderr.say(f"{amount(len(left), 'run')} of {amount(replicates, 'process')}{total}")
+        stderr.say(f"{amount(len(planned), 'run')} of {amount(replicates, 'process')}{total}")
 
     if plan:
         print_plan(_evidence(names, runs, data))

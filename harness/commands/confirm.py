@@ -23,7 +23,7 @@ def confirm(
     """Measure a run's largest speedups again, alone."""
     from sparsebench.harness.machine.device import full_name
     from sparsebench.harness.run.measure import RunOptions
-    from sparsebench.harness.run.repeat import Setup, headlines
+    from sparsebench.harness.run.repeat import Setup, confirmations
     from sparsebench.harness.run.repeat import confirm as measure_again
     from sparsebench.reports.build import build, frames_of
     from sparsebench.results import store
@@ -34,16 +34,16 @@ def confirm(
         fresh = measure_again(path, setup, cases, replicates)
     again = store.read(fresh)
     build(frames_of(again), fresh / "report.html")
-    lines = headlines(again)
+    lines = confirmations(again)
     if as_json:
         print_json({"run": str(fresh), "headlines": lines, "choices": choices_of(again.state)})
     else:
-        for headline in lines:
-            stdout.say(headline.sentence)
+        for line in lines:
+            stdout.say(line.sentence)
         screened = again.state["confirms"]["screened"]
         stdout.say(
             f"A first pass over {screened} cells chose what to confirm; its times are not used."
         )
         stdout.say(choices_of(again.state).sentence)
-    if not all(headline.confirmed for headline in lines):
+    if not all(line.confirmed for line in lines):
         raise typer.Exit(GATE_FAILED)

@@ -36,5 +36,5 @@ def _contests(entry: Entry, data: Path | None) -> Iterator[Contest]:
     if entry.suite:
         yield from only(entry.read(data).contests, entry.only)
     elif entry.claims is not None:
-        for part in evidence(read_claims(entry.claims)).all_parts:
-            yield from part.contests
+        for plan in evidence(read_claims(entry.claims)).all_plans:
+            yield from plan.contests

@@ -32,7 +32,7 @@ from sparsebench.harness.claims.checking import (
     missing,
     runs_for,
 )
-from sparsebench.harness.claims.claim_plan import Part, read_claims
+from sparsebench.harness.claims.claim_plan import TestPlan, read_claims
 from sparsebench.harness.costs.measured_times import (
     ENERGY_S,
     KernelTimes,
@@ -182,7 +182,7 @@ def affordable(
 
 
 @dataclass(frozen=True)
-class Look:
+class PlannedRun:
     """A run that a check of claims has left to make; `seconds` is None without measured times."""
 
     suite: str
@@ -201,29 +201,29 @@ class Look:
         return f"{self.suite}: {counts}{time}{typical}; for {', '.join(self.claims)}"
 
 
-def looks(
+def planned_runs(
     result: Evidence, device: str, replicates: int, times: MeasuredTimes | None
-) -> list[Look]:
+) -> list[PlannedRun]:
     """Return the runs that a check will make before any confirming run."""
-    left = []
+    runs = []
     for gap in missing(result, device, replicates):
-        claims = tuple(dict.fromkeys(part.written.name for part, _ in gap.gaps))
+        claims = tuple(dict.fromkeys(plan.written.name for plan, _ in gap.gaps))
         contests = len({problem for _, problems in gap.gaps for problem in problems})
-        look = Look(gap.suite.name, claims, contests, len(gap.cases), None)
+        run = PlannedRun(gap.suite.name, claims, contests, len(gap.cases), None)
         if times:
             only_these = f"case={'|'.join(gap.cases)}"
-            run = preview(gap.suite, times, only_these, gap.replicates, energy=gap.energy)
-            look = replace(look, seconds=run["estimate_s"], unknown=tuple(run["unknown"]))
-        left.append(look)
-    return left
+            costs = preview(gap.suite, times, only_these, gap.replicates, energy=gap.energy)
+            run = replace(run, seconds=costs["estimate_s"], unknown=tuple(costs["unknown"]))
+        runs.append(run)
+    return runs
 
 
 def left_out(result: Evidence) -> list[str]:
     """Return a line for each suite that is not measured because its source files are missing."""
     by_suite: dict[str, list[str]] = {}
-    for part in result.all_parts:
-        if not part.contests:
-            by_suite.setdefault(part.suite.name, []).append(part.written.name)
+    for plan in result.all_plans:
+        if not plan.contests:
+            by_suite.setdefault(plan.suite.name, []).append(plan.written.name)
     return [
         f"{suite}: left out, its problems are files below --data; for {', '.join(claims)}"
         for suite, claims in by_suite.items()
@@ -245,8 +245,8 @@ def campaign_estimates(
     """Estimate every entry from the published runs of one GPU. Raises ResultError without any."""
     times = times_on(gpu)
     suites = {entry.name: entry.read(data) for entry in campaign.entries if entry.readable(data)}
-    parts = {
-        entry.name: evidence(read_claims(entry.claims or []), data=data).all_parts
+    plans = {
+        entry.name: evidence(read_claims(entry.claims or []), data=data).all_plans
         for entry in campaign.entries
         if entry.kind == "claims"
     }
@@ -254,7 +254,7 @@ def campaign_estimates(
     for entry in campaign.entries:
         above = campaign.above(entry)
         if entry.kind == "claims":
-            estimate = EntryEstimate(entry, _claims_s(entry, above, times, suites, parts))
+            estimate = EntryEstimate(entry, _claims_s(entry, above, times, suites, plans))
         elif entry.kind == "suite":
             estimate = _suite_estimate(entry, times, gpu, suites.get(entry.name))
         elif above[0].name not in suites:
@@ -302,13 +302,13 @@ def _claims_s(
     above: Sequence[Entry],
     times: MeasuredTimes,
     suites: Mapping[str, Suite],
-    of_claims: Mapping[str, Sequence[Part]],
+    of_claims: Mapping[str, Sequence[TestPlan]],
 ) -> float:
-    parts = of_claims[entry.name]
-    earlier = [part for each in above for part in of_claims.get(each.name, ())]
-    measured = {problem for part in earlier for problem in part.problems}
-    with_energy = {p for part in earlier if measures_energy(part) for p in part.problems}
-    confirmed = {part.suite.text for part in earlier}
+    plans = of_claims[entry.name]
+    earlier = [plan for each in above for plan in of_claims.get(each.name, ())]
+    measured = {problem for plan in earlier for problem in plan.problems}
+    with_energy = {p for plan in earlier if measures_energy(plan) for p in plan.problems}
+    confirmed = {plan.suite.text for plan in earlier}
     for each in above:
         if each.name in suites:
             contests = only(suites[each.name].contests, each.only)
@@ -317,15 +317,15 @@ def _claims_s(
             with_energy |= problems if each.energy else set()
             if any(other.confirm == each.name for other in above):
                 confirmed.add(suites[each.name].text)
-    gaps = [(p, p.problems - (with_energy if measures_energy(p) else measured)) for p in parts]
+    gaps = [(p, p.problems - (with_energy if measures_energy(p) else measured)) for p in plans]
     runs = runs_for(gaps, entry.replicates)
     seconds = sum(
         _cases_s(run.suite, run.cases, times, run.replicates, energy=run.energy) for run in runs
     )
-    for text in {part.suite.text for part in parts}:
-        tests = [part for part in parts if part.suite.text == text]
+    for text in {plan.suite.text for plan in plans}:
+        tests = [plan for plan in plans if plan.suite.text == text]
         suite = tests[0].suite
-        exist = [part for part in tests if part.test.quantifier == "exists"]
+        exist = [plan for plan in tests if plan.test.quantifier == "exists"]
         if exist and text not in confirmed:
             best = exist[0].cases(exist[0].problems)[:2]
             seconds += _cases_s(suite, best, times, entry.replicates, pinned=True)

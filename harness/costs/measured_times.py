@@ -125,9 +125,7 @@ def times(runs: Sequence[Run]) -> MeasuredTimes:
     first = kernels(lambda choice, n: choice not in (Choices.BUNDLE, Choices.EARLIER) and n == 0)
     later = kernels(lambda choice, n: choice in (Choices.FIRST, Choices.BUNDLE) and n > 0)
     searching = kernels(
-        lambda choice, n: (
-            choice is Choices.EARLIER or (choice in (Choices.EACH, Choices.AMONG) and n > 0)
-        )
+        lambda choice, n: choice is Choices.EARLIER or (choice is Choices.AMONG and n > 0)
     )
     assumed = {  # judging by first processes alone
         name: KernelTimes(0.0, kernel.again or [(size, AGAIN * s) for size, s in kernel.cases])

@@ -1,1 +1,1 @@
-"""Networks made and measured around the kernels: pruned, trained on text, and whole."""
+"""Build and measure models around the kernels: prune them, train them, and time whole ones."""

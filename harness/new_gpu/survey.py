@@ -163,8 +163,8 @@ def _run(survey: Survey, progress: Callable[[str], Progress]) -> Survey:
 
 
 Step = Callable[[Survey, float, Progress], str]
-"""A step takes the survey, when to end (a time.monotonic()), and progress; it returns what is left.
-"""
+"""Takes the survey, its end as a time.monotonic(), and the progress; returns why it stopped early,
+or an empty text."""
 
 
 def _doctor(ahead: CompileAhead, survey: Survey, end: float, progress: Progress) -> str:
@@ -264,7 +264,7 @@ def _problems(survey: Survey) -> list[Problem]:
 
 
 def _undecided(survey: Survey, left: int, of: int, end: float, progress: Progress) -> str:
-    """Say how many problems have only a look; the screening uses the time that none of them can."""
+    """Say how many problems have only a look; the screening gets the time that is left."""
     if "screen" in survey.left:
         survey.left["screen"] = _measure(survey, "screen", 1, "", end, progress)
         survey.left = {step: reason for step, reason in survey.left.items() if reason}

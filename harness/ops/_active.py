@@ -80,7 +80,7 @@ def _expect(condition: bool, expected: str, actual: object) -> None:
         raise ValueError(f"{expected}, not {actual}")
 
 
-def adjust(problem: Problem, gate: str, name: str, operand: Tensor, draw: int) -> None:
+def adjust(gate: str, problem: Problem, name: str, operand: Tensor, draw: int) -> None:
     """Write the biases into column 0 of `gate`, and ones into that of x; form sequences."""
     drawn = problem.fields.get("active") is not None and problem["skew"] != RECORDED
     if not drawn or name not in (gate, "x"):
@@ -97,7 +97,7 @@ def adjust(problem: Problem, gate: str, name: str, operand: Tensor, draw: int) -
         operand[:, 0] = biases(problem, terms).to(operand.dtype).to(operand.device)
 
 
-def keeps_first(problem: Problem, gate: str, name: str) -> bool:
+def keeps_first(gate: str, problem: Problem, name: str) -> bool:
     """Return whether pruning keeps column 0 of a weight, for the biases."""
     return name == gate and problem.fields.get("active") is not None
 

@@ -155,6 +155,6 @@ OP = Op(
     fewest_bytes=fewest_bytes,
     dense=all_active,
     recorded=partial(count_active, "wg"),
-    adjust=lambda problem, name, operand, draw: adjust(problem, "wg", name, operand, draw),
-    keeps_first=lambda problem, name: keeps_first(problem, "wg", name),
+    adjust=partial(adjust, "wg"),
+    keeps_first=partial(keeps_first, "wg"),
 )

@@ -20,6 +20,7 @@ token. FLOPs and bytes count all units for G and only these for the other produc
 """
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Literal
 
 import torch
@@ -136,6 +137,6 @@ OP = Op(
     flops=flops,
     fewest_bytes=fewest_bytes,
     dense=all_active,
-    adjust=lambda problem, name, operand, draw: adjust(problem, "wg", name, operand, draw),
+    adjust=partial(adjust, "wg"),
     parts=parts,
 )

@@ -8,6 +8,7 @@ With `active`, that many units are on for a token; in Wd only those count as wor
 """
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Literal
 
 from torch import Tensor
@@ -61,6 +62,6 @@ OP = Op(
     flops=flops,
     fewest_bytes=fewest_bytes,
     dense=all_active,
-    adjust=lambda problem, name, operand, draw: adjust(problem, "wu", name, operand, draw),
-    keeps_first=lambda problem, name: keeps_first(problem, "wu", name),
+    adjust=partial(adjust, "wu"),
+    keeps_first=partial(keeps_first, "wu"),
 )

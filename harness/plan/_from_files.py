@@ -26,19 +26,17 @@ HIGHEST = 1 - 1e-6
 """The highest level of a problem: a pattern of a few entries, or of none, rounds to 1."""
 
 
-def sources_of(where: str, written: Any, data: Path | None, op: Op) -> Iterator[Source | None]:
+def sources_of(where: str, source: Any, data: Path | None, op: Op) -> Iterator[Source | None]:
     """Yield a Source for each file and tensor that match, or None if there is no source."""
-    if written is None:
+    if source is None:
         yield None
         return
-    if not isinstance(written, dict) or not {"file"} <= written.keys() <= {"file", "tensor"}:
-        raise SuiteError(
-            f"{where}.source: expected {{file: GLOB, tensor: GLOB}}, found {written!r}"
-        )
+    if not isinstance(source, dict) or not {"file"} <= source.keys() <= {"file", "tensor"}:
+        raise SuiteError(f"{where}.source: expected {{file: GLOB, tensor: GLOB}}, found {source!r}")
     if data is None:
-        raise SuiteError(f"{where}.source: expected --data DIR, the folder of {written['file']}")
-    for path in _matches(f"{where}.source", written["file"], data):
-        for tensor in _tensors(path, written.get("tensor"), op):
+        raise SuiteError(f"{where}.source: expected --data DIR, the folder of {source['file']}")
+    for path in _matches(f"{where}.source", source["file"], data):
+        for tensor in _tensors(path, source.get("tensor"), op):
             yield Source(str(path.relative_to(data)), sources.sha256(path), tensor)
 
 
@@ -98,10 +96,10 @@ def _recording_fields(op: Op, source: Source, path: Path) -> dict[str, Any]:
     }
     sizes: dict[str, int] = {}
     for name, operand in op.operands.items():
-        named = dict(zip(operand.shape, tensors[name].shape, strict=True))
+        operand_sizes = dict(zip(operand.shape, tensors[name].shape, strict=True))
         if operand.role == "activation":
-            del named[operand.shape[0]]  # tokens: a problem names its own number
-        for field, size in named.items():
+            del operand_sizes[operand.shape[0]]  # tokens: a problem names its own number
+        for field, size in operand_sizes.items():
             if sizes.setdefault(field, size) != size:
                 expected = f"{sources.member(source, name)} with {field} = {sizes[field]}"
                 raise SuiteError(f"{path}: expected {expected}; found {size}")

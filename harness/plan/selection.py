@@ -36,7 +36,7 @@ from sparsebench.harness.plan.suite import Contest, Suite
 from sparsebench.results.record import Case, Contender, Problem
 
 Condition = tuple[str, Collection[str]]
-"""A field, with ! for \"none of them\", and its values as `text` writes them."""
+"""The name of a field, with a ! at its end to exclude the values, and the values (see `text`)."""
 
 
 def planned_contests(
@@ -49,13 +49,13 @@ def planned_contests(
 
 def part(contests: Sequence[Contest], shard: str) -> list[Contest]:
     """Return the contests of one shard, such as "2/4"; every contest is in one of the four."""
-    written = re.fullmatch(r"(\d{1,6})/(\d{1,6})", shard)
-    number, of = (int(written[1]), int(written[2])) if written else (0, 0)
+    match = re.fullmatch(r"(\d{1,6})/(\d{1,6})", shard)
+    number, of = (int(match[1]), int(match[2])) if match else (0, 0)
     if not 1 <= number <= of <= len(contests):
         expected = f"a shard such as 2/4, of at most {len(contests)}, the number of problems"
         raise SuiteError(f"--shard: expected {expected}; found {shard!r}")
-    drawn = random.Random("shards").sample(range(len(contests)), len(contests))
-    return [contests[place] for place in sorted(drawn[number - 1 :: of])]
+    order = random.Random("shards").sample(range(len(contests)), len(contests))
+    return [contests[place] for place in sorted(order[number - 1 :: of])]
 
 
 def only(contests: Sequence[Contest], condition: str) -> list[Contest]:
@@ -66,23 +66,23 @@ def only(contests: Sequence[Contest], condition: str) -> list[Contest]:
     for name, values in conditions:
         if name.removesuffix("!") not in names or not all(values):
             expected = f"field=value with a field of {', '.join(sorted(names))}"
-            written = f"{name}={'|'.join(values)}".removesuffix("=")
+            term = f"{name}={'|'.join(values)}".removesuffix("=")
             hint = did_you_mean(name, names)
-            raise SuiteError(f"--only: expected {expected}; found {written!r}{hint}")
-    named = {name.removesuffix("!") for name, _ in conditions}
-    present: dict[str, set[str]] = {name: set() for name in named}
+            raise SuiteError(f"--only: expected {expected}; found {term!r}{hint}")
+    field_names = {name.removesuffix("!") for name, _ in conditions}
+    present: dict[str, set[str]] = {name: set() for name in field_names}
     selected = []
     for contest in contests:
-        chosen = []
+        matching = []
         for contender in contest.contenders:
-            facts = _facts(contest.problem, contender, named)
+            facts = _facts(contest.problem, contender, field_names)
             for name, value in facts.items():
                 present[name].add(value)
             if _meet(facts, conditions):
-                chosen.append(contender)
-        if chosen:
-            left = (c for c in contest.contenders if c.baseline or c in chosen)
-            selected.append(Contest(contest.problem, tuple(left)))
+                matching.append(contender)
+        if matching:
+            contenders = (c for c in contest.contenders if c.baseline or c in matching)
+            selected.append(Contest(contest.problem, tuple(contenders)))
     for name, value in [(name, value) for name, values in conditions for value in values]:
         if value not in present[name.removesuffix("!")]:
             hint = did_you_mean(value, present[name.removesuffix("!")])
@@ -103,8 +103,8 @@ def has_only_baselines(suite: Suite, device: str, condition: str = "") -> bool:
 def meets(problem: Problem, contender: Contender, condition: str) -> bool:
     """Return whether a case meets a condition that is written as for `only`."""
     conditions = _parse_condition(condition)
-    named = {name.removesuffix("!") for name, _ in conditions}
-    return _meet(_facts(problem, contender, named), conditions)
+    names = {name.removesuffix("!") for name, _ in conditions}
+    return _meet(_facts(problem, contender, names), conditions)
 
 
 def _parse_condition(condition: str) -> list[Condition]:
@@ -112,12 +112,12 @@ def _parse_condition(condition: str) -> list[Condition]:
     return [(name, dict.fromkeys(map(text, value.split("|")))) for name, value in parts]
 
 
-def _facts(problem: Problem, contender: Contender, named: Set[str]) -> dict[str, str]:
+def _facts(problem: Problem, contender: Contender, names: Set[str]) -> dict[str, str]:
     """Return the text of each named field that the case has."""
-    facts: dict[str, Any] = {n: problem.fields[n] for n in named & problem.fields.keys()}
+    facts: dict[str, Any] = {n: problem.fields[n] for n in names & problem.fields.keys()}
     facts |= {"op": problem.op, "format": contender.format, "kernel": contender.kernel}
-    facts |= {"case": Case(problem, contender).id} if "case" in named else {}
-    return {name: text(facts[name]) for name in named & facts.keys()}
+    facts |= {"case": Case(problem, contender).id} if "case" in names else {}
+    return {name: text(facts[name]) for name in names & facts.keys()}
 
 
 def _meet(facts: Mapping[str, str], conditions: Iterable[Condition]) -> bool:

@@ -135,30 +135,31 @@ def expand(where: str, text: str, data: Path | None = None, *, published: bool =
     `published` says that the text belongs to a run, which may be older than this version: it may
     name removed kernels.
     """
-    written = parse(where, text, SuiteFile)
+    suite_file = parse(where, text, SuiteFile)
     try:
-        for place, entry in written.entries:
+        for place, entry in suite_file.entries:
             if published:
                 entry.format = format_of(entry.kernel, entry.format)
             elif reason := removal(entry.kernel):
                 raise SuiteError(f"{place}: {reason}")
             else:
                 entry.format = canonical("formats", entry.format)
-        entries = [entry for _, entry in written.entries]
-        limits.require_few(written.problems, [[entry.params, entry.options] for entry in entries])
+        entries = [entry for _, entry in suite_file.entries]
+        sweeps = [[entry.params, entry.options] for entry in entries]
+        limits.require_few(suite_file.problems, sweeps)
         by_id: dict[str, Problem] = {}  # a problem of two sweeps is measured once
-        for number, axes in enumerate(written.problems):
+        for number, axes in enumerate(suite_file.problems):
             for problem in _problems(number, axes, data):
                 by_id.setdefault(problem.id, problem)
         problems = [*by_id.values()]
-        for place, entry in written.entries:
+        for place, entry in suite_file.entries:
             _require_competes(place, entry, problems)
             _require_accepted(place, entry, problems)
-        contests = tuple(_contest(written, problem) for problem in problems)
+        contests = tuple(_contest(suite_file, problem) for problem in problems)
     except SuiteError as error:
         raise SuiteError(f"{where}: {error}") from error
-    measures = tuple(dict.fromkeys(product(written.scopes, written.caches)))
-    return Suite(Path(where).stem, written.title, text, contests, measures)
+    measures = tuple(dict.fromkeys(product(suite_file.scopes, suite_file.caches)))
+    return Suite(Path(where).stem, suite_file.title, text, contests, measures)
 
 
 def parse(where: str, text: str, model: type[Model]) -> Model:
@@ -174,20 +175,8 @@ def _validate(where: str, model: type[Model], data: Any) -> Model:
             keys = ", ".join(f.alias or n for n, f in model.model_fields.items() if f.is_required())
             actual = "an empty file" if data is None else type(data).__name__
             raise SuiteError(f"{where}: expected {keys}; found {actual}") from error
-        # An unknown key comes before a missing one, because it may be that key misspelt.
-        first = min(error.errors(), key=lambda fault: fault["type"] != "extra_forbidden")
-        place = ".".join(str(part) for part in first["loc"])
-        if first["type"] == "extra_forbidden":
-            names = [f.alias or name for name, f in model.model_fields.items()]
-            name = str(first["loc"][-1])
-            hint = did_you_mean(name, names) if len(first["loc"]) == 1 else ""
-            raise SuiteError(f"{where}: {place}: unknown key{hint}") from error
-        if first["type"] == "missing":
-            raise SuiteError(f"{where}: {place}: expected a value, found none") from error
-        actual = repr(first["input"])[:60]  # YAML has at most 100 digits: no integer is too long
-        empty = first["type"] == "too_short" and not first["input"]
-        expected = "at least one value" if empty else first["msg"].removeprefix("Input should be ")
-        raise SuiteError(f"{where}: {place}: expected {expected}; found {actual}") from error
+        names = [f.alias or name for name, f in model.model_fields.items()]
+        raise SuiteError(f"{where}: {files.first_error(error, names)}") from error
 
 
 def _problems(number: int, entry: dict[str, Any], data: Path | None) -> Iterator[Problem]:
@@ -281,9 +270,9 @@ def _competes(entry: ContenderEntry, problem: Problem) -> bool:
     return all(name in fields and fields[name] in _sweep(name, v) for name, v in entry.at.items())
 
 
-def _contest(written: SuiteFile, problem: Problem) -> Contest:
+def _contest(suite_file: SuiteFile, problem: Problem) -> Contest:
     by_case: dict[str, Contender] = {}  # a baseline that is also a contender counts once
-    entries = sorted(written.entries, key=lambda entry: entry[0].startswith("contenders"))
+    entries = sorted(suite_file.entries, key=lambda entry: entry[0].startswith("contenders"))
     for where, entry in entries:  # baselines first
         baseline = where.startswith("baselines")
         for contender in _contenders(where, entry, problem, baseline=baseline):

@@ -109,22 +109,22 @@ def measure(
     device.tuned_tables()
     for folder in CONSTANTS:
         modules(folder)  # two files of one name are an error now, not when the report is built
-    with ExitStack() as held:
+    with ExitStack() as stack:
         if resume:
-            held.enter_context(store.lock_run(resume))
-        done = completed_rows(resume, suite, flags, contests) if resume else []
+            stack.enter_context(store.lock_run(resume))
+        rows = completed_rows(resume, suite, flags, contests) if resume else []
         pinned, searched, processes = options.pinned, options.searched, flags.replicates
         chosen_by = provenance.planned_choices(processes, bool(pinned), bool(searched))
         share, place = processes < statistics.FEWEST, (flags.device, flags.data, flags.timeout_s)
         runner = Runner(*place, pinned=pinned, share=share, processes=processes)
-        held.callback(runner.kill)
+        stack.callback(runner.kill)
         if part:
             part.start(runner)
             runner.pin(part.earlier)
         if chosen_by is provenance.Choices.EARLIER:
             runner.pin(searched)
-        runner.pin(done)
-        runner.trust(done)
+        runner.pin(rows)
+        runner.trust(rows)
         identity = runner.about["identity"]
         if flags.energy:
             energy.require_meter(identity)
@@ -145,13 +145,13 @@ def measure(
             require_same_choices(resume, stopped.state, chosen_by)
             record = replace(record, before={**stopped.state, "choices": chosen_by})
             bundle.unseal(resume)
-            store.replace_rows(resume, done)
+            store.replace_rows(resume, rows)
             ceilings = stopped.environment["ceilings"]
         else:
             ceilings = runner.ceilings(contests)
             environment |= {"ceilings": ceilings}
             path = _create(out, suite, environment, record, runner.about["slug"])
-            held.enter_context(store.lock_run(path))
+            stack.enter_context(store.lock_run(path))
         early_start.wait_for_imports()  # nothing is imported while a contest runs
         runner.log.file = path / "worker.log"
         runner.log.on_failure = lambda reason, text: options.on_message(failure(reason, text))
@@ -160,7 +160,7 @@ def measure(
             ceilings=Ceilings.from_json(ceilings),
             energy=flags.energy,
         )
-        session = _Session(runner, path, record, contests, contest_options, done, watch, options)
+        session = _Session(runner, path, record, contests, contest_options, rows, watch, options)
         try:
             session.measure()
         except KeyboardInterrupt as stop:

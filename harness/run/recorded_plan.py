@@ -1,4 +1,4 @@
-"""The plan that a recorded run followed: rebuilt from the run, and compared with what is here.
+"""The plan that a recorded run followed: rebuilt from the run, and compared with this installation.
 
 code_of           contests ─> names of other packages ─> environment.json: plugins, code_sha256
 suite_of_run      suite.yaml of the run, expanded again

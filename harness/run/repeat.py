@@ -68,7 +68,7 @@ class Setup:
 
 
 @dataclass(frozen=True)
-class Headline:
+class Confirmation:
     """The sentence of a confirming run about one cell; confirmed means faster than its baseline."""
 
     case_id: str
@@ -106,7 +106,7 @@ def confirm(path: Path, setup: Setup, cases: int, replicates: int, condition: st
     return measure_again(run, setup, {"confirms": about}, only=only, replicates=replicates)
 
 
-def headlines(run: Run) -> list[Headline]:
+def confirmations(run: Run) -> list[Confirmation]:
     """Return the sentence about each cell that a confirming run measured.
 
     An unreliable run (results/noise.py) confirms nothing.
@@ -116,7 +116,7 @@ def headlines(run: Run) -> list[Headline]:
     cells = [tuple(cell[key] for key in KEYS) for cell in run.state["confirms"]["cells"]]
     reliable = analysis.noise.reliability[0] is not Reliability.UNRELIABLE
     names = [name for name in [*fields(analysis.cases), "source"] if name != "pattern"]
-    headline = []
+    result = []
     for cell in (lines.loc[keys].to_dict() for keys in cells):
         confirmed = reliable and cell["outcome"] == Outcome.FASTER
         why = (cell["outcome"] or cell["status"]) if reliable else "unreliable run"
@@ -133,8 +133,8 @@ def headlines(run: Run) -> list[Headline]:
         place = f"{cell['scope']} time, {cell['cache']} cache, {', '.join(filter(None, where))}"
         problem = f"{cell['op']} {cell['pattern']} {' '.join(values)}; {place}"
         sentence = f"{verdict}: {cell['label']} {outcome}: {problem}."
-        headline.append(Headline(cell["case_id"], confirmed, sentence))
-    return headline
+        result.append(Confirmation(cell["case_id"], confirmed, sentence))
+    return result
 
 
 def read_bundle(path: Path) -> Run:

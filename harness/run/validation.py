@@ -93,16 +93,16 @@ def _compare_with_page(path: Path) -> str:
     Rows can be changed and sealed anew, but then the digest differs from that page.
     """
     digest, home = bundle.identity(path), path.resolve()
-    above = home.parents[3 if home.parent.parent.name == "earlier" else 1]  # a replaced run
-    page = above / "README.md"
-    listed = dict[str, str]()
+    folder = home.parents[3 if home.parent.parent.name == "earlier" else 1]  # a replaced run
+    page = folder / "README.md"
+    digests = dict[str, str]()
     if page.is_file():
-        listed = {name: sha for sha, name in DIGEST.findall(page.read_text("utf-8", "replace"))}
+        digests = {name: sha for sha, name in DIGEST.findall(page.read_text("utf-8", "replace"))}
     name = home.relative_to(page.parent).as_posix()
-    if not listed:
+    if not digests:
         return f"SHA-256 {digest}; results/published/README.md lists that of every published run"
-    if listed.get(name) != digest:
-        expected = f"expected a manifest with SHA-256 {listed.get(name, 'none')} ({page})"
+    if digests.get(name) != digest:
+        expected = f"expected a manifest with SHA-256 {digests.get(name, 'none')} ({page})"
         raise ResultError(f"{path}: {expected}, found {digest}")
     return f"SHA-256 {digest}, as listed in {page.name} of the published runs"
 
@@ -114,17 +114,17 @@ def _require_plausible(run: Run) -> int:
     that were divided by ten would add up to a tenth of that.
     """
     rows = [row for row in [*run.reference, *run.rows] if row.status is Status.OK]
-    replayed = [row for row in rows if row.clock == "graph"]
-    for row in replayed:
+    graph_rows = [row for row in rows if row.clock == "graph"]
+    for row in graph_rows:
         count, per_round = len(row.samples_us), row.samples_per_block
         rounds, rest = divmod(count, max(1, per_round))
-        spent = 1e-3 * count * median(row.samples_us) * layers_of(row.scope) / BUDGET_MS
+        share = 1e-3 * count * median(row.samples_us) * layers_of(row.scope) / BUDGET_MS
         fewer, more = count < ROUNDS * SAMPLES_PER_ROUND, rounds > MIN_SAMPLES
         whole = not rest and MIN_SAMPLES <= rounds <= ROUNDS and per_round >= 1
-        if not whole or (fewer and spent < SPENT[0]) or (more and spent > SPENT[1]):
+        if not whole or (fewer and share < SPENT[0]) or (more and share > SPENT[1]):
             label = f"problem {row.case.problem.id} {row.case.contender.label}"
             expected = f"samples that take about {BUDGET_MS:g} ms"
-            taken = f"{count}, {per_round} per round, of {median(row.samples_us):g} µs"
+            actual = f"{count}, {per_round} per round, of {median(row.samples_us):g} µs"
             where = f"{run.path / bundle.ROWS}: {label}"
-            raise ResultError(f"{where}: expected {expected}, found {taken}")
-    return len(replayed)
+            raise ResultError(f"{where}: expected {expected}, found {actual}")
+    return len(graph_rows)

@@ -43,9 +43,6 @@ STACKS = "Fatal Python error", "Thread 0x", "Current thread 0x"  # first words o
 DUMP_S, DUMP_STEP_S = 2.0, 0.1  # time for a hanging worker to write its stacks, polled in steps
 FAILURES = "failures.log"  # in the same folder as worker.log
 
-OnFailure = Callable[[str, str], None]
-"""Called with the reason why a case has no time, in one line, and with the traceback."""
-
 
 def require_plan(device: str, contests: Sequence[Contest]) -> None:
     """Raise SuiteError if a simulated device is badly described, or plans a fault for no case."""
@@ -74,11 +71,12 @@ class ContestResult:
 class Log:
     """Output of workers and reasons of failures, kept in memory until `file` is set.
 
-    Each worker has a thread that adds lines, so a lock serializes them.
+    `on_failure` is called with the reason why a case has no time, in one line, and with the
+    traceback. Each worker has a thread that adds lines, so a lock serializes them.
     """
 
     file: Path | None = None
-    on_failure: OnFailure = lambda reason, text: None
+    on_failure: Callable[[str, str], None] = lambda reason, text: None
     lines: list[str] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
     tracebacks: set[str] = field(default_factory=set)
@@ -225,7 +223,7 @@ class Worker:
         return code
 
     def kill(self) -> None:
-        """End the child and all that it has started at once; its loss is not logged."""
+        """Kill the child and everything that it started, without logging the loss."""
         self._killed = True
         self._kill()
 

@@ -1,1 +1,1 @@
-"""A plan shared out over GPUs, jobs and machines, and campaigns of many suites."""
+"""Share a plan out over GPUs, jobs and machines, and measure campaigns of many suites."""

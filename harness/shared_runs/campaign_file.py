@@ -127,9 +127,9 @@ class Campaign:
 def campaign(name: str) -> Campaign:
     """Read a campaign by name or from a file. Raises SuiteError with the place of an error."""
     where, text = document("suites.campaigns", "campaign", name)
-    written = parse(where, text, CampaignFile)
+    file = parse(where, text, CampaignFile)
     entries: list[Entry] = []
-    for number, entry in enumerate(written.entries):
+    for number, entry in enumerate(file.entries):
         place = f"{where}: entries[{number}]"
         kinds = [kind for kind in KINDS if getattr(entry, kind) is not None]
         if len(kinds) != 1:
@@ -138,7 +138,7 @@ def campaign(name: str) -> Campaign:
         confirmed = f"{entry.of}-{'confirmed' if entry.confirm else 'again'}"
         of_kind = {"claims": "claims", "suite": Path(str(entry.suite)).stem}
         name = entry.name or of_kind.get(entry.kind, confirmed)
-        replicates = entry.replicates or written.replicates
+        replicates = entry.replicates or file.replicates
         entry = entry.model_copy(update={"name": name, "replicates": replicates})
         before = {other.name: other.kind for other in entries}
         if not NAME.fullmatch(name) or name in before:
@@ -156,4 +156,4 @@ def campaign(name: str) -> Campaign:
             except SuiteError as error:
                 raise SuiteError(f"{place}: {error}") from error
         entries.append(entry)
-    return Campaign(where, written.title, seconds(f"{where}: budget", written.budget), entries)
+    return Campaign(where, file.title, seconds(f"{where}: budget", file.budget), entries)

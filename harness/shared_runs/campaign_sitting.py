@@ -48,7 +48,7 @@ SAME = "code_sha256", *(f"gpu.{name}" for name in KIND)
 
 
 @dataclass(frozen=True)
-class State:
+class EntryState:
     """How far an entry is on disk: "open", "begun" or "whole", and the seconds of all cards."""
 
     name: str
@@ -60,13 +60,13 @@ class State:
     manifest_sha256: str = ""
 
 
-def state(out: Path, entry: Entry) -> State:
+def state(out: Path, entry: Entry) -> EntryState:
     """Return how far an entry is. Raises ResultError if its runs do not match the campaign."""
     path = out / entry.name
     if entry.kind == "claims":
         runs = [*store.runs_in(path), *_pieces_of_claims(path)]
         status = "whole" if (path / VERDICTS).exists() else "begun" if path.exists() else "open"
-        return State(entry.name, status, seconds=_seconds(runs))
+        return EntryState(entry.name, status, seconds=_seconds(runs))
     whole = (path / "run.json").exists()
     runs = [path] if whole else pieces(path)
     for run in runs:
@@ -82,7 +82,7 @@ def state(out: Path, entry: Entry) -> State:
         done = len(contests_in(row for run in runs for row in store.rows(run)))
     of = max((files.from_json(run / "run.json")["contests"]["of"] for run in runs), default=0)
     status = "whole" if whole else "begun" if runs else "open"
-    return State(entry.name, status, done, of, cards, _seconds(runs), manifest)
+    return EntryState(entry.name, status, done, of, cards, _seconds(runs), manifest)
 
 
 def _runs(path: Path, entry: Entry) -> list[Path]:

@@ -27,7 +27,7 @@ from sparsebench.harness.machine.device import is_simulated
 from sparsebench.harness.plan.suite import Suite
 from sparsebench.harness.run.measure import RunOptions, Stopped
 from sparsebench.harness.shared_runs import shared_folder
-from sparsebench.harness.shared_runs.shared_folder import Plan, Progress, work
+from sparsebench.harness.shared_runs.shared_folder import PartProgress, Plan, work
 from sparsebench.results import files, store
 
 POLL_S = {"slurm": 10.0, "local": 1.0}
@@ -113,13 +113,13 @@ def send(folder: Path, plan: Plan, numbers: Iterable[int]) -> None:
     tasks = [Task(folder.absolute(), number) for number in numbers]
     try:
         with sender.batch() if len(tasks) > 1 else nullcontext():
-            sent = [sender.submit(task) for task in tasks]
+            new_jobs = [sender.submit(task) for task in tasks]
     except Exception as error:  # submitit raises what sbatch printed, in several classes
         line = " ".join(str(error).split())[-300:]
         expected = f"expected a cluster that takes jobs; {line}"
         raise SuiteError(f"{OPTIONS[plan.by]}: {expected}") from error
     ids = jobs(folder)
-    for number, job in zip(numbers, sent, strict=True):
+    for number, job in zip(numbers, new_jobs, strict=True):
         ids.setdefault(str(number), []).append(str(job.job_id))
     store.write_json(folder / "jobs" / "jobs.json", ids)
 
@@ -178,7 +178,7 @@ def _command_line(job: str) -> bytes:
     return b""
 
 
-def statuses(folder: Path, plan: Plan, parts: Iterable[Progress]) -> dict[int, str]:
+def statuses(folder: Path, plan: Plan, parts: Iterable[PartProgress]) -> dict[int, str]:
     """Return a word for each part: its own status, or lost if its job ended before it was done."""
     alive = None if plan.by == "devices" else _alive(folder, plan)
     running = plan.numbers if alive is None else alive
@@ -192,7 +192,7 @@ def _describe(alive: Mapping[int, str] | None, lost: int) -> str:
     return f"jobs: {', '.join(f'{n} {name.lower()}' for name, n in counts) or 'none left'}"
 
 
-def _given_up(folder: Path, part: Progress) -> str:
+def _given_up(folder: Path, part: PartProgress) -> str:
     job = jobs(folder)[str(part.number)][-1]
     logs = sorted((folder / "jobs").glob(f"{job}_*_log.err"))
     lines = logs[-1].read_text("utf-8", "replace").splitlines() if logs else []

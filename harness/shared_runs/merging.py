@@ -158,9 +158,9 @@ def _join(runs: Sequence[Run], out: Path) -> Run:
 def _state(runs: Sequence[Run]) -> dict[str, Any]:
     """Return run.json: `seconds` of all GPUs, and `wall_s` from the first start to the last end."""
     first = runs[0].state
-    began = [datetime.fromisoformat(run.state["started"]) for run in runs]
-    taken = [timedelta(seconds=run.state["seconds"]) for run in runs]
-    ended = max(start + took for start, took in zip(began, taken, strict=True))
+    starts = [datetime.fromisoformat(run.state["started"]) for run in runs]
+    durations = [timedelta(seconds=run.state["seconds"]) for run in runs]
+    end = max(start + duration for start, duration in zip(starts, durations, strict=True))
     spent_s = sum((Counter(run.state["spent_s"]) for run in runs), Counter[str]())
     names = dict.fromkeys(run.state["flags"]["device"] for run in runs)
     merged = {"device": ",".join(names), "shard": ""}
@@ -172,9 +172,9 @@ def _state(runs: Sequence[Run]) -> dict[str, Any]:
     return {
         **common,
         "status": "finished",
-        "started": min(began).isoformat(timespec="seconds"),
+        "started": min(starts).isoformat(timespec="seconds"),
         "seconds": round(sum(run.state["seconds"] for run in runs), 1),
-        "wall_s": round((ended - min(began)).total_seconds(), 1),
+        "wall_s": round((end - min(starts)).total_seconds(), 1),
         "flags": first["flags"] | merged,
         "spent_s": {stage: round(s, 2) for stage, s in spent_s.items()},
         **({"fitness": fitness} if fitness else {}),
@@ -185,11 +185,11 @@ def _lacking(runs: Sequence[Run], missing: Sequence[tuple[int, str]], done: int)
     """Return the error for missing contests, with the missing shards if runs have numbers."""
     shards = {str(run.state["flags"].get("shard", "")) for run in runs} - {""}
     of = {int(shard.partition("/")[2]) for shard in shards}
-    lost = [f"{n}/{max(of)}" for n in range(1, max(of, default=0) + 1)]
-    lost = [shard for shard in lost if shard not in shards]
+    missing_shards = [f"{n}/{max(of)}" for n in range(1, max(of, default=0) + 1)]
+    missing_shards = [shard for shard in missing_shards if shard not in shards]
     replicate, problem = missing[0]
     what = f"{len(missing)} missing, such as problem {problem} in replicate {replicate}"
-    which = f" (no shard {', '.join(lost[:5])})" if lost else ""
+    which = f" (no shard {', '.join(missing_shards[:5])})" if missing_shards else ""
     return f"merge: expected all {done + len(missing)} contests of the plan, found {what}{which}"
 
 

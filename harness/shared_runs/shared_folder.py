@@ -73,7 +73,7 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Progress:
+class PartProgress:
     """How far a part is; `device` is the last one that measured for it."""
 
     number: int
@@ -109,8 +109,8 @@ def create(folder: Path, plan: Plan, text: str, pinned: Sequence[Pinned] = ()) -
             store.write_json(fresh / "pinned.json", list(pinned))
         flags = asdict(plan.flags)
         flags["data"] = str(plan.flags.data.absolute()) if plan.flags.data else None
-        written = {"schema": SCHEMA, **asdict(plan), "flags": flags, "choices": len(pinned)}
-        store.write_json(fresh / "plan.json", written)
+        data = {"schema": SCHEMA, **asdict(plan), "flags": flags, "choices": len(pinned)}
+        store.write_json(fresh / "plan.json", data)
 
 
 def repair(folder: Path, plan: Plan, text: str) -> None:
@@ -158,14 +158,14 @@ def pinned_choices(folder: Path) -> list[Pinned]:
     return choices
 
 
-def progress(folder: Path, plan: Plan) -> Iterator[Progress]:
+def progress(folder: Path, plan: Plan) -> Iterator[PartProgress]:
     """Yield how far each part is, from its run.json."""
     reserving = set(owners(folder).values())
     for number in plan.numbers:
-        written = lambda run: (run / "run.json").stat().st_mtime  # noqa: E731
-        runs = sorted(runs_of(folder, number), key=written)
+        mtime = lambda run: (run / "run.json").stat().st_mtime  # noqa: E731
+        runs = sorted(runs_of(folder, number), key=mtime)
         states = [files.from_json(run / "run.json") for run in runs]
-        yield Progress(
+        yield PartProgress(
             number,
             contests=sum(state["contests"]["done"] for state in states),
             complete=states[-1]["status"] == "finished" if states else number not in reserving,

@@ -29,7 +29,7 @@ assumed.
 import hashlib
 from collections.abc import Sequence
 from dataclasses import replace
-from math import inf
+from math import inf, prod
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -184,22 +184,16 @@ def blur(spec: Spec, times: Array, draw: np.random.Generator) -> Array:
 
 
 def samples(
-    spec: Spec,
-    times_us: Sequence[float],
-    draw: np.random.Generator,
-    *,
-    processes: int = 1,
-    rounds: int = ROUNDS,
-    per_round: int = SAMPLES_PER_ROUND,
+    spec: Spec, times_us: Sequence[float], draw: np.random.Generator, *, processes: int = 1
 ) -> Array:
-    """Return µs [processes, contenders, rounds, per_round] of one contest, contenders in turn.
+    """Return µs [processes, contenders, ROUNDS, SAMPLES_PER_ROUND] of one contest.
 
-    `times_us` are their times without noise. Every round runs all contenders in a new random order,
-    `per_round` samples each, as on a real device (timing.py).
+    `times_us` are the contenders' times without noise. Every round runs all contenders in a new
+    random order, SAMPLES_PER_ROUND samples each, as on a real device (timing.py).
     """
     times = np.asarray(times_us, dtype=np.float64)
-    shape = processes, rounds, len(times), per_round
-    line = _time_line(spec, draw, processes, rounds * len(times) * per_round).reshape(shape)
+    shape = processes, ROUNDS, len(times), SAMPLES_PER_ROUND
+    line = _time_line(spec, draw, processes, prod(shape[1:])).reshape(shape)
     turns = draw.random(shape[:3]).argsort(axis=2)
     shared = np.take_along_axis(line, turns[..., None], axis=2)
     process = draw.normal(0, spec.process / np.sqrt(2), (processes, 1, len(times), 1))

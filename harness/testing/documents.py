@@ -12,7 +12,7 @@ from pathlib import Path
 from markupsafe import Markup
 
 from sparsebench.harness.bench.contest_state import ContestOptions
-from sparsebench.harness.claims.claim_plan import load, parts
+from sparsebench.harness.claims.claim_plan import load, plan_tests
 from sparsebench.harness.plan.selection import has_only_baselines
 from sparsebench.harness.plan.suite import expand, read
 from sparsebench.harness.sim import simulated_contest
@@ -68,9 +68,9 @@ def _runs(name: str, data: Path | None, device: str) -> None:
 
 
 def _check_plan(name: str, data: Path | None) -> None:
-    for part in parts(load(name), data):
-        known = part.contests or (part.written.claim.measure and part.written.claim.measure.data)
-        expect(known, f"{part.test.name}: expected a problem that it tests, found none")
+    for plan in plan_tests(load(name), data):
+        planned = plan.contests or (plan.written.claim.measure and plan.written.claim.measure.data)
+        expect(planned, f"{plan.test.name}: expected a problem that it tests, found none")
 
 
 SUITE = """

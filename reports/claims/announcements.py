@@ -49,7 +49,7 @@ def for_site(verdicts: Verdicts) -> list[dict[str, Any]]:
 
 def _answer(sentence: Sentence, verdicts: Verdicts) -> str:
     claims = [f"[{name}]({name}.yaml): {_word(verdicts[name][0])}" for name in sentence.claims]
-    return "; ".join(claims) or f"none: {sentence.untested}"
+    return "; ".join(claims) or f"none: {sentence.untested.replace('](', '](../../')}"
 
 
 def _word(verdict: Verdict) -> str:

@@ -23,6 +23,7 @@ MOST = 24  # cells drawn; the table lists the others
 LINE = 17  # CSS pixels per cell
 WIDTH, LONGEST = 480, 34  # CSS pixels of the figure; characters of a label
 APART = 8.0  # the axis is logarithmic if the largest value is more than this times the least
+KEPT = ("n", "level", "block")  # parts that a long label keeps
 LOOKS = {
     "met": Look(OURS, "o", None, 1.4, 5),
     "missed": Look(PEER, "o", None, 1.4, 5, hollow=True),
@@ -81,16 +82,20 @@ def _labels(cells: Sequence[Cell]) -> tuple[str, list[str]]:
     Runs are left out where they differ, because the table has them. A long label also loses other
     parts, such as the path of a file, from its end as long as no two labels become the same.
     """
-    parts = [[*cell.label.split(", "), f"run {cell.run}", where(cell)] for cell in cells]
-    shared = [part for part in parts[0] if all(part in each for each in parts)]
-    rest = [[part for part in each if part not in shared] for each in parts]
-    names = dict.fromkeys(part.partition(" ")[0] for each in rest for part in reversed(each))
-    for name in names:
-        shorter = [[part for part in each if part.partition(" ")[0] != name] for each in rest]
-        long = name == "run" or max(len(", ".join(each)) for each in rest) > LONGEST
-        if name.isidentifier() and long and len({*map(tuple, shorter)}) == len(cells):
+    parts = [{**c.label_parts, "run": f"run {c.run}", "where": where(c)} for c in cells]
+    shared = [part for part in parts[0].items() if all(part in each.items() for each in parts)]
+    rest = [dict(part for part in each.items() if part not in shared) for each in parts]
+    for name in dict.fromkeys(name for each in rest for name in reversed(each)):
+        shorter = [{n: text for n, text in each.items() if n != name} for each in rest]
+        long = name == "run" or max(len(", ".join(each.values())) for each in rest) > LONGEST
+        if (
+            name not in KEPT
+            and long
+            and len({tuple(each.values()) for each in shorter}) == len(cells)
+        ):
             rest = shorter
-    return ", ".join(shared), [_cut(", ".join(each)) for each in rest]
+    texts = [", ".join(each.values()) for each in rest]
+    return ", ".join(text for _, text in shared), [*map(_cut, texts)]
 
 
 def _cut(label: str) -> str:

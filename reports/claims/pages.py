@@ -14,12 +14,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from markupsafe import Markup
+from markupsafe import Markup, escape
 
 from sparsebench.reports.claims.announcements import for_site
 from sparsebench.reports.claims.forest import forest, where
 from sparsebench.reports.claims.sheets import STYLES
-from sparsebench.reports.figures._html import fold_away
+from sparsebench.reports.figures._html import fold_away, note
 from sparsebench.reports.page import code, render
 from sparsebench.reports.site.pages import Site, stylesheet
 from sparsebench.reports.tables import html_table, without_dashes
@@ -36,6 +36,12 @@ LEVELS = ("level", "sparsity")  # fields that are written as percentages
 UNMEASURED = "not measured"  # our value of a condition without a cell
 MOST_VALUES = 6  # values of a field in one cell of the table of conditions
 UNDECIDED = *map(str, OPEN), str(Word.NOT_TESTABLE)
+WHICH_COUNTS = (
+    "Of several measurements of a cell, one counts, so a larger value may stand below. Runs whose "
+    "A/A pairs agree come first; then those that timed the fastest subject and baseline of all; "
+    "then those that confirm chosen cells; then those that searched for their configurations; then "
+    "those with the most processes; then the narrowest interval."
+)
 BADGE = {
     Word.REPRODUCED: "#00694c",
     Word.PARTLY: "#8a5a00",
@@ -104,11 +110,11 @@ def pages(
             verdicts=[(verdict, STYLES[verdict.word]) for verdict in entry.verdicts],
             conditions=conditions(entry),
             bounds=_bounds(entry),
-            tests=[_test(entry, test) for test in entry.planned.claim.tests],
+            tests=[_test(entry, test, site) for test in entry.planned.claim.tests],
             tables=[(each.table, _rows_of_authors(each)) for each in entry.tables],
             commands=_commands(entry.planned),
             prose=prose,
-            runs=_runs(entry.cells),
+            runs=_runs(entry.cells, site),
         )
         yield f"claims/{entry.planned.name}.html", page
         yield f"claims/{entry.planned.name}.svg", badge(entry)
@@ -176,15 +182,27 @@ def _first(table: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
 
 
 def _numbers(verdict: Verdict) -> dict[str, str]:
-    """Return the claimed and the measured value of the test that decides a verdict."""
-    tests = [test for test in verdict.tests if test.word is verdict.word] or verdict.tests
+    """Return the claimed and the measured value of the test that is closest to the claim.
+
+    Of several as close, it is the one that decides the verdict.
+    """
+    tests = sorted(
+        verdict.tests, key=lambda each: (each.test.distance, each.word is not verdict.word)
+    )
     for judged in tests:
         test, cells = judged.test, [cell for cell in judged.deciding if not cell.reason]
         if cells:
             sign = "" if test.at_least is not None else "at most "
-            return {"claimed": sign + test.limit_text, "measured": value_text(test, cells[0])}
+            numbers = {"claimed": sign + test.limit_text, "measured": value_text(test, cells[0])}
+            return numbers | {"scope": _scope(verdict, test)}
     claimed = tests[0].test.limit_text if tests else "–"
-    return {"claimed": claimed, "measured": "–"}
+    return {"claimed": claimed, "measured": "–", "scope": ""}
+
+
+def _scope(verdict: Verdict, test: Test) -> str:
+    """Say what a value is of, unless it is of all that was claimed."""
+    words = [test.name] if len(verdict.tests) > 1 else []
+    return "; ".join([*words, *([f"a proxy: {test.proxy}"] if test.proxy else [])])
 
 
 def badge(entry: Entry) -> str:
@@ -267,13 +285,21 @@ def _mark(condition: Condition, published: str, ours: str) -> str:
     return "?" if word and numbers and not named else "≠"
 
 
-def _runs(cells: Sequence[Cell]) -> list[tuple[str, str, str]]:
+def _runs(cells: Sequence[Cell], site: Site) -> list[tuple[Markup, str, str]]:
     """Return the name, the commit and the most processes of each run with a cell."""
-    most: dict[tuple[str, str], int] = {}
+    most: dict[tuple[Markup, str], int] = {}
     for cell in cells:
-        key = cell.run, cell.commit
+        key = _run_link(cell, site), cell.commit
         most[key] = max(cell.processes, most.get(key, 0))
     return sorted((*key, amount(count, "process")) for key, count in most.items())
+
+
+def _run_link(cell: Cell, site: Site) -> Markup:
+    """Name the run of a cell, or both runs of a ratio; a file of a model has no page."""
+    link = Markup('<a href="../{0}/index.html">{0}</a>')
+    linked = site.whole and cell.case_ids
+    names = [link.format(run) if linked else escape(run) for run in cell.run.split(" over ")]
+    return Markup(" over ").join(names)
 
 
 def _bounds(entry: Entry) -> list[str]:
@@ -300,13 +326,13 @@ def _bounds(entry: Entry) -> list[str]:
     return sentences
 
 
-def _test(entry: Entry, test: Test) -> dict[str, Any]:
+def _test(entry: Entry, test: Test, site: Site) -> dict[str, Any]:
     judged = [(v, j) for v in entry.verdicts for j in v.tests if j.test.name == test.name]
-    parts = [_part(entry, verdict, each) for verdict, each in judged]
+    parts = [_part(entry, verdict, each, site) for verdict, each in judged]
     return {"test": test, "parts": parts}
 
 
-def _part(entry: Entry, verdict: Verdict, judged: TestVerdict) -> dict[str, Any]:
+def _part(entry: Entry, verdict: Verdict, judged: TestVerdict, site: Site) -> dict[str, Any]:
     """Return the part of the page about a test on a device."""
     test, cells = judged.test, judged.cells
     return {
@@ -314,12 +340,12 @@ def _part(entry: Entry, verdict: Verdict, judged: TestVerdict) -> dict[str, Any]
         "style": STYLES[judged.word],
         "device": verdict.device if cells else "",
         "figure": forest(test, cells),
-        "cells": _table(test, cells, judged.others),
+        "cells": _table(test, cells, judged.others, site),
         "change": _change(judged, entry.planned.claim),
     }
 
 
-def _table(test: Test, cells: Sequence[Cell], others: Sequence[Cell]) -> Markup:
+def _table(test: Test, cells: Sequence[Cell], others: Sequence[Cell], site: Site) -> Markup:
     """Write the cells that count and, below them, other measurements of them, best first."""
     if not cells:
         return Markup("")
@@ -349,13 +375,14 @@ def _table(test: Test, cells: Sequence[Cell], others: Sequence[Cell]) -> Markup:
                 cell.baseline,
                 f"{bound:.3g}" if bound else "–",
                 where(cell),
-                f"{cell.run}, {amount(cell.processes, 'process')}",
+                _run_link(cell, site) + f", {amount(cell.processes, 'process')}",
             ]
         )
     title = "The cell" if len(cells) == 1 else f"The {len(cells)} cells"
     if others:
         title += f", and {amount(len(others), 'other measurement')} of them"
-    return fold_away(title, html_table(*without_dashes(heads, rows)))
+    table = html_table(*without_dashes(heads, rows))
+    return fold_away(title, table + note(WHICH_COUNTS) if others else table)
 
 
 def _rows_of_authors(published: AuthorTable) -> Markup:

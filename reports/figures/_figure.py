@@ -20,9 +20,10 @@ from sparsebench.reports.figures._svg import looks
 from sparsebench.reports.figures._verdict import clear, is_undecided
 from sparsebench.results.analysis import Analysis
 from sparsebench.results.contests import size_key
-from sparsebench.results.formatting import percent, plain
+from sparsebench.results.formatting import percent
 from sparsebench.results.frame import fields
 from sparsebench.results.model_files import Pruning
+from sparsebench.results.problem_names import field_text
 
 NOTHING = Markup("")
 MEASURE = ["scope", "cache"]
@@ -115,7 +116,7 @@ def panels(
 
 
 def describe_line(line: "pd.Series[Any]", names: Sequence[str]) -> str:
-    """Write the fields of a line for a reader: `linear · m 64 · n 4096 · bf16 · block 16`.
+    """Write the fields of a line for a reader: `linear · m 64 · n 4096 · bf16 · 16 × 16 blocks`.
 
     Values that every plain problem has (SILENT) are left out.
     """
@@ -130,7 +131,7 @@ def _word(name: str, value: Any) -> str:
         return f"sparsity {percent(value)}"
     if name in MEASURE:
         return SCOPES.get(value, value) if name == "scope" else f"{value} cache"
-    return str(value) if name in ("op", "dtype", "pattern", "label") else f"{name} {plain(value)}"
+    return str(value) if name == "label" else field_text(name, value)
 
 
 def _empty(value: Any) -> bool:

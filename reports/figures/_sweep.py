@@ -24,7 +24,7 @@ FAR = 2.0  # the y axis leaves out contenders that are slower by more than this 
 OPEN = 12  # panels shown at once; the others are folded
 LEVELS = [0, 0.5, 0.75, 0.9, 0.95, 0.98, 0.99, 0.995, 0.998, 0.999]  # ticks for many levels
 POWERS = [2.0**power for power in range(21)]  # ticks for many numbers of tokens
-MANY = 8  # values, each of which has a tick
+MANY = 8  # up to so many values, each has a tick
 HOLLOW = Look(INK, "o", None, size=5, hollow=True)
 
 

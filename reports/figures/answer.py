@@ -25,7 +25,6 @@ from sparsebench.results.answer import (
     USUAL,
     against,
     column_text,
-    field_text,
     sentences,
     variants,
     where,
@@ -45,6 +44,7 @@ from sparsebench.results.formatting import (
     span_text,
 )
 from sparsebench.results.frame import records
+from sparsebench.results.problem_names import field_text
 
 TITLE = "Which format wins"
 ORDER = 10
@@ -91,7 +91,7 @@ def _select(name: str, views: list[View]) -> Markup:
         Markup('<option value="{}"{}>{}</option>').format(
             value,
             Markup(" selected") if value == views[0].choice[name] else "",
-            words.get(value, value),
+            words.get(value) or (name == "pattern" and field_text(name, value)) or value,
         )
         for value in options
     )

@@ -52,14 +52,11 @@ def draw(frames: Frames) -> Markup:
 
 
 def _with_prepare_times(frames: Frames, cases: pd.DataFrame) -> pd.DataFrame:
-    """Add the time to prepare in the first process, and in later ones if these do not search.
-
-    Runs without reference contests are older: in them every process searched.
-    """
+    """Add the time to prepare in the first process, and in later ones if these do not search."""
     rows = frames.rows[frames.rows.status == Status.OK]
     first = rows.replicate == rows.replicate.min()
-    searched = choices_of(frames.run.state) in (Choices.EACH, Choices.AMONG, Choices.EARLIER)
-    later = rows[:0] if searched or not frames.run.reference else rows[~first]
+    searched = choices_of(frames.run.state) in (Choices.AMONG, Choices.EARLIER)
+    later = rows[:0] if searched else rows[~first]
     medians = {
         name: cases.case_id.map(group.groupby("case_id").prepare_s.median())
         for name, group in {"first_s": rows[first], "later_s": later}.items()

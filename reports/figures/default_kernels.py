@@ -8,7 +8,7 @@ from sparsebench.reports.figures._html import note
 from sparsebench.reports.figures._verdict import intervals
 from sparsebench.reports.findings import contender_name
 from sparsebench.reports.tables import html_table
-from sparsebench.results.default_kernels import BOUND, Case, is_within, pairs
+from sparsebench.results.default_kernels import BOUND, TimedCase, is_within, pairs
 from sparsebench.results.formatting import between, significant
 from sparsebench.results.frame import fields
 from sparsebench.results.statistics import ratio_over
@@ -42,7 +42,7 @@ def _draw(raced: pd.DataFrame) -> Markup:
     return note(head) + html_table(HEADS, [_line(*pair, differ) for pair in every])
 
 
-def _line(users: Case, rival: Case, names: list[str]) -> list[str]:
+def _line(users: TimedCase, rival: TimedCase, names: list[str]) -> list[str]:
     ratio = ratio_over(rival["blocks"], users["blocks"], users["between"])
     taken = between(ratio.value, ratio.low, ratio.high) if ratio else "–"
     us = [significant(case["median_us"]) for case in (users, rival)]

@@ -24,7 +24,7 @@ def draw(frames: Frames) -> Markup:
     if frames.raced.empty:
         return NOTHING
     table = results(frames)
-    shared = table.title.partition("brackets: ")[0].rstrip("; ")  # these stand beside it
+    shared = table.title.partition("brackets: ")[0].rstrip("; ")  # the head has them too
     head = Markup("<b>{}</b>. {} {}").format(frames.device, intervals(frames.raced), shared)
     words = f"{READ} {frames.noise.sentence}"
     return note(head) + replace(table, title="").html() + note(words)

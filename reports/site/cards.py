@@ -21,7 +21,6 @@ from sparsebench.reports.figures._figure import Frames
 from sparsebench.reports.findings import remarks
 from sparsebench.results.answer import (
     evidence,
-    field_text,
     headline,
     headline_side,
     headline_word,
@@ -37,6 +36,7 @@ from sparsebench.results.claims.cells import Cell
 from sparsebench.results.claims.planned import PlannedClaim
 from sparsebench.results.contests import View, with_shapes
 from sparsebench.results.formatting import between, plain, selection, times
+from sparsebench.results.problem_names import field_text
 from sparsebench.results.provenance import device_name, flat
 from sparsebench.results.repeats import verdicts
 

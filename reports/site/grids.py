@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
 from sparsebench.reports.figures._svg import shade
@@ -38,6 +39,7 @@ from sparsebench.results.formatting import (
     times,
 )
 from sparsebench.results.frame import records
+from sparsebench.results.problem_names import problem_name
 
 LEVELS = (0.25, 0.5, 0.7, 0.8, 0.9, 0.95, 0.99)  # the preferred columns
 COLUMNS = 7
@@ -48,6 +50,7 @@ OP, DTYPE = "linear", "bf16"  # op and dtype of a grid, if they were measured
 USUAL = 0.9  # the sparsity at which the best other kernel is named
 HALF = "half 2:4"  # half of each weight is 2:4 and half is dense
 DOUBTS = ("Only for some shapes", "Not settled", "No")  # why a row does not win
+PLACE = ("op", "dtype", "m", "shape", "pattern", "block")  # in the name of a problem
 PROBLEM = ["op", "dtype", "pattern", "m", "shape", "level", "block"]
 
 
@@ -210,7 +213,7 @@ def best_places(lines: pd.DataFrame) -> list[str]:
         if len(over_dense):
             top = over_dense.sort_values("gain", kind="stable").iloc[-1]
             gain = between(top.gain, top.low, top.high)
-            where = f"{_problem(top)}, {percent(top.level)}"
+            where = f"{problem_name(dict(top), PLACE)}, {percent(top.level)}"
             line += f"; there at most {gain} as fast as dense, for {where}"
         sentences.append(f"{line}.")
     return sentences
@@ -383,26 +386,21 @@ def _rival(best: Sequence[Record], sparse: Sequence[Record]) -> str:
 
 
 def _range(records: Sequence[dict[str, Any]]) -> tuple[str, str]:
-    """Return the range of several gains, or a single gain and its interval."""
+    """Return the range of several gains, or a single one, and the interval.
+
+    That of a range reaches from the lowest end of its intervals to the highest.
+    """
     gain, low, high = (records[0][name] for name in ("gain", "low", "high"))
     if len(records) > 1:
         ends = dict.fromkeys(number(end, SMALL / 10) if end < SMALL else number(end)
                              for end in (records[-1]["gain"], gain))  # fmt: skip
-        return f"{'–'.join(ends)}×", ""
+        lows, highs = ([line[name] for line in records] for name in ("low", "high"))
+        outer = float(np.min(lows)), float(np.max(highs))  # NaN if any is
+        return f"{'–'.join(ends)}×", span_text(*outer, records[-1]["gain"] / 10)
     if pd.isna(low) or high <= low:
         return times(gain), ""
     half = max(high - gain, gain - low)
     return cell_times(gain, half), span_text(low, high, half)
-
-
-def _problem(line: Any) -> str:
-    """Write the fields of a line for a reader: linear, bf16, m 16, n × k 4096 × 4096."""
-    fields = {name: _text(line[name]) for name in ("op", "dtype", "shape", "pattern", "block")}
-    tokens = "" if pd.isna(line["m"]) else f"m {int(line['m'])}"
-    block = blocks_text(fields["block"]) if fields["block"] not in ("", "1") else ""
-    pattern = fields["pattern"] if fields["pattern"] not in ("dense", "blocks") else ""
-    shape = size_text(fields["shape"])
-    return ", ".join(filter(None, [fields["op"], fields["dtype"], tokens, shape, pattern, block]))
 
 
 def _text(value: Any) -> str:

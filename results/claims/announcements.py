@@ -2,7 +2,8 @@
 
     # title, and the address below it
     - a sentence, shortened; numbers are as published
-      > the claims (suites/claims) that test it, or "none:" and the reason
+      > the claims (suites/claims) that test it, or "none:" and the reason, in which
+        [text](path) leads to a file of this project
 
 `sparsebench claims sentences` prints them with verdicts.
 """

@@ -23,15 +23,15 @@ from sparsebench.results.cases import chose_dense
 from sparsebench.results.ceilings import Ceilings
 from sparsebench.results.claims.metrics import METRICS, SIGNS
 from sparsebench.results.claims.schema import Chosen, Measure, Test
-from sparsebench.results.formatting import between, blocks_text, percent, plain, significant
+from sparsebench.results.formatting import between, significant
 from sparsebench.results.frame import fields, records
 from sparsebench.results.noise import Reliability
+from sparsebench.results.problem_names import name_parts
 from sparsebench.results.provenance import Choices, choices_of
 from sparsebench.results.record import Status
 from sparsebench.results.statistics import FEWEST, IntervalKind, contest_logs, ratio
 from sparsebench.results.store import Run
 
-IN_LABEL = ("op", "dtype", "pattern", "m", "n", "k", "level", "block", "sparsity")
 Line = dict[str, Any]
 
 
@@ -43,7 +43,8 @@ class Cell:
     simulated  whether no GPU ran
     confirms   whether the run was made for cells that a screening had chosen
     reliable   whether the A/A pairs of the run agree
-    case_ids   of the subject and the baselines, to measure the cell again
+    case_ids   of all subjects and baselines, to measure the cell again; with a value, the chosen
+               subject and baseline come first
     reason     why there is no value; "" if there is one
     logs       log(baseline / subject) of the metric's quantity in each process
     value      of the metric in its unit, with low and high
@@ -94,17 +95,12 @@ class Cell:
     @property
     def label(self) -> str:
         """Describe the cell by its fields: linear, bf16, m 64, 4096 × 4096, 32 × 32 blocks."""
-        problem = self.fields
-        parts = [str(problem.get("op", "")), str(problem.get("dtype", ""))]
-        parts += [f"m {problem['m']}"] if "m" in problem else []
-        parts += [f"{problem['n']} × {problem['k']}"] if {"n", "k"} <= problem.keys() else []
-        parts += [percent(problem["level"])] if problem.get("level") else []
-        parts += (
-            [blocks_text(problem["block"])] if problem.get("block") not in (None, 1, "1") else []
-        )
-        others = {n: v for n, v in problem.items() if n not in IN_LABEL and v != "iid"}
-        parts += [f"{name} {plain(value)}" for name, value in others.items()]
-        return ", ".join(filter(None, parts))
+        return ", ".join(self.label_parts.values())
+
+    @property
+    def label_parts(self) -> dict[str, str]:
+        """Return the texts of the label, by field."""
+        return name_parts(self.fields, (name for name in self.fields if name != "sparsity"))
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -168,6 +164,25 @@ def file_problems(test: Test, measure: Measure | None, run: Run) -> set[str]:
         row.case.problem.id: row.case.problem for row in run.rows if row.case.problem.source
     }
     return {name for name, problem in problems.items() if covers(test, problem.fields)}
+
+
+def is_outdone(test: Test, cell: Cell, others: Iterable[Cell]) -> bool:
+    """Return whether a run of the same problem has a faster subject or baseline, beyond the noise.
+
+    This holds only for a contender that the cell's own run left out, as a run does that confirms
+    another claim, and for intervals over enough processes. Only times tell what is faster.
+    """
+    if METRICS[test.metric].column != "time" or cell.reason:
+        return False
+    for other in others:
+        if other.reason or other.processes < FEWEST or not (other.reliable and other.case_ids):
+            continue
+        subject, baseline = other.case_ids[:2]
+        if other.low > cell.high and subject not in cell.case_ids:
+            return True
+        if other.high < cell.low and baseline not in cell.case_ids:
+            return True
+    return False
 
 
 def over_op(test: Test, measured: Sequence[Cell]) -> list[Cell]:
@@ -306,9 +321,17 @@ def _cell(
     logs = _logs(test, subject, base, rows)
     if not logs:
         return []  # such as energy without --energy
+    ids = tuple(dict.fromkeys([subject["case_id"], base["case_id"], *ids]))
     bound = _largest_ratio(test, subject, base, launch_us)
     cards = float(subject["between"]) if METRICS[test.metric].column == "time" else 0.0
-    cell = replace(blank, subject=subject["ran"], baseline=base["ran"], bound=bound, between=cards)
+    cell = replace(
+        blank,
+        case_ids=ids,
+        subject=subject["ran"],
+        baseline=base["ran"],
+        bound=bound,
+        between=cards,
+    )
     return [with_value(test, cell, logs)]
 
 

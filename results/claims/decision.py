@@ -123,9 +123,15 @@ def _exists(test: Test, cells: Sequence[Cell], unmeasured: int) -> Decision:
     only = "the only cell" if alone else "the only measured cell"
     which = f"the best of {len(cells)} cells" if len(cells) > 1 else only
     if proven := [cell for cell in reaching if cell.confirms or alone]:
-        best = _best(test, proven)
-        cell = "the best cell, which was measured again alone" if best.confirms else "the only cell"
+        best, top = _best(test, proven), _best(test, cells)
+        chosen = "the best cell, which was measured again alone"
+        if top is not best:
+            chosen = "the best of the cells that were measured again alone"
+        cell = chosen if best.confirms else "the only cell"
         why = f"{cell}, {best.label}, has {_value(test, best)}; {_claim_text(test)}."
+        if top is not best:
+            value = value_text(test, top)
+            why += f" The {value} of {top.label} would count if it were measured again alone."
         return Decision(Word.REPRODUCED, why, [best])
     if reaching:
         best = _best(test, reaching)

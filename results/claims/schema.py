@@ -49,7 +49,6 @@ from sparsebench._discovery import did_you_mean
 from sparsebench.errors import SuiteError
 from sparsebench.results import files
 from sparsebench.results.claims.metrics import METRICS, SIGNS
-from sparsebench.results.yaml_lines import first_error, line_of
 
 SCHEMA = "sparsebench/claim@1"
 QUOTED_WORDS = 25  # the longest verbatim quotation
@@ -199,6 +198,11 @@ class Test(_Model):
     def of_file(self) -> bool:
         """Return whether its cells come from a file of a command and not from a suite."""
         return self.trained is not None or self.whole is not None
+
+    @property
+    def distance(self) -> int:
+        """Return how far a test is from its claim: no proxy, a whole model, a part of one."""
+        return 0 if not self.proxy else 1 if self.of_file else 2
 
     @property
     def samples(self) -> str:
@@ -353,7 +357,7 @@ class ClaimFile:
 
     def at(self, *path: str | int) -> str:
         """Return `FILE:LINE` of a part; if it is missing, of its nearest parent."""
-        return f"{self.where}:{line_of(self.root, path)}"
+        return f"{self.where}:{files.line_of(self.root, path)}"
 
 
 def read(path: Path) -> ClaimFile:
@@ -370,5 +374,5 @@ def parse(where: str, text: str) -> ClaimFile:
     try:
         claim = Claim.model_validate(data)
     except ValidationError as error:
-        raise SuiteError(f"{where}:{first_error(error, root, KEYS)}") from error
+        raise SuiteError(f"{where}:{files.first_error(error, KEYS, root)}") from error
     return ClaimFile(Path(where).stem, where, claim, root)

@@ -22,18 +22,20 @@ The rules are tried in order; the first that holds decides.
        not carried over     every cell is missed, and the claim names another GPU: the result is
                             not transferable to this GPU
 
-A claim tested through a kernel-level proxy gets at most "partly", and never "refuted". Because the
+A claim tested through a proxy gets at most "partly", and never "refuted". Because the
 best of several cells is measured again, picking the luckiest of 100 equally fast contenders cannot
 make a claim "reproduced". A problem that several runs measured is one cell. Its value comes from,
-in order of preference: a run whose A/A pairs agree, a run made for this claim, the run with the
-most processes. Only a verdict that is not settled has a tendency.
+in order of preference: a run whose A/A pairs agree, one that timed the fastest subject and baseline
+of all runs, one that confirms chosen cells, one that searched, the one with the most processes.
+Only a verdict that is not settled has a tendency.
 """
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from typing import Any
 
-from sparsebench.results.claims.cells import Cell, over_op
+from sparsebench.results.claims.cells import Cell, is_outdone, over_op
 from sparsebench.results.claims.decision import OPEN, Word, cell_state, decide
 from sparsebench.results.claims.schema import Claim, Hardware, Test
 from sparsebench.results.formatting import capital, join_words
@@ -47,7 +49,7 @@ class Basis(StrEnum):
     SAME_ARCHITECTURE = "same architecture"
     NO_GPU_NAMED = "no GPU named"
     OTHER_GPU = "other GPU"
-    KERNEL_PROXY = "kernel proxy"
+    PROXY = "proxy"
     NONE = "nothing measured"
 
 
@@ -154,7 +156,7 @@ def judge(
 def basis_of(hardware: Hardware, device: str, proxy: bool) -> Basis:
     """Return how close a device is to the hardware of a claim."""
     if proxy:
-        return Basis.KERNEL_PROXY
+        return Basis.PROXY
     words = device.replace("-", " ").split()
     if not hardware.gpus:
         return Basis.NO_GPU_NAMED
@@ -173,7 +175,7 @@ def _test(
 ) -> TestVerdict:
     unmeasured = len(problems - {cell.problem for cell in measured})
     measured = over_op(test, measured)
-    cells = _one_per_problem(measured)
+    cells = _one_per_problem(test, measured)
     if not cells:
         why = refused or _no_cell(claim, test)
         word = Word.NOT_TESTABLE if refused else Word.NOT_MEASURED
@@ -211,29 +213,35 @@ def _test(
     )
 
 
-def _one_per_problem(cells: Sequence[Cell]) -> list[Cell]:
+def _one_per_problem(test: Test, cells: Sequence[Cell]) -> list[Cell]:
     """Return one cell per problem, by the order in the module's text."""
-    best: dict[str, Cell] = {}
-    for cell in sorted(cells, key=lambda c: (not c.reason, c.reliable, c.confirms, *c.weight)):
-        best[cell.problem] = cell
+    by_problem: dict[str, list[Cell]] = {}
+    for cell in cells:
+        by_problem.setdefault(cell.problem, []).append(cell)
+
+    def rank(cell: Cell) -> tuple[Any, ...]:
+        outdone = is_outdone(test, cell, by_problem[cell.problem])
+        return not cell.reason, cell.reliable, not outdone, cell.confirms, *cell.weight
+
+    best = {problem: sorted(each, key=rank)[-1] for problem, each in by_problem.items()}
     return [cell for cell in cells if best[cell.problem] is cell]
 
 
 def _limit_word(word: Word, basis: Basis, general: bool) -> Word:
     """Weaken what a basis cannot support; a general claim is refuted on any GPU."""
-    if basis is Basis.KERNEL_PROXY and word is Word.REPRODUCED:
+    if basis is Basis.PROXY and word is Word.REPRODUCED:
         return Word.PARTLY
-    supported = basis is Basis.AS_PUBLISHED or (general and basis is not Basis.KERNEL_PROXY)
+    supported = basis is Basis.AS_PUBLISHED or (general and basis is not Basis.PROXY)
     return Word.NOT_CARRIED_OVER if word is Word.REFUTED and not supported else word
 
 
 def _limit_text(word: Word, basis: Basis, hardware: Hardware) -> str:
     """Say why `_limit_word` weakens a word or, on another GPU, does not."""
-    if basis is Basis.KERNEL_PROXY and word is Word.REPRODUCED:
+    if basis is Basis.PROXY and word is Word.REPRODUCED:
         return "A proxy can show only part of a claim."
     if word is not Word.REFUTED or basis is Basis.AS_PUBLISHED:
         return ""
-    if basis is Basis.KERNEL_PROXY:
+    if basis is Basis.PROXY:
         return "A proxy cannot refute a claim."
     if hardware.scope == "general":
         return "The claim is about GPUs in general, so any GPU can refute it."

@@ -53,7 +53,7 @@ DOCUMENTS = {"suites": ".yaml", "suites.claims": ".yaml", "suites.campaigns": ".
 """The ending of data files by folder. A new kind of entry point is a line here or above."""
 
 WHOLE = {"reports.figures"}
-"""Folders of which `load` returns the module, not a constant in it."""
+"""Folders for which `load` returns the module instead of a constant in it."""
 
 MOVED = {"sparsebench.kernels.sparse_activations": "sparsebench.kernels.twell"}
 """Packages of 0.1 and where they are now: suites and plug-ins may still name them."""

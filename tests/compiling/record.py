@@ -25,7 +25,7 @@ lookups: set[str] = set()  # lines of the record, by that test
 
 
 def in_record(source: str, family: Path, compiler: str, target: str, *parts: object) -> bool:
-    """Return whether the record says that all that this test compiles of a source compiles cleanly.
+    """Return whether the record says that this test compiles a source without complaint.
 
     source    the name of a source, for the reader of the record
     family    its folder, whose Python makes the configurations

@@ -50,7 +50,7 @@ matmul_heuristic_result_dtype = np.dtype([("algo", np.int64, (9,)), ("workspace_
 
 
 class MatmulHeuristicResult:
-    """As many results as asked for."""
+    """The `size` results that were requested."""
 
     def __init__(self, size: int = 1) -> None:
         self.data = np.zeros(size, matmul_heuristic_result_dtype)

@@ -174,7 +174,7 @@ def test_nothing_that_torch_has_beats_the_ceilings() -> None:
 
 @pytest.fixture
 def measurements(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
-    """Return what was measured, by a clock of 100 s a reading."""
+    """Return the ceilings measured with a clock that advances 100 s at each reading."""
     readings = iter(range(0, 100_000, 100))
     monkeypatch.setattr(runner, "monotonic", lambda: float(next(readings)))
     monkeypatch.setattr(runner, "_recent", {})

@@ -1,4 +1,4 @@
-"""Chains of layers: what is timed, and which outputs are checked.
+"""Chains of layers: the calls that are timed, and the outputs that are checked.
 
 A run has one scope on a CPU. These tests start a contest directly, so that it has a chain too.
 """

@@ -233,7 +233,7 @@ WRONG = {
 def test_a_test_that_does_not_fit_its_suite_is_an_error(what: str, tmp_path: Path) -> None:
     old, new, expected = WRONG[what]
     with pytest.raises(SuiteError) as error:
-        claim_plan.parts(written(tmp_path, old, new))
+        claim_plan.plan_tests(written(tmp_path, old, new))
     assert f"mine.yaml:{expected}" in str(error.value)
 
 
@@ -253,7 +253,7 @@ def test_every_claim_of_the_package_can_be_planned() -> None:
     result = evidence(claim_plan.read_claims([]))
     for each in result.written:
         planned = [test for test in each.claim.tests if not test.of_file]
-        assert [part.test for part in result.parts[each.name]] == planned
+        assert [plan.test for plan in result.plans[each.name]] == planned
         assert each.claim.tests or each.claim.bounds or each.claim.missing
 
 
@@ -301,9 +301,9 @@ def test_a_claim_beyond_its_bound_is_marked(tmp_path: Path) -> None:
 
 
 def test_a_test_that_exceeds_the_memory_is_refused_before_it_is_drawn(tmp_path: Path) -> None:
-    (part,) = claim_plan.parts(written(tmp_path))
-    assert claim_plan.too_large(part, 2**30) == ""
-    assert "0.0625 GiB" in claim_plan.too_large(part, 2**20)
+    (plan,) = claim_plan.plan_tests(written(tmp_path))
+    assert claim_plan.too_large(plan, 2**30) == ""
+    assert "0.0625 GiB" in claim_plan.too_large(plan, 2**20)
 
 
 def test_an_unsupported_baseline_makes_a_claim_not_testable(tmp_path: Path) -> None:
@@ -328,9 +328,9 @@ def test_a_claim_that_cannot_run_here_is_judged_by_given_runs(fast: Path, tmp_pa
 def test_suites_with_missing_files_are_named_and_left_out(tmp_path: Path) -> None:
     (claim,) = (claim_plan.load(name) for name in ["cusparse-slower"])
     result = evidence([claim])
-    files, *others = result.parts["cusparse-slower"]
+    files, *others = result.plans["cusparse-slower"]
     assert not files.contests
-    assert all(part.contests for part in others)
+    assert all(plan.contests for plan in others)
     (line,) = left_out(result)
     assert line.startswith("dlmc: left out")
     assert "dlmc" not in {run.suite.name for run in checking.missing(result, "sim", 8)}

@@ -226,7 +226,7 @@ def test_an_error_above_three_times_the_usual_is_wrong_unless_the_suite_allows_i
     assert "error allowed by the suite" in frame([right]).marks[0]
     (still,) = rows("bf16", replace(rounded, error={"at_most": 0.005, "why": "a test"}))
     assert still.status is Status.WRONG
-    assert wrong.case.id == right.case.id  # what is allowed is no part of a case's identity
+    assert wrong.case.id == right.case.id  # an allowed error does not change the id of a case
     eight_bits = Contender("dense", "inexact:int8_weights", error={"at_most": 0.02, "why": "8"})
     assert rows("fp32", eight_bits)[0].status is Status.OK
     (contest_,) = expand(

@@ -1,4 +1,4 @@
-"""Feed-forward layers whose units are seldom on: operands, work and what is refused."""
+"""Feed-forward layers whose units are seldom active: operands, work and refusals."""
 
 from dataclasses import replace
 

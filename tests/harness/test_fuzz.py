@@ -125,7 +125,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def broken(files: dict[str, str], draw: random.Random) -> dict[str, str]:
-    """Return the files of a bundle of which one is changed."""
+    """Return the files of a bundle, one of them changed."""
     name = draw.choice(["rows.jsonl", "rows.jsonl", "run.json", "environment.json", "suite.yaml"])
     text = files[name]
     if name == "suite.yaml":

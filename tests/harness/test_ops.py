@@ -59,7 +59,7 @@ def test_ffn_is_a_gated_sum_of_products(activation: str) -> None:
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_the_spread_of_ffn_is_that_of_random_rounding(activation: str) -> None:
-    """Jolt every term of every product, which is what a spread stands for."""
+    """Perturb every term of every product, as the spread of an op assumes."""
     op, exact = load_op("ffn"), drawn("ffn")
     torch.manual_seed(0)
     errors = []

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.usefixtures("no_figures")
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Install the package into a folder of its own."""
+    """Install the package into a separate folder."""
     target = tmp_path_factory.mktemp("site")
     source = tmp_path_factory.mktemp("source") / "package"
     subprocess.run(["cp", "-r", PACKAGE, source], check=True)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from sparsebench.errors import ResultError
-from sparsebench.harness.run.repeat import headlines
+from sparsebench.harness.run.repeat import confirmations
 from sparsebench.results import bundle, store
 from sparsebench.results.comparison import Agreement, Place, agreement
 from sparsebench.results.provenance import Choices, choices_of
@@ -128,7 +128,7 @@ def test_a_headline_states_the_result_of_the_confirming_run(speedup, status, mes
         rows = [replace(r, **ended) if r.case.contender == BSR else r for r in run.rows]
         run = replace(run, rows=rows)
     cell = {"case_id": Case(run.rows[0].case.problem, BSR).id, "scope": "kernel", "cache": "cold"}
-    (result,) = headlines(replace(run, state={"confirms": {"cells": [cell]}}))
+    (result,) = confirmations(replace(run, state={"confirms": {"cells": [cell]}}))
     assert result.sentence.startswith(message)
     assert result.sentence.endswith("kernel time, cold cache, NVIDIA H200.")
     assert result.confirmed == message.startswith("Confirmed")

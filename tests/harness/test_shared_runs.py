@@ -77,7 +77,7 @@ def key(row: Row) -> tuple[object, ...]:
 
 
 def expected(suite: Suite, replicates: int) -> set[tuple[object, ...]]:
-    """Return the keys of all rows that a plan asks for."""
+    """Return the keys of all rows of a plan."""
     contests = [c for c in planned_contests(suite, "sim") if not c.reference]
     cases = [Case(contest.problem, k).id for contest in contests for k in contest.contenders]
     return {(case, number, "kernel", "cold") for number in range(replicates) for case in cases}
@@ -189,8 +189,8 @@ def test_a_part_whose_job_the_scheduler_forgot_is_lost(suite, gpus, tmp_path, mo
     plan = replace(on(gpus[:2], replicates=1), by="slurm")
     folders.create(tmp_path / "run.shards", plan, suite.text)
     monkeypatch.setattr(cluster_jobs, "_alive", lambda folder, plan: {2: "RUNNING"})
-    parts = [folders.Progress(1, 0, complete=False, device="", status="running"),
-             folders.Progress(2, 0, complete=False, device="", status="running")]  # fmt: skip
+    parts = [folders.PartProgress(1, 0, complete=False, device="", status="running"),
+             folders.PartProgress(2, 0, complete=False, device="", status="running")]  # fmt: skip
     words = cluster_jobs.statuses(tmp_path / "run.shards", plan, parts)
     assert words == {1: "lost", 2: "running"}
     assert cluster_jobs._describe({2: "RUNNING"}, 1) == "jobs: 1 running, 1 lost"

@@ -197,7 +197,7 @@ def test_a_file_that_holds_no_samples_is_refused(rows: Any, tmp_path: Path) -> N
 
 @pytest.mark.parametrize(
     ("change", "message"),
-    [({"loss": -1}, "trained: 0: loss: "), ({"more": 1}, "trained: 0: more: ")],
+    [({"loss": -1}, "trained.0.loss: "), ({"more": 1}, "trained.0.more: ")],
 )
 def test_invalid_file_is_refused(change: dict[str, object], message: str, tmp_path: Path) -> None:
     data = asdict(report_of(training()))

@@ -1,6 +1,7 @@
 """What tests of kernels share: a seed, poisoned memory, and front.cpp on this machine."""
 
 import ctypes
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -46,7 +47,7 @@ def floats(address: int, count: int) -> Any:
     return (ctypes.c_float * count).from_address(address)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def kind(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Return the class Front, whose launches write 2 A or, with two inputs, A + B."""
 
@@ -71,8 +72,11 @@ def kind(tmp_path_factory: pytest.TempPathFactory) -> Any:
         out[0] = 0
         return 0
 
+    folder = tmp_path_factory.getbasetemp()
+    folder = folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        # All processes of pytest-xdist share it: compiling takes 20 s.
+        patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
         file: Path = front._built()
         assert front._built() == file  # the second time from the cache
     module = front._load(file)

@@ -20,8 +20,8 @@ NUMPY, TRITON = (tuple(map(int, p.__version__.split(".")[:2])) for p in (numpy, 
 FILES = [
     str(path) for path in sorted(HERE.rglob("test_*.py")) if "mark.interpreted" in path.read_text()
 ]
-# The exhaustive tests take minutes, so several processes share them.
-GROUPS = [("not exhaustive", FILES), *(exhaustive(("exhaustive", FILES[n::4])) for n in range(4))]
+# The exhaustive tests take minutes, so two processes share them; each takes 8 s to start.
+GROUPS = [("not exhaustive", FILES), *(exhaustive(("exhaustive", FILES[n::2])) for n in range(2))]
 
 
 @pytest.mark.skipif(

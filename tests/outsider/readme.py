@@ -177,15 +177,17 @@ def stated(text: str, matches: pd.DataFrame) -> Iterator[str]:
             gains += [ratio(blocks, base) for blocks in contest.blocks]
     times = [time * unit for time in matches.median_us for unit in (1, 1e-3)]
     leads = [
-        ratio(ours, next_one)[0]
+        ratio(ours, next_one)
         for _, contest in matches.groupby("place")
         for ours in contest.blocks
         for next_one in contest.blocks
     ]
-    for number in re.findall(r"([\d.]+)× as fast as", text):
-        if not any(agrees(number, lead) for lead in leads):
-            yield f"{number}× as fast"
-    for number in re.findall(r"([\d.]+)(?:×(?! as fast as)| \[)", text):
+    lead = r"([\d.]+)× \[([\d.]+), ([\d.]+)\] as fast as"
+    for number in re.findall(lead, text):
+        if not any(all(map(agrees, number, values)) for values in leads):
+            yield f"{number[0]}× [{number[1]}, {number[2]}] as fast"
+    text = re.sub(lead, "", text)
+    for number in re.findall(r"([\d.]+)(?:×| \[)", text):
         if not any(agrees(number, gain[0]) for gain in gains):
             yield number
     for low, high in re.findall(r"\[([\d.]+), ([\d.]+)\]", text):

@@ -2,14 +2,26 @@
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+import yaml
 
 from sparsebench.harness.claims.checking import evidence
 from sparsebench.harness.claims.claim_plan import read_claims
-from sparsebench.reports.claims.pages import Entry, alone, badge, conditions, entries, lines, share
+from sparsebench.reports.claims.pages import (
+    Entry,
+    alone,
+    badge,
+    conditions,
+    entries,
+    lines,
+    pages,
+    share,
+)
+from sparsebench.reports.page import linked
 from sparsebench.reports.site import run_folder
 from sparsebench.reports.site.pages import Site
 from sparsebench.reports.site.publish import publish
@@ -54,6 +66,42 @@ def test_a_page_has_quote_conditions_bound_cells_verdict_and_command() -> None:
     assert "six processes or more" in text
     assert text.count("<svg") == 1
     assert '<a href="../index.html">' not in text  # the claims are in a separate folder
+
+
+def test_the_value_beside_a_claim_is_of_the_test_closest_to_it_and_names_its_scope() -> None:
+    test = yaml.safe_load(CLAIM)["tests"][0] | {"quantifier": "typical"}
+    model = test | {"name": "a model", "whole": "forward", "proxy": "random weights"}
+    layer = test | {"name": "a layer", "proxy": "one layer"}
+    claim = {"tests": [layer, model], "missing": "a trained model"}
+    read = claimed(**claim)
+    cells = [
+        replace(cell(read, spread(1.6)), test="a layer"),
+        replace(cell(read, [1.23]), test="a model"),
+    ]
+    (line,) = lines([entry(*cells, **claim)])
+    assert line["measured"] == "1.23×, one process"
+    assert line["scope"] == "a model; a proxy: random weights"
+    (line,) = lines([entry(cells[0], **claim)])
+    assert (line["measured"][:5], line["scope"]) == ("1.60×", "a layer; a proxy: one layer")
+    (line,) = lines([entry(cell(claimed(), spread(2.5)))])
+    assert (line["measured"][:4], line["scope"]) == ("2.50", "")
+
+
+def test_runs_on_a_site_are_links_and_files_of_models_are_not() -> None:
+    claim = claimed(quantifier="for_all")
+    run = cell(claim, spread(2.5), "a", run="h200/ffn over h200/core")
+    file = cell(claim, spread(2.4), "b", run="a-model", case_ids=())
+    site = dict(pages([entry(run, file, quantifier="for_all")], Site()))["claims/mine.html"]
+    for name in ("h200/ffn", "h200/core"):
+        assert site.count(f'<a href="../{name}/index.html">{name}</a>') == 2
+    assert "a-model/index.html" not in site
+
+
+def test_words_that_lead_to_a_file_are_a_link_only_with_an_address() -> None:
+    text = "the <losses> [are published](results/published/pruning)"
+    link = '<a href="https://example.org/blob/HEAD/results/published/pruning">are published</a>'
+    assert linked(text, "") == "the &lt;losses&gt; are published"
+    assert linked(text, "https://example.org") == f"the &lt;losses&gt; {link}"
 
 
 def test_backticks_of_a_claim_are_code_on_every_page() -> None:
@@ -157,7 +205,7 @@ def test_a_site_judges_claims_by_its_runs_and_links_to_them(tmp_path, monkeypatc
     assert re.findall(r'<span class="badge \w+">(\d) ', table)
     text = (tmp_path / "site" / "claims" / "twell-2026-training.html").read_text()
     (verdict,) = evidence(read_claims(["twell-2026-training"]), [STEP]).verdicts().popitem()[1]
-    assert (verdict.word, verdict.basis) == (Word.PARTLY, Basis.KERNEL_PROXY)
+    assert (verdict.word, verdict.basis) == (Word.PARTLY, Basis.PROXY)
     assert f": {verdict.word} · sparsebench</title>" in text
     assert '<a href="../h200/ffn-step/index.html">h200/ffn-step</a>' in text
     again = publish([STEP], tmp_path / "site", Site(claims=plan), lambda run: None)

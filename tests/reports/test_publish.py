@@ -112,6 +112,13 @@ OLD = {"run": "old", "verdict": False, "processes": 1, "day": "2026-11-21", "sha
 SLOW = {"run": "slow", "day": "2026-11-30"}
 
 
+def test_a_range_over_shapes_has_the_outer_ends_of_its_intervals() -> None:
+    tables = [lines(("bsr", "64", 0.892)), lines(("bsr", "64", 1.5), shape="8 × 8")]
+    (cell,) = only(joined(tables)).lines[0].cells
+    assert cell is not None
+    assert (cell.text, cell.span) == ("0.89–1.5×", "[0.88, 1.51]")
+
+
 @pytest.mark.parametrize(
     ("tables", "cells"),
     [  # a range over problems; one gain

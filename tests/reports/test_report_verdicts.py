@@ -251,8 +251,7 @@ def test_conversion_is_paid_back_with_and_without_preparing() -> None:
     assert fast[2:] == ["1.00", "1.00", "9,000", "4.00", "20", "100", "0 of 2"]
 
 
-def test_a_run_of_the_older_schema_has_its_page() -> None:
-    """rows@1 had no references, no twins and no bounds."""
+def test_a_run_without_references_twins_and_ceilings_has_its_page() -> None:
     whole = read(PUBLISHED / "nvidia-h200" / "training")
     rows = [
         replace(row, bound_us=None, bound_by=None, telemetry={}, code=None)

@@ -1,4 +1,4 @@
-"""A claim that nobody made, changed as a test asks, and cells with ratios as it asks."""
+"""An invented claim that tests change, and cells with the ratios that a test gives."""
 
 from collections.abc import Sequence
 
@@ -39,7 +39,7 @@ DEVICES = {
     Basis.AS_PUBLISHED: "NVIDIA H200",
     Basis.SAME_ARCHITECTURE: "NVIDIA H100 80GB HBM3",
     Basis.OTHER_GPU: "NVIDIA B200",
-    Basis.KERNEL_PROXY: "NVIDIA H200 NVL",
+    Basis.PROXY: "NVIDIA H200 NVL",
 }
 
 
@@ -67,7 +67,7 @@ def cell(claim: Claim, ratios: Sequence[float], problem: str = "p", **changed: o
         "reliable": True,
         "commit": "",
         "fields": {"op": "linear", "m": 4, "level": 0.5},
-        "case_ids": (problem,),
+        "case_ids": (f"{problem} subject", f"{problem} baseline"),
         "reason": "",
     }
     blank = Cell(**(facts | changed))  # type: ignore[arg-type]

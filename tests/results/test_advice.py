@@ -1,4 +1,4 @@
-"""An advice shows what was measured, intervals hold what was left out, bad input is named."""
+"""An advice shows measurements, its intervals contain left-out ones, and bad input is named."""
 
 import json
 from dataclasses import replace

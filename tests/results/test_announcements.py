@@ -46,7 +46,7 @@ def test_the_readme_has_the_verdicts_of_the_published_runs() -> None:
 
 def test_site_shows_verdicts_if_it_has_all_claims() -> None:
     verdicts = {
-        name: [Verdict(name, "NVIDIA H200", Word.PARTLY, Basis.KERNEL_PROXY, "two cells")]
+        name: [Verdict(name, "NVIDIA H200", Word.PARTLY, Basis.PROXY, "two cells")]
         for name in CLAIMS
     }
     assert len(for_site(verdicts)) == len(ANNOUNCEMENTS)

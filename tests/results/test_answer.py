@@ -126,7 +126,7 @@ def test_gains_are_over_the_fastest_dense_contender_and_no_win_of_a_portfolio_s_
     compiled = Contender("dense", "torch_compile")
     answersred_rows = rows(8, [(DENSE, 100.0), (compiled, 80.0), (portfolio, 79.0), (OURS, 40.0)])
     answersred_rows = [
-        replace(row, choice={"way": "dense", "by": "ffn_dense_triton", "dense": {}})
+        replace(row, choice={"chosen": "dense, ffn_dense_triton"})
         if row.case.contender == portfolio
         else row
         for row in answersred_rows

@@ -242,6 +242,37 @@ def test_terminal_markdown_and_page_say_the_same_words() -> None:
     assert to_json(result)["changes"]["H200"]["faster"] == 1
 
 
+def test_speedups_beside_times_have_intervals_and_their_baseline_is_named() -> None:
+    result = compare_sides([first(), side(run("b", "B", bsr_us=(60, 20, 8)), name="b")])
+    for text in (printed(result, 1000), markdown(result), unescape(html(result))):
+        gains = re.findall(r"µs \d[\d.]*× ?\\?(\[?)", text)
+        assert len(gains) >= 6
+        assert set(gains) == {"["}
+        assert "over the baseline of the same contest (cublas)" in text
+
+
+def test_the_best_kernels_of_a_format_are_compared_if_no_run_has_both() -> None:
+    strips = replace(BSR, kernel="bsr_strips")
+
+    def with_both(original: Run, ran: Contender) -> Run:
+        """Return a run in which `ran` has the times of BSR, and the other kernel cannot run."""
+        rows = []
+        for row in original.rows:
+            for contender in (BSR, strips) if row.case.contender == BSR else ():
+                case = replace(row.case, contender=contender)
+                failed = replace(row, status=Status.UNSUPPORTED, samples_us=(), detail="needs it")
+                rows.append(replace(row if contender == ran else failed, case=case))
+            rows += [] if row.case.contender == BSR else [row]
+        return replace(original, rows=rows)
+
+    a, b = with_both(run(), BSR), with_both(run("b", "B", bsr_us=(40, 16, 8), card="GPU-2"), strips)
+    result = compare_sides([side(a, name="a"), side(b, name="b")])
+    table = next(part for part in parts(result) if isinstance(part, Table))
+    differences = [str(line[3]) for line in table.lines if "BSR" in str(line[0])]
+    assert len(differences) == 3
+    assert all("b 20 % shorter [" in text for text in differences)
+
+
 def test_every_mean_has_its_interval_and_its_number_of_cases() -> None:
     other = run("b", "B", 120.0, (60, 20, 8), card="GPU-2")
     result = compare_sides([first(), side(other, name="b")])
@@ -318,11 +349,11 @@ def test_simulated_runs_are_named_first() -> None:
 def test_a_run_without_telemetry_an_older_schema_and_a_look_are_named() -> None:
     blind = run("b", processes=3)
     rows = [replace(row, telemetry={}) for row in blind.rows]
-    blind = replace(blind, rows=rows, schema="sparsebench/rows@2")
+    blind = replace(blind, rows=rows, schema="sparsebench/rows@3")
     text = " ".join(shown(run(processes=3), blind).split())
     assert "b recorded no clocks or power" in text
     assert "a and b are looks" in text
-    assert "different schemas, sparsebench/rows@2 and sparsebench/rows@4" in text
+    assert "different schemas, sparsebench/rows@3 and sparsebench/rows@4" in text
 
 
 @pytest.mark.parametrize(("a", "b"), [(8, 8), (3, 8), (3, 1)])

@@ -1,4 +1,4 @@
-"""Claims as files, cells as numbers: what is refused, and each verdict on each basis."""
+"""Claims as files and cells as numbers: refusals, and each verdict on each basis."""
 
 import json
 from dataclasses import replace
@@ -101,7 +101,7 @@ def test_bounds_are_bytes_and_multiplications_and_amdahl() -> None:
 @pytest.mark.parametrize(("near", "device"), DEVICES.items())
 def test_a_basis_is_how_near_the_device_is(near: Basis, device: str) -> None:
     hardware = claimed().hardware
-    assert basis_of(hardware, device, near is Basis.KERNEL_PROXY) is near
+    assert basis_of(hardware, device, near is Basis.PROXY) is near
 
 
 def each_way(claim: Claim, device: str) -> dict[Word, Verdict]:
@@ -124,13 +124,13 @@ def each_way(claim: Claim, device: str) -> dict[Word, Verdict]:
 
 @pytest.mark.parametrize("near", DEVICES)
 def test_each_verdict_on_each_basis(near: Basis) -> None:
-    proxy = {"proxy": "a kernel", "missing": "the rest"} if near is Basis.KERNEL_PROXY else {}
+    proxy = {"proxy": "a kernel", "missing": "the rest"} if near is Basis.PROXY else {}
     outcome = each_way(claimed(**proxy), DEVICES[near])
     carried = {word: each.word for word, each in outcome.items()}
     expected = {word: word for word in carried}
     if near is not Basis.AS_PUBLISHED:
         expected[Word.REFUTED] = Word.NOT_CARRIED_OVER
-    if near is Basis.KERNEL_PROXY:
+    if near is Basis.PROXY:
         expected[Word.REPRODUCED] = Word.PARTLY
     assert carried == expected
     assert {each.basis for each in outcome.values()} == {near}
@@ -303,6 +303,32 @@ def test_a_problem_that_several_runs_measured_is_one_cell() -> None:
     (judged,) = verdict(claim, few, many, broken).tests
     assert (judged.word, judged.cells) == (Word.REPRODUCED, (many,))
     assert judged.others == (few, broken)
+
+
+def test_a_run_without_the_fastest_subject_or_baseline_counts_after_one_that_has_it() -> None:
+    claim = claimed()
+    several = ("fast", "dense", "slow")
+    whole = cell(claim, spread(9.2), case_ids=several, run="whole")
+    without = cell(claim, spread(8.4), case_ids=("slow", "dense"), run="part", confirms=True)
+    assert verdict(claim, whole, without).tests[0].cells == (whole,)
+    same = replace(without, case_ids=several)  # it also timed the other subject: it confirms
+    assert verdict(claim, whole, same).tests[0].cells == (same,)
+    near = cell(claim, spread(9.15), case_ids=("slow", "dense"), confirms=True)
+    assert verdict(claim, whole, near).tests[0].cells == (near,)
+    look = cell(claim, spread(9.2, processes=1), case_ids=several)
+    assert verdict(claim, look, without).tests[0].cells == (without,)
+    easy = cell(claim, spread(12.0), case_ids=("fast", "slow dense"), confirms=True)
+    assert verdict(claim, whole, easy).tests[0].cells == (whole,)
+
+
+def test_a_larger_cell_that_was_not_measured_again_is_named() -> None:
+    claim = claimed()
+    confirmed = cell(claim, spread(2.5), "a", confirms=True)
+    larger = cell(claim, spread(3.0), "b", fields={"op": "linear", "m": 64, "level": 0.9})
+    outcome = verdict(claim, confirmed, larger)
+    assert outcome.word is Word.REPRODUCED
+    assert "best of the cells that were measured again alone, linear, m 4, 50 %" in outcome.why
+    assert "of linear, m 64, 90 % would count if it were measured again alone" in outcome.why
 
 
 def test_a_test_over_an_op_has_the_ratio_of_two_speed_ups() -> None:

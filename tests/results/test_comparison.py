@@ -1,4 +1,4 @@
-"""results/comparison.py: two runs, joined on what was asked."""
+"""results/comparison.py: two runs, joined by case."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +26,7 @@ def rows(sparsity: float, dense_us: float, bsr_us: float, digest: str = "d1") ->
 
 
 def processes(count: int, bsr_us: float) -> list[Row]:
-    """Return rows of so many processes, and of an A/A pair that tells the noise floor."""
+    """Return rows of `count` processes, with an A/A pair, which gives the noise floor."""
     twin = replace(DENSE, baseline=False, twin=True)
     pair = [replace(r, case=Case(r.case.problem, twin)) for r in rows(0.9, 10, 10)[:1]]
     every = [*rows(0.9, 10, bsr_us), *pair]

@@ -260,7 +260,7 @@ def test_parquet_without_pyarrow_says_what_to_install(tmp_path, monkeypatch) -> 
 
 
 BEST = Contender("cvse", "ffn_sparse", options={"way": "best"})
-KEPT = {"way": "dense", "by": "ffn_dense_triton", "dense": {}}  # as choices were published before
+DENSE_CHOICE = {"chosen": "dense, ffn_dense_triton"}
 TRITON = "dense/ffn_dense_triton (chosen by cvse/ffn_sparse way=best)"
 
 
@@ -268,10 +268,8 @@ TRITON = "dense/ffn_dense_triton (chosen by cvse/ffn_sparse way=best)"
     ("kernel", "choice", "chosen"),
     [
         ("ffn_sparse", {"chosen": "dense, cublas", "way": "dense"}, "dense, cublas"),
-        ("ffn_sparse", KEPT, "dense, ffn_dense_triton"),
-        ("ffn_sparse", {"way": "few"}, "cvse, ffn_few"),
-        ("mlp_sparse", {"way": "few"}, "cvse, mlp_few"),
-        ("mlp_sparse", {"way": "library"}, "cvse, mlp_sparse way=library"),
+        ("ffn_sparse", {"chosen": "cvse, ffn_few"}, "cvse, ffn_few"),
+        ("ffn_sparse", {"chosen": "sparse activations, ffn_few"}, "cvse, ffn_few"),
         ("ffn_sparse", {}, ""),
         ("cublas", {"library": "cublas"}, ""),
     ],
@@ -282,12 +280,12 @@ def test_a_row_names_what_a_portfolio_chose(kernel, choice, chosen) -> None:
 
 
 def test_a_dense_kernel_that_a_portfolio_chose_wins_by_its_own_name() -> None:
-    rows = [row(DENSE, (10.0,)), row(BEST, (5.0,), choice=KEPT)]
+    rows = [row(DENSE, (10.0,)), row(BEST, (5.0,), choice=DENSE_CHOICE)]
     best = winners(summary(frame(rows))).iloc[0]
     assert (best.label, best.ran) == (BEST.label, TRITON)
-    rows = [row(DENSE, (5.0,)), row(BEST, (10.0,), choice=KEPT)]
+    rows = [row(DENSE, (5.0,)), row(BEST, (10.0,), choice=DENSE_CHOICE)]
     assert winners(summary(frame(rows))).runner_up.iloc[0] == TRITON
-    rows = [row(DENSE, (10.0,)), row(BEST, (5.0,), choice={"way": "few"})]
+    rows = [row(DENSE, (10.0,)), row(BEST, (5.0,), choice={"chosen": "cvse, ffn_few"})]
     ran = f"{BEST.label} (chosen: cvse, ffn_few)"
     assert winners(summary(frame(rows))).ran.iloc[0] == ran
 

@@ -101,7 +101,7 @@ def test_ranges_of_three_processes_are_disjoint_by_chance_in_a_tenth() -> None:
 @pytest.mark.parametrize("processes", [1, 3])
 @pytest.mark.parametrize("run", ["decode", "quick"])
 def test_parts_of_published_runs_agree_with_each_other(run: str, processes: int) -> None:
-    """Every pair of looks that share no process, as if each were a run of its own."""
+    """Every pair of looks that share no process, as if each were a separate run."""
     cases = analyse(store.read(ROOT / "results/published/nvidia-h200" / run)).cases
     raced = cases[
         (cases.scope == "kernel") & (cases.outcome != "") & (cases.speedups.str.len() == 8)

@@ -178,7 +178,7 @@ def test_a_whole_model_is_a_cell_a_file(changed, value, tmp_path) -> None:
     (cell,) = cells.files[claim.name]
     assert (cell.subject, cell.baseline, cell.processes) == ("SparseGatedMLP", "compiled", 1)
     assert cell.value == pytest.approx(value)
-    assert "layers 2" in cell.label
+    assert "2 layers" in cell.label
     (verdict,) = cells.verdicts()[claim.name]
     assert verdict.word is Word.NOT_SETTLED
     assert verdict.tendency is not None

@@ -1,4 +1,4 @@
-"""Who was not at their best, found in synthetic rows; test_published.py asks every bundle."""
+"""Doubts about tuning in synthetic rows; test_published.py looks for them in every bundle."""
 
 import shutil
 from dataclasses import replace

@@ -32,7 +32,7 @@ def stopping(after: int) -> Progress:
 
 
 class Here(worker_process.Worker):
-    """A worker of the simulated GPU without a process of its own."""
+    """A worker of the simulated GPU in this process."""
 
     def __init__(self, device: str, data: Path | None, log: Log) -> None:
         self.spec = gpu_model.read(device)

@@ -30,7 +30,7 @@ SPREAD = {"below 8 µs": 0.030, "8 to 20 µs": 0.019, "20 to 100 µs": 0.014, "a
 
 @dataclass(frozen=True)
 class Design:
-    """Who searches: so many groups of processes, each sharing one choice; 0: nobody."""
+    """The processes that search: the number of groups that share a choice; 0 if none searches."""
 
     name: str
     groups: int

@@ -51,7 +51,7 @@ PartitionName=sim Nodes=n1,n2 Default=YES MaxTime=INFINITE State=UP
 
 
 def missing() -> str:
-    """Say what a cluster needs and is not here; "" where all is."""
+    """Say which programs of a cluster are missing; "" if none is."""
     if os.geteuid() != 0:
         return "needs root, to start Slurm"
     lacking = [name for name in NEEDED if not shutil.which(name)]
@@ -60,7 +60,7 @@ def missing() -> str:
 
 
 class Box:
-    """The cluster. `environment` makes Slurm's commands ask it."""
+    """The cluster. With `environment`, Slurm's commands use it."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -130,7 +130,7 @@ class Box:
 
 @contextmanager
 def box(folder: Path) -> Iterator[Box]:
-    """Give a running cluster, and end it."""
+    """Yield a running cluster, and stop it at the end."""
     sandbox = Box(folder)
     try:
         sandbox.start()

@@ -1,4 +1,4 @@
-"""A plan in a real Slurm: what jobs, nodes and the controller do to it, no row is lost or twice."""
+"""A plan in a real Slurm: no row is lost or measured twice, whatever happens to jobs and nodes."""
 
 import os
 import shutil
@@ -83,7 +83,7 @@ def killed(job: str) -> None:
 
 
 class Sent:
-    """A plan that is sent in a thread, as `run --slurm` does, and what its folder tells of it."""
+    """A plan that a thread submits, as `run --slurm` does, and its state as its folder shows it."""
 
     def __init__(self, suite: Path, out: Path, parts: int) -> None:
         self.suite, self.folder = read(str(suite)), folders.shards_of(out)

@@ -191,7 +191,7 @@ def loss_of(model: Any, tokens: Tensor) -> float:
 
 
 def contexts(loaded: Loaded, text: str, tokens: int) -> tuple[Tensor, Tensor]:
-    """Cut a text into contexts of about `tokens` tokens, and half as many held-out ones after them.
+    """Cut a text into contexts of about `tokens` tokens in all, then held-out ones of half as many.
 
     A context has CONTEXT tokens, or as many as the model has positions.
     """

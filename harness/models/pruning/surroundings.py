@@ -52,7 +52,7 @@ def require_unread(model: nn.Module, names: Sequence[str]) -> None:
 
 
 def _parts(model: nn.Module, name: str, prefix: str) -> Iterator[str]:
-    """Yield the names, without a prefix, of a module and of all that vanishes with it."""
+    """Yield the unprefixed names of a module and of everything that is removed with it."""
     for part, _ in model.get_submodule(name).named_modules():
         yield f"{name}.{part}".removeprefix(prefix).rstrip(".")
 

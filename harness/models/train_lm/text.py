@@ -73,7 +73,7 @@ def samples(path: Path) -> Text:
 
 
 def contexts(text: Tensor, starts: Tensor, context: int) -> Tensor:
-    """Return int64 [starts, context + 1]: bytes, of which the last is only a target."""
+    """Return int64 [starts, context + 1]: bytes; the last one is only a target."""
     positions = starts[:, None] + torch.arange(context + 1, device=starts.device)
     return text[positions].long()
 

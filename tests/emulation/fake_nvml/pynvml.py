@@ -40,7 +40,7 @@ readings: list[tuple[int, ...]] = []
 
 
 class NVMLError(Exception):
-    """As NVML's own: whatever goes wrong."""
+    """Any error of NVML."""
 
 
 def setting(name: str, default: Any) -> Any:

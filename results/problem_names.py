@@ -1,0 +1,129 @@
+"""Names of problems and their fields for readers: on pages, in the terminal and in claims.
+
+dtype bf16, m 64, n 4096, k 512, sparsity 0.9, block 64
+                                       ─>  bf16, m 64, 4096 × 512, 90 %, 64 × 64 blocks
+heads 32, kv_heads 8, causal True      ─>  32 heads, 8 KV heads, causal
+hidden 4096, intermediate 14336, ...   ─>  8 of 32 layers of Llama-3-8B
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import pandas as pd
+
+from sparsebench.results.contests import ANY, OF_MODEL
+from sparsebench.results.formatting import PATTERNS, blocks_text, percent, size_text
+from sparsebench.results.model_shapes import model_name
+
+SIZES_OF_MODEL = {*OF_MODEL, "vocab", "heads", "kv_heads", "head_dim"}
+"""Fields that the name of a model stands for."""
+
+USUAL = {
+    ("pattern", "dense"),
+    ("pattern", "blocks"),
+    ("pattern", "file"),
+    ("caches", "1"),
+    ("pruned", "mlp"),
+    ("sparsity", "0"),
+    ("level", "0"),
+    ("activation", "relu"),
+    ("scope", "kernel"),
+    ("cache", "cold"),
+    ("block", "1"),
+    ("skew", "iid"),
+}
+"""Values that the name of a problem leaves out."""
+
+FIRST = ("op", "dtype", "m", "shape", "n", "k", "pattern", "level", "sparsity", "block")
+"""The order of fields in a name; others follow as they are given."""
+
+TEXTS = {
+    "active": "{} active",
+    "cache": "{} cache",
+    "head_dim": "head size {}",
+    "heads": "{} heads",
+    "kv_heads": "{} KV heads",
+    "layers": "{} layers",
+    "vocab": "vocabulary {}",
+}
+"""Texts of fields; any other field is its name and its value."""
+
+VALUES = {
+    ("causal", "True"): "causal",
+    ("causal", "False"): "not causal",
+    ("lists", "heads"): "a list for each head",
+    ("lists", "kv_heads"): "a list for each KV head",
+    ("lists", "one"): "one list for all heads",
+    ("pattern", "blocks"): "block pattern",
+    ("pattern", "dense"): "",
+    ("pruned", "all"): "pruned MLPs and attention",
+    ("scope", "chain"): "inside a chain",
+    ("scope", "op"): "as called from Python",
+    ("block", ANY): "any block",
+    ("block", "1"): "",
+    ("block", ""): "",
+}
+"""Texts of single values of fields."""
+
+
+def field_text(name: str, value: Any) -> str:
+    """Write one field: `m 16`, `n × k 4096 × 4096`, `64 × 64 blocks`, `at 90 %`, `8 KV heads`."""
+    text = _value(value)
+    if (name, text) in VALUES:
+        return VALUES[name, text]
+    if name in TEXTS:
+        return TEXTS[name].format(text)
+    match name:
+        case "level":
+            return f"at {percent(value)}"
+        case "sparsity":
+            return percent(value)
+        case "pattern" | "weights":
+            return PATTERNS.get(text, text.replace("_", " "))
+        case "block":
+            return blocks_text(text)
+        case "shape":
+            return size_text(text)
+        case "video":
+            return f"video {text.replace('x', ' × ')}"
+        case "op" | "dtype" | "source":
+            return text
+    return f"{name} {text}"
+
+
+def name_parts(fields: Mapping[Any, Any], names: Iterable[str]) -> dict[str, str]:
+    """Return the texts of some fields of a problem, by field, without missing and usual ones.
+
+    n and k are one size, and the name of a model stands for its sizes.
+    """
+    given = [name for name in names if not _missing(fields.get(name))]
+    given = [name for name in given if (name, _value(fields[name])) not in USUAL]
+    given.sort(key=lambda name: FIRST.index(name) if name in FIRST else len(FIRST))
+    parts: dict[str, str] = {}
+    of_model = not any(_missing(fields.get(name)) for name in OF_MODEL)
+    for name in given:
+        if of_model and name in SIZES_OF_MODEL:
+            parts["model"] = model_name(*(int(fields[size]) for size in OF_MODEL))
+        elif name == "n" and "k" in given:
+            parts[name] = f"{_value(fields['n'])} × {_value(fields['k'])}"
+        elif name == "level":
+            parts[name] = percent(fields[name])
+        elif not (name == "k" and "n" in given):
+            parts[name] = field_text(name, fields[name])
+    return parts
+
+
+def problem_name(fields: Mapping[Any, Any], names: Iterable[str]) -> str:
+    """Name a problem by some of its fields: `linear, bf16, m 64, 90 %, 64 × 64 blocks`."""
+    return ", ".join(name_parts(fields, names).values())
+
+
+def _missing(value: Any) -> bool:
+    return not isinstance(value, list) and bool(pd.isna(value) or value == "")
+
+
+def _value(value: Any) -> str:
+    """Write a value with all digits of a whole number; a list as sizes, `21x30x52`."""
+    if isinstance(value, list):
+        return "x".join(map(str, value))
+    return f"{value:.10g}" if isinstance(value, float) else str(value)
