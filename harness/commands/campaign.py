@@ -64,9 +64,9 @@ def plan(
     from sparsebench.harness.costs.campaign_needs import obstacles
     from sparsebench.harness.costs.estimates import campaign_estimates
 
+    requested = _read_campaign(file)
     if gpu is None and not GPU.is_dir():
         raise ResultError(f"--gpu: expected published runs; found no {GPU} in this folder")
-    requested = _read_campaign(file)
     selected = {entry.name for entry in requested.select(names or [])}
     estimates = campaign_estimates(requested, gpu or GPU, data)
     entries = [each for each in estimates if each.entry.name in selected]
