@@ -33,7 +33,7 @@ import pandas as pd
 from sparsebench._writing import replacing, write_file
 from sparsebench.errors import ResultError
 from sparsebench.results.record import POWER_LIMITED, Contender, Row, Status, Value
-from sparsebench.results.statistics import Floats, by_round, median_logs
+from sparsebench.results.statistics import Floats, by_round, median_logs, quantiles
 
 # Columns: these, then the fields of the problems, then MEASURED.
 NAMES = ["problem_id", "case_id", "op", "seed", "source"]
@@ -53,6 +53,7 @@ TELEMETRY = ["sm_mhz", "power_w", "temperature_c"]
 LIMITS = ["power_capped_us", "thermal_us", "hardware_us"]  # counters of NVML
 SENSORS = ["energy_j", *TELEMETRY, "limited"]
 QUARTILES = ["speedup_q1", "speedup_q3"]
+SHARES_OF_SAMPLES = [0.0, 0.1, 0.25, 0.5, 0.75]
 LATE, HOST_LATE = 1.3, "host late"
 MARKS = {
     "power-limited": "In at least one process, NVML counted that the power limit lowered the SM "
@@ -83,15 +84,28 @@ def frame(rows: Iterable[Row]) -> pd.DataFrame:
     rows = list(rows)
     sources = shortest_endings({s.label for row in rows if (s := row.case.problem.source)})
     problems = [row.case.problem.id for row in rows]
-    label = _labels(problems, rows)
+    label, others = _labels(problems, rows), opponents(rows, problems)
     blocks_us = {id(row): rounds_us(row) for row in rows if row.samples_us}
+
+    def logs(row: Row, other: Row | None) -> Sequence[float] | Floats:
+        if other is None or row.status is not Status.OK:
+            return ()
+        return median_logs(blocks_us[id(other)], blocks_us[id(row)])
+
+    times_us = quantiles([row.samples_us for row in rows], SHARES_OF_SAMPLES)
+    pairs = zip(rows, others, strict=True)
+    speedups = np.exp(quantiles([logs(row, base) for row, (base, _) in pairs], [0.5, 0.25, 0.75]))
     lines = [
         {"problem_id": problem, "label": label(row.case.contender)}
         | _case_facts(row, sources)
-        | _measurements(row)
+        | _measurements(row, of_samples)
         | {"blocks_us": blocks_us.get(id(row))}
-        | _against(row, *others, label, blocks_us)
-        for problem, row, others in zip(problems, rows, opponents(rows, problems), strict=True)
+        | dict(zip(["speedup", *QUARTILES], of_speedup, strict=True))
+        | {"baseline_label": label(base.case.contender) if base else np.nan}
+        | {"aa_log": np.median(log_ratios) if len(log_ratios := logs(row, original)) else np.nan}
+        for problem, row, (base, original), of_samples, of_speedup in zip(
+            problems, rows, others, times_us.tolist(), speedups.tolist(), strict=True
+        )
     ]
     names = list(dict.fromkeys([*FIELDS, *(n for row in rows for n in row.case.problem.fields)]))
     whole = [name for name in names if all(type(line.get(name, 0)) is int for line in lines)]
@@ -208,9 +222,9 @@ def _case_facts(row: Row, sources: Mapping[str, str]) -> dict[str, Any]:
     }
 
 
-def _measurements(row: Row) -> dict[str, Any]:
-    samples = np.asarray(row.samples_us or [np.nan])
-    low, q1, median, q3 = np.quantile(samples, [0.1, 0.25, 0.5, 0.75])
+def _measurements(row: Row, of_samples: Sequence[float]) -> dict[str, Any]:
+    """Return the measured columns; `of_samples` are the quantiles SHARES_OF_SAMPLES."""
+    least, low, q1, median, q3 = of_samples
     late = _late_share(row, low, median)
     return {name: getattr(row, name) for name in AS_IN_ROW} | {
         "status": str(row.status),
@@ -224,7 +238,7 @@ def _measurements(row: Row) -> dict[str, Any]:
         "median_us": median,
         "q1_us": q1,
         "q3_us": q3,
-        "min_us": samples.min(),
+        "min_us": least,
         "tflops": _ratio(row.flops, median * 1e6),
         "dense_tflops": _ratio(row.dense_flops, median * 1e6),
         "gb_per_s": _ratio(row.fewest_bytes, median * 1e3),
@@ -272,30 +286,6 @@ def _marks(row: Row) -> str:
         "error allowed by the suite": allowed is not None,
     }
     return ", ".join(name for name, marked in marks.items() if marked)
-
-
-def _against(
-    row: Row,
-    base: Row | None,
-    original: Row | None,
-    label: Callable[[Contender], str],
-    blocks_us: Mapping[int, Floats],
-) -> dict[str, Any]:
-    """Return the speedup over the baseline, and a twin's log-ratio to its original.
-
-    `blocks_us` are the median times by round, for each row by its `id()`.
-    """
-    ratios: dict[str, Any] = {}
-    if base is not None:
-        ratios["baseline_label"] = label(base.case.contender)
-    if base is not None and row.status is Status.OK:
-        quartiles = np.quantile(
-            median_logs(blocks_us[id(base)], blocks_us[id(row)]), [0.5, 0.25, 0.75]
-        )
-        ratios |= zip(["speedup", *QUARTILES], np.exp(quartiles).tolist(), strict=True)
-    if original is not None and row.status is Status.OK:
-        ratios["aa_log"] = np.median(median_logs(blocks_us[id(original)], blocks_us[id(row)]))
-    return ratios
 
 
 def _ratio(over: float | None, under: float | None) -> float | None:

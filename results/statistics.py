@@ -97,6 +97,18 @@ def median_logs(base: Floats, other: Floats) -> Floats:
     return logs
 
 
+def quantiles(samples: Sequence[Sequence[float] | Floats], shares: Sequence[float]) -> Floats:
+    """Return the quantiles of several samples, [samples, shares]; NaN for one without a value.
+
+    All samples of one length share a call of numpy, which takes 60 µs.
+    """
+    result = np.full((len(samples), len(shares)), np.nan)
+    for length in {len(each) for each in samples} - {0}:
+        places = [place for place, each in enumerate(samples) if len(each) == length]
+        result[places] = np.quantile([samples[place] for place in places], shares, axis=1).T
+    return result
+
+
 def ratio_over(case: Rounds, base: Rounds, between: float = 0.0) -> Ratio | None:
     """Return the speedup of a case over another one of the same contests; None if they share none.
 

@@ -50,18 +50,21 @@ class Doubt:
 
 def doubts(table: pd.DataFrame, run: str = "") -> list[Doubt]:
     """Return the tuned contenders of a frame that are slower than their defaults."""
-    doubtful = []
     recipe = ["problem_id", "scope", "cache", "format", "kernel", "params", "rest"]
-    cases = _cases(table)[[*recipe, "search", "us", "label", "text"]]
-    for _, group in cases.groupby(recipe, sort=False, dropna=False):
-        by_search = {line["search"]: line for line in records(group)}
-        # A contender without the option is tuned if a rival has False, and not if one has True.
-        tuned = by_search.get("True", by_search.get(""))
-        default = by_search.get("False", by_search.get(""))
-        if tuned and default and tuned["us"] > SLOWER * default["us"]:
-            expected = f"at most {default['us']:.1f} µs, as {default['label']}"
-            doubtful.append(Doubt(run, tuned["text"], expected, f"{tuned['us']:.1f} µs"))
-    return doubtful
+    cases = _cases(table).sort_values("search", ascending=False, kind="stable")
+    # A contender without the option is tuned if a rival has False, and not if one has True.
+    tuned = cases[cases.search != "False"].drop_duplicates(recipe).sort_index()
+    default = cases[cases.search != "True"].drop_duplicates(recipe)
+    pairs = tuned.merge(default[[*recipe, "us", "label"]], on=recipe, suffixes=("", "_default"))
+    return [
+        Doubt(
+            run,
+            _text(line, fields(table)),
+            f"at most {line['us_default']:.1f} µs, as {line['label_default']}",
+            f"{line['us']:.1f} µs",
+        )
+        for line in records(pairs[pairs.us > SLOWER * pairs.us_default])
+    ]
 
 
 def slower_than_elsewhere(tables: Mapping[str, pd.DataFrame]) -> list[Doubt]:
@@ -69,14 +72,20 @@ def slower_than_elsewhere(tables: Mapping[str, pd.DataFrame]) -> list[Doubt]:
 
     `tables` are the frames of runs on one kind of GPU, by the runs' names.
     """
-    doubtful = []
-    every = pd.concat([_cases(table).assign(run=run) for run, table in tables.items()])
-    for _, same in every.sort_values("us").groupby(KEYS, sort=False):
-        best, worst = same.iloc[0], same.iloc[-1]
-        if worst.us > APART * best.us:
-            expected = f"about {best.us:.1f} µs, as in {best.run}"
-            doubtful.append(Doubt(worst.run, worst.text, expected, f"{worst.us:.1f} µs", best.run))
-    return doubtful
+    cases = pd.concat([_cases(table).assign(run=run) for run, table in tables.items()])
+    cases = cases.sort_values("us")
+    best, worst = (cases.drop_duplicates(KEYS, keep=end) for end in ("first", "last"))
+    pairs = best[[*KEYS, "us", "run"]].merge(worst, on=KEYS, suffixes=("_best", ""))
+    return [
+        Doubt(
+            line["run"],
+            _text(line, fields(tables[line["run"]])),
+            f"about {line['us_best']:.1f} µs, as in {line['run_best']}",
+            f"{line['us']:.1f} µs",
+            line["run_best"],
+        )
+        for line in records(pairs[pairs.us > APART * pairs.us_best])
+    ]
 
 
 def warnings(run: Run, others: Iterable[Path] = ()) -> Iterator[str]:
@@ -111,17 +120,16 @@ def _cases(table: pd.DataFrame) -> pd.DataFrame:
 
     us      the median over the processes
     search  the value of one of SEARCHES ("" if there is none), and `rest` the other options
-    text    op, fields, contender, scope and cache state
     """
     right = table[(table.status == Status.OK) & ~table.twin.astype(bool)]
     us = right.groupby(KEYS).median_us.transform("median")
     cases = right.assign(us=us).drop_duplicates(KEYS)
-    texts = [_text(line, fields(table)) for line in records(cases)]
     search = cases.options.str.extract(SEARCHES)[0].fillna("")
     rest = cases.options.str.replace(SEARCHES, "", regex=True).str.split().str.join(" ")
-    return cases.assign(text=texts, search=search, rest=rest)
+    return cases.assign(search=search, rest=rest)
 
 
 def _text(line: Mapping[Any, Any], names: Iterable[str]) -> str:
+    """Write the op, the fields, the contender, the scope and the cache state of a case."""
     values = " ".join(f"{name}={line[name]}" for name in names if not pd.isna(line[name]))
     return f"{line['op']} {values} {line['label']} ({line['scope']}, {line['cache']})"

@@ -5,8 +5,6 @@ best. Differences within MARGINS mean nothing: they are the largest differences 
 process, as seen on H200s.
 """
 
-import gzip
-import json
 from pathlib import Path
 
 import pytest
@@ -19,7 +17,6 @@ from tests.tools.marks import exhaustive
 from tests.tools.paths import PUBLISHED
 
 MARGINS = {8.0: 0.042, 20.0: 0.062, 100.0: 0.036, float("inf"): 0.02}  # up to µs: relative
-FIRST = 3  # the version of rows whose dense baselines were searched among cuBLASLt's algorithms
 KNOWN = {  # by GPU or version, and run: cache, m, and the m that took less
     "2026-11-25-84a765b/calls": [("hot", 1, 64)],  # searched with a cold cache
     "2026-11-25-84a765b/spense-decode-again": [("cold", 16, 64)],  # inherited configurations
@@ -29,26 +26,22 @@ KNOWN = {  # by GPU or version, and run: cache, m, and the m that took less
 SAMPLE = {*KNOWN, "nvidia-h200/decode", "nvidia-h100-80gb-hbm3/tokens"}
 
 
-def version(path: Path) -> int:
-    """Return the version of a run's rows."""
-    zipped = path / "rows.jsonl.gz"
-    with gzip.open(zipped, "rt") if zipped.exists() else (path / "rows.jsonl").open() as file:
-        return int(json.loads(file.readline())["schema"].split("@")[1])
-
-
 @pytest.mark.parametrize(
     "path",
     [
         run if "/".join(run.parts[-2:]) in SAMPLE else exhaustive(run)
         for run in (file.parent for file in sorted(PUBLISHED.rglob("run.json")))
-        if version(run) >= FIRST
     ],
     ids=lambda path: str(path.relative_to(PUBLISHED)),
 )
 def test_no_published_dense_product_of_few_tokens_is_slower_than_one_of_more(path: Path) -> None:
-    cases = summary(frame(store.read(path).rows))
-    cases = cases[cases.baseline & (cases.format == "dense") & (cases.scope == "kernel")]
-    slower = []
+    rows = [
+        row
+        for row in store.read(path).rows
+        if row.case.contender.baseline and row.case.contender.format == "dense"
+        if row.scope == "kernel"
+    ]
+    cases, slower = summary(frame(rows)), []
     for cache, group in cases[cases.median_us.notna()].groupby("cache"):
         for line in ratios(group).itertuples():
             margin = next(margin for us, margin in MARGINS.items() if line.least_us < us)
