@@ -111,11 +111,16 @@ def lock() -> str:
     return "\n".join([f"# Python {platform.python_version()}", *index, *pins]) + "\n"
 
 
+def require_directory(run: Path) -> None:
+    """Raise ResultError unless the directory of a run exists."""
+    if not run.is_dir():
+        raise ResultError(f"{run}: expected the directory of a run, found none")
+
+
 def _manifest(path: Path) -> dict[str, str]:
     """Return the SHA-256 of each file by name; raises ResultError if a required one is missing."""
     file = path / MANIFEST
-    if not path.is_dir():
-        raise ResultError(f"{path}: expected the directory of a run, found none")
+    require_directory(path)
     if not file.is_file():
         raise ResultError(f"{path}: expected {MANIFEST}, which seals a run; found none")
     entries = files.from_json(file, MANIFEST_SCHEMA).get("files")

@@ -131,6 +131,8 @@ def first_error(
         return f"{place}: unknown key{did_you_mean(str(path[-1]), keys)}"
     if first["type"] == "missing":
         return f"{place}: expected a value, found none"
+    if first["type"] == "json_invalid":
+        return str(first["msg"])
     empty = first["type"] == "too_short" and not first["input"]
     message = first["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
     expected = "at least one value" if empty else message

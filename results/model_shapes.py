@@ -7,14 +7,13 @@ The list has the values of the config.json of each model on Hugging Face, at the
 `source`; for a model that reads images as well, those of its `text_config`.
 """
 
-import json
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any
 
 from sparsebench._discovery import did_you_mean
 from sparsebench.errors import ResultError
-from sparsebench.results.files import JSON_BYTES, text
+from sparsebench.results.files import from_json
 
 NAMES = {  # a field of ModelShapes: the name in config.json
     "hidden": "hidden_size",
@@ -110,12 +109,7 @@ def read_shapes(model: str) -> ModelShapes:
             f"expected a config.json, its folder or a listed model; found {model!r}{close}"
         )
     file = path / "config.json" if path.is_dir() else path
-    try:
-        config = json.loads(text(file, JSON_BYTES))
-    except (ValueError, RecursionError) as error:
-        raise ResultError(f"{file}: expected JSON, found {error}") from error
-    if not isinstance(config, dict):
-        raise ResultError(f"{file}: expected a JSON object, found {type(config).__name__}")
+    config = from_json(file)
     part = config.get("text_config", config)
     return _of_config(file, part if isinstance(part, dict) else {})
 

@@ -239,8 +239,7 @@ def runs_in(folder: Path) -> list[Path]:
 def read(path: Path | str) -> Run:
     """Read a run directory and drop a torn last row; raises ResultError for anything else."""
     path = Path(path)
-    if not path.is_dir():
-        raise ResultError(f"{path}: expected the directory of a run, found none")
+    bundle.require_directory(path)
     suite_text = files.text(path / "suite.yaml", files.YAML_BYTES)
     suite = files.from_yaml(str(path / "suite.yaml"), suite_text)
     schema, every_row = _rows(path)

@@ -10,6 +10,7 @@ A doubt is not an error: the times are real. It means that another kernel's spee
 contender may be due to a bad choice of configuration.
 """
 
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -112,7 +113,8 @@ def warnings(run: Run, others: Iterable[Path] = ()) -> Iterator[str]:
 
 def siblings(path: Path) -> list[Path]:
     """Return the other runs in the folder of a run, which it is published with."""
-    return [run for run in store.runs_in(path.resolve().parent) if run != path.resolve()]
+    here = Path(os.path.realpath(path))
+    return [run for run in store.runs_in(here.parent) if run != here]
 
 
 def _cases(table: pd.DataFrame) -> pd.DataFrame:

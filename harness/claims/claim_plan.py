@@ -28,8 +28,9 @@ from sparsebench.harness.bench.prepare import unsupported_on
 from sparsebench.harness.catalog import load_op, suites
 from sparsebench.harness.machine.device import is_simulated
 from sparsebench.harness.patterns._mask import level
+from sparsebench.harness.plan.document import document
 from sparsebench.harness.plan.selection import only, text
-from sparsebench.harness.plan.suite import Contest, Suite, document, expand, read
+from sparsebench.harness.plan.suite import Contest, Suite, expand, read
 from sparsebench.kernels._kernel import DTYPES
 from sparsebench.results.ceilings import Ceilings
 from sparsebench.results.claims.cells import Cell, covers, matches

@@ -132,9 +132,12 @@ def outcome(error: BaseException) -> tuple[int, str]:
     from sparsebench.errors import SparsebenchError, WorkerError
 
     match error:
-        # Typer turns every broken pipe into a silent exit, also one to a process of ours.
-        case SystemExit(__context__=BrokenPipeError() as broken) if not _output_is_closed():
+        # Typer turns every broken pipe into a silent exit with 1, also one to a process of ours.
+        case SystemExit(__context__=BrokenPipeError() as broken):
             return outcome(broken)
+        # Only typer's help and usage errors get here: our consoles drop what nobody reads.
+        case BrokenPipeError(__context__=context) if _output_is_closed():
+            return getattr(context, "exit_code", 0), ""
         case SystemExit():
             return int(error.code or 0), ""
         case KeyboardInterrupt():
@@ -144,7 +147,7 @@ def outcome(error: BaseException) -> tuple[int, str]:
         case WorkerError():
             return UNFIT, str(error)
         case OSError() if not isinstance(error, BrokenPipeError):
-            return BAD_INPUT, f"{error.filename or 'a file'}: {error.strerror or error}"
+            return BAD_INPUT, f"{error.filename or 'the output'}: {error.strerror or error}"
         case MemoryError():
             return BAD_INPUT, "expected enough memory, found none left"
     last = traceback.extract_tb(error.__traceback__)[-1]

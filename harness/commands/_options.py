@@ -18,6 +18,24 @@ def _set_peers(folder: Path | None) -> Path | None:
     return folder
 
 
+def present(runs: Path | list[Path] | None) -> Path | list[Path] | None:
+    """Refuse a run that is not there before a command imports for seconds."""
+    from sparsebench.results.bundle import require_directory
+
+    for run in [runs] if isinstance(runs, Path) else runs or ():
+        require_directory(run)
+    return runs
+
+
+def _legible(suite: str | None) -> str | None:
+    """Refuse a name that no suite has before a command imports for seconds."""
+    from sparsebench.harness.plan.document import document
+
+    if suite is not None:
+        document("suites", "suite", suite)
+    return suite
+
+
 def out_file(text: str) -> Any:
     """Return the option --out of a command, with its help."""
     return typer.Option("--out", help=text)
@@ -28,8 +46,11 @@ def new_run(name: str) -> Path:
     return Path("runs") / f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{name}"
 
 
-SuiteName = Annotated[str, typer.Argument(metavar="SUITE", help="A suite's name, or a file.yaml.")]
-RunPath = Annotated[Path, typer.Argument(help="A run directory.")]
+_suite = typer.Argument(metavar="SUITE", help="A suite's name, or a file.yaml.", callback=_legible)
+SuiteName = Annotated[str, _suite]
+AnySuite = Annotated[str | None, _suite]
+RunPath = Annotated[Path, typer.Argument(help="A run directory.", callback=present)]
+RunPaths = Annotated[list[Path], typer.Argument(help="Run directories.", callback=present)]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Markdown = Annotated[bool, typer.Option("--markdown", help="Print Markdown.")]
 Open = Annotated[bool, typer.Option("--open", help="Open the report in a browser.")]
@@ -40,7 +61,13 @@ Device = Annotated[
         help="cpu, cuda, cuda:N; simulated: sim, sim:l4, sim:FILE.yaml. Default: the best."
     ),
 ]
-Data = Annotated[Path | None, typer.Option(help="Folder with the source files that a suite names.")]
+RealDevice = Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N. Default: the best.")]
+Data = Annotated[
+    Path | None,
+    typer.Option(
+        help="Folder with the source files that a suite names.", exists=True, file_okay=False
+    ),
+]
 Peers = Annotated[
     Path | None,
     typer.Option(

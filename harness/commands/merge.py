@@ -6,11 +6,11 @@ from typing import Annotated
 import typer
 
 from sparsebench.harness.commands._console import stdout, wide
-from sparsebench.harness.commands._options import Data, Plugins
+from sparsebench.harness.commands._options import Data, Plugins, RunPaths
 
 
 def merge(
-    paths: Annotated[list[Path], typer.Argument(help="Runs that hold parts of one plan.")],
+    paths: RunPaths,
     out: Annotated[Path, typer.Option("--out", help="Run directory to write.")],
     data: Data = None,
     plugins: Plugins = False,

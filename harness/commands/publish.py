@@ -10,11 +10,11 @@ import typer
 
 from sparsebench.errors import ResultError
 from sparsebench.harness.commands._console import progress_bar, stdout
-from sparsebench.harness.commands._options import Data
+from sparsebench.harness.commands._options import Data, RunPaths
 
 
 def publish(
-    runs: Annotated[list[Path], typer.Argument(help="Run directories.")],
+    runs: RunPaths,
     out: Annotated[
         Path, typer.Option("--out", help="Folder of the site: a new one, or a site to add to.")
     ],

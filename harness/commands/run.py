@@ -32,7 +32,7 @@ FIXED_BY_PLAN = "device", "data", "timeout"
 
 def run(
     context: typer.Context,
-    suite: Annotated[str | None, typer.Argument(help="A suite's name, or a file.yaml.")] = None,
+    suite: opt.AnySuite = None,
     device: opt.Device = None,
     data: opt.Data = None,
     out: opt.Out = None,
@@ -64,6 +64,7 @@ def run(
         if repeat or profile:
             raise typer.BadParameter("expected a suite with --repeat or --profile, found --resume")
         opt.refuse_beside_resume(context, FIXED_BY_RUN)
+        opt.present(resume)
         early_start.start(device, 1, 1)
         from sparsebench.harness.shared_runs import sharing as shared
         from sparsebench.harness.shared_runs.shared_folder import is_shared

@@ -1,18 +1,15 @@
 """`sparsebench status`: how far a run is."""
 
 from dataclasses import asdict, replace
-from pathlib import Path
-from typing import Annotated
 
-import typer
 from rich.table import Table
 
 from sparsebench.harness.commands._console import print_json, stdout, wide
-from sparsebench.harness.commands._options import Json
+from sparsebench.harness.commands._options import Json, RunPath
 
 
 def status(
-    run: Annotated[Path, typer.Argument(help="A run, on one GPU or shared among several.")],
+    run: RunPath,
     as_json: Json = False,
 ) -> None:
     """Show how far a run is, from any host that can read its folder."""

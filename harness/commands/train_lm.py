@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from sparsebench.harness.commands._console import print_result, progress_bar
-from sparsebench.harness.commands._options import Device, Json, out_file
+from sparsebench.harness.commands._options import Json, RealDevice, out_file
 
 L1 = "0,1e-4,1e-3,1e-2,3e-2"  # from no penalty to one that makes most units inactive
 
@@ -38,7 +38,7 @@ def train_lm(
             help="For --pattern: a .npy file, uint8 [samples, bytes], to learn instead of text."
         ),
     ] = None,
-    device: Device = None,
+    device: RealDevice = None,
     out: Annotated[
         Path | None,
         out_file(

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from sparsebench.harness.commands._console import print_result, progress_bar
-from sparsebench.harness.commands._options import Device, Json, Peers, out_file
+from sparsebench.harness.commands._options import Json, Peers, RealDevice, out_file
 
 VOCAB = 49152
 
@@ -33,7 +33,7 @@ def whole(
         float, typer.Option(help="Measure energy for this many seconds; 0 measures none.", min=0)
     ] = 0.0,
     peers: Peers = None,
-    device: Device = None,
+    device: RealDevice = None,
     out: Annotated[Path | None, out_file("JSON file to write.")] = None,
     as_json: Json = False,
 ) -> None:

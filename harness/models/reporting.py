@@ -1,6 +1,7 @@
 """What the commands about models share: options, files, tables, and the memory of a device."""
 
 import gc
+import os
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from math import nan
@@ -38,9 +39,14 @@ def numbers(option: str, text: str, fits: Callable[[float], bool]) -> list[float
 
 
 def require_folder(path: Path | None) -> None:
-    """Raise SuiteError unless the folder of an output file exists."""
-    if path and not path.parent.is_dir():
-        raise SuiteError(f"{path}: expected a folder to write into; found no {path.parent}")
+    """Raise SuiteError unless an output file, or a new folder, can be written: before the work."""
+    if not path:
+        return
+    if path.is_dir():
+        raise SuiteError(f"{path}: expected a new directory to write or a file, found a directory")
+    if not os.access(path.parent, os.W_OK | os.X_OK):
+        actual = "one that is read-only" if path.parent.is_dir() else f"no {path.parent}"
+        raise SuiteError(f"{path}: expected a folder to write into; found {actual}")
 
 
 def save_tensors(

@@ -66,7 +66,7 @@ def only(contests: Sequence[Contest], condition: str) -> list[Contest]:
     for name, values in conditions:
         if name.removesuffix("!") not in names or not all(values):
             expected = f"field=value with a field of {', '.join(sorted(names))}"
-            term = f"{name}={'|'.join(values)}"
+            term = f"{name}={'|'.join(values)}".removesuffix("=")
             hint = did_you_mean(name, names)
             raise SuiteError(f"--only: expected {expected}; found {term!r}{hint}")
     field_names = {name.removesuffix("!") for name, _ in conditions}

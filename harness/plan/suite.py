@@ -38,7 +38,7 @@ from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from sparsebench._discovery import canonical, did_you_mean, documents, unknown
+from sparsebench._discovery import canonical, did_you_mean
 from sparsebench.errors import SuiteError
 from sparsebench.harness.bench.operands import level_of
 from sparsebench.harness.catalog import keywords, load_kernel, load_op, parameters
@@ -48,6 +48,7 @@ from sparsebench.harness.ops._op import Op
 from sparsebench.harness.patterns._mask import derived
 from sparsebench.harness.plan import limits
 from sparsebench.harness.plan._from_files import fields_of_source, require_enough, sources_of
+from sparsebench.harness.plan.document import document
 from sparsebench.kernels._removed import removal
 from sparsebench.results import files
 from sparsebench.results.record import Case, Contender, Problem, Source, format_of
@@ -159,19 +160,6 @@ def expand(where: str, text: str, data: Path | None = None, *, published: bool =
         raise SuiteError(f"{where}: {error}") from error
     measures = tuple(dict.fromkeys(product(suite_file.scopes, suite_file.caches)))
     return Suite(Path(where).stem, suite_file.title, text, contests, measures)
-
-
-def document(folder: str, what: str, name: str) -> tuple[str, str]:
-    """Return where a suite, claim or campaign is, and its text: a packaged one, or a file.yaml."""
-    packaged = documents(folder)
-    if name in packaged:
-        return packaged[name].name, packaged[name].read_text("utf-8")
-    if not name.endswith((".yaml", ".yml")):
-        lister = "claims list" if what == "claim" else "list"
-        raise SuiteError(unknown(f"a file.yaml or a known {what}", name, sorted(packaged), lister))
-    if not files.utf8(name):
-        raise SuiteError(f"expected a {what} with a name in UTF-8, found {name!r}")
-    return name, files.text(Path(name), files.YAML_BYTES, SuiteError)
 
 
 def parse(where: str, text: str, model: type[Model]) -> Model:

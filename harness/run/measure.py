@@ -190,7 +190,8 @@ def require_new(out: Path) -> None:
         raise SuiteError(f"--out {out}: {problem}")
     above = next(folder for folder in out.absolute().parents if folder.exists())
     if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
-        raise SuiteError(f"--out {out}: expected a folder to write into, found {above}")
+        actual = f"{above}, which is {'read-only' if above.is_dir() else 'a file'}"
+        raise SuiteError(f"--out {out}: expected a folder to write into, found {actual}")
 
 
 def _create(

@@ -30,9 +30,10 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from sparsebench._discovery import did_you_mean, unknown
 from sparsebench.errors import SuiteError
+from sparsebench.harness.plan.document import document
 from sparsebench.harness.plan.limits import seconds
 from sparsebench.harness.plan.selection import only
-from sparsebench.harness.plan.suite import Suite, document, parse, read
+from sparsebench.harness.plan.suite import Suite, parse, read
 
 KINDS = "suite", "confirm", "reproduce", "claims"
 NAME = re.compile(r"[a-z0-9][a-z0-9-]*")

@@ -9,6 +9,7 @@ torch.compile and torch.export. Plans are an attribute of the tensor `columns`, 
 if torch counts a write to a tensor of the mask.
 """
 
+from collections import OrderedDict
 from typing import Any, NamedTuple
 
 import torch
@@ -33,12 +34,16 @@ class Plans(NamedTuple):
     operator: Operator
     arrays: list[Tensor]
 
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        """Pickle as an empty object of a type that torch.load accepts."""
+        return OrderedDict, ()
+
 
 def plans_of(mask: BlockMask) -> Operator:
     """Return the plans of a mask as it is now. Raises Unsupported for an inference tensor."""
     stamp = stamp_of(mask, "attention"), id(mask.bits)
-    plans: Plans | None = getattr(mask.columns, ATTRIBUTE, None)
-    if plans is None or plans.stamp != stamp:
+    plans = getattr(mask.columns, ATTRIBUTE, None)
+    if not isinstance(plans, Plans) or plans.stamp != stamp:
         plans = Plans(stamp, operator_of(mask), arrays_of(mask))
         setattr(mask.columns, ATTRIBUTE, plans)
     return plans.operator

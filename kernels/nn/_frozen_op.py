@@ -54,6 +54,10 @@ class Plans:
     arrays: list[Tensor]
     dense: Tensor | None = None
 
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        """Copy and pickle as None: the plans are of this weight's memory."""
+        return type(None), ()
+
 
 def multiply(x: Tensor, w: Weight) -> Tensor:
     """Return X @ W.T [m, n] by the planned kernel. Raises Unsupported."""

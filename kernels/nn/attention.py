@@ -79,8 +79,8 @@ class BlockSparseAttention(nn.Module):
         """Make the projections. Raises Unsupported if heads do not divide the features."""
         super().__init__()
         kv_heads = kv_heads or heads
-        if features % heads or heads % kv_heads:
-            expected = "features a multiple of heads, and heads of kv_heads"
+        if heads < 1 or kv_heads < 1 or features % heads or heads % kv_heads:
+            expected = "features a multiple of heads, and heads of kv_heads, each at least 1"
             sizes = f"{features}, {heads} and {kv_heads}"
             raise Unsupported(f"BlockSparseAttention: expected {expected}, found {sizes}")
         self.heads, self.kv_heads, self.head_dim = heads, kv_heads, features // heads

@@ -17,7 +17,7 @@ from torch import Tensor
 from sparsebench.harness.bench import correctness as check
 from sparsebench.harness.bench import output_checks as checking
 from sparsebench.harness.bench import timing
-from sparsebench.harness.bench.correctness import Verdict
+from sparsebench.harness.bench.correctness import OutputCheck
 from sparsebench.harness.bench.operands import redraw
 from sparsebench.harness.catalog import load_op
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
@@ -112,11 +112,11 @@ def odd_code(operands: Operands) -> Launch:
 @prepare_linear()
 def replaces_code_of_the_check(w: Tensor, x: Tensor) -> Run:
     """Give the check other code when called."""
-    yes = lambda out, expected: Verdict(None, 0.0, 0.0)  # noqa: E731
+    yes = lambda out, expected: OutputCheck(None, 0.0, 0.0)  # noqa: E731
 
     def run() -> object:
         check._judge.__code__ = yes.__code__
-        check._judge.__globals__["Verdict"] = Verdict
+        check._judge.__globals__["OutputCheck"] = OutputCheck
         return x.new_zeros(len(x), len(w))
 
     return run
@@ -125,7 +125,7 @@ def replaces_code_of_the_check(w: Tensor, x: Tensor) -> Run:
 @prepare_linear()
 def replaces_the_check(w: Tensor, x: Tensor) -> Run:
     """Replace the check by one that accepts everything."""
-    checking.check = lambda out, expected, pattern=None: Verdict(None, 0.0, 0.0)
+    checking.check = lambda out, expected, pattern=None: OutputCheck(None, 0.0, 0.0)
     return lambda: x.new_zeros(len(x), len(w))
 
 

@@ -128,6 +128,19 @@ def test_listing_imports_no_library_that_computes() -> None:
     assert {"quick", "sparsity"} <= names["suites"].keys()
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    ["run quik", "run --resume none", "tune quik", "publish none --out x", "merge none --out x"],
+)
+def test_a_name_without_a_suite_or_run_is_refused_before_imports_of_seconds(arguments) -> None:
+    words = ["sparsebench", *arguments.split()]
+    code = "import sys; from sparsebench.harness.commands._app import main; "
+    code += f"sys.argv = {words}; print(main(), *sys.modules)"
+    exit_code, *modules = in_python(code).split()
+    assert exit_code == "2"
+    assert not {name.partition(".")[0] for name in modules} & COMPUTING
+
+
 def test_runs_are_read_without_torch(measured: sparsebench.Run, tmp_path: Path) -> None:
     """Only the plan of a run needs the kernels, and validate says that it was not checked."""
     run = str(measured.path)

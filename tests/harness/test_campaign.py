@@ -358,8 +358,8 @@ def test_claims_that_need_the_same_suite_are_in_one_entry() -> None:
     suites = Counter[str]()
     for entry in campaign("published").entries:
         if entry.claims:
-            parts = evidence(read_claims(entry.claims)).all_parts
-            suites.update({part.suite.text or part.suite.name for part in parts})
+            plans = evidence(read_claims(entry.claims)).all_plans
+            suites.update({plan.suite.text or plan.suite.name for plan in plans})
     assert suites
     assert {suite: count for suite, count in suites.items() if count > 1} == {}
 

@@ -78,7 +78,7 @@ def test_a_run_of_which_only_a_twin_failed_ends_with_the_code_of_failures(
 
 
 @pytest.mark.parametrize(
-    "arguments", [["list"], ["list", "--json"], exhaustive(["run", "small.yaml"])]
+    "arguments", [["--help"], ["list"], ["list", "--json"], exhaustive(["run", "small.yaml"])]
 )
 def test_a_closed_pipe_changes_neither_the_report_nor_the_exit_code(arguments, tmp_path) -> None:
     measured = tmp_path / "run"
@@ -98,6 +98,14 @@ def test_a_closed_pipe_changes_neither_the_report_nor_the_exit_code(arguments, t
         assert (measured / "report.html").is_file()
     else:
         assert message == ""
+
+
+def test_a_usage_error_for_a_closed_pipe_keeps_its_exit_code() -> None:
+    command = [sys.executable, "-P", "-m", "sparsebench", "adivse"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE) as done:
+        assert done.stderr
+        done.stderr.close()
+    assert done.returncode == _console.BAD_INPUT
 
 
 def test_compare_sets_runs_side_by_side(run: Path, tmp_path: Path) -> None:
@@ -279,6 +287,14 @@ def test_a_report_that_cannot_be_written_is_one_line(run: Path, tmp_path: Path) 
     done = sparsebench("run", run / "suite.yaml", "--device", "cpu", "--out", tmp_path / "file/x")
     assert done.returncode == 2
     assert "expected a folder to write into" in done.stderr
+
+
+@pytest.mark.parametrize("command", ["validate", "report"])
+def test_a_link_to_itself_is_no_run(command: str, tmp_path: Path) -> None:
+    (tmp_path / "loop").symlink_to("loop")
+    done = sparsebench(command, tmp_path / "loop")
+    assert done.returncode == _console.BAD_INPUT
+    assert done.stderr.endswith("loop: expected the directory of a run, found none\n")
 
 
 def test_a_selection_of_a_suite_is_a_valid_run(run: Path, tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from sparsebench.errors import SuiteError
 from sparsebench.harness.bench import contest
 from sparsebench.harness.bench.operands import _play, operands, other_draw, redraw
 from sparsebench.harness.catalog import load_op
+from sparsebench.harness.models import reporting
 from sparsebench.harness.models.train_lm.model import Decoder, Sizes
 from sparsebench.harness.models.train_lm.text import Text, contexts, evenly, standard_library
 from sparsebench.harness.models.train_lm.train import mlp_inputs, train
@@ -191,6 +192,7 @@ def test_suite_reads_the_output_of_the_command(tmp_path: Path) -> None:
         ("--l1 1e-3,1.0000001e-3", "once"),
         ("--width 36 --heads 4", "found 36"),
         ("--out nowhere/x.safetensors", "nowhere"),
+        ("--out .", "found a directory"),
     ],
 )
 def test_command_refuses_bad_input_in_one_line(arguments: str, message: str) -> None:
@@ -199,6 +201,12 @@ def test_command_refuses_bad_input_in_one_line(arguments: str, message: str) -> 
     line = done.stderr.strip()
     assert message in line
     assert "\n" not in line
+
+
+def test_a_read_only_folder_is_refused_before_the_work(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr("os.access", lambda *_: False)
+    with pytest.raises(SuiteError, match="expected a folder to write into; found one that is read"):
+        reporting.require_folder(tmp_path / "x.safetensors")
 
 
 def suite(folder: Path, tensor: str, fields: str, op: str = "ffn") -> list[Problem]:

@@ -212,7 +212,10 @@ def sparsify_(
     the name of the first layer that does not fit, or with whose weight other code computes.
     """
     recipes = "BlockSparse(...), TwoFour(...), Unstructured(...) or SparseActivations(...)"
-    require(isinstance(recipe, Recipe), f"recipe: expected {recipes}; found {recipe!r}")
+    require(
+        isinstance(recipe, Recipe),
+        f"recipe: expected {recipes}; found {repr(recipe).splitlines()[0]}",
+    )
     names, left_out = _select(model, recipe, filter_fn)
     plans: dict[str, Make] = {}
     for name in names:

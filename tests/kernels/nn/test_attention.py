@@ -1,5 +1,7 @@
 """sparsebench.attention: values and gradients, compiled and not, and what it refuses."""
 
+import copy
+import pickle
 from dataclasses import replace
 
 import pytest
@@ -94,6 +96,13 @@ def test_plans_stay_with_the_mask_until_it_is_written_or_moved(moved: bool) -> N
     torch.testing.assert_close(changed, reference(*operands, mask)[0])
 
 
+def test_a_mask_is_copied_and_pickled_after_a_call() -> None:
+    mask, operands = random_mask(TOKENS, 16, batch=2), drawn()
+    o = sparsebench.attention(*operands, mask)
+    for other in (copy.deepcopy(mask), pickle.loads(pickle.dumps(mask))):
+        assert torch.equal(sparsebench.attention(*operands, other), o)
+
+
 @pytest.mark.parametrize(
     ("spoil", "token"),
     [
@@ -116,6 +125,12 @@ def test_operands_that_do_not_fit_are_refused_in_one_line(spoil, token: str) -> 
 def test_a_scale_that_is_not_positive_is_refused() -> None:
     with pytest.raises(Unsupported, match="scale"):
         sparsebench.attention(*drawn(), random_mask(TOKENS, 16, batch=2), scale=0)
+
+
+@pytest.mark.parametrize("heads", [0, -4, 3])
+def test_a_layer_refuses_heads_that_do_not_divide_its_features(heads: int) -> None:
+    with pytest.raises(Unsupported, match="multiple of heads"):
+        BlockSparseAttention(32, heads)
 
 
 def test_a_layer_attends_between_its_projections() -> None:

@@ -1,6 +1,7 @@
 """sparsebench.matmul: formats, named kernels, errors, gradients and memory."""
 
 import gc
+import pickle
 import weakref
 from dataclasses import replace
 from typing import Any
@@ -185,6 +186,15 @@ def test_other_bitmaps_run_dense_and_keep_their_copy() -> None:
     copy = _frozen_op.plans_of(w).dense
     sparsebench.matmul(x, w)
     assert _frozen_op.plans_of(w).dense is copy
+
+
+@pytest.mark.parametrize("kind", [Bsr, Bitmap, Csr])
+def test_a_weight_with_plans_is_pickled_without_them(kind: Any) -> None:
+    w, x = packed(kind, weight()), torch.randn(7, K)
+    y = sparsebench.matmul(x, w)
+    if kind is Csr:
+        _frozen_op.plans_of(w)  # as a call on a GPU makes them
+    assert torch.equal(sparsebench.matmul(x, pickle.loads(pickle.dumps(w))), y)
 
 
 @pytest.mark.parametrize("tokens", [0, 8])
