@@ -35,6 +35,7 @@ from sparsebench.results.statistics import FEWEST
 
 LINES = 30
 FACTS_SHOWN = 8
+FACTS = {"code_sha256": "hash of the code", "gpu.driver": "driver"}  # names for readers
 
 
 @dataclass(frozen=True)
@@ -238,7 +239,7 @@ def _notes(result: ComparisonReport) -> list[str]:
                 )
         if other.differences:
             facts = ", ".join(
-                f"{n.removeprefix('switches.')} ({a[:12]} and {b[:12]})"
+                f"{FACTS.get(n, n.removeprefix('switches.'))} ({a[:12]} and {b[:12]})"
                 for n, a, b in other.differences[:FACTS_SHOWN]
             )
             more = len(other.differences) - FACTS_SHOWN

@@ -39,8 +39,8 @@ def costs(evidence: Evidence, gpu: str) -> list[Table]:
 def _of_model(evidence: Evidence, model: str, gpu: str) -> Table:
     rows = [each for each in evidence.costs if each.model == model]
     methods = [name for name in (*METHODS, TRAINED) if any(each.method == name for each in rows)]
-    own = [each for each in MODELS if model.startswith(each.name.lower())]
-    timed = [(each, 4096, f"× own MLPs, {4096:,} tokens") for each in own]
+    own_models = [each for each in MODELS if model.startswith(each.name.lower())]
+    timed = [(each, 4096, f"× own MLPs, {4096:,} tokens") for each in own_models]
     timed += [(read_shapes(REAL), m, f"× {REAL}, {m:,} tokens") for m in OF_MODEL]
     lines: list[list[Cell]] = []
     for kind, (way, sparsity) in COSTS.items():

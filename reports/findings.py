@@ -57,8 +57,8 @@ def findings(analysis: Analysis) -> list[str]:
 def remarks(analysis: Analysis) -> list[str]:
     """Return what follows a run's headline: other dtypes, cliffs, slower kernels by default."""
     cases = usual(analysis.timed)
-    said = [cliffs.sentence(cases), default_kernels.sentence(cases)]
-    return [*other_dtypes(analysis.views), *filter(None, said)]
+    sentences = [cliffs.sentence(cases), default_kernels.sentence(cases)]
+    return [*other_dtypes(analysis.views), *filter(None, sentences)]
 
 
 def _winner(best: Mapping[Any, Any], timed: pd.DataFrame, with_dtype: bool) -> list[str]:

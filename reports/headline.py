@@ -168,10 +168,10 @@ class Headline:
 
 def headline_case(question: Question, run: PublishedRun) -> Headline:
     """Return the case that answers a question; raises ResultError if it has no single problem."""
-    raced = run.cases[
+    cases = run.cases[
         (run.cases.status == "ok") & run.cases.speedup.notna() & ~run.cases.twin.astype(bool)
     ]
-    problem = raced.query(question.where)
+    problem = cases.query(question.where)
     subjects = _by_name(usual(problem).query(question.subject))
     if subjects.groupby(CONTEST, dropna=False).ngroups != 1:
         raise ResultError(

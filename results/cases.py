@@ -19,6 +19,8 @@ out equal, so its cases have no verdicts.
 
 from collections import Counter
 from collections.abc import Mapping
+from math import isnan
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -226,8 +228,8 @@ def _case(processes: list[dict[str, Any]], inherited: bool) -> dict[str, Any]:
     if bad:
         return case
     for name in (*TIMES, *RATES, *SENSORS):
-        values = [process[name] for process in used if not np.isnan(process[name])]
-        case[name] = float(np.median(values)) if values else np.nan
+        values = [process[name] for process in used if not isnan(process[name])]
+        case[name] = median(values) if values else np.nan  # np.median takes 20 times as long
     case["samples"] = sum(process["samples"] for process in used)
     case["late"] = float(np.fmax.reduce([process["late"] for process in used]))
     for name in ("mark", "marks"):
@@ -259,7 +261,7 @@ def _with_common_clock(processes: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def _with_common_baseline(processes: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Keep the processes with a speedup over the most common baseline; all if none has one."""
-    paired = [process for process in processes if not np.isnan(process["speedup"])]
+    paired = [process for process in processes if not isnan(process["speedup"])]
     bases = Counter(process["baseline_label"] for process in paired).most_common(1)
     return [p for p in paired if p["baseline_label"] == bases[0][0]] or processes
 
@@ -291,7 +293,7 @@ def _interval(processes: list[dict[str, Any]], state: State) -> dict[str, Any]:
         "on_cards": count_cards(cards),
         "speedups": speedups,
         "interval": ""
-        if np.isnan(estimate.value)
+        if isnan(estimate.value)
         else estimate.interval_kind.over(count, between > 0),
         "interval_kind": str(estimate.interval_kind),
         "blocks": {(p["replicate"], p["attempt"]): p["blocks_us"] for p in processes},

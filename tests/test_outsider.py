@@ -76,7 +76,7 @@ def test_the_outsider_notices_a_changed_agreement_of_two_cards() -> None:
 
 def test_the_outsider_notices_a_changed_caption() -> None:
     page = (ROOT / "README.md").read_text("utf-8")
-    for pattern in (r"([\d.]+)× with \d+ ×", r"runs \*\*([\d.]+)× \[", r"bsr_wgmma ([\d.]+) µs"):
+    for pattern in (r"([\d.]+)× with \d+ ×", r"runs \*\*([\d.]+)× \[", r"bsr_wgmma (\d+)\.\d µs"):
         assert wrong_with(pattern, page, readme.captions) == 1, pattern
 
 

@@ -61,7 +61,7 @@ def plan(
     With --device, also list the packages, checkouts and files that contenders need and that are
     missing.
     """
-    from sparsebench.harness.costs.campaign_needs import lacking
+    from sparsebench.harness.costs.campaign_needs import obstacles
     from sparsebench.harness.costs.estimates import campaign_estimates
 
     requested = _read_campaign(file)
@@ -71,7 +71,7 @@ def plan(
     estimates = campaign_estimates(requested, gpu or GPU, data)
     entries = [each for each in estimates if each.entry.name in selected]
     total = sum(each.seconds or 0.0 for each in entries)
-    lacks = {e.entry.name: lacking(e.entry, device, data) for e in entries} if device else {}
+    lacks = {e.entry.name: obstacles(e.entry, device, data) for e in entries} if device else {}
     if as_json:
         lines = [
             {"name": e.entry.name, "replicates": e.entry.replicates, "seconds": e.seconds}

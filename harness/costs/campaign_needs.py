@@ -15,7 +15,7 @@ from sparsebench.harness.plan.suite import Contest
 from sparsebench.harness.shared_runs.campaign_file import Entry
 
 
-def lacking(entry: Entry, device: str, data: Path | None) -> list[str]:
+def obstacles(entry: Entry, device: str, data: Path | None) -> list[str]:
     """Return why something of an entry cannot be measured on a device; builds nothing."""
     if entry.data and not entry.readable(data):
         return [f"needs source files in --data DIR/{entry.data}"]

@@ -72,12 +72,12 @@ def probe(device: str) -> list[Probed]:
 
 def deciding(cases: pd.DataFrame, problems: Iterable[Problem]) -> dict[str, list[str]]:
     """Return the ids of problems with a time, in order, with the cases to measure again."""
-    raced = cases[(cases.status == Status.OK) & ~cases.twin.astype(bool)]
-    raced = raced.sort_values("median_us").groupby("problem_id").head(2)
-    choices = map(json.loads, raced.choice)
-    ran = [choice.get("kernel", named) for choice, named in zip(choices, raced.kernel, strict=True)]
-    raced = raced.assign(ran=ran).drop_duplicates(["problem_id", "ran"])
-    ids = raced.groupby("problem_id").case_id.apply(list)
+    fastest = cases[(cases.status == Status.OK) & ~cases.twin.astype(bool)]
+    fastest = fastest.sort_values("median_us").groupby("problem_id").head(2)
+    choices = zip(map(json.loads, fastest.choice), fastest.kernel, strict=True)
+    ran = [choice.get("kernel", name) for choice, name in choices]
+    fastest = fastest.assign(ran=ran).drop_duplicates(["problem_id", "ran"])
+    ids = fastest.groupby("problem_id").case_id.apply(list)
     ranks = coarse(problems)
     return {problem: ids[problem] for problem in sorted(ids.index, key=lambda p: ranks.get(p, inf))}
 

@@ -92,16 +92,18 @@ def confirm(path: Path, setup: Setup, cases: int, replicates: int, condition: st
     """
     identity = bundle.identity(path)
     run = read_bundle(path)
-    raced = analyse(run).cases
     matches = {
         row.case.id for row in run.rows if meets(row.case.problem, row.case.contender, condition)
     }
-    raced = raced[has_baseline(raced) & (raced.status == Status.OK) & raced.case_id.isin(matches)]
-    if raced.empty:
+    every = analyse(run).cases
+    candidates = every[
+        has_baseline(every) & (every.status == Status.OK) & every.case_id.isin(matches)
+    ]
+    if candidates.empty:
         raise ResultError(f"{path}: expected a case with a speedup to confirm, found none")
-    best = raced.sort_values("speedup", ascending=False).drop_duplicates("case_id")[:cases]
+    best = candidates.sort_values("speedup", ascending=False).drop_duplicates("case_id")[:cases]
     chosen = records(best[KEYS])
-    about = {"manifest_sha256": identity, "cells": chosen, "screened": len(raced)}
+    about = {"manifest_sha256": identity, "cells": chosen, "screened": len(candidates)}
     only = f"case={'|'.join(best.case_id)}"
     return measure_again(run, setup, {"confirms": about}, only=only, replicates=replicates)
 

@@ -67,7 +67,7 @@ def merge(
         if not missing:
             recorded_plan.require_planned_rows(joined, suite)
     if missing and whole:
-        raise ResultError(_lacking(runs, missing, len(counts.done)))
+        raise ResultError(_missing_contests(runs, missing, len(counts.done)))
     if not missing:
         deque(consistency.check_consistency(joined), 0)
     done = {"done": len(counts.done), "of": len(counts.done) + len(missing)}
@@ -181,7 +181,7 @@ def _state(runs: Sequence[Run]) -> dict[str, Any]:
     }
 
 
-def _lacking(runs: Sequence[Run], missing: Sequence[tuple[int, str]], done: int) -> str:
+def _missing_contests(runs: Sequence[Run], missing: Sequence[tuple[int, str]], done: int) -> str:
     """Return the error for missing contests, with the missing shards if runs have numbers."""
     shards = {str(run.state["flags"].get("shard", "")) for run in runs} - {""}
     of = {int(shard.partition("/")[2]) for shard in shards}

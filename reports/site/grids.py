@@ -394,9 +394,9 @@ def _range(records: Sequence[dict[str, Any]]) -> tuple[str, str]:
     if len(records) > 1:
         ends = dict.fromkeys(number(end, SMALL / 10) if end < SMALL else number(end)
                              for end in (records[-1]["gain"], gain))  # fmt: skip
-        lows, highs = ([line[name] for line in records] for name in ("low", "high"))
-        outer = float(np.min(lows)), float(np.max(highs))  # NaN if any is
-        return f"{'–'.join(ends)}×", span_text(*outer, records[-1]["gain"] / 10)
+        lows, highs = np.array([[line["low"], line["high"]] for line in records]).T
+        least, most, half = lows.min(), highs.max(), (highs - lows).min() / 2  # NaN if any is
+        return f"{'–'.join(ends)}×", span_text(least, most, half)
     if pd.isna(low) or high <= low:
         return times(gain), ""
     half = max(high - gain, gain - low)

@@ -219,6 +219,11 @@ def test_any_number_of_runs_stand_beside_the_first() -> None:
     assert first.startswith("90 %")  # the largest change
 
 
+def test_what_differs_has_names_for_readers() -> None:
+    text = shown(run(), run("b", code_sha256="2"), width=200)
+    assert "a and b differ in hash of the code (1 and 2)." in text
+
+
 @pytest.mark.parametrize("width", [60, 80, 120, 200])
 def test_a_comparison_fits_the_window_and_names_the_contender(width: int) -> None:
     text = shown(run(), run("b", bsr_us=(50, 20, 20)), width=width)

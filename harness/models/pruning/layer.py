@@ -142,8 +142,8 @@ def prune_mlp(mlp: GatedMLP, x: Tensor, recipe: Recipe) -> Pruned:
         _round_to_storage(torch.cat((pruned, weight[sparse:])), mlp.gate.dtype)
         for pruned, weight in zip(both.tensor_split(2), (full.gate, full.up), strict=True)
     )
-    seen = GatedMLP(gate.float(), up.float(), full.down, mlp.activation).hidden(x)
-    down = _round_to_storage(recipe.prune(full.down, seen, sparse), mlp.down.dtype)
+    hidden = GatedMLP(gate.float(), up.float(), full.down, mlp.activation).hidden(x)
+    down = _round_to_storage(recipe.prune(full.down, hidden, sparse), mlp.down.dtype)
     return Pruned((gate, up, down), order, dense)
 
 
@@ -178,12 +178,14 @@ def mlp_errors(mlp: GatedMLP, pruned: Pruned, x: Tensor) -> dict[str, float]:
     x, before = x.float(), mlp.to(torch.float32).permuted(pruned.permutation)
     gate, up, down = (weight.float() for weight in pruned.weights)
     after = GatedMLP(gate, up, down, mlp.activation)
-    seen = after.hidden(x)
+    hidden = after.hidden(x)
     return {
         "gate": _error(linear(x, after.gate), linear(x, before.gate)),
         "up": _error(linear(x, after.up), linear(x, before.up)),
-        "down": _error(linear(seen, after.down), linear(seen, before.down)) if seen.any() else 0.0,
-        "output": _error(linear(seen, after.down), before(x)),
+        "down": _error(linear(hidden, after.down), linear(hidden, before.down))
+        if hidden.any()
+        else 0.0,
+        "output": _error(linear(hidden, after.down), before(x)),
     }
 
 
