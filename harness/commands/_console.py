@@ -61,6 +61,8 @@ class Output(Console):
         self.print(line, soft_wrap=True, highlight=False)
 
 
+if os.environ.get("COLUMNS") == "0":  # a terminal of unknown width, in which Rich prints nothing
+    del os.environ["COLUMNS"]
 stdout, stderr = Output(), Output(stderr=True)
 
 

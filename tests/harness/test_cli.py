@@ -1,6 +1,7 @@
 """Every command, end to end, on the CPU."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -106,6 +107,13 @@ def test_a_usage_error_for_a_closed_pipe_keeps_its_exit_code() -> None:
         assert done.stderr
         done.stderr.close()
     assert done.returncode == _console.BAD_INPUT
+
+
+def test_an_error_is_printed_where_the_width_is_unknown() -> None:
+    command = [sys.executable, "-P", "-m", "sparsebench", "validate", "nowhere"]
+    unknown = {**os.environ, "COLUMNS": "0"}
+    done = subprocess.run(command, env=unknown, capture_output=True, text=True, check=False)
+    assert done.stderr == "error: nowhere: expected the directory of a run, found none\n"
 
 
 def test_compare_sets_runs_side_by_side(run: Path, tmp_path: Path) -> None:
