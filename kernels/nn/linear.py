@@ -130,7 +130,7 @@ class BlockSparseLinear(nn.Linear):
 
         `sparsity` is the fraction of blocks that are dropped. Raises FormatError.
         """
-        is_layer = isinstance(linear, nn.Module)
+        is_layer = isinstance(linear, nn.Linear)  # the weight of transformers' Conv1D is W.T
         require(is_layer, f"expected an nn.Linear, found {type(linear).__name__}")
         r, c = sides_of(block)
         n, k = linear.weight.shape

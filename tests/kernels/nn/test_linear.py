@@ -441,6 +441,8 @@ def test_wrong_sizes_and_settings_are_refused(options, message):
 def test_a_weight_in_place_of_a_layer_is_refused():
     with pytest.raises(FormatError, match=r"nn\.Linear"):
         BlockSparseLinear.from_dense(torch.ones(64, 64), block=16, sparsity=0.5)
+    with pytest.raises(FormatError, match=r"expected an nn.Linear, found Conv1d"):
+        BlockSparseLinear.from_dense(nn.Conv1d(64, 64, 1), block=16, sparsity=0.5)
 
 
 # block, dtype, n, k: kernels for Hopper, if the GPU is one, and Triton's with boxes and pointers.
