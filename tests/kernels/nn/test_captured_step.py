@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from sparsebench.errors import Unsupported
-from sparsebench.kernels.nn import BlockSparseLinear, CapturedStep
 from sparsebench.kernels.nn.captured_step import _Graph
+from sparsebench.nn import BlockSparseLinear, CapturedStep
 
 K = 64
 
