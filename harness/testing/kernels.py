@@ -104,7 +104,8 @@ def _right(name: str, problems: Sequence[str], device: str) -> None:
 def _row(
     name: str, words: str, dtype: str, device: str, pinned: Mapping[str, Any] | None = None
 ) -> Row:
-    chosen, op = dict(word.split("=", 1) for word in words.split()), load_kernel(name).op
+    chosen = {field: value for field, _, value in (word.partition("=") for word in words.split())}
+    op = load_kernel(name).op
     loaded = load_op(chosen.get("op", "linear" if op == "any" else op))
     names, example = loaded.fields.model_fields, loaded.example or SIZES
     sizes = {n: str(value) for n, value in example.items() if n in names and value is not None}
