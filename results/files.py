@@ -142,7 +142,8 @@ def first_error(
 
 def _is_branch(part: str | int) -> bool:
     """Return whether pydantic added this part to a place to name a type of a union."""
-    return part in ("str", "int", "float", "bool") or (isinstance(part, str) and "[" in part)
+    name = str(part)
+    return name in ("str", "int", "float", "bool") or "[" in name or name[:12] == "constrained-"
 
 
 def line_of(node: yaml.Node, path: Sequence[str | int]) -> int:

@@ -89,7 +89,7 @@ class Evidence:
     def read(self, paths: Iterable[Path]) -> None:
         """Add the cells of runs and JSON files. Raises ResultError if one cannot be read."""
         for path in paths:
-            if path.suffix == ".json":
+            if not path.is_dir():
                 file = read_model_file(path)
                 for each in self.written:
                     for test in each.claim.tests:

@@ -126,8 +126,11 @@ def message_printer(debug: bool = False) -> "Callable[[Finding], None]":
 
 
 @contextmanager
-def measuring(resume: str = RESUME) -> Iterator[Show]:
+def measuring(resume: str = RESUME, out: Path | None = None) -> Iterator[Show]:
     """Show progress, and on a signal keep what was measured and say how to resume.
+
+    resume  the command that takes the path of the interrupted run
+    out     the folder with which the same command resumes instead
 
     The first signal ends the run; further ones are ignored until the results are written. A signal
     that was ignored before, such as SIGHUP under nohup, stays ignored.
@@ -147,8 +150,11 @@ def measuring(resume: str = RESUME) -> Iterator[Show]:
             yield show
     except KeyboardInterrupt as stopped:
         path = getattr(stopped, "path", "")  # set by measure.Stopped; the tuner needs no path
-        text = f"the results so far are kept; `sparsebench {f'{resume} {path}'.rstrip()}` resumes"
-        if not path and resume == RESUME:
+        command = f"`sparsebench {f'{resume} {path}'.rstrip()}`"
+        if out:
+            command = f"the same command with --out {out}"
+        text = f"the results so far are kept; {command} resumes"
+        if not (out or path) and resume == RESUME:
             text = "nothing was measured yet"
         with suppress(OSError):  # the terminal may have been closed
             stderr.say(f"interrupted; {text}")

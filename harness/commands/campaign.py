@@ -120,7 +120,7 @@ def run(
     first = sharing.first(device)
     entries = requested.select(names or [])
     sitting = Sitting(requested, entries, out, data, until, timeout, message_printer())
-    with measuring("campaign run --out") as show:
+    with measuring(out=out) as show:
         sitting.run(sharing.device_names if sharing else [first], show)
     for name, reason in sitting.reasons.items():
         if reason:

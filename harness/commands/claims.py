@@ -165,7 +165,7 @@ def check(
         return
     flags = Flags(picked, data, timeout, replicates)
     out = out or opt.new_run("claims")
-    with measuring("claims check --out") as show:
+    with measuring(out=out) as show:
         options = RunOptions(progress=show, until=until)
         result = measure(
             read_claims(names or []), flags, _runs(runs), out, options, planned=print_plan

@@ -38,6 +38,7 @@ def publish(
     The site has a page for each run, format, kernel and claim. Each run is validated first. User
     names, host names and paths are left out.
     """
+    addresses = address(base_url, "--base-url"), address(source, "--source").rstrip("/")
     from sparsebench.harness.catalog import listing
     from sparsebench.harness.claims.checking import evidence
     from sparsebench.harness.claims.claim_plan import read_claims
@@ -47,14 +48,7 @@ def publish(
 
     names = listing()
     claims = evidence(read_claims([]), files or ()).planned()
-    site = Site(
-        address(base_url, "--base-url"),
-        address(source, "--source").rstrip("/"),
-        names["formats"],
-        names["kernels"],
-        version("sparsebench"),
-        claims,
-    )
+    site = Site(*addresses, names["formats"], names["kernels"], version("sparsebench"), claims)
     with progress_bar() as show:
         added = add(runs, out, site, partial(check, data), show)
     for note in added.notes:

@@ -87,7 +87,7 @@ def run(
         from sparsebench.harness.plan.suite import read
         from sparsebench.harness.run.run_json import Flags
 
-        requested, first = read(str(suite), data), sharing.first(device)
+        first, requested = sharing.first(device), read(str(suite), data)
         if not (slurm or submit) and has_only_baselines(requested, first, only):
             expected, hint = f"a contender that runs on {first}", f"`sparsebench check {suite}`"
             raise SuiteError(

@@ -23,7 +23,7 @@ from sparsebench.harness.commands import _console
 from sparsebench.harness.machine import parent_watch
 from sparsebench.harness.plan.suite import Contest, Suite, expand
 from sparsebench.harness.run import worker_process
-from sparsebench.harness.run.measure import measure
+from sparsebench.harness.run.measure import Stopped, measure
 from sparsebench.harness.run.run_json import Flags
 from sparsebench.harness.run.runner import Runner
 from sparsebench.harness.run.worker_process import ContestResult, Log, WorkerLoss, start_worker
@@ -205,6 +205,23 @@ def test_the_first_signal_ends_a_run_and_the_second_is_ignored() -> None:
     assert stopped.value.exit_code == _console.INTERRUPTED
     assert {stop: signal.getsignal(stop) for stop in _console.STOPS} == before
     signal.signal(signal.SIGHUP, hang_up)
+
+
+@pytest.mark.parametrize(
+    ("out", "hint"),
+    [
+        (None, "`sparsebench run --resume c/quick` resumes"),
+        (Path("c"), "the same command with --out c resumes"),
+    ],
+)
+def test_an_interrupt_names_what_resumes(out: Path | None, hint: str, capfd) -> None:
+    def interrupted() -> None:
+        with _console.measuring(out=out):
+            raise Stopped(Path("c/quick"))
+
+    with pytest.raises(typer.Exit):
+        interrupted()
+    assert capfd.readouterr().err == f"interrupted; the results so far are kept; {hint}\n"
 
 
 def test_signals_that_nohup_ignores_stay_ignored(monkeypatch: pytest.MonkeyPatch) -> None:

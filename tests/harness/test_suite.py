@@ -193,6 +193,8 @@ BAD = {
     "wrong type": (PROBLEM.replace("m: 8", "m: eight"), CONTENDER, "",
                    "problems[0]: m: expected a valid integer; found 'eight'"),
     "negative size": (PROBLEM.replace("m: 8", "m: -8"), CONTENDER, "", "greater than 0; found -8"),
+    "negative block": (PROBLEM.replace("block: 8", "block: -8"), CONTENDER, "",
+                       "problems[0]: block: expected greater than 0; found -8"),
     "missing field": (PROBLEM.replace("m: 8, ", ""), CONTENDER, "",
                       "problems[0]: m: expected a value, found none"),
     "set twice": (PROBLEM.replace("m: 8", "m: 8, s: [{m: 4}]"), CONTENDER, "",

@@ -199,3 +199,5 @@ def test_a_file_of_no_known_schema_is_a_line(tmp_path: Path) -> None:
         with pytest.raises(ResultError, match="expected sparsebench/widths@1 or") as refused:
             read_model_file(file)
         assert message in str(refused.value)
+    with pytest.raises(ResultError, match="expected a readable file, found none"):
+        read_model_file(tmp_path / "b.json")
