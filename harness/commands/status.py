@@ -1,15 +1,18 @@
 """`sparsebench status`: how far a run is."""
 
 from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Annotated
 
+import typer
 from rich.table import Table
 
 from sparsebench.harness.commands._console import print_json, stdout, wide
-from sparsebench.harness.commands._options import Json, RunPath
+from sparsebench.harness.commands._options import Json
 
 
 def status(
-    run: RunPath,
+    run: Annotated[Path, typer.Argument(help="A run directory, or the one of a shared run.")],
     as_json: Json = False,
 ) -> None:
     """Show how far a run is, from any host that can read its folder."""

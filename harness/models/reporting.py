@@ -43,7 +43,7 @@ def require_folder(path: Path | None) -> None:
     if not path:
         return
     if path.is_dir():
-        raise SuiteError(f"{path}: expected a new directory to write or a file, found a directory")
+        raise SuiteError(f"{path}: expected a new folder or a file to write, found a directory")
     if not os.access(path.parent, os.W_OK | os.X_OK):
         actual = "one that is read-only" if path.parent.is_dir() else f"no {path.parent}"
         raise SuiteError(f"{path}: expected a folder to write into; found {actual}")
