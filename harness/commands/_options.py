@@ -18,17 +18,17 @@ def _set_peers(folder: Path | None) -> Path | None:
     return folder
 
 
-def present(runs: Path | list[Path] | None) -> Path | list[Path] | None:
-    """Refuse a run that is not there before a command imports for seconds."""
+def require_runs(runs: Path | list[Path]) -> Path | list[Path]:
+    """Raise ResultError if a run is missing, before a command imports torch for seconds."""
     from sparsebench.results.bundle import require_directory
 
-    for run in [runs] if isinstance(runs, Path) else runs or ():
+    for run in [runs] if isinstance(runs, Path) else runs:
         require_directory(run)
     return runs
 
 
-def _legible(suite: str | None) -> str | None:
-    """Refuse a name that no suite has before a command imports for seconds."""
+def _require_suite(suite: str | None) -> str | None:
+    """Raise SuiteError if no suite has a name, before a command imports torch for seconds."""
     from sparsebench.harness.plan.document import document
 
     if suite is not None:
@@ -46,11 +46,13 @@ def new_run(name: str) -> Path:
     return Path("runs") / f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{name}"
 
 
-_suite = typer.Argument(metavar="SUITE", help="A suite's name, or a file.yaml.", callback=_legible)
+_suite = typer.Argument(
+    metavar="SUITE", help="A suite's name, or a file.yaml.", callback=_require_suite
+)
 SuiteName = Annotated[str, _suite]
 AnySuite = Annotated[str | None, _suite]
-RunPath = Annotated[Path, typer.Argument(help="A run directory.", callback=present)]
-RunPaths = Annotated[list[Path], typer.Argument(help="Run directories.", callback=present)]
+RunPath = Annotated[Path, typer.Argument(help="A run directory.", callback=require_runs)]
+RunPaths = Annotated[list[Path], typer.Argument(help="Run directories.", callback=require_runs)]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Markdown = Annotated[bool, typer.Option("--markdown", help="Print Markdown.")]
 Open = Annotated[bool, typer.Option("--open", help="Open the report in a browser.")]

@@ -64,14 +64,16 @@ def run(
         if repeat or profile:
             raise typer.BadParameter("expected a suite with --repeat or --profile, found --resume")
         opt.refuse_beside_resume(context, FIXED_BY_RUN)
-        opt.present(resume)
-        early_start.start(device, 1, 1)
-        from sparsebench.harness.shared_runs import sharing as shared
-        from sparsebench.harness.shared_runs.shared_folder import is_shared
+        from sparsebench.harness.shared_runs.run_paths import is_shared
 
-        if is_shared(resume):
+        if shared_out := is_shared(resume):
             opt.refuse_beside_resume(context, FIXED_BY_PLAN)
+        else:
+            opt.require_runs(resume)
+        early_start.start(device, 1, 1)
+        if shared_out:
             from sparsebench.harness.run.measure import RunOptions
+            from sparsebench.harness.shared_runs import sharing as shared
 
             with measuring() as show:
                 options = RunOptions(progress=show, on_message=message_printer(debug))

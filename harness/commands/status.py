@@ -8,7 +8,7 @@ import typer
 from rich.table import Table
 
 from sparsebench.harness.commands._console import print_json, stdout, wide
-from sparsebench.harness.commands._options import Json
+from sparsebench.harness.commands._options import Json, require_runs
 
 
 def status(
@@ -16,12 +16,15 @@ def status(
     as_json: Json = False,
 ) -> None:
     """Show how far a run is, from any host that can read its folder."""
-    from sparsebench.harness.shared_runs import shared_folder
-    from sparsebench.harness.shared_runs.cluster_jobs import jobs, statuses
+    from sparsebench.harness.shared_runs.run_paths import is_shared, shards_of
+
+    shared_out = is_shared(run)
+    if not shared_out:
+        require_runs(run)
     from sparsebench.results import store
     from sparsebench.results.formatting import amount
 
-    if not shared_folder.is_shared(run):
+    if not shared_out:
         state = store.read(run).state
         counts = state["contests"]
         if as_json:
@@ -30,7 +33,10 @@ def status(
             of = amount(counts["of"], "contest")
             stdout.print(f"{state['status']}: {counts['done']} of {of}")
         return
-    folder = shared_folder.shards_of(run)
+    from sparsebench.harness.shared_runs import shared_folder
+    from sparsebench.harness.shared_runs.cluster_jobs import jobs, statuses
+
+    folder = shards_of(run)
     plan, suite = shared_folder.read(folder)
     shares, sent = list(shared_folder.progress(folder, plan)), jobs(folder)
     words = statuses(folder, plan, shares)

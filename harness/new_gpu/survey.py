@@ -49,6 +49,7 @@ from sparsebench.harness.run.measure import Progress, RunOptions, Stopped, measu
 from sparsebench.harness.run.run_json import Flags
 from sparsebench.harness.run.tuning import tune
 from sparsebench.harness.shared_runs import shared_folder
+from sparsebench.harness.shared_runs.run_paths import shards_of
 from sparsebench.harness.shared_runs.shared_folder import Plan
 from sparsebench.harness.shared_runs.sharing import share
 from sparsebench.kernels._common import tuned_table
@@ -283,7 +284,7 @@ def _too_small(survey: Survey, end: float) -> str:
 
 def _earlier_selection(target: Path) -> tuple[str, int] | None:
     """Return the selection and the processes of a run that an earlier survey began, or None."""
-    shared = shared_folder.shards_of(target)
+    shared = shards_of(target)
     if (target / "run.json").exists():
         flags = store.read(target).state["flags"]
         return str(flags["only"]), int(flags["replicates"])

@@ -27,6 +27,7 @@ from sparsebench.harness.machine.device import is_simulated
 from sparsebench.harness.plan.suite import Suite
 from sparsebench.harness.run.measure import RunOptions, Stopped
 from sparsebench.harness.shared_runs import shared_folder
+from sparsebench.harness.shared_runs.run_paths import merged_at
 from sparsebench.harness.shared_runs.shared_folder import PartProgress, Plan, work
 from sparsebench.results import files, store
 
@@ -100,7 +101,7 @@ def measure_parts(folder: Path, suite: Suite, plan: Plan, options: RunOptions) -
                     send(folder, plan, [part.number for part in lost])
             time.sleep(POLL_S[plan.by])
     except KeyboardInterrupt as stop:
-        raise Stopped(shared_folder.merged_at(folder)) from stop
+        raise Stopped(merged_at(folder)) from stop
 
 
 def send(folder: Path, plan: Plan, numbers: Iterable[int]) -> None:

@@ -83,20 +83,6 @@ class PartProgress:
     status: str
 
 
-def shards_of(run: Path) -> Path:
-    """Return the folder of a run's parts; RUN.shards itself is returned unchanged."""
-    return run if run.name.endswith(".shards") else run.with_name(f"{run.name}.shards")
-
-
-def merged_at(folder: Path) -> Path:
-    return folder.with_name(folder.name.removesuffix(".shards"))
-
-
-def is_shared(run: Path) -> bool:
-    """Return whether a run is shared out and not merged yet."""
-    return (shards_of(run) / "plan.json").exists() and not (run / "run.json").exists()
-
-
 def create(folder: Path, plan: Plan, text: str, pinned: Sequence[Pinned] = ()) -> None:
     """Create the folder atomically. Raises ResultError if it exists."""
     with store.new_directory(folder) as fresh:

@@ -24,7 +24,8 @@ from sparsebench.harness.run.measure import RunOptions, Stopped, require_new
 from sparsebench.harness.run.plan_part import Part
 from sparsebench.harness.shared_runs import cluster_jobs, shared_folder
 from sparsebench.harness.shared_runs.merging import merge
-from sparsebench.harness.shared_runs.shared_folder import Plan, merged_at, seal_all, work
+from sparsebench.harness.shared_runs.run_paths import merged_at, shards_of
+from sparsebench.harness.shared_runs.shared_folder import Plan, seal_all, work
 
 STOP_S = 0.5  # interval at which to check whether stopping threads have ended
 
@@ -42,7 +43,7 @@ def share(
     """
     plan = replace(plan, origin=dict(options.origin or {}))
     _require_new(suite, plan, out)
-    folder = shared_folder.shards_of(out)
+    folder = shards_of(out)
     if (folder / "plan.json").exists():
         shared_folder.require_same(folder, plan, suite.text)
     else:
@@ -58,7 +59,7 @@ def share(
 
 def resume(run: Path, options: RunOptions = RunOptions()) -> Path:  # noqa: B008 (frozen)
     """Measure the rest of a run that is shared out, and return the merged run."""
-    folder = shared_folder.shards_of(run)
+    folder = shards_of(run)
     plan, suite = shared_folder.read(folder)
     shared_folder.repair(folder, plan, suite.text)
     measure = _measure_on_this_host if plan.by == "devices" else cluster_jobs.measure_parts

@@ -23,6 +23,7 @@ from sparsebench.harness.run.validation import validate
 from sparsebench.harness.shared_runs import cluster_jobs
 from sparsebench.harness.shared_runs import shared_folder as folders
 from sparsebench.harness.shared_runs.merging import merge
+from sparsebench.harness.shared_runs.run_paths import is_shared
 from sparsebench.harness.shared_runs.shared_folder import Plan, seal_all, work
 from sparsebench.harness.shared_runs.sharing import resume, share
 from sparsebench.reports.build import figures
@@ -131,9 +132,10 @@ def test_a_stopped_plan_is_resumed(suite, gpus, merged, tmp_path) -> None:
     assert begun
     again = sparsebench("status", out)
     assert "problems not begun" in again.stdout
-    assert folders.is_shared(out)
-    resume(out)
-    assert not folders.is_shared(out)
+    assert is_shared(out)
+    done = sparsebench("run", "--resume", out)
+    assert done.returncode == 0, done.stderr
+    assert not is_shared(out)
     run = store.read(out)
     assert Counter(map(key, run.rows)) == Counter(expected(suite, 1))
     samples = {(key(row), row.device): row.samples_us for row in begun if not row.reference}
