@@ -69,7 +69,9 @@ def grid(other: Changes) -> Table:
             kind, hidden = PATTERNS[a["pattern"]], {"pattern": "dense"}
         place = ", ".join(filter(None, [kind, name({**a, **hidden})]))
         named.setdefault(place, (a, b))
-    tests = [ratio_of_means(b["times_b"], a["times_a"], _joined(a, b)) for a, b in named.values()]
+    tests = [
+        ratio_of_means(b["times_b"], a["times_a"], _both_sides(a, b)) for a, b in named.values()
+    ]
     words = outcomes(pd.DataFrame(tests, columns=["value", "low", "high", "p"]))
     lines: list[tuple[float, list[Cell]]] = []
     for (place, (a, b)), word, (value, low, high, _) in zip(
@@ -231,8 +233,8 @@ def _time_text(line: Line, end: str) -> str:
     return time if line["is_baseline"] or pd.isna(gain[0]) else f"{time} {between(*gain)}"
 
 
-def _joined(a: Line, b: Line) -> Line:
-    """Return a line of a comparison with what a's case had in a and what b's had in b."""
+def _both_sides(a: Line, b: Line) -> Line:
+    """Return the line that compares the case of `a` on side a with that of `b` on side b."""
     of_b = {name: value for name, value in b.items() if str(name).endswith("_b")}
     return {**a, **of_b, "tolerance": np.nanmax([a["tolerance"], b["tolerance"]])}
 

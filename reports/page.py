@@ -32,7 +32,7 @@ def code(text: str) -> Markup:
     return Markup("").join(marked % part if i % 2 else escape(part) for i, part in enumerate(parts))
 
 
-def linked(text: str, source: str) -> Markup:
+def with_links(text: str, source: str) -> Markup:
     """Return a text whose `[words](path)` lead to files below an address of the source code.
 
     Without an address, the words stay.
@@ -51,7 +51,7 @@ def _environment() -> jinja2.Environment:
     )
     environment.filters["amount"] = amount
     environment.filters["code"] = code
-    environment.filters["linked"] = linked
+    environment.filters["with_links"] = with_links
     environment.globals["outcomes"] = MEANINGS
     environment.globals["marks"] = MARKS
     environment.globals["inlined"] = lambda name: Markup(content(name))

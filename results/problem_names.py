@@ -96,19 +96,19 @@ def name_parts(fields: Mapping[Any, Any], names: Iterable[str]) -> dict[str, str
 
     n and k are one size, and the name of a model stands for its sizes.
     """
-    given = [name for name in names if not _missing(fields.get(name))]
-    given = [name for name in given if (name, _value(fields[name])) not in USUAL]
-    given.sort(key=lambda name: FIRST.index(name) if name in FIRST else len(FIRST))
+    names = [name for name in names if not _missing(fields.get(name))]
+    names = [name for name in names if (name, _value(fields[name])) not in USUAL]
+    names.sort(key=lambda name: FIRST.index(name) if name in FIRST else len(FIRST))
     parts: dict[str, str] = {}
     of_model = not any(_missing(fields.get(name)) for name in OF_MODEL)
-    for name in given:
+    for name in names:
         if of_model and name in SIZES_OF_MODEL:
             parts["model"] = model_name(*(int(fields[size]) for size in OF_MODEL))
-        elif name == "n" and "k" in given:
+        elif name == "n" and "k" in names:
             parts[name] = f"{_value(fields['n'])} × {_value(fields['k'])}"
         elif name == "level":
             parts[name] = percent(fields[name])
-        elif not (name == "k" and "n" in given):
+        elif not (name == "k" and "n" in names):
             parts[name] = field_text(name, fields[name])
     return parts
 

@@ -113,7 +113,7 @@ def warnings(run: Run, others: Iterable[Path] = ()) -> Iterator[str]:
 
 def siblings(path: Path) -> list[Path]:
     """Return the other runs in the folder of a run, which it is published with."""
-    here = Path(os.path.realpath(path))
+    here = Path(os.path.realpath(path))  # which a link to itself does not make raise
     return [run for run in store.runs_in(here.parent) if run != here]
 
 

@@ -105,8 +105,8 @@ class Evidence:
             tested = []
             for plan in self.all_plans:  # some problems only a run with its files can name
                 measured = plan.written.claim.measured(plan.test)
-                named = plan.problems | file_problems(plan.test, measured, run)
-                tested.append((plan, named & problems))
+                ids = plan.problems | file_problems(plan.test, measured, run)
+                tested.append((plan, ids & problems))
             if any(ids for _, ids in tested):
                 analysis = analyse(run)
                 for plan, ids in tested:

@@ -135,7 +135,7 @@ def outcome(error: BaseException) -> tuple[int, str]:
         # Typer turns every broken pipe into a silent exit with 1, also one to a process of ours.
         case SystemExit(__context__=BrokenPipeError() as broken):
             return outcome(broken)
-        # Only typer's help and usage errors get here: our consoles drop what nobody reads.
+        # Only typer's help and usage errors get here: our consoles ignore a closed pipe.
         case BrokenPipeError(__context__=context) if _output_is_closed():
             return getattr(context, "exit_code", 0), ""
         case SystemExit():

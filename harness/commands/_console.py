@@ -153,8 +153,7 @@ def measuring(resume: str = RESUME, out: Path | None = None) -> Iterator[Show]:
     except KeyboardInterrupt as stopped:
         path = getattr(stopped, "path", "")  # set by measure.Stopped; the tuner needs no path
         command = f"`sparsebench {f'{resume} {path}'.rstrip()}`"
-        if out:
-            command = f"the same command with --out {out}"
+        command = f"the same command with --out {out}" if out else command
         text = f"the results so far are kept; {command} resumes"
         if not (out or path) and resume == RESUME:
             text = "nothing was measured yet"

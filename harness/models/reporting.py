@@ -38,7 +38,7 @@ def numbers(option: str, text: str, fits: Callable[[float], bool]) -> list[float
     return parsed
 
 
-def require_folder(path: Path | None) -> None:
+def require_writable(path: Path | None) -> None:
     """Raise SuiteError unless an output file, or a new folder, can be written: before the work."""
     if not path:
         return

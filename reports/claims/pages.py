@@ -37,10 +37,10 @@ UNMEASURED = "not measured"  # our value of a condition without a cell
 MOST_VALUES = 6  # values of a field in one cell of the table of conditions
 UNDECIDED = *map(str, OPEN), str(Word.NOT_TESTABLE)
 WHICH_COUNTS = (
-    "Of several measurements of a cell, one counts, so a larger value may stand below. Runs whose "
-    "A/A pairs agree come first; then those that timed the fastest subject and baseline of all; "
-    "then those that confirm chosen cells; then those that searched for their configurations; then "
-    "those with the most processes; then the narrowest interval."
+    "If a cell was measured several times, one measurement counts, so a larger value may stand "
+    "below. Runs whose A/A pairs agree come first; then those that timed the fastest subject and "
+    "baseline of all; then those that confirm chosen cells; then those that searched for their "
+    "configurations; then those with the most processes; then the narrowest interval."
 )
 BADGE = {
     Word.REPRODUCED: "#00694c",
@@ -184,7 +184,7 @@ def _first(table: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
 def _numbers(verdict: Verdict) -> dict[str, str]:
     """Return the claimed and the measured value of the test that is closest to the claim.
 
-    Of several as close, it is the one that decides the verdict.
+    If several are equally close, the one that decides the verdict comes first.
     """
     tests = sorted(
         verdict.tests, key=lambda each: (each.test.distance, each.word is not verdict.word)
@@ -297,8 +297,8 @@ def _runs(cells: Sequence[Cell], site: Site) -> list[tuple[Markup, str, str]]:
 def _run_link(cell: Cell, site: Site) -> Markup:
     """Name the run of a cell, or both runs of a ratio; a file of a model has no page."""
     link = Markup('<a href="../{0}/index.html">{0}</a>')
-    linked = site.whole and cell.case_ids
-    names = [link.format(run) if linked else escape(run) for run in cell.run.split(" over ")]
+    has_page = site.whole and cell.case_ids
+    names = [link.format(run) if has_page else escape(run) for run in cell.run.split(" over ")]
     return Markup(" over ").join(names)
 
 

@@ -124,10 +124,9 @@ def _exists(test: Test, cells: Sequence[Cell], unmeasured: int) -> Decision:
     which = f"the best of {len(cells)} cells" if len(cells) > 1 else only
     if proven := [cell for cell in reaching if cell.confirms or alone]:
         best, top = _best(test, proven), _best(test, cells)
-        chosen = "the best cell, which was measured again alone"
+        cell = "the best cell, which was measured again alone" if best.confirms else "the only cell"
         if top is not best:
-            chosen = "the best of the cells that were measured again alone"
-        cell = chosen if best.confirms else "the only cell"
+            cell = "the best of the cells that were measured again alone"
         why = f"{cell}, {best.label}, has {_value(test, best)}; {_claim_text(test)}."
         if top is not best:
             value = value_text(test, top)

@@ -46,9 +46,9 @@ WHOLE_COLUMNS = {"time": "time_us", "peak_bytes": "peak_bytes", "energy_j": "ene
 
 def read_model_file(path: Path) -> ModelFile:
     """Read a file by its schema; raises ResultError if it is invalid."""
-    written = content(path, JSON_BYTES)
+    text = content(path, JSON_BYTES)
     try:
-        data = json.loads(written)
+        data = json.loads(text)
         schema = str(data["schema"]) if isinstance(data, dict) else ""
     except (ValueError, KeyError):
         schema = ""

@@ -286,7 +286,7 @@ class Links(HTMLParser):
 def test_every_link_within_the_site_leads_to_a_file(site: Path) -> None:
     """Scripts add links within their page only, so this needs no browser, which takes 30 s."""
     pages = [Links(path) for path in site.rglob("*.html")]
-    linked = {address for page in pages for address in page.addresses}
-    inside = [unquote(address) for address in linked if address.startswith("file://")]
+    addresses = {address for page in pages for address in page.addresses}
+    inside = [unquote(address) for address in addresses if address.startswith("file://")]
     assert len(inside) >= len(pages)
     assert not [path for path in inside if not Path(path.removeprefix("file://")).exists()]

@@ -206,7 +206,7 @@ def test_command_refuses_bad_input_in_one_line(arguments: str, message: str) -> 
 def test_a_read_only_folder_is_refused_before_the_work(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr("os.access", lambda *_: False)
     with pytest.raises(SuiteError, match="expected a folder to write into; found one that is read"):
-        reporting.require_folder(tmp_path / "x.safetensors")
+        reporting.require_writable(tmp_path / "x.safetensors")
 
 
 def suite(folder: Path, tensor: str, fields: str, op: str = "ffn") -> list[Problem]:

@@ -21,7 +21,7 @@ from sparsebench.reports.claims.pages import (
     pages,
     share,
 )
-from sparsebench.reports.page import linked
+from sparsebench.reports.page import with_links
 from sparsebench.reports.site import run_folder
 from sparsebench.reports.site.pages import Site
 from sparsebench.reports.site.publish import publish
@@ -100,8 +100,8 @@ def test_runs_on_a_site_are_links_and_files_of_models_are_not() -> None:
 def test_words_that_lead_to_a_file_are_a_link_only_with_an_address() -> None:
     text = "the <losses> [are published](results/published/pruning)"
     link = '<a href="https://example.org/blob/HEAD/results/published/pruning">are published</a>'
-    assert linked(text, "") == "the &lt;losses&gt; are published"
-    assert linked(text, "https://example.org") == f"the &lt;losses&gt; {link}"
+    assert with_links(text, "") == "the &lt;losses&gt; are published"
+    assert with_links(text, "https://example.org") == f"the &lt;losses&gt; {link}"
 
 
 def test_backticks_of_a_claim_are_code_on_every_page() -> None:

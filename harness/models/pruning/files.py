@@ -31,7 +31,7 @@ from sparsebench.harness.models.pruning.layer import (
     prune_linear,
     prune_mlp,
 )
-from sparsebench.harness.models.reporting import numbers, require_folder, save_tensors, sheet
+from sparsebench.harness.models.reporting import numbers, require_writable, save_tensors, sheet
 from sparsebench.results.files import fault
 from sparsebench.results.formatting import amount
 from sparsebench.results.model_files import PRUNING_SCHEMA, Pruning, PruningOutcome
@@ -70,7 +70,7 @@ def prune_file(
     """
     if to and len(recipes) != 1:
         raise SuiteError(f"out: expected one recipe per file, found {len(recipes)}")
-    require_folder(to)
+    require_writable(to)
     for source in filter(None, (weights, calibration)):
         if to and to.exists() and source.exists() and to.samefile(source):
             raise SuiteError(f"{to}: expected an output file other than the input {source}")

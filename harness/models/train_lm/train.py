@@ -23,7 +23,7 @@ from rich.table import Table
 from torch import Tensor
 
 from sparsebench.errors import SuiteError
-from sparsebench.harness.models.reporting import numbers, require_folder, save_tensors, sheet
+from sparsebench.harness.models.reporting import numbers, require_writable, save_tensors, sheet
 from sparsebench.harness.models.train_lm import export
 from sparsebench.harness.models.train_lm.model import Decoder
 from sparsebench.harness.models.train_lm.text import Text, standard_library
@@ -56,7 +56,7 @@ def train_all(
 
     Raises SuiteError if the file cannot be written or a training diverged.
     """
-    require_folder(to)
+    require_writable(to)
     folder = to if to and not to.suffix else None
     if folder:
         export.require(folder, len(coefficients))

@@ -23,7 +23,7 @@ from rich.table import Table
 from torch import nn
 
 from sparsebench.errors import SuiteError
-from sparsebench.harness.models.reporting import allocated_bytes, numbers, require_folder, sheet
+from sparsebench.harness.models.reporting import allocated_bytes, numbers, require_writable, sheet
 from sparsebench.harness.models.train_lm.blocks import (
     PATTERNS,
     Blocks,
@@ -113,7 +113,7 @@ def train_widths(
     dense  further widths of dense models
     data   a file of samples (text.py), each of which is one context; else the standard library
     """
-    require_folder(to)
+    require_writable(to)
     text = samples(data) if data else standard_library()
     if data:
         settings = replace(settings, sizes=replace(settings.sizes, context=text.row - 1))

@@ -34,7 +34,12 @@ from sparsebench.harness.bench.contest_state import one_line, synchronize
 from sparsebench.harness.bench.energy import pieces, require_meter
 from sparsebench.harness.catalog import load_kernel, load_op
 from sparsebench.harness.machine.device import identity
-from sparsebench.harness.models.reporting import allocated_bytes, device_name, require_folder, sheet
+from sparsebench.harness.models.reporting import (
+    allocated_bytes,
+    device_name,
+    require_writable,
+    sheet,
+)
 from sparsebench.harness.models.train_lm.training import Show
 from sparsebench.harness.models.whole.model import (
     Pass,
@@ -79,7 +84,7 @@ def measure(
     Raises SuiteError if the heads do not divide the width or the file cannot be written, or NoMeter
     if energy cannot be measured.
     """
-    require_folder(to)
+    require_writable(to)
     if shape.width % shape.heads:
         divisor = f"a divisor of the width, {shape.width}"
         raise SuiteError(f"--heads: expected {divisor}; found {shape.heads}")
