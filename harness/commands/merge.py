@@ -13,6 +13,10 @@ def merge(
     paths: RunPaths,
     out: Annotated[Path, typer.Option("--out", help="Run directory to write.")],
     data: Data = None,
+    replicates: Annotated[
+        int | None,
+        typer.Option(help="Keep only the first processes, if a run ended before its last one."),
+    ] = None,
     plugins: Plugins = False,
 ) -> None:
     """Merge the parts of one plan into a single run."""
@@ -21,7 +25,7 @@ def merge(
     from sparsebench.reports.terminal import Answer
     from sparsebench.results import store
 
-    run = store.read(join(paths, out, data, plugins=plugins))
+    run = store.read(join(paths, out, data, plugins=plugins, replicates=replicates))
     frames = frames_of(run)
     build(frames, out / "report.html")
     wide().print(Answer(frames))

@@ -7,7 +7,8 @@ A contest is never split: all contenders of a problem in one process come from o
 from one GPU. If processes of a problem ran on two GPUs, the report says so (reports/build.py).
 
     environment.json   what all runs share; `devices` has the rest for each GPU, hosts by number
-    run.json           `shards`: GPU, host and SHA-256 of the manifest of each run
+    run.json           `shards`: GPU, host and SHA-256 of the manifest of each run;
+                       `planned_replicates`: those of the plan, if only the first ones are kept
 """
 
 from collections import Counter, deque
@@ -28,7 +29,8 @@ from sparsebench.results.ceilings import Ceilings
 from sparsebench.results.provenance import device_id, require_equal_facts, shared_facts
 from sparsebench.results.store import Run
 
-COMMON = "suite", "reproduces", "confirms", "choices"  # fields that all run.json share
+# Fields that all run.json share
+COMMON = "suite", "reproduces", "confirms", "choices", "planned_replicates"
 LOGS = "worker.log", "failures.log"
 PER_PART = "device", "data", "shard", "timeout_s"  # flags in which parts of a plan may differ
 
@@ -40,14 +42,19 @@ def merge(
     *,
     plugins: bool = False,
     whole: bool = True,
+    replicates: int | None = None,
 ) -> Path:
     """Join runs into a new one at `out` and return it.
 
     `plugins` allows the suite to import modules of other packages. If the plan need not be `whole`,
-    missing contests make the run `interrupted`. Raises ResultError, and writes nothing, if a run
-    was changed, its suite, code or kind of GPU differs, or a contest is missing or occurs twice.
+    missing contests make the run `interrupted`. With `replicates`, only that many first processes
+    are kept, such as those that a run completed before its time ended. Raises ResultError, and
+    writes nothing, if a run was changed, its suite, code or kind of GPU differs, or a contest is
+    missing or occurs twice.
     """
     runs = _read_runs(paths)
+    if replicates is not None:
+        runs = [_first_processes(run, replicates) for run in runs]
     if not store.is_new(out):
         raise ResultError(f"{out}: expected a new directory, found one")
     for run in runs[1:]:
@@ -99,6 +106,24 @@ def _read_runs(paths: Sequence[Path]) -> list[Run]:
     if not runs:
         raise ResultError("merge: expected runs, found none")
     return runs
+
+
+def _first_processes(run: Run, replicates: int) -> Run:
+    flags = run.state["flags"]
+    planned = flags["replicates"]
+    if not 1 <= replicates <= planned:
+        expected = f"expected 1 to {planned}, as many as {run.path} planned"
+        raise ResultError(f"--replicates: {expected}; found {replicates}")
+    return replace(
+        run,
+        state={
+            **run.state,
+            "flags": {**flags, "replicates": replicates},
+            "planned_replicates": planned,
+        },
+        rows=[row for row in run.rows if row.replicate < replicates],
+        reference=[row for row in run.reference if row.replicate < replicates],
+    )
 
 
 def _require_one_plan(first: Run, other: Run) -> None:

@@ -13,6 +13,7 @@ from random import Random
 import pytest
 
 from sparsebench.errors import ResultError, SuiteError
+from sparsebench.harness.commands._console import BAD_INPUT
 from sparsebench.harness.machine.cpu_placement import read_list, shared_out
 from sparsebench.harness.plan.selection import part, planned_contests
 from sparsebench.harness.plan.suite import Suite, expand, read
@@ -232,6 +233,24 @@ def test_shards_by_hand_are_merged(suite: Suite, halves: list[Path], tmp_path: P
     assert Counter(map(key, run.rows)) == Counter(expected(suite, 1))
     assert {row.device for row in run.rows} == {"sim-1", "sim-2"}
     assert all(line.checked for line in validate(halves[0]))
+
+
+def test_a_run_that_ended_early_keeps_its_complete_processes(suite, gpus, tmp_path) -> None:
+    contests = len(planned_contests(suite, gpus[0]))
+    stop = RunOptions(progress=stopping(2 * contests + 1))
+    with pytest.raises(Stopped):
+        measure(suite, Flags(gpus[0], replicates=3), tmp_path / "stopped", None, stop)
+    with pytest.raises(ResultError, match="missing"):
+        merge([tmp_path / "stopped"], tmp_path / "run")
+    done = sparsebench("merge", tmp_path / "stopped", "--replicates", 2, "--out", tmp_path / "run")
+    assert done.returncode == 0, done.stderr
+    run = store.read(tmp_path / "run")
+    assert Counter(map(key, run.rows)) == Counter(expected(suite, 2))
+    assert (run.state["flags"]["replicates"], run.state["planned_replicates"]) == (2, 3)
+    assert all(line.checked for line in validate(tmp_path / "run"))
+    more = sparsebench("merge", tmp_path / "stopped", "--replicates", 4, "--out", tmp_path / "more")
+    assert more.returncode == BAD_INPUT
+    assert not (tmp_path / "more").exists()
 
 
 def changed(change: Callable[[Path], object]) -> Callable[[list[Path], Path], list[Path]]:
