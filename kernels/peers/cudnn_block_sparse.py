@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sparsebench.errors import Unsupported
 from sparsebench.kernels._common.requirements import HOPPER, unmet
 from sparsebench.kernels._common.search import fastest_choice
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
@@ -52,7 +53,7 @@ def prepare(operands: Operands, *, kv_splits: int | None = None) -> Launch:
 
     The fastest is kept.
     """
-    attend = import_module("cudnn").block_sparse_attention_forward
+    attend = function("block_sparse_attention_forward")
     (q, k, v), problem = by_token(operands, "q", "k", "v"), operands.problem
     lists = lists_by_side(operands)
 
@@ -69,7 +70,7 @@ def prepare(operands: Operands, *, kv_splits: int | None = None) -> Launch:
 
 def prepare_backward(operands: Operands) -> Launch:
     """Cut the lists; the gradients are written where the output has them. Both sides are timed."""
-    differentiate = import_module("cudnn").block_sparse_attention_backward
+    differentiate = function("block_sparse_attention_backward")
     q, k, v, o, do = by_token(operands, "q", "k", "v", "o", "do")
     problem = operands.problem
     lists = lists_by_side(operands)
@@ -87,6 +88,14 @@ def prepare_backward(operands: Operands) -> Launch:
         return out
 
     return fastest_choice(run, [{"side": side} for side in lists], operands)
+
+
+def function(name: str) -> Any:
+    """Return a function of cudnn. Raises Unsupported if the DSL of its kernels is not installed."""
+    try:
+        return getattr(import_module("cudnn"), name)
+    except ImportError as error:  # cudnn imports the DSL when the function is looked up
+        raise Unsupported(str(error)) from error
 
 
 def lists_by_side(operands: Operands) -> dict[int, Lists]:

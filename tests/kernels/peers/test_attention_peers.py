@@ -211,3 +211,18 @@ def test_blocks_that_cannot_be_cut_are_refused(fields: dict[str, Any], token: st
 def test_a_package_that_is_not_installed_is_the_reason(name: str) -> None:
     reason = load_kernel(name).unsupported(Problem("attention", FIELDS), torch.device("cuda"))
     assert "pip install" in str(reason)
+
+
+@pytest.mark.parametrize("prepare", ["prepare", "prepare_backward"])
+def test_cudnn_without_the_language_of_its_kernels_is_unsupported(
+    prepare: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """cudnn looks its functions up when they are first used, and imports their packages then."""
+
+    class Package(SimpleNamespace):
+        def __getattr__(self, name: str) -> Any:
+            raise ImportError(f"{name} needs nvidia-cudnn-frontend[cutedsl]")
+
+    monkeypatch.setitem(sys.modules, "cudnn", Package())
+    with pytest.raises(Unsupported, match="cutedsl"):
+        getattr(cudnn_block_sparse, prepare)(SimpleNamespace())
