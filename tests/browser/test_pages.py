@@ -28,7 +28,7 @@ def places(report: Path, site: Path, tmp_path_factory: pytest.TempPathFactory) -
     among = "--among", PUBLISHED
     done = sparsebench("compare", "H100", "H200", "--html", comparison, *among)
     assert done.returncode == 0, done.stderr
-    runs = (PUBLISHED / "nvidia-h200" / "quick", PUBLISHED / "nvidia-h100-80gb-hbm3" / "quick-h100")
+    runs = (PUBLISHED / "nvidia-h200" / "quick", PUBLISHED / "nvidia-h100-80gb-hbm3" / "quick")
     result = compare_sides([side(store.read(run), name=run.name) for run in runs])
     compared = site.parent / "compared.html"  # beside the site, which does not have these runs
     compared.write_text(html(result, Site(), f"{site.name}/"))
