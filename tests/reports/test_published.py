@@ -142,7 +142,7 @@ def test_each_run_has_a_line_and_a_digest(runs: dict[str, PublishedRun]) -> None
     assert len(published.list_of_runs(runs).splitlines()) == len(runs) + 2
     digests = published.digests(runs).splitlines()[1:-1]
     names = [line.split("  ")[1].split("/")[1] for line in digests]
-    assert names[: len(runs)] == [*runs]
+    assert names[: len(runs)] == [run.name for run in runs.values()]
     assert set(names[len(runs) :]) <= {"earlier"}
 
 
