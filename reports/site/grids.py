@@ -44,7 +44,6 @@ from sparsebench.results.problem_names import problem_name
 LEVELS = (0.25, 0.5, 0.7, 0.8, 0.9, 0.95, 0.99)  # the preferred columns
 COLUMNS = 7
 TOKENS = (1, 16, 64, 4096)  # the preferred choices of the first page
-SMALL = 0.1  # gains below it have one digit in a range
 SHOWN = 4  # contests in the tooltip of a cell
 OP, DTYPE = "linear", "bf16"  # op and dtype of a grid, if they were measured
 USUAL = 0.9  # the sparsity at which the best other kernel is named
@@ -388,15 +387,15 @@ def _rival(best: Sequence[Record], sparse: Sequence[Record]) -> str:
 def _range(records: Sequence[dict[str, Any]]) -> tuple[str, str]:
     """Return the range of several gains, or a single one, and the interval.
 
-    That of a range reaches from the lowest end of its intervals to the highest.
+    That of a range reaches from the lowest end of its intervals to the highest. Both have the
+    digits of its narrowest interval, so that no end is rounded out of it.
     """
     gain, low, high = (records[0][name] for name in ("gain", "low", "high"))
     if len(records) > 1:
-        ends = dict.fromkeys(number(end, SMALL / 10) if end < SMALL else number(end)
-                             for end in (records[-1]["gain"], gain))  # fmt: skip
         lows, highs = np.array([[line["low"], line["high"]] for line in records]).T
         least, most, half = lows.min(), highs.max(), (highs - lows).min() / 2  # NaN if any is
-        return f"{'–'.join(ends)}×", span_text(least, most, half)
+        ends = [number(end, min(end / 10, half)) for end in (records[-1]["gain"], gain)]
+        return f"{'–'.join(dict.fromkeys(ends))}×", span_text(least, most, half)
     if pd.isna(low) or high <= low:
         return times(gain), ""
     half = max(high - gain, gain - low)

@@ -116,7 +116,11 @@ def test_a_range_over_shapes_has_the_outer_ends_of_its_intervals() -> None:
     tables = [lines(("bsr", "64", 0.892)), lines(("bsr", "64", 1.5), shape="8 × 8")]
     (cell,) = only(joined(tables)).lines[0].cells
     assert cell is not None
-    assert (cell.text, cell.span) == ("0.89–1.5×", "[0.88, 1.51]")
+    assert (cell.text, cell.span) == ("0.89–1.50×", "[0.88, 1.51]")
+    slow = joined([lines(("csr", "", 0.0221)), lines(("csr", "", 0.0224), shape="8 × 8")])
+    (cell,) = only(slow.assign(low=0.0219, high=0.0229)).lines[0].cells
+    assert cell is not None
+    assert (cell.text, cell.span) == ("0.022×", "[0.022, 0.023]")
 
 
 @pytest.mark.parametrize(
@@ -124,7 +128,7 @@ def test_a_range_over_shapes_has_the_outer_ends_of_its_intervals() -> None:
     [  # a range over problems; one gain
         (
             [lines(("bsr", "64", 0.892)), lines(("bsr", "64", 1.5), shape="8 × 8")],
-            {"blocks of 64": ["0.89–1.5×"]},
+            {"blocks of 64": ["0.89–1.50×"]},
         ),
         ([lines(("spense", "", 1.4), ("int4", "", 3.5))], {"2:4": ["1.40×"]}),  # not quantised
         (  # the largest gain comes first
