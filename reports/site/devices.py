@@ -4,10 +4,10 @@
     compare/SUITE.html    the devices by name, each compared with the first
     compare/SUITE.json    the same for a script, with the names of the runs
 
-Each device is represented by its run with the most processes, and by the newest if several have as
-many. Simulated devices never stand beside real ones. A device that shares no sparse case with the
-first is left out; this holds for a CPU, which is timed with a warm cache. Runs are read again only
-if one of them is new or the code has changed.
+A device is represented by all its runs of the suite that share a sparse case with the device that
+has the most; if several hold a case, results/sides.py says which one counts. Simulated devices
+never stand beside real ones. A device without such a run is left out; this holds for a CPU, which
+is timed with a warm cache. Runs are read again only if one of them is new or the code has changed.
 """
 
 import json
@@ -30,14 +30,18 @@ INDEX = "compare/index.html"
 
 @dataclass(frozen=True)
 class Devices:
-    """A suite and the card of its run on each device."""
+    """A suite and the cards of its runs on each device."""
 
     suite: str
-    cards: Sequence[Card]
+    sides: Sequence[Sequence[Card]]
 
     @property
     def names(self) -> str:
-        return join_words([card.gpu for card in self.cards])
+        return join_words([cards[0].gpu for cards in self.sides])
+
+    @property
+    def title(self) -> str:
+        return self.sides[0][0].title
 
     @property
     def name(self) -> str:
@@ -47,17 +51,24 @@ class Devices:
 
 def find_devices(cards: Sequence[Card]) -> list[Devices]:
     """Return the suites that ran on several devices, sorted by name."""
-    best: dict[str, dict[str, Card]] = {}
-    real = [card for card in cards if not card.simulated]
-    for card in sorted(real, key=lambda card: (card.processes, card.started, card.slug)):
-        best.setdefault(card.suite, {})[card.gpu] = card
+    runs: dict[str, dict[str, list[Card]]] = {}
+    for card in sorted(cards, key=lambda card: (-card.processes, card.started, card.slug)):
+        if not card.simulated:
+            runs.setdefault(card.suite, {}).setdefault(card.gpu, []).append(card)
     suites = []
-    for suite, of_device in sorted(best.items()):
+    for suite, of_device in sorted(runs.items()):
         first, *others = sorted(of_device.values(), key=_rank)
-        shared = [card for card in others if _timed_cases(card) & _timed_cases(first)]
-        if shared:
-            suites.append(Devices(suite, sorted([first, *shared][:MOST], key=_name)))
+        shared = [_sharing(side, first) for side in others]
+        sides = [_sharing(first, [card for side in shared for card in side]), *shared]
+        if any(shared):
+            suites.append(Devices(suite, sorted(filter(None, sides), key=_name)[:MOST]))
     return suites
+
+
+def _sharing(cards: Sequence[Card], others: Sequence[Card]) -> list[Card]:
+    """Return the cards that share a sparse case with one of the others."""
+    cases = {case for card in others for case in _timed_cases(card)}
+    return [card for card in cards if _timed_cases(card) & cases]
 
 
 def pages(
@@ -66,19 +77,22 @@ def pages(
     """Yield the path and text of each page and its JSON; `redone` are addresses of new runs."""
     sentences = {}
     for devices in every:
-        slugs = [card.address for card in devices.cards]
+        slugs = [[card.address for card in cards] for cards in devices.sides]
         files = [to / f"{devices.name}.{ending}" for ending in ("html", "json")]
-        new = any(card.address in redone for card in devices.cards)
+        new = any(slug in redone for of_side in slugs for slug in of_side)
         if not new and all(file.exists() for file in files):
             texts = [file.read_text("utf-8") for file in files]
             data = json.loads(texts[1])
-            if [slug for run in data["runs"].values() for slug in run] == slugs:
+            if [*data["runs"].values()] == slugs:
                 sentences[devices.suite] = _mean_times(data)
                 yield from zip([f"{devices.name}.html", f"{devices.name}.json"], texts, strict=True)
                 continue
-        runs = [replace(store.read(to / slug), path=Path(slug)) for slug in slugs]
-        names = distinct_names(runs)
-        sides = [side(run, name=name) for run, name in zip(runs, names, strict=True)]
+        runs = [
+            [replace(store.read(to / slug), path=Path(slug)) for slug in of_side]
+            for of_side in slugs
+        ]
+        names = distinct_names([of_side[0] for of_side in runs])
+        sides = [side(*of_side, name=name) for of_side, name in zip(runs, names, strict=True)]
         result = comparison.compare_sides(sides)
         yield f"{devices.name}.html", comparison.html(result, site, "../")
         data = comparison.to_json(result)
@@ -98,12 +112,12 @@ def _mean_times(data: dict[str, Any]) -> str:
     )
 
 
-def _rank(card: Card) -> tuple[int, str]:
-    return -len(card.lines), card.gpu
+def _rank(cards: Sequence[Card]) -> tuple[int, str]:
+    return -sum(len(card.lines) for card in cards), cards[0].gpu
 
 
-def _name(card: Card) -> str:
-    return card.gpu
+def _name(cards: Sequence[Card]) -> str:
+    return cards[0].gpu
 
 
 def _timed_cases(card: Card) -> set[tuple[str, ...]]:

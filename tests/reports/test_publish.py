@@ -412,7 +412,17 @@ def test_compared_devices_are_sorted_by_name_whichever_has_more_cases(site: Path
     card = next(iter(run_folder.run_folders(site).values())).card
     other = replace(card, gpu="A GPU", lines=card.lines[:-1])
     (devices,) = find_devices([card, other])
-    assert [each.gpu for each in devices.cards] == ["A GPU", card.gpu]
+    assert [each.gpu for (each,) in devices.sides] == ["A GPU", card.gpu]
+
+
+def test_a_device_is_compared_by_all_runs_of_a_suite_that_another_device_has_too(
+    site: Path,
+) -> None:
+    card = next(iter(run_folder.run_folders(site).values())).card
+    halves = [replace(card, gpu="A GPU", lines=card.lines[n::2]) for n in (0, 1)]
+    apart = replace(card, gpu="A GPU", lines=[{**card.lines[0], "side": "ours", "m": 12345}])
+    (devices,) = find_devices([card, *halves, apart])
+    assert [*map(len, devices.sides)] == [2, 1]
 
 
 @pytest.mark.exhaustive  # ten seconds; the test above compares two devices
