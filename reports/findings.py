@@ -15,7 +15,7 @@ from typing import Any
 
 import pandas as pd
 
-from sparsebench.results import cliffs, default_kernels
+from sparsebench.results import cliffs, default_kernels, untimed_peers
 from sparsebench.results.analysis import Analysis
 from sparsebench.results.answer import TOPIC, first_views, general_sentences, other_dtypes
 from sparsebench.results.cases import CONTEST
@@ -51,13 +51,18 @@ def findings(analysis: Analysis) -> list[str]:
     best = [case for group in topics[:MOST] for case in _best_of_dtypes(group)]
     with_dtype = len({case["dtype"] for case in best}) > 1
     winners = [line for case in best for line in _winner(case, timed, with_dtype)]
-    return [*general, *winners, *filter(None, [default_kernels.sentence(first)])]
+    absent = untimed_peers.sentence(analysis.run.rows)
+    return [*general, *winners, *filter(None, [default_kernels.sentence(first), absent])]
 
 
 def remarks(analysis: Analysis) -> list[str]:
-    """Return what follows a run's headline: other dtypes, cliffs, slower kernels by default."""
+    """Return what follows a run's headline.
+
+    These are other dtypes, cliffs, slower kernels by default and missing kernels of others.
+    """
     cases = usual(analysis.timed)
     sentences = [cliffs.sentence(cases), default_kernels.sentence(cases)]
+    sentences.append(untimed_peers.sentence(analysis.run.rows))
     return [*other_dtypes(analysis.views), *filter(None, sentences)]
 
 
