@@ -143,8 +143,8 @@ def intervals(others: Sequence[Changes]) -> list[str]:
     if looks.any():
         which = "" if looks.all() else f" in {amount(int(looks.sum()), 'case')}"
         sentences.append(
-            f"Brackets{which}: the tolerance within which equal cases of published runs stay, "
-            f"because a side has fewer than {FEWEST} processes."
+            f"Brackets{which}: the tolerance within which equal cases of published runs stay, or "
+            f"the interval of the processes if it is wider, because a side has fewer than {FEWEST}."
         )
     gain = "A speedup after a time is over the baseline of the same contest"
     gain += f" ({_baselines(lines)}), on the same GPU"

@@ -241,11 +241,13 @@ def _finding(problems: pd.DataFrame) -> str:
             answers["yes"].append(f"{name} up to {gain_text(best)} ({where})")
         else:
             kind = "none" if timed.empty else "no" if len(decided) == len(timed) else "open"
-            look = ""
+            more = ""
             if kind == "open":
                 best = timed.sort_values("best_gain").iloc[-1]
-                look = f" (so far up to {gain_text(best)})"
-            answers[kind].append(f"{name}{look}")
+                more = f" (so far up to {gain_text(best)})"
+            elif kind == "none":  # the format may run in another dtype, in rows of the fastest one
+                more = f" in {join_words(sorted(set(group.dtype)))}"
+            answers[kind].append(f"{name}{more}")
     opening = {"yes": "Yes", "no": "No", "open": "Not settled", "none": "No kernel runs here for"}
     return " ".join(
         f"{opening[kind]}{'' if kind == 'none' else ':'} {join_words(names)}."

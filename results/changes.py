@@ -7,7 +7,7 @@ The logarithm of each is a difference of two means over processes, because the t
 contest. Half of its 95 % interval is
 
     h = sqrt( (t s)^2 + between a^2 + between b^2 )    s, t: Welch 1947; 6 processes or more
-    h = tolerance                                      fewer processes (comparison.py)
+    h = the larger of that Welch half and tolerance    fewer processes (comparison.py)
 
 `between` is the variation between cards (between_cards.py). It counts if no card ran the case on
 both sides. Faster and slower also need q <= 5 % over all cases.
@@ -170,7 +170,7 @@ def ratio_of_means(
         return (np.nan,) * 4
     ratio, half = welch(under, over)
     if min(len(under), len(over)) < FEWEST:
-        half = float(np.log1p(line["tolerance"]))
+        half = float(np.fmax(np.log1p(line["tolerance"]), half))  # Welch's is NaN for one process
     else:
         half = float(np.hypot(half, half_between(line)))
     p = 2 * float(scipy.stats.norm.sf(NORMAL * abs(ratio) / max(half, 1e-9)))

@@ -37,8 +37,8 @@ def check_consistency(run: Run) -> Iterator[str]:
         actual = f"{status} with {amount(len(rows), 'row')}"
         raise ResultError(f"{run.path / 'run.json'}: expected a finished run, found {actual}")
     devices = ", ".join(dict.fromkeys([device_name(run.environment), _devices(run, rows)]))
-    shards = run.state.get("shards")
-    source = f"from {len(shards)} shards on" if shards else "all from"
+    shards = run.state.get("shards", [])
+    source = f"from {len(shards)} shards on" if len(shards) > 1 else "all from"
     yield f"rows: {len(rows)}, complete, {source} {devices}"
     replicates = _equal_replicates(run, rows)
     look = "" if replicates >= FEWEST else f": a look; a verdict needs at least {FEWEST}"

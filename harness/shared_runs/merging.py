@@ -214,8 +214,12 @@ def _missing_contests(runs: Sequence[Run], missing: Sequence[tuple[int, str]], d
     missing_shards = [shard for shard in missing_shards if shard not in shards]
     replicate, problem = missing[0]
     what = f"{len(missing)} missing, such as problem {problem} in replicate {replicate}"
+    first = min(number for number, _ in missing)
+    hint = f"; --replicates {first} keeps the complete processes" if first else ""
     which = f" (no shard {', '.join(missing_shards[:5])})" if missing_shards else ""
-    return f"merge: expected all {done + len(missing)} contests of the plan, found {what}{which}"
+    return (
+        f"merge: expected all {done + len(missing)} contests of the plan, found {what}{which}{hint}"
+    )
 
 
 def _host(run: Run) -> str:

@@ -240,7 +240,7 @@ def test_a_run_that_ended_early_keeps_its_complete_processes(suite, gpus, tmp_pa
     stop = RunOptions(progress=stopping(2 * contests + 1))
     with pytest.raises(Stopped):
         measure(suite, Flags(gpus[0], replicates=3), tmp_path / "stopped", None, stop)
-    with pytest.raises(ResultError, match="missing"):
+    with pytest.raises(ResultError, match=r"missing.*--replicates 2 keeps"):
         merge([tmp_path / "stopped"], tmp_path / "run")
     done = sparsebench("merge", tmp_path / "stopped", "--replicates", 2, "--out", tmp_path / "run")
     assert done.returncode == 0, done.stderr

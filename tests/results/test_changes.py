@@ -38,6 +38,8 @@ from sparsebench.results.changes import (
     changes,
     gate_failures,
     mean,
+    outcomes,
+    ratio_of_means,
     threshold,
 )
 from sparsebench.results.comparison import compare
@@ -494,3 +496,12 @@ def test_intervals_hold_0_in_95_percent_of_the_cases_measured_again() -> None:
             inside += [*(compared[low] <= 1) & (compared[high] >= 1)]
     assert len(inside) == 278
     assert np.mean(inside) >= 0.95
+
+
+@pytest.mark.parametrize(("look", "word"), [([9.9, 10.0, 10.1], "faster"), ([4, 9, 30], "not")])
+def test_a_look_whose_processes_scatter_has_an_interval_as_wide(look, word) -> None:
+    verdict = np.log([5.0, 5.1, 4.9, 5.0, 5.2, 4.9, 5.0, 5.1]).tolist()
+    test = ratio_of_means(verdict, np.log(look).tolist(), {"tolerance": 0.05})
+    assert outcomes(pd.DataFrame([test], columns=[*GAIN, "p"]))[0].startswith(word)
+    *_, low, high, _ = ratio_of_means(verdict, [np.log(10.0)], {"tolerance": 0.05})
+    assert high / low == pytest.approx(1.05**2)
