@@ -127,6 +127,7 @@ def cases(others: Sequence[Changes]) -> Table:
         lines=[[line[n] for n in used] for line in lines],
         words={*columns[:2], *columns[4::4], *columns[5::4], *columns[6::4]},
         spare=[*columns[6::4], *columns[5::4], columns[2], *columns[3::4]],
+        missed=[columns[2], *columns[3::4]],
     )
 
 

@@ -45,5 +45,6 @@ def confirm(
             f"A first pass over {screened} cells chose what to confirm; its times are not used."
         )
         stdout.say(choices_of(again.state).sentence)
+        stdout.say(f"report: {fresh / 'report.html'}")
     if not all(line.confirmed for line in lines):
         raise typer.Exit(GATE_FAILED)

@@ -335,3 +335,20 @@ def test_a_cell_is_escaped_in_html_and_markdown() -> None:
     sheet = Table(title="t", columns=("a",), lines=[[name]])
     assert "<script>" not in sheet.html()
     assert "\\<script>\\|\\[x](y)\\`" in sheet.markdown()
+
+
+@pytest.mark.parametrize(("width", "is_narrow"), [(60, False), (20, True)])
+def test_a_narrow_window_says_which_sides_it_leaves_out(width: int, is_narrow: bool) -> None:
+    columns = ("problem", "H100", "H200", "gain")
+    table = Table(
+        columns=columns,
+        lines=[["50 %", "12.5 µs", "10.5 µs", "gains more"]],
+        words=("problem", "gain"),
+        spare=("gain", "H100"),
+        missed=("H100",),
+    )
+    console = Console(width=width, record=True)
+    console.print(table)
+    text = console.export_text()
+    assert ("A wider window" in text and "also shows H100" in " ".join(text.split())) == is_narrow
+    assert ("12.5 µs" in text) != is_narrow
