@@ -161,9 +161,13 @@ def agreement(lines: list[list[str]]) -> Iterator[str]:
 
 
 def captions(page: str) -> Iterator[str]:
-    """Yield each number of the finding, the caption and the terminal that no case gives."""
-    (swept,) = (run for run in runs() if run.endswith("/sparsity-4096"))
-    matches = cases(swept)
+    """Yield each number of the finding, the caption and the terminal that no case gives.
+
+    They are of the first run that a page links as `sparsity-4096`; another GPU may have one, too.
+    """
+    swept = re.search(r"\[sparsity-4096\]\(\S*?([^/(]+/sparsity-4096)\)", page)
+    assert swept
+    matches = cases(swept[1])
     for text in re.findall(CAPTION, page):
         block = re.search(r", block (\d+);", text)
         yield from stated(text, matches[matches.block == int(block[1])] if block else matches)

@@ -6,6 +6,7 @@ Each function yields the figures that the rows do not give.
 import html
 import json
 import re
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -61,7 +62,7 @@ def listed_runs(page: str) -> Iterator[str]:
 
 def answer(file: Path) -> Iterator[str]:
     """Yield each figure of the answer at the top of a run's page that the run does not give."""
-    run = at_address(file.parent.name)
+    run = at_address("/".join(file.parts[-3:-1]))
     page = re.sub(r"<(style|script).*?</\1>", "", file.read_text(), flags=re.DOTALL)
     top = page.partition('<p class="headline">')[2].partition("</p>")[0]
     answer = page.partition('<section id="answer">')[2].partition('<section id="measured">')[0]
@@ -70,10 +71,14 @@ def answer(file: Path) -> Iterator[str]:
 
 
 def at_address(address: str) -> str:
-    """Return the run at an address of a site, such as h200/sparsity-4096; a name is enough."""
-    name = address.rpartition("/")[2]
-    (run,) = (run for run in runs() if run.endswith(f"/{name}"))
-    return run
+    """Return the run at an address of a site, such as h200/sparsity-4096.
+
+    A name alone is that of the device with the most runs.
+    """
+    on_device = Counter(run.partition("/")[0] for run in runs())
+    end = address if "/" in address else f"/{address}"
+    matches = [run for run in runs() if run.endswith(end)]
+    return max(matches, key=lambda run: on_device[run.partition("/")[0]])
 
 
 def claimed(page: str) -> Iterator[str]:

@@ -67,8 +67,8 @@ def until(true: Callable[[], object], what: str) -> None:
         time.sleep(0.2)
 
 
-def killed(job: str) -> None:
-    """Kill a job's processes at once, as a host does that is out of memory; scancel waits first."""
+def signalled(job: str, number: signal.Signals) -> None:
+    """Send a signal to all processes of a job at once; scancel sends another one and waits."""
     array, _, task = job.partition("_")
     ids = {f"SLURM_JOB_ID={array}"}
     if task:
@@ -78,9 +78,9 @@ def killed(job: str) -> None:
         with suppress(OSError):
             if ids <= set((process / "environ").read_text(errors="replace").split("\0")):
                 processes.append(int(process.name))
-    for number in processes:  # reading /proc takes a loaded host seconds, enough to write a row
+    for process_id in processes:  # reading /proc takes a loaded host seconds, enough for a row
         with suppress(OSError):
-            os.kill(number, signal.SIGKILL)
+            os.kill(process_id, number)
 
 
 class Sent:
@@ -133,22 +133,25 @@ def test_nothing_that_happens_to_a_cluster_costs_a_row_or_makes_one_twice(
     sent = Sent(suite, out, 3)  # on two nodes of one CPU: one waits
     until(lambda: sent.done(1) > 1 and sent.done(2) > 1, "two parts begun")
 
-    cluster.kill_controller()  # the controller goes and comes back: jobs run on meanwhile
+    first, second = sent.job(1), sent.job(2)
+    for job in (first, second):  # a fast host ends all 394 contests in 6 s, as a controller starts
+        signalled(job, signal.SIGSTOP)
+    cluster.kill_controller()  # the controller goes and comes back: jobs stay meanwhile
     time.sleep(2)
     cluster.start_controller()
     until(lambda: cluster.nodes() & {"alloc", "mix"}, "the controller knows the nodes")
 
-    first, second = sent.job(1), sent.job(2)
-    killed(first)
+    signalled(first, signal.SIGKILL)  # as on a host that is out of memory
     assert not cluster.ask("scontrol", "update", *DRAIN).returncode  # a node is drained: its job
     assert not cluster.ask("scontrol", "requeue", second).returncode  # begins again, on the other
+    signalled(second, signal.SIGCONT)
     state = "squeue", "--noheader", "--array", "--format=%T", f"--jobs={second}"
     until(lambda: cluster.ask(*state).stdout.strip() == "PENDING", "the job is queued again")
     cluster.ask("scontrol", "update", f"jobid={second}", "starttime=now")  # not in two minutes
 
     until(lambda: len(cluster_jobs.jobs(sent.folder)["1"]) > 1, "the killed job is sent again")
     until(lambda: sent.ended(1), "no job has part 1")
-    killed(sent.job(1))
+    signalled(sent.job(1), signal.SIGKILL)
     shutil.rmtree(sent.folder / "1" / "1")  # a shard is lost
     cluster.ask("scontrol", "update", "nodename=n2", "state=resume")
 
