@@ -127,7 +127,7 @@ def cases(others: Sequence[Changes]) -> Table:
         lines=[[line[n] for n in used] for line in lines],
         words={*columns[:2], *columns[4::4], *columns[5::4], *columns[6::4]},
         spare=[*columns[6::4], *columns[5::4], columns[2], *columns[3::4]],
-        missed=[columns[2], *columns[3::4]],
+        essential=[columns[2], *columns[3::4]],
     )
 
 
@@ -145,7 +145,8 @@ def intervals(others: Sequence[Changes]) -> list[str]:
         which = "" if looks.all() else f" in {amount(int(looks.sum()), 'case')}"
         sentences.append(
             f"Brackets{which}: the tolerance within which equal cases of published runs stay, or "
-            f"the interval of the processes if it is wider, because a side has fewer than {FEWEST}."
+            "the interval of the processes if that is wider, because a side has fewer than "
+            f"{FEWEST} processes."
         )
     gain = "A speedup after a time is over the baseline of the same contest"
     gain += f" ({_baselines(lines)}), on the same GPU"

@@ -51,8 +51,8 @@ def findings(analysis: Analysis) -> list[str]:
     best = [case for group in topics[:MOST] for case in _best_of_dtypes(group)]
     with_dtype = len({case["dtype"] for case in best}) > 1
     winners = [line for case in best for line in _winner(case, timed, with_dtype)]
-    absent = untimed_peers.sentence(analysis.run.rows)
-    return [*general, *winners, *filter(None, [default_kernels.sentence(first), absent])]
+    closing = [default_kernels.sentence(first), untimed_peers.sentence(analysis.run.rows)]
+    return [*general, *winners, *filter(None, closing)]
 
 
 def remarks(analysis: Analysis) -> list[str]:
@@ -61,9 +61,9 @@ def remarks(analysis: Analysis) -> list[str]:
     These are other dtypes, cliffs, slower kernels by default and missing kernels of others.
     """
     cases = usual(analysis.timed)
-    sentences = [cliffs.sentence(cases), default_kernels.sentence(cases)]
-    sentences.append(untimed_peers.sentence(analysis.run.rows))
-    return [*other_dtypes(analysis.views), *filter(None, sentences)]
+    closing = [default_kernels.sentence(cases), untimed_peers.sentence(analysis.run.rows)]
+    sentences = filter(None, [cliffs.sentence(cases), *closing])
+    return [*other_dtypes(analysis.views), *sentences]
 
 
 def _winner(best: Mapping[Any, Any], timed: pd.DataFrame, with_dtype: bool) -> list[str]:

@@ -31,9 +31,9 @@ Cell = str | tuple[str, str]
 class Table:
     """Lines below columns.
 
-    words   columns of words: they are aligned to the left and may wrap
-    spare   columns that a narrow window leaves out, in this order
-    missed  spare columns that a line names if the window leaves them out
+    words      columns of words: they are aligned to the left and may wrap
+    spare      columns that a narrow window leaves out, in this order
+    essential  spare columns that a line names if the window leaves them out
     """
 
     columns: Sequence[str]
@@ -41,7 +41,7 @@ class Table:
     title: str = ""
     words: Iterable[str] = ()
     spare: Sequence[str] = ()
-    missed: Sequence[str] = ()
+    essential: Sequence[str] = ()
 
     def shortened(self, most: int, note: str) -> "Table":
         """Return the first `most` lines; the title counts the others and adds `note`."""
@@ -57,7 +57,7 @@ class Table:
         if self.title:
             yield Text(self.title, style="bold")
         shown = self._fitting(options.max_width)
-        if names := [name for name in self.missed if name not in shown]:
+        if names := [name for name in self.essential if name not in shown]:
             yield Text(f"A wider window also shows {join_words(names)}.", style="dim")
         table = rich.table.Table(box=None, padding=(0, GAP, 0, 0), pad_edge=False)
         table.header_style = "dim"

@@ -52,16 +52,16 @@ class Devices:
 def find_devices(cards: Sequence[Card]) -> list[Devices]:
     """Return the suites that ran on several devices, sorted by name."""
     runs: dict[str, dict[str, list[Card]]] = {}
-    for card in sorted(cards, key=lambda card: (-card.processes, card.started, card.slug)):
-        if not card.simulated:
-            runs.setdefault(card.suite, {}).setdefault(card.gpu, []).append(card)
+    real = [card for card in cards if not card.simulated]
+    for card in sorted(real, key=lambda c: (c.processes, c.started, c.slug), reverse=True):
+        runs.setdefault(card.suite, {}).setdefault(card.gpu, []).append(card)
     suites = []
     for suite, of_device in sorted(runs.items()):
         first, *others = sorted(of_device.values(), key=_rank)
         shared = [_sharing(side, first) for side in others]
         sides = [_sharing(first, [card for side in shared for card in side]), *shared]
         if any(shared):
-            suites.append(Devices(suite, sorted(filter(None, sides), key=_name)[:MOST]))
+            suites.append(Devices(suite, sorted([*filter(None, sides)][:MOST], key=_name)))
     return suites
 
 

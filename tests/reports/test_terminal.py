@@ -345,7 +345,7 @@ def test_a_narrow_window_says_which_sides_it_leaves_out(width: int, is_narrow: b
         lines=[["50 %", "12.5 µs", "10.5 µs", "gains more"]],
         words=("problem", "gain"),
         spare=("gain", "H100"),
-        missed=("H100",),
+        essential=("H100",),
     )
     console = Console(width=width, record=True)
     console.print(table)

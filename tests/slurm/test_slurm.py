@@ -67,7 +67,7 @@ def until(true: Callable[[], object], what: str) -> None:
         time.sleep(0.2)
 
 
-def signalled(job: str, number: signal.Signals) -> None:
+def send_signal(job: str, number: signal.Signals) -> None:
     """Send a signal to all processes of a job at once; scancel sends another one and waits."""
     array, _, task = job.partition("_")
     ids = {f"SLURM_JOB_ID={array}"}
@@ -135,23 +135,23 @@ def test_nothing_that_happens_to_a_cluster_costs_a_row_or_makes_one_twice(
 
     first, second = sent.job(1), sent.job(2)
     for job in (first, second):  # a fast host ends all 394 contests in 6 s, as a controller starts
-        signalled(job, signal.SIGSTOP)
+        send_signal(job, signal.SIGSTOP)
     cluster.kill_controller()  # the controller goes and comes back: jobs stay meanwhile
     time.sleep(2)
     cluster.start_controller()
     until(lambda: cluster.nodes() & {"alloc", "mix"}, "the controller knows the nodes")
 
-    signalled(first, signal.SIGKILL)  # as on a host that is out of memory
+    send_signal(first, signal.SIGKILL)  # as on a host that is out of memory
     assert not cluster.ask("scontrol", "update", *DRAIN).returncode  # a node is drained: its job
     assert not cluster.ask("scontrol", "requeue", second).returncode  # begins again, on the other
-    signalled(second, signal.SIGCONT)
+    send_signal(second, signal.SIGCONT)
     state = "squeue", "--noheader", "--array", "--format=%T", f"--jobs={second}"
     until(lambda: cluster.ask(*state).stdout.strip() == "PENDING", "the job is queued again")
     cluster.ask("scontrol", "update", f"jobid={second}", "starttime=now")  # not in two minutes
 
     until(lambda: len(cluster_jobs.jobs(sent.folder)["1"]) > 1, "the killed job is sent again")
     until(lambda: sent.ended(1), "no job has part 1")
-    signalled(sent.job(1), signal.SIGKILL)
+    send_signal(sent.job(1), signal.SIGKILL)
     shutil.rmtree(sent.folder / "1" / "1")  # a shard is lost
     cluster.ask("scontrol", "update", "nodename=n2", "state=resume")
 
