@@ -92,6 +92,7 @@ def _for_all(test: Test, cells: Sequence[Cell], failed: int, unmeasured: int) ->
     over = f" that of {test.over}" if test.over else ""
     limit = f"{'≥' if up else '≤'} {test.limit_text}{over}"
     count = f"{len(met)} of {are(len(cells) + failed, 'cell')} {limit}"
+    count += f", {failed} {'has' if failed == 1 else 'have'} no value" if failed else ""
     if len(met) == len(cells) and not failed and not unmeasured:
         worst = _best(test, cells, worst=True)
         why = f"{count}; the {ends[0]} is {value_text(test, worst)}."

@@ -141,6 +141,7 @@ EACH, ALL = {"quantifier": "for_all"}, {"quantifier": "typical"}
 A100, MOST = {"at_least": 100, "partly_at": 10}, {"at_most": 1, "quantifier": "for_all"}
 GENERAL = {"hardware": {"scope": "general", "gpus": ["V100"]}}
 CONFIRMED, DOUBTFUL, LOOK = {"confirms": True}, {"reliable": False}, {"processes": 3}
+BROKEN = {"reason": "no baseline ran: wrong"}
 Part = tuple[float, str, dict[str, Any]]  # the middle of a cell's ratios, its problem, its facts
 
 
@@ -165,6 +166,7 @@ JUDGED: list[tuple[dict[str, Any], list[Part], Word, str]] = [
     ({}, [(2.5, "a", {}), (1.0, "b", {}), (2.4, "a", CONFIRMED)], Word.REPRODUCED, ""),
     (ALL, [(2.5, "a", LOOK)], Word.NOT_SETTLED, "3 of the 6 processes"),
     (EACH, [(2.5, "a", {}), (1.9, "b", {})], Word.PARTLY, ""),
+    (EACH, [(2.5, "a", {}), (1.9, "b", {}), (1, "c", BROKEN)], Word.PARTLY, "1 has no value,"),
     (ALL, [(2.5, "a", {}), (1.9, "b", {})], Word.REPRODUCED, "2.18"),
     # A bound below the threshold: not testable, unless another cell could reach it.
     ({}, [(0.9, "a", {"bound": 1.8}), (0.9, "b", {"bound": 1.8})], Word.NOT_TESTABLE, "1.8×"),
