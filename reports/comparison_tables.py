@@ -43,6 +43,10 @@ GAINS: dict[str, str] = {
 
 NO_ZEROS = {"pattern": "dense", "sparsity": 0.0, "block": "1", "active": np.nan}
 EVERY = "Every case"
+BRACKETS_OF_MEANS = (
+    "Brackets of a mean: its interval for these cases alone. They share cards and processes, so "
+    "half of it is the mean of the halves of the cases."
+)
 
 Line = Mapping[Any, Any]
 
@@ -153,8 +157,7 @@ def intervals(others: Sequence[Changes]) -> list[str]:
     return [
         *sentences,
         "; ".join(filter(None, [gain, brackets([*lines.interval_a, *lines.interval_b])])) + ".",
-        "Brackets of a mean: its interval for these cases alone. They share cards and processes, "
-        "so half of it is the mean of the halves of the cases.",
+        BRACKETS_OF_MEANS,
     ]
 
 

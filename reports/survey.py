@@ -21,7 +21,7 @@ import pandas as pd
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.text import Text
 
-from sparsebench.reports.comparison_tables import intervals
+from sparsebench.reports.comparison_tables import BRACKETS_OF_MEANS
 from sparsebench.reports.figures._figure import Frames
 from sparsebench.reports.tables import Cell, Table
 from sparsebench.results.badges import Badge, badges
@@ -31,6 +31,7 @@ from sparsebench.results.formatting import (
     FORMATS,
     PATTERNS,
     amount,
+    brackets,
     capital,
     join_words,
     percent,
@@ -60,7 +61,8 @@ CAUSES = {
 class Summary:
     """The first screen of a survey.
 
-    problems  a line per problem: the columns of `contests`, run, name, processes, settled
+    problems  a line per problem: the columns of `contests`, run, name, processes, settled, and
+              interval, what its brackets hold
     badges    the class, the text and the reason of each
     """
 
@@ -104,7 +106,7 @@ def summarise(
         badges=_badges(by_run),
         finding=_finding(problems),
         problems=problems,
-        others=[*map(compare_device, shown), *(intervals(shown) if shown else ())],
+        others=[*map(compare_device, shown), *([BRACKETS_OF_MEANS] if shown else ())],
         state=_state(problems, by_run, kernels, fitness),
     )
 
@@ -127,10 +129,12 @@ def _problems(by_run: Mapping[str, Frames]) -> pd.DataFrame:
         lines = pd.concat([with_shapes(group) for _, group in lines.groupby("op", sort=False)])
         processes = cases.groupby("problem_id").processes.max()
         kinds = sparse.set_index("problem_id")["format"]
+        held = timed.drop_duplicates("case_id").set_index("case_id").gain_interval
         parts.append(
             lines.assign(
                 run=run,
                 processes=lines.problem_id.map(processes),
+                interval=lines.best_case_id.map(held),
                 name=[_name(line, kinds) for line in records(lines)],
             )
         )
@@ -165,12 +169,20 @@ def grid_rows(problems: pd.DataFrame) -> Iterator[tuple[str, dict[Any, "pd.Serie
     """
     groups: Any = problems.sort_values("level").groupby(ROW, sort=False, dropna=False)
     ranks = {name: rank for rank, name in enumerate(_names(problems))}
-    many_dtypes = problems.groupby("name").dtype.nunique() > 1
+    many_dtypes, usual = problems.groupby("name").dtype.nunique() > 1, usual_dtype(problems)
     ordered = sorted(groups, key=lambda row: (ranks[row[0][0]], row[0][2]))
     for (name, level, dtype), group in ordered:
-        title = f"{name}, {percent(round(level, 3))}" + (f", {dtype}" if many_dtypes[name] else "")
+        names_dtype = many_dtypes[name] or dtype != usual
+        title = f"{name}, {percent(round(level, 3))}" + (f", {dtype}" if names_dtype else "")
         best = group.sort_values(["settled", "best_gain"], na_position="first", kind="stable")
         yield title, {m: lines.iloc[-1] for m, lines in best.groupby("m")}
+
+
+def usual_dtype(problems: pd.DataFrame) -> str:
+    """Return the dtype of rows that name none; "" if every row must name its own."""
+    by_name = problems.groupby("name").dtype.unique()
+    only = {dtypes[0] for dtypes in by_name if len(dtypes) == 1}
+    return str(only.pop()) if len(only) == 1 else ""
 
 
 def _names(problems: pd.DataFrame) -> list[str]:
@@ -190,14 +202,17 @@ def text_without_gain(line: "pd.Series[Any]") -> str:
     return "none" if pd.isna(line.get("dense_gain")) else "dense"
 
 
-def legend(problems: pd.DataFrame, mark: str) -> str:
-    """Explain the grid; `mark` shows that a cell is not settled."""
+def legend(problems: pd.DataFrame, mark: str, intervals: str) -> str:
+    """Explain the grid; `mark` shows that a cell is not settled, `intervals` how precise it is."""
     rows = [list(cells.values()) for _, cells in grid_rows(problems)]
     untimed_texts = [
         text_without_gain(cell) for row in rows for cell in row if pd.isna(cell.best_gain)
     ]
+    usual = usual_dtype(problems)
     parts = {
         f"{KEY}.": True,
+        f"Rows without a dtype are {usual}.": usual != "",
+        f"{intervals}.": bool(intervals),
         f"{mark}: not settled.": (problems.best_gain.notna() & ~problems.settled).any(),
         DENSE: "dense" in untimed_texts,
         ABSENT: any(len(row) < problems.m.nunique() for row in rows),
@@ -212,7 +227,22 @@ def grid(problems: pd.DataFrame) -> Table:
         [title, *(_text(cells.get(m)) for m in tokens)] for title, cells in grid_rows(problems)
     ]
     heads = ["", *map(str, tokens)]
-    return Table(title=legend(problems, OPEN), columns=heads, lines=lines, words=[""])
+    title = legend(problems, OPEN, _precision(problems))
+    return Table(title=title, columns=heads, lines=lines, words=[""])
+
+
+def _precision(problems: pd.DataFrame) -> str:
+    """Say how far the settled cells are from the ends of their intervals; "" without such a cell.
+
+    The grid of a terminal has no room for intervals.
+    """
+    settled = problems[problems.settled]
+    ends = pd.concat([settled.best_high / settled.best_gain, settled.best_gain / settled.best_low])
+    if ends.isna().all():
+        return ""
+    held = brackets(settled.interval).removeprefix("brackets: ")
+    most = f"±{100 * (ends.max() - 1):.2g}\N{NO-BREAK SPACE}%"
+    return f"Intervals reach {most} at most ({held}); the report shows each"
 
 
 def _text(line: "pd.Series[Any] | None") -> Cell:

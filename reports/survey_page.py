@@ -36,7 +36,15 @@ from sparsebench.reports.tables import html_table
 from sparsebench.results import files, store
 from sparsebench.results.answer import winner
 from sparsebench.results.changes import Changes, other_devices
-from sparsebench.results.formatting import capital, duration, join_words, significant, size_text
+from sparsebench.results.formatting import (
+    brackets,
+    capital,
+    duration,
+    join_words,
+    significant,
+    size_text,
+    span_text,
+)
 from sparsebench.results.store import without_paths
 
 STEPS = {"doctor": "Check of the machine", "compile": "Compilation", "tune": "Tuning"}
@@ -113,7 +121,8 @@ def _map(problems: pd.DataFrame) -> Markup:
         for title, cells in grid_rows(problems)
     ]
     heads = ["tokens at once", *map(str, tokens)]
-    caption = f"{legend(problems, 'Hatched')} A cell links to its case."
+    held = capital(brackets(problems.interval.dropna()))
+    caption = f"{legend(problems, 'Hatched', held)} A cell links to its case."
     drawn = '<figure class="map tight">{}<figcaption>{}</figcaption></figure>'
     return Markup(drawn).format(html_table(heads, rows, "map"), caption)
 
@@ -127,7 +136,8 @@ def _cell(line: "pd.Series[Any] | None") -> Markup:
         )
     link = f"{line.run}/report.html#case-{line.best_case_id}"
     title = f"{size_text(line['shape'])}: {winner(line)}"
-    text = Markup("<b>{}</b>").format(gain_text(line))
+    span = span_text(line.best_low, line.best_high, line.best_half)
+    text = Markup('<b>{}</b><span class="span">{}</span>').format(gain_text(line), span)
     return shaded(line.best_gain, line.settled, link, title, text)
 
 

@@ -8,12 +8,14 @@ column of the cases (cases.py) and of the contests (contests.py). It is rounded 
 and the value is rounded to the same decimal place.
 """
 
+import re
 from collections.abc import Iterable
 from math import ceil, floor, isfinite, log10, nan
 from typing import Any
 
 import pandas as pd
 
+PROCESSES = re.compile(r"\d+(?= process)")
 FORMATS = {
     "active_csr": "CSR of activations",
     "block_mask": "block-sparse attention",
@@ -134,9 +136,13 @@ def duration(us: float) -> str:
 
 
 def brackets(kinds: Iterable[Any]) -> str:
-    """Say what brackets hold: `brackets: 95 % over 8 processes`; "" if no interval has a name."""
-    names = sorted({str(kind) for kind in kinds if not pd.isna(kind)} - {""})
-    return f"brackets: {' and '.join(names)}" if names else ""
+    """Say what brackets hold: `brackets: 95 % over 6 or 8 processes`; "" if no kind is named."""
+    counts: dict[str, set[int]] = {}
+    for name in {str(kind) for kind in kinds if not pd.isna(kind)} - {""}:
+        of_name = counts.setdefault(PROCESSES.sub("{}", name), set())
+        of_name.update(map(int, PROCESSES.findall(name)))
+    names = [text.format(" or ".join(map(str, sorted(n)))) for text, n in sorted(counts.items())]
+    return f"brackets: {', or '.join(names)}" if names else ""
 
 
 def conditions(cards: Any, limited: Any) -> str:

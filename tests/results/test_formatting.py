@@ -8,6 +8,7 @@ from sparsebench.results.formatting import (
     amount,
     are,
     between,
+    brackets,
     duration,
     number,
     percent,
@@ -82,3 +83,10 @@ def test_a_count_of_one_is_singular() -> None:
     assert texts[3:6] == ["1 case", "1 process", "1 entry"]
     assert texts[6:] == ["2 cases", "2 processes", "2 entries"]
     assert [are(count, "cell") for count in (1, 2)] == ["1 cell is", "2 cells are"]
+
+
+def test_brackets_name_each_kind_of_interval_once() -> None:
+    over, quartiles = "95 % over {} processes", "quartiles of the rounds in one process"
+    kinds = [over.format(8), over.format(6), over.format(10), quartiles, math.nan, ""]
+    assert brackets(kinds) == f"brackets: {over.format('6 or 8 or 10')}, or {quartiles}"
+    assert brackets([""]) == ""
