@@ -399,8 +399,8 @@ def _change(judged: TestVerdict, claim: Claim) -> str:
         case Word.REPRODUCED:
             return f"A run with 6 processes in which the deciding cell misses {threshold}."
         case Word.PARTLY if judged.test.proxy:
-            rest = "see the other tests"
-            return f"Measure the claimed quantity itself: {claim.missing or rest}."
+            rest = f", which needs {claim.missing}" if claim.missing else ": see the other tests"
+            return f"A measurement of the claimed quantity itself{rest}."
         case Word.PARTLY | Word.REFUTED:
             how = "confirmed cell" if judged.test.quantifier == "exists" else "run of all cells"
             if judged.test.at_least is None:
@@ -409,5 +409,6 @@ def _change(judged: TestVerdict, claim: Claim) -> str:
         case Word.NOT_CARRIED_OVER:
             return f"The same measurement on {' or '.join(claim.hardware.gpus) or 'that GPU'}."
         case Word.NOT_SETTLED | Word.NOT_MEASURED:
-            return "Measure six processes or more, and selected cells in a separate run."
-    return claim.missing or "Use a kernel, a library or a device that can run it."
+            return "Six processes or more, and a separate run of selected cells."
+    needed = claim.missing or "a kernel, a library or a device that can run it"
+    return f"A test, which needs {needed}."

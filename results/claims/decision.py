@@ -68,8 +68,8 @@ def _typical(test: Test, cells: Sequence[Cell], failed: int, unmeasured: int) ->
         return _leave_open(f"{are(unmeasured, 'cell')} not measured", cells)
     whole = pool(cells, test)
     state = cell_state(test, whole)
-    few = {1: "the only cell has", 2: "both cells together have"}
-    which = few.get(len(cells), f"all {len(cells)} cells together have")
+    few = {1: "the only cell has", 2: "the mean of both cells is"}
+    which = few.get(len(cells), f"the mean of all {len(cells)} cells is")
     why = f"{which} {_value(test, whole)}; {_claim_text(test)}"
     if state == "met" and not failed:
         return Decision(Word.REPRODUCED, f"{why}.", [whole])
@@ -195,7 +195,8 @@ def _partly_text(test: Test) -> str:
 
 
 def _claim_text(test: Test) -> str:
-    return f"the claim is at {'least' if test.at_least is not None else 'most'} {test.limit_text}"
+    end = "least" if test.at_least is not None else "most"
+    return f"the claim requires at {end} {test.limit_text}"
 
 
 def _value(test: Test, cell: Cell) -> str:

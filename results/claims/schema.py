@@ -20,7 +20,7 @@
         metric: speedup                            metrics.py
         at_least: 1.2                              or at_most
         unit: x
-        quantifier: exists                         or typical (all cells together), for_all
+        quantifier: exists                         or typical (the mean of all cells), for_all
         at: {m: [16, 64]}                          cells: problems with these fields
         levels: [0.5, 0.95]                        and sparsity in this range, to a percent
         over: linear                               each speedup over that of this op
@@ -242,7 +242,11 @@ class Test(_Model):
     @property
     def sentence(self) -> str:
         sign = "≥" if self.at_least is not None else "≤"
-        how = {"exists": "in a cell", "typical": "over all cells", "for_all": "in every cell"}
+        how = {
+            "exists": "in a cell",
+            "typical": "on average",
+            "for_all": "in every cell",
+        }
         metric = self.metric.replace("_", " ") + (f" over that of {self.over}" if self.over else "")
         value = f"{self.threshold:g}{SIGNS[self.unit]}"
         return f"{metric} {sign} {value} {how[self.quantifier]}"

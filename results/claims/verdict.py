@@ -259,7 +259,8 @@ def _claim(
     reasons = [f"{t.test.name}: {t.why}" if len(used or tests) > 1 else t.why
                for t in used or tests]  # fmt: skip
     if not used:
-        reasons = [f"{reason.rstrip('.')}." for reason in (claim.missing, *reasons) if reason]
+        needed = f"a test needs {claim.missing}" if claim.missing else ""
+        reasons = [f"{reason.rstrip('.')}." for reason in (needed, *reasons) if reason]
     else:
         capped = bool(testable) and len(testable) < len(whole)
         word = _combine([t.word for t in used], capped)

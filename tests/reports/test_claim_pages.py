@@ -63,7 +63,7 @@ def test_a_page_has_quote_conditions_bound_cells_verdict_and_command() -> None:
     assert "“It is twice as fast as dense”" in text
     assert "can meet the threshold" in text
     assert "sparsebench claims check mine --replicates 8" in text
-    assert "six processes or more" in text
+    assert "Six processes or more" in text
     assert text.count("<svg") == 1
     assert '<a href="../index.html">' not in text  # the claims are in a separate folder
 

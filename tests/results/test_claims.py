@@ -254,7 +254,7 @@ def test_the_cell_that_counts_does_not_depend_on_the_order_of_runs() -> None:
 def test_a_claim_without_a_test_says_what_is_missing() -> None:
     (outcome,) = judge("mine", claimed(tests=[], missing="a kernel of it"), [], {})
     assert (outcome.word, outcome.basis) == (Word.NOT_TESTABLE, Basis.NONE)
-    assert outcome.sentence == "Not testable (nothing measured). A kernel of it."
+    assert outcome.sentence == "Not testable (nothing measured). A test needs a kernel of it."
 
 
 def test_tests_unite_and_one_that_cannot_matter_leaves_nothing_open() -> None:
