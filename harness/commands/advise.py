@@ -17,7 +17,7 @@ def advise(
     batch: Annotated[
         int,
         typer.Option(
-            help="Tokens at once: up to 256 are one per sequence that decodes; more are a prompt."
+            help="Tokens per call: up to 256 are decoded, one for each sequence; more are a prompt."
         ),
     ],
     run: Annotated[

@@ -15,7 +15,7 @@ def merge(
     data: Data = None,
     replicates: Annotated[
         int | None,
-        typer.Option(help="Keep only the first processes, if a run ended before its last one."),
+        typer.Option(help="Keep only the first N processes of a run that ended early."),
     ] = None,
     plugins: Plugins = False,
 ) -> None:

@@ -196,7 +196,7 @@ class PlannedRun:
     def sentence(self) -> str:
         """Describe it: `announced: 18 contests, 90 cases, about 32 s; for blast-2025`."""
         time = f", about {self.seconds:.0f} s" if self.seconds is not None else ""
-        typical = f" ({', '.join(self.unknown)} taken as typical)" if self.unknown else ""
+        typical = f" ({how})" if (how := _assumed(self.unknown)) else ""
         counts = f"{amount(self.contests, 'contest')}, {amount(self.cases, 'case')}"
         return f"{self.suite}: {counts}{time}{typical}; for {', '.join(self.claims)}"
 
@@ -225,7 +225,7 @@ def left_out(result: Evidence) -> list[str]:
         if not plan.contests:
             by_suite.setdefault(plan.suite.name, []).append(plan.written.name)
     return [
-        f"{suite}: left out, its problems are files below --data; for {', '.join(claims)}"
+        f"{suite}: left out, because its problems are files below --data; for {', '.join(claims)}"
         for suite, claims in by_suite.items()
     ]
 
@@ -280,13 +280,17 @@ def campaign_estimates(
     return list(estimates.values())
 
 
+def _assumed(kernels: Sequence[str]) -> str:
+    """Say for which kernels no time is known; "" if there are none."""
+    return f"assuming a typical time for {', '.join(kernels)}" if kernels else ""
+
+
 def _suite_estimate(
     entry: Entry, times: MeasuredTimes, gpu: Path, suite: Suite | None
 ) -> EntryEstimate:
     if suite:
         run = preview(suite, times, entry.only, entry.replicates, energy=entry.energy)
-        unknown = ", ".join(run["unknown"])
-        how = f"{unknown} never measured there, taken as typical" if unknown else ""
+        how = _assumed(run["unknown"])
         return EntryEstimate(entry, run["estimate_s"], how)
     for path in sorted(store.runs_in(gpu), key=lambda path: path.name != entry.name):
         result = files.from_json(path / "run.json")
