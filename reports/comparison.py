@@ -174,8 +174,9 @@ def _sentences(other: Changes) -> list[str]:
     more, less = ((other.contenders.gain == word).sum() for word in DIFFERENT)
     if more + less and (gains := mean(other.contenders, GAIN)):
         texts.append(
-            f"Over its own baseline, {b} gains more in {amount(int(more), 'case')} and less in "
-            f"{less}; its gains are {gains.text} of those of {a} (geometric mean over "
+            f"The speedup of {b} over its own baseline is larger than that of {a} in "
+            f"{amount(int(more), 'case')} and smaller in {less}; it is {gains.text} of that of {a} "
+            f"(geometric mean over "
             f"{amount(gains.cases, 'case')})."
         )
     causes = dict(other.contenders.cause[other.contenders.cause != ""].value_counts())

@@ -1,7 +1,7 @@
 """The sentences above the table of an answer: break-evens, then winners by op, pattern and dtype.
 
 bsr_small 10.3 µs, 3.17× cublas [3.15, 3.19], 26 % of the hardware limit
-  1.12× [1.10, 1.14] as fast as torch_bsr tuned=True; users get it by default, 10.4 µs; linear,
+  1.12× [1.10, 1.14] as fast as torch_bsr tuned=True; users get it by default (10.4 µs); linear,
   m = 64, 90 %
   one card, limited by power or heat for 12 % of the time
 
@@ -92,7 +92,7 @@ def _winner(best: Mapping[Any, Any], timed: pd.DataFrame, with_dtype: bool) -> l
         following = dict(rest.iloc[0])
         lead = f"{_lead(best, following)} as fast as {contender_name(following)}"
     if len(same):
-        lead += f"; users get it by default, {duration(same.iloc[0]['median_us'])}"
+        lead += f"; users get it by default ({duration(same.iloc[0]['median_us'])})"
     elif len(users) and users.index[0] != rest.index[0]:
         default = users.iloc[0]
         lead += f"; users get {contender_name(dict(default))}, {duration(default['median_us'])}"

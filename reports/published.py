@@ -222,7 +222,8 @@ def finding(runs: Runs) -> str:
     return (
         f"On one {run.device}, a {best['shape']} layer that is {percent(LEVEL)} zero in "
         f"{blocks_text(best.block)} runs **{gain} as fast as dense cuBLAS** with {best.m} tokens "
-        f"in {best['dtype']} ({best.interval}; {conditions(best.on_cards, best.limited)}; "
+        f"in {best['dtype']} (brackets: {best.interval}; "
+        f"{conditions(best.on_cards, best.limited)}; "
         f"[{run.name}](/{run.home}))."
     )
 

@@ -302,7 +302,7 @@ def _notes(
     if any(gain.basis == MEASURED for gain in gains):
         notes += [
             "Brackets of a measured gain: the 95 % interval over processes, plus variation between "
-            "runs. A look has fewer processes and none."
+            "runs. A look has fewer than 6 processes, and no brackets."
         ]
     if any(each.step.part for each in kinds):
         notes += [
@@ -322,6 +322,6 @@ def _notes(
     notes += dict.fromkeys(each.loss.text for each in kinds if each.loss)
     if not model.activation.startswith("relu"):
         notes += [
-            f"The MLPs of this model have {model.activation}, so no hidden unit is exactly zero."
+            f"The MLPs of this model use {model.activation}, so no hidden unit is exactly zero."
         ]
     return notes

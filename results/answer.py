@@ -2,7 +2,7 @@
 
     where       bf16 · m 4096 · n × k 4096 × 4096 · against dense (cublas, 163 µs)
     sentences   BSR beats dense with 64 × 64 blocks at 50 % sparsity and above; with 16 × 16 blocks
-                above a level between 50 % and 80 % sparsity.
+                above some point between 50 % and 80 % sparsity.
                 At 90 %: BSR with 128 × 128 blocks, bsr_wgmma, 5.58× [5.54, 5.60], 29.3 µs; ...
 
 Every function is pure: its input is a view (contests.py) or the cases of a run. A gain is over the
@@ -355,7 +355,8 @@ def _level(view: View, each: BreakEven) -> str:
             return f"at {percent(each.sure)}{units} and above ({unsettled})"
         above = " and above" if view.formats.x.nunique() > 1 else ""
         return f"at {percent(each.faster)}{units}{above}{noise}"
-    return f"above a level between {percent(each.slower)} and {percent(each.faster)}{units}{noise}"
+    ends = f"{percent(each.slower)} and {percent(each.faster)}{units}"
+    return f"above some point between {ends}{noise}"
 
 
 def _rows(view: View, rows: Sequence[Any]) -> str:

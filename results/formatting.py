@@ -136,7 +136,7 @@ def duration(us: float) -> str:
 
 
 def brackets(kinds: Iterable[Any]) -> str:
-    """Say what brackets hold: `brackets: 95 % over 6 or 8 processes`; "" if no kind is named."""
+    """Say what brackets hold: `brackets: 95 % interval over 8 processes`; "" if unknown."""
     counts: dict[str, set[int]] = {}
     for name in {str(kind) for kind in kinds if not pd.isna(kind)} - {""}:
         of_name = counts.setdefault(PROCESSES.sub("{}", name), set())
@@ -179,8 +179,9 @@ def join_words(words: list[str]) -> str:
 
 
 def capital(text: str) -> str:
-    """Capitalize the first letter and leave the others as they are."""
-    return text[:1].upper() + text[1:]
+    """Capitalize the first letter of a word; a name keeps its own: cuSPARSE, bf16, bsr_small."""
+    is_name = re.match(r"[a-z]+[A-Z0-9_]", text)
+    return text if is_name else text[:1].upper() + text[1:]
 
 
 def kernel(label: str) -> str:

@@ -51,7 +51,8 @@ class IntervalKind(StrEnum):
         """Name the interval for a reader; `cards`: the variation between cards widens it."""
         if processes == 1:
             return f"{self} of the rounds in one process"
-        return f"{self} over {processes} processes{ACROSS_RUNS if cards else ''}"
+        kind = f"{self} interval" if self is IntervalKind.CONFIDENCE else self
+        return f"{kind} over {processes} processes{ACROSS_RUNS if cards else ''}"
 
 
 @dataclass(frozen=True)

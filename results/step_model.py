@@ -68,8 +68,8 @@ class Gain:
 
     @property
     def caveat(self) -> str:
-        """Say what limits it: `a look, extrapolated from 8 of 32 layers`; "" if nothing does."""
-        words = ["a look"] * (self.basis == LOOK)
+        """Say what limits it: `extrapolated from 8 of 32 layers`; "" if nothing does."""
+        words = [f"from fewer than {FEWEST} processes"] * (self.basis == LOOK)
         words += [f"extrapolated from {self.part}"] * bool(self.part)
         return ", ".join(words)
 

@@ -1,7 +1,7 @@
 """The first screen: the fastest format, its break-even and its lead, with a map and a figure.
 
     m ▾   n × k ▾   dtype ▾   block ▾        a view per choice; the script shows one of them
-    BSR beats dense with 16 × 16 blocks above a level between 50 % and 80 % sparsity
+    BSR beats dense with 16 × 16 blocks above some point between 50 % and 80 % sparsity
     ┌──────┬──────┐   ×│    ●──●  ours
     │ 1.2× │ 3.2× │    │ ▲──▲     best sparse peer
     └──────┴──────┘   1┼───────── dense

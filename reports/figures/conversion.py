@@ -25,11 +25,11 @@ HEADS = ["problems", "contender", ">convert, ms", ">worst, ms", ">prepare, ms, f
 HEADS += [">later", ">calls to pay back", ">with preparing", ">never"]
 OPEN = 12  # lines shown at once; if there are more, all are folded
 READ = (
-    "Medians over sparsities and m. Calls to pay back: the conversion time divided by the time "
-    "that a call saves, from the least to the most, in cases that are clearly faster than the "
-    "baseline. Never: the other cases. With preparing: also the kernel's own work before its first "
-    "call (packing, loading compiled code) in later processes, if these do not search for a "
-    "configuration."
+    "Times are medians over sparsities and m. “Calls to pay back” is the conversion time divided "
+    "by the time that a call saves: its range over the cases that are clearly faster than the "
+    "baseline. “Never” counts the other cases. “With preparing” adds the kernel's own work before "
+    "its first call (packing, loading compiled code) in later processes, if these do not search "
+    "for a configuration."
 )
 
 

@@ -35,8 +35,8 @@ def _draw(raced: pd.DataFrame) -> Markup:
     inside = sum(is_within(*pair) for pair in every)
     head = (
         f"{inside} of {len(every)} cases take at most {BOUND} longer "
-        "than the fastest named kernel of the format. The kernel is chosen by a short search or a "
-        f"list, as in a layer. {intervals(users)} {same}"
+        "than the fastest named kernel of the format. The contender default chooses its kernel by "
+        f"a short search or from a list, as a layer does. {intervals(users)} {same}"
     )
     every.sort(key=lambda pair: -pair[0]["median_us"] / pair[1]["median_us"])
     return note(head) + html_table(HEADS, [_line(*pair, differ) for pair in every])

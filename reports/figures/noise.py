@@ -26,7 +26,7 @@ HEADS = ["class", "pair", "problem", "measure", ">time, µs", ">difference, %", 
 HEADS += ["different"]
 PAIR_PX, MOST_PX = 10, 420  # height of one pair, and the most for all pairs of a panel
 READ = (
-    "A pair is one kernel twice in one contest, prepared twice. A point is the difference over "
+    "In a pair, a contest prepares and times one kernel twice. A point is the difference over "
     "all processes with its 95 % interval, and a tick is a single process. The shaded area is the "
     "noise floor of one process. If a run has few pairs, the floor is at least that of many pairs "
     "on an NVIDIA H200. Squares are the reference pairs of every run, circles are twins in the "

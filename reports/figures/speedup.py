@@ -101,7 +101,7 @@ def _break_evens(drawn: pd.DataFrame) -> Markup:
 
 def _crossing(line: "pd.Series[Any]") -> str:
     if pd.isna(line.faster):
-        return f"at no level up to {percent(line.slower)}"
+        return f"at no measured level, up to {percent(line.slower)}"
     if pd.isna(line.slower):
-        return f"from {percent(line.faster)} on, the lowest level"
-    return f"from a level between {percent(line.slower)} and {percent(line.faster)} on"
+        return f"from {percent(line.faster)} on, the lowest measured level"
+    return f"above some point between {percent(line.slower)} and {percent(line.faster)}"

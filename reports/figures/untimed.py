@@ -25,7 +25,7 @@ def draw(frames: Frames) -> Markup:
     bad = cases[cases.status != Status.OK]
     alone = cases[(cases.status == Status.OK) & cases.speedup.isna()]
     counts = [f"{n} {_with_spaces(status)}" for status, n in cases.status.value_counts().items()]
-    head = note(f"{amount(len(cases), 'case')}: {', '.join(counts)}.")
+    head = note(f"{amount(len(cases), 'case')}, with the A/A pairs: {', '.join(counts)}.")
     if len(alone):
         verb = "has" if len(alone) == 1 else "have"
         why = "no speedup because no baseline of the problem is ok"

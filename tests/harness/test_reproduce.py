@@ -225,7 +225,7 @@ def test_a_headline_comes_from_the_confirming_run_alone(simulated: Path, tmp_pat
     assert fresh.state["confirms"]["screened"] == 4
     speedup = np.median([r.samples_us for r in raced[:1]]) / np.median(raced[1].samples_us)
     assert f"is {speedup:.1f}" in done.stdout
-    assert "95 % over 6 processes" in done.stdout
+    assert "95 % interval over 6 processes" in done.stdout
     assert "kernel time, cold cache, simulated H200." in done.stdout
     assert "over 4 cells" in done.stdout
     assert choices_of(fresh.state) is Choices.AMONG

@@ -125,7 +125,7 @@ def test_an_unreliable_run_has_a_badge_above_everything_else() -> None:
     assert "UNRELIABLE" not in page("winners")
     assert '<p class="quiet">This run is reliable: 0 of 3 A/A pairs' in page("winners")
     assert ">VERDICT: " in page("winners")
-    assert "speedups: 95 % over 8 processes (Hodges-Lehmann)." in page("winners")
+    assert "speedups: 95 % interval over 8 processes (Hodges-Lehmann)." in page("winners")
 
 
 def test_a_look_is_marked_once() -> None:

@@ -16,7 +16,7 @@ def test_a_format_without_a_time_is_named_with_its_dtype() -> None:
 
 
 def test_the_terminal_says_how_far_the_intervals_of_settled_cells_reach() -> None:
-    held = "95 % over 6 processes, plus variation between runs"
+    held = "95 % interval over 6 processes, plus variation between runs"
     gains = [(2.0, 1.9, 2.04, True), (1.0, 0.5, 2.0, False)]  # only the first is settled
     columns = ["best_gain", "best_low", "best_high", "settled"]
     lines = [{**LINE, "dtype": "bf16", "interval": held} | dict(zip(columns, g, strict=True))

@@ -122,8 +122,8 @@ def test_the_answer_says_what_users_get_if_another_kernel_is_the_fastest() -> No
         (1.2, "bsr_wgmma", "1.10× as fast as bsr_small; users get bsr_wgmma (by default), 60"),
         (0.9, "bsr_wgmma", "bsr_wgmma (by default) 45"),
         # The winner is no rival of itself.
-        (1.01, "bsr_triton", "1.10× as fast as bsr_small; users get it by default, 50.5"),
-        (0.99, "bsr_triton", "1.10× as fast as bsr_small; users get it by default, 49.5"),
+        (1.01, "bsr_triton", "1.10× as fast as bsr_small; users get it by default (50.5"),
+        (0.99, "bsr_triton", "1.10× as fast as bsr_small; users get it by default (49.5"),
     ):
         default = others(users, factor, kernel=kernel)
         text = text_of(replace(result, rows=[*result.rows, *second, *default]))
@@ -143,7 +143,7 @@ def test_lines_below_a_winner_keep_their_indentation_when_they_wrap() -> None:
 
 BRACKETS = re.compile(r"\[[\d.]+, [\d.]+\]")
 HELD = {1: "quartiles of the rounds in one process", 3: "range over 3 processes"}
-HELD |= {8: "95 % over 8 processes"}
+HELD |= {8: "95 % interval over 8 processes"}
 
 
 def with_rounds(shown: Run) -> Run:
@@ -184,7 +184,7 @@ def test_a_case_without_a_speedup_names_no_interval() -> None:
         replace(r, case=Case(other, BSR)) for r in result.rows if r.case.contender == BSR
     ]  # its contest has no baseline
     text = text_of(replace(result, rows=[*result.rows, *alone]))
-    assert "brackets: 95 % over 8 processes" in text
+    assert "brackets: 95 % interval over 8 processes" in text
     assert "range over" not in text
 
 

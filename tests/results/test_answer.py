@@ -75,7 +75,7 @@ def test_the_winner_stands_with_its_interval_time_and_best_peer() -> None:
 @pytest.mark.parametrize(
     ("ratios", "slower", "faster", "sentence"),
     [
-        ({0.5: 0.7, 0.75: 1.4}, 0.5, 0.75, "beats dense above a level between 50 % and 75 %"),
+        ({0.5: 0.7, 0.75: 1.4}, 0.5, 0.75, "dense above some point between 50 % and 75 %"),
         ({0.5: 0.5, 0.75: 1.0001, 0.875: 2.0}, 0.5, 0.75, "not settled"),
         ({0.5: 0.9995, 0.75: 1.5}, 0.5, 0.75, "not settled"),
         ({0.5: 1.5, 0.75: 0.8, 0.875: 2.0, 0.9: 3.0}, 0.75, 0.875, "between 75 % and 87.5 %"),
@@ -116,7 +116,7 @@ def test_rows_of_one_kind_are_said_together() -> None:
         for row in swept({0.5: gain, 0.9: 4 * gain}, block=block)
     ]
     assert sentences(view(answers))[0] == (
-        "BSR beats dense with 16 × 16 blocks above a level between 50 % and 90 % sparsity; "
+        "BSR beats dense with 16 × 16 blocks above some point between 50 % and 90 % sparsity; "
         "with 32 × 32 and 64 × 64 blocks at 50 % sparsity and above."
     )
 

@@ -380,7 +380,8 @@ def test_some_looks_among_verdicts_are_counted() -> None:
 def test_cells_that_disagree_name_what_their_brackets_hold() -> None:
     pair = side(run(processes=3), name="a"), side(run("b", bsr_us=(90, 20, 10)), name="b")
     table = disagreements(compare(*pair))
-    held = "brackets: 95 % over 8 processes, plus variation between runs, or range over 3 processes"
+    held = "brackets: 95 % interval over 8 processes, plus variation between runs, "
+    held += "or range over 3 processes"
     assert table.title.endswith(held)
     assert table.lines
 

@@ -86,7 +86,7 @@ def test_a_count_of_one_is_singular() -> None:
 
 
 def test_brackets_name_each_kind_of_interval_once() -> None:
-    over, quartiles = "95 % over {} processes", "quartiles of the rounds in one process"
+    over, quartiles = "95 % interval over {} processes", "quartiles of the rounds in one process"
     kinds = [over.format(8), over.format(6), over.format(10), quartiles, math.nan, ""]
     assert brackets(kinds) == f"brackets: {over.format('6 or 8 or 10')}, or {quartiles}"
     assert brackets([""]) == ""

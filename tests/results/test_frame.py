@@ -166,7 +166,7 @@ def test_eight_processes_give_an_interval_beside_students() -> None:
     assert interval == pytest.approx((np.exp(3.5), np.e, np.exp(6)))
     assert 1 < line.t_low < line.speedup < line.t_high
     assert line.speedups == pytest.approx(tuple(np.exp(range(8))))
-    assert (line.interval, line.processes) == ("95 % over 8 processes", 8)
+    assert (line.interval, line.processes) == ("95 % interval over 8 processes", 8)
 
 
 OTHER = Contender("dense", "reference", baseline=True)

@@ -132,7 +132,7 @@ def test_every_outcome_comes_out_of_a_run() -> None:
     cases = analyse(run(rows, PAIR)).cases
     of_bsr = cases[cases.label == "bsr/bsr_triton"]
     assert list(of_bsr.outcome) == ["faster", "slower", "equal", "not settled"]
-    assert list(of_bsr.interval.unique()) == ["95 % over 8 processes"]
+    assert list(of_bsr.interval.unique()) == ["95 % interval over 8 processes"]
     assert of_bsr.speedup.iloc[0] == pytest.approx(2)
     assert (of_bsr.t_low < of_bsr.speedup).all()
     assert of_bsr.more_processes.notna().tolist() == [False, False, False, True]

@@ -76,7 +76,7 @@ def test_an_interval_includes_the_variation_between_cards(capped_us, inherited, 
 def test_a_device_without_cards_has_no_variation(device: str) -> None:
     case = line(GAINS, [device] * 8)
     assert (case["between"], case["on_cards"]) == (0.0, 0)
-    assert case["interval"] == "95 % over 8 processes"
+    assert case["interval"] == "95 % interval over 8 processes"
 
 
 def test_a_look_is_not_widened() -> None:
