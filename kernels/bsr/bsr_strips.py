@@ -1,4 +1,4 @@
-"""Linear layer with blocks of odd sizes in CUDA C++ for Hopper: Y[m, n] = X[m, k] @ W[n, k].T.
+"""Linear layer with blocks of even sides in CUDA C++ for Hopper: Y[m, n] = X[m, k] @ W[n, k].T.
 
 bsr_strips.cu is the kernel and draws its pipeline. _strip_tiles.py cuts W into tiles, and
 _small_steps.py decides which rows go together and lists the steps. This file chooses a
@@ -231,4 +231,4 @@ def prepare(operands: Operands, w: Bsr, x: Tensor, tuned: Tuned, *, transposed: 
 KERNEL = kernel_of("linear", prepare, unsupported_on_hopper)
 
 DGRAD = kernel_of("linear_dgrad", prepare, unsupported_on_hopper)
-"""Input gradient with blocks of odd sizes, in CUDA C++ for Hopper: dX = dY @ W."""
+"""Input gradient with blocks of even sides, in CUDA C++ for Hopper: dX = dY @ W."""
