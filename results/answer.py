@@ -117,8 +117,11 @@ def general_sentences(view: View) -> list[str]:
     """Return where each format beats dense; each names the op, pattern and dtype if they vary."""
     names = (*TOPIC, "dtype")
     topic = [field_text(name, view.choice[name]) for name in names if name in view.choice]
-    about = ", ".join(filter(None, topic))
-    return [f"{about}: {line}" if about else line for line in _general(view)]
+    lines = []
+    for line in _general(view):
+        about = [text for text in topic if text and not line.lower().startswith(text)]
+        lines.append(f"{', '.join(about)}: {line}" if about else line)
+    return lines
 
 
 def break_evens(view: View) -> list[BreakEven]:
@@ -329,13 +332,16 @@ def _crossings(view: View) -> list[str]:
     for each in break_evens(view):
         ways = (lost if pd.isna(each.faster) else won).setdefault(each.kind, {})
         ways.setdefault(_level(view, each), []).append(each.row)
+    names = {
+        str(kind): format_text(str(kind), cells.x) for kind, cells in view.formats.groupby("kind")
+    }
     lines = []
     for kind, ways in won.items():
         parts = [" ".join(filter(None, [_rows(view, rows), way])) for way, rows in ways.items()]
-        name = FORMATS.get(kind, kind)
+        name = names[kind]
         lines.append(f"{capital(name)} {_verb(name, 'beat')} dense {'; '.join(parts)}.")
     for kind, ways in lost.items():
-        name = FORMATS.get(kind, kind)
+        name = names[kind]
         for way, rows in ways.items():
             whole = kind not in won and len(ways) == 1
             subject = name if whole else f"{_rows(view, rows)} {name}"

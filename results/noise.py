@@ -77,7 +77,7 @@ class Noise:
         if not self.floors:
             return "The run has no A/A pair (the same kernel twice): its noise floor is unknown."
         percents = {name: float(f"{100 * floor:.2g}") for name, floor in self.floors.items()}
-        texts = [f"{name} {percent:g} %" for name, percent in percents.items()]
+        texts = [f"{percent:g} % ({name})" for name, percent in percents.items()]
         return f"Noise floor of one process: {', '.join(texts)}."
 
     @property

@@ -49,7 +49,8 @@ def bounds_table(claims: Iterable[PlannedClaim]) -> Table:
             share = f", {100 * bound.share:.3g} % of the whole" if bound.share < 1 else ""
             most = f"{number(bound.most, 0.01)}{SIGNS['x']}"
             lines.append([claim.name, "", most, bound.of + share, ""])
-    title = "Bounds for kernels as efficient as dense; no: none of these can meet the threshold"
+    title = "Bounds assume kernels as efficient as dense ones. "
+    title += "“no”: no such kernel can meet the threshold"
     columns = ("claim", "can be met", "at most", "test or part", "threshold")
     words = WORDS | {"threshold", "test or part"}
     return Table(title=title, columns=columns, lines=lines, words=words)

@@ -213,7 +213,7 @@ def best_places(lines: pd.DataFrame) -> list[str]:
             top = over_dense.sort_values("gain", kind="stable").iloc[-1]
             gain = between(top.gain, top.low, top.high)
             where = f"{problem_name(dict(top), PLACE)}, {percent(top.level)}"
-            line += f"; there at most {gain} as fast as dense, for {where}"
+            line += f"; in those, up to {gain} as fast as dense ({where})"
         sentences.append(f"{line}.")
     return sentences
 

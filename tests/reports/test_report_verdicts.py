@@ -145,7 +145,7 @@ def test_the_answer_is_the_largest_speed_up_and_marks_undecided_ones() -> None:
 
 
 def test_the_noise_floor_is_written_and_drawn_by_class() -> None:
-    sentence = "Noise floor of one process: below 8 µs 2.1 %, above 100 µs 0.5 %."
+    sentence = "Noise floor of one process: 2.1 % (below 8 µs), 0.5 % (above 100 µs)."
     assert sentence in drawn("winners")
     figure = drawn("noise")
     assert re.findall("<figure><h3>(.*?)</h3>", figure) == ["below 8 µs", "above 100 µs"]

@@ -257,7 +257,7 @@ def test_a_verdict_has_an_outcome(bsr_us: float, noise: float, outcome: str) -> 
     assert "VERDICT: 8 processes" in text
     assert outcome in text
     assert "tied" not in text
-    assert "Noise floor of one process: above 100 µs 0.5 %" in text
+    assert "Noise floor of one process: 0.5 % (above 100 µs)" in text
     assert "This run is reliable: 0 of 1 A/A pairs" in text
     assert "a look" not in text
 

@@ -94,7 +94,7 @@ def test_a_class_without_a_pair_takes_the_largest_floor() -> None:
     assert list(noise.floors) == ["8 to 20 µs", "above 100 µs"]
     other = frame(contest((A, 50.0)))
     assert set(noise.floor(other)) == {noise.floors["8 to 20 µs"]}
-    assert "8 to 20 µs 4.1 %, above 100 µs 0.5 %." in noise.sentence
+    assert "4.1 % (8 to 20 µs), 0.5 % (above 100 µs)." in noise.sentence
 
 
 def test_a_speed_up_is_as_uncertain_as_its_interval_and_at_least_as_equal_kernels_are() -> None:
