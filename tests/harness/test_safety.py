@@ -29,7 +29,7 @@ from sparsebench.harness.run.runner import Runner
 from sparsebench.harness.run.worker_process import ContestResult, Log, WorkerLoss, start_worker
 from sparsebench.results import store
 from sparsebench.results.record import Contender, Problem, Row, Status
-from tests.tools.command_line import sparsebench
+from tests.tools.command_line import refusal, sparsebench
 from tests.tools.paths import ROOT
 from tests.tools.suites import BSR, linear
 
@@ -350,9 +350,7 @@ def test_only_regular_files_are_read(tmp_path: Path, what: str) -> None:
         os.mkfifo(path := tmp_path / "pipe.yaml")
     else:
         (tmp_path / "pipe.yaml").symlink_to(path)
-    done = sparsebench("check", tmp_path / "pipe.yaml", "--device", "cpu")
-    assert done.returncode == 2
-    assert "found no regular file" in done.stderr
+    assert "found no regular file" in refusal("check", tmp_path / "pipe.yaml", "--device", "cpu")
 
 
 def test_exit_codes_are_documented_in_one_place() -> None:
@@ -372,8 +370,7 @@ def test_an_internal_error_is_one_line_with_exit_code_70(monkeypatch: pytest.Mon
 
 def test_a_simulated_gpu_does_not_reproduce_a_real_one(run: Path, tmp_path: Path) -> None:
     start = json.loads((run / "run.json").read_text())
-    done = sparsebench("reproduce", run, "--device", "cpu", "--out", tmp_path / "again")
-    assert done.returncode == 2
-    assert "--device: expected sim:mine.yaml" in done.stderr
+    line = refusal("reproduce", run, "--device", "cpu", "--out", tmp_path / "again")
+    assert "--device: expected sim:mine.yaml" in line
     assert not (tmp_path / "again").exists()
     assert start["status"] == "finished"

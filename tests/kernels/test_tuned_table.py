@@ -22,7 +22,7 @@ from sparsebench.kernels._common.tuned_table import SCHEMA, Entry, Sizes, Table,
 from sparsebench.kernels._kernel import Operands
 from sparsebench.kernels.bsr import bsr_triton, bsr_wgmma
 from sparsebench.results.record import Case, Contender, Problem, Row, Status
-from tests.tools.command_line import sparsebench
+from tests.tools.command_line import refusal
 from tests.tools.suites import ON_CPU, linear
 
 GPU = torch.device("cuda:0")
@@ -144,9 +144,8 @@ def test_a_malformed_table_is_one_line_that_names_the_file(text, message, folder
 def test_a_run_with_a_malformed_table_is_refused_before_it_starts(tmp_path, folders) -> None:
     file = folders["user"] / "sm80_108.json"
     file.write_text("[]")
-    done = sparsebench("run", "quick", "--device", "cpu", "--out", tmp_path / "run")
-    assert done.returncode == 2
-    assert f"{file}: top: expected" in done.stderr
+    line = refusal("run", "quick", "--device", "cpu", "--out", tmp_path / "run")
+    assert f"{file}: top: expected" in line
     assert not (tmp_path / "run").exists()
 
 
@@ -374,10 +373,7 @@ def test_each_kernel_that_tunes_is_searched_once_beside_its_default(suite: Suite
     ],
 )
 def test_an_impossible_tuning_is_one_line_and_exit_2(arguments: list[str], message: str) -> None:
-    done = sparsebench("tune", *arguments)
-    assert done.returncode == 2
-    assert message in " ".join(done.stderr.split())
-    assert "Traceback" not in done.stderr
+    assert message in refusal("tune", *arguments)
 
 
 def test_the_packages_tables_match_the_present_kernels(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ from subprocess import CompletedProcess
 from unittest.mock import patch
 
 from sparsebench.harness.commands._app import main
+from sparsebench.harness.commands._console import BAD_INPUT
 
 
 def sparsebench(*arguments: object) -> CompletedProcess[str]:
@@ -15,3 +16,12 @@ def sparsebench(*arguments: object) -> CompletedProcess[str]:
     with patch.object(sys, "argv", argv), redirect_stdout(out), redirect_stderr(err):
         code = main()
     return CompletedProcess(argv, code, out.getvalue(), err.getvalue())
+
+
+def refusal(*arguments: object) -> str:
+    """Run a command with bad input; return its error, which must be one line or a usage error."""
+    done = sparsebench(*arguments)
+    assert done.returncode == BAD_INPUT, done.stderr
+    assert done.stderr.startswith("Usage: ") or done.stderr.count("\n") == 1, done.stderr
+    assert "Traceback" not in done.stderr
+    return " ".join(done.stderr.split())
