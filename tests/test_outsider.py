@@ -9,7 +9,7 @@ import pytest
 
 from tests.outsider import readme, rows, site
 from tests.outsider.__main__ import main
-from tests.tools.command_line import sparsebench
+from tests.tools.command_line import output
 from tests.tools.paths import PUBLISHED, ROOT, TESTS
 
 PAGE = PUBLISHED / "README.md"
@@ -88,8 +88,7 @@ def test_the_outsider_notices_a_changed_digest() -> None:
 
 @pytest.mark.exhaustive
 def test_the_cells_of_claims_are_in_the_rows(tmp_path: Path) -> None:
-    done = sparsebench("claims", "report", *CLAIMS, "--from", RUN, "--out", tmp_path)
-    assert done.returncode == 0, done.stderr
+    output("claims", "report", *CLAIMS, "--from", RUN, "--out", tmp_path)
     for name in CLAIMS:
         page = (tmp_path / "claims" / f"{name}.html").read_text("utf-8")
         assert wrong_with(r'<td class="num">([\d.]+)×', page, site.claimed) == 1
@@ -105,8 +104,7 @@ GRID = {  # the titles of the cells of a site's index
 def test_every_figure_of_a_site_is_in_the_rows(tmp_path: Path) -> None:
     names = "quick", "spense-two-four"
     shown = [PUBLISHED / "nvidia-h200" / name for name in names]
-    done = sparsebench("publish", *shown, "--out", tmp_path)
-    assert done.returncode == 0, done.stderr
+    output("publish", *shown, "--out", tmp_path)
     page = (tmp_path / "index.html").read_text("utf-8")
     assert page.count('class="cell') > 5
     for what, pattern in GRID.items():

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.tools.command_line import sparsebench
+from tests.tools.command_line import output
 from tests.tools.paths import PUBLISHED
 
 CHROMIUM = next(
@@ -105,8 +105,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     folder = tmp_path_factory.mktemp("runs")
     suite = folder / "attack.yaml"
     suite.write_text(SIMULATED)
-    done = sparsebench("run", suite, "--device", "sim", "--replicates", 2, "--out", folder / "sim")
-    assert done.returncode == 0, done.stderr
+    output("run", suite, "--device", "sim", "--replicates", 2, "--out", folder / "sim")
     names = ["dlmc", "ffn-step", "sparsity-4096", "sparsity-4096-confirmed"]
     names += ["spense-prefill", "decoder-whole", "attention-2017"]
     return [folder / "sim", *(PUBLISHED / "nvidia-h200" / name for name in names)]
@@ -120,6 +119,5 @@ def report(runs: list[Path]) -> Path:
 @pytest.fixture(scope="session")
 def site(runs: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("site") / "site"
-    done = sparsebench("publish", *runs, "--out", folder)
-    assert done.returncode == 0, done.stderr
+    output("publish", *runs, "--out", folder)
     return folder

@@ -11,7 +11,7 @@ from sparsebench.reports.comparison import compare_sides, html
 from sparsebench.reports.site.pages import Site
 from sparsebench.results import store
 from sparsebench.results.sides import side
-from tests.tools.command_line import sparsebench
+from tests.tools.command_line import output
 from tests.tools.paths import PUBLISHED
 
 pytestmark = pytest.mark.browser
@@ -26,8 +26,7 @@ WAYS += [(400, "dark", "screen"), (1280, "light", "print")]
 def places(report: Path, site: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     comparison = tmp_path_factory.mktemp("comparison") / "page.html"
     among = "--among", PUBLISHED
-    done = sparsebench("compare", "H100", "H200", "--html", comparison, *among)
-    assert done.returncode == 0, done.stderr
+    output("compare", "H100", "H200", "--html", comparison, *among)
     runs = (PUBLISHED / "nvidia-h200" / "quick", PUBLISHED / "nvidia-h100-80gb-hbm3" / "quick")
     result = compare_sides([side(store.read(run), name=run.name) for run in runs])
     compared = site.parent / "compared.html"  # beside the site, which does not have these runs

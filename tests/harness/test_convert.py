@@ -23,7 +23,7 @@ from sparsebench.harness.models.pruning import model as models
 from sparsebench.harness.models.pruning.convert import convert
 from sparsebench.nn import SpenseGatedMLP, SpenseLinear
 from tests.harness.tiny_models import generated, tiny, tokenizer, transformers
-from tests.tools.command_line import refusal, sparsebench
+from tests.tools.command_line import output, refusal, sparsebench
 from tests.tools.paths import ROOT
 
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
@@ -432,8 +432,7 @@ def test_every_line_of_the_page_for_users_of_torchao_and_vllm_runs(tmp_path, mon
             exec(block, names)
         else:
             for command in block.splitlines():
-                done = sparsebench(*command.split()[1:], "--device", "cpu")
-                assert done.returncode == 0, done.stderr
+                output(*command.split()[1:], "--device", "cpu")
     for folder in ("llama-spense", "llama-two-four", "llama-pruned"):
         kinds = {type(module) for module in loaded(Path(folder)).modules()}
         assert SpenseGatedMLP in kinds

@@ -28,7 +28,7 @@ from sparsebench.harness.models.pruning.layer import (
 from sparsebench.harness.models.pruning.methods import METHODS
 from sparsebench.harness.models.pruning.model import python_reference
 from sparsebench.results.model_files import read_pruning
-from tests.tools.command_line import refusal, sparsebench
+from tests.tools.command_line import output, refusal, sparsebench
 
 K, H, TOKENS = 64, 256, 1024
 RECIPES = [
@@ -350,9 +350,7 @@ def test_command_prunes_an_mlp_of_a_file(files, tmp_path, mlp, x) -> None:
     weights, activations = files
     options = weights, "--tensors", "g,u,d", "--calibration", activations, "--device", "cpu"
     out = tmp_path / "pruned.safetensors"
-    done = sparsebench("prune", *options, "--out", out, "--json")
-    assert done.returncode == 0, done.stderr
-    printed = done.stdout
+    printed = output("prune", *options, "--out", out, "--json")
     report = json.loads(printed)
     assert (report["calibration"], report["held_out"], report["loss"]) == (1536, 512, None)
     (tmp_path / "errors.json").write_text(printed)
@@ -368,9 +366,7 @@ def test_command_prunes_an_mlp_of_a_file(files, tmp_path, mlp, x) -> None:
         assert torch.equal(file.get_tensor("d"), expected.weights[2])
         assert torch.equal(file.get_tensor("permutation"), expected.permutation)
     lists = "--method", "magnitude,wanda", "--dense", "0,0.5"
-    done = sparsebench("prune", *options, *lists)
-    assert done.returncode == 0, done.stderr
-    shown = done.stdout.splitlines()
+    shown = output("prune", *options, *lists).splitlines()
     assert shown[0].strip() == "1536 tokens to calibrate on, 512 held out"
     assert [line.split()[:5] for line in shown[2:]] == [
         ["magnitude", "2:4", "scored", "0", "50.0%"],
@@ -388,9 +384,7 @@ def test_command_prunes_a_linear_layer(files: tuple[Path, Path], tmp_path: Path)
     weights, activations = files
     out = tmp_path / "pruned.safetensors"
     options = "--tensors", "g", "--calibration", activations, "--split", "rows", "--device", "cpu"
-    done = sparsebench("prune", weights, *options, "--method", "wanda", "--out", out)
-    assert done.returncode == 0, done.stderr
-    assert "output" in done.stdout
+    assert "output" in output("prune", weights, *options, "--method", "wanda", "--out", out)
     with safe_open(out, framework="pt") as file:
         assert is_two_four(file.get_tensor("g")[:128])
 

@@ -15,7 +15,7 @@ from sparsebench.results.comparison import Agreement, Place, agreement
 from sparsebench.results.provenance import Choices, choices_of
 from sparsebench.results.record import Case, Contender, Problem, Row, Status
 from sparsebench.results.store import Run
-from tests.tools.command_line import refusal, sparsebench
+from tests.tools.command_line import output, refusal, sparsebench
 from tests.tools.suites import BSR as BSR_ENTRY
 from tests.tools.suites import BSR_ON_CPU, CSR, linear
 from tests.tools.suites import ON_CPU as TORCH
@@ -142,19 +142,14 @@ def simulated(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "first.yaml").write_text(QUIET + "seed: 0\n")
     (folder / "second.yaml").write_text(QUIET + "seed: 7\n")
     out, device = folder / "run", f"sim:{folder / 'first.yaml'}"
-    done = sparsebench(
-        "run", folder / "mine.yaml", "--device", device, "--replicates", 1, "--out", out
-    )
-    assert done.returncode == 0, done.stderr
+    output("run", folder / "mine.yaml", "--device", device, "--replicates", 1, "--out", out)
     return out
 
 
 def test_a_run_is_reproduced_on_another_device_of_its_kind(simulated: Path, tmp_path: Path) -> None:
     device = f"sim:{simulated.parent / 'second.yaml'}"
     out = tmp_path / "again"
-    done = sparsebench("reproduce", simulated, "--device", device, "--out", out, "--json")
-    assert done.returncode == 0, done.stderr
-    result = json.loads(done.stdout)
+    result = json.loads(output("reproduce", simulated, "--device", device, "--out", out, "--json"))
     assert (result["place"], result["reproduced"]) == ("the same kind of device", True)
     assert (result["cells"], result["agreed"]) == (4, 4)
     fresh = store.read(out)
@@ -164,9 +159,7 @@ def test_a_run_is_reproduced_on_another_device_of_its_kind(simulated: Path, tmp_
     assert fresh.suite_text == SUITE
     assert {row.device for row in fresh.rows} == {"sim-7"}
     assert (out / "report.html").exists()
-    done = sparsebench("validate", out)
-    assert done.returncode == 0, done.stderr
-    assert "plan: 9 rows" in done.stdout
+    assert "plan: 9 rows" in output("validate", out)
 
 
 @pytest.mark.exhaustive
@@ -212,8 +205,7 @@ def test_a_damaged_bundle_is_not_measured_again(simulated: Path, tmp_path: Path)
 def test_a_headline_comes_from_the_confirming_run_alone(simulated: Path, tmp_path: Path) -> None:
     out, device = tmp_path / "confirmed", f"sim:{simulated.parent / 'second.yaml'}"
     flags = "--device", device, "--replicates", 6, "--out", out
-    done = sparsebench("confirm", simulated, *flags)
-    assert done.returncode == 0, done.stderr
+    shown = output("confirm", simulated, *flags)
     fresh = store.read(out)
     raced = [row for row in fresh.rows if not row.case.contender.twin]
     assert len(raced) == 6 * 2
@@ -221,12 +213,12 @@ def test_a_headline_comes_from_the_confirming_run_alone(simulated: Path, tmp_pat
     assert fresh.state["confirms"]["manifest_sha256"] == bundle.identity(simulated)
     assert fresh.state["confirms"]["screened"] == 4
     speedup = np.median([r.samples_us for r in raced[:1]]) / np.median(raced[1].samples_us)
-    assert f"is {speedup:.1f}" in done.stdout
-    assert "95 % interval over 6 processes" in done.stdout
-    assert "kernel time, cold cache, simulated H200." in done.stdout
-    assert "over 4 cells" in done.stdout
+    assert f"is {speedup:.1f}" in shown
+    assert "95 % interval over 6 processes" in shown
+    assert "kernel time, cold cache, simulated H200." in shown
+    assert "over 4 cells" in shown
     assert choices_of(fresh.state) is Choices.AMONG
-    assert "m=4096 n=4096 k=4096 dtype=bf16 sparsity=0.9 block=64" in done.stdout
+    assert "m=4096 n=4096 k=4096 dtype=bf16 sparsity=0.9 block=64" in shown
 
 
 def test_a_headline_takes_six_processes(simulated: Path) -> None:

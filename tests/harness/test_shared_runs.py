@@ -31,7 +31,7 @@ from sparsebench.results import bundle, files, store
 from sparsebench.results.analysis import analyse
 from sparsebench.results.record import Case, Row
 from tests.simulated.in_process import stopping
-from tests.tools.command_line import refusal, sparsebench
+from tests.tools.command_line import output, refusal, sparsebench
 from tests.tools.suites import BSR, linear
 
 pytestmark = pytest.mark.usefixtures("no_figures")
@@ -133,8 +133,7 @@ def test_a_stopped_plan_is_resumed(suite, gpus, merged, tmp_path) -> None:
     again = sparsebench("status", out)
     assert "problems not begun" in again.stdout
     assert is_shared(out)
-    done = sparsebench("run", "--resume", out)
-    assert done.returncode == 0, done.stderr
+    output("run", "--resume", out)
     assert not is_shared(out)
     run = store.read(out)
     assert Counter(map(key, run.rows)) == Counter(expected(suite, 1))
@@ -223,8 +222,7 @@ def test_a_gpu_of_another_kind_is_refused_before_it_measures(suite, gpus, tmp_pa
 
 
 def test_shards_by_hand_are_merged(suite: Suite, halves: list[Path], tmp_path: Path) -> None:
-    done = sparsebench("merge", *halves, "--out", tmp_path / "run")
-    assert done.returncode == 0, done.stderr
+    output("merge", *halves, "--out", tmp_path / "run")
     run = store.read(tmp_path / "run")
     assert Counter(map(key, run.rows)) == Counter(expected(suite, 1))
     assert {row.device for row in run.rows} == {"sim-1", "sim-2"}
@@ -238,8 +236,7 @@ def test_a_run_that_ended_early_keeps_its_complete_processes(suite, gpus, tmp_pa
         measure(suite, Flags(gpus[0], replicates=3), tmp_path / "stopped", None, stop)
     with pytest.raises(ResultError, match=r"missing.*--replicates 2 keeps"):
         merge([tmp_path / "stopped"], tmp_path / "run")
-    done = sparsebench("merge", tmp_path / "stopped", "--replicates", 2, "--out", tmp_path / "run")
-    assert done.returncode == 0, done.stderr
+    output("merge", tmp_path / "stopped", "--replicates", 2, "--out", tmp_path / "run")
     run = store.read(tmp_path / "run")
     assert Counter(map(key, run.rows)) == Counter(expected(suite, 2))
     assert (run.state["flags"]["replicates"], run.state["planned_replicates"]) == (2, 3)

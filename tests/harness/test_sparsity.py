@@ -25,7 +25,7 @@ from sparsebench.harness.models.train_lm.training import FIRST, Settings, count
 from sparsebench.harness.ops._active import share_of_any
 from sparsebench.harness.plan.suite import read
 from sparsebench.results.record import Contender, Problem, Status
-from tests.tools.command_line import refusal, sparsebench
+from tests.tools.command_line import output, refusal
 
 CPU = torch.device("cpu")
 SIZES = Sizes(layers=2, width=32, hidden=96, heads=2, context=32)
@@ -166,9 +166,7 @@ SMALL = ["--device=cpu", *(f"--{name}={size}" for name, size in TINY.items())]
 def test_suite_reads_the_output_of_the_command(tmp_path: Path) -> None:
     out = tmp_path / "lm.safetensors"
     options = *SMALL, "--steps", 2, "--l1", "0,1e-3", "--out", out, "--json"
-    done = sparsebench("train-lm", *options)
-    assert done.returncode == 0, done.stderr
-    report = json.loads(done.stdout)
+    report = json.loads(output("train-lm", *options))
     assert report["schema"] == "sparsebench/sparsity@1"
     assert [one["l1"] for one in report["trained"]] == [0, 1e-3]
     assert [len(one["layers"]) for one in report["trained"]] == [2, 2]

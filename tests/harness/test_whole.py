@@ -25,7 +25,7 @@ from sparsebench.harness.models.whole.model import (
 )
 from sparsebench.kernels._kernel import Launch
 from sparsebench.results.model_files import read_whole
-from tests.tools.command_line import refusal, sparsebench
+from tests.tools.command_line import output, refusal, sparsebench
 
 CPU = torch.device("cpu")
 SHAPE = Shape(layers=2, width=64, hidden=128, heads=2, vocab=50, sequences=2, context=64, active=6)
@@ -191,10 +191,9 @@ def test_command_writes_json(tmp_path: Path) -> None:
     file = tmp_path / "whole.json"
     sizes = "--layers 1 --width 32 --hidden 64 --heads 2 --vocab 20 --sequences 1 --context 16"
     options = f"{sizes} --active 4 --training 0 --mlp reference --device cpu"
-    done = sparsebench("whole", *options.split(), "--out", file, "--json")
-    assert done.returncode == 0, done.stderr
+    shown = output("whole", *options.split(), "--out", file, "--json")
     report = json.loads(file.read_text())
-    assert report == json.loads(done.stdout)
+    assert report == json.loads(shown)
     assert report["schema"] == "sparsebench/whole@1"
     assert [way["mlp"] for way in report["ways"]] == ["plain", "reference"]
     assert report["model"]["active"] == 4

@@ -18,6 +18,13 @@ def sparsebench(*arguments: object) -> CompletedProcess[str]:
     return CompletedProcess(argv, code, out.getvalue(), err.getvalue())
 
 
+def output(*arguments: object) -> str:
+    """Run a command that must succeed; return what it printed."""
+    done = sparsebench(*arguments)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
 def refusal(*arguments: object) -> str:
     """Run a command with bad input; return its error, which must be one line or a usage error."""
     done = sparsebench(*arguments)
