@@ -5,7 +5,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.nn.utils import prune
 
 from sparsebench.errors import FormatError
 from sparsebench.formats._format import BITS, is_stored
@@ -113,15 +112,6 @@ def test_a_mask_of_two_of_four_multiplied_onto_weights_is_two_of_four(dtype: tor
     mask = torch.rand(128, 64, 4).argsort(-1).flatten(1) < 2
     dense = masked(dtype, mask)
     assert torch.equal(bits(Spense.from_dense(dense).to_dense()), bits(dense))
-
-
-def test_weights_pruned_by_torch_store_what_is_left() -> None:
-    layer = torch.nn.Linear(96, 64)
-    mask = (torch.rand(4, 6) < 0.3).repeat_interleave(16, 0).repeat_interleave(16, 1)
-    prune.custom_from_mask(layer, "weight", mask)
-    prune.remove(layer, "weight")
-    packed = Bsr.from_dense(layer.weight.detach(), block=16)
-    assert len(packed.columns) == int(mask.sum()) // 256
 
 
 @pytest.mark.parametrize("dtype", [*FLOATS, torch.float8_e5m2, torch.float64])

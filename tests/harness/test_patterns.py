@@ -121,12 +121,6 @@ def test_two_of_each_four_are_kept() -> None:
     assert len(keep.view(-1, 4).unique(dim=0)) == 6
 
 
-def parts(keep: Tensor, pattern: str, front: int) -> tuple[Tensor, Tensor]:
-    """Split a mask of Spense after so many rows or columns."""
-    front_part, back_part = keep.tensor_split([front], dim=SPENSE.index(pattern))
-    return front_part, back_part
-
-
 def test_the_weights_of_an_mlp_are_dense_in_the_same_hidden_units() -> None:
     spec = fields("spense_hidden", 512, 128, 0.25)
     to_hidden, from_hidden = (mask(spec, shape, hashed, CPU) for shape in (("n", "k"), ("k", "n")))
@@ -149,8 +143,7 @@ def test_the_weights_of_an_mlp_are_dense_in_the_same_hidden_units() -> None:
 )
 def test_a_hybrid_is_two_four_in_front_and_whole_behind(pattern, size, sparsity, front) -> None:
     spec = fields(pattern, size, size, sparsity)
-    keep = chosen(spec)
-    pruned, whole = parts(keep, pattern, front)
+    pruned, whole = chosen(spec).tensor_split([front], dim=SPENSE.index(pattern))
     assert (pruned.reshape(-1, 4).sum(1) == 2).all()
     assert whole.all()
     assert level(spec) == front / size / 2

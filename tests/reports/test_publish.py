@@ -125,11 +125,7 @@ def test_a_range_over_shapes_has_the_outer_ends_of_its_intervals() -> None:
 
 @pytest.mark.parametrize(
     ("tables", "cells"),
-    [  # a range over problems; one gain
-        (
-            [lines(("bsr", "64", 0.892)), lines(("bsr", "64", 1.5), shape="8 × 8")],
-            {"blocks of 64": ["0.89–1.50×"]},
-        ),
+    [
         ([lines(("spense", "", 1.4), ("int4", "", 3.5))], {"2:4": ["1.40×"]}),  # not quantised
         (  # the largest gain comes first
             [lines(("csr", "", 0.23), ("bsr", "64", 3.17), ("spense", "", 1.4))],
@@ -423,19 +419,6 @@ def test_a_device_is_compared_by_all_runs_of_a_suite_that_another_device_has_too
     apart = replace(card, gpu="A GPU", lines=[{**card.lines[0], "side": "ours", "m": 12345}])
     (devices,) = find_devices([card, *halves, apart])
     assert [*map(len, devices.sides)] == [2, 1]
-
-
-@pytest.mark.exhaustive  # ten seconds; the test above compares two devices
-def test_a_device_with_no_case_in_common_is_left_out_of_the_comparison(tmp_path, monkeypatch):
-    """A CPU is timed with warm caches; here it ran the suite of a GPU and a simulation."""
-    monkeypatch.setattr(
-        run_folder, "build", lambda *arguments, **more: None
-    )  # of a report, which is slow
-    homes = "cpu/quick-cpu", "sim/quick-sim", "nvidia-h200/quick"
-    cpu, simulated, gpu = (PUBLISHED / home for home in homes)
-    publish([cpu, simulated], tmp_path / "site", Site(), unchecked)
-    publish([gpu], tmp_path / "site", Site(), unchecked)
-    assert not [*(tmp_path / "site").glob("compare/*.json")]
 
 
 def test_paths_users_and_hosts_are_left_out_and_listed(tmp_path: Path) -> None:

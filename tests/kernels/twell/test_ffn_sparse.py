@@ -15,10 +15,10 @@ from torch import Tensor
 from sparsebench.errors import Unsupported
 from sparsebench.harness.bench.correctness import Expected, check
 from sparsebench.harness.bench.operands import redraw
-from sparsebench.harness.catalog import load_kernel, load_op, names
+from sparsebench.harness.catalog import load_op
 from sparsebench.kernels._common.cuda import Constants
 from sparsebench.kernels._common.search import Search
-from sparsebench.kernels._kernel import DTYPES, Launch, Operands, Portfolio
+from sparsebench.kernels._kernel import DTYPES, Launch, Operands
 from sparsebench.kernels.dense import ffn_dense_triton, torch_compile
 from sparsebench.kernels.twell import (
     _grouped,
@@ -108,11 +108,6 @@ def test_a_portfolio_names_its_choice(m, op, way, chosen, monkeypatch) -> None:
         monkeypatch.setattr(ffn_sparse, "search", lambda calls, _: Search(len(calls) - 1))
         again = kernel.prepare(replace(case, pinned=launch.choice))
         assert again.choice == launch.choice
-
-
-def test_the_portfolios_are_ffn_sparse_and_mlp_sparse() -> None:
-    portfolios = {name for name in names("kernels") if isinstance(load_kernel(name), Portfolio)}
-    assert portfolios == {"ffn_sparse", "mlp_sparse"}
 
 
 # ---- its code ----
