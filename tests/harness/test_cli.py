@@ -130,11 +130,7 @@ def test_compare_sets_runs_side_by_side(run: Path, tmp_path: Path) -> None:
 
 
 def test_slower_cases_fail_the_gate(run: Path, tmp_path: Path) -> None:
-    slower = tmp_path / "slower"
-    slower.mkdir()
-    for file in run.iterdir():
-        if file.is_file():
-            (slower / file.name).write_bytes(file.read_bytes())
+    slower = shutil.copytree(run, tmp_path / "slower")
     lines = [json.loads(line) for line in (run / "rows.jsonl").read_text().splitlines()]
     for row in lines[1:]:
         if row["case"]["contender"]["kernel"] == "scipy_bsr":

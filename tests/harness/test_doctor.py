@@ -13,7 +13,7 @@ import torch
 from sparsebench.harness.doctor import examination, findings, host_checks, other_work, timing_checks
 from sparsebench.harness.doctor.findings import Finding, Level
 from sparsebench.harness.doctor.other_work import Spent, host
-from sparsebench.harness.machine.nvml import NoNvml, board
+from sparsebench.harness.machine.nvml import board
 from tests.emulation.fake_nvml import pynvml
 from tests.tools.command_line import sparsebench
 
@@ -151,11 +151,6 @@ def test_a_slice_of_a_gpu_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
         assert gpu.slice
         (result,) = [each for each in examination._set(gpu) if each.check == "MIG"]
     assert (result.level, result.found) == (WARNING, "on")
-    with (
-        pytest.raises(NoNvml, match="expected a GPU GPU-other, found: Not Found"),
-        board("GPU-other"),
-    ):
-        pass
 
 
 def test_this_process_does_not_count_as_another(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -201,9 +201,7 @@ def test_a_strange_option(tmp_path: Path, option: str, value: object) -> None:
     suite.write_text(SUITE)
     device = [] if option == "--device" else ["--device", "cpu"]
     command = ["run", suite, *device, option, value]
-    done = sparsebench(*command, *([] if option == "--out" else ["--out", "/dev/null/run"]))
-    assert done.returncode == 2, done.stderr
-    assert "Traceback" not in done.stderr
+    refusal(*command, *([] if option == "--out" else ["--out", "/dev/null/run"]))
     assert [*tmp_path.iterdir()] == [suite]
 
 

@@ -424,19 +424,18 @@ def test_tiny_and_huge_values_are_pruned_like_others(method: str, size: float, x
     )
 
 
+def refuse(weights: Path, name: str, calibration: Path, to: Path, message: str) -> None:
+    with pytest.raises(SuiteError, match=message):
+        prune_file(
+            weights, [Recipe()], torch.device("cpu"), names=[name], calibration=calibration, to=to
+        )
+
+
 def test_a_tensor_named_permutation_is_refused_before_work(tmp_path: Path) -> None:
     weights, calibration = tmp_path / "w.safetensors", tmp_path / "x.safetensors"
     save_file({"permutation": torch.randn(32, 64)}, weights)
     save_file({"x": torch.randn(128, 64)}, calibration)
-    with pytest.raises(SuiteError, match="permutation"):
-        prune_file(
-            weights,
-            [Recipe()],
-            torch.device("cpu"),
-            names=["permutation"],
-            calibration=calibration,
-            to=tmp_path / "out.safetensors",
-        )
+    refuse(weights, "permutation", calibration, tmp_path / "out.safetensors", "permutation")
     assert not (tmp_path / "out.safetensors").exists()
 
 
@@ -445,15 +444,7 @@ def test_prune_never_overwrites_its_input(files: tuple[Path, Path], tmp_path: Pa
     before = weights.read_bytes()
     (tmp_path / "linked.safetensors").symlink_to(weights)
     for out in (weights, tmp_path / "linked.safetensors", calibration):
-        with pytest.raises(SuiteError, match="expected an output file other than the input"):
-            prune_file(
-                weights,
-                [Recipe()],
-                torch.device("cpu"),
-                names=["u"],
-                calibration=calibration,
-                to=out,
-            )
+        refuse(weights, "u", calibration, out, "expected an output file other than the input")
     assert weights.read_bytes() == before
 
 

@@ -1,6 +1,7 @@
 """Bundles measured again, on a simulated GPU and on the CPU; agreement on made-up rows."""
 
 import json
+import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -188,10 +189,7 @@ def test_disagreement_exits_with_1(simulated: Path, tmp_path: Path) -> None:
 
 
 def test_a_damaged_bundle_is_not_measured_again(simulated: Path, tmp_path: Path) -> None:
-    broken, out = tmp_path / "broken", tmp_path / "again"
-    broken.mkdir()
-    for file in simulated.iterdir():
-        (broken / file.name).write_bytes(file.read_bytes())
+    broken, out = shutil.copytree(simulated, tmp_path / "broken"), tmp_path / "again"
     (broken / "run.json").write_text((broken / "run.json").read_text().replace("sim", "cpu"))
     for command in ("validate", "reproduce", "confirm"):
         to = [] if command == "validate" else ["--device", "sim", "--out", out]

@@ -65,14 +65,6 @@ def test_a_contender_of_an_op_competes_at_its_problems_alone(tmp_path: Path) -> 
     assert kernels == [["scipy_csr"], ["scipy_csr", "scipy_csr_dgrad"]]
 
 
-def test_a_contender_may_be_for_some_values_of_a_field_alone(tmp_path: Path) -> None:
-    problem = PROBLEM.replace("m: 8", "m: [8, 16, 32]")
-    entry = "{at: {m: [8.0, 32.0], pattern: blocks}, format: csr, kernel: scipy_csr}"
-    rest = "baselines: [{format: dense, kernel: torch_dense}]\n"
-    contests = suite(tmp_path, problem, entry, rest).contests
-    assert [len(contest.contenders) for contest in contests] == [2, 1, 2]
-
-
 def test_a_weight_may_have_a_parameter_of_its_own(tmp_path: Path) -> None:
     problem = PROBLEM.replace("linear", "ffn")
     entry = "{format: bsr, kernel: reference, params: {block: 8, wd.block: [$block, 4]}}"
@@ -113,11 +105,12 @@ def test_the_sweep_of_2017_keeps_the_number_of_weights() -> None:
 
 
 def test_a_contender_competes_only_where_its_entry_says(tmp_path: Path) -> None:
+    problem = PROBLEM.replace("m: 8", "m: [8, 16, 32]")
+    entry = "{at: {m: [8.0, 32.0], pattern: blocks}, format: csr, kernel: scipy_csr}"
+    rest = "baselines: [{format: dense, kernel: torch_dense}]\n"
+    contests = suite(tmp_path, problem, entry, rest).contests
+    assert [len(contest.contenders) for contest in contests] == [2, 1, 2]
     both = PROBLEM.replace("fp32", "[fp32, bf16]")
-    result = suite(tmp_path, both, "{format: csr, kernel: scipy_csr, at: {dtype: fp32}}\n"
-                  "  - {format: dense, kernel: reference}")  # fmt: skip
-    kernels = {c.problem["dtype"]: [k.kernel for k in c.contenders] for c in result.contests}
-    assert kernels == {"fp32": ["scipy_csr", "reference"], "bf16": ["reference"]}
     with pytest.raises(SuiteError, match=r"expected one at linear with .*dtype=bf16"):
         suite(tmp_path, both, "{format: csr, kernel: scipy_csr, at: {dtype: fp32}}")
     with pytest.raises(SuiteError, match=r"contenders\[0\].at.dtype: expected"):

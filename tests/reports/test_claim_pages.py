@@ -193,9 +193,7 @@ def test_claims_with_a_verdict_as_published_are_counted(device, ratio, counted) 
 
 
 def test_a_site_judges_claims_by_its_runs_and_links_to_them(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(
-        run_folder, "build", lambda *arguments, **more: None
-    )  # of a report, which is slow
+    monkeypatch.setattr(run_folder, "build", lambda *arguments, **more: None)  # a slow report
     plan = evidence(read_claims(["twell-2026-training", "macko-2025"])).planned()
     publish([STEP], tmp_path / "site", Site(claims=plan), lambda run: None)
     assert 'href="claims/index.html"' in (tmp_path / "site" / "index.html").read_text()

@@ -19,7 +19,7 @@ from sparsebench.results.answer import answers
 from sparsebench.results.record import Case, Contender, Problem, Row, Status
 from sparsebench.results.store import Run, read
 from tests.tools.paths import PUBLISHED
-from tests.tools.reports import report_of
+from tests.tools.reports import printed, report_of
 
 DENSE = Contender("dense", "cublas", baseline=True)
 TWIN = replace(DENSE, baseline=False, twin=True)
@@ -40,10 +40,7 @@ def run(processes: int, bsr_us: float, noise: float = 1, **state: Any) -> Run:
 
 
 def lines(shown: Run, width: int = 160) -> list[str]:
-    console = Console(width=width)
-    with console.capture() as capture:
-        console.print(Answer(analyse(shown)))
-    return [line.rstrip() for line in capture.get().splitlines()]
+    return [line.rstrip() for line in printed(Answer(analyse(shown)), width).splitlines()]
 
 
 def text_of(shown: Run, width: int = 160) -> str:
@@ -308,26 +305,20 @@ def test_markdown_has_the_tables_for_pasting() -> None:
 
 def test_an_outcome_has_a_colour_only_on_a_colour_terminal() -> None:
     for system in ("standard", None):
-        console = Console(width=80, color_system=system, no_color=system is None)
-        with console.capture() as capture:
-            result = run(8, 50.0)
-            console.print(Answer(analyse(result)))
-        assert ("\x1b[32m" in capture.get()) == (system is not None)
+        colours = {"color_system": system, "no_color": system is None}
+        text = printed(Answer(analyse(run(8, 50.0))), 80, **colours)
+        assert ("\x1b[32m" in text) == (system is not None)
 
 
 def test_a_machine_without_a_gpu_sees_the_published_answer_marked() -> None:
     here = read(PUBLISHED / "cpu" / "quick-cpu")
-    console = Console(width=120)
-    with console.capture() as capture:
-        console.print(PublishedAnswer(here, PUBLISHED))
-    first, *rest = capture.get().strip().splitlines()
+    first, *rest = printed(PublishedAnswer(here, PUBLISHED), 120).strip().splitlines()
     assert first.startswith("NOT MEASURED HERE")
     assert "nvidia-h200/quick" in first
     assert any("bsr_wgmma" in line for line in rest)
     fp32 = [row for row in here.rows if row.case.problem.fields["dtype"] == "fp32"]
-    with console.capture() as capture:  # the GPU has rows of these problems, and no time
-        console.print(PublishedAnswer(replace(here, rows=fp32), PUBLISHED))
-    assert "NOT MEASURED HERE" not in capture.get()
+    without = printed(PublishedAnswer(replace(here, rows=fp32), PUBLISHED), 120)
+    assert "NOT MEASURED HERE" not in without  # the GPU has rows of these problems, and no time
 
 
 def test_a_cell_is_escaped_in_html_and_markdown() -> None:

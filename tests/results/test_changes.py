@@ -14,11 +14,9 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
-from rich.console import Console
 
 from sparsebench.errors import ResultError
 from sparsebench.reports.comparison import (
-    ComparisonReport,
     Paragraph,
     compare_sides,
     html,
@@ -47,6 +45,7 @@ from sparsebench.results.record import Case, Contender, Problem, Row, Status
 from sparsebench.results.sides import Side, distinct_names, find, short_name, side
 from sparsebench.results.store import Run
 from tests.tools.paths import PUBLISHED
+from tests.tools.reports import printed
 
 DENSE = Contender("dense", "cublas", baseline=True)
 BSR = Contender("bsr", "bsr_triton")
@@ -106,13 +105,6 @@ def shown(*runs: Run, width: int = 120) -> str:
     names = distinct_names(runs)
     sides = [side(each, name=name) for each, name in zip(runs, names, strict=True)]
     return printed(compare_sides(sides), width)
-
-
-def printed(result: ComparisonReport, width: int) -> str:
-    console = Console(width=width)
-    with console.capture() as capture:
-        console.print(result)
-    return capture.get()
 
 
 def test_a_case_is_slower_equal_or_faster_by_its_time() -> None:

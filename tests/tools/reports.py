@@ -1,6 +1,9 @@
-"""The report of a run that is not on disk."""
+"""The report of a run that is not on disk, and what a terminal shows."""
 
 from pathlib import Path
+from typing import Any
+
+from rich.console import Console, RenderableType
 
 from sparsebench.reports.build import build, frames_of
 from sparsebench.results.model_files import Pruning
@@ -12,3 +15,11 @@ def report_of(
 ) -> str:
     """Return a run's report, and write it if a path is given."""
     return build(frames_of(run, pruning), to, only=only)
+
+
+def printed(shown: RenderableType, width: int, **options: Any) -> str:
+    """Return what a terminal of this width shows."""
+    console = Console(width=width, **options)
+    with console.capture() as capture:
+        console.print(shown)
+    return capture.get()
