@@ -156,15 +156,11 @@ def test_calls_without_a_kernel_are_unsupported(monkeypatch):
         _bsr_plans.engines_of(call._replace(dtype=torch.float64), torch.device("cuda"))
 
 
-def operands(layer: BlockSparseLinear, m: int = 3) -> tuple[Tensor, Tensor, Tensor, tuple]:
-    """Return X, dY and the values of W in fp64, which require gradients, and the index."""
-    sizes = (m, layer.in_features), (m, layer.out_features), layer.values.shape
-    tensors = (torch.randn(size, dtype=torch.float64, requires_grad=True) for size in sizes)
-    return *tensors, (layer.offsets, layer.columns)
-
-
 def calls() -> list[tuple[Any, tuple]]:
-    x, dy, values, index = operands(layer_of(12, 20, (8, 16)), m=2)
+    """Return each operator with operands in fp64, which require gradients."""
+    layer = layer_of(12, 20, (8, 16))
+    index, sizes = (layer.offsets, layer.columns), ((2, 20), (2, 12), layer.values.shape)
+    x, dy, values = (torch.randn(size, dtype=torch.float64, requires_grad=True) for size in sizes)
     return [
         (_bsr_autograd.linear, (x, values, *index, 12)),
         (_bsr_autograd.dgrad, (dy, values, *index, 20)),
@@ -470,9 +466,9 @@ def assert_near(results: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> No
         assert (a.double() - b.double()).norm() <= CLOSE[a.dtype] * b.double().norm()
 
 
-def on_gpu(block: Any, dtype: torch.dtype, n: int, k: int, m: int = 300) -> tuple[Any, Tensor]:
+def on_gpu(block: Any, dtype: torch.dtype, n: int, k: int) -> tuple[Any, Tensor]:
     layer = layer_of(n, k, block, sparsity=0.7, device="cuda", dtype=dtype)
-    return layer, torch.randn(2, m // 2, k, device="cuda", dtype=dtype)
+    return layer, torch.randn(2, 150, k, device="cuda", dtype=dtype)
 
 
 @pytest.mark.gpu

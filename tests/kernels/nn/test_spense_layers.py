@@ -361,10 +361,7 @@ def test_dx_of_an_mlp_is_repeated_and_follows_x_on_a_gpu(activation, extension, 
 
 @pytest.mark.parametrize("activation", layers.ACTIVATIONS)
 def test_dx_of_an_mlp_equals_that_of_dense_layers_and_compiles(activation):
-    gate, up = pruned(200, 144, 128, 144, FP16), pruned(200, 144, 128, 144, FP16)
-    down = pruned(144, 200, 144, 128, FP16)
-    mlp = SpenseGatedMLP.from_dense(gate, up, down, dense=72, activation=activation)
-    dense = GatedMLP(gate, up, down, activation)
+    mlp, dense = mlp_of(200, 144, 72, activation, FP16)
     x = torch.randn(3, 5, 144).half()
     dy = torch.randn_like(x)
     grads = []
@@ -395,8 +392,7 @@ def test_a_write_to_the_weights_between_forward_and_backward_is_an_error():
 
 
 def test_a_second_derivative_is_refused():
-    gate, up, down = (pruned(128, 128, 128, 128) for _ in range(3))
-    mlp = SpenseGatedMLP.from_dense(gate, up, down, dense=0)
+    mlp, _ = mlp_of(128, 128, 0)
     x = torch.randn(6, 128, dtype=BF16, requires_grad=True)
     (dx,) = torch.autograd.grad(mlp(x).float().sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="spense_dgrad"):
