@@ -33,7 +33,7 @@ from sparsebench.results.answer import evidence, headline
 from sparsebench.results.badges import badges
 from sparsebench.results.formatting import amount, brackets, selection
 from sparsebench.results.model_files import Pruning
-from sparsebench.results.provenance import device_title, flat
+from sparsebench.results.provenance import device_title, flat, on_gpu
 from sparsebench.results.store import Run
 
 DATA = ["rows.jsonl", "rows.jsonl.gz", "suite.yaml", "environment.json", "run.json"]
@@ -149,13 +149,15 @@ def _evidence(frames: Frames) -> dict[str, str]:
     if line is None:
         return {}
     once = cases[~cases.twin.astype(bool)].drop_duplicates("case_id")
-    limited = int((once["mark"].fillna("") != "").sum())
     different = int((pairs.different == True).sum())  # noqa: E712  (missing if unknown)
     counts = [
         brackets(timed.gain_interval[timed.case_id == line.best_case_id]),
         f"{different} of {amount(len(pairs), 'A/A pair')} differ",
-        f"{limited} of {amount(len(once), 'case')} had a slowed GPU or a late host in some process",
     ]
+    if on_gpu(run.environment):  # nothing records what slows a CPU
+        limited = int((once["mark"].fillna("") != "").sum())
+        of_cases = amount(len(once), "case")
+        counts.append(f"{limited} of {of_cases} had a slowed GPU or a late host in some process")
     gain, rest = evidence(frames.views[0])
     rest = " ".join(filter(None, [rest, *remarks(frames)]))
     again = again_command(run, cases, line.best_case_id)

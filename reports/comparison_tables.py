@@ -44,7 +44,7 @@ GAINS: dict[str, str] = {
 NO_ZEROS = {"pattern": "dense", "sparsity": 0.0, "block": "1", "active": np.nan}
 EVERY = "Every case"
 BRACKETS_OF_MEANS = (
-    "Brackets of a mean: its interval for these cases alone. They share cards and processes, so "
+    "Brackets of a mean: its interval for these cases alone. They share devices and processes, so "
     "half of it is the mean of the halves of the cases."
 )
 
@@ -143,7 +143,7 @@ def intervals(others: Sequence[Changes]) -> list[str]:
     if not looks.all():
         sentences.append(
             "Brackets: the 95 % interval of the difference. Runs share no process, so it also "
-            "includes what differs between cards, days and versions of the harness."
+            "includes what differs between devices, days and versions of the harness."
         )
     if looks.any():
         which = "" if looks.all() else f" in {amount(int(looks.sum()), 'case')}"
@@ -153,7 +153,7 @@ def intervals(others: Sequence[Changes]) -> list[str]:
             f"{FEWEST} processes."
         )
     gain = "A speedup after a time is over the baseline of the same contest"
-    gain += f" ({_baselines(lines)}), on the same GPU"
+    gain += f" ({_baselines(lines)}), on the same device"
     return [
         *sentences,
         "; ".join(filter(None, [gain, brackets([*lines.interval_a, *lines.interval_b])])) + ".",

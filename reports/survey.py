@@ -39,6 +39,7 @@ from sparsebench.results.formatting import (
 )
 from sparsebench.results.frame import HOST_LATE, records
 from sparsebench.results.outcome import Outcome, outcome
+from sparsebench.results.provenance import on_gpu
 from sparsebench.results.statistics import FEWEST
 
 OPS = {"linear_dgrad": "input gradient of ", "linear_wgrad": "weight gradient of "}
@@ -336,6 +337,7 @@ def _state(
     timed_cases = [
         frames.cases[frames.cases.median_us.notna() & ~frames.cases.twin.astype(bool)]
         for frames in by_run.values()
+        if on_gpu(frames.run.environment)  # nothing records what slows a CPU
     ]
     if sum(map(len, timed_cases)):
         lines.append(_slowed(pd.concat([cases.mark.fillna("") for cases in timed_cases])))

@@ -1,7 +1,7 @@
 """The page of a survey: its first screen (survey.py), and everything else folded below it.
 
 first    finding, grid, sentences
-folded   the same cases on other GPUs, ceilings, kernels, state of the machine, what is left out
+folded   the same cases on other devices, ceilings, kernels, state of the machine, what is left out
 beside   decide*/report.html and screen/report.html, which list every case
 """
 
@@ -86,7 +86,7 @@ def _draw_pages(
     device = by_run["screen"].device if "screen" in by_run else survey["device"]
     summary = summarise(device, by_run, others, kernels, fitness)
     sections = [
-        ("elsewhere", "The same cases on other GPUs", _others(others, refused)),
+        ("elsewhere", "The same cases on other devices", _others(others, refused)),
         ("ceilings", "Ceilings", _ceilings(by_run, others, device)),
         ("kernels", "Kernels on this device", _kernels(kernels)),
         ("fitness", "State of the machine", _fitness(fitness)),

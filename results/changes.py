@@ -26,7 +26,8 @@ same, a change of its time comes from the card, and a change of the gain from th
     gain changed, and the baseline is a control        ─> the kernel: our code, its configuration,
     time changed, and the baseline is no control       ─> or the version of its library
     only the baseline changed, and it is no control    ─> the baseline
-    kernel and baseline changed together               ─> the card, or its clock
+    kernel and baseline changed together               ─> the card, or its clock; the machine,
+                                                          if the device is a CPU
 """
 
 import re
@@ -72,11 +73,12 @@ class Cause(StrEnum):
     LIBRARY = "the library's version"
     BASELINE = "the baseline"
     CARD = "the card"
+    MACHINE = "the machine"
     UNKNOWN = "nothing recorded"
     NONE = ""
 
 
-OUTSIDE = (Cause.BASELINE, Cause.CARD)
+OUTSIDE = (Cause.BASELINE, Cause.CARD, Cause.MACHINE)
 """Causes outside the kernel."""
 
 
@@ -293,32 +295,35 @@ def _cause(
     source = before.get("code_sha256") != now.get("code_sha256")
     control = bool(same and line["by_speedup"] and searched and not libraries)
     time, gain = line["word"] in DIFFERENT, line["gain"] in DIFFERENT
+    device = _device(line, "gpu.name" in now)
     cause, why = Cause.NONE, ""
     if not same:
         pass
     elif line["is_baseline"] and time:
-        cause, why = _of_baseline(line, libraries, searched)
+        cause, why = _of_baseline(libraries, searched, device)
     elif gain if control else time:
-        cause, why = _of_kernel(line, libraries, searched, source)
+        cause, why = _of_kernel(line, libraries, searched, source, device)
     elif gain:
-        cause, why = _of_baseline(line, libraries, searched)
+        cause, why = _of_baseline(libraries, searched, device)
         cause = Cause.LIBRARY if libraries else Cause.BASELINE
     elif time:
-        cause, why = Cause.CARD, _cards(line)
+        cause, why = device
     marks = [line[f"mark_{end}"] or "not marked" for end in "ab"]
     marked = f"; {marks[0]}, then {marks[1]}" if cause and marks[0] != marks[1] else ""
     return control, cause, why + marked
 
 
-def _of_baseline(line: Line, libraries: str, searched: bool) -> tuple[Cause, str]:
+def _of_baseline(libraries: str, searched: bool, device: tuple[Cause, str]) -> tuple[Cause, str]:
     if libraries:
         return Cause.LIBRARY, libraries
     if not searched:
         return Cause.CONFIGURATION, "taken from another run"
-    return Cause.CARD, _cards(line)
+    return device
 
 
-def _of_kernel(line: Line, libraries: str, searched: bool, source: bool) -> tuple[Cause, str]:
+def _of_kernel(
+    line: Line, libraries: str, searched: bool, source: bool, device: tuple[Cause, str]
+) -> tuple[Cause, str]:
     same = same_code(line["codes_a"], line["codes_b"])
     if source and is_ours(line["kernel"]) and not same:
         what = "other source" if same is None else "other compiled code"
@@ -329,18 +334,17 @@ def _of_kernel(line: Line, libraries: str, searched: bool, source: bool) -> tupl
         return Cause.CONFIGURATION, "another choice" if searched else "taken from another run"
     if source:
         return Cause.UNKNOWN, "other source, the same compiled code"
-    return (Cause.CARD if _on_other_cards(line) else Cause.UNKNOWN), _cards(line)
+    cause, why = device
+    return (cause if line["cards_a"] != line["cards_b"] else Cause.UNKNOWN), why
 
 
-def _on_other_cards(line: Line) -> bool:
-    return bool(line["cards_a"] != line["cards_b"])
-
-
-def _cards(line: Line) -> str:
-    if not _on_other_cards(line):
-        return "the same card"
+def _device(line: Line, gpu: bool) -> tuple[Cause, str]:
+    """Return the card or the machine as a cause, and whether both sides ran on the same."""
+    cause, kind = (Cause.CARD, "card") if gpu else (Cause.MACHINE, "CPU")
+    if line["cards_a"] == line["cards_b"]:
+        return cause, f"the same {kind}"
     ends = ("+".join(sorted(map(short_card, line[f"cards_{end}"]))) for end in "ab")
-    return f"another card, {' > '.join(ends)}"
+    return cause, f"another {kind}, {' > '.join(ends)}"
 
 
 def _differences(

@@ -93,6 +93,11 @@ def device_name(environment: Mapping[str, Any]) -> str:
     return facts.get("gpu.name") or facts.get("cpu.name") or "an unnamed device"
 
 
+def on_gpu(environment: Mapping[str, Any]) -> bool:
+    """Return whether the device is a GPU, real or simulated."""
+    return bool(environment.get("gpu"))
+
+
 def names_device(word: str, device: str) -> bool:
     """Return whether whole words of a device's name are these, in any case: H20 is not H200."""
     pattern = rf"(?<![a-z0-9]){re.escape(word.lower())}(?![a-z0-9])"

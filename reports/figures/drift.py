@@ -18,6 +18,7 @@ from sparsebench.reports.figures._figure import MEASURE, NOTHING, Frames, descri
 from sparsebench.reports.figures._html import download, note, wide
 from sparsebench.reports.figures._svg import Look, series
 from sparsebench.results.frame import records
+from sparsebench.results.provenance import on_gpu
 from sparsebench.results.record import Status
 
 TITLE = "Drift and throttling"
@@ -38,15 +39,19 @@ def draw(frames: Frames) -> Markup:
     drawn += [(name, words) for name, words in TELEMETRY.items() if taken[name].notna().sum() > 1]
     if not drawn:
         return NOTHING
-    marked = int((taken["mark"] != "").sum())
     words = (
         f"{describe_line(taken.iloc[0], MEASURE).capitalize()}, contests in the order of the run. "
     )
+    if on_gpu(frames.run.environment):
+        marked = int((taken["mark"] != "").sum())
+        words += (
+            f"The GPU slowed down, or waited for the host, in {marked} of {len(taken)} contests "
+            "(diamonds). "
+        )
     words += (
-        f"The GPU slowed down, or waited for the host, in {marked} of {len(taken)} contests "
-        "(diamonds). Each vertical "
+        "Each vertical line starts a new process. Both times of a speedup come from the same "
+        "contest."
     )
-    words += "line starts a new process. Both times of a speedup come from the same contest."
     panels = [_panel(taken, name, title) for name, title in drawn]
     columns = ["contest", "replicate", "problem_id", "median_us", "drift", *TELEMETRY, "mark"]
     return note(words) + Markup("").join(panels) + download("drift", taken[columns])

@@ -304,6 +304,11 @@ def test_a_speed_up_is_shown_with_interval_baseline_shape_dtype_and_device() -> 
     assert frames(quick()).noise.sentence in text
 
 
+def test_only_the_page_of_a_gpu_says_how_often_the_device_was_slowed() -> None:
+    assert "a slowed GPU" in page_of("sparsity")
+    assert not re.search("slowed GPU|GPU slowed", page_of("quick"))  # of a CPU
+
+
 def test_each_cell_of_a_map_has_its_interval() -> None:
     view = frames(sweep()).views[0]
     cells = view.cells[view.cells.best_high > view.cells.best_low]

@@ -166,6 +166,18 @@ def test_a_change_names_its_cause_and_only_that_of_a_kernel_fails_the_gate(
     assert len(gate_failures(result, 0.03)) == fails
 
 
+def test_a_cpu_is_no_card() -> None:
+    cpu: dict[str, Any] = {"card": "CPU 1", "cpu": {"name": "CPU 1"}}
+    before, after = (
+        replace(each, environment={**each.environment, "gpu": None})
+        for each in (run(**cpu), run("b", **SLOWER, dense_us=120.0, **cpu))
+    )
+    result = changed(after, before)
+    assert set(result.contenders.cause) == {Cause.MACHINE}
+    assert not len(gate_failures(result, 0.03))
+    assert not re.search("card|GPU", shown(before, after))
+
+
 def test_a_baseline_with_inherited_configurations_is_a_cause() -> None:
     moved = run("b", dense_us=150.0)
     moved.state["choices"] = "bundle"
