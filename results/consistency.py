@@ -27,10 +27,11 @@ from sparsebench.results.store import Run
 def check_consistency(run: Run) -> Iterator[str]:
     """Yield one line for each check that passes; raises ResultError at the first failure.
 
-    The run is finished. All rows are from its device, or from that of their shard. Every replicate
-    has the same cases, each once, and A/A pairs. Only ok rows have samples, all finite and
-    positive. Errors are within their bounds, and on a GPU no time is below the least that the
-    ceilings allow. A problem has the same operands in all rows.
+    No line is about nothing, such as times on a CPU, which have no hardware limit. The run is
+    finished. All rows are from its device, or from that of their shard. Every replicate has the
+    same cases, each once, and A/A pairs. Only ok rows have samples, all finite and positive. Errors
+    are within their bounds, and on a GPU no time is below the least that the ceilings allow. A
+    problem has the same operands in all rows.
     """
     status, rows = run.state.get("status"), [*run.reference, *run.rows]
     if status != "finished" or not rows:
@@ -49,7 +50,8 @@ def check_consistency(run: Run) -> Iterator[str]:
         yield f"A/A pairs: {_pairs(run, replicates)} in each replicate"
     yield f"samples: {_clean_samples(run, rows)}, all in ok rows, finite and positive"
     yield f"errors: {amount(_right(run, rows), 'ok row')}, each within its error bound"
-    yield f"times: {amount(_above_bounds(run, rows), 'row')} with a hardware limit, none below it"
+    if bound := _above_bounds(run, rows):
+        yield f"times: {amount(bound, 'row')} with a hardware limit, none below it"
     equal = amount(_equal_operands(run, rows), "problem")
     yield f"operands: {equal}, each with the same bits in every replicate"
 

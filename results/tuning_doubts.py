@@ -34,15 +34,13 @@ SEARCHES = r"\b(?:tuned|search)=(\S+)"  # options that turn tuning on or off
 class Doubt:
     """One badly tuned case: its expected time and the measured one.
 
-    run    name of the run with the row; "" if there is only one
-    other  the run that it is compared with, if another
+    `run` is the name of the run with the row; "" if there is only one.
     """
 
     run: str
     case: str
     expected_time: str
     measured_time: str
-    other: str = ""
 
     def __str__(self) -> str:
         run = f"{self.run}: " if self.run else ""
@@ -83,7 +81,6 @@ def slower_than_elsewhere(tables: Mapping[str, pd.DataFrame]) -> list[Doubt]:
             _text(line, fields(tables[line["run"]])),
             f"about {line['us_best']:.1f} µs, as in {line['run_best']}",
             f"{line['us']:.1f} µs",
-            line["run_best"],
         )
         for line in records(pairs[pairs.us > APART * pairs.us_best])
     ]
@@ -107,7 +104,7 @@ def warnings(run: Run, others: Iterable[Path] = ()) -> Iterator[str]:
             shared = [row for row in other.rows if row.case.problem.id in problems]
             tables[path.name] = frame(shared)
     for doubt in slower_than_elsewhere(tables):
-        if run.path.name in (doubt.run, doubt.other):
+        if doubt.run == run.path.name:  # and not of one beside it
             yield f"warning: {doubt}"
 
 

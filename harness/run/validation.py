@@ -57,8 +57,9 @@ def validate(
     run = store.read(path)
     for line in check_consistency(run):
         yield CheckResult(line)
-    rows = amount(_require_plausible(run), "row")
-    yield CheckResult(f"time taken: {rows} with about as many samples as their times allow")
+    if count := _require_plausible(run):
+        rows = amount(count, "row")
+        yield CheckResult(f"time taken: {rows} with about as many samples as their times allow")
     for line in tuning_doubts.warnings(run, beside):
         yield CheckResult(line)
     try:

@@ -72,8 +72,8 @@ def damaged(path: Path, change: Callable[[list[Row]], list[Row]]) -> str:
 
 def test_a_sealed_run_passes_every_check(run: Path) -> None:
     checks = [line.partition(": ")[::2] for line in lines(run)]
-    counts = {"rows": 32, "replicates": 2, "A/A pairs": 5, "samples": 64, "errors": 32, "times": 0}
-    counts |= {"operands": 7, "time taken": 0, "plan": 6}
+    counts = {"rows": 32, "replicates": 2, "A/A pairs": 5, "samples": 64, "errors": 32}
+    counts |= {"operands": 7, "plan": 6}  # a CPU's times have no limit, and no graph's samples
     assert [name for name, _ in checks] == ["files", "bundle", *counts]
     assert {name: int(text.split()[0].strip(",")) for name, text in checks[2:]} == counts
 
@@ -90,17 +90,17 @@ def test_a_bundle_that_is_compressed_and_moved_keeps_its_name(run: Path, tmp_pat
     name, plain = bundle.identity(run), run / "rows.jsonl"
     (run / "rows.jsonl.gz").write_bytes(gzip.compress(plain.read_bytes(), 9))
     plain.unlink()
-    assert len(lines(run)) == 11
+    assert len(lines(run)) == 9
     bundle.seal(run)
     moved = Path(shutil.move(run, tmp_path / "elsewhere"))
-    assert len(lines(moved)) == 11
+    assert len(lines(moved)) == 9
     assert bundle.identity(moved) == name
 
 
 def test_reports_and_logs_are_no_evidence(run: Path) -> None:
     (run / "report.html").write_text("written again")
     (run / "worker.log").write_text("chatter")
-    assert len(lines(run)) == 11
+    assert len(lines(run)) == 9
 
 
 def test_the_lock_can_be_installed_and_leaves_us_out() -> None:
@@ -127,7 +127,7 @@ def test_rows_of_an_older_schema_stay_valid_and_of_a_newer_one_are_refused(run: 
     for schema in OLDER_ROWS:
         (run / "rows.jsonl").write_text(text.replace(ROWS_SCHEMA, schema))
         bundle.seal(run)
-        assert len(lines(run)) == 11
+        assert len(lines(run)) == 9
     (run / "rows.jsonl").write_text(text.replace(ROWS_SCHEMA, "sparsebench/rows@99"))
     bundle.seal(run)
     assert complaint(run).endswith('and whole lines, found {"schema": "sparsebench/rows@99"}')
