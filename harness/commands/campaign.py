@@ -63,6 +63,7 @@ def plan(
     """
     from sparsebench.harness.costs.campaign_needs import obstacles
     from sparsebench.harness.costs.estimates import campaign_estimates
+    from sparsebench.results.formatting import join_words
 
     requested = _read_campaign(file)
     if gpu is None and not GPU.is_dir():
@@ -75,6 +76,7 @@ def plan(
     if as_json:
         lines = [
             {"name": e.entry.name, "replicates": e.entry.replicates, "seconds": e.seconds}
+            | {"how": e.how}
             | ({"lacks": lacks[e.entry.name]} if device else {})
             for e in entries
         ]
@@ -82,7 +84,7 @@ def plan(
     else:
         table = Table("entry", "what", "processes", "about", "", box=None)
         for each in entries:
-            entry, time = each.entry, "?" if each.seconds is None else _time(each.seconds)
+            entry, time = each.entry, "–" if each.seconds is None else _time(each.seconds)
             subject = getattr(entry, entry.kind)
             subject_text = ", ".join(subject) if isinstance(subject, list) else subject
             what = f"{entry.kind} {subject_text} {entry.only}".strip()
@@ -92,7 +94,9 @@ def plan(
             for reason in reasons:
                 stdout.say(f"{name}: {reason}")
         limit = _time(requested.budget_s)
-        stdout.print(f"about {_time(total)} of one GPU (h:mm:ss); the budget is {limit}")
+        unknown = [each.entry.name for each in entries if each.seconds is None]
+        without = f" without {join_words(unknown)}" if unknown else ""
+        stdout.print(f"about {_time(total)} of one GPU (h:mm:ss){without}; the budget is {limit}")
     if total > requested.budget_s:
         raise typer.Exit(GATE_FAILED)
 

@@ -7,6 +7,7 @@ entry supports here would only give rows that say so.
 from collections.abc import Iterator
 from pathlib import Path
 
+from sparsebench.errors import SuiteError
 from sparsebench.harness.bench.prepare import unsupported_on
 from sparsebench.harness.claims.checking import evidence
 from sparsebench.harness.claims.claim_plan import read_claims
@@ -17,11 +18,15 @@ from sparsebench.harness.shared_runs.campaign_file import Entry
 
 def obstacles(entry: Entry, device: str, data: Path | None) -> list[str]:
     """Return why something of an entry cannot be measured on a device; builds nothing."""
-    if entry.data and not entry.readable(data):
+    if entry.data and data is None:
         return [f"needs source files in --data DIR/{entry.data}"]
     reasons: dict[str, str] = {}
     supported: set[str] = set()
-    for contest in _contests(entry, data):
+    try:
+        contests = [*_contests(entry, data)]
+    except SuiteError as error:  # the source files are missing, or cannot be read
+        return [str(error)]
+    for contest in contests:
         for contender in contest.contenders:
             if (kernel := contender.kernel) not in supported:
                 if reason := unsupported_on(device, contest.problem, contender):

@@ -21,6 +21,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from sparsebench.errors import SuiteError
 from sparsebench.harness.bench.operands import unusable
 from sparsebench.harness.bench.prepare import unsupported_on
 from sparsebench.harness.bench.sampling import distinct_measures
@@ -47,7 +48,7 @@ from sparsebench.harness.plan.selection import only, planned_contests
 from sparsebench.harness.plan.suite import Contest, Suite
 from sparsebench.harness.shared_runs.campaign_file import Campaign, Entry
 from sparsebench.results import files, store
-from sparsebench.results.formatting import amount
+from sparsebench.results.formatting import amount, join_words
 from sparsebench.results.record import Case, Contender, Problem
 from sparsebench.results.statistics import FEWEST
 
@@ -244,9 +245,14 @@ def campaign_estimates(
 ) -> list[EntryEstimate]:
     """Estimate every entry from the published runs of one GPU. Raises ResultError without any."""
     times = times_on(gpu)
-    suites = {entry.name: entry.read(data) for entry in campaign.entries if entry.readable(data)}
+    suites, unreadable = dict[str, Suite](), dict[str, str]()
+    for entry in campaign.entries:
+        try:
+            suites |= {entry.name: entry.read(data)} if entry.suite else {}
+        except SuiteError as error:  # the source files are missing
+            unreadable[entry.name] = f"; {error}" if data else ""
     plans = {
-        entry.name: evidence(read_claims(entry.claims or []), data=data).all_plans
+        entry.name: evidence(read_claims(entry.claims or [])).all_plans
         for entry in campaign.entries
         if entry.kind == "claims"
     }
@@ -254,9 +260,10 @@ def campaign_estimates(
     for entry in campaign.entries:
         above = campaign.above(entry)
         if entry.kind == "claims":
-            estimate = EntryEstimate(entry, _claims_s(entry, above, times, suites, plans))
+            estimate = _claims_estimate(entry, above, times, suites, plans)
         elif entry.kind == "suite":
-            estimate = _suite_estimate(entry, times, gpu, suites.get(entry.name))
+            reason = unreadable.get(entry.name, "")
+            estimate = _suite_estimate(entry, times, gpu, suites.get(entry.name), reason)
         elif above[0].name not in suites:
             reproduced = entry.kind == "reproduce"
             before = estimates[entry.of].seconds if reproduced else None
@@ -286,7 +293,7 @@ def _assumed(kernels: Sequence[str]) -> str:
 
 
 def _suite_estimate(
-    entry: Entry, times: MeasuredTimes, gpu: Path, suite: Suite | None
+    entry: Entry, times: MeasuredTimes, gpu: Path, suite: Suite | None, reason: str
 ) -> EntryEstimate:
     if suite:
         run = preview(suite, times, entry.only, entry.replicates, energy=entry.energy)
@@ -296,18 +303,18 @@ def _suite_estimate(
         result = files.from_json(path / "run.json")
         if result["suite"] == entry.suite:
             process_s = result["seconds"] / result["flags"]["replicates"]
-            how = f"as the run {path.name}"
+            how = f"as the run {path.name}{reason}"
             return EntryEstimate(entry, process_s * entry.replicates, how)
-    return EntryEstimate(entry, None, "no source files, and no run of this suite")
+    return EntryEstimate(entry, None, f"no source files, and no run of this suite{reason}")
 
 
-def _claims_s(
+def _claims_estimate(
     entry: Entry,
     above: Sequence[Entry],
     times: MeasuredTimes,
     suites: Mapping[str, Suite],
     of_claims: Mapping[str, Sequence[TestPlan]],
-) -> float:
+) -> EntryEstimate:
     plans = of_claims[entry.name]
     earlier = [plan for each in above for plan in of_claims.get(each.name, ())]
     measured = {problem for plan in earlier for problem in plan.problems}
@@ -333,7 +340,17 @@ def _claims_s(
         if exist and text not in confirmed:
             best = exist[0].cases(exist[0].problems)[:2]
             seconds += _cases_s(suite, best, times, entry.replicates, pinned=True)
-    return seconds
+    problems = {problem for run in runs for _, ids in run.gaps for problem in ids}
+    known_suites = {each.suite for each in above}
+    unknown = {p.written.name for p in plans if not p.contests and p.suite.name not in known_suites}
+    parts = {
+        f"{amount(len(problems), 'contest')} that no entry above has": bool(problems),
+        "confirms cells of the runs above": bool(seconds and not problems),
+        "judges the runs above": not (seconds or unknown),
+        f"no source files for {join_words(sorted(unknown))}": bool(unknown),
+    }
+    how = "; ".join(text for text, applies in parts.items() if applies)
+    return EntryEstimate(entry, None if unknown and not seconds else seconds, how)
 
 
 def _cases_s(

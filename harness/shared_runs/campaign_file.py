@@ -74,11 +74,6 @@ class Entry(BaseModel):
         assert self.suite
         return read(self.suite, self.folder(data))
 
-    def readable(self, data: Path | None) -> bool:
-        """Return whether it has a suite whose source files, if any, are here."""
-        folder = self.folder(data)
-        return bool(self.suite) and (not self.data or (folder is not None and folder.is_dir()))
-
     def folder(self, data: Path | None) -> Path | None:
         return data / self.data if data and self.data else None
 

@@ -15,7 +15,7 @@ from sparsebench.harness.bench import energy
 from sparsebench.harness.claims import checking
 from sparsebench.harness.claims.checking import evidence
 from sparsebench.harness.claims.claim_plan import read_claims
-from sparsebench.harness.costs import estimates
+from sparsebench.harness.costs import campaign_needs, estimates
 from sparsebench.harness.costs.measured_times import times_on
 from sparsebench.harness.plan.selection import planned_contests
 from sparsebench.harness.plan.suite import read
@@ -380,6 +380,24 @@ def test_the_published_campaign_fits_its_budget_and_repeats_cost_less(monkeypatc
     product = seconds.first["dense/cublas"]  # 1 s at first, and 0.1 to 0.3 s when it is repeated
     assert product.case_s(size, True) < 0.4 * product.case_s(size, False)
     assert seconds.searching["dense/cublas"].case_s(size) < 0.4 * product.case_s(size, False)
+
+
+def test_a_plan_says_what_is_known_without_source_files(trial: Trial, tmp_path: Path) -> None:
+    (tmp_path / "gpu").mkdir()
+    (tmp_path / "gpu" / "quick").symlink_to(PUBLISHED / "nvidia-h200" / "quick")
+    whole = trial.campaign(
+        "  - {name: from-files, claims: [cusparse-slower]}\n"
+        "  - {suite: dlmc, data: dlmc}\n"
+        "  - {suite: trained, data: trained}\n"
+    )
+    *_, claims, dlmc, trained = estimates.campaign_estimates(whole, tmp_path / "gpu", tmp_path)
+    assert claims.seconds
+    assert "contests" in claims.how
+    assert "cusparse-slower" in claims.how  # a part of it reads files
+    assert (dlmc.seconds, trained.seconds) == (None, None)
+    assert f"{tmp_path}/dlmc" in dlmc.how
+    assert f"{tmp_path}/trained" in trained.how
+    assert campaign_needs.obstacles(dlmc.entry, "cpu", tmp_path)
 
 
 def test_the_campaign_commands(trial: Trial, tmp_path: Path) -> None:
