@@ -122,7 +122,8 @@ def _manifest(path: Path) -> dict[str, str]:
     file = path / MANIFEST
     require_directory(path)
     if not file.is_file():
-        raise ResultError(f"{path}: expected {MANIFEST}, which seals a run; found none")
+        expected = f"{path}: expected {MANIFEST}, which seals a run; found none"
+        raise ResultError(expected + _how_to_end(path))
     entries = files.from_json(file, MANIFEST_SCHEMA).get("files")
     if not isinstance(entries, dict) or not all(isinstance(sha, str) for sha in entries.values()):
         raise ResultError(f"{file}: expected the SHA-256 of files, found {str(entries)[:80]}")
@@ -133,6 +134,15 @@ def _manifest(path: Path) -> dict[str, str]:
         raise ResultError(f"{file}: expected {name} among its files, found {', '.join(entries)}")
     digests: dict[str, str] = entries
     return digests
+
+
+def _how_to_end(path: Path) -> str:
+    """Say how to finish a run that has not ended, for instance because it was killed."""
+    state = path / "run.json"
+    if not state.exists() or files.from_json(state).get("status") != "running":
+        return ""
+    again = f"`sparsebench run --resume {path}`"
+    return f". The run has not ended; on the machine that began it, {again} finishes it"
 
 
 def _require_whole_lines(path: Path) -> None:

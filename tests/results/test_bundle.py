@@ -153,6 +153,11 @@ def with_state(**changes: Any) -> Callable[[Path], None]:
     return change
 
 
+def killed(run: Path) -> None:
+    store.set_state(run, STATE | {"status": "running"})
+    bundle.unseal(run)
+
+
 def with_manifest(change: Callable[[dict[str, str]], object]) -> Callable[[Path], None]:
     """Return a function that changes the files that a manifest names, and their digests."""
 
@@ -178,6 +183,7 @@ def bomb(run: Path) -> None:
 
 FILES: dict[str, tuple[Callable[[Path], object], str]] = {
     "no seal": (bundle.unseal, ": expected manifest.json"),
+    "a run that was killed": (killed, "sparsebench run --resume"),
     "a torn last line": (torn, 'found a torn last line {"case": {'),
     "another folder": (with_manifest(lambda f: f.update({"../a": "0"})), "found ../a"),
     "an absolute path": (with_manifest(lambda f: f.update({"/etc/a": "0"})), "found /etc/a"),
