@@ -21,11 +21,12 @@ def merge(
 ) -> None:
     """Merge the parts of one plan into a single run."""
     from sparsebench.harness.shared_runs.merging import merge as join
-    from sparsebench.reports.build import build, frames_of
-    from sparsebench.reports.terminal import Answer
     from sparsebench.results import store
 
     run = store.read(join(paths, out, data, plugins=plugins, replicates=replicates))
+    from sparsebench.reports.build import build, frames_of
+    from sparsebench.reports.terminal import Answer
+
     frames = frames_of(run)
     build(frames, out / "report.html")
     wide().print(Answer(frames))

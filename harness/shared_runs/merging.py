@@ -22,8 +22,6 @@ from typing import Any
 from sparsebench._discovery import own_code_only
 from sparsebench._writing import write_file
 from sparsebench.errors import ResultError
-from sparsebench.harness.plan.selection import planned_contests
-from sparsebench.harness.run import recorded_plan, run_json
 from sparsebench.results import bundle, consistency, files, record, store
 from sparsebench.results.ceilings import Ceilings
 from sparsebench.results.provenance import device_id, require_equal_facts, shared_facts
@@ -52,11 +50,11 @@ def merge(
     writes nothing, if a run was changed, its suite, code or kind of GPU differs, or a contest is
     missing or occurs twice.
     """
+    if not store.is_new(out):
+        raise ResultError(f"{out}: expected a new directory, found one")
     runs = _read_runs(paths)
     if replicates is not None:
         runs = [_first_processes(run, replicates) for run in runs]
-    if not store.is_new(out):
-        raise ResultError(f"{out}: expected a new directory, found one")
     for run in runs[1:]:
         _require_one_plan(runs[0], run)
     _require_distinct_contests(runs)
@@ -64,6 +62,10 @@ def merge(
     if size > files.ROWS_BYTES:
         limit = f"{files.ROWS_BYTES} bytes of rows (ROWS_BYTES)"
         raise ResultError(f"merge: expected at most {limit}, found {size}; --only makes two runs")
+    # These import torch, for which no error above has to wait.
+    from sparsebench.harness.plan.selection import planned_contests
+    from sparsebench.harness.run import recorded_plan, run_json
+
     joined = _join(runs, out)
     counts, flags = run_json.Counts([*joined.reference, *joined.rows]), joined.state["flags"]
     with nullcontext() if plugins else own_code_only():
