@@ -220,19 +220,31 @@ def _matches(text: str, candidates: Sequence[_Candidate]) -> list[_Candidate]:
 
 
 def _unknown(word: str, runs: Sequence[_Candidate]) -> str:
-    names = sorted({short_name(each.device) for each in runs})
-    commits = sorted({each.commit[:7] for each in runs} - {""})
-    every = {*names, *commits, *(version for each in runs for version in each.versions)}
-    close = get_close_matches(word, [name.lower() for name in every], 1)
-    hint = f"; did you mean {next(n for n in every if n.lower() == close[0])}?" if close else ""
-    expected = "expected a run, a GPU, a commit, a card or LIBRARY==VERSION"
-    return f"{expected}, found none of that name among {_few([*names, *commits])}{hint}"
+    """Return the error for a word that names nothing: what has a name, and which name is near."""
+    versions = [each.versions for each in runs]
+    every = frozenset[str]().union(*versions)
+    apart = {version for version in every if any(version not in each for each in versions)}
+    names: dict[str, set[str]] = {
+        "GPU": {short_name(each.device) for each in runs},
+        "run": {str(each.path) for each in runs},
+        "commit": {each.commit[:7] for each in runs} - {""},
+        "card": {short_card(f"GPU-{card}") for each in runs for card in each.cards},
+        "version": {version for version in apart if not version.endswith("==none")},
+    }
+    listed = ", ".join(
+        f"a {kind} ({_few(of, LISTED if kind == 'GPU' else 2)})" for kind, of in names.items() if of
+    )
+    near = {each.path.name.lower(): str(each.path) for each in runs}
+    near |= {name.lower(): name for of in [*names.values(), *versions] for name in of}
+    close = get_close_matches(word, near, 1)
+    hint = f"; did you mean {near[close[0]]}?" if close else ""
+    return f"expected {listed or 'measured runs'}; found none of that name{hint}"
 
 
-def _few(names: Iterable[Any]) -> str:
+def _few(names: Iterable[Any], listed: int = LISTED) -> str:
     ordered = sorted(names)
-    more = f" and {len(ordered) - LISTED} more" if len(ordered) > LISTED else ""
-    return (", ".join(ordered[:LISTED]) or "no runs") + more
+    more = f" and {len(ordered) - listed} more" if len(ordered) > listed else ""
+    return (", ".join(ordered[:listed]) or "no runs") + more
 
 
 def _cases(number: int, analysis: Analysis) -> pd.DataFrame:
