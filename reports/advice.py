@@ -67,13 +67,20 @@ def title(answer: Answer) -> str:
 
 
 def terminal(answer: Answer) -> Group:
-    """Return the answer for a console."""
+    """Return the answer for a console, without the commands, which must not be wrapped."""
     notes = (Text(note, "dim") for note in _notes(answer))
     return Group(Text(answer.verdict, "bold"), Text(), table(answer), Text(), *notes)
 
 
+def to_measure(answer: Answer) -> list[str]:
+    """Return a line that introduces the commands, and a line for each of them."""
+    return ["To measure:", *(f"  {command}" for command in commands(answer))]
+
+
 def markdown(answer: Answer) -> str:
-    return "\n\n".join([f"**{answer.verdict}**", table(answer).markdown(), *_notes(answer)]) + "\n"
+    parts = [f"**{answer.verdict}**", table(answer).markdown(), *_notes(answer)]
+    first, *lines = to_measure(answer)
+    return "\n\n".join([*parts, first, *(f"  {line}" for line in lines)]) + "\n"
 
 
 BRIEF = ("Qwen3-32B", "Llama-3-8B", "Gemma-3-270m"), 16  # models and tokens of short answers
@@ -133,7 +140,7 @@ def text_of(evidence: Evidence) -> str:
 
 def _notes(answer: Answer) -> list[str]:
     rows = [f"Published runs: {', '.join(sources(answer))}."] if sources(answer) else []
-    return [*answer.notes, *rows, *(f"To measure: {command}" for command in commands(answer))]
+    return [*answer.notes, *rows]
 
 
 def loss_style(nats: float | None) -> str:

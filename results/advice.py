@@ -14,6 +14,8 @@ it measured only some of the layers, the gain of the model is extrapolated from 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import isclose
+from pathlib import Path
+from shlex import quote
 
 from sparsebench.errors import ResultError
 from sparsebench.results.formatting import amount, join_words, percent, times
@@ -44,6 +46,7 @@ from sparsebench.results.step_model import (
     StepModel,
 )
 
+SURVEY = "runs/survey"  # where the commands put the survey of a GPU without published runs
 CONTEXT = 1024
 MOST_TOKENS = 2**20
 WORTH, MOST_LOSS = 1.05, 0.1
@@ -157,12 +160,16 @@ def leave_one_out(evidence: Evidence) -> list[tuple[Step, Gain]]:
 
 def commands(answer: Answer) -> list[str]:
     """Return the commands that would replace limits and estimates by measurements."""
-    model, lines = answer.model, []
+    model = answer.model
     if answer.dense_us is None:
-        again = f"sparsebench advise {model.name} --gpu GPU --batch {answer.tokens} --run RUN"
-        lines = ["sparsebench new-gpu --budget 10m", again]
+        named = model.source if Path(model.source).exists() else model.name
+        asked = f"{quote(named)} --gpu {quote(answer.gpu)} --batch {answer.tokens}"
+        return [
+            f"sparsebench new-gpu --budget 10m --out {SURVEY}",
+            f"sparsebench advise {asked} --run {SURVEY}/screen",
+        ]
     sizes = f"m={answer.tokens} n={model.intermediate} k={model.hidden} dtype=bf16"
-    return [*lines, f"sparsebench try spense_ffn {sizes} pattern=spense_hidden sparsity=0.25"]
+    return [f"sparsebench try spense_ffn {sizes} pattern=spense_hidden sparsity=0.25"]
 
 
 def _advice(

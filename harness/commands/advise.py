@@ -49,3 +49,5 @@ def advise(
         stdout.write(presented.markdown(answer))
     else:
         wide().print(presented.terminal(answer))
+        for line in presented.to_measure(answer):
+            stdout.say(line)
