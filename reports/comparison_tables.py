@@ -43,6 +43,7 @@ GAINS: dict[str, str] = {
 
 NO_ZEROS = {"pattern": "dense", "sparsity": 0.0, "block": "1", "active": np.nan}
 EVERY = "Every case"
+WIDEST = 100.0  # high / low: that of two processes which scatter may span 20 powers of ten
 BRACKETS_OF_MEANS = (
     "Brackets of a mean: its interval for these cases alone. They share devices and processes, so "
     "half of it is the mean of the halves of the cases."
@@ -218,6 +219,8 @@ def _time(other: Changes, word: str, ratio: float, low: float, high: float) -> s
     if word == Outcome.NOT_MEASURED:
         return word
     if word not in DIFFERENT:
+        if high > WIDEST * low:
+            return f"{word} (too few processes)"
         span = f"{significant(100 / high, 3)} to {significant(100 / low, 3)} %"
         return f"{word} ({other.b.name} takes {span})"
     name = other.b.name if ratio > 1 else other.a.name

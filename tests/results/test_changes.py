@@ -24,7 +24,7 @@ from sparsebench.reports.comparison import (
     parts,
     to_json,
 )
-from sparsebench.reports.comparison_tables import disagreements
+from sparsebench.reports.comparison_tables import _time, disagreements
 from sparsebench.reports.survey import compare_device
 from sparsebench.reports.tables import Table
 from sparsebench.results import bundle
@@ -380,6 +380,13 @@ def test_some_looks_among_verdicts_are_counted() -> None:
     text = " ".join(shown(run(), replace(run("b"), rows=few)).split())
     assert "Brackets: the 95 % interval" in text
     assert "Brackets in 2 cases: the tolerance" in text  # BSR and its baseline
+
+
+def test_an_interval_without_limits_in_practice_says_that_processes_are_missing() -> None:
+    """Two processes a side may give 0.0000000013 to 158,000,000,000 %."""
+    other = changes(side(run(), name="A"), side(run("b"), name="B"))
+    assert _time(other, "not settled", 1.0, 1e-9, 1e11) == "not settled (too few processes)"
+    assert "takes 50.0 to 200 %" in _time(other, "not settled", 1.0, 0.5, 2.0)
 
 
 def test_cells_that_disagree_name_what_their_brackets_hold() -> None:
