@@ -162,11 +162,11 @@ def commands(answer: Answer) -> list[str]:
     """Return the commands that would replace limits and estimates by measurements."""
     model = answer.model
     if answer.dense_us is None:
-        named = model.source if Path(model.source).exists() else model.name
-        asked = f"{quote(named)} --gpu {quote(answer.gpu)} --batch {answer.tokens}"
+        name = model.source if Path(model.source).exists() else model.name
+        arguments = f"{quote(name)} --gpu {quote(answer.gpu)} --batch {answer.tokens}"
         return [
             f"sparsebench new-gpu --budget 10m --out {SURVEY}",
-            f"sparsebench advise {asked} --run {SURVEY}/screen",
+            f"sparsebench advise {arguments} --run {SURVEY}/screen",
         ]
     sizes = f"m={answer.tokens} n={model.intermediate} k={model.hidden} dtype=bf16"
     return [f"sparsebench try spense_ffn {sizes} pattern=spense_hidden sparsity=0.25"]
