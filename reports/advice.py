@@ -79,7 +79,7 @@ def to_measure(answer: Answer) -> list[str]:
 
 def markdown(answer: Answer) -> str:
     parts = [f"**{answer.verdict}**", table(answer).markdown(), *_notes(answer)]
-    first, *lines = to_measure(answer)
+    first, *lines = to_measure(answer)  # two more spaces make the commands a block of code
     return "\n\n".join([*parts, first, *(f"  {line}" for line in lines)]) + "\n"
 
 

@@ -28,7 +28,7 @@ from sparsebench.results.badges import badges
 from sparsebench.results.changes import GAIN, TIME, Cause, Changes, Mean, changes, mean
 from sparsebench.results.formatting import amount, are, join_words, significant
 from sparsebench.results.outcome import DIFFERENT, Outcome
-from sparsebench.results.provenance import flat
+from sparsebench.results.provenance import flat, on_gpu
 from sparsebench.results.record import Status
 from sparsebench.results.sides import Side, short_card
 from sparsebench.results.statistics import FEWEST
@@ -275,7 +275,7 @@ def _about(analysis: Analysis) -> str:
 
 
 def _on_gpu(side: Side) -> bool:
-    return not side.simulated and any(run.environment.get("gpu") for run in side.runs)
+    return not side.simulated and any(on_gpu(run.environment) for run in side.runs)
 
 
 def _telemetry(side: Side) -> bool:

@@ -46,7 +46,7 @@ EVERY = "Every case"
 WIDEST = 100.0  # high / low: that of two processes which scatter may span 20 powers of ten
 BRACKETS_OF_MEANS = (
     "Brackets of a mean: its interval for these cases alone. They share devices and processes, so "
-    "half of it is the mean of the halves of the cases."
+    "its half-width is the mean of their half-widths."
 )
 
 Line = Mapping[Any, Any]

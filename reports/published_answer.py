@@ -17,7 +17,7 @@ from sparsebench.reports.terminal import indented, results
 from sparsebench.results import files, store
 from sparsebench.results.analysis import analyse
 from sparsebench.results.formatting import amount
-from sparsebench.results.provenance import device_name
+from sparsebench.results.provenance import device_name, on_gpu
 from sparsebench.results.record import Status
 from sparsebench.results.store import Run
 
@@ -61,8 +61,8 @@ def published_run(run: Run, published: Path) -> Run | None:
     ranked: list[tuple[bool, int, Path]] = []
     for file in sorted(published.glob("*/*/run.json")):
         state = files.from_json(file)
-        gpu = files.from_json(file.with_name("environment.json"))
-        if state.get("suite") == run.state.get("suite") and gpu.get("gpu") and "sim" not in gpu:
+        facts = files.from_json(file.with_name("environment.json"))
+        if state.get("suite") == run.state.get("suite") and on_gpu(facts) and "sim" not in facts:
             named = file.parent.name == state["suite"]
             ranked.append((named, int(state["flags"]["replicates"]), file.parent))
     for _, _, path in sorted(ranked, reverse=True):

@@ -130,12 +130,12 @@ def _problems(by_run: Mapping[str, Frames]) -> pd.DataFrame:
         lines = pd.concat([with_shapes(group) for _, group in lines.groupby("op", sort=False)])
         processes = cases.groupby("problem_id").processes.max()
         kinds = sparse.set_index("problem_id")["format"]
-        held = timed.drop_duplicates("case_id").set_index("case_id").gain_interval
+        intervals = timed.drop_duplicates("case_id").set_index("case_id").gain_interval
         parts.append(
             lines.assign(
                 run=run,
                 processes=lines.problem_id.map(processes),
-                interval=lines.best_case_id.map(held),
+                interval=lines.best_case_id.map(intervals),
                 name=[_name(line, kinds) for line in records(lines)],
             )
         )
@@ -237,13 +237,13 @@ def _precision(problems: pd.DataFrame) -> str:
 
     The grid of a terminal has no room for intervals.
     """
-    settled = problems[problems.settled]
-    ends = pd.concat([settled.best_high / settled.best_gain, settled.best_gain / settled.best_low])
+    sure = problems[problems.settled]
+    ends = pd.concat([sure.best_high / sure.best_gain, sure.best_gain / sure.best_low])
     if ends.isna().all():
         return ""
-    held = brackets(settled.interval).removeprefix("brackets: ")
+    meaning = brackets(sure.interval).removeprefix("brackets: ")
     most = f"±{100 * (ends.max() - 1):.2g}\N{NO-BREAK SPACE}%"
-    return f"Intervals reach {most} at most ({held}); the report shows each"
+    return f"Intervals reach {most} at most ({meaning}); the report shows each"
 
 
 def _text(line: "pd.Series[Any] | None") -> Cell:

@@ -121,8 +121,8 @@ def _map(problems: pd.DataFrame) -> Markup:
         for title, cells in grid_rows(problems)
     ]
     heads = ["tokens at once", *map(str, tokens)]
-    held = capital(brackets(problems.interval.dropna()))
-    caption = f"{legend(problems, 'Hatched', held)} A cell links to its case."
+    meaning = capital(brackets(problems.interval.dropna()))
+    caption = f"{legend(problems, 'Hatched', meaning)} A cell links to its case."
     drawn = '<figure class="map tight">{}<figcaption>{}</figcaption></figure>'
     return Markup(drawn).format(html_table(heads, rows, "map"), caption)
 

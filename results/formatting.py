@@ -179,7 +179,7 @@ def join_words(words: list[str]) -> str:
 
 
 def capital(text: str) -> str:
-    """Capitalize the first letter of a word; a name keeps its own: cuSPARSE, bf16, bsr_small."""
+    """Capitalize the first word, unless it is a name in lower case: cuSPARSE, bf16, bsr_small."""
     is_name = re.match(r"[a-z]+[A-Z0-9_]", text)
     return text if is_name else text[:1].upper() + text[1:]
 

@@ -46,7 +46,7 @@ from sparsebench.results.model_files import (
     Pruning,
 )
 from sparsebench.results.model_shapes import ModelShapes
-from sparsebench.results.provenance import device_name
+from sparsebench.results.provenance import device_name, on_gpu
 
 SCHEMA: Final = "sparsebench/advice@1"
 NOT_AT_BEST = {"calls", "spense-calls"}  # suites that leave out the fastest kernels on purpose
@@ -150,7 +150,7 @@ def of_runs(runs: Iterable[tuple[Analysis, str]]) -> Evidence:
     ceilings: dict[str, list[Mapping[str, Any]]] = {}
     for analysis, name in sorted(runs, key=_most_processes, reverse=True):
         facts = analysis.run.environment
-        if not facts.get("gpu") or "sim" in facts or not facts.get("ceilings"):
+        if not on_gpu(facts) or "sim" in facts or not facts.get("ceilings"):
             continue
         ceilings.setdefault(device_name(facts), []).append(facts)
         if analysis.run.state["suite"] not in NOT_AT_BEST:

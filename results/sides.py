@@ -231,20 +231,20 @@ def _unknown(word: str, runs: Sequence[_Candidate]) -> str:
         "card": {short_card(f"GPU-{card}") for each in runs for card in each.cards},
         "version": {version for version in apart if not version.endswith("==none")},
     }
-    listed = ", ".join(
+    choices = ", ".join(
         f"a {kind} ({_few(of, LISTED if kind == 'GPU' else 2)})" for kind, of in names.items() if of
     )
     near = {each.path.name.lower(): str(each.path) for each in runs}
     near |= {name.lower(): name for of in [*names.values(), *versions] for name in of}
     close = get_close_matches(word, near, 1)
     hint = f"; did you mean {near[close[0]]}?" if close else ""
-    return f"expected {listed or 'measured runs'}; found none of that name{hint}"
+    return f"expected {choices or 'measured runs'}; found none of that name{hint}"
 
 
-def _few(names: Iterable[Any], listed: int = LISTED) -> str:
+def _few(names: Iterable[Any], most: int = LISTED) -> str:
     ordered = sorted(names)
-    more = f" and {len(ordered) - listed} more" if len(ordered) > listed else ""
-    return (", ".join(ordered[:listed]) or "no runs") + more
+    more = f" and {len(ordered) - most} more" if len(ordered) > most else ""
+    return (", ".join(ordered[:most]) or "no runs") + more
 
 
 def _cases(number: int, analysis: Analysis) -> pd.DataFrame:

@@ -24,6 +24,7 @@ def merge(
     from sparsebench.results import store
 
     run = store.read(join(paths, out, data, plugins=plugins, replicates=replicates))
+    # No error of the merge has to wait for the imports of a report.
     from sparsebench.reports.build import build, frames_of
     from sparsebench.reports.terminal import Answer
 

@@ -165,6 +165,7 @@ def _report(path: Path, as_json: bool, markdown: bool, browse: bool) -> None:
     from sparsebench.reports.published_answer import PublishedAnswer
     from sparsebench.reports.terminal import Answer, answer_json, answer_markdown, count_statuses
     from sparsebench.results import store
+    from sparsebench.results.provenance import on_gpu
 
     measured = store.read(path)
     page = path / "report.html"
@@ -178,7 +179,7 @@ def _report(path: Path, as_json: bool, markdown: bool, browse: bool) -> None:
     else:
         wide().print(Answer(frames))
         stdout.print("cases: " + ", ".join(f"{n} {status}" for status, n in counts.items()))
-        if not measured.environment.get("gpu"):
+        if not on_gpu(measured.environment):
             wide().print(PublishedAnswer(measured))
     build(frames, page)  # after the answer, which need not wait for the page
     if not as_json and not markdown:

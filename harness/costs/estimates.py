@@ -341,8 +341,8 @@ def _claims_estimate(
             best = exist[0].cases(exist[0].problems)[:2]
             seconds += _cases_s(suite, best, times, entry.replicates, pinned=True)
     problems = {problem for run in runs for _, ids in run.gaps for problem in ids}
-    known_suites = {each.suite for each in above}
-    unknown = {p.written.name for p in plans if not p.contests and p.suite.name not in known_suites}
+    suites_above = {each.suite for each in above}
+    unknown = {p.written.name for p in plans if not p.contests and p.suite.name not in suites_above}
     parts = {
         f"{amount(len(problems), 'contest')} that no entry above has": bool(problems),
         "confirms cells of the runs above": bool(seconds and not problems),

@@ -25,7 +25,7 @@ from typing import Any
 from sparsebench.errors import ResultError
 from sparsebench.harness.catalog import load_op
 from sparsebench.results import store
-from sparsebench.results.provenance import Choices, choices_of, device_name
+from sparsebench.results.provenance import Choices, choices_of, device_name, on_gpu
 from sparsebench.results.record import Contender, Problem, Row, Status
 from sparsebench.results.store import Run
 
@@ -103,7 +103,7 @@ def times_on(path: Path) -> MeasuredTimes:
     if not runs:
         raise ResultError(f"--gpu {path}: expected a run, or a folder of runs, found none")
     names = sorted({device_name(run.environment) for run in runs})
-    if len(names) > 1 or not all(run.environment.get("gpu") for run in runs):
+    if len(names) > 1 or not all(on_gpu(run.environment) for run in runs):
         raise ResultError(f"--gpu {path}: expected runs of one GPU, found {', '.join(names)}")
     for run in runs:
         if not run.state["spent_s"].keys() >= {*STAGES}:  # as in runs of a simulated GPU

@@ -137,11 +137,11 @@ def test_the_verdict_comes_first(model, gpu, tokens, word, begins, evidence) -> 
 
 def test_the_commands_for_a_gpu_that_was_not_measured_can_be_copied(monkeypatch) -> None:
     monkeypatch.setenv("COLUMNS", "40")
-    asked = ["advise", "Llama-3-8B", "--gpu", "RTX 4090", "--batch", "16"]
-    lines = sparsebench(*asked).stdout.splitlines()
+    arguments = ["advise", "Llama-3-8B", "--gpu", "RTX 4090", "--batch", "16"]
+    lines = sparsebench(*arguments).stdout.splitlines()
     survey, again = (split(line) for line in lines if line.startswith("  sparsebench "))
     folder = survey[survey.index("--out") + 1]
-    assert again == ["sparsebench", *asked, "--run", f"{folder}/screen"]
+    assert again == ["sparsebench", *arguments, "--run", f"{folder}/screen"]
 
 
 def test_answers_name_the_format_and_the_measured_loss(evidence: Evidence) -> None:
