@@ -41,6 +41,8 @@ BY_NAME = {
     "cusparselt_hybrid": f"{SIZES} pattern=spense_rows sparsity=0.25",
     "bsr_wgrad_mma": f"{SIZES} pattern=blocks block=16 sparsity=0.5",
     "linear_few": "m=2 n=512 k=256 active=8",
+    **dict.fromkeys(("stk", "stk_dgrad", "stk_wgrad"),
+                    f"{SIZES} pattern=blocks block=128 sparsity=0.5"),
     "macko": "m=1 n=512 k=256 pattern=unstructured sparsity=0.9",
     **dict.fromkeys(("twell_authors", "twell_authors_step"),
                     "m=256 n=5632 k=2048 activation=relu active=29"),
