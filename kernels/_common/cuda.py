@@ -38,6 +38,7 @@ from sparsebench.kernels._common.driver import (
     set_device,
 )
 from sparsebench.kernels._common.machine_code import digest, read_or_compile
+from sparsebench.kernels._common.tuned_table import shared_bytes_of
 
 HEADERS = Path(__file__).parent  # *.cuh for all families; others are beside their kernels
 SM_90A = "sm_90a"  # the target with wgmma; it runs on compute capability 9.0 only
@@ -228,7 +229,14 @@ def load(
     device: torch.device,
     target: str = SM_90A,
 ) -> tuple[Any, str]:
-    """Return the kernel `function` of NAME.cu, loaded on the device, and its digest."""
+    """Return the kernel `function` of NAME.cu, loaded on the device, and its digest.
+
+    Raises Unsupported if a CTA cannot have so much shared memory, as with a configuration from a
+    list that was chosen for a weight with smaller records; RuntimeError if the driver refuses it.
+    """
+    if shared_bytes > (most := shared_bytes_of(device)):
+        expected = f"expected at most {most} bytes of shared memory"
+        raise Unsupported(f"{name}: {expected}, found {shared_bytes}")
     import cupy
 
     begun = _begun.get((name, constants, target))
@@ -236,8 +244,12 @@ def load(
     with TemporaryDirectory() as folder, torch.cuda.device(device):
         path = Path(folder) / f"{name}.cubin"
         write_file(path, code)
-        kernel = cupy.RawModule(path=str(path)).get_function(function)
-        kernel.max_dynamic_shared_size_bytes = shared_bytes  # also loads it
+        try:
+            kernel = cupy.RawModule(path=str(path)).get_function(function)
+            kernel.max_dynamic_shared_size_bytes = shared_bytes  # also loads it
+        except cupy.cuda.driver.CUDADriverError as error:
+            what = f"{name} with {shared_bytes} bytes of shared memory and {dict(constants)}"
+            raise RuntimeError(f"{what}: {error}") from error
     return kernel.kernel, digest(code)
 
 

@@ -14,7 +14,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from sparsebench.errors import Unsupported
 from sparsebench.formats.bitmap import Bitmap
+from sparsebench.kernels._common import cuda
 from sparsebench.kernels.bitmap import bitmap_mma
 from sparsebench.kernels.bitmap.bitmap_mma import Config
 from tests.compiling.nvcc import assert_compiles_cleanly, by_nvcc, hopper
@@ -165,6 +167,19 @@ def test_every_configuration_fits_and_covers_the_rows_of_a_worker(n: int, k: int
         assert config.shared_bytes(room, m, 2) <= bitmap_mma.SHARED_BYTES
         assert config.tokens >= min(m, 64)
         assert config.split == 1 or config.rows * {2: 66, 4: 30, 8: 15}[config.split] * 16 >= n
+
+
+def test_a_weight_with_a_dense_tile_does_not_fit_the_configuration_of_an_even_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The list's choice for 14336 x 4096 and one token: a driver error ended the first call."""
+    monkeypatch.setattr(cuda, "shared_bytes_of", lambda device: bitmap_mma.SHARED_BYTES)
+    listed = Config(8, 1, 7, 4, 1, 4)
+    even, uneven = torch.ones(2, 16, 256, dtype=BF16)
+    even[:, ::2] = 0
+    assert listed.shared_bytes(Bitmap.from_dense(even).room, 1, 2) <= bitmap_mma.SHARED_BYTES
+    with pytest.raises(Unsupported, match="at most 232448 bytes of shared memory, found 266736"):
+        bitmap_mma.Product(Bitmap.from_dense(uneven), listed, torch.device("cpu"))
 
 
 @by_nvcc

@@ -82,8 +82,10 @@ def test_another_dtype_is_refused() -> None:
 
 @pytest.mark.gpu
 @hopper
-def test_few_and_many_tokens_are_correct_on_a_gpu_and_in_a_graph() -> None:
+@pytest.mark.parametrize("dense_rows", [0, 32])
+def test_few_and_many_tokens_are_correct_on_a_gpu_and_in_a_graph(dense_rows: int) -> None:
     w = weight(14336, 4096, "cuda")
+    w[100 : 100 + dense_rows] = 1  # larger records than the listed choices were made for
     layer = BitmapLinear.from_dense(w)
     for m in (1, 16, 64):
         x = torch.randint(-2, 3, (m, 4096), device="cuda").to(BF16)
