@@ -24,8 +24,8 @@ from sparsebench.errors import ResultError, SuiteError
 from sparsebench.reports.build import build, figures, frames_of
 from sparsebench.reports.figures._figure import Frames
 from sparsebench.reports.terminal import answer_markdown, count_statuses
-from sparsebench.results import store
-from sparsebench.results.provenance import device_name
+from sparsebench.results.run import store
+from sparsebench.results.run.provenance import device_name
 
 if TYPE_CHECKING:
     from sparsebench.harness.plan.suite import Suite
@@ -61,7 +61,7 @@ class Plot:
 
 @dataclass(frozen=True, repr=False)
 class Run:
-    """A run with its results. `stored` is its content on disk (results/store.py)."""
+    """A run with its results. `stored` is its content on disk (results/run/store.py)."""
 
     stored: store.Run
 
@@ -85,14 +85,14 @@ class Run:
     def frame(self) -> pd.DataFrame:
         """Return one line per row: a case in one process, scope and cache state.
 
-        Columns: results/frame.py; times in µs. Samples are in `stored.rows`.
+        Columns: results/tables/frame.py; times in µs. Samples are in `stored.rows`.
         """
         return self._frames.rows.copy()
 
     def summary(self) -> pd.DataFrame:
         """Return one line per case, scope and cache state, over all processes, with its verdict.
 
-        Columns: results/cases.py; `speedup` is over the baseline, with its interval
+        Columns: results/tables/cases.py; `speedup` is over the baseline, with its interval
         `speedup_low`, `speedup_high`; `median_us` is the time; `outcome` is the verdict.
         """
         return self._frames.cases.copy()

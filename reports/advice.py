@@ -1,4 +1,4 @@
-"""An advice (results/advice.py) for the terminal, for Markdown and for the page, as one table.
+"""An advice (results/advice/pruning.py) as one table: for the terminal, Markdown and the page.
 
 Also collects the evidence that advice.json holds from the published runs and files.
 """
@@ -12,13 +12,13 @@ from rich.console import Group
 from rich.text import Text
 
 from sparsebench.reports.tables import Cell, Table
-from sparsebench.results import measured_layers
-from sparsebench.results.advice import MOST_LOSS, TRY, WORTH, Answer, advise, commands
-from sparsebench.results.analysis import Analysis
+from sparsebench.results.advice import measured_layers
+from sparsebench.results.advice.layer_estimates import TWO_FOUR, Layer
+from sparsebench.results.advice.measured_layers import Evidence
+from sparsebench.results.advice.pruning import MOST_LOSS, TRY, WORTH, Answer, advise, commands
+from sparsebench.results.advice.step_model import ACTIVE, BOUND, Gain
 from sparsebench.results.files import read_model
 from sparsebench.results.formatting import amount, duration, percent, significant
-from sparsebench.results.layer_estimates import TWO_FOUR, Layer
-from sparsebench.results.measured_layers import Evidence
 from sparsebench.results.model_files import (
     SPARSITY_SCHEMA,
     L1Trainings,
@@ -27,7 +27,7 @@ from sparsebench.results.model_files import (
     read_widths,
 )
 from sparsebench.results.model_shapes import read_shapes
-from sparsebench.results.step_model import ACTIVE, BOUND, Gain
+from sparsebench.results.tables.analysis import Analysis
 
 COLUMNS = ["kind of sparsity", "MLPs", "model", "weights", "loss", "how sure"]
 WORDS = {"kind of sparsity", "loss", "how sure"}

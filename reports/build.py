@@ -28,13 +28,13 @@ from sparsebench.reports.figures._verdict import intervals
 from sparsebench.reports.findings import remarks
 from sparsebench.reports.page import render
 from sparsebench.reports.terminal import count_statuses, trust
-from sparsebench.results.analysis import tables
 from sparsebench.results.answer import evidence, headline
 from sparsebench.results.badges import badges
 from sparsebench.results.formatting import amount, brackets, selection
 from sparsebench.results.model_files import Pruning
-from sparsebench.results.provenance import device_title, flat, on_gpu
-from sparsebench.results.store import Run
+from sparsebench.results.run.provenance import device_title, flat, on_gpu
+from sparsebench.results.run.store import Run
+from sparsebench.results.tables.analysis import tables
 
 DATA = ["rows.jsonl", "rows.jsonl.gz", "suite.yaml", "environment.json", "run.json"]
 FIRST = "answer"  # the only figure that is not collapsed

@@ -23,15 +23,15 @@ from sparsebench.errors import ResultError
 from sparsebench.reports.comparison_tables import EVERY, cases, grid, intervals, problems
 from sparsebench.reports.page import render
 from sparsebench.reports.tables import Table
-from sparsebench.results.analysis import Analysis
 from sparsebench.results.badges import badges
-from sparsebench.results.changes import GAIN, TIME, Cause, Changes, Mean, changes, mean
+from sparsebench.results.comparison.changes import GAIN, TIME, Cause, Changes, Mean, changes, mean
+from sparsebench.results.comparison.sides import Side, short_card
 from sparsebench.results.formatting import amount, are, join_words, significant
-from sparsebench.results.outcome import DIFFERENT, Outcome
-from sparsebench.results.provenance import flat, on_gpu
 from sparsebench.results.record import Status
-from sparsebench.results.sides import Side, short_card
-from sparsebench.results.statistics import FEWEST
+from sparsebench.results.run.provenance import flat, on_gpu
+from sparsebench.results.statistics.outcome import DIFFERENT, Outcome
+from sparsebench.results.statistics.ratio import FEWEST
+from sparsebench.results.tables.analysis import Analysis
 
 LINES = 30
 FACTS_SHOWN = 8
@@ -248,7 +248,7 @@ def _notes(result: ComparisonReport) -> list[str]:
             more = len(other.differences) - FACTS_SHOWN
             rest = f", and {more} more" if more > 0 else ""
             notes.append(f"{other.a.name} and {other.b.name} differ in {facts}{rest}.")
-    return [*notes, f"results/outcome.py defines {join_words([*Outcome])}."]
+    return [*notes, f"results/statistics/outcome.py defines {join_words([*Outcome])}."]
 
 
 def _runs(result: ComparisonReport) -> list[str]:

@@ -14,8 +14,8 @@ import pandas as pd
 
 from sparsebench.reports.tables import Cell, Table
 from sparsebench.reports.terminal import split_fields
-from sparsebench.results.changes import Changes, outcomes, problem_fields, ratio_of_means
-from sparsebench.results.comparison import Comparison
+from sparsebench.results.comparison.changes import Changes, outcomes, problem_fields, ratio_of_means
+from sparsebench.results.comparison.compare import Comparison
 from sparsebench.results.formatting import (
     CASES,
     FORMATS,
@@ -28,11 +28,11 @@ from sparsebench.results.formatting import (
     kernel,
     significant,
 )
-from sparsebench.results.frame import KEYS, records
-from sparsebench.results.outcome import DIFFERENT, STYLES, Outcome
 from sparsebench.results.problem_names import problem_name
 from sparsebench.results.record import Status
-from sparsebench.results.statistics import FEWEST
+from sparsebench.results.statistics.outcome import DIFFERENT, STYLES, Outcome
+from sparsebench.results.statistics.ratio import FEWEST
+from sparsebench.results.tables.frame import KEYS, records
 
 GAINS: dict[str, str] = {
     Outcome.FASTER: "gains more",

@@ -4,16 +4,17 @@
     2:4                    +4.18   +0.84       +0.43   ≈1.3× [1.1, 1.4]   ...
 
 A loss is the increase of the loss on held-out text that `sparsebench prune` measured, or training
-with an L1 term. Speedups are those of gated MLPs on a GPU by published rows (results/advice.py).
+with an L1 term. Speedups are those of gated MLPs on a GPU by published rows
+(results/advice/pruning.py).
 """
 
 from sparsebench.reports.advice import loss_style, style
 from sparsebench.reports.tables import Cell, Table
-from sparsebench.results.advice import CONTEXT, KINDS, MOST_LOSS, gain_of
-from sparsebench.results.layer_estimates import SMALL_BLOCKS
-from sparsebench.results.measured_layers import TRAINED, Cost, Evidence
+from sparsebench.results.advice.layer_estimates import SMALL_BLOCKS
+from sparsebench.results.advice.measured_layers import TRAINED, Cost, Evidence
+from sparsebench.results.advice.pruning import CONTEXT, KINDS, MOST_LOSS, gain_of
+from sparsebench.results.advice.step_model import StepModel
 from sparsebench.results.model_shapes import MODELS, read_shapes
-from sparsebench.results.step_model import StepModel
 
 COSTS = KINDS | {  # how a layer is sparse, and its sparsity
     "32 × 32 blocks, 50 % zeros": (SMALL_BLOCKS, 0.5),

@@ -1,4 +1,4 @@
-"""How often a second card agrees with the first, in sentences and a table (results/repeats.py).
+"""How often a second card agrees with the first: sentences and a table (comparison/repeats.py).
 
 runs  configurations  cases  second value inside  difference covers 0   inside      covers 0
                              by the processes alone                     with the variation of cards
@@ -9,11 +9,11 @@ from typing import Any
 
 import pandas as pd
 
-from sparsebench.results.between_cards import State, packaged_variation
+from sparsebench.results.comparison.repeats import COUNTS, are_published, coverage
 from sparsebench.results.formatting import amount, significant
-from sparsebench.results.frame import records
 from sparsebench.results.record import POWER_LIMITED
-from sparsebench.results.repeats import COUNTS, are_published, coverage
+from sparsebench.results.statistics.between_cards import State, packaged_variation
+from sparsebench.results.tables.frame import records
 
 COVERAGE = ["first run", "second run", "configurations", "cases"]
 COVERAGE += ["inside, processes alone", "covers 0, processes alone", "inside", "covers 0"]

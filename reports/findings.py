@@ -15,12 +15,7 @@ from typing import Any
 
 import pandas as pd
 
-from sparsebench.results import cliffs, default_kernels, untimed_peers
-from sparsebench.results.analysis import Analysis
 from sparsebench.results.answer import TOPIC, first_views, general_sentences, other_dtypes
-from sparsebench.results.cases import CONTEST
-from sparsebench.results.contests import OF_MODEL, in_chain, usual
-from sparsebench.results.families import DEFAULT
 from sparsebench.results.formatting import (
     between,
     blocks_text,
@@ -29,9 +24,14 @@ from sparsebench.results.formatting import (
     percent,
     times,
 )
-from sparsebench.results.frame import records
 from sparsebench.results.model_shapes import model_name
-from sparsebench.results.statistics import ratio_over
+from sparsebench.results.statistics.ratio import ratio_over
+from sparsebench.results.tables import cliffs, default_kernels, untimed_peers
+from sparsebench.results.tables.analysis import Analysis
+from sparsebench.results.tables.cases import CONTEST
+from sparsebench.results.tables.contests import OF_MODEL, in_chain, usual
+from sparsebench.results.tables.families import DEFAULT
+from sparsebench.results.tables.frame import records
 
 LEVEL = 0.9  # formats are compared at the measured sparsity nearest to this
 MOST = 4  # ops and patterns with winners

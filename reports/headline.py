@@ -16,11 +16,6 @@ import pandas as pd
 from sparsebench.errors import ResultError
 from sparsebench.reports.findings import kernel_that_ran
 from sparsebench.reports.tables import markdown_table
-from sparsebench.results import bundle, store
-from sparsebench.results.analysis import Analysis, tables
-from sparsebench.results.cases import CONTEST, chose_dense
-from sparsebench.results.contests import in_chain, is_short, usual
-from sparsebench.results.families import DEFAULT, by_default, ours
 from sparsebench.results.formatting import (
     FORMATS,
     amount,
@@ -30,10 +25,15 @@ from sparsebench.results.formatting import (
     percent,
     times,
 )
-from sparsebench.results.frame import records
-from sparsebench.results.noise import Reliability
-from sparsebench.results.provenance import Choices, choices_of
-from sparsebench.results.statistics import FEWEST
+from sparsebench.results.run import bundle, store
+from sparsebench.results.run.provenance import Choices, choices_of
+from sparsebench.results.statistics.ratio import FEWEST
+from sparsebench.results.tables.analysis import Analysis, tables
+from sparsebench.results.tables.cases import CONTEST, chose_dense
+from sparsebench.results.tables.contests import in_chain, is_short, usual
+from sparsebench.results.tables.families import DEFAULT, by_default, ours
+from sparsebench.results.tables.frame import records
+from sparsebench.results.tables.noise import Reliability
 
 
 @dataclass(frozen=True)

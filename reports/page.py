@@ -9,8 +9,8 @@ import jinja2
 from markupsafe import Markup, escape
 
 from sparsebench.results.formatting import amount
-from sparsebench.results.frame import MARKS
-from sparsebench.results.outcome import MEANINGS
+from sparsebench.results.statistics.outcome import MEANINGS
+from sparsebench.results.tables.frame import MARKS
 
 LINK = re.compile(r"\[([^]]+)\]\(([^)]+)\)")
 

@@ -20,10 +20,10 @@ from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 
 from sparsebench._writing import replacing
-from sparsebench.results import store
-from sparsebench.results.analysis import analyse
 from sparsebench.results.formatting import blocks_text
-from sparsebench.results.frame import records
+from sparsebench.results.run import store
+from sparsebench.results.tables.analysis import analyse
+from sparsebench.results.tables.frame import records
 
 APART = 1.5  # least ratio of the heights of two labels
 OURS = "sparsebench"

@@ -35,7 +35,8 @@ from sparsebench.reports.picture import picture, with_series
 from sparsebench.reports.tables import markdown_table
 from sparsebench.reports.terminal import Answer
 from sparsebench.reports.what_changed import what_changed
-from sparsebench.results import between_cards, bundle, repeats
+from sparsebench.results.comparison import repeats
+from sparsebench.results.comparison.sides import short_card
 from sparsebench.results.formatting import (
     between,
     blocks_text,
@@ -44,10 +45,11 @@ from sparsebench.results.formatting import (
     selection,
     times,
 )
-from sparsebench.results.frame import KEYS
-from sparsebench.results.provenance import commit_of, flat
-from sparsebench.results.sides import short_card
-from sparsebench.results.tuning_doubts import APART
+from sparsebench.results.run import bundle
+from sparsebench.results.run.provenance import commit_of, flat
+from sparsebench.results.statistics import between_cards
+from sparsebench.results.tables.frame import KEYS
+from sparsebench.results.tables.tuning_doubts import APART
 
 Runs = Mapping[str, PublishedRun]
 
@@ -67,7 +69,7 @@ PAGE = """# Published runs
 format, kernel and claim.
 
 A speedup is a ratio of times that were measured in the same contest, round by round: device time
-with a cold L2 cache (`results/frame.py`). Brackets hold the 95 % confidence interval
+with a cold L2 cache (`results/tables/frame.py`). Brackets hold the 95 % confidence interval
 (Hodges-Lehmann) if a run has 6 processes or more, the range over processes if it has fewer, and
 the quartiles of the rounds if it has one. A run of fewer than 6 processes is a look, not a verdict.
 The interval of a verdict includes the variation between runs: between cards of one kind, days and
@@ -256,7 +258,7 @@ def agreement(runs: Runs) -> str:
 
 
 def repeated_cases(runs: Runs) -> pd.DataFrame:
-    """Return the cases that two cards measured (results/repeats.py)."""
+    """Return the cases that two cards measured (results/comparison/repeats.py)."""
     return repeats.repeats(map(repeats.verdicts, runs.values()))
 
 

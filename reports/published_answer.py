@@ -14,12 +14,13 @@ from rich.text import Text
 
 from sparsebench.reports.findings import findings
 from sparsebench.reports.terminal import indented, results
-from sparsebench.results import files, store
-from sparsebench.results.analysis import analyse
+from sparsebench.results import files
 from sparsebench.results.formatting import amount
-from sparsebench.results.provenance import device_name, on_gpu
 from sparsebench.results.record import Status
-from sparsebench.results.store import Run
+from sparsebench.results.run import store
+from sparsebench.results.run.provenance import device_name, on_gpu
+from sparsebench.results.run.store import Run
+from sparsebench.results.tables.analysis import analyse
 
 PUBLISHED = Path("results/published")
 HOW = "To measure a GPU, run the same command on a machine with an NVIDIA GPU."

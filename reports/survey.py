@@ -25,8 +25,7 @@ from sparsebench.reports.comparison_tables import BRACKETS_OF_MEANS
 from sparsebench.reports.figures._figure import Frames
 from sparsebench.reports.tables import Cell, Table
 from sparsebench.results.badges import Badge, badges
-from sparsebench.results.changes import GAIN, TIME, Changes, mean
-from sparsebench.results.contests import contests, with_gains, with_shapes
+from sparsebench.results.comparison.changes import GAIN, TIME, Changes, mean
 from sparsebench.results.formatting import (
     FORMATS,
     PATTERNS,
@@ -37,10 +36,11 @@ from sparsebench.results.formatting import (
     percent,
     times,
 )
-from sparsebench.results.frame import HOST_LATE, records
-from sparsebench.results.outcome import Outcome, outcome
-from sparsebench.results.provenance import on_gpu
-from sparsebench.results.statistics import FEWEST
+from sparsebench.results.run.provenance import on_gpu
+from sparsebench.results.statistics.outcome import Outcome, outcome
+from sparsebench.results.statistics.ratio import FEWEST
+from sparsebench.results.tables.contests import contests, with_gains, with_shapes
+from sparsebench.results.tables.frame import HOST_LATE, records
 
 OPS = {"linear_dgrad": "input gradient of ", "linear_wgrad": "weight gradient of "}
 ROW = ["name", "level", "dtype"]

@@ -33,9 +33,9 @@ from sparsebench.reports.survey import (
     text_without_gain,
 )
 from sparsebench.reports.tables import html_table
-from sparsebench.results import files, store
+from sparsebench.results import files
 from sparsebench.results.answer import winner
-from sparsebench.results.changes import Changes, other_devices
+from sparsebench.results.comparison.changes import Changes, other_devices
 from sparsebench.results.formatting import (
     brackets,
     capital,
@@ -45,7 +45,8 @@ from sparsebench.results.formatting import (
     size_text,
     span_text,
 )
-from sparsebench.results.store import without_paths
+from sparsebench.results.run import store
+from sparsebench.results.run.store import without_paths
 
 STEPS = {"doctor": "Check of the machine", "compile": "Compilation", "tune": "Tuning"}
 STEPS |= {"screen": "Look at all problems", "decide": "Verdicts"}

@@ -22,12 +22,8 @@ from rich.text import Text
 
 from sparsebench.reports.findings import contender_name, findings
 from sparsebench.reports.tables import Cell, Table, split_style
-from sparsebench.results.analysis import Analysis
 from sparsebench.results.answer import answers
 from sparsebench.results.badges import Badge, badges, unfit
-from sparsebench.results.cases import CONTEST, break_even, winners
-from sparsebench.results.contests import empty_launch
-from sparsebench.results.families import OF_ACTIVATIONS, QUANTISED
 from sparsebench.results.formatting import (
     FORMATS,
     amount,
@@ -38,14 +34,18 @@ from sparsebench.results.formatting import (
     kernel,
     percent,
 )
-from sparsebench.results.frame import fields, records
-from sparsebench.results.noise import Reliability
-from sparsebench.results.outcome import STYLES, Outcome
 from sparsebench.results.problem_names import SIZES_OF_MODEL, problem_name
-from sparsebench.results.provenance import device_title
 from sparsebench.results.record import Status
-from sparsebench.results.statistics import FEWEST
-from sparsebench.results.store import Run
+from sparsebench.results.run.provenance import device_title
+from sparsebench.results.run.store import Run
+from sparsebench.results.statistics.outcome import STYLES, Outcome
+from sparsebench.results.statistics.ratio import FEWEST
+from sparsebench.results.tables.analysis import Analysis
+from sparsebench.results.tables.cases import CONTEST, break_even, winners
+from sparsebench.results.tables.contests import empty_launch
+from sparsebench.results.tables.families import OF_ACTIVATIONS, QUANTISED
+from sparsebench.results.tables.frame import fields, records
+from sparsebench.results.tables.noise import Reliability
 
 VERDICT = 8  # recommended processes for a verdict; FEWEST is the minimum
 LINES = 30  # lines of a table on a terminal; the report and Markdown show all

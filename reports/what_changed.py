@@ -22,12 +22,12 @@ from sparsebench.reports.headline import (
     speedup_text,
 )
 from sparsebench.reports.tables import markdown_table
-from sparsebench.results.cases import CONTEST
-from sparsebench.results.changes import difference
-from sparsebench.results.contests import is_short
+from sparsebench.results.comparison.changes import difference
 from sparsebench.results.formatting import between, duration
-from sparsebench.results.outcome import Outcome, outcome
-from sparsebench.results.provenance import commit_of
+from sparsebench.results.run.provenance import commit_of
+from sparsebench.results.statistics.outcome import Outcome, outcome
+from sparsebench.results.tables.cases import CONTEST
+from sparsebench.results.tables.contests import is_short
 
 COLUMNS = ["question", "was", "is", "our kernel", "baseline", "is / was", "change"]
 WORDS = {

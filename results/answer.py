@@ -16,8 +16,6 @@ from typing import Any
 
 import pandas as pd
 
-from sparsebench.results.cases import CONTEST, break_even_levels
-from sparsebench.results.contests import ANY, View, sort_values_of
 from sparsebench.results.formatting import (
     FORMATS,
     between,
@@ -29,9 +27,11 @@ from sparsebench.results.formatting import (
     percent,
     plain,
 )
-from sparsebench.results.outcome import Outcome, outcome
 from sparsebench.results.problem_names import field_text
 from sparsebench.results.record import Status
+from sparsebench.results.statistics.outcome import Outcome, outcome
+from sparsebench.results.tables.cases import CONTEST, break_even_levels
+from sparsebench.results.tables.contests import ANY, View, sort_values_of
 
 OF_ATTENTION = ["batch", "heads", "kv_heads", "head_dim", "context", "causal"]
 """Fields that name a problem of attention, which has no shape."""

@@ -4,10 +4,10 @@ from collections.abc import Mapping
 from enum import StrEnum
 from typing import Any, NamedTuple
 
-from sparsebench.results.analysis import Analysis
 from sparsebench.results.formatting import amount
-from sparsebench.results.noise import Reliability
-from sparsebench.results.statistics import FEWEST
+from sparsebench.results.statistics.ratio import FEWEST
+from sparsebench.results.tables.analysis import Analysis
+from sparsebench.results.tables.noise import Reliability
 
 
 class Badge(StrEnum):

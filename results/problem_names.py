@@ -11,9 +11,9 @@ from typing import Any
 
 import pandas as pd
 
-from sparsebench.results.contests import ANY, OF_MODEL
 from sparsebench.results.formatting import PATTERNS, blocks_text, percent, size_text
 from sparsebench.results.model_shapes import model_name
+from sparsebench.results.tables.contests import ANY, OF_MODEL
 
 SIZES_OF_MODEL = {*OF_MODEL, "vocab", "heads", "kv_heads", "head_dim"}
 """Fields that the name of a model stands for."""

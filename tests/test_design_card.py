@@ -6,7 +6,7 @@ import re
 import pytest
 
 from sparsebench.harness.catalog import load_kernel, names
-from sparsebench.results.families import family
+from sparsebench.results.tables.families import family
 from tests.tools.paths import ROOT
 
 FAMILIES = "attention", "bitmap", "bsr", "csr", "dense", "spense", "twell"

@@ -12,7 +12,7 @@ import pytest
 
 from sparsebench._writing import replacing, require_apart, write_file
 from sparsebench.errors import SparsebenchError
-from sparsebench.results import store
+from sparsebench.results.run import store
 from tests.tools.command_line import sparsebench
 from tests.tools.paths import PUBLISHED, ROOT
 

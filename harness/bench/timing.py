@@ -20,8 +20,8 @@ Y is not as wide as X. A launch that cannot be captured has no chain.
 
 If the host is late, the round is repeated, up to REPEATS times, and MOST_REPEATS times in all.
 `late` is the share of a contender's samples that stay late; such a row is marked
-(results/frame.py). A call that cannot be captured runs on a stream that is not held and is often
-late, so a round is not repeated if only such calls are late.
+(results/tables/frame.py). A call that cannot be captured runs on a stream that is not held and is
+often late, so a round is not repeated if only such calls are late.
 
 On a CPU the host clock measures one call; scope and cache make no difference.
 

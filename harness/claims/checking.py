@@ -28,14 +28,15 @@ from sparsebench.harness.machine.device import is_simulated
 from sparsebench.harness.plan.suite import Suite
 from sparsebench.harness.run import recorded_plan, repeat, run_json
 from sparsebench.harness.run.measure import RunOptions, measure
-from sparsebench.results import bundle, statistics, store
-from sparsebench.results.analysis import analyse
 from sparsebench.results.ceilings import Ceilings
 from sparsebench.results.claims.cells import Cell, cells, file_problems, judging_cells
 from sparsebench.results.claims.model_cells import model_cells, read_model_file
 from sparsebench.results.claims.planned import PlannedClaim
 from sparsebench.results.claims.schema import ClaimFile
 from sparsebench.results.claims.verdict import Verdict, judge
+from sparsebench.results.run import bundle, store
+from sparsebench.results.statistics.ratio import FEWEST
+from sparsebench.results.tables.analysis import analyse
 
 VERDICTS_SCHEMA = "sparsebench/verdicts@1"
 CELL_FIELDS = "run", "fields", "subject", "baseline", "value", "low", "high", "kind", "reason"
@@ -203,7 +204,7 @@ class _Check:
                 for plan, _ in left.gaps:
                     result.refusals[plan.written.name, plan.test.name] = str(error)
         result.left += [path.name for path in self._interrupted_screenings()]
-        if self.flags.replicates >= statistics.FEWEST and not result.left:
+        if self.flags.replicates >= FEWEST and not result.left:
             for _ in range(CONFIRMING):
                 for screening, chosen in self._promising().items():
                     result.read([self._confirm(screening, chosen)])
@@ -292,7 +293,7 @@ def runs_for(gaps: Sequence[Gap], replicates: int) -> list[Missing]:
     in_all: dict[str, set[str]] = {}
     for plan, left in gaps:
         decided_by_one = plan.test.quantifier == "exists" and len(plan.problems) > 1
-        if not decided_by_one or replicates < statistics.FEWEST or measures_energy(plan):
+        if not decided_by_one or replicates < FEWEST or measures_energy(plan):
             in_all.setdefault(plan.suite.text, set()).update(left)
     groups: dict[tuple[str, bool, int], list[Gap]] = {}
     for plan, left in gaps:

@@ -20,7 +20,7 @@ def _set_peers(folder: Path | None) -> Path | None:
 
 def require_runs(runs: Path | list[Path]) -> Path | list[Path]:
     """Raise ResultError if a run is missing, before a command imports torch for seconds."""
-    from sparsebench.results.bundle import require_directory
+    from sparsebench.results.run.bundle import require_directory
 
     for run in [runs] if isinstance(runs, Path) else runs:
         require_directory(run)

@@ -33,11 +33,11 @@ def advise(
     """
     from sparsebench.errors import ResultError
     from sparsebench.reports import advice as presented
-    from sparsebench.results import store
-    from sparsebench.results.advice import advise as answered
-    from sparsebench.results.analysis import analyse
-    from sparsebench.results.measured_layers import of_runs, packaged_evidence
+    from sparsebench.results.advice.measured_layers import of_runs, packaged_evidence
+    from sparsebench.results.advice.pruning import advise as answered
     from sparsebench.results.model_shapes import read_shapes
+    from sparsebench.results.run import store
+    from sparsebench.results.tables.analysis import analyse
 
     added = of_runs((analyse(store.read(path)), str(path)) for path in run or ())
     if run and not added.gpus:

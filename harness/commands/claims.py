@@ -238,7 +238,7 @@ def _show(result: "Evidence", out: Path | None, tables: Path | None = None) -> N
 
 def _runs(paths: list[Path] | None, option: str = "--from") -> list[Path]:
     """Return runs and JSON files as given, and those inside each folder, which `option` names."""
-    from sparsebench.results import store
+    from sparsebench.results.run import store
 
     runs = list[Path]()
     for path in paths or []:
@@ -257,8 +257,8 @@ def _runs(paths: list[Path] | None, option: str = "--from") -> list[Path]:
 
 def _ceilings(gpu: Path | None) -> "Ceilings | None":
     """Return the ceilings of a run's device; None if no run is given."""
-    from sparsebench.results import store
     from sparsebench.results.ceilings import Ceilings
+    from sparsebench.results.run import store
 
     if gpu is None:
         return None

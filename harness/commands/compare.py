@@ -43,9 +43,9 @@ def compare(
     the cause: our kernel, its configuration, a library's version, the baseline or the card.
     """
     from sparsebench.reports import comparison
-    from sparsebench.results.changes import gate_failures, threshold
+    from sparsebench.results.comparison.changes import gate_failures, threshold
+    from sparsebench.results.comparison.sides import find
     from sparsebench.results.formatting import are
-    from sparsebench.results.sides import find
 
     limit = threshold(fail_on) if fail_on else None
     sides = find(names, among or AMONG)

@@ -26,8 +26,8 @@ def confirm(
     from sparsebench.harness.run.repeat import Setup, confirmations
     from sparsebench.harness.run.repeat import confirm as measure_again
     from sparsebench.reports.build import build, frames_of
-    from sparsebench.results import store
-    from sparsebench.results.provenance import choices_of
+    from sparsebench.results.run import store
+    from sparsebench.results.run.provenance import choices_of
 
     with measuring() as show:
         setup = Setup(full_name(device), data, out, RunOptions(progress=show), inherit=inherit)

@@ -21,7 +21,7 @@ def merge(
 ) -> None:
     """Merge the parts of one plan into a single run."""
     from sparsebench.harness.shared_runs.merging import merge as join
-    from sparsebench.results import store
+    from sparsebench.results.run import store
 
     run = store.read(join(paths, out, data, plugins=plugins, replicates=replicates))
     # No error of the merge has to wait for the imports of a report.

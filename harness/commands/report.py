@@ -25,9 +25,9 @@ def report(
     from sparsebench._writing import require_apart
     from sparsebench.reports.build import build, frames_of
     from sparsebench.reports.terminal import Answer, answer_markdown
-    from sparsebench.results import bundle, store
-    from sparsebench.results.frame import to_csv, to_parquet
     from sparsebench.results.model_files import read_pruning
+    from sparsebench.results.run import bundle, store
+    from sparsebench.results.tables.frame import to_csv, to_parquet
 
     measured = store.read(path)
     if changed := bundle.first_change(path, measured.state):

@@ -24,8 +24,8 @@ def reproduce(
     from sparsebench.harness.run.repeat import reproduce as measure_again
     from sparsebench.reports.build import build, frames_of
     from sparsebench.reports.comparison_tables import disagreements
-    from sparsebench.results import store
-    from sparsebench.results.comparison import agreement
+    from sparsebench.results.comparison.compare import agreement
+    from sparsebench.results.run import store
 
     with measuring() as show:
         sharing = Sharing(devices)

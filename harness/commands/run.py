@@ -107,7 +107,7 @@ def _resume(
     from sparsebench.harness.machine.device import full_name
     from sparsebench.harness.run.recorded_plan import suite_of_run
     from sparsebench.harness.run.run_json import Flags
-    from sparsebench.results import store
+    from sparsebench.results.run import store
 
     stopped = store.read(run)
     if stopped.state.get("shards"):
@@ -164,8 +164,8 @@ def _report(path: Path, as_json: bool, markdown: bool, browse: bool) -> None:
     from sparsebench.reports.build import build, frames_of
     from sparsebench.reports.published_answer import PublishedAnswer
     from sparsebench.reports.terminal import Answer, answer_json, answer_markdown, count_statuses
-    from sparsebench.results import store
-    from sparsebench.results.provenance import on_gpu
+    from sparsebench.results.run import store
+    from sparsebench.results.run.provenance import on_gpu
 
     measured = store.read(path)
     page = path / "report.html"

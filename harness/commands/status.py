@@ -21,8 +21,8 @@ def status(
     shared_out = is_shared(run)
     if not shared_out:
         require_runs(run)
-    from sparsebench.results import store
     from sparsebench.results.formatting import amount
+    from sparsebench.results.run import store
 
     if not shared_out:
         state = store.read(run).state

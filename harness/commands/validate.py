@@ -13,7 +13,7 @@ def validate(path: RunPath, data: Data = None, plugins: Plugins = False) -> None
     in another run of the same folder.
     """
     from sparsebench.harness.run.validation import validate as check
-    from sparsebench.results.tuning_doubts import siblings
+    from sparsebench.results.tables.tuning_doubts import siblings
 
     checked = True
     for line in check(path, data, siblings(path), plugins=plugins):

@@ -47,10 +47,11 @@ from sparsebench.harness.costs.measured_times import (
 from sparsebench.harness.plan.selection import only, planned_contests
 from sparsebench.harness.plan.suite import Contest, Suite
 from sparsebench.harness.shared_runs.campaign_file import Campaign, Entry
-from sparsebench.results import files, store
+from sparsebench.results import files
 from sparsebench.results.formatting import amount, join_words
 from sparsebench.results.record import Case, Contender, Problem
-from sparsebench.results.statistics import FEWEST
+from sparsebench.results.run import store
+from sparsebench.results.statistics.ratio import FEWEST
 
 Reason = Callable[[Problem, Contender], str | None]
 """Says why a contender cannot run a problem, or returns None."""

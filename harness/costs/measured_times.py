@@ -24,10 +24,10 @@ from typing import Any
 
 from sparsebench.errors import ResultError
 from sparsebench.harness.catalog import load_op
-from sparsebench.results import store
-from sparsebench.results.provenance import Choices, choices_of, device_name, on_gpu
 from sparsebench.results.record import Contender, Problem, Row, Status
-from sparsebench.results.store import Run
+from sparsebench.results.run import store
+from sparsebench.results.run.provenance import Choices, choices_of, device_name, on_gpu
+from sparsebench.results.run.store import Run
 
 MOST_RUNS = 128  # read from a folder
 NEAR = 5

@@ -24,7 +24,7 @@ from sparsebench.harness.bench.timing import TimedCall, ready, time_together
 from sparsebench.harness.doctor.findings import Finding, grade, ok, warning
 from sparsebench.harness.plan import selection
 from sparsebench.kernels._kernel import DTYPES, Launch
-from sparsebench.results.statistics import by_round, round_logs
+from sparsebench.results.statistics.ratio import by_round, round_logs
 
 PAIRS = 3
 KINDS = "launch", "memory", "compute"  # kinds of the sizes in selection.py

@@ -53,12 +53,13 @@ from sparsebench.harness.shared_runs.run_paths import shards_of
 from sparsebench.harness.shared_runs.shared_folder import Plan
 from sparsebench.harness.shared_runs.sharing import share
 from sparsebench.kernels._common import tuned_table
-from sparsebench.results import files, store
-from sparsebench.results.analysis import analyse
+from sparsebench.results import files
 from sparsebench.results.formatting import amount
 from sparsebench.results.record import Problem
-from sparsebench.results.statistics import FEWEST
-from sparsebench.results.store import Run, without_paths
+from sparsebench.results.run import store
+from sparsebench.results.run.store import Run, without_paths
+from sparsebench.results.statistics.ratio import FEWEST
+from sparsebench.results.tables.analysis import analyse
 
 SCHEMA = "sparsebench/survey@1"
 SUITES = {"cpu": "quick"}  # the core suite would take hours on 2 cores

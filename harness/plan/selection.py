@@ -12,7 +12,7 @@ A/A pairs time the same kernel twice, which shows how far apart equal things com
                  launch    almost no work: the cost of launching
                  memory    one token: reading the weights is the work
                  compute   as many tokens as features: multiplying is the work
-                 between   two lengths of call between the first and the others (results/noise.py)
+                 between   two lengths of call between the first and the others (tables/noise.py)
     twins        in one of TWIN_EVERY problems of a suite, every contender competes twice
 
 The ceilings of a run are measured on `memory` and `compute` as well (bench/device_ceilings.py). A

@@ -35,10 +35,13 @@ from sparsebench.harness.run.recorded_plan import (
 )
 from sparsebench.harness.run.run_json import Counts, Flags, OnMessage, Record, Watch, now
 from sparsebench.harness.run.runner import Pinned, Runner
-from sparsebench.results import bundle, families, files, frame, provenance, statistics, store
+from sparsebench.results import files
 from sparsebench.results.ceilings import Ceilings
 from sparsebench.results.formatting import number
 from sparsebench.results.record import Problem, Row, Status
+from sparsebench.results.run import bundle, provenance, store
+from sparsebench.results.statistics.ratio import FEWEST
+from sparsebench.results.tables import families, frame
 
 Progress = Callable[[int, int, str], None]
 """Called with contests done, contests in all, and the last result, or the first problem."""
@@ -115,7 +118,7 @@ def measure(
         rows = completed_rows(resume, suite, flags, contests) if resume else []
         pinned, searched, processes = options.pinned, options.searched, flags.replicates
         chosen_by = provenance.planned_choices(processes, bool(pinned), bool(searched))
-        share, place = processes < statistics.FEWEST, (flags.device, flags.data, flags.timeout_s)
+        share, place = processes < FEWEST, (flags.device, flags.data, flags.timeout_s)
         runner = Runner(*place, pinned=pinned, share=share, processes=processes)
         stack.callback(runner.kill)
         if part:

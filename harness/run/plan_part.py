@@ -24,8 +24,8 @@ from typing import Any
 from sparsebench.harness.machine.cpu_placement import draw_near
 from sparsebench.harness.plan.suite import Contest
 from sparsebench.harness.run.runner import Runner
-from sparsebench.results.provenance import require_equal_facts, shared_facts
 from sparsebench.results.record import Row
+from sparsebench.results.run.provenance import require_equal_facts, shared_facts
 
 
 @dataclass

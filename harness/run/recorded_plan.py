@@ -20,10 +20,10 @@ from sparsebench.harness.machine.code import code_sha256, plugins
 from sparsebench.harness.plan.selection import planned_contests
 from sparsebench.harness.plan.suite import Contest, Suite, expand
 from sparsebench.harness.run.run_json import Flags
-from sparsebench.results import bundle, provenance, store
-from sparsebench.results.provenance import Choices, flat
 from sparsebench.results.record import Case, Row
-from sparsebench.results.store import Run
+from sparsebench.results.run import bundle, provenance, store
+from sparsebench.results.run.provenance import Choices, flat
+from sparsebench.results.run.store import Run
 
 
 def code_of(contests: Iterable[Contest]) -> dict[str, Any]:

@@ -11,8 +11,8 @@ Every contender, the baseline included, searches again: the best configuration o
 always the best on another, and a baseline that inherits a slow one makes all other contenders look
 better. With `inherit`, process p takes the configurations of process p of the bundle instead, on a
 device of the same kind. The new run then measures those configurations, and its record says so
-(results/provenance.py).
-results/comparison.py decides for each cell whether two runs agree.
+(results/run/provenance.py).
+results/comparison/compare.py decides for each cell whether two runs agree.
 """
 
 from collections.abc import Callable, Mapping
@@ -35,17 +35,17 @@ from sparsebench.harness.run.recorded_plan import (
 from sparsebench.harness.run.run_json import Flags
 from sparsebench.harness.run.runner import pinned_by_process
 from sparsebench.harness.run.worker_process import about_device, require_plan
-from sparsebench.results import bundle, store
-from sparsebench.results.analysis import analyse
-from sparsebench.results.cases import has_baseline
-from sparsebench.results.consistency import check_consistency
 from sparsebench.results.formatting import conditions
-from sparsebench.results.frame import KEYS, fields, records
-from sparsebench.results.noise import Reliability
-from sparsebench.results.outcome import Outcome
-from sparsebench.results.provenance import device_name
 from sparsebench.results.record import Status
-from sparsebench.results.store import Run
+from sparsebench.results.run import bundle, store
+from sparsebench.results.run.consistency import check_consistency
+from sparsebench.results.run.provenance import device_name
+from sparsebench.results.run.store import Run
+from sparsebench.results.statistics.outcome import Outcome
+from sparsebench.results.tables.analysis import analyse
+from sparsebench.results.tables.cases import has_baseline
+from sparsebench.results.tables.frame import KEYS, fields, records
+from sparsebench.results.tables.noise import Reliability
 
 Engine = Callable[[Suite, Flags, Path | None, Path | None, RunOptions], Path]
 """Measures as `measure` does: here, on several GPUs, or in pieces."""
@@ -111,7 +111,7 @@ def confirm(path: Path, setup: Setup, cases: int, replicates: int, condition: st
 def confirmations(run: Run) -> list[Confirmation]:
     """Return the sentence about each cell that a confirming run measured.
 
-    An unreliable run (results/noise.py) confirms nothing.
+    An unreliable run (results/tables/noise.py) confirms nothing.
     """
     analysis = analyse(run)
     lines = analysis.cases.set_index(KEYS, drop=False)

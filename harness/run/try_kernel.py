@@ -35,9 +35,9 @@ from sparsebench.harness.plan.suite import Contest, expand
 from sparsebench.harness.run.profiling import call_each
 from sparsebench.kernels._kernel import Kernel
 from sparsebench.results import files
-from sparsebench.results.contests import SHORT_US
-from sparsebench.results.frame import HOST_LATE, frame
 from sparsebench.results.record import Row, Status
+from sparsebench.results.tables.contests import SHORT_US
+from sparsebench.results.tables.frame import HOST_LATE, frame
 
 OF_TRY = {"op", "format", "baseline", "seed"}
 HEADINGS = "time, µs", "quartiles", "speedup", "of limit", "error", "of usual", "of allowed"

@@ -32,9 +32,9 @@ from sparsebench.harness.run.measure import describe
 from sparsebench.harness.run.runner import Runner
 from sparsebench.kernels._common import tuned_table
 from sparsebench.kernels._common.tuned_table import SCHEMA, Entry, Sizes, Table
-from sparsebench.results.families import DEFAULT
 from sparsebench.results.formatting import amount
 from sparsebench.results.record import Case, Contender, Row, Status
+from sparsebench.results.tables.families import DEFAULT
 
 T = TypeVar("T")
 

@@ -24,11 +24,12 @@ from sparsebench.harness.bench.sampling import (
     SAMPLES_PER_ROUND,
     layers_of,
 )
-from sparsebench.results import bundle, store, tuning_doubts
-from sparsebench.results.consistency import check_consistency
 from sparsebench.results.formatting import amount
 from sparsebench.results.record import Status
-from sparsebench.results.store import Run
+from sparsebench.results.run import bundle, store
+from sparsebench.results.run.consistency import check_consistency
+from sparsebench.results.run.store import Run
+from sparsebench.results.tables import tuning_doubts
 
 DIGEST = re.compile(rf"^([0-9a-f]{{64}})  (\S+)/{re.escape(bundle.MANIFEST)}$", re.MULTILINE)
 """A line of the page of published runs, as sha256sum writes and checks it."""

@@ -28,7 +28,7 @@ from sparsebench.harness.machine.device import is_simulated
 from sparsebench.harness.plan.suite import Contest
 from sparsebench.harness.run import early_start
 from sparsebench.results.record import Case, Row, Status
-from sparsebench.results.store import without_paths
+from sparsebench.results.run.store import without_paths
 
 COMMAND = early_start.COMMAND
 SIMULATOR = "sparsebench.harness.sim.simulated_worker"  # loaded only for a simulated device

@@ -27,9 +27,10 @@ from sparsebench.harness.run.plan_part import Part
 from sparsebench.harness.run.run_json import Flags, OnMessage
 from sparsebench.harness.shared_runs.merging import merge
 from sparsebench.harness.shared_runs.shared_folder import OnStart, split_by_device
-from sparsebench.results import bundle, files, store
+from sparsebench.results import files
 from sparsebench.results.formatting import amount
 from sparsebench.results.record import Row
+from sparsebench.results.run import bundle, store
 
 LEAST_S = 30.0  # left to begin a run; a process and its ceilings take 16 s
 

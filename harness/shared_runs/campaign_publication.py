@@ -19,8 +19,9 @@ from pathlib import Path
 from sparsebench.errors import ResultError
 from sparsebench.harness.shared_runs.campaign_file import Campaign
 from sparsebench.harness.shared_runs.campaign_sitting import state
-from sparsebench.results import bundle, files, store
-from sparsebench.results.provenance import device_name
+from sparsebench.results import files
+from sparsebench.results.run import bundle, store
+from sparsebench.results.run.provenance import device_name
 
 EARLIER = "earlier"  # the folder of a GPU's runs that newer ones replaced
 

@@ -40,8 +40,9 @@ from sparsebench.harness.shared_runs.campaign_pieces import (
     pieces,
 )
 from sparsebench.harness.shared_runs.sharing import on_each_device
-from sparsebench.results import bundle, files, store
-from sparsebench.results.provenance import KIND, device_id_at, require_equal_facts, shared_facts
+from sparsebench.results import files
+from sparsebench.results.run import bundle, store
+from sparsebench.results.run.provenance import KIND, device_id_at, require_equal_facts, shared_facts
 
 VERDICTS = "verdicts.json"
 SAME = "code_sha256", *(f"gpu.{name}" for name in KIND)

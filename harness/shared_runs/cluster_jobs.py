@@ -29,7 +29,8 @@ from sparsebench.harness.run.measure import RunOptions, Stopped
 from sparsebench.harness.shared_runs import shared_folder
 from sparsebench.harness.shared_runs.run_paths import merged_at
 from sparsebench.harness.shared_runs.shared_folder import PartProgress, Plan, work
-from sparsebench.results import files, store
+from sparsebench.results import files
+from sparsebench.results.run import store
 
 POLL_S = {"slurm": 10.0, "local": 1.0}
 OPTIONS = {"slurm": "--slurm", "local": "--submit local"}

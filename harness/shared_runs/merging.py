@@ -22,10 +22,11 @@ from typing import Any
 from sparsebench._discovery import own_code_only
 from sparsebench._writing import write_file
 from sparsebench.errors import ResultError
-from sparsebench.results import bundle, consistency, files, record, store
+from sparsebench.results import files, record
 from sparsebench.results.ceilings import Ceilings
-from sparsebench.results.provenance import device_id, require_equal_facts, shared_facts
-from sparsebench.results.store import Run
+from sparsebench.results.run import bundle, consistency, store
+from sparsebench.results.run.provenance import device_id, require_equal_facts, shared_facts
+from sparsebench.results.run.store import Run
 
 # Fields that all run.json share
 COMMON = "suite", "reproduces", "confirms", "choices", "planned_replicates"

@@ -36,9 +36,10 @@ from sparsebench.harness.run.recorded_plan import completed_rows
 from sparsebench.harness.run.run_json import Counts, Flags
 from sparsebench.harness.run.runner import Pinned
 from sparsebench.harness.run.worker_process import about_device
-from sparsebench.results import bundle, files, store
-from sparsebench.results.provenance import device_id_at
+from sparsebench.results import files
 from sparsebench.results.record import Row
+from sparsebench.results.run import bundle, store
+from sparsebench.results.run.provenance import device_id_at
 
 SCHEMA = "sparsebench/shards@1"
 

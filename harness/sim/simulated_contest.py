@@ -47,8 +47,8 @@ from sparsebench.kernels import _kernel as kernel_contract
 from sparsebench.kernels._common.search import Search, Trial, finalists
 from sparsebench.kernels._kernel import DTYPES
 from sparsebench.results.ceilings import check_bound
-from sparsebench.results.families import QUANTISED
 from sparsebench.results.record import Case, Contender, Problem, Row, Status
+from sparsebench.results.tables.families import QUANTISED
 
 ENDS = {"out_of_memory": Status.OUT_OF_MEMORY, "failed": Status.FAILED, "wrong": Status.WRONG}
 CRASH_CODE = 7

@@ -21,7 +21,7 @@ from sparsebench.harness.testing.contract import Check, checker, expect
 from sparsebench.reports.build import frames_of, load_figure
 from sparsebench.reports.figures._figure import Frames
 from sparsebench.results.record import Row, Status
-from sparsebench.results.store import Run
+from sparsebench.results.run.store import Run
 
 
 def suite_checks(name: str, *, device: str | None = None, data: Path | None = None) -> list[Check]:

@@ -13,8 +13,8 @@ import pandas as pd
 
 from sparsebench._discovery import documents
 from sparsebench.results.formatting import plain
-from sparsebench.results.frame import fields
-from sparsebench.results.store import Run
+from sparsebench.results.run.store import Run
+from sparsebench.results.tables.frame import fields
 
 
 def suite_name(run: Run) -> str:

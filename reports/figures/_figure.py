@@ -18,12 +18,12 @@ from markupsafe import Markup
 from sparsebench.reports.figures._html import fold_away
 from sparsebench.reports.figures._svg import looks
 from sparsebench.reports.figures._verdict import clear, is_undecided
-from sparsebench.results.analysis import Analysis
-from sparsebench.results.contests import size_key
 from sparsebench.results.formatting import percent
-from sparsebench.results.frame import fields
 from sparsebench.results.model_files import Pruning
 from sparsebench.results.problem_names import field_text
+from sparsebench.results.tables.analysis import Analysis
+from sparsebench.results.tables.contests import size_key
+from sparsebench.results.tables.frame import fields
 
 NOTHING = Markup("")
 MEASURE = ["scope", "cache"]
@@ -38,7 +38,7 @@ SCOPES = {
 
 @dataclass(frozen=True)
 class Frames(Analysis):
-    """The data of a figure: the tables of a run (results/analysis.py).
+    """The data of a figure: the tables of a run (results/tables/analysis.py).
 
     pruning  errors of pruning, if the report got any (results/model_files.py)
     """

@@ -8,7 +8,7 @@ import pandas as pd
 from markupsafe import Markup
 
 from sparsebench.reports.figures._svg import shade
-from sparsebench.results.frame import as_csv
+from sparsebench.results.tables.frame import as_csv
 
 PLAIN_BYTES = 20_000  # larger CSV is compressed, to about a tenth
 

@@ -1,6 +1,6 @@
 """How a report writes outcomes, and which cases it draws with hollow markers.
 
-    faster, slower, equal             the outcome of a case (results/outcome.py)
+    faster, slower, equal             the outcome of a case (results/statistics/outcome.py)
     not settled (+3 would settle)     three more processes would settle it
     –                                 no verdict: a baseline, or fewer than FEWEST processes
 
@@ -12,8 +12,14 @@ from typing import Any
 import pandas as pd
 
 from sparsebench.results.formatting import between
-from sparsebench.results.outcome import FALSE_DISCOVERIES, MARGIN, UNDECIDED, VERDICTS, Outcome
-from sparsebench.results.statistics import MOST, IntervalKind
+from sparsebench.results.statistics.outcome import (
+    FALSE_DISCOVERIES,
+    MARGIN,
+    UNDECIDED,
+    VERDICTS,
+    Outcome,
+)
+from sparsebench.results.statistics.ratio import MOST, IntervalKind
 
 
 def any_verdict(cases: pd.DataFrame) -> bool:

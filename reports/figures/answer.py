@@ -6,7 +6,7 @@
     │ 1.2× │ 3.2× │    │ ▲──▲     best sparse peer
     └──────┴──────┘   1┼───────── dense
 
-The sentences come from results/answer.py and the cells from results/contests.py.
+The sentences come from results/answer.py and the cells from results/tables/contests.py.
 """
 
 import json
@@ -30,7 +30,6 @@ from sparsebench.results.answer import (
     where,
     winner,
 )
-from sparsebench.results.contests import ANY, MOST, View, sort_values_of
 from sparsebench.results.formatting import (
     FORMATS,
     between,
@@ -43,8 +42,9 @@ from sparsebench.results.formatting import (
     plain,
     span_text,
 )
-from sparsebench.results.frame import records
 from sparsebench.results.problem_names import field_text
+from sparsebench.results.tables.contests import ANY, MOST, View, sort_values_of
+from sparsebench.results.tables.frame import records
 
 TITLE = "Which format wins"
 ORDER = 10

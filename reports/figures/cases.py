@@ -13,7 +13,7 @@ from sparsebench.reports.figures._html import download, note
 from sparsebench.reports.figures._verdict import intervals, outcome, spans, speedup
 from sparsebench.reports.tables import html_table, without_dashes
 from sparsebench.results.formatting import percent, plain, significant
-from sparsebench.results.frame import fields
+from sparsebench.results.tables.frame import fields
 
 TITLE = "Every case"
 ORDER = 100

@@ -17,9 +17,9 @@ from sparsebench.reports.figures._html import note, wide
 from sparsebench.reports.figures._svg import Look, series
 from sparsebench.reports.tables import html_table, without_dashes
 from sparsebench.results.ceilings import Ceilings
-from sparsebench.results.contests import SHORT_US
 from sparsebench.results.formatting import significant
-from sparsebench.results.store import Run
+from sparsebench.results.run.store import Run
+from sparsebench.results.tables.contests import SHORT_US
 
 TITLE = "Fraction of the hardware limit"
 ORDER = 65

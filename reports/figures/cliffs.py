@@ -6,8 +6,8 @@ from markupsafe import Markup
 from sparsebench.reports.figures._figure import NOTHING, Frames, describe_line, each_measure
 from sparsebench.reports.figures._html import note
 from sparsebench.reports.tables import html_table
-from sparsebench.results.cliffs import COUNTS, LIMIT, key, ratios, sentence
 from sparsebench.results.formatting import duration
+from sparsebench.results.tables.cliffs import COUNTS, LIMIT, key, ratios, sentence
 
 TITLE = "Cliffs in the number of tokens"
 ORDER = 45

@@ -15,8 +15,8 @@ from sparsebench.reports.figures._figure import NOTHING, Frames, measures, panel
 from sparsebench.reports.figures._html import fold_away, note
 from sparsebench.reports.tables import html_table, without_dashes
 from sparsebench.results.formatting import significant
-from sparsebench.results.provenance import Choices, choices_of
 from sparsebench.results.record import Status
+from sparsebench.results.run.provenance import Choices, choices_of
 
 TITLE = "Conversion"
 ORDER = 60

@@ -8,10 +8,10 @@ from sparsebench.reports.figures._html import note
 from sparsebench.reports.figures._verdict import intervals
 from sparsebench.reports.findings import contender_name
 from sparsebench.reports.tables import html_table
-from sparsebench.results.default_kernels import BOUND, TimedCase, is_within, pairs
 from sparsebench.results.formatting import between, significant
-from sparsebench.results.frame import fields
-from sparsebench.results.statistics import ratio_over
+from sparsebench.results.statistics.ratio import ratio_over
+from sparsebench.results.tables.default_kernels import BOUND, TimedCase, is_within, pairs
+from sparsebench.results.tables.frame import fields
 
 TITLE = "What users get, beside the fastest kernel of the format"
 ORDER = 17

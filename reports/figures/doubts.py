@@ -1,11 +1,11 @@
-"""Tuned contenders that are slower than with their defaults (results/tuning_doubts.py)."""
+"""Tuned contenders that are slower than with their defaults (results/tables/tuning_doubts.py)."""
 
 from markupsafe import Markup
 
 from sparsebench.reports.figures._figure import NOTHING, Frames
 from sparsebench.reports.figures._html import note
 from sparsebench.reports.tables import html_table
-from sparsebench.results.tuning_doubts import SLOWER, doubts
+from sparsebench.results.tables.tuning_doubts import SLOWER, doubts
 
 TITLE = "Badly tuned contenders"
 ORDER = 76

@@ -17,9 +17,9 @@ from sparsebench.reports.figures._chart import Chart
 from sparsebench.reports.figures._figure import MEASURE, NOTHING, Frames, describe_line
 from sparsebench.reports.figures._html import download, note, wide
 from sparsebench.reports.figures._svg import Look, series
-from sparsebench.results.frame import records
-from sparsebench.results.provenance import on_gpu
 from sparsebench.results.record import Status
+from sparsebench.results.run.provenance import on_gpu
+from sparsebench.results.tables.frame import records
 
 TITLE = "Drift and throttling"
 ORDER = 76

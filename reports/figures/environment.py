@@ -5,7 +5,7 @@ from markupsafe import Markup
 from sparsebench.reports.figures._figure import Frames
 from sparsebench.reports.figures._html import fold_away, note
 from sparsebench.reports.tables import html_table
-from sparsebench.results.provenance import flat
+from sparsebench.results.run.provenance import flat
 
 TITLE = "Environment"
 ORDER = 90

@@ -24,9 +24,9 @@ from sparsebench.reports.figures._svg import Look, series
 from sparsebench.reports.figures._sweep import legend, side_by_side
 from sparsebench.reports.figures._verdict import intervals, meaning
 from sparsebench.reports.tables import html_table
-from sparsebench.results.families import OF_ACTIVATIONS
 from sparsebench.results.formatting import percent
 from sparsebench.results.model_files import OUTPUT, Pruning
+from sparsebench.results.tables.families import OF_ACTIVATIONS
 
 TITLE = "Error against speedup"
 ORDER = 25

@@ -7,7 +7,7 @@ from sparsebench.reports.figures._figure import MEASURE, NOTHING, Frames, descri
 from sparsebench.reports.figures._html import note
 from sparsebench.reports.tables import html_table
 from sparsebench.results.formatting import significant
-from sparsebench.results.frame import fields
+from sparsebench.results.tables.frame import fields
 
 TITLE = "Rates"
 ORDER = 70

@@ -21,9 +21,9 @@ from sparsebench.reports.figures._svg import Look
 from sparsebench.reports.figures._sweep import Quantity, Sweep, draw_panels, left_out, legend, sweep
 from sparsebench.reports.figures._verdict import intervals, meaning
 from sparsebench.reports.tables import html_table
-from sparsebench.results.cases import break_even
 from sparsebench.results.formatting import amount, percent, significant
-from sparsebench.results.frame import fields
+from sparsebench.results.tables.cases import break_even
+from sparsebench.results.tables.frame import fields
 
 TITLE = "Speedup against the baseline"
 ORDER = 20

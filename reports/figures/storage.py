@@ -9,7 +9,7 @@ from sparsebench.reports.figures._figure import NOTHING, Frames, panels
 from sparsebench.reports.figures._html import note
 from sparsebench.reports.figures._svg import Look
 from sparsebench.reports.figures._sweep import Quantity, draw_panels, legend, sweep
-from sparsebench.results.families import OF_ACTIVATIONS, OF_MASKS
+from sparsebench.results.tables.families import OF_ACTIVATIONS, OF_MASKS
 
 TITLE = "Stored bytes"
 ORDER = 50

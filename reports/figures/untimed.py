@@ -9,8 +9,8 @@ from sparsebench.reports.figures._figure import Frames, describe_line
 from sparsebench.reports.figures._html import fold_away, note
 from sparsebench.reports.tables import html_table
 from sparsebench.results.formatting import amount
-from sparsebench.results.frame import fields
 from sparsebench.results.record import Status
+from sparsebench.results.tables.frame import fields
 
 TITLE = "Cases without a time"
 ORDER = 80

@@ -30,15 +30,15 @@ from sparsebench.results.answer import (
     where,
 )
 from sparsebench.results.badges import Badge, badges
-from sparsebench.results.cases import CONTEST
-from sparsebench.results.changes import LIBRARIES
 from sparsebench.results.claims.cells import Cell
 from sparsebench.results.claims.planned import PlannedClaim
-from sparsebench.results.contests import View, with_shapes
+from sparsebench.results.comparison.changes import LIBRARIES
+from sparsebench.results.comparison.repeats import verdicts
 from sparsebench.results.formatting import between, plain, selection, times
 from sparsebench.results.problem_names import field_text
-from sparsebench.results.provenance import device_name, flat
-from sparsebench.results.repeats import verdicts
+from sparsebench.results.run.provenance import device_name, flat
+from sparsebench.results.tables.cases import CONTEST
+from sparsebench.results.tables.contests import View, with_shapes
 
 SCHEMA = "sparsebench/card@11"
 DOUBTS = {Badge.UNRELIABLE, Badge.BUSY, Badge.UNFINISHED}
@@ -66,7 +66,7 @@ class Card:
     units     the UUIDs of its GPUs
     versions  of its libraries and its driver, by name
     headline  the largest gain: its text, the rest of its sentence, and its case
-    verdicts  the input of results/repeats.py
+    verdicts  the input of results/comparison/repeats.py
     """
 
     schema: str

@@ -5,9 +5,9 @@
     compare/SUITE.json    the same for a script, with the names of the runs
 
 A device is represented by all its runs of the suite that share a sparse case with the device that
-has the most; if several hold a case, results/sides.py says which one counts. Simulated devices
-never stand beside real ones. A device without such a run is left out; this holds for a CPU, which
-is timed with a warm cache. Runs are read again only if one of them is new or the code has changed.
+has the most; if several hold a case, results/comparison/sides.py says which one counts. Simulated
+devices never stand beside real ones. A device without such a run is left out; this holds for a CPU,
+which is timed with a warm cache. Runs are read again only if one is new or the code has changed.
 """
 
 import json
@@ -20,10 +20,10 @@ from sparsebench.reports import comparison
 from sparsebench.reports.page import render
 from sparsebench.reports.site.cards import PLACE, Card
 from sparsebench.reports.site.pages import Site, safe
-from sparsebench.results import store
-from sparsebench.results.changes import Mean
+from sparsebench.results.comparison.changes import Mean
+from sparsebench.results.comparison.sides import MOST, distinct_names, side
 from sparsebench.results.formatting import join_words
-from sparsebench.results.sides import MOST, distinct_names, side
+from sparsebench.results.run import store
 
 INDEX = "compare/index.html"
 

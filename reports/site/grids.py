@@ -20,8 +20,6 @@ import numpy as np
 import pandas as pd
 
 from sparsebench.reports.figures._svg import shade
-from sparsebench.results.contests import sort_values_of
-from sparsebench.results.families import QUANTISED
 from sparsebench.results.formatting import (
     FORMATS,
     amount,
@@ -38,8 +36,10 @@ from sparsebench.results.formatting import (
     span_text,
     times,
 )
-from sparsebench.results.frame import records
 from sparsebench.results.problem_names import problem_name
+from sparsebench.results.tables.contests import sort_values_of
+from sparsebench.results.tables.families import QUANTISED
+from sparsebench.results.tables.frame import records
 
 LEVELS = (0.25, 0.5, 0.7, 0.8, 0.9, 0.95, 0.99)  # the preferred columns
 COLUMNS = 7

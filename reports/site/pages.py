@@ -4,7 +4,7 @@ index.html            the finding for each GPU and number of tokens, with a grid
 runs.html             every run with its question, its number and its state
 kernels.html          the formats and the kernels
 agreement.html        how often a second card agrees with the first (reports/coverage.py)
-glossary.html         the words for outcomes (results/outcome.py)
+glossary.html         the words for outcomes (results/statistics/outcome.py)
 history.html          each headline over commits and dates (history.py)
 formats/NAME.html     a format: its best contests, its kernels, its cases over all runs
 kernels/NAME.html     the same for a kernel
@@ -29,11 +29,11 @@ from sparsebench.reports.coverage import COVERAGE, coverage_lines, explanation
 from sparsebench.reports.page import content, render
 from sparsebench.reports.site import grids, history
 from sparsebench.reports.site.cards import Card, confirmation, lines
-from sparsebench.results.bundle import Redaction
 from sparsebench.results.claims.planned import PlannedClaim
-from sparsebench.results.families import family
+from sparsebench.results.comparison.repeats import Verdicts, repeats
 from sparsebench.results.formatting import capital
-from sparsebench.results.repeats import Verdicts, repeats
+from sparsebench.results.run.bundle import Redaction
+from sparsebench.results.tables.families import family
 
 WIDTH = 6.6  # pixels per character of a badge
 

@@ -19,7 +19,8 @@ from sparsebench.reports.page import render
 from sparsebench.reports.site.cards import Card
 from sparsebench.reports.site.pages import Site, safe
 from sparsebench.reports.tables import html_table
-from sparsebench.results.advice import (
+from sparsebench.results.advice.measured_layers import Step, packaged_evidence
+from sparsebench.results.advice.pruning import (
     MOST_LOSS,
     NO,
     TRAIN,
@@ -30,9 +31,8 @@ from sparsebench.results.advice import (
     leave_one_out,
 )
 from sparsebench.results.formatting import between, times
-from sparsebench.results.measured_layers import Step, packaged_evidence
 from sparsebench.results.model_shapes import MODELS, model_name
-from sparsebench.results.statistics import FEWEST
+from sparsebench.results.statistics.ratio import FEWEST
 
 PAGE = "prune.html"
 TOKENS = (1, 16, 64, 256, 4096)

@@ -1,7 +1,7 @@
 """The folder of a run in a site: a redacted bundle with its report, its card and its downloads.
 
 DIR/GPU/NAME/      a bundle for `sparsebench validate`: rows.jsonl.gz, suite.yaml, ...
-                   removed.json     what is not in it (results/bundle.py)
+                   removed.json     what is not in it (results/run/bundle.py)
                    name.txt         the name of the folder that the run came from
                    commit.txt       its commit, if it recorded a digest of its code instead
                    index.html       its report          bundle.tar.gz, rows.csv, rows.parquet
@@ -25,10 +25,10 @@ from sparsebench.reports.build import build, frames_of
 from sparsebench.reports.site.cards import ROLES, SCHEMA, Card, card
 from sparsebench.reports.site.pages import Site, around, safe
 from sparsebench.reports.site.preview import preview
-from sparsebench.results import bundle, store
-from sparsebench.results.bundle import Redaction
-from sparsebench.results.frame import to_csv, to_parquet
-from sparsebench.results.provenance import commit_of, device_name
+from sparsebench.results.run import bundle, store
+from sparsebench.results.run.bundle import Redaction
+from sparsebench.results.run.provenance import commit_of, device_name
+from sparsebench.results.tables.frame import to_csv, to_parquet
 
 NAME, COMMIT = "name.txt", "commit.txt"
 DOWNLOADS = ("rows.csv", f"{bundle.ROWS}.gz", "rows.parquet", "bundle.tar.gz", "summary.json")

@@ -18,19 +18,19 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from sparsebench.results.analysis import Analysis
-from sparsebench.results.cases import chose_dense
 from sparsebench.results.ceilings import Ceilings
 from sparsebench.results.claims.metrics import METRICS, SIGNS
 from sparsebench.results.claims.schema import Chosen, Measure, Test
 from sparsebench.results.formatting import between, significant
-from sparsebench.results.frame import fields, records
-from sparsebench.results.noise import Reliability
 from sparsebench.results.problem_names import name_parts
-from sparsebench.results.provenance import Choices, choices_of
 from sparsebench.results.record import Status
-from sparsebench.results.statistics import FEWEST, IntervalKind, contest_logs, ratio
-from sparsebench.results.store import Run
+from sparsebench.results.run.provenance import Choices, choices_of
+from sparsebench.results.run.store import Run
+from sparsebench.results.statistics.ratio import FEWEST, IntervalKind, contest_logs, ratio
+from sparsebench.results.tables.analysis import Analysis
+from sparsebench.results.tables.cases import chose_dense
+from sparsebench.results.tables.frame import fields, records
+from sparsebench.results.tables.noise import Reliability
 
 Line = dict[str, Any]
 

@@ -11,8 +11,8 @@ from sparsebench.results.claims.cells import Cell, largest_value, pool, value_te
 from sparsebench.results.claims.metrics import METRICS, SIGNS
 from sparsebench.results.claims.schema import Test
 from sparsebench.results.formatting import are
-from sparsebench.results.outcome import Outcome
-from sparsebench.results.statistics import FEWEST, more_processes
+from sparsebench.results.statistics.outcome import Outcome
+from sparsebench.results.statistics.ratio import FEWEST, more_processes
 
 
 class Word(StrEnum):

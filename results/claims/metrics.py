@@ -2,7 +2,7 @@
 
     r  =  quantity of the baseline / quantity of the subject
 
-    speedup       x   r of the times                   paired round by round (statistics.py)
+    speedup       x   r of the times                   paired round by round (statistics/ratio.py)
     of_ideal      %   100 r (1 - s) of the times       relative to 1 / (1 - s), the speedup of a
                                                        kernel without waste at sparsity s
     energy_saved  %   100 (1 - 1 / r) of the energy    of one hot call

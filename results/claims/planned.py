@@ -6,10 +6,10 @@ The harness makes it, because planning expands a suite; reports and sites read i
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from sparsebench.results.analysis import Analysis
 from sparsebench.results.claims.cells import Cell, cells, file_problems
 from sparsebench.results.claims.schema import Claim, ClaimFile
 from sparsebench.results.claims.verdict import Verdict, judge
+from sparsebench.results.tables.analysis import Analysis
 
 
 @dataclass(frozen=True)

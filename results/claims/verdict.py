@@ -39,7 +39,7 @@ from sparsebench.results.claims.cells import Cell, is_outdone, over_op
 from sparsebench.results.claims.decision import OPEN, Word, cell_state, decide
 from sparsebench.results.claims.schema import Claim, Hardware, Test
 from sparsebench.results.formatting import capital, join_words
-from sparsebench.results.statistics import FEWEST
+from sparsebench.results.statistics.ratio import FEWEST
 
 
 class Basis(StrEnum):

@@ -9,8 +9,8 @@ import pytest
 
 from sparsebench.reports.comparison import compare_sides, html
 from sparsebench.reports.site.pages import Site
-from sparsebench.results import store
-from sparsebench.results.sides import side
+from sparsebench.results.comparison.sides import side
+from sparsebench.results.run import store
 from tests.tools.command_line import output
 from tests.tools.paths import PUBLISHED
 

@@ -27,7 +27,7 @@ from sparsebench.harness.shared_runs.campaign_file import Campaign, campaign
 from sparsebench.harness.shared_runs.campaign_publication import publish, published_entries
 from sparsebench.harness.shared_runs.campaign_sitting import Sitting, state
 from sparsebench.reports import published
-from sparsebench.results import bundle, store
+from sparsebench.results.run import bundle, store
 from tests.simulated.in_process import stopping
 from tests.tools.command_line import output, refusal, sparsebench
 from tests.tools.paths import PUBLISHED

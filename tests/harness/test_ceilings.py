@@ -16,9 +16,9 @@ from sparsebench.harness.plan.suite import read as read_suite
 from sparsebench.harness.run import runner
 from sparsebench.harness.run.measure import measure as run_suite
 from sparsebench.harness.run.run_json import Flags
-from sparsebench.results import store
 from sparsebench.results.ceilings import Ceilings, check_bound
 from sparsebench.results.record import Case, Contender, Problem, Row, Status
+from sparsebench.results.run import store
 from tests.tools.suites import BSR, linear
 
 SUITE = linear("n: 4096, k: 4096, m: 16", BSR)

@@ -17,9 +17,9 @@ from sparsebench.harness.bench.timing import Chain, Samples, TimedCall
 from sparsebench.harness.plan.suite import read as read_suite
 from sparsebench.harness.run.measure import Flags, measure
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
-from sparsebench.results import store
 from sparsebench.results.ceilings import Ceilings
 from sparsebench.results.record import Case, Contender, Problem, Row, Status
+from sparsebench.results.run import store
 from tests.tools.suites import BSR, linear
 
 CPU = torch.device("cpu")

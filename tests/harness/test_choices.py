@@ -17,12 +17,12 @@ from sparsebench.harness.run.run_json import Flags
 from sparsebench.harness.run.runner import pinned_by_process
 from sparsebench.harness.sim.gpu_model import WAYS
 from sparsebench.kernels._common.search import MOST_LINES, finalists
-from sparsebench.results import store
-from sparsebench.results.analysis import analyse
-from sparsebench.results.comparison import agreement
-from sparsebench.results.outcome import DIFFERENT, Outcome
-from sparsebench.results.provenance import Choices, choices_of
-from sparsebench.results.store import Run
+from sparsebench.results.comparison.compare import agreement
+from sparsebench.results.run import store
+from sparsebench.results.run.provenance import Choices, choices_of
+from sparsebench.results.run.store import Run
+from sparsebench.results.statistics.outcome import DIFFERENT, Outcome
+from sparsebench.results.tables.analysis import analyse
 from tests.tools.marks import exhaustive
 from tests.tools.suites import BSR, CSR, linear
 

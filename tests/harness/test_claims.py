@@ -16,14 +16,14 @@ from sparsebench.harness.costs.estimates import left_out
 from sparsebench.harness.run import measure
 from sparsebench.harness.run.measure import RunOptions, Stopped
 from sparsebench.harness.run.run_json import Flags
-from sparsebench.results import store
-from sparsebench.results.analysis import Analysis, analyse
 from sparsebench.results.ceilings import Ceilings
 from sparsebench.results.claims.cells import Cell, cells
 from sparsebench.results.claims.decision import Word
 from sparsebench.results.claims.schema import Claim, ClaimFile, Test, read
 from sparsebench.results.claims.verdict import Verdict
 from sparsebench.results.record import Problem, Status
+from sparsebench.results.run import store
+from sparsebench.results.tables.analysis import Analysis, analyse
 from tests.results.claim_examples import CLAIM
 from tests.tools.command_line import output, refusal, sparsebench
 from tests.tools.paths import PUBLISHED, ROOT

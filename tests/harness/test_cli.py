@@ -15,8 +15,8 @@ from sparsebench.harness.commands import _console
 from sparsebench.harness.commands import run as run_command
 from sparsebench.reports import build
 from sparsebench.reports.build import load_figure
-from sparsebench.results import store
 from sparsebench.results.record import Status
+from sparsebench.results.run import store
 from tests.tools.command_line import output, refusal, sparsebench
 from tests.tools.marks import exhaustive
 from tests.tools.paths import PUBLISHED

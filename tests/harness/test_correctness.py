@@ -17,8 +17,8 @@ from sparsebench.harness.inputs.bits import fill
 from sparsebench.harness.ops.linear import definition, spread
 from sparsebench.harness.plan.suite import expand
 from sparsebench.kernels._kernel import DTYPES, OUTPUTS
-from sparsebench.results.frame import frame
 from sparsebench.results.record import Contender, Problem, Row, Status
+from sparsebench.results.tables.frame import frame
 
 M, N, K = 48, 40, 512
 FLOATING = [name for name, dtype in DTYPES.items() if dtype.is_floating_point]  # test_int8.py

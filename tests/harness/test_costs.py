@@ -11,9 +11,9 @@ from sparsebench.harness.costs.measured_times import AGAIN, ENERGY_S, MeasuredTi
 from sparsebench.harness.new_gpu.choices import coarse
 from sparsebench.harness.plan.selection import planned_contests
 from sparsebench.harness.plan.suite import Suite, expand, read
-from sparsebench.results.provenance import Choices
 from sparsebench.results.record import Case, Row, Status
-from sparsebench.results.store import Run
+from sparsebench.results.run.provenance import Choices
+from sparsebench.results.run.store import Run
 from tests.tools.suites import linear
 
 SUITE = linear(  # two dense products, two sparsities each

@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 
 from sparsebench.harness.plan.selection import planned_contests
 from sparsebench.harness.plan.suite import expand
-from sparsebench.results import bundle, store
+from sparsebench.results.run import bundle, store
 from tests.tools.command_line import refusal, sparsebench
 from tests.tools.rows import right_rows
 

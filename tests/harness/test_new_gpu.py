@@ -25,11 +25,11 @@ from sparsebench.harness.run.measure import Progress, measure
 from sparsebench.harness.run.run_json import Flags
 from sparsebench.reports import survey_page
 from sparsebench.reports.survey_page import write
-from sparsebench.results import bundle, store
-from sparsebench.results.analysis import analyse
-from sparsebench.results.provenance import Choices
-from sparsebench.results.statistics import FEWEST
-from sparsebench.results.store import Run
+from sparsebench.results.run import bundle, store
+from sparsebench.results.run.provenance import Choices
+from sparsebench.results.run.store import Run
+from sparsebench.results.statistics.ratio import FEWEST
+from sparsebench.results.tables.analysis import analyse
 from tests.simulated.timed import timed
 from tests.tools.marks import exhaustive
 from tests.tools.suites import BSR, CSR, linear

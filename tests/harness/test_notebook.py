@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 import sparsebench
-from sparsebench.results import bundle
+from sparsebench.results.run import bundle
 from tests.tools.paths import ROOT
 
 nbformat = pytest.importorskip("nbformat", reason="needs nbformat, of the extra `dev`")

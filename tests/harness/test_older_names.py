@@ -9,8 +9,8 @@ from sparsebench.harness.bench.prepare import unsupported
 from sparsebench.harness.catalog import load_format, load_kernel, names, weights_format
 from sparsebench.harness.plan.suite import expand
 from sparsebench.kernels import _removed
-from sparsebench.results.families import OF_ACTIVATIONS
 from sparsebench.results.record import FORMATS_ONCE_DENSE, Case, Contender, Problem
+from sparsebench.results.tables.families import OF_ACTIVATIONS
 
 SUITE = """
 schema: sparsebench/suite@1

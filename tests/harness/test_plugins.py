@@ -18,7 +18,7 @@ from sparsebench.errors import SuiteError
 from sparsebench.harness.machine.code import code_sha256, plugins
 from sparsebench.harness.plan.suite import expand
 from sparsebench.reports.build import Figure, _draw_figure, load_figure
-from sparsebench.results.provenance import flat
+from sparsebench.results.run.provenance import flat
 from tests.tools.command_line import output, refusal, sparsebench
 from tests.tools.paths import TESTS
 

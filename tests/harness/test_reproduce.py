@@ -11,11 +11,11 @@ import pytest
 
 from sparsebench.errors import ResultError
 from sparsebench.harness.run.repeat import confirmations
-from sparsebench.results import bundle, store
-from sparsebench.results.comparison import Agreement, Place, agreement
-from sparsebench.results.provenance import Choices, choices_of
+from sparsebench.results.comparison.compare import Agreement, Place, agreement
 from sparsebench.results.record import Case, Contender, Problem, Row, Status
-from sparsebench.results.store import Run
+from sparsebench.results.run import bundle, store
+from sparsebench.results.run.provenance import Choices, choices_of
+from sparsebench.results.run.store import Run
 from tests.tools.command_line import output, refusal, sparsebench
 from tests.tools.suites import BSR as BSR_ENTRY
 from tests.tools.suites import BSR_ON_CPU, CSR, linear

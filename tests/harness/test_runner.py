@@ -27,8 +27,8 @@ from sparsebench.harness.run.measure import RunOptions, leader, measure
 from sparsebench.harness.run.run_json import Flags
 from sparsebench.harness.run.runner import Runner
 from sparsebench.harness.run.worker_process import ContestResult, WorkerLoss
-from sparsebench.results import store
 from sparsebench.results.record import Case, Contender, Problem, Row, Status
+from sparsebench.results.run import store
 from tests.simulated.in_process import in_this_process
 from tests.tools import worker_timeouts
 from tests.tools.command_line import sparsebench

@@ -26,8 +26,8 @@ from sparsebench.harness.run.measure import Stopped, measure
 from sparsebench.harness.run.run_json import Flags
 from sparsebench.harness.run.runner import Runner
 from sparsebench.harness.run.worker_process import ContestResult, Log, WorkerLoss, start_worker
-from sparsebench.results import store
 from sparsebench.results.record import Contender, Problem, Row, Status
+from sparsebench.results.run import store
 from tests.tools.command_line import refusal, sparsebench
 from tests.tools.paths import ROOT
 from tests.tools.suites import BSR, linear

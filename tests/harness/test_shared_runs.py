@@ -28,9 +28,10 @@ from sparsebench.harness.shared_runs.run_paths import is_shared
 from sparsebench.harness.shared_runs.shared_folder import Plan, seal_all, work
 from sparsebench.harness.shared_runs.sharing import resume, share
 from sparsebench.reports.build import figures
-from sparsebench.results import bundle, files, store
-from sparsebench.results.analysis import analyse
+from sparsebench.results import files
 from sparsebench.results.record import Case, Row
+from sparsebench.results.run import bundle, store
+from sparsebench.results.tables.analysis import analyse
 from tests.simulated.in_process import stopping
 from tests.tools.command_line import output, refusal, sparsebench
 from tests.tools.paths import PUBLISHED

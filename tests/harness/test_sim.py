@@ -23,11 +23,11 @@ from sparsebench.harness.sim.gpu_model import (
 )
 from sparsebench.harness.sim.simulated_contest import _work, unsupported
 from sparsebench.harness.sim.simulated_contest import run as run_contest
-from sparsebench.results import store
 from sparsebench.results.ceilings import Ceilings
-from sparsebench.results.families import QUANTISED
-from sparsebench.results.frame import frame
 from sparsebench.results.record import Case, Contender, Problem, Row, Status
+from sparsebench.results.run import store
+from sparsebench.results.tables.families import QUANTISED
+from sparsebench.results.tables.frame import frame
 from tests.simulated.in_process import in_this_process
 from tests.tools import worker_timeouts
 from tests.tools.command_line import output

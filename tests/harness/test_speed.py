@@ -15,9 +15,9 @@ import pytest
 from sparsebench.harness.bench.sampling import ROUNDS, SAMPLES_PER_ROUND
 from sparsebench.harness.plan.suite import Suite, read
 from sparsebench.reports.build import build, frames_of
-from sparsebench.results import store
-from sparsebench.results.analysis import analyse
 from sparsebench.results.record import Case, Row, Status
+from sparsebench.results.run import store
+from sparsebench.results.tables.analysis import analyse
 
 pytestmark = pytest.mark.exhaustive
 

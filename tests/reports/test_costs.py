@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from sparsebench.reports.costs import COSTS, METHODS, OF_MODEL, costs, markdown
-from sparsebench.results.measured_layers import (
+from sparsebench.results.advice.measured_layers import (
     Evidence,
     costs_of_pruning,
     of_pruning,

@@ -10,9 +10,9 @@ import pytest
 
 from sparsebench.reports.build import frames_of
 from sparsebench.reports.figures import cliffs, default_kernels
-from sparsebench.results import default_kernels as chosen
-from sparsebench.results.families import by_default
 from sparsebench.results.record import Case, Contender, Problem, Row, Status
+from sparsebench.results.tables import default_kernels as chosen
+from sparsebench.results.tables.families import by_default
 from tests.reports.test_report import DENSE, run
 from tests.tools.paths import PUBLISHED
 

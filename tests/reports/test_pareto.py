@@ -16,9 +16,9 @@ from sparsebench.harness.run.measure import measure
 from sparsebench.harness.run.run_json import Flags
 from sparsebench.reports import build as building
 from sparsebench.reports.figures.pareto import front
-from sparsebench.results import store
 from sparsebench.results.model_files import PRUNING_SCHEMA, Pruning, read_pruning
-from sparsebench.results.store import Run
+from sparsebench.results.run import store
+from sparsebench.results.run.store import Run
 from tests.simulated.in_process import in_this_process
 from tests.tools.command_line import sparsebench
 from tests.tools.reports import report_of

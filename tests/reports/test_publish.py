@@ -21,7 +21,7 @@ from sparsebench.reports.site.cards import Card, card
 from sparsebench.reports.site.devices import find_devices
 from sparsebench.reports.site.pages import Site, page_of, pages
 from sparsebench.reports.site.publish import publish
-from sparsebench.results import bundle, store
+from sparsebench.results.run import bundle, store
 from tests.tools.command_line import refusal
 from tests.tools.paths import PUBLISHED
 

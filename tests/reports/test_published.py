@@ -17,9 +17,9 @@ from sparsebench.reports.headline import (
     with_columns,
 )
 from sparsebench.reports.what_changed import what_changed
-from sparsebench.results.analysis import analyse
-from sparsebench.results.families import DEFAULT, OURS, ours
-from sparsebench.results.noise import Noise, Reliability
+from sparsebench.results.tables.analysis import analyse
+from sparsebench.results.tables.families import DEFAULT, OURS, ours
+from sparsebench.results.tables.noise import Noise, Reliability
 from tests.tools.paths import KERNELS, PUBLISHED, ROOT
 
 LARGE = QUESTIONS[0]

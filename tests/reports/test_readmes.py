@@ -5,8 +5,8 @@ from dataclasses import fields
 from typing import Any
 
 from sparsebench.reports.build import frames_of
-from sparsebench.results import store
 from sparsebench.results.record import Row
+from sparsebench.results.run import store
 from tests.tools.paths import PUBLISHED, ROOT
 
 

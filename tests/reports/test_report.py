@@ -23,7 +23,7 @@ from sparsebench.reports.figures._figure import Frames, swept
 from sparsebench.reports.figures._svg import COLOURS, looks, shade
 from sparsebench.reports.figures._sweep import Sweep
 from sparsebench.results.record import Case, Contender, Problem, Row, Source, Status
-from sparsebench.results.store import Run
+from sparsebench.results.run.store import Run
 from tests.tools.marks import exhaustive
 from tests.tools.reports import report_of
 

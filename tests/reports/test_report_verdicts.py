@@ -18,7 +18,7 @@ from sparsebench.reports.figures._figure import Frames, measures
 from sparsebench.reports.figures._verdict import outcome
 from sparsebench.reports.figures.conversion import draw as conversion
 from sparsebench.results.record import Case, Contender, Problem, Row, Status
-from sparsebench.results.store import Run, read
+from sparsebench.results.run.store import Run, read
 from tests.tools.paths import PUBLISHED
 from tests.tools.reports import report_of
 

@@ -14,10 +14,10 @@ from rich.console import Console
 from sparsebench.reports.published_answer import PublishedAnswer
 from sparsebench.reports.tables import Table
 from sparsebench.reports.terminal import Answer, answer_json, answer_markdown, count_statuses
-from sparsebench.results.analysis import analyse
 from sparsebench.results.answer import answers
 from sparsebench.results.record import Case, Contender, Problem, Row, Status
-from sparsebench.results.store import Run, read
+from sparsebench.results.run.store import Run, read
+from sparsebench.results.tables.analysis import analyse
 from tests.tools.paths import PUBLISHED
 from tests.tools.reports import printed, report_of
 

@@ -14,13 +14,13 @@ from sparsebench.errors import ResultError
 from sparsebench.reports import advice as presented
 from sparsebench.reports.site import prune
 from sparsebench.reports.site.pages import Site
-from sparsebench.results import store
-from sparsebench.results.advice import NO, TRAIN, TRY, UNMEASURED, advise, leave_one_out
-from sparsebench.results.analysis import analyse
-from sparsebench.results.layer_estimates import ACTIVATIONS, BLOCKS, TWO_FOUR, Layer
-from sparsebench.results.measured_layers import Evidence, of_runs, packaged_evidence
+from sparsebench.results.advice.layer_estimates import ACTIVATIONS, BLOCKS, TWO_FOUR, Layer
+from sparsebench.results.advice.measured_layers import Evidence, of_runs, packaged_evidence
+from sparsebench.results.advice.pruning import NO, TRAIN, TRY, UNMEASURED, advise, leave_one_out
+from sparsebench.results.advice.step_model import BOUND, ESTIMATE, LOOK, MEASURED
 from sparsebench.results.model_shapes import MODELS, read_shapes
-from sparsebench.results.step_model import BOUND, ESTIMATE, LOOK, MEASURED
+from sparsebench.results.run import store
+from sparsebench.results.tables.analysis import analyse
 from tests.tools.command_line import output, refusal, sparsebench
 from tests.tools.paths import PUBLISHED
 

@@ -8,8 +8,6 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from sparsebench.results import store
-from sparsebench.results.analysis import Analysis, analyse
 from sparsebench.results.answer import (
     answers,
     break_evens,
@@ -20,9 +18,11 @@ from sparsebench.results.answer import (
     where,
 )
 from sparsebench.results.badges import Badge, badges
-from sparsebench.results.contests import View
 from sparsebench.results.record import Case, Contender, Problem, Row, Status
-from sparsebench.results.store import Run
+from sparsebench.results.run import store
+from sparsebench.results.run.store import Run
+from sparsebench.results.tables.analysis import Analysis, analyse
+from sparsebench.results.tables.contests import View
 from tests.tools.paths import PUBLISHED
 
 DENSE = Contender("dense", "cublas", baseline=True)

@@ -17,8 +17,8 @@ from sparsebench.harness.commands._console import UNCHECKED
 from sparsebench.harness.plan.selection import planned_contests
 from sparsebench.harness.plan.suite import expand, read
 from sparsebench.harness.run.validation import validate
-from sparsebench.results import bundle, store
 from sparsebench.results.record import OLDER_ROWS, ROWS_SCHEMA, Row, Status
+from sparsebench.results.run import bundle, store
 from tests.tools.command_line import sparsebench
 from tests.tools.rows import right_rows
 from tests.tools.suites import ON_CPU, linear

@@ -1,4 +1,4 @@
-"""results/changes.py, results/sides.py and reports/comparison.py: what changed, and from what."""
+"""What changed and from what: changes.py and sides.py of results, comparison.py of reports."""
 
 import json
 import re
@@ -27,8 +27,7 @@ from sparsebench.reports.comparison import (
 from sparsebench.reports.comparison_tables import _time, disagreements
 from sparsebench.reports.survey import compare_device
 from sparsebench.reports.tables import Table
-from sparsebench.results import bundle
-from sparsebench.results.changes import (
+from sparsebench.results.comparison.changes import (
     GAIN,
     TIME,
     Cause,
@@ -40,10 +39,11 @@ from sparsebench.results.changes import (
     ratio_of_means,
     threshold,
 )
-from sparsebench.results.comparison import compare
+from sparsebench.results.comparison.compare import compare
+from sparsebench.results.comparison.sides import Side, distinct_names, find, short_name, side
 from sparsebench.results.record import Case, Contender, Problem, Row, Status
-from sparsebench.results.sides import Side, distinct_names, find, short_name, side
-from sparsebench.results.store import Run
+from sparsebench.results.run import bundle
+from sparsebench.results.run.store import Run
 from tests.tools.paths import PUBLISHED
 from tests.tools.reports import printed
 
@@ -454,7 +454,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
 )
 def test_sides_are_found_by_name(folder, names, runs, monkeypatch) -> None:
-    monkeypatch.setattr("sparsebench.results.sides.analyse", lambda run: SimpleNamespace(run=run))
+    monkeypatch.setattr(
+        "sparsebench.results.comparison.sides.analyse", lambda run: SimpleNamespace(run=run)
+    )
     places = find(names, [folder])
     assert tuple(each.name for each in places) == names
     assert tuple(each.runs[0].path.name for each in places) == runs

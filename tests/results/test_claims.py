@@ -22,7 +22,7 @@ from sparsebench.results.claims.decision import Word, cell_state
 from sparsebench.results.claims.metrics import METRICS
 from sparsebench.results.claims.schema import Bound, Claim, parse
 from sparsebench.results.claims.verdict import Basis, Verdict, basis_of, judge
-from sparsebench.results.store import read
+from sparsebench.results.run.store import read
 from tests.results.claim_examples import CLAIM, DEVICES, cell, claimed, spread
 from tests.tools.paths import PUBLISHED
 

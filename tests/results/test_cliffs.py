@@ -3,7 +3,7 @@
 import pandas as pd
 import pytest
 
-from sparsebench.results.cliffs import COUNTS, ratios, sentence
+from sparsebench.results.tables.cliffs import COUNTS, ratios, sentence
 
 
 def cases(times: list[float]) -> pd.DataFrame:

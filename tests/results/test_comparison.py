@@ -1,4 +1,4 @@
-"""results/comparison.py: two runs, joined by case."""
+"""results/comparison/compare.py: two runs, joined by case."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 from sparsebench.errors import ResultError
-from sparsebench.results.comparison import Comparison
-from sparsebench.results.comparison import compare as join
+from sparsebench.results.comparison.compare import Comparison
+from sparsebench.results.comparison.compare import compare as join
+from sparsebench.results.comparison.sides import side
 from sparsebench.results.record import Case, Contender, Problem, Row, Status
-from sparsebench.results.sides import side
-from sparsebench.results.store import Run
+from sparsebench.results.run.store import Run
 
 DENSE = Contender("dense", "cublas", baseline=True)
 BSR = Contender("bsr", "bsr_triton")

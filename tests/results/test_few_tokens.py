@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from sparsebench.results import store
-from sparsebench.results.cases import summary
-from sparsebench.results.cliffs import ratios
-from sparsebench.results.frame import frame
+from sparsebench.results.run import store
+from sparsebench.results.tables.cases import summary
+from sparsebench.results.tables.cliffs import ratios
+from sparsebench.results.tables.frame import frame
 from tests.tools.marks import exhaustive
 from tests.tools.paths import PUBLISHED
 

@@ -1,4 +1,4 @@
-"""results/frame.py and results/cases.py, on numbers small enough to check by hand."""
+"""results/tables/frame.py and results/tables/cases.py, on numbers small enough to check by hand."""
 
 import sys
 from dataclasses import replace
@@ -10,9 +10,9 @@ import pandas as pd
 import pytest
 
 from sparsebench.errors import ResultError
-from sparsebench.results.cases import summary, winners
-from sparsebench.results.frame import fields, frame, to_csv, to_parquet
 from sparsebench.results.record import Case, Contender, Problem, Row, Source, Status, Value
+from sparsebench.results.tables.cases import summary, winners
+from sparsebench.results.tables.frame import fields, frame, to_csv, to_parquet
 
 DENSE = Contender("dense", "cublas", baseline=True)
 BSR = Contender("bsr", "bsr_triton", {"block": 16})

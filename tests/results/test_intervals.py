@@ -5,11 +5,11 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from sparsebench.results import store
-from sparsebench.results.analysis import analyse
-from sparsebench.results.comparison import APART, tolerance
-from sparsebench.results.noise import classes
-from sparsebench.results.outcome import DIFFERENT, Outcome
+from sparsebench.results.comparison.compare import APART, tolerance
+from sparsebench.results.run import store
+from sparsebench.results.statistics.outcome import DIFFERENT, Outcome
+from sparsebench.results.tables.analysis import analyse
+from sparsebench.results.tables.noise import classes
 from tests.simulated.runs import (
     DESIGNS,
     LENGTHS_US,

@@ -19,7 +19,7 @@ from sparsebench.results.model_files import (
     PatternTraining,
     PatternTrainings,
 )
-from sparsebench.results.store import write_json
+from sparsebench.results.run.store import write_json
 from tests.results.claim_examples import CLAIM
 
 TEST = {

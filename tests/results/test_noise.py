@@ -1,4 +1,4 @@
-"""results/noise.py and results/cases.py: what A/A pairs say, and what follows for every case."""
+"""results/tables/noise.py and cases.py: what A/A pairs say, and what follows for every case."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sparsebench.results.analysis import analyse
-from sparsebench.results.cases import break_even, winners
-from sparsebench.results.frame import frame
-from sparsebench.results.noise import classes, floors, pairs
 from sparsebench.results.record import Case, Contender, Problem, Row, Status
-from sparsebench.results.store import Run
+from sparsebench.results.run.store import Run
+from sparsebench.results.tables.analysis import analyse
+from sparsebench.results.tables.cases import break_even, winners
+from sparsebench.results.tables.frame import frame
+from sparsebench.results.tables.noise import classes, floors, pairs
 
 A = Contender("dense", "cublas", baseline=True)
 A_TWIN = replace(A, baseline=False, twin=True)

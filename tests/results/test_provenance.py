@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from sparsebench.errors import ResultError
-from sparsebench.results import store
-from sparsebench.results.provenance import device_id, device_id_at
+from sparsebench.results.run import store
+from sparsebench.results.run.provenance import device_id, device_id_at
 
 CPU = {"cpu": {"name": "EPYC"}}
 

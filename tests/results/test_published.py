@@ -18,10 +18,11 @@ from sparsebench.harness.bench import operands
 from sparsebench.harness.catalog import load_op
 from sparsebench.harness.run.validation import validate
 from sparsebench.reports.picture import picture
-from sparsebench.results import bundle, files, store
-from sparsebench.results.analysis import analyse
+from sparsebench.results import files
 from sparsebench.results.record import Problem
-from sparsebench.results.statistics import FEWEST
+from sparsebench.results.run import bundle, store
+from sparsebench.results.statistics.ratio import FEWEST
+from sparsebench.results.tables.analysis import analyse
 from tests.tools.marks import exhaustive, sampled
 from tests.tools.paths import PUBLISHED, ROOT
 
@@ -52,7 +53,7 @@ def test_a_published_run_validates_and_names_its_commit(path: Path, tmp_path: Pa
     assert rows == sum(state["cases"].values())
     assert len(commit_of(environment)) == 40
     if path.parent.name == "nvidia-h200" and state["flags"]["replicates"] >= FEWEST:
-        # No verdict has a tuned contender behind its default (results/tuning_doubts.py).
+        # No verdict has a tuned contender behind its default (results/tables/tuning_doubts.py).
         assert not [line.text for line in rest if line.text.startswith("warning: ")]
 
 

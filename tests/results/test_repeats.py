@@ -10,16 +10,18 @@ import pytest
 
 from sparsebench.errors import ResultError
 from sparsebench.reports.coverage import COVERAGE, coverage_lines
-from sparsebench.results import between_cards, comparison, store
-from sparsebench.results.between_cards import SCHEMA, State, packaged_variation
-from sparsebench.results.cases import summary
-from sparsebench.results.frame import frame
-from sparsebench.results.noise import Noise
-from sparsebench.results.outcome import Outcome
+from sparsebench.results.comparison import compare
+from sparsebench.results.comparison.repeats import Verdicts, coverage, repeats, variation, verdicts
+from sparsebench.results.comparison.sides import Side, side
 from sparsebench.results.record import Case, Contender, Problem, Row, Status
-from sparsebench.results.repeats import Verdicts, coverage, repeats, variation, verdicts
-from sparsebench.results.sides import Side, side
-from sparsebench.results.statistics import hodges_lehmann, ratio, widen
+from sparsebench.results.run import store
+from sparsebench.results.statistics import between_cards
+from sparsebench.results.statistics.between_cards import SCHEMA, State, packaged_variation
+from sparsebench.results.statistics.outcome import Outcome
+from sparsebench.results.statistics.ratio import hodges_lehmann, ratio, widen
+from sparsebench.results.tables.cases import summary
+from sparsebench.results.tables.frame import frame
+from sparsebench.results.tables.noise import Noise
 from tests.simulated.two_cards import World, agreement, campaign
 from tests.tools.paths import PUBLISHED
 
@@ -177,11 +179,11 @@ def published(sides: dict[str, Side]) -> list[Verdicts]:
 def test_a_second_card_is_judged_by_the_difference_and_never_over_a_change_of_sign(
     sides, monkeypatch
 ) -> None:
-    monkeypatch.setattr(comparison, "side", lambda run: sides[run.path.name])
+    monkeypatch.setattr(compare, "side", lambda run: sides[run.path.name])
     runs = {name: each.runs[0] for name, each in sides.items()}
-    result = comparison.agreement(runs["quick"], runs["quick-elsewhere"])
+    result = compare.agreement(runs["quick"], runs["quick-elsewhere"])
     assert (result.reproduced, result.agreed, result.reversed) == (True, 18, 0)
-    result = comparison.agreement(runs["spense-decode"], runs["spense-decode-again"])
+    result = compare.agreement(runs["spense-decode"], runs["spense-decode-again"])
     assert (result.reproduced, result.agreed, result.reversed) == (False, 14, 1)
 
 

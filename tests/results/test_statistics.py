@@ -1,11 +1,11 @@
-"""results/statistics.py: small numbers by hand, and the promise, kept on simulated clocks."""
+"""results/statistics/ratio.py: small numbers by hand, and the promise, kept on simulated clocks."""
 
 import numpy as np
 import pytest
 from scipy import stats
 
-from sparsebench.results.outcome import Outcome, outcome
-from sparsebench.results.statistics import (
+from sparsebench.results.statistics.outcome import Outcome, outcome
+from sparsebench.results.statistics.ratio import (
     FEWEST,
     IntervalKind,
     hodges_lehmann,

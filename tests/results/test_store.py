@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from sparsebench.errors import ResultError
-from sparsebench.results import store
 from sparsebench.results.record import ROWS_SCHEMA, Case, Contender, Problem, Row, Source, Status
+from sparsebench.results.run import store
 
 PROBLEM = Problem("linear", {"m": 2, "block": [2, 4]}, 3, Source("a.smtx", "00ff"))
 ROWS = [

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from sparsebench.results import store, tuning_doubts
-from sparsebench.results.frame import frame
 from sparsebench.results.record import Case, Contender, Problem, Row, Status
+from sparsebench.results.run import store
+from sparsebench.results.tables import tuning_doubts
+from sparsebench.results.tables.frame import frame
 from tests.tools.paths import PUBLISHED
 
 PROBLEM = Problem("linear", {"m": 64, "n": 512, "k": 512, "dtype": "bf16"})

@@ -3,7 +3,7 @@
 import pytest
 
 from sparsebench.results.record import Case, Contender, Problem, Row, Status
-from sparsebench.results.untimed_peers import sentence
+from sparsebench.results.tables.untimed_peers import sentence
 
 CASES = {
     "its package is missing": ("fastvideo", Status.UNSUPPORTED, "needs x: pip install x", True),

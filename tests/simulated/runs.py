@@ -15,16 +15,22 @@ import numpy as np
 
 from sparsebench.harness.sim.gpu_model import Array, Spec, blur, samples, ways
 from sparsebench.kernels._common.search import FINALISTS, NEAR
-from sparsebench.results.comparison import APART, tolerance
-from sparsebench.results.outcome import VERDICTS, Outcome, among_many
-from sparsebench.results.statistics import Floats, Interval, hodges_lehmann, p_value, round_logs
+from sparsebench.results.comparison.compare import APART, tolerance
+from sparsebench.results.statistics.outcome import VERDICTS, Outcome, among_many
+from sparsebench.results.statistics.ratio import (
+    Floats,
+    Interval,
+    hodges_lehmann,
+    p_value,
+    round_logs,
+)
 
 SD_OF_HALF = 0.6028  # standard deviation of |N(0, 1)|
 POOL = 2000  # processes through the clock, drawn from
 MANY = 400  # processes of another run, whose mean is what it would estimate from very many
 PROCESSES = 8
 LENGTHS_US = {"below 8 µs": 4.5, "8 to 20 µs": 14.0, "20 to 100 µs": 40.0, "above 100 µs": 200.0}
-# What speedups differed by over processes, sd in %, in the published runs (results/comparison.py).
+# What speedups differed by over processes, sd in %, in the published runs (comparison/compare.py).
 SPREAD = {"below 8 µs": 0.030, "8 to 20 µs": 0.019, "20 to 100 µs": 0.014, "above 100 µs": 0.010}
 
 

@@ -4,7 +4,7 @@
 
 A campaign is PAIRS pairs of runs, each of CASES cases on two cards; half of the variation
 between cards is common to the cases of a run. `coverage` tests each pair of runs with the variation
-that the other pairs show, as for the published runs (results/repeats.py).
+that the other pairs show, as for the published runs (results/comparison/repeats.py).
 
 `python tests/simulated/two_cards.py` prints the table of harness/NOTES.md, in three minutes.
 """
@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from sparsebench.harness.sim.gpu_model import Array, Spec, card_effects
-from sparsebench.results.between_cards import State
-from sparsebench.results.repeats import COUNTS, Verdicts, coverage, repeats
+from sparsebench.results.comparison.repeats import COUNTS, Verdicts, coverage, repeats
+from sparsebench.results.statistics.between_cards import State
 from tests.simulated.runs import regrets
 
 PAIRS, CASES, PROCESSES = 8, 8, 8

@@ -22,8 +22,8 @@ from sparsebench.harness.shared_runs import shared_folder as folders
 from sparsebench.harness.shared_runs.run_paths import shards_of
 from sparsebench.harness.shared_runs.shared_folder import Plan
 from sparsebench.harness.shared_runs.sharing import share
-from sparsebench.results import store
 from sparsebench.results.record import Row
+from sparsebench.results.run import store
 from tests.slurm.box import Box, box, missing
 
 pytest.importorskip("submitit")

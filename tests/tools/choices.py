@@ -22,9 +22,9 @@ from typing import Any
 from sparsebench._writing import write_file
 from sparsebench.kernels._common import tuned_table
 from sparsebench.kernels._common.selection import BESIDE
-from sparsebench.results import store
-from sparsebench.results.families import DEFAULT, is_ours
 from sparsebench.results.record import Row, Status
+from sparsebench.results.run import store
+from sparsebench.results.tables.families import DEFAULT, is_ours
 
 SEARCHED = "search", "cache"  # a choice that a search made, in this process or an earlier one
 CLIFF = 1.05  # of the least time of more tokens (suite `tokens`), or of another kernel

@@ -7,7 +7,7 @@ from rich.console import Console, RenderableType
 
 from sparsebench.reports.build import build, frames_of
 from sparsebench.results.model_files import Pruning
-from sparsebench.results.store import Run
+from sparsebench.results.run.store import Run
 
 
 def report_of(

@@ -27,8 +27,8 @@ from sparsebench.harness.bench.operands import DenseOperands, operands
 from sparsebench.harness.catalog import load_kernel, load_op, weights_format
 from sparsebench.harness.ops._op import with_fields
 from sparsebench.kernels._kernel import Operands, unsupported
-from sparsebench.results import store
 from sparsebench.results.record import Row
+from sparsebench.results.run import store
 
 Prepare = Callable[[Row, DenseOperands], str | None]
 Outcome = tuple[str, str]

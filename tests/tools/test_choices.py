@@ -9,8 +9,8 @@ import pytest
 
 from sparsebench.kernels._common import tuned_table
 from sparsebench.kernels._common.selection import config_of
-from sparsebench.results import store
 from sparsebench.results.record import Case, Contender, Problem, Row, Status
+from sparsebench.results.run import store
 from tests.tools import choices
 
 PACKAGE = tuned_table.folders()["package"]

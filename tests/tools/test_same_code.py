@@ -4,8 +4,8 @@ from typing import Any
 import pytest
 
 from sparsebench.errors import Unsupported
-from sparsebench.results import store
 from sparsebench.results.record import Row
+from sparsebench.results.run import store
 from tests.tools.paths import PUBLISHED
 from tests.tools.same_code import compare, compare_all, published, report
 

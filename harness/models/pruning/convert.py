@@ -42,7 +42,7 @@ from sparsebench.harness.models.pruning.surroundings import require_unread
 from sparsebench.harness.models.reporting import transformers_for
 from sparsebench.kernels.nn import BitmapLinear, SpenseGatedMLP, SpenseLinear
 from sparsebench.kernels.nn._frozen_op import NAMES
-from sparsebench.results.store import write_json
+from sparsebench.results.run.store import write_json
 
 E4M3, HALF = torch.float8_e4m3fn, (torch.float16, torch.bfloat16)
 SHARD_BYTES = 4 * 10**9

@@ -35,7 +35,7 @@ from sparsebench.harness.models.train_lm.model import BYTES, Sizes
 from sparsebench.harness.models.train_lm.text import Text, samples, standard_library
 from sparsebench.harness.models.train_lm.training import Settings, Show, count, steps
 from sparsebench.results.model_files import DENSE, WIDTHS_SCHEMA, PatternTraining, PatternTrainings
-from sparsebench.results.store import write_json
+from sparsebench.results.run.store import write_json
 
 WINDOW = 25  # steps per timing
 EQUAL = "width", "parameters", "time"

@@ -56,7 +56,7 @@ from sparsebench.kernels._kernel import DTYPES, Launch, Operands, unsupported
 from sparsebench.results.formatting import amount
 from sparsebench.results.model_files import FORWARD, STEP, WHOLE_SCHEMA, MlpTiming, ModelTimings
 from sparsebench.results.record import Problem
-from sparsebench.results.store import write_json
+from sparsebench.results.run.store import write_json
 
 PLAIN = "plain"
 ROUNDS = 5  # after two calls that check the result and the memory

@@ -15,13 +15,13 @@ from statistics import median
 from typing import Any
 
 from sparsebench.errors import ResultError
-from sparsebench.results.bundle import ROWS
 from sparsebench.results.ceilings import LIGHT
 from sparsebench.results.formatting import amount
-from sparsebench.results.provenance import device_name
 from sparsebench.results.record import WRONG, Row, Status
-from sparsebench.results.statistics import FEWEST
-from sparsebench.results.store import Run
+from sparsebench.results.run.bundle import ROWS
+from sparsebench.results.run.provenance import device_name
+from sparsebench.results.run.store import Run
+from sparsebench.results.statistics.ratio import FEWEST
 
 
 def check_consistency(run: Run) -> Iterator[str]:

@@ -19,11 +19,11 @@ from typing import Any
 import pandas as pd
 
 from sparsebench.errors import ResultError
-from sparsebench.results import store
-from sparsebench.results.frame import KEYS, fields, frame, records
-from sparsebench.results.provenance import device_name
 from sparsebench.results.record import Status
-from sparsebench.results.store import Run
+from sparsebench.results.run import store
+from sparsebench.results.run.provenance import device_name
+from sparsebench.results.run.store import Run
+from sparsebench.results.tables.frame import KEYS, fields, frame, records
 
 SLOWER = 1.05  # ratio to the default's time; most A/A pairs within a process differ by less
 APART = 1.10  # ratio to the other run's time

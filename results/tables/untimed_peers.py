@@ -7,9 +7,9 @@ another kind of device says on which it runs. Every other reason is one of the m
 
 from collections.abc import Iterable
 
-from sparsebench.results.families import is_ours
 from sparsebench.results.formatting import join_words
 from sparsebench.results.record import Row, Status
+from sparsebench.results.tables.families import is_ours
 
 OF_PROBLEM = "expected "
 OF_DEVICE = "runs on "

@@ -4,7 +4,7 @@
 
 The process is the unit of replication: allocation, tuning and clocks differ between processes, and
 more samples in one process cannot show that. With FEWEST or more processes a speedup has an
-interval and an outcome (statistics.py), which is a verdict. With fewer it has a range: a look.
+interval and an outcome (statistics/ratio.py): a verdict. With fewer it has a range: a look.
 
     outcome              from the interval; faster and slower also need q <= 5 %, else the case is
                          not settled, because among many equal cases some appear faster
@@ -26,12 +26,10 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from sparsebench.results.between_cards import State, count_cards, half_of, state_of
-from sparsebench.results.frame import QUARTILES, RATES, SENSORS, TIMES, fields, records, table_of
-from sparsebench.results.noise import Noise
-from sparsebench.results.outcome import Outcome, among_many
 from sparsebench.results.record import Status
-from sparsebench.results.statistics import (
+from sparsebench.results.statistics.between_cards import State, count_cards, half_of, state_of
+from sparsebench.results.statistics.outcome import Outcome, among_many
+from sparsebench.results.statistics.ratio import (
     FEWEST,
     IntervalKind,
     Ratio,
@@ -42,6 +40,16 @@ from sparsebench.results.statistics import (
     ratio_over,
     student,
 )
+from sparsebench.results.tables.frame import (
+    QUARTILES,
+    RATES,
+    SENSORS,
+    TIMES,
+    fields,
+    records,
+    table_of,
+)
+from sparsebench.results.tables.noise import Noise
 
 CONTEST = ["problem_id", "scope", "cache"]
 FLOATS = ["level", "low_us", "high_us", "speedup_low", "speedup_high", "t_low", "t_high", "between"]

@@ -20,8 +20,8 @@ import numpy as np
 import pandas as pd
 import scipy
 
-from sparsebench.results.frame import fields, records
-from sparsebench.results.statistics import FEWEST, hodges_lehmann
+from sparsebench.results.statistics.ratio import FEWEST, hodges_lehmann
+from sparsebench.results.tables.frame import fields, records
 
 LEAST = 0.005  # the lowest floor
 ROUNDING = 1e-9  # an end of an interval that is not apart from 0

@@ -8,7 +8,7 @@ time │      ●            a cliff: its time is more than LIMIT times the leas
 import pandas as pd
 
 from sparsebench.results.formatting import significant
-from sparsebench.results.frame import fields
+from sparsebench.results.tables.frame import fields
 
 COUNTS = 12  # numbers of tokens that a run must have
 LIMIT = 1.05  # ratio of a cliff

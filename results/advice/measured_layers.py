@@ -1,4 +1,4 @@
-"""The measured layers, whole models and losses that an advice rests on (advice.py).
+"""The measured layers, whole models and losses that an advice rests on (pruning.py).
 
     runs, models' JSON ──> evidence ──> results/published/advice.json ──> packaged()
 
@@ -18,13 +18,7 @@ from typing import Any, Final, Literal
 
 import pandas as pd
 
-from sparsebench.results.analysis import Analysis
-from sparsebench.results.ceilings import Ceilings
-from sparsebench.results.contests import with_gains
-from sparsebench.results.files import read_model
-from sparsebench.results.formatting import percent
-from sparsebench.results.frame import records
-from sparsebench.results.layer_estimates import (
+from sparsebench.results.advice.layer_estimates import (
     ACTIVATIONS,
     ANYWHERE,
     BLOCKS,
@@ -36,6 +30,9 @@ from sparsebench.results.layer_estimates import (
     Layer,
     Measured,
 )
+from sparsebench.results.ceilings import Ceilings
+from sparsebench.results.files import read_model
+from sparsebench.results.formatting import percent
 from sparsebench.results.model_files import (
     DENSE,
     FORWARD,
@@ -46,7 +43,10 @@ from sparsebench.results.model_files import (
     Pruning,
 )
 from sparsebench.results.model_shapes import ModelShapes
-from sparsebench.results.provenance import device_name, on_gpu
+from sparsebench.results.run.provenance import device_name, on_gpu
+from sparsebench.results.tables.analysis import Analysis
+from sparsebench.results.tables.contests import with_gains
+from sparsebench.results.tables.frame import records
 
 SCHEMA: Final = "sparsebench/advice@1"
 NOT_AT_BEST = {"calls", "spense-calls"}  # suites that leave out the fastest kernels on purpose

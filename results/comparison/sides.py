@@ -25,10 +25,9 @@ import numpy as np
 import pandas as pd
 
 from sparsebench.errors import ResultError
-from sparsebench.results import files, store
-from sparsebench.results.analysis import Analysis, analyse
-from sparsebench.results.frame import KEYS, NAMES, fields
-from sparsebench.results.provenance import (
+from sparsebench.results import files
+from sparsebench.results.run import store
+from sparsebench.results.run.provenance import (
     Choices,
     choices_of,
     commit_of,
@@ -36,7 +35,9 @@ from sparsebench.results.provenance import (
     flat,
     names_device,
 )
-from sparsebench.results.store import Run
+from sparsebench.results.run.store import Run
+from sparsebench.results.tables.analysis import Analysis, analyse
+from sparsebench.results.tables.frame import KEYS, NAMES, fields
 
 MODEL = re.compile(r"(?:[RG]TX )?\b[A-Z]{1,3}\d{2,4}\w?\b(?: Ti| SUPER)?|\b[RG]TX \d{4}\w?")
 MOST = 26  # sides of a comparison

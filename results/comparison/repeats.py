@@ -35,8 +35,9 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from sparsebench.results.analysis import Analysis
-from sparsebench.results.between_cards import (
+from sparsebench.results.record import Status
+from sparsebench.results.run.provenance import Choices, choices_of
+from sparsebench.results.statistics.between_cards import (
     SCHEMA,
     State,
     Variation,
@@ -44,11 +45,10 @@ from sparsebench.results.between_cards import (
     packaged_variation,
     state_of,
 )
-from sparsebench.results.cases import has_baseline
-from sparsebench.results.frame import KEYS, records
-from sparsebench.results.provenance import Choices, choices_of
-from sparsebench.results.record import Status
-from sparsebench.results.statistics import FEWEST, hodges_lehmann, welch, widen
+from sparsebench.results.statistics.ratio import FEWEST, hodges_lehmann, welch, widen
+from sparsebench.results.tables.analysis import Analysis
+from sparsebench.results.tables.cases import has_baseline
+from sparsebench.results.tables.frame import KEYS, records
 
 LABELS = ["label", "baseline_label"]
 PAIR = ["run_a", "run_b"]

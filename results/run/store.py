@@ -33,8 +33,9 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from sparsebench._writing import write_file
 from sparsebench.errors import ResultError
-from sparsebench.results import bundle, files
+from sparsebench.results import files
 from sparsebench.results.record import OLDER_ROWS, ROWS_SCHEMA, Row
+from sparsebench.results.run import bundle
 
 ENVIRONMENT_SCHEMA = "sparsebench/environment@1"
 RUN_SCHEMA = "sparsebench/run@1"

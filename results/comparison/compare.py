@@ -38,16 +38,16 @@ import pandas as pd
 import scipy
 
 from sparsebench.errors import ResultError
-from sparsebench.results.cases import has_baseline
+from sparsebench.results.comparison.sides import Side, side
 from sparsebench.results.formatting import amount
-from sparsebench.results.frame import KEYS, fields, records
-from sparsebench.results.noise import classes
-from sparsebench.results.outcome import DIFFERENT, VERDICTS, Outcome, outcome
-from sparsebench.results.provenance import Choices, choices_of, device_name, flat
 from sparsebench.results.record import Status
-from sparsebench.results.sides import Side, side
-from sparsebench.results.statistics import FEWEST, welch
-from sparsebench.results.store import Run
+from sparsebench.results.run.provenance import Choices, choices_of, device_name, flat
+from sparsebench.results.run.store import Run
+from sparsebench.results.statistics.outcome import DIFFERENT, VERDICTS, Outcome, outcome
+from sparsebench.results.statistics.ratio import FEWEST, welch
+from sparsebench.results.tables.cases import has_baseline
+from sparsebench.results.tables.frame import KEYS, fields, records
+from sparsebench.results.tables.noise import classes
 
 # The 99th percentile of |d_p - mean|, rounded up: d_p is a log speedup in process p, from 1293
 # cases of published runs with 3 or 8 processes on an NVIDIA H200, the worse of the two

@@ -18,8 +18,7 @@ from pathlib import Path
 from shlex import quote
 
 from sparsebench.errors import ResultError
-from sparsebench.results.formatting import amount, join_words, percent, times
-from sparsebench.results.layer_estimates import (
+from sparsebench.results.advice.layer_estimates import (
     ACTIVATIONS,
     ANYWHERE,
     BITMAP_TOKENS,
@@ -31,11 +30,8 @@ from sparsebench.results.layer_estimates import (
     Layer,
     Measured,
 )
-from sparsebench.results.measured_layers import Evidence, Loss, Step
-from sparsebench.results.model_shapes import ModelShapes
-from sparsebench.results.provenance import names_device
-from sparsebench.results.statistics import FEWEST
-from sparsebench.results.step_model import (
+from sparsebench.results.advice.measured_layers import Evidence, Loss, Step
+from sparsebench.results.advice.step_model import (
     ACTIVE,
     BOUND,
     DECODED,
@@ -45,6 +41,10 @@ from sparsebench.results.step_model import (
     Gain,
     StepModel,
 )
+from sparsebench.results.formatting import amount, join_words, percent, times
+from sparsebench.results.model_shapes import ModelShapes
+from sparsebench.results.run.provenance import names_device
+from sparsebench.results.statistics.ratio import FEWEST
 
 SURVEY = "runs/survey"  # where the commands put the survey of a GPU without published runs
 CONTEXT = 1024

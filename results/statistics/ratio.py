@@ -22,7 +22,7 @@ import numpy as np
 import scipy
 from numpy.typing import ArrayLike, NDArray
 
-from sparsebench.results.outcome import MARGIN
+from sparsebench.results.statistics.outcome import MARGIN
 
 FEWEST = 6  # the widest interval of 6 processes has 96.9 %, that of 5 only 93.75 %: below 95 %
 MOST = 100  # the largest number of processes that more_processes considers

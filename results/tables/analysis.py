@@ -12,12 +12,12 @@ from functools import cached_property
 
 import pandas as pd
 
-from sparsebench.results.cases import by_size, summary
-from sparsebench.results.contests import View, views, with_gains
-from sparsebench.results.frame import frame
-from sparsebench.results.noise import Noise, noise
-from sparsebench.results.provenance import Choices, choices_of, device_name
-from sparsebench.results.store import Run
+from sparsebench.results.run.provenance import Choices, choices_of, device_name
+from sparsebench.results.run.store import Run
+from sparsebench.results.tables.cases import by_size, summary
+from sparsebench.results.tables.contests import View, views, with_gains
+from sparsebench.results.tables.frame import frame
+from sparsebench.results.tables.noise import Noise, noise
 
 
 @dataclass(frozen=True)

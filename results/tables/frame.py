@@ -33,7 +33,7 @@ import pandas as pd
 from sparsebench._writing import replacing, write_file
 from sparsebench.errors import ResultError
 from sparsebench.results.record import POWER_LIMITED, Contender, Row, Status, Value
-from sparsebench.results.statistics import Floats, by_round, median_logs, quantiles
+from sparsebench.results.statistics.ratio import Floats, by_round, median_logs, quantiles
 
 # Columns: these, then the fields of the problems, then MEASURED.
 NAMES = ["problem_id", "case_id", "op", "seed", "source"]

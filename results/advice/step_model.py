@@ -17,8 +17,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import exp, hypot, log
 
-from sparsebench.results.formatting import between, times
-from sparsebench.results.layer_estimates import (
+from sparsebench.results.advice.layer_estimates import (
     ACTIVATIONS,
     DENSE,
     START_US,
@@ -27,8 +26,9 @@ from sparsebench.results.layer_estimates import (
     Gpu,
     Layer,
 )
+from sparsebench.results.formatting import between, times
 from sparsebench.results.model_shapes import ModelShapes
-from sparsebench.results.statistics import FEWEST
+from sparsebench.results.statistics.ratio import FEWEST
 
 DECODED = 256
 PASSES, SMALL = 10, 8  # passes of the stream through memory, and small kernels, in each layer

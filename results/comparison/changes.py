@@ -7,7 +7,7 @@ The logarithm of each is a difference of two means over processes, because the t
 contest. Half of its 95 % interval is
 
     h = sqrt( (t s)^2 + between a^2 + between b^2 )    s, t: Welch 1947; 6 processes or more
-    h = the larger of that Welch half and tolerance    fewer processes (comparison.py)
+    h = the larger of that Welch half and tolerance    fewer processes (compare.py)
 
 `between` is the variation between cards (between_cards.py). It counts if no card ran the case on
 both sides. Faster and slower also need q <= 5 % over all cases.
@@ -42,18 +42,18 @@ import pandas as pd
 import scipy
 
 from sparsebench.errors import ResultError
-from sparsebench.results import store
-from sparsebench.results.analysis import Analysis
-from sparsebench.results.comparison import Comparison, compare, half_between, same_code
-from sparsebench.results.families import is_ours
+from sparsebench.results.comparison.compare import Comparison, compare, half_between, same_code
+from sparsebench.results.comparison.sides import Side, bundles, short_card, short_name, side
 from sparsebench.results.formatting import between
-from sparsebench.results.frame import records
-from sparsebench.results.outcome import DIFFERENT, Outcome, among_many
-from sparsebench.results.provenance import device_name, flat
 from sparsebench.results.record import Status
-from sparsebench.results.sides import Side, bundles, short_card, short_name, side
-from sparsebench.results.statistics import FEWEST, q_values, welch
-from sparsebench.results.store import Run
+from sparsebench.results.run import store
+from sparsebench.results.run.provenance import device_name, flat
+from sparsebench.results.run.store import Run
+from sparsebench.results.statistics.outcome import DIFFERENT, Outcome, among_many
+from sparsebench.results.statistics.ratio import FEWEST, q_values, welch
+from sparsebench.results.tables.analysis import Analysis
+from sparsebench.results.tables.families import is_ours
+from sparsebench.results.tables.frame import records
 
 NORMAL = 1.96  # 95 % of a normal distribution
 TIME = ["time", "time_low", "time_high"]

@@ -35,15 +35,15 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from sparsebench.results.cases import CONTEST, chose_dense, uncertainty
 from sparsebench.results.ceilings import Ceilings
-from sparsebench.results.families import DEFAULT, by_default, is_ours
 from sparsebench.results.formatting import duration, plain
-from sparsebench.results.frame import fields, records
 from sparsebench.results.model_shapes import model_name
-from sparsebench.results.outcome import DIFFERENT, VERDICTS
 from sparsebench.results.record import Status
-from sparsebench.results.statistics import ratio_over
+from sparsebench.results.statistics.outcome import DIFFERENT, VERDICTS
+from sparsebench.results.statistics.ratio import ratio_over
+from sparsebench.results.tables.cases import CONTEST, chose_dense, uncertainty
+from sparsebench.results.tables.families import DEFAULT, by_default, is_ours
+from sparsebench.results.tables.frame import fields, records
 
 SIDES = ("best", "ours", "peer", "dense")
 OF_SIDE = ["ran", "name", "label", "kernel", "kind", "tile", "gain", "low", "high", "half"]

@@ -28,7 +28,7 @@ import numpy as np
 
 from sparsebench.errors import ResultError
 from sparsebench.results.record import POWER_LIMITED
-from sparsebench.results.statistics import student_quantile
+from sparsebench.results.statistics.ratio import student_quantile
 
 FILE = "between_cards.json"
 SCHEMA = "sparsebench/between-cards@1"

@@ -21,7 +21,7 @@ from typing import Any
 
 from sparsebench.errors import ResultError
 from sparsebench.results.files import from_json
-from sparsebench.results.statistics import FEWEST
+from sparsebench.results.statistics.ratio import FEWEST
 
 COMMITS = "commits.json"
 KIND = "name", "compute_capability", "multiprocessors", "memory_bytes", "l2_bytes"

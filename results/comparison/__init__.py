@@ -1,0 +1,1 @@
+"""Two sides case by case: what changed, why, and how often two cards agree."""

@@ -1,0 +1,1 @@
+"""A run on disk: its files, their seal, where they come from, and whether they are complete."""

@@ -1,0 +1,1 @@
+"""Intervals for ratios of times, the variation between cards, and the words for outcomes."""

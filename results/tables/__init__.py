@@ -1,0 +1,1 @@
+"""The tables that are computed from the rows of a run whenever it is read."""
