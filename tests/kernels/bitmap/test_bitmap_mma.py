@@ -174,12 +174,12 @@ def test_a_weight_with_a_dense_tile_does_not_fit_the_configuration_of_an_even_on
 ) -> None:
     """The list's choice for 14336 x 4096 and one token: a driver error ended the first call."""
     monkeypatch.setattr(cuda, "shared_bytes_of", lambda device: bitmap_mma.SHARED_BYTES)
-    listed = Config(8, 1, 7, 4, 1, 4)
+    choice = Config(8, 1, 7, 4, 1, 4)
     even, uneven = torch.ones(2, 16, 256, dtype=BF16)
     even[:, ::2] = 0
-    assert listed.shared_bytes(Bitmap.from_dense(even).room, 1, 2) <= bitmap_mma.SHARED_BYTES
+    assert choice.shared_bytes(Bitmap.from_dense(even).room, 1, 2) <= bitmap_mma.SHARED_BYTES
     with pytest.raises(Unsupported, match="at most 232448 bytes of shared memory, found 266736"):
-        bitmap_mma.Product(Bitmap.from_dense(uneven), listed, torch.device("cpu"))
+        bitmap_mma.Product(Bitmap.from_dense(uneven), choice, torch.device("cpu"))
 
 
 @by_nvcc
