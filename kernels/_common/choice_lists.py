@@ -26,6 +26,9 @@ import torch
 from sparsebench.kernels._common.machine_code import cache_folder
 from sparsebench.kernels._common.tuned_table import REACH, file_in, folders, source
 
+Choices = dict[str, dict[str, Any]]
+"""Choices by problem (`key`)."""
+
 LARGER = 2  # choices for more tokens that a search times
 SIZES = "m", "n", "k", "density"
 
@@ -46,20 +49,20 @@ def _code_of(engines: tuple[str, ...]) -> str:
 
 
 @cache
-def package(device: torch.device) -> dict[str, dict[str, Any]]:
+def package(device: torch.device) -> Choices:
     """Return the package's choices for this kind of GPU, made with any code of the kernels."""
     return read(file_in(folders()["package"], device).with_suffix(".choices"))
 
 
-_FILES: dict[Path, dict[str, dict[str, Any]]] = {}
+_FILES: dict[Path, Choices] = {}
 """The choices of each file by problem, read once."""
 
 
-def read(file: Path) -> dict[str, dict[str, Any]]:
+def read(file: Path) -> Choices:
     """Return the choices of a file by problem; none if it cannot be read."""
     if file in _FILES:
         return _FILES[file]
-    choices: dict[str, dict[str, Any]] = {}
+    choices: Choices = {}
     try:
         text = file.read_text("utf-8", errors="replace")
     except FileNotFoundError:
@@ -79,10 +82,10 @@ def read(file: Path) -> dict[str, dict[str, Any]]:
     return choices
 
 
-_PROCESS_CHOICES: dict[Path, dict[str, dict[str, Any]]] = {}
+_PROCESS_CHOICES: dict[Path, Choices] = {}
 
 
-def process_choices(file: Path) -> dict[str, dict[str, Any]]:
+def process_choices(file: Path) -> Choices:
     """Return the choices that this process has appended to a file, by problem."""
     return _PROCESS_CHOICES.setdefault(file, {})
 

@@ -12,6 +12,8 @@
 
 A search also times the choices for more tokens of the same weight (choice_lists.py), so that fewer
 tokens do not take longer. No choice affects a result: plans are always made for the weight at hand.
+If a listed choice cannot run that weight, what a search finds for it is a line with "fits": false,
+so that weights of the same sizes which the choice fits keep theirs.
 
 A search is never made while a CUDA graph is captured. SPARSEBENCH_SEARCH=0 switches it off.
 """
@@ -163,13 +165,12 @@ class Operator:
         file = choice_lists.user_file(self.device, self.engines)
         cached = choice_lists.read(file) if earlier is None else choice_lists.process_choices(file)
         lists = {"cache": cached, "package": choice_lists.package(self.device)}
-        for by, choices in lists.items():
-            choice = choices.get(choice_lists.key(problem))
-            if same := self._matching(call, choice):
-                with suppress(Unsupported):
-                    selected = _plan_first([same], by, problem)
-                    if not choice or choice.get("code") in (None, selected.product.code):
-                        return selected
+        selected, fits = self._from_lists(call, problem, lists)
+        line = problem if fits else {**problem, "fits": False}
+        if not fits:
+            selected, _ = self._from_lists(call, line, lists)
+        if selected is not None:
+            return selected
         if timed and may_search():
             larger = choice_lists.larger(
                 problem, chain.from_iterable(each.items() for each in lists.values())
@@ -178,8 +179,8 @@ class Operator:
             near = finalists(earlier.lines) if earlier else []
             again = [c for choice in near for c in self._matching(call, choice)]
             offered = [more, again] if again else [more, *self.offer(call, None)]
-            selected = _search(offered, timed, self.device, problem)
-            choice_lists.append(file, problem, selected.choice)
+            selected = _search(offered, timed, self.device, line)
+            choice_lists.append(file, line, selected.choice)
             return selected
         nearest = choice_lists.nearest(
             problem, chain.from_iterable(each.items() for each in lists.values())
@@ -188,6 +189,27 @@ class Operator:
             with suppress(Unsupported):
                 return _plan_first([close], "nearest", problem)
         return _plan_first(self.offer(call, None), "model", problem)
+
+    def _from_lists(
+        self, call: Hashable, problem: Mapping[str, Any], lists: Mapping[str, choice_lists.Choices]
+    ) -> tuple[Selected | None, bool]:
+        """Return the plan of the first listed choice that runs, and whether those before it do.
+
+        One that was chosen for another weight of these sizes may not: a bitmap's records take more
+        shared memory if a tile is dense.
+        """
+        fits = True
+        for by, choices in lists.items():
+            choice = choices.get(choice_lists.key(problem))
+            if same := self._matching(call, choice):
+                try:
+                    selected = _plan_first([same], by, problem)
+                except Unsupported:
+                    fits = False
+                    continue
+                if not choice or choice.get("code") in (None, selected.product.code):
+                    return selected, fits
+        return None, fits
 
     def _matching(self, call: Hashable, choice: Mapping[str, Any] | None) -> list[Candidate]:
         """Return the candidate that a choice names, if there still is such a configuration."""

@@ -57,12 +57,12 @@ def last_is_best(calls: list[Any], device: torch.device) -> Search:
     return Search(len(calls) - 1, tuple(Trial(float(len(calls) - i)) for i in range(len(calls))))
 
 
-def operator(**problem: Any) -> Operator:
-    """Offer 16, 32 and 64 tokens; 32 cannot run."""
+def operator(unfit: tuple[int, ...] = (32,), **problem: Any) -> Operator:
+    """Offer 16, 32 and 64 tokens; those in `unfit` cannot run."""
 
     def plan(tokens: int) -> Product:
-        if tokens == 32:
-            raise Unsupported("32 is odd")
+        if tokens in unfit:
+            raise Unsupported(f"{tokens} is odd")
         return Product(tokens)
 
     def offer(call: object, choice: Any) -> list[list[Candidate]]:
@@ -182,6 +182,18 @@ def test_a_list_of_the_package_holds_for_the_machine_code_that_was_measured(
     choices = {choice_lists.key(PROBLEM): choice}
     monkeypatch.setattr(choice_lists, "package", lambda device: choices)
     assert operator().select(1, timed).by == by
+
+
+def test_a_weight_that_a_listed_choice_does_not_fit_has_a_choice_of_its_own(cache: Path) -> None:
+    assert operator().select(1, timed).choice["tokens"] == 64
+    other = operator(unfit=(32, 64)).select(1, timed)
+    assert (other.by, other.choice["tokens"]) == ("search", 16)
+    assert other.row["problem"] == PROBLEM | {"fits": False}
+    choice_lists._FILES.clear()  # as in a new process
+    for unfit, tokens in (((32,), 64), ((32, 64), 16)):
+        again = operator(unfit).select(1, timed)
+        assert (again.by, again.choice["tokens"]) == ("cache", tokens)
+    assert operator(unfit=(32, 64)).select(1).choice["tokens"] == 16  # without a search
 
 
 def test_a_row_has_what_a_list_needs(cache: Path) -> None:
