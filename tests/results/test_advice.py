@@ -161,6 +161,7 @@ def test_a_gpu_without_rows_has_bounds_and_the_command_that_measures_it() -> Non
     shown = output("advise", "Qwen3-8B", "--gpu", "A100", "--batch", 16)
     assert "≈" not in shown
     assert "sparsebench new-gpu" in shown
+    assert "NVIDIA H100 80GB HBM3 and NVIDIA H200" in shown  # the published ones
 
 
 def test_no_estimate_exceeds_what_bytes_and_flops_allow(evidence: Evidence) -> None:
