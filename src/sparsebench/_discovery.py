@@ -154,8 +154,9 @@ def canonical(folder: str, name: str) -> str:
 
     place = whole(places.get(name, name))
     names = [known for known, other in places.items() if whole(other) == place]
-    short = place.removesuffix(constant)
-    return names[0] if names else short if "." in short else place
+    if names:
+        return names[0]
+    return place.removesuffix(constant) if "." in name else name
 
 
 def _imported(path: str, expected: str) -> ModuleType:
