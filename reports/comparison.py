@@ -63,7 +63,7 @@ class ComparisonReport:
         for part in parts(self):
             if isinstance(part, Table):
                 yield Text()
-                yield part.shortened(LINES, "smaller differences are in --html and --markdown")
+                yield part.shortened(LINES, "more in --html and --markdown")
                 yield Text()
             else:
                 yield Text(part.text, style=styles[part.style])

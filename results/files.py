@@ -90,7 +90,9 @@ def from_json(file: Path, schema: str = "") -> dict[str, Any]:
     if not isinstance(data, dict):
         raise ResultError(f"{file}: expected a JSON object, found {type(data).__name__}")
     if schema and data.get("schema") != schema:
-        raise ResultError(f"{file}: expected schema {schema}, found {str(data.get('schema'))[:80]}")
+        raise ResultError(
+            f"{file}: expected schema {schema}, found {str(data.get('schema', 'none'))[:80]}"
+        )
     return data
 
 

@@ -23,8 +23,10 @@ NAMES = {  # a field of ModelShapes: the name in config.json
     "vocab": "vocab_size",
 }
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_intermediate_size")
-UNGATED = {"bert", "bloom", "codegen", "falcon", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox"}
-UNGATED |= {"gptj", "mpt", "nemotron", "opt", "phi", "starcoder2", "xglm"}
+UNGATED = {"albert", "apertus", "arcee", "bert", "biogpt", "bloom", "camembert", "codegen"}
+UNGATED |= {"deberta", "deberta-v2", "electra", "falcon", "gpt2", "gpt_bigcode", "gpt_neo"}
+UNGATED |= {"gpt_neox", "gptj", "jais2", "mpt", "nanochat", "nemotron", "opt", "persimmon", "phi"}
+UNGATED |= {"roberta", "roformer", "starcoder2", "xglm", "xlm-roberta"}
 """Model types whose MLPs have two weights; a config.json does not say so otherwise."""
 
 
@@ -95,8 +97,8 @@ def model_name(hidden: int, intermediate: int, layers: int) -> str:
 def read_shapes(model: str) -> ModelShapes:
     """Return the sizes of a listed model, or of a config.json or the folder that holds one.
 
-    Raises ResultError for an unknown name, for a file without the sizes, and for a model with
-    experts or with MLPs that are not gated.
+    Raises ResultError for an unknown name, for a file without the sizes, and for a model with an
+    encoder, with experts or with MLPs that are not gated.
     """
     by_name = {shapes.name.lower(): shapes for shapes in MODELS}
     if model.lower() in by_name:
@@ -110,6 +112,9 @@ def read_shapes(model: str) -> ModelShapes:
         )
     file = path / "config.json" if path.is_dir() else path
     config = from_json(file)
+    if config.get("is_encoder_decoder") or "MaskedLM" in str(config.get("architectures")):
+        kind = config.get("model_type", "an encoder")
+        raise ResultError(f"{file}: expected a decoder-only model, found {kind}")
     part = config.get("text_config", config)
     return _of_config(file, part if isinstance(part, dict) else {})
 
@@ -131,7 +136,7 @@ def _of_config(file: Path, config: dict[str, Any]) -> ModelShapes:
         sizes[field] = usual[field] if absent else _size(file, config, name)
     activation = config.get("hidden_act") or config.get("hidden_activation") or "unknown"
     return ModelShapes(
-        name=file.resolve().parent.name,
+        name=file.resolve().parent.name if file.name == "config.json" else file.stem,
         **sizes,
         tied=bool(config.get("tie_word_embeddings", "gemma" in kind)),
         activation=str(activation),
@@ -142,5 +147,6 @@ def _of_config(file: Path, config: dict[str, Any]) -> ModelShapes:
 def _size(file: Path, config: dict[str, Any], name: str) -> int:
     value = config.get(name)
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ResultError(f"{file}: expected {name}, a positive integer; found {value!r}")
+        actual = "none" if value is None else repr(value)
+        raise ResultError(f"{file}: expected {name}, a positive integer; found {actual}")
     return value

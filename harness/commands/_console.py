@@ -4,7 +4,7 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -99,6 +99,16 @@ def warn(finding: "Finding") -> None:
 def show_warning(message: Warning | str, *_: object, **__: object) -> None:
     """Print a Python warning as one line on stderr, in place of warnings.showwarning."""
     stderr.flag("warning", LEVELS["warning"], " ".join(str(message).split()))
+
+
+def warn_of_changes(runs: Iterable[Path]) -> None:
+    """Warn of each run that differs from its seal; the command goes on with the files it has."""
+    from sparsebench.results.run.bundle import first_change
+
+    for run in runs:
+        if changed := first_change(run):
+            text = f"{changed}; the result below is that of the files as they are now"
+            stderr.flag("warning", "yellow", text)
 
 
 def message_printer(debug: bool = False) -> "Callable[[Finding], None]":

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from sparsebench.harness.commands._console import print_json, stdout, wide
+from sparsebench.harness.commands._console import print_json, stdout, warn_of_changes, wide
 from sparsebench.harness.commands._options import Json, Markdown
 
 
@@ -40,6 +40,7 @@ def advise(
     from sparsebench.results.tables.analysis import analyse
 
     added = of_runs((analyse(store.read(path)), str(path)) for path in run or ())
+    warn_of_changes(run or ())
     if run and not added.gpus:
         raise ResultError(f"--run: expected a run on a GPU, found {', '.join(map(str, run or ()))}")
     answer = answered(packaged_evidence() + added, read_shapes(model), gpu, batch)

@@ -17,6 +17,7 @@ from sparsebench.harness.commands._console import (
     print_json,
     stderr,
     stdout,
+    warn_of_changes,
     wide,
 )
 
@@ -217,7 +218,9 @@ def _evidence(names: list[str] | None, runs: list[Path] | None, data: Path | Non
     from sparsebench.harness.claims.checking import evidence
     from sparsebench.harness.claims.claim_plan import read_claims
 
-    return evidence(read_claims(names or []), _runs(runs), data)
+    result = evidence(read_claims(names or []), _runs(runs), data)
+    warn_of_changes(result.runs.values())
+    return result
 
 
 def _show(result: "Evidence", out: Path | None, tables: Path | None = None) -> None:

@@ -6,7 +6,14 @@ from typing import Annotated
 import typer
 
 from sparsebench._writing import require_apart, write_file
-from sparsebench.harness.commands._console import GATE_FAILED, print_json, stderr, stdout, wide
+from sparsebench.harness.commands._console import (
+    GATE_FAILED,
+    print_json,
+    stderr,
+    stdout,
+    warn_of_changes,
+    wide,
+)
 from sparsebench.harness.commands._options import Json, Markdown
 
 AMONG = Path("results/published"), Path("runs")
@@ -49,8 +56,9 @@ def compare(
 
     limit = threshold(fail_on) if fail_on else None
     sides = find(names, among or AMONG)
-    compared = comparison.compare_sides(sides)
     runs = [run.path for side in sides for run in side.runs]
+    warn_of_changes(runs)
+    compared = comparison.compare_sides(sides)
     require_apart([page], [file for path in runs for file in path.rglob("*")])
     if page:
         write_file(page, comparison.html(compared))

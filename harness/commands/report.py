@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from sparsebench.harness.commands._console import show_page, stderr, stdout, wide
+from sparsebench.harness.commands._console import show_page, stdout, warn_of_changes, wide
 from sparsebench.harness.commands._options import Markdown, Open, RunPath, out_file
 
 
@@ -26,12 +26,11 @@ def report(
     from sparsebench.reports.build import build, frames_of
     from sparsebench.reports.terminal import Answer, answer_markdown
     from sparsebench.results.model_files import read_pruning
-    from sparsebench.results.run import bundle, store
+    from sparsebench.results.run import store
     from sparsebench.results.tables.frame import to_csv, to_parquet
 
     measured = store.read(path)
-    if changed := bundle.first_change(path, measured.state):
-        stderr.flag("warning", "yellow", f"{changed}; the report shows the files as they are now")
+    warn_of_changes([path])
     out = out or path / "report.html"
     others = (file for file in path.rglob("*") if file.name != "report.html")
     require_apart([out, csv, parquet], [*others, errors])

@@ -55,11 +55,15 @@ def train_lm(
     command compares block-sparse models with dense ones of the same width, of the same number of
     parameters, and, if one of the --dense widths fits, of the same time per training step.
     """
+    from sparsebench.errors import SuiteError
     from sparsebench.harness.machine.device import pick
     from sparsebench.harness.models.train_lm import train, widths
     from sparsebench.harness.models.train_lm.model import Sizes
     from sparsebench.harness.models.train_lm.training import Settings
 
+    if not pattern and (data or dense):
+        alone = "--data" if data else "--dense"
+        raise SuiteError(f"{alone}: expected --pattern beside it, found none")
     settings = Settings(Sizes(layers, width, hidden, heads, context), steps, batch, seed)
     picked = pick(device)
     if pattern:

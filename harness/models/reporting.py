@@ -27,14 +27,14 @@ def transformers_for(path: Path) -> Any:
         raise SuiteError(f"{path}: expected {expected}; found none") from error
 
 
-def numbers(option: str, text: str, fits: Callable[[float], bool]) -> list[float]:
+def numbers(option: str, text: str, expected: str, fits: Callable[[float], bool]) -> list[float]:
     """Parse a list such as `0.8,0.9`. Raises SuiteError unless all numbers fit."""
     try:
         parsed = [float(part) for part in text.split(",")]
     except ValueError:
         parsed = [nan]
     if not all(map(fits, parsed)):
-        raise SuiteError(f"{option}: expected a list of numbers such as 0.8,0.9; found {text!r}")
+        raise SuiteError(f"{option}: expected {expected}; found {text!r}")
     return parsed
 
 

@@ -19,7 +19,7 @@ STYLES = {
     Word.NOT_MEASURED: "quiet",
     Word.NOT_TESTABLE: "quiet",
 }
-NOTHING = "Nothing was measured here; use `--from results/published/GPU` to judge published runs"
+NOTHING = "No run measures these claims; use `--from results/published/GPU` to judge published runs"
 WORDS = frozenset({"claim", "statement", "source", "test", "verdict", "basis", "why"})
 WORDS |= {"tends to", "GPU"}
 

@@ -136,7 +136,7 @@ def advise(evidence: Evidence, model: ModelShapes, gpu: str, tokens: int) -> Ans
         model,
         card.name if card else gpu,
         tokens,
-        *_verdict(kinds, card, gpu, tokens),
+        *_verdict(kinds, evidence, card, gpu, tokens),
         kinds,
         model.weights * 2 / 1e9,
         step.dense_us(evidence.layers, card) if card else None,
@@ -250,7 +250,7 @@ def _measured_step(
 
 
 def _verdict(
-    kinds: Sequence[Advice], gpu: Gpu | None, gpu_name: str, tokens: int
+    kinds: Sequence[Advice], evidence: Evidence, gpu: Gpu | None, gpu_name: str, tokens: int
 ) -> tuple[str, str, Advice | None]:
     """Return the word, the first sentence of the answer, and the kind that it is about."""
     pruned = [each for each in kinds if KINDS[each.kind][0] != ACTIVATIONS]
@@ -261,8 +261,9 @@ def _verdict(
     name = f"{best.kind} (format {FORMATS[KINDS[best.kind][0]]})"
     if gpu is None and best.step.value >= WORTH:
         most = f"the model can become at most {times(best.step.value)} as fast, with {name}"
-        sentence = f"Not measured: no run on {gpu_name} is published. {at.capitalize()}, {most}."
-        return UNMEASURED, sentence, best
+        published = join_words([*evidence.layers.gpus])
+        absent = f"no run on {gpu_name} is published, only runs on {published}"
+        return UNMEASURED, f"Not measured: {absent}. {at.capitalize()}, {most}.", best
     if not sure:
         why = f"no kind of sparsity is certain to make the model {WORTH:g} times as fast {at}"
         return NO, f"Do not prune: {why}.", None

@@ -226,14 +226,16 @@ def _unknown(word: str, runs: Sequence[_Candidate]) -> str:
     every = frozenset[str]().union(*versions)
     apart = {version for version in every if any(version not in each for each in versions)}
     names: dict[str, set[str]] = {
-        "GPU": {short_name(each.device) for each in runs},
+        "device": {short_name(each.device) for each in runs},
         "run": {str(each.path) for each in runs},
         "commit": {each.commit[:7] for each in runs} - {""},
         "card": {short_card(f"GPU-{card}") for each in runs for card in each.cards},
         "version": {version for version in apart if not version.endswith("==none")},
     }
     choices = ", ".join(
-        f"a {kind} ({_few(of, LISTED if kind == 'GPU' else 2)})" for kind, of in names.items() if of
+        f"a {kind} ({_few(of, LISTED if kind == 'device' else 2)})"
+        for kind, of in names.items()
+        if of
     )
     near = {each.path.name.lower(): str(each.path) for each in runs}
     near |= {name.lower(): name for of in [*names.values(), *versions] for name in of}

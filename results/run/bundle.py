@@ -25,12 +25,10 @@ import json
 import platform
 import re
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import cache
 from importlib.metadata import distributions
 from pathlib import Path, PurePosixPath
-from typing import Any
 
 from sparsebench._writing import write_file
 from sparsebench.errors import ResultError
@@ -84,12 +82,12 @@ def verify(path: Path) -> list[str]:
     return sorted(digests)
 
 
-def first_change(path: Path, state: Mapping[str, Any]) -> str:
+def first_change(path: Path) -> str:
     """Return the first difference between a run and its seal; "" if it is not sealed yet."""
-    if state.get("status") != "finished" and not (path / MANIFEST).exists():
-        return ""
     try:
-        verify(path)
+        finished = files.from_json(path / "run.json").get("status") == "finished"
+        if finished or (path / MANIFEST).exists():
+            verify(path)
     except ResultError as error:
         return str(error)
     return ""

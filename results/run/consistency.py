@@ -112,13 +112,18 @@ def _clean_samples(run: Run, rows: list[Row]) -> int:
 
 
 def _pairs(run: Run, replicates: int) -> int:
-    """Return the number of A/A pairs in the replicate with the fewest."""
-    twins = Counter(row.replicate for row in run.reference if row.case.contender.twin)
+    """Return the number of A/A pairs with times in the replicate with the fewest.
+
+    Raises ResultError if a replicate has none among its reference rows.
+    """
+    twins = [row for row in (*run.reference, *run.rows) if row.case.contender.twin]
+    pairs = Counter(row.replicate for row in twins if row.status is Status.OK)
+    references = {row.replicate for row in run.reference if row.case.contender.twin}
     for replicate in range(replicates):
-        if not twins[replicate]:
+        if replicate not in references:
             where = f"{run.path / ROWS}: replicate {replicate}"
             raise ResultError(f"{where}: expected A/A pairs (reference rows), found none")
-    return min(twins.values())
+    return min(pairs[replicate] for replicate in range(replicates))
 
 
 def _right(run: Run, rows: list[Row]) -> int:

@@ -98,10 +98,15 @@ def on_gpu(environment: Mapping[str, Any]) -> bool:
     return bool(environment.get("gpu"))
 
 
-def names_device(word: str, device: str) -> bool:
-    """Return whether whole words of a device's name are these, in any case: H20 is not H200."""
-    pattern = rf"(?<![a-z0-9]){re.escape(word.lower())}(?![a-z0-9])"
-    return re.search(pattern, device.lower()) is not None
+def names_device(name: str, device: str) -> bool:
+    """Return whether a device's name has every word of `name`, in any case: H20 is not H200.
+
+    A word may join several words of the device's name: RTX4090 is RTX 4090.
+    """
+    words = _words(device)
+    spans = {"".join(words[i:j]) for i in range(len(words)) for j in range(i + 1, len(words) + 1)}
+    parts = {*_words(name)}
+    return bool(parts) and parts <= spans
 
 
 def device_title(environment: Mapping[str, Any]) -> str:
@@ -156,6 +161,10 @@ def flat(data: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
         elif value is not None and value != "":
             facts[prefix + name] = str(value)
     return facts
+
+
+def _words(name: str) -> list[str]:
+    return re.findall("[a-z0-9]+", name.lower())
 
 
 def _short(value: Any) -> str:

@@ -304,6 +304,8 @@ def _row(file: Path, number: int, line: str, names: Sequence[str], needed: Seque
     except ValidationError as error:
         first = files.first_error(error)
         raise ResultError(f"{file}: line {number}: expected a row; {first}") from error
+    except json.JSONDecodeError as error:
+        expected, actual = "a row in JSON", f"{error.msg} at character {error.pos}"
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         expected, actual = "a row", f"{type(error).__name__}: {error}"
     raise ResultError(f"{file}: line {number}: expected {expected}, found {actual}")

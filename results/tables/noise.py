@@ -89,12 +89,17 @@ class Noise:
             why = f"it has no A/A pair in {FEWEST} or more processes."
             return Reliability.UNKNOWN, f"Whether this run is reliable is unknown: {why}"
         differ = f"{different} of {count} A/A pairs (the same kernel twice) came out different"
-        differ += f"; by chance alone {100 * CHANCE:g} % do"
+        if different <= TOO_MANY * count:
+            why = f"This run is reliable: {differ}, and up to {100 * TOO_MANY:g} % may."
+            return Reliability.RELIABLE, why
         chance = scipy.stats.binom.sf(different - 1, count, CHANCE)
-        if different > TOO_MANY * count and chance < CHANCE:
+        if chance < CHANCE:
+            differ += f", and by chance alone so many do in fewer than {100 * CHANCE:g} % of runs"
             why = f"This run is unreliable: {differ}. Its small differences mean nothing."
             return Reliability.UNRELIABLE, why
-        return Reliability.RELIABLE, f"This run is reliable: {differ}."
+        why = f"By chance alone, {different} or more differ in {100 * chance:.2g} % of runs"
+        limit = f"a run is unreliable if that is less than {100 * CHANCE:g} %"
+        return Reliability.RELIABLE, f"This run is reliable: {differ}. {why}; {limit}."
 
 
 def noise(rows: pd.DataFrame, reference: pd.DataFrame) -> Noise:

@@ -144,7 +144,8 @@ def load(folder: str, name: str) -> Any:
 def canonical(folder: str, name: str) -> str:
     """Return the first name of an object that has several, such as an entry point and its place.
 
-    `acme.ell:FORMAT`, `acme.ell` and an entry point `ell` of either are one format.
+    `acme.ell:FORMAT`, `acme.ell` and an entry point `ell` of either are one format. Without a dot,
+    `ell:FORMAT` keeps its constant, because `ell` alone would be the name of a file.
     """
     places, constant = modules(folder), f":{CONSTANTS[folder]}"
 
@@ -153,7 +154,9 @@ def canonical(folder: str, name: str) -> str:
 
     place = whole(places.get(name, name))
     names = [known for known, other in places.items() if whole(other) == place]
-    return names[0] if names else place.removesuffix(constant)
+    if names:
+        return names[0]
+    return place.removesuffix(constant) if "." in name else name
 
 
 def _imported(path: str, expected: str) -> ModuleType:

@@ -220,6 +220,10 @@ def test_report_warns_in_one_line_about_a_changed_run(run: Path, tmp_path: Path)
         assert done.stderr.startswith("warning: ")
         assert message in done.stderr
         assert done.stderr.count("\n") == 1
+        compared = sparsebench("compare", run, changed)
+        assert (compared.returncode, compared.stderr) == (0, done.stderr)
+        judged = sparsebench("claims", "report", "blocks-of-ten", "--from", changed)
+        assert judged.stderr == done.stderr
     stopped = json.loads((bare / "run.json").read_text()) | {"status": "running"}
     (bare / "run.json").write_text(json.dumps(stopped))
     assert sparsebench("report", bare, *shown).stderr == ""  # a run under way has no seal yet

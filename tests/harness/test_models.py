@@ -428,6 +428,8 @@ def test_held_out_contexts_come_last(directory):
     assert unseen[0, -1] == numbers[3 * 1023 - 1]
     with pytest.raises(SuiteError, match=r"text: expected at least 3069 tokens.*found 3000"):
         models.contexts(loaded, words[:3000], 2048)
+    with pytest.raises(SuiteError, match=r"book\.txt: expected at least"):
+        models.contexts(loaded, "short", 2048, "book.txt")
 
 
 def test_gguf_file_gives_the_model_that_it_was_written_from(text, tmp_path):

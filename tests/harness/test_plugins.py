@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 from markupsafe import Markup
 
-from sparsebench._discovery import load, modules
+from sparsebench._discovery import canonical, load, modules
 from sparsebench.errors import SuiteError
+from sparsebench.formats.csr import Csr
 from sparsebench.harness.machine.code import code_sha256, plugins
 from sparsebench.harness.plan.suite import expand
 from sparsebench.reports.build import Figure, _draw_figure, load_figure
@@ -371,6 +372,16 @@ def test_the_names_of_a_format_are_one_format(consumes, here, tmp_path, monkeypa
     text = f"schema: sparsebench/suite@1\ntitle: t\nproblems: [{problem}]\ncontenders:\n{entries}\n"
     (contest,) = expand("s.yaml", text).contests
     assert [contender.format for contender in contest.contenders] == ["diagonal"]
+
+
+@pytest.mark.parametrize("name", ["lone:FORMAT", "lone:OTHER"])
+def test_a_format_may_be_in_a_module_without_a_package(name, tmp_path, monkeypatch) -> None:
+    (tmp_path / "lone.py").write_text(
+        "from sparsebench.formats.csr import Csr\nFORMAT = OTHER = Csr"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "lone", raising=False)
+    assert load("formats", canonical("formats", name)) is Csr
 
 
 def test_validate_names_the_flag_that_allows_plug_ins(simulated: Path, here: Path) -> None:

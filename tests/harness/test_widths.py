@@ -62,7 +62,7 @@ def test_impossible_graphs_are_refused(nodes: int, sparsity: float, message: str
 
 
 def test_sizes_that_blocks_do_not_divide_are_refused() -> None:
-    with pytest.raises(SuiteError, match="the block, 12; found 384 and 128"):
+    with pytest.raises(SuiteError, match="the block, 12; found one of 384x128"):
         decoder(SIZES, Blocks("uniform", 12, 0.8), 0)
     odd = replace(SIZES, hidden=192)
     with pytest.raises(SuiteError, match="hidden: expected a multiple of the width"):
@@ -216,6 +216,10 @@ def test_invalid_file_is_refused(change: dict[str, object], message: str, tmp_pa
         ("--pattern rings", "found 'rings'"),
         ("--pattern uniform --sparsity 1", "sparsity: expected"),
         ("--pattern uniform --dense 63", "dense: expected"),
+        ("--pattern uniform --data nowhere.npy", "found none"),
+        ("--pattern uniform --data pyproject.toml", "not .npy"),
+        ("--data nowhere.npy", "--data: expected --pattern"),
+        ("--dense 64", "--dense: expected --pattern"),
     ],
 )
 def test_command_refuses_bad_input(arguments: str, message: str) -> None:

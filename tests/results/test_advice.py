@@ -161,6 +161,7 @@ def test_a_gpu_without_rows_has_bounds_and_the_command_that_measures_it() -> Non
     shown = output("advise", "Qwen3-8B", "--gpu", "A100", "--batch", 16)
     assert "≈" not in shown
     assert "sparsebench new-gpu" in shown
+    assert "NVIDIA H100 80GB HBM3 and NVIDIA H200" in shown  # the published ones
 
 
 def test_no_estimate_exceeds_what_bytes_and_flops_allow(evidence: Evidence) -> None:
@@ -221,6 +222,9 @@ def test_a_run_of_ones_own_counts_too() -> None:
         ({"head_dim": "wide"}, "head_dim"),
         ({"num_local_experts": 8}, "experts"),
         ({"model_type": "opt"}, "gated"),
+        ({"model_type": "roberta"}, "gated"),
+        ({"model_type": "modernbert", "architectures": ["ModernBertForMaskedLM"]}, "decoder-only"),
+        ({"model_type": "t5", "hidden_size": None, "is_encoder_decoder": True}, "decoder-only"),
     ],
 )
 def test_a_config_that_does_not_fit_is_refused(tmp_path, changes, token) -> None:
@@ -247,6 +251,12 @@ def test_a_file_that_is_no_config_is_refused(tmp_path: Path, text: str) -> None:
 )
 def test_bad_input_gets_one_line(arguments: list[Any], token: str) -> None:
     assert token in refusal("advise", *arguments)
+
+
+def test_a_model_has_the_name_of_its_file_or_of_the_folder_of_its_config_json(tmp_path) -> None:
+    file = config(tmp_path)
+    assert read_shapes(str(file)).name == tmp_path.name
+    assert read_shapes(str(file.rename(tmp_path / "mine.json"))).name == "mine"
 
 
 def test_a_model_that_reads_images_has_its_sizes_in_text_config(tmp_path: Path) -> None:

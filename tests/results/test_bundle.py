@@ -19,7 +19,9 @@ from sparsebench.harness.plan.suite import expand, read
 from sparsebench.harness.run.validation import validate
 from sparsebench.results.record import OLDER_ROWS, ROWS_SCHEMA, Row, Status
 from sparsebench.results.run import bundle, store
+from sparsebench.results.tables.analysis import analyse
 from tests.tools.command_line import sparsebench
+from tests.tools.paths import PUBLISHED
 from tests.tools.rows import right_rows
 from tests.tools.suites import ON_CPU, linear
 
@@ -72,10 +74,17 @@ def damaged(path: Path, change: Callable[[list[Row]], list[Row]]) -> str:
 
 def test_a_sealed_run_passes_every_check(run: Path) -> None:
     checks = [line.partition(": ")[::2] for line in lines(run)]
-    counts = {"rows": 32, "replicates": 2, "A/A pairs": 5, "samples": 64, "errors": 32}
+    counts = {"rows": 32, "replicates": 2, "A/A pairs": 7, "samples": 64, "errors": 32}
     counts |= {"operands": 7, "plan": 6}  # a CPU's times have no limit, and no graph's samples
     assert [name for name, _ in checks] == ["files", "bundle", *counts]
     assert {name: int(text.split()[0].strip(",")) for name, text in checks[2:]} == counts
+
+
+def test_the_pairs_of_the_suite_are_counted_as_in_the_report() -> None:
+    quick = PUBLISHED / "nvidia-h200" / "quick"
+    (line,) = (line.text for line in validate(quick) if line.text.startswith("A/A pairs"))
+    pairs = len(analyse(store.read(quick)).noise.pairs)
+    assert line.startswith(f"A/A pairs: {pairs} in each")
 
 
 def test_a_selection_of_a_suite_is_named(run: Path) -> None:

@@ -470,7 +470,10 @@ def test_sides_are_found_by_name(folder, names, runs, monkeypatch) -> None:
         ("H20", "did you mean H200"),
         ("torch==2.11", "did you mean torch==2.1"),
         ("secnd", "did you mean .*/second"),
-        ("x", r"a GPU \(H100, H200\), a run .*, a card .*, a version \(torch==2.0, torch==2.1\)"),
+        (
+            "x",
+            r"a device \(H100, H200\), a run .*, a card .*, a version \(torch==2.0, torch==2.1\)",
+        ),
         (str(PUBLISHED), "found no run.json"),
     ],
 )

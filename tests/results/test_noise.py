@@ -125,6 +125,18 @@ def test_too_many_different_pairs_make_a_run_unreliable(different: int, of: int,
     assert f"{different} of {of}" in reason
 
 
+def test_a_reliable_run_with_many_different_pairs_says_how_often_chance_does_that() -> None:
+    rows = [
+        row
+        for number in range(8)
+        for shifted in [99.0 if number < 2 else 100.0]
+        for row in contest((A, 100.0), (A_TWIN, noisy(shifted)), m=number + 1)
+    ]
+    reliability, reason = analyse(run(rows)).noise.reliability
+    assert reliability == "reliable"
+    assert "5.7 % of runs" in reason  # 1 - 0.95^8 - 8 x 0.05 x 0.95^7
+
+
 def test_every_outcome_comes_out_of_a_run() -> None:
     rows = contest((A, 100.0), (B, noisy(50.0)), m=1) + contest((A, 100.0), (B, noisy(200.0)), m=2)
     rows += contest((A, 100.0), (B, noisy(100.0)), m=3)

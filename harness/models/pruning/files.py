@@ -44,7 +44,9 @@ def parse_recipes(
     methods: str, fractions: str, regions: str, patterns: str = "2:4"
 ) -> list[Recipe]:
     """Return all combinations of lists such as `wanda,spensegpt`, `0,0.5` and `last`."""
-    shares = numbers("dense", fractions, lambda n: 0 <= n <= 1)
+    shares = numbers(
+        "dense", fractions, "fractions from 0 to 1, such as 0.5,0", lambda n: 0 <= n <= 1
+    )
     lists = methods.split(","), shares, regions.split(","), patterns.split(",")
     return [Recipe(*values) for values in product(*lists)]
 
@@ -152,8 +154,8 @@ def _model(
         origin, words = text.name, _read_text(text)
     loaded = models.load(weights, device)
     mlps = loaded.mlps
+    seen, unseen = models.contexts(loaded, words, tokens, origin)
     with models.usable(weights):
-        seen, unseen = models.contexts(loaded, words, tokens)
         before = models.loss_of(loaded.model, unseen)
 
     outcomes = []

@@ -190,10 +190,11 @@ def loss_of(model: Any, tokens: Tensor) -> float:
     return float(torch.stack(losses).mean())
 
 
-def contexts(loaded: Loaded, text: str, tokens: int) -> tuple[Tensor, Tensor]:
+def contexts(loaded: Loaded, text: str, tokens: int, name: str = "text") -> tuple[Tensor, Tensor]:
     """Cut a text into contexts of about `tokens` tokens in all, then held-out ones of half as many.
 
-    A context has CONTEXT tokens, or as many as the model has positions.
+    A context has CONTEXT tokens, or as many as the model has positions. Raises SuiteError with the
+    name of the text if it is too short.
     """
     numbers = loaded.tokenizer(text, add_special_tokens=False)["input_ids"]
     first = loaded.tokenizer.bos_token_id
@@ -203,8 +204,9 @@ def contexts(loaded: Loaded, text: str, tokens: int) -> tuple[Tensor, Tensor]:
     held_out = max(calibration // 2, 1)
     needed = (calibration + held_out) * body
     if calibration < 1 or len(numbers) < needed:
-        expected = f"{needed} tokens for {calibration} and {held_out} contexts of {size}"
-        raise SuiteError(f"text: expected at least {expected}; found {len(numbers)}")
+        parts = f"{calibration} to calibrate on and {held_out} held out"
+        expected = f"{needed} tokens, for contexts of {size}: {parts}"
+        raise SuiteError(f"{name}: expected at least {expected}; found {len(numbers)} tokens")
     rows = [begin + numbers[start : start + body] for start in range(0, needed, body)]
     cut = torch.tensor(rows, device=loaded.model.device)
     return cut[:calibration], cut[calibration:]

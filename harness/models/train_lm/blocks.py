@@ -130,7 +130,7 @@ def _block_layer(
     n: int, k: int, blocks: Blocks, draw: torch.Generator, device: torch.device
 ) -> BlockSparseLinear:
     if n % blocks.block or k % blocks.block:
-        expected = f"a multiple of the block, {blocks.block}"
-        raise SuiteError(f"width, hidden: expected {expected}; found {n} and {k}")
+        expected = f"layers whose sides are multiples of the block, {blocks.block}"
+        raise SuiteError(f"width, hidden: expected {expected}; found one of {n}x{k}")
     mask = pattern(n // blocks.block, k // blocks.block, blocks, draw)
     return BlockSparseLinear(k, n, block=blocks.block, pattern=mask, bias=False, device=device)

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from sparsebench.errors import SuiteError
+from sparsebench.results.files import fault
 
 HELD_OUT_EVERY = 16
 LEFT_OUT = {"test", "tests", "encodings", "site-packages", "dist-packages"}
@@ -61,8 +62,10 @@ def samples(path: Path) -> Text:
     expected = f"{path}: expected uint8 [samples, bytes] with at least {HELD_OUT_EVERY} samples"
     try:
         rows = np.load(path, allow_pickle=False)
-    except (OSError, ValueError, EOFError) as error:
-        raise SuiteError(f"{expected}; found {error}") from error
+    except OSError as error:
+        raise SuiteError(f"{expected}; found {fault(error)}") from error
+    except (ValueError, EOFError) as error:
+        raise SuiteError(f"{expected}; found a file that is not .npy") from error
     if not isinstance(rows, np.ndarray) or rows.dtype != np.uint8 or rows.ndim != 2:
         kind = f"{rows.dtype} {list(rows.shape)}" if isinstance(rows, np.ndarray) else "an archive"
         raise SuiteError(f"{expected}; found {kind}")

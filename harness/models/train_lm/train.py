@@ -36,7 +36,9 @@ SAMPLE = 4096  # tokens of x in the file, at most
 
 def parse_coefficients(text: str) -> list[float]:
     """Parse a list such as `0,1e-4`; raises SuiteError if it is invalid."""
-    coefficients = numbers("l1", text, lambda n: 0 <= n < inf)
+    coefficients = numbers(
+        "l1", text, "numbers of at least 0, such as 0,1e-4", lambda n: 0 <= n < inf
+    )
     if len({f"{n:g}" for n in coefficients}) != len(coefficients):  # as tensors are called
         raise SuiteError(f"l1: expected each coefficient once; found {text!r}")
     return coefficients

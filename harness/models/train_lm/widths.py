@@ -82,15 +82,18 @@ def parse(patterns: str, blocks: str, sparsities: str) -> list[Blocks]:
     names = patterns.split(",")
     if unknown := [name for name in names if name not in PATTERNS]:
         raise SuiteError(f"pattern: expected some of {', '.join(PATTERNS)}; found {unknown[0]!r}")
-    sides = map(int, numbers("block", blocks, _is_size))
-    parts = numbers("sparsity", sparsities, lambda n: 0 < n < 1)
+    sides = map(int, numbers("block", blocks, "positive integers, such as 32,64", _is_size))
+    parts = numbers(
+        "sparsity", sparsities, "fractions between 0 and 1, such as 0.8,0.9", lambda n: 0 < n < 1
+    )
     combinations = product(names, sides, parts)
     return [Blocks(*combination) for combination in combinations]  # type: ignore[arg-type]
 
 
 def parse_widths(text: str) -> list[int]:
     """Return the numbers of a comma-separated list, which may be empty. Raises SuiteError."""
-    return [int(width) for width in numbers("dense", text, _is_size)] if text else []
+    expected = "positive integers, such as 192,256"
+    return [int(width) for width in numbers("dense", text, expected, _is_size)] if text else []
 
 
 def _is_size(number: float) -> bool:
