@@ -261,8 +261,8 @@ def _verdict(
     name = f"{best.kind} (format {FORMATS[KINDS[best.kind][0]]})"
     if gpu is None and best.step.value >= WORTH:
         most = f"the model can become at most {times(best.step.value)} as fast, with {name}"
-        published = join_words([*evidence.layers.gpus])
-        absent = f"no run on {gpu_name} is published, only runs on {published}"
+        gpus = join_words([*evidence.layers.gpus])
+        absent = f"no run on {gpu_name} is published, only runs on {gpus}"
         return UNMEASURED, f"Not measured: {absent}. {at.capitalize()}, {most}.", best
     if not sure:
         why = f"no kind of sparsity is certain to make the model {WORTH:g} times as fast {at}"

@@ -85,8 +85,8 @@ def verify(path: Path) -> list[str]:
 def first_change(path: Path) -> str:
     """Return the first difference between a run and its seal; "" if it is not sealed yet."""
     try:
-        finished = files.from_json(path / "run.json").get("status") == "finished"
-        if finished or (path / MANIFEST).exists():
+        is_finished = files.from_json(path / "run.json").get("status") == "finished"
+        if is_finished or (path / MANIFEST).exists():
             verify(path)
     except ResultError as error:
         return str(error)
