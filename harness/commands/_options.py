@@ -135,3 +135,9 @@ def refuse_beside_resume(context: typer.Context, names: Collection[str]) -> None
     if extra:
         expected = "expected --resume RUN, which keeps the flags of the run"
         raise typer.BadParameter(f"{expected}; found {' '.join(extra)} beside it")
+
+
+def require_one_output(as_json: bool, markdown: bool) -> None:
+    """Raise BadParameter if a command should print both JSON and Markdown."""
+    if as_json and markdown:
+        raise typer.BadParameter("expected --json or --markdown, found both")

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from sparsebench.harness.commands._console import print_json, stdout, warn_of_changes, wide
-from sparsebench.harness.commands._options import Json, Markdown
+from sparsebench.harness.commands._options import Json, Markdown, require_one_output
 
 
 def advise(
@@ -31,6 +31,7 @@ def advise(
     The answer names the kind of sparsity. It comes from published runs: if none measured layers of
     this model, the speedup is estimated from similar layers, with an interval.
     """
+    require_one_output(as_json, markdown)
     from sparsebench.errors import ResultError
     from sparsebench.reports import advice as presented
     from sparsebench.results.advice.measured_layers import of_runs, packaged_evidence

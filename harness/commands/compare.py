@@ -14,7 +14,7 @@ from sparsebench.harness.commands._console import (
     warn_of_changes,
     wide,
 )
-from sparsebench.harness.commands._options import Json, Markdown
+from sparsebench.harness.commands._options import Json, Markdown, require_one_output
 
 AMONG = Path("results/published"), Path("runs")
 
@@ -49,6 +49,7 @@ def compare(
     The table has three parts: how the times differ, how the speedups over the baseline differ, and
     the cause: our kernel, its configuration, a library's version, the baseline or the card.
     """
+    require_one_output(as_json, markdown)
     from sparsebench.reports import comparison
     from sparsebench.results.comparison.changes import gate_failures, threshold
     from sparsebench.results.comparison.sides import find

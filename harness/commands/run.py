@@ -57,6 +57,7 @@ def run(
     browse: opt.Open = False,
 ) -> None:
     """Measure a suite, write its report, and print the answer."""
+    opt.require_one_output(as_json, markdown)
     sharing = Sharing(devices, slurm, submit, shards)
     if (suite is None) == (resume is None):
         raise typer.BadParameter("expected a suite, or --resume RUN alone")

@@ -266,6 +266,8 @@ def test_a_resumed_run_refuses_flags_that_it_recorded(flags: list[object], messa
         (["run", "dlmc"], "expected --data DIR"),
         (["report", "nowhere"], "nowhere: expected the directory of a run"),
         (["compare", "nowhere", "nowhere"], "nowhere: expected a device"),
+        (["compare", "a", "b", "--json", "--markdown"], "expected --json or --markdown"),
+        (["run", "quick", "--json", "--markdown"], "expected --json or --markdown"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_2(arguments, message, tmp_path) -> None:
