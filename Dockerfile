@@ -18,7 +18,12 @@ COPY harness harness
 COPY kernels kernels
 COPY reports reports
 COPY results/*.py results/between_cards.json results/
+COPY results/advice results/advice
 COPY results/claims results/claims
+COPY results/comparison results/comparison
+COPY results/run results/run
+COPY results/statistics results/statistics
+COPY results/tables results/tables
 COPY results/published/advice.json results/published/
 COPY src/sparsebench/*.py src/sparsebench/py.typed src/sparsebench/
 COPY suites suites
