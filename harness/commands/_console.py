@@ -102,7 +102,7 @@ def show_warning(message: Warning | str, *_: object, **__: object) -> None:
 
 
 def warn_of_changes(runs: Iterable[Path]) -> None:
-    """Warn of each run that differs from its seal; the command goes on with the files it has."""
+    """Warn of each run that differs from its seal; the command uses its files as they are."""
     from sparsebench.results.run.bundle import first_change
 
     for run in runs:

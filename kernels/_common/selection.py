@@ -167,7 +167,7 @@ class Operator:
         lists = {"cache": cached, "package": choice_lists.package(self.device)}
         selected, fits = self._from_lists(call, problem, lists)
         line = problem if fits else {**problem, "fits": False}
-        if not fits:
+        if selected is None and not fits:
             selected, _ = self._from_lists(call, line, lists)
         if selected is not None:
             return selected
@@ -200,14 +200,14 @@ class Operator:
         """
         fits = True
         for by, choices in lists.items():
-            choice = choices.get(choice_lists.key(problem))
+            choice = choices.get(choice_lists.key(problem), {})
             if same := self._matching(call, choice):
                 try:
                     selected = _plan_first([same], by, problem)
                 except Unsupported:
                     fits = False
                     continue
-                if not choice or choice.get("code") in (None, selected.product.code):
+                if choice.get("code") in (None, selected.product.code):
                     return selected, fits
         return None, fits
 

@@ -140,9 +140,7 @@ class Product:
         if split > 1 and rows > self.config.rows:
             limit = f"expected {self.config.rows} rows of tiles for a cluster"
             raise Unsupported(f"{limit}, found {rows}")
-        if (shared := self._shared(m)) > SHARED_BYTES:
-            limit = f"expected {SHARED_BYTES} bytes of shared memory at most"
-            raise Unsupported(f"{limit}, found {shared}")
+        self.loaded(m)  # raises Unsupported if the tokens need more shared memory than there is
 
     def run(self, x: Tensor) -> Tensor:
         """Multiply; the caller checks the operands. A graph keeps W alive."""
@@ -154,11 +152,9 @@ class Product:
             keep(self)
         return y
 
-    def _shared(self, m: int) -> int:
-        return self.config.shared_bytes(self.room, m, self.w.dtype.itemsize)
-
     def _loaded(self, m: int) -> Loaded:
-        config, shared = self.config, self._shared(m)
+        config, size = self.config, self.w.dtype.itemsize
+        shared = config.shared_bytes(self.room, m, size)
         constants = constants_of(config, self.w.dtype)
         kernel, code = load("bitmap_mma", "multiply_records", constants, shared, self.device)
         grid = self.workers * config.split * -(-m // config.tokens)

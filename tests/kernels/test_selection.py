@@ -196,6 +196,15 @@ def test_a_weight_that_a_listed_choice_does_not_fit_has_a_choice_of_its_own(cach
     assert operator(unfit=(32, 64)).select(1).choice["tokens"] == 16  # without a search
 
 
+def test_a_choice_of_the_package_that_fits_stands_in_for_one_of_the_cache(cache, monkeypatch):
+    operator().select(1, timed)
+    package = {choice_lists.key(PROBLEM): {"kernel": "small", "tokens": 16}}
+    monkeypatch.setattr(choice_lists, "package", lambda device: package)
+    assert operator().select(1, timed).choice["tokens"] == 64
+    other = operator(unfit=(32, 64)).select(1, timed)
+    assert (other.by, other.choice["tokens"]) == ("package", 16)
+
+
 def test_a_row_has_what_a_list_needs(cache: Path) -> None:
     row = operator().select(1, timed).row
     assert row == {"kernel": "small", "tokens": 64, "by": "search", "problem": PROBLEM}

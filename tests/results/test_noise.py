@@ -128,9 +128,8 @@ def test_too_many_different_pairs_make_a_run_unreliable(different: int, of: int,
 def test_a_reliable_run_with_many_different_pairs_says_how_often_chance_does_that() -> None:
     rows = [
         row
-        for number in range(8)
-        for shifted in [99.0 if number < 2 else 100.0]
-        for row in contest((A, 100.0), (A_TWIN, noisy(shifted)), m=number + 1)
+        for number, time in enumerate([99.0, 99.0, *[100.0] * 6])
+        for row in contest((A, 100.0), (A_TWIN, noisy(time)), m=number + 1)
     ]
     reliability, reason = analyse(run(rows)).noise.reliability
     assert reliability == "reliable"

@@ -37,7 +37,7 @@ def test_an_environment_without_a_device_is_refused(environment: dict[str, Any])
 
 
 @pytest.mark.parametrize(
-    ("name", "device", "named"),
+    ("name", "device", "expected"),
     [
         ("RTX4090", "NVIDIA GeForce RTX 4090", True),
         ("nvidia rtx-4090", "NVIDIA GeForce RTX 4090", True),
@@ -49,5 +49,5 @@ def test_an_environment_without_a_device_is_refused(environment: dict[str, Any])
         ("-", "NVIDIA H200", False),
     ],
 )
-def test_a_device_answers_to_whole_words_of_its_name(name, device, named) -> None:
-    assert names_device(name, device) == named
+def test_a_device_answers_to_whole_words_of_its_name(name, device, expected) -> None:
+    assert names_device(name, device) == expected
