@@ -1,9 +1,9 @@
 """The contract that every file in kernels/ keeps.
 
-A kernel file names one KERNEL. `unsupported` answers before anything is built. `prepare` uploads,
-packs, compiles and tunes, and returns the Launch that is timed.
-
-`prepare` may use:
+A kernel file names one KERNEL. One of ours is an Engine (_common/operator.py), which declares how
+to plan a call; the operator offers the contract of this file for it.
+ `unsupported` answers before anything is built. `prepare` uploads, packs, compiles and may search.
+It may use:
 
     weights       everything: their values stay the same
     activations   shapes, strides and dtype; it may also time candidates on their values
@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sparsebench.errors import Unsupported
 from sparsebench.formats._format import Format
 from sparsebench.kernels._common.capture import keep
 from sparsebench.results.record import Problem
@@ -99,8 +100,7 @@ class Kernel:
     device       "cuda", "cpu" or "any"
     prepare      (operands, **options) -> Launch; raises Unsupported, and never falls back
     unsupported  (problem, device) -> reason why the kernel cannot run the problem, or None
-    tunes        `prepare` takes the option `tuned`, and tables hold configurations
-                 (_common/tuned_table.py)
+    tunes        accepted from packages written for 0.3, and without effect
     """
 
     op: str
@@ -109,6 +109,12 @@ class Kernel:
     prepare: Callable[..., Launch]
     unsupported: Callable[[Problem, torch.device], str | None] = lambda problem, device: None
     tunes: bool = False
+
+
+def refuse(reason: str | None) -> None:
+    """Raise Unsupported if there is a reason."""
+    if reason:
+        raise Unsupported(reason)
 
 
 @dataclass(frozen=True)

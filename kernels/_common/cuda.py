@@ -28,6 +28,8 @@ from torch import Tensor
 
 from sparsebench._writing import write_file
 from sparsebench.errors import Unsupported
+from sparsebench.kernels._common.capture import is_capturing, keep
+from sparsebench.kernels._common.device import shared_bytes_of
 from sparsebench.kernels._common.driver import (
     CLUSTER_DIMENSION,
     LaunchAttribute,
@@ -38,7 +40,6 @@ from sparsebench.kernels._common.driver import (
     set_device,
 )
 from sparsebench.kernels._common.machine_code import digest, read_or_compile
-from sparsebench.kernels._common.tuned_table import shared_bytes_of
 
 HEADERS = Path(__file__).parent  # *.cuh for all families; others are beside their kernels
 SM_90A = "sm_90a"  # the target with wgmma; it runs on compute capability 9.0 only
@@ -190,6 +191,19 @@ def on_tape(
         tape.outputs.append(output)
     tape.owners += owners
     tape.complete &= complete
+
+
+def launch(loaded: Loaded, args: Arguments, out: Tensor, owner: Any, *others: Tensor) -> Tensor:
+    """Enqueue a kernel that writes `out`, and return it. Raises RuntimeError.
+
+    owner, others  of the other memory that the kernel reads; a graph that captures the launch keeps
+                   `owner`, the same object in each launch, alive
+    """
+    loaded.enqueue(args)
+    on_tape(out, owners=(owner, *others))
+    if is_capturing(out):
+        keep(owner)
+    return out
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,10 @@ from torch import Tensor
 from triton import knobs
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from sparsebench.errors import Unsupported
+from sparsebench.kernels._common.capture import is_capturing, keep
 from sparsebench.kernels._common.cuda import Layout, Loaded, encoded_map, on_tape
 from sparsebench.kernels._common.machine_code import digest
+from sparsebench.kernels._common.operator import Product
 from sparsebench.results.record import Problem
 
 Path = Literal["tma", "pointers"]
@@ -28,6 +29,7 @@ SM_BYTES = 220 * 1024  # operands in flight; a program on Hopper or Blackwell ma
 TMA_ALIGNMENT = 16  # bytes: base, strides and inner box (CUDA driver API, cuTensorMapEncodeTiled)
 COMPILE_THREADS = 8
 ADDRESSES = 64  # sets of addresses for which a template keeps the boxes
+LAYOUTS = 64  # sets of layouts, so numbers of tokens, for which a product stays bound
 SMALLEST_TILE = 16  # smallest side for tl.dot; the depth of one bf16 tensor-core instruction
 
 
@@ -56,11 +58,11 @@ class BoundKernel:
         """Return the digest of the machine code (machine_code.py); None when interpreted."""
         if self.out.device.type != "cuda":
             return None
-        return digest(*self._binaries())
+        return digest(*self.binaries())
 
-    def _binaries(self) -> list[bytes]:
+    def binaries(self) -> list[bytes]:
         compiled = self.kernel.warmup(*self.args, grid=self.grid, **self.constants)
-        return [*(self.before._binaries() if self.before else ()), bytes(compiled.asm["cubin"])]
+        return [*(self.before.binaries() if self.before else ()), bytes(compiled.asm["cubin"])]
 
 
 class Template:
@@ -83,9 +85,13 @@ class Template:
         self._results = [place[id(t)] for t in results]
         self._launches = [_Launch(each, place) for each in flat]
 
-    def __call__(self, *operands: Tensor) -> list[Tensor]:
-        new_empty = operands[0].new_empty
-        buffers = [new_empty(shape, dtype=dtype) for shape, dtype in self._allocated]
+    def __call__(self, *operands: Tensor, out: Tensor | None = None) -> list[Tensor]:
+        """Return the results, new tensors; `out` is written instead of the first, if given."""
+        new_empty, first = operands[0].new_empty, self._results[0] - len(operands)
+        buffers = [
+            out if out is not None and i == first else new_empty(shape, dtype=dtype)
+            for i, (shape, dtype) in enumerate(self._allocated)
+        ]
         tensors = [*operands, *buffers]
         addresses = [t.data_ptr() for t in tensors]
         for launch in self._launches:
@@ -93,6 +99,38 @@ class Template:
         results = [tensors[i] for i in self._results]
         on_tape(*buffers[-1:], owners=(self,), complete=len(buffers) <= 1)
         return results
+
+
+def product_of(
+    bound: Callable[..., BoundKernel],
+    operands: Sequence[Tensor],
+    device: torch.device,
+    pack: Callable[[Tensor], Tensor] | None = None,
+) -> Product:
+    """Return the product of a kernel; each set of layouts of its operands is bound once.
+
+    bound     (*operands) -> the kernel, whose first arguments these are, as tensors on "meta"
+    operands  of the planned call, on "meta"; on a GPU the kernel is compiled for them now
+    pack      of the last operand
+    """
+
+    @lru_cache(LAYOUTS)
+    def template(*layouts: tuple[torch.Size, tuple[int, ...], torch.dtype]) -> Template:
+        tensors = (torch.empty_strided(*at, dtype=kind, device="meta") for *at, kind in layouts)
+        program = bound(*tensors)
+        first = (program.before or program).args[: len(layouts)]
+        return Template([program], [t for t in map(tensor_of, first) if t is not None], [program.out])
+
+    def run(*operands: Tensor, out: Tensor | None = None) -> Tensor:
+        at = template(*[(t.shape, t.stride(), t.dtype) for t in operands])
+        y = at(*operands, out=out)[0]
+        on_tape(owners=operands[1:])
+        if is_capturing(y):
+            keep(at)
+        return y
+
+    code = digest(*bound(*operands).binaries()) if device.type == "cuda" else None
+    return Product(run, code, pack, pack and object())
 
 
 class _Launch:
@@ -287,21 +325,15 @@ def unsupported(
     return None
 
 
-def choose_path(path: Path | None, reason: str | None, device: torch.device) -> Path:
-    """Return `path`, or by default the best one. Raises Unsupported.
-
-    reason  why TMA cannot be used, or None
-    """
-    old = device.type == "cuda" and torch.cuda.get_device_capability(device) < (9, 0)
-    reason = "compute capability below 9.0" if old else reason
-    if path == "tma" and reason:
-        raise Unsupported(f"no TMA path: {reason}")
-    return path or ("tma" if device.type == "cuda" and not reason else "pointers")
+def choose_path(reason: str | None, device: torch.device) -> Path:
+    """Return TMA if the device has it and there is no reason against it."""
+    has_tma = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+    return "tma" if has_tma and not reason else "pointers"
 
 
-def precision_of(dtype: str) -> Precision:
-    """Return the precision of a problem's products; products of 16-bit operands are exact."""
-    return "tf32" if dtype == "tf32" else "ieee"
+def precision_of(*, tf32: bool) -> Precision:
+    """Return the precision of products; those of 16-bit operands are exact."""
+    return "tf32" if tf32 else "ieee"
 
 
 def without_tensor_cores(itemsize: int, precision: Precision) -> bool:

@@ -23,7 +23,7 @@ from sparsebench.errors import Unsupported
 from sparsebench.formats.block_mask import BlockMask
 from sparsebench.kernels._common import cuda
 from sparsebench.kernels._common.requirements import unsupported_on_hopper
-from sparsebench.kernels._common.tuned_table import multiprocessors
+from sparsebench.kernels._common.device import multiprocessors
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
 from sparsebench.kernels.attention._shapes import LOG2_E, Bound, Shape, task_of
 from sparsebench.kernels.attention._wgmma_tiles import query_tiles, span_of, tensor_map

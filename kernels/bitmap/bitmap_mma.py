@@ -36,7 +36,8 @@ from sparsebench.kernels._common.cuda import (
 )
 from sparsebench.kernels._common.requirements import unsupported_on_hopper
 from sparsebench.kernels._common.search import fastest_launch
-from sparsebench.kernels._common.tuned_table import Sizes, Tuned, choose, multiprocessors
+from sparsebench.kernels._common.device import multiprocessors
+from sparsebench.kernels._common.tuned_table import Sizes, Tuned, choose
 from sparsebench.kernels._kernel import Kernel, Launch, Operands, output_dtype
 from sparsebench.results.record import Problem
 

@@ -2,7 +2,7 @@
 
 For any NVIDIA GPU of compute capability 8.0 or newer. bsr_fp32.cu is the kernel and draws it: each
 warp multiplies steps of W with a ring of its own, and a CTA adds its warps' sums in order. This
-file chooses a configuration and launches. It supports
+file chooses configurations and plans. It supports
 
     blocks    of multiples of 8 rows and columns; edge blocks may extend beyond W, and block rows
               may be empty. A step is 8, 16 or 32 rows by as many columns, whichever divide a block
@@ -19,21 +19,14 @@ from functools import lru_cache, partial
 import torch
 from torch import Tensor
 
-from sparsebench.errors import Unsupported
 from sparsebench.formats.bsr import Bsr
 from sparsebench.kernels._common import cuda
+from sparsebench.kernels._common.device import multiprocessors, shared_bytes_of
+from sparsebench.kernels._common.operator import Product
 from sparsebench.kernels._common.requirements import unsupported_before_ampere
-from sparsebench.kernels._common.search import fastest_launch
-from sparsebench.kernels._common.tuned_table import (
-    Tuned,
-    blocked,
-    choose,
-    multiprocessors,
-    shared_bytes_of,
-)
-from sparsebench.kernels._kernel import Kernel, Launch, Operands
-from sparsebench.kernels.bsr._launch import LARGEST, Plan, bind
-from sparsebench.kernels.bsr._wgmma_pairs import checked
+from sparsebench.kernels._kernel import refuse
+from sparsebench.kernels.bsr._call import LARGEST, BsrCall, bsr_engine
+from sparsebench.kernels.bsr._launch import product_of
 
 SIDES = 32, 16, 8  # of a step, the first one that divides a block's side
 TOKENS, WARPS = (16, 32), (4, 8)
@@ -67,33 +60,24 @@ def step_of(block: tuple[int, int]) -> tuple[int, int]:
     return rows, depth
 
 
-def configurations(w: Bsr, m: int, workers: int, most: int) -> list[Config]:
-    """Return what is possible for m tokens in `most` bytes of a CTA, the likeliest first."""
-    rows, depth = step_of(w.block)
+def choices(w: Bsr, call: BsrCall) -> list[Config]:
+    """Return what fits into the shared memory of a CTA, the likeliest first."""
+    refuse(unsupported_call(w, call))
+    (rows, depth), m, device = step_of(w.block), call.m, w.columns.device
     tokens = next((size for size in TOKENS if m <= size), TOKENS[-1])
     ctas = (len(w.offsets) - 1) * w.block[0] // rows * -(-m // tokens)
-    warps = WARPS if ctas >= workers else WARPS[::-1]
+    warps = WARPS if ctas >= multiprocessors(device) else WARPS[::-1]
     configs = [Config(tokens, each, stages) for stages in (64 // depth, 2) for each in warps]
+    most = shared_bytes_of(device)
     return [c for c in dict.fromkeys(configs) if c.shared_bytes(w.block) <= most]
 
 
-def launch(x: Tensor, w: Bsr, config: Config) -> cuda.BoundKernel:
-    """Return the kernel of X @ W.T [m, n]. Raises Unsupported."""
-    if reason := unsupported_operands(x, w):
-        raise Unsupported(reason)
-    return bind(plan(w, len(x), config, aligned=is_aligned(x)), x, w.values)
-
-
-def is_aligned(x: Tensor) -> bool:
-    """Return whether rows of X are multiples of 16 bytes."""
-    return not (x.shape[1] % 4 or x.stride(0) % 4 or x.data_ptr() % cuda.TMA_ALIGNMENT)
-
-
-def plan(w: Bsr, m: int, config: Config, *, aligned: bool) -> Plan:
-    """Compile and load. Only shape and dtype of W's values matter; X is aligned as `is_aligned`."""
-    (n, k), device, (rows, _) = w.shape, w.offsets.device, step_of(w.block)
+def plan(w: Bsr, call: BsrCall, config: Config) -> Product:
+    """Sort the block rows, compile and load."""
+    refuse(unsupported_call(w, call))
+    (n, k), m, device, (rows, _) = w.shape, call.m, w.offsets.device, step_of(w.block)
     index, target = (rows_of(w), w.columns), cuda.target_of(device)
-    constants = constants_of(config, w.block, aligned, target)
+    constants = constants_of(config, w.block, not k % 4, target)
     shared = config.shared_bytes(w.block)
     kernel, code = cuda.load("bsr_fp32", "multiply_fp32", constants, shared, device, target)
     token_tiles = -(-m // config.tokens)
@@ -107,7 +91,7 @@ def plan(w: Bsr, m: int, config: Config, *, aligned: bool) -> Plan:
         return ARGUMENTS(x, strides[0], *addresses, values, y, tokens, n, k, token_tiles)
 
     loaded = cuda.Loaded(kernel, code, device.index, grid, 32 * config.warps, shared)
-    return Plan(loaded, index, arguments, m, k, (*w.values.shape,), n, w.values.dtype)
+    return product_of(call, loaded, arguments, index, len(w.columns))
 
 
 def rows_of(w: Bsr) -> Tensor:
@@ -135,53 +119,26 @@ def constants_of(
     )
 
 
-def unsupported_operands(x: Tensor, w: Bsr) -> str | None:
-    """Return why the kernel cannot run on these operands, or None."""
-    (n, k), (r, c), values = w.shape, w.block, w.values
-    if {x.dtype, values.dtype} != {torch.float32}:
-        return f"expected fp32 operands, found {x.dtype} and {values.dtype}"
-    if x.dim() != 2 or x.shape[1] != k:
-        return f"expected activations of {k} columns, found shape {list(x.shape)}"
+def unsupported_call(w: Bsr, call: BsrCall) -> str | None:
+    """Return why the kernel cannot run a call, or None."""
+    (n, k), (r, c) = w.shape, w.block
+    if call.dtype != torch.float32:
+        return f"expected fp32 operands, found {call.dtype}"
     if not all(step_of(w.block)):
         return f"expected blocks of multiples of 8 rows and columns, found {r}x{c}"
-    if x.stride(1) != 1:
-        return f"expected contiguous rows of X, found strides {list(x.stride())}"
-    if not values.is_contiguous() or values.data_ptr() % cuda.TMA_ALIGNMENT:
-        at = values.data_ptr() % cuda.TMA_ALIGNMENT
-        actual = f"strides {list(values.stride())} at {at} modulo 16"
-        return f"expected contiguous blocks at a multiple of 16 bytes, found {actual}"
-    steps, tiles = (
-        len(values) * c // step_of(w.block)[1],
-        -(-len(x) // TOKENS[0]) * (n // SIDES[-1]),
-    )
-    if not len(x) or max(len(x), n + r, k + c, steps + SIDES[0], tiles) > LARGEST:
-        actual = f"{len(values)} blocks of {r}x{c} in {n}x{k}, {len(x)} tokens"
+    steps = len(w.columns) * c // step_of(w.block)[1]
+    tiles = -(-call.m // TOKENS[0]) * (n // SIDES[-1])
+    if max(call.m, n + r, k + c, steps + SIDES[0], tiles) > LARGEST:
+        actual = f"{len(w.columns)} blocks of {r}x{c} in {n}x{k}, {call.m} tokens"
         return f"expected 1 to 2^31 tokens, and fewer columns, steps and tiles, found {actual}"
     return None
 
 
-def prepare(operands: Operands, *, tuned: Tuned = True) -> Launch:
-    """Take a table's configuration, or time a few; the blocks are read as stored."""
-    x, w = operands.activations["x"], operands.weights["w"]
-    assert isinstance(w, Bsr)
-    checked(w)
-    if reason := unsupported_operands(x, w):
-        raise Unsupported(reason)
-    sizes = blocked(len(x), *w.shape, operands.problem["dtype"], w.block, len(w.values))
-    most = shared_bytes_of(x.device)
-    searched = configurations(w, len(x), multiprocessors(x.device), most)
-    configs, by = choose("bsr_fp32", Config, operands, sizes, tuned, searched)
-    target = cuda.target_of(x.device)
-    constants = [constants_of(config, w.block, is_aligned(x), target) for config in configs]
-    cuda.compile_ahead("bsr_fp32", constants, target)
-    return fastest_launch(configs, [launch(x, w, config) for config in configs], by, x.device)
-
-
-KERNEL = Kernel(
+KERNEL = bsr_engine(
+    "bsr_fp32",
     "linear",
-    "bsr",
-    "cuda",
-    prepare,
+    choices,
+    plan,
     partial(unsupported_before_ampere, dtypes=("fp32", "tf32")),
-    tunes=True,
+    Config,
 )

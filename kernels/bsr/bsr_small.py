@@ -2,8 +2,7 @@
 
 bsr_small.cu is the kernel and contains a diagram of its pipeline: block rows share the strips of X
 that they touch, and every block is a separate product. _small_steps.py decides which rows go
-together and builds the list of steps. This file chooses a configuration and launches the kernel. It
-supports
+together and builds the list of steps. This file chooses configurations and plans. It supports
 
     blocks    8x8, or multiples of 16 (blocks larger than 32: at most 256 tokens), fp16 or bf16;
               edge blocks may extend beyond W, and block rows may be empty
@@ -26,16 +25,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sparsebench.errors import Unsupported
 from sparsebench.formats._format import offsets_of, rows_of
 from sparsebench.formats.bsr import Bsr
 from sparsebench.kernels._common import cuda
+from sparsebench.kernels._common.device import multiprocessors
+from sparsebench.kernels._common.operator import Product
 from sparsebench.kernels._common.requirements import unsupported_on_hopper
-from sparsebench.kernels._common.search import fastest_launch
-from sparsebench.kernels._common.tuned_table import Tuned, blocked, choose, multiprocessors
 from sparsebench.kernels._common.work_list import WORKERS, Ints
-from sparsebench.kernels._kernel import Launch, Operands
-from sparsebench.kernels.bsr._launch import Plan, bind, kernel_of, too_large, unsupported_product
+from sparsebench.kernels._kernel import refuse
+from sparsebench.kernels.bsr._call import BsrCall, bsr_engine
+from sparsebench.kernels.bsr._launch import Packing, product_of, unsupported_product
 from sparsebench.kernels.bsr._small_steps import (
     END,
     LAST,
@@ -59,7 +58,6 @@ SHARED_BYTES = RING_BYTES + 2048  # alignment to 1024 may take 1023
 ARGUMENTS = cuda.Layout("256s", f"{4 * WORKERS}s", f"{16 * WORKERS}s", *"PPPPii")
 UNITED = 16  # side of a block that unites four of 8 x 8
 CUT_TOKENS = 256  # up to this many, blocks above 32 are cut; beyond, bsr_wgmma is faster
-TRIED = 4  # configurations that a short search times: the best by the byte model
 
 
 @dataclass(frozen=True)
@@ -80,45 +78,26 @@ class Config:
         return 128 * (self.warpgroups + 1)
 
 
-def configurations(w: Bsr, m: int, workers: int, transposed: bool = False) -> list[Config]:
-    """Return what is possible for m tokens, by the bytes that the busiest worker loads."""
+def choices(w: Bsr, call: BsrCall) -> list[Config]:
+    """Return what is possible, by the bytes that the busiest worker loads."""
+    refuse(unsupported_call(w, call))
+    (small, _), m, workers = _fitting(w), call.m, multiprocessors(w.columns.device)
     costs: dict[Config, float] = {}
     for config in (Config(tokens, features) for tokens in TOKENS for features in FEATURES):
         if config.tokens < 2 * max(m, 64):
-            each = _lists(w, config, transposed).costs(min(m, config.tokens), w.block[0])
+            lists = _lists(small, config, call.transposed)
+            each = lists.costs(min(m, config.tokens), small.block[0])
             costs[config] = max(each.sum() * -(-m // config.tokens) / workers, each.max())
     return sorted(costs, key=lambda config: costs[config])
 
 
-def offered(w: Bsr, m: int, transposed: bool) -> list[tuple[Config]]:
-    """Return the likeliest `configurations`."""
-    small, _ = _fitting(w)
-    workers = multiprocessors(w.columns.device)
-    return [(config,) for config in configurations(small, m, workers, transposed)]
-
-
-def launch(
-    x: Tensor, w: Bsr, config: Config, *, transposed: bool = False, watchdog: bool = False
-) -> cuda.BoundKernel:
-    """Return the kernel of X @ W.T [m, n], or X @ W [m, k] if transposed. Raises Unsupported.
+def plan(w: Bsr, call: BsrCall, config: Config, *, watchdog: bool = False) -> Product:
+    """Unite the rows, list the steps and assign them. Reads the index on the host.
 
     With `watchdog`, a kernel that hangs stops and prints where it waited; it runs a little slower.
     """
-    if reason := unsupported_operands(x, w, transposed):
-        raise Unsupported(reason)
-    planned = plan(w, len(x), config, transposed=transposed, watchdog=watchdog)
-    return bind(planned, x, w.values)
-
-
-def plan(
-    w: Bsr, m: int, config: Config, *, transposed: bool = False, watchdog: bool = False
-) -> Plan:
-    """Unite the rows, list the steps and assign them; only shape and dtype of w's values matter.
-
-    Expects operands that `unsupported_operands` accepts. Reads the index on the host, so it waits
-    for the device.
-    """
-    (n, k), dtype, device = w.shape, w.values.dtype, w.values.device
+    refuse(unsupported_call(w, call))
+    m, dtype, device, transposed = call.m, call.dtype, w.columns.device, call.transposed
     small, places = _fitting(w)
     b = small.block[0]
     lists = _lists(small, config, transposed)
@@ -130,9 +109,8 @@ def plan(
     starts[: len(bounds)] = bounds
     firsts = first_of(steps[bounds[:-1]], config.tokens).tobytes()
     order, pieces = (torch.from_numpy(a) for a in (lists.order, swizzle(b)))
-    rest = [torch.from_numpy(a).to(device) for a in (steps, lists.units)]
+    rest = tuple(torch.from_numpy(a).to(device) for a in (steps, lists.units))
     source = sources(order, pieces) if places is None else places[sources(order, pieces).long()]
-    depth, width = (n, k) if transposed else (k, n)
     first_steps = starts.tobytes()
 
     @lru_cache(cuda.ADDRESSES)
@@ -140,17 +118,15 @@ def plan(
         tokens: int, x: int, strides: tuple[int, int], packed: int, y: int
     ) -> cuda.Arguments:
         rows = tokens if m <= config.tokens else config.tokens  # of a box (ONCE)
-        of_x, tail = (x, (tokens, depth), strides, dtype), tokens % rows or rows
+        of_x, tail = (x, (tokens, call.depth), strides, dtype), tokens % rows or rows
         x_maps = [cuda.tensor_map(*of_x, (height, STRIP)) for height in (rows, tail)]
         each, units = (a.data_ptr() for a in rest)
-        return ARGUMENTS(
-            b"".join(x_maps), first_steps, firsts, packed, each, units, y, tokens, width
-        )
+        more = packed, each, units, y, tokens, call.width
+        return ARGUMENTS(b"".join(x_maps), first_steps, firsts, *more)
 
     grid = len(bounds) - 1
     loaded = cuda.Loaded(kernel, code, device.index, grid, config.threads, SHARED_BYTES, early=True)
-    sizes = m, depth, (*w.values.shape,), width, dtype
-    return Plan(loaded, tuple(rest), arguments, *sizes, source.to(device))
+    return product_of(call, loaded, arguments, rest, len(w.columns), Packing(source.to(device)))
 
 
 def first_of(steps: Ints, tokens: int) -> Ints:
@@ -179,28 +155,14 @@ def constants_of(
     )
 
 
-def unsupported_operands(x: Tensor, w: Bsr, transposed: bool) -> str | None:
-    (n, k), (r, c), values = w.shape, w.block, w.values
-    if reason := unsupported_product(x, w, transposed):
-        return reason
+def unsupported_call(w: Bsr, call: BsrCall) -> str | None:
+    """Return why the kernel cannot run a call, or None."""
+    r, c = w.block
     if (r, c) != (8, 8) and (r % BLOCKS[0] or c % BLOCKS[0]):
         return f"expected blocks of 8x8 or of multiples of 16, found {r}x{c}"
-    if max(r, c) > BLOCKS[-1] and len(x) > CUT_TOKENS:
-        return f"blocks of {r}x{c}: expected up to {CUT_TOKENS} tokens, found {len(x)}"
-    return too_large((n, k), len(values), len(values) * r * c // 8, len(x))
-
-
-def prepare(operands: Operands, w: Bsr, x: Tensor, tuned: Tuned, *, transposed: bool) -> Launch:
-    """Unite the rows and assign the work; take a table's configuration, or time up to TRIED."""
-    sizes = blocked(len(x), *w.shape, operands.problem["dtype"], w.block, len(w.values))
-    if reason := unsupported_operands(x, w, transposed):
-        raise Unsupported(reason)
-    name = "bsr_small_dgrad" if transposed else "bsr_small"
-    possible = [] if operands.pinned else [each for (each,) in offered(w, len(x), transposed)]
-    searched = possible if tuned == "wide" else possible[:TRIED]
-    configs, by = choose(name, Config, operands, sizes, tuned, searched)
-    candidates = [launch(x, w, config, transposed=transposed) for config in configs]
-    return fastest_launch(configs, candidates, by, x.device)
+    if max(r, c) > BLOCKS[-1] and call.m > CUT_TOKENS:
+        return f"blocks of {r}x{c}: expected up to {CUT_TOKENS} tokens, found {call.m}"
+    return unsupported_product(call, len(w.columns) * r * c // 8)
 
 
 def _fitting(w: Bsr) -> tuple[Bsr, Tensor | None]:
@@ -243,7 +205,7 @@ def _lists(w: Bsr, config: Config, transposed: bool) -> Lists:
     return lists_of(w, config.features, config.warpgroups, transposed)
 
 
-KERNEL = kernel_of("linear", prepare, unsupported_on_hopper)
+KERNEL = bsr_engine("bsr_small", "linear", choices, plan, unsupported_on_hopper, Config)
 
-DGRAD = kernel_of("linear_dgrad", prepare, unsupported_on_hopper)
+DGRAD = bsr_engine("bsr_small", "dgrad", choices, plan, unsupported_on_hopper, Config)
 """Input gradient with small blocks, in CUDA C++ for Hopper: wgmma reads the blocks MN-major."""

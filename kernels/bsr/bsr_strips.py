@@ -27,17 +27,17 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from sparsebench.errors import Unsupported
 from sparsebench.formats.bsr import Bsr
 from sparsebench.kernels._common import cuda
+from sparsebench.kernels._common.device import multiprocessors
+from sparsebench.kernels._common.operator import Product
 from sparsebench.kernels._common.requirements import unsupported_on_hopper
-from sparsebench.kernels._common.search import fastest_launch
-from sparsebench.kernels._common.tuned_table import Tuned, blocked, choose, multiprocessors
 from sparsebench.kernels._common.work_list import WORKERS, Ints
-from sparsebench.kernels._kernel import Launch, Operands
-from sparsebench.kernels.bsr._launch import Plan, bind, kernel_of, too_large, unsupported_product
+from sparsebench.kernels._kernel import refuse
+from sparsebench.kernels.bsr._call import BsrCall, bsr_engine
+from sparsebench.kernels.bsr._launch import Packing, product_of, unsupported_product
 from sparsebench.kernels.bsr._small_steps import END, LAST, NO_STRIP, Lists, worked
 from sparsebench.kernels.bsr._strip_tiles import (
     LEAST_GATHERED,
@@ -56,9 +56,8 @@ RING_BYTES = 222 * 1024  # bytes of all stages
 SHARED_BYTES = RING_BYTES + 1024 + 2048 + 1536  # alignment to 1024 may take 1023; zeros
 # Maps of x and of its last tile, starts; w, steps, rows, y; m and width.
 ARGUMENTS = cuda.Layout("512s", f"{4 * WORKERS}s", *"PPPPii")
-TRIED = 8  # configurations that a short search times: the best by the byte model
 ALIGNED = 32  # columns of an aligned strip
-TRIED_ALIGNED = 2  # configurations with aligned strips that a short search times
+FIRST_ALIGNED = 2  # configurations with aligned strips after as many without
 
 
 def costs_of(lists: Lists, tiles: Tiles, config: Config) -> Ints:
@@ -83,53 +82,26 @@ def configurations(tiles: Tiles, m: int, workers: int) -> list[Config]:
     return sorted(costs, key=lambda config: costs[config])
 
 
-def offered(w: Bsr, m: int, transposed: bool) -> list[tuple[Config, Tiles]]:
-    """Return the likeliest `configurations` with W's tiles; if W is odd, also in aligned strips."""
-    workers, tiles = multiprocessors(w.columns.device), tiles_of(w, transposed)
-    likeliest = [(config, tiles) for config in configurations(tiles, m, workers)]
-    if tiles.across > 1 or w.block[not transposed] % ALIGNED == 0:
+def choices(w: Bsr, call: BsrCall) -> list[Config]:
+    """Return the likeliest `configurations`; if blocks are not aligned, also in aligned strips."""
+    refuse(unsupported_call(w, call))
+    workers, tiles = multiprocessors(w.columns.device), tiles_of(w, call.transposed)
+    likeliest = configurations(tiles, call.m, workers)
+    if tiles.across > 1 or w.block[not call.transposed] % ALIGNED == 0:
         return likeliest
-    aligned = tiles_of(w, transposed, across=2)
-    more = [(config, aligned) for config in configurations(aligned, m, workers)]
-    return [*likeliest[:TRIED_ALIGNED], *more[:TRIED_ALIGNED], *likeliest[TRIED_ALIGNED:]]
+    aligned = configurations(tiles_of(w, call.transposed, across=2), call.m, workers)
+    first = FIRST_ALIGNED
+    return [*likeliest[:first], *aligned[:first], *likeliest[first:]]
 
 
-def launch(
-    x: Tensor,
-    w: Bsr,
-    config: Config,
-    tiles: Tiles | None = None,
-    *,
-    transposed: bool = False,
-    watchdog: bool = False,
-) -> cuda.BoundKernel:
-    """Return the kernel of X @ W.T [m, n], or X @ W [m, k] if transposed. Raises Unsupported.
+def plan(w: Bsr, call: BsrCall, config: Config, *, watchdog: bool = False) -> Product:
+    """Unite the rows, list the steps and assign them. Reads the index on the host.
 
     With `watchdog`, a kernel that hangs stops and prints where it waited; it runs a little slower.
     """
-    if reason := unsupported_operands(x, w, transposed):
-        raise Unsupported(reason)
-    planned = plan(w, len(x), config, tiles, transposed=transposed, watchdog=watchdog)
-    return bind(planned, x, w.values)
-
-
-def plan(
-    w: Bsr,
-    m: int,
-    config: Config,
-    tiles: Tiles | None = None,
-    *,
-    transposed: bool = False,
-    watchdog: bool = False,
-) -> Plan:
-    """Unite the rows, list the steps and assign them; only shape and dtype of w's values matter.
-
-    Expects operands that `unsupported_operands` accepts. Reads the index on the host, so it waits
-    for the device.
-    """
-    (n, k), (blocks, r, c) = w.shape, w.values.shape
-    dtype, device = w.values.dtype, w.values.device
-    tiles = tiles or tiles_of(w, transposed, config.across)
+    refuse(unsupported_call(w, call))
+    m, dtype, device = call.m, call.dtype, w.columns.device
+    tiles = tiles_of(w, call.transposed, config.across)
     if not tiles.possible(config):
         size = f"{tiles.height}x{tiles.depth}"
         raise Unsupported(f"expected fewer tokens or rows with tiles of {size}, found {config}")
@@ -143,23 +115,21 @@ def plan(
     starts = np.zeros(WORKERS, np.int32)
     starts[: len(bounds)] = bounds
     uploaded = tuple(torch.from_numpy(a).to(device) for a in (steps, lists.units))
-    depth, width = (n, k) if transposed else (k, n)
     boxes, first_steps = boxes_of(tiles.depth, tiles.across), starts.tobytes()
 
     @lru_cache(cuda.ADDRESSES)
     def arguments(
         tokens: int, x: int, strides: tuple[int, int], packed: int, y: int
     ) -> cuda.Arguments:
-        of_x = x, (tokens, depth), strides, dtype
+        of_x = x, (tokens, call.depth), strides, dtype
         tail = tokens % config.tokens or config.tokens
         x_maps = [_maps(of_x, rows, boxes) for rows in (config.tokens, tail)]
         each, rows = (a.data_ptr() for a in uploaded)
-        return ARGUMENTS(b"".join(x_maps), first_steps, packed, each, rows, y, tokens, width)
+        return ARGUMENTS(b"".join(x_maps), first_steps, packed, each, rows, y, tokens, call.width)
 
     loaded = cuda.Loaded(kernel, code, device.index, len(bounds) - 1, config.threads, SHARED_BYTES)
-    sizes = m, depth, (blocks, r, c), width, dtype
-    source = packed_order(tiles, lists).to(device)
-    return Plan(loaded, uploaded, arguments, *sizes, source, transposed, tiles.piece)
+    packing = Packing(packed_order(tiles, lists).to(device), call.transposed, tiles.piece)
+    return product_of(call, loaded, arguments, uploaded, len(w.columns), packing)
 
 
 def _maps(of_x: tuple[Any, ...], rows: int, boxes: list[int]) -> bytes:
@@ -187,48 +157,15 @@ def constants_of(
     )
 
 
-def unsupported_operands(x: Tensor, w: Bsr, transposed: bool) -> str | None:
-    (n, k), (r, c), values = w.shape, w.block, w.values
-    depth = n if transposed else k
-    if reason := unsupported_product(x, w, transposed):
-        return reason
+def unsupported_call(w: Bsr, call: BsrCall) -> str | None:
+    """Return why the kernel cannot run a call, or None."""
+    r, c = w.block
     if not depth_of(r) or not depth_of(c):
         return f"expected blocks of even sides from {LEAST_GATHERED} on, found {r}x{c}"
-    if depth % 8:
-        return f"expected a multiple of 8 columns to read, found {depth}"
-    return too_large((n, k), len(values), values.numel() // gcd(r, c, 8), len(x))
+    return unsupported_product(call, len(w.columns) * r * c // gcd(r, c, 8))
 
 
-def prepare(operands: Operands, w: Bsr, x: Tensor, tuned: Tuned, *, transposed: bool) -> Launch:
-    """Unite the rows and assign the work; take a table's configuration, or time a few."""
-    if reason := unsupported_operands(x, w, transposed):
-        raise Unsupported(reason)
-    sizes = blocked(len(x), *w.shape, operands.problem["dtype"], w.block, len(w.values))
-    name = "bsr_strips_dgrad" if transposed else "bsr_strips"
-    workers = multiprocessors(x.device)
-    tiles = tiles_of(w, transposed)
-    ways = {tiles.across: tiles}
-    searched = [] if operands.pinned else configurations(tiles, len(x), workers)
-    searched = searched if tuned == "wide" else searched[:TRIED]
-    # Aligned strips are not measured yet, so the default, which layers take too, has none.
-    if not operands.pinned and tiles.across == 1 and w.block[not transposed] % ALIGNED:
-        ways[2] = tiles_of(w, transposed, across=2)
-        more = configurations(ways[2], len(x), workers)
-        searched += more if tuned == "wide" else more[:TRIED_ALIGNED]
-    configs, by = choose(name, Config, operands, sizes, tuned, searched)
-    for across in {config.across for config in configs} - {*ways}:
-        ways[across] = tiles_of(w, transposed, across)
-    dtype, constants = w.values.dtype, []
-    for config in configs:
-        tiles = ways[config.across]
-        room = tiles.lists(config, len(x), workers).room
-        constants.append(constants_of(config, tiles.height, tiles.depth, room, dtype))
-    cuda.compile_ahead("bsr_strips", constants)
-    candidates = [launch(x, w, c, ways[c.across], transposed=transposed) for c in configs]
-    return fastest_launch(configs, candidates, by, x.device)
+KERNEL = bsr_engine("bsr_strips", "linear", choices, plan, unsupported_on_hopper, Config)
 
-
-KERNEL = kernel_of("linear", prepare, unsupported_on_hopper)
-
-DGRAD = kernel_of("linear_dgrad", prepare, unsupported_on_hopper)
+DGRAD = bsr_engine("bsr_strips", "dgrad", choices, plan, unsupported_on_hopper, Config)
 """Input gradient with blocks of even sides, in CUDA C++ for Hopper: dX = dY @ W."""

@@ -28,9 +28,8 @@ from torch import Tensor
 
 from sparsebench.formats._format import rows_of
 from sparsebench.formats.bsr import Bsr
-from sparsebench.kernels._common.search import fastest_launch
+from sparsebench.kernels._common.operator import Product
 from sparsebench.kernels._common.triton import (
-    COMPILE_THREADS,
     BoundKernel,
     Path,
     Precision,
@@ -40,6 +39,7 @@ from sparsebench.kernels._common.triton import (
     most_stages,
     options,
     precision_of,
+    product_of,
     stages,
     unsupported,
     unsupported_alignment,
@@ -47,8 +47,9 @@ from sparsebench.kernels._common.triton import (
     whole_tile,
     without_tensor_cores,
 )
-from sparsebench.kernels._common.tuned_table import Tuned, blocked, choose
-from sparsebench.kernels._kernel import Kernel, Launch, Operands
+from sparsebench.kernels._kernel import refuse
+from sparsebench.kernels.bsr._call import BsrCall, bsr_engine
+from sparsebench.kernels.bsr._launch import no_block
 
 # Tokens and stages by the width of a tile, the default first. Every combination is tried in both
 # orders of programs. They won bsr_triton's sweep on an H200.
@@ -168,17 +169,15 @@ def _boxes(width: int, depth: int, itemsize: int, precision: Precision) -> list[
     return list(dict.fromkeys(configs))
 
 
-def launch(dy: Tensor, w: Bsr, config: Config, index: Index | None = None) -> BoundKernel:
-    """Return the kernel of dX [m, k]; `index` is index_of(w) if it exists already."""
-    index = index or index_of(w)
-    (m, n), (_, k), (r, c) = dy.shape, w.shape, w.block
+def bound(dy: Tensor, values: Tensor, w: Bsr, config: Config, index: Index) -> BoundKernel:
+    """Return the kernel of dX [m, k]; `index` is index_of(w)."""
+    (m, n), (_, k), c = dy.shape, w.shape, w.block[1]
     dx = dy.new_empty(m, k)
-    blocks = w.values if len(w.values) else w.values.new_zeros(1, r, c)  # TMA needs an address
     token_tiles = triton.cdiv(m, config.tokens)
     column_tiles = len(index.order) * triton.cdiv(c, config.features)
     args = (
         box(dy, config.tokens, config.depth, config.path),
-        box(blocks.view(-1, c), config.depth, config.features, config.path),
+        box(values.view(-1, c), config.depth, config.features, config.path),
         box(dx, config.tokens, config.features, config.path),
         *(index.rows, index.places, index.offsets, index.order),
         *(m, n, k, dy.stride(0), token_tiles),
@@ -207,36 +206,40 @@ def unsupported_by_tma(dy: Tensor, w: Bsr) -> str | None:
     r, c = w.block
     if (whole_tile(r), whole_tile(c)) != (r, c):
         return f"blocks of {r}x{c} are not whole tiles"
-    reason = unsupported_row(w.shape[1], dy.element_size())
-    return reason or unsupported_alignment(dy, w.values.view(-1, c))
+    size = dy.element_size()
+    reason = unsupported_row(w.shape[1], size) or unsupported_row(c, size)
+    return reason or unsupported_alignment(dy)
 
 
-def prepare(operands: Operands, path: Path | None = None, *, tuned: Tuned = True) -> Launch:
-    """Transpose the index; take a table's configuration, or compile and time a few.
-
-    `path` forces one path. Without it, blocks of fewer than SHORT rows that TMA can load are also
-    tried by pointers. Raises Unsupported.
-    """
-    dy, w = operands.activations["dy"], operands.weights["w"]
-    assert isinstance(w, Bsr)
-    best_path, dtype = (
-        choose_path(path, unsupported_by_tma(dy, w), dy.device),
-        operands.problem["dtype"],
-    )
-    sizes, precision = (len(dy), w.block, dy.element_size()), precision_of(dtype)
-    searched = configurations(*sizes, best_path, precision)
-    either = path is None and best_path == "tma" and w.block[0] < SHORT
-    if either:
-        searched = [*searched[:4], *configurations(*sizes, "pointers", precision)]
-    shape = blocked(len(dy), *w.shape, dtype, w.block, len(w.values))
-    fixed = {} if either else {"path": best_path}
-    configs, by = choose("bsr_triton_dgrad", Config, operands, shape, tuned, searched, **fixed)
-    index = index_of(w)
-    candidates = [launch(dy, w, config, index) for config in configs]
-    return fastest_launch(configs, candidates, by, dy.device, COMPILE_THREADS)
+def path_of(w: Bsr, call: BsrCall) -> Path:
+    return choose_path(unsupported_by_tma(call.activations[0], w), w.columns.device)
 
 
-KERNEL = Kernel("linear_dgrad", "bsr", "cuda", prepare, unsupported, tunes=True)
+def choices(w: Bsr, call: BsrCall) -> list[Config]:
+    """Return what is worth timing; blocks of fewer than SHORT rows also by pointers."""
+    path, precision = path_of(w, call), precision_of(tf32=call.tf32)
+    sizes = call.m, w.block, call.dtype.itemsize
+    configs = configurations(*sizes, path, precision)
+    if path == "tma" and w.block[0] < SHORT:
+        return [*configs[:3], *configurations(*sizes, "pointers", precision)]
+    return configs
+
+
+def plan(w: Bsr, call: BsrCall, config: Config) -> Product:
+    """Transpose the index, and compile."""
+    if config.path == "tma" != path_of(w, call):
+        refuse("expected the path pointers, found tma")
+    index, stored = index_of(w), len(w.columns)
+    values = torch.empty(max(1, stored), *w.block, dtype=call.dtype, device="meta")
+
+    def kernel(dy: Tensor, values: Tensor) -> BoundKernel:
+        return bound(dy, values, w, config, index)
+
+    pack = None if stored else no_block
+    return product_of(kernel, (*call.activations, values), w.columns.device, pack)
+
+
+KERNEL = bsr_engine("bsr_triton_dgrad", "dgrad", choices, plan, unsupported, Config)
 
 
 @triton.jit  # type: ignore[untyped-decorator]

@@ -32,9 +32,9 @@ from torch import Tensor
 
 from sparsebench.formats._format import rows_of
 from sparsebench.formats.bsr import Bsr
-from sparsebench.kernels._common.search import fastest_launch
+from sparsebench.kernels._common.device import multiprocessors
+from sparsebench.kernels._common.operator import Product
 from sparsebench.kernels._common.triton import (
-    COMPILE_THREADS,
     BoundKernel,
     Path,
     Precision,
@@ -43,14 +43,14 @@ from sparsebench.kernels._common.triton import (
     most_stages,
     options,
     precision_of,
+    product_of,
     unsupported,
     unsupported_alignment,
     whole_tile,
     without_tensor_cores,
 )
-from sparsebench.kernels._common.tuned_table import Tuned, blocked, choose, multiprocessors
-from sparsebench.kernels._kernel import Kernel, Launch, Operands
-from sparsebench.kernels.bsr._gradient import Gradient
+from sparsebench.kernels._kernel import refuse
+from sparsebench.kernels.bsr._call import BsrCall, bsr_engine
 
 WIDEST = 128  # side of a tile that TMA loads
 LEAST = 64  # M of wgmma: narrower blocks are gathered
@@ -157,14 +157,8 @@ def _parts(m: int, most: int) -> int:
     return 1 << (max(1, most).bit_length() - 1)
 
 
-def launch(
-    dy: Tensor, x: Tensor, pattern: Bsr, config: Config, strips: Strips | None = None
-) -> BoundKernel:
-    """Return the kernel of dW's values [blocks, r, c] at a pattern's stored blocks.
-
-    `strips` is strips_of(pattern, config), if it exists already.
-    """
-    strips = strips or strips_of(pattern, config)
+def bound(dy: Tensor, x: Tensor, pattern: Bsr, config: Config, strips: Strips) -> BoundKernel:
+    """Return the kernel of dW's values [blocks, r, c]; `strips` is strips_of(pattern, config)."""
     (m, n), k, (r, c), blocks = dy.shape, x.shape[1], pattern.block, len(pattern.columns)
     values = x.new_empty(blocks, r, c)
     tiles = triton.cdiv(r, config.rows) * triton.cdiv(c, config.width)
@@ -208,24 +202,30 @@ def unsupported_by_tma(dy: Tensor, x: Tensor, block: tuple[int, int]) -> str | N
     return unsupported_alignment(dy, x)
 
 
-def prepare(operands: Operands, path: Path | None = None, *, tuned: Tuned = True) -> Launch:
-    """Cut the strips; take a table's configuration, or compile and time a few.
-
-    With `path`, no other path is taken. Raises Unsupported.
-    """
-    dy, x, pattern = operands.activations["dy"], operands.activations["x"], operands.pattern
-    assert isinstance(pattern, Bsr)
-    path = choose_path(path, unsupported_by_tma(dy, x, pattern.block), x.device)
-    (m, dtype), blocks = (len(x), operands.problem["dtype"]), len(pattern.columns)
-    sizes = blocks, x.element_size(), path, multiprocessors(x.device)
-    searched = configurations(m, pattern.block, *sizes, precision_of(dtype))
-    shape = blocked(m, *pattern.shape, dtype, pattern.block, blocks)
-    configs, by = choose("bsr_triton_wgrad", Config, operands, shape, tuned, searched, path=path)
-    candidates = [Gradient(launch(dy, x, pattern, config), pattern) for config in configs]
-    return fastest_launch(configs, candidates, by, x.device, COMPILE_THREADS)
+def path_of(w: Bsr, call: BsrCall) -> Path:
+    return choose_path(unsupported_by_tma(*call.activations, w.block), w.columns.device)
 
 
-KERNEL = Kernel("linear_wgrad", "bsr", "cuda", prepare, unsupported, tunes=True)
+def choices(w: Bsr, call: BsrCall) -> list[Config]:
+    """Return what is worth timing, the default first."""
+    device, size = w.columns.device, call.dtype.itemsize
+    sizes = len(w.columns), size, path_of(w, call), multiprocessors(device)
+    return configurations(call.m, w.block, *sizes, precision_of(tf32=call.tf32))
+
+
+def plan(w: Bsr, call: BsrCall, config: Config) -> Product:
+    """Cut the strips, and compile."""
+    if config.path != path_of(w, call):
+        refuse(f"expected the path {path_of(w, call)}, found {config.path}")
+    strips = strips_of(w, config)
+
+    def kernel(dy: Tensor, x: Tensor) -> BoundKernel:
+        return bound(dy, x, w, config, strips)
+
+    return product_of(kernel, call.activations, w.columns.device)
+
+
+KERNEL = bsr_engine("bsr_triton_wgrad", "wgrad", choices, plan, unsupported, Config)
 
 
 @triton.jit  # type: ignore[untyped-decorator]

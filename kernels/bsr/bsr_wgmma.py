@@ -28,19 +28,17 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 
 import torch
-from torch import Tensor
 
-from sparsebench.errors import Unsupported
 from sparsebench.formats.bsr import Bsr
 from sparsebench.kernels._common import cuda
+from sparsebench.kernels._common.device import multiprocessors
+from sparsebench.kernels._common.operator import Product
 from sparsebench.kernels._common.requirements import unsupported_on_hopper
-from sparsebench.kernels._common.scales import UNSCALED, Scales
-from sparsebench.kernels._common.search import fastest_launch
-from sparsebench.kernels._common.tuned_table import Tuned, blocked, choose
 from sparsebench.kernels._common.work_list import WORKERS
-from sparsebench.kernels._kernel import Launch, Operands, output_dtype
-from sparsebench.kernels.bsr._launch import LARGEST, Plan, bind, kernel_of, unsupported_product
-from sparsebench.kernels.bsr._wgmma_pairs import NO_SLICE, SIDE, Groups, groups_of, span_of
+from sparsebench.kernels._kernel import output_dtype, refuse
+from sparsebench.kernels.bsr._call import LARGEST, BsrCall, bsr_engine
+from sparsebench.kernels.bsr._launch import product_of, unsupported_product
+from sparsebench.kernels.bsr._wgmma_pairs import NO_SLICE, SIDE, groups_of, span_of
 from sparsebench.kernels.bsr._wgmma_schedule import schedule
 
 TOKENS = 256, 128, 64
@@ -67,73 +65,36 @@ class Config:
     cluster: int
 
 
-def configurations(m: int, width: int) -> list[Config]:
-    """Return what is worth trying for m tokens and `width` columns of Y: at most four.
+def choices(w: Bsr, call: BsrCall) -> list[Config]:
+    """Return what is worth trying: at most four.
 
     Items of more tokens load fewer bytes. If they are fewer than the SMs, the next smaller size
     comes first (m = 256 or 1024 and 4096 columns: up to 1.3 times as fast).
     """
+    refuse(unsupported_call(w, call))
+    m = call.m
     tiles = [tokens for tokens in TOKENS if tokens < 2 * m or tokens == TOKENS[-1]][:2]
-    if -(-m // tiles[0]) * -(-width // (2 * SIDE)) <= FEW_ITEMS:
+    if -(-m // tiles[0]) * -(-call.width // (2 * SIDE)) <= FEW_ITEMS:
         tiles.reverse()
     return [Config(tokens, ctas) for tokens in tiles for ctas in (1, 2) if ctas == 1 or m > tokens]
 
 
-def offered(w: Bsr, m: int, transposed: bool) -> list[tuple[Config, Groups]]:
-    """Return `configurations` with the pairs of rows of W, which all of them share."""
-    groups = groups_of(w, transposed)
-    return [(config, groups) for config in configurations(m, w.shape[transposed])]
-
-
-def space() -> list[Config]:
-    return [Config(tokens, ctas) for tokens in TOKENS for ctas in (1, 2)]
-
-
-def launch(
-    x: Tensor,
-    w: Bsr,
-    config: Config,
-    groups: Groups | None = None,
-    scales: Scales = UNSCALED,
-    *,
-    transposed: bool = False,
-    watchdog: bool = False,
-) -> cuda.BoundKernel:
-    """Return the kernel of X @ W.T [m, n], or X @ W [m, k] if transposed. Raises Unsupported.
+def plan(w: Bsr, call: BsrCall, config: Config, *, watchdog: bool = False) -> Product:
+    """Pair the rows, assign the work and upload the lists. Reads the index on the host.
 
     With `watchdog`, a kernel that hangs stops and prints where it waited; it runs a little slower.
     """
-    if reason := unsupported_operands(x, w, transposed):
-        raise Unsupported(reason)
-    planned = plan(w, len(x), config, groups, transposed=transposed, watchdog=watchdog)
-    return bind(planned, x, w.values, scales)
-
-
-def plan(
-    w: Bsr,
-    m: int,
-    config: Config,
-    groups: Groups | None = None,
-    *,
-    transposed: bool = False,
-    watchdog: bool = False,
-) -> Plan:
-    """Pair the rows, assign the work and upload the lists.
-
-    Only shape and dtype of w's values matter. Expects operands that `unsupported_operands` accepts.
-    Reads the index on the host, so it waits for the device.
-    """
-    groups, device = groups or groups_of(w, transposed), w.offsets.device
-    workers = torch.cuda.get_device_properties(device).multi_processor_count // config.cluster
-    work = schedule(groups, m, config.tokens * config.cluster, workers)
+    refuse(unsupported_call(w, call))
+    groups, device, dtype = groups_of(w, call.transposed), w.columns.device, call.dtype
+    workers = multiprocessors(device) // config.cluster
+    work = schedule(groups, call.m, config.tokens * config.cluster, workers)
     lists = tuple(torch.from_numpy(a).to(device) for a in (groups.steps, work.items))
     first, span = work.first, span_of(w)
-    constants = constants_of(config, w.values.dtype, transposed, span)
+    constants = constants_of(config, dtype, call.transposed, span)
     constants += (("WATCHDOG", 1),) if watchdog else ()
     kernel, code = cuda.load("bsr_wgmma", "multiply_blocks", constants, SHARED_BYTES, device)
     grid = (len(work.starts) - 1) * config.cluster
-    (n, k), (blocks, r, c), dtype = w.shape, w.values.shape, w.values.dtype
-    depth, width = (n, k) if transposed else (k, n)
+    (r, c), blocks, depth, width = w.block, len(w.columns), call.depth, call.width
     rows = max(blocks, 1) * r, c  # a tensor map needs a row
     fp8, kind = dtype.itemsize == 1, output_dtype(dtype)
 
@@ -152,7 +113,7 @@ def plan(
         return FP8_ARGUMENTS(maps, first, steps, items, tokens, *(scales or (0, 0)), width, tokens)
 
     loaded = cuda.Loaded(kernel, code, device.index, grid, THREADS, SHARED_BYTES, early=True)
-    return Plan(loaded, lists, arguments, m, depth, (blocks, r, c), width, dtype)
+    return product_of(call, loaded, arguments, lists, blocks)
 
 
 def constants_of(
@@ -171,40 +132,26 @@ def constants_of(
     )
 
 
-def unsupported_operands(x: Tensor, w: Bsr, transposed: bool) -> str | None:
-    (n, k), (r, c), values = w.shape, w.block, w.values
-    width = k if transposed else n
-    if reason := unsupported_product(x, w, transposed, cuda.HALVES if transposed else DTYPES):
-        return reason
+def unsupported_call(w: Bsr, call: BsrCall) -> str | None:
+    """Return why the kernel cannot run a call, or None."""
+    r, c = w.block
     if r % SIDE or c % SIDE or not r or not c:
         return f"expected blocks of a multiple of {SIDE} rows and columns, found {r}x{c}"
-    if c > NO_SLICE or -(-width // SIDE) > NO_SLICE or max(len(values) * r, len(x)) > LARGEST - r:
-        actual = f"{len(values)} blocks of {r}x{c}, {len(x)} tokens, {width} columns to write"
-        return (
-            f"expected less than 2^31 rows of blocks and of tokens and 2^22 columns, found {actual}"
-        )
-    return None
+    rows = max(len(w.columns) * r, call.m)
+    if c > NO_SLICE or -(-call.width // SIDE) > NO_SLICE or rows > LARGEST - r:
+        actual = f"{len(w.columns)} blocks of {r}x{c}, {call.m} tokens, {call.width} columns"
+        return f"expected less than 2^31 rows of blocks and of tokens, found {actual}"
+    return unsupported_product(call, 0, cuda.HALVES if call.transposed else DTYPES)
 
 
-def prepare(operands: Operands, w: Bsr, x: Tensor, tuned: Tuned, *, transposed: bool) -> Launch:
-    """Pair the rows and assign the work; take a table's configuration, or time up to four."""
-    if reason := unsupported_operands(x, w, transposed):
-        raise Unsupported(reason)
-    groups = groups_of(w, transposed)
-    sizes = blocked(len(x), *w.shape, operands.problem["dtype"], w.block, len(w.values))
-    name = "bsr_wgmma_dgrad" if transposed else "bsr_wgmma"
-    searched = space() if tuned == "wide" else configurations(len(x), w.shape[int(transposed)])
-    configs, by = choose(name, Config, operands, sizes, tuned, searched)
-    kind, span = w.values.dtype, span_of(w)
-    constants = [constants_of(each, kind, transposed, span) for each in configs]
-    cuda.compile_ahead("bsr_wgmma", constants)
-    candidates = [launch(x, w, config, groups, transposed=transposed) for config in configs]
-    return fastest_launch(configs, candidates, by, x.device)
-
-
-KERNEL = kernel_of(
-    "linear", prepare, partial(unsupported_on_hopper, dtypes=("fp16", "bf16", "fp8"))
+KERNEL = bsr_engine(
+    "bsr_wgmma",
+    "linear",
+    choices,
+    plan,
+    partial(unsupported_on_hopper, dtypes=("fp16", "bf16", "fp8")),
+    Config,
 )
 
-DGRAD = kernel_of("linear_dgrad", prepare, unsupported_on_hopper)
+DGRAD = bsr_engine("bsr_wgmma", "dgrad", choices, plan, unsupported_on_hopper, Config)
 """Input gradient in CUDA C++ for Hopper: dX = dY @ W; wgmma reads the stored blocks MN-major."""

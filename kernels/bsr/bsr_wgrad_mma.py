@@ -12,22 +12,27 @@ Sums are in fp32 over all tokens and always in the same order: equal operands gi
 """
 
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import accumulate
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from sparsebench.errors import Unsupported
 from sparsebench.formats.bsr import Bsr
 from sparsebench.kernels._common import cuda
-from sparsebench.kernels._common.tuned_table import multiprocessors
+from sparsebench.kernels._common.device import multiprocessors
+from sparsebench.kernels._common.operator import Product
+from sparsebench.kernels._common.requirements import unsupported_on_hopper
 from sparsebench.kernels._common.work_list import WORKERS, Ints
-from sparsebench.kernels.bsr import bsr_wgrad
+from sparsebench.kernels._kernel import refuse
+from sparsebench.kernels.bsr._call import BsrCall, bsr_engine
 from sparsebench.kernels.bsr._wgmma_pairs import checked
+from sparsebench.kernels.bsr._wgrad_launch import (
+    RING_BYTES,
+    THREADS,
+    gradient_of,
+    unsupported_sizes,
+)
 from sparsebench.kernels.bsr._wgrad_schedule import SHORTEST, Piece, shared_out
-from sparsebench.kernels.bsr.bsr_wgrad import RING_BYTES, SHARED_BYTES, THREADS, Plan, Strides, bind
 
 SIDE, WIDTH, ROW_BYTES, WARPS = 16, 32, 64, 8
 MOST_SLOTS = 16  # of a warp: 128 sums of a thread
@@ -176,19 +181,19 @@ def _slots(items: list[Item], slots: int, depth: int) -> Ints:
     return given
 
 
-def configurations(pattern: Bsr, m: int, workers: int) -> list[Config]:
+def choices(w: Bsr, call: BsrCall) -> list[Config]:
     """Return a few, by the predicted end of the last worker."""
-    blocks = len(pattern.columns)
+    refuse(unsupported_call(w, call))
+    blocks, m, workers = len(w.columns), call.m, multiprocessors(w.columns.device)
     room = WARPS * MOST_SLOTS * 0.97  # blocks of an item: warps have a few more or less
     fewest = int(blocks / room) + 1
     rounds = range(-(-fewest // workers), -(-fewest // workers) + 3)
     numbers = {-(-workers * some // parts) for some in rounds for parts in (1, 2, 3, 4)}
-    ends = _ends(
-        pattern, m, workers, [n for n in numbers if fewest <= n <= blocks // FEWEST_BLOCKS]
-    )
+    fitting = [number for number in numbers if fewest <= number <= blocks // FEWEST_BLOCKS]
+    ends = _ends(w, m, workers, fitting)
     number = max(fewest, blocks // FEWEST_BLOCKS)
     while not ends and number <= 2 * fewest * room:
-        ends = _ends(pattern, m, workers, [number])
+        ends = _ends(w, m, workers, [number])
         number *= 2
     return sorted(ends, key=lambda config: ends[config])[:TRIED]
 
@@ -210,41 +215,30 @@ def _ends(pattern: Bsr, m: int, workers: int, numbers: list[int]) -> dict[Config
     return ends
 
 
-def launch(
-    dy: Tensor, x: Tensor, pattern: Bsr, config: Config, *, watchdog: bool = False
-) -> cuda.BoundKernel:
-    """Return the kernel of dW's values [blocks, 16, 16]. Raises Unsupported."""
-    if reason := unsupported_operands(dy, x, pattern):
-        raise Unsupported(reason)
-    return bind(plan(pattern, len(dy), config, watchdog=watchdog), dy, x)
+def plan(w: Bsr, call: BsrCall, config: Config, *, watchdog: bool = False) -> Product:
+    """Divide the work and upload the lists.
 
-
-def plan(pattern: Bsr, m: int, config: Config, *, watchdog: bool = False) -> Plan:
-    """Divide the work and upload the lists."""
-    device = pattern.offsets.device
-    work = work_of(pattern, m, config, multiprocessors(device))
-    lists = tuple(torch.from_numpy(a).to(device) for a in (work.loads, work.sums, work.slots))
-    starts = np.resize(work.starts, WORKERS).tobytes()
-    counters = torch.zeros(work.partials, 2, dtype=torch.int32, device=device)
-    (n, k), blocks, dtype = pattern.shape, (*pattern.values.shape,), pattern.values.dtype
+    With `watchdog`, a kernel that hangs stops and prints where it waited; it runs slower.
+    """
+    refuse(unsupported_call(w, call))
+    device = w.columns.device
+    work = work_of(w, call.m, config, multiprocessors(device))
     slots, room = work.slots.shape[2], work.loads.shape[1] - 4
-    constants = constants_of(config, slots, room, work.held, dtype)
-    constants += (("WATCHDOG", 1),) if watchdog else ()
-    kernel, code = cuda.load("bsr_wgrad_mma", "sum_blocks", constants, SHARED_BYTES, device)
-
-    @lru_cache(cuda.ADDRESSES)
-    def arguments(
-        tokens: int, dy: int, of_dy: Strides, x: int, of_x: Strides, values: int, partials: int
-    ) -> cuda.Arguments:
-        box = config.depth, WIDTH
-        maps = cuda.tensor_map(dy, (tokens, n), of_dy, dtype, box)
-        maps += cuda.tensor_map(x, (tokens, k), of_x, dtype, box)
-        rest = starts, values, partials, counters.data_ptr()
-        return ARGUMENTS(maps, *(a.data_ptr() for a in lists), *rest)
-
-    loaded = cuda.Loaded(kernel, code, device.index, len(work.starts) - 1, THREADS, SHARED_BYTES)
-    partials = work.partials, WARPS * work.slots.shape[2] * SIDE * SIDE
-    return Plan(loaded, lists, counters, partials, arguments, m, (n, k), blocks, dtype)
+    box = config.depth, WIDTH
+    return gradient_of(
+        "bsr_wgrad_mma",
+        w,
+        call,
+        constants_of(config, slots, room, work.held, call.dtype),
+        (box, box),
+        ARGUMENTS,
+        tuple(torch.from_numpy(a).to(device) for a in (work.loads, work.sums, work.slots)),
+        starts=(np.resize(work.starts, WORKERS).tobytes(),),
+        width=(),
+        workers=len(work.starts) - 1,
+        partials=(work.partials, WARPS * slots * SIDE * SIDE),
+        watchdog=watchdog,
+    )
 
 
 def constants_of(
@@ -258,17 +252,11 @@ def constants_of(
     )
 
 
-def unsupported_operands(dy: Tensor, x: Tensor, pattern: Bsr) -> str | None:
-    """Return why the kernel cannot run on these operands, or None; see also cuda.tensor_map."""
-    if reason := bsr_wgrad.unsupported_pair(dy, x, pattern):
-        return reason
-    if pattern.block != (SIDE, SIDE):
-        return f"expected blocks of 16x16, found {pattern.block[0]}x{pattern.block[1]}"
-    (n, k), blocks = pattern.shape, len(pattern.columns)
-    if max(blocks, len(x) + 64, 2 * (n + WIDTH), 2 * (k + WIDTH)) > bsr_wgrad.LARGEST:
-        actual = f"{blocks} blocks in {n}x{k}, {len(x)} tokens"
-        return f"expected less than 2^30 rows and columns and 2^31 tokens, found {actual}"
-    return None
+def unsupported_call(w: Bsr, call: BsrCall) -> str | None:
+    """Return why the kernel cannot run a call, or None."""
+    if w.block != (SIDE, SIDE):
+        return f"expected blocks of 16x16, found {w.block[0]}x{w.block[1]}"
+    return unsupported_sizes(w, call, WIDTH, len(w.columns))
 
 
-KERNEL = bsr_wgrad.kernel_of("bsr_wgrad_mma", Config, unsupported_operands, configurations, launch)
+KERNEL = bsr_engine("bsr_wgrad_mma", "wgrad", choices, plan, unsupported_on_hopper, Config)

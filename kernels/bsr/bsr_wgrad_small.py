@@ -14,19 +14,24 @@ Sums are in fp32 over all tokens and always in the same order: equal operands gi
 """
 
 from dataclasses import dataclass
-from functools import lru_cache
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from sparsebench.errors import Unsupported
 from sparsebench.formats.bsr import Bsr
 from sparsebench.kernels._common import cuda
-from sparsebench.kernels._common.tuned_table import multiprocessors
+from sparsebench.kernels._common.device import multiprocessors
+from sparsebench.kernels._common.operator import Product
+from sparsebench.kernels._common.requirements import unsupported_on_hopper
 from sparsebench.kernels._common.work_list import WORKERS
-from sparsebench.kernels.bsr import bsr_wgrad
-from sparsebench.kernels.bsr._wgmma_pairs import SIDE
+from sparsebench.kernels._kernel import refuse
+from sparsebench.kernels.bsr._call import BsrCall, bsr_engine
+from sparsebench.kernels.bsr._wgrad_launch import (
+    RING_BYTES,
+    THREADS,
+    gradient_of,
+    unsupported_sizes,
+)
 from sparsebench.kernels.bsr._wgrad_small_schedule import (
     PIECE,
     WIDTH,
@@ -35,15 +40,6 @@ from sparsebench.kernels.bsr._wgrad_small_schedule import (
     last_of,
     room_of,
     work_of,
-)
-from sparsebench.kernels.bsr.bsr_wgrad import (
-    LARGEST,
-    RING_BYTES,
-    SHARED_BYTES,
-    THREADS,
-    Plan,
-    Strides,
-    bind,
 )
 
 UNITS = 2, 4, 6
@@ -72,13 +68,14 @@ class Config:
     strips: int
 
 
-def configurations(pattern: Bsr, m: int, workers: int) -> list[Config]:
+def choices(w: Bsr, call: BsrCall) -> list[Config]:
     """Return a few, by the predicted end of the last worker.
 
     Items with as many strips as there is room for need the fewest loads. Items with fewer strips
     fill whole rounds of all workers, and multiply less if their cells fit into fewer units.
     """
-    there = cells_of(pattern).there
+    refuse(unsupported_call(w, call))
+    there, m, workers = cells_of(w).there, call.m, multiprocessors(w.columns.device)
     items = items_of(there, UNITS[-1], MOST)
     loads, cells = sum(item.loads for item in items), int(there.sum())
     fill = cells / max(1, sum(len(item.units) for item in items))
@@ -103,51 +100,31 @@ def configurations(pattern: Bsr, m: int, workers: int) -> list[Config]:
     return [Config(64 if strips <= DEEP else 32, units, strips) for units, strips in best]
 
 
-def launch(
-    dy: Tensor, x: Tensor, pattern: Bsr, config: Config, *, watchdog: bool = False
-) -> cuda.BoundKernel:
-    """Return the kernel of dW's values [blocks, r, c]. Raises Unsupported.
+def plan(w: Bsr, call: BsrCall, config: Config, *, watchdog: bool = False) -> Product:
+    """Divide the work and upload the lists. Reads the index on the host.
 
-    The pattern's values are not read. With `watchdog`, a kernel that hangs stops and prints where
-    it waited; it runs slower.
+    With `watchdog`, a kernel that hangs stops and prints where it waited; it runs slower.
     """
-    if reason := unsupported_operands(dy, x, pattern):
-        raise Unsupported(reason)
-    return bind(plan(pattern, len(dy), config, watchdog=watchdog), dy, x)
-
-
-def plan(pattern: Bsr, m: int, config: Config, *, watchdog: bool = False) -> Plan:
-    """Divide the work and upload the lists. Only shape and dtype of the pattern's values matter.
-
-    Expects operands that `unsupported_operands` accepts. Reads the index on the host, so it waits
-    for the device.
-    """
-    device = pattern.offsets.device
-    cells, room, workers = cells_of(pattern), room_of(config.strips), multiprocessors(device)
+    refuse(unsupported_call(w, call))
+    device, cells, room = w.columns.device, cells_of(w), room_of(config.strips)
     items = items_of(cells.there, config.units, config.strips)
-    work = work_of(cells, items, m, config.depth, config.units, room, workers)
-    arrays = work.loads, work.sums, work.places
-    lists = tuple(torch.from_numpy(a).to(device) for a in arrays)
-    starts = np.resize(work.starts, WORKERS).tobytes()
-    counters = torch.zeros(work.partials, 2, dtype=torch.int32, device=device)
-    (n, k), blocks, dtype = pattern.shape, (*pattern.values.shape,), pattern.values.dtype
-    constants = constants_of(config, dtype)
-    constants += (("WATCHDOG", 1),) if watchdog else ()
-    kernel, code = cuda.load("bsr_wgrad_small", "sum_blocks", constants, SHARED_BYTES, device)
-
-    @lru_cache(cuda.ADDRESSES)
-    def arguments(
-        tokens: int, dy: int, of_dy: Strides, x: int, of_x: Strides, values: int, partials: int
-    ) -> cuda.Arguments:
-        box = config.depth, WIDTH
-        maps = cuda.tensor_map(dy, (tokens, n), of_dy, dtype, box)
-        maps += cuda.tensor_map(x, (tokens, k), of_x, dtype, box)
-        rest = starts, values, blocks[2], partials, counters.data_ptr()
-        return ARGUMENTS(maps, *(a.data_ptr() for a in lists), *rest)
-
-    loaded = cuda.Loaded(kernel, code, device.index, len(work.starts) - 1, THREADS, SHARED_BYTES)
-    partials = work.partials, config.units * PARTIAL
-    return Plan(loaded, lists, counters, partials, arguments, m, (n, k), blocks, dtype)
+    sizes = call.m, config.depth, config.units, room, multiprocessors(device)
+    work = work_of(cells, items, *sizes)
+    box = config.depth, WIDTH
+    return gradient_of(
+        "bsr_wgrad_small",
+        w,
+        call,
+        constants_of(config, call.dtype),
+        (box, box),
+        ARGUMENTS,
+        tuple(torch.from_numpy(a).to(device) for a in (work.loads, work.sums, work.places)),
+        starts=(np.resize(work.starts, WORKERS).tobytes(),),
+        width=(w.block[1],),
+        workers=len(work.starts) - 1,
+        partials=(work.partials, config.units * PARTIAL),
+        watchdog=watchdog,
+    )
 
 
 def constants_of(config: Config, dtype: torch.dtype) -> cuda.Constants:
@@ -160,21 +137,12 @@ def constants_of(config: Config, dtype: torch.dtype) -> cuda.Constants:
     )
 
 
-def unsupported_operands(dy: Tensor, x: Tensor, pattern: Bsr) -> str | None:
-    """Return why the kernel cannot run on these operands, or None; see also cuda.tensor_map."""
-    if reason := bsr_wgrad.unsupported_pair(dy, x, pattern):
-        return reason
-    (n, k), (r, c) = pattern.shape, pattern.block
+def unsupported_call(w: Bsr, call: BsrCall) -> str | None:
+    """Return why the kernel cannot run a call, or None."""
+    r, c = w.block
     if r % PIECE or c % PIECE or not r or not c:
         return f"expected blocks of a multiple of {PIECE} rows and columns, found {r}x{c}"
-    pieces = len(pattern.columns) * r * (c // PIECE)
-    if max(pieces, len(x) + SIDE, 2 * (n + r), 2 * (k + c)) > LARGEST:
-        actual = f"{len(pattern.columns)} blocks of {r}x{c} in {n}x{k}, {len(x)} tokens"
-        rest = f"2^31 tokens and pieces of {PIECE} values"
-        return f"expected less than 2^30 rows and columns, {rest}, found {actual}"
-    return None
+    return unsupported_sizes(w, call, max(r, c), len(w.columns) * r * (c // PIECE))
 
 
-KERNEL = bsr_wgrad.kernel_of(
-    "bsr_wgrad_small", Config, unsupported_operands, configurations, launch
-)
+KERNEL = bsr_engine("bsr_wgrad_small", "wgrad", choices, plan, unsupported_on_hopper, Config)

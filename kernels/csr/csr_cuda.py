@@ -38,7 +38,8 @@ from sparsebench.kernels._common.cuda import (
 from sparsebench.kernels._common.requirements import unsupported_before_ampere
 from sparsebench.kernels._common.search import fastest_launch
 from sparsebench.kernels._common.transposed import dgrad_of
-from sparsebench.kernels._common.tuned_table import Sizes, Tuned, choose, multiprocessors
+from sparsebench.kernels._common.device import multiprocessors
+from sparsebench.kernels._common.tuned_table import Sizes, Tuned, choose
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
 from sparsebench.kernels.csr._panels import Shape, Work, bounds_of, parts_of, work_of
 from sparsebench.results.record import Problem

@@ -14,7 +14,8 @@ from sparsebench.errors import Unsupported
 from sparsebench.formats.csr import Csr
 from sparsebench.kernels._common.cuda import BoundKernel, Constants, Layout, Loaded, load, target_of
 from sparsebench.kernels._common.search import fastest_launch
-from sparsebench.kernels._common.tuned_table import Sizes, Tuned, choose, multiprocessors
+from sparsebench.kernels._common.device import multiprocessors
+from sparsebench.kernels._common.tuned_table import Sizes, Tuned, choose
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
 from sparsebench.kernels.csr import csr_cuda
 from sparsebench.kernels.csr._items import items_of

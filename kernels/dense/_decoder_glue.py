@@ -28,7 +28,7 @@ from torch import Tensor
 
 from sparsebench.kernels._common.search import search
 from sparsebench.kernels._common.triton import COMPILE_THREADS, BoundKernel, whole_tile
-from sparsebench.kernels._common.tuned_table import multiprocessors
+from sparsebench.kernels._common.device import multiprocessors
 
 NORM_ELEMENTS = 16  # per thread
 PROGRAMS = 1, 2, 4, 8  # programs of attention per multiprocessor

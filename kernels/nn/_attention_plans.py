@@ -31,7 +31,7 @@ from sparsebench.formats.block_mask import BlockMask
 from sparsebench.kernels._common.capture import is_capturing, keep
 from sparsebench.kernels._common.selection import Candidate, NoConfig, Operator, config_of
 from sparsebench.kernels._common.triton import Template, choose_path, unsupported_row
-from sparsebench.kernels._common.tuned_table import multiprocessors
+from sparsebench.kernels._common.device import multiprocessors
 from sparsebench.kernels.attention import (
     attention_split,
     attention_triton,

@@ -35,8 +35,8 @@ from sparsebench.kernels._common.transforms import (
     unflatten,
 )
 from sparsebench.kernels._kernel import output_dtype
+from sparsebench.kernels.bsr._call import BsrCall
 from sparsebench.kernels.nn._bsr_pattern import COMPARE_EVERY, Pattern, pattern_of
-from sparsebench.kernels.nn._bsr_plans import Call
 
 ALIGNMENT = 16  # bytes: of addresses and strides, for TMA and vector loads
 PLAIN = Tensor, nn.Parameter  # types that have an address
@@ -48,7 +48,7 @@ PLAIN = Tensor, nn.Parameter  # types that have an address
 def _y(pattern: Pattern, x: Tensor, values: Tensor, n: int, live: bool) -> Tensor:
     """Return Y [m, n] of X [m, k]. Raises FormatError, Unsupported."""
     m, k = x.shape
-    call = Call("linear", m, (n, k), _block(values, pattern.columns), x.dtype, live)
+    call = BsrCall("linear", m, (n, k), _block(values, pattern.columns), x.dtype, live)
     return _run(pattern, call, x, values, (m, n))
 
 
@@ -56,7 +56,7 @@ def _dx(pattern: Pattern, dy: Tensor, values: Tensor, k: int, front: Any = None)
     """Return dX [m, k] of dY [m, n]. Raises FormatError, Unsupported."""
     m, n = dy.shape
     block, live = _block(values, pattern.columns), values.requires_grad
-    call = Call("dgrad", m, (n, k), block, dy.dtype, live)
+    call = BsrCall("dgrad", m, (n, k), block, dy.dtype, live)
     return _run(pattern, call, dy, values, (m, k), front)
 
 
@@ -65,12 +65,12 @@ def _dw(pattern: Pattern, dy: Tensor, x: Tensor, r: int, c: int, front: Any = No
     (tokens, n), (m, k) = dy.shape, x.shape
     if tokens != m:
         raise Unsupported(f"expected dY with {m} tokens like X, found {tokens}")
-    call = Call("wgrad", m, (n, k), (r, c), x.dtype)
+    call = BsrCall("wgrad", m, (n, k), (r, c), x.dtype)
     return _run(pattern, call, dy, readable(x), (pattern.columns.shape[0], r, c), front)
 
 
 def _run(
-    pattern: Pattern, call: Call, a: Tensor, b: Tensor, out: tuple[int, ...], front: Any = None
+    pattern: Pattern, call: BsrCall, a: Tensor, b: Tensor, out: tuple[int, ...], front: Any = None
 ) -> Tensor:
     """Check types, dtypes and devices, then run the planned kernel. Raises Unsupported.
 
@@ -295,7 +295,7 @@ def multiply_recorded(
     if not m or readable(flat) is not flat:
         return in_python(), front
     _require_alike(pattern, flat, values)
-    call = Call("linear", m, (n, k), (r, c), x.dtype, live)
+    call = BsrCall("linear", m, (n, k), (r, c), x.dtype, live)
     values_guard, bias_guard, *index = guards  # each call reads the bias, and values in training
     operand_guards = values_guard._replace(content=not live), bias_guard._replace(content=False)
     return recorded(

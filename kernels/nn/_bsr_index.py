@@ -3,7 +3,10 @@
 import torch
 from torch import Tensor
 
+from sparsebench.errors import FormatError
 from sparsebench.formats._format import offsets_of, require, rows_of
+from sparsebench.formats.bsr import Bsr
+from sparsebench.kernels.bsr._wgmma_pairs import checked
 
 Index = tuple[Tensor, Tensor]
 """Offsets and columns of a BSR matrix, int32."""
@@ -17,6 +20,17 @@ def index_of(pattern: Tensor) -> Index:
     )
     rows, columns = pattern.nonzero(as_tuple=True)
     return offsets_of(rows, len(pattern)), columns.to(torch.int32)
+
+
+def require_index(
+    offsets: Tensor, columns: Tensor, shape: tuple[int, int], block: tuple[int, int]
+) -> None:
+    """Raise FormatError unless this is the index of a BSR matrix [n, k]. Waits for the device."""
+    for name, index in (("offsets", offsets), ("columns", columns)):
+        if index.dim() != 1 or index.dtype != torch.int32 or not index.is_contiguous():
+            layout = f"{index.dtype} {list(index.shape)} with strides {list(index.stride())}"
+            raise FormatError(f"{name}: expected a contiguous list of int32, found {layout}")
+    checked(Bsr(shape, offsets, columns, columns.new_empty((1, 1, 1)).expand(len(columns), *block)))
 
 
 def copy_of(offsets: Tensor, columns: Tensor, device: torch.device) -> Index:

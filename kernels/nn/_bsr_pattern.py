@@ -28,9 +28,9 @@ from torch import Tensor
 
 from sparsebench.errors import Unsupported
 from sparsebench.kernels._common.capture import is_capturing, keep, make_lasting
-from sparsebench.kernels._common.selection import Earlier, Product, Selected, bucket
-from sparsebench.kernels.nn import _bsr_plans
-from sparsebench.kernels.nn._bsr_plans import Call
+from sparsebench.kernels._common.operator import Earlier, Product, Selected, bucket
+from sparsebench.kernels.bsr._call import BsrCall
+from sparsebench.kernels.nn._bsr_engines import operator_of
 
 COMPARE_EVERY = 256  # calls: a comparison takes 40 µs and waits for all queued work
 PACKED = 2  # orders of frozen values that a pattern keeps
@@ -60,15 +60,15 @@ class Pattern:
         self.originals = offsets.detach(), columns.detach()  # keeps their addresses taken
         self.stamp, self.frozen, self.device = stamp, False, columns.device
         self.calls = randrange(COMPARE_EVERY)  # so that layers compare at different steps
-        self.operator = _bsr_plans.operator_of(self.offsets, self.columns)
-        self.products: dict[Call, Product] = {}  # by exact number of tokens
+        self.operator = operator_of(self.offsets, self.columns)
+        self.products: dict[BsrCall, Product] = {}  # by exact number of tokens
         self.packs = Packs()
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
         """Copy and pickle as an empty object of a type that torch.load accepts."""
         return OrderedDict, ()
 
-    def run(self, call: Call, a: Tensor, b: Tensor) -> Tensor:
+    def run(self, call: BsrCall, a: Tensor, b: Tensor) -> Tensor:
         """Return a product, `call.m` being the number of tokens. The first call plans it."""
         capturing = is_capturing(a)
         live = call.live or (capturing and not self.frozen)  # replays read what is there then
@@ -78,7 +78,7 @@ class Pattern:
             return product.run(a, b)
         return product.run(a, product.pack(b) if live else self.packs.of(product, b))
 
-    def _product(self, call: Call, a: Tensor, b: Tensor, *, live: bool) -> Product:
+    def _product(self, call: BsrCall, a: Tensor, b: Tensor, *, live: bool) -> Product:
         """Return the plan of the bucket of a call; remember it for this number of tokens."""
         planned, plans = call._replace(m=bucket(call.m)), self.operator.plans
         selected = plans.get(planned)
@@ -92,7 +92,7 @@ class Pattern:
 
     def select(
         self,
-        call: Call,
+        call: BsrCall,
         a: Tensor | None = None,
         b: Tensor | None = None,
         earlier: Earlier | None = None,
@@ -113,7 +113,7 @@ class Pattern:
 
         return self.operator.select(call, None if a is None else timed, earlier)
 
-    def is_planned(self, call: Call) -> bool:
+    def is_planned(self, call: BsrCall) -> bool:
         """Return whether a call has a plan."""
         return call._replace(m=bucket(call.m)) in self.operator.plans
 
@@ -210,7 +210,7 @@ def replan(old: tuple[Tensor, Tensor], new: tuple[Tensor, Tensor]) -> None:
     """
     pattern = getattr(old[1], ATTRIBUTE, None)
     for call, selected in [*pattern.operator.plans.items()] if type(pattern) is Pattern else ():
-        assert isinstance(call, Call)
+        assert isinstance(call, BsrCall)
         try:
             pattern_of(*new).select(call, earlier=Earlier(selected.choice, ()))
         except Unsupported:  # this configuration cannot run the new pattern

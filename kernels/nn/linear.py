@@ -8,7 +8,7 @@
         +----+----+----+----+        Gradients and optimizer state are as large as the values.
 
 Blocks of the last block row and column may extend beyond W. Their values outside are zero, and stay
-zero because their gradient is zero. _bsr_plans.py chooses the kernels, and _bsr_pattern.py notices
+zero because their gradient is zero. _bsr_engines.py orders the kernels, and _bsr_pattern.py notices
 when other code writes into the index.
 
 Under fully_shard the values are divided among the ranks, but every rank has the whole index, and
@@ -38,7 +38,7 @@ from sparsebench.kernels.nn._bsr_index import (
     stored_of,
 )
 from sparsebench.kernels.nn._bsr_pattern import pattern_of, replan
-from sparsebench.kernels.nn._bsr_plans import require_index
+from sparsebench.kernels.nn._bsr_index import require_index
 from sparsebench.kernels.nn._moves import repack, require_same_moves, state_moves
 from sparsebench.kernels.nn._sharded import gather_shards, is_sharded, require_one_index, shard_like
 from sparsebench.kernels.nn._weight import PackedWeight

@@ -25,7 +25,8 @@ from sparsebench.formats.spense import ROW_BYTES, ROWS, VALUE_BYTES, Spense
 from sparsebench.kernels._common.cuda import BoundKernel, Constants, Layout, Loaded, load, target_of
 from sparsebench.kernels._common.requirements import unsupported_before_ampere
 from sparsebench.kernels._common.search import fastest_launch
-from sparsebench.kernels._common.tuned_table import Tuned, choose, multiprocessors
+from sparsebench.kernels._common.device import multiprocessors
+from sparsebench.kernels._common.tuned_table import Tuned, choose
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
 from sparsebench.kernels.spense import _operands
 from sparsebench.kernels.spense._operands import sizes_of, weight_of

@@ -55,7 +55,8 @@ from sparsebench.kernels._common.requirements import unsupported_on_hopper
 from sparsebench.kernels._common.scales import UNSCALED, Scales
 from sparsebench.kernels._common.scratch import counters, workspace
 from sparsebench.kernels._common.search import fastest_launch
-from sparsebench.kernels._common.tuned_table import Tuned, choose, multiprocessors
+from sparsebench.kernels._common.device import multiprocessors
+from sparsebench.kernels._common.tuned_table import Tuned, choose
 from sparsebench.kernels._common.work_list import WORKERS, Ints
 from sparsebench.kernels._kernel import Kernel, Launch, Operands, output_dtype
 from sparsebench.kernels.spense import _clusters, _operands, _tilings

@@ -44,7 +44,7 @@ from sparsebench.kernels._common.cuda import (
 )
 from sparsebench.kernels._common.scratch import counters
 from sparsebench.kernels._common.triton import Template
-from sparsebench.kernels._common.tuned_table import multiprocessors
+from sparsebench.kernels._common.device import multiprocessors
 from sparsebench.kernels._kernel import Launch, Operands
 from sparsebench.kernels.dense import _gemm
 from sparsebench.kernels.twell import _remainder, _twell_gate

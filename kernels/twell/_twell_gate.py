@@ -32,7 +32,7 @@ from sparsebench.kernels._common.cuda import (
     tensor_map,
 )
 from sparsebench.kernels._common.search import search
-from sparsebench.kernels._common.tuned_table import multiprocessors
+from sparsebench.kernels._common.device import multiprocessors
 
 TOKENS, UNITS = 128, 256  # tokens and units of a CTA's tile
 BOX_TOKENS, BOX = 64, 64  # tokens and columns of k in a box of X

@@ -1,8 +1,16 @@
-"""The lists of choices that selection.py reads: the user's cache, and the package's.
+"""The store of choices: which kernel and configuration was the fastest for a product's sizes.
 
-    $SPARSEBENCH_CHOICES, else $XDG_CACHE_HOME/sparsebench/choices
+    $SPARSEBENCH_CHOICES, else $XDG_CACHE_HOME/sparsebench/choices             the user's cache
       └─ sm90_132-NVIDIA_H200-1f2e3d4c.choices     GPU, and a digest of the code of the engines
-           {"problem": {...}, "kernel": "bsr_strips", "config": {...}}      one line a choice
+    kernels/tuned/sm90_132.choices                                             the package's list
+           {"problem": {...}, "kernel": "bsr_strips", "config": {...}, "code": "sass:..."}
+
+A search appends to the cache (operator.py), and `sparsebench tune` makes searches. The package's
+list is made from published runs. It holds while the machine code is the one of the line. A line of
+a kernel that the caller named has this kernel in its problem, so it is no choice of others.
+
+`nearest` is the one rule for sizes that were not searched: the line of the same problem, apart from
+sizes, whose m, n, k and density are within a factor of two and together the closest.
 
 A process reads a file once, and appends its choices with one write each, so several processes may
 search at once; the last line of a problem counts. A line that is damaged, or names a kernel or a
@@ -16,28 +24,45 @@ import warnings
 from collections.abc import Iterable, Mapping
 from functools import cache
 from importlib.metadata import version
+from importlib.resources import files
 from importlib.util import find_spec
-from math import log2
+from math import ceil, log2
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from sparsebench.kernels._common.machine_code import cache_folder
-from sparsebench.kernels._common.tuned_table import REACH, file_in, folders, source
+from sparsebench.kernels._common.source_code import source
 
 Choices = dict[str, dict[str, Any]]
 """Choices by problem (`key`)."""
 
 LARGER = 2  # choices for more tokens that a search times
+REACH = 1.0  # |log2| of a ratio of sizes, at most: a factor of 2
 SIZES = "m", "n", "k", "density"
 
 
+def file_name(capability: tuple[int, int], multiprocessors: int) -> str:
+    """Return the name of the package's list for a kind of GPU: sm90_132.choices."""
+    return f"sm{capability[0]}{capability[1]}_{multiprocessors}.choices"
+
+
+def package_file(device: torch.device) -> Path:
+    gpu = torch.cuda.get_device_properties(device)
+    name = file_name((gpu.major, gpu.minor), gpu.multi_processor_count)
+    return package_folder() / name
+
+
+def package_folder() -> Path:
+    return Path(str(files("sparsebench.kernels"))) / "tuned"
+
+
 def user_file(device: torch.device, engines: tuple[str, ...]) -> Path:
-    folder = cache_folder("choices", "SPARSEBENCH_CHOICES")
     gpu = torch.cuda.get_device_properties(device).name
     name = "".join(c if c.isalnum() else "_" for c in gpu)
-    return folder / f"{file_in(folder, device).stem}-{name}-{_code_of(engines)}.choices"
+    stem = f"{package_file(device).stem}-{name}-{_code_of(engines)}"
+    return cache_folder("choices", "SPARSEBENCH_CHOICES") / f"{stem}.choices"
 
 
 @cache
@@ -51,7 +76,20 @@ def _code_of(engines: tuple[str, ...]) -> str:
 @cache
 def package(device: torch.device) -> Choices:
     """Return the package's choices for this kind of GPU, made with any code of the kernels."""
-    return read(file_in(folders()["package"], device).with_suffix(".choices"))
+    return read(package_file(device))
+
+
+def in_force(device: torch.device) -> dict[str, Any] | None:
+    """Return file, digest and number of lines of the package's list, which a run records."""
+    if device.type != "cuda" or not (file := package_file(device)).exists():
+        return None
+    digest = hashlib.sha256(file.read_bytes()).hexdigest()
+    return {"file": file.name, "sha256": digest, "choices": len(package(device))}
+
+
+def density_of(n: int, k: int, block: tuple[int, int], stored: int) -> float:
+    """Return stored blocks over all blocks, in two digits."""
+    return float(f"{max(stored, 1) / (ceil(n / block[0]) * ceil(k / block[1])):.2g}")
 
 
 _FILES: dict[Path, Choices] = {}

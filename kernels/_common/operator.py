@@ -1,4 +1,12 @@
-"""Choose how to run a product: kernels ("engines") offer candidates, and the fastest is kept.
+"""Run our kernels: one object for suites, layers, `matmul` and the contender `default`.
+
+    Engine    a kernel: which calls it can run, its configurations, and how it plans a call
+    call      one product of a weight: how many tokens, which dtype, in which direction
+    Product   a planned call, which is run with operands
+    Operator  a weight and its engines: it plans each call once, with the fastest of them
+
+An operator with all engines of an op is what layers, `matmul` and `default` run. An operator with
+one engine is what a suite and `matmul(kernel=NAME)` run. The first of these plans a call:
 
     pinned            in a run: the choice of an earlier process, taken again
     user's cache      what a search found on this GPU with this code, for these sizes; in a run
@@ -10,7 +18,7 @@
     nearest           if no search is allowed: the entry of a list nearest in size, up to twice
     model             else the first candidate: engines order theirs by the bytes they load
 
-A search also times the choices for more tokens of the same weight (choice_lists.py), so that fewer
+A search also times the choices for more tokens of the same weight (choices.py), so that fewer
 tokens do not take longer. No choice affects a result: plans are always made for the weight at hand.
 If a listed choice cannot run that weight, what a search finds for it is a line with "fits": false,
 so that weights of the same sizes which the choice fits keep theirs.
@@ -26,18 +34,16 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import chain, islice, zip_longest
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from sparsebench.errors import Unsupported
-from sparsebench.kernels._common import choice_lists
+from sparsebench.kernels._common import choices as lists
 from sparsebench.kernels._common.capture import make_lasting
 from sparsebench.kernels._common.search import REASON, finalists, part_of, search
-
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
+from sparsebench.kernels._kernel import Kernel, Launch, Operands, Output
 
 PLANS = 64  # that a weight keeps: the ones made last
 BUILDERS = 8  # threads that make plans, and compile
@@ -45,22 +51,63 @@ TRIED = 16  # candidates that a search times
 BESIDE = "by", "kernel", "problem", "code"  # fields of a choice beside the configuration's
 
 
-class Product(Protocol):
-    """A planned product: `run` returns a new tensor, on torch's current stream.
+@dataclass(frozen=True, eq=False)
+class Product:
+    """A planned call.
 
+    run    (*operands, out=None) -> the result, a new tensor or `out`, on torch's current stream
     code   digest of the machine code, or None
     pack   makes what `run` reads of the weight's values; None if it reads them as stored
-    order  identifies what `pack` makes; None without `pack`
+    order  identifies what `pack` makes, so that products which read the same can share it
     """
 
-    @property
-    def code(self) -> str | None: ...
-    @property
-    def pack(self) -> Callable[[Tensor], Tensor] | None: ...
-    @property
-    def order(self) -> Hashable | None: ...
-    @property
-    def run(self) -> Callable[..., Tensor]: ...
+    run: Callable[..., Any]
+    code: str | None = None
+    pack: Callable[[Tensor], Tensor] | None = None
+    order: Hashable | None = None
+
+    def packed(self, values: Tensor) -> Tensor:
+        """Return what `run` reads of these values."""
+        return values if self.pack is None else self.pack(values)
+
+
+@dataclass(frozen=True)
+class NoConfig:
+    """The configuration of an engine that has only one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Engine(Kernel):
+    """A kernel of ours. The types of its weight `w` and of its calls belong to its family.
+
+    name     in choices; the input gradient of bsr_small is bsr_small, too
+    config   class of its configurations
+    choices  (w, call) -> configurations worth timing, the likeliest first. Raises Unsupported
+    plan     (w, call, configuration) -> Product. Raises Unsupported
+    bind     (operands, engines) -> the call of a suite's operands
+    """
+
+    prepare: Callable[..., Launch] = field(init=False)
+    name: str
+    config: type = NoConfig
+    choices: Callable[[Any, Any], Sequence[Any]]
+    plan: Callable[[Any, Any, Any], Product]
+    bind: "Callable[[Operands, tuple[Engine, ...]], Bound]"
+
+    def __post_init__(self) -> None:
+        """Offer the contract of a suite (kernels/_kernel.py)."""
+        object.__setattr__(self, "prepare", partial(_prepare, self))
+
+    def candidates(
+        self, w: Any, call: Any, choice: Mapping[str, Any] | None = None
+    ) -> "Iterator[Candidate]":
+        """Yield the configurations, or only the one of a choice. Raises Unsupported, TypeError."""
+        if choice is None:
+            configs = self.choices(w, call)
+        else:
+            configs = [self.config(**{k: v for k, v in choice.items() if k not in BESIDE})]
+        for config in configs:
+            yield Candidate(self.name, config, partial(self.plan, w, call, config))
 
 
 class Earlier(NamedTuple):
@@ -83,21 +130,16 @@ Timed = Callable[[Product], Callable[[], object]]
 
 
 class Candidate(NamedTuple):
-    """A kernel, its configuration, and a function that plans it. Raises Unsupported."""
+    """An engine, its configuration, and a function that plans it. Raises Unsupported."""
 
     kernel: str
-    config: "DataclassInstance"
+    config: Any
     plan: Callable[[], Product]
 
     @property
     def choice(self) -> dict[str, Any]:
         """Return the kernel and the fields of the configuration, as rows have them."""
         return {"kernel": self.kernel, **asdict(self.config)}
-
-
-@dataclass(frozen=True)
-class NoConfig:
-    """The configuration of a candidate that has none, such as a dense product in torch."""
 
 
 @dataclass(frozen=True)
@@ -121,19 +163,25 @@ class Selected:
 class Operator:
     """The plans of a weight, made once for each call.
 
-    engines  names of all kernels that `offer` may name; their code decides which file is read
-    offer    (call, choice or None) -> for each engine its candidates, the likeliest engines and
-             candidates first; only the one that a choice names, if any. Raises Unsupported
-    problem  (call) -> sizes and layout, as a line of the cache has them
-    device   of the weight
-    plans    by call, the one made last at the end
+    engines   all that may run a call; their code decides which file of the cache is read
+    weight    (call) -> the weight as `choices` and `plan` of the engines read it
+    problem   (call) -> sizes and layout, as a line of the store has them
+    device    of the weight
+    likeliest (call) -> the engines that may run it, the likeliest first. Raises Unsupported
+    plans     by call, the one made last at the end
     """
 
-    engines: tuple[str, ...]
-    offer: Callable[[Any, Mapping[str, Any] | None], Sequence[Iterable[Candidate]]]
+    engines: tuple[Engine, ...]
+    weight: Callable[[Any], Any]
     problem: Callable[[Any], dict[str, Any]]
     device: torch.device
+    likeliest: Callable[[Any], Sequence[Engine]] | None = None
     plans: OrderedDict[Hashable, Selected] = field(default_factory=OrderedDict)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Return the names of the engines, in order."""
+        return tuple(dict.fromkeys(engine.name for engine in self.engines))
 
     def select(
         self, call: Hashable, timed: Timed | None = None, earlier: Earlier | None = None
@@ -155,43 +203,55 @@ class Operator:
             self.plans.popitem(last=False)
         return selected
 
+    def first(self, call: Hashable) -> Selected:
+        """Plan a call in the likeliest configuration that can run it, whatever the lists say."""
+        return _plan_first(self._offer(call), "default", self._problem(call))
+
     def _choose(self, call: Hashable, timed: Timed | None, earlier: Earlier | None) -> Selected:
         if self.device.type != "cuda":
-            return _plan_first(self.offer(call, None), "model", {})
-        problem = self.problem(call)
+            return _plan_first(self._offer(call), "model", {})
+        problem = self._problem(call)
         if earlier and (pinned := earlier.choice):
             by = str(pinned.get("by", "pinned"))
             return _plan_first([self._matching(call, pinned)], by, problem)
-        file = choice_lists.user_file(self.device, self.engines)
-        cached = choice_lists.read(file) if earlier is None else choice_lists.process_choices(file)
-        lists = {"cache": cached, "package": choice_lists.package(self.device)}
-        selected, fits = self._from_lists(call, problem, lists)
+        file = lists.user_file(self.device, self.names)
+        cached = lists.read(file) if earlier is None else lists.process_choices(file)
+        stored = {"cache": cached, "package": lists.package(self.device)}
+        selected, fits = self._from_lists(call, problem, stored)
         line = problem if fits else {**problem, "fits": False}
         if selected is None and not fits:
-            selected, _ = self._from_lists(call, line, lists)
+            selected, _ = self._from_lists(call, line, stored)
         if selected is not None:
             return selected
+        every = [*chain.from_iterable(choices.items() for choices in stored.values())]
         if timed and may_search():
-            larger = choice_lists.larger(
-                problem, chain.from_iterable(each.items() for each in lists.values())
-            )
-            more = [c for choice in larger for c in self._matching(call, choice)]
             near = finalists(earlier.lines) if earlier else []
-            again = [c for choice in near for c in self._matching(call, choice)]
-            offered = [more, again] if again else [more, *self.offer(call, None)]
+            more, again = (
+                [c for choice in some for c in self._matching(call, choice)]
+                for some in (lists.larger(problem, every), near)
+            )
+            offered = [more, again] if again else [more, *self._offer(call)]
             selected = _search(offered, timed, self.device, line)
-            choice_lists.append(file, line, selected.choice)
+            lists.append(file, line, selected.choice)
             return selected
-        nearest = choice_lists.nearest(
-            problem, chain.from_iterable(each.items() for each in lists.values())
-        )
-        if close := self._matching(call, nearest):
+        if close := self._matching(call, lists.nearest(problem, every)):
             with suppress(Unsupported):
                 return _plan_first([close], "nearest", problem)
-        return _plan_first(self.offer(call, None), "model", problem)
+        return _plan_first(self._offer(call), "model", problem)
+
+    def _problem(self, call: Hashable) -> dict[str, Any]:
+        """Return the problem of a call; one of a single engine is a separate line of a list."""
+        fields = self.problem(call)
+        return fields if self.likeliest else {**fields, "kernel": self.names[0]}
+
+    def _offer(self, call: Hashable) -> list[Iterator[Candidate]]:
+        """Return the candidates of each engine, the likeliest engines and candidates first."""
+        engines = self.likeliest(call) if self.likeliest else self.engines
+        w = self.weight(call)
+        return [engine.candidates(w, call) for engine in engines]
 
     def _from_lists(
-        self, call: Hashable, problem: Mapping[str, Any], lists: Mapping[str, choice_lists.Choices]
+        self, call: Hashable, problem: Mapping[str, Any], stored: Mapping[str, lists.Choices]
     ) -> tuple[Selected | None, bool]:
         """Return the plan of the first listed choice that runs, and whether those before it do.
 
@@ -199,8 +259,8 @@ class Operator:
         shared memory if a tile is dense.
         """
         fits = True
-        for by, choices in lists.items():
-            choice = choices.get(choice_lists.key(problem), {})
+        for by, choices in stored.items():
+            choice = choices.get(lists.key(problem), {})
             if same := self._matching(call, choice):
                 try:
                     selected = _plan_first([same], by, problem)
@@ -213,20 +273,11 @@ class Operator:
 
     def _matching(self, call: Hashable, choice: Mapping[str, Any] | None) -> list[Candidate]:
         """Return the candidate that a choice names, if there still is such a configuration."""
-        if not choice or choice.get("kernel") not in self.engines:
-            return []
-        try:
-            return [*chain.from_iterable(self.offer(call, choice))]
-        except (TypeError, Unsupported):
-            return []
-
-
-def config_of(kernel: Any, choice: Mapping[str, Any]) -> Any:
-    """Return the configuration of a choice, by the class Config of a kernel's module.
-
-    Raises TypeError if the class has other fields.
-    """
-    return kernel.Config(**{k: v for k, v in choice.items() if k not in BESIDE})
+        for engine in self.engines if choice else ():
+            if choice and engine.name == choice.get("kernel"):
+                with suppress(TypeError, Unsupported):
+                    return [*engine.candidates(self.weight(call), call, choice)]
+        return []
 
 
 def may_search() -> bool:
@@ -320,3 +371,55 @@ def _attempt(candidate: Candidate, device: torch.device) -> Product | str:
         raise
     except Exception as error:
         return f"{type(error).__name__}: {error}"[:REASON]
+
+
+# ---- the contract of a suite ----
+
+
+@dataclass(frozen=True)
+class Bound:
+    """A suite's operands as a call of an operator.
+
+    activations  operands of `Product.run`, and after these
+    stored       (product) -> what it reads of the weight
+    result       (what `run` returns) -> the launch's output
+    """
+
+    operator: Operator
+    call: Any
+    activations: tuple[Tensor, ...]
+    stored: Callable[[Product], tuple[Tensor | None, ...]] = lambda product: ()
+    result: Callable[[Any], Output] = lambda output: output
+
+    def select(self, earlier: Earlier | None) -> Selected:
+        """Plan the call; a search times it on these operands. Raises Unsupported."""
+        return self.operator.select(self.call, self.run, earlier)
+
+    def run(self, product: Product) -> Callable[[], Output]:
+        """Return the call of a product on these operands, which packs the weight now."""
+        operands = *self.activations, *self.stored(product)
+        return lambda: self.result(product.run(*operands))
+
+
+def _prepare(
+    engine: Engine, operands: Operands, *, tuned: bool = True, cache: bool = False
+) -> Launch:
+    """Return the launch of an engine for a suite's operands. Raises Unsupported.
+
+    tuned  search, or take a listed choice; otherwise take the likeliest configuration
+    cache  take what the user's cache has, and add to it (`sparsebench tune`)
+    """
+    if not isinstance(tuned, bool):
+        gone = "; the long search, wide, is gone since 0.4: `sparsebench tune` keeps what it finds"
+        note = gone if tuned == "wide" else ""
+        raise Unsupported(f"option tuned: expected true or false, found {tuned!r}{note}")
+    pinned = operands.pinned and {"kernel": engine.name, **operands.pinned}  # 0.3 has no kernel
+    earlier = None if cache else Earlier(pinned, operands.timed)
+    bound = engine.bind(operands, (engine,))
+    selected = bound.select(earlier) if tuned or pinned else bound.operator.first(bound.call)
+    return launch_of(selected, bound.run(selected.product))
+
+
+def launch_of(selected: Selected, run: Callable[[], Output]) -> Launch:
+    """Return the launch of a plan, whose row has the choice and what was timed for it."""
+    return Launch(run, selected.row, selected.product.code, selected.lines)
