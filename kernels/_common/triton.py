@@ -119,7 +119,9 @@ def product_of(
         tensors = (torch.empty_strided(*at, dtype=kind, device="meta") for *at, kind in layouts)
         program = bound(*tensors)
         first = (program.before or program).args[: len(layouts)]
-        return Template([program], [t for t in map(tensor_of, first) if t is not None], [program.out])
+        return Template(
+            [program], [t for t in map(tensor_of, first) if t is not None], [program.out]
+        )
 
     def run(*operands: Tensor, out: Tensor | None = None) -> Tensor:
         at = template(*[(t.shape, t.stride(), t.dtype) for t in operands])
