@@ -8,8 +8,11 @@ is refused with one line (harness/plan/suite.py).
 from collections.abc import Mapping
 
 REMOVED: Mapping[str, str] = {
+    "bsr_ffn": "use format bsr without a kernel, which multiplies in the same two products",
     "bsr_gathered": "use bsr_triton, which runs on the same GPUs",
+    "bsr_resident_dgrad": "use bsr_strips_dgrad or bsr_triton_dgrad",
     "cublas_ffn": "use cublas, which searches the same products",
+    "decoder_bsr": "use format bsr without a kernel, which runs the same step",
     "dense_triton": "use cublas, which was faster in every published cell",
 }
 """The advice by kernel name: `kernel NAME was removed: ADVICE`."""
