@@ -24,7 +24,7 @@ from sparsebench.formats.csr import Csr
 from sparsebench.kernels._common.capture import is_capturing, keep, make_lasting
 from sparsebench.kernels._common.cuda import on_tape
 from sparsebench.kernels._common.front import record
-from sparsebench.kernels._common.front_in_python import DGRAD
+from sparsebench.kernels._common.python_node import DGRAD
 from sparsebench.kernels._common.selection import Candidate, Operator, bucket, config_of
 from sparsebench.kernels._common.transforms import is_watched, rows_of, unflatten
 from sparsebench.kernels._kernel import DTYPES

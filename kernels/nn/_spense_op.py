@@ -27,7 +27,7 @@ from sparsebench.formats.spense import Spense
 from sparsebench.kernels._common import elementwise
 from sparsebench.kernels._common.cuda import MatrixProduct, on_tape
 from sparsebench.kernels._common.front import Guard, record, recorded
-from sparsebench.kernels._common.front_in_python import DGRAD, Derivative, node
+from sparsebench.kernels._common.python_node import DGRAD, Derivative, node
 from sparsebench.kernels._common.selection import Earlier, Operator, Selected, bucket
 from sparsebench.kernels._common.transforms import is_transformed, is_watched, rows_of, unflatten
 from sparsebench.kernels.nn._bsr_autograd import readable

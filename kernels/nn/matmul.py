@@ -39,7 +39,7 @@ from sparsebench.formats.dense import Dense
 from sparsebench.formats.spense import Spense
 from sparsebench.kernels._common.capture import captured_into, keep
 from sparsebench.kernels._common.front import Guard, recorded
-from sparsebench.kernels._common.front_in_python import Derivative
+from sparsebench.kernels._common.python_node import Derivative
 from sparsebench.kernels._common.requirements import HOPPER
 from sparsebench.kernels._common.transforms import is_transformed, is_watched, rows_of
 from sparsebench.kernels.nn import _bsr_autograd, _frozen_op, _spense_op
