@@ -10,7 +10,10 @@ from collections.abc import Mapping
 REMOVED: Mapping[str, str] = {
     "bsr_gathered": "use bsr_triton, which runs on the same GPUs",
     "cublas_ffn": "use cublas, which searches the same products",
+    "decoder_bsr": "name no kernel: {format: bsr} runs what the layers choose",
+    "decoder_spense": "name no kernel: {format: spense} runs what the layers choose",
     "dense_triton": "use cublas, which was faster in every published cell",
+    "slide_gather": "use slide_wgmma for 6:8",
 }
 """The advice by kernel name: `kernel NAME was removed: ADVICE`."""
 
