@@ -12,8 +12,10 @@ REMOVED: Mapping[str, str] = {
     "bsr_gathered": "use bsr_triton, which runs on the same GPUs",
     "bsr_resident_dgrad": "use bsr_strips_dgrad or bsr_triton_dgrad",
     "cublas_ffn": "use cublas, which searches the same products",
-    "decoder_bsr": "use format bsr without a kernel, which runs the same step",
+    "decoder_bsr": "name no kernel: {format: bsr} runs what the layers choose",
+    "decoder_spense": "name no kernel: {format: spense} runs what the layers choose",
     "dense_triton": "use cublas, which was faster in every published cell",
+    "slide_gather": "use slide_wgmma for 6:8",
 }
 """The advice by kernel name: `kernel NAME was removed: ADVICE`."""
 

@@ -36,8 +36,6 @@ BY_FORMAT = {
 BY_NAME = {
     "attention_split": "m=16 context=2048 heads=4 kv_heads=4 head_dim=128 batch=1 causal=true "
     "pattern=sliding_window block=[16,64] sparsity=0.5",
-    "decoder_spense": f"{STEP} pattern=spense_hidden sparsity=0.25 dense_fraction=0.5 split=rows "
-    "wd.split=columns wh.dense_fraction=1.0 wqkv.dense_fraction=1.0 wo.dense_fraction=1.0",
     "cusparselt_hybrid": f"{SIZES} pattern=spense_rows sparsity=0.25",
     "bsr_wgrad_mma": f"{SIZES} pattern=blocks block=16 sparsity=0.5",
     "linear_few": "m=2 n=512 k=256 active=8",
@@ -48,7 +46,7 @@ BY_NAME = {
                     "m=256 n=5632 k=2048 activation=relu active=29"),
     "twell_authors_mlp": "m=256 n=8192 k=2048 activation=relu active=29",
 }  # fmt: skip
-IN_FP8 = "bsr_triton", "bsr_wgmma", "cublas", "slide_gather", "slide_wgmma", "spense_wgmma"
+IN_FP8 = "bsr_triton", "bsr_wgmma", "cublas", "slide_wgmma", "spense_wgmma"
 
 
 def words_for(name: str) -> str:
