@@ -22,8 +22,7 @@ from sparsebench._discovery import load, modules
 from sparsebench.errors import SuiteError, Unsupported
 from sparsebench.formats._format import Format
 from sparsebench.kernels._common.capture import captured_into, keep, sweep
-from sparsebench.kernels._kernel import Kernel, Launch, Operands, unsupported
-from sparsebench.kernels.nn._frozen_op import NAMES
+from sparsebench.kernels._kernel import NAMES, Kernel, Launch, Operands, unsupported
 from sparsebench.kernels.nn._stamp import Stamp, arrays_of, stamp_of
 from sparsebench.results.record import Problem
 
