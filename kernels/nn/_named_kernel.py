@@ -25,13 +25,12 @@ from sparsebench.errors import SuiteError, Unsupported
 from sparsebench.formats._format import Format
 from sparsebench.kernels._common.capture import is_capturing, keep
 from sparsebench.kernels._common.operator import Engine, Operator
-from sparsebench.kernels._kernel import DTYPES, Kernel, Launch, Operands, unsupported
+from sparsebench.kernels._kernel import NAMES, Kernel, Launch, Operands, unsupported
 from sparsebench.kernels.nn._stamp import Stamp, arrays_of, stamp_of
 from sparsebench.results.record import Problem
 
 SUFFIXES = {"linear": "", "linear_dgrad": "_dgrad", "linear_wgrad": "_wgrad"}
 PREPARED = 8  # launches that a weight keeps, each with buffers for its number of tokens
-NAMES = {dtype: name for name, dtype in DTYPES.items() if name != "tf32"}
 DEFINITIONS: dict[str, Callable[..., Tensor]] = {
     "linear": lambda w, x: linear(x, w),
     "linear_dgrad": lambda w, dy: dy @ w,

@@ -40,9 +40,9 @@ from sparsebench.kernels._common.capture import captured_into, keep
 from sparsebench.kernels._common.front import Guard, recorded
 from sparsebench.kernels._common.python_node import Derivative
 from sparsebench.kernels._common.transforms import is_transformed, is_watched, rows_of
+from sparsebench.kernels._kernel import NAMES
 from sparsebench.kernels.nn import _bsr_autograd, _frozen_op, _spense_op
 from sparsebench.kernels.nn._bsr_pattern import pattern_of
-from sparsebench.kernels.nn._frozen_op import NAMES
 from sparsebench.kernels.nn._named_kernel import by_name
 
 FRONT = "_sparsebench_front"  # attribute of a weight: calls without Python (front.py)
