@@ -73,8 +73,7 @@ def plan(
         selected = _spense_op.planned_product(x, w, activation, scale, earlier)[1]
         return selected, (w.sparse, w.dense, scale, None)
     if isinstance(w, Bitmap | Csr) and x.is_cuda:
-        operator, m = _frozen_op.plans_of(w).operator, bucket(len(x))
-        return operator.select(m, lambda product: partial(product.run, x), earlier), ()
+        return _frozen_op.select(x, w, earlier), ()
     return None
 
 

@@ -1,4 +1,7 @@
-"""Choosing a kernel: what a search found, what lists hold, and lists that cannot be read."""
+"""The operator: what a search found, what lists hold, and what suites get of an engine.
+
+Lists that cannot be read, or that hold choices of other GPUs, code or weights, cost a search.
+"""
 
 import json
 import warnings
@@ -11,9 +14,12 @@ import pytest
 import torch
 
 from sparsebench.errors import Unsupported
-from sparsebench.kernels._common import choice_lists, selection
+from sparsebench.kernels._common import choices as lists
+from sparsebench.kernels._common import operator as running
+from sparsebench.kernels._common.operator import Bound, Earlier, Engine, Operator, Product, bucket
 from sparsebench.kernels._common.search import Search, Trial
-from sparsebench.kernels._common.selection import Candidate, Earlier, Operator, bucket
+from sparsebench.kernels._kernel import Operands
+from sparsebench.results.record import Problem
 
 GPU = SimpleNamespace(major=9, minor=0, multi_processor_count=132, name="NVIDIA H200")
 TIMES = {16: 1.05, 64: 1.0, 128: 1.2}  # µs by the tokens of a configuration
@@ -25,16 +31,6 @@ class Config:
     tokens: int
 
 
-class Product:
-    code = pack = order = None
-
-    def __init__(self, tokens: int) -> None:
-        self.tokens = tokens
-
-    def run(self) -> int:
-        return self.tokens
-
-
 @pytest.fixture
 def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """An empty cache, a GPU, and a search that takes the last candidate."""
@@ -44,12 +40,12 @@ def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     monkeypatch.setattr(torch.cuda, "device", lambda device: warnings.catch_warnings())
-    monkeypatch.setattr(choice_lists, "package", lambda device: {})
-    monkeypatch.setattr(choice_lists, "_FILES", {})
-    monkeypatch.setattr(choice_lists, "_PROCESS_CHOICES", {})
-    monkeypatch.setattr(choice_lists, "_WARNINGS", set())
-    monkeypatch.setattr(selection, "search", last_is_best)
-    monkeypatch.setattr(selection, "make_lasting", lambda make, device: make())
+    monkeypatch.setattr(lists, "package", lambda device: {})
+    monkeypatch.setattr(lists, "_FILES", {})
+    monkeypatch.setattr(lists, "_PROCESS_CHOICES", {})
+    monkeypatch.setattr(lists, "_WARNINGS", set())
+    monkeypatch.setattr(running, "search", last_is_best)
+    monkeypatch.setattr(running, "make_lasting", lambda make, device: make())
     return tmp_path
 
 
@@ -57,20 +53,35 @@ def last_is_best(calls: list[Any], device: torch.device) -> Search:
     return Search(len(calls) - 1, tuple(Trial(float(len(calls) - i)) for i in range(len(calls))))
 
 
+def engine(unfit: tuple[int, ...] = (32,), problem: Any = PROBLEM, device: str = "cuda") -> Engine:
+    """Return an engine with choices of 16, 32 and 64 tokens; those in `unfit` cannot run."""
+
+    def plan(w: object, call: object, config: Config) -> Product:
+        if config.tokens in unfit:
+            raise Unsupported(f"{config.tokens} is odd")
+        return Product(lambda *operands: torch.tensor(config.tokens))
+
+    def bind(operands: Operands, engines: tuple[Engine, ...]) -> Bound:
+        where = torch.device(device)
+        return Bound(Operator(engines, lambda call: None, lambda call: problem, where), 1, ())
+
+    return Engine(
+        op="linear",
+        consumes="bsr",
+        device="any",
+        name="small",
+        config=Config,
+        choices=lambda w, call: [Config(16), Config(32), Config(64)],
+        plan=plan,
+        bind=bind,
+    )
+
+
 def operator(unfit: tuple[int, ...] = (32,), **problem: Any) -> Operator:
-    """Offer 16, 32 and 64 tokens; those in `unfit` cannot run."""
-
-    def plan(tokens: int) -> Product:
-        if tokens in unfit:
-            raise Unsupported(f"{tokens} is odd")
-        return Product(tokens)
-
-    def offer(call: object, choice: Any) -> list[list[Candidate]]:
-        sizes = [choice["tokens"]] if choice else [16, 32, 64]
-        return [[Candidate("small", Config(t), lambda t=t: plan(t)) for t in sizes]]
-
-    fields = PROBLEM | problem
-    return Operator(("small",), offer, lambda call: fields, torch.device("cuda"))
+    """Return an operator that may run any of its engines, of which there is one."""
+    fields, only = PROBLEM | problem, engine(unfit)
+    device = torch.device("cuda")
+    return Operator((only,), lambda call: None, lambda call: fields, device, lambda call: [only])
 
 
 def timed(product: Any) -> Any:
@@ -91,7 +102,7 @@ def test_a_search_is_made_once_and_kept_for_later_processes(cache: Path) -> None
     assert (first.by, first.choice) == ("search", {"kernel": "small", "tokens": 64})
     assert [line["choice"]["tokens"] for line in first.lines] == [16, 64, 32]
     assert first.lines[-1]["failed"] == "Unsupported: 32 is odd"
-    choice_lists._FILES.clear()  # as in a new process
+    lists._FILES.clear()  # as in a new process
     again = operator().select(1, timed)
     assert (again.by, again.choice) == ("cache", first.choice)
     (file,) = cache.iterdir()
@@ -110,7 +121,7 @@ def test_without_a_search_the_nearest_choice_is_taken_and_else_the_likeliest(cac
 def test_a_search_times_the_choice_for_more_tokens_of_the_same_weight_first(cache, monkeypatch):
     assert operator(m=128).select(1, timed).choice["tokens"] == 64
     trials = Trial(1.0), Trial(2.0)
-    monkeypatch.setattr(selection, "search", lambda calls, device: Search(0, trials))
+    monkeypatch.setattr(running, "search", lambda calls, device: Search(0, trials))
     chosen = {m: operator(m=m).select(1, timed).choice["tokens"] for m in (96, 256)}
     assert chosen == {96: 64, 256: 16}
     assert operator(m=96, n=99).select(1, timed).choice["tokens"] == 16
@@ -134,7 +145,7 @@ def test_a_search_can_be_switched_off(cache: Path, monkeypatch: pytest.MonkeyPat
     ],
 )
 def test_a_damaged_or_outdated_line_costs_a_search(cache: Path, line: str) -> None:
-    file = choice_lists.user_file(torch.device("cuda"), ("small",))
+    file = lists.user_file(torch.device("cuda"), ("small",))
     file.write_text(line + "\n", encoding="utf-8")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -159,18 +170,18 @@ def test_choices_of_another_gpu_or_version_are_not_read(cache, other, monkeypatc
         renamed = SimpleNamespace(**{**vars(GPU), "name": "NVIDIA H100 PCIe"})
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: renamed)
     else:
-        monkeypatch.setattr(choice_lists, "_code_of", lambda engines: "0123")
+        monkeypatch.setattr(lists, "_code_of", lambda engines: "0123")
     assert operator().select(1, timed).by == "search"
     assert len([*cache.iterdir()]) == 2
 
 
 def test_processes_that_search_at_the_same_time_lose_nothing(cache, monkeypatch) -> None:
-    file = choice_lists.user_file(torch.device("cuda"), ("small",))
+    file = lists.user_file(torch.device("cuda"), ("small",))
     processes: list[dict[Path, Any]] = [{file: {}}, {file: {}}]  # both read an empty file
     for files, sizes in zip(processes, ((64,), (64, 128)), strict=True):
-        monkeypatch.setattr(choice_lists, "_FILES", files)
+        monkeypatch.setattr(lists, "_FILES", files)
         assert [operator(m=m).select(1, timed).by for m in sizes] == ["search"] * len(sizes)
-    monkeypatch.setattr(choice_lists, "_FILES", {})
+    monkeypatch.setattr(lists, "_FILES", {})
     assert [operator(m=m).select(1, timed).by for m in (64, 128)] == ["cache"] * 2
 
 
@@ -179,8 +190,8 @@ def test_a_list_of_the_package_holds_for_the_machine_code_that_was_measured(
     cache, code, by, monkeypatch
 ) -> None:
     choice = {"kernel": "small", "tokens": 16} | ({"code": code} if code else {})
-    choices = {choice_lists.key(PROBLEM): choice}
-    monkeypatch.setattr(choice_lists, "package", lambda device: choices)
+    choices = {lists.key(PROBLEM): choice}
+    monkeypatch.setattr(lists, "package", lambda device: choices)
     assert operator().select(1, timed).by == by
 
 
@@ -189,7 +200,7 @@ def test_a_weight_that_a_listed_choice_does_not_fit_has_a_choice_of_its_own(cach
     other = operator(unfit=(32, 64)).select(1, timed)
     assert (other.by, other.choice["tokens"]) == ("search", 16)
     assert other.row["problem"] == PROBLEM | {"fits": False}
-    choice_lists._FILES.clear()  # as in a new process
+    lists._FILES.clear()  # as in a new process
     for unfit, tokens in (((32,), 64), ((32, 64), 16)):
         again = operator(unfit).select(1, timed)
         assert (again.by, again.choice["tokens"]) == ("cache", tokens)
@@ -198,8 +209,8 @@ def test_a_weight_that_a_listed_choice_does_not_fit_has_a_choice_of_its_own(cach
 
 def test_a_choice_of_the_package_that_fits_stands_in_for_one_of_the_cache(cache, monkeypatch):
     operator().select(1, timed)
-    package = {choice_lists.key(PROBLEM): {"kernel": "small", "tokens": 16}}
-    monkeypatch.setattr(choice_lists, "package", lambda device: package)
+    package = {lists.key(PROBLEM): {"kernel": "small", "tokens": 16}}
+    monkeypatch.setattr(lists, "package", lambda device: package)
     assert operator().select(1, timed).choice["tokens"] == 64
     other = operator(unfit=(32, 64)).select(1, timed)
     assert (other.by, other.choice["tokens"]) == ("package", 16)
@@ -226,12 +237,12 @@ def test_a_choice_that_a_run_made_is_taken_again(cache: Path) -> None:
 
 def test_a_process_of_a_run_searches_anew_among_the_finalists_of_the_first(cache: Path) -> None:
     operator().select(1, timed)  # fills the user's cache
-    choice_lists._FILES.clear()
-    choice_lists._PROCESS_CHOICES.clear()
+    lists._FILES.clear()
+    lists._PROCESS_CHOICES.clear()
     first = operator().select(1, timed, Earlier(None, ()))
     assert (first.by, len(first.lines)) == ("search", 3)
     assert operator().select(1, timed, Earlier(None, ())).by == "cache"  # of this process
-    choice_lists._PROCESS_CHOICES.clear()
+    lists._PROCESS_CHOICES.clear()
     lines = [
         {"choice": {"kernel": "small", "tokens": t}, "median_us": us} for t, us in TIMES.items()
     ]
@@ -246,13 +257,50 @@ def test_the_parts_of_a_layer_have_their_own_choices_and_finalists() -> None:
 
 
 def test_plans_that_were_used_first_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(selection, "PLANS", 2)
-    plans = Operator(
-        ("small",),
-        lambda call, choice: [[Candidate("small", Config(1), lambda: Product(1))]],
-        lambda call: PROBLEM,
-        torch.device("cpu"),
-    )
+    monkeypatch.setattr(running, "PLANS", 2)
+    plans = Operator((engine(),), lambda call: None, lambda call: PROBLEM, torch.device("cpu"))
     for call in (1, 2, 3):
         plans.select(call)
     assert [*plans.plans] == [2, 3]
+
+
+# ---- the contract of a suite ----
+
+
+def of_suite(pinned: Any = None) -> Operands:
+    return Operands(Problem("linear", {"dtype": "bf16"}), {}, {}, lambda: None, pinned)
+
+
+def test_a_suite_gets_the_choice_of_a_search_and_its_row(cache: Path) -> None:
+    launch = engine().prepare(of_suite())
+    assert int(launch()) == launch.choice["tokens"] == 64
+    assert launch.choice["by"] == "search"
+    assert [line["choice"]["tokens"] for line in launch.candidates] == [16, 64, 32]
+
+
+def test_a_search_of_a_named_kernel_is_no_choice_of_the_layers(cache: Path) -> None:
+    engine().prepare(of_suite())
+    assert operator().select(1, timed, Earlier(None, ())).by == "search"
+
+
+def test_without_tuning_a_suite_gets_the_likeliest_configuration(cache: Path) -> None:
+    launch = engine().prepare(of_suite(), tuned=False)
+    assert (launch.choice["by"], launch.choice["tokens"]) == ("default", 16)
+    assert not [*cache.iterdir()]
+
+
+def test_tuning_adds_to_the_cache_and_takes_from_it(cache: Path) -> None:
+    assert engine().prepare(of_suite(), cache=True).choice["by"] == "search"
+    lists._FILES.clear()
+    lists._PROCESS_CHOICES.clear()
+    assert engine().prepare(of_suite(), cache=True).choice["by"] == "cache"
+    assert engine().prepare(of_suite()).choice["by"] == "search"
+
+
+def test_a_pinned_choice_of_an_older_version_is_taken(cache: Path) -> None:
+    assert engine().prepare(of_suite({"tokens": 16, "by": "search"})).choice["tokens"] == 16
+
+
+def test_the_long_search_of_older_versions_is_refused_with_what_replaced_it(cache: Path) -> None:
+    with pytest.raises(Unsupported, match="sparsebench tune"):
+        engine().prepare(of_suite(), tuned="wide")
