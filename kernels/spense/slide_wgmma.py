@@ -18,17 +18,18 @@ products (spense_wgmma.cu).
 CTAs have one or two warpgroups that multiply, because three leave no warp idle.
 """
 
+from dataclasses import replace
+
 from torch import Tensor
 
 from sparsebench.errors import Unsupported
 from sparsebench.formats.slide import Slide
 from sparsebench.kernels._common.cuda import BoundKernel, compile_ahead
 from sparsebench.kernels._common.search import fastest_launch
-from sparsebench.kernels._common.tuned_table import Tuned, choose
+from sparsebench.kernels._common.tuned_table import Sizes, Tuned, choose
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
-from sparsebench.kernels.spense import slide_gather, spense_wgmma
-from sparsebench.kernels.spense.slide_gather import sizes_of, slide_of
-from sparsebench.kernels.spense.spense_wgmma import Config, constants_of
+from sparsebench.kernels.spense import _operands, spense_wgmma
+from sparsebench.kernels.spense.spense_wgmma import DTYPES, Config, constants_of
 
 KEPT, GROUP = 6, 8
 
@@ -44,7 +45,9 @@ def launch(x: Tensor, w: Slide, config: Config, *, watchdog: bool = False) -> Bo
 def unsupported_operands(x: Tensor, w: Slide) -> str | None:
     if (w.nonzeros, w.group) != (KEPT, GROUP):
         return f"expected {KEPT} of {GROUP} elements, found {w.nonzeros} of {w.group}"
-    return slide_gather.unsupported_operands(x, w)
+    limits = {"most_tokens": spense_wgmma.TOKENS[-1], "most_columns": 2**20, "y_step": 8}
+    tiles_of_x = replace(w.lifted, shape=w.shape)  # X has k columns, not k'
+    return _operands.unsupported(x, tiles_of_x, DTYPES, **limits)
 
 
 def searched(x: Tensor, w: Slide) -> list[Config]:
@@ -55,12 +58,13 @@ def searched(x: Tensor, w: Slide) -> list[Config]:
 
 
 def prepare(operands: Operands, *, tuned: Tuned = True) -> Launch:
-    w, x = slide_of(operands), operands.activations["x"]
+    w, x = operands.weights["w"], operands.activations["x"]
+    assert isinstance(w, Slide)
     if reason := unsupported_operands(x, w):
         raise Unsupported(reason)
     tried = searched(x, w)
     tried = list(dict.fromkeys([*tried, *spense_wgmma.space()])) if tuned == "wide" else tried
-    sizes = sizes_of(x, w, operands.problem["dtype"])
+    sizes = Sizes(len(x), *w.shape, operands.problem["dtype"], None, KEPT / GROUP)
     configs, by = choose("slide_wgmma", Config, operands, sizes, tuned, tried)
     constants = [constants_of(config, w.dtype, windows=True) for config in configs]
     compile_ahead("spense_wgmma", constants)

@@ -48,7 +48,7 @@ BY_NAME = {
                     "m=256 n=5632 k=2048 activation=relu active=29"),
     "twell_authors_mlp": "m=256 n=8192 k=2048 activation=relu active=29",
 }  # fmt: skip
-IN_FP8 = "bsr_triton", "bsr_wgmma", "cublas", "slide_gather", "slide_wgmma", "spense_wgmma"
+IN_FP8 = "bsr_triton", "bsr_wgmma", "cublas", "slide_wgmma", "spense_wgmma"
 
 
 def words_for(name: str) -> str:

@@ -110,7 +110,7 @@ PROBLEMS: list[tuple[str, dict[str, Any], str]] = [
     ),
     *(
         (name, {"dtype": "int8", "pattern": "two_four", "sparsity": 0.5}, "or fp8, found int8")
-        for name in ("cusparselt_hybrid", "spense_wgmma", "slide_wgmma", "slide_gather")
+        for name in ("cusparselt_hybrid", "spense_wgmma", "slide_wgmma")
     ),
     *(
         ("cutlass_sparse", {"pattern": "two_four", "sparsity": 0.5, **fields}, "expected")
@@ -253,13 +253,12 @@ OPERANDS: list[tuple[str, Callable[[], tuple[Tensor, Format]], str]] = [
         )
     ),
     *(
-        row
-        for name in ("slide_gather", "slide_wgmma")
-        for row in (
-            (name, lambda: (x(256, BF16), packed(Slide, 64, 256)), "16 and torch.float16"),
-            (name, lambda: (x(128), packed(Slide, 64, 256)), "found shape [4, 128]"),
-            (name, lambda: (by_columns(x(256)), packed(Slide, 64, 256)), "strides [1, 4]"),
-            (name, lambda: (x(252), packed(Slide, 64, 252)), "found 252 and 64"),
+        ("slide_wgmma", draw, token)
+        for draw, token in (
+            (lambda: (x(256, BF16), packed(Slide, 64, 256)), "16 and torch.float16"),
+            (lambda: (x(128), packed(Slide, 64, 256)), "found shape [4, 128]"),
+            (lambda: (by_columns(x(256)), packed(Slide, 64, 256)), "strides [1, 4]"),
+            (lambda: (x(252), packed(Slide, 64, 252)), "found 252 and 64"),
         )
     ),
     ("slide_wgmma", lambda: (x(240), packed(Slide, 64, 240, kept=4, group=6)), "found 4 of 6"),

@@ -123,7 +123,6 @@ WITHOUT_A_FRONT_END = {
     *(
         "cusparselt_dense",
         "cusparselt_hybrid",
-        "cusparselt_slide",
         "decoder_dense",
         "ffn_dense_triton",
         "reference",
