@@ -177,7 +177,11 @@ def packed(w: Csr, work: Work, chunk: int, column: int) -> Tensor:
 
 
 def constants_of(config: Config, dtype: torch.dtype, aligned: bool) -> Constants:
-    """Return the macros of csr_cuda.cu; `aligned` if it reads four columns of X at a time."""
+    """Return the macros of csr_cuda.cu.
+
+    aligned  it reads four columns of X at a time. Rows of X follow one another, or begin at
+             multiples of 16 bytes, so only the number of columns decides
+    """
     return (
         ("FP32", int(dtype == torch.float32)),
         ("FP16", int(dtype == torch.float16)),
