@@ -27,19 +27,19 @@ class Lists:
     columns  [nnz + 1]           block columns, with bit 31 in partial blocks; kernels read one past
                                  the last
     fulls    [lists * rows]      full blocks of each row, which come first
-    slots    [nnz + 1]           place of each block's bits, or -1; one element without bits
+    slots    [nnz + 1]           place of each block's bits, or -1; None without bits
     order    [groups, rows]      rows by falling number of blocks; `groups` is a multiple of lists
     masked   whether any block needs a mask
-    blocks_per_row  number of blocks of every row if all have the same, else -1
+    blocks_per_row  number of blocks of every row if all have the same, else None
     """
 
     offsets: Tensor
     columns: Tensor
     fulls: Tensor
-    slots: Tensor
+    slots: Tensor | None
     order: Tensor
     masked: bool
-    blocks_per_row: int
+    blocks_per_row: int | None
 
 
 def lists_of(mask: BlockMask) -> Lists:
@@ -88,13 +88,12 @@ def _lists(
         masked = masked | (columns == ragged)
     place = (row * 2 + masked).argsort(stable=True)
     fulls = lengths - torch.bincount(row[masked], minlength=len(lengths))
-    none = columns.new_full((1,), -1)
     return Lists(
         offsets=offsets,
         columns=pad(columns[place], (0, 1)),
         fulls=fulls.to(torch.int32),
-        slots=none if slots is None else pad(slots[place], (0, 1), value=-1),
+        slots=None if slots is None else pad(slots[place], (0, 1), value=-1),
         order=counts.argsort(dim=1, descending=True, stable=True).to(torch.int32).contiguous(),
         masked=bool(masked.any()),
-        blocks_per_row=int(lengths[0]) if bool((lengths == lengths[0]).all()) else -1,
+        blocks_per_row=int(lengths[0]) if bool((lengths == lengths[0]).all()) else None,
     )

@@ -1,5 +1,6 @@
 """The sizes of an attention problem as its kernels need them, and how they read its operands."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -11,7 +12,13 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from sparsebench.formats.block_mask import BlockMask
 from sparsebench.kernels._common import triton as launching
-from sparsebench.kernels._common.triton import SM_BYTES, SMALLEST_TILE, Path, whole_tile
+from sparsebench.kernels._common.triton import (
+    SM_BYTES,
+    SMALLEST_TILE,
+    BoundKernel,
+    Path,
+    whole_tile,
+)
 from sparsebench.kernels._common.tuned_table import Sizes
 from sparsebench.kernels._kernel import DTYPES, Operands
 from sparsebench.kernels.attention._lists import Lists, shared_heads
@@ -155,13 +162,6 @@ def query_tiles(shape: Shape, tokens: int, pack: int) -> int:
     return shape.batch * (shape.heads // pack) * blocks * tiles
 
 
-def arguments_of(lists: Lists, mask: BlockMask, shape: Shape) -> tuple[Any, ...]:
-    """Return the arrays of a list and the sizes, in the order that kernels take them."""
-    bits = lists.columns if mask.bits is None else mask.bits
-    arrays = lists.offsets, lists.columns, lists.fulls, lists.order, lists.slots, bits
-    return *arrays, *mask.tokens, shape.heads, shape.kv_heads, mask.lists
-
-
 Tile = tuple[int, int, int, int]  # rows, columns of a step, warps and stages
 
 
@@ -181,20 +181,41 @@ def tiles_that_fit(shape: Shape, side: int, large: list[Tile], flat: list[Tile])
     return [t for t in near if (t[0] + t[1] * t[3]) * row <= SM_BYTES] or [SMALLEST]
 
 
-def constants_of(
-    shape: Shape, mask: BlockMask, *, masked: bool, path: Path, stages: int, warps: int
-) -> dict[str, Any]:
-    """Return the constants that all kernels have; fp32 is multiplied without tensor cores."""
-    return {
+def bound_kernel(
+    kernel: Any,
+    programs: int,
+    tensors: Sequence[Any],
+    lists: Lists,
+    mask: BlockMask,
+    shape: Shape,
+    scale: float,
+    out: Tensor,
+    *,
+    masked: bool,
+    path: Path,
+    stages: int,
+    warps: int,
+    before: BoundKernel | None = None,
+    **tile: int,
+) -> BoundKernel:
+    """Return a kernel that walks lists, with the arguments and constants that all of them have.
+
+    tensors  arguments in front of the lists
+    masked   whether any step needs a mask
+    tile     further constants
+    """
+    arrays = lists.offsets, lists.columns, lists.fulls, lists.order, lists.slots, mask.bits
+    sizes = *mask.tokens, shape.heads, shape.kv_heads, mask.lists
+    constants = {
         "D": shape.head_dim,
         "DEPTH": shape.depth,
         "Q_SIDE": shape.block[0],
         "KV_SIDE": shape.block[1],
         "CAUSAL": mask.causal,
-        "BITS": mask.bits is not None,
         "MASKED": masked,
         "STAGES": stages,
         "TMA": path == "tma",
-        "PRECISION": "ieee",
         "num_warps": warps,
     }
+    args = *tensors, *arrays, *sizes, scale
+    return BoundKernel(kernel, (programs,), args, constants | tile, out, before)
