@@ -44,9 +44,8 @@ class Lists:
 
 def lists_of(mask: BlockMask) -> Lists:
     """Return the lists of key blocks by query blocks, with an order for each list."""
-    ragged = mask.tokens[1] // mask.block[1] if mask.tokens[1] % mask.block[1] else None
-    rows = ceil(mask.tokens[0] / mask.block[0])
-    counts = mask.offsets.diff().view(-1, rows)
+    ragged = mask.tokens[1] // mask.block[1] if mask.tokens[1] % mask.block[1] else -1
+    counts = mask.offsets.diff().view(-1, ceil(mask.tokens[0] / mask.block[0]))
     return _lists(mask.offsets, mask.columns, mask.slots, counts, ragged)
 
 
@@ -71,11 +70,7 @@ def shared_heads(mask: BlockMask, heads: int, kv_heads: int) -> int:
 
 
 def _lists(
-    offsets: Tensor,
-    columns: Tensor,
-    slots: Tensor | None,
-    counts: Tensor,
-    ragged: int | None = None,
+    offsets: Tensor, columns: Tensor, slots: Tensor | None, counts: Tensor, ragged: int = -1
 ) -> Lists:
     """Move the partial blocks of each row, and those of a ragged column, behind the full ones.
 
@@ -83,9 +78,7 @@ def _lists(
     """
     lengths = offsets.diff()
     row = torch.arange(len(lengths), device=columns.device).repeat_interleave(lengths)
-    masked = columns < 0
-    if ragged is not None:
-        masked = masked | (columns == ragged)
+    masked = (columns < 0) | (columns == ragged)
     place = (row * 2 + masked).argsort(stable=True)
     fulls = lengths - torch.bincount(row[masked], minlength=len(lengths))
     return Lists(

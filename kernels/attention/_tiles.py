@@ -18,17 +18,9 @@ import triton.language as tl
 
 @triton.jit  # type: ignore[untyped-decorator]
 def rows_of(  # type: ignore[no-untyped-def]
-    program,
-    order,
-    tokens,
-    heads,
-    lists,
-    D: tl.constexpr,
-    SIDE: tl.constexpr,
-    TOKENS: tl.constexpr,
-    PACK: tl.constexpr,
-    ORDERED: tl.constexpr,
-):
+    program, order, tokens, heads, lists,
+    D: tl.constexpr, SIDE: tl.constexpr, TOKENS: tl.constexpr, PACK: tl.constexpr,
+):  # fmt: skip
     """Return the tile that a program computes: TOKENS tokens of PACK heads.
 
     stacked  the first head, counted over all sequences; then the sequence and the head
@@ -36,7 +28,7 @@ def rows_of(  # type: ignore[no-untyped-def]
     token    the first one; `at` has the token of each row of the tile, `inside` whether it exists
     place    of each row in a matrix of these heads
 
-    ORDERED  rows with many blocks come first; otherwise no load precedes that of the list
+    Rows come in their order; if that is None, no load precedes that of the list.
     """
     tiles = tl.cdiv(tl.minimum(SIDE, tokens), TOKENS)  # of a block
     blocks = tl.cdiv(tokens, SIDE)
@@ -44,7 +36,7 @@ def rows_of(  # type: ignore[no-untyped-def]
     stacked = program // (blocks * tiles) * PACK
     sequence, head = stacked // heads, stacked % heads
     list_ = sequence * lists + head * lists // heads
-    block = tl.load(order + list_ * blocks + rank // tiles) if ORDERED else rank // tiles
+    block = rank // tiles if order is None else tl.load(order + list_ * blocks + rank // tiles)
     token = block * SIDE + rank % tiles * TOKENS
     lane = tl.arange(0, TOKENS * PACK)
     at = token + lane // PACK
@@ -84,21 +76,10 @@ def column_of(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def load_step(  # type: ignore[no-untyped-def]
-    first,
-    second,
-    sequence,
-    tokens,
-    head,
-    heads,
-    column,
-    step,
-    D: tl.constexpr,
-    DEPTH: tl.constexpr,
-    SIDE: tl.constexpr,
-    LANES: tl.constexpr,
-    TMA: tl.constexpr,
-    WHOLE: tl.constexpr,
-):
+    first, second, sequence, tokens, head, heads, column, step,
+    D: tl.constexpr, DEPTH: tl.constexpr, SIDE: tl.constexpr, LANES: tl.constexpr,
+    TMA: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
     """Return the tiles [LANES, DEPTH] of two matrices of one head, and the token of each lane.
 
     The tiles have zeros where there is no token. WHOLE says that each lane has a token.
@@ -126,22 +107,11 @@ def load_step(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def is_allowed(  # type: ignore[no-untyped-def]
-    token,
-    key,
-    column,
-    start,
-    step,
-    slots,
-    bits,
-    q_tokens,
-    kv_tokens,
-    Q_SIDE: tl.constexpr,
-    KV_SIDE: tl.constexpr,
-    SIDE: tl.constexpr,
-    LANES: tl.constexpr,
+def mask_of(  # type: ignore[no-untyped-def]
+    token, key, column, start, step, slots, bits, q_tokens, kv_tokens,
+    Q_SIDE: tl.constexpr, KV_SIDE: tl.constexpr, SIDE: tl.constexpr, LANES: tl.constexpr,
     CAUSAL: tl.constexpr,
-):
+):  # fmt: skip
     """Return which elements of a step are allowed: all of a full block, up to the last key.
 
     token, key  of each row and column, shaped to broadcast to the tile, whose last side is LANES

@@ -15,6 +15,7 @@ kernel reads no offset, and Q is loaded by pointers, because a TMA load would be
 The kernel is that of attention_triton.py.
 """
 
+from dataclasses import replace
 from functools import partial
 from itertools import product
 
@@ -23,9 +24,10 @@ import torch
 from sparsebench.kernels._common.triton import Path
 from sparsebench.kernels._common.tuned_table import Tuned, multiprocessors
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
-from sparsebench.kernels.attention import attention_triton
-from sparsebench.kernels.attention._shapes import Shape, packing, query_tiles
-from sparsebench.kernels.attention.attention_triton import Config, fastest
+from sparsebench.kernels.attention._shapes import Config, Shape, query_config, query_tiles
+from sparsebench.kernels.attention._shapes import unsupported as unsupported_by_triton
+from sparsebench.kernels.attention.attention_triton import fastest
+from sparsebench.kernels.attention.attention_triton import launch as launch
 from sparsebench.results.record import Problem
 
 MOST_QUERIES = 16  # most queries of a sequence; more fill the SMs without a split
@@ -39,17 +41,15 @@ def configurations(shape: Shape, shared: int, path: Path, programs: int) -> list
     shared    heads that may be packed
     programs  multiprocessors of the device
     """
-    tokens, pack = packing(FEW_ROWS, shape, shared)
-    tiles = query_tiles(shape, tokens, pack)
     steps = [(32, 4, 2)] if shape.itemsize == 4 else [(64, 4, 3), (64, 8, 3), (128, 4, 2)]
+    tiles = [
+        query_config(shape, shared, (FEW_ROWS, *step), path)
+        for step in steps
+        if step[0] * shape.depth * shape.itemsize <= 32 * 1024
+    ]
     configs = [
-        Config(
-            *(tokens, pack, shared, keys, stages, warps),
-            path=path if shape.block[1] % keys == 0 else "pointers",
-            splits=max(1, min(64, round(parts * programs / tiles))),
-        )
-        for (keys, warps, stages), parts in product(steps, PARTS)
-        if keys * shape.depth * shape.itemsize <= 32 * 1024
+        replace(tile, splits=max(1, min(64, round(parts * programs / query_tiles(shape, tile)))))
+        for tile, parts in product(tiles, PARTS)
     ]
     return list(dict.fromkeys(configs))[:8]
 
@@ -58,10 +58,7 @@ def unsupported(problem: Problem, device: torch.device) -> str | None:
     """Return why the kernel cannot run the problem here, or None."""
     if problem["m"] > MOST_QUERIES:
         return f"expected at most {MOST_QUERIES} queries of a sequence, found {problem['m']}"
-    return attention_triton.unsupported(problem, device)
-
-
-launch = attention_triton.launch
+    return unsupported_by_triton(problem, device)
 
 
 def prepare(operands: Operands, path: Path | None = None, *, tuned: Tuned = True) -> Launch:

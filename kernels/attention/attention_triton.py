@@ -24,7 +24,7 @@ attention_split.py runs the same kernel with several programs for each list.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 
 import torch
 import triton
@@ -40,11 +40,12 @@ from sparsebench.kernels.attention._lists import Lists, lists_of
 from sparsebench.kernels.attention._shapes import (
     LOG2_E,
     Bound,
+    Config,
     Shape,
     bound_kernel,
     by_head,
     head_box,
-    packing,
+    query_config,
     query_tiles,
     table_sizes,
     task_of,
@@ -52,13 +53,7 @@ from sparsebench.kernels.attention._shapes import (
     unsupported,
     unsupported_by_tma,
 )
-from sparsebench.kernels.attention._tiles import (
-    column_of,
-    is_allowed,
-    load_rows,
-    load_step,
-    rows_of,
-)
+from sparsebench.kernels.attention._tiles import column_of, load_rows, load_step, mask_of, rows_of
 
 LN_2 = tl.constexpr(1 / LOG2_E)
 
@@ -71,46 +66,18 @@ FLAT = [
 SMALL_BOX = 16  # keys of a TMA box that may be slower than loads by pointers
 
 
-@dataclass(frozen=True)
-class Config:
-    """One way to run the kernel.
-
-    tokens, pack  queries and heads of a tile; their product is its height
-    shared        heads that could be packed, a key of tables of configurations
-    keys          keys of a step
-    splits        programs that share a list, with the rows in order; 0: one, the longest list first
-    """
-
-    tokens: int
-    pack: int
-    shared: int
-    keys: int
-    stages: int
-    warps: int
-    path: Path
-    splits: int = 0
-
-
 def configurations(shape: Shape, shared: int, path: Path) -> list[Config]:
     """Return at most eight configurations to try, the default first.
 
     shared  heads that may be packed
     """
+    tiles = tiles_that_fit(shape, shape.tile_side * shared, TILES, FLAT)
     configs = [
-        Config(*packing(rows, shape, shared), shared, keys, stages, warps, way)
-        for rows, keys, warps, stages in tiles_that_fit(
-            shape, shape.tile_side * shared, TILES, FLAT
-        )
-        for way in _paths(shape, keys, path)
+        replace(config, path=way)
+        for config in (query_config(shape, shared, tile, path) for tile in tiles)
+        for way in ((config.path, "pointers") if config.keys <= SMALL_BOX else (config.path,))
     ]
     return list(dict.fromkeys(configs))[:8]
-
-
-def _paths(shape: Shape, keys: int, path: Path) -> list[Path]:
-    """Return how to load a step: TMA loads no step of several blocks."""
-    if shape.block[1] % keys:
-        return ["pointers"]
-    return [path, "pointers"] if keys <= SMALL_BOX else [path]
 
 
 def launch(
@@ -130,30 +97,25 @@ def launch(
     lists = lists or lists_of(mask)
     o = torch.empty_like(operands[0])
     lse = q.new_empty(shape.batch * shape.heads, shape.q_tokens, dtype=torch.float32)
-    tiles, splits = query_tiles(shape, config.tokens, config.pack), config.splits
-    tile, keys = (config.tokens, config.pack), (config.keys, 1)
-    shared_lists: tuple[Tensor | int | None, ...] = (None,) * 5
+    tiles, splits = query_tiles(shape, config), config.splits
+    q_box, kv_box = (config.tokens, config.pack), (config.keys, 1)
+    merge: tuple[Tensor | int | None, ...] = (None,) * 5
     if splits:
         sums = q.new_empty(2, tiles, splits, config.tokens * config.pack, dtype=torch.float32)
         parts = q.new_empty(*sums.shape[1:], shape.depth, dtype=torch.float32)
         counters = lists.offsets.new_zeros(tiles)  # they stay with the kernel
-        shared_lists = lists.blocks_per_row, parts, *sums, counters
+        merge = lists.blocks_per_row, parts, *sums, counters
     program = bound_kernel(
         _forward,
         tiles * max(1, splits),
         (
-            q if splits else head_box(q, shape, tile, config.path),
-            *(head_box(matrix, shape, keys, config.path) for matrix in (k, v)),
-            *(o, lse, *shared_lists),
+            q if splits else head_box(q, shape, q_box, config.path),
+            *(head_box(matrix, shape, kv_box, config.path) for matrix in (k, v)),
+            *(o, lse, *merge),
         ),
-        *(lists, mask, shape, scale * LOG2_E, o),
+        (lists, mask, shape, scale * LOG2_E),
+        *(config, o),
         masked=lists.masked or shape.block[1] % config.keys != 0,
-        path=config.path,
-        stages=config.stages,
-        warps=config.warps,
-        TOKENS=config.tokens,
-        PACK=config.pack,
-        KEYS=config.keys,
         SPLITS=splits,
     )
     return Bound(program, inputs, (o, lse))
@@ -166,13 +128,9 @@ def fastest(
     path: Path | None,
     tuned: Tuned,
 ) -> Launch:
-    """Sort the lists; take a configuration of a table, or compile and time the choices.
+    """Sort the lists; take a table's configuration, or compile and time the choices of a shape.
 
-    name     of the kernel
-    choices  returns those of a shape, shared heads and a path, the default first
-    path     forces one path
-
-    Raises Unsupported.
+    `path` forces one path. Raises Unsupported.
     """
     tensors, mask, shape, shared, scale = task_of(operands)
     path = choose_path(path, unsupported_by_tma(*tensors, head_dim=shape.head_dim), operands.device)
@@ -193,46 +151,18 @@ KERNEL = Kernel("attention", "block_mask", "cuda", prepare, unsupported, tunes=T
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _forward(  # type: ignore[no-untyped-def]
-    q,
-    k,
-    v,
-    o,
-    lse,
-    blocks_per_row,
-    parts,
-    sums,
-    tops,
-    counters,
-    offsets,
-    columns,
-    fulls,
-    order,
-    slots,
-    bits,
-    q_tokens,
-    kv_tokens,
-    heads,
-    kv_heads,
-    lists,
-    scale,
-    D: tl.constexpr,
-    DEPTH: tl.constexpr,
-    Q_SIDE: tl.constexpr,
-    KV_SIDE: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    MASKED: tl.constexpr,
-    STAGES: tl.constexpr,
-    TMA: tl.constexpr,
-    TOKENS: tl.constexpr,
-    PACK: tl.constexpr,
-    KEYS: tl.constexpr,
-    SPLITS: tl.constexpr,
-):
+    q, k, v, o, lse, blocks_per_row, parts, sums, tops, counters,
+    offsets, columns, fulls, order, slots, bits,
+    q_tokens, kv_tokens, heads, kv_heads, lists, scale,
+    D: tl.constexpr, DEPTH: tl.constexpr, Q_SIDE: tl.constexpr, KV_SIDE: tl.constexpr,
+    CAUSAL: tl.constexpr, MASKED: tl.constexpr, STAGES: tl.constexpr, TMA: tl.constexpr,
+    TOKENS: tl.constexpr, PACK: tl.constexpr, KEYS: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
     ROWS: tl.constexpr = TOKENS * PACK
     PROGRAMS: tl.constexpr = SPLITS if SPLITS else 1  # of each list
     program, split = tl.program_id(0) // PROGRAMS, tl.program_id(0) % PROGRAMS
     stacked, sequence, head, row, token, at, inside, place = rows_of(
-        program, order, q_tokens, heads, lists, D, Q_SIDE, TOKENS, PACK, SPLITS == 0
+        program, None if SPLITS else order, q_tokens, heads, lists, D, Q_SIDE, TOKENS, PACK
     )
     kv_head = head // (heads // kv_heads)
     if blocks_per_row is None:
@@ -259,9 +189,8 @@ def _forward(  # type: ignore[no-untyped-def]
             at_k = k, v, sequence, kv_tokens, kv_head, kv_heads, column, i
             k_tile, v_tile, key = load_step(*at_k, D, DEPTH, KV_SIDE, KEYS, TMA, not MASK)
             if MASK:
-                at_mask = at[:, None], key[None, :], column, start, i, slots, bits
-                tokens = q_tokens, kv_tokens
-                allowed = is_allowed(*at_mask, *tokens, Q_SIDE, KV_SIDE, KV_SIDE, KEYS, CAUSAL)
+                at_mask = at[:, None], key[None, :], column, start, i, slots, bits, q_tokens
+                allowed = mask_of(*at_mask, kv_tokens, Q_SIDE, KV_SIDE, KV_SIDE, KEYS, CAUSAL)
             column = column_of(columns, start, count, i + 1, KV_SIDE, KEYS)
             scores = tl.dot(q_tile, k_tile.T, input_precision="ieee")
             if MASK:

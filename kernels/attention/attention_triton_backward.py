@@ -14,8 +14,7 @@ Missing queries have an LSE of infinity, which makes their P zero.
 """
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields, replace
-from functools import partial
+from dataclasses import asdict, astuple, dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -36,7 +35,7 @@ from sparsebench.kernels.attention._shapes import (
     bound_kernel,
     by_head,
     head_box,
-    packing,
+    query_config,
     query_tiles,
     table_sizes,
     task_of,
@@ -44,13 +43,8 @@ from sparsebench.kernels.attention._shapes import (
     unsupported,
     unsupported_by_tma,
 )
-from sparsebench.kernels.attention._tiles import (
-    column_of,
-    is_allowed,
-    load_rows,
-    load_step,
-    rows_of,
-)
+from sparsebench.kernels.attention._shapes import Config as TileConfig
+from sparsebench.kernels.attention._tiles import column_of, load_rows, load_step, mask_of, rows_of
 
 LOG2 = tl.constexpr(LOG2_E)  # of the natural base, in which the LSE is
 
@@ -82,23 +76,26 @@ class Config:
     kv_warps: int
     kv_path: Path
 
+    @property
+    def dq(self) -> TileConfig:
+        return TileConfig(*astuple(self)[:7])
+
+    @property
+    def dkv(self) -> TileConfig:
+        step = self.kv_keys, self.kv_stages, self.kv_warps, self.kv_path
+        return TileConfig(self.kv_tokens, 1, 1, *step)
+
 
 def configurations(shape: Shape, shared: int, path: Path) -> list[Config]:
     """Return configurations to try, the default first; `prepare` searches both halves separately.
 
     shared  heads that may be packed in dQ
     """
-    b_q, b_k = shape.block
-    dq: list[tuple[Any, ...]] = [
-        (
-            *(*packing(rows, shape, shared), shared, keys, stages, warps),
-            path if b_k % keys == 0 else "pointers",
-        )
-        for rows, keys, warps, stages in tiles_that_fit(shape, shape.tile_side * shared, DQ, FLAT)
-    ]
+    tiles = tiles_that_fit(shape, shape.tile_side * shared, DQ, FLAT)
+    dq = [astuple(query_config(shape, shared, tile, path))[:7] for tile in tiles]
     dkv: list[tuple[Any, ...]] = [
-        (keys, tokens, stages, warps, path if b_q % tokens == 0 else "pointers")
-        for keys, tokens, warps, stages in tiles_that_fit(shape, b_k, DKV, FLAT)
+        (keys, tokens, stages, warps, path if shape.block[0] % tokens == 0 else "pointers")
+        for keys, tokens, warps, stages in tiles_that_fit(shape, shape.block[1], DKV, FLAT)
     ]
     configs = [Config(*dq[min(i, len(dq) - 1)], *dkv[min(i, len(dkv) - 1)]) for i in range(8)]
     return list(dict.fromkeys(configs))
@@ -124,71 +121,62 @@ def launch(
     out = q.new_empty(q_rows + 2 * kv_rows, shape.head_dim)
     dq, dk, dv = out.split([q_rows, kv_rows, kv_rows])
     delta = torch.empty_like(lse)
-    tile, keys = (config.q_tokens, config.q_pack), (config.q_keys, 1)
+    tile = config.dq
+    box, kv_box = (tile.tokens, tile.pack), (tile.keys, 1)
     first = bound_kernel(
         _dq,
-        query_tiles(shape, *tile),
+        query_tiles(shape, tile),
         (
-            *(head_box(x, shape, tile, config.q_path) for x in (q, o, do)),
-            *(head_box(x, shape, keys, config.q_path) for x in (k, v)),
+            *(head_box(x, shape, box, tile.path) for x in (q, o, do)),
+            *(head_box(x, shape, kv_box, tile.path) for x in (k, v)),
             *(dq, lse, delta),
         ),
-        *(rows, mask, shape, scale, out),
-        masked=rows.masked or shape.block[1] % config.q_keys != 0,
-        path=config.q_path,
-        stages=config.q_stages,
-        warps=config.q_warps,
-        TOKENS=config.q_tokens,
-        PACK=config.q_pack,
-        KEYS=config.q_keys,
+        (rows, mask, shape, scale),
+        *(tile, out),
+        masked=rows.masked or shape.block[1] % tile.keys != 0,
     )
-    tile, tokens = (config.kv_keys, 1), (config.kv_tokens, 1)
-    tiles = triton.cdiv(min(shape.block[1], shape.kv_tokens), config.kv_keys)  # of a block
+    tile = config.dkv
+    box, kv_box = (tile.tokens, 1), (tile.keys, 1)
+    tiles = triton.cdiv(min(shape.block[1], shape.kv_tokens), tile.keys)  # of a block
     second = bound_kernel(
         _dkv,
         transposed.order.numel() * tiles,
         (
-            *(head_box(x, shape, tokens, config.kv_path) for x in (q, do)),
-            *(head_box(x, shape, tile, config.kv_path) for x in (k, v)),
+            *(head_box(x, shape, box, tile.path) for x in (q, do)),
+            *(head_box(x, shape, kv_box, tile.path) for x in (k, v)),
             *(dk, dv, lse, delta),
         ),
-        *(transposed, mask, shape, scale, out),
-        masked=transposed.masked or shape.block[0] % config.kv_tokens != 0,
-        path=config.kv_path,
-        stages=config.kv_stages,
-        warps=config.kv_warps,
+        (transposed, mask, shape, scale),
+        *(tile, out),
+        masked=transposed.masked or shape.block[0] % tile.tokens != 0,
         before=first,
-        KEYS=config.kv_keys,
-        TOKENS=config.kv_tokens,
     )
     return Bound(second, (q, k, v, o, lse, do), (dq, dk, dv))
 
 
 def prepare(operands: Operands, path: Path | None = None, *, tuned: Tuned = True) -> Launch:
-    """Sort and transpose the lists; take a table's configuration, or compile and time a few.
+    """Return the fastest launch; each half is searched for itself. `path` forces one path.
 
-    `path` forces one path. Raises Unsupported.
+    Raises Unsupported.
     """
     tensors, mask, shape, shared, scale = task_of(operands)
+    problem = tensors, mask, shape, scale
     reason = unsupported_by_tma(*tensors[:4], tensors[5], head_dim=shape.head_dim)
     searched = configurations(shape, shared, choose_path(path, reason, operands.device))
     name, sizes = "attention_triton_backward", table_sizes(shape, mask)
     configs, by = choose(name, Config, operands, sizes, tuned, searched, q_shared=shared)
     lists = lists_of(mask), transposed_lists_of(mask, shape.kv_heads)
-    bind = partial(launch, tensors, mask, shape, scale, lists=lists)
     best, lines = configs[0], []
-    for half in ("kv_", "q_"):
-        names = [f.name for f in fields(Config) if f.name.startswith(half)]
-        choices = list(dict.fromkeys(tuple(getattr(c, name) for name in names) for c in configs))
-        variants = [replace(best, **dict(zip(names, choice, strict=True))) for choice in choices]
-        launches = [bind(config).program for config in variants]
-        parts: list[Any] = [
-            bound.before if half == "q_" else replace(bound, before=None) for bound in launches
-        ]
+    for half in ("kv", "q"):
+        names = [f.name for f in fields(Config) if f.name.startswith(f"{half}_")]
+        halves = ({name: getattr(config, name) for name in names} for config in configs)
+        variants = list(dict.fromkeys(replace(best, **values) for values in halves))
+        programs = [launch(*problem, config, lists).program for config in variants]
+        parts: list[Any] = [p.before if half == "q" else replace(p, before=None) for p in programs]
         result = search(parts, operands.device, COMPILE_THREADS)
         best = variants[result.best]
-        lines += result.lines([asdict(config) for config in variants], of=half.removesuffix("_"))
-    program = bind(best).program
+        lines += result.lines([asdict(config) for config in variants], of=half)
+    program = launch(*problem, best, lists).program
     return Launch(program, asdict(best) | dict(by), program.code, lines)
 
 
@@ -197,40 +185,15 @@ KERNEL = Kernel("attention_backward", "block_mask", "cuda", prepare, unsupported
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _dq(  # type: ignore[no-untyped-def]
-    q,
-    o,
-    do,
-    k,
-    v,
-    dq,
-    lse,
-    delta,
-    offsets,
-    columns,
-    fulls,
-    order,
-    slots,
-    bits,
-    q_tokens,
-    kv_tokens,
-    heads,
-    kv_heads,
-    lists,
-    scale,
-    D: tl.constexpr,
-    DEPTH: tl.constexpr,
-    Q_SIDE: tl.constexpr,
-    KV_SIDE: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    MASKED: tl.constexpr,
-    STAGES: tl.constexpr,
-    TMA: tl.constexpr,
-    TOKENS: tl.constexpr,
-    PACK: tl.constexpr,
-    KEYS: tl.constexpr,
-):
+    q, o, do, k, v, dq, lse, delta,
+    offsets, columns, fulls, order, slots, bits,
+    q_tokens, kv_tokens, heads, kv_heads, lists, scale,
+    D: tl.constexpr, DEPTH: tl.constexpr, Q_SIDE: tl.constexpr, KV_SIDE: tl.constexpr,
+    CAUSAL: tl.constexpr, MASKED: tl.constexpr, STAGES: tl.constexpr, TMA: tl.constexpr,
+    TOKENS: tl.constexpr, PACK: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
     stacked, sequence, head, row, token, at, inside, place = rows_of(
-        tl.program_id(0), order, q_tokens, heads, lists, D, Q_SIDE, TOKENS, PACK, True
+        tl.program_id(0), order, q_tokens, heads, lists, D, Q_SIDE, TOKENS, PACK
     )
     kv_head = head // (heads // kv_heads)
     start = tl.load(offsets + row)
@@ -254,9 +217,8 @@ def _dq(  # type: ignore[no-untyped-def]
             at_k = k, v, sequence, kv_tokens, kv_head, kv_heads, column, i
             k_tile, v_tile, key = load_step(*at_k, D, DEPTH, KV_SIDE, KEYS, TMA, not MASK)
             if MASK:
-                at_mask = at[:, None], key[None, :], column, start, i, slots, bits
-                tokens = q_tokens, kv_tokens
-                allowed = is_allowed(*at_mask, *tokens, Q_SIDE, KV_SIDE, KV_SIDE, KEYS, CAUSAL)
+                at_mask = at[:, None], key[None, :], column, start, i, slots, bits, q_tokens
+                allowed = mask_of(*at_mask, kv_tokens, Q_SIDE, KV_SIDE, KV_SIDE, KEYS, CAUSAL)
             column = column_of(columns, start, count, i + 1, KV_SIDE, KEYS)
             scores = tl.dot(q_tile, k_tile.T, input_precision="ieee")
             dp = tl.dot(do_tile, v_tile.T, input_precision="ieee")
@@ -270,40 +232,16 @@ def _dq(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _dkv(  # type: ignore[no-untyped-def]
-    q,
-    do,
-    k,
-    v,
-    dk,
-    dv,
-    lse,
-    delta,
-    offsets,
-    columns,
-    fulls,
-    order,
-    slots,
-    bits,
-    q_tokens,
-    kv_tokens,
-    heads,
-    kv_heads,
-    lists,
-    scale,
-    D: tl.constexpr,
-    DEPTH: tl.constexpr,
-    Q_SIDE: tl.constexpr,
-    KV_SIDE: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    MASKED: tl.constexpr,
-    STAGES: tl.constexpr,
-    TMA: tl.constexpr,
-    TOKENS: tl.constexpr,
-    KEYS: tl.constexpr,
-):
+    q, do, k, v, dk, dv, lse, delta,
+    offsets, columns, fulls, order, slots, bits,
+    q_tokens, kv_tokens, heads, kv_heads, lists, scale,
+    D: tl.constexpr, DEPTH: tl.constexpr, Q_SIDE: tl.constexpr, KV_SIDE: tl.constexpr,
+    CAUSAL: tl.constexpr, MASKED: tl.constexpr, STAGES: tl.constexpr, TMA: tl.constexpr,
+    TOKENS: tl.constexpr, PACK: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
     # a program computes keys of one key head; each has an order of its own
     _, sequence, kv_head, _, key, keys, inside, place = rows_of(
-        tl.program_id(0), order, kv_tokens, kv_heads, kv_heads, D, KV_SIDE, KEYS, 1, True
+        tl.program_id(0), order, kv_tokens, kv_heads, kv_heads, D, KV_SIDE, KEYS, PACK
     )
     depth = tl.arange(0, DEPTH)[None, :]
     stored = inside[:, None] & (depth < D)
@@ -326,15 +264,12 @@ def _dkv(  # type: ignore[no-untyped-def]
             for i in tl.range(whole if MASK else 0, end if MASK else whole, num_stages=STAGES):
                 at_q = q, do, sequence, q_tokens, head, heads, column, i
                 q_tile, do_tile, at = load_step(*at_q, D, DEPTH, Q_SIDE, TOKENS, TMA, False)
-                real = at < q_tokens
-                if MASK:
-                    real = (at >= 0) & real
+                real = (at >= 0) & (at < q_tokens) if MASK else at < q_tokens
                 top = tl.load(lse + lse_row + at, real, float("inf")) * LOG2
                 sums = tl.load(delta + lse_row + at, real, 0.0)
                 if MASK:
-                    at_mask = at[None, :], keys[:, None], column, start, i, slots, bits
-                    tokens = q_tokens, kv_tokens
-                    allowed = is_allowed(*at_mask, *tokens, Q_SIDE, KV_SIDE, Q_SIDE, TOKENS, CAUSAL)
+                    at_mask = at[None, :], keys[:, None], column, start, i, slots, bits, q_tokens
+                    allowed = mask_of(*at_mask, kv_tokens, Q_SIDE, KV_SIDE, Q_SIDE, TOKENS, CAUSAL)
                 column = column_of(columns, start, count, i + 1, Q_SIDE, TOKENS)
                 scores = tl.dot(k_tile, q_tile.T, input_precision="ieee")
                 dp = tl.dot(v_tile, do_tile.T, input_precision="ieee")
@@ -344,6 +279,5 @@ def _dkv(  # type: ignore[no-untyped-def]
                 dv_sum = tl.dot(p.to(do_tile.dtype), do_tile, dv_sum, input_precision="ieee")
                 ds = (p * (dp - sums[None, :])).to(q_tile.dtype)
                 dk_sum = tl.dot(ds, q_tile, dk_sum, input_precision="ieee")
-    dk_sum = (dk_sum * scale).to(dk.dtype.element_ty)
-    tl.store(dk + place[:, None] + depth, dk_sum, stored)
+    tl.store(dk + place[:, None] + depth, (dk_sum * scale).to(dk.dtype.element_ty), stored)
     tl.store(dv + place[:, None] + depth, dv_sum.to(dv.dtype.element_ty), stored)
