@@ -1,5 +1,6 @@
 """The sizes of an attention problem as its kernels need them, and how they read its operands."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -11,14 +12,19 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from sparsebench.formats.block_mask import BlockMask
 from sparsebench.kernels._common import triton as launching
-from sparsebench.kernels._common.triton import SM_BYTES, SMALLEST_TILE, Path, whole_tile
+from sparsebench.kernels._common.triton import (
+    SM_BYTES,
+    SMALLEST_TILE,
+    BoundKernel,
+    Path,
+    whole_tile,
+)
 from sparsebench.kernels._common.tuned_table import Sizes
 from sparsebench.kernels._kernel import DTYPES, Operands
 from sparsebench.kernels.attention._lists import Lists, shared_heads
 from sparsebench.results.record import Problem
 
 LOG2_E = 1.4426950408889634  # the kernels' exponentials are to the base 2
-BACKWARD_INPUTS = "o", "lse", "do"  # beside q, k and v
 FP32 = [(32, 32, 8, 2), (16, 32, 4, 2)]  # larger tiles take Triton 10 s to compile, and spill
 SMALLEST = (16, 16, 4, 1)
 MOST_DEPTH = 256  # head dimension: K and V of more do not fit the shared memory of one SM
@@ -73,7 +79,7 @@ def task_of(operands: Operands) -> Task:
     """
     problem, mask = operands.problem, operands.weights["mask"]
     assert isinstance(mask, BlockMask)
-    more = BACKWARD_INPUTS if problem.op == "attention_backward" else ()
+    more = ("o", "lse", "do") if problem.op == "attention_backward" else ()
     tensors = tuple(operands.activations[name] for name in ("q", "k", "v", *more))
     heads, head_dim, scale = problem["heads"], problem["head_dim"], problem["scale"]
     sizes = heads, tensors[1].shape[1] // head_dim, head_dim
@@ -129,37 +135,36 @@ def head_box(heads: Tensor, shape: Shape, rows: tuple[int, int], path: Path) -> 
 
 def table_sizes(shape: Shape, mask: BlockMask) -> Sizes:
     """Return the sizes as tables of tuned configurations have them: n is the width of q."""
-    (b_q, b_k), (q_tokens, kv_tokens) = mask.block, mask.tokens
-    every = len(mask.offsets[1:]) * ceil(kv_tokens / b_k)
-    return Sizes(
-        m=shape.batch * q_tokens,
-        n=shape.heads * shape.head_dim,
-        k=kv_tokens,
-        dtype=shape.dtype,
-        block=(b_q, b_k),
-        density=max(1, len(mask.columns)) / every,
-    )
+    m, n, k = shape.batch * shape.q_tokens, shape.heads * shape.head_dim, shape.kv_tokens
+    every = len(mask.offsets[1:]) * ceil(k / shape.block[1])
+    return Sizes(m, n, k, shape.dtype, shape.block, max(1, len(mask.columns)) / every)
 
 
-def packing(rows: int, shape: Shape, shared: int) -> tuple[int, int]:
-    """Return queries and heads of a tile of `rows`, which tl.dot needs 16 of."""
-    side = min(rows, shape.tile_side)
-    pack = min(shared, rows // side)
-    return max(side, SMALLEST_TILE // pack), pack
+@dataclass(frozen=True)
+class Config:
+    """One way to run a kernel: the tile of a program, and how it walks a list.
+
+    tokens, pack  of dK and dV: queries of a step, and 1; of others: queries and heads of a tile
+    shared        heads that could be packed, a key of tables of configurations
+    keys          keys of a step; of dK and dV: of a tile
+    splits        programs that share a list, with the rows in order; 0: one, the longest list first
+    """
+
+    tokens: int
+    pack: int
+    shared: int
+    keys: int
+    stages: int
+    warps: int
+    path: Path
+    splits: int = 0
 
 
-def query_tiles(shape: Shape, tokens: int, pack: int) -> int:
-    """Return the number of tiles of `tokens` queries and `pack` heads; none exceeds a block."""
+def query_tiles(shape: Shape, config: Config) -> int:
+    """Return the number of tiles of queries; none exceeds a block."""
     blocks = ceil(shape.q_tokens / shape.block[0])
-    tiles = ceil(min(shape.block[0], shape.q_tokens) / tokens)
-    return shape.batch * (shape.heads // pack) * blocks * tiles
-
-
-def arguments_of(lists: Lists, mask: BlockMask, shape: Shape) -> tuple[Any, ...]:
-    """Return the arrays of a list and the sizes, in the order that kernels take them."""
-    bits = lists.columns if mask.bits is None else mask.bits
-    arrays = lists.offsets, lists.columns, lists.fulls, lists.order, lists.slots, bits
-    return *arrays, *mask.tokens, shape.heads, shape.kv_heads, mask.lists
+    tiles = ceil(min(shape.block[0], shape.q_tokens) / config.tokens)
+    return shape.batch * (shape.heads // config.pack) * blocks * tiles
 
 
 Tile = tuple[int, int, int, int]  # rows, columns of a step, warps and stages
@@ -181,20 +186,40 @@ def tiles_that_fit(shape: Shape, side: int, large: list[Tile], flat: list[Tile])
     return [t for t in near if (t[0] + t[1] * t[3]) * row <= SM_BYTES] or [SMALLEST]
 
 
-def constants_of(
-    shape: Shape, mask: BlockMask, *, masked: bool, path: Path, stages: int, warps: int
-) -> dict[str, Any]:
-    """Return the constants that all kernels have; fp32 is multiplied without tensor cores."""
-    return {
-        "D": shape.head_dim,
-        "DEPTH": shape.depth,
-        "Q_SIDE": shape.block[0],
-        "KV_SIDE": shape.block[1],
-        "CAUSAL": mask.causal,
-        "BITS": mask.bits is not None,
-        "MASKED": masked,
-        "STAGES": stages,
-        "TMA": path == "tma",
-        "PRECISION": "ieee",
-        "num_warps": warps,
-    }
+def query_config(shape: Shape, shared: int, tile: Tile, path: Path) -> Config:
+    """Return how a tile of queries is run: tl.dot needs 16 rows.
+
+    TMA loads no step of several blocks.
+    """
+    rows, keys, warps, stages = tile
+    side = min(rows, shape.tile_side)
+    pack = min(shared, rows // side)
+    way = path if shape.block[1] % keys == 0 else "pointers"
+    return Config(max(side, SMALLEST_TILE // pack), pack, shared, keys, stages, warps, way)
+
+
+def bound_kernel(
+    kernel: Any,
+    programs: int,
+    tensors: Sequence[Any],
+    walk: tuple[Lists, BlockMask, Shape, float],
+    config: Config,
+    out: Tensor,
+    *,
+    masked: bool,
+    before: BoundKernel | None = None,
+    **constants: int,
+) -> BoundKernel:
+    """Return a kernel with its arguments, and the constants that all kernels have.
+
+    tensors  arguments in front of the lists
+    masked   whether any step needs a mask
+    """
+    lists, mask, shape, scale = walk
+    arrays = lists.offsets, lists.columns, lists.fulls, lists.order, lists.slots, mask.bits
+    args = *tensors, *arrays, *mask.tokens, shape.heads, shape.kv_heads, mask.lists, scale
+    constants |= {"D": shape.head_dim, "DEPTH": shape.depth, "CAUSAL": mask.causal}
+    constants |= {"Q_SIDE": shape.block[0], "KV_SIDE": shape.block[1], "MASKED": masked}
+    constants |= {"TOKENS": config.tokens, "PACK": config.pack, "KEYS": config.keys}
+    constants |= {"STAGES": config.stages, "TMA": config.path == "tma", "num_warps": config.warps}
+    return BoundKernel(kernel, (programs,), args, constants, out, before)
