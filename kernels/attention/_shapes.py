@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any
 
 import torch
 import triton
@@ -19,9 +19,8 @@ from sparsebench.kernels._common.triton import (
     Path,
     whole_tile,
 )
-from sparsebench.kernels._common.tuned_table import Sizes
-from sparsebench.kernels._kernel import DTYPES, Operands
-from sparsebench.kernels.attention._lists import Lists, shared_heads
+from sparsebench.kernels._kernel import DTYPES
+from sparsebench.kernels.attention._lists import Lists
 from sparsebench.results.record import Problem
 
 LOG2_E = 1.4426950408889634  # the kernels' exponentials are to the base 2
@@ -58,36 +57,6 @@ class Shape:
         return int(triton.next_power_of_2(min(self.block[0], self.q_tokens)))
 
 
-class Task(NamedTuple):
-    """What `prepare` reads from the operands of a problem.
-
-    tensors  q, k, v; backward: also o, lse and do
-    shared   query heads in turn that have one list and one key head
-    """
-
-    tensors: tuple[Tensor, ...]
-    mask: BlockMask
-    shape: Shape
-    shared: int
-    scale: float
-
-
-def task_of(operands: Operands) -> Task:
-    """Return the sizes of q [batch * S_q, H * D] and k [batch * S_kv, H_kv * D], and the rest.
-
-    By default the factor of the scores is head_dim ** -0.5.
-    """
-    problem, mask = operands.problem, operands.weights["mask"]
-    assert isinstance(mask, BlockMask)
-    more = ("o", "lse", "do") if problem.op == "attention_backward" else ()
-    tensors = tuple(operands.activations[name] for name in ("q", "k", "v", *more))
-    heads, head_dim, scale = problem["heads"], problem["head_dim"], problem["scale"]
-    sizes = heads, tensors[1].shape[1] // head_dim, head_dim
-    shape = Shape(mask.batch, *mask.tokens, *sizes, mask.block, problem["dtype"])
-    shared = shared_heads(mask, heads, shape.kv_heads)
-    return Task(tensors, mask, shape, shared, head_dim**-0.5 if scale is None else float(scale))
-
-
 def unsupported(problem: Problem, device: torch.device) -> str | None:
     """Return why the Triton kernels cannot run the problem here, or None."""
     if reason := launching.unsupported(problem, device):
@@ -96,26 +65,6 @@ def unsupported(problem: Problem, device: torch.device) -> str | None:
         return f"head_dim: expected at most {MOST_DEPTH}, found {problem['head_dim']}"
     scale = problem["scale"]
     return None if scale is None or scale > 0 else f"scale: expected more than 0, found {scale}"
-
-
-def unsupported_by_tma(*matrices: Tensor, head_dim: int) -> str | None:
-    """Return why TMA cannot address the heads of a matrix, or None."""
-    reason = launching.unsupported_row(head_dim, matrices[0].element_size())
-    return reason or launching.unsupported_alignment(*matrices)
-
-
-Program = TypeVar("Program")
-
-
-class Bound(NamedTuple, Generic[Program]):
-    """A bound kernel, and the tensors that it reads and writes, without those of the mask.
-
-    inputs  forward: q, k, v by head; backward: q, k, v, o and do by head, with lse before do
-    """
-
-    program: Program
-    inputs: tuple[Tensor, ...]
-    outputs: tuple[Tensor, ...]
 
 
 def by_head(matrix: Tensor, shape: Shape) -> Tensor:
@@ -133,26 +82,17 @@ def head_box(heads: Tensor, shape: Shape, rows: tuple[int, int], path: Path) -> 
     return TensorDescriptor.from_tensor(heads, [1, *rows, shape.depth])
 
 
-def table_sizes(shape: Shape, mask: BlockMask) -> Sizes:
-    """Return the sizes as tables of tuned configurations have them: n is the width of q."""
-    m, n, k = shape.batch * shape.q_tokens, shape.heads * shape.head_dim, shape.kv_tokens
-    every = len(mask.offsets[1:]) * ceil(k / shape.block[1])
-    return Sizes(m, n, k, shape.dtype, shape.block, max(1, len(mask.columns)) / every)
-
-
 @dataclass(frozen=True)
 class Config:
     """One way to run a kernel: the tile of a program, and how it walks a list.
 
     tokens, pack  of dK and dV: queries of a step, and 1; of others: queries and heads of a tile
-    shared        heads that could be packed, a key of tables of configurations
     keys          keys of a step; of dK and dV: of a tile
     splits        programs that share a list, with the rows in order; 0: one, the longest list first
     """
 
     tokens: int
     pack: int
-    shared: int
     keys: int
     stages: int
     warps: int
@@ -195,14 +135,14 @@ def query_config(shape: Shape, shared: int, tile: Tile, path: Path) -> Config:
     side = min(rows, shape.tile_side)
     pack = min(shared, rows // side)
     way = path if shape.block[1] % keys == 0 else "pointers"
-    return Config(max(side, SMALLEST_TILE // pack), pack, shared, keys, stages, warps, way)
+    return Config(max(side, SMALLEST_TILE // pack), pack, keys, stages, warps, way)
 
 
 def bound_kernel(
     kernel: Any,
     programs: int,
     tensors: Sequence[Any],
-    walk: tuple[Lists, BlockMask, Shape, float],
+    walked: tuple[Lists, BlockMask, Shape, float],
     config: Config,
     out: Tensor,
     *,
@@ -215,7 +155,7 @@ def bound_kernel(
     tensors  arguments in front of the lists
     masked   whether any step needs a mask
     """
-    lists, mask, shape, scale = walk
+    lists, mask, shape, scale = walked
     arrays = lists.offsets, lists.columns, lists.fulls, lists.order, lists.slots, mask.bits
     args = *tensors, *arrays, *mask.tokens, shape.heads, shape.kv_heads, mask.lists, scale
     constants |= {"D": shape.head_dim, "DEPTH": shape.depth, "CAUSAL": mask.causal}

@@ -16,18 +16,15 @@ The kernel is that of attention_triton.py.
 """
 
 from dataclasses import replace
-from functools import partial
 from itertools import product
 
 import torch
 
-from sparsebench.kernels._common.triton import Path
-from sparsebench.kernels._common.tuned_table import Tuned, multiprocessors
-from sparsebench.kernels._kernel import Kernel, Launch, Operands
-from sparsebench.kernels.attention._shapes import Config, Shape, query_config, query_tiles
+from sparsebench.kernels._common.device import multiprocessors
+from sparsebench.kernels.attention._call import AttentionCall, ListedMask, attention_engine
+from sparsebench.kernels.attention._shapes import Config, query_config, query_tiles
 from sparsebench.kernels.attention._shapes import unsupported as unsupported_by_triton
-from sparsebench.kernels.attention.attention_triton import fastest
-from sparsebench.kernels.attention.attention_triton import launch as launch
+from sparsebench.kernels.attention.attention_triton import path_of, plan
 from sparsebench.results.record import Problem
 
 MOST_QUERIES = 16  # most queries of a sequence; more fill the SMs without a split
@@ -35,12 +32,10 @@ FEW_ROWS = 16  # rows of a tile: the fewest that tl.dot takes
 PARTS = 1, 2, 0.5  # programs for each SM, among which the search chooses
 
 
-def configurations(shape: Shape, shared: int, path: Path, programs: int) -> list[Config]:
-    """Return at most eight configurations to try, the default first.
-
-    shared    heads that may be packed
-    programs  multiprocessors of the device
-    """
+def choices(w: ListedMask, call: AttentionCall) -> list[Config]:
+    """Return the configurations to try, the default first."""
+    shape, shared, path = call.shape, w.shared(call.shape), path_of(w, call)
+    programs = multiprocessors(w.mask.columns.device)
     steps = [(32, 4, 2)] if shape.itemsize == 4 else [(64, 4, 3), (64, 8, 3), (128, 4, 2)]
     tiles = [
         query_config(shape, shared, (FEW_ROWS, *step), path)
@@ -51,7 +46,7 @@ def configurations(shape: Shape, shared: int, path: Path, programs: int) -> list
         replace(tile, splits=max(1, min(64, round(parts * programs / query_tiles(shape, tile)))))
         for tile, parts in product(tiles, PARTS)
     ]
-    return list(dict.fromkeys(configs))[:8]
+    return list(dict.fromkeys(configs))
 
 
 def unsupported(problem: Problem, device: torch.device) -> str | None:
@@ -61,10 +56,4 @@ def unsupported(problem: Problem, device: torch.device) -> str | None:
     return unsupported_by_triton(problem, device)
 
 
-def prepare(operands: Operands, path: Path | None = None, *, tuned: Tuned = True) -> Launch:
-    """Return the fastest launch. `path` forces one path. Raises Unsupported."""
-    offered = partial(configurations, programs=multiprocessors(operands.device))
-    return fastest("attention_split", offered, operands, path, tuned)
-
-
-KERNEL = Kernel("attention", "block_mask", "cuda", prepare, unsupported, tunes=True)
+KERNEL = attention_engine("attention_split", "attention", choices, plan, unsupported, Config)

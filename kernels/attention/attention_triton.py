@@ -23,7 +23,6 @@ are outermost, so that the L2 cache holds K and V of the few heads in flight.
 attention_split.py runs the same kernel with several programs for each list.
 """
 
-from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -31,27 +30,28 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sparsebench.formats.block_mask import BlockMask
-from sparsebench.kernels._common.search import fastest_launch
-from sparsebench.kernels._common.triton import COMPILE_THREADS, BoundKernel, Path, choose_path
-from sparsebench.kernels._common.tuned_table import Tuned, choose
-from sparsebench.kernels._kernel import Kernel, Launch, Operands
-from sparsebench.kernels.attention._lists import Lists, lists_of
+from sparsebench.kernels._common.capture import is_capturing, keep
+from sparsebench.kernels._common.machine_code import digest
+from sparsebench.kernels._common.operator import Product
+from sparsebench.kernels._common.triton import (
+    BoundKernel,
+    Path,
+    Template,
+    choose_path,
+    unsupported_row,
+)
+from sparsebench.kernels._kernel import refuse
+from sparsebench.kernels.attention._call import AttentionCall, ListedMask, attention_engine
 from sparsebench.kernels.attention._shapes import (
     LOG2_E,
-    Bound,
     Config,
-    Shape,
     bound_kernel,
     by_head,
     head_box,
     query_config,
     query_tiles,
-    table_sizes,
-    task_of,
     tiles_that_fit,
     unsupported,
-    unsupported_by_tma,
 )
 from sparsebench.kernels.attention._tiles import column_of, load_rows, load_step, mask_of, rows_of
 
@@ -66,36 +66,30 @@ FLAT = [
 SMALL_BOX = 16  # keys of a TMA box that may be slower than loads by pointers
 
 
-def configurations(shape: Shape, shared: int, path: Path) -> list[Config]:
-    """Return at most eight configurations to try, the default first.
-
-    shared  heads that may be packed
-    """
+def choices(w: ListedMask, call: AttentionCall) -> list[Config]:
+    """Return the configurations to try, the default first."""
+    shape, shared, path = call.shape, w.shared(call.shape), path_of(w, call)
     tiles = tiles_that_fit(shape, shape.tile_side * shared, TILES, FLAT)
     configs = [
         replace(config, path=way)
         for config in (query_config(shape, shared, tile, path) for tile in tiles)
         for way in ((config.path, "pointers") if config.keys <= SMALL_BOX else (config.path,))
     ]
-    return list(dict.fromkeys(configs))[:8]
+    return list(dict.fromkeys(configs))
 
 
-def launch(
-    operands: Sequence[Tensor],
-    mask: BlockMask,
-    shape: Shape,
-    scale: float,
-    config: Config,
-    lists: Lists | None = None,
-) -> Bound[BoundKernel]:
-    """Return the kernel of O [batch * S_q, H * D] and of the LSE [batch * H, S_q].
+def path_of(w: ListedMask, call: AttentionCall) -> Path:
+    """Return the path by which heads are read."""
+    reason = unsupported_row(call.shape.head_dim, call.shape.itemsize)
+    return choose_path(reason, w.mask.columns.device)
 
-    operands  q like O, and k, v [batch * S_kv, H_kv * D]
-    lists     lists_of(mask) if they exist already
-    """
-    q, k, v = inputs = tuple(by_head(x, shape) for x in operands)
-    lists = lists or lists_of(mask)
-    o = torch.empty_like(operands[0])
+
+def plan(w: ListedMask, call: AttentionCall, config: Config) -> Product:
+    """Sort the lists and compile; launches of a plan with splits must not overlap."""
+    refuse_path(w, call, config.path)
+    shape, lists, device = call.shape, w.lists, w.mask.columns.device
+    q, k, v = inputs = [by_head(x, shape) for x in matrices(call)[:3]]
+    o = torch.empty_like(matrices(call)[0])
     lse = q.new_empty(shape.batch * shape.heads, shape.q_tokens, dtype=torch.float32)
     tiles, splits = query_tiles(shape, config), config.splits
     q_box, kv_box = (config.tokens, config.pack), (config.keys, 1)
@@ -103,7 +97,7 @@ def launch(
     if splits:
         sums = q.new_empty(2, tiles, splits, config.tokens * config.pack, dtype=torch.float32)
         parts = q.new_empty(*sums.shape[1:], shape.depth, dtype=torch.float32)
-        counters = lists.offsets.new_zeros(tiles)  # they stay with the kernel
+        counters = lists.offsets.new_zeros(tiles)  # they stay with the plan
         merge = lists.blocks_per_row, parts, *sums, counters
     program = bound_kernel(
         _forward,
@@ -113,40 +107,43 @@ def launch(
             *(head_box(matrix, shape, kv_box, config.path) for matrix in (k, v)),
             *(o, lse, *merge),
         ),
-        (lists, mask, shape, scale * LOG2_E),
+        (lists, w.mask, shape, call.scale * LOG2_E),
         *(config, o),
         masked=lists.masked or shape.block[1] % config.keys != 0,
         SPLITS=splits,
     )
-    return Bound(program, inputs, (o, lse))
+    template = Template([program], inputs, [o, lse])
+
+    def run(*operands: Tensor, out: Tensor | None = None) -> list[Tensor]:
+        results = template(*operands, out=() if out is None else (out,))
+        if is_capturing(results[0]):
+            keep(template)
+        return results
+
+    return Product(run, code_of(program, device))
 
 
-def fastest(
-    name: str,
-    choices: Callable[[Shape, int, Path], Sequence[Config]],
-    operands: Operands,
-    path: Path | None,
-    tuned: Tuned,
-) -> Launch:
-    """Sort the lists; take a table's configuration, or compile and time the choices of a shape.
-
-    `path` forces one path. Raises Unsupported.
-    """
-    tensors, mask, shape, shared, scale = task_of(operands)
-    path = choose_path(path, unsupported_by_tma(*tensors, head_dim=shape.head_dim), operands.device)
-    searched, sizes = choices(shape, shared, path), table_sizes(shape, mask)
-    configs, by = choose(name, Config, operands, sizes, tuned, searched, shared=shared)
-    lists = lists_of(mask)
-    candidates = [launch(tensors, mask, shape, scale, c, lists).program for c in configs]
-    return fastest_launch(configs, candidates, by, operands.device, COMPILE_THREADS)
+def refuse_path(w: ListedMask, call: AttentionCall, *paths: Path) -> None:
+    """Raise Unsupported if a configuration reads by TMA what TMA cannot read."""
+    if "tma" in paths and path_of(w, call) != "tma":
+        refuse("expected the path pointers, found tma")
 
 
-def prepare(operands: Operands, path: Path | None = None, *, tuned: Tuned = True) -> Launch:
-    """Return the fastest launch. `path` forces one path. Raises Unsupported."""
-    return fastest("attention_triton", configurations, operands, path, tuned)
+def matrices(call: AttentionCall) -> list[Tensor]:
+    """Return q, k, v, o and do, token-major, without data (device meta)."""
+    shape = call.shape
+    of_q = shape.batch * shape.q_tokens, shape.heads * shape.head_dim
+    of_k = shape.batch * shape.kv_tokens, shape.kv_heads * shape.head_dim
+    sizes = of_q, of_k, of_k, of_q, of_q
+    return [torch.empty(size, dtype=call.dtype, device="meta") for size in sizes]
 
 
-KERNEL = Kernel("attention", "block_mask", "cuda", prepare, unsupported, tunes=True)
+def code_of(program: BoundKernel, device: torch.device) -> str | None:
+    """Compile a kernel for a GPU now, and return the digest of its code; None if interpreted."""
+    return digest(*program.binaries()) if device.type == "cuda" else None
+
+
+KERNEL = attention_engine("attention_triton", "attention", choices, plan, unsupported, Config)
 
 
 @triton.jit  # type: ignore[untyped-decorator]

@@ -13,8 +13,7 @@ block of the transposed list is read by its own lanes, as in _tiles.py, so block
 Missing queries have an LSE of infinity, which makes their P zero.
 """
 
-from collections.abc import Sequence
-from dataclasses import asdict, astuple, dataclass, fields, replace
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import torch
@@ -22,29 +21,28 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sparsebench.formats.block_mask import BlockMask
-from sparsebench.kernels._common.search import search
-from sparsebench.kernels._common.triton import COMPILE_THREADS, BoundKernel, Path, choose_path
-from sparsebench.kernels._common.tuned_table import Tuned, choose
-from sparsebench.kernels._kernel import Kernel, Launch, Operands
-from sparsebench.kernels.attention._lists import Lists, lists_of, transposed_lists_of
+from sparsebench.kernels._common.capture import is_capturing, keep
+from sparsebench.kernels._common.operator import Product
+from sparsebench.kernels._common.triton import Path, Template
+from sparsebench.kernels.attention._call import AttentionCall, ListedMask, attention_engine
 from sparsebench.kernels.attention._shapes import (
     LOG2_E,
-    Bound,
-    Shape,
     bound_kernel,
     by_head,
     head_box,
     query_config,
     query_tiles,
-    table_sizes,
-    task_of,
     tiles_that_fit,
     unsupported,
-    unsupported_by_tma,
 )
 from sparsebench.kernels.attention._shapes import Config as TileConfig
 from sparsebench.kernels.attention._tiles import column_of, load_rows, load_step, mask_of, rows_of
+from sparsebench.kernels.attention.attention_triton import (
+    code_of,
+    matrices,
+    path_of,
+    refuse_path,
+)
 
 LOG2 = tl.constexpr(LOG2_E)  # of the natural base, in which the LSE is
 
@@ -59,13 +57,11 @@ class Config:
     """One way to run both kernels.
 
     q_tokens, q_pack    queries and heads of a tile of dQ; q_keys: keys of a step
-    q_shared            heads that could be packed, a key of tables of configurations
     kv_keys, kv_tokens  keys of a tile of dK and dV; queries of a step
     """
 
     q_tokens: int
     q_pack: int
-    q_shared: int
     q_keys: int
     q_stages: int
     q_warps: int
@@ -78,48 +74,38 @@ class Config:
 
     @property
     def dq(self) -> TileConfig:
-        return TileConfig(*astuple(self)[:7])
+        return TileConfig(*astuple(self)[:6])
 
     @property
     def dkv(self) -> TileConfig:
         step = self.kv_keys, self.kv_stages, self.kv_warps, self.kv_path
-        return TileConfig(self.kv_tokens, 1, 1, *step)
+        return TileConfig(self.kv_tokens, 1, *step)
 
 
-def configurations(shape: Shape, shared: int, path: Path) -> list[Config]:
-    """Return configurations to try, the default first; `prepare` searches both halves separately.
-
-    shared  heads that may be packed in dQ
-    """
+def choices(w: ListedMask, call: AttentionCall) -> list[Config]:
+    """Return the configurations to try, the default first."""
+    shape, shared, path = call.shape, w.shared(call.shape), path_of(w, call)
     tiles = tiles_that_fit(shape, shape.tile_side * shared, DQ, FLAT)
-    dq = [astuple(query_config(shape, shared, tile, path))[:7] for tile in tiles]
+    dq = [astuple(query_config(shape, shared, tile, path))[:6] for tile in tiles]
     dkv: list[tuple[Any, ...]] = [
         (keys, tokens, stages, warps, path if shape.block[0] % tokens == 0 else "pointers")
         for keys, tokens, warps, stages in tiles_that_fit(shape, shape.block[1], DKV, FLAT)
     ]
-    configs = [Config(*dq[min(i, len(dq) - 1)], *dkv[min(i, len(dkv) - 1)]) for i in range(8)]
-    return list(dict.fromkeys(configs))
+    longest = max(len(dq), len(dkv))
+    pairs = [(dq[min(i, len(dq) - 1)], dkv[min(i, len(dkv) - 1)]) for i in range(longest)]
+    crossed = [(dq[0], dkv[-1]), (dq[-1], dkv[0])]
+    return list(dict.fromkeys(Config(*q, *kv) for q, kv in (*pairs, *crossed)))
 
 
-def launch(
-    operands: Sequence[Tensor],
-    mask: BlockMask,
-    shape: Shape,
-    scale: float,
-    config: Config,
-    lists: tuple[Lists, Lists] | None = None,
-) -> Bound[BoundKernel]:
-    """Return the kernels of dQ, dK and dV, one below the other as rows of D elements.
-
-    operands  q, k, v, o, lse and do: dense, lse fp32 [batch * H, S_q], the others token-major
-    lists     lists_of(mask) and transposed_lists_of(mask, H_kv) if they exist already
-    """
-    lse = operands[4]
-    q, k, v, o, do = (by_head(operands[i], shape) for i in (0, 1, 2, 3, 5))
-    rows, transposed = lists or (lists_of(mask), transposed_lists_of(mask, shape.kv_heads))
-    q_rows, kv_rows = (x.numel() // shape.head_dim for x in (q, k))
-    out = q.new_empty(q_rows + 2 * kv_rows, shape.head_dim)
-    dq, dk, dv = out.split([q_rows, kv_rows, kv_rows])
+def plan(w: ListedMask, call: AttentionCall, config: Config) -> Product:
+    """Sort the lists and those of the transpose, and compile."""
+    refuse_path(w, call, config.q_path, config.kv_path)
+    shape, scale, mask = call.shape, call.scale, w.mask
+    rows, transposed = w.lists, w.transposed(shape.kv_heads)
+    q, k, v, o, do = (by_head(x, shape) for x in matrices(call))
+    lse = q.new_empty(shape.batch * shape.heads, shape.q_tokens, dtype=torch.float32)
+    results = call.gradients(q, None)
+    out, (dq, dk, dv) = results[0], results
     delta = torch.empty_like(lse)
     tile = config.dq
     box, kv_box = (tile.tokens, tile.pack), (tile.keys, 1)
@@ -151,36 +137,19 @@ def launch(
         masked=transposed.masked or shape.block[0] % tile.tokens != 0,
         before=first,
     )
-    return Bound(second, (q, k, v, o, lse, do), (dq, dk, dv))
+    template = Template([second], (q, k, v, o, lse, do), results)
+
+    def run(*operands: Tensor, out: Tensor | None = None) -> list[Tensor]:
+        if is_capturing(operands[0]):
+            keep(template)
+        return template(*operands, out=call.gradients(operands[0], out))
+
+    return Product(run, code_of(second, mask.columns.device))
 
 
-def prepare(operands: Operands, path: Path | None = None, *, tuned: Tuned = True) -> Launch:
-    """Return the fastest launch; each half is searched for itself. `path` forces one path.
-
-    Raises Unsupported.
-    """
-    tensors, mask, shape, shared, scale = task_of(operands)
-    problem = tensors, mask, shape, scale
-    reason = unsupported_by_tma(*tensors[:4], tensors[5], head_dim=shape.head_dim)
-    searched = configurations(shape, shared, choose_path(path, reason, operands.device))
-    name, sizes = "attention_triton_backward", table_sizes(shape, mask)
-    configs, by = choose(name, Config, operands, sizes, tuned, searched, q_shared=shared)
-    lists = lists_of(mask), transposed_lists_of(mask, shape.kv_heads)
-    best, lines = configs[0], []
-    for half in ("kv", "q"):
-        names = [f.name for f in fields(Config) if f.name.startswith(f"{half}_")]
-        halves = ({name: getattr(config, name) for name in names} for config in configs)
-        variants = list(dict.fromkeys(replace(best, **values) for values in halves))
-        programs = [launch(*problem, config, lists).program for config in variants]
-        parts: list[Any] = [p.before if half == "q" else replace(p, before=None) for p in programs]
-        result = search(parts, operands.device, COMPILE_THREADS)
-        best = variants[result.best]
-        lines += result.lines([asdict(config) for config in variants], of=half)
-    program = launch(*problem, best, lists).program
-    return Launch(program, asdict(best) | dict(by), program.code, lines)
-
-
-KERNEL = Kernel("attention_backward", "block_mask", "cuda", prepare, unsupported, tunes=True)
+KERNEL = attention_engine(
+    "attention_triton_backward", "attention_backward", choices, plan, unsupported, Config
+)
 
 
 @triton.jit  # type: ignore[untyped-decorator]

@@ -17,14 +17,15 @@ from torch import Tensor
 
 from sparsebench.errors import Unsupported
 from sparsebench.formats.block_mask import BlockMask
-from sparsebench.kernels._common.selection import Operator
+from sparsebench.kernels._common.operator import Operator
+from sparsebench.kernels._kernel import NAMES as NAME_OF
+from sparsebench.kernels.attention._call import AttentionCall
 from sparsebench.kernels.attention._shapes import MOST_DEPTH, Shape
-from sparsebench.kernels.nn._attention_plans import DTYPE_OF, Call, operator_of
+from sparsebench.kernels.nn._attention_engines import operator_of
 from sparsebench.kernels.nn._stamp import Stamp, arrays_of, stamp_of
 
 ATTRIBUTE = "_sparsebench_attention"  # attribute of the tensor `columns`
 ALIGNMENT = 16  # bytes, for TMA
-NAME_OF = {dtype: name for name, dtype in DTYPE_OF.items()}
 
 
 class Plans(NamedTuple):
@@ -55,7 +56,7 @@ def _run(
     """Run the planned kernel on operands [rows, columns]; the first call plans it."""
     batch, s_q, heads, d = q.shape
     sizes = batch, s_q, k.shape[1], heads, k.shape[2], d, mask.block
-    call = Call(op, Shape(*sizes, NAME_OF[q.dtype]), scale)
+    call = AttentionCall(op, Shape(*sizes, NAME_OF[q.dtype]), scale)
     flat = [readable(x) for x in operands]
     operator = plans_of(mask)
     selected = operator.plans.get(call)

@@ -235,9 +235,7 @@ def unsupported_step(problem: Problem, device: torch.device) -> str | None:
     return _decoder.unsupported_pruned(problem, device)
 
 
-def _part(
-    operands: Operands, earlier: Earlier | None, name: str, inputs: Sequence[Tensor]
-) -> Part:
+def _part(operands: Operands, earlier: Earlier | None, name: str, inputs: Sequence[Tensor]) -> Part:
     w, problem = operands.weights, operands.problem
     if not is_pruned(problem, name):
         return dense_part(operands, name, inputs)

@@ -34,11 +34,11 @@ from sparsebench.kernels.nn._bsr_index import (
     draw_pattern,
     grid_of,
     index_of,
+    require_index,
     source_of,
     stored_of,
 )
 from sparsebench.kernels.nn._bsr_pattern import pattern_of, replan
-from sparsebench.kernels.nn._bsr_index import require_index
 from sparsebench.kernels.nn._moves import repack, require_same_moves, state_moves
 from sparsebench.kernels.nn._sharded import gather_shards, is_sharded, require_one_index, shard_like
 from sparsebench.kernels.nn._weight import PackedWeight
