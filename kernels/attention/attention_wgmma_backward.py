@@ -182,7 +182,7 @@ def plan(w: ListedMask, call: AttentionCall, config: Config) -> Product:
     lse_2 = torch.full(size, torch.inf, device=device)  # also of rows without a query
     delta, stored = torch.zeros(size, device=device), work.stored
     of_keys = _of_keys(work, mask, call, config, lse_2, delta)
-    memory = work, mask.bits, mask.columns, lse_2, delta
+    memory: tuple[object, ...] = work, mask.bits, mask.columns, lse_2, delta
     if stored is None:
         assert work.queries
         kernel = "attention_wgmma_dq", "differentiate_queries"

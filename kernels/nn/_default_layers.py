@@ -202,7 +202,8 @@ class _Parts:
 
     def __init__(self, earlier: Earlier | None) -> None:
         """Begin with none."""
-        self.earlier, self.code = earlier, None
+        self.earlier = earlier
+        self.code: str | None = None
         self.choice: dict[str, Any] = {}
         self.lines: list[Mapping[str, Any]] = []
 

@@ -159,8 +159,9 @@ class Named:
         return prepared.launches[place]
 
     def _operands(self, op: str, activations: Mapping[str, Tensor]) -> Operands:
-        values, w = self.w.arrays().get("values"), copy(self.w)  # the plans are freed when w is
-        w = w if values is None else replace(w, values=values.detach())  # type: ignore[call-arg]
+        values = self.w.arrays().get("values")
+        w: Any = copy(self.w)  # plans hold the copy, and are freed when w is
+        w = w if values is None else replace(w, values=values.detach())
         problem = self._problem(op, next(iter(activations.values())))
         if op == "linear_wgrad":
             return Operands(problem, {}, activations, DEFINITIONS[op], pattern=w)
