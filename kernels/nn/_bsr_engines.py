@@ -54,6 +54,7 @@ from sparsebench.kernels.bsr import (
     bsr_wgrad_small,
 )
 from sparsebench.kernels.bsr._call import BsrCall, bsr_engine, problem_of
+from sparsebench.kernels.bsr._strip_tiles import LEAST_GATHERED
 from sparsebench.kernels.nn._bsr_index import require_index
 from sparsebench.results.record import Problem
 
