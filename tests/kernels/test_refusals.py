@@ -33,7 +33,6 @@ SIZES = {
 }
 USUAL = {"m": 16, "n": 512, "k": 256}
 IN_4_BITS = {"weight_bits": 4, "pattern": "two_four", "sparsity": 0.5}
-TWELL = {"k": 2048, "n": 5632, "activation": "relu"}
 SPENSE_FFN = {"n": 2048, "k": 512, "activation": "silu"}
 
 # Kernels, fields of a problem, and a token of the reason; none if the kernel accepts it. The GPU
@@ -130,29 +129,7 @@ PROBLEMS: list[tuple[str, dict[str, Any], str]] = [
     ("stk", {"m": 2**18, "n": 2**13, "dtype": "fp16"}, "less than 2^31 elements"),
     ("torch_int4", {"dtype": "fp16", **IN_4_BITS}, "expected"),
     ("torch_int4", {"n": 100, **IN_4_BITS}, "expected"),
-    ("marlin", {"dtype": "bf16", **IN_4_BITS}, "expected"),
-    ("marlin", {"dtype": "fp16", "n": 128, **IN_4_BITS}, "expected"),
-    ("sparse_marlin", {"dtype": "fp16", "k": 192, **IN_4_BITS}, "expected"),
     ("torch_int4", {"weight_bits": None}, "weight_bits"),
-    ("marlin", {"dtype": "fp16", "weight_bits": None}, "weight_bits"),
-    ("sparse_marlin", {"dtype": "fp16", "weight_bits": None}, "weight_bits"),
-    ("spinfer", {"dtype": "bf16"}, "expected fp16, found bf16"),
-    ("spinfer", {"dtype": "fp16", "n": 500}, "found 500 and 256"),
-    ("macko", {"m": 1, "dtype": "fp32"}, "expected fp16, found fp32"),
-    ("macko", {"m": 2, "dtype": "fp16"}, "expected m 1, found 2"),
-    *((name, {"capability": None, "dtype": "fp16"}, "NVIDIA GPU") for name in ("spinfer", "macko")),
-    ("twell_authors", {**TWELL, "capability": None}, "compute capability 9.0"),
-    ("twell_authors", {**TWELL, "dtype": "fp16"}, "bf16 and relu, found fp16"),
-    ("twell_authors", {**TWELL, "activation": "silu"}, "found bf16 and silu"),
-    ("twell_authors", {**TWELL, "n": 512}, "found k 2048 and n 512"),
-    ("twell_authors", {**TWELL, "m": 2**19}, "at most 384 tiles"),
-    ("twell_authors_step", {**TWELL, "capability": None}, "compute capability 9.0"),
-    ("twell_authors_step", {**TWELL, "dtype": "fp16"}, "found fp16"),
-    ("twell_authors_step", {**TWELL, "activation": "relu2"}, "relu2"),
-    ("twell_authors_step", {**TWELL, "n": 500, "m": 256}, "found m 256, n 500"),
-    ("twell_authors_step", {**TWELL, "n": 8448}, "n 8448"),
-    ("twell_authors_step", {**TWELL, "k": 96}, "k 96"),
-    ("twell_authors_step", {**TWELL, "m": 65537}, "found m 65792"),
 ]
 
 

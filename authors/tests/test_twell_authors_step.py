@@ -17,10 +17,11 @@ from torch.nn.functional import linear, relu
 from sparsebench.errors import Unsupported
 from sparsebench.harness.bench import contest
 from sparsebench.harness.catalog import load_op
+from sparsebench.kernels._common import foreign_code
 from sparsebench.kernels._kernel import Kernel, Operands
-from sparsebench.kernels.peers import _authors, twell_authors_step
-from sparsebench.kernels.peers.twell_authors_step import CONFIGS, Config
 from sparsebench.results.record import Contender, Problem, Status
+from sparsebench_authors import _builds, twell_authors_step
+from sparsebench_authors.twell_authors_step import CONFIGS, Config
 from tests.kernels.layers import operands_for, problem_of
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -123,7 +124,7 @@ def test_values_without_room_are_counted_and_such_configurations_are_not_timed(l
 def test_a_library_that_is_not_built_is_one_line_and_nothing_is_built(
     library, tmp_path, monkeypatch
 ) -> None:
-    monkeypatch.delenv(_authors.VARIABLE, raising=False)
+    monkeypatch.delenv(foreign_code.VARIABLE, raising=False)
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "extensions"))
     monkeypatch.setenv(twell_authors_step.VARIABLE, str(tmp_path / "none.so"))
     assert "found no file" in str(twell_authors_step.unsupported(problem(), CUDA))
@@ -138,14 +139,14 @@ def test_a_library_that_is_not_built_is_one_line_and_nothing_is_built(
     built.touch()
     assert twell_authors_step.unsupported(problem(), CUDA) is None
     search = "sparse_ops", twell_authors_step.MARKER, twell_authors_step.VARIABLE
-    assert _authors.prebuilt(*search) == built
+    assert _builds.prebuilt(*search) == built
     loader = tmp_path / "clone" / twell_authors_step.MARKER
     beside = loader.parent / "build" / "lib.linux-x86_64" / "sparse_ops.so"
     beside.parent.mkdir(parents=True)
     for file in (loader, beside):
         file.touch()
-    monkeypatch.setenv(_authors.VARIABLE, str(tmp_path))
-    assert _authors.prebuilt(*search) == beside
+    monkeypatch.setenv(foreign_code.VARIABLE, str(tmp_path))
+    assert _builds.prebuilt(*search) == beside
 
 
 def test_a_library_for_another_torch_is_refused_in_one_line(library, monkeypatch) -> None:
@@ -184,7 +185,7 @@ def test_operators_of_another_version_have_a_row_with_the_reason_and_no_time(
     kernel = Kernel("ffn_step", "twell", "any", twell_authors_step.prepare)
     monkeypatch.setattr(twell_authors_step, "KERNEL", kernel)
     contenders = [Contender("dense", "torch_dense", baseline=True)]
-    contenders.append(Contender("twell", "twell_authors_step"))
+    contenders.append(Contender("twell", "sparsebench_authors.twell_authors_step"))
     rows, _ = contest.run(problem(active=8), contenders, CPU, None)
     assert [row.status for row in rows] == [Status.OK, status]
     assert rows[1].detail

@@ -1,21 +1,16 @@
-"""Build and load code of other authors that is not a package, from a folder that the user names.
+"""Load code of other authors that is not a package, from a checkout below --peers DIR.
 
-    sparsebench run SUITE --peers DIR          or $SPARSEBENCH_PEERS
-
-DIR is a checkout, or a folder with checkouts of any name. A peer recognises its checkout by a file
-in it. The code runs with the user's rights, like any installed package, so name only folders that
-you trust. Its files are never copied, and rows have their digest.
+A checkout is recognised by a file in it, its marker (sparsebench/kernels/_common/foreign_code.py).
+Its files are never copied, and rows have their digest.
 """
 
 import ctypes
 import hashlib
 import os
-import subprocess
 import sys
 from collections.abc import Callable
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -23,18 +18,7 @@ import torch
 from sparsebench._writing import write_file
 from sparsebench.errors import Unsupported
 from sparsebench.kernels._common.cuda import target_of
-
-NVCC = "nvcc", "-O3", "-std=c++17", "-shared", "-Xcompiler", "-fPIC"
-VARIABLE = "SPARSEBENCH_PEERS"
-
-
-def checkout(marker: str) -> Path | None:
-    """Return the first checkout by name that has this file, or None."""
-    named = os.environ.get(VARIABLE)
-    if not named:
-        return None
-    folder = Path(named)
-    return next((at for at in (folder, *sorted(folder.glob("*"))) if (at / marker).is_file()), None)
+from sparsebench.kernels._common.foreign_code import VARIABLE, build_root, checkout, library
 
 
 def missing(marker: str, repository: str) -> str | None:
@@ -70,15 +54,6 @@ def digest(folder: Path) -> str:
     for file in sorted(file for file in folder.iterdir() if file.suffix in kinds):
         content.update(f"{file.name} {file.stat().st_size}\n".encode() + file.read_bytes())
     return content.hexdigest()[:16]
-
-
-def build_root() -> Path:
-    """Return the folder of built libraries: in $TORCH_EXTENSIONS_DIR or beside torch's own."""
-    if named := os.environ.get("TORCH_EXTENSIONS_DIR"):
-        return Path(named) / "sparsebench"
-    from torch.utils.cpp_extension import get_default_build_root  # takes a second
-
-    return Path(get_default_build_root()) / "sparsebench"
 
 
 def built_library(folder: Path, build: Callable[[], Any]) -> Any:
@@ -143,35 +118,8 @@ def compiled(name: str, marker: str, device: torch.device) -> tuple[ctypes.CDLL,
     assert folder
     sources = (folder / marker).parent
     version = digest(sources)
-    return library(name, version, target_of(device), f"-I{sources}"), version
-
-
-def library(name: str, version: str, target: str, *flags: str) -> ctypes.CDLL:
-    """Build kernels/peers/NAME.cu with nvcc and these flags, and load it. Raises Unsupported.
-
-    The library is stored beside torch's extensions, under the digest of the file, of the `version`
-    of the headers that it includes, and of the macros in the flags.
-    """
     source = Path(__file__).with_name(f"{name}.cu")
-    macros = "".join(flag for flag in flags if flag.startswith("-D"))
-    sources = source.read_bytes() + f"{version} {target}{macros}".encode()
-    file = build_root() / f"{name}-{hashlib.sha256(sources).hexdigest()[:16]}.so"
-    if not file.exists():
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with TemporaryDirectory(dir=file.parent) as fresh:
-            fresh_file = Path(fresh) / file.name
-            command = [*NVCC, f"-arch={target}", *flags, str(source), "-o", str(fresh_file)]
-            try:
-                built = subprocess.run(
-                    command, capture_output=True, check=False, encoding="utf-8", errors="replace"
-                )
-            except OSError as error:
-                raise Unsupported(f"needs nvcc to build {name}; found {error.strerror}") from error
-            if built.returncode:
-                log = " ".join((built.stderr or built.stdout).split())[-200:]
-                raise Unsupported(f"expected nvcc to build {name}; found {log}")
-            fresh_file.replace(file)
-    return ctypes.CDLL(str(file))
+    return library(source, version, target_of(device), f"-I{sources}"), version
 
 
 def copied(memory: ctypes.c_void_p, count: int, dtype: torch.dtype) -> torch.Tensor:
@@ -180,15 +128,6 @@ def copied(memory: ctypes.c_void_p, count: int, dtype: torch.dtype) -> torch.Ten
         return torch.empty(0, dtype=dtype)
     data = bytearray(ctypes.string_at(memory, count * dtype.itemsize))
     return torch.frombuffer(data, dtype=dtype)
-
-
-def pointer(array: torch.Tensor) -> ctypes.c_void_p:
-    """Return the address of an array for C code."""
-    return ctypes.c_void_p(array.data_ptr())
-
-
-def stream_of(device: torch.device) -> ctypes.c_void_p:
-    return ctypes.c_void_p(torch.cuda.current_stream(device).cuda_stream)
 
 
 def require_success(error: int) -> None:

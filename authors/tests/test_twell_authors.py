@@ -11,10 +11,10 @@ import torch
 
 from sparsebench.errors import Unsupported
 from sparsebench.harness.bench import contest
-from sparsebench.kernels._common import requirements
+from sparsebench.kernels._common import foreign_code, requirements
 from sparsebench.kernels._kernel import Kernel, Launch
-from sparsebench.kernels.peers import _authors, stk, twell_authors, twell_authors_mlp
 from sparsebench.results.record import Contender, Problem, Status
+from sparsebench_authors import _builds, twell_authors, twell_authors_mlp
 from tests.kernels.layers import operands_for, problem_of
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -69,14 +69,14 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     file = tmp_path / "any name" / twell_authors.MARKER
     file.parent.mkdir(parents=True)
     file.write_text(TWELL)
-    monkeypatch.setenv(_authors.VARIABLE, str(tmp_path))
+    monkeypatch.setenv(foreign_code.VARIABLE, str(tmp_path))
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "built"))
-    imported = _authors.imported
+    imported = _builds.imported
 
     def fake(file: Path, name: str = "") -> Any:
         return imported(file) if file.suffix == ".py" else (name, file.read_text())
 
-    monkeypatch.setattr(_authors, "imported", fake)
+    monkeypatch.setattr(_builds, "imported", fake)
     before = set(sys.modules)
     yield file
     for name in set(sys.modules) - before:
@@ -100,15 +100,15 @@ def test_a_missing_checkout_is_the_reason(hopper, checkout, monkeypatch) -> None
     assert f"found none with {twell_authors.MARKER}" in str(
         twell_authors.unsupported(ffn(n=5632), CUDA)
     )
-    monkeypatch.delenv(_authors.VARIABLE)
+    monkeypatch.delenv(foreign_code.VARIABLE)
     assert "found no --peers" in str(twell_authors.unsupported(ffn(n=5632), CUDA))
 
 
 def test_a_checkout_may_be_the_folder_itself(checkout, monkeypatch) -> None:
     folder = checkout.parents[2]
-    assert _authors.checkout(twell_authors.MARKER) == folder
-    monkeypatch.setenv(_authors.VARIABLE, str(folder))
-    assert _authors.checkout(twell_authors.MARKER) == folder
+    assert foreign_code.checkout(twell_authors.MARKER) == folder
+    monkeypatch.setenv(foreign_code.VARIABLE, str(folder))
+    assert foreign_code.checkout(twell_authors.MARKER) == folder
 
 
 def test_a_row_has_the_digest_of_the_authors_code(checkout: Path) -> None:
@@ -136,7 +136,7 @@ def ran_contest(
     kernel = Kernel("ffn", "twell", "any", prepare)
     monkeypatch.setattr(twell_authors, "KERNEL", kernel)
     contenders = [Contender("dense", "torch_dense", baseline=True)]
-    contenders.append(Contender("twell", "twell_authors"))
+    contenders.append(Contender("twell", "sparsebench_authors.twell_authors"))
     rows, _ = contest.run(problem, contenders, CPU, None)
     assert rows[0].status is Status.OK
     return rows[1]
@@ -185,22 +185,6 @@ def test_ways_that_lose_values_are_not_timed(checkout: Path) -> None:
     assert prepared(ffn(active=44)).choice["compression"] == 4
     assert prepared(ffn(active=44), flex=False).choice["compression"] == 8
     assert prepared(ffn(active=8)).choice["compression"] == 8
-
-
-def test_stk_may_come_from_a_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def absent(name: str) -> str:
-        raise stk.PackageNotFoundError(name)
-
-    monkeypatch.setattr(stk, "version", absent)
-    monkeypatch.delenv(_authors.VARIABLE, raising=False)
-    assert stk.unavailable() == "needs STK: pip install stanford-stk"
-    marker = tmp_path / "clone" / stk.MARKER
-    marker.parent.mkdir(parents=True)
-    marker.write_text("")
-    monkeypatch.setenv(_authors.VARIABLE, str(tmp_path))
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    assert stk.unavailable() is None
-    assert sys.path[-1] == str(tmp_path / "clone")
 
 
 MLP = (

@@ -6,7 +6,7 @@
 The number of parts of the output is searched. The kernels are those of their TwELLMLP, whose first
 call builds them; this peer takes them from torch's folder of extensions.
 
-    needs    --peers DIR with a checkout (_authors.py), and their built extension; compute
+    needs    --peers DIR with a checkout (_builds.py), and their built extension; compute
              capability 9.0
     the rest as in twell_authors.py: bf16 and relu, k 2048, n 5632 or 8192, m padded to a multiple
              of 256, no graph, and more than 31 of 256 active units are lost
@@ -18,10 +18,11 @@ from dataclasses import replace
 
 from torch import Tensor
 
+from sparsebench.kernels._common import foreign_code
 from sparsebench.kernels._common.search import fastest_choice
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
-from sparsebench.kernels.peers import _authors
-from sparsebench.kernels.peers.twell_authors import MARKER, Gate, unsupported_layer
+from sparsebench_authors import _builds
+from sparsebench_authors.twell_authors import MARKER, Gate, unsupported_layer
 
 SPLITS = 1, 2, 4, 8  # parts of the output
 LOADER = "TwELLMLP"
@@ -29,12 +30,12 @@ LOADER = "TwELLMLP"
 
 def prepare(operands: Operands, *, num_splits: int | None = None) -> Launch:
     """Choose the number of parts unless it is given or pinned. Raises Unsupported."""
-    folder = _authors.checkout(MARKER)
+    folder = foreign_code.checkout(MARKER)
     assert folder
-    twell = _authors.imported(folder / MARKER)
+    twell = _builds.imported(folder / MARKER)
     name = twell._ext_name_for_algorithms(twell._resolve_algorithms_with_deps(["twell_mlp"]))
-    file = _authors.built_by_authors(name, MARKER, LOADER)
-    ext = _authors.imported(file, name)
+    file = _builds.built_by_authors(name, MARKER, LOADER)
+    ext = _builds.imported(file, name)
     gate = Gate(operands, "wu", twell, ext)
     down = operands.weights["wd"].to_dense().t().contiguous()
 
@@ -44,7 +45,7 @@ def prepare(operands: Operands, *, num_splits: int | None = None) -> Launch:
         )
 
     choices = [{"num_splits": n} for n in (SPLITS if num_splits is None else (num_splits,))]
-    digest = _authors.digest((folder / MARKER).parent)
+    digest = _builds.digest((folder / MARKER).parent)
     launch = fastest_choice(layer, choices, operands, **gate.tokens.choice, digest=digest)
     return replace(launch, lost=gate.lost)
 

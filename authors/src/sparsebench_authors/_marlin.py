@@ -22,11 +22,12 @@ import torch
 from torch import Tensor
 
 from sparsebench.errors import Unsupported
+from sparsebench.kernels._common import foreign_code
+from sparsebench.kernels._common.requirements import WEIGHT_BITS, unsupported_in_4_bits
 from sparsebench.kernels._common.search import fastest_choice
 from sparsebench.kernels._kernel import Launch, Operands
-from sparsebench.kernels.peers import _authors
-from sparsebench.kernels.peers.torch_int4 import BITS, unsupported_in_4_bits
 from sparsebench.results.record import Problem
+from sparsebench_authors import _builds
 
 LIBRARY, MARKER = "marlin_cuda", "marlin/marlin_cuda_kernel_nm.cu"
 LOADER = "setup (github.com/IST-DASLab/Sparse-Marlin)"
@@ -41,7 +42,7 @@ SPARSE = "_ZN6marlin15marlin_cuda_2_4EPKvS1_S1_PvS2_iiiS2_iiP11CUstream_stiiii"
 @cache
 def function(symbol: str) -> tuple[Callable[..., int], str]:
     """Return a function of the authors' library, and the library's digest. Raises Unsupported."""
-    file = _authors.built_by_authors(LIBRARY, MARKER, LOADER)
+    file = _builds.built_by_authors(LIBRARY, MARKER, LOADER)
     try:
         called = getattr(ctypes.CDLL(str(file)), symbol)
     except (OSError, AttributeError) as error:
@@ -95,9 +96,9 @@ def prepared(
 
     def run(thread_k: int, thread_n: int) -> Tensor:
         error = call(
-            *map(_authors.pointer, (x, *weights, out, scales)),
-            *(*sizes, _authors.pointer(locks), group),
-            *(x.device.index or 0, _authors.stream_of(x.device)),
+            *map(foreign_code.pointer, (x, *weights, out, scales)),
+            *(*sizes, foreign_code.pointer(locks), group),
+            *(x.device.index or 0, foreign_code.stream_of(x.device)),
             *(thread_k, thread_n, AUTOMATIC, PARALLEL),
         )
         if error:
@@ -106,7 +107,7 @@ def prepared(
 
     choices = [{"thread_k": k, "thread_n": n} for k, n in tiles]
     stored = sum(array.nbytes for array in arrays)
-    facts = {"weight_bits": BITS, "stored_bytes": stored, "digest": digest}
+    facts = {"weight_bits": WEIGHT_BITS, "stored_bytes": stored, "digest": digest}
     return fastest_choice(run, choices, operands, **facts)
 
 
@@ -123,4 +124,4 @@ def require_groups(group: int) -> None:
 
 def unsupported(problem: Problem, device: torch.device) -> str | None:
     reason = unsupported_in_4_bits(problem, device, "fp16", COLUMNS, GROUP)
-    return reason or _authors.not_built(LIBRARY, MARKER, LOADER)
+    return reason or _builds.not_built(LIBRARY, MARKER, LOADER)

@@ -6,9 +6,9 @@ nvcc builds their code once, in ten seconds. Their compressor takes a second for
 CPU core. The number of parts of k is searched; another kernel adds up the parts. There are no other
 choices, and no kernel with Hopper's instructions.
 
-    needs   --peers DIR with a checkout (_authors.py), nvcc, compute capability 8.0 or newer
+    needs   --peers DIR with a checkout (_builds.py), nvcc, compute capability 8.0 or newer
     dtype   fp16 with fp32 accumulation, parts of k in fp16
-    sizes   n and k multiples of 64; m padded to 8, 16, 32, 64 or a multiple of 128 (_padding.py)
+    sizes   n and k multiples of 64; m padded to 8, 16, 32, 64 or a multiple of 128
     launch  with shared memory for the fullest tile of 64 x 64; their launch has room for 2304 of
             its 4096 values, about 47 % sparsity (spinfer.cu)
 
@@ -21,12 +21,13 @@ import torch
 from torch import Tensor
 
 from sparsebench.errors import Unsupported
+from sparsebench.kernels._common import foreign_code
+from sparsebench.kernels._common.padding import multiple_of, padded
 from sparsebench.kernels._common.requirements import AMPERE, unmet
 from sparsebench.kernels._common.search import fastest_choice
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
-from sparsebench.kernels.peers import _authors
-from sparsebench.kernels.peers._padding import multiple_of, padded
 from sparsebench.results.record import Problem
+from sparsebench_authors import _builds
 
 REPOSITORY = "github.com/HPMLL/SpInfer_EuroSys25"
 MARKER = "csrc/SpMM_API.cu"
@@ -46,7 +47,7 @@ def prepare(operands: Operands, *, split: int | None = None) -> Launch:
         raise Unsupported(f"expected a split among {splits} for k = {k}, found {fixed}")
     x = operands.activations["x"]
     tokens = padded(x, tokens_of(len(x)))
-    code, digest = _authors.compiled("spinfer", MARKER, x.device)
+    code, digest = _builds.compiled("spinfer", MARKER, x.device)
     w = operands.weights["w"].to_dense().cpu().contiguous()
     *packed, largest = compressed(code, w)
     arrays = [array.to(x.device) for array in packed]
@@ -55,12 +56,12 @@ def prepare(operands: Operands, *, split: int | None = None) -> Launch:
     parts = x.new_empty(max(SPLITS) * out.numel())
 
     def run(split: int) -> Tensor:
-        weight = *map(_authors.pointer, arrays), room
+        weight = *map(foreign_code.pointer, arrays), room
         whole = tokens.filled()
-        ends = map(_authors.pointer, (whole, out))
-        rest = n, len(whole), k, _authors.pointer(parts), split
-        stream = _authors.stream_of(x.device)
-        _authors.require_success(code.multiply(stream, *weight, *ends, *rest))
+        ends = map(foreign_code.pointer, (whole, out))
+        rest = n, len(whole), k, foreign_code.pointer(parts), split
+        stream = foreign_code.stream_of(x.device)
+        _builds.require_success(code.multiply(stream, *weight, *ends, *rest))
         return out[: len(x)]
 
     choices = [{"split": s} for s in (splits if fixed is None else (fixed,))]
@@ -91,14 +92,14 @@ def compressed(code: ctypes.CDLL, w: Tensor) -> list[Tensor]:
     most, stored = ctypes.c_int(), ctypes.c_int()
     values, tiles, median, bitmap = arrays
     ends = map(ctypes.byref, (values, tiles, median, bitmap, most, stored))
-    count = code.compress(_authors.pointer(w), *w.shape, *ends)
+    count = code.compress(foreign_code.pointer(w), *w.shape, *ends)
     if count < 0:
         raise MemoryError
     copies = [
-        _authors.copied(values, stored.value, torch.float16),
-        _authors.copied(tiles, count + 1, torch.int32),
-        _authors.copied(median, 4 * count, torch.int32),
-        _authors.copied(bitmap, TILE * count, torch.int64),
+        _builds.copied(values, stored.value, torch.float16),
+        _builds.copied(tiles, count + 1, torch.int32),
+        _builds.copied(median, 4 * count, torch.int32),
+        _builds.copied(bitmap, TILE * count, torch.int64),
     ]
     for array in arrays:
         code.release(array)
@@ -107,7 +108,7 @@ def compressed(code: ctypes.CDLL, w: Tensor) -> list[Tensor]:
 
 def unsupported(problem: Problem, device: torch.device) -> str | None:
     reason = unmet(problem, device, AMPERE, "fp16", newer=True, n=TILE, k=TILE)
-    return reason or _authors.missing(MARKER, REPOSITORY)
+    return reason or _builds.missing(MARKER, REPOSITORY)
 
 
 KERNEL = Kernel("linear", "csr", "cuda", prepare, unsupported)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from sparsebench.formats.int4_two_four import Int4TwoFour
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
-from sparsebench.kernels.peers import _marlin
+from sparsebench_authors import _marlin
 
 IN_LANES = 0, 4, 1, 5, 2, 6, 3, 7  # columns of scales in the order of a lane's results
 

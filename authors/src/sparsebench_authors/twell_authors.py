@@ -4,20 +4,20 @@
     layer  Y = (gate * (X @ Wu.T)) @ Wd.T     a warp per token, over the active units
 
 torch's loader builds their extension once, in about a minute, with the machine's nvcc
-(_authors.built_library). The build needs no GPU, so it can be done before a run:
+(_builds.built_library). The build needs no GPU, so it can be done before a run:
 
     SPARSEBENCH_PEERS=DIR python -c \
-        "from sparsebench.kernels.peers.twell_authors import extension; extension()"
+        "from sparsebench_authors.twell_authors import extension; extension()"
 
 Only the sources of the two kernels are built. The search times both precisions of the second
 kernel, its `flex` version, and for that also gates of 63 and 127 words for each 256 units
 (compression 4 and 2); of these, only ways that lose none of the values.
 
-    needs        --peers DIR with a checkout (_authors.py), compute capability 9.0, nvcc, ninja
+    needs        --peers DIR with a checkout (_builds.py), compute capability 9.0, nvcc, ninja
     dtype        bf16, relu
     sizes        k 2048; n 5632 or 8192, because their second kernel is instantiated for these alone
                  and writes no output for other sizes; m padded to a multiple of 256
-                 (_padding.py); a schedule of at most 384 tiles per cluster
+                 (_common/padding.py); a schedule of at most 384 tiles per cluster
     no graph     they launch on the default stream, so rows are timed with events
 
 If a token has more active units of 256 than words, the gate silently keeps as many as there are.
@@ -35,12 +35,13 @@ import torch
 from torch import Tensor
 
 from sparsebench.errors import Unsupported
+from sparsebench.kernels._common import foreign_code
+from sparsebench.kernels._common.padding import multiple_of, padded
 from sparsebench.kernels._common.requirements import HOPPER, unsupported_device, unsupported_without
 from sparsebench.kernels._common.search import fastest_call
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
-from sparsebench.kernels.peers import _authors
-from sparsebench.kernels.peers._padding import multiple_of, padded
 from sparsebench.results.record import Problem
+from sparsebench_authors import _builds
 
 REPOSITORY = "github.com/SakanaAI/sparser-faster-llms"
 MARKER = "custom_models/twell_modules/twell.py"
@@ -102,12 +103,12 @@ def prepare(
 
 def extension() -> tuple[Any, Any, str]:
     """Return the authors' module, its extension, and the digest of its code."""
-    folder = _authors.checkout(MARKER)
+    folder = foreign_code.checkout(MARKER)
     if not folder:
-        raise Unsupported(str(_authors.missing(MARKER, REPOSITORY)))
-    twell, sources = _authors.imported(folder / MARKER), (folder / MARKER).parent
-    ext = _authors.built_library(sources, partial(twell.get_ext, algorithms=KERNELS))
-    return twell, ext, _authors.digest(sources)
+        raise Unsupported(str(_builds.missing(MARKER, REPOSITORY)))
+    twell, sources = _builds.imported(folder / MARKER), (folder / MARKER).parent
+    ext = _builds.built_library(sources, partial(twell.get_ext, algorithms=KERNELS))
+    return twell, ext, _builds.digest(sources)
 
 
 class Gate:
@@ -163,7 +164,7 @@ def unsupported_layer(problem: Problem, device: torch.device) -> str | None:
         return f"expected {expected}, found k {k} and n {n}"
     if multiple_of(TILE, m) * n > CLUSTERS * SCHEDULE * TILE**2:
         return f"expected a schedule of at most {SCHEDULE} tiles per cluster, found m {m} and n {n}"
-    return _authors.missing(MARKER, REPOSITORY)
+    return _builds.missing(MARKER, REPOSITORY)
 
 
 def unsupported(problem: Problem, device: torch.device) -> str | None:

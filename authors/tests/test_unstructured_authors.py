@@ -1,6 +1,6 @@
 """The kernels of the authors of SpInfer and MACKO: requirements, and their packed weights.
 
-`SPARSEBENCH_PEERS=DIR pytest tests/kernels/peers/test_unstructured_authors.py` builds their code by
+`SPARSEBENCH_PEERS=DIR pytest authors/tests/test_unstructured_authors.py` builds their code by
 nvcc, without a GPU too; on one it multiplies.
 """
 
@@ -16,9 +16,10 @@ from torch import Tensor
 
 from sparsebench.errors import Unsupported
 from sparsebench.formats.csr import Csr
+from sparsebench.kernels._common import foreign_code
 from sparsebench.kernels._kernel import Operands
-from sparsebench.kernels.peers import _authors, macko, spinfer
 from sparsebench.results.record import Problem
+from sparsebench_authors import _builds, macko, spinfer
 from tests.kernels.layers import problem_of
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -43,7 +44,7 @@ def checkouts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         file = tmp_path / each.__name__.rpartition(".")[2] / each.MARKER
         file.parent.mkdir(parents=True)
         file.write_text("// a checkout")
-    monkeypatch.setenv(_authors.VARIABLE, str(tmp_path))
+    monkeypatch.setenv(foreign_code.VARIABLE, str(tmp_path))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     return tmp_path
 
@@ -52,7 +53,7 @@ def test_cases_that_they_can_run_need_a_checkout(checkouts, monkeypatch) -> None
     cases = {spinfer: problem(m=100), macko: problem(m=1, n=40)}
     for peer, case in cases.items():
         assert peer.unsupported(case, CUDA) is None
-    monkeypatch.delenv(_authors.VARIABLE)
+    monkeypatch.delenv(foreign_code.VARIABLE)
     for peer, case in cases.items():
         assert (peer.unsupported(case, CUDA) or "").endswith("below --peers DIR; found no --peers")
 
@@ -60,23 +61,31 @@ def test_cases_that_they_can_run_need_a_checkout(checkouts, monkeypatch) -> None
 def test_code_that_does_not_build_is_one_line_and_stores_nothing(checkouts, tmp_path, monkeypatch):
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "built"))
     sources = (checkouts / "macko" / macko.MARKER).parent
-    monkeypatch.setattr(_authors, "NVCC", ("/nowhere/nvcc",))
+    monkeypatch.setattr(foreign_code, "NVCC", ("/nowhere/nvcc",))
     with pytest.raises(Unsupported, match="needs nvcc to build macko; found No such file"):
-        _authors.library("macko", _authors.digest(sources), "sm_90", f"-I{sources}")
-    monkeypatch.setattr(_authors, "NVCC", ("sh", "-c", "echo fatal error: a header >&2; exit 1"))
+        foreign_code.library(source_of(macko), _builds.digest(sources), "sm_90", f"-I{sources}")
+    monkeypatch.setattr(
+        foreign_code, "NVCC", ("sh", "-c", "echo fatal error: a header >&2; exit 1")
+    )
     with pytest.raises(Unsupported, match="expected nvcc to build macko; found fatal error: a h"):
-        _authors.library("macko", _authors.digest(sources), "sm_90", f"-I{sources}")
+        foreign_code.library(source_of(macko), _builds.digest(sources), "sm_90", f"-I{sources}")
     assert not [*(tmp_path / "built").rglob("*.so")]
+
+
+def source_of(peer: ModuleType) -> Path:
+    """Return our glue, which includes the authors' sources."""
+    return Path(str(peer.__file__)).with_suffix(".cu")
 
 
 def built(peer: ModuleType, target: str = "sm_90") -> ctypes.CDLL:
     """Build a peer's code, or skip the test without a checkout or nvcc."""
-    folder = _authors.checkout(peer.MARKER)
+    folder = foreign_code.checkout(peer.MARKER)
     if folder is None or shutil.which("nvcc") is None:
-        pytest.skip(f"needs nvcc and a checkout of {peer.REPOSITORY} below ${_authors.VARIABLE}")
-    name = peer.__name__.rpartition(".")[2]
+        pytest.skip(
+            f"needs nvcc and a checkout of {peer.REPOSITORY} below ${foreign_code.VARIABLE}"
+        )
     sources = (folder / peer.MARKER).parent
-    return _authors.library(name, _authors.digest(sources), target, f"-I{sources}")
+    return foreign_code.library(source_of(peer), _builds.digest(sources), target, f"-I{sources}")
 
 
 @pytest.mark.parametrize(

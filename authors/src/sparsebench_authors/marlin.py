@@ -20,7 +20,7 @@ from torch import Tensor
 from sparsebench.formats.int4 import Int4
 from sparsebench.kernels._common.requirements import HOPPER
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
-from sparsebench.kernels.peers import _marlin
+from sparsebench_authors import _marlin
 
 
 def prepare(operands: Operands) -> Launch:

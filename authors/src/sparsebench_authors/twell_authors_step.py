@@ -15,11 +15,11 @@ checked call counts the lost values from a dense gate (Launch.lost). The kernels
 varying rows; the count assumes the shortest ones.
 
     needs        their library sparse_ops.so, which their own code builds: found by
-                 $SPARSE_OPS_PREBUILT, in a checkout below --peers DIR (_authors.py) or in torch's
+                 $SPARSE_OPS_PREBUILT, in a checkout below --peers DIR (_builds.py) or in torch's
                  folder of extensions; compute capability 9.0
     dtype        bf16, relu
     sizes        k a multiple of 64; n of 256, at most 8192; m padded to a multiple of 256, at most
-                 65536 (_padding.py). For other sizes they multiply the gate densely
+                 65536 (_common/padding.py). For other sizes they multiply the gate densely
     no graph     the backward pass waits for the host twice, so rows are timed with events
 
 The launch copies their five results into one tensor, 2 % of the bytes of a step. Their L1 gradient
@@ -37,12 +37,12 @@ import torch
 from torch import Tensor
 
 from sparsebench.errors import Unsupported
+from sparsebench.kernels._common.padding import multiple_of, padded
 from sparsebench.kernels._common.search import fastest_call
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
-from sparsebench.kernels.peers import _authors
-from sparsebench.kernels.peers._padding import multiple_of, padded
-from sparsebench.kernels.peers.twell_authors import unsupported_type
 from sparsebench.results.record import Problem
+from sparsebench_authors import _builds
+from sparsebench_authors.twell_authors import unsupported_type
 
 LIBRARY, VARIABLE, LOADER = "sparse_ops", "SPARSE_OPS_PREBUILT", "load_sparse_ops()"
 MARKER = "custom_models/hybrid_modules/sparse_ops_loader.py"
@@ -127,7 +127,7 @@ def prepare(operands: Operands) -> Launch:
 @cache
 def loaded() -> str:
     """Register the authors' operators, and return the digest of their library."""
-    file = _authors.built_by_authors(LIBRARY, MARKER, LOADER, VARIABLE)
+    file = _builds.built_by_authors(LIBRARY, MARKER, LOADER, VARIABLE)
     try:
         torch.ops.load_library(str(file))
     except OSError as error:
@@ -144,7 +144,7 @@ def unsupported(problem: Problem, device: torch.device) -> str | None:
         expected = f"k a multiple of {DEPTH}, n of {TILE} and at most {MOST_UNITS}"
         sizes = f"m {m}, n {n} and k {k}"
         return f"expected {expected}, and m of at most {MOST_TOKENS}; found {sizes}"
-    return _authors.not_built(LIBRARY, MARKER, LOADER, VARIABLE)
+    return _builds.not_built(LIBRARY, MARKER, LOADER, VARIABLE)
 
 
 KERNEL = Kernel("ffn_step", "twell", "cuda", prepare, unsupported)
