@@ -1,47 +1,20 @@
 """Test the gate in TwELL words: its epilogue thread by thread on a CPU, all on a Hopper GPU."""
 
 import ctypes
-from dataclasses import asdict
 
 import pytest
 import torch
 from torch import Tensor
 
-from sparsebench.errors import Unsupported
 from sparsebench.formats.twell import Twell
 from sparsebench.kernels._kernel import DTYPES
-from sparsebench.kernels.twell import _twell_gate, ffn_twell
-from sparsebench.kernels.twell._twell_gate import Config, Tiles
-from tests.compiling.nvcc import assert_compiles_cleanly, by_nvcc, hopper
+from sparsebench.kernels.twell import _twell_gate
+from sparsebench.kernels.twell._call import TwellCall
+from sparsebench.kernels.twell._twell_gate import CAPACITY, CLUSTERS, TILE
+from tests.compiling.nvcc import hopper
 from tests.emulation.cuda_on_cpu import library_of, without_ptx
 from tests.tools.marks import needs_gxx, sampled
 from tests.tools.paths import cuda_source
-
-TILES = [Tiles(256, 31), Tiles(256, 127), Tiles(64, 7), Tiles(128, 3), Tiles(256, 3)]
-
-
-@pytest.mark.parametrize(
-    ("tile", "capacity", "reason"),
-    [
-        (512, 31, "option tile: expected one of 64, 128, 256, found 512"),
-        (64, 63, "option capacity: expected one of 3, 7, 15, 31, found 63"),
-        (256, 30, "option capacity: expected one of 3, 7, 15, 31, 63, 127, found 30"),
-    ],
-)
-def test_unsupported_tiles_are_refused(tile: int, capacity: int, reason: str) -> None:
-    assert Tiles(tile, capacity).unsupported() == reason
-
-
-def test_unsupported_operands_are_refused_before_compilation() -> None:
-    x, w = torch.zeros(4, 64).half(), torch.zeros(64, 128).half()
-    with pytest.raises(Unsupported, match="expected activations of 128 columns"):
-        _twell_gate.launch(x, w, Tiles(), Config(1))
-    with pytest.raises(Unsupported, match="expected fp16 or bf16 of one dtype"):
-        _twell_gate.launch(x.float(), w.float(), Tiles(), Config(1))
-    with pytest.raises(Unsupported, match="multiples of 8, found n 60 and k 64"):
-        _twell_gate.launch(x, w[:60, :64], Tiles(), Config(1))
-    assert ffn_twell.KERNEL.op == "ffn"
-
 
 KERNEL = 'extern "C" __global__'
 STAND_INS = """
@@ -87,64 +60,48 @@ extern "C" void call(const float* from, int wide, u32* words, unsigned short* de
   launch(grid, 256, CLUSTER, WORDS_BYTES + 512, run);
 }
 """
-# m, n, fraction of active units, workers: whole tiles, half tiles, and both
+# CTAs of a cluster, m, n, fraction of active units, workers: whole tiles, half tiles, and both
 CASES = [
-    (Config(1), 21, 328, 0.02, 3),
-    (Config(1), 200, 520, 0.05, 4),
-    (Config(2), 300, 264, 0.5, 3),
-    (Config(2), 130, 8, 1.0, 2),
-    (Config(2), 1, 1032, 0.0, 5),
-    (Config(1), 270, 776, 0.1, 5),
-]
-
-
-EVERY = [
-    (("bf16", "fp16")[(i + j) % 2], c, t) for i, c in enumerate(CASES) for j, t in enumerate(TILES)
+    *((1, 21, 328, 0.02, 3), (1, 200, 520, 0.05, 4), (2, 300, 264, 0.5, 3)),
+    *((2, 130, 8, 1.0, 2), (2, 1, 1032, 0.0, 5), (1, 270, 776, 0.1, 5)),
 ]
 
 
 @needs_gxx
-@pytest.mark.parametrize(("name", "case", "tiles"), sampled(EVERY, 0, 7, 26), ids=str)
-def test_threads_on_a_cpu_write_the_words(name, case, tiles) -> None:
-    (config, m, n, fraction, workers), dtype = case, DTYPES[name]
-    torch.manual_seed(0)
+@pytest.mark.parametrize("name", ["bf16", "fp16"])
+@pytest.mark.parametrize(
+    ("cluster", "m", "n", "fraction", "workers"), sampled(CASES, 0, 2), ids=str
+)
+def test_threads_on_a_cpu_write_the_words(cluster, m, n, fraction, workers, name) -> None:
+    dtype = DTYPES[name]
     rows, columns = (-(-m // 256) + 1) * 256, -(-n // 256) * 256
     sums = torch.zeros(rows, columns)
     sums[:m, :n] = torch.rand(m, n).where(torch.rand(m, n) < fraction, -torch.rand(m, n))
     sums[0, :3] = torch.tensor([float("nan"), 1e-42, -0.0])  # fp16 rounds the second to zero
     sums[m:] = float("nan")  # X is zero there, but W may be infinite
-    words = torch.full((m, -(-n // tiles.tile) * tiles.words), -1, dtype=torch.int32)
-    dense = torch.full((m, n), 7.0, dtype=dtype)
+    words = torch.full((m, -(-n // TILE) * (CAPACITY + 1)), -1, dtype=torch.int32)
+    dense = torch.full((m, n), torch.nan, dtype=dtype)
     functions, _ = cuda_source("twell_gate.cu").replace('#include "hopper.cuh"', "").split(KERNEL)
     code = without_ptx(functions, "produce", "release", "mainloop")
     source = '#include "grid_on_cpu.h"\n' + STAND_INS + code + RUN
-    constants = (*_twell_gate.constants_of(tiles, config, dtype), ("LATE", 0))
+    constants = (*_twell_gate.constants_of(cluster, dtype), ("LATE", 0))
     run = library_of(source, constants).call
     pointers = [ctypes.c_void_p(t.data_ptr()) for t in (sums, words, dense)]
-    run(pointers[0], columns, *pointers[1:], m, n, workers * config.cluster)
-    assert_words(words, dense, sums[:m, :n].to(dtype), tiles)
+    run(pointers[0], columns, *pointers[1:], m, n, workers * cluster)
+    assert_words(words, dense, sums[:m, :n].to(dtype))
 
 
-def assert_words(words: Tensor, dense: Tensor, gate: Tensor, tiles: Tiles) -> None:
-    """Compare words and dense tiles, filled with 7 before, with the rounded gate."""
+def assert_words(words: Tensor, dense: Tensor, gate: Tensor) -> None:
+    """Compare words and dense tiles, filled with NaN before, with the rounded gate."""
     active = ~(gate <= 0)
-    count = words.view(len(gate), -1, tiles.words)[..., 0]
-    padded = torch.nn.functional.pad(active, (0, -active.shape[1] % tiles.tile))
-    assert torch.equal(count, padded.unflatten(1, (-1, tiles.tile)).sum(2).int())
-    full = (count > tiles.capacity).repeat_interleave(tiles.tile, 1)[:, : active.shape[1]]
-    assert (dense[~full] == 7).all()
-    stored = Twell.from_words(words, tuple(gate.shape), **asdict(tiles), dense=dense)
+    count = words.view(len(gate), -1, CAPACITY + 1)[..., 0]
+    padded = torch.nn.functional.pad(active, (0, -active.shape[1] % TILE))
+    assert torch.equal(count, padded.unflatten(1, (-1, TILE)).sum(2).int())
+    full = (count > CAPACITY).repeat_interleave(TILE, 1)[:, : active.shape[1]]
+    assert dense[~full].isnan().all()
+    stored = Twell.from_words(words, tuple(gate.shape), dense=dense)
     expected = gate.where(active, 0)
     assert torch.equal(stored.to_dense().nan_to_num(9999), expected.nan_to_num(9999))
-
-
-@by_nvcc
-@pytest.mark.parametrize("config", sampled(_twell_gate.configurations()), ids=str)
-@pytest.mark.parametrize("tiles", sampled(TILES), ids=str)
-def test_the_gate_compiles_without_spills_or_serialised_products(tiles, config, tmp_path) -> None:
-    for dtype in (torch.bfloat16, torch.float16):
-        constants = _twell_gate.constants_of(tiles, config, dtype)
-        assert_compiles_cleanly("twell_gate", constants, tmp_path)
 
 
 # ---- on a Hopper GPU ----
@@ -155,23 +112,21 @@ SHAPES += [(1024, 5632, 2048)]
 
 
 @hopper
+@pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("name", ["bf16", "fp16"])
-@pytest.mark.parametrize("tiles", TILES, ids=str)
-@pytest.mark.parametrize("config", _twell_gate.configurations(), ids=str)
-def test_words_are_correct_on_a_hopper_gpu(config: Config, tiles: Tiles, name: str) -> None:
+@pytest.mark.parametrize("cluster", CLUSTERS)
+def test_words_are_correct_on_a_hopper_gpu(cluster: int, name: str) -> None:
     """Use small integers, whose sums are exact; column 0 of W sets how many units are active."""
     dtype, options = DTYPES[name], {"dtype": torch.float32, "device": "cuda"}
     for m, n, k in SHAPES:
         x, w = (torch.randint(-2, 3, size, **options) / 4 for size in ((m, k), (n, k)))
         x[:, 0] = 1
+        call = TwellCall(m, n, k, dtype, False)
+        write = _twell_gate.writer(x.device, call, cluster, watchdog=True)
         for shift in (-(k**0.5) * 1.1, -(k**0.5) * 0.6, 0.0, k):
             w[:, 0] = round(shift)
             w[0, :2] = torch.tensor([float("nan"), 0])
             w[n - 1] = -0.0
-            gate = _twell_gate.launch(x.to(dtype), w.to(dtype), tiles, config, watchdog=True)
             expected = (x.double() @ w.to(dtype).double().T).to(dtype)
-            for _ in range(2):
-                gate.words.fill_(-1)
-                gate.dense.fill_(7.0)
-                gate()
-                assert_words(gate.words, gate.dense, expected, tiles)
+            for tokens in (m, m // 2 + 1):
+                assert_words(*write(x[:tokens].to(dtype), w.to(dtype)), expected[:tokens])
