@@ -12,7 +12,7 @@ import torch
 
 from sparsebench.kernels._common import cuda
 from sparsebench.kernels._common.requirements import AMPERE, HOPPER
-from sparsebench.kernels._common.tuned_table import _bare_cuda
+from sparsebench.kernels._common.source_code import bare_cuda
 from tests.compiling.record import in_record
 
 HOPPERS_OWN = "arch=compute_90a,code=sm_90a"
@@ -91,7 +91,7 @@ def nvcc_version() -> str:
 def text_of(source: Path) -> dict[str, str]:
     """Return the code of a file and of the headers that it includes, by name, without comments."""
     code = source.read_text()
-    texts = {source.name: _bare_cuda(code)}
+    texts = {source.name: bare_cuda(code)}
     for header in re.findall(r'#include "([^"]+)"', code):
         places = source.parent / header, cuda.HEADERS / header
         texts |= text_of(next(place for place in places if place.exists()))

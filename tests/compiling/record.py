@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 
-from sparsebench.kernels._common.tuned_table import _bare_python
+from sparsebench.kernels._common.source_code import bare_python
 from tests.tools.paths import KERNELS, ROOT
 
 RECORD = Path(__file__).with_suffix(".txt")
@@ -43,7 +43,7 @@ def in_record(source: str, family: Path, compiler: str, target: str, *parts: obj
 @cache
 def python_of(file: Path) -> str:
     """Return the code of a Python file without comments and docstrings."""
-    return _bare_python(file.read_text())
+    return bare_python(file.read_text())
 
 
 def family_of(module: str) -> Path:

@@ -22,7 +22,7 @@ from triton.runtime.jit import JITCallable
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from sparsebench.kernels._common.triton import BoundKernel
-from sparsebench.kernels._common.tuned_table import _bare_python
+from sparsebench.kernels._common.source_code import bare_python
 from tests.compiling.record import family_of, in_record
 
 BIN = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -100,7 +100,7 @@ def code_of(function: JITCallable) -> str:
             parts[name] = code_of(value)
         elif isinstance(value, (bool, int, float, str, constexpr)):
             parts[name] = str(value)
-    return f"{_bare_python(code)} {parts}"
+    return f"{bare_python(code)} {parts}"
 
 
 def names_in(code: str, scope: dict[str, Any]) -> dict[str, Any]:
