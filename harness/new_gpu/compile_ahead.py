@@ -44,7 +44,7 @@ CORES, MOST = 2, 8  # a process compiles in several threads; more than MOST take
 FEWEST = 4  # cores of the host: with fewer, the processes would only wait for each other
 STEP_S = 0.1
 FRONT = sys.executable, "-P", "-c", f"from {front.__name__} import front_type; front_type()"
-CHOICES = "SPARSEBENCH_CHOICES"  # the folder of kernels/_common/choice_lists.py
+CHOICES = "SPARSEBENCH_CHOICES"  # the folder of kernels/_common/choices.py
 
 
 @dataclass

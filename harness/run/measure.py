@@ -109,7 +109,6 @@ def measure(
     worker_process.require_plan(flags.device, planned_contests(suite, flags.device))
     if out and not resume:
         require_new(out)
-    device.tuned_tables()
     for folder in CONSTANTS:
         modules(folder)  # two files of one name are an error now, not when the report is built
     with ExitStack() as stack:

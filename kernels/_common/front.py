@@ -14,7 +14,7 @@ takes its path in Python, which takes 15 to 30 µs more, and 50 to 100 µs more 
 
 front.cpp is compiled once per machine, for this torch and Python, with $CXX or c++, in about 20 s:
 $XDG_CACHE_HOME/sparsebench/front/KEY/. Without a compiler, which is said once, or with
-SPARSEBENCH_FRONT=0, front_in_python.py repeats calls.
+SPARSEBENCH_FRONT=0, layers always take their path in Python.
 """
 
 import ctypes
@@ -40,8 +40,8 @@ from torch.utils import cpp_extension
 from sparsebench.kernels._common.capture import is_capturing
 from sparsebench.kernels._common.cuda import Arguments, ByTorch, Loaded, MatrixProduct, Tape, taping
 from sparsebench.kernels._common.driver import COOPERATIVE, EARLY, driver
-from sparsebench.kernels._common.front_in_python import LINEAR, Repeats
 from sparsebench.kernels._common.machine_code import cache_folder
+from sparsebench.kernels._common.python_node import LINEAR
 from sparsebench.kernels._common.transforms import rows_of, unflatten
 
 NAME = "sparsebench_front"
@@ -126,19 +126,16 @@ def recorded(
     bias, differentiated = options.get("bias"), options.get("differentiated")
     planned, derivative = options.get("planned", True), options.get("derivative")
     values = None if derivative is None else derivative.values
-    kind, rows = front_type() or Repeats, rows_of(x)
-    in_python = is_capturing(x) or _in_inference(x, guards)
+    kind, rows = front_type(), rows_of(x)
+    in_python = kind is None or is_capturing(x) or _in_inference(x, guards)
     front = front if in_python else _front_of(kind, front, guards, options)
     fast: Tensor | None = None
     if planned and not in_python and not isinstance(front, Pending):
-        if kind is Repeats:
-            front.add(LINEAR, [x], lambda rows: _with_bias(run(rows), bias))
-        else:
-            inputs = [rows, values] if values is not None and values.requires_grad else [rows]
-            with torch.no_grad():
-                y = record(front, LINEAR, inputs, lambda rows, *_: run(rows), bias=bias)
-            if differentiated is None:
-                return unflatten(y, x), front
+        inputs = [rows, values] if values is not None and values.requires_grad else [rows]
+        with torch.no_grad():
+            y = record(front, LINEAR, inputs, lambda rows, *_: run(rows), bias=bias)
+        if differentiated is None:
+            return unflatten(y, x), front
         fast = front(x)
     if fast is None and differentiated is not None:
         fast = differentiated()
@@ -180,9 +177,7 @@ def record(
     front  or None, which records nothing
     fixed  inputs that launches need not read, because they read tensors derived from them earlier
     """
-    if isinstance(front, Repeats):
-        front.add(op, inputs, run)
-    if front is None or isinstance(front, Repeats) or is_capturing(inputs[0]):
+    if front is None or is_capturing(inputs[0]):
         return _with_bias(run(*inputs), bias)
     with taping() as tape:
         flat = run(*inputs)

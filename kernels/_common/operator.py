@@ -383,6 +383,7 @@ class Bound:
     activations  operands of `Product.run`, and after these
     stored       (product) -> what it reads of the weight
     result       (what `run` returns) -> the launch's output
+    out          is written by every call, if `run` returns several tensors that share memory
     """
 
     operator: Operator
@@ -390,6 +391,7 @@ class Bound:
     activations: tuple[Tensor, ...]
     stored: Callable[[Product], tuple[Tensor | None, ...]] = lambda product: ()
     result: Callable[[Any], Output] = lambda output: output
+    out: Tensor | None = None
 
     def select(self, earlier: Earlier | None) -> Selected:
         """Plan the call; a search times it on these operands. Raises Unsupported."""
@@ -398,7 +400,7 @@ class Bound:
     def run(self, product: Product) -> Callable[[], Output]:
         """Return the call of a product on these operands, which packs the weight now."""
         operands = *self.activations, *self.stored(product)
-        return lambda: self.result(product.run(*operands))
+        return lambda: self.result(product.run(*operands, out=self.out))
 
 
 def _prepare(

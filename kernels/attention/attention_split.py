@@ -25,8 +25,8 @@ import triton.language as tl
 from torch import Tensor
 
 from sparsebench.formats.block_mask import BlockMask
-from sparsebench.kernels._common.triton import BoundKernel, Path
 from sparsebench.kernels._common.device import multiprocessors
+from sparsebench.kernels._common.triton import BoundKernel, Path
 from sparsebench.kernels._common.tuned_table import Tuned
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
 from sparsebench.kernels.attention._lists import Lists, lists_of

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from sparsebench.errors import Unsupported
 from sparsebench.formats._format import Format
+from sparsebench.formats.bsr import Bsr
 from sparsebench.kernels._common.elementwise import hidden, scale_of
 from sparsebench.kernels._common.search import lines_of, part_of
 from sparsebench.kernels._common.triton import BoundKernel
@@ -197,7 +198,10 @@ def join(gated: Part, down: Part) -> Part:
 
 
 def copy_of(weight: Stored) -> Stored:
-    return replace(weight, **{name: a.clone() for name, a in weight.arrays().items()})  # type: ignore[type-var]
+    """Return a copy of a weight; blocks share their index, which the plans of all layers read."""
+    shared = ("offsets", "columns") if isinstance(weight, Bsr) else ()
+    arrays = {name: a.clone() for name, a in weight.arrays().items() if name not in shared}
+    return replace(weight, **arrays)  # type: ignore[type-var]
 
 
 # ---- what cannot run ----

@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from sparsebench.errors import FormatError, Unsupported
 from sparsebench.kernels._common.front import Guard, record, recorded
-from sparsebench.kernels._common.front_in_python import DGRAD, WGRAD, Derivative, node
+from sparsebench.kernels._common.python_node import DGRAD, WGRAD, Derivative, node
 from sparsebench.kernels._common.transforms import (
     is_transformed,
     is_watched,

@@ -39,7 +39,7 @@ from sparsebench.formats.bsr import Bsr
 from sparsebench.kernels._common.choices import density_of
 from sparsebench.kernels._common.operator import Engine, NoConfig, Operator, Product
 from sparsebench.kernels._common.requirements import HOPPER
-from sparsebench.kernels._kernel import DTYPES, output_dtype, refuse
+from sparsebench.kernels._kernel import DTYPES, NAMES, output_dtype, refuse
 from sparsebench.kernels.bsr import (
     bsr_fp32,
     bsr_resident,
@@ -53,7 +53,7 @@ from sparsebench.kernels.bsr import (
     bsr_wgrad_mma,
     bsr_wgrad_small,
 )
-from sparsebench.kernels.bsr._call import NAMES, BsrCall, bsr_engine, problem_of
+from sparsebench.kernels.bsr._call import BsrCall, bsr_engine, problem_of
 from sparsebench.kernels.nn._bsr_index import require_index
 from sparsebench.results.record import Problem
 

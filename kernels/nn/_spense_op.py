@@ -4,8 +4,8 @@
     H [m, h]  = act(X @ Wg.T) * (X @ Wu.T)  linear with an activation; W is gate and up, [2 h, k]
     dX [m, k] = dY [m, n] @ W               dgrad, in 16 bits; W has no gradient
 
-The operators are opaque to torch.compile. A captured CUDA graph holds only their kernels. The work
-for a shape and a number of token tiles is scheduled once, and the plan is kept.
+The operators are opaque to torch.compile. A captured CUDA graph holds only their kernels. Which
+kernel runs, and which plans are kept, is up to _spense_engines.py.
 
 dgrad writes W out as a dense matrix, multiplies with cuBLAS and frees the matrix. Tensor cores need
 2:4 along the axis that is summed over, and in dX that axis is n. With an activation, dgrad computes
@@ -20,29 +20,23 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.nn.functional import gelu, relu, silu
 
 from sparsebench.errors import Unsupported
 from sparsebench.formats.spense import Spense
 from sparsebench.kernels._common import elementwise
 from sparsebench.kernels._common.cuda import MatrixProduct, on_tape
 from sparsebench.kernels._common.front import Guard, record, recorded
-from sparsebench.kernels._common.front_in_python import DGRAD, Derivative, node
-from sparsebench.kernels._common.selection import Earlier, Operator, Selected, bucket
+from sparsebench.kernels._common.operator import Earlier, Selected, bucket
+from sparsebench.kernels._common.python_node import DGRAD, Derivative, node
 from sparsebench.kernels._common.transforms import is_transformed, is_watched, rows_of, unflatten
 from sparsebench.kernels.nn._bsr_autograd import readable
-from sparsebench.kernels.nn._spense_plans import Layout, operator_of_layer, operator_of_tiles
+from sparsebench.kernels.nn._spense_engines import ACTIVATIONS, Layout, call_of, operator_of
 from sparsebench.kernels.spense._gated_gradient import gated_gradient
 from sparsebench.kernels.spense._written_out import written_out
-from sparsebench.kernels.spense.spense_ffn import TURN, parted
+from sparsebench.kernels.spense.spense_ffn import TURN
 
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 LARGEST = 448  # finite e4m3 value
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "silu": silu,
-    "gelu_tanh": partial(gelu, approximate="tanh"),
-    "relu": relu,
-}
 DERIVATIVES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {  # dG from dA and G, for A = act(G)
     "silu": torch.ops.aten.silu_backward,
     "gelu_tanh": partial(torch.ops.aten.gelu_backward, approximate="tanh"),
@@ -72,19 +66,15 @@ def eager(
     if scale is not None and (scale.dtype, scale.shape) != (torch.float32, (n,)):
         raise Unsupported(f"expected fp32 scales [{n}], found {scale.dtype} {list(scale.shape)}")
     kind = x.dtype if scale is None else E4M3
-    if not x.is_cuda:
-        w = Spense((n, k), kind, (rows, columns), sparse, dense)
-        with torch.autocast("cpu", enabled=False):
-            return _in_torch(x, w, activation, scale)
     if not x.shape[0]:
         return _empty(x, n, activation, scale)
     if not (sparse.is_contiguous() and dense.is_contiguous()):
         raise Unsupported(f"expected contiguous tiles, found {sparse.stride()}, {dense.stride()}")
-    operator = operator_of_tiles(sparse, dense, (n, k, rows, columns, activation), kind)
-    if x.device.index == torch.cuda.current_device():
-        return _multiply(operator, readable(x), sparse, dense, scale, kind)
+    layout = n, k, rows, columns, activation
+    if not x.is_cuda or x.device.index == torch.cuda.current_device():
+        return _multiply(readable(x), sparse, dense, layout, scale, kind)
     with torch.cuda.device(x.device):
-        return _multiply(operator, readable(x), sparse, dense, scale, kind)
+        return _multiply(readable(x), sparse, dense, layout, scale, kind)
 
 
 def planned_run(
@@ -103,7 +93,8 @@ def planned_run(
         return None
     if scale is not None and (scale.dtype, scale.shape) != (torch.float32, (n,)):
         return None
-    selected = operator_of_tiles(sparse, dense, layout, kind).plans.get(bucket(m))
+    operator = operator_of(layout, kind, x.device)
+    selected = operator.plans.get(call_of(layout, kind, bucket(m)))
     if selected is None:
         return None
     product = selected.product.run
@@ -186,48 +177,37 @@ def _derivative(
 
 
 def _multiply(
-    operator: Operator,
     x: Tensor,
     sparse: Tensor,
     dense: Tensor,
+    layout: Layout,
     scale: Tensor | None,
     kind: torch.dtype,
     earlier: Earlier | None = None,
 ) -> Tensor:
     """Run the planned product, on the current device; rounds X by token to e4m3 if needed."""
     tokens = None
-    if x.dtype != kind:
+    if x.dtype != kind and x.is_cuda:
         read = x.new_empty(x.shape, dtype=kind)
         x, tokens = read, elementwise.scaled(x, read)
+    elif x.dtype != kind:
+        x, tokens = round_rows(x)
     operands = x, sparse, dense, scale, tokens
-    m = bucket(x.shape[0])
-    selected = operator.plans.get(m)
+    operator, call = operator_of(layout, kind, x.device), call_of(layout, kind, bucket(x.shape[0]))
+    selected = operator.plans.get(call)
     if selected is None:
-        selected = operator.select(m, lambda product: partial(product.run, *operands), earlier)
-    return selected.product.run(*operands)
+        selected = operator.select(call, lambda product: partial(product.run, *operands), earlier)
+    y: Tensor = selected.product.run(*operands)
+    return y
 
 
 def planned_product(
     x: Tensor, w: Spense, activation: str | None, scale: Tensor | None, earlier: Earlier | None
 ) -> tuple[Tensor, Selected]:
-    """Return Y or H of X on a GPU, and the plan, which `earlier` may know (Operator.select)."""
-    operator = operator_of_layer(w, activation)
-    y = _multiply(operator, readable(x), w.sparse, w.dense, scale, w.dtype, earlier)
-    return y, operator.plans[bucket(x.shape[0])]
-
-
-def _in_torch(x: Tensor, w: Spense, activation: str | None, scale: Tensor | None) -> Tensor:
-    """Return Y or H on a CPU, accumulating fp8 in fp32."""
-    if scale is None:
-        y = x @ w.to_dense().T
-    else:
-        x, tokens = round_rows(x) if x.dtype != E4M3 else (x, x.new_ones(1, dtype=scale.dtype))
-        y = x.float() @ w.to_dense().float().T * scale * tokens[:, None]
-    if activation is None:
-        return y if scale is None else y.to(BF16)
-    gate, up = parted(y.T)
-    h = (ACTIVATIONS[activation](gate) * up).T.contiguous()
-    return h if scale is None else h.clamp(-LARGEST, LARGEST).to(E4M3)
+    """Return Y or H of X, and the plan, which `earlier` may know (Operator.select)."""
+    layout = *w.shape, *w.sparse_shape, activation
+    y = _multiply(readable(x), w.sparse, w.dense, layout, scale, w.dtype, earlier)
+    return y, operator_of(layout, w.dtype, x.device).plans[call_of(layout, w.dtype, bucket(len(x)))]
 
 
 def _empty(x: Tensor, n: int, activation: str | None, scale: Tensor | None) -> Tensor:

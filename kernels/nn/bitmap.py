@@ -20,8 +20,8 @@ from sparsebench.formats._format import require, require_matrix
 from sparsebench.formats.bitmap import COLUMNS, ROWS, UNIT, Bitmap
 from sparsebench.kernels._common.front import Guard
 from sparsebench.kernels._common.transforms import is_watched, unflatten
+from sparsebench.kernels._kernel import NAMES
 from sparsebench.kernels.nn import _bitmap_op
-from sparsebench.kernels.nn._frozen_op import NAMES
 from sparsebench.kernels.nn._packed import (
     PackedLinear,
     dense_linear,

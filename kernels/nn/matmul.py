@@ -5,8 +5,7 @@ with a number of tokens may time what its format offers.
 
     dense    torch's own product; gradients of X and W
     bsr      as BlockSparseLinear (_bsr_plans.py); gradients of X and W
-    spense   as SpenseLinear (_spense_op.py) on Hopper, a dense product on a CPU; gradient of X
-             spense_mma on other GPUs; no gradient
+    spense   as SpenseLinear (_spense_op.py): its engine for the device; gradient of X
     csr      csr_cuda on a GPU, scipy_csr on a CPU; gradients as for a named kernel
     bitmap   bitmap_mma, or torch's own product with a dense copy of W (_frozen_op.py); gradient of
              X, from the copy
@@ -39,12 +38,11 @@ from sparsebench.formats.dense import Dense
 from sparsebench.formats.spense import Spense
 from sparsebench.kernels._common.capture import captured_into, keep
 from sparsebench.kernels._common.front import Guard, recorded
-from sparsebench.kernels._common.front_in_python import Derivative
-from sparsebench.kernels._common.requirements import HOPPER
+from sparsebench.kernels._common.python_node import Derivative
 from sparsebench.kernels._common.transforms import is_transformed, is_watched, rows_of
+from sparsebench.kernels._kernel import NAMES
 from sparsebench.kernels.nn import _bsr_autograd, _frozen_op, _spense_op
 from sparsebench.kernels.nn._bsr_pattern import pattern_of
-from sparsebench.kernels.nn._frozen_op import NAMES
 from sparsebench.kernels.nn._named_kernel import by_name
 
 FRONT = "_sparsebench_front"  # attribute of a weight: calls without Python (front.py)
@@ -111,8 +109,6 @@ def _by_format(x: Tensor, w: Format) -> Tensor:
         return linear(x, w.values)
     training = torch.is_grad_enabled() and x.requires_grad
     if isinstance(w, Spense):
-        if x.is_cuda and torch.cuda.get_device_capability(x.device) != HOPPER:
-            return by_name(x, w, "spense_mma", {})
         tensors, layout = (x, w.sparse, w.dense), (*w.shape, *w.sparse_shape, None)
         run = None if _spense_op.not_recorded() else _spense_op.planned_run(*tensors, layout, None)
         if run is None:

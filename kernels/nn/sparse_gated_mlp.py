@@ -43,9 +43,9 @@ from torch import Tensor, nn
 from sparsebench.errors import Unsupported
 from sparsebench.formats._format import require
 from sparsebench.kernels._common.front import Fronts, Guard, ModuleGuard, recorded
-from sparsebench.kernels._common.selection import Operator, bucket
+from sparsebench.kernels._common.operator import Operator
 from sparsebench.kernels._common.transforms import is_transformed, is_watched, unflatten
-from sparsebench.kernels.nn._sparse_mlp_op import eager, inference, operator_for
+from sparsebench.kernels.nn._sparse_mlp_op import call_of, eager, inference, operator_for
 from sparsebench.kernels.nn._weight import FusedPart
 from sparsebench.kernels.twell._autograd import (
     SHARE,
@@ -218,7 +218,8 @@ class SparseGatedMLP(nn.Module):
             return eager(rows, *weights, squared, self.slots)
 
         copied = any(a is not b for a, b in zip(operands, (flat, wg, wu, wd_t), strict=True))
-        planned = len(flat) > 0 and bucket(len(flat)) in self.operator.plans
+        call = call_of(len(flat), wg, squared, self.slots)
+        planned = len(flat) > 0 and call in self.operator.plans
         if copied or not recorded_calls or not planned:
             return unflatten(run(operands[0]), x)
         y, front = recorded(self._fronts.pop(kind, None), x, run, self._guards())
@@ -229,7 +230,8 @@ class SparseGatedMLP(nn.Module):
     @property
     def operator(self) -> Operator:
         """Return the plans of calls without gradients."""
-        return operator_for(self.gate.weight, self.activation == "relu2", self.slots)
+        wg = self.gate.weight
+        return operator_for(wg, call_of(1, wg, self.activation == "relu2", self.slots))
 
     def adapt(self) -> bool:
         """Choose sparse or dense products, whichever is faster at the last call's active units.

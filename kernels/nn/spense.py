@@ -4,7 +4,8 @@
     SpenseGatedMLP    Y = (act(X @ Wg.T) * (X @ Wu.T)) @ Wd.T      gate and up as in spense_ffn.py
 
     GPU of compute capability 9.0    spense_wgmma: one launch for gate, up and act, one for down
-    other GPUs                       Unsupported; `to_dense` returns layers that run there
+    8.0 and newer                    spense_mma: SpenseLinear in 16 bits
+    other GPUs, and the rest         Unsupported; `to_dense` returns layers that run there
     CPU                              torch, with `to_dense` in each call, as a reference
 
 Weights and inputs are fp16 or bf16. X has a gradient, so that adapters such as LoRA can train
@@ -22,7 +23,6 @@ kept, and equal layers with as many tiles of tokens share it.
 """
 
 from collections.abc import Callable, Iterable
-from functools import partial
 from typing import Any, Self
 
 import torch
@@ -30,14 +30,7 @@ from torch import Tensor, nn
 
 from sparsebench.errors import Unsupported
 from sparsebench.formats._format import require, require_size
-from sparsebench.formats.spense import (
-    DENSE_BYTES,
-    ROWS,
-    SPAN_BYTES,
-    VALUE_BYTES,
-    Spense,
-    sparse_shape_of,
-)
+from sparsebench.formats.spense import VALUE_BYTES, Spense, sparse_shape_of, tile_shapes
 from sparsebench.kernels._common.front import Fronts, Guard
 from sparsebench.kernels._common.transforms import rows_of, unflatten
 from sparsebench.kernels.nn._packed import (
@@ -47,8 +40,8 @@ from sparsebench.kernels.nn._packed import (
     frozen_bias,
     require_dtype,
 )
+from sparsebench.kernels.nn._spense_engines import ACTIVATIONS
 from sparsebench.kernels.nn._spense_op import (
-    ACTIVATIONS,
     BF16,
     E4M3,
     LARGEST,
@@ -57,14 +50,11 @@ from sparsebench.kernels.nn._spense_op import (
     not_recorded,
     planned_run,
 )
-from sparsebench.kernels.nn._spense_plans import NAMES
 from sparsebench.kernels.nn._spense_weights import DTYPES, pack_weight, round_weight, with_name
 from sparsebench.kernels.nn._weight import FusedPart
+from sparsebench.kernels.spense._call import NAMES
 from sparsebench.kernels.spense.spense_ffn import TURN, interleaved, joined, parted
 
-CODE_BYTES = (
-    2048  # a sparse tile has this many bytes of metadata, divided by the bytes of an element
-)
 BUFFERS = "sparse", "dense", "scale"
 ADAPT = (
     "adapt gate_up and down, or keep separate layers with "
@@ -107,14 +97,10 @@ class SpenseLinear(PackedLinear):
         require(dtype in NAMES, f"expected {DTYPES}, found {dtype}")
         self.in_features, self.out_features, self.dtype = in_features, out_features, dtype
         n, k = out_features, in_features
-        size = dtype.itemsize
-        rows, columns = sparse_shape_of(n, k, size, dense_fraction, split)
-        self.sparse_shape = rows, columns
-        rest = (n, k - columns) if columns < k else (n - rows, k)
-        zeros = partial(torch.zeros, dtype=torch.uint8, device=device)
-        sparse_bytes = VALUE_BYTES + CODE_BYTES // size
-        self.register_buffer("sparse", zeros(*_grid(rows, columns, size), sparse_bytes))
-        self.register_buffer("dense", zeros(*_grid(*rest, size), DENSE_BYTES))
+        self.sparse_shape = sparse_shape_of(n, k, dtype.itemsize, dense_fraction, split)
+        shapes = tile_shapes((n, k), self.sparse_shape, dtype.itemsize)
+        for name, shape in zip(("sparse", "dense"), shapes, strict=True):
+            self.register_buffer(name, torch.zeros(shape, dtype=torch.uint8, device=device))
         self.sparse[..., VALUE_BYTES:] = FIRST_TWO
         self.register_buffer("scale", torch.ones(n, device=device) if dtype == E4M3 else None)
         self.bias = frozen(torch.zeros(n, device=device, dtype=self.outside)) if bias else None
@@ -360,8 +346,3 @@ class SpenseGatedMLP(nn.Module):
     def extra_repr(self) -> str:
         """Return the hidden units and the activation."""
         return f"hidden_features={self.hidden_features}, activation={self.activation}"
-
-
-def _grid(rows: int, columns: int, itemsize: int) -> tuple[int, int]:
-    """Return the number of rows and columns of tiles that hold a part of W."""
-    return -(-rows // ROWS), -(-columns * itemsize // SPAN_BYTES)

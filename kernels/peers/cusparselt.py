@@ -9,8 +9,8 @@ each combination that the library accepts has its own algorithms:
          rows     X.T, copied by the launch            rows     Y.T, transposed back by the launch
 
 The library takes multiples of 8 tokens, or of 16 in 8-bit dtypes. Other numbers are padded with
-rows of zeros, as torch.sparse.to_sparse_semi_structured does (_padding.py). The search also tries
-more padding for few tokens, because in bf16 256 tokens take 34 us but 16 tokens 48 (0.8.0,
+rows of zeros, as torch.sparse.to_sparse_semi_structured does (_common/padding.py). The search also
+tries more padding for few tokens, because in bf16 256 tokens take 34 us but 16 tokens 48 (0.8.0,
 n = 14336, k = 4096).
 
 `prepare` makes three searches, each over captured launches:
@@ -49,12 +49,12 @@ from torch import Tensor
 
 from sparsebench.errors import Unsupported
 from sparsebench.formats.spense import Spense
+from sparsebench.kernels._common.padding import Tokens, multiple_of, padded
 from sparsebench.kernels._common.search import Search, finalists, part_of, search
 from sparsebench.kernels._kernel import DTYPES, Kernel, Launch, Operands, output_dtype, sum_scale
 from sparsebench.kernels.dense.cublas import unsupported_8_bits
 from sparsebench.kernels.peers import _cusparselt
 from sparsebench.kernels.peers._cusparselt import Algorithm, CusparseLtError, Matrix, Order, Plan
-from sparsebench.kernels.peers._padding import Tokens, multiple_of, padded
 from sparsebench.results.record import Problem
 
 LAYOUTS: tuple[Order, ...] = "rows", "columns"

@@ -22,10 +22,10 @@ from sparsebench.formats.active_csr import ActiveCsr
 from sparsebench.kernels._common.transforms import is_transformed, one_by_one
 from sparsebench.kernels._common.triton import TMA_ALIGNMENT, Template, unsupported
 from sparsebench.kernels.twell import _gather, _index, _overflow
+from sparsebench.kernels.twell._call import NAMES
 from sparsebench.kernels.twell._index import require_room
 from sparsebench.results.record import Problem
 
-NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}  # on a GPU
 SHARE = 64  # units per slot of a token: if all slots are taken, a dense step is faster
 PLANS = 64  # cached, one per size: the kernels of a call, bound without its tensors
 

@@ -29,8 +29,8 @@ import triton.language as tl
 from torch import Tensor
 
 from sparsebench.formats.active_csr import ActiveCsr
-from sparsebench.kernels._common.triton import BoundKernel, box, options
 from sparsebench.kernels._common.device import multiprocessors
+from sparsebench.kernels._common.triton import BoundKernel, box, options
 from sparsebench.kernels.twell._gather import act, sign
 
 BAND = 8  # tiles of rows side by side, so that the tiles of A and B that run are in L2

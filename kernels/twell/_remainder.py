@@ -20,7 +20,7 @@ The last program of the last product sets all counts to zero for the next call. 
 act(G), and there is one product.
 """
 
-from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 import torch
@@ -29,11 +29,14 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from sparsebench.kernels._common.triton import SMALLEST_TILE, BoundKernel, box, options
+from sparsebench.kernels._common.device import multiprocessors
+from sparsebench.kernels._common.triton import SMALLEST_TILE, BoundKernel, Template, box, options
+from sparsebench.kernels.twell._call import TwellCall
 
 GROUP = 8  # tokens
 BAND = 8  # tiles of tokens side by side, so that the tiles of X and W that run are in L2
 DEPTH, STAGES = 64, 4
+PLANS = 256  # cached, one per layer and number of tokens
 
 Kind = Literal["gated", "plain", "activated"]
 """The result of a product:
@@ -44,50 +47,58 @@ Kind = Literal["gated", "plain", "activated"]
 """
 
 
-@dataclass(frozen=True)
-class Rest:
-    """The groups that are left, on the device, and the number of programs that multiply them."""
+@lru_cache(PLANS)
+def template_of(call: TwellCall, device: torch.device) -> Template:
+    """Return the products of call.m tokens, which take the operands of `products`, as a template.
 
-    left: Tensor
-    heavy: Tensor
-    programs: int
-
-
-def rest_of(m: int, programs: int, device: torch.device) -> Rest:
-    """Return the state for m tokens with no group left."""
-    left = torch.zeros(3, dtype=torch.int32, device=device)
-    heavy = torch.zeros(-(-m // GROUP), dtype=torch.int32, device=device)
-    return Rest(left, heavy, programs)
+    Without a gate there is no wu among them.
+    """
+    (m, n, k), int32 = call[:3], torch.int32
+    shapes = {"x": (m, k), "g": (m, n), "wu": (n, k), "wd_t": (n, k), "y": (m, k)}
+    tensors = {name: torch.empty(s, dtype=call.dtype, device="meta") for name, s in shapes.items()}
+    counts = {"left": 3, "heavy": -(-m // GROUP)}
+    tensors |= {name: torch.empty(s, dtype=int32, device="meta") for name, s in counts.items()}
+    if not call.gated:
+        del tensors["wu"]
+    programs = products(**tensors, squared=call.squared, programs=multiprocessors(device))
+    return Template(programs, [*tensors.values()], [tensors["y"]])
 
 
 def products(
-    x: Tensor, g: Tensor, wu: Tensor | None, wd_t: Tensor, y: Tensor, rest: Rest, *, squared: bool
+    x: Tensor,
+    g: Tensor,
+    wd_t: Tensor,
+    y: Tensor,
+    left: Tensor,
+    heavy: Tensor,
+    *,
+    squared: bool,
+    programs: int,
+    wu: Tensor | None = None,
 ) -> list[BoundKernel]:
     """Return the kernels of H, which overwrites the gates g [m, n], and of Y; relu2 if `squared`.
 
     wu and wd_t [n, k]. Without wu, H is act(g), which the product of Y computes as it loads g.
     """
+
+    def product(kind: Kind, x: Tensor, w: Tensor, out: Tensor) -> BoundKernel:
+        (m, k), n = x.shape, out.shape[1]
+        tokens = min(128, max(SMALLEST_TILE, triton.next_power_of_2(m)))
+        features = 128 if m > 1024 else 64 if m > 64 else 32
+        warps = 8 if features == 128 else 4
+        early = x.device.type != "cpu"
+        sides = {"TOKENS": tokens, "FEATURES": features, "DEPTH": DEPTH}
+        sides |= {"GROUP": GROUP, "BAND": BAND}
+        flags = {"STAGES": STAGES, "KIND": kind, "SQUARED": squared, "EARLY": early}
+        sides_of_w = (features, DEPTH) if kind == "gated" else (DEPTH, features)  # wu, or wd_t
+        boxes = box(x, tokens, DEPTH, "tma"), box(w, *sides_of_w, "tma")
+        args = (x, *boxes, out, heavy, left, m, n, k)
+        constants = {**sides, **flags, **options(warps, "pointers"), "launch_pdl": early}
+        return BoundKernel(_multiply, (programs,), args, constants, out)
+
     if wu is None:
-        return [_program(g, wd_t, y, rest, "activated", squared)]
-    up = _program(x, wu, g, rest, "gated", squared)
-    return [up, _program(g, wd_t, y, rest, "plain", squared)]
-
-
-def _program(
-    x: Tensor, w: Tensor, out: Tensor, rest: Rest, kind: Kind, squared: bool
-) -> BoundKernel:
-    (m, k), n = x.shape, out.shape[1]
-    tokens = min(128, max(SMALLEST_TILE, triton.next_power_of_2(m)))
-    features = 128 if m > 1024 else 64 if m > 64 else 32
-    warps = 8 if features == 128 else 4
-    early = x.device.type != "cpu"
-    sides = {"TOKENS": tokens, "FEATURES": features, "DEPTH": DEPTH, "GROUP": GROUP, "BAND": BAND}
-    flags = {"STAGES": STAGES, "KIND": kind, "SQUARED": squared, "EARLY": early}
-    sides_of_w = (features, DEPTH) if kind == "gated" else (DEPTH, features)  # wu, or wd_t
-    boxes = box(x, tokens, DEPTH, "tma"), box(w, *sides_of_w, "tma")
-    args = (x, *boxes, out, rest.heavy, rest.left, m, n, k)
-    constants = {**sides, **flags, **options(warps, "pointers"), "launch_pdl": early}
-    return BoundKernel(_multiply, (rest.programs,), args, constants, out)
+        return [product("activated", g, wd_t, y)]
+    return [product("gated", x, wu, g), product("plain", g, wd_t, y)]
 
 
 @triton.jit  # type: ignore[untyped-decorator]

@@ -14,138 +14,82 @@ traffic with 29 of 5632 units active, tiles of 256 with 31 entries:
 Most tiles fit into 32 bytes, a count and seven entries.
 """
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from sparsebench.errors import Unsupported
 from sparsebench.kernels._common.cuda import (
-    TMA_ALIGNMENT,
-    BoundKernel,
     Constants,
     Layout,
     Loaded,
     load,
+    on_tape,
     tensor_map,
 )
-from sparsebench.kernels._common.search import search
 from sparsebench.kernels._common.device import multiprocessors
+from sparsebench.kernels._kernel import refuse
+from sparsebench.kernels.twell._call import TwellCall
 
 TOKENS, UNITS = 128, 256  # tokens and units of a CTA's tile
 BOX_TOKENS, BOX = 64, 64  # tokens and columns of k in a box of X
 THREADS = 384
 SHARED_BYTES = 227 * 1024
-TILES = 64, 128, 256
+TILE, CAPACITY = 256, 31  # units of a tile of words, and entries that it has room for
+CLUSTERS = 2, 1  # CTAs that share boxes of W; the first is for many tokens
 LARGEST = 2**31 - 1  # an int32
 ARGUMENTS = Layout("256s", "PPiii4x")  # tensor maps of x and w; words, dense, m, n, k
 
-
-@dataclass(frozen=True)
-class Tiles:
-    """The units of a tile and its slots."""
-
-    tile: int = 256
-    capacity: int = 31
-
-    @property
-    def words(self) -> int:
-        """Return the 32-bit words of a tile: the count and the entries."""
-        return self.capacity + 1
-
-    def unsupported(self) -> str | None:
-        """Return why twell_gate.cu cannot write these tiles, or None."""
-        if self.tile not in TILES:
-            return f"option tile: expected one of {', '.join(map(str, TILES))}, found {self.tile}"
-        capacities = [2**i - 1 for i in range(2, self.tile.bit_length()) if 2**i <= self.tile // 2]
-        if self.capacity not in capacities:
-            expected = ", ".join(map(str, capacities))
-            return f"option capacity: expected one of {expected}, found {self.capacity}"
-        return None
+Writer = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+"""(x [m, k], w [n, k]) -> words and dense tiles, new tensors."""
 
 
-@dataclass(frozen=True)
-class Config:
-    """The number of CTAs that share boxes of W, 1 or 2."""
+def writer(
+    device: torch.device, call: TwellCall, cluster: int, *, watchdog: bool = False
+) -> Writer:
+    """Compile the product of X and a gate. Raises Unsupported.
 
-    cluster: int
-
-
-@dataclass(frozen=True)
-class Gate:
-    """Gates as words and dense tiles, and the kernel that writes both."""
-
-    words: Tensor
-    dense: Tensor
-    program: BoundKernel
-    config: Config
-    candidates: tuple[Mapping[str, Any], ...] = ()  # as of a Launch
-
-    @property
-    def choice(self) -> dict[str, Any]:
-        """Return the configuration as a row holds it."""
-        return asdict(self.config)
-
-    def __call__(self) -> Tensor:
-        """Enqueue the product on the current stream."""
-        return self.program()
-
-
-def configurations() -> list[Config]:
-    """Return all configurations; the first is for many tokens."""
-    return [Config(2), Config(1)]
-
-
-def launch(x: Tensor, w: Tensor, tiles: Tiles, config: Config, *, watchdog: bool = False) -> Gate:
-    """Return the gate of x [m, k] and a weight [n, k], fp16 or bf16. Raises Unsupported."""
-    (m, k), n, device = x.shape, len(w), x.device
-    if reason := unsupported_operands(x, w) or tiles.unsupported():
-        raise Unsupported(reason)
-    words = torch.empty(m, -(-n // tiles.tile) * tiles.words, dtype=torch.int32, device=device)
-    dense = x.new_empty(m, n)
-    constants = constants_of(tiles, config, x.dtype) + ((("WATCHDOG", 1),) if watchdog else ())
+    With `watchdog`, a kernel that hangs stops and prints where it waited.
+    """
+    refuse(unsupported_sizes(call.m, call.n))
+    constants = constants_of(cluster, call.dtype) + ((("WATCHDOG", 1),) if watchdog else ())
     kernel, code = load("twell_gate", "write_words", constants, SHARED_BYTES, device)
-    tiles_of_clusters = -(-m // (TOKENS * config.cluster)) * -(-n // UNITS)
-    grid = min(2 * tiles_of_clusters, multiprocessors(device) // config.cluster)
-    loaded = Loaded(kernel, code, device.index, grid * config.cluster, THREADS, SHARED_BYTES)
-    maps = [
-        tensor_map(t.data_ptr(), (len(t), k), (t.stride(0), t.stride(1)), t.dtype, (rows, BOX))
-        for t, rows in ((x, BOX_TOKENS), (w, UNITS // config.cluster))
-    ]
-    args = ARGUMENTS(b"".join(maps), words.data_ptr(), dense.data_ptr(), m, n, k)
-    return Gate(words, dense, BoundKernel(loaded, args, (x, w, dense), words), config)
+    n, k, most = call.n, call.k, multiprocessors(device) // cluster
+
+    def write(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        m = len(x)
+        words = x.new_empty(m, -(-n // TILE) * (CAPACITY + 1), dtype=torch.int32)
+        dense = x.new_empty(m, n)
+        tiles = -(-m // (TOKENS * cluster)) * -(-n // UNITS)
+        maps = [
+            tensor_map(t.data_ptr(), (len(t), k), (t.stride(0), t.stride(1)), t.dtype, (rows, BOX))
+            for t, rows in ((x, BOX_TOKENS), (w, UNITS // cluster))
+        ]
+        args = ARGUMENTS(b"".join(maps), words.data_ptr(), dense.data_ptr(), m, n, k)
+        grid = min(2 * tiles, most) * cluster
+        Loaded(kernel, code, device.index, grid, THREADS, SHARED_BYTES).enqueue(args)
+        on_tape(words)
+        on_tape(dense)
+        return words, dense
+
+    return write
 
 
-def prepare(x: Tensor, w: Tensor, tiles: Tiles, pinned: Mapping[str, Any] | None) -> Gate:
-    """Take the pinned configuration, or the fastest. Raises Unsupported."""
-    configs = [Config(**pinned)] if pinned else configurations()
-    gates = [launch(x, w, tiles, config) for config in configs]
-    result = search(gates, x.device)
-    candidates = tuple(result.lines([gate.choice for gate in gates]))
-    return replace(gates[result.best], candidates=candidates)
-
-
-def constants_of(tiles: Tiles, config: Config, dtype: torch.dtype) -> Constants:
+def constants_of(
+    cluster: int, dtype: torch.dtype, tile: int = TILE, capacity: int = CAPACITY
+) -> Constants:
     """Return the macros of twell_gate.cu."""
     return (
-        ("CLUSTER", config.cluster),
-        ("TILE", tiles.tile),
-        ("CAPACITY", tiles.capacity),
+        ("CLUSTER", cluster),
+        ("TILE", tile),
+        ("CAPACITY", capacity),
         ("FP16", int(dtype == torch.float16)),
         ("SHARED_BYTES", SHARED_BYTES),
     )
 
 
-def unsupported_operands(x: Tensor, w: Tensor) -> str | None:
-    """Return the first condition of the kernel that fails, or None."""
-    if x.dtype != w.dtype or x.itemsize != 2:
-        return f"expected fp16 or bf16 of one dtype, found {x.dtype} and {w.dtype}"
-    if x.dim() != 2 or x.shape[1:] != w.shape[1:]:
-        return f"expected activations of {w.shape[1]} columns, found shape {list(x.shape)}"
-    if w.shape[1] % (TMA_ALIGNMENT // 2) or len(w) % 8:
-        return f"expected n and k to be multiples of 8, found n {len(w)} and k {w.shape[1]}"
-    if not 0 < len(x) <= LARGEST - 2 * UNITS or not 0 < len(w) <= 2**16:
-        return f"expected 1 to 2^31 tokens and 1 to 2^16 units, found {len(x)} and {len(w)}"
+def unsupported_sizes(m: int, n: int) -> str | None:
+    """Return why the kernel cannot write m tokens of n units, or None."""
+    if m > LARGEST - 2 * UNITS or n > 2**16:
+        return f"expected less than 2^31 tokens and at most 2^16 units, found {m} and {n}"
     return None

@@ -18,7 +18,8 @@ from sparsebench.kernels._common.requirements import unsupported_on_hopper
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
 from sparsebench.kernels.dense import _decoder
 from sparsebench.kernels.dense._decoder import Part, dense_part
-from sparsebench.kernels.twell import _layer, ffn_few
+from sparsebench.kernels.twell import ffn_few
+from sparsebench.kernels.twell._call import MOST_K, TwellCall
 from sparsebench.results.record import Problem
 
 
@@ -32,19 +33,19 @@ def _part(operands: Operands, name: str, inputs: Sequence[Tensor]) -> Part:
         return dense_part(operands, name, inputs)
     wg, wu, wd = (operands.weights[weight].to_dense() for weight in ("wg", "wu", "wd"))
     wd_t, y = wd.t().contiguous(), torch.empty_like(inputs[0])
-    squared = operands.problem["activation"] == "relu2"
-    calls = [
-        ffn_few.launch(x, wg.clone(), wu.clone(), wd_t.clone(), y, squared=squared) for x in inputs
-    ]
-    return Part(calls, [y] * len(inputs), {}, code=calls[0].code)
+    squared, (n, k) = operands.problem["activation"] == "relu2", wg.shape
+    call = TwellCall(len(y), n, k, wg.dtype, squared)
+    product = ffn_few.KERNEL.plan(y.device, call, ffn_few.Config("loads"))
+    calls = [partial(product.run, x, *(w.clone() for w in (wg, wu, wd_t)), out=y) for x in inputs]
+    return Part(calls, [y] * len(inputs), {}, code=product.code)
 
 
 def unsupported(problem: Problem, device: torch.device) -> str | None:
     """Return why the step cannot run on the device, or None."""
     if problem["activation"] not in ("relu", "relu2"):
         return f"expected activation relu or relu2, found {problem['activation']}"
-    if problem["hidden"] > _layer.MOST_K:
-        return f"expected hidden up to {_layer.MOST_K}, found {problem['hidden']}"
+    if problem["hidden"] > MOST_K:
+        return f"expected hidden up to {MOST_K}, found {problem['hidden']}"
     return (
         unsupported_on_hopper(problem, device)
         or ffn_few.unsupported_sizes(problem["m"], problem["intermediate"], problem["hidden"])

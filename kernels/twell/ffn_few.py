@@ -12,33 +12,30 @@ few active units it reads little more than Wg; with all active, as much as a den
 
 An H200 runs 66 clusters of two at a time, but only 30 of four, because a cluster lies in one GPC.
 
-X is read by loads or by bulk copies. From COPIES_FROM tokens on, `prepare` times both.
+X is read by loads or by bulk copies. From COPIES_FROM tokens on, a search times both.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from sparsebench.errors import Unsupported
 from sparsebench.kernels._common.cuda import (
-    BoundKernel,
     Constants,
     Layout,
     Loaded,
     clusters_at_once,
-    compile_ahead,
+    launch,
     load,
     on_tape,
 )
+from sparsebench.kernels._common.operator import Product
 from sparsebench.kernels._common.scratch import counters
-from sparsebench.kernels._common.search import search
-from sparsebench.kernels._kernel import Kernel, Launch, Operands
-from sparsebench.kernels.twell import _layer
-from sparsebench.kernels.twell._layer import MOST_K, Layer, Plan, layer_of
+from sparsebench.kernels.twell import _call
+from sparsebench.kernels.twell._call import MOST_K, TwellCall, twell_engine
 from sparsebench.results.record import Problem
 
 MOST_TOKENS, FEWEST_TOKENS = 64, 8  # per launch; m is padded to a power of two
@@ -66,7 +63,7 @@ ARGUMENTS = Layout(*"PPPPPPPPi")
 def unsupported(problem: Problem, device: torch.device) -> str | None:
     """Return why the kernel cannot run the problem on the device, or None."""
     sizes = problem["m"], problem["n"], problem["k"]
-    return unsupported_sizes(*sizes) or _layer.unsupported(problem, device)
+    return unsupported_sizes(*sizes) or _call.unsupported(problem, device)
 
 
 def unsupported_sizes(m: int, n: int, k: int) -> str | None:
@@ -135,97 +132,36 @@ def words_of(n: int, clusters: int) -> int:
     return clusters * -(-eights // 6)
 
 
-def ways_of(m: int, n: int) -> list[XBy]:
-    """Return the methods to read X of m tokens that are timed, the default first."""
-    return ["loads", "copies"] if m >= COPIES_FROM and n <= MOST_COPIED_N else ["loads"]
+def choices(call: TwellCall) -> list[Config]:
+    """Return the methods to read X that are timed, the default first."""
+    copies = call.m >= COPIES_FROM and call.n <= MOST_COPIED_N
+    return [Config("loads"), *([Config("copies")] if copies else [])]
 
 
-def launch(
-    x: Tensor,
-    wg: Tensor,
-    wu: Tensor | None,
-    wd_t: Tensor,
-    y: Tensor,
-    *,
-    squared: bool,
-    x_by: XBy = "loads",
-) -> BoundKernel:
-    """Return the kernel that writes Y.
-
-    x and y [m, k], wg, wu and wd_t [n, k]; all contiguous at 16 bytes, fp16 or bf16. Without wu,
-    Y = act(X @ Wg.T) @ Wd.T. The launch owns H and the words, so it must not run in two streams at
-    the same time. Raises Unsupported.
-    """
-    (m, k), n, device = x.shape, len(wg), x.device
-    if reason := unsupported_sizes(m, n, k):
-        raise Unsupported(reason)
-    shape = tokens, ctas, clusters = shape_of(m, k, partial(clusters_of, device=device))
-    constants = constants_of(n, k, shape, squared, wu is not None, x.dtype, x_by)
+def plan(device: torch.device, call: TwellCall, config: Config) -> Product:
+    """Compile for the sizes. H is new in each call; words and counters are shared (scratch.py)."""
+    n, k = call.n, call.k
+    shape = tokens, ctas, clusters = shape_of(call.m, k, partial(clusters_of, device=device))
+    flags = call.squared, call.gated, call.dtype, config.x_by
+    constants = constants_of(n, k, shape, *flags)
     kernel, code = load("ffn_few", "multiply_few", constants, SHARED_BYTES, device)
-    loaded = Loaded(
-        kernel, code, device.index, ctas * clusters, 32 * WARPS, SHARED_BYTES, together=True
-    )
-    h, words = x.new_empty(n, tokens), x.new_zeros(words_of(n, clusters), dtype=torch.int64)
-    counts = x.new_zeros(2, dtype=torch.int32)  # the kernel resets both to zero
-    tensors = x, wg, wg if wu is None else wu, wd_t, y, h, words, counts
-    return BoundKernel(loaded, ARGUMENTS(*(t.data_ptr() for t in tensors), m), tensors, y)
+    sizes = ctas * clusters, 32 * WARPS, SHARED_BYTES
+    loaded = Loaded(kernel, code, device.index, *sizes, together=True)
+    words = words_of(n, clusters)
 
-
-class Product:
-    """The layer for up to `tokens` to call: a new Y of X and of these weights (selection.Product).
-
-    Raises Unsupported.
-    """
-
-    pack = order = None
-
-    def __init__(self, plan: Plan, config: Config) -> None:
-        """Compile for the sizes."""
-        tokens, n, k, device = plan.tokens, plan.n, plan.k, plan.device
-        if reason := unsupported_sizes(tokens, n, k):
-            raise Unsupported(reason)
-        shape = self.tokens, ctas, clusters = shape_of(
-            tokens, k, partial(clusters_of, device=device)
-        )
-        self.n, self.words = n, words_of(n, clusters)
-        constants = constants_of(n, k, shape, plan.squared, True, plan.dtype, config.x_by)
-        kernel, self.code = load("ffn_few", "multiply_few", constants, SHARED_BYTES, device)
-        sizes = ctas * clusters, 32 * WARPS, SHARED_BYTES
-        self.loaded = Loaded(kernel, self.code, device.index, *sizes, together=True)
-
-    def run(self, x: Tensor, wg: Tensor, wu: Tensor, wd_t: Tensor) -> Tensor:
-        """Compute Y; the caller checks the operands, which are those of `launch`."""
-        y, h = x.new_empty(x.shape), x.new_empty(self.n, self.tokens)
-        zeros = counters(x, 2 + 2 * self.words)  # the words have 64 bits each; the counts follow
+    def run(
+        x: Tensor, gate: Tensor, up: Tensor | None, wd_t: Tensor, out: Tensor | None = None
+    ) -> Tensor:
+        y, h = x.new_empty(x.shape) if out is None else out, x.new_empty(n, tokens)
+        zeros = counters(x, 2 + 2 * words)  # words have 64 bits; the kernel resets all to zero
         assert zeros is not None
-        counts = zeros.data_ptr() + 8 * self.words
-        tensors = x, wg, wu, wd_t, y, h, zeros
-        self.loaded.enqueue(ARGUMENTS(*(t.data_ptr() for t in tensors), counts, len(x)))
+        tensors = x, gate, gate if up is None else up, wd_t, y, h, zeros
+        counts = zeros.data_ptr() + 8 * words
+        args = ARGUMENTS(*(t.data_ptr() for t in tensors), counts, len(x))
         on_tape(h)
-        on_tape(y, owners=(self, wg, wu, wd_t, zeros))
-        return y
+        return launch(loaded, args, y, loaded, *tensors[1:4], zeros)
+
+    return Product(run, code)
 
 
-def prepare(operands: Operands) -> Launch:
-    """Copy Wd.T, compile, and take the faster method to read X. Raises Unsupported."""
-    return launch_of(layer_of(operands), operands.pinned)
-
-
-def launch_of(layer: Layer, pinned: Mapping[str, Any] | None) -> Launch:
-    """Return the launch with the pinned method to read X, or the faster one. Raises Unsupported."""
-    (m, n, k), device = layer.sizes, layer.x.device
-    if reason := unsupported_sizes(m, n, k):
-        raise Unsupported(reason)
-    ways = [pinned.get("x_by", "loads")] if pinned else ways_of(m, n)
-    operands = layer.x, layer.gate, layer.up, layer.wd_t, layer.y
-    shape = shape_of(m, k, partial(clusters_of, device=device))
-    flags = layer.squared, layer.up is not None, layer.x.dtype
-    compile_ahead("ffn_few", [constants_of(n, k, shape, *flags, way) for way in ways])
-    kernels = [launch(*operands, squared=layer.squared, x_by=way) for way in ways]
-    result = search(kernels, device)
-    choices = [{"x_by": way} for way in ways]
-    best = kernels[result.best]
-    return Launch(best, choices[result.best], best.code, result.lines(choices))
-
-
-KERNEL = Kernel("ffn", "cvse", "cuda", prepare, unsupported)
+KERNEL = twell_engine("ffn_few", choices, plan, unsupported, Config)

@@ -1,96 +1,76 @@
 """Gated feed-forward layer with few active units, relu or relu2, on Hopper: a portfolio.
 
-`prepare` times complete implementations of the layer on the activations that it receives, and keeps
-the fastest. The option `way` selects which implementations are timed:
+The option `way` says which kernels are timed, on the activations that `prepare` receives:
 
-    way       implementations
-    few       ffn_few.py        one launch, up to 64 tokens
-    library   _grouped.py       groups of eight tokens, after a gate GEMM from a library
-    alone     _grouped.py       like `library`, but without a dense fallback: up to 512 tokens
-    sparse    `few` if it supports the sizes, otherwise `library`; plus `alone` for 33 to 512 tokens
-    best      everything in `sparse`, plus the dense kernels cublas and ffn_dense_triton
+    way       kernels
+    library   _grouped.py: groups of eight tokens, after a gate by torch
+    sparse    the same, and ffn_few.py up to 64 tokens
+    best      `sparse`, and the dense kernels cublas and ffn_dense_triton
 
-`Launch.choice` names the fastest implementation, as `chosen` and `way`.
+`Launch.choice` has the name of the fastest, as `chosen`.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from types import ModuleType
-from typing import Literal, get_args
+from typing import Literal
 
 from sparsebench.errors import Unsupported
+from sparsebench.kernels._common.operator import Earlier, launch_of
 from sparsebench.kernels._common.search import lines_of, part_of, search
 from sparsebench.kernels._kernel import Launch, Operands, Portfolio
 from sparsebench.kernels.dense import cublas, ffn_dense_triton
 from sparsebench.kernels.twell import _grouped, ffn_few
-from sparsebench.kernels.twell._layer import Layer, layer_of, unsupported
+from sparsebench.kernels.twell._call import bind, unsupported
 
-Way = Literal["best", "sparse", "library", "alone", "few"]
-Name = Literal["few", "library", "alone", "dense"]
-
-ALONE_FROM = 33  # tokens; up to 32, ffn_few.py reads less: there is no G
-
+Way = Literal["best", "sparse", "library"]
+ENGINES = {"best": (ffn_few.KERNEL, _grouped.WHOLE), "library": (_grouped.WHOLE,)}
+GONE = {"few": "ffn_few", "alone": "way=library", "packed": "way=library"}
 DENSE = {"cublas": cublas, "ffn_dense_triton": ffn_dense_triton}
-OLDER = {"cublas_ffn": "cublas"}  # names of dense kernels in older rows
 
 
 def prepare(operands: Operands, *, way: Way = "best") -> Launch:
-    """Prepare every layer of a way, and keep the fastest. Raises Unsupported."""
+    """Prepare the kernels of a way, and keep the fastest. Raises Unsupported."""
     return fastest_of(operands, way, DENSE)
 
 
 def fastest_of(operands: Operands, way: Way, dense: Mapping[str, ModuleType]) -> Launch:
-    """Return the fastest of a way's layers, or the pinned one. Raises Unsupported.
-
-    `dense` are the dense kernels of the op, by name.
-    """
-    pinned = operands.pinned["way"] if operands.pinned else None
-    if "packed" in (way, pinned):
-        raise Unsupported("option way: packed was removed, use library")
-    if way not in get_args(Way):
-        raise Unsupported(f"option way: expected one of {', '.join(get_args(Way))}, found {way!r}")
-    layer = layer_of(operands)
-    names = [pinned] if pinned else _names(way, layer)
-    launches = [launch for name in names for launch in _launches(name, operands, layer, dense)]
+    """Return the fastest launch of a way, or the pinned one; `dense` are the dense kernels."""
+    if way not in ("best", "sparse", "library"):
+        advice = f"; use {GONE[way]}" if way in GONE else ""
+        raise Unsupported(f"option way: expected best, sparse or library, found {way!r}{advice}")
+    pinned = (operands.pinned or {}).get("chosen")
+    launches = []
+    if not pinned or pinned.startswith("cvse"):
+        launches.append(_sparse(operands, way))
+    for name, module in dense.items() if way == "best" else ():
+        if pinned in (None, f"dense, {name}"):
+            launches.append(_dense(operands, f"dense, {name}", module))
     result = search(launches, operands.device)
-    best = launches[result.best]
-    layers = [{"chosen": launch.choice["chosen"]} for launch in launches]
-    parts = [line for launch in launches for line in lines_of(launch.choice["chosen"], launch)]
-    return replace(best, candidates=[*result.lines(layers, of="layers"), *parts])
+    choices = [{"chosen": launch.choice["chosen"]} for launch in launches]
+    parts = [line for launch in launches for line in launch.candidates]
+    return replace(launches[result.best], candidates=[*result.lines(choices, of="layers"), *parts])
 
 
-def _names(way: Way, layer: Layer) -> list[Name]:
-    """Return the names of the layers that a way includes."""
-    if way != "best" and way != "sparse":  # as mypy narrows it
-        return [way]
-    sparse: list[Name] = ["library" if ffn_few.unsupported_sizes(*layer.sizes) else "few"]
-    if ALONE_FROM <= len(layer.x) <= _grouped.MOST_ALONE:
-        sparse.append("alone")
-    return [*sparse, "dense"] if way == "best" else sparse
+def _sparse(operands: Operands, way: Way) -> Launch:
+    """Return the launch of the engine that is the fastest."""
+    op, engines = operands.problem.op, ENGINES.get(way, ENGINES["best"])
+    part = f"cvse, {op}_sparse"
+    pinned = {name: value for name, value in (operands.pinned or {}).items() if name != "chosen"}
+    bound = bind(operands, engines, lambda call: engines)
+    selected = bound.select(Earlier(pinned or None, part_of(part, operands.timed)))
+    launch = launch_of(selected, bound.run(selected.product))
+    few = selected.choice["kernel"] == "ffn_few"
+    chosen = f"cvse, {op}_few" if few else f"{part} way=library"
+    choice = {"chosen": chosen, **launch.choice}
+    return replace(launch, choice=choice, candidates=lines_of(part, launch))
 
 
-def _launches(
-    name: Name, operands: Operands, layer: Layer, dense: Mapping[str, ModuleType]
-) -> Iterator[Launch]:
-    """Yield the launches of a named layer; the choice of each holds the name."""
-    op, pinned = operands.problem.op, operands.pinned or {}
-    if name == "few":
-        launch = ffn_few.launch_of(layer, operands.pinned)
-        yield _named(launch, f"cvse, {op}_few", way=name)
-    elif name == "dense":
-        for kernel, module in dense.items():
-            if OLDER.get(by := pinned.get("by", kernel), by) == kernel:
-                timed = part_of(f"dense, {kernel}", operands.timed)
-                launch = module.prepare(replace(operands, pinned=pinned.get("dense"), timed=timed))
-                choice = {"by": kernel, "dense": launch.choice}
-                yield _named(replace(launch, choice=choice), f"dense, {kernel}", way=name)
-    else:
-        launch = _grouped.prepare(operands, layer, alone=name == "alone")
-        yield _named(launch, f"cvse, {op}_sparse way={name}", way=name)
-
-
-def _named(launch: Launch, chosen: str, way: str) -> Launch:
-    return replace(launch, choice={"chosen": chosen, "way": way, **launch.choice})
+def _dense(operands: Operands, name: str, module: ModuleType) -> Launch:
+    pinned, timed = (operands.pinned or {}).get("dense"), part_of(name, operands.timed)
+    launch: Launch = module.prepare(replace(operands, pinned=pinned, timed=timed))
+    choice = {"chosen": name, "dense": launch.choice}
+    return replace(launch, choice=choice, candidates=lines_of(name, launch))
 
 
 KERNEL = Portfolio("ffn", "cvse", "cuda", prepare, unsupported)

@@ -14,9 +14,17 @@ from torch import Tensor
 
 from sparsebench.errors import Unsupported
 from sparsebench.formats.dense import Dense
+from sparsebench.kernels._common.cuda import on_tape
+from sparsebench.kernels._common.operator import NoConfig, Product
 from sparsebench.kernels._common.triton import unsupported as triton_unsupported
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
-from sparsebench.kernels.twell._autograd import SHARE, gated_mlp, gated_mlp_backward
+from sparsebench.kernels.twell._autograd import (
+    SHARE,
+    gated_mlp,
+    gated_mlp_backward,
+    require_kernels,
+)
+from sparsebench.kernels.twell._call import TwellCall, twell_engine
 from sparsebench.results.record import Problem
 
 
@@ -52,4 +60,18 @@ def _values(operands: Operands, name: str) -> Tensor:
     return weight.values
 
 
+def plan(device: torch.device, call: TwellCall, config: NoConfig) -> Product:
+    """Plan the forward pass alone, for layers without gradients."""
+    require_kernels(*call[:3], call.dtype, device)
+
+    def run(*operands: Tensor, out: Tensor | None = None) -> Tensor:
+        on_tape(complete=False)
+        y: Tensor = gated_mlp(*operands, call.squared, call.slots)[0]
+        return y if out is None else out.copy_(y)
+
+    return Product(run)
+
+
 KERNEL = Kernel("ffn_step", "active_csr", "cuda", prepare, unsupported)
+
+FORWARD = twell_engine("ffn_step_sparse", lambda call: [NoConfig()], plan, unsupported)

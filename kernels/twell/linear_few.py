@@ -9,30 +9,28 @@
                | p2 | p3 |      k is in PARTS; the last program of a column of tiles adds up the
                +----+----+      sums of the others
 
-`prepare` copies W.T, and times tiles and parts. Sums are in fp32. Tokens share rows only by chance:
-if a share a of the inputs is not zero, m tokens read 1 - (1 - a)^m of the rows.
+The weight is read as a copy of W.T. Sums are in fp32. Tokens share rows only by chance: if a share
+a of the inputs is not zero, m tokens read 1 - (1 - a)^m of the rows.
 Source: Liu et al., TEAL, arXiv:2408.14690, section 4.2, whose kernel multiplies one token so.
 """
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from itertools import product
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from sparsebench.kernels._common.search import fastest_launch
-from sparsebench.kernels._common.triton import COMPILE_THREADS, BoundKernel
+from sparsebench.kernels._common.operator import Bound, Engine, Operator, Product
+from sparsebench.kernels._common.scratch import counters
+from sparsebench.kernels._common.triton import BoundKernel, product_of
 from sparsebench.kernels._common.triton import unsupported as triton_unsupported
-from sparsebench.kernels._kernel import Kernel, Launch, Operands
+from sparsebench.kernels._kernel import Operands
 from sparsebench.results.record import Problem
 
 MOST_TOKENS = 4
-PROGRAMS = 256, 4096  # fewest and most, for which candidates are timed
-PRODUCTS = 32, 64  # fewest and most of a tile for each thread; its registers hold no more
+MOST_PRODUCTS = 64  # of a tile for each thread; its registers hold no more
 
 
 @dataclass(frozen=True)
@@ -45,30 +43,40 @@ class Config:
     warps: int
 
 
-def configurations(m: int, n: int, k: int) -> list[Config]:
+# The fastest in each published cell of linear-active (H200), then one for a small k.
+CONFIGS = (
+    *(Config(256, 16, 32, 2), Config(256, 32, 32, 4), Config(128, 32, 32, 4)),
+    *(Config(128, 16, 64, 2), Config(128, 32, 16, 2), Config(64, 64, 16, 2)),
+    *(Config(64, 16, 16, 2), Config(128, 16, 16, 4), Config(64, 16, 1, 4)),
+)
+
+
+class ActiveCall(NamedTuple):
+    """A product of m tokens with W [n, k]."""
+
+    m: int
+    n: int
+    k: int
+    dtype: torch.dtype
+
+
+def choices(device: torch.device, call: ActiveCall) -> list[Config]:
     """Return the configurations to time, at least one."""
-    shapes = product((64, 128, 256), (16, 32, 64), (2, 4, 8, 16, 32, 64), (2, 4, 8))
-    fewest, most = PRODUCTS
-    every = [Config(*shape) for shape in shapes if fewest <= _products(m, *shape) <= most]
-    fitting = [c for c in every if PROGRAMS[0] <= _programs(c, n) <= PROGRAMS[1]]
-    return [c for c in fitting if c.parts * c.depth <= k] or [Config(64, 16, 1, 4)]
+    rows, last = triton.next_power_of_2(call.m), CONFIGS[-1]
+    products = {c: rows * c.features * c.depth // (32 * c.warps) for c in CONFIGS}
+    fitting = [c for c in CONFIGS if products[c] <= MOST_PRODUCTS and c.parts * c.depth <= call.k]
+    return fitting or [last]
 
 
-def _products(m: int, features: int, depth: int, parts: int, warps: int) -> int:
-    return int(triton.next_power_of_2(m)) * features * depth // (32 * warps)
+def bound(x: Tensor, w_t: Tensor, done: Tensor, config: Config) -> BoundKernel:
+    """Return the kernel of Y [m, n] of X [m, k] and W.T [k, n].
 
-
-def _programs(config: Config, n: int) -> int:
-    return int(triton.cdiv(n, config.features)) * config.parts
-
-
-def launch(x: Tensor, w_t: Tensor, config: Config) -> BoundKernel:
-    """Return the kernel of Y [m, n], bound to X [m, k] and W.T [k, n]."""
+    done  int32, at least one for each tile of features; zeros, which the kernel sets back
+    """
     (m, k), n = x.shape, w_t.shape[1]
     y, tiles = x.new_empty(m, n), triton.cdiv(n, config.features)
     sums = x.new_empty(config.parts if config.parts > 1 else 0, m, n, dtype=torch.float32)
-    done = torch.zeros(tiles, dtype=torch.int32, device=x.device)
-    args = x, w_t, y, sums, done, n, k, triton.cdiv(k, config.parts), x.stride(0)
+    args = x, w_t, done, y, sums, n, k, triton.cdiv(k, config.parts), x.stride(0)
     return BoundKernel(_columns, (tiles, config.parts), args, constants_of(config, m), y)
 
 
@@ -84,15 +92,39 @@ def constants_of(config: Config, m: int) -> dict[str, Any]:
     }
 
 
-def prepare(operands: Operands) -> Launch:
-    """Copy W.T, and choose the fastest configuration."""
+def plan(device: torch.device, call: ActiveCall, config: Config) -> Product:
+    """Compile for the sizes; run(x, w_t, out=None)."""
+    (m, n, k, dtype), tiles = call, triton.cdiv(call.n, config.features)
+    x, w_t = (torch.empty(shape, dtype=dtype, device="meta") for shape in ((m, k), (k, n)))
+    done = torch.empty(tiles, dtype=torch.int32, device="meta")
+
+    def kernel(x: Tensor, w_t: Tensor, done: Tensor) -> BoundKernel:
+        return bound(x, w_t, done, config)
+
+    product = product_of(kernel, (x, w_t, done), device)
+
+    def run(x: Tensor, w_t: Tensor, out: Tensor | None = None) -> Tensor:
+        zeros = counters(x, tiles) if x.is_cuda else done.new_zeros(tiles, device=x.device)
+        assert zeros is not None
+        y: Tensor = product.run(x, w_t, zeros[:tiles], out=out)
+        return y
+
+    return Product(run, product.code)
+
+
+def bind(operands: Operands, engines: tuple[Engine, ...]) -> Bound:
+    """Return the call of a suite's operands, with a copy of W.T."""
     w_t, x = operands.weights["w"].to_dense().t().contiguous(), operands.activations["x"]
-    configs = configurations(len(x), w_t.shape[1], len(w_t))
-    if pinned := operands.pinned:
-        configs = [Config(**{name: pinned[name] for name in asdict(configs[0])})]
-    candidates = [launch(x, w_t, config) for config in configs]
-    by: Mapping[str, Any] = {}
-    return fastest_launch(configs, candidates, by, x.device, COMPILE_THREADS)
+    call = ActiveCall(len(x), w_t.shape[1], len(w_t), x.dtype)
+    fields, active = operands.problem.fields, operands.problem["active"]
+
+    def problem(call: ActiveCall) -> dict[str, Any]:
+        sizes = {"m": call.m, "n": call.n, "k": call.k}
+        density = 1.0 if active is None else float(f"{active / call.k:.2g}")
+        return {"op": "twell.linear", "dtype": fields["dtype"], **sizes, "density": density}
+
+    operator = Operator(engines, lambda call: x.device, problem, x.device)
+    return Bound(operator, call, (x,), lambda product: (w_t,))
 
 
 def unsupported(problem: Problem, device: torch.device) -> str | None:
@@ -102,16 +134,26 @@ def unsupported(problem: Problem, device: torch.device) -> str | None:
     return triton_unsupported(problem, device)
 
 
-KERNEL = Kernel("linear_active", "cvse", "cuda", prepare, unsupported)
+KERNEL = Engine(
+    op="linear_active",
+    consumes="cvse",
+    device="cuda",
+    unsupported=unsupported,
+    name="linear_few",
+    config=Config,
+    choices=choices,
+    plan=plan,
+    bind=bind,
+)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _columns(  # type: ignore[no-untyped-def]
     x,
     w_t,
+    done,
     y,
     sums,
-    done,
     n,
     k,
     part_depth,

@@ -5,7 +5,8 @@
 The kernel is ffn_few.cu with U in place of the gate. It reads all of Wu, and rows of Wd once.
 """
 
-from sparsebench.kernels._kernel import Kernel
-from sparsebench.kernels.twell.ffn_few import prepare, unsupported
+from dataclasses import replace
 
-KERNEL = Kernel("mlp", "cvse", "cuda", prepare, unsupported)
+from sparsebench.kernels.twell import ffn_few
+
+KERNEL = replace(ffn_few.KERNEL, op="mlp")

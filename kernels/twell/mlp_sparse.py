@@ -8,7 +8,7 @@ torch_compile.
 
 from sparsebench.kernels._kernel import Launch, Operands, Portfolio
 from sparsebench.kernels.dense import cublas, torch_compile
-from sparsebench.kernels.twell._layer import unsupported
+from sparsebench.kernels.twell._call import unsupported
 from sparsebench.kernels.twell.ffn_sparse import Way, fastest_of
 
 DENSE = {"cublas": cublas, "torch_compile": torch_compile}

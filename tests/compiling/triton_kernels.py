@@ -21,8 +21,8 @@ from triton.language import constexpr
 from triton.runtime.jit import JITCallable
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from sparsebench.kernels._common.triton import BoundKernel
 from sparsebench.kernels._common.source_code import bare_python
+from sparsebench.kernels._common.triton import BoundKernel
 from tests.compiling.record import family_of, in_record
 
 BIN = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"

@@ -11,7 +11,7 @@ import torch
 
 from sparsebench.kernels._common import front, requirements
 from sparsebench.kernels.dense import _decoder
-from sparsebench.kernels.peers import _authors, _cusparselt, cutlass_sparse, stk
+from sparsebench.kernels.peers import _cusparselt, cutlass_sparse, stk
 
 COLUMNS = 8
 DOUBLE, ADD = 2, 3  # a kernel's number of arguments
@@ -37,8 +37,6 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_cusparselt, "library", lambda: None)
     monkeypatch.setattr(cutlass_sparse, "version", lambda: "4.2.0")
     monkeypatch.setattr(stk, "unavailable", lambda: None)
-    monkeypatch.setattr(_authors, "missing", lambda marker, repository: None)
-    monkeypatch.setattr(_authors, "not_built", lambda *names: None)
     monkeypatch.setattr(_decoder, "unsupported", lambda problem, device: None)
     monkeypatch.setattr(_decoder, "unsupported_size", lambda *_: None)
 
