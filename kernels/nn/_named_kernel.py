@@ -26,6 +26,7 @@ from sparsebench.formats._format import Format
 from sparsebench.kernels._common.capture import is_capturing, keep
 from sparsebench.kernels._common.operator import Engine, Operator
 from sparsebench.kernels._kernel import NAMES, Kernel, Launch, Operands, unsupported
+from sparsebench.kernels.nn._bsr_autograd import readable
 from sparsebench.kernels.nn._stamp import Stamp, arrays_of, stamp_of
 from sparsebench.results.record import Problem
 
@@ -121,7 +122,8 @@ class Named:
         self, engine: Engine, op: str, activations: Mapping[str, Tensor], prepared: "Prepared"
     ) -> Callable[[], Any]:
         """Return the planned call; what it reads of the weight is packed once."""
-        bound = engine.bind(self._operands(op, activations), (engine,))
+        rows = {name: readable(a) for name, a in activations.items()}  # kernels read 16 bytes
+        bound = engine.bind(self._operands(op, rows), (engine,))
         operator = prepared.operators.setdefault(engine.name + op, bound.operator)
         selected = operator.plans.get(bound.call)
         if selected is None:
