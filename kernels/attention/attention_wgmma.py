@@ -277,6 +277,7 @@ def launch(
     q, k, v = operands
     o = torch.empty_like(q)
     lse = q.new_empty(shape.batch * shape.heads, shape.q_tokens, dtype=torch.float32)
+    cuda.on_tape(o, lse)
     work = work or work_of(mask, shape, config)
     call = walk("attention_wgmma", "attend", [q], (k, v), mask, shape, scale, config, work)
     args = ARGUMENTS(call.maps, call.lists, o.data_ptr(), lse.data_ptr(), call.sizes, call.parts)

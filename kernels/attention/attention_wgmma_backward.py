@@ -137,12 +137,15 @@ class Work(NamedTuple):
     """A mask prepared for a launch: tiles of keys, their lists, and what dQ needs.
 
     counters  int32 [sections, 2], zero between launches
+    stats     fp32 [2, batch * H, padded rows]: the LSE for exp2, and delta. A launch writes those
+              of queries; the others stay infinity and zero
     queries   tiles of queries, if dQ computes dS again; else `stored` has them
     """
 
     tiles: Tensor
     lists: KeyLists
     counters: Tensor
+    stats: Tensor
     queries: QueryWork | None
     stored: Stored | None
 
@@ -157,11 +160,13 @@ def work_of(mask: BlockMask, shape: Shape, config: Config) -> Work:
     lists = key_lists(mask)
     tiles = key_tiles(lists, mask, shape, config.rows)
     counters = torch.zeros(1, 2, dtype=torch.int32, device=tiles.device)
+    stats = torch.zeros(2, shape.batch * shape.heads, padded(shape), device=tiles.device)
+    stats[0] = torch.inf
     if config.stores:
         stored = stored_of(mask, shape, tiles, lists.places)
-        return Work(tiles, lists, counters.repeat(len(stored.keys), 1), None, stored)
+        return Work(tiles, lists, counters.repeat(len(stored.keys), 1), stats, None, stored)
     queries = query_work(mask, shape, of_queries(shape, mask), splits=False)
-    return Work(tiles, lists, counters, queries, None)
+    return Work(tiles, lists, counters, stats, queries, None)
 
 
 def slots_of(config: Config, head_dim: int) -> int:
@@ -213,20 +218,18 @@ def launch(
     Raises Unsupported.
     """
     q, k, v, o, lse, do = operands
-    device, rows = q.device, padded(shape)
-    heads, depth = shape.batch * shape.heads, shape.head_dim
+    rows, depth = padded(shape), shape.head_dim
     q_rows, kv_rows = (x.numel() // depth for x in (q, k))
     heights = [q_rows, kv_rows, kv_rows]
     if separate:
         dq, dk, dv = (q.new_empty(size, depth) for size in heights)
+        cuda.on_tape(dq, dk, dv)
         out = dq
     else:
         out = q.new_empty(sum(heights), depth)
         dq, dk, dv = out.split(heights)
     work = work or work_of(mask, shape, config)
-    transposed, stored = work.lists, work.stored
-    lse_2 = torch.full((heads, rows), torch.inf, device=device)  # also of rows without a query
-    delta = torch.zeros(heads, rows, device=device)
+    transposed, stored, (lse_2, delta) = work.lists, work.stored, work.stats
     maps = b"".join(tensor_map(x, shape.batch, min(ROWS, shape.block[0])) for x in (q, do))
     maps += b"".join(tensor_map(x, shape.batch, config.rows) for x in (k, v))
     bits = () if mask.bits is None or transposed.slots is None else (transposed.slots, mask.bits)
@@ -237,7 +240,7 @@ def launch(
     sizes = pack("iiiiiff", *counts, rows, scale, scale * LOG2_E)
     stats = pack("PP", lse_2.data_ptr(), delta.data_ptr())
     constants, size = constants_of(config, shape, mask), shared_bytes(config, depth)
-    tensors = [*operands, mask.bits, lse_2, delta, dk, dv]
+    tensors = [*operands, mask.bits, dk, dv]
 
     def of_keys(tiles: Tensor, counters: Tensor, to: bytes) -> tuple[cuda.Loaded, cuda.Arguments]:
         kernel = "attention_wgmma_backward", "differentiate"
@@ -250,9 +253,11 @@ def launch(
     if stored:
         sections = len(stored.keys)
         scores = q.new_empty(min(BUFFERS, sections), max(1, stored.blocks), *shape.block)
+        cuda.on_tape(scores)
         kernels = [weigh_rows(o, do, lse, lse_2, delta, shape)]
         for step in steps_of(sections):
             buffer, tiles = scores[step.section % BUFFERS], stored.keys[step.section]
+            cuda.on_tape(view=(buffer, scores))
             if step.is_product:
                 product = multiply_stored(k, buffer, dq, mask, shape, scale, stored, step)
                 kernels.append(product)

@@ -29,6 +29,7 @@ from triton import knobs
 from sparsebench.errors import Unsupported
 from sparsebench.formats.block_mask import BlockMask
 from sparsebench.kernels._common.capture import is_capturing, keep
+from sparsebench.kernels._common.cuda import on_tape
 from sparsebench.kernels._common.selection import Candidate, NoConfig, Operator, config_of
 from sparsebench.kernels._common.triton import Template, choose_path, unsupported_row
 from sparsebench.kernels._common.tuned_table import multiprocessors
@@ -171,6 +172,7 @@ class _Wgmma:
             keep(self)
         bound: Bound[Any] = self.bound(operands)
         bound.program()
+        on_tape(owners=(self,))  # `bound` puts what it has allocated on the tape
         return bound.outputs
 
 

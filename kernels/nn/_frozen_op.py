@@ -9,7 +9,7 @@ A weight's Operator is an attribute of the weight, and is made again if the weig
 moved (_stamp.py).
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -23,20 +23,25 @@ from sparsebench.formats.bitmap import Bitmap
 from sparsebench.formats.csr import Csr
 from sparsebench.kernels._common.capture import is_capturing, keep, make_lasting
 from sparsebench.kernels._common.cuda import on_tape
-from sparsebench.kernels._common.front import record
-from sparsebench.kernels._common.python_node import DGRAD
+from sparsebench.kernels._common.front import (
+    BackwardProduct,
+    Derivative,
+    Front,
+    Signature,
+    record,
+)
 from sparsebench.kernels._common.selection import Candidate, Operator, bucket, config_of
-from sparsebench.kernels._common.transforms import is_watched, rows_of, unflatten
+from sparsebench.kernels._common.transforms import is_watched, readable, rows_of, unflatten
 from sparsebench.kernels._kernel import DTYPES
 from sparsebench.kernels.bitmap import bitmap_mma
 from sparsebench.kernels.csr import csr_cuda
-from sparsebench.kernels.nn._bsr_autograd import readable
 from sparsebench.kernels.nn._stamp import Stamp, arrays_of, stamp_of
 from sparsebench.results.record import Problem
 
 Weight = Bitmap | Csr
 NAMES = {dtype: name for name, dtype in DTYPES.items() if name != "tf32"}
 ATTRIBUTE = "_sparsebench_operator"
+SIGNATURE = Signature(backward=(BackwardProduct(("dy",), ("x",)),))
 # Tokens of a tile of cuBLAS, above which X may be padded and rows divided as for SPARE more tokens;
 # the latter for two configurations of csr_cuda.space, those with 32 tokens and most threads.
 TILE, LIKELY, SPARE = 128, (2, 4), (64, 128)
@@ -97,23 +102,23 @@ def dense_copy(w: Bitmap) -> Tensor:
     return plans.dense
 
 
-def derivative_of(w: Bitmap) -> Callable[..., tuple[Tensor, None]]:
+def derivative_of(w: Bitmap) -> Derivative:
     """Return how a recorded call is differentiated: by X, with the dense copy."""
     stamp = plans_of(w).stamp
 
-    def run(front: Any, dy: Tensor, *_: Any) -> tuple[Tensor, None]:
+    def run(front: Front | None, dy: Tensor, *_: Sequence[object]) -> list[Tensor]:
         plans = plans_of(w)
         if plans.stamp != stamp:
             raise RuntimeError("expected W as forward read it, found it modified before backward")
         transposed, rows = dense_copy(w).T, readable(rows_of(dy))
         if torch.is_grad_enabled() or is_watched():
-            return unflatten(linear(rows, transposed), dy), None
+            return [unflatten(linear(rows, transposed), dy)]
 
-        def product(rows: Tensor) -> Tensor:
+        def product(rows: Tensor) -> list[Tensor]:
             on_tape(dense=transposed)
-            return linear(rows, transposed)
+            return [linear(rows, transposed)]
 
-        return unflatten(record(front, DGRAD, [rows], product), dy), None
+        return [unflatten(record(front, 1, [rows], product)[0], dy)]
 
     return run
 
