@@ -98,7 +98,7 @@ class Template:
         for launch in self._launches:
             launch(tensors, addresses)
         results = [tensors[i] for i in self._results]
-        on_tape(*buffers[-1:], owners=(self,), complete=len(buffers) <= 1)
+        on_tape(*buffers, owners=(self,))
         return results
 
 

@@ -25,8 +25,8 @@ from sparsebench.errors import SuiteError, Unsupported
 from sparsebench.formats._format import Format
 from sparsebench.kernels._common.capture import is_capturing, keep
 from sparsebench.kernels._common.operator import Engine, Operator
+from sparsebench.kernels._common.transforms import readable
 from sparsebench.kernels._kernel import NAMES, Kernel, Launch, Operands, unsupported
-from sparsebench.kernels.nn._bsr_autograd import readable
 from sparsebench.kernels.nn._stamp import Stamp, arrays_of, stamp_of
 from sparsebench.results.record import Problem
 
