@@ -102,12 +102,12 @@ def launch(x: Tensor, wg: Tensor, wu: Tensor, config: Config, activation: str) -
     return BoundKernel(_gate_and_up, grid, args, compiled_with, h)
 
 
-def prepare(operands: Operands, path: Path | None = None) -> Launch:
-    """Time a few configurations, and the calls of the last product; `path` forces one path."""
+def prepare(operands: Operands) -> Launch:
+    """Time a few configurations, and the calls of the last product."""
     x = operands.activations["x"]
     wg, wu = (operands.weights[name].to_dense() for name in ("wg", "wu"))
     reason = unsupported_row(len(wg), x.element_size()) or unsupported_alignment(x, wg, wu)
-    path = choose_path(path, reason, x.device)
+    path = choose_path(reason, x.device)
     configs = configurations(len(x), x.element_size(), path)
     pinned = operands.pinned
     if pinned:
