@@ -56,13 +56,13 @@ lint: .venv/installed
 	$(BIN)/ruff format --check .
 
 types: .venv/installed
-	$(BIN)/mypy -p sparsebench
+	$(BIN)/mypy -p sparsebench -p sparsebench_authors
 
-.venv/installed: pyproject.toml constraints.txt
+.venv/installed: pyproject.toml authors/pyproject.toml constraints.txt
 	@echo "$$(date +%H:%M): installing into .venv; the download of torch takes minutes"
 	test -d .venv || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt pip setuptools
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable '.[$(EXTRAS)]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable '.[$(EXTRAS)]' --editable ./authors
 	touch $@
 
 clean:

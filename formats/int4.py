@@ -13,8 +13,8 @@ scale, and refuses all others. Problems with `weight_bits: 4` (harness/ops/linea
 weights, and every other format can store them too, so all contenders multiply the same matrix.
 With scales of 16 bits and groups of 128, a weight takes 4.125 bits. Zeros are stored, too.
 
-Multiplied by kernels/peers: torch_int4.py and marlin.py. int4_two_four.py stores half of the codes
-of weights that are also 2:4 sparse.
+Multiplied by kernels/peers/torch_int4.py and by Marlin (authors/). int4_two_four.py stores half of
+the codes of weights that are also 2:4 sparse.
 Source: Frantar et al., GPTQ, arXiv 2210.17323, for groups of 128.
 """
 

@@ -9,7 +9,7 @@ scales     dtype [n, ceil(k / group)]     as in int4.py, one for each 128 column
 
 Like int4, it stores only multiples of one scale per group, and never rounds. A group with
 fewer than 2 non-zeros also stores zeros, with their positions. With scales of 16 bits, a weight
-takes 3.125 bits. Multiplied by kernels/peers/sparse_marlin.py.
+takes 3.125 bits. Multiplied by authors/, by Sparse-Marlin.
 """
 
 from collections.abc import Sequence

@@ -22,9 +22,8 @@ W ends with zeros that fill an even number of blocks, so that 6:8 lifts to whole
 
 lifted  Spense [n, k'], all of it 2:4 (formats/spense.py)
 
-6:8 takes 1.5 x 0.5625 = 0.84 of the bytes of a dense matrix at 16 bits, and 0.94 at 8 bits. With
-kept = group = 4 any matrix fits: both windows of a group are the same four elements, and k' is 2 k.
-Multiplied by kernels/spense.
+6:8 takes 1.5 x 0.5625 = 0.84 of the bytes of a dense matrix at 16 bits, and 0.94 at 8 bits.
+Multiplied by kernels/spense, if it is 6:8.
 Source: SlideSparse, arXiv 2603.05232, which orders the windows of each group side by side.
 """
 
@@ -41,7 +40,6 @@ from sparsebench.formats.spense import DTYPES, Spense
 
 WINDOW = 4
 BLOCK_BYTES = 32  # bytes of an element of each group of a block: 16 groups of 16 bits, 32 of 8
-DENSE = 4, 4
 
 
 @dataclass(frozen=True)
@@ -108,10 +106,8 @@ class Slide(Format):
 
 def starts_of(kept: int, group: int) -> tuple[int, ...]:
     """Return the first element of each window of a group."""
-    if (kept, group) == DENSE:
-        return 0, 0
     right = type(kept) is int and type(group) is int and kept == group - 2 > 0 and group % 2 == 0
-    expected = "expected 2N - 2 of 2N, such as 6 of 8, or 4 of 4"
+    expected = "expected 2N - 2 of 2N, such as 6 of 8"
     require(right, f"kept and group: {expected}; found {kept!r} of {group!r}")
     return tuple(range(0, group - 2, 2))
 

@@ -48,6 +48,7 @@ SPLITS = "rows", "columns"
 ROWS, ROW_BYTES = 64, 128  # rows and bytes of a row of a swizzled matrix in shared memory
 SPAN_BYTES = 2 * ROW_BYTES  # bytes of a row of W in a tile
 VALUE_BYTES, DENSE_BYTES = ROWS * ROW_BYTES, ROWS * SPAN_BYTES
+CODE_BYTES = 2048  # of the metadata of a sparse tile, divided by the bytes of an element
 ROW_STEP = 128  # split rows: rows of the sparse part are a multiple of it, as a GEMM's tile is
 # The positions of the two values of a group, for each mask of stored elements (bits 0 to 3). Masks
 # 7, 11, 13, 14 and 15 have more than two elements, and are not used.
@@ -118,6 +119,19 @@ def sparse_shape_of(n: int, k: int, size: int, fraction: float, split: str) -> t
     whole, step = (n, ROW_STEP) if split == "rows" else (k, SPAN_BYTES // size)
     part = int(round(whole * (1 - fraction), 6)) // step * step  # 0.1 * 2560 is below 256
     return (part, k) if split == "rows" else (n, part)
+
+
+def tile_shapes(
+    shape: tuple[int, int], sparse_shape: tuple[int, int], size: int
+) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
+    """Return the shapes of the sparse and the dense tiles of W [n, k], uint8.
+
+    size  bytes of an element
+    """
+    (n, k), (rows, columns) = shape, sparse_shape
+    rest = (n, k - columns) if columns < k else (n - rows, k)
+    sparse, dense = ((-(-r // ROWS), -(-c * size // SPAN_BYTES)) for r, c in (sparse_shape, rest))
+    return (*sparse, VALUE_BYTES + CODE_BYTES // size), (*dense, DENSE_BYTES)
 
 
 # ---- bytes: tiles of 64 rows, swizzled ----

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from sparsebench._discovery import documents, load, modules
 from sparsebench.errors import SuiteError, Unsupported
-from sparsebench.kernels._removed import removal
+from sparsebench.kernels._removed import not_installed, removal
 from sparsebench.results.files import from_yaml
 
 if TYPE_CHECKING:  # listing needs no torch
@@ -128,11 +128,11 @@ def parameters(name: str) -> set[str]:
 def load_kernel(name: str) -> "Kernel":
     """Return the KERNEL of a file, an entry point or a `package.module[:ATTR]`.
 
-    A kernel that was removed supports no problem, and says what to use instead.
+    A kernel that left the package supports no problem, and says why (kernels/_removed.py).
     """
     from sparsebench.kernels._kernel import Kernel
 
-    if reason := removal(name):
+    if reason := removal(name) or not_installed(name):
 
         def prepare(operands: "Operands") -> "Launch":
             raise Unsupported(reason)

@@ -158,6 +158,9 @@ in fp8 means unit_scale(columns) times the stored value.
 An int8 operand is STEPS times the value that it means; outputs are rounded and saturate.
 """
 
+NAMES = {dtype: name for name, dtype in DTYPES.items() if name != "tf32"}
+"""The names of the dtypes of tensors; that of fp32 is fp32."""
+
 OUTPUTS = DTYPES | {"fp8": torch.bfloat16}
 """The torch dtype of a problem's output, by the same names."""
 

@@ -17,6 +17,7 @@ MAY_IMPORT = {
 }
 RE_EXPORTS = {"kernels/nn"}  # what users import: from sparsebench.kernels.nn import ...
 NEEDS_A_KERNEL_FILE = {"triton", "cupy", "nvmath"}
+AUTHORS = sorted((ROOT / "authors/src").rglob("*.py"))
 MODULES = [p for folder in MAY_IMPORT for p in sorted((ROOT / folder).rglob("*.py"))]
 
 
@@ -148,6 +149,15 @@ def test_imports_point_one_way() -> None:
         assert siblings & MAY_IMPORT.keys() <= MAY_IMPORT[folder] | {folder}, path
 
 
+def test_kernels_of_other_authors_import_the_contract_formats_and_common_helpers() -> None:
+    inside = "errors.", "_writing.", "formats.", "kernels._kernel", "kernels._common."
+    allowed = tuple(f"sparsebench.{each}" for each in (*inside, "results.record."))
+    for path in AUTHORS:
+        names = {name for name in imported(path) if name.startswith("sparsebench.")}
+        assert not {name for name in names if not name.startswith(allowed)}, path
+    assert not [path for path in MODULES if "sparsebench_authors" in path.read_text()]
+
+
 def test_folders_are_never_imported_by_their_bare_names() -> None:
     for path in MODULES:
         assert not {name.split(".")[0] for name in imported(path)} & MAY_IMPORT.keys(), path
@@ -169,5 +179,5 @@ def test_every_folder_of_modules_is_a_package_with_an_empty_init() -> None:
 
 
 def test_every_file_says_what_it_is() -> None:
-    for path in MODULES:
+    for path in [*MODULES, *AUTHORS]:
         assert ast.get_docstring(parsed(path)), path

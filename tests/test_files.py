@@ -16,7 +16,16 @@ from sparsebench.results.run import store
 from tests.tools.command_line import sparsebench
 from tests.tools.paths import PUBLISHED, ROOT
 
-FOLDERS = "formats", "harness", "kernels", "reports", "results", "suites", "src/sparsebench"
+FOLDERS = (
+    "authors/src",
+    "formats",
+    "harness",
+    "kernels",
+    "reports",
+    "results",
+    "suites",
+    "src/sparsebench",
+)
 MODULES = sorted(
     path
     for folder in FOLDERS

@@ -16,14 +16,12 @@ def tune(
         float, typer.Option(help="Approximate time limit in minutes.", min=0.1, max=1440)
     ] = 10.0,
     only: Only = "",
-    out: Annotated[
-        Path | None, out_file("Table to write. Default: your own, for this kind of GPU.")
-    ] = None,
+    out: Annotated[Path | None, out_file("Folder of choices to add to. Default: your own.")] = None,
     data: Data = None,
 ) -> None:
-    """Search for the fastest kernel configurations on this GPU.
+    """Search for the fastest kernels and configurations on this GPU.
 
-    The command writes a table, from which later runs take the configurations.
+    Layers and `matmul` take what the command finds, without a search of their own.
     """
     from sparsebench.harness.machine.device import full_name
     from sparsebench.harness.plan.suite import read

@@ -12,7 +12,7 @@ import torch
 from sparsebench.errors import SuiteError
 from sparsebench.harness.machine.code import code_sha256, commit
 from sparsebench.harness.machine.nvml import NoNvml, board
-from sparsebench.kernels._common import tuned_table
+from sparsebench.kernels._common import choices
 
 GPU_LIBRARIES = "torch", "triton", "cupy-cuda13x", "nvmath-python", "stanford-stk"
 LIBRARIES = *GPU_LIBRARIES, "numpy", "scipy", "pandas"
@@ -87,7 +87,7 @@ def environment(device: torch.device) -> dict[str, Any]:
         "sparsebench": version("sparsebench"),
         **commit(),
         "code_sha256": code_sha256(),
-        "tuned": tuned_table.in_force(device),
+        "tuned": choices.in_force(device),
         "switches": {name: os.environ[name] for name in SWITCHES if name in os.environ},
         "torch_settings": {
             "fp32_precision": matmul.fp32_precision,
@@ -95,13 +95,6 @@ def environment(device: torch.device) -> dict[str, Any]:
             "fp16_reduced_reduction": matmul.allow_fp16_reduced_precision_reduction,
         },
     }
-
-
-def tuned_tables() -> None:
-    """Raise TableError if a table of tuned configurations cannot be read."""
-    for folder in tuned_table.folders().values():
-        for file in sorted(folder.glob("sm*.json")):
-            tuned_table.read(file)
 
 
 def _gpu(device: torch.device) -> dict[str, Any]:

@@ -52,7 +52,7 @@ from sparsebench.harness.shared_runs import shared_folder
 from sparsebench.harness.shared_runs.run_paths import shards_of
 from sparsebench.harness.shared_runs.shared_folder import Plan
 from sparsebench.harness.shared_runs.sharing import share
-from sparsebench.kernels._common import tuned_table
+from sparsebench.kernels._common import choices
 from sparsebench.results import files
 from sparsebench.results.formatting import amount
 from sparsebench.results.record import Problem
@@ -208,25 +208,16 @@ def _doctor_findings(device: str) -> list[dict[str, Any]]:
 def _tune(survey: Survey, end: float, progress: Progress) -> str:
     if not survey.on_gpu:
         return ""
-    if table := _table_of_package(torch.device(survey.device)):
-        survey.notes["tune"] = f"skipped, because {table}"
+    if stored := choices.in_force(torch.device(survey.device)):
+        count = amount(stored["choices"], "choice")
+        here = f"sparsebench has {count} for such a GPU ({stored['file']})"
+        survey.notes["tune"] = f"skipped, because {here}"
         return ""
     minutes = TUNE * (end - monotonic()) / 60
     if minutes <= 0:
         return "no time left"
     tuned = tune(read(survey.suite), survey.device, minutes, progress=progress)
     return f"{amount(tuned.left, 'problem')} not tuned" if tuned.left else ""
-
-
-def _table_of_package(device: torch.device) -> str:
-    """Describe the package's table that kernels use on this device; "" if there is none."""
-    for table in tuned_table.in_force(device) or []:
-        if table["of"] == "package" and table["current"]:
-            file = tuned_table.file_in(tuned_table.folders()["package"], device)
-            gpu, count = tuned_table.read(file).gpu, table["current"]
-            configurations = f"{amount(count, 'configuration')} for such a GPU, found on one {gpu}"
-            return f"sparsebench has {configurations} ({file.name})"
-    return ""
 
 
 def _screen(survey: Survey, end: float, progress: Progress) -> str:

@@ -49,7 +49,7 @@ from sparsebench.harness.patterns._mask import derived
 from sparsebench.harness.plan import limits
 from sparsebench.harness.plan._from_files import fields_of_source, require_enough, sources_of
 from sparsebench.harness.plan.document import document
-from sparsebench.kernels._removed import removal
+from sparsebench.kernels._removed import not_installed, removal
 from sparsebench.results import files
 from sparsebench.results.record import Case, Contender, Problem, Source, format_of
 
@@ -259,7 +259,7 @@ def _require_accepted(where: str, entry: ContenderEntry, problems: Collection[Pr
     for op in {problem.op for problem in problems if _competes(entry, problem)}:
         of_one = {f"{weight}.{name}" for weight in load_op(op).weights for name in accepted}
         _require_names(f"{where}.params", entry.params, accepted, of_one)
-    if not removal(entry.kernel):
+    if not (removal(entry.kernel) or not_installed(entry.kernel)):
         _require_names(f"{where}.options", entry.options, keywords(kernel.prepare))
 
 

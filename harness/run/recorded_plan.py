@@ -15,7 +15,6 @@ from typing import Any
 from sparsebench._discovery import modules
 from sparsebench.errors import ResultError, SuiteError
 from sparsebench.harness.bench.sampling import distinct_measures
-from sparsebench.harness.inputs.sources import FILE
 from sparsebench.harness.machine.code import code_sha256, plugins
 from sparsebench.harness.plan.selection import planned_contests
 from sparsebench.harness.plan.suite import Contest, Suite, expand
@@ -27,14 +26,17 @@ from sparsebench.results.run.store import Run
 
 
 def code_of(contests: Iterable[Contest]) -> dict[str, Any]:
-    """Return the part of environment.json that names the code which these contests run."""
+    """Return the part of environment.json that names the code which these contests run.
+
+    A name without a place has none: the pattern of a file, or a kernel that is not installed.
+    """
     names: set[tuple[str, str]] = set()
     for problem, contenders in ((contest.problem, contest.contenders) for contest in contests):
         names |= {("harness.ops", problem.op), ("harness.patterns", problem["pattern"])}
         names |= {("formats", k.format) for k in contenders}
         names |= {("kernels", k.kernel) for k in contenders}
-    places = (modules(folder).get(name, name) for folder, name in names)
-    packages = plugins({place.partition(":")[0] for place in places if place != FILE})
+    places = {modules(f).get(name, name if {*".:"} & {*name} else None) for f, name in names}
+    packages = plugins({place.partition(":")[0] for place in places if place})
     return {"plugins": packages, "code_sha256": code_sha256(packages)}
 
 

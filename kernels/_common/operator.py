@@ -31,7 +31,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from functools import partial
 from itertools import chain, islice, zip_longest
 from typing import Any, NamedTuple
@@ -105,7 +105,8 @@ class Engine(Kernel):
         if choice is None:
             configs = self.choices(w, call)
         else:
-            configs = [self.config(**{k: v for k, v in choice.items() if k not in BESIDE})]
+            names = {each.name for each in fields(self.config)}  # older choices may have more
+            configs = [self.config(**{k: v for k, v in choice.items() if k in names})]
         for config in configs:
             yield Candidate(self.name, config, partial(self.plan, w, call, config))
 
@@ -383,6 +384,7 @@ class Bound:
     activations  operands of `Product.run`, and after these
     stored       (product) -> what it reads of the weight
     result       (what `run` returns) -> the launch's output
+    out          is written by every call, if `run` returns several tensors that share memory
     """
 
     operator: Operator
@@ -390,6 +392,7 @@ class Bound:
     activations: tuple[Tensor, ...]
     stored: Callable[[Product], tuple[Tensor | None, ...]] = lambda product: ()
     result: Callable[[Any], Output] = lambda output: output
+    out: Tensor | None = None
 
     def select(self, earlier: Earlier | None) -> Selected:
         """Plan the call; a search times it on these operands. Raises Unsupported."""
@@ -398,7 +401,7 @@ class Bound:
     def run(self, product: Product) -> Callable[[], Output]:
         """Return the call of a product on these operands, which packs the weight now."""
         operands = *self.activations, *self.stored(product)
-        return lambda: self.result(product.run(*operands))
+        return lambda: self.result(product.run(*operands, out=self.out))
 
 
 def _prepare(

@@ -10,6 +10,7 @@ import torch
 from sparsebench.results.record import Problem
 
 AMPERE, HOPPER = (8, 0), (9, 0)  # compute capability
+WEIGHT_BITS = 4
 GPU_EXTRA = "'sparsebench[gpu]'"  # what pip installs CuPy and nvmath-python by
 
 
@@ -81,3 +82,17 @@ def unsupported_before_ampere(
     """Require what a CUDA kernel for compute capability 8.0 or newer needs."""
     reason = unmet(problem, device, AMPERE, *dtypes, newer=True)
     return reason or unsupported_without("cupy", GPU_EXTRA)
+
+
+def unsupported_in_4_bits(
+    problem: Problem, device: torch.device, dtype: str, rows: int, columns: int
+) -> str | None:
+    """Return why a kernel cannot run here, or None.
+
+    The kernel takes weights of 4 bits and activations of one dtype, on Ampere and newer, with n a
+    multiple of `rows` and k of `columns`.
+    """
+    if problem.fields.get("weight_bits") != WEIGHT_BITS:
+        found = problem["dtype"]
+        return f"expected weights of 4 bits (weight_bits: {WEIGHT_BITS}), found {found}"
+    return unmet(problem, device, AMPERE, dtype, newer=True, n=rows, k=columns)

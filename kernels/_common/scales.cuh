@@ -1,6 +1,6 @@
 // Scales of fp8 products: one for each of n features and one for each of m tokens; null for none.
 // They are applied to the sums of wgmma [64 features x tokens], in registers, before they are
-// rounded. Used by spense_wgmma.cu and bsr_wgmma.cu; _common/scales.py is their host side.
+// rounded. Used by spense_wgmma.cu and bsr_wgmma.cu.
 
 #pragma once
 

@@ -12,6 +12,7 @@ leaves idle. Whatever a launch reads or writes over is two launches old at least
 dK, dV, and dQ of a single section, wait for their predecessors.
 """
 
+from collections.abc import Callable
 from struct import pack
 from typing import NamedTuple
 
@@ -21,8 +22,9 @@ from torch import Tensor
 from sparsebench.errors import Unsupported
 from sparsebench.formats.block_mask import BlockMask
 from sparsebench.kernels._common import cuda
+from sparsebench.kernels.attention._call import AttentionCall
 from sparsebench.kernels.attention._shapes import Shape
-from sparsebench.kernels.attention._wgmma_tiles import lists_of_heads, query_tiles, tensor_map
+from sparsebench.kernels.attention._wgmma_tiles import head_map, lists_of_heads, query_tiles
 
 BUFFERS = 3  # of dS
 SECTION_BYTES, HEAD_BYTES = (1 << 30) // BUFFERS, 1 << 30  # most for dS of a section, a KV head
@@ -134,37 +136,42 @@ def _slot_bytes(shape: Shape) -> int:
 
 
 def weigh_rows(
-    o: Tensor, do: Tensor, lse: Tensor, lse_2: Tensor, delta: Tensor, shape: Shape
-) -> tuple[cuda.Loaded, cuda.Arguments]:
-    """Return the launch that writes delta and the LSE for exp2, [batch * H, padded rows]."""
-    rows = o.numel() // shape.head_dim
-    kernel, code = cuda.load(SOURCE, "weigh_rows", constants_of(shape), 0, o.device)
+    call: AttentionCall, device: torch.device, lse_2: Tensor, delta: Tensor
+) -> tuple[cuda.Loaded, Callable[..., cuda.Arguments]]:
+    """Return the launch that writes delta and the LSE for exp2, [batch * H, padded rows].
+
+    Its arguments are of the addresses of o, do and lse.
+    """
+    shape = call.shape
+    rows = shape.batch * shape.q_tokens * shape.heads
+    kernel, code = cuda.load(SOURCE, "weigh_rows", constants_of(shape), 0, device)
     grid = -(-rows * shape.head_dim // (8 * THREADS))  # a thread has 8 elements
-    loaded = cuda.Loaded(kernel, code, o.device.index, grid, THREADS, 0)
     numbers = lse_2.shape[1], shape.q_tokens, shape.heads, rows
-    stats = pack("PPPiiii", lse.data_ptr(), lse_2.data_ptr(), delta.data_ptr(), *numbers)
-    return loaded, STATS(o.data_ptr(), do.data_ptr(), stats)
+    written = lse_2.data_ptr(), delta.data_ptr()
+
+    def arguments(o: int, do: int, lse: int) -> cuda.Arguments:
+        return STATS(o, do, pack("PPPiiii", lse, *written, *numbers))
+
+    return cuda.Loaded(kernel, code, device.index, grid, THREADS, 0), arguments
 
 
 def multiply_stored(
-    k: Tensor,
-    scores: Tensor,
-    dq: Tensor,
-    mask: BlockMask,
-    shape: Shape,
-    scale: float,
-    stored: Stored,
-    step: Step,
-) -> tuple[cuda.Loaded, cuda.Arguments]:
-    """Return the launch that computes dQ of a section from `scores`, its dS."""
+    call: AttentionCall, mask: BlockMask, stored: Stored, step: Step
+) -> tuple[cuda.Loaded, Callable[..., cuda.Arguments]]:
+    """Return the launch that computes dQ of a section from its dS.
+
+    Its arguments are of the addresses of k, dS and dQ.
+    """
+    shape, device = call.shape, mask.columns.device
     tiles, bytes_of_cta = stored.queries[step.section], shared_bytes(shape)
-    constants = constants_of(shape)
-    kernel, code = cuda.load(SOURCE, "multiply_stored", constants, bytes_of_cta, k.device)
-    threads = 128 * warpgroups_of(shape)
-    loaded = cuda.Loaded(
-        kernel, code, k.device.index, len(tiles), threads, bytes_of_cta, early=True
-    )
+    kernel, code = cuda.load(SOURCE, "multiply_stored", constants_of(shape), bytes_of_cta, device)
+    sizes = len(tiles), 128 * warpgroups_of(shape), bytes_of_cta
     lists = pack("PPP", *(x.data_ptr() for x in (tiles, mask.columns, stored.shifts)))
     counts = shape.q_tokens, shape.kv_tokens, shape.heads, shape.kv_heads
-    sizes, map_of_k = pack("iiiifi", *counts, scale, step.waits), tensor_map(k, shape.batch, SIDE)
-    return loaded, PRODUCT(map_of_k, lists, scores.data_ptr(), dq.data_ptr(), sizes)
+    numbers = pack("iiiifi", *counts, call.scale, step.waits)
+    of_k = shape.kv_heads * shape.head_dim, shape.kv_tokens, shape.batch
+
+    def arguments(k: int, scores: int, dq: int) -> cuda.Arguments:
+        return PRODUCT(head_map(k, call.dtype, of_k, SIDE), lists, scores, dq, numbers)
+
+    return cuda.Loaded(kernel, code, device.index, *sizes, early=True), arguments

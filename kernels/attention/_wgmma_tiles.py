@@ -21,7 +21,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sparsebench.errors import Unsupported
 from sparsebench.formats._format import offsets_of, rows_of
 from sparsebench.formats.block_mask import PARTIAL, BlockMask
 from sparsebench.kernels._common import cuda
@@ -137,22 +136,15 @@ def _sorted(columns: tuple[Tensor, ...], count: Tensor, head: Tensor, section: i
     return tiles[key.flatten().argsort(stable=True)].contiguous()
 
 
-def tensor_map(x: Tensor, batch: int, rows: int) -> bytes:
-    """Return the map of x [batch * tokens, width] for boxes of `rows` tokens and INNER columns.
-
-    A box that reaches past the last token of its sequence reads zeros there. Raises Unsupported.
-    """
-    if not x.is_contiguous() or x.data_ptr() % cuda.TMA_ALIGNMENT:
-        raise Unsupported(
-            f"TMA expected a contiguous matrix at a multiple of {cuda.TMA_ALIGNMENT} bytes, "
-            f"found strides {list(x.stride())} at {x.data_ptr() % cuda.TMA_ALIGNMENT}"
-        )
-    height, width = x.shape
-    return _encoded(x.data_ptr(), x.dtype, (width, height // batch, batch), rows)
-
-
 @lru_cache(4096)  # the allocator reuses addresses
-def _encoded(address: int, dtype: torch.dtype, shape: tuple[int, int, int], rows: int) -> bytes:
+def head_map(address: int, dtype: torch.dtype, shape: tuple[int, int, int], rows: int) -> bytes:
+    """Return the map of a matrix [batch * tokens, width] for boxes of `rows` tokens, INNER columns.
+
+    shape  width, tokens and batch
+
+    A box that reaches past the last token of its sequence reads zeros there. The matrix is
+    contiguous at a multiple of 16 bytes.
+    """
     width, tokens, _ = shape
     row = width * dtype.itemsize
     space = ctypes.create_string_buffer(cuda.MAP_BYTES + cuda.MAP_ALIGNMENT)

@@ -1,7 +1,7 @@
 """Block-sparse attention in CUDA C++ for Hopper: O = softmax(scale Q K.T) V over a block mask.
 
 attention_wgmma.cu is the kernel and draws its pipeline; _wgmma_tiles.py cuts the work into tiles.
-This file launches it. It supports
+This file plans it. It supports
 
     head_dim   64 and 128, fp16 or bf16
     queries    blocks of a multiple of 16. A tile has 64 or 128 rows, so smaller blocks need enough
@@ -11,8 +11,9 @@ This file launches it. It supports
 Blocks of keys are laid side by side until a step is full, so small ones cost nothing on that side.
 """
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
 from struct import pack
 from typing import NamedTuple
 
@@ -22,11 +23,13 @@ from torch import Tensor
 from sparsebench.errors import Unsupported
 from sparsebench.formats.block_mask import BlockMask
 from sparsebench.kernels._common import cuda
-from sparsebench.kernels._common.requirements import unsupported_on_hopper
 from sparsebench.kernels._common.device import multiprocessors
-from sparsebench.kernels._kernel import Kernel, Launch, Operands
-from sparsebench.kernels.attention._shapes import LOG2_E, Bound, Shape, task_of
-from sparsebench.kernels.attention._wgmma_tiles import query_tiles, span_of, tensor_map
+from sparsebench.kernels._common.operator import Product
+from sparsebench.kernels._common.requirements import unsupported_on_hopper
+from sparsebench.kernels._kernel import DTYPES
+from sparsebench.kernels.attention._call import AttentionCall, ListedMask, attention_engine
+from sparsebench.kernels.attention._shapes import LOG2_E, Shape
+from sparsebench.kernels.attention._wgmma_tiles import head_map, query_tiles, span_of
 from sparsebench.results.record import Problem
 
 HEAD_DIMS = 64, 128
@@ -56,10 +59,18 @@ class Config:
         return 128 // self.rows
 
 
-def configurations(shape: Shape, shared: int) -> list[Config]:
-    """Return the configurations, the one for long lists first: others never won (NOTES.md).
+def choices(w: ListedMask, call: AttentionCall) -> list[Config]:
+    """Return the configuration for the lists' mean length, and the other one, if there is one.
 
-    Raises Unsupported.
+    Steps of 128 keys are faster for long lists: others never won (NOTES.md). Raises Unsupported.
+    """
+    configs, mask = configurations(call.shape, w.shared(call.shape)), w.mask
+    keys = len(mask.columns) * mask.block[1] / (len(mask.offsets) - 1)  # of a list
+    return configs if keys >= LONG_LIST else configs[::-1]
+
+
+def configurations(shape: Shape, shared: int) -> list[Config]:
+    """Return the configurations, the one for long lists first. Raises Unsupported.
 
     shared  query heads that share a list and a KV head
     """
@@ -161,22 +172,6 @@ def load_persistent(
     return cuda.Loaded(kernel, code, device.index, grid, threads, size)
 
 
-@dataclass(frozen=True)
-class Walk:
-    """A kernel that walks tiles of queries over their lists (walk.cuh), without its outputs.
-
-    maps, lists, sizes, parts  arguments
-    tensors             the memory that they point to
-    """
-
-    loaded: cuda.Loaded
-    maps: bytes
-    lists: bytes
-    sizes: bytes
-    parts: bytes
-    tensors: tuple[Tensor, ...]
-
-
 class Work(NamedTuple):
     """The tiles of a mask for a launch, and whether lists end with a short step.
 
@@ -223,27 +218,47 @@ def work_of(mask: BlockMask, shape: Shape, config: Config, *, splits: bool = Tru
     return Work(tiles, shortens(config, mask), counters, len(tiles) - rest, parts, sums)
 
 
+class Walk(NamedTuple):
+    """A kernel that walks tiles of queries over their lists (walk.cuh), without its outputs.
+
+    maps         (addresses of k, v and of matrices like q) -> tensor maps
+    lists, parts, sizes  arguments
+    memory       that they point to
+    """
+
+    loaded: cuda.Loaded
+    maps: Callable[..., bytes]
+    lists: bytes
+    sizes: bytes
+    parts: bytes
+    memory: tuple[Tensor, ...]
+
+
 def walk(
     name: str,
     function: str,
-    queries: Sequence[Tensor],
-    keys: tuple[Tensor, Tensor],
+    query_maps: int,
     mask: BlockMask,
-    shape: Shape,
-    scale: float,
+    call: AttentionCall,
     config: Config,
     work: Work,
 ) -> Walk:
-    """Load a kernel and make its arguments.
+    """Load a kernel and make its arguments. Raises Unsupported.
 
     name, function  of the kernel
-    queries, keys   matrices like q; k and v. Raises Unsupported
+    query_maps      matrices like q
     """
-    tiles, short, counters, whole, parts, sums = work
-    span = min(span_of(shape.block[0]), config.rows)
+    shape, (tiles, short, counters, whole, parts, sums) = call.shape, work
+    span, dtype = min(span_of(shape.block[0]), config.rows), DTYPES[shape.dtype]
     box = min(shape.block[1], config.keys)
-    maps = b"".join(tensor_map(x, shape.batch, box) for x in keys)
-    maps += b"".join(tensor_map(x, shape.batch, min(span, 64)) for x in queries)
+    of_keys = shape.kv_heads * shape.head_dim, shape.kv_tokens, shape.batch
+    of_queries = shape.heads * shape.head_dim, shape.q_tokens, shape.batch
+
+    def maps(k: int, v: int, *queries: int) -> bytes:
+        encoded = [head_map(address, dtype, of_keys, box) for address in (k, v)]
+        encoded += [head_map(address, dtype, of_queries, min(span, 64)) for address in queries]
+        return b"".join(encoded)
+
     bits = () if mask.bits is None or mask.slots is None else (mask.slots, mask.bits)
     pointers = [x.data_ptr() for x in (tiles, mask.columns, *bits)]
     pointers += [0] * (4 - len(pointers))
@@ -251,47 +266,32 @@ def walk(
     lists = pack("PPPPPi4x", *pointers, counters.data_ptr(), tickets)
     split = pack("iiPP", whole, parts, sums.data_ptr(), counters[2:].data_ptr())
     counts = shape.q_tokens, shape.kv_tokens, shape.heads, shape.kv_heads
-    sizes = pack("iiiif", *counts, scale * LOG2_E)
-    constants = constants_of(config, shape, mask, short, len(queries), parts > 1)
-    size = shared_bytes(config, shape.head_dim, len(queries))
+    sizes = pack("iiiif", *counts, call.scale * LOG2_E)
+    constants = constants_of(config, shape, mask, short, query_maps, parts > 1)
+    size = shared_bytes(config, shape.head_dim, query_maps)
     loaded = load_persistent(name, function, constants, size, tiles, config.tiles, config.rows)
-    tensors = *queries, *keys, tiles, mask.columns, *bits, counters, sums
-    return Walk(loaded, maps, lists, sizes, split, tensors)
+    return Walk(loaded, maps, lists, sizes, split, (tiles, mask.columns, *bits, counters, sums))
 
 
-def launch(
-    operands: Sequence[Tensor],
-    mask: BlockMask,
-    shape: Shape,
-    scale: float,
-    config: Config,
-    work: Work | None = None,
-) -> Bound[cuda.BoundKernel]:
-    """Return the kernel of O [batch * S_q, H * D] and of the LSE [batch * H, S_q].
+def plan(w: ListedMask, call: AttentionCall, config: Config) -> Product:
+    """Sort the tiles and compile; launches of a plan must not overlap. Raises Unsupported."""
+    configurations(call.shape, w.shared(call.shape))  # raises Unsupported
+    work, shape = work_of(w.mask, call.shape, config), call.shape
+    walking = walk("attention_wgmma", "attend", 1, w.mask, call, config, work)
+    memory = walking.memory
 
-    operands  q like O, and k, v [batch * S_kv, H_kv * D]
-    work      work_of(mask, shape, config) if it exists already
+    @lru_cache(cuda.ADDRESSES)
+    def arguments(q: int, k: int, v: int, o: int, lse: int) -> cuda.Arguments:
+        return ARGUMENTS(walking.maps(k, v, q), walking.lists, o, lse, walking.sizes, walking.parts)
 
-    Raises Unsupported.
-    """
-    q, k, v = operands
-    o = torch.empty_like(q)
-    lse = q.new_empty(shape.batch * shape.heads, shape.q_tokens, dtype=torch.float32)
-    work = work or work_of(mask, shape, config)
-    call = walk("attention_wgmma", "attend", [q], (k, v), mask, shape, scale, config, work)
-    args = ARGUMENTS(call.maps, call.lists, o.data_ptr(), lse.data_ptr(), call.sizes, call.parts)
-    program = cuda.BoundKernel(call.loaded, args, (*call.tensors, lse), o)
-    return Bound(program, (q, k, v), (o, lse))
+    def run(q: Tensor, k: Tensor, v: Tensor, out: Tensor | None = None) -> list[Tensor]:
+        o = torch.empty_like(q) if out is None else out
+        lse = q.new_empty(shape.batch * shape.heads, shape.q_tokens, dtype=torch.float32)
+        cuda.on_tape(lse)
+        args = arguments(*(t.data_ptr() for t in (q, k, v, o, lse)))
+        return [cuda.launch(walking.loaded, args, o, memory), lse]
 
-
-def prepare(operands: Operands) -> Launch:
-    """Sort the tiles and compile."""
-    tensors, mask, shape, shared, scale = task_of(operands)
-    configs = configurations(shape, shared)
-    keys = len(mask.columns) * mask.block[1] / (len(mask.offsets) - 1)  # of a list
-    config = configs[0 if keys >= LONG_LIST else -1]
-    program = launch(tensors, mask, shape, scale, config).program
-    return Launch(program, asdict(config), program.code)
+    return Product(run, walking.loaded.code)
 
 
 def unsupported(problem: Problem, device: torch.device) -> str | None:
@@ -304,4 +304,4 @@ def unsupported(problem: Problem, device: torch.device) -> str | None:
     return None if scale is None or scale > 0 else f"scale: expected more than 0, found {scale}"
 
 
-KERNEL = Kernel("attention", "block_mask", "cuda", prepare, unsupported)
+KERNEL = attention_engine("attention_wgmma", "attention", choices, plan, unsupported, Config)

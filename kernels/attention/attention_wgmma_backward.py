@@ -19,9 +19,9 @@ attention_wgmma_dq.cu and attention_wgmma_stored.cu. They support
                blocks of 64, whose list is the union of theirs
 """
 
-from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from struct import pack
 from typing import NamedTuple
 
@@ -31,10 +31,10 @@ from torch import Tensor
 from sparsebench.errors import Unsupported
 from sparsebench.formats.block_mask import BlockMask
 from sparsebench.kernels._common import cuda
-from sparsebench.kernels._common.search import fastest_launch, pinned_or
-from sparsebench.kernels._kernel import Kernel, Launch, Operands
-from sparsebench.kernels.attention._lists import shared_heads
-from sparsebench.kernels.attention._shapes import LOG2_E, Bound, Shape, task_of
+from sparsebench.kernels._common.capture import is_capturing, keep
+from sparsebench.kernels._common.operator import Product
+from sparsebench.kernels.attention._call import AttentionCall, ListedMask, attention_engine
+from sparsebench.kernels.attention._shapes import LOG2_E, Shape
 from sparsebench.kernels.attention._stored import (
     BUFFERS,
     Stored,
@@ -45,10 +45,10 @@ from sparsebench.kernels.attention._stored import (
 )
 from sparsebench.kernels.attention._wgmma_tiles import (
     KeyLists,
+    head_map,
     key_lists,
     key_tiles,
     span_of,
-    tensor_map,
 )
 from sparsebench.kernels.attention.attention_wgmma import (
     ALIGNMENT,
@@ -60,7 +60,6 @@ from sparsebench.kernels.attention.attention_wgmma import (
 from sparsebench.kernels.attention.attention_wgmma import Config as QueryConfig
 from sparsebench.kernels.attention.attention_wgmma import Work as QueryWork
 from sparsebench.kernels.attention.attention_wgmma import configurations as query_configurations
-from sparsebench.kernels.attention.attention_wgmma import constants_of as query_constants
 from sparsebench.kernels.attention.attention_wgmma import work_of as query_work
 
 ROWS = 64  # queries of a step
@@ -86,82 +85,63 @@ class Config:
         return 128 // self.rows
 
 
-@dataclass(frozen=True)
-class Gradients:
-    """The kernels and their arguments: each call computes `out`, in the same buffer.
-
-    memory  what the arguments point to
-    """
-
-    kernels: tuple[tuple[cuda.Loaded, cuda.Arguments], ...]
-    memory: tuple[object, ...]
-    out: Tensor
-
-    def __call__(self) -> Tensor:
-        """Enqueue the kernels on torch's current stream. Raises RuntimeError."""
-        for loaded, args in self.kernels:
-            loaded.enqueue(args)
-        return self.out
-
-    @property
-    def code(self) -> str:
-        """Return the digest of the machine code, one for each source."""
-        return " ".join(dict.fromkeys(loaded.code for loaded, _ in self.kernels))
-
-
-def configurations(shape: Shape, shared: int) -> list[Config]:
-    """Return the configurations to time, the likeliest first. Raises Unsupported.
-
-    shared  query heads that share a list and a KV head
+def choices(w: ListedMask, call: AttentionCall) -> list[Config]:
+    """Return the configurations, the likeliest first. Raises Unsupported.
 
     Tiles of `rows` keys were the fastest in every search (NOTES.md).
     """
+    shape = call.shape
     if any(side % ROWS and side not in SMALL for side in shape.block):
         raise Unsupported(
             f"expected blocks of 16, 32 or a multiple of 64 queries and keys, "
             f"found {list(shape.block)}"
         )
-    query_configurations(shape, shared)  # raises Unsupported
+    query_configurations(shape, w.shared(shape))  # raises Unsupported
     wide = shape.block[1] % 128 == 0 and shape.block[0] >= ROWS
     rows, stores = 128 if wide else 64, min(shape.block) >= ROWS
     return [Config(rows, True), Config(rows)] if stores else [Config(rows)]
 
 
-def of_queries(shape: Shape, mask: BlockMask) -> QueryConfig:
+def of_queries(w: ListedMask, shape: Shape) -> QueryConfig:
     """Return how differentiate_queries runs: there are registers for steps of 64 keys."""
-    shared = shared_heads(mask, shape.heads, shape.kv_heads)
-    return QueryConfig(min(128, span_of(shape.block[0]) * shared), 64)
+    return QueryConfig(min(128, span_of(shape.block[0]) * w.shared(shape)), 64)
 
 
 class Work(NamedTuple):
     """A mask prepared for a launch: tiles of keys, their lists, and what dQ needs.
 
     counters  int32 [sections, 2], zero between launches
+    stats     fp32 [2, batch * H, padded rows]: the LSE for exp2, and delta. A launch writes those
+              of queries; the others stay infinity and zero
     queries   tiles of queries, if dQ computes dS again; else `stored` has them
     """
 
     tiles: Tensor
     lists: KeyLists
     counters: Tensor
+    stats: Tensor
     queries: QueryWork | None
     stored: Stored | None
 
 
-def work_of(mask: BlockMask, shape: Shape, config: Config) -> Work:
+def work_of(w: ListedMask, shape: Shape, config: Config) -> Work:
     """Transpose the lists and sort the tiles; launches that share them must not overlap.
 
     Raises Unsupported.
     """
+    mask = w.mask
     if mask.bits is not None and mask.block[1] < ROWS:
         raise Unsupported(f"expected blocks of 64 keys or no bits, found {mask.block[1]} and bits")
     lists = key_lists(mask)
     tiles = key_tiles(lists, mask, shape, config.rows)
     counters = torch.zeros(1, 2, dtype=torch.int32, device=tiles.device)
+    stats = torch.zeros(2, shape.batch * shape.heads, padded(shape), device=tiles.device)
+    stats[0] = torch.inf
     if config.stores:
         stored = stored_of(mask, shape, tiles, lists.places)
-        return Work(tiles, lists, counters.repeat(len(stored.keys), 1), None, stored)
-    queries = query_work(mask, shape, of_queries(shape, mask), splits=False)
-    return Work(tiles, lists, counters, queries, None)
+        return Work(tiles, lists, counters.repeat(len(stored.keys), 1), stats, None, stored)
+    queries = query_work(mask, shape, of_queries(w, shape), splits=False)
+    return Work(tiles, lists, counters, stats, queries, None)
 
 
 def slots_of(config: Config, head_dim: int) -> int:
@@ -195,97 +175,118 @@ def constants_of(config: Config, shape: Shape, mask: BlockMask) -> cuda.Constant
     )
 
 
-def launch(
-    operands: Sequence[Tensor],
-    mask: BlockMask,
-    shape: Shape,
-    scale: float,
-    config: Config,
-    work: Work | None = None,
-    separate: bool = False,
-) -> Bound[Gradients]:
-    """Return the kernels of dQ, dK and dV, one below the other as rows of D elements.
+Step = tuple[cuda.Loaded, Callable[..., cuda.Arguments]]
+"""A launch, and its arguments by addresses."""
 
-    operands  q, k, v, o, lse and do: dense, lse fp32 [batch * H, S_q], the others token-major
-    work      work_of(mask, shape, config) if it exists already
-    separate  the three share no memory, and `program.out` is dQ
 
-    Raises Unsupported.
-    """
-    q, k, v, o, lse, do = operands
-    device, rows = q.device, padded(shape)
-    heads, depth = shape.batch * shape.heads, shape.head_dim
-    q_rows, kv_rows = (x.numel() // depth for x in (q, k))
-    heights = [q_rows, kv_rows, kv_rows]
-    if separate:
-        dq, dk, dv = (q.new_empty(size, depth) for size in heights)
-        out = dq
+def plan(w: ListedMask, call: AttentionCall, config: Config) -> Product:
+    """Transpose the lists and compile; launches of a plan must not overlap. Raises Unsupported."""
+    choices(w, call)  # raises Unsupported
+    work, shape, mask = work_of(w, call.shape, config), call.shape, w.mask
+    device, stored, (lse_2, delta) = mask.columns.device, work.stored, work.stats
+    of_keys = _of_keys(work, mask, call, config)
+    memory: tuple[object, ...] = work, mask.bits, mask.columns
+    if stored is None:
+        assert work.queries
+        kernel = "attention_wgmma_dq", "differentiate_queries"
+        walking = walk(*kernel, 3, mask, call, of_queries(w, shape), work.queries)
+        memory = *memory, *walking.memory
+        stats = lse_2.data_ptr(), delta.data_ptr(), padded(shape)
+        keys_loaded, keys_arguments = of_keys(work.tiles, work.counters, bytes(32))
+        code = f"{walking.loaded.code} {keys_loaded.code}"
+
+        @lru_cache(cuda.ADDRESSES)
+        def launches(
+            q: int, k: int, v: int, o: int, lse: int, do: int, dq: int, dk: int, dv: int, _: int
+        ) -> list[tuple[cuda.Loaded, cuda.Arguments]]:
+            maps, row_stats = walking.maps(k, v, q, do, o), pack("PPPi4x", lse, *stats)
+            queries = QUERIES(maps, walking.lists, row_stats, dq, walking.sizes)
+            keys = keys_arguments(q, do, k, v, dk, dv)
+            return [(walking.loaded, queries), (keys_loaded, keys)]
+
     else:
-        out = q.new_empty(sum(heights), depth)
-        dq, dk, dv = out.split(heights)
-    work = work or work_of(mask, shape, config)
-    transposed, stored = work.lists, work.stored
-    lse_2 = torch.full((heads, rows), torch.inf, device=device)  # also of rows without a query
-    delta = torch.zeros(heads, rows, device=device)
-    maps = b"".join(tensor_map(x, shape.batch, min(ROWS, shape.block[0])) for x in (q, do))
-    maps += b"".join(tensor_map(x, shape.batch, config.rows) for x in (k, v))
+        sections, of_block = len(stored.keys), shape.block[0] * shape.block[1] * call.dtype.itemsize
+        buffer_bytes = max(1, stored.blocks) * of_block
+        weigh_loaded, weigh = weigh_rows(call, device, lse_2, delta)
+        first = of_keys(work.tiles, work.counters[0], bytes(32))[0]
+        product_code = multiply_stored(call, mask, stored, steps_of(sections)[-1])[0].code
+        code = " ".join(dict.fromkeys((weigh_loaded.code, first.code, product_code)))
+
+        @lru_cache(cuda.ADDRESSES)
+        def launches(
+            q: int, k: int, v: int, o: int, lse: int, do: int, dq: int, dk: int, dv: int, s: int
+        ) -> list[tuple[cuda.Loaded, cuda.Arguments]]:
+            listed = [(weigh_loaded, weigh(o, do, lse))]
+            for step in steps_of(sections):
+                scores = s + step.section % BUFFERS * buffer_bytes
+                if step.is_product:
+                    loaded, product = multiply_stored(call, mask, stored, step)
+                    listed.append((loaded, product(k, scores, dq)))
+                else:
+                    places = stored.places.data_ptr(), stored.shifts.data_ptr()
+                    to = pack("PPPi4x", scores, *places, step.waits)
+                    tiles, counters = stored.keys[step.section], work.counters[step.section]
+                    loaded, keys = of_keys(tiles, counters, to)
+                    listed.append((loaded, keys(q, do, k, v, dk, dv)))
+            return listed
+
+    def run(*operands: Tensor, out: Tensor | None = None) -> list[Tensor]:
+        q, addresses = operands[0], [t.data_ptr() for t in operands]
+        gradients, scores = call.gradients(q, out), 0
+        if stored is not None:
+            blocks = min(BUFFERS, len(stored.keys)), max(1, stored.blocks), *shape.block
+            buffer = q.new_empty(blocks)
+            cuda.on_tape(buffer)
+            for part in buffer[1:]:
+                cuda.on_tape(view=(part, buffer))
+            scores = buffer.data_ptr()
+        for loaded, args in launches(*addresses, *(g.data_ptr() for g in gradients), scores):
+            loaded.enqueue(args)
+        for gradient in gradients:
+            cuda.on_tape(gradient, owners=(memory,))
+        if is_capturing(q):
+            keep(memory)
+        return gradients
+
+    return Product(run, code)
+
+
+def _of_keys(
+    work: Work, mask: BlockMask, call: AttentionCall, config: Config
+) -> Callable[[Tensor, Tensor, bytes], Step]:
+    """Return the launch of `differentiate` for some tiles: (tiles, counters, Stored) -> Step.
+
+    Its arguments are of the addresses of q, dO, k, v, dK and dV.
+    """
+    shape, transposed = call.shape, work.lists
+    constants, size = constants_of(config, shape, mask), shared_bytes(config, shape.head_dim)
     bits = () if mask.bits is None or transposed.slots is None else (transposed.slots, mask.bits)
     pointers = [x.data_ptr() for x in (transposed.offsets, transposed.rows, *bits)]
     pointers += [0] * (4 - len(pointers))
-    blocks = transposed.present.shape[1]
-    counts = shape.q_tokens, shape.kv_tokens, shape.heads, shape.kv_heads
-    sizes = pack("iiiiiff", *counts, rows, scale, scale * LOG2_E)
-    stats = pack("PP", lse_2.data_ptr(), delta.data_ptr())
-    constants, size = constants_of(config, shape, mask), shared_bytes(config, depth)
-    tensors = [*operands, mask.bits, lse_2, delta, dk, dv]
+    blocks, counts = transposed.present.shape[1], (shape.q_tokens, shape.kv_tokens)
+    heads = shape.heads, shape.kv_heads, padded(shape)
+    sizes = pack("iiiiiff", *counts, *heads, call.scale, call.scale * LOG2_E)
+    stats = pack("PP", *(stat.data_ptr() for stat in work.stats))
+    of_queries = shape.heads * shape.head_dim, shape.q_tokens, shape.batch
+    of_keys = shape.kv_heads * shape.head_dim, shape.kv_tokens, shape.batch
 
-    def of_keys(tiles: Tensor, counters: Tensor, to: bytes) -> tuple[cuda.Loaded, cuda.Arguments]:
+    def step(tiles: Tensor, counters: Tensor, to: bytes) -> Step:
         kernel = "attention_wgmma_backward", "differentiate"
         loaded = load_persistent(*kernel, constants, size, tiles, config.tiles, config.rows)
         ends = counters.data_ptr(), len(tiles), mask.lists, blocks
         lists = pack("PPPPPPiii4x", tiles.data_ptr(), *pointers, *ends)
-        loaded = replace(loaded, early=config.stores)
-        return loaded, KEYS(maps, lists, stats, sizes, to, dk.data_ptr(), dv.data_ptr())
 
-    if stored:
-        sections = len(stored.keys)
-        scores = q.new_empty(min(BUFFERS, sections), max(1, stored.blocks), *shape.block)
-        kernels = [weigh_rows(o, do, lse, lse_2, delta, shape)]
-        for step in steps_of(sections):
-            buffer, tiles = scores[step.section % BUFFERS], stored.keys[step.section]
-            if step.is_product:
-                product = multiply_stored(k, buffer, dq, mask, shape, scale, stored, step)
-                kernels.append(product)
-            else:
-                addresses = (x.data_ptr() for x in (buffer, stored.places, stored.shifts))
-                to = pack("PPPi4x", *addresses, step.waits)
-                kernels.append(of_keys(tiles, work.counters[step.section], to))
-        tensors += [scores, mask.columns]
-    else:
-        assert work.queries
-        kernel, of_rows = ("attention_wgmma_dq", "differentiate_queries"), of_queries(shape, mask)
-        call = walk(*kernel, [q, do, o], (k, v), mask, shape, scale, of_rows, work.queries)
-        row_stats = pack("PPPi4x", lse.data_ptr(), lse_2.data_ptr(), delta.data_ptr(), rows)
-        args = QUERIES(call.maps, call.lists, row_stats, dq.data_ptr(), call.sizes)
-        kernels = [(call.loaded, args), of_keys(work.tiles, work.counters, bytes(32))]
-        tensors += call.tensors
-    program = Gradients(tuple(kernels), (work, *tensors), out)
-    return Bound(program, tuple(operands), (dq, dk, dv))
+        def arguments(q: int, do: int, k: int, v: int, dk: int, dv: int) -> cuda.Arguments:
+            rows = min(ROWS, shape.block[0])
+            maps = [head_map(x, call.dtype, of_queries, rows) for x in (q, do)]
+            maps += [head_map(x, call.dtype, of_keys, config.rows) for x in (k, v)]
+            return KEYS(b"".join(maps), lists, stats, sizes, to, dk, dv)
+
+        return replace(loaded, early=config.stores), arguments
+
+    return step
 
 
-def prepare(operands: Operands) -> Launch:
-    """Transpose the lists, compile, and time the configurations."""
-    tensors, mask, shape, shared, scale = task_of(operands)
-    macros = query_constants(of_queries(shape, mask), shape, mask, False, 3)
-    cuda.compile_ahead("attention_wgmma_dq", [macros])  # beside the other ones
-    choices = pinned_or([asdict(c) for c in configurations(shape, shared)], operands)
-    configs = [Config(**choice) for choice in choices]
-    cuda.compile_ahead("attention_wgmma_backward", [constants_of(c, shape, mask) for c in configs])
-    programs = {}
-    for config in configs:
-        with suppress(Unsupported):
-            programs[config] = launch(tensors, mask, shape, scale, config).program
-    return fastest_launch([*programs], [*programs.values()], {}, operands.device)
-
-
-KERNEL = Kernel("attention_backward", "block_mask", "cuda", prepare, unsupported)
+KERNEL = attention_engine(
+    "attention_wgmma_backward", "attention_backward", choices, plan, unsupported, Config
+)

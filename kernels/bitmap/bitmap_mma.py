@@ -2,7 +2,7 @@
 
 W is loaded sparse and multiplied dense by the tensor cores, because with few tokens the bytes of W
 take the time. bitmap_mma.cu is the kernel and draws its pipeline and its decode. This file chooses
-a configuration and launches.
+a configuration and plans.
 
     dtype     fp16, bf16, or fp8 (e4m3) with Y in bf16
     sizes     up to 256 tokens, in passes over W of up to 64; k a multiple of 8 (fp8: 16), any n
@@ -11,7 +11,7 @@ a configuration and launches.
 Beyond 256 tokens the products take longer than reading a dense W, so a dense kernel is faster.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import zip_longest
@@ -21,24 +21,21 @@ from torch import Tensor
 
 from sparsebench.errors import Unsupported
 from sparsebench.formats.bitmap import COLUMNS, ROWS, Bitmap
-from sparsebench.kernels._common.capture import is_capturing, keep
 from sparsebench.kernels._common.cuda import (
     ADDRESSES,
     Arguments,
-    BoundKernel,
     Constants,
     Layout,
     Loaded,
     clusters_at_once,
-    compile_ahead,
+    launch,
     load,
-    on_tape,
 )
-from sparsebench.kernels._common.requirements import unsupported_on_hopper
-from sparsebench.kernels._common.search import fastest_launch
 from sparsebench.kernels._common.device import multiprocessors
-from sparsebench.kernels._common.tuned_table import Sizes, Tuned, choose
-from sparsebench.kernels._kernel import Kernel, Launch, Operands, output_dtype
+from sparsebench.kernels._common.operator import Engine, Product
+from sparsebench.kernels._common.requirements import unsupported_on_hopper
+from sparsebench.kernels._common.unstructured import UnstructuredCall, bind
+from sparsebench.kernels._kernel import output_dtype, refuse
 from sparsebench.results.record import Problem
 
 MOST_TOKENS = 256
@@ -53,7 +50,6 @@ WARPS = {  # most warps by tokens and group; with more, the loop would spill reg
 }
 ALONE = 0.75  # fraction of the rate if X has one stage: 16 tokens took 1.3 to 1.4 times as long
 SPLITS, FEW_ROWS = (1, 2, 4, 8), 4
-TRIED = 16  # configurations of a short search: four, and four clusters, each with two decodes
 DTYPES = torch.float16, torch.bfloat16, torch.float8_e4m3fn
 TABLE_BYTES = 128
 SHARED_BYTES = 227 * 1024  # that a CTA may have on Hopper
@@ -109,64 +105,38 @@ class Config:
         return TABLE_BYTES + barriers + sums + x + rings + BEYOND
 
 
-def launch(x: Tensor, w: Bitmap, config: Config) -> BoundKernel:
-    """Return the kernel, bound to these operands, that computes Y [m, n]. Raises Unsupported."""
-    if reason := unsupported_operands(x, w):
-        raise Unsupported(reason)
-    m, product = len(x), Product(w, config, x.device)
-    product.require(m)
-    y = x.new_empty(m, w.shape[0], dtype=product.kind)
-    args = product.arguments(m, x.data_ptr(), x.stride(0), y.data_ptr())
-    return BoundKernel(product.loaded(m), args, (x, w.records, w.offsets), y)
+def choices(w: Bitmap, call: UnstructuredCall) -> Sequence[Config]:
+    """Return what is possible, the configurations that keep most warps busy first."""
+    refuse(unsupported_call(w, call.m))
+    workers = {split: at_once(split, w.records.device) for split in SPLITS}
+    return configurations(*w.shape, call.m, w.room, w.dtype.itemsize, workers)
 
 
-class Product:
-    """A configuration to call: a new Y of X and of this W (selection.Product)."""
+def plan(w: Bitmap, call: UnstructuredCall, config: Config) -> Product:
+    """Load the kernel. Raises Unsupported if the records need more shared memory than there is."""
+    refuse(unsupported_call(w, call.m))
+    (n, k), room, size, device = w.shape, w.room, w.dtype.itemsize, w.records.device
+    row_tiles, owner = -(-n // ROWS), (w.records, w.offsets)
+    workers = min(at_once(config.split, device), row_tiles)
+    if config.split > 1 and (rows := -(-row_tiles // workers)) > config.rows:
+        limit = f"expected {config.rows} rows of tiles for a cluster"
+        raise Unsupported(f"{limit}, found {rows}")
+    shared, threads = config.shared_bytes(room, call.m, size), 32 * (config.warps + 1)
+    constants, kind = constants_of(config, w.dtype), output_dtype(w.dtype)
+    kernel, code = load("bitmap_mma", "multiply_records", constants, shared, device)
 
-    pack = order = None
+    @lru_cache(ADDRESSES)
+    def at(m: int, x: int, stride: int, y: int) -> tuple[Loaded, Arguments]:
+        grid = workers * config.split * -(-m // config.tokens)
+        weights = *(a.data_ptr() for a in owner), row_tiles, -(-k // COLUMNS), workers
+        loaded = Loaded(kernel, code, device.index, grid, threads, shared)
+        return loaded, ARGUMENTS(x, stride * size, m, k, *weights, y, n, room)
 
-    def __init__(self, w: Bitmap, config: Config, device: torch.device) -> None:
-        """Load the kernel, and keep the arguments for the addresses used last."""
-        self.w, self.config, self.device, self.room = w, config, device, w.room
-        self.kind = output_dtype(w.dtype)
-        self.workers = min(at_once(config.split, device), -(-w.shape[0] // ROWS))
-        self.arguments = lru_cache(ADDRESSES)(self._arguments)
-        self.loaded = lru_cache(ADDRESSES)(self._loaded)
-        self.code = self.loaded(1).code
+    def run(x: Tensor, out: Tensor | None = None) -> Tensor:
+        y = x.new_empty(x.shape[0], n, dtype=kind) if out is None else out
+        return launch(*at(x.shape[0], x.data_ptr(), x.stride(0), y.data_ptr()), y, owner)
 
-    def require(self, m: int) -> None:
-        """Raise Unsupported if m tokens do not fit."""
-        row_tiles, split = -(-self.w.shape[0] // ROWS), self.config.split
-        rows = -(-row_tiles // self.workers)
-        if split > 1 and rows > self.config.rows:
-            limit = f"expected {self.config.rows} rows of tiles for a cluster"
-            raise Unsupported(f"{limit}, found {rows}")
-        self.loaded(m)  # raises Unsupported if the tokens need more shared memory than there is
-
-    def run(self, x: Tensor) -> Tensor:
-        """Multiply; the caller checks the operands. A graph keeps W alive."""
-        m = x.shape[0]
-        y = x.new_empty((m, self.w.shape[0]), dtype=self.kind)
-        self.loaded(m).enqueue(self.arguments(m, x.data_ptr(), x.stride(0), y.data_ptr()))
-        on_tape(y, owners=(self,))
-        if is_capturing(x):
-            keep(self)
-        return y
-
-    def _loaded(self, m: int) -> Loaded:
-        config, size = self.config, self.w.dtype.itemsize
-        shared = config.shared_bytes(self.room, m, size)
-        constants = constants_of(config, self.w.dtype)
-        kernel, code = load("bitmap_mma", "multiply_records", constants, shared, self.device)
-        grid = self.workers * config.split * -(-m // config.tokens)
-        threads = 32 * (config.warps + 1)
-        return Loaded(kernel, code, self.device.index, grid, threads, shared)
-
-    def _arguments(self, m: int, x: int, stride: int, y: int) -> Arguments:
-        (n, k), w = self.w.shape, self.w
-        tiles = -(-n // ROWS), -(-k // COLUMNS)
-        weights = w.records.data_ptr(), w.offsets.data_ptr(), *tiles, self.workers
-        return ARGUMENTS(x, stride * w.dtype.itemsize, m, k, *weights, y, n, self.room)
+    return Product(run, code)
 
 
 def constants_of(config: Config, dtype: torch.dtype) -> Constants:
@@ -178,19 +148,15 @@ def constants_of(config: Config, dtype: torch.dtype) -> Constants:
     )
 
 
-def unsupported_operands(x: Tensor, w: Bitmap) -> str | None:
-    n, k = w.shape
-    if x.dtype != w.dtype or x.dtype not in DTYPES:
-        return f"expected fp16, bf16 or fp8 of one dtype, found {x.dtype} and {w.dtype}"
-    if x.dim() != 2 or x.shape[1] != k:
-        return f"expected activations of {k} columns, found shape {list(x.shape)}"
-    if not 0 < len(x) <= MOST_TOKENS:
-        return f"expected 1 to {MOST_TOKENS} tokens, found {len(x)}; dense is faster beyond"
-    step = ALIGNMENT // x.itemsize
+def unsupported_call(w: Bitmap, m: int) -> str | None:
+    """Return why the kernel cannot run a call, or None."""
+    (n, k), step = w.shape, ALIGNMENT // w.dtype.itemsize
+    if w.dtype not in DTYPES:
+        return f"expected fp16, bf16 or fp8, found {w.dtype}"
+    if not 0 < m <= MOST_TOKENS:
+        return f"expected 1 to {MOST_TOKENS} tokens, found {m}; dense is faster beyond"
     if k % step or not n or not k:
         return f"expected a multiple of {step} columns of X, found {k} and {n} rows of W"
-    if x.stride(1) != 1 or x.stride(0) % step or x.data_ptr() % ALIGNMENT:
-        return f"expected rows at multiples of {ALIGNMENT} bytes, found strides {list(x.stride())}"
     return None
 
 
@@ -247,29 +213,20 @@ def _fullest(
     return sorted(busy, key=lambda config: -busy[config])
 
 
-def prepare(operands: Operands, *, tuned: Tuned = True) -> Launch:
-    w, x = operands.weights["w"], operands.activations["x"]
-    assert isinstance(w, Bitmap)
-    if reason := unsupported_operands(x, w):
-        raise Unsupported(reason)
-    n, k = w.shape
-    density = w.stored_bytes / (n * k * x.itemsize)
-    sizes = Sizes(len(x), n, k, operands.problem["dtype"], None, density)
-    possible: list[Config] = []
-    if not operands.pinned:
-        workers = {split: at_once(split, x.device) for split in SPLITS}
-        possible = configurations(n, k, len(x), w.room, x.itemsize, workers)
-    searched = possible if tuned == "wide" else possible[:TRIED]
-    configs, by = choose("bitmap_mma", Config, operands, sizes, tuned, searched)
-    compile_ahead("bitmap_mma", [constants_of(config, w.dtype) for config in configs])
-    candidates = [launch(x, w, config) for config in configs]
-    return fastest_launch(configs, candidates, by, x.device)
-
-
 def unsupported(problem: Problem, device: torch.device) -> str | None:
     if problem["m"] > MOST_TOKENS:
         return f"expected at most {MOST_TOKENS} tokens, found {problem['m']}; dense is faster"
     return unsupported_on_hopper(problem, device, ("fp16", "bf16", "fp8"))
 
 
-KERNEL = Kernel("linear", "bitmap", "cuda", prepare, unsupported, tunes=True)
+KERNEL = Engine(
+    op="linear",
+    consumes="bitmap",
+    device="cuda",
+    unsupported=unsupported,
+    name="bitmap_mma",
+    config=Config,
+    choices=choices,
+    plan=plan,
+    bind=bind,
+)

@@ -19,11 +19,10 @@ from sparsebench.errors import Unsupported
 from sparsebench.formats.bsr import Bsr
 from sparsebench.kernels._common.choices import density_of
 from sparsebench.kernels._common.operator import Bound, Engine, NoConfig, Operator, Product, bucket
-from sparsebench.kernels._kernel import DTYPES, Operands
+from sparsebench.kernels._kernel import NAMES, Operands
 from sparsebench.kernels.bsr._wgmma_pairs import checked
 from sparsebench.results.record import Problem
 
-NAMES = {dtype: name for name, dtype in DTYPES.items() if name != "tf32"}
 OFFERED = 6  # configurations of one engine
 LARGEST = 2**31 - 1  # the kernels count in int32
 

@@ -277,7 +277,8 @@ def choices(w: Bsr, call: BsrCall) -> list[Config]:
     def padded(config: Config) -> float:  # elements of W as packed, for random blocks
         height, width = packed_block(w.block, config)
         columns = triton.cdiv(k, c) * (1 - (1 - density) ** config.group)
-        return triton.cdiv(triton.cdiv(n, r), config.group) * columns * height * width
+        rows = triton.cdiv(triton.cdiv(n, r), config.group)
+        return float(rows * columns * height * width)
 
     stored = [config for config in configs if packed_block(w.block, config) == w.block]
     return stored or sorted(configs, key=padded)

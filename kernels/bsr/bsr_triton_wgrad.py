@@ -195,15 +195,15 @@ def constants_of(config: Config, block: tuple[int, int]) -> dict[str, Any]:
     }
 
 
-def unsupported_by_tma(dy: Tensor, x: Tensor, block: tuple[int, int]) -> str | None:
+def unsupported_by_tma(*activations: Tensor, block: tuple[int, int]) -> str | None:
     r, c = block
     if (whole_tile(r), max(LEAST, whole_tile(c))) != (r, c):
         return f"blocks of {r}x{c} are not whole tiles {LEAST} wide"
-    return unsupported_alignment(dy, x)
+    return unsupported_alignment(*activations)
 
 
 def path_of(w: Bsr, call: BsrCall) -> Path:
-    return choose_path(unsupported_by_tma(*call.activations, w.block), w.columns.device)
+    return choose_path(unsupported_by_tma(*call.activations, block=w.block), w.columns.device)
 
 
 def choices(w: Bsr, call: BsrCall) -> list[Config]:

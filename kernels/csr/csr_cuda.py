@@ -1,7 +1,7 @@
 """Linear layer with weights in CSR in CUDA C++: Y[m, n] = X[m, k] @ W[n, k].T.
 
 csr_cuda.cu is the kernel and draws its panel; _panels.py divides the work. This file chooses a
-configuration, packs the non-zeros and launches, on any NVIDIA GPU of compute capability 8.0 or
+configuration, packs the non-zeros and plans, on any NVIDIA GPU of compute capability 8.0 or
 newer.
 
     dtype    fp32 (for tf32 too), fp16, bf16; sums in fp32
@@ -13,7 +13,8 @@ are vectors, and rows are dealt by length. Sputnik gathers rows of X[k, m] from 
 is [m, k], so a CTA transposes a panel of X in shared memory and gathers from there.
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
@@ -22,25 +23,21 @@ from torch import Tensor
 from sparsebench.errors import Unsupported
 from sparsebench.formats._format import BITS
 from sparsebench.formats.csr import Csr
-from sparsebench.kernels._common.capture import is_capturing, keep
 from sparsebench.kernels._common.cuda import (
     ADDRESSES,
     Arguments,
-    BoundKernel,
     Constants,
     Layout,
     Loaded,
-    compile_ahead,
+    launch,
     load,
-    on_tape,
     target_of,
 )
-from sparsebench.kernels._common.requirements import unsupported_before_ampere
-from sparsebench.kernels._common.search import fastest_launch
-from sparsebench.kernels._common.transposed import dgrad_of
 from sparsebench.kernels._common.device import multiprocessors
-from sparsebench.kernels._common.tuned_table import Sizes, Tuned, choose
-from sparsebench.kernels._kernel import Kernel, Launch, Operands
+from sparsebench.kernels._common.operator import Engine, Product
+from sparsebench.kernels._common.requirements import unsupported_before_ampere
+from sparsebench.kernels._common.unstructured import UnstructuredCall, bind
+from sparsebench.kernels._kernel import refuse
 from sparsebench.kernels.csr._panels import Shape, Work, bounds_of, parts_of, work_of
 from sparsebench.results.record import Problem
 
@@ -52,6 +49,9 @@ COLUMNS = (  # bytes of a column of the panel; threads; CTAS
     *((32, 512, 1), (128, 1024, 1), (64, 1024, 1), (32, 256, 4)),
     *((64, 512, 2), (32, 1024, 1), (256, 512, 1), (64, 256, 1)),
 )
+# With more than MANY tokens, rows are also divided as for SPARE more, by the two configurations
+# with 32 tokens and most threads.
+MANY, LIKELY, SPARE = 128, (2, 4), (64, 128)
 LARGEST = 2**31 - 1  # an int32
 # x, its stride, m, k; packed, teams, starts, pieces, bounds; sizes; y, n.
 ARGUMENTS = Layout(*"PqiiPPPPPiiiiPi")
@@ -87,9 +87,41 @@ class Config:
         return 4 * (self.tokens + 4)
 
 
-def space(dtype: torch.dtype) -> list[Config]:
+def choices(w: Csr, call: UnstructuredCall) -> Sequence[Config]:
     """Return the configurations to time: of 24, eight within 1 % of the best (NOTES.md)."""
-    return [Config(column // dtype.itemsize, *rest) for column, *rest in COLUMNS]
+    refuse(unsupported_call(w, call.m))
+    configs = [Config(column // w.values.itemsize, *rest) for column, *rest in COLUMNS]
+    if call.m > MANY:
+        configs += [replace(configs[i], spare=spare) for i in LIKELY for spare in SPARE]
+    return configs
+
+
+def plan(w: Csr, call: UnstructuredCall, config: Config) -> Product:
+    """Divide the work and pack the non-zeros."""
+    refuse(unsupported_call(w, call.m))
+    (n, k), dtype, device = w.shape, w.values.dtype, w.values.device
+    shape, shared = divided(w, call.m + config.spare, config)
+    work = work_of(w, shape)
+    if work.size > LARGEST:
+        raise Unsupported(f"expected less than 2^31 non-zeros in steps, found {work.size}")
+    chunk, column, groups = shape.chunk, config.column_bytes(dtype), len(shape.bounds) - 1
+    bounds = shape.bounds.to(torch.int32)
+    lists = packed(w, work, chunk, column), work.teams, work.starts, work.pieces, bounds
+    sizes = groups, -(-k // chunk), chunk, shared - chunk * column
+    constants, target = constants_of(config, dtype, aligned=not k % 4), target_of(device)
+    kernel, code = load("csr_cuda", "multiply_rows", constants, shared, device, target)
+
+    @lru_cache(ADDRESSES)
+    def at(m: int, x: int, stride: int, y: int) -> tuple[Loaded, Arguments]:
+        grid = -(-m // config.tokens) * groups
+        loaded = Loaded(kernel, code, device.index, grid, config.threads, shared)
+        return loaded, ARGUMENTS(x, stride, m, k, *(a.data_ptr() for a in lists), *sizes, y, n)
+
+    def run(x: Tensor, out: Tensor | None = None) -> Tensor:
+        y = x.new_empty(x.shape[0], n) if out is None else out
+        return launch(*at(x.shape[0], x.data_ptr(), x.stride(0), y.data_ptr()), y, lists)
+
+    return Product(run, code)
 
 
 def groups_of(config: Config, m: int, n: int, workers: int) -> int:
@@ -104,15 +136,11 @@ def room_of(device: torch.device, ctas: int) -> int:
     return gpu.shared_memory_per_multiprocessor // ctas - RESERVED_BYTES
 
 
-def is_aligned(x: Tensor) -> bool:
-    """Return whether four columns of a token can be read at a time in all rows."""
-    return not (x.shape[1] % 4 or x.stride(0) % 4 or x.data_ptr() % (4 * x.itemsize))
-
-
-def divided(w: Csr, m: int, config: Config, device: torch.device) -> tuple[Shape, int]:
+def divided(w: Csr, m: int, config: Config) -> tuple[Shape, int]:
     """Return the division of work and the bytes of shared memory of a CTA. Raises Unsupported."""
-    (n, k), dtype, room = w.shape, w.values.dtype, room_of(device, config.ctas)
+    (n, k), dtype, device = w.shape, w.values.dtype, w.values.device
     column, ways, warps = config.column_bytes(dtype), config.ways(dtype), config.threads // 32
+    room = room_of(device, config.ctas)
     groups, lengths = groups_of(config, m, n, multiprocessors(device)), w.offsets.diff().long()
     while True:  # until the sums of whole rows leave half of the room for the panel
         bounds = bounds_of(lengths, groups)
@@ -148,68 +176,12 @@ def packed(w: Csr, work: Work, chunk: int, column: int) -> Tensor:
     return steps
 
 
-def launch(x: Tensor, w: Csr, config: Config) -> BoundKernel:
-    """Return the kernel of X @ W.T [m, n]. Raises Unsupported."""
-    if reason := unsupported_operands(x, w):
-        raise Unsupported(reason)
-    product, m = Product(w, len(x), config, aligned=is_aligned(x)), len(x)
-    y = x.new_empty(m, w.shape[0])
-    args = product.arguments(m, x.data_ptr(), x.stride(0), y.data_ptr())
-    return BoundKernel(product.loaded(m), args, (x, *product.lists), y)
-
-
-class Product:
-    """A configuration for up to `tokens` to call: a new Y of X and of this W (selection.Product).
-
-    aligned  the columns of X can be read in fours
-    """
-
-    pack = order = None
-
-    def __init__(self, w: Csr, tokens: int, config: Config, *, aligned: bool) -> None:
-        """Divide the work and pack the non-zeros. Raises Unsupported."""
-        (n, k), dtype, device = w.shape, w.values.dtype, w.values.device
-        shape, self.shared = divided(w, tokens + config.spare, config, device)
-        work = work_of(w, shape)
-        if work.size > LARGEST:
-            raise Unsupported(f"expected less than 2^31 non-zeros in steps, found {work.size}")
-        steps = packed(w, work, shape.chunk, config.column_bytes(dtype))
-        self.config, self.shape, self.dtype, self.device = config, (n, k), dtype, device
-        self.aligned, bounds = aligned, shape.bounds.to(torch.int32)
-        self.lists = steps, work.teams, work.starts, work.pieces, bounds
-        self.groups, self.chunk = len(bounds) - 1, shape.chunk
-        self.arguments = lru_cache(ADDRESSES)(self._arguments)
-        self.loaded = lru_cache(ADDRESSES)(self._loaded)
-        self.code = self.loaded(tokens).code
-
-    def run(self, x: Tensor) -> Tensor:
-        """Multiply; the caller checks the operands. A graph keeps the packed non-zeros alive."""
-        m = x.shape[0]
-        y = x.new_empty((m, self.shape[0]))
-        self.loaded(m).enqueue(self.arguments(m, x.data_ptr(), x.stride(0), y.data_ptr()))
-        on_tape(y, owners=(self,))
-        if is_capturing(x):
-            keep(self)
-        return y
-
-    def _loaded(self, m: int) -> Loaded:
-        constants, target = (
-            constants_of(self.config, self.dtype, self.aligned),
-            target_of(self.device),
-        )
-        at = "csr_cuda", "multiply_rows", constants, self.shared, self.device, target
-        kernel, code = load(*at)
-        grid = -(-m // self.config.tokens) * self.groups
-        return Loaded(kernel, code, self.device.index, grid, self.config.threads, self.shared)
-
-    def _arguments(self, m: int, x: int, stride: int, y: int) -> Arguments:
-        (n, k), chunk = self.shape, self.chunk
-        sums = self.shared - chunk * self.config.column_bytes(self.dtype)
-        sizes = self.groups, -(-k // chunk), chunk, sums
-        return ARGUMENTS(x, stride, m, k, *(a.data_ptr() for a in self.lists), *sizes, y, n)
-
-
 def constants_of(config: Config, dtype: torch.dtype, aligned: bool) -> Constants:
+    """Return the macros of csr_cuda.cu.
+
+    aligned  it reads four columns of X at a time. Rows of X follow one another, or begin at
+             multiples of 16 bytes, so only the number of columns decides
+    """
     return (
         ("FP32", int(dtype == torch.float32)),
         ("FP16", int(dtype == torch.float16)),
@@ -220,39 +192,31 @@ def constants_of(config: Config, dtype: torch.dtype, aligned: bool) -> Constants
     )
 
 
-def unsupported_operands(x: Tensor, w: Csr) -> str | None:
-    n, k = w.shape
-    if x.dtype != w.values.dtype or x.dtype not in DTYPES:
-        actual = f"{x.dtype} and {w.values.dtype}"
-        return f"expected fp32, fp16 or bf16 operands of one dtype, found {actual}"
-    if x.dim() != 2 or x.shape[1] != k:
-        return f"expected activations of {k} columns, found shape {list(x.shape)}"
-    if x.stride(1) != 1:
-        return f"expected contiguous rows of X, found strides {list(x.stride())}"
-    if min(n, k, len(x)) < 1 or max(n, k, len(x)) > LARGEST // 2:
-        return f"expected 1 to 2^30 tokens, rows and columns, found {len(x)}, {n} and {k}"
+def unsupported_call(w: Csr, m: int) -> str | None:
+    """Return why no kernel of the family can run a call, or None."""
+    (n, k), dtype = w.shape, w.values.dtype
+    if dtype not in DTYPES:
+        return f"expected fp32, fp16 or bf16 operands, found {dtype}"
+    if min(n, k, m) < 1 or max(n, k, m) > LARGEST // 2:
+        return f"expected 1 to 2^30 tokens, rows and columns, found {m}, {n} and {k}"
     return None
-
-
-def prepare(operands: Operands, *, tuned: Tuned = True) -> Launch:
-    w, x = operands.weights["w"], operands.activations["x"]
-    assert isinstance(w, Csr)
-    if reason := unsupported_operands(x, w):
-        raise Unsupported(reason)
-    (n, k), stored = w.shape, max(len(w.values), 1)
-    sizes = Sizes(len(x), n, k, operands.problem["dtype"], None, stored / (n * k))
-    configs, by = choose("csr_cuda", Config, operands, sizes, tuned, space(x.dtype))
-    constants = (constants_of(config, x.dtype, is_aligned(x)) for config in configs)
-    compile_ahead("csr_cuda", constants, target_of(x.device))
-    candidates = [launch(x, w, config) for config in configs]
-    return fastest_launch(configs, candidates, by, x.device)
 
 
 def unsupported(problem: Problem, device: torch.device) -> str | None:
     return unsupported_before_ampere(problem, device, ("fp16", "bf16", "fp32", "tf32"))
 
 
-KERNEL = Kernel("linear", "csr", "cuda", prepare, unsupported, tunes=True)
+KERNEL = Engine(
+    op="linear",
+    consumes="csr",
+    device="cuda",
+    unsupported=unsupported,
+    name="csr_cuda",
+    config=Config,
+    choices=choices,
+    plan=plan,
+    bind=bind,
+)
 
-DGRAD = dgrad_of(KERNEL)
-"""Input gradient with weights in CSR. Entries of a tuned table are those of csr_cuda, for W.T."""
+DGRAD = replace(KERNEL, op="linear_dgrad")
+"""Input gradient with weights in CSR: the linear layer of W.T, which the operator transposes."""

@@ -36,7 +36,7 @@ from sparsebench.kernels._common.triton import (
     unsupported_row,
 )
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
-from sparsebench.kernels.dense._gemm import Product, fastest_way
+from sparsebench.kernels.dense._gemm import DenseProduct, fastest_way
 from sparsebench.kernels.dense._layers import in_turn
 
 BAND = 8
@@ -117,7 +117,7 @@ def prepare(operands: Operands) -> Launch:
     best = search(candidates, x.device, COMPILE_THREADS).best
     hidden, y = candidates[best], torch.empty_like(x)
     wd = operands.weights["wd"].to_dense().t()
-    down = fastest_way(Product(hidden.out, wd, y), pinned and pinned.get("down", pinned))
+    down = fastest_way(DenseProduct(hidden.out, wd, y), pinned and pinned.get("down", pinned))
     run = in_turn(hidden, down)
     return Launch(run, {**asdict(configs[best]), "down": down.choice}, hidden.code)
 

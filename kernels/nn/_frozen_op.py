@@ -3,43 +3,51 @@
     bitmap   bitmap_mma, or torch's own product with a dense copy of W. The copy is made when it is
              first chosen, and stays: with it W takes three times the memory or more. X may be
              padded, because cuBLAS can be slower for fewer tokens (NOTES.md)
-    csr      csr_cuda, also with its rows divided as for more tokens
+    csr      csr_cuda
 
 A weight's Operator is an attribute of the weight, and is made again if the weight is written or
 moved (_stamp.py).
 """
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from sparsebench.errors import Unsupported
 from sparsebench.formats.bitmap import Bitmap
 from sparsebench.formats.csr import Csr
 from sparsebench.kernels._common.capture import is_capturing, keep, make_lasting
 from sparsebench.kernels._common.cuda import on_tape
-from sparsebench.kernels._common.front import record
-from sparsebench.kernels._common.front_in_python import DGRAD
-from sparsebench.kernels._common.selection import Candidate, Operator, bucket, config_of
-from sparsebench.kernels._common.transforms import is_watched, rows_of, unflatten
-from sparsebench.kernels._kernel import DTYPES
+from sparsebench.kernels._common.front import (
+    BackwardProduct,
+    Derivative,
+    Front,
+    Signature,
+    record,
+)
+from sparsebench.kernels._common.operator import (
+    Earlier,
+    Engine,
+    Operator,
+    Product,
+    Selected,
+    bucket,
+)
+from sparsebench.kernels._common.transforms import is_watched, readable, rows_of, unflatten
+from sparsebench.kernels._common.unstructured import UnstructuredCall, bind, operator_of
+from sparsebench.kernels._kernel import DTYPES, NAMES, refuse
 from sparsebench.kernels.bitmap import bitmap_mma
 from sparsebench.kernels.csr import csr_cuda
-from sparsebench.kernels.nn._bsr_autograd import readable
 from sparsebench.kernels.nn._stamp import Stamp, arrays_of, stamp_of
 from sparsebench.results.record import Problem
 
 Weight = Bitmap | Csr
-NAMES = {dtype: name for name, dtype in DTYPES.items() if name != "tf32"}
 ATTRIBUTE = "_sparsebench_operator"
-# Tokens of a tile of cuBLAS, above which X may be padded and rows divided as for SPARE more tokens;
-# the latter for two configurations of csr_cuda.space, those with 32 tokens and most threads.
-TILE, LIKELY, SPARE = 128, (2, 4), (64, 128)
+SIGNATURE = Signature(backward=(BackwardProduct(("dy",), ("x",)),))
+TILE = 128  # tokens of a tile of cuBLAS, above which X may be padded
 # On an H200 bitmap_mma was at least 1.1 times as fast as cuBLAS for one token with W from 14336 x
 # 4096, and 1.17 times up to FEW tokens from 28672 x 8192. At 50 % zeros it has 0.58 of the bytes.
 FEW, ELEMENTS, MORE_ELEMENTS, ROWS, BYTES = 16, 14336 * 4096, 28672 * 8192, 4096, 0.6
@@ -63,16 +71,20 @@ def multiply(x: Tensor, w: Weight) -> Tensor:
     """Return X @ W.T [m, n] by the planned kernel. Raises Unsupported."""
     if not x.shape[0]:
         return x.new_zeros(0, w.shape[0])
-    operator, m = plans_of(w).operator, bucket(x.shape[0])
-    selected = operator.plans.get(m)
-    if selected is None:
-        selected = operator.select(m, lambda product: partial(product.run, x))
-    return selected.product.run(x)
+    y: Tensor = select(x, w).product.run(x)
+    return y
+
+
+def select(x: Tensor, w: Weight, earlier: Earlier | None = None) -> Selected:
+    """Plan X @ W.T; a search times it on this X. Raises Unsupported."""
+    call = UnstructuredCall("linear", bucket(x.shape[0]))
+    return plans_of(w).operator.select(call, lambda product: partial(product.run, x), earlier)
 
 
 def planned_run(m: int, w: Weight) -> Callable[[Tensor], Tensor] | None:
     """Return the product that `multiply` has planned for m tokens, or None."""
-    selected = plans_of(w).operator.plans.get(bucket(m)) if m else None
+    call = UnstructuredCall("linear", bucket(m))
+    selected = plans_of(w).operator.plans.get(call) if m else None
     return selected.product.run if selected else None
 
 
@@ -81,7 +93,8 @@ def plans_of(w: Weight) -> Plans:
     stamp = stamp_of(w, "matmul")
     made: Plans | None = w.__dict__.get(ATTRIBUTE)
     if made is None or made.stamp != stamp:
-        operator = _bitmap(w) if isinstance(w, Bitmap) else _csr(w)
+        engines = (bitmap_mma.KERNEL, DENSE) if isinstance(w, Bitmap) else (csr_cuda.KERNEL,)
+        operator = operator_of(w, engines, partial(_likeliest, w))
         made = Plans(operator, stamp, arrays_of(w))
         object.__setattr__(w, ATTRIBUTE, made)
     return made
@@ -97,23 +110,23 @@ def dense_copy(w: Bitmap) -> Tensor:
     return plans.dense
 
 
-def derivative_of(w: Bitmap) -> Callable[..., tuple[Tensor, None]]:
+def derivative_of(w: Bitmap) -> Derivative:
     """Return how a recorded call is differentiated: by X, with the dense copy."""
     stamp = plans_of(w).stamp
 
-    def run(front: Any, dy: Tensor, *_: Any) -> tuple[Tensor, None]:
+    def run(front: Front | None, dy: Tensor, *_: Sequence[object]) -> list[Tensor]:
         plans = plans_of(w)
         if plans.stamp != stamp:
             raise RuntimeError("expected W as forward read it, found it modified before backward")
         transposed, rows = dense_copy(w).T, readable(rows_of(dy))
         if torch.is_grad_enabled() or is_watched():
-            return unflatten(linear(rows, transposed), dy), None
+            return [unflatten(linear(rows, transposed), dy)]
 
-        def product(rows: Tensor) -> Tensor:
+        def product(rows: Tensor) -> list[Tensor]:
             on_tape(dense=transposed)
-            return linear(rows, transposed)
+            return [linear(rows, transposed)]
 
-        return unflatten(record(front, DGRAD, [rows], product), dy), None
+        return [unflatten(record(front, 1, [rows], product)[0], dy)]
 
     return run
 
@@ -125,97 +138,61 @@ def bits_are_faster(m: int, w: Bitmap) -> bool:
     return size == 2 and m <= FEW and large and w.stored_bytes <= BYTES * n * k * size
 
 
-# ---- what each format offers ----
+def _likeliest(w: Weight, call: UnstructuredCall) -> Sequence[Engine]:
+    """Return the engines that may run a call, the likeliest first. Raises Unsupported."""
+    dtype, device = w.values.dtype if isinstance(w, Csr) else w.dtype, w.offsets.device
+    ours = csr_cuda.KERNEL if isinstance(w, Csr) else bitmap_mma.KERNEL
+    reason = ours.unsupported(Problem("linear", {"m": call.m, "dtype": NAMES[dtype]}), device)
+    if isinstance(w, Csr):
+        refuse(reason)
+        return [ours]
+    if reason:
+        return [DENSE]
+    return [ours, DENSE] if bits_are_faster(call.m, w) else [DENSE, ours]
+
+
+# ---- torch's own product with the dense copy ----
 
 
 @dataclass(frozen=True)
-class Padded:
+class Padding:
     """The configuration of a dense product: X is padded to so many tokens; 0: as it is."""
 
     padded: int = 0
 
 
-class DenseCopy:
-    """torch's own product with the dense copy."""
-
-    code = pack = order = None
-
-    def __init__(self, w: Bitmap, config: Padded) -> None:
-        """Make the copy, unless there is one."""
-        self.dense, self.tokens = dense_copy(w), config.padded
-
-    def run(self, x: Tensor) -> Tensor:
-        """Multiply."""
-        if self.tokens > (m := x.shape[0]):
-            on_tape(complete=False)
-            padded = x.new_empty(self.tokens, x.shape[1])  # the other rows of Y are dropped
-            padded[:m] = x
-            return linear(padded, self.dense)[:m]
-        on_tape(dense=self.dense)
-        return linear(x, self.dense)
+def dense_choices(w: Bitmap, call: UnstructuredCall) -> list[Padding]:
+    """Return the product of X as it is, and of X padded to whole tiles."""
+    whole = -(-call.m // TILE) * TILE
+    return [Padding(), *([Padding(whole)] if TILE < call.m < whole else [])]
 
 
-def _bitmap(w: Bitmap) -> Operator:
-    (n, k), device = w.shape, w.records.device
-    bytes_of_dense = n * k * w.dtype.itemsize
+def plan_dense(w: Bitmap, call: UnstructuredCall, config: Padding) -> Product:
+    """Make the dense copy, unless there is one."""
+    fp8 = w.dtype == DTYPES["fp8"]
+    refuse("dense: expected fp16, bf16 or fp32, because torch multiplies no fp8" if fp8 else None)
+    dense = dense_copy(w)
 
-    def offer(m: int, choice: Mapping[str, Any] | None) -> list[Iterable[Candidate]]:
-        sizes = 0, -(-m // TILE) * TILE if m > TILE and m % TILE else 0
-        chosen = choice and choice["kernel"] == "dense"
-        configs = [Padded(choice.get("padded", 0))] if choice and chosen else map(Padded, sizes)
-        dense = [Candidate("dense", c, partial(DenseCopy, w, c)) for c in dict.fromkeys(configs)]
-        if device.type != "cuda" or chosen:
-            return [dense]
-        bits = _bits(m, choice)
-        if choice:
-            return [bits]
-        return [bits, dense] if bits_are_faster(m, w) else [dense, bits]
+    def run(x: Tensor, out: Tensor | None = None) -> Tensor:
+        if config.padded <= (m := x.shape[0]):
+            on_tape(dense=dense)
+            return torch.mm(x, dense.T, out=out)
+        on_tape(complete=False)
+        rows = x.new_empty(config.padded, x.shape[1])  # the other rows of Y are dropped
+        rows[:m] = x
+        y = torch.mm(rows, dense.T)[:m]
+        return y if out is None else out.copy_(y)
 
-    def _bits(m: int, choice: Mapping[str, Any] | None) -> Iterable[Candidate]:
-        x = torch.empty(m, k, dtype=w.dtype, device="meta")
-        sizes = Problem("linear", {"m": m, "dtype": NAMES[w.dtype]})
-        reason = bitmap_mma.unsupported(sizes, device)
-        if reason := reason or bitmap_mma.unsupported_operands(x, w):
-            raise Unsupported(reason)
-        if choice:
-            configs = [config_of(bitmap_mma, choice)]
-        else:
-            workers = {split: bitmap_mma.at_once(split, device) for split in bitmap_mma.SPLITS}
-            configs = bitmap_mma.configurations(n, k, m, w.room, w.dtype.itemsize, workers)
-        for config in configs[: bitmap_mma.TRIED]:
-            yield Candidate("bitmap_mma", config, partial(_bits_product, w, m, config))
-
-    def problem(m: int) -> dict[str, Any]:
-        density = float(f"{w.stored_bytes / bytes_of_dense:.2g}")
-        fields = {"op": "bitmap.linear", "dtype": NAMES[w.dtype]}
-        return {**fields, "m": m, "n": n, "k": k, "density": density}
-
-    return Operator(("bitmap_mma", "dense"), offer, problem, device)
+    return Product(run)
 
 
-def _bits_product(w: Bitmap, m: int, config: bitmap_mma.Config) -> bitmap_mma.Product:
-    product = bitmap_mma.Product(w, config, w.records.device)
-    product.require(m)
-    return product
-
-
-def _csr(w: Csr) -> Operator:
-    (n, k), device, stored = w.shape, w.values.device, max(len(w.values), 1)
-    name = NAMES[w.values.dtype]
-
-    def offer(m: int, choice: Mapping[str, Any] | None) -> list[Iterable[Candidate]]:
-        x = torch.empty(m, k, dtype=w.values.dtype, device="meta")
-        reason = csr_cuda.unsupported(Problem("linear", {"dtype": name}), device)
-        if reason := reason or csr_cuda.unsupported_operands(x, w):
-            raise Unsupported(reason)
-        configs = [config_of(csr_cuda, choice)] if choice else csr_cuda.space(w.values.dtype)
-        if not choice and m > TILE:
-            configs += [replace(configs[i], spare=spare) for i in LIKELY for spare in SPARE]
-        plan = partial(csr_cuda.Product, w, m, aligned=csr_cuda.is_aligned(x))
-        return [[Candidate("csr_cuda", c, partial(plan, c)) for c in configs]]
-
-    def problem(m: int) -> dict[str, Any]:
-        density = float(f"{stored / (n * k):.2g}")
-        return {"op": "csr.linear", "dtype": name, "m": m, "n": n, "k": k, "density": density}
-
-    return Operator(("csr_cuda",), offer, problem, device)
+DENSE = Engine(
+    op="linear",
+    consumes="bitmap",
+    device="any",
+    name="dense",
+    config=Padding,
+    choices=dense_choices,
+    plan=plan_dense,
+    bind=bind,
+)

@@ -4,8 +4,8 @@
     H [m, h]  = act(X @ Wg.T) * (X @ Wu.T)  linear with an activation; W is gate and up, [2 h, k]
     dX [m, k] = dY [m, n] @ W               dgrad, in 16 bits; W has no gradient
 
-The operators are opaque to torch.compile. A captured CUDA graph holds only their kernels. The work
-for a shape and a number of token tiles is scheduled once, and the plan is kept.
+The operators are opaque to torch.compile. A captured CUDA graph holds only their kernels. Which
+kernel runs, and which plans are kept, is up to _spense_engines.py.
 
 dgrad writes W out as a dense matrix, multiplies with cuBLAS and frees the matrix. Tensor cores need
 2:4 along the axis that is summed over, and in dX that axis is n. With an activation, dgrad computes
@@ -20,34 +20,49 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.nn.functional import gelu, relu, silu
 
 from sparsebench.errors import Unsupported
 from sparsebench.formats.spense import Spense
 from sparsebench.kernels._common import elementwise
 from sparsebench.kernels._common.cuda import MatrixProduct, on_tape
-from sparsebench.kernels._common.front import Guard, record, recorded
-from sparsebench.kernels._common.front_in_python import DGRAD, Derivative, node
-from sparsebench.kernels._common.selection import Earlier, Operator, Selected, bucket
-from sparsebench.kernels._common.transforms import is_transformed, is_watched, rows_of, unflatten
-from sparsebench.kernels.nn._bsr_autograd import readable
-from sparsebench.kernels.nn._spense_plans import Layout, operator_of_layer, operator_of_tiles
+from sparsebench.kernels._common.front import (
+    BackwardProduct,
+    Conditions,
+    Derivative,
+    Front,
+    Guard,
+    Recordings,
+    Signature,
+    record,
+)
+from sparsebench.kernels._common.operator import Earlier, Selected, bucket
+from sparsebench.kernels._common.python_node import node
+from sparsebench.kernels._common.transforms import (
+    aligned,
+    is_transformed,
+    is_watched,
+    readable,
+    rows_of,
+    unflatten,
+)
+from sparsebench.kernels.nn._spense_engines import ACTIVATIONS, Layout, call_of, operator_of
 from sparsebench.kernels.spense._gated_gradient import gated_gradient
 from sparsebench.kernels.spense._written_out import written_out
-from sparsebench.kernels.spense.spense_ffn import TURN, parted
+from sparsebench.kernels.spense.spense_ffn import TURN
 
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 LARGEST = 448  # finite e4m3 value
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "silu": silu,
-    "gelu_tanh": partial(gelu, approximate="tanh"),
-    "relu": relu,
-}
 DERIVATIVES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {  # dG from dA and G, for A = act(G)
     "silu": torch.ops.aten.silu_backward,
     "gelu_tanh": partial(torch.ops.aten.gelu_backward, approximate="tanh"),
     "relu": partial(torch.ops.aten.threshold_backward, threshold=0),
 }
+
+
+def signature_of(activation: str | None) -> Signature:
+    """Return what a call reads: dX needs X only if G and U are computed again."""
+    reads = ("dy",) if activation is None else ("dy", "x")
+    return Signature(backward=(BackwardProduct(reads, ("x",)),))
 
 
 def eager(
@@ -72,38 +87,36 @@ def eager(
     if scale is not None and (scale.dtype, scale.shape) != (torch.float32, (n,)):
         raise Unsupported(f"expected fp32 scales [{n}], found {scale.dtype} {list(scale.shape)}")
     kind = x.dtype if scale is None else E4M3
-    if not x.is_cuda:
-        w = Spense((n, k), kind, (rows, columns), sparse, dense)
-        with torch.autocast("cpu", enabled=False):
-            return _in_torch(x, w, activation, scale)
     if not x.shape[0]:
         return _empty(x, n, activation, scale)
     if not (sparse.is_contiguous() and dense.is_contiguous()):
         raise Unsupported(f"expected contiguous tiles, found {sparse.stride()}, {dense.stride()}")
-    operator = operator_of_tiles(sparse, dense, (n, k, rows, columns, activation), kind)
-    if x.device.index == torch.cuda.current_device():
-        return _multiply(operator, readable(x), sparse, dense, scale, kind)
+    layout = n, k, rows, columns, activation
+    if not x.is_cuda or x.device.index == torch.cuda.current_device():
+        return _multiply(readable(x), sparse, dense, layout, scale, kind)
     with torch.cuda.device(x.device):
-        return _multiply(operator, readable(x), sparse, dense, scale, kind)
+        return _multiply(readable(x), sparse, dense, layout, scale, kind)
 
 
 def planned_run(
     x: Tensor, sparse: Tensor, dense: Tensor, layout: Layout, scale: Tensor | None
 ) -> Callable[[Tensor], Tensor] | None:
-    """Return the product that `eager` has planned for rows in the layout of X.
+    """Return the product that `eager` has planned for as many rows as X [..., k] has.
 
-    None if there is no plan, if X must be copied or rounded, if `eager` refuses an operand, or if
-    torch does not count writes to W.
+    None if there is no plan, if X must be rounded, if `eager` refuses an operand, or if torch does
+    not count writes to W.
     """
-    kind, n, m = x.dtype if scale is None else E4M3, layout[0], x.shape[0]
+    kind, (n, k, *_) = x.dtype if scale is None else E4M3, layout
+    m = x.numel() // k
     fits = x.is_cuda and m > 0 and x.dtype == kind and x.device == sparse.device == dense.device
-    if not fits or x.device.index != torch.cuda.current_device() or readable(x) is not x:
+    if not fits or x.device.index != torch.cuda.current_device():
         return None
     if not (sparse.is_contiguous() and dense.is_contiguous()) or sparse.is_inference():
         return None
     if scale is not None and (scale.dtype, scale.shape) != (torch.float32, (n,)):
         return None
-    selected = operator_of_tiles(sparse, dense, layout, kind).plans.get(bucket(m))
+    operator = operator_of(layout, kind, x.device)
+    selected = operator.plans.get(call_of(layout, kind, bucket(m)))
     if selected is None:
         return None
     product = selected.product.run
@@ -122,112 +135,106 @@ def multiply(x: Tensor, sparse: Tensor, dense: Tensor, *rest: Any, training: boo
         return y
     if not training:
         return eager(x, sparse, dense, *rest)
-    derivative = _derivative(sparse, dense, rest[:5], None)
-    return node(x, lambda rows: eager(rows, sparse, dense, *rest), derivative)
+    derivative = _derivative(sparse, dense, rest[:5])
+
+    def run(rows: Tensor) -> Tensor:
+        return eager(rows, sparse, dense, *rest)
+
+    return node(signature_of(rest[4]), derivative, run, None, x)
 
 
 def multiply_recorded(
-    front: Any,
+    recordings: Recordings,
     x: Tensor,
-    tensors: tuple[Tensor, Tensor, Tensor],
-    rest: tuple[Layout, Tensor | None],
-    run: Callable[[Tensor], Tensor],
+    tiles: tuple[Tensor, Tensor],
+    layout: Layout,
+    scale: Tensor | None,
     guards: Sequence[Guard],
     *,
     bias: Tensor | None = None,
     training: bool,
-) -> tuple[Tensor, Any]:
-    """Return Y [..., n] of X [..., k] for a planned call, and a Front for later calls.
+) -> Tensor:
+    """Return Y [..., n] of X [..., k] on a GPU, and record it if it repeats the call before it.
 
-    front     what this function returned for the weight before, or None
-    tensors   the rows of X, [m, k], and the tiles of W
-    rest      the layout and the scale of W
-    run       what `planned_run` returned
-    training  whether autograd must see the call
+    recordings  of the weight, with the signature of its activation
+    tiles       of W; `layout` and `scale` are those of `eager`
+    training    whether autograd must see the call
     """
-    (_, sparse, dense), (layout, scale) = tensors, rest
 
-    def differentiated() -> Tensor:
-        y = multiply(*tensors, *layout, scale, training=True)
+    def in_python() -> Tensor:
+        y = multiply(rows_of(x), *tiles, *layout, scale, training=training)
         return unflatten(y if bias is None else y.add_(bias), x)
 
-    return recorded(
-        front,
-        x,
-        run,
-        guards,
-        bias=bias,
-        derivative=_derivative(sparse, dense, layout, bias) if scale is None else None,
-        differentiated=differentiated if training else None,
-    )
+    product = planned_run(x, *tiles, layout, scale)
+    if product is None:
+        return in_python()
+
+    def run(rows: Tensor) -> list[Tensor]:
+        y = product(rows)
+        return [y if bias is None else y.add_(bias)]
+
+    derivative = _derivative(*tiles, layout) if scale is None else None
+    conditions = Conditions(guards, bias=bias, derivative=derivative)
+    y: Tensor = recordings.call([x], conditions, run, in_python)
+    return y
 
 
-def _derivative(
-    sparse: Tensor, dense: Tensor, layout: tuple[Any, ...], bias: Tensor | None
-) -> Derivative:
-    """Return how a call is differentiated: by X alone, and by the bias."""
+def _derivative(sparse: Tensor, dense: Tensor, layout: tuple[Any, ...]) -> Derivative:
+    """Return how a call is differentiated: by X alone."""
     versions = sparse._version, dense._version
 
-    def product(gradient: Tensor, rows: Tensor | None = None) -> Tensor:
-        return _dgrad(gradient, rows, sparse, dense, *layout)
+    def product(gradient: Tensor, rows: Tensor | None = None) -> list[Tensor]:
+        return [_dgrad(gradient, rows, sparse, dense, *layout)]
 
-    def run(front: Any, dy: Tensor, x: Tensor | None, *_: Any) -> tuple[Tensor, None]:
+    def run(
+        front: Front | None, dy: Tensor, saved: Sequence[Tensor | None], _: Sequence[bool]
+    ) -> list[Tensor]:
         if (sparse._version, dense._version) != versions:
             raise RuntimeError("expected W as forward read it, found it modified before backward")
-        rows, gradient = None if x is None else rows_of(x), readable(rows_of(dy)).contiguous()
+        rows = None if (x := saved[0]) is None else rows_of(x)
+        gradient = aligned(rows_of(dy))
         if torch.is_grad_enabled() or is_watched():  # for second derivatives and dispatch modes
             dx: Tensor = dgrad(gradient, rows, sparse, dense, *layout)
         else:
-            inputs = [gradient] if rows is None else [gradient, rows]
-            dx = record(front, DGRAD, inputs, product)
-        return unflatten(dx, dy), None
+            inputs = [gradient] if rows is None else [gradient, readable(rows)]
+            (dx,) = record(front, 1, inputs, product)
+        return [unflatten(dx, dy)]
 
-    return Derivative(run, bias=bias, keeps_x=layout[4] is not None)
+    return run
 
 
 def _multiply(
-    operator: Operator,
     x: Tensor,
     sparse: Tensor,
     dense: Tensor,
+    layout: Layout,
     scale: Tensor | None,
     kind: torch.dtype,
     earlier: Earlier | None = None,
 ) -> Tensor:
     """Run the planned product, on the current device; rounds X by token to e4m3 if needed."""
     tokens = None
-    if x.dtype != kind:
+    if x.dtype != kind and x.is_cuda:
         read = x.new_empty(x.shape, dtype=kind)
         x, tokens = read, elementwise.scaled(x, read)
+    elif x.dtype != kind:
+        x, tokens = round_rows(x)
     operands = x, sparse, dense, scale, tokens
-    m = bucket(x.shape[0])
-    selected = operator.plans.get(m)
+    operator, call = operator_of(layout, kind, x.device), call_of(layout, kind, bucket(x.shape[0]))
+    selected = operator.plans.get(call)
     if selected is None:
-        selected = operator.select(m, lambda product: partial(product.run, *operands), earlier)
-    return selected.product.run(*operands)
+        selected = operator.select(call, lambda product: partial(product.run, *operands), earlier)
+    y: Tensor = selected.product.run(*operands)
+    return y
 
 
 def planned_product(
     x: Tensor, w: Spense, activation: str | None, scale: Tensor | None, earlier: Earlier | None
 ) -> tuple[Tensor, Selected]:
-    """Return Y or H of X on a GPU, and the plan, which `earlier` may know (Operator.select)."""
-    operator = operator_of_layer(w, activation)
-    y = _multiply(operator, readable(x), w.sparse, w.dense, scale, w.dtype, earlier)
-    return y, operator.plans[bucket(x.shape[0])]
-
-
-def _in_torch(x: Tensor, w: Spense, activation: str | None, scale: Tensor | None) -> Tensor:
-    """Return Y or H on a CPU, accumulating fp8 in fp32."""
-    if scale is None:
-        y = x @ w.to_dense().T
-    else:
-        x, tokens = round_rows(x) if x.dtype != E4M3 else (x, x.new_ones(1, dtype=scale.dtype))
-        y = x.float() @ w.to_dense().float().T * scale * tokens[:, None]
-    if activation is None:
-        return y if scale is None else y.to(BF16)
-    gate, up = parted(y.T)
-    h = (ACTIVATIONS[activation](gate) * up).T.contiguous()
-    return h if scale is None else h.clamp(-LARGEST, LARGEST).to(E4M3)
+    """Return Y or H of X, and the plan, which `earlier` may know (Operator.select)."""
+    layout = *w.shape, *w.sparse_shape, activation
+    y = _multiply(readable(x), w.sparse, w.dense, layout, scale, w.dtype, earlier)
+    return y, operator_of(layout, w.dtype, x.device).plans[call_of(layout, w.dtype, bucket(len(x)))]
 
 
 def _empty(x: Tensor, n: int, activation: str | None, scale: Tensor | None) -> Tensor:

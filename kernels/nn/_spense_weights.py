@@ -14,7 +14,7 @@ from sparsebench.errors import FormatError
 from sparsebench.formats._format import require, require_matrix
 from sparsebench.formats.spense import Spense
 from sparsebench.kernels.nn._spense_op import E4M3, round_rows
-from sparsebench.kernels.nn._spense_plans import NAMES
+from sparsebench.kernels.spense._call import NAMES
 
 DTYPES = "fp16, bf16 or fp8 (float8_e4m3fn)"
 

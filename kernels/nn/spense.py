@@ -4,7 +4,8 @@
     SpenseGatedMLP    Y = (act(X @ Wg.T) * (X @ Wu.T)) @ Wd.T      gate and up as in spense_ffn.py
 
     GPU of compute capability 9.0    spense_wgmma: one launch for gate, up and act, one for down
-    other GPUs                       Unsupported; `to_dense` returns layers that run there
+    8.0 and newer                    spense_mma: SpenseLinear in 16 bits
+    other GPUs, and the rest         Unsupported; `to_dense` returns layers that run there
     CPU                              torch, with `to_dense` in each call, as a reference
 
 Weights and inputs are fp16 or bf16. X has a gradient, so that adapters such as LoRA can train
@@ -22,7 +23,6 @@ kept, and equal layers with as many tiles of tokens share it.
 """
 
 from collections.abc import Callable, Iterable
-from functools import partial
 from typing import Any, Self
 
 import torch
@@ -30,15 +30,8 @@ from torch import Tensor, nn
 
 from sparsebench.errors import Unsupported
 from sparsebench.formats._format import require, require_size
-from sparsebench.formats.spense import (
-    DENSE_BYTES,
-    ROWS,
-    SPAN_BYTES,
-    VALUE_BYTES,
-    Spense,
-    sparse_shape_of,
-)
-from sparsebench.kernels._common.front import Fronts, Guard
+from sparsebench.formats.spense import VALUE_BYTES, Spense, sparse_shape_of, tile_shapes
+from sparsebench.kernels._common.front import Guard, Recordings
 from sparsebench.kernels._common.transforms import rows_of, unflatten
 from sparsebench.kernels.nn._packed import (
     PackedLinear,
@@ -47,24 +40,21 @@ from sparsebench.kernels.nn._packed import (
     frozen_bias,
     require_dtype,
 )
+from sparsebench.kernels.nn._spense_engines import ACTIVATIONS
 from sparsebench.kernels.nn._spense_op import (
-    ACTIVATIONS,
     BF16,
     E4M3,
     LARGEST,
     multiply,
     multiply_recorded,
     not_recorded,
-    planned_run,
+    signature_of,
 )
-from sparsebench.kernels.nn._spense_plans import NAMES
 from sparsebench.kernels.nn._spense_weights import DTYPES, pack_weight, round_weight, with_name
 from sparsebench.kernels.nn._weight import FusedPart
+from sparsebench.kernels.spense._call import NAMES
 from sparsebench.kernels.spense.spense_ffn import TURN, interleaved, joined, parted
 
-CODE_BYTES = (
-    2048  # a sparse tile has this many bytes of metadata, divided by the bytes of an element
-)
 BUFFERS = "sparse", "dense", "scale"
 ADAPT = (
     "adapt gate_up and down, or keep separate layers with "
@@ -88,7 +78,7 @@ class SpenseLinear(PackedLinear):
     sparse: Tensor
     dense: Tensor
     scale: Tensor | None
-    _fronts: "Fronts"
+    _recordings: dict[str | None, Recordings]  # by activation: calls without Python (front.py)
 
     def __init__(
         self,
@@ -103,18 +93,14 @@ class SpenseLinear(PackedLinear):
     ) -> None:
         """Allocate zeros for a state dict to fill."""
         nn.Module.__init__(self)
-        self._fronts = Fronts()
+        self._recordings = {}
         require(dtype in NAMES, f"expected {DTYPES}, found {dtype}")
         self.in_features, self.out_features, self.dtype = in_features, out_features, dtype
         n, k = out_features, in_features
-        size = dtype.itemsize
-        rows, columns = sparse_shape_of(n, k, size, dense_fraction, split)
-        self.sparse_shape = rows, columns
-        rest = (n, k - columns) if columns < k else (n - rows, k)
-        zeros = partial(torch.zeros, dtype=torch.uint8, device=device)
-        sparse_bytes = VALUE_BYTES + CODE_BYTES // size
-        self.register_buffer("sparse", zeros(*_grid(rows, columns, size), sparse_bytes))
-        self.register_buffer("dense", zeros(*_grid(*rest, size), DENSE_BYTES))
+        self.sparse_shape = sparse_shape_of(n, k, dtype.itemsize, dense_fraction, split)
+        shapes = tile_shapes((n, k), self.sparse_shape, dtype.itemsize)
+        for name, shape in zip(("sparse", "dense"), shapes, strict=True):
+            self.register_buffer(name, torch.zeros(shape, dtype=torch.uint8, device=device))
         self.sparse[..., VALUE_BYTES:] = FIRST_TWO
         self.register_buffer("scale", torch.ones(n, device=device) if dtype == E4M3 else None)
         self.bias = frozen(torch.zeros(n, device=device, dtype=self.outside)) if bias else None
@@ -200,8 +186,8 @@ class SpenseLinear(PackedLinear):
 
     def _product(self, x: Tensor, activation: str | None = None) -> Tensor:
         """Return X @ W.T and the bias; with an activation, if W is gate and up, act(G) * U."""
-        if not torch.compiler.is_compiling() and activation in self._fronts:
-            fast: Tensor | None = self._fronts[activation](x)
+        if not torch.compiler.is_compiling() and activation in self._recordings:
+            fast: Tensor | None = self._recordings[activation].replay(x)
             if fast is not None:
                 return fast
         if x.dim() == 0 or x.shape[-1] != self.in_features:
@@ -215,30 +201,26 @@ class SpenseLinear(PackedLinear):
         if x.dtype not in (self.outside, self.dtype):
             raise Unsupported(f"expected X in the layer's {self.outside}, found {x.dtype}")
         bias = self.bias if activation is None else None
-        tensors = rows_of(x), self.sparse, self.dense
+        tiles = self.sparse, self.dense
         layout = self.out_features, self.in_features, *self.sparse_shape, activation
         training |= torch.is_grad_enabled() and bias is not None and bias.requires_grad
-        y: Tensor
-        in_python = cast or not_recorded()
-        run = None if in_python else planned_run(*tensors, layout, self.scale)
-        if run is None:
-            y = multiply(*tensors, *layout, self.scale, training=training)
+        if cast or not x.is_cuda or not_recorded():
+            y = multiply(rows_of(x), *tiles, *layout, self.scale, training=training)
             return unflatten(y if bias is None else y.add_(bias), x)
+        if activation not in self._recordings:
+            self._recordings[activation] = Recordings(signature_of(activation))
         guards = [Guard(self._buffers, name, self._buffers[name]) for name in BUFFERS]
         guards.append(Guard(self._parameters, "bias", self._parameters.get("bias"), content=False))
-        y, front = multiply_recorded(
-            self._fronts.pop(activation, None),
+        return multiply_recorded(
+            self._recordings[activation],
             x,
-            tensors,
-            (layout, self.scale),
-            run,
+            tiles,
+            layout,
+            self.scale,
             guards,
             bias=bias,
             training=training,
         )
-        if front is not None:
-            self._fronts[activation] = front
-        return y
 
     def extra_repr(self) -> str:
         """Return the sizes, the sparse part and the dtype."""
@@ -360,8 +342,3 @@ class SpenseGatedMLP(nn.Module):
     def extra_repr(self) -> str:
         """Return the hidden units and the activation."""
         return f"hidden_features={self.hidden_features}, activation={self.activation}"
-
-
-def _grid(rows: int, columns: int, itemsize: int) -> tuple[int, int]:
-    """Return the number of rows and columns of tiles that hold a part of W."""
-    return -(-rows // ROWS), -(-columns * itemsize // SPAN_BYTES)

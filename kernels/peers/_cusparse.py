@@ -39,10 +39,10 @@ from torch import Tensor
 from sparsebench.errors import Unsupported
 from sparsebench.formats.bsr import Bsr
 from sparsebench.formats.csr import Csr
+from sparsebench.kernels._common.padding import multiple_of
 from sparsebench.kernels._common.requirements import GPU_EXTRA, unsupported_without
 from sparsebench.kernels._common.search import search
 from sparsebench.kernels._kernel import Launch, Operands, Output
-from sparsebench.kernels.peers._padding import multiple_of
 from sparsebench.results.record import Problem
 
 CUDA_TYPES = {torch.float32: 0, torch.float16: 2, torch.bfloat16: 14}  # library_types.h

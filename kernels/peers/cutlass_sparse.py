@@ -27,10 +27,10 @@ from torch import Tensor
 
 from sparsebench.errors import Unsupported
 from sparsebench.formats.spense import Spense
+from sparsebench.kernels._common import foreign_code
 from sparsebench.kernels._common.requirements import HOPPER, unmet
 from sparsebench.kernels._common.search import fastest_call, pinned_or
 from sparsebench.kernels._kernel import OUTPUTS, Kernel, Launch, Operands
-from sparsebench.kernels.peers import _authors
 from sparsebench.results.record import Problem
 
 PACKAGE, MAJOR = "cutlass_library", 4
@@ -101,14 +101,14 @@ def product(w: Tensor, x: Tensor, output: torch.dtype, code: ctypes.CDLL) -> Cal
         torch.zeros(count, dtype=torch.uint8, device=x.device) for count in counts
     )
     out = x.new_empty(m, n, dtype=output)
-    packed = map(_authors.pointer, (w, values, metadata))
-    if status := code.pack(_authors.stream_of(x.device), *packed, n, m, k):
+    packed = map(foreign_code.pointer, (w, values, metadata))
+    if status := code.pack(foreign_code.stream_of(x.device), *packed, n, m, k):
         raise Unsupported(f"CUTLASS cannot compress W {n} x {k}: status {status}")
     torch.cuda.synchronize(x.device)  # before W is freed
 
     def run() -> Tensor:
-        arrays = map(_authors.pointer, (values, metadata, x, out, space))
-        if status := code.multiply(_authors.stream_of(x.device), *arrays, n, m, k):
+        arrays = map(foreign_code.pointer, (values, metadata, x, out, space))
+        if status := code.multiply(foreign_code.stream_of(x.device), *arrays, n, m, k):
             raise RuntimeError(f"CUTLASS refuses {(n, m, k)}: status {status}")
         return out
 
@@ -135,8 +135,8 @@ def built(dtype: str, config: Config) -> ctypes.CDLL:
     """Build or load the library of a tile. Raises Unsupported."""
     include = headers() / "include", headers() / "tools/util/include"
     flags = ["--expt-relaxed-constexpr", *(f"-I{folder}" for folder in include)]
-    defines = config.defines(dtype)
-    return _authors.library("cutlass_sparse", version(), TARGET, *flags, *defines)
+    source, defines = Path(__file__).with_suffix(".cu"), config.defines(dtype)
+    return foreign_code.library(source, version(), TARGET, *flags, *defines)
 
 
 def unsupported(problem: Problem, device: torch.device) -> str | None:

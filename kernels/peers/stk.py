@@ -8,13 +8,13 @@ STK (Gale et al. 2022, MegaBlocks) has no other choices: tiles of 128 x 128 x 32
 stages. It uses the blocks as they are stored.
 
     dtype  fp16 or bf16; tf32, which it uses for fp32
-    m      padded to a multiple of 128, for the gradient of W to one of 32 (_padding.py)
+    m      padded to a multiple of 128, for the gradient of W to one of 32 (_common/padding.py)
     n, k   multiples of 128, at most 32768, because int16 indices times 128 overflow beyond
            (stanford-futuredata/stk pull request 17). X and Y have less than 2^31 elements, because
            offsets are int32
 
 STK is the package stanford-stk or, if it is not installed, a checkout below --peers DIR
-(_authors.py).
+(_common/foreign_code.py).
 Source: stanford-stk 0.7.1, stk/ops/linear_ops.py and stk/backend/triton_kernels.py.
 """
 
@@ -30,11 +30,11 @@ from torch import Tensor
 from sparsebench.errors import Unsupported
 from sparsebench.formats._format import rows_of
 from sparsebench.formats.bsr import Bsr
+from sparsebench.kernels._common import foreign_code
+from sparsebench.kernels._common.padding import multiple_of, padded
 from sparsebench.kernels._common.requirements import unsupported_dtype, unsupported_sizes
 from sparsebench.kernels._common.search import fastest_choice
 from sparsebench.kernels._kernel import Kernel, Launch, Operands, Output
-from sparsebench.kernels.peers import _authors
-from sparsebench.kernels.peers._padding import multiple_of, padded
 from sparsebench.results.record import Problem
 
 DTYPES = "fp16", "bf16", "tf32"
@@ -62,7 +62,7 @@ def unavailable() -> str | None:
     try:
         version("stanford-stk")
     except PackageNotFoundError:
-        folder = _authors.checkout(MARKER)
+        folder = foreign_code.checkout(MARKER)
         if folder is None:
             return "needs STK: pip install stanford-stk"
         if str(folder) not in sys.path:

@@ -18,7 +18,8 @@ As shipped, blocks must be square and divide n and k. torch uses its Triton kern
 power of two of at least 16 that divides the tokens. Otherwise it gathers rows and multiplies in
 fp32 without a warning (`path` in the choice). The other ways always use the Triton kernel: block
 sides must be powers of two of at least 16, and tokens are padded to a multiple of 16, for torch's
-tuner of r (_padding.py). fp32 and tf32 problems run without tensor cores, because TF32 is off.
+tuner of r (_common/padding.py). fp32 and tf32 problems run without tensor cores, because TF32 is
+off.
 Source: torch/sparse/_triton_ops.py; ATen/native/sparse/cuda/SparseBlasImpl.cpp.
 """
 
@@ -32,10 +33,10 @@ from torch import Tensor
 
 from sparsebench.errors import Unsupported
 from sparsebench.formats.bsr import Bsr
+from sparsebench.kernels._common.padding import Tokens, multiple_of, padded
 from sparsebench.kernels._common.search import finalists, part_of, search
 from sparsebench.kernels._common.transposed import dgrad_of
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
-from sparsebench.kernels.peers._padding import Tokens, multiple_of, padded
 from sparsebench.results.record import Problem
 
 TOKEN_TILES = 16, 32, 64, 128, 256

@@ -19,12 +19,11 @@ import torch
 
 from sparsebench.errors import Unsupported
 from sparsebench.formats.int4 import Int4
-from sparsebench.kernels._common.requirements import AMPERE, unmet
+from sparsebench.kernels._common.requirements import WEIGHT_BITS, unsupported_in_4_bits
 from sparsebench.kernels._common.search import fastest_call, pinned_or
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
 from sparsebench.results.record import Problem
 
-BITS = 4
 INNER_K_TILES = 8, 4, 2
 TILE, ROWS, GROUPS = 16, 8, (32, 64, 128, 256)
 
@@ -46,25 +45,11 @@ def prepare(operands: Operands) -> Launch:
     pack = torch.ops.aten._convert_weight_to_int4pack
     packed = [pack(w.codes, choice["inner_k_tiles"]) for choice in choices]
     calls = [partial(product, x, codes, group, scales_and_zeros) for codes in packed]
-    return fastest_call(calls, choices, operands.device, weight_bits=BITS)
+    return fastest_call(calls, choices, operands.device, weight_bits=WEIGHT_BITS)
 
 
 def unsupported(problem: Problem, device: torch.device) -> str | None:
     return unsupported_in_4_bits(problem, device, "bf16", ROWS, min(INNER_K_TILES) * TILE)
-
-
-def unsupported_in_4_bits(
-    problem: Problem, device: torch.device, dtype: str, rows: int, columns: int
-) -> str | None:
-    """Return why a kernel cannot run here, or None.
-
-    The kernel takes weights of 4 bits and activations of one dtype, on Ampere and newer, with n a
-    multiple of `rows` and k of `columns`.
-    """
-    if problem.fields.get("weight_bits") != BITS:
-        dtype_of_weights = problem["dtype"]
-        return f"expected weights of {BITS} bits (weight_bits: {BITS}), found {dtype_of_weights}"
-    return unmet(problem, device, AMPERE, dtype, newer=True, n=rows, k=columns)
 
 
 KERNEL = Kernel("linear", "int4", "cuda", prepare, unsupported)

@@ -18,53 +18,44 @@ products (spense_wgmma.cu).
 CTAs have one or two warpgroups that multiply, because three leave no warp idle.
 """
 
-from torch import Tensor
-
 from sparsebench.errors import Unsupported
 from sparsebench.formats.slide import Slide
-from sparsebench.kernels._common.cuda import BoundKernel, compile_ahead
-from sparsebench.kernels._common.search import fastest_launch
-from sparsebench.kernels._common.tuned_table import Tuned, choose
-from sparsebench.kernels._kernel import Kernel, Launch, Operands
-from sparsebench.kernels.spense import slide_gather, spense_wgmma
-from sparsebench.kernels.spense.slide_gather import sizes_of, slide_of
-from sparsebench.kernels.spense.spense_wgmma import Config, constants_of
+from sparsebench.formats.spense import Spense
+from sparsebench.kernels._common.operator import Bound, Engine
+from sparsebench.kernels._kernel import Operands
+from sparsebench.kernels.spense import spense_wgmma
+from sparsebench.kernels.spense._call import LIFTED, SpenseCall, bound
+from sparsebench.kernels.spense.spense_wgmma import Config
 
-KEPT, GROUP = 6, 8
-
-
-def launch(x: Tensor, w: Slide, config: Config, *, watchdog: bool = False) -> BoundKernel:
-    """Return the kernel, bound to these operands, that computes Y [m, n]. Raises Unsupported."""
-    if reason := unsupported_operands(x, w):
-        raise Unsupported(reason)
-    plan = spense_wgmma.plan(w.lifted, len(x), config, watchdog=watchdog, lifted_from=w.shape[1])
-    return spense_wgmma.bind(plan, x, w.lifted)
+CLUSTERS = 8  # that are likely, of which those of three warpgroups are left out
+TOKENS = *range(16, 129, 16), 256  # 144 to 240 tokens are not lifted faster
 
 
-def unsupported_operands(x: Tensor, w: Slide) -> str | None:
-    if (w.nonzeros, w.group) != (KEPT, GROUP):
-        return f"expected {KEPT} of {GROUP} elements, found {w.nonzeros} of {w.group}"
-    return slide_gather.unsupported_operands(x, w)
+def choices(w: Spense, call: SpenseCall) -> list[Config]:
+    """Return the likely configurations of spense_wgmma that can lift X."""
+    every = spense_wgmma.choices(w, call, CLUSTERS)
+    return [config for config in every if config.warpgroups < 3 and config.tokens in TOKENS]
 
 
-def searched(x: Tensor, w: Slide) -> list[Config]:
-    """Return the configurations of a short search, the likeliest first."""
-    every = spense_wgmma.searched(len(x), w.lifted.shape, x.itemsize, x.device, 8)
-    high = spense_wgmma.POWERS[-1], *range(16, 129, 16)  # 144 to 240 tokens are not lifted faster
-    return [config for config in every if config.warpgroups < 3 and config.tokens in high]
+def bind(operands: Operands, engines: tuple[Engine, ...]) -> Bound:
+    """Return the call of a suite's operands. Raises Unsupported."""
+    w = operands.weights["w"]
+    if not isinstance(w, Slide):
+        raise Unsupported(f"expected a weight in slide, found {type(w).__name__}")
+    if (w.nonzeros, w.group) != LIFTED:
+        expected = f"expected {LIFTED[0]} of {LIFTED[1]} elements"
+        raise Unsupported(f"{expected}, found {w.nonzeros} of {w.group}")
+    return bound(w.lifted, operands.activations["x"], engines, lifted_from=w.shape[1])
 
 
-def prepare(operands: Operands, *, tuned: Tuned = True) -> Launch:
-    w, x = slide_of(operands), operands.activations["x"]
-    if reason := unsupported_operands(x, w):
-        raise Unsupported(reason)
-    tried = searched(x, w)
-    tried = list(dict.fromkeys([*tried, *spense_wgmma.space()])) if tuned == "wide" else tried
-    sizes = sizes_of(x, w, operands.problem["dtype"])
-    configs, by = choose("slide_wgmma", Config, operands, sizes, tuned, tried)
-    constants = [constants_of(config, w.dtype, windows=True) for config in configs]
-    compile_ahead("spense_wgmma", constants)
-    return fastest_launch(configs, [launch(x, w, config) for config in configs], by, x.device)
-
-
-KERNEL = Kernel("linear", "slide", "cuda", prepare, spense_wgmma.unsupported, tunes=True)
+KERNEL = Engine(
+    op="linear",
+    consumes="slide",
+    device="cuda",
+    unsupported=spense_wgmma.unsupported,
+    name="slide_wgmma",
+    config=Config,
+    choices=choices,
+    plan=spense_wgmma.plan,
+    bind=bind,
+)

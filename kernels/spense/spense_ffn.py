@@ -17,23 +17,18 @@ n = 25600 that saves 1.7 GB, or 0.39 ms at 4.3 TB/s.
           Accumulators are scaled in fp32, before act and before Y is rounded.
 """
 
-from collections.abc import Callable
-from dataclasses import replace
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from sparsebench.errors import Unsupported
 from sparsebench.formats.spense import Spense
 from sparsebench.kernels._common.elementwise import quantised, scale_of
-from sparsebench.kernels._common.scales import Scales
-from sparsebench.kernels._common.search import lines_of
-from sparsebench.kernels._common.tuned_table import Tuned
+from sparsebench.kernels._common.operator import Earlier
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
 from sparsebench.kernels.spense import spense_wgmma
-from sparsebench.kernels.spense._operands import weight_of
+from sparsebench.kernels.spense._call import bound, weight_of
 
+PRODUCT = spense_wgmma.KERNEL
 TURN = 8  # rows of gate, then of up; a thread has two of its warp's 16 rows, 8 apart
 
 
@@ -64,45 +59,37 @@ def parted(rows: Tensor) -> tuple[Tensor, Tensor]:
     return gate.flatten(0, 1), up.flatten(0, 1)
 
 
-def prepare(operands: Operands, *, tuned: Tuned = True) -> Launch:
-    """Choose a configuration for each of the two launches; `tuned` is that of spense_wgmma."""
+def prepare(operands: Operands) -> Launch:
+    """Plan both products, each with a search of its own. Raises Unsupported."""
     wg, wu, wd = (weight_of(operands.weights, name) for name in ("wg", "wu", "wd"))
     problem, x, (n, k) = operands.problem, operands.activations["x"], wg.shape
-    first = [quantised(x)] if problem["dtype"] == "fp8" else []
-    x = first[0]() if first else x
-    of_h = torch.full((2 * n,), scale_of(problem, k), device=x.device) if first else None
-    of_y = torch.full((k,), scale_of(problem, n), device=x.device) if first else None
+    of_h = of_y = rounding = None
+    if problem["dtype"] == "fp8":
+        rounding = quantised(x)
+        x = rounding()
+        of_h = torch.full((2 * n,), scale_of(problem, k), device=x.device)
+        of_y = torch.full((k,), scale_of(problem, n), device=x.device)
+    parts = (operands.pinned or {}).items()  # those of 0.3 do not name the kernel
+    pinned = {name: {"kernel": PRODUCT.name, **choice} for name, choice in parts}
+    earlier = Earlier(pinned, operands.timed)
     both, activation = joined(wg, wu), problem["activation"]
-    gate_up = _product(operands, "gate_up", both, x, activation, Scales(of_h), tuned)
-    h = gate_up()
+    first = bound(both, x, (PRODUCT,), of_h, activation=activation)
+    gate_up = first.select(earlier.part("gate_up"))
+    hidden = first.run(gate_up.product)
+    h = hidden()
     assert isinstance(h, Tensor)
-    down = _product(operands, "down", wd, h, None, Scales(of_y), tuned)
-    before: list[Callable[[], object]] = [*first, gate_up]
+    down = bound(wd, h, (PRODUCT,), of_y).select(earlier.part("down"))
 
     def run() -> Tensor:
-        for step in before:
-            step()
-        y = down()
-        assert isinstance(y, Tensor)
+        if rounding is not None:
+            rounding()
+        y: Tensor = down.product.run(hidden(), wd.sparse, wd.dense, of_y)
         return y
 
-    choice = {"gate_up": gate_up.choice, "down": down.choice}
-    candidates = [*lines_of("gate and up", gate_up), *lines_of("down", down)]
-    return Launch(run, choice, gate_up.code, candidates)
-
-
-def _product(
-    operands: Operands,
-    name: str,
-    w: Spense,
-    x: Tensor,
-    activation: str | None,
-    scales: Scales,
-    tuned: Tuned,
-) -> Launch:
-    pinned = operands.pinned and operands.pinned[name]
-    product: dict[str, Any] = {"weights": {"w": w}, "activations": {"x": x}, "pinned": pinned}
-    return spense_wgmma.prepare(replace(operands, **product), activation, scales, tuned=tuned)
+    plans = {"gate_up": gate_up, "down": down}
+    choice = {name: plan.row for name, plan in plans.items()}
+    lines = [{"of": name, **line} for name, plan in plans.items() for line in plan.lines]
+    return Launch(run, choice, gate_up.product.code, lines)
 
 
 KERNEL = Kernel("ffn", "spense", "cuda", prepare, spense_wgmma.unsupported)

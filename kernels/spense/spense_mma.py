@@ -5,7 +5,7 @@ the same packed bytes.
 
     spense_mma.cu     the kernel; draws its two main loops and the registers of mma.sp
     _stream_k.py      which CTA multiplies what, and which work items are cut along k
-    this file         chooses a configuration and launches
+    this file         chooses configurations and plans
 
     dtype     fp16 or bf16. fp8 is unsupported, because 8.0 has no mma.sp for it and 9.0 emulates
               it with 16-bit instructions
@@ -14,25 +14,32 @@ the same packed bytes.
     W         any split
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from sparsebench.errors import Unsupported
 from sparsebench.formats.spense import ROW_BYTES, ROWS, VALUE_BYTES, Spense
-from sparsebench.kernels._common.cuda import BoundKernel, Constants, Layout, Loaded, load, target_of
-from sparsebench.kernels._common.requirements import unsupported_before_ampere
-from sparsebench.kernels._common.search import fastest_launch
+from sparsebench.kernels._common.cuda import (
+    ADDRESSES,
+    HALVES,
+    Arguments,
+    Constants,
+    Layout,
+    Loaded,
+    launch,
+    load,
+    target_of,
+)
 from sparsebench.kernels._common.device import multiprocessors
-from sparsebench.kernels._common.tuned_table import Tuned, choose
-from sparsebench.kernels._kernel import Kernel, Launch, Operands
-from sparsebench.kernels.spense import _operands
-from sparsebench.kernels.spense._operands import sizes_of, weight_of
+from sparsebench.kernels._common.operator import Engine, Product
+from sparsebench.kernels._common.requirements import unsupported_before_ampere
+from sparsebench.kernels._common.scratch import counters, workspace
+from sparsebench.kernels._kernel import refuse
+from sparsebench.kernels.spense._call import SpenseCall, bind, unsupported_sizes
 from sparsebench.kernels.spense._stream_k import schedule, tiles_of
 
-DTYPES = torch.float16, torch.bfloat16
 TOKENS = 16, 32, 64, 128
 W_BYTES = VALUE_BYTES + 512  # stage for a row of tiles: half a tile, and half its metadata
 HALF_BYTES = VALUE_BYTES // 2 + 512  # the same if all tiles are sparse: rows are half as long
@@ -83,31 +90,28 @@ class Config:
         return self.tokens * ROW_BYTES + self.rows * self.w_bytes(dense)
 
 
+def choices(w: Spense, call: SpenseCall) -> list[Config]:
+    """Return the configurations for the call's tokens, the likeliest first."""
+    refuse(unsupported_call(call))
+    return configurations(call.m, kib_of(w.sparse.device))
+
+
 def configurations(m: int, kib: int) -> list[Config]:
-    """Return at most five configurations to time for m tokens, the default first.
+    """Return at most six configurations for m tokens, the likeliest first.
 
     kib  shared memory of an SM
 
     The smallest tile that holds all tokens reads W once. If none does, the largest two are timed.
     """
     fitting = [tokens for tokens in TOKENS if tokens < 2 * m or tokens == TOKENS[0]][:-3:-1]
-    return [Config(tokens) for tokens in fitting] + _ahead(fitting, kib)
-
-
-def space(kib: int) -> list[Config]:
-    """Return all configurations, for a wide search on SMs with `kib` of shared memory."""
-    return [Config(tokens) for tokens in TOKENS] + _ahead(TOKENS, kib)
-
-
-def _ahead(token_tiles: Iterable[int], kib: int) -> list[Config]:
-    """Return the configurations that load ahead and have enough stages for any W."""
-    configs = [
+    ahead = [
         Config(tokens, rows, kib * rows // 4 - RESERVED_KIB, ahead=True)
         for rows in (2, 4)
-        for tokens in token_tiles
+        for tokens in fitting
         if rows == 2 or tokens >= 64
     ]
-    return [config for config in configs if config.stages(dense=True) >= LEAST_STAGES]
+    enough = [config for config in ahead if config.stages(dense=True) >= LEAST_STAGES]
+    return [*(Config(tokens) for tokens in fitting), *enough]
 
 
 def workers(device: torch.device, config: Config, shared_bytes: int) -> int:
@@ -120,27 +124,43 @@ def kib_of(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor) // 1024
 
 
-def launch(x: Tensor, w: Spense, config: Config) -> BoundKernel:
-    """Return the kernel, bound to these operands, that computes Y [m, n]. Raises Unsupported."""
-    if reason := unsupported_operands(x, w):
-        raise Unsupported(reason)
-    (m, k), (n, _), device, dense = x.shape, w.shape, x.device, w.dense.numel() > 0
+def plan(w: Spense, call: SpenseCall, config: Config) -> Product:
+    """Schedule the work and upload the list. Reads only the shapes and the device of W's tiles."""
+    refuse(unsupported_call(call))
+    device, (n, k), tiles, dense = w.sparse.device, call.shape, tiles_of(w), w.dense.numel() > 0
     shared = config.shared_bytes(dense)
     grid = workers(device, config, shared)
-    work = schedule(w, m, config.tokens, 1, grid, rows_of_cta=config.rows, interleaved=False)
-    constants, target = constants_of(config, w.dtype, dense), target_of(device)
+    work = schedule(w, call.m, config.tokens, 1, grid, rows_of_cta=config.rows, interleaved=False)
+    constants, target = constants_of(config, call.dtype, dense), target_of(device)
     kernel, code = load("spense_mma", "multiply_tiles", constants, shared, device, target)
-    items, starts = (torch.from_numpy(a).to(device) for a in (work.items, work.starts))
-    workspace = x.new_empty(
-        max(work.slots * config.rows * ROWS * config.tokens, 1), dtype=torch.float32
-    )
-    counters = x.new_zeros(max(work.counters, 1), dtype=torch.int32)  # zero again after each launch
-    y, lists = x.new_empty(m, n), (items, starts, workspace, counters)
-    activations = x.data_ptr(), x.stride(0) * x.itemsize, m, k
-    weights = w.sparse.data_ptr(), w.dense.data_ptr(), *tiles_of(w)
-    args = ARGUMENTS(*activations, *weights, y.data_ptr(), *(a.data_ptr() for a in lists), n)
     loaded = Loaded(kernel, code, device.index, grid, config.threads, shared)
-    return BoundKernel(loaded, args, (x, w.sparse, w.dense, *lists), y)
+    items, starts = lists = tuple(torch.from_numpy(a).to(device) for a in (work.items, work.starts))
+    floats = work.slots * config.rows * ROWS * config.tokens
+
+    @lru_cache(ADDRESSES)
+    def arguments(tokens: int, x: tuple[int, int], w: tuple[int, int], *rest: int) -> Arguments:
+        y, sums, counts = rest
+        addresses = y, items.data_ptr(), starts.data_ptr(), sums, counts
+        return ARGUMENTS(*x, tokens, k, *w, *tiles, *addresses, n)
+
+    def run(
+        x: Tensor,
+        sparse: Tensor,
+        dense: Tensor,
+        features: Tensor | None = None,
+        tokens: Tensor | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        assert features is None
+        assert tokens is None
+        y = x.new_empty(x.shape[0], n) if out is None else out
+        scratch = workspace(x, floats), counters(x, work.counters)
+        at = [0 if operand is None else operand.data_ptr() for operand in (y, *scratch)]
+        of_x = x.data_ptr(), x.stride(0) * x.itemsize
+        args = arguments(x.shape[0], of_x, (sparse.data_ptr(), dense.data_ptr()), *at)
+        return launch(loaded, args, y, lists, *(part for part in scratch if part is not None))
+
+    return Product(run, code)
 
 
 def constants_of(config: Config, dtype: torch.dtype, dense: bool) -> Constants:
@@ -161,26 +181,21 @@ def constants_of(config: Config, dtype: torch.dtype, dense: bool) -> Constants:
     )
 
 
-def unsupported_operands(x: Tensor, w: Spense) -> str | None:
-    limits = {"most_tokens": TOKENS[-1], "most_columns": 2**24, "y_step": 2}
-    return _operands.unsupported(x, w, DTYPES, **limits)
+def unsupported_call(call: SpenseCall) -> str | None:
+    """Return why the kernel cannot run a call, or None."""
+    if call.activation is not None:
+        return f"expected no activation, which spense_wgmma has, found {call.activation}"
+    return unsupported_sizes(call, HALVES, 2, 2**24)
 
 
-def prepare(operands: Operands, *, tuned: Tuned = True, ahead: bool = True) -> Launch:
-    """Take the configuration of a table, or the fastest of a few. Raises Unsupported.
-
-    ahead  whether a search also times the configurations that load ahead
-    """
-    w, x = weight_of(operands.weights, "w"), operands.activations["x"]
-    if reason := unsupported_operands(x, w):
-        raise Unsupported(reason)
-    kib = kib_of(x.device)
-    possible = space(kib) if tuned == "wide" else configurations(len(x), kib)
-    searched = [config for config in possible if ahead or not config.ahead]
-    sizes = sizes_of(operands, x, w)
-    configs, by = choose("spense_mma", Config, operands, sizes, tuned, searched)
-    candidates = [launch(x, w, config) for config in configs]
-    return fastest_launch(configs, candidates, by, x.device)
-
-
-KERNEL = Kernel("linear", "spense", "cuda", prepare, unsupported_before_ampere, tunes=True)
+KERNEL = Engine(
+    op="linear",
+    consumes="spense",
+    device="cuda",
+    unsupported=unsupported_before_ampere,
+    name="spense_mma",
+    config=Config,
+    choices=choices,
+    plan=plan,
+    bind=bind,
+)

@@ -12,7 +12,7 @@ from typing import Any
 from sparsebench._discovery import modules
 from sparsebench.results.formatting import FORMATS
 
-REMOVED = {"cublas_ffn": "dense", "dense_triton": "dense"}
+REMOVED = {"cublas_ffn": "dense", "dense_triton": "dense", "slide_gather": "spense"}
 """Families of removed kernels that occur in published rows (kernels/_removed.py)."""
 
 OURS = {"attention", "bitmap", "bsr", "csr", "spense", "twell"}

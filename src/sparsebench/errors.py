@@ -5,7 +5,6 @@
     │   └── NoMeter           --energy, and the device does not count it (harness/bench/energy.py)
     ├── ResultError           a run on disk cannot be used
     ├── FormatError           a format cannot hold this matrix
-    ├── TableError            a table of tuned configurations cannot be used
     └── Unsupported           a kernel cannot run this case here
 
 The command line prints the message and ends with code 2. In a contest, FormatError and Unsupported
@@ -33,10 +32,6 @@ class ResultError(SparsebenchError):
 
 class FormatError(SparsebenchError):
     """A format cannot hold this matrix; the message says why."""
-
-
-class TableError(SparsebenchError):
-    """A table of tuned configurations cannot be used; the message names the file."""
 
 
 class WorkerError(RuntimeError):

@@ -9,7 +9,9 @@ from collections import defaultdict
 import pytest
 import torch
 
+from sparsebench.formats.csr import Csr
 from sparsebench.kernels._common import cuda
+from sparsebench.kernels._common.unstructured import UnstructuredCall
 from sparsebench.kernels.bsr import bsr_resident
 from sparsebench.kernels.csr import csr_cuda, csr_cuda_wgrad
 from tests.compiling.nvcc import assert_compiles_cleanly, by_nvcc
@@ -23,12 +25,10 @@ FP32, BF16 = torch.float32, torch.bfloat16
 
 def variants(name: str) -> list[cuda.Constants]:
     """Return the macros of typical configurations of a kernel."""
-    if name == "csr_cuda":
-        ways = [(config, dtype) for dtype in (FP32, BF16) for config in csr_cuda.space(dtype)]
-        return [csr_cuda.constants_of(*way, True) for way in ways[::8]]
-    if name == "csr_cuda_wgrad":
-        ways = [(config, dtype) for dtype in (FP32, BF16) for config in csr_cuda_wgrad.space()]
-        return [csr_cuda_wgrad.constants_of(*way, True) for way in ways[::4]]
+    if module := {"csr_cuda": csr_cuda, "csr_cuda_wgrad": csr_cuda_wgrad}.get(name):
+        call, one = UnstructuredCall("linear", 1), torch.ones(1, 1)
+        ways = [(module.choices(Csr.from_dense(one.to(d)), call)[0], d) for d in (FP32, BF16)]
+        return [module.constants_of(*way, True) for way in ways]
     if name == "bsr_resident":
         configs = (
             bsr_resident.Config(16, 4),

@@ -3,10 +3,16 @@
 import ctypes
 import re
 import subprocess
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import ModuleType
+from typing import Any
 
+import pytest
+
+from sparsebench.kernels._common import cuda
 from tests.tools.paths import cuda_source
 
 FUNCTION = re.compile(
@@ -17,6 +23,7 @@ FUNCTION = re.compile(
 HERE = Path(__file__).parent
 STANDARD = re.compile(r"^#include <.*>\n", re.MULTILINE)
 PTX_HEADERS = "hopper.cuh", "mma.cuh"
+MOST_BYTES = 227 * 1024  # of shared memory of a CTA on Hopper
 
 
 def without_ptx(code: str, *replaced: str) -> str:
@@ -38,21 +45,46 @@ def device_code(name: str, *replaced: str) -> str:
     return without_ptx(code, *replaced)
 
 
-def entry_point(call: str, threads: str = "THREADS", split: str = "1") -> str:
-    """Return C++ of `call(args, grid, shared bytes)`, which launches a kernel by its arguments.
+def entry_point(call: str, threads: str = "THREADS", split: str = "1", name: str = "call") -> str:
+    """Return C++ of `name(args, grid, shared bytes)`, which launches a kernel by its arguments.
 
     `call` is C++ that calls the kernel, in which at<T>(i) is argument i.
     """
     return f"""
+      namespace of_{name} {{
       static void** a;
       static size_t shared_bytes;
       template <class T> T& at(int i) {{ return *(T*)a[i]; }}
       static void run() {{ {call} }}
-      extern "C" void call(void** args, int grid, size_t bytes) {{
+      extern "C" void {name}(void** args, int grid, size_t bytes) {{
         a = args, shared_bytes = bytes;
         launch(grid, {threads}, {split}, bytes, run);
       }}
+      }}
     """
+
+
+def run_here(
+    patch: pytest.MonkeyPatch,
+    module: ModuleType,
+    build: Callable[[str, cuda.Constants], Any],
+    most_bytes: int = MOST_BYTES,
+) -> None:
+    """Let the kernels that a module loads run on this machine.
+
+    build       (function, constants) -> the C function that `entry_point` makes for the kernel
+    most_bytes  of shared memory that a CTA may have
+    """
+
+    def load(name: str, function: str, constants: cuda.Constants, shared: int, *_: Any) -> Any:
+        assert shared <= most_bytes
+        return build(function, constants), "code"
+
+    def enqueue(loaded: cuda.Loaded, args: cuda.Arguments) -> None:
+        loaded.kernel(args[0], loaded.grid, ctypes.c_size_t(loaded.shared_bytes))
+
+    patch.setattr(module, "load", load)
+    patch.setattr(cuda.Loaded, "enqueue", enqueue)
 
 
 @cache

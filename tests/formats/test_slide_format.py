@@ -14,7 +14,7 @@ from sparsebench.formats.slide import Slide
 from sparsebench.formats.spense import DTYPES
 from sparsebench.harness.testing.formats import bits
 
-KINDS = [(2, 4), (4, 6), (6, 8), (8, 10), (4, 4)]
+KINDS = [(2, 4), (4, 6), (6, 8), (8, 10)]
 SPECIAL = torch.tensor([-0.0, float("nan"), 1.0, -2.5, 0.0])
 
 
@@ -75,7 +75,6 @@ def test_a_block_of_six_of_eight_is_x_and_then_the_middles_of_its_groups() -> No
         ((6, 8), torch.bfloat16, 1.5 * 0.5625),
         ((6, 8), torch.float8_e4m3fn, 1.5 * 0.625),
         ((2, 4), torch.bfloat16, 0.5625),
-        ((4, 4), torch.bfloat16, 2 * 0.5625),
     ],
 )
 def test_whole_tiles_take_the_bytes_of_the_docstring(kind, dtype, share) -> None:

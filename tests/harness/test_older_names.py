@@ -5,11 +5,13 @@ import torch
 
 from sparsebench.errors import SuiteError
 from sparsebench.formats.dense import Dense
+from sparsebench.harness.bench.contest import run
 from sparsebench.harness.bench.prepare import unsupported
 from sparsebench.harness.catalog import load_format, load_kernel, names, weights_format
 from sparsebench.harness.plan.suite import expand
+from sparsebench.harness.run.recorded_plan import code_of
 from sparsebench.kernels import _removed
-from sparsebench.results.record import FORMATS_ONCE_DENSE, Case, Contender, Problem
+from sparsebench.results.record import FORMATS_ONCE_DENSE, Case, Contender, Problem, Status
 from sparsebench.results.tables.families import OF_ACTIVATIONS
 
 SUITE = """
@@ -75,7 +77,23 @@ def test_the_id_of_a_published_case_is_what_it_was() -> None:
     assert Case(Problem.from_json(problem), Contender("twell", "ffn_twell")).id == PUBLISHED
 
 
-@pytest.mark.parametrize(("kernel", "stored"), FORMATS_ONCE_DENSE.items())
+def test_a_kernel_of_a_distribution_that_is_not_installed_is_an_unsupported_row(
+    monkeypatch,
+) -> None:
+    monkeypatch.setattr(_removed, "AUTHORS", {"cublas_elsewhere"})
+    (contest,) = expand("mine.yaml", SUITE.replace("cublas_old", "cublas_elsewhere")).contests
+    rows, _ = run(contest.problem, contest.contenders, torch.device("cpu"), None)
+    assert [row.status for row in rows] == [Status.UNSUPPORTED]
+    assert "pip install ./authors" in rows[0].detail
+    assert code_of([contest])["plugins"] == {}
+    with pytest.raises(SuiteError, match="did you mean"):
+        expand("mine.yaml", SUITE.replace("cublas_old", "cublass"))
+
+
+IN_THIS_PACKAGE = [(k, f) for k, f in FORMATS_ONCE_DENSE.items() if k not in _removed.AUTHORS]
+
+
+@pytest.mark.parametrize(("kernel", "stored"), IN_THIS_PACKAGE)
 def test_kernels_name_the_format_that_their_rows_are_read_as(kernel: str, stored: str) -> None:
     assert load_kernel(kernel).consumes == stored
 

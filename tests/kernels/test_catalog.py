@@ -9,12 +9,15 @@ import pytest
 import torch
 
 from sparsebench import testing
-from sparsebench.harness.catalog import load_kernel, load_op, names
+from sparsebench._discovery import modules
+from sparsebench.harness.catalog import load_kernel, load_op
 from sparsebench.results.record import Problem
 from tests.tools.marks import exhaustive
 
 KERNELS = {
-    name: kernel for name in names("kernels") if (kernel := load_kernel(name)).device == "cuda"
+    name: kernel
+    for name, place in modules("kernels").items()
+    if place.startswith("sparsebench.") and (kernel := load_kernel(name)).device == "cuda"
 }
 FAMILIES = "attention", "bitmap", "bsr", "csr", "spense", "twell"
 OURS = tuple(f"sparsebench.kernels.{family}." for family in FAMILIES)
@@ -30,25 +33,18 @@ BY_FORMAT = {
     "spense": "pattern=two_four sparsity=0.5",
     "slide": "pattern=six_eight sparsity=0.25",
     "int4": "weight_bits=4",
-    "int4_two_four": "weight_bits=4 pattern=two_four sparsity=0.5",
     **dict.fromkeys(("cvse", "twell", "active_csr"), "activation=relu active=8"),
 }
 BY_NAME = {
     "attention_split": "m=16 context=2048 heads=4 kv_heads=4 head_dim=128 batch=1 causal=true "
     "pattern=sliding_window block=[16,64] sparsity=0.5",
-    "decoder_spense": f"{STEP} pattern=spense_hidden sparsity=0.25 dense_fraction=0.5 split=rows "
-    "wd.split=columns wh.dense_fraction=1.0 wqkv.dense_fraction=1.0 wo.dense_fraction=1.0",
     "cusparselt_hybrid": f"{SIZES} pattern=spense_rows sparsity=0.25",
     "bsr_wgrad_mma": f"{SIZES} pattern=blocks block=16 sparsity=0.5",
     "linear_few": "m=2 n=512 k=256 active=8",
     **dict.fromkeys(("stk", "stk_dgrad", "stk_wgrad"),
                     f"{SIZES} pattern=blocks block=128 sparsity=0.5"),
-    "macko": "m=1 n=512 k=256 pattern=unstructured sparsity=0.9",
-    **dict.fromkeys(("twell_authors", "twell_authors_step"),
-                    "m=256 n=5632 k=2048 activation=relu active=29"),
-    "twell_authors_mlp": "m=256 n=8192 k=2048 activation=relu active=29",
 }  # fmt: skip
-IN_FP8 = "bsr_triton", "bsr_wgmma", "cublas", "slide_gather", "slide_wgmma", "spense_wgmma"
+IN_FP8 = "bsr_triton", "bsr_wgmma", "cublas", "slide_wgmma", "spense_wgmma"
 
 
 def words_for(name: str) -> str:

@@ -20,8 +20,8 @@ from statistics import median
 from typing import Any
 
 from sparsebench._writing import write_file
-from sparsebench.kernels._common import tuned_table
-from sparsebench.kernels._common.selection import BESIDE
+from sparsebench.kernels._common.choices import file_name, package_folder
+from sparsebench.kernels._common.operator import BESIDE
 from sparsebench.results.record import Row, Status
 from sparsebench.results.run import store
 from sparsebench.results.tables.families import DEFAULT, is_ours
@@ -52,8 +52,8 @@ def write(run: Path, folder: Path) -> tuple[Path, int]:
     """Merge the choices of a run into the list of its GPU; return the list and their number."""
     gpu, rows = store.read(run).environment["gpu"], [*store.rows(run)]
     major, minor = map(int, gpu["compute_capability"].split("."))
-    table = folder / tuned_table.file_name((major, minor), gpu["multiprocessors"])
-    file, times = table.with_suffix(".choices"), defaultdict[str, dict[str, list[float]]](dict)
+    file = folder / file_name((major, minor), gpu["multiprocessors"])
+    times = defaultdict[str, dict[str, list[float]]](dict)
     for row in rows:
         if row.status is Status.OK and row.case.contender.kernel == DEFAULT:
             for choice in products(row.choice):
@@ -125,7 +125,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("runs", nargs="+", type=Path)
     for run in parser.parse_args().runs:
-        file, count = write(run, tuned_table.folders()["package"])
+        file, count = write(run, package_folder())
         print(f"{run}: {count} choices into {file.name}")
 
 

@@ -40,8 +40,8 @@ from sparsebench.harness.models.pruning.layer import ACTIVATIONS
 from sparsebench.harness.models.pruning.model import quiet, usable
 from sparsebench.harness.models.pruning.surroundings import require_unread
 from sparsebench.harness.models.reporting import transformers_for
+from sparsebench.kernels._kernel import NAMES
 from sparsebench.kernels.nn import BitmapLinear, SpenseGatedMLP, SpenseLinear
-from sparsebench.kernels.nn._frozen_op import NAMES
 from sparsebench.results.run.store import write_json
 
 E4M3, HALF = torch.float8_e4m3fn, (torch.float16, torch.bfloat16)

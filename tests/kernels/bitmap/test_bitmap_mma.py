@@ -1,10 +1,9 @@
-"""bitmap_mma: its threads on a CPU, what it refuses, its machine code, and on a GPU.
+"""bitmap_mma: its threads on a CPU, where NaN goes, its configurations, and its machine code.
 
 On the CPU the kernel's own source runs thread by thread, with the arguments of its launch.
 mma_on_cpu.h stands in for the instructions, as the PTX ISA defines them.
 """
 
-import ctypes
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -12,15 +11,16 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from sparsebench.errors import Unsupported
 from sparsebench.formats.bitmap import Bitmap
 from sparsebench.kernels._common import cuda
+from sparsebench.kernels._common.unstructured import UnstructuredCall
 from sparsebench.kernels.bitmap import bitmap_mma
 from sparsebench.kernels.bitmap.bitmap_mma import Config
-from tests.compiling.nvcc import assert_compiles_cleanly, by_nvcc, hopper
-from tests.emulation.cuda_on_cpu import device_code, entry_point, library_of
+from tests.compiling.nvcc import assert_compiles_cleanly, by_nvcc
+from tests.emulation.cuda_on_cpu import device_code, entry_point, library_of, run_here
+from tests.kernels.contract import Example, run_engine
 from tests.tools.marks import needs_gxx, sampled
 
 STAND_INS = """
@@ -68,87 +68,59 @@ STAND_INS = """
 
 
 @cache
-def on_cpu(config: Config, dtype: torch.dtype, late: bool) -> Any:
+def library(constants: cuda.Constants) -> Any:
     """Build the kernel's source for this machine."""
     call = """
         multiply_records(at<Activations>(0), at<Weights>(1), at<u16*>(2), at<int>(3), at<int>(4));
     """
     source = STAND_INS + device_code("bitmap_mma.cu") + entry_point(call, split="SPLIT")
-    constants = (*bitmap_mma.constants_of(config, dtype), ("LATE", int(late)))
     return library_of(source, constants)
 
 
-def emulated(
-    x: Tensor, w: Bitmap, config: Config, workers: int, patch: pytest.MonkeyPatch
-) -> Tensor:
-    patch.setattr(bitmap_mma, "load", lambda *arguments: (None, "code"))
-    patch.setattr(bitmap_mma, "multiprocessors", lambda device: workers * config.split)
-    program = bitmap_mma.launch(x, w, config)
-    kernel = on_cpu(config, x.dtype, workers % 2 == 0)
-    program.out.fill_(float("nan"))
-    shared = ctypes.c_size_t(config.shared_bytes(w.room, len(x), x.itemsize))
-    kernel.call(program.args[0], program.loaded.grid, shared)
-    return program.out
-
-
-def example(
-    m: int, n: int, k: int, sparsity: float, dtype: torch.dtype = torch.bfloat16
-) -> tuple[Tensor, Bitmap]:
-    """Return small integers, whose sums are exact."""
-    torch.manual_seed(m + n + k)
-    w = torch.randint(-2, 3, (n, k)) * (torch.rand(n, k) >= sparsity)
-    w[0], w[-1] = 1, 0  # a stream of every element, and one of none
-    x = torch.randint(-2, 3, (m, k))
-    return x.to(dtype), Bitmap.from_dense(w.to(dtype))
+def on_workers(patch: pytest.MonkeyPatch, workers: int, split: int) -> None:
+    """Run the kernel here, as on a GPU that runs so many CTAs or clusters at a time."""
+    late = ("LATE", int(workers % 2 == 0))
+    run_here(patch, bitmap_mma, lambda function, constants: library((*constants, late)).call)
+    patch.setattr(bitmap_mma, "multiprocessors", lambda device: workers * split)
 
 
 BF16, FP16, FP8 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
 CASES = [
-    (Config(8, 2, 2, 2, 2, 2), 3, 1, 70, 1032, 0.5, BF16),
-    (Config(8, 1, 3, 2, 1, 3), 2, 8, 100, 528, 0.7, FP8),
-    (Config(8, 1, 1, 2, 3, 1), 2, 8, 100, 1536, 0.8, FP16),  # many blocks, each with many steps
-    (Config(16, 4, 1, 2, 2, 2), 1, 45, 100, 264, 0.0, BF16),
-    (Config(64, 1, 2, 3, 2, 1), 2, 50, 16, 776, 0.97, BF16),
-    (Config(8, 1, 2, 2, 1, 2), 2, 5, 33, 512, 0.6, FP16),
+    (Config(8, 2, 2, 2, 2, 2), 3, Example(1, 70, 1032, 0.5), BF16),
+    (Config(8, 1, 3, 2, 1, 3), 2, Example(8, 100, 528, 0.3), FP8),
+    (Config(8, 1, 1, 2, 3, 1), 2, Example(8, 100, 1536, 0.2), FP16),  # each block has many steps
+    (Config(16, 4, 1, 2, 2, 2), 1, Example(45, 100, 264, 1.0), BF16),
+    (Config(64, 1, 2, 3, 2, 1), 2, Example(50, 16, 776, 0.03), BF16),
+    (Config(8, 1, 2, 2, 1, 2), 2, Example(5, 33, 512, 0.4), FP16),
 ]
 CASES += [(replace(config, table=False), *rest) for config, *rest in CASES]
 CASES += [
-    (Config(8, 1, 2, 2, 1, 2, False, 2), 3, 8, 90, 1288, 0.5, BF16),
-    (Config(8, 1, 4, 1, 1, 2, False, 8), 1, 3, 60, 304, 0.6, FP16),  # six CTAs have no tile
-    (Config(16, 2, 2, 1, 2, 1, True, 4), 2, 21, 100, 1040, 0.7, FP8),  # the last CTA has one tile
+    (Config(8, 1, 2, 2, 1, 2, False, 2), 3, Example(8, 90, 1288, 0.5), BF16),
+    (Config(8, 1, 4, 1, 1, 2, False, 8), 1, Example(3, 60, 304, 0.4), FP16),  # six have no tile
+    (Config(16, 2, 2, 1, 2, 1, True, 4), 2, Example(21, 100, 1040, 0.3), FP8),  # the last has one
 ]
 
 
 @needs_gxx
 @pytest.mark.parametrize(
-    ("config", "workers", "m", "n", "k", "sparsity", "dtype"),
-    sampled(CASES, 0, 1, 7, 11, -2),
-    ids=str,
+    ("config", "workers", "example", "dtype"), sampled(CASES, 0, 1, 7, 11, -2), ids=str
 )
-def test_its_threads_give_the_product_on_a_cpu(
-    config, workers, m, n, k, sparsity, dtype, monkeypatch
-) -> None:
-    x, w = example(m, n, k, sparsity, dtype)
-    y = emulated(x, w, config, workers, monkeypatch)
-    right = (x.float() @ w.to_dense().float().T).to(y.dtype)
-    torch.testing.assert_close(y, right, rtol=0, atol=0)
+def test_its_threads_give_the_product_on_a_cpu(config, workers, example, dtype, monkeypatch):
+    on_workers(monkeypatch, workers, config.split)
+    assert run_engine(bitmap_mma.KERNEL, example, dtype, configs=[config])
 
 
 @needs_gxx
-def test_nan_and_infinity_are_where_the_definition_has_them_at_any_stride(monkeypatch) -> None:
-    x, w = example(3, 40, 520, 0.5, BF16)
-    wide = torch.full((3, 544), float("nan"), dtype=BF16)[:, :520]
-    x = wide.copy_(x)
-    dense = w.to_dense()
+def test_nan_and_infinity_are_where_the_definition_has_them(monkeypatch) -> None:
+    config, _, example, _ = CASES[0]
+    on_workers(monkeypatch, 2, 1)
+    dense = example.dense(BF16)
     dense[3, 5], dense[7, 519], dense[9] = float("nan"), float("inf"), -0.0
-    w, config = Bitmap.from_dense(dense), CASES[0][0]
-    y = emulated(x, w, config, 2, monkeypatch)
-    right = (x.float() @ dense.float().T).to(y.dtype)
+    x = torch.randint(-2, 3, (1, example.k)).to(BF16)
+    y = bitmap_mma.plan(Bitmap.from_dense(dense), UnstructuredCall("linear", 1), config).run(x)
+    right = (x.float() @ dense.float().T).to(BF16)
     torch.testing.assert_close(y, right, rtol=0, atol=0, equal_nan=True)
     assert right[:, 3].isnan().all()
-
-
-# ---- what is refused ----
 
 
 # ---- configurations, and the code ----
@@ -179,7 +151,7 @@ def test_a_weight_with_a_dense_tile_does_not_fit_the_configuration_of_an_even_on
     even[:, ::2] = 0
     assert choice.shared_bytes(Bitmap.from_dense(even).room, 1, 2) <= bitmap_mma.SHARED_BYTES
     with pytest.raises(Unsupported, match="at most 232448 bytes of shared memory, found 266736"):
-        bitmap_mma.Product(Bitmap.from_dense(uneven), choice, torch.device("cpu"))
+        bitmap_mma.plan(Bitmap.from_dense(uneven), UnstructuredCall("linear", 1), choice)
 
 
 @by_nvcc
@@ -201,27 +173,3 @@ def test_a_weight_with_a_dense_tile_does_not_fit_the_configuration_of_an_even_on
 )
 def test_it_compiles_without_a_spill(config: Config, dtype: torch.dtype, tmp_path: Path) -> None:
     assert_compiles_cleanly("bitmap_mma", bitmap_mma.constants_of(config, dtype), tmp_path)
-
-
-# ---- on a GPU ----
-
-
-@hopper
-@pytest.mark.parametrize("dtype", [BF16, FP16, FP8], ids=str)
-@pytest.mark.parametrize(
-    ("m", "n", "k", "sparsity"),
-    [(1, 4096, 4096, 0.5), (13, 2070, 1040, 0.8), (50, 48, 5136, 0.3), (131, 4096, 2048, 0.97)],
-)
-def test_the_products_are_right_on_a_gpu(m, n, k, sparsity, dtype) -> None:
-    x, w = example(m, n, k, sparsity, dtype)
-    x, w = x.cuda(), Bitmap.from_dense(w.to_dense().cuda())
-    right = (x.double() @ w.to_dense().double().T).to(torch.bfloat16 if dtype == FP8 else dtype)
-    rest = w.room, x.itemsize, {s: bitmap_mma.at_once(s, x.device) for s in bitmap_mma.SPLITS}
-    configs = bitmap_mma.configurations(n, k, m, *rest)
-    kinds = [(config.table, config.split) for config in configs]
-    some = [c for i, c in enumerate(configs) if kinds[:i].count(kinds[i]) < 3]
-    bitmap_mma.compile_ahead("bitmap_mma", [bitmap_mma.constants_of(c, dtype) for c in some])
-    for config in some:
-        program = bitmap_mma.launch(x, w, config)
-        program.out.fill_(float("nan"))
-        torch.testing.assert_close(program(), right, rtol=0, atol=0)

@@ -26,6 +26,7 @@ from sparsebench.kernels.nn._bsr_plans import Call, engines_of
 from sparsebench.kernels.peers import scipy_csr
 from tests.compiling.nvcc import hopper
 from tests.kernels.bsr.examples import assert_right, on_gpu
+from tests.kernels.contract import Example, run_engine
 
 N, K = 96, 64
 BY_KERNEL: list[tuple[Any, str | None]] = [
@@ -199,9 +200,8 @@ def test_a_weight_with_plans_is_pickled_without_them(kind: Any) -> None:
 
 @pytest.mark.parametrize("tokens", [0, 8])
 def test_a_dense_copy_multiplies_padded_tokens(tokens: int) -> None:
-    dense, x = weight(), torch.randn(7, K)
-    product = _frozen_op.DenseCopy(Bitmap.from_dense(dense), _frozen_op.Padded(tokens))
-    torch.testing.assert_close(product.run(x), x @ dense.T)
+    config = _frozen_op.Padding(tokens)
+    assert run_engine(_frozen_op.DENSE, Example(7, N, K, 0.5), torch.float32, configs=[config])
 
 
 @pytest.mark.gpu

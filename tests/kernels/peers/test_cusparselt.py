@@ -18,7 +18,6 @@ import torch
 
 from sparsebench.errors import Unsupported
 from sparsebench.formats.dense import Dense
-from sparsebench.formats.slide import Slide
 from sparsebench.formats.spense import Spense
 from sparsebench.harness.bench.correctness import FP8, FP32, Expected, check
 from sparsebench.harness.inputs.bits import scores
@@ -31,7 +30,6 @@ from sparsebench.kernels.peers import (
     cusparselt,
     cusparselt_dense,
     cusparselt_hybrid,
-    cusparselt_slide,
 )
 from sparsebench.kernels.peers._cusparselt import Algorithm, Matrix, Plan
 from sparsebench.results.record import Problem
@@ -410,20 +408,16 @@ def test_every_algorithm_is_right_on_redrawn_activations_when_captured(dtype: st
         assert_right(y, operands)
 
 
-# ---- lifted weights ----
+# ---- dense weights ----
 
 
-@pytest.mark.interpreted
 @pytest.mark.parametrize(("dtype", "m"), [("fp16", 3), ("fp8", 32), ("int8", 5)])
-@pytest.mark.parametrize("module", [cusparselt_slide, cusparselt_dense])
-def test_lifted_weights_multiply_lifted_activations(library, monkeypatch, module, m, dtype) -> None:
+def test_the_null_contender_multiplies_dense_weights(library, monkeypatch, m, dtype) -> None:
     pick(monkeypatch, cusparselt, 0)
-    operands = operands_of(dtype, m=m)
-    keep = (torch.rand(N, K // 8, 8).argsort(-1) < 6).flatten(1)
-    stored = Slide if module is cusparselt_slide else Dense
-    w = drawn(N, K, dtype=dtype, keep=keep)
-    operands = replace(operands, weights={"w": stored.from_dense(w)})
-    launch = module.prepare(operands)
+    operands = replace(
+        operands_of(dtype, m=m), weights={"w": Dense.from_dense(drawn(N, K, dtype=dtype))}
+    )
+    launch = cusparselt_dense.prepare(operands)
     for _ in range(2):
         assert_right(launch(), operands)
         operands.activations["x"].copy_(operands.activations["x"].float().flip(0))

@@ -5,44 +5,20 @@ cuSPARSE 12.6, STK 0.7.1), and what each front end refuses. Without a GPU the te
 `unsupported` alone; on a GPU it measures, and skips what is not installed.
 """
 
-from dataclasses import dataclass, field
-from typing import Any
-
 import pytest
 import torch
 
-from sparsebench.harness.bench import contest
 from sparsebench.harness.bench.prepare import unsupported
-from sparsebench.harness.catalog import load_kernel, load_op, names
-from sparsebench.results.record import Contender, Problem, Status
+from sparsebench.harness.catalog import load_kernel, names
+from tests.kernels.peers.front_ends import Answers, assert_timed, cases, tokens
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda:0")
-PATTERNS = {"bsr": "blocks", "csr": "unstructured", "spense": "two_four"}
-ANY_TOKENS = 3, 50
-
-
-@dataclass(frozen=True)
-class Answers:
-    """The sizes (m, n, k) and dtypes that a front end answers, for a contender of a peer."""
-
-    front: str
-    dtypes: tuple[str, ...]
-    sizes: tuple[tuple[int, int, int], ...]
-    block: int = 1
-    options: dict[str, Any] = field(default_factory=dict)
-    fields: dict[str, Any] = field(default_factory=dict)
-
-
-def tokens(n: int, k: int, *counts: int) -> tuple[tuple[int, int, int], ...]:
-    return tuple((m, n, k) for m in counts or ANY_TOKENS)
 
 
 HALVES, FLOATS = ("fp16", "bf16"), ("fp16", "bf16", "fp32")
 DEFAULT_ALONE = {"options": {"search": False}}
 LINEAR, MM = "torch.nn.functional.linear(x, w)", "cusparseSpMM through nvmath"
-FEW_UNITS = {"activation": "relu", "active": 29}
 IN_4_BITS = {"weight_bits": 4}
-TWO_FOUR_IN_4_BITS = {**IN_4_BITS, "pattern": "two_four", "sparsity": 0.5}
 
 ANSWERS: dict[str, list[Answers]] = {
     # Sides of 16, in 8 bits of 32; torch pads tokens in 16 bits, and its users do so in 8.
@@ -89,28 +65,9 @@ ANSWERS: dict[str, list[Answers]] = {
     ],
     "cublas_masked": [Answers("torch.mm", HALVES, tokens(96, 200, 37), 32)],
     "torch_compile": [Answers("torch.compile", ("bf16",), tokens(40, 72, 37))],
-    # No Python front end: a C function of the checkout, for n and k in multiples of 64.
-    "spinfer": [Answers("SpMM_SplitK_API_bitmap_v3", ("fp16",), tokens(128, 256))],
-    "macko": [Answers("macko_spmv.multiply", ("fp16",), tokens(40, 200, 1))],
-    # Weights in 4 bits; n in multiples of 8 and of 256.
+    # Weights in 4 bits; n in multiples of 8.
     "torch_int4": [
         Answers("aten._weight_int4pack_mm", ("bf16",), tokens(264, 384, 1, 37), fields=IN_4_BITS)
-    ],
-    "marlin": [Answers("marlin.mul", ("fp16",), tokens(256, 384, 1, 37, 130), fields=IN_4_BITS)],
-    "sparse_marlin": [
-        Answers(
-            "marlin.mul_2_4", ("fp16",), tokens(256, 384, 1, 37, 130), fields=TWO_FOUR_IN_4_BITS
-        )
-    ],
-    # k 2048, n 5632 and 8192; their kernels take multiples of 256 tokens.
-    "twell_authors": [
-        Answers("twell.TwELLGatedMLP", ("bf16",), tokens(5632, 2048, 50, 256), fields=FEW_UNITS)
-    ],
-    "twell_authors_mlp": [
-        Answers("twell.TwELLMLP", ("bf16",), tokens(8192, 2048, 50, 256), fields=FEW_UNITS)
-    ],
-    "twell_authors_step": [
-        Answers("ff_forward_gated", ("bf16",), tokens(5632, 2048, 50, 256), fields=FEW_UNITS)
     ],
     # scipy.sparse refuses fp16 and has no bf16.
     "scipy_csr": [Answers("csr_array @ x", ("fp32", "tf32"), tokens(13, 11, 1, 7))],
@@ -123,7 +80,6 @@ WITHOUT_A_FRONT_END = {
     *(
         "cusparselt_dense",
         "cusparselt_hybrid",
-        "cusparselt_slide",
         "decoder_dense",
         "ffn_dense_triton",
         "reference",
@@ -141,32 +97,6 @@ CASES = [
     for answers in every
 ]
 OF_THE_CPU = [case for case in CASES if load_kernel(str(case.values[0])).device == "cpu"]
-
-
-def cases(name: str, answers: Answers) -> list[tuple[Problem, Contender]]:
-    """Return the problems of a peer's answers, each with its contender."""
-    kernel = load_kernel(name)
-    op = "linear" if kernel.op == "any" else kernel.op
-    form, defaults = (
-        ("dense" if kernel.consumes == "any" else kernel.consumes),
-        load_op(op).defaults,
-    )
-    pattern = {"pattern": PATTERNS.get(form, "dense"), "block": answers.block}
-    pattern |= {"sparsity": 0.5 if form in PATTERNS else 0.0} if op != "ffn_step" else {}
-    params = {"block": answers.block} if form == "bsr" else {}
-    contender = Contender(form, name, params, answers.options)
-    return [
-        (
-            Problem(
-                op,
-                defaults | pattern | {"m": m, "n": n, "k": k, "dtype": dtype} | answers.fields,
-                defaults=defaults,
-            ),
-            contender,
-        )
-        for dtype in answers.dtypes
-        for m, n, k in answers.sizes
-    ]
 
 
 def test_every_peer_has_a_front_end_in_the_table() -> None:
@@ -195,17 +125,6 @@ def test_a_peer_of_the_cpu_has_a_time_where_its_front_end_answers(name, answers)
 
 
 @pytest.mark.gpu
-@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")  # TwELL's kernels refuse a capture
 @pytest.mark.parametrize(("name", "answers"), CASES)
 def test_a_peer_has_a_time_where_its_front_end_answers(name: str, answers: Answers) -> None:
     assert_timed(name, answers, CPU if load_kernel(name).device == "cpu" else CUDA)
-
-
-def assert_timed(name: str, answers: Answers, device: torch.device) -> None:
-    """Run every case; skip those whose package or checkout is not installed."""
-    for problem, contender in cases(name, answers):
-        (row, *_), _ = contest.run(problem, [contender], device, None)
-        if row.status is Status.UNSUPPORTED and row.detail.startswith("needs"):
-            pytest.skip(row.detail)
-        assert row.status is Status.OK, f"{dict(problem.fields)}: {row.detail}"
-        assert row.samples_us

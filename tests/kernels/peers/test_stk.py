@@ -2,6 +2,7 @@
 
 import sys
 from dataclasses import replace
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from sparsebench.formats.bsr import Bsr
 from sparsebench.harness.catalog import load_kernel, load_op
+from sparsebench.kernels._common import foreign_code
 from sparsebench.kernels._kernel import Operands
 from sparsebench.kernels.peers import stk
 from sparsebench.results.record import Problem
@@ -117,3 +119,19 @@ def test_a_missing_gpu_or_stk_is_the_reason(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(stk, "version", missing)
     assert stk.unsupported(problem, CUDA) == "needs STK: pip install stanford-stk"
+
+
+def test_stk_may_come_from_a_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent(name: str) -> str:
+        raise stk.PackageNotFoundError(name)
+
+    monkeypatch.setattr(stk, "version", absent)
+    monkeypatch.delenv(foreign_code.VARIABLE, raising=False)
+    assert stk.unavailable() == "needs STK: pip install stanford-stk"
+    marker = tmp_path / "clone" / stk.MARKER
+    marker.parent.mkdir(parents=True)
+    marker.write_text("")
+    monkeypatch.setenv(foreign_code.VARIABLE, str(tmp_path))
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    assert stk.unavailable() is None
+    assert sys.path[-1] == str(tmp_path / "clone")

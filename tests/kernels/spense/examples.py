@@ -11,7 +11,7 @@ from sparsebench.formats.slide import Slide
 from sparsebench.formats.spense import Spense
 from sparsebench.harness.bench.correctness import FP8, FP32, Expected, check
 from sparsebench.kernels._kernel import DTYPES
-from sparsebench.kernels.spense import spense_wgmma
+from sparsebench.kernels.spense._call import SpenseCall
 from sparsebench.kernels.spense.spense_wgmma import Config
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -32,8 +32,16 @@ Shape = tuple[int, int, int, float, str]
 ODD = [(3, 70, 8, 0.0, "rows"), (130, 258, 264, 0.5, "rows"), (9, 74, 648, 0.5, "columns")]
 ODD += [(70, 322, 1048, 0.0, "rows")]
 
-WGMMA_CONFIGS = [c for c in spense_wgmma.space() if c.ahead == 4]
-WGMMA_CONFIGS += [Config(16, 1, 6), Config(16, 1, 8), Config(64, 1, 6), Config(64, 2, 5)]
+WGMMA_POWERS = [
+    Config(tokens, cluster, 4) for tokens in (16, 32, 64, 128, 256) for cluster in (1, 2)
+]
+WGMMA_CONFIGS = [
+    *WGMMA_POWERS,
+    Config(16, 1, 6),
+    Config(16, 1, 8),
+    Config(64, 1, 6),
+    Config(64, 2, 5),
+]
 WGMMA_SPLIT = [  # a cluster for each item, and lists of items of one and three warpgroups
     *(Config(16, 1, 4, 1, 8), Config(48, 1, 4, 1, 2), Config(112, 1, 4, 2, 2)),
     *(Config(112, 1, 4, 3, 3), Config(128, 1, 4, 3, 1), Config(128, 1, 4, 3, 5)),
@@ -47,6 +55,10 @@ WGMMA_TALL = [  # tiles as high as some number of tokens needs
     *(Config(168, 1, 4), Config(136, 1, 4, 3), Config(216, 1, 4), Config(248, 1, 4)),
 ]
 WGMMA_CONFIGS += [*WGMMA_SPLIT, *WGMMA_TALL]
+
+
+def call_of(w: Spense, m: int, activation: str | None = None) -> SpenseCall:
+    return SpenseCall(m, w.shape, w.sparse_shape, w.dtype, activation)
 
 
 def example(shape: Shape, dtype: torch.dtype, device: str = "cpu") -> tuple[Tensor, Spense]:
@@ -86,11 +98,21 @@ def on_gpu(shape: Shape, dtype: str) -> tuple[Tensor, Spense]:
     return torch.randn(x.shape, device="cuda").to(x.dtype), packed
 
 
-def assert_right(y: Any, x: Tensor, w: Spense | Slide, what: Any) -> None:
-    right = w.to_dense().double().T
-    spread = (x.double().square() @ right.square()).sqrt()
+def assert_right(
+    y: Tensor,
+    x: Tensor,
+    w: Spense | Slide,
+    what: Any,
+    features: Tensor | None = None,
+    tokens: Tensor | None = None,
+) -> None:
+    """Compare Y with the product in fp64, and in fp8 with its scales."""
+    right, wide = w.to_dense().double(), x.double()
+    right = right if features is None else right * features[:, None]
+    wide = wide if tokens is None else wide * tokens[:, None]
+    spread = (wide.square() @ right.square().T).sqrt()
     sums = FP8 if x.itemsize == 1 else FP32
-    expected = Expected(x.double() @ right, spread, y.dtype, w.shape[1], sums=sums)
+    expected = Expected(wide @ right.T, spread, y.dtype, w.shape[1], sums=sums)
     assert (reason := check(y, expected).reason) is None, f"{what}: {reason}"
 
 

@@ -1,4 +1,4 @@
-"""Kernels of slide weights: the launch that lifts X, middle boxes, work lists, and products."""
+"""slide_wgmma: middle boxes, work lists, and machine code. test_contract.py has its products."""
 
 import ctypes
 from itertools import product
@@ -9,64 +9,18 @@ import torch
 from torch import Tensor
 
 from sparsebench.formats._format import BITS
-from sparsebench.formats.slide import Slide, columns_of
+from sparsebench.formats.slide import columns_of
 from sparsebench.formats.spense import DTYPES as STORED
 from sparsebench.formats.spense import Spense
-from sparsebench.kernels._common.lift import lifting
-from sparsebench.kernels._kernel import DTYPES
-from sparsebench.kernels.spense import slide_gather, slide_wgmma, spense_wgmma
+from sparsebench.kernels.spense import spense_wgmma
 from sparsebench.kernels.spense._stream_k import schedule
 from sparsebench.kernels.spense.spense_wgmma import UNIT, Config
-from tests.compiling.nvcc import CLEAN, assert_compiles_cleanly, by_nvcc, hopper
+from tests.compiling.nvcc import CLEAN, assert_compiles_cleanly, by_nvcc
 from tests.emulation.cuda_on_cpu import library_of
-from tests.kernels.spense.examples import CUOBJDUMP, assert_right
+from tests.kernels.spense.examples import CUOBJDUMP
 from tests.kernels.spense.test_spense_wgmma import assert_metadata_stays
-from tests.tools.marks import crossed, needs_gxx, sampled
+from tests.tools.marks import needs_gxx, sampled
 from tests.tools.paths import cuda_source
-
-KINDS = (6, 8), (4, 6), (8, 10), (4, 4)
-# m, n, k: one tile; edges on all sides; many k tiles; more tokens than a tile has.
-SHAPES = [(1, 8, 16), (20, 200, 528), (33, 320, 1280), (300, 456, 784)]
-
-
-def pruned(n: int, k: int, most: int, group: int, device: str = "cpu") -> Tensor:
-    """Return small integers, at most `kept` in each group; one row is empty, one has all it can."""
-    keep = torch.rand(n, -(-k // group), group, device=device).argsort(-1) < most
-    w = torch.randint(-3, 4, (n, k), device=device).float() * keep.flatten(1)[:, :k]
-    w[n // 2] = 0
-    w[-1] = torch.where(keep.flatten(1)[-1, :k], 2.0, 0.0)
-    return w
-
-
-def example(
-    shape: tuple[int, int, int],
-    dtype: torch.dtype,
-    kind: tuple[int, int] = KINDS[0],
-    device: str = "cpu",
-) -> tuple[Tensor, Slide]:
-    m, n, k = shape
-    torch.manual_seed(m + n + k)
-    w = pruned(n, k, *kind, device).to(dtype)
-    x = torch.randint(-3, 4, (m, k), device=device).to(dtype)
-    return x, Slide.from_dense(w, kept=kind[0], group=kind[1])
-
-
-# ---- the launch that lifts X ----
-
-
-@pytest.mark.interpreted
-@pytest.mark.parametrize(("kind", "dtype"), crossed(KINDS, STORED), ids=str)
-def test_x_is_lifted_to_the_columns_of_the_format(kind, dtype) -> None:
-    for shape in SHAPES[:2]:
-        x, w = example(shape, dtype, kind)
-        wide = torch.zeros(len(x), x.shape[1] + 64, dtype=dtype)[:, : x.shape[1]]
-        wide.copy_(x)
-        lift = lifting(wide, w)
-        lift.out.view(torch.uint8).fill_(0x7F)  # NaN
-        beyond = int(w.columns.max()) + 1 - x.shape[1]
-        padded = torch.nn.functional.pad(x.float(), (0, beyond))
-        assert torch.equal(lift().float(), padded[:, w.columns])
-
 
 # ---- middle boxes ----
 
@@ -159,7 +113,7 @@ def test_items_start_and_end_at_whole_units(shape: tuple[int, int], m: int) -> N
     assert (done == 1).all()
 
 
-# ---- what they refuse, and machine code ----
+# ---- machine code ----
 
 
 CONFIGS = [Config(256, 2, 4), Config(16, 1, 4), Config(64, 2, 5), Config(256, 1, 4)]
@@ -178,35 +132,3 @@ def test_it_compiles_without_a_spill_or_a_serialised_product(config, dtype, tmp_
     spills = config == Config(128, 2, 4) and dtype.itemsize == 1
     clean = "20 bytes spill stores, 36 bytes spill loads" if spills else CLEAN
     assert_compiles_cleanly("spense_wgmma", constants, tmp_path, clean=clean, look=look)
-
-
-# ---- on a GPU ----
-
-LARGE = [(300, 1536, 1280), (513, 1000, 2064), (64, 12800, 640), (16, 640, 6400), (37, 4096, 4096)]
-
-
-def on_gpu(shape: tuple[int, int, int], dtype: str, kind: tuple[int, int]) -> tuple[Tensor, Slide]:
-    """Return normal deviates, whose sums are rounded; fresh ones each time."""
-    m, n, k = shape
-    w = pruned(n, k, *kind, "cuda")
-    w = (w * (torch.rand_like(w) + 0.5)).to(DTYPES[dtype])
-    x = torch.randn(m, k, device="cuda").to(DTYPES[dtype])
-    return x, Slide.from_dense(w, kept=kind[0], group=kind[1])
-
-
-@hopper
-@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp8"])
-@pytest.mark.parametrize("config", CONFIGS, ids=str)
-def test_products_are_right_and_the_same_at_each_launch(config: Config, dtype: str) -> None:
-    kinds = {slide_gather: KINDS, slide_wgmma: KINDS[:1]}
-    for kernel, shape in product(kinds, [*LARGE, *SHAPES]):
-        for kind in kinds[kernel] if shape == LARGE[1] else KINDS[:1]:
-            x, w = on_gpu(shape, dtype, kind)
-            for watchdog in (False, True)[: 1 + (kernel is slide_wgmma)]:
-                program, outputs = kernel.launch(x, w, config, watchdog=watchdog), []
-                for _ in range(3):
-                    program.out.fill_(float("nan"))
-                    outputs.append(program().clone())
-                torch.cuda.synchronize()
-                assert_right(outputs[0], x, w, (kernel.__name__, shape, kind))
-                assert all(torch.equal(y, outputs[0]) for y in outputs), (kernel, shape)

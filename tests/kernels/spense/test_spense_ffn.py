@@ -1,5 +1,7 @@
-"""The op ffn with 2:4 hybrid weights: gate and up as one matrix, and activations."""
+"""The op ffn with 2:4 hybrid weights: gate and up as one matrix, both products, and activations."""
 
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy
@@ -11,10 +13,12 @@ from sparsebench.formats.spense import Spense
 from sparsebench.harness.bench import contest
 from sparsebench.harness.plan.suite import read
 from sparsebench.kernels._common import elementwise
+from sparsebench.kernels._common.operator import NoConfig, Product
 from sparsebench.kernels.dense.cublas import ACTIVATIONS
 from sparsebench.kernels.spense import spense_ffn
 from sparsebench.results.record import Contender, Status
-from tests.kernels.layers import problem_of
+from tests.compiling.nvcc import hopper
+from tests.kernels.layers import assert_right, assert_right_twice, operands_for, problem_of
 from tests.kernels.spense.examples import pruned
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -66,6 +70,63 @@ def test_down_is_converted_by_its_own_split():
     )
     assert row.status is Status.OK
     assert row.stored_bytes == 3 * 512 * 128 * (2 + 9 / 8) / 2  # with rows, down would be dense
+
+
+# ---- the kernel ----
+
+
+def layer(dtype: str, fraction: float, device: str = "cpu", **fields: Any) -> Any:
+    """Return the operands of a layer: gate and up split by rows, down by columns."""
+    rest = {"dtype": dtype, "pattern": "two_four", "sparsity": 0.5, **fields}
+    split = partial(Spense.from_dense, dense_fraction=fraction, split="rows")
+    down = partial(Spense.from_dense, dense_fraction=fraction, split="columns")
+    formats = {"wg": split, "wu": split, "wd": down}
+    return operands_for(problem_of("ffn", **rest), torch.device(device), formats)
+
+
+def in_torch(w: Spense, call: Any, config: NoConfig) -> Product:
+    """Plan a product of spense_wgmma without a GPU."""
+
+    def run(x: Any, sparse: Any, dense: Any, features: Any = None, tokens: Any = None) -> Any:
+        sums = x.float() @ w.to_dense().float().T
+        sums = sums if features is None else sums * features
+        if call.activation:
+            gate, up = spense_ffn.parted(sums.T)
+            sums = (ACTIVATIONS[call.activation](gate) * up).T
+        return (sums.clamp(-448, 448) if call.kind.itemsize == 1 else sums).to(call.kind)
+
+    return Product(run, "code")
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("activation", ["silu", "relu2"])
+@pytest.mark.parametrize("fraction", [0.0, 0.25, 1.0])
+def test_both_products_are_planned_and_can_be_pinned(fraction, activation, monkeypatch) -> None:
+    engine = replace(
+        spense_ffn.PRODUCT, choices=lambda w, call: [NoConfig()], plan=in_torch, config=NoConfig
+    )
+    monkeypatch.setattr(spense_ffn, "PRODUCT", engine)
+    these = layer("fp16", fraction, m=19, n=400, k=144, activation=activation)
+    launch = spense_ffn.prepare(these)
+    assert_right(launch, these)
+    assert {name: of["kernel"] for name, of in launch.choice.items()} == dict.fromkeys(
+        ("gate_up", "down"), "spense_wgmma"
+    )
+    older = {name: {"by": "search"} for name in launch.choice}  # 0.3 has no kernel
+    for pinned in (launch.choice, older):
+        assert_right(spense_ffn.prepare(replace(these, pinned=pinned)), these)
+
+
+@hopper
+@pytest.mark.parametrize("dtype", ["fp8", "bf16", "fp16"])
+@pytest.mark.parametrize("activation", [*ACTIVATIONS])
+def test_layers_are_right_on_a_gpu(activation: str, dtype: str) -> None:
+    for m, fraction in ((1, 0.5), (33, 0.0), (300, 0.25), (2000, 0.5), (17, 1.0)):
+        these = layer(dtype, fraction, "cuda", m=m, n=1360, k=528, activation=activation)
+        assert assert_right_twice(these, spense_ffn.prepare).code
+
+
+# ---- activations ----
 
 
 def assert_activates(m: int, n: int, activation: str, dtype: Any, device: str) -> None:

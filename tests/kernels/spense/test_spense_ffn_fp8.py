@@ -1,4 +1,4 @@
-"""Gated feed-forward layers in fp8; hybrid ones, and the dense peer, in every dtype."""
+"""Gated feed-forward layers in fp8: what is right, the dense peers, and the kernels between."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,7 +13,6 @@ from torch import Tensor
 from triton.runtime import interpreter
 
 from sparsebench.errors import SuiteError
-from sparsebench.formats.spense import Spense
 from sparsebench.harness.bench import contest
 from sparsebench.harness.bench.correctness import Expected, check
 from sparsebench.harness.bench.operands import DenseOperands, operands
@@ -21,17 +20,14 @@ from sparsebench.harness.catalog import load_op
 from sparsebench.harness.plan.suite import read
 from sparsebench.harness.sim import simulated_contest as sim_contest
 from sparsebench.kernels._common import elementwise
-from sparsebench.kernels._kernel import Launch, Operands, unit_scale
+from sparsebench.kernels._kernel import unit_scale
 from sparsebench.kernels.dense import _gemm, _layers, cublas, torch_compile
-from sparsebench.kernels.spense import spense_ffn, spense_wgmma
 from sparsebench.results.record import Contender, Problem, Status, Value
-from tests.compiling.nvcc import hopper
-from tests.kernels.layers import assert_right, assert_right_twice, expected_of, operands_for
+from tests.kernels.layers import assert_right, expected_of, operands_for
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 BF16, E4M3, E5M2 = torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2
 OP = load_op("ffn")
-SPLITS = {"wg": "rows", "wu": "rows", "wd": "columns"}
 
 WAYS = {  # ways in which torch multiplies, by their name in rows
     "fp8": [{"library": "cublaslt", "use_fast_accum": fast} for fast in (True, False)],
@@ -47,15 +43,6 @@ def problem(dtype: str = "fp8", **fields: Value) -> Problem:
     sizes = {"m": 16, "n": 2048, "k": 512, "dtype": dtype, "activation": "silu"}
     rest = {"pattern": "dense", "sparsity": 0.0, "block": 1, "active": None, "skew": "iid"}
     return Problem("ffn", {**sizes, **rest, **fields})
-
-
-def packed(problem: Problem, device: torch.device = CPU, fraction: float | None = None) -> Operands:
-    """Return operands for a kernel, dense or as Spense."""
-    formats = {
-        name: partial(Spense.from_dense, dense_fraction=fraction, split=split)
-        for name, split in SPLITS.items()
-    }
-    return operands_for(problem, device, {} if fraction is None else formats)
 
 
 # ---- operands and contests ----
@@ -183,7 +170,7 @@ def test_wrong_layers_are_caught(what: str, activation: str) -> None:
 @pytest.mark.parametrize("activation", [*cublas.ACTIVATIONS])
 def test_cublas_multiplies_step_by_step(activation: str) -> None:
     case = problem(n=512, k=256, activation=activation)
-    these = packed(case)
+    these = operands_for(case)
     for fast in (True, False):  # products of oneDNN, with the same name in torch
         pinned = {"library": "cublaslt", "use_fast_accum": fast}
         launch = cublas.prepare(replace(these, pinned=pinned))
@@ -192,7 +179,7 @@ def test_cublas_multiplies_step_by_step(activation: str) -> None:
 
 
 def test_cublas_saturates_what_it_rounds() -> None:
-    these = packed(problem(m=1, n=32, k=32))
+    these = operands_for(problem(m=1, n=32, k=32))
     x, weights = these.activations["x"], {n: w.to_dense() for n, w in these.weights.items()}
     beyond = cublas.in_fp8(these, True)
     x.fill_(1e6)
@@ -205,7 +192,7 @@ def test_cublas_saturates_what_it_rounds() -> None:
 
 
 def test_its_steps_are_one_graph_to_torch_compile() -> None:
-    these = packed(problem(n=256, k=128))
+    these = operands_for(problem(n=256, k=128))
     run = torch.compile(cublas.in_fp8(these, True), fullgraph=True, backend="aot_eager")
     arguments = {name: w.to_dense() for name, w in these.weights.items()} | {**these.activations}
     assert torch.equal(run(**arguments), cublas.in_fp8(these, True)(**arguments))
@@ -268,52 +255,13 @@ def test_interpreted_inputs_are_scaled_by_token(m: int, k: int) -> None:
 def test_interpreted_layers_of_two_gemms_are_right(activation, dtype, sizes) -> None:
     m, n, k = sizes
     case = problem(dtype, m=m, n=n, k=k, activation=activation)
-    these = packed(case)
+    these = operands_for(case)
     launch = _layers.ffn(these)
     assert_right(launch, these)
     pinned = {name: dict(way) for name, way in launch.choice.items()}
     again = _layers.ffn(replace(these, pinned=pinned))
     assert again.choice == launch.choice
     assert_right(again, these)
-
-
-def in_torch(operands: Operands, activation: str | None, scales: Any, *, tuned: Any) -> Launch:
-    """Replace `spense_wgmma.prepare`."""
-    w, x = operands.weights["w"], operands.activations["x"]
-    assert x.dtype == w.to_dense().dtype
-    dense, fp8 = w.to_dense().float(), x.dtype == E4M3
-    y = torch.empty(len(x), w.shape[0], dtype=BF16 if fp8 else x.dtype)
-    h = torch.empty(len(x), w.shape[0] // 2, dtype=x.dtype)
-
-    def run() -> Tensor:
-        sums = x.float() @ dense.T
-        if fp8:
-            sums = sums * scales.features
-        if activation is None:
-            return y.copy_(sums)
-        gate, up = spense_ffn.parted(sums.T)
-        units = (cublas.ACTIVATIONS[activation](gate) * up).T
-        return h.copy_(units.clamp(-448, 448) if fp8 else units)
-
-    return Launch(run, {"tuned": tuned, "by": operands.pinned or list(w.shape)}, "code")
-
-
-@pytest.mark.interpreted
-@pytest.mark.usefixtures("casts")
-@pytest.mark.parametrize(("dtype", "activation"), [("fp8", "silu"), ("fp16", "relu2")])
-@pytest.mark.parametrize("fraction", [0.0, 0.25, 1.0])
-def test_hybrid_layers_join_gate_and_up_and_can_be_pinned(
-    fraction, dtype, activation, monkeypatch
-) -> None:
-    monkeypatch.setattr(spense_wgmma, "prepare", in_torch)
-    sizes = {"m": 19, "n": 400, "k": 144, "activation": activation}
-    these = packed(problem(dtype, **sizes, pattern="two_four", sparsity=0.5), fraction=fraction)
-    launch = spense_ffn.prepare(these, tuned=False)
-    shapes = {"gate_up": [2 * 400, 144], "down": [144, 400]}
-    assert launch.choice == {name: {"tuned": False, "by": shape} for name, shape in shapes.items()}
-    assert_right(launch, these)
-    again = spense_ffn.prepare(replace(these, pinned=launch.choice), tuned=False)
-    assert {name: of["by"] for name, of in again.choice.items()} == launch.choice
 
 
 # ---- on a GPU ----
@@ -379,7 +327,7 @@ def test_two_gemms_are_right_in_every_way_on_a_gpu(shape, dtype) -> None:
     m, n, k = shape
     for activation in cublas.ACTIVATIONS:
         case = problem(dtype, m=m, n=n, k=k, activation=activation)
-        these = packed(case, CUDA)
+        these = operands_for(case, CUDA)
         launch = cublas.prepare(these)
         assert_right(launch, these)
         for pair in _layers.PAIRS:
@@ -399,16 +347,5 @@ def test_baselines_by_torch_are_right_on_a_gpu(kernel: Any) -> None:
     for m, n, k in SHAPES:
         for activation in ("silu", "relu2"):
             case = problem(m=m, n=n, k=k, activation=activation)
-            these = packed(case, CUDA)
+            these = operands_for(case, CUDA)
             assert_right(kernel.prepare(these), these)
-
-
-@hopper
-@pytest.mark.parametrize("dtype", ["fp8", "bf16", "fp16"])
-@pytest.mark.parametrize("activation", [*cublas.ACTIVATIONS])
-def test_hybrid_layers_are_right_on_a_gpu(activation: str, dtype: str) -> None:
-    for m, fraction in ((1, 0.5), (33, 0.0), (300, 0.25), (2000, 0.5), (17, 1.0)):
-        pattern = {"pattern": "two_four", "sparsity": 0.5}
-        these = problem(dtype, m=m, n=1360, k=528, activation=activation, **pattern)
-        launch = assert_right_twice(packed(these, CUDA, fraction), spense_ffn.prepare)
-        assert launch.code

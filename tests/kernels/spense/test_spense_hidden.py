@@ -13,15 +13,14 @@ import torch
 from torch import Tensor
 
 from sparsebench.formats.spense import Spense
-from sparsebench.kernels._common.scales import Scales
 from sparsebench.kernels._kernel import DTYPES
 from sparsebench.kernels.spense import spense_wgmma
 from sparsebench.kernels.spense._stream_k import interleaved_rows, schedule
 from sparsebench.kernels.spense.spense_ffn import TURN, interleaved, joined, parted
 from sparsebench.kernels.spense.spense_wgmma import Config
 from tests.compiling.nvcc import hopper
-from tests.kernels.contract import refusal
 from tests.kernels.spense.epilogue_on_cpu import KERNEL, Case, on_cpu
+from tests.kernels.spense.examples import WGMMA_POWERS, call_of
 from tests.tools.marks import needs_gxx, sampled
 
 ACTIVATIONS = [name for name in spense_wgmma.ACTIVATIONS if name]
@@ -174,29 +173,8 @@ def assert_same(out: Tensor, right: Tensor, activation: str | None) -> None:
         torch.testing.assert_close(out.double(), right.double(), equal_nan=True, **close)
 
 
-# ---- what is refused ----
-
-
-def refused(x: Tensor, w: Spense, activation: str) -> str:
-    return refusal(lambda: spense_wgmma.launch(x, w, Config(16, 1, 4), activation=activation))
-
-
-def test_outputs_that_the_kernel_cannot_write_are_unsupported_before_it_is_compiled() -> None:
-    x, w = torch.zeros(4, 64).half(), torch.zeros(2 * 12, 64)
-    packed = Spense.from_dense(w.half())
-    assert "expected one of silu, relu, relu2, gelu_tanh; found 'gelu'" in refused(
-        x, packed, "gelu"
-    )
-    reason = refused(x, packed, "silu")
-    assert reason == "expected a multiple of 16 rows of gate and up, found 24"
-    of_bytes = Spense.from_dense(torch.zeros(2 * 24, 64).to(torch.float8_e4m3fn))
-    reason = refused(x.to(torch.float8_e4m3fn), of_bytes, "silu")
-    assert reason == "expected a multiple of 32 rows of gate and up, found 48"
-
-
 # ---- on a Hopper GPU ----
 
-CONFIGS = [c for c in spense_wgmma.space() if c.ahead == 4]
 ENDS = [Config(16, 1, 4), Config(256, 2, 4)]
 
 # m, units (8 more at 16 bits), k, dense fraction: one tile; edges on all sides; all sparse, all
@@ -216,11 +194,11 @@ SHAPES = [
 
 @dataclass(frozen=True)
 class Drawn:
-    """X, gate and up as one matrix, scales of the sums, and the sums [2 units, m] in fp64."""
+    """X, gate and up as one matrix, scales of units and tokens, the sums [2 units, m] in fp64."""
 
     x: Tensor
     w: Spense
-    scales: Scales
+    scales: tuple[Tensor | None, Tensor | None]
     sums: Tensor
 
 
@@ -237,36 +215,33 @@ def drawn(shape: tuple[int, int, int, float], name: str) -> Drawn:
         w[:sparse] = torch.where(two.flatten(1), w, 0)[:sparse]
     gate[0, :4] = torch.tensor([float("nan"), 0, 0, 0])
     packed = [Spense.from_dense((w + 0.0).to(dtype), dense_fraction=fraction) for w in (gate, up)]
-    sums, scales = interleaved(gate, up).double() @ x.double().T, Scales()
+    sums, scales = interleaved(gate, up).double() @ x.double().T, (None, None)
     if name == "fp8":
         features, tokens = (2.0 ** torch.randint(-2, 2, (n,), **of) for n in (2 * units, m))
-        sums, scales = sums * features[:, None] * tokens, Scales(features, tokens)
+        sums, scales = sums * features[:, None] * tokens, (features, tokens)
     return Drawn(x.to(dtype), joined(*packed), scales, sums)
 
 
-def poison(h: Tensor) -> None:
-    h.view(torch.uint8).fill_(0xFF)  # NaN in every dtype
-
-
-def assert_right_on_gpu(config: Config, name: str, activation: str, watchdog: bool = False) -> None:
+def assert_right_on_gpu(config: Config, name: str, activation: str) -> None:
     for shape in SHAPES:
         these = drawn(shape, name)
-        how = {"activation": activation, "watchdog": watchdog}
-        program = spense_wgmma.launch(these.x, these.w, config, these.scales, **how)
+        w, m = these.w, len(these.x)
+        product = spense_wgmma.plan(w, call_of(w, m, activation), config, watchdog=True)
         seen = []
         for _ in range(3):
-            poison(program.out)
-            seen.append(program().float())
-        assert_same(program.out, right_of(these.sums, activation), activation)
-        for h in seen:
-            assert torch.equal(h.nan_to_num(9999), seen[0].nan_to_num(9999)), shape
+            h = torch.empty(m, w.shape[0] // 2, dtype=w.dtype, device="cuda")
+            h.view(torch.uint8).fill_(0xFF)  # NaN in every dtype
+            assert product.run(these.x, w.sparse, w.dense, *these.scales, out=h) is h
+            seen.append(h.float().nan_to_num(9999))
+        assert_same(h, right_of(these.sums, activation), activation)
+        assert all(torch.equal(h, seen[0]) for h in seen), shape
 
 
 @hopper
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("config", CONFIGS, ids=str)
+@pytest.mark.parametrize("config", WGMMA_POWERS, ids=str)
 def test_hidden_units_are_right_on_a_hopper_gpu(config: Config, name: str) -> None:
-    assert_right_on_gpu(config, name, "relu", watchdog=True)
+    assert_right_on_gpu(config, name, "relu")
 
 
 @hopper

@@ -15,17 +15,26 @@ import torch
 from torch import Tensor
 
 from sparsebench.formats.spense import VALUE_BYTES, Spense
-from sparsebench.kernels._kernel import Operands
+from sparsebench.kernels._common import cuda
 from sparsebench.kernels.spense import spense_mma
 from sparsebench.kernels.spense.spense_mma import Config
-from sparsebench.results.record import Problem
 from tests.compiling.nvcc import assert_compiles_cleanly, by_nvcc
 from tests.emulation.cuda_on_cpu import device_code, entry_point, library_of
-from tests.kernels.spense.examples import CUOBJDUMP, ODD, SHAPES, example
-from tests.tools.marks import needs_gxx, sampled
+from tests.kernels.spense.examples import CUOBJDUMP, ODD, SHAPES, call_of, example
+from tests.tools.marks import needs_cupy, needs_gxx, sampled
 
 KIB = {"sm_80": 164, "sm_86": 100, "sm_89": 100, "sm_90": 228, "sm_100": 228, "sm_120": 100}
-CONFIGS = spense_mma.space(KIB["sm_90"])
+
+
+def every(kib: int) -> list[Config]:
+    """Return the configurations for any number of tokens, those that do not load ahead first."""
+    listed = [spense_mma.configurations(tokens, kib) for tokens in spense_mma.TOKENS]
+    return sorted(
+        {c for configs in listed for c in configs}, key=lambda c: (c.ahead, c.rows, c.tokens)
+    )
+
+
+CONFIGS = every(KIB["sm_90"])
 ALONE, AHEAD = CONFIGS[:4], CONFIGS[4:]
 EVERY = [*SHAPES, *ODD]
 
@@ -63,24 +72,36 @@ def on_cpu(config: Config, dtype: torch.dtype, dense: bool, late: bool) -> Any:
     return library_of(source, constants)
 
 
+@pytest.fixture
+def patch(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """Let products be planned without a GPU."""
+    monkeypatch.setattr(spense_mma, "load", lambda *arguments: (None, "code"))
+    monkeypatch.setattr(spense_mma, "target_of", lambda device: "cpu")
+    return monkeypatch
+
+
 def emulated(
     x: Tensor, w: Spense, config: Config, workers: int, patch: pytest.MonkeyPatch, late: bool = True
 ) -> Tensor:
-    """Run the launch twice, because it must reset its counters."""
-    patch.setattr(spense_mma, "load", lambda *arguments: (None, "code"))
+    """Run the product twice, because it must reset its counters; plan it for a few more tokens."""
+    (n, _), counts = w.shape, torch.zeros(4096, dtype=torch.int32)
+    kernel = on_cpu(config, x.dtype, w.dense.numel() > 0, late)
+
+    def launch(loaded: cuda.Loaded, args: Any, out: Tensor, *owners: object) -> Tensor:
+        kernel.call(args[0], loaded.grid, ctypes.c_size_t(loaded.shared_bytes))
+        return out
+
     patch.setattr(spense_mma, "workers", lambda device, config, shared: workers)
-    patch.setattr(spense_mma, "target_of", lambda device: "cpu")
-    program = spense_mma.launch(x, w, config)
-    dense = w.dense.numel() > 0
-    kernel = on_cpu(config, x.dtype, dense, late)
-    shared = ctypes.c_size_t(config.shared_bytes(dense))
-    seen = []
-    for _ in range(2):
-        program.out.fill_(float("nan"))
-        kernel.call(program.args[0], workers, shared)
-        seen.append(program.out.clone())
-    torch.testing.assert_close(seen[0], seen[1], rtol=0, atol=0, equal_nan=True)
-    return seen[0]
+    patch.setattr(spense_mma, "launch", launch)
+    patch.setattr(spense_mma, "workspace", lambda x, count: torch.full((max(count, 1),), torch.nan))
+    patch.setattr(spense_mma, "counters", lambda x, count: counts)
+    product = spense_mma.plan(w, call_of(w, len(x) + 3), config)
+    outputs = [torch.full((len(x), n), torch.nan, dtype=x.dtype) for _ in range(2)]
+    for out in outputs:
+        assert product.run(x, w.sparse, w.dense, out=out) is out
+        assert not counts.any()
+    torch.testing.assert_close(*outputs, rtol=0, atol=0, equal_nan=True)
+    return outputs[0]
 
 
 @needs_gxx
@@ -97,16 +118,16 @@ def emulated(
     ),
     ids=str,
 )
-def test_its_threads_give_the_product_on_a_cpu(shape, config, workers, late, monkeypatch):
+def test_its_threads_give_the_product_on_a_cpu(shape, config, workers, late, patch):
     dtype = torch.float16 if config.tokens in (16, 128) else torch.bfloat16
     x, w = example(shape, dtype)
     right = (x.float() @ w.to_dense().float().T).to(dtype)
-    y = emulated(x, w, config, workers, monkeypatch, late)
+    y = emulated(x, w, config, workers, patch, late)
     torch.testing.assert_close(y, right, rtol=0, atol=0)
 
 
 @needs_gxx
-def test_nan_is_where_the_definition_has_it_at_any_stride(monkeypatch) -> None:
+def test_nan_is_where_the_definition_has_it_at_any_stride(patch) -> None:
     x, w = example((20, 136, 528, 0.25, "columns"), torch.float16)
     wide = torch.full((x.shape[0], x.shape[1] + 24), float("nan")).half()[:, : x.shape[1]]
     x = wide.copy_(x)
@@ -117,7 +138,7 @@ def test_nan_is_where_the_definition_has_it_at_any_stride(monkeypatch) -> None:
     dense[3, :384].view(-1, 4)[:, 2:] = 0
     x[4, 520] = float("inf")  # every feature reads it in the dense part
     w = Spense.from_dense(dense, dense_fraction=0.25, split="columns")
-    y = emulated(x, w, Config(16), 7, monkeypatch)
+    y = emulated(x, w, Config(16), 7, patch)
     right = (x.float() @ dense.float().T).half()
     torch.testing.assert_close(y, right, rtol=0, atol=0, equal_nan=True)
     assert right.isnan().any(0)[:4].tolist() == [False, True, True, True]
@@ -135,23 +156,17 @@ def test_the_tile_that_holds_all_tokens_is_tried_first(m: int) -> None:
     assert all(config in CONFIGS and config.tokens < max(2 * m, 17) for config in configs)
 
 
-@pytest.mark.parametrize(("ahead", "timed"), [(True, {True, False}), (False, {False})])
-def test_a_search_without_ahead_times_only_the_old_loop(ahead, timed, monkeypatch) -> None:
-    x, w = example((4, 64, 128, 0.0, "rows"), torch.float16)
-    monkeypatch.setattr(spense_mma, "kib_of", lambda device: KIB["sm_90"])
-    monkeypatch.setattr(spense_mma, "launch", lambda x, w, config: config)
-    monkeypatch.setattr(spense_mma, "fastest_launch", lambda configs, *rest: configs)
-    problem = Problem("linear", {"dtype": "fp16"})
-    candidates: Any = spense_mma.prepare(
-        Operands(problem, {"w": w}, {"x": x}, torch.mm), ahead=ahead
-    )
-    assert {config.ahead for config in candidates} == timed
+@needs_cupy
+@pytest.mark.parametrize("target", KIB)
+def test_nvrtc_compiles_it_for_every_target(target: str) -> None:
+    constants = spense_mma.constants_of(CONFIGS[4], torch.float16, dense=True)
+    assert cuda.compiled("spense_mma", constants, target).startswith(b"\x7fELF")
 
 
 @pytest.mark.parametrize("target", KIB)
 @pytest.mark.parametrize("dense", [True, False])
 def test_its_stages_fit_into_what_the_multiprocessor_has(target: str, dense: bool) -> None:
-    for config in spense_mma.space(KIB[target]):
+    for config in every(KIB[target]):
         held = config.shared_bytes(dense) + 1024
         assert held <= KIB[target] * 1024
         assert not config.ahead or held * config.ctas <= KIB[target] * 1024
@@ -161,7 +176,7 @@ def test_its_stages_fit_into_what_the_multiprocessor_has(target: str, dense: boo
 COMPILED = [
     (config, dense, target)
     for target in KIB
-    for config in spense_mma.space(KIB[target])
+    for config in every(KIB[target])
     for dense in ([True, False] if config.ahead else [True])
 ]
 

@@ -1,0 +1,29 @@
+"""What all tests of the repository share holds here, too: skips without a GPU, and a seed."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from sparsebench.kernels._common import requirements
+from sparsebench_authors import _builds
+
+with pytest.MonkeyPatch.context() as patch:  # `tests` is a package of the checkout alone
+    patch.syspath_prepend(Path(__file__).parents[2])
+    from tests.conftest import forked_workers, no_waiting_for_disks, pytest_collection_modifyitems
+
+__all__ = ["forked_workers", "no_waiting_for_disks", "pytest_collection_modifyitems"]
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let every checkout and library be there, on a Hopper GPU."""
+    monkeypatch.setattr(requirements, "find_spec", lambda package: True)
+    monkeypatch.setattr(_builds, "missing", lambda marker, repository: None)
+    monkeypatch.setattr(_builds, "not_built", lambda *names: None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))

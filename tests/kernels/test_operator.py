@@ -1,0 +1,306 @@
+"""The operator: what a search found, what lists hold, and what suites get of an engine.
+
+Lists that cannot be read, or that hold choices of other GPUs, code or weights, cost a search.
+"""
+
+import json
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from sparsebench.errors import Unsupported
+from sparsebench.kernels._common import choices as lists
+from sparsebench.kernels._common import operator as running
+from sparsebench.kernels._common.operator import Bound, Earlier, Engine, Operator, Product, bucket
+from sparsebench.kernels._common.search import Search, Trial
+from sparsebench.kernels._kernel import Operands
+from sparsebench.results.record import Problem
+
+GPU = SimpleNamespace(major=9, minor=0, multi_processor_count=132, name="NVIDIA H200")
+TIMES = {16: 1.05, 64: 1.0, 128: 1.2}  # µs by the tokens of a configuration
+PROBLEM = {"op": "bsr.linear", "m": 64, "n": 512, "k": 512, "density": 0.1}
+
+
+@dataclass(frozen=True)
+class Config:
+    tokens: int
+
+
+@pytest.fixture
+def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """An empty cache, a GPU, and a search that takes the last candidate."""
+    monkeypatch.setenv("SPARSEBENCH_CHOICES", str(tmp_path))
+    monkeypatch.setenv("SPARSEBENCH_SEARCH", "1")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: GPU)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: warnings.catch_warnings())
+    monkeypatch.setattr(lists, "package", lambda device: {})
+    monkeypatch.setattr(lists, "_FILES", {})
+    monkeypatch.setattr(lists, "_PROCESS_CHOICES", {})
+    monkeypatch.setattr(lists, "_WARNINGS", set())
+    monkeypatch.setattr(running, "search", last_is_best)
+    monkeypatch.setattr(running, "make_lasting", lambda make, device: make())
+    return tmp_path
+
+
+def last_is_best(calls: list[Any], device: torch.device) -> Search:
+    return Search(len(calls) - 1, tuple(Trial(float(len(calls) - i)) for i in range(len(calls))))
+
+
+def engine(unfit: tuple[int, ...] = (32,), problem: Any = PROBLEM, device: str = "cuda") -> Engine:
+    """Return an engine with choices of 16, 32 and 64 tokens; those in `unfit` cannot run."""
+
+    def plan(w: object, call: object, config: Config) -> Product:
+        if config.tokens in unfit:
+            raise Unsupported(f"{config.tokens} is odd")
+        return Product(lambda *operands: torch.tensor(config.tokens))
+
+    def bind(operands: Operands, engines: tuple[Engine, ...]) -> Bound:
+        where = torch.device(device)
+        return Bound(Operator(engines, lambda call: None, lambda call: problem, where), 1, ())
+
+    return Engine(
+        op="linear",
+        consumes="bsr",
+        device="any",
+        name="small",
+        config=Config,
+        choices=lambda w, call: [Config(16), Config(32), Config(64)],
+        plan=plan,
+        bind=bind,
+    )
+
+
+def operator(unfit: tuple[int, ...] = (32,), **problem: Any) -> Operator:
+    """Return an operator that may run any of its engines, of which there is one."""
+    fields, only = PROBLEM | problem, engine(unfit)
+    device = torch.device("cuda")
+    return Operator((only,), lambda call: None, lambda call: fields, device, lambda call: [only])
+
+
+def timed(product: Any) -> Any:
+    return product.run
+
+
+@pytest.mark.parametrize(
+    ("tokens", "expected"),
+    [(1, 1), (2, 8), (9, 16), (17, 32), (256, 256), (257, 288), (1000, 1024), (2049, 2304)],
+)
+def test_a_bucket_holds_its_tokens_with_little_room(tokens: int, expected: int) -> None:
+    assert bucket(tokens) == expected
+    assert bucket(expected) == expected
+
+
+def test_a_search_is_made_once_and_kept_for_later_processes(cache: Path) -> None:
+    first = operator().select(1, timed)
+    assert (first.by, first.choice) == ("search", {"kernel": "small", "tokens": 64})
+    assert [line["choice"]["tokens"] for line in first.lines] == [16, 64, 32]
+    assert first.lines[-1]["failed"] == "Unsupported: 32 is odd"
+    lists._FILES.clear()  # as in a new process
+    again = operator().select(1, timed)
+    assert (again.by, again.choice) == ("cache", first.choice)
+    (file,) = cache.iterdir()
+    assert "H200" in file.name
+
+
+def test_without_a_search_the_nearest_choice_is_taken_and_else_the_likeliest(cache: Path) -> None:
+    assert operator().select(1).choice["tokens"] == 16
+    operator().select(1, timed)
+    near = operator(m=96).select(1)
+    assert (near.by, near.choice["tokens"]) == ("nearest", 64)
+    assert operator(m=256).select(1).by == "model"
+    assert operator(m=96, op="bsr.dgrad").select(1).by == "model"
+
+
+def test_a_search_times_the_choice_for_more_tokens_of_the_same_weight_first(cache, monkeypatch):
+    assert operator(m=128).select(1, timed).choice["tokens"] == 64
+    trials = Trial(1.0), Trial(2.0)
+    monkeypatch.setattr(running, "search", lambda calls, device: Search(0, trials))
+    chosen = {m: operator(m=m).select(1, timed).choice["tokens"] for m in (96, 256)}
+    assert chosen == {96: 64, 256: 16}
+    assert operator(m=96, n=99).select(1, timed).choice["tokens"] == 16
+
+
+def test_a_search_can_be_switched_off(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPARSEBENCH_SEARCH", "0")
+    assert operator().select(1, timed).by == "model"
+    assert not [*cache.iterdir()]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "{",
+        '{"problem": 1}',
+        '{"problem": {}, "kernel": "small", "config": {"tokens": 16}',
+        "\x00\xff",
+        json.dumps({"problem": PROBLEM, "kernel": "gone", "config": {}}),
+        json.dumps({"problem": PROBLEM, "kernel": "small", "config": {"tokens": 32}}),
+    ],
+)
+def test_a_damaged_or_outdated_line_costs_a_search(cache: Path, line: str) -> None:
+    file = lists.user_file(torch.device("cuda"), ("small",))
+    file.write_text(line + "\n", encoding="utf-8")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert operator().select(1, timed).by == "search"
+
+
+def test_a_cache_that_cannot_be_written_is_said_once(cache: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SPARSEBENCH_CHOICES", str(tmp_path / "file" / "below"))
+        with pytest.warns(UserWarning, match="choices are not"):
+            assert operator().select(1, timed).by == "search"
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert operator().select(1, timed).by == "cache"  # of this process
+
+
+@pytest.mark.parametrize("other", ["GPU", "code"])
+def test_choices_of_another_gpu_or_version_are_not_read(cache, other, monkeypatch) -> None:
+    operator().select(1, timed)
+    if other == "GPU":
+        renamed = SimpleNamespace(**{**vars(GPU), "name": "NVIDIA H100 PCIe"})
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: renamed)
+    else:
+        monkeypatch.setattr(lists, "_code_of", lambda engines: "0123")
+    assert operator().select(1, timed).by == "search"
+    assert len([*cache.iterdir()]) == 2
+
+
+def test_processes_that_search_at_the_same_time_lose_nothing(cache, monkeypatch) -> None:
+    file = lists.user_file(torch.device("cuda"), ("small",))
+    processes: list[dict[Path, Any]] = [{file: {}}, {file: {}}]  # both read an empty file
+    for files, sizes in zip(processes, ((64,), (64, 128)), strict=True):
+        monkeypatch.setattr(lists, "_FILES", files)
+        assert [operator(m=m).select(1, timed).by for m in sizes] == ["search"] * len(sizes)
+    monkeypatch.setattr(lists, "_FILES", {})
+    assert [operator(m=m).select(1, timed).by for m in (64, 128)] == ["cache"] * 2
+
+
+@pytest.mark.parametrize(("code", "by"), [(None, "package"), ("old", "search")])
+def test_a_list_of_the_package_holds_for_the_machine_code_that_was_measured(
+    cache, code, by, monkeypatch
+) -> None:
+    choice = {"kernel": "small", "tokens": 16} | ({"code": code} if code else {})
+    choices = {lists.key(PROBLEM): choice}
+    monkeypatch.setattr(lists, "package", lambda device: choices)
+    assert operator().select(1, timed).by == by
+
+
+def test_a_weight_that_a_listed_choice_does_not_fit_has_a_choice_of_its_own(cache: Path) -> None:
+    assert operator().select(1, timed).choice["tokens"] == 64
+    other = operator(unfit=(32, 64)).select(1, timed)
+    assert (other.by, other.choice["tokens"]) == ("search", 16)
+    assert other.row["problem"] == PROBLEM | {"fits": False}
+    lists._FILES.clear()  # as in a new process
+    for unfit, tokens in (((32,), 64), ((32, 64), 16)):
+        again = operator(unfit).select(1, timed)
+        assert (again.by, again.choice["tokens"]) == ("cache", tokens)
+    assert operator(unfit=(32, 64)).select(1).choice["tokens"] == 16  # without a search
+
+
+def test_a_choice_of_the_package_that_fits_stands_in_for_one_of_the_cache(cache, monkeypatch):
+    operator().select(1, timed)
+    package = {lists.key(PROBLEM): {"kernel": "small", "tokens": 16}}
+    monkeypatch.setattr(lists, "package", lambda device: package)
+    assert operator().select(1, timed).choice["tokens"] == 64
+    other = operator(unfit=(32, 64)).select(1, timed)
+    assert (other.by, other.choice["tokens"]) == ("package", 16)
+
+
+def test_a_row_has_what_a_list_needs(cache: Path) -> None:
+    row = operator().select(1, timed).row
+    assert row == {"kernel": "small", "tokens": 64, "by": "search", "problem": PROBLEM}
+    assert operator().select(1, timed, Earlier(row, ())).choice == {"kernel": "small", "tokens": 64}
+
+
+def test_a_capture_needs_a_plan(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(RuntimeError, match="captur"):
+        operator().select(1, timed)
+
+
+def test_a_choice_that_a_run_made_is_taken_again(cache: Path) -> None:
+    pinned = {"kernel": "small", "tokens": 16, "by": "search"}
+    assert operator().select(1, timed, Earlier(pinned, ())).choice["tokens"] == 16
+    with pytest.raises(Unsupported):
+        operator().select(1, timed, Earlier(pinned | {"tokens": 32}, ()))
+
+
+def test_a_process_of_a_run_searches_anew_among_the_finalists_of_the_first(cache: Path) -> None:
+    operator().select(1, timed)  # fills the user's cache
+    lists._FILES.clear()
+    lists._PROCESS_CHOICES.clear()
+    first = operator().select(1, timed, Earlier(None, ()))
+    assert (first.by, len(first.lines)) == ("search", 3)
+    assert operator().select(1, timed, Earlier(None, ())).by == "cache"  # of this process
+    lists._PROCESS_CHOICES.clear()
+    lines = [
+        {"choice": {"kernel": "small", "tokens": t}, "median_us": us} for t, us in TIMES.items()
+    ]
+    later = operator().select(1, timed, Earlier(None, lines))
+    assert (later.by, [line["choice"]["tokens"] for line in later.lines]) == ("search", [16, 64])
+
+
+def test_the_parts_of_a_layer_have_their_own_choices_and_finalists() -> None:
+    whole = Earlier({"up": {"kernel": "a"}}, [{"of": "up", "choice": {}}, {"of": "down"}])
+    assert whole.part("up") == Earlier({"kernel": "a"}, [{"choice": {}}])
+    assert whole.part("gate") == Earlier(None, [])
+
+
+def test_plans_that_were_used_first_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(running, "PLANS", 2)
+    plans = Operator((engine(),), lambda call: None, lambda call: PROBLEM, torch.device("cpu"))
+    for call in (1, 2, 3):
+        plans.select(call)
+    assert [*plans.plans] == [2, 3]
+
+
+# ---- the contract of a suite ----
+
+
+def of_suite(pinned: Any = None) -> Operands:
+    return Operands(Problem("linear", {"dtype": "bf16"}), {}, {}, lambda: None, pinned)
+
+
+def test_a_suite_gets_the_choice_of_a_search_and_its_row(cache: Path) -> None:
+    launch = engine().prepare(of_suite())
+    assert int(launch()) == launch.choice["tokens"] == 64
+    assert launch.choice["by"] == "search"
+    assert [line["choice"]["tokens"] for line in launch.candidates] == [16, 64, 32]
+
+
+def test_a_search_of_a_named_kernel_is_no_choice_of_the_layers(cache: Path) -> None:
+    engine().prepare(of_suite())
+    assert operator().select(1, timed, Earlier(None, ())).by == "search"
+
+
+def test_without_tuning_a_suite_gets_the_likeliest_configuration(cache: Path) -> None:
+    launch = engine().prepare(of_suite(), tuned=False)
+    assert (launch.choice["by"], launch.choice["tokens"]) == ("default", 16)
+    assert not [*cache.iterdir()]
+
+
+def test_tuning_adds_to_the_cache_and_takes_from_it(cache: Path) -> None:
+    assert engine().prepare(of_suite(), cache=True).choice["by"] == "search"
+    lists._FILES.clear()
+    lists._PROCESS_CHOICES.clear()
+    assert engine().prepare(of_suite(), cache=True).choice["by"] == "cache"
+    assert engine().prepare(of_suite()).choice["by"] == "search"
+
+
+def test_a_pinned_choice_of_an_older_version_is_taken(cache: Path) -> None:
+    assert engine().prepare(of_suite({"tokens": 16, "by": "search"})).choice["tokens"] == 16
+
+
+def test_the_long_search_of_older_versions_is_refused_with_what_replaced_it(cache: Path) -> None:
+    with pytest.raises(Unsupported, match="sparsebench tune"):
+        engine().prepare(of_suite(), tuned="wide")
