@@ -96,7 +96,7 @@ def test_the_dense_products_compile_for_any_number_of_tokens(m: int) -> None:
 
     n, k = 5632, 2048
     counts = empty(3, dtype=torch.int32), empty(-(-m // 8), dtype=torch.int32)
-    operands = empty(m, k), empty(m, n), empty(n, k), empty(m, k), *counts
+    operands = empty(m, k), (g := empty(m, n)), empty(n, k), empty(m, k), *counts
     for wu in (empty(n, k), None):
-        for program in _remainder.products(*operands, squared=m == 300, programs=132, wu=wu):
+        for program in _remainder.products(*operands, squared=m == 300, device=g.device, wu=wu):
             assert complaint_about_launch(program, 90) is None

@@ -4,6 +4,7 @@ An engine needs no test here. The files beside this one have what only one kerne
 CUDA C++ also run on a CPU, thread by thread (test_threads_on_a_cpu.py).
 """
 
+import json
 from dataclasses import replace
 from typing import Any
 
@@ -13,10 +14,11 @@ import torch
 from sparsebench._discovery import modules
 from sparsebench.errors import Unsupported
 from sparsebench.harness.catalog import load_kernel
+from sparsebench.kernels._common.choices import package_folder
 from sparsebench.kernels._common.cuda import taping
 from sparsebench.kernels._common.operator import Engine, bucket
-from sparsebench.kernels._kernel import poison
-from sparsebench.kernels.twell._call import TwellCall
+from sparsebench.kernels._kernel import DTYPES, poison
+from sparsebench.kernels.twell._call import TwellCall, operator_of
 from sparsebench.kernels.twell._engines import ENGINES
 from sparsebench.kernels.twell._grouped import WHOLE
 from tests.kernels.twell.examples import Operands, assert_right, drawn
@@ -65,6 +67,26 @@ def run_engine(engine: Engine, call: TwellCall, operands: Operands) -> int:
         poison(out[few:])
         assert_right(run(x[:few], *weights), (x[:few], *weights), call.squared)
     return len(configs)
+
+
+def test_published_choices_are_of_calls_and_configurations_that_exist() -> None:
+    lines = [
+        json.loads(line)
+        for file in sorted(package_folder().glob("*.choices"))
+        for line in file.read_text().splitlines()
+        if '"twell.' in line
+    ]
+    assert lines
+    engines = {engine.name: engine for engine in ENGINES}
+    for line in lines:
+        problem = line["problem"]
+        (m, n, k), squared = (problem[s] for s in "mnk"), problem["activation"] == "relu2"
+        call = TwellCall(m, n, k, DTYPES[problem["dtype"]], squared)
+        fields = operator_of(ENGINES, 8, torch.device("cpu")).problem(call)
+        assert {**fields, "density": problem["density"]} == problem
+        assert fields["density"] == float(f"{8 / n:.2g}")
+        assert m == bucket(m)
+        engines[line["kernel"]].config(**line["config"])
 
 
 @pytest.mark.interpreted
