@@ -10,7 +10,9 @@ from torch import Tensor
 
 from sparsebench.formats.bsr import Bsr
 from sparsebench.harness.bench.correctness import FP8, FP32, TF32, Expected, check
+from sparsebench.kernels._common.operator import bucket
 from sparsebench.kernels._kernel import DTYPES, OUTPUTS
+from sparsebench.kernels.bsr._call import BsrCall
 
 Shape = tuple[int, int, int, tuple[int, int] | int, float]
 """m, n, k, block, part of the blocks that is stored."""
@@ -34,6 +36,13 @@ def example(shape: Shape, device: str = "cpu", dtype: str = "fp32") -> tuple[Bsr
     w = Bsr.from_dense(dense[:n, :k].to(device, DTYPES[dtype]).contiguous(), block=[r, c])
     x, dy = (torch.randn(m, size, generator=generator) for size in (k, n))
     return w, x.to(device, DTYPES[dtype]), dy.to(device, DTYPES[dtype])
+
+
+def call_of(op: Any, w: Bsr, m: int, dtype: str) -> BsrCall:
+    """Return the call of a frozen weight in the bucket of m tokens."""
+    kind, tf32 = DTYPES[dtype], dtype == "tf32"
+    short = op.removeprefix("linear_")
+    return BsrCall(short, bucket(m), w.shape, w.block, kind, live=False, tf32=tf32)
 
 
 def on_gpu(shape: Shape, dtype: str, transposed: bool) -> tuple[Bsr, Tensor]:

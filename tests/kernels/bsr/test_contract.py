@@ -8,12 +8,10 @@ test_engine_contract.py has products that are exact, of fewer tokens and of rows
 test_NAME.py has the tests that only one kernel needs: its work lists, and what it refuses.
 """
 
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from inspect import signature
 from itertools import product
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,14 +23,14 @@ from sparsebench.errors import Unsupported
 from sparsebench.formats.bsr import Bsr
 from sparsebench.harness.catalog import load_kernel
 from sparsebench.kernels._common import cuda
-from sparsebench.kernels._common.operator import Engine, bucket
+from sparsebench.kernels._common.operator import Engine
 from sparsebench.kernels._kernel import DTYPES, poison, unsupported
 from sparsebench.kernels.bsr import _triton, bsr_triton_wgrad
 from sparsebench.kernels.bsr._call import BsrCall
 from sparsebench.results.record import Problem
 from tests.compiling.nvcc import HOPPERS_OWN, assert_compiles_cleanly, by_nvcc
 from tests.kernels.bsr.cases import LARGE, ODD, SHAPES, WHOLE, WIDE
-from tests.kernels.bsr.examples import Shape, assert_right, assert_right_gradient, example
+from tests.kernels.bsr.examples import Shape, assert_right, assert_right_gradient, call_of, example
 from tests.tools.marks import exhaustive, needs_cupy, sampled
 from tests.tools.paths import KERNELS
 
@@ -46,12 +44,6 @@ TRITON = [name for name in ENGINES if name not in CUDA]
 GPU = torch.device("cuda", 0)
 # C7519: a fence before each row's products, whose registers a branch may have left unchanged.
 ALLOWED = {"bsr_small": "(C7519)", "bsr_strips": "(C7519)"}
-
-
-def call_of(engine: Engine, w: Bsr, m: int, dtype: str) -> BsrCall:
-    op: Any = engine.op.removeprefix("linear_")
-    kind, tf32 = DTYPES[dtype], dtype == "tf32"
-    return BsrCall(op, bucket(m), w.shape, w.block, kind, live=False, tf32=tf32)
 
 
 def choices(engine: Engine, w: Bsr, call: BsrCall) -> list[Any]:
@@ -79,7 +71,7 @@ def outputs(
 def assert_right_and_repeatable(name: str, shape: Shape, dtype: str, device: str = "cpu") -> int:
     """Check all configurations of an engine, also with the watchdog; return how many it has."""
     engine, (w, x, dy) = ENGINES[name], example(shape, device, dtype)
-    call = call_of(engine, w, len(x), dtype)
+    call = call_of(engine.op, w, len(x), dtype)
     configs, watchdog = choices(engine, w, call), "watchdog" in signature(engine.plan).parameters
     for config, options in product(configs, ({}, {"watchdog": True})[: 1 + watchdog]):
         activations = {"linear": (x,), "dgrad": (dy,), "wgrad": (dy, x)}[call.op]
@@ -105,7 +97,7 @@ def assert_nan_stays(name: str, block: int, device: str = "cpu", dtype: str = "f
     dense = there.repeat_interleave(block, 0).repeat_interleave(block, 1)
     w = Bsr.from_dense(dense.to(device, DTYPES[dtype]), block=block)
     engine, m = ENGINES[name], 130
-    call, op = call_of(engine, w, m, dtype), ENGINES[name].op
+    call, op = call_of(engine.op, w, m, dtype), engine.op
     columns = {"linear": (1,), "linear_dgrad": (0,), "linear_wgrad": (0, 1)}[op]
     activations = [torch.randn(m, w.shape[at], device=device).to(DTYPES[dtype]) for at in columns]
     for a in activations:
@@ -161,33 +153,13 @@ def test_a_nan_stays_where_the_definition_has_it_in_the_interpreter(name, path, 
 # ---- by nvcc ----
 
 
-@pytest.fixture
-def loads(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Let plans on a CPU be those of a Hopper, and list what they load."""
-    properties = SimpleNamespace(shared_memory_per_block_optin=227 * 1024)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    for place, module in sys.modules.items():
-        if place.startswith("sparsebench.kernels.bsr.") and hasattr(module, "multiprocessors"):
-            monkeypatch.setattr(module, "multiprocessors", lambda device: 132)
-    listed = []
-
-    def load(name, function, constants, shared_bytes, device, target=cuda.SM_90A) -> Any:
-        assert shared_bytes <= 227 * 1024
-        listed.append((name, constants, target))
-        return None, "code"
-
-    monkeypatch.setattr(cuda, "load", load)
-    monkeypatch.setattr(cuda, "target_of", lambda device: "sm_90")
-    return listed
-
-
 def planned(name: str, loads: list[Any]) -> Iterator[tuple[str, cuda.Constants, str]]:
     """Yield the first code that each configuration of an engine loads, for all its shapes."""
     engine, seen = ENGINES[name], set()
     for shape, dtype in product(SHAPES[engine.name], ("bf16", "fp16", "fp32", "fp8")):
         w, _, _ = example(shape)
         w = replace(w, values=w.values.to(DTYPES[dtype]))
-        call = call_of(engine, w, shape[0], dtype)
+        call = call_of(engine.op, w, shape[0], dtype)
         for config in choices(engine, w, call):
             engine.plan(w, call, config)
             if (config, dtype) not in seen:
