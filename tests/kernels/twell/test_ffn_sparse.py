@@ -32,7 +32,7 @@ from sparsebench.kernels.twell._twell_gate import Tiles
 from sparsebench.results.record import Problem
 from tests.compiling.nvcc import assert_compiles_cleanly, by_nvcc, hopper
 from tests.compiling.triton_kernels import complaint_about_launch
-from tests.emulation.cuda_on_cpu import library_of
+from tests.emulation.cuda_on_cpu import library_of, ring
 from tests.kernels.layers import assert_correct, operands_for, problem_of
 from tests.tools.marks import needs_gxx, sampled
 from tests.tools.paths import cuda_source
@@ -138,7 +138,8 @@ def test_without_a_fallback_the_kernel_compiles_without_spills(k, split, tmp_pat
 
 def on_cpu(constants: Constants, late: bool) -> Any:
     """Build the kernel's source for this machine; grid_on_cpu.h replaces PTX."""
-    source = cuda_source("ffn_sparse.cu").replace('"ffn_ptx.cuh"', '"grid_on_cpu.h"')
+    headers = '#include "grid_on_cpu.h"\n' + ring()
+    source = cuda_source("ffn_sparse.cu").replace('#include "ffn_ptx.cuh"', headers)
     source = re.sub("extern __shared__.*", "#define shared dynamic_shared()", source)
     source = source.replace("__shared__ Shared s;", "Shared& s = *(Shared*)fixed_shared();")
     source += """
