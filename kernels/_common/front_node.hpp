@@ -84,7 +84,7 @@ bool contents_hold(const State& state) {
   return true;
 }
 
-bool needs_gradient(const State& state, const Tensors& arguments) {
+bool needs_gradient(const State& state, at::TensorList arguments) {
   if (!c10::GradMode::is_enabled()) return false;
   for (const auto& t : arguments)
     if (t.requires_grad()) return true;
@@ -118,7 +118,7 @@ bool replay(State& state, Tensors operands, const std::vector<bool>& needed, Ten
   std::vector<std::shared_ptr<Entry>> entries(products.size());
   std::vector<bool> copied(operands.size());
   const auto inputs_of = [&](const Product& product) {
-    Tensors inputs;
+    Operands inputs;
     for (const size_t i : product.reads) inputs.push_back(operands[i]);
     return inputs;
   };
@@ -179,7 +179,7 @@ void differentiate(Front* front, const Tensors& operands, const std::vector<bool
 
 struct Call {
   const Entry& entry;
-  const Tensors& inputs;
+  at::TensorList inputs;
   const at::Tensor handle;
   Tensors results;  // without the first, which alone has a gradient
 };
