@@ -80,12 +80,12 @@ PyObject* front_guard(PyObject* object, PyObject* args) {
   PyObject *dict, *name, *tensor;
   int content;
   if (!PyArg_ParseTuple(args, "OOOp", &dict, &name, &tensor, &content)) return nullptr;
-  Guard guard{dict == Py_None ? nullptr : dict, name, tensor, {}, nullptr, -1, false};
-  if (THPVariable_Check(tensor)) {
-    guard.tensor = THPVariable_Unpack(tensor);
-    guard.address = guard.tensor.data_ptr();
-    guard.requires_grad = guard.tensor.requires_grad();
-    if (content) guard.version = guard.tensor._version();
+  Guard guard{dict == Py_None ? nullptr : dict, name, tensor, nullptr, -1, false,
+              THPVariable_Check(tensor)};
+  if (guard.is_tensor) {
+    guard.address = guard.tensor().data_ptr();
+    guard.requires_grad = guard.tensor().requires_grad();
+    if (content) guard.version = guard.tensor()._version();
   }
   Py_XINCREF(guard.dict);
   Py_INCREF(name);
