@@ -23,8 +23,7 @@ PyObject* front_call(PyObject* object, PyObject* const* args, size_t flags, PyOb
   State& state = *self->state;
   const Py_ssize_t count = state.signature.arguments;
   if (PyVectorcall_NARGS(flags) != count || names) Py_RETURN_NONE;
-  Tensors inputs;
-  inputs.reserve(count + state.held.size() + 1);
+  Operands inputs;
   for (Py_ssize_t i = 0; i < count; i++) {
     if (!THPVariable_CheckExact(args[i])) Py_RETURN_NONE;
     inputs.push_back(THPVariable_Unpack(args[i]));
@@ -38,10 +37,10 @@ PyObject* front_call(PyObject* object, PyObject* const* args, size_t flags, PyOb
     Py_RETURN_NONE;
   }
   if (state.limit && --state.left <= 0) Py_RETURN_NONE;
-  Tensors variables;
+  Operands variables;
   if (differentiated) {
     variables = inputs;
-    variables.insert(variables.end(), state.held.begin(), state.held.end());
+    variables.append(state.held.begin(), state.held.end());
     if (state.bias.defined()) variables.push_back(state.bias);
   }
   for (const auto& t : state.held)
@@ -81,12 +80,12 @@ PyObject* front_guard(PyObject* object, PyObject* args) {
   PyObject *dict, *name, *tensor;
   int content;
   if (!PyArg_ParseTuple(args, "OOOp", &dict, &name, &tensor, &content)) return nullptr;
-  Guard guard{dict == Py_None ? nullptr : dict, name, tensor, {}, nullptr, -1, false};
-  if (THPVariable_Check(tensor)) {
-    guard.tensor = THPVariable_Unpack(tensor);
-    guard.address = guard.tensor.data_ptr();
-    guard.requires_grad = guard.tensor.requires_grad();
-    if (content) guard.version = guard.tensor._version();
+  Guard guard{dict == Py_None ? nullptr : dict, name, tensor, nullptr, -1, false,
+              THPVariable_Check(tensor)};
+  if (guard.is_tensor) {
+    guard.address = guard.tensor().data_ptr();
+    guard.requires_grad = guard.tensor().requires_grad();
+    if (content) guard.version = guard.tensor()._version();
   }
   Py_XINCREF(guard.dict);
   Py_INCREF(name);

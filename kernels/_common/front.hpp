@@ -21,8 +21,10 @@
 #include <c10/core/GradMode.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/util/SmallVector.h>
 #include <torch/csrc/autograd/python_variable.h>
 
+#include <algorithm>
 #include <array>
 #include <cstdint>
 #include <cstring>
@@ -54,6 +56,7 @@ constexpr size_t MOST = 64;  // entries of a product; the oldest makes room
 constexpr size_t IMAGE_BYTES = 8192, PARAMETERS = 64, DIMENSIONS = 5;
 constexpr uintptr_t ALIGNMENT = 16;  // bytes: of addresses and strides
 using Tensors = std::vector<at::Tensor>;
+using Operands = c10::SmallVector<at::Tensor, 8>;  // of a call, without an allocation
 
 // How kernels read a tensor, or a copy of it if they cannot read its layout.
 struct Layout {
@@ -67,37 +70,41 @@ struct Layout {
            keys == other.keys;
   }
 };
-using Layouts = std::vector<Layout>;
+using Layouts = c10::SmallVector<Layout, 4>;
 
 // Returns the elements from a row to the next, or 0 if a kernel cannot read the rows where they are.
-int64_t stride_of(const at::Tensor& t) {
-  const int64_t columns = t.size(-1);
-  if (t.stride(-1) != 1) return 0;
+int64_t stride_of(at::IntArrayRef sizes, at::IntArrayRef strides, size_t element) {
+  const size_t last = sizes.size() - 1;
+  const int64_t columns = sizes[last];
+  if (strides[last] != 1) return 0;
   int64_t stride = columns, next = 0;  // of a single row; what the next dimension's must be
-  for (int64_t i = t.dim() - 2; i >= 0; i--) {
-    if (t.size(i) == 1) continue;
-    if (next ? t.stride(i) != next : t.stride(i) < columns) return 0;
-    if (!next) stride = t.stride(i);
-    next = t.stride(i) * t.size(i);
+  for (size_t i = last; i-- > 0;) {
+    if (sizes[i] == 1) continue;
+    if (next ? strides[i] != next : strides[i] < columns) return 0;
+    if (!next) stride = strides[i];
+    next = strides[i] * sizes[i];
   }
-  const bool fits = stride == columns || stride * t.element_size() % ALIGNMENT == 0;
-  return fits ? stride : 0;
+  return stride == columns || stride * element % ALIGNMENT == 0 ? stride : 0;
 }
 
 // Returns false if a kernel can read neither the tensor nor a copy, as in vmap.
 bool layout_of(const at::Tensor& t, bool exact, Layout& out) {
-  if (!t.defined() || t.key_set().has_any(c10::python_ks) || !t.has_storage()) return false;
-  if (t.layout() != at::kStrided || t.dim() < 1 || !t.numel()) return false;
+  if (!t.defined()) return false;
   out = {t.scalar_type(), t.device(), t.key_set()};
+  if (out.keys.has_any(c10::python_ks) || !t.has_storage() || t.layout() != at::kStrided)
+    return false;
+  const at::IntArrayRef sizes = t.sizes();
+  const int64_t count = t.numel(), columns = sizes.empty() ? 0 : sizes.back();
+  if (!count || !columns) return false;
   const bool aligned = reinterpret_cast<uintptr_t>(t.data_ptr()) % ALIGNMENT == 0;
   if (exact) {
-    if (t.dim() > static_cast<int64_t>(DIMENSIONS)) return false;
-    out.sizes[DIMENSIONS] = t.dim();
-    for (int64_t i = 0; i < t.dim(); i++) out.sizes[i] = t.size(i);
+    if (sizes.size() > DIMENSIONS) return false;
+    out.sizes[DIMENSIONS] = static_cast<int64_t>(sizes.size());
+    std::copy(sizes.begin(), sizes.end(), out.sizes.begin());
     out.copied = !aligned || !t.is_contiguous();
   } else {
-    const int64_t stride = aligned ? stride_of(t) : 0, columns = t.size(-1);
-    out.sizes = {t.numel() / columns, columns, stride ? stride : columns};
+    const int64_t stride = aligned ? stride_of(sizes, t.strides(), t.element_size()) : 0;
+    out.sizes = {count / columns, columns, stride ? stride : columns};
     out.copied = !stride;
   }
   return true;
@@ -175,7 +182,7 @@ struct Entry {
   Entry(const Entry&) = delete;
   Entry& operator=(const Entry&) = delete;
   ~Entry() { release(owners); }
-  bool reads(const Tensors& others) const {
+  bool reads(at::TensorList others) const {
     for (size_t i = 0; i < fixed.size(); i++)
       if (fixed[i] && fixed[i] != others[i].data_ptr()) return false;
     return true;
@@ -186,7 +193,7 @@ struct Entry {
 // for that lock, and no entry is destroyed, while it holds the mutex.
 class Entries {
  public:
-  std::shared_ptr<Entry> find(const Layouts& layouts, const Tensors& inputs, const Place& place) {
+  std::shared_ptr<Entry> find(const Layouts& layouts, at::TensorList inputs, const Place& place) {
     const std::lock_guard<std::mutex> lock(mutex_);
     for (const auto& entry : entries_)
       if (entry->inputs == layouts && entry->place == place && entry->reads(inputs)) return entry;
@@ -218,7 +225,7 @@ class Entries {
 at::Tensor as_matrix(const at::Tensor& t) { return t.dim() == 2 ? t : t.view({-1, t.size(-1)}); }
 
 // The blocks of one operand transposed, or the product of two operands, or of one and a weight.
-void compute_by_torch(const Step& step, const std::vector<at::Tensor>& operands) {
+void compute_by_torch(const Step& step, at::TensorList operands) {
   const auto operand = [&](size_t i) { return operands[step.patches[i].operand]; };
   at::Tensor to = operand(step.patches.size() - 1);
   if (step.weight.defined()) {
@@ -232,7 +239,7 @@ void compute_by_torch(const Step& step, const std::vector<at::Tensor>& operands)
   }
 }
 
-void launch(const Step& step, const std::vector<at::Tensor>& operands, void* stream) {
+void launch(const Step& step, at::TensorList operands, void* stream) {
   if (!step.function) return compute_by_torch(step, operands);
   alignas(64) char image[IMAGE_BYTES];
   std::memcpy(image, step.image.data(), step.image.size());
@@ -251,21 +258,21 @@ void launch(const Step& step, const std::vector<at::Tensor>& operands, void* str
 }
 
 // Returns the results; a bias is added to the first.
-Tensors run(const Entry& entry, const Tensors& inputs, const at::Tensor& bias) {
+Tensors run(const Entry& entry, at::TensorList inputs, const at::Tensor& bias) {
   const c10::AutoGradMode no_gradient(false);
   const at::Tensor& x = inputs[0];
   Tensors results;
   if (entry.dense.defined()) {
     results.push_back(at::_ops::linear::call(x, entry.dense, std::nullopt));
   } else {
-    Tensors operands;
-    operands.reserve(inputs.size() + entry.outputs.size());
-    operands.insert(operands.end(), inputs.begin(), inputs.end());
+    Operands operands(inputs.begin(), inputs.end());
     for (const Output& output : entry.outputs) {
-      std::vector<int64_t> sizes = output.sizes;
+      at::IntArrayRef sizes = output.sizes;
+      c10::SmallVector<int64_t, DIMENSIONS> of_rows;
       if (output.by_row && x.dim() != 2) {
-        sizes.assign(x.sizes().begin(), x.sizes().end());
-        sizes.back() = output.sizes.back();
+        of_rows.assign(x.sizes().begin(), x.sizes().end());
+        of_rows.back() = sizes.back();
+        sizes = of_rows;
       }
       operands.push_back(at::empty(sizes, x.options().dtype(output.dtype).requires_grad(false)));
     }

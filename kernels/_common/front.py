@@ -196,9 +196,11 @@ class Recordings:
         guarded = (guard.value for guard in conditions.guards)
         if any(isinstance(t, Tensor) and t.is_inference() for t in guarded):
             return None  # torch does not count the writes to it
+        if (kind := front_type()) is None:
+            return None
         stamps, before = [guard.stamp() for guard in conditions.guards], self._stamps
         self._stamps = stamps
-        if stamps != before or (kind := front_type()) is None:
+        if stamps != before:
             return None
         declared, (guards, held, *rest) = self.signature, conditions
         sizes = len(declared.arguments), declared.exact, declared.numbers

@@ -30,10 +30,11 @@ struct Signature {
 };
 struct Guard {
   PyObject *dict, *name, *object;
-  at::Tensor tensor;
   void* address;
   int64_t version;  // -1: writes do not matter, because every call reads the tensor
-  bool requires_grad;
+  bool requires_grad, is_tensor;
+  // From the object, because torch hides from the garbage collector what C++ holds.
+  const at::Tensor& tensor() const { return THPVariable_Unpack(object); }
 };
 struct State {
   Signature signature;
@@ -64,8 +65,8 @@ bool guards_hold(const State& state) {
       PyObject* item = PyDict_GetItem(guard.dict, guard.name);
       if ((item ? item : Py_None) != guard.object) return false;
     }
-    const at::Tensor& t = guard.tensor;
-    if (!t.defined()) continue;
+    if (!guard.is_tensor) continue;
+    const at::Tensor& t = guard.tensor();
     if (t.data_ptr() != guard.address || t.requires_grad() != guard.requires_grad) return false;
     if (guard.version >= 0 && static_cast<int64_t>(t._version()) != guard.version) return false;
     if (has_forward_gradient(t)) return false;
@@ -76,20 +77,20 @@ bool guards_hold(const State& state) {
 // Whether nothing that the recordings read was written or moved; it does not look into dicts.
 bool contents_hold(const State& state) {
   for (const auto& guard : state.guards) {
-    const at::Tensor& t = guard.tensor;
-    if (!t.defined() || guard.version < 0) continue;
+    if (!guard.is_tensor || guard.version < 0) continue;
+    const at::Tensor& t = guard.tensor();
     if (t.data_ptr() != guard.address || static_cast<int64_t>(t._version()) != guard.version)
       return false;
   }
   return true;
 }
 
-bool needs_gradient(const State& state, const Tensors& arguments) {
+bool needs_gradient(const State& state, at::TensorList arguments) {
   if (!c10::GradMode::is_enabled()) return false;
   for (const auto& t : arguments)
     if (t.requires_grad()) return true;
   for (const auto& guard : state.guards)
-    if (guard.tensor.defined() && guard.tensor.requires_grad()) return true;
+    if (guard.is_tensor && guard.tensor().requires_grad()) return true;
   return false;
 }
 
@@ -118,7 +119,7 @@ bool replay(State& state, Tensors operands, const std::vector<bool>& needed, Ten
   std::vector<std::shared_ptr<Entry>> entries(products.size());
   std::vector<bool> copied(operands.size());
   const auto inputs_of = [&](const Product& product) {
-    Tensors inputs;
+    Operands inputs;
     for (const size_t i : product.reads) inputs.push_back(operands[i]);
     return inputs;
   };
@@ -179,7 +180,7 @@ void differentiate(Front* front, const Tensors& operands, const std::vector<bool
 
 struct Call {
   const Entry& entry;
-  const Tensors& inputs;
+  at::TensorList inputs;
   const at::Tensor handle;
   Tensors results;  // without the first, which alone has a gradient
 };

@@ -1,7 +1,9 @@
 """sparsebench.attention: values and gradients, compiled and not, and what it refuses."""
 
 import copy
+import gc
 import pickle
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -10,8 +12,17 @@ from torch import Tensor
 
 import sparsebench
 from sparsebench.errors import Unsupported
+from sparsebench.formats.block_mask import BlockMask
+from sparsebench.kernels._common.cuda import on_tape
+from sparsebench.kernels._common.front import Recordings
+from sparsebench.kernels._common.selection import Selected
+from sparsebench.kernels.attention._shapes import Shape
+from sparsebench.kernels.nn._attention_op import attend_recorded, plans_of, recordings_of
+from sparsebench.kernels.nn._attention_plans import Call
 from sparsebench.kernels.nn.attention import BlockSparseAttention, attention_and_lse
 from tests.kernels.attention.cases import random_mask, reference
+from tests.kernels.conftest import launch
+from tests.tools.marks import needs_gxx
 
 D = 8
 TOKENS = 40, 56
@@ -139,3 +150,144 @@ def test_a_layer_attends_between_its_projections() -> None:
     q, k, v = (each(x).unflatten(-1, (-1, 8)) for each in (layer.q, layer.k, layer.v))
     expected = layer.out(reference(q, k, v, mask)[0].flatten(-2))
     torch.testing.assert_close(layer(x, mask), expected)
+
+
+# ---- recorded calls ----
+
+
+class Sums:
+    """In the place of a planned kernel, for q, k and v of one size: sums by launches on a CPU.
+
+    O = Q + K + V, and the LSE is the start of 2 Q; dQ = Q + dO, dK = K + O, dV = V + dO
+    """
+
+    code = pack = order = None
+
+    def run(self, *operands: Tensor) -> list[Tensor]:
+        """Return O and the LSE, or dQ, dK and dV."""
+        q, k, v, *rest = operands
+        if not rest:
+            results = [torch.empty_like(q), q.new_empty(2 * 4, 40)]
+            launch(q, k, v, results[0])
+            launch(q, results[1])
+        else:
+            o, lse, do = rest
+            results = [torch.empty_like(q) for _ in range(3)]
+            for pair, result in zip(((q, do), (k, o), (v, do)), results, strict=True):
+                launch(*pair, result)
+            unused = torch.empty_like(lse)
+            launch(lse, unused)
+            on_tape(unused)
+        on_tape(*results, owners=(self,))
+        return results
+
+
+@needs_gxx
+@pytest.mark.exhaustive  # compiles front.cpp for 25 s
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the driver itself is connected there")
+@pytest.mark.usefixtures("recording")
+def test_a_recorded_call_runs_the_planned_kernels_of_both_passes() -> None:
+    mask = random_mask((40, 40), 16, batch=2)
+    q, k, v = (torch.randint(-9, 9, (2, 40, 4, D)).float().requires_grad_() for _ in range(3))
+    shape, recordings = Shape(2, 40, 40, 4, 4, D, mask.block, "fp32"), recordings_of(mask, None)
+    for op in ("attention", "attention_backward"):
+        plans_of(mask).plans[Call(op, shape, 0.5)] = Selected(Sums(), {}, "test", {})
+
+    do = torch.randint(-9, 9, q.shape).float()
+    for _ in range(5):
+        results = recordings.replay(q, k, v)
+        o, lse = results or attend_recorded(recordings, q, k, v, mask, 0.5)
+        assert torch.equal(o, q + k + v)
+        assert torch.equal(lse.flatten(), 2 * q.flatten()[: lse.numel()])
+        assert not lse.requires_grad
+        gradients = torch.autograd.grad(o, (q, k, v), do)
+        assert all(map(torch.equal, gradients, (q + do, k + o, v + do)))
+    results = recordings.replay(q.mT.contiguous().mT, k, v)  # is copied
+    assert torch.equal(results[0], o)
+    mask.columns.add_(0)  # a write that torch counts
+    assert recordings.replay(q, k, v) is None
+    with pytest.raises(RuntimeError, match="modified since"):
+        results[0].sum().backward()
+    freed = weakref.ref(mask)
+    del mask, recordings, results, gradients, o
+    gc.collect()
+    assert freed() is None
+
+
+def on_gpu(mask: BlockMask) -> BlockMask:
+    arrays = {name: array.cuda() for name, array in mask.arrays().items()}
+    return replace(mask, **arrays)
+
+
+def results_of(mask: BlockMask, operands: list[Tensor], do: Tensor) -> list[Tensor]:
+    """Return O, the LSE and the gradients of a call."""
+    o, lse = attention_and_lse(*operands, mask)
+    return [o.detach(), lse, *torch.autograd.grad(o, operands, do)]
+
+
+GPU_MASKS = [{"block": 64}, {"block": 128, "causal": True}, {"block": 64, "bits": True}]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", GPU_MASKS, ids=str)
+def test_recorded_calls_equal_those_in_python_on_a_gpu(options, monkeypatch) -> None:
+    monkeypatch.setenv("SPARSEBENCH_SEARCH", "0")  # then the first kernel of the list is chosen
+    mask = on_gpu(random_mask((320, 320), batch=2, lists=2, density=0.6, **options))
+    for draw in range(6):
+        q, k, v = (torch.randn(2, 320, 4, 64, device="cuda").bfloat16() for _ in range(3))
+        if draw % 2:  # views that no kernel reads
+            q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v))
+        operands = [x.requires_grad_() for x in (q, k, v)]
+        do = torch.randn_like(q) if draw else torch.ones((), device="cuda").bfloat16().expand_as(q)
+        actual = results_of(mask, operands, do)
+        with monkeypatch.context() as patch:
+            patch.setattr(Recordings, "call", lambda *args: args[-1]())
+            right = results_of(replace(mask), operands, do)
+        assert all(map(torch.equal, actual, right))
+        with torch.autocast("cuda", torch.float16):
+            assert all(map(torch.equal, results_of(mask, operands, do), right))
+        with torch.inference_mode():
+            assert torch.equal(sparsebench.attention(*operands, mask), right[0])
+            assert torch.equal(
+                sparsebench.attention(*(x.clone() for x in operands), mask), right[0]
+            )
+    kernels = [selected.choice["kernel"] for selected in plans_of(mask).plans.values()]
+    replayed = recordings_of(mask, None).replay(*operands) is not None
+    assert replayed == (kernels[0] == "attention_wgmma")
+
+
+@pytest.mark.gpu
+def test_a_mask_that_is_written_ends_the_recordings_on_a_gpu() -> None:
+    mask = on_gpu(random_mask((256, 256), 64, density=0.6))
+    operands = [torch.randn(1, 256, 2, 64, device="cuda").bfloat16() for _ in range(3)]
+    operands = [x.requires_grad_() for x in operands]
+    do = torch.randn_like(operands[0])
+    for _ in range(5):
+        results_of(mask, operands, do)
+    o = sparsebench.attention(*operands, mask)
+    last = int(mask.offsets[1]) - 1
+    mask.columns[last] = 3 if int(mask.columns[last]) != 3 else 2
+    with pytest.raises(RuntimeError, match="modified"):
+        o.sum().backward()
+    for _ in range(5):
+        right = results_of(on_gpu(mask), operands, do)
+        assert all(map(torch.equal, results_of(mask, operands, do), right))
+
+
+@pytest.mark.gpu
+def test_a_recorded_step_is_captured_on_a_gpu() -> None:
+    mask = on_gpu(random_mask((256, 256), 64, density=0.6))
+    operands = [torch.randn(1, 256, 2, 64, device="cuda").bfloat16() for _ in range(3)]
+    operands = [x.requires_grad_() for x in operands]
+    do, graph = torch.randn_like(operands[0]), torch.cuda.CUDAGraph()
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(5):
+            right = results_of(mask, operands, do)
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph, stream=side):
+        captured = results_of(mask, operands, do)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert all(map(torch.equal, captured, right))
