@@ -21,7 +21,7 @@ In fp8 (e4m3) Y is bf16, and blocks are wider than 16 columns.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -31,6 +31,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn.functional import pad
 
+from sparsebench.formats._format import rows_of
 from sparsebench.formats.bsr import Bsr
 from sparsebench.kernels._common.choices import density_of
 from sparsebench.kernels._common.cuda import on_tape
@@ -40,7 +41,6 @@ from sparsebench.kernels._common.triton import (
     Path,
     Precision,
     box,
-    choose_path,
     fitting_depth,
     most_stages,
     options,
@@ -48,19 +48,19 @@ from sparsebench.kernels._common.triton import (
     product_of,
     stages,
     unsupported,
-    unsupported_alignment,
-    unsupported_row,
     whole_tile,
     without_tensor_cores,
 )
 from sparsebench.kernels._kernel import output_dtype, refuse
 from sparsebench.kernels.bsr._call import BsrCall, bsr_engine
-from sparsebench.kernels.bsr._triton_shapes import (
+from sparsebench.kernels.bsr._triton import (
     BY_POINTERS,
     FP32,
     MANY_TOKENS,
     SOME_TOKENS,
     Shape,
+    path_of,
+    require_path,
 )
 
 FP8_DEPTH = 32  # depth of one fp8 product on tensor cores
@@ -90,18 +90,16 @@ class Config:
 
 
 @dataclass(frozen=True)
-class Packed:
-    """The weights as the kernel reads them: blocks of whole tiles.
+class Unions:
+    """The index of packed blocks, which are whole tiles: int32, on W's device.
 
-    offsets  int32 [groups + 1]: first block of each group of block rows
-    columns  int32 [blocks + 1]: block columns; the kernel reads one past the last
-    values   [blocks, height, width]
-    order    int32 [groups]: groups by falling number of blocks
+    offsets  [groups + 1]: first block of each group of block rows
+    columns  [blocks + 1]: block columns; the kernel reads one past the last
+    order    [groups]: groups by falling number of blocks
     """
 
     offsets: Tensor
     columns: Tensor
-    values: Tensor
     order: Tensor
 
 
@@ -162,18 +160,18 @@ def _swept(shape: Shape, r: int, width: int, itemsize: int, precision: Precision
     )
 
 
-def bound(x: Tensor, w: Bsr, config: Config, packed: Packed) -> BoundKernel:
-    """Return the kernel of Y [m, n]; `packed` is pack(w, config)."""
+def bound(x: Tensor, values: Tensor, w: Bsr, config: Config, unions: Unions) -> BoundKernel:
+    """Return the kernel of Y [m, n]; `values` are packed."""
     (m, k), (n, _), (r, c) = x.shape, w.shape, w.block
     y = x.new_empty((m, n), dtype=output_dtype(x.dtype))
-    _, height, width = packed.values.shape
+    _, height, width = values.shape
     token_tiles = triton.cdiv(m, config.tokens)
-    row_tiles = len(packed.order) * (height // config.features)
+    row_tiles = len(unions.order) * (height // config.features)
     args = (
         box(x, config.tokens, config.depth, config.path),
-        box(packed.values.view(-1, width), config.features, config.depth, config.path),
+        box(values.view(-1, width), config.features, config.depth, config.path),
         box(y, config.tokens, config.features, config.path),
-        *(packed.columns, packed.offsets, packed.order),
+        *(unions.columns, unions.offsets, unions.order),
         *(m, n, k, config.group * r, c, x.stride(0), token_tiles),
     )
     constants = constants_of(config, height, width) | options(config.warps, config.path)
@@ -203,64 +201,34 @@ def packed_block(block: tuple[int, int], config: Config) -> tuple[int, int]:
     return height, triton.cdiv(c, config.depth) * config.depth
 
 
-def pack(w: Bsr, config: Config) -> Packed:
-    """Unite the block rows of each group and pad the blocks; copy values only if needed."""
-    (r, c), (height, width) = w.block, packed_block(w.block, config)
-    block_columns = triton.cdiv(w.shape[1], c)
-    block_row = torch.arange(len(w.offsets) - 1, device=w.offsets.device)
-    block_row = block_row.repeat_interleave(w.offsets.diff())
-    place = block_row // config.group * block_columns + w.columns
-    if (height, width) == (r, c) and len(w.values):
-        values = w.values
-    else:
+def unions_of(w: Bsr, config: Config) -> tuple[Unions, Callable[[Tensor], Tensor] | None]:
+    """Unite the block rows of each group.
+
+    Also return the function that packs the values, into zeros, without waiting for the device; None
+    if the kernel reads them as stored.
+    """
+    (r, c), group, size = w.block, config.group, packed_block(w.block, config)
+    across, rows = triton.cdiv(w.shape[1], c), triton.cdiv(len(w.offsets) - 1, group)
+    block_row = rows_of(w.offsets)
+    place, member = block_row // group * across + w.columns, block_row % group
+    pack = None
+    if size != (r, c) or not len(place):
         place, slot = place.unique(return_inverse=True)
-        values = w.values.new_zeros(max(1, len(place)), height, width)
-        inner = values[:, : config.group * r, :c].view(len(values), config.group, r, c)
-        inner[slot, block_row % config.group] = w.values
-    rows = triton.cdiv(len(w.offsets) - 1, config.group)
-    lengths = torch.bincount(place // block_columns, minlength=rows)
-    return Packed(
+        blocks = max(1, len(place))
+
+        def pack(values: Tensor) -> Tensor:
+            on_tape(complete=False)  # torch's own kernels pack
+            packed = values.new_zeros(blocks, *size)
+            packed[:, : group * r, :c].view(blocks, group, r, c)[slot, member] = values
+            return packed
+
+    lengths = torch.bincount(place // across, minlength=rows)
+    unions = Unions(
         offsets=pad(lengths.cumsum(0), (1, 0)).to(torch.int32),
-        columns=pad(place % block_columns, (0, 1)).to(torch.int32),
-        values=values,
+        columns=pad(place % across, (0, 1)).to(torch.int32),
         order=lengths.argsort(descending=True, stable=True).to(torch.int32),
     )
-
-
-def packer(w: Bsr, config: Config) -> tuple[Packed, Callable[[Tensor], Tensor] | None]:
-    """Return the index that `pack` makes, and a function that packs values, if needed.
-
-    The function does not wait for the device.
-    """
-    (r, c), blocks = w.block, len(w.columns)
-    number = torch.arange(1, blocks + 1, dtype=torch.int32, device=w.columns.device)
-    numbered = number[:, None, None].expand(blocks, r, c).contiguous()
-    packed = pack(replace(w, values=numbered), config)
-    size, index = packed.values.shape, replace(packed, values=number[:0])
-    if size == numbered.shape:
-        return index, None
-    # A packed block now holds the numbers of the blocks in it, counted from 1; 0 means no block.
-    numbers = packed.values[:, : config.group * r : r, 0]
-    slot, member = numbers.nonzero(as_tuple=True)
-    order = numbers[slot, member].argsort()
-    slot, member = slot[order], member[order]
-
-    def pack_values(values: Tensor) -> Tensor:
-        on_tape(complete=False)  # torch's own kernels pack
-        united = values.new_zeros(size)
-        united[:, : config.group * r, :c].view(size[0], config.group, r, c)[slot, member] = values
-        return united
-
-    return index, pack_values
-
-
-def path_of(w: Bsr, call: BsrCall) -> Path:
-    """Return the path by which operands are read. Raises Unsupported if there is none."""
-    width, size = whole_tile(w.block[1]), call.dtype.itemsize
-    if size == 1 and width < FP8_DEPTH:
-        least = f"expected blocks of more than {FP8_DEPTH // 2} columns in fp8"
-        refuse(f"{least}, found {w.block[1]}")
-    return choose_path(unsupported_by_tma(call.activations[0], w), w.columns.device)
+    return unions, pack
 
 
 def choices(w: Bsr, call: BsrCall) -> list[Config]:
@@ -269,16 +237,16 @@ def choices(w: Bsr, call: BsrCall) -> list[Config]:
     In fp32, with blocks of 10 and 64 tokens, unions of six block rows took 223 µs on an H200, and
     single ones 34 µs.
     """
-    (r, c), (n, k), path = w.block, w.shape, path_of(w, call)
-    precision = precision_of(tf32=call.tf32)
+    refuse(unsupported_call(w, call))
+    (r, c), (n, k) = w.block, w.shape
+    path, precision = path_of(w, call), precision_of(tf32=call.tf32)
     configs = configurations(call.m, w.block, call.dtype.itemsize, path, precision)
     density = density_of(n, k, w.block, len(w.columns))
 
     def padded(config: Config) -> float:  # elements of W as packed, for random blocks
         height, width = packed_block(w.block, config)
         columns = triton.cdiv(k, c) * (1 - (1 - density) ** config.group)
-        rows = triton.cdiv(triton.cdiv(n, r), config.group)
-        return float(rows * columns * height * width)
+        return float(triton.cdiv(triton.cdiv(n, r), config.group) * columns * height * width)
 
     stored = [config for config in configs if packed_block(w.block, config) == w.block]
     return stored or sorted(configs, key=padded)
@@ -286,17 +254,23 @@ def choices(w: Bsr, call: BsrCall) -> list[Config]:
 
 def plan(w: Bsr, call: BsrCall, config: Config) -> Product:
     """Unite the block rows of each group, and compile."""
-    if config.path != path_of(w, call):
-        refuse(f"expected the path {path_of(w, call)}, found {config.path}")
-    index, pack_values = packer(w, config)
-    height, width = packed_block(w.block, config)
-    values = torch.empty(max(1, len(index.columns) - 1), height, width, dtype=call.dtype)
+    refuse(unsupported_call(w, call))
+    require_path(config.path, w, call)
+    unions, pack = unions_of(w, config)
+    size = max(1, len(unions.columns) - 1), *packed_block(w.block, config)
+    values = torch.empty(size, dtype=call.dtype, device="meta")
 
     def kernel(x: Tensor, values: Tensor) -> BoundKernel:
-        return bound(x, w, config, replace(index, values=values))
+        return bound(x, values, w, config, unions)
 
-    operands = *call.activations, values.to("meta")
-    return product_of(kernel, operands, w.columns.device, pack_values)
+    return product_of(kernel, (*call.activations, values), w.columns.device, pack)
+
+
+def unsupported_call(w: Bsr, call: BsrCall) -> str | None:
+    """Return why the kernel cannot run a call, or None."""
+    if call.dtype.itemsize > 1 or whole_tile(w.block[1]) >= FP8_DEPTH:
+        return None
+    return f"expected blocks of more than {FP8_DEPTH // 2} columns in fp8, found {w.block[1]}"
 
 
 KERNEL = bsr_engine(
@@ -377,12 +351,3 @@ def _multiply(  # type: ignore[no-untyped-def]
         y_at += tokens[:, None] * n + features[None, :]
         mask = (tokens < m - token)[:, None] & inside[None, :]
         tl.store(y_at, total.to(y.dtype.element_ty), mask)
-
-
-def unsupported_by_tma(x: Tensor, w: Bsr) -> str | None:
-    r, c = w.block
-    if whole_tile(r) != r or whole_tile(c) != c:
-        return f"blocks of {r}x{c} are not whole tiles"
-    size = x.element_size()
-    reason = unsupported_row(w.shape[0], size) or unsupported_row(c, size)
-    return reason or unsupported_alignment(x)

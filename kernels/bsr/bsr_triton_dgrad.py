@@ -34,7 +34,6 @@ from sparsebench.kernels._common.triton import (
     Path,
     Precision,
     box,
-    choose_path,
     fitting_depth,
     most_stages,
     options,
@@ -42,14 +41,12 @@ from sparsebench.kernels._common.triton import (
     product_of,
     stages,
     unsupported,
-    unsupported_alignment,
-    unsupported_row,
     whole_tile,
     without_tensor_cores,
 )
-from sparsebench.kernels._kernel import refuse
 from sparsebench.kernels.bsr._call import BsrCall, bsr_engine
 from sparsebench.kernels.bsr._launch import no_block
+from sparsebench.kernels.bsr._triton import path_of, require_path
 
 # Tokens and stages by the width of a tile, the default first. Every combination is tried in both
 # orders of programs. They won bsr_triton's sweep on an H200.
@@ -202,19 +199,6 @@ def constants_of(config: Config, block: tuple[int, int]) -> dict[str, Any]:
     }
 
 
-def unsupported_by_tma(dy: Tensor, w: Bsr) -> str | None:
-    r, c = w.block
-    if (whole_tile(r), whole_tile(c)) != (r, c):
-        return f"blocks of {r}x{c} are not whole tiles"
-    size = dy.element_size()
-    reason = unsupported_row(w.shape[1], size) or unsupported_row(c, size)
-    return reason or unsupported_alignment(dy)
-
-
-def path_of(w: Bsr, call: BsrCall) -> Path:
-    return choose_path(unsupported_by_tma(call.activations[0], w), w.columns.device)
-
-
 def choices(w: Bsr, call: BsrCall) -> list[Config]:
     """Return what is worth timing; blocks of fewer than SHORT rows also by pointers."""
     path, precision = path_of(w, call), precision_of(tf32=call.tf32)
@@ -227,8 +211,7 @@ def choices(w: Bsr, call: BsrCall) -> list[Config]:
 
 def plan(w: Bsr, call: BsrCall, config: Config) -> Product:
     """Transpose the index, and compile."""
-    if config.path == "tma" != path_of(w, call):
-        refuse("expected the path pointers, found tma")
+    require_path(config.path, w, call)
     index, stored = index_of(w), len(w.columns)
     values = torch.empty(max(1, stored), *w.block, dtype=call.dtype, device="meta")
 

@@ -39,21 +39,18 @@ from sparsebench.kernels._common.triton import (
     Path,
     Precision,
     box,
-    choose_path,
     most_stages,
     options,
     precision_of,
     product_of,
     unsupported,
-    unsupported_alignment,
     whole_tile,
     without_tensor_cores,
 )
-from sparsebench.kernels._kernel import refuse
 from sparsebench.kernels.bsr._call import BsrCall, bsr_engine
+from sparsebench.kernels.bsr._triton import path_of, require_path
 
 WIDEST = 128  # side of a tile that TMA loads
-LEAST = 64  # M of wgmma: narrower blocks are gathered
 
 Tile = tuple[int, int, int, int]  # width, tokens (in 16 bits), warps, most stages
 # Tiles of strips by their height, the default first. A thread has at most 32 elements of X: in odd
@@ -195,17 +192,6 @@ def constants_of(config: Config, block: tuple[int, int]) -> dict[str, Any]:
     }
 
 
-def unsupported_by_tma(*activations: Tensor, block: tuple[int, int]) -> str | None:
-    r, c = block
-    if (whole_tile(r), max(LEAST, whole_tile(c))) != (r, c):
-        return f"blocks of {r}x{c} are not whole tiles {LEAST} wide"
-    return unsupported_alignment(*activations)
-
-
-def path_of(w: Bsr, call: BsrCall) -> Path:
-    return choose_path(unsupported_by_tma(*call.activations, block=w.block), w.columns.device)
-
-
 def choices(w: Bsr, call: BsrCall) -> list[Config]:
     """Return what is worth timing, the default first."""
     device, size = w.columns.device, call.dtype.itemsize
@@ -215,8 +201,7 @@ def choices(w: Bsr, call: BsrCall) -> list[Config]:
 
 def plan(w: Bsr, call: BsrCall, config: Config) -> Product:
     """Cut the strips, and compile."""
-    if config.path != path_of(w, call):
-        refuse(f"expected the path {path_of(w, call)}, found {config.path}")
+    require_path(config.path, w, call)
     strips = strips_of(w, config)
 
     def kernel(dy: Tensor, x: Tensor) -> BoundKernel:

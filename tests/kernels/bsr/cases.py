@@ -1,44 +1,46 @@
-"""Configurations and shapes with which the tests run each CUDA kernel of the family."""
+"""Shapes with which the tests run the kernels of the family, and configurations to emulate."""
 
 from itertools import product
-from typing import Any
 
-from sparsebench.kernels.bsr import bsr_resident, bsr_small, bsr_strips, bsr_wgmma
-from sparsebench.kernels.bsr import bsr_wgrad as wgrad
+from sparsebench.kernels.bsr import bsr_small, bsr_wgmma
 from sparsebench.kernels.bsr import bsr_wgrad_mma as wgrad_mma
 from sparsebench.kernels.bsr import bsr_wgrad_small as wgrad_small
 from tests.kernels.bsr.examples import Shape
 
-
-def name_of(module: Any) -> str:
-    return str(module.__name__.rpartition(".")[2])
-
-
 SMALL = [bsr_small.Config(*c) for c in product(bsr_small.TOKENS, bsr_small.FEATURES)]
 
 WGMMA = [bsr_wgmma.Config(tokens, cluster) for tokens in bsr_wgmma.TOKENS for cluster in (1, 2)]
-
-# Few rows and many, one warpgroup; every number of strips in a step; then aligned strips.
-STRIPS = [
-    *(bsr_strips.Config(128, 2, 2), bsr_strips.Config(64, 1, 1)),
-    *(bsr_strips.Config(64, 3, 2), bsr_strips.Config(256, 1, 2)),
-    *(bsr_strips.Config(128, 2, 2, 2), bsr_strips.Config(64, 1, 1, 2)),
-    *(bsr_strips.Config(64, 3, 2, 2), bsr_strips.Config(256, 1, 2, 2)),
-]
-
-RESIDENT = [
-    *(bsr_resident.Config(16, 4), bsr_resident.Config(32, 8), bsr_resident.Config(48, 4)),
-    *(bsr_resident.Config(112, 16), bsr_resident.Config(16, 8, 2)),
-    *(bsr_resident.Config(16, 16, 4), bsr_resident.Config(32, 4, 4)),
-]
-
-WGRAD = [*wgrad.CONFIGS]
 
 WGRAD_MMA = [wgrad_mma.Config(32, 3, 3), wgrad_mma.Config(16, 4, 5), wgrad_mma.Config(16, 2, 8)]
 
 WGRAD_SMALL = [
     *(wgrad_small.Config(64, 2, 7), wgrad_small.Config(32, 2, 12), wgrad_small.Config(64, 4, 12)),
     *(wgrad_small.Config(32, 4, 18), wgrad_small.Config(32, 6, 24)),
+]
+
+# For Triton's interpreter: a shape and a dtype. Blocks that tiles do not divide; whole tiles; and
+# enough tokens or columns that wgrad splits tokens and cuts strips.
+ODD: list[tuple[Shape, str]] = [
+    ((1, 1, 1, (8, 8), 1.0), "fp16"),
+    ((3, 45, 53, (1, 1), 0.5), "fp16"),
+    ((17, 41, 37, (8, 8), 0.5), "fp32"),
+    ((33, 45, 53, (10, 10), 0.5), "fp16"),
+    ((5, 70, 90, (48, 24), 0.5), "fp16"),
+    ((17, 300, 430, (200, 200), 0.5), "fp16"),
+    ((9, 520, 514, (512, 512), 0.5), "fp16"),
+    ((20, 90, 100, (16, 32), 0.5), "fp32"),
+    ((700, 40, 90, (8, 8), 0.5), "fp16"),
+    ((3, 128, 64, (64, 64), 0.0), "fp16"),
+]
+WHOLE: list[tuple[Shape, str]] = [
+    ((20, 80, 96, (16, 16), 0.5), "fp16"),
+    ((70, 72, 104, (16, 32), 0.5), "fp32"),
+    ((130, 144, 200, (64, 128), 0.5), "fp16"),
+    ((66, 264, 256, (256, 64), 0.5), "fp16"),
+]
+WIDE: list[tuple[Shape, str]] = [
+    ((600, 128, 192, (64, 64), 0.5), "fp16"),
+    ((20, 72, 188, (16, 64), 0.5), "fp32"),
 ]
 
 SHAPES: dict[str, list[Shape]] = {
@@ -54,6 +56,20 @@ SHAPES: dict[str, list[Shape]] = {
         (1, 1024, 512, 32, 0.05),
         (70, 128, 128, 32, 0.0),
     ],
+    # Every side of a step; blocks of several steps; edge blocks; rows without a block; no block.
+    "bsr_fp32": [
+        (32, 96, 256, 32, 0.5),
+        (17, 64, 512, 32, 0.3),
+        (65, 160, 192, (16, 16), 0.4),
+        (5, 100, 76, (8, 8), 0.3),
+        (40, 200, 260, (64, 32), 0.6),
+        (33, 150, 132, (24, 40), 0.5),
+        (3, 250, 300, (128, 128), 1.0),
+        (20, 90, 71, (16, 24), 0.5),
+        (50, 640, 320, (32, 64), 0.03),
+        (1, 64, 64, (32, 32), 0.0),
+    ],
+    "bsr_first": [(1, 100, 96, 16, 0.5), (77, 320, 192, 16, 0.3), (40, 128, 128, 16, 0.0)],
     # One slice per block row, three, two; rectangles; edge blocks; empty rows; no block.
     "bsr_wgmma": [
         (100, 320, 192, (64, 64), 0.5),
@@ -144,3 +160,34 @@ SHAPES: dict[str, list[Shape]] = {
         (70, 64, 128, (32, 32), 0.0),
     ],
 }
+
+LARGE: dict[str, list[Shape]] = {
+    "bsr_small": [(1000, 1536, 1280, 16, 0.2)],
+    "bsr_strips": [(1000, 1536, 1280, (48, 40), 0.2)],
+    "bsr_wgmma": [(1000, 1536, 1280, (128, 128), 0.3)],
+    "bsr_fp32": [(32, 4096, 4096, 32, 0.1), (300, 2048, 1000, 16, 0.2)],
+    # More items than workers, and items that are cut in either way.
+    "bsr_wgrad": [
+        (4096, 1024, 1024, (64, 64), 0.3),
+        (1030, 4096, 4096, (128, 128), 0.5),
+        (2000, 4096, 4096, (64, 64), 0.2),
+        (4096, 2048, 4096, (64, 64), 0.05),
+        (3000, 2080, 1920, (80, 96), 0.1),
+    ],
+    "bsr_wgrad_mma": [
+        (2000, 1024, 1024, (16, 16), 0.2),
+        (4096, 512, 2048, (16, 16), 0.15),
+        (4096, 4096, 4096, (16, 16), 0.1),
+        (64, 10240, 10240, (16, 16), 0.065),
+    ],
+    "bsr_wgrad_small": [
+        (4096, 1024, 1024, (32, 32), 0.3),
+        (1030, 4096, 4096, (16, 16), 0.3),
+        (2000, 2048, 4096, (48, 48), 0.1),
+        (4096, 2048, 2048, (32, 32), 0.05),
+    ],
+    "bsr_triton": [(1500, 520, 776, block, 0.3) for block in (8, 32, 128, (10, 24))],
+    "bsr_triton_dgrad": [(1500, 520, 776, block, 0.3) for block in (8, 32, 128, (10, 24))],
+    "bsr_triton_wgrad": [(1500, 520, 776, block, 0.3) for block in (8, 32, 128, (10, 24))],
+}
+"""For a GPU only."""

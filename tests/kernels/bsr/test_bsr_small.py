@@ -1,6 +1,6 @@
 """bsr_small: its work lists, emulated in NumPy, and how launches follow one another on a GPU."""
 
-from dataclasses import replace
+from functools import partial
 from itertools import pairwise, product
 
 import numpy as np
@@ -21,7 +21,7 @@ from sparsebench.kernels.bsr._small_steps import (
 from sparsebench.kernels.bsr.bsr_small import Config
 from tests.compiling.nvcc import hopper
 from tests.kernels.bsr.cases import SHAPES, SMALL
-from tests.kernels.bsr.examples import example, on_gpu
+from tests.kernels.bsr.examples import call_of, example, on_gpu
 from tests.tools.marks import crossed
 
 
@@ -97,13 +97,12 @@ def test_units_that_share_the_most_strips_are_multiplied_together():
     assert len(lists.steps) == 2
 
 
-def test_large_blocks_are_cut_for_few_tokens_and_refused_for_many():
-    w = Bsr.from_dense(torch.ones(128, 128).half(), block=64)
-    assert bsr_small._fitting(w)[0].block == (32, 32)
-    x = torch.zeros(bsr_small.CUT_TOKENS + 1, 128).half()
-    assert bsr_small.unsupported_operands(x[1:], w, transposed=False) is None
-    reason = bsr_small.unsupported_operands(x, w, transposed=False)
-    assert reason == "blocks of 64x64: expected up to 256 tokens, found 257"
+def test_large_blocks_are_cut_for_few_tokens_and_refused_for_many(loads):
+    w, few = Bsr.from_dense(torch.ones(128, 128).half(), block=64), bsr_small.CUT_TOKENS
+    bsr_small.plan(w, call_of("linear", w, few, "fp16"), Config(64, 64))
+    assert dict(loads[0][1])["BLOCK"] == 32
+    reason = bsr_small.unsupported_call(w, call_of("linear", w, few + 1, "fp16"))
+    assert reason == "blocks of 64x64: expected up to 256 tokens, found 288"
 
 
 def test_a_step_holds_no_more_than_a_slot_and_a_share_no_more_than_a_word():
@@ -118,9 +117,9 @@ def test_a_step_holds_no_more_than_a_slot_and_a_share_no_more_than_a_word():
 @pytest.mark.parametrize(
     ("m", "first"), [(4096, Config(128, 256)), (64, Config(64, 64)), (1, Config(64, 64))]
 )
-def test_the_byte_model_puts_large_items_first_for_many_tokens(m, first):
+def test_the_byte_model_puts_large_items_first_for_many_tokens(m, first, loads):
     w, _, _ = example((1, 14336, 4096, 32, 0.2))
-    configs = bsr_small.configurations(w, m, 132)
+    configs = bsr_small.choices(w, call_of("linear", w, m, "bf16"))
     assert configs[0] == first
     assert all(config.tokens <= 64 or m > 64 for config in configs)
 
@@ -139,26 +138,24 @@ def captured(calls) -> torch.cuda.CUDAGraph:
 def test_a_layer_reads_the_output_of_the_previous_layer(config, block):
     """Each layer starts before the previous one has ended; compare with layers that run alone."""
     w, x = on_gpu((100, 2048, 2048, block, 0.05), "bf16", False)
-    layers = [bsr_small.launch(x, w, config)]
-    for _ in range(7):
-        layers.append(bsr_small.launch(layers[-1].out, w, config))
+    product = bsr_small.plan(w, call_of("linear", w, len(x), "bf16"), config)
+    packed, outs = product.packed(w.values), [torch.empty_like(x) for _ in range(8)]
+    layers = [partial(product.run, a, packed, out=b) for a, b in pairwise([x, *outs])]
+    for layer in layers:
+        layer()
     graph = captured(layers)
-
-    def outs() -> list[torch.Tensor]:
-        torch.cuda.synchronize()
-        return [layer.out.clone() for layer in layers]
-
     for _ in range(20):
         x.normal_()
-        alone = []
         for layer in layers:
-            replace(layer, loaded=replace(layer.loaded, early=False))()
-            alone += outs()[len(alone) : len(alone) + 1]
+            layer()
+            torch.cuda.synchronize()
+        alone = [out.clone() for out in outs]
         for run in (graph.replay, lambda: [layer() for layer in layers]):
-            for layer in layers:
-                layer.out.fill_(float("nan"))
+            for out in outs:
+                out.fill_(float("nan"))
             run()
-            assert all(map(torch.equal, outs(), alone))
+            torch.cuda.synchronize()
+            assert all(map(torch.equal, outs, alone))
 
 
 @hopper
@@ -166,18 +163,18 @@ def test_a_layer_reads_the_output_of_the_previous_layer(config, block):
 def test_weights_may_be_written_just_before_the_launch(config):
     """The kernel reads W early only if the previous kernel allows it; torch's kernels do not."""
     w, x = on_gpu((64, 2048, 2048, 16, 0.1), "bf16", False)
-    plan, values = bsr_small.plan(w, len(x), config), w.values.clone()
-    first = bsr_small.bind(plan, x, values)().clone()
+    product, values = bsr_small.plan(w, call_of("linear", w, len(x), "bf16"), config), w.values
+    first = product.run(x, product.packed(values))
     outs = []
     for _ in range(50):
         values.neg_()
-        outs.append(bsr_small.bind(plan, x, values)())
+        outs.append(product.run(x, product.packed(values)))
     assert all(torch.equal(out, -first if i % 2 == 0 else first) for i, out in enumerate(outs))
-    program = bsr_small.bind(plan, x, values)
-    packed, copy = program.tensors[1], torch.empty_like(program.out)
-    graph = captured([packed.neg_, program, lambda: copy.copy_(program.out), packed.neg_, program])
+    packed, out, copy = product.packed(values), torch.empty_like(first), torch.empty_like(first)
+    run = partial(product.run, x, packed, out=out)
+    graph = captured([packed.neg_, run, lambda: copy.copy_(out), packed.neg_, run])
     for _ in range(50):
         graph.replay()
         torch.cuda.synchronize()
         assert torch.equal(copy, -first)
-        assert torch.equal(program.out, first)
+        assert torch.equal(out, first)

@@ -11,14 +11,13 @@ import torch
 from sparsebench.errors import FormatError
 from sparsebench.formats.bsr import Bsr
 from sparsebench.kernels._common import cuda
-from sparsebench.kernels._common.scales import Scales
 from sparsebench.kernels.bsr import bsr_wgmma
 from sparsebench.kernels.bsr._wgmma_pairs import NO_SLICE, groups_of, span_of
 from sparsebench.kernels.bsr._wgmma_schedule import schedule
 from sparsebench.kernels.bsr.bsr_wgmma import Config
 from tests.compiling.nvcc import hopper
 from tests.kernels.bsr.cases import SHAPES, WGMMA
-from tests.kernels.bsr.examples import assert_right, example, on_gpu
+from tests.kernels.bsr.examples import assert_right, call_of, example, on_gpu
 from tests.tools.marks import crossed, needs_cupy
 
 HALF, E4M3 = torch.float16, torch.float8_e4m3fn
@@ -132,7 +131,8 @@ def test_an_invalid_index_is_refused(change, message):
 
 @pytest.mark.parametrize("m", [1, 64, 65, 128, 129, 256, 257, 4096])
 def test_a_problem_has_at_most_four_configurations_that_suit_its_tokens(m):
-    configs = bsr_wgmma.configurations(m, 4096)
+    w = bsr_of(np.ones((64, 1)))
+    configs = bsr_wgmma.choices(w, call_of("linear", w, m, "bf16")._replace(m=m))
     assert 1 <= len(configs) <= 4
     assert all(config in WGMMA for config in configs)
     assert all(
@@ -142,7 +142,8 @@ def test_a_problem_has_at_most_four_configurations_that_suit_its_tokens(m):
 
 @pytest.mark.parametrize(("m", "width", "tokens"), [(256, 14336, 128), (1024, 8192, 256)])
 def test_the_smaller_tile_comes_first_if_there_are_few_items(m, width, tokens):
-    assert bsr_wgmma.configurations(m, width)[0].tokens == tokens
+    w = bsr_of(np.ones((width // 64, 1)))
+    assert bsr_wgmma.choices(w, call_of("linear", w, m, "bf16"))[0].tokens == tokens
 
 
 @needs_cupy
@@ -151,15 +152,14 @@ def test_the_smaller_tile_comes_first_if_there_are_few_items(m, width, tokens):
 def test_fp8_is_right_with_and_without_scales_on_a_gpu(config: Config):
     for shape in (*SHAPES["bsr_wgmma fp8"], (1000, 1536, 1280, (128, 128), 0.3)):
         w, x = on_gpu(shape, "fp8", transposed=False)
-        random = [torch.rand(size, device="cuda") + 0.5 for size in (w.shape[0], len(x))]
-        for features, tokens in product((random[0], None), (random[1], None)):
-            scales = Scales(features, tokens)
-            program = bsr_wgmma.launch(x, w, config, scales=scales, watchdog=features is None)
-            for _ in range(2):
-                program.out.fill_(float("nan"))
-                program()
-            assert program.out.dtype == torch.bfloat16
-            assert_right(program.out, x, w, False, shape, scales)
+        product = bsr_wgmma.plan(w, call_of("linear", w, len(x), "fp8"), config)
+        packed = product.packed(w.values)
+        y = product.run(x, packed)
+        assert y.dtype == torch.bfloat16
+        assert_right(y, x, w, False, shape)
+        features, tokens = (torch.rand(s, device="cuda") + 0.5 for s in (w.shape[0], len(x)))
+        scaled = product.run(x, packed, features, tokens, out=torch.full_like(y, torch.nan))
+        assert_right(scaled, x, w, False, shape, features, tokens)
 
 
 @needs_cupy
@@ -170,7 +170,9 @@ def test_a_nan_of_fp8_stays_out_of_the_rows_that_do_not_touch_its_column(block: 
     dense.view(torch.uint8)[:block, block : 2 * block] = 0
     x = torch.ones(300, 4 * block, device="cuda").to(E4M3)
     x.view(torch.uint8)[:, 2 * block - 1] = 0x7F
-    y = bsr_wgmma.launch(x, Bsr.from_dense(dense, block=block), Config(128, 1))()
+    w = Bsr.from_dense(dense, block=block)
+    product = bsr_wgmma.plan(w, call_of("linear", w, len(x), "fp8"), Config(128, 1))
+    y = product.run(x, product.packed(w.values))
     assert y[:, :block].isfinite().all()
     assert y[:, block:].isnan().all()
 

@@ -19,7 +19,7 @@ from sparsebench.kernels.twell import _grouped, _remainder, ffn_few
 from sparsebench.kernels.twell._call import TwellCall
 from sparsebench.kernels.twell._remainder import GROUP
 from sparsebench.kernels.twell._twell_gate import CAPACITY, TILE
-from tests.emulation.cuda_on_cpu import entry_point, library_of
+from tests.emulation.cuda_on_cpu import entry_point, library_of, ring
 from tests.kernels.twell.examples import assert_right, drawn
 from tests.tools.marks import needs_gxx, sampled
 from tests.tools.paths import cuda_source
@@ -37,7 +37,8 @@ CALLS = {
 @cache
 def built(name: str, constants: cuda.Constants, late: bool) -> Any:
     """Build NAME.cu for this machine; `late` copies land when their barrier is waited for."""
-    source = cuda_source(f"{name}.cu").replace('"ffn_ptx.cuh"', '"grid_on_cpu.h"')
+    headers = '#include "grid_on_cpu.h"\n' + (ring() if name == "ffn_sparse" else "")
+    source = cuda_source(f"{name}.cu").replace('#include "ffn_ptx.cuh"', headers)
     source = re.sub("extern __shared__.*", "#define shared dynamic_shared()", source)
     source = source.replace("__shared__ Shared s;", "Shared& s = *(Shared*)fixed_shared();")
     start = entry_point(f"{CALLS[name]};", split="SPLIT")

@@ -12,7 +12,7 @@ from sparsebench.kernels.twell import _twell_gate
 from sparsebench.kernels.twell._call import TwellCall
 from sparsebench.kernels.twell._twell_gate import CAPACITY, CLUSTERS, TILE
 from tests.compiling.nvcc import hopper
-from tests.emulation.cuda_on_cpu import library_of, without_ptx
+from tests.emulation.cuda_on_cpu import library_of, ring, without_ptx
 from tests.tools.marks import needs_gxx, sampled
 from tests.tools.paths import cuda_source
 
@@ -81,8 +81,8 @@ def test_threads_on_a_cpu_write_the_words(cluster, m, n, fraction, workers, name
     sums[m:] = float("nan")  # X is zero there, but W may be infinite
     words = torch.full((m, -(-n // TILE) * (CAPACITY + 1)), -1, dtype=torch.int32)
     dense = torch.full((m, n), torch.nan, dtype=dtype)
-    functions, _ = cuda_source("twell_gate.cu").replace('#include "hopper.cuh"', "").split(KERNEL)
-    code = without_ptx(functions, "produce", "release", "mainloop")
+    functions, _ = cuda_source("twell_gate.cu").replace('#include "ring.cuh"', ring()).split(KERNEL)
+    code = without_ptx(functions, "produce", "mainloop")
     source = '#include "grid_on_cpu.h"\n' + STAND_INS + code + RUN
     constants = (*_twell_gate.constants_of(cluster, dtype), ("LATE", 0))
     run = library_of(source, constants).call

@@ -1,9 +1,23 @@
-"""Tile shapes of bsr_triton that won a sweep on an H200.
+"""What the Triton kernels share: the path by which a call reads operands, and shapes of tiles.
 
-A shape is (tokens, features, stages, warps, order). In the order "rows", neighbouring programs take
-different block rows; in "tokens", different tokens. "S" means swapped (bsr_triton.Config). Few
-stages leave room for more programs on an SM, which wins if block rows are short.
+The shapes of bsr_triton won a sweep on an H200. A shape is (tokens, features, stages, warps,
+order). In the order "rows", neighbouring programs take different block rows; in "tokens", different
+tokens. "S" means swapped (bsr_triton.Config). Few stages leave room for more programs on an SM,
+which wins if block rows are short.
 """
+
+from sparsebench.formats.bsr import Bsr
+from sparsebench.kernels._common.triton import (
+    Path,
+    choose_path,
+    unsupported_alignment,
+    unsupported_row,
+    whole_tile,
+)
+from sparsebench.kernels._kernel import refuse
+from sparsebench.kernels.bsr._call import BsrCall
+
+LEAST = 64  # M of wgmma: wgrad gathers narrower blocks
 
 Shape = tuple[int, int, int, int, str]
 # fmt: off
@@ -38,3 +52,21 @@ BY_POINTERS = (
 
 FP32 = ((64, 64, 8), (64, 32, 4), (32, 32, 4), (64, 16, 4), (32, 16, 4))
 """The same for fp32, without tensor cores."""
+
+
+def path_of(w: Bsr, call: BsrCall) -> Path:
+    """Return TMA if the device has it and blocks are whole tiles in rows of 16 bytes."""
+    (r, c), size, wgrad = w.block, call.dtype.itemsize, call.op == "wgrad"
+    if (whole_tile(r), max(LEAST if wgrad else 0, whole_tile(c))) != (r, c):
+        reason: str | None = f"blocks of {r}x{c} are not whole tiles"
+    else:
+        rows = () if wgrad else (call.width, c)
+        reasons = [unsupported_row(columns, size) for columns in rows]
+        reason = next(filter(None, reasons), None) or unsupported_alignment(*call.activations)
+    return choose_path(reason, w.columns.device)
+
+
+def require_path(path: Path, w: Bsr, call: BsrCall) -> None:
+    """Raise Unsupported if TMA cannot read a call's operands."""
+    if path == "tma" != path_of(w, call):
+        refuse("expected the path pointers, found tma")

@@ -1,0 +1,207 @@
+"""The contract of every engine of the family, found by name, in the configurations that it offers.
+
+    in Triton's interpreter   random operands, both paths, odd shapes
+    by nvcc                   what the CUDA kernels load compiles without a spill
+    on a GPU                  random operands, twice the same bits, and where NaN goes
+
+test_engine_contract.py has products that are exact, of fewer tokens and of rows with gaps.
+test_NAME.py has the tests that only one kernel needs: its work lists, and what it refuses.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from inspect import signature
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from sparsebench._discovery import modules
+from sparsebench.errors import Unsupported
+from sparsebench.formats.bsr import Bsr
+from sparsebench.harness.catalog import load_kernel
+from sparsebench.kernels._common import cuda
+from sparsebench.kernels._common.operator import Engine
+from sparsebench.kernels._kernel import DTYPES, poison, unsupported
+from sparsebench.kernels.bsr import _triton, bsr_triton_wgrad
+from sparsebench.kernels.bsr._call import BsrCall
+from sparsebench.results.record import Problem
+from tests.compiling.nvcc import HOPPERS_OWN, assert_compiles_cleanly, by_nvcc
+from tests.kernels.bsr.cases import LARGE, ODD, SHAPES, WHOLE, WIDE
+from tests.kernels.bsr.examples import Shape, assert_right, assert_right_gradient, call_of, example
+from tests.tools.marks import exhaustive, needs_cupy, sampled
+from tests.tools.paths import KERNELS
+
+ENGINES: dict[str, Engine] = {
+    name: engine
+    for name, place in modules("kernels").items()
+    if ".bsr." in place and isinstance(engine := load_kernel(name), Engine)
+}
+CUDA = [n for n, e in ENGINES.items() if (KERNELS / "bsr" / f"{e.name}.cu").exists()]
+TRITON = [name for name in ENGINES if name not in CUDA]
+GPU = torch.device("cuda", 0)
+# C7519: a fence before each row's products, whose registers a branch may have left unchanged.
+ALLOWED = {"bsr_small": "(C7519)", "bsr_strips": "(C7519)"}
+
+
+def choices(engine: Engine, w: Bsr, call: BsrCall) -> list[Any]:
+    """Return an engine's configurations; none if it refuses the call."""
+    try:
+        return [*engine.choices(w, call)]
+    except Unsupported:
+        return []
+
+
+def outputs(
+    engine: Engine, w: Bsr, call: BsrCall, config: Any, activations: Any, **options: bool
+) -> list[Tensor]:
+    """Return the results of a product that is run twice, into wrong values."""
+    planned = engine.plan(w, call, config, **options)
+    stored = () if call.op == "wgrad" else (planned.packed(w.values),)
+    y = planned.run(*activations, *stored)
+    outs = [torch.empty_like(y), torch.empty_like(y)]
+    for out in outs:
+        poison(out)
+        assert planned.run(*activations, *stored, out=out) is out
+    return outs
+
+
+def assert_right_and_repeatable(name: str, shape: Shape, dtype: str, device: str = "cpu") -> int:
+    """Check all configurations of an engine, also with the watchdog; return how many it has."""
+    engine, (w, x, dy) = ENGINES[name], example(shape, device, dtype)
+    call = call_of(engine.op, w, len(x), dtype)
+    configs, watchdog = choices(engine, w, call), "watchdog" in signature(engine.plan).parameters
+    for config, options in product(configs, ({}, {"watchdog": True})[: 1 + watchdog]):
+        activations = {"linear": (x,), "dgrad": (dy,), "wgrad": (dy, x)}[call.op]
+        pattern = replace(w, values=torch.full_like(w.values, torch.nan))  # no kernel reads it
+        read = pattern if call.op == "wgrad" else w
+        first, second = outputs(engine, read, call, config, activations, **options)
+        what = name, shape, config, options
+        if call.op == "wgrad":
+            assert_right_gradient(first, dy, x, pattern, what, call.tf32)
+        else:
+            assert_right(first, activations[0], w, call.transposed, what, tf32=call.tf32)
+        assert torch.equal(first.view(torch.uint8), second.view(torch.uint8)), what
+    return len(configs)
+
+
+def assert_nan_stays(name: str, block: int, device: str = "cpu", dtype: str = "fp32") -> bool:
+    """Check where a product has NaN, in the likeliest configuration; return whether it can run.
+
+    W's first row of blocks lacks the second column, and the last row and column have no block.
+    """
+    there = torch.ones(4, 5)
+    there[0, 1] = there[1, 0] = there[-1] = there[:, -1] = 0
+    dense = there.repeat_interleave(block, 0).repeat_interleave(block, 1)
+    w = Bsr.from_dense(dense.to(device, DTYPES[dtype]), block=block)
+    engine, m = ENGINES[name], 130
+    call, op = call_of(engine.op, w, m, dtype), engine.op
+    columns = {"linear": (1,), "linear_dgrad": (0,), "linear_wgrad": (0, 1)}[op]
+    activations = [torch.randn(m, w.shape[at], device=device).to(DTYPES[dtype]) for at in columns]
+    for a in activations:
+        a[:, 2 * block - 8 : 2 * block - 6] = torch.nan  # bsr_strips reads eight columns beside
+        a[:, -1] = torch.nan
+        a[m // 2, 0] = torch.nan
+    if not (configs := choices(engine, w, call)):
+        return False
+    result = outputs(engine, w, call, configs[0], activations)[1]
+    wrong = [a.isnan() for a in activations]
+    if op == "linear_wgrad":
+        rows, across = (a.any(0) for a in wrong)
+        assert torch.equal(result.isnan(), w.sample(rows[:, None] | across).values)
+    else:
+        right = dense.to(device) if call.transposed else dense.to(device).T
+        assert torch.equal(result.isnan(), wrong[0].float() @ right > 0)
+    return True
+
+
+# ---- in Triton's interpreter ----
+
+
+def take_path(path: str, patch: pytest.MonkeyPatch) -> None:
+    """Let blocks of whole tiles be read by TMA on a CPU, which few multiprocessors share."""
+    choose = {"tma": lambda reason, device: "pointers" if reason else "tma"}
+    patch.setattr(_triton, "choose_path", choose.get(path, lambda reason, device: "pointers"))
+    patch.setattr(bsr_triton_wgrad, "multiprocessors", lambda device: 4)  # tokens are split
+
+
+CASES = [
+    *((*odd, "pointers") for odd in ODD),
+    *((*whole, path) for whole in (*WHOLE, *WIDE) for path in ("tma", "pointers")),
+]
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize(("shape", "dtype", "path"), sampled(CASES, 3, 10, 11, -2))
+@pytest.mark.parametrize("name", TRITON)
+def test_products_are_right_in_the_interpreter(name, shape, dtype, path, monkeypatch) -> None:
+    take_path(path, monkeypatch)
+    assert assert_right_and_repeatable(name, shape, dtype)
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("path", ["tma", "pointers"])
+@pytest.mark.parametrize("name", TRITON)
+def test_a_nan_stays_where_the_definition_has_it_in_the_interpreter(name, path, monkeypatch):
+    take_path(path, monkeypatch)
+    assert assert_nan_stays(name, 64)
+    assert name == "bsr_triton" or assert_nan_stays(name, 10)  # it unites rows of blocks
+
+
+# ---- by nvcc ----
+
+
+def planned(name: str, loads: list[Any]) -> Iterator[tuple[str, cuda.Constants, str]]:
+    """Yield the first code that each configuration of an engine loads, for all its shapes."""
+    engine, seen = ENGINES[name], set()
+    for shape, dtype in product(SHAPES[engine.name], ("bf16", "fp16", "fp32", "fp8")):
+        w, _, _ = example(shape)
+        w = replace(w, values=w.values.to(DTYPES[dtype]))
+        call = call_of(engine.op, w, shape[0], dtype)
+        for config in choices(engine, w, call):
+            engine.plan(w, call, config)
+            if (config, dtype) not in seen:
+                seen.add((config, dtype))
+                yield loads[-1]
+
+
+@by_nvcc
+@pytest.mark.parametrize("most", [1, exhaustive(1000)])
+@pytest.mark.parametrize("name", CUDA)
+def test_what_an_engine_loads_compiles_without_a_spill(name, most, loads, tmp_path) -> None:
+    for source, constants, target in [*dict.fromkeys(planned(name, loads))][:most]:
+        target = HOPPERS_OWN if target == cuda.SM_90A else target
+        allowed = ALLOWED.get(source, "")
+        assert_compiles_cleanly(source, constants, tmp_path, allowed=allowed, target=target)
+
+
+# ---- on a GPU ----
+
+
+def skip_unless_possible(name: str, dtype: str) -> None:
+    problem = Problem(ENGINES[name].op, {"dtype": dtype, "m": 1, "n": 64, "k": 64})
+    if reason := unsupported(ENGINES[name], problem, GPU):
+        pytest.skip(reason)
+
+
+@pytest.mark.gpu
+@needs_cupy
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32", "tf32", "fp8"])
+@pytest.mark.parametrize("name", ENGINES)
+def test_products_are_right_and_the_same_bits_every_time_on_a_gpu(name, dtype) -> None:
+    skip_unless_possible(name, dtype)
+    triton = [shape for shape, _ in (*ODD, *WHOLE, *WIDE)]
+    engine = ENGINES[name].name
+    shapes = [*SHAPES.get(engine, triton), *LARGE.get(engine, [])]
+    assert sum(assert_right_and_repeatable(name, shape, dtype, "cuda") for shape in shapes)
+
+
+@pytest.mark.gpu
+@needs_cupy
+@pytest.mark.parametrize("name", ENGINES)
+def test_a_nan_stays_where_the_definition_has_it_on_a_gpu(name) -> None:
+    dtype = "fp32" if name == "bsr_fp32" else "bf16"
+    skip_unless_possible(name, dtype)
+    assert sum(assert_nan_stays(name, block, "cuda", dtype) for block in (64, 32, 24, 16))
