@@ -42,7 +42,7 @@ FAMILY_MAY_IMPORT: dict[str, set[str]] = {  # beside itself, _common and the con
     "bsr": {"dense"},
     "spense": {"dense"},
     "peers": {"dense"},
-    "twell": {"dense", "spense"},
+    "twell": {"dense"},
     "nn": {"attention", "bitmap", "bsr", "csr", "dense", "spense", "twell"},
 }
 

@@ -32,6 +32,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from sparsebench.kernels._common.device import multiprocessors
 from sparsebench.kernels._common.triton import SMALLEST_TILE, BoundKernel, Template, box, options
 from sparsebench.kernels.twell._call import TwellCall
+from sparsebench.kernels.twell._gather import act
 
 GROUP = 8  # tokens
 BAND = 8  # tiles of tokens side by side, so that the tiles of X and W that run are in L2
@@ -103,17 +104,11 @@ def products(
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _act(z, SQUARED: tl.constexpr):  # type: ignore[no-untyped-def]
-    on = tl.where(z <= 0, 0.0, z)  # keeps NaN
-    return on * on if SQUARED else on
-
-
-@triton.jit  # type: ignore[untyped-decorator]
 def _add(x, w, total, KIND: tl.constexpr, SQUARED: tl.constexpr):  # type: ignore[no-untyped-def]
     # act(X) is the second operand. As the first, in registers, Triton 3.6 overwrites it before it
     # is read if loads are pipelined.
     if KIND == "activated":
-        total = tl.dot(w.T, _act(x.to(tl.float32), SQUARED).to(x.dtype).T, total)
+        total = tl.dot(w.T, act(x.to(tl.float32), SQUARED).to(x.dtype).T, total)
     elif KIND == "plain":
         total = tl.dot(x, w, total)
     else:
@@ -194,7 +189,7 @@ def _multiply(  # type: ignore[no-untyped-def]
             out_at = out + rows * n + (feature + features)[None, :]
             mask = there & (features < n - feature)[None, :]
             if KIND == "gated":
-                total *= _act(tl.load(out_at, mask, 0.0).to(tl.float32), SQUARED)
+                total *= act(tl.load(out_at, mask, 0.0).to(tl.float32), SQUARED)
             tl.store(out_at, total.to(out.dtype.element_ty), mask)
         if KIND == "plain" or KIND == "activated":
             tl.debug_barrier()  # all warps have read the count: it may change now

@@ -105,25 +105,18 @@ def clusters_of(ctas: int, device: torch.device) -> int:
     return clusters_at_once(ctas, 32 * WARPS, SHARED_BYTES, device)
 
 
-def constants_of(
-    n: int,
-    k: int,
-    shape: tuple[int, int, int],
-    squared: bool,
-    gated: bool,
-    dtype: torch.dtype,
-    x_by: XBy = "loads",
-) -> Constants:
+def constants_of(call: TwellCall, shape: tuple[int, int, int], config: Config) -> Constants:
     """Return the macros of ffn_few.cu; `shape` is the result of `shape_of`."""
     sizes = zip(("TOKENS", "CTAS", "CLUSTERS"), shape, strict=True)
     flags = {
         "SPLIT": split_of(*shape[:2]),
-        "SQUARED": squared,
-        "GATED": gated,
-        "FP16": dtype == torch.float16,
-        "COPIED_X": x_by == "copies",
+        "SQUARED": call.squared,
+        "GATED": call.gated,
+        "FP16": call.dtype == torch.float16,
+        "COPIED_X": config.x_by == "copies",
     }
-    return ("N", n), ("K", k), *sizes, *((name, int(flag)) for name, flag in flags.items())
+    named = {"N": call.n, "K": call.k, **dict(sizes), **flags}
+    return tuple((name, int(value)) for name, value in named.items())
 
 
 def words_of(n: int, clusters: int) -> int:
@@ -142,8 +135,7 @@ def plan(device: torch.device, call: TwellCall, config: Config) -> Product:
     """Compile for the sizes. H is new in each call; words and counters are shared (scratch.py)."""
     n, k = call.n, call.k
     shape = tokens, ctas, clusters = shape_of(call.m, k, partial(clusters_of, device=device))
-    flags = call.squared, call.gated, call.dtype, config.x_by
-    constants = constants_of(n, k, shape, *flags)
+    constants = constants_of(call, shape, config)
     kernel, code = load("ffn_few", "multiply_few", constants, SHARED_BYTES, device)
     sizes = ctas * clusters, 32 * WARPS, SHARED_BYTES
     loaded = Loaded(kernel, code, device.index, *sizes, together=True)

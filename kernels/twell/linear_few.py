@@ -77,19 +77,9 @@ def bound(x: Tensor, w_t: Tensor, done: Tensor, config: Config) -> BoundKernel:
     y, tiles = x.new_empty(m, n), triton.cdiv(n, config.features)
     sums = x.new_empty(config.parts if config.parts > 1 else 0, m, n, dtype=torch.float32)
     args = x, w_t, done, y, sums, n, k, triton.cdiv(k, config.parts), x.stride(0)
-    return BoundKernel(_columns, (tiles, config.parts), args, constants_of(config, m), y)
-
-
-def constants_of(config: Config, m: int) -> dict[str, Any]:
-    """Return the constants of the kernel."""
-    return {
-        "TOKENS": m,
-        "ROWS": triton.next_power_of_2(m),
-        "FEATURES": config.features,
-        "DEPTH": config.depth,
-        "PARTS": config.parts,
-        "num_warps": config.warps,
-    }
+    constants = {"TOKENS": m, "ROWS": triton.next_power_of_2(m), "FEATURES": config.features}
+    constants |= {"DEPTH": config.depth, "PARTS": config.parts, "num_warps": config.warps}
+    return BoundKernel(_columns, (tiles, config.parts), args, constants, y)
 
 
 def plan(device: torch.device, call: ActiveCall, config: Config) -> Product:

@@ -60,8 +60,9 @@ FEW = [(5632, 2048), (9728, 2560), (16384, 4096), (16384, 1024), (28672, 4096), 
 def test_ffn_few_compiles_without_spills(m: int, n: int, k: int, tmp_path) -> None:
     shape = ffn_few.shape_of(m, k, AT_ONCE)
     for squared, gated, dtype in ((False, True, BF16), (True, False, HALF)):
-        for config in ffn_few.choices(TwellCall(m, n, k, dtype, squared, gated)):
-            constants = ffn_few.constants_of(n, k, shape, squared, gated, dtype, config.x_by)
+        call = TwellCall(m, n, k, dtype, squared, gated)
+        for config in ffn_few.choices(call):
+            constants = ffn_few.constants_of(call, shape, config)
             assert_compiles_cleanly("ffn_few", constants, tmp_path)
 
 
