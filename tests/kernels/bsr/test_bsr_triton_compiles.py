@@ -8,7 +8,7 @@ import pytest
 from triton.compiler import ASTSource
 
 from sparsebench.kernels._common.triton import options, precision_of
-from sparsebench.kernels.bsr import bsr_triton, bsr_triton_dgrad, bsr_triton_wgrad
+from sparsebench.kernels.bsr import _triton, bsr_triton, bsr_triton_dgrad, bsr_triton_wgrad
 from tests.compiling.triton_kernels import SHARED_BYTES, complaint_about
 
 TOKENS = (1, 17, 64, 256, 4096)
@@ -57,7 +57,7 @@ def all_compiles() -> Iterator[Compile]:
 
 
 def compiles(m: int, dtype: str, capability: int, path: Any) -> Iterator[Compile]:
-    kind = ITEMSIZE[dtype], path, precision_of(dtype)
+    kind = ITEMSIZE[dtype], path, precision_of(tf32=dtype == "tf32")
     rest = dtype.replace("tf32", "fp32"), capability
 
     def each(module: str, config: Any, constants: dict[str, Any], aligned: bool) -> Compile:
@@ -73,14 +73,14 @@ def compiles(m: int, dtype: str, capability: int, path: Any) -> Iterator[Compile
         for dgrad in bsr_triton_dgrad.configurations(m, block, *kind):
             constants = bsr_triton_dgrad.constants_of(dgrad, block)
             yield each("bsr_triton_dgrad", dgrad, constants, aligned)
-        if path == "pointers" or block[0] >= bsr_triton_wgrad.LEAST:
+        if path == "pointers" or block[0] >= _triton.LEAST:
             for wgrad in wgrads(m, block, dtype, path):
                 constants = bsr_triton_wgrad.constants_of(wgrad, block)
                 yield each("bsr_triton_wgrad", wgrad, constants, aligned)
 
 
 def wgrads(m: int, block: tuple[int, int], dtype: str, path: Any) -> list[Any]:
-    sizes = m, block, STORED, ITEMSIZE[dtype], path, CORES, precision_of(dtype)
+    sizes = m, block, STORED, ITEMSIZE[dtype], path, CORES, precision_of(tf32=dtype == "tf32")
     return bsr_triton_wgrad.configurations(*sizes)
 
 
@@ -146,7 +146,7 @@ def test_no_problem_has_more_than_eight_configurations():
     for m in TOKENS:
         for path in ("tma", "pointers"):
             for dtype, itemsize in ITEMSIZE.items():
-                kind = itemsize, path, precision_of(dtype)
+                kind = itemsize, path, precision_of(tf32=dtype == "tf32")
                 for block in BLOCKS:
                     assert len(bsr_triton.configurations(m, block, *kind)) in range(1, 9)
                     assert len(bsr_triton_dgrad.configurations(m, block, *kind)) in range(1, 9)

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from sparsebench.formats.bsr import Bsr
-from sparsebench.kernels.bsr._wgrad_schedule import shared_out, sides_of, work_of
-from sparsebench.kernels.bsr.bsr_wgrad import Config
-from tests.kernels.bsr.cases import SHAPES, WGRAD
+from sparsebench.kernels.bsr._wgrad import divided
+from sparsebench.kernels.bsr.bsr_wgrad import CONFIGS, Config, sides_of, work_of
+from tests.kernels.bsr.cases import SHAPES
 from tests.kernels.bsr.examples import assert_lists_right
 from tests.tools.marks import crossed
 
@@ -20,11 +20,12 @@ def emulated(pattern: Bsr, dy: torch.Tensor, x: torch.Tensor, config: Config, wo
     """Emulate the device; what is not loaded is NaN, and no value may be written twice."""
     m, (_, r, c) = len(dy), pattern.values.shape
     depth, wide, (down, across) = config.depth, config.wide, sides_of(pattern)
-    work = work_of(pattern, m, depth, wide, workers)
+    work = work_of(pattern, m, config, workers)
+    room = dict(work.constants)["TILES"]
     operands = [np.pad(a.numpy(), ((0, depth), (0, r + c + 64))) for a in (x, dy)]
     values = np.full(pattern.values.numel(), np.nan, np.float32)
-    partials = np.full((work.partials, 2, 4, 64, 64), np.nan, np.float32)
-    counters = np.zeros((work.partials, 2), np.int64)
+    partials = np.full((work.cut, 2, 4, 64, 64), np.nan, np.float32)
+    counters = np.zeros((work.cut, 2), np.int64)
 
     def put(out: int, column: int, sums: Any) -> None:
         top, left = 8 * (out >> 1 & 1), 8 * (out & 1)
@@ -41,16 +42,16 @@ def emulated(pattern: Bsr, dy: torch.Tensor, x: torch.Tensor, config: Config, wo
         first_step, step_count, apart = loads[9:]
         begins = (first_step + apart * np.arange(step_count)) * depth
         tokens = (begins[:, None] + np.arange(depth)).reshape(-1)
-        slot = np.full((work.tiles + 4, len(tokens), 64), np.nan, np.float32)
-        for tile, box in enumerate(loads[: work.tiles]):
+        slot = np.full((room + 4, len(tokens), 64), np.nan, np.float32)
+        for tile, box in enumerate(loads[:room]):
             if box >= 0:
                 assert box % 16 < 2
                 width = down + down % 16 if box & 1 else across + across % 16
                 slot[tile, :, :width] = operands[box & 1][tokens, box & ~1 :][:, :width]
         for half, (dy_at, x_at, steps, tiles, first, share, of, adds, *out) in enumerate(halves):
             assert steps == step_count
-            assert dy_at < work.tiles
-            assert x_at + wide <= work.tiles
+            assert dy_at < room
+            assert x_at + wide <= room
             sums = [slot[dy_at].T @ tile for tile in slot[x_at : x_at + wide]]
             for tile in range(tiles):
                 if of == 1:
@@ -71,7 +72,7 @@ def emulated(pattern: Bsr, dy: torch.Tensor, x: torch.Tensor, config: Config, wo
 
 
 @pytest.mark.parametrize(
-    ("shape", "config", "workers"), crossed(SHAPES["bsr_wgrad"], WGRAD, [3, 7, 60]), ids=str
+    ("shape", "config", "workers"), crossed(SHAPES["bsr_wgrad"], CONFIGS, [3, 7, 60]), ids=str
 )
 def test_the_lists_give_the_gradient_and_write_every_value_once(shape, config, workers):
     assert_lists_right(emulated, shape, config, workers)
@@ -80,18 +81,17 @@ def test_the_lists_give_the_gradient_and_write_every_value_once(shape, config, w
 @pytest.mark.parametrize("items", [1, 26, 51, 64, 102, 132, 140, 264, 300])
 def test_every_step_is_assigned_once_and_the_predicted_end_is_right(items):
     costs, steps = np.random.default_rng(3).integers(6, 10, items).astype(float), 64
-    lists, last = shared_out(costs, np.full(items, 72), steps, 4, 132)
+    division = divided(costs, np.full(items, 72), 64 * steps, 64, 132)
     covered = np.zeros((items, steps), int)
-    for piece in (piece for pieces in lists for piece in pieces):
-        covered[piece.item, piece.share :: piece.of] += 1
-        assert steps // piece.of >= 4
+    for item, share, of in division.pieces:
+        covered[item, share::of] += 1
+        assert steps // of >= 4
     assert (covered == 1).all()
-    assert len(lists) <= 132
-    assert all(pieces for pieces in lists)
-    ends = [
-        sum(costs[p.item] * -(-steps // p.of) + 72 * (p.of > 1) for p in pieces) for pieces in lists
-    ]
-    assert max(ends) == last
-    assert last <= min(
+    assert 1 < len(division.starts) <= 133
+    assert (np.diff(division.starts) > 0).all()
+    item, _, of = division.pieces.T
+    ends = np.add.reduceat(costs[item] * -(-steps // of) + 72 * (of > 1), division.starts[:-1])
+    assert ends.max() == division.last
+    assert division.last <= min(
         costs.max() * steps * -(-items // 132), 2 * costs.sum() * steps / 132 + 4 * costs.max() + 72
     )

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from sparsebench.formats.bsr import Bsr
-from sparsebench.kernels.bsr._wgrad_small_schedule import cells_of, items_of, room_of, work_of
-from sparsebench.kernels.bsr.bsr_wgrad_small import Config
+from sparsebench.kernels.bsr._wgrad import room_of
+from sparsebench.kernels.bsr.bsr_wgrad_small import Config, cells_of, work_of
 from tests.kernels.bsr.cases import SHAPES, WGRAD_SMALL
-from tests.kernels.bsr.examples import assert_lists_right, pattern_of
+from tests.kernels.bsr.examples import assert_lists_right, example
 from tests.tools.marks import crossed
 
 DONE = 2**31
@@ -19,13 +19,11 @@ DONE = 2**31
 def emulated(pattern: Bsr, dy: torch.Tensor, x: torch.Tensor, config: Config, workers: int) -> Any:
     """Emulate the device; what is not loaded is NaN, and no value may be written twice."""
     m, (_, r, c), (depth, units) = len(dy), pattern.values.shape, (config.depth, config.units)
-    cells, room = cells_of(pattern), room_of(config.strips)
-    items = items_of(cells.there, units, config.strips)
-    work = work_of(cells, items, m, depth, units, room, workers)
+    work, room = work_of(pattern, m, config, workers), room_of(config.strips)
     operands = [np.pad(a.numpy(), ((0, depth), (0, r + c + 64))) for a in (x, dy)]
     values = np.full(pattern.values.numel(), np.nan, np.float32)
-    partials = np.full((work.partials, 2, 2 * units, 64, 32), np.nan, np.float32)
-    counters = np.zeros((work.partials, 2), np.int64)
+    partials = np.full((work.cut, 2, 2 * units, 64, 32), np.nan, np.float32)
+    counters = np.zeros((work.cut, 2), np.int64)
     strip = depth * 64 // 16  # in a descriptor
 
     def put(places: Any, sums: Any) -> None:
@@ -80,6 +78,6 @@ def test_the_lists_give_the_gradient_and_write_every_value_once(shape, config, w
     ("block", "cells"), [(8, 1), (16, 1), (32, 1), (24, 1), (40, 4), (48, 4), (64, 4), (96, 9)]
 )
 def test_a_block_is_in_as_few_cells_as_possible(block, cells):
-    units = cells_of(pattern_of((1, 10 * block, 10 * block, (block, block), 0.01)))
+    units = cells_of(example((1, 10 * block, 10 * block, block, 0.01))[0])
     assert units.there.sum() == cells
     assert not any((firsts % 16).any() for firsts in (units.dy, units.x))
