@@ -1,20 +1,20 @@
-"""Compile front.cpp, and record what a layer launches, so that later calls need no Python.
+"""Record what an operator launches, so that later calls need no Python; compile front.cpp.
 
     first call     plans, and may search (selection.py)
     second call    is recorded: a tape has each launch's arguments and each new tensor
-    later calls    Front(x): the same bytes, with the addresses of X and of new outputs put in
-    backward       a node of autograd in C++ does the same for dX and dW, which their second call
-                   records; a derivative in Python (`differentiate`) computes what has no recording
+    later calls    Recordings.replay(x): the same bytes, with the addresses of X and of new outputs
+    backward       a node of autograd in C++ does the same for the products that the Signature
+                   declares; a Derivative in Python computes and records what has no recording
 
 A call is recorded only if the weight is as the call before it left it, so a weight that is replaced
 or written in every step costs no recordings. A recording is used only if the tape has every launch,
-if every address in the arguments is the start of a known tensor, and if the recorded launches give
-the same bits as the path in Python. Until then, and whenever a guard of front.cpp fails, the layer
-takes its path in Python, which takes 15 to 30 µs more, and 50 to 100 µs more in backward.
+if each operand's address is in the arguments, and if the recorded launches give the same bits as
+the path in Python. Until then, and whenever a guard of front.cpp fails, the operator takes its path
+in Python, which takes 15 to 30 µs more, and 50 to 100 µs more in backward.
 
-front.cpp is compiled once per machine, for this torch and Python, with $CXX or c++, in about 20 s:
+front.cpp is compiled once per machine, for this torch and Python, with $CXX or c++, in about 25 s:
 $XDG_CACHE_HOME/sparsebench/front/KEY/. Without a compiler, which is said once, or with
-SPARSEBENCH_FRONT=0, layers always take their path in Python.
+SPARSEBENCH_FRONT=0, all calls take the path in Python.
 """
 
 import ctypes
@@ -22,232 +22,319 @@ import hashlib
 import importlib.util
 import os
 import shutil
-import struct
 import subprocess
 import sys
 import sysconfig
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import cpp_extension
 
 from sparsebench.kernels._common.capture import is_capturing
 from sparsebench.kernels._common.cuda import Arguments, ByTorch, Loaded, MatrixProduct, Tape, taping
 from sparsebench.kernels._common.driver import COOPERATIVE, EARLY, driver
 from sparsebench.kernels._common.machine_code import cache_folder
-from sparsebench.kernels._common.python_node import LINEAR
-from sparsebench.kernels._common.transforms import rows_of, unflatten
+from sparsebench.kernels._common.transforms import PLAIN, aligned, readable, rows_of
 
 NAME = "sparsebench_front"
 SOURCE = Path(__file__).with_name("front.cpp")
-WORD = 8  # bytes of an address
+
+
+# ---- what an operator declares ----
+
+
+class BackwardProduct(NamedTuple):
+    """A product of backward, by names of a Signature.
+
+    reads  operands; the first one is the gradient, such as "dy"
+    gives  arguments or held tensors whose gradients it returns
+    """
+
+    reads: tuple[str, ...]
+    gives: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Signature:
+    """What an operator reads and returns, by names.
+
+    arguments  tensors of each call
+    results    the first one, such as "y", may have a gradient, "dy"; the others have none
+    held       tensors of a weight that may have a gradient; forward reads those that have one
+    backward   its products
+    exact      kernels are planned for all sizes of the operands. Otherwise for rows and columns:
+               the first result, and gradients of arguments, have as many rows as the first operand
+    """
+
+    arguments: tuple[str, ...] = ("x",)
+    results: tuple[str, ...] = ("y",)
+    held: tuple[str, ...] = ()
+    backward: tuple[BackwardProduct, ...] = ()
+    exact: bool = False
+
+    @property
+    def numbers(self) -> list[tuple[list[int], list[int]]]:
+        """Return what each product of backward reads and gives, as front.hpp numbers operands."""
+        names = *self.arguments, *self.held, *self.results, f"d{self.results[0]}"
+        return [([*map(names.index, p.reads)], [*map(names.index, p.gives)]) for p in self.backward]
+
+
+PRODUCT = Signature()
+"""Y of X without a gradient."""
 
 
 class Guard(NamedTuple):
-    """`holder[name]` must stay this tensor; without a holder, the tensor alone is checked.
+    """`holder[name]` must stay this object; without a holder, the tensor alone is checked.
 
     content  whether a write to the tensor ends the recordings, because they read its old content
     """
 
     holder: dict[str, Any] | None
     name: str
-    tensor: Tensor | None
+    value: Tensor | nn.Module | None
     content: bool = True
 
-    def stamp(self) -> tuple[Any, ...] | None:
-        """Return what must not change, or None without a tensor."""
-        if (t := self.tensor) is None:
-            return None
+    def stamp(self) -> tuple[Any, ...]:
+        """Return what must not change."""
+        if not isinstance(t := self.value, Tensor):
+            return (id(t),)
         return id(t), t.data_ptr(), t._version if self.content else 0, t.requires_grad
 
 
-class ModuleGuard(NamedTuple):
-    """`holder[name]` must stay this module, which holds guarded tensors."""
+Derivative = Callable[
+    ["Front | None", Tensor, Sequence[Tensor | None], Sequence[bool]], Sequence[Tensor | None]
+]
+"""Returns the gradients of arguments and held tensors, or None where one is not needed.
 
-    holder: dict[str, Any]
-    name: str
-    module: torch.nn.Module
-    content: bool = False
-
-    def stamp(self) -> tuple[Any, ...]:
-        return (id(self.module),)
-
-
-Guards = Sequence[Guard | ModuleGuard]
+It takes the Front that made the call, or None; the gradient of the first result; arguments, held
+tensors and results, each only if a product that is needed reads it; and which gradients are needed.
+It may `record` products of backward.
+"""
 
 
-class Pending(NamedTuple):
-    """The weight as the last call left it; a Front follows if the next call finds the same one."""
+class Conditions(NamedTuple):
+    """What the recordings of a weight or a mask depend on.
 
-    stamps: tuple[Any, ...]
-    stale: bool = True
+    held        the tensors that the Signature names
+    bias        which forward adds to its first result
+    derivative  of calls that need a gradient; None: they take the path in Python
+    limit       calls after which the path in Python must be taken once; 0: never
+    """
 
-    def __call__(self, x: Tensor) -> None:
-        """Return None, so that the layer takes its path in Python."""
+    guards: Sequence[Guard]
+    held: Sequence[Tensor] = ()
+    bias: Tensor | None = None
+    derivative: Derivative | None = None
+    limit: int = 0
+
+
+class Front(Protocol):
+    """The class of front.cpp: the recordings of a weight, while its guards hold."""
+
+    stale: bool
+
+    def __call__(self, *arguments: Tensor) -> Any: ...
+    def guard(self, *guard: Any) -> None: ...
+    def add(self, product: int, *recording: Any) -> bool | None: ...
+    def due(self) -> bool: ...
+
+
+# ---- calls ----
+
+
+class Recordings:
+    """The recorded calls of one weight or mask; copies and pickles without any.
+
+    replay  returns the result of a recorded call, or a tuple of them; None if the operator must
+            take its path in Python
+    """
+
+    def __init__(self, signature: Signature) -> None:
+        """Record nothing yet."""
+        self.signature = signature
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget all calls."""
+        self.replay: Callable[..., Any] = _replay_nothing
+        self._front: Front | None = None
+        self._stamps: list[tuple[Any, ...]] = []
+        self._failures: set[Any] = set()  # layouts of arguments
+
+    def __reduce__(self) -> tuple[type, tuple[Signature]]:
+        return Recordings, (self.signature,)
 
     def due(self) -> bool:
-        """Return whether the path in Python must check the weight again."""
-        return False
+        """Return whether the limit has been reached, and count anew."""
+        return self._front is not None and self._front.due()
 
-    def __reduce__(self) -> tuple[type, tuple[()]]:
-        """Copy and pickle as None, as a Front does."""
-        return type(None), ()
+    def call(
+        self,
+        arguments: Sequence[Tensor],
+        conditions: Conditions,
+        run: Callable[..., Sequence[Tensor]] | None,
+        in_python: Callable[[], Any],
+    ) -> Any:
+        """Make a call that is not replayed, and record it if it repeats the call before it.
 
+        run        the planned kernel: returns the results of arguments in a layout that it reads,
+                   as rows unless sizes are exact, with the bias and without a gradient. None if
+                   the call is not planned yet
+        in_python  makes the call as autograd sees it
+        """
+        plain = all(type(t) in PLAIN for t in arguments) and not is_capturing(arguments[0])
+        front = self._current_front(conditions) if plain else None
+        if front is None or run is None:
+            return in_python()
+        layouts = tuple([(t.shape, t.stride(), t.dtype) for t in arguments])
+        results = self.replay(*arguments)  # again if only the limit was reached
+        if results is None and layouts not in self._failures:
+            with torch.no_grad():
+                layout = aligned if self.signature.exact else lambda t: readable(rows_of(t))
+                inputs = [*map(layout, arguments)]
+                count = len(inputs)
+                inputs += [t for t in conditions.held if t.requires_grad]
+                if not _add(front, 0, inputs, lambda *t: run(*t[:count]), ())[1]:
+                    self._failures.add(layouts)
+            results = self.replay(*arguments)
+        return in_python() if results is None else results
 
-class Fronts(dict[Any, Any]):
-    """The Fronts of a layer by what it computes; copies and pickles as an empty one."""
-
-    def __reduce__(self) -> tuple[type, tuple[()]]:
-        """Return what a copy is made of: the recordings are of this layer's memory."""
-        return Fronts, ()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "Fronts":
-        return Fronts()
-
-
-def recorded(
-    front: Any, x: Tensor, run: Callable[[Tensor], Tensor], guards: Guards, **options: Any
-) -> tuple[Tensor, Any]:
-    """Run a call of X [..., k], and return Y [..., n] and the Front for later calls.
-
-    front    what this function returned for the weight before, or None
-    run      the planned product of rows [m, k] in the layout of X, without checks and a gradient
-    options  planned: False if this call makes the plan, so that there is nothing to record yet;
-             limit: calls after which the path in Python must be taken once; bias: added to Y;
-             derivative: of calls that need a gradient; differentiated: for a call that autograd
-             must see, a function that makes it in Python
-    """
-    bias, differentiated = options.get("bias"), options.get("differentiated")
-    planned, derivative = options.get("planned", True), options.get("derivative")
-    values = None if derivative is None else derivative.values
-    kind, rows = front_type(), rows_of(x)
-    in_python = kind is None or is_capturing(x) or _in_inference(x, guards)
-    front = front if in_python else _front_of(kind, front, guards, options)
-    fast: Tensor | None = None
-    if planned and not in_python and not isinstance(front, Pending):
-        inputs = [rows, values] if values is not None and values.requires_grad else [rows]
-        with torch.no_grad():
-            y = record(front, LINEAR, inputs, lambda rows, *_: run(rows), bias=bias)
-        if differentiated is None:
-            return unflatten(y, x), front
-        fast = front(x)
-    if fast is None and differentiated is not None:
-        fast = differentiated()
-    return unflatten(_with_bias(run(rows), bias), x) if fast is None else fast, front
-
-
-def _in_inference(x: Tensor, guards: Guards) -> bool:
-    """Return whether torch does not count the writes to an operand, which is of inference mode."""
-    guarded = (guard.tensor for guard in guards if isinstance(guard, Guard))
-    return x.is_inference() or any(t is not None and t.is_inference() for t in guarded)
-
-
-def _front_of(kind: Any, front: Any, guards: Guards, options: Mapping[str, Any]) -> Any:
-    """Return the Front to record in, or Pending if it is too early."""
-    if isinstance(front, kind) and not front.stale:
+    def _current_front(self, conditions: Conditions) -> Front | None:
+        """Return the Front to record in, or None if it is too early or impossible."""
+        if self._front is not None and not self._front.stale:
+            return self._front
+        self._front, self.replay = None, _replay_nothing
+        guarded = (guard.value for guard in conditions.guards)
+        if any(isinstance(t, Tensor) and t.is_inference() for t in guarded):
+            return None  # torch does not count the writes to it
+        stamps, before = [guard.stamp() for guard in conditions.guards], self._stamps
+        self._stamps = stamps
+        if stamps != before or (kind := front_type()) is None:
+            return None
+        declared, (guards, held, *rest) = self.signature, conditions
+        sizes = len(declared.arguments), declared.exact, declared.numbers
+        front: Front = kind(*sizes, [*held], *rest)
+        for guard in guards:
+            front.guard(*guard)
+        self._front = self.replay = front
+        self._failures.clear()
         return front
-    pending = Pending(tuple(guard.stamp() for guard in guards))
-    if front != pending:
-        return pending
-    front = kind(options.get("limit", 0))
-    for guard in guards:
-        front.guard(*guard)
-    if (derivative := options.get("derivative")) is not None:
-        front.differentiate(*derivative)
-    return front
+
+
+def _replay_nothing(*_: Tensor) -> None:
+    """Take the place of a Front."""
 
 
 def record(
-    front: Any,
-    op: int,
-    inputs: list[Tensor],
-    run: Callable[..., Tensor],
+    front: Front | None,
+    product: int,
+    inputs: Sequence[Tensor],
+    run: Callable[..., Sequence[Tensor]],
     *,
-    bias: Tensor | None = None,
     fixed: Sequence[int] = (),
-) -> Tensor:
-    """Run a planned product of the inputs, and add it to a Front if the tape explains it.
+) -> Sequence[Tensor]:
+    """Run a planned product, and add it to a Front if the tape explains it.
 
-    front  or None, which records nothing
-    fixed  inputs that launches need not read, because they read tensors derived from them earlier
+    front    or None, which records nothing
+    product  number of a product of the Signature's backward, from 1 on
+    inputs   operands that the product reads, in a layout that `run` reads
+    fixed    inputs that launches need not read, because they read tensors derived from them earlier
     """
     if front is None or is_capturing(inputs[0]):
-        return _with_bias(run(*inputs), bias)
+        return run(*inputs)
+    return _add(front, product, inputs, run, fixed)[0]
+
+
+def _add(
+    front: Front,
+    product: int,
+    inputs: Sequence[Tensor],
+    run: Callable[..., Sequence[Tensor]],
+    fixed: Sequence[int],
+) -> tuple[Sequence[Tensor], bool]:
+    """Return the results of a product, and whether a Front has taken its recording."""
+    addresses = [t.data_ptr() for t in inputs]
+    repeated = [address in addresses[:i] for i, address in enumerate(addresses)]
+    inputs = [t.clone() if again else t for t, again in zip(inputs, repeated, strict=True)]
     with taping() as tape:
-        flat = run(*inputs)
-    y = _with_bias(flat, bias)
-    steps = ([], [*fixed]) if tape.dense is not None else _steps(tape, inputs, flat, fixed)
+        results = run(*inputs)
+    steps = _steps(tape, inputs, results, fixed)
     if steps is None:
-        return y
+        return results, False
     outputs = {id(t) for t in tape.outputs}
     owners = [owner for owner in tape.owners if id(owner) not in outputs]
-    entry = op, inputs, tape.outputs, *steps, bias, owners, tape.dense
-    trial = type(front)(0)
-    if trial.add(*entry):
-        again = trial.run(op, inputs)
-        if torch.equal(again.view(torch.uint8), y.view(torch.uint8)):
-            front.add(*entry)
-        else:
-            warnings.warn(
-                f"the recording of a product of {list(inputs[0].shape)} gives other bits than the "
-                "path in Python, so it is not used: please report this",
-                stacklevel=2,
-            )
-    return y
-
-
-def _with_bias(y: Tensor, bias: Tensor | None) -> Tensor:
-    return y if bias is None else y.add_(bias)
+    added = front.add(product, inputs, *steps, owners, tape.dense, [*results])
+    if added is False:
+        warnings.warn(
+            f"the recording of a product of {list(inputs[0].shape)} gives other bits than the path "
+            "in Python, so it is not used: please report this",
+            stacklevel=2,
+        )
+    return results, bool(added)
 
 
 def _steps(
-    tape: Tape, inputs: list[Tensor], y: Tensor, fixed: Sequence[int]
-) -> tuple[list[tuple[Any, ...]], list[int]] | None:
-    """Return the launches for Front.add, and the inputs that none of them reads.
+    tape: Tape, inputs: list[Tensor], results: Sequence[Tensor], fixed: Sequence[int]
+) -> tuple[Any, ...] | None:
+    """Return `fixed`, `outputs`, `numbers` and `steps` of Front.add.
 
     None if the launches do not explain all of the call.
     """
+    if tape.dense is not None:
+        return [*fixed], [], [], []
     operands = [*inputs, *tape.outputs]
     numbers = {t.data_ptr(): i for i, t in enumerate(operands)}
     complete = tape.complete and len(numbers) == len(operands) and bool(tape.launches)
-    if not complete or tape.outputs[-1].data_ptr() != y.data_ptr():
+    places = [numbers.get(t.data_ptr(), -1) - len(inputs) for t in results]
+    if not complete or min(places) < 0:
         return None
-    places = {address: (number, 0) for address, number in numbers.items()}
+    if any(tape.outputs[i].numel() != t.numel() for i, t in zip(places, results, strict=True)):
+        return None
+    starts = {address: (number, 0) for address, number in numbers.items()}
     for view, whole in tape.views:
         start = whole.data_ptr()
-        places[view.data_ptr()] = numbers[start], view.data_ptr() - start
-    steps = [_step(launch, places) for launch in tape.launches]
+        starts[view.data_ptr()] = numbers[start], view.data_ptr() - start
+    steps = [_step(launch, starts) for launch in tape.launches]
     patched = {operand for *_, patches, _ in steps for operand, *_ in patches}
     rest = [i for i in range(len(operands)) if i not in patched]
-    return (steps, rest) if set(rest) <= {*fixed} else None
+    return (rest, tape.outputs, places, steps) if set(rest) <= {*fixed} else None
 
 
 def _step(
-    launch: tuple[Loaded, Arguments] | ByTorch, places: Mapping[int, tuple[int, int]]
+    launch: tuple[Loaded, Arguments] | ByTorch, starts: dict[int, tuple[int, int]]
 ) -> tuple[Any, ...]:
     """Return a launch, and its patches.
 
-    places  address -> number of an operand, and bytes from its start
+    starts  address -> number of an operand, and bytes from its start
     patch   both, and where the address is in the bytes of the arguments
     """
     if isinstance(launch, ByTorch):
         weight = launch.b if isinstance(launch, MatrixProduct) and launch.fixed else None
         tensors = [t for t in launch if isinstance(t, Tensor) and t is not weight]
-        return 0, 0, 0, 0, [], b"", [], [(*places[t.data_ptr()], 0) for t in tensors], weight
+        return 0, 0, 0, 0, [], b"", [], [(*starts[t.data_ptr()], 0) for t in tensors], weight
     loaded, (pointers, memory) = launch
     image, base = bytes(memory), ctypes.addressof(memory)
     parameters = [pointer - base for pointer in pointers]
-    words = ((at, *struct.unpack_from("Q", image, at)) for at in range(0, len(image) - 7, WORD))
-    patches = [(*places[word], at) for at, word in words if word and word in places]
+    patches = [(*start, at) for address, start in starts.items() for at in _find(image, address)]
     attributes = [n for n, on in ((COOPERATIVE, loaded.together), (EARLY, loaded.early)) if on]
     shape = loaded.grid, loaded.threads, loaded.shared_bytes
     return loaded.kernel.ptr, *shape, attributes, image, parameters, patches, None
+
+
+def _find(image: bytes, address: int) -> Iterable[int]:
+    """Yield where an address is in the bytes of arguments; structs may start anywhere."""
+    word = address.to_bytes(8, "little")
+    at = image.find(word)
+    while at >= 0:
+        yield at
+        at = image.find(word, at + 1)
 
 
 # ---- the extension ----

@@ -1,14 +1,18 @@
-"""Detect calls that torch transforms or traces: torch.func, and modes that watch operators.
+"""Detect calls that torch transforms or traces, and lay operands out as kernels read them.
 
-Kernels take addresses, so such a call must go through an operator or an autograd.Function with
-`setup_context` and `vmap`. The fast paths of layers check this first.
+Kernels take addresses, so a call that torch.func transforms, or that a mode watches, must go
+through an operator or an autograd.Function with `setup_context` and `vmap`. The fast paths of
+layers check this first.
 """
 
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+ALIGNMENT = 16  # bytes: of addresses and strides, for TMA and vector loads
+PLAIN = Tensor, nn.Parameter  # types that have an address
 
 
 def is_transformed() -> bool:
@@ -24,6 +28,21 @@ def is_watched() -> bool:
 def rows_of(x: Tensor) -> Tensor:
     """Return X [..., k] as [m, k]."""
     return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+
+
+def aligned(x: Tensor) -> Tensor:
+    """Return X, or a contiguous copy at a multiple of 16 bytes."""
+    x = x.contiguous()
+    return x.clone() if x.data_ptr() % ALIGNMENT else x
+
+
+def readable(matrix: Tensor) -> Tensor:
+    """Return the matrix [m, k], or a contiguous copy if a kernel could not read its rows."""
+    (m, k), (step, one) = matrix.shape, matrix.stride()
+    gap = one == 1 and step > k and not step * matrix.element_size() % ALIGNMENT
+    if not matrix.data_ptr() % ALIGNMENT and (gap or (step, one) == (k, 1)):
+        return matrix
+    return aligned(matrix).view(-1).view(m, k)  # a single row may have any stride
 
 
 def unflatten(y: Tensor, x: Tensor) -> Tensor:

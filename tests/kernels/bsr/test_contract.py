@@ -1,13 +1,14 @@
 """The contract of every engine of the family, found by name, in the configurations that it offers.
 
     in Triton's interpreter   random operands, both paths, odd shapes
-    by nvcc                   what the CUDA kernels load compiles without a spill
+    ahead of time             what Triton and nvcc compile has no spill
     on a GPU                  random operands, twice the same bits, and where NaN goes
 
 test_engine_contract.py has products that are exact, of fewer tokens and of rows with gaps.
 test_NAME.py has the tests that only one kernel needs: its work lists, and what it refuses.
 """
 
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from inspect import signature
@@ -23,12 +24,14 @@ from sparsebench.errors import Unsupported
 from sparsebench.formats.bsr import Bsr
 from sparsebench.harness.catalog import load_kernel
 from sparsebench.kernels._common import cuda
-from sparsebench.kernels._common.operator import Engine
+from sparsebench.kernels._common.operator import Engine, Product
+from sparsebench.kernels._common.triton import BoundKernel
 from sparsebench.kernels._kernel import DTYPES, poison, unsupported
 from sparsebench.kernels.bsr import _triton, bsr_triton_wgrad
 from sparsebench.kernels.bsr._call import BsrCall
 from sparsebench.results.record import Problem
 from tests.compiling.nvcc import HOPPERS_OWN, assert_compiles_cleanly, by_nvcc
+from tests.compiling.triton_kernels import SHARED_BYTES, complaint_about_launch
 from tests.kernels.bsr.cases import LARGE, ODD, SHAPES, WHOLE, WIDE
 from tests.kernels.bsr.examples import Shape, assert_right, assert_right_gradient, call_of, example
 from tests.tools.marks import exhaustive, needs_cupy, sampled
@@ -150,7 +153,45 @@ def test_a_nan_stays_where_the_definition_has_it_in_the_interpreter(name, path, 
     assert name == "bsr_triton" or assert_nan_stays(name, 10)  # it unites rows of blocks
 
 
-# ---- by nvcc ----
+# ---- ahead of time ----
+
+
+def ahead_of_time(name: str, capability: int, patch: pytest.MonkeyPatch) -> Iterator[BoundKernel]:
+    """Yield the kernels of an engine for a capability: every configuration, path and dtype."""
+    module = sys.modules[ENGINES[name].plan.__module__]
+    kernels: list[BoundKernel] = []
+
+    def product_of(bound, operands, device, pack=None) -> Product:
+        kernels.append(bound(*operands))
+        return Product(bound)
+
+    patch.setattr(module, "product_of", product_of)
+    patch.setattr(module, "multiprocessors", lambda device: 132, raising=False)
+    for path in ("tma", "pointers")[capability < 90 :]:
+        take_path(path, patch)
+        for dtype, block, m in product(("bf16", "fp32", "tf32"), COMPILED, (1, 17, 64, 256, 4096)):
+            w, _, _ = example((1, 2 * max(block, 16), 4 * max(block, 16), block, 1.0))
+            w = replace(w, values=w.values.to(DTYPES[dtype]))
+            call = call_of(ENGINES[name].op, w, m, dtype)
+            for config in choices(ENGINES[name], w, call):
+                ENGINES[name].plan(w, call, config)
+                program = kernels.pop()
+                yield from filter(None, (program.before, program))
+
+
+COMPILED = 1, 10, 16, 32, 64, 128, 200, 256  # sides of blocks
+
+
+@pytest.mark.compiles
+@pytest.mark.parametrize(
+    ("capability", "every"), [(90, 40), *(exhaustive((c, 1)) for c in SHARED_BYTES)]
+)
+@pytest.mark.parametrize("name", TRITON)
+def test_what_triton_compiles_has_no_spill(name, capability, every, monkeypatch, tmp_path) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))  # compile, do not read a cache
+    for kernel in [*ahead_of_time(name, capability, monkeypatch)][::every]:
+        complaint = complaint_about_launch(kernel, capability)
+        assert complaint is None, f"{complaint}: {kernel.constants}"
 
 
 def planned(name: str, loads: list[Any]) -> Iterator[tuple[str, cuda.Constants, str]]:
