@@ -1,6 +1,5 @@
 """bsr_fp32: its threads on a CPU, its machine code, and what fits."""
 
-import ctypes
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -14,7 +13,7 @@ from sparsebench.kernels._common import cuda
 from sparsebench.kernels.bsr import bsr_fp32
 from sparsebench.kernels.bsr.bsr_fp32 import Config
 from tests.compiling.nvcc import assert_compiles_cleanly, by_nvcc
-from tests.emulation.cuda_on_cpu import device_code, entry_point, library_of
+from tests.emulation.cuda_on_cpu import device_code, entry_point, library_of, run_here
 from tests.kernels.bsr.cases import SHAPES
 from tests.kernels.bsr.examples import assert_right, call_of, example
 from tests.tools.marks import needs_gxx, sampled
@@ -43,19 +42,10 @@ def on_cpu(constants: cuda.Constants) -> Any:
 
 
 def emulated(x: Tensor, w: Bsr, config: Config, late: int, patch: pytest.MonkeyPatch) -> Tensor:
-    y = torch.full((len(x), w.shape[0]), float("nan"))
-
-    def load(name, function, constants, *rest) -> tuple[Any, str]:
-        return on_cpu((*constants, ("LATE", late))), "code"
-
-    def enqueue(loaded: cuda.Loaded, args: cuda.Arguments) -> None:
-        loaded.kernel.call(args[0], loaded.grid, ctypes.c_size_t(loaded.shared_bytes))
-
-    patch.setattr(cuda, "load", load)
+    run_here(patch, cuda, lambda function, macros: on_cpu((*macros, ("LATE", late))).call)
     patch.setattr(cuda, "target_of", lambda device: "cpu")
-    patch.setattr(cuda.Loaded, "enqueue", enqueue)
-    call = call_of("linear", w, len(x), "fp32")
-    return bsr_fp32.plan(w, call, config).run(x, w.values, out=y)
+    y = torch.full((len(x), w.shape[0]), float("nan"))
+    return bsr_fp32.plan(w, call_of("linear", w, len(x), "fp32"), config).run(x, w.values, out=y)
 
 
 CASES = [
