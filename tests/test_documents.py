@@ -1,6 +1,7 @@
 """Documents are short and true: their length, their links, and the lists they keep."""
 
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from sparsebench.formats.int4_two_four import Int4TwoFour
 from sparsebench.formats.slide import Slide
 from sparsebench.formats.spense import Spense
 from sparsebench.formats.twell import Twell
+from sparsebench.kernels._removed import AUTHORS
 from sparsebench.kernels.nn import SparseGatedMLP
 from tests.tools.paths import ROOT
 
@@ -109,6 +111,15 @@ def test_every_suite_is_listed_with_its_title() -> None:
     rows = re.findall(r"^\| `([\w-]+)` \| (.+) \|$", text("suites/README.md"), flags=re.MULTILINE)
     files = (ROOT / "suites").glob("*.yaml")
     assert dict(rows) == {file.stem: yaml.safe_load(file.read_text())["title"] for file in files}
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / "suites").glob("**/*.yaml")), ids=lambda f: f.stem)
+def test_a_suite_or_claim_says_which_distribution_its_kernels_need(file: Path) -> None:
+    written = file.read_text()
+    names = {
+        name for line in re.findall(r"kernel: (.*)", written) for name in re.findall(r"\w+", line)
+    }
+    assert not names & AUTHORS or "pip install ./authors" in written
 
 
 def test_every_kernel_is_listed_once() -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from sparsebench import testing
+from sparsebench._discovery import own_code_only
 from sparsebench.harness.catalog import load_kernel
 from sparsebench.kernels._kernel import Kernel
 from sparsebench.kernels._removed import AUTHORS
@@ -31,7 +32,8 @@ def test_the_names_are_those_that_sparsebench_says_are_here() -> None:
 
 @pytest.mark.parametrize(("name", "place"), PLACES.items())
 def test_a_registered_kernel_can_be_loaded(name: str, place: str) -> None:
-    kernel = load_kernel(place)
+    with own_code_only():  # the suite of a bundle may name it
+        kernel = load_kernel(place)
     assert isinstance(kernel, Kernel)
     assert kernel.consumes == FORMATS_ONCE_DENSE.get(name, kernel.consumes)
 

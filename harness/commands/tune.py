@@ -16,9 +16,7 @@ def tune(
         float, typer.Option(help="Approximate time limit in minutes.", min=0.1, max=1440)
     ] = 10.0,
     only: Only = "",
-    out: Annotated[
-        Path | None, out_file("Folder of choices to add to. Default: your own.")
-    ] = None,
+    out: Annotated[Path | None, out_file("Folder of choices to add to. Default: your own.")] = None,
     data: Data = None,
 ) -> None:
     """Search for the fastest kernels and configurations on this GPU.

@@ -37,13 +37,14 @@ from sparsebench.harness.new_gpu.choices import coarse
 from sparsebench.harness.plan.suite import Contest, read
 from sparsebench.harness.run.early_start import PYTHON
 from sparsebench.harness.run.worker import CUDA_PACKAGES
-from sparsebench.kernels._common import front, search
+from sparsebench.kernels._common import front_extension, search
 
 COMMAND = *PYTHON, "sparsebench.harness.new_gpu.compile_ahead"
 CORES, MOST = 2, 8  # a process compiles in several threads; more than MOST take too much memory
 FEWEST = 4  # cores of the host: with fewer, the processes would only wait for each other
 STEP_S = 0.1
-FRONT = sys.executable, "-P", "-c", f"from {front.__name__} import front_type; front_type()"
+COMPILE = f"from {front_extension.__name__} import front_type; front_type()"
+FRONT = sys.executable, "-P", "-c", COMPILE
 CHOICES = "SPARSEBENCH_CHOICES"  # the folder of kernels/_common/choices.py
 
 

@@ -23,7 +23,7 @@ from sparsebench._discovery import CONSTANTS, modules
 from sparsebench.errors import ResultError, SuiteError
 from sparsebench.harness.bench import contest_state, energy, sampling
 from sparsebench.harness.doctor.findings import failure
-from sparsebench.harness.machine import cpu_placement, device, nvml
+from sparsebench.harness.machine import cpu_placement, nvml
 from sparsebench.harness.plan.selection import planned_contests, text
 from sparsebench.harness.plan.suite import Contest, Suite
 from sparsebench.harness.run import early_start, plan_part, worker_process

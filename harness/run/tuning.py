@@ -93,8 +93,8 @@ def tune(
                 tuning.searched += reasons.count("search")
                 tuning.stored += reasons.count("cache")
                 if row.status not in (Status.OK, Status.UNSUPPORTED):
-                    label, case = row.case.contender.label, row.case.id
-                    tuning.failures.append(f"{row.status.value}: {label}, case {case}: {row.detail}")
+                    case = f"{row.case.contender.label}, case {row.case.id}"
+                    tuning.failures.append(f"{row.status.value}: {case}: {row.detail}")
             tuning.left -= 1
     finally:
         runner.kill()

@@ -116,7 +116,7 @@ class Tape:
     """What a thread launches and allocates while `taping` (front.py).
 
     launches  kernels with their arguments, and what torch itself computes, in order
-    outputs   tensors that the launches write, the result last
+    outputs   new tensors that the launches write, the results among them
     views     parts of outputs whose addresses the launches take, each with its output
     owners    of the other memory that the launches read
     complete  every kernel of the call is on the tape
@@ -171,15 +171,14 @@ def taping() -> Iterator[Tape]:
 
 
 def on_tape(
-    output: Tensor | None = None,
-    *,
+    *outputs: Tensor,
     owners: Sequence[Any] = (),
     complete: bool = True,
     dense: Tensor | None = None,
     by_torch: ByTorch | None = None,
     view: tuple[Tensor, Tensor] | None = None,
 ) -> None:
-    """Put a new tensor, owners of memory, or the lack of a launch on the tape, if there is one."""
+    """Put new tensors, owners of memory, or the lack of a launch on the tape, if there is one."""
     if (tape := _thread.tape) is None:
         return
     tape.dense = dense
@@ -187,8 +186,7 @@ def on_tape(
         tape.launches.append(by_torch)
     if view is not None:
         tape.views.append(view)
-    if output is not None:
-        tape.outputs.append(output)
+    tape.outputs += outputs
     tape.owners += owners
     tape.complete &= complete
 

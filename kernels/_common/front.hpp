@@ -1,10 +1,8 @@
-// Recorded launches, and what must not change while they hold.
+// Recorded launches.
 //
-//   guard   an attribute of the layer is the same tensor object, at the same address, with the same
-//           requires_grad, and torch has counted no write to it if the recording read it earlier
 //   entry   for one product, a layout of its inputs, a stream and a state of the dispatcher:
-//             inputs   x, x and values, dy, dy and values, or dy and x; their addresses may differ
-//             outputs  tensors that the steps write; the last is the result
+//             inputs   tensors that it reads; their addresses may differ
+//             outputs  tensors that the steps write; some are the results
 //             steps    launches as the bytes of their arguments, and the places of the addresses
 //
 // Arguments are copied for each call, so threads do not share them. The functions of the driver come
@@ -25,7 +23,7 @@
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/csrc/autograd/python_variable.h>
 
-#include <algorithm>
+#include <array>
 #include <cstdint>
 #include <cstring>
 #include <memory>
@@ -53,30 +51,61 @@ StreamFn current_stream = nullptr;   // aoti_torch_get_current_cuda_stream
 CapturingFn is_capturing = nullptr;  // cuStreamIsCapturing
 
 constexpr size_t MOST = 64;  // entries of a product; the oldest makes room
-constexpr size_t IMAGE_BYTES = 8192, PARAMETERS = 64;
+constexpr size_t IMAGE_BYTES = 8192, PARAMETERS = 64, DIMENSIONS = 5;
+constexpr uintptr_t ALIGNMENT = 16;  // bytes: of addresses and strides
+using Tensors = std::vector<at::Tensor>;
 
-// A tensor as rows of contiguous elements at a multiple of 16 bytes.
+// How kernels read a tensor, or a copy of it if they cannot read its layout.
 struct Layout {
   at::ScalarType dtype;
   c10::Device device{c10::kCPU};
-  int64_t rows, columns, stride;
   c10::DispatchKeySet keys;
+  std::array<int64_t, DIMENSIONS + 1> sizes{};  // rows, columns and stride; exact: all sizes
+  bool copied = false;
   bool operator==(const Layout& other) const {
-    return rows == other.rows && columns == other.columns && stride == other.stride &&
-           dtype == other.dtype && device == other.device && keys == other.keys;
+    return sizes == other.sizes && dtype == other.dtype && device == other.device &&
+           keys == other.keys;
   }
 };
+using Layouts = std::vector<Layout>;
 
-// Returns false if a kernel cannot read the tensor as such rows.
-bool layout_of(const at::Tensor& t, Layout& out) {
-  if (!t.defined() || t.key_set().has_any(c10::python_ks)) return false;
-  if (!t.has_storage() || t.layout() != at::kStrided || t.dim() < 1) return false;  // of vmap
-  if (t.dim() == 2 ? t.stride(1) != 1 : !t.is_contiguous()) return false;
-  if (reinterpret_cast<uintptr_t>(t.data_ptr()) % 16) return false;
+// Returns the elements from a row to the next, or 0 if a kernel cannot read the rows where they are.
+int64_t stride_of(const at::Tensor& t) {
   const int64_t columns = t.size(-1);
-  out = {t.scalar_type(), t.device(), columns ? t.numel() / columns : 0, columns,
-         t.dim() == 2 ? t.stride(0) : columns, t.key_set()};
+  if (t.stride(-1) != 1) return 0;
+  int64_t stride = columns, next = 0;  // of a single row; what the next dimension's must be
+  for (int64_t i = t.dim() - 2; i >= 0; i--) {
+    if (t.size(i) == 1) continue;
+    if (next ? t.stride(i) != next : t.stride(i) < columns) return 0;
+    if (!next) stride = t.stride(i);
+    next = t.stride(i) * t.size(i);
+  }
+  const bool fits = stride == columns || stride * t.element_size() % ALIGNMENT == 0;
+  return fits ? stride : 0;
+}
+
+// Returns false if a kernel can read neither the tensor nor a copy, as in vmap.
+bool layout_of(const at::Tensor& t, bool exact, Layout& out) {
+  if (!t.defined() || t.key_set().has_any(c10::python_ks) || !t.has_storage()) return false;
+  if (t.layout() != at::kStrided || t.dim() < 1 || !t.numel()) return false;
+  out = {t.scalar_type(), t.device(), t.key_set()};
+  const bool aligned = reinterpret_cast<uintptr_t>(t.data_ptr()) % ALIGNMENT == 0;
+  if (exact) {
+    if (t.dim() > static_cast<int64_t>(DIMENSIONS)) return false;
+    out.sizes[DIMENSIONS] = t.dim();
+    for (int64_t i = 0; i < t.dim(); i++) out.sizes[i] = t.size(i);
+    out.copied = !aligned || !t.is_contiguous();
+  } else {
+    const int64_t stride = aligned ? stride_of(t) : 0, columns = t.size(-1);
+    out.sizes = {t.numel() / columns, columns, stride ? stride : columns};
+    out.copied = !stride;
+  }
   return true;
+}
+
+at::Tensor copy_of(const at::Tensor& t) {
+  const c10::AutoGradMode no_gradient(false);
+  return t.clone(at::MemoryFormat::Contiguous);
 }
 
 // Where a call runs: its stream, and this thread's modes, autocast and transforms.
@@ -118,7 +147,6 @@ void release(PyObject* object) {
   PyGILState_Release(state);
 }
 
-using Inputs = std::vector<at::Tensor>;
 struct Patch { int operand; int64_t start; uint32_t offset; };  // start: bytes into the operand
 struct Step {
   void* function;  // nullptr: torch computes the last operand of `patches` from those before it
@@ -129,20 +157,25 @@ struct Step {
   std::vector<uint32_t> parameters;  // their offsets in the image
   std::vector<Patch> patches;
 };
-struct Output { at::ScalarType dtype; std::vector<int64_t> sizes; };
+struct Output {
+  at::ScalarType dtype;
+  std::vector<int64_t> sizes;
+  bool by_row = false;  // it has the leading sizes of the first input
+};
 struct Entry {
-  std::vector<Layout> inputs;
+  Layouts inputs;
   std::vector<const void*> fixed;  // address of an input that no launch reads, else nullptr
   Place place;
   std::vector<Output> outputs;
+  std::vector<int> results;  // their numbers as outputs
   std::vector<Step> steps;
-  at::Tensor bias, dense;  // dense: no launch was recorded; torch multiplies by this weight
+  at::Tensor dense;  // no launch was recorded; torch multiplies by this weight
   PyObject* owners = nullptr;  // of the other memory that the launches read
   Entry() = default;
   Entry(const Entry&) = delete;
   Entry& operator=(const Entry&) = delete;
   ~Entry() { release(owners); }
-  bool reads(const Inputs& others) const {
+  bool reads(const Tensors& others) const {
     for (size_t i = 0; i < fixed.size(); i++)
       if (fixed[i] && fixed[i] != others[i].data_ptr()) return false;
     return true;
@@ -153,10 +186,7 @@ struct Entry {
 // for that lock, and no entry is destroyed, while it holds the mutex.
 class Entries {
  public:
-  std::shared_ptr<Entry> find(const Inputs& inputs, const Place& place) {
-    std::vector<Layout> layouts(inputs.size());
-    for (size_t i = 0; i < inputs.size(); i++)
-      if (!layout_of(inputs[i], layouts[i])) return nullptr;
+  std::shared_ptr<Entry> find(const Layouts& layouts, const Tensors& inputs, const Place& place) {
     const std::lock_guard<std::mutex> lock(mutex_);
     for (const auto& entry : entries_)
       if (entry->inputs == layouts && entry->place == place && entry->reads(inputs)) return entry;
@@ -220,98 +250,31 @@ void launch(const Step& step, const std::vector<at::Tensor>& operands, void* str
                              std::to_string(step.threads) + ": error " + std::to_string(result));
 }
 
-std::optional<at::Tensor> optional(const at::Tensor& t) {
-  return t.defined() ? std::optional<at::Tensor>(t) : std::nullopt;
-}
-
-// Returns the product. If `rows`, it has the leading sizes of the first input.
-at::Tensor run(const Entry& entry, const Inputs& inputs, bool rows) {
+// Returns the results; a bias is added to the first.
+Tensors run(const Entry& entry, const Tensors& inputs, const at::Tensor& bias) {
   const c10::AutoGradMode no_gradient(false);
   const at::Tensor& x = inputs[0];
+  Tensors results;
   if (entry.dense.defined()) {
-    at::Tensor y = at::_ops::linear::call(x, entry.dense, std::nullopt);
-    if (entry.bias.defined()) at::_ops::add__Tensor::call(y, entry.bias, 1);
-    return y;
-  }
-  std::vector<at::Tensor> operands;
-  operands.reserve(inputs.size() + entry.outputs.size());
-  operands.insert(operands.end(), inputs.begin(), inputs.end());
-  for (size_t i = 0; i < entry.outputs.size(); i++) {
-    const Output& output = entry.outputs[i];
-    std::vector<int64_t> sizes = output.sizes;
-    if (rows && i + 1 == entry.outputs.size() && x.dim() != 2) {
-      sizes.assign(x.sizes().begin(), x.sizes().end());
-      sizes.back() = output.sizes.back();
+    results.push_back(at::_ops::linear::call(x, entry.dense, std::nullopt));
+  } else {
+    Tensors operands;
+    operands.reserve(inputs.size() + entry.outputs.size());
+    operands.insert(operands.end(), inputs.begin(), inputs.end());
+    for (const Output& output : entry.outputs) {
+      std::vector<int64_t> sizes = output.sizes;
+      if (output.by_row && x.dim() != 2) {
+        sizes.assign(x.sizes().begin(), x.sizes().end());
+        sizes.back() = output.sizes.back();
+      }
+      operands.push_back(at::empty(sizes, x.options().dtype(output.dtype).requires_grad(false)));
     }
-    operands.push_back(at::empty(sizes, x.options().dtype(output.dtype).requires_grad(false)));
+    for (const Step& step : entry.steps) launch(step, operands, entry.place.stream);
+    for (const int number : entry.results)
+      results.push_back(std::move(operands[inputs.size() + number]));
   }
-  for (const Step& step : entry.steps) launch(step, operands, entry.place.stream);
-  at::Tensor y = std::move(operands.back());
-  if (entry.bias.defined()) at::_ops::add__Tensor::call(y, entry.bias, 1);
-  return y;
-}
-
-// ---- guards ----
-
-// The inputs: x, and values that can be trained; dy, and values, or else x if dX needs it; dy and x.
-enum Op { LINEAR, DGRAD, WGRAD, OPS };
-struct Guard {
-  PyObject *dict, *name, *object;
-  at::Tensor tensor;
-  void* address;
-  int64_t version;  // -1: writes do not matter, because every call reads the tensor
-  bool requires_grad;
-};
-
-struct Front {
-  PyObject_HEAD
-  vectorcallfunc call;
-  std::vector<Guard>* guards;
-  Entries* entries;         // [OPS]
-  PyObject* derivative;     // or nullptr: calls that need a gradient are not for this object
-  at::Tensor *values, *bias;  // that may have a gradient, or undefined
-  char keeps_x;               // whether the derivative needs X for dX
-  int64_t left, limit;  // calls until the layer must look again; a limit of 0: never
-  char stale;           // a guard failed: this object must be replaced
-};
-
-bool has_forward_gradient(const at::Tensor& t) {
-  auto* meta = t.unsafeGetTensorImpl()->autograd_meta();
-  return meta && meta->fw_grad(0, t).defined();
-}
-
-bool guards_hold(Front* self) {
-  for (auto& guard : *self->guards) {
-    if (guard.dict) {
-      PyObject* item = PyDict_GetItem(guard.dict, guard.name);
-      if ((item ? item : Py_None) != guard.object) return false;
-    }
-    const at::Tensor& t = guard.tensor;
-    if (!t.defined()) continue;
-    if (t.data_ptr() != guard.address || t.requires_grad() != guard.requires_grad) return false;
-    if (guard.version >= 0 && static_cast<int64_t>(t._version()) != guard.version) return false;
-    if (has_forward_gradient(t)) return false;
-  }
-  return true;
-}
-
-// Whether nothing that the recordings read was written or moved; it does not look into dicts.
-bool contents_hold(Front* self) {
-  for (auto& guard : *self->guards) {
-    const at::Tensor& t = guard.tensor;
-    if (!t.defined() || guard.version < 0) continue;
-    if (t.data_ptr() != guard.address || static_cast<int64_t>(t._version()) != guard.version)
-      return false;
-  }
-  return true;
-}
-
-bool needs_gradient(Front* self, const at::Tensor& x) {
-  if (!c10::GradMode::is_enabled()) return false;
-  if (x.requires_grad()) return true;
-  for (auto& guard : *self->guards)
-    if (guard.tensor.defined() && guard.tensor.requires_grad()) return true;
-  return false;
+  if (bias.defined()) at::_ops::add__Tensor::call(results[0], bias, 1);
+  return results;
 }
 
 }  // namespace

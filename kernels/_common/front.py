@@ -1,4 +1,4 @@
-"""Record what an operator launches, so that later calls need no Python; compile front.cpp.
+"""Record what an operator launches, so that later calls need no Python.
 
     first call     plans, and may search (selection.py)
     second call    is recorded: a tape has each launch's arguments and each new tensor
@@ -10,42 +10,24 @@ A call is recorded only if the weight is as the call before it left it, so a wei
 or written in every step costs no recordings. A recording is used only if the tape has every launch,
 if each operand's address is in the arguments, and if the recorded launches give the same bits as
 the path in Python. Until then, and whenever a guard of front.cpp fails, the operator takes its path
-in Python, which takes 15 to 30 µs more, and 50 to 100 µs more in backward.
-
-front.cpp is compiled once per machine, for this torch and Python, with $CXX or c++, in about 25 s:
-$XDG_CACHE_HOME/sparsebench/front/KEY/. Without a compiler, which is said once, or with
-SPARSEBENCH_FRONT=0, all calls take the path in Python.
+in Python, which takes 15 to 30 µs more, and 50 to 100 µs more in backward. Without the extension
+(front_extension.py), all calls do.
 """
 
 import ctypes
-import hashlib
-import importlib.util
-import os
-import shutil
-import subprocess
-import sys
-import sysconfig
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cache
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.utils import cpp_extension
 
 from sparsebench.kernels._common.capture import is_capturing
 from sparsebench.kernels._common.cuda import Arguments, ByTorch, Loaded, MatrixProduct, Tape, taping
-from sparsebench.kernels._common.driver import COOPERATIVE, EARLY, driver
-from sparsebench.kernels._common.machine_code import cache_folder
+from sparsebench.kernels._common.driver import COOPERATIVE, EARLY
+from sparsebench.kernels._common.front_extension import front_type
 from sparsebench.kernels._common.transforms import PLAIN, aligned, readable, rows_of
-
-NAME = "sparsebench_front"
-SOURCE = Path(__file__).with_name("front.cpp")
-
 
 # ---- what an operator declares ----
 
@@ -53,7 +35,7 @@ SOURCE = Path(__file__).with_name("front.cpp")
 class BackwardProduct(NamedTuple):
     """A product of backward, by names of a Signature.
 
-    reads  operands; the first one is the gradient, such as "dy"
+    reads  operands; the first one is the gradient, such as "dy", unless sizes are exact
     gives  arguments or held tensors whose gradients it returns
     """
 
@@ -291,7 +273,8 @@ def _steps(
         return [*fixed], [], [], []
     operands = [*inputs, *tape.outputs]
     numbers = {t.data_ptr(): i for i, t in enumerate(operands)}
-    complete = tape.complete and len(numbers) == len(operands) and bool(tape.launches)
+    apart = len(numbers) == len(operands) and 0 not in numbers
+    complete = tape.complete and apart and bool(tape.launches)
     places = [numbers.get(t.data_ptr(), -1) - len(inputs) for t in results]
     if not complete or min(places) < 0:
         return None
@@ -335,79 +318,3 @@ def _find(image: bytes, address: int) -> Iterable[int]:
     while at >= 0:
         yield at
         at = image.find(word, at + 1)
-
-
-# ---- the extension ----
-
-
-def front_type() -> Any:
-    """Return the class Front, or None if there is none; waits until it is compiled."""
-    if os.environ.get("SPARSEBENCH_FRONT", "1") == "0":
-        return None
-    return _compiled_type()
-
-
-@cache
-def _compiled_type() -> Any:
-    try:
-        file = _built()
-        try:
-            module = _load(file)
-        except ImportError:  # a damaged file
-            file.unlink()
-            module = _load(_built())
-    except (OSError, subprocess.SubprocessError, ImportError) as error:
-        reason = str(getattr(error, "stderr", "") or error).strip().splitlines()[:1]
-        warnings.warn(
-            f"layers are called in Python, which takes 15 to 30 µs longer: no front.cpp: {reason}",
-            stacklevel=2,
-        )
-        return None
-    module.connect(*_functions())
-    return module.Front
-
-
-def _functions() -> tuple[int, int, int]:
-    """Return the addresses of cuLaunchKernelEx, of torch's current stream, and of its capture."""
-    library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cuda.so"))
-    functions = (
-        driver().cuLaunchKernelEx,
-        library.aoti_torch_get_current_cuda_stream,
-        driver().cuStreamIsCapturing,
-    )
-    launch, stream, capturing = (ctypes.cast(f, ctypes.c_void_p).value or 0 for f in functions)
-    return launch, stream, capturing
-
-
-def _load(file: Path) -> Any:
-    spec = importlib.util.spec_from_file_location(NAME, file)
-    if spec is None or spec.loader is None:
-        raise ImportError(f"{file}: expected a Python extension")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def _built() -> Path:
-    """Return the extension, compiled now if this torch and Python have none. Raises OSError."""
-    compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")
-    if compiler is None:
-        raise OSError("expected a C++ compiler ($CXX, c++ or g++), found none")
-    code = [SOURCE.with_suffix(suffix).read_text("utf-8") for suffix in (".hpp", ".cpp")]
-    versions = *code, torch.__version__, torch.__file__, sys.version, compiler
-    key = hashlib.sha256("\n".join(versions).encode()).hexdigest()[:16]
-    folder = cache_folder("front") / key
-    file = folder / f"{NAME}.so"
-    if file.exists():
-        return file
-    includes = [*cpp_extension.include_paths(), sysconfig.get_paths()["include"]]
-    library = Path(torch.__file__).parent / "lib"
-    folder.mkdir(parents=True, exist_ok=True)
-    with TemporaryDirectory(dir=folder) as beside:
-        fresh = Path(beside) / file.name
-        command = [compiler, "-O2", "-std=c++20", "-shared", "-fPIC", str(SOURCE), "-o", str(fresh)]
-        command += [f"-I{include}" for include in includes]
-        command += [f"-L{library}", "-ltorch_python", "-ltorch_cpu", "-lc10"]
-        subprocess.run(command, check=True, capture_output=True, encoding="utf-8")
-        fresh.replace(file)  # several processes may compile it at the same time
-    return file

@@ -36,6 +36,11 @@ __device__ __forceinline__ u32 smem_address(const void* p) {  // in shared memor
 __device__ __forceinline__ void mbarrier_init(u32 barrier, int arrivals) {
   asm volatile("mbarrier.init.shared.b64 [%0], %1;" :: "r"(barrier), "r"(arrivals));
 }
+// After mbarrier_init, by the same thread: other CTAs of the cluster, and TMA, see the barriers. If
+// all threads execute it, it takes 2 us.
+__device__ __forceinline__ void fence_mbarrier_init() {
+  asm volatile("fence.mbarrier_init.release.cluster;");
+}
 __device__ __forceinline__ void mbarrier_arrive_expect_tx(u32 barrier, int bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;"
                :: "r"(barrier), "r"(bytes) : "memory");
@@ -152,6 +157,13 @@ __device__ __forceinline__ void launch_dependent_grids() {
 
 __device__ __forceinline__ void warpgroup_sync(int barrier) {  // named barrier 1 to 15
   asm volatile("bar.sync %0, 128;" :: "r"(barrier) : "memory");
+}
+// Registers of a thread, in all four warps of a warpgroup: producers give some to consumers.
+template <int REGISTERS> __device__ __forceinline__ void setmaxnreg_inc() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(REGISTERS));
+}
+template <int REGISTERS> __device__ __forceinline__ void setmaxnreg_dec() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(REGISTERS));
 }
 // All threads of a cluster arrive, then wait. An arrival with release waits for the thread's own
 // reads and until its writes are visible to the cluster; relaxed waits for nothing.

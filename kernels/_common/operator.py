@@ -31,7 +31,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from functools import partial
 from itertools import chain, islice, zip_longest
 from typing import Any, NamedTuple
@@ -105,7 +105,8 @@ class Engine(Kernel):
         if choice is None:
             configs = self.choices(w, call)
         else:
-            configs = [self.config(**{k: v for k, v in choice.items() if k not in BESIDE})]
+            names = {each.name for each in fields(self.config)}  # older choices may have more
+            configs = [self.config(**{k: v for k, v in choice.items() if k in names})]
         for config in configs:
             yield Candidate(self.name, config, partial(self.plan, w, call, config))
 

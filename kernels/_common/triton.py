@@ -85,11 +85,12 @@ class Template:
         self._results = [place[id(t)] for t in results]
         self._launches = [_Launch(each, place) for each in flat]
 
-    def __call__(self, *operands: Tensor, out: Tensor | None = None) -> list[Tensor]:
-        """Return the results, new tensors; `out` is written instead of the first, if given."""
-        new_empty, first = operands[0].new_empty, self._results[0] - len(operands)
+    def __call__(self, *operands: Tensor, out: Sequence[Tensor] = ()) -> list[Tensor]:
+        """Return the results: the tensors of `out`, and then new ones."""
+        new_empty = operands[0].new_empty
+        written = {i - len(operands): t for i, t in zip(self._results, out, strict=False)}
         buffers = [
-            out if out is not None and i == first else new_empty(shape, dtype=dtype)
+            written[i] if i in written else new_empty(shape, dtype=dtype)
             for i, (shape, dtype) in enumerate(self._allocated)
         ]
         tensors = [*operands, *buffers]
@@ -97,7 +98,7 @@ class Template:
         for launch in self._launches:
             launch(tensors, addresses)
         results = [tensors[i] for i in self._results]
-        on_tape(*buffers[-1:], owners=(self,), complete=len(buffers) <= 1)
+        on_tape(*buffers, owners=(self,))
         return results
 
 
@@ -125,7 +126,7 @@ def product_of(
 
     def run(*operands: Tensor, out: Tensor | None = None) -> Tensor:
         at = template(*[(t.shape, t.stride(), t.dtype) for t in operands])
-        y = at(*operands, out=out)[0]
+        y = at(*operands, out=() if out is None else (out,))[0]
         on_tape(owners=operands[1:])
         if is_capturing(y):
             keep(at)

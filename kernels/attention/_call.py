@@ -105,7 +105,8 @@ def operator_of(
         shape, (b_q, b_k) = call.shape, mask.block
         heads = {"heads": shape.heads, "kv_heads": shape.kv_heads, "head_dim": shape.head_dim}
         kinds = {"causal": mask.causal, "bits": mask.bits is not None, "lists": mask.lists}
-        sizes = {"m": shape.batch * shape.q_tokens, "n": shape.heads * shape.head_dim}
+        sizes: dict[str, Any] = {"m": shape.batch * shape.q_tokens}
+        sizes |= {"n": shape.heads * shape.head_dim}
         sizes |= {"k": shape.kv_tokens, "dtype": shape.dtype, "block": (b_q, b_k)}
         rows = mask.shape[0] * b_q
         density = density_of(rows, shape.kv_tokens, mask.block, len(mask.columns))

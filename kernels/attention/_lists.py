@@ -27,26 +27,25 @@ class Lists:
     columns  [nnz + 1]           block columns, with bit 31 in partial blocks; kernels read one past
                                  the last
     fulls    [lists * rows]      full blocks of each row, which come first
-    slots    [nnz + 1]           place of each block's bits, or -1; one element without bits
+    slots    [nnz + 1]           place of each block's bits, or -1; None without bits
     order    [groups, rows]      rows by falling number of blocks; `groups` is a multiple of lists
     masked   whether any block needs a mask
-    blocks_per_row  number of blocks of every row if all have the same, else -1
+    blocks_per_row  number of blocks of every row if all have the same, else None
     """
 
     offsets: Tensor
     columns: Tensor
     fulls: Tensor
-    slots: Tensor
+    slots: Tensor | None
     order: Tensor
     masked: bool
-    blocks_per_row: int
+    blocks_per_row: int | None
 
 
 def lists_of(mask: BlockMask) -> Lists:
     """Return the lists of key blocks by query blocks, with an order for each list."""
-    ragged = mask.tokens[1] // mask.block[1] if mask.tokens[1] % mask.block[1] else None
-    rows = ceil(mask.tokens[0] / mask.block[0])
-    counts = mask.offsets.diff().view(-1, rows)
+    ragged = mask.tokens[1] // mask.block[1] if mask.tokens[1] % mask.block[1] else -1
+    counts = mask.offsets.diff().view(-1, ceil(mask.tokens[0] / mask.block[0]))
     return _lists(mask.offsets, mask.columns, mask.slots, counts, ragged)
 
 
@@ -71,11 +70,7 @@ def shared_heads(mask: BlockMask, heads: int, kv_heads: int) -> int:
 
 
 def _lists(
-    offsets: Tensor,
-    columns: Tensor,
-    slots: Tensor | None,
-    counts: Tensor,
-    ragged: int | None = None,
+    offsets: Tensor, columns: Tensor, slots: Tensor | None, counts: Tensor, ragged: int = -1
 ) -> Lists:
     """Move the partial blocks of each row, and those of a ragged column, behind the full ones.
 
@@ -83,18 +78,15 @@ def _lists(
     """
     lengths = offsets.diff()
     row = torch.arange(len(lengths), device=columns.device).repeat_interleave(lengths)
-    masked = columns < 0
-    if ragged is not None:
-        masked = masked | (columns == ragged)
+    masked = (columns < 0) | (columns == ragged)
     place = (row * 2 + masked).argsort(stable=True)
     fulls = lengths - torch.bincount(row[masked], minlength=len(lengths))
-    none = columns.new_full((1,), -1)
     return Lists(
         offsets=offsets,
         columns=pad(columns[place], (0, 1)),
         fulls=fulls.to(torch.int32),
-        slots=none if slots is None else pad(slots[place], (0, 1), value=-1),
+        slots=None if slots is None else pad(slots[place], (0, 1), value=-1),
         order=counts.argsort(dim=1, descending=True, stable=True).to(torch.int32).contiguous(),
         masked=bool(masked.any()),
-        blocks_per_row=int(lengths[0]) if bool((lengths == lengths[0]).all()) else -1,
+        blocks_per_row=int(lengths[0]) if bool((lengths == lengths[0]).all()) else None,
     )

@@ -1,8 +1,9 @@
 """The sizes of an attention problem as its kernels need them, and how they read its operands."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any
 
 import torch
 import triton
@@ -11,14 +12,18 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from sparsebench.formats.block_mask import BlockMask
 from sparsebench.kernels._common import triton as launching
-from sparsebench.kernels._common.triton import SM_BYTES, SMALLEST_TILE, Path, whole_tile
-from sparsebench.kernels._common.tuned_table import Sizes
-from sparsebench.kernels._kernel import DTYPES, Operands
-from sparsebench.kernels.attention._lists import Lists, shared_heads
+from sparsebench.kernels._common.triton import (
+    SM_BYTES,
+    SMALLEST_TILE,
+    BoundKernel,
+    Path,
+    whole_tile,
+)
+from sparsebench.kernels._kernel import DTYPES
+from sparsebench.kernels.attention._lists import Lists
 from sparsebench.results.record import Problem
 
 LOG2_E = 1.4426950408889634  # the kernels' exponentials are to the base 2
-BACKWARD_INPUTS = "o", "lse", "do"  # beside q, k and v
 FP32 = [(32, 32, 8, 2), (16, 32, 4, 2)]  # larger tiles take Triton 10 s to compile, and spill
 SMALLEST = (16, 16, 4, 1)
 MOST_DEPTH = 256  # head dimension: K and V of more do not fit the shared memory of one SM
@@ -52,36 +57,6 @@ class Shape:
         return int(triton.next_power_of_2(min(self.block[0], self.q_tokens)))
 
 
-class Task(NamedTuple):
-    """What `prepare` reads from the operands of a problem.
-
-    tensors  q, k, v; backward: also o, lse and do
-    shared   query heads in turn that have one list and one key head
-    """
-
-    tensors: tuple[Tensor, ...]
-    mask: BlockMask
-    shape: Shape
-    shared: int
-    scale: float
-
-
-def task_of(operands: Operands) -> Task:
-    """Return the sizes of q [batch * S_q, H * D] and k [batch * S_kv, H_kv * D], and the rest.
-
-    By default the factor of the scores is head_dim ** -0.5.
-    """
-    problem, mask = operands.problem, operands.weights["mask"]
-    assert isinstance(mask, BlockMask)
-    more = BACKWARD_INPUTS if problem.op == "attention_backward" else ()
-    tensors = tuple(operands.activations[name] for name in ("q", "k", "v", *more))
-    heads, head_dim, scale = problem["heads"], problem["head_dim"], problem["scale"]
-    sizes = heads, tensors[1].shape[1] // head_dim, head_dim
-    shape = Shape(mask.batch, *mask.tokens, *sizes, mask.block, problem["dtype"])
-    shared = shared_heads(mask, heads, shape.kv_heads)
-    return Task(tensors, mask, shape, shared, head_dim**-0.5 if scale is None else float(scale))
-
-
 def unsupported(problem: Problem, device: torch.device) -> str | None:
     """Return why the Triton kernels cannot run the problem here, or None."""
     if reason := launching.unsupported(problem, device):
@@ -90,26 +65,6 @@ def unsupported(problem: Problem, device: torch.device) -> str | None:
         return f"head_dim: expected at most {MOST_DEPTH}, found {problem['head_dim']}"
     scale = problem["scale"]
     return None if scale is None or scale > 0 else f"scale: expected more than 0, found {scale}"
-
-
-def unsupported_by_tma(*matrices: Tensor, head_dim: int) -> str | None:
-    """Return why TMA cannot address the heads of a matrix, or None."""
-    reason = launching.unsupported_row(head_dim, matrices[0].element_size())
-    return reason or launching.unsupported_alignment(*matrices)
-
-
-Program = TypeVar("Program")
-
-
-class Bound(NamedTuple, Generic[Program]):
-    """A bound kernel, and the tensors that it reads and writes, without those of the mask.
-
-    inputs  forward: q, k, v by head; backward: q, k, v, o and do by head, with lse before do
-    """
-
-    program: Program
-    inputs: tuple[Tensor, ...]
-    outputs: tuple[Tensor, ...]
 
 
 def by_head(matrix: Tensor, shape: Shape) -> Tensor:
@@ -127,39 +82,29 @@ def head_box(heads: Tensor, shape: Shape, rows: tuple[int, int], path: Path) -> 
     return TensorDescriptor.from_tensor(heads, [1, *rows, shape.depth])
 
 
-def table_sizes(shape: Shape, mask: BlockMask) -> Sizes:
-    """Return the sizes as tables of tuned configurations have them: n is the width of q."""
-    (b_q, b_k), (q_tokens, kv_tokens) = mask.block, mask.tokens
-    every = len(mask.offsets[1:]) * ceil(kv_tokens / b_k)
-    return Sizes(
-        m=shape.batch * q_tokens,
-        n=shape.heads * shape.head_dim,
-        k=kv_tokens,
-        dtype=shape.dtype,
-        block=(b_q, b_k),
-        density=max(1, len(mask.columns)) / every,
-    )
+@dataclass(frozen=True)
+class Config:
+    """One way to run a kernel: the tile of a program, and how it walks a list.
+
+    tokens, pack  of dK and dV: queries of a step, and 1; of others: queries and heads of a tile
+    keys          keys of a step; of dK and dV: of a tile
+    splits        programs that share a list, with the rows in order; 0: one, the longest list first
+    """
+
+    tokens: int
+    pack: int
+    keys: int
+    stages: int
+    warps: int
+    path: Path
+    splits: int = 0
 
 
-def packing(rows: int, shape: Shape, shared: int) -> tuple[int, int]:
-    """Return queries and heads of a tile of `rows`, which tl.dot needs 16 of."""
-    side = min(rows, shape.tile_side)
-    pack = min(shared, rows // side)
-    return max(side, SMALLEST_TILE // pack), pack
-
-
-def query_tiles(shape: Shape, tokens: int, pack: int) -> int:
-    """Return the number of tiles of `tokens` queries and `pack` heads; none exceeds a block."""
+def query_tiles(shape: Shape, config: Config) -> int:
+    """Return the number of tiles of queries; none exceeds a block."""
     blocks = ceil(shape.q_tokens / shape.block[0])
-    tiles = ceil(min(shape.block[0], shape.q_tokens) / tokens)
-    return shape.batch * (shape.heads // pack) * blocks * tiles
-
-
-def arguments_of(lists: Lists, mask: BlockMask, shape: Shape) -> tuple[Any, ...]:
-    """Return the arrays of a list and the sizes, in the order that kernels take them."""
-    bits = lists.columns if mask.bits is None else mask.bits
-    arrays = lists.offsets, lists.columns, lists.fulls, lists.order, lists.slots, bits
-    return *arrays, *mask.tokens, shape.heads, shape.kv_heads, mask.lists
+    tiles = ceil(min(shape.block[0], shape.q_tokens) / config.tokens)
+    return shape.batch * (shape.heads // config.pack) * blocks * tiles
 
 
 Tile = tuple[int, int, int, int]  # rows, columns of a step, warps and stages
@@ -181,20 +126,40 @@ def tiles_that_fit(shape: Shape, side: int, large: list[Tile], flat: list[Tile])
     return [t for t in near if (t[0] + t[1] * t[3]) * row <= SM_BYTES] or [SMALLEST]
 
 
-def constants_of(
-    shape: Shape, mask: BlockMask, *, masked: bool, path: Path, stages: int, warps: int
-) -> dict[str, Any]:
-    """Return the constants that all kernels have; fp32 is multiplied without tensor cores."""
-    return {
-        "D": shape.head_dim,
-        "DEPTH": shape.depth,
-        "Q_SIDE": shape.block[0],
-        "KV_SIDE": shape.block[1],
-        "CAUSAL": mask.causal,
-        "BITS": mask.bits is not None,
-        "MASKED": masked,
-        "STAGES": stages,
-        "TMA": path == "tma",
-        "PRECISION": "ieee",
-        "num_warps": warps,
-    }
+def query_config(shape: Shape, shared: int, tile: Tile, path: Path) -> Config:
+    """Return how a tile of queries is run: tl.dot needs 16 rows.
+
+    TMA loads no step of several blocks.
+    """
+    rows, keys, warps, stages = tile
+    side = min(rows, shape.tile_side)
+    pack = min(shared, rows // side)
+    way = path if shape.block[1] % keys == 0 else "pointers"
+    return Config(max(side, SMALLEST_TILE // pack), pack, keys, stages, warps, way)
+
+
+def bound_kernel(
+    kernel: Any,
+    programs: int,
+    tensors: Sequence[Any],
+    walked: tuple[Lists, BlockMask, Shape, float],
+    config: Config,
+    out: Tensor,
+    *,
+    masked: bool,
+    before: BoundKernel | None = None,
+    **constants: int,
+) -> BoundKernel:
+    """Return a kernel with its arguments, and the constants that all kernels have.
+
+    tensors  arguments in front of the lists
+    masked   whether any step needs a mask
+    """
+    lists, mask, shape, scale = walked
+    arrays = lists.offsets, lists.columns, lists.fulls, lists.order, lists.slots, mask.bits
+    args = *tensors, *arrays, *mask.tokens, shape.heads, shape.kv_heads, mask.lists, scale
+    constants |= {"D": shape.head_dim, "DEPTH": shape.depth, "CAUSAL": mask.causal}
+    constants |= {"Q_SIDE": shape.block[0], "KV_SIDE": shape.block[1], "MASKED": masked}
+    constants |= {"TOKENS": config.tokens, "PACK": config.pack, "KEYS": config.keys}
+    constants |= {"STAGES": config.stages, "TMA": config.path == "tma", "num_warps": config.warps}
+    return BoundKernel(kernel, (programs,), args, constants, out, before)

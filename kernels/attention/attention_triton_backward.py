@@ -13,9 +13,7 @@ block of the transposed list is read by its own lanes, as in _tiles.py, so block
 Missing queries have an LSE of infinity, which makes their P zero.
 """
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields, replace
-from functools import partial
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import torch
@@ -23,37 +21,27 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sparsebench.formats.block_mask import BlockMask
-from sparsebench.kernels._common.search import search
-from sparsebench.kernels._common.triton import COMPILE_THREADS, BoundKernel, Path, choose_path
-from sparsebench.kernels._common.tuned_table import Tuned, choose
-from sparsebench.kernels._kernel import Kernel, Launch, Operands
-from sparsebench.kernels.attention._lists import Lists, lists_of, transposed_lists_of
+from sparsebench.kernels._common.capture import is_capturing, keep
+from sparsebench.kernels._common.operator import Product
+from sparsebench.kernels._common.triton import Path, Template
+from sparsebench.kernels.attention._call import AttentionCall, ListedMask, attention_engine
 from sparsebench.kernels.attention._shapes import (
     LOG2_E,
-    Bound,
-    Shape,
-    arguments_of,
+    bound_kernel,
     by_head,
-    constants_of,
     head_box,
-    packing,
+    query_config,
     query_tiles,
-    table_sizes,
-    task_of,
     tiles_that_fit,
     unsupported,
-    unsupported_by_tma,
 )
-from sparsebench.kernels.attention._tiles import (
-    column_of,
-    each_token,
-    entry_of,
-    is_allowed,
-    load_queries,
-    load_tile,
-    queries_of,
-    token_of,
+from sparsebench.kernels.attention._shapes import Config as TileConfig
+from sparsebench.kernels.attention._tiles import column_of, load_rows, load_step, mask_of, rows_of
+from sparsebench.kernels.attention.attention_triton import (
+    code_of,
+    matrices,
+    path_of,
+    refuse_path,
 )
 
 LOG2 = tl.constexpr(LOG2_E)  # of the natural base, in which the LSE is
@@ -69,13 +57,11 @@ class Config:
     """One way to run both kernels.
 
     q_tokens, q_pack    queries and heads of a tile of dQ; q_keys: keys of a step
-    q_shared            heads that could be packed, a key of tables of configurations
     kv_keys, kv_tokens  keys of a tile of dK and dV; queries of a step
     """
 
     q_tokens: int
     q_pack: int
-    q_shared: int
     q_keys: int
     q_stages: int
     q_warps: int
@@ -86,311 +72,181 @@ class Config:
     kv_warps: int
     kv_path: Path
 
+    @property
+    def dq(self) -> TileConfig:
+        return TileConfig(*astuple(self)[:6])
 
-def configurations(shape: Shape, shared: int, path: Path) -> list[Config]:
-    """Return configurations to try, the default first; `prepare` searches both halves separately.
+    @property
+    def dkv(self) -> TileConfig:
+        step = self.kv_keys, self.kv_stages, self.kv_warps, self.kv_path
+        return TileConfig(self.kv_tokens, 1, *step)
 
-    shared  heads that may be packed in dQ
-    """
-    b_q, b_k = shape.block
-    dq: list[tuple[Any, ...]] = [
-        (
-            *(*packing(rows, shape, shared), shared, keys, stages, warps),
-            path if b_k % keys == 0 else "pointers",
-        )
-        for rows, keys, warps, stages in tiles_that_fit(shape, shape.tile_side * shared, DQ, FLAT)
-    ]
+
+def choices(w: ListedMask, call: AttentionCall) -> list[Config]:
+    """Return the configurations to try, the default first."""
+    shape, shared, path = call.shape, w.shared(call.shape), path_of(w, call)
+    tiles = tiles_that_fit(shape, shape.tile_side * shared, DQ, FLAT)
+    dq = [astuple(query_config(shape, shared, tile, path))[:6] for tile in tiles]
     dkv: list[tuple[Any, ...]] = [
-        (keys, tokens, stages, warps, path if b_q % tokens == 0 else "pointers")
-        for keys, tokens, warps, stages in tiles_that_fit(shape, b_k, DKV, FLAT)
+        (keys, tokens, stages, warps, path if shape.block[0] % tokens == 0 else "pointers")
+        for keys, tokens, warps, stages in tiles_that_fit(shape, shape.block[1], DKV, FLAT)
     ]
-    configs = [Config(*dq[min(i, len(dq) - 1)], *dkv[min(i, len(dkv) - 1)]) for i in range(8)]
-    return list(dict.fromkeys(configs))
+    longest = max(len(dq), len(dkv))
+    pairs = [(dq[min(i, len(dq) - 1)], dkv[min(i, len(dkv) - 1)]) for i in range(longest)]
+    crossed = [(dq[0], dkv[-1]), (dq[-1], dkv[0])]
+    return list(dict.fromkeys(Config(*q, *kv) for q, kv in (*pairs, *crossed)))
 
 
-def launch(
-    operands: Sequence[Tensor],
-    mask: BlockMask,
-    shape: Shape,
-    scale: float,
-    config: Config,
-    lists: tuple[Lists, Lists] | None = None,
-) -> Bound[BoundKernel]:
-    """Return the kernels of dQ, dK and dV, one below the other as rows of D elements.
-
-    operands  q, k, v, o, lse and do: dense, lse fp32 [batch * H, S_q], the others token-major
-    lists     lists_of(mask) and transposed_lists_of(mask, H_kv) if they exist already
-    """
-    lse = operands[4]
-    q, k, v, o, do = (by_head(operands[i], shape) for i in (0, 1, 2, 3, 5))
-    rows, transposed = lists or (lists_of(mask), transposed_lists_of(mask, shape.kv_heads))
-    q_rows, kv_rows = (x.numel() // shape.head_dim for x in (q, k))
-    out = q.new_empty(q_rows + 2 * kv_rows, shape.head_dim)
-    dq, dk, dv = out.split([q_rows, kv_rows, kv_rows])
+def plan(w: ListedMask, call: AttentionCall, config: Config) -> Product:
+    """Sort the lists and those of the transpose, and compile."""
+    refuse_path(w, call, config.q_path, config.kv_path)
+    shape, scale, mask = call.shape, call.scale, w.mask
+    rows, transposed = w.lists, w.transposed(shape.kv_heads)
+    q, k, v, o, do = (by_head(x, shape) for x in matrices(call))
+    lse = q.new_empty(shape.batch * shape.heads, shape.q_tokens, dtype=torch.float32)
+    results = call.gradients(q, None)
+    out, (dq, dk, dv) = results[0], results
     delta = torch.empty_like(lse)
-    tile, keys = (config.q_tokens, config.q_pack), (config.q_keys, 1)
-    first = BoundKernel(
+    tile = config.dq
+    box, kv_box = (tile.tokens, tile.pack), (tile.keys, 1)
+    first = bound_kernel(
         _dq,
-        (query_tiles(shape, config.q_tokens, config.q_pack),),
+        query_tiles(shape, tile),
         (
-            *(head_box(x, shape, tile, config.q_path) for x in (q, o, do)),
-            *(head_box(x, shape, keys, config.q_path) for x in (k, v)),
-            *(dq, lse, delta, *arguments_of(rows, mask, shape), scale),
+            *(head_box(x, shape, box, tile.path) for x in (q, o, do)),
+            *(head_box(x, shape, kv_box, tile.path) for x in (k, v)),
+            *(dq, lse, delta),
         ),
-        constants_of(
-            shape,
-            mask,
-            masked=rows.masked or shape.block[1] % config.q_keys != 0,
-            path=config.q_path,
-            stages=config.q_stages,
-            warps=config.q_warps,
-        )
-        | {"TOKENS": config.q_tokens, "PACK": config.q_pack, "KEYS": config.q_keys},
-        out,
+        (rows, mask, shape, scale),
+        *(tile, out),
+        masked=rows.masked or shape.block[1] % tile.keys != 0,
     )
-    tile, tokens = (config.kv_keys, 1), (config.kv_tokens, 1)
-    tiles = triton.cdiv(min(shape.block[1], shape.kv_tokens), config.kv_keys)  # of a block
-    second = BoundKernel(
+    tile = config.dkv
+    box, kv_box = (tile.tokens, 1), (tile.keys, 1)
+    tiles = triton.cdiv(min(shape.block[1], shape.kv_tokens), tile.keys)  # of a block
+    second = bound_kernel(
         _dkv,
-        (transposed.order.numel() * tiles,),
+        transposed.order.numel() * tiles,
         (
-            *(head_box(x, shape, tokens, config.kv_path) for x in (q, do)),
-            *(head_box(x, shape, tile, config.kv_path) for x in (k, v)),
-            *(dk, dv, lse, delta, *arguments_of(transposed, mask, shape), scale),
+            *(head_box(x, shape, box, tile.path) for x in (q, do)),
+            *(head_box(x, shape, kv_box, tile.path) for x in (k, v)),
+            *(dk, dv, lse, delta),
         ),
-        constants_of(
-            shape,
-            mask,
-            masked=transposed.masked or shape.block[0] % config.kv_tokens != 0,
-            path=config.kv_path,
-            stages=config.kv_stages,
-            warps=config.kv_warps,
-        )
-        | {"KEYS": config.kv_keys, "TOKENS": config.kv_tokens},
-        out,
+        (transposed, mask, shape, scale),
+        *(tile, out),
+        masked=transposed.masked or shape.block[0] % tile.tokens != 0,
         before=first,
     )
-    return Bound(second, (q, k, v, o, lse, do), (dq, dk, dv))
+    template = Template([second], (q, k, v, o, lse, do), results)
+
+    def run(*operands: Tensor, out: Tensor | None = None) -> list[Tensor]:
+        if is_capturing(operands[0]):
+            keep(template)
+        return template(*operands, out=call.gradients(operands[0], out))
+
+    return Product(run, code_of(second, mask.columns.device))
 
 
-def prepare(operands: Operands, path: Path | None = None, *, tuned: Tuned = True) -> Launch:
-    """Sort and transpose the lists; take a table's configuration, or compile and time a few.
-
-    `path` forces one path. Raises Unsupported.
-    """
-    tensors, mask, shape, shared, scale = task_of(operands)
-    reason = unsupported_by_tma(*tensors[:4], tensors[5], head_dim=shape.head_dim)
-    searched = configurations(shape, shared, choose_path(path, reason, operands.device))
-    name, sizes = "attention_triton_backward", table_sizes(shape, mask)
-    configs, by = choose(name, Config, operands, sizes, tuned, searched, q_shared=shared)
-    lists = lists_of(mask), transposed_lists_of(mask, shape.kv_heads)
-    bind = partial(launch, tensors, mask, shape, scale, lists=lists)
-    best, lines = configs[0], []
-    for half in ("kv_", "q_"):
-        names = [f.name for f in fields(Config) if f.name.startswith(half)]
-        choices = list(dict.fromkeys(tuple(getattr(c, name) for name in names) for c in configs))
-        variants = [replace(best, **dict(zip(names, choice, strict=True))) for choice in choices]
-        launches = [bind(config).program for config in variants]
-        parts: list[Any] = [
-            bound.before if half == "q_" else replace(bound, before=None) for bound in launches
-        ]
-        result = search(parts, operands.device, COMPILE_THREADS)
-        best = variants[result.best]
-        lines += result.lines([asdict(config) for config in variants], of=half.removesuffix("_"))
-    program = bind(best).program
-    return Launch(program, asdict(best) | dict(by), program.code, lines)
-
-
-KERNEL = Kernel("attention_backward", "block_mask", "cuda", prepare, unsupported, tunes=True)
+KERNEL = attention_engine(
+    "attention_triton_backward", "attention_backward", choices, plan, unsupported, Config
+)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _dq(  # type: ignore[no-untyped-def]
-    q,
-    o,
-    do,
-    k,
-    v,
-    dq,
-    lse,
-    delta,
-    offsets,
-    columns,
-    fulls,
-    order,
-    slots,
-    bits,
-    q_tokens,
-    kv_tokens,
-    heads,
-    kv_heads,
-    lists,
-    scale,
-    D: tl.constexpr,
-    DEPTH: tl.constexpr,
-    Q_SIDE: tl.constexpr,
-    KV_SIDE: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    BITS: tl.constexpr,
-    PRECISION: tl.constexpr,
-    TOKENS: tl.constexpr,
-    PACK: tl.constexpr,
-    KEYS: tl.constexpr,
-    STAGES: tl.constexpr,
-    MASKED: tl.constexpr,
-    TMA: tl.constexpr,
-):
-    ROWS: tl.constexpr = TOKENS * PACK
-    stacked, sequence, head, kv_head, row, token, at, inside, place = queries_of(
-        tl.program_id(0), order, q_tokens, heads, kv_heads, lists, D, Q_SIDE, TOKENS, PACK, True
+    q, o, do, k, v, dq, lse, delta,
+    offsets, columns, fulls, order, slots, bits,
+    q_tokens, kv_tokens, heads, kv_heads, lists, scale,
+    D: tl.constexpr, DEPTH: tl.constexpr, Q_SIDE: tl.constexpr, KV_SIDE: tl.constexpr,
+    CAUSAL: tl.constexpr, MASKED: tl.constexpr, STAGES: tl.constexpr, TMA: tl.constexpr,
+    TOKENS: tl.constexpr, PACK: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    stacked, sequence, head, row, token, at, inside, place = rows_of(
+        tl.program_id(0), order, q_tokens, heads, lists, D, Q_SIDE, TOKENS, PACK
     )
+    kv_head = head // (heads // kv_heads)
     start = tl.load(offsets + row)
     count = tl.load(offsets + row + 1) - start
-    whole = tl.load(fulls + row) * KV_SIDE // KEYS
-    q_tile = load_queries(q, sequence, token, head, place, inside, D, DEPTH, ROWS, TMA)
-    o_tile = load_queries(o, sequence, token, head, place, inside, D, DEPTH, ROWS, TMA)
-    do_tile = load_queries(do, sequence, token, head, place, inside, D, DEPTH, ROWS, TMA)
-    lse_row = (stacked + tl.arange(0, ROWS) % PACK).to(tl.int64) * q_tokens + at
+    whole, end = tl.load(fulls + row) * KV_SIDE // KEYS, tl.cdiv(count * KV_SIDE, KEYS)
+    depth = tl.arange(0, DEPTH)[None, :]
+    stored = inside[:, None] & (depth < D)
+    at_q = sequence, token, head, place, stored
+    q_tile = load_rows(q, *at_q, DEPTH, TMA)
+    o_tile = load_rows(o, *at_q, DEPTH, TMA)
+    do_tile = load_rows(do, *at_q, DEPTH, TMA)
+    lse_row = (stacked + tl.arange(0, TOKENS * PACK) % PACK).to(tl.int64) * q_tokens + at
     top = tl.load(lse + lse_row, inside, float("inf")) * LOG2
     sums = tl.sum(o_tile.to(tl.float32) * do_tile.to(tl.float32), 1)
     tl.store(delta + lse_row, sums, inside)
 
-    total = tl.zeros((ROWS, DEPTH), tl.float32)
+    total = tl.zeros((TOKENS * PACK, DEPTH), tl.float32)
     column = column_of(columns, start, count, 0, KV_SIDE, KEYS)
-    for i in tl.range(0, whole, num_stages=STAGES):
-        key = token_of(column, i, KV_SIDE, KEYS)
-        at_k = sequence, key, kv_tokens, kv_head, kv_heads
-        k_tile = load_tile(k, *at_k, D, DEPTH, KV_SIDE, KEYS, TMA, True)
-        v_tile = load_tile(v, *at_k, D, DEPTH, KV_SIDE, KEYS, TMA, True)
-        column = column_of(columns, start, count, i + 1, KV_SIDE, KEYS)
-        scores = tl.dot(q_tile, k_tile.T, input_precision=PRECISION)
-        dp = tl.dot(do_tile, v_tile.T, input_precision=PRECISION)
-        p = tl.exp2(scores * (scale * LOG2) - top[:, None])
-        ds = (p * (dp - sums[:, None])).to(k_tile.dtype)
-        total = tl.dot(ds, k_tile, total, input_precision=PRECISION)
-    if MASKED:
-        for i in tl.range(whole, tl.cdiv(count * KV_SIDE, KEYS), num_stages=STAGES):
-            key = token_of(column, i, KV_SIDE, KEYS)
-            at_k = sequence, key, kv_tokens, kv_head, kv_heads
-            k_tile = load_tile(k, *at_k, D, DEPTH, KV_SIDE, KEYS, TMA, False)
-            v_tile = load_tile(v, *at_k, D, DEPTH, KV_SIDE, KEYS, TMA, False)
-            keys = each_token(key, KV_SIDE, KEYS)[None, :]
-            entry = entry_of(start, i, KV_SIDE, KEYS)
-            at_mask = at[:, None], keys, column < 0, entry, slots, bits, q_tokens, kv_tokens
-            allowed = is_allowed(*at_mask, Q_SIDE, KV_SIDE, CAUSAL, BITS)
+    for MASK in tl.static_range(MASKED + 1):
+        for i in tl.range(whole if MASK else 0, end if MASK else whole, num_stages=STAGES):
+            at_k = k, v, sequence, kv_tokens, kv_head, kv_heads, column, i
+            k_tile, v_tile, key = load_step(*at_k, D, DEPTH, KV_SIDE, KEYS, TMA, not MASK)
+            if MASK:
+                at_mask = at[:, None], key[None, :], column, start, i, slots, bits, q_tokens
+                allowed = mask_of(*at_mask, kv_tokens, Q_SIDE, KV_SIDE, KV_SIDE, KEYS, CAUSAL)
             column = column_of(columns, start, count, i + 1, KV_SIDE, KEYS)
-            scores = tl.dot(q_tile, k_tile.T, input_precision=PRECISION)
-            dp = tl.dot(do_tile, v_tile.T, input_precision=PRECISION)
-            p = tl.where(allowed, tl.exp2(scores * (scale * LOG2) - top[:, None]), 0.0)
+            scores = tl.dot(q_tile, k_tile.T, input_precision="ieee")
+            dp = tl.dot(do_tile, v_tile.T, input_precision="ieee")
+            p = tl.exp2(scores * (scale * LOG2) - top[:, None])
+            if MASK:
+                p = tl.where(allowed, p, 0.0)
             ds = (p * (dp - sums[:, None])).to(k_tile.dtype)
-            total = tl.dot(ds, k_tile, total, input_precision=PRECISION)
-    depth = tl.arange(0, DEPTH)[None, :]
-    stored = inside[:, None] & (depth < D)
+            total = tl.dot(ds, k_tile, total, input_precision="ieee")
     tl.store(dq + place[:, None] + depth, (total * scale).to(dq.dtype.element_ty), stored)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _dkv(  # type: ignore[no-untyped-def]
-    q,
-    do,
-    k,
-    v,
-    dk,
-    dv,
-    lse,
-    delta,
-    offsets,
-    columns,
-    fulls,
-    order,
-    slots,
-    bits,
-    q_tokens,
-    kv_tokens,
-    heads,
-    kv_heads,
-    lists,
-    scale,
-    D: tl.constexpr,
-    DEPTH: tl.constexpr,
-    Q_SIDE: tl.constexpr,
-    KV_SIDE: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    BITS: tl.constexpr,
-    PRECISION: tl.constexpr,
-    KEYS: tl.constexpr,
-    TOKENS: tl.constexpr,
-    STAGES: tl.constexpr,
-    MASKED: tl.constexpr,
-    TMA: tl.constexpr,
-):
-    tiles = tl.cdiv(tl.minimum(KV_SIDE, kv_tokens), KEYS)  # of a block
-    kv_blocks = tl.cdiv(kv_tokens, KV_SIDE)
-    rank = tl.program_id(0) % (kv_blocks * tiles)
-    stacked = tl.program_id(0) // (kv_blocks * tiles)  # sequences and key heads
-    sequence, kv_head = stacked // kv_heads, stacked % kv_heads
-    block = tl.load(order + stacked * kv_blocks + rank // tiles)
-    key = block * KV_SIDE + rank % tiles * KEYS
-
-    depth = tl.arange(0, DEPTH)
-    keys = key + tl.arange(0, KEYS)
-    inside = (keys < (block + 1) * KV_SIDE) & (keys < kv_tokens)
-    place = ((sequence * kv_tokens + keys).to(tl.int64) * kv_heads + kv_head) * D
-    stored = inside[:, None] & (depth < D)[None, :]
-    if TMA:
-        k_tile = k.load([sequence, key, kv_head, 0]).reshape(KEYS, DEPTH)
-        v_tile = v.load([sequence, key, kv_head, 0]).reshape(KEYS, DEPTH)
-    else:
-        k_tile = tl.load(k + place[:, None] + depth[None, :], stored, 0.0)
-        v_tile = tl.load(v + place[:, None] + depth[None, :], stored, 0.0)
+    q, do, k, v, dk, dv, lse, delta,
+    offsets, columns, fulls, order, slots, bits,
+    q_tokens, kv_tokens, heads, kv_heads, lists, scale,
+    D: tl.constexpr, DEPTH: tl.constexpr, Q_SIDE: tl.constexpr, KV_SIDE: tl.constexpr,
+    CAUSAL: tl.constexpr, MASKED: tl.constexpr, STAGES: tl.constexpr, TMA: tl.constexpr,
+    TOKENS: tl.constexpr, PACK: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    # a program computes keys of one key head; each has an order of its own
+    _, sequence, kv_head, _, key, keys, inside, place = rows_of(
+        tl.program_id(0), order, kv_tokens, kv_heads, kv_heads, D, KV_SIDE, KEYS, PACK
+    )
+    depth = tl.arange(0, DEPTH)[None, :]
+    stored = inside[:, None] & (depth < D)
+    at_k = sequence, key, kv_head, place, stored
+    k_tile = load_rows(k, *at_k, DEPTH, TMA)
+    v_tile = load_rows(v, *at_k, DEPTH, TMA)
 
     dk_sum = tl.zeros((KEYS, DEPTH), tl.float32)
     dv_sum = tl.zeros((KEYS, DEPTH), tl.float32)
     group = heads // kv_heads
     for head in range(kv_head * group, (kv_head + 1) * group):
-        row = (sequence * lists + head * lists // heads) * kv_blocks + block
+        list_ = sequence * lists + head * lists // heads
+        row = list_ * tl.cdiv(kv_tokens, KV_SIDE) + key // KV_SIDE
         start = tl.load(offsets + row)
         count = tl.load(offsets + row + 1) - start
-        whole = tl.load(fulls + row) * Q_SIDE // TOKENS
+        whole, end = tl.load(fulls + row) * Q_SIDE // TOKENS, tl.cdiv(count * Q_SIDE, TOKENS)
         lse_row = (sequence * heads + head).to(tl.int64) * q_tokens
         column = column_of(columns, start, count, 0, Q_SIDE, TOKENS)
-        for i in tl.range(0, whole, num_stages=STAGES):
-            token = token_of(column, i, Q_SIDE, TOKENS)
-            at_q = sequence, token, q_tokens, head, heads
-            at = each_token(token, Q_SIDE, TOKENS)
-            q_tile = load_tile(q, *at_q, D, DEPTH, Q_SIDE, TOKENS, TMA, False)
-            do_tile = load_tile(do, *at_q, D, DEPTH, Q_SIDE, TOKENS, TMA, False)
-            top = tl.load(lse + lse_row + at, at < q_tokens, float("inf")) * LOG2
-            sums = tl.load(delta + lse_row + at, at < q_tokens, 0.0)
-            column = column_of(columns, start, count, i + 1, Q_SIDE, TOKENS)
-            scores = tl.dot(k_tile, q_tile.T, input_precision=PRECISION)
-            dp = tl.dot(v_tile, do_tile.T, input_precision=PRECISION)
-            p = tl.exp2(scores * (scale * LOG2) - top[None, :])
-            dv_sum = tl.dot(p.to(do_tile.dtype), do_tile, dv_sum, input_precision=PRECISION)
-            ds = (p * (dp - sums[None, :])).to(q_tile.dtype)
-            dk_sum = tl.dot(ds, q_tile, dk_sum, input_precision=PRECISION)
-        if MASKED:
-            for i in tl.range(whole, tl.cdiv(count * Q_SIDE, TOKENS), num_stages=STAGES):
-                token = token_of(column, i, Q_SIDE, TOKENS)
-                at_q = sequence, token, q_tokens, head, heads
-                at = each_token(token, Q_SIDE, TOKENS)
-                q_tile = load_tile(q, *at_q, D, DEPTH, Q_SIDE, TOKENS, TMA, False)
-                do_tile = load_tile(do, *at_q, D, DEPTH, Q_SIDE, TOKENS, TMA, False)
-                real = (at >= 0) & (at < q_tokens)
+        for MASK in tl.static_range(MASKED + 1):
+            for i in tl.range(whole if MASK else 0, end if MASK else whole, num_stages=STAGES):
+                at_q = q, do, sequence, q_tokens, head, heads, column, i
+                q_tile, do_tile, at = load_step(*at_q, D, DEPTH, Q_SIDE, TOKENS, TMA, False)
+                real = (at >= 0) & (at < q_tokens) if MASK else at < q_tokens
                 top = tl.load(lse + lse_row + at, real, float("inf")) * LOG2
                 sums = tl.load(delta + lse_row + at, real, 0.0)
-                partial, entry = column < 0, entry_of(start, i, Q_SIDE, TOKENS)
-                if Q_SIDE % TOKENS != 0:
-                    partial, entry = partial[None, :], entry[None, :]
-                at_mask = at[None, :], keys[:, None], partial, entry, slots, bits
-                allowed = is_allowed(*at_mask, q_tokens, kv_tokens, Q_SIDE, KV_SIDE, CAUSAL, BITS)
+                if MASK:
+                    at_mask = at[None, :], keys[:, None], column, start, i, slots, bits, q_tokens
+                    allowed = mask_of(*at_mask, kv_tokens, Q_SIDE, KV_SIDE, Q_SIDE, TOKENS, CAUSAL)
                 column = column_of(columns, start, count, i + 1, Q_SIDE, TOKENS)
-                scores = tl.dot(k_tile, q_tile.T, input_precision=PRECISION)
-                dp = tl.dot(v_tile, do_tile.T, input_precision=PRECISION)
-                p = tl.where(allowed, tl.exp2(scores * (scale * LOG2) - top[None, :]), 0.0)
-                dv_sum = tl.dot(p.to(do_tile.dtype), do_tile, dv_sum, input_precision=PRECISION)
+                scores = tl.dot(k_tile, q_tile.T, input_precision="ieee")
+                dp = tl.dot(v_tile, do_tile.T, input_precision="ieee")
+                p = tl.exp2(scores * (scale * LOG2) - top[None, :])
+                if MASK:
+                    p = tl.where(allowed, p, 0.0)
+                dv_sum = tl.dot(p.to(do_tile.dtype), do_tile, dv_sum, input_precision="ieee")
                 ds = (p * (dp - sums[None, :])).to(q_tile.dtype)
-                dk_sum = tl.dot(ds, q_tile, dk_sum, input_precision=PRECISION)
-    dk_sum = (dk_sum * scale).to(dk.dtype.element_ty)
-    tl.store(dk + place[:, None] + depth[None, :], dk_sum, stored)
-    tl.store(dv + place[:, None] + depth[None, :], dv_sum.to(dv.dtype.element_ty), stored)
+                dk_sum = tl.dot(ds, q_tile, dk_sum, input_precision="ieee")
+    tl.store(dk + place[:, None] + depth, (dk_sum * scale).to(dk.dtype.element_ty), stored)
+    tl.store(dv + place[:, None] + depth, dv_sum.to(dv.dtype.element_ty), stored)

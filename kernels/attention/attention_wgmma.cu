@@ -56,7 +56,7 @@
 // SPAN=16|32|64|128 SHORTENS=0|1 SPLITS=0|1 CAUSAL=0|1 BITS=0|1, and hopper.cuh's.
 // Source: PTX ISA 9.0; FlashAttention-3 (2407.08608) for the order of products.
 
-#include "hopper.cuh"
+#include "ring.cuh"
 #include "mma.cuh"
 #include "warpgroup.cuh"
 
@@ -198,7 +198,7 @@ __device__ __forceinline__ bool merge(float (&o)[HEAD_DIM / 2], State& state, in
 //   s, o   scores of the next step, and O
 //   row    this lane's first row in the tile
 struct Consumer {
-  Ring ring;
+  Slots ring;
   Buffer buffer;
   const int number, row, barrier;
   const Lists& lists;
@@ -212,8 +212,8 @@ struct Consumer {
   bool was_short;  // whether this step is
 
   // Wait for K of the next step, and for Q if it is a tile's first one. Return false at the end.
-  __device__ __forceinline__ bool wait_for(const Ring& k) {
-    mbarrier_wait(k.full_barrier(), k.phase, "K");
+  __device__ __forceinline__ bool wait_for(const Slots& k) {
+    k.consumer_wait();
     flags = __shfl_sync(~0u, ld_shared(k.note()), 0);
     if (flags & END) return false;
     if (flags & FIRST) mbarrier_wait(buffer.full, buffer.phase, "Q");
@@ -221,7 +221,7 @@ struct Consumer {
   }
 
   // The scores are in s: mask them, and free what they were made of.
-  template <int N> __device__ __forceinline__ void take_scores(const Ring& k) {
+  template <int N> __device__ __forceinline__ void take_scores(const Slots& k) {
     hold(s);
     if (flags & MASKED) {
       mask<N>(s, k.note(), row, lists, sizes);
@@ -239,11 +239,11 @@ struct Consumer {
   // last of its tile, but not the first.
   template <int THIS, int NEXT>
   __device__ __forceinline__ void step(const u32 (&p)[KEYS / 4], u32 (&next)[KEYS / 4],
-                                       const Ring& k) {
+                                       const Slots& k) {
     multiply_keys<NEXT>(s, buffer.tile + number * 64 * HEAD_DIM * 2, k.tile());
     wgmma_commit();
     give_turn(number);
-    mbarrier_wait(ring.full_barrier(), ring.phase, "V");
+    ring.consumer_wait();
     add_rows<KEYS, THIS>(o, p, ring.tile());
     wgmma_wait<1>();  // for the scores
     take_scores<NEXT>(k);
@@ -266,7 +266,7 @@ struct Consumer {
 
   // One step: P of this one is in p, that of the next one will be in `next`. False at the end.
   __device__ __forceinline__ bool advance(const u32 (&p)[KEYS / 4], u32 (&next)[KEYS / 4]) {
-    const Ring k = ring;
+    const Slots k = ring;
     ring.advance();
     if (!wait_for(k)) return false;
     take_turn(number);
@@ -284,7 +284,7 @@ struct Consumer {
     hold(o);
   }
   __device__ __forceinline__ void finish(const u32 (&p)[KEYS / 4]) {
-    mbarrier_wait(ring.full_barrier(), ring.phase, "the last V");
+    ring.consumer_wait();
     if (SHORTENS && was_short) add_last<64>(p);
     else add_last<KEYS>(p);
     put(state);
@@ -329,7 +329,7 @@ struct Consumer {
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 attend(const __grid_constant__ Maps maps, const __grid_constant__ Lists lists, char* out,
        float* lse, const __grid_constant__ Sizes sizes, const __grid_constant__ Parts parts) {
-  walk(maps, lists, sizes, [&](Ring ring, Buffer q, int consumer) {
+  walk(maps, lists, sizes, [&](Slots ring, Buffer q, int consumer) {
     const int row = 64 * consumer + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
     const int barrier = 3 + threadIdx.x / 128;  // of this warpgroup
     Consumer{ring, q, consumer, row, barrier, lists, sizes, parts, out, lse}.run();

@@ -40,7 +40,7 @@
 // STORES=0|1, and hopper.cuh's.
 // Source: PTX ISA 9.0; FlashAttention-3 (2407.08608) for the order of products.
 
-#include "hopper.cuh"
+#include "ring.cuh"
 #include "warpgroup.cuh"
 
 constexpr int ROW_BYTES = 128, HALVES = HEAD_DIM / 64;
@@ -79,35 +79,23 @@ struct Stats { const float *lse, *delta; };  // [batch * heads, padded]
 // waits: for the predecessor, before any work (_stored.py).
 struct Stored { char* scores; const int *places, *shifts; int waits; };
 
-struct Ring {
-  u32 slots, notes, stats, full, empty;
-  int slot;
-  u32 phase;
-  __device__ __forceinline__ u32 tile() const { return slots + slot * SLOT_BYTES; }
-  __device__ __forceinline__ u32 note() const { return notes + slot * 4 * NOTE_INTS; }
+struct Places { u32 slots, notes, stats; };  // in shared memory
+struct Slots : Places, Ring<SLOTS> {
+  __device__ __forceinline__ u32 tile() const { return slots + stage * SLOT_BYTES; }
+  __device__ __forceinline__ u32 note() const { return notes + stage * 4 * NOTE_INTS; }
   __device__ __forceinline__ u32 query(int entry) const { return note() + 4 * (3 + entry); }
   __device__ __forceinline__ u32 row(int entry) const { return query(entry + ENTRIES); }
   __device__ __forceinline__ u32 bits(int entry) const { return query(entry + 2 * ENTRIES); }
   __device__ __forceinline__ u32 place() const { return query(3 * ENTRIES); }
-  __device__ __forceinline__ u32 lse() const { return stats + slot * STATS_BYTES; }
+  __device__ __forceinline__ u32 lse() const { return stats + stage * STATS_BYTES; }
   __device__ __forceinline__ u32 delta() const { return lse() + 4 * ROWS; }
-  __device__ __forceinline__ u32 full_barrier() const { return full + 8 * slot; }
-  __device__ __forceinline__ u32 empty_barrier() const { return empty + 8 * slot; }
-  __device__ __forceinline__ void advance() {
-    if (++slot == SLOTS) { slot = 0; phase ^= 1; }
-  }
 };
 struct Resident { u32 k, v, full, empty, phase; };
-
-// wgmma synchronises the four warps, so one thread releases what their products have read.
-__device__ __forceinline__ void release(u32 barrier) {
-  if (threadIdx.x % 128 == 0) mbarrier_arrive(barrier);
-}
 
 // ---- producer: a warp ----
 
 // Each lane loads one box, of an entry and half of the head.
-__device__ __forceinline__ void load_slot(const TensorMap* map, const Ring& ring, int head,
+__device__ __forceinline__ void load_slot(const TensorMap* map, const Slots& ring, int head,
                                           int query, int sequence) {
   const int lane = threadIdx.x % 32, entry = lane / HALVES, half = lane % HALVES;
   if (lane < ENTRIES * HALVES)
@@ -128,7 +116,7 @@ __device__ __forceinline__ void load_keys(const Maps& maps, const Resident& kv, 
 }
 
 __device__ __forceinline__ void producer(const Maps& maps, const Lists& lists, const Sizes& sizes,
-                                         const Stats& stats, const Stored& stored, Ring ring,
+                                         const Stats& stats, const Stored& stored, Slots ring,
                                          Resident kv, int group) {
   const int lane = threadIdx.x % 32;
   const int e = lane / HALVES % ENTRIES;  // of the boxes that this lane loads
@@ -158,7 +146,7 @@ __device__ __forceinline__ void producer(const Maps& maps, const Lists& lists, c
         const int of_all = sequence * sizes.heads + head;
         const int to = (place + (STORES ? stored.shifts[of_all] : 0)) * PARTS + at % PARTS;
         if (STORES && after < count) place = stored.places[begin + after / PARTS];
-        mbarrier_wait(ring.empty_barrier(), ring.phase, "a free slot for Q");
+        ring.producer_acquire();
         const bool masked = JOINED || ragged || __any_sync(~0u, row < 0);
         if (lane == 0) {
           st_shared(ring.note(), (first ? FIRST | tile->present << PRESENT : 0) |
@@ -188,7 +176,7 @@ __device__ __forceinline__ void producer(const Maps& maps, const Lists& lists, c
           load_keys(maps, kv, kv_head, tile->key, sequence);
           kv.phase ^= 1;
         }
-        mbarrier_wait(ring.empty_barrier(), ring.phase, "a free slot for dO");
+        ring.producer_acquire();
         if (lane == 0) mbarrier_arrive_expect_tx(ring.full_barrier(), SLOT_BYTES);
         load_slot(&maps.d_o, ring, head, query, sequence);
         __syncwarp();
@@ -199,7 +187,7 @@ __device__ __forceinline__ void producer(const Maps& maps, const Lists& lists, c
     }
     ticket = __shfl_sync(~0u, ticket, 0);
   }
-  mbarrier_wait(ring.empty_barrier(), ring.phase, "a free slot for the end");
+  ring.producer_acquire();
   if (lane == 0) {
     st_shared(ring.note(), END | FIRST);
     mbarrier_arrive(ring.full_barrier());
@@ -224,7 +212,7 @@ __device__ __forceinline__ void scores(float (&d)[ROWS / 2], u32 keys, u32 queri
 }
 
 // Zero where the mask allows no element; key: this lane's first.
-__device__ __forceinline__ void mask(float (&p)[ROWS / 2], const Ring& ring, int key,
+__device__ __forceinline__ void mask(float (&p)[ROWS / 2], const Slots& ring, int key,
                                      const Lists& lists, const Sizes& sizes) {
   const int t = threadIdx.x % 4, block = JOINED ? key % 64 / BLOCK_K : 0;  // of keys, in the tile
   #pragma unroll
@@ -258,7 +246,7 @@ __device__ __forceinline__ void mask(float (&p)[ROWS / 2], const Ring& ring, int
   }
 }
 
-__device__ __forceinline__ void consume(Ring ring, Resident kv, int consumer, const Lists& lists,
+__device__ __forceinline__ void consume(Slots ring, Resident kv, int consumer, const Lists& lists,
                                         const Sizes& sizes, char* memory, char* dk, char* dv) {
   const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
   const int row = 64 * consumer + 16 * warp + lane / 4, t = lane % 4;  // key in the tile
@@ -266,7 +254,7 @@ __device__ __forceinline__ void consume(Ring ring, Resident kv, int consumer, co
   float k_sum[HEAD_DIM / 2], v_sum[HEAD_DIM / 2], s[ROWS / 2], dp[ROWS / 2];
   u32 p[ROWS / 4], ds[ROWS / 4];
 
-  mbarrier_wait(ring.full_barrier(), ring.phase, "the first Q");
+  ring.consumer_wait();
   int flags = __shfl_sync(~0u, ld_shared(ring.note()), 0);
   while (!(flags & END)) {
     const int key = ld_shared(ring.note() + 4) + row, kv_head = ld_shared(ring.note() + 8);
@@ -279,11 +267,11 @@ __device__ __forceinline__ void consume(Ring ring, Resident kv, int consumer, co
     hold(s);
     int keep = 0;
     do {
-      const Ring q = ring;
+      const Slots q = ring;
       ring.advance();
-      const Ring d_o = ring;
+      const Slots d_o = ring;
       ring.advance();
-      mbarrier_wait(d_o.full_barrier(), d_o.phase, "dO");
+      d_o.consumer_wait();
       scores(dp, kv.v + rows_at, d_o.tile());
       #pragma unroll
       for (int i = 0; i < ROWS / 8; i++) {
@@ -318,7 +306,7 @@ __device__ __forceinline__ void consume(Ring ring, Resident kv, int consumer, co
       }
       add_rows<ROWS>(k_sum, ds, q.tile(), keep);
       keep = 1;
-      mbarrier_wait(ring.full_barrier(), ring.phase, "the next Q");
+      ring.consumer_wait();
       flags = __shfl_sync(~0u, ld_shared(ring.note()), 0);
       scores(s, kv.k + rows_at, ring.tile());
       wgmma_wait<1>();  // for dV and dK
@@ -357,10 +345,7 @@ differentiate(const __grid_constant__ Maps maps, const __grid_constant__ Lists l
   const int warp = __shfl_sync(~0u, threadIdx.x / 32 % 4, 0);
   if (threadIdx.x == 0) {
     for (int g = 0; g < GROUPS; g++) {
-      for (int i = 0; i < SLOTS; i++) {
-        mbarrier_init(smem_address(&full[g][i]), 1);
-        mbarrier_init(smem_address(&empty[g][i]), CONSUMERS);
-      }
+      Slots{{}, {smem_address(full[g]), smem_address(empty[g])}}.init_barriers(1, CONSUMERS);
       mbarrier_init(smem_address(&kv_full[g]), 1);
       mbarrier_init(smem_address(&kv_empty[g]), CONSUMERS);
     }
@@ -372,9 +357,9 @@ differentiate(const __grid_constant__ Maps maps, const __grid_constant__ Lists l
   const u32 group_at = base + group * GROUP_BYTES;
   Resident kv{group_at, group_at + KV_BYTES, smem_address(&kv_full[group]),
               smem_address(&kv_empty[group]), 0};
-  Ring ring{group_at + 2 * KV_BYTES, smem_address(notes[group]),
-            base + GROUPS * GROUP_BYTES + group * SLOTS * STATS_BYTES, smem_address(full[group]),
-            smem_address(empty[group]), 0, 0};
+  Slots ring{{group_at + 2 * KV_BYTES, smem_address(notes[group]),
+              base + GROUPS * GROUP_BYTES + group * SLOTS * STATS_BYTES},
+             {smem_address(full[group]), smem_address(empty[group])}};
   if (warpgroup == WARPGROUPS) {
     setmaxnreg_dec<24>();
     ring.phase = kv.phase = 1;  // at first, everything is free

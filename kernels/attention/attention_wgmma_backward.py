@@ -111,12 +111,15 @@ class Work(NamedTuple):
     """A mask prepared for a launch: tiles of keys, their lists, and what dQ needs.
 
     counters  int32 [sections, 2], zero between launches
+    stats     fp32 [2, batch * H, padded rows]: the LSE for exp2, and delta. A launch writes those
+              of queries; the others stay infinity and zero
     queries   tiles of queries, if dQ computes dS again; else `stored` has them
     """
 
     tiles: Tensor
     lists: KeyLists
     counters: Tensor
+    stats: Tensor
     queries: QueryWork | None
     stored: Stored | None
 
@@ -132,11 +135,13 @@ def work_of(w: ListedMask, shape: Shape, config: Config) -> Work:
     lists = key_lists(mask)
     tiles = key_tiles(lists, mask, shape, config.rows)
     counters = torch.zeros(1, 2, dtype=torch.int32, device=tiles.device)
+    stats = torch.zeros(2, shape.batch * shape.heads, padded(shape), device=tiles.device)
+    stats[0] = torch.inf
     if config.stores:
         stored = stored_of(mask, shape, tiles, lists.places)
-        return Work(tiles, lists, counters.repeat(len(stored.keys), 1), None, stored)
+        return Work(tiles, lists, counters.repeat(len(stored.keys), 1), stats, None, stored)
     queries = query_work(mask, shape, of_queries(w, shape), splits=False)
-    return Work(tiles, lists, counters, queries, None)
+    return Work(tiles, lists, counters, stats, queries, None)
 
 
 def slots_of(config: Config, head_dim: int) -> int:
@@ -178,11 +183,9 @@ def plan(w: ListedMask, call: AttentionCall, config: Config) -> Product:
     """Transpose the lists and compile; launches of a plan must not overlap. Raises Unsupported."""
     choices(w, call)  # raises Unsupported
     work, shape, mask = work_of(w, call.shape, config), call.shape, w.mask
-    size, device = (shape.batch * shape.heads, padded(shape)), mask.columns.device
-    lse_2 = torch.full(size, torch.inf, device=device)  # also of rows without a query
-    delta, stored = torch.zeros(size, device=device), work.stored
-    of_keys = _of_keys(work, mask, call, config, lse_2, delta)
-    memory = work, mask.bits, mask.columns, lse_2, delta
+    device, stored, (lse_2, delta) = mask.columns.device, work.stored, work.stats
+    of_keys = _of_keys(work, mask, call, config)
+    memory: tuple[object, ...] = work, mask.bits, mask.columns
     if stored is None:
         assert work.queries
         kernel = "attention_wgmma_dq", "differentiate_queries"
@@ -249,7 +252,7 @@ def plan(w: ListedMask, call: AttentionCall, config: Config) -> Product:
 
 
 def _of_keys(
-    work: Work, mask: BlockMask, call: AttentionCall, config: Config, lse_2: Tensor, delta: Tensor
+    work: Work, mask: BlockMask, call: AttentionCall, config: Config
 ) -> Callable[[Tensor, Tensor, bytes], Step]:
     """Return the launch of `differentiate` for some tiles: (tiles, counters, Stored) -> Step.
 
@@ -263,7 +266,7 @@ def _of_keys(
     blocks, counts = transposed.present.shape[1], (shape.q_tokens, shape.kv_tokens)
     heads = shape.heads, shape.kv_heads, padded(shape)
     sizes = pack("iiiiiff", *counts, *heads, call.scale, call.scale * LOG2_E)
-    stats = pack("PP", lse_2.data_ptr(), delta.data_ptr())
+    stats = pack("PP", *(stat.data_ptr() for stat in work.stats))
     of_queries = shape.heads * shape.head_dim, shape.q_tokens, shape.batch
     of_keys = shape.kv_heads * shape.head_dim, shape.kv_tokens, shape.batch
 

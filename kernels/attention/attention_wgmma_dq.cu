@@ -14,7 +14,7 @@
 // Registers of a lane, D = 128 and KEYS = 64: S 32, dP 32, dS 16, dQ 64, Q 32, dO 32.
 // Macros: as attention_wgmma.cu. Source: PTX ISA 9.0.
 
-#include "hopper.cuh"
+#include "ring.cuh"
 #include "mma.cuh"
 #include "warpgroup.cuh"
 constexpr int QUERY_MAPS = 3, SHARED_Q = 0, LAGGING = 0;  // Q, dO, O
@@ -76,7 +76,7 @@ __device__ __forceinline__ void store(const float (&d)[HEAD_DIM / 2], u32 note, 
   store_rows<HEAD_DIM>(d, scales, to, query, sizes.queries, row_bytes);
 }
 
-__device__ __forceinline__ void consume(Ring ring, Buffer buffer, int consumer, const Lists& lists,
+__device__ __forceinline__ void consume(Slots ring, Buffer buffer, int consumer, const Lists& lists,
                                         const Sizes& sizes, const Stats& stats, char* out) {
   const int row = 64 * consumer + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;  // in the tile
   const int barrier = 3 + threadIdx.x / 128;  // of this warpgroup
@@ -84,15 +84,15 @@ __device__ __forceinline__ void consume(Ring ring, Buffer buffer, int consumer, 
   u32 ds[KEYS / 4], q[HEAD_DIM / 4], d_o[HEAD_DIM / 4];
   Row rows[2];
 
-  mbarrier_wait(ring.full_barrier(), ring.phase, "the first K");
+  ring.consumer_wait();
   int flags = __shfl_sync(~0u, ld_shared(ring.note()), 0);
   if (flags & END) return;
-  Ring k = ring;
+  Slots k = ring;
   ring.advance();
   mbarrier_wait(buffer.full, buffer.phase, "Q");
   buffer.phase ^= 1;
   take(q, d_o, rows, buffer, consumer, k.note(), row, stats, sizes);
-  mbarrier_wait(ring.full_barrier(), ring.phase, "V");
+  ring.consumer_wait();
   if (consumer == 1) give_turn(1);
   take_turn(consumer);
   multiply_keys(s, q, k.tile());
@@ -113,10 +113,10 @@ __device__ __forceinline__ void consume(Ring ring, Buffer buffer, int consumer, 
   for (int i = 0; i < HEAD_DIM / 2; i++) dq[i] = 0.f;
 
   for (;;) {
-    const Ring last = k;
+    const Slots last = k;
     k = ring;
     ring.advance();
-    mbarrier_wait(k.full_barrier(), k.phase, "K");
+    k.consumer_wait();
     flags = __shfl_sync(~0u, ld_shared(k.note()), 0);
     if (flags & END) {
       k = last;
@@ -127,7 +127,7 @@ __device__ __forceinline__ void consume(Ring ring, Buffer buffer, int consumer, 
       buffer.phase ^= 1;
       take(q, d_o, rows, buffer, consumer, k.note(), row, stats, sizes);
     }
-    mbarrier_wait(ring.full_barrier(), ring.phase, "V");
+    ring.consumer_wait();
     take_turn(consumer);
     multiply_keys(s, q, k.tile());
     multiply_keys(dp, d_o, ring.tile());
@@ -164,7 +164,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 differentiate_queries(const __grid_constant__ Maps maps, const __grid_constant__ Lists lists,
                       const __grid_constant__ Stats stats, char* out,
                       const __grid_constant__ Sizes sizes) {
-  walk(maps, lists, sizes, [&](Ring ring, Buffer q, int consumer) {
+  walk(maps, lists, sizes, [&](Slots ring, Buffer q, int consumer) {
     consume(ring, q, consumer, lists, sizes, stats, out);
   });
 }

@@ -49,19 +49,12 @@ struct Parts {
 };
 struct Sizes { int queries, keys, heads, kv_heads; float scale; };
 
-// ---- the ring of slots, and a thread's position in it; and the buffer of Q ----
+// ---- the ring of slots, and the buffer of Q ----
 
-struct Ring {
-  u32 slots, notes, full, empty;  // shared memory
-  int slot;
-  u32 phase;
-  __device__ __forceinline__ u32 tile() const { return slots + slot * SLOT_BYTES; }
-  __device__ __forceinline__ u32 note() const { return notes + slot * 4 * NOTE_INTS; }
-  __device__ __forceinline__ u32 full_barrier() const { return full + 8 * slot; }
-  __device__ __forceinline__ u32 empty_barrier() const { return empty + 8 * slot; }
-  __device__ __forceinline__ void advance() {
-    if (++slot == SLOTS) { slot = 0; phase ^= 1; }
-  }
+struct Places { u32 slots, notes; };  // in shared memory
+struct Slots : Places, Ring<SLOTS> {
+  __device__ __forceinline__ u32 tile() const { return slots + stage * SLOT_BYTES; }
+  __device__ __forceinline__ u32 note() const { return notes + stage * 4 * NOTE_INTS; }
 };
 struct Buffer {
   u32 tile, full, empty, phase;
@@ -77,11 +70,6 @@ struct Buffer {
   }
 };
 
-// wgmma synchronises the four warps, so one thread releases what their products have read.
-__device__ __forceinline__ void release(u32 barrier) {
-  if (threadIdx.x % 128 == 0) mbarrier_arrive(barrier);
-}
-
 // ---- producer: a warp ----
 
 // The first key of a place in a tile's list, flagged if it is partial. Behind the list: no key.
@@ -92,7 +80,7 @@ __device__ __forceinline__ int key_of(const int* columns, const Tile& tile, int 
 }
 
 // Each lane loads one box, of an entry and half of the head; of a short step the first entries.
-__device__ __forceinline__ void load_slot(const TensorMap* map, const Ring& ring, int key,
+__device__ __forceinline__ void load_slot(const TensorMap* map, const Slots& ring, int key,
                                           int column, int sequence, bool is_short) {
   const int lane = threadIdx.x % 32, entry = lane / HALVES, half = lane % HALVES;
   if (lane == 0) mbarrier_arrive_expect_tx(ring.full_barrier(), SLOT_BYTES >> is_short);
@@ -129,9 +117,9 @@ __device__ __forceinline__ Tile tile_of(const Lists& lists, const Parts& parts, 
 
 struct Value { int key, column, query, head, part; bool is_short; };  // the V that is loaded next
 
-__device__ __forceinline__ void load_values(const TensorMap* map, Ring& ring, const Value& value,
+__device__ __forceinline__ void load_values(const TensorMap* map, Slots& ring, const Value& value,
                                             const Sizes& sizes) {
-  mbarrier_wait(ring.empty_barrier(), ring.phase, "a free slot for V");
+  ring.producer_acquire();
   if (threadIdx.x % 32 == 0) {
     st_shared(ring.note() + 4, value.query);
     st_shared(ring.note() + 8, value.head);
@@ -142,7 +130,7 @@ __device__ __forceinline__ void load_values(const TensorMap* map, Ring& ring, co
 }
 
 __device__ __forceinline__ void producer(const Maps& maps, const Lists& lists, const Sizes& sizes,
-                                         const Parts& parts, Ring ring, Buffer q, int group) {
+                                         const Parts& parts, Slots ring, Buffer q, int group) {
   const int lane = threadIdx.x % 32, entry = min(lane / HALVES, ENTRIES - 1);
   const int workers = gridDim.x * GROUPS;
   int ticket = blockIdx.x * GROUPS + group;
@@ -160,7 +148,7 @@ __device__ __forceinline__ void producer(const Maps& maps, const Lists& lists, c
       const int next = key_of(lists.columns, tile, (step + 1) * ENTRIES + entry, sizes.keys);
       const int left = tile.count * PARTS - step * ENTRIES;
       const bool is_short = SHORTENS && step && left <= ENTRIES / 2;
-      mbarrier_wait(ring.empty_barrier(), ring.phase, "a free slot for K");
+      ring.producer_acquire();
       const bool masked = __any_sync(~0u, (key < 0 || key + BOX_KEYS > sizes.keys) &&
                                               entry < ENTRIES >> is_short);
       if (lane == 0) {
@@ -191,7 +179,7 @@ __device__ __forceinline__ void producer(const Maps& maps, const Lists& lists, c
     }
     ticket = __shfl_sync(~0u, ticket, 0);
   }
-  mbarrier_wait(ring.empty_barrier(), ring.phase, "a free slot for the end");
+  ring.producer_acquire();
   if (lane == 0) {
     st_shared(ring.note(), END);
     mbarrier_arrive(ring.full_barrier());
@@ -290,10 +278,7 @@ __device__ __forceinline__ void walk(const Maps& maps, const Lists& lists, const
   const int warp = __shfl_sync(~0u, threadIdx.x / 32 % 4, 0);
   if (threadIdx.x == 0) {
     for (int g = 0; g < GROUPS; g++) {
-      for (int i = 0; i < SLOTS; i++) {
-        mbarrier_init(smem_address(&full[g][i]), 1);
-        mbarrier_init(smem_address(&empty[g][i]), CONSUMERS);
-      }
+      Slots{{}, {smem_address(full[g]), smem_address(empty[g])}}.init_barriers(1, CONSUMERS);
     }
     for (int i = 0; i < Q_COUNT; i++) {
       mbarrier_init(smem_address(&q_full[i]), 1);
@@ -305,8 +290,8 @@ __device__ __forceinline__ void walk(const Maps& maps, const Lists& lists, const
   const int group = warpgroup < WARPGROUPS ? warpgroup / CONSUMERS : min(warp, GROUPS - 1);
   const int buffer = group * Q_BUFFERS;
   const u32 slots = base + Q_COUNT * QUERY_MAPS * Q_BYTES + group * SLOTS * SLOT_BYTES;
-  Ring ring{slots, smem_address(notes[group]), smem_address(full[group]),
-            smem_address(empty[group]), 0, 0};
+  Slots ring{{slots, smem_address(notes[group])},
+             {smem_address(full[group]), smem_address(empty[group])}};
   Buffer q{base + buffer * QUERY_MAPS * Q_BYTES, smem_address(&q_full[buffer]),
            smem_address(&q_empty[buffer]), 0, 0};
   if (warpgroup == WARPGROUPS) {

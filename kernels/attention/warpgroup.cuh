@@ -67,20 +67,15 @@ __device__ __forceinline__ void st_streaming(void* to, const u32* v) {
   asm volatile("st.global.cs.v4.b32 [%0], {%1, %2, %3, %4};"
                :: "l"(to), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3]) : "memory");
 }
+// wgmma synchronises the four warps, so one thread releases what their products have read.
+__device__ __forceinline__ void release(u32 barrier) {
+  if (threadIdx.x % 128 == 0) mbarrier_arrive(barrier);
+}
 __device__ __forceinline__ void barrier_sync(int barrier, int threads) {
   asm volatile("bar.sync %0, %1;" :: "r"(barrier), "r"(threads) : "memory");
 }
 __device__ __forceinline__ void barrier_arrive(int barrier, int threads) {
   asm volatile("bar.arrive %0, %1;" :: "r"(barrier), "r"(threads) : "memory");
-}
-__device__ __forceinline__ void fence_mbarrier_init() {
-  asm volatile("fence.mbarrier_init.release.cluster;");
-}
-template <int REGISTERS> __device__ __forceinline__ void setmaxnreg_inc() {
-  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(REGISTERS));
-}
-template <int REGISTERS> __device__ __forceinline__ void setmaxnreg_dec() {
-  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(REGISTERS));
 }
 // Of a matrix [planes, rows, columns]; outside of its plane a box reads zeros.
 __device__ __forceinline__ void tma_load(u32 to, const TensorMap* map, int column, int row,

@@ -121,9 +121,6 @@ __device__ __forceinline__ void copy_16(u32 to, const char* from, bool there) {
 __device__ __forceinline__ void cp_async_arrive(u32 barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" :: "r"(barrier) : "memory");
 }
-__device__ __forceinline__ void fence_mbarrier_init() {  // for the other CTAs of the cluster
-  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-}
 __device__ __forceinline__ void multiplying_warps_sync() {
   asm volatile("bar.sync 1, %0;" :: "n"(32 * WARPS) : "memory");
 }

@@ -222,13 +222,10 @@ multiply_blocks(const __grid_constant__ Maps x, const __grid_constant__ Starts s
   }
   const u32 tiles = (smem_address(shared) + 1023) & ~1023u;  // alignment for the swizzle
   Pipeline pipe{{opaque(tiles), opaque(smem_address(notes))},
-                {opaque(smem_address(full)), opaque(smem_address(empty)), 0, 0}};
+                {opaque(smem_address(full)), opaque(smem_address(empty))}};
   if (threadIdx.x == 0) {
-    for (int i = 0; i < Pipeline::STAGES; i++) {
-      mbarrier_init(pipe.full + 8 * i, 4);                // producer warps
-      mbarrier_init(pipe.empty + 8 * i, 4 * WARPGROUPS);  // consumer warps
-    }
-    asm volatile("fence.mbarrier_init.release.cluster;");
+    pipe.init_barriers(4, 4 * WARPGROUPS);  // producer warps; consumer warps
+    fence_mbarrier_init();
   }
   __syncthreads();
   if (warpgroup == WARPGROUPS) {

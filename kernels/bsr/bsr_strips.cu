@@ -222,13 +222,10 @@ multiply_tiles(const __grid_constant__ Maps x, const __grid_constant__ Starts st
   const u32 below = (smem_address(shared) + 1023) & ~1023u, tiles = below + 2048;
   const u32 above = tiles + Pipeline::STAGES * Pipeline::STAGE_BYTES;
   Pipeline pipe{{opaque(tiles), opaque(smem_address(notes))},
-                {opaque(smem_address(full)), opaque(smem_address(empty)), 0, 0}};
+                {opaque(smem_address(full)), opaque(smem_address(empty))}};
   if (threadIdx.x == 0) {
-    for (int i = 0; i < Pipeline::STAGES; i++) {
-      mbarrier_init(pipe.full + 8 * i, 4);                // producer warps
-      mbarrier_init(pipe.empty + 8 * i, 4 * WARPGROUPS);  // consumer warps
-    }
-    asm volatile("fence.mbarrier_init.release.cluster;");
+    pipe.init_barriers(4, 4 * WARPGROUPS);  // producer warps; consumer warps
+    fence_mbarrier_init();
   }
   if (SKEW && threadIdx.x < STEP_BYTES / 16) {
     st_shared(below + 16 * threadIdx.x, uint4{0, 0, 0, 0});
@@ -238,12 +235,12 @@ multiply_tiles(const __grid_constant__ Maps x, const __grid_constant__ Starts st
   __syncthreads();
   const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0), warp = threadIdx.x / 32 % 4;
   if (warpgroup == WARPGROUPS) {
-    if (WARPGROUPS == 2) asm volatile("setmaxnreg.dec.sync.aligned.u32 56;");
+    if (WARPGROUPS == 2) setmaxnreg_dec<56>();
     pipe.phase = 1;  // at first, all stages are free
     const int at = starts.at[blockIdx.x], end = starts.at[blockIdx.x + 1];
     producer(x, w, steps, at, end, pipe, warp, m);
   } else {
-    if (WARPGROUPS == 2) asm volatile("setmaxnreg.inc.sync.aligned.u32 224;");
+    if (WARPGROUPS == 2) setmaxnreg_inc<224>();
     const Zeros zeros{opaque(below), opaque(above)};
     Sums sums;
     for (;;) {

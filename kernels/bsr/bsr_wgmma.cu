@@ -73,11 +73,11 @@
 // of bsr_wgmma.constants_of, and hopper.cuh's. Source: PTX ISA 9.0, wgmma, mbarrier,
 // cp.async.bulk.tensor.
 
-#include "hopper.cuh"
+#include "ring.cuh"
 #include "scales.cuh"
 
 constexpr int X_BYTES = TOKENS * ROW_BYTES, W_BYTES = SIDE * ROW_BYTES;
-constexpr int STAGE_BYTES = X_BYTES + 2 * W_BYTES, STAGES = RING_BYTES / STAGE_BYTES;  // 4 to 16
+constexpr int STAGE_BYTES = X_BYTES + 2 * W_BYTES;
 constexpr int Y_ROW_BYTES = 128;  // of a chunk: 64 features in 16 bits
 constexpr int CHUNKS = TOKENS / SIDE, CHUNK_BYTES = SIDE * Y_ROW_BYTES, BUFFERS = CHUNKS > 1 ? 2 : 1;
 constexpr unsigned short ALL = (1 << CLUSTER) - 1;  // mask of CTAs
@@ -123,34 +123,14 @@ __device__ __forceinline__ void wgmma_tile(float (&d)[TOKENS / 2], u32 w, u32 x)
   wgmma_commit();
 }
 
-// ---- the ring of stages, and a thread's position in it (stage, phase) ----
+// ---- the ring of stages ----
 
-struct Pipeline {
-  u32 tiles, notes, full, empty;  // shared memory
-  int stage;
-  u32 phase;
+struct Buffers { u32 tiles, notes; };  // in shared memory
+struct Pipeline : Buffers, Ring<RING_BYTES / STAGE_BYTES> {  // 4 to 16 stages
   __device__ __forceinline__ u32 x() const { return tiles + stage * STAGE_BYTES; }
   __device__ __forceinline__ u32 w(int half) const { return x() + X_BYTES + half * W_BYTES; }
   __device__ __forceinline__ u32 note() const { return notes + 16 * stage; }
-  __device__ __forceinline__ u32 full_barrier() const { return full + 8 * stage; }
-  __device__ __forceinline__ u32 empty_barrier() const { return empty + 8 * stage; }
-  __device__ __forceinline__ void consumer_wait() const {
-    mbarrier_wait(full_barrier(), phase, "a full stage");
-  }
-  __device__ __forceinline__ void producer_acquire() const {
-    mbarrier_wait(empty_barrier(), phase, "a free stage");
-  }
-  __device__ __forceinline__ void advance() {
-    if (++stage == STAGES) { stage = 0; phase ^= 1; }
-  }
 };
-
-// A warpgroup releases a stage to every CTA that loads tiles into it.
-__device__ __forceinline__ void consumer_release(const Pipeline& pipe, int stage) {
-  const int thread = threadIdx.x % 128;
-  if (CLUSTER == 1 && thread == 0) mbarrier_arrive(pipe.empty + 8 * stage);
-  if (CLUSTER > 1 && thread < CLUSTER) mbarrier_arrive_cluster(pipe.empty + 8 * stage, thread);
-}
 
 // ---- producers ----
 
@@ -234,20 +214,20 @@ __device__ __forceinline__ Note mainloop(float (&d)[TOKENS / 2], Pipeline& pipe,
     if (flags >> half & 1) {
       wgmma_tile(d, pipe.w(half), pipe.x());
       wgmma_wait<1>();
-      if (in_use >= 0) consumer_release(pipe, in_use);
+      if (in_use >= 0) pipe.warpgroup_release<CLUSTER>(in_use);
       in_use = pipe.stage;
     } else {
       wgmma_wait<0>();
-      if (in_use >= 0) consumer_release(pipe, in_use);
+      if (in_use >= 0) pipe.warpgroup_release<CLUSTER>(in_use);
       in_use = -1;
       // wgmma synchronises the four warps; without it, a warp may not have read the note yet.
       warpgroup_sync(half + 1);
-      consumer_release(pipe, pipe.stage);
+      pipe.warpgroup_release<CLUSTER>(pipe.stage);
     }
     pipe.advance();
     if (flags & LAST) {
       wgmma_wait<0>();
-      if (in_use >= 0) consumer_release(pipe, in_use);
+      if (in_use >= 0) pipe.warpgroup_release<CLUSTER>(in_use);
       return Note{flags, note.token, note.slices, 0};
     }
   }
@@ -290,27 +270,24 @@ multiply_blocks(const __grid_constant__ Maps maps, const __grid_constant__ First
 ) {
   launch_dependent_grids();
   extern __shared__ char shared[];
-  __shared__ Note notes[STAGES];
-  __shared__ u64 full[STAGES], empty[STAGES];
+  __shared__ Note notes[Pipeline::STAGES];
+  __shared__ u64 full[Pipeline::STAGES], empty[Pipeline::STAGES];
   const u32 tiles = (smem_address(shared) + 1023) & ~1023u;  // alignment for the swizzle
-  Pipeline pipe{tiles, smem_address(notes), smem_address(full), smem_address(empty), 0, 0};
+  Pipeline pipe{{tiles, smem_address(notes)}, {smem_address(full), smem_address(empty)}};
   if (threadIdx.x == 0) {
-    for (int i = 0; i < STAGES; i++) {
-      mbarrier_init(pipe.full + 8 * i, 2);             // producer warps
-      mbarrier_init(pipe.empty + 8 * i, 2 * CLUSTER);  // consumer warpgroups of all CTAs
-    }
-    asm volatile("fence.mbarrier_init.release.cluster;");
+    pipe.init_barriers(2, 2 * CLUSTER);  // producer warps; consumer warpgroups of all CTAs
+    fence_mbarrier_init();
   }
   if (CLUSTER > 1) cluster_sync();
   else __syncthreads();
   const int group = __shfl_sync(~0u, threadIdx.x / 128, 0), warp = threadIdx.x / 32 % 4;
   if (group == 2) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 56;");
+    setmaxnreg_dec<56>();
     pipe.phase = 1;  // at first, all stages are free
     if (warp < 2) producer(maps, first, steps, items, pipe, warp == 0, m);
   } else {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 224;");
-    const u32 out = tiles + STAGES * STAGE_BYTES + group * BUFFERS * CHUNK_BYTES;
+    setmaxnreg_inc<224>();
+    const u32 out = tiles + Pipeline::STAGES * STAGE_BYTES + group * BUFFERS * CHUNK_BYTES;
     float d[TOKENS / 2];
     for (;;) {
       const Note note = mainloop(d, pipe, group);

@@ -108,7 +108,7 @@ __device__ __forceinline__ void wgmma_step(float (&d)[SUMS], const Pipeline& pip
 __device__ __forceinline__ void skip_piece(Pipeline& pipe, int count, int half) {
   for (; count > 0; count--) {
     if (threadIdx.x % GROUP == 0) pipe.consumer_wait();
-    consumer_release(pipe, pipe.stage);
+    pipe.warpgroup_release(pipe.stage);
     pipe.advance();
   }
   warpgroup_sync(half + 1);
@@ -182,24 +182,21 @@ sum_blocks(const __grid_constant__ Maps maps, const Loads* loads, const Sums* su
   extern __shared__ char shared[];
   __shared__ u64 full[Pipeline::STAGES], empty[Pipeline::STAGES];
   const u32 tiles = (smem_address(shared) + 1023) & ~1023u;  // alignment for the swizzle
-  Pipeline pipe{{tiles}, {smem_address(full), smem_address(empty), 0, 0}};
+  Pipeline pipe{{tiles}, {smem_address(full), smem_address(empty)}};
   if (threadIdx.x == 0) {
-    for (int i = 0; i < Pipeline::STAGES; i++) {
-      mbarrier_init(pipe.full + 8 * i, PRODUCERS);  // producer warps
-      mbarrier_init(pipe.empty + 8 * i, 2);         // consumer warpgroups
-    }
-    asm volatile("fence.mbarrier_init.release.cluster;");
+    pipe.init_barriers(PRODUCERS, 2);
+    fence_mbarrier_init();
   }
   __syncthreads();
   const int group = __shfl_sync(~0u, threadIdx.x / GROUP, 0), warp = threadIdx.x / 32 % 4;
   const int begin = __shfl_sync(~0u, starts[blockIdx.x], 0);
   const int end = __shfl_sync(~0u, starts[blockIdx.x + 1], 0);
   if (group == 2) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 56;");
+    setmaxnreg_dec<56>();
     pipe.phase = 1;  // at first, all stages are free
     if (threadIdx.x % 32 == 0) producer<Tile>(maps, loads, begin, end, pipe, warp);
   } else {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 224;");
+    setmaxnreg_inc<224>();
     consumer(sums, begin, end, pipe, group, values, width, partials, counters);
   }
 }

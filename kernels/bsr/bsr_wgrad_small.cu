@@ -162,23 +162,20 @@ sum_blocks(const __grid_constant__ Maps maps, const Loads* loads, const Sums* su
   extern __shared__ char shared[];
   __shared__ u64 full[Pipeline::STAGES], empty[Pipeline::STAGES];
   const u32 strips = (smem_address(shared) + 1023) & ~1023u;  // alignment for the swizzle
-  Pipeline pipe{{strips}, {smem_address(full), smem_address(empty), 0, 0}};
+  Pipeline pipe{{strips}, {smem_address(full), smem_address(empty)}};
   if (threadIdx.x == 0) {
-    for (int i = 0; i < Pipeline::STAGES; i++) {
-      mbarrier_init(pipe.full + 8 * i, PRODUCERS);  // producer warps
-      mbarrier_init(pipe.empty + 8 * i, 2);         // consumer warpgroups
-    }
-    asm volatile("fence.mbarrier_init.release.cluster;");
+    pipe.init_barriers(PRODUCERS, 2);
+    fence_mbarrier_init();
   }
   __syncthreads();
   const int group = __shfl_sync(~0u, threadIdx.x / GROUP, 0), warp = threadIdx.x / 32 % 4;
   const int begin = starts.at[blockIdx.x], end = starts.at[blockIdx.x + 1];
   if (group == 2) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
+    setmaxnreg_dec<40>();
     pipe.phase = 1;  // at first, all stages are free
     if (threadIdx.x % 32 == 0) producer<Strip<Pipeline>>(maps, loads, begin, end, pipe, warp);
   } else {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
+    setmaxnreg_inc<232>();
     consumer(sums, places, begin, end, pipe, group, values, width, partials, counters);
   }
 }

@@ -79,7 +79,7 @@ struct Item { int token, seat_of_lane; bool last; };
 
 template <class Pipeline>
 __device__ __forceinline__ void consumer_release(const Pipeline& pipe, int stage) {  // by each warp
-  if (threadIdx.x % 32 == 0) mbarrier_arrive(pipe.empty + 8 * stage);
+  if (threadIdx.x % 32 == 0) mbarrier_arrive(pipe.empty_barrier(stage));
 }
 
 // Add up the products of the next work item in the list; return the destination of its sums.

@@ -63,11 +63,6 @@ __device__ __forceinline__ void producer(const Maps& maps, const Loads* loads, i
   }
 }
 
-template <class Pipeline>
-__device__ __forceinline__ void consumer_release(const Pipeline& pipe, int stage) {
-  if (threadIdx.x % GROUP == 0) mbarrier_arrive(pipe.empty + 8 * stage);
-}
-
 // Add up the products of one half of a piece. multiply() starts those of a step as one group, which
 // stays in flight.
 template <int SUMS, class Pipeline, class Multiply>
@@ -80,10 +75,10 @@ __device__ __forceinline__ void mainloop(float (&d)[SUMS], Pipeline& pipe, int c
     pipe.consumer_wait();
     multiply();
     wgmma_wait<1>();
-    if (in_use >= 0) consumer_release(pipe, in_use);
+    if (in_use >= 0) pipe.warpgroup_release(in_use);
     in_use = pipe.stage;
     pipe.advance();
   }
   wgmma_wait<0>();
-  if (in_use >= 0) consumer_release(pipe, in_use);
+  if (in_use >= 0) pipe.warpgroup_release(in_use);
 }

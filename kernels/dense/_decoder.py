@@ -33,7 +33,7 @@ from sparsebench.kernels._common.triton import unsupported as triton_unsupported
 from sparsebench.kernels._kernel import DTYPES, OUTPUTS, Launch, Operands
 from sparsebench.kernels.dense import _cublaslt, cublas
 from sparsebench.kernels.dense._decoder_glue import Attention, attended, fastest_attention, normed
-from sparsebench.kernels.dense._gemm import Product, fastest_way
+from sparsebench.kernels.dense._gemm import DenseProduct, fastest_way
 from sparsebench.kernels.dense._layers import in_turn
 from sparsebench.results.record import Problem
 
@@ -158,10 +158,10 @@ def _dense_product(operands: Operands, name: str, w: Tensor, inputs: Sequence[Te
     scale = scale_of(operands.problem, w.shape[1]) if name in ("qkv", "o", "down") else 1.0
     out = x.new_empty(len(x), len(w), dtype=OUTPUTS[operands.problem["dtype"]])
     timed = part_of(name, operands.timed)
-    first = fastest_way(Product(x, w.t(), out, scale=scale), pinned, timed=timed)
+    first = fastest_way(DenseProduct(x, w.t(), out, scale=scale), pinned, timed=timed)
     shared = _cublaslt.workspace(out.device) if out.is_cuda and len(inputs) > 1 else None
     rest = [
-        fastest_way(Product(x, w.clone().t(), out, scale=scale), first.choice, shared)
+        fastest_way(DenseProduct(x, w.clone().t(), out, scale=scale), first.choice, shared)
         for x in inputs[1:]
     ]
     candidates = lines_of(name, first)

@@ -26,9 +26,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sparsebench.kernels._common.device import multiprocessors
 from sparsebench.kernels._common.search import search
 from sparsebench.kernels._common.triton import COMPILE_THREADS, BoundKernel, whole_tile
-from sparsebench.kernels._common.device import multiprocessors
 
 NORM_ELEMENTS = 16  # per thread
 PROGRAMS = 1, 2, 4, 8  # programs of attention per multiprocessor

@@ -50,7 +50,7 @@ WRONG = 0.02  # relative error; fast accumulation in fp8 differs by 0.005
 
 
 @dataclass(frozen=True, eq=False)
-class Product:
+class DenseProduct:
     """A product to compute: out = scale * a @ b.
 
     weight  b is a weight or its transpose, so a copy may be made beforehand
@@ -111,7 +111,7 @@ _finalists: dict[Hashable, list[Way]] = {}  # finalists of this process, by the 
 
 
 def fastest_way(
-    product: Product,
+    product: DenseProduct,
     pinned: Mapping[str, Any] | None = None,
     space: Tensor | None = None,
     timed: Sequence[Mapping[str, Any]] = (),
@@ -147,7 +147,7 @@ def fastest_way(
     return Launch(call, choices[result.best], candidates=result.lines(choices, whole=True))
 
 
-def _kind(product: Product) -> Hashable:
+def _kind(product: DenseProduct) -> Hashable:
     """Return the key of products that the same calls suit: everything except the values."""
     tensors = product.a, product.b, product.out
     laid = [(t.shape, t.stride(), t.dtype, _cublaslt.alignment(t)) for t in tensors]
@@ -209,7 +209,7 @@ def _runs(call: Callable[[], object]) -> bool:
     return True
 
 
-def ways_of(product: Product, layout: Layout | None) -> list[Way]:
+def ways_of(product: DenseProduct, layout: Layout | None) -> list[Way]:
     """Return the ways to time for a product whose weights have this layout."""
     ways = [Way(library, layout) for library in LIBRARIES]
     if product.a.dtype == DTYPES["fp8"]:
@@ -244,7 +244,7 @@ def token_counts(m: int) -> list[int]:
     return [m, *(size for size in SIZES if m <= 4 * size and size <= max(8 * m, 128) and size != m)]
 
 
-def _laid_out(product: Product, layout: Layout | None) -> Product:
+def _laid_out(product: DenseProduct, layout: Layout | None) -> DenseProduct:
     """Return the product with its weight W [n, k], which is stored by rows, in this layout.
 
     b is W or the view W.T; by columns it becomes a copy in the other order.
@@ -255,18 +255,18 @@ def _laid_out(product: Product, layout: Layout | None) -> Product:
     return replace(product, b=b.t().contiguous().t() if b.is_contiguous() else b.contiguous())
 
 
-def _layouts(product: Product) -> Sequence[Layout | None]:
+def _layouts(product: DenseProduct) -> Sequence[Layout | None]:
     if not product.weight:
         return (None,)
     both = _on_gpu(product) and product.a.itemsize > 1
     return LAYOUTS if both else LAYOUTS[:1]
 
 
-def _on_gpu(product: Product) -> bool:
+def _on_gpu(product: DenseProduct) -> bool:
     return product.out.is_cuda
 
 
-def _call(product: Product, way: Way, space: Tensor | None = None) -> Callable[[], Tensor]:
+def _call(product: DenseProduct, way: Way, space: Tensor | None = None) -> Callable[[], Tensor]:
     """Return a call that computes product.out in this way, in `space` or in its own workspace."""
     a, out, fast = product.a, product.out, way.use_fast_accum
     if way.algorithm:
@@ -289,7 +289,7 @@ def _torch_product(a: Tensor, b: Tensor, out: Tensor, relu: bool) -> Tensor:
     return out.relu_() if relu else out
 
 
-def _choice(way: Way, product: Product) -> dict[str, Any]:
+def _choice(way: Way, product: DenseProduct) -> dict[str, Any]:
     """Return what the row records: the way, and the reason if cuBLASLt was not called directly."""
     choice = {name: value for name, value in asdict(way).items() if value is not None}
     if way.algorithm:

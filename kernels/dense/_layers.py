@@ -37,7 +37,7 @@ from sparsebench.kernels._common.search import lines_of, part_of
 from sparsebench.kernels._common.triton import BoundKernel
 from sparsebench.kernels._kernel import OUTPUTS, Launch, Operands
 from sparsebench.kernels.dense._cublaslt import ALIGNMENT
-from sparsebench.kernels.dense._gemm import Product, fastest_way, searched
+from sparsebench.kernels.dense._gemm import DenseProduct, fastest_way, searched
 
 TOKENS, FEATURES = 16, 128  # tokens and features of a program
 PAIRS = ("gate_up",), ("gate", "up")  # the products that compute G | U: one or two
@@ -64,14 +64,14 @@ def ffn(operands: Operands) -> Launch:
     both, y = (x.new_empty(len(x), columns, dtype=output) for columns in (2 * n, k))
 
     products = {
-        "gate_up": lambda: Product(x, torch.cat((wg, wu)).t(), both),
-        "gate": lambda: Product(x, wg.t(), both[:, :n]),
-        "up": lambda: Product(x, wu.t(), both[:, n:]),
+        "gate_up": lambda: DenseProduct(x, torch.cat((wg, wu)).t(), both),
+        "gate": lambda: DenseProduct(x, wg.t(), both[:, :n]),
+        "up": lambda: DenseProduct(x, wu.t(), both[:, n:]),
     }
     gate_up = _fastest_pair(products, pinned, timed, x.device)
     gate_up()
     between = hidden(both, problem["activation"], x.dtype, scale_of(problem, k))
-    by = Product(between(), wd.t(), y, scale=scale_of(problem, n))
+    by = DenseProduct(between(), wd.t(), y, scale=scale_of(problem, n))
     down = fastest_way(by, pinned.get("down"), timed=part_of("down", timed))
     return Launch(
         in_turn(*first, gate_up, between, down),
@@ -82,7 +82,7 @@ def ffn(operands: Operands) -> Launch:
 
 
 def _fastest_pair(
-    products: Mapping[str, Callable[[], Product]],
+    products: Mapping[str, Callable[[], DenseProduct]],
     pinned: Mapping[str, Any],
     timed: Sequence[Mapping[str, Any]],
     device: torch.device,
@@ -113,7 +113,7 @@ def mlp(operands: Operands) -> Launch:
     wu, wd = (operands.weights[name].to_dense() for name in ("wu", "wd"))
     activation = operands.problem["activation"]
     h, y = x.new_empty(len(x), len(wu)), torch.empty_like(x)
-    first = Product(x, wu.t(), h, relu=activation != "silu")
+    first = DenseProduct(x, wu.t(), h, relu=activation != "silu")
     up = fastest_way(first, pinned.get("up"), timed=part_of("up", operands.timed))
     after: dict[str, Callable[[], Tensor]] = {
         "silu": lambda: silu(h, inplace=True),
@@ -122,7 +122,7 @@ def mlp(operands: Operands) -> Launch:
     steps: list[Callable[[], Any]] = [up]
     steps += [after[activation]] if activation in after else []
     in_turn(*steps)()  # the second product is timed on these values
-    second = Product(h, wd.t(), y)
+    second = DenseProduct(h, wd.t(), y)
     down = fastest_way(second, pinned.get("down"), timed=part_of("down", operands.timed))
     candidates = [*lines_of("up", up), *lines_of("down", down)]
     choice = {"up": up.choice, "down": down.choice}
@@ -137,19 +137,19 @@ def ffn_step(operands: Operands) -> Launch:
     dh, h, out = x.new_empty(m, n), x.new_empty(m, n), x.new_empty(2 * m + 3 * n, k)
     y, dx, dw, dwd = out.split((m, m, 2 * n, n))
     between = backward(products, dh, h, gradients, operands.problem["activation"] == "relu2")
-    steps: dict[str, Product | BoundKernel] = {
-        "gate_up": Product(x, both.t(), products),
-        "dh": Product(dy, wd, dh),
+    steps: dict[str, DenseProduct | BoundKernel] = {
+        "gate_up": DenseProduct(x, both.t(), products),
+        "dh": DenseProduct(dy, wd, dh),
         "between": between,
-        "y": Product(h, wd.t(), y),
-        "dx": Product(gradients, both, dx),
-        "dw": Product(gradients.t(), x, dw, weight=False),
-        "dwd": Product(h.t(), dy, dwd, weight=False),
+        "y": DenseProduct(h, wd.t(), y),
+        "dx": DenseProduct(gradients, both, dx),
+        "dw": DenseProduct(gradients.t(), x, dw, weight=False),
+        "dwd": DenseProduct(h.t(), dy, dwd, weight=False),
     }
     launches: list[Callable[[], object]] = []
     choice, candidates = {}, []
     for name, step in steps.items():
-        if isinstance(step, Product):
+        if isinstance(step, DenseProduct):
             chosen = fastest_way(step, pinned.get(name), timed=part_of(name, operands.timed))
             choice[name] = chosen.choice
             candidates += lines_of(name, chosen)

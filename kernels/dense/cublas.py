@@ -31,7 +31,7 @@ from sparsebench.kernels._kernel import (
 )
 from sparsebench.kernels.dense._gemm import (
     LIBRARIES,
-    Product,
+    DenseProduct,
     by_library,
     fastest_way,
     precision,
@@ -109,7 +109,7 @@ def _one_product(operands: Operands) -> Launch:
     a, b = PRODUCTS[problem.op](**weights, **operands.activations)
     out = a.new_empty(len(a), b.shape[1], dtype=OUTPUTS[problem["dtype"]])
     dtype = problem["dtype"]
-    product = Product(a, b, out, bool(weights), sum_scale(dtype, a.shape[1]), dtype == "tf32")
+    product = DenseProduct(a, b, out, bool(weights), sum_scale(dtype, a.shape[1]), dtype == "tf32")
     return fastest_way(product, operands.pinned, timed=operands.timed)
 
 

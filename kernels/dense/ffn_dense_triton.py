@@ -36,7 +36,7 @@ from sparsebench.kernels._common.triton import (
     unsupported_row,
 )
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
-from sparsebench.kernels.dense._gemm import Product, fastest_way
+from sparsebench.kernels.dense._gemm import DenseProduct, fastest_way
 from sparsebench.kernels.dense._layers import in_turn
 
 BAND = 8
@@ -102,12 +102,12 @@ def launch(x: Tensor, wg: Tensor, wu: Tensor, config: Config, activation: str) -
     return BoundKernel(_gate_and_up, grid, args, compiled_with, h)
 
 
-def prepare(operands: Operands, path: Path | None = None) -> Launch:
-    """Time a few configurations, and the calls of the last product; `path` forces one path."""
+def prepare(operands: Operands) -> Launch:
+    """Time a few configurations, and the calls of the last product."""
     x = operands.activations["x"]
     wg, wu = (operands.weights[name].to_dense() for name in ("wg", "wu"))
     reason = unsupported_row(len(wg), x.element_size()) or unsupported_alignment(x, wg, wu)
-    path = choose_path(path, reason, x.device)
+    path = choose_path(reason, x.device)
     configs = configurations(len(x), x.element_size(), path)
     pinned = operands.pinned
     if pinned:
@@ -117,7 +117,7 @@ def prepare(operands: Operands, path: Path | None = None) -> Launch:
     best = search(candidates, x.device, COMPILE_THREADS).best
     hidden, y = candidates[best], torch.empty_like(x)
     wd = operands.weights["wd"].to_dense().t()
-    down = fastest_way(Product(hidden.out, wd, y), pinned and pinned.get("down", pinned))
+    down = fastest_way(DenseProduct(hidden.out, wd, y), pinned and pinned.get("down", pinned))
     run = in_turn(hidden, down)
     return Launch(run, {**asdict(configs[best]), "down": down.choice}, hidden.code)
 

@@ -6,25 +6,50 @@
 q and O are [batch, S_q, H, D], k and v [batch, S_kv, H_kv, D], and LSE [batch * H, S_q] in fp32. A
 mask is passed as its tensors and sizes (formats/block_mask.py), so the operators are opaque to
 torch.compile and torch.export. Plans are an attribute of the tensor `columns`, and are made again
-if torch counts a write to a tensor of the mask.
+if torch counts a write to a tensor of the mask. Eager calls that repeat are recorded, and run
+without Python, backward included (front.py).
 """
 
 from collections import OrderedDict
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from sparsebench.errors import Unsupported
 from sparsebench.formats.block_mask import BlockMask
-from sparsebench.kernels._common.selection import Operator
+from sparsebench.kernels._common.front import (
+    BackwardProduct,
+    Conditions,
+    Derivative,
+    Front,
+    Guard,
+    Recordings,
+    Signature,
+    record,
+)
+from sparsebench.kernels._common.operator import Operator
+from sparsebench.kernels._common.transforms import aligned, is_transformed, is_watched
+from sparsebench.kernels._kernel import NAMES
+from sparsebench.kernels.attention._call import AttentionCall
 from sparsebench.kernels.attention._shapes import MOST_DEPTH, Shape
-from sparsebench.kernels.nn._attention_plans import DTYPE_OF, Call, operator_of
+from sparsebench.kernels.nn._attention_engines import operator_of
+from sparsebench.kernels.nn._bsr_autograd import is_current
 from sparsebench.kernels.nn._stamp import Stamp, arrays_of, stamp_of
 
 ATTRIBUTE = "_sparsebench_attention"  # attribute of the tensor `columns`
-ALIGNMENT = 16  # bytes, for TMA
-NAME_OF = {dtype: name for name, dtype in DTYPE_OF.items()}
+OPERANDS = "q", "k", "v", "o", "lse", "do"
+SIGNATURE = Signature(
+    arguments=("q", "k", "v"),
+    results=("o", "lse"),
+    backward=(BackwardProduct(OPERANDS, ("q", "k", "v")),),
+    exact=True,
+)
+RECORDINGS = "_sparsebench_recordings"  # attribute of a mask: recorded calls by scale
+SCALES = 16  # of a mask; the oldest makes room
 
 
 class Plans(NamedTuple):
@@ -49,26 +74,39 @@ def plans_of(mask: BlockMask) -> Operator:
     return plans.operator
 
 
-def _run(
-    op: Any, mask: BlockMask, operands: list[Tensor], q: Tensor, k: Tensor, scale: float
-) -> Any:
-    """Run the planned kernel on operands [rows, columns]; the first call plans it."""
+def _call(
+    op: Literal["attention", "attention_backward"],
+    q: Tensor,
+    k: Tensor,
+    mask: BlockMask,
+    scale: float,
+) -> AttentionCall:
     batch, s_q, heads, d = q.shape
     sizes = batch, s_q, k.shape[1], heads, k.shape[2], d, mask.block
-    call = Call(op, Shape(*sizes, NAME_OF[q.dtype]), scale)
-    flat = [readable(x) for x in operands]
+    return AttentionCall(op, Shape(*sizes, NAMES[q.dtype]), scale)
+
+
+def _run(call: AttentionCall, mask: BlockMask, operands: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Run the planned kernel on rows of tokens; the first call plans it."""
+    flat = [aligned(x.flatten(0, 1).flatten(1) if x.dim() == 4 else x) for x in operands]
     operator = plans_of(mask)
     selected = operator.plans.get(call)
     if selected is None:
         selected = operator.select(call, lambda product: lambda: product.run(*flat))
-    return selected.product.run(*flat)
+    run: Any = selected.product.run  # of several results
+    results: Sequence[Tensor] = run(*flat)
+    return results
 
 
-def readable(x: Tensor) -> Tensor:
-    """Return q, k or v as rows of tokens, or the LSE, in a layout that every kernel reads."""
-    flat = x.reshape(x.shape[0] * x.shape[1], -1) if x.dim() == 4 else x
-    flat = flat.contiguous()
-    return flat.clone() if flat.data_ptr() % ALIGNMENT else flat
+def _forward(call: AttentionCall, mask: BlockMask, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
+    o, lse = _run(call, mask, [q, k, v])
+    return [o.view(q.shape), lse]
+
+
+def _gradients(call: AttentionCall, mask: BlockMask, *operands: Tensor) -> list[Tensor]:
+    """Return dQ, dK and dV of the OPERANDS."""
+    parts = _run(call, mask, operands)
+    return [part.view(x.shape) for part, x in zip(parts, operands[:3], strict=True)]
 
 
 def require_operands(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> None:
@@ -89,7 +127,7 @@ def require_operands(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> None:
         expected = f"heads a multiple of the mask's {mask.lists} lists"
         raise Unsupported(f"attention: expected {expected}, found {heads}")
     dtypes = {q.dtype, k.dtype, v.dtype}
-    if len(dtypes) > 1 or q.dtype not in NAME_OF:
+    if len(dtypes) > 1 or q.dtype not in NAMES:
         names = ", ".join(sorted(map(str, dtypes)))
         raise Unsupported(f"attention: expected one of fp16, bf16 and fp32, found {names}")
     devices = sorted({str(x.device) for x in (q, k, v, mask.columns)})
@@ -136,8 +174,8 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """Return O [batch, S_q, H, D] and the LSE [batch * H, S_q]. Raises Unsupported."""
     mask = _mask(offsets, columns, bits, slots, sizes)
-    o, lse = _run("attention", mask, [q, k, v], q, k, scale)
-    return o.view(q.shape), lse
+    o, lse = _forward(_call("attention", q, k, mask, scale), mask, q, k, v)
+    return o, lse
 
 
 @torch.library.custom_op("sparsebench::block_sparse_attention_backward", mutates_args=())
@@ -157,8 +195,8 @@ def gradients(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return dQ, dK and dV, shaped like q, k and v. Raises Unsupported."""
     mask = _mask(offsets, columns, bits, slots, sizes)
-    parts = _run("attention_backward", mask, [q, k, v, o, lse, do], q, k, scale)
-    dq, dk, dv = (part.view(x.shape) for part, x in zip(parts, (q, k, v), strict=True))
+    call = _call("attention_backward", q, k, mask, scale)
+    dq, dk, dv = _gradients(call, mask, q, k, v, o, lse, do)
     return dq, dk, dv
 
 
@@ -187,3 +225,68 @@ def _backward(ctx: Any, do: Tensor, _: Tensor | None) -> tuple[Tensor | None, ..
 
 
 attend.register_autograd(_backward, setup_context=_save)
+
+
+# ---- calls without Python ----
+
+
+def recordings_of(mask: BlockMask, scale: float | None) -> Recordings:
+    """Return the recorded calls of a mask with a factor of the scores."""
+    if (by_scale := mask.__dict__.get(RECORDINGS)) is None:
+        by_scale = {}
+        object.__setattr__(mask, RECORDINGS, by_scale)
+    if scale not in by_scale:
+        if len(by_scale) >= SCALES:
+            by_scale.pop(next(iter(by_scale)))
+        by_scale[scale] = Recordings(SIGNATURE)
+    recordings: Recordings = by_scale[scale]
+    return recordings
+
+
+def attend_recorded(
+    recordings: Recordings | None, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Return `attend`, and record the call if it repeats the call before it.
+
+    recordings  of the mask with this scale; None for calls that are compiled, or on a CPU
+    """
+    in_python: Callable[[], tuple[Tensor, Tensor]] = partial(
+        attend, q, k, v, *_arguments(mask), scale
+    )
+    if recordings is None:
+        return in_python()
+    traced = is_transformed() or is_watched() or torch._C._get_tracing_state()
+    if traced or not is_current(q.device) or forward_ad._current_level >= 0 or not q.numel():
+        return in_python()
+    call = _call("attention", q, k, mask, scale)
+    run = partial(_forward, call, mask) if call in plans_of(mask).plans else None
+    guards = [Guard(None, name, array) for name, array in mask.arrays().items()]
+    conditions = Conditions(guards, derivative=_derivative(mask, scale))
+    results: tuple[Tensor, Tensor] = recordings.call([q, k, v], conditions, run, in_python)
+    return results
+
+
+def _arguments(mask: BlockMask) -> tuple[Any, ...]:
+    """Return a mask as the operators take it."""
+    sizes = [*mask.tokens, *mask.block, mask.batch, mask.lists, int(mask.causal)]
+    return mask.offsets, mask.columns, mask.bits, mask.slots, sizes
+
+
+def _derivative(mask: BlockMask, scale: float) -> Derivative:
+    """Return how a recorded call is differentiated."""
+    stamp = stamp_of(mask, "attention")
+
+    def run(
+        front: Front | None, do: Tensor, saved: Sequence[Tensor | None], _: Sequence[bool]
+    ) -> Sequence[Tensor]:
+        if stamp_of(mask, "attention") != stamp:
+            raise RuntimeError("expected the mask as forward read it, found it modified since")
+        operands = [*(t for t in saved if t is not None), do]
+        if torch.is_grad_enabled() or is_watched():
+            parts: tuple[Tensor, ...] = gradients(*operands, *_arguments(mask), scale)
+            return parts
+        call = _call("attention_backward", operands[0], operands[1], mask, scale)
+        planned = front if call in plans_of(mask).plans else None
+        return record(planned, 1, [*map(aligned, operands)], partial(_gradients, call, mask))
+
+    return run

@@ -25,12 +25,23 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from sparsebench.errors import FormatError, Unsupported
-from sparsebench.kernels._common.front import Guard, record, recorded
-from sparsebench.kernels._common.python_node import DGRAD, WGRAD, Derivative, node
+from sparsebench.kernels._common.front import (
+    BackwardProduct,
+    Conditions,
+    Front,
+    Guard,
+    Recordings,
+    Signature,
+    record,
+)
+from sparsebench.kernels._common.python_node import node
 from sparsebench.kernels._common.transforms import (
+    ALIGNMENT,
+    PLAIN,
     is_transformed,
     is_watched,
     one_by_one,
+    readable,
     rows_of,
     unflatten,
 )
@@ -38,8 +49,14 @@ from sparsebench.kernels._kernel import output_dtype
 from sparsebench.kernels.bsr._call import BsrCall
 from sparsebench.kernels.nn._bsr_pattern import COMPARE_EVERY, Pattern, pattern_of
 
-ALIGNMENT = 16  # bytes: of addresses and strides, for TMA and vector loads
-PLAIN = Tensor, nn.Parameter  # types that have an address
+SIGNATURE = Signature(
+    held=("values",),
+    backward=(
+        BackwardProduct(("dy", "values"), ("x",)),
+        BackwardProduct(("dy", "x"), ("values",)),
+    ),
+)
+DGRAD, WGRAD = 1, 2  # the products of backward
 
 
 # ---- products of a pattern ----
@@ -52,7 +69,7 @@ def _y(pattern: Pattern, x: Tensor, values: Tensor, n: int, live: bool) -> Tenso
     return _run(pattern, call, x, values, (m, n))
 
 
-def _dx(pattern: Pattern, dy: Tensor, values: Tensor, k: int, front: Any = None) -> Tensor:
+def _dx(pattern: Pattern, dy: Tensor, values: Tensor, k: int, front: Front | None = None) -> Tensor:
     """Return dX [m, k] of dY [m, n]. Raises FormatError, Unsupported."""
     m, n = dy.shape
     block, live = _block(values, pattern.columns), values.requires_grad
@@ -60,7 +77,9 @@ def _dx(pattern: Pattern, dy: Tensor, values: Tensor, k: int, front: Any = None)
     return _run(pattern, call, dy, values, (m, k), front)
 
 
-def _dw(pattern: Pattern, dy: Tensor, x: Tensor, r: int, c: int, front: Any = None) -> Tensor:
+def _dw(
+    pattern: Pattern, dy: Tensor, x: Tensor, r: int, c: int, front: Front | None = None
+) -> Tensor:
     """Return dW [blocks, r, c] of dY [m, n] and X [m, k]. Raises FormatError, Unsupported."""
     (tokens, n), (m, k) = dy.shape, x.shape
     if tokens != m:
@@ -70,7 +89,12 @@ def _dw(pattern: Pattern, dy: Tensor, x: Tensor, r: int, c: int, front: Any = No
 
 
 def _run(
-    pattern: Pattern, call: BsrCall, a: Tensor, b: Tensor, out: tuple[int, ...], front: Any = None
+    pattern: Pattern,
+    call: BsrCall,
+    a: Tensor,
+    b: Tensor,
+    out: tuple[int, ...],
+    front: Front | None = None,
 ) -> Tensor:
     """Check types, dtypes and devices, then run the planned kernel. Raises Unsupported.
 
@@ -85,8 +109,8 @@ def _run(
         if front is None or not pattern.is_planned(call):
             return pattern.run(call, a, b)
         packed = call.op == "dgrad" and not call.live  # then launches need not read the values
-        op, fixed = (DGRAD if call.op == "dgrad" else WGRAD), [1] if packed else []
-        return record(front, op, [a, b], partial(pattern.run, call), fixed=fixed)
+        number, fixed = (DGRAD if call.op == "dgrad" else WGRAD), [1] if packed else []
+        return record(front, number, [a, b], lambda *t: [pattern.run(call, *t)], fixed=fixed)[0]
 
 
 def _require_alike(pattern: Pattern, a: Tensor, b: Tensor) -> None:
@@ -118,17 +142,6 @@ def _block(values: Tensor, columns: Tensor) -> tuple[int, int]:
         rest = values.data_ptr() % ALIGNMENT
         raise FormatError(f"values: expected an address divisible by {ALIGNMENT}, off by {rest}")
     return shape[1], shape[2]
-
-
-def readable(matrix: Tensor) -> Tensor:
-    """Return the matrix [m, k], or a contiguous copy if a kernel could not read its rows."""
-    (m, k), (step, one) = matrix.shape, matrix.stride()
-    aligned = not matrix.data_ptr() % ALIGNMENT
-    gap = one == 1 and step > k and not step * matrix.element_size() % ALIGNMENT
-    if aligned and (gap or (step, one) == (k, 1)):
-        return matrix
-    flat = matrix.contiguous() if aligned else matrix.clone(memory_format=torch.contiguous_format)
-    return flat.view(-1).view(m, k)  # a single row may have any stride
 
 
 # ---- the operators ----
@@ -263,79 +276,76 @@ def multiply(
         y = _y(pattern, rows, values, n, live=values.requires_grad)
         return y if bias is None else y.add_(bias)
 
-    if not _differentiated((x, values) if bias is None else (x, values, bias)):
+    if not _differentiated(x, values, bias):
         return unflatten(run(rows_of(x)), x)
     sizes = (n, x.shape[-1]), _block(values, pattern.columns)
-    return node(x, run, Derivative(partial(_gradients, pattern, *sizes), values, bias))
+    return node(SIGNATURE, partial(_gradients, pattern, *sizes), run, bias, x, values)
 
 
 def multiply_recorded(
-    front: Any, x: Tensor, n: int, guards: Sequence[Guard], *, cast: bool
-) -> tuple[Tensor, Any]:
-    """Return `multiply`, and a Front for later calls.
+    recordings: Recordings, x: Tensor, n: int, guards: Sequence[Guard], *, cast: bool
+) -> Tensor:
+    """Return `multiply`, and record it if it repeats the call before it.
 
-    front   what this function returned for the weight before, or None
-    guards  of values, bias, offsets and columns, in this order
-    cast    the operands were cast for autocast
+    recordings  of the weight, with the SIGNATURE
+    guards      of values, bias, offsets and columns, in this order
+    cast        the operands were cast for autocast
     """
-    values, bias, offsets, columns = (guard.tensor for guard in guards)
-    assert values is not None
-    assert offsets is not None
-    assert columns is not None
+    values, bias, offsets, columns = (guard.value for guard in guards)
+    assert isinstance(values, Tensor)
+    assert isinstance(offsets, Tensor)
+    assert isinstance(columns, Tensor)
+    assert not isinstance(bias, nn.Module)
     in_python = partial(multiply, x, values, bias, offsets, columns, n)
     traced = is_transformed() or is_watched() or torch._C._get_tracing_state()
     if cast or traced or not is_current(x.device) or forward_ad._current_level >= 0:
-        return in_python(), front
-    operands = (x, values) if bias is None else (x, values, bias)
-    differentiated = _differentiated(operands)
-    if front is not None and front.due():
+        return in_python()
+    if recordings.due():
         pattern_of(offsets, columns).calls = -1  # so that the next call compares
-    pattern, flat, live = pattern_of(offsets, columns), rows_of(x), values.requires_grad
-    (m, k), (r, c) = flat.shape, _block(values, columns)
-    if not m or readable(flat) is not flat:
-        return in_python(), front
-    _require_alike(pattern, flat, values)
-    call = BsrCall("linear", m, (n, k), (r, c), x.dtype, live)
+    pattern, live, k = pattern_of(offsets, columns), values.requires_grad, x.shape[-1]
+    if not (m := x.numel() // max(k, 1)):
+        return in_python()
+    _require_alike(pattern, x, values)
+    block = _block(values, columns)
+    call = BsrCall("linear", m, (n, k), block, x.dtype, live)
+
+    def run(rows: Tensor) -> list[Tensor]:
+        y = pattern.run(call, rows, values)
+        return [y if bias is None else y.add_(bias)]
+
     values_guard, bias_guard, *index = guards  # each call reads the bias, and values in training
     operand_guards = values_guard._replace(content=not live), bias_guard._replace(content=False)
-    return recorded(
-        front,
-        x,
-        lambda rows: pattern.run(call, rows, values),
-        [*operand_guards, *index],
-        planned=pattern.is_planned(call),
-        limit=0 if pattern.frozen else COMPARE_EVERY,
+    conditions = Conditions(
+        guards=[*operand_guards, *index],
+        held=[values],
         bias=bias,
-        derivative=Derivative(partial(_gradients, pattern, (n, k), (r, c)), values, bias),
-        differentiated=in_python if differentiated else None,
+        derivative=partial(_gradients, pattern, (n, k), block),
+        limit=0 if pattern.frozen else COMPARE_EVERY,
     )
+    planned = run if pattern.is_planned(call) else None
+    y: Tensor = recordings.call([x], conditions, planned, in_python)
+    return y
 
 
-def _differentiated(operands: tuple[Tensor, ...]) -> bool:
+def _differentiated(*operands: Tensor | None) -> bool:
     """Return whether autograd, or forward-mode AD, must see the call."""
     if forward_ad._current_level >= 0:
         return True
-    return torch.is_grad_enabled() and any(operand.requires_grad for operand in operands)
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in operands)
 
 
 def _gradients(
     pattern: Pattern,
     shape: tuple[int, int],
     block: tuple[int, int],
-    front: Any,
+    front: Front | None,
     dy: Tensor,
-    x: Tensor | None,
-    values: Tensor | None,
-    for_x: bool,
-    for_values: bool,
+    saved: Sequence[Tensor | None],
+    needed: Sequence[bool],
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return dX [..., k] and dW [blocks, r, c] of dY [..., n]: those that are needed.
-
-    front   records the products if they are planned; None records nothing
-    x       [..., k], or None if dW is not needed
-    values  or None if dX is not needed
-    """
-    (n, k), dx, dw = shape, None, None
+    """Return dX [..., k] and dW [blocks, r, c] of dY [..., n]: a Derivative of the SIGNATURE."""
+    (x, values, *_), (for_x, for_values), (n, k) = saved, needed, shape
+    dx = dw = None
     flat = dy if dy.dim() == 2 else dy.reshape(-1, n)
     again = torch.is_grad_enabled() or is_watched()  # for second derivatives and dispatch modes
     index = pattern.offsets, pattern.columns

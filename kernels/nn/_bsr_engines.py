@@ -54,6 +54,7 @@ from sparsebench.kernels.bsr import (
     bsr_wgrad_small,
 )
 from sparsebench.kernels.bsr._call import BsrCall, bsr_engine, problem_of
+from sparsebench.kernels.bsr._strip_tiles import LEAST_GATHERED
 from sparsebench.kernels.nn._bsr_index import require_index
 from sparsebench.results.record import Problem
 
@@ -147,7 +148,7 @@ def _on_hopper(call: BsrCall, stored: int) -> list[Engine]:
     if large:
         modules = [bsr_wgmma, bsr_strips] if call.m >= MANY else [*modules, bsr_wgmma]
     engines = [module.DGRAD if call.transposed else module.KERNEL for module in modules]
-    sides_fit = (r, c) == (8, 8) or not (r % 2 or c % 2 or min(r, c) < bsr_strips.LEAST_GATHERED)
+    sides_fit = (r, c) == (8, 8) or not (r % 2 or c % 2 or min(r, c) < LEAST_GATHERED)
     return engines if sides_fit else []
 
 

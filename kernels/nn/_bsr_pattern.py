@@ -74,9 +74,10 @@ class Pattern:
         live = call.live or (capturing and not self.frozen)  # replays read what is there then
         if (product := self.products.get(call)) is None:
             product = self._product(call, a, b, live=live)
-        if product.pack is None:
-            return product.run(a, b)
-        return product.run(a, product.pack(b) if live else self.packs.of(product, b))
+        if product.pack is not None:
+            b = product.pack(b) if live else self.packs.of(product, b)
+        result: Tensor = product.run(a, b)
+        return result
 
     def _product(self, call: BsrCall, a: Tensor, b: Tensor, *, live: bool) -> Product:
         """Return the plan of the bucket of a call; remember it for this number of tokens."""
@@ -124,9 +125,8 @@ class Pattern:
         return same and all(torch.equal(a, b) for a, b in pairs)
 
 
-def _packed_run(product: Product, a: Tensor, b: Tensor) -> Tensor:
-    assert product.pack is not None
-    return product.run(a, product.pack(b))
+def _packed_run(product: Product, a: Tensor, b: Tensor) -> object:
+    return product.run(a, product.packed(b))
 
 
 class Packs:

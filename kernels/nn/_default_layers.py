@@ -202,7 +202,8 @@ class _Parts:
 
     def __init__(self, earlier: Earlier | None) -> None:
         """Begin with none."""
-        self.earlier, self.code = earlier, None
+        self.earlier = earlier
+        self.code: str | None = None
         self.choice: dict[str, Any] = {}
         self.lines: list[Mapping[str, Any]] = []
 
@@ -235,9 +236,7 @@ def unsupported_step(problem: Problem, device: torch.device) -> str | None:
     return _decoder.unsupported_pruned(problem, device)
 
 
-def _part(
-    operands: Operands, earlier: Earlier | None, name: str, inputs: Sequence[Tensor]
-) -> Part:
+def _part(operands: Operands, earlier: Earlier | None, name: str, inputs: Sequence[Tensor]) -> Part:
     w, problem = operands.weights, operands.problem
     if not is_pruned(problem, name):
         return dense_part(operands, name, inputs)

@@ -12,7 +12,6 @@ moved (_stamp.py).
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,7 +21,13 @@ from sparsebench.formats.bitmap import Bitmap
 from sparsebench.formats.csr import Csr
 from sparsebench.kernels._common.capture import is_capturing, keep, make_lasting
 from sparsebench.kernels._common.cuda import on_tape
-from sparsebench.kernels._common.front import record
+from sparsebench.kernels._common.front import (
+    BackwardProduct,
+    Derivative,
+    Front,
+    Signature,
+    record,
+)
 from sparsebench.kernels._common.operator import (
     Earlier,
     Engine,
@@ -31,18 +36,17 @@ from sparsebench.kernels._common.operator import (
     Selected,
     bucket,
 )
-from sparsebench.kernels._common.python_node import DGRAD
-from sparsebench.kernels._common.transforms import is_watched, rows_of, unflatten
+from sparsebench.kernels._common.transforms import is_watched, readable, rows_of, unflatten
 from sparsebench.kernels._common.unstructured import UnstructuredCall, bind, operator_of
 from sparsebench.kernels._kernel import DTYPES, NAMES, refuse
 from sparsebench.kernels.bitmap import bitmap_mma
 from sparsebench.kernels.csr import csr_cuda
-from sparsebench.kernels.nn._bsr_autograd import readable
 from sparsebench.kernels.nn._stamp import Stamp, arrays_of, stamp_of
 from sparsebench.results.record import Problem
 
 Weight = Bitmap | Csr
 ATTRIBUTE = "_sparsebench_operator"
+SIGNATURE = Signature(backward=(BackwardProduct(("dy",), ("x",)),))
 TILE = 128  # tokens of a tile of cuBLAS, above which X may be padded
 # On an H200 bitmap_mma was at least 1.1 times as fast as cuBLAS for one token with W from 14336 x
 # 4096, and 1.17 times up to FEW tokens from 28672 x 8192. At 50 % zeros it has 0.58 of the bytes.
@@ -106,23 +110,23 @@ def dense_copy(w: Bitmap) -> Tensor:
     return plans.dense
 
 
-def derivative_of(w: Bitmap) -> Callable[..., tuple[Tensor, None]]:
+def derivative_of(w: Bitmap) -> Derivative:
     """Return how a recorded call is differentiated: by X, with the dense copy."""
     stamp = plans_of(w).stamp
 
-    def run(front: Any, dy: Tensor, *_: Any) -> tuple[Tensor, None]:
+    def run(front: Front | None, dy: Tensor, *_: Sequence[object]) -> list[Tensor]:
         plans = plans_of(w)
         if plans.stamp != stamp:
             raise RuntimeError("expected W as forward read it, found it modified before backward")
         transposed, rows = dense_copy(w).T, readable(rows_of(dy))
         if torch.is_grad_enabled() or is_watched():
-            return unflatten(linear(rows, transposed), dy), None
+            return [unflatten(linear(rows, transposed), dy)]
 
-        def product(rows: Tensor) -> Tensor:
+        def product(rows: Tensor) -> list[Tensor]:
             on_tape(dense=transposed)
-            return linear(rows, transposed)
+            return [linear(rows, transposed)]
 
-        return unflatten(record(front, DGRAD, [rows], product), dy), None
+        return [unflatten(record(front, 1, [rows], product)[0], dy)]
 
     return run
 

@@ -25,6 +25,7 @@ from sparsebench.errors import SuiteError, Unsupported
 from sparsebench.formats._format import Format
 from sparsebench.kernels._common.capture import is_capturing, keep
 from sparsebench.kernels._common.operator import Engine, Operator
+from sparsebench.kernels._common.transforms import readable
 from sparsebench.kernels._kernel import NAMES, Kernel, Launch, Operands, unsupported
 from sparsebench.kernels.nn._stamp import Stamp, arrays_of, stamp_of
 from sparsebench.results.record import Problem
@@ -121,7 +122,8 @@ class Named:
         self, engine: Engine, op: str, activations: Mapping[str, Tensor], prepared: "Prepared"
     ) -> Callable[[], Any]:
         """Return the planned call; what it reads of the weight is packed once."""
-        bound = engine.bind(self._operands(op, activations), (engine,))
+        rows = {name: readable(a) for name, a in activations.items()}  # kernels read 16 bytes
+        bound = engine.bind(self._operands(op, rows), (engine,))
         operator = prepared.operators.setdefault(engine.name + op, bound.operator)
         selected = operator.plans.get(bound.call)
         if selected is None:
@@ -159,8 +161,9 @@ class Named:
         return prepared.launches[place]
 
     def _operands(self, op: str, activations: Mapping[str, Tensor]) -> Operands:
-        values, w = self.w.arrays().get("values"), copy(self.w)  # the plans are freed when w is
-        w = w if values is None else replace(w, values=values.detach())  # type: ignore[call-arg]
+        values = self.w.arrays().get("values")
+        w: Any = copy(self.w)  # plans hold the copy, and are freed when w is
+        w = w if values is None else replace(w, values=values.detach())
         problem = self._problem(op, next(iter(activations.values())))
         if op == "linear_wgrad":
             return Operands(problem, {}, activations, DEFINITIONS[op], pattern=w)

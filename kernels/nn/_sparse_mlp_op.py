@@ -1,12 +1,6 @@
-"""A SparseGatedMLP without gradients: it runs the fastest layer of the TwELL family.
+"""A SparseGatedMLP without gradients: it runs the fastest layer of the TwELL family (_engines.py).
 
     Y [m, k] = (act(X @ Wg.T) * (X @ Wu.T)) @ Wd.T          act is relu or relu2
-
-    ffn_few          one launch, up to 64 tokens
-    ffn_sparse       groups of eight tokens, after a gate by torch
-    ffn_twell        the same, after a gate as TwELL words
-    ffn_step_sparse  the forward pass of training, in Triton; also for GPUs before Hopper
-    dense            three products in torch, gate and up side by side, and a kernel for act(G) * U
 
 A plan reads the weights as they are, so writes to them need no new plan. It depends on the number
 of active units per token, which the first call of a layer counts in its X. So layers of one size do
@@ -20,50 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparsebench.errors import Unsupported
 from sparsebench.kernels._common.capture import is_capturing
-from sparsebench.kernels._common.cuda import on_tape
-from sparsebench.kernels._common.elementwise import gated
-from sparsebench.kernels._common.operator import (
-    Earlier,
-    Engine,
-    NoConfig,
-    Operator,
-    Product,
-    Selected,
-    bucket,
-)
-from sparsebench.kernels._common.triton import unsupported
-from sparsebench.kernels.twell._call import NAMES, TwellCall, operator_of, twell_engine, units_on
-from sparsebench.kernels.twell._grouped import WHOLE, WORDS
-from sparsebench.kernels.twell.ffn_few import KERNEL as FEW
-from sparsebench.kernels.twell.ffn_step_sparse import FORWARD
+from sparsebench.kernels._common.operator import Earlier, Operator, Selected, bucket
+from sparsebench.kernels.twell._call import TwellCall, operator_of, units_on
+from sparsebench.kernels.twell._engines import ENGINES, likeliest
 
 ACTIVE = "_sparsebench_active"  # attribute of Wg: active units per token, a power of two
-
-
-def _in_torch(device: torch.device, call: TwellCall, config: NoConfig) -> Product:
-    """Plan dense products."""
-
-    def run(x: Tensor, wg: Tensor, wu: Tensor, wd_t: Tensor, out: Tensor | None = None) -> Tensor:
-        on_tape(complete=False)
-        products = x.new_empty(len(x), 2 * call.n)
-        torch.mm(x, wg.t(), out=products[:, : call.n])
-        torch.mm(x, wu.t(), out=products[:, call.n :])
-        return torch.mm(gated(products, call.activation), wd_t, out=out)
-
-    return Product(run)
-
-
-DENSE = twell_engine("dense", lambda call: [NoConfig()], _in_torch, unsupported)
-ENGINES = FEW, WHOLE, WORDS, FORWARD, DENSE
-
-
-def likeliest(call: TwellCall) -> Sequence[Engine]:
-    """Return all engines. Raises Unsupported."""
-    if call.dtype not in NAMES:
-        raise Unsupported(f"expected {', '.join(NAMES.values())} on a GPU, found {call.dtype}")
-    return ENGINES
 
 
 def eager(x: Tensor, wg: Tensor, wu: Tensor, wd_t: Tensor, squared: bool, slots: int) -> Tensor:

@@ -25,11 +25,26 @@ from sparsebench.errors import Unsupported
 from sparsebench.formats.spense import Spense
 from sparsebench.kernels._common import elementwise
 from sparsebench.kernels._common.cuda import MatrixProduct, on_tape
-from sparsebench.kernels._common.front import Guard, record, recorded
+from sparsebench.kernels._common.front import (
+    BackwardProduct,
+    Conditions,
+    Derivative,
+    Front,
+    Guard,
+    Recordings,
+    Signature,
+    record,
+)
 from sparsebench.kernels._common.operator import Earlier, Selected, bucket
-from sparsebench.kernels._common.python_node import DGRAD, Derivative, node
-from sparsebench.kernels._common.transforms import is_transformed, is_watched, rows_of, unflatten
-from sparsebench.kernels.nn._bsr_autograd import readable
+from sparsebench.kernels._common.python_node import node
+from sparsebench.kernels._common.transforms import (
+    aligned,
+    is_transformed,
+    is_watched,
+    readable,
+    rows_of,
+    unflatten,
+)
 from sparsebench.kernels.nn._spense_engines import ACTIVATIONS, Layout, call_of, operator_of
 from sparsebench.kernels.spense._gated_gradient import gated_gradient
 from sparsebench.kernels.spense._written_out import written_out
@@ -42,6 +57,12 @@ DERIVATIVES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {  # dG from dA and
     "gelu_tanh": partial(torch.ops.aten.gelu_backward, approximate="tanh"),
     "relu": partial(torch.ops.aten.threshold_backward, threshold=0),
 }
+
+
+def signature_of(activation: str | None) -> Signature:
+    """Return what a call reads: dX needs X only if G and U are computed again."""
+    reads = ("dy",) if activation is None else ("dy", "x")
+    return Signature(backward=(BackwardProduct(reads, ("x",)),))
 
 
 def eager(
@@ -80,14 +101,15 @@ def eager(
 def planned_run(
     x: Tensor, sparse: Tensor, dense: Tensor, layout: Layout, scale: Tensor | None
 ) -> Callable[[Tensor], Tensor] | None:
-    """Return the product that `eager` has planned for rows in the layout of X.
+    """Return the product that `eager` has planned for as many rows as X [..., k] has.
 
-    None if there is no plan, if X must be copied or rounded, if `eager` refuses an operand, or if
-    torch does not count writes to W.
+    None if there is no plan, if X must be rounded, if `eager` refuses an operand, or if torch does
+    not count writes to W.
     """
-    kind, n, m = x.dtype if scale is None else E4M3, layout[0], x.shape[0]
+    kind, (n, k, *_) = x.dtype if scale is None else E4M3, layout
+    m = x.numel() // k
     fits = x.is_cuda and m > 0 and x.dtype == kind and x.device == sparse.device == dense.device
-    if not fits or x.device.index != torch.cuda.current_device() or readable(x) is not x:
+    if not fits or x.device.index != torch.cuda.current_device():
         return None
     if not (sparse.is_contiguous() and dense.is_contiguous()) or sparse.is_inference():
         return None
@@ -113,67 +135,72 @@ def multiply(x: Tensor, sparse: Tensor, dense: Tensor, *rest: Any, training: boo
         return y
     if not training:
         return eager(x, sparse, dense, *rest)
-    derivative = _derivative(sparse, dense, rest[:5], None)
-    return node(x, lambda rows: eager(rows, sparse, dense, *rest), derivative)
+    derivative = _derivative(sparse, dense, rest[:5])
+
+    def run(rows: Tensor) -> Tensor:
+        return eager(rows, sparse, dense, *rest)
+
+    return node(signature_of(rest[4]), derivative, run, None, x)
 
 
 def multiply_recorded(
-    front: Any,
+    recordings: Recordings,
     x: Tensor,
-    tensors: tuple[Tensor, Tensor, Tensor],
-    rest: tuple[Layout, Tensor | None],
-    run: Callable[[Tensor], Tensor],
+    tiles: tuple[Tensor, Tensor],
+    layout: Layout,
+    scale: Tensor | None,
     guards: Sequence[Guard],
     *,
     bias: Tensor | None = None,
     training: bool,
-) -> tuple[Tensor, Any]:
-    """Return Y [..., n] of X [..., k] for a planned call, and a Front for later calls.
+) -> Tensor:
+    """Return Y [..., n] of X [..., k] on a GPU, and record it if it repeats the call before it.
 
-    front     what this function returned for the weight before, or None
-    tensors   the rows of X, [m, k], and the tiles of W
-    rest      the layout and the scale of W
-    run       what `planned_run` returned
-    training  whether autograd must see the call
+    recordings  of the weight, with the signature of its activation
+    tiles       of W; `layout` and `scale` are those of `eager`
+    training    whether autograd must see the call
     """
-    (_, sparse, dense), (layout, scale) = tensors, rest
 
-    def differentiated() -> Tensor:
-        y = multiply(*tensors, *layout, scale, training=True)
+    def in_python() -> Tensor:
+        y = multiply(rows_of(x), *tiles, *layout, scale, training=training)
         return unflatten(y if bias is None else y.add_(bias), x)
 
-    return recorded(
-        front,
-        x,
-        run,
-        guards,
-        bias=bias,
-        derivative=_derivative(sparse, dense, layout, bias) if scale is None else None,
-        differentiated=differentiated if training else None,
-    )
+    product = planned_run(x, *tiles, layout, scale)
+    if product is None:
+        return in_python()
+
+    def run(rows: Tensor) -> list[Tensor]:
+        y = product(rows)
+        return [y if bias is None else y.add_(bias)]
+
+    derivative = _derivative(*tiles, layout) if scale is None else None
+    conditions = Conditions(guards, bias=bias, derivative=derivative)
+    y: Tensor = recordings.call([x], conditions, run, in_python)
+    return y
 
 
-def _derivative(
-    sparse: Tensor, dense: Tensor, layout: tuple[Any, ...], bias: Tensor | None
-) -> Derivative:
-    """Return how a call is differentiated: by X alone, and by the bias."""
+def _derivative(sparse: Tensor, dense: Tensor, layout: tuple[Any, ...]) -> Derivative:
+    """Return how a call is differentiated: by X alone."""
     versions = sparse._version, dense._version
 
-    def product(gradient: Tensor, rows: Tensor | None = None) -> Tensor:
-        return _dgrad(gradient, rows, sparse, dense, *layout)
+    def product(gradient: Tensor, rows: Tensor | None = None) -> list[Tensor]:
+        return [_dgrad(gradient, rows, sparse, dense, *layout)]
 
-    def run(front: Any, dy: Tensor, x: Tensor | None, *_: Any) -> tuple[Tensor, None]:
+    def run(
+        front: Front | None, dy: Tensor, saved: Sequence[Tensor | None], _: Sequence[bool]
+    ) -> list[Tensor]:
         if (sparse._version, dense._version) != versions:
             raise RuntimeError("expected W as forward read it, found it modified before backward")
-        rows, gradient = None if x is None else rows_of(x), readable(rows_of(dy)).contiguous()
+        rows = None if (x := saved[0]) is None else rows_of(x)
+        gradient = aligned(rows_of(dy))
         if torch.is_grad_enabled() or is_watched():  # for second derivatives and dispatch modes
             dx: Tensor = dgrad(gradient, rows, sparse, dense, *layout)
         else:
-            inputs = [gradient] if rows is None else [gradient, rows]
-            dx = record(front, DGRAD, inputs, product)
-        return unflatten(dx, dy), None
+            inputs = [gradient] if rows is None else [gradient, readable(rows)]
+            (dx,) = record(front, 1, inputs, product)
+        return [unflatten(dx, dy)]
 
-    return Derivative(run, bias=bias, keeps_x=layout[4] is not None)
+    return run
 
 
 def _multiply(

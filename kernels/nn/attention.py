@@ -15,7 +15,11 @@ from torch import Tensor, nn
 
 from sparsebench.errors import Unsupported
 from sparsebench.formats.block_mask import BlockMask
-from sparsebench.kernels.nn._attention_op import attend, require_operands
+from sparsebench.kernels.nn._attention_op import (
+    attend_recorded,
+    recordings_of,
+    require_operands,
+)
 
 
 def attention(
@@ -31,8 +35,8 @@ def attention(
     The output of a query without an allowed key is 0. A block that no query selects affects no
     result, even if it holds NaN. Raises Unsupported.
     """
-    o, _ = attention_and_lse(q, k, v, mask, scale=scale)
-    return o
+    o, _ = _results(q, k, v, mask, scale)
+    return o[0] if q.dim() == 3 else o
 
 
 def attention_and_lse(
@@ -43,19 +47,29 @@ def attention_and_lse(
     Rows without an allowed key have -inf. The second result has no gradient; [H, S_q] for one
     sequence. Raises Unsupported.
     """
+    o, lse = _results(q, k, v, mask, scale)
+    lse = lse.view(o.shape[0], o.shape[2], o.shape[1])
+    return (o[0], lse[0]) if q.dim() == 3 else (o, lse)
+
+
+def _results(
+    q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, scale: float | None
+) -> tuple[Tensor, Tensor]:
+    """Return O [batch, S_q, H, D] and the LSE [batch * H, S_q]. Raises Unsupported."""
+    q, k, v = (x.unsqueeze(0) if x.dim() == 3 else x for x in (q, k, v))
     if not isinstance(mask, BlockMask):
         raise Unsupported(f"attention: expected a BlockMask, found {type(mask).__name__}")
-    single = q.dim() == 3
-    q, k, v = (x.unsqueeze(0) if x.dim() == 3 else x for x in (q, k, v))
+    given = scale if scale is None else float(scale)
+    eager = q.is_cuda and not torch.compiler.is_compiling()
+    recordings = recordings_of(mask, given) if eager else None
+    if recordings is not None and (fast := recordings.replay(q, k, v)) is not None:
+        o, lse = fast
+        return o, lse
     require_operands(q, k, v, mask)
-    factor = q.shape[3] ** -0.5 if scale is None else float(scale)
+    factor = q.shape[3] ** -0.5 if given is None else given
     if not factor > 0:
         raise Unsupported(f"attention: expected a scale above 0, found {scale}")
-    sizes = [*mask.tokens, *mask.block, mask.batch, mask.lists, int(mask.causal)]
-    arrays = mask.offsets, mask.columns, mask.bits, mask.slots
-    o, lse = attend(q, k, v, *arrays, sizes, factor)
-    lse = lse.view(q.shape[0], q.shape[2], q.shape[1])
-    return (o[0], lse[0]) if single else (o, lse)
+    return attend_recorded(recordings, q, k, v, mask, factor)
 
 
 class BlockSparseAttention(nn.Module):

@@ -10,7 +10,7 @@ X has a gradient, from the dense copy. X has the dtype of W, which cannot change
 """
 
 from collections.abc import Callable
-from typing import Any, Self
+from typing import Self
 
 import torch
 from torch import Tensor, nn
@@ -18,10 +18,11 @@ from torch import Tensor, nn
 from sparsebench.errors import Unsupported
 from sparsebench.formats._format import require, require_matrix
 from sparsebench.formats.bitmap import COLUMNS, ROWS, UNIT, Bitmap
-from sparsebench.kernels._common.front import Guard
+from sparsebench.kernels._common.front import Guard, Recordings
 from sparsebench.kernels._common.transforms import is_watched, unflatten
 from sparsebench.kernels._kernel import NAMES
 from sparsebench.kernels.nn import _bitmap_op
+from sparsebench.kernels.nn._frozen_op import SIGNATURE
 from sparsebench.kernels.nn._packed import (
     PackedLinear,
     dense_linear,
@@ -45,7 +46,6 @@ class BitmapLinear(PackedLinear):
     LAYOUT = f"n, k, position in {', '.join(NAMES.values())}"
     records: Tensor
     offsets: Tensor
-    _front: Any = None  # calls without Python (front.py)
 
     def __init__(
         self,
@@ -59,6 +59,7 @@ class BitmapLinear(PackedLinear):
     ) -> None:
         """Allocate zeros for a state dict to fill."""
         nn.Module.__init__(self)
+        self._recordings = Recordings(SIGNATURE)  # calls without Python (front.py)
         require(dtype in NAMES, f"expected {', '.join(NAMES.values())}, found {dtype}")
         require(stored % UNIT == 0, f"stored: expected a multiple of {UNIT} bytes, found {stored}")
         self.in_features, self.out_features, self.dtype = in_features, out_features, dtype
@@ -116,8 +117,8 @@ class BitmapLinear(PackedLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return Y [..., n] of X [..., k]. Raises Unsupported."""
-        if not torch.compiler.is_compiling() and self._front is not None:
-            fast: Tensor | None = self._front(x)
+        if not torch.compiler.is_compiling():
+            fast: Tensor | None = self._recordings.replay(x)
             if fast is not None:
                 return fast
         bias = self.bias
@@ -126,8 +127,7 @@ class BitmapLinear(PackedLinear):
             return y if bias is None else y + bias
         guards = [Guard(self._buffers, name, self._buffers[name]) for name in BUFFERS]
         guards.append(Guard(self._parameters, "bias", self._parameters.get("bias"), content=False))
-        y, self._front = of_layer(self._front, x, self.bitmap, bias, guards)
-        return y
+        return of_layer(self._recordings, x, self.bitmap, bias, guards)
 
     def _traced(self, x: Tensor) -> Tensor:
         """Return X @ W.T by the operator, after the checks that a trace can make."""

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from sparsebench.errors import Unsupported
 from sparsebench.formats._format import require, rows_of, sides_of
 from sparsebench.formats.bsr import Bsr
-from sparsebench.kernels._common.front import Guard
+from sparsebench.kernels._common.front import Guard, Recordings
 from sparsebench.kernels.nn import _bsr_autograd
 from sparsebench.kernels.nn._bsr_index import (
     Index,
@@ -34,11 +34,11 @@ from sparsebench.kernels.nn._bsr_index import (
     draw_pattern,
     grid_of,
     index_of,
+    require_index,
     source_of,
     stored_of,
 )
 from sparsebench.kernels.nn._bsr_pattern import pattern_of, replan
-from sparsebench.kernels.nn._bsr_index import require_index
 from sparsebench.kernels.nn._moves import repack, require_same_moves, state_moves
 from sparsebench.kernels.nn._sharded import gather_shards, is_sharded, require_one_index, shard_like
 from sparsebench.kernels.nn._weight import PackedWeight
@@ -64,7 +64,6 @@ class BlockSparseLinear(nn.Linear):
     columns: Tensor
     _sharded = False  # whether fully_shard has divided the values
     _unwritten: Index | None = None  # the index on the CPU, while the buffers are on "meta"
-    _front: Any = None  # calls without Python (front.py)
 
     def __init__(
         self,
@@ -81,6 +80,7 @@ class BlockSparseLinear(nn.Linear):
         """Draw the values, and also the pattern if there is none."""
         nn.Module.__init__(self)
         self.in_features, self.out_features = in_features, out_features
+        self._recordings = Recordings(_bsr_autograd.SIGNATURE)  # calls without Python (front.py)
         self.block = sides_of(block)
         self._shape = out_features, in_features
         self._grid = grid = grid_of(self._shape, self.block)
@@ -285,8 +285,8 @@ class BlockSparseLinear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return Y [..., n] of X [..., k]. Raises Unsupported, FormatError."""
-        if not torch.compiler.is_compiling() and self._front is not None:
-            y: Tensor | None = self._front(x)
+        if not torch.compiler.is_compiling():
+            y: Tensor | None = self._recordings.replay(x)
             if y is not None:
                 return y
         if x.dim() == 0 or x.shape[-1] != self.in_features:
@@ -303,10 +303,9 @@ class BlockSparseLinear(nn.Linear):
         guards = [Guard(None if cast else parameters, "values", values)]
         guards.append(Guard(parameters, "bias", parameters.get("bias")))
         guards += [Guard(buffers, name, buffers[name]) for name in ("offsets", "columns")]
-        y, self._front = _bsr_autograd.multiply_recorded(
-            self._front, x, self.out_features, guards, cast=cast
+        return _bsr_autograd.multiply_recorded(
+            self._recordings, x, self.out_features, guards, cast=cast
         )
-        return y
 
     def freeze(self) -> Self:
         """Stop training the layer: no gradient, no comparison of the index, values packed once.
@@ -316,7 +315,7 @@ class BlockSparseLinear(nn.Linear):
         require(not self.values.is_meta, "expected values, found a tensor on meta")
         self.requires_grad_(False)
         pattern_of(self.offsets, self.columns).frozen = True
-        self._front = None
+        self._recordings.clear()
         return self
 
     def plan(self, tokens: Iterable[int]) -> Self:

@@ -37,15 +37,14 @@ from sparsebench.formats.csr import Csr
 from sparsebench.formats.dense import Dense
 from sparsebench.formats.spense import Spense
 from sparsebench.kernels._common.capture import captured_into, keep
-from sparsebench.kernels._common.front import Guard, recorded
-from sparsebench.kernels._common.python_node import Derivative
-from sparsebench.kernels._common.transforms import is_transformed, is_watched, rows_of
+from sparsebench.kernels._common.front import PRODUCT, Conditions, Guard, Recordings, Signature
+from sparsebench.kernels._common.transforms import is_transformed, is_watched, readable
 from sparsebench.kernels._kernel import NAMES
 from sparsebench.kernels.nn import _bsr_autograd, _frozen_op, _spense_op
 from sparsebench.kernels.nn._bsr_pattern import pattern_of
 from sparsebench.kernels.nn._named_kernel import by_name
 
-FRONT = "_sparsebench_front"  # attribute of a weight: calls without Python (front.py)
+RECORDINGS = "_sparsebench_recordings"  # attribute of a weight: calls without Python (front.py)
 
 
 def matmul(x: Tensor, w: Format, kernel: str | None = None, **options: Any) -> Tensor:
@@ -69,8 +68,8 @@ def matmul(x: Tensor, w: Format, kernel: str | None = None, **options: Any) -> T
     if kernel is not None and not isinstance(kernel, str):
         raise Unsupported(f"matmul: expected the name of a kernel, found {_kind(kernel)}")
     if kernel is None and not torch.compiler.is_compiling():
-        front = w.__dict__.get(FRONT)
-        fast: Tensor | None = None if front is None else front(x)
+        recordings: Recordings | None = w.__dict__.get(RECORDINGS)
+        fast: Tensor | None = None if recordings is None else recordings.replay(x)
         if fast is not None:
             return fast
     k = w.shape[1]
@@ -109,16 +108,13 @@ def _by_format(x: Tensor, w: Format) -> Tensor:
         return linear(x, w.values)
     training = torch.is_grad_enabled() and x.requires_grad
     if isinstance(w, Spense):
-        tensors, layout = (x, w.sparse, w.dense), (*w.shape, *w.sparse_shape, None)
-        run = None if _spense_op.not_recorded() else _spense_op.planned_run(*tensors, layout, None)
-        if run is None:
-            return _spense_op.multiply(*tensors, *layout, training=training)
-        guards = _guards(w)
-        front, rest = w.__dict__.get(FRONT), (layout, None)
-        y, new_front = _spense_op.multiply_recorded(
-            front, x, tensors, rest, run, guards, training=training
+        tiles, layout = (w.sparse, w.dense), (*w.shape, *w.sparse_shape, None)
+        if not x.is_cuda or _spense_op.not_recorded():
+            return _spense_op.multiply(x, *tiles, *layout, None, training=training)
+        recordings, guards = _recordings_of(w, _spense_op.signature_of(None)), _guards(w)
+        return _spense_op.multiply_recorded(
+            recordings, x, tiles, layout, None, guards, training=training
         )
-        return _keep_front(w, new_front, y)
     if isinstance(w, Bitmap):
         return linear(x, _dense_copy(w)) if training or _is_traced() else _frozen(x, w)
     if isinstance(w, Csr):
@@ -139,28 +135,28 @@ def _bsr(x: Tensor, w: Bsr) -> Tensor:
         return _bsr_autograd.multiply(x, w.values, None, w.offsets, w.columns, w.shape[0])
     names = "values", "bias", "offsets", "columns"
     guards = [Guard(None, name, getattr(w, name, None)) for name in names]
-    front = w.__dict__.get(FRONT)
-    y, new_front = _bsr_autograd.multiply_recorded(front, x, w.shape[0], guards, cast=False)
-    return _keep_front(w, new_front, y)
+    recordings = _recordings_of(w, _bsr_autograd.SIGNATURE)
+    return _bsr_autograd.multiply_recorded(recordings, x, w.shape[0], guards, cast=False)
 
 
 def _frozen(x: Tensor, w: Bitmap | Csr) -> Tensor:
     """Multiply by a weight without a gradient (_frozen_op.py)."""
-    x = _bsr_autograd.readable(x)
-    run = _frozen_op.planned_run(x.shape[0], w) if x.is_cuda else None
-    if run is None:
-        return _frozen_op.multiply(x, w)
-    y, front = recorded(w.__dict__.get(FRONT), x, run, _guards(w))
-    return _keep_front(w, front, y)
+    in_python = partial(_frozen_op.multiply, readable(x), w)
+    product = _frozen_op.planned_run(x.shape[0], w) if x.is_cuda else None
+    if product is None:
+        return in_python()
+    recordings = _recordings_of(w, PRODUCT)
+    y: Tensor = recordings.call([x], Conditions(_guards(w)), lambda t: [product(t)], in_python)
+    return y
 
 
 def of_layer(
-    front: Any, x: Tensor, w: Bitmap, bias: Tensor | None, guards: Sequence[Guard]
-) -> tuple[Tensor, Any]:
-    """Return X @ W.T and the bias, and a Front for later calls of the layer that holds them.
+    recordings: Recordings, x: Tensor, w: Bitmap, bias: Tensor | None, guards: Sequence[Guard]
+) -> Tensor:
+    """Return X @ W.T and the bias, and record the call if it repeats the call before it.
 
-    front   what this function returned for the layer before, or None
-    guards  of the layer's tensors
+    recordings  of the layer, with the SIGNATURE of _frozen_op.py
+    guards      of the layer's tensors
     """
 
     def in_python() -> Tensor:
@@ -170,37 +166,33 @@ def of_layer(
     layout = x.dtype, x.device, x.dim() > 0 and x.shape[-1]
     plain = x.is_cuda and layout == (w.dtype, w.records.device, w.shape[1])
     traced = _is_traced() or torch.is_autocast_enabled(x.device.type)
-    if not plain or traced:
-        return in_python(), front
-    rows = rows_of(x)
-    if not rows.shape[0] or _bsr_autograd.readable(rows) is not rows:
-        return in_python(), front
-    with_bias = bias is not None and bias.requires_grad
-    training = torch.is_grad_enabled() and (x.requires_grad or with_bias)
-    run = _frozen_op.planned_run(rows.shape[0], w)
-    if training and run is None:
-        with torch.no_grad():
-            _frozen_op.multiply(rows, w)  # the path in Python multiplies by the dense copy
-    return recorded(
-        front,
-        x,
-        run or partial(_frozen_op.multiply, w=w),
-        guards,
-        planned=run is not None,
-        bias=bias,
-        derivative=Derivative(_frozen_op.derivative_of(w), bias=bias),
-        differentiated=in_python if training else None,
-    )
+    if not plain or traced or not (m := x.numel() // w.shape[1]):
+        return in_python()
+    product = _frozen_op.planned_run(m, w)
+    if product is None:
+        with torch.no_grad():  # with a gradient, the path in Python multiplies by the dense copy
+            _frozen_op.multiply(readable(x.reshape(m, -1)), w)
+        return in_python()
+
+    def run(rows: Tensor) -> list[Tensor]:
+        y = product(rows)
+        return [y if bias is None else y.add_(bias)]
+
+    conditions = Conditions(guards, bias=bias, derivative=_frozen_op.derivative_of(w))
+    y: Tensor = recordings.call([x], conditions, run, in_python)
+    return y
 
 
 def _guards(w: Format) -> list[Guard]:
     return [Guard(None, name, array) for name, array in w.arrays().items()]
 
 
-def _keep_front(w: Format, front: Any, y: Tensor) -> Tensor:
-    """Keep what has the recordings of a weight, and return Y."""
-    object.__setattr__(w, FRONT, front)
-    return y
+def _recordings_of(w: Format, signature: Signature) -> Recordings:
+    """Return the recorded calls of a weight, which the first call makes."""
+    if (recordings := w.__dict__.get(RECORDINGS)) is None:
+        recordings = Recordings(signature)
+        object.__setattr__(w, RECORDINGS, recordings)
+    return recordings
 
 
 def _is_traced() -> bool:

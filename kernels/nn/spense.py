@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from sparsebench.errors import Unsupported
 from sparsebench.formats._format import require, require_size
 from sparsebench.formats.spense import VALUE_BYTES, Spense, sparse_shape_of, tile_shapes
-from sparsebench.kernels._common.front import Fronts, Guard
+from sparsebench.kernels._common.front import Guard, Recordings
 from sparsebench.kernels._common.transforms import rows_of, unflatten
 from sparsebench.kernels.nn._packed import (
     PackedLinear,
@@ -48,7 +48,7 @@ from sparsebench.kernels.nn._spense_op import (
     multiply,
     multiply_recorded,
     not_recorded,
-    planned_run,
+    signature_of,
 )
 from sparsebench.kernels.nn._spense_weights import DTYPES, pack_weight, round_weight, with_name
 from sparsebench.kernels.nn._weight import FusedPart
@@ -78,7 +78,7 @@ class SpenseLinear(PackedLinear):
     sparse: Tensor
     dense: Tensor
     scale: Tensor | None
-    _fronts: "Fronts"
+    _recordings: dict[str | None, Recordings]  # by activation: calls without Python (front.py)
 
     def __init__(
         self,
@@ -93,7 +93,7 @@ class SpenseLinear(PackedLinear):
     ) -> None:
         """Allocate zeros for a state dict to fill."""
         nn.Module.__init__(self)
-        self._fronts = Fronts()
+        self._recordings = {}
         require(dtype in NAMES, f"expected {DTYPES}, found {dtype}")
         self.in_features, self.out_features, self.dtype = in_features, out_features, dtype
         n, k = out_features, in_features
@@ -186,8 +186,8 @@ class SpenseLinear(PackedLinear):
 
     def _product(self, x: Tensor, activation: str | None = None) -> Tensor:
         """Return X @ W.T and the bias; with an activation, if W is gate and up, act(G) * U."""
-        if not torch.compiler.is_compiling() and activation in self._fronts:
-            fast: Tensor | None = self._fronts[activation](x)
+        if not torch.compiler.is_compiling() and activation in self._recordings:
+            fast: Tensor | None = self._recordings[activation].replay(x)
             if fast is not None:
                 return fast
         if x.dim() == 0 or x.shape[-1] != self.in_features:
@@ -201,30 +201,26 @@ class SpenseLinear(PackedLinear):
         if x.dtype not in (self.outside, self.dtype):
             raise Unsupported(f"expected X in the layer's {self.outside}, found {x.dtype}")
         bias = self.bias if activation is None else None
-        tensors = rows_of(x), self.sparse, self.dense
+        tiles = self.sparse, self.dense
         layout = self.out_features, self.in_features, *self.sparse_shape, activation
         training |= torch.is_grad_enabled() and bias is not None and bias.requires_grad
-        y: Tensor
-        in_python = cast or not_recorded()
-        run = None if in_python else planned_run(*tensors, layout, self.scale)
-        if run is None:
-            y = multiply(*tensors, *layout, self.scale, training=training)
+        if cast or not x.is_cuda or not_recorded():
+            y = multiply(rows_of(x), *tiles, *layout, self.scale, training=training)
             return unflatten(y if bias is None else y.add_(bias), x)
+        if activation not in self._recordings:
+            self._recordings[activation] = Recordings(signature_of(activation))
         guards = [Guard(self._buffers, name, self._buffers[name]) for name in BUFFERS]
         guards.append(Guard(self._parameters, "bias", self._parameters.get("bias"), content=False))
-        y, front = multiply_recorded(
-            self._fronts.pop(activation, None),
+        return multiply_recorded(
+            self._recordings[activation],
             x,
-            tensors,
-            (layout, self.scale),
-            run,
+            tiles,
+            layout,
+            self.scale,
             guards,
             bias=bias,
             training=training,
         )
-        if front is not None:
-            self._fronts[activation] = front
-        return y
 
     def extra_repr(self) -> str:
         """Return the sizes, the sparse part and the dtype."""

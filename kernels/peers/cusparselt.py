@@ -85,7 +85,7 @@ class Way(Algorithm):
 
 
 @dataclass(frozen=True)
-class Product:
+class HalfSparse:
     """A way with its plan: `call` writes to its argument, whose first m of `rows` rows are Y."""
 
     way: Way
@@ -181,7 +181,7 @@ def choose(
     searching: bool,
     pinned: Mapping[str, Any] | None,
     before: Sequence[Mapping[str, Any]] = (),
-) -> tuple[Product, dict[str, Any], list[dict[str, Any]]]:
+) -> tuple[HalfSparse, dict[str, Any], list[dict[str, Any]]]:
     """Return the fastest way, or the pinned one, its choice, and the candidates.
 
     before  candidates of an earlier process (Operands.timed)
@@ -230,7 +230,7 @@ def layouts(dtype: torch.dtype) -> list[Way]:
     return [Way(), *(way for way in every if way != Way())]
 
 
-def accepted(target: Call, ways: Iterable[Way]) -> tuple[list[Product], set[str]]:
+def accepted(target: Call, ways: Iterable[Way]) -> tuple[list[HalfSparse], set[str]]:
     """Return the products of the accepted ways, and why the library refuses the others."""
     products, reasons = [], set()
     for way in ways:
@@ -241,11 +241,11 @@ def accepted(target: Call, ways: Iterable[Way]) -> tuple[list[Product], set[str]
     return products, reasons
 
 
-def planned(target: Call, way: Way) -> Product:
+def planned(target: Call, way: Way) -> HalfSparse:
     """Plan one way. Raises CusparseLtError if the library refuses it."""
     plan = plan_of(target, way)
     rows = way.tokens or len(target.x)
-    return Product(replace(way, **asdict(plan.actual)), rows, call_of(target, way, plan))
+    return HalfSparse(replace(way, **asdict(plan.actual)), rows, call_of(target, way, plan))
 
 
 def plan_of(target: Call, way: Way) -> Plan:
@@ -273,7 +273,7 @@ def call_of(target: Call, way: Way, plan: Plan) -> Callable[[Tensor], None]:
     return run
 
 
-def searched_by_the_library(target: Call, products: Sequence[Product]) -> list[Product]:
+def searched_by_the_library(target: Call, products: Sequence[HalfSparse]) -> list[HalfSparse]:
     results: list[Way] = []
     for one in products:
         if (target.x.dtype, one.way.y_layout) in TRAPS:
@@ -321,7 +321,7 @@ def plain(way: Way, algorithm: int | None = None) -> Way:
 
 
 def fastest_few(
-    products: Sequence[Product], result: Search, count: int, *, numbers: bool
+    products: Sequence[HalfSparse], result: Search, count: int, *, numbers: bool
 ) -> list[Way]:
     """Return the layouts, or with `numbers` also the algorithms, of the fastest few products."""
     ranked = sorted(zip((t.time_us for t in result.trials), range(len(products)), strict=False))
@@ -329,8 +329,10 @@ def fastest_few(
     return list(dict.fromkeys(plain(w, w.algorithm if numbers else None) for w in ways))[:count]
 
 
-def time_products(target: Call, n: int, products: Sequence[Product]) -> tuple[Product, Search]:
-    def calling(one: Product) -> Callable[[], object]:
+def time_products(
+    target: Call, n: int, products: Sequence[HalfSparse]
+) -> tuple[HalfSparse, Search]:
+    def calling(one: HalfSparse) -> Callable[[], object]:
         def call() -> None:
             rows = target.x.new_empty(one.rows, target.y_stride, dtype=target.output)
             one.call(rows[:, :n])
@@ -341,7 +343,7 @@ def time_products(target: Call, n: int, products: Sequence[Product]) -> tuple[Pr
     return products[result.best], result
 
 
-def lines_of(of: str, products: Sequence[Product], result: Search) -> list[dict[str, Any]]:
+def lines_of(of: str, products: Sequence[HalfSparse], result: Search) -> list[dict[str, Any]]:
     return result.lines([asdict(one.way) for one in products], whole=True, of=of)
 
 

@@ -53,8 +53,8 @@ class Parts:
     them, or None if the library refuses it.
     """
 
-    sparse: cusparselt.Product
-    adding: cusparselt.Product | None
+    sparse: cusparselt.HalfSparse
+    adding: cusparselt.HalfSparse | None
     w: Tensor
     x: Tensor
     width: int
@@ -124,7 +124,7 @@ def multiply(parts: Parts, way: Way) -> Tensor:
     return y
 
 
-def _adding(target: cusparselt.Call, sparse: cusparselt.Product) -> cusparselt.Product | None:
+def _adding(target: cusparselt.Call, sparse: cusparselt.HalfSparse) -> cusparselt.HalfSparse | None:
     """Return the product that adds to Y in its final layout, or None if it is refused."""
     try:
         in_place = replace(sparse.way, y_layout="columns")

@@ -88,7 +88,7 @@
 // WATCHDOG=1 a kernel that hangs ends and reports where.
 // Source: PTX ISA 9.0, wgmma.mma_async.sp.
 
-#include "hopper.cuh"
+#include "ring.cuh"
 #include "scales.cuh"
 
 constexpr int SPARSE_BYTES = VALUE_BYTES + (FP8 ? 2048 : 1024);  // of a tile: values, metadata
@@ -175,31 +175,13 @@ __device__ __forceinline__ int sparse_k_tiles(const Weights& w, const WorkTile& 
   return row < w.sparse_rows ? min(max(w.sparse_columns - tile.k_tile, 0), tile.k_tiles) : 0;
 }
 
-// ---- a pipeline of stages, and a thread's position in it ----
+// ---- a pipeline: a ring with its stages ----
 
 // Shared memory: the stages, then the full barrier of each stage, then the empty barrier of each.
-template <int BYTES, int STAGES> struct Pipeline {
-  static constexpr int FULL = STAGES * BYTES, EMPTY = FULL + 8 * STAGES, END = FULL + 1024;
-  u32 base, phase;
-  int stage;
-  __device__ __forceinline__ u32 buffer() const { return base + stage * BYTES; }
-  __device__ __forceinline__ u32 full_barrier() const { return base + FULL + 8 * stage; }
-  __device__ __forceinline__ u32 empty_barrier(int of) const { return base + EMPTY + 8 * of; }
-  __device__ __forceinline__ void consumer_wait() const {
-    mbarrier_wait(full_barrier(), phase, "a full stage");
-  }
-  __device__ __forceinline__ void producer_acquire() const {
-    mbarrier_wait(empty_barrier(stage), phase, "an empty stage");
-  }
-  __device__ __forceinline__ void advance() {
-    if (++stage == STAGES) { stage = 0; phase ^= 1; }
-  }
-  __device__ __forceinline__ void init_barriers(int consumers) const {  // that release a stage
-    for (int i = 0; i < STAGES; i++) {
-      mbarrier_init(base + FULL + 8 * i, 1);  // the producer, which also expects bytes
-      mbarrier_init(base + EMPTY + 8 * i, consumers);
-    }
-  }
+template <int BYTES, int STAGES>
+struct Pipeline : Ring<STAGES, BehindStages<STAGES, STAGES * BYTES>> {
+  static constexpr int END = STAGES * BYTES + 1024;
+  __device__ __forceinline__ u32 buffer() const { return this->base + this->stage * BYTES; }
 };
 using XPipeline = Pipeline<X_BYTES, X_STAGES>;
 using WPipeline = Pipeline<W_BYTES, W_STAGES>;
@@ -475,12 +457,8 @@ struct InFlight { int x, w; };  // stages that the wgmma in flight read; -1 for 
 // receives the box, and one of the expanders of each. That of W counts one arrival of each warp.
 __device__ __forceinline__ void consumer_release(const XPipeline& x, const WPipeline& w,
                                                  InFlight done) {
-  const int thread = threadIdx.x % 128;
-  if (done.x >= 0) {
-    if (CLUSTER == 1 && thread == 0) mbarrier_arrive(x.empty_barrier(done.x));
-    if (CLUSTER > 1 && thread < CLUSTER) mbarrier_arrive_cluster(x.empty_barrier(done.x), thread);
-  }
-  if (done.w >= 0 && thread % 32 == 0) mbarrier_arrive(w.empty_barrier(done.w));
+  x.warpgroup_release<CLUSTER>(done.x, done.x >= 0);
+  if (done.w >= 0 && threadIdx.x % 32 == 0) mbarrier_arrive(w.empty_barrier(done.w));
 }
 
 // The wgmma of one half run while the metadata of the other half is loaded.
@@ -828,21 +806,13 @@ __device__ __forceinline__ void mainloop(Accumulators& d, XPipeline& x, WPipelin
   mainloop_sparse(d, x, pipeline, sparse);
   mainloop_dense(d, x, pipeline, 2 * dense);
 }
-__device__ __forceinline__ void init_barriers(u32 stages) {
-  XPipeline{stages}.init_barriers((WARPGROUPS + WINDOWS) * CLUSTER);
-  for (int warpgroup = 0; warpgroup < WARPGROUPS; warpgroup++)
-    WPipeline{stages + XPipeline::END + warpgroup * WPipeline::END}.init_barriers(4);  // warps
-}
 __device__ __forceinline__ WPipeline w_pipeline_of(u32 stages, int warpgroup, bool producer) {
   return WPipeline{stages + XPipeline::END + warpgroup * WPipeline::END, producer, 0};
 }
-template <int REGISTERS> __device__ __forceinline__ void take_registers() {
-  if (WARPGROUPS > 1)
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(REGISTERS));
-}
-template <int REGISTERS> __device__ __forceinline__ void give_registers() {
-  if (WARPGROUPS > 1)
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(REGISTERS));
+__device__ __forceinline__ void init_barriers(u32 stages) {
+  XPipeline{stages}.init_barriers(1, (WARPGROUPS + WINDOWS) * CLUSTER);
+  for (int warpgroup = 0; warpgroup < WARPGROUPS; warpgroup++)
+    w_pipeline_of(stages, warpgroup, false).init_barriers(1, 4);  // warps
 }
 
 #if SPLIT
@@ -850,10 +820,6 @@ template <int REGISTERS> __device__ __forceinline__ void give_registers() {
 constexpr int SUMS = XPipeline::END + WARPGROUPS * WPipeline::END;
 constexpr int RECEIVED = SUMS + WARPGROUPS * SUMS_BYTES;  // an mbarrier for each warpgroup
 static_assert(RECEIVED + 1024 <= SHARED_BYTES - 1024);
-
-__device__ __forceinline__ void prefetch(const TensorMap* map) {
-  asm volatile("prefetch.tensormap [%0];" :: "l"(map) : "memory");
-}
 
 // One cluster for each item, one CTA for each part of its k tiles.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
@@ -872,9 +838,9 @@ multiply_tiles(const __grid_constant__ Maps maps, const __grid_constant__ Weight
       mbarrier_init(received, 1);
       mbarrier_arrive_expect_tx(received, bytes_for(part));
     }
-    asm volatile("fence.mbarrier_init.release.cluster;");
+    fence_mbarrier_init();
   } else if (threadIdx.x == 128 * WARPGROUPS) {  // the warp that loads X
-    prefetch(&maps.x), prefetch(&maps.out);
+    prefetch_map(&maps.x), prefetch_map(&maps.out);
   }
   __syncthreads();
   if (SPLIT > 1) cluster_arrive_relaxed();  // its mbarriers are initialised
@@ -886,7 +852,7 @@ multiply_tiles(const __grid_constant__ Maps maps, const __grid_constant__ Weight
   // Producers start one phase ahead: in the first round all stages are empty.
   XPipeline x{stages, role == WARPGROUPS, 0};
   if (role == WARPGROUPS) {
-    give_registers<PRODUCER_REGISTERS>();
+    if (WARPGROUPS > 1) setmaxnreg_dec<PRODUCER_REGISTERS>();
     if (WINDOWS && warp > WARPGROUPS) {
       x.phase = 0;  // of a consumer
       expand_x(x, tile.k_tiles);
@@ -898,7 +864,7 @@ multiply_tiles(const __grid_constant__ Maps maps, const __grid_constant__ Weight
     __syncwarp();
     if (SPLIT > 1) cluster_wait();
   } else {
-    take_registers<CONSUMER_REGISTERS>();
+    if (WARPGROUPS > 1) setmaxnreg_inc<CONSUMER_REGISTERS>();
     WPipeline w_pipeline = w_pipeline_of(stages, role, false);
     const u32 out = w_pipeline.base, sums = stages + SUMS + role * SUMS_BYTES;
     const int row = tile_row_of(w, tile, role);
@@ -933,7 +899,7 @@ multiply_tiles(const __grid_constant__ Maps maps, const __grid_constant__ Weight
   const u32 stages = (smem_address(shared) + 1023) & ~1023u;  // the alignment of a swizzled tile
   if (threadIdx.x == 0) {
     init_barriers(stages);
-    asm volatile("fence.mbarrier_init.release.cluster;");  // 2 us if all threads execute it
+    fence_mbarrier_init();
   }
   if (CLUSTER > 1) cluster_sync();
   else __syncthreads();
@@ -942,7 +908,7 @@ multiply_tiles(const __grid_constant__ Maps maps, const __grid_constant__ Weight
   const int begin = first.starts[worker], end = first.starts[worker + 1];
   XPipeline x{stages, role == WARPGROUPS, 0};
   if (role == WARPGROUPS) {
-    give_registers<PRODUCER_REGISTERS>();
+    if (WARPGROUPS > 1) setmaxnreg_dec<PRODUCER_REGISTERS>();
     if (WINDOWS && warp > WARPGROUPS) {
       x.phase = 0;  // of a consumer
       for (int i = begin; i < end; i++) expand_x(x, items[i].tile.k_tiles);
@@ -958,7 +924,7 @@ multiply_tiles(const __grid_constant__ Maps maps, const __grid_constant__ Weight
     }
     __syncwarp();
   } else {
-    take_registers<CONSUMER_REGISTERS>();
+    if (WARPGROUPS > 1) setmaxnreg_inc<CONSUMER_REGISTERS>();
     WPipeline w_pipeline = w_pipeline_of(stages, role, false);
     const int consumer = WARPGROUPS * rank + role;
     const u32 out = stages + XPipeline::END + WARPGROUPS * WPipeline::END +

@@ -128,20 +128,22 @@ def configurations(
     """
     tilings = _tilings.likeliest(m, shape, itemsize, multiprocessors(device))
     fitting = [tokens for tokens in POWERS if tokens < 2 * m or tokens == POWERS[0]]
+    sizes: list[tuple[int, ...]]
     if m <= 32:
         sizes = [(fitting[-1], 1, ahead) for ahead in (5, 4, 6)]
     elif m <= 64:  # clusters of one CTA are 2 to 3 % faster with many features
         sizes = [(fitting[-1], *each) for each in ((2, 5), (2, 4), (1, 5), (1, 6))]
     else:
         sizes = [(tokens, cluster, 4) for tokens in fitting[:-3:-1] for cluster in (2, 1)]
-    lists = [Config(tokens, 1, *each) for tokens, *each in tilings]
-    lists = list(dict.fromkeys([*lists, *(Config(*each) for each in sizes)]))
     if 128 < m <= 256:  # 27.4 us instead of 28.2 with 18432 features in fp8
-        lists.append(Config(128, 1, 4, 3))
+        sizes.append((128, 1, 4, 3))
+    lists = [Config(tokens, 1, *each) for tokens, *each in tilings]
+    lists += [Config(*each) for each in sizes]
     at_once = {split: _at_once(split, device) for split in _clusters.SPLITS}
     likeliest = _clusters.likeliest(m, shape, itemsize, at_once, clusters)
     shared = [Config(tokens, 1, *each) for tokens, *each in likeliest]
-    return [*shared, *lists] if m in CLUSTERS_FIRST else [*lists, *shared]
+    listed = [*shared, *lists] if m in CLUSTERS_FIRST else [*lists, *shared]
+    return list(dict.fromkeys(listed))
 
 
 def _at_once(ctas: int, device: torch.device) -> int:

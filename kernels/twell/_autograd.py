@@ -222,7 +222,7 @@ def _backward_plan(
         x, dy, (wg, wu, wd_t), dnorms, out, active, squared=squared, device=device
     )
     inputs = dy, dnorms, x, wg, wu, wd_t, *packed
-    return Template([slopes, *sums], inputs, out), Template(dense, (*inputs, *out), ())
+    return Template([slopes, *sums], inputs, out), Template(dense, (*inputs, *out), out)
 
 
 def _shaped(dtype: torch.dtype, *shapes: tuple[int, ...]) -> list[Tensor]:

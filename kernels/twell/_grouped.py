@@ -112,10 +112,8 @@ def clusters(split: int, k: int, device: torch.device, alone: bool = False) -> i
     return clusters_at_once(split, threads_of(k, alone)[1], shared, device)
 
 
-def constants_of(
-    call: TwellCall, split: int, config: Config, tiles: tuple[int, int] = (TILE, CAPACITY)
-) -> Constants:
-    """Return the macros of ffn_sparse.cu; `tiles` are units and entries of a tile of words."""
+def constants_of(call: TwellCall, split: int, config: Config) -> Constants:
+    """Return the macros of ffn_sparse.cu."""
     flags = {
         "SQUARED": call.squared,
         "GATED": call.gated,
@@ -123,7 +121,7 @@ def constants_of(
         "FP16": call.dtype == torch.float16,
         "ALONE": config.alone,
     }
-    sizes = dict(zip(("TILE", "CAPACITY"), tiles, strict=True)) if config.cluster else {}
+    sizes = {"TILE": TILE, "CAPACITY": CAPACITY} if config.cluster else {}
     named = {"K": call.k, "SPLIT": split} | flags | sizes
     return tuple((name, int(value)) for name, value in named.items())
 

@@ -60,7 +60,7 @@ def template_of(call: TwellCall, device: torch.device) -> Template:
     tensors |= {name: torch.empty(s, dtype=int32, device="meta") for name, s in counts.items()}
     if not call.gated:
         del tensors["wu"]
-    programs = products(**tensors, squared=call.squared, programs=multiprocessors(device))
+    programs = products(**tensors, squared=call.squared, device=device)
     return Template(programs, [*tensors.values()], [tensors["y"]])
 
 
@@ -73,20 +73,21 @@ def products(
     heavy: Tensor,
     *,
     squared: bool,
-    programs: int,
+    device: torch.device,
     wu: Tensor | None = None,
 ) -> list[BoundKernel]:
     """Return the kernels of H, which overwrites the gates g [m, n], and of Y; relu2 if `squared`.
 
+    `device` is where they run, also if the tensors have no data (meta).
     wu and wd_t [n, k]. Without wu, H is act(g), which the product of Y computes as it loads g.
     """
+    early, programs = device.type != "cpu", multiprocessors(device)
 
     def product(kind: Kind, x: Tensor, w: Tensor, out: Tensor) -> BoundKernel:
         (m, k), n = x.shape, out.shape[1]
         tokens = min(128, max(SMALLEST_TILE, triton.next_power_of_2(m)))
         features = 128 if m > 1024 else 64 if m > 64 else 32
         warps = 8 if features == 128 else 4
-        early = x.device.type != "cpu"
         sides = {"TOKENS": tokens, "FEATURES": features, "DEPTH": DEPTH}
         sides |= {"GROUP": GROUP, "BAND": BAND}
         flags = {"STAGES": STAGES, "KIND": kind, "SQUARED": squared, "EARLY": early}

@@ -75,14 +75,12 @@ def writer(
     return write
 
 
-def constants_of(
-    cluster: int, dtype: torch.dtype, tile: int = TILE, capacity: int = CAPACITY
-) -> Constants:
+def constants_of(cluster: int, dtype: torch.dtype) -> Constants:
     """Return the macros of twell_gate.cu."""
     return (
         ("CLUSTER", cluster),
-        ("TILE", tile),
-        ("CAPACITY", capacity),
+        ("TILE", TILE),
+        ("CAPACITY", CAPACITY),
         ("FP16", int(dtype == torch.float16)),
         ("SHARED_BYTES", SHARED_BYTES),
     )

@@ -776,7 +776,7 @@ multiply_few(const char* x, const char* wg, const char* wu, const char* wd, u16*
     if (!COPIED_X) load_x(own, (const uint4*)x, work.rank, m);
   } else {
     if (warp == PRODUCER) {  // at once, because no other thread writes where these copies land
-      if (threadIdx.x % 32 == 0) bars.init_all(), fence_barrier_init(), fence_proxy_async();
+      if (threadIdx.x % 32 == 0) bars.init_all(), fence_mbarrier_init(), fence_proxy_async();
       __syncwarp();
       producer.load_x(x, m);
       producer.load_gates(0, min(FIRST, work.tiles), wg);

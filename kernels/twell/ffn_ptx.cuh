@@ -1,9 +1,9 @@
 // Instructions that ffn_few.cu and ffn_sparse.cu use beyond those of hopper.cuh and mma.cuh.
 // Each function is one PTX instruction; tests on a CPU replace this file with grid_on_cpu.h.
-// Source: PTX ISA 9.0, cp.async, createpolicy, mbarrier, bar, setmaxnreg, ld, st, red.
+// Source: PTX ISA 9.0, cp.async, createpolicy, mbarrier, bar, ld, st, red.
 
 #pragma once
-#include "hopper.cuh"
+#include "ring.cuh"
 #include "mma.cuh"
 
 // ---- L2 policies: how long L2 keeps a line ----
@@ -71,25 +71,12 @@ __device__ __forceinline__ void expect_tx(u32 barrier, int bytes) {  // without 
   asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;"
                :: "r"(barrier), "r"(bytes) : "memory");
 }
-// Call it after `mbarrier_init`, before another CTA of the cluster uses the barriers.
-__device__ __forceinline__ void fence_barrier_init() {
-  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-}
 // Wait at hardware barrier 0 to 15 of a CTA for `threads` threads, which are whole warps.
 __device__ __forceinline__ void named_barrier_sync(int barrier, int threads) {
   asm volatile("bar.sync %0, %1;" :: "r"(barrier), "r"(threads) : "memory");
 }
 template <int BARRIER, int THREADS> __device__ __forceinline__ void named_barrier_sync() {
   asm volatile("bar.sync %0, %1;" :: "n"(BARRIER), "n"(THREADS) : "memory");
-}
-
-// ---- registers of a warpgroup ----
-
-template <int REGISTERS> __device__ __forceinline__ void warpgroup_reg_alloc() {
-  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(REGISTERS));
-}
-template <int REGISTERS> __device__ __forceinline__ void warpgroup_reg_dealloc() {
-  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(REGISTERS));
 }
 
 // ---- a cluster: this CTA's rank; flags in shared memory, a byte each ----

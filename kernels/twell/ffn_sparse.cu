@@ -450,23 +450,12 @@ struct Steps {
   }
 };
 
-struct Pipeline {
-  u32 stages, full, empty;  // shared memory
-  int slot;
-  u32 parity;
-  __device__ __forceinline__ Pipeline(Shared& s, u32 parity)
-      : stages(smem_address(shared) + GROUP * X_PITCH), full(smem_address(s.full)),
-        empty(smem_address(s.empty)), slot(0), parity(parity) {}
-  __device__ __forceinline__ u32 tile() const { return stages + slot * STAGE_BYTES; }
-  __device__ __forceinline__ void consumer_wait() const {
-    mbarrier_wait(full + 8 * slot, parity, "a full stage");
-  }
-  __device__ __forceinline__ void producer_acquire() const {
-    mbarrier_wait(empty + 8 * slot, parity, "an empty stage");
-  }
-  __device__ __forceinline__ void advance() {
-    if (++slot == STAGES) slot = 0, parity ^= 1;
-  }
+struct Pipeline : Ring<STAGES> {
+  u32 stages;  // in shared memory
+  __device__ __forceinline__ Pipeline(Shared& s, u32 phase)
+      : Ring{smem_address(s.full), smem_address(s.empty), 0, phase},
+        stages(smem_address(shared) + GROUP * X_PITCH) {}
+  __device__ __forceinline__ u32 tile() const { return stages + stage * STAGE_BYTES; }
 };
 
 // Return the swizzled offset of a piece of 16 bytes. Eight rows that are read at once are in
@@ -496,7 +485,7 @@ __device__ __forceinline__ void load_step(Pipeline& pipeline, const char* w, con
                 (row & 0xff) && (HALVES * HALF == K || HALF * half + 256 * j + 8 * lane < K),
                 evict_last_policy());
     }
-    cp_async_arrive(pipeline.full + 8 * pipeline.slot);
+    cp_async_arrive(pipeline.full_barrier());
     pipeline.advance();
   }
 }
@@ -632,8 +621,8 @@ struct MmaWarp {
   __device__ __forceinline__ void release_rows() {
     __syncwarp();
     if (threadIdx.x % 32 == 0) {
-      mbarrier_arrive(pipeline.empty + 8 * (pipeline.slot ? pipeline.slot - 1 : STAGES - 1));
-      mbarrier_arrive(pipeline.empty + 8 * pipeline.slot);
+      mbarrier_arrive(pipeline.empty_barrier((pipeline.stage ? pipeline.stage : STAGES) - 1));
+      mbarrier_arrive(pipeline.empty_barrier());
     }
     pipeline.advance();
   }
@@ -817,10 +806,7 @@ up_and_down(const u16* x, u16* g, const char* wu, const char* wd, u16* y, int* l
       mbarrier_init(smem_address(&s.used[i]), MMA_WARPS + LOAD_THREADS / 32);
       s.lists[i].gates = gates + (u64)(place.cta * LISTS + i) * MOST_ROWS * GROUP;
     }
-    for (int i = 0; i < STAGES; i++) {
-      mbarrier_init(smem_address(&s.full[i]), LOAD_THREADS);
-      mbarrier_init(smem_address(&s.empty[i]), MMA_WARPS);
-    }
+    Pipeline(s, 0).init_barriers(LOAD_THREADS, MMA_WARPS);
     mbarrier_init(smem_address(&s.x_full), LOAD_THREADS);
     mbarrier_init(smem_address(&s.x_empty), MMA_WARPS);
     mbarrier_init(smem_address(&s.summed), 1);
@@ -840,10 +826,10 @@ up_and_down(const u16* x, u16* g, const char* wu, const char* wd, u16* y, int* l
   if (group == END) return;  // all CTAs of a cluster return here together
   const int other = threadIdx.x - MMA_THREADS;
   if (other < 0) {
-    if (MOVES_REGISTERS) warpgroup_reg_alloc<MMA_REGISTERS>();
+    if (MOVES_REGISTERS) setmaxnreg_inc<MMA_REGISTERS>();
     mma_groups(layer, place, s);
   } else {
-    if (MOVES_REGISTERS) warpgroup_reg_dealloc<OTHER_REGISTERS>();
+    if (MOVES_REGISTERS) setmaxnreg_dec<OTHER_REGISTERS>();
     if (other < LIST_THREADS) list_groups(layer, place, {other, LIST_THREADS, 1}, s);
     else load_groups(layer, place, other - LIST_THREADS, s);
   }

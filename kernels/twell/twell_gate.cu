@@ -42,7 +42,7 @@
 // Compiled with -DCLUSTER=1|2, -DTILE=256|128|64, -DCAPACITY=3, 7, 15, ... (below TILE / 2),
 // -DFP16=0|1, and SHARED_BYTES of _twell_gate.py. WATCHDOG=1 is explained in hopper.cuh.
 
-#include "hopper.cuh"
+#include "ring.cuh"
 
 constexpr int TOKENS = 128, UNITS = 256;  // of a CTA tile
 constexpr int DEPTH = 64, ROW_BYTES = 128, CONSUMERS = 2, BAND = 8;
@@ -94,22 +94,11 @@ struct Schedule {
   }
 };
 
-// ---- the pipeline of stages ----
+// ---- the pipeline: stages, then the ring's barriers ----
 
-struct Pipeline {
-  u32 base, phase;
-  int stage;
+struct Pipeline : Ring<STAGES, BehindStages<STAGES, STAGES * STAGE_BYTES>> {
   __device__ __forceinline__ u32 x() const { return base + stage * STAGE_BYTES; }
   __device__ __forceinline__ u32 w() const { return x() + X_BYTES; }
-  __device__ __forceinline__ u32 full_barrier() const {
-    return base + STAGES * STAGE_BYTES + 8 * stage;
-  }
-  __device__ __forceinline__ u32 empty_barrier(int of) const {
-    return base + STAGES * STAGE_BYTES + 8 * (STAGES + of);
-  }
-  __device__ __forceinline__ void advance() {
-    if (++stage == STAGES) stage = 0, phase ^= 1;
-  }
 };
 
 __device__ __forceinline__ void produce(const Maps& maps, int k, const Schedule& schedule,
@@ -120,7 +109,7 @@ __device__ __forceinline__ void produce(const Maps& maps, int k, const Schedule&
     const CtaTile tile = schedule(index, rank);
     for (int depth = 0; depth < k; depth += DEPTH) {
       const u32 full = pipeline.full_barrier();
-      mbarrier_wait(pipeline.empty_barrier(pipeline.stage), pipeline.phase, "an empty stage");
+      pipeline.producer_acquire();
       mbarrier_arrive_expect_tx(full, STAGE_BYTES - (tile.half ? BOX_BYTES : 0));
       tma_load(pipeline.x(), &maps.x, depth, tile.token, full);
       if (!tile.half) tma_load(pipeline.x() + BOX_BYTES, &maps.x, depth, tile.token + 64, full);
@@ -138,20 +127,13 @@ __device__ __forceinline__ void produce(const Maps& maps, int k, const Schedule&
 // Sum 4 j + 2 r + b: token lane / 4 + 8 r, unit 8 j + 2 (lane % 4) + b. A half uses the first 64.
 using Sums = float[UNITS / 2];
 
-__device__ __forceinline__ void release(const Pipeline& pipeline, int stage) {
-  const int thread = threadIdx.x % 128;
-  if (stage < 0) return;
-  if (CLUSTER == 1 && thread == 0) mbarrier_arrive(pipeline.empty_barrier(stage));
-  if (CLUSTER > 1 && thread < CLUSTER)
-    mbarrier_arrive_cluster(pipeline.empty_barrier(stage), thread);
-}
 template <bool HALF>
 __device__ __forceinline__ void mainloop(Sums& d, Pipeline& pipeline, int k, int warpgroup) {
   #pragma unroll
   for (int i = 0; i < Part<HALF>::UNITS / 2; i++) d[i] = 0.f;
   int in_flight = -1;  // the stage that the last wgmma read
   for (int depth = 0; depth < k; depth += DEPTH) {
-    mbarrier_wait(pipeline.full_barrier(), pipeline.phase, "a full stage");
+    pipeline.consumer_wait();
     const u64 x = smem_descriptor(pipeline.x() + (HALF ? 0 : warpgroup * BOX_BYTES));
     const u64 w = smem_descriptor(pipeline.w() + (HALF ? warpgroup * 128 * ROW_BYTES : 0));
     wgmma_fence();
@@ -162,12 +144,12 @@ __device__ __forceinline__ void mainloop(Sums& d, Pipeline& pipeline, int k, int
     }
     wgmma_commit();
     wgmma_wait<1>();
-    release(pipeline, in_flight);
+    pipeline.warpgroup_release<CLUSTER>(in_flight, in_flight >= 0);
     in_flight = pipeline.stage;
     pipeline.advance();
   }
   wgmma_wait<0>();
-  release(pipeline, in_flight);
+  pipeline.warpgroup_release<CLUSTER>(in_flight, in_flight >= 0);
 }
 
 // ---- epilogue ----
@@ -341,12 +323,8 @@ write_words(const __grid_constant__ Maps maps, const __grid_constant__ Out out) 
   extern __shared__ char shared[];
   const u32 stages = (smem_address(shared) + 1023) & ~1023u;  // the alignment of a swizzled tile
   if (threadIdx.x == 0) {
-    Pipeline pipeline{stages, 0, 0};
-    for (int i = 0; i < STAGES; i++, pipeline.advance()) {
-      mbarrier_init(pipeline.full_barrier(), 1);  // the producer arrives and expects bytes
-      mbarrier_init(pipeline.empty_barrier(i), CONSUMERS * CLUSTER);
-    }
-    asm volatile("fence.mbarrier_init.release.cluster;");
+    Pipeline{stages}.init_barriers(1, CONSUMERS * CLUSTER);
+    fence_mbarrier_init();
   }
   if (CLUSTER > 1) cluster_sync();
   else __syncthreads();
@@ -356,11 +334,11 @@ write_words(const __grid_constant__ Maps maps, const __grid_constant__ Out out) 
   const Schedule schedule(out, workers);
   Pipeline pipeline{stages, role == CONSUMERS, 0};  // all stages start empty
   if (role == CONSUMERS) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
+    setmaxnreg_dec<40>();
     if (threadIdx.x % 128 == 0) produce(maps, out.k, schedule, pipeline, worker, workers, rank);
     __syncwarp();
   } else {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
+    setmaxnreg_inc<232>();
     const u32 words = stages + STAGES * STAGE_BYTES + 1024;  // after the barriers
     Sums d;
     int index = worker;

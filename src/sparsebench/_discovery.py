@@ -63,8 +63,8 @@ FEW = 8  # names that an error message lists
 NAME = re.compile(r"\w[\w-]*")
 PLACE = re.compile(r"[^\W\d]\w*(?:\.\w+)*(?::[^\W\d]\w*(?:\.\w+)*)?")  # package.module:ATTRIBUTE
 
-OURS = {"sparsebench", "sparsebench_authors"}
-"""Packages of this repository, which the suite of a bundle may name."""
+OF_THIS_REPOSITORY = {"sparsebench", "sparsebench_authors"}
+"""Packages that `own_code_only` imports."""
 
 others: set[str] = set()
 """Packages of others that were imported because a suite names them."""
@@ -131,7 +131,7 @@ def load(folder: str, name: str) -> Any:
     if not PLACE.fullmatch(place):
         raise SuiteError(f"{name}: expected package.module or package.module:NAME")
     path, _, attribute = place.partition(":")
-    if path.partition(".")[0] not in OURS and not _allowed.get():
+    if path.partition(".")[0] not in OF_THIS_REPOSITORY and not _allowed.get():
         why = f"{path} is no module of sparsebench; --allow-plugins imports it"
         raise SuiteError(f"{name}: not imported, because {why}")
     module = _imported(path, f"{name}: expected to import {path}")

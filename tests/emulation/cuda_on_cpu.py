@@ -45,6 +45,11 @@ def device_code(name: str, *replaced: str) -> str:
     return without_ptx(code, *replaced)
 
 
+def ring() -> str:
+    """Return the text of ring.cuh, for a kernel whose other headers have stand-ins."""
+    return re.sub("#(include|pragma) .*", "", cuda_source("ring.cuh"))
+
+
 def entry_point(call: str, threads: str = "THREADS", split: str = "1", name: str = "call") -> str:
     """Return C++ of `name(args, grid, shared bytes)`, which launches a kernel by its arguments.
 

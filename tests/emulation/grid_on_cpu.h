@@ -44,7 +44,7 @@ static void bulk_prefetch_l2(const void* from, int bytes) {
 template <class T> T load_once(const T* from) { return *from; }
 static void store_once(uint4* to, uint4 v) { *to = v; }
 static void expect_tx(u32 barrier, int bytes) { barriers.at({&mine(), barrier}).bytes += bytes; }
-static void fence_barrier_init() {}
+static void fence_mbarrier_init() {}
 static void fence_proxy_async() {}
 static void bulk_load(u32 to, const void* from, int bytes, u32 barrier) {
   if ((u64)from % 16) std::abort();
@@ -52,8 +52,8 @@ static void bulk_load(u32 to, const void* from, int bytes, u32 barrier) {
 }
 static void named_barrier_sync(int barrier, int threads) { in_step(barrier, threads); }
 template <int BARRIER, int THREADS> void named_barrier_sync() { in_step(BARRIER, THREADS); }
-template <int REGISTERS> void warpgroup_reg_alloc() {}
-template <int REGISTERS> void warpgroup_reg_dealloc() {}
+template <int REGISTERS> void setmaxnreg_inc() {}
+template <int REGISTERS> void setmaxnreg_dec() {}
 
 // ---- flags and words ----
 

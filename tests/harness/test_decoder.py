@@ -13,6 +13,7 @@ from sparsebench.harness.bench.operands import operands, redraw
 from sparsebench.harness.catalog import load_op
 from sparsebench.harness.ops import decoder
 from sparsebench.harness.ops._op import with_fields
+from sparsebench.harness.plan.suite import read
 from sparsebench.results.record import Contender, Problem, Row, Status
 
 CPU = torch.device("cpu")
@@ -203,3 +204,13 @@ QWEN3 = {
     **{"hidden": 5120, "heads": 64, "kv_heads": 8, "head_dim": 128, "intermediate": 25600},
     **{"m": 1, "vocab": 151936, "layers": 64, "context": 1024},
 }
+
+
+def test_the_suite_stores_pruned_weights_half_dense_and_the_others_dense() -> None:
+    for contest_of_suite in read("decoder").contests:
+        fields = contest_of_suite.problem.fields
+        for contender in contest_of_suite.contenders:
+            if contender.format == "spense":
+                for name in OP.weights:
+                    fraction = 0.5 if OP.prunes(fields, name) else 1.0
+                    assert contender.params_of(name)["dense_fraction"] == fraction

@@ -4,17 +4,17 @@ import ctypes
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from sparsebench.kernels._common import front, requirements
+from sparsebench.kernels._common import cuda, front, front_extension, requirements
 from sparsebench.kernels.dense import _decoder
 from sparsebench.kernels.peers import _cusparselt, cutlass_sparse, stk
 
 COLUMNS = 8
-DOUBLE, ADD = 2, 3  # a kernel's number of arguments
 
 
 @pytest.fixture(autouse=True)
@@ -41,45 +41,65 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_decoder, "unsupported_size", lambda *_: None)
 
 
-def floats(address: int, count: int) -> Any:
-    return (ctypes.c_float * count).from_address(address)
+# ---- recorded calls on a CPU ----
+
+
+@ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 4)
+def _launch(config: int, count: int, parameters: int, extra: int) -> int:
+    """Write twice the first, or the sum of the first, of `count` tensors to the last."""
+    size = int(ctypes.cast(config, ctypes.POINTER(ctypes.c_uint32))[0]) * COLUMNS
+    *inputs, out = (
+        (ctypes.c_float * size).from_address(
+            ctypes.cast(pointer, ctypes.POINTER(ctypes.c_uint64))[0]
+        )
+        for pointer in ctypes.cast(parameters, ctypes.POINTER(ctypes.c_uint64))[:count]
+    )
+    for i, values in enumerate(zip(*inputs, strict=True)):
+        out[i] = 2 * values[0] if count == 2 else sum(values)
+    return 0
+
+
+@ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int32, ctypes.POINTER(ctypes.c_uint64))
+def _stream(device: int, out: Any) -> int:
+    out[0] = 7
+    return 0
+
+
+@ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.POINTER(ctypes.c_int))
+def _capturing(stream: int, out: Any) -> int:
+    out[0] = 0
+    return 0
 
 
 @pytest.fixture(scope="session")
-def kind(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Return the class Front, whose launches write 2 A or, with two inputs, A + B."""
-
-    @ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 4)
-    def launch(config: int, function: int, parameters: int, extra: int) -> int:
-        count = int(ctypes.cast(config, ctypes.POINTER(ctypes.c_uint32))[0]) * COLUMNS
-        *inputs, out = (
-            floats(ctypes.cast(pointer, ctypes.POINTER(ctypes.c_uint64))[0], count)
-            for pointer in ctypes.cast(parameters, ctypes.POINTER(ctypes.c_uint64))[:function]
-        )
-        for i, values in enumerate(zip(*inputs, strict=True)):
-            out[i] = 2 * values[0] if function == DOUBLE else sum(values)
-        return 0
-
-    @ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int32, ctypes.POINTER(ctypes.c_uint64))
-    def stream(device: int, out: Any) -> int:
-        out[0] = 7
-        return 0
-
-    @ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.POINTER(ctypes.c_int))
-    def capturing(stream: int, out: Any) -> int:
-        out[0] = 0
-        return 0
-
+def extension(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Return the class of front.cpp, connected to functions that launch on a CPU."""
     folder = tmp_path_factory.getbasetemp()
     folder = folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
     with pytest.MonkeyPatch.context() as patch:
-        # All processes of pytest-xdist share it: compiling takes 20 s.
+        # All processes of pytest-xdist share it: compiling takes 25 s.
         patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
-        file: Path = front._built()
-        assert front._built() == file  # the second time from the cache
-    module = front._load(file)
-    functions = launch, stream, capturing
+        file: Path = front_extension._built()
+        assert front_extension._built() == file  # the second time from the cache
+    module = front_extension._load(file)
+    functions = (_launch, _stream, _capturing)
     module.connect(*(ctypes.cast(f, ctypes.c_void_p).value for f in functions))
-    module.functions = functions  # alive as long as the module
-    module.Front(0)(torch.randn(1, COLUMNS))  # a thread's first call takes the path in Python
     return module.Front
+
+
+@pytest.fixture
+def recording(extension: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let Recordings use the extension, and `launch` run on a CPU."""
+    monkeypatch.setattr(front, "front_type", lambda: extension)
+    monkeypatch.setattr(cuda, "driver", lambda: SimpleNamespace(cuLaunchKernelEx=_launch))
+    monkeypatch.setattr(cuda, "set_device", lambda: lambda device: None)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 7, raising=False)
+    extension(1, False, [], [], None, None, 0)(torch.ones(1, COLUMNS))  # a thread's first call
+
+
+def launch(*tensors: torch.Tensor) -> None:
+    """Enqueue a kernel that writes twice the only input, or the sum of all, to the last tensor."""
+    count = len(tensors)
+    addresses = [t.data_ptr() for t in tensors]
+    loaded = cuda.Loaded(SimpleNamespace(ptr=count), "", 0, tensors[-1].numel() // COLUMNS, 32, 0)
+    loaded.enqueue(cuda.Layout(*"P" * count)(*addresses))

@@ -6,18 +6,11 @@ from typing import Any
 import pytest
 import torch
 
-from sparsebench.kernels._common.triton import BoundKernel
-from sparsebench.kernels.attention import (
-    attention_split,
-    attention_triton,
-    attention_triton_backward,
-)
-from sparsebench.kernels.attention._lists import shared_heads
-from sparsebench.kernels.attention._shapes import Shape
 from tests.compiling.triton_kernels import SHARED_BYTES, complaint_about_launch
-from tests.kernels.attention.cases import DTYPES, random_mask
+from tests.kernels.attention.cases import DTYPES, Case, choices_of, kernels_of, module_of
 from tests.tools.marks import sampled
 
+NAMES = kernels_of("attention") + kernels_of("attention_backward")
 CASES = [
     (capability, block, head_dim, dtype)
     for capability in SHARED_BYTES
@@ -27,37 +20,21 @@ CASES = [
 ]
 
 
-def programs(block: Any, head_dim: int, dtype: str, path: Any, count: int) -> list[BoundKernel]:
-    """Return the kernels of the first configurations of each module."""
-    mask = random_mask((256, 256), block, lists=4, causal=True)
-    shape = Shape(1, 256, 256, 8, 4, head_dim, mask.block, dtype)
-    q = torch.zeros(256, 8 * head_dim, dtype=DTYPES[dtype])
-    k = torch.zeros(256, 4 * head_dim, dtype=DTYPES[dtype])
-    shared = shared_heads(mask, 8, 4)
-    few, one = replace(shape, q_tokens=1), random_mask((1, 256), block, lists=4, causal=True)
-    bound: list[BoundKernel] = []
-    bound += [
-        attention_triton.launch((q, k, k), mask, shape, 0.1, config).program
-        for config in attention_triton.configurations(shape, shared, path)[:count]
-    ]
-    bound += [
-        attention_split.launch((q[:1], k, k), one, few, 0.1, config).program
-        for config in attention_split.configurations(few, shared, path, 132)[:count]
-    ]
-    lse = torch.zeros(8, 256)
-    for config in attention_triton_backward.configurations(shape, shared, path)[:count]:
-        operands = q, k, k, q, lse, q
-        program = attention_triton_backward.launch(operands, mask, shape, 0.1, config).program
-        assert program.before
-        bound += [program.before, replace(program, before=None)]
-    return bound
-
-
 @pytest.mark.compiles
+@pytest.mark.parametrize("name", [name for name in NAMES if "wgmma" not in name])
 @pytest.mark.parametrize(("capability", "block", "head_dim", "dtype"), sampled(CASES, 22))
-def test_the_default_compiles_and_fits_the_shared_memory(capability, block, head_dim, dtype):
-    path = "tma" if capability >= 90 else "pointers"
-    for program in programs(block, head_dim, dtype, path, 1):
+def test_the_default_compiles_and_fits_the_shared_memory(
+    capability: int, block: Any, head_dim: int, dtype: str, name: str
+) -> None:
+    queries = 1 if name == "attention_split" else 256
+    sizes = {"lists": 4, "causal": True, "head_dim": head_dim, "dtype": dtype}
+    case = Case((queries, 256), block, (8, 4), **sizes)
+    q, k = (torch.zeros(n, h * head_dim, dtype=DTYPES[dtype]) for n, h in ((queries, 8), (256, 4)))
+    operands = (q, k, k, q, torch.zeros(8, queries), q) if "backward" in name else (q, k, k)
+    mask = case.mask()
+    config = choices_of(name, case, mask, "tma" if capability >= 90 else "pointers")[0]
+    bound = module_of(name).launch(operands, mask, case.shape(), 0.1, config).program
+    for program in filter(None, (bound.before, replace(bound, before=None))):
         complaint = complaint_about_launch(program, capability)
         # Some spill a little with the arithmetic of a mask, and in fp32 with D = 128 much. A search
         # times the alternatives.

@@ -13,9 +13,9 @@ from sparsebench.kernels.attention import _stored, attention_wgmma, attention_wg
 from sparsebench.kernels.attention._shapes import LOG2_E, Shape
 from sparsebench.kernels.attention._wgmma_tiles import key_lists
 from sparsebench.kernels.attention.attention_wgmma_backward import Config, padded
-from tests.compiling.nvcc import CLEAN, assert_compiles_cleanly, by_nvcc
+from tests.compiling.nvcc import CLEAN, assert_compiles_cleanly, by_nvcc, hopper
 from tests.emulation.cuda_on_cpu import library_of
-from tests.kernels.attention.cases import Case, gradients, without
+from tests.kernels.attention.cases import Case, flat, gradients, moved, without
 from tests.kernels.attention.warpgroups import on_cpu
 from tests.kernels.contract import refusal
 from tests.tools.marks import needs_gxx, sampled
@@ -247,3 +247,26 @@ def test_it_compiles_cleanly(case: Case, stores: bool, tmp_path: Path) -> None:
         config = attention_wgmma_backward.of_queries(shape, mask)
         of_queries = attention_wgmma.constants_of(config, shape, mask, False, 3)
         assert_compiles_cleanly("attention_wgmma_dq", of_queries, tmp_path, clean=clean)
+
+
+@hopper
+@pytest.mark.parametrize("block", [64, 128])
+def test_sections_that_overlap_give_the_bits_of_a_single_one(
+    block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = Case((1500, 1400), block, (12, 12), lists=12, dtype="bf16")
+    mask, shape, (q, k, v, do) = moved(case.mask()), case.shape(), map(flat, case.operands())
+    o, lse, _ = gradients(case.operands(), case.mask())
+    inputs = q, k, v, flat(o.to(q.dtype)), lse.flatten(0, 1).float(), do
+    operands = [moved(x) for x in inputs]
+    config = attention_wgmma_backward.configurations(shape, 1)[0]
+    args = operands, mask, shape, case.head_dim**-0.5, config
+    single = attention_wgmma_backward.launch(*args).program().clone()
+    monkeypatch.setattr(_stored, "SECTION_BYTES", 3 << 20)  # a head takes 2.0 MB
+    work = attention_wgmma_backward.work_of(mask, shape, config)
+    assert work.stored
+    assert len(work.stored.keys) == 12
+    program = attention_wgmma_backward.launch(*args, work).program
+    for _ in range(20):
+        program.out.fill_(torch.nan)
+        assert torch.equal(program(), single)

@@ -2,6 +2,7 @@
 
 import re
 
+from tests.emulation.cuda_on_cpu import ring
 from tests.tools.paths import cuda_source
 
 FIXED = """
@@ -37,4 +38,4 @@ def on_cpu(name: str, run: str, resident: str = "q") -> str:
     text = re.sub(r"__shared__ int notes[^;]*;", fixed, text)
     text = re.sub(r"__shared__ u64 full[^;]*;", "", text)
     assert "asm" not in text
-    return '#include "warpgroup_on_cpu.h"\n' + descriptor + text + BOXES + run
+    return '#include "warpgroup_on_cpu.h"\n' + ring() + descriptor + text + BOXES + run

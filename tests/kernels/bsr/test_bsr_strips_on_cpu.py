@@ -66,7 +66,6 @@ def on_cpu() -> str:
     in_asm = r"__device__ __forceinline__ \w+ (opaque|[sl][td]_shared)\([^{;]*\) \{\n.*?\n\}\n"
     text = re.sub(in_asm, "", headers, flags=re.DOTALL) + cuda_source("bsr_strips.cu")
     text = re.sub(r"#include .*|#pragma once|extern __shared__ [^;]*;", "", text)
-    text = re.sub(r'(if \(WARPGROUPS == 2\) )?asm volatile\("[^"]*"\);', "", text)
     text = re.sub(r"__shared__ uint4 notes[^;]*;", "", text)
     text = re.sub(r"__shared__ u64 full[^;]*;", FIXED, text)
     assert "asm" not in text

@@ -20,7 +20,7 @@ from sparsebench.kernels._common.elementwise import rounded_sums
 from sparsebench.kernels._common.search import FINALISTS, Search, Trial
 from sparsebench.kernels._kernel import DTYPES, OUTPUTS, poison, sum_scale
 from sparsebench.kernels.dense import _cublaslt, _gemm, cublas
-from sparsebench.kernels.dense._gemm import Product, Way
+from sparsebench.kernels.dense._gemm import DenseProduct, Way
 from tests.emulation import cublaslt_on_cpu
 from tests.emulation.cublaslt_on_cpu import ANY, TILED, VERSION
 
@@ -55,7 +55,7 @@ def drawn(*shape: int, dtype: str) -> Tensor:
     return torch.randn(shape).to(DTYPES[dtype])
 
 
-def product_of(op: str, m: int, n: int, k: int, dtype: str = "fp32", **more: Any) -> Product:
+def product_of(op: str, m: int, n: int, k: int, dtype: str = "fp32", **more: Any) -> DenseProduct:
     arguments = {
         "linear": {"w": (n, k), "x": (m, k)},
         "linear_active": {"w": (n, k), "x": (m, k)},
@@ -64,14 +64,14 @@ def product_of(op: str, m: int, n: int, k: int, dtype: str = "fp32", **more: Any
     }[op]
     a, b = cublas.PRODUCTS[op](**{name: drawn(*s, dtype=dtype) for name, s in arguments.items()})
     poison(out := torch.empty(len(a), b.shape[1], dtype=OUTPUTS[dtype]))
-    return Product(a, b, out, op != "linear_wgrad", **more)
+    return DenseProduct(a, b, out, op != "linear_wgrad", **more)
 
 
-def right(product: Product) -> Tensor:
+def right(product: DenseProduct) -> Tensor:
     return product.scale * (product.a.double() @ product.b.double())
 
 
-def right_int8(product: Product) -> Tensor:
+def right_int8(product: DenseProduct) -> Tensor:
     """Return the product of int64, scaled, rounded to the nearest even step, saturated."""
     sums = (product.a.cpu().long() @ product.b.cpu().long()).double()
     return (product.scale * sums).round().clamp(-128, 127).to(torch.int8)
@@ -82,7 +82,7 @@ def taking(monkeypatch: pytest.MonkeyPatch, matches: Callable[[Way], bool]) -> l
     seen: list[Way] = []
     ways_of = _gemm.ways_of
 
-    def noted(product: Product, layout: Any) -> list[Way]:
+    def noted(product: DenseProduct, layout: Any) -> list[Way]:
         ways = ways_of(product, layout)
         seen.extend(ways)
         return ways
@@ -176,7 +176,7 @@ def test_relu_is_part_of_every_way(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("emulated")
 def test_short_products_also_try_combinations_that_are_never_proposed(n, combined) -> None:
     a, b, out = (torch.empty(shape, device="meta") for shape in ((16, 128), (128, n), (16, n)))
-    gemm = Product(a, b, out).gemms[None]
+    gemm = DenseProduct(a, b, out).gemms[None]
     algorithms = _gemm._algorithms(gemm)
     proposed = {algorithm for algorithm, tokens in algorithms if tokens is not None}
     others = {algorithm for algorithm, tokens in algorithms if tokens is None} - proposed
@@ -309,7 +309,7 @@ def test_a_choice_of_an_older_run_is_accepted() -> None:
 # ---- on a GPU ----
 
 
-def on_gpu(product: Product) -> Product:
+def on_gpu(product: DenseProduct) -> DenseProduct:
     """Move the operands, keeping which of their sides is contiguous."""
     return replace(product, **{n: getattr(product, n).to(CUDA) for n in ("a", "b", "out")})
 

@@ -12,8 +12,9 @@ import torch
 import sparsebench
 from sparsebench.errors import Unsupported
 from sparsebench.formats.bsr import Bsr
-from sparsebench.kernels._common import front
-from sparsebench.kernels.nn import _bsr_autograd, _bsr_pattern, _spense_op
+from sparsebench.kernels._common import front_extension
+from sparsebench.kernels._common.front import Recordings
+from sparsebench.kernels.nn import _bsr_pattern
 from sparsebench.kernels.nn._bsr_pattern import Packs
 from sparsebench.nn import BitmapLinear, BlockSparseLinear, SpenseLinear
 from tests.compiling.nvcc import hopper
@@ -79,9 +80,9 @@ def test_an_extension_that_cannot_be_made_leaves_the_path_in_python(reason, tmp_
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
     monkeypatch.setenv("CXX", "/no/compiler" if reason == "no compiler" else "c++")
     if reason == "damaged":
-        monkeypatch.setattr(front.subprocess, "run", compile_nothing)
+        monkeypatch.setattr(front_extension.subprocess, "run", compile_nothing)
     with pytest.warns(UserWarning, match="in Python"):
-        assert front._compiled_type.__wrapped__() is None
+        assert front_extension._compiled_type.__wrapped__() is None
 
 
 def compile_nothing(command: list[str], **options: Any) -> None:
@@ -287,8 +288,7 @@ def test_repeated_gradients_equal_those_of_first_calls_on_a_gpu(
                         p.mul_(1.5)  # a step of an optimizer
             found = gradients(function, x, dy, parameters)
             with monkeypatch.context() as patch:
-                patch.setattr(_bsr_autograd, "recorded", in_python)
-                patch.setattr(_spense_op, "recorded", in_python)
+                patch.setattr(Recordings, "call", in_python)
                 right = gradients(fresh(function), x, dy, parameters)
             if name == "bitmap":  # the path in Python multiplies by the dense copy
                 torch.testing.assert_close(found, right, rtol=0.02, atol=0.5)
@@ -298,18 +298,17 @@ def test_repeated_gradients_equal_those_of_first_calls_on_a_gpu(
         assert in_python_again == (extension == "0")
 
 
-def in_python(front: Any, x: Any, run: Any, guards: Any, **options: Any) -> Any:
-    """Take the place of `recorded`: make the call in Python."""
-    return options["differentiated"](), None
+def in_python(self: Any, arguments: Any, conditions: Any, run: Any, call: Any) -> Any:
+    """Take the place of Recordings.call: make the call in Python."""
+    return call()
 
 
 def fresh(function: Any) -> Any:
+    """Return the function without its recordings."""
     if not isinstance(function, torch.nn.Module):
         return partial(times, replace(function.args[0]))
     twin = copy.copy(function)  # shares parameters
-    twin.__dict__.pop("_front", None)
-    if "_fronts" in twin.__dict__:
-        twin.__dict__["_fronts"] = type(twin._fronts)()
+    twin._recordings = copy.deepcopy(function._recordings)
     return twin
 
 

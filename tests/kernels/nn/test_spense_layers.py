@@ -1,7 +1,6 @@
 """Layers with 2:4 hybrid weights compared with dense layers."""
 
 from copy import deepcopy
-from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -13,12 +12,10 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from sparsebench.errors import FormatError, Unsupported
-from sparsebench.formats.spense import Spense
 from sparsebench.harness.models.pruning.layer import GatedMLP
-from sparsebench.kernels._common.selection import Operator, bucket
-from sparsebench.kernels.nn import SpenseGatedMLP, SpenseLinear, _spense_plans
+from sparsebench.kernels.nn import SpenseGatedMLP, SpenseLinear, _spense_engines
 from sparsebench.kernels.nn import _spense_op as layers
-from sparsebench.kernels.spense import _written_out, spense_wgmma
+from sparsebench.kernels.spense import _written_out, spense_mma, spense_wgmma
 from sparsebench.kernels.spense._gated_gradient import gated_gradient
 from sparsebench.kernels.spense._written_out import written_out
 from sparsebench.kernels.spense.spense_ffn import interleaved, parted
@@ -402,36 +399,51 @@ def test_a_second_derivative_is_refused():
 # ---- plans ----
 
 
-def operator_of(w: Spense, activation: str | None = None) -> Operator:
-    tiles = w.sparse.shape, w.dense.shape
-    return _spense_plans.operator_of(
-        w.shape, w.sparse_shape, tiles, w.dtype, activation, w.sparse.device
-    )
+def test_equal_layers_share_the_plan_of_a_bucket_of_tokens() -> None:
+    _spense_engines.operator_of.cache_clear()
+    first, second = (layer_of(512, 1024, 0.5, "columns")[0].spense for _ in range(2))
+    plans = [
+        layers.planned_product(torch.zeros(m, 1024, dtype=BF16), w, None, None, None)[1]
+        for m, w in ((600, first), (630, first), (601, second))
+    ]
+    assert plans[0] is plans[1] is plans[2]
+    assert plans[0].choice == {"kernel": "torch"}
 
 
-def test_equal_layers_share_the_plan_of_a_bucket_of_tokens(monkeypatch):
-    monkeypatch.setattr(spense_wgmma, "load", lambda *args: (None, "code"))
-    monkeypatch.setattr(spense_wgmma, "multiprocessors", lambda device: 132)
-    monkeypatch.setattr(spense_wgmma, "unsupported", lambda problem, device: None)
-    _spense_plans.operator_of.cache_clear()
-    w = layer_of(512, 1024, 0.5, "columns")[0].spense
-    operator = operator_of(w)
-    assert operator is operator_of(layer_of(512, 1024, 0.5, "columns")[0].spense)
-    plan = operator.select(bucket(600)).product.plan
-    assert operator.select(bucket(630)).product.plan is plan
-    alone = spense_wgmma.plan(w, 640, plan.config)
-    assert replace(plan, items=None) == replace(alone, items=None)
-    assert torch.equal(plan.items, alone.items)
-    hidden = operator_of(w, "silu").select(640).product.plan
-    assert (plan.y, hidden.y) == ((640, 512), (640, 256))
-    _spense_plans.operator_of.cache_clear()
+@pytest.mark.parametrize(
+    ("capability", "dtype", "engine"),
+    [
+        ((9, 0), BF16, spense_wgmma.KERNEL),
+        ((9, 0), E4M3, spense_wgmma.KERNEL),
+        ((8, 0), FP16, spense_mma.KERNEL),
+        ((12, 0), BF16, spense_mma.KERNEL),
+    ],
+)
+@pytest.mark.usefixtures("installed")
+def test_each_gpu_has_an_engine(capability, dtype, engine, monkeypatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    call = _spense_engines.call_of((64, 128, 64, 128, None), dtype, 4)
+    assert [*_spense_engines.likeliest(call, torch.device("cuda"))] == [engine]
 
 
-def test_a_gpu_without_the_kernel_is_unsupported():
-    _spense_plans.operator_of.cache_clear()
-    w = layer_of(512, 1024, 0.5, "columns")[0].spense
-    with pytest.raises(Unsupported, match="GPU"):
-        operator_of(w).select(4)
+@pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize(("capability", "dtype"), [((7, 5), FP16), ((8, 9), E4M3)])
+def test_a_gpu_without_an_engine_is_unsupported(capability, dtype, monkeypatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    call = _spense_engines.call_of((64, 128, 64, 128, None), dtype, 4)
+    with pytest.raises(Unsupported):
+        _spense_engines.likeliest(call, torch.device("cuda"))
+
+
+@pytest.mark.parametrize("activation", [None, "silu"])
+def test_a_product_in_fp8_writes_into_a_given_output(activation: str | None) -> None:
+    layer = SpenseLinear.from_dense(pruned(64, 128, 64, 128), dtype=E4M3)
+    x = torch.randn(5, 128).to(E4M3)
+    y, plan = layers.planned_product(x, layer.spense, activation, layer.scale, None)
+    assert y.dtype == (E4M3 if activation else BF16)
+    out = torch.empty_like(y)
+    assert plan.product.run(x, layer.sparse, layer.dense, layer.scale, None, out=out) is out
+    assert torch.equal(out.float(), y.float())
 
 
 # ---- on a GPU ----
@@ -515,7 +527,7 @@ def test_a_gpu_captures_and_compiles_layers(dtype: torch.dtype):
         mlp = SpenseGatedMLP.from_dense(*weights, dense=512, dtype=E4M3, largest=40.0)
         right, close = OnCpu(deepcopy(mlp)), close_in_fp8
     mlp = mlp.cuda()
-    _spense_plans.operator_of.cache_clear()
+    _spense_engines.operator_of.cache_clear()
     graph = torch.cuda.CUDAGraph()
     with torch.no_grad():
         run = torch.compile(mlp, fullgraph=True)

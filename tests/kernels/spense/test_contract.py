@@ -17,7 +17,7 @@ from sparsebench.formats.slide import Slide
 from sparsebench.formats.spense import Spense, tile_shapes
 from sparsebench.harness.catalog import load_kernel
 from sparsebench.kernels._common import choices
-from sparsebench.kernels._common.operator import Bound, Engine
+from sparsebench.kernels._common.operator import Bound, Engine, Product
 from sparsebench.kernels._kernel import Operands
 from sparsebench.kernels.spense import spense_mma, spense_wgmma
 from sparsebench.kernels.spense._call import SpenseCall, problem_of
@@ -124,8 +124,14 @@ def drawn(engine: Engine, shape: Shape, dtype: str) -> tuple[Tensor, Spense | Sl
     return rows, Slide.from_dense((values + 0.0).to(x.dtype))
 
 
+def poisoned_run(product: Product, call: SpenseCall, x: Tensor, *stored: Tensor | None) -> Tensor:
+    """Return the product in a given output, which had NaN everywhere."""
+    out = x.new_empty(len(x), call.width, dtype=call.kind).fill_(torch.nan)
+    assert product.run(x, *stored, out=out) is out
+    return out
+
+
 @pytest.mark.gpu
-@pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [*LARGE, *SHAPES, *ODD], ids=str)
 @pytest.mark.parametrize("engine", ENGINES, ids=lambda engine: engine.name)
@@ -136,23 +142,21 @@ def test_every_choice_is_right(engine: Engine, shape: Shape, dtype: str) -> None
         pytest.skip(reason)
     x, w = drawn(engine, shape, dtype)
     these = bound(engine, x, w)
-    weight = these.operator.weight(these.call)
+    call, weight = these.call, these.operator.weight(these.call)
     try:
-        configs = engine.choices(weight, these.call)
+        configs = engine.choices(weight, call)
     except Unsupported as error:
         pytest.skip(str(error))
     few = x[: -(-len(x) // 3)]
     scales = [torch.rand(size, device="cuda") + 0.5 for size in (shape[1], len(x))]
     for config in configs:
-        product = engine.plan(weight, these.call, config)
-        run = these.run(product)
-        y = run()
-        assert isinstance(y, Tensor)
-        assert_right(y, x, w, (shape, config))
-        assert all(torch.equal(run(), y) for _ in range(2)), (shape, config)
-        out, stored = torch.full_like(y[: len(few)], torch.nan), these.stored(product)
-        assert product.run(few, *stored, out=out) is out
-        assert_right(out, few, w, (shape, config, "fewer tokens"))
+        product = engine.plan(weight, call, config)
+        stored = these.stored(product)
+        y = poisoned_run(product, call, x, *stored)
+        assert_right(y, x, w, config)
+        assert torch.equal(poisoned_run(product, call, x, *stored), y), config
+        assert torch.equal(these.run(product)(), y), config
+        assert_right(poisoned_run(product, call, few, *stored), few, w, (config, "fewer tokens"))
         for features in (scales[0], None) if dtype == "fp8" else ():
-            y = product.run(x, *stored[:2], features, scales[1])
-            assert_right(y, x, w, (shape, config, "scaled"), features, scales[1])
+            y = poisoned_run(product, call, x, *stored[:2], features, scales[1])
+            assert_right(y, x, w, (config, "scaled"), features, scales[1])

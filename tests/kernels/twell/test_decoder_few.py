@@ -1,7 +1,7 @@
 """Test the decoding step with few active units: separate weights per layer, results on a GPU."""
 
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 from sparsebench.harness.catalog import load_op
+from sparsebench.kernels._common.operator import Product
 from sparsebench.kernels.dense import _gemm
 from sparsebench.kernels.twell import decoder_few, ffn_few
+from sparsebench.kernels.twell._call import TwellCall
 from sparsebench.results.record import Problem
 from tests.compiling.nvcc import hopper
 from tests.kernels.layers import assert_right, operands_for, problem_of
@@ -25,52 +27,32 @@ def problem(**fields: Any) -> Problem:
     return problem_of("decoder", **{**SIZES, **REST, "dtype": "fp16", **fields})
 
 
-@dataclass
-class _Layer:
-    """Compute ffn_few.cu's layer with torch, with the same rounding of H and the gates."""
-
-    x: Tensor
-    wg: Tensor
-    wu: Tensor
-    wd_t: Tensor
-    y: Tensor
-    squared: bool
-    code: str = "of torch"
-
-    def __call__(self) -> Tensor:
-        x, wg, wu, wd_t = (t.float() for t in (self.x, self.wg, self.wu, self.wd_t))
-        gate = (x @ wg.T).to(self.y.dtype).float().relu()
-        h = (gate.square() if self.squared else gate) * (x @ wu.T)
-        self.y.copy_(h.to(self.y.dtype).float() @ wd_t)
-        return self.y
-
-
-@pytest.fixture
-def layers(monkeypatch: pytest.MonkeyPatch) -> list[_Layer]:
-    """Replace the Hopper kernel by torch, and return the list of its launches."""
-    launches: list[_Layer] = []
-
-    def launch(*operands: Tensor, squared: bool) -> _Layer:
-        launches.append(_Layer(*operands, squared))
-        return launches[-1]
-
-    monkeypatch.setattr(ffn_few, "launch", launch)
-    monkeypatch.setattr(_gemm, "preferred", lambda library: nullcontext())
-    return launches
-
-
 @pytest.mark.interpreted
 @pytest.mark.parametrize("fields", [{}, {"m": 5, "activation": "relu2", "layers": 2}], ids=str)
-def test_an_interpreted_step_has_separate_weights_per_layer(fields, layers) -> None:
+def test_an_interpreted_step_has_separate_weights_per_layer(fields, monkeypatch) -> None:
+    addresses: list[tuple[int, ...]] = []
+
+    def plan(device: torch.device, call: TwellCall, config: ffn_few.Config) -> Product:
+        """Plan the layer in torch, with the same rounding of H and the gates."""
+
+        def run(x: Tensor, *weights: Tensor, out: Tensor) -> Tensor:
+            wg, wu, wd_t = (w.float() for w in weights)
+            addresses.append(tuple(w.data_ptr() for w in weights))
+            gate = (x.float() @ wg.T).to(x.dtype).float().relu()
+            h = (gate.square() if call.squared else gate) * (x.float() @ wu.T)
+            return out.copy_(h.to(x.dtype).float() @ wd_t)
+
+        return Product(run, "of torch")
+
+    monkeypatch.setattr(ffn_few, "KERNEL", replace(ffn_few.KERNEL, plan=plan))
+    monkeypatch.setattr(_gemm, "preferred", lambda library: nullcontext())
     operands = operands_for(problem(**fields), CPU)
     launch = decoder_few.prepare(operands)
     assert_right(launch, operands)
     assert [*launch.choice] == ["qkv", "o", "head", "attention"]
     assert launch.code == "of torch"
-    count = operands.problem["layers"]
-    assert len(layers) == count
-    for name in ("wg", "wu", "wd_t"):
-        assert len({getattr(layer, name).data_ptr() for layer in layers}) == count
+    for each in zip(*addresses, strict=True):
+        assert len(set(each)) == operands.problem["layers"]
 
 
 @hopper

@@ -1,7 +1,5 @@
 """The layer of sparse inputs: right in the interpreter, and its redrawn inputs."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -10,9 +8,9 @@ from sparsebench.harness.bench.operands import operands as drawn
 from sparsebench.harness.bench.operands import redraw
 from sparsebench.harness.catalog import load_op
 from sparsebench.kernels.twell import linear_few
-from sparsebench.kernels.twell.linear_few import Config
+from sparsebench.kernels.twell.linear_few import ActiveCall, Config
 from sparsebench.results.record import Contender, Problem, Status
-from tests.kernels.layers import operands_for, problem_of
+from tests.kernels.layers import assert_right, operands_for, problem_of
 
 CPU, OP = torch.device("cpu"), load_op("linear_active")
 
@@ -48,19 +46,25 @@ def test_fewer_inputs_are_less_work_and_tokens_share_columns_by_chance() -> None
 @pytest.mark.parametrize("dtype", ["fp16", "fp32"])
 def test_the_product_is_right(config: Config, m: int, n: int, k: int, dtype: str) -> None:
     case = problem(m, n, k, k / 3, dtype)
-    operands = replace(operands_for(case), pinned=vars(config))
+    operands = operands_for(case)
     w, x = operands.weights["w"].to_dense(), operands.activations["x"]
-    launch = linear_few.prepare(operands)
-    for draw in range(1, 3):  # the counters start anew
-        y, expected = launch(), OP.definition(w.double(), x.double())
-        assert isinstance(y, torch.Tensor)
+    call = ActiveCall(m, n, k, x.dtype)
+    product = linear_few.plan(CPU, call, config)
+    for draw in range(1, 3):
+        y, expected = product.run(x, w.T.contiguous()), OP.definition(w.double(), x.double())
         assert torch.allclose(y.double(), expected, rtol=2e-3, atol=2e-3)
         redraw(case, OP, operands.activations, draw, {}, {"w": w})
 
 
+@pytest.mark.interpreted
+def test_a_suite_runs_the_first_configuration() -> None:
+    operands = operands_for(problem(2, 40, 96, 32, "fp16"))
+    assert_right(linear_few.KERNEL.prepare(operands, tuned=False), operands)
+
+
 def test_configurations_are_possible_for_any_size() -> None:
     for m, n, k in ((1, 1, 1), (4, 64, 16), (1, 4096, 4096), (3, 28672, 8192)):
-        configs = linear_few.configurations(m, n, k)
+        configs = linear_few.choices(CPU, ActiveCall(m, n, k, torch.bfloat16))
         assert configs
         assert all(c.parts * c.depth <= max(k, 16) for c in configs)
     assert linear_few.unsupported(problem(5, 8, 8, None), CPU)

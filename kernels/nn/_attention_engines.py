@@ -1,0 +1,129 @@
+"""The engines of block-sparse attention, and the order in which they are tried for a mask.
+
+    Hopper, 16 bits
+      forward    attention_wgmma, attention_triton
+      backward   attention_wgmma_backward, attention_triton_backward
+    GPU from compute capability 8.0, and TRITON_INTERPRET=1
+      forward    attention_triton
+      backward   attention_triton_backward
+    any of these, up to 16 queries of a sequence
+      forward    attention_split, attention_triton
+    CPU          torch, with every element of the mask: a reference for small masks
+
+All of them give the same bits each time. Plans are made for a mask and the sizes of q, k and v.
+Calls of one plan must run one after the other on the device, as they do on one stream, because some
+kernels keep counters.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from triton import knobs
+
+from sparsebench.formats.block_mask import BlockMask
+from sparsebench.kernels._common.operator import Engine, NoConfig, Operator, Product
+from sparsebench.kernels._kernel import refuse
+from sparsebench.kernels.attention import (
+    _call,
+    attention_split,
+    attention_triton,
+    attention_triton_backward,
+    attention_wgmma,
+    attention_wgmma_backward,
+)
+from sparsebench.kernels.attention._call import AttentionCall, ListedMask, attention_engine
+from sparsebench.kernels.attention._shapes import unsupported
+
+ENGINES = (
+    *(attention_split.KERNEL, attention_triton.KERNEL, attention_triton_backward.KERNEL),
+    *(attention_wgmma.KERNEL, attention_wgmma_backward.KERNEL),
+)
+
+
+def operator_of(mask: BlockMask) -> Operator:
+    """Return the plans of a mask."""
+    device = mask.columns.device
+    return _call.operator_of(mask, ENGINES, lambda call: likeliest(call, device))
+
+
+def likeliest(call: AttentionCall, device: torch.device) -> Sequence[Engine]:
+    """Return the engines that may run a call, the likeliest first. Raises Unsupported."""
+    if device.type == "cpu" and not knobs.runtime.interpret:
+        return [_IN_TORCH[call.op]]
+    refuse(unsupported(call.problem, device))
+    if call.op == "attention_backward":
+        engines = [attention_wgmma_backward.KERNEL, attention_triton_backward.KERNEL]
+    elif call.shape.q_tokens <= attention_split.MOST_QUERIES:
+        return [attention_split.KERNEL, attention_triton.KERNEL]
+    else:
+        engines = [attention_wgmma.KERNEL, attention_triton.KERNEL]
+    return engines[1:] if engines[0].unsupported(call.problem, device) else engines
+
+
+# ---- the reference on a CPU ----
+
+
+class _Torch:
+    """Attention in torch with every element of the mask, on a CPU."""
+
+    def __init__(self, mask: BlockMask, call: AttentionCall) -> None:
+        """Expand the mask. Raises FormatError if it has too many elements."""
+        self.call, self.allowed = call, mask.expand(call.shape.heads)
+        self.unseen = ~self.allowed.any(2)[..., None]  # keys that no query of a head selects
+
+    def _by_head(self, x: Tensor) -> Tensor:
+        """Return [batch, H, tokens, D] in fp32; key heads are repeated."""
+        d, batch = self.call.shape.head_dim, self.call.shape.batch
+        heads = x.unflatten(1, (-1, d)).unflatten(0, (batch, -1)).transpose(1, 2).float()
+        repeated: Tensor = heads.repeat_interleave(self.call.shape.heads // heads.shape[1], 1)
+        return repeated
+
+    def _keys(self, x: Tensor) -> Tensor:
+        """Return k or v by head; zeros, even for NaN, where no query selects a key."""
+        return self._by_head(x).masked_fill(self.unseen, 0)
+
+    def _scores(self, q: Tensor, k: Tensor) -> Tensor:
+        scores: Tensor = self._by_head(q) @ self._keys(k).mT * self.call.scale
+        return scores.masked_fill(~self.allowed, -torch.inf)
+
+    def _flat(self, x: Tensor, like: Tensor) -> Tensor:
+        """Return [batch, H, tokens, D] as rows of tokens; groups of heads are added."""
+        heads = like.shape[1] // self.call.shape.head_dim
+        grouped: Tensor = x.unflatten(1, (heads, -1)).sum(2)
+        return grouped.transpose(1, 2).reshape(like.shape).to(like.dtype)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
+        """Return O and the LSE."""
+        scores = self._scores(q, k)
+        lse = scores.logsumexp(-1)
+        p = (scores - lse.clamp(min=torch.finfo(lse.dtype).min)[..., None]).exp()
+        return [self._flat(p @ self._keys(v), q), lse.flatten(0, 1)]
+
+    def backward(
+        self, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor
+    ) -> list[Tensor]:
+        """Return dQ, dK and dV."""
+        log_sum = lse.view(self.call.shape.batch, -1, lse.shape[1], 1)
+        log_sum = log_sum.clamp(min=torch.finfo(lse.dtype).min)
+        p = (self._scores(q, k) - log_sum).exp()
+        of_do = self._by_head(do)
+        delta = (of_do * self._by_head(o)).sum(-1, keepdim=True)
+        ds = p * (of_do @ self._keys(v).mT - delta) * self.call.scale
+        return [
+            self._flat(ds @ self._keys(k), q),
+            self._flat(ds.mT @ self._by_head(q), k),
+            self._flat(p.mT @ of_do, v),
+        ]
+
+
+def _in_torch(w: ListedMask, call: AttentionCall, config: NoConfig) -> Product:
+    """Plan attention in torch. Raises FormatError if the mask has too many elements."""
+    reference = _Torch(w.mask, call)
+    return Product(reference.forward if call.op == "attention" else reference.backward)
+
+
+_IN_TORCH = {
+    op: attention_engine("torch", op, lambda w, call: [NoConfig()], _in_torch, lambda *_: None)
+    for op in ("attention", "attention_backward")
+}

@@ -1,0 +1,102 @@
+"""What the kernels of layers compile to, and the shapes of their launches."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from sparsebench.kernels._common.operator import bucket
+from sparsebench.kernels.twell import _grouped, _remainder, _twell_gate, ffn_few
+from sparsebench.kernels.twell._call import TwellCall
+from tests.compiling.nvcc import assert_compiles_cleanly, by_nvcc
+from tests.compiling.triton_kernels import complaint_about_launch
+from tests.tools.marks import sampled
+
+HALF, BF16 = torch.float16, torch.bfloat16
+AT_ONCE = {1: 132, 2: 66, 4: 30}.__getitem__  # clusters of ffn_few, on an H200
+
+
+def test_a_cluster_shares_x_and_every_sm_has_work() -> None:
+    shapes = {m: ffn_few.shape_of(m, 2048, AT_ONCE) for m in (1, 8, 9, 16, 17, 32, 33, 64)}
+    assert shapes == {
+        **dict.fromkeys((1, 8), (8, 1, 132)),
+        **dict.fromkeys((9, 16), (16, 1, 132)),
+        **dict.fromkeys((17, 32), (32, 1, 132)),
+        **dict.fromkeys((33, 64), (64, 2, 66)),
+    }
+    assert ffn_few.shape_of(1, 4096, AT_ONCE) == (8, 2, 66)
+    assert ffn_few.shape_of(64, 4096, AT_ONCE) == (64, 4, 30)
+
+
+def test_clusters_of_groups_use_all_multiprocessors() -> None:
+    at_once = {8: 15, 7: 17, 6: 20, 5: 25, 4: 30, 3: 42, 2: 66}.__getitem__  # an H200
+    splits = {m: _grouped.split_of(m, at_once) for m in (65, 120, 128, 256, 512, 528, 1024, 4096)}
+    assert splits == {65: 8, 120: 8, 128: 7, 256: 3, 512: 2, 528: 2, 1024: 1, 4096: 1}
+
+
+def test_the_limit_of_a_group_is_constant_for_many_tokens() -> None:
+    assert _grouped.limit_of(8, 512) == 512
+    assert _grouped.limit_of(8, 5632) == _grouped.MOST_ROWS
+    assert _grouped.limit_of(256, 5632) == 4 * 5632 // 32
+    assert _grouped.limit_of(4096, 5632) == _grouped.limit_of(131072, 5632) == 579
+
+
+@pytest.mark.parametrize("m", [32, 33, 512, 513])
+def test_the_configurations_that_are_timed_depend_on_the_number_of_tokens(m: int) -> None:
+    call = TwellCall(bucket(m), 5632, 2048, BF16, False)
+    copies = [c.x_by for c in ffn_few.choices(call)] == ["loads", "copies"]
+    assert copies == (m >= 33)
+    assert "copies" not in str(ffn_few.choices(call._replace(n=16392)))
+    alone = [c.alone for c in _grouped.choices(call)]
+    assert alone == ([True, False] if m <= 512 else [False])
+
+
+# n, k; the last two have no room for X beside the lists
+FEW = [(5632, 2048), (9728, 2560), (16384, 4096), (16384, 1024), (28672, 4096), (1000, 200)]
+
+
+@by_nvcc
+@pytest.mark.parametrize(("n", "k"), sampled(FEW, 0, 5))
+@pytest.mark.parametrize("m", sampled([1, 16, 32, 64], 1, 3))
+def test_ffn_few_compiles_without_spills(m: int, n: int, k: int, tmp_path) -> None:
+    shape = ffn_few.shape_of(m, k, AT_ONCE)
+    for squared, gated, dtype in ((False, True, BF16), (True, False, HALF)):
+        for config in ffn_few.choices(TwellCall(m, n, k, dtype, squared, gated)):
+            constants = ffn_few.constants_of(n, k, shape, squared, gated, dtype, config.x_by)
+            assert_compiles_cleanly("ffn_few", constants, tmp_path)
+
+
+GROUPED = [(k, split, _grouped.Config(cluster=c)) for k in (2048, 200, 2040) for split in (1, 8)
+           for c in (0, 1)]  # fmt: skip
+GROUPED += [(k, split, _grouped.Config(alone=True)) for k in (2560, 2048, 200, 1032)
+            for split in (8, 7, 3, 2)]  # fmt: skip
+
+
+@by_nvcc
+@pytest.mark.parametrize(("k", "split", "config"), sampled(GROUPED, 0, 1, 12), ids=str)
+def test_ffn_sparse_compiles_without_spills(k, split, config, tmp_path) -> None:
+    for squared, gated, dtype in ((False, True, BF16), (True, config.cluster > 0, HALF)):
+        call = TwellCall(8, 8, k, dtype, squared, gated)
+        constants = _grouped.constants_of(call, split, config)
+        assert_compiles_cleanly("ffn_sparse", constants, tmp_path)
+
+
+@by_nvcc
+@pytest.mark.parametrize("cluster", sampled(_twell_gate.CLUSTERS))
+def test_the_gate_compiles_without_spills_or_serialised_products(cluster: int, tmp_path) -> None:
+    for dtype in (BF16, HALF):
+        constants = _twell_gate.constants_of(cluster, dtype)
+        assert_compiles_cleanly("twell_gate", constants, tmp_path)
+
+
+@pytest.mark.compiles
+@pytest.mark.parametrize("m", [1, 16, 64, 300, 4096])
+def test_the_dense_products_compile_for_any_number_of_tokens(m: int) -> None:
+    def empty(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    n, k = 5632, 2048
+    counts = empty(3, dtype=torch.int32), empty(-(-m // 8), dtype=torch.int32)
+    operands = empty(m, k), (g := empty(m, n)), empty(n, k), empty(m, k), *counts
+    for wu in (empty(n, k), None):
+        for program in _remainder.products(*operands, squared=m == 300, device=g.device, wu=wu):
+            assert complaint_about_launch(program, 90) is None
