@@ -1,10 +1,8 @@
 """Weights and activations for tests of the BSR kernels, and checks of their results."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -85,10 +83,3 @@ def assert_right_gradient(
     expected = Expected(*sizes, products=TF32 if tf32 else 0.0)
     result = check(replace(pattern, values=values), expected, pattern)
     assert result.reason is None, f"{what}: {result.reason}"
-
-
-def assert_lists_right(emulated: Callable[..., Any], shape: Shape, *plan: Any) -> None:
-    """Check the gradient that an emulation of the device computes from the lists."""
-    pattern, x, dy = example(shape)
-    actual = emulated(pattern, dy, x, *plan)
-    np.testing.assert_allclose(actual, pattern.sample(dy.T @ x).values, rtol=1e-4, atol=1e-3)

@@ -4,7 +4,6 @@ import ctypes
 import struct
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,13 +12,9 @@ from torch import Tensor
 
 from sparsebench.errors import Unsupported
 from sparsebench.kernels._common import cuda
-from sparsebench.kernels._common.selection import bucket
+from sparsebench.kernels._common.operator import Product
 from sparsebench.kernels.bsr import bsr_small, bsr_wgmma
-from sparsebench.kernels.nn import BlockSparseLinear, _bsr_plans
-
-
-def layer_of(n: int, k: int, block: Any, **options: Any) -> BlockSparseLinear:
-    return BlockSparseLinear(k, n, block=block, sparsity=0.5, **options)
+from tests.kernels.bsr.examples import call_of, example
 
 
 class Driver:
@@ -47,17 +42,11 @@ def map_of(matrix: Tensor, box: tuple[int, int]) -> tuple[int, ...]:
 
 @pytest.fixture
 def driver(monkeypatch) -> Iterator[Driver]:
-    """Plan, bind and launch the Hopper kernels on a CPU, without effect."""
+    """Launch without effect."""
     driver = Driver()
-    properties = SimpleNamespace(multi_processor_count=5)
     monkeypatch.setattr(cuda, "driver", lambda: driver)
     monkeypatch.setattr(cuda, "set_device", lambda: lambda device: None)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    monkeypatch.setattr(cuda, "load", lambda *args: (SimpleNamespace(ptr=1), "code"))
-    engines = {16: "bsr_small", 24: "bsr_strips", 64: "bsr_wgmma"}
-    monkeypatch.setattr(_bsr_plans, "engines_of", lambda call, device: [engines[call.block[0]]])
-    monkeypatch.setattr(_bsr_plans.knobs.runtime, "interpret", True)  # not dense products in torch
     cuda.tensor_map.cache_clear()
     yield driver
     cuda.tensor_map.cache_clear()
@@ -86,59 +75,58 @@ def test_arguments_have_the_layout_of_c_and_are_never_rewritten():
     assert ctypes.string_at(two[0], 5) == b"defgh"
 
 
-def test_a_launch_has_the_addresses_of_its_operands(driver):
-    layer = layer_of(128, 192, 64, bias=False, dtype=torch.bfloat16)
-    blocks, driver.size = layer.values.detach().view(-1, 64), 384
-    alive = []  # so that no address is reused
+def product_of(kernel: Any, block: int, config: Any) -> tuple[Product, Tensor]:
+    """Plan Y of 128 columns for X of 192, and return what it reads of W."""
+    w, _, _ = example((300, 128, 192, block, 0.5), dtype="bf16")
+    product = kernel.plan(w, call_of("linear", w, 400, "bf16"), config)
+    return product, product.packed(w.values)
 
-    def check(m: int, x: Tensor) -> None:
-        alive.extend((x, y := layer(x).detach()))
-        tokens = bsr_wgmma.configurations(bucket(m), 128)[0].tokens
-        expected = (x, (tokens, 64)), (blocks, (64, 64)), (y, (64, 64))
-        for at, matrix in enumerate(expected):
-            assert struct.unpack_from("6q", driver.launches[-1], 128 * at) == map_of(*matrix)
 
+def test_a_launch_has_the_addresses_of_its_operands(loads, driver):
+    product, packed = product_of(bsr_wgmma, 64, bsr_wgmma.Config(128, 1))
+    driver.size, alive = 384, []  # so that no address is reused
     for m in (300, 400, 300):
         wide = torch.zeros(m, 256, dtype=torch.bfloat16)
-        for x in (torch.zeros(m, 192, dtype=torch.bfloat16), wide[:, :192], wide[:, 8:200]):
-            check(m, x)
-    with torch.no_grad():
-        layer.values.data = layer.values.clone()
-    blocks = layer.values.detach().view(-1, 64)
-    check(300, alive[0])
-    other = layer_of(128, 192, 64, dtype=torch.bfloat16)
-    layer.set_pattern(other.offsets, other.columns)
-    blocks = layer.values.detach().view(-1, 64)
-    check(300, alive[0])
-    with pytest.raises(Unsupported, match="one dtype"):
-        layer(alive[0].half())
+        for x in (wide[:, :192].contiguous(), wide[:, :192], wide[:, 8:200]):
+            for blocks in (packed, packed.clone()):
+                y = product.run(x, blocks)
+                alive += [x, y, blocks]
+                maps = (x, (128, 64)), (blocks.view(-1, 64), (64, 64)), (y, (64, 64))
+                for at, matrix in enumerate(maps):
+                    expected = map_of(*matrix)
+                    assert struct.unpack_from("6q", driver.launches[-1], 128 * at) == expected
 
 
-def test_equal_addresses_give_the_same_arguments(driver):
-    w = layer_of(128, 192, 16, dtype=torch.bfloat16).bsr
-    plan = bsr_small.plan(w, 300, bsr_small.Config(64, 64))
-    addresses = 300, 4096, (192, 1), 8192, 16384
-    first = plan.arguments(*addresses)
-    assert plan.arguments(*addresses) is first
-    for at, other in enumerate((299, 4112, (256, 1), 8208, 16400)):
-        changed = plan.arguments(*addresses[:at], other, *addresses[at + 1 :])
+def test_equal_addresses_give_the_same_arguments(loads, driver):
+    product, packed = product_of(bsr_small, 16, bsr_small.Config(64, 64))
+    x, y = (torch.zeros(300, size, dtype=torch.bfloat16) for size in (192, 128))
+    given = [x, packed, y]
+
+    def launched(*tensors: Tensor) -> Any:
+        with cuda.taping() as tape:
+            product.run(*tensors[:2], out=tensors[2])
+        return tape.launches[0][1]
+
+    first = launched(*given)
+    assert launched(*given) is first
+    others = x[:299], x.clone(), packed.clone(), y.clone()
+    for at, other in zip((0, 0, 1, 2), others, strict=True):
+        changed = launched(*given[:at], other, *given[at + 1 :])
         assert changed[1].raw != first[1].raw
 
 
-def test_launches_from_several_threads_do_not_mix_operands(driver):
-    layer = layer_of(128, 192, 64, bias=False, dtype=torch.bfloat16)
-    layer.values.requires_grad_(False)
+def test_launches_from_several_threads_do_not_mix_operands(loads, driver):
+    product, packed = product_of(bsr_wgmma, 64, bsr_wgmma.Config(128, 1))
     xs = [torch.zeros(300, 192, dtype=torch.bfloat16) for _ in range(4)]
     driver.size = 384
-    layer(xs[0])
 
     def pairs(x: Tensor) -> set[tuple[int, int]]:
-        return {(x.data_ptr(), layer(x).data_ptr()) for _ in range(200)}
+        return {(x.data_ptr(), product.run(x, packed).data_ptr()) for _ in range(200)}
 
     with ThreadPoolExecutor(len(xs)) as pool:
         returned = set().union(*pool.map(pairs, xs))
     launched = {
         (struct.unpack_from("q", args)[0], struct.unpack_from("q", args, 256)[0])
-        for args in driver.launches[1:]
+        for args in driver.launches
     }
     assert launched == returned
