@@ -107,7 +107,10 @@ def operator_of(
         kinds = {"causal": mask.causal, "bits": mask.bits is not None, "lists": mask.lists}
         sizes = {"batch": shape.batch, "m": shape.batch * shape.q_tokens}
         sizes |= {"n": shape.heads * shape.head_dim, "k": shape.kv_tokens}
-        layout = {"dtype": shape.dtype, "block": list(mask.block)}  # a list, as lines of JSON have it
+        layout = {
+            "dtype": shape.dtype,
+            "block": list(mask.block),
+        }  # a list, as lines of JSON have it
         rows = mask.shape[0] * mask.block[0]
         density = density_of(rows, shape.kv_tokens, mask.block, len(mask.columns))
         return {"op": call.op, **heads, **kinds, **sizes, **layout, "density": density}

@@ -26,7 +26,7 @@ from sparsebench.harness.catalog import load_kernel
 from sparsebench.kernels._common.cuda import taping
 from sparsebench.kernels._common.operator import Engine
 from sparsebench.kernels._common.triton import BoundKernel, Template
-from sparsebench.kernels.attention import _stored, attention_triton
+from sparsebench.kernels.attention import _stored, attention_split, attention_triton
 from sparsebench.kernels.attention._call import AttentionCall, ListedMask
 from tests.compiling.nvcc import CLEAN, assert_compiles_cleanly, by_nvcc
 from tests.compiling.triton_kernels import SHARED_BYTES, complaint_about_launch
@@ -177,10 +177,11 @@ def skip_unless_possible(name: str, case: Case) -> None:
 
 
 def take_path(path: str, patch: pytest.MonkeyPatch) -> None:
-    """Let heads be read by TMA on a CPU, if their rows allow it, or by pointers."""
+    """Let heads be read by TMA on a CPU, if their rows allow it, or by pointers; and split lists."""
     patch.setattr(
         attention_triton, "choose_path", lambda reason, device: "pointers" if reason else path
     )
+    patch.setattr(attention_split, "multiprocessors", lambda device: 12)
 
 
 @pytest.mark.interpreted
@@ -195,7 +196,8 @@ def test_results_are_right_in_the_interpreter(name, case, path, poisoned, monkey
 
 @pytest.mark.interpreted
 @pytest.mark.parametrize("name", TRITON)
-def test_scores_that_rise_along_a_list_are_right_in_the_interpreter(name, poisoned) -> None:
+def test_scores_that_rise_along_a_list_are_right_in_the_interpreter(name, monkeypatch) -> None:
+    take_path("tma", monkeypatch)
     case = SMALL[8] if name == "attention_split" else SMALL[0]
     assert run_engine(name, case, rises=True, every=3)
 
