@@ -102,15 +102,18 @@ def operator_of(
     listed = ListedMask(mask)
 
     def problem(call: AttentionCall) -> dict[str, Any]:
-        shape, (b_q, b_k) = call.shape, mask.block
+        shape = call.shape
         heads = {"heads": shape.heads, "kv_heads": shape.kv_heads, "head_dim": shape.head_dim}
         kinds = {"causal": mask.causal, "bits": mask.bits is not None, "lists": mask.lists}
-        sizes: dict[str, Any] = {"m": shape.batch * shape.q_tokens}
-        sizes |= {"n": shape.heads * shape.head_dim}
-        sizes |= {"k": shape.kv_tokens, "dtype": shape.dtype, "block": (b_q, b_k)}
-        rows = mask.shape[0] * b_q
+        sizes = {"batch": shape.batch, "m": shape.batch * shape.q_tokens}
+        sizes |= {"n": shape.heads * shape.head_dim, "k": shape.kv_tokens}
+        layout = {
+            "dtype": shape.dtype,
+            "block": list(mask.block),
+        }  # a list, as lines of JSON have it
+        rows = mask.shape[0] * mask.block[0]
         density = density_of(rows, shape.kv_tokens, mask.block, len(mask.columns))
-        return {"op": call.op, **heads, **kinds, **sizes, "density": density}
+        return {"op": call.op, **heads, **kinds, **sizes, **layout, "density": density}
 
     return Operator(engines, lambda call: listed, problem, mask.columns.device, likeliest)
 

@@ -90,12 +90,14 @@ def choices(w: ListedMask, call: AttentionCall) -> list[Config]:
 
     Tiles of `rows` keys were the fastest in every search (NOTES.md).
     """
-    shape = call.shape
+    shape, mask = call.shape, w.mask
     if any(side % ROWS and side not in SMALL for side in shape.block):
         raise Unsupported(
             f"expected blocks of 16, 32 or a multiple of 64 queries and keys, "
             f"found {list(shape.block)}"
         )
+    if mask.bits is not None and mask.block[1] < ROWS:
+        raise Unsupported(f"expected blocks of 64 keys or no bits, found {mask.block[1]} and bits")
     query_configurations(shape, w.shared(shape))  # raises Unsupported
     wide = shape.block[1] % 128 == 0 and shape.block[0] >= ROWS
     rows, stores = 128 if wide else 64, min(shape.block) >= ROWS
@@ -130,12 +132,11 @@ def work_of(w: ListedMask, shape: Shape, config: Config) -> Work:
     Raises Unsupported.
     """
     mask = w.mask
-    if mask.bits is not None and mask.block[1] < ROWS:
-        raise Unsupported(f"expected blocks of 64 keys or no bits, found {mask.block[1]} and bits")
     lists = key_lists(mask)
     tiles = key_tiles(lists, mask, shape, config.rows)
     counters = torch.zeros(1, 2, dtype=torch.int32, device=tiles.device)
-    stats = torch.zeros(2, shape.batch * shape.heads, padded(shape), device=tiles.device)
+    size = 2, shape.batch * shape.heads, padded(shape)
+    stats = torch.zeros(size, dtype=torch.float32, device=tiles.device)
     stats[0] = torch.inf
     if config.stores:
         stored = stored_of(mask, shape, tiles, lists.places)

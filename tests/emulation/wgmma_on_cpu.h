@@ -10,6 +10,7 @@
 struct TensorMap {  // of a matrix in memory, for boxes of 16-bit elements
   const char* from;
   int rows, columns, step, box_rows, box_columns, pitch;
+  char rest[96];  // as large as the driver's
 };
 
 static char* in_shared(u32 at) {

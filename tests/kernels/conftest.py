@@ -1,7 +1,8 @@
-"""What tests of kernels share: a seed, poisoned memory, and front.cpp on this machine."""
+"""What tests of kernels share: a seed, poisoned memory, plans and front.cpp on this machine."""
 
 import ctypes
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -39,6 +40,31 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stk, "unavailable", lambda: None)
     monkeypatch.setattr(_decoder, "unsupported", lambda problem, device: None)
     monkeypatch.setattr(_decoder, "unsupported_size", lambda *_: None)
+
+
+# ---- plans without a GPU ----
+
+
+@pytest.fixture
+def loads(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Let plans on a CPU be those of a Hopper; return the list of (name, macros, target)."""
+    properties = SimpleNamespace(
+        shared_memory_per_block_optin=227 * 1024, multi_processor_count=132
+    )
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    for place, module in [*sys.modules.items()]:
+        if place.startswith("sparsebench.kernels.") and hasattr(module, "multiprocessors"):
+            monkeypatch.setattr(module, "multiprocessors", lambda device: 132)
+    listed: list[Any] = []
+
+    def load(name, function, constants, shared_bytes, device, target=cuda.SM_90A) -> Any:
+        assert shared_bytes <= 227 * 1024
+        listed.append((name, constants, target))
+        return SimpleNamespace(ptr=1), "code"
+
+    monkeypatch.setattr(cuda, "load", load)
+    monkeypatch.setattr(cuda, "target_of", lambda device: "sm_90")
+    return listed
 
 
 # ---- recorded calls on a CPU ----

@@ -1,37 +1,27 @@
 """Masks, operands and a plain reference, which the tests of block-sparse attention share."""
 
-import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from importlib import import_module
-from types import ModuleType
 from typing import Any, NamedTuple
 
-import pytest
 import torch
 from torch import Tensor
 
-from sparsebench._discovery import modules
-from sparsebench.errors import Unsupported
 from sparsebench.formats.block_mask import BlockMask
-from sparsebench.harness.catalog import load_kernel
-from sparsebench.kernels.attention._lists import shared_heads
-from sparsebench.kernels.attention._shapes import Bound, Shape
-from sparsebench.results.record import Problem
+from sparsebench.kernels._kernel import DTYPES
+from sparsebench.kernels.attention._call import AttentionCall, Op
+from sparsebench.kernels.attention._shapes import Shape
 from tests.conftest import INTERPRETED
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 DEVICE = torch.device("cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu")
-PACKAGE = "sparsebench.kernels.attention"
 
 
 class Case(NamedTuple):
-    """Sizes of a mask and heads; `config` is how a kernel runs, if a test says so."""
+    """Sizes of a mask and heads."""
 
     tokens: tuple[int, int]
     block: int | tuple[int, int]
     heads: tuple[int, int]
-    config: Any = None
     batch: int = 1
     lists: int = 1
     causal: bool = False
@@ -52,10 +42,11 @@ class Case(NamedTuple):
             bits=self.bits,
         )
 
-    def shape(self) -> Shape:
-        """Return the sizes as kernels take them."""
-        sides = sides_of(self.block)
-        return Shape(self.batch, *self.tokens, *self.heads, self.head_dim, sides, self.dtype)
+    def call(self, op: Op = "attention") -> AttentionCall:
+        """Return the sizes as kernels take them, with the default factor of the scores."""
+        heads, sides = (*self.heads, self.head_dim), sides_of(self.block)
+        shape = Shape(self.batch, *self.tokens, *heads, sides, self.dtype)
+        return AttentionCall(op, shape, self.head_dim**-0.5)
 
     def operands(self) -> list[Tensor]:
         """Return random q, k, v and dO by head, the same each time."""
@@ -119,56 +110,6 @@ def moved(x: Any) -> Any:
     if isinstance(x, BlockMask):
         return replace(x, **{name: moved(array) for name, array in x.arrays().items()})
     return x.to(DEVICE)
-
-
-def kernels_of(op: str) -> list[str]:
-    """Return the names of this package's kernels that compute an op."""
-    names = [name for name, place in modules("kernels").items() if PACKAGE in place]
-    return [name for name in names if load_kernel(name).op == op]
-
-
-def module_of(name: str) -> ModuleType:
-    return import_module(f"{PACKAGE}.{name}")
-
-
-def unsupported(name: str, case: Case) -> str | None:
-    """Return why a kernel cannot run a case on this machine, or None."""
-    fields = {"dtype": case.dtype, "head_dim": case.head_dim, "scale": None, "m": case.tokens[0]}
-    kernel = load_kernel(name)
-    return kernel.unsupported(Problem(kernel.op, fields), DEVICE)
-
-
-def choices_of(name: str, case: Case, mask: BlockMask, path: str = "tma") -> list[Any]:
-    """Return the configurations that a kernel offers for a case; none if it refuses the case."""
-    configurations = module_of(name).configurations
-    sizes = {"shape": case.shape(), "shared": shared_heads(mask, *case.heads)}
-    sizes |= {"path": path, "programs": 12}
-    names = inspect.signature(configurations).parameters
-    try:
-        return list(configurations(**{name: sizes[name] for name in names}))
-    except Unsupported:
-        return []
-
-
-def launches(
-    name: str, case: Case, mask: BlockMask, operands: Sequence[Tensor]
-) -> Iterator[Bound[Any]]:
-    """Bind a kernel in the configurations that it offers: a third of them in the interpreter.
-
-    Skips the test if the kernel refuses the case.
-    """
-    if reason := unsupported(name, case):
-        pytest.skip(reason)
-    paths = ("tma", "pointers")
-    configs = list(dict.fromkeys(c for path in paths for c in choices_of(name, case, mask, path)))
-    if not configs:
-        pytest.skip(f"{name} refuses the blocks")
-    inputs, scale = [moved(x) for x in operands], case.head_dim**-0.5
-    for config in configs[:: 3 if INTERPRETED else 1]:
-        try:
-            yield module_of(name).launch(inputs, moved(mask), case.shape(), scale, config)
-        except Unsupported as reason:
-            pytest.skip(str(reason))
 
 
 def flat(x: Tensor) -> Tensor:

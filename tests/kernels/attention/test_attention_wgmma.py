@@ -1,101 +1,38 @@
-"""attention_wgmma: its text, emulated on a CPU thread by thread, its tiles, and what it refuses."""
+"""What only the kernels for Hopper need: what they refuse, and their launches' order.
 
-import ctypes
-from pathlib import Path
+test_attention_contract.py runs and compiles them.
+"""
+
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
-from sparsebench.kernels.attention import attention_wgmma
-from sparsebench.kernels.attention._lists import shared_heads
-from sparsebench.kernels.attention._shapes import LOG2_E, Shape
-from sparsebench.kernels.attention._wgmma_tiles import query_tiles, span_of
+from sparsebench.kernels.attention import _stored, attention_wgmma, attention_wgmma_backward
+from sparsebench.kernels.attention._call import ListedMask
 from sparsebench.kernels.attention.attention_wgmma import Config
-from tests.compiling.nvcc import assert_compiles_cleanly, by_nvcc
-from tests.emulation.cuda_on_cpu import library_of
-from tests.kernels.attention.cases import Case, random_mask, reference, rising
-from tests.kernels.attention.warpgroups import on_cpu
+from tests.compiling.nvcc import hopper
+from tests.kernels.attention.cases import Case, flat, gradients, moved
+from tests.kernels.attention.on_cpu import on_two_sms
 from tests.kernels.contract import refusal
-from tests.tools.marks import needs_gxx, sampled
 
-RUN = """
-static struct { Maps maps; Lists lists; char* out; float* lse; Sizes sizes; Parts parts; } args;
-static void run() {
-  attend(args.maps, args.lists, args.out, args.lse, args.sizes, args.parts);
-}
-extern "C" void call(void** at, const int* n, float scale, int grid, int bytes) {
-  args.maps = {boxes(at[1], n[1], n[3], BOX_KEYS), boxes(at[2], n[1], n[3], BOX_KEYS),
-                {boxes(at[0], n[0], n[2], Q_BOX)}};
-  args.lists = {(Tile*)at[3], (int*)at[4], (int*)at[5], (unsigned char*)at[6], (int*)at[7], n[4]};
-  args.parts = {n[5], n[6], (float4*)at[10], (int*)at[7] + 2};
-  args.out = (char*)at[8], args.lse = (float*)at[9];
-  args.sizes = {n[0], n[1], n[2], n[3], scale};
-  launch(grid, THREADS, 1, bytes, run, true);
-}
-"""
+FORWARD, BACKWARD = attention_wgmma.KERNEL, attention_wgmma_backward.KERNEL
 
 
-WIDE, TWO = Config(128, 128), Config(64, 64)
-CASES = [
-    Case((200, 270), 128, (2, 1), WIDE, batch=2, lists=2, causal=True, dtype="bf16"),
-    Case((150, 200), 64, (4, 2), WIDE, lists=2, bits=True),
-    Case((70, 100), 16, (4, 1), Config(64, 128), causal=True, density=1),
-    Case((150, 260), (64, 128), (2, 2), TWO, lists=2, head_dim=64, dtype="bf16"),
-    Case((100, 100), 32, (8, 2), WIDE, lists=2, head_dim=64, density=0),
-    Case((40, 130), (64, 8), (1, 1), Config(64, 128), bits=True),
-    Case((300, 300), (256, 192), (2, 1), Config(128, 64), lists=1),
-]
-
-
-def attend_on_cpu(case: Case, operands: list[Tensor], late: int, parts: int = 1) -> None:
-    """Run the text of the kernel, and compare O and the LSE with those in fp64.
-
-    parts  into which each tile but the first is split
-    """
-    mask, shape, (q, k, v, _), rows = case.mask(), case.shape(), operands, case.config.rows
-    tiles = query_tiles(mask, shape, rows, min(span_of(mask.block[0]), rows))
-    counters = torch.zeros(2 + len(tiles) * rows // 16, dtype=torch.int32)
-    sums = torch.full((len(tiles) * parts * rows * 2, case.head_dim // 2 + 4), torch.nan)
-    o = torch.full_like(q, torch.nan)
-    lse = torch.full((case.batch, shape.heads, shape.q_tokens), torch.nan)
-    short = attention_wgmma.shortens(case.config, mask)
-    macros = attention_wgmma.constants_of(case.config, shape, mask, short, splits=parts > 1)
-    constants = *macros, ("LATE", late)
-    run = library_of(on_cpu("attention_wgmma.cu", RUN), constants).call
-    tensors = q, k, v, tiles, mask.columns, mask.slots, mask.bits, counters, o, lse, sums
-    pointers = [None if x is None else x.data_ptr() for x in tensors]
-    sizes = *case.tokens, *case.heads, 1 + parts * (len(tiles) - 1), 1, parts
-    run(
-        *((ctypes.c_void_p * 11)(*pointers), (ctypes.c_int * 7)(*sizes)),
-        *(ctypes.c_float(case.head_dim**-0.5 * LOG2_E), 2),
-        attention_wgmma.shared_bytes(case.config, case.head_dim),
-    )
-    expected, log_sum = reference(q.double(), k.double(), v.double(), mask)
-    allowed = 2e-3 if case.dtype == "fp16" else 2e-2
-    torch.testing.assert_close(o.double(), expected, atol=allowed, rtol=allowed)
-    torch.testing.assert_close(lse.double(), log_sum, atol=1e-4, rtol=1e-5)
-    assert not counters.any()  # as the next launch needs them
-
-
-@needs_gxx
-@pytest.mark.parametrize("late", sampled([1, 0], 0))
-@pytest.mark.parametrize("case", sampled(CASES, 0, 1))
-def test_the_threads_attend_on_a_cpu(case: Case, late: int) -> None:
-    attend_on_cpu(case, case.operands(), late)
-
-
-@needs_gxx
-@pytest.mark.parametrize("case", sampled([CASES[0], CASES[1], CASES[3]], 0))
-def test_scores_that_rise_along_a_list_are_right(case: Case) -> None:
-    attend_on_cpu(case, rising(case.operands()), 0)
-
-
-@needs_gxx
-@pytest.mark.parametrize("case", sampled([CASES[0], CASES[1], CASES[3]], 0))
-def test_tiles_that_are_split_into_parts_are_right(case: Case) -> None:
-    attend_on_cpu(case, case.operands(), 0, parts=2)
+@pytest.mark.parametrize("head_dim", attention_wgmma.HEAD_DIMS)
+@pytest.mark.parametrize("block", [16, 32, 64, 128, (256, 192), (64, 8)])
+def test_configurations_fit_the_shared_memory_and_have_slots_for_a_step(block, head_dim) -> None:
+    case = Case((256, 256), block, (8, 2), head_dim=head_dim)
+    w, call = ListedMask(case.mask()), case.call()
+    for config in FORWARD.choices(w, call):
+        slots = attention_wgmma.slots_of(config, head_dim)
+        entries = config.keys // min(config.keys, call.shape.block[1])
+        notes = config.tiles * (slots * (4 * (4 + 2 * entries) + 16) + 32)  # and barriers
+        assert slots >= 3
+        assert attention_wgmma.shared_bytes(config, head_dim) + notes <= 227 * 1024
+    for config in BACKWARD.choices(w, call) if block != (64, 8) else ():
+        assert attention_wgmma_backward.slots_of(config, head_dim) >= 3
+        assert attention_wgmma_backward.shared_bytes(config, head_dim) <= 226 * 1024
 
 
 @pytest.mark.parametrize(
@@ -104,43 +41,66 @@ def test_tiles_that_are_split_into_parts_are_right(case: Case) -> None:
 )
 def test_a_last_round_of_few_long_tiles_is_split(tiles: int, steps: int, parts: int) -> None:
     work = torch.full((tiles, 4), steps, dtype=torch.int32)
-    assert attention_wgmma.parts_of(work, WIDE, 128, 132) == parts
-
-
-@pytest.mark.parametrize("head_dim", attention_wgmma.HEAD_DIMS)
-@pytest.mark.parametrize("block", [16, 32, 64, 128, (256, 192), (64, 8)])
-def test_configurations_fit_the_shared_memory_and_have_slots_for_a_step(block, head_dim) -> None:
-    mask = random_mask((256, 256), block)
-    shape = Shape(1, 256, 256, 8, 2, head_dim, mask.block, "bf16")
-    configs = attention_wgmma.configurations(shape, shared_heads(mask, 8, 2))
-    assert configs
-    for config in configs:
-        slots = attention_wgmma.slots_of(config, head_dim)
-        assert slots >= 3
-        entries = config.keys // min(config.keys, mask.block[1])
-        notes = config.tiles * (slots * (4 * (4 + 2 * entries) + 16) + 32)  # and barriers
-        assert attention_wgmma.shared_bytes(config, head_dim) + notes <= 227 * 1024
+    assert attention_wgmma.parts_of(work, Config(128, 128), 128, 132) == parts
 
 
 @pytest.mark.parametrize(
-    ("block", "heads", "token"),
-    [(16, (4, 4), "16"), (32, (4, 4), "32"), ((64, 48), (1, 1), "48"), ((64, 4), (1, 1), "4")],
+    ("engine", "block", "heads", "bits", "token"),
+    [
+        *((FORWARD, block, (4, 4), False, str(block)) for block in (16, 32)),
+        *((FORWARD, (64, keys), (1, 1), False, str(keys)) for keys in (48, 4)),
+        *((BACKWARD, (q, 64), (1, 1), False, str(q)) for q in (32, 48)),
+        *((BACKWARD, (64, keys), (1, 1), False, str(keys)) for keys in (96, 8)),
+        (BACKWARD, 16, (4, 1), True, "bits"),
+    ],
 )
-def test_blocks_that_no_tile_holds_are_refused(block: Any, heads: Any, token: str) -> None:
-    mask = random_mask((256, 256), block)
-    shape = Shape(1, 256, 256, *heads, 128, mask.block, "bf16")
-    shared = shared_heads(mask, *heads)
-    assert token in refusal(lambda: attention_wgmma.configurations(shape, shared))
+def test_blocks_that_no_tile_holds_are_refused(engine, block, heads, bits, token: str) -> None:
+    case = Case((256, 256), block, heads, bits=bits)
+    assert token in refusal(lambda: engine.choices(ListedMask(case.mask()), case.call()))
 
 
-@by_nvcc
-@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.block}")
-@pytest.mark.parametrize("splits", [False, True])
-def test_it_compiles_cleanly(case: Case, splits: bool, tmp_path: Path) -> None:
-    mask, config = case.mask(), case.config
-    short = attention_wgmma.shortens(config, mask)
-    constants = attention_wgmma.constants_of(config, case.shape(), mask, short, splits=splits)
-    # With short steps, ptxas serialises some products. That costs 0 to 4.5 %, and only masks that
-    # gain more by short steps have them (NOTES.md).
-    allowed = "(C7511)" if dict(constants)["SHORTENS"] else ""
-    assert_compiles_cleanly("attention_wgmma", constants, tmp_path, allowed)
+def test_a_head_with_too_many_blocks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_two_sms(monkeypatch, late=0)
+    monkeypatch.setattr(_stored, "HEAD_BYTES", 3 * 2 * 128 * 128)
+    case = Case((200, 270), 128, (2, 1), density=1)  # 12 blocks
+    w, call = ListedMask(case.mask()), case.call("attention_backward")
+    config = attention_wgmma_backward.Config(128, stores=True)
+    assert "found 12" in refusal(lambda: BACKWARD.plan(w, call, config))
+
+
+@pytest.mark.parametrize("sections", [1, 2, 3, 9])
+def test_what_a_launch_needs_has_ended_when_it_begins(sections: int) -> None:
+    """A launch that does not wait begins when the one before its predecessor has ended."""
+    steps = _stored.steps_of(sections)
+    assert {(step.section, step.is_product) for step in steps} == {
+        (n, is_product) for n in range(sections) for is_product in (False, True)
+    }
+    place = {step[:2]: at for at, step in enumerate(steps, 1)}  # weigh_rows is at 0
+    for section, is_product, waits in steps:
+        at = place[section, is_product]
+        if is_product:
+            needs = [place[section, False]]
+        else:
+            needs = [0] + [place[n, True] for n in range(section - 2) if (n - section) % 3 == 0]
+        assert all(needed <= at - (1 if waits else 2) for needed in needs)
+
+
+@hopper
+@pytest.mark.parametrize("block", [64, 128])
+def test_sections_that_overlap_give_the_bits_of_a_single_one(
+    block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = Case((1500, 1400), block, (12, 12), lists=12, dtype="bf16")
+    mask, (q, k, v, do) = case.mask(), case.operands()
+    o, lse, _ = gradients((q, k, v, do), mask)
+    rows: list[Any] = [flat(x) for x in (q, k, v, o.to(q.dtype))]
+    inputs = [moved(x) for x in (*rows, lse.flatten(0, 1).float(), flat(do))]
+    w, call = ListedMask(moved(mask)), case.call("attention_backward")
+    config = BACKWARD.choices(w, call)[0]
+    single = BACKWARD.plan(w, call, config).run(*inputs)
+    monkeypatch.setattr(_stored, "SECTION_BYTES", 3 << 20)  # a head takes 2.0 MB: 12 sections
+    product = BACKWARD.plan(w, call, config)
+    out = q.new_empty(sum(len(x) for x in single), case.head_dim, device=inputs[0].device)
+    for _ in range(20):
+        out.fill_(torch.nan)
+        assert all(map(torch.equal, product.run(*inputs, out=out), single))

@@ -20,12 +20,14 @@ from sparsebench.kernels.attention._shapes import Shape
 from sparsebench.kernels.nn._attention_op import attend_recorded, plans_of, recordings_of
 from sparsebench.kernels.nn._attention_plans import Call
 from sparsebench.kernels.nn.attention import BlockSparseAttention, attention_and_lse
-from tests.kernels.attention.cases import random_mask, reference
+from tests.kernels.attention.cases import Case, gradients, moved, random_mask, reference, without
 from tests.kernels.conftest import launch
 from tests.tools.marks import needs_gxx
 
 D = 8
 TOKENS = 40, 56
+SMALL = Case(TOKENS, 16, (2, 1), lists=2, head_dim=16, dtype="fp32")
+LARGE = Case((300, 420), 64, (4, 4), lists=4, dtype="bf16")
 
 
 def drawn(batch: int = 2, heads: int = 4, kv_heads: int = 2) -> list[Tensor]:
@@ -291,3 +293,68 @@ def test_a_recorded_step_is_captured_on_a_gpu() -> None:
     graph.replay()
     torch.cuda.synchronize()
     assert all(map(torch.equal, captured, right))
+
+
+# ---- with kernels ----
+
+
+def check_again(case: Case, calls: int, allowed: float) -> None:
+    """Compare O and the gradients of some calls of a mask with those in fp64."""
+    mask, operands = case.mask(), case.operands()
+    o, _, expected = gradients(operands, mask)
+    *leaves, do = map(moved, operands)
+    mask = moved(mask)
+    for x in leaves:
+        x.requires_grad_()
+    for _ in range(calls):
+        actual = sparsebench.attention(*leaves, mask)
+        parts = actual, *torch.autograd.grad(actual, leaves, do)
+        for part, right in zip(parts, (o, *expected), strict=True):
+            torch.testing.assert_close(part.cpu().double(), right, atol=allowed, rtol=allowed)
+
+
+@pytest.mark.interpreted
+def test_a_plan_is_run_again_in_the_interpreter() -> None:
+    check_again(SMALL, 2, 1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("case", "allowed"), [(SMALL, 1e-4), (LARGE, 3e-2)], ids=["fp32", "bf16"])
+def test_a_call_is_planned_then_recorded_and_then_replayed(case: Case, allowed: float) -> None:
+    check_again(case, 4, allowed)
+
+
+@pytest.mark.gpu
+def test_a_nan_in_a_block_that_no_query_selects_reaches_nothing() -> None:
+    mask = moved(without(LARGE.mask(), 3))
+    leaves = [moved(x) for x in LARGE.operands()[:3]]
+    for x in leaves[1:]:
+        x[:, 192:256] = torch.nan
+    for x in leaves:
+        x.requires_grad_()
+    o = sparsebench.attention(*leaves, mask)
+    grads = torch.autograd.grad(o.sum(), leaves)
+    assert not any(x.isnan().any() for x in (o, *grads))
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # from the compiler's own code
+def test_a_call_can_be_compiled_and_captured_with_its_gradients() -> None:
+    mask, (*leaves, do) = moved(LARGE.mask()), map(moved, LARGE.operands())
+    for x in leaves:
+        x.requires_grad_()
+
+    def step(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return sparsebench.attention(q * 2, k, v, mask)
+
+    eager = torch.autograd.grad(step(*leaves), leaves, do)
+    compiled = torch.compile(step, fullgraph=True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = torch.autograd.grad(step(*leaves), leaves, do)
+    for x in captured:
+        x.fill_(torch.nan)
+    graph.replay()
+    for parts in (torch.autograd.grad(compiled(*leaves), leaves, do), captured):
+        for actual, gradient in zip(parts, eager, strict=True):
+            torch.testing.assert_close(actual, gradient, atol=2e-2, rtol=2e-2)
