@@ -9,8 +9,8 @@ from triton.compiler import ASTSource
 from sparsebench.errors import Unsupported
 from sparsebench.formats.bsr import Bsr
 from sparsebench.kernels._kernel import Operands
-from sparsebench.kernels.bsr import decoder_bsr
 from sparsebench.kernels.dense import _decoder, _decoder_glue, decoder_dense
+from sparsebench.kernels.nn import default
 from sparsebench.results.record import Problem
 from tests.compiling.triton_kernels import complaint_about
 from tests.kernels.layers import (
@@ -82,7 +82,7 @@ def test_an_interpreted_step_of_blocks_is_right(pruned: str) -> None:
     pattern = {"pattern": "blocks", "block": 16, "sparsity": 0.5, "pruned": pruned}
     blocks = {name: lambda w: Bsr.from_dense(w, block=16) for name in _decoder.LAYER}
     operands = operands_for(small(**size, **pattern), formats=blocks)
-    launch = decoder_bsr.prepare(operands)
+    launch = default.prepare(operands)
     assert_right(launch, operands)
     assert ("kernel" in launch.choice["qkv"]) is (pruned == "all")
     assert launch.choice["down"]["kernel"] == "bsr_triton"
