@@ -1,6 +1,6 @@
 """Record what an operator launches, so that later calls need no Python.
 
-    first call     plans, and may search (selection.py)
+    first call     plans, and may search (operator.py)
     second call    is recorded: a tape has each launch's arguments and each new tensor
     later calls    Recordings.replay(x): the same bytes, with the addresses of X and of new outputs
     backward       a node of autograd in C++ does the same for the products that the Signature

@@ -169,8 +169,7 @@ def fastest_launch(
     """Return the launch of the fastest candidate.
 
     candidates  one for each configuration, in the same order
-    by          the origin of the configurations (tuned_table.choose); Launch.choice has these
-                fields beside those of the fastest configuration
+    by          fields that Launch.choice has beside those of the fastest configuration
     threads     passed to `search`, which raises Unsupported
     """
     result = search(candidates, device, threads)

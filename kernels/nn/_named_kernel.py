@@ -55,9 +55,9 @@ def _run_named(x: Tensor, w: Format, name: str, options: Mapping[str, Any]) -> T
     values = arrays.get("values")
     if torch.is_grad_enabled():
         if x.requires_grad:
-            named.require("linear_dgrad", x)
+            named.plan_gradient("linear_dgrad", x)
         if values is not None and values.requires_grad:
-            named.require("linear_wgrad", x)
+            named.plan_gradient("linear_wgrad", x)
     return _NamedProduct.apply(x, values, named)  # type: ignore[no-any-return,no-untyped-call]
 
 
@@ -117,6 +117,21 @@ class Named:
             for name, buffer in buffers.items():
                 buffer.copy_(activations[name])
             return _values(launch()).clone()
+
+    def plan_gradient(self, op: str, x: Tensor) -> None:
+        """Plan backward, so that an unsupported gradient raises before the product runs."""
+        kernel, prepared, key = self.require(op, x), _prepared(self.w), (self.kernel, op, len(x))
+        if not len(x) or is_capturing(x) or key in prepared.gradients:
+            return
+        activations = {"dy": x.detach().new_ones(len(x), self.w.shape[0])}
+        if op == "linear_wgrad":
+            activations["x"] = x.detach()
+        if isinstance(kernel, Engine):
+            self._planned(kernel, op, activations, prepared)
+        else:
+            with _lock:
+                self._launch(kernel, op, activations, prepared)
+        prepared.gradients.add(key)
 
     def _planned(
         self, engine: Engine, op: str, activations: Mapping[str, Tensor], prepared: "Prepared"
@@ -181,6 +196,7 @@ class Prepared:
     operators  by engine and op
     stored     what a product reads of the weight
     launches   with the buffers of their activations, the most recently used one last
+    gradients  kernels, ops and numbers of tokens whose backward was planned
     """
 
     stamp: Stamp
@@ -190,6 +206,7 @@ class Prepared:
     launches: OrderedDict[Any, tuple[Launch, dict[str, Tensor]]] = field(
         default_factory=OrderedDict
     )
+    gradients: set[tuple[str, str, int]] = field(default_factory=set)
 
 
 def _prepared(w: Format) -> Prepared:

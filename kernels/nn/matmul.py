@@ -1,10 +1,10 @@
 """Y[..., n] = X[..., k] @ W[n, k].T for a weight in any format.
 
-Without a kernel's name, each weight has the plans that layers have (selection.py): the first call
+Without a kernel's name, each weight has the plans that layers have (operator.py): the first call
 with a number of tokens may time what its format offers.
 
     dense    torch's own product; gradients of X and W
-    bsr      as BlockSparseLinear (_bsr_plans.py); gradients of X and W
+    bsr      as BlockSparseLinear (_bsr_engines.py); gradients of X and W
     spense   as SpenseLinear (_spense_op.py): its engine for the device; gradient of X
     csr      csr_cuda on a GPU, scipy_csr on a CPU; gradients as for a named kernel
     bitmap   bitmap_mma, or torch's own product with a dense copy of W (_frozen_op.py); gradient of

@@ -1,19 +1,27 @@
 import json
 from dataclasses import replace
-from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from sparsebench.kernels._common import tuned_table
-from sparsebench.kernels._common.selection import config_of
+from sparsebench.kernels._common.choices import package_folder
+from sparsebench.kernels.bitmap import bitmap_mma
+from sparsebench.kernels.csr import csr_cuda
+from sparsebench.kernels.nn import _bsr_engines, _frozen_op, _spense_engines
+from sparsebench.kernels.twell import _engines as _twell_engines
 from sparsebench.results.record import Case, Contender, Problem, Row, Status
 from sparsebench.results.run import store
 from tests.tools import choices
 
-PACKAGE = tuned_table.folders()["package"]
+ENGINES = {
+    "bitmap": (bitmap_mma.KERNEL, _frozen_op.DENSE),
+    "bsr": _bsr_engines.ENGINES,
+    "csr": (csr_cuda.KERNEL,),
+    "spense": _spense_engines.ENGINES,
+    "twell": _twell_engines.ENGINES,
+}
 RUN = SimpleNamespace(environment={"gpu": {"compute_capability": "9.0", "multiprocessors": 132}})
 
 
@@ -82,14 +90,12 @@ def test_a_choice_that_another_kernel_of_ours_beats_leaves_the_list(tmp_path, mo
     assert [json.loads(line)["problem"]["m"] for line in file.read_text().splitlines()] == [2, 4]
 
 
-@pytest.mark.parametrize("file", [*PACKAGE.glob("*.choices")])
+@pytest.mark.parametrize("file", [*package_folder().glob("*.choices")])
 def test_a_list_names_kernels_and_configurations_that_exist(file: Path) -> None:
     lines = [json.loads(line) for line in file.read_text().splitlines()]
     for line in lines:
-        if line["kernel"] != "dense":
-            (source,) = PACKAGE.parent.glob(f"*/{line['kernel']}.py")
-            kernel = import_module(f"sparsebench.kernels.{source.parent.name}.{source.stem}")
-            if hasattr(kernel, "Config"):
-                config_of(kernel, line["config"])
+        family = ENGINES[line["problem"]["op"].partition(".")[0]]
+        engine = next(engine for engine in family if engine.name == line["kernel"])
+        assert [*engine.candidates(None, None, line["config"])]
     assert len({json.dumps(line["problem"], sort_keys=True) for line in lines}) == len(lines)
     assert len(file.read_bytes()) < 100_000

@@ -9,6 +9,7 @@ from triton.compiler import ASTSource
 from sparsebench.errors import Unsupported
 from sparsebench.kernels._kernel import Operands
 from sparsebench.kernels.dense import _decoder, _decoder_glue, decoder_dense
+from sparsebench.kernels.nn import default
 from sparsebench.results.record import Problem
 from tests.compiling.triton_kernels import complaint_about
 from tests.kernels.layers import (
@@ -71,6 +72,19 @@ def test_interpreted_attention_is_right_in_several_parts(parts, monkeypatch) -> 
     monkeypatch.setattr(_decoder_glue, "configurations", lambda about: [config])
     operands = operands_of(layers=1)
     assert_right(decoder_dense.prepare(operands), operands)
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("pruned", [exhaustive("mlp"), "all"])
+def test_an_interpreted_step_of_blocks_is_right(pruned: str) -> None:
+    size = {"m": 1, "hidden": 64, "intermediate": 96, "layers": 1}
+    pattern = {"pattern": "blocks", "block": 16, "sparsity": 0.5, "pruned": pruned}
+    blocks = {name: lambda w: Bsr.from_dense(w, block=16) for name in _decoder.LAYER}
+    operands = operands_for(small(**size, **pattern), formats=blocks)
+    launch = default.prepare(operands)
+    assert_right(launch, operands)
+    assert ("kernel" in launch.choice["qkv"]) is (pruned == "all")
+    assert launch.choice["down"]["kernel"] == "bsr_triton"
 
 
 @pytest.mark.interpreted

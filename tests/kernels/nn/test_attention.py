@@ -15,10 +15,10 @@ from sparsebench.errors import Unsupported
 from sparsebench.formats.block_mask import BlockMask
 from sparsebench.kernels._common.cuda import on_tape
 from sparsebench.kernels._common.front import Recordings
-from sparsebench.kernels._common.selection import Selected
+from sparsebench.kernels._common.operator import Product, Selected
+from sparsebench.kernels.attention._call import AttentionCall
 from sparsebench.kernels.attention._shapes import Shape
 from sparsebench.kernels.nn._attention_op import attend_recorded, plans_of, recordings_of
-from sparsebench.kernels.nn._attention_plans import Call
 from sparsebench.kernels.nn.attention import BlockSparseAttention, attention_and_lse
 from tests.kernels.attention.cases import Case, gradients, moved, random_mask, reference, without
 from tests.kernels.conftest import launch
@@ -163,8 +163,6 @@ class Sums:
     O = Q + K + V, and the LSE is the start of 2 Q; dQ = Q + dO, dK = K + O, dV = V + dO
     """
 
-    code = pack = order = None
-
     def run(self, *operands: Tensor) -> list[Tensor]:
         """Return O and the LSE, or dQ, dK and dV."""
         q, k, v, *rest = operands
@@ -193,7 +191,9 @@ def test_a_recorded_call_runs_the_planned_kernels_of_both_passes() -> None:
     q, k, v = (torch.randint(-9, 9, (2, 40, 4, D)).float().requires_grad_() for _ in range(3))
     shape, recordings = Shape(2, 40, 40, 4, 4, D, mask.block, "fp32"), recordings_of(mask, None)
     for op in ("attention", "attention_backward"):
-        plans_of(mask).plans[Call(op, shape, 0.5)] = Selected(Sums(), {}, "test", {})
+        plans_of(mask).plans[AttentionCall(op, shape, 0.5)] = Selected(
+            Product(Sums().run), {}, "test", {}
+        )
 
     do = torch.randint(-9, 9, q.shape).float()
     for _ in range(5):

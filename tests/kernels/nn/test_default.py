@@ -50,7 +50,7 @@ def test_a_layer_is_right_on_a_cpu(kind: str) -> None:
     operands = layer(kind, CPU)
     launch = default.prepare(operands)
     assert_right(launch, operands)
-    if kind == "bsr":  # gate and up are one product, as in bsr_ffn
+    if kind == "bsr":  # gate and up are one product
         assert {*launch.choice} == {"gate_up", "down"}
 
 

@@ -3,6 +3,8 @@
 import copy
 import gc
 import weakref
+from contextlib import suppress
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,9 +13,14 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from sparsebench.errors import FormatError, Unsupported
+from sparsebench.formats.bsr import Bsr
 from sparsebench.kernels._common import requirements
-from sparsebench.kernels.nn import BlockSparseLinear, _bsr_autograd, _bsr_pattern, _bsr_plans
+from sparsebench.kernels.bsr import bsr_triton
+from sparsebench.kernels.bsr._call import BsrCall
+from sparsebench.kernels.nn import BlockSparseLinear, _bsr_autograd
+from sparsebench.kernels.nn._bsr_engines import likeliest
 from sparsebench.kernels.nn._bsr_index import index_of
+from sparsebench.kernels.nn._bsr_pattern import pattern_of
 
 # n, k, block, sparsity, shape of X before k: edge blocks that extend beyond W, rows and columns
 # without blocks, no blocks, a vector, no tokens.
@@ -90,26 +97,49 @@ EXACT, WGRAD, WGRAD_MMA, WGRAD_SMALL = "bsr_fp32", "bsr_wgrad", "bsr_wgrad_mma",
     ],
 )
 def test_kernels_are_offered_by_gpu_dtype_and_block(
-    capability, dtype, block, shape, many, few, monkeypatch
+    capability, dtype, block, shape, many, few, gpu, monkeypatch
 ):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr(requirements, "find_spec", lambda name: True)
-    device = torch.device("cuda")
-    call = _bsr_plans.Call("linear", 1024, shape, block, dtype)
-    offered = _bsr_plans.engines_of(call, device)
-    assert offered == many
-    assert _bsr_plans.engines_of(call._replace(m=48), device)[0] == few
+    gpu(capability)
+    call = BsrCall("linear", 1024, shape, block, dtype)
+    assert names_of(call) == many
+    assert names_of(call._replace(m=48))[0] == few
     wgrad = call._replace(op="wgrad")
     if dtype == torch.float8_e4m3fn:
         return
     if capability == (9, 0) and dtype != torch.float32 and not any(s % 8 for s in (*block, *shape)):
-        first = WGRAD_MMA if block == (16, 16) else WGRAD
-        assert _bsr_plans.engines_of(wgrad, device) == [first, WGRAD_SMALL]
+        divided = all(any(s % tile == 0 for tile in (40, 48, 56, 64)) for s in block)
+        first = [WGRAD_MMA] if block == (16, 16) else [WGRAD] if divided else []
+        assert names_of(wgrad) == [*first, WGRAD_SMALL]
         monkeypatch.setattr(requirements, "find_spec", lambda name: None)
         with pytest.raises(Unsupported, match="cupy"):
-            _bsr_plans.engines_of(wgrad, device)
+            names_of(wgrad)
     else:
-        assert _bsr_plans.engines_of(wgrad, device) == ["bsr_triton_wgrad"]
+        assert names_of(wgrad) == ["bsr_triton_wgrad"]
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Return a function that sets the compute capability of the GPU."""
+
+    def of(capability: tuple[int, int]) -> None:
+        sizes = SimpleNamespace(multi_processor_count=132, shared_memory_per_block_optin=227 << 10)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: sizes)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+        monkeypatch.setattr(requirements, "find_spec", lambda name: True)
+
+    return of
+
+
+def names_of(call: BsrCall) -> list[str]:
+    """Return the engines of a GPU that have a choice for a call of a weight with one block."""
+    offsets = torch.ones(-(-call.shape[0] // call.block[0]) + 1, dtype=torch.int32)
+    offsets[0] = 0
+    values = torch.zeros(1, *call.block, dtype=call.dtype)
+    w, names = Bsr(call.shape, offsets, torch.zeros(1, dtype=torch.int32), values), []
+    for engine in likeliest(call, 1, torch.device("cuda")):
+        with suppress(Unsupported):
+            names += [engine.name] if engine.choices(w, call) else []
+    return names
 
 
 @pytest.mark.parametrize(
@@ -127,33 +157,33 @@ def test_kernels_are_offered_by_gpu_dtype_and_block(
     ],
 )
 def test_frozen_layers_with_few_columns_may_keep_x_in_shared_memory(
-    change, capability, expected, monkeypatch
+    change, capability, expected, gpu
 ):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr(requirements, "find_spec", lambda name: True)
-    call = _bsr_plans.Call("linear", 64, (1000, 1000), (10, 10), torch.float16, live=False)
-    assert _bsr_plans.engines_of(call._replace(**change), torch.device("cuda")) == expected
+    gpu(capability)
+    call = BsrCall("linear", 64, (1000, 1000), (10, 10), torch.float16, live=False)
+    assert names_of(call._replace(**change)) == expected
 
 
 @pytest.mark.parametrize("m", [64, 1024])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_blocks_that_triton_must_pad_are_padded_least_first_and_in_other_ways(m, dtype):
     w = layer_of(1000, 1000, 10, sparsity=0.8, dtype=dtype).bsr
-    call = _bsr_plans.Call("linear", m, w.shape, w.block, dtype)
-    configs = [c.config for c in _bsr_plans._candidates(TRITON, call, w)]
+    configs = bsr_triton.KERNEL.choices(w, BsrCall("linear", m, w.shape, w.block, dtype))
     assert [c.group for c in configs] == sorted(c.group for c in configs)
     assert {1, 6} <= {c.group for c in configs}
     # The fastest on an H200 (suite `announced`) has 16 features in fp32, too.
     assert configs[0].features == 16
 
 
-def test_calls_without_a_kernel_are_unsupported(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
-    call = _bsr_plans.Call("linear", 100, (512, 512), (64, 64), torch.float16)
+def test_calls_without_a_kernel_are_unsupported(gpu):
+    gpu((7, 5))
+    call = BsrCall("linear", 100, (512, 512), (64, 64), torch.float16)
     with pytest.raises(Unsupported, match=r"7\.5"):
-        _bsr_plans.engines_of(call, torch.device("cuda"))
+        names_of(call)
     with pytest.raises(Unsupported, match="float64"):
-        _bsr_plans.engines_of(call._replace(dtype=torch.float64), torch.device("cuda"))
+        names_of(call._replace(dtype=torch.float64))
+    with pytest.raises(Unsupported, match="gradient"):
+        names_of(call._replace(op="dgrad", dtype=torch.float8_e4m3fn))
 
 
 def calls() -> list[tuple[Any, tuple]]:
@@ -181,12 +211,12 @@ def test_an_operator_passes_opcheck(number):
 
 
 @pytest.mark.parametrize(("frozen", "idle"), [("values", "wgrad"), ("x", "dgrad")])
-def test_an_unneeded_gradient_is_not_computed(frozen, idle, monkeypatch):
+def test_an_unneeded_gradient_is_not_computed(frozen, idle):
     layer, x = layer_of(), torch.randn(3, 48, requires_grad=frozen != "x")
     layer.values.requires_grad_(frozen != "values")
-    monkeypatch.delattr(_bsr_autograd, idle)
     layer(x).sum().backward()
     assert (x.grad is None, layer.values.grad is None) == (frozen == "x", frozen == "values")
+    assert idle not in {call.op for call in plans_of(layer)}
 
 
 @pytest.mark.interpreted(also_compiled=True)
@@ -310,30 +340,20 @@ def test_a_pattern_may_lose_all_blocks_and_get_others():
         torch.testing.assert_close(step(layer, x)[2], step(other, x)[2])
 
 
-def test_a_new_pattern_is_planned_before_it_is_called(monkeypatch):
+def plans_of(layer: BlockSparseLinear) -> dict[Any, Any]:
+    return dict(pattern_of(layer.offsets, layer.columns).operator.plans)
+
+
+def test_plans_are_made_once_before_a_new_pattern_is_called_and_freed_with_it():
     layer, other, x = layer_of(), layer_of(), torch.randn(3, 48)
-    step(layer, x)
-    layer.set_pattern(other.offsets, other.columns)
-    monkeypatch.delattr(_bsr_plans, "_Dense")
-    step(layer, x)
-    with pytest.raises(NameError):
-        layer(torch.randn(9, 48))
-
-
-def pattern_of(layer: BlockSparseLinear) -> _bsr_pattern.Pattern:
-    """Return the pattern of a layer that was called."""
-    return getattr(layer.columns, _bsr_pattern.ATTRIBUTE)
-
-
-def test_plans_are_made_once_and_freed_with_their_pattern():
-    layer, x = layer_of(), torch.randn(3, 48)
-    step(layer, x)
-    plans = dict(pattern_of(layer).operator.plans)
-    assert sorted(call.op for call in plans) == ["dgrad", "linear", "wgrad"]
-    step(layer, x)
-    step(layer, torch.randn(5, 48))  # of the same bucket
-    assert dict(pattern_of(layer).operator.plans) == plans
-    freed = weakref.ref(pattern_of(layer))
+    for change in (lambda: step(layer, x), lambda: layer.set_pattern(other.offsets, other.columns)):
+        change()
+        plans = plans_of(layer)
+        assert sorted(call.op for call in plans) == ["dgrad", "linear", "wgrad"]
+        step(layer, x)
+        step(layer, torch.randn(5, 48))  # of the same bucket
+        assert plans_of(layer) == plans
+    freed = weakref.ref(pattern_of(layer.offsets, layer.columns))
     del layer
     gc.collect()
     assert freed() is None

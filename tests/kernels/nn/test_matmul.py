@@ -20,9 +20,9 @@ from sparsebench.formats.csr import Csr
 from sparsebench.formats.dense import Dense
 from sparsebench.formats.spense import Spense
 from sparsebench.formats.twell import Twell
-from sparsebench.kernels.nn import _frozen_op
-from sparsebench.kernels.nn import _named_kernel as module
-from sparsebench.kernels.nn._bsr_plans import Call, engines_of
+from sparsebench.kernels._kernel import Launch, Operands
+from sparsebench.kernels.nn import _frozen_op, _named_kernel
+from sparsebench.kernels.nn._named_kernel import PREPARED
 from sparsebench.kernels.peers import scipy_csr
 from tests.compiling.nvcc import hopper
 from tests.kernels.bsr.examples import assert_right, on_gpu
@@ -148,6 +148,7 @@ def test_an_impossible_call_raises_with_the_reason() -> None:
     refused("scipy_csr: .*Bsr", x, w, "scipy_csr")
     refused("scipy_bsr_dgrad: .*linear_dgrad", x, w, "scipy_bsr_dgrad")
     refused("'tuned'", x, w, "scipy_bsr", tuned=True)
+    refused("none; found 'tuned'", x, w, "bsr_triton", tuned=True)
     refused("kernel=NAME.*tuned", x, w, tuned=True)
     refused("did you mean scipy_bsr", x, w, "scipy_bs")
     refused("kernel=NAME.*Twell", x, Twell.from_dense(weight()))
@@ -225,40 +226,32 @@ def test_a_bitmap_is_correct_on_a_gpu_with_either_kernel(m: int) -> None:
 def test_launches_are_freed_with_their_weight() -> None:
     w = Csr.from_dense(weight())
     sparsebench.matmul(torch.randn(7, K), w)
-    number = id(w)
-    (prepared,) = (weakref.ref(p) for p in module._WEIGHTS[number].prepared.values())
+    array = weakref.ref(w.offsets)  # which the launch reads
     del w
     gc.collect()
-    assert prepared() is None
-    assert number not in module._WEIGHTS
+    assert array() is None
 
 
-def test_a_weight_keeps_a_limited_number_of_launches() -> None:
-    w = Csr.from_dense(weight())
-    for tokens in range(1, module.PREPARED + 4):
+def test_a_weight_keeps_the_launches_that_were_used_last(monkeypatch) -> None:
+    prepared = []
+
+    def prepare(operands: Operands) -> Launch:
+        prepared.append(operands.problem["m"])
+        return scipy_csr.prepare(operands)
+
+    monkeypatch.setattr(scipy_csr, "KERNEL", replace(scipy_csr.KERNEL, prepare=prepare))
+    w, most = Csr.from_dense(weight()), PREPARED + 1
+    for tokens in (*range(1, most + 1), most, 2, 1):  # only the first one was dropped
         sparsebench.matmul(torch.randn(tokens, K), w)
-    assert len(module._WEIGHTS[id(w)].prepared) == module.PREPARED
+    assert prepared == [*range(1, most + 1), 1]
 
 
-def test_a_graph_takes_a_launch_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its replays run beside later calls, which get a launch with other buffers."""
-    owners = list[object]()
-    monkeypatch.setattr(module, "keep", owners.append)
-    w, key = Csr.from_dense(weight()), module.Key("scipy_csr", "linear", "[]", 7, torch.float32)
-    x = torch.randn(7, K)
+def test_a_kernel_of_others_is_not_captured_into_a_graph(monkeypatch) -> None:
+    w, x = Csr.from_dense(weight()), torch.randn(7, K)
     sparsebench.matmul(x, w, "scipy_csr")
-    (first,) = module._WEIGHTS[id(w)].prepared.values()
-    launches = module._WEIGHTS[id(w)]
-    assert launches.take(key, graph=1) is first
-    assert launches.take(key, graph=1) is first
-    assert owners == [first]
-    with pytest.raises(RuntimeError, match="capture"):
-        launches.take(key, graph=2)
-    sparsebench.matmul(x, w, "scipy_csr")
-    (second,) = launches.prepared.values()
-    assert second is not first
-    assert second.activations["x"].data_ptr() != first.activations["x"].data_ptr()
-    assert launches.take(key, graph=2) is second
+    monkeypatch.setattr(_named_kernel, "is_capturing", lambda x: True)
+    with pytest.raises(RuntimeError, match="found a capture"):
+        sparsebench.matmul(x, w, "scipy_csr")
 
 
 def test_torch_compile_accepts_matmul() -> None:
@@ -278,9 +271,6 @@ def test_blocks_of_fp8_give_bf16_and_have_no_gradient() -> None:
     assert sparsebench.matmul(x[:0], w).dtype == torch.bfloat16
     compiled = torch.compile(lambda x: sparsebench.matmul(x, w), backend="eager")
     assert torch.equal(compiled(x), right)
-    call = Call("dgrad", 5, (N, K), (64, 64), E4M3)
-    with pytest.raises(Unsupported, match="gradient"):
-        engines_of(call, torch.device("cuda"))
 
 
 @hopper
