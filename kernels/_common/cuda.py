@@ -1,6 +1,6 @@
 """Compile CUDA C++ kernels (NVRTC), describe matrices to TMA, load (CuPy) and launch (driver).
 
-    NAME.cu --- NVRTC, constants as macros ---> machine code --- CuPy ---> BoundKernel: call it
+    NAME.cu --- NVRTC, constants as macros ---> machine code --- CuPy ---> Loaded: enqueue it
 
 wgmma needs the target sm_90a, but CuPy's RawModule(code=...) compiles for sm_90. So this module
 calls NVRTC, and CuPy loads the cubin. Kernels without wgmma are compiled for the target of the
@@ -12,8 +12,7 @@ need a fence before its first use.
 """
 
 import ctypes
-from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache, lru_cache, partial
@@ -49,14 +48,10 @@ HALVES = torch.float16, torch.bfloat16
 MAP_TYPES = {torch.float16: 6, torch.bfloat16: 9, torch.float8_e4m3fn: 0}  # CUtensorMapDataType
 SWIZZLES, L2_PROMOTION_128B = {32: 1, 64: 2, 128: 3}, 2  # CUtensorMapSwizzle, ...L2promotion
 ADDRESSES = 256  # sets of operands for which a plan keeps the arguments, 1 KB each
-COMPILERS = 8  # threads
 
 Constants = tuple[tuple[str, int], ...]
 Arguments = tuple[Any, Any]
 """Pointers to the arguments, for cuLaunchKernel, and the memory that holds the arguments."""
-
-
-_begun: "dict[tuple[str, Constants, str], Future[bytes]]" = {}
 
 
 class Layout:
@@ -204,28 +199,6 @@ def launch(loaded: Loaded, args: Arguments, out: Tensor, owner: Any, *others: Te
     return out
 
 
-@dataclass(frozen=True)
-class BoundKernel:
-    """A kernel and its arguments: each call computes `out`, in the same buffer.
-
-    `tensors` are those whose addresses are in `args`.
-    """
-
-    loaded: Loaded
-    args: Arguments
-    tensors: tuple[Tensor, ...]
-    out: Tensor
-
-    def __call__(self) -> Tensor:
-        """Enqueue the kernel on torch's current stream. Raises RuntimeError."""
-        self.loaded.enqueue(self.args)
-        return self.out
-
-    @property
-    def code(self) -> str:
-        return self.loaded.code
-
-
 def target_of(device: torch.device) -> str:
     """Return the device's target, such as sm_80, without architecture-specific features."""
     major, minor = torch.cuda.get_device_capability(device)
@@ -251,8 +224,7 @@ def load(
         raise Unsupported(f"{name}: {expected}, found {shared_bytes}")
     import cupy
 
-    begun = _begun.get((name, constants, target))
-    code = begun.result() if begun else _code(name, constants, target)
+    code = _code(name, constants, target)
     with TemporaryDirectory() as folder, torch.cuda.device(device):
         path = Path(folder) / f"{name}.cubin"
         write_file(path, code)
@@ -277,19 +249,6 @@ def clusters_at_once(ctas: int, threads: int, shared_bytes: int, device: torch.d
     result = driver().cuOccupancyMaxActiveClusters(ctypes.byref(clusters), pointer, reference)
     require_success(result, f"clusters of {ctas} CTAs of {threads}")
     return clusters.value
-
-
-def compile_ahead(name: str, variants: Iterable[Constants], target: str = SM_90A) -> None:
-    """Start to compile NAME.cu with each set of constants, in threads; `load` waits for them."""
-    for constants in variants:
-        key = name, constants, target
-        if key not in _begun:
-            _begun[key] = _compilers().submit(_code, *key)
-
-
-@cache
-def _compilers() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(COMPILERS)
 
 
 def _code(name: str, constants: Constants, target: str) -> bytes:

@@ -28,12 +28,11 @@ A search is never made while a CUDA graph is captured. SPARSEBENCH_SEARCH=0 swit
 
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from functools import partial
-from itertools import chain, islice, zip_longest
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -42,33 +41,19 @@ from torch import Tensor
 from sparsebench.errors import Unsupported
 from sparsebench.kernels._common import choices as lists
 from sparsebench.kernels._common.capture import make_lasting
-from sparsebench.kernels._common.search import REASON, finalists, part_of, search
+from sparsebench.kernels._common.product import (
+    Candidate,
+    Product,
+    Selected,
+    Timed,
+    plan_first,
+    search_product,
+)
+from sparsebench.kernels._common.search import finalists, part_of
 from sparsebench.kernels._kernel import Kernel, Launch, Operands, Output
 
 PLANS = 64  # that a weight keeps: the ones made last
-BUILDERS = 8  # threads that make plans, and compile
-TRIED = 16  # candidates that a search times
 BESIDE = "by", "kernel", "problem", "code"  # fields of a choice beside the configuration's
-
-
-@dataclass(frozen=True, eq=False)
-class Product:
-    """A planned call.
-
-    run    (*operands, out=None) -> the result, a new tensor or `out`, on torch's current stream
-    code   digest of the machine code, or None
-    pack   makes what `run` reads of the weight's values; None if it reads them as stored
-    order  identifies what `pack` makes, so that products which read the same can share it
-    """
-
-    run: Callable[..., Any]
-    code: str | None = None
-    pack: Callable[[Tensor], Tensor] | None = None
-    order: Hashable | None = None
-
-    def packed(self, values: Tensor) -> Tensor:
-        """Return what `run` reads of these values."""
-        return values if self.pack is None else self.pack(values)
 
 
 @dataclass(frozen=True)
@@ -126,40 +111,6 @@ class Earlier(NamedTuple):
         return Earlier((self.choice or {}).get(name), part_of(name, self.lines))
 
 
-Timed = Callable[[Product], Callable[[], object]]
-"""Returns the call of a product that a search times, on operands of the caller."""
-
-
-class Candidate(NamedTuple):
-    """An engine, its configuration, and a function that plans it. Raises Unsupported."""
-
-    kernel: str
-    config: Any
-    plan: Callable[[], Product]
-
-    @property
-    def choice(self) -> dict[str, Any]:
-        """Return the kernel and the fields of the configuration, as rows have them."""
-        return {"kernel": self.kernel, **asdict(self.config)}
-
-
-@dataclass(frozen=True)
-class Selected:
-    """A planned product, why it was chosen (`by`), its problem, and what was timed for it."""
-
-    product: Product
-    choice: Mapping[str, Any]
-    by: str
-    problem: Mapping[str, Any]
-    lines: Sequence[Mapping[str, Any]] = ()
-
-    @property
-    def row(self) -> dict[str, Any]:
-        """Return the choice as a row has it, from which tests/tools/choices.py makes a list."""
-        code = {"code": self.product.code} if self.product.code else {}
-        return {**self.choice, "by": self.by, "problem": dict(self.problem), **code}
-
-
 @dataclass(eq=False)
 class Operator:
     """The plans of a weight, made once for each call.
@@ -206,15 +157,15 @@ class Operator:
 
     def first(self, call: Hashable) -> Selected:
         """Plan a call in the likeliest configuration that can run it, whatever the lists say."""
-        return _plan_first(self._offer(call), "default", self._problem(call))
+        return plan_first(self._offer(call), "default", self._problem(call))
 
     def _choose(self, call: Hashable, timed: Timed | None, earlier: Earlier | None) -> Selected:
         if self.device.type != "cuda":
-            return _plan_first(self._offer(call), "model", {})
+            return plan_first(self._offer(call), "model", {})
         problem = self._problem(call)
         if earlier and (pinned := earlier.choice):
             by = str(pinned.get("by", "pinned"))
-            return _plan_first([self._matching(call, pinned)], by, problem)
+            return plan_first([self._matching(call, pinned)], by, problem)
         file = lists.user_file(self.device, self.names)
         cached = lists.read(file) if earlier is None else lists.process_choices(file)
         stored = {"cache": cached, "package": lists.package(self.device)}
@@ -225,20 +176,20 @@ class Operator:
         if selected is not None:
             return selected
         every = [*chain.from_iterable(choices.items() for choices in stored.values())]
-        if timed and may_search():
+        if timed and maysearch_product():
             near = finalists(earlier.lines) if earlier else []
             more, again = (
                 [c for choice in some for c in self._matching(call, choice)]
                 for some in (lists.larger(problem, every), near)
             )
             offered = [more, again] if again else [more, *self._offer(call)]
-            selected = _search(offered, timed, self.device, line)
+            selected = search_product(offered, timed, self.device, line)
             lists.append(file, line, selected.choice)
             return selected
         if close := self._matching(call, lists.nearest(problem, every)):
             with suppress(Unsupported):
-                return _plan_first([close], "nearest", problem)
-        return _plan_first(self._offer(call), "model", problem)
+                return plan_first([close], "nearest", problem)
+        return plan_first(self._offer(call), "model", problem)
 
     def _problem(self, call: Hashable) -> dict[str, Any]:
         """Return the problem of a call; one of a single engine is a separate line of a list."""
@@ -264,7 +215,7 @@ class Operator:
             choice = choices.get(lists.key(problem), {})
             if same := self._matching(call, choice):
                 try:
-                    selected = _plan_first([same], by, problem)
+                    selected = plan_first([same], by, problem)
                 except Unsupported:
                     fits = False
                     continue
@@ -281,7 +232,7 @@ class Operator:
         return []
 
 
-def may_search() -> bool:
+def maysearch_product() -> bool:
     """Return whether a first call may time candidates (SPARSEBENCH_SEARCH)."""
     return os.environ.get("SPARSEBENCH_SEARCH", "1") != "0"
 
@@ -296,82 +247,6 @@ def bucket(tokens: int) -> int:
         return 1 if tokens <= 1 else 8
     step = 16 if tokens <= 256 else 1 << ((tokens - 1).bit_length() - 4)
     return -(-tokens // step) * step
-
-
-# ---- making and timing candidates ----
-
-
-def _plan_first(
-    engines: Iterable[Iterable[Candidate]], by: str, problem: Mapping[str, Any]
-) -> Selected:
-    """Plan the first candidate that can run. Raises Unsupported with all reasons."""
-    reasons: list[str] = []
-    for candidate in chain.from_iterable(_offers(engine, reasons) for engine in engines):
-        try:
-            return Selected(candidate.plan(), candidate.choice, by, problem)
-        except Unsupported as error:
-            reasons.append(str(error))
-    raise Unsupported("; ".join(dict.fromkeys(reasons)) or "no kernel can run it")
-
-
-def _offers(engine: Iterable[Candidate], reasons: list[str]) -> Iterator[Candidate]:
-    """Yield what an engine offers until it raises Unsupported, and list why."""
-    try:
-        yield from engine
-    except Unsupported as error:
-        reasons.append(str(error))
-
-
-def _distinct(candidates: Iterable[Candidate]) -> Iterator[Candidate]:
-    seen = set()
-    for candidate in candidates:
-        if (key := (candidate.kernel, candidate.config)) not in seen:
-            seen.add(key)
-            yield candidate
-
-
-def _search(
-    engines: Sequence[Iterable[Candidate]],
-    timed: Timed,
-    device: torch.device,
-    problem: Mapping[str, Any],
-) -> Selected:
-    """Plan candidates in threads, time those that can run, and return the fastest.
-
-    They are the best of each engine, then the second best of each, and so on.
-    """
-    reasons: list[str] = []
-    ranked = chain.from_iterable(zip_longest(*[_offers(engine, reasons) for engine in engines]))
-    offered = list(islice(_distinct(filter(None, ranked)), TRIED))
-    start = partial(torch.cuda.synchronize, device)  # makes the device's context current
-    with ThreadPoolExecutor(BUILDERS, "", start) as pool:
-        products = list(pool.map(partial(_attempt, device=device), offered))
-    running = [(c, p) for c, p in zip(offered, products, strict=True) if not isinstance(p, str)]
-    failed = [
-        {"choice": candidate.choice, "failed": reason}
-        for candidate, reason in zip(offered, products, strict=True)
-        if isinstance(reason, str)
-    ]
-    if not running:
-        return _plan_first([offered], "search", problem)  # raises with the reasons
-    if len(running) == 1:
-        return Selected(running[0][1], running[0][0].choice, "search", problem, failed)
-    with torch.no_grad():
-        result = search([timed(product) for _, product in running], device)
-    lines = result.lines([candidate.choice for candidate, _ in running], whole=True)
-    best, product = running[result.best]
-    return Selected(product, best.choice, "search", problem, [*lines, *failed])
-
-
-def _attempt(candidate: Candidate, device: torch.device) -> Product | str:
-    """Return the planned product, or why it cannot be planned."""
-    try:
-        with torch.cuda.device(device):
-            return candidate.plan()
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"[:REASON]
 
 
 # ---- the contract of a suite ----

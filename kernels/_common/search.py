@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from math import inf
 from statistics import median
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
 import torch
 
@@ -31,9 +31,6 @@ from sparsebench.errors import Unsupported
 from sparsebench.kernels._common.capture import capturing
 from sparsebench.kernels._common.gpu_clock import Call, GpuClock, Sample, flusher
 from sparsebench.kernels._kernel import Launch, Operands, Output
-
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
 
 ROUNDS = 7
 SHORT_US, SHORT_ROUNDS = 100.0, 25  # short samples scatter by 2 to 6 % and are cheap
@@ -47,15 +44,6 @@ MOST_LINES = 40  # candidates per search in a row: 4 kB of JSON, less than its s
 
 compile_only = False
 """Set in a process that only compiles: `search` then calls every candidate once and times none."""
-
-
-class Candidate(Protocol):
-    """A call that enqueues the work; `code` is the digest of its machine code (BoundKernel)."""
-
-    @property
-    def code(self) -> str | None: ...
-
-    def __call__(self) -> Output: ...
 
 
 @dataclass(frozen=True)
@@ -157,24 +145,6 @@ def differing(choices: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     first = choices[0] if choices else {}
     same = {name for name in first if all(c.get(name, ...) == first[name] for c in choices)}
     return [{name: value for name, value in c.items() if name not in same} for c in choices]
-
-
-def fastest_launch(
-    configs: "Sequence[DataclassInstance]",
-    candidates: Sequence[Candidate],
-    by: Mapping[str, Any],
-    device: torch.device,
-    threads: int = 1,
-) -> Launch:
-    """Return the launch of the fastest candidate.
-
-    candidates  one for each configuration, in the same order
-    by          fields that Launch.choice has beside those of the fastest configuration
-    threads     passed to `search`, which raises Unsupported
-    """
-    result = search(candidates, device, threads)
-    best, choices = candidates[result.best], [asdict(config) for config in configs]
-    return Launch(best, choices[result.best] | dict(by), best.code, result.lines(choices))
 
 
 def fastest_call(

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from sparsebench.formats.block_mask import BlockMask
 from sparsebench.kernels._common.choices import density_of
-from sparsebench.kernels._common.operator import Bound, Engine, NoConfig, Operator, Product
+from sparsebench.kernels._common.operator import Bound, Engine, NoConfig, Operator
+from sparsebench.kernels._common.product import Product
 from sparsebench.kernels._kernel import DTYPES, Operands
 from sparsebench.kernels.attention._lists import (
     Lists,

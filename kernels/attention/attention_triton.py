@@ -32,7 +32,7 @@ from torch import Tensor
 
 from sparsebench.kernels._common.capture import is_capturing, keep
 from sparsebench.kernels._common.machine_code import digest
-from sparsebench.kernels._common.operator import Product
+from sparsebench.kernels._common.product import Product
 from sparsebench.kernels._common.triton import (
     BoundKernel,
     Path,

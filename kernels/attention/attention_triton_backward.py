@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sparsebench.kernels._common.capture import is_capturing, keep
-from sparsebench.kernels._common.operator import Product
+from sparsebench.kernels._common.product import Product
 from sparsebench.kernels._common.triton import Path, Template
 from sparsebench.kernels.attention._call import AttentionCall, ListedMask, attention_engine
 from sparsebench.kernels.attention._shapes import (

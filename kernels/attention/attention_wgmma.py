@@ -24,7 +24,7 @@ from sparsebench.errors import Unsupported
 from sparsebench.formats.block_mask import BlockMask
 from sparsebench.kernels._common import cuda
 from sparsebench.kernels._common.device import multiprocessors
-from sparsebench.kernels._common.operator import Product
+from sparsebench.kernels._common.product import Product
 from sparsebench.kernels._common.requirements import unsupported_on_hopper
 from sparsebench.kernels._kernel import DTYPES
 from sparsebench.kernels.attention._call import AttentionCall, ListedMask, attention_engine

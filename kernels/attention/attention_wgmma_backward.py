@@ -32,7 +32,7 @@ from sparsebench.errors import Unsupported
 from sparsebench.formats.block_mask import BlockMask
 from sparsebench.kernels._common import cuda
 from sparsebench.kernels._common.capture import is_capturing, keep
-from sparsebench.kernels._common.operator import Product
+from sparsebench.kernels._common.product import Product
 from sparsebench.kernels.attention._call import AttentionCall, ListedMask, attention_engine
 from sparsebench.kernels.attention._shapes import LOG2_E, Shape
 from sparsebench.kernels.attention._stored import (

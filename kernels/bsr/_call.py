@@ -18,7 +18,8 @@ from torch import Tensor
 from sparsebench.errors import Unsupported
 from sparsebench.formats.bsr import Bsr
 from sparsebench.kernels._common.choices import density_of
-from sparsebench.kernels._common.operator import Bound, Engine, NoConfig, Operator, Product, bucket
+from sparsebench.kernels._common.operator import Bound, Engine, NoConfig, Operator, bucket
+from sparsebench.kernels._common.product import Product
 from sparsebench.kernels._kernel import NAMES, Operands
 from sparsebench.kernels.bsr._wgmma_pairs import checked
 from sparsebench.results.record import Problem

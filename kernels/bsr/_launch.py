@@ -25,7 +25,7 @@ from sparsebench.kernels._common.cuda import (
     on_tape,
     target_of,
 )
-from sparsebench.kernels._common.operator import Product
+from sparsebench.kernels._common.product import Product
 from sparsebench.kernels._kernel import output_dtype
 from sparsebench.kernels.bsr._call import LARGEST, BsrCall
 

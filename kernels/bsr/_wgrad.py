@@ -31,7 +31,8 @@ from torch import Tensor
 from sparsebench.formats.bsr import Bsr
 from sparsebench.kernels._common import cuda
 from sparsebench.kernels._common.device import multiprocessors
-from sparsebench.kernels._common.operator import Engine, Product
+from sparsebench.kernels._common.operator import Engine
+from sparsebench.kernels._common.product import Product
 from sparsebench.kernels._common.requirements import unsupported_on_hopper
 from sparsebench.kernels._common.scratch import workspace
 from sparsebench.kernels._common.work_list import WORKERS, Ints

@@ -22,7 +22,7 @@ from torch import Tensor
 from sparsebench.formats.bsr import Bsr
 from sparsebench.kernels._common import cuda
 from sparsebench.kernels._common.device import multiprocessors, shared_bytes_of
-from sparsebench.kernels._common.operator import Product
+from sparsebench.kernels._common.product import Product
 from sparsebench.kernels._common.requirements import unsupported_before_ampere
 from sparsebench.kernels._kernel import refuse
 from sparsebench.kernels.bsr._call import LARGEST, BsrCall, bsr_engine

@@ -35,7 +35,7 @@ from sparsebench.formats._format import rows_of
 from sparsebench.formats.bsr import Bsr
 from sparsebench.kernels._common.choices import density_of
 from sparsebench.kernels._common.cuda import on_tape
-from sparsebench.kernels._common.operator import Product
+from sparsebench.kernels._common.product import Product
 from sparsebench.kernels._common.triton import (
     BoundKernel,
     Path,

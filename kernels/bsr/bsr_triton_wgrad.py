@@ -33,7 +33,7 @@ from torch import Tensor
 from sparsebench.formats._format import rows_of
 from sparsebench.formats.bsr import Bsr
 from sparsebench.kernels._common.device import multiprocessors
-from sparsebench.kernels._common.operator import Product
+from sparsebench.kernels._common.product import Product
 from sparsebench.kernels._common.triton import (
     BoundKernel,
     Path,

@@ -32,7 +32,7 @@ import torch
 from sparsebench.formats.bsr import Bsr
 from sparsebench.kernels._common import cuda
 from sparsebench.kernels._common.device import multiprocessors
-from sparsebench.kernels._common.operator import Product
+from sparsebench.kernels._common.product import Product
 from sparsebench.kernels._common.requirements import unsupported_on_hopper
 from sparsebench.kernels._common.work_list import WORKERS
 from sparsebench.kernels._kernel import output_dtype, refuse

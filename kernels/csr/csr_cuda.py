@@ -34,7 +34,8 @@ from sparsebench.kernels._common.cuda import (
     target_of,
 )
 from sparsebench.kernels._common.device import multiprocessors
-from sparsebench.kernels._common.operator import Engine, Product
+from sparsebench.kernels._common.operator import Engine
+from sparsebench.kernels._common.product import Product
 from sparsebench.kernels._common.requirements import unsupported_before_ampere
 from sparsebench.kernels._common.unstructured import UnstructuredCall, bind
 from sparsebench.kernels._kernel import refuse

@@ -22,7 +22,8 @@ from torch import Tensor
 from triton import knobs
 
 from sparsebench.formats.block_mask import BlockMask
-from sparsebench.kernels._common.operator import Engine, NoConfig, Operator, Product
+from sparsebench.kernels._common.operator import Engine, NoConfig, Operator
+from sparsebench.kernels._common.product import Product
 from sparsebench.kernels._kernel import refuse
 from sparsebench.kernels.attention import (
     _call,

@@ -37,7 +37,8 @@ from triton import knobs
 from sparsebench.errors import Unsupported
 from sparsebench.formats.bsr import Bsr
 from sparsebench.kernels._common.choices import density_of
-from sparsebench.kernels._common.operator import Engine, NoConfig, Operator, Product
+from sparsebench.kernels._common.operator import Engine, NoConfig, Operator
+from sparsebench.kernels._common.product import Product
 from sparsebench.kernels._common.requirements import HOPPER
 from sparsebench.kernels._kernel import DTYPES, NAMES, output_dtype, refuse
 from sparsebench.kernels.bsr import (

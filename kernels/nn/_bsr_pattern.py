@@ -28,7 +28,8 @@ from torch import Tensor
 
 from sparsebench.errors import Unsupported
 from sparsebench.kernels._common.capture import is_capturing, keep, make_lasting
-from sparsebench.kernels._common.operator import Earlier, Product, Selected, bucket
+from sparsebench.kernels._common.operator import Earlier, bucket
+from sparsebench.kernels._common.product import Product, Selected
 from sparsebench.kernels.bsr._call import BsrCall
 from sparsebench.kernels.nn._bsr_engines import operator_of
 

@@ -25,7 +25,8 @@ from sparsebench.formats.dense import Dense
 from sparsebench.formats.spense import Spense
 from sparsebench.kernels._common.elementwise import hidden as hidden_of
 from sparsebench.kernels._common.elementwise import scale_of
-from sparsebench.kernels._common.operator import Earlier, Selected, bucket, launch_of
+from sparsebench.kernels._common.operator import Earlier, bucket, launch_of
+from sparsebench.kernels._common.product import Selected
 from sparsebench.kernels._kernel import Launch, Operands
 from sparsebench.kernels.bsr._call import BsrCall
 from sparsebench.kernels.dense import _decoder

@@ -28,14 +28,8 @@ from sparsebench.kernels._common.front import (
     Signature,
     record,
 )
-from sparsebench.kernels._common.operator import (
-    Earlier,
-    Engine,
-    Operator,
-    Product,
-    Selected,
-    bucket,
-)
+from sparsebench.kernels._common.operator import Earlier, Engine, Operator, bucket
+from sparsebench.kernels._common.product import Product, Selected
 from sparsebench.kernels._common.transforms import is_watched, readable, rows_of, unflatten
 from sparsebench.kernels._common.unstructured import UnstructuredCall, bind, operator_of
 from sparsebench.kernels._kernel import DTYPES, NAMES, refuse

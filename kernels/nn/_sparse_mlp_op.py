@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from sparsebench.kernels._common.capture import is_capturing
-from sparsebench.kernels._common.operator import Earlier, Operator, Selected, bucket
+from sparsebench.kernels._common.operator import Earlier, Operator, bucket
+from sparsebench.kernels._common.product import Selected
 from sparsebench.kernels.twell._call import TwellCall, operator_of, units_on
 from sparsebench.kernels.twell._engines import ENGINES, likeliest
 

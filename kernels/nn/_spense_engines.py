@@ -17,7 +17,8 @@ from torch.nn.functional import gelu, relu, silu
 
 from sparsebench.errors import Unsupported
 from sparsebench.formats.spense import Spense, tile_shapes
-from sparsebench.kernels._common.operator import Engine, NoConfig, Operator, Product
+from sparsebench.kernels._common.operator import Engine, NoConfig, Operator
+from sparsebench.kernels._common.product import Product
 from sparsebench.kernels._common.requirements import HOPPER
 from sparsebench.kernels._kernel import refuse
 from sparsebench.kernels.spense import spense_mma, spense_wgmma

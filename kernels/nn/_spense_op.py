@@ -35,7 +35,8 @@ from sparsebench.kernels._common.front import (
     Signature,
     record,
 )
-from sparsebench.kernels._common.operator import Earlier, Selected, bucket
+from sparsebench.kernels._common.operator import Earlier, bucket
+from sparsebench.kernels._common.product import Selected
 from sparsebench.kernels._common.python_node import node
 from sparsebench.kernels._common.transforms import (
     aligned,

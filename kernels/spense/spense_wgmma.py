@@ -46,7 +46,8 @@ from sparsebench.kernels._common.cuda import (
     tensor_map,
 )
 from sparsebench.kernels._common.device import multiprocessors
-from sparsebench.kernels._common.operator import Engine, Product
+from sparsebench.kernels._common.operator import Engine
+from sparsebench.kernels._common.product import Product
 from sparsebench.kernels._common.requirements import unsupported_on_hopper
 from sparsebench.kernels._common.scratch import counters, workspace
 from sparsebench.kernels._common.work_list import WORKERS

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from sparsebench.formats.dense import Dense
-from sparsebench.kernels._common.operator import Bound, Engine, NoConfig, Operator, Product, bucket
+from sparsebench.kernels._common.operator import Bound, Engine, NoConfig, Operator, bucket
+from sparsebench.kernels._common.product import Product
 from sparsebench.kernels._common.requirements import unsupported_on_hopper
 from sparsebench.kernels._kernel import DTYPES, Operands, refuse
 from sparsebench.results.record import Problem

@@ -40,7 +40,7 @@ from sparsebench.kernels._common.cuda import (
     on_tape,
 )
 from sparsebench.kernels._common.device import multiprocessors
-from sparsebench.kernels._common.operator import Product
+from sparsebench.kernels._common.product import Product
 from sparsebench.kernels._common.scratch import counters
 from sparsebench.kernels.twell import _remainder
 from sparsebench.kernels.twell._call import TwellCall, twell_engine, unsupported

@@ -32,7 +32,7 @@ from sparsebench.kernels._common.cuda import (
     load,
     on_tape,
 )
-from sparsebench.kernels._common.operator import Product
+from sparsebench.kernels._common.product import Product
 from sparsebench.kernels._common.scratch import counters
 from sparsebench.kernels.twell import _call
 from sparsebench.kernels.twell._call import MOST_K, TwellCall, twell_engine

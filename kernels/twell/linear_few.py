@@ -22,7 +22,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sparsebench.kernels._common.operator import Bound, Engine, Operator, Product
+from sparsebench.kernels._common.operator import Bound, Engine, Operator
+from sparsebench.kernels._common.product import Product
 from sparsebench.kernels._common.scratch import counters
 from sparsebench.kernels._common.triton import BoundKernel, product_of
 from sparsebench.kernels._common.triton import unsupported as triton_unsupported

@@ -16,7 +16,8 @@ import torch
 from sparsebench.errors import Unsupported
 from sparsebench.kernels._common import choices as lists
 from sparsebench.kernels._common import operator as running
-from sparsebench.kernels._common.operator import Bound, Earlier, Engine, Operator, Product, bucket
+from sparsebench.kernels._common.operator import Bound, Earlier, Engine, Operator, bucket
+from sparsebench.kernels._common.product import Product
 from sparsebench.kernels._common.search import Search, Trial
 from sparsebench.kernels._kernel import Operands
 from sparsebench.results.record import Problem

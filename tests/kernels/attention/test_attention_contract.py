@@ -21,7 +21,6 @@ from torch import Tensor
 
 from sparsebench._discovery import modules
 from sparsebench.errors import Unsupported
-from sparsebench.formats.block_mask import BlockMask
 from sparsebench.harness.catalog import load_kernel
 from sparsebench.kernels._common.cuda import taping
 from sparsebench.kernels._common.operator import Engine
@@ -177,7 +176,7 @@ def skip_unless_possible(name: str, case: Case) -> None:
 
 
 def take_path(path: str, patch: pytest.MonkeyPatch) -> None:
-    """Let heads be read by TMA on a CPU, if their rows allow it, or by pointers; and split lists."""
+    """Let heads be read by TMA on a CPU if their rows allow it, else by pointers; split lists."""
     patch.setattr(
         attention_triton, "choose_path", lambda reason, device: "pointers" if reason else path
     )

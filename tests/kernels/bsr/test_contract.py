@@ -24,7 +24,8 @@ from sparsebench.errors import Unsupported
 from sparsebench.formats.bsr import Bsr
 from sparsebench.harness.catalog import load_kernel
 from sparsebench.kernels._common import cuda
-from sparsebench.kernels._common.operator import Engine, Product
+from sparsebench.kernels._common.operator import Engine
+from sparsebench.kernels._common.product import Product
 from sparsebench.kernels._common.triton import BoundKernel
 from sparsebench.kernels._kernel import DTYPES, poison, unsupported
 from sparsebench.kernels.bsr import _triton, bsr_triton_wgrad

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from sparsebench.errors import Unsupported
 from sparsebench.kernels._common import cuda
-from sparsebench.kernels._common.operator import Product
+from sparsebench.kernels._common.product import Product
 from sparsebench.kernels.bsr import bsr_small, bsr_wgmma
 from tests.kernels.bsr.examples import call_of, example
 

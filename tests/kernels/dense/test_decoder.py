@@ -7,6 +7,7 @@ import torch
 from triton.compiler import ASTSource
 
 from sparsebench.errors import Unsupported
+from sparsebench.formats.bsr import Bsr
 from sparsebench.kernels._kernel import Operands
 from sparsebench.kernels.dense import _decoder, _decoder_glue, decoder_dense
 from sparsebench.kernels.nn import default

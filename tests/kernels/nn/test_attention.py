@@ -15,7 +15,7 @@ from sparsebench.errors import Unsupported
 from sparsebench.formats.block_mask import BlockMask
 from sparsebench.kernels._common.cuda import on_tape
 from sparsebench.kernels._common.front import Recordings
-from sparsebench.kernels._common.operator import Product, Selected
+from sparsebench.kernels._common.product import Product, Selected
 from sparsebench.kernels.attention._call import AttentionCall
 from sparsebench.kernels.attention._shapes import Shape
 from sparsebench.kernels.nn._attention_op import attend_recorded, plans_of, recordings_of

@@ -346,8 +346,9 @@ def plans_of(layer: BlockSparseLinear) -> dict[Any, Any]:
 
 def test_plans_are_made_once_before_a_new_pattern_is_called_and_freed_with_it():
     layer, other, x = layer_of(), layer_of(), torch.randn(3, 48)
-    for change in (lambda: step(layer, x), lambda: layer.set_pattern(other.offsets, other.columns)):
-        change()
+    step(layer, x)
+    for pattern in (layer, other):
+        layer.set_pattern(pattern.offsets, pattern.columns)
         plans = plans_of(layer)
         assert sorted(call.op for call in plans) == ["dgrad", "linear", "wgrad"]
         step(layer, x)

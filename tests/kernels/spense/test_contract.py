@@ -17,7 +17,8 @@ from sparsebench.formats.slide import Slide
 from sparsebench.formats.spense import Spense, tile_shapes
 from sparsebench.harness.catalog import load_kernel
 from sparsebench.kernels._common import choices
-from sparsebench.kernels._common.operator import Bound, Engine, Product
+from sparsebench.kernels._common.operator import Bound, Engine
+from sparsebench.kernels._common.product import Product
 from sparsebench.kernels._kernel import Operands
 from sparsebench.kernels.spense import spense_mma, spense_wgmma
 from sparsebench.kernels.spense._call import SpenseCall, problem_of

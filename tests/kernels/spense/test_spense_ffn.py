@@ -13,7 +13,8 @@ from sparsebench.formats.spense import Spense
 from sparsebench.harness.bench import contest
 from sparsebench.harness.plan.suite import read
 from sparsebench.kernels._common import elementwise
-from sparsebench.kernels._common.operator import NoConfig, Product
+from sparsebench.kernels._common.operator import NoConfig
+from sparsebench.kernels._common.product import Product
 from sparsebench.kernels.dense.cublas import ACTIVATIONS
 from sparsebench.kernels.spense import spense_ffn
 from sparsebench.results.record import Contender, Status

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from sparsebench.harness.catalog import load_op
-from sparsebench.kernels._common.operator import Product
+from sparsebench.kernels._common.product import Product
 from sparsebench.kernels.dense import _gemm
 from sparsebench.kernels.twell import decoder_few, ffn_few
 from sparsebench.kernels.twell._call import TwellCall

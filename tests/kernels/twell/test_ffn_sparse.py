@@ -6,7 +6,8 @@ from typing import Any, get_args
 import pytest
 import torch
 
-from sparsebench.kernels._common.operator import Engine, NoConfig, Product
+from sparsebench.kernels._common.operator import Engine, NoConfig
+from sparsebench.kernels._common.product import Product
 from sparsebench.kernels._common.search import Search
 from sparsebench.kernels._kernel import DTYPES, Launch
 from sparsebench.kernels.twell import _remainder, ffn_sparse, mlp_sparse
