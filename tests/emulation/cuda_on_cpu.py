@@ -16,7 +16,7 @@ FUNCTION = re.compile(
 
 HERE = Path(__file__).parent
 STANDARD = re.compile(r"^#include <.*>\n", re.MULTILINE)
-PTX_HEADERS = "hopper.cuh", "mma.cuh"
+PTX_HEADERS = "hopper.cuh", "mma.cuh", "wgmma.cuh"
 
 
 def without_ptx(code: str, *replaced: str) -> str:

@@ -25,7 +25,7 @@ def on_cpu(name: str, run: str, resident: str = "q") -> str:
     resident  what stays in shared memory beside the ring: the prefix of its barriers
     """
     fixed = FIXED.replace("RESIDENT", resident)
-    device = cuda_source("hopper.cuh")
+    device = cuda_source("wgmma.cuh")
     start = device.index("__device__ __forceinline__ u64 smem_descriptor")
     descriptor = device[start : device.index("__device__", start + 1)]
     header = cuda_source("warpgroup.cuh")

@@ -13,9 +13,8 @@ from sparsebench.kernels._kernel import DTYPES
 from sparsebench.kernels.twell import _twell_gate, ffn_twell
 from sparsebench.kernels.twell._twell_gate import Config, Tiles
 from tests.compiling.nvcc import assert_compiles_cleanly, by_nvcc, hopper
-from tests.emulation.cuda_on_cpu import library_of, ring, without_ptx
+from tests.emulation.cuda_on_cpu import device_code, library_of
 from tests.tools.marks import needs_gxx, sampled
-from tests.tools.paths import cuda_source
 
 TILES = [Tiles(256, 31), Tiles(256, 127), Tiles(64, 7), Tiles(128, 3), Tiles(256, 3)]
 
@@ -115,8 +114,7 @@ def test_threads_on_a_cpu_write_the_words(name, case, tiles) -> None:
     sums[m:] = float("nan")  # X is zero there, but W may be infinite
     words = torch.full((m, -(-n // tiles.tile) * tiles.words), -1, dtype=torch.int32)
     dense = torch.full((m, n), 7.0, dtype=dtype)
-    functions, _ = cuda_source("twell_gate.cu").replace('#include "ring.cuh"', ring()).split(KERNEL)
-    code = without_ptx(functions, "produce", "mainloop")
+    code, _ = device_code("twell_gate.cu", "produce", "mainloop").split(KERNEL)
     source = '#include "grid_on_cpu.h"\n' + STAND_INS + code + RUN
     constants = (*_twell_gate.constants_of(tiles, config, dtype), ("LATE", 0))
     run = library_of(source, constants).call
