@@ -8,10 +8,8 @@
 //   bulk_load   copies contiguous bytes into shared memory, counted in the same way.
 //   tma_store   copies a box from shared memory to a matrix. commit ends a group of stores, wait
 //               waits for groups.
-//   wgmma       d[64 x N] += A[64 x 16] B[16 x N] by the four warps of a warpgroup, A and B in
-//               shared memory. Asynchronous: fence, products, commit, wait.
 //
-// Tiles for wgmma are swizzled, as TMA writes them. Row r has its 16-byte piece p
+// Tiles for wgmma (wgmma.cuh) are swizzled, as TMA writes them. Row r has its 16-byte piece p
 //   at piece p ^ r % 8        in rows of 128 bytes,
 //   at piece p ^ r / 2 % 4    in rows of 64 bytes,
 //   at piece p ^ r / 4 % 2    in rows of 32 bytes.
@@ -19,7 +17,7 @@
 // multiple of 1024, 512 or 256 bytes, where the pattern repeats.
 //
 // Macros: FP16=0|1 (0 is bf16). WATCHDOG=1 ends a kernel that hangs, and prints where it waited.
-// Source: PTX ISA 9.0, mbarrier, cp.async.bulk.tensor, wgmma; CUTLASS 4, include/cute/arch.
+// Source: PTX ISA 9.0, mbarrier, cp.async.bulk.tensor; CUTLASS 4, include/cute/arch.
 
 #pragma once
 using u32 = unsigned int;
@@ -214,94 +212,14 @@ __device__ __forceinline__ void quad_transpose(u32 (&words)[4]) {
   }
 }
 
-// ---- wgmma ----
-// A thread holds N / 2 sums, and the instruction names each register: WGMMA(64, a, b, 0, 0) adds to
-// `float d[32]`. The last two arguments are 1 if A or B is transposed (read by columns).
+// ---- pairs of f16 or bf16 ----
 
 #if FP16
 #define TYPE "f16"
 #else
 #define TYPE "bf16"
 #endif
-#define TEXT_(x) #x
-#define TEXT(x) TEXT_(x)
-#define FIVE(t, a, b, c, d, e) "%" #t #a ", %" #t #b ", %" #t #c ", %" #t #d ", %" #t #e ", "
-#define TEN(t) FIVE(t, 0, 1, 2, 3, 4) FIVE(t, 5, 6, 7, 8, 9)
-#define TENS_TO_29 TEN() TEN(1) TEN(2)
-#define TENS_TO_59 TENS_TO_29 TEN(3) TEN(4) TEN(5)
-#define TENS_TO_119 TENS_TO_59 TEN(6) TEN(7) TEN(8) TEN(9) TEN(10) TEN(11)
-#define SUM_16 "%0, %1, %2, %3, %4, %5, %6, %7"
-#define SUM_24 TEN() "%10, %11"
-#define SUM_32 TEN() "%10, %11, %12, %13, %14, %15"
-#define SUM_40 TEN() "%10, %11, %12, %13, %14, %15, %16, %17, %18, %19"
-#define SUM_48 TEN() TEN(1) "%20, %21, %22, %23"
-#define SUM_56 TEN() TEN(1) "%20, %21, %22, %23, %24, %25, %26, %27"
-#define SUM_64 TENS_TO_29 "%30, %31"
-#define SUM_72 TENS_TO_29 "%30, %31, %32, %33, %34, %35"
-#define SUM_80 TENS_TO_29 "%30, %31, %32, %33, %34, %35, %36, %37, %38, %39"
-#define SUM_88 TENS_TO_29 TEN(3) "%40, %41, %42, %43"
-#define SUM_96 TENS_TO_29 TEN(3) "%40, %41, %42, %43, %44, %45, %46, %47"
-#define SUM_128 TENS_TO_59 "%60, %61, %62, %63"
-#define SUM_256 TENS_TO_119 "%120, %121, %122, %123, %124, %125, %126, %127"
-#define A_AND_B_16 "%8, %9"
-#define A_AND_B_24 "%12, %13"
-#define A_AND_B_32 "%16, %17"
-#define A_AND_B_40 "%20, %21"
-#define A_AND_B_48 "%24, %25"
-#define A_AND_B_56 "%28, %29"
-#define A_AND_B_64 "%32, %33"
-#define A_AND_B_72 "%36, %37"
-#define A_AND_B_80 "%40, %41"
-#define A_AND_B_88 "%44, %45"
-#define A_AND_B_96 "%48, %49"
-#define A_AND_B_128 "%64, %65"
-#define A_AND_B_256 "%128, %129"
-#define D4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
-#define D16(i) D4(i), D4(i + 4), D4(i + 8), D4(i + 12)
-#define D_16 D4(0), D4(4)
-#define D_24 D_16, D4(8)
-#define D_32 D16(0)
-#define D_40 D16(0), D4(16)
-#define D_48 D_40, D4(20)
-#define D_56 D_48, D4(24)
-#define D_64 D16(0), D16(16)
-#define D_72 D_64, D4(32)
-#define D_80 D_72, D4(36)
-#define D_88 D_80, D4(40)
-#define D_96 D_64, D16(32)
-#define D_128 D_64, D16(32), D16(48)
-#define D_256 D_128, D16(64), D16(80), D16(96), D16(112)
-#define WGMMA_(N, a, b, a_trans, b_trans)                                               \
-  asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" SUM_##N "}, " \
-               A_AND_B_##N ", 1, 1, 1, " TEXT(a_trans) ", " TEXT(b_trans) ";"           \
-               : D_##N : "l"(a), "l"(b))
-#define WGMMA(N, a, b, a_trans, b_trans) WGMMA_(N, a, b, a_trans, b_trans)
-// The same for fp8: 32 of k, both operands K-major.
-#define WGMMA_E4M3_(N, a, b)                                                                   \
-  asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k32.f32.e4m3.e4m3 {" SUM_##N "}, "      \
-               A_AND_B_##N ", 1, 1, 1;" : D_##N : "l"(a), "l"(b))
-#define WGMMA_E4M3(N, a, b) WGMMA_E4M3_(N, a, b)
 
-// Return the shared memory descriptor of a swizzled tile with rows of 128, 64 or 32 bytes. Its
-// fields count in 16 bytes. SBO, the stride to the next 8 rows, is 8 * row_bytes.
-//   K-major   (K along a row)    the next 16 of K are 32 bytes on; LBO is not used
-//   MN-major  (K down the rows)  the next 16 of K are 16 rows on; LBO is `next_columns`, the stride
-//                                to the next columns, for products wider than a row
-__device__ __forceinline__ u64 smem_descriptor(u32 tile, int row_bytes = 128,
-                                               int next_columns = 16) {
-  const u64 swizzle = row_bytes == 128 ? 1 : row_bytes == 64 ? 2 : 3;
-  return (u64)(tile >> 4) | (u64)(next_columns >> 4) << 16 | (u64)(row_bytes * 8 >> 4) << 32 |
-         swizzle << 62;
-}
-__device__ __forceinline__ void wgmma_fence() {
-  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
-}
-__device__ __forceinline__ void wgmma_commit() {  // ends a group
-  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-}
-template <int LEFT> __device__ __forceinline__ void wgmma_wait() {  // LEFT groups stay in flight
-  asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(LEFT) : "memory");
-}
 __device__ __forceinline__ u32 pack_pair(float low, float high) {
   u32 pair;
   asm("cvt.rn." TYPE "x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));

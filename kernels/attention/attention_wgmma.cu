@@ -73,8 +73,7 @@ __device__ __forceinline__ void multiply_keys(float (&d)[KEYS / 2], u32 q_tile, 
   for (int i = 0; i < HEAD_DIM / 16; i++) {
     const u64 q_at = q + ((i / 4 * 64 * ROW_BYTES + i % 4 * 32) >> 4);
     const u64 k_at = k + ((i / 4 * KEYS * ROW_BYTES + i % 4 * 32) >> 4);
-    if (N == 64) WGMMA_SS(64, q_at, k_at, i > 0, 0, 0);
-    else WGMMA_SS(KEYS, q_at, k_at, i > 0, 0, 0);
+    Wgmma<N>::multiply(d, q_at, k_at, i > 0);
   }
 }
 

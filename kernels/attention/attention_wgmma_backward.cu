@@ -206,8 +206,8 @@ __device__ __forceinline__ void scores(float (&d)[ROWS / 2], u32 keys, u32 queri
   wgmma_fence();
   #pragma unroll
   for (int i = 0; i < HEAD_DIM / 16; i++)
-    WGMMA_SS(64, a + ((i / 4 * KV_ROWS * ROW_BYTES + i % 4 * 32) >> 4),
-             b + ((i / 4 * ROWS * ROW_BYTES + i % 4 * 32) >> 4), i > 0, 0, 0);
+    Wgmma<64>::multiply(d, a + ((i / 4 * KV_ROWS * ROW_BYTES + i % 4 * 32) >> 4),
+                        b + ((i / 4 * ROWS * ROW_BYTES + i % 4 * 32) >> 4), i > 0);
   wgmma_commit();
 }
 

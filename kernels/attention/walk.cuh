@@ -214,8 +214,7 @@ __device__ __forceinline__ void multiply_keys(float (&d)[KEYS / 2], const u32 (&
   #pragma unroll
   for (int i = 0; i < HEAD_DIM / 16; i++) {
     const u64 k_at = k + ((i / 4 * KEYS * ROW_BYTES + i % 4 * 32) >> 4);
-    if (N == 64) WGMMA_RS(64, q + 4 * i, k_at, i > 0, 0);
-    else WGMMA_RS(KEYS, q + 4 * i, k_at, i > 0, 0);
+    Wgmma<N>::multiply(d, q + 4 * i, k_at, i > 0);
   }
 }
 

@@ -1,37 +1,8 @@
-// Device functions of the attention kernels beyond hopper.cuh and mma.cuh: one PTX instruction
-// each, with its name, and the sums of a warpgroup [64 x HEAD_DIM]. hopper.cuh comes first.
-//
-//   WGMMA_RS(N, a, b, keep, b_trans)            d[64 x N] = keep * d + A[64 x 16] B[16 x N]
-//   WGMMA_SS(N, a, b, keep, a_trans, b_trans)   the same with A in shared memory
-//
-// Of A in registers, a lane (g = lane / 4, t = lane % 4) of warp w has four words: row 16 w + g at
-// columns 2 t and 2 t + 1, row + 8 there, and both rows 8 columns on. wgmma leaves its sums so: the
-// pairs of d[8 i .. 8 i + 7], packed, are A for the sums' columns 16 i to 16 i + 15.
+// Device functions of the attention kernels beyond hopper.cuh, mma.cuh and wgmma.cuh: one PTX
+// instruction each, with its name, and the sums of a warpgroup [64 x HEAD_DIM].
 
 #pragma once
-
-#define RS_64 "{%32, %33, %34, %35}, %36, keep"
-#define RS_128 "{%64, %65, %66, %67}, %68, keep"
-#define RS_KEEP_64 "%37"
-#define RS_KEEP_128 "%69"
-#define WGMMA_RS_(N, a, b, keep, b_trans)                                                       \
-  asm volatile("{\n.reg .pred keep;\nsetp.ne.b32 keep, " RS_KEEP_##N ", 0;\n"                   \
-               "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" SUM_##N "}, " \
-               RS_##N ", 1, 1, " TEXT(b_trans) ";\n}"                                           \
-               : D_##N : "r"((a)[0]), "r"((a)[1]), "r"((a)[2]), "r"((a)[3]), "l"(b),            \
-                         "r"((int)(keep)))
-#define WGMMA_RS(N, a, b, keep, b_trans) WGMMA_RS_(N, a, b, keep, b_trans)
-
-#define SS_64 "%32, %33, keep"
-#define SS_128 "%64, %65, keep"
-#define SS_KEEP_64 "%34"
-#define SS_KEEP_128 "%66"
-#define WGMMA_SS_(N, a, b, keep, a_trans, b_trans)                                              \
-  asm volatile("{\n.reg .pred keep;\nsetp.ne.b32 keep, " SS_KEEP_##N ", 0;\n"                   \
-               "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" SUM_##N "}, " \
-               SS_##N ", 1, 1, " TEXT(a_trans) ", " TEXT(b_trans) ";\n}"                        \
-               : D_##N : "l"(a), "l"(b), "r"((int)(keep)))
-#define WGMMA_SS(N, a, b, keep, a_trans, b_trans) WGMMA_SS_(N, a, b, keep, a_trans, b_trans)
+#include "wgmma.cuh"
 
 // Sums that wgmma has written: no use of them moves before this.
 template <int COUNT> __device__ __forceinline__ void hold(float (&d)[COUNT]) {
@@ -116,6 +87,6 @@ __device__ __forceinline__ void add_rows(float (&d)[HEAD_DIM / 2], const u32 (&a
   wgmma_fence();
   #pragma unroll
   for (int i = 0; i < N / 16; i++)
-    WGMMA_RS(HEAD_DIM, a + 4 * i, b + (i * 16 * 128 >> 4), i > 0 || keep, 1);
+    Wgmma<HEAD_DIM, 0, 1>::multiply(d, a + 4 * i, b + (i * 16 * 128 >> 4), i > 0 || keep);
   wgmma_commit();
 }

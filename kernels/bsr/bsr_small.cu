@@ -143,16 +143,14 @@ __device__ __forceinline__ void producer(const Maps& x, const char* w, const Ste
 
 using Sums = float[ROWS][TILES][BLOCK / 2];
 
-__device__ __forceinline__ void wgmma_block_16(float (&d)[BLOCK / 2], u64 x, u64 w) {
-  WGMMA(BLOCK, x, w, 0, TRANSPOSED);
-}
 __device__ __forceinline__ void wgmma_tile(float (&sums)[TILES][BLOCK / 2], u64 x, u64 w) {
   constexpr int W_STEP = (TRANSPOSED ? 16 * BLOCK * 2 : 32) >> 4;
   #pragma unroll
   for (int i = 0; i < BLOCK / 16; i++)
     #pragma unroll
     for (int t = 0; t < TILES; t++)
-      wgmma_block_16(sums[t], x + t * (64 * 64 >> 4) + i * (32 >> 4), w + i * W_STEP);
+      Wgmma<BLOCK, 0, TRANSPOSED>::multiply(sums[t], x + t * (64 * 64 >> 4) + i * (32 >> 4),
+                                            w + i * W_STEP);
 }
 
 // Return the offset of a place in the strips, in units of 16 bytes. 16 of k are 32 bytes of a row.

@@ -136,9 +136,6 @@ __device__ __forceinline__ u64 tile_descriptor(u32 at, u32 next) {
 // so there are zeros below all tiles and above them.
 struct Zeros { u32 below, above; };
 
-__device__ __forceinline__ void wgmma_k16(float (&d)[HEIGHT / 2], u64 x, u64 w) {
-  WGMMA(HEIGHT, x, w, 0, 0);
-}
 __device__ __forceinline__ void wgmma_tile(float (&sums)[TILES][HEIGHT / 2], u64 x, u64 x_2, u32 w,
                                            bool late, Zeros zeros) {
   if (SKEW && late) w -= STEP_BYTES;
@@ -150,8 +147,9 @@ __device__ __forceinline__ void wgmma_tile(float (&sums)[TILES][HEIGHT / 2], u64
     const u64 b = tile_descriptor(at, next);
     #pragma unroll
     for (int t = 0; t < TILES; t++)
-      wgmma_k16(sums[t], i < FIRST ? x + (t * 64 * PITCH + 2 * i >> 4)
-                                   : x_2 + (t * 64 * PITCH_2 + 2 * (i - FIRST) >> 4), b);
+      Wgmma<HEIGHT>::multiply(sums[t],
+                              i < FIRST ? x + (t * 64 * PITCH + 2 * i >> 4)
+                                        : x_2 + (t * 64 * PITCH_2 + 2 * (i - FIRST) >> 4), b);
   }
 }
 

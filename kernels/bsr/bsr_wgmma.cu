@@ -75,6 +75,7 @@
 
 #include "ring.cuh"
 #include "scales.cuh"
+#include "wgmma.cuh"
 
 constexpr int X_BYTES = TOKENS * ROW_BYTES, W_BYTES = SIDE * ROW_BYTES;
 constexpr int STAGE_BYTES = X_BYTES + 2 * W_BYTES;
@@ -109,17 +110,13 @@ __device__ __forceinline__ Note ld_shared(u32 from) {
   return note;
 }
 
-#if FP8
-#define MULTIPLY(a, b) WGMMA_E4M3(TOKENS, a, b)
-#else
-#define MULTIPLY(a, b) WGMMA(TOKENS, a, b, TRANSPOSED, 0)
-#endif
 __device__ __forceinline__ void wgmma_tile(float (&d)[TOKENS / 2], u32 w, u32 x) {
   constexpr int A_STEP = (TRANSPOSED ? 16 * ROW_BYTES : 32) >> 4, B_STEP = 32 >> 4;
   const u64 a = smem_descriptor(w, ROW_BYTES), b = smem_descriptor(x, ROW_BYTES);
   wgmma_fence();
   #pragma unroll
-  for (int i = 0; i < ROW_BYTES / 32; i++) MULTIPLY(a + i * A_STEP, b + i * B_STEP);
+  for (int i = 0; i < ROW_BYTES / 32; i++)
+    Wgmma<TOKENS, TRANSPOSED>::multiply(d, a + i * A_STEP, b + i * B_STEP);
   wgmma_commit();
 }
 

@@ -58,12 +58,6 @@
 
 #include "tokens.cuh"
 
-#if WIDE == 4
-#define COLUMNS 256
-#else
-#define COLUMNS 128
-#endif
-
 constexpr int ROW_BYTES = 128;
 using Pipeline = Tokens<TILES, ROW_BYTES>;  // 4, 9 stages of six tiles; 3, 6 of nine
 constexpr int SUMS = SIDE * SIDE * WIDE / GROUP;  // of a thread
@@ -99,7 +93,8 @@ __device__ __forceinline__ void wgmma_step(float (&d)[SUMS], const Pipeline& pip
   const u64 b = smem_descriptor(pipe.box(x), ROW_BYTES, Pipeline::BOX_BYTES);
   wgmma_fence();
   #pragma unroll
-  for (int i = 0; i < DEPTH / 16; i++) WGMMA(COLUMNS, a + i * STEP, b + i * STEP, 1, 1);
+  for (int i = 0; i < DEPTH / 16; i++)
+    Wgmma<64 * WIDE, 1, 1>::multiply(d, a + i * STEP, b + i * STEP);
   wgmma_commit();
 }
 

@@ -69,10 +69,6 @@ struct alignas(16) Places { int at[8][4]; };  // position of each 8 x 8 in the v
 
 // ---- consumers ----
 
-__device__ __forceinline__ void wgmma_unit(float* d, u64 dy, u64 x) {
-  WGMMA(64, dy, x, 1, 1);
-}
-
 // Start the products of a step.
 __device__ __forceinline__ void wgmma_step(float (&d)[SUMS], const Pipeline& pipe,
                                            const uint2 (&operands)[UNITS]) {
@@ -83,8 +79,8 @@ __device__ __forceinline__ void wgmma_step(float (&d)[SUMS], const Pipeline& pip
   for (u32 step = 0; step < DEPTH / 16; step++)
     #pragma unroll
     for (int u = 0; u < UNITS; u++)
-      wgmma_unit(d + 2 * u * UNIT, base + (operands[u].x + step * STEP),
-                 base + (operands[u].y + step * STEP));
+      Wgmma<64, 1, 1>::multiply(d + 2 * u * UNIT, base + (operands[u].x + step * STEP),
+                                base + (operands[u].y + step * STEP));
   wgmma_commit();
 }
 

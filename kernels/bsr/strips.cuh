@@ -10,6 +10,7 @@
 
 #pragma once
 #include "ring.cuh"
+#include "wgmma.cuh"
 
 // A share: the blocks that one warpgroup multiplies in a step.
 struct alignas(16) Share {

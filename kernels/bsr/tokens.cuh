@@ -11,6 +11,7 @@
 #pragma once
 #include "ring.cuh"
 #include "split_k.cuh"
+#include "wgmma.cuh"
 
 constexpr int PRODUCERS = 4;
 

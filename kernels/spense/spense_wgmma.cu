@@ -90,6 +90,7 @@
 
 #include "ring.cuh"
 #include "scales.cuh"
+#include "wgmma.cuh"
 
 constexpr int SPARSE_BYTES = VALUE_BYTES + (FP8 ? 2048 : 1024);  // of a tile: values, metadata
 constexpr int DENSE_BYTES = 2 * VALUE_BYTES;
@@ -325,112 +326,20 @@ __device__ __forceinline__ void expand_x(XPipeline& pipeline, int k_tiles) {
 
 // ---- wgmma ----
 
-#if FP8
-#define OPERANDS "e4m3.e4m3"
-#define SPARSE_MMA_K "k64"
-#define K_MAJOR ""  // fp8 operands are always K-major
-#define DENSE_WGMMA(N, a, b) WGMMA_E4M3(N, a, b)
-#else
-#define OPERANDS TYPE "." TYPE
-#define SPARSE_MMA_K "k32"
-#define K_MAJOR ", 0, 0"
-#define DENSE_WGMMA(N, a, b) WGMMA(N, a, b, 0, 0)
-#endif
-// Widths that no other kernel has (hopper.cuh). Each appends the registers of 16 or 8 tokens.
-#define AND8(a, b, c, d, e, f, g, h) \
-  ", %" #a ", %" #b ", %" #c ", %" #d ", %" #e ", %" #f ", %" #g ", %" #h
-#define AND4(a, b, c, d) ", %" #a ", %" #b ", %" #c ", %" #d
-#define SUM_112 SUM_96 AND8(48, 49, 50, 51, 52, 53, 54, 55)
-#define SUM_136 SUM_128 AND4(64, 65, 66, 67)
-#define SUM_144 SUM_128 AND8(64, 65, 66, 67, 68, 69, 70, 71)
-#define SUM_152 SUM_144 AND4(72, 73, 74, 75)
-#define SUM_160 SUM_144 AND8(72, 73, 74, 75, 76, 77, 78, 79)
-#define SUM_168 SUM_160 AND4(80, 81, 82, 83)
-#define SUM_176 SUM_160 AND8(80, 81, 82, 83, 84, 85, 86, 87)
-#define SUM_184 SUM_176 AND4(88, 89, 90, 91)
-#define SUM_192 SUM_176 AND8(88, 89, 90, 91, 92, 93, 94, 95)
-#define SUM_200 SUM_192 AND4(96, 97, 98, 99)
-#define SUM_208 SUM_192 AND8(96, 97, 98, 99, 100, 101, 102, 103)
-#define SUM_216 SUM_208 AND4(104, 105, 106, 107)
-#define SUM_224 SUM_208 AND8(104, 105, 106, 107, 108, 109, 110, 111)
-#define SUM_232 SUM_224 AND4(112, 113, 114, 115)
-#define SUM_240 SUM_224 AND8(112, 113, 114, 115, 116, 117, 118, 119)
-#define SUM_248 SUM_240 AND4(120, 121, 122, 123)
-#define D_112 D_96, D4(48), D4(52)
-#define D_136 D_128, D4(64)
-#define D_144 D_128, D4(64), D4(68)
-#define D_152 D_144, D4(72)
-#define D_160 D_144, D4(72), D4(76)
-#define D_168 D_160, D4(80)
-#define D_176 D_160, D4(80), D4(84)
-#define D_184 D_176, D4(88)
-#define D_192 D_176, D4(88), D4(92)
-#define D_200 D_192, D4(96)
-#define D_208 D_192, D4(96), D4(100)
-#define D_216 D_208, D4(104)
-#define D_224 D_208, D4(104), D4(108)
-#define D_232 D_224, D4(112)
-#define D_240 D_224, D4(112), D4(116)
-#define D_248 D_240, D4(120)
-#define A_AND_B_112 "%56, %57"
-#define A_AND_B_136 "%68, %69"
-#define A_AND_B_144 "%72, %73"
-#define A_AND_B_152 "%76, %77"
-#define A_AND_B_160 "%80, %81"
-#define A_AND_B_168 "%84, %85"
-#define A_AND_B_176 "%88, %89"
-#define A_AND_B_184 "%92, %93"
-#define A_AND_B_192 "%96, %97"
-#define A_AND_B_200 "%100, %101"
-#define A_AND_B_208 "%104, %105"
-#define A_AND_B_216 "%108, %109"
-#define A_AND_B_224 "%112, %113"
-#define A_AND_B_232 "%116, %117"
-#define A_AND_B_240 "%120, %121"
-#define A_AND_B_248 "%124, %125"
-#define METADATA_16 "%10"
-#define METADATA_32 "%18"
-#define METADATA_48 "%26"
-#define METADATA_64 "%34"
-#define METADATA_80 "%42"
-#define METADATA_96 "%50"
-#define METADATA_112 "%58"
-#define METADATA_128 "%66"
-#define METADATA_136 "%70"
-#define METADATA_144 "%74"
-#define METADATA_152 "%78"
-#define METADATA_160 "%82"
-#define METADATA_168 "%86"
-#define METADATA_176 "%90"
-#define METADATA_184 "%94"
-#define METADATA_192 "%98"
-#define METADATA_200 "%102"
-#define METADATA_208 "%106"
-#define METADATA_216 "%110"
-#define METADATA_224 "%114"
-#define METADATA_232 "%118"
-#define METADATA_240 "%122"
-#define METADATA_248 "%126"
-#define METADATA_256 "%130"
-#define SPARSE_WGMMA_(N, a, b, metadata)                                                          \
-  asm volatile("wgmma.mma_async.sp.sync.aligned.m64n" #N SPARSE_MMA_K ".f32." OPERANDS " {"       \
-               SUM_##N "}, " A_AND_B_##N ", " METADATA_##N ", 0, 1, 1, 1" K_MAJOR ";"             \
-               : D_##N : "l"(a), "l"(b), "r"(metadata))
-#define SPARSE_WGMMA(N, a, b, metadata) SPARSE_WGMMA_(N, a, b, metadata)
-
 using Accumulators = float[8 * STORES];
 constexpr int DESC_32_BYTES = 32 >> 4, DESC_64_BYTES = 64 >> 4;  // steps of an smem descriptor
 
 __device__ __forceinline__ void mma_sparse(Accumulators& d, u64 w, u64 x, const uint2& metadata) {
   wgmma_fence();
-  SPARSE_WGMMA(TOKENS, w, x, metadata.x);
-  SPARSE_WGMMA(TOKENS, w + DESC_32_BYTES, x + DESC_64_BYTES, metadata.y);
+  Wgmma<TOKENS>::multiply_sparse(d, w, x, metadata.x);
+  Wgmma<TOKENS>::multiply_sparse(d, w + DESC_32_BYTES, x + DESC_64_BYTES, metadata.y);
   wgmma_commit();
 }
 __device__ __forceinline__ void mma_dense(Accumulators& d, u64 w, u64 x) {
   wgmma_fence();
   #pragma unroll
-  for (int i = 0; i < 4; i++) DENSE_WGMMA(TOKENS, w + i * DESC_32_BYTES, x + i * DESC_32_BYTES);
+  for (int i = 0; i < 4; i++)
+    Wgmma<TOKENS>::multiply(d, w + i * DESC_32_BYTES, x + i * DESC_32_BYTES);
   wgmma_commit();
 }
 

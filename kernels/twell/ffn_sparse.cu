@@ -214,53 +214,35 @@ struct ActiveMask {
   }
 };
 
-#if ALONE
-// List the units of this CTA's share that are active for any token of a group, in ascending order.
-// Skip the first `first`, list at most MOST_ROWS, and pad the last step. Return the number of
-// active units in the share, which is every SPLIT-th line (64 units) of G. Warps without a piece
-// load nothing, because beyond the last piece all would request the same 16 bytes.
+// List the units that are active for any token of a group, in ascending order, at most MOST_ROWS;
+// pad the last step. Return the number of active units. With ALONE these are the units of this CTA's
+// share, every SPLIT-th line (64 units) of G, without the first `first`, and warps without a piece
+// load nothing: beyond the last piece all would request the same 16 bytes.
 __device__ __forceinline__ int list_rows(List& list, const Layer& layer, int group, int rank,
                                          int first, const ThreadGroup& team, Shared& s) {
   const int tokens = layer.tokens(group), pieces = layer.n / 8;  // of eight units
-  const int share = (pieces + 8 * SPLIT - 1) / (8 * SPLIT) * 8;
+  const int share = ALONE ? (pieces + 8 * SPLIT - 1) / (8 * SPLIT) * 8 : pieces;
   int found = 0, turn = 0;
-  for (int at = team.thread; at - team.thread < share; at += team.threads, turn++) {
-    const int piece = (at / 8 * SPLIT + rank) * 8 + at % 8;
+  for (int at = team.thread; at - team.thread < share; at += PIECES * team.threads) {
+    const int piece = ALONE ? (at / 8 * SPLIT + rank) * 8 + at % 8 : at;
     ActiveMask active{};
-    if (at < share && piece < pieces) active.load(layer, group, tokens, piece, 0);
-    int all;
-    const int before = exclusive_scan(units_on(active.masks[0]), team, turn, s, all);
-    list_units(list, active.masks[0], 8 * piece, found + before - first);
-    found += all;
-  }
-  end_list(list, found - first, group, team);
-  return found;
-}
-#else
-// List the units that are active for any token of a group, in ascending order, at most MOST_ROWS;
-// pad the last step. Return the number of active units.
-__device__ __forceinline__ int list_rows(List& list, const Layer& layer, int group, int, int,
-                                         const ThreadGroup& team, Shared& s) {
-  const int tokens = layer.tokens(group), pieces = layer.n / 8;  // of eight units
-  int found = 0, turn = 0;
-  for (int at = team.thread; at - team.thread < pieces; at += PIECES * team.threads) {
-    ActiveMask active;
-    active.load(layer, group, tokens, at, team.threads);
+    if (!ALONE || (at < share && piece < pieces))
+      active.load(layer, group, tokens, piece, team.threads);
     #pragma unroll
     for (int i = 0; i < PIECES; i++, turn++) {
-      const int unit = 8 * (at + i * team.threads);
-      if (unit - 8 * team.thread >= layer.n) break;
-      const u32 masks[2] = {unit < layer.n ? active.masks[i][0] : 0,
-                            unit < layer.n ? active.masks[i][1] : 0};
+      const int unit = 8 * (piece + i * team.threads);
+      if (!ALONE && unit - 8 * team.thread >= layer.n) break;
+      const bool there = ALONE || unit < layer.n;
+      const u32 masks[2] = {there ? active.masks[i][0] : 0, there ? active.masks[i][1] : 0};
       int all;
-      list_units(list, masks, unit, found + exclusive_scan(units_on(masks), team, turn, s, all));
+      const int before = exclusive_scan(units_on(masks), team, turn, s, all);
+      list_units(list, masks, unit, found + before - (ALONE ? first : 0));
       found += all;
     }
   }
-  end_list(list, found, group, team);
+  end_list(list, found - (ALONE ? first : 0), group, team);
   return found;
 }
-#endif
 #else
 
 // ---- lists, from TwELL words ----

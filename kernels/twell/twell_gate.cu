@@ -43,6 +43,7 @@
 // -DFP16=0|1, and SHARED_BYTES of _twell_gate.py. WATCHDOG=1 is explained in hopper.cuh.
 
 #include "ring.cuh"
+#include "wgmma.cuh"
 
 constexpr int TOKENS = 128, UNITS = 256;  // of a CTA tile
 constexpr int DEPTH = 64, ROW_BYTES = 128, CONSUMERS = 2, BAND = 8;
@@ -138,10 +139,7 @@ __device__ __forceinline__ void mainloop(Sums& d, Pipeline& pipeline, int k, int
     const u64 w = smem_descriptor(pipeline.w() + (HALF ? warpgroup * 128 * ROW_BYTES : 0));
     wgmma_fence();
     #pragma unroll
-    for (int i = 0; i < 4; i++) {
-      if (HALF) WGMMA(128, x + 2 * i, w + 2 * i, 0, 0);
-      else WGMMA(256, x + 2 * i, w + 2 * i, 0, 0);
-    }
+    for (int i = 0; i < 4; i++) Wgmma<Part<HALF>::UNITS>::multiply(d, x + 2 * i, w + 2 * i);
     wgmma_commit();
     wgmma_wait<1>();
     pipeline.warpgroup_release<CLUSTER>(in_flight, in_flight >= 0);

@@ -22,7 +22,7 @@ FUNCTION = re.compile(
 
 HERE = Path(__file__).parent
 STANDARD = re.compile(r"^#include <.*>\n", re.MULTILINE)
-PTX_HEADERS = "hopper.cuh", "mma.cuh"
+PTX_HEADERS = "hopper.cuh", "mma.cuh", "wgmma.cuh"
 MOST_BYTES = 227 * 1024  # of shared memory of a CTA on Hopper
 
 

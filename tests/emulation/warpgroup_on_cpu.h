@@ -89,17 +89,20 @@ static void add(const Terms& p) {
   if (LATE) terms[now].back().push_back(p);
   else add_now(p);
 }
-static void add_registers(float* d, int n, const u32* a, u64 b, bool keep, bool b_trans) {
-  Terms p{d, n, keep, true, {}, {}, {b, b_trans}};
-  std::memcpy(warp()[lane()], a, 16);
-  warp_in_step();
-  for (int t = 0; t < 4; t++) std::memcpy(p.words + 4 * t, warp()[lane() / 4 * 4 + t], 16);
-  warp_in_step();
-  add(p);
-}
-#define WGMMA_RS(N, a, b, keep, b_trans) add_registers(d, N, a, b, keep, b_trans)
-#define WGMMA_SS(N, a, b, keep, a_trans, b_trans) \
-  add(Terms{d, N, (bool)(keep), false, {}, {a, a_trans}, {b, b_trans}})
+template <int N, int A_TRANS = 0, int B_TRANS = 0> struct WarpgroupProduct {
+  static void multiply(float* d, const u32* a, u64 b, bool keep) {
+    Terms p{d, N, keep, true, {}, {}, {b, B_TRANS}};
+    std::memcpy(warp()[lane()], a, 16);
+    warp_in_step();
+    for (int t = 0; t < 4; t++) std::memcpy(p.words + 4 * t, warp()[lane() / 4 * 4 + t], 16);
+    warp_in_step();
+    add(p);
+  }
+  static void multiply(float* d, u64 a, u64 b, bool keep) {
+    add(Terms{d, N, keep, false, {}, {a, A_TRANS}, {b, B_TRANS}});
+  }
+};
+#define Wgmma WarpgroupProduct
 
 static void open_group() {
   if (terms[now].empty()) terms[now].emplace_back();

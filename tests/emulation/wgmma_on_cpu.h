@@ -1,4 +1,4 @@
-// Stands in for hopper.cuh: copies by TMA into swizzled boxes, and wgmma from shared memory, as the
+// Stands in for hopper.cuh and wgmma.cuh: copies by TMA into swizzled boxes, and wgmma from shared memory, as the
 // PTX ISA defines them. With LATE a copy lands when its barrier is waited for, and a product reads
 // its operands when its group is waited for: a stage released too early is seen.
 
@@ -54,11 +54,12 @@ static void multiply_now(const Product& p) {
     }
   }
 }
-#define WGMMA(N, a, b, a_trans, b_trans) wgmma(d, N, a, b)
-static void wgmma(float* d, int n, u64 a, u64 b) {
-  if (LATE) products[now].back().push_back({d, n, a, b});
-  else multiply_now({d, n, a, b});
-}
+template <int N, int A_TRANS = 0, int B_TRANS = 0> struct Wgmma {
+  static void multiply(float* d, u64 a, u64 b) {
+    if (LATE) products[now].back().push_back({d, N, a, b});
+    else multiply_now({d, N, a, b});
+  }
+};
 static void wgmma_fence() {
   if (products[now].empty()) products[now].emplace_back();
 }

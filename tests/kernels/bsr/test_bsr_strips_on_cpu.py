@@ -59,7 +59,7 @@ extern "C" void call(const char* x, int step, int m, int k, const int* boxes, co
 
 def on_cpu() -> str:
     """Return the kernel's text, with stand-ins for what is asm."""
-    device = cuda_source("hopper.cuh")
+    device = cuda_source("wgmma.cuh")
     start = device.index("__device__ __forceinline__ u64 smem_descriptor")
     descriptor = device[start : device.index("__device__", start + 1)]
     headers = cuda_source("ring.cuh") + cuda_source("strips.cuh")

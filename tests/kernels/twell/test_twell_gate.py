@@ -12,9 +12,8 @@ from sparsebench.kernels.twell import _twell_gate
 from sparsebench.kernels.twell._call import TwellCall
 from sparsebench.kernels.twell._twell_gate import CAPACITY, CLUSTERS, TILE
 from tests.compiling.nvcc import hopper
-from tests.emulation.cuda_on_cpu import library_of, ring, without_ptx
+from tests.emulation.cuda_on_cpu import device_code, library_of
 from tests.tools.marks import needs_gxx, sampled
-from tests.tools.paths import cuda_source
 
 KERNEL = 'extern "C" __global__'
 STAND_INS = """
@@ -81,8 +80,7 @@ def test_threads_on_a_cpu_write_the_words(cluster, m, n, fraction, workers, name
     sums[m:] = float("nan")  # X is zero there, but W may be infinite
     words = torch.full((m, -(-n // TILE) * (CAPACITY + 1)), -1, dtype=torch.int32)
     dense = torch.full((m, n), torch.nan, dtype=dtype)
-    functions, _ = cuda_source("twell_gate.cu").replace('#include "ring.cuh"', ring()).split(KERNEL)
-    code = without_ptx(functions, "produce", "mainloop")
+    code, _ = device_code("twell_gate.cu", "produce", "mainloop").split(KERNEL)
     source = '#include "grid_on_cpu.h"\n' + STAND_INS + code + RUN
     constants = (*_twell_gate.constants_of(cluster, dtype), ("LATE", 0))
     run = library_of(source, constants).call
