@@ -12,7 +12,6 @@ only its kernels need.
 
 import math
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,7 +24,12 @@ from sparsebench.harness.catalog import load_kernel
 from sparsebench.kernels._common.cuda import taping
 from sparsebench.kernels._common.operator import Engine
 from sparsebench.kernels._common.triton import BoundKernel, Template
-from sparsebench.kernels.attention import _stored, attention_split, attention_triton
+from sparsebench.kernels.attention import (
+    _stored,
+    attention_split,
+    attention_triton,
+    attention_wgmma,
+)
 from sparsebench.kernels.attention._call import AttentionCall, ListedMask
 from tests.compiling.nvcc import CLEAN, assert_compiles_cleanly, by_nvcc
 from tests.compiling.triton_kernels import SHARED_BYTES, complaint_about_launch
@@ -176,7 +180,7 @@ def skip_unless_possible(name: str, case: Case) -> None:
 
 
 def take_path(path: str, patch: pytest.MonkeyPatch) -> None:
-    """Let heads be read by TMA on a CPU if their rows allow it, else by pointers; split lists."""
+    """Read heads on a CPU by TMA, if their rows allow it, or by pointers; and split lists."""
     patch.setattr(
         attention_triton, "choose_path", lambda reason, device: "pointers" if reason else path
     )
@@ -231,7 +235,8 @@ ONE_REGISTER = "8 bytes stack frame, 4 bytes spill stores,"
 @by_nvcc
 @pytest.mark.parametrize("case", HOPPER, ids=str)
 @pytest.mark.parametrize("name", CUDA)
-def test_what_an_engine_loads_compiles_cleanly(name, case, loads, tmp_path: Path) -> None:
+def test_what_an_engine_loads_compiles_cleanly(name, case, loads, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(attention_wgmma, "multiprocessors", lambda device: 2)  # a tile is split
     w, call = ListedMask(case.mask()), case.call(ENGINES[name].op)
     for config in choices(ENGINES[name], w, call):
         ENGINES[name].plan(w, call, config)

@@ -319,7 +319,7 @@ def test_a_plan_is_run_again_in_the_interpreter() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("case", "allowed"), [(SMALL, 1e-4), (LARGE, 3e-2)], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(("case", "allowed"), [(SMALL, 1e-4), (LARGE, 6e-2)], ids=["fp32", "bf16"])
 def test_a_call_is_planned_then_recorded_and_then_replayed(case: Case, allowed: float) -> None:
     check_again(case, 4, allowed)
 
