@@ -16,6 +16,7 @@ import torch
 from sparsebench.errors import Unsupported
 from sparsebench.kernels._common import choices as lists
 from sparsebench.kernels._common import operator as running
+from sparsebench.kernels._common import product
 from sparsebench.kernels._common.operator import Bound, Earlier, Engine, Operator, bucket
 from sparsebench.kernels._common.product import Product
 from sparsebench.kernels._common.search import Search, Trial
@@ -45,7 +46,7 @@ def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     monkeypatch.setattr(lists, "_FILES", {})
     monkeypatch.setattr(lists, "_PROCESS_CHOICES", {})
     monkeypatch.setattr(lists, "_WARNINGS", set())
-    monkeypatch.setattr(running, "search", last_is_best)
+    monkeypatch.setattr(product, "search", last_is_best)
     monkeypatch.setattr(running, "make_lasting", lambda make, device: make())
     return tmp_path
 
@@ -122,7 +123,7 @@ def test_without_a_search_the_nearest_choice_is_taken_and_else_the_likeliest(cac
 def test_a_search_times_the_choice_for_more_tokens_of_the_same_weight_first(cache, monkeypatch):
     assert operator(m=128).select(1, timed).choice["tokens"] == 64
     trials = Trial(1.0), Trial(2.0)
-    monkeypatch.setattr(running, "search", lambda calls, device: Search(0, trials))
+    monkeypatch.setattr(product, "search", lambda calls, device: Search(0, trials))
     chosen = {m: operator(m=m).select(1, timed).choice["tokens"] for m in (96, 256)}
     assert chosen == {96: 64, 256: 16}
     assert operator(m=96, n=99).select(1, timed).choice["tokens"] == 16

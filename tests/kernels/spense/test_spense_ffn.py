@@ -88,7 +88,8 @@ def layer(dtype: str, fraction: float, device: str = "cpu", **fields: Any) -> An
 def in_torch(w: Spense, call: Any, config: NoConfig) -> Product:
     """Plan a product of spense_wgmma without a GPU."""
 
-    def run(x: Any, sparse: Any, dense: Any, features: Any = None, tokens: Any = None) -> Any:
+    def run(x: Any, sparse: Any, dense: Any, *scales: Any, out: Any = None) -> Any:
+        features = scales[0] if scales else None
         sums = x.float() @ w.to_dense().float().T
         sums = sums if features is None else sums * features
         if call.activation:
