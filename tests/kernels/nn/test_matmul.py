@@ -23,8 +23,6 @@ from sparsebench.kernels._kernel import Launch, Operands
 from sparsebench.kernels.nn import _frozen_op, _named_kernel
 from sparsebench.kernels.nn._named_kernel import PREPARED
 from sparsebench.kernels.peers import scipy_csr
-from tests.compiling.nvcc import hopper
-from tests.kernels.bsr.examples import assert_right, on_gpu
 from tests.kernels.contract import Example, run_engine
 
 N, K = 96, 64
@@ -205,24 +203,6 @@ def test_a_dense_copy_multiplies_padded_tokens(tokens: int) -> None:
     assert run_engine(_frozen_op.DENSE, Example(7, N, K, 0.5), torch.float32, configs=[config])
 
 
-@pytest.mark.gpu
-@hopper
-@pytest.mark.parametrize("m", [1, 16, 17])
-def test_a_bitmap_is_correct_on_a_gpu_with_either_kernel(m: int) -> None:
-    n, k = 28672, 8192
-    dense = torch.randint(-2, 3, (n, k), device="cuda") * (torch.rand(n, k, device="cuda") >= 0.5)
-    w = Bitmap.from_dense(dense.bfloat16())
-    x = torch.randint(-2, 3, (m, k), device="cuda").bfloat16()
-    expected = (x.double() @ dense.double().T).bfloat16()
-    torch.testing.assert_close(sparsebench.matmul(x, w), expected, rtol=0, atol=0)
-    plans = _frozen_op.plans_of(w)
-    (selected,) = plans.operator.plans.values()
-    assert selected.choice["kernel"] == ("bitmap_mma" if m <= 16 else "dense")
-    assert (plans.dense is None) == (m <= 16)
-    for _ in range(3):  # planned, recorded, and without Python
-        torch.testing.assert_close(sparsebench.matmul(x, w), expected, rtol=0, atol=0)
-
-
 def test_launches_are_freed_with_their_weight() -> None:
     w = Csr.from_dense(weight())
     sparsebench.matmul(torch.randn(7, K), w)
@@ -265,15 +245,6 @@ def test_blocks_of_fp8_give_bf16_and_have_no_gradient() -> None:
     assert sparsebench.matmul(x[:0], w).dtype == torch.bfloat16
     compiled = torch.compile(lambda x: sparsebench.matmul(x, w), backend="eager")
     assert torch.equal(compiled(x), right)
-
-
-@hopper
-@pytest.mark.parametrize("block", [32, 64, 128])
-@pytest.mark.parametrize("m", [1, 50, 600])
-def test_blocks_of_fp8_are_multiplied_on_a_gpu(m: int, block: int) -> None:
-    w, x = on_gpu((m, 520, 784, block, 0.3), "fp8", transposed=False)
-    for _ in range(3):  # planned, recorded, and without Python
-        assert_right(sparsebench.matmul(x, w), x, w, False, block)
 
 
 @pytest.mark.gpu
