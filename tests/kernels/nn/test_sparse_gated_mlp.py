@@ -322,16 +322,9 @@ def test_wrong_sizes_and_settings_are_refused(options, message):
 
 
 def test_weights_and_inputs_of_other_sizes_are_refused():
-    gate, down = torch.zeros(40, 16), torch.zeros(16, 40)
+    gate = torch.zeros(40, 16)
     with pytest.raises(FormatError, match=r"^down"):
         SparseGatedMLP.from_dense(gate, gate, gate)
-    mlp = SparseGatedMLP.from_dense(gate, gate, down)
-    with pytest.raises(Unsupported, match="40"):
-        mlp(torch.zeros(2, 40))
-    for sparse in (False, True):
-        mlp.sparse = sparse
-        with pytest.raises(Unsupported, match="dtype"):
-            mlp(torch.zeros(2, 16).double())
     with pytest.raises(Unsupported, match="40, 16"):
         _autograd.gated_mlp(torch.zeros(2, 16), gate, gate[:32], gate, False, 4)
 
@@ -444,7 +437,7 @@ def test_a_gpu_equals_dense_layers_in_fp64(m, n, k, slots, rarity, dtype, activa
     assert all(map(torch.equal, results, step(mlp, x)))
     for mlp.sparse in (True, False):
         mlp.active.zero_()
-        assert_near(assert_correct(mlp, x), results, 2e-2)
+        assert_near(step(mlp, x), results, 2e-2)
         assert int(mlp.active) == units_on(mlp, x)
 
 
@@ -461,8 +454,7 @@ def test_nan_is_where_dense_layers_have_it_on_a_gpu(slots) -> None:
 def test_a_gpu_compiles_the_layer_into_one_graph() -> None:
     mlp, x = on_gpu(300, 1024, 512, 60, 2.0, "bfloat16")
     whole = torch.compile(mlp, fullgraph=True)
-    for sparse in (True, False):
-        mlp.sparse = sparse
+    for mlp.sparse in (True, False):
         expected = step(mlp, x)
         mlp.active.zero_()
         assert_near(step(whole, x), expected, 1e-2)
@@ -472,7 +464,7 @@ def test_a_gpu_compiles_the_layer_into_one_graph() -> None:
 @pytest.mark.gpu
 def test_a_captured_step_can_be_sparse_or_dense() -> None:
     mlp, x = on_gpu(300, 1024, 512, 60, 2.0, "bfloat16")
-    _, many = on_gpu(300, 1024, 512, 60, 2.0, "bfloat16")
+    many = x.clone()
     many[:, 0] = -4.0  # more active units than slots
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -492,38 +484,26 @@ def test_a_captured_step_can_be_sparse_or_dense() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("slots", [60, 1])
-def test_a_gpu_repeats_a_backward_pass_on_another_stream(slots) -> None:
+def test_a_step_is_repeated_for_any_address_stream_and_number_of_tokens(slots) -> None:
     mlp, x = on_gpu(300, 1024, 512, slots, 2.0, "bfloat16")
-    leaves = [x.requires_grad_(), *mlp.parameters()]
-    expected = torch.autograd.grad(mlp(x).sum(), leaves)
+    expected = {m: step(mlp, x[:m]) for m in (300, 33, 1)}
     stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        loss = mlp(x).sum()  # its gradient has strides of zero
-        poison()
-        first = torch.autograd.grad(loss, leaves, retain_graph=True)
-        poison()
-        second = torch.autograd.grad(loss, leaves)
-    stream.synchronize()
-    assert all(map(torch.equal, first, expected))
-    assert all(map(torch.equal, second, expected))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("slots", [60, 1])
-def test_a_gpu_accepts_operands_at_any_address(slots) -> None:
-    mlp, x = on_gpu(300, 1024, 512, slots, 2.0, "bfloat16")
-    expected = step(mlp, x)
-    for _ in range(2):  # a plan passes tensors to Triton in its first call, then addresses
-        inputs = torch.empty(x.numel() + 1, dtype=x.dtype, device=GPU)[1:].view_as(x)
-        inputs.copy_(x).requires_grad_()
-        poison()
-        y, l1 = mlp(inputs, l1=True)
-        dy = torch.empty(x.numel() + 3, dtype=x.dtype, device=GPU)[3:].view_as(x)
-        dy.copy_(gradient_of(y))
-        leaves = [inputs, *mlp.parameters()]
-        results = torch.autograd.grad([y, l1], leaves, [dy, l1.new_tensor(0.5)])
-        assert all(map(torch.equal, (y, l1, *results), expected))
+    for m in (300, 300, 33, 1, 33):  # a plan passes tensors to Triton in its first call
+        inputs, dy = (torch.empty(m * 512 + i, dtype=x.dtype, device=GPU)[i:] for i in (1, 3))
+        inputs = inputs.view(m, 512).copy_(x[:m]).requires_grad_()
+        dy = dy.view(m, 512).copy_(gradient_of(x[:m]))
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            y, l1 = mlp(inputs, l1=True)
+            leaves, grads = [inputs, *mlp.parameters()], [dy, l1.new_tensor(0.5)]
+            for keep in (True, False):
+                poison()
+                results = torch.autograd.grad([y, l1], leaves, grads, retain_graph=keep)
+                assert all(map(torch.equal, (y, l1, *results), expected[m]))
+            strided = mlp(inputs).sum()  # its gradient has strides of zero
+            ones = torch.autograd.grad((mlp(inputs) * torch.ones_like(y)).sum(), leaves)
+            assert all(map(torch.equal, torch.autograd.grad(strided, leaves), ones))
+        stream.synchronize()
 
 
 @pytest.mark.gpu
@@ -550,15 +530,6 @@ def test_recorded_calls_see_writes_and_new_modules_on_a_gpu(m: int) -> None:
         assert torch.equal(copy.deepcopy(mlp)(x), mlp(x))
     y = mlp(x)
     assert y.requires_grad  # with gradients, the layer trains
-
-
-@pytest.mark.gpu
-def test_a_gpu_keeps_plans_of_sizes_apart() -> None:
-    mlp, x = on_gpu(300, 1024, 512, 60, 2.0, "bfloat16")
-    expected = {m: step(mlp, x[:m]) for m in (300, 33, 1)}
-    for m in (33, 300, 1, 33):
-        poison()
-        assert all(map(torch.equal, step(mlp, x[:m]), expected[m]))
 
 
 @pytest.mark.gpu
