@@ -221,13 +221,13 @@ def ways_of(product: DenseProduct, layout: Layout | None) -> list[Way]:
     direct: dict[tuple[Algorithm, bool | str | None], Way] = {}
     for mode, gemm in product.gemms.items():
         sums, fast = (mode, None) if isinstance(mode, str) else (None, mode)
-        for algorithm, tokens in _algorithms(gemm):
+        for algorithm, tokens in algorithms_of(gemm):
             way = Way("cublaslt", layout, fast, algorithm, tokens, sums)
             direct.setdefault((algorithm, mode), way)
     return [*ways, *direct.values()]
 
 
-def _algorithms(gemm: Gemm) -> list[tuple[Algorithm, int | None]]:
+def algorithms_of(gemm: Gemm) -> list[tuple[Algorithm, int | None]]:
     """Return the algorithms to time, each with the token count for which it was proposed."""
     (m, k), n = gemm.a.shape, gemm.b.shape[1]
     proposed = [

@@ -73,43 +73,30 @@ def bitmap(dtype: torch.dtype) -> Kind:
     return Kind(empty, drawn, dtype, "bias records offsets _extra_state")
 
 
-IN_BLOCKS = "values bias offsets columns"
-TILES, TILES_IN_FP8 = "sparse dense _extra_state", "sparse dense scale _extra_state"
+def in_two_four(**options: Any) -> SpenseLinear:
+    return SpenseLinear.from_dense(two_four(N, K), bias=torch.ones(N), **options)
+
+
+def of_mlp(stored: str) -> str:
+    return " ".join(f"{part}.{name}" for part in ("gate_up", "down") for name in stored.split())
+
+
+TILES, IN_FP8 = "sparse dense _extra_state", "sparse dense scale _extra_state"
+WEIGHTS = "gate.weight up.weight down.weight_t"
+OF_2_4, OF_MLP = partial(SpenseLinear, K, N), partial(SpenseGatedMLP, K, N, dense=0)
+MLP_IN_FP8 = partial(mlp_in_two_four, dtype=FP8, largest=9.0)
 KINDS = {
-    "BlockSparseLinear": Kind(blocks, blocks, FP32, IN_BLOCKS),
-    "SparseGatedMLP": Kind(few_active, few_active, FP32, "gate.weight up.weight down.weight_t"),
+    "BlockSparseLinear": Kind(blocks, blocks, FP32, "values bias offsets columns"),
+    "SparseGatedMLP": Kind(few_active, few_active, FP32, WEIGHTS),
     "BlockSparseGatedMLP": Kind(
-        mlp_in_blocks,
-        mlp_in_blocks,
-        FP32,
-        " ".join(
-            f"{part}.{t}" for part in ("gate_up", "down") for t in ("values", "offsets", "columns")
-        ),
+        mlp_in_blocks, mlp_in_blocks, FP32, of_mlp("values offsets columns")
     ),
-    "SpenseLinear": Kind(
-        partial(SpenseLinear, K, N),
-        lambda: SpenseLinear.from_dense(two_four(N, K), bias=torch.ones(N)),
-        BF16,
-        f"bias {TILES}",
-    ),
+    "SpenseLinear": Kind(OF_2_4, in_two_four, BF16, f"bias {TILES}"),
     "SpenseLinear fp8": Kind(
-        partial(SpenseLinear, K, N, dtype=FP8),
-        lambda: SpenseLinear.from_dense(two_four(N, K), bias=torch.ones(N), dtype=FP8),
-        BF16,
-        f"bias {TILES_IN_FP8}",
+        partial(OF_2_4, dtype=FP8), partial(in_two_four, dtype=FP8), BF16, f"bias {IN_FP8}"
     ),
-    "SpenseGatedMLP": Kind(
-        partial(SpenseGatedMLP, K, N, dense=0),
-        mlp_in_two_four,
-        BF16,
-        " ".join(f"{part}.{t}" for part in ("gate_up", "down") for t in TILES.split()),
-    ),
-    "SpenseGatedMLP fp8": Kind(
-        partial(SpenseGatedMLP, K, N, dense=0, dtype=FP8),
-        partial(mlp_in_two_four, dtype=FP8, largest=9.0),
-        BF16,
-        " ".join(f"{part}.{t}" for part in ("gate_up", "down") for t in TILES_IN_FP8.split()),
-    ),
+    "SpenseGatedMLP": Kind(OF_MLP, mlp_in_two_four, BF16, of_mlp(TILES)),
+    "SpenseGatedMLP fp8": Kind(partial(OF_MLP, dtype=FP8), MLP_IN_FP8, BF16, of_mlp(IN_FP8)),
     "BitmapLinear": bitmap(BF16),
     "BitmapLinear fp32": bitmap(FP32),
 }

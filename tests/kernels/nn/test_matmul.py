@@ -59,26 +59,22 @@ def test_every_format_is_multiplied(kind: Any, kernel: str | None) -> None:
             torch.testing.assert_close(sparsebench.matmul(x, w, kernel), x @ dense.T)
 
 
-def test_spense_is_multiplied_in_its_dtype() -> None:
-    dense = torch.tensor([1, 0, 0, 1]).repeat(128, 32) * torch.randn(128, 128)
-    x = torch.randn(8, 128).bfloat16().requires_grad_()
-    y = sparsebench.matmul(x, Spense.from_dense(dense.bfloat16()))
-    torch.testing.assert_close(y, x @ dense.bfloat16().T)
-    (dx,) = torch.autograd.grad(y, [x], torch.ones_like(y))
-    torch.testing.assert_close(dx, torch.ones_like(y) @ dense.bfloat16())
-
-
-@pytest.mark.parametrize("kind", [Dense, Bsr])
+@pytest.mark.parametrize("kind", [Dense, Bsr, Spense, Bitmap])
 def test_gradients_are_those_of_a_dense_product(kind: Any) -> None:
     """The dense weight gets a gradient through from_dense, with zeros outside stored blocks."""
-    dense, x = weight().requires_grad_(), torch.randn(7, K, requires_grad=True)
-    dy = torch.randn(7, N)
-    w = packed(kind, dense)
-    gradients = torch.autograd.grad(sparsebench.matmul(x, w), [x, dense], dy)
-    dx, dw = torch.autograd.grad(x @ dense.T, [x, dense], dy)
+    dense, x = weight(), torch.randn(7, K)
+    if kind is Spense:
+        dense, x = (dense * torch.tensor([1, 0, 0, 1]).repeat(K // 4)).bfloat16(), x.bfloat16()
+    trained = kind in (Dense, Bsr)
+    leaves, dy = [x.requires_grad_(), *([dense.requires_grad_()] if trained else [])], x @ dense.T
+    y = sparsebench.matmul(x, packed(kind, dense))
+    torch.testing.assert_close(y, dy)
+    gradients = torch.autograd.grad(y, leaves, dy.detach())
+    dx, *dw = torch.autograd.grad(dy, leaves, dy.detach())
     torch.testing.assert_close(gradients[0], dx)
-    stored = dense != 0 if kind is Bsr else torch.ones_like(dense)
-    torch.testing.assert_close(gradients[1], dw * stored)
+    if trained:
+        stored = dense != 0 if kind is Bsr else torch.ones_like(dense)
+        torch.testing.assert_close(gradients[1], dw[0] * stored)
 
 
 def test_a_named_kernel_has_gradients_by_its_dgrad_kernel() -> None:
@@ -179,13 +175,11 @@ def test_bitmap_mma_runs_only_for_sizes_at_which_it_was_measured_faster(
 
 
 def test_other_bitmaps_run_dense_and_keep_their_copy() -> None:
-    dense, x = weight(), torch.randn(7, K, requires_grad=True)
-    w = Bitmap.from_dense(dense)
-    sparsebench.matmul(x, w).sum().backward()
-    torch.testing.assert_close(x.grad, dense.sum(0).expand(7, -1))
+    x, w = torch.randn(7, K), Bitmap.from_dense(weight())
+    sparsebench.matmul(x, w)
     copy = _frozen_op.plans_of(w).dense
     sparsebench.matmul(x, w)
-    assert _frozen_op.plans_of(w).dense is copy
+    assert _frozen_op.plans_of(w).dense is copy is not None
 
 
 @pytest.mark.parametrize("kind", [Bsr, Bitmap, Csr])

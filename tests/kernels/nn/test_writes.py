@@ -81,14 +81,7 @@ def data_replaced(layer: BlockSparseLinear, source: BlockSparseLinear) -> None:
         getattr(layer, name).data = getattr(source, name).detach().clone()
 
 
-def averaged(layer: BlockSparseLinear, source: BlockSparseLinear) -> None:
-    average = AveragedModel(layer)
-    average.module = layer
-    average.update_parameters(source)
-
-
 WRITES: dict[str, Callable[[BlockSparseLinear, BlockSparseLinear], Any]] = {
-    "AveragedModel": averaged,
     "load_state_dict": lambda layer, source: layer.load_state_dict(source.state_dict()),
     "assign": lambda layer, source: layer.load_state_dict(source.state_dict(), assign=True),
     "load by swap_tensors": loaded_by_swapping,
