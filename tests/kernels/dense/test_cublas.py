@@ -5,7 +5,7 @@ cuBLASLt is emulated (tests/emulation/cublaslt_on_cpu.py). Tests marked gpu call
 
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
@@ -101,12 +101,16 @@ def taking(monkeypatch: pytest.MonkeyPatch, matches: Callable[[Way], bool]) -> l
     return seen
 
 
-def every_way(product: DenseProduct, monkeypatch: Any) -> Iterator[tuple[Way, Launch]]:
-    """Yield each way that a search times, and the launch of its choice as a row has it."""
+def every_way(product: DenseProduct, monkeypatch: Any) -> list[Way]:
+    """Return the ways that a search times."""
     seen = taking(monkeypatch, lambda way: True)
     _gemm.fastest_way(product)
-    for way in seen:
-        yield way, _gemm.fastest_way(product, json.loads(json.dumps(_gemm.choice_of(way, product))))
+    return seen
+
+
+def launch_of(way: Way, product: DenseProduct) -> Launch:
+    """Return the launch of a way's choice, as a row has it."""
+    return _gemm.fastest_way(product, json.loads(json.dumps(_gemm.choice_of(way, product))))
 
 
 @pytest.mark.parametrize(
@@ -124,9 +128,10 @@ def every_way(product: DenseProduct, monkeypatch: Any) -> Iterator[tuple[Way, La
 )
 @pytest.mark.usefixtures("emulated")
 def test_every_way_computes_the_product_of_redrawn_activations(op, shape, dtype, more, monkeypatch):
-    product, ways = product_of(op, *shape, dtype, **more), []
-    for way, launch in every_way(product, monkeypatch):
-        ways.append(way)
+    product = product_of(op, *shape, dtype, **more)
+    ways = every_way(product, monkeypatch)
+    for way in ways:
+        launch = launch_of(way, product)
         for _ in range(2):
             poison(product.out)
             assert launch() is product.out
@@ -287,10 +292,11 @@ def test_every_way_is_right_in_a_graph_on_a_gpu(op, shape, dtype, monkeypatch) -
         pytest.skip("8 bits need op linear, n in multiples of 16 and a device that supports them")
     scale = sum_scale("int8", shape[2]) if dtype == "int8" else 1.0
     product = on_gpu(product_of(op, *shape, dtype, tf32=dtype == "tf32", scale=scale))
-    every = [*every_way(product, monkeypatch)]
+    ways = every_way(product, monkeypatch)
     if dtype == "int8":
-        assert any(w.algorithm and w.sums is None for w, _ in every), "cuBLASLt proposes no int8"
-    for way, launch in [*every[:4], *every[4::20]]:  # of up to a thousand
+        assert any(w.algorithm and w.sums is None for w in ways), "cuBLASLt proposes no int8 call"
+    for way in [*ways[:4], *ways[4::20]]:  # of up to a thousand
+        launch = launch_of(way, product)
         launch()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
