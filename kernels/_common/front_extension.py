@@ -32,11 +32,12 @@ def front_type() -> Any:
     """Return the class Front, or None if there is none; waits until it is compiled."""
     if os.environ.get("SPARSEBENCH_FRONT", "1") == "0":
         return None
-    return _compiled_type()
+    return compiled_type()
 
 
 @cache
-def _compiled_type() -> Any:
+def compiled_type() -> Any:
+    """Return the class Front, compiled once, or None with a warning that says why."""
     try:
         file = _built()
         try:

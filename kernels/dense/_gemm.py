@@ -107,7 +107,7 @@ class Way:
         return self.use_fast_accum if self.sums is None else self.sums
 
 
-_finalists: dict[Hashable, list[Way]] = {}  # finalists of this process, by the kind of product
+FINALISTS_OF: dict[Hashable, list[Way]] = {}  # finalists of this process, by the kind of product
 
 
 def fastest_way(
@@ -129,7 +129,7 @@ def fastest_way(
         way = _way_of(pinned)
         return Launch(_call(_laid_out(product, way.weights), way, space), dict(pinned))
     kind = _kind(product)
-    earlier = [_way_of(choice) for choice in finalists(timed)] or _finalists.get(kind, [])
+    earlier = [_way_of(choice) for choice in finalists(timed)] or FINALISTS_OF.get(kind, [])
     layouts = dict.fromkeys(way.weights for way in earlier) or _layouts(product)
     laid = {layout: _laid_out(product, layout) for layout in layouts}
     ways = earlier or [way for layout, each in laid.items() for way in ways_of(each, layout)]
@@ -139,10 +139,10 @@ def fastest_way(
     indices = screened(calls, KEPT, sum(not way.algorithm for way in ways), device)
     indices = _right(indices, calls, ways)
     result = searched([calls[i] for i in indices], device)
-    if kind not in _finalists:
+    if kind not in FINALISTS_OF:
         times = [trial.time_us for trial in result.trials]
-        _finalists[kind] = earlier or [ways[indices[i]] for i in near(times)]
-    way, choices = ways[indices[result.best]], [_choice(ways[i], product) for i in indices]
+        FINALISTS_OF[kind] = earlier or [ways[indices[i]] for i in near(times)]
+    way, choices = ways[indices[result.best]], [choice_of(ways[i], product) for i in indices]
     call = _call(laid[way.weights], way)
     return Launch(call, choices[result.best], candidates=result.lines(choices, whole=True))
 
@@ -221,13 +221,13 @@ def ways_of(product: DenseProduct, layout: Layout | None) -> list[Way]:
     direct: dict[tuple[Algorithm, bool | str | None], Way] = {}
     for mode, gemm in product.gemms.items():
         sums, fast = (mode, None) if isinstance(mode, str) else (None, mode)
-        for algorithm, tokens in _algorithms(gemm):
+        for algorithm, tokens in algorithms_of(gemm):
             way = Way("cublaslt", layout, fast, algorithm, tokens, sums)
             direct.setdefault((algorithm, mode), way)
     return [*ways, *direct.values()]
 
 
-def _algorithms(gemm: Gemm) -> list[tuple[Algorithm, int | None]]:
+def algorithms_of(gemm: Gemm) -> list[tuple[Algorithm, int | None]]:
     """Return the algorithms to time, each with the token count for which it was proposed."""
     (m, k), n = gemm.a.shape, gemm.b.shape[1]
     proposed = [
@@ -289,7 +289,7 @@ def _torch_product(a: Tensor, b: Tensor, out: Tensor, relu: bool) -> Tensor:
     return out.relu_() if relu else out
 
 
-def _choice(way: Way, product: DenseProduct) -> dict[str, Any]:
+def choice_of(way: Way, product: DenseProduct) -> dict[str, Any]:
     """Return what the row records: the way, and the reason if cuBLASLt was not called directly."""
     choice = {name: value for name, value in asdict(way).items() if value is not None}
     if way.algorithm:

@@ -112,7 +112,8 @@ class BitmapLinear(PackedLinear):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Move the layer. Raises Unsupported for another dtype, and then leaves it as it was."""
-        require_dtype(fn, self.records, self.dtype)
+        for dtype in (torch.uint8, self.dtype):
+            require_dtype(fn, self.records, dtype)
         return super()._apply(fn, recurse)  # type: ignore[no-any-return, no-untyped-call]
 
     def forward(self, x: Tensor) -> Tensor:

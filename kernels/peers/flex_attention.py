@@ -157,7 +157,7 @@ def prepare(operands: Operands) -> Launch:
     """Convert the lists and compile; time the ways that run. Raises Unsupported."""
     problem, (q, k, v) = operands.problem, by_head(operands, "q", "k", "v")
     tokens = problem["batch"] * problem["m"]
-    ways = _to_time(candidates(mask_of(operands), problem["heads"]), operands)
+    ways = to_time(candidates(mask_of(operands), problem["heads"]), operands)
 
     def run(call: Callable[..., Tensor]) -> Tensor:
         return call(q, k, v).transpose(1, 2).reshape(tokens, -1)
@@ -173,7 +173,7 @@ def prepare_backward(operands: Operands) -> Launch:
     o, do = by_head(operands, "o", "do")
     lse = operands.activations["lse"].view(problem["batch"], problem["heads"], problem["m"])
     base2 = torch.empty_like(lse)  # as the forward kernel saves it
-    ways = _to_time(backward_candidates(mask_of(operands), problem["heads"]), operands)
+    ways = to_time(backward_candidates(mask_of(operands), problem["heads"]), operands)
 
     def run(gradients: Gradients) -> Tensor:
         torch.mul(lse, log2(e), out=base2)
@@ -184,7 +184,7 @@ def prepare_backward(operands: Operands) -> Launch:
     return _fastest([partial(run, gradients) for gradients in passes], ways, operands)
 
 
-def _to_time(ways: list[Way], operands: Operands) -> list[Way]:
+def to_time(ways: list[Way], operands: Operands) -> list[Way]:
     """Return the finalists of an earlier process, or all ways if there are none."""
     near = [] if operands.pinned else finalists(operands.timed)
     return [way for way in ways if way.choice in near] or ways

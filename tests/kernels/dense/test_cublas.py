@@ -17,8 +17,8 @@ from torch import Tensor
 
 from sparsebench.errors import Unsupported
 from sparsebench.kernels._common.elementwise import rounded_sums
-from sparsebench.kernels._common.search import FINALISTS, Search, Trial
-from sparsebench.kernels._kernel import DTYPES, OUTPUTS, poison, sum_scale
+from sparsebench.kernels._common.search import Search, Trial
+from sparsebench.kernels._kernel import DTYPES, OUTPUTS, Launch, poison, sum_scale
 from sparsebench.kernels.dense import _cublaslt, _gemm, cublas
 from sparsebench.kernels.dense._gemm import DenseProduct, Way
 from tests.emulation import cublaslt_on_cpu
@@ -32,7 +32,7 @@ UNAVAILABLE = "needs nvmath: pip install 'sparsebench[gpu]'"
 @pytest.fixture(autouse=True)
 def _no_finalists(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let every test search again."""
-    monkeypatch.setattr(_gemm, "_finalists", {})
+    monkeypatch.setattr(_gemm, "FINALISTS_OF", {})
 
 
 @pytest.fixture
@@ -67,14 +67,16 @@ def product_of(op: str, m: int, n: int, k: int, dtype: str = "fp32", **more: Any
     return DenseProduct(a, b, out, op != "linear_wgrad", **more)
 
 
-def right(product: DenseProduct) -> Tensor:
-    return product.scale * (product.a.double() @ product.b.double())
-
-
-def right_int8(product: DenseProduct) -> Tensor:
-    """Return the product of int64, scaled, rounded to the nearest even step, saturated."""
-    sums = (product.a.cpu().long() @ product.b.cpu().long()).double()
-    return (product.scale * sums).round().clamp(-128, 127).to(torch.int8)
+def assert_right(y: Tensor, product: DenseProduct, eps: float = 1e-5) -> None:
+    """Compare with fp64, or in int8 with int64, rounded to the nearest even step, saturated."""
+    if y.dtype == torch.int8:
+        sums = (product.a.cpu().long() @ product.b.cpu().long()).double()
+        expected = (product.scale * sums).round().clamp(-128, 127).to(torch.int8)
+        assert torch.equal(y.cpu(), expected)
+    else:
+        right = product.scale * (product.a.double() @ product.b.double())
+        right = right.relu() if product.relu else right
+        torch.testing.assert_close(y.double(), right, rtol=eps, atol=eps)
 
 
 def taking(monkeypatch: pytest.MonkeyPatch, matches: Callable[[Way], bool]) -> list[Way]:
@@ -99,55 +101,50 @@ def taking(monkeypatch: pytest.MonkeyPatch, matches: Callable[[Way], bool]) -> l
     return seen
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("op", cublas.PRODUCTS)
-@pytest.mark.usefixtures("emulated")
-def test_every_way_computes_the_product_of_redrawn_activations(op, shape, monkeypatch) -> None:
-    product = product_of(op, *shape)
+def every_way(product: DenseProduct, monkeypatch: Any) -> list[Way]:
+    """Return the ways that a search times."""
     seen = taking(monkeypatch, lambda way: True)
     _gemm.fastest_way(product)
-    assert {way.library for way in seen} == {"cublas", "cublaslt"}
-    for way in seen:
-        launch = _gemm.fastest_way(product, _gemm._choice(way, product))
-        product.a.normal_()
-        product.out.fill_(torch.nan)
-        assert launch() is product.out
-        torch.testing.assert_close(product.out.double(), right(product), rtol=1e-5, atol=1e-5)
+    return seen
 
 
-@pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp8"])
+def launch_of(way: Way, product: DenseProduct) -> Launch:
+    """Return the launch of a way's choice, as a row has it."""
+    return _gemm.fastest_way(product, json.loads(json.dumps(_gemm.choice_of(way, product))))
+
+
+@pytest.mark.parametrize(
+    ("op", "shape", "dtype", "more"),
+    [
+        *((op, shape, "fp32", {}) for op in cublas.PRODUCTS for shape in SHAPES),
+        ("linear", (4, 8, 16), "fp32", {"relu": True}),
+        *(("linear", (5, 32, 48), dtype, {}) for dtype in ("fp16", "bf16")),
+        ("linear", (5, 32, 48), "fp8", {"scale": 0.25}),
+        *(
+            ("linear", (m, n, k), "int8", {"scale": 2 * sum_scale("int8", k)})
+            for m, n, k in ((1, 32, 64), (16, 48, 32), (40, 32, 2064))
+        ),
+    ],
+)
 @pytest.mark.usefixtures("emulated")
-def test_every_way_is_right_in_16_bits_and_in_scaled_fp8(dtype, monkeypatch) -> None:
-    product = product_of("linear", 5, 32, 48, dtype, scale=0.25 if dtype == "fp8" else 1.0)
-    seen = taking(monkeypatch, lambda way: True)
-    _gemm.fastest_way(product)
-    direct = [way for way in seen if way.algorithm]
-    assert {way.weights for way in direct} == ({"rows"} if dtype == "fp8" else {"rows", "columns"})
-    accumulations = {True, False} if dtype == "fp8" else {None}
-    assert {way.use_fast_accum for way in seen} == accumulations
-    for way in seen:
-        launch = _gemm.fastest_way(product, _gemm._choice(way, product))
-        torch.testing.assert_close(launch().double(), right(product), rtol=8e-3, atol=8e-3)
-
-
-@pytest.mark.parametrize("shape", [(1, 32, 64), (16, 48, 32), (40, 32, 2064)])
-@pytest.mark.usefixtures("emulated")
-def test_every_way_in_int8_is_that_of_int64(shape, monkeypatch) -> None:
-    product = product_of("linear", *shape, "int8", scale=2 * sum_scale("int8", shape[2]))
-    seen = taking(monkeypatch, lambda way: True)
-    _gemm.fastest_way(product)
-    assert {way.weights for way in seen} == {"rows"}
-    assert {(way.algorithm is None, way.sums) for way in seen} == {
-        (True, "int32"),
-        (False, "int32"),
-        (False, None),
-    }
-    for way in seen:
-        launch = _gemm.fastest_way(product, json.loads(json.dumps(_gemm._choice(way, product))))
+def test_every_way_computes_the_product_of_redrawn_activations(op, shape, dtype, more, monkeypatch):
+    product = product_of(op, *shape, dtype, **more)
+    ways = every_way(product, monkeypatch)
+    for way in ways:
+        launch = launch_of(way, product)
         for _ in range(2):
             poison(product.out)
-            assert torch.equal(launch(), right_int8(product)), way
-            product.a.copy_(drawn(*product.a.shape, dtype="int8"))
+            assert launch() is product.out
+            assert_right(product.out, product, 1e-5 if dtype == "fp32" else 8e-3)
+            product.a.copy_(drawn(*product.a.shape, dtype=dtype))
+    layouts = {None} if op == "linear_wgrad" else {"rows", *([] if "8" in dtype else ["columns"])}
+    assert {way.weights for way in ways if way.algorithm} == layouts
+    assert {way.use_fast_accum for way in ways} == ({True, False} if dtype == "fp8" else {None})
+    if dtype == "int8":
+        kinds = {(way.algorithm is None, way.sums) for way in ways}
+        assert kinds == {(True, "int32"), (False, "int32"), (False, None)}
+    elif dtype == "fp32":
+        assert {way.library for way in ways} == {"cublas", "cublaslt"}
 
 
 @pytest.mark.interpreted
@@ -162,22 +159,12 @@ def test_int32_sums_are_rounded_to_even_and_saturate(shape: tuple[int, int]) -> 
     assert out[0, :4].tolist() == [0, 0, 2, 127]
 
 
-@pytest.mark.usefixtures("emulated")
-def test_relu_is_part_of_every_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    product = product_of("linear", 4, 8, 16, relu=True)
-    seen = taking(monkeypatch, lambda way: True)
-    _gemm.fastest_way(product)
-    for way in seen:
-        launch = _gemm.fastest_way(product, _gemm._choice(way, product))
-        torch.testing.assert_close(launch().double(), right(product).relu(), rtol=1e-5, atol=1e-5)
-
-
 @pytest.mark.parametrize(("n", "combined"), [(32, True), (1 << 26, False)])
 @pytest.mark.usefixtures("emulated")
 def test_short_products_also_try_combinations_that_are_never_proposed(n, combined) -> None:
     a, b, out = (torch.empty(shape, device="meta") for shape in ((16, 128), (128, n), (16, n)))
     gemm = DenseProduct(a, b, out).gemms[None]
-    algorithms = _gemm._algorithms(gemm)
+    algorithms = _gemm.algorithms_of(gemm)
     proposed = {algorithm for algorithm, tokens in algorithms if tokens is not None}
     others = {algorithm for algorithm, tokens in algorithms if tokens is None} - proposed
     assert {(each.tile, each.option) for each in proposed if each.id == TILED} > {(16, 1), (32, 0)}
@@ -224,8 +211,9 @@ def test_a_pinned_choice_is_called_without_a_search(monkeypatch: pytest.MonkeyPa
     assert torch.equal(launch().clone(), again())
 
 
+@pytest.mark.parametrize("later", [False, True], ids=["same process", "later process"])
 @pytest.mark.usefixtures("emulated")
-def test_an_equal_product_is_searched_only_among_the_finalists(monkeypatch) -> None:
+def test_an_equal_product_is_searched_only_among_the_finalists(later, monkeypatch) -> None:
     seen = taking(monkeypatch, lambda way: True)
     times_us = {3: 9.5, 4: 9.0, 5: 9.9}  # the others take 20
     timed: list[int] = []
@@ -240,38 +228,18 @@ def test_an_equal_product_is_searched_only_among_the_finalists(monkeypatch) -> N
     product = product_of("linear", 16, 32, 48)
     first = _gemm.fastest_way(product)
     queried = len(seen)
-    again = _gemm.fastest_way(replace(product))
+    if later:
+        _gemm.FINALISTS_OF.clear()
+    candidates = json.loads(json.dumps(first.candidates))
+    again = _gemm.fastest_way(replace(product), **({"timed": candidates} if later else {}))
     assert len(seen) == queried, "cuBLASLt was queried again"
     assert timed == [queried, 4]  # the default and three within NEAR
     assert again.candidates[0]["choice"] == first.candidates[0]["choice"]
+    assert again.choice == again.candidates[0]["choice"]  # by the times of this search
     assert first.choice in [line["choice"] for line in again.candidates]
     _gemm.fastest_way(product_of("linear", 17, 32, 48))
     assert len(timed) == 3
     assert timed[2] > 4
-
-
-@pytest.mark.usefixtures("emulated")
-def test_a_later_process_times_only_the_finalists(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = taking(monkeypatch, lambda way: True)
-    timed: list[int] = []
-
-    def searched(calls: Sequence[Callable[[], object]], device: torch.device) -> Search:
-        timed.append(len(calls))
-        took_us = [9.0 + 0.05 * i for i in range(len(calls))]
-        return Search(2, tuple(map(Trial, took_us)))
-
-    monkeypatch.setattr(_gemm, "searched", searched)
-    product = product_of("linear", 16, 32, 48)
-    first = _gemm.fastest_way(product)
-    monkeypatch.setattr(_gemm, "_finalists", {})  # another process
-    queried, candidates = len(seen), json.loads(json.dumps(first.candidates))
-    again = _gemm.fastest_way(replace(product), timed=candidates)
-    assert len(seen) == queried, "cuBLASLt was queried again"
-    near = sum(9.0 + 0.05 * i <= 1.1 * 9.0 for i in range(queried))
-    assert timed == [queried, min(near, FINALISTS)]
-    choices = [line["choice"] for line in first.candidates if "choice" in line]
-    assert all(line["choice"] in choices for line in again.candidates)
-    assert again.choice == again.candidates[2]["choice"]  # by the times of this process
 
 
 @pytest.mark.usefixtures("emulated")
@@ -303,7 +271,7 @@ def test_a_choice_of_an_older_run_is_accepted() -> None:
     product = product_of("linear", 3, 8, 16)
     launch = _gemm.fastest_way(product, {"library": "cublas"})
     assert launch.choice == {"library": "cublas"}
-    torch.testing.assert_close(launch().double(), right(product), rtol=1e-5, atol=1e-5)
+    assert_right(launch(), product)
 
 
 # ---- on a GPU ----
@@ -315,49 +283,33 @@ def on_gpu(product: DenseProduct) -> DenseProduct:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32", "tf32", "fp8"])
+@pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32", "tf32", "fp8", "int8"])
 @pytest.mark.parametrize("shape", [(1, 64, 128), (3, 1000, 336), (17, 80, 4112), (1000, 528, 48)])
 @pytest.mark.parametrize("op", cublas.PRODUCTS)
 def test_every_way_is_right_in_a_graph_on_a_gpu(op, shape, dtype, monkeypatch) -> None:
-    if dtype == "fp8" and (op != "linear" or cublas.unsupported_8_bits("fp8", CUDA)):
-        pytest.skip("fp8 needs op linear and a device that supports it")
-    if dtype == "fp8" and shape[1] % 16:
-        pytest.skip("cuBLASLt multiplies fp8 with n in multiples of 16")
-    product = on_gpu(product_of(op, *shape, dtype, tf32=dtype == "tf32"))
-    seen = taking(monkeypatch, lambda way: True)
-    _gemm.fastest_way(product)
-    for way in [*seen[:4], *seen[4::20]]:  # of up to a thousand
-        launch, graph = (
-            _gemm.fastest_way(product, _gemm._choice(way, product)),
-            torch.cuda.CUDAGraph(),
-        )
-        launch()
-        with torch.cuda.graph(graph):
-            launch()
-        product.a.copy_(torch.randn(product.a.shape))
-        product.out.fill_(torch.nan)
-        graph.replay()
-        error = (product.out.double() - right(product)).norm() / right(product).norm()
-        assert error < {"fp32": 1e-6, "tf32": 1e-3, "fp16": 1e-3}.get(dtype, 8e-3), way
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("shape", [(1, 64, 128), (16, 4096, 512), (17, 80, 4112), (1000, 528, 48)])
-def test_every_way_in_int8_is_that_of_int64_in_a_graph_on_a_gpu(shape, monkeypatch) -> None:
-    product = on_gpu(product_of("linear", *shape, "int8", scale=sum_scale("int8", shape[2])))
-    seen = taking(monkeypatch, lambda way: True)
-    _gemm.fastest_way(product)
-    assert any(way.algorithm and way.sums is None for way in seen), "cuBLASLt proposes no int8 call"
-    for way in [seen[0], *seen[1::10]]:
-        launch = _gemm.fastest_way(product, _gemm._choice(way, product))
+    in_8_bits = dtype in ("fp8", "int8")
+    if in_8_bits and (op != "linear" or shape[1] % 16 or cublas.unsupported_8_bits(dtype, CUDA)):
+        pytest.skip("8 bits need op linear, n in multiples of 16 and a device that supports them")
+    scale = sum_scale("int8", shape[2]) if dtype == "int8" else 1.0
+    product = on_gpu(product_of(op, *shape, dtype, tf32=dtype == "tf32", scale=scale))
+    ways = every_way(product, monkeypatch)
+    if dtype == "int8":
+        assert any(w.algorithm and w.sums is None for w in ways), "cuBLASLt proposes no int8 call"
+    for way in [*ways[:4], *ways[4::20]]:  # of up to a thousand
+        launch = launch_of(way, product)
         launch()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             launch()
-        product.a.copy_(drawn(*product.a.shape, dtype="int8"))
+        product.a.copy_(drawn(*product.a.shape, dtype=dtype))
         poison(product.out)
         graph.replay()
-        assert torch.equal(product.out.cpu(), right_int8(product)), way
+        if dtype == "int8":
+            assert_right(product.out, product)
+            continue
+        right = product.scale * (product.a.double() @ product.b.double())
+        error = (product.out.double() - right).norm() / right.norm()
+        assert error < {"fp32": 1e-6, "tf32": 1e-3, "fp16": 1e-3}.get(dtype, 8e-3), way
 
 
 @pytest.mark.gpu
@@ -369,4 +321,4 @@ def test_odd_sizes_are_right_on_a_gpu(shape: tuple[int, int, int]) -> None:
         again = _gemm.fastest_way(product, json.loads(json.dumps(launch.choice)))
         for call in (launch, again):
             product.out.fill_(torch.nan)
-            torch.testing.assert_close(call().double(), right(product), rtol=8e-3, atol=8e-2)
+            assert_right(call(), product, 8e-2)

@@ -1,14 +1,28 @@
-"""Dense layers of several products: searched, pinned, and on redrawn activations."""
+"""Dense layers: several products, gate and up in one kernel, and torch.compile.
+
+They are searched, pinned, and called with redrawn activations.
+"""
 
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from sparsebench.kernels._kernel import Operands
-from sparsebench.kernels.dense import _layers, cublas
-from tests.kernels.layers import CPU, assert_right, assert_right_twice, operands_for, problem_of
+from sparsebench.kernels.dense import _layers, cublas, ffn_dense_triton, torch_compile
+from tests.compiling.triton_kernels import complaint_about_launch
+from tests.kernels.contract import refusal
+from tests.kernels.layers import (
+    CPU,
+    assert_correct,
+    assert_right,
+    assert_right_twice,
+    operands_for,
+    problem_of,
+)
+from tests.tools.marks import needs_gxx
 
 CUDA = torch.device("cuda")
 SIZES = [(3, 40, 24), (33, 272, 136)]
@@ -55,6 +69,57 @@ def test_interpreted_gate_and_up_are_one_product_or_two() -> None:
         launch = _layers.ffn(replace(operands, pinned=pinned))
         assert launch.choice == pinned
         assert_right(launch, operands)
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("path", ["tma", "pointers"])
+@pytest.mark.parametrize("activation", ["silu", "relu", "relu2"])
+@pytest.mark.parametrize("dtype", ["fp16", "fp32"])
+def test_interpreted_fused_gate_and_up_are_correct(dtype, activation, path):
+    case = operands_of("ffn", (19, 72, 40), dtype, activation)
+    x = case.activations["x"]
+    wg, wu, wd = (case.weights[name].to_dense() for name in ("wg", "wu", "wd"))
+    for config in ffn_dense_triton.configurations(len(x), x.element_size(), path):
+        h = ffn_dense_triton.launch(x, wg, wu, config, activation)()
+        assert_correct(torch.mm(h, wd.t()), case)
+
+
+@pytest.mark.compiles
+@pytest.mark.parametrize("m", [1, 64, 300, 4096])
+def test_fused_gate_and_up_compile_in_every_configuration(m: int) -> None:
+    def empty(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.bfloat16, device="meta")
+
+    x, w = empty(m, 2048), empty(5632, 2048)
+    for path in ("tma", "pointers"):
+        for config in ffn_dense_triton.configurations(m, 2, path):
+            program = ffn_dense_triton.launch(x, w, w, config, "relu2")
+            assert complaint_about_launch(program, 90) is None
+
+
+def test_an_unknown_mode_is_refused() -> None:
+    case = operands_of("ffn", (2, 8, 8), "fp32", "relu")
+    message = refusal(lambda: torch_compile.prepare(case, mode="fast"))
+    assert "option mode: expected one of default, max-autotune" in message
+
+
+@needs_gxx
+def test_a_compiled_definition_follows_its_activations() -> None:
+    operands = operands_of("ffn", SIZES[0], "fp32", "relu")
+    launch = torch_compile.prepare(operands)
+    assert_right(launch, operands)
+    assert launch.choice == {"mode": "default"}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kernel", [ffn_dense_triton, torch_compile])
+@pytest.mark.parametrize("m", [1, 33, 300, 2000])
+@pytest.mark.parametrize("activation", ["silu", "relu", "relu2"])
+def test_kernels_of_gate_and_up_are_right_on_a_gpu(kernel: Any, m: int, activation: str) -> None:
+    operands = operands_of("ffn", (m, 1024, 512), "bf16", activation, CUDA)
+    launch = kernel.prepare(operands)
+    assert_right(launch, operands)
+    assert_right(kernel.prepare(replace(operands, pinned=launch.choice)), operands)
 
 
 @pytest.mark.gpu

@@ -45,16 +45,7 @@ def test_results_and_gradients_equal_those_of_three_layers(activation: str, shap
     torch.testing.assert_close(both, torch.cat(parts))
     with torch.no_grad():
         assert torch.equal(mlp(x), y)
-    assert torch.equal(mlp.freeze()(x), y)
-
-
-def test_a_layer_compiles_whole_and_loads_its_state() -> None:
-    mlp, x = BlockSparseGatedMLP.from_layers(*layers()), torch.randn(5, K)
-    compiled = torch.compile(mlp, backend="eager", fullgraph=True)
-    torch.testing.assert_close(compiled(x), mlp(x))
-    other = BlockSparseGatedMLP.from_layers(*layers())
-    other.load_state_dict(mlp.state_dict())
-    assert torch.equal(other.plan([5])(x), mlp(x))
+    assert torch.equal(mlp.freeze().plan([5])(x), y)
 
 
 @pytest.mark.parametrize(
@@ -79,13 +70,6 @@ def test_a_call_without_a_gradient_is_right_on_a_gpu(activation: str) -> None:
         *layers(device="cuda", dtype=torch.bfloat16), activation=activation
     )
     x = torch.randn(3, 40, K, device="cuda").bfloat16()
-    expected = mlp(x)
-    assert expected.requires_grad
-    for _ in range(3):  # planned, recorded, repeated
-        with torch.no_grad():
-            torch.testing.assert_close(mlp(x), expected.detach(), rtol=2e-2, atol=2e-2)
-    graph, out = torch.cuda.CUDAGraph(), torch.empty_like(expected)
-    with torch.no_grad(), torch.cuda.graph(graph):
-        out.copy_(mlp(x))
-    graph.replay()
-    torch.testing.assert_close(out, expected.detach(), rtol=2e-2, atol=2e-2)
+    expected = mlp(x).detach()  # with torch's activation
+    with torch.no_grad():
+        torch.testing.assert_close(mlp(x), expected, rtol=2e-2, atol=2e-2)

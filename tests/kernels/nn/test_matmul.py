@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 import sparsebench
-from sparsebench._discovery import load
 from sparsebench.errors import SuiteError, Unsupported
 from sparsebench.formats._format import Format
 from sparsebench.formats.bitmap import Bitmap
@@ -24,8 +23,6 @@ from sparsebench.kernels._kernel import Launch, Operands
 from sparsebench.kernels.nn import _frozen_op, _named_kernel
 from sparsebench.kernels.nn._named_kernel import PREPARED
 from sparsebench.kernels.peers import scipy_csr
-from tests.compiling.nvcc import hopper
-from tests.kernels.bsr.examples import assert_right, on_gpu
 from tests.kernels.contract import Example, run_engine
 
 N, K = 96, 64
@@ -62,26 +59,22 @@ def test_every_format_is_multiplied(kind: Any, kernel: str | None) -> None:
             torch.testing.assert_close(sparsebench.matmul(x, w, kernel), x @ dense.T)
 
 
-def test_spense_is_multiplied_in_its_dtype() -> None:
-    dense = torch.tensor([1, 0, 0, 1]).repeat(128, 32) * torch.randn(128, 128)
-    x = torch.randn(8, 128).bfloat16().requires_grad_()
-    y = sparsebench.matmul(x, Spense.from_dense(dense.bfloat16()))
-    torch.testing.assert_close(y, x @ dense.bfloat16().T)
-    (dx,) = torch.autograd.grad(y, [x], torch.ones_like(y))
-    torch.testing.assert_close(dx, torch.ones_like(y) @ dense.bfloat16())
-
-
-@pytest.mark.parametrize("kind", [Dense, Bsr])
+@pytest.mark.parametrize("kind", [Dense, Bsr, Spense, Bitmap])
 def test_gradients_are_those_of_a_dense_product(kind: Any) -> None:
     """The dense weight gets a gradient through from_dense, with zeros outside stored blocks."""
-    dense, x = weight().requires_grad_(), torch.randn(7, K, requires_grad=True)
-    dy = torch.randn(7, N)
-    w = packed(kind, dense)
-    gradients = torch.autograd.grad(sparsebench.matmul(x, w), [x, dense], dy)
-    dx, dw = torch.autograd.grad(x @ dense.T, [x, dense], dy)
+    dense, x = weight(), torch.randn(7, K)
+    if kind is Spense:
+        dense, x = (dense * torch.tensor([1, 0, 0, 1]).repeat(K // 4)).bfloat16(), x.bfloat16()
+    trained = kind in (Dense, Bsr)
+    leaves, dy = [x.requires_grad_(), *([dense.requires_grad_()] if trained else [])], x @ dense.T
+    y = sparsebench.matmul(x, packed(kind, dense))
+    torch.testing.assert_close(y, dy)
+    gradients = torch.autograd.grad(y, leaves, dy.detach())
+    dx, *dw = torch.autograd.grad(dy, leaves, dy.detach())
     torch.testing.assert_close(gradients[0], dx)
-    stored = dense != 0 if kind is Bsr else torch.ones_like(dense)
-    torch.testing.assert_close(gradients[1], dw * stored)
+    if trained:
+        stored = dense != 0 if kind is Bsr else torch.ones_like(dense)
+        torch.testing.assert_close(gradients[1], dw[0] * stored)
 
 
 def test_a_named_kernel_has_gradients_by_its_dgrad_kernel() -> None:
@@ -93,20 +86,17 @@ def test_a_named_kernel_has_gradients_by_its_dgrad_kernel() -> None:
         torch.testing.assert_close(dx, dy @ dense)
 
 
-def test_a_gradient_without_a_kernel_raises_before_the_product() -> None:
+def test_a_gradient_that_is_unsupported_raises_before_the_product(monkeypatch) -> None:
     w = Csr.from_dense(weight().requires_grad_())
     with pytest.raises(Unsupported, match="scipy_csr_wgrad"):
         sparsebench.matmul(torch.randn(7, K), w)
     with torch.no_grad():
         assert sparsebench.matmul(torch.randn(7, K), w).shape == (7, N)
 
-
-def test_a_gradient_that_prepare_refuses_raises_before_the_product(monkeypatch) -> None:
     def refuses(*_: Any) -> None:
         raise Unsupported("no such type")
 
-    kernel = load("kernels", "scipy_csr_dgrad")
-    monkeypatch.setattr(scipy_csr, "DGRAD", replace(kernel, prepare=refuses))
+    monkeypatch.setattr(scipy_csr, "DGRAD", replace(scipy_csr.DGRAD, prepare=refuses))
     with pytest.raises(Unsupported, match="no such type"):
         sparsebench.matmul(torch.randn(7, K, requires_grad=True), Csr.from_dense(weight()))
 
@@ -134,9 +124,10 @@ def test_a_weight_that_is_written_or_moved_after_planning_is_read_anew(kind, ker
         torch.testing.assert_close(sparsebench.matmul(x, w, kernel), 2 * x @ dense.T)
 
 
-def refused(match: str, x: Tensor, w: Format, *kernel: str, **options: Any) -> None:
-    with pytest.raises((Unsupported, SuiteError), match=match):
+def refused(match: str, x: Any, w: Any, *kernel: Any, **options: Any) -> None:
+    with pytest.raises((Unsupported, SuiteError), match=match) as raised:
         sparsebench.matmul(x, w, *kernel, **options)
+    assert "\n" not in str(raised.value)
 
 
 def test_an_impossible_call_raises_with_the_reason() -> None:
@@ -157,6 +148,9 @@ def test_an_impossible_call_raises_with_the_reason() -> None:
     with torch.inference_mode():
         unseen = Csr.from_dense(weight())
     refused("inference_mode", x, unseen)
+    wrong = [(x.numpy(), w), (None, w), (x.to_sparse(), w), (x, weight()), (x, Bsr), (x, w, 3)]
+    for arguments in wrong:
+        refused("^matmul: expected .*found ", *arguments)
 
 
 @pytest.mark.parametrize(
@@ -181,13 +175,11 @@ def test_bitmap_mma_runs_only_for_sizes_at_which_it_was_measured_faster(
 
 
 def test_other_bitmaps_run_dense_and_keep_their_copy() -> None:
-    dense, x = weight(), torch.randn(7, K, requires_grad=True)
-    w = Bitmap.from_dense(dense)
-    sparsebench.matmul(x, w).sum().backward()
-    torch.testing.assert_close(x.grad, dense.sum(0).expand(7, -1))
+    x, w = torch.randn(7, K), Bitmap.from_dense(weight())
+    sparsebench.matmul(x, w)
     copy = _frozen_op.plans_of(w).dense
     sparsebench.matmul(x, w)
-    assert _frozen_op.plans_of(w).dense is copy
+    assert _frozen_op.plans_of(w).dense is copy is not None
 
 
 @pytest.mark.parametrize("kind", [Bsr, Bitmap, Csr])
@@ -203,24 +195,6 @@ def test_a_weight_with_plans_is_pickled_without_them(kind: Any) -> None:
 def test_a_dense_copy_multiplies_padded_tokens(tokens: int) -> None:
     config = _frozen_op.Padding(tokens)
     assert run_engine(_frozen_op.DENSE, Example(7, N, K, 0.5), torch.float32, configs=[config])
-
-
-@pytest.mark.gpu
-@hopper
-@pytest.mark.parametrize("m", [1, 16, 17])
-def test_a_bitmap_is_correct_on_a_gpu_with_either_kernel(m: int) -> None:
-    n, k = 28672, 8192
-    dense = torch.randint(-2, 3, (n, k), device="cuda") * (torch.rand(n, k, device="cuda") >= 0.5)
-    w = Bitmap.from_dense(dense.bfloat16())
-    x = torch.randint(-2, 3, (m, k), device="cuda").bfloat16()
-    expected = (x.double() @ dense.double().T).bfloat16()
-    torch.testing.assert_close(sparsebench.matmul(x, w), expected, rtol=0, atol=0)
-    plans = _frozen_op.plans_of(w)
-    (selected,) = plans.operator.plans.values()
-    assert selected.choice["kernel"] == ("bitmap_mma" if m <= 16 else "dense")
-    assert (plans.dense is None) == (m <= 16)
-    for _ in range(3):  # planned, recorded, and without Python
-        torch.testing.assert_close(sparsebench.matmul(x, w), expected, rtol=0, atol=0)
 
 
 def test_launches_are_freed_with_their_weight() -> None:
@@ -254,12 +228,6 @@ def test_a_kernel_of_others_is_not_captured_into_a_graph(monkeypatch) -> None:
         sparsebench.matmul(x, w, "scipy_csr")
 
 
-def test_torch_compile_accepts_matmul() -> None:
-    w, x = Bsr.from_dense(weight(), block=16), torch.randn(7, K)
-    compiled = torch.compile(lambda x: sparsebench.matmul(x, w).relu(), backend="eager")
-    torch.testing.assert_close(compiled(x), sparsebench.matmul(x, w).relu())
-
-
 E4M3 = torch.float8_e4m3fn
 
 
@@ -271,30 +239,6 @@ def test_blocks_of_fp8_give_bf16_and_have_no_gradient() -> None:
     assert sparsebench.matmul(x[:0], w).dtype == torch.bfloat16
     compiled = torch.compile(lambda x: sparsebench.matmul(x, w), backend="eager")
     assert torch.equal(compiled(x), right)
-
-
-@hopper
-@pytest.mark.parametrize("block", [32, 64, 128])
-@pytest.mark.parametrize("m", [1, 50, 600])
-def test_blocks_of_fp8_are_multiplied_on_a_gpu(m: int, block: int) -> None:
-    w, x = on_gpu((m, 520, 784, block, 0.3), "fp8", transposed=False)
-    for _ in range(3):  # planned, recorded, and without Python
-        assert_right(sparsebench.matmul(x, w), x, w, False, block)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("block", [24, 40, 48, 80, 96])
-def test_odd_blocks_are_multiplied_and_differentiated(block: int) -> None:
-    dense, x = (torch.randn(m, 960, device="cuda").bfloat16() for m in (480, 300))
-    w = Bsr.from_dense(dense, block=block)
-    x.requires_grad_()
-    values = w.values.requires_grad_()
-    y = sparsebench.matmul(x, replace(w, values=values))
-    y.sum().backward()
-    torch.testing.assert_close(y, x @ dense.T, rtol=2e-2, atol=0.5)
-    torch.testing.assert_close(x.grad, dense.sum(0).expand_as(x), rtol=2e-2, atol=0.5)
-    expected = w.sample(torch.ones(480, 300).bfloat16().cuda() @ x.detach()).values
-    torch.testing.assert_close(values.grad, expected, rtol=2e-2, atol=0.5)
 
 
 @pytest.mark.gpu
@@ -312,18 +256,3 @@ def test_a_captured_graph_is_correct_after_the_weight_was_deleted(kernel: str | 
     graph.replay()
     torch.testing.assert_close(y, x @ dense.T, rtol=2e-2, atol=2e-2)
     del garbage
-
-
-@pytest.mark.parametrize("name", ["numpy X", "no X", "sparse X", "tensor W", "class W", "kernel"])
-def test_a_wrong_argument_is_unsupported_in_one_line(name: str) -> None:
-    x, w = torch.randn(4, 64), Bsr.from_dense(torch.randn(64, 64), block=16)
-    wrong: dict[str, Any] = {
-        "numpy X": (x.numpy(), w),
-        "no X": (None, w),
-        "sparse X": (x.to_sparse(), w),
-        "tensor W": (x, torch.randn(64, 64)),
-        "class W": (x, Bsr),
-        "kernel": (x, w, 3),
-    }
-    with pytest.raises(Unsupported, match=r"^matmul: expected [^\n]*found [^\n]*$"):
-        sparsebench.matmul(*wrong[name])

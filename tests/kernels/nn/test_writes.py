@@ -2,23 +2,16 @@
 
 import copy
 import io
-import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim.swa_utils import AveragedModel
 
-from sparsebench.errors import FormatError, Unsupported
-from sparsebench.formats.spense import Spense
-from sparsebench.kernels.nn import (
-    BlockSparseLinear,
-    SparseGatedMLP,
-    SpenseLinear,
-    _bsr_pattern,
-)
+from sparsebench.errors import FormatError
+from sparsebench.kernels.nn import BlockSparseLinear, _bsr_pattern
 from sparsebench.kernels.nn._bsr_index import index_of
 from sparsebench.kernels.nn._bsr_pattern import pattern_of
 
@@ -88,14 +81,7 @@ def data_replaced(layer: BlockSparseLinear, source: BlockSparseLinear) -> None:
         getattr(layer, name).data = getattr(source, name).detach().clone()
 
 
-def averaged(layer: BlockSparseLinear, source: BlockSparseLinear) -> None:
-    average = AveragedModel(layer)
-    average.module = layer
-    average.update_parameters(source)
-
-
 WRITES: dict[str, Callable[[BlockSparseLinear, BlockSparseLinear], Any]] = {
-    "AveragedModel": averaged,
     "load_state_dict": lambda layer, source: layer.load_state_dict(source.state_dict()),
     "assign": lambda layer, source: layer.load_state_dict(source.state_dict(), assign=True),
     "load by swap_tensors": loaded_by_swapping,
@@ -201,26 +187,6 @@ def test_an_invalid_index_is_refused_after_a_write():
         layer(x)
 
 
-def copies(layer: nn.Module) -> Iterator[nn.Module]:
-    yield copy.deepcopy(layer)
-    yield pickle.loads(pickle.dumps(layer))
-    file = io.BytesIO()
-    torch.save(layer, file)
-    file.seek(0)
-    yield torch.load(file, weights_only=False)
-
-
-def test_a_copy_has_its_own_pattern():
-    x = torch.randn(5, K)
-    layer = planned_layer(x)
-    for twin in copies(layer):
-        assert torch.equal(twin(x), layer(x))
-        source = rewritten(layer)
-        twin.load_state_dict(source.state_dict())
-        assert torch.equal(twin(x), source(x))
-        assert_correct(layer, x)
-
-
 def test_buffers_of_a_planned_layer_load_with_weights_only():
     x, file = torch.randn(5, K), io.BytesIO()
     layer = planned_layer(x)
@@ -253,61 +219,6 @@ def test_the_number_of_blocks_changes_while_the_last_loss_is_alive():
         other = layer_of(sparsity)
         layer.set_pattern(other.offsets, other.columns, other.values)
         assert_correct(layer, x)
-
-
-# ---- dtypes ----
-
-
-def test_a_block_sparse_layer_changes_its_dtype_and_keeps_its_index():
-    x = torch.randn(5, K)
-    layer = planned_layer(x)
-    for dtype in (torch.float16, torch.bfloat16, torch.float64):
-        layer = layer.to(dtype)
-        assert layer(x.to(dtype)).dtype == dtype
-        assert layer.columns.dtype == torch.int32
-    with pytest.raises(FormatError, match="int32"):
-        layer.type(torch.float32)
-    assert layer.values.dtype == torch.float64
-
-
-def test_a_gated_mlp_changes_its_dtype():
-    mlp, x = SparseGatedMLP(16, 40), torch.randn(3, 16)
-    for dtype in (torch.float16, torch.bfloat16, torch.float64):
-        assert mlp.to(dtype)(x.to(dtype)).dtype == dtype
-        assert mlp.active.dtype == torch.int32
-
-
-def two_four(n: int = 128, k: int = 128) -> Tensor:
-    return torch.randn(n, k, dtype=torch.bfloat16) * torch.tensor([1, 0, 1, 0]).repeat(k // 4)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
-def test_a_spense_layer_refuses_another_dtype_and_does_not_change(dtype):
-    layer = SpenseLinear.from_dense(two_four(), bias=torch.randn(128), dtype=dtype)
-    before = {name: t.clone() for name, t in layer.state_dict().items()}
-    for change in (nn.Module.half, nn.Module.float, nn.Module.double):
-        with pytest.raises(Unsupported, match="packed"):
-            change(layer)
-    with pytest.raises(Unsupported, match="uint8"):
-        layer.type(torch.bfloat16)
-    layer.to(torch.bfloat16)
-    for name, t in layer.state_dict().items():
-        assert torch.equal(t, before[name])
-        assert t.dtype == before[name].dtype
-
-
-def test_a_spense_layer_is_copied_pickled_and_loaded():
-    layer, x = SpenseLinear.from_dense(two_four()), torch.randn(3, 128, dtype=torch.bfloat16)
-    assert isinstance(layer.spense, Spense)
-    for twin in copies(layer):
-        assert torch.equal(twin(x), layer(x))
-    for assign in (False, True):
-        other = SpenseLinear(128, 128, bias=False)
-        other.load_state_dict(layer.state_dict(), assign=assign)
-        assert torch.equal(other(x), layer(x))
-    average = AveragedModel(SpenseLinear(128, 128, bias=False))
-    average.update_parameters(layer)
-    assert torch.equal(average(x), layer(x))
 
 
 def test_an_average_that_includes_buffers_keeps_a_constant_pattern():

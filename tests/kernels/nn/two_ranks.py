@@ -5,14 +5,9 @@ Both ranks call every function whose name begins with `check_`, in alphabetical 
 
 import copy
 import os
-import signal
-import subprocess
-import sys
 import tempfile
-import time
-import traceback
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+import warnings
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -341,62 +336,35 @@ MLP_SHAPES = (2 * N, N), (2 * N, N), (N, 2 * N)  # gate, up, down
 # ---- both ranks ----
 
 
-def checks() -> Iterator[tuple[str, Callable[[], None]]]:
-    for name, function in sorted(globals().items()):
-        if name.startswith("check_"):
-            yield name.removeprefix("check_"), function
+CHECKS = {name: check for name, check in sorted(globals().items()) if name.startswith("check_")}
 
 
 def rank(number: int, folder: str) -> None:
-    """Call the checks until one fails. Write a file for each: the traceback, or nothing."""
+    """Call the checks until one fails, which ends the other rank, too."""
     torch.set_num_threads(1)
+    warnings.resetwarnings()  # pytest makes torch's warnings errors
     os.environ["SHARED"] = folder
     backend = "nccl" if torch.cuda.device_count() >= RANKS else "gloo"
     if backend == "nccl":
         torch.cuda.set_device(number)
     start = f"file://{folder}/start"
     dist.init_process_group(backend, init_method=start, rank=number, world_size=RANKS, timeout=WAIT)
-    for name, function in checks():
-        began = time.perf_counter()
+    for name, check in CHECKS.items():
         try:
-            function()
+            check()
             dist.barrier()
-        except BaseException:
-            Path(folder, f"{name}.{number}").write_text(traceback.format_exc())
-            os._exit(1)  # the other rank may wait for this one
-        Path(folder, f"{name}.{number}").write_text("")
-        if not number and backend == "nccl":
-            print(f"{time.perf_counter() - began:6.2f} s  {name}", flush=True)
+        except BaseException as error:
+            error.add_note(f"in {name} on rank {number}")
+            raise
     dist.destroy_process_group()
 
 
-def run() -> dict[str, str]:
-    """Call all checks on two ranks. Return the traceback of each, empty if it passed."""
+def run() -> None:
+    """Call all checks on two ranks. Raises the error of the first that fails."""
+    how = "spawn" if torch.cuda.is_available() else "fork"  # imports take seconds
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-P", __file__, folder]
-        with subprocess.Popen(command, start_new_session=True) as both:
-            try:
-                both.wait()
-            finally:
-                with suppress(ProcessLookupError):
-                    os.killpg(both.pid, signal.SIGKILL)
-        failures = {}
-        for name, _ in checks():
-            files = [Path(folder, f"{name}.{number}") for number in range(RANKS)]
-            texts = [f.read_text() if f.exists() else "did not end\n" for f in files]
-            failures[name] = "".join(texts)
-        return failures
+        torch.multiprocessing.start_processes(rank, (folder,), nprocs=RANKS, start_method=how)
 
 
 if __name__ == "__main__":
-    if sys.argv[1:]:
-        other = os.fork()  # after the imports, which take seconds, and before any CUDA context
-        rank(int(not other), sys.argv[1])
-        if other:
-            os.waitpid(other, 0)
-        raise SystemExit
-    failed = 0
-    for name, text in run().items():
-        failed += bool(text)
-        print(f"{name}: {'FAILED' if text else 'ok'}\n{text}", end="")
-    raise SystemExit(failed)
+    run()

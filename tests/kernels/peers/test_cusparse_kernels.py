@@ -14,7 +14,7 @@ from scipy import sparse
 from sparsebench.errors import Unsupported
 from sparsebench.formats.bsr import Bsr
 from sparsebench.formats.csr import Csr
-from sparsebench.harness.ops.linear import DGRAD, WGRAD, definition
+from sparsebench.harness.catalog import load_op
 from sparsebench.kernels._kernel import Operands
 from sparsebench.kernels.peers import _cusparse, cusparse_bell, cusparse_bsr, cusparse_csr
 from sparsebench.results.record import Problem
@@ -158,22 +158,23 @@ def library(monkeypatch: pytest.MonkeyPatch) -> HostCusparse:
     return host
 
 
-def operands_of(m: int, n: int, k: int, block: int | None, density: float = 0.4) -> Operands:
+def operands_of(
+    m: int, n: int, k: int, block: Any, density: float = 0.4, op: str = "linear", **more: Any
+) -> Operands:
     torch.manual_seed(0)
     dense = torch.randn(n, k) * (torch.rand(n, k) < density)
-    w = Csr.from_dense(dense) if block is None else Bsr.from_dense(dense, block=block)
-    problem = Problem("linear", {"m": m, "n": n, "k": k, "dtype": "fp32"})
-    return Operands(problem, {"w": w}, {"x": torch.randn(m, k)}, definition)
+    w: Any = Csr.from_dense(dense) if block is None else Bsr.from_dense(dense, block=block)
+    problem = Problem(op, {"m": m, "n": n, "k": k, "dtype": "fp32"})
+    sizes, about = {"x": (m, k), "dy": (m, n)}, load_op(op)
+    activations = {name: torch.randn(sizes[name]) for name in about.activations}
+    weights, more = ({}, {**more, "pattern": w}) if about.pattern else ({"w": w}, more)
+    return Operands(problem, weights, activations, about.definition, **more)
 
 
-def wgrad_of(m: int, n: int, k: int, block: int | None) -> Any:
-    pattern = operands_of(m, n, k, block).weights["w"]
-    problem = Problem("linear_wgrad", {"m": m, "n": n, "k": k, "dtype": "fp32"})
-    activations = {"dy": torch.randn(m, n), "x": torch.randn(m, k)}
-    return Operands(problem, {}, activations, WGRAD.definition, None, pattern)
+SIZES = [(5, 9, 14), (1, 8, 8), (130, 7, 3)]
 
 
-@pytest.mark.parametrize("shape", [(5, 9, 14), (1, 8, 8), (130, 7, 3)])
+@pytest.mark.parametrize("shape", SIZES)
 @pytest.mark.parametrize("y_layout", _cusparse.SPMM_LAYOUTS[1])
 @pytest.mark.parametrize("x_layout", _cusparse.SPMM_LAYOUTS[0])
 @pytest.mark.parametrize(("peer", "block"), PEERS)
@@ -186,21 +187,21 @@ def test_every_layout_describes_the_same_product(
     assert (launch.choice["x_layout"], launch.choice["y_layout"]) == (x_layout, y_layout)
     x = operands.activations["x"].normal_()
     y = launch()
-    torch.testing.assert_close(y, definition(operands.weights["w"].to_dense(), x))
+    torch.testing.assert_close(y, operands.definition(operands.weights["w"].to_dense(), x))
     assert y.is_contiguous()
 
 
-@pytest.mark.parametrize("shape", [(5, 9, 14), (1, 8, 8), (130, 7, 3)])
+@pytest.mark.parametrize("shape", SIZES)
 @pytest.mark.parametrize("x_layout", _cusparse.SDDMM_LAYOUTS[1])
 @pytest.mark.parametrize("dy_layout", _cusparse.SDDMM_LAYOUTS[0])
 @pytest.mark.parametrize(("peer", "block"), WGRAD_PEERS)
-def test_every_layout_describes_the_same_weight_gradient(
-    library, monkeypatch, peer, block, dy_layout, x_layout, shape
+def test_every_layout_describes_the_same_weight_gradient_and_can_be_pinned(
+    library, peer, block, dy_layout, x_layout, shape
 ) -> None:
-    monkeypatch.setattr(_cusparse, "SDDMM_LAYOUTS", ((dy_layout,), (x_layout,)))
-    operands = wgrad_of(*shape, block)
+    pinned = {"dy_layout": dy_layout, "x_layout": x_layout}
+    operands = operands_of(*shape, block, op="linear_wgrad", pinned=pinned)
     launch = peer.WGRAD.prepare(operands)
-    assert (launch.choice["x_layout"], launch.choice["dy_layout"]) == (x_layout, dy_layout)
+    assert pinned.items() <= launch.choice.items()
     dy, x = (tensor.normal_() for tensor in operands.activations.values())
     result, expected = launch(), operands.pattern.sample(dy.t() @ x)
     torch.testing.assert_close(result.values, expected.values)
@@ -208,22 +209,11 @@ def test_every_layout_describes_the_same_weight_gradient(
     assert launch().values.data_ptr() != result.values.data_ptr()
 
 
-@pytest.mark.parametrize(("peer", "block"), WGRAD_PEERS)
-def test_a_pinned_layout_is_taken_again(library, peer, block) -> None:
-    operands = wgrad_of(5, 9, 14, block)
-    pinned = {"dy_layout": "rows", "x_layout": "columns"}
-    launch = peer.WGRAD.prepare(replace(operands, pinned=pinned))
-    assert pinned.items() <= launch.choice.items()
-
-
-@pytest.mark.parametrize("peer", [cusparse_bell, cusparse_csr])
-def test_input_gradients_multiply_by_the_transposed_weight(library, peer) -> None:
-    block = 4 if peer is cusparse_bell else None
-    w, dy = operands_of(5, 9, 14, block).weights["w"], torch.randn(5, 9)
-    problem = Problem("linear_dgrad", {"m": 5, "n": 9, "k": 14, "dtype": "fp32"})
-    launch = peer.DGRAD.prepare(Operands(problem, {"w": w}, {"dy": dy}, DGRAD.definition))
-    dy.normal_()
-    torch.testing.assert_close(launch(), dy @ w.to_dense())
+@pytest.mark.parametrize(("peer", "block"), [(cusparse_bell, 4), (cusparse_csr, None)])
+def test_input_gradients_multiply_by_the_transposed_weight(library, peer, block) -> None:
+    operands = operands_of(5, 9, 14, block, op="linear_dgrad")
+    launch, dy = peer.DGRAD.prepare(operands), operands.activations["dy"].normal_()
+    torch.testing.assert_close(launch(), dy @ operands.weights["w"].to_dense())
 
 
 @pytest.mark.parametrize(("peer", "block"), PEERS)
@@ -240,20 +230,13 @@ def test_a_refusal_of_the_library_is_the_reason(library, peer, block) -> None:
 
 @pytest.mark.parametrize("peer", [cusparse_bsr, cusparse_bell])
 def test_rectangular_blocks_are_unsupported(library: HostCusparse, peer: Any) -> None:
-    w = Bsr.from_dense(torch.ones(8, 8), block=[4, 2])
-    operands = Operands(
-        operands_of(1, 8, 8, 4).problem, {"w": w}, {"x": torch.ones(1, 8)}, definition
-    )
     with pytest.raises(Unsupported, match="square blocks, found 4x2"):
-        peer.KERNEL.prepare(operands)
+        peer.KERNEL.prepare(operands_of(1, 8, 8, [4, 2]))
 
 
 def test_padding_is_recorded(library: HostCusparse) -> None:
     dense = torch.eye(16)
     dense[0] = 1.0
-    problem = operands_of(1, 16, 16, 4).problem
     w = Bsr.from_dense(dense, block=4)
-    launch = cusparse_bell.prepare(
-        Operands(problem, {"w": w}, {"x": torch.ones(1, 16)}, definition)
-    )
+    launch = cusparse_bell.prepare(replace(operands_of(1, 16, 16, 4), weights={"w": w}))
     assert launch.choice["padding"] == 16 / 7

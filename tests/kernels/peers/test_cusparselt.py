@@ -19,9 +19,8 @@ import torch
 from sparsebench.errors import Unsupported
 from sparsebench.formats.dense import Dense
 from sparsebench.formats.spense import Spense
-from sparsebench.harness.bench.correctness import FP8, FP32, Expected, check
 from sparsebench.harness.inputs.bits import scores
-from sparsebench.harness.ops.linear import definition, spread
+from sparsebench.harness.ops.linear import definition
 from sparsebench.harness.patterns._mask import mask
 from sparsebench.kernels._common.search import FINALISTS, MOST_LINES, Search, Trial
 from sparsebench.kernels._kernel import DTYPES, OUTPUTS, STEPS, Launch, Operands, poison, sum_scale
@@ -34,6 +33,7 @@ from sparsebench.kernels.peers import (
 from sparsebench.kernels.peers._cusparselt import Algorithm, Matrix, Plan
 from sparsebench.results.record import Problem
 from tests.emulation.cusparselt_on_cpu import ALGORITHMS, OnCpu
+from tests.kernels.layers import assert_correct as assert_right
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 N, K, M = 256, 512, 32
@@ -57,10 +57,9 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[OnCpu]:
     assert not stand_in.errors
 
 
-def problem_of(dtype: str, pattern: str = "two_four", m: int = M, n: int = N) -> Problem:
-    sparsity = 0.5 if pattern == "two_four" else 0.25
-    fields = {"m": m, "n": n, "k": K, "dtype": dtype, "pattern": pattern, "block": 1}
-    return Problem("linear", {**fields, "sparsity": sparsity})
+def problem_of(dtype: str, pattern: str = "two_four", m: int = M) -> Problem:
+    fields = {"m": m, "n": N, "k": K, "dtype": dtype, "pattern": pattern, "block": 1}
+    return Problem("linear", {**fields, "sparsity": 0.5 if pattern == "two_four" else 0.25})
 
 
 def drawn(*shape: int, dtype: str, keep: Any = None) -> torch.Tensor:
@@ -80,15 +79,6 @@ def operands_of(
     params = {"dense_fraction": 0.5, "split": SPLITS[pattern]} if pattern in SPLITS else {}
     weights = {"w": Spense.from_dense(w.to(device), **params)}
     return Operands(problem, weights, {"x": x.to(device)}, definition, pinned)
-
-
-def assert_right(y: Any, operands: Operands) -> None:
-    dtype = operands.problem["dtype"]
-    exact = operands.weights["w"].to_dense().double(), operands.activations["x"].double()
-    sums = FP8 if dtype == "fp8" else FP32
-    answer, size = (function(*exact, dtype=dtype) for function in (definition, spread))
-    right = Expected(answer, size, OUTPUTS[dtype], K, sums=sums)
-    assert check(y, right).reason is None
 
 
 def call_of(operands: Operands, **call: Any) -> cusparselt.Call:
@@ -129,12 +119,16 @@ def test_x_and_y_are_used_in_place_whatever_their_row_strides(library: OnCpu) ->
 @pytest.mark.parametrize("dtype", cusparselt.MULTIPLES)
 @pytest.mark.parametrize("y_layout", cusparselt.LAYOUTS)
 def test_few_tokens_may_be_padded_and_follow_the_activations(library, dtype, y_layout) -> None:
-    operands = operands_of(dtype)
-    x = operands.activations["x"]
     way = {**vars(cusparselt.Way()), "y_layout": y_layout, "tokens": 128}
-    launch = cusparselt.prepare(replace(operands, pinned={**way, "cusparselt": "0.8.0"}))
+    operands = operands_of(dtype, pinned={**way, "cusparselt": "0.8.0"})
+    assert_right_twice(cusparselt.prepare(operands), operands)
+
+
+def assert_right_twice(launch: Launch, operands: Operands) -> None:
+    x = operands.activations["x"]
     for _ in range(2):
         y = launch()
+        assert isinstance(y, torch.Tensor)
         assert y.is_contiguous()
         assert_right(y, operands)
         x.copy_(x.float().flip(0))
@@ -154,22 +148,16 @@ def test_tokens_are_padded_to_the_multiple_that_the_library_takes(
     launch = module.prepare(operands)
     choice = launch.choice if pattern == "two_four" else launch.choice["sparse"]
     assert choice["tokens"] == m + -m % (16 if DTYPES[dtype].itemsize == 1 else 8)
-    for _ in range(2):
-        assert_right(launch(), operands)
-        operands.activations["x"].copy_(operands.activations["x"].float().flip(0))
+    assert_right_twice(launch, operands)
 
 
-def test_a_launch_calls_the_product_alone(library: OnCpu) -> None:
+def test_w_is_compressed_once_for_each_layout_and_a_launch_calls_the_product_alone(library) -> None:
     launch = cusparselt.prepare(operands_of("bf16"))
+    assert library.called.count("SpMMACompress2") == len(cusparselt.LAYOUTS)
     library.called.clear()
     launch()
     launch()
     assert library.called == ["Matmul", "Matmul"]
-
-
-def test_w_is_compressed_once_for_each_layout(library: OnCpu) -> None:
-    cusparselt.prepare(operands_of("bf16"))
-    assert library.called.count("SpMMACompress2") == len(cusparselt.LAYOUTS)
 
 
 def test_structures_of_the_library_are_destroyed_in_reverse(library: OnCpu) -> None:
@@ -285,20 +273,6 @@ def test_cusparselt_supports_no_dense_part_and_the_hybrid_needs_one(pattern: str
         cusparselt_hybrid.prepare(operands_of("bf16"))
 
 
-@pytest.mark.parametrize("dtype", HYBRID)
-@pytest.mark.parametrize("pattern", SPLITS)
-def test_the_hybrid_is_the_product_and_reads_activations_anew(library, dtype, pattern) -> None:
-    operands = operands_of(dtype, pattern)
-    launch = cusparselt_hybrid.prepare(operands)
-    before = launch()
-    assert_right(before, operands)
-    copy = before.clone()
-    x = operands.activations["x"]
-    x.copy_(x.float().flip(1))
-    assert_right(launch(), operands)
-    assert torch.equal(before, copy)
-
-
 def joins(dtype: str, pattern: str) -> list[cusparselt_hybrid.Way]:
     x = torch.zeros(1, 1, dtype=DTYPES[dtype])
     whole = N if pattern == "spense_columns" else 0
@@ -319,7 +293,12 @@ def test_every_join_of_the_hybrid_is_the_product_and_can_be_pinned(
         library.called.clear()
         operands = operands_of(dtype, pattern, pinned=pinned)
         launch = cusparselt_hybrid.prepare(operands)
+        before = launch()
+        assert_right(before, operands)
+        copy, x = before.clone(), operands.activations["x"]
+        x.copy_(x.float().flip(1))
         assert_right(launch(), operands)
+        assert torch.equal(before, copy)
         assert launch.choice == pinned
         assert "MatmulSearch" not in library.called
 
@@ -360,30 +339,19 @@ def test_the_newest_installed_wheel_comes_before_the_library_of_torch(monkeypatc
         assert _cusparselt.find() == str(file)
 
 
-def on_the_gpu(kernel: Any, operands: Operands, **options: Any) -> Iterator[Launch]:
-    """Prepare, and prepare again with the choice pinned, like a later process."""
-    if reason := kernel.KERNEL.unsupported(operands.problem, operands.device):
-        pytest.skip(reason)
-    first = kernel.prepare(operands, **options)
-    yield first
-    pinned = Operands(
-        operands.problem, operands.weights, operands.activations, definition, first.choice
-    )
-    later = kernel.prepare(pinned, **options)
-    assert later.choice == first.choice
-    yield later
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("pattern", SPLITS)
 @pytest.mark.parametrize("dtype", HYBRID)
 def test_every_way_to_join_the_parts_is_right_on_a_gpu(dtype: str, pattern: str) -> None:
     operands = operands_of(dtype, pattern, device="cuda")
-    (first, _) = on_the_gpu(cusparselt_hybrid, operands)
-    for way in joins(dtype, pattern):
-        pinned = {"sparse": first.choice["sparse"], "dense": vars(way)}
-        later = replace(operands, pinned=pinned)
-        assert_right(cusparselt_hybrid.prepare(later)(), operands)
+    if reason := cusparselt_hybrid.KERNEL.unsupported(operands.problem, operands.device):
+        pytest.skip(reason)
+    first = cusparselt_hybrid.prepare(operands)
+    for dense in (first.choice["dense"], *map(vars, joins(dtype, pattern))):
+        pinned = {"sparse": first.choice["sparse"], "dense": dense}
+        later = cusparselt_hybrid.prepare(replace(operands, pinned=pinned))
+        assert later.choice == pinned
+        assert_right(later(), operands)
 
 
 @pytest.mark.gpu
@@ -418,6 +386,4 @@ def test_the_null_contender_multiplies_dense_weights(library, monkeypatch, m, dt
         operands_of(dtype, m=m), weights={"w": Dense.from_dense(drawn(N, K, dtype=dtype))}
     )
     launch = cusparselt_dense.prepare(operands)
-    for _ in range(2):
-        assert_right(launch(), operands)
-        operands.activations["x"].copy_(operands.activations["x"].float().flip(0))
+    assert_right_twice(launch, operands)

@@ -98,4 +98,4 @@ def test_a_later_process_times_the_finalists_of_the_first_one() -> None:
         ([], None, choices),
     ):
         operands = Operands(problem, {}, {}, abs, pinned=pinned, timed=timed)
-        assert [way.choice for way in flex_attention._to_time(ways, operands)] == expected
+        assert [way.choice for way in flex_attention.to_time(ways, operands)] == expected

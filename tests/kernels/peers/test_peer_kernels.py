@@ -15,13 +15,13 @@ from sparsebench.errors import Unsupported
 from sparsebench.formats.bsr import Bsr
 from sparsebench.formats.dense import Dense
 from sparsebench.harness.catalog import names
-from sparsebench.harness.ops.linear import definition, spread
+from sparsebench.harness.ops.linear import definition
 from sparsebench.kernels._kernel import DTYPES, Operands
 from sparsebench.kernels.dense import _gemm, cublas
 from sparsebench.kernels.peers import torch_bsr
 from sparsebench.results.record import Problem
+from tests.kernels.layers import assert_correct as assert_right
 
-ROUNDING = {"fp16": 2.0**-11, "bf16": 2.0**-8, "fp32": 2.0**-24, "tf32": 2.0**-11}
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
@@ -42,18 +42,6 @@ def operands_of(
     problem = Problem("linear", {"m": m, "n": n, "k": k, "dtype": dtype})
     x = torch.randn(m, k).to(DTYPES[dtype])
     return Operands(problem, {"w": form.from_dense(dense, **params)}, {"x": x}, definition)
-
-
-def assert_right(y: torch.Tensor, operands: Operands) -> None:
-    """Allow every element 16 rounding errors of its terms, and one of its value."""
-    dtype = operands.problem["dtype"]
-    w, x = operands.weights["w"].to_dense().double(), operands.activations["x"].double()
-    expected = definition(w, x)
-    bound = ROUNDING[dtype] * (16 * spread(w, x) + expected.abs())
-    assert y.dtype == DTYPES[dtype]
-    assert y.shape == expected.shape
-    assert y.is_contiguous()
-    assert ((y.double() - expected).abs() <= bound).all()
 
 
 def test_fp32_is_unsupported_by_cublas_where_torch_uses_tf32(monkeypatch) -> None:

@@ -2,7 +2,6 @@
 
 import sys
 from dataclasses import replace
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -110,24 +109,14 @@ def test_the_weight_gradient_is_packed_like_the_weight(m: int, padding: dict[str
     assert result.columns is pattern.columns
 
 
-def test_a_missing_gpu_or_stk_is_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    problem = Problem("linear", SIZES)
-    assert "found device cpu" in str(stk.unsupported(problem, torch.device("cpu")))
-
-    def missing(name: str) -> str:
-        raise stk.PackageNotFoundError(name)
-
-    monkeypatch.setattr(stk, "version", missing)
-    assert stk.unsupported(problem, CUDA) == "needs STK: pip install stanford-stk"
-
-
-def test_stk_may_come_from_a_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stk_is_a_package_or_a_checkout_or_the_reason(tmp_path, monkeypatch) -> None:
     def absent(name: str) -> str:
         raise stk.PackageNotFoundError(name)
 
     monkeypatch.setattr(stk, "version", absent)
     monkeypatch.delenv(foreign_code.VARIABLE, raising=False)
-    assert stk.unavailable() == "needs STK: pip install stanford-stk"
+    reason = "needs STK: pip install stanford-stk"
+    assert stk.unavailable() == reason == stk.unsupported(Problem("linear", SIZES), CUDA)
     marker = tmp_path / "clone" / stk.MARKER
     marker.parent.mkdir(parents=True)
     marker.write_text("")
