@@ -12,9 +12,9 @@
 #pragma once
 #include "hopper.cuh"
 
-// A thread's position, and where the mbarriers of each stage are in shared memory: in two arrays, or
-// behind OFFSET bytes of stages. `phase` starts at 0 in a consumer and at 1 in a producer, for which
-// all stages are free. The order of the members decides which registers ptxas takes.
+// A thread's position, and where the mbarriers of a stage are in shared memory: in two arrays, or
+// behind OFFSET bytes of stages. `phase` starts at 0 in a consumer, and at 1 in a producer, because
+// all stages are free at first. ptxas takes other registers if the members are in another order.
 struct InArrays {
   u32 full, empty;
   int stage;

@@ -1,13 +1,14 @@
 // wgmma, the products of Hopper's tensor cores, for every width N from 16 to 256.
 //
-//   Wgmma<N>::multiply(d, a, b, keep)           d[64 x N] = keep * d + A[64 x K] B[K x N]
+//   Wgmma<N>::multiply(d, a, b)                 d[64 x N] += A[64 x K] B[K x N]
+//   Wgmma<N>::multiply(d, a, b, keep)           d = keep * d + A B
 //   Wgmma<N>::multiply_sparse(d, a, b, words)   d += A[64 x 2 K] B[2 K x N]; A is 2:4 sparse, with
 //                                               its metadata in `words`
 //
 // The four warps of a warpgroup multiply together, asynchronously: fence, products, commit, wait. K
-// is 32 bytes, 16 of f16 or bf16 or 32 of e4m3. a and b are descriptors of tiles in shared memory, or
-// a is four registers. With Wgmma<N, 1, 0> A is transposed (MN-major, read by columns), with
-// Wgmma<N, 0, 1> B is; e4m3 is K-major only.
+// is 32 bytes: 16 of f16 or bf16, or 32 of e4m3. a and b are descriptors of tiles in shared memory;
+// instead of its descriptor, `a` may be A in registers. With Wgmma<N, 1, 0> A is transposed
+// (MN-major, read by columns), with Wgmma<N, 0, 1> B is; e4m3 is K-major only.
 //
 // A thread holds N / 2 sums, and the instruction names each register. Of A in registers, a lane
 // (g = lane / 4, t = lane % 4) of warp w has four words: row 16 w + g at columns 2 t and 2 t + 1,
@@ -50,7 +51,8 @@ template <int LEFT> __device__ __forceinline__ void wgmma_wait() {  // LEFT grou
 #define TRANSPOSES(a, b) ", %" #a ", %" #b
 #endif
 
-// W64(F, G) is F(numbers of four sums) for all but the first four, and G(numbers of what follows).
+// W64(F, I) is F(the numbers of four sums) for all sums but the first four, then I(the numbers of
+// what follows the sums).
 #define NONE(...)
 #define W16(F, I) F(4, 5, 6, 7) I(8, 9, 10, 11, 12, 13, 14)
 #define W24(F, I) W16(F, NONE) F(8, 9, 10, 11) I(12, 13, 14, 15, 16, 17, 18)
@@ -85,6 +87,7 @@ template <int LEFT> __device__ __forceinline__ void wgmma_wait() {  // LEFT grou
 #define W256(F, I) W248(F, NONE) F(124, 125, 126, 127) I(128, 129, 130, 131, 132, 133, 134)
 #define NAMES(i, j, k, l) ", %" #i ", %" #j ", %" #k ", %" #l
 #define OPERANDS(i, j, k, l) , "+f"(d[i]), "+f"(d[j]), "+f"(d[k]), "+f"(d[l])
+#define ADD(a, b, at, bt, ...) "}, %" #a ", %" #b ", 1, 1, 1" TRANSPOSES(at, bt)
 #define KEEP(a, b, at, bt, ...) "}, %" #a ", %" #b ", keep, 1, 1" TRANSPOSES(at, bt)
 #define KEEP_RS(a, b, c, d, tile, bt, ...) \
   "}, {%" #a ", %" #b ", %" #c ", %" #d "}, %" #tile ", keep, 1, 1, %" #bt
@@ -99,7 +102,11 @@ template <int N, int A_TRANS = 0, int B_TRANS = 0> struct Wgmma;
 #define SUMS_OF(N) "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) W##N(OPERANDS, NONE)
 #define DEFINE(N)                                                                               \
   template <int A_TRANS, int B_TRANS> struct Wgmma<N, A_TRANS, B_TRANS> {                       \
-    static __device__ __forceinline__ void multiply(float* d, u64 a, u64 b, int keep = 1) {     \
+    static __device__ __forceinline__ void multiply(float* d, u64 a, u64 b) {                   \
+      asm volatile(WGMMA(N, "", DENSE_TYPES, ADD)                                               \
+                   : SUMS_OF(N) : "l"(a), "l"(b), "n"(A_TRANS), "n"(B_TRANS));                  \
+    }                                                                                           \
+    static __device__ __forceinline__ void multiply(float* d, u64 a, u64 b, int keep) {         \
       asm volatile("{\n" W##N(NONE, TEST) WGMMA(N, "", DENSE_TYPES, KEEP) "\n}"                 \
                    : SUMS_OF(N) : "l"(a), "l"(b), "n"(A_TRANS), "n"(B_TRANS), "r"(keep));       \
     }                                                                                           \

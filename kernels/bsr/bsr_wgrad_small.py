@@ -177,7 +177,7 @@ def _halves(items: list[Item], depth: int, units: int) -> Ints:
     at = 8 + 2 * (np.arange(len(half)) - firsts[half])
     units_of = [(a, b, len(i.dy) + c, len(i.dy) + d) for i in items for a, b, c, d, _ in i.sums]
     strips = np.array(units_of, np.int64).reshape(-1, 4) * (depth * STRIP_BYTES >> 4)
-    # The low words of two descriptors (smem_descriptor in hopper.cuh).
+    # The low words of two descriptors (smem_descriptor in wgmma.cuh).
     halves[half, at] = strips[:, 0] | strips[:, 1] - strips[:, 0] << 16
     halves[half, at + 1] = strips[:, 2] | strips[:, 3] - strips[:, 2] << 16
     return halves.reshape(len(items), 2, halves.shape[1])

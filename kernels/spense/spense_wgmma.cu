@@ -715,13 +715,13 @@ __device__ __forceinline__ void mainloop(Accumulators& d, XPipeline& x, WPipelin
   mainloop_sparse(d, x, pipeline, sparse);
   mainloop_dense(d, x, pipeline, 2 * dense);
 }
-__device__ __forceinline__ WPipeline w_pipeline_of(u32 stages, int warpgroup, bool producer) {
-  return WPipeline{stages + XPipeline::END + warpgroup * WPipeline::END, producer, 0};
-}
 __device__ __forceinline__ void init_barriers(u32 stages) {
   XPipeline{stages}.init_barriers(1, (WARPGROUPS + WINDOWS) * CLUSTER);
   for (int warpgroup = 0; warpgroup < WARPGROUPS; warpgroup++)
-    w_pipeline_of(stages, warpgroup, false).init_barriers(1, 4);  // warps
+    WPipeline{stages + XPipeline::END + warpgroup * WPipeline::END}.init_barriers(1, 4);  // warps
+}
+__device__ __forceinline__ WPipeline w_pipeline_of(u32 stages, int warpgroup, bool producer) {
+  return WPipeline{stages + XPipeline::END + warpgroup * WPipeline::END, producer, 0};
 }
 
 #if SPLIT

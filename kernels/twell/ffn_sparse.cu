@@ -215,9 +215,9 @@ struct ActiveMask {
 };
 
 // List the units that are active for any token of a group, in ascending order, at most MOST_ROWS;
-// pad the last step. Return the number of active units. With ALONE these are the units of this CTA's
-// share, every SPLIT-th line (64 units) of G, without the first `first`, and warps without a piece
-// load nothing: beyond the last piece all would request the same 16 bytes.
+// pad the last step. Return the number of active units. With ALONE these are the units of this
+// CTA's share, every SPLIT-th line (64 units) of G; the first `first` are left out of the list.
+// Warps without a piece then load nothing: beyond the last piece all would request the same bytes.
 __device__ __forceinline__ int list_rows(List& list, const Layer& layer, int group, int rank,
                                          int first, const ThreadGroup& team, Shared& s) {
   const int tokens = layer.tokens(group), pieces = layer.n / 8;  // of eight units
