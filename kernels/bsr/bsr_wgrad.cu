@@ -13,7 +13,7 @@
 // Each of two warpgroups sums a half: a slice of 64 rows x four columns of 64, in 128 registers per
 // thread. One m64n256k16 reads a tile of dY and four of X, which are neighbours in shared memory.
 // With WIDE = 2 a half has two columns, and the instruction is m64n128k16. The halves may differ in
-// slice and columns; they share the tiles that both read (_wgrad_schedule.py).
+// slice and columns; they share the tiles that both read (items_of in bsr_wgrad.py).
 //
 //   stage: x0 x1 x2 x3 x4 x5 x6 dy0 dy1       half 0 reads four tiles of X from x0 on,
 //          |--half 0-|          |   |         half 1 reads four from its own first tile on
@@ -52,8 +52,8 @@
 //              8.8 TB/s, the rate of TMA from L2; nine tiles (nothing shared), 72 KB: 1100 ns
 //
 // Macros: HEIGHT, WIDTH=64|56|48|40 (of a tile) DEPTH=64|32 (tokens in a step) TILES=6|9 (in a
-// stage) WIDE=4|2 (columns in a half), the other constants of bsr_wgrad.constants_of, and
-// hopper.cuh's. Source: PTX ISA 9.0, wgmma (matrix descriptor, strides), mbarrier,
+// stage) WIDE=4|2 (columns in a half), the other constants of bsr_wgrad.work_of and of _wgrad.py,
+// and hopper.cuh's. Source: PTX ISA 9.0, wgmma (matrix descriptor, strides), mbarrier,
 // cp.async.bulk.tensor, memory consistency model.
 
 #include "tokens.cuh"
@@ -71,7 +71,7 @@ struct Tile {
   }
 };
 
-// The host writes these (Work in _wgrad_schedule.py): for each piece one Loads and two Sums.
+// The host writes these (Work in _wgrad.py): for each piece one Loads and two Sums.
 struct alignas(16) Loads {
   int boxes[BOXES];  // first column of each tile in a stage, + 1 if it is of dY; -1: not loaded
   int step, count;   // first step, number of steps

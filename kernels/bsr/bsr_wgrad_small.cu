@@ -12,7 +12,7 @@
 //
 // Any two strips form an operand: LBO is the distance from one to the other. So an item is gathered
 // from places where cells of W are dense, and few empty cells are multiplied
-// (_wgrad_small_schedule.py). A unit with one strip reads it twice, and a missing unit reads the
+// (bsr_wgrad_small.py). A unit with one strip reads it twice, and a missing unit reads the
 // first strips; the kernel does not store these sums.
 //
 // A step loads DEPTH tokens of all strips of an item, and both warpgroups read any of them:
@@ -39,7 +39,7 @@
 //              strips at 50 % sparsity, 19 at 80 %, 20 at 90 %: 1.0 to 1.2 us
 //
 // Macros: DEPTH=64|32 UNITS=6|4|2 (of a warpgroup) STRIPS (room in a stage), the other constants
-// of bsr_wgrad_small.constants_of, and hopper.cuh's. Source: PTX ISA 9.0, wgmma (matrix descriptor,
+// of bsr_wgrad_small.work_of and of _wgrad.py, and hopper.cuh's. Source: PTX ISA 9.0, wgmma (matrix descriptor,
 // strides), mbarrier, cp.async.bulk.tensor, memory consistency model.
 
 #include "tokens.cuh"
@@ -51,7 +51,7 @@ constexpr int SUMS = QUADS * UNIT;   // of a thread
 
 struct Starts { int at[WORKERS]; };  // of each worker's pieces
 
-// The host writes these (Work in _wgrad_small_schedule.py): for each piece one Loads and two Sums.
+// The host writes these (Work in _wgrad.py): for each piece one Loads and two Sums.
 struct alignas(16) Loads {
   int boxes[STRIPS];  // first column of each strip in a stage, * 2, + 1 if of dY; -1: not loaded
   int step, count;    // first step, number of steps
