@@ -16,6 +16,7 @@ MAY_IMPORT = {
     "harness": {"formats", "kernels", "results", "reports", "suites"},
 }
 RE_EXPORTS = {"kernels/nn"}  # what users import: from sparsebench.kernels.nn import ...
+MOST_LINES = 400
 NEEDS_A_KERNEL_FILE = {"triton", "cupy", "nvmath"}
 AUTHORS = sorted((ROOT / "authors/src").rglob("*.py"))
 MODULES = [p for folder in MAY_IMPORT for p in sorted((ROOT / folder).rglob("*.py"))]
@@ -181,3 +182,23 @@ def test_every_folder_of_modules_is_a_package_with_an_empty_init() -> None:
 def test_every_file_says_what_it_is() -> None:
     for path in [*MODULES, *AUTHORS]:
         assert ast.get_docstring(parsed(path)), path
+
+
+def test_a_file_of_kernels_is_short() -> None:
+    lengths = {
+        path: len(path.read_text().splitlines()) for path in (ROOT / "kernels").rglob("*.py")
+    }
+    assert not [str(path) for path, lines in lengths.items() if lines > MOST_LINES]
+
+
+def test_one_class_is_a_planned_call() -> None:
+    """Product is the only one: a family that needs its own builds a second way to run kernels."""
+    classes = [
+        str(path.relative_to(ROOT))
+        for path in MODULES
+        for node in ast.walk(parsed(path))
+        if isinstance(node, ast.ClassDef) and node.name in ("Product", "Engine", "Operator")
+    ]
+    assert sorted(classes) == [
+        f"kernels/_common/{n}.py" for n in ("operator", "operator", "product")
+    ]
