@@ -218,6 +218,7 @@ def test_an_unneeded_gradient_is_not_computed(frozen, idle):
 
 
 def test_another_pattern_of_as_many_blocks_needs_no_recompilation():
+    torch._dynamo.reset()  # forgets what other tests compiled
     counter = CompileCounterWithBackend("aot_eager")
     layer, x = layer_of(), torch.randn(3, 48)
     compiled = torch.compile(layer, fullgraph=True, backend=counter)
