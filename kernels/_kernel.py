@@ -39,7 +39,7 @@ class Operands:
     definition   the op as a plain torch function of its dense operands, in their dtype
     pinned       the Launch.choice of this case in an earlier process of the run, which `prepare`
                  takes again without a search; None if there is none
-    timed        the Launch.candidates of this case in an earlier process of the run: a long search
+    timed        the Launch.candidates of this case in an earlier process of the run: a search
                  times only the finalists among these; empty if there are none
     pattern      for an op with a sparse output (a weight's gradient): a matrix in the layout that
                  the output must have; its values have no meaning. None if the output is dense, as
@@ -126,7 +126,7 @@ class Portfolio(Kernel):
     reports name that kernel, and a dense kernel does not count as a win of the portfolio's format.
 
     A kernel that searches its own configurations is not a portfolio. Neither is one that builds an
-    op from products in its format and picks a kernel for each (bsr_ffn): its choice names them.
+    op from products in its format and picks a kernel for each (default): its choice names them.
     """
 
 

@@ -87,7 +87,7 @@ def environment(device: torch.device) -> dict[str, Any]:
         "sparsebench": version("sparsebench"),
         **commit(),
         "code_sha256": code_sha256(),
-        "tuned": choices.in_force(device),
+        "tuned": choices.package_summary(device),
         "switches": {name: os.environ[name] for name in SWITCHES if name in os.environ},
         "torch_settings": {
             "fp32_precision": matmul.fp32_precision,

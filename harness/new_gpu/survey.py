@@ -3,7 +3,7 @@
     doctor   fitness.json        whether the machine is fit to measure
              kernels.json        which kernels run here, and why the others do not (choices.py)
     compile  caches on disk      the machine code that the screening needs (compile_ahead.py)
-    tune     the user's table    configurations for this GPU (run/tuning.py)
+    tune     the user's cache    configurations for this GPU (run/tuning.py)
     screen   screen/             the core suite in one process, coarse problems first
     decide   decide/, decide-2/  the deciding problems (choices.py) in FEWEST to MOST
                                  processes, which search among the finalists of the screening
@@ -208,7 +208,7 @@ def _doctor_findings(device: str) -> list[dict[str, Any]]:
 def _tune(survey: Survey, end: float, progress: Progress) -> str:
     if not survey.on_gpu:
         return ""
-    if stored := choices.in_force(torch.device(survey.device)):
+    if stored := choices.package_summary(torch.device(survey.device)):
         count = amount(stored["choices"], "choice")
         here = f"sparsebench has {count} for such a GPU ({stored['file']})"
         survey.notes["tune"] = f"skipped, because {here}"

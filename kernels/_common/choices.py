@@ -79,7 +79,7 @@ def package(device: torch.device) -> Choices:
     return read(package_file(device))
 
 
-def in_force(device: torch.device) -> dict[str, Any] | None:
+def package_summary(device: torch.device) -> dict[str, Any] | None:
     """Return file, digest and number of lines of the package's list, which a run records."""
     if device.type != "cuda" or not (file := package_file(device)).exists():
         return None

@@ -45,7 +45,7 @@ from sparsebench.kernels._common.product import (
     Candidate,
     Product,
     Selected,
-    Timed,
+    Workload,
     plan_first,
     search_product,
 )
@@ -53,7 +53,6 @@ from sparsebench.kernels._common.search import finalists, part_of
 from sparsebench.kernels._kernel import Kernel, Launch, Operands, Output
 
 PLANS = 64  # that a weight keeps: the ones made last
-BESIDE = "by", "kernel", "problem", "code"  # fields of a choice beside the configuration's
 
 
 @dataclass(frozen=True)
@@ -77,7 +76,7 @@ class Engine(Kernel):
     config: type = NoConfig
     choices: Callable[[Any, Any], Sequence[Any]]
     plan: Callable[[Any, Any, Any], Product]
-    bind: "Callable[[Operands, tuple[Engine, ...]], Bound]"
+    bind: "Callable[[Operands, tuple[Engine, ...]], OperatorCall]"
 
     def __post_init__(self) -> None:
         """Offer the contract of a suite (kernels/_kernel.py)."""
@@ -136,12 +135,12 @@ class Operator:
         return tuple(dict.fromkeys(engine.name for engine in self.engines))
 
     def select(
-        self, call: Hashable, timed: Timed | None = None, earlier: Earlier | None = None
+        self, call: Hashable, workload: Workload | None = None, earlier: Earlier | None = None
     ) -> Selected:
         """Return the plan of a call, which the first call makes. Raises Unsupported, RuntimeError.
 
-        timed    what a search times; None forbids it
-        earlier  in a run of a suite; None in a call of a user, which takes the user's cache
+        workload  what a search times; None forbids it
+        earlier   in a run of a suite; None in a call of a user, which takes the user's cache
         """
         if (selected := self.plans.get(call)) is not None:
             return selected
@@ -149,7 +148,7 @@ class Operator:
             raise RuntimeError(
                 f"{self.problem(call)} is not planned: call it once before capturing a CUDA graph"
             )
-        choose = partial(self._choose, call, timed, earlier)
+        choose = partial(self._choose, call, workload, earlier)
         selected = self.plans[call] = make_lasting(choose, self.device)
         while len(self.plans) > PLANS:
             self.plans.popitem(last=False)
@@ -157,53 +156,59 @@ class Operator:
 
     def first(self, call: Hashable) -> Selected:
         """Plan a call in the likeliest configuration that can run it, whatever the lists say."""
-        return plan_first(self._offer(call), "default", self._problem(call))
+        return plan_first(self._candidates(call), "default", self._problem(call))
 
-    def _choose(self, call: Hashable, timed: Timed | None, earlier: Earlier | None) -> Selected:
+    def _choose(
+        self, call: Hashable, workload: Workload | None, earlier: Earlier | None
+    ) -> Selected:
         if self.device.type != "cuda":
-            return plan_first(self._offer(call), "model", {})
+            return plan_first(self._candidates(call), "model", {})
         problem = self._problem(call)
         if earlier and (pinned := earlier.choice):
             by = str(pinned.get("by", "pinned"))
-            return plan_first([self._matching(call, pinned)], by, problem)
+            if not (candidates := self._candidates_of(call, pinned)):
+                names = ", ".join(self.names)
+                expected = f"expected a configuration of {names}, found {dict(pinned)}"
+                raise Unsupported(f"pinned choice: {expected}")
+            return plan_first([candidates], by, problem)
         file = lists.user_file(self.device, self.names)
         cached = lists.read(file) if earlier is None else lists.process_choices(file)
-        stored = {"cache": cached, "package": lists.package(self.device)}
-        selected, fits = self._from_lists(call, problem, stored)
-        line = problem if fits else {**problem, "fits": False}
+        stores = {"cache": cached, "package": lists.package(self.device)}
+        selected, fits = self._from_lists(call, problem, stores)
+        variant = problem if fits else {**problem, "fits": False}
         if selected is None and not fits:
-            selected, _ = self._from_lists(call, line, stored)
+            selected, _ = self._from_lists(call, variant, stores)
         if selected is not None:
             return selected
-        every = [*chain.from_iterable(choices.items() for choices in stored.values())]
-        if timed and maysearch_product():
-            near = finalists(earlier.lines) if earlier else []
-            more, again = (
-                [c for choice in some for c in self._matching(call, choice)]
-                for some in (lists.larger(problem, every), near)
+        entries = [*chain.from_iterable(choices.items() for choices in stores.values())]
+        if workload and may_search():
+            best = finalists(earlier.lines) if earlier else []
+            larger, repeats = (
+                [c for choice in some for c in self._candidates_of(call, choice)]
+                for some in (lists.larger(problem, entries), best)
             )
-            offered = [more, again] if again else [more, *self._offer(call)]
-            selected = search_product(offered, timed, self.device, line)
-            lists.append(file, line, selected.choice)
+            engines = [larger, repeats] if repeats else [larger, *self._candidates(call)]
+            selected = search_product(engines, workload, self.device, variant)
+            lists.append(file, variant, selected.choice)
             return selected
-        if close := self._matching(call, lists.nearest(problem, every)):
+        if neighbour := self._candidates_of(call, lists.nearest(problem, entries)):
             with suppress(Unsupported):
-                return plan_first([close], "nearest", problem)
-        return plan_first(self._offer(call), "model", problem)
+                return plan_first([neighbour], "nearest", problem)
+        return plan_first(self._candidates(call), "model", problem)
 
     def _problem(self, call: Hashable) -> dict[str, Any]:
         """Return the problem of a call; one of a single engine is a separate line of a list."""
         fields = self.problem(call)
         return fields if self.likeliest else {**fields, "kernel": self.names[0]}
 
-    def _offer(self, call: Hashable) -> list[Iterator[Candidate]]:
+    def _candidates(self, call: Hashable) -> list[Iterator[Candidate]]:
         """Return the candidates of each engine, the likeliest engines and candidates first."""
         engines = self.likeliest(call) if self.likeliest else self.engines
         w = self.weight(call)
         return [engine.candidates(w, call) for engine in engines]
 
     def _from_lists(
-        self, call: Hashable, problem: Mapping[str, Any], stored: Mapping[str, lists.Choices]
+        self, call: Hashable, problem: Mapping[str, Any], stores: Mapping[str, lists.Choices]
     ) -> tuple[Selected | None, bool]:
         """Return the plan of the first listed choice that runs, and whether those before it do.
 
@@ -211,9 +216,9 @@ class Operator:
         shared memory if a tile is dense.
         """
         fits = True
-        for by, choices in stored.items():
+        for by, choices in stores.items():
             choice = choices.get(lists.key(problem), {})
-            if same := self._matching(call, choice):
+            if same := self._candidates_of(call, choice):
                 try:
                     selected = plan_first([same], by, problem)
                 except Unsupported:
@@ -223,16 +228,18 @@ class Operator:
                     return selected, fits
         return None, fits
 
-    def _matching(self, call: Hashable, choice: Mapping[str, Any] | None) -> list[Candidate]:
+    def _candidates_of(self, call: Hashable, choice: Mapping[str, Any] | None) -> list[Candidate]:
         """Return the candidate that a choice names, if there still is such a configuration."""
-        for engine in self.engines if choice else ():
-            if choice and engine.name == choice.get("kernel"):
+        if not choice:
+            return []
+        for engine in self.engines:
+            if engine.name == choice.get("kernel"):
                 with suppress(TypeError, Unsupported):
                     return [*engine.candidates(self.weight(call), call, choice)]
         return []
 
 
-def maysearch_product() -> bool:
+def may_search() -> bool:
     """Return whether a first call may time candidates (SPARSEBENCH_SEARCH)."""
     return os.environ.get("SPARSEBENCH_SEARCH", "1") != "0"
 
@@ -253,11 +260,11 @@ def bucket(tokens: int) -> int:
 
 
 @dataclass(frozen=True)
-class Bound:
-    """A suite's operands as a call of an operator.
+class OperatorCall:
+    """Operands as a call of an operator.
 
     activations  operands of `Product.run`, and after these
-    stored       (product) -> what it reads of the weight
+    weights      (product) -> the operands that it reads of the weight
     result       (what `run` returns) -> the launch's output
     out          is written by every call, if `run` returns several tensors that share memory
     """
@@ -265,7 +272,7 @@ class Bound:
     operator: Operator
     call: Any
     activations: tuple[Tensor, ...]
-    stored: Callable[[Product], tuple[Tensor | None, ...]] = lambda product: ()
+    weights: Callable[[Product], tuple[Tensor | None, ...]] = lambda product: ()
     result: Callable[[Any], Output] = lambda output: output
     out: Tensor | None = None
 
@@ -275,7 +282,7 @@ class Bound:
 
     def run(self, product: Product) -> Callable[[], Output]:
         """Return the call of a product on these operands, which packs the weight now."""
-        operands = *self.activations, *self.stored(product)
+        operands = *self.activations, *self.weights(product)
         return lambda: self.result(product.run(*operands, out=self.out))
 
 
@@ -288,8 +295,8 @@ def _prepare(
     cache  take what the user's cache has, and add to it (`sparsebench tune`)
     """
     if not isinstance(tuned, bool):
-        gone = "; the long search, wide, is gone since 0.4: `sparsebench tune` keeps what it finds"
-        note = gone if tuned == "wide" else ""
+        advice = "; wide was removed in 0.4: `sparsebench tune` keeps what it finds"
+        note = advice if tuned == "wide" else ""
         raise Unsupported(f"option tuned: expected true or false, found {tuned!r}{note}")
     pinned = operands.pinned and {"kernel": engine.name, **operands.pinned}  # 0.3 has no kernel
     earlier = None if cache else Earlier(pinned, operands.timed)

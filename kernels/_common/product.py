@@ -19,6 +19,7 @@ from sparsebench.kernels._common.search import REASON, search
 
 BUILDERS = 8  # threads that make plans, and compile
 TRIED = 16  # candidates that a search times
+MOST_CONFIGS = 6  # configurations of an engine with many
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,8 +42,8 @@ class Product:
         return values if self.pack is None else self.pack(values)
 
 
-Timed = Callable[[Product], Callable[[], object]]
-"""Returns the call of a product that a search times, on operands of the caller."""
+Workload = Callable[[Product], Callable[[], object]]
+"""(product) -> the call that a search times, on operands of the caller."""
 
 
 class Candidate(NamedTuple):
@@ -85,7 +86,9 @@ def plan_first(
             return Selected(candidate.plan(), candidate.choice, by, problem)
         except Unsupported as error:
             reasons.append(str(error))
-    raise Unsupported("; ".join(dict.fromkeys(reasons)) or "no kernel can run it")
+    raise Unsupported(
+        "; ".join(dict.fromkeys(reasons)) or "expected a configuration that can run it, found none"
+    )
 
 
 def _offers(engine: Iterable[Candidate], reasons: list[str]) -> Iterator[Candidate]:
@@ -106,7 +109,7 @@ def _distinct(candidates: Iterable[Candidate]) -> Iterator[Candidate]:
 
 def search_product(
     engines: Sequence[Iterable[Candidate]],
-    timed: Timed,
+    workload: Workload,
     device: torch.device,
     problem: Mapping[str, Any],
 ) -> Selected:
@@ -116,25 +119,25 @@ def search_product(
     """
     reasons: list[str] = []
     ranked = chain.from_iterable(zip_longest(*[_offers(engine, reasons) for engine in engines]))
-    offered = list(islice(_distinct(filter(None, ranked)), TRIED))
+    candidates = list(islice(_distinct(filter(None, ranked)), TRIED))
     start = partial(torch.cuda.synchronize, device)  # makes the device's context current
     with ThreadPoolExecutor(BUILDERS, "", start) as pool:
-        products = list(pool.map(partial(_attempt, device=device), offered))
-    running = [(c, p) for c, p in zip(offered, products, strict=True) if not isinstance(p, str)]
-    failed = [
+        products = list(pool.map(partial(_attempt, device=device), candidates))
+    runnable = [(c, p) for c, p in zip(candidates, products, strict=True) if not isinstance(p, str)]
+    failures = [
         {"choice": candidate.choice, "failed": reason}
-        for candidate, reason in zip(offered, products, strict=True)
+        for candidate, reason in zip(candidates, products, strict=True)
         if isinstance(reason, str)
     ]
-    if not running:
-        return plan_first([offered], "search", problem)  # raises with the reasons
-    if len(running) == 1:
-        return Selected(running[0][1], running[0][0].choice, "search", problem, failed)
+    if not runnable:
+        return plan_first([candidates], "search", problem)  # raises with the reasons
+    if len(runnable) == 1:
+        return Selected(runnable[0][1], runnable[0][0].choice, "search", problem, failures)
     with torch.no_grad():
-        result = search([timed(product) for _, product in running], device)
-    lines = result.lines([candidate.choice for candidate, _ in running], whole=True)
-    best, product = running[result.best]
-    return Selected(product, best.choice, "search", problem, [*lines, *failed])
+        result = search([workload(product) for _, product in runnable], device)
+    lines = result.lines([candidate.choice for candidate, _ in runnable], whole=True)
+    best, product = runnable[result.best]
+    return Selected(product, best.choice, "search", problem, [*lines, *failures])
 
 
 def _attempt(candidate: Candidate, device: torch.device) -> Product | str:

@@ -1,4 +1,4 @@
-"""A short search: time several candidates for the same product, and keep the fastest.
+"""A search: time several candidates for the same product, and keep the fastest.
 
     warm-up          call every candidate once, which compiles it; drop those that raise
     capture          capture each in a CUDA graph if possible, as the harness does
@@ -8,8 +8,8 @@
 
 The row lists every candidate (Launch.candidates), the default first: its median, its least sample
 if it was dropped, or why it does not run. So readers see the alternatives and how close they were.
-A later process of a verdict receives these lines (Operands.timed). A long search then times their
-`finalists` only, and chooses among them.
+A later process of a verdict receives these lines (Operands.timed). Its search times only their
+`finalists`, and chooses among them.
 
 The stream is held while the host enqueues a round (gpu_clock.py), so that the events enclose the
 work but not the launch. A call of cuSPARSELt takes the host 300 µs: without capture or a hold, 17

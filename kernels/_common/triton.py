@@ -1,7 +1,7 @@
 """Launch Triton kernels, and choose the path by which they read operands: TMA or pointers.
 
 TMA copies boxes, on compute capability 9.0 and newer. Pointers with masks take any shape and any
-alignment. `prepare` chooses the path and records it in Launch.choice.
+alignment. `choose_path` chooses the path; it is a field of the configuration, so rows have it.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -15,10 +15,10 @@ from triton import knobs
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from sparsebench.kernels._common.capture import is_capturing, keep
-from sparsebench.kernels._common.cuda import on_tape
+from sparsebench.kernels._common.cuda import TMA_ALIGNMENT, on_tape
 from sparsebench.kernels._common.machine_code import digest
 from sparsebench.kernels._common.product import Product
-from sparsebench.kernels._common.triton_arguments import Raw
+from sparsebench.kernels._common.triton_arguments import ADDRESSES, Raw
 from sparsebench.results.record import Problem
 
 Path = Literal["tma", "pointers"]
@@ -26,9 +26,7 @@ Precision = Literal["ieee", "tf32"]  # precision of fp32 products, as tl.dot nam
 
 SHARED_BYTES = 96 * 1024  # operands in flight, so that two programs share an SM of an H100
 SM_BYTES = 220 * 1024  # operands in flight; a program on Hopper or Blackwell may have 227 KB
-TMA_ALIGNMENT = 16  # bytes: base, strides and inner box (CUDA driver API, cuTensorMapEncodeTiled)
 COMPILE_THREADS = 8
-ADDRESSES = 64  # sets of addresses for which a template keeps the boxes
 LAYOUTS = 64  # sets of layouts, so numbers of tokens, for which a product stays bound
 SMALLEST_TILE = 16  # smallest side for tl.dot; the depth of one bf16 tensor-core instruction
 
@@ -154,10 +152,10 @@ class _Launch:
 
     def __call__(self, tensors: list[Tensor], addresses: list[int]) -> None:
         """Enqueue the kernel; calls after the first only pass addresses."""
-        args = self._args.copy()
         if self._raw:
             self._raw(addresses)
             return
+        args = self._args.copy()
         on_tape(complete=False)
         if self._run:
             for at, i in self._plain:
@@ -259,7 +257,8 @@ def whole_tile(side: int) -> int:
 def unsupported_alignment(*matrices: Tensor) -> str | None:
     for t in matrices:
         if t.data_ptr() % TMA_ALIGNMENT or t.stride(1) != 1:
-            return f"a {list(t.shape)} operand is not aligned to {TMA_ALIGNMENT} bytes"
+            expected = f"contiguous rows at a multiple of {TMA_ALIGNMENT} bytes"
+            return f"expected {expected}, found {list(t.shape)} with strides {list(t.stride())}"
         if reason := unsupported_row(t.stride(0), t.element_size()):
             return reason
     return None

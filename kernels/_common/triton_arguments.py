@@ -11,7 +11,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from sparsebench.kernels._common.cuda import Layout, Loaded, encoded_map
 
-ADDRESSES = 64  # sets of addresses for which the arguments stay packed
+ADDRESSES = 64  # sets of addresses for which arguments and boxes are kept
 
 
 class Raw:

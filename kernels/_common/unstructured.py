@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple
 
 from sparsebench.formats.bitmap import Bitmap
 from sparsebench.formats.csr import Csr
-from sparsebench.kernels._common.operator import Bound, Engine, Operator, bucket
+from sparsebench.kernels._common.operator import Engine, Operator, OperatorCall, bucket
 from sparsebench.kernels._common.transposed import transposed
 from sparsebench.kernels._kernel import NAMES, Operands
 
@@ -56,7 +56,7 @@ def operator_of(
     return Operator(engines, weight, problem, w.offsets.device, likeliest)
 
 
-def bind(operands: Operands, engines: tuple[Engine, ...]) -> Bound:
+def bind(operands: Operands, engines: tuple[Engine, ...]) -> OperatorCall:
     """Return the call of a suite's operands."""
     op: Any = operands.problem.op.removeprefix("linear_")
     w = operands.pattern if op == "wgrad" else operands.weights["w"]
@@ -64,5 +64,5 @@ def bind(operands: Operands, engines: tuple[Engine, ...]) -> Bound:
     activations = tuple(operands.activations[name] for name in ACTIVATIONS[op])
     bound = operator_of(w, engines), UnstructuredCall(op, bucket(len(activations[0]))), activations
     if isinstance(w, Csr) and op == "wgrad":
-        return Bound(*bound, result=lambda values: replace(w, values=values))
-    return Bound(*bound)
+        return OperatorCall(*bound, result=lambda values: replace(w, values=values))
+    return OperatorCall(*bound)

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from sparsebench.formats.block_mask import BlockMask
 from sparsebench.kernels._common.choices import density_of
-from sparsebench.kernels._common.operator import Bound, Engine, NoConfig, Operator
-from sparsebench.kernels._common.product import Product
+from sparsebench.kernels._common.operator import Engine, NoConfig, Operator, OperatorCall
+from sparsebench.kernels._common.product import MOST_CONFIGS, Product
 from sparsebench.kernels._kernel import DTYPES, Operands
 from sparsebench.kernels.attention._lists import (
     Lists,
@@ -30,7 +30,6 @@ from sparsebench.kernels.attention._lists import (
 from sparsebench.kernels.attention._shapes import Shape
 from sparsebench.results.record import Problem
 
-OFFERED = 6  # configurations of one engine
 Op = Literal["attention", "attention_backward"]
 
 
@@ -127,7 +126,7 @@ def attention_engine(
     unsupported: Callable[[Problem, torch.device], str | None],
     config: type = NoConfig,
 ) -> Engine:
-    """Return an engine of this format; at most OFFERED of its choices are timed."""
+    """Return an engine of this format; at most MOST_CONFIGS of its choices are timed."""
     return Engine(
         op=op,
         consumes="block_mask",
@@ -135,13 +134,13 @@ def attention_engine(
         unsupported=unsupported,
         name=name,
         config=config,
-        choices=lambda w, call: choices(w, call)[:OFFERED],
+        choices=lambda w, call: choices(w, call)[:MOST_CONFIGS],
         plan=plan,
         bind=bind,
     )
 
 
-def bind(operands: Operands, engines: tuple[Engine, ...]) -> Bound:
+def bind(operands: Operands, engines: tuple[Engine, ...]) -> OperatorCall:
     """Return the call of a suite's operands. By default the scores' factor is head_dim ** -0.5."""
     problem, mask, a = operands.problem, operands.weights["mask"], operands.activations
     assert isinstance(mask, BlockMask)
@@ -152,9 +151,9 @@ def bind(operands: Operands, engines: tuple[Engine, ...]) -> Bound:
     operator = operator_of(mask, engines)
     if problem.op == "attention":
         call = AttentionCall("attention", shape, factor)
-        return Bound(operator, call, (a["q"], a["k"], a["v"]), result=lambda both: both[0])
+        return OperatorCall(operator, call, (a["q"], a["k"], a["v"]), result=lambda both: both[0])
     call = AttentionCall("attention_backward", shape, factor)
     tensors = tuple(a[name] for name in ("q", "k", "v", "o", "lse", "do"))
     rows = (a["q"].numel() + 2 * a["k"].numel()) // head_dim
     out = a["q"].new_empty(rows, head_dim)
-    return Bound(operator, call, tensors, result=lambda parts: out, out=out)
+    return OperatorCall(operator, call, tensors, result=lambda parts: out, out=out)

@@ -18,13 +18,12 @@ from torch import Tensor
 from sparsebench.errors import Unsupported
 from sparsebench.formats.bsr import Bsr
 from sparsebench.kernels._common.choices import density_of
-from sparsebench.kernels._common.operator import Bound, Engine, NoConfig, Operator, bucket
-from sparsebench.kernels._common.product import Product
+from sparsebench.kernels._common.operator import Engine, NoConfig, Operator, OperatorCall, bucket
+from sparsebench.kernels._common.product import MOST_CONFIGS, Product
 from sparsebench.kernels._kernel import NAMES, Operands
 from sparsebench.kernels.bsr._wgmma_pairs import checked
 from sparsebench.results.record import Problem
 
-OFFERED = 6  # configurations of one engine
 LARGEST = 2**31 - 1  # the kernels count in int32
 
 
@@ -83,7 +82,7 @@ def bsr_engine(
     unsupported: Callable[[Problem, torch.device], str | None],
     config: type = NoConfig,
 ) -> Engine:
-    """Return an engine of this format; at most OFFERED of its choices are timed."""
+    """Return an engine of this format; at most MOST_CONFIGS of its choices are timed."""
     return Engine(
         op="linear" if op == "linear" else f"linear_{op}",
         consumes="bsr",
@@ -91,13 +90,13 @@ def bsr_engine(
         unsupported=unsupported,
         name=name,
         config=config,
-        choices=lambda w, call: choices(w, call)[:OFFERED],
+        choices=lambda w, call: choices(w, call)[:MOST_CONFIGS],
         plan=plan,
         bind=bind,
     )
 
 
-def bind(operands: Operands, engines: tuple[Engine, ...]) -> Bound:
+def bind(operands: Operands, engines: tuple[Engine, ...]) -> OperatorCall:
     """Return the call of a suite's operands: a frozen weight, packed once. Raises Unsupported."""
     op, a = operands.problem.op, operands.activations
     w = operands.pattern if op == "linear_wgrad" else operands.weights["w"]
@@ -119,5 +118,7 @@ def bind(operands: Operands, engines: tuple[Engine, ...]) -> Bound:
 
     operator = Operator(engines, weight, problem, w.columns.device)
     if short == "wgrad":
-        return Bound(operator, call, activations, result=lambda values: replace(w, values=values))
-    return Bound(operator, call, activations, lambda product: (product.packed(w.values),))
+        return OperatorCall(
+            operator, call, activations, result=lambda values: replace(w, values=values)
+        )
+    return OperatorCall(operator, call, activations, lambda product: (product.packed(w.values),))

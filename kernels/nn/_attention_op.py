@@ -52,8 +52,8 @@ RECORDINGS = "_sparsebench_recordings"  # attribute of a mask: recorded calls by
 SCALES = 16  # of a mask; the oldest makes room
 
 
-class Plans(NamedTuple):
-    """The plans of a mask, its stamp and `bits` at that time, and its arrays."""
+class StampedOperator(NamedTuple):
+    """The operator of a mask, its stamp and `bits` at that time, and its arrays."""
 
     stamp: tuple[Stamp, int]
     operator: Operator
@@ -68,8 +68,8 @@ def plans_of(mask: BlockMask) -> Operator:
     """Return the plans of a mask as it is now. Raises Unsupported for an inference tensor."""
     stamp = stamp_of(mask, "attention"), id(mask.bits)
     plans = getattr(mask.columns, ATTRIBUTE, None)
-    if not isinstance(plans, Plans) or plans.stamp != stamp:
-        plans = Plans(stamp, operator_of(mask), arrays_of(mask))
+    if not isinstance(plans, StampedOperator) or plans.stamp != stamp:
+        plans = StampedOperator(stamp, operator_of(mask), arrays_of(mask))
         setattr(mask.columns, ATTRIBUTE, plans)
     return plans.operator
 

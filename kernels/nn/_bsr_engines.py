@@ -2,23 +2,23 @@
 
     GPU of compute capability 9.0, fp16 or bf16, n and k multiples of 8
       Y and dX   bsr_wgmma       blocks of multiples of 64, as stored
-                 bsr_small       blocks of 16 and 32, packed; larger ones cut, up to 256 tokens
+                 bsr_small       blocks of 8, 16 and 32, packed; larger ones cut, up to 256 tokens
                  bsr_strips      even sides from 10 on, packed
                  bsr_triton      powers of two from 16, as stored, below MANY tokens
-                 bsr_resident    Y alone: even sides, frozen values, few tokens and columns
       dW         bsr_wgrad       blocks that tiles of 40 to 64 divide
                  bsr_wgrad_mma   blocks of 16, of which few are stored
                  bsr_wgrad_small multiples of 8
       fp8        Y alone: bsr_wgmma and bsr_triton
-    GPU of compute capability 8.0 and newer, fp32
-      Y          bsr_fp32        multiples of 8, as stored; products are exact, as bsr_triton's are
+    GPU of compute capability 8.0 and newer
+      Y          bsr_resident    16 bits, even sides, frozen values, few tokens and columns
+                 bsr_fp32        fp32, multiples of 8, as stored; exact, as bsr_triton is
     other GPUs, other blocks and sizes, and TRITON_INTERPRET=1
                  bsr_triton, bsr_triton_dgrad, bsr_triton_wgrad
     CPU          dense products in torch, as a reference
 
-The operator takes one of them: what a search found fastest, or else the first one here. The order
-is what H100 and H200 measured (bsr/NOTES.md). A weight that can change is packed at every call, so
-a search times the packing too (`live`).
+The operator takes one of them: what a search found fastest, or else the first that `likeliest`
+returns, whose order is what H100 and H200 measured (bsr/NOTES.md). A weight that can change is
+packed at every call, so a search times the packing too (`live`).
 
 A plan holds everything that depends only on the index and the sizes: pairs of block rows, work
 lists on the device, machine code. Making one copies the index to the host; calling it never waits
@@ -136,12 +136,11 @@ def _on_hopper(call: BsrCall, stored: int) -> list[Engine]:
     if call.op == "wgrad":
         if r % 8 or c % 8:
             return []
-        first = bsr_wgrad.KERNEL
         if (r, c) == (bsr_wgrad_mma.SIDE, bsr_wgrad_mma.SIDE):
             density = density_of(*call.shape, call.block, stored)
             few = density <= bsr_wgrad_mma.DENSEST
             return [*([bsr_wgrad_mma.KERNEL] if few else []), bsr_wgrad_small.KERNEL]
-        return [first, bsr_wgrad_small.KERNEL]
+        return [bsr_wgrad.KERNEL, bsr_wgrad_small.KERNEL]
     large = not (r % LARGE or c % LARGE)
     if call.dtype == FP8:
         return [bsr_wgmma.KERNEL] if large else []
@@ -160,14 +159,18 @@ def _in_torch(w: Bsr, call: BsrCall, config: NoConfig) -> Product:
     """Plan a dense product in torch."""
     pattern = replace(w, values=w.values.new_empty((0, *w.block)))
 
-    def run(a: Tensor, b: Tensor) -> Tensor:
+    def run(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
         with torch.autocast("cpu", enabled=False):  # the layer has already cast
-            if call.op == "wgrad":
-                return pattern.sample(a.T @ b).values
-            dense = replace(pattern, values=b).to_dense()
-            if a.dtype == FP8:
-                return (a.float() @ dense.float().T).to(output_dtype(FP8))
-            return a @ (dense.T if call.op == "linear" else dense)
+            y = product(a, b)
+        return y if out is None else out.copy_(y)
+
+    def product(a: Tensor, b: Tensor) -> Tensor:
+        if call.op == "wgrad":
+            return pattern.sample(a.T @ b).values
+        dense = replace(pattern, values=b).to_dense()
+        if a.dtype == FP8:
+            return (a.float() @ dense.float().T).to(output_dtype(FP8))
+        return a @ (dense.T if call.op == "linear" else dense)
 
     return Product(run)
 

@@ -101,19 +101,14 @@ class Pattern:
     ) -> Selected:
         """Plan a call; with operands, a search may time what can run it. Raises Unsupported."""
 
-        def timed(product: Product) -> Any:
+        def workload(product: Product) -> Any:
             assert a is not None
             assert b is not None
-            pack = product.pack
-            if pack is None:
-                return partial(product.run, a, b)
-            return (
-                partial(_packed_run, product, a, b)
-                if call.live
-                else partial(product.run, a, pack(b))
-            )
+            if call.live:
+                return partial(_packed_run, product, a, b)
+            return partial(product.run, a, product.packed(b))
 
-        return self.operator.select(call, None if a is None else timed, earlier)
+        return self.operator.select(call, None if a is None else workload, earlier)
 
     def is_planned(self, call: BsrCall) -> bool:
         """Return whether a call has a plan."""

@@ -48,7 +48,7 @@ FEW, ELEMENTS, MORE_ELEMENTS, ROWS, BYTES = 16, 14336 * 4096, 28672 * 8192, 4096
 
 
 @dataclass
-class Plans:
+class StampedOperator:
     """An Operator, the stamp and the arrays of its weight, and the dense copy of a bitmap."""
 
     operator: Operator
@@ -82,14 +82,14 @@ def planned_run(m: int, w: Weight) -> Callable[[Tensor], Tensor] | None:
     return selected.product.run if selected else None
 
 
-def plans_of(w: Weight) -> Plans:
+def plans_of(w: Weight) -> StampedOperator:
     """Return the plans of a weight as it is now. Raises Unsupported for an inference tensor."""
     stamp = stamp_of(w, "matmul")
-    made: Plans | None = w.__dict__.get(ATTRIBUTE)
+    made: StampedOperator | None = w.__dict__.get(ATTRIBUTE)
     if made is None or made.stamp != stamp:
         engines = (bitmap_mma.KERNEL, DENSE) if isinstance(w, Bitmap) else (csr_cuda.KERNEL,)
         operator = operator_of(w, engines, partial(_likeliest, w))
-        made = Plans(operator, stamp, arrays_of(w))
+        made = StampedOperator(operator, stamp, arrays_of(w))
         object.__setattr__(w, ATTRIBUTE, made)
     return made
 

@@ -42,8 +42,8 @@ DEFINITIONS: dict[str, Callable[..., Tensor]] = {
 def _run_named(x: Tensor, w: Format, name: str, options: Mapping[str, Any]) -> Tensor:
     kernel = _load(name)
     if kernel.consumes != "any" and load("formats", kernel.consumes) is not type(w):
-        stored = type(w).__name__
-        raise Unsupported(f"matmul: {name}: expected format {kernel.consumes}, found {stored}")
+        actual = type(w).__name__
+        raise Unsupported(f"matmul: {name}: expected format {kernel.consumes}, found {actual}")
     for option in options.keys() - (accepted := _options(kernel)):
         expected = f"expected an option of {', '.join(sorted(accepted)) or 'none'}"
         raise Unsupported(f"matmul: {name}: {expected}; found {option!r}")
@@ -51,7 +51,8 @@ def _run_named(x: Tensor, w: Format, name: str, options: Mapping[str, Any]) -> T
     named.require("linear", x)
     others = [array for which, array in arrays.items() if which != "values"]
     if torch.is_grad_enabled() and any(array.requires_grad for array in others):
-        raise Unsupported(f"matmul: {name}: only `values` of a weight can have a gradient")
+        expected = "expected a gradient of `values` alone, found one of another array"
+        raise Unsupported(f"matmul: {name}: {expected}")
     values = arrays.get("values")
     if torch.is_grad_enabled():
         if x.requires_grad:
@@ -94,7 +95,8 @@ class Named:
         """Return the kernel of an op. Raises Unsupported if there is none or it cannot run."""
         name = self.kernel + SUFFIXES[op]
         if name not in modules("kernels") and op != "linear":
-            raise Unsupported(f"matmul: {self.kernel} has no gradient: there is no kernel {name}")
+            expected = f"expected a kernel {name} for the gradient of {self.kernel}"
+            raise Unsupported(f"matmul: {expected}, found none")
         kernel = _load(name)
         if reason := unsupported(kernel, self._problem(op, x), x.device):
             raise Unsupported(f"matmul: {name}: {reason}")
@@ -140,12 +142,10 @@ class Named:
         rows = {name: readable(a) for name, a in activations.items()}  # kernels read 16 bytes
         bound = engine.bind(self._operands(op, rows), (engine,))
         operator = prepared.operators.setdefault(engine.name + op, bound.operator)
-        selected = operator.plans.get(bound.call)
-        if selected is None:
-            selected = operator.select(bound.call, bound.run)
+        selected = operator.select(bound.call, bound.run)
         key = id(selected.product)
         if key not in prepared.stored:
-            prepared.stored[key] = bound.stored(selected.product)
+            prepared.stored[key] = bound.weights(selected.product)
         operands = *bound.activations, *prepared.stored[key]
         return lambda: bound.result(selected.product.run(*operands))
 

@@ -11,10 +11,10 @@ with a number of tokens may time what its format offers.
              X, from the copy
     other    Unsupported: the caller must name a kernel
 
-A named kernel, such as torch_bsr, has gradients if there are kernels NAME_dgrad and NAME_wgrad. It
-is prepared once for each weight, number of tokens and stream, and uses its own buffers for X and Y,
-so X and Y are copied. Preparing may search, which takes up to seconds. If the weight was written in
-place, which torch's version counters show, it is prepared again.
+A named kernel has gradients if there are kernels NAME_dgrad and NAME_wgrad. One of ours is planned
+as in a layer, and copies nothing. One of a library, such as torch_bsr, is prepared for each number
+of tokens and stream, with its own buffers, so X and Y are copied (_named_kernel.py). Either may
+search, which takes up to seconds, and does so again after a write that torch counts.
 
 A call that cannot run, or whose gradient cannot, raises Unsupported with the reason before the
 product is computed. No other kernel takes its place.
@@ -54,11 +54,11 @@ def matmul(x: Tensor, w: Format, kernel: str | None = None, **options: Any) -> T
              through them to the dense weight that it was packed from
     kernel   name of a kernel for the op linear that reads this format, as in a suite; by default
              the format selects it (see the module's docstring)
-    options  of the named kernel, as in a suite: tuned=True
+    options  of a named kernel of a library, as in a suite; ours have none
 
     A CUDA graph that captures the call keeps the weight, and everything that the kernel reads of
-    it, alive. The caller must keep X, as for any torch op, and must call a named kernel once before
-    each capture. Raises Unsupported, FormatError.
+    it, alive. The caller must keep X, as for any torch op, and must call a kernel once before a
+    capture. A named kernel of a library cannot be captured. Raises Unsupported, FormatError.
     """
     if not isinstance(x, Tensor) or x.layout is not torch.strided:
         raise Unsupported(f"matmul: expected X as a dense torch.Tensor, found {_kind(x)}")

@@ -19,7 +19,7 @@ from torch import Tensor
 from sparsebench.errors import Unsupported
 from sparsebench.formats._format import Format
 from sparsebench.formats.spense import Spense
-from sparsebench.kernels._common.operator import Bound, Engine, Operator, bucket
+from sparsebench.kernels._common.operator import Engine, Operator, OperatorCall, bucket
 from sparsebench.kernels._kernel import Operands, output_dtype
 
 ALIGNMENT = 16  # bytes that one instruction copies at a time, or TMA at least
@@ -94,7 +94,7 @@ def unsupported_sizes(
     return None
 
 
-def bind(operands: Operands, engines: tuple[Engine, ...]) -> Bound:
+def bind(operands: Operands, engines: tuple[Engine, ...]) -> OperatorCall:
     """Return the call of a suite's operands. Raises Unsupported."""
     return bound(weight_of(operands.weights, "w"), operands.activations["x"], engines)
 
@@ -107,11 +107,11 @@ def bound(
     *,
     activation: str | None = None,
     lifted_from: int | None = None,
-) -> Bound:
+) -> OperatorCall:
     """Return a call of X with a weight, and in fp8 the scales of its rows."""
     call = SpenseCall(bucket(len(x)), w.shape, w.sparse_shape, w.dtype, activation, lifted_from)
     operator = Operator(engines, lambda call: w, problem_of, w.sparse.device)
-    return Bound(operator, call, (x,), lambda product: (w.sparse, w.dense, scale))
+    return OperatorCall(operator, call, (x,), lambda product: (w.sparse, w.dense, scale))
 
 
 def weight_of(weights: Mapping[str, Format], name: str) -> Spense:

@@ -14,8 +14,8 @@ import triton.language as tl
 from torch import Tensor
 
 from sparsebench.formats.spense import Spense
+from sparsebench.kernels._common.cuda import TMA_ALIGNMENT as ALIGNMENT
 from sparsebench.kernels._common.cuda import on_tape
-from sparsebench.kernels._common.triton import TMA_ALIGNMENT as ALIGNMENT
 from sparsebench.kernels._common.triton_arguments import Raw
 
 ROWS: tl.constexpr = tl.constexpr(64)  # of a tile

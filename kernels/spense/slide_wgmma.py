@@ -21,7 +21,7 @@ CTAs have one or two warpgroups that multiply, because three leave no warp idle.
 from sparsebench.errors import Unsupported
 from sparsebench.formats.slide import Slide
 from sparsebench.formats.spense import Spense
-from sparsebench.kernels._common.operator import Bound, Engine
+from sparsebench.kernels._common.operator import Engine, OperatorCall
 from sparsebench.kernels._kernel import Operands
 from sparsebench.kernels.spense import spense_wgmma
 from sparsebench.kernels.spense._call import LIFTED, SpenseCall, bound
@@ -37,7 +37,7 @@ def choices(w: Spense, call: SpenseCall) -> list[Config]:
     return [config for config in every if config.warpgroups < 3 and config.tokens in TOKENS]
 
 
-def bind(operands: Operands, engines: tuple[Engine, ...]) -> Bound:
+def bind(operands: Operands, engines: tuple[Engine, ...]) -> OperatorCall:
     """Return the call of a suite's operands. Raises Unsupported."""
     w = operands.weights["w"]
     if not isinstance(w, Slide):

@@ -19,8 +19,9 @@ from triton import knobs
 
 from sparsebench.errors import Unsupported
 from sparsebench.formats.active_csr import ActiveCsr
+from sparsebench.kernels._common.cuda import TMA_ALIGNMENT
 from sparsebench.kernels._common.transforms import is_transformed, one_by_one
-from sparsebench.kernels._common.triton import TMA_ALIGNMENT, Template, unsupported
+from sparsebench.kernels._common.triton import Template, unsupported
 from sparsebench.kernels.twell import _gather, _index, _overflow
 from sparsebench.kernels.twell._call import NAMES
 from sparsebench.kernels.twell._index import require_room

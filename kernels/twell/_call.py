@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from sparsebench.formats.dense import Dense
-from sparsebench.kernels._common.operator import Bound, Engine, NoConfig, Operator, bucket
+from sparsebench.kernels._common.operator import Engine, NoConfig, Operator, OperatorCall, bucket
 from sparsebench.kernels._common.product import Product
 from sparsebench.kernels._common.requirements import unsupported_on_hopper
 from sparsebench.kernels._kernel import DTYPES, Operands, refuse
@@ -118,7 +118,7 @@ def bind(
     operands: Operands,
     engines: tuple[Engine, ...],
     likeliest: Callable[[TwellCall], Sequence[Engine]] | None = None,
-) -> Bound:
+) -> OperatorCall:
     """Return the call of a suite's operands, with a copy of Wd.T."""
     x, w = operands.activations["x"], operands.weights
     gate, up = _values(w["wg" if "wg" in w else "wu"]), _values(w["wu"]) if "wg" in w else None
@@ -126,7 +126,7 @@ def bind(
     n, k = gate.shape
     call = TwellCall(bucket(len(x)), n, k, x.dtype, squared, up is not None)
     operator = operator_of(engines, units_on(x, gate), x.device, likeliest)
-    return Bound(operator, call, (x,), lambda product: (gate, up, wd_t))
+    return OperatorCall(operator, call, (x,), lambda product: (gate, up, wd_t))
 
 
 def _values(weight: Any) -> Tensor:

@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sparsebench.kernels._common.operator import Bound, Engine, Operator
+from sparsebench.kernels._common.operator import Engine, Operator, OperatorCall
 from sparsebench.kernels._common.product import Product
 from sparsebench.kernels._common.scratch import counters
 from sparsebench.kernels._common.triton import BoundKernel, product_of
@@ -103,7 +103,7 @@ def plan(device: torch.device, call: ActiveCall, config: Config) -> Product:
     return Product(run, product.code)
 
 
-def bind(operands: Operands, engines: tuple[Engine, ...]) -> Bound:
+def bind(operands: Operands, engines: tuple[Engine, ...]) -> OperatorCall:
     """Return the call of a suite's operands, with a copy of W.T."""
     w_t, x = operands.weights["w"].to_dense().t().contiguous(), operands.activations["x"]
     call = ActiveCall(len(x), w_t.shape[1], len(w_t), x.dtype)
@@ -115,7 +115,7 @@ def bind(operands: Operands, engines: tuple[Engine, ...]) -> Bound:
         return {"op": "twell.linear", "dtype": fields["dtype"], **sizes, "density": density}
 
     operator = Operator(engines, lambda call: x.device, problem, x.device)
-    return Bound(operator, call, (x,), lambda product: (w_t,))
+    return OperatorCall(operator, call, (x,), lambda product: (w_t,))
 
 
 def unsupported(problem: Problem, device: torch.device) -> str | None:

@@ -18,7 +18,7 @@ from sparsebench.formats.bitmap import Bitmap
 from sparsebench.formats.bsr import Bsr
 from sparsebench.formats.csr import Csr
 from sparsebench.kernels._common.cuda import taping
-from sparsebench.kernels._common.operator import Bound, Engine
+from sparsebench.kernels._common.operator import Engine, OperatorCall
 from sparsebench.kernels._kernel import NAMES, Operands, output_dtype, poison
 from sparsebench.results.record import Problem
 
@@ -77,7 +77,7 @@ def run_engine(
     few = max(2 * example.m // 3, 1)
     for config in configs:
         product = engine.plan(weight, bound.call, config)
-        stored = bound.stored(product)
+        stored = bound.weights(product)
         for activations in (bound.activations, [with_gaps(a, few) for a in bound.activations]):
             right = exact(engine.op, w, *activations)
             with taping() as tape:
@@ -91,7 +91,7 @@ def run_engine(
     return len(configs)
 
 
-def bound_to(engine: Engine, w: Format, m: int, dtype: torch.dtype) -> Bound:
+def bound_to(engine: Engine, w: Format, m: int, dtype: torch.dtype) -> OperatorCall:
     """Bind an engine to a weight, and to activations of small integers."""
     (n, k), device = w.shape, next(iter(w.arrays().values())).device
     columns = {"linear": {"x": k}, "linear_dgrad": {"dy": n}, "linear_wgrad": {"dy": n, "x": k}}

@@ -35,7 +35,8 @@ BY_NAME = {
     "attention_split": "m=16 context=2048 heads=4 kv_heads=4 head_dim=128 batch=1 causal=true "
     "pattern=sliding_window block=[16,64] sparsity=0.5",
     "cusparselt_hybrid": f"{SIZES} pattern=spense_rows sparsity=0.25",
-    "bsr_wgrad_mma": f"{SIZES} pattern=blocks block=16 sparsity=0.5",
+    **dict.fromkeys(("bsr_first", "bsr_wgrad_mma"),
+                    f"{SIZES} pattern=blocks block=16 sparsity=0.5"),
     "linear_few": "m=2 n=512 k=256 active=8",
     **dict.fromkeys(("stk", "stk_dgrad", "stk_wgrad"),
                     f"{SIZES} pattern=blocks block=128 sparsity=0.5"),

@@ -17,7 +17,7 @@ from sparsebench.errors import Unsupported
 from sparsebench.kernels._common import choices as lists
 from sparsebench.kernels._common import operator as running
 from sparsebench.kernels._common import product
-from sparsebench.kernels._common.operator import Bound, Earlier, Engine, Operator, bucket
+from sparsebench.kernels._common.operator import Earlier, Engine, Operator, OperatorCall, bucket
 from sparsebench.kernels._common.product import Product
 from sparsebench.kernels._common.search import Search, Trial
 from sparsebench.kernels._kernel import Operands
@@ -63,9 +63,11 @@ def engine(unfit: tuple[int, ...] = (32,), problem: Any = PROBLEM, device: str =
             raise Unsupported(f"{config.tokens} is odd")
         return Product(lambda *operands, out=None: torch.tensor(config.tokens))
 
-    def bind(operands: Operands, engines: tuple[Engine, ...]) -> Bound:
+    def bind(operands: Operands, engines: tuple[Engine, ...]) -> OperatorCall:
         where = torch.device(device)
-        return Bound(Operator(engines, lambda call: None, lambda call: problem, where), 1, ())
+        return OperatorCall(
+            Operator(engines, lambda call: None, lambda call: problem, where), 1, ()
+        )
 
     return Engine(
         op="linear",

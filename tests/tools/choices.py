@@ -21,11 +21,11 @@ from typing import Any
 
 from sparsebench._writing import write_file
 from sparsebench.kernels._common.choices import file_name, package_folder
-from sparsebench.kernels._common.operator import BESIDE
 from sparsebench.results.record import Row, Status
 from sparsebench.results.run import store
 from sparsebench.results.tables.families import DEFAULT, is_ours
 
+NOT_CONFIGURATION = "by", "kernel", "problem", "code"  # fields of a choice
 SEARCHED = "search", "cache"  # a choice that a search made, in this process or an earlier one
 CLIFF = 1.05  # of the least time of more tokens (suite `tokens`), or of another kernel
 
@@ -41,7 +41,7 @@ def products(choice: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 
 def line(choice: Mapping[str, Any]) -> tuple[str, str]:
     """Return the problem of a choice, and its line in a list."""
-    config = {name: value for name, value in choice.items() if name not in BESIDE}
+    config = {name: value for name, value in choice.items() if name not in NOT_CONFIGURATION}
     code = {"code": choice["code"]} if choice.get("code") else {}
     written = {"problem": choice["problem"], "kernel": choice["kernel"], "config": config, **code}
     text = json.dumps(written, separators=(",", ":"))
@@ -99,7 +99,10 @@ def beaten(rows: Iterable[Row]) -> set[str]:
     chosen: dict[Any, list[tuple[str, str, float]]] = defaultdict(list)
     others: dict[Any, list[tuple[str, float]]] = defaultdict(list)
     for row in rows:
-        case, options = row.case, {n: v for n, v in row.choice.items() if n not in BESIDE}
+        case, options = (
+            row.case,
+            {n: v for n, v in row.choice.items() if n not in NOT_CONFIGURATION},
+        )
         if row.status is not Status.OK or not row.samples_us or case.contender.twin:
             continue
         weight = case.contender.format, json.dumps(case.contender.params, sort_keys=True)

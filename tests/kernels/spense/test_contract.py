@@ -17,7 +17,7 @@ from sparsebench.formats.slide import Slide
 from sparsebench.formats.spense import Spense, tile_shapes
 from sparsebench.harness.catalog import load_kernel
 from sparsebench.kernels._common import choices
-from sparsebench.kernels._common.operator import Bound, Engine
+from sparsebench.kernels._common.operator import Engine, OperatorCall
 from sparsebench.kernels._common.product import Product
 from sparsebench.kernels._kernel import Operands
 from sparsebench.kernels.spense import spense_mma, spense_wgmma
@@ -41,7 +41,7 @@ ENGINES = [kernel for kernel in HERE if isinstance(kernel, Engine)]
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
 
 
-def bound(engine: Engine, x: Tensor, w: Spense | Slide) -> Bound:
+def bound(engine: Engine, x: Tensor, w: Spense | Slide) -> OperatorCall:
     """Return the operands of a suite as a call."""
     operands = Operands(Problem("linear", {}), {"w": w}, {"x": x}, torch.mm)
     return engine.bind(operands, (engine,))
@@ -152,7 +152,7 @@ def test_every_choice_is_right(engine: Engine, shape: Shape, dtype: str) -> None
     scales = [torch.rand(size, device="cuda") + 0.5 for size in (shape[1], len(x))]
     for config in configs:
         product = engine.plan(weight, call, config)
-        stored = these.stored(product)
+        stored = these.weights(product)
         y = poisoned_run(product, call, x, *stored)
         assert_right(y, x, w, config)
         assert torch.equal(poisoned_run(product, call, x, *stored), y), config

@@ -39,7 +39,9 @@ def assert_right(
     h = (g.square() if squared else g) * (1 if up is None else x @ up.double().T)
     right, spread = h @ wd_t, (h.square() @ wd_t.square()).sqrt()
     # Gates and H are rounded; in fp16, H may be below the smallest number, 6e-8.
-    spread = 2 * spread + (1e-3 if y.dtype == torch.float16 else 1e-30)
+    # In fp32 the sums of G and U differ as much as roundings do: 2.4 times this on an H200.
+    factor = 6 if y.dtype == torch.float32 else 2
+    spread = factor * spread + (1e-3 if y.dtype == torch.float16 else 1e-30)
     expected = Expected(right[tokens], spread[tokens], y.dtype, max(wd_t.shape))
     reason = check(y[tokens], expected).reason
     assert reason is None, reason

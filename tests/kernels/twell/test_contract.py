@@ -106,7 +106,9 @@ def test_an_interpreted_engine_is_right(engine, gated, squared, slots) -> None:
     ("dtype", "squared"), [(torch.bfloat16, False), (torch.float16, True), (torch.float32, True)]
 )
 @pytest.mark.parametrize(("engine", "gated"), CASES)
-def test_any_number_of_active_units_is_right(engine, gated, dtype, squared) -> None:
+def test_any_number_of_active_units_is_right(engine, gated, dtype, squared, monkeypatch) -> None:
+    # cuBLAS may otherwise add parts of G in bf16, which the definition does not
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_bf16_reduced_precision_reduction", False)
     counts = []
     for m, n, k in SHAPES:
         call = TwellCall(bucket(m), n, k, dtype, squared, gated, slots=-(-n // 64))
@@ -138,10 +140,10 @@ def test_a_graph_replays_a_layer_and_nan_stays_near_its_token(engine, gated, m) 
             poison(y)
             graph.replay()
         assert_right(y, operands, False)
-        finite, old = y.clone(), x[0, 5].clone()
+        old = x[0, 5].clone()
         x[0, 5] = torch.nan
         graph.replay()
         assert y[0].isnan().all()
         assert y[16:].isfinite().all()  # ffn_step_sparse multiplies zero by NaN in 16 tokens
-        assert torch.equal(y[16:], finite[16:])
         x[0, 5] = old
+        assert_right(y, operands, False, slice(16, None))
