@@ -15,7 +15,7 @@ import pytest
 
 from sparsebench.kernels._common import cuda
 from sparsebench.kernels.attention import _wgmma_tiles, attention_wgmma
-from tests.emulation.cuda_on_cpu import entry_point, library_of, run_here
+from tests.emulation.cuda_on_cpu import entry_point, library_of, ring, run_here
 from tests.tools.paths import cuda_source
 
 SOURCES = {
@@ -62,7 +62,7 @@ def library(function: str, constants: cuda.Constants, late: int) -> ctypes.CDLL:
     """Build a kernel, with stand-ins for its headers, and its entry point."""
     # What stays in shared memory beside the ring is the prefix of its barriers.
     fixed = FIXED.replace("RESIDENT", "kv" if function == "differentiate" else "q")
-    device = cuda_source("hopper.cuh")
+    device = cuda_source("wgmma.cuh")
     start = device.index("__device__ __forceinline__ u64 smem_descriptor")
     descriptor = device[start : device.index("__device__", start + 1)]
     header = cuda_source("warpgroup.cuh")
@@ -82,7 +82,7 @@ def library(function: str, constants: cuda.Constants, late: int) -> ctypes.CDLL:
         *("256" if function == "weigh_rows" else "THREADS", "1" if stored else "grid"),
         name=function + "_here",
     )
-    source = '#include "warpgroup_on_cpu.h"\n' + descriptor + text + entry
+    source = '#include "warpgroup_on_cpu.h"\n' + ring() + descriptor + text + entry
     return library_of(source, (*constants, ("LATE", late)))
 
 
