@@ -42,10 +42,12 @@ BLOCKS = [
 ]
 EXAMPLES = {"bitmap": ANYWHERE, "bsr": BLOCKS, "csr": ANYWHERE}
 
+FAMILIES = {f"sparsebench.kernels.{family}" for family in EXAMPLES}
 ENGINES: dict[str, Engine] = {
     name: engine
     for name, place in modules("kernels").items()
-    if place.split(".")[2] in EXAMPLES and isinstance(engine := load_kernel(name), Engine)
+    if place.split(".")[2:3] in [[family] for family in EXAMPLES]
+    and isinstance(engine := load_kernel(name), Engine)
 }
 
 

@@ -26,7 +26,8 @@ from tests.kernels.twell.examples import Operands, assert_right, drawn
 NAMED = [
     kernel
     for name, place in modules("kernels").items()
-    if place.split(".")[2] == "twell" and isinstance(kernel := load_kernel(name), Engine)
+    if place.startswith("sparsebench.kernels.twell.")
+    and isinstance(kernel := load_kernel(name), Engine)
 ]
 LAYERS = dict.fromkeys([*(e for e in NAMED if e.op in ("ffn", "mlp")), *ENGINES])
 CASES = [pytest.param(e, e.op == "ffn", id=f"{e.name}-{e.op}") for e in LAYERS]
