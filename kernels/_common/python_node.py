@@ -24,8 +24,8 @@ class PythonNode(torch.autograd.Function):
     ) -> Tensor:
         _, _, _, needs_bias, *needed = ctx.needs_input_grad
         products = [p for p in signature.numbers if any(needed[i] for i in p[1])]
-        kept = {i for reads, _ in products for i in reads}
-        ctx.save_for_backward(*(t if i in kept else None for i, t in enumerate(operands)))
+        indices = {i for reads, _ in products for i in reads}
+        ctx.save_for_backward(*(t if i in indices else None for i, t in enumerate(operands)))
         ctx.derivative = derivative
         ctx.bias_dtype = bias.dtype if bias is not None and needs_bias else None
         x = operands[0]

@@ -93,6 +93,6 @@ def unsupported_in_4_bits(
     multiple of `rows` and k of `columns`.
     """
     if problem.fields.get("weight_bits") != WEIGHT_BITS:
-        found = problem["dtype"]
-        return f"expected weights of 4 bits (weight_bits: {WEIGHT_BITS}), found {found}"
+        actual = problem["dtype"]
+        return f"expected weights of 4 bits (weight_bits: {WEIGHT_BITS}), found {actual}"
     return unmet(problem, device, AMPERE, dtype, newer=True, n=rows, k=columns)

@@ -1,7 +1,7 @@
 """The contract of engines on operands whose products are exact, and what a kernel refuses.
 
 test_engine_contract.py runs every engine on a GPU. Tests of a family run some of theirs on a CPU,
-where tests/emulation/ stands in for the GPU.
+by the emulation in tests/emulation/.
 """
 
 from collections.abc import Callable, Sequence

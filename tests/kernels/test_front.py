@@ -283,9 +283,9 @@ def test_a_weight_that_holds_its_recordings_is_freed(x: Tensor) -> None:
 
 def test_replayed_calls_hold_no_memory(x: Tensor) -> None:
     op = doubling(x)
-    kept = [weakref.ref(op(x + i)) for i in range(3)]
+    results = [weakref.ref(op(x + i)) for i in range(3)]
     gc.collect()
-    assert all(each() is None for each in kept)
+    assert all(each() is None for each in results)
 
 
 # ---- backward ----
@@ -669,9 +669,9 @@ class Mixing:
         assert not log.requires_grad
         assert all(map(torch.equal, (o, log), self.right(q, k, v)))
         if "Node" in o.grad_fn.name():
-            found = torch.autograd.grad(o, qkv, do)
+            gradients = torch.autograd.grad(o, qkv, do)
             right = do + o, do + k + v, do + q + log.view(q.shape)
-            assert all(map(torch.equal, found, right))
+            assert all(map(torch.equal, gradients, right))
 
 
 def whole(*shape: int) -> Tensor:

@@ -1,7 +1,7 @@
 """Run the products of ffn_few.cu and ffn_sparse.cu thread by thread on a CPU.
 
 grid_on_cpu.h replaces PTX. The shapes of a launch are those of a case, because a GPU would choose
-others; torch stands in for the gate as words, and for the dense products of groups that are left.
+others. torch makes the words of the gate, and multiplies the groups that are left.
 """
 
 import ctypes
