@@ -25,7 +25,7 @@ from sparsebench.formats.block_mask import BlockMask, pack_bits, unpack_bits
 CHUNK = 2**14  # partial blocks whose rule is evaluated at once
 
 
-class Lists(NamedTuple):
+class PaddedLists(NamedTuple):
     """Padded lists: int32 counts [batch, heads, q_blocks] and blocks [..., most]."""
 
     counts: Tensor
@@ -64,10 +64,10 @@ def from_flex(mask: flex_attention.BlockMask, *, causal: bool = False) -> BlockM
     every partial block is evaluated and stored as bits.
     """
     sides = mask.BLOCK_SIZE
-    partial = Lists(mask.kv_num_blocks, mask.kv_indices)
+    partial = PaddedLists(mask.kv_num_blocks, mask.kv_indices)
     full = None
     if mask.full_kv_num_blocks is not None and mask.full_kv_indices is not None:
-        full = Lists(mask.full_kv_num_blocks, mask.full_kv_indices)
+        full = PaddedLists(mask.full_kv_num_blocks, mask.full_kv_indices)
     rule = None if causal else mask.mask_mod
     return _from_lists(mask.seq_lengths, (sides[0], sides[1]), partial, full, rule, causal)
 
@@ -89,7 +89,7 @@ def from_fa4(
     tensors: Fa4, tokens: tuple[int, int], block: tuple[int, int], *, causal: bool = False
 ) -> BlockMask:
     """Convert FlashAttention 4's tensors; partial blocks need the causal rule."""
-    partial, full = Lists(*tensors[:2]), Lists(*tensors[2:])
+    partial, full = PaddedLists(*tensors[:2]), PaddedLists(*tensors[2:])
     some = bool(partial.counts.any())
     require(causal or not some, "expected partial blocks only in a causal mask, found others")
     return _from_lists(tokens, block, partial, full, None, causal)
@@ -101,12 +101,12 @@ def to_fa4(mask: BlockMask, heads: int) -> Fa4:
     return Fa4(*padded_lists(mask, heads, partial=True), *padded_lists(mask, heads, partial=False))
 
 
-def from_cudnn(lists: Lists, tokens: tuple[int, int], block: tuple[int, int]) -> BlockMask:
+def from_cudnn(lists: PaddedLists, tokens: tuple[int, int], block: tuple[int, int]) -> BlockMask:
     """Convert cuDNN's q2k_block_nums and q2k_block_index, given in this order."""
     return _from_lists(tokens, block, None, lists, None, False)
 
 
-def to_cudnn(mask: BlockMask, heads: int) -> Lists:
+def to_cudnn(mask: BlockMask, heads: int) -> PaddedLists:
     """Convert to cuDNN's q2k_block_nums and q2k_block_index."""
     count = int(mask.partial.sum())
     require(not count, f"cuDNN: expected full blocks only, found {count} partial ones")
@@ -154,7 +154,9 @@ def to_flashinfer_variable(mask: BlockMask, kv_heads: int) -> FlashInferVariable
     return FlashInferVariable(repeated, *(size.repeat(kv_heads, 1) for size in sizes))
 
 
-def padded_lists(mask: BlockMask, heads: int, *, partial: bool, most: int | None = None) -> Lists:
+def padded_lists(
+    mask: BlockMask, heads: int, *, partial: bool, most: int | None = None
+) -> PaddedLists:
     """Return the partial or the full blocks of every head, padded to the longest list or `most`."""
     mask.list_of(0, heads)
     rows, of_kind = rows_of(mask.offsets), mask.partial == partial
@@ -166,7 +168,7 @@ def padded_lists(mask: BlockMask, heads: int, *, partial: bool, most: int | None
     padded[rows, place] = blocks
     by_list = mask.batch, mask.lists, mask.q_blocks
     repeats = heads // mask.lists
-    return Lists(
+    return PaddedLists(
         counts.int().view(by_list).repeat_interleave(repeats, 1).contiguous(),
         padded.view(*by_list, most).repeat_interleave(repeats, 1).contiguous(),
     )
@@ -194,14 +196,14 @@ def rule_of(mask: BlockMask, heads: int) -> Any:
 def _from_lists(
     tokens: tuple[int, int],
     block: tuple[int, int],
-    partial: Lists | None,
-    full: Lists | None,
+    partial: PaddedLists | None,
+    full: PaddedLists | None,
     rule: Any,
     causal: bool,
 ) -> BlockMask:
     """Build a mask of padded lists; `rule` is a mask_mod whose bits are stored."""
     rows, columns, flags = [], [], []
-    shape = (partial or full or Lists(torch.empty(0), torch.empty(0))).counts.shape
+    shape = (partial or full or PaddedLists(torch.empty(0), torch.empty(0))).counts.shape
     require(len(shape) == 3, f"expected counts [batch, heads, q blocks], found {list(shape)}")
     for lists, flag in ((partial, True), (full, False)):
         if lists is not None:

@@ -38,13 +38,13 @@ T = TypeVar("T")
 _KEPT: dict[tuple[int, int], tuple[Any, Any]] = {}  # by capture and id of owner: owner, semaphore
 
 
-class _Thread(local):
+class _CaptureDepth(local):
     """The number of `capturing` blocks that the current thread is in."""
 
     depth = 0
 
 
-_thread = _Thread()
+_thread = _CaptureDepth()
 
 
 @contextmanager

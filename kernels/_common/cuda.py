@@ -148,11 +148,11 @@ class MatrixProduct(NamedTuple):
 ByTorch = TransposedCopy | MatrixProduct
 
 
-class _Thread(local):
+class _ThreadTape(local):
     tape: Tape | None = None
 
 
-_thread = _Thread()
+_thread = _ThreadTape()
 
 
 @contextmanager

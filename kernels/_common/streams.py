@@ -24,7 +24,7 @@ WARP_ELEMENTS = 128  # 32 threads with a word of 16 bytes each
 
 
 @dataclass(frozen=True)
-class Shape:
+class StreamShape:
     """Words of 16 bytes that a thread has in flight, and warps of a program."""
 
     words: int
@@ -39,7 +39,7 @@ class Shape:
         return f"stream, {self.words} x 16 bytes a thread, {self.warps} warps"
 
 
-SHAPES = Shape(1, 8), Shape(2, 8), Shape(4, 8), Shape(4, 4)
+SHAPES = StreamShape(1, 8), StreamShape(2, 8), StreamShape(4, 8), StreamShape(4, 4)
 
 
 def readers(source: Tensor) -> Iterator[tuple[str, BoundKernel]]:
@@ -61,12 +61,12 @@ def copiers(source: Tensor, target: Tensor) -> Iterator[tuple[str, BoundKernel]]
         yield shape.label, _bound(_copy, shape, (source, target), target)
 
 
-def _bound(kernel: Any, shape: Shape, args: tuple[Tensor, ...], out: Tensor) -> BoundKernel:
+def _bound(kernel: Any, shape: StreamShape, args: tuple[Tensor, ...], out: Tensor) -> BoundKernel:
     constants = {"CHUNK": shape.chunk, "num_warps": shape.warps}
     return BoundKernel(kernel, (_chunks(args[0], shape),), args, constants, out)
 
 
-def _chunks(tensor: Tensor, shape: Shape) -> int:
+def _chunks(tensor: Tensor, shape: StreamShape) -> int:
     """Return how many chunks a tensor has. Raises ValueError unless they are whole."""
     chunks, rest = divmod(tensor.numel(), shape.chunk)
     if rest or tensor.dtype != torch.int32:

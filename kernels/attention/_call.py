@@ -22,12 +22,12 @@ from sparsebench.kernels._common.operator import Engine, NoConfig, Operator, Ope
 from sparsebench.kernels._common.product import MOST_CONFIGS, Product
 from sparsebench.kernels._kernel import DTYPES, Operands
 from sparsebench.kernels.attention._lists import (
-    Lists,
+    MaskLists,
     lists_of,
     shared_heads,
     transposed_lists_of,
 )
-from sparsebench.kernels.attention._shapes import Shape
+from sparsebench.kernels.attention._shapes import AttentionShape
 from sparsebench.results.record import Problem
 
 Op = Literal["attention", "attention_backward"]
@@ -37,7 +37,7 @@ class AttentionCall(NamedTuple):
     """Sizes of q, k and v, and the factor of the scores. With the mask, they determine the plan."""
 
     op: Op
-    shape: Shape
+    shape: AttentionShape
     scale: float
 
     @property
@@ -74,21 +74,21 @@ class ListedMask:
     mask: BlockMask
 
     @cached_property
-    def lists(self) -> Lists:
+    def lists(self) -> MaskLists:
         """Return the lists of key blocks."""
         return lists_of(self.mask)
 
     @cached_property
-    def _transposed(self) -> dict[int, Lists]:
+    def _transposed(self) -> dict[int, MaskLists]:
         return {}
 
-    def transposed(self, kv_heads: int) -> Lists:
+    def transposed(self, kv_heads: int) -> MaskLists:
         """Return the lists of query blocks."""
         if kv_heads not in self._transposed:
             self._transposed[kv_heads] = transposed_lists_of(self.mask, kv_heads)
         return self._transposed[kv_heads]
 
-    def shared(self, shape: Shape) -> int:
+    def shared(self, shape: AttentionShape) -> int:
         """Return how many query heads in turn have one list and one key head."""
         return shared_heads(self.mask, shape.heads, shape.kv_heads)
 
@@ -146,7 +146,7 @@ def bind(operands: Operands, engines: tuple[Engine, ...]) -> OperatorCall:
     assert isinstance(mask, BlockMask)
     heads, head_dim, scale = problem["heads"], problem["head_dim"], problem["scale"]
     sizes = heads, a["k"].shape[1] // head_dim, head_dim
-    shape = Shape(mask.batch, *mask.tokens, *sizes, mask.block, problem["dtype"])
+    shape = AttentionShape(mask.batch, *mask.tokens, *sizes, mask.block, problem["dtype"])
     factor = head_dim**-0.5 if scale is None else float(scale)
     operator = operator_of(mask, engines)
     if problem.op == "attention":

@@ -20,7 +20,7 @@ from sparsebench.formats.block_mask import BlockMask
 
 
 @dataclass(frozen=True)
-class Lists:
+class MaskLists:
     """Lists of blocks, all int32 on the mask's device. A list has a row for each block.
 
     offsets  [lists * rows + 1]  first block of each row
@@ -42,14 +42,14 @@ class Lists:
     blocks_per_row: int | None
 
 
-def lists_of(mask: BlockMask) -> Lists:
+def lists_of(mask: BlockMask) -> MaskLists:
     """Return the lists of key blocks by query blocks, with an order for each list."""
     ragged = mask.tokens[1] // mask.block[1] if mask.tokens[1] % mask.block[1] else -1
     counts = mask.offsets.diff().view(-1, ceil(mask.tokens[0] / mask.block[0]))
     return _lists(mask.offsets, mask.columns, mask.slots, counts, ragged)
 
 
-def transposed_lists_of(mask: BlockMask, kv_heads: int) -> Lists:
+def transposed_lists_of(mask: BlockMask, kv_heads: int) -> MaskLists:
     """Return the lists of query blocks by key blocks, with an order for each key head.
 
     No block is ragged: kernels give missing queries an LSE of infinity and store no missing key.
@@ -71,7 +71,7 @@ def shared_heads(mask: BlockMask, heads: int, kv_heads: int) -> int:
 
 def _lists(
     offsets: Tensor, columns: Tensor, slots: Tensor | None, counts: Tensor, ragged: int = -1
-) -> Lists:
+) -> MaskLists:
     """Move the partial blocks of each row, and those of a ragged column, behind the full ones.
 
     counts  [groups, rows]: what the rows are ordered by
@@ -81,7 +81,7 @@ def _lists(
     masked = (columns < 0) | (columns == ragged)
     place = (row * 2 + masked).argsort(stable=True)
     fulls = lengths - torch.bincount(row[masked], minlength=len(lengths))
-    return Lists(
+    return MaskLists(
         offsets=offsets,
         columns=pad(columns[place], (0, 1)),
         fulls=fulls.to(torch.int32),

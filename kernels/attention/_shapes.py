@@ -20,7 +20,7 @@ from sparsebench.kernels._common.triton import (
     whole_tile,
 )
 from sparsebench.kernels._kernel import DTYPES
-from sparsebench.kernels.attention._lists import Lists
+from sparsebench.kernels.attention._lists import MaskLists
 from sparsebench.results.record import Problem
 
 LOG2_E = 1.4426950408889634  # the kernels' exponentials are to the base 2
@@ -30,7 +30,7 @@ MOST_DEPTH = 256  # head dimension: K and V of more do not fit the shared memory
 
 
 @dataclass(frozen=True)
-class Shape:
+class AttentionShape:
     """Sizes of an attention: `batch` sequences of q_tokens and kv_tokens, and its heads."""
 
     batch: int
@@ -67,12 +67,12 @@ def unsupported(problem: Problem, device: torch.device) -> str | None:
     return None if scale is None or scale > 0 else f"scale: expected more than 0, found {scale}"
 
 
-def by_head(matrix: Tensor, shape: Shape) -> Tensor:
+def by_head(matrix: Tensor, shape: AttentionShape) -> Tensor:
     """Return a token-major matrix [batch * tokens, heads * D] as [batch, tokens, heads, D]."""
     return matrix.view(shape.batch, -1, matrix.shape[1] // shape.head_dim, shape.head_dim)
 
 
-def head_box(heads: Tensor, shape: Shape, rows: tuple[int, int], path: Path) -> Any:
+def head_box(heads: Tensor, shape: AttentionShape, rows: tuple[int, int], path: Path) -> Any:
     """Return the argument for a matrix by head: boxes of (tokens, heads), or the tensor.
 
     TMA fills what lies outside of a sequence or a head with zeros.
@@ -100,7 +100,7 @@ class Config:
     splits: int = 0
 
 
-def query_tiles(shape: Shape, config: Config) -> int:
+def query_tiles(shape: AttentionShape, config: Config) -> int:
     """Return the number of tiles of queries; none exceeds a block."""
     blocks = ceil(shape.q_tokens / shape.block[0])
     tiles = ceil(min(shape.block[0], shape.q_tokens) / config.tokens)
@@ -110,7 +110,9 @@ def query_tiles(shape: Shape, config: Config) -> int:
 Tile = tuple[int, int, int, int]  # rows, columns of a step, warps and stages
 
 
-def tiles_that_fit(shape: Shape, side: int, large: list[Tile], flat: list[Tile]) -> list[Tile]:
+def tiles_that_fit(
+    shape: AttentionShape, side: int, large: list[Tile], flat: list[Tile]
+) -> list[Tile]:
     """Return the tiles for rows of `side` tokens whose operands fit one SM; one at least.
 
     large, flat  tiles of 64 rows and more, and of fewer; those of FP32 take their place
@@ -126,7 +128,7 @@ def tiles_that_fit(shape: Shape, side: int, large: list[Tile], flat: list[Tile])
     return [t for t in near if (t[0] + t[1] * t[3]) * row <= SM_BYTES] or [SMALLEST]
 
 
-def query_config(shape: Shape, shared: int, tile: Tile, path: Path) -> Config:
+def query_config(shape: AttentionShape, shared: int, tile: Tile, path: Path) -> Config:
     """Return how a tile of queries is run: tl.dot needs 16 rows.
 
     TMA loads no step of several blocks.
@@ -142,7 +144,7 @@ def bound_kernel(
     kernel: Any,
     programs: int,
     tensors: Sequence[Any],
-    walked: tuple[Lists, BlockMask, Shape, float],
+    walked: tuple[MaskLists, BlockMask, AttentionShape, float],
     config: Config,
     out: Tensor,
     *,

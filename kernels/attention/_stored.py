@@ -23,7 +23,7 @@ from sparsebench.errors import Unsupported
 from sparsebench.formats.block_mask import BlockMask
 from sparsebench.kernels._common import cuda
 from sparsebench.kernels.attention._call import AttentionCall
-from sparsebench.kernels.attention._shapes import Shape
+from sparsebench.kernels.attention._shapes import AttentionShape
 from sparsebench.kernels.attention._wgmma_tiles import head_map, lists_of_heads, query_tiles
 
 BUFFERS = 3  # of dS
@@ -71,7 +71,9 @@ class Stored(NamedTuple):
     queries: list[Tensor]
 
 
-def stored_of(mask: BlockMask, shape: Shape, keys: Tensor, places: Tensor | None) -> Stored:
+def stored_of(
+    mask: BlockMask, shape: AttentionShape, keys: Tensor, places: Tensor | None
+) -> Stored:
     """Return the sections of a mask and of its tiles of keys; waits for the GPU.
 
     places  of the blocks of the transposed lists in mask.columns
@@ -108,12 +110,12 @@ def stored_of(mask: BlockMask, shape: Shape, keys: Tensor, places: Tensor | None
     return Stored(blocks, places, shifts.to(torch.int32), *split)
 
 
-def warpgroups_of(shape: Shape) -> int:
+def warpgroups_of(shape: AttentionShape) -> int:
     """Return the warpgroups of a CTA, which share K: 64 queries each."""
     return 2 if shape.block[0] % (2 * SIDE) == 0 else 1
 
 
-def constants_of(shape: Shape) -> cuda.Constants:
+def constants_of(shape: AttentionShape) -> cuda.Constants:
     """Return the macros of attention_wgmma_stored.cu, with as many slots as fit."""
     warpgroups = warpgroups_of(shape)
     ctas = 4 - warpgroups
@@ -125,12 +127,12 @@ def constants_of(shape: Shape) -> cuda.Constants:
     )
 
 
-def shared_bytes(shape: Shape) -> int:
+def shared_bytes(shape: AttentionShape) -> int:
     """Return the shared memory of a CTA: the slots, aligned."""
     return 1024 + dict(constants_of(shape))["SLOTS"] * _slot_bytes(shape)
 
 
-def _slot_bytes(shape: Shape) -> int:
+def _slot_bytes(shape: AttentionShape) -> int:
     """Return the bytes of 64 keys of K, and of dS of each warpgroup."""
     return 2 * SIDE * (shape.head_dim + SIDE * warpgroups_of(shape))
 

@@ -25,7 +25,7 @@ from sparsebench.formats._format import offsets_of, rows_of
 from sparsebench.formats.block_mask import PARTIAL, BlockMask
 from sparsebench.kernels._common import cuda
 from sparsebench.kernels._common.driver import driver, require_success
-from sparsebench.kernels.attention._shapes import Shape
+from sparsebench.kernels.attention._shapes import AttentionShape
 
 SECTION_BYTES = 24 << 20  # the L2 cache of an H100 has 50 MB
 LONG = 2
@@ -38,7 +38,7 @@ def span_of(block: int) -> int:
     return min(block & -block, 128)
 
 
-def query_tiles(mask: BlockMask, shape: Shape, rows: int, span: int) -> Tensor:
+def query_tiles(mask: BlockMask, shape: AttentionShape, rows: int, span: int) -> Tensor:
     """Return int32 [tiles, 4]: first block in mask.columns, blocks, first query, first head.
 
     Heads count through all sequences.
@@ -99,7 +99,7 @@ def key_lists(mask: BlockMask) -> KeyLists:
     return KeyLists(INNER, offsets, rows, None, None, present.view(count, blocks))
 
 
-def key_tiles(lists: KeyLists, mask: BlockMask, shape: Shape, rows: int) -> Tensor:
+def key_tiles(lists: KeyLists, mask: BlockMask, shape: AttentionShape, rows: int) -> Tensor:
     """Return int32 [tiles, 4]: first key, KV head of all sequences, block of `lists`, present.
 
     present  which of the joined blocks some query selects, one bit each
@@ -122,7 +122,7 @@ def key_tiles(lists: KeyLists, mask: BlockMask, shape: Shape, rows: int) -> Tens
     return _sorted((*columns, present), count, kv_head, section)
 
 
-def lists_of_heads(mask: BlockMask, shape: Shape, head: Tensor) -> Tensor:
+def lists_of_heads(mask: BlockMask, shape: AttentionShape, head: Tensor) -> Tensor:
     """Return the list of each head of all sequences."""
     sequence, local = head // shape.heads, head % shape.heads
     return sequence * mask.lists + local * mask.lists // shape.heads

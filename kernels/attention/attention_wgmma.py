@@ -28,7 +28,7 @@ from sparsebench.kernels._common.product import Product
 from sparsebench.kernels._common.requirements import unsupported_on_hopper
 from sparsebench.kernels._kernel import DTYPES
 from sparsebench.kernels.attention._call import AttentionCall, ListedMask, attention_engine
-from sparsebench.kernels.attention._shapes import LOG2_E, Shape
+from sparsebench.kernels.attention._shapes import LOG2_E, AttentionShape
 from sparsebench.kernels.attention._wgmma_tiles import head_map, query_tiles, span_of
 from sparsebench.results.record import Problem
 
@@ -69,7 +69,7 @@ def choices(w: ListedMask, call: AttentionCall) -> list[Config]:
     return configs if keys >= LONG_LIST else configs[::-1]
 
 
-def configurations(shape: Shape, shared: int) -> list[Config]:
+def configurations(shape: AttentionShape, shared: int) -> list[Config]:
     """Return the configurations, the one for long lists first. Raises Unsupported.
 
     shared  query heads that share a list and a KV head
@@ -127,7 +127,7 @@ def shared_bytes(config: Config, head_dim: int, query_maps: int = 1) -> int:
 
 def constants_of(
     config: Config,
-    shape: Shape,
+    shape: AttentionShape,
     mask: BlockMask,
     short: bool,
     query_maps: int = 1,
@@ -172,7 +172,7 @@ def load_persistent(
     return cuda.Loaded(kernel, code, device.index, grid, threads, size)
 
 
-class Work(NamedTuple):
+class QueryTiles(NamedTuple):
     """The tiles of a mask for a launch, and whether lists end with a short step.
 
     counters  zero between launches
@@ -204,7 +204,9 @@ def parts_of(tiles: Tensor, config: Config, block: int, workers: int) -> int:
     return max(1, min(workers // rest, steps // LEAST_STEPS, MOST_PARTS))
 
 
-def work_of(mask: BlockMask, shape: Shape, config: Config, *, splits: bool = True) -> Work:
+def work_of(
+    mask: BlockMask, shape: AttentionShape, config: Config, *, splits: bool = True
+) -> QueryTiles:
     """Return the tiles of queries; launches that share them must not overlap."""
     tiles = query_tiles(mask, shape, config.rows, min(span_of(shape.block[0]), config.rows))
     workers = multiprocessors(tiles.device) * config.tiles
@@ -215,7 +217,7 @@ def work_of(mask: BlockMask, shape: Shape, config: Config, *, splits: bool = Tru
     # Each lane keeps its sums of O, and the base and the sum of its two rows.
     lines = rest * parts * warps * 32 * (shape.head_dim // 2 + 4)
     sums = torch.empty(lines, dtype=torch.float32, device=tiles.device)
-    return Work(tiles, shortens(config, mask), counters, len(tiles) - rest, parts, sums)
+    return QueryTiles(tiles, shortens(config, mask), counters, len(tiles) - rest, parts, sums)
 
 
 class Walk(NamedTuple):
@@ -241,7 +243,7 @@ def walk(
     mask: BlockMask,
     call: AttentionCall,
     config: Config,
-    work: Work,
+    work: QueryTiles,
 ) -> Walk:
     """Load a kernel and make its arguments. Raises Unsupported.
 

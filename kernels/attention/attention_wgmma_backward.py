@@ -34,7 +34,7 @@ from sparsebench.kernels._common import cuda
 from sparsebench.kernels._common.capture import is_capturing, keep
 from sparsebench.kernels._common.product import Product
 from sparsebench.kernels.attention._call import AttentionCall, ListedMask, attention_engine
-from sparsebench.kernels.attention._shapes import LOG2_E, Shape
+from sparsebench.kernels.attention._shapes import LOG2_E, AttentionShape
 from sparsebench.kernels.attention._stored import (
     BUFFERS,
     Stored,
@@ -53,12 +53,12 @@ from sparsebench.kernels.attention._wgmma_tiles import (
 from sparsebench.kernels.attention.attention_wgmma import (
     ALIGNMENT,
     MOST_BYTES,
+    QueryTiles,
     load_persistent,
     unsupported,
     walk,
 )
 from sparsebench.kernels.attention.attention_wgmma import Config as QueryConfig
-from sparsebench.kernels.attention.attention_wgmma import Work as QueryWork
 from sparsebench.kernels.attention.attention_wgmma import configurations as query_configurations
 from sparsebench.kernels.attention.attention_wgmma import work_of as query_work
 
@@ -104,12 +104,12 @@ def choices(w: ListedMask, call: AttentionCall) -> list[Config]:
     return [Config(rows, True), Config(rows)] if stores else [Config(rows)]
 
 
-def of_queries(w: ListedMask, shape: Shape) -> QueryConfig:
+def of_queries(w: ListedMask, shape: AttentionShape) -> QueryConfig:
     """Return how differentiate_queries runs: there are registers for steps of 64 keys."""
     return QueryConfig(min(128, span_of(shape.block[0]) * w.shared(shape)), 64)
 
 
-class Work(NamedTuple):
+class KeyTiles(NamedTuple):
     """A mask prepared for a launch: tiles of keys, their lists, and what dQ needs.
 
     counters  int32 [sections, 2], zero between launches
@@ -122,11 +122,11 @@ class Work(NamedTuple):
     lists: KeyLists
     counters: Tensor
     stats: Tensor
-    queries: QueryWork | None
+    queries: QueryTiles | None
     stored: Stored | None
 
 
-def work_of(w: ListedMask, shape: Shape, config: Config) -> Work:
+def work_of(w: ListedMask, shape: AttentionShape, config: Config) -> KeyTiles:
     """Transpose the lists and sort the tiles; launches that share them must not overlap.
 
     Raises Unsupported.
@@ -140,9 +140,9 @@ def work_of(w: ListedMask, shape: Shape, config: Config) -> Work:
     stats[0] = torch.inf
     if config.stores:
         stored = stored_of(mask, shape, tiles, lists.places)
-        return Work(tiles, lists, counters.repeat(len(stored.keys), 1), stats, None, stored)
+        return KeyTiles(tiles, lists, counters.repeat(len(stored.keys), 1), stats, None, stored)
     queries = query_work(mask, shape, of_queries(w, shape), splits=False)
-    return Work(tiles, lists, counters, stats, queries, None)
+    return KeyTiles(tiles, lists, counters, stats, queries, None)
 
 
 def slots_of(config: Config, head_dim: int) -> int:
@@ -159,13 +159,13 @@ def shared_bytes(config: Config, head_dim: int) -> int:
     return ALIGNMENT + config.tiles * tile
 
 
-def padded(shape: Shape) -> int:
+def padded(shape: AttentionShape) -> int:
     """Return the rows of a head's LSE and delta: whole blocks, and one step without a query."""
     side = max(ROWS, shape.block[0])
     return -(-shape.q_tokens // side) * side + ROWS
 
 
-def constants_of(config: Config, shape: Shape, mask: BlockMask) -> cuda.Constants:
+def constants_of(config: Config, shape: AttentionShape, mask: BlockMask) -> cuda.Constants:
     """Return the macros of attention_wgmma_backward.cu."""
     return (
         *(("HEAD_DIM", shape.head_dim), ("BLOCK_Q", shape.block[0]), ("BLOCK_K", shape.block[1])),
@@ -253,7 +253,7 @@ def plan(w: ListedMask, call: AttentionCall, config: Config) -> Product:
 
 
 def _of_keys(
-    work: Work, mask: BlockMask, call: AttentionCall, config: Config
+    work: KeyTiles, mask: BlockMask, call: AttentionCall, config: Config
 ) -> Callable[[Tensor, Tensor, bytes], Step]:
     """Return the launch of `differentiate` for some tiles: (tiles, counters, Stored) -> Step.
 

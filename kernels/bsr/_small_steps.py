@@ -47,7 +47,7 @@ HAND_OVER, STORING = 4_000, 40_000
 
 
 @dataclass(frozen=True)
-class Lists:
+class StepLists:
     """The work of a CTA for each group, for any token.
 
     units   int32 [groups, features / 32]: numbers of units, or -1
@@ -74,7 +74,7 @@ class Lists:
 
 
 @dataclass(frozen=True)
-class Layout:
+class StepLayout:
     """How a kernel holds the blocks of a step.
 
     rows         block rows of a group
@@ -99,7 +99,7 @@ class Layout:
     groups: int = 0
 
 
-def lists_of(w: Bsr, features: int, warpgroups: int, transposed: bool = False) -> Lists:
+def lists_of(w: Bsr, features: int, warpgroups: int, transposed: bool = False) -> StepLists:
     """Unite the block rows of W [n, k], or of its transpose, `features` to a group.
 
     Raises FormatError.
@@ -108,11 +108,11 @@ def lists_of(w: Bsr, features: int, warpgroups: int, transposed: bool = False) -
     b, (n, k) = w.block[0], w.shape
     owner, depth = (block_columns, block_rows) if transposed else (block_rows, block_columns)
     width, deep = (k, n) if transposed else (n, k)
-    layout = Layout(features // b, warpgroups, UNIT // b, STRIP // b, STRIPS, 2 * b * b, ROOMS)
+    layout = StepLayout(features // b, warpgroups, UNIT // b, STRIP // b, STRIPS, 2 * b * b, ROOMS)
     return listed(owner, depth, -(-width // UNIT), -(-deep // STRIP), layout)
 
 
-def listed(owner: Ints, depth: Ints, units: int, strips: int, layout: Layout) -> Lists:
+def listed(owner: Ints, depth: Ints, units: int, strips: int, layout: StepLayout) -> StepLists:
     """Return the lists for blocks in rows `owner` and columns `depth`."""
     warpgroups, across, unit_rows = layout.warpgroups, layout.across, layout.unit
     height = layout.rows // warpgroups
@@ -153,10 +153,12 @@ def listed(owner: Ints, depth: Ints, units: int, strips: int, layout: Layout) ->
     steps[:, 2:, 0] = counts.astype(np.uint32).view(np.int32).reshape(-1, warpgroups)
     steps[:, 2:, 1] = (start[:-1] - chunk[:-1].repeat(warpgroups)).reshape(-1, warpgroups)
     steps[:, 2:, 2:] = places.view(np.int32).reshape(-1, warpgroups, 2)
-    return Lists(united.astype(np.int32), first, steps, order, at.sum(1), there.sum((1, 2)), room)
+    return StepLists(
+        united.astype(np.int32), first, steps, order, at.sum(1), there.sum((1, 2)), room
+    )
 
 
-def work(lists: Lists, m: int, tokens: int, block: int, workers: int) -> tuple[Ints, Ints]:
+def work(lists: StepLists, m: int, tokens: int, block: int, workers: int) -> tuple[Ints, Ints]:
     """Return the steps, worker by worker, and the first step of each worker.
 
     int32 [steps + READ_AHEAD, 2 + warpgroups, 4] and [workers + 1]. The steps cover every group
@@ -165,7 +167,7 @@ def work(lists: Lists, m: int, tokens: int, block: int, workers: int) -> tuple[I
     return worked(lists, lists.costs(min(m, tokens), block), m, tokens, workers)
 
 
-def worked(lists: Lists, costs: Ints, m: int, tokens: int, workers: int) -> tuple[Ints, Ints]:
+def worked(lists: StepLists, costs: Ints, m: int, tokens: int, workers: int) -> tuple[Ints, Ints]:
     """Return the steps and bounds of `work` for groups with these costs."""
     group, token, starts = assigned(costs, m, tokens, workers)
     lengths = np.diff(lists.first)[group]
@@ -238,7 +240,7 @@ def _united(unit: Ints, strip: Ints, units: int, strips: int, size: int, groups:
     return members
 
 
-def _room(there: Ints, layout: Layout) -> int:
+def _room(there: Ints, layout: StepLayout) -> int:
     """Return the smallest room that holds the blocks of any strip and of 1.25 mean steps.
 
     `there` counts blocks by group and strip.

@@ -30,7 +30,7 @@ from sparsebench.formats._format import offsets_of, rows_of
 from sparsebench.formats.bsr import Bsr
 from sparsebench.kernels._common import cuda
 from sparsebench.kernels._common.work_list import Ints
-from sparsebench.kernels.bsr._small_steps import SHARE, Layout, Lists, cut, listed
+from sparsebench.kernels.bsr._small_steps import SHARE, StepLayout, StepLists, cut, listed
 from sparsebench.kernels.bsr._wgmma_pairs import checked
 
 HEIGHTS, DEPTHS = range(16, 97, 8), (*range(16, 65, 8), 80)  # sides of a tile
@@ -88,12 +88,12 @@ class Tiles:
     across: int = 1
     piece: int = PIECE
 
-    def lists(self, config: Config, m: int, workers: int) -> Lists:
+    def lists(self, config: Config, m: int, workers: int) -> StepLists:
         """Unite the rows and list the steps, in as many groups as fill the last round of items."""
         size, tiles = config.rows * config.warpgroups, -(-m // config.tokens)
         least = -(-self.rows // size)
         rounds = -(-least * tiles // workers)
-        layout = Layout(
+        layout = StepLayout(
             rows=size,
             warpgroups=config.warpgroups,
             unit=1,
@@ -208,7 +208,7 @@ def _aligned(
     return Tiles(height, DEEP, *np.divmod(place, deep), down, deep, united, across=2, piece=piece)
 
 
-def packed_order(tiles: Tiles, lists: Lists) -> Tensor:
+def packed_order(tiles: Tiles, lists: StepLists) -> Tensor:
     """Return the position in the blocks of each piece of the packed W: int32; zeros: -1.
 
     Tiles are in the order of the steps. In a tile, all features of the first 8 of k come first.

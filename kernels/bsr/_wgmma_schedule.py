@@ -21,7 +21,7 @@ STORING = 3  # steps that take as long as storing an item
 
 
 @dataclass(frozen=True)
-class Schedule:
+class WgmmaSchedule:
     """The work of each worker.
 
     items   int32 [items + READ_AHEAD, 4]: struct Item. First step, number of steps, first token,
@@ -38,7 +38,7 @@ class Schedule:
         return first_of(self.items, self.starts)
 
 
-def schedule(groups: Groups, m: int, tokens: int, workers: int) -> Schedule:
+def schedule(groups: Groups, m: int, tokens: int, workers: int) -> WgmmaSchedule:
     """Assign every group and tile of `tokens` of m tokens; every worker gets an item."""
     steps = np.diff(groups.first)
     group, token, starts = assigned(steps + STORING, m, tokens, workers)
@@ -46,4 +46,4 @@ def schedule(groups: Groups, m: int, tokens: int, workers: int) -> Schedule:
     items[: len(group)] = np.column_stack(
         [groups.first[group], steps[group], token, packed(groups.slices[group])]
     )
-    return Schedule(items, starts.astype(np.int32))
+    return WgmmaSchedule(items, starts.astype(np.int32))

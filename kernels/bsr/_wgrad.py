@@ -91,7 +91,7 @@ class Division(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Work:
+class WgradWork:
     """What a kernel reads, and how it is compiled.
 
     loads      int32 [pieces, ...]       struct Loads of each piece, worker by worker
@@ -120,7 +120,7 @@ def gradient_engine(
     name: str,
     config: type,
     choices: Callable[[Bsr, int, int], Sequence[Any]],
-    work_of: Callable[[Bsr, int, Any, int], Work],
+    work_of: Callable[[Bsr, int, Any, int], WgradWork],
     unsupported_call: Callable[[Bsr, BsrCall], str | None],
 ) -> Engine:
     """Return the engine of NAME.cu.
@@ -232,13 +232,13 @@ def _cut(
 
 def work_from(
     division: Division, columns: Ints, sums: Ints, fields: list[int], **rest: Any
-) -> Work:
+) -> WgradWork:
     """Return the work of pieces from that of whole items.
 
     columns  [items, room] first column of each box, as the kernel reads it; -1: not loaded
     sums     [items, consumers, ...] struct Sums, but for what depends on the piece
     fields   of Sums: the number of steps and struct Part
-    rest     other fields of Work
+    rest     other fields of WgradWork
     """
     (item, share, of), room, cut = division.pieces.T, columns.shape[1], np.zeros(len(sums), int)
     cut[item] = np.where(of > 1, of, 0)
@@ -248,7 +248,7 @@ def work_from(
     sums[:, :, fields] = np.stack([count, first[item], share, of, adds], 1)[:, None]
     loads = np.zeros((len(item), (room + 6) // 4 * 4), np.int32)
     loads[:, :room], loads[:, room : room + 3] = columns[item], np.stack([share, count, of], 1)
-    return Work(loads, sums, division.starts, int(cut.sum()), **rest)
+    return WgradWork(loads, sums, division.starts, int(cut.sum()), **rest)
 
 
 def room_of(strips: int) -> int:
@@ -264,7 +264,7 @@ def strips_of(items: Sequence[Item], dy: Ints, x: Ints, room: int) -> Ints:
     return boxes
 
 
-def _product(name: str, w: Bsr, call: BsrCall, work: Work, watchdog: bool) -> Product:
+def _product(name: str, w: Bsr, call: BsrCall, work: WgradWork, watchdog: bool) -> Product:
     """Upload the lists, compile, and return the product.
 
     Counters, of which each launch leaves the state that the next one needs, belong to the plan, so

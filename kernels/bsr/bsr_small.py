@@ -42,7 +42,7 @@ from sparsebench.kernels.bsr._small_steps import (
     STRIP,
     STRIPS,
     UNIT,
-    Lists,
+    StepLists,
     cut,
     lists_of,
     sources,
@@ -201,7 +201,7 @@ def _pattern(w: Bsr, offsets: Tensor, columns: Tensor, side: int) -> Bsr:
     return Bsr(w.shape, offsets, columns, values)
 
 
-def _lists(w: Bsr, config: Config, transposed: bool) -> Lists:
+def _lists(w: Bsr, config: Config, transposed: bool) -> StepLists:
     return lists_of(w, config.features, config.warpgroups, transposed)
 
 

@@ -38,7 +38,7 @@ from sparsebench.kernels._common.work_list import WORKERS, Ints
 from sparsebench.kernels._kernel import refuse
 from sparsebench.kernels.bsr._call import BsrCall, bsr_engine
 from sparsebench.kernels.bsr._launch import Packing, product_of, unsupported_product
-from sparsebench.kernels.bsr._small_steps import END, LAST, NO_STRIP, Lists, worked
+from sparsebench.kernels.bsr._small_steps import END, LAST, NO_STRIP, StepLists, worked
 from sparsebench.kernels.bsr._strip_tiles import (
     LEAST_GATHERED,
     Config,
@@ -60,7 +60,7 @@ ALIGNED = 32  # columns of an aligned strip
 FIRST_ALIGNED = 2  # configurations with aligned strips after as many without
 
 
-def costs_of(lists: Lists, tiles: Tiles, config: Config) -> Ints:
+def costs_of(lists: StepLists, tiles: Tiles, config: Config) -> Ints:
     """Return the cost of each group for a CTA, in bytes that TMA loads in that time."""
     loads = lists.strips * (config.tokens * row_bytes(tiles.depth, tiles.across))
     loads = loads + lists.blocks * (2 * tiles.height * tiles.depth)

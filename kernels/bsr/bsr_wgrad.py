@@ -38,7 +38,7 @@ from sparsebench.kernels.bsr._wgrad import (
     ALIGNED,
     Division,
     Item,
-    Work,
+    WgradWork,
     divided,
     gradient_engine,
     unsupported_sizes,
@@ -81,7 +81,7 @@ def choices(pattern: Bsr, m: int, workers: int) -> list[Config]:
     return sorted(CONFIGS, key=lambda c: _divided(items[c.wide], m, c, workers).last)
 
 
-def work_of(pattern: Bsr, m: int, config: Config, workers: int) -> Work:
+def work_of(pattern: Bsr, m: int, config: Config, workers: int) -> WgradWork:
     """Write the lists."""
     where, (down, across), wide = tiles_of(pattern), sides_of(pattern), config.wide
     items = items_of(where >= 0, wide)

@@ -19,7 +19,7 @@ from sparsebench.kernels.bsr._wgrad import (
     STRIP_BYTES,
     Division,
     Item,
-    Work,
+    WgradWork,
     divided,
     gradient_engine,
     room_of,
@@ -96,7 +96,7 @@ def _room(items: list[Item]) -> int:
     return room_of(max((item.loads for item in items), default=1))
 
 
-def work_of(pattern: Bsr, m: int, config: Config, workers: int) -> Work:
+def work_of(pattern: Bsr, m: int, config: Config, workers: int) -> WgradWork:
     """Write the lists."""
     items, depth = items_of(pattern, config.across, config.down), config.depth
     (division, held), slots = _divided(items, m, depth, workers), slots_of(items)

@@ -49,7 +49,7 @@ from sparsebench.kernels.bsr._wgrad import (
     UNIT,
     Division,
     Item,
-    Work,
+    WgradWork,
     divided,
     gradient_engine,
     room_of,
@@ -121,7 +121,7 @@ def choices(pattern: Bsr, m: int, workers: int) -> list[Config]:
     return [Config(64 if strips <= DEEP else 32, units, strips) for units, strips in best]
 
 
-def work_of(pattern: Bsr, m: int, config: Config, workers: int) -> Work:
+def work_of(pattern: Bsr, m: int, config: Config, workers: int) -> WgradWork:
     """Write the lists."""
     cells, room, units = cells_of(pattern), room_of(config.strips), config.units
     items, box = items_of(cells.there, units, config.strips), (config.depth, STRIP)

@@ -34,7 +34,7 @@ SHORT = 8  # cost up to which a row is never cut
 
 
 @dataclass(frozen=True)
-class Shape:
+class PanelShape:
     """The division of a CTA's work, in the terms of csr_cuda.cu.
 
     bounds  int64 [groups + 1]: first row of each group
@@ -51,7 +51,7 @@ class Shape:
 
 
 @dataclass(frozen=True)
-class Work:
+class PanelLists:
     """The lists of csr_cuda.cu, on the device of W.
 
     starts   int32 [groups * chunks * warps + 1, 2]: first team and step of each warp
@@ -70,7 +70,7 @@ class Work:
     size: int
 
 
-def work_of(w: Csr, shape: Shape) -> Work:
+def work_of(w: Csr, shape: PanelShape) -> PanelLists:
     """Divide the rows of W and deal them."""
     (n, k), device, ways, parts = w.shape, w.columns.device, shape.ways, shape.parts
     chunks, columns = -(-k // shape.chunk), w.columns.long()
@@ -133,7 +133,7 @@ def work_of(w: Csr, shape: Shape) -> Work:
     targets = (step * ways + way) * PAIR + number % PAIR
     size = (int(steps.sum()) + AHEAD + 1) * ways * PAIR
     starts, teams, pieces = (a.to(torch.int32) for a in (starts, teams, pieces))
-    return Work(starts, teams, pieces, targets, place, size)
+    return PanelLists(starts, teams, pieces, targets, place, size)
 
 
 def bounds_of(lengths: Tensor, groups: int) -> Tensor:

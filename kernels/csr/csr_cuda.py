@@ -39,7 +39,7 @@ from sparsebench.kernels._common.product import Product
 from sparsebench.kernels._common.requirements import unsupported_before_ampere
 from sparsebench.kernels._common.unstructured import UnstructuredCall, bind
 from sparsebench.kernels._kernel import refuse
-from sparsebench.kernels.csr._panels import Shape, Work, bounds_of, parts_of, work_of
+from sparsebench.kernels.csr._panels import PanelLists, PanelShape, bounds_of, parts_of, work_of
 from sparsebench.results.record import Problem
 
 DTYPES = torch.float32, torch.float16, torch.bfloat16
@@ -137,7 +137,7 @@ def room_of(device: torch.device, ctas: int) -> int:
     return gpu.shared_memory_per_multiprocessor // ctas - RESERVED_BYTES
 
 
-def divided(w: Csr, m: int, config: Config) -> tuple[Shape, int]:
+def divided(w: Csr, m: int, config: Config) -> tuple[PanelShape, int]:
     """Return the division of work and the bytes of shared memory of a CTA. Raises Unsupported."""
     (n, k), dtype, device = w.shape, w.values.dtype, w.values.device
     column, ways, warps = config.column_bytes(dtype), config.ways(dtype), config.threads // 32
@@ -159,11 +159,11 @@ def divided(w: Csr, m: int, config: Config) -> tuple[Shape, int]:
     parts = parts_of(lengths, bounds, max(cuts, 1))
     ends = torch.cat([parts.new_zeros(1), parts.cumsum(0)])
     sums = (int(ends[bounds].diff().max()) + 1) * config.row_bytes
-    shape = Shape(bounds, parts, chunk, warps, ways, max(1, 128 // column))
+    shape = PanelShape(bounds, parts, chunk, warps, ways, max(1, 128 // column))
     return shape, (chunk + 1) * column + sums
 
 
-def packed(w: Csr, work: Work, chunk: int, column: int) -> Tensor:
+def packed(w: Csr, work: PanelLists, chunk: int, column: int) -> Tensor:
     """Return the steps, places in the panel and values, in the layout of csr_cuda.cu."""
     bits = w.values.view(BITS[w.values.itemsize]).int()
     places = (work.places * column).int()

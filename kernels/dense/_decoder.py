@@ -47,7 +47,7 @@ Stored = TypeVar("Stored", bound=Format)
 
 
 @dataclass(frozen=True)
-class Part:
+class DecoderPart:
     """A part of the step in every layer: calls, their outputs, and choices by product."""
 
     calls: Sequence[Callable[[], object]]
@@ -60,7 +60,7 @@ class Part:
 class Build(Protocol):
     """Build a part (qkv, o, mlp or head) from existing inputs, one for each layer."""
 
-    def __call__(self, name: str, inputs: Sequence[Tensor]) -> Part: ...
+    def __call__(self, name: str, inputs: Sequence[Tensor]) -> DecoderPart: ...
 
 
 def prepare(operands: Operands, build: Build) -> Launch:
@@ -144,7 +144,7 @@ def is_pruned(problem: Problem, name: str) -> bool:
     return name in (("mlp",) if problem["pruned"] == "mlp" else ("mlp", "qkv", "o"))
 
 
-def dense_part(operands: Operands, name: str, inputs: Sequence[Tensor]) -> Part:
+def dense_part(operands: Operands, name: str, inputs: Sequence[Tensor]) -> DecoderPart:
     """Build a part of dense weights, from any format."""
     if name != "mlp":
         return _dense_product(operands, name, operands.weights[WEIGHTS[name]].to_dense(), inputs)
@@ -152,7 +152,9 @@ def dense_part(operands: Operands, name: str, inputs: Sequence[Tensor]) -> Part:
     return join(gated, dense_part(operands, "down", run_once(gated).outs))
 
 
-def _dense_product(operands: Operands, name: str, w: Tensor, inputs: Sequence[Tensor]) -> Part:
+def _dense_product(
+    operands: Operands, name: str, w: Tensor, inputs: Sequence[Tensor]
+) -> DecoderPart:
     """Return X @ W.T of each layer into one tensor, by the fastest call."""
     x, pinned = inputs[0], (operands.pinned or {}).get(name)
     scale = scale_of(operands.problem, w.shape[1]) if name in ("qkv", "o", "down") else 1.0
@@ -165,10 +167,10 @@ def _dense_product(operands: Operands, name: str, w: Tensor, inputs: Sequence[Te
         for x in inputs[1:]
     ]
     candidates = lines_of(name, first)
-    return Part([first, *rest], [out] * len(inputs), {name: first.choice}, candidates)
+    return DecoderPart([first, *rest], [out] * len(inputs), {name: first.choice}, candidates)
 
 
-def _dense_gated(operands: Operands, inputs: Sequence[Tensor]) -> Part:
+def _dense_gated(operands: Operands, inputs: Sequence[Tensor]) -> DecoderPart:
     """Return H = act(X @ Wg.T) * (X @ Wu.T): one product, and act, which scales its input."""
     problem, (gate, up) = operands.problem, (operands.weights[name].to_dense() for name in MLP_IN)
     part = _dense_product(operands, "gate_up", torch.cat((gate, up)), inputs)
@@ -177,24 +179,24 @@ def _dense_gated(operands: Operands, inputs: Sequence[Tensor]) -> Part:
     return append_kernels(part, [between] * len(inputs))
 
 
-def run_once(part: Part) -> Part:
+def run_once(part: DecoderPart) -> DecoderPart:
     """Run each layer's call of a part: the next part is timed on their outputs."""
     for call in part.calls:
         call()
     return part
 
 
-def append_kernels(part: Part, after: Sequence[BoundKernel]) -> Part:
+def append_kernels(part: DecoderPart, after: Sequence[BoundKernel]) -> DecoderPart:
     """Return a part with one more kernel in each layer, which reads the part's output."""
     calls = [in_turn(*both) for both in zip(part.calls, after, strict=True)]
     outs, code = [each.out for each in after], part.code or after[0].code
     return replace(part, calls=calls, outs=outs, code=code)
 
 
-def join(gated: Part, down: Part) -> Part:
+def join(gated: DecoderPart, down: DecoderPart) -> DecoderPart:
     calls = [in_turn(*both) for both in zip(gated.calls, down.calls, strict=True)]
     choice = {**gated.choice, **down.choice}
-    return Part(calls, down.outs, choice, [*gated.candidates, *down.candidates], gated.code)
+    return DecoderPart(calls, down.outs, choice, [*gated.candidates, *down.candidates], gated.code)
 
 
 def copy_of(weight: Stored) -> Stored:

@@ -35,7 +35,7 @@ from sparsebench.kernels._common.operator import Operator
 from sparsebench.kernels._common.transforms import aligned, is_transformed, is_watched
 from sparsebench.kernels._kernel import NAMES
 from sparsebench.kernels.attention._call import AttentionCall
-from sparsebench.kernels.attention._shapes import MOST_DEPTH, Shape
+from sparsebench.kernels.attention._shapes import MOST_DEPTH, AttentionShape
 from sparsebench.kernels.nn._attention_engines import operator_of
 from sparsebench.kernels.nn._bsr_autograd import is_current
 from sparsebench.kernels.nn._stamp import Stamp, arrays_of, stamp_of
@@ -52,7 +52,7 @@ RECORDINGS = "_sparsebench_recordings"  # attribute of a mask: recorded calls by
 SCALES = 16  # of a mask; the oldest makes room
 
 
-class StampedOperator(NamedTuple):
+class MaskOperator(NamedTuple):
     """The operator of a mask, its stamp and `bits` at that time, and its arrays."""
 
     stamp: tuple[Stamp, int]
@@ -68,8 +68,8 @@ def plans_of(mask: BlockMask) -> Operator:
     """Return the plans of a mask as it is now. Raises Unsupported for an inference tensor."""
     stamp = stamp_of(mask, "attention"), id(mask.bits)
     plans = getattr(mask.columns, ATTRIBUTE, None)
-    if not isinstance(plans, StampedOperator) or plans.stamp != stamp:
-        plans = StampedOperator(stamp, operator_of(mask), arrays_of(mask))
+    if not isinstance(plans, MaskOperator) or plans.stamp != stamp:
+        plans = MaskOperator(stamp, operator_of(mask), arrays_of(mask))
         setattr(mask.columns, ATTRIBUTE, plans)
     return plans.operator
 
@@ -83,7 +83,7 @@ def _call(
 ) -> AttentionCall:
     batch, s_q, heads, d = q.shape
     sizes = batch, s_q, k.shape[1], heads, k.shape[2], d, mask.block
-    return AttentionCall(op, Shape(*sizes, NAMES[q.dtype]), scale)
+    return AttentionCall(op, AttentionShape(*sizes, NAMES[q.dtype]), scale)
 
 
 def _run(call: AttentionCall, mask: BlockMask, operands: Sequence[Tensor]) -> Sequence[Tensor]:

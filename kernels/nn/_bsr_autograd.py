@@ -47,7 +47,7 @@ from sparsebench.kernels._common.transforms import (
 )
 from sparsebench.kernels._kernel import output_dtype
 from sparsebench.kernels.bsr._call import BsrCall
-from sparsebench.kernels.nn._bsr_pattern import COMPARE_EVERY, Pattern, pattern_of
+from sparsebench.kernels.nn._bsr_pattern import COMPARE_EVERY, PlannedPattern, pattern_of
 
 SIGNATURE = Signature(
     held=("values",),
@@ -62,14 +62,16 @@ DGRAD, WGRAD = 1, 2  # the products of backward
 # ---- products of a pattern ----
 
 
-def _y(pattern: Pattern, x: Tensor, values: Tensor, n: int, live: bool) -> Tensor:
+def _y(pattern: PlannedPattern, x: Tensor, values: Tensor, n: int, live: bool) -> Tensor:
     """Return Y [m, n] of X [m, k]. Raises FormatError, Unsupported."""
     m, k = x.shape
     call = BsrCall("linear", m, (n, k), _block(values, pattern.columns), x.dtype, live)
     return _run(pattern, call, x, values, (m, n))
 
 
-def _dx(pattern: Pattern, dy: Tensor, values: Tensor, k: int, front: Front | None = None) -> Tensor:
+def _dx(
+    pattern: PlannedPattern, dy: Tensor, values: Tensor, k: int, front: Front | None = None
+) -> Tensor:
     """Return dX [m, k] of dY [m, n]. Raises FormatError, Unsupported."""
     m, n = dy.shape
     block, live = _block(values, pattern.columns), values.requires_grad
@@ -78,7 +80,7 @@ def _dx(pattern: Pattern, dy: Tensor, values: Tensor, k: int, front: Front | Non
 
 
 def _dw(
-    pattern: Pattern, dy: Tensor, x: Tensor, r: int, c: int, front: Front | None = None
+    pattern: PlannedPattern, dy: Tensor, x: Tensor, r: int, c: int, front: Front | None = None
 ) -> Tensor:
     """Return dW [blocks, r, c] of dY [m, n] and X [m, k]. Raises FormatError, Unsupported."""
     (tokens, n), (m, k) = dy.shape, x.shape
@@ -89,7 +91,7 @@ def _dw(
 
 
 def _run(
-    pattern: Pattern,
+    pattern: PlannedPattern,
     call: BsrCall,
     a: Tensor,
     b: Tensor,
@@ -113,7 +115,7 @@ def _run(
         return record(front, number, [a, b], lambda *t: [pattern.run(call, *t)], fixed=fixed)[0]
 
 
-def _require_alike(pattern: Pattern, a: Tensor, b: Tensor) -> None:
+def _require_alike(pattern: PlannedPattern, a: Tensor, b: Tensor) -> None:
     """Raise Unsupported unless both operands have one dtype, the pattern's device and addresses."""
     if a.dtype != b.dtype:
         raise Unsupported(f"expected operands of one dtype, found {a.dtype} and {b.dtype}")
@@ -335,7 +337,7 @@ def _differentiated(*operands: Tensor | None) -> bool:
 
 
 def _gradients(
-    pattern: Pattern,
+    pattern: PlannedPattern,
     shape: tuple[int, int],
     block: tuple[int, int],
     front: Front | None,

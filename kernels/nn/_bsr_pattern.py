@@ -39,7 +39,7 @@ SIZES = 256  # numbers of tokens whose product a pattern remembers
 ATTRIBUTE = "_sparsebench_pattern"  # attribute of the tensor `columns`
 
 
-class Pattern:
+class PlannedPattern:
     """A copy of an index, the plans made for it, and packed values that are frozen.
 
     offsets, columns  the copies; plans read these, so that writes into the index cannot corrupt one
@@ -154,7 +154,7 @@ class Packs:
         return packed
 
 
-def pattern_of(offsets: Tensor, columns: Tensor) -> Pattern:
+def pattern_of(offsets: Tensor, columns: Tensor) -> PlannedPattern:
     """Return the pattern of an index.
 
     Waits for the device at the first call, after a write, and once in COMPARE_EVERY calls. Raises
@@ -162,11 +162,11 @@ def pattern_of(offsets: Tensor, columns: Tensor) -> Pattern:
     """
     cached = getattr(columns, ATTRIBUTE, None)
     stamp = _stamp(offsets, columns)
-    if type(cached) is Pattern and cached.stamp == stamp is not None:
+    if type(cached) is PlannedPattern and cached.stamp == stamp is not None:
         cached.calls += 1
         if cached.frozen or cached.calls % COMPARE_EVERY:
             return cached
-    return _compare(cached if type(cached) is Pattern else None, stamp, offsets, columns)
+    return _compare(cached if type(cached) is PlannedPattern else None, stamp, offsets, columns)
 
 
 def _stamp(offsets: Tensor, columns: Tensor) -> tuple[int, ...] | None:
@@ -179,12 +179,14 @@ def _stamp(offsets: Tensor, columns: Tensor) -> tuple[int, ...] | None:
 
 
 def _compare(
-    cached: Pattern | None, stamp: tuple[int, ...] | None, offsets: Tensor, columns: Tensor
-) -> Pattern:
+    cached: PlannedPattern | None, stamp: tuple[int, ...] | None, offsets: Tensor, columns: Tensor
+) -> PlannedPattern:
     """Return the cached pattern if the index still equals it, else a new one."""
     same_stamp = cached is not None and cached.stamp == stamp is not None
     if columns.is_cuda and torch.cuda.is_current_stream_capturing():  # a capture cannot compare
-        return cached if cached and same_stamp else Pattern(offsets, columns, None)  # without plans
+        return (
+            cached if cached and same_stamp else PlannedPattern(offsets, columns, None)
+        )  # without plans
     if cached and cached.equals(offsets, columns):
         cached.stamp = stamp
         return cached
@@ -194,7 +196,7 @@ def _compare(
             f"(.data, NumPy, a collective), so up to {COMPARE_EVERY} calls since then were wrong: "
             "load a state dict or call set_pattern instead"
         )
-    pattern = Pattern(offsets, columns, stamp)
+    pattern = PlannedPattern(offsets, columns, stamp)
     setattr(columns, ATTRIBUTE, pattern)
     return pattern
 
@@ -205,7 +207,9 @@ def replan(old: tuple[Tensor, Tensor], new: tuple[Tensor, Tensor]) -> None:
     The kernels and configurations stay where they can.
     """
     pattern = getattr(old[1], ATTRIBUTE, None)
-    for call, selected in [*pattern.operator.plans.items()] if type(pattern) is Pattern else ():
+    for call, selected in (
+        [*pattern.operator.plans.items()] if type(pattern) is PlannedPattern else ()
+    ):
         assert isinstance(call, BsrCall)
         try:
             pattern_of(*new).select(call, earlier=Earlier(selected.choice, ()))

@@ -32,7 +32,7 @@ from sparsebench.kernels.bsr._call import BsrCall
 from sparsebench.kernels.dense import _decoder
 from sparsebench.kernels.dense._decoder import (
     WEIGHTS,
-    Part,
+    DecoderPart,
     append_kernels,
     copy_of,
     dense_part,
@@ -237,7 +237,9 @@ def unsupported_step(problem: Problem, device: torch.device) -> str | None:
     return _decoder.unsupported_pruned(problem, device)
 
 
-def _part(operands: Operands, earlier: Earlier | None, name: str, inputs: Sequence[Tensor]) -> Part:
+def _part(
+    operands: Operands, earlier: Earlier | None, name: str, inputs: Sequence[Tensor]
+) -> DecoderPart:
     w, problem = operands.weights, operands.problem
     if not is_pruned(problem, name):
         return dense_part(operands, name, inputs)
@@ -255,7 +257,7 @@ def _part(operands: Operands, earlier: Earlier | None, name: str, inputs: Sequen
     return _decoder.join(gated, product("down", w["wd"], _decoder.run_once(gated).outs))
 
 
-def _gated(gate: Part, up: Part, activation: str) -> Part:
+def _gated(gate: DecoderPart, up: DecoderPart, activation: str) -> DecoderPart:
     """Return both products, and H = act(G) * U in torch, as a Hugging Face model computes it."""
     act, outs = ACTIVATIONS[activation], [torch.empty_like(out) for out in gate.outs]
 
@@ -265,7 +267,7 @@ def _gated(gate: Part, up: Part, activation: str) -> Part:
     thirds = [partial(between, *each) for each in zip(gate.outs, up.outs, outs, strict=True)]
     calls = [in_turn(*each) for each in zip(gate.calls, up.calls, thirds, strict=True)]
     candidates = [*gate.candidates, *up.candidates]
-    return Part(calls, outs, {**gate.choice, **up.choice}, candidates, gate.code)
+    return DecoderPart(calls, outs, {**gate.choice, **up.choice}, candidates, gate.code)
 
 
 def _product(
@@ -275,7 +277,7 @@ def _product(
     w: Format,
     inputs: Sequence[Tensor],
     activation: str | None = None,
-) -> Part:
+) -> DecoderPart:
     """Plan the product that a layer chooses, for each layer's input, with a copy of W."""
     fp8 = problem["dtype"] == "fp8"
     if fp8 and not isinstance(w, Spense):
@@ -294,4 +296,4 @@ def _product(
         if number == 0:
             first, previous = selected, Earlier(selected.row, ())
     lines = [{"of": name, **line} for line in first.lines]
-    return Part(calls, outs, {name: first.row}, lines, first.product.code)
+    return DecoderPart(calls, outs, {name: first.row}, lines, first.product.code)

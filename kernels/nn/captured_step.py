@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from sparsebench.errors import Unsupported
 from sparsebench.kernels._common.capture import capturing
-from sparsebench.kernels.nn._bsr_pattern import Pattern, pattern_of
+from sparsebench.kernels.nn._bsr_pattern import PlannedPattern, pattern_of
 from sparsebench.kernels.nn._sharded import is_sharded
 from sparsebench.kernels.nn.linear import BlockSparseLinear
 
@@ -50,7 +50,7 @@ class CapturedStep:
     _calls: dict[Hashable, int]
     _last: _Graph | None  # the graph whose gradients the parameters hold
     _captured_state: Any
-    _used_patterns: list[Pattern]  # keeps the lists that graphs read
+    _used_patterns: list[PlannedPattern]  # keeps the lists that graphs read
 
     def __init__(
         self,
@@ -123,7 +123,7 @@ class CapturedStep:
         self._graphs, self._calls, self._used_patterns = {}, {}, []
         self._last = self._captured_state = None
 
-    def _patterns(self) -> Iterator[Pattern]:
+    def _patterns(self) -> Iterator[PlannedPattern]:
         for module in self._modules:
             if isinstance(module, BlockSparseLinear):
                 yield pattern_of(module.offsets, module.columns)

@@ -5,7 +5,7 @@ import torch
 from sparsebench.errors import Unsupported
 from sparsebench.formats._format import sides_of
 from sparsebench.formats.block_mask import BlockMask
-from sparsebench.formats.block_mask_converters import Lists, padded_lists
+from sparsebench.formats.block_mask_converters import PaddedLists, padded_lists
 from sparsebench.kernels._kernel import Operands
 from sparsebench.results.record import Problem
 
@@ -25,7 +25,7 @@ def cut(mask: BlockMask, side: int) -> BlockMask:
     return BlockMask.from_dense(cells.flatten(0, 1), block=side, tokens=tokens, batch=mask.batch)
 
 
-def lists_in(mask: BlockMask, heads: int, side: int) -> Lists:
+def lists_in(mask: BlockMask, heads: int, side: int) -> PaddedLists:
     """Return padded lists of full blocks of `side`, for each head."""
     return padded_lists(cut(mask, side), heads, partial=False)
 

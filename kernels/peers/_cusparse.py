@@ -58,7 +58,7 @@ Plan = tuple[dict[str, Any], Callable[[], Output]]
 
 
 @dataclass(frozen=True)
-class Weight:
+class CusparseWeight:
     """W in a form that cuSPARSE can describe.
 
     shape       rows and columns, padded to whole blocks
@@ -72,7 +72,7 @@ class Weight:
 
 
 @dataclass(frozen=True)
-class Pattern:
+class GradientPattern:
     """The sparsity pattern of the gradient, in a form that cuSPARSE can describe.
 
     packed    the pattern in our format; keeps its arrays alive
@@ -95,7 +95,7 @@ def unsupported(problem: Problem, device: torch.device) -> str | None:
     return unsupported_without("nvmath", GPU_EXTRA)
 
 
-def prepare(w: Weight, operands: Operands) -> Launch:
+def prepare(w: CusparseWeight, operands: Operands) -> Launch:
     """Return the fastest way to compute Y. Raises Unsupported if the library accepts none."""
     x, n = operands.activations["x"], operands.weights["w"].shape[0]
 
@@ -105,7 +105,7 @@ def prepare(w: Weight, operands: Operands) -> Launch:
     return _fastest(plan, SPMM, product(w.algorithms, *SPMM_LAYOUTS), operands)
 
 
-def prepare_wgrad(pattern: Pattern, operands: Operands) -> Launch:
+def prepare_wgrad(pattern: GradientPattern, operands: Operands) -> Launch:
     """Return the fastest way to compute dW. Raises Unsupported if the library accepts none."""
     dy, x = operands.activations["dy"], operands.activations["x"]
 
@@ -141,7 +141,9 @@ def _fastest(
     return Launch(call, {**choice, "cusparse": version}, candidates=lines + timed)
 
 
-def spmm(w: Weight, x: Tensor, n: int, algorithm: str, x_layout: str, y_layout: str) -> Plan:
+def spmm(
+    w: CusparseWeight, x: Tensor, n: int, algorithm: str, x_layout: str, y_layout: str
+) -> Plan:
     """Describe, preprocess and allocate the product of one setting. Raises cuSPARSEError."""
     from nvmath.bindings import cusparse
 
@@ -180,7 +182,7 @@ def spmm(w: Weight, x: Tensor, n: int, algorithm: str, x_layout: str, y_layout: 
     return {**choice, "workspace_bytes": size}, run
 
 
-def sddmm(pattern: Pattern, dy: Tensor, x: Tensor, dy_layout: str, x_layout: str) -> Plan:
+def sddmm(pattern: GradientPattern, dy: Tensor, x: Tensor, dy_layout: str, x_layout: str) -> Plan:
     """Describe, preprocess and allocate the product of one setting. Raises cuSPARSEError."""
     from nvmath.bindings import cusparse
 

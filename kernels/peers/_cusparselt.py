@@ -92,7 +92,7 @@ class Library:
 
 
 @dataclass(frozen=True)
-class Algorithm:
+class LtAlgorithm:
     """One of the library's algorithms for a product; None leaves a setting to the library."""
 
     algorithm: int | None = None
@@ -116,7 +116,7 @@ class Matrix:
 
 
 @dataclass(frozen=True)
-class Weight:
+class CompressedWeight:
     """W compressed, and its descriptor; `dense` is its layout before."""
 
     dense: Matrix
@@ -192,7 +192,7 @@ def opaque() -> Any:
     return (ctypes.c_uint8 * STRUCT_BYTES).from_buffer(room, start)
 
 
-def compress(w: Tensor) -> Weight:
+def compress(w: Tensor) -> CompressedWeight:
     """Compress W [n, k], which must be 2:4 and contiguous by rows or by columns.
 
     The library does not check that, and returns wrong products if W is not 2:4.
@@ -210,12 +210,12 @@ def compress(w: Tensor) -> Weight:
     arguments = w.data_ptr(), compressed.data_ptr(), room.data_ptr(), stream.cuda_stream
     lt("SpMMACompress2", handle, descriptor, IS_A, AS_IT_IS, *arguments)
     stream.synchronize()  # then `room` and the caller's W may be freed
-    weight = Weight(dense, descriptor, compressed)
+    weight = CompressedWeight(dense, descriptor, compressed)
     weakref.finalize(weight, lt.functions["MatDescriptorDestroy"], descriptor).atexit = False
     return weight
 
 
-class Plan:
+class MatmulPlan:
     """A product that is ready to run: `plan(b, d)` enqueues D = scale * W @ B + beta * D.
 
     weight     compressed W, which the plan keeps alive
@@ -226,10 +226,10 @@ class Plan:
 
     def __init__(
         self,
-        weight: Weight,
+        weight: CompressedWeight,
         b: Matrix,
         d: Matrix,
-        algorithm: Algorithm,
+        algorithm: LtAlgorithm,
         beta: float = 0.0,
         scale: float = 1.0,
     ) -> None:
@@ -276,8 +276,8 @@ class Plan:
         )
 
     @property
-    def actual(self) -> Algorithm:
-        return Algorithm(*(self._get(a) for a in (CONFIG, SPLIT_K, SPLIT_K_MODE)))
+    def actual(self) -> LtAlgorithm:
+        return LtAlgorithm(*(self._get(a) for a in (CONFIG, SPLIT_K, SPLIT_K_MODE)))
 
     @property
     def algorithms(self) -> int:

@@ -41,7 +41,7 @@ def prepare(operands: Operands) -> Launch:
         sizes = *padded, b, values.shape[1]
         return int(cusparse.create_blocked_ell(*sizes, *arrays, *types, dtype))
 
-    weight = _cusparse.Weight(padded, ("BLOCKED_ELL_ALG1",), describe)
+    weight = _cusparse.CusparseWeight(padded, ("BLOCKED_ELL_ALG1",), describe)
     launch = _cusparse.prepare(weight, operands)
     padding = columns.numel() / max(len(w.columns), 1)
     return dataclasses.replace(launch, choice={**launch.choice, "padding": padding})

@@ -19,7 +19,7 @@ from sparsebench.kernels.peers import _cusparse
 def prepare(operands: Operands) -> Launch:
     w = operands.weights["w"]
     assert isinstance(w, Bsr)
-    weight = _cusparse.Weight(padded(w), ("BSR_ALG1",), partial(describe, w))
+    weight = _cusparse.CusparseWeight(padded(w), ("BSR_ALG1",), partial(describe, w))
     return _cusparse.prepare(weight, operands)
 
 
@@ -46,7 +46,7 @@ def describe(w: Bsr) -> int:
 def prepare_wgrad(operands: Operands) -> Launch:
     w = operands.pattern
     assert isinstance(w, Bsr)
-    pattern = _cusparse.Pattern(w, padded(w), partial(describe, w), w.block[0])
+    pattern = _cusparse.GradientPattern(w, padded(w), partial(describe, w), w.block[0])
     return _cusparse.prepare_wgrad(pattern, operands)
 
 

@@ -17,7 +17,9 @@ ALGORITHMS = "CSR_ALG1", "CSR_ALG2", "CSR_ALG3"
 def prepare(operands: Operands) -> Launch:
     w = operands.weights["w"]
     assert isinstance(w, Csr)
-    return _cusparse.prepare(_cusparse.Weight(w.shape, ALGORITHMS, partial(describe, w)), operands)
+    return _cusparse.prepare(
+        _cusparse.CusparseWeight(w.shape, ALGORITHMS, partial(describe, w)), operands
+    )
 
 
 def describe(w: Csr) -> int:
@@ -33,7 +35,7 @@ def describe(w: Csr) -> int:
 def prepare_wgrad(operands: Operands) -> Launch:
     w = operands.pattern
     assert isinstance(w, Csr)
-    pattern = _cusparse.Pattern(w, w.shape, partial(describe, w))
+    pattern = _cusparse.GradientPattern(w, w.shape, partial(describe, w))
     return _cusparse.prepare_wgrad(pattern, operands)
 
 

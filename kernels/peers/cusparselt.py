@@ -54,7 +54,13 @@ from sparsebench.kernels._common.search import Search, finalists, part_of, searc
 from sparsebench.kernels._kernel import DTYPES, Kernel, Launch, Operands, output_dtype, sum_scale
 from sparsebench.kernels.dense.cublas import unsupported_8_bits
 from sparsebench.kernels.peers import _cusparselt
-from sparsebench.kernels.peers._cusparselt import Algorithm, CusparseLtError, Matrix, Order, Plan
+from sparsebench.kernels.peers._cusparselt import (
+    CusparseLtError,
+    LtAlgorithm,
+    MatmulPlan,
+    Matrix,
+    Order,
+)
 from sparsebench.results.record import Problem
 
 LAYOUTS: tuple[Order, ...] = "rows", "columns"
@@ -75,7 +81,7 @@ SPLITS = tuple(product((2, 3, 4, 6, 8), (1, 2)))  # parts of k, and one kernel o
 
 
 @dataclass(frozen=True)
-class Way(Algorithm):
+class LtCall(LtAlgorithm):
     """One way to call the library, by default as the library does; `tokens` is for padding."""
 
     w_layout: Order = "rows"
@@ -88,7 +94,7 @@ class Way(Algorithm):
 class HalfSparse:
     """A way with its plan: `call` writes to its argument, whose first m of `rows` rows are Y."""
 
-    way: Way
+    way: LtCall
     rows: int
     call: Callable[[Tensor], None]
 
@@ -100,14 +106,14 @@ class Call:
     `scale` multiplies the sums, and `buffers` are the padded tokens, by their number of rows.
     """
 
-    w: Callable[[Order], _cusparselt.Weight]
+    w: Callable[[Order], _cusparselt.CompressedWeight]
     x: Tensor
     y_stride: int
     beta: float = 0.0
     scale: float = 1.0
     buffers: dict[int, Tokens] = field(default_factory=dict)
 
-    def tokens(self, way: Way) -> Tokens:
+    def tokens(self, way: LtCall) -> Tokens:
         """Return X, padded if the way says so. All ways with as many tokens share a buffer."""
         rows = way.tokens or len(self.x)
         if rows not in self.buffers:
@@ -165,11 +171,11 @@ def prepare(operands: Operands, *, search: bool = True) -> Launch:
     return Launch(run, choice, candidates=candidates)
 
 
-def compressed(w: Tensor) -> Callable[[Order], _cusparselt.Weight]:
+def compressed(w: Tensor) -> Callable[[Order], _cusparselt.CompressedWeight]:
     """Return a function that compresses W [n, k], contiguous and 2:4, once in each layout."""
 
     @cache
-    def of(layout: Order) -> _cusparselt.Weight:
+    def of(layout: Order) -> _cusparselt.CompressedWeight:
         return _cusparselt.compress(w if layout == "rows" else w.t().contiguous().t())
 
     return of
@@ -190,16 +196,16 @@ def choose(
     """
     version = {"cusparselt": _cusparselt.library().version}
     if pinned:
-        way = Way(**{name: pinned[name] for name in asdict(Way())})
+        way = LtCall(**{name: pinned[name] for name in asdict(LtCall())})
         return planned(target, way), dict(pinned), []
-    repeated = [Way(**each) for of in STAGES for each in finalists(part_of(of, before))]
+    repeated = [LtCall(**each) for of in STAGES for each in finalists(part_of(of, before))]
     if repeated:
         products, _ = accepted(target, dict.fromkeys(repeated))
         best, result = time_products(target, n, products)
         return best, asdict(best.way) | version, lines_of("finalists", products, result)
     every = [
         replace(way, tokens=target.fewest_tokens)
-        for way in (layouts(target.x.dtype) if searching else [Way()])
+        for way in (layouts(target.x.dtype) if searching else [LtCall()])
     ]
     products, reasons = accepted(target, every)
     if not products:
@@ -222,15 +228,15 @@ def choose(
     return best, asdict(best.way) | version, lines
 
 
-def layouts(dtype: torch.dtype) -> list[Way]:
+def layouts(dtype: torch.dtype) -> list[LtCall]:
     """Return every combination of layouts, those of the default first."""
     if dtype.itemsize == 1:
-        return [Way(), Way(y_layout="rows")]
-    every = [Way(w_layout=w, x_layout=x, y_layout=y) for w, x, y in product(*[LAYOUTS] * 3)]
-    return [Way(), *(way for way in every if way != Way())]
+        return [LtCall(), LtCall(y_layout="rows")]
+    every = [LtCall(w_layout=w, x_layout=x, y_layout=y) for w, x, y in product(*[LAYOUTS] * 3)]
+    return [LtCall(), *(way for way in every if way != LtCall())]
 
 
-def accepted(target: Call, ways: Iterable[Way]) -> tuple[list[HalfSparse], set[str]]:
+def accepted(target: Call, ways: Iterable[LtCall]) -> tuple[list[HalfSparse], set[str]]:
     """Return the products of the accepted ways, and why the library refuses the others."""
     products, reasons = [], set()
     for way in ways:
@@ -241,23 +247,23 @@ def accepted(target: Call, ways: Iterable[Way]) -> tuple[list[HalfSparse], set[s
     return products, reasons
 
 
-def planned(target: Call, way: Way) -> HalfSparse:
+def planned(target: Call, way: LtCall) -> HalfSparse:
     """Plan one way. Raises CusparseLtError if the library refuses it."""
     plan = plan_of(target, way)
     rows = way.tokens or len(target.x)
     return HalfSparse(replace(way, **asdict(plan.actual)), rows, call_of(target, way, plan))
 
 
-def plan_of(target: Call, way: Way) -> Plan:
+def plan_of(target: Call, way: LtCall) -> MatmulPlan:
     weight, x = target.w(way.w_layout), target.tokens(way).whole
     (m, k), stride = x.shape, x.stride(0)
     b = Matrix(k, m, stride if way.x_layout == "columns" else m, way.x_layout, x.dtype)
     y_stride = target.y_stride if way.y_layout == "columns" else m
     d = Matrix(weight.dense.rows, m, y_stride, way.y_layout, target.output)
-    return Plan(weight, b, d, way, target.beta, target.scale)
+    return MatmulPlan(weight, b, d, way, target.beta, target.scale)
 
 
-def call_of(target: Call, way: Way, plan: Plan) -> Callable[[Tensor], None]:
+def call_of(target: Call, way: LtCall, plan: MatmulPlan) -> Callable[[Tensor], None]:
     """Return the launch of a plan, with the copies that its layouts need."""
     tokens, n = target.tokens(way), plan.weight.dense.rows
 
@@ -274,7 +280,7 @@ def call_of(target: Call, way: Way, plan: Plan) -> Callable[[Tensor], None]:
 
 
 def searched_by_the_library(target: Call, products: Sequence[HalfSparse]) -> list[HalfSparse]:
-    results: list[Way] = []
+    results: list[LtCall] = []
     for one in products:
         if (target.x.dtype, one.way.y_layout) in TRAPS:
             continue
@@ -290,7 +296,7 @@ def searched_by_the_library(target: Call, products: Sequence[HalfSparse]) -> lis
     return accepted(target, [way for way in dict.fromkeys(results) if way not in before])[0]
 
 
-def numbers(target: Call, ways: Iterable[Way]) -> list[Way]:
+def numbers(target: Call, ways: Iterable[LtCall]) -> list[LtCall]:
     """Return every algorithm of these layouts up to TRAPS; the library numbers them from 0."""
     counts = {way: plan_of(target, way).algorithms for way in ways}
     dtype = target.x.dtype
@@ -301,7 +307,7 @@ def numbers(target: Call, ways: Iterable[Way]) -> list[Way]:
     ]
 
 
-def with_more_tokens(target: Call, ways: Sequence[Way], few: Sequence[Way]) -> list[Way]:
+def with_more_tokens(target: Call, ways: Sequence[LtCall], few: Sequence[LtCall]) -> list[LtCall]:
     """Return the ways of the fastest layouts, `few`, with X padded to more tokens."""
     fewest = target.fewest_tokens or len(target.x)
     more = [tokens for tokens in MORE_TOKENS if tokens > fewest]
@@ -311,18 +317,18 @@ def with_more_tokens(target: Call, ways: Sequence[Way], few: Sequence[Way]) -> l
     return [replace(w, tokens=tokens) for w in ways if layout_of(w) in layouts for tokens in more]
 
 
-def layout_of(way: Way) -> tuple[Order, Order, Order]:
+def layout_of(way: LtCall) -> tuple[Order, Order, Order]:
     return way.w_layout, way.x_layout, way.y_layout
 
 
-def plain(way: Way, algorithm: int | None = None) -> Way:
+def plain(way: LtCall, algorithm: int | None = None) -> LtCall:
     """Return a way's layouts with this algorithm or the default one, without a split of k."""
     return replace(way, algorithm=algorithm, split_k=None, split_k_mode=None)
 
 
 def fastest_few(
     products: Sequence[HalfSparse], result: Search, count: int, *, numbers: bool
-) -> list[Way]:
+) -> list[LtCall]:
     """Return the layouts, or with `numbers` also the algorithms, of the fastest few products."""
     ranked = sorted(zip((t.time_us for t in result.trials), range(len(products)), strict=False))
     ways = (products[i].way for _, i in ranked)

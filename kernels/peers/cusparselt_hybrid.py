@@ -37,7 +37,7 @@ Join = Literal["in place", "copied", "dense adds", "sparse adds"]
 
 
 @dataclass(frozen=True)
-class Way:
+class DenseCall:
     """One way to multiply the dense part and join it to Y; `use_fast_accum` is for fp8 only."""
 
     library: str
@@ -82,7 +82,7 @@ def prepare(operands: Operands, *, search: bool = True) -> Launch:
     adding = None if by_rows else _adding(target, sparse)
     x_back = x if by_rows else x[:, columns:]
     parts = Parts(sparse, adding, back, x_back, w.shape[0], rows)
-    every = [Way(**pinned["dense"])] if pinned else ways(parts)
+    every = [DenseCall(**pinned["dense"])] if pinned else ways(parts)
     calls = [partial(multiply, parts, way) for way in every]
     result = search_calls(calls, x.device)
     dense = result.lines([asdict(way) for way in every], of="dense part")
@@ -90,18 +90,18 @@ def prepare(operands: Operands, *, search: bool = True) -> Launch:
     return Launch(calls[result.best], choice, candidates=[*candidates, *dense])
 
 
-def ways(parts: Parts) -> list[Way]:
+def ways(parts: Parts) -> list[DenseCall]:
     """Return the ways to time: both libraries; in fp8 both accumulations of cuBLASLt."""
     fp8 = parts.x.dtype == DTYPES["fp8"]
     joins: tuple[Join, ...] = ("in place", "copied") if fp8 else ("in place",)
     if parts.columns == parts.width:
         joins = ("dense adds", "sparse adds") if parts.adding else ("dense adds",)
     if fp8:
-        return [Way("cublaslt", join, fast) for join, fast in product(joins, (True, False))]
-    return [Way(library, join) for library, join in product(LIBRARIES, joins)]
+        return [DenseCall("cublaslt", join, fast) for join, fast in product(joins, (True, False))]
+    return [DenseCall(library, join) for library, join in product(LIBRARIES, joins)]
 
 
-def multiply(parts: Parts, way: Way) -> Tensor:
+def multiply(parts: Parts, way: DenseCall) -> Tensor:
     """Return Y [m, width]."""
     dtype = torch.bfloat16 if parts.x.dtype == DTYPES["fp8"] else parts.x.dtype
     whole = parts.x.new_empty(parts.sparse.rows, parts.width, dtype=dtype)
@@ -133,7 +133,7 @@ def _adding(target: cusparselt.Call, sparse: cusparselt.HalfSparse) -> cusparsel
         return None
 
 
-def _dense(parts: Parts, way: Way, out: Tensor | None = None) -> Tensor:
+def _dense(parts: Parts, way: DenseCall, out: Tensor | None = None) -> Tensor:
     if way.use_fast_accum is None:
         return torch.mm(parts.x, parts.w.t(), out=out)
     return scaled_product(parts.w, parts.x, way.use_fast_accum, out)

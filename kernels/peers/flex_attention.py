@@ -56,7 +56,7 @@ Gradients = Callable[[Tensor], list[Tensor]]
 """dO -> dQ, dK and dV [batch, heads, tokens, D]."""
 
 
-class Way(NamedTuple):
+class FlexCandidate(NamedTuple):
     """A candidate: its choice in the row, the mask with its lists, and options of the kernels."""
 
     choice: dict[str, Any]
@@ -114,10 +114,10 @@ def lookup_of(mask: BlockMask, heads: int) -> Callable[..., Tensor]:
     return mask_mod
 
 
-def candidates(mask: BlockMask, heads: int) -> list[Way]:
+def candidates(mask: BlockMask, heads: int) -> list[FlexCandidate]:
     """Return the candidates of the forward pass, with options of its kernel."""
     b_q, b_k = mask.block
-    ways: list[Way] = []
+    ways: list[FlexCandidate] = []
     if is_tile(b_k) and (mask.q_blocks == 1 or is_tile(b_q)):
         exact = exact_mask(mask, heads)
         m, n = min(128, b_q), min(128, b_k)
@@ -132,15 +132,15 @@ def candidates(mask: BlockMask, heads: int) -> list[Way]:
             pipelines = ((2, 2), (1, 3), (2, 3))
             more = [{**tile, "num_warps": w, "num_stages": s} for w, s in pipelines]
             options = [tile, *more]
-        ways += [Way({"lists": "exact", **option}, exact, option) for option in options]
+        ways += [FlexCandidate({"lists": "exact", **option}, exact, option) for option in options]
     if min(b_q, b_k) < COARSE and mask.q_blocks > 1:
-        ways.append(Way({"lists": "coarser"}, coarser_mask(mask, heads), {}))
+        ways.append(FlexCandidate({"lists": "coarser"}, coarser_mask(mask, heads), {}))
     return ways
 
 
-def backward_candidates(mask: BlockMask, heads: int) -> list[Way]:
+def backward_candidates(mask: BlockMask, heads: int) -> list[FlexCandidate]:
     """Return the candidates of the backward pass, with options of both kernels."""
-    ways: list[Way] = []
+    ways: list[FlexCandidate] = []
     for way in candidates(mask, heads)[-2:]:
         forward = {f"fwd_{key}": value for key, value in way.options.items()}
         least = min(way.mask.BLOCK_SIZE)
@@ -149,7 +149,7 @@ def backward_candidates(mask: BlockMask, heads: int) -> list[Way]:
                 tile = {"BLOCK_M1": m, "BLOCK_N1": n, "BLOCK_M2": n, "BLOCK_N2": m}
                 tile |= {"num_stages": stages, "num_warps": warps}
                 backward = {f"bwd_{key}": value for key, value in tile.items()}
-                ways.append(Way({**way.choice, **tile}, way.mask, forward | backward))
+                ways.append(FlexCandidate({**way.choice, **tile}, way.mask, forward | backward))
     return ways[:MOST_BACKWARD]
 
 
@@ -184,7 +184,7 @@ def prepare_backward(operands: Operands) -> Launch:
     return _fastest([partial(run, gradients) for gradients in passes], ways, operands)
 
 
-def to_time(ways: list[Way], operands: Operands) -> list[Way]:
+def to_time(ways: list[FlexCandidate], operands: Operands) -> list[FlexCandidate]:
     """Return the finalists of an earlier process, or all ways if there are none."""
     near = [] if operands.pinned else finalists(operands.timed)
     return [way for way in ways if way.choice in near] or ways
@@ -235,7 +235,7 @@ def _backward_tiles(options: Options) -> Any:
     return patch.object(InductorChoices, method, lambda *_, **__: tile)
 
 
-def _compiled(problem: Problem, way: Way) -> Callable[..., Any]:
+def _compiled(problem: Problem, way: FlexCandidate) -> Callable[..., Any]:
     grouped = problem["heads"] != problem["kv_heads"]
     kernel_options: Any = way.options or None
 
@@ -255,7 +255,7 @@ def _compiled(problem: Problem, way: Way) -> Callable[..., Any]:
 
 
 def _fastest(
-    runs: Sequence[Callable[[], Tensor]], ways: Sequence[Way], operands: Operands
+    runs: Sequence[Callable[[], Tensor]], ways: Sequence[FlexCandidate], operands: Operands
 ) -> Launch:
     choices = [way.choice for way in ways]
     if not runs:

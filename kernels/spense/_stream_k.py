@@ -50,7 +50,7 @@ Floats = NDArray[np.floating[Any]]
 
 
 @dataclass(frozen=True)
-class Schedule:
+class StreamKSchedule:
     """The work items of each worker.
 
     items     int32 [items + READ_AHEAD, 8], the kernel's WorkItem: group, first token, first k
@@ -81,7 +81,7 @@ def schedule(
     rows_of_cta: int = 2,
     interleaved: bool = True,
     unit: int = 1,
-) -> Schedule:
+) -> StreamKSchedule:
     """Assign every k tile of every group and tile of `tokens` of m tokens.
 
     interleaved  groups have rows of tiles as in `interleaved_rows`, or in their order
@@ -108,7 +108,7 @@ def schedule(
     items = np.zeros((len(item) + READ_AHEAD, 8), np.int32)
     items[: len(item)] = np.column_stack(columns)[listed]
     starts = np.searchsorted(pieces.owner[listed], np.arange(workers + 1)).astype(np.int32)
-    return Schedule(items, starts, int((parts * cut).sum()), int(cut.sum()))
+    return StreamKSchedule(items, starts, int((parts * cut).sum()), int(cut.sum()))
 
 
 @dataclass(frozen=True)

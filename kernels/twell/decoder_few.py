@@ -17,7 +17,7 @@ from torch import Tensor
 from sparsebench.kernels._common.requirements import unsupported_on_hopper
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
 from sparsebench.kernels.dense import _decoder
-from sparsebench.kernels.dense._decoder import Part, dense_part
+from sparsebench.kernels.dense._decoder import DecoderPart, dense_part
 from sparsebench.kernels.twell import ffn_few
 from sparsebench.kernels.twell._call import MOST_K, TwellCall
 from sparsebench.results.record import Problem
@@ -28,7 +28,7 @@ def prepare(operands: Operands) -> Launch:
     return _decoder.prepare(operands, partial(_part, operands))
 
 
-def _part(operands: Operands, name: str, inputs: Sequence[Tensor]) -> Part:
+def _part(operands: Operands, name: str, inputs: Sequence[Tensor]) -> DecoderPart:
     if name != "mlp":
         return dense_part(operands, name, inputs)
     wg, wu, wd = (operands.weights[weight].to_dense() for weight in ("wg", "wu", "wd"))
@@ -37,7 +37,7 @@ def _part(operands: Operands, name: str, inputs: Sequence[Tensor]) -> Part:
     call = TwellCall(len(y), n, k, wg.dtype, squared)
     product = ffn_few.KERNEL.plan(y.device, call, ffn_few.Config("loads"))
     calls = [partial(product.run, x, *(w.clone() for w in (wg, wu, wd_t)), out=y) for x in inputs]
-    return Part(calls, [y] * len(inputs), {}, code=product.code)
+    return DecoderPart(calls, [y] * len(inputs), {}, code=product.code)
 
 
 def unsupported(problem: Problem, device: torch.device) -> str | None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from sparsebench.formats.block_mask import BlockMask
 from sparsebench.kernels._kernel import DTYPES
 from sparsebench.kernels.attention._call import AttentionCall, Op
-from sparsebench.kernels.attention._shapes import Shape
+from sparsebench.kernels.attention._shapes import AttentionShape
 from tests.conftest import INTERPRETED
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu")
@@ -45,7 +45,7 @@ class Case(NamedTuple):
     def call(self, op: Op = "attention") -> AttentionCall:
         """Return the sizes as kernels take them, with the default factor of the scores."""
         heads, sides = (*self.heads, self.head_dim), sides_of(self.block)
-        shape = Shape(self.batch, *self.tokens, *heads, sides, self.dtype)
+        shape = AttentionShape(self.batch, *self.tokens, *heads, sides, self.dtype)
         return AttentionCall(op, shape, self.head_dim**-0.5)
 
     def operands(self) -> list[Tensor]:

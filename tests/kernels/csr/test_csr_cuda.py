@@ -16,7 +16,7 @@ from sparsebench.formats.csr import Csr
 from sparsebench.kernels._common.cuda import Constants
 from sparsebench.kernels._common.unstructured import UnstructuredCall
 from sparsebench.kernels.csr import csr_cuda, csr_cuda_wgrad
-from sparsebench.kernels.csr._panels import Shape, work_of
+from sparsebench.kernels.csr._panels import PanelShape, work_of
 from tests.compiling.nvcc import assert_compiles_cleanly, by_nvcc
 from tests.emulation.cuda_on_cpu import device_code, entry_point, library_of, run_here
 from tests.kernels.contract import Example, run_engine
@@ -138,7 +138,7 @@ def test_nan_is_where_the_definition_has_it(monkeypatch: pytest.MonkeyPatch) -> 
 def test_ways_that_read_together_read_other_banks() -> None:
     w = Csr.from_dense(torch.ones(16, 256))
     parts = torch.ones(16, dtype=torch.int64)
-    work = work_of(w, Shape(torch.tensor([0, 16]), parts, 256, 1, 16, 4))
+    work = work_of(w, PanelShape(torch.tensor([0, 16]), parts, 256, 1, 16, 4))
     order = torch.empty(16 * 256, dtype=torch.int64)
     order[work.targets] = work.places
     together = order.view(-1, 4, 4, 2) % 4  # step, quarter, way, element

@@ -17,7 +17,7 @@ from sparsebench.kernels._common.cuda import on_tape
 from sparsebench.kernels._common.front import Recordings
 from sparsebench.kernels._common.product import Product, Selected
 from sparsebench.kernels.attention._call import AttentionCall
-from sparsebench.kernels.attention._shapes import Shape
+from sparsebench.kernels.attention._shapes import AttentionShape
 from sparsebench.kernels.nn._attention_op import attend_recorded, plans_of, recordings_of
 from sparsebench.kernels.nn.attention import BlockSparseAttention, attention_and_lse
 from tests.kernels.attention.cases import Case, gradients, moved, random_mask, reference, without
@@ -189,7 +189,10 @@ class Sums:
 def test_a_recorded_call_runs_the_planned_kernels_of_both_passes() -> None:
     mask = random_mask((40, 40), 16, batch=2)
     q, k, v = (torch.randint(-9, 9, (2, 40, 4, D)).float().requires_grad_() for _ in range(3))
-    shape, recordings = Shape(2, 40, 40, 4, 4, D, mask.block, "fp32"), recordings_of(mask, None)
+    shape, recordings = (
+        AttentionShape(2, 40, 40, 4, 4, D, mask.block, "fp32"),
+        recordings_of(mask, None),
+    )
     for op in ("attention", "attention_backward"):
         plans_of(mask).plans[AttentionCall(op, shape, 0.5)] = Selected(
             Product(Sums().run), {}, "test", {}

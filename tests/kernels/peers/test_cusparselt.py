@@ -91,7 +91,7 @@ EVERY_LAYOUT = [(d, way) for d in cusparselt.MULTIPLES for way in cusparselt.lay
 
 
 @pytest.mark.parametrize(("dtype", "way"), EVERY_LAYOUT)
-def test_every_layout_gives_the_product(library: OnCpu, dtype: str, way: cusparselt.Way) -> None:
+def test_every_layout_gives_the_product(library: OnCpu, dtype: str, way: cusparselt.LtCall) -> None:
     operands = operands_of(dtype)
     call = call_of(operands)
     one = cusparselt.planned(call, replace(way, algorithm=4, split_k=2, split_k_mode=1))
@@ -109,7 +109,7 @@ def test_x_and_y_are_used_in_place_whatever_their_row_strides(library: OnCpu) ->
     operands = operands_of("bf16")
     wide, room = torch.randn(M, 2 * K).bfloat16(), torch.zeros(M, 3 * N).bfloat16()
     strided = replace(operands, activations={"x": wide[:, K:]})
-    one = cusparselt.planned(replace(call_of(strided), y_stride=3 * N), cusparselt.Way())
+    one = cusparselt.planned(replace(call_of(strided), y_stride=3 * N), cusparselt.LtCall())
     one.call(room[:, N : 2 * N])
     assert_right(room[:, N : 2 * N].contiguous(), strided)
     assert not room[:, :N].any()
@@ -119,7 +119,7 @@ def test_x_and_y_are_used_in_place_whatever_their_row_strides(library: OnCpu) ->
 @pytest.mark.parametrize("dtype", cusparselt.MULTIPLES)
 @pytest.mark.parametrize("y_layout", cusparselt.LAYOUTS)
 def test_few_tokens_may_be_padded_and_follow_the_activations(library, dtype, y_layout) -> None:
-    way = {**vars(cusparselt.Way()), "y_layout": y_layout, "tokens": 128}
+    way = {**vars(cusparselt.LtCall()), "y_layout": y_layout, "tokens": 128}
     operands = operands_of(dtype, pinned={**way, "cusparselt": "0.8.0"})
     assert_right_twice(cusparselt.prepare(operands), operands)
 
@@ -273,7 +273,7 @@ def test_cusparselt_supports_no_dense_part_and_the_hybrid_needs_one(pattern: str
         cusparselt_hybrid.prepare(operands_of("bf16"))
 
 
-def joins(dtype: str, pattern: str) -> list[cusparselt_hybrid.Way]:
+def joins(dtype: str, pattern: str) -> list[cusparselt_hybrid.DenseCall]:
     x = torch.zeros(1, 1, dtype=DTYPES[dtype])
     whole = N if pattern == "spense_columns" else 0
     some: Any = object()
@@ -361,7 +361,7 @@ def test_every_algorithm_is_right_on_redrawn_activations_when_captured(dtype: st
     if reason := cusparselt.unsupported(operands.problem, operands.device):
         pytest.skip(reason)
     call, x = call_of(operands), operands.activations["x"]
-    ways = cusparselt.numbers(call, [cusparselt.Way()])
+    ways = cusparselt.numbers(call, [cusparselt.LtCall()])
     products, _ = cusparselt.accepted(call, ways)
     assert products
     for one in products:
