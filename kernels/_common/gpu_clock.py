@@ -80,7 +80,7 @@ Call = tuple[Callable[[], Any], bool]
 
 
 @dataclass(frozen=True)
-class TimedCall:
+class EventPair:
     """Two events around a call, and whether the host was late (see above)."""
 
     begin: torch.cuda.Event
@@ -120,17 +120,17 @@ class GpuClock:
             self._number.value = self._turn
             self.holds = self._expired < EXPIRED
 
-    def sample(self, call: Callable[[], Any], keep: Callable[[Any], Any] = id) -> TimedCall:
+    def sample(self, call: Callable[[], Any], keep: Callable[[Any], Any] = id) -> EventPair:
         """Enqueue a call between two events, and pass its output to `keep`."""
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
         keep(call())
         end.record()
-        return TimedCall(begin, end, begin.query())
+        return EventPair(begin, end, begin.query())
 
-    def cold(self, calls: Sequence[Call], flush: Callable[[], None]) -> list[TimedCall]:
+    def cold(self, calls: Sequence[Call], flush: Callable[[], None]) -> list[EventPair]:
         """Return a sample of each call, behind a flush; repeat late ones up to REPEATS times."""
-        samples: dict[int, TimedCall] = {}
+        samples: dict[int, EventPair] = {}
         pending = sorted(range(len(calls)), key=lambda i: not calls[i][1])
         for _ in range(1 + REPEATS):
             for start in range(0, len(pending), SAMPLES):

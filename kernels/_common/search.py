@@ -29,7 +29,7 @@ import torch
 
 from sparsebench.errors import Unsupported
 from sparsebench.kernels._common.capture import capturing
-from sparsebench.kernels._common.gpu_clock import Call, GpuClock, TimedCall, flusher
+from sparsebench.kernels._common.gpu_clock import Call, EventPair, GpuClock, flusher
 from sparsebench.kernels._kernel import Launch, Operands, Output
 
 ROUNDS = 7
@@ -204,7 +204,7 @@ def search(
     pool = torch.cuda.graph_pool_handle()
     calls = {i: _capture(candidates[i], device, pool) for i in running}
     flush, clock = flusher(device), GpuClock(device)
-    samples: dict[int, list[TimedCall]] = {i: [] for i in running}
+    samples: dict[int, list[EventPair]] = {i: [] for i in running}
     least = dict.fromkeys(running, inf)
     best = SHORT_US
     for number in range(SHORT_ROUNDS):
@@ -224,7 +224,7 @@ def search(
     return Search(min(running, key=lambda i: trials[i].time_us), tuple(trials))
 
 
-def _trial(samples: Sequence[TimedCall], dropped: bool) -> Trial:
+def _trial(samples: Sequence[EventPair], dropped: bool) -> Trial:
     late = sum(sample.late for sample in samples) / len(samples) or None
     times = [sample.time_us for sample in samples]
     if dropped:

@@ -17,7 +17,7 @@ from sparsebench.harness.bench import timing
 from sparsebench.harness.bench.sampling import ROUNDS, SAMPLES_PER_ROUND
 from sparsebench.harness.bench.timing import TimedCall, TimedSample, ready, time_together
 from sparsebench.kernels._common import gpu_clock
-from sparsebench.kernels._common.gpu_clock import LIMIT_S, REPEATS, GpuClock, Sample
+from sparsebench.kernels._common.gpu_clock import LIMIT_S, REPEATS, EventPair, GpuClock
 from sparsebench.kernels._kernel import Launch
 
 GPU = torch.device("cuda", 0)
@@ -77,10 +77,10 @@ def test_a_search_repeats_late_samples_of_captured_calls(monkeypatch: pytest.Mon
     clock, log = object.__new__(GpuClock), list[int]()
     clock.holds, clock._index = False, 0
 
-    def sample(self: GpuClock, call: Callable[[], int]) -> Sample:
+    def sample(self: GpuClock, call: Callable[[], int]) -> EventPair:
         log.append(call())
         event: Any = None
-        return Sample(event, event, {0: log.count(0) < 2, 1: True, 2: True}[log[-1]])
+        return EventPair(event, event, {0: log.count(0) < 2, 1: True, 2: True}[log[-1]])
 
     monkeypatch.setattr(GpuClock, "sample", sample)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)

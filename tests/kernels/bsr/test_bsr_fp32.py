@@ -51,8 +51,9 @@ def emulated(x: Tensor, w: Bsr, config: Config, late: int, patch: pytest.MonkeyP
 MOST_SHARED_BYTES = 227 * 1024  # of a block on Hopper
 
 
-def configs_for(block: tuple[int, int]) -> list[bsr_fp32.Config]:
-    return [config for config in CONFIGS if config.shared_bytes(block) <= MOST_SHARED_BYTES]
+def configs_for(block: int | tuple[int, int]) -> list[bsr_fp32.Config]:
+    sides = (block, block) if isinstance(block, int) else block
+    return [config for config in CONFIGS if config.shared_bytes(sides) <= MOST_SHARED_BYTES]
 
 
 CASES = [

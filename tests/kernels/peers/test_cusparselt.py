@@ -30,7 +30,7 @@ from sparsebench.kernels.peers import (
     cusparselt_dense,
     cusparselt_hybrid,
 )
-from sparsebench.kernels.peers._cusparselt import Algorithm, Matrix, Plan
+from sparsebench.kernels.peers._cusparselt import LtAlgorithm, MatmulPlan, Matrix
 from sparsebench.results.record import Problem
 from tests.emulation.cusparselt_on_cpu import ALGORITHMS, OnCpu
 from tests.kernels.layers import assert_correct as assert_right
@@ -163,7 +163,7 @@ def test_w_is_compressed_once_for_each_layout_and_a_launch_calls_the_product_alo
 def test_structures_of_the_library_are_destroyed_in_reverse(library: OnCpu) -> None:
     weight = _cusparselt.compress(operands_of("bf16").weights["w"].to_dense())
     b = Matrix(K, M, K, "columns", torch.bfloat16)
-    plan = Plan(weight, b, Matrix(N, M, N, "columns", torch.bfloat16), Algorithm())
+    plan = MatmulPlan(weight, b, Matrix(N, M, N, "columns", torch.bfloat16), LtAlgorithm())
     library.called.clear()
     del plan, weight
     gc.collect()

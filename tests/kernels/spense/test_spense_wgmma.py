@@ -17,7 +17,12 @@ from sparsebench.formats.spense import Spense
 from sparsebench.kernels._common import cuda
 from sparsebench.kernels._kernel import output_dtype
 from sparsebench.kernels.spense import _clusters, _tilings, spense_wgmma
-from sparsebench.kernels.spense._stream_k import SHORTEST, Schedule, interleaved_rows, schedule
+from sparsebench.kernels.spense._stream_k import (
+    SHORTEST,
+    StreamKSchedule,
+    interleaved_rows,
+    schedule,
+)
 from sparsebench.kernels.spense.spense_wgmma import Config
 from tests.compiling.nvcc import assert_compiles_cleanly, by_nvcc, hopper
 from tests.kernels.spense.examples import CUOBJDUMP, LARGE, assert_right, call_of, on_gpu
@@ -47,7 +52,7 @@ def layer(n: int, k: int, fraction: float, split: str) -> Spense:
     return Spense((n, k), torch.bfloat16, (sparse[0] * 64, sparse[1] * 128), *blobs)
 
 
-def owners(work: Schedule) -> np.ndarray:
+def owners(work: StreamKSchedule) -> np.ndarray:
     return np.repeat(np.arange(len(work.starts) - 1), np.diff(work.starts))
 
 
