@@ -1,6 +1,5 @@
 """The templates of reports/templates, filled by one jinja2 environment that escapes every value."""
 
-import re
 from functools import cache
 from importlib.resources import files
 from typing import Any
@@ -11,8 +10,6 @@ from markupsafe import Markup, escape
 from sparsebench.results.formatting import amount
 from sparsebench.results.statistics.outcome import MEANINGS
 from sparsebench.results.tables.frame import MARKS
-
-LINK = re.compile(r"\[([^]]+)\]\(([^)]+)\)")
 
 
 def render(template: str, **values: Any) -> str:
@@ -32,15 +29,6 @@ def code(text: str) -> Markup:
     return Markup("").join(marked % part if i % 2 else escape(part) for i, part in enumerate(parts))
 
 
-def with_links(text: str, source: str) -> Markup:
-    """Return a text whose `[words](path)` lead to files below an address of the source code.
-
-    Without an address, the words stay.
-    """
-    link = rf'<a href="{escape(source)}/blob/HEAD/\2">\1</a>' if source else r"\1"
-    return Markup(LINK.sub(link, str(escape(text))))
-
-
 @cache
 def _environment() -> jinja2.Environment:
     environment = jinja2.Environment(
@@ -51,7 +39,6 @@ def _environment() -> jinja2.Environment:
     )
     environment.filters["amount"] = amount
     environment.filters["code"] = code
-    environment.filters["with_links"] = with_links
     environment.globals["outcomes"] = MEANINGS
     environment.globals["marks"] = MARKS
     environment.globals["inlined"] = lambda name: Markup(content(name))

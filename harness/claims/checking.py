@@ -28,7 +28,6 @@ from sparsebench.harness.machine.device import is_simulated
 from sparsebench.harness.plan.suite import Suite
 from sparsebench.harness.run import recorded_plan, repeat, run_json
 from sparsebench.harness.run.measure import RunOptions, measure
-from sparsebench.results.ceilings import Ceilings
 from sparsebench.results.claims.cells import Cell, cells, file_problems, judging_cells
 from sparsebench.results.claims.model_cells import model_cells, read_model_file
 from sparsebench.results.claims.planned import PlannedClaim
@@ -118,9 +117,9 @@ class Evidence:
     def all_plans(self) -> list[TestPlan]:
         return [plan for plans in self.plans.values() for plan in plans]
 
-    def planned(self, ceilings: Ceilings | None = None) -> list[PlannedClaim]:
+    def planned(self) -> list[PlannedClaim]:
         return [
-            planned_claim(c, self.plans[n], ceilings, self._refusals(n), self.files.get(n, ()))
+            planned_claim(c, self.plans[n], self._refusals(n), self.files.get(n, ()))
             for n, c in ((each.name, each) for each in self.written)
         ]
 

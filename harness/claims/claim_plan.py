@@ -27,16 +27,13 @@ from sparsebench.errors import SuiteError
 from sparsebench.harness.bench.prepare import unsupported_on
 from sparsebench.harness.catalog import load_op, suites
 from sparsebench.harness.machine.device import is_simulated
-from sparsebench.harness.patterns._mask import level
 from sparsebench.harness.plan.document import document
 from sparsebench.harness.plan.selection import only, text
 from sparsebench.harness.plan.suite import Contest, Suite, expand, read
-from sparsebench.kernels._kernel import DTYPES
-from sparsebench.results.ceilings import Ceilings
 from sparsebench.results.claims.cells import Cell, covers, matches
 from sparsebench.results.claims.planned import PlannedClaim
 from sparsebench.results.claims.schema import Chosen, ClaimFile, Measure, Test, parse
-from sparsebench.results.record import Case, Contender, Problem
+from sparsebench.results.record import Case, Contender
 
 GIB = 2**30
 
@@ -90,64 +87,12 @@ def plan_tests(written: ClaimFile, data: Path | None = None) -> list[TestPlan]:
 def planned_claim(
     written: ClaimFile,
     planned: Sequence[TestPlan],
-    ceilings: Ceilings | None = None,
     refused: Mapping[str, str] | None = None,
     files: Sequence[Cell] = (),
 ) -> PlannedClaim:
-    """Return a planned claim with its bounds, for reports and sites."""
-    limits = {plan.test.name: bounds(plan, ceilings) for plan in planned}
-    beyond = [plan.test.name for plan in planned if out_of_reach(plan, limits[plan.test.name])]
+    """Return a planned claim, for reports and sites."""
     problems = {plan.test.name: plan.problems for plan in planned}
-    return PlannedClaim(written, problems, limits, beyond, refused or {}, files)
-
-
-def most(problem: Problem, ceilings: Ceilings | None = None) -> float:
-    """Return the largest speedup over dense of a kernel with the same efficiency.
-
-    Without ceilings this is the larger of the ratios of FLOPs and of bytes, which holds on every
-    device. With them it is the ratio of both bounds, neither of which is below an empty launch.
-    Indices are not counted, except a bit per element for 2:4, which tensor cores need. All of the
-    activations count, although blocks at a high sparsity may leave some unused.
-    """
-    op, dtype = load_op(problem.op), problem["dtype"]
-    fields, whole = op.sizes(problem.fields), op.elements(problem)
-    here = [name for name in op.weights if op.prunes(problem.fields, name)]
-    pruned = dict.fromkeys(whole, 0.0)
-    pruned |= {name: level(fields, op.operands[name].shape) for name in here}
-    nonzeros = {name: round(size * (1 - pruned[name])) for name, size in whole.items()}
-    itemsize = DTYPES[dtype].itemsize
-    (dense, dense_bytes), (sparse, sparse_bytes) = (
-        (op.flops(given_sizes, nnz), op.fewest_bytes(given_sizes, nnz, itemsize))
-        for given_sizes, nnz in ((op.dense(problem), whole), (problem, nonzeros))
-    )
-    if problem["pattern"].startswith(("two_four", "spense")):  # half of the 2:4 part is zeros
-        zeros = [op.copies(fields, name) * (whole[name] - nonzeros[name]) for name in whole]
-        sparse_bytes += 2 * sum(zeros) // 8
-    sides = [(dense, dense_bytes), (sparse, sparse_bytes)]
-    if ceilings is None:
-        return max(sides[0][0] / sides[1][0], sides[0][1] / sides[1][1])
-    out = op.output_bytes(problem, nonzeros)
-    times = [ceilings.bound(dtype, *side, out, "cold") for side in sides]
-    dense_us, sparse_us = (max(ceilings.launch_us, t[0]) if t else 0.0 for t in times)
-    return dense_us / sparse_us if sparse_us else most(problem)
-
-
-def bounds(plan: TestPlan, ceilings: Ceilings | None = None) -> dict[str, float]:
-    """Return `most` of each problem, for a test of time against a dense baseline; {} for others."""
-    test = plan.test
-    timed = test.metric in ("speedup", "of_ideal") and test.over is None
-    bases = [base for contest in plan.contests for base in _matching(test.baseline, contest)]
-    if not timed or test.at_least is None or any(base.format != "dense" for base in bases):
-        return {}
-    return {c.problem.id: most(c.problem, ceilings) for c in plan.contests}
-
-
-def out_of_reach(plan: TestPlan, limits: Mapping[str, float]) -> bool:
-    """Return whether no kernel with the efficiency of the baseline can pass a test."""
-    if not limits or plan.test.metric != "speedup":
-        return False
-    short = [most < plan.test.limit for most in limits.values()]
-    return any(short) if plan.test.quantifier == "for_all" else all(short)
+    return PlannedClaim(written, problems, refused or {}, files)
 
 
 def refusal_of(plan: TestPlan, device: str) -> str:

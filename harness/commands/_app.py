@@ -33,6 +33,13 @@ from sparsebench.harness.commands._console import (
 )
 from sparsebench.harness.run import early_start
 
+REMOVED = {  # what older versions took on the command line, and what replaces it
+    "--to": "use --out",
+    "claims bound": "the page of a claim shows what the device allows in each cell",
+    "claims sentences": "suites/claims/README.md lists them; `claims report` has the verdicts",
+    "claims report --tables": "the caveats of a claim name the authors' files",
+}
+
 
 class Commands(typer.core.TyperGroup):
     """The commands of this folder, each imported when it is needed."""
@@ -110,8 +117,12 @@ def main() -> int:
             stream.reconfigure(errors="replace")
     warnings.showwarning = show_warning
     try:
-        if any(word.partition("=")[0] == "--to" for word in sys.argv[1:]):
-            raise SuiteError("no such option: --to; use --out")
+        for removed, instead in REMOVED.items():
+            *command, last = removed.split()
+            words = sys.argv[1:]
+            if words[: len(command)] == command and last in [w.partition("=")[0] for w in words]:
+                kind = "option" if last.startswith("-") else "command"
+                raise SuiteError(f"no such {kind}: {removed}; {instead}")
         app(prog_name="sparsebench")
     except BaseException as error:
         code, message = outcome(error)

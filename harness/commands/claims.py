@@ -23,7 +23,6 @@ from sparsebench.harness.commands._console import (
 
 if TYPE_CHECKING:
     from sparsebench.harness.claims.checking import Evidence
-    from sparsebench.results.ceilings import Ceilings
 
 claims = typer.Typer(
     help="Test published claims about sparse formats.",
@@ -85,37 +84,6 @@ def lint(names: Names = None, data: opt.Data = None) -> None:
         stdout.say(f"{name}: ok, {tests} of {amount(cells, 'cell')}")
     if not valid:
         raise typer.Exit(BAD_INPUT)
-
-
-@claims.command()
-def bound(
-    names: Names = None,
-    gpu: Annotated[
-        Path | None, typer.Option(help="A run whose measured ceilings limit the results.")
-    ] = None,
-    data: opt.Data = None,
-    as_json: opt.Json = False,
-) -> None:
-    """Compute the best result that each claim can have on a GPU.
-
-    The table says which tests no kernel can meet.
-    """
-    from sparsebench.reports.claims.sheets import bounds_table
-
-    planned = _evidence(names, None, data).planned(_ceilings(gpu))
-    if not as_json:
-        wide().print(bounds_table(planned))
-        return
-    print_json(
-        {
-            each.name: {
-                "tests": {test: [*most.values()] for test, most in each.bounds.items()},
-                "beyond": [*each.unreachable],
-                "bounds": {one.of: one.most for one in each.claim.bounds},
-            }
-            for each in planned
-        }
-    )
 
 
 @claims.command()
@@ -186,9 +154,6 @@ def report(
     runs: Runs = None,
     out: Annotated[Path | None, opt.out_file("Folder for pages and badges.")] = None,
     data: opt.Data = None,
-    tables: Annotated[
-        Path | None, typer.Option(help="Folder with CSV files of the authors, to show their rows.")
-    ] = None,
     as_json: opt.Json = False,
 ) -> None:
     """Judge claims by existing runs, without a GPU."""
@@ -198,19 +163,7 @@ def report(
     if as_json:
         print_json(to_json(result))
     else:
-        _show(result, out, tables)
-
-
-@claims.command()
-def sentences(runs: Runs = None, data: opt.Data = None) -> None:
-    """Print the sentences of three announcements with their verdicts.
-
-    The announcements are OpenAI 2017, TwELL 2026 and SpenseGPT 2026. The output is Markdown.
-    """
-    from sparsebench.reports.claims.announcements import markdown
-    from sparsebench.results.claims.announcements import CLAIMS
-
-    stdout.write(markdown(_evidence([*CLAIMS], runs, data).verdicts()) + "\n")
+        _show(result, out)
 
 
 def _evidence(names: list[str] | None, runs: list[Path] | None, data: Path | None) -> "Evidence":
@@ -223,7 +176,7 @@ def _evidence(names: list[str] | None, runs: list[Path] | None, data: Path | Non
     return result
 
 
-def _show(result: "Evidence", out: Path | None, tables: Path | None = None) -> None:
+def _show(result: "Evidence", out: Path | None) -> None:
     """Print the verdicts, and write the pages of all claims if a folder is given."""
     from sparsebench.reports.claims.pages import alone, entries
     from sparsebench.reports.claims.sheets import verdict_table
@@ -231,7 +184,7 @@ def _show(result: "Evidence", out: Path | None, tables: Path | None = None) -> N
     wide().print(verdict_table(verdict for each in result.verdicts().values() for verdict in each))
     if out is None:
         return
-    pages = entries(result.planned(), result.cells, tables)
+    pages = entries(result.planned(), result.cells)
     for name, text in alone(pages, version("sparsebench")):
         file = out / name
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -239,8 +192,8 @@ def _show(result: "Evidence", out: Path | None, tables: Path | None = None) -> N
     stdout.say(f"pages: {out / 'claims' / 'index.html'}")
 
 
-def _runs(paths: list[Path] | None, option: str = "--from") -> list[Path]:
-    """Return runs and JSON files as given, and those inside each folder, which `option` names."""
+def _runs(paths: list[Path] | None) -> list[Path]:
+    """Return runs and JSON files as given, and those inside each folder."""
     from sparsebench.results.run import store
 
     runs = list[Path]()
@@ -253,19 +206,6 @@ def _runs(paths: list[Path] | None, option: str = "--from") -> list[Path]:
             ]
             inside = inside or sorted(path.glob("*.json"))
         if not inside:
-            raise ResultError(f"{option} {path}: expected a run, or a folder of runs, found none")
+            raise ResultError(f"--from {path}: expected a run, or a folder of runs, found none")
         runs += inside
     return runs
-
-
-def _ceilings(gpu: Path | None) -> "Ceilings | None":
-    """Return the ceilings of a run's device; None if no run is given."""
-    from sparsebench.results.ceilings import Ceilings
-    from sparsebench.results.run import store
-
-    if gpu is None:
-        return None
-    run = store.read(_runs([gpu], "--gpu")[0])
-    if not run.environment.get("ceilings"):
-        raise ResultError(f"--gpu {gpu}: expected a run with ceilings, found none")
-    return Ceilings.from_json(run.environment["ceilings"])

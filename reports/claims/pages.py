@@ -1,39 +1,36 @@
 """A page and a badge per claim and a table of all claims, in a separate folder or in a site.
 
 claims/index.html    every claim with its verdict on each GPU
-claims/NAME.html     quote, verdict, published conditions and ours, bounds, cells
+claims/NAME.html     quote, verdict, published conditions and ours, cells
 claims/NAME.svg      the verdict as a badge
 
 The strongest verdict comes first, so that title, badge and tables agree. Simulated cells count only
 if there are no measured ones.
 """
 
-import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from markupsafe import Markup, escape
 
-from sparsebench.reports.claims.announcements import for_site
-from sparsebench.reports.claims.forest import forest, where
 from sparsebench.reports.claims.sheets import STYLES
 from sparsebench.reports.figures._html import fold_away, note
 from sparsebench.reports.page import code, render
 from sparsebench.reports.site.pages import Site, stylesheet
 from sparsebench.reports.tables import html_table, without_dashes
-from sparsebench.results.claims.author_tables import AuthorTable, read_tables
 from sparsebench.results.claims.cells import Cell, judging_cells, largest_value, value_text
 from sparsebench.results.claims.decision import OPEN, Word, cell_state
 from sparsebench.results.claims.metrics import SIGNS
 from sparsebench.results.claims.planned import PlannedClaim
-from sparsebench.results.claims.schema import Claim, Condition, Test
+from sparsebench.results.claims.schema import Condition, Test
 from sparsebench.results.claims.verdict import Basis, TestVerdict, Verdict
 from sparsebench.results.formatting import NONE, amount, capital, percent, plain
 
 LEVELS = ("level", "sparsity")  # fields that are written as percentages
+CHECK = "sparsebench claims check {} --replicates 8"
 UNMEASURED = "not measured"  # our value of a condition without a cell
+OPEN_LINES = 12  # of a table that needs no click
 MOST_VALUES = 6  # values of a field in one cell of the table of conditions
 UNDECIDED = *map(str, OPEN), str(Word.NOT_TESTABLE)
 WHICH_COUNTS = (
@@ -55,21 +52,15 @@ BADGE = {
 
 @dataclass(frozen=True)
 class Entry:
-    """A claim with its cells, its verdicts, and the authors' own tables."""
+    """A claim with its cells and its verdicts."""
 
     planned: PlannedClaim
     cells: Sequence[Cell] = ()
-    tables: Sequence[AuthorTable] = ()
     verdicts: Sequence[Verdict] = field(default_factory=list)
 
 
-def entries(
-    claims: Sequence[PlannedClaim], cells: Mapping[str, Sequence[Cell]], tables: Path | None = None
-) -> list[Entry]:
-    """Judge claims by their cells; simulated cells count only if all are simulated.
-
-    tables  a folder with files of the authors. Raises ResultError if one has other columns
-    """
+def entries(claims: Sequence[PlannedClaim], cells: Mapping[str, Sequence[Cell]]) -> list[Entry]:
+    """Judge claims by their cells; simulated cells count only if all are simulated."""
     counted = judging_cells(
         {claim.name: [*cells.get(claim.name, ()), *claim.model_cells] for claim in claims}
     )
@@ -77,7 +68,6 @@ def entries(
         Entry(
             claim,
             counted[claim.name],
-            read_tables(claim.claim.tables, tables) if tables else (),
             claim.verdicts(counted[claim.name]),
         )
         for claim in claims
@@ -89,7 +79,6 @@ def pages(
 ) -> Iterator[tuple[str, str]]:
     """Yield the path and the text of every page and badge; `gpus` are as for `lines`."""
     table = lines(judged, gpus)
-    sentences = for_site({entry.planned.name: entry.verdicts for entry in judged})
     yield (
         "claims/index.html",
         render(
@@ -98,7 +87,6 @@ def pages(
             lines=table,
             tally=tally(table),
             share=share(table),
-            announcements=sentences,
         ),
     )
     for entry in judged:
@@ -109,10 +97,8 @@ def pages(
             name=entry.planned.name,
             verdicts=[(verdict, STYLES[verdict.word]) for verdict in entry.verdicts],
             conditions=conditions(entry),
-            bounds=_bounds(entry),
             tests=[_test(entry, test, site) for test in entry.planned.claim.tests],
-            tables=[(each.table, _rows_of_authors(each)) for each in entry.tables],
-            commands=_commands(entry.planned),
+            commands=entry.planned.claim.commands or [CHECK.format(entry.planned.name)],
             prose=prose,
             runs=_runs(entry.cells, site),
         )
@@ -217,35 +203,13 @@ def badge(entry: Entry) -> str:
     return render("site_badge.svg", left=left, right=right, widths=widths, colour=colour)
 
 
-def _commands(planned: PlannedClaim) -> list[str]:
-    """Return the commands that measure and judge a claim again."""
-    tests, commands = planned.claim.tests, []
-    if not tests or not all(test.of_file for test in tests):
-        commands += [f"sparsebench claims check {planned.name} --replicates 8"]
-    if planned.claim.commands:
-        commands += planned.claim.commands
-    elif any(test.trained for test in tests):
-        commands += [
-            "sparsebench train-lm --pattern small_world,uniform --seeds 8 --out trained.json"
-        ]
-    elif any(test.whole for test in tests):
-        commands += ["sparsebench whole --energy 30 --out whole.json"]
-    if planned.claim.tables:
-        commands += [f"sparsebench claims report {planned.name} --tables CHECKOUT --out pages"]
-    if any(test.of_file for test in tests):
-        files = [word for line in commands for word in line.split() if word.endswith(".json")]
-        commands += [f"sparsebench claims report {planned.name} --from {' --from '.join(files)}"]
-    return commands
-
-
-def conditions(entry: Entry) -> list[tuple[str, str, str, str]]:
-    """Return the name, the published value, ours and a mark (=, ≠, ?) of each condition."""
+def conditions(entry: Entry) -> list[tuple[str, str, str]]:
+    """Return the name, the published value and ours of each condition."""
     measured = [cell for cell in entry.cells if not cell.reason]
     compared = []
     for name, condition in entry.planned.claim.conditions.items():
         published = "unknown" if condition.published is None else plain(condition.published)
-        ours = _ours(name, condition, measured)
-        compared.append((name, published, ours, _mark(condition, published, ours)))
+        compared.append((name, published, _ours(name, condition, measured)))
     return compared
 
 
@@ -267,24 +231,6 @@ def _ours(name: str, condition: Condition, cells: Sequence[Cell]) -> str:
     return ", ".join(texts[:MOST_VALUES]) + more
 
 
-def _mark(condition: Condition, published: str, ours: str) -> str:
-    if condition.published is None or (condition.ours is None and ours in (NONE, UNMEASURED)):
-        return "?"
-    if condition.same is not None:
-        return "=" if condition.same else "≠"
-    values, wanted = ours.casefold().split(", "), published.casefold()
-    if wanted in values or {*values} <= {*re.split(", | and | or ", wanted)}:
-        return "="
-    if ends := re.fullmatch(r"([\d.]+) to ([\d.]+)\D*", wanted):
-        least, most = map(float, ends.groups())
-        counts = [re.fullmatch(r"([\d.]+)( %)?", value) for value in values]
-        if all(number and least <= float(number[1]) <= most for number in counts):
-            return "="
-    word, numbers = not re.search(r"\d", published), re.search(r"\d", ours)
-    named = re.search(r"[A-Za-z]{3}", re.sub(r" and \d+ more$", "", ours))
-    return "?" if word and numbers and not named else "≠"
-
-
 def _runs(cells: Sequence[Cell], site: Site) -> list[tuple[Markup, str, str]]:
     """Return the name, the commit and the most processes of each run with a cell."""
     most: dict[tuple[Markup, str], int] = {}
@@ -302,46 +248,19 @@ def _run_link(cell: Cell, site: Site) -> Markup:
     return Markup(" over ").join(names)
 
 
-def _bounds(entry: Entry) -> list[str]:
-    """Return a sentence per bound: those that the claim gives, and those of the tests' cells."""
-    sentences, planned = [], entry.planned
-    for bound in planned.claim.bounds:
-        part = f", with {100 * bound.share:.3g} % of the whole" if bound.share < 1 else ""
-        why = f" ({bound.share_from})" if bound.share_from else ""
-        sentences.append(f"{bound.of}: at most {bound.most:.3g}×{part}{why}.")
-    for test in planned.claim.tests:
-        bounds = planned.bounds.get(test.name, {}).values()
-        if bounds:
-            ends = " to ".join(dict.fromkeys(f"{end:.3g}" for end in (min(bounds), max(bounds))))
-            beyond = (
-                " No such kernel can meet the threshold."
-                if test.name in planned.unreachable
-                else ""
-            )
-            efficient = "for a kernel that is as efficient as the dense baseline"
-            cells = [cell for cell in entry.cells if cell.test == test.name and not cell.reason]
-            if test.metric == "speedup" and any(cell.low > max(bounds) for cell in cells):
-                beyond += " Cells above it have a baseline that is less efficient than the kernel."
-            sentences.append(f"{test.name}: at most {ends}× {efficient}.{beyond}")
-    return sentences
-
-
 def _test(entry: Entry, test: Test, site: Site) -> dict[str, Any]:
     judged = [(v, j) for v in entry.verdicts for j in v.tests if j.test.name == test.name]
-    parts = [_part(entry, verdict, each, site) for verdict, each in judged]
+    parts = [_part(verdict, each, site) for verdict, each in judged]
     return {"test": test, "parts": parts}
 
 
-def _part(entry: Entry, verdict: Verdict, judged: TestVerdict, site: Site) -> dict[str, Any]:
+def _part(verdict: Verdict, judged: TestVerdict, site: Site) -> dict[str, Any]:
     """Return the part of the page about a test on a device."""
-    test, cells = judged.test, judged.cells
     return {
         "judged": judged,
         "style": STYLES[judged.word],
-        "device": verdict.device if cells else "",
-        "figure": forest(test, cells),
-        "cells": _table(test, cells, judged.others, site),
-        "change": _change(judged, entry.planned.claim),
+        "device": verdict.device if judged.cells else "",
+        "cells": _table(judged.test, judged.cells, judged.others, site),
     }
 
 
@@ -374,7 +293,7 @@ def _table(test: Test, cells: Sequence[Cell], others: Sequence[Cell], site: Site
                 cell.subject,
                 cell.baseline,
                 f"{bound:.3g}" if bound else "–",
-                where(cell),
+                cell.device.removeprefix("NVIDIA "),
                 _run_link(cell, site) + f", {amount(cell.processes, 'process')}",
             ]
         )
@@ -382,33 +301,5 @@ def _table(test: Test, cells: Sequence[Cell], others: Sequence[Cell], site: Site
     if others:
         title += f", and {amount(len(others), 'other measurement')} of them"
     table = html_table(*without_dashes(heads, rows))
-    return fold_away(title, table + note(WHICH_COUNTS) if others else table)
-
-
-def _rows_of_authors(published: AuthorTable) -> Markup:
-    """Write the authors' rows, as they are in their file."""
-    names = [*published.table.show]
-    heads = [names[0], *(f">{name}" for name in names[1:])]
-    return html_table(heads, [[*row] for row in published.rows])
-
-
-def _change(judged: TestVerdict, claim: Claim) -> str:
-    """Describe a measurement that would change the verdict on a test."""
-    threshold = judged.test.limit_text
-    match judged.word:
-        case Word.REPRODUCED:
-            return f"A run with 6 processes in which the deciding cell misses {threshold}."
-        case Word.PARTLY if judged.test.proxy:
-            rest = f", which needs {claim.missing}" if claim.missing else ": see the other tests"
-            return f"A measurement of the claimed quantity itself{rest}."
-        case Word.PARTLY | Word.REFUTED:
-            how = "confirmed cell" if judged.test.quantifier == "exists" else "run of all cells"
-            if judged.test.at_least is None:
-                return f"A {how} with at most {threshold}: a slower kernel, or a faster baseline."
-            return f"A {how} with at least {threshold}: a faster kernel, or a slower baseline."
-        case Word.NOT_CARRIED_OVER:
-            return f"The same measurement on {' or '.join(claim.hardware.gpus) or 'that GPU'}."
-        case Word.NOT_SETTLED | Word.NOT_MEASURED:
-            return "Six processes or more, and a separate run of selected cells."
-    needed = claim.missing or "a kernel, a library or a device that can run it"
-    return f"A test, which needs {needed}."
+    table += note(WHICH_COUNTS) if others else ""
+    return table if len(rows) <= OPEN_LINES else fold_away(title, table)

@@ -1,14 +1,11 @@
-"""Tables of claims for the terminal: the list, the bounds, the verdicts."""
+"""Tables of claims for the terminal: the list and the verdicts."""
 
 from collections.abc import Iterable, Sequence
 
 from sparsebench.reports.tables import Cell, Table
 from sparsebench.results.claims.decision import Word
-from sparsebench.results.claims.metrics import SIGNS
-from sparsebench.results.claims.planned import PlannedClaim
 from sparsebench.results.claims.schema import ClaimFile
 from sparsebench.results.claims.verdict import Verdict
-from sparsebench.results.formatting import number
 
 STYLES = {
     Word.REPRODUCED: "good",
@@ -34,28 +31,6 @@ def list_table(claims: Iterable[ClaimFile]) -> Table:
     return Table(columns=columns, lines=lines, words=WORDS, spare=("source",))
 
 
-def bounds_table(claims: Iterable[PlannedClaim]) -> Table:
-    """Return a line per test: threshold, bound over its cells, and whether it can be met."""
-    lines: list[Sequence[Cell]] = []
-    for claim in claims:
-        for test in claim.claim.tests:
-            bounds = claim.bounds.get(test.name, {}).values()
-            most = "–" if not bounds else _range(min(bounds), max(bounds))
-            beyond = test.name in claim.unreachable
-            answer: Cell = ("no", "bad") if beyond else "yes" if bounds else ("?", "quiet")
-            proxy = " (proxy)" if test.proxy else ""
-            lines.append([claim.name, answer, most, test.name + proxy, test.sentence])
-        for bound in claim.claim.bounds:
-            share = f", {100 * bound.share:.3g} % of the whole" if bound.share < 1 else ""
-            most = f"{number(bound.most, 0.01)}{SIGNS['x']}"
-            lines.append([claim.name, "", most, bound.of + share, ""])
-    title = "Bounds assume kernels as efficient as dense ones. "
-    title += "“no”: no such kernel can meet the threshold"
-    columns = ("claim", "can be met", "at most", "test or part", "threshold")
-    words = WORDS | {"threshold", "test or part"}
-    return Table(title=title, columns=columns, lines=lines, words=words)
-
-
 def verdict_table(verdicts: Iterable[Verdict]) -> Table:
     """Return a line per claim and device: verdict, basis, tendency of a look, reason."""
     judged_claims = list(verdicts)
@@ -74,10 +49,6 @@ def verdict_table(verdicts: Iterable[Verdict]) -> Table:
     columns = ("claim", "GPU", "verdict", "basis", "tends to", "why")
     title = "" if measured else NOTHING
     return Table(title=title, columns=columns, lines=lines, words=WORDS)
-
-
-def _range(low: float, high: float) -> str:
-    return "–".join(dict.fromkeys(f"{end:.3g}" for end in (low, high))) + SIGNS["x"]
 
 
 def _tests(written: ClaimFile) -> str:

@@ -17,16 +17,12 @@ class PlannedClaim:
     """A claim, planned.
 
     problems     ids of the problems of each test
-    bounds       by test and problem, the largest speedup at the efficiency of dense
-    unreachable  tests that no kernel as efficient as the baseline can meet
     refused      by test, the reason why it was not run
     model_cells  cells of its tests about models, which come from files and not from runs
     """
 
     written: ClaimFile
     problems: Mapping[str, Collection[str]]
-    bounds: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-    unreachable: Collection[str] = ()
     refused: Mapping[str, str] = field(default_factory=dict)
     model_cells: Sequence[Cell] = ()
 

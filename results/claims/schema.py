@@ -29,9 +29,8 @@
         ...                                        against dense of equal parameters or width
       - whole: step                                cells: files of `whole`, a forward pass or step;
         ...                                        kernels are those of the MLP
-    bounds: [{of: the layer, density: 0.75, bits: 8, bits_per_element: 0.5, share: 0.8}]
-    tables: [{of: H100, file: a.csv, ...}]         the authors' rows (author_tables.py)
-    commands: [sparsebench whole --out whole.json] commands that write the files of such tests
+    bounds: ["bytes of 2:4 in fp8: at most 1.6×"]  what the format allows, by arithmetic
+    commands: [sparsebench whole --out whole.json] that measure it again; default: claims check
     missing: a B200, and vLLM with this format     why the claim itself is not tested
     caveats: [what a reader must know]
 
@@ -45,7 +44,6 @@ from typing import Annotated, Any, Literal, Self
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from sparsebench._discovery import did_you_mean
 from sparsebench.errors import SuiteError
 from sparsebench.results import files
 from sparsebench.results.claims.metrics import METRICS, SIGNS
@@ -55,6 +53,10 @@ QUOTED_WORDS = 25  # the longest verbatim quotation
 OF_TRAINING = "speedup", "memory_saved", "loss_saved"
 OF_WHOLE = "speedup", "memory_saved", "energy_saved"
 FIELDS_OF_TRAINING = "data", "pattern", "block", "width"
+REMOVED = {  # keys of older claims, and what replaces them
+    "tables": "the caveats can name the authors' files",
+    "same": "a page shows both values of a condition and does not compare them",
+}
 
 Text = Annotated[str, Field(min_length=1, max_length=600, pattern=r"\S")]
 Share = Annotated[float, Field(gt=0, le=1)]
@@ -64,6 +66,13 @@ Scalar = str | int | float | bool
 
 class _Model(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_removed(cls, data: Any) -> Any:
+        for key in [key for key in REMOVED if isinstance(data, dict) and key in data]:
+            raise ValueError(f"no {key}; {REMOVED[key]}")
+        return data
 
 
 class Source(_Model):
@@ -95,7 +104,6 @@ class Condition(_Model):
     published: str | int | float | None
     field: str | None = None
     ours: Text | None = None
-    same: bool | None = None
 
     @model_validator(mode="after")
     def _one(self) -> Self:
@@ -252,51 +260,6 @@ class Test(_Model):
         return f"{metric} {sign} {value} {how[self.quantifier]}"
 
 
-class Table(_Model):
-    """A CSV file of the authors, whose rows a page shows beside ours (author_tables.py)."""
-
-    of: Text
-    file: Annotated[str, Field(pattern=r"^[^/].*\.csv$")]
-    columns: Annotated[list[Text], Field(min_length=1)]
-    show: Annotated[dict[str, Text], Field(min_length=1)]
-    only: dict[str, str] = {}
-
-    @model_validator(mode="after")
-    def _named(self) -> Self:
-        if ".." in Path(self.file).parts:
-            raise ValueError(f"a file below the authors' folder, not {self.file}")
-        for name in [*self.show.values(), *self.only]:
-            if name not in self.columns:
-                raise ValueError(
-                    f"a column of the file, not {name}{did_you_mean(name, self.columns)}"
-                )
-        return self
-
-
-class Bound(_Model):
-    """The largest saving of a format at the efficiency of dense: bytes or FLOPs, then Amdahl.
-
-        part   =  density (1 + bits_per_value / bits) + bits_per_element / bits
-        bound  =  1 / ((1 - share) + share part)
-
-    2:4 has a density of 0.5 and one bit per element. Indices do not count towards FLOPs.
-    """
-
-    of: Text
-    density: Share
-    bits: Annotated[int, Field(gt=0)] = 16
-    bits_per_value: Annotated[float, Field(ge=0)] = 0.0
-    bits_per_element: Annotated[float, Field(ge=0)] = 0.0
-    share: Share = 1.0
-    share_from: Text | None = None
-
-    @property
-    def most(self) -> float:
-        part = self.density * (1 + self.bits_per_value / self.bits)
-        part += self.bits_per_element / self.bits
-        return 1 / ((1 - self.share) + self.share * part)
-
-
 class Claim(_Model):
     """A claim; the module's docstring shows an example."""
 
@@ -310,8 +273,7 @@ class Claim(_Model):
     readings: list[Text] = []
     measure: Measure | None = None
     tests: list[Test] = []
-    bounds: list[Bound] = []
-    tables: list[Table] = []
+    bounds: list[Text] = []
     commands: list[Text] = []
     missing: Text | None = None
     caveats: list[Text] = []
@@ -345,7 +307,7 @@ class Claim(_Model):
 
 KEYS = [
     info.alias or name
-    for model in (Claim, Source, Hardware, Condition, Chosen, Measure, Test, Bound)
+    for model in (Claim, Source, Hardware, Condition, Chosen, Measure, Test)
     for name, info in model.model_fields.items()
 ]
 

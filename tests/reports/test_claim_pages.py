@@ -3,7 +3,6 @@
 import re
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 from xml.etree import ElementTree
 
 import pytest
@@ -21,7 +20,6 @@ from sparsebench.reports.claims.pages import (
     pages,
     share,
 )
-from sparsebench.reports.page import with_links
 from sparsebench.reports.site import run_folder
 from sparsebench.reports.site.pages import Site
 from sparsebench.reports.site.publish import publish
@@ -46,8 +44,7 @@ def written(**changed: object) -> ClaimFile:
 def entry(*cells: Cell, **changed: object) -> Entry:
     claim = written(**changed)
     problems = {"over dense": {each.problem for each in cells}}
-    bounds = {"over dense": {each.problem: 5.0 for each in cells}}
-    (result,) = entries([PlannedClaim(claim, problems, bounds, ["over dense"])], {"mine": cells})
+    (result,) = entries([PlannedClaim(claim, problems)], {"mine": cells})
     return result
 
 
@@ -57,14 +54,11 @@ def page(of: Entry) -> str:
     return texts["claims/mine.html"]
 
 
-def test_a_page_has_quote_conditions_bound_cells_verdict_and_command() -> None:
+def test_a_page_has_quote_and_command() -> None:
     claim = claimed()
     text = page(entry(*(cell(claim, spread(v), p) for v, p in ((2.5, "a"), (1.5, "b")))))
     assert "“It is twice as fast as dense”" in text
-    assert "can meet the threshold" in text
     assert "sparsebench claims check mine --replicates 8" in text
-    assert "Six processes or more" in text
-    assert text.count("<svg") == 1
     assert '<a href="../index.html">' not in text  # the claims are in a separate folder
 
 
@@ -97,60 +91,37 @@ def test_runs_on_a_site_are_links_and_files_of_models_are_not() -> None:
     assert "a-model/index.html" not in site
 
 
-def test_words_that_lead_to_a_file_are_a_link_only_with_an_address() -> None:
-    text = "the <losses> [are published](results/published/pruning)"
-    link = '<a href="https://example.org/blob/HEAD/results/published/pruning">are published</a>'
-    assert with_links(text, "") == "the &lt;losses&gt; are published"
-    assert with_links(text, "https://example.org") == f"the &lt;losses&gt; {link}"
-
-
 def test_backticks_of_a_claim_are_code_on_every_page() -> None:
-    untested = entry(tests=[], measure=None, bounds=[], missing="a file of `whole` <of a model>")
+    untested = entry(tests=[], measure=None, missing="a file of `whole` <of a model>")
     texts = dict(alone([untested], "1.0"))
     for name in ("claims/mine.html", "claims/index.html"):
         assert "<code>whole</code> &lt;of a model&gt;" in texts[name]
         assert "`" not in texts[name]
 
 
-def test_conditions_are_compared_and_differences_are_marked() -> None:
+def test_conditions_have_the_published_value_and_ours() -> None:
     fields_of_run = {
         "dtype": {"published": "bf16", "field": "dtype"},
         "GPU": {"published": "B200"},
         "tokens": {"published": None, "field": "m"},
         "server": {"published": "vLLM", "ours": "none"},
-        "model": {"published": "Qwen", "ours": "its layers", "same": True},
     }
     claim = claimed(conditions=fields_of_run)
     fields = {"op": "linear", "dtype": "bf16", "m": 4, "level": 0.5}
     texts = conditions(entry(cell(claim, spread(2.5), fields=fields), conditions=fields_of_run))
     assert texts == [
-        ("dtype", "bf16", "bf16", "="),
-        ("GPU", "B200", "NVIDIA H200", "≠"),
-        ("tokens", "unknown", "4", "?"),
-        ("server", "vLLM", "none", "≠"),
-        ("model", "Qwen", "its layers", "="),
+        ("dtype", "bf16", "bf16"),
+        ("GPU", "B200", "NVIDIA H200"),
+        ("tokens", "unknown", "4"),
+        ("server", "vLLM", "none"),
     ]
-    assert 'class="differs"' in page(entry(cell(claim, spread(2.5)), conditions=fields_of_run))
 
 
-def test_a_forest_has_a_marker_per_cell_and_omits_the_middle_of_many() -> None:
-    claim = claimed()
-    many = [cell(claim, spread(1 + i / 10), f"p{i}") for i in range(40)]
-    text = page(entry(*many))
-    assert "Left out: 16 cells between the best and the worst." in text
-    assert "The 40 cells" in text
-    assert page(entry(cell(claim, [1.0], reason="it needs a GPU"))).count("<svg") == 0
-    reason = "no baseline ran: cusparse_csr: error 3"
-    assert reason in page(entry(many[0], cell(claim, [1.0], "p99", reason=reason)))
-
-
-def test_a_figure_names_run_and_gpu_and_draws_a_problem_once() -> None:
+def test_a_table_counts_a_problem_once() -> None:
     claim = claimed(quantifier="for_all")
     cells = [cell(claim, spread(2.1 + i / 10), f"p{i}", run="good") for i in range(3)]
     looks = [cell(claim, spread(2.5, processes=2), f"p{i}", run="look") for i in range(3)]
     text = page(entry(*cells, *looks, quantifier="for_all"))
-    assert "All cells: linear, m 4, 50 %, run good, H200." in text
-    assert "The 3 cells, and 3 other measurements of them" in text
     assert "3 of 3 cells" in text
     assert text.count("not counted") == 3
 
@@ -211,45 +182,3 @@ def test_a_site_judges_claims_by_its_runs_and_links_to_them(tmp_path, monkeypatc
     fewer = publish([STEP], tmp_path / "site", Site(claims=plan[:1]), lambda run: None)
     assert len(fewer.written) == 1
     assert not (tmp_path / "site" / "claims" / "macko-2025.html").exists()
-
-
-@pytest.mark.parametrize(
-    ("published", "field", "values", "ours", "mark"),
-    [
-        ("25 %", "level", [0.25], "25 %", "="),
-        ("int8, fp8 and bf16", "dtype", ["bf16", "int8"], "bf16, int8", "="),
-        ("fp32 and fp16", "dtype", ["bf16", "fp32"], "bf16, fp32", "≠"),
-        ("30 to 70 %", "level", [0.3, 0.7], "30 %, 70 %", "="),
-        ("24 to 39 units per token", "active", [23, 29], "23, 29", "≠"),
-        ("small", "block", [16, 128], "16, 128", "?"),
-        ("2048", "k", [], "–", "?"),
-    ],
-)
-def test_a_condition_differs_only_if_one_of_our_values_does(
-    published: str, field: str, values: list[Any], ours: str, mark: str
-) -> None:
-    facts = {"it": {"published": published, "field": field}}
-    claim = claimed(conditions=facts)
-    cells = [
-        cell(claim, spread(2.5), f"p{i}", fields={"op": "linear", field: value})
-        for i, value in enumerate(values)
-    ] or [cell(claim, spread(2.5), fields={"op": "linear"})]
-    assert conditions(entry(*cells, conditions=facts)) == [("it", published, ours, mark)]
-
-
-def test_labels_of_a_figure_tell_its_cells_apart_without_runs_and_paths() -> None:
-    claim = claimed(quantifier="for_all")
-    place = {"op": "linear", "dtype": "fp32", "m": 64, "n": 512}
-    cells = [
-        cell(
-            claim,
-            spread(2.1),
-            f"p{k}",
-            run=f"run-{k}",
-            fields=place | {"k": k, "source": f"{k}/body_encoder_layer_0_self_attention_q.smtx"},
-        )
-        for k in (512, 2048)
-    ]
-    text = page(entry(*cells, quantifier="for_all"))
-    assert ">512 × 512</text>" in text
-    assert ">512 × 2048</text>" in text

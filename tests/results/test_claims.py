@@ -20,7 +20,7 @@ from sparsebench.results.claims.cells import (
 )
 from sparsebench.results.claims.decision import Word, cell_state
 from sparsebench.results.claims.metrics import METRICS
-from sparsebench.results.claims.schema import Bound, Claim, parse
+from sparsebench.results.claims.schema import Claim, parse
 from sparsebench.results.claims.verdict import Basis, Verdict, basis_of, judge
 from sparsebench.results.run.store import read
 from tests.results.claim_examples import CLAIM, DEVICES, cell, claimed, spread
@@ -64,6 +64,7 @@ WRONG = {  # the text to replace, its replacement, and a part of the error
         "measure: {suite: dlmc, data: true, only: m=64}\n",
         "instead of only",
     ),
+    "removed": ("title: B", "tables: []\ntitle: B", "expected no tables; the caveats"),
     "a key twice": ("title: B", "title: A\ntitle: B", "expected each key once"),
     "no claim": (CLAIM, "[]", "1: expected a claim, found list"),
 }
@@ -86,16 +87,6 @@ def test_a_metric_rises_with_its_ratio_and_has_an_inverse(name: str) -> None:
     assert values == sorted(values)
     assert [metric.back(value, 0.1) for value in values] == pytest.approx(ratios)
     assert metric.none is None or metric.of(1.0, 0.1) == pytest.approx(metric.none)
-
-
-def test_bounds_are_bytes_and_multiplications_and_amdahl() -> None:
-    bound = Bound(of="2:4 in 16 bits", density=0.5, bits_per_element=1)
-    assert bound.most == pytest.approx(1.778, abs=1e-3)
-    assert Bound(of="half dense, fp8", density=0.75, bits=8, bits_per_element=0.5).most == (
-        pytest.approx(1.2308, abs=1e-4)
-    )
-    assert Bound(of="a fifth", density=0.2).most == pytest.approx(5)
-    assert Bound(of="of half the whole", density=0.2, share=0.5).most == pytest.approx(1 / 0.6)
 
 
 @pytest.mark.parametrize(("near", "device"), DEVICES.items())
