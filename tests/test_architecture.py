@@ -68,7 +68,6 @@ GROUP_MAY_IMPORT: dict[str, set[str]] = {  # each only what is above it here: no
     "run": {"inputs", "machine", "patterns", "catalog", "bench", "plan", "doctor"},
     "claims": {"machine", "catalog", "patterns", "bench", "plan", "run"},
     "shared_runs": {"machine", "plan", "run", "claims"},
-    "costs": {"catalog", "bench", "plan", "claims", "shared_runs"},
     "new_gpu": {
         "machine",
         "catalog",
@@ -78,7 +77,6 @@ GROUP_MAY_IMPORT: dict[str, set[str]] = {  # each only what is above it here: no
         "run",
         "doctor",
         "shared_runs",
-        "costs",
     },
     "models": {"inputs", "machine", "patterns", "catalog", "bench"},
 }

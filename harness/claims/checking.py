@@ -33,6 +33,7 @@ from sparsebench.results.claims.model_cells import model_cells, read_model_file
 from sparsebench.results.claims.planned import PlannedClaim
 from sparsebench.results.claims.schema import ClaimFile
 from sparsebench.results.claims.verdict import Verdict, judge
+from sparsebench.results.formatting import amount
 from sparsebench.results.run import bundle, store
 from sparsebench.results.statistics.ratio import FEWEST
 from sparsebench.results.tables.analysis import analyse
@@ -64,6 +65,14 @@ class Missing:
     @property
     def cases(self) -> list[str]:
         return [*dict.fromkeys(case for plan, ids in self.gaps for case in plan.cases(ids))]
+
+    @property
+    def sentence(self) -> str:
+        """Describe it: `announced: 18 contests, 90 cases; for blast-2025`."""
+        claims = dict.fromkeys(plan.written.name for plan, _ in self.gaps)
+        contests = len({problem for _, problems in self.gaps for problem in problems})
+        counts = f"{amount(contests, 'contest')}, {amount(len(self.cases), 'case')}"
+        return f"{self.suite.name}: {counts}; for {', '.join(claims)}"
 
 
 @dataclass
@@ -282,6 +291,18 @@ def missing(result: Evidence, device: str, replicates: int) -> list[Missing]:
         }
         gaps.append((plan, plan.problems - measured))
     return runs_for(gaps, replicates)
+
+
+def left_out(result: Evidence) -> list[str]:
+    """Return a line for each suite that is not measured because its source files are missing."""
+    by_suite: dict[str, list[str]] = {}
+    for plan in result.all_plans:
+        if not plan.contests:
+            by_suite.setdefault(plan.suite.name, []).append(plan.written.name)
+    return [
+        f"{suite}: left out, because its problems are files below --data; for {', '.join(claims)}"
+        for suite, claims in by_suite.items()
+    ]
 
 
 def runs_for(gaps: Sequence[Gap], replicates: int) -> list[Missing]:

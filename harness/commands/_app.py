@@ -33,8 +33,13 @@ from sparsebench.harness.commands._console import (
 )
 from sparsebench.harness.run import early_start
 
+PACE = "the time left is shown while contests run"
 REMOVED = {  # what older versions took on the command line, and what replaces it
     "--to": "use --out",
+    "check --gpu": PACE,
+    "check --replicates": PACE,
+    "claims check --gpu": PACE,
+    "campaign plan": "`campaign status` lists the entries, and with --device what they lack there",
     "claims bound": "the page of a claim shows what the device allows in each cell",
     "claims sentences": "suites/claims/README.md lists them; `claims report` has the verdicts",
     "claims report --tables": "the caveats of a claim name the authors' files",

@@ -112,10 +112,6 @@ Plugins = Annotated[
     bool, typer.Option("--allow-plugins", help="Allow suites that import other packages.")
 ]
 Budget = Annotated[str | None, typer.Option(help="Time limit: 90s, 10m or 2h. Default: none.")]
-PublishedRuns = Annotated[
-    Path | None,
-    typer.Option(help="Runs whose times give the estimate: results/published/nvidia-h200."),
-]
 
 
 def budget_s(text: str) -> float:

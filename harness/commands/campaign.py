@@ -1,5 +1,6 @@
 """`sparsebench campaign`: many suites in one order, measured in pieces on one or more machines."""
 
+from dataclasses import asdict
 from datetime import timedelta
 from math import inf
 from pathlib import Path
@@ -10,10 +11,8 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from sparsebench.errors import ResultError
 from sparsebench.harness.commands import _options as opt
 from sparsebench.harness.commands._console import (
-    GATE_FAILED,
     SOME_FAILED,
     measuring,
     message_printer,
@@ -34,7 +33,6 @@ campaign = typer.Typer(
 )
 
 PUBLISHED = Path("results/published")
-GPU = PUBLISHED / "nvidia-h200"
 
 File = Annotated[str, typer.Argument(help="A campaign's name, or a file.yaml.")]
 Folder = Annotated[
@@ -42,63 +40,6 @@ Folder = Annotated[
     typer.Option("--out", help="Folder of the campaign's runs: a new one, or the one to resume."),
 ]
 Names = Annotated[list[str] | None, typer.Option("--entry", help="Only this entry; repeatable.")]
-
-
-@campaign.command()
-def plan(
-    file: File = "published",
-    gpu: opt.PublishedRuns = None,
-    data: opt.Data = None,
-    names: Names = None,
-    device: Annotated[
-        str | None, typer.Option(help="Also list what entries lack on this device, such as cuda:0.")
-    ] = None,
-    peers: opt.Peers = None,
-    as_json: opt.Json = False,
-) -> None:
-    """Estimate the GPU time of each entry and of the whole campaign.
-
-    With --device, also list the packages, checkouts and files that contenders need and that are
-    missing.
-    """
-    from sparsebench.harness.costs.campaign_needs import obstacles
-    from sparsebench.harness.costs.estimates import campaign_estimates
-    from sparsebench.results.formatting import join_words
-
-    requested = _read_campaign(file)
-    if gpu is None and not GPU.is_dir():
-        raise ResultError(f"--gpu: expected published runs; found no {GPU} in this folder")
-    selected = {entry.name for entry in requested.select(names or [])}
-    estimates = campaign_estimates(requested, gpu or GPU, data)
-    entries = [each for each in estimates if each.entry.name in selected]
-    total = sum(each.seconds or 0.0 for each in entries)
-    lacks = {e.entry.name: obstacles(e.entry, device, data) for e in entries} if device else {}
-    if as_json:
-        lines = [
-            {"name": e.entry.name, "replicates": e.entry.replicates, "seconds": e.seconds}
-            | {"how": e.how}
-            | ({"lacks": lacks[e.entry.name]} if device else {})
-            for e in entries
-        ]
-        print_json({"title": requested.title, "entries": lines, "seconds": total})
-    else:
-        table = Table("entry", "what", "processes", "about", "", box=None)
-        for each in entries:
-            entry, time = each.entry, "–" if each.seconds is None else _time(each.seconds)
-            subject = getattr(entry, entry.kind)
-            subject_text = ", ".join(subject) if isinstance(subject, list) else subject
-            what = f"{entry.kind} {subject_text} {entry.only}".strip()
-            table.add_row(entry.name, escape(what), str(entry.replicates), time, escape(each.how))
-        wide().print(table)
-        for name, reasons in lacks.items():
-            for reason in reasons:
-                stdout.say(f"{name}: {reason}")
-        limit = _time(requested.budget_s)
-        unknown = [each.entry.name for each in entries if each.seconds is None]
-        without = f" without {join_words(unknown)}" if unknown else ""
-        stdout.print(f"about {_time(total)} of one GPU (h:mm:ss){without}; the budget is {limit}")
-    if total > requested.budget_s:
-        raise typer.Exit(GATE_FAILED)
 
 
 @campaign.command()
@@ -129,37 +70,30 @@ def run(
     for name, reason in sitting.reasons.items():
         if reason:
             stdout.say(f"{name}: {reason}")
-    status(out, file, names)
+    _show_states(requested, out, names)
     if sitting.refused:
         raise typer.Exit(SOME_FAILED)
 
 
 @campaign.command()
 def status(
-    out: Folder, file: File = "published", names: Names = None, as_json: opt.Json = False
+    out: Annotated[Path | None, opt.out_file("Folder of the campaign's runs.")] = None,
+    file: File = "published",
+    names: Names = None,
+    device: Annotated[
+        str | None, typer.Option(help="Also list what entries lack on this device, such as cuda:0.")
+    ] = None,
+    data: opt.Data = None,
+    peers: opt.Peers = None,
+    as_json: opt.Json = False,
 ) -> None:
-    """Show how far each entry of a campaign is, without a GPU."""
-    from sparsebench.harness.shared_runs.campaign_publication import published_entries
-    from sparsebench.harness.shared_runs.campaign_sitting import state
-    from sparsebench.results.formatting import are
+    """List the entries of a campaign, and how far each one is in --out.
 
+    With --device, also list the packages, checkouts and files that contenders need and that are
+    missing.
+    """
     requested = _read_campaign(file)
-    states = [state(out, entry) for entry in requested.select(names or [])]
-    if as_json:
-        print_json(states)
-        return
-    table = Table("entry", "status", "contests", "cards", "GPU time", box=None)
-    for each in states:
-        contests = f"{each.done} of {each.of}" if each.of else ""
-        cards = str(each.cards or "")
-        table.add_row(each.name, each.status, contests, cards, _time(each.seconds))
-    wide().print(table)
-    whole = sum(each.status == "whole" for each in states)
-    spent = _time(sum(each.seconds for each in states))
-    stdout.print(f"{whole} of {are(len(states), 'entry')} whole, after {spent} of one GPU")
-    shown = {each.name for each in states} & {*published_entries(requested, out, PUBLISHED)}
-    if shown:
-        stdout.print(f"{len(shown)} of them are in {PUBLISHED} already, measured by this code")
+    _show_states(requested, out, names, as_json, device, data)
 
 
 @campaign.command()
@@ -185,6 +119,45 @@ def _read_campaign(file: str) -> "Campaign":
     from sparsebench.harness.shared_runs.campaign_file import campaign
 
     return campaign(file)
+
+
+def _show_states(
+    requested: "Campaign",
+    out: Path | None,
+    names: list[str] | None,
+    as_json: bool = False,
+    device: str | None = None,
+    data: Path | None = None,
+) -> None:
+    from sparsebench.harness.shared_runs.campaign_publication import published_entries
+    from sparsebench.harness.shared_runs.campaign_sitting import EntryState, state
+    from sparsebench.results.formatting import are
+
+    entries = requested.select(names or [])
+    states = [state(out, each) if out else EntryState(each.name, "open") for each in entries]
+    lacks = {each.name: each.lacks(device, data) for each in entries} if device else {}
+    if as_json:
+        print_json([asdict(each) | {"lacks": lacks.get(each.name)} for each in states])
+        return
+    columns = "entry", "what", "processes", "status", "contests", "cards", "GPU time"
+    table = Table(*columns, box=None)
+    for entry, each in zip(entries, states, strict=True):
+        contests = f"{each.done} of {each.of}" if each.of else ""
+        how_far = each.status, contests, str(each.cards or ""), _time(each.seconds)
+        table.add_row(entry.name, escape(entry.what), str(entry.replicates), *how_far)
+    wide().print(table)
+    for name, reason in ((name, reason) for name, reasons in lacks.items() for reason in reasons):
+        stdout.say(f"{name}: {reason}")
+    whole = sum(each.status == "whole" for each in states)
+    spent = _time(sum(each.seconds for each in states))
+    stdout.print(f"{whole} of {are(len(states), 'entry')} whole, after {spent} of one GPU")
+    shown = (
+        {each.name for each in states} & {*published_entries(requested, out, PUBLISHED)}
+        if out
+        else ()
+    )
+    if shown:
+        stdout.print(f"{len(shown)} of them are in {PUBLISHED} already, measured by this code")
 
 
 def _time(seconds: float) -> str:

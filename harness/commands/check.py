@@ -1,8 +1,5 @@
-"""`sparsebench check`: what a suite would measure, and how long it would take."""
+"""`sparsebench check`: what a suite would measure, and which cases a device does not support."""
 
-from datetime import timedelta
-
-import typer
 from rich.markup import escape
 
 from sparsebench.harness.commands import _options as opt
@@ -14,41 +11,47 @@ def check(
     device: opt.Device = None,
     data: opt.Data = None,
     only: opt.Only = "",
-    replicates: opt.Replicates = 3,
-    gpu: opt.PublishedRuns = None,
     peers: opt.Peers = None,
     as_json: opt.Json = False,
 ) -> None:
-    """Estimate the run time of a suite, and list unsupported cases."""
-    from sparsebench.harness.costs.estimates import preview, preview_here
-    from sparsebench.harness.costs.measured_times import times_on
+    """Count the cases of a suite, and list those that a device does not support."""
+    from sparsebench.harness.catalog import load_op
     from sparsebench.harness.machine.device import full_name
     from sparsebench.harness.plan.selection import has_only_baselines
+    from sparsebench.harness.plan.selection import only as selected
     from sparsebench.harness.plan.suite import read
+    from sparsebench.harness.plan.support import count_support
     from sparsebench.results.formatting import amount
 
-    if gpu and device:
-        raise typer.BadParameter("expected --device or --gpu, found both")
-    requested = read(suite, data)
-    if gpu:
-        planned = preview(requested, times_on(gpu), only, replicates)
-    else:
-        planned = preview_here(requested, full_name(device), only, replicates, data)
+    requested, picked = read(suite, data), full_name(device)
+    contests = selected(requested.contests, only)
+    cases = count_support(contests, picked, data)
+    supported = sum(count for each, count in cases.items() if not each.reason)
+    unsupported = sorted((*each, count) for each, count in cases.items() if each.reason)
+    largest = max(load_op(c.problem.op).held_bytes(c.problem) for c in contests)
     if as_json:
-        print_json(planned)
+        print_json(
+            {
+                "suite": requested.name,
+                "title": requested.title,
+                "device": picked,
+                "problems": len(contests),
+                "cases": cases.total(),
+                "supported": supported,
+                "largest_bytes": largest,
+                "unsupported": [
+                    {"contender": label, "reason": reason, "cases": count}
+                    for label, _, reason, count in unsupported
+                ],
+            }
+        )
         return
-    stdout.print(escape(planned["title"]), style="bold")
-    counts = f"{amount(planned['problems'], 'problem')}, {amount(planned['cases'], 'case')}"
-    stdout.print(f"{counts}, {planned['supported']} of them supported on {planned['device']}")
-    if not gpu and has_only_baselines(requested, planned["device"], only):
-        some = "only baselines are" if planned["supported"] else "no case is"
+    stdout.print(escape(requested.title), style="bold")
+    counts = f"{amount(len(contests), 'problem')}, {amount(cases.total(), 'case')}"
+    stdout.print(f"{counts}, {supported} of them supported on {picked}")
+    if has_only_baselines(requested, picked, only):
+        some = "only baselines are" if supported else "no case is"
         stdout.print(f"{some} supported, so nothing will be compared")
-    estimate = timedelta(seconds=planned["estimate_s"])
-    stdout.print(f"about {estimate} (h:mm:ss) for {amount(replicates, 'replicate')}")
-    if gpu:
-        largest, memory = (planned[name] / 2**30 for name in ("largest_bytes", "memory_bytes"))
-        stdout.say(f"a dense kernel needs up to {largest:.1f} GiB; the GPU has {memory:.0f} GiB")
-        if planned["unknown"]:
-            stdout.say(f"estimated from typical times: {', '.join(planned['unknown'])}")
-    for entry in planned["unsupported"]:
-        stdout.say(f"{entry['cases']:>5}  {entry['contender']}: {entry['reason']}")
+    stdout.print(f"a dense kernel needs up to {largest / 2**30:.1f} GiB")
+    for label, _, reason, count in unsupported:
+        stdout.say(f"{count:>5}  {label}: {reason}")

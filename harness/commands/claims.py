@@ -97,37 +97,30 @@ def check(
     out: opt.Out = None,
     budget: opt.Budget = None,
     plan: Annotated[bool, typer.Option("--plan", help="Only print the missing runs.")] = False,
-    gpu: opt.PublishedRuns = None,
     peers: opt.Peers = None,
     as_json: opt.Json = False,
 ) -> None:
     """Measure what claims still need, and give verdicts.
 
-    The missing runs are printed first; --gpu adds their estimated time. With 6 processes or more,
-    the best case of each claim that needs confirmation is measured again, alone. If --budget
-    ends the check early, the same command with --out resumes it.
+    The missing runs are printed first. With 6 processes or more, the best case of each claim that
+    needs confirmation is measured again, alone. If --budget ends the check early, the same command
+    with --out resumes it.
     """
-    from sparsebench.harness.claims.checking import check as measure
-    from sparsebench.harness.claims.checking import to_json
+    from sparsebench.harness.claims import checking
     from sparsebench.harness.claims.claim_plan import read_claims
-    from sparsebench.harness.costs.estimates import left_out, planned_runs
-    from sparsebench.harness.costs.measured_times import times_on
     from sparsebench.harness.machine.device import full_name
     from sparsebench.harness.run.measure import RunOptions
     from sparsebench.harness.run.run_json import Flags
     from sparsebench.results.formatting import amount
 
     until = monotonic() + opt.budget_s(budget) if budget else inf
-    times = times_on(gpu) if gpu else None
     picked = (device or "cuda:0") if plan else full_name(device)  # --plan needs no device here
 
     def print_plan(result: "Evidence") -> None:
-        planned = planned_runs(result, picked, replicates, times)
-        for line in [*(run.sentence for run in planned), *left_out(result)]:
+        planned = checking.missing(result, picked, replicates)
+        for line in [*(run.sentence for run in planned), *checking.left_out(result)]:
             stderr.say(line)
-        seconds = [run.seconds for run in planned if run.seconds is not None]
-        total = f", about {sum(seconds):.0f} s" if seconds else ""
-        stderr.say(f"{amount(len(planned), 'run')} of {amount(replicates, 'process')}{total}")
+        stderr.say(f"{amount(len(planned), 'run')} of {amount(replicates, 'process')}")
 
     if plan:
         print_plan(_evidence(names, runs, data))
@@ -136,14 +129,13 @@ def check(
     out = out or opt.new_run("claims")
     with measuring(out=out) as show:
         options = RunOptions(progress=show, until=until)
-        result = measure(
-            read_claims(names or []), flags, _runs(runs), out, options, planned=print_plan
-        )
+        written = read_claims(names or [])
+        result = checking.check(written, flags, _runs(runs), out, options, planned=print_plan)
     if result.left:
         rest = f"`sparsebench claims check --out {out}` measures the rest"
         stderr.say(f"not completely measured: {', '.join(result.left)}; {rest}")
     if as_json:
-        print_json(to_json(result))
+        print_json(checking.to_json(result))
     else:
         _show(result, out / "pages")
 

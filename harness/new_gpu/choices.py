@@ -4,36 +4,29 @@
             it supports at least one of its problems in the packaged suites
     order   of each shape the problem at DECIDED sparsity first, then from its least sparse one on;
             so a survey that is cut short has looked at every shape
-    cases   the winner of the screening, and the runner-up if another kernel ran there: `default`
-            and the kernel that it chose are one; the baseline is in every contest anyway
+    cases   the fastest one of the screening but the baseline, which is in every contest anyway
 
 One process chooses; another run measures the chosen cases again, so that a lucky result of the
 first is in no number.
 """
 
-import json
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from math import inf
 from typing import Any
 
 import pandas as pd
-import torch
 
 from sparsebench.errors import SuiteError
-from sparsebench.harness.bench import prepare
 from sparsebench.harness.catalog import suites
-from sparsebench.harness.costs.measured_times import product
-from sparsebench.harness.machine.device import is_simulated
-from sparsebench.harness.plan.suite import read
-from sparsebench.harness.sim import gpu_model, simulated_contest
-from sparsebench.results.record import Contender, Problem, Status
+from sparsebench.harness.plan.suite import Contest, read
+from sparsebench.harness.plan.support import count_support
+from sparsebench.results.record import Problem, Status
 
+SHAPE = "m", "n", "k", "dtype", "pattern"
 DECIDED = 0.9  # the sparsity that block-sparse papers and this project's headlines are about
-
-Unsupported = Callable[[Problem, Contender], str | None]
 
 
 @dataclass(frozen=True)
@@ -48,45 +41,37 @@ class Probed:
 
 def probe(device: str) -> list[Probed]:
     """Check every kernel of the packaged suites that need no files."""
-    if is_simulated(device):
-        unsupported: Unsupported = partial(simulated_contest.unsupported, gpu_model.read(device))
-    else:
-        unsupported = partial(prepare.unsupported, device=torch.device(device))
-    cases, supported = Counter[str](), Counter[str]()
-    reasons: dict[str, Counter[str]] = {}
+    contests: list[Contest] = []
     for name in sorted(suites()):
-        try:
-            contests = read(name).contests
-        except SuiteError:  # its operands come from files below --data
-            continue
-        for contest in contests:
-            for contender in contest.contenders:
-                kernel = contender.kernel
-                reason = unsupported(contest.problem, contender)
-                cases[kernel] += 1
-                supported[kernel] += not reason
-                reasons.setdefault(kernel, Counter()).update([reason] if reason else [])
-    most = {kernel: why.most_common(1)[0][0] if why else "" for kernel, why in reasons.items()}
-    return [Probed(name, cases[name], supported[name], most[name]) for name in sorted(cases)]
+        with suppress(SuiteError):  # its operands come from files below --data
+            contests += read(name).contests
+    by_kernel: dict[str, Counter[str]] = {}
+    for (_, kernel, reason), count in count_support(contests, device).items():
+        by_kernel.setdefault(kernel, Counter())[reason] += count
+    probes = []
+    for kernel, reasons in sorted(by_kernel.items()):
+        total, supported = reasons.total(), reasons.pop("", 0)
+        ((reason, _),) = reasons.most_common(1) or [("", 0)]
+        probes.append(Probed(kernel, total, supported, reason))
+    return probes
 
 
-def deciding(cases: pd.DataFrame, problems: Iterable[Problem]) -> dict[str, list[str]]:
-    """Return the ids of problems with a time, in order, with the cases to measure again."""
-    fastest = cases[(cases.status == Status.OK) & ~cases.twin.astype(bool)]
-    fastest = fastest.sort_values("median_us").groupby("problem_id").head(2)
-    choices = zip(map(json.loads, fastest.choice), fastest.kernel, strict=True)
-    ran = [choice.get("kernel", name) for choice, name in choices]
-    fastest = fastest.assign(ran=ran).drop_duplicates(["problem_id", "ran"])
-    ids = fastest.groupby("problem_id").case_id.apply(list)
+def deciding(cases: pd.DataFrame, problems: Iterable[Problem]) -> dict[str, str]:
+    """Return the ids of problems with a time, in order, with the case to measure again."""
+    others = ~cases.twin.astype(bool) & ~cases.baseline.astype(bool)
+    fastest = cases[(cases.status == Status.OK) & others]
+    fastest = fastest.sort_values("median_us").drop_duplicates("problem_id")
+    ids = dict(zip(fastest.problem_id, fastest.case_id, strict=True))
     ranks = coarse(problems)
-    return {problem: ids[problem] for problem in sorted(ids.index, key=lambda p: ranks.get(p, inf))}
+    return {problem: ids[problem] for problem in sorted(ids, key=lambda p: ranks.get(p, inf))}
 
 
 def coarse(problems: Iterable[Problem]) -> dict[str, int]:
     """Rank problems by id. Ranks add up over blocks in the order of the suite."""
     shapes: dict[tuple[Any, ...], list[Problem]] = {}
     for problem in problems:
-        shapes.setdefault((*product(problem), problem["pattern"]), []).append(problem)
+        sizes = (problem.fields.get(name) for name in SHAPE)
+        shapes.setdefault((problem.op, *sizes), []).append(problem)
     ranks = {}
     for shape in shapes.values():
         levels = sorted({_level(problem) for problem in shape})

@@ -5,45 +5,40 @@
     compile  caches on disk      the machine code that the screening needs (compile_ahead.py)
     tune     the user's cache    configurations for this GPU (run/tuning.py)
     screen   screen/             the core suite in one process, coarse problems first
-    decide   decide/, decide-2/  the deciding problems (choices.py) in FEWEST to MOST
-                                 processes, which search among the finalists of the screening
+    decide   decide/, decide-2/  the deciding problems (choices.py) in FEWEST processes, which
+                                 search among the finalists of the screening
     page     report.html         the answer, and the same cases on other GPUs
 
-Every step has a share of the time that is left when it starts, and stops by itself. `decide` plans
-again before each process, from the time that the previous one took: problems that no longer fit are
-left out. If time is short, it measures more problems rather than the runners-up of each. After a
-run it plans again for the problems that were not chosen, and begins another run of those that fit.
+Every step has a share of the time that is left when it starts, and stops by itself. The first
+process of `decide` has an equal share of its time, in which it takes problems in order, and the
+later ones repeat what it reached, so nothing is estimated. If the screening is resumed, another run
+decides the problems that it adds.
 survey.json lists what a step did not reach, and `--resume` measures it, also after Ctrl-C. Nothing
 here knows the name of a GPU. The doctor runs in a separate process, so that it leaves no memory
 allocated on the device.
 """
 
 import json
-import os
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import count
-from math import ceil
 from pathlib import Path
 from time import monotonic
-from types import MappingProxyType
 from typing import Any
 
 import torch
 
 from sparsebench.errors import SuiteError
-from sparsebench.harness.costs.estimates import affordable
-from sparsebench.harness.costs.measured_times import times
 from sparsebench.harness.doctor.findings import warning
 from sparsebench.harness.machine.device import is_simulated
 from sparsebench.harness.new_gpu.choices import coarse, deciding, probe
 from sparsebench.harness.new_gpu.compile_ahead import CompileAhead
-from sparsebench.harness.plan.suite import Contest, read
+from sparsebench.harness.plan.suite import read
 from sparsebench.harness.run import early_start
 from sparsebench.harness.run.measure import Progress, RunOptions, Stopped, measure
 from sparsebench.harness.run.run_json import Flags
@@ -66,16 +61,9 @@ SUITES = {"cpu": "quick"}  # the core suite would take hours on 2 cores
 SUITE = "core"
 # Shares of the time left; deciding has the rest, less PAGE_S
 COMPILE, TUNE, SCREEN = 0.1, 0.2, 0.45
-# Shares of the time left that are planned, if all problems fit and otherwise: estimates may be a
-# third too long, and a problem too many costs time in one process before _Pace leaves it out.
-SAFE, BOLD = 0.9, 1.15
-# Start of a later process over the first one: with enough cores it imports beside the one before,
-# which made it 0.33, 0.38 and 0.98 in three surveys of an H100.
-AGAIN = 0.6 if len(os.sched_getaffinity(0)) >= 4 else 1.0
 DOCTOR = (sys.executable, "-P", "-m", "sparsebench", "doctor", "--json", "--device")
 DOCTOR_S = 60.0  # the doctor takes 10 s, and its process has to start
 PAGE_S = 25.0  # the reports, the published runs and the page take 15 s on two idle cores
-MOST = 8  # processes if all problems fit; otherwise FEWEST, and then only of the winners
 SILENT_S = 60.0  # without an answer for so long a contender has hung
 
 
@@ -222,33 +210,30 @@ def _tune(survey: Survey, end: float, progress: Progress) -> str:
 
 def _screen(survey: Survey, end: float, progress: Progress) -> str:
     until = monotonic() + SCREEN * (end - monotonic())
-    return _measure(survey, "screen", 1, "", until, progress)
+    return _measure(survey, "screen", 1, "", until, progress, coarse(_problems(survey)))
 
 
 def _decide(survey: Survey, end: float, progress: Progress) -> str:
-    """Measure the deciding problems in run after run, while there is time for one more problem."""
+    """Measure the deciding problems, in another run if an earlier survey had fewer of them."""
     early_start.start(survey.device, max(1, len(survey.devices)), FEWEST)  # while this one plans
     screened = store.read(survey.path / "screen")
     if not screened.rows:
-        raise SuiteError(_too_small(survey, end))
-    candidates = deciding(analyse(screened).cases, _problems(survey))
-    if not candidates:
+        again = f"`sparsebench new-gpu --resume {survey.path} --budget TIME` resumes"
+        expected = "expected time for one problem, found less"
+        raise SuiteError(f"--budget {survey.budget_s:g}s: {expected}; {again}")
+    left = deciding(analyse(screened).cases, _problems(survey))
+    if not left:
         return "expected a case with a time in screen/, found none"
-    runs: list[Run] = []
+    ranks = {problem: rank for rank, problem in enumerate(left)}
     for number in count(1):
         name = "decide" if number == 1 else f"decide-{number}"
-        plan = _earlier_selection(survey.path / name)
-        if plan is None:
-            measured = {row.case.problem.id for run in runs for row in run.rows}
-            left = {problem: ids for problem, ids in candidates.items() if problem not in measured}
-            plan = _selection_that_fits(survey, [screened, *runs], left, end - monotonic())
-            if not plan[0]:
-                return _undecided(survey, len(left), len(candidates), end, progress)
-        only, processes = plan
-        ranks = {problem: rank for rank, problem in enumerate(candidates)}
-        if reason := _measure(survey, name, processes, only, end, progress, ranks, screened):
+        if not left:
+            return ""
+        only = _selection_of(survey.path / name) or f"case={'|'.join(left.values())}"
+        if reason := _measure(survey, name, FEWEST, only, end, progress, ranks, screened):
             return reason
-        runs.append(store.read(survey.path / name))
+        measured = {row.case.problem.id for row in store.read(survey.path / name).rows}
+        left = {problem: case for problem, case in left.items() if problem not in measured}
     raise AssertionError
 
 
@@ -256,85 +241,12 @@ def _problems(survey: Survey) -> list[Problem]:
     return [contest.problem for contest in read(survey.suite).contests]
 
 
-def _undecided(survey: Survey, left: int, of: int, end: float, progress: Progress) -> str:
-    """Say how many problems have only a look; the screening gets the time that is left."""
-    if "screen" in survey.left:
-        survey.left["screen"] = _measure(survey, "screen", 1, "", end, progress)
-        survey.left = {step: reason for step, reason in survey.left.items() if reason}
-    return f"{left} of {amount(of, 'problem')} have only a look" if left else ""
-
-
-def _too_small(survey: Survey, end: float) -> str:
-    """Say in one line that the budget ended before a problem was measured, and what it takes."""
-    began = end + PAGE_S - survey.budget_s
-    least_s = (monotonic() - began) / SCREEN + PAGE_S
-    needed = f"{ceil(least_s / 30) * 30}s"
-    again = f"`sparsebench new-gpu --resume {survey.path} --budget {needed}` resumes"
-    expected = f"expected at least {needed} for one process on this machine, found less"
-    return f"--budget {survey.budget_s:g}s: {expected}; {again}"
-
-
-def _earlier_selection(target: Path) -> tuple[str, int] | None:
-    """Return the selection and the processes of a run that an earlier survey began, or None."""
+def _selection_of(target: Path) -> str:
+    """Return the selection of a run that an earlier survey began, "" without one."""
     shared = shards_of(target)
     if (target / "run.json").exists():
-        flags = store.read(target).state["flags"]
-        return str(flags["only"]), int(flags["replicates"])
-    if (shared / "plan.json").exists():
-        earlier = shared_folder.read(shared)[0].flags
-        return earlier.only, earlier.replicates
-    return None
-
-
-def _selection_that_fits(
-    survey: Survey, runs: Sequence[Run], left: Mapping[str, Sequence[str]], left_s: float
-) -> tuple[str, int]:
-    """Return a selection of the problems that fit into the time left, "" if none, and processes."""
-    kind = "cpu" if survey.device == "cpu" else "cuda"
-    estimates = replace(times(runs), ceilings_s=0.0)  # the screening measured them
-    if len(runs) == 1:
-        start_s = estimates.start_s * (1 + AGAIN * (FEWEST - 1)) / FEWEST
-        estimates = replace(estimates, start_s=start_s)
-    seconds = left_s * max(1, len(survey.devices))
-    winners = {problem: cases[:1] for problem, cases in left.items()}
-    plans = (SAFE, MOST, left), (SAFE, FEWEST, left), (BOLD, FEWEST, winners)
-    for part, processes, candidates in plans:
-        where = read(survey.suite), estimates, candidates, part * seconds, processes, kind
-        chosen = affordable(*where, searched=True)
-        if len(chosen) == len(left):
-            break
-    cases = dict.fromkeys(case for ids in chosen.values() for case in ids)
-    return (f"case={'|'.join(cases)}" if cases else ""), processes
-
-
-@dataclass
-class _Pace:
-    """Chooses before each process the contests that all processes left have time for.
-
-    A problem that one process left out cannot get a verdict, so later processes leave it out too.
-
-    ranks      of problems, the first one decides most; references have none and are always kept
-    remaining  the ids of the problems that the last process measured
-    """
-
-    end: float
-    processes: int
-    ranks: Mapping[str, int]
-    began: float = 0.0
-    remaining: frozenset[str] = frozenset()
-
-    def __call__(self, process: int, contests: list[Contest]) -> list[Contest]:
-        now = monotonic()
-        if self.remaining:
-            each_s = (now - self.began) / len(self.remaining)
-            fitting = int((self.end - now) / (self.processes - process) / max(each_s, 1e-9))
-            left = [contest for contest in contests if contest.problem.id in self.remaining]
-            ranked = sorted(left, key=lambda contest: self.ranks.get(contest.problem.id, -1))
-            first = {contest.problem.id for contest in ranked[:fitting]}
-            contests = [contest for contest in contests if contest.problem.id in first]
-        self.began = now
-        self.remaining = frozenset(contest.problem.id for contest in contests)
-        return contests
+        return str(store.read(target).state["flags"]["only"])
+    return shared_folder.read(shared)[0].flags.only if (shared / "plan.json").exists() else ""
 
 
 def _measure(
@@ -344,28 +256,29 @@ def _measure(
     only: str,
     until: float,
     progress: Progress,
-    ranks: Mapping[str, int] = MappingProxyType({}),
+    ranks: Mapping[str, int],
     searched: Run | None = None,
 ) -> str:
-    """Measure the suite into a folder of the survey, or resume it; return what is left."""
+    """Measure the suite into a folder of the survey, or resume it; return what is left.
+
+    ranks  of problems, the first ones are measured first; references have none, and precede them
+    """
     target = survey.path / name
     stopped = target if (target / "run.json").exists() else None
     if stopped and store.read(target).state["status"] == "finished":
         return ""
     flags, suite = Flags(survey.device, None, SILENT_S, replicates, only), read(survey.suite)
-    coarse_ranks = {} if searched else coarse(_problems(survey))  # references come first
     options = RunOptions(
         progress=progress,
         searched=[*searched.rows, *searched.reference] if searched else (),
         until=until,
-        rank=lambda contest: coarse_ranks.get(contest.problem.id, -1),
+        even=True,
+        rank=lambda contest: ranks.get(contest.problem.id, -1),
     )
     if len(survey.devices) > 1:
         shutil.rmtree(target, ignore_errors=True)  # merged again from the parts beside it
         path = share(suite, Plan(suite.name, flags, tuple(survey.devices)), target, options)
     else:
-        if searched:
-            options = replace(options, replan=_Pace(until, replicates, ranks))
         path = measure(suite, flags, None if stopped else target, stopped, options)
     contests = store.read(path).state["contests"]
     left = contests["of"] - contests["done"]

@@ -47,7 +47,6 @@ Progress = Callable[[int, int, str], None]
 """Called with contests done, contests in all, and the last result, or the first problem."""
 
 Rank = Callable[[Contest], int]
-Replan = Callable[[int, list[Contest]], list[Contest]]
 
 LEAST_S, MOST_S = 0.1, 86400.0  # limits of --timeout
 
@@ -64,8 +63,8 @@ class RunOptions:
     until       when to end, by time.monotonic(). A contest starts only if it would end
                 before, judged by its time in the last process or the longest time so far
     rank        contests of a lower rank come first in every process; ties are in random order
-    replan      called before each process with its number and its contests, and returns those to
-                measure now; --resume measures the others
+    even        the first process takes an equal share of the time until `until`, and later ones
+                repeat what it reached; --resume measures the others
     part        set if several processes share the plan (plan_part.py)
     """
 
@@ -76,7 +75,7 @@ class RunOptions:
     origin: Mapping[str, Any] | None = None
     until: float = inf
     rank: Rank | None = None
-    replan: Replan = lambda process, contests: contests
+    even: bool = False
     part: plan_part.Part | None = None
 
 
@@ -103,7 +102,7 @@ def measure(
     Raises SuiteError or ResultError if the run cannot start, and Stopped if it is interrupted
     after its directory was made.
     """
-    part, since = options.part, now()
+    part, since, began = options.part, now(), monotonic()
     _require_flags(flags)
     contests = planned_contests(suite, flags.device, flags.only, flags.shard)
     worker_process.require_plan(flags.device, planned_contests(suite, flags.device))
@@ -162,7 +161,10 @@ def measure(
             ceilings=Ceilings.from_json(ceilings),
             energy=flags.energy,
         )
-        session = _Session(runner, path, record, contests, contest_options, rows, watch, options)
+        share_s = (options.until - began) / processes if options.even else inf
+        session = _Session(
+            runner, path, record, contests, contest_options, rows, watch, options, began + share_s
+        )
         try:
             session.measure()
         except KeyboardInterrupt as stop:
@@ -224,6 +226,7 @@ class _Session:
     rows: list[Row]  # starts with the rows of an earlier session
     watch: Watch
     options: RunOptions
+    first_until: float  # when to end the first process, by time.monotonic()
     counts: Counts = field(init=False)
     spent_s: Counter[str] = field(init=False)
     done: int = field(init=False)  # number of contests
@@ -243,13 +246,17 @@ class _Session:
                 order = random.Random(seed).sample(self.contests, len(self.contests))
                 order.sort(key=self.options.rank or (lambda contest: 0))
                 missing = [c for c in order if (replicate, c.problem.id) not in self.counts.done]
-                missing = self.options.replan(replicate, missing)
-                if monotonic() >= self.options.until:
+                until = self.options.until
+                if monotonic() >= until:
                     break
+                if replicate == 0:
+                    until = min(until, self.first_until)
+                elif self.options.even:
+                    missing = [c for c in missing if (0, c.problem.id) in self.counts.done]
                 if replicate:
                     self.runner.next_process()
                 left = part.take(missing, replicate) if part else missing
-                self._process(replicate, self._in_time(left), window)
+                self._process(replicate, self._in_time(left, until), window)
             self.runner.kill()
             self.watch.end()
 
@@ -268,13 +275,13 @@ class _Session:
             self.last = leader(result.rows) or self.last
         self.options.progress(self.done, self._total(), self.last)
 
-    def _in_time(self, contests: Iterable[Contest]) -> Iterator[Contest]:
+    def _in_time(self, contests: Iterable[Contest], until: float) -> Iterator[Contest]:
         """Yield and announce the contests for which there is time (RunOptions.until)."""
         began = monotonic()
         for contest in contests:
             longest_s = max(self.durations_s.values(), default=0.0)
             expected_s = self.durations_s.get(contest.problem.id, longest_s)
-            if began + expected_s > self.options.until:
+            if began + expected_s > until:
                 return
             self.options.progress(self.done, self._total(), self.last or describe(contest.problem))
             yield contest

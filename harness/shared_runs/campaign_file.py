@@ -3,7 +3,6 @@
 schema: sparsebench/campaign@1
 title: Everything that is published
 replicates: 8                    # processes of an entry that does not give its own
-budget: 120m                     # of one GPU for everything; `campaign plan` checks it
 entries:                         # each becomes a run DIR/NAME, in this order
   - suite: quick                 # named after the suite
   - {name: sparsity-slow, suite: sparsity, only: kernel=cusparse_csr, replicates: 1}
@@ -30,10 +29,12 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from sparsebench._discovery import did_you_mean, unknown
 from sparsebench.errors import SuiteError
+from sparsebench.harness.claims.checking import evidence
+from sparsebench.harness.claims.claim_plan import read_claims
 from sparsebench.harness.plan.document import document
-from sparsebench.harness.plan.limits import seconds
 from sparsebench.harness.plan.selection import only
-from sparsebench.harness.plan.suite import Suite, parse, read
+from sparsebench.harness.plan.suite import Contest, Suite, parse, read
+from sparsebench.harness.plan.support import count_support, reasons_by_kernel
 
 KINDS = "suite", "confirm", "reproduce", "claims"
 NAME = re.compile(r"[a-z0-9][a-z0-9-]*")
@@ -61,6 +62,13 @@ class Entry(BaseModel):
         return next(kind for kind in KINDS if getattr(self, kind) is not None)
 
     @property
+    def what(self) -> str:
+        """Describe it: `suite sparsity m=64`."""
+        subject = getattr(self, self.kind)
+        subject = ", ".join(subject) if isinstance(subject, list) else subject
+        return f"{self.kind} {subject} {self.only}".strip()
+
+    @property
     def of(self) -> str:
         """Return the entry that it confirms or reproduces, or ""."""
         return self.confirm or self.reproduce or ""
@@ -77,6 +85,22 @@ class Entry(BaseModel):
     def folder(self, data: Path | None) -> Path | None:
         return data / self.data if data and self.data else None
 
+    def lacks(self, device: str, data: Path | None) -> list[str]:
+        """Return what a suite or claims need and a device lacks: source files, packages ..."""
+        if self.data and data is None:
+            return [f"needs source files in --data DIR/{self.data}"]
+        try:
+            if self.suite:
+                contests: Sequence[Contest] = only(self.read(data).contests, self.only)
+            else:
+                claims = None if self.claims is None else read_claims(self.claims)
+                plans = evidence(claims or []).all_plans
+                contests = [contest for plan in plans for contest in plan.contests]
+        except SuiteError as error:  # the source files are missing, or cannot be read
+            return [str(error)]
+        reasons = reasons_by_kernel(count_support(contests, device))
+        return [f"{kernel}: {reason}" for kernel, reason in reasons.items()]
+
 
 class CampaignFile(BaseModel):
     """A campaign as written."""
@@ -86,7 +110,7 @@ class CampaignFile(BaseModel):
     schema_: Literal["sparsebench/campaign@1"] = Field(alias="schema")
     title: str
     replicates: int = Field(default=8, ge=1, le=1000)
-    budget: str = "120m"
+    budget: str = ""  # gone
     entries: list[Entry] = Field(min_length=1)
 
 
@@ -96,7 +120,6 @@ class Campaign:
 
     where: str
     title: str
-    budget_s: float
     entries: Sequence[Entry]
 
     @cached_property
@@ -123,6 +146,9 @@ def campaign(name: str) -> Campaign:
     """Read a campaign by name or from a file. Raises SuiteError with the place of an error."""
     where, text = document("suites.campaigns", "campaign", name)
     file = parse(where, text, CampaignFile)
+    if file.budget:
+        instead = "`campaign run --budget` limits a sitting"
+        raise SuiteError(f"{where}: budget: expected none since 0.4; {instead}")
     entries: list[Entry] = []
     for number, entry in enumerate(file.entries):
         place = f"{where}: entries[{number}]"
@@ -151,4 +177,4 @@ def campaign(name: str) -> Campaign:
             except SuiteError as error:
                 raise SuiteError(f"{place}: {error}") from error
         entries.append(entry)
-    return Campaign(where, file.title, seconds(f"{where}: budget", file.budget), entries)
+    return Campaign(where, file.title, entries)

@@ -4,7 +4,7 @@ import json
 import shutil
 from collections import Counter
 from dataclasses import dataclass
-from math import inf, log
+from math import inf
 from pathlib import Path
 from time import monotonic
 
@@ -15,8 +15,6 @@ from sparsebench.harness.bench import energy
 from sparsebench.harness.claims import checking
 from sparsebench.harness.claims.checking import evidence
 from sparsebench.harness.claims.claim_plan import read_claims
-from sparsebench.harness.costs import campaign_needs, estimates
-from sparsebench.harness.costs.measured_times import times_on
 from sparsebench.harness.plan.selection import planned_contests
 from sparsebench.harness.plan.suite import read
 from sparsebench.harness.run.measure import Progress, Stopped
@@ -30,7 +28,6 @@ from sparsebench.reports import published
 from sparsebench.results.run import bundle, store
 from tests.simulated.in_process import stopping
 from tests.tools.command_line import output, refusal, sparsebench
-from tests.tools.paths import PUBLISHED
 from tests.tools.suites import BSR, linear
 
 pytestmark = pytest.mark.usefixtures("in_one_process")
@@ -335,6 +332,7 @@ WRONG = {
     "- {confirm: quick}": "expected an entry above it, found 'quick'",
     "- {suite: FOLDER/several.yaml}": "unique name",
     "- {suite: quick, name: ../up}": "unique name",
+    "- {suite: quick}\nbudget: 120m": "budget: expected none since 0.4; `campaign run --budget`",
     "- {suite: quick, replicates: two}": r"entries\.2\.replicates: expected a valid integer",
 }
 
@@ -364,40 +362,15 @@ def test_claims_that_need_the_same_suite_are_in_one_entry() -> None:
     assert {suite: count for suite, count in suites.items() if count > 1} == {}
 
 
-@pytest.mark.exhaustive
-def test_the_published_campaign_fits_its_budget_and_repeats_cost_less(monkeypatch) -> None:
-    whole, there = campaign("published"), PUBLISHED / "nvidia-h200"
-    seconds, size = times_on(there), log(64 * 4096 * 4096)
-    monkeypatch.setattr(estimates, "times_on", lambda gpu: seconds)
-    entries = estimates.campaign_estimates(whole, there)
-    cost = {each.entry.name: each.seconds for each in entries if each.seconds is not None}
-    assert len(cost) == len(entries)
-    assert sum(cost.values()) <= whole.budget_s
-    assert cost["claims"] == 0  # entries above it measure what each claim needs
-    assert cost["spense-decode-again"] < cost["spense-decode"]  # it does not search
-    (dlmc,) = (each for each in entries if each.entry.name == "dlmc-csr")
-    assert dlmc.how == "as the run dlmc-csr"
-    product = seconds.first["dense/cublas"]  # 1 s at first, and 0.1 to 0.3 s when it is repeated
-    assert product.case_s(size, True) < 0.4 * product.case_s(size, False)
-    assert seconds.searching["dense/cublas"].case_s(size) < 0.4 * product.case_s(size, False)
-
-
-def test_a_plan_says_what_is_known_without_source_files(trial: Trial, tmp_path: Path) -> None:
-    (tmp_path / "gpu").mkdir()
-    (tmp_path / "gpu" / "quick").symlink_to(PUBLISHED / "nvidia-h200" / "quick")
-    whole = trial.campaign(
-        "  - {name: from-files, claims: [cusparse-slower]}\n"
-        "  - {suite: dlmc, data: dlmc}\n"
-        "  - {suite: trained, data: trained}\n"
-    )
-    *_, claims, dlmc, trained = estimates.campaign_estimates(whole, tmp_path / "gpu", tmp_path)
-    assert claims.seconds
-    assert "contests" in claims.how
-    assert "cusparse-slower" in claims.how  # a part of it reads files
-    assert (dlmc.seconds, trained.seconds) == (None, None)
-    assert f"{tmp_path}/dlmc" in dlmc.how
-    assert f"{tmp_path}/trained" in trained.how
-    assert campaign_needs.obstacles(dlmc.entry, "cpu", tmp_path)
+def test_an_entry_says_what_a_device_lacks(trial: Trial, tmp_path: Path) -> None:
+    _, _, claims, dlmc = trial.campaign(
+        "  - {name: from-files, claims: [cusparse-slower]}\n  - {suite: dlmc, data: dlmc}\n"
+    ).entries
+    kernels = {line.partition(":")[0] for line in claims.lacks("cpu", None)}
+    assert "cublas" in kernels
+    assert dlmc.lacks("cpu", None) == ["needs source files in --data DIR/dlmc"]
+    (line,) = dlmc.lacks("cpu", tmp_path)
+    assert f"{tmp_path}/dlmc" in line
 
 
 def test_the_campaign_commands(trial: Trial, tmp_path: Path) -> None:
@@ -405,16 +378,10 @@ def test_the_campaign_commands(trial: Trial, tmp_path: Path) -> None:
     file, to = tmp_path / "campaign.yaml", tmp_path / "runs"
     status = sparsebench("campaign", "status", file, "--out", to)
     assert "0 of 2 entries are whole" in status.stdout
-    (tmp_path / "gpu").mkdir()
-    (tmp_path / "gpu" / "quick").symlink_to(PUBLISHED / "nvidia-h200" / "quick")
-    cost = sparsebench("campaign", "plan", file, "--gpu", tmp_path / "gpu")
-    assert "the budget is 2:00:00" in cost.stdout, cost.stderr
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(tmp_path)
-        here = sparsebench("campaign", "plan", file, "--gpu", "gpu", "--device", "cpu", "--json")
-        lacks = json.loads(here.stdout)["entries"][0]["lacks"]
-        assert [line.partition(":")[0] for line in lacks] == ["cublas", "bsr_triton"]
-        assert "--gpu: expected published runs" in refusal("campaign", "plan", file)
+    here = output("campaign", "status", file, "--device", "cpu", "--json")
+    lacks = json.loads(here)[0]["lacks"]
+    assert sorted(line.partition(":")[0] for line in lacks) == ["bsr_triton", "cublas"]
+    assert "`campaign status` lists the entries" in refusal("campaign", "plan", file)
     command = "campaign", "run", file, "--out", to, "--device", "sim"
     assert "--budget: expected 60s or more" in refusal(*command, "--budget", "1s")
     assert "1 of 1 entry is whole" in output(*command, "--entry", "other")

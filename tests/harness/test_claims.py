@@ -12,7 +12,6 @@ from sparsebench.errors import ResultError, SuiteError
 from sparsebench.harness.claims import checking, claim_plan
 from sparsebench.harness.claims.checking import Evidence, check, evidence
 from sparsebench.harness.commands.claims import _runs
-from sparsebench.harness.costs.estimates import left_out
 from sparsebench.harness.run import measure
 from sparsebench.harness.run.measure import RunOptions, Stopped
 from sparsebench.harness.run.run_json import Flags
@@ -183,21 +182,16 @@ def test_a_check_ends_at_its_time_and_the_next_one_resumes_it(tmp_path, monkeypa
     assert planned == [result]
 
 
-def test_a_check_prints_its_plan_and_the_estimated_time(tmp_path: Path) -> None:
-    claim, gpu = written(tmp_path), PUBLISHED / "nvidia-h200" / "quick"
-    options = "--replicates", "1", "--gpu", gpu, "--plan"
-    done = sparsebench("claims", "check", claim.where, *options)
-    assert done.returncode == 0
-    suite, total = done.stderr.splitlines()
-    assert re.fullmatch(r"mine: 2 contests, 4 cases, about \d+ s.*; for mine", suite), suite
-    assert re.fullmatch(r"1 run of 1 process, about \d+ s", total)
+def test_a_check_prints_its_plan(tmp_path: Path) -> None:
+    claim = written(tmp_path)
+    options = "claims", "check", claim.where, "--replicates", "1"
+    done = sparsebench(*options, "--plan")
+    lines = ["mine: 2 contests, 4 cases; for mine", "1 run of 1 process"]
+    assert done.stderr.splitlines() == lines
     assert not done.stdout
-    out = "--device", device(tmp_path, 0.8), "--replicates", "1", "--out", tmp_path / "out"
-    done = sparsebench("claims", "check", claim.where, *out, "--budget", "60s")
-    assert done.stderr.splitlines()[:2] == [
-        "mine: 2 contests, 4 cases; for mine",
-        "1 run of 1 process",
-    ]
+    out = "--device", device(tmp_path, 0.8), "--out", tmp_path / "out", "--budget", "60s"
+    done = sparsebench(*options, *out)
+    assert done.stderr.splitlines()[:2] == lines
     assert "not settled" in done.stdout
 
 
@@ -296,7 +290,7 @@ def test_suites_with_missing_files_are_named_and_left_out(tmp_path: Path) -> Non
     files, *others = result.plans["cusparse-slower"]
     assert not files.contests
     assert all(plan.contests for plan in others)
-    (line,) = left_out(result)
+    (line,) = checking.left_out(result)
     assert line.startswith("dlmc: left out")
     assert "dlmc" not in {run.suite.name for run in checking.missing(result, "sim", 8)}
     assert "--data" in judged(result).why

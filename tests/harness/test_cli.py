@@ -19,7 +19,6 @@ from sparsebench.results.record import Status
 from sparsebench.results.run import store
 from tests.tools.command_line import output, refusal, sparsebench
 from tests.tools.marks import exhaustive
-from tests.tools.paths import PUBLISHED
 from tests.tools.suites import BSR, BSR_ON_CPU, CUBLAS, ON_CPU, linear
 
 pytestmark = pytest.mark.usefixtures("no_figures")
@@ -188,22 +187,6 @@ def test_a_suite_that_compares_nothing_here_is_refused(tmp_path: Path) -> None:
     assert not run.exists()
 
 
-def test_check_estimates_for_another_gpu_and_for_a_simulated_one() -> None:
-    home = PUBLISHED / "nvidia-h200"
-    options = "--gpu", home / "quick", "--replicates", "1", "--json"
-    there = json.loads(sparsebench("check", "decode", *options).stdout)
-    assert there["device"] == "NVIDIA H200"
-    assert there["unknown"] == ["cusparse_bell", "torch_bsr"]  # not in that run
-    assert 10 < there["estimate_s"] < 300
-    simulated = json.loads(sparsebench("check", "quick", "--device", "sim", "--json").stdout)
-    assert simulated["supported"] == simulated["cases"]
-    assert "expected a run, or a folder of runs" in refusal("check", "quick", "--gpu", home.parent)
-    for command in (["check", "quick"], ["campaign", "plan", "front-door"]):
-        line = refusal(*command, "--gpu", home.parent / "sim")
-        expected = "expected runs with the seconds of each stage (spent_s), found none"
-        assert f"{home.parent / 'sim' / 'core-sim'}: {expected}" in line
-
-
 def test_report_warns_in_one_line_about_a_changed_run(run: Path, tmp_path: Path) -> None:
     shown = "--out", tmp_path / "report.html"
     assert sparsebench("report", run, *shown).stderr == ""
@@ -262,6 +245,7 @@ def test_a_resumed_run_refuses_flags_that_it_recorded(flags: list[object], messa
         (["run", "quick", "--device", "cpu", "--only", "block=7"], "expected at least one case"),
         (["run"], "expected a suite, or --resume RUN alone"),
         (["campaign", "status", "--to", "runs"], "no such option: --to; use --out"),
+        (["check", "quick", "--gpu", "x"], "no such option: check --gpu; the time left is shown"),
         (["run", "quick", "--timeout", "soon"], "--timeout"),
         (["run", "dlmc"], "expected --data DIR"),
         (["report", "nowhere"], "nowhere: expected the directory of a run"),

@@ -17,11 +17,11 @@ from typing import Any
 
 import pytest
 
-from sparsebench.harness.costs.measured_times import DENSE, product
 from sparsebench.harness.new_gpu import survey
 from sparsebench.harness.plan.suite import Contest
 from sparsebench.harness.run import measure, run_json, runner, worker_process
 from sparsebench.harness.run.worker_process import ContestResult, Log
+from sparsebench.results.record import Problem
 from tests.simulated.in_process import Here
 
 START_S, AGAIN_S, CEILINGS_S = 4.0, 3.8, 13.0
@@ -43,7 +43,13 @@ PREPARE_S = {  # a whole search, and one among finalists
     "torch_bsr": (0.64, 0.1),
 }
 OTHER_S = 0.5, 0.1
+DENSE = "cublas", "cublas_ffn"
 BEGAN = datetime.fromisoformat("2026-01-01T00:00:00+00:00")
+
+
+def product(problem: Problem) -> tuple[Any, ...]:
+    """Return what problems with the same dense products have in common."""
+    return problem.op, *(problem.fields.get(name) for name in ("m", "n", "k", "dtype"))
 
 
 class Clock:

@@ -1,1 +1,0 @@
-"""How long runs will take, estimated from the times of earlier runs."""
