@@ -247,8 +247,11 @@ def results(analysis: Analysis) -> Table:
     return Table(title=title, columns=used, lines=cells, words=words, spare=spare)
 
 
-def missing(cases: pd.DataFrame) -> list[str]:
-    """Return why cases have no time, in lines: failures first, then the unsupported cases."""
+def missing(cases: pd.DataFrame, most: int = REASONS) -> list[str]:
+    """Return why cases have no time, at most so many lines: failures first, then unsupported ones.
+
+    Another line counts the reasons that are left out.
+    """
     each_once = _once(cases)
     bad = each_once[each_once.status != Status.OK]
     groups = sorted(
@@ -256,11 +259,11 @@ def missing(cases: pd.DataFrame) -> list[str]:
         key=lambda entry: (entry[0][0] == Status.UNSUPPORTED, -len(entry[1]), entry[0]),
     )
     lines = []
-    for (status, why), group in groups[:REASONS]:
+    for (status, why), group in groups[:most]:
         kernels = ", ".join(dict.fromkeys(map(kernel, group.label)))
         word = str(status).replace("_", " ")
         lines.append(f"{amount(len(group), 'case')} {word}: {why}: {kernels}")
-    left = len(groups) - REASONS
+    left = len(groups) - most
     return lines + ([f"{amount(left, 'more reason')} in the report."] if left > 0 else [])
 
 

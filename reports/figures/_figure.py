@@ -7,7 +7,7 @@
 The report finds a figure by its file name.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -15,8 +15,6 @@ from typing import Any
 import pandas as pd
 from markupsafe import Markup
 
-from sparsebench.reports.figures._html import fold_away
-from sparsebench.reports.figures._svg import looks
 from sparsebench.reports.figures._verdict import clear, is_undecided
 from sparsebench.results.formatting import percent
 from sparsebench.results.model_files import Pruning
@@ -27,7 +25,6 @@ from sparsebench.results.tables.frame import fields
 
 NOTHING = Markup("")
 MEASURE = ["scope", "cache"]
-FIELDS = ["op", "m", "n", "k", "dtype", "pattern", "block", "level", *MEASURE, "label"]
 SILENT = {("block", "1"), ("level", "0.0"), ("pattern", "dense"), ("skew", "iid")}
 SCOPES = {
     "kernel": "kernel time",
@@ -53,20 +50,24 @@ class Frames(Analysis):
         """
         return self.timed.assign(clear=clear(self.timed), undecided=is_undecided(self.timed))
 
-    def series_of(self, cases: pd.DataFrame) -> dict[str, int]:
-        """Return the contenders of these cases with their numbers on the whole page."""
-        drawn = set(cases.label)
-        return {label: number for label, number in self.series.items() if label in drawn}
-
     @cached_property
-    def series(self) -> dict[str, int]:
-        """Return the number of the look of each contender that ran, except the baseline."""
-        others = self.raced[~self.raced.label.isin(self.cases.baseline_label.dropna().mode())]
-        first = others.drop_duplicates("label")
-        named = zip(first.label, first.kernel, first.options, first.params, strict=True)
-        return {
-            label: looks(kernel, f"{options}{params}") for label, kernel, options, params in named
-        }
+    def first(self) -> pd.DataFrame:
+        """Return `raced` at one scope and cache state: kernel time and a cold cache if measured.
+
+        The table of every case has the others.
+        """
+        groups = [group for _, group in self.raced.groupby(MEASURE, sort=False)]
+        usual = ("kernel", "cold")
+        return max(
+            groups,
+            key=lambda group: [*map(str.__eq__, group[MEASURE].iloc[0], usual)],
+            default=self.raced,
+        )
+
+    @property
+    def contenders(self) -> pd.DataFrame:
+        """Return the cases of `first`, without those of the usual baseline."""
+        return self.first[~self.first.label.isin(self.cases.baseline_label.dropna().mode())]
 
 
 def swept(cases: pd.DataFrame) -> str:
@@ -80,20 +81,6 @@ def swept(cases: pd.DataFrame) -> str:
     shapes = cases.groupby(["n", "k", "block", "pattern"], dropna=False)["level"]
     follows = column == "level" and shapes.nunique().max() == 1 < cases.n.nunique()
     return "n" if follows else column
-
-
-def measures(cases: pd.DataFrame) -> list[pd.DataFrame]:
-    """Split cases by scope and cache state: kernel time and a cold cache come first."""
-    groups = [group for _, group in cases.groupby(MEASURE, sort=False)]
-    return sorted(groups, key=lambda g: (g.scope.iloc[0] != "kernel", g.cache.iloc[0] != "cold"))
-
-
-def each_measure(cases: pd.DataFrame, draw: Callable[[pd.DataFrame], Markup]) -> Markup:
-    """Draw the first scope and cache state, and fold the others below it."""
-    drawn = [(describe_line(group.iloc[0], MEASURE), draw(group)) for group in measures(cases)]
-    shown = [(title, body) for title, body in drawn if body]
-    rest = Markup("").join(fold_away(title, body) for title, body in shown[1:])
-    return shown[0][1] + rest if shown else NOTHING
 
 
 def panels(

@@ -64,15 +64,15 @@ def speedup(line: Any) -> str:
 
 
 def spans(cases: pd.DataFrame) -> str:
-    """Return a sentence that says what the brackets and bands of times hold."""
+    """Return a sentence that says what the intervals of times hold."""
     single = cases[cases.median_us.notna()].processes == 1
     names = ["range over processes"] * bool((~single).any())
     names += ["quartiles of the samples in one process"] * bool(single.any())
-    return f"Brackets and bands of times: {' or '.join(names)}."
+    return f"Intervals of times: {' or '.join(names)}."
 
 
 def intervals(cases: pd.DataFrame) -> str:
-    """Return a sentence that says what the brackets and bands of speedups hold."""
+    """Return a sentence that says what the intervals of speedups hold."""
     cases = cases[cases.interval != ""]
     exact = cases.interval_kind == IntervalKind.CONFIDENCE
     sure = [f"{name} (Hodges-Lehmann)" for name in sorted(cases.interval[exact].unique())]
@@ -80,4 +80,4 @@ def intervals(cases: pd.DataFrame) -> str:
     caution = ". Ranges are not verdicts." if sure else "; these are not confidence intervals."
     if cases.empty:
         return ""
-    return f"Brackets and bands of speedups: {', '.join(sure + looks)}{caution if looks else '.'}"
+    return f"Intervals of speedups: {', '.join(sure + looks)}{caution if looks else '.'}"

@@ -16,10 +16,10 @@ from typing import Any
 import pandas as pd
 from markupsafe import Markup
 
-from sparsebench.reports.figures._chart import Chart
+from sparsebench.reports.figures._chart import Chart, named_rows
 from sparsebench.reports.figures._figure import NOTHING, Frames
-from sparsebench.reports.figures._html import download, note, shaded
-from sparsebench.reports.figures._svg import ROLES, roles
+from sparsebench.reports.figures._html import note, shaded
+from sparsebench.reports.figures._svg import ROLES
 from sparsebench.reports.tables import html_table
 from sparsebench.results.answer import (
     USUAL,
@@ -52,10 +52,7 @@ ORDER = 10
 ACROSS = 5  # columns of a map that fit a narrow screen; cells of more columns wrap there
 SIZE, ROW = (400, 235), 24  # pixels of the figure, and of a row of named dots
 HEADS = {"shape": "n × k", "scope": "measured", "cache": "L2 cache"}
-LINES = {"ours": "best of ours", "peer": "best sparse peer"}
-DATA = ["x", "y", "best_label", "best_gain", "best_low", "best_high", "best_decided"]
-DATA += ["best_median_us", "ours_label", "ours_gain", "ours_low", "ours_high", "peer_label"]
-DATA += ["peer_gain", "peer_low", "peer_high", "dense_label", "dense_median_us", "best_case_id"]
+SIDES = {"ours": "Circles: best of ours", "peer": "Triangles: best sparse peer"}
 
 
 def draw(frames: Frames) -> Markup:
@@ -118,7 +115,7 @@ def _view(number: int, view: View, cases: pd.DataFrame, held: str) -> Markup:
             " · ".join(filter(None, [where(view), variants(view, cases)]))
         ),
         _map(view, held),
-        _figure(number, view),
+        _figure(view),
     )
 
 
@@ -197,7 +194,7 @@ def _along(view: View) -> tuple[str, pd.DataFrame, str]:
     return view.y, at.assign(at=at.y), column_text(view, at.iloc[0])
 
 
-def _figure(number: int, view: View) -> Markup:
+def _figure(view: View) -> Markup:
     """Draw the best of each side: lines if x is a number, and rows of dots if x is a name."""
     name, cells, shared = _along(view)
     if len(cells) < 2:
@@ -209,24 +206,16 @@ def _figure(number: int, view: View) -> Markup:
     axis = {"level": view.units.removeprefix(" of ") or "sparsity", "shape": ""}.get(name, name)
     across = name in ("shape", "block")
     if across:
-        chart = Chart((SIZE[0], 48 + ROW * len(places)), "speedup over dense, ×", log="x")
-        chart.limits["y"] = len(places) - 0.4, -0.6
-        chart.ticks["y"] = [*enumerate(labels)]
+        chart = named_rows(labels, SIZE[0], ROW, "speedup over dense, ×", log="x")
     else:
         chart = Chart(SIZE, axis, "speedup over dense, ×", log="y")
         chart.ticks["x"] = [*enumerate(labels)]
     chart.rule("x" if across else "y", 1, name="dense")
     for side in ("peer", "ours"):
         _line(chart, cells[cells[f"{side}_gain"].notna()], side, name, across)
-    sides = {side: words for side, words in LINES.items() if cells[f"{side}_gain"].notna().any()}
-    data = view.cells[[column for column in DATA if column in view.cells]]
-    words = f"{capital(shared)}. " if shared else ""
-    caption = Markup("{}<p>{} Line at 1: {}. {}</p>").format(
-        roles(sides),
-        words,
-        against(view).removeprefix("against "),
-        download(f"answer-{number}", data),
-    )
+    words = [text for side, text in SIDES.items() if cells[f"{side}_gain"].notna().any()]
+    words = [capital(shared)] * bool(shared) + words
+    caption = f"{'. '.join(words)}. Line at 1: {against(view).removeprefix('against ')}."
     figure = '<figure class="wide">{}<figcaption>{}</figcaption></figure>'
     drawing = chart.svg(f"Speedup over dense by {HEADS.get(name, name)}")
     return Markup(figure).format(drawing, caption)
@@ -244,9 +233,8 @@ def _line(chart: Chart, cells: pd.DataFrame, side: str, name: str, across: bool)
         f"{duration(line[f'{side}_median_us'])}"
         for line in records(cells)
     ]
-    chart.spans(cells.place, low, high, look.but(width=1.4, alpha=0.7), across)
+    chart.spans(cells.place, low, high, look.but(width=1.4, alpha=0.7, dash=""), across)
     if across:
         chart.line(gain, cells.place, look, titles)
     else:
-        chart.band(cells.place, low, high, look.color)
         chart.line(cells.place, gain, look, titles, side)

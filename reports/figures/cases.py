@@ -21,7 +21,6 @@ ORDER = 100
 TIME = ["median_us", "low_us", "high_us"]
 SPEEDUP = ["label", "baseline_label", "speedup", "speedup_low", "speedup_high", "uncertainty"]
 LONG = {"version", "chosen"}  # parts of a choice that other columns show
-MOST = 90  # characters of a configuration
 
 
 def draw(frames: Frames) -> Markup:
@@ -66,8 +65,7 @@ def configuration(choice: str) -> str:
     """Write the choice of a kernel in the first process: `tokens 128, cluster 1, by search`."""
     chosen = json.loads(choice) if choice else {}
     parts = (f"{name} {value}" for name, value in chosen.items() if name not in LONG)
-    words = ", ".join(part for part in parts if "{" not in part)
-    return words if len(words) <= MOST else words[: words.rindex(", ", 0, MOST)] + ", …"
+    return ", ".join(part for part in parts if "{" not in part)
 
 
 def _time(median: float, low: float, high: float) -> str:

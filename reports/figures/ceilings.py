@@ -11,11 +11,10 @@ contests that follow (results/ceilings.py).
 import pandas as pd
 from markupsafe import Markup
 
-from sparsebench.reports.figures._chart import Chart
-from sparsebench.reports.figures._figure import MEASURE, NOTHING, Frames, describe_line, measures
+from sparsebench.reports.figures._chart import named_rows
+from sparsebench.reports.figures._figure import MEASURE, NOTHING, Frames, describe_line
 from sparsebench.reports.figures._html import note, wide
-from sparsebench.reports.figures._svg import Look, series
-from sparsebench.reports.tables import html_table, without_dashes
+from sparsebench.reports.figures._svg import ROLES
 from sparsebench.results.ceilings import Ceilings
 from sparsebench.results.formatting import significant
 from sparsebench.results.run.store import Run
@@ -24,38 +23,40 @@ from sparsebench.results.tables.contests import SHORT_US
 TITLE = "Fraction of the hardware limit"
 ORDER = 65
 
-CLASSES = {"memory": "o", "compute": "s", "launch": "o"}  # kinds of limits, and their markers
-SHIFT = {"memory": 0.2, "compute": 0.0, "launch": -0.2}
-WIDTH_PX, LINE_PX = 620, 30
+WIDTH, ROW = 620, 24  # CSS pixels of the figure, and of the line of a contender
 READ = (
-    "Circles: bound by memory; squares: bound by compute; hollow: below "
-    f"{SHORT_US:g} µs, where the launch takes much of the time. "
-    "The limit counts only non-zeros: at 90 % sparsity a dense kernel that is bound by compute "
-    "reaches at most 10 % of it. The table counts the cases that each kind of limit bounds."
+    "A point is a case: circles of our kernels, triangles of peers, squares of dense ones; hollow "
+    f"below {SHORT_US:g} µs, where the launch takes much of the time. The limit counts only "
+    "non-zeros: at 90 % sparsity a dense kernel that is bound by compute reaches at most 10 % of "
+    "it. A contender's name is followed by its median and its best share."
 )
 
 
 def draw(frames: Frames) -> Markup:
-    """Write the ceilings, draw one point per case, and list medians by kind of bound."""
+    """Write the ceilings, and draw one point per case, the best contender at the top."""
     line = _ceilings(frames.run)
-    bounded = frames.raced[frames.raced.of_bound.notna()]
-    if bounded.empty:
+    cases = frames.first[frames.first.of_bound.notna()]
+    if cases.empty:
         return note(line) if line else NOTHING
-    first = measures(bounded)[0]
-    first = first.assign(bounded=_limits_of(first))
-    labels = list(first.groupby("label").of_bound.median().sort_values().index)
-    heads = ["contender"]
-    for name in CLASSES:
-        heads += [f">{name}-bound", ">median, %", ">best, %"]
-    lines = [_line(label, first[first.label == label]) for label in reversed(labels)]
-    words = note(f"{line} {describe_line(first.iloc[0], MEASURE).capitalize()}. {READ}")
-    return words + _draw_chart(frames, first, labels) + html_table(*without_dashes(heads, lines))
+    groups = sorted(cases.groupby("label"), key=lambda group: -group[1].of_bound.median())
+    words = note(f"{line} {describe_line(cases.iloc[0], MEASURE).capitalize()}. {READ}")
+    return words + wide(_draw_chart([(str(label), group) for label, group in groups]))
 
 
-def _limits_of(cases: pd.DataFrame) -> pd.Series:
-    """Return what bounds each case: `launch` below SHORT_US, else memory or compute."""
-    bound = cases.bound_by.mask(cases.median_us < SHORT_US, "launch")
-    return bound.where(cases.scope == "kernel", cases.scope)
+def _draw_chart(groups: list[tuple[str, pd.DataFrame]]) -> Markup:
+    shares = [100 * group.of_bound for _, group in groups]
+    names = [
+        f"{label}: {significant(share.median(), 2)}, {significant(share.max(), 2)}"
+        for (label, _), share in zip(groups, shares, strict=True)
+    ]
+    chart = named_rows(names, WIDTH, ROW, "of the hardware limit, %")
+    chart.limits["x"] = (0, 105)
+    chart.rule("x", 100)
+    for y, (_, group) in enumerate(groups):
+        for (side, short), points in group.groupby(["side", group.median_us < SHORT_US]):
+            look = ROLES[str(side)].but(dash=None, size=4, alpha=0.6, hollow=bool(short))
+            chart.line(100 * points.of_bound, [y] * len(points), look)
+    return chart.svg("fraction of the hardware limit by contender")
 
 
 def _ceilings(run: Run) -> str:
@@ -79,28 +80,3 @@ def _ceilings(run: Run) -> str:
     raised = "".join(f" {line[0].upper()}{line[1:]}." for line in raises)
     when = f" {ceilings.age_s:.0f} s before the run" if ceilings.age_s else ""
     return f"Ceilings, measured on this device{when}: {'; '.join(parts)}.{raised}"
-
-
-def _draw_chart(frames: Frames, cases: pd.DataFrame, labels: list[str]) -> Markup:
-    chart = Chart((WIDTH_PX, 50 + LINE_PX * len(labels)), "of the hardware limit, %")
-    chart.limits = {"x": (0, 105), "y": (-0.6, len(labels) - 0.4)}
-    chart.ticks["y"] = [*enumerate(labels)]
-    chart.rule("x", 100)
-    for y, label in enumerate(labels):
-        number = frames.series.get(label)
-        look = Look() if number is None else series(number)
-        for name, group in cases[cases.label == label].groupby("bounded"):
-            kind = str(name) if name in CLASSES else "launch"
-            dots = Look(look.color, CLASSES[kind], None, 1, 4, 0.6, hollow=kind == "launch")
-            x = 100 * group.of_bound
-            chart.line(x, [y + SHIFT[kind]] * len(x), dots)
-    return wide(chart.svg("fraction of the hardware limit by contender"))
-
-
-def _line(label: str, cases: pd.DataFrame) -> list[str | Markup]:
-    cells: list[str | Markup] = [label]
-    for name in CLASSES:
-        shares = cases.of_bound[cases.bounded == name]
-        cells += [str(len(shares) or "–")]
-        cells += [significant(100 * share) for share in (shares.median(), shares.max())]
-    return cells

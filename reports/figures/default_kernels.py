@@ -3,7 +3,7 @@
 import pandas as pd
 from markupsafe import Markup
 
-from sparsebench.reports.figures._figure import NOTHING, Frames, describe_line, each_measure
+from sparsebench.reports.figures._figure import NOTHING, Frames, describe_line
 from sparsebench.reports.figures._html import note
 from sparsebench.reports.figures._verdict import intervals
 from sparsebench.reports.findings import contender_name
@@ -21,15 +21,12 @@ HEADS = ["case", "by default", ">µs", "fastest named kernel", ">µs", ">default
 
 def draw(frames: Frames) -> Markup:
     """List each case of the contender without a kernel that has a rival of its format."""
-    return each_measure(frames.raced, _draw)
-
-
-def _draw(raced: pd.DataFrame) -> Markup:
-    every = pairs(raced)
+    cases = frames.first
+    every = pairs(cases)
     if not every:
         return NOTHING
     users = pd.DataFrame([users for users, _ in every])
-    names = ["op", *(name for name in fields(raced) if name not in ("seed", "sparsity")), "level"]
+    names = ["op", *(name for name in fields(cases) if name not in ("seed", "sparsity")), "level"]
     differ = [name for name in names if users[name].nunique(dropna=False) > 1] or ["op"]
     same = describe_line(users.iloc[0], [name for name in names if name not in differ])
     inside = sum(is_within(*pair) for pair in every)
@@ -48,4 +45,4 @@ def _line(users: TimedCase, rival: TimedCase, names: list[str]) -> list[str]:
     us = [significant(case["median_us"]) for case in (users, rival)]
     within = "yes" if is_within(users, rival) else "no"
     where = describe_line(pd.Series(users), names)
-    return [where, contender_name(users), us[0], rival["label"], us[1], taken, within]
+    return [where, contender_name(users), us[0], contender_name(rival), us[1], taken, within]

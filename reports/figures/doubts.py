@@ -1,25 +1,35 @@
-"""Tuned contenders that are slower than with their defaults (results/tables/tuning_doubts.py)."""
+"""Times that may come from a bad choice of configuration, in a line each.
+
+badly tuned    a tuned contender is slower than its defaults (results/tables/tuning_doubts.py)
+cliffs         fewer tokens take longer than more (results/tables/cliffs.py)
+"""
+
+from collections.abc import Iterator
 
 from markupsafe import Markup
 
-from sparsebench.reports.figures._figure import NOTHING, Frames
+from sparsebench.reports.figures._figure import Frames, describe_line
 from sparsebench.reports.figures._html import note
-from sparsebench.reports.tables import html_table
-from sparsebench.results.tables.tuning_doubts import SLOWER, doubts
+from sparsebench.results.formatting import duration
+from sparsebench.results.tables import cliffs
+from sparsebench.results.tables.tuning_doubts import doubts
 
-TITLE = "Badly tuned contenders"
+TITLE = "Badly tuned contenders, and cliffs in the number of tokens"
 ORDER = 76
-
-READ = (
-    "Tuning should never slow a kernel down. These tuned contenders took more than {:.0f} % longer "
-    "than the same kernel with its defaults, so a lead over them may come from a bad choice."
-)
 
 
 def draw(frames: Frames) -> Markup:
-    """List these contenders with the expected time and the measured one."""
-    lines = [[d.case, d.expected_time, d.measured_time] for d in doubts(frames.rows)]
-    if not lines:
-        return NOTHING
-    body = html_table(["case", "expected", "measured"], lines)
-    return note(READ.format(100 * (SLOWER - 1))) + body
+    """Write one line for each doubt."""
+    tuned = [f"Slower than with its defaults: {doubt}." for doubt in doubts(frames.rows)]
+    return Markup("").join(map(note, [*tuned, *_cliffs(frames)]))
+
+
+def _cliffs(frames: Frames) -> Iterator[str]:
+    if not (count := cliffs.sentence(frames.first)):
+        return
+    yield count
+    every = cliffs.ratios(frames.first)
+    for _, line in every[every.ratio > cliffs.LIMIT].iterrows():
+        where = describe_line(line, [*cliffs.key(frames.first), "m"])
+        more = f"m {line.more} takes {duration(line.least_us)}"
+        yield f"{where}: {duration(line.median_us)}, and {more}."

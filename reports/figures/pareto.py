@@ -6,9 +6,6 @@
         0 ┼100 o────────       step: the front, the least error at that speedup or more
                1    speedup
 
-A panel also shows cases with zeros anywhere (`50 %` beside the point) if the errors of unstructured
-pruning to that sparsity are known.
-
 Timed weights are random, so their error has no meaning. The errors come from `sparsebench prune`;
 without them the figure is not drawn.
 """
@@ -18,50 +15,40 @@ import pandas as pd
 from markupsafe import Markup
 
 from sparsebench.reports.figures._chart import Chart
-from sparsebench.reports.figures._figure import NOTHING, Frames, each_measure, panels
-from sparsebench.reports.figures._html import fold_away, note
-from sparsebench.reports.figures._svg import Look, series
-from sparsebench.reports.figures._sweep import legend, side_by_side
+from sparsebench.reports.figures._figure import NOTHING, Frames, panels
+from sparsebench.reports.figures._html import note, side_by_side
+from sparsebench.reports.figures._svg import INK, OURS, PEER, Look
 from sparsebench.reports.figures._verdict import intervals, meaning
-from sparsebench.reports.tables import html_table
 from sparsebench.results.formatting import percent
 from sparsebench.results.model_files import OUTPUT, Pruning
-from sparsebench.results.tables.families import OF_ACTIVATIONS
 
 TITLE = "Error against speedup"
 ORDER = 25
 
-ANYWHERE = "unstructured"  # a pattern of problems and of pruning
 NEAR = 0.01  # tolerance of dense fractions: timed and pruned ones are rounded to tiles
-NARROWEST, LOWEST = 0.4, 1  # least spans of the axes, in × and %
+SIZE = (320, 230)  # CSS pixels of a panel
+LOOKS = [Look(OURS, "o"), Look(PEER, "^"), Look(INK, "s"), Look(INK, "D")]  # of methods, in order
 PRUNE = "sparsebench prune MODEL.gguf --dense {} --json > errors.json"
 REPORT = "sparsebench report {} --errors errors.json"
 
 
 def draw(frames: Frames) -> Markup:
-    """Draw one panel per shape, m and dtype, or name the missing errors."""
-    cases = _cases(frames.raced)
-    fractions = sorted(cases.dense[~cases.anywhere].unique())
-    if frames.pruning is None:
+    """Draw one panel per contender, shape, m and dtype, or name the missing errors."""
+    cases, pruning = _cases(frames.first), frames.pruning
+    fractions = sorted(cases.dense.unique())
+    if pruning is None:
         return _missing_errors(frames, fractions) if len(fractions) > 1 else NOTHING
     if len(fractions) < 2:
         shown = ", ".join(map(percent, fractions)) or "none"
         return note(f"Errors need contenders with several dense fractions; this run has {shown}.")
-    points = _points(cases, frames.pruning)
+    points = _points(cases, pruning)
     if points.empty:
-        return note(f"{frames.pruning.weights} has no error {_at(fractions)}.")
-    numbers = {name: number for number, name in enumerate(points.method.unique())}
-    drawn = set(points.dense[~points.anywhere])
-    missing = [fraction for fraction in fractions if fraction not in drawn]
+        return note(f"{pruning.weights} has no error {_at(fractions)}.")
+    missing = sorted({*fractions} - {*points.dense})
     unknown = f" Errors {_at(missing)} are unknown and not drawn." if missing else ""
-    plain = "Pareto front; the vertical line is the baseline"
-    empty = f"hollow: {meaning(frames.raced)[1]}"
-    return (
-        note(f"{_words(frames.pruning)} {intervals(points)}{unknown}")
-        + legend(numbers, plain, empty)
-        + each_measure(points, lambda measured: _draw(measured, numbers))
-        + fold_away("The errors", _table(frames.pruning))
-    )
+    hollow = f"Hollow: {meaning(cases)[1]}."
+    words = note(f"{_words(pruning)} {hollow} {intervals(points)}{unknown}")
+    return words + side_by_side(_panels(points))
 
 
 def front(points: pd.DataFrame) -> pd.DataFrame:
@@ -75,85 +62,67 @@ def front(points: pd.DataFrame) -> pd.DataFrame:
     return candidates[candidates.error < candidates.error.cummin().shift(fill_value=np.inf)][::-1]
 
 
-def _cases(raced: pd.DataFrame) -> pd.DataFrame:
-    """Keep cases with a speedup and a dense fraction, or with zeros `anywhere` (fraction 0).
+def _cases(cases: pd.DataFrame) -> pd.DataFrame:
+    """Keep cases with a speedup and a dense fraction.
 
     `contender` is the label without the parameters of the format.
     """
-    dense = raced.params.str.extract(r"(?:^| )dense_fraction=(\S+)")[0].astype(float)
-    labels = zip(raced.label, raced.params, strict=True)
+    dense = cases.params.str.extract(r"(?:^| )dense_fraction=(\S+)")[0].astype(float)
+    labels = zip(cases.label, cases.params, strict=True)
     names = [label.removesuffix(f" {params}") for label, params in labels]
-    zeros = raced["pattern"] == ANYWHERE if "pattern" in raced else False
-    anywhere = zeros & ~raced.baseline.astype(bool) & ~raced.format.isin({"dense", *OF_ACTIVATIONS})
-    cases = raced.assign(dense=dense.mask(anywhere, 0.0), anywhere=anywhere, contender=names)
+    cases = cases.assign(dense=dense, contender=names)
     return cases[cases.dense.notna() & cases.speedup.notna()]
 
 
 def _points(cases: pd.DataFrame, pruning: Pruning) -> pd.DataFrame:
-    """Return a line per case and recipe that prunes to the same dense fraction or sparsity."""
-    points = []
-    for outcome in pruning.outcomes:
-        anywhere = outcome.pattern == ANYWHERE
-        alike = cases[cases.anywhere == anywhere]
-        away = alike.level - outcome.sparsity if anywhere else alike.dense - outcome.dense
-        how = f"{outcome.method}, {ANYWHERE if anywhere else outcome.region}"
-        near = alike[away.abs() <= NEAR]
-        points.append(near.assign(method=how, error=outcome.errors[OUTPUT]))
-    return pd.concat(points, ignore_index=True)
+    """Return a line per case and recipe that prunes to the same dense fraction.
+
+    `error` is in percent of the output, `method` names the recipe.
+    """
+    recipes = [each for each in pruning.outcomes if each.pattern != "unstructured"]
+    points = [
+        cases[(cases.dense - recipe.dense).abs() <= NEAR].assign(
+            method=f"{recipe.method}, {recipe.region}", error=100 * recipe.errors[OUTPUT]
+        )
+        for recipe in recipes
+    ]
+    return pd.concat([cases[:0], *points], ignore_index=True)
 
 
-def _draw(points: pd.DataFrame, numbers: dict[str, int]) -> Markup:
-    low, high = min(points.speedup_low.min(), 1), max(points.speedup_high.max(), 1)
-    margin = max(0.12 * (high - low), (NARROWEST - (high - low)) / 2)
-    most = max(100 * points.error.max(), LOWEST)
-
-    def panel(title: str, group: pd.DataFrame) -> tuple[str, Markup, Markup]:
-        chart = Chart(x="speedup, ×", y="error of the output, %")
-        ends = low - margin, high + margin
-        chart.limits = {"x": ends, "y": (-0.05 * most, 1.15 * most)}
-        chart.rule("x", 1)
-        steps(chart, front(group).assign(error=lambda table: 100 * table.error))
-        for method, line in group.groupby("method", sort=False):
-            _line(chart, line.sort_values(["dense", "level"]), numbers[str(method)])
-        _name(chart, group)
-        return title, chart.svg(f"{TITLE}, {title}"), NOTHING
-
-    parts = []
-    beside = points[points.anywhere]
-    for contender, alone in points[~points.anywhere].groupby("contender", sort=False):
-        shown = pd.concat([alone, beside])
-        same, groups = panels(shown, "level", ["pattern"] * (not beside.empty))
-        contender = " and ".join([str(contender), *beside.contender.unique()])
-        baselines = " or ".join(shown.baseline_label.unique())
-        drawn = [panel(*group) for group in groups]
-        parts.append(note(f"{contender} over {baselines}: {same}.") + side_by_side(drawn))
-    return Markup("").join(parts)
+def _panels(points: pd.DataFrame) -> list[tuple[str, Markup, str]]:
+    """Draw the panels, all with the same axes."""
+    low, high = float(points.speedup_low.min()), float(points.speedup_high.max())
+    limits = {
+        "x": (min(low, 1) - 0.15, max(high, 1) + 0.15),
+        "y": (0, 1.15 * points.error.max() + 1),
+    }
+    looks = dict(zip(points.method.unique(), LOOKS * len(points), strict=False))
+    drawn = []
+    for contender, cases in points.groupby("contender", sort=False):
+        same, groups = panels(cases, "level")
+        over = f"{contender} over {' or '.join(cases.baseline_label.unique())}"
+        for title, group in groups:
+            chart = Chart(SIZE, "speedup, ×", "error of the output, %")
+            chart.limits = limits
+            _draw(chart, group, looks)
+            drawn.append((title or same, chart.svg(f"{TITLE}, {title}"), over))
+    return drawn
 
 
-def steps(chart: Chart, points: pd.DataFrame) -> None:
-    """Draw the front as steps: up to each speedup, the error of the next point holds."""
-    x = np.repeat(points.speedup.to_numpy(dtype=float), 2)[:-1]
-    y = np.repeat(points.error.to_numpy(dtype=float), 2)[1:]
-    chart.line(x, y, Look(width=1))
-
-
-def _line(chart: Chart, points: pd.DataFrame, number: int) -> None:
-    look = series(number)
-    x, y = points.speedup.to_numpy(), 100 * points.error.to_numpy()
-    interval = look.but(width=1.2, alpha=0.7)
-    chart.spans(y, points.speedup_low, points.speedup_high, interval, across=True)
-    chart.line(x, y, look)
-    empty = points.undecided.to_numpy(dtype=bool)
-    chart.line(x[empty], y[empty], look.but(dash=None, hollow=True))
-
-
-def _name(chart: Chart, points: pd.DataFrame) -> None:
-    """Write the dense fraction, or the sparsity of zeros anywhere, left of its highest point."""
-    keys = points.level.where(points.anywhere, points.dense)
-    tops = points.sort_values("error").groupby([points.anywhere, keys]).tail(1)
-    for _, top in tops.iterrows():
-        name = percent(top.level) if top.anywhere else f"{100 * top.dense:g}"
-        chart.text(top.speedup, 100 * top.error, name)
+def _draw(chart: Chart, points: pd.DataFrame, looks: dict[str, Look]) -> None:
+    """Draw the front as steps, and the points of each method with their fractions."""
+    chart.rule("x", 1)
+    best = front(points)
+    chart.line(best.speedup.repeat(2)[:-1], best.error.repeat(2)[1:], Look(width=1))
+    for method, line in points.groupby("method", sort=False):
+        look, line = looks[str(method)], line.sort_values("dense")
+        interval = look.but(width=1.2, alpha=0.7)
+        chart.spans(line.error, line.speedup_low, line.speedup_high, interval, across=True)
+        chart.line(line.speedup, line.error, look, name=str(method))
+        unsure = line[line.undecided]
+        chart.line(unsure.speedup, unsure.error, look.but(dash=None, hollow=True))
+    for _, top in points.sort_values("error").groupby("dense").tail(1).iterrows():
+        chart.text(top.speedup, top.error, f"{100 * top.dense:g}")
 
 
 def _words(pruning: Pruning) -> str:
@@ -161,10 +130,10 @@ def _words(pruning: Pruning) -> str:
     tokens = f"{pruning.held_out:,} tokens held out of {pruning.tokens_from}"
     return (
         "x: speedups of this run with their intervals. y: relative error of the output, averaged "
-        f"over layers, after {pruning.weights} was pruned with {pruning.calibration:,} tokens and "
-        f"measured on {tokens}. The timed weights are different ones. Numbers are the percentage "
-        "of features left dense; with a % sign, the sparsity of zeros anywhere. The step is the "
-        "Pareto front of the points and the dense baseline and ignores the intervals."
+        f"over layers, after {pruning.weights} (SHA-256 {pruning.sha256}) was pruned with "
+        f"{pruning.calibration:,} tokens and measured on {tokens}. The timed weights are different "
+        "ones. Numbers are the percentage of features left dense. The step is the Pareto front of "
+        "the points and the dense baseline, which is the vertical line; it ignores the intervals."
     )
 
 
@@ -176,22 +145,3 @@ def _missing_errors(frames: Frames, fractions: list[float]) -> Markup:
 
 def _at(fractions: list[float]) -> str:
     return f"at {', '.join(map(percent, fractions))} dense"
-
-
-def _table(pruning: Pruning) -> Markup:
-    heads = ["method", "pattern", "region", ">dense", ">pruned", ">output error", ">loss, nats"]
-    lines = [
-        [
-            outcome.method,
-            outcome.pattern,
-            outcome.region,
-            percent(outcome.dense),
-            percent(outcome.sparsity),
-            percent(round(outcome.errors[OUTPUT], 3)),
-            "–" if outcome.loss is None else f"{outcome.loss:.3f}",
-        ]
-        for outcome in pruning.outcomes
-    ]
-    if pruning.loss is not None:
-        lines.insert(0, ["none", "", "", percent(1), percent(0), "", f"{pruning.loss:.3f}"])
-    return note(f"{pruning.weights}, SHA-256 {pruning.sha256}.") + html_table(heads, lines)

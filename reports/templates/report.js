@@ -78,12 +78,6 @@ for (const table of document.querySelectorAll(".scroll > table:not(.map, .grid, 
   }
 }
 
-// Show every contender of a figure on demand.
-for (const box of document.querySelectorAll("[data-every]")) {
-  const section = box.closest("section");
-  box.addEventListener("change", () => section.classList.toggle("every", box.checked));
-}
-
 // Make scrolling parts reachable by keyboard, and open folded parts for printing.
 const reachable = () => {
   for (const box of document.querySelectorAll(".scroll")) {
