@@ -1,7 +1,7 @@
 """The decision on one test from its cells, by its quantifier; verdict.py lists the rules."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
 from math import log
 
@@ -47,162 +47,101 @@ class Decision:
 
 def cell_state(test: Test, cell: Cell) -> str:
     """Return whether a cell is "met", "missed" or "not settled"."""
-    up = test.at_least is not None
-    reached = cell.low >= test.limit if up else cell.high <= test.limit
-    missed = cell.high < test.limit if up else cell.low > test.limit
-    return "met" if reached else "missed" if missed else "not settled"
+    least, most = (cell.low, cell.high) if test.upward else (cell.high, cell.low)
+    return "met" if test.meets(least) else "not settled" if test.meets(most) else "missed"
 
 
 def decide(test: Test, cells: Sequence[Cell], failed: int, unmeasured: int) -> Decision:
     """Return the verdict on cells with values; others `failed` or are still `unmeasured`."""
-    alone = len(cells) == 1 and not failed and not unmeasured
-    if test.quantifier == "typical" or (test.quantifier == "for_all" and alone):
-        return _typical(test, cells, failed, unmeasured)
-    if test.quantifier == "for_all":
-        return _for_all(test, cells, failed, unmeasured)
-    return _exists(test, cells, unmeasured)
-
-
-def _typical(test: Test, cells: Sequence[Cell], failed: int, unmeasured: int) -> Decision:
-    if unmeasured:
-        return _leave_open(f"{are(unmeasured, 'cell')} not measured", cells)
-    whole = pool(cells, test)
-    state = cell_state(test, whole)
-    few = {1: "the only cell has", 2: "the mean of both cells is"}
-    which = few.get(len(cells), f"the mean of all {len(cells)} cells is")
-    why = f"{which} {_value(test, whole)}; {_claim_text(test)}"
-    if state == "met" and not failed:
-        return Decision(Word.REPRODUCED, f"{why}.", [whole])
-    if state == "not settled":
-        return _leave_open(f"{why}, which is inside the interval{_needed(test, whole)}", [whole])
-    if state == "met":
-        return Decision(Word.PARTLY, f"{why}; {are(failed, 'cell')} without a value.", [whole])
-    if _partly(test, whole):
-        return Decision(Word.PARTLY, f"{why}, and {_partly_text(test)}.", [whole])
-    return _miss(test, why, [whole], whole)
-
-
-def _for_all(test: Test, cells: Sequence[Cell], failed: int, unmeasured: int) -> Decision:
+    judged = [pool(cells, test)] if test.quantifier == "typical" else cells
     met, missed, open_ = (
-        [cell for cell in cells if cell_state(test, cell) == state]
+        [cell for cell in judged if cell_state(test, cell) == state]
         for state in ("met", "missed", "not settled")
     )
-    up = test.at_least is not None
-    ends = ("smallest", "largest") if up else ("largest", "smallest")
-    over = f" that of {test.over}" if test.over else ""
-    limit = f"{'≥' if up else '≤'} {test.limit_text}{over}"
-    count = f"{len(met)} of {are(len(cells) + failed, 'cell')} {limit}"
-    count += f", {failed} {'has' if failed == 1 else 'have'} no value" if failed else ""
-    if len(met) == len(cells) and not failed and not unmeasured:
-        worst = _best(test, cells, worst=True)
-        why = f"{count}; the {ends[0]} is {value_text(test, worst)}."
-        return Decision(Word.REPRODUCED, why, [worst])
+    if test.quantifier == "exists":
+        return _one_of(test, cells, met, open_, unmeasured)
+    typical, every = test.quantifier == "typical", len(cells) + failed
+    number = f"{len(cells)} of {every}" if failed else f"{every}"
+    sign = "≥" if test.upward else "≤"
+    counted = f"{len(met)} of {are(every, 'cell')} {sign} {test.limit_text}{test.over_text}"
+    counted += f", {failed} without a value" if failed else ""
+
+    def because(cell: Cell, end: str = "") -> str:
+        if typical:
+            name = f"the mean of {number} cells is" if every > 1 else "the only cell has"
+            return f"{name} {_against_claim(test, cell)}{end}."
+        return f"{counted}; {cell.label} has {value_text(test, cell)}{end}."
+
+    if unmeasured and (typical or not (met and (missed or failed))):
+        why = "" if typical else f"{counted}; "
+        return Decision(Word.NOT_SETTLED, f"{why}{are(unmeasured, 'cell')} not measured.", cells)
+    worst = _best(test, missed or met or judged, worst=True)
     if met and (missed or failed):
-        worst = _best(test, missed or met, worst=True)
-        why = f"{count}, but {worst.label} has {value_text(test, worst)}."
-        return Decision(Word.PARTLY, why, [worst])
-    if unmeasured:
-        return _leave_open(f"{count}; {are(unmeasured, 'cell')} not measured", cells)
+        return Decision(Word.PARTLY, because(worst), [worst])
     if open_:
-        worst = _best(test, open_)
-        value = f"{value_text(test, worst)}, an interval around the limit"
-        return _leave_open(f"{count}; {worst.label} has {value}{_needed(test, worst)}", open_)
-    best = _best(test, cells)
-    why = f"{count}; the {ends[1]} is {value_text(test, best)}"
-    if _partly(test, best):
-        return Decision(Word.PARTLY, f"{why}; the claim {_partly_text(test)}.", [best])
-    return Decision(Word.REFUTED, f"{why}.", [best])
+        nearest = _best(test, open_)
+        return Decision(Word.NOT_SETTLED, because(nearest, _needed(test, nearest)), open_)
+    if met:
+        return Decision(Word.REPRODUCED, because(worst), [worst])
+    best = _best(test, judged)
+    word, end = _miss(test, best, judged)
+    return Decision(word, because(best, end), [best])
 
 
-def _exists(test: Test, cells: Sequence[Cell], unmeasured: int) -> Decision:
+def _one_of(
+    test: Test, cells: Sequence[Cell], met: list[Cell], open_: list[Cell], unmeasured: int
+) -> Decision:
     """Judge by one cell; the best of several must be met in a run made for it."""
-    reaching, open_ = (
-        [cell for cell in cells if cell_state(test, cell) == state]
-        for state in ("met", "not settled")
-    )
     alone = len(cells) == 1 and not unmeasured
-    only = "the only cell" if alone else "the only measured cell"
-    which = f"the best of {len(cells)} cells" if len(cells) > 1 else only
-    if proven := [cell for cell in reaching if cell.confirms or alone]:
-        best, top = _best(test, proven), _best(test, cells)
-        cell = "the best cell, which was measured again alone" if best.confirms else "the only cell"
-        if top is not best:
-            cell = "the best of the cells that were measured again alone"
-        why = f"{cell}, {best.label}, has {_value(test, best)}; {_claim_text(test)}."
-        if top is not best:
-            value = value_text(test, top)
-            why += f" The {value} of {top.label} would count if it were measured again alone."
-        return Decision(Word.REPRODUCED, why, [best])
-    if reaching:
-        best = _best(test, reaching)
-        why = f"{which}, {best.label}, has {_value(test, best)}; {_claim_text(test)}"
-        why += ". A run made for this cell alone would settle it"
-        return Decision(Word.NOT_SETTLED, f"{why}.", [best], confirm=best)
-    if open_:
-        best = _best(test, open_)
-        limit = f"an interval around the claimed {test.limit_text}{_needed(test, best)}"
-        why = f"{which}, {best.label}, has {_value(test, best)}, {limit}."
-        confirm = None if best.confirms or alone else best
+    proven = [cell for cell in met if cell.confirms or alone]
+    best, top = _best(test, proven or met or open_ or cells), _best(test, cells)
+    which = f"the best of {len(cells)} cells" if len(cells) > 1 else "the only measured cell"
+    if proven:
+        which = "the only cell" if alone else "the best cell that was measured again alone"
+    why = f"{which}, {best.label}, has {_against_claim(test, best)}"
+    confirm = None if best.confirms or alone else best
+    if proven and top is not best:
+        why += f". The {value_text(test, top)} of {top.label} would count if confirmed"
+    if proven:
+        return Decision(Word.REPRODUCED, f"{why}.", [best])
+    if met:
+        why = f"{why}. A run made for this cell alone would settle it."
         return Decision(Word.NOT_SETTLED, why, [best], confirm)
-    best = _best(test, cells)
+    if open_:
+        return Decision(Word.NOT_SETTLED, f"{why}{_needed(test, best)}.", [best], confirm)
     if unmeasured:
-        left = f"{are(unmeasured, 'cell')} not measured"
-        return _leave_open(f"the best so far has {value_text(test, best)}; {left}", [best])
-    name = "" if alone else f", {best.label},"
-    why = f"{which}{name} has {_value(test, best)}; {_claim_text(test)}"
-    confirm = None if alone or best.processes >= FEWEST else best
-    if _partly(test, best):
-        return Decision(Word.PARTLY, f"{why}, and {_partly_text(test)}.", [best], confirm)
-    return replace(_miss(test, why, cells, best), confirm=confirm)
+        why = f"{why}; {are(unmeasured, 'cell')} not measured."
+        return Decision(Word.NOT_SETTLED, why, [best])
+    word, end = _miss(test, best, cells)
+    return Decision(word, f"{why}{end}.", [best], confirm if best.processes < FEWEST else None)
 
 
-def _miss(test: Test, why: str, cells: Sequence[Cell], deciding: Cell) -> Decision:
-    """Refute, unless the device's ceilings do not allow the limit in any of these cells."""
-    up = test.at_least is not None
-    allowed = [largest_value(test, cell) if up else None for cell in cells]
-    limits = [value for value in allowed if value is not None]
-    if len(limits) < len(allowed) or max(limits) >= test.limit:
-        return Decision(Word.REFUTED, f"{why}.", [deciding])
-    most = f"this device allows at most {max(limits):.3g}{SIGNS[test.unit]}"
-    why = f"{why}, which these cells cannot reach: {most}."
-    return Decision(Word.NOT_TESTABLE, why, [deciding])
+def _miss(test: Test, best: Cell, cells: Sequence[Cell]) -> tuple[Word, str]:
+    """Return the word for cells that all miss the limit, and the end of its reason.
 
-
-def _leave_open(why: str, deciding: Sequence[Cell]) -> Decision:
-    return Decision(Word.NOT_SETTLED, f"{why}.", deciding)
+    A part of the claim may hold, or the device's ceilings may not allow the limit in any cell.
+    """
+    at, unit = test.partly_from, SIGNS[test.unit]
+    if at is not None and (best.low > at if test.upward else best.high < at):
+        return Word.PARTLY, f", and holds partly {'above' if test.upward else 'below'} {at:g}{unit}"
+    most = [largest_value(test, cell) or np.inf for cell in cells]
+    if test.upward and not test.meets(max(most)):
+        end = f", which these cells cannot reach: this device allows at most {max(most):.3g}{unit}"
+        return Word.NOT_TESTABLE, end
+    return Word.REFUTED, ""
 
 
 def _best(test: Test, cells: Sequence[Cell], worst: bool = False) -> Cell:
-    up = (test.at_least is not None) != worst
-    return (max if up else min)(cells, key=lambda cell: cell.value)
+    return (max if test.upward != worst else min)(cells, key=lambda cell: cell.value)
 
 
-def _partly(test: Test, cell: Cell) -> bool:
-    """Return whether a cell that missed the limit still shows part of the claim."""
-    if test.partly_at is not None:
-        up = test.at_least is not None
-        return cell.low >= test.partly_at if up else cell.high <= test.partly_at
-    none = METRICS[test.metric].none
-    return test.at_least is not None and none is not None and none < min(cell.low, test.threshold)
+def _against_claim(test: Test, cell: Cell) -> str:
+    """Write a value with its quantity, and the claim: `a speedup of 1.1×; the claim requires ...`.
 
-
-def _partly_text(test: Test) -> str:
-    """Say which values show part of a claim, as `_partly` decides: `holds partly above 1×`."""
-    if test.partly_at is None:
-        return f"holds partly above {METRICS[test.metric].none:g}{SIGNS[test.unit]}"
-    at = f"{test.partly_at:g}{SIGNS[test.unit]}"
-    return f"holds partly from {at} on" if test.at_least is not None else f"holds partly up to {at}"
-
-
-def _claim_text(test: Test) -> str:
-    end = "least" if test.at_least is not None else "most"
-    return f"the claim requires at {end} {test.limit_text}"
-
-
-def _value(test: Test, cell: Cell) -> str:
-    """Write a value with its quantity: `27.1 % [26.8, 27.3] of the ideal speedup`."""
-    over = f" over that of {test.over}" if test.over else ""
-    return value_text(test, cell, METRICS[test.metric].template + over)
+    The quantity may be 27.1 % [26.8, 27.3] of the ideal speedup.
+    """
+    value = value_text(test, cell, METRICS[test.metric].template + test.over_text)
+    return f"{value}; the claim requires at {'least' if test.upward else 'most'} {test.limit_text}"
 
 
 def _needed(test: Test, cell: Cell) -> str:
@@ -210,10 +149,12 @@ def _needed(test: Test, cell: Cell) -> str:
 
     More processes of a run do not narrow what cards add to the interval.
     """
+    around = ", which is inside the interval"
     if cell.processes < FEWEST:
-        return ""
+        return around
     at = log(METRICS[test.metric].back(test.limit, cell.density))
     count = more_processes(np.array(cell.logs) - at, margin=0.0, between=cell.between)
     if not count:
-        return f"; more {test.samples} would not settle it, but another card might"
-    return f"; {cell.processes + count} {test.samples} in place of {cell.processes} would settle it"
+        return f"{around}; more {test.samples} would not settle it, but another card might"
+    total = cell.processes + count
+    return f"{around}; {total} {test.samples} in place of {cell.processes} would settle it"

@@ -193,12 +193,12 @@ class Test(_Model):
         self._agree_on_files()
         if self.over and (self.metric != "speedup" or self.quantifier == "exists"):
             raise ValueError("over with a speedup that is typical or for_all")
-        up, none = self.at_least is not None, metric.none
-        value = self.threshold + (-self.tolerance if up else self.tolerance)
-        if self.partly_at is not None and (self.partly_at < self.threshold) != up:
-            side = "below at_least" if up else "above at_most"
+        none = metric.none
+        if self.partly_at is not None and (self.partly_at < self.threshold) != self.upward:
+            side = "below at_least" if self.upward else "above at_most"
             raise ValueError(f"partly_at {side}, not {self.partly_at:g}")
-        if self.tolerance and none is not None and (self.threshold - none) * (value - none) <= 0:
+        gains = [value - none for value in (self.threshold, self.limit) if none is not None]
+        if self.tolerance and gains and gains[0] * gains[1] <= 0:
             raise ValueError(f"a tolerance that no equal contender meets, not {self.tolerance:g}")
         return self
 
@@ -231,6 +231,11 @@ class Test(_Model):
             raise ValueError(f"fields of {kind}, some of {expected}, not {lost[0]}")
 
     @property
+    def upward(self) -> bool:
+        """Return whether larger values support the claim."""
+        return self.at_least is not None
+
+    @property
     def threshold(self) -> float:
         """Return the claimed value, in the unit."""
         value = self.at_least if self.at_least is not None else self.at_most
@@ -240,7 +245,7 @@ class Test(_Model):
     @property
     def limit(self) -> float:
         """Return the tested value: the claimed one, less strict by the tolerance."""
-        return self.threshold + (-self.tolerance if self.at_least is not None else self.tolerance)
+        return self.threshold + (-self.tolerance if self.upward else self.tolerance)
 
     @property
     def limit_text(self) -> str:
@@ -248,14 +253,29 @@ class Test(_Model):
         return f"{self.limit:g}{SIGNS[self.unit]}"
 
     @property
+    def partly_from(self) -> float | None:
+        """Return the value beyond which a part of the claim holds: `partly_at`, or any gain."""
+        none = METRICS[self.metric].none
+        gain = self.upward and none is not None and none < self.threshold
+        return none if self.partly_at is None and gain else self.partly_at
+
+    @property
+    def over_text(self) -> str:
+        return f" over that of {self.over}" if self.over else ""
+
+    def meets(self, value: float) -> bool:
+        """Return whether a value reaches the tested one."""
+        return value >= self.limit if self.upward else value <= self.limit
+
+    @property
     def sentence(self) -> str:
-        sign = "≥" if self.at_least is not None else "≤"
+        sign = "≥" if self.upward else "≤"
         how = {
             "exists": "in a cell",
             "typical": "on average",
             "for_all": "in every cell",
         }
-        metric = self.metric.replace("_", " ") + (f" over that of {self.over}" if self.over else "")
+        metric = self.metric.replace("_", " ") + self.over_text
         value = f"{self.threshold:g}{SIGNS[self.unit]}"
         return f"{metric} {sign} {value} {how[self.quantifier]}"
 

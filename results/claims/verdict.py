@@ -16,8 +16,8 @@ The rules are tried in order; the first that holds decides.
     4  not settled      a cell that is not settled, not measured or not confirmed could change it
     5  partly           some cells of for_all are met, or a cell exceeds partly_at (if partly_at is
                         not set: beats the baseline)
-    6  not testable     the device's ceilings rule out the limit: in every cell (exists), or for the
-                        pooled value (typical); other cells might meet it
+    6  not testable     the device's ceilings rule out the limit in every cell (typical: for the
+                        pooled value); other cells might meet it
     7  refuted          every cell is missed, and the claim is general or names this GPU
        not carried over     every cell is missed, and the claim names another GPU: the result is
                             not transferable to this GPU
@@ -192,21 +192,21 @@ def _test(
         why = f"Equal kernels came out different in {runs}: measure again on a quiet machine."
         return replace(blank, why=why)
     decision = decide(test, valued, len(cells) - len(valued), unmeasured)
-    general, confirm = claim.hardware.scope == "general", decision.confirm
+    confirm, fewest = decision.confirm, min(cell.processes for cell in decision.deciding)
     hopeful = confirm is not None and cell_state(test, confirm) == "met"
-    tendency = _limit_word(Word.REPRODUCED, basis, general) if hopeful else None
-    word, why = _limit_word(decision.word, basis, general), decision.why
-    fewest = min(cell.processes for cell in decision.deciding)
+    outcome = Word.REPRODUCED if hopeful else decision.word
+    word, limit = _limited(outcome, basis, claim.hardware)
+    why, tendency = decision.why, word if hopeful else None
     if fewest < FEWEST and word is not Word.NOT_TESTABLE:
-        tendency = tendency if word is Word.NOT_SETTLED else word
+        tendency = None if word is Word.NOT_SETTLED else word
         look = f"this is a look with {fewest} of the {FEWEST} {test.samples} that a verdict needs"
-        word, why = Word.NOT_SETTLED, f"{why.rstrip('.')}; {look}."
-    unlimited = Word.REPRODUCED if hopeful else decision.word
+        why = f"{why.rstrip('.')}; {look}."
+    word = Word.NOT_SETTLED if tendency else word
     return replace(
         blank,
         word=word,
         why=capital(why),
-        limit=_limit_text(unlimited, basis, claim.hardware),
+        limit=limit,
         deciding=tuple(decision.deciding),
         tendency=tendency,
         confirm=confirm,
@@ -227,25 +227,18 @@ def _one_per_problem(test: Test, cells: Sequence[Cell]) -> list[Cell]:
     return [cell for cell in cells if best[cell.problem] is cell]
 
 
-def _limit_word(word: Word, basis: Basis, general: bool) -> Word:
-    """Weaken what a basis cannot support; a general claim is refuted on any GPU."""
-    if basis is Basis.PROXY and word is Word.REPRODUCED:
-        return Word.PARTLY
-    supported = basis is Basis.AS_PUBLISHED or (general and basis is not Basis.PROXY)
-    return Word.NOT_CARRIED_OVER if word is Word.REFUTED and not supported else word
-
-
-def _limit_text(word: Word, basis: Basis, hardware: Hardware) -> str:
-    """Say why `_limit_word` weakens a word or, on another GPU, does not."""
-    if basis is Basis.PROXY and word is Word.REPRODUCED:
-        return "A proxy can show only part of a claim."
+def _limited(word: Word, basis: Basis, hardware: Hardware) -> tuple[Word, str]:
+    """Weaken a word that the basis cannot support, and say why; "" if nothing limits it."""
+    proxy = basis is Basis.PROXY
+    if proxy and word is Word.REPRODUCED:
+        return Word.PARTLY, "A proxy can show only part of a claim."
     if word is not Word.REFUTED or basis is Basis.AS_PUBLISHED:
-        return ""
-    if basis is Basis.PROXY:
-        return "A proxy cannot refute a claim."
+        return word, ""
+    if proxy:
+        return Word.NOT_CARRIED_OVER, "A proxy cannot refute a claim."
     if hardware.scope == "general":
-        return "The claim is about GPUs in general, so any GPU can refute it."
-    return f"The claim is about {join_words(hardware.gpus)}."
+        return word, "The claim is about GPUs in general, so any GPU can refute it."
+    return Word.NOT_CARRIED_OVER, f"The claim is about {join_words(hardware.gpus)}."
 
 
 def _claim(
