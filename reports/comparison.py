@@ -3,7 +3,7 @@
     sentences   how often each side takes less time, gains more, and what the changes come from
     grid        two kinds of GPU: each format at its best, time first, then the gain over dense
     cases       every case, the largest settled difference first
-    notes       what else differs, looks, what the parentheses hold
+    notes       what else differs, what the brackets hold, and every run
 
 All three are written from the same `parts`, so they say the same. The terminal shows the
 LINES largest differences, and Markdown folds the cases away.
@@ -24,13 +24,14 @@ from sparsebench.reports.comparison_tables import EVERY, cases, grid, intervals,
 from sparsebench.reports.page import render
 from sparsebench.reports.tables import Table
 from sparsebench.results.badges import badges
-from sparsebench.results.comparison.changes import GAIN, TIME, Cause, Changes, Mean, changes, mean
+from sparsebench.results.comparison.causes import Cause
+from sparsebench.results.comparison.changes import Changes, Mean, changes, mean
+from sparsebench.results.comparison.compare import GAIN, TIME
 from sparsebench.results.comparison.sides import Side, short_card
 from sparsebench.results.formatting import amount, are, join_words, significant
 from sparsebench.results.record import Status
-from sparsebench.results.run.provenance import flat, on_gpu
+from sparsebench.results.run.provenance import choices_of, flat, on_gpu
 from sparsebench.results.statistics.outcome import DIFFERENT, Outcome
-from sparsebench.results.statistics.ratio import FEWEST
 from sparsebench.results.tables.analysis import Analysis
 
 LINES = 30
@@ -40,7 +41,7 @@ FACTS = {"code_sha256": "hash of the code", "gpu.driver": "driver"}  # names for
 
 @dataclass(frozen=True)
 class Paragraph:
-    """A text; `style` is `result`, `warning` or `note`."""
+    """A text; `style` is `result` or `note`."""
 
     text: str
     style: str = "note"
@@ -59,14 +60,13 @@ class ComparisonReport:
     def __rich_console__(
         self, console: Console, options: ConsoleOptions
     ) -> Iterator[RenderableType]:
-        styles = {"result": "bold", "warning": "red", "note": ""}
         for part in parts(self):
             if isinstance(part, Table):
                 yield Text()
                 yield part.shortened(LINES, "more in --html and --markdown")
                 yield Text()
             else:
-                yield Text(part.text, style=styles[part.style])
+                yield Text(part.text, style="bold" if part.style == "result" else "")
 
 
 def compare_sides(sides: Sequence[Side]) -> ComparisonReport:
@@ -81,8 +81,7 @@ def compare_sides(sides: Sequence[Side]) -> ComparisonReport:
 
 def parts(result: ComparisonReport) -> list[Part]:
     """Return everything that is shown, in order."""
-    shown_parts: list[Part] = [Paragraph(text, "warning") for text in _warning(result)]
-    shown_parts += [
+    shown_parts: list[Part] = [
         Paragraph(text, "result") for other in result.others for text in _sentences(other)
     ]
     if shared := problems(result.others):
@@ -131,7 +130,7 @@ def html(result: ComparisonReport, site: Any = None, root: str = "") -> str:
 def to_json(result: ComparisonReport) -> dict[str, Any]:
     """Return everything for a script."""
     names = [side.name for side in result.sides]
-    dropped = ["times_a", "times_b", "codes_a", "codes_b", "cards_a", "cards_b"]
+    dropped = [f"{name}_{end}" for name in ("times", "codes", "cards") for end in "ab"]
     return {
         "runs": {side.name: [str(run.path) for run in side.runs] for side in result.sides},
         "changes": {
@@ -148,15 +147,32 @@ def to_json(result: ComparisonReport) -> dict[str, Any]:
     }
 
 
-def _warning(result: ComparisonReport) -> list[str]:
-    names = [side.name for side in result.sides if side.simulated]
-    if not names:
-        return []
-    verb = "is" if len(names) == 1 else "are"
-    text = f"{join_words(names)} {verb} simulated: a model computed these times, not a GPU."
-    if len(names) < len(result.sides):
-        text += " Differences from a measured run say nothing about a GPU."
-    return [text]
+def reproduction(found: Changes) -> dict[str, Any]:
+    """Say whether the second run reproduces the first, and where; see changes.py.
+
+    Raises ResultError if there is no cell to repeat.
+    """
+    cells, settled, (run,) = found.repeated, found.settled, found.b.runs
+    if cells.empty:
+        expected = "expected a case with a speedup in one run that both support"
+        raise ResultError(f"{found.a.paths} and {found.b.paths}: {expected}, found none")
+    same_cards = (cells.cards_a == cells.cards_b).all() and on_gpu(run.environment)
+    place = "the same machine" if same_cards else "the same kind of device"
+    place = place if found.same_device else "another device"
+    word = "Not reproduced" if len(settled) else "Reproduced"
+    if found.looks == len(cells):
+        word = f"A look, {'not consistent' if len(settled) else 'consistent'}"
+    kept = len(cells) - len(settled)
+    return {
+        "reproduced": settled.empty,
+        "place": place,
+        "cells": len(cells),
+        "unchanged": kept,
+        "looks": found.looks,
+        "choices": str(choices_of(run.state)),
+        "sentence": f"{word}: {kept} of {amount(len(cells), 'speedup')} have no settled change, on "
+        f"{place}. {choices_of(run.state).sentence}",
+    }
 
 
 def _sentences(other: Changes) -> list[str]:
@@ -211,35 +227,14 @@ def _baselines(other: Changes) -> pd.DataFrame:
 
 def _notes(result: ComparisonReport) -> list[str]:
     notes = intervals(result.others)
-    looks = [
-        side.name if len(side.runs) == 1 else f"{run.path.name} of {side.name}"
-        for side in result.sides
-        for run in side.runs
-        if run.state["flags"]["replicates"] < FEWEST
-    ]
-    if looks:
-        notes.append(
-            f"{join_words(looks)} {'is a look' if len(looks) == 1 else 'are looks'} with fewer "
-            f"than {FEWEST} processes."
-        )
-    blind = [s.name for s in result.sides if _on_gpu(s) and not _telemetry(s)]
-    if blind:
-        notes.append(
-            f"{join_words(blind)} recorded no clocks or power, so a power limit would not show."
-        )
-    schemas = {run.schema for side in result.sides for run in side.runs}
-    if len(schemas) > 1:
-        notes.append(
-            f"The rows have different schemas, {join_words(sorted(schemas))}: fields that an older "
-            "one lacks are not compared."
-        )
     for other in result.others:
-        for side, only in ((other.a, other.comparison.only_a), (other.b, other.comparison.only_b)):
-            if len(only):
-                against = other.b if side is other.a else other.a
-                notes.append(
-                    f"{side.name} has {amount(len(only), 'case')} that {against.name} lacks."
-                )
+        notes += [
+            f"{name} has {amount(count, 'case')} that {against} lacks."
+            for (name, count), against in zip(
+                other.missing.items(), (other.b.name, other.a.name), strict=True
+            )
+            if count
+        ]
         if other.differences:
             facts = ", ".join(
                 f"{FACTS.get(n, n.removeprefix('switches.'))} ({a[:12]} and {b[:12]})"
@@ -267,19 +262,13 @@ def _about(analysis: Analysis) -> str:
     words += [f"commit {facts['commit'][:7]}"] if "commit" in facts else []
     words += [str(run.state.get("started", ""))[:10]]
     words += [label.text for label in badges(analysis)]
+    if on_gpu(run.environment) and not any(row.telemetry for row in run.rows):
+        words.append("without clocks and power, so a power limit would not show")
     timed = analysis.cases[~analysis.cases.twin.astype(bool) & (analysis.cases.status == Status.OK)]
     limited = int(timed.mark.str.contains("power-limited").sum())
     if limited:
         words.append(f"{limited} of {amount(len(timed), 'case')} power-limited in some process")
     return ", ".join(filter(None, words))
-
-
-def _on_gpu(side: Side) -> bool:
-    return not side.simulated and any(on_gpu(run.environment) for run in side.runs)
-
-
-def _telemetry(side: Side) -> bool:
-    return any(row.telemetry for run in side.runs for row in run.rows)
 
 
 def _mean_json(ratio: Mean | None) -> dict[str, Any] | None:

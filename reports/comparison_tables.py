@@ -1,4 +1,4 @@
-"""The tables of a comparison: a grid for two devices, every case, and cells that disagree.
+"""The tables of a comparison: a grid for two devices, and every case.
 
     BSR, 90 %    38.2 µs 4.28× [4.22, 4.33]    34.5 µs 4.77× [4.70, 4.85]    H200 10 % shorter
 
@@ -14,8 +14,8 @@ import pandas as pd
 
 from sparsebench.reports.tables import Cell, Table
 from sparsebench.reports.terminal import split_fields
-from sparsebench.results.comparison.changes import Changes, outcomes, problem_fields, ratio_of_means
-from sparsebench.results.comparison.compare import Comparison
+from sparsebench.results.comparison.changes import Changes, problem_fields
+from sparsebench.results.comparison.compare import outcomes, ratio_of_means
 from sparsebench.results.formatting import (
     CASES,
     FORMATS,
@@ -96,31 +96,27 @@ def cases(others: Sequence[Changes]) -> Table:
 
     If all sides are different devices, dense products of equal sizes are shown once, as in `grid`.
     """
-    by_case: dict[tuple[Any, ...], dict[int, dict[Any, Any]]] = {}
+    by_case: dict[tuple[Any, ...], dict[int, Line]] = {}
     for number, other in enumerate(others):
-        for line in records(other.cases[other.cases.word != ""]):
-            by_case.setdefault(tuple(line[key] for key in KEYS), {})[number] = line
-    ordered = sorted(by_case.values(), key=lambda case: -max(map(_rank, case.values())))
-    name, _ = _problems(pd.DataFrame([next(iter(case.values())) for case in ordered]))
+        for cell in records(other.cases[other.cases.word != ""]):
+            by_case.setdefault(tuple(cell[key] for key in KEYS), {})[number] = cell
+    firsts = {key: next(iter(case.values())) for key, case in by_case.items()}
+    name, _ = _problems(pd.DataFrame([*firsts.values()]))
+    apart = not any(other.same_device for other in others)
+    shown: dict[tuple[Any, ...], tuple[str, tuple[Any, ...]]] = {}
+    for key, line in sorted(firsts.items(), key=lambda item: float(item[1]["level"])):
+        dense = line["is_baseline"] and line["format"] == "dense" and not line["broken"]
+        problem = name({**line, **NO_ZEROS} if apart and dense else line)
+        shown.setdefault((problem, line["label"]) if apart and dense else key, (problem, key))
     columns = ["problem", "contender", others[0].a.name]
     for other in others:
         of = f" of {other.b.name}" if len(others) > 1 else ""
         columns += [other.b.name, f"time{of}", f"gain{of}", f"from{of}"]
     lines: list[list[Cell]] = []
-    apart = not any(other.same_device for other in others)
-    dense: dict[tuple[str, str], Line] = {}
-    firsts = [next(iter(case.values())) for case in by_case.values()]
-    for line in sorted(firsts, key=lambda line: float(line["level"])):
-        if apart and line["is_baseline"] and line["format"] == "dense" and not line["broken"]:
-            dense.setdefault((name({**line, **NO_ZEROS}), line["label"]), line)
-    for case in ordered:
-        line = next(iter(case.values()))
+    ordered = sorted(shown.values(), key=lambda each: -max(map(_rank, by_case[each[1]].values())))
+    for problem, key in ordered:
+        line, case = firsts[key], by_case[key]
         base = " (baseline)" if line["is_baseline"] else ""
-        problem = name(line)
-        if apart and base and line["format"] == "dense" and not line["broken"]:
-            problem = name({**line, **NO_ZEROS})
-            if dense[problem, line["label"]] is not line:
-                continue
         cells: list[Cell] = [problem, kernel(line["label"]) + base, _time_text(line, "a")]
         for number, other in enumerate(others):
             cells += _change_cells(other, case[number]) if number in case else [""] * 4
@@ -170,23 +166,6 @@ def _baselines(lines: pd.DataFrame) -> str:
 def problems(others: Sequence[Changes]) -> str:
     """Return what the names of problems leave out: the fields with one value in each op."""
     return _problems(pd.concat([other.cases[other.cases.word != ""] for other in others]))[1]
-
-
-def disagreements(result: Comparison) -> Table:
-    """Return the cells in which two runs disagree, with the speedup in each run."""
-    apart = result.cases[result.cases.agree.eq(False).fillna(False)]
-    if apart.empty:
-        return Table(title="All cells agree", columns=(), lines=[])
-    name, about = _problems(apart)
-    lines = [
-        [name(line), kernel(line["label"]), *(_speedup(line, side) for side in "ab")]
-        for line in records(apart)
-    ]
-    columns = ("problem", "contender", "× baseline there", "× baseline here")
-    title = f"Cells that disagree: {about}".rstrip(": ")
-    held = brackets([*apart.interval_a, *apart.interval_b])
-    title = "; ".join(filter(None, [title, held]))
-    return Table(title=title, columns=columns, lines=lines, words=columns)
 
 
 def _problems(lines: pd.DataFrame) -> tuple[Callable[[Line], str], str]:
@@ -265,11 +244,3 @@ def _size(word: str, ratio: float) -> float:
 
 def _style(word: str) -> str:
     return STYLES[Outcome(word)] if word else ""
-
-
-def _speedup(line: Line, side: str) -> str:
-    names = "speedup", "speedup_low", "speedup_high", "uncertainty"
-    value, low, high, half = (line[f"{name}_{side}"] for name in names)
-    if pd.isna(value):
-        return f"{line[f'status_{side}']}: {line[f'detail_{side}']}"
-    return f"{between(value, low, high, half, unit='')} {line[f'outcome_{side}']}".rstrip()

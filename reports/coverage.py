@@ -1,7 +1,6 @@
 """How often a second card agrees with the first: sentences and a table (comparison/repeats.py).
 
-runs  configurations  cases  second value inside  difference covers 0   inside      covers 0
-                             by the processes alone                     with the variation of cards
+first run  second run  configurations  cases  unchanged, by processes alone  unchanged
 """
 
 from collections.abc import Mapping
@@ -16,7 +15,7 @@ from sparsebench.results.statistics.between_cards import State, packaged_variati
 from sparsebench.results.tables.frame import records
 
 COVERAGE = ["first run", "second run", "configurations", "cases"]
-COVERAGE += ["inside, processes alone", "covers 0, processes alone", "inside", "covers 0"]
+COVERAGE += ["unchanged, by processes alone", "unchanged"]
 SEARCHED, INHERITED = "both searched", "the second inherited them"
 CONDITIONS = {
     State.FREE: "power or heat limits the boards for at most "
@@ -46,15 +45,11 @@ def explanation(repeats: pd.DataFrame) -> list[str]:
         "Each line is a pair of runs that measured the same cases on different cards of one kind. "
         "Both ran the same kernel: their code is the same, or its version differs but the compiled "
         "kernel does not.",
-        "“Inside” counts the cases in which the first run's interval contains the second's value. "
-        "If cards did not differ, that would be so in 88 % of cases with eight processes.",
-        "“Covers 0” counts the cases in which the 95 % interval of the difference between both "
-        "runs contains 0.",
-        "With “processes alone”, each interval is computed from the processes of one run. It is "
-        "too narrow, because these share a card and a day.",
+        "A case is unchanged if the 95 % interval of the difference between both speedups holds 0. "
+        "By processes alone, this interval is too narrow, because the processes of a run share a "
+        "card and a day.",
         variation,
-        "Every interval of a verdict includes this variation, and so do the intervals of the last "
-        "two columns.",
+        "Every interval of a verdict includes this variation, and so do those of the last column.",
         *([from_others] if are_published(repeats) else []),
     ]
 

@@ -25,7 +25,8 @@ from sparsebench.reports.comparison_tables import BRACKETS_OF_MEANS
 from sparsebench.reports.figures._figure import Frames
 from sparsebench.reports.tables import Cell, Table
 from sparsebench.results.badges import Badge, badges
-from sparsebench.results.comparison.changes import GAIN, TIME, Changes, mean
+from sparsebench.results.comparison.changes import Changes, mean
+from sparsebench.results.comparison.compare import GAIN, TIME
 from sparsebench.results.formatting import (
     FORMATS,
     PATTERNS,

@@ -22,7 +22,7 @@ from sparsebench.reports.headline import (
     speedup_text,
 )
 from sparsebench.reports.tables import markdown_table
-from sparsebench.results.comparison.changes import difference
+from sparsebench.results.comparison.compare import difference
 from sparsebench.results.formatting import between, duration
 from sparsebench.results.run.provenance import commit_of
 from sparsebench.results.statistics.outcome import Outcome, outcome

@@ -1,7 +1,5 @@
 """`sparsebench reproduce`: measure a finished run again and compare."""
 
-import json
-
 import typer
 
 from sparsebench.harness.commands._console import GATE_FAILED, measuring, print_json, stdout, wide
@@ -23,8 +21,8 @@ def reproduce(
     from sparsebench.harness.run.repeat import Setup
     from sparsebench.harness.run.repeat import reproduce as measure_again
     from sparsebench.reports.build import build, frames_of
-    from sparsebench.reports.comparison_tables import disagreements
-    from sparsebench.results.comparison.compare import agreement
+    from sparsebench.reports.comparison import compare_sides, reproduction, to_json
+    from sparsebench.results.comparison.sides import side
     from sparsebench.results.run import store
 
     with measuring() as show:
@@ -34,12 +32,13 @@ def reproduce(
         fresh = measure_again(path, Setup(first, data, out, options, engine, inherit))
     again = store.read(fresh)
     build(frames_of(again), fresh / "report.html")
-    result = agreement(store.read(path), again)
+    compared = compare_sides([side(store.read(path), name="there"), side(again, name="here")])
+    result = reproduction(compared.others[0])
     if as_json:
-        cases = json.loads(result.comparison.cases.to_json(orient="records"))
-        print_json({"run": str(fresh), **result.counts, "cases": cases})
+        cases = to_json(compared)["changes"]["here"]["cases"]
+        print_json({"run": str(fresh), **result, "cases": cases})
     else:
-        wide().print(disagreements(result.comparison))
-        stdout.say("\n".join(result.sentences))
-    if not result.reproduced:
+        wide().print(compared)
+        stdout.say(result["sentence"])
+    if not result["reproduced"]:
         raise typer.Exit(GATE_FAILED)

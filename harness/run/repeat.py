@@ -12,7 +12,7 @@ always the best on another, and a baseline that inherits a slow one makes all ot
 better. With `inherit`, process p takes the configurations of process p of the bundle instead, on a
 device of the same kind. The new run then measures those configurations, and its record says so
 (results/run/provenance.py).
-results/comparison/compare.py decides for each cell whether two runs agree.
+results/comparison/changes.py decides whether the new run reproduces the bundle.
 """
 
 from collections.abc import Callable, Mapping

@@ -32,7 +32,7 @@ from sparsebench.results.answer import (
 from sparsebench.results.badges import Badge, badges
 from sparsebench.results.claims.cells import Cell
 from sparsebench.results.claims.planned import PlannedClaim
-from sparsebench.results.comparison.changes import LIBRARIES
+from sparsebench.results.comparison.causes import LIBRARIES
 from sparsebench.results.comparison.repeats import verdicts
 from sparsebench.results.formatting import between, plain, selection, times
 from sparsebench.results.problem_names import field_text

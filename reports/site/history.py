@@ -15,7 +15,7 @@ from typing import Any
 from sparsebench.reports.comparison_tables import GAINS
 from sparsebench.reports.page import render
 from sparsebench.reports.site.cards import Card
-from sparsebench.results.comparison.changes import difference
+from sparsebench.results.comparison.compare import difference
 from sparsebench.results.comparison.sides import short_card
 from sparsebench.results.formatting import FORMATS, between, duration, percent
 from sparsebench.results.statistics.outcome import STYLES, outcome

@@ -19,13 +19,12 @@ have compiled code of the case in common, or if a library is the kernel. Their d
 that of days, hosts and versions of the harness: repeats of one version on two days gave a standard
 deviation of only 0.30 %, instead of 0.97 %.
 
-`coverage` checks for each repeat whether the first interval contains the second value, and whether
-the interval of the difference contains 0. No pair of runs is tested with an estimate that it
-contributed to: for the published repeats, the variation comes from all other pairs.
+`coverage` counts the repeats in which the interval of the difference contains 0, so that no change
+is settled. No pair of runs is tested with an estimate that it contributed to: for the published
+repeats, the variation comes from all other pairs.
 """
 
 import json
-from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import combinations
@@ -35,8 +34,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from sparsebench.results.comparison.sides import cells
 from sparsebench.results.record import Status
-from sparsebench.results.run.provenance import Choices, choices_of
 from sparsebench.results.statistics.between_cards import (
     SCHEMA,
     State,
@@ -45,7 +44,7 @@ from sparsebench.results.statistics.between_cards import (
     packaged_variation,
     state_of,
 )
-from sparsebench.results.statistics.ratio import FEWEST, hodges_lehmann, welch, widen
+from sparsebench.results.statistics.ratio import FEWEST, welch
 from sparsebench.results.tables.analysis import Analysis
 from sparsebench.results.tables.cases import has_baseline
 from sparsebench.results.tables.frame import KEYS, records
@@ -53,8 +52,8 @@ from sparsebench.results.tables.frame import KEYS, records
 LABELS = ["label", "baseline_label"]
 PAIR = ["run_a", "run_b"]
 COLUMNS = [*PAIR, *KEYS, *LABELS, "state_a", "state_b", "cards_a", "cards_b"]
-COLUMNS += ["speedups_a", "speedups_b", "d", "half", "excess"]
-COUNTS = ["repeats", "inside", "covers", "inside_cards", "covers_cards"]
+COLUMNS += ["d", "half", "excess"]
+COUNTS = ["repeats", "covers", "covers_cards"]
 
 LIBRARIES = "torch", "cuda", "triton"
 
@@ -82,22 +81,14 @@ def verdicts(analysis: Analysis, name: str = "") -> Verdicts:
 
     Only cases that run on known cards count, so a CPU and a simulated GPU have none.
     """
-    run, cases = analysis.run, analysis.cases
+    run, cases = analysis.run, cells(analysis)
     enough = has_baseline(cases) & (cases.status == Status.OK) & (cases.processes >= FEWEST)
     cases = cases[enough & cases.speedup.notna() & (cases.on_cards > 0)]
-    cards: dict[str, set[str]] = defaultdict(set)
-    compiled: dict[str, set[str]] = defaultdict(set)
-    for row in run.rows:
-        cards[row.case.id].add(row.device)
-        if row.code is not None:
-            compiled[row.case.id].add(row.code)
-    inherited = choices_of(run.state) is Choices.BUNDLE
     lines = [
-        {name: line[name] for name in (*KEYS, *LABELS)}
-        | {"cards": sorted(cards[line["case_id"]])}
-        | {"compiled": sorted(compiled[line["case_id"]])}
+        {name: line[name] for name in (*KEYS, *LABELS, "cards")}
+        | {"compiled": line["codes"]}
         | {"speedups": [round(value, 6) for value in line["speedups"]]}
-        | {"state": str(state_of(line["limited"], inherited))}
+        | {"state": str(state_of(line["limited"], not line["searched"]))}
         for line in records(cases)
     ]
     versions = run.environment.get("versions", {})
@@ -134,19 +125,23 @@ def variation(repeats: pd.DataFrame) -> dict[State, Variation]:
 
 
 def coverage(repeats: pd.DataFrame, published: bool = False) -> pd.DataFrame:
-    """Return each pair of runs with its number of repeats, and how many of them agree.
+    """Return each pair of runs with its number of repeats, and how many have no settled change.
 
-    inside, covers              by the processes alone
-    inside_cards, covers_cards  with the variation between cards: that of all other pairs if the
-                                repeats are those that were `published`, else the packaged one
+    covers        by the processes alone
+    covers_cards  with the variation between cards: that of all other pairs if the repeats are those
+                  that were `published`, else the packaged one
     """
     lines = []
     for (run_a, run_b), group in repeats.groupby(PAIR, sort=False):
         other_pairs = repeats[(repeats.run_a != run_a) | (repeats.run_b != run_b)]
         by_state = variation(other_pairs) if published else packaged_variation()
-        checks = [(1, *_agrees(line, {}), *_agrees(line, by_state)) for line in records(group)]
-        counts = np.sum(checks, axis=0).tolist()
-        lines.append([run_a, run_b, bool((group.state_b == State.INHERITED).any()), *counts])
+        between = [
+            hypot(*(by_state[line[f"state_{end}"]].half(line[f"cards_{end}"]) for end in "ab"))
+            for line in records(group)
+        ]
+        covers = [(group.d.abs() <= np.hypot(group.half, wider)).sum() for wider in (0, between)]
+        inherited = bool((group.state_b == State.INHERITED).any())
+        lines.append([run_a, run_b, inherited, len(group), *map(int, covers)])
     return pd.DataFrame(lines, columns=[*PAIR, "inherited", *COUNTS])
 
 
@@ -206,15 +201,3 @@ def _variation(repeats: pd.DataFrame, earlier: Mapping[State, Variation]) -> Var
     error = float((scatter**2).sum()) / total**2 * pairs / (pairs - 1) if pairs > 1 else 0.0
     freedom = max(1.0, 2 * variance**2 / error) if error else 1.0
     return Variation(variance**0.5, freedom, len(table), pairs)
-
-
-def _agrees(line: Line, by_state: Mapping[State, Variation]) -> tuple[bool, bool]:
-    """Return whether the first interval contains the second value, and that of d contains 0."""
-    halves = [
-        by_state[line[f"state_{end}"]].half(line[f"cards_{end}"]) if by_state else 0.0
-        for end in "ab"
-    ]
-    first, second = (hodges_lehmann(np.log(line[f"speedups_{end}"])) for end in "ab")
-    low, high = widen(first.estimate, first.low, first.high, halves[0])
-    covers = abs(line["d"]) <= hypot(line["half"], *halves)
-    return bool(low <= second.estimate <= high), bool(covers)

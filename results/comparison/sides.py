@@ -13,13 +13,13 @@ case, the one with the most processes counts, and among equal ones the newest.
 """
 
 import re
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cached_property
 from pathlib import Path
 from string import ascii_uppercase
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -39,6 +39,7 @@ from sparsebench.results.run.store import Run
 from sparsebench.results.tables.analysis import Analysis, analyse
 from sparsebench.results.tables.frame import KEYS, NAMES, fields
 
+ID = re.compile("[0-9a-f]{4,40}")  # the first digits of a commit or a card
 MODEL = re.compile(r"(?:[RG]TX )?\b[A-Z]{1,3}\d{2,4}\w?\b(?: Ti| SUPER)?|\b[RG]TX \d{4}\w?")
 MOST = 26  # sides of a comparison
 LISTED = 6  # names that an error lists
@@ -72,17 +73,8 @@ class Side:
 
     @cached_property
     def cases(self) -> pd.DataFrame:
-        """Return one line per case, scope and cache state, without twins.
-
-        The columns are those of `summary` and
-
-        run       the place of the run in `runs`
-        times     the log of the median time of each process
-        codes     the digests of the compiled code, over all processes
-        cards     the ids of the devices, over all processes
-        searched  whether the run chose its configurations itself
-        """
-        tables = [_cases(n, analysis) for n, analysis in enumerate(self.analyses)]
+        """Return the `cells` of the runs, each once; `run` is the place of its run in `runs`."""
+        tables = [cells(analysis).assign(run=n) for n, analysis in enumerate(self.analyses)]
         names = dict.fromkeys(name for table in tables for name in fields(table))
         ordered = dict.fromkeys([*NAMES, *names, *tables[0].columns])
         lines = pd.concat(tables, ignore_index=True)[[*ordered]] if tables[1:] else tables[0]
@@ -96,6 +88,36 @@ class Side:
 def side(*runs: Run, name: str = "") -> Side:
     """Return a side, by default with the name of its device."""
     return Side(name or device_name(runs[0].environment), [analyse(run) for run in runs])
+
+
+def cells(analysis: Analysis) -> pd.DataFrame:
+    """Return one line per case, scope and cache state of a run, without twins.
+
+    The columns are those of `summary` and
+
+    times     the log of the median time of each process
+    codes     the digests of the compiled code, over all processes
+    cards     the ids of the devices, over all processes
+    searched  whether the run chose its configurations itself
+    """
+    codes: dict[str, set[str]] = defaultdict(set)
+    cards: dict[str, set[str]] = defaultdict(set)
+    for row in analysis.run.rows:
+        cards[row.case.id].add(row.device)
+        codes[row.case.id].update(filter(None, [row.code]))
+    cases = analysis.cases[~analysis.cases.twin.astype(bool)]
+    logs = [
+        tuple(float(np.log(np.median(times))) for times in blocks.values())
+        if isinstance(blocks, dict)
+        else ()
+        for blocks in cases.blocks
+    ]
+    return cases.assign(
+        times=pd.Series(logs, cases.index, dtype=object),
+        codes=cases.case_id.map(lambda case: sorted(codes[case])),
+        cards=cases.case_id.map(lambda case: sorted(cards[case])),
+        searched=choices_of(analysis.run.state) is not Choices.BUNDLE,
+    )
 
 
 def distinct_names(runs: Sequence[Run]) -> list[str]:
@@ -133,62 +155,60 @@ def find(texts: Sequence[str], among: Iterable[Path]) -> list[Side]:
     if not 2 <= len(texts) <= MOST:
         raise ResultError(f"compare: expected 2 to {MOST} runs or names, found {len(texts)}")
     paths = {text: Path(text) for text in texts if (Path(text) / "run.json").exists()}
-    unread = [Path(text) for text in texts if text not in paths and Path(text).exists()]
-    if unread:
-        raise ResultError(f"{unread[0]}: expected the directory of a run, found no run.json in it")
+    for text in texts:
+        if text not in paths and Path(text).exists():
+            raise ResultError(f"{text}: expected the directory of a run, found no run.json in it")
+        if text not in paths and texts.count(text) > 1:
+            raise ResultError(f"{text}: expected each name once")
     if len(paths) == len(set(texts)):
         runs = [store.read(paths[text]) for text in texts]
         return [side(r, name=n) for r, n in zip(runs, distinct_names(runs), strict=True)]
     folders = [*among]
     candidates = [_Candidate.read(path) for path in bundles(folders)]
-    if not candidates:
-        expected = f"runs below {' and '.join(map(str, folders))}, which --among names"
-        raise ResultError(
-            f"{next(t for t in texts if t not in paths)}: expected {expected}; found none"
-        )
     runs_of = {
-        text: [_Candidate.read(paths[text])] if text in paths else _matches(text, candidates)
+        text: [_Candidate.read(paths[text])]
+        if text in paths
+        else _matches(text, [each for each in candidates if not each.simulated], folders)
         for text in texts
     }
-    if twice := [text for text in texts if texts.count(text) > 1]:
-        raise ResultError(f"{twice[0]}: expected each name once, found it {len(twice)} times")
     suites = set.intersection(*({each.suite for each in runs} for runs in runs_of.values()))
     if not suites:
         has = "; ".join(f"{t} has {_few({each.suite for each in c})}" for t, c in runs_of.items())
         raise ResultError(f"{' and '.join(runs_of)}: expected a suite that all have; {has}")
-    names = [paths[text].resolve().name if text in paths else text for text in texts]
-    names = names if len(set(names)) == len(names) else list(texts)
     return [
-        side(*(store.read(c.path) for c in runs_of[text] if c.suite in suites), name=name)
-        for text, name in zip(texts, names, strict=True)
+        side(
+            *(store.read(each.path) for each in runs if each.suite in suites),
+            name=paths[text].resolve().name if text in paths else text,
+        )
+        for text, runs in runs_of.items()
     ]
 
 
 @dataclass(frozen=True)
 class _Candidate:
-    """A run that a name may mean, read without its rows."""
+    """A run that a name may mean, read without its rows; `ids` are its commit and its cards."""
 
     path: Path
     suite: str
     device: str
-    commit: str
-    cards: frozenset[str]
+    ids: frozenset[str]
     versions: frozenset[str]
     simulated: bool
 
     @classmethod
     def read(cls, path: Path) -> "_Candidate":
         environment = files.from_json(path / "environment.json")
-        facts = flat(environment)
-        cards = [value for name, value in facts.items() if name.endswith("uuid")]
-        versions = environment.get("versions", {}).items()
+        cards = [value for name, value in flat(environment).items() if name.endswith("uuid")]
+        ids = {commit_of(path, environment), *(card.removeprefix("GPU-").lower() for card in cards)}
         return cls(
             path=path,
             suite=str(files.from_json(path / "run.json").get("suite", "")),
             device=device_name(environment),
-            commit=commit_of(path, environment),
-            cards=frozenset(card.removeprefix("GPU-").lower() for card in cards),
-            versions=frozenset(f"{name}=={version}".lower() for name, version in versions),
+            ids=frozenset(ids - {""}),
+            versions=frozenset(
+                f"{name}=={version}".lower()
+                for name, version in environment.get("versions", {}).items()
+            ),
             simulated="sim" in environment,
         )
 
@@ -196,20 +216,15 @@ class _Candidate:
         """Return what a word names in this run: its device, commit, card or library; "" if none."""
         if names_device(word, self.device):
             return self.device
-        if word in self.versions:
-            return word
-        if re.fullmatch("[0-9a-f]{4,40}", word):
-            ids = [self.commit, *sorted(self.cards)]
-            return next((each for each in ids if each.startswith(word)), "")
-        return ""
+        begun = {each for each in self.ids if ID.fullmatch(word) and each.startswith(word)}
+        return next(iter(sorted(begun | ({word} & self.versions))), "")
 
 
-def _matches(text: str, candidates: Sequence[_Candidate]) -> list[_Candidate]:
-    runs = [each for each in candidates if not each.simulated]
+def _matches(text: str, runs: list[_Candidate], folders: Sequence[Path]) -> list[_Candidate]:
     for word in text.lower().split("@"):
         identities = {each.identity(word) for each in runs} - {""}
         if not identities:
-            raise ResultError(f"{text}: {_unknown(word, runs)}")
+            raise ResultError(f"{text}: {_unknown(word, runs, folders)}")
         if len(identities) > 1:
             raise ResultError(f"{text}: expected one match, found {_few(identities)}")
         runs = [each for each in runs if each.identity(word)]
@@ -220,53 +235,21 @@ def _matches(text: str, candidates: Sequence[_Candidate]) -> list[_Candidate]:
     return runs
 
 
-def _unknown(word: str, runs: Sequence[_Candidate]) -> str:
-    """Return the error for a word that names nothing: what has a name, and which name is near."""
-    versions = [each.versions for each in runs]
-    every = frozenset[str]().union(*versions)
-    apart = {version for version in every if any(version not in each for each in versions)}
-    names: dict[str, set[str]] = {
-        "device": {short_name(each.device) for each in runs},
-        "run": {str(each.path) for each in runs},
-        "commit": {each.commit[:7] for each in runs} - {""},
-        "card": {short_card(f"GPU-{card}") for each in runs for card in each.cards},
-        "version": {version for version in apart if not version.endswith("==none")},
-    }
-    choices = ", ".join(
-        f"a {kind} ({_few(of, LISTED if kind == 'device' else 2)})"
-        for kind, of in names.items()
-        if of
-    )
-    near = {each.path.name.lower(): str(each.path) for each in runs}
-    near |= {name.lower(): name for of in [*names.values(), *versions] for name in of}
+def _unknown(word: str, runs: Sequence[_Candidate], folders: Sequence[Path]) -> str:
+    """Return the error for a word that names nothing, with the nearest name."""
+    near = {run.path.name.lower(): str(run.path) for run in runs}
+    near |= {short_name(run.device).lower(): short_name(run.device) for run in runs}
+    near |= {version: version for run in runs for version in run.versions}
     close = get_close_matches(word, near, 1)
     hint = f"; did you mean {near[close[0]]}?" if close else ""
-    return f"expected {choices or 'measured runs'}; found none of that name{hint}"
-
-
-def _few(names: Iterable[Any], most: int = LISTED) -> str:
-    ordered = sorted(names)
-    more = f" and {len(ordered) - most} more" if len(ordered) > most else ""
-    return (", ".join(ordered[:most]) or "no runs") + more
-
-
-def _cases(number: int, analysis: Analysis) -> pd.DataFrame:
-    codes: dict[str, set[str]] = {}
-    cards: dict[str, set[str]] = {}
-    for row in analysis.run.rows:
-        cards.setdefault(row.case.id, set()).add(row.device)
-        codes.setdefault(row.case.id, set()).update([row.code] if row.code else [])
-    cases = analysis.cases[~analysis.cases.twin.astype(bool)]
-    logs = [
-        tuple(float(np.log(np.median(times))) for times in blocks.values())
-        if isinstance(blocks, dict)
-        else ()
-        for blocks in cases.blocks
-    ]
-    return cases.assign(
-        run=number,
-        times=pd.Series(logs, cases.index, dtype=object),
-        codes=cases.case_id.map(codes),
-        cards=cases.case_id.map(cards),
-        searched=choices_of(analysis.run.state) is not Choices.BUNDLE,
+    devices = _few({short_name(run.device) for run in runs})
+    return (
+        f"expected the path of a run, or a GPU ({devices}), commit, card or LIBRARY==VERSION of "
+        f"the runs below {' and '.join(map(str, folders))}; found none of that name{hint}"
     )
+
+
+def _few(names: Iterable[str]) -> str:
+    ordered = sorted(names)
+    more = f" and {len(ordered) - LISTED} more" if len(ordered) > LISTED else ""
+    return (", ".join(ordered[:LISTED]) or "no runs") + more

@@ -17,7 +17,6 @@ from sparsebench.harness.run.run_json import Flags
 from sparsebench.harness.run.runner import pinned_by_process
 from sparsebench.harness.sim.gpu_model import WAYS
 from sparsebench.kernels._common.search import MOST_LINES, finalists
-from sparsebench.results.comparison.compare import agreement
 from sparsebench.results.run import store
 from sparsebench.results.run.provenance import Choices, choices_of
 from sparsebench.results.run.store import Run
@@ -125,7 +124,6 @@ def test_a_reproduction_inherits_the_choices_of_each_process(verdict: Run, tmp_p
     again = store.read(repeat.reproduce(verdict.path, setup))
     assert choices_of(again.state) is Choices.BUNDLE
     assert choices_by_case(again) == choices_by_case(verdict)
-    assert agreement(verdict, again).choices is Choices.BUNDLE
     suite, flags = read(str(verdict.path.parent / "mine.yaml")), Flags(**verdict.state["flags"])
     flags = replace(flags, device=device)
     with pytest.raises(SuiteError, match="expected choices by bundle, found each process, among"):

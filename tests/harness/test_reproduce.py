@@ -1,17 +1,21 @@
-"""Bundles measured again, on a simulated GPU and on the CPU; agreement on made-up rows."""
+"""Bundles measured again, on a simulated GPU and on the CPU; changes of made-up rows."""
 
 import json
 import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from sparsebench.errors import ResultError
 from sparsebench.harness.run.repeat import confirmations
-from sparsebench.results.comparison.compare import Agreement, Place, agreement
+from sparsebench.reports.comparison import reproduction
+from sparsebench.results.comparison.causes import same_code
+from sparsebench.results.comparison.changes import changes
+from sparsebench.results.comparison.sides import side
 from sparsebench.results.record import Case, Contender, Problem, Row, Status
 from sparsebench.results.run import bundle, store
 from sparsebench.results.run.provenance import Choices, choices_of
@@ -50,68 +54,68 @@ def made_up(
     return Run(Path("a run"), {}, "", environment, {"status": "finished"}, rows)
 
 
-def held(first: Sequence[float], second: Sequence[float], processes: int = 8) -> Agreement:
-    return agreement(made_up(first, processes=processes), made_up(second, processes=processes))
+def again(first: Run, second: Run) -> dict[str, Any]:
+    return reproduction(changes(side(first, name="there"), side(second, name="here")))
 
 
-def test_nineteen_of_twenty_cells_are_enough_and_sixteen_are_not() -> None:
-    first = [2.0] * 20
-    assert held(first, [2.0] * 19 + [1.0]).reproduced
-    assert not held(first, [2.0] * 16 + [1.0] * 4).reproduced
+def test_a_run_is_reproduced_if_no_speedup_has_a_settled_change() -> None:
+    first = made_up([2.0] * 20)
+    assert again(first, made_up([2.0] * 20))["reproduced"]
+    result = again(first, made_up([2.0] * 19 + [1.0]))
+    assert (result["reproduced"], result["cells"], result["unchanged"]) == (False, 20, 19)
 
 
-def test_nothing_is_reproduced_over_a_change_from_faster_to_slower() -> None:
-    result = held([2.0] * 20, [2.0] * 19 + [0.5])
-    assert (result.agreed, result.reversed, result.reproduced) == (19, 1, False)
-
-
-def test_a_look_is_never_reproduced() -> None:
-    assert held([2.0], [2.0], processes=2).sentences[0].startswith("A look, consistent: 1 of 1")
-    assert held([2.0], [3.0], processes=2).sentences[0].startswith("A look, not consistent: 0 of 1")
-    assert not held([2.0], [2.0]).looks
-    result = held([2.0, 2.0], [2.0 * 1.06, 2.0 * 1.08], processes=2)  # the tolerance is 7 %
-    assert (result.looks, result.close, result.counts["choices"]) == (2, 1, "first process")
-
-
-def test_few_cells_may_disagree_by_chance() -> None:
-    """Equal cells disagree in 5 %: two of four is no chance (1.4 %), one of eight may be (34 %)."""
-    assert not held([2.0] * 4, [2.0] * 2 + [1.0] * 2).reproduced
-    assert held([2.0] * 8, [2.0] * 7 + [1.0]).reproduced
+def test_few_processes_give_a_look() -> None:
+    looks = [made_up([2.0, gain], processes=2) for gain in (2.0, 2.0 * 1.06, 2.0 * 1.1)]
+    close, apart = (again(looks[0], other) for other in looks[1:])  # the tolerance is 7 %
+    assert close["sentence"].startswith("A look, consistent: 2 of 2 speedups have no settled")
+    assert apart["sentence"].startswith("A look, not consistent: 1 of 2 speedups have no settled")
+    assert (apart["looks"], apart["choices"]) == (2, "first process")
 
 
 @pytest.mark.parametrize(
-    ("gpu", "place"),
+    ("gpu", "place", "reproduced"),
     [
-        ({"name": "NVIDIA H200", "uuid": "GPU-1"}, Place.SAME_MACHINE),
-        ({"name": "NVIDIA H200", "uuid": "GPU-2"}, Place.SAME_KIND),
-        ({"name": "NVIDIA A100", "uuid": "GPU-3"}, Place.ANOTHER),
+        ({"name": "NVIDIA H200", "uuid": "GPU-1"}, "the same machine", False),
+        ({"name": "NVIDIA H200", "uuid": "GPU-2"}, "the same kind of device", False),
+        ({"name": "NVIDIA A100", "uuid": "GPU-3"}, "another device", True),  # still faster
     ],
 )
-def test_the_scope_and_cache_state_identify_the_cell(gpu: dict[str, str], place: Place) -> None:
-    result = agreement(made_up([2.0]), made_up([2.0], {"gpu": gpu}))
-    assert result.place is place
-    assert f" on {place}, {gpu['name']}" in result.sentences[0]
-    assert bool(result.comparison.cases.time_b_over_a.isna().all()) == (place is Place.ANOTHER)
+def test_the_place_says_what_a_reproduction_shows(gpu, place, reproduced) -> None:
+    first, second = (
+        replace(run, rows=[replace(row, device=run.environment["gpu"]["uuid"]) for row in run.rows])
+        for run in (made_up([2.0]), made_up([3.0], {"gpu": gpu}))
+    )
+    result = again(first, second)
+    assert (result["place"], result["reproduced"]) == (place, reproduced)
+    assert f" on {place}. " in result["sentence"]
+    slower = replace(second, rows=[replace(row, device=gpu["uuid"]) for row in made_up([0.5]).rows])
+    assert not again(first, slower)["reproduced"]
 
 
-def test_cases_that_one_run_does_not_support_are_listed_and_not_compared() -> None:
+@pytest.mark.parametrize(
+    ("status", "cells", "reproduced"),
+    [(Status.UNSUPPORTED, 1, True), (Status.FAILED, 2, False), (Status.WRONG, 2, False)],
+)
+def test_a_cell_without_a_time_is_repeated_only_if_it_is_unsupported(
+    status, cells, reproduced
+) -> None:
     second = made_up([2.0, 2.0])
     lost = [r.case.problem["m"] == 2 and r.case.contender == BSR for r in second.rows]
-    gone = {"status": Status.UNSUPPORTED, "samples_us": ()}
+    gone = {"status": status, "samples_us": ()}
     rows = [replace(r, **gone) if g else r for r, g in zip(second.rows, lost, strict=True)]
-    result = agreement(made_up([2.0, 2.0]), replace(second, rows=rows))
-    assert (result.cells, result.one_sided) == (1, 1)
-    with pytest.raises(ResultError, match="expected a case with a speedup"):
-        agreement(made_up([2.0, 2.0]), replace(second, rows=[r for r in rows if r.digest == "2"]))
+    result = again(made_up([2.0, 2.0]), replace(second, rows=rows))
+    assert (result["cells"], result["reproduced"]) == (cells, reproduced)
+    if status is Status.UNSUPPORTED:
+        alone = replace(second, rows=[r for r in rows if r.digest == "2"])
+        with pytest.raises(ResultError, match="expected a case with a speedup"):
+            again(made_up([2.0, 2.0]), alone)
 
 
-def test_equal_machine_code_is_counted() -> None:
-    first, second = made_up([2.0, 2.0]), made_up([2.0, 2.0])
-    for run, codes in ((first, "ab"), (second, "ac")):
-        run.rows[:] = [replace(r, code=codes[r.case.problem["m"] - 1]) for r in run.rows]
-    assert agreement(first, second).same_code == (2, 4)
-    second.rows[:] = [replace(r, code=f"sass:{r.code}") for r in second.rows]
-    assert agreement(first, second).same_code == (0, 0)  # digests of two kinds
+def test_digests_of_machine_code_are_comparable_if_they_cover_the_same() -> None:
+    assert same_code(["a"], ["a"])
+    assert same_code(["a"], ["b"]) is False
+    assert same_code(["a"], ["sass:a"]) is same_code(["a"], []) is None
 
 
 @pytest.mark.parametrize(
@@ -152,7 +156,7 @@ def test_a_run_is_reproduced_on_another_device_of_its_kind(simulated: Path, tmp_
     out = tmp_path / "again"
     result = json.loads(output("reproduce", simulated, "--device", device, "--out", out, "--json"))
     assert (result["place"], result["reproduced"]) == ("the same kind of device", True)
-    assert (result["cells"], result["agreed"]) == (4, 4)
+    assert (result["cells"], result["unchanged"]) == (4, 4)
     fresh = store.read(out)
     assert fresh.state["reproduces"] == {"manifest_sha256": bundle.identity(simulated)}
     assert fresh.state["suite"] == "mine"
@@ -172,20 +176,23 @@ def test_a_stopped_reproduction_can_be_resumed(simulated: Path, tmp_path: Path) 
     whole = store.rows(out)
     store.replace_rows(out, whole[:-1])
     done = sparsebench(*command)
-    assert "A look, consistent: 4 of 4 cells agree (100.0 %) on the same machine" in done.stdout
+    assert (
+        "A look, consistent: 4 of 4 speedups have no settled change, on the same kind of device"
+        in done.stdout
+    )
     assert {row.samples_us for row in store.rows(out)} == {row.samples_us for row in whole}
     assert store.read(out).state["reproduces"]
     assert "expected a new directory" in sparsebench(*command[:-1], simulated).stderr
 
 
 @pytest.mark.exhaustive
-def test_disagreement_exits_with_1(simulated: Path, tmp_path: Path) -> None:
+def test_a_settled_change_exits_with_1(simulated: Path, tmp_path: Path) -> None:
     spec = tmp_path / "slow.yaml"
     spec.write_text(QUIET + "seed: 8\nefficiency: {bsr/bsr_triton: 0.1}\n")
     out = tmp_path / "again"
     done = sparsebench("reproduce", simulated, "--device", f"sim:{spec}", "--out", out)
     assert done.returncode == 1, done.stderr
-    assert "A look, not consistent: 2 of 4 cells agree (50.0 %)" in done.stdout
+    assert "A look, not consistent: 2 of 4 speedups have no settled change" in done.stdout
 
 
 def test_a_damaged_bundle_is_not_measured_again(simulated: Path, tmp_path: Path) -> None:

@@ -24,22 +24,17 @@ from sparsebench.reports.comparison import (
     parts,
     to_json,
 )
-from sparsebench.reports.comparison_tables import _time, disagreements
 from sparsebench.reports.survey import compare_device
 from sparsebench.reports.tables import Table
+from sparsebench.results.comparison.causes import Cause
 from sparsebench.results.comparison.changes import (
-    GAIN,
-    TIME,
-    Cause,
     Changes,
     changes,
     gate_failures,
     mean,
-    outcomes,
-    ratio_of_means,
     threshold,
 )
-from sparsebench.results.comparison.compare import compare
+from sparsebench.results.comparison.compare import GAIN, TIME, outcomes, ratio_of_means
 from sparsebench.results.comparison.sides import Side, distinct_names, find, short_name, side
 from sparsebench.results.record import Case, Contender, Problem, Row, Status
 from sparsebench.results.run import bundle
@@ -350,22 +345,11 @@ def test_names_are_text_on_a_page() -> None:
     assert not re.search(r"(?<!\\)<script>", markdown(result))
 
 
-def test_simulated_runs_are_named_first() -> None:
-    simulated = run("b", "B", sim={"seed": 0})
-    text = " ".join(shown(run(), simulated).split())
-    assert text.index("B is simulated") < text.index("B is faster than A")
-    page = html(compare_sides([first(), side(simulated, name="B")]))
-    assert page.index(">SIMULATED</span> B is simulated") < page.index("B is faster than A")
-
-
-def test_a_run_without_telemetry_an_older_schema_and_a_look_are_named() -> None:
-    blind = run("b", processes=3)
-    rows = [replace(row, telemetry={}) for row in blind.rows]
-    blind = replace(blind, rows=rows, schema="sparsebench/rows@3")
-    text = " ".join(shown(run(processes=3), blind).split())
-    assert "b recorded no clocks or power" in text
-    assert "a and b are looks" in text
-    assert "different schemas, sparsebench/rows@3 and sparsebench/rows@4" in text
+def test_a_run_without_telemetry_is_named() -> None:
+    blind = run("b")
+    blind = replace(blind, rows=[replace(row, telemetry={}) for row in blind.rows])
+    text = " ".join(shown(run(), blind).split())
+    assert text.count("without clocks and power") == 1
 
 
 @pytest.mark.parametrize(("a", "b"), [(8, 8), (3, 8), (3, 1)])
@@ -384,18 +368,15 @@ def test_some_looks_among_verdicts_are_counted() -> None:
 
 def test_an_interval_without_limits_in_practice_says_that_processes_are_missing() -> None:
     """Two processes a side may give 0.0000000013 to 158,000,000,000 %."""
-    other = changes(side(run(), name="A"), side(run("b"), name="B"))
-    assert _time(other, "not settled", 1.0, 1e-9, 1e11) == "not settled (too few processes)"
-    assert "takes 50.0 to 200 %" in _time(other, "not settled", 1.0, 0.5, 2.0)
-
-
-def test_cells_that_disagree_name_what_their_brackets_hold() -> None:
-    pair = side(run(processes=3), name="a"), side(run("b", bsr_us=(90, 20, 10)), name="b")
-    table = disagreements(compare(*pair))
-    held = "brackets: 95 % interval over 8 processes, plus variation between runs, "
-    held += "or range over 3 processes"
-    assert table.title.endswith(held)
-    assert table.lines
+    pair = [run(name, processes=2) for name in "ab"]
+    wild = [
+        replace(row, samples_us=(row.samples_us[0] * (1 + 20 * row.replicate),) * 2)
+        for row in pair[1].rows
+    ]
+    assert "not settled (too few processes)" in shown(
+        pair[0], replace(pair[1], rows=wild), width=400
+    )
+    assert "too few" not in shown(*pair, width=400)
 
 
 def test_runs_with_nothing_to_compare_are_refused_in_a_line() -> None:
@@ -470,10 +451,7 @@ def test_sides_are_found_by_name(folder, names, runs, monkeypatch) -> None:
         ("H20", "did you mean H200"),
         ("torch==2.11", "did you mean torch==2.1"),
         ("secnd", "did you mean .*/second"),
-        (
-            "x",
-            r"a device \(H100, H200\), a run .*, a card .*, a version \(torch==2.0, torch==2.1\)",
-        ),
+        ("x", r"the path of a run, or a GPU \(H100, H200\), commit, card or LIBRARY==VERSION"),
         (str(PUBLISHED), "found no run.json"),
     ],
 )

@@ -91,8 +91,8 @@ def _case(number: int, logs: Array, card: str, state: State) -> dict[str, object
 
 def main(campaigns: int = 25) -> None:
     draw = np.random.default_rng(23)
-    print("| world | inside, processes alone | covers 0 | inside, with cards | covers 0 |")
-    print("|---|---|---|---|---|")
+    print("| world | covers 0, processes alone | with cards |")
+    print("|---|---|---|")
     for world in WORLDS:
         shares = agreement(world, campaigns, draw).values()
         print(f"| {world.name} | {' | '.join(f'{100 * share:.0f} %' for share in shares)} |")
