@@ -9,7 +9,7 @@
     time the correct contenders together, once for each scope and cache state (timing.py), with spot
     checks among the samples; compare with the device's ceilings (results/ceilings.py); refresh the
     activations, rerun without clearing the previous output, and compare again
-    after each step: verify that operands and harness are unchanged (tampering.py)
+    after each step: verify that operands and harness are unchanged (stages.py, tampering.py)
 
 Each seed for new activations comes from the operating system at the time of use, so no kernel can
 know it in advance; the row records the seeds. harness/TRUST.md says what the checks cannot catch.
@@ -18,51 +18,72 @@ A case produces one row for each scope and cache state. A case that cannot run p
 the reason. After a CUDA error no result can be trusted, so the contest raises Fatal.
 """
 
+import gc
 import random
-import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from random import SystemRandom
 from statistics import median
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from sparsebench.errors import SparsebenchError
-from sparsebench.harness.bench import operands
+from sparsebench.errors import FormatError, SparsebenchError, Unsupported
+from sparsebench.formats._format import Format
 from sparsebench.harness.bench.contest_state import (
     NO_MEMORY,
     Announce,
+    CheckedCall,
     ContestOptions,
     Entry,
     Fatal,
     OnFailure,
-    RunningContest,
+    configuration,
     end_status,
+    exchange_twins,
     one_line,
     synchronize,
 )
+from sparsebench.harness.bench.correctness import Expected
 from sparsebench.harness.bench.energy import energy
-from sparsebench.harness.bench.operands import Layer
-from sparsebench.harness.bench.output_checks import check_all, of_layer, redraw
-from sparsebench.harness.bench.prepare import prepare, prepare_chain, unsupported
+from sparsebench.harness.bench.operands import Layers
+from sparsebench.harness.bench.output_checks import (
+    arrays_of_answers,
+    fingerprint,
+    judge,
+    misfit,
+    poison_outputs,
+    right_answers,
+)
+from sparsebench.harness.bench.prepare import (
+    Conversions,
+    added_memory,
+    entries_of,
+    operands_of,
+    prepare,
+    prepare_layer,
+)
 from sparsebench.harness.bench.process_state import rewritten_modules
-from sparsebench.harness.bench.sampling import CHAIN, LAYERS, Measure, distinct_measures, layers_of
-from sparsebench.harness.bench.spot_checks import A, Outputs, Spots
-from sparsebench.harness.bench.tampering import Guard, Seal, TamperingError
-from sparsebench.harness.bench.timing import Samples, ready, time_together
+from sparsebench.harness.bench.sampling import CHAIN, LAYERS, distinct_measures, layers_of
+from sparsebench.harness.bench.spot_checks import A, B, SpotChecks
+from sparsebench.harness.bench.stages import Spoiled, Stages
+from sparsebench.harness.bench.tampering import TamperingError
+from sparsebench.harness.bench.timing import Chain, Samples, ready, time_together
 from sparsebench.harness.catalog import load_op
-from sparsebench.harness.machine.device import identity
-from sparsebench.kernels._kernel import DTYPES
 from sparsebench.results.ceilings import check_bound
 from sparsebench.results.record import Case, Contender, Problem, Row, Status
+
+BEFORE, AFTER = "before timing", "after timing"
 
 
 def run(
     problem: Problem,
-    contenders: list[Contender],
+    contenders: Sequence[Contender],
     device: torch.device,
     data: Path | None,
     options: ContestOptions | None = None,
@@ -71,269 +92,323 @@ def run(
 ) -> tuple[list[Row], dict[str, float]]:
     """Return the rows of every contender, and the seconds spent by stage."""
     options = options or ContestOptions()
-    measures, id_ = distinct_measures(options.measures, device.type), identity(device)
-    about = options.replicate, options.attempt, options.reference
-    entries = [Entry(Row(Case(problem, c), Status.OK, *about, device=id_)) for c in contenders]
-    spent_s: dict[str, float] = {}
-    reasons = [unsupported(problem, contender, device) for contender in contenders]
-    if all(reasons):  # draw no operands that no contender would take
-        for entry, reason in zip(entries, reasons, strict=True):
-            entry.end(Status.UNSUPPORTED, str(reason))
-        return [row for entry in entries for row in entry.rows(measures)], spent_s
-    try:
-        contest = start(
-            prepare_contest(problem, entries, device, data, options, announce, on_failure)
-        )
-    except (*NO_MEMORY, SparsebenchError) as error:
-        status, detail = end_status(error)
-        for entry in entries:
-            entry.end(status, f"operands: {detail}")
-    else:
-        _measure(contest, measures)
-        spent_s = contest.spent_s
-    return [row for entry in entries for row in entry.rows(measures)], spent_s
-
-
-def _measure(contest: RunningContest, measures: tuple[Measure, ...]) -> None:
-    try:
-        for measure in measures:
-            _time(contest, *measure)
-        if contest.options.energy:
-            _energy(contest)
-        check_all(contest, "after timing")
-        if modules := rewritten_modules():
-            raise Fatal("", f"a contender rewrote the files of {', '.join(modules[:3])}")
-    finally:
-        contest.guard.watched.clear()  # breaks a reference cycle that would keep all memory
-        with suppress(TamperingError):  # restored for the next contest; no contender is running
-            contest.seal.check()
-
-
-def start(contest: RunningContest) -> RunningContest:
-    """Check and capture every contender that was prepared, ready to be timed."""
-    check_all(contest, "before timing")
-    redraw(contest)
-    contest.keep(A)
-    for number, entry in enumerate(contest.entries):
-        if entry.running:
-            with contest.at(entry, "capture"):
-                _capture(entry, contest.device)
-        if entry.timed_call:
-            with contest.at(entry, "check"):
-                for call, spots in _calls(contest, entry):
-                    spots.burst(number, call, partial(synchronize, contest.device))
-                    contest.check_tampering()
-                    _end_if_wrong(entry, spots.verdict(number), "before timing")
-    return contest
-
-
-def compile_ahead(problem: Problem, contenders: list[Contender], device: torch.device) -> None:
-    """Prepare every contender and drop it: its compiled code stays in the caches on disk."""
-    entries = [Entry(Row(Case(problem, contender), Status.OK)) for contender in contenders]
-    prepare_contest(problem, entries, device).guard.watched.clear()
-
-
-def prepare_contest(
-    problem: Problem,
-    entries: list[Entry],
-    device: torch.device,
-    data: Path | None = None,
-    options: ContestOptions | None = None,
-    announce: Announce = lambda case, stage: None,
-    on_failure: OnFailure = lambda *failure: None,
-) -> RunningContest:
-    """Build the operands, and prepare every contender in random order."""
-    began, seal = time.perf_counter(), Seal()
-    rewritten_modules()  # before any contender runs
-    options, op = options or ContestOptions(), load_op(problem.op)
-    announce("", "operands")
-    dense = operands.operands(problem, op, device, data)
-    itemsize = DTYPES[problem["dtype"]].itemsize
-    facts: dict[str, Any] = {
-        **op.work(problem, dense.nnz),
-        "sparsity": dense.sparsity,
-        "digest": dense.digest,
-        "dense_bytes": itemsize * sum(w.numel() for w in dense.weights.values()),
-    }
-    layers, chained = [Layer(problem, dense)], CHAIN in dict(options.measures)
-    if chained and not op.pattern:
-        layers += operands.further_layers(problem, op, device, data, LAYERS - 1)
-    for entry in entries:
-        entry.row = replace(entry.row, **facts)
-        if chained and op.pattern:
-            reason = f"chain: expected an op with a dense output, found {problem.op}"
-            entry.leave_chain(Status.UNSUPPORTED, reason)
-    contest = RunningContest(
-        problem=problem,
-        op=op,
-        device=device,
-        options=options,
-        entries=entries,
-        announce=announce,
-        on_failure=on_failure,
-        guard=Guard(device),
-        seal=seal,
-        layers=layers,
-        spots=Spots(dense.activations),
-        chain_spots=Spots(
-            {f"{n}{of_layer(i)}": x for i, lay in enumerate(layers) for n, x in lay.inputs.items()}
-        ),
-    )
-    _watch(contest, data)
-    synchronize(device)
-    contest.spent_s["operands"] = time.perf_counter() - began
-    seed = f"{problem.id} {options.replicate} {options.attempt} prepare"
-    shuffled = random.Random(seed).sample(entries, len(entries))
-    for entry in sorted(shuffled, key=lambda entry: entry.row.case.contender.twin):
-        prepare(contest, entry)
-        prepare_chain(contest, entry)
-    _exchange_twins(entries, random.Random(f"{seed} twins"))
-    contest.conversions.clear()
-    return contest
-
-
-def _exchange_twins(entries: list[Entry], coin: random.Random) -> None:
-    """Give each A/A twin the launch of its original, and the reverse, with even odds.
-
-    A twin takes the choice of its original, so it is always prepared later. Without the exchange,
-    a cost of the order of allocation would have the same sign in every process.
-    """
-    by_case = {entry.row.case.id: entry for entry in entries}
-    for twin in (entry for entry in entries if entry.row.case.contender.twin):
-        original = by_case.get(twin.row.case.original.id)
-        if original and coin.random() < 0.5 and _alike(original, twin):
-            original.launch, twin.launch = twin.launch, original.launch
-            original.chain, twin.chain = twin.chain, original.chain
-
-
-def _alike(original: Entry, twin: Entry) -> bool:
-    """Return whether both run the same machine code, and both or neither have a chain."""
-    facts = [
-        (entry.running, entry.row.choice, entry.row.code, entry.chain is None)
-        for entry in (original, twin)
-    ]
-    return original.running and facts[0] == facts[1]
-
-
-def _capture(entry: Entry, device: torch.device) -> None:
-    """Make the launch ready to be timed, and its chain, if one CUDA graph can hold it."""
-    assert entry.launch is not None
-    entry.timed_call = ready(entry.launch, device)
-    if entry.chain:
-        entry.timed_chain = ready(entry.chain, device)
-        if entry.timed_chain.clock == "events":
-            entry.leave_chain(Status.UNSUPPORTED, f"chain: {entry.timed_chain.why}")
-
-
-def _watch(contest: RunningContest, data: Path | None) -> None:
-    """Watch the operands of the definition, and the recordings that they are drawn from."""
-    for number, layer in enumerate(contest.layers):
-        dense = layer.dense
-        kinds = {"operand": {**dense.weights, **dense.activations}, "recording": dense.recordings}
-        arrays = {
-            f"the {kind} {name}{of_layer(number)}": tensor
-            for kind, tensors in kinds.items()
-            for name, tensor in tensors.items()
-        }
-
-        def rewrite(layer: Layer = layer) -> None:
-            where = contest.op, contest.device, data, layer.dense, contest.draw
-            operands.rewrite(layer.problem, *where)
-
-        contest.guard.watch(arrays, rewrite)
-
-
-def _calls(contest: RunningContest, entry: Entry) -> list[tuple[Callable[[], Outputs], Spots]]:
-    """Return the calls of the scopes that are timed, each once, with their spot checks."""
-    scopes = sorted({scope for scope, _ in contest.options.measures})
-    timed = [(call, contest.spots_of(scope)) for scope in scopes if (call := entry.call_in(scope))]
-    return list({id(timed.call): (timed.call, spots) for timed, spots in timed}.values())
-
-
-def _end_if_wrong(entry: Entry, wrong: str | None, when: str) -> None:
-    if wrong and entry.running:
-        entry.end(Status.WRONG, f"{when}: {wrong}")
-
-
-def _time(contest: RunningContest, scope: str, cache: str) -> None:
-    """Time the correct contenders together; each gets a row for this scope and cache state."""
-    timed = [
-        (number, entry, call)
-        for number, entry in enumerate(contest.entries)
-        if (call := entry.call_in(scope))
-    ]
-    if not timed:
-        return
-    numbers = [number for number, _, _ in timed]
-    contest.announce("", "timing")
-
-    def announce(i: int) -> None:
-        """Announce each sample, and check a contender after its turn."""
-        case = contest.entries[numbers[i]].row.case.id
-        if case != contest.timed_last:
-            _check_tampering(contest)
-            contest.timed_last = case
-        contest.announce(case, "timing")
-
-    spots = contest.spots_of(scope).of(numbers)
-    seed = f"{contest.problem.id} {contest.options.replicate} {contest.options.attempt}"
-    with contest.stage("timing"):
+    options = replace(options, measures=distinct_measures(options.measures, device.type))
+    spent_s, ended = Counter[str](), dict[str, Entry]()
+    while left := [c for c in contenders if Case(problem, c).id not in ended]:
+        entries = entries_of(problem, left, device, options)
+        stages = Stages(device, announce, on_failure, thorough=options.attempt > 0)
         try:
-            samples = time_together(
-                [call for _, _, call in timed],
-                contest.device,
-                seed,
-                announce if contest.options.attempt else None,
-                scope=scope,
-                cache=cache,
-                spots=spots,
-            )
-            _check_tampering(contest)
-        except Fatal:
-            raise
-        except Exception as error:
-            raise Fatal("", f"timing: {one_line(error)}") from error
-    for (_, entry, call), taken in zip(timed, samples, strict=True):
-        row = replace(entry.row, scope=scope, cache=cache, clock=call.clock, detail=call.why)
-        entry.results[scope, cache] = _with_samples(contest, row, taken)
-    for i, (_, entry, _) in enumerate(timed):
-        _end_if_wrong(entry, spots.verdict(i), "among the timed calls")
+            if any(entry.running for entry in entries):  # draw no operands that none would take
+                contest = RunningContest(entries, stages, data, options)
+                contest.prepare()
+                contest.start()
+                contest.measure()
+        except Spoiled as spoiled:  # begin again without this contender
+            entries = [spoiled.entry]
+        except (*NO_MEMORY, SparsebenchError) as error:
+            status, detail = end_status(error)
+            for entry in entries:
+                entry.end(status, f"operands: {detail}")
+        spent_s.update(stages.spent_s)
+        ended |= {entry.row.case.id: entry for entry in entries}
+    each = [ended[Case(problem, contender).id] for contender in contenders]
+    return [row for entry in each for row in entry.rows(options.measures)], dict(spent_s)
 
 
-def _check_tampering(contest: RunningContest) -> None:
-    """End the process if something was changed while timing; blame the last announced case."""
-    try:
-        contest.check_tampering()
-    except TamperingError as error:
-        raise Fatal(contest.timed_last, f"timing: {error}") from error
+class RunningContest:
+    """A problem being measured, which alone changes its entries."""
 
+    def __init__(
+        self,
+        entries: Sequence[Entry],
+        stages: Stages,
+        data: Path | None = None,
+        options: ContestOptions | None = None,
+    ) -> None:
+        """Build the operands. Raises SparsebenchError, OutOfMemoryError, MemoryError."""
+        self.entries, self.stages, self.options = entries, stages, options or ContestOptions()
+        self.problem = problem = entries[0].row.case.problem
+        stages.announce("", "operands")
+        with stages.stage("operands"):
+            op, chained = load_op(problem.op), CHAIN in dict(self.options.measures)
+            count = LAYERS if chained and not op.pattern else 1
+            self.layers = Layers(problem, op, stages.device, data, count)
+            for layer in self.layers.each:
+                stages.guard.watch(layer.arrays)
+            synchronize(stages.device)
+        for entry in entries:
+            entry.record(**self.layers.facts)
+            if chained and op.pattern:
+                reason = f"expected an op with a dense output, found {problem.op}"
+                entry.leave_chain(Status.UNSUPPORTED, reason)
 
-def _with_samples(contest: RunningContest, row: Row, taken: Samples) -> Row:
-    """Put samples into the row, unless they are faster than the device's ceilings allow.
+    def prepare(self) -> None:
+        """Prepare every contender, in random order."""
+        conversions = Conversions(self.layers.each[0], self.stages)
+        seed = f"{self.problem.id} {self.options.replicate} {self.options.attempt} prepare"
+        shuffled = random.Random(seed).sample(self.entries, len(self.entries))
+        for entry in sorted(shuffled, key=lambda entry: entry.contender.twin):
+            if entry.running:
+                self._prepare(entry, conversions)
+            if entry.running and len(self.layers.each) > 1:
+                with self.stages.at(entry, "chain"):
+                    self._prepare_chain(entry)
+        exchange_twins(self.entries, random.Random(f"{seed} twins"))
 
-    A chain's samples are divided into those of one layer, whose operands and outputs are cold like
-    all others. On a CPU, ceilings are recorded but do not judge, because its cores are shared with
-    other work; there, only a reference raises them.
-    """
-    taken = taken.per_layer(layers_of(row.scope))
-    row = contest.options.bounded(row, contest.output_bytes)
-    if contest.options.ceilings and (row.reference or contest.device.type == "cuda"):
-        row = check_bound(row, median(taken.times_us))
-    if row.status is not Status.OK:
-        return row
-    times: dict[str, Any] = {"samples_us": taken.times_us, "samples_per_block": taken.per_round}
-    return replace(row, **times, late=taken.late)
+    def _prepare(self, entry: Entry, conversions: Conversions) -> None:
+        """Convert, then let the kernel pack, compile and tune."""
+        case, op, weights = entry.row.case, self.layers.op, dict[str, Format]()
+        with self.stages.at(entry, "convert"):
+            weights, facts = conversions.weights(case.contender)
+            entry.record(**facts)
+            if op.pattern:  # a sparse output is packed like it
+                pattern = weights.pop(op.pattern)
+                entry.pattern = None if case.contender.format == "dense" else pattern
+        if not entry.running:
+            return
+        choices = {e.row.case.id: e.row.choice for e in self.entries if e.row.choice}
+        earlier = choices.get(case.original.id) if case.contender.twin else None
+        earlier = self.options.pinned.get(case.id) or earlier
+        with self.stages.at(entry, "prepare"), added_memory(self.stages.device) as memory:
+            further = {"pattern": entry.pattern, "timed": self.options.timed.get(case.id, ())}
+            operands = operands_of(self.layers.each[0], weights, earlier, **further)
+            launch, facts = prepare(operands, case.contender)
+            entry.alone = CheckedCall(launch, SpotChecks(self.layers.first))
+            entry.record(**facts)
+        entry.record(**memory)
+        if entry.running:
+            with self.stages.at(
+                entry, "prepare"
+            ):  # apart, so that checksums do not count as memory
+                self.stages.verify()
 
+    def _prepare_chain(self, entry: Entry) -> None:
+        """Make the further layers ready, or record why this contender has no chain."""
+        assert entry.alone
+        try:
+            choice, further = entry.row.choice, self.layers.each[1:]
+            launches = [prepare_layer(layer, entry.contender, choice) for layer in further]
+            chain = Chain((*entry.alone.launches, *launches))
+            entry.chain = CheckedCall(chain, SpotChecks(self.layers.chain))
+        except (FormatError, Unsupported, *NO_MEMORY) as error:
+            entry.leave_chain(*end_status(error))
+        synchronize(self.stages.device)
+        self.stages.verify()
 
-def _energy(contest: RunningContest) -> None:
-    for entry in contest.entries:
-        if entry.timed_call:
-            with contest.at(entry, "energy"):
-                used = energy(entry.timed_call.call, contest.device)
-                facts: dict[str, Any] = {
-                    "energy_j": used.j_per_call,
-                    "energy_window_s": used.window_s,
-                }
-                for measure, row in entry.results.items():
-                    if row.scope != CHAIN:  # the energy is that of a call alone
-                        entry.results[measure] = replace(row, **facts)
+    def start(self) -> None:
+        """Check and capture every contender that was prepared, ready to be timed."""
+        self.check(BEFORE)
+        self.redraw()
+        self.layers.keep(A)
+        for entry in self.entries:
+            if entry.running:
+                with self.stages.at(entry, "capture"):
+                    self._capture(entry)
+            if entry.running:
+                with self.stages.at(entry, "check"):
+                    self._burst(entry)
+
+    def _capture(self, entry: Entry) -> None:
+        """Make the calls ready to be timed; a chain only if one CUDA graph can hold it."""
+        for scope, checked in entry.calls.items():
+            timed = ready(checked.work, self.stages.device)
+            checked.timed = replace(timed, spots=checked.spots)
+            if scope == CHAIN and timed.clock == "events":
+                entry.leave_chain(Status.UNSUPPORTED, timed.why)
+
+    def _burst(self, entry: Entry) -> None:
+        """Inspect many calls of each scope that is timed."""
+        timed = [entry.timed_in(scope) for scope in sorted(dict(self.options.measures))]
+        for call in {call.call: call for call in timed if call}.values():
+            assert call.spots
+            call.spots.burst(call.call, partial(synchronize, self.stages.device))
+            self.stages.verify()
+            self._end_if_wrong(entry, call.spots, BEFORE)
+
+    def _end_if_wrong(self, entry: Entry, spots: SpotChecks, when: str) -> None:
+        wrong = spots.verdict()
+        if wrong and entry.running:
+            entry.end(Status.WRONG, f"{when}: {wrong}")
+
+    def measure(self) -> None:
+        """Time the correct contenders in every scope and cache state, and check them again."""
+        try:
+            for scope, cache in self.options.measures:
+                self.time(scope, cache)
+            if self.options.energy:
+                self._measure_energy()
+            self.check(AFTER)
+            if modules := rewritten_modules():
+                raise Fatal("", f"a contender rewrote the files of {', '.join(modules[:3])}")
+        finally:
+            with suppress(TamperingError):  # restored for the next contest; no contender is running
+                self.stages.seal.check()
+
+    def time(self, scope: str, cache: str) -> None:
+        """Time the correct contenders together; each gets a row for this scope and cache state."""
+        timed = [(entry, call) for entry in self.entries if (call := entry.timed_in(scope))]
+        if not timed:
+            return
+        self.stages.announce("", "timing")
+        last = ""
+
+        def announce(number: int) -> None:
+            """Announce each sample, and check a contender after its turn."""
+            nonlocal last
+            case = timed[number][0].row.case.id
+            if case != last:
+                self._end_if_tampered(last)
+                last = case
+            self.stages.announce(case, "timing")
+
+        seed = f"{self.problem.id} {self.options.replicate} {self.options.attempt}"
+        with self.stages.stage("timing"):
+            try:
+                samples = time_together(
+                    [call for _, call in timed],
+                    self.stages.device,
+                    seed,
+                    announce if self.options.attempt else None,
+                    scope=scope,
+                    cache=cache,
+                )
+                self._end_if_tampered(last)
+            except Fatal:
+                raise
+            except Exception as error:
+                raise Fatal("", f"timing: {one_line(error)}") from error
+        for (entry, call), taken in zip(timed, samples, strict=True):
+            row = replace(entry.row, scope=scope, cache=cache, clock=call.clock, detail=call.why)
+            entry.results[scope, cache] = self._with_samples(row, taken)
+        for entry, call in timed:
+            assert call.spots
+            self._end_if_wrong(entry, call.spots, "among the timed calls")
+
+    def _end_if_tampered(self, case: str) -> None:
+        """End the process if something was changed while timing; blame the last announced case."""
+        try:
+            self.stages.verify()
+        except TamperingError as error:
+            raise Fatal(case, f"timing: {error}") from error
+
+    def _with_samples(self, row: Row, taken: Samples) -> Row:
+        """Put samples into the row, unless they are faster than the device's ceilings allow.
+
+        A chain's samples are divided into those of one layer, whose operands and outputs are cold
+        like all others. On a CPU, ceilings are recorded but do not judge, because its cores are
+        shared with other work; there, only a reference raises them.
+        """
+        taken = taken.per_layer(layers_of(row.scope))
+        row = self.options.bounded(row, self.layers.output_bytes)
+        if self.options.ceilings and (row.reference or self.stages.device.type == "cuda"):
+            row = check_bound(row, median(taken.times_us))
+        if row.status is not Status.OK:
+            return row
+        times: dict[str, Any] = {"samples_us": taken.times_us, "samples_per_block": taken.per_round}
+        return replace(row, **times, late=taken.late)
+
+    def _measure_energy(self) -> None:
+        """Measure the energy of each call alone."""
+        for entry in self.entries:
+            if entry.alone:
+                with self.stages.at(entry, "energy"):
+                    used = energy(entry.alone.call, self.stages.device)
+                    facts = {"energy_j": used.j_per_call, "energy_window_s": used.window_s}
+                    entry.record_timed(("kernel", "op"), **facts)
+
+    def check(self, when: str) -> None:
+        """Redraw the activations, then run every contender and judge it."""
+        if not any(entry.running for entry in self.entries):
+            return
+        self.stages.announce("", "reference")
+        with self.stages.stage("check"):
+            self.redraw()
+            if when == BEFORE:
+                self.layers.keep(B)
+            answers = self._answers(when)
+        arrays: dict[str, Tensor] = {}
+        for masked, expected in answers.items():
+            arrays |= arrays_of_answers(expected, masked)
+        self.stages.guard.watch(arrays)
+        for entry in self.entries:
+            if entry.running:
+                with self.stages.at(entry, "check"):
+                    for scope in entry.calls:
+                        self._check_call(entry, scope, answers[self._masked(entry)], when)
+        self.stages.guard.forget({*arrays})
+
+    def _check_call(
+        self, entry: Entry, scope: str, expected: Sequence[Expected], when: str
+    ) -> None:
+        """Run a launch, or a chain, and judge each output."""
+        checked = entry.calls.get(scope)
+        if checked is None:  # the launch alone was wrong
+            return
+        if when == BEFORE:
+            poison_outputs(checked.call, self.stages.guard)
+        outputs = checked.call()
+        self.stages.verify()
+        allowed = (entry.contender.error or {}).get("at_most")
+        right = [replace(each, allowed=allowed) for each in expected[: len(checked.launches)]]
+        errors, reason = judge(outputs, right, checked.launches, entry.pattern, self.stages.guard)
+        if reason:
+            entry.end(Status.WRONG, f"{when}{reason}")
+        elif when == BEFORE and (sums := fingerprint(outputs, right, entry.pattern)):
+            checked.spots.fingerprints[B] = sums
+        if scope == CHAIN:
+            entry.record_timed((CHAIN,), **errors, draws=entry.row.draws)
+        else:
+            entry.record(**errors)
+            entry.record_timed(("kernel", "op", CHAIN), **errors, draws=entry.row.draws)
+
+    def _answers(self, when: str) -> dict[bool, list[Expected]]:
+        """Compute what each layer is expected to give, with and without the op's mask.
+
+        If memory runs out, drop the A/A twins, then all contenders. The weights of all layers of
+        Qwen3-32B in fp8, dense and 2:4, take 57 GB, and their twins 57 GB more. If an answer does
+        not fit its dtype, every contender ends.
+        """
+        answers: dict[bool, list[Expected]] = {}
+        for only_twins in (True, False):
+            running = [entry for entry in self.entries if entry.running]
+            try:
+                for masked in sorted({self._masked(entry) for entry in running}, reverse=True):
+                    in_part = when == AFTER or self._checked_before(masked)
+                    seed = SystemRandom().getrandbits(64) if in_part else None
+                    answers[masked] = right_answers(self.layers, masked, seed)
+                break
+            except NO_MEMORY as error:
+                reason = f"reference, {when}: {one_line(error)}"
+            answers.clear()
+            for entry in running:
+                if entry.contender.twin or not only_twins:
+                    entry.end(Status.OUT_OF_MEMORY, reason)
+            gc.collect()
+            if self.stages.device.type == "cuda":
+                torch.cuda.empty_cache()
+        reason = next(filter(None, map(misfit, answers.values())), "")
+        for entry in self.entries if reason else ():
+            if entry.running:
+                entry.end(Status.UNSUPPORTED, reason)
+        return {} if reason else answers
+
+    def _checked_before(self, masked: bool) -> bool:
+        """Return whether an earlier process compared whole outputs of the same configurations."""
+        checked = self.options.checked
+        return all(
+            configuration(entry.row) in checked.get(entry.row.case.id, ())
+            for entry in self.entries
+            if entry.running and self._masked(entry) == masked
+        )
+
+    def _masked(self, entry: Entry) -> bool:
+        """Return whether a contender leaves out what the mask of the op says."""
+        return self.layers.op.mask is None or entry.contender.format != "dense"
+
+    def redraw(self) -> None:
+        """Draw new activations, and record their seed in the rows."""
+        draw = self.layers.redraw()
+        self.stages.guard.renew(self.layers.activations)
+        for entry in self.entries:
+            if entry.running:
+                entry.record(draws=(*entry.row.draws, draw))

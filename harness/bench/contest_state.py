@@ -1,17 +1,15 @@
-"""The state of a running contest.
+"""The state of a contender in a contest, and how it ends.
 
-    ContestOptions    how to run it, as the runner asks
-    Entry             a contender: launch, timed calls, rows
-    RunningContest    the problem with its operands; turns an exception of a contender into its row
-
-After a CUDA error no result can be trusted: Fatal.
+ContestOptions    how a contest is run, as the runner asks
+Entry             a contender: its calls, and its rows
+end_status        an exception ─> the status of its row; after a CUDA error no result can be
+                  trusted: Fatal
 """
 
 import json
-import time
+import random
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
@@ -19,16 +17,12 @@ import torch
 
 from sparsebench.errors import FormatError, SparsebenchError, Unsupported
 from sparsebench.formats._format import Format
-from sparsebench.harness.bench.operands import DenseOperands, Layer
-from sparsebench.harness.bench.process_state import rewritten_modules
 from sparsebench.harness.bench.sampling import CHAIN, Measure, layers_of
-from sparsebench.harness.bench.spot_checks import Spots
-from sparsebench.harness.bench.tampering import Guard, Seal, TamperingError
+from sparsebench.harness.bench.spot_checks import Outputs, SpotChecks
 from sparsebench.harness.bench.timing import Chain, TimedCall
-from sparsebench.harness.ops._op import Op
 from sparsebench.kernels._kernel import Launch
 from sparsebench.results.ceilings import Ceilings
-from sparsebench.results.record import Problem, Row, Status
+from sparsebench.results.record import Contender, Row, Status
 
 Announce = Callable[[str, str], None]
 """Called with a case id and a stage before anything of that case runs, so that the parent knows
@@ -100,22 +94,37 @@ def configuration(row: Row) -> str:
 
 
 @dataclass
+class CheckedCall:
+    """A call that is checked and timed as one: a launch alone, or a chain of layers."""
+
+    work: Launch | Chain
+    spots: SpotChecks
+    timed: TimedCall | None = None
+
+    @property
+    def call(self) -> Callable[[], Outputs]:
+        return self.timed.call if self.timed else self.work.run
+
+    @property
+    def launches(self) -> tuple[Launch, ...]:
+        return self.work.launches if isinstance(self.work, Chain) else (self.work,)
+
+
+@dataclass
 class Entry:
-    """A contender in a contest.
+    """A contender in a contest; only contest.py changes it, by these methods.
 
     row            its result so far, without times
     pattern        for a packed output: the format that it must have
-    chain          its launches on all layers, if a chain is timed
+    alone, chain   its launch, and its launches on all layers, if a chain is timed
     chain_failure  why its chain is not timed; its other measures are not affected
     results        rows with times, by measure
     """
 
     row: Row
     pattern: Format | None = None
-    launch: Launch | None = None
-    timed_call: TimedCall | None = None
-    chain: Chain | None = None
-    timed_chain: TimedCall | None = None
+    alone: CheckedCall | None = None
+    chain: CheckedCall | None = None
     chain_failure: tuple[Status, str] | None = None
     results: dict[Measure, Row] = field(default_factory=dict)
 
@@ -123,23 +132,47 @@ class Entry:
     def running(self) -> bool:
         return self.row.status is Status.OK
 
+    @property
+    def contender(self) -> Contender:
+        return self.row.case.contender
+
+    @property
+    def calls(self) -> dict[str, CheckedCall]:
+        """Return the calls that are checked, by scope: the launch alone counts as kernel."""
+        calls = {"kernel": self.alone, CHAIN: self.chain}
+        return {scope: call for scope, call in calls.items() if call}
+
+    def timed_in(self, scope: str) -> TimedCall | None:
+        """Return the call that is timed in a scope, or None if there is none."""
+        checked = self.chain if scope == CHAIN else self.alone
+        if not (checked and checked.timed):
+            return None
+        from_python = scope == "op" and checked.timed.clock != "host"
+        return (
+            TimedCall(checked.work.run, "events", spots=checked.spots)
+            if from_python
+            else (checked.timed)
+        )
+
+    def record(self, **facts: Any) -> None:
+        """Add facts to the row."""
+        self.row = replace(self.row, **facts)
+
+    def record_timed(self, scopes: Collection[str], **facts: Any) -> None:
+        """Add facts to the rows with times of some scopes."""
+        for measure, row in self.results.items():
+            if measure[0] in scopes:
+                self.results[measure] = replace(row, **facts)
+
     def end(self, status: Status, detail: str) -> None:
         """Record how the contender ended, and release its memory."""
-        self.row = replace(self.row, status=status, detail=detail)
-        self.launch = self.timed_call = self.chain = self.timed_chain = None
+        self.record(status=status, detail=detail)
+        self.alone = self.chain = None
         self.results.clear()
-
-    def call_in(self, scope: str) -> TimedCall | None:
-        """Return the call that is timed in a scope, or None if the contender ended."""
-        if scope == "op" and self.timed_call and self.timed_call.clock != "host":
-            assert self.launch is not None
-            return TimedCall(self.launch.run, "events")
-        return self.timed_chain if scope == CHAIN else self.timed_call
 
     def leave_chain(self, status: Status, reason: str) -> None:
         """Record why the contender has no chain, and release its layers."""
-        self.chain = self.timed_chain = None
-        self.chain_failure = status, reason
+        self.chain, self.chain_failure = None, (status, f"chain: {reason}")
 
     def rows(self, measures: tuple[Measure, ...]) -> list[Row]:
         """Return a row for each measure; a row without a time has a status that says why."""
@@ -152,96 +185,30 @@ class Entry:
         return [self.results.get(measure, row) for measure, row in blank.items()]
 
 
-@dataclass(kw_only=True)
-class RunningContest:
-    """A problem being measured.
-
-    layers        the problem with its operands, then the further layers of a chain, if one is timed
-    chain_spots   like `spots`, for the activations of all layers
-    draw          number of the present draw of the activations
-    timed_last    the case of the last sample, if each is announced
-    conversions   weights and µs of each conversion, by format and parameters
-    """
-
-    problem: Problem
-    op: Op
-    device: torch.device
-    options: ContestOptions
-    entries: list[Entry]
-    announce: Announce
-    on_failure: OnFailure
-    guard: Guard
-    seal: Seal
-    layers: list[Layer]
-    spots: Spots
-    chain_spots: Spots
-    draw: int = 0
-    timed_last: str = ""
-    output_bytes: int = 0
-    spent_s: dict[str, float] = field(default_factory=dict)
-    conversions: dict[str, tuple[dict[str, Format], float]] = field(default_factory=dict)
-
-    @property
-    def dense(self) -> DenseOperands:
-        return self.layers[0].dense
-
-    def check_tampering(self) -> None:
-        """Raise TamperingError if an operand or the harness itself has changed."""
-        self.seal.check()
-        self.guard.check()
-        if self.options.attempt and (modules := rewritten_modules()):
-            raise TamperingError(f"rewrote the files of {', '.join(modules[:3])}")
-
-    def spots_of(self, scope: str) -> Spots:
-        return self.chain_spots if scope == CHAIN else self.spots
-
-    def keep(self, which: str) -> None:
-        """Copy the present activations of all layers (spot_checks.py)."""
-        self.spots.keep(which)
-        if len(self.layers) > 1:
-            self.chain_spots.keep(which)
-
-    @contextmanager
-    def stage(self, name: str) -> Iterator[None]:
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            elapsed = time.perf_counter() - start
-            self.spent_s[name] = self.spent_s.get(name, 0.0) + elapsed
-
-    @contextmanager
-    def at(self, entry: Entry, stage: str) -> Iterator[None]:
-        """Announce the contender, and turn any exception of the block into its row."""
-        case = entry.row.case.id
-        self.announce(case, stage)
-        try:
-            with self.stage(stage):
-                yield
-                synchronize(self.device)
-        except TamperingError as error:
-            entry.end(Status.WRONG, f"{stage}: {error}")
-        except Exception as error:
-            status, reason = end_status(error)
-            if status is Status.FAILED:
-                try:
-                    synchronize(self.device)
-                except Exception as dead:
-                    raise Fatal(case, f"{stage}: {one_line(dead)}") from error
-                reason = f"{stage}: {one_line(error)}"
-            entry.end(status, reason)
-            if status is not Status.UNSUPPORTED:
-                self.on_failure(case, reason, traceback_of(error))
-            if status is Status.OUT_OF_MEMORY and self.device.type == "cuda":
-                torch.cuda.empty_cache()
-            with suppress(TamperingError):  # restore what it changed before it failed
-                self.check_tampering()
-
-
 def synchronize(device: torch.device) -> None:
     """Wait for the device, so that an error appears where it was caused."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def exchange_twins(entries: Sequence[Entry], coin: random.Random) -> None:
+    """Give each A/A twin the calls of its original, and the reverse, with even odds.
+
+    A twin takes the choice of its original, so it is always prepared later. Without the exchange,
+    a cost of the order of allocation would have the same sign in every process. Both must run the
+    same machine code, and both or neither have a chain.
+    """
+    by_case = {entry.row.case.id: entry for entry in entries}
+    for twin in (entry for entry in entries if entry.contender.twin):
+        original = by_case.get(twin.row.case.original.id)
+        if original and coin.random() < 0.5 and original.running and _alike(original, twin):
+            original.alone, twin.alone = twin.alone, original.alone
+            original.chain, twin.chain = twin.chain, original.chain
+
+
+def _alike(original: Entry, twin: Entry) -> bool:
+    a, b = ((e.running, e.row.choice, e.row.code, e.chain is None) for e in (original, twin))
+    return a == b
 
 
 NO_MEMORY = torch.OutOfMemoryError, MemoryError

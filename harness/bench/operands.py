@@ -17,7 +17,7 @@ is 2^-9, at k = 25600.
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -33,7 +33,7 @@ from sparsebench.harness.inputs.bits import UNIT, digest, fill, scores
 from sparsebench.harness.inputs.grid import Grid, Score, magnitudes
 from sparsebench.harness.ops._op import Op
 from sparsebench.harness.patterns._mask import level, mask
-from sparsebench.kernels._kernel import unit_scale
+from sparsebench.kernels._kernel import DTYPES, unit_scale
 from sparsebench.results.record import Problem, Source
 
 GOLDEN = (5**0.5 - 1) / 2  # part of the tokens between two draws (Knuth, 6.4)
@@ -62,14 +62,108 @@ class DenseOperands:
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer of a chain: a problem and its operands."""
+    """A layer of a chain: a problem and its operands; `name` is "" for the contest's problem."""
 
     problem: Problem
     dense: DenseOperands
+    name: str = ""
 
     @property
-    def inputs(self) -> dict[str, Tensor]:
-        return self.dense.activations
+    def arrays(self) -> dict[str, Tensor]:
+        """Name every operand and every recording of the layer."""
+        of = self.dense
+        kinds = {"operand": {**of.weights, **of.activations}, "recording": of.recordings}
+        return {
+            f"the {kind} {name}{self.name}": tensor
+            for kind, tensors in kinds.items()
+            for name, tensor in tensors.items()
+        }
+
+
+@dataclass(frozen=True)
+class Draws:
+    """The activations of a call, of one layer or of several, and copies of draws by name."""
+
+    activations: Mapping[str, Tensor]
+    copies: dict[str, dict[str, Tensor]] = field(default_factory=dict)
+
+    def keep(self, name: str) -> None:
+        self.copies[name] = {name: x.detach().clone() for name, x in self.activations.items()}
+
+    def write(self, name: str) -> None:
+        """Overwrite the activations without changing torch's version counters."""
+        for operand, values in self.copies[name].items():
+            self.activations[operand].data.copy_(values)
+
+
+class Layers:
+    """The operands of a contest: its problem, and the further layers of a chain, if one is timed.
+
+    A layer differs from the problem only in its seed. `first` has the activations of the problem,
+    `chain` those of all layers.
+    """
+
+    def __init__(
+        self, problem: Problem, op: Op, device: torch.device, data: Path | None, count: int = 1
+    ) -> None:
+        """Build the operands of `count` layers on the device. Raises as `operands` does."""
+        seeds = (problem.seed + SEEDS_APART * number for number in range(count))
+        problems = [replace(problem, seed=seed) for seed in seeds]
+        self.op, self._draw = op, 0
+        self.each = [
+            Layer(p, operands(p, op, device, data), of_layer(number))
+            for number, p in enumerate(problems)
+        ]
+        self.first = Draws(self.each[0].dense.activations)
+        self.chain = Draws(
+            {
+                f"{n}{layer.name}": x
+                for layer in self.each
+                for n, x in layer.dense.activations.items()
+            }
+        )
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """Return what a row says about the operands of the contest's problem."""
+        problem, dense = self.each[0].problem, self.each[0].dense
+        itemsize = DTYPES[problem["dtype"]].itemsize
+        return {
+            **self.op.work(problem, dense.nnz),
+            "sparsity": dense.sparsity,
+            "digest": dense.digest,
+            "dense_bytes": itemsize * sum(w.numel() for w in dense.weights.values()),
+        }
+
+    @property
+    def output_bytes(self) -> int:
+        """Return the bytes of the output of a layer."""
+        return self.op.output_bytes(self.each[0].problem, self.each[0].dense.nnz)
+
+    @property
+    def activations(self) -> set[str]:
+        """Return the names of the arrays that `redraw` writes."""
+        return {f"the operand {name}" for name in self.chain.activations}
+
+    def redraw(self) -> int:
+        """Draw new activations, from a seed that was never used, and return it."""
+        recordings = [of for layer in self.each for of in layer.dense.recordings.values()]
+        self._draw = other_draw(self._draw, recordings)
+        for layer in self.each:
+            fresh = layer.dense.activations, self._draw, layer.dense.recordings, layer.dense.weights
+            redraw(layer.problem, self.op, *fresh)
+        return self._draw
+
+    def keep(self, name: str) -> None:
+        """Copy the present activations of all layers (spot_checks.py)."""
+        self.first.keep(name)
+        if len(self.each) > 1:
+            self.chain.keep(name)
+
+
+def of_layer(number: int) -> str:
+    """Name a further layer of a chain; the first is the problem itself."""
+    return f" of layer {number}" if number else ""
 
 
 def operands(problem: Problem, op: Op, device: torch.device, data: Path | None) -> DenseOperands:
@@ -129,15 +223,6 @@ def _require_values(problem: Problem, weights: Mapping[str, Tensor]) -> None:
             raise Unsupported(f"{of}: {expected}, found none")
 
 
-def further_layers(
-    problem: Problem, op: Op, device: torch.device, data: Path | None, count: int
-) -> list[Layer]:
-    """Build `count` layers that differ from a problem's only in their seed; none share memory."""
-    seeds = (problem.seed + SEEDS_APART * number for number in range(1, count + 1))
-    problems = [replace(problem, seed=seed) for seed in seeds]
-    return [Layer(p, operands(p, op, device, data)) for p in problems]
-
-
 def redraw(
     problem: Problem,
     op: Op,
@@ -170,23 +255,6 @@ def other_draw(last: int, recordings: Sequence[Tensor]) -> int:
 def level_of(op: Op, fields: Mapping[str, Any], weight: str) -> float:
     """Return the fraction of a weight's cells that the pattern prunes. Raises SuiteError."""
     return level(op.sizes(fields), op.operands[weight].shape) if op.prunes(fields, weight) else 0.0
-
-
-def rewrite(
-    problem: Problem,
-    op: Op,
-    device: torch.device,
-    data: Path | None,
-    dense: DenseOperands,
-    draw: int,
-) -> None:
-    """Write all operands again in place, the activations with draw number `draw`."""
-    fresh = operands(problem, op, device, data)
-    for name, weight in dense.weights.items():
-        weight.copy_(fresh.weights[name])
-    for name, recording in dense.recordings.items():
-        recording.copy_(fresh.recordings[name])
-    redraw(problem, op, dense.activations, draw, dense.recordings, dense.weights)
 
 
 def _weight(problem: Problem, op: Op, name: str, device: torch.device, data: Path | None) -> Tensor:

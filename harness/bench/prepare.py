@@ -10,110 +10,111 @@ counted by torch's allocator.
 import gc
 import json
 import time
-import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
-from dataclasses import replace
 from functools import cache
 from typing import Any
 
 import torch
 
-from sparsebench.errors import FormatError, Unsupported
+from sparsebench.errors import FormatError
 from sparsebench.formats._format import Format
-from sparsebench.harness.bench.contest_state import (
-    NO_MEMORY,
-    Entry,
-    RunningContest,
-    end_status,
-    synchronize,
-)
-from sparsebench.harness.bench.operands import DenseOperands, Layer, without_mask
+from sparsebench.harness.bench.contest_state import ContestOptions, Entry, synchronize
+from sparsebench.harness.bench.operands import Layer, without_mask
+from sparsebench.harness.bench.stages import Stages
 from sparsebench.harness.bench.tampering import arrays_of
-from sparsebench.harness.bench.timing import Chain
 from sparsebench.harness.catalog import load_kernel, load_op, masks, weights_format
-from sparsebench.harness.machine.device import is_simulated
+from sparsebench.harness.machine.device import identity, is_simulated
 from sparsebench.kernels import _kernel
 from sparsebench.kernels._kernel import Launch, Operands, Portfolio
-from sparsebench.results.record import Contender, Problem
+from sparsebench.results.record import Case, Contender, Problem, Row, Status
 
 CHOICE_BYTES = 2**14  # most bytes of a choice as JSON; the longest published one has 1.4 KB
 
+Weights = dict[str, Format]
 
-def prepare(contest: RunningContest, entry: Entry) -> None:
-    """Convert, then let the kernel pack, compile and tune."""
-    contender = entry.row.case.contender
-    with contest.at(entry, "convert"):
-        kernel = load_kernel(contender.kernel)
-        if reason := unsupported(contest.problem, contender, contest.device):
-            raise Unsupported(reason)
-        weights, convert_us = _convert(contest, contender)
+
+def entries_of(
+    problem: Problem,
+    contenders: Sequence[Contender],
+    device: torch.device,
+    options: ContestOptions | None = None,
+) -> list[Entry]:
+    """Return an entry for each contender; one that cannot run the problem here has ended."""
+    options = options or ContestOptions()
+    about = options.replicate, options.attempt, options.reference
+    entries = [
+        Entry(Row(Case(problem, contender), Status.OK, *about, device=identity(device)))
+        for contender in contenders
+    ]
+    for entry in entries:
+        if reason := unsupported(problem, entry.contender, device):
+            entry.end(Status.UNSUPPORTED, reason)
+    return entries
+
+
+class Conversions:
+    """The weights of a contest in the formats of its contenders, which share equal ones."""
+
+    def __init__(self, layer: Layer, stages: Stages) -> None:
+        self._layer, self._stages = layer, stages
+        self._done: dict[str, tuple[Weights, float]] = {}
+
+    def weights(self, contender: Contender) -> tuple[Weights, dict[str, Any]]:
+        """Return a contender's weights, whose arrays are shared, and the facts for its row."""
+        key = f"{contender.format} {sorted(contender.params.items())}"
+        if key not in self._done:
+            weights: Weights = {}
+            took_us = []
+            for _ in range(2):  # the first call also allocates memory and loads kernels
+                weights.clear()
+                synchronize(self._stages.device)
+                start = time.perf_counter()
+                weights.update(_weights_in_format(self._layer, contender))
+                synchronize(self._stages.device)
+                took_us.append(1e6 * (time.perf_counter() - start))
+            self._stages.verify()
+            self._done[key] = weights, min(took_us)
+            self._stages.guard.watch(arrays_of(weights, contender.format), held=False)
+        weights, convert_us = self._done[key]
         stored = sum(weight.stored_bytes for weight in weights.values())
-        entry.row = replace(entry.row, convert_us=convert_us, stored_bytes=stored)
-        weights = {name: copy(weight) for name, weight in weights.items()}  # arrays are shared
-        if contest.op.pattern:  # a sparse output is packed like it
-            pattern = weights.pop(contest.op.pattern)
-            entry.pattern = None if contender.format == "dense" else pattern
-    if not entry.running:
-        return
-    with contest.at(entry, "prepare"), _memory(contest.device) as memory:
-        began = time.perf_counter()
-        definition = contest.op.definition_at(contest.problem)
-        operands = Operands(
-            contest.problem,
-            weights,
-            {name: x.detach() for name, x in contest.dense.activations.items()},
-            definition,
-            _earlier_choice(contest, entry),
-            entry.pattern,
-            contest.options.timed.get(entry.row.case.id, ()),
-        )
-        entry.launch = kernel.prepare(operands, **contender.options)
-        entry.launch()
-        synchronize(contest.device)
-        spent = time.perf_counter() - began
-        choice, code = json_choice(entry.launch.choice), entry.launch.code
-        if code is not None and type(code) is not str:
-            raise TypeError(f"code: expected text or None, found {type(code).__name__}")
-        if isinstance(kernel, Portfolio) and not isinstance(choice.get("chosen"), str):
-            raise TypeError(f"portfolio: expected `chosen`, the kernel that ran, found {choice}")
-        timed = tuple(entry.launch.candidates)
-        entry.row = replace(entry.row, prepare_s=spent, choice=choice, candidates=timed, code=code)
-    entry.row = replace(entry.row, **memory)
-    if entry.running:
-        with contest.at(entry, "prepare"):  # apart, so that checksums do not count as memory
-            contest.check_tampering()
+        copies = {name: copy(weight) for name, weight in weights.items()}
+        return copies, {"convert_us": convert_us, "stored_bytes": stored}
 
 
-def prepare_chain(contest: RunningContest, entry: Entry) -> None:
-    """Make the further layers of a chain ready, or record why this contender has no chain."""
-    if len(contest.layers) == 1 or not entry.running:
-        return
-    with contest.at(entry, "chain"):
-        assert entry.launch is not None
-        try:
-            further = [_layer(contest, entry, layer) for layer in contest.layers[1:]]
-            entry.chain = Chain((entry.launch, *further))
-        except (FormatError, Unsupported, *NO_MEMORY) as error:
-            status, reason = end_status(error)
-            entry.leave_chain(status, f"chain: {reason}")
-        synchronize(contest.device)
-        contest.check_tampering()
+def prepare(operands: Operands, contender: Contender) -> tuple[Launch, dict[str, Any]]:
+    """Let the kernel pack, compile and tune, and run it once; return the facts for its row, too."""
+    kernel, began = load_kernel(contender.kernel), time.perf_counter()
+    launch = kernel.prepare(operands, **contender.options)
+    launch()
+    synchronize(operands.device)
+    spent = time.perf_counter() - began
+    choice, code = json_choice(launch.choice), launch.code
+    if code is not None and type(code) is not str:
+        raise TypeError(f"code: expected text or None, found {type(code).__name__}")
+    if isinstance(kernel, Portfolio) and not isinstance(choice.get("chosen"), str):
+        raise TypeError(f"portfolio: expected `chosen`, the kernel that ran, found {choice}")
+    facts = {"choice": choice, "code": code, "candidates": tuple(launch.candidates)}
+    return launch, {"prepare_s": spent, **facts}
 
 
-def _layer(contest: RunningContest, entry: Entry, layer: Layer) -> Launch:
-    contender = entry.row.case.contender
-    operands = Operands(
-        layer.problem,
-        dict(_weights_in_format(layer.problem, contender, layer.dense)),
-        {name: x.detach() for name, x in layer.dense.activations.items()},
-        contest.op.definition_at(layer.problem),
-        entry.row.choice or None,
-    )
+def prepare_layer(layer: Layer, contender: Contender, choice: Mapping[str, Any]) -> Launch:
+    """Make a further layer of a chain ready, with the choice of the first, and run it once."""
+    operands = operands_of(layer, dict(_weights_in_format(layer, contender)), choice or None)
     launch = load_kernel(contender.kernel).prepare(operands, **contender.options)
     launch()
     return launch
+
+
+def operands_of(
+    layer: Layer, weights: Weights, pinned: Mapping[str, Any] | None, **further: Any
+) -> Operands:
+    """Return what a kernel receives: weights in its format, and the activations of a layer."""
+    problem = layer.problem
+    activations = {name: x.detach() for name, x in layer.dense.activations.items()}
+    definition = load_op(problem.op).definition_at(problem)
+    return Operands(problem, weights, activations, definition, pinned, **further)
 
 
 def json_choice(choice: object) -> dict[str, Any]:
@@ -130,16 +131,8 @@ def json_choice(choice: object) -> dict[str, Any]:
     return result
 
 
-def _earlier_choice(contest: RunningContest, entry: Entry) -> Mapping[str, Any] | None:
-    """Return what an earlier process chose; a twin takes the choice of its original."""
-    case = entry.row.case
-    originals = {e.row.case.id: e.row.choice for e in contest.entries if e.row.choice}
-    pinned = contest.options.pinned.get(case.id)
-    return pinned or (originals.get(case.original.id) if case.contender.twin else None)
-
-
 @contextmanager
-def _memory(device: torch.device) -> Iterator[dict[str, Any]]:
+def added_memory(device: torch.device) -> Iterator[dict[str, Any]]:
     """Fill `held_bytes` and `peak_bytes`: device memory that the block added, after it and at most.
 
     torch's allocator counts it, without memory that a library allocates itself.
@@ -189,49 +182,12 @@ def _refusal(format_name: str, params: str, dtype: torch.dtype) -> str | None:
     return None
 
 
-def _convert(contest: RunningContest, contender: Contender) -> tuple[dict[str, Format], float]:
-    key = f"{contender.format} {sorted(contender.params.items())}"
-    if key not in contest.conversions:
-        weights: dict[str, Format] = {}
-        took_us = []
-        for _ in range(2):  # the first call also allocates memory and loads kernels
-            weights.clear()
-            synchronize(contest.device)
-            start = time.perf_counter()
-            weights.update(_weights_in_format(contest.problem, contender, contest.dense))
-            synchronize(contest.device)
-            took_us.append(1e6 * (time.perf_counter() - start))
-        contest.check_tampering()
-        contest.conversions[key] = weights, min(took_us)
-        _watch(contest, contender, weights)
-    return contest.conversions[key]
-
-
-def _weights_in_format(
-    problem: Problem, contender: Contender, dense: DenseOperands
-) -> Iterator[tuple[str, Format]]:
+def _weights_in_format(layer: Layer, contender: Contender) -> Iterator[tuple[str, Format]]:
     """Yield each weight in the contender's format, or dense if that stores activations."""
-    store = weights_format(contender.format).from_dense
-    op, fields = load_op(problem.op), problem.fields
-    weights = without_mask(op, dense.weights) if contender.format == "dense" else dense.weights
+    store, problem = weights_format(contender.format).from_dense, layer.problem
+    op, dense = load_op(problem.op), layer.dense.weights
+    weights = without_mask(op, dense) if contender.format == "dense" else dense
     for name, weight in weights.items():
         of_mask = masks(contender.format) and name == op.mask
-        params = op.format_params(fields) if of_mask else contender.params_of(name)
+        params = op.format_params(problem.fields) if of_mask else contender.params_of(name)
         yield name, store(weight.detach(), **params)
-
-
-def _watch(contest: RunningContest, contender: Contender, weights: Mapping[str, Format]) -> None:
-    """Watch the arrays of a conversion, which contenders share, until they are released."""
-    arrays = arrays_of(weights, contender.format)
-    references = {name: weakref.ref(array) for name, array in arrays.items()}
-
-    def rewrite() -> None:
-        again = arrays_of(
-            dict(_weights_in_format(contest.problem, contender, contest.dense)), contender.format
-        )
-        for name, find in references.items():
-            array = find()
-            if array is not None and array.shape == again[name].shape:
-                array.copy_(again[name])
-
-    contest.guard.watch(arrays, rewrite, held=False)

@@ -18,7 +18,7 @@ times as far from the right ones as those of the call that was compared in full,
 dtype. In a chain, every layer's output is inspected, and the furthest one counts.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from random import SystemRandom
 from time import perf_counter
@@ -29,6 +29,7 @@ from torch import Tensor
 
 from sparsebench.formats._format import Format
 from sparsebench.harness.bench.correctness import eps_of
+from sparsebench.harness.bench.operands import Draws
 from sparsebench.kernels._kernel import Output
 
 CALLS = 64
@@ -108,77 +109,59 @@ def reverse(out: object) -> None:
 
 
 @dataclass
-class Spots:
-    """The activations of draws A and B, and the distances measured for each contender."""
+class SpotChecks:
+    """The spot checks of one call: its right sums on draws A and B, and the distances from them."""
 
-    activations: Mapping[str, Tensor]
-    copies: dict[str, dict[str, Tensor]] = field(default_factory=dict)
-    fingerprints: dict[str, dict[int, Fingerprint]] = field(default_factory=lambda: {A: {}, B: {}})
-    distances: dict[int, list[Tensor | float]] = field(default_factory=dict)
+    draws: Draws
+    fingerprints: dict[str, Fingerprint] = field(default_factory=dict)
+    distances: list[Tensor | float] = field(default_factory=list)
     random: SystemRandom = field(default_factory=SystemRandom)
 
-    def of(self, numbers: Sequence[int]) -> "Spots":
-        """Return the spot checks of some contenders, renumbered from 0."""
-        fingerprints = {
-            which: {i: every[n] for i, n in enumerate(numbers) if n in every}
-            for which, every in self.fingerprints.items()
-        }
-        return replace(self, fingerprints=fingerprints, distances={})
-
-    def keep(self, which: str) -> None:
-        self.copies[which] = {name: x.detach().clone() for name, x in self.activations.items()}
-
-    def write(self, which: str) -> None:
-        """Overwrite the activations without changing torch's version counters."""
-        for name, values in self.copies[which].items():
-            self.activations[name].data.copy_(values)
-
-    def turns(self, number: int, rounds: int, per_round: int) -> list[list[str]]:
+    def turns(self, rounds: int, per_round: int) -> list[list[str]]:
         """Return the calls of each round: samples (""), and spots on A or on B."""
         turns = [[""] * per_round for _ in range(rounds)]
-        if number in self.fingerprints[A]:
+        if A in self.fingerprints:
             chosen = self.random.sample(range(rounds), max(1, int(SHARE * rounds)))
             for count, at in enumerate(chosen):  # a stale answer is right on A, so one is on B
                 place = self.random.randrange(per_round + 1)
                 turns[at].insert(place, self.random.choice((A, B)) if count else B)
         return turns
 
-    def inspect(self, number: int, which: str, out: object) -> None:
+    def inspect(self, which: str, out: object) -> None:
         """Measure the distance of a call's output, and write A again."""
-        distance = self.fingerprints[which][number].distance(out)
-        self.distances.setdefault(number, []).append(distance)
-        self.write(A)
+        self.distances.append(self.fingerprints[which].distance(out))
+        self.draws.write(A)
 
-    def burst(self, number: int, call: Callable[[], Outputs], wait: Callable[[], None]) -> None:
-        of_b = self.fingerprints[B].get(number)
+    def burst(self, call: Callable[[], Outputs], wait: Callable[[], None]) -> None:
+        of_b = self.fingerprints.get(B)
         if of_b is None:
             return
-        distances = self.distances.setdefault(number, [])
-        self.write(A)
+        distances, write = self.distances, self.draws.write
+        write(A)
         out = call()
         sums, from_b = sums_of(out), of_b.distance(out)
         if sums is None or (sums.shape[1] >= FEWEST and float(from_b) <= of_b.limit):
             distances.append(float("inf"))  # no output, or still that of B
             return
-        self.fingerprints[A][number] = of_a = replace(of_b, sums=sums)
+        self.fingerprints[A] = of_a = replace(of_b, sums=sums)
         reverse(out)
         del out
         distances.append(of_a.distance(call()))
         began = perf_counter()
         for count in range(CALLS):
             which, right = ((B, of_b), (A, of_a))[count % 2]
-            self.write(which)
+            write(which)
             distances.append(right.distance(call()))
             if count % CLOCK_EVERY == 1:
                 wait()
                 if perf_counter() - began > BURST_S:
                     break
-        self.write(A)
+        write(A)
 
-    def verdict(self, number: int) -> str | None:
+    def verdict(self) -> str | None:
         """Return what was wrong with the calls inspected since the last verdict, or None."""
-        distances = [float(d) for d in self.distances.pop(number, [])]
-        limit = self.fingerprints[B][number].limit if number in self.fingerprints[B] else 0.0
+        distances, self.distances = [float(d) for d in self.distances], []
+        limit = self.fingerprints[B].limit if B in self.fingerprints else 0.0
         wrong = [d for d in distances if not d <= limit]
         if not wrong:
             return None

@@ -1,7 +1,8 @@
 """Detect contenders that change operands, or replace code of the harness.
 
-    Guard   dense weights and activations, recordings, and every array of a format that several
-            contenders share. What has changed is written again from the seed
+    Guard   dense weights and activations, recordings, right answers, and every array of a format
+            that several contenders share. If one has changed, the contest begins again without the
+            contender (stages.py)
     Seal    every function and class of sparsebench that is loaded when a contest starts, with its
             code; the clocks, their machine code, and what the check calls of torch; the settings of
             the process (process_state.py). What was replaced or changed is put back
@@ -53,37 +54,36 @@ class TamperingError(Exception):
     """A contender changed, or returned, memory or code that is not its own."""
 
 
+class SpoiledError(TamperingError):
+    """A contender changed an array that the harness cannot put back."""
+
+
 @dataclass(frozen=True, eq=False)
 class WatchedArray:
-    """An array by name: where its bytes are, their checksum, and how to write them again."""
+    """An array by name: where its bytes are, and their checksum."""
 
     name: str
     array: Callable[[], Tensor | None]  # None once it has been released
     place: tuple[int, int]  # address and bytes
     total: int
-    rewrite: Callable[[], None]
 
 
 @dataclass
 class Guard:
     """The arrays that must not change in a contest."""
 
-    device: torch.device
     watched: list[WatchedArray] = field(default_factory=list)
     seed: int = field(default_factory=lambda: int.from_bytes(os.urandom(7), "little"))
 
-    def watch(
-        self, arrays: Mapping[str, Tensor], rewrite: Callable[[], None], *, held: bool = True
-    ) -> None:
-        """Watch arrays that `rewrite` can write again; unless `held`, they may be released."""
+    def watch(self, arrays: Mapping[str, Tensor], *, held: bool = True) -> None:
+        """Watch arrays; unless `held`, they may be released."""
         self.watched = [w for w in self.watched if w.array() is not None]
         places = {watched.place for watched in self.watched}
         new = {n: a for n, a in arrays.items() if a.numel() and _place(a) not in places}
-        totals = self._sums(new.values())
-        for (name, array), total in zip(new.items(), totals, strict=True):
+        for (name, array), total in zip(new.items(), self._sums(new.values()), strict=True):
             alias = array.detach() if held else None  # unaffected by what happens to the other one
             find = (lambda alias=alias: alias) if held else weakref.ref(array)
-            self.watched.append(WatchedArray(name, find, _place(array), total, rewrite))
+            self.watched.append(WatchedArray(name, find, _place(array), total))
 
     def renew(self, names: set[str]) -> None:
         """Record the present content of these arrays, which the harness has written."""
@@ -96,33 +96,13 @@ class Guard:
         self.watched = [w for w in self.watched if w.name not in names]
 
     def check(self) -> None:
-        """Raise TamperingError if an array has changed, after restoring all of them."""
-        changed = self._find_changes()
-        if not changed:
-            return
-        for watched in changed:  # allocate the memory again if a contender freed it
-            array, size = watched.array(), watched.place[1]
-            if array is not None and (missing := _missing_bytes(array, size)) > 0:
-                storage = array.untyped_storage()
-                storage.resize_(storage.nbytes() + missing)
-        for rewrite in dict.fromkeys(watched.rewrite for watched in changed):
-            rewrite()
-        self.watched = [
-            w if w not in changed else replace(w, place=_place(array))
-            for w in self.watched
-            if (array := w.array()) is not None
-        ]
-        lost = self._find_changes()  # an array whose shape has changed cannot be written again
-        self.watched = [w for w in self.watched if w not in lost]
-        raise TamperingError(f"changed {', '.join(sorted({w.name for w in changed}))}")
-
-    def _find_changes(self) -> list[WatchedArray]:
-        """Return the arrays that have moved, or whose content has changed."""
+        """Raise SpoiledError if an array has moved, or if its content has changed."""
         self.watched = [w for w in self.watched if w.array() is not None]
         there = [w for w in self.watched if _in_place(w.array(), w.place)]
         totals = self._totals(there)
         right = [w for w, total in zip(there, totals, strict=True) if total == w.total]
-        return [w for w in self.watched if w not in right]
+        if changed := {w.name for w in self.watched if w not in right}:
+            raise SpoiledError(f"changed {', '.join(sorted(changed))}")
 
     def refuse(self, out: Tensor) -> None:
         start, size = _place(out)
@@ -170,13 +150,11 @@ def _place(array: Tensor) -> tuple[int, int]:
 
 
 def _in_place(array: Tensor | None, place: tuple[int, int]) -> bool:
-    return array is not None and _place(array) == place and _missing_bytes(array, place[1]) <= 0
-
-
-def _missing_bytes(array: Tensor, size: int) -> int:
-    """Return by how many bytes an array's storage is too small for it."""
+    """Return whether an array is where it was, and its storage is still large enough for it."""
+    if array is None or _place(array) != place:
+        return False
     start = array.storage_offset() * array.element_size()
-    return int(start + size - array.untyped_storage().nbytes())
+    return start + place[1] <= array.untyped_storage().nbytes()
 
 
 def arrays_of(weights: Mapping[str, Format], of: str) -> dict[str, Tensor]:

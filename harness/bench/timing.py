@@ -41,7 +41,7 @@ from typing import Any, NamedTuple
 import torch
 
 from sparsebench.harness.bench.sampling import ROUNDS, sample_budget
-from sparsebench.harness.bench.spot_checks import Outputs, Spots
+from sparsebench.harness.bench.spot_checks import Outputs, SpotChecks
 from sparsebench.kernels._common.capture import capturing
 from sparsebench.kernels._common.gpu_clock import GpuClock, flusher
 from sparsebench.kernels._kernel import Launch, Output
@@ -51,11 +51,17 @@ REPEATS, MOST_REPEATS = 2, 24  # most repeats of a round, and of all rounds toge
 
 @dataclass(frozen=True)
 class TimedCall:
-    """A launch ready to be timed; `why` says why it is not captured on a GPU."""
+    """A launch ready to be timed.
+
+    clock  host, events or graph
+    why    why it is not captured on a GPU
+    spots  made among its samples; None for a call that is only timed
+    """
 
     call: Callable[[], Outputs]
-    clock: str  # host, events or graph
+    clock: str
     why: str = ""
+    spots: SpotChecks | None = None
 
 
 @dataclass(frozen=True)
@@ -114,20 +120,19 @@ def time_together(
     *,
     scope: str = "kernel",
     cache: str = "cold",
-    spots: Spots | None = None,
 ) -> list[Samples]:
     """Return each contender's samples. With `announce`, announce each sample and wait for it."""
     if device.type == "cuda":
-        take = _gpu_clock(device, announce, spots, idle=scope == "op", cold=cache == "cold")
+        take = _gpu_clock(device, announce, idle=scope == "op", cold=cache == "cold")
     else:
-        take = _host_clock(announce, spots)
+        take = _host_clock(announce)
     numbered = [(i, contender, "") for i, contender in enumerate(contenders)]
     trials = [take(numbered) for _ in range(2)]  # the first call may include warm-up
     plans = [sample_budget(min(t.time_us for t in times)) for times in zip(*trials, strict=True)]
     draw = random.Random(f"{seed} {scope} {cache}")
     turns = [
-        spots.turns(i, *plan) if spots else [[""] * plan[1]] * plan[0]
-        for i, plan in enumerate(plans)
+        who.spots.turns(*plan) if who.spots else [[""] * plan[1]] * plan[0]
+        for who, plan in zip(contenders, plans, strict=True)
     ]
     samples: list[list[TimedSample]] = [[] for _ in contenders]
     repeats = MOST_REPEATS
@@ -168,15 +173,15 @@ class TimedSample(NamedTuple):
 Clock = Callable[[Order], list[TimedSample]]
 
 
-def _host_clock(announce: Callable[[int], None] | None, spots: Spots | None) -> Clock:
+def _host_clock(announce: Callable[[int], None] | None) -> Clock:
     def take(order: Order) -> list[TimedSample]:
         times = []
         for i, contender, spot in order:
             if announce:
                 announce(i)
             outputs: list[Outputs] = []
-            if spot and spots:
-                spots.write(spot)
+            if spot and contender.spots:
+                contender.spots.draws.write(spot)
             keep = outputs.append if spot else id  # a call into C either way
             # One call into C: a contender finds no start time in the frames of its callers.
             calls: tuple[Callable[[], Any], ...] = perf_counter, contender.call, perf_counter
@@ -184,8 +189,8 @@ def _host_clock(announce: Callable[[int], None] | None, spots: Spots | None) -> 
             keep(out)
             del out
             time_us = 1e6 * (end - start)
-            if spot and spots:
-                spots.inspect(i, spot, outputs.pop())
+            if spot and contender.spots:
+                contender.spots.inspect(spot, outputs.pop())
             else:
                 times.append(TimedSample(i, time_us, late=False))
         return times
@@ -196,7 +201,6 @@ def _host_clock(announce: Callable[[int], None] | None, spots: Spots | None) -> 
 def _gpu_clock(
     device: torch.device,
     announce: Callable[[int], None] | None,
-    spots: Spots | None,
     *,
     idle: bool,
     cold: bool,
@@ -220,15 +224,15 @@ def _gpu_clock(
                     keep = outputs.append if spot else id
                     if not cold:
                         contender.call()
-                    if spot and spots:
-                        spots.write(spot)
+                    if spot and contender.spots:
+                        contender.spots.draws.write(spot)
                     if cold:
                         flush()
                     if idle:
                         torch.cuda.synchronize(device)
                     sample = clock.sample(contender.call, keep)
-                    if spot and spots:
-                        spots.inspect(i, spot, outputs.pop())
+                    if spot and contender.spots:
+                        contender.spots.inspect(spot, outputs.pop())
                     else:
                         samples.append((i, sample))
             if wait:

@@ -31,7 +31,9 @@ from typing import Self
 import torch
 
 from sparsebench.errors import SparsebenchError
-from sparsebench.harness.bench.contest import compile_ahead
+from sparsebench.harness.bench.contest import RunningContest
+from sparsebench.harness.bench.prepare import entries_of
+from sparsebench.harness.bench.stages import Stages
 from sparsebench.harness.machine.parent_watch import end_with_parent
 from sparsebench.harness.new_gpu.choices import coarse
 from sparsebench.harness.plan.suite import Contest, read
@@ -131,7 +133,7 @@ def _compile(contest: Contest, device: torch.device) -> None:
     """Prepare the sparse contenders; the screening reports any error again."""
     sparse = [contender for contender in contest.contenders if contender.format != "dense"]
     with suppress(SparsebenchError, torch.OutOfMemoryError):
-        compile_ahead(contest.problem, sparse, device)
+        RunningContest(entries_of(contest.problem, sparse, device), Stages(device)).prepare()
     gc.collect()  # cycles hold operands, and the other processes need the memory
     torch.cuda.empty_cache()
 

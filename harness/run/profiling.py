@@ -9,7 +9,6 @@ On a GPU, the calls also lie between cudaProfilerStart and Stop, which ncu waits
 slows everything down, so nothing is timed, and there is no run directory.
 """
 
-import gc
 import shutil
 import subprocess
 import sys
@@ -21,10 +20,11 @@ from pathlib import Path
 import torch
 
 from sparsebench.errors import SuiteError
-from sparsebench.harness.bench import contest
-from sparsebench.harness.bench.contest_state import Entry
+from sparsebench.harness.bench.contest import RunningContest
+from sparsebench.harness.bench.prepare import entries_of
+from sparsebench.harness.bench.stages import Stages
 from sparsebench.harness.plan.suite import Contest
-from sparsebench.results.record import Case, Row, Status
+from sparsebench.results.record import Status
 
 TOOLS = {
     "ncu": ("ncu", "--profile-from-start", "off", "--nvtx", "--set", "detailed"),
@@ -60,22 +60,20 @@ def call_each(
 ) -> Iterator[ProfiledCase]:
     """Check the cases of each contest, call the correct ones in their ranges, and yield each."""
     for planned in contests:
-        entries = [Entry(Row(Case(planned.problem, c), Status.OK)) for c in planned.contenders]
-        running = contest.start(contest.prepare_contest(planned.problem, entries, device, data))
-        try:
-            for entry in entries:
-                case, row = entry.row.case, entry.row
-                name = f"{case.contender.label} {case.problem.text} case {case.id}"
-                if entry.launch is None:
-                    yield ProfiledCase(f"{name}: {row.status}: {row.detail}", row.status)
-                    continue
-                with _mark_range(name, device):
-                    for _ in range(times):
-                        entry.launch()
-                yield ProfiledCase(name, Status.OK)
-        finally:
-            running.guard.watched.clear()  # breaks a reference cycle that would keep all memory
-            gc.collect()
+        entries = entries_of(planned.problem, planned.contenders, device)
+        contest = RunningContest(entries, Stages(device), data)
+        contest.prepare()
+        contest.start()
+        for entry in entries:
+            case, row = entry.row.case, entry.row
+            name = f"{case.contender.label} {case.problem.text} case {case.id}"
+            if entry.alone is None:
+                yield ProfiledCase(f"{name}: {row.status}: {row.detail}", row.status)
+                continue
+            with _mark_range(name, device):
+                for _ in range(times):
+                    entry.alone.work.run()
+            yield ProfiledCase(name, Status.OK)
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from sparsebench.errors import Unsupported
 from sparsebench.formats.block_mask import BlockMask
 from sparsebench.harness.bench import contest
 from sparsebench.harness.bench.contest_state import ContestOptions
-from sparsebench.harness.bench.operands import operands, rewrite
+from sparsebench.harness.bench.operands import operands, redraw
 from sparsebench.harness.catalog import load_op
 from sparsebench.harness.inputs.bits import digest
 from sparsebench.harness.ops import _block_attention
@@ -148,9 +148,9 @@ def test_derived_operands_follow_each_draw_and_leave_the_digest() -> None:
     drawn = operands(p, op, CPU, None)
     first = {name: x.clone() for name, x in drawn.activations.items()}
     assert drawn.digest == digest({**drawn.weights, **{n: first[n] for n in ("q", "k", "v", "do")}})
-    rewrite(p, op, CPU, None, drawn, 7)
+    redraw(p, op, drawn.activations, 7, weights=drawn.weights)
     assert not torch.equal(drawn.activations["o"], first["o"])
-    rewrite(p, op, CPU, None, drawn, 0)
+    redraw(p, op, drawn.activations, 0, weights=drawn.weights)
     assert all(torch.equal(drawn.activations[name], x) for name, x in first.items())
 
 

@@ -9,16 +9,19 @@ import numpy as np
 import pytest
 import torch
 
-from sparsebench.harness.bench import contest, output_checks
-from sparsebench.harness.bench.contest_state import ContestOptions, Entry, RunningContest
+from sparsebench.harness.bench import contest
+from sparsebench.harness.bench.contest import RunningContest
+from sparsebench.harness.bench.contest_state import ContestOptions
+from sparsebench.harness.bench.prepare import entries_of
 from sparsebench.harness.bench.sampling import LAYERS, distinct_measures
 from sparsebench.harness.bench.spot_checks import fingerprint_of, reverse, sums_of
+from sparsebench.harness.bench.stages import Stages
 from sparsebench.harness.bench.timing import Chain, Samples, TimedCall
 from sparsebench.harness.plan.suite import read as read_suite
 from sparsebench.harness.run.measure import Flags, measure
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
 from sparsebench.results.ceilings import Ceilings
-from sparsebench.results.record import Case, Contender, Problem, Row, Status
+from sparsebench.results.record import Contender, Problem, Row, Status
 from sparsebench.results.run import store
 from tests.tools.suites import BSR, linear
 
@@ -51,11 +54,11 @@ def right(operands: Operands) -> Launch:
 
 
 def started(problem: Problem = PROBLEM, options: ContestOptions = OPTIONS) -> RunningContest:
-    row = Row(Case(problem, DENSE), Status.OK)
-    result = contest.start(contest.prepare_contest(problem, [Entry(row)], CPU, None, options))
-    for measure_ in options.measures:
-        contest._time(result, *measure_)
-    output_checks.check_all(result, "after timing")
+    entries = entries_of(problem, [DENSE], CPU, options)
+    result = RunningContest(entries, Stages(CPU), None, options)
+    result.prepare()
+    result.start()
+    result.measure()
     return result
 
 
@@ -65,7 +68,7 @@ def rows(result: RunningContest) -> dict[str, Row]:
 
 def test_each_layer_has_operands_and_an_output_of_its_own(prepared: Prepared) -> None:
     result = started()
-    assert len(result.layers) == len(prepared) == LAYERS
+    assert len(result.layers.each) == len(prepared) == LAYERS
     assert [inputs.pinned for inputs in prepared] == [None, *[{"tile": 0}] * (LAYERS - 1)]
     tensors = [
         t
@@ -77,7 +80,7 @@ def test_each_layer_has_operands_and_an_output_of_its_own(prepared: Prepared) ->
     assert not any(torch.equal(prepared[0].activations["x"], x) for x in tensors[3::2])
     (entry,) = result.entries
     assert entry.chain
-    assert len({out.data_ptr() for out in entry.chain.run()}) == LAYERS  # type: ignore[union-attr]
+    assert len({out.data_ptr() for out in entry.chain.call()}) == LAYERS  # type: ignore[union-attr]
 
 
 def test_a_row_is_of_one_layer(prepared: Prepared) -> None:
@@ -150,7 +153,7 @@ def test_a_chain_that_cannot_be_captured_is_neither_called_nor_timed(prepared, m
     monkeypatch.setattr(contest, "ready", clock)
     result = started()
     (entry,) = result.entries
-    assert entry.call_in("chain") is None
+    assert entry.timed_in("chain") is None
     chain, kernel = (rows(result)[scope] for scope in ("chain", "kernel"))
     assert (chain.status, kernel.status) == (Status.UNSUPPORTED, Status.OK)
     assert chain.detail == "chain: no CUDA graph: operation not permitted"
@@ -180,9 +183,7 @@ def test_a_reference_layer_raises_the_ceilings(prepared: Prepared) -> None:
     assert cached.bound("fp32", 0, bytes_, bytes_, "cold", 1) == (0.0, "memory")
     assert cached.bound("fp32", 0, bytes_, bytes_, "cold", LAYERS) == (0.875, "memory")
     options = ContestOptions(measures=OPTIONS.measures, ceilings=ceilings, reference=True)
-    row = Row(Case(PROBLEM, DENSE), Status.OK, reference=True)
-    result = contest.start(contest.prepare_contest(PROBLEM, [Entry(row)], CPU, None, options))
-    contest._time(result, *CHAIN)
+    result = started(options=options)
     assert rows(result)["chain"].raises is not None
 
 

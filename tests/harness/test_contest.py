@@ -8,13 +8,15 @@ import pytest
 import torch
 import wrong
 
-from sparsebench.harness.bench import contest, output_checks
-from sparsebench.harness.bench.prepare import _memory
+from sparsebench.harness.bench import contest
+from sparsebench.harness.bench.contest_state import ContestOptions, Entry
+from sparsebench.harness.bench.prepare import added_memory, entries_of
 from sparsebench.harness.bench.sampling import MIN_SAMPLES, ROUNDS, SAMPLES_PER_ROUND
+from sparsebench.harness.bench.stages import Stages
 from sparsebench.harness.bench.timing import TimedCall, ready, time_together
 from sparsebench.kernels._common.capture import capturing
-from sparsebench.kernels._kernel import Launch
-from sparsebench.results.record import Case, Contender, Problem, Row, Status
+from sparsebench.kernels._kernel import Kernel, Launch, Operands
+from sparsebench.results.record import Contender, Problem, Row, Status
 
 CPU = torch.device("cpu")
 FIELDS = {"m": 32, "n": 64, "k": 512, "pattern": "blocks", "block": 16, "sparsity": 0.5}
@@ -61,24 +63,27 @@ def test_a_row_has_the_facts_of_its_case() -> None:
 
 
 def test_a_twin_has_the_launch_of_its_original_in_half_of_the_processes(monkeypatch) -> None:
-    launches: list[Launch | None] = []
-    prepare = contest.prepare
+    launches: list[Launch] = []
 
-    def seen(which: contest.RunningContest, entry: contest.Entry) -> None:
-        prepare(which, entry)
-        launches.append(entry.launch)
+    def prepared(operands: Operands) -> Launch:
+        launches.append(Launch(lambda: torch.zeros(1)))
+        return launches[-1]
 
-    monkeypatch.setattr(contest, "prepare", seen)
-    first = []
+    kernel = Kernel(op="any", consumes="dense", device="any", prepare=prepared)
+    monkeypatch.setattr("sparsebench.harness.bench.prepare.load_kernel", lambda name: kernel)
+    twin, first = replace(BASELINE, baseline=False, twin=True), []
     for replicate in range(24):
         launches.clear()
-        twin = replace(BASELINE, baseline=False, twin=True)
-        entries = [contest.Entry(Row(Case(PROBLEM, who), Status.OK)) for who in (BASELINE, twin)]
-        options = contest.ContestOptions(replicate=replicate)
-        contest.prepare_contest(PROBLEM, entries, CPU, None, options).guard.watched.clear()
-        assert {id(entry.launch) for entry in entries} == {id(launch) for launch in launches}
-        first.append(entries[0].launch is launches[0])
+        original, other = prepared_entries([BASELINE, twin], ContestOptions(replicate=replicate))
+        assert {id(e.alone.work) for e in (original, other)} == {id(launch) for launch in launches}
+        first.append(original.alone.work is launches[0])
     assert 6 <= sum(first) <= 18
+
+
+def prepared_entries(contenders: list[Contender], options: ContestOptions) -> list[Entry]:
+    entries = entries_of(PROBLEM, contenders, CPU, options)
+    contest.RunningContest(entries, Stages(CPU), None, options).prepare()
+    return entries
 
 
 def test_a_refusal_is_a_row_with_its_reason() -> None:
@@ -110,25 +115,22 @@ def test_kernels_of_another_op_are_refused() -> None:
     [(1, [Status.OK, Status.OUT_OF_MEMORY]), (2, [Status.OUT_OF_MEMORY, Status.OUT_OF_MEMORY])],
 )
 def test_twins_end_first_if_the_reference_runs_out_of_memory(room_after, statuses, monkeypatch):
-    expected, with_room, calls = output_checks._right_answer, output_checks._answers_with_room, []
-    running: list[contest.RunningContest] = []
-
-    def seen(which: contest.RunningContest, when: str) -> Any:
-        running.append(which)
-        return with_room(which, when)
+    expected, calls = contest.right_answers, []
+    entries = entries_of(PROBLEM, [BASELINE, replace(BASELINE, baseline=False, twin=True)], CPU)
 
     def crowded(*arguments: Any) -> Any:
-        calls.append(len([entry for entry in running[-1].entries if entry.launch]))
+        calls.append(len([entry for entry in entries if entry.alone]))
         if len(calls) <= room_after:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return expected(*arguments)
 
-    monkeypatch.setattr(output_checks, "_answers_with_room", seen)
-    monkeypatch.setattr(output_checks, "_right_answer", crowded)
-    result = rows(BASELINE, replace(BASELINE, baseline=False, twin=True))
-    assert [row.status for row in result] == statuses
+    monkeypatch.setattr(contest, "right_answers", crowded)
+    running = contest.RunningContest(entries, Stages(CPU))
+    running.prepare()
+    running.check(contest.BEFORE)
+    assert [entry.row.status for entry in entries] == statuses
     assert calls[:2] == [2, 1], "an ended contender holds no memory during the second attempt"
-    assert "reference, before timing: OutOfMemoryError" in result[1].detail
+    assert "reference, before timing: OutOfMemoryError" in entries[1].row.detail
 
 
 def test_contests_leave_no_memory_behind(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,7 +145,7 @@ def test_contests_leave_no_memory_behind(monkeypatch: pytest.MonkeyPatch) -> Non
     before = held()
     rows(BASELINE, Contender("bsr", "scipy_bsr", {"block": 16}))
     assert held() == before
-    monkeypatch.setattr(output_checks, "_right_answer", no_room)
+    monkeypatch.setattr(contest, "right_answers", no_room)
     rows(BASELINE)
     assert held() == before
 
@@ -201,7 +203,7 @@ def test_earlier_garbage_does_not_lower_a_kernels_memory(monkeypatch: pytest.Mon
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", reset)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda d: max(*peak, Held.allocated))
     Held()
-    with _memory(torch.device("cuda")) as memory:
+    with added_memory(torch.device("cuda")) as memory:
         owner = Held()
     assert memory == {"held_bytes": 100, "peak_bytes": 100}
     assert owner.cycle is owner

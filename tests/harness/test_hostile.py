@@ -258,30 +258,28 @@ def test_a_checksum_sees_any_bit_and_any_exchange() -> None:
         assert int(checksum(array, 1)) != before or bits[0] == bits[4096]
 
 
-def test_freed_memory_is_detected_and_restored() -> None:
+def test_freed_memory_is_detected() -> None:
     array = torch.ones(100)
-    guard = Guard(CPU)
-    guard.watch({"it": array}, lambda: array.fill_(1))
+    guard = Guard()
+    guard.watch({"it": array})
     guard.check()
     array.untyped_storage().resize_(0)
     with pytest.raises(TamperingError, match="changed it"):
         guard.check()
-    guard.check()
-    assert bool((array == 1).all())
 
 
 def test_a_finished_contest_holds_no_memory() -> None:
     alive: list[weakref.ref[torch.Tensor]] = []
-    original = contest.Guard.watch
+    original = Guard.watch
 
-    def watch(guard: Guard, arrays: dict[str, torch.Tensor], *rest: object, **more: bool) -> None:
+    def watch(guard: Guard, arrays: dict[str, torch.Tensor], **held: bool) -> None:
         alive.extend(weakref.ref(array) for array in arrays.values())
-        original(guard, arrays, *rest, **more)
+        original(guard, arrays, **held)
 
     gc.disable()
     try:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(contest.Guard, "watch", watch)
+            patch.setattr(Guard, "watch", watch)
             rows(BASELINE, Contender("bsr", "scipy_bsr", BLOCKS))
         assert alive
         assert not [find for find in alive if find() is not None]
