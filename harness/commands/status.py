@@ -16,7 +16,7 @@ def status(
     as_json: Json = False,
 ) -> None:
     """Show how far a run is, from any host that can read its folder."""
-    from sparsebench.harness.shared_runs.run_paths import is_shared, shards_of
+    from sparsebench.harness.shared_runs.run_paths import is_shared, parts_of
 
     shared_out = is_shared(run)
     if not shared_out:
@@ -36,7 +36,7 @@ def status(
     from sparsebench.harness.shared_runs import shared_folder
     from sparsebench.harness.shared_runs.cluster_jobs import jobs, statuses
 
-    folder = shards_of(run)
+    folder = parts_of(run)
     plan, suite = shared_folder.read(folder)
     shares, sent = list(shared_folder.progress(folder, plan)), jobs(folder)
     words = statuses(folder, plan, shares)

@@ -43,9 +43,9 @@ from sparsebench.harness.run import early_start
 from sparsebench.harness.run.measure import Progress, RunOptions, Stopped, measure
 from sparsebench.harness.run.run_json import Flags
 from sparsebench.harness.run.tuning import tune
-from sparsebench.harness.shared_runs import shared_folder
-from sparsebench.harness.shared_runs.run_paths import shards_of
-from sparsebench.harness.shared_runs.shared_folder import Plan
+from sparsebench.harness.shared_runs.merging import merge
+from sparsebench.harness.shared_runs.run_paths import parts_of, pieces_of
+from sparsebench.harness.shared_runs.shared_folder import Plan, Unfinished, read_plan
 from sparsebench.harness.shared_runs.sharing import share
 from sparsebench.kernels._common import choices
 from sparsebench.results import files
@@ -243,10 +243,10 @@ def _problems(survey: Survey) -> list[Problem]:
 
 def _selection_of(target: Path) -> str:
     """Return the selection of a run that an earlier survey began, "" without one."""
-    shared = shards_of(target)
     if (target / "run.json").exists():
         return str(store.read(target).state["flags"]["only"])
-    return shared_folder.read(shared)[0].flags.only if (shared / "plan.json").exists() else ""
+    parts = parts_of(target)
+    return read_plan(parts).flags.only if parts.exists() else ""
 
 
 def _measure(
@@ -277,7 +277,10 @@ def _measure(
     )
     if len(survey.devices) > 1:
         shutil.rmtree(target, ignore_errors=True)  # merged again from the parts beside it
-        path = share(suite, Plan(suite.name, flags, tuple(survey.devices)), target, options)
+        try:
+            path = share(suite, Plan(suite.name, flags, tuple(survey.devices)), target, options)
+        except Unfinished:
+            path = merge(pieces_of(target), target, whole=False)
     else:
         path = measure(suite, flags, None if stopped else target, stopped, options)
     contests = store.read(path).state["contests"]

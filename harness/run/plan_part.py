@@ -1,11 +1,11 @@
 """The part of a shared plan that one process measures: the contests that it reserves.
 
-    claims/PROBLEM -> 3   a symbolic link: part 3 has this problem. Making a link is atomic, on NFS
-                          too, so each problem is reserved once
-    alike.json            kind of GPU, code and versions: the first part writes it, others compare
+    reserved/PROBLEM -> 3   a symbolic link: part 3 has this problem. Making a link is atomic, on
+                            NFS too, so each problem is reserved once
+    alike.json              kind of GPU, code and versions: the first part writes it, others compare
 
-    first process         reserves problems that no part has reserved, in its own random order
-    later processes       measure what the first one reserved, so a problem stays on one GPU
+    first process           reserves problems that no part has reserved, in its own random order
+    later processes         measure what the first one reserved, so a problem stays on one GPU
 
 A part that starts late finds less to do, and no part waits for another. The noise-floor contests
 are shared out like all others: the noise floor is that of the whole run, over all its GPUs.
@@ -36,7 +36,7 @@ class Part:
     number    of this part, from 1 on
     host      the identity of its host (machine/cpu_placement.py)
     earlier   rows of whole contests that this part measured on another GPU
-    alone     the part has every problem of the plan, and reserves none
+    alone     the plan has no other part, so this one has every problem and reserves none
     stopping  set by another thread to end the part as Ctrl-C ends a run
     owners    the part that has each problem, as far as this part has read it
     """
@@ -97,16 +97,16 @@ class Part:
         """Return whether this part has a problem; reserve it if it is free and may be `new`."""
         if self.alone:
             return True
-        claims = self.folder / "claims"
+        reserved = self.folder / "reserved"
         if new and problem not in self.owners:
             try:
-                os.symlink(str(self.number), claims / problem)
+                os.symlink(str(self.number), reserved / problem)
                 self.owners[problem] = self.number
             except FileExistsError:
-                self.owners[problem] = int(os.readlink(claims / problem))
+                self.owners[problem] = int(os.readlink(reserved / problem))
         return self.owners.get(problem) == self.number
 
 
 def owners(folder: Path) -> dict[str, int]:
     """Return the part that has reserved each problem."""
-    return {link.name: int(os.readlink(link.path)) for link in os.scandir(folder / "claims")}
+    return {link.name: int(os.readlink(link.path)) for link in os.scandir(folder / "reserved")}

@@ -69,6 +69,11 @@ class Entry(BaseModel):
         return f"{self.kind} {subject} {self.only}".strip()
 
     @property
+    def result(self) -> str:
+        """Return the file in its folder that says that it is whole."""
+        return "verdicts.json" if self.kind == "claims" else "run.json"
+
+    @property
     def of(self) -> str:
         """Return the entry that it confirms or reproduces, or ""."""
         return self.confirm or self.reproduce or ""

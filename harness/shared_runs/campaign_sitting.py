@@ -1,21 +1,23 @@
 """One sitting of a campaign: as many entries as there is time for, on the devices of this host.
 
     each device ─> the entry that it has begun; else the first open one that waits for no run and
-                   that no other device here measures or has begun
-                ─> in pieces (campaign_pieces.py) ─> DIR/NAME, sealed and packed
+                   that no other device here measures
+                ─> in parts, one of them (shared_folder.py) ─> DIR/NAME, sealed and packed
     no time left, or nothing left to begin ─> the sitting ends; another one measures the rest
 
     DIR/alike.json     kind of card and code: the first sitting writes them, others compare
     DIR/NAME           a run, once it is whole; for claims a folder of runs with verdicts.json
+    DIR/NAME.parts     what was measured of it until then, a piece for each card
 
 A card of another kind or other code ends a sitting before it measures. An entry that cannot be
-measured here reports the reason, and the others are measured. No entry, and no run of claims,
-begins in the last LEAST_S seconds of a budget.
+measured here reports the reason, and the others are measured. No entry begins in the last LEAST_S
+seconds of a budget.
 """
 
+import gzip
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from math import inf
 from pathlib import Path
@@ -23,28 +25,32 @@ from threading import Condition
 from time import monotonic
 from typing import Any
 
+from sparsebench._writing import write_file
 from sparsebench.errors import ResultError, SparsebenchError
 from sparsebench.harness.claims.checking import check
 from sparsebench.harness.claims.claim_plan import read_claims
+from sparsebench.harness.plan.suite import Suite
 from sparsebench.harness.run.measure import Progress, RunOptions
 from sparsebench.harness.run.plan_part import Part
 from sparsebench.harness.run.repeat import Setup, confirm, reproduce
 from sparsebench.harness.run.run_json import Flags, OnMessage
-from sparsebench.harness.run.worker_process import about_device
 from sparsebench.harness.shared_runs.campaign_file import Campaign, Entry
-from sparsebench.harness.shared_runs.campaign_pieces import (
-    LEAST_S,
-    Pieces,
+from sparsebench.harness.shared_runs.run_paths import parts_of, pieces_of
+from sparsebench.harness.shared_runs.shared_folder import (
+    Plan,
     Unfinished,
-    contests_in,
-    pieces,
+    about_once,
+    finish,
+    read_plan,
+    work,
 )
-from sparsebench.harness.shared_runs.sharing import on_each_device
+from sparsebench.harness.shared_runs.sharing import on_each_device, open_plan
 from sparsebench.results import files
+from sparsebench.results.formatting import amount
 from sparsebench.results.run import bundle, store
 from sparsebench.results.run.provenance import KIND, device_id_at, require_equal_facts, shared_facts
 
-VERDICTS = "verdicts.json"
+LEAST_S = 30.0  # left to begin an entry; a process and its ceilings take 16 s
 SAME = "code_sha256", *(f"gpu.{name}" for name in KIND)
 
 
@@ -58,32 +64,29 @@ class EntryState:
     of: int = 0
     cards: int = 0
     seconds: float = 0.0
-    manifest_sha256: str = ""
 
 
 def state(out: Path, entry: Entry) -> EntryState:
     """Return how far an entry is. Raises ResultError if its runs do not match the campaign."""
     path = out / entry.name
+    whole, pieces = (path / entry.result).exists(), _pieces(path, entry)
+    runs = _runs(path, entry) if whole or entry.kind == "claims" else pieces
+    states = [files.from_json(run / "run.json") for run in runs]
+    status = "whole" if whole else "begun" if runs or pieces else "open"
     if entry.kind == "claims":
-        runs = [*store.runs_in(path), *_pieces_of_claims(path)]
-        status = "whole" if (path / VERDICTS).exists() else "begun" if path.exists() else "open"
-        return EntryState(entry.name, status, seconds=_seconds(runs))
-    whole = (path / "run.json").exists()
-    runs = [path] if whole else pieces(path)
-    for run in runs:
-        _require_match(run, entry)
-    if whole:
-        cards = len(files.from_json(path / "environment.json").get("devices", [])) or 1
-        done, manifest = (
-            files.from_json(path / "run.json")["contests"]["done"],
-            bundle.identity(path),
-        )
-    else:
-        cards, manifest = len(runs), ""
-        done = len(contests_in(row for run in runs for row in store.rows(run)))
-    of = max((files.from_json(run / "run.json")["contests"]["of"] for run in runs), default=0)
-    status = "whole" if whole else "begun" if runs else "open"
-    return EntryState(entry.name, status, done, of, cards, _seconds(runs), manifest)
+        states += [files.from_json(piece / "run.json") for piece in pieces]
+        return EntryState(entry.name, status, seconds=sum(each["seconds"] for each in states))
+    for run, each in zip(runs, states, strict=True):
+        _require_match(run, each["flags"], entry)
+    environments = [files.from_json(run / "environment.json") for run in runs]
+    return EntryState(
+        entry.name,
+        status,
+        done=sum(each["contests"]["done"] for each in states),
+        of=max((each["contests"]["of"] for each in states), default=0),
+        cards=sum(len(each.get("devices", [each])) for each in environments),
+        seconds=sum(each["seconds"] for each in states),
+    )
 
 
 def _runs(path: Path, entry: Entry) -> list[Path]:
@@ -91,18 +94,14 @@ def _runs(path: Path, entry: Entry) -> list[Path]:
     return store.runs_in(path) if entry.kind == "claims" else [path]
 
 
-def _pieces_of_claims(path: Path) -> list[Path]:
-    """Return the pieces of the runs that a claims entry has begun. Raises ResultError."""
-    return [piece for file in path.glob("*.parts") for piece in pieces(file.with_suffix(""))]
+def _pieces(path: Path, entry: Entry) -> list[Path]:
+    """Return what was measured of an entry, or of the runs of claims, that is not whole."""
+    begun = path.glob("*.parts") if entry.kind == "claims" else [path]
+    return [piece for run in begun for piece in pieces_of(run)]
 
 
-def _seconds(runs: Sequence[Path]) -> float:
-    return sum(float(files.from_json(run / "run.json")["seconds"]) for run in runs)
-
-
-def _require_match(run: Path, entry: Entry) -> None:
+def _require_match(run: Path, flags: Mapping[str, Any], entry: Entry) -> None:
     """Raise ResultError for a run that was made from another campaign file, or an older one."""
-    flags = files.from_json(run / "run.json")["flags"]
     expected: dict[str, object] = {"replicates": entry.replicates}
     if entry.suite:
         expected |= {"only": entry.only, "energy": entry.energy}
@@ -110,6 +109,13 @@ def _require_match(run: Path, entry: Entry) -> None:
         if entry.kind != "reproduce" and flags[name] != value:
             reason = f"expected {name} {value!r} as in the campaign"
             raise ResultError(f"{run}: {reason}, found {flags[name]!r}")
+
+
+def _pack(run: Path) -> None:
+    """Compress the rows of a sealed run; its manifest has the digest of the uncompressed text."""
+    plain = run / bundle.ROWS
+    write_file(run / f"{bundle.ROWS}.gz", gzip.compress(plain.read_bytes(), mtime=0))
+    plain.unlink()
 
 
 @dataclass
@@ -135,7 +141,6 @@ class Sitting:
         self._parts: list[Part] = []
         self._left = [e for e in self.entries if state(self.out, e).status != "whole"]
         self._busy = 0
-        self._here: frozenset[str] = frozenset()
 
     def run(self, devices: Sequence[str], progress: Progress) -> None:
         """Measure one entry at a time on each device. Raises Stopped if it is interrupted."""
@@ -143,9 +148,8 @@ class Sitting:
         if not self._left:
             return
         with ThreadPoolExecutor(len(devices)) as threads:  # a worker takes 14 s to start
-            answers = list(threads.map(partial(about_device, data=self.data), devices))
+            answers = list(threads.map(partial(about_once, data=self.data), devices))
         cards = [self._card(about) for about in answers]
-        self._here = frozenset(cards)
         serve = lambda i: self._serve(devices[i], cards[i], progress)  # noqa: E731
         on_each_device(devices, serve, self._parts, self.out, self._stop)
 
@@ -177,7 +181,8 @@ class Sitting:
                 self._measure(entry, device, card, show)
                 reason = ""
             except Unfinished as left:
-                reason, again = f"the time ended after {left}", True
+                contests = f"{left.done} of {amount(left.of, 'contest')}"
+                reason, again = f"the time ended after {contests}", True
             except SparsebenchError as error:
                 reason, again = str(error), True
                 self.refused.add(entry.name)
@@ -198,7 +203,7 @@ class Sitting:
                 ready = [e for e in self._left if e.name not in tried and self._ready(e, card)]
                 if ready:
                     order = self.campaign.entries.index
-                    first = min(ready, key=lambda e: (self._rank(e, card), order(e)))
+                    first = min(ready, key=lambda e: (not self._has_begun(e, card), order(e)))
                     self._left.remove(first)
                     self._busy += 1
                     return first
@@ -206,23 +211,14 @@ class Sitting:
                     return None
                 self._changed.wait()
 
-    def _rank(self, entry: Entry, card: str) -> int:
-        """Return 0 if this card has begun the entry, 2 if only another card here has, else 1."""
-        path = self.out / entry.name
-        try:
-            begun = _pieces_of_claims(path) if entry.kind == "claims" else pieces(path)
-            cards = {device_id_at(piece) for piece in begun}
-        except ResultError:  # a piece is missing, which is reported when the entry is measured
-            return 1
-        return 0 if card in cards else 2 if cards & self._here else 1
+    def _has_begun(self, entry: Entry, card: str) -> bool:
+        pieces = _pieces(self.out / entry.name, entry)
+        return card in {device_id_at(piece) for piece in pieces}
 
     def _ready(self, entry: Entry, card: str) -> bool:
         """Return whether the runs that an entry needs exist, and note the reason if not."""
-        needs = {
-            e.name: VERDICTS if e.kind == "claims" else "run.json"
-            for e in self.campaign.above(entry)
-        }
-        missing = [name for name, file in needs.items() if not (self.out / name / file).exists()]
+        above = self.campaign.above(entry)
+        missing = [e.name for e in above if not (self.out / e.name / e.result).exists()]
         reason = f"waits for {', '.join(missing)}" if missing else ""
         if not missing and entry.elsewhere:
             run = store.read(self.out / entry.elsewhere)
@@ -233,20 +229,13 @@ class Sitting:
         return not reason
 
     def _measure(self, entry: Entry, device: str, card: str, progress: Progress) -> None:
-        engine = Pieces(
-            card,
-            self.until,
-            self._parts.append,
-            self.on_message,
-            resumes=entry.kind == "claims",  # what a claim lacks may change as others are judged
-        ).measure
         out, data = self.out / entry.name, entry.folder(self.data)
         flags = Flags(device, data, self.timeout_s, entry.replicates, entry.only, entry.energy)
         options = RunOptions(progress=progress)
-        setup = Setup(device, data, out, options, engine)
+        setup = Setup(device, data, out, options, self._engine)
         match entry.kind:
             case "suite":
-                engine(entry.read(self.data), flags, out, None, options)
+                self._engine(entry.read(self.data), flags, out, None, options)
             case "confirm":
                 confirm(self.out / entry.of, setup, entry.cases, entry.replicates, entry.only)
             case "reproduce":
@@ -254,4 +243,34 @@ class Sitting:
             case _:
                 above = self.campaign.above(entry)
                 runs = [run for e in above for run in _runs(self.out / e.name, e)]
+                engine = partial(self._engine, as_begun=True)
                 check(read_claims(entry.claims or []), flags, runs, out, options, engine)
+
+    def _engine(
+        self,
+        suite: Suite,
+        flags: Flags,
+        out: Path | None,
+        resume: Path | None,
+        options: RunOptions,
+        as_begun: bool = False,
+    ) -> Path:
+        """Measure in one part until the sitting ends; raise Unfinished if it is not whole.
+
+        Only one device at a time measures an entry, so that another card can reproduce it. A run
+        that has begun keeps its flags if it ends `as_begun`: what claims lack may have changed.
+        """
+        if out is None or resume:
+            raise ResultError(f"expected the name of a new run, found {resume or 'none'}")
+        if as_begun and parts_of(out).exists():
+            before = read_plan(parts_of(out))
+            names = "only", "replicates", "energy"
+            flags = replace(flags, **{name: getattr(before.flags, name) for name in names})
+            options = replace(options, origin=before.origin)
+        plan = Plan(suite.name, flags, (flags.device,))
+        folder, plan = open_plan(suite, plan, out, options)
+        options = replace(options, on_message=self.on_message, until=self.until)
+        work(folder, plan, suite, 1, options, on_start=self._parts.append)
+        path = finish(folder, plan, suite)
+        _pack(path)
+        return path

@@ -1,9 +1,9 @@
 """A plan shared out over the jobs of a cluster, one GPU a job, through submitit.
 
-    RUN.shards ─> an array job with one task per part ─> each reserves contests until none is left
+    RUN.parts ─> an array job with one task per part ─> each reserves contests until none is left
                ─> squeue, every POLL_S: a part whose job ended before it was done is sent again
 
-The state is in RUN.shards, on the file system that the hosts share, so the waiting process may stop
+The state is in RUN.parts, on the file system that the hosts share, so the waiting process may stop
 and another one may resume. A part is done if its run directory says so. The scheduler's accounting
 is not used, because it may be off, or not answer while a controller restarts.
 

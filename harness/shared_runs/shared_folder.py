@@ -1,27 +1,33 @@
-"""RUN.shards: the folder in which several GPUs share a plan, beside the run that it becomes.
+"""RUN.parts: the folder in which a plan is measured in parts, beside the run that it becomes.
 
     plan.json      flags, how the plan is shared (devices, or jobs), what it reproduces
     suite.yaml     the suite, byte for byte
     pinned.json    choices of another run, if the plan takes them
-    claims/        which part has reserved which problem; alike.json (run/plan_part.py)
-    3/1            a run directory of part 3; 3/2 is what it measured later, on another GPU
+    reserved/      which part has reserved which problem; alike.json (run/plan_part.py)
+    3/1            a piece of part 3: a run directory, which belongs to the GPU that measured it
+    3/2            what part 3 measured later, on another GPU
     3/suite.yaml   locked by the process that measures part 3
     jobs/          of a cluster: files of submitit, and jobs.json with the ids of each part's jobs
 
-The folder is on a file system that all hosts share, and it is the whole state: any process that
-sees it can tell how far the plan is, resume it, and merge it. It holds paths of this machine, which
-the merged run does not.
+Devices of a host, jobs of a cluster and sittings of a campaign all measure into such a folder; a
+plan of a campaign has one part. The folder is on a file system that all hosts share, or is carried
+from one to the next, and it is the whole state: any process that sees it can tell how far the plan
+is, resume it, and finish it. It holds paths of this machine, which the run does not.
 
-`work` measures a part in this process. It resumes a run directory that was begun on this GPU; of
-one that was begun on another GPU it keeps the whole contests, and measures the rest in a new
-directory. A process that was killed leaves its run directory as it was; the next process cuts it
-back to whole contests and seals it.
+`work` measures a part in this process. It resumes a piece that was begun on this GPU; of one that
+was begun on another GPU it keeps the whole contests, and measures the rest in a new piece. A
+process that was killed leaves its piece as it was; the next process cuts it back to whole contests
+and seals it. The contests of a piece that was lost are measured again.
+
+`finish` makes the run once no contest is missing: it is the only piece, or all of them merged.
 """
 
 import itertools
 import json
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -36,12 +42,24 @@ from sparsebench.harness.run.recorded_plan import completed_rows
 from sparsebench.harness.run.run_json import Counts, Flags
 from sparsebench.harness.run.runner import Pinned
 from sparsebench.harness.run.worker_process import about_device
+from sparsebench.harness.shared_runs.merging import merge
+from sparsebench.harness.shared_runs.run_paths import merged_at
 from sparsebench.results import files
+from sparsebench.results.formatting import amount
 from sparsebench.results.record import Row
 from sparsebench.results.run import bundle, store
 from sparsebench.results.run.provenance import device_id_at
 
-SCHEMA = "sparsebench/shards@1"
+SCHEMA = "sparsebench/parts@1"
+
+
+class Unfinished(ResultError):
+    """The time ended before the run was whole; its parts are kept."""
+
+    def __init__(self, run: Path, done: int, of: int) -> None:
+        expected = f"expected all {amount(of, 'contest')}, found {done}"
+        super().__init__(f"{run}: {expected}; `sparsebench run --resume {run}` measures the rest")
+        self.done, self.of = done, of
 
 
 @dataclass(frozen=True)
@@ -87,7 +105,7 @@ class PartProgress:
 def create(folder: Path, plan: Plan, text: str, pinned: Sequence[Pinned] = ()) -> None:
     """Create the folder atomically. Raises ResultError if it exists."""
     with store.new_directory(folder) as fresh:
-        (fresh / "claims").mkdir()
+        (fresh / "reserved").mkdir()
         write_file(fresh / "suite.yaml", text)
         for number in plan.numbers:
             (fresh / str(number)).mkdir()
@@ -102,34 +120,45 @@ def create(folder: Path, plan: Plan, text: str, pinned: Sequence[Pinned] = ()) -
 
 def repair(folder: Path, plan: Plan, text: str) -> None:
     """Restore deleted folders of parts; their lost contests are measured again."""
-    for name in ("claims", *map(str, plan.numbers)):
+    for name in ("reserved", *map(str, plan.numbers)):
         (folder / name).mkdir(exist_ok=True)
     for number in plan.numbers:
         if not (suite := folder / str(number) / "suite.yaml").exists():
             write_file(suite, text)
 
 
-def read(folder: Path) -> tuple[Plan, Suite]:
-    """Read the plan and the suite. Raises ResultError if the folder holds no plan."""
+def read_plan(folder: Path) -> Plan:
+    """Read the plan. Raises ResultError if the folder holds none, or one of another version."""
     file = folder / "plan.json"
     data = files.from_json(file, SCHEMA)
     if data.get("choices") and not (folder / "pinned.json").exists():
         raise ResultError(f"{folder / 'pinned.json'}: expected the plan's choices, found no file")
-    plan = files.read_model(file, Plan, SCHEMA)
+    return files.read_model(file, Plan, SCHEMA)
+
+
+def read(folder: Path) -> tuple[Plan, Suite]:
+    """Read the plan and the suite, with source files where the plan had them."""
+    plan = read_plan(folder)
     text = files.text(folder / "suite.yaml", files.YAML_BYTES)
     suite = expand(str(folder / "suite.yaml"), text, plan.flags.data)
     return plan, replace(suite, name=plan.suite)
 
 
-def require_same(folder: Path, plan: Plan, text: str) -> None:
-    """Raise SuiteError if the folder holds another plan."""
-    before, _ = read(folder)
-    data = plan.flags.data.absolute() if plan.flags.data else None
-    flags = replace(plan.flags, data=data)
-    now = replace(plan, flags=flags, job=before.job, options=before.options)
-    if now != before or (folder / "suite.yaml").read_text("utf-8") != text:
-        expected = "the plan that is shared out there"
+def open_again(folder: Path, plan: Plan, text: str) -> Plan:
+    """Return the plan that a folder holds, on the devices and by the data of `plan`.
+
+    Raises SuiteError if the folder holds another plan.
+    """
+    before = read_plan(folder)
+    elsewhere = {name: getattr(plan.flags, name) for name in ("device", "data", "timeout_s")}
+    here = replace(before, flags=replace(before.flags, **elsewhere))
+    if len(plan.devices) == len(before.devices):
+        here = replace(here, devices=plan.devices)
+    same = replace(plan, job=before.job, options=before.options)
+    if here != same or (folder / "suite.yaml").read_text("utf-8") != text:
+        expected = "the plan that is measured there"
         raise SuiteError(f"{folder}: expected {expected}, found another suite or other options")
+    return here
 
 
 def runs_of(folder: Path, number: int) -> list[Path]:
@@ -186,9 +215,9 @@ def work(
     flags = plan.flags_of(number)
     with store.lock_run(folder / str(number)):
         runs = runs_of(folder, number)
-        device_id = str(about_device(flags.device, flags.data)["identity"]) if runs else ""
-        ours, earlier = split_by_device(runs, device_id, suite, flags)
-        part = Part(folder, number, boot(), earlier)
+        card = str(about_once(flags.device, flags.data)["identity"]) if runs else ""
+        ours, earlier = _split_by_card(runs, card, suite, flags)
+        part = Part(folder, number, boot(), earlier, alone=len(plan.devices) == 1)
         if not part.reserve(planned_contests(suite, flags.device, flags.only, flags.shard)):
             return
         on_start(part)
@@ -202,17 +231,23 @@ def work(
         measure(suite, flags, out, ours, options)
 
 
-def split_by_device(
-    runs: Sequence[Path], device_id: str, suite: Suite, flags: Flags
+@cache
+def about_once(device: str, data: Path | None) -> dict[str, Any]:
+    """Return what a worker says about a device; starting one takes 14 s, so it is asked once."""
+    return about_device(device, data)
+
+
+def _split_by_card(
+    pieces: Sequence[Path], card: str, suite: Suite, flags: Flags
 ) -> tuple[Path | None, list[Row]]:
-    """Return the last run of this device, to be resumed, and the rows of other devices' runs."""
-    ours = [run for run in runs if device_id_at(run) == device_id]
-    others = [run for run in runs if run not in ours]
-    rows = [row for run in others for row in seal_completed(run, suite, flags)]
+    """Return the last piece of this card, to be resumed, and the rows of other cards' pieces."""
+    ours = [piece for piece in pieces if device_id_at(piece) == card]
+    others = [piece for piece in pieces if piece not in ours]
+    rows = [row for piece in others for row in _seal_completed(piece, suite, flags)]
     return (ours[-1] if ours else None), rows
 
 
-def seal_completed(run: Path, suite: Suite, flags: Flags) -> list[Row]:
+def _seal_completed(run: Path, suite: Suite, flags: Flags) -> list[Row]:
     """Return the rows of whole contests; seal a run that was killed with these alone."""
     rows = completed_rows(
         run, suite, flags, planned_contests(suite, flags.device, flags.only, flags.shard)
@@ -231,16 +266,39 @@ def seal_completed(run: Path, suite: Suite, flags: Flags) -> list[Row]:
     return rows
 
 
-def seal_all(folder: Path, plan: Plan, suite: Suite) -> list[Path]:
-    """Return the run directories of all parts, sealed.
+def finish(folder: Path, plan: Plan, suite: Suite) -> Path:
+    """Make the run of its parts, remove them, and return it; raise Unfinished if it is not whole.
 
-    Raises ResultError if a process still measures a part, or no contest was measured.
+    Raises ResultError if a process still measures a part.
+    """
+    pieces, out, data = seal_all(folder, plan, suite), merged_at(folder), plan.flags.data
+    done = len(Counts(row for piece in pieces for row in store.rows(piece)).done)
+    of = len(plan.contests(suite)) * plan.flags.replicates
+    if done < of:
+        raise Unfinished(out, done, of)
+    if len(pieces) == 1:
+        bundle.verify(pieces[0])
+        state = dict(store.read(pieces[0]).state)
+        for name in ("schema", "part"):  # it is the whole run, no part
+            state.pop(name, None)
+        bundle.unseal(pieces[0])
+        store.set_state(pieces[0], state)
+        bundle.seal(pieces[0])
+        pieces[0].rename(out)
+    else:
+        merge(pieces, out, data, plugins=True)
+    shutil.rmtree(folder)
+    return out
+
+
+def seal_all(folder: Path, plan: Plan, suite: Suite) -> list[Path]:
+    """Return the pieces that have contests, sealed.
+
+    Raises ResultError if a process still measures a part.
     """
     sealed = list[Path]()
     for number in plan.numbers:
         with store.lock_run(folder / str(number)):
             runs = runs_of(folder, number)
-            sealed += [run for run in runs if seal_completed(run, suite, plan.flags_of(number))]
-    if not sealed:
-        raise ResultError(f"{folder}: expected a contest that was measured, found none")
+            sealed += [run for run in runs if _seal_completed(run, suite, plan.flags_of(number))]
     return sealed

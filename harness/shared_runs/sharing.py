@@ -1,9 +1,9 @@
-"""Share a suite out over several GPUs, and resume it; other folders call this module.
+"""Measure a suite in parts on several GPUs, and resume it; other folders call this module.
 
-    suite, Plan ─> RUN.shards ─> a thread for each GPU of this host: workers near it    ┐
-                              ─> jobs of a cluster, one GPU each (cluster_jobs.py)      ┴─> RUN
+    suite, Plan ─> RUN.parts ─> a thread for each GPU of this host: workers near it    ┐
+                             ─> jobs of a cluster, one GPU each (cluster_jobs.py)      ┴─> RUN
 
-A run that was stopped, or whose process ended, is resumed from RUN.shards alone. Threads and jobs
+A run that was stopped, or whose process ended, is resumed from RUN.parts alone. Threads and jobs
 take contests from one plan as they go (run/plan_part.py), so no GPU waits for another until the
 last contest. Threads start at the same time, so imports and ceilings take no longer.
 """
@@ -14,7 +14,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import replace
-from math import inf
 from pathlib import Path
 
 from sparsebench.errors import SuiteError
@@ -23,9 +22,8 @@ from sparsebench.harness.plan.suite import Suite
 from sparsebench.harness.run.measure import RunOptions, Stopped, require_new
 from sparsebench.harness.run.plan_part import Part
 from sparsebench.harness.shared_runs import cluster_jobs, shared_folder
-from sparsebench.harness.shared_runs.merging import merge
-from sparsebench.harness.shared_runs.run_paths import merged_at, shards_of
-from sparsebench.harness.shared_runs.shared_folder import Plan, seal_all, work
+from sparsebench.harness.shared_runs.run_paths import merged_at, parts_of
+from sparsebench.harness.shared_runs.shared_folder import Plan, finish, work
 
 STOP_S = 0.5  # interval at which to check whether stopping threads have ended
 
@@ -36,36 +34,47 @@ def share(
     out: Path,
     options: RunOptions = RunOptions(),  # noqa: B008 (frozen)
 ) -> Path:
-    """Measure a suite as planned and return the merged run at `out`, or resume it.
+    """Measure a suite as planned and return the run at `out`, or resume it.
 
-    Raises SuiteError if the plan cannot be shared in this way, and the errors of `measure` and
-    `merge`.
+    Raises SuiteError if the plan cannot be shared in this way, Unfinished if the time ends before
+    the run is whole, and the errors of `measure` and `merge`.
+    """
+    folder, plan = open_plan(suite, plan, out, options)
+    return _measure(folder, suite, plan, options)
+
+
+def open_plan(suite: Suite, plan: Plan, out: Path, options: RunOptions) -> tuple[Path, Plan]:
+    """Return the folder of a run's parts and its plan; make the folder, and send jobs, if needed.
+
+    Raises SuiteError if the folder holds another plan, or the plan cannot be shared in this way.
     """
     plan = replace(plan, origin=dict(options.origin or {}))
     _require_new(suite, plan, out)
-    folder = shards_of(out)
-    if (folder / "plan.json").exists():
-        shared_folder.require_same(folder, plan, suite.text)
-    else:
-        shared_folder.create(folder, plan, suite.text, options.pinned)
-        try:
-            if plan.by != "devices":
-                cluster_jobs.send(folder, plan, plan.numbers)
-        except SuiteError:
-            shutil.rmtree(folder, ignore_errors=True)
-            raise
-    return resume(folder, options)
+    folder = parts_of(out)
+    if folder.exists():
+        return folder, shared_folder.open_again(folder, plan, suite.text)
+    shared_folder.create(folder, plan, suite.text, options.pinned)
+    try:
+        if plan.by != "devices":
+            cluster_jobs.send(folder, plan, plan.numbers)
+    except SuiteError:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    return folder, plan
 
 
 def resume(run: Path, options: RunOptions = RunOptions()) -> Path:  # noqa: B008 (frozen)
-    """Measure the rest of a run that is shared out, and return the merged run."""
-    folder = shards_of(run)
+    """Measure the rest of a run that is in parts, and return the run."""
+    folder = parts_of(run)
     plan, suite = shared_folder.read(folder)
+    return _measure(folder, suite, plan, options)
+
+
+def _measure(folder: Path, suite: Suite, plan: Plan, options: RunOptions) -> Path:
     shared_folder.repair(folder, plan, suite.text)
     measure = _measure_on_this_host if plan.by == "devices" else cluster_jobs.measure_parts
     measure(folder, suite, plan, options)
-    runs = seal_all(folder, plan, suite)
-    return merge(runs, merged_at(folder), plan.flags.data, plugins=True, whole=options.until == inf)
+    return finish(folder, plan, suite)
 
 
 def _require_new(suite: Suite, plan: Plan, out: Path) -> None:

@@ -19,11 +19,11 @@ from sparsebench.harness.plan.selection import planned_contests
 from sparsebench.harness.plan.suite import read
 from sparsebench.harness.run.measure import Progress, Stopped
 from sparsebench.harness.run.validation import validate
-from sparsebench.harness.shared_runs import campaign_pieces as piecewise
 from sparsebench.harness.shared_runs import campaign_sitting as sittings
 from sparsebench.harness.shared_runs.campaign_file import Campaign, campaign
 from sparsebench.harness.shared_runs.campaign_publication import publish, published_entries
 from sparsebench.harness.shared_runs.campaign_sitting import Sitting, state
+from sparsebench.harness.shared_runs.run_paths import parts_of
 from sparsebench.reports import published
 from sparsebench.results.run import bundle, store
 from tests.simulated.in_process import stopping
@@ -57,7 +57,7 @@ class Trial:
     @property
     def piece(self) -> Path:
         """Return the first piece of the first entry."""
-        return self.out / "several.parts" / "1"
+        return self.out / "several.parts" / "1" / "1"
 
     def campaign(self, more: str = "") -> Campaign:
         """Read the campaign, with further entries."""
@@ -101,7 +101,7 @@ def test_each_entry_becomes_a_sealed_run_that_validates(trial: Trial) -> None:
         assert store.read(run).state["flags"]["replicates"] == replicates
         assert (run / "rows.jsonl.gz").exists()
         assert not (run / "rows.jsonl").exists()
-        assert not piecewise.parts(run).exists()
+        assert not parts_of(run).exists()
     kernels = {row.case.contender.kernel for row in store.read(trial.out / "other").rows}
     assert kernels == {"bsr_small", "cublas"}
 
@@ -112,8 +112,7 @@ def test_a_stopped_entry_is_finished_on_another_card_in_another_folder(trial: Tr
     begun = state(trial.out, trial.campaign().entries[0])
     assert (begun.status, begun.cards) == ("begun", 1)
     assert 0 < begun.done < begun.of
-    texts = [file for file in trial.out.rglob("*.json") if file.name != "environment.json"]
-    assert not [file for file in texts if str(trial.folder) in file.read_text()]
+    assert str(trial.folder) not in (trial.piece / "run.json").read_text()
     moved = Trial(trial.folder / "elsewhere")
     moved.folder.mkdir()
     for name in ("several.yaml", "1.yaml", "2.yaml", "runs"):
@@ -133,8 +132,7 @@ def test_a_stopped_entry_is_finished_on_another_card_in_another_folder(trial: Tr
 def test_the_same_card_resumes_its_own_piece(trial: Trial) -> None:
     trial.stop(1)
     before = {(r.case.id, r.replicate): r.samples_us for r in store.rows(trial.piece)}
-    numbers = [part.number for part in trial.sit(1)._parts]
-    assert numbers == [1, 1]  # of each entry; contests keep the order that was drawn
+    trial.sit(1)
     run = store.read(trial.out / "several")
     after = {(r.case.id, r.replicate): r.samples_us for r in [*run.reference, *run.rows]}
     assert before.items() <= after.items()
@@ -143,7 +141,6 @@ def test_the_same_card_resumes_its_own_piece(trial: Trial) -> None:
 
 def test_a_killed_piece_keeps_its_complete_contests(trial: Trial) -> None:
     trial.stop(1)
-    piecewise.unpack(trial.piece)
     (trial.piece / bundle.MANIFEST).unlink()
     with (trial.piece / "rows.jsonl").open("a") as file:
         file.write('{"case":')
@@ -152,31 +149,46 @@ def test_a_killed_piece_keeps_its_complete_contests(trial: Trial) -> None:
 
 
 def test_nothing_begins_in_the_last_seconds_and_an_early_end_is_reported(trial, monkeypatch):
-    soon = monotonic() + piecewise.LEAST_S / 2
+    soon = monotonic() + sittings.LEAST_S / 2
     assert trial.sit(1, until=soon).reasons == {}
-    monkeypatch.setattr(sittings, "LEAST_S", 0.0)
-    reasons = trial.sit(1, until=soon).reasons  # as for a run of claims, within an entry
-    assert all(reason.startswith("the time ended after 0 of ") for reason in reasons.values())
     assert [path.name for path in trial.out.iterdir()] == ["alike.json"]
-    for module in (sittings, piecewise):
-        monkeypatch.setattr(module, "LEAST_S", -100.0)
+    monkeypatch.setattr(sittings, "LEAST_S", -100.0)
     reasons = trial.sit(1, until=monotonic() - 1).reasons
-    assert reasons["several"].startswith("the time ended after ")
+    assert all(reason.startswith("the time ended after 0 of ") for reason in reasons.values())
     assert not (trial.out / "several").exists()
 
 
-def test_a_missing_piece_is_an_error(trial: Trial) -> None:
+def test_a_lost_piece_is_measured_again(trial: Trial) -> None:
     trial.stop(1)
     shutil.rmtree(trial.piece)
-    with pytest.raises(ResultError, match="expected 1 pieces, found no 1"):
-        trial.sit(2)
+    trial.sit(2)
+    assert _devices(trial.out) == ["sim-2"]
+    assert all(line.checked for line in validate(trial.out / "several"))
+
+
+def test_an_entry_that_another_process_measures_is_left_to_it(trial: Trial) -> None:
+    trial.stop(1)
+    with store.lock_run(trial.piece.parent):
+        sitting = trial.sit(2)
+    assert "expected no other process, found one" in sitting.reasons["several"]
+    assert not (trial.out / "several").exists()
+    assert (trial.out / "other" / "manifest.json").exists()
+
+
+@pytest.mark.parametrize("older", ["several.parts/pieces.json", "several.shards/plan.json"])
+def test_an_entry_that_an_older_version_began_is_refused(older: str, trial: Trial) -> None:
+    file = trial.out / older
+    file.parent.mkdir(parents=True)
+    file.write_text('{"begun": 1}')
+    with pytest.raises(ResultError, match="an older version"):
+        trial.sit(1)
     assert not (trial.out / "several").exists()
 
 
 @pytest.mark.parametrize(
     ("file", "change", "reason"),
     [
-        ("1/environment.json", {"commit": "0"}, "expected SHA-256"),
+        ("1/1/environment.json", {"commit": "0"}, "expected SHA-256"),
         ("alike.json", {"gpu.driver": "1.0"}, "expected gpu.driver 1.0"),
     ],
 )
@@ -184,7 +196,7 @@ def test_an_entry_with_a_changed_piece_is_refused_and_others_are_measured(
     file, change, reason, trial
 ) -> None:
     trial.stop(1)
-    path = trial.piece.parent / file
+    path = trial.piece.parents[1] / file
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
     sitting = trial.sit(2)
     assert reason in sitting.reasons["several"]
@@ -296,18 +308,16 @@ def test_stopped_claims_are_finished_on_another_card(trial: Trial, monkeypatch) 
     with pytest.raises((Stopped, KeyboardInterrupt)):
         trial.sit(1, more=more, names=("random",), progress=stopping(2))
     (part,) = (trial.out / "random").glob("*.parts")
-    begun = json.loads((part / "1" / "run.json").read_text())["flags"]["only"]
+    begun = json.loads((part / "1" / "1" / "run.json").read_text())["flags"]["only"]
     # A claim that other runs have judged meanwhile needs fewer cases.
     cases = checking.Missing.cases.fget  # type: ignore[attr-defined]
     fewer = property(lambda gap: cases(gap)[:2] if gap.suite.name in part.name else cases(gap))
     monkeypatch.setattr(checking.Missing, "cases", fewer)
-    ranks = Sitting(trial.campaign(more), (), trial.out)
     entry = trial.campaign(more).entries[2]
-    assert [ranks._rank(entry, card) for card in ("sim-1", "sim-2")] == [0, 1]
-    text = (part / "1" / "run.json").read_text()
-    (part / "1" / "run.json").write_text(json.dumps(json.loads(text) | {"seconds": 3.0}))
+    text = (part / "1" / "1" / "run.json").read_text()
+    (part / "1" / "1" / "run.json").write_text(json.dumps(json.loads(text) | {"seconds": 3.0}))
     assert state(trial.out, entry).seconds == 3
-    (part / "1" / "run.json").write_text(text)
+    (part / "1" / "1" / "run.json").write_text(text)
     assert trial.sit(2, more=more, names=("random",)).reasons == {"random": ""}
     both = trial.sit(1, 2, more=more)
     assert both.reasons == {"layers": "", "claims": ""}

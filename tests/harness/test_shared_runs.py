@@ -25,7 +25,7 @@ from sparsebench.harness.shared_runs import cluster_jobs
 from sparsebench.harness.shared_runs import shared_folder as folders
 from sparsebench.harness.shared_runs.merging import merge
 from sparsebench.harness.shared_runs.run_paths import is_shared
-from sparsebench.harness.shared_runs.shared_folder import Plan, seal_all, work
+from sparsebench.harness.shared_runs.shared_folder import Plan, finish, work
 from sparsebench.harness.shared_runs.sharing import resume, share
 from sparsebench.reports.build import figures
 from sparsebench.results import files
@@ -131,7 +131,7 @@ def test_a_stopped_plan_is_resumed(suite, gpus, merged, tmp_path) -> None:
     with pytest.raises(Stopped):
         share(suite, on(gpus[:2], replicates=1), out, RunOptions(progress=stopping(5)))
     assert not out.exists()
-    begun = [row for run in out.with_name("run.shards").glob("*/1") for row in store.rows(run)]
+    begun = [row for run in out.with_name("run.parts").glob("*/1") for row in store.rows(run)]
     assert begun
     again = sparsebench("status", out)
     assert "problems not begun" in again.stdout
@@ -144,17 +144,17 @@ def test_a_stopped_plan_is_resumed(suite, gpus, merged, tmp_path) -> None:
     assert samples.items() <= {(key(row), row.device): row.samples_us for row in run.rows}.items()
 
 
-@pytest.mark.parametrize("deleted", ["2", "2/1", "2/suite.yaml", "claims"])
+@pytest.mark.parametrize("deleted", ["2", "2/1", "2/suite.yaml", "reserved"])
 def test_a_plan_is_resumed_after_a_part_was_deleted(deleted, suite, gpus, tmp_path) -> None:
     out = tmp_path / "run"
     with pytest.raises(Stopped):
         share(suite, on(gpus[:2], replicates=1), out, RunOptions(progress=stopping(5)))
-    path = out.with_name("run.shards") / deleted
+    path = out.with_name("run.parts") / deleted
     if path.is_dir():
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
-    if deleted == "claims":
+    if deleted == "reserved":
         shutil.rmtree(path.parent / "1" / "1", ignore_errors=True)
         shutil.rmtree(path.parent / "2" / "1", ignore_errors=True)
     resume(out)
@@ -164,7 +164,7 @@ def test_a_plan_is_resumed_after_a_part_was_deleted(deleted, suite, gpus, tmp_pa
 def test_a_lost_part_is_made_again_before_a_cluster_gets_jobs(
     suite, gpus, tmp_path, monkeypatch
 ) -> None:
-    folder = tmp_path / "run.shards"
+    folder = tmp_path / "run.parts"
     folders.create(folder, replace(on(gpus[:2], replicates=1), by="slurm"), suite.text)
     before = sorted(folder.rglob("*"))
     shutil.rmtree(folder / "2")
@@ -180,7 +180,7 @@ def test_a_lost_part_is_made_again_before_a_cluster_gets_jobs(
 
 def test_a_deleted_suite_or_choices_are_one_line_before_any_job(suite, gpus, tmp_path) -> None:
     for name in ("suite.yaml", "pinned.json"):
-        folder = tmp_path / f"{name}.shards"
+        folder = tmp_path / f"{name}.parts"
         folders.create(folder, on(gpus[:2], replicates=1), suite.text, [{"case": {"choice": 1}}])
         (folder / name).unlink()
         assert name in refusal("run", "--resume", tmp_path / name)
@@ -188,18 +188,18 @@ def test_a_deleted_suite_or_choices_are_one_line_before_any_job(suite, gpus, tmp
 
 def test_a_part_whose_job_the_scheduler_forgot_is_lost(suite, gpus, tmp_path, monkeypatch) -> None:
     plan = replace(on(gpus[:2], replicates=1), by="slurm")
-    folders.create(tmp_path / "run.shards", plan, suite.text)
+    folders.create(tmp_path / "run.parts", plan, suite.text)
     monkeypatch.setattr(cluster_jobs, "_alive", lambda folder, plan: {2: "RUNNING"})
     parts = [folders.PartProgress(1, 0, complete=False, device="", status="running"),
              folders.PartProgress(2, 0, complete=False, device="", status="running")]  # fmt: skip
-    words = cluster_jobs.statuses(tmp_path / "run.shards", plan, parts)
+    words = cluster_jobs.statuses(tmp_path / "run.parts", plan, parts)
     assert words == {1: "lost", 2: "running"}
     assert cluster_jobs._describe({2: "RUNNING"}, 1) == "jobs: 1 running, 1 lost"
 
 
 @pytest.mark.exhaustive
 def test_a_part_resumed_on_another_gpu_is_marked_in_the_report(suite, gpus, tmp_path) -> None:
-    folder, flags = tmp_path / "run.shards", Flags(gpus[0], replicates=2)
+    folder, flags = tmp_path / "run.parts", Flags(gpus[0], replicates=2)
     plan = Plan(suite.name, flags, (gpus[0],))
     folders.create(folder, plan, suite.text)
     with pytest.raises(Stopped):
@@ -209,7 +209,7 @@ def test_a_part_resumed_on_another_gpu_is_marked_in_the_report(suite, gpus, tmp_
         file.write('{"case":')
     moved = replace(plan, devices=(gpus[1],))
     work(folder, moved, suite, 1)
-    out = merge(seal_all(folder, moved, suite), tmp_path / "run")
+    out = finish(folder, moved, suite)
     rows = store.read(out).rows
     assert Counter(map(key, rows)) == Counter(expected(suite, 2))
     assert {row.device for row in rows} == {"sim-1", "sim-2"}
@@ -323,7 +323,7 @@ def test_more_rows_than_can_be_read_are_not_merged(halves, tmp_path, monkeypatch
 
 
 def test_parts_claim_different_problems_and_a_late_part_finds_none(suite, tmp_path) -> None:
-    folder, contests = tmp_path / "run.shards", planned_contests(suite, "sim")
+    folder, contests = tmp_path / "run.parts", planned_contests(suite, "sim")
     folders.create(folder, Plan(suite.name, Flags("sim"), ("sim",) * 3), suite.text)
     first, second = Part(folder, 1, "here"), Part(folder, 2, "here")
     turns = [part.take(contests, 0) for part in (first, second)]
@@ -341,8 +341,8 @@ def test_sixteen_gpus_share_a_plan_evenly(tmp_path: Path) -> None:
     """By a made-up clock, a contest takes 2 to 4 s, and a GPU then claims its next one."""
     text = SUITE.replace("[16, 64]", str([*range(1, 41)]))
     contests, draw = planned_contests(expand("many.yaml", text), "sim"), Random(0)
-    folders.create(tmp_path / "run.shards", Plan("many", Flags("sim"), ("sim",) * 16), text)
-    waiting = [(0.0, n, Part(tmp_path / "run.shards", n, "").take(contests, 0)) for n in range(16)]
+    folders.create(tmp_path / "run.parts", Plan("many", Flags("sim"), ("sim",) * 16), text)
+    waiting = [(0.0, n, Part(tmp_path / "run.parts", n, "").take(contests, 0)) for n in range(16)]
     taken, ended = list[str](), 0.0
     while waiting:
         ended, number, turns = heappop(waiting)
@@ -404,7 +404,7 @@ def test_a_missing_cluster_is_an_error_and_leaves_nothing(suite, tmp_path, monke
 
 def test_a_folder_of_another_plan_is_not_resumed(suite, gpus, tmp_path) -> None:
     plan = Plan(suite.name, Flags(gpus[0]), tuple(gpus[:2]))
-    folders.create(tmp_path / "run.shards", plan, suite.text)
-    assert folders.read(tmp_path / "run.shards")[0] == plan
-    with pytest.raises(SuiteError, match="expected the plan that is shared out there"):
-        share(suite, replace(plan, devices=tuple(gpus[1:])), tmp_path / "run")
+    folders.create(tmp_path / "run.parts", plan, suite.text)
+    assert folders.read(tmp_path / "run.parts")[0] == plan
+    with pytest.raises(SuiteError, match="expected the plan that is measured there"):
+        share(suite, replace(plan, flags=replace(plan.flags, replicates=1)), tmp_path / "run")

@@ -19,7 +19,7 @@ from sparsebench.harness.run.run_json import Flags
 from sparsebench.harness.run.validation import validate
 from sparsebench.harness.shared_runs import cluster_jobs
 from sparsebench.harness.shared_runs import shared_folder as folders
-from sparsebench.harness.shared_runs.run_paths import shards_of
+from sparsebench.harness.shared_runs.run_paths import parts_of
 from sparsebench.harness.shared_runs.shared_folder import Plan
 from sparsebench.harness.shared_runs.sharing import share
 from sparsebench.results.record import Row
@@ -87,7 +87,7 @@ class Sent:
     """A plan that a thread submits, as `run --slurm` does, and its state as its folder shows it."""
 
     def __init__(self, suite: Path, out: Path, parts: int) -> None:
-        self.suite, self.folder = read(str(suite)), shards_of(out)
+        self.suite, self.folder = read(str(suite)), parts_of(out)
         flags, devices = Flags("sim", replicates=2), ("sim",) * parts
         options = {"partition": "sim", "time": 60}
         self.plan = Plan(self.suite.name, flags, devices, "slurm", options, cluster_jobs.job_name())
