@@ -114,7 +114,7 @@ def around(
     card: Card,
     site: Site,
     removed: Redaction,
-    downloads: Sequence[str],
+    downloads: Mapping[str, Any],
     others: Sequence[Card] = (),
     made_from: str = "",
     newer: str = "",

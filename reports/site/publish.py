@@ -13,21 +13,20 @@ another run has that address. Runs of one GPU, suite, selection and folder name 
 run: the newest is shown, and the earlier ones keep their pages, which lead to it, and their place
 in history.html (history.py). Its SLUG, from the GPU, the suite and the manifest, leads there. A run
 is written again if the code of results/ or reports/, the address of the site or the claims change,
-if pyarrow was installed or removed, or if a run that confirms it was added. Runs that confirm
-others are written first. To remove a run, delete its folder and publish again.
+or if a run that confirms it was added. Runs that confirm others are written first. To remove a run,
+delete its folder and publish again.
 """
 
 import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.resources import files
 from importlib.resources.abc import Traversable
-from importlib.util import find_spec
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -39,10 +38,11 @@ from sparsebench.reports.site import devices, prune
 from sparsebench.reports.site.cards import cells
 from sparsebench.reports.site.pages import Site, pages
 from sparsebench.reports.site.run_folder import (
+    NEW,
     PAGES,
     Related,
     RunFolder,
-    add,
+    copy,
     move,
     run_folders,
     slug_of,
@@ -55,6 +55,9 @@ FEW = 4  # fewer items than these are handled in this process
 
 Show = Callable[[int, int, str], None]
 """Receives the number of items that are done, their number, and what they are."""
+
+Each = Callable[[Callable[[Any], None], Sequence[Any], str], None]
+"""Calls a function for each item; the last argument says what items are when that is done."""
 
 
 @dataclass(frozen=True)
@@ -79,32 +82,38 @@ def publish(
     other processes call it, so it must be a function of a module. Raises ResultError before
     anything is written.
     """
-    with locked_folder(to):
-        return _publish(runs, to, site, check, show)
+    spawn = get_context("spawn")  # a fork of torch's threads may hang
+    with locked_folder(to), ProcessPoolExecutor(os.cpu_count(), spawn) as pool:
+        return _publish(runs, to, site, check, partial(_for_each, pool, show))
 
 
 def _publish(
-    runs: Sequence[Path], to: Path, site: Site, check: Callable[[Path], None], show: Show
+    runs: Sequence[Path], to: Path, site: Site, check: Callable[[Path], None], each: Each
 ) -> Published:
-    earlier, bundles, stored = _state(to), _by_slug(runs), run_folders(to)
+    earlier, bundles = _state(to), _by_slug(runs)
+    shutil.rmtree(to / NEW, ignore_errors=True)  # of a call that was killed
+    stored = run_folders(to)
     added = [slug for slug in bundles if slug not in stored]
-    _for_each(check, [bundles[slug] for slug in added], "validated", show)
+    each(check, [bundles[slug] for slug in added], "validated")
     site = replace(site, base=site.base or earlier.get("base", ""))
     site = replace(site, source=site.source or earlier.get("source", ""))
     state = {"schema": STATE_SCHEMA, "code": _code(), "base": site.base, "source": site.source}
-    state |= {"claims": _claims_digest(site), "parquet": str(find_spec("pyarrow") is not None)}
+    state |= {"claims": _claims_digest(site)}
     write_file(to / STATE, json.dumps({**state, "code": ""}, indent=1) + "\n")
     for run in stored.values():
         if run.path.parent.name == "runs":  # where versions before 0.3 put it
             move(run, run.name or "run")
-    for slug in added:
-        add(bundles[slug], to)
+    fresh = {slug: RunFolder(to, to / NEW / slug) for slug in added}
+    each(copy, [(bundles[slug], run) for slug, run in fresh.items()], "copied")
+    for run in fresh.values():
+        move(run, run.name or str(run.state["suite"]))
+    shutil.rmtree(to / NEW, ignore_errors=True)
     stored = run_folders(to)
     site = replace(site, prune=prune.applies((run.gpu, run.name) for run in stored.values()))
     state |= {"prune": str(site.prune)}
     newest = _newest(stored)
     changed = [*stored] if state != earlier else _slugs_to_write(stored, added, newest)
-    _write_runs(stored, changed, site, newest, show)
+    _write_runs(stored, changed, site, newest, each)
     cards = [run.card for slug, run in stored.items() if slug not in newest]
     judged = claims.entries(site.claims, cells(cards))
     gpus = {card.gpu for card in cards if card.units}
@@ -123,18 +132,17 @@ def _publish(
     return Published([*stored], changed, _notes([stored[slug] for slug in added], site))
 
 
-def _for_each(function: Callable[..., None], items: Iterable[Any], what: str, show: Show) -> None:
-    """Call a function for each item, in several processes if that is worth starting them."""
-    items = list(items)
+def _for_each(
+    pool: ProcessPoolExecutor, show: Show, function: Callable[[Any], None], items: Any, what: str
+) -> None:
+    """Call a function for each item, in other processes if there are many."""
     if len(items) < FEW:
         for item in items:
             function(item)
         return
     show(0, len(items), what)
-    spawn = get_context("spawn")  # a fork of torch's threads may hang
-    with ProcessPoolExecutor(min(os.cpu_count() or 1, len(items)), spawn) as pool:
-        for done, _ in enumerate(pool.map(function, items), 1):
-            show(done, len(items), what)
+    for done, _ in enumerate(pool.map(function, items), 1):
+        show(done, len(items), what)
 
 
 def _state(to: Path) -> dict[str, str]:
@@ -194,7 +202,7 @@ def _write_runs(
     slugs: Sequence[str],
     site: Site,
     newest: Mapping[str, str],
-    show: Show,
+    each: Each,
 ) -> None:
     """Write runs again: first those that confirm others, because the others show their gains."""
     by_origin = {run.origin: run for run in stored.values()}
@@ -208,7 +216,7 @@ def _write_runs(
         )
         work[bool(run.source)].append((run, related))
     for confirms in (True, False):
-        _for_each(partial(write_run, site), work[confirms], "pages of runs", show)
+        each(partial(write_run, site), work[confirms], "pages of runs")
 
 
 def _write_pages(to: Path, texts: dict[str, str]) -> None:
@@ -235,8 +243,6 @@ def _notes(added: Sequence[RunFolder], site: Site) -> list[str]:
             notes.append(f"{run.slug}: removed {', '.join(texts)}")
     if not site.base:
         notes.append("no --base-url: sitemap.xml is left out and feed.xml has relative links")
-    if not find_spec("pyarrow"):
-        notes.append("rows.parquet is left out; pip install 'sparsebench[parquet]' adds it")
     return notes
 
 

@@ -4,22 +4,22 @@ DIR/GPU/NAME/      a bundle for `sparsebench validate`: rows.jsonl.gz, suite.yam
                    removed.json     what is not in it (results/run/bundle.py)
                    name.txt         the name of the folder that the run came from
                    commit.txt       its commit, if it recorded a digest of its code instead
-                   index.html       its report          bundle.tar.gz, rows.csv, rows.parquet
+                   index.html       its report          rows.csv.gz    its rows as a table
                    summary.json     its card            picture.png    for links to it
+
+The files of the bundle are its download, so no archive holds a second copy of the rows. The picture
+is written if the site has an address, without which no other site can show it.
 """
 
 import gzip
 import json
 import re
-import shutil
-import tarfile
 from dataclasses import dataclass
 from functools import cached_property
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from sparsebench._writing import replacing, write_file
+from sparsebench._writing import write_file
 from sparsebench.errors import ResultError
 from sparsebench.reports.build import build, frames_of
 from sparsebench.reports.site.cards import ROLES, SCHEMA, Card, card
@@ -28,10 +28,11 @@ from sparsebench.reports.site.preview import preview
 from sparsebench.results.run import bundle, store
 from sparsebench.results.run.bundle import Redaction
 from sparsebench.results.run.provenance import commit_of, device_name
-from sparsebench.results.tables.frame import to_csv, to_parquet
+from sparsebench.results.tables.frame import as_csv
 
 NAME, COMMIT = "name.txt", "commit.txt"
-DOWNLOADS = ("rows.csv", f"{bundle.ROWS}.gz", "rows.parquet", "bundle.tar.gz", "summary.json")
+TABLE, CARD = "rows.csv.gz", "summary.json"
+NEW = ".new"  # the folder of a site for runs that are not whole yet
 PAGES = ("formats", "kernels", "badges", "claims", "compare")  # folders of a site without runs
 
 
@@ -99,7 +100,7 @@ class RunFolder:
     @property
     def card(self) -> Card:
         """Read the card of the run; raises ResultError if it has another schema."""
-        file = self.path / "summary.json"
+        file = self.path / CARD
         try:
             data = json.loads(file.read_text("utf-8"))
             if data["schema"] == SCHEMA:
@@ -134,16 +135,14 @@ def slug_of(run: Path) -> str:
     return bundle.link_name(device_name(environment), str(state["suite"]), identity)
 
 
-def add(run: Path, to: Path) -> None:
-    """Copy a bundle without private names and paths into the site, whole or not at all."""
-    fresh = RunFolder(to, to / ".new")
-    shutil.rmtree(fresh.path, ignore_errors=True)
-    fresh.path.mkdir()
+def copy(work: tuple[Path, RunFolder]) -> None:
+    """Copy a bundle without private names and paths into a folder."""
+    run, fresh = work
+    fresh.path.mkdir(parents=True)
     bundle.redact(run, fresh.path)
     write_file(fresh.path / NAME, _public_name(run))
     if not fresh.environment.get("commit") and (commit := commit_of(run, fresh.environment)):
         write_file(fresh.path / COMMIT, commit)
-    move(fresh, fresh.name or str(fresh.state["suite"]))
 
 
 def move(run: RunFolder, name: str) -> None:
@@ -172,13 +171,14 @@ def write_run(site: Site, work: tuple[RunFolder, Related]) -> None:
         name=folder.name or str(folder.state["suite"]),
         commit=folder.commit,
     )
-    write_file(path / "summary.json", json.dumps(run_card.to_json()) + "\n")
-    to_csv(frames.rows, path / "rows.csv")
-    if find_spec("pyarrow"):
-        to_parquet(frames.rows, path / "rows.parquet")
-    _pack(path)
-    preview(run_card, path / "picture.png")
-    downloads = [name for name in DOWNLOADS if (path / name).exists()]
+    write_file(path / CARD, json.dumps(run_card.to_json()) + "\n")
+    rows = as_csv(frames.rows.drop(columns="blocks_us", errors="ignore"))
+    write_file(path / TABLE, gzip.compress(rows.encode(), mtime=0))
+    if site.base:
+        preview(run_card, path / "picture.png")
+    sealed = [name for name in _json(path, bundle.MANIFEST)["files"] if name != bundle.ROWS]
+    of_bundle = [bundle.MANIFEST, bundle.REMOVED, f"{bundle.ROWS}.gz", *sealed]
+    downloads = {"table": TABLE, "card": CARD, "bundle": of_bundle}
     others = [other.card for other in related.confirming]
     beside = around(
         run_card, site, folder.removed, downloads, others, related.source, related.newer
@@ -199,21 +199,3 @@ def _public_name(run: Path) -> str:
     called = run.resolve().name
     private = [name for name in names if len(name) >= bundle.SHORTEST]
     return "" if any(name.lower() in called.lower() for name in private) else called
-
-
-def _pack(folder: Path) -> None:
-    """Write bundle.tar.gz; the same bundle gives the same bytes."""
-    names = [f"{bundle.ROWS}.gz" if n == bundle.ROWS else n for n in bundle.verify(folder)]
-
-    def plain(entry: tarfile.TarInfo) -> tarfile.TarInfo:
-        entry.mtime, entry.uid, entry.gid, entry.uname, entry.gname = 0, 0, 0, "", ""
-        return entry
-
-    with (
-        replacing(folder / "bundle.tar.gz") as fresh,
-        fresh.open("wb") as file,
-        gzip.GzipFile("", "wb", 6, file, mtime=0) as zipped,
-        tarfile.open(fileobj=zipped, mode="w") as archive,
-    ):
-        for name in [bundle.MANIFEST, bundle.REMOVED, *names]:
-            archive.add(folder / name, f"{folder.name}/{name}", filter=plain)

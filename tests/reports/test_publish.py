@@ -3,7 +3,6 @@
 import json
 import re
 import shutil
-import tarfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -257,6 +256,13 @@ def test_a_grid_is_confirmed_only_by_its_own_largest_gain(tmp_path, monkeypatch)
     assert confirmed == {"1": True, "16": False}
 
 
+def test_a_copy_that_was_killed_leaves_no_run(copy: Path) -> None:
+    left = copy / run_folder.NEW / "torn"
+    shutil.copytree(copy / "h200" / "ffn-step", left)
+    assert len(publish([STEP], copy, Site(), unchecked).slugs) == 1
+    assert not left.parent.exists()
+
+
 def test_an_old_address_leads_to_the_run(site: Path) -> None:
     (old,) = (site / "runs").iterdir()
     assert 'url=../../h200/ffn-step/index.html"' in (old / "index.html").read_text()
@@ -310,18 +316,14 @@ def test_a_run_has_the_name_of_its_folder_and_a_badge_with_its_place(copy, tmp_p
 
 def test_a_site_has_pages_downloads_feed_and_citation(site: Path) -> None:
     run = site / "h200" / "ffn-step"
-    for name in (
-        "index.html",
-        "picture.png",
-        "rows.csv",
-        "rows.jsonl.gz",
-        "bundle.tar.gz",
-        "summary.json",
-    ):
-        assert (run / name).stat().st_size > 0
+    page = (run / "index.html").read_text()
+    links = re.findall('href="([^"]*)"', page.partition('<section id="publication">')[2])
+    sealed = {"manifest.json", "removed.json", "rows.jsonl.gz", "suite.yaml", "environment.json"}
+    assert {"rows.csv.gz", "summary.json", *sealed} <= {*links}
+    assert all((run / name).stat().st_size > 0 for name in ["picture.png", *links])
+    assert bundle.verify(run)
     assert bundle.identity(run) == bundle.identity(STEP)
-    with tarfile.open(run / "bundle.tar.gz") as archive:
-        assert f"{run.name}/manifest.json" in archive.getnames()
+    assert len(pd.read_csv(run / "rows.csv.gz")) == len(store.read(run).rows)
     feed = ElementTree.parse(site / "feed.xml").getroot()
     atom = "{http://www.w3.org/2005/Atom}"
     (entry,) = feed.findall(f"{atom}entry")
@@ -332,7 +334,6 @@ def test_a_site_has_pages_downloads_feed_and_citation(site: Path) -> None:
     assert cited["references"][0]["notes"] == f"manifest SHA-256 {bundle.identity(STEP)}"
     (slug,) = (path.name for path in (site / "runs").iterdir())
     ElementTree.parse(site / "badges" / f"{slug}.svg")
-    page = (run / "index.html").read_text()
     image = 'property="og:image" content="https://sparsebench.example/x/h200/ffn-step/picture.png"'
     assert image in page
     assert re.search(r'property="og:description" content="NVIDIA H200, verdict: 1.61', page)
