@@ -78,7 +78,8 @@ def verify(path: Path) -> list[str]:
         actual = _sha256(content(path, name))
         if actual != expected:
             raise ResultError(f"{path / name}: expected SHA-256 {expected}, found {actual}")
-    _require_whole_lines(path)
+    if torn := row_lines(path)[2]:
+        raise ResultError(f"{path / ROWS}: expected whole lines, found a torn last line {torn[:40]}")
     return sorted(digests)
 
 
@@ -143,14 +144,18 @@ def _how_to_end(path: Path) -> str:
     return f". The run has not ended; on the machine that began it, {again} finishes it"
 
 
-def _require_whole_lines(path: Path) -> None:
-    """Refuse a torn last line, which the reader would drop, and rows of an unknown schema."""
-    text = files.decode_utf8(path / ROWS, content(path, ROWS))
-    first, last = text.partition("\n")[0], text[text.rfind("\n") + 1 :]
-    schemas = [json.dumps({"schema": schema}) for schema in (ROWS_SCHEMA, *OLDER_ROWS)]
-    if first not in schemas or last:
-        actual = f"a torn last line {last[:40]}" if last else first[:80]
-        raise ResultError(f"{path / ROWS}: expected {schemas[0]} and whole lines, found {actual}")
+def row_lines(path: Path) -> tuple[str, list[str], str]:
+    """Return the schema of a run's rows, their whole lines, and a last line that is torn, or "".
+
+    Raises ResultError if the first line names no known schema.
+    """
+    file = path / ROWS
+    first, *lines = files.decode_utf8(file, content(path, ROWS)).split("\n")
+    schemas = {json.dumps({"schema": name}): name for name in (ROWS_SCHEMA, *OLDER_ROWS)}
+    if first not in schemas or not lines:
+        current, actual = next(iter(schemas)), first[:80] or "an empty file"
+        raise ResultError(f"{file}: expected a first line {current}, found {actual}")
+    return schemas[first], lines[:-1], lines[-1]
 
 
 def content(path: Path, name: str) -> bytes:

@@ -72,8 +72,7 @@ def _devices(run: Run, rows: list[Row]) -> str:
         first = row.device if row.device in devices else str([*devices])
         expected = contests.setdefault(contest, first)
         if row.device != expected:
-            message = f"expected device {expected} (environment.json), found {row.device}"
-            raise ResultError(f"{_where(run, row)}: {message}")
+            raise _error(run, row, f"device {expected} (environment.json)", row.device)
     return ", ".join(devices)
 
 
@@ -83,16 +82,13 @@ def _equal_replicates(run: Run, rows: list[Row]) -> int:
     seen: dict[int, dict[tuple[Any, ...], Row]] = {replicate: {} for replicate in range(count)}
     for row in rows:
         if row.replicate not in seen:
-            raise ResultError(f"{_where(run, row)}: expected {count} replicates, found another")
-        key = row.reference, row.case.id, row.scope, row.cache
-        if key in seen[row.replicate]:
-            raise ResultError(f"{_where(run, row)}: expected one row, found two")
-        seen[row.replicate][key] = row
+            raise _error(run, row, f"{count} replicates", "another")
+        seen[row.replicate][row.reference, row.case.id, row.scope, row.cache] = row
     all_rows = {key: row for here in seen.values() for key, row in here.items()}
     for replicate, here in seen.items():
         for key in all_rows.keys() - here.keys():
-            where = _where(run, replace(all_rows[key], replicate=replicate))
-            raise ResultError(f"{where}: expected a row as in other replicates, found none")
+            row = replace(all_rows[key], replicate=replicate)
+            raise _error(run, row, "a row as in other replicates", "none")
     return len(seen)
 
 
@@ -101,13 +97,12 @@ def _clean_samples(run: Run, rows: list[Row]) -> int:
     for row in rows:
         if (row.status is Status.OK) != bool(row.samples_us):
             actual = f"{len(row.samples_us)} in a {row.status} row"
-            message = f"expected samples in ok rows only, found {actual}"
-            raise ResultError(f"{_where(run, row)}: {message}")
+            raise _error(run, row, "samples in ok rows only", actual)
         if not 0 <= (row.late or 0.0) <= 1:
-            raise ResultError(f"{_where(run, row)}: expected late of 0 to 1, found {row.late}")
+            raise _error(run, row, "late of 0 to 1", row.late)
         for sample in row.samples_us:
             if not 0 < sample < math.inf:
-                raise ResultError(f"{_where(run, row)}: expected a time in µs, found {sample}")
+                raise _error(run, row, "a time in µs", sample)
     return sum(len(row.samples_us) for row in rows)
 
 
@@ -130,16 +125,12 @@ def _right(run: Run, rows: list[Row]) -> int:
     """Return the number of ok rows; raises ResultError if one has no error or exceeds its bound."""
     ok_rows = [row for row in rows if row.status is Status.OK]
     for row in ok_rows:
-        for name in ("error", "error_of_bound"):
-            actual, most = getattr(row, name), math.inf if name == "error" else 1.0
-            if actual is None or not 0 <= actual <= most or actual == math.inf:
-                message = f"expected {name} of at most {most:g} in an ok row, found {actual}"
-                raise ResultError(f"{_where(run, row)}: {message}")
         allowed = (row.case.contender.error or {}).get("at_most")
         most = allowed if allowed is not None else WRONG * (row.usual_error or math.inf)
-        if row.error is not None and row.error > most:
-            message = f"expected an error of at most {most:.2g} in an ok row, found {row.error:.2g}"
-            raise ResultError(f"{_where(run, row)}: {message}")
+        for name, limit in (("error", most), ("error_of_bound", 1.0)):
+            actual = getattr(row, name)
+            if actual is None or not 0 <= actual <= limit or actual == math.inf:
+                raise _error(run, row, f"{name} of at most {limit:.2g} in an ok row", actual)
     return len(ok_rows)
 
 
@@ -150,8 +141,7 @@ def _above_bounds(run: Run, rows: list[Row]) -> int:
     for row in bound:
         time, least = median(row.samples_us), LIGHT * (row.bound_us or 0.0)
         if time < least:
-            message = f"expected at least {least:.2f} µs ({row.bound_by}), found {time:.2f} µs"
-            raise ResultError(f"{_where(run, row)}: {message}")
+            raise _error(run, row, f"at least {least:.2f} µs ({row.bound_by})", f"{time:.2f} µs")
     return len(bound)
 
 
@@ -162,12 +152,12 @@ def _equal_operands(run: Run, rows: list[Row]) -> int:
         if row.digest:
             expected = digests.setdefault(row.case.problem.id, row.digest)
             if row.digest != expected:
-                message = f"expected operands {expected}, found {row.digest}"
-                raise ResultError(f"{_where(run, row)}: {message}")
+                raise _error(run, row, f"operands {expected}", row.digest)
     return len(digests)
 
 
-def _where(run: Run, row: Row) -> str:
-    """Describe a row: file, problem, contender, scope, cache state and replicate."""
+def _error(run: Run, row: Row, expected: str, actual: Any) -> ResultError:
+    """Name a row by file, problem, contender, scope, cache state and replicate."""
     named = f"problem {row.case.problem.id} {row.case.contender.label} {row.scope} {row.cache}"
-    return f"{run.path / ROWS}: {named} in replicate {row.replicate}"
+    where = f"{run.path / ROWS}: {named} in replicate {row.replicate}"
+    return ResultError(f"{where}: expected {expected}, found {actual}")

@@ -262,15 +262,8 @@ def rows(path: Path) -> list[Row]:
 
 
 def _rows(path: Path) -> tuple[str, list[Row]]:
-    file = path / bundle.ROWS
-    text = files.decode_utf8(file, bundle.content(path, bundle.ROWS))
-    first, *lines = text[: text.rfind("\n") + 1].split("\n")[:-1] or [""]
-    schemas = {json.dumps({"schema": name}): name for name in (ROWS_SCHEMA, *OLDER_ROWS)}
-    if first not in schemas:
-        current = next(iter(schemas))
-        actual = first[:80] or "an empty file"
-        raise ResultError(f"{file}: expected a first line {current}, found {actual}")
-    schema, names = schemas[first], tuple(f.name for f in fields(Row))
+    file, (schema, lines, _) = path / bundle.ROWS, bundle.row_lines(path)
+    names = tuple(f.name for f in fields(Row))
     needed = [name for name in names if name not in OLDER_ROWS.get(schema, ())]
     read = [_row(file, number, line, names, needed) for number, line in enumerate(lines, start=2)]
     _each_once(file, read)
