@@ -55,6 +55,7 @@ OF_WHOLE = "speedup", "memory_saved", "energy_saved"
 FIELDS_OF_TRAINING = "data", "pattern", "block", "width"
 REMOVED = {  # keys of older claims, and what replaces them
     "tables": "the caveats can name the authors' files",
+    "tolerance": "at_least and at_most are the tested values, and readings explain them",
     "same": "a page shows both values of a condition and does not compare them",
 }
 
@@ -169,7 +170,6 @@ class Test(_Model):
     unit: Literal["x", "%"]
     at_least: float | None = None
     at_most: float | None = None
-    tolerance: Annotated[float, Field(ge=0)] = 0.0
     partly_at: float | None = None
     quantifier: Literal["exists", "typical", "for_all"]
     at: dict[str, Scalar | list[Scalar]] = {}
@@ -184,22 +184,17 @@ class Test(_Model):
 
     @model_validator(mode="after")
     def _agree(self) -> Self:
-        metric = METRICS[self.metric]
-        if self.unit != metric.unit:
-            raise ValueError(f"unit {metric.unit} of {self.metric}, not {self.unit}")
+        if self.unit != (unit := METRICS[self.metric].unit):
+            raise ValueError(f"unit {unit} of {self.metric}, not {self.unit}")
         if (self.at_least is None) == (self.at_most is None):
             actual = "both" if self.at_least is not None else "neither"
             raise ValueError(f"a threshold, at_least or at_most, not {actual}")
         self._agree_on_files()
         if self.over and (self.metric != "speedup" or self.quantifier == "exists"):
             raise ValueError("over with a speedup that is typical or for_all")
-        none = metric.none
-        if self.partly_at is not None and (self.partly_at < self.threshold) != self.upward:
+        if self.partly_at is not None and (self.partly_at < self.limit) != self.upward:
             side = "below at_least" if self.upward else "above at_most"
             raise ValueError(f"partly_at {side}, not {self.partly_at:g}")
-        gains = [value - none for value in (self.threshold, self.limit) if none is not None]
-        if self.tolerance and gains and gains[0] * gains[1] <= 0:
-            raise ValueError(f"a tolerance that no equal contender meets, not {self.tolerance:g}")
         return self
 
     @property
@@ -236,16 +231,11 @@ class Test(_Model):
         return self.at_least is not None
 
     @property
-    def threshold(self) -> float:
-        """Return the claimed value, in the unit."""
+    def limit(self) -> float:
+        """Return the tested value, in the unit."""
         value = self.at_least if self.at_least is not None else self.at_most
         assert value is not None
         return value
-
-    @property
-    def limit(self) -> float:
-        """Return the tested value: the claimed one, less strict by the tolerance."""
-        return self.threshold + (-self.tolerance if self.upward else self.tolerance)
 
     @property
     def limit_text(self) -> str:
@@ -256,7 +246,7 @@ class Test(_Model):
     def partly_from(self) -> float | None:
         """Return the value beyond which a part of the claim holds: `partly_at`, or any gain."""
         none = METRICS[self.metric].none
-        gain = self.upward and none is not None and none < self.threshold
+        gain = self.upward and none is not None and none < self.limit
         return none if self.partly_at is None and gain else self.partly_at
 
     @property
@@ -276,8 +266,7 @@ class Test(_Model):
             "for_all": "in every cell",
         }
         metric = self.metric.replace("_", " ") + self.over_text
-        value = f"{self.threshold:g}{SIGNS[self.unit]}"
-        return f"{metric} {sign} {value} {how[self.quantifier]}"
+        return f"{metric} {sign} {self.limit_text} {how[self.quantifier]}"
 
 
 class Claim(_Model):
@@ -303,21 +292,16 @@ class Claim(_Model):
         words = len(self.statement.split())
         if self.verbatim and words > QUOTED_WORDS:
             raise ValueError(f"a quote of at most {QUOTED_WORDS} words, not {words}")
-        if not self.tests and not self.missing:
-            raise ValueError("tests, or a reason in missing")
         for test in self.tests:
             if not (test.measure or self.measure or test.of_file):
                 raise ValueError(f"measure, for the test {test.name}")
-        if self.commands and not any(test.of_file for test in self.tests):
-            raise ValueError("commands only if a test is trained or whole")
         names = [test.name for test in self.tests]
         if len(set(names)) < len(names):
             raise ValueError(f"tests of different names, not {', '.join(names)}")
         whole = [test.name for test in self.tests if not test.proxy]
-        if self.missing and whole:
-            raise ValueError(f"missing only if every test is a proxy; {whole[0]} is not")
-        if self.tests and not whole and not self.missing:
-            raise ValueError("missing, because every test is a proxy: why the claim is not tested")
+        if (self.missing is None) != bool(whole):
+            why = "why the claim itself is not tested"
+            raise ValueError(f"missing ({why}) exactly if every test is a proxy")
         return self
 
     def measured(self, test: Test) -> Measure | None:

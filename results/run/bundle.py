@@ -79,7 +79,9 @@ def verify(path: Path) -> list[str]:
         if actual != expected:
             raise ResultError(f"{path / name}: expected SHA-256 {expected}, found {actual}")
     if torn := row_lines(path)[2]:
-        raise ResultError(f"{path / ROWS}: expected whole lines, found a torn last line {torn[:40]}")
+        raise ResultError(
+            f"{path / ROWS}: expected whole lines, found a torn last line {torn[:40]}"
+        )
     return sorted(digests)
 
 
