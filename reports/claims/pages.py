@@ -9,7 +9,8 @@ if there are no measured ones.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from markupsafe import Markup, escape
@@ -24,7 +25,7 @@ from sparsebench.results.claims.decision import OPEN, Word, cell_state
 from sparsebench.results.claims.metrics import SIGNS
 from sparsebench.results.claims.planned import PlannedClaim
 from sparsebench.results.claims.schema import Condition, Test
-from sparsebench.results.claims.verdict import Basis, TestVerdict, Verdict
+from sparsebench.results.claims.verdict import Basis, Verdict
 from sparsebench.results.formatting import NONE, amount, capital, percent, plain
 
 LEVELS = ("level", "sparsity")  # fields that are written as percentages
@@ -34,20 +35,10 @@ OPEN_LINES = 12  # of a table that needs no click
 MOST_VALUES = 6  # values of a field in one cell of the table of conditions
 UNDECIDED = *map(str, OPEN), str(Word.NOT_TESTABLE)
 WHICH_COUNTS = (
-    "If a cell was measured several times, one measurement counts, so a larger value may stand "
-    "below. Runs whose A/A pairs agree come first; then those that timed the fastest subject and "
-    "baseline of all; then those that confirm chosen cells; then those that searched for their "
-    "configurations; then those with the most processes; then the narrowest interval."
+    "One measurement of each cell counts, so a larger one may stand below: reliable runs come "
+    "first, then those with the fastest subject and baseline of all, confirming and longer ones."
 )
-BADGE = {
-    Word.REPRODUCED: "#00694c",
-    Word.PARTLY: "#8a5a00",
-    Word.REFUTED: "#a3261c",
-    Word.NOT_CARRIED_OVER: "#8a4b00",
-    Word.NOT_SETTLED: "#0a58a8",
-    Word.NOT_MEASURED: "#5d6369",
-    Word.NOT_TESTABLE: "#5d6369",
-}
+BADGE = {"good": "#00694c", "unsure": "#8a5a00", "bad": "#a3261c", "quiet": "#5d6369"}
 
 
 @dataclass(frozen=True)
@@ -56,7 +47,10 @@ class Entry:
 
     planned: PlannedClaim
     cells: Sequence[Cell] = ()
-    verdicts: Sequence[Verdict] = field(default_factory=list)
+
+    @cached_property
+    def verdicts(self) -> Sequence[Verdict]:
+        return self.planned.verdicts(self.cells)
 
 
 def entries(claims: Sequence[PlannedClaim], cells: Mapping[str, Sequence[Cell]]) -> list[Entry]:
@@ -64,14 +58,7 @@ def entries(claims: Sequence[PlannedClaim], cells: Mapping[str, Sequence[Cell]])
     counted = judging_cells(
         {claim.name: [*cells.get(claim.name, ()), *claim.model_cells] for claim in claims}
     )
-    return [
-        Entry(
-            claim,
-            counted[claim.name],
-            claim.verdicts(counted[claim.name]),
-        )
-        for claim in claims
-    ]
+    return [Entry(claim, counted[claim.name]) for claim in claims]
 
 
 def pages(
@@ -79,16 +66,8 @@ def pages(
 ) -> Iterator[tuple[str, str]]:
     """Yield the path and the text of every page and badge; `gpus` are as for `lines`."""
     table = lines(judged, gpus)
-    yield (
-        "claims/index.html",
-        render(
-            "claims.html",
-            site=site,
-            lines=table,
-            tally=tally(table),
-            share=share(table),
-        ),
-    )
+    counts = {"tally": tally(table), "share": share(table)}
+    yield "claims/index.html", render("claims.html", site=site, lines=table, **counts)
     for entry in judged:
         page = render(
             "claim.html",
@@ -97,7 +76,7 @@ def pages(
             name=entry.planned.name,
             verdicts=[(verdict, STYLES[verdict.word]) for verdict in entry.verdicts],
             conditions=conditions(entry),
-            tests=[_test(entry, test, site) for test in entry.planned.claim.tests],
+            tests=[(test, _parts(entry, test, site)) for test in entry.planned.claim.tests],
             commands=entry.planned.claim.commands or [CHECK.format(entry.planned.name)],
             prose=prose,
             runs=_runs(entry.cells, site),
@@ -161,10 +140,7 @@ def share(table: Sequence[Mapping[str, Any]]) -> str:
 
 def _first(table: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """Return the line of each claim's first verdict."""
-    first: dict[str, Mapping[str, Any]] = {}
-    for line in table:
-        first.setdefault(line["name"], line)
-    return [*first.values()]
+    return [*{line["name"]: line for line in reversed(table)}.values()]
 
 
 def _numbers(verdict: Verdict) -> dict[str, str]:
@@ -178,17 +154,13 @@ def _numbers(verdict: Verdict) -> dict[str, str]:
     for judged in tests:
         test, cells = judged.test, [cell for cell in judged.deciding if not cell.reason]
         if cells:
-            sign = "" if test.at_least is not None else "at most "
-            numbers = {"claimed": sign + test.limit_text, "measured": value_text(test, cells[0])}
-            return numbers | {"scope": _scope(verdict, test)}
+            claimed = ("" if test.upward else "at most ") + test.limit_text
+            names = [test.name] if len(tests) > 1 else []
+            names += [f"a proxy: {test.proxy}"] if test.proxy else []
+            measured = value_text(test, cells[0])
+            return {"claimed": claimed, "measured": measured, "scope": "; ".join(names)}
     claimed = tests[0].test.limit_text if tests else "–"
     return {"claimed": claimed, "measured": "–", "scope": ""}
-
-
-def _scope(verdict: Verdict, test: Test) -> str:
-    """Say what a value is of, unless it is of all that was claimed."""
-    words = [test.name] if len(verdict.tests) > 1 else []
-    return "; ".join([*words, *([f"a proxy: {test.proxy}"] if test.proxy else [])])
 
 
 def badge(entry: Entry) -> str:
@@ -199,18 +171,21 @@ def badge(entry: Entry) -> str:
     right += " · simulated" if first.simulated else ""
     left = entry.planned.name
     widths = [round(6.6 * len(text)) + 16 for text in (left, right)]
-    colour = BADGE[first.word]
+    colour = BADGE[STYLES[first.word]]
     return render("site_badge.svg", left=left, right=right, widths=widths, colour=colour)
 
 
 def conditions(entry: Entry) -> list[tuple[str, str, str]]:
     """Return the name, the published value and ours of each condition."""
     measured = [cell for cell in entry.cells if not cell.reason]
-    compared = []
-    for name, condition in entry.planned.claim.conditions.items():
-        published = "unknown" if condition.published is None else plain(condition.published)
-        compared.append((name, published, _ours(name, condition, measured)))
-    return compared
+    return [
+        (
+            name,
+            "unknown" if condition.published is None else plain(condition.published),
+            _ours(name, condition, measured),
+        )
+        for name, condition in entry.planned.claim.conditions.items()
+    ]
 
 
 def _ours(name: str, condition: Condition, cells: Sequence[Cell]) -> str:
@@ -223,10 +198,8 @@ def _ours(name: str, condition: Condition, cells: Sequence[Cell]) -> str:
     else:
         field_name = condition.field or name
         write = percent if field_name in LEVELS else plain
-        values = {
-            write(cell.fields[field_name]) for cell in cells if field_name in cell.fields
-        } or {NONE}
-    texts = sorted(values, key=lambda text: (len(text), text))
+        values = {write(cell.fields[field_name]) for cell in cells if field_name in cell.fields}
+    texts = sorted(values or {NONE}, key=lambda text: (len(text), text))
     more = f" and {len(texts) - MOST_VALUES} more" if len(texts) > MOST_VALUES else ""
     return ", ".join(texts[:MOST_VALUES]) + more
 
@@ -248,48 +221,36 @@ def _run_link(cell: Cell, site: Site) -> Markup:
     return Markup(" over ").join(names)
 
 
-def _test(entry: Entry, test: Test, site: Site) -> dict[str, Any]:
-    judged = [(v, j) for v in entry.verdicts for j in v.tests if j.test.name == test.name]
-    parts = [_part(verdict, each, site) for verdict, each in judged]
-    return {"test": test, "parts": parts}
-
-
-def _part(verdict: Verdict, judged: TestVerdict, site: Site) -> dict[str, Any]:
-    """Return the part of the page about a test on a device."""
-    return {
-        "judged": judged,
-        "style": STYLES[judged.word],
-        "device": verdict.device if judged.cells else "",
-        "cells": _table(judged.test, judged.cells, judged.others, site),
-    }
+def _parts(entry: Entry, test: Test, site: Site) -> list[dict[str, Any]]:
+    """Return the parts of the page about a test, one for each device."""
+    return [
+        {
+            "judged": judged,
+            "style": STYLES[judged.word],
+            "device": verdict.device if judged.cells else "",
+            "cells": _table(test, judged.cells, judged.others, site),
+        }
+        for verdict in entry.verdicts
+        for judged in verdict.tests
+        if judged.test.name == test.name
+    ]
 
 
 def _table(test: Test, cells: Sequence[Cell], others: Sequence[Cell], site: Site) -> Markup:
     """Write the cells that count and, below them, other measurements of them, best first."""
     if not cells:
         return Markup("")
-    up = test.at_least is not None
-    cells, others = (
-        sorted(each, key=lambda cell: (cell.reason, -cell.value if up else cell.value))
-        for each in (cells, others)
-    )
-    heads = [
-        "cell",
-        f">{test.metric.replace('_', ' ')}, {SIGNS[test.unit].strip()}",
-        "is",
-        "subject",
-        "baseline",
-    ]
-    heads += [">at most", "GPU", "run"]
-    rows = []
-    for number, cell in enumerate([*cells, *others]):
+    metric = f">{test.metric.replace('_', ' ')}, {SIGNS[test.unit].strip()}"
+    heads = ["cell", metric, "is", "subject", "baseline", ">at most", "GPU", "run"]
+    sign, rows = -1 if test.upward else 1, []
+    for cell in sorted([*cells, *others], key=lambda c: (c in others, c.reason, sign * c.value)):
         state = "–" if cell.reason else cell_state(test, cell)
-        bound = largest_value(test, cell) if up else None
+        bound = largest_value(test, cell) if test.upward else None
         rows.append(
             [
                 cell.label,
                 cell.reason or value_text(test, cell),
-                "not counted" if number >= len(cells) else state,
+                "not counted" if cell in others else state,
                 cell.subject,
                 cell.baseline,
                 f"{bound:.3g}" if bound else "–",
