@@ -11,7 +11,7 @@ with an L1 term. Speedups are those of gated MLPs on a GPU by published rows
 from sparsebench.reports.advice import loss_style, style
 from sparsebench.reports.tables import Cell, Table
 from sparsebench.results.advice.layer_estimates import SMALL_BLOCKS
-from sparsebench.results.advice.measured_layers import TRAINED, Cost, Evidence
+from sparsebench.results.advice.measured_layers import TRAINED, Evidence, Loss
 from sparsebench.results.advice.pruning import CONTEXT, KINDS, MOST_LOSS, gain_of
 from sparsebench.results.advice.step_model import StepModel
 from sparsebench.results.model_shapes import MODELS, read_shapes
@@ -33,12 +33,12 @@ def costs(evidence: Evidence, gpu: str) -> list[Table]:
 
     These are the MLPs of REAL, and those of the model itself if its sizes are listed.
     """
-    pruned = dict.fromkeys(each.model for each in evidence.costs if each.method != TRAINED)
+    pruned = dict.fromkeys(each.model for each in evidence.losses if each.method != TRAINED)
     return [_of_model(evidence, model, gpu) for model in pruned]
 
 
 def _of_model(evidence: Evidence, model: str, gpu: str) -> Table:
-    rows = [each for each in evidence.costs if each.model == model]
+    rows = [each for each in evidence.losses if each.model == model]
     methods = [name for name in (*METHODS, TRAINED) if any(each.method == name for each in rows)]
     own_models = [each for each in MODELS if model.startswith(each.name.lower())]
     timed = [(each, 4096, f"× own MLPs, {4096:,} tokens") for each in own_models]
@@ -52,7 +52,7 @@ def _of_model(evidence: Evidence, model: str, gpu: str) -> Table:
                 evidence,
                 StepModel(shapes, tokens, CONTEXT).mlp(way, sparsity),
                 evidence.layers.gpus[gpu],
-            )
+            )[0]
             for shapes, tokens, _ in timed
         ]
         cells = [(gain.cell, style(gain)) for gain in gains]
@@ -68,7 +68,7 @@ def _of_model(evidence: Evidence, model: str, gpu: str) -> Table:
 
 def notes(evidence: Evidence, gpu: str) -> list[str]:
     """Return notes that explain the numbers of the table."""
-    about = {each.model: each for each in evidence.costs if each.method != TRAINED}
+    about = {each.model: each for each in evidence.losses if each.method != TRAINED}
     measured = [
         f"{each.model}: nats per {each.unit} over {each.held_out:,} held-out {each.unit}s"
         for each in about.values()
@@ -90,8 +90,8 @@ def markdown(evidence: Evidence, gpu: str) -> str:
     return "\n\n".join([*tables, *notes(evidence, gpu)])
 
 
-def _rise(cost: Cost | None) -> Cell:
-    if cost is None:
+def _rise(loss: Loss | None) -> Cell:
+    if loss is None:
         return "–", "quiet"
-    per_byte = cost.unit == "byte" and cost.rise <= MOST_LOSS  # a byte is less than a token
-    return f"{cost.rise:+.3f}", "unsure" if per_byte else loss_style(cost.rise)
+    per_byte = loss.unit == "byte" and loss.rise <= MOST_LOSS  # a byte is less than a token
+    return f"{loss.rise:+.3f}", "unsure" if per_byte else loss_style(loss.rise)

@@ -35,6 +35,7 @@ from sparsebench.reports.picture import picture, with_series
 from sparsebench.reports.tables import markdown_table
 from sparsebench.reports.terminal import Answer
 from sparsebench.reports.what_changed import what_changed
+from sparsebench.results.advice.measured_layers import collect_evidence
 from sparsebench.results.comparison import repeats
 from sparsebench.results.comparison.sides import short_card
 from sparsebench.results.formatting import (
@@ -179,14 +180,14 @@ def differing(root: Path, runs: Runs) -> dict[Path, str]:
     }
     texts = {name: make(runs) for name, make in parts.items()}
     of_runs = ((run, Path(run.home).relative_to(HOME).as_posix()) for run in runs.values())
-    evidence = advice.collect_evidence(of_runs, root / HOME)
+    evidence = collect_evidence(of_runs, root / HOME)
     texts["costs"] = costs.markdown(evidence, runs[PICTURED].device)
     brief = advice.in_brief(evidence, runs[PICTURED].device)
     texts["advice"] = f"**Should I prune?** {brief}"
     pages = {root / HOME / "README.md": PAGE.format(**texts)}
     pages |= {path: _fill(path, texts) for path in map(root.joinpath, BLOCKED) if path.exists()}
     linked = {path: _relative_links(text, root, path) for path, text in pages.items()}
-    linked[root / HOME / ADVICE] = advice.text_of(evidence)
+    linked[root / HOME / ADVICE] = evidence.text
     linked[root / "results" / between_cards.FILE] = repeats.text_of(repeated_cases(runs))
     return {
         path: text

@@ -8,12 +8,12 @@
                  one for each shape and number of tokens, because the others share its error
     gain       = dense time / sparse time
 
-The sum of both parts of the work describes the published rows better than their maximum: with it
-the efficiency of BSR at 4096 tokens varies by 1.3 from 50 to 95 % zeros, instead of by 1.8. Bytes
-are the stored weights, the input, the output and the hidden activations, each once. With sparse
-activations every token fetches the rows of its own units from L2, at UNIT_COST per FLOP: without
-that, the gain with 113 units was predicted to be twice the measured one, because the dense gate
-hides the number of units in the density.
+The measured layers are a table with a row each. The sum of both parts of the work describes the
+published rows better than their maximum: with it the efficiency of BSR at 4096 tokens varies by 1.3
+from 50 to 95 % zeros, instead of by 1.8. Bytes are the stored weights, the input, the output and
+the hidden activations, each once. With sparse activations every token fetches the rows of its own
+units from L2, at UNIT_COST per FLOP: without that, the gain with 113 units was predicted to be
+twice the measured one, because the dense gate hides the number of units in the density.
 
 The interval comes from leaving shapes out. Every measured layer is predicted from layers of other
 shapes alone. The interval holds CONFIDENCE (90 %) of the errors of its kind, widened by
@@ -24,9 +24,13 @@ compute capability, and as farther away.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, cached_property
-from math import ceil, exp, log, log2
+from math import ceil, exp, log
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 START_US = 1.5  # time of a product beside its launch: dense times then follow the bytes within 10 %
 NEAREST = 4
@@ -34,16 +38,20 @@ NEAREST = 4
 # tensor cores reach 800 TFLOP/s. From 32 to 72, left-out layers are predicted equally well.
 UNIT_COST = 64.0
 CONFIDENCE, UNKNOWN = 0.9, 4.0  # UNKNOWN: half the interval, as a factor, if nothing was left out
-# For tokens, weights, density, dtype, GPU and kind of layer.
-DISTANCE_WEIGHTS = 0.5, 0.5, 1.0, 1.0, 1.0, 1.0
-# In log2: 4 times the tokens, 8 times the weights, 2 times the density.
-FARTHEST = 2.01, 3.01, 1.01
+WEIGHTS = 0.5, 0.5, 1.0  # of the distances in log2 of tokens, weights and density
+OTHER_DTYPE, OTHER = 2.0, 1.0  # distance of values of another size; of another GPU, of an MLP
+# The largest of these, weighted: 4 times the tokens, 8 times the weights, 2 times the density. The
+# last limit leaves out GPUs of another compute capability.
+FARTHEST = 1.005, 1.505, 1.01, 9.0
 LEAST_TOKENS, MOST_TOKENS = 8, 4096  # beyond these tokens and weights the efficiency stays the same
 MOST_WEIGHTS = 2**27
 DENSE, TWO_FOUR, SIX_EIGHT = "dense", "2:4", "6:8"
 BLOCKS, SMALL_BLOCKS = "blocks", "blocks of 32"
 ANYWHERE, ACTIVATIONS = "anywhere", "activations"
+ACTIVE = 29.0  # units that are on for a token, as in the published rows
 BITMAP_TOKENS = 256  # above these tokens a layer multiplies with a dense copy of the bitmap
+
+Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -90,9 +98,9 @@ class Layer:
         return self.n * self.k * (3 if self.gated else 1)
 
     @property
-    def products(self) -> int:
-        """Return the number of launches, with gate and up in one."""
-        return 2 if self.gated else 1
+    def overhead_us(self) -> float:
+        """Return the time of its products beside one launch; gate and up are one product."""
+        return START_US * (2 if self.gated else 1)
 
     @property
     def element(self) -> int:
@@ -100,42 +108,24 @@ class Layer:
         return 1 if self.dtype in ("fp8", "int8") else 2
 
     @property
-    def uses_copy(self) -> bool:
-        """Return whether the layer multiplies with a dense copy, beside the sparse weights."""
-        return self.way == ANYWHERE and self.m > BITMAP_TOKENS
-
-    @property
-    def memory_share(self) -> float:
-        """Return the bytes of the weights in memory over those of dense ones."""
-        return 1 + replace(self, m=1).stored if self.uses_copy else self.stored
-
-    @property
     def density(self) -> float:
         """Return the fraction of the multiplications that is left."""
-        if self.way == DENSE or self.uses_copy:
-            return 1.0
         if self.way == ACTIVATIONS:
             return (1 + 2 * self.active / self.n) / 3  # the gate stays dense
-        return 1 - self.sparsity
+        return 1.0 if self._is_dense else 1 - self.sparsity
 
     @property
     def stored(self) -> float:
-        """Return the bytes read of the weights over those of dense ones.
+        """Return the bytes read of the weights over those of dense ones."""
+        return 1.0 if self._is_dense else self._packed(self.m)
 
-        2:4 adds two bits to each value kept, 6:8 is stored as 2:4 of one and a half times as many
-        columns, and a bitmap adds one bit to each value. With sparse activations, rows are read
-        that any token needs.
+    @property
+    def memory_share(self) -> float:
+        """Return the bytes of the weights in memory over those of dense ones.
+
+        A dense copy lies beside the sparse weights.
         """
-        if self.way == DENSE or self.uses_copy:
-            return 1.0
-        if self.way == TWO_FOUR:
-            share = 0.5 + 0.125 / self.element
-            return 1 - 2 * self.sparsity * (1 - share)
-        if self.way == SIX_EIGHT:
-            return 1.5 * (0.5 + 0.125 / self.element)
-        if self.way == ACTIVATIONS:
-            return (1 + 2 * (1 - (1 - self.active / self.n) ** self.m)) / 3
-        return 1 - self.sparsity + (1 / (8 * self.element) if self.way == ANYWHERE else 0.0)
+        return self._packed(1) + (self._is_dense and self.way != DENSE)
 
     @property
     def bound(self) -> float:
@@ -153,18 +143,28 @@ class Layer:
             flops += (UNIT_COST - 1) * 4 * self.m * self.active * self.k
         return moved / gpu.gb_per_s / 1e3 + flops / gpu.rate(self.dtype) / 1e6
 
-    @cached_property
-    def sizes(self) -> tuple[float, float, float]:
-        """Return tokens, weights and density, as far as the efficiency depends on them."""
-        tokens = min(max(self.m, LEAST_TOKENS), MOST_TOKENS)
-        return tokens, min(self.weights, MOST_WEIGHTS), self.density
+    @property
+    def _is_dense(self) -> bool:
+        return self.way == DENSE or (self.way == ANYWHERE and self.m > BITMAP_TOKENS)
 
-    def distance(self, other: "Layer", same_gpu: bool) -> tuple[float, ...]:
-        """Return how far apart two layers are in each of DISTANCE_WEIGHTS."""
-        logs = (abs(log2(a / b)) for a, b in zip(self.sizes, other.sizes, strict=True))
-        alike = self.dtype == other.dtype or self.element == other.element == 2
-        dtypes = 0.0 if alike else 2.0
-        return *logs, dtypes, float(not same_gpu), float(self.gated != other.gated)
+    def _packed(self, m: int) -> float:
+        """Return the bytes of the packed weights that `m` tokens read, over those of dense ones.
+
+        2:4 adds two bits to each value kept, 6:8 is stored as 2:4 of one and a half times as many
+        columns, and a bitmap adds one bit to each value. With sparse activations, rows are read
+        that any token needs.
+        """
+        two_four = 0.5 + 0.125 / self.element
+        match self.way:
+            case "2:4":
+                return 1 - 2 * self.sparsity * (1 - two_four)
+            case "6:8":
+                return 1.5 * two_four
+            case "activations":
+                return (1 + 2 * (1 - (1 - self.active / self.n) ** m)) / 3
+            case "anywhere":
+                return 1 - self.sparsity + 1 / (8 * self.element)
+        return 1 - self.sparsity
 
 
 @dataclass(frozen=True)
@@ -180,11 +180,6 @@ class Measured:
     gain: float
     low: float
     high: float
-
-    def efficiency(self, gpu: Gpu, dense: bool = False) -> float:
-        time = self.dense_us if dense else self.dense_us / self.gain
-        overhead = gpu.launch_us + START_US * self.layer.products
-        return self.layer.work_us(gpu, dense) / max(time - overhead, 0.2 * time)
 
 
 @dataclass(frozen=True)
@@ -203,12 +198,9 @@ class Estimate:
     rows: Sequence[Measured]
 
 
-Nearest = list[tuple[float, Measured]]
-
-
 @dataclass(frozen=True)
 class Estimator:
-    """The measured layers of all GPUs."""
+    """The table of the measured layers of all GPUs."""
 
     gpus: Mapping[str, Gpu]
     measured: Sequence[Measured]
@@ -217,22 +209,17 @@ class Estimator:
         """Return the estimate of a layer; None if no measured one is near enough."""
         if (prediction := self._predict(layer, gpu)) is None:
             return None
-        gain, dense_us, sparse_us, rows = prediction
-        widen, most = exp(self.half(layer.way)), layer.bound
-        return Estimate(
-            min(gain, most),
-            min(gain / widen, most),
-            min(gain * widen, most),
-            widen,
-            dense_us,
-            sparse_us,
-            rows,
-        )
+        gain, dense_us, sparse_us, near = prediction
+        widen = exp(self.half(layer.way))
+        value, low, high = (min(end, layer.bound) for end in (gain, gain / widen, gain * widen))
+        rows = [self.measured[row] for row in near]
+        return Estimate(value, low, high, widen, dense_us, sparse_us, rows)
 
     def dense_us(self, layer: Layer, gpu: Gpu) -> float:
         """Return the time of a dense layer without its launch, from the dense rows of any kind."""
-        efficiency = self._mean(self._nearest(layer, gpu, self._dense)[:NEAREST], dense=True)
-        return START_US * layer.products + layer.work_us(gpu, dense=True) / efficiency
+        apart = self._apart(layer, gpu)[:, [0, 1, 3]].sum(axis=1)
+        near = np.argsort(apart, kind="stable")[:NEAREST].tolist()
+        return self._time_us(layer, gpu, near, apart, dense=True)
 
     @cached_property
     def half(self) -> Callable[[str], float]:
@@ -261,47 +248,79 @@ class Estimator:
                 inside += [estimate.low <= row.gain <= estimate.high] if estimate else []
         return sum(inside), len(inside)
 
-    @cached_property
-    def _dense(self) -> list[Measured]:
-        return [replace(row, layer=replace(row.layer, way=DENSE)) for row in self.measured]
-
     def _errors(self, rows: Iterable[Measured]) -> list[tuple[Measured, float]]:
         """Return log(measured / predicted) of each layer, predicted from other shapes."""
-        errors = []
-        for row in rows:
-            others = [other for other in self.measured if other.layer.shape != row.layer.shape]
-            if prediction := self._predict(row.layer, self.gpus[row.gpu], others):
-                errors.append((row, log(row.gain / prediction[0])))
-        return errors
+        predicted = ((row, self._predict(row.layer, self.gpus[row.gpu], True)) for row in rows)
+        return [(row, log(row.gain / found[0])) for row, found in predicted if found]
 
     def _predict(
-        self, layer: Layer, gpu: Gpu, measured: Sequence[Measured] | None = None
-    ) -> tuple[float, float, float, list[Measured]] | None:
-        rows = [row for row in measured or self.measured if row.layer.way == layer.way]
-        within = self._nearest(layer, gpu, rows, FARTHEST)
-        if not within:
+        self, layer: Layer, gpu: Gpu, other_shapes: bool = False
+    ) -> tuple[float, float, float, list[int]] | None:
+        """Return the gain, both times inside a step, and the places of the nearest rows."""
+        apart, columns = self._apart(layer, gpu), self._columns
+        total = apart.sum(axis=1)
+        usable = (columns["way"] == layer.way) & (apart <= FARTHEST).all(axis=1)
+        if other_shapes:
+            usable &= (columns["shape"] != layer.shape).any(axis=1)
+        first: dict[tuple[Any, ...], int] = {}
+        for row in np.flatnonzero(usable)[np.argsort(total[usable], kind="stable")].tolist():
+            first.setdefault((self.measured[row].layer.shape, self.measured[row].layer.m), row)
+        near = sorted(first.values(), key=lambda row: (total[row], -row))[:NEAREST]
+        if not near:
             return None
-        first = {(row.layer.shape, row.layer.m): (apart, row) for apart, row in reversed(within)}
-        near = sorted(first.values(), key=lambda pair: pair[0])[:NEAREST]
-        start = START_US * layer.products
-        dense = start + layer.work_us(gpu, dense=True) / self._mean(near, dense=True)
-        sparse = start + layer.work_us(gpu) / self._mean(near)
-        gain = (gpu.launch_us + dense) / (gpu.launch_us + sparse)
-        return gain, dense, sparse, [row for _, row in near]
+        dense = self._time_us(layer, gpu, near, total, dense=True)
+        sparse = self._time_us(layer, gpu, near, total)
+        return (gpu.launch_us + dense) / (gpu.launch_us + sparse), dense, sparse, near
 
-    def _nearest(
-        self, layer: Layer, gpu: Gpu, rows: Iterable[Measured], most: Sequence[float] = ()
-    ) -> Nearest:
-        near: Nearest = []
-        for row in rows:
-            if self.gpus[row.gpu].capability != gpu.capability:
-                continue
-            apart = layer.distance(row.layer, gpu.name == row.gpu)
-            if all(a <= limit for a, limit in zip(apart, most, strict=False)):
-                near.append((sum(w * a for w, a in zip(DISTANCE_WEIGHTS, apart, strict=True)), row))
-        return sorted(near, key=lambda pair: pair[0])
+    def _time_us(
+        self, layer: Layer, gpu: Gpu, near: list[int], apart: Floats, dense: bool = False
+    ) -> float:
+        """Return the time of a layer at the mean efficiency of some rows, without its launch."""
+        efficiencies = self._columns["dense" if dense else "sparse"][near]
+        mean = np.average(efficiencies, weights=1 / (0.25 + apart[near]))
+        return layer.overhead_us + layer.work_us(gpu, dense) / exp(mean)
 
-    def _mean(self, near: Nearest, dense: bool = False) -> float:
-        weights = [1 / (0.25 + distance) for distance, _ in near]
-        logs = [log(row.efficiency(self.gpus[row.gpu], dense)) for _, row in near]
-        return exp(sum(w * value for w, value in zip(weights, logs, strict=True)) / sum(weights))
+    def _apart(self, layer: Layer, gpu: Gpu) -> Floats:
+        """Return the weighted distances [rows, 4] of a layer.
+
+        They are those in log2 of tokens, weights and density, and the sum of the others.
+        """
+        columns = self._columns
+        sizes = np.abs(columns["sizes"] - _sizes(layer)) * WEIGHTS
+        others = OTHER_DTYPE * (columns["dtype"] != _dtype(layer))
+        others += OTHER * (columns["gpu"] != gpu.name) + OTHER * (columns["gated"] != layer.gated)
+        others[columns["capability"] != gpu.capability] = np.inf
+        return np.column_stack([sizes, others])
+
+    @cached_property
+    def _columns(self) -> dict[str, NDArray[Any]]:
+        """Return the table: sizes and logarithms of efficiencies, and what tells rows apart."""
+        layers = [row.layer for row in self.measured]
+        return {
+            "sizes": np.array([*map(_sizes, layers)]).reshape(-1, 3),
+            "way": np.array([layer.way for layer in layers]),
+            "shape": np.array([layer.shape for layer in layers]).reshape(-1, 3),
+            "gated": np.array([layer.gated for layer in layers]),
+            "dtype": np.array([*map(_dtype, layers)]),
+            "gpu": np.array([row.gpu for row in self.measured]),
+            "capability": np.array([self.gpus[row.gpu].capability for row in self.measured]),
+            "dense": np.array([self._log_efficiency(row, True) for row in self.measured]),
+            "sparse": np.array([self._log_efficiency(row, False) for row in self.measured]),
+        }
+
+    def _log_efficiency(self, row: Measured, dense: bool) -> float:
+        time, gpu = row.dense_us if dense else row.dense_us / row.gain, self.gpus[row.gpu]
+        overhead = gpu.launch_us + row.layer.overhead_us
+        return log(row.layer.work_us(gpu, dense) / max(time - overhead, 0.2 * time))
+
+
+def _sizes(layer: Layer) -> Floats:
+    """Return log2 of tokens, weights and density, as far as the efficiency depends on them."""
+    tokens = min(max(layer.m, LEAST_TOKENS), MOST_TOKENS)
+    sizes: Floats = np.log2([tokens, min(layer.weights, MOST_WEIGHTS), layer.density])
+    return sizes
+
+
+def _dtype(layer: Layer) -> str:
+    """Return what tells apart dtypes whose layers differ: those of 16 bits are alike."""
+    return "16 bits" if layer.element == 2 else layer.dtype

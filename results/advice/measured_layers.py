@@ -8,18 +8,20 @@ kernel time with a cold cache. If several runs measured a problem, the one with 
 counts.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from importlib.resources import files
 from pathlib import Path
-from statistics import fmean, median
+from statistics import median
 from typing import Any, Final, Literal
 
 import pandas as pd
 
 from sparsebench.results.advice.layer_estimates import (
     ACTIVATIONS,
+    ACTIVE,
     ANYWHERE,
     BLOCKS,
     SIX_EIGHT,
@@ -32,23 +34,14 @@ from sparsebench.results.advice.layer_estimates import (
 )
 from sparsebench.results.ceilings import Ceilings
 from sparsebench.results.files import read_model
-from sparsebench.results.formatting import percent
-from sparsebench.results.model_files import (
-    DENSE,
-    FORWARD,
-    L1Training,
-    L1Trainings,
-    ModelTimings,
-    PatternTrainings,
-    Pruning,
-)
+from sparsebench.results.model_files import SPARSITY_SCHEMA, L1Trainings, Pruning, read_pruning
 from sparsebench.results.model_shapes import ModelShapes
 from sparsebench.results.run.provenance import device_name, on_gpu
 from sparsebench.results.tables.analysis import Analysis
 from sparsebench.results.tables.contests import with_gains
 from sparsebench.results.tables.frame import records
 
-SCHEMA: Final = "sparsebench/advice@1"
+SCHEMA: Final = "sparsebench/advice@2"
 NOT_AT_BEST = {"calls", "spense-calls"}  # suites that leave out the fastest kernels on purpose
 SIDES, LEVELS = {"64": BLOCKS, "32": SMALL_BLOCKS}, (0.5, 0.95)
 PRUNED = {  # the kind of sparsity of each pattern that `prune` knows
@@ -59,17 +52,13 @@ PRUNED = {  # the kind of sparsity of each pattern that `prune` knows
     "32x32": SMALL_BLOCKS,
 }
 KEPT = {"iid", "recorded"}  # distributions of active units over tokens
-PLAIN = ("plain", "torch_compile", "cublas_ffn")  # dense MLPs in the timings of a whole model
-LOST = (
-    "Losses were measured on {model} with pruned MLPs, in nats per token over {tokens} held-out "
-    "tokens, with the best method that was measured."
-)
+DTYPES = ["bf16", "fp16", "fp8", "int8"]
 TRAINED = "training"
 
 
 @dataclass(frozen=True)
 class Step:
-    """A whole model that was measured: a decoding step, or a forward pass of `m` tokens."""
+    """A decoding step of a whole model that was measured."""
 
     model: ModelShapes
     layer: Layer
@@ -84,21 +73,6 @@ class Step:
 
 @dataclass(frozen=True)
 class Loss:
-    """The loss of a kind of sparsity in a `model`, with a sentence on how it was measured.
-
-    `loss` is the rise in nats per token by pruning; None if the model was trained sparse.
-    """
-
-    way: str
-    sparsity: float
-    loss: float | None
-    model: str
-    text: str
-    source: str
-
-
-@dataclass(frozen=True)
-class Cost:
     """The rise of a model's held-out loss in nats per `unit`, by a method of `prune` or TRAINED."""
 
     way: str
@@ -119,8 +93,7 @@ class Evidence:
     measured: Sequence[Measured]
     steps: Sequence[Step]
     losses: Sequence[Loss] = ()
-    costs: Sequence[Cost] = ()
-    schema: Literal["sparsebench/advice@1"] = SCHEMA
+    schema: Literal["sparsebench/advice@2"] = SCHEMA
 
     @cached_property
     def layers(self) -> Estimator:
@@ -129,14 +102,22 @@ class Evidence:
 
     def __add__(self, other: "Evidence") -> "Evidence":
         """Return both together; the GPUs of `other` replace those of the same name."""
-        gpus = [*{gpu.name: gpu for gpu in (*self.gpus, *other.gpus)}.values()]
         return Evidence(
-            gpus,
+            [*{gpu.name: gpu for gpu in (*self.gpus, *other.gpus)}.values()],
             [*self.measured, *other.measured],
             [*self.steps, *other.steps],
             [*self.losses, *other.losses],
-            [*self.costs, *other.costs],
         )
+
+    @property
+    def text(self) -> str:
+        """Return advice.json, with a line for each record."""
+        parts = [
+            f"{json.dumps(name)}: [\n" + ",\n".join(map(json.dumps, rows)) + "\n]"
+            for name, rows in asdict(self).items()
+            if name != "schema"
+        ]
+        return ",\n".join(['{"schema": ' + json.dumps(self.schema), *parts]) + "}\n"
 
 
 def packaged_evidence() -> Evidence:
@@ -144,9 +125,20 @@ def packaged_evidence() -> Evidence:
     return read_model(Path(str(file)), Evidence, SCHEMA)
 
 
+def collect_evidence(runs: Iterable[tuple[Analysis, str]], root: Path) -> Evidence:
+    """Return the evidence of published runs, and the losses in the files of their folder."""
+    losses: list[Loss] = []
+    for file in sorted(root.glob("pruning/*.json")):
+        losses += of_pruning(read_pruning(file), file.relative_to(root).as_posix())
+    for file in sorted(root.glob("sparsity/*.json")):
+        trainings = read_model(file, L1Trainings, SPARSITY_SCHEMA)
+        losses.append(of_l1(trainings, file.relative_to(root).as_posix()))
+    return of_runs(runs) + Evidence([], [], [], losses)
+
+
 def of_runs(runs: Iterable[tuple[Analysis, str]]) -> Evidence:
     """Return the layers and steps of runs on GPUs, each with its name."""
-    best: dict[tuple[Any, ...], Measured | Step] = {}
+    best: dict[tuple[str, ...], Measured | Step] = {}
     ceilings: dict[str, list[Mapping[str, Any]]] = {}
     for analysis, name in sorted(runs, key=_most_processes, reverse=True):
         facts = analysis.run.environment
@@ -156,117 +148,43 @@ def of_runs(runs: Iterable[tuple[Analysis, str]]) -> Evidence:
         if analysis.run.state["suite"] not in NOT_AT_BEST:
             for key, measured in _of_run(analysis, name):
                 best.setdefault((measured.gpu, *key), measured)
-    gpus = [_gpu(name, environments) for name, environments in ceilings.items()]
-    layers = [each for each in best.values() if isinstance(each, Measured)]
-    return Evidence(gpus, layers, [each for each in best.values() if isinstance(each, Step)])
+    return Evidence(
+        [_gpu(name, environments) for name, environments in ceilings.items()],
+        [each for each in best.values() if isinstance(each, Measured)],
+        [each for each in best.values() if isinstance(each, Step)],
+    )
 
 
 def of_pruning(pruning: Pruning, source: str) -> list[Loss]:
-    """Return the losses of each pattern by its best method; none for a model of bytes."""
-    best: dict[tuple[str, float], float] = {}
-    costs = costs_of_pruning(pruning, source) if pruning.unit == "token" else []
-    for cost in costs:
-        key = cost.way, cost.sparsity
-        best[key] = min(best.get(key, cost.rise), cost.rise)
-    model = _model(pruning)
-    text = LOST.format(model=model, tokens=pruning.held_out)
-    return [Loss(*key, rise, model, text, source) for key, rise in best.items()]
-
-
-def costs_of_pruning(pruning: Pruning, source: str) -> list[Cost]:
     """Return the rise of the loss by each method and pattern."""
-    about = pruning.unit, pruning.held_out, source
     return [
-        Cost(
+        Loss(
             PRUNED[outcome.pattern],
             round(outcome.sparsity, 4),
-            _model(pruning),
+            pruning.weights.removesuffix(".gguf"),
             outcome.method,
             round(outcome.loss - (pruning.loss or 0.0), 4),
-            *about,
+            pruning.unit,
+            pruning.held_out,
+            source,
         )
         for outcome in pruning.outcomes
         if outcome.loss is not None and outcome.sparsity and outcome.pattern in PRUNED
     ]
 
 
-def _model(pruning: Pruning) -> str:
-    return pruning.weights.removesuffix(".gguf")
-
-
-def of_trainings(trainings: PatternTrainings, source: str) -> list[Loss]:
-    """Return the loss of the models with the most zeros beside dense ones of the same width.
-
-    Trainings on samples, or without blocks of 64, say nothing about the kind BLOCKS.
-    """
-    sparse = [one for one in trainings.trained if one.pattern != DENSE and one.block == 64]
-    if trainings.data != "text" or not sparse:
-        return []
-    most = max(one.sparsity for one in sparse)
-    chosen = [one for one in sparse if one.sparsity == most]
-    dense = [other.loss for one in chosen if (other := trainings.dense_match(one, "width"))]
-    text = (
-        f"Blocks were trained from scratch, with {percent(round(most, 2))} zeros and for "
-        f"{trainings.settings['steps']} steps only: {fmean(one.loss for one in chosen):.2f} nats "
-        f"per byte, {fmean(dense):.2f} if dense. Pruning to blocks without training costs far more."
-    )
-    return [Loss(BLOCKS, 0.9, None, "a small model", text, source)]
-
-
-def of_l1(trainings: L1Trainings, active: float, source: str) -> Loss:
-    """Return the loss of the training whose mean number of active units is nearest to `active`."""
-    dense, near = _l1_pair(trainings, active)
-    text = (
-        "Sparse activations come from training with ReLU and an L1 term, not from pruning: a small "
-        f"model reached {near.loss:.2f} nats per byte with {near.mean('active'):.0f} active units "
-        f"a layer, and {dense.loss:.2f} without the term."
-    )
-    return Loss(ACTIVATIONS, 0.0, None, "a small model", text, source)
-
-
-def cost_of_l1(trainings: L1Trainings, active: float, source: str) -> Cost:
-    """Return the rise of the loss by training with an L1 term, as in `of_l1`.
+def of_l1(trainings: L1Trainings, source: str) -> Loss:
+    """Return the rise of the loss by the training whose mean of active units is nearest to ACTIVE.
 
     The name of the model is that of the folder to which results/published/pruning/README.md writes
     the model without a term.
     """
-    dense, near = _l1_pair(trainings, active)
+    dense = min(trainings.trained, key=lambda one: one.l1)
+    near = min(trainings.trained, key=lambda one: abs(one.mean("active") - ACTIVE))
     sizes = trainings.settings["sizes"]
     model = f"python-stdlib-{sizes['layers']}x{sizes['width']}"
     rise = round(near.loss - dense.loss, 4)
-    return Cost(ACTIVATIONS, 0.0, model, TRAINED, rise, "byte", trainings.held_out, source)
-
-
-def _l1_pair(trainings: L1Trainings, active: float) -> tuple[L1Training, L1Training]:
-    """Return the training without a term, and the one nearest to a number of active units."""
-    dense = min(trainings.trained, key=lambda one: one.l1)
-    return dense, min(trainings.trained, key=lambda one: abs(one.mean("active") - active))
-
-
-def of_whole(timings: ModelTimings, run: str) -> list[Step]:
-    """Return the gain of a forward pass with sparse activations over the fastest dense one."""
-    forward = [way for way in timings.ways if way.what == FORWARD and way.times_us]
-    dense = min((way for way in forward if way.mlp in PLAIN), key=lambda way: way.time_us)
-    sparse = min((way for way in forward if way.mlp not in PLAIN), key=lambda way: way.time_us)
-    sizes = timings.model
-    heads = int(sizes["heads"])
-    model = ModelShapes(
-        run.rpartition("/")[2],
-        int(sizes["width"]),
-        int(sizes["hidden"]),
-        int(sizes["layers"]),
-        heads,
-        heads,
-        int(sizes["width"]) // heads,
-        int(sizes["vocab"]),
-        activation="relu",
-    )
-    layer = Layer(
-        True, ACTIVATIONS, dense.tokens, model.intermediate, model.hidden, active=timings.active
-    )
-    ends = min(dense.times_us) / max(sparse.times_us), max(dense.times_us) / min(sparse.times_us)
-    gain = dense.time_us / sparse.time_us
-    return [Step(model, layer, int(sizes["context"]), timings.device, run, 1, gain, *ends)]
+    return Loss(ACTIVATIONS, 0.0, model, TRAINED, rise, "byte", trainings.held_out, source)
 
 
 def _most_processes(item: tuple[Analysis, str]) -> tuple[int, str]:
@@ -277,42 +195,49 @@ def _most_processes(item: tuple[Analysis, str]) -> tuple[int, str]:
 def _gpu(name: str, environments: Sequence[Mapping[str, Any]]) -> Gpu:
     """Return the ceilings of a GPU: medians over its runs."""
     measured = [Ceilings.from_json(environment["ceilings"]) for environment in environments]
-    rates: dict[str, list[float]] = {}
-    for each in measured:
-        for dtype, rate in each.matrix_tflops.items():
-            rates.setdefault(dtype, []).append(rate)
-    tflops = {dtype: median(values) for dtype, values in sorted(rates.items())}
-    capability = str(environments[0]["gpu"]["compute_capability"])
-    gb_per_s = median(each.bandwidth for each in measured)
-    return Gpu(name, capability, gb_per_s, tflops, median(each.launch_us for each in measured))
+    rates = pd.DataFrame([each.matrix_tflops for each in measured]).median().sort_index()
+    return Gpu(
+        name,
+        str(environments[0]["gpu"]["compute_capability"]),
+        median(each.bandwidth for each in measured),
+        {str(dtype): float(rate) for dtype, rate in rates.items()},
+        median(each.launch_us for each in measured),
+    )
 
 
-def _of_run(analysis: Analysis, name: str) -> Iterable[tuple[tuple[str, str], Measured | Step]]:
+def _of_run(analysis: Analysis, name: str) -> Iterator[tuple[tuple[str, str], Measured | Step]]:
+    """Yield the problem and the kind of each measured layer or step, and the measurement."""
     cases = analysis.cases
     usual = (cases.scope == "kernel") & (cases.cache == "cold") & cases.dtype.isin(DTYPES)
     timed = with_gains(cases[usual & cases.op.isin(["linear", "ffn", "decoder"])])
     if timed.empty:
         return
     timed = timed[(timed.side != "dense") & timed.gain.notna()].sort_values("gain", ascending=False)
-    seen = set()
-    for line in records(timed):
-        way = _way({str(column): value for column, value in line.items()})
-        if not way or (line["problem_id"], way) in seen:
-            continue
-        seen.add((line["problem_id"], way))
-        low, high = (line[end] if pd.notna(line[end]) else line["gain"] for end in ("low", "high"))
-        gains = [round(float(value), 4) for value in (line["gain"], low, high)]
+    timed = timed.assign(way=[_way(line) for line in records(timed)])
+    best = timed[timed.way != ""].drop_duplicates(["problem_id", "way"])
+    for line in records(best):
+        way, key = line["way"], (str(line["problem_id"]), line["way"])
+        ends = [line[end] if pd.notna(line[end]) else line["gain"] for end in ("low", "high")]
+        gains = [round(float(value), 4) for value in (line["gain"], *ends)]
         about = analysis.device, name, int(line["processes"])
-        key = str(line["problem_id"]), way
+        n, k = ("intermediate", "hidden") if line["op"] == "decoder" else ("n", "k")
+        layer = Layer(
+            line["op"] != "linear",
+            way,
+            int(line["m"]),
+            int(line[n]),
+            int(line[k]),
+            str(line["dtype"]),
+            sparsity=0.0 if way == ACTIVATIONS else round(float(line["level"]), 4),
+            active=float(line["active"]) if way == ACTIVATIONS else 0.0,
+        )
         if line["op"] == "decoder":
-            yield key, _step(line, way, about, gains)
+            names = ("hidden", "intermediate", "layers", "heads", "kv_heads", "head_dim", "vocab")
+            shapes = ModelShapes(name.rpartition("/")[2], *(int(line[size]) for size in names))
+            yield key, Step(shapes, layer, int(line["context"]), *about, *gains)
         else:
-            layer = _layer(line, way, line["op"] == "ffn", int(line["n"]), int(line["k"]))
             dense_us = round(float(line["gain"] * line["median_us"]), 3)
             yield key, Measured(layer, *about, str(line["kernel"]), dense_us, *gains)
-
-
-DTYPES = ["bf16", "fp16", "fp8", "int8"]
 
 
 def _way(line: Mapping[str, Any]) -> str:
@@ -329,18 +254,3 @@ def _way(line: Mapping[str, Any]) -> str:
     if kind in ("cvse", "twell") and pattern == "dense" and op == "ffn" and line["skew"] in KEPT:
         return ACTIVATIONS
     return ""
-
-
-def _layer(line: Mapping[Any, Any], way: str, gated: bool, n: int, k: int) -> Layer:
-    sparsity = 0.0 if way == ACTIVATIONS else round(float(line["level"]), 4)
-    active = float(line["active"]) if way == ACTIVATIONS else 0.0
-    return Layer(gated, way, int(line["m"]), n, k, str(line["dtype"]), sparsity, active)
-
-
-def _step(
-    line: Mapping[Any, Any], way: str, about: tuple[str, str, int], gains: list[float]
-) -> Step:
-    names = ("hidden", "intermediate", "layers", "heads", "kv_heads", "head_dim", "vocab")
-    model = ModelShapes(about[1].rpartition("/")[2], *(int(line[name]) for name in names))
-    layer = _layer(line, way, True, model.intermediate, model.hidden)
-    return Step(model, layer, int(line["context"]), *about, *gains)

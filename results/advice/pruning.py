@@ -20,6 +20,7 @@ from shlex import quote
 from sparsebench.errors import ResultError
 from sparsebench.results.advice.layer_estimates import (
     ACTIVATIONS,
+    ACTIVE,
     ANYWHERE,
     BITMAP_TOKENS,
     BLOCKS,
@@ -30,17 +31,8 @@ from sparsebench.results.advice.layer_estimates import (
     Layer,
     Measured,
 )
-from sparsebench.results.advice.measured_layers import Evidence, Loss, Step
-from sparsebench.results.advice.step_model import (
-    ACTIVE,
-    BOUND,
-    DECODED,
-    ESTIMATE,
-    MEASURED,
-    REST,
-    Gain,
-    StepModel,
-)
+from sparsebench.results.advice.measured_layers import TRAINED, Evidence, Loss, Step
+from sparsebench.results.advice.step_model import BOUND, DECODED, ESTIMATE, REST, Gain, StepModel
 from sparsebench.results.formatting import amount, join_words, percent, times
 from sparsebench.results.model_shapes import ModelShapes
 from sparsebench.results.run.provenance import names_device
@@ -84,7 +76,7 @@ class Advice:
     @property
     def nats(self) -> float | None:
         """Return the loss by pruning in nats per token; None if it was not measured."""
-        return self.loss.loss if self.loss else None
+        return self.loss.rise if self.loss and self.loss.method != TRAINED else None
 
     @property
     def quality(self) -> str:
@@ -96,10 +88,11 @@ class Advice:
 
 @dataclass(frozen=True)
 class Answer:
-    """The verdict with its word, an Advice for each kind, and what is assumed.
+    """The verdict with its word, and an Advice for each kind.
 
-    gpu   its name; without published rows the requested name, and `dense_us` is None
-    best  the kind that the verdict is about, if any
+    gpu    its name; without published rows the requested name, and `dense_us` is None
+    best   the kind that the verdict is about, if any
+    about  sentences on this model    basis  sentences on how every answer is made
     """
 
     model: ModelShapes
@@ -111,7 +104,8 @@ class Answer:
     kinds: Sequence[Advice]
     dense_gigabytes: float
     dense_us: float | None
-    notes: Sequence[str]
+    about: Sequence[str]
+    basis: Sequence[str]
 
 
 def advise(evidence: Evidence, model: ModelShapes, gpu: str, tokens: int) -> Answer:
@@ -140,7 +134,8 @@ def advise(evidence: Evidence, model: ModelShapes, gpu: str, tokens: int) -> Ans
         kinds,
         model.weights * 2 / 1e9,
         step.dense_us(evidence.layers, card) if card else None,
-        _notes(model, tokens, card, evidence, kinds),
+        _about(model, tokens, kinds),
+        _basis(evidence, card),
     )
 
 
@@ -172,54 +167,55 @@ def commands(answer: Answer) -> list[str]:
     return [f"sparsebench try spense_ffn {sizes} pattern=spense_hidden sparsity=0.25"]
 
 
+def gain_of(evidence: Evidence, layer: Layer, gpu: Gpu | None) -> tuple[Gain, Sequence[Measured]]:
+    """Return the gain of a layer and its rows: measured, else estimated, else its upper limit."""
+    if gpu:
+        for row in evidence.measured:
+            if (row.layer, row.gpu) == (layer, gpu.name):
+                return Gain.measured(row.gain, row.low, row.high, row.processes), [row]
+        if estimate := evidence.layers.estimate(layer, gpu):
+            return Gain(estimate.gain, estimate.low, estimate.high, ESTIMATE), estimate.rows
+    return Gain(layer.bound, 0.0, layer.bound, BOUND), []
+
+
 def _advice(
     evidence: Evidence, step: StepModel, gpu: Gpu | None, rest_us: float, kind: str
 ) -> Advice:
     """Return what is known about a kind: a limit, replaced by an estimate or a measurement."""
     way, sparsity = KINDS[kind]
-    layer = step.mlp(way, sparsity)
-    of_layers, most = gain_of(evidence, layer, gpu), step.bound(layer)
+    layer, model = step.mlp(way, sparsity), step.model
+    of_layers, rows = gain_of(evidence, layer, gpu)
+    most = step.bound(layer)
     of_step = Gain(most, 0.0, most, BOUND)
-    runs: list[Measured | Step] = []
-    how = ["upper limit only"]
+    runs, how = [row.run for row in rows], ["upper limit only"]
     if gpu and (estimate := evidence.layers.estimate(layer, gpu)):
-        of_step, runs, how = (
-            step.estimated(layer, estimate, rest_us),
-            [*estimate.rows],
-            ["estimate"],
-        )
-    if same := _measured_layer(evidence, layer, gpu):
-        runs, how = [same], [f"MLP: {_processes(same.processes)}"]
-    if whole := _measured_step(evidence, step, layer, gpu):
-        depth = f"{whole.model.layers} of {step.model.layers} layers"
-        part = depth if whole.model.layers < step.model.layers else ""
+        of_step, how = step.estimated(layer, estimate, rest_us), ["estimate"]
+    measured = of_layers.basis not in (BOUND, ESTIMATE)
+    if measured:
+        how = [f"MLP: {_processes(rows[0].processes)}"]
+    if gpu and (whole := _measured_step(evidence, step, layer, gpu)):
+        depth = f"{whole.model.layers} of {model.layers} layers"
+        part = depth if whole.model.layers < model.layers else ""
         of_step = Gain.measured(whole.gain, whole.low, whole.high, whole.processes, part)
-        whole_how = f"{part or 'model'}: {_processes(whole.processes)}"
-        runs, how = [whole, *runs], [whole_how, *(how if same else [])]
-    saved = (
-        0.0 if way == ACTIVATIONS else step.model.layers * layer.weights * (1 - layer.memory_share)
-    )
+        how = [f"{part or 'model'}: {_processes(whole.processes)}", *(how if measured else [])]
+        runs = [whole.run, *runs]
+    saved = 0.0 if way == ACTIVATIONS else model.layers * layer.weights * (1 - layer.memory_share)
     losses = [
-        loss for loss in evidence.losses if loss.way == way and isclose(loss.sparsity, sparsity)
+        each
+        for each in evidence.losses
+        if each.way == way
+        and isclose(each.sparsity, sparsity)
+        and (each.unit == "token" or each.method == TRAINED)
     ]
     return Advice(
         kind,
         of_layers,
         of_step,
-        (step.model.weights - saved) * 2 / 1e9,
-        losses[0] if losses else None,
+        (model.weights - saved) * 2 / 1e9,
+        min(losses, key=lambda each: each.rise, default=None),
         "; ".join(how),
-        list(dict.fromkeys(row.run for row in runs)),
+        list(dict.fromkeys(runs)),
     )
-
-
-def gain_of(evidence: Evidence, layer: Layer, gpu: Gpu | None) -> Gain:
-    """Return the gain of a layer: measured, else estimated, else its upper limit."""
-    if gpu and (same := _measured_layer(evidence, layer, gpu)):
-        return Gain.measured(same.gain, same.low, same.high, same.processes)
-    if gpu and (estimate := evidence.layers.estimate(layer, gpu)):
-        return Gain(estimate.gain, estimate.low, estimate.high, ESTIMATE)
-    return Gain(layer.bound, 0.0, layer.bound, BOUND)
 
 
 def _processes(count: int) -> str:
@@ -227,22 +223,15 @@ def _processes(count: int) -> str:
     return f"{word}, {amount(count, 'process')}"
 
 
-def _measured_layer(evidence: Evidence, layer: Layer, gpu: Gpu | None) -> Measured | None:
-    """Return the measurement of exactly this MLP on this GPU."""
-    same = (row for row in evidence.measured if row.layer == layer)
-    return next((row for row in same if gpu and row.gpu == gpu.name), None)
-
-
 def _measured_step(
-    evidence: Evidence, step_model: StepModel, layer: Layer, gpu: Gpu | None
+    evidence: Evidence, step_model: StepModel, layer: Layer, gpu: Gpu
 ) -> Step | None:
     """Return the deepest measured step of such layers whose head has the same share of it."""
     names, model = ("hidden", "intermediate", "heads", "kv_heads", "head_dim"), step_model.model
     steps = [
         step
         for step in evidence.steps
-        if gpu
-        and (step.gpu, step.layer, step.context) == (gpu.name, layer, step_model.context)
+        if (step.gpu, step.layer, step.context) == (gpu.name, layer, step_model.context)
         and all(getattr(step.model, name) == getattr(model, name) for name in names)
         and step.model.vocab * model.layers == model.vocab * step.model.layers
     ]
@@ -258,7 +247,8 @@ def _verdict(
     sure = [each for each in pruned if each.step.basis != BOUND and each.step.low >= WORTH]
     cheap = [each for each in sure if each.nats is not None and each.nats <= MOST_LOSS]
     best = max(cheap or sure or pruned, key=lambda each: each.step.value)
-    name = f"{best.kind} (format {FORMATS[KINDS[best.kind][0]]})"
+    way, sparsity = KINDS[best.kind]
+    name = f"{best.kind} (format {FORMATS[way]})"
     if gpu is None and best.step.value >= WORTH:
         most = f"the model can become at most {times(best.step.value)} as fast, with {name}"
         gpus = join_words([*evidence.layers.gpus])
@@ -270,66 +260,67 @@ def _verdict(
     at += f" ({best.step.caveat})" if best.step.caveat else ""
     faster = f"the model with {name} is {best.step.text} as fast {at}"
     cost = "its loss by pruning was not measured"
-    way, sparsity = KINDS[best.kind]
-    easier = [kind for kind, (like, level) in KINDS.items() if like == way and level <= sparsity]
-    costs = [each for each in kinds if each.kind in easier and each.nats is not None]
+    costs = [
+        (level, each.kind, each.loss)
+        for each in pruned
+        for like, level in [KINDS[each.kind]]
+        if like == way and level <= sparsity and each.loss and each.nats is not None
+    ]
     if costs:
-        sparsest = max(costs, key=lambda each: KINDS[each.kind][1])
-        pruning = "such pruning" if sparsest is best else f"even pruning to {sparsest.kind}"
-        model = sparsest.loss.model if sparsest.loss else ""
-        cost = f"{pruning} cost {model} {sparsest.nats:.2f} nats per token"
+        _, kind, loss = max(costs, key=lambda each: each[0])
+        pruning = "such pruning" if kind == best.kind else f"even pruning to {kind}"
+        cost = f"{pruning} cost {loss.model} {loss.rise:.2f} nats per token"
     if cheap:
         return TRY, f"Worth trying: {faster}, and {cost}.", best
     return TRAIN, f"Do not prune without training: {faster}, but {cost}.", best
 
 
-def _notes(
-    model: ModelShapes, tokens: int, gpu: Gpu | None, evidence: Evidence, kinds: Sequence[Advice]
-) -> list[str]:
-    """Return what is assumed, how estimates are made, and how losses were measured."""
+def _about(model: ModelShapes, tokens: int, kinds: Sequence[Advice]) -> list[str]:
+    """Return what is assumed about a model, and whose losses the answer shows."""
     load = f"prompts of {CONTEXT} tokens, of which only the last one passes the head"
     if tokens <= DECODED:
         load = f"{amount(tokens, 'sequence')} with a KV cache of {CONTEXT} tokens each"
     share = percent(round(model.layers * model.mlp / model.weights, 2))
-    notes = [
-        f"The model runs {load}, in one pass. Weights, activations and cache have 16 bits.",
-        "Only the MLPs are sparse. Attention, norms, the cache, the embedding and the head stay "
-        f"dense: the MLPs hold {share} of the weights.",
-    ]
-    if gpu:
-        inside, predicted = evidence.layers.coverage
-        notes += [
-            "An estimate (≈), with its interval in brackets, comes from the bytes and FLOPs of the "
-            "nearest measured layers, against the measured ceilings of each GPU; layers of other "
-            "GPUs count less. "
-            "To test the intervals, each measured layer was estimated from layers of other shapes: "
-            f"{inside} of {predicted} intervals held the measured value. "
-            f"The time of the dense rest may be wrong by a factor of {REST:g}."
-        ]
-    gains = [gain for each in kinds for gain in (each.layers, each.step)]
-    if any(gain.basis == MEASURED for gain in gains):
-        notes += [
-            "Brackets of a measured gain: the 95 % interval over processes, plus variation between "
-            "runs. A look has fewer than 6 processes, and no brackets."
-        ]
-    if any(each.step.part for each in kinds):
-        notes += [
-            "An extrapolated gain was measured on a model with fewer of these layers, whose head "
-            "takes the same share of the step. It is assumed to hold for all layers."
-        ]
-    if any(BOUND in (each.layers.basis, each.step.basis) for each in kinds):
-        notes += [
-            "“At most” is the ratio of bytes or of FLOPs, whichever is larger: no layer that was "
-            "measured is similar enough for an estimate."
-        ]
-    if tokens > BITMAP_TOKENS:
-        notes += [
-            f"With more than {BITMAP_TOKENS} tokens, a layer with zeros anywhere multiplies a "
-            "dense copy of its weights, and keeps both."
-        ]
-    notes += dict.fromkeys(each.loss.text for each in kinds if each.loss)
+    sentences = [f"The model runs {load}, in one pass. The MLPs hold {share} of the weights."]
     if not model.activation.startswith("relu"):
-        notes += [
-            f"The MLPs of this model use {model.activation}, so no hidden unit is exactly zero."
-        ]
-    return notes
+        sentences += [f"Its MLPs use {model.activation}, so no hidden unit is exactly zero."]
+    return [*sentences, *dict.fromkeys(_of_loss(each.loss) for each in kinds if each.loss)]
+
+
+def _of_loss(loss: Loss) -> str:
+    """Say how a loss was measured."""
+    if loss.method == TRAINED:
+        return (
+            "Sparse activations come from training with ReLU and an L1 term, not from pruning: "
+            f"the term changed the loss of {loss.model} by {loss.rise:+.2f} nats per {loss.unit}."
+        )
+    return (
+        f"Losses were measured on {loss.model} with pruned MLPs, in nats per {loss.unit} over "
+        f"{loss.held_out} held-out {loss.unit}s, with the best method that was measured."
+    )
+
+
+def _basis(evidence: Evidence, gpu: Gpu | None) -> list[str]:
+    """Return what all answers on a GPU assume, and what their marks mean."""
+    inside, predicted = evidence.layers.coverage if gpu else (0, 0)
+    estimated = (
+        "An estimate (≈), with its interval in brackets, comes from the bytes and FLOPs of the "
+        "nearest measured layers, against the measured ceilings of each GPU; layers of other "
+        "GPUs count less. "
+        "To test the intervals, each measured layer was estimated from layers of other shapes: "
+        f"{inside} of {predicted} intervals held the measured value. "
+        f"The time of the dense rest may be wrong by a factor of {REST:g}."
+    )
+    return [
+        *([estimated] if gpu else []),
+        "Weights, activations and cache have 16 bits. Only the MLPs are sparse. Attention, norms, "
+        "the cache, the embedding and the head stay dense.",
+        "Brackets of a measured gain: the 95 % interval over processes, plus variation between "
+        "runs. A look has fewer than 6 processes, and no brackets.",
+        "An extrapolated gain was measured on a model with fewer of these layers, whose head "
+        "takes the same share of the step. It is assumed to hold for all layers.",
+        "“At most” is the ratio of bytes or of FLOPs, whichever is larger: no layer that was "
+        "measured is similar enough for an estimate.",
+        f"With more than {BITMAP_TOKENS} tokens, a layer with zeros anywhere multiplies a "
+        "dense copy of its weights, and keeps both.",
+    ]

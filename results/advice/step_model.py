@@ -19,6 +19,7 @@ from math import exp, hypot, log
 
 from sparsebench.results.advice.layer_estimates import (
     ACTIVATIONS,
+    ACTIVE,
     DENSE,
     START_US,
     Estimate,
@@ -33,7 +34,6 @@ from sparsebench.results.statistics.ratio import FEWEST
 DECODED = 256
 PASSES, SMALL = 10, 8  # passes of the stream through memory, and small kernels, in each layer
 REST = 1.25
-ACTIVE = 29.0  # units that are on for a token, as in the published rows
 MEASURED, LOOK, ESTIMATE, BOUND = "measured", "look", "estimate", "bound"
 
 

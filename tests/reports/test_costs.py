@@ -5,13 +5,10 @@ from dataclasses import replace
 import pytest
 
 from sparsebench.reports.costs import COSTS, METHODS, OF_MODEL, costs, markdown
-from sparsebench.results.advice.measured_layers import (
-    Evidence,
-    costs_of_pruning,
-    of_pruning,
-    packaged_evidence,
-)
+from sparsebench.results.advice.measured_layers import Evidence, of_pruning, packaged_evidence
+from sparsebench.results.advice.pruning import advise
 from sparsebench.results.model_files import Pruning, PruningOutcome
+from sparsebench.results.model_shapes import read_shapes
 
 GPU = "NVIDIA H200"
 SOURCE = "pruning/small.json"
@@ -35,7 +32,7 @@ def pruning() -> Pruning:
 
 def test_a_line_has_the_rises_by_method_and_the_gains_of_layers(pruning: Pruning) -> None:
     measured = packaged_evidence()
-    evidence = Evidence(measured.gpus, measured.measured, [], [], costs_of_pruning(pruning, SOURCE))
+    evidence = Evidence(measured.gpus, measured.measured, [], of_pruning(pruning, SOURCE))
     (table,) = costs(evidence, GPU)
     lines = {line[0]: line[1:] for line in table.lines}
     assert [*lines] == [*COSTS]
@@ -46,12 +43,13 @@ def test_a_line_has_the_rises_by_method_and_the_gains_of_layers(pruning: Pruning
 
 
 def test_an_advice_has_the_best_method_and_only_losses_per_token(pruning: Pruning) -> None:
-    losses = {(each.way, each.sparsity): each.loss for each in of_pruning(pruning, SOURCE)}
-    assert losses == {("6:8", 0.25): 0.25, ("blocks of 32", 0.8): 2.0}
-    assert of_pruning(replace(pruning, unit="byte"), SOURCE) == []
+    for unit, nats in (("token", 0.25), ("byte", None)):
+        losses = of_pruning(replace(pruning, unit=unit), SOURCE)  # type: ignore[arg-type]
+        answer = advise(Evidence([], [], [], losses), read_shapes("Llama-3-8B"), "A100", 16)
+        assert [each.nats for each in answer.kinds if each.kind == "6:8"] == [nats]
 
 
 def test_the_published_table_has_each_method_of_a_real_model() -> None:
     evidence = packaged_evidence()
-    gemma = {each.method for each in evidence.costs if each.model.startswith("gemma-3-270m")}
+    gemma = {each.method for each in evidence.losses if each.model.startswith("gemma-3-270m")}
     assert gemma == METHODS.keys()

@@ -111,12 +111,7 @@ def test_a_gain_of_some_of_the_layers_is_extrapolated_and_says_so(evidence: Evid
     assert look.cell == f"{look.text} (look, extrapolated)"
     for text in (answer.verdict, presented.in_brief(evidence, "NVIDIA H200")):
         assert "extrapolated from 8 of 32 layers" in text
-    shown = presented.markdown(answer)
-    assert "whole model" not in shown
-    assert "fewer of these layers" in shown  # how it is extrapolated
-    assert "fewer of these layers" not in presented.markdown(
-        advise(evidence, read_shapes("Gemma-3-270m"), "H200", 16)
-    )
+    assert "fewer of these layers" in presented.markdown(answer)  # how it is extrapolated
 
 
 @pytest.mark.parametrize(
