@@ -74,8 +74,7 @@ def _draw_chart(contests: pd.DataFrame) -> Markup:
     for marked, points in contests.groupby(contests["mark"] != ""):
         look = Look(PEER, "D", None) if marked else Look(OURS, "o", None, size=3)
         titles = [
-            f"contest {line['contest']}, process {line['replicate']}: {line['drift']:.2g} %"
-            f"{', ' * bool(line['mark'])}{line['mark']}"
+            f"contest {line['contest']}: {line['drift']:.2g} % {line['mark']}"
             for line in records(points)
         ]
         chart.line(points.contest, points.drift, look, titles)

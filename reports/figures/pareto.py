@@ -10,6 +10,8 @@ Timed weights are random, so their error has no meaning. The errors come from `s
 without them the figure is not drawn.
 """
 
+from collections.abc import Iterable
+
 import numpy as np
 import pandas as pd
 from markupsafe import Markup
@@ -28,27 +30,21 @@ ORDER = 25
 NEAR = 0.01  # tolerance of dense fractions: timed and pruned ones are rounded to tiles
 SIZE = (320, 230)  # CSS pixels of a panel
 LOOKS = [Look(OURS, "o"), Look(PEER, "^"), Look(INK, "s"), Look(INK, "D")]  # of methods, in order
-PRUNE = "sparsebench prune MODEL.gguf --dense {} --json > errors.json"
-REPORT = "sparsebench report {} --errors errors.json"
 
 
 def draw(frames: Frames) -> Markup:
-    """Draw one panel per contender, shape, m and dtype, or name the missing errors."""
-    cases, pruning = _cases(frames.first), frames.pruning
-    fractions = sorted(cases.dense.unique())
-    if pruning is None:
-        return _missing_errors(frames, fractions) if len(fractions) > 1 else NOTHING
+    """Draw one panel per contender, shape, m and dtype, if there are errors to draw."""
+    if frames.pruning is None:
+        return NOTHING
+    cases = _cases(frames.first)
+    fractions = {*cases.dense}
     if len(fractions) < 2:
-        shown = ", ".join(map(percent, fractions)) or "none"
-        return note(f"Errors need contenders with several dense fractions; this run has {shown}.")
-    points = _points(cases, pruning)
-    if points.empty:
-        return note(f"{pruning.weights} has no error {_at(fractions)}.")
-    missing = sorted({*fractions} - {*points.dense})
-    unknown = f" Errors {_at(missing)} are unknown and not drawn." if missing else ""
-    hollow = f"Hollow: {meaning(cases)[1]}."
-    words = note(f"{_words(pruning)} {hollow} {intervals(points)}{unknown}")
-    return words + side_by_side(_panels(points))
+        return note(f"Errors need several dense fractions; this run has {_fractions(fractions)}.")
+    points = _points(cases, frames.pruning)
+    words = [_words(frames.pruning), f"Hollow: {meaning(cases)[1]}.", intervals(points)]
+    if missing := fractions - {*points.dense}:
+        words.append(f"Unknown, and not drawn: errors at {_fractions(missing)} dense.")
+    return note(" ".join(words)) + side_by_side(_panels(points))
 
 
 def front(points: pd.DataFrame) -> pd.DataFrame:
@@ -63,14 +59,9 @@ def front(points: pd.DataFrame) -> pd.DataFrame:
 
 
 def _cases(cases: pd.DataFrame) -> pd.DataFrame:
-    """Keep cases with a speedup and a dense fraction.
-
-    `contender` is the label without the parameters of the format.
-    """
+    """Keep cases with a speedup and a dense fraction; `contender` is without its parameters."""
     dense = cases.params.str.extract(r"(?:^| )dense_fraction=(\S+)")[0].astype(float)
-    labels = zip(cases.label, cases.params, strict=True)
-    names = [label.removesuffix(f" {params}") for label, params in labels]
-    cases = cases.assign(dense=dense, contender=names)
+    cases = cases.assign(dense=dense, contender=cases.format + "/" + cases.kernel)
     return cases[cases.dense.notna() & cases.speedup.notna()]
 
 
@@ -137,11 +128,5 @@ def _words(pruning: Pruning) -> str:
     )
 
 
-def _missing_errors(frames: Frames, fractions: list[float]) -> Markup:
-    prune = PRUNE.format(",".join(f"{fraction:g}" for fraction in fractions))
-    how = Markup("The report has no errors to draw. Run <code>{}</code>, then <code>{}</code>.")
-    return note(how.format(prune, REPORT.format(frames.run.path.name)))
-
-
-def _at(fractions: list[float]) -> str:
-    return f"at {', '.join(map(percent, fractions))} dense"
+def _fractions(values: Iterable[float]) -> str:
+    return ", ".join(map(percent, sorted(values))) or "none"

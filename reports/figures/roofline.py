@@ -18,7 +18,7 @@ from markupsafe import Markup
 
 from sparsebench.reports.figures._chart import Chart
 from sparsebench.reports.figures._figure import MEASURE, NOTHING, Frames, describe_line
-from sparsebench.reports.figures._html import beside, note
+from sparsebench.reports.figures._html import note, wide
 from sparsebench.reports.figures._svg import ROLES, Look
 from sparsebench.results.formatting import significant
 from sparsebench.results.tables.frame import records
@@ -34,21 +34,22 @@ READ = (
 
 
 def draw(frames: Frames) -> Markup:
-    """Draw one panel per data type, if the run measured its ceilings."""
+    """Draw one figure per data type, if the run measured its ceilings."""
     ceilings: Mapping[str, Any] = frames.run.environment.get("ceilings") or {}
     cases = frames.first[(frames.first.tflops > 0) & (frames.first.gb_per_s > 0)]
     if not ceilings or cases.empty:
         return NOTHING
     cases = cases.assign(intensity=1e3 * cases.tflops / cases.gb_per_s)
-    drawn = [_panel(str(dtype), group, ceilings) for dtype, group in cases.groupby("dtype")]
     words = f"{describe_line(cases.iloc[0], MEASURE).capitalize()}. {READ}"
-    return note(words) + beside(drawn, "maps")
+    drawn = [_draw_chart(str(dtype), group, ceilings) for dtype, group in cases.groupby("dtype")]
+    return note(words) + Markup("").join(map(wide, drawn))
 
 
-def _panel(dtype: str, cases: pd.DataFrame, ceilings: Mapping[str, Any]) -> tuple[str, Markup, str]:
-    chart = Chart(SIZE, "FLOP/byte", "TFLOP/s of non-zeros", log="xy")
-    peak = float(ceilings["matrix_tflops"].get(dtype, np.inf))
-    gb_per_s = ceilings["read_gb_per_s"]
+def _draw_chart(dtype: str, cases: pd.DataFrame, ceilings: Mapping[str, Any]) -> Markup:
+    peak, gb_per_s = ceilings["matrix_tflops"].get(dtype, np.inf), ceilings["read_gb_per_s"]
+    rate = f"{significant(peak)} TFLOP/s" if np.isfinite(peak) else "no matrix rate measured"
+    limit = f"hardware limit: {rate}, {significant(gb_per_s)} GB/s"
+    chart = Chart(SIZE, f"FLOP/byte ({limit})", f"TFLOP/s of non-zeros, {dtype}", log="xy")
     chart.limits["x"] = float(cases.intensity.min()) / 1.5, float(cases.intensity.max()) * 1.5
     roof = np.geomspace(*chart.limits["x"], 60)
     chart.line(roof, np.minimum(roof * gb_per_s / 1e3, peak), Look(), name="hardware limit")
@@ -56,8 +57,7 @@ def _panel(dtype: str, cases: pd.DataFrame, ceilings: Mapping[str, Any]) -> tupl
         look, best = ROLES[str(side)].but(dash=None), group.nlargest(1, "tflops")
         _points(chart, group, look.but(size=2.8, alpha=0.4))
         _points(chart, best, look.but(size=5.5), str(kernel))
-    rate = f"{significant(peak)} TFLOP/s" if np.isfinite(peak) else "no matrix rate measured"
-    return dtype, chart.svg(f"{TITLE}, {dtype}"), f"{rate}; {significant(gb_per_s)} GB/s"
+    return chart.svg(f"{TITLE}, {dtype}")
 
 
 def _points(chart: Chart, cases: pd.DataFrame, look: Look, name: str = "") -> None:

@@ -509,7 +509,7 @@ def test_the_best_case_of_each_kernel_has_its_name_in_the_roofline() -> None:
     drawn = roofline.draw(frames_of(run(sweep((0.5, 0.9)), H200 | {"ceilings": ceilings})))
     names = re.findall(r'<g text-anchor="start"><text[^>]*>([^<]+)', drawn)
     kernels = {contender.kernel for contender in [DENSE, *SPARSE]}
-    assert {*names} == {"hardware limit", "TFLOP/s of non-zeros", *kernels}
+    assert {*names} == {"hardware limit", "TFLOP/s of non-zeros, bf16", *kernels}
     assert len(names) == len({*names})
 
 
@@ -539,5 +539,5 @@ def test_a_run_with_ceilings_energy_and_sensors_has_their_figures() -> None:
     for words in ("4 of 4 contests", "SM clock 1,755 MHz.", "Temperature 60.00 °C."):
         assert words in drift
     assert drift.count("<svg") == 1
-    assert "800 TFLOP/s; 4,000 GB/s" in text
+    assert "hardware limit: 800 TFLOP/s, 4,000 GB/s" in text
     assert "of hot calls: 1.0× to 1.0×, median 1.0×" in text
