@@ -52,6 +52,7 @@ from sparsebench.results.files import from_json
 
 STATE, STATE_SCHEMA = ".state.json", "sparsebench/site@1"
 FEW = 4  # fewer items than these are handled in this process
+CHUNK = 4  # items that another process takes at a time, with one copy of the claims
 
 Show = Callable[[int, int, str], None]
 """Receives the number of items that are done, their number, and what they are."""
@@ -141,7 +142,7 @@ def _for_each(
             function(item)
         return
     show(0, len(items), what)
-    for done, _ in enumerate(pool.map(function, items), 1):
+    for done, _ in enumerate(pool.map(function, items, chunksize=CHUNK), 1):
         show(done, len(items), what)
 
 

@@ -114,6 +114,8 @@ class Cell:
 def cells(test: Test, problems: Collection[str], analysis: Analysis) -> list[Cell]:
     """Return the cells of a test in a run; `problems` are the ids of its problems."""
     run, cases = analysis.run, analysis.cases
+    if cases.empty or set(problems).isdisjoint(cases.problem_id):  # so for most pairs of a site
+        return []
     here = cases[cases.problem_id.isin(list(problems)) & ~cases.twin.astype(bool)]
     if run.state["flags"]["device"] != "cpu":  # a CPU run has one scope and cache state
         here = here[(here.scope == test.scope) & (here.cache == test.cache)]
