@@ -24,15 +24,13 @@ from sparsebench.results.claims.cells import Cell, judging_cells, largest_value,
 from sparsebench.results.claims.decision import OPEN, Word, cell_state
 from sparsebench.results.claims.metrics import SIGNS
 from sparsebench.results.claims.planned import PlannedClaim
-from sparsebench.results.claims.schema import Condition, Test
+from sparsebench.results.claims.schema import Test
 from sparsebench.results.claims.verdict import Basis, Verdict
-from sparsebench.results.formatting import NONE, amount, capital, percent, plain
+from sparsebench.results.formatting import amount, capital, join_words, plain
 
-LEVELS = ("level", "sparsity")  # fields that are written as percentages
 CHECK = "sparsebench claims check {} --replicates 8"
-UNMEASURED = "not measured"  # our value of a condition without a cell
+UNMEASURED = "not measured"  # our value of a condition without one
 OPEN_LINES = 12  # of a table that needs no click
-MOST_VALUES = 6  # values of a field in one cell of the table of conditions
 UNDECIDED = *map(str, OPEN), str(Word.NOT_TESTABLE)
 WHICH_COUNTS = (
     "One measurement of each cell counts, so a larger one may stand below: reliable runs come "
@@ -177,31 +175,15 @@ def badge(entry: Entry) -> str:
 
 def conditions(entry: Entry) -> list[tuple[str, str, str]]:
     """Return the name, the published value and ours of each condition."""
-    measured = [cell for cell in entry.cells if not cell.reason]
+    devices = join_words([verdict.device for verdict in entry.verdicts if verdict.device])
     return [
         (
             name,
             "unknown" if condition.published is None else plain(condition.published),
-            _ours(name, condition, measured),
+            plain(condition.ours or (devices if name == "GPU" else "") or UNMEASURED),
         )
         for name, condition in entry.planned.claim.conditions.items()
     ]
-
-
-def _ours(name: str, condition: Condition, cells: Sequence[Cell]) -> str:
-    if condition.ours is not None:
-        return condition.ours
-    if not cells:
-        return UNMEASURED
-    if condition.field is None and name.lower() == "gpu":
-        values = {cell.device for cell in cells}
-    else:
-        field_name = condition.field or name
-        write = percent if field_name in LEVELS else plain
-        values = {write(cell.fields[field_name]) for cell in cells if field_name in cell.fields}
-    texts = sorted(values or {NONE}, key=lambda text: (len(text), text))
-    more = f" and {len(texts) - MOST_VALUES} more" if len(texts) > MOST_VALUES else ""
-    return ", ".join(texts[:MOST_VALUES]) + more
 
 
 def _runs(cells: Sequence[Cell], site: Site) -> list[tuple[Markup, str, str]]:

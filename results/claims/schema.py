@@ -7,8 +7,8 @@
     source: {title: ..., url: ..., date: "2026-06-09", kind: preprint, checked: how we read it}
     hardware: {scope: named, gpus: [B200]}         general: a failure on any GPU refutes it
     conditions:                                    published: null means unknown
-      dtype: {published: fp8, field: dtype}        our value is a field of the measured cells
-      timing: {published: null, ours: device time} or a text
+      dtype: {published: fp8, ours: fp8}
+      timing: {published: null, ours: device time}
     readings: [how we read vague words]
     measure: {suite: spense-ffn, only: "dtype=fp8"}    or a suite: problems, contenders, baselines
                                                    data: true if its problems are files below
@@ -56,6 +56,7 @@ FIELDS_OF_TRAINING = "data", "pattern", "block", "width"
 REMOVED = {  # keys of older claims, and what replaces them
     "tables": "the caveats can name the authors' files",
     "tolerance": "at_least and at_most are the tested values, and readings explain them",
+    "field": "ours is the value itself",
     "same": "a page shows both values of a condition and does not compare them",
 }
 
@@ -100,17 +101,10 @@ class Hardware(_Model):
 
 
 class Condition(_Model):
-    """A condition: the published value (null: unknown) and ours, a field of our cells or a text."""
+    """A condition: the published value and ours; null is an unknown one, or one not measured."""
 
     published: str | int | float | None
-    field: str | None = None
-    ours: Text | None = None
-
-    @model_validator(mode="after")
-    def _one(self) -> Self:
-        if self.field is not None and self.ours is not None:
-            raise ValueError("field or ours, not both")
-        return self
+    ours: str | int | float | None = None
 
 
 class Chosen(_Model):
@@ -328,11 +322,6 @@ class ClaimFile:
     def at(self, *path: str | int) -> str:
         """Return `FILE:LINE` of a part; if it is missing, of its nearest parent."""
         return f"{self.where}:{files.line_of(self.root, path)}"
-
-
-def read(path: Path) -> ClaimFile:
-    """Read a file; raises a SuiteError that names the file, the line and what is wrong."""
-    return parse(str(path), files.text(path, files.YAML_BYTES, SuiteError))
 
 
 def parse(where: str, text: str) -> ClaimFile:

@@ -17,7 +17,7 @@ from sparsebench.harness.run.measure import RunOptions, Stopped
 from sparsebench.harness.run.run_json import Flags
 from sparsebench.results.claims.cells import Cell, cells
 from sparsebench.results.claims.decision import Word
-from sparsebench.results.claims.schema import Claim, ClaimFile, Test, read
+from sparsebench.results.claims.schema import Claim, ClaimFile, Test
 from sparsebench.results.claims.verdict import Verdict
 from sparsebench.results.record import Status
 from sparsebench.results.run import store
@@ -36,7 +36,7 @@ def written(folder: Path, old: str = "", new: str = "", name: str = "mine") -> C
     assert old in CLAIM
     file = folder / f"{name}.yaml"
     file.write_text(CLAIM.replace(old, new, 1) if old else CLAIM)
-    return read(file)
+    return claim_plan.load(str(file))
 
 
 def device(folder: Path, efficiency: float) -> str:
@@ -108,7 +108,10 @@ def test_the_claim_of_the_readme_is_judged_by_published_rows(tmp_path: Path) -> 
     (text,) = re.findall(r"^```yaml\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
     (tmp_path / "mine.yaml").write_text(text)
     runs = [PUBLISHED / "nvidia-h200" / "sparsity-4096"]
-    assert judged(evidence([read(tmp_path / "mine.yaml")], runs)).word is Word.REPRODUCED
+    assert (
+        judged(evidence([claim_plan.load(str(tmp_path / "mine.yaml"))], runs)).word
+        is Word.REPRODUCED
+    )
 
 
 def test_the_best_cell_is_measured_again_alone(fast: Path) -> None:
@@ -201,7 +204,7 @@ def test_energy_without_a_meter_is_not_testable(tmp_path: Path) -> None:
     text = CLAIM.replace("metric: speedup\n    at_least: 2\n    unit: x", asks)
     file.write_text(text.replace("measure:\n", "measure:\n  energy: true\n"))
     flags = Flags(device(tmp_path, 0.8), replicates=1)
-    verdict = judged(check([read(file)], flags, [], tmp_path / "out", QUIET))
+    verdict = judged(check([claim_plan.load(str(file))], flags, [], tmp_path / "out", QUIET))
     assert verdict.word is Word.NOT_TESTABLE
     assert "expected an NVIDIA GPU" in verdict.why
 

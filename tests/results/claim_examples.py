@@ -17,7 +17,7 @@ verbatim: true
 source: {title: A page, url: "https://example.org/a", date: "2026", kind: paper, checked: Made up.}
 hardware: {scope: named, gpus: [H200]}
 conditions:
-  dtype: {published: fp16, field: dtype}
+  dtype: {published: fp16, ours: bf16}
 measure:
   problems:
     - {op: linear, m: 4096, n: 4096, k: 4096, dtype: bf16, pattern: blocks, block: 64,

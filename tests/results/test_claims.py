@@ -48,7 +48,7 @@ WRONG = {  # the text to replace, its replacement, and a part of the error
     "no such metric": ("metric: speedup", "metric: joy", "21: tests.0.metric: expected 'speedup'"),
     "no such key": ("title: B", "tilte: B", "2: tilte: unknown key (did you mean title?)"),
     "half of it first": ("unit: x", "unit: x\n    partly_at: 3", "partly_at below at_least, not 3"),
-    "both ours": ("field: dtype}", "field: dtype, ours: bf16}", "field or ours, not both"),
+    "a field": ("ours: bf16}", "field: dtype}", "no field; ours is the value itself"),
     "named, no name": (", gpus: [H200]", "", "6: hardware: expected gpus"),
     "a long quote": ("as dense", "as dense" * 0 + "a " * 30, "at most 25 words, not 35"),
     "a proxy alone": (
