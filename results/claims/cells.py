@@ -12,7 +12,7 @@ so that a site can store them beside its runs.
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from math import exp, log
+from math import log
 from typing import Any
 
 import numpy as np
@@ -198,12 +198,9 @@ def over_op(test: Test, measured: Sequence[Cell]) -> list[Cell]:
     if test.over is None:
         return list(measured)
     ratios = []
-    for cell in (cell for cell in measured if cell.fields["op"] != test.over):
-        same = [
-            other
-            for other in measured
-            if other.fields["op"] == test.over and _place(other) == _place(cell)
-        ]
+    bases = [cell for cell in measured if cell.fields["op"] == test.over]
+    for cell in (cell for cell in measured if cell not in bases):
+        same = [base for base in bases if _place(base) == _place(cell)]
         if same:
             best = max(same, key=lambda each: (each.reliable, each.run == cell.run, *each.weight))
             ratios.append(_over(test, cell, best))
@@ -256,18 +253,14 @@ def pool(members: Sequence[Cell], test: Test) -> Cell:
 
     Cells of different runs have different processes, which are paired in order.
     """
-    count = min(cell.processes for cell in members)
-    density = exp(float(np.mean([log(max(1e-9, cell.density)) for cell in members])))
-    logs = [np.array([np.mean([cell.logs[i] for cell in members])]) for i in range(count)]
-    bounds = [cell.bound for cell in members if cell.bound]
-    cell = replace(
-        members[0],
-        fields={"level": 1 - density},
-        bound=exp(float(np.mean(np.log(bounds)))) if len(bounds) == len(members) else 0.0,
-        reliable=all(cell.reliable for cell in members),
-        between=float(np.mean([cell.between for cell in members])),
+    every_log = zip(*(cell.logs for cell in members), strict=False)
+    density, bound = (
+        float(np.prod(values)) ** (1 / len(members))
+        for values in ([cell.density for cell in members], [cell.bound for cell in members])
     )
-    return with_value(test, cell, logs)
+    between = float(np.mean([cell.between for cell in members]))
+    cell = replace(members[0], fields={"level": 1 - density}, bound=bound, between=between)
+    return with_value(test, cell, [np.array([np.mean(logs)]) for logs in every_log])
 
 
 def with_value(test: Test, cell: Cell, logs: Sequence[Any]) -> Cell:
