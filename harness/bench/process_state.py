@@ -9,8 +9,9 @@
     clocks       the first bytes of their machine code: clock_gettime of libc, which
                  time.perf_counter calls, and the events of libcudart, if it is loaded
 
-`ProcessState` and `SealedClocks` record these when a contest starts. `restore` restores what has
-changed, and returns the names of changes that no kernel may make.
+`ProcessState` and `SealedClocks` record these when a contest starts. `ProcessState.restore` puts
+back what has changed, and returns the names of changes that no kernel may make. After a change of a
+clock the process ends (stages.py).
 `rewritten_modules` finds files of Python modules that were written since this process loaded them.
 
 A hostile kernel can overwrite the start of a clock with a jump to other code. It can also change
@@ -20,7 +21,6 @@ also reads two events that were recorded once: the time between them must not ch
 
 import ctypes
 import gc
-import mmap
 import os
 import random
 import sys
@@ -228,8 +228,6 @@ CUDART = [
     "cudaDeviceSynchronize",
     "cudaGraphLaunch",
 ]
-ALL = mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC
-CODE = mmap.PROT_READ | mmap.PROT_EXEC
 
 
 class SealedClocks:
@@ -241,17 +239,13 @@ class SealedClocks:
         }
         self._events = _events()
 
-    def restore(self) -> list[str]:
-        """Put the code back, and return the names of the functions that were changed."""
-        changed = []
-        for name, at in addresses().items():
-            if ctypes.string_at(at, SEALED_BYTES) != self._before[name]:
-                write(at, self._before[name])
-                changed.append(name)
+    def changes(self) -> list[str]:
+        """Return the names of the functions that were changed."""
+        now = {name: ctypes.string_at(at, SEALED_BYTES) for name, at in addresses().items()}
+        changed = [name for name, code in now.items() if code != self._before[name]]
         if self._events:
             begin, end, distance = self._events
             if begin.elapsed_time(end) != distance:
-                self._events = None
                 changed.append("elapsed_time, which no longer gives what it gave")
         return changed
 
@@ -269,16 +263,6 @@ def addresses() -> dict[str, int]:
         if hasattr(library, name)
         and (address := ctypes.cast(getattr(library, name), ctypes.c_void_p).value)
     }
-
-
-def write(address: int, code: bytes) -> None:
-    """Write machine code over a function's."""
-    page = address & -mmap.PAGESIZE
-    size = ctypes.c_size_t(address + len(code) - page)
-    libc = ctypes.CDLL(None)
-    if libc.mprotect(ctypes.c_void_p(page), size, ALL) == 0:
-        ctypes.memmove(address, code, len(code))
-        libc.mprotect(ctypes.c_void_p(page), size, CODE)
 
 
 def _path_of_library(name: str) -> str | None:

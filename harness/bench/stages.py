@@ -4,6 +4,7 @@ Each stage is announced and timed, and an exception in it ends the contender, no
 each step that runs a contender's code, `verify` finds what it changed (tampering.py):
 
     code or settings of the process   put back; the contender is wrong
+    the machine code of a clock       the process ends, and the contender has failed: Fatal
     an operand, or a right answer     the contender is wrong, and the contest begins again without
                                       it, from the seed: Spoiled
 """
@@ -26,7 +27,13 @@ from sparsebench.harness.bench.contest_state import (
     traceback_of,
 )
 from sparsebench.harness.bench.process_state import rewritten_modules
-from sparsebench.harness.bench.tampering import Guard, Seal, SpoiledError, TamperingError
+from sparsebench.harness.bench.tampering import (
+    ClockError,
+    Guard,
+    Seal,
+    SpoiledError,
+    TamperingError,
+)
 from sparsebench.results.record import Status
 
 
@@ -88,6 +95,8 @@ class Stages:
             with self.stage(name):
                 yield
                 synchronize(self.device)
+        except ClockError as error:
+            raise Fatal(case, f"{name}: {error}") from error
         except TamperingError as error:
             entry.end(Status.WRONG, f"{name}: {error}")
             if isinstance(error, SpoiledError):
@@ -109,5 +118,7 @@ class Stages:
                 self.verify()  # what it changed before it failed
             except SpoiledError as spoiled:
                 raise Spoiled(entry, str(spoiled)) from error
+            except ClockError as changed:
+                raise Fatal(case, f"{name}: {changed}") from error
             except TamperingError:
                 pass

@@ -4,8 +4,9 @@
             that several contenders share. If one has changed, the contest begins again without the
             contender (stages.py)
     Seal    every function and class of sparsebench that is loaded when a contest starts, with its
-            code; the clocks, their machine code, and what the check calls of torch; the settings of
-            the process (process_state.py). What was replaced or changed is put back
+            code; the clocks, and what the check calls of torch; the settings of the process
+            (process_state.py). What was replaced or changed is put back. If the machine code of a
+            clock has changed, the process ends
 
 Both are checked after each conversion, after each prepare with its first run, after each output
 check and while timing. A contender that changed something is wrong; the others are not affected. A
@@ -52,6 +53,10 @@ Code = tuple[Any, Any, Any]
 
 class TamperingError(Exception):
     """A contender changed, or returned, memory or code that is not its own."""
+
+
+class ClockError(TamperingError):
+    """A contender changed the machine code of a clock, so no time of this process can be right."""
 
 
 class SpoiledError(TamperingError):
@@ -176,6 +181,8 @@ class Seal:
 
     def check(self) -> None:
         """Raise TamperingError if a name or a setting differs, after restoring all of them."""
+        if clocks := self._clocks.changes():
+            raise ClockError(f"rewrote the machine code of {', '.join(clocks[:3])}")
         changed = [entry for entry in self._torch if _get(*entry[:2]) is not entry[2]]
         for owner, sealed in self._namespaces:
             present = vars(owner)
@@ -189,7 +196,6 @@ class Seal:
         names = {f"{getattr(o, '__name__', type(o).__name__)}.{n}" for o, n, _ in changed}
         changes = {
             "replaced": sorted(names),
-            "rewrote the machine code of": self._clocks.restore(),
             "changed": self._process.restore(),
         }
         parts = [f"{verb} {', '.join(what[:3])}" for verb, what in changes.items() if what]

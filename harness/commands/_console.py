@@ -179,7 +179,7 @@ def measuring(resume: str = RESUME, out: Path | None = None) -> Iterator[Show]:
 def progress_bar() -> Iterator[Show]:
     """Show progress on stderr: a bar in a terminal, a line every EVERY_S seconds in a pipe.
 
-    Either has the step, the parts done, the time left, and the last result with its case.
+    Either has the step, the parts done, the time left, and the problem that is measured.
     """
     if not stderr.is_terminal:
         yield progress_lines()
@@ -203,7 +203,7 @@ def progress_bar() -> Iterator[Show]:
 def progress_lines() -> Show:
     """Return a callback that prints the first and the last part, and a line every EVERY_S.
 
-    `screen 20/47 · 1:24 left · m=64 block=64 sparsity=0.9: bsr_small 1.5× as fast as cublas`
+    `screen 20/47 · 1:24 left · m=64 block=64 sparsity=0.9`
 
     The time left follows from the parts done since the first call, because a resumed run starts
     with some done. When another run follows, the estimate starts again. If that run came before the

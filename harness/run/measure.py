@@ -12,12 +12,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import count
-from math import exp, inf
+from math import inf
 from pathlib import Path
 from time import monotonic
 from typing import Any
-
-import numpy as np
 
 from sparsebench._discovery import CONSTANTS, modules
 from sparsebench.errors import ResultError, SuiteError
@@ -37,14 +35,12 @@ from sparsebench.harness.run.run_json import Counts, Flags, OnMessage, Record, W
 from sparsebench.harness.run.runner import Pinned, Runner
 from sparsebench.results import files
 from sparsebench.results.ceilings import Ceilings
-from sparsebench.results.formatting import number
-from sparsebench.results.record import Problem, Row, Status
+from sparsebench.results.record import Problem, Row
 from sparsebench.results.run import bundle, provenance, store
 from sparsebench.results.statistics.ratio import FEWEST
-from sparsebench.results.tables import families, frame
 
 Progress = Callable[[int, int, str], None]
-"""Called with contests done, contests in all, and the last result, or the first problem."""
+"""Called with contests done, contests in all, and the problem that is measured."""
 
 Rank = Callable[[Contest], int]
 
@@ -230,7 +226,6 @@ class _Session:
     counts: Counts = field(init=False)
     spent_s: Counter[str] = field(init=False)
     done: int = field(init=False)  # number of contests
-    last: str = ""  # the problem and the result of the last contest
     durations_s: dict[str, float] = field(default_factory=dict)  # last time of each problem
 
     def __post_init__(self) -> None:
@@ -272,8 +267,7 @@ class _Session:
             self.rows += result.rows
             self.counts.add(result.rows)
             store.set_state(self.path, self._state("running", self.counts))  # survives a kill
-            self.last = leader(result.rows) or self.last
-        self.options.progress(self.done, self._total(), self.last)
+        self.options.progress(self.done, self._total(), "")
 
     def _in_time(self, contests: Iterable[Contest], until: float) -> Iterator[Contest]:
         """Yield and announce the contests for which there is time (RunOptions.until)."""
@@ -283,7 +277,7 @@ class _Session:
             expected_s = self.durations_s.get(contest.problem.id, longest_s)
             if began + expected_s > until:
                 return
-            self.options.progress(self.done, self._total(), self.last or describe(contest.problem))
+            self.options.progress(self.done, self._total(), describe(contest.problem))
             yield contest
             now = monotonic()
             self.durations_s[contest.problem.id], began = now - began, now
@@ -323,31 +317,3 @@ def describe(problem: Problem) -> str:
     fields = {k: v for k, v in problem.fields.items() if (k, v) not in usual}
     words = [f"{k}={text(v)}" for k, v in fields.items() if k not in ("pattern", "dtype")]
     return " ".join([*words, *([source.label] if (source := problem.source) else [])])
-
-
-def leader(rows: Sequence[Row]) -> str:
-    """Name the problem and its fastest contender for a line of progress; "" for a reference.
-
-    `m=64 n=4096 block=64 sparsity=0.9: bsr_small 1.5× as fast as cublas`
-    """
-    timed = [row for row in rows if row.status is Status.OK and row.samples_us]
-    over = next((row for row in timed if row.case.contender.baseline), None)
-    if over is None or len(timed) == 1 or timed[0].reference:
-        return ""
-    logs = [float(np.median(frame.logs_over(row, over))) for row in timed]
-    best = timed[logs.index(max(logs))]
-    first, base = (_kernel_name(row) for row in (best, over))
-    speedup = number(exp(max(logs)))
-    if first == base:
-        result = f"{base} is the fastest"
-    elif speedup == "1.0":
-        result = f"{first} is about as fast as {base}"
-    else:
-        result = f"{first} {speedup}× as fast as {base}"
-    return f"{describe(over.case.problem)}: {result}"
-
-
-def _kernel_name(row: Row) -> str:
-    contender = row.case.contender
-    of_layer = contender.kernel == families.DEFAULT
-    return families.by_default(contender.format, row.choice) if of_layer else contender.kernel

@@ -3,7 +3,6 @@
 import ctypes
 import gc
 import json
-import mmap
 import os
 import random
 import sys
@@ -19,12 +18,13 @@ import hostile_gpu
 import numpy as np
 import pytest
 import torch
+from hostile import setting
 
 from sparsebench.harness.bench import contest, correctness, process_state, spot_checks, timing
 from sparsebench.harness.bench.contest_state import ContestOptions, Fatal
 from sparsebench.harness.bench.process_state import ProcessState
 from sparsebench.harness.bench.process_state import addresses as real_addresses
-from sparsebench.harness.bench.tampering import Guard, Seal, TamperingError, checksum
+from sparsebench.harness.bench.tampering import Guard, TamperingError, checksum
 from sparsebench.harness.plan.suite import Contest
 from sparsebench.harness.run.worker_process import Log, WorkerLoss, start_worker
 from sparsebench.kernels._kernel import Launch, Operands
@@ -166,18 +166,15 @@ def test_a_start_time_that_is_moved_changes_no_time() -> None:
     assert min(row.samples_us) >= 1e6 * hostile.LATER_S
 
 
-def test_a_clock_whose_machine_code_was_rewritten_is_put_back(monkeypatch) -> None:
-    page = mmap.mmap(-1, mmap.PAGESIZE)
-    page.write(bytes(range(64)))
-    address = ctypes.addressof(ctypes.c_char.from_buffer(page))
-    monkeypatch.setattr(process_state, "addresses", lambda: {"clock": address})
-    seal = Seal()
-    seal.check()
-    process_state.write(address + 3, b"\xc3")
-    with pytest.raises(TamperingError, match="machine code of clock"):
-        seal.check()
-    seal.check()
-    assert ctypes.string_at(address, 64) == bytes(range(64))
+def test_a_clock_whose_machine_code_was_rewritten_ends_the_process(monkeypatch) -> None:
+    code = ctypes.create_string_buffer(bytes(range(64)))
+    monkeypatch.setattr(process_state, "addresses", lambda: {"clock": ctypes.addressof(code)})
+    detour = setting(lambda: ctypes.memset(ctypes.addressof(code) + 3, 0xC3, 1))
+    monkeypatch.setattr(hostile, "detour", detour, raising=False)
+    contender = Contender("dense", "hostile:detour")
+    with pytest.raises(Fatal, match="prepare: rewrote the machine code of clock") as result:
+        rows(BASELINE, contender)
+    assert result.value.case == Case(PROBLEM, contender).id
     assert "clock_gettime" in {*real_addresses()}
 
 

@@ -23,7 +23,7 @@ from sparsebench.harness.plan.suite import Contest, Suite, read
 from sparsebench.harness.run import early_start, worker_process
 from sparsebench.harness.run import measure as measuring
 from sparsebench.harness.run import runner as running
-from sparsebench.harness.run.measure import RunOptions, leader, measure
+from sparsebench.harness.run.measure import RunOptions, measure
 from sparsebench.harness.run.run_json import Flags
 from sparsebench.harness.run.runner import Runner
 from sparsebench.harness.run.worker_process import ContestResult, WorkerLoss
@@ -145,17 +145,6 @@ def test_a_spare_process_imports_early_and_begins_when_needed(dies: bool) -> Non
         assert not runner._spares
     finally:
         runner.kill()
-
-
-def test_a_worker_is_given_its_device_and_folder(tmp_path, monkeypatch) -> None:
-    script = (
-        "import json, sys\nprint('{}', flush=True)\n"
-        "print(json.dumps({'given': json.loads(sys.stdin.readline())}), flush=True)\n"
-    )
-    monkeypatch.setattr(worker_process, "COMMAND", (sys.executable, "-c", script))
-    worker = worker_process.start_worker("cuda:1", tmp_path, worker_process.Log())
-    assert worker.about == {"given": ["cuda:1", str(tmp_path)]}
-    worker.close()
 
 
 def test_a_worker_that_a_command_started_early_is_the_first_one(monkeypatch) -> None:
@@ -340,25 +329,3 @@ def test_a_real_illegal_address_is_a_row() -> None:
         runner.kill()
     assert [row.status.value for row in measured.rows] == ["ok", "failed", "out_of_memory"]
     assert "illegal memory access" in measured.rows[1].detail
-
-
-TINY = Problem("linear", {"m": 1, "n": 64, "k": 64, "dtype": "bf16", "pattern": "blocks"})
-TINY_TEXT = "m=1 n=64 k=64"
-
-
-def row(kernel: str, *samples_us: float, baseline: bool = False) -> Row:
-    contender = Contender("dense", kernel, baseline=baseline)
-    return Row(Case(TINY, contender), Status.OK, samples_us=samples_us, samples_per_block=1)
-
-
-def test_the_leader_is_decided_by_ratios_within_blocks() -> None:
-    """The clock doubles from block to block, for both."""
-    base = row("cublas", 400.0, 200.0, 100.0, baseline=True)
-    assert (
-        leader([base, row("fast", 200.0, 100.0, 50.0)])
-        == f"{TINY_TEXT}: fast 2.0× as fast as cublas"
-    )
-    equal = leader([base, row("equal", 396.0, 198.0, 99.0)])
-    assert equal == f"{TINY_TEXT}: equal is about as fast as cublas"
-    assert leader([base, row("slow", 800.0, 400.0, 200.0)]) == f"{TINY_TEXT}: cublas is the fastest"
-    assert leader([base]) == leader([row("fast", 1.0), row("slow", 2.0)]) == ""
