@@ -192,13 +192,13 @@ def _dense(out: object, expected: Expected) -> OutputCheck:
 def _worst(out: Tensor, expected: Expected) -> OutputCheck:
     """Judge each part; return the first wrong one, or the largest errors of all."""
     if not expected.parts:
-        return _judge(out, expected)
+        return judge_values(out, expected)
     each = [t.split(expected.parts) for t in (out, expected.reference, expected.spread)]
     plain = expected.plain.split(expected.parts) if expected.plain is not None else None
     row, results = 0, []
     for number, (part, reference, spread) in enumerate(zip(*each, strict=True)):
         sliced = {"reference": reference, "spread": spread, "plain": plain and plain[number]}
-        result = _judge(part, replace(expected, **sliced))
+        result = judge_values(part, replace(expected, **sliced))
         if result.reason:
             return replace(result, reason=f"from row {row}: {result.reason}")
         row += len(part)
@@ -215,7 +215,7 @@ def _name(out: object) -> str:
     return type(out).__name__ + shape
 
 
-def _judge(out: Tensor, expected: Expected) -> OutputCheck:
+def judge_values(out: Tensor, expected: Expected) -> OutputCheck:
     reference, spread, eps = expected.reference, expected.spread, expected.eps
     errors = out.double() - reference
     distance = errors.abs()

@@ -55,7 +55,7 @@ Call = Callable[[], Any]
 def measure(device: torch.device, dtypes: Collection[str] = tuple(DTYPES)) -> Ceilings:
     """Measure a device's ceilings, for products of these dtypes; 10 s on an H200."""
     best, by = dict[str, float](), dict[str, str]()
-    measured = {**_memory(device), **{dtype: _products(dtype, device) for dtype in dtypes}}
+    measured = {**memory_rates(device), **{dtype: _products(dtype, device) for dtype in dtypes}}
     for kind, rates in measured.items():
         if rates:
             by[kind], best[kind] = max(rates.items(), key=lambda pair: pair[1])
@@ -78,7 +78,7 @@ def empty_launch_us(device: torch.device) -> float:
     return median(taken.times_us)
 
 
-def _memory(device: torch.device) -> dict[str, dict[str, float]]:
+def memory_rates(device: torch.device) -> dict[str, dict[str, float]]:
     """Return bytes per µs by kind of access and by candidate."""
     size = _stream_bytes(device)
     source = torch.arange(size // 4, dtype=torch.int32, device=device)

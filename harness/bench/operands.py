@@ -237,7 +237,7 @@ def redraw(
     """
     for name in op.activations:
         if op.recorded and problem.source:
-            _play(recordings[name], activations[name], draw)
+            play(recordings[name], activations[name], draw)
         else:
             fill(activations[name], problem.seed, name, draw)
             op.adjust(problem, name, activations[name], draw)
@@ -297,7 +297,7 @@ def _recording(
     return _finite(problem, where, stored.to(device, _dtype(problem, op, name)), stored)
 
 
-def _play(recording: Tensor, x: Tensor, draw: int) -> None:
+def play(recording: Tensor, x: Tensor, draw: int) -> None:
     """Overwrite X [m, k] with m consecutive rows from the draw's place, cyclically."""
     tokens = len(recording)
     start = _place(draw, tokens)

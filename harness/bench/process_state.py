@@ -57,10 +57,10 @@ class ProcessState:
     """The settings of this process when the contest starts."""
 
     def __init__(self) -> None:
-        self._settings = _settings()
+        self._settings = settings()
         self._before = {name: _read_setting(read) for name, (read, _) in self._settings.items()}
         self._environment = dict(os.environ)
-        self._random = _random_states()
+        self._random = random_states()
 
     def restore(self) -> list[str]:
         """Put everything back, and return what was changed, with values."""
@@ -68,7 +68,7 @@ class ProcessState:
         if changed:
             self._restore_settings()  # an old switch of torch also writes the new one
         changed += self._restore_environment()
-        now = _random_states()
+        now = random_states()
         for name, (before, write) in self._random.items():  # now may also have that of the GPU
             if not _same(before, now[name][0]):
                 write(before)
@@ -101,7 +101,7 @@ def _read_setting(read: Callable[[], Any]) -> Any:
 
 
 @cache
-def _settings() -> dict[str, Setting]:
+def settings() -> dict[str, Setting]:
     """Return everything that is read by a function without arguments, in the order of repair."""
     settings: dict[str, Setting] = {
         f"{title}'s fp32": _attribute(owner, "fp32_precision")
@@ -181,7 +181,7 @@ def _set_limit(limit: int, value: int) -> None:
     ctypes.CDLL("libcuda.so.1").cuCtxSetLimit(limit, ctypes.c_size_t(value))
 
 
-def _random_states() -> dict[str, tuple[Any, Callable[[Any], Any]]]:
+def random_states() -> dict[str, tuple[Any, Callable[[Any], Any]]]:
     states: dict[str, tuple[Any, Callable[[Any], Any]]] = {
         "python": (random.getstate(), random.setstate),
         "numpy": (np.random.get_state(), np.random.set_state),

@@ -123,9 +123,9 @@ def time_together(
 ) -> list[Samples]:
     """Return each contender's samples. With `announce`, announce each sample and wait for it."""
     if device.type == "cuda":
-        take = _gpu_clock(device, announce, idle=scope == "op", cold=cache == "cold")
+        take = gpu_rounds(device, announce, idle=scope == "op", cold=cache == "cold")
     else:
-        take = _host_clock(announce)
+        take = host_rounds(announce)
     numbered = [(i, contender, "") for i, contender in enumerate(contenders)]
     trials = [take(numbered) for _ in range(2)]  # the first call may include warm-up
     plans = [sample_budget(min(t.time_us for t in times)) for times in zip(*trials, strict=True)]
@@ -173,7 +173,7 @@ class TimedSample(NamedTuple):
 Clock = Callable[[Order], list[TimedSample]]
 
 
-def _host_clock(announce: Callable[[int], None] | None) -> Clock:
+def host_rounds(announce: Callable[[int], None] | None) -> Clock:
     def take(order: Order) -> list[TimedSample]:
         times = []
         for i, contender, spot in order:
@@ -198,7 +198,7 @@ def _host_clock(announce: Callable[[int], None] | None) -> Clock:
     return take
 
 
-def _gpu_clock(
+def gpu_rounds(
     device: torch.device,
     announce: Callable[[int], None] | None,
     *,

@@ -21,7 +21,7 @@ AHEAD = max(1, len(os.sched_getaffinity(0)) // 2)  # workers that import while a
 
 Process = subprocess.Popen[str]
 
-_processes: list[Process] = []
+idle_processes: list[Process] = []
 _threads: list[Thread] = []
 
 
@@ -38,13 +38,13 @@ def start(device: str | None, devices: int, processes: int) -> None:
     """Start the first workers of a run; they import and wait. A simulated device needs none."""
     if not (device or "").startswith("sim"):
         count = devices and max(devices, min(processes, 1 + AHEAD))
-        _processes.extend(spawn(*COMMAND) for _ in range(count))
+        idle_processes.extend(spawn(*COMMAND) for _ in range(count))
 
 
 def take() -> Process | None:
     """Return a process that was started early, or None if none is left."""
     try:
-        return _processes.pop()  # several threads may call this at once
+        return idle_processes.pop()  # several threads may call this at once
     except IndexError:
         return None
 

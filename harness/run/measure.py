@@ -25,6 +25,7 @@ from sparsebench.harness.machine import cpu_placement, nvml
 from sparsebench.harness.plan.selection import planned_contests, text
 from sparsebench.harness.plan.suite import Contest, Suite
 from sparsebench.harness.run import early_start, plan_part, worker_process
+from sparsebench.harness.run.history import History, Pinned
 from sparsebench.harness.run.recorded_plan import (
     code_of,
     completed_rows,
@@ -32,7 +33,7 @@ from sparsebench.harness.run.recorded_plan import (
     require_same_machine,
 )
 from sparsebench.harness.run.run_json import Counts, Flags, OnMessage, Record, Watch, now
-from sparsebench.harness.run.runner import Pinned, Runner
+from sparsebench.harness.run.runner import Runner
 from sparsebench.results import files
 from sparsebench.results.ceilings import Ceilings
 from sparsebench.results.record import Problem, Row
@@ -112,16 +113,17 @@ def measure(
         rows = completed_rows(resume, suite, flags, contests) if resume else []
         pinned, searched, processes = options.pinned, options.searched, flags.replicates
         chosen_by = provenance.planned_choices(processes, bool(pinned), bool(searched))
-        share, place = processes < FEWEST, (flags.device, flags.data, flags.timeout_s)
-        runner = Runner(*place, pinned=pinned, share=share, processes=processes)
+        on_gpu = flags.device.startswith("cuda")
+        history = History(pinned, share=processes < FEWEST, share_references=on_gpu)
+        place = flags.device, flags.data, flags.timeout_s
+        runner = Runner(*place, history=history, processes=processes)
         stack.callback(runner.kill)
         if part:
             part.start(runner)
-            runner.pin(part.earlier)
+            history.remember(part.earlier, same_run=False)
         if chosen_by is provenance.Choices.EARLIER:
-            runner.pin(searched)
-        runner.pin(rows)
-        runner.trust(rows)
+            history.remember(searched, same_run=False)
+        history.remember(rows)
         identity = runner.about["identity"]
         if flags.energy:
             energy.require_meter(identity)
@@ -147,7 +149,7 @@ def measure(
         else:
             ceilings = runner.ceilings(contests)
             environment |= {"ceilings": ceilings}
-            path = _create(out, suite, environment, record, runner.about["slug"])
+            path = create_directory(out, suite, environment, record, runner.about["slug"])
             stack.enter_context(store.lock_run(path))
         early_start.wait_for_imports()  # nothing is imported while a contest runs
         runner.log.file = path / "worker.log"
@@ -194,7 +196,7 @@ def require_new(out: Path) -> None:
         raise SuiteError(f"--out {out}: expected a folder to write into, found {actual}")
 
 
-def _create(
+def create_directory(
     out: Path | None, suite: Suite, environment: Mapping[str, Any], record: Record, slug: str
 ) -> Path:
     state = record.at("running", Counts(), {})

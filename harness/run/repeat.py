@@ -26,6 +26,7 @@ from sparsebench.errors import ResultError, SuiteError
 from sparsebench.harness.machine.device import is_simulated
 from sparsebench.harness.plan.selection import meets, planned_contests
 from sparsebench.harness.plan.suite import Suite
+from sparsebench.harness.run.history import pinned_by_process
 from sparsebench.harness.run.measure import RunOptions, measure
 from sparsebench.harness.run.recorded_plan import (
     require_planned_rows,
@@ -33,7 +34,6 @@ from sparsebench.harness.run.recorded_plan import (
     suite_of_run,
 )
 from sparsebench.harness.run.run_json import Flags
-from sparsebench.harness.run.runner import pinned_by_process
 from sparsebench.harness.run.worker_process import about_device, require_plan
 from sparsebench.results.formatting import conditions
 from sparsebench.results.record import Status

@@ -14,7 +14,7 @@ While a worker takes its device, the workers of the next processes import everyt
 seconds. They then idle without a device: nothing is imported while a contest runs.
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict, replace
 from math import inf
 from pathlib import Path
@@ -23,11 +23,12 @@ from time import monotonic
 from typing import Any
 
 from sparsebench.errors import WorkerError
-from sparsebench.harness.bench.contest_state import ContestOptions, configuration
+from sparsebench.harness.bench.contest_state import ContestOptions
 from sparsebench.harness.bench.sampling import distinct_measures
 from sparsebench.harness.catalog import load_kernel
 from sparsebench.harness.plan.suite import Contest
 from sparsebench.harness.run.early_start import AHEAD
+from sparsebench.harness.run.history import History
 from sparsebench.harness.run.worker_process import (
     ContestResult,
     Log,
@@ -41,29 +42,11 @@ from sparsebench.results.record import Case, Row, Status
 BLAMELESS_ATTEMPTS = 2  # attempts of a contest that may fail with no case to blame
 CEILINGS_KEPT_S = 1800.0  # clocks settle within a minute, but other users come and go
 
-Pinned = Mapping[str, Mapping[str, Any]]
-"""A kernel's choice (Row.choice) by case id."""
-
-
-def pinned_in(rows: Iterable[Row]) -> Pinned:
-    """Return what kernels chose in the ok rows."""
-    return {row.case.id: row.choice for row in rows if row.status is Status.OK and row.choice}
-
-
-def pinned_by_process(rows: Sequence[Row]) -> list[Pinned]:
-    """Return what kernels chose in each process; where a process has no ok row, any other's."""
-    numbers = sorted({row.replicate for row in rows})
-    every = pinned_in(rows)
-    return [{**every, **pinned_in(r for r in rows if r.replicate == n)} for n in numbers]
-
 
 class Runner:
     """Runs contests one after the other, in one worker after the other.
 
-    pinned     choices of another run: process p takes those of process p modulo their number
-    share      pass the choice of an ok row to every later process. Without `pinned` and `share`,
-               each process searches: the first among all candidates, later ones among its finalists
-               (kernels/_common/search.py). References search once for each card
+    history    what earlier processes chose, timed and found right
     processes  their number; `next_process` starts each but the first
     spent_s    seconds of waiting for workers to start, and for ceilings
     stopping   set by another thread, which then kills the worker: the run ends as by Ctrl-C
@@ -75,8 +58,7 @@ class Runner:
         data: Path | None,
         timeout_s: float,
         *,
-        pinned: Sequence[Pinned] = (),
-        share: bool = True,
+        history: History | None = None,
         processes: int = 1,
     ) -> None:
         """Start the first worker, whose `about` describes the device."""
@@ -84,13 +66,10 @@ class Runner:
         self.stopping = Event()
         self.spent_s = {"start": 0.0, "ceilings": 0.0}
         self._device, self._data, self._timeout_s = device, data, timeout_s
-        self._pinned, self._share = pinned, share
-        self._shared: dict[str, Mapping[str, Any]] = {}
-        self._timed: dict[str, Row] = {}
-        self._checked: dict[str, set[str]] = {}
+        self.history = history or History()
         self._to_come = processes - 1
         self._worker: Worker | None = None
-        self._spares: list[Worker] = []
+        self.spares: list[Worker] = []
         self._worker = self._start()
         self.about = self._worker.about
 
@@ -121,29 +100,9 @@ class Runner:
         options = options or ContestOptions()
         for contest in contests:
             result = self._complete(contest, options)
-            self.pin(result.rows)
-            self.trust(result.rows)
-            if contest.reference:
-                _reference_choices.setdefault(self._card, {}).update(pinned_in(result.rows))
+            self.history.remember(result.rows)
             options = options.after(result.rows)
             yield result
-
-    def pin(self, rows: Iterable[Row]) -> None:
-        """Remember for later processes what kernels chose, or what they timed."""
-        if self._share:
-            self._shared |= pinned_in(rows)
-            return
-        for row in rows:
-            if row.status is Status.OK and row.candidates:
-                before = self._timed.setdefault(row.case.id, row)
-                if row.replicate < before.replicate:
-                    self._timed[row.case.id] = row
-
-    def trust(self, rows: Iterable[Row]) -> None:
-        """Remember which configurations earlier processes of this run found right."""
-        for row in rows:
-            if row.status is Status.OK:
-                self._checked.setdefault(row.case.id, set()).add(configuration(row))
 
     def next_process(self) -> None:
         """Give the next contests a new worker: the process is the unit of replication.
@@ -151,28 +110,28 @@ class Runner:
         The next worker takes its device while the last one releases it; each takes 0.5 s.
         """
         worker, self._worker = self._worker, None
-        if self._spares:
-            self._spares[0].begin()
+        if self.spares:
+            self.spares[0].begin()
         if worker:
             worker.close()
         self._to_come -= 1
 
     def kill(self) -> None:
-        running = [worker for worker in (self._worker, *self._spares) if worker]
-        self._worker, self._spares = None, []
+        running = [worker for worker in (self._worker, *self.spares) if worker]
+        self._worker, self.spares = None, []
         for worker in running:
             worker.kill()
 
     def _start(self) -> Worker:
         """Return a worker that has its device, once no later worker is importing any more."""
         began, arguments = monotonic(), (self._device, self._data, self.log)
-        spare = self._spares.pop(0) if self._spares else None
+        spare = self.spares.pop(0) if self.spares else None
         if spare:
             spare.begin()  # unless `next_process` did
         importing: list[Worker] = []
-        if not self._spares:
+        if not self.spares:
             importing += [Worker(*arguments) for _ in range(min(self._to_come, AHEAD))]
-            self._spares = importing
+            self.spares = importing
         try:
             ready = spare is not None and self._succeeds(spare.wait_ready)
             worker = spare if spare and ready else start_worker(*arguments)
@@ -180,7 +139,7 @@ class Runner:
             self.kill()
             raise
         if importing:
-            self._spares = [each for each in importing if self._succeeds(each.wait_imported)]
+            self.spares = [each for each in importing if self._succeeds(each.wait_imported)]
         self.spent_s["start"] += monotonic() - began
         return worker
 
@@ -205,17 +164,7 @@ class Runner:
                 reference=contest.reference,
                 energy=energy,
                 measures=distinct_measures(options.measures, self._device),
-                pinned=self._choices(part, options.replicate),
-                timed={
-                    case: self._timed[case].candidates
-                    for contender in left
-                    if (case := Case(contest.problem, contender).id) in self._timed
-                },
-                checked={
-                    case: sorted(self._checked[case])
-                    for contender in left
-                    if (case := Case(contest.problem, contender).id) in self._checked
-                },
+                **self.history.options(part, options.replicate),
             )
             result = self._measure(part, asdict(options))
             if isinstance(result, ContestResult):
@@ -249,28 +198,11 @@ class Runner:
         if self.stopping.is_set():
             raise KeyboardInterrupt
 
-    @property
-    def _card(self) -> str:
-        return str(self.about["identity"])
-
-    def _choices(self, contest: Contest, replicate: int) -> Pinned:
-        """Return the choices to take without a search; a twin takes its original's."""
-        pinned = self._pinned[replicate % len(self._pinned)] if self._pinned else {}
-        choices = {**self._shared, **pinned}
-        if contest.reference and self._device.startswith("cuda"):
-            choices = {**_reference_choices.get(self._card, {}), **choices}
-        cases = [Case(contest.problem, contender) for contender in contest.contenders]
-        return {c.id: choices[of] for c in cases if (of := c.original.id) in choices}
-
 
 def _in_order(contest: Contest, rows: list[Row]) -> list[Row]:
     place = {Case(contest.problem, c).id: i for i, c in enumerate(contest.contenders)}
     return sorted(rows, key=lambda row: place[row.case.id])
 
-
-_reference_choices: dict[str, dict[str, Mapping[str, Any]]] = {}
-"""By card: what the references chose in this process. Every run has the same ones, and their search
-takes 5 s."""
 
 _recent: dict[str, tuple[float, frozenset[str], dict[str, Any]]] = {}
 """When a GPU's ceilings were measured, for which dtypes, and the ceilings."""

@@ -36,11 +36,11 @@ from sparsebench.errors import ResultError, SuiteError
 from sparsebench.harness.machine.cpu_placement import boot
 from sparsebench.harness.plan.selection import planned_contests
 from sparsebench.harness.plan.suite import Contest, Suite, expand
+from sparsebench.harness.run.history import Pinned
 from sparsebench.harness.run.measure import RunOptions, measure
 from sparsebench.harness.run.plan_part import Part, owners
 from sparsebench.harness.run.recorded_plan import completed_rows
 from sparsebench.harness.run.run_json import Counts, Flags
-from sparsebench.harness.run.runner import Pinned
 from sparsebench.harness.run.worker_process import about_device
 from sparsebench.harness.shared_runs.merging import merge
 from sparsebench.harness.shared_runs.run_paths import merged_at

@@ -161,7 +161,7 @@ def test_nothing_that_torch_has_beats_the_ceilings() -> None:
     device = torch.device("cuda:0")
     result = measure(device)
     assert result.by.keys() >= {"read", "copy", "write", "bf16"}
-    memory = device_ceilings._memory(device)
+    memory = device_ceilings.memory_rates(device)
     assert max(memory["read"].values()) >= memory["read"]["torch.sum"]
     assert max(memory["copy"].values()) >= memory["copy"]["torch.copy_"]
     for planned in references("cuda")[1:]:
@@ -177,7 +177,6 @@ def measurements(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     """Return the ceilings measured with a clock that advances 100 s at each reading."""
     readings = iter(range(0, 100_000, 100))
     monkeypatch.setattr(runner, "monotonic", lambda: float(next(readings)))
-    monkeypatch.setattr(runner, "_recent", {})
     monkeypatch.setattr(runner, "CEILINGS_KEPT_S", 600.0)
     return []
 

@@ -11,10 +11,10 @@ import pytest
 from sparsebench.errors import SuiteError
 from sparsebench.harness.plan.suite import read
 from sparsebench.harness.run import repeat
+from sparsebench.harness.run.history import pinned_by_process
 from sparsebench.harness.run.measure import RunOptions, Stopped, measure
 from sparsebench.harness.run.repeat import confirm
 from sparsebench.harness.run.run_json import Flags
-from sparsebench.harness.run.runner import pinned_by_process
 from sparsebench.harness.sim.gpu_model import WAYS
 from sparsebench.kernels._common.search import MOST_LINES, finalists
 from sparsebench.results.run import store

@@ -51,7 +51,7 @@ REASONS = {
     "looks_for_poison": "inspected calls are wrong",
     "wrong_in_one_call_of_fifty": "inspected calls are wrong",
     "replaces_the_check": "prepare: replaced sparsebench.harness.bench.output_checks.check",
-    "replaces_code_of_the_check": "replaced _judge.__code__",
+    "replaces_code_of_the_check": "replaced judge_values.__code__",
     "replaces_the_clock": "prepare: replaced sparsebench.harness.bench.timing.perf_counter",
     "works_in_a_thread": "before timing: ",
     "copies_the_expected_answer": "inspected calls are wrong",
@@ -96,9 +96,9 @@ def test_a_hostile_kernel_gets_no_time_and_harms_no_other(name, monkeypatch) -> 
     monkeypatch.setattr(spot_checks, "BURST_S", 60.0)  # the test must not depend on speed
     innocents = [BASELINE, Contender("bsr", "scipy_bsr", BLOCKS)]
     stored = ("bsr", BLOCKS) if name.startswith("spoils") else ("dense", {})
-    clock, judge = timing.perf_counter, correctness._judge.__code__
+    clock, judge = timing.perf_counter, correctness.judge_values.__code__
     first, second, result = rows(*innocents, Contender(stored[0], f"hostile:{name}", stored[1]))
-    assert (timing.perf_counter, correctness._judge.__code__) == (clock, judge)
+    assert (timing.perf_counter, correctness.judge_values.__code__) == (clock, judge)
     for innocent in (first, second):
         assert innocent.status is Status.OK, innocent.detail
         assert innocent.error is not None
@@ -131,8 +131,8 @@ def test_the_current_gpu_and_stream_are_put_back(monkeypatch) -> None:
         monkeypatch.setattr(torch.cuda, f"set_{name}", partial(now.__setitem__, name))
     for name in ("is_available", "is_initialized"):
         monkeypatch.setattr(torch.cuda, name, lambda: True)
-    monkeypatch.setattr(process_state, "_settings", process_state._settings.__wrapped__)
-    monkeypatch.setattr(process_state, "_random_states", dict)
+    monkeypatch.setattr(process_state, "settings", process_state.settings.__wrapped__)
+    monkeypatch.setattr(process_state, "random_states", dict)
     before = ProcessState()
     now |= {"device": 1, "stream": "side"}
     changed = before.restore()
@@ -154,9 +154,9 @@ def test_random_numbers_and_new_variables_are_put_back_without_blame(monkeypatch
 
 
 def test_a_gpu_that_a_contender_used_first_has_no_earlier_random_state(monkeypatch) -> None:
-    before, states = ProcessState(), process_state._random_states
+    before, states = ProcessState(), process_state.random_states
     gpu = {"cuda": (torch.zeros(1), lambda state: None)}
-    monkeypatch.setattr(process_state, "_random_states", lambda: states() | gpu)
+    monkeypatch.setattr(process_state, "random_states", lambda: states() | gpu)
     assert not before.restore()
 
 

@@ -31,7 +31,7 @@ def fake_clock(monkeypatch: pytest.MonkeyPatch, late: Callable[[int], bool]) -> 
         log.append(len(order))
         return [TimedSample(i, 10.0, late(len(log) - 3)) for i, _, _ in order]  # after two trials
 
-    monkeypatch.setattr(timing, "_gpu_clock", lambda *args, **options: take)
+    monkeypatch.setattr(timing, "gpu_rounds", lambda *args, **options: take)
     return log
 
 

@@ -78,11 +78,6 @@ def test_the_size_of_a_chunk_changes_no_bit(monkeypatch, dtype) -> None:
     assert digest({"w": whole}) == summed
 
 
-def test_indices_beyond_32_bits_do_not_repeat() -> None:
-    assert bits._words("a", 2**20)[1] == bits._words("a", 0)[1]
-    assert bits._words("a", 2**32)[1] != bits._words("a", 0)[1]
-
-
 WIDTHS = [(dtype, width) for dtype in DTYPES for width in (1, 128, 65536)]
 
 

@@ -7,11 +7,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -22,11 +21,10 @@ from sparsebench.harness.plan.selection import planned_contests, references
 from sparsebench.harness.plan.suite import Contest, Suite, read
 from sparsebench.harness.run import early_start, worker_process
 from sparsebench.harness.run import measure as measuring
-from sparsebench.harness.run import runner as running
+from sparsebench.harness.run.history import History
 from sparsebench.harness.run.measure import RunOptions, measure
 from sparsebench.harness.run.run_json import Flags
 from sparsebench.harness.run.runner import Runner
-from sparsebench.harness.run.worker_process import ContestResult, WorkerLoss
 from sparsebench.results.record import Case, Contender, Problem, Row, Status
 from sparsebench.results.run import store
 from tests.simulated.in_process import in_this_process
@@ -77,33 +75,27 @@ def test_several_faults_in_one_contest_each_cost_one_row() -> None:
     assert "about to read address 0" in crashed.detail
 
 
-def test_later_processes_know_what_was_right_and_references_search_once(monkeypatch) -> None:
-    monkeypatch.setattr(running, "_reference_choices", {})  # this process may have run others
-    runner = Runner("sim", None, 60, share=False, processes=2)
-    answer, requests = runner._measure, list[Mapping[str, Any]]()
-
-    def measured(contest: Contest, options: Mapping[str, Any]) -> ContestResult | WorkerLoss:
-        requests.append(options)
-        result = answer(contest, options)
-        assert isinstance(result, ContestResult)
-        result.rows[-1] = replace(result.rows[-1], status=Status.WRONG)
-        return result
-
-    monkeypatch.setattr(runner, "_measure", measured)
-    monkeypatch.setattr(runner, "_device", "cuda:0")  # from here on, as if it was a GPU
-    contests = [
-        *references("cuda")[:1],
-        Contest(PROBLEM, (BASELINE, Contender("csr", "scipy_csr"))),
-    ]
-    try:
-        first, _ = [[row for of in runner.run(contests) for row in of.rows] for _ in range(2)]
-    finally:
-        runner.kill()
-    right = {row.case.id: [configuration(row)] for row in first if row.status is Status.OK}
-    assert len(right) == 2
-    assert [request["checked"] for request in requests[:2]] == [{}, {}]
-    assert requests[2]["checked"] | requests[3]["checked"] == right
-    assert [bool(request["pinned"]) for request in requests] == [False, False, True, False]
+def test_later_processes_know_what_was_right_and_references_search_once() -> None:
+    tiles = [{"tile": tile} for tile in (1, 2)]
+    of_suite = Contest(PROBLEM, (BASELINE, Contender("csr", "scipy_csr")))
+    of_run = references("cuda")[0]
+    history = History(share=False, share_references=True)
+    for contest in (of_suite, of_run):
+        cases = [Case(contest.problem, contender) for contender in contest.contenders]
+        right, wrong = (
+            Row(case, status, reference=contest.reference, choice=tiles[0], candidates=tuple(tiles))
+            for case, status in zip(cases, (Status.OK, Status.WRONG), strict=True)
+        )
+        history.remember([right, wrong])
+        history.remember([replace(right, replicate=1, choice=tiles[1], candidates=())])
+        options = history.options(contest, 1)
+        known = {cases[0].id: sorted(configuration(replace(right, choice=t)) for t in tiles)}
+        assert options["checked"] == known
+        assert bool(options["pinned"]) is contest.reference
+        assert (options["timed"] == {cases[0].id: tuple(tiles)}) is not contest.reference
+    another = History(share=False)
+    another.remember([right], same_run=False)
+    assert not another.checked
 
 
 @pytest.mark.exhaustive
@@ -134,7 +126,7 @@ def test_a_worker_that_does_not_start_says_why(monkeypatch: pytest.MonkeyPatch) 
 def test_a_spare_process_imports_early_and_begins_when_needed(dies: bool) -> None:
     runner = Runner("cpu", None, 60, processes=2)
     try:
-        (next_one,) = runner._spares
+        (next_one,) = runner.spares
         assert not next_one.about
         if dies:
             os.kill(next_one.pid, signal.SIGKILL)
@@ -142,7 +134,7 @@ def test_a_spare_process_imports_early_and_begins_when_needed(dies: bool) -> Non
         (measured,) = runner.run([Contest(PROBLEM, (BASELINE,))])
         assert measured.rows[0].status is Status.OK
         assert (runner.pid == next_one.pid) is not dies
-        assert not runner._spares
+        assert not runner.spares
     finally:
         runner.kill()
 
@@ -151,7 +143,7 @@ def test_a_worker_that_a_command_started_early_is_the_first_one(monkeypatch) -> 
     early_start.start("sim", 1, 3)
     assert early_start.take() is None
     early_start.start(None, 1, 2)
-    first, second = early_start._processes
+    first, second = early_start.idle_processes
     worker = worker_process.start_worker("cpu", None, worker_process.Log())
     other = worker_process.Worker("cpu", None, worker_process.Log())
     assert {worker.pid, other.pid} == {first.pid, second.pid}

@@ -264,7 +264,7 @@ def test_two_runs_that_start_in_one_second_have_two_names(suite, tmp_path, monke
 
     monkeypatch.chdir(tmp_path)
     record = measuring.Record(suite.name, Flags("sim"), 1, {}, measuring.now())
-    paths = {measuring._create(None, suite, {}, record, "sim") for _ in range(3)}
+    paths = {measuring.create_directory(None, suite, {}, record, "sim") for _ in range(3)}
     assert len(paths) == 3
     assert all((path / "run.json").exists() for path in paths)
 

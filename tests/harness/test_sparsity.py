@@ -15,7 +15,7 @@ from torch.nn.functional import cross_entropy, linear
 
 from sparsebench.errors import SuiteError
 from sparsebench.harness.bench import contest
-from sparsebench.harness.bench.operands import _play, operands, other_draw, redraw
+from sparsebench.harness.bench.operands import operands, other_draw, play, redraw
 from sparsebench.harness.catalog import load_op
 from sparsebench.harness.models import reporting
 from sparsebench.harness.models.train_lm.model import Decoder, Sizes
@@ -285,9 +285,9 @@ def test_next_draw_plays_other_rows_and_needs_two_tokens(tmp_path: Path) -> None
     x, last = torch.empty(1, 1), 0
     for _ in range(50):
         draw = other_draw(last, [recording])
-        _play(recording, x, last)
+        play(recording, x, last)
         before = float(x)
-        _play(recording, x, draw)
+        play(recording, x, draw)
         assert float(x) != before
         last = draw
     save_file(group(x=torch.ones(1, 8)), tmp_path / "layer.safetensors")
