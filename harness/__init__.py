@@ -12,7 +12,7 @@
     ops/       patterns/        what is computed  |  which elements are kept: one file each
     inputs/    machine/         bits, grids of blocks, files  |  the device, NVML, telemetry
     ────────────────────────────────────────────────────────────────────────────────────────
-    models/                     apart from contests: whole models, pruned, trained and measured
+    models/                     apart from contests: whole models, pruned and converted
 
 A folder imports from those below it, never from those above (tests/test_architecture.py).
 """

@@ -1,9 +1,11 @@
-"""The JSON files that `prune`, `train-lm` and `whole` write about a model, and their readers.
+"""The JSON files about models, and their readers.
 
-    sparsebench/pruning@1    prune                  loss and errors after pruning, by method
-    sparsebench/sparsity@1   train-lm               active hidden units, by L1 coefficient
-    sparsebench/widths@1     train-lm --pattern     block-sparse models beside dense ones
-    sparsebench/whole@1      whole                  time, memory and energy of a whole model
+    sparsebench/pruning@1    sparsebench prune        loss and errors after pruning, by method
+    sparsebench/sparsity@1   train_lm.py              active hidden units, by L1 coefficient
+    sparsebench/widths@1     train_lm.py --pattern    block-sparse models beside dense ones
+    sparsebench/whole@1      whole_model.py           time, memory and energy of a whole model
+
+The scripts are in the folder experiments of the repository.
 
     {"schema": "sparsebench/pruning@1",
      "weights": "gemma.gguf", "sha256": "a5fd...", "tokens_from": "book.txt",
@@ -259,7 +261,12 @@ class MlpTiming:
 
     @property
     def time_us(self) -> float:
-        return median(self.times_us)
+        """Return the median time of a pass; 0 if there is none."""
+        return median(self.times_us or [0.0])
+
+    def quantity(self, column: str) -> float:
+        """Return time_us, peak_bytes or energy_j; 0 if it was not measured."""
+        return float(getattr(self, column) or 0.0) if self.times_us else 0.0
 
 
 @dataclass(frozen=True)
@@ -280,14 +287,6 @@ class ModelTimings:
     ways: Annotated[Sequence[MlpTiming], Field(min_length=1)]
     active_by_layer: Sequence[NonNegative] = ()
 
-    @property
-    def active_units(self) -> str:
-        """Write the number of active units: `24.0 active units (23.6 to 24.4 by layer)`."""
-        if not self.active_by_layer:
-            return f"{self.active:.1f} active units in the last layer"
-        low, high = min(self.active_by_layer), max(self.active_by_layer)
-        return f"{self.active:.1f} active units ({low:.1f} to {high:.1f} by layer)"
-
 
 def read_pruning(path: Path) -> Pruning:
     """Read the output of `sparsebench prune --json`; raises ResultError if it is invalid."""
@@ -301,10 +300,10 @@ def read_pruning(path: Path) -> Pruning:
 
 
 def read_widths(path: Path) -> PatternTrainings:
-    """Read the output of `train-lm --pattern`; raises ResultError if it is invalid."""
+    """Read the output of train_lm.py --pattern; raises ResultError if it is invalid."""
     return read_model(path, PatternTrainings, WIDTHS_SCHEMA)
 
 
 def read_whole(path: Path) -> ModelTimings:
-    """Read the output of `sparsebench whole`; raises ResultError if it is invalid."""
+    """Read the output of whole_model.py; raises ResultError if it is invalid."""
     return read_model(path, ModelTimings, WHOLE_SCHEMA)

@@ -31,8 +31,8 @@ SKIPPED = {
     "node_modules",
 }  # folders that hold no document of ours
 FOLDERS = ["formats", "harness", "harness/models/pruning", "kernels", "kernels/nn"]
-FOLDERS += ["reports", "results", "suites", "tests", "authors"]
-TOP = "authors|formats|harness|kernels|reports|results|suites|tests"
+FOLDERS += ["reports", "results", "suites", "tests", "authors", "experiments"]
+TOP = "authors|experiments|formats|harness|kernels|reports|results|suites|tests"
 
 
 def documents() -> list[str]:

@@ -81,7 +81,7 @@ class Evidence:
 
     plans    of each claim, by name
     cells    of each claim, over all runs that were read
-    files    of each claim, over the JSON files of train-lm and whole
+    files    of each claim, over the JSON files of experiments
     refusals why a test was not run, by claim and test
     runs     paths of the runs, by their name in cells
     left     suites that were not measured, or not completely, for lack of time

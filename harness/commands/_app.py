@@ -46,6 +46,13 @@ REMOVED = {  # what older versions took on the command line, and what replaces i
 }
 
 
+MOVED = {
+    "train-lm": "experiments/train_lm.py",
+    "whole": "experiments/whole_model.py",
+}
+"""Commands that became scripts of the repository, which no installation has."""
+
+
 class Commands(typer.core.TyperGroup):
     """The commands of this folder, each imported when it is needed."""
 
@@ -64,6 +71,8 @@ class Commands(typer.core.TyperGroup):
 
             if cmd_name.startswith("-"):
                 return None
+            if cmd_name in MOVED:
+                return ctx.fail(f"{cmd_name} is a script of the repository: {MOVED[cmd_name]}")
             hint = did_you_mean(cmd_name, self.modules)
             return ctx.fail(f"expected a command, found {cmd_name!r}{hint}")
         target = getattr(import_module(f"sparsebench.harness.commands.{name}"), name)

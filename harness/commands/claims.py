@@ -37,7 +37,7 @@ Names = Annotated[
 Runs = Annotated[
     list[Path] | None,
     typer.Option(
-        "--from", help="Evidence: runs, folders of runs, or the JSON of train-lm or whole."
+        "--from", help="Evidence: runs, folders of runs, or the JSON of a script in experiments."
     ),
 ]
 

@@ -29,7 +29,7 @@ def publish(
     ] = "",
     files: Annotated[
         list[Path] | None,
-        typer.Option(help="JSON of train-lm --pattern or whole, as evidence for claims."),
+        typer.Option(help="JSON of a script in experiments, as evidence for claims."),
     ] = None,
     data: Data = None,
 ) -> None:

@@ -1,1 +1,1 @@
-"""Build and measure models around the kernels: prune them, train them, and time whole ones."""
+"""Build models around the kernels: prune them, convert them, and let transformers run them."""

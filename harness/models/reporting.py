@@ -1,6 +1,5 @@
-"""What the commands about models share: options, files, tables, and the memory of a device."""
+"""What the commands about models share: options, files and tables."""
 
-import gc
 import os
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
@@ -8,7 +7,6 @@ from math import nan
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.table import Column, Table
 from safetensors import SafetensorError
 from safetensors.torch import save_file
@@ -65,18 +63,3 @@ def sheet(title: str, left: Sequence[str], right: Sequence[str], last: Sequence[
     aligned = (Column(name, justify="right") for name in right)
     columns: list[str | Column] = [*left, *aligned, *last]
     return Table(*columns, title=title, title_justify="left", title_style="bold", box=None)
-
-
-def device_name(device: torch.device) -> str:
-    """Return the name of the GPU, or `cpu`."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-
-
-def allocated_bytes(device: torch.device) -> int:
-    """Collect garbage, reset the peak, and return the bytes allocated on a GPU; 0 on a CPU."""
-    if device.type != "cuda":
-        return 0
-    gc.collect()
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats(device)
-    return torch.cuda.memory_allocated(device)

@@ -25,12 +25,12 @@
         levels: [0.5, 0.95]                        and sparsity in this range, to a percent
         over: linear                               each speedup over that of this op
         proxy: one layer, not a served model       why this is less than what was claimed
-      - trained: parameters                        cells: trainings of `train-lm --pattern`, each
+      - trained: parameters                        cells: trainings of train_lm.py --pattern, each
         ...                                        against dense of equal parameters or width
-      - whole: step                                cells: files of `whole`, a forward pass or step;
+      - whole: step                                cells: files of whole_model.py, a pass or step;
         ...                                        kernels are those of the MLP
     bounds: ["bytes of 2:4 in fp8: at most 1.6×"]  what the format allows, by arithmetic
-    commands: [sparsebench whole --out whole.json] that measure it again; default: claims check
+    commands: [sparsebench claims check NAME]      that measure it again; the default is this one
     missing: a B200, and vLLM with this format     why the claim itself is not tested
     caveats: [what a reader must know]
 

@@ -284,7 +284,8 @@ def _combine(words: Sequence[Word], capped: bool) -> Word:
 def _no_cell(claim: Claim, test: Test) -> str:
     """Say why a test has no cell."""
     if test.of_file:
-        return f"no file of `{'train-lm --pattern' if test.trained else 'whole'}` was given"
+        script = "train_lm.py --pattern" if test.trained else "whole_model.py"
+        return f"no file of `experiments/{script}` was given"
     measure = claim.measured(test)
     files = f"; {measure.suite} needs files (--data)" if measure and measure.data else ""
     return f"nothing is measured yet{files}"

@@ -17,10 +17,6 @@ from sparsebench.errors import FormatError, SuiteError
 from sparsebench.harness.models.pruning import model as models
 from sparsebench.harness.models.pruning.gated import DenseGatedMLP, Gated
 from sparsebench.harness.models.pruning.layer import Recipe
-from sparsebench.harness.models.train_lm.model import Sizes
-from sparsebench.harness.models.train_lm.text import standard_library
-from sparsebench.harness.models.train_lm.train import train_all
-from sparsebench.harness.models.train_lm.training import Settings
 from sparsebench.nn import (
     BitmapLinear,
     BlockSparse,
@@ -510,22 +506,3 @@ def test_sparse_activations_have_the_gradients_of_the_dense_model():
         model(input_ids=ids, labels=ids).loss.backward()
         grads.append(model.model.layers[0].self_attn.q_proj.weight.grad)
     torch.testing.assert_close(*grads)
-
-
-def test_train_lm_writes_a_model_with_the_same_loss(tmp_path):
-    sizes = Sizes(layers=2, width=64, hidden=128, heads=4, context=32)
-    settings, folder = Settings(sizes, steps=2, batch=4, held_out=4), tmp_path / "small"
-    [trained] = train_all([0.0], settings, torch.device("cpu"), to=folder).trained
-    loaded = models.load(folder, torch.device("cpu"))
-    assert loaded.unit == "byte"
-    tokens = settings.unseen(standard_library())
-    losses = [models.loss_of(loaded.model, row[None]) for row in tokens]
-    assert sum(losses) / len(losses) == pytest.approx(trained.loss, rel=1e-5)
-    words = "def f(x):\n    return 'é'"
-    assert loaded.tokenizer(words)["input_ids"] == [*words.encode()]
-    seen, unseen = models.contexts(loaded, (folder / "held_out.txt").read_text(), 64)
-    assert (seen.shape, unseen.shape) == ((2, 32), (1, 32))
-    with pytest.raises(SuiteError, match="new folder"):
-        train_all([0.0], settings, torch.device("cpu"), to=folder)
-    with pytest.raises(SuiteError, match="one coefficient"):
-        train_all([0.0, 1.0], settings, torch.device("cpu"), to=tmp_path / "other")

@@ -11,7 +11,7 @@ from sparsebench.errors import ResultError, SuiteError
 from sparsebench.harness.claims.checking import evidence
 from sparsebench.harness.claims.claim_plan import load
 from sparsebench.results.claims.decision import Word
-from sparsebench.results.claims.model_cells import model_cells, read_model_file, trained
+from sparsebench.results.claims.model_cells import model_cells, read_model_file
 from sparsebench.results.claims.schema import Claim, ClaimFile, parse
 from sparsebench.results.model_files import (
     MlpTiming,
@@ -75,7 +75,7 @@ def trainings(seeds: int, gain: float = 0.02) -> PatternTrainings:
 
 def test_a_cell_is_a_sparse_model_beside_its_dense_equal() -> None:
     (test,) = claim().tests
-    even, more = trained(test, trainings(3), "a-file")
+    even, more = model_cells(test, trainings(3), "a-file")
     assert (even.run, even.device, even.processes) == ("a-file", "NVIDIA H200", 3)
     assert even.low <= even.value <= even.high
     assert even.value == pytest.approx(2, abs=0.05)
@@ -94,24 +94,24 @@ def test_a_cell_is_a_sparse_model_beside_its_dense_equal() -> None:
 )
 def test_metrics_are_those_of_a_training(changed: dict[str, Any], value: float) -> None:
     (test,) = claim(**changed, at={"pattern": "uniform", "block": [32, 64]}).tests
-    (cell,) = trained(test, trainings(2), "a-file")
+    (cell,) = model_cells(test, trainings(2), "a-file")
     assert cell.value == pytest.approx(value, rel=0.01)
 
 
 def test_a_test_may_be_about_samples_alone() -> None:
     (test,) = claim(at={"data": "samples"}).tests
     text = replace(trainings(1), text="Python 3.12.3's standard library")
-    assert not [*trained(test, text, "a-file")]
-    assert len([*trained(test, trainings(1), "a-file")]) == 2
+    assert not [*model_cells(test, text, "a-file")]
+    assert len([*model_cells(test, trainings(1), "a-file")]) == 2
 
 
 def test_a_dense_model_of_equal_time_takes_at_most_15_percent_longer() -> None:
     (test,) = claim(trained="time", at={"pattern": "uniform"}).tests
     file = trainings(1)
-    (cell,) = trained(test, file, "a-file")
+    (cell,) = model_cells(test, file, "a-file")
     assert cell.reason
     between = PatternTraining("dense", 1, 0.0, 320, 150, 0, 1.2, 42.0, 400, 1.0)
-    (cell,) = trained(test, replace(file, trained=[*file.trained, between]), "a-file")
+    (cell,) = model_cells(test, replace(file, trained=[*file.trained, between]), "a-file")
     assert cell.baseline == "dense, 320 wide"
 
 
@@ -136,11 +136,41 @@ def test_trainings_are_judged_as_runs_are(seeds, gain, word, tendency, tmp_path)
     assert not cells.cells[claim.name]
 
 
+def test_a_dense_match_is_the_smallest_of_the_seed_with_enough_parameters() -> None:
+    file = trainings(2)
+    uniform, small_world = file.trained[2], file.trained[3]
+    match = file.dense_match(uniform, "parameters")
+    assert match
+    assert (match.width, match.seed) == (256, 0)
+    assert file.dense_match(small_world, "parameters") is None
+    assert file.dense_match(replace(uniform, seed=2), "width") is None
+
+
+@pytest.mark.parametrize(
+    ("step_us", "width"), [(90.0, 512), (86.0, 512), (60.0, None), (30.0, 256), (91.0, None)]
+)
+def test_a_dense_match_of_equal_time_is_never_faster(step_us: float, width: int | None) -> None:
+    wide, narrow, sparse, _ = trainings(1).trained
+    sparse = replace(sparse, step_us=step_us)
+    file = replace(trainings(1), trained=[wide, narrow, sparse])
+    match = file.dense_match(sparse, "time")
+    assert (match and match.width) == width
+
+
+@pytest.mark.parametrize(("change", "place"), [({"loss": -1}, "loss"), ({"more": 1}, "more")])
+def test_an_invalid_file_is_a_line(change: dict[str, Any], place: str, tmp_path: Path) -> None:
+    file, data = tmp_path / "a.json", asdict(trainings(1))
+    data["trained"][0] |= change
+    write_json(file, data)
+    with pytest.raises(ResultError, match=rf"a\.json: .*trained\.0\.{place}: "):
+        read_model_file(file)
+
+
 def test_a_shipped_claim_is_about_training() -> None:
     cells = evidence([load("openai-2017-generalise")])
     (verdict,) = cells.verdicts()["openai-2017-generalise"]
     assert verdict.word is Word.NOT_MEASURED
-    assert "No file of `train-lm --pattern` was given" in verdict.why
+    assert "No file of `experiments/train_lm.py --pattern` was given" in verdict.why
 
 
 @pytest.mark.parametrize(
@@ -194,7 +224,7 @@ def test_a_way_without_times_is_a_reason() -> None:
 
 def test_a_file_of_no_known_schema_is_a_line(tmp_path: Path) -> None:
     file = tmp_path / "a.json"
-    for text, message in (("{}", "no schema"), ("[1", "no schema"), ('{"schema": "x"}', "'x'")):
+    for text, message in (("{}", "no schema"), ('{"schema": "x"}', "'x'")):
         file.write_text(text)
         with pytest.raises(ResultError, match="expected sparsebench/widths@1 or") as refused:
             read_model_file(file)

@@ -1,1 +1,0 @@
-"""Train small gated-ReLU language models with an L1 term, or with block-sparse weights."""
