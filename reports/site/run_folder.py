@@ -4,11 +4,11 @@ DIR/GPU/NAME/      a bundle for `sparsebench validate`: rows.jsonl.gz, suite.yam
                    removed.json     what is not in it (results/run/bundle.py)
                    name.txt         the name of the folder that the run came from
                    commit.txt       its commit, if it recorded a digest of its code instead
-                   index.html       its report          rows.csv.gz    its rows as a table
-                   summary.json     its card            picture.png    for links to it
+                   index.html       its report
+                   summary.json     its card
+                   rows.csv.gz      its rows as a table
 
-The files of the bundle are its download, so no archive holds a second copy of the rows. The picture
-is written if the site has an address, without which no other site can show it.
+The files of the bundle are its download, so no archive holds a second copy of the rows.
 """
 
 import gzip
@@ -24,7 +24,6 @@ from sparsebench.errors import ResultError
 from sparsebench.reports.build import build, frames_of
 from sparsebench.reports.site.cards import ROLES, SCHEMA, Card, card
 from sparsebench.reports.site.pages import Site, around, safe
-from sparsebench.reports.site.preview import preview
 from sparsebench.results.run import bundle, store
 from sparsebench.results.run.bundle import Redaction
 from sparsebench.results.run.provenance import commit_of, device_name
@@ -157,7 +156,7 @@ def move(run: RunFolder, name: str) -> None:
 
 
 def write_run(site: Site, work: tuple[RunFolder, Related]) -> None:
-    """Write the report, the card, the picture and the downloads of a run."""
+    """Write the report, the card and the table of a run."""
     folder, related = work
     path = folder.path
     frames = frames_of(store.read(path))
@@ -174,8 +173,6 @@ def write_run(site: Site, work: tuple[RunFolder, Related]) -> None:
     write_file(path / CARD, json.dumps(run_card.to_json()) + "\n")
     rows = as_csv(frames.rows.drop(columns="blocks_us", errors="ignore"))
     write_file(path / TABLE, gzip.compress(rows.encode(), mtime=0))
-    if site.base:
-        preview(run_card, path / "picture.png")
     sealed = [name for name in _json(path, bundle.MANIFEST)["files"] if name != bundle.ROWS]
     of_bundle = [bundle.MANIFEST, bundle.REMOVED, f"{bundle.ROWS}.gz", *sealed]
     downloads = {"table": TABLE, "card": CARD, "bundle": of_bundle}

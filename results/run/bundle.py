@@ -178,7 +178,9 @@ START = r"(?:file://|(?<=\\[nt])|(?<![\w.~/\\]))"  # not within a word, a ratio 
 PATH = re.compile(START + r"(?:~|/[\w.+@=-]+)(?:/[\w.+@=-]+)+/?")
 WINDOWS = re.compile(r"\b[A-Za-z]:\\{1,2}(?:[\w.+@ -]+\\{1,2})+[\w.+@-]*")
 HOME = re.compile(r"/(?:home|Users)/([\w.-]{2,})/")
-FIELD = re.compile(r'(,\s*)?"(user|username|login|host|hostname|node)":\s*"([^"]*)"(?(1)|\s*,?\s*)')
+NAMING = "user", "username", "login", "host", "hostname", "node"
+FIELD = re.compile(rf'(,\s*)?"({"|".join(NAMING)})":\s*"([^"]*)"(?(1)|\s*,?\s*)')
+SIGNS = "/~\\"  # every path has one of them, so lines of rows without any need no search
 SHORTEST = 3  # shorter names of users and hosts also occur within words
 
 
@@ -228,7 +230,8 @@ def read_redaction(published: Path) -> Redaction:
 def _names(texts: dict[str, str]) -> dict[str, str]:
     """Return the names of users and hosts that occur in a bundle, with the word for each."""
     users = {name for text in texts.values() for name in HOME.findall(text)}
-    fields = [match for text in texts.values() for match in FIELD.findall(text)]
+    naming = [text for text in texts.values() if any(f'"{name}"' in text for name in NAMING)]
+    fields = [match for text in naming for match in FIELD.findall(text)]
     users |= {value for _, name, value in fields if name in ("user", "username", "login")}
     hosts = {value for _, name, value in fields if name in ("host", "hostname", "node")}
     named = dict.fromkeys(hosts, "host") | dict.fromkeys(users - {"root"}, "user")
@@ -246,9 +249,16 @@ def _clean(text: str, private: dict[str, str], counts: Counter[str]) -> str:
         counts[f"a path: {last}"] += 1
         return last
 
-    text = FIELD.sub(without_field, text)
-    for pattern in (QUOTED, PATH, WINDOWS):
-        text = pattern.sub(last_part, text)
+    def without_paths(line: str) -> str:
+        if not any(sign in line for sign in SIGNS):
+            return line
+        for pattern in (QUOTED, PATH, WINDOWS):
+            line = pattern.sub(last_part, line)
+        return line
+
+    if any(f'"{name}"' in text for name in NAMING):
+        text = FIELD.sub(without_field, text)
+    text = "\n".join(map(without_paths, text.split("\n")))
     for name, word in private.items():
         text, count = re.subn(rf"(?<![\w]){re.escape(name)}(?![\w])", word, text)
         if count:
