@@ -36,6 +36,7 @@ from sparsebench.harness.run import early_start
 PACE = "the time left is shown while contests run"
 REMOVED = {  # what older versions took on the command line, and what replaces it
     "--to": "use --out",
+    "run --submit": "use --devices for GPUs of this host, --slurm for jobs",
     "check --gpu": PACE,
     "check --replicates": PACE,
     "claims check --gpu": PACE,

@@ -1,4 +1,4 @@
-"""The options that share a plan out over several GPUs: --devices, --slurm, --submit, --shards."""
+"""The options that share a plan out over several GPUs: --devices, --slurm, --shards."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,10 +21,7 @@ Slurm = Annotated[
         help="Share the plan among Slurm jobs, with these options: 'partition=gpu time=60'."
     ),
 ]
-Submit = Annotated[str, typer.Option(help="'local' runs the jobs on this host, without Slurm.")]
-Shards = Annotated[
-    int, typer.Option(help="Number of jobs for --slurm or --submit.", min=0, show_default=False)
-]
+Shards = Annotated[int, typer.Option(help="Number of jobs for --slurm.", min=0, show_default=False)]
 Shard = Annotated[
     str, typer.Option(help="Measure one part of the plan, such as 2/4; `merge` joins the parts.")
 ]
@@ -36,25 +33,22 @@ class Sharing:
 
     devices: str = ""
     slurm: str = ""
-    submit: str = ""
     shards: int = 0
 
     def __post_init__(self) -> None:
-        names = [name for name in ("devices", "slurm", "submit") if getattr(self, name)]
+        names = [name for name in ("devices", "slurm") if getattr(self, name)]
         if len(names) > 1:
             raise typer.BadParameter(f"expected --{names[0]} or --{names[1]}, found both")
-        if self.submit not in ("", "local"):
-            raise typer.BadParameter(f"--submit: expected local, found {self.submit!r}")
-        if bool(self.shards) != bool(self.slurm or self.submit):
-            raise typer.BadParameter("expected --shards N together with --slurm or --submit")
+        if bool(self.shards) != bool(self.slurm):
+            raise typer.BadParameter("expected --shards N together with --slurm")
 
     def __bool__(self) -> bool:
-        return bool(self.devices or self.slurm or self.submit)
+        return bool(self.devices or self.slurm)
 
     @property
     def count(self) -> int:
         """Return how many devices of this host measure; 0 if jobs do."""
-        if self.slurm or self.submit:
+        if self.slurm:
             return 0
         return len(self.devices.split(",")) if self.devices else 1
 
@@ -96,10 +90,7 @@ class Sharing:
         if not out:
             kind = "devices" if self.devices else "jobs"
             out = new_run(f"{suite.name}-{len(devices)}-{kind}")
-        if self.submit and flags.device.startswith("cuda") and len(devices) > 1:
-            expected = f"expected --devices for {len(devices)} GPUs of this host"
-            raise SuiteError(f"--submit local: {expected}")
-        by = "devices" if self.devices else "slurm" if self.slurm else "local"
+        by = "devices" if self.devices else "slurm"
         job = "" if self.devices else job_name()
         plan = Plan(suite.name, flags, tuple(devices), by, read_options(self.slurm), job)
         return share(suite, plan, out, options)

@@ -129,7 +129,6 @@ def _show_states(
     device: str | None = None,
     data: Path | None = None,
 ) -> None:
-    from sparsebench.harness.shared_runs.campaign_publication import published_entries
     from sparsebench.harness.shared_runs.campaign_sitting import EntryState, state
     from sparsebench.results.formatting import are
 
@@ -151,13 +150,6 @@ def _show_states(
     whole = sum(each.status == "whole" for each in states)
     spent = _time(sum(each.seconds for each in states))
     stdout.print(f"{whole} of {are(len(states), 'entry')} whole, after {spent} of one GPU")
-    shown = (
-        {each.name for each in states} & {*published_entries(requested, out, PUBLISHED)}
-        if out
-        else ()
-    )
-    if shown:
-        stdout.print(f"{len(shown)} of them are in {PUBLISHED} already, measured by this code")
 
 
 def _time(seconds: float) -> str:

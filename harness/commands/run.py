@@ -15,7 +15,7 @@ from sparsebench.harness.commands._console import (
     stdout,
     wide,
 )
-from sparsebench.harness.commands._sharing import Devices, Shard, Shards, Sharing, Slurm, Submit
+from sparsebench.harness.commands._sharing import Devices, Shard, Shards, Sharing, Slurm
 from sparsebench.harness.run import early_start
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 REPORT_MODULES = "sparsebench.reports.build", "sparsebench.reports.terminal", "scipy.stats"  # 3 s
 # Options that --resume takes from the run, and those that it takes from a shared plan as well.
 FIXED_BY_RUN = (
-    "out", "only", "replicates", "energy", "devices", "slurm", "submit", "shards", "shard",
+    "out", "only", "replicates", "energy", "devices", "slurm", "shards", "shard",
 )  # fmt: skip
 FIXED_BY_PLAN = "device", "data", "timeout"
 
@@ -48,7 +48,6 @@ def run(
     profile: opt.Profile = "",
     devices: Devices = "",
     slurm: Slurm = "",
-    submit: Submit = "",
     shards: Shards = 0,
     shard: Shard = "",
     debug: opt.Debug = False,
@@ -58,7 +57,7 @@ def run(
 ) -> None:
     """Measure a suite, write its report, and print the answer."""
     opt.require_one_output(as_json, markdown)
-    sharing = Sharing(devices, slurm, submit, shards)
+    sharing = Sharing(devices, slurm, shards)
     if (suite is None) == (resume is None):
         raise typer.BadParameter("expected a suite, or --resume RUN alone")
     if resume:
@@ -91,7 +90,7 @@ def run(
         from sparsebench.harness.run.run_json import Flags
 
         first, requested = sharing.first(device), read(str(suite), data)
-        if not (slurm or submit) and has_only_baselines(requested, first, only):
+        if not slurm and has_only_baselines(requested, first, only):
             expected, hint = f"a contender that runs on {first}", f"`sparsebench check {suite}`"
             raise SuiteError(
                 f"{suite}: expected {expected}, found only baselines; {hint} lists the reasons"

@@ -2,7 +2,6 @@
 
     doctor   fitness.json        whether the machine is fit to measure
              kernels.json        which kernels run here, and why the others do not (choices.py)
-    compile  caches on disk      the machine code that the screening needs (compile_ahead.py)
     tune     the user's cache    configurations for this GPU (run/tuning.py)
     screen   screen/             the core suite in one process, coarse problems first
     decide   decide/, decide-2/  the deciding problems (choices.py) in FEWEST processes, which
@@ -25,7 +24,6 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from itertools import count
 from pathlib import Path
 from time import monotonic
@@ -37,7 +35,6 @@ from sparsebench.errors import SuiteError
 from sparsebench.harness.doctor.findings import warning
 from sparsebench.harness.machine.device import is_simulated
 from sparsebench.harness.new_gpu.choices import coarse, deciding, probe
-from sparsebench.harness.new_gpu.compile_ahead import CompileAhead
 from sparsebench.harness.plan.suite import read
 from sparsebench.harness.run import early_start
 from sparsebench.harness.run.measure import Progress, RunOptions, Stopped, measure
@@ -47,7 +44,7 @@ from sparsebench.harness.shared_runs.merging import merge
 from sparsebench.harness.shared_runs.run_paths import parts_of, pieces_of
 from sparsebench.harness.shared_runs.shared_folder import Plan, Unfinished, read_plan
 from sparsebench.harness.shared_runs.sharing import share
-from sparsebench.kernels._common import choices
+from sparsebench.kernels._common import choices, front_extension
 from sparsebench.results import files
 from sparsebench.results.formatting import amount
 from sparsebench.results.record import Problem
@@ -60,9 +57,11 @@ SCHEMA = "sparsebench/survey@1"
 SUITES = {"cpu": "quick"}  # the core suite would take hours on 2 cores
 SUITE = "core"
 # Shares of the time left; deciding has the rest, less PAGE_S
-COMPILE, TUNE, SCREEN = 0.1, 0.2, 0.45
+TUNE, SCREEN = 0.2, 0.45
 DOCTOR = (sys.executable, "-P", "-m", "sparsebench", "doctor", "--json", "--device")
 DOCTOR_S = 60.0  # the doctor takes 10 s, and its process has to start
+COMPILE = f"from {front_extension.__name__} import front_type; front_type()"
+FRONT = sys.executable, "-P", "-c", COMPILE  # 20 s without a cache
 PAGE_S = 25.0  # the reports, the published runs and the page take 15 s on two idle cores
 SILENT_S = 60.0  # without an answer for so long a contender has hung
 
@@ -133,22 +132,20 @@ def _run(survey: Survey, progress: Callable[[str], Progress]) -> Survey:
     """Run the remaining steps. Raises Stopped, with the survey's path, if interrupted."""
     end = monotonic() + survey.budget_s - PAGE_S
     survey.write()
-    with CompileAhead(survey.device, survey.suite) as ahead:
-        prepared = {"doctor": partial(_doctor, ahead), "compile": partial(_compile, ahead)}
-        for name, step in (prepared | STEPS).items():
-            if name in survey.seconds:
-                continue
-            began = monotonic()
-            survey.left.pop(name, None)
-            try:
-                reason = step(survey, end, progress(name))
-            except KeyboardInterrupt as stop:
-                raise Stopped(survey.path) from stop
-            if reason:
-                survey.left[name] = reason
-            else:
-                survey.seconds[name] = round(monotonic() - began, 1)
-            survey.write()
+    for name, step in STEPS.items():
+        if name in survey.seconds:
+            continue
+        began = monotonic()
+        survey.left.pop(name, None)
+        try:
+            reason = step(survey, end, progress(name))
+        except KeyboardInterrupt as stop:
+            raise Stopped(survey.path) from stop
+        if reason:
+            survey.left[name] = reason
+        else:
+            survey.seconds[name] = round(monotonic() - began, 1)
+        survey.write()
     return survey
 
 
@@ -157,19 +154,14 @@ Step = Callable[[Survey, float, Progress], str]
 or an empty text."""
 
 
-def _doctor(ahead: CompileAhead, survey: Survey, end: float, progress: Progress) -> str:
-    """Examine the machine; meanwhile look which kernels run here, and start what compiles them."""
-    if survey.on_gpu:
-        ahead.start()
-    with ThreadPoolExecutor(1) as pool:
+def _doctor(survey: Survey, end: float, progress: Progress) -> str:
+    """Examine the machine; meanwhile compile front.cpp, and look which kernels run here."""
+    with ThreadPoolExecutor(2) as pool:
+        if survey.on_gpu:
+            pool.submit(subprocess.run, FRONT, capture_output=True, check=False)
         examined = pool.submit(_doctor_findings, survey.device)
         store.write_json(survey.path / "kernels.json", [asdict(k) for k in probe(survey.device)])
         store.write_json(survey.path / "fitness.json", examined.result())
-    return ""
-
-
-def _compile(ahead: CompileAhead, survey: Survey, end: float, progress: Progress) -> str:
-    ahead.finish(monotonic() + COMPILE * (end - monotonic()), progress)
     return ""
 
 
@@ -288,4 +280,4 @@ def _measure(
     return f"{left} of {amount(contests['of'], 'contest')} not reached" if left else ""
 
 
-STEPS: dict[str, Step] = {"tune": _tune, "screen": _screen, "decide": _decide}
+STEPS: dict[str, Step] = {"doctor": _doctor, "tune": _tune, "screen": _screen, "decide": _decide}

@@ -60,20 +60,6 @@ def publish(campaign: Campaign, out: Path, into: Path, names: Sequence[str] = ()
         return write(into.resolve().parents[1])
 
 
-def published_entries(campaign: Campaign, out: Path, into: Path) -> list[str]:
-    """Return the entries whose published runs have the GPU and the code of the folder `out`."""
-    if not (out / "alike.json").exists():
-        return []
-    here = files.from_json(out / "alike.json")
-    home = into / _slug(str(here["gpu.name"]))
-    environments = {name: home / name / "environment.json" for name in campaign.names}
-    return [
-        name
-        for name, file in environments.items()
-        if file.exists() and files.from_json(file).get("code_sha256") == here["code_sha256"]
-    ]
-
-
 def _keep(before: Path, home: Path) -> None:
     """Copy the bundles of a folder that `home` has no more to `home`/earlier, for the history."""
     if (before / EARLIER).exists():

@@ -10,7 +10,6 @@ is not used, because it may be off, or not answer while a controller restarts.
 Near its time limit a job receives a signal, keeps its results, and is queued again.
 """
 
-import os
 import secrets
 import shlex
 import subprocess
@@ -32,8 +31,7 @@ from sparsebench.harness.shared_runs.shared_folder import PartProgress, Plan, wo
 from sparsebench.results import files
 from sparsebench.results.run import store
 
-POLL_S = {"slurm": 10.0, "local": 1.0}
-OPTIONS = {"slurm": "--slurm", "local": "--submit local"}
+POLL_S = 10.0
 TRIES = 3  # jobs of a part that may end one after the other without a new contest
 MINUTES = 240  # time limit of a job, unless `time` sets it
 TIMEOUTS = 1000  # how often a job may reach its limit and be queued again
@@ -100,7 +98,7 @@ def measure_parts(folder: Path, suite: Suite, plan: Plan, options: RunOptions) -
             if lost:
                 with suppress(SuiteError):  # the controller may be away; the next round retries
                     send(folder, plan, [part.number for part in lost])
-            time.sleep(POLL_S[plan.by])
+            time.sleep(POLL_S)
     except KeyboardInterrupt as stop:
         raise Stopped(merged_at(folder)) from stop
 
@@ -119,7 +117,7 @@ def send(folder: Path, plan: Plan, numbers: Iterable[int]) -> None:
     except Exception as error:  # submitit raises what sbatch printed, in several classes
         line = " ".join(str(error).split())[-300:]
         expected = f"expected a cluster that takes jobs; {line}"
-        raise SuiteError(f"{OPTIONS[plan.by]}: {expected}") from error
+        raise SuiteError(f"--slurm: {expected}") from error
     ids = jobs(folder)
     for number, job in zip(numbers, new_jobs, strict=True):
         ids.setdefault(str(number), []).append(str(job.job_id))
@@ -131,24 +129,18 @@ def _executor(plan: Plan, folder: Path) -> Any:
         import submitit
     except ModuleNotFoundError as error:
         hint = "pip install 'sparsebench[cluster]'"
-        raise SuiteError(f"{OPTIONS[plan.by]}: expected submitit, found none; {hint}") from error
+        raise SuiteError(f"--slurm: expected submitit, found none; {hint}") from error
     python = f"{shlex.quote(sys.executable)} -P"  # the working directory holds our folders
     parameters = dict(plan.options)
-    kind = submitit.SlurmExecutor if plan.by == "slurm" else submitit.LocalExecutor
     try:
-        executor = kind(folder, max_num_timeout=TIMEOUTS, python=python)
-        if plan.by == "slurm":
-            if not is_simulated(plan.devices[0]) and plan.devices[0] != "cpu":
-                parameters = {"gres": "gpu:1"} | parameters
-            executor.update_parameters(**{"time": MINUTES, "job_name": plan.job, **parameters})
-        else:
-            seen, name = os.environ.get("CUDA_VISIBLE_DEVICES"), "CUDA_VISIBLE_DEVICES"
-            setup = f"unset {name}" if seen is None else f"export {name}={shlex.quote(seen)}"
-            executor.update_parameters(timeout_min=MINUTES, setup=[setup], **parameters)
+        executor = submitit.SlurmExecutor(folder, max_num_timeout=TIMEOUTS, python=python)
+        if not is_simulated(plan.devices[0]) and plan.devices[0] != "cpu":
+            parameters = {"gres": "gpu:1"} | parameters
+        executor.update_parameters(**{"time": MINUTES, "job_name": plan.job, **parameters})
     except (RuntimeError, ValueError, TypeError) as error:
         line = " ".join(str(error).split())
         expected = f"expected a cluster and options of it; {line}"
-        raise SuiteError(f"{OPTIONS[plan.by]}: {expected}") from error
+        raise SuiteError(f"--slurm: {expected}") from error
     return executor
 
 
@@ -161,8 +153,6 @@ def jobs(folder: Path) -> dict[str, list[str]]:
 def _alive(folder: Path, plan: Plan) -> dict[int, str] | None:
     """Return the state of each part with a job that is queued or running; None if unknown."""
     ids = [(int(number), job) for number, each in jobs(folder).items() for job in each]
-    if plan.by == "local":
-        return {number: "RUNNING" for number, job in ids if b"submitit" in _command_line(job)}
     command = ["squeue", "--noheader", "--array", "--format=%i %T %r", f"--name={plan.job}"]
     try:
         reply = subprocess.run(command, capture_output=True, timeout=SQUEUE_S, check=True)
@@ -172,12 +162,6 @@ def _alive(folder: Path, plan: Plan) -> dict[int, str] | None:
     lines = [line.split(maxsplit=2) for line in text.splitlines() if line.strip()]
     states = {job: state for job, state, *reason in lines if FAILED not in "".join(reason)}
     return {number: states[job] for number, job in ids if job in states}
-
-
-def _command_line(job: str) -> bytes:
-    with suppress(OSError):
-        return Path(f"/proc/{job}/cmdline").read_bytes()
-    return b""
 
 
 def statuses(folder: Path, plan: Plan, parts: Iterable[PartProgress]) -> dict[int, str]:

@@ -67,7 +67,7 @@ class Plan:
     """What is shared out, and how.
 
     devices  one per part; for jobs, the name of the GPU that each job is given
-    by       "devices" for threads of one process, "slurm" or "local" for jobs
+    by       "devices" for threads of one process, "slurm" for jobs
     options  of the jobs: partition, time, gres ...
     job      a name that no other plan's jobs have
     """

@@ -42,10 +42,6 @@ REASON = 160  # characters that a row has for why a candidate does not run
 MOST_LINES = 40  # candidates per search in a row: 4 kB of JSON, less than its samples
 
 
-compile_only = False
-"""Set in a process that only compiles: `search` then calls every candidate once and times none."""
-
-
 @dataclass(frozen=True)
 class Trial:
     """The result of one candidate; times in µs.
@@ -199,8 +195,6 @@ def search(
         warnings.filterwarnings("ignore", message=".*preferred_blas_library is an experimental")
         reasons = warm_up(candidates, device, threads)
     running = [i for i, reason in enumerate(reasons) if reason is None]
-    if compile_only:
-        return Search(running[0])
     pool = torch.cuda.graph_pool_handle()
     calls = {i: _capture(candidates[i], device, pool) for i in running}
     flush, clock = flusher(device), GpuClock(device)

@@ -5,10 +5,8 @@ import os
 import sys
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from io import StringIO
 from itertools import count
 from pathlib import Path
-from time import monotonic
 
 import pytest
 
@@ -17,10 +15,9 @@ from sparsebench.errors import ResultError, SuiteError
 from sparsebench.harness.commands._app import main
 from sparsebench.harness.commands._console import DEFECT
 from sparsebench.harness.commands._options import budget_s
-from sparsebench.harness.new_gpu import compile_ahead
 from sparsebench.harness.new_gpu import survey as surveys
 from sparsebench.harness.new_gpu.choices import coarse, deciding, probe
-from sparsebench.harness.plan.suite import Contest, read
+from sparsebench.harness.plan.suite import read
 from sparsebench.harness.run.measure import Progress, RunOptions, measure
 from sparsebench.harness.run.run_json import Flags
 from sparsebench.reports import survey_page
@@ -211,32 +208,6 @@ def test_the_page_has_the_answer_and_other_devices(pool, small, tmp_path, monkey
     assert "http" not in page.replace("http://www.w3.org", "")
     assert (small / "screen/report.html").exists()
     assert (small / "decide/report.html").exists()
-
-
-def test_problems_that_no_process_has_claimed_are_compiled_ahead(tmp_path, monkeypatch) -> None:
-    file, claims = tmp_path / "core.yaml", tmp_path / "claims"
-    file.write_text(SUITE)
-    (claims / "claim-0").mkdir(parents=True)
-    compiled: list[Contest] = []
-    monkeypatch.setattr(compile_ahead, "end_with_parent", lambda: None)
-    monkeypatch.setattr(compile_ahead, "CUDA_PACKAGES", ())
-    monkeypatch.setattr(compile_ahead, "_compile", lambda contest, _: compiled.append(contest))
-    monkeypatch.setattr(sys, "argv", ["", "cpu", str(file), str(claims)])
-    for line, expected in (("", 0), ("begin\n", 5)):  # without a line, the parent has ended
-        monkeypatch.setattr(sys, "stdin", StringIO(line))
-        compile_ahead.main()
-        assert len(compiled) == expected
-    assert len(list(claims.iterdir())) == 6
-
-
-def test_a_compiler_that_has_already_ended_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compile_ahead, "FRONT", (sys.executable, "-c", ""))
-    with compile_ahead.CompileAhead("cpu", "quick") as ahead:
-        monkeypatch.setattr(compile_ahead, "FEWEST", sys.maxsize)
-        ahead.start()
-        ahead.processes[0].wait()  # as if the caches held everything
-        ahead.finish(monotonic() + 60, lambda *_: None)
-        assert not ahead.processes
 
 
 def test_a_broken_pipe_to_a_process_is_reported(tmp_path, monkeypatch, capfd) -> None:

@@ -378,8 +378,8 @@ def test_cores_are_near_their_gpu_and_not_shared() -> None:
         (["--devices", "sim", "--slurm", "time=1"], "expected --devices or --slurm, found both"),
         (["--slurm", "partition=x"], "expected --shards N together with"),
         (["--slurm", "partition", "--shards", 2], "expected NAME=VALUE"),
-        (["--submit", "lokal", "--shards", 2], "expected local, found 'lokal'"),
-        (["--submit", "local", "--shards", 99, "--device", "sim"], "at most 11 parts"),
+        (["--submit", "local"], "no such option: run --submit; use --devices"),
+        (["--slurm", "time=1", "--shards", 99, "--device", "sim"], "at most 11 parts"),
         (["--shard", "3/2", "--device", "sim"], "expected a shard such as 2/4"),
     ],
 )
@@ -397,8 +397,8 @@ def test_a_missing_cluster_is_an_error_and_leaves_nothing(suite, tmp_path, monke
     with pytest.raises(SuiteError, match="--slurm: expected a cluster and options of it"):
         share(suite, plan, tmp_path / "run")
     monkeypatch.setitem(sys.modules, "submitit", None)
-    with pytest.raises(SuiteError, match="--submit local: expected submitit, found none"):
-        share(suite, replace(plan, by="local"), tmp_path / "run")
+    with pytest.raises(SuiteError, match="--slurm: expected submitit, found none"):
+        share(suite, plan, tmp_path / "run")
     assert not [*tmp_path.iterdir()]
 
 

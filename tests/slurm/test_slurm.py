@@ -127,7 +127,7 @@ class Sent:
 def test_nothing_that_happens_to_a_cluster_costs_a_row_or_makes_one_twice(
     cluster, tmp_path, monkeypatch
 ) -> None:
-    monkeypatch.setitem(cluster_jobs.POLL_S, "slurm", 0.5)
+    monkeypatch.setattr(cluster_jobs, "POLL_S", 0.5)
     suite, out = tmp_path / "cluster.yaml", tmp_path / "run"
     suite.write_text(SUITE)
     sent = Sent(suite, out, 3)  # on two nodes of one CPU: one waits
