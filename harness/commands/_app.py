@@ -37,6 +37,7 @@ PACE = "the time left is shown while contests run"
 REMOVED = {  # what older versions took on the command line, and what replaces it
     "--to": "use --out",
     "run --submit": "use --devices for GPUs of this host, --slurm for jobs",
+    "new-gpu --devices": "a survey needs one GPU; `run core --devices` shares a suite out",
     "check --gpu": PACE,
     "check --replicates": PACE,
     "claims check --gpu": PACE,

@@ -10,7 +10,6 @@ import typer
 from sparsebench.errors import SuiteError
 from sparsebench.harness.commands._console import measuring, stdout, wide
 from sparsebench.harness.commands._options import Device, budget_s, new_run, out_file
-from sparsebench.harness.commands._sharing import Devices, Sharing
 
 RESUME = "new-gpu --resume"
 PUBLISHED = Path("results/published")
@@ -31,10 +30,9 @@ def new_gpu(
     ] = None,
     out: Annotated[Path | None, out_file("Output directory. Default: runs/…")] = None,
     resume: Annotated[Path | None, typer.Option(help="Finish an earlier survey.")] = None,
-    devices: Devices = "",
 ) -> None:
     """Survey a GPU in 10 minutes: which sparse formats pay off?"""
-    from sparsebench.harness.machine.device import is_simulated, pick, slug
+    from sparsebench.harness.machine.device import full_name, is_simulated, pick, slug
     from sparsebench.harness.new_gpu import survey as surveys
     from sparsebench.reports.survey_page import STEPS, write
 
@@ -51,12 +49,10 @@ def new_gpu(
         if resume:
             survey = surveys.resume(resume, seconds, of_step)
         else:
-            sharing = Sharing(devices)
-            name = sharing.first(device)
-            shared = sharing.device_names if sharing else []
+            name = full_name(device)
             kind = "sim" if is_simulated(name) else slug(pick(name))
             path = out or new_run(f"new-gpu-{kind}")
-            survey = surveys.survey(name, seconds or BUDGET_S, path, of_step, shared)
+            survey = surveys.survey(name, seconds or BUDGET_S, path, of_step)
         summary = write(survey.path, others)
     wide().print(summary)
     for step, text in [*survey.notes.items(), *survey.left.items()]:

@@ -18,10 +18,9 @@ allocated on the device.
 """
 
 import json
-import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from itertools import count
@@ -31,7 +30,7 @@ from typing import Any
 
 import torch
 
-from sparsebench.errors import SuiteError
+from sparsebench.errors import ResultError, SuiteError
 from sparsebench.harness.doctor.findings import warning
 from sparsebench.harness.machine.device import is_simulated
 from sparsebench.harness.new_gpu.choices import coarse, deciding, probe
@@ -40,10 +39,6 @@ from sparsebench.harness.run import early_start
 from sparsebench.harness.run.measure import Progress, RunOptions, Stopped, measure
 from sparsebench.harness.run.run_json import Flags
 from sparsebench.harness.run.tuning import tune
-from sparsebench.harness.shared_runs.merging import merge
-from sparsebench.harness.shared_runs.run_paths import parts_of, pieces_of
-from sparsebench.harness.shared_runs.shared_folder import Plan, Unfinished, read_plan
-from sparsebench.harness.shared_runs.sharing import share
 from sparsebench.kernels._common import choices, front_extension
 from sparsebench.results import files
 from sparsebench.results.formatting import amount
@@ -73,7 +68,6 @@ class Survey:
     seconds  of each finished step
     left     why a step did not finish
     notes    what a reader should know about a step
-    devices  those that share the runs, `device` first; empty for one
     """
 
     path: Path
@@ -83,7 +77,6 @@ class Survey:
     seconds: dict[str, float] = field(default_factory=dict)
     left: dict[str, str] = field(default_factory=dict)
     notes: dict[str, str] = field(default_factory=dict)
-    devices: list[str] = field(default_factory=list)
 
     @property
     def on_gpu(self) -> bool:
@@ -100,17 +93,13 @@ def survey(
     budget_s: float,
     path: Path,
     progress: Callable[[str], Progress],
-    devices: Sequence[str] = (),
 ) -> Survey:
-    """Survey a device into a new directory.
-
-    Several `devices` of one kind share both runs; the other steps use the first one.
-    """
+    """Survey a device into a new directory."""
     if path.exists():
         raise SuiteError(f"--out {path}: expected a new directory, found one; --resume finishes it")
     kind = "sim" if is_simulated(device) else torch.device(device).type
     path.mkdir(parents=True)
-    survey = Survey(path, device, budget_s, SUITES.get(kind, SUITE), devices=list(devices))
+    survey = Survey(path, device, budget_s, SUITES.get(kind, SUITE))
     return _run(survey, progress)
 
 
@@ -125,6 +114,8 @@ def read_survey(path: Path) -> Survey:
     """Read a survey. Raises ResultError if the folder holds none."""
     data = files.from_json(path / "survey.json", SCHEMA)
     del data["schema"]
+    if data.pop("devices", []):  # before 0.4
+        raise ResultError(f"{path}: expected a survey of one device, found one of several")
     return Survey(path, **data)
 
 
@@ -207,7 +198,7 @@ def _screen(survey: Survey, end: float, progress: Progress) -> str:
 
 def _decide(survey: Survey, end: float, progress: Progress) -> str:
     """Measure the deciding problems, in another run if an earlier survey had fewer of them."""
-    early_start.start(survey.device, max(1, len(survey.devices)), FEWEST)  # while this one plans
+    early_start.start(survey.device, 1, FEWEST)  # while this one plans
     screened = store.read(survey.path / "screen")
     if not screened.rows:
         again = f"`sparsebench new-gpu --resume {survey.path} --budget TIME` resumes"
@@ -221,7 +212,9 @@ def _decide(survey: Survey, end: float, progress: Progress) -> str:
         name = "decide" if number == 1 else f"decide-{number}"
         if not left:
             return ""
-        only = _selection_of(survey.path / name) or f"case={'|'.join(left.values())}"
+        begun = survey.path / name / "run.json"
+        only = f"case={'|'.join(left.values())}"
+        only = files.from_json(begun)["flags"]["only"] if begun.exists() else only
         if reason := _measure(survey, name, FEWEST, only, end, progress, ranks, screened):
             return reason
         measured = {row.case.problem.id for row in store.read(survey.path / name).rows}
@@ -231,14 +224,6 @@ def _decide(survey: Survey, end: float, progress: Progress) -> str:
 
 def _problems(survey: Survey) -> list[Problem]:
     return [contest.problem for contest in read(survey.suite).contests]
-
-
-def _selection_of(target: Path) -> str:
-    """Return the selection of a run that an earlier survey began, "" without one."""
-    if (target / "run.json").exists():
-        return str(store.read(target).state["flags"]["only"])
-    parts = parts_of(target)
-    return read_plan(parts).flags.only if parts.exists() else ""
 
 
 def _measure(
@@ -267,14 +252,7 @@ def _measure(
         even=True,
         rank=lambda contest: ranks.get(contest.problem.id, -1),
     )
-    if len(survey.devices) > 1:
-        shutil.rmtree(target, ignore_errors=True)  # merged again from the parts beside it
-        try:
-            path = share(suite, Plan(suite.name, flags, tuple(survey.devices)), target, options)
-        except Unfinished:
-            path = merge(pieces_of(target), target, whole=False)
-    else:
-        path = measure(suite, flags, None if stopped else target, stopped, options)
+    path = measure(suite, flags, None if stopped else target, stopped, options)
     contests = store.read(path).state["contests"]
     left = contests["of"] - contests["done"]
     return f"{left} of {amount(contests['of'], 'contest')} not reached" if left else ""

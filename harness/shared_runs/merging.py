@@ -40,16 +40,14 @@ def merge(
     data: Path | None = None,
     *,
     plugins: bool = False,
-    whole: bool = True,
     replicates: int | None = None,
 ) -> Path:
     """Join runs into a new one at `out` and return it.
 
-    `plugins` allows the suite to import modules of other packages. If the plan need not be `whole`,
-    missing contests make the run `interrupted`. With `replicates`, only that many first processes
-    are kept, such as those that a run completed before its time ended. Raises ResultError, and
-    writes nothing, if a run was changed, its suite, code or kind of GPU differs, or a contest is
-    missing or occurs twice.
+    `plugins` allows the suite to import modules of other packages. With `replicates`, only that
+    many first processes are kept, such as those that a run completed before its time ended. Raises
+    ResultError, and writes nothing, if a run was changed, its suite, code or kind of GPU differs,
+    or a contest is missing or occurs twice.
     """
     if not store.is_new(out):
         raise ResultError(f"{out}: expected a new directory, found one")
@@ -73,16 +71,12 @@ def merge(
         suite = recorded_plan.suite_of_run(joined, data)
         problems = [c.problem.id for c in planned_contests(suite, flags["device"], flags["only"])]
         plan = [(n, problem) for n in range(flags["replicates"]) for problem in problems]
-        missing = [contest for contest in plan if contest not in counts.done]
-        if not missing:
-            recorded_plan.require_planned_rows(joined, suite)
-    if missing and whole:
-        raise ResultError(_missing_contests(runs, missing, len(counts.done)))
-    if not missing:
-        deque(consistency.check_consistency(joined), 0)
-    done = {"done": len(counts.done), "of": len(counts.done) + len(missing)}
-    status = {"status": "interrupted" if missing else "finished", "contests": done}
-    state = {**joined.state, **status, "cases": dict(counts.cases)}
+        if missing := [contest for contest in plan if contest not in counts.done]:
+            raise ResultError(_missing_contests(runs, missing, len(counts.done)))
+        recorded_plan.require_planned_rows(joined, suite)
+    deque(consistency.check_consistency(joined), 0)
+    done = {"done": len(counts.done), "of": len(counts.done)}
+    state = {**joined.state, "contests": done, "cases": dict(counts.cases)}
     with store.new_directory(out) as fresh:
         every_row = [*joined.reference, *joined.rows]
         store.write_run(fresh, joined.suite_text, joined.environment, state, every_row)

@@ -7,16 +7,14 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
-from heapq import heappop, heappush
 from pathlib import Path
-from random import Random
 
 import pytest
 
 from sparsebench.errors import ResultError, SuiteError
 from sparsebench.harness.machine.cpu_placement import read_list, shared_out
 from sparsebench.harness.plan.selection import part, planned_contests
-from sparsebench.harness.plan.suite import Suite, expand, read
+from sparsebench.harness.plan.suite import Suite, read
 from sparsebench.harness.run.measure import RunOptions, Stopped, measure
 from sparsebench.harness.run.plan_part import Part
 from sparsebench.harness.run.run_json import Flags
@@ -161,23 +159,6 @@ def test_a_plan_is_resumed_after_a_part_was_deleted(deleted, suite, gpus, tmp_pa
     assert Counter(map(key, store.read(out).rows)) == Counter(expected(suite, 1))
 
 
-def test_a_lost_part_is_made_again_before_a_cluster_gets_jobs(
-    suite, gpus, tmp_path, monkeypatch
-) -> None:
-    folder = tmp_path / "run.parts"
-    folders.create(folder, replace(on(gpus[:2], replicates=1), by="slurm"), suite.text)
-    before = sorted(folder.rglob("*"))
-    shutil.rmtree(folder / "2")
-
-    def stops(*_: object) -> None:
-        assert sorted(folder.rglob("*")) == before
-        raise Stopped(folder)
-
-    monkeypatch.setattr(cluster_jobs, "measure_parts", stops)
-    with pytest.raises(Stopped):
-        resume(tmp_path / "run")
-
-
 def test_a_deleted_suite_or_choices_are_one_line_before_any_job(suite, gpus, tmp_path) -> None:
     for name in ("suite.yaml", "pinned.json"):
         folder = tmp_path / f"{name}.parts"
@@ -199,23 +180,15 @@ def test_a_part_whose_job_the_scheduler_forgot_is_lost(suite, gpus, tmp_path, mo
 
 @pytest.mark.exhaustive
 def test_a_part_resumed_on_another_gpu_is_marked_in_the_report(suite, gpus, tmp_path) -> None:
-    folder, flags = tmp_path / "run.parts", Flags(gpus[0], replicates=2)
-    plan = Plan(suite.name, flags, (gpus[0],))
+    folder, plan = tmp_path / "run.parts", on(gpus[:1], replicates=2)
     folders.create(folder, plan, suite.text)
     with pytest.raises(Stopped):
         work(folder, plan, suite, 1, RunOptions(progress=stopping(14)))
-    (folder / "1" / "1" / bundle.MANIFEST).unlink()  # as after a kill
-    with (folder / "1" / "1" / "rows.jsonl").open("a") as file:
-        file.write('{"case":')
     moved = replace(plan, devices=(gpus[1],))
     work(folder, moved, suite, 1)
     out = finish(folder, moved, suite)
-    rows = store.read(out).rows
-    assert Counter(map(key, rows)) == Counter(expected(suite, 2))
-    assert {row.device for row in rows} == {"sim-1", "sim-2"}
     sparsebench("report", out)
-    page = (out / "report.html").read_text()
-    assert "have processes on more than one device" in page
+    assert "have processes on more than one device" in (out / "report.html").read_text()
 
 
 def test_a_gpu_of_another_kind_is_refused_before_it_measures(suite, gpus, tmp_path) -> None:
@@ -335,22 +308,6 @@ def test_parts_claim_different_problems_and_a_late_part_finds_none(suite, tmp_pa
     assert not [*late.take(contests, 0), *late.take(contests, 1)]
     again = Part(folder, 1, "here")  # a restarted job finds its claims
     assert sorted(c.problem.id for c in again.take(contests, 1)) == sorted(taken[:6:2])
-
-
-def test_sixteen_gpus_share_a_plan_evenly(tmp_path: Path) -> None:
-    """By a made-up clock, a contest takes 2 to 4 s, and a GPU then claims its next one."""
-    text = SUITE.replace("[16, 64]", str([*range(1, 41)]))
-    contests, draw = planned_contests(expand("many.yaml", text), "sim"), Random(0)
-    folders.create(tmp_path / "run.parts", Plan("many", Flags("sim"), ("sim",) * 16), text)
-    waiting = [(0.0, n, Part(tmp_path / "run.parts", n, "").take(contests, 0)) for n in range(16)]
-    taken, ended = list[str](), 0.0
-    while waiting:
-        ended, number, turns = heappop(waiting)
-        if contest := next(turns, None):
-            taken.append(contest.problem.id)
-            heappush(waiting, (ended + draw.uniform(2, 4), number, turns))
-    assert Counter(taken) == Counter(contest.problem.id for contest in contests)
-    assert ended < 3 * len(contests) / 16 + 4
 
 
 def test_shards_have_every_contest_once(suite: Suite) -> None:
