@@ -43,7 +43,7 @@ def status(
     shares = [replace(share, status=words[share.number]) for share in shares]
     contests = plan.contests(suite)
     done, total = sum(share.contests for share in shares), len(contests) * plan.flags.replicates
-    left = shared_folder.count_free(folder, contests)
+    left = shared_folder.count_free(folder, plan, contests)
     if as_json:
         parts = [asdict(share) | {"jobs": sent.get(str(share.number), [])} for share in shares]
         print_json({"contests": {"done": done, "of": total, "unclaimed": left}, "parts": parts})

@@ -80,7 +80,7 @@ def measure_parts(folder: Path, suite: Suite, plan: Plan, options: RunOptions) -
         while True:
             alive = _alive(folder, plan)
             parts = list(shared_folder.progress(folder, plan))
-            free = shared_folder.count_free(folder, contests)
+            free = shared_folder.count_free(folder, plan, contests)
             ended = [] if alive is None else [part for part in parts if part.number not in alive]
             lost = [part for part in ended if not part.complete]
             if free and not alive:

@@ -84,6 +84,10 @@ class Plan:
     def numbers(self) -> range:
         return range(1, len(self.devices) + 1)
 
+    @property
+    def is_one_part(self) -> bool:
+        return len(self.devices) == 1
+
     def flags_of(self, number: int) -> Flags:
         return replace(self.flags, device=self.devices[number - 1])
 
@@ -158,6 +162,7 @@ def open_again(folder: Path, plan: Plan, text: str) -> Plan:
     if here != same or (folder / "suite.yaml").read_text("utf-8") != text:
         expected = "the plan that is measured there"
         raise SuiteError(f"{folder}: expected {expected}, found another suite or other options")
+    repair(folder, here, text)
     return here
 
 
@@ -176,7 +181,7 @@ def pinned_choices(folder: Path) -> list[Pinned]:
 
 def progress(folder: Path, plan: Plan) -> Iterator[PartProgress]:
     """Yield how far each part is, from its run.json."""
-    reserving = set(owners(folder).values())
+    with_work = {1} if plan.is_one_part else set(owners(folder).values())
     for number in plan.numbers:
         mtime = lambda run: (run / "run.json").stat().st_mtime  # noqa: E731
         runs = sorted(runs_of(folder, number), key=mtime)
@@ -184,15 +189,16 @@ def progress(folder: Path, plan: Plan) -> Iterator[PartProgress]:
         yield PartProgress(
             number,
             contests=sum(state["contests"]["done"] for state in states),
-            complete=states[-1]["status"] == "finished" if states else number not in reserving,
+            complete=states[-1]["status"] == "finished" if states else number not in with_work,
             device=device_id_at(runs[-1]) if runs else "",
             status=states[-1]["status"] if states else "waiting",
         )
 
 
-def count_free(folder: Path, contests: Sequence[Contest]) -> int:
-    """Return how many problems no part has reserved yet."""
-    return len({contest.problem.id for contest in contests} - owners(folder).keys())
+def count_free(folder: Path, plan: Plan, contests: Sequence[Contest]) -> int:
+    """Return how many problems no part has reserved yet; a plan of one part reserves none."""
+    problems = {contest.problem.id for contest in contests}
+    return 0 if plan.is_one_part else len(problems - owners(folder).keys())
 
 
 OnStart = Callable[[Part], None]
@@ -217,7 +223,7 @@ def work(
         runs = runs_of(folder, number)
         card = str(about_once(flags.device, flags.data)["identity"]) if runs else ""
         ours, earlier = _split_by_card(runs, card, suite, flags)
-        part = Part(folder, number, boot(), earlier, alone=len(plan.devices) == 1)
+        part = Part(folder, number, boot(), earlier, alone=plan.is_one_part)
         if not part.reserve(planned_contests(suite, flags.device, flags.only, flags.shard)):
             return
         on_start(part)

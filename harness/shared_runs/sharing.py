@@ -67,11 +67,11 @@ def resume(run: Path, options: RunOptions = RunOptions()) -> Path:  # noqa: B008
     """Measure the rest of a run that is in parts, and return the run."""
     folder = parts_of(run)
     plan, suite = shared_folder.read(folder)
+    shared_folder.repair(folder, plan, suite.text)
     return _measure(folder, suite, plan, options)
 
 
 def _measure(folder: Path, suite: Suite, plan: Plan, options: RunOptions) -> Path:
-    shared_folder.repair(folder, plan, suite.text)
     measure = _measure_on_this_host if plan.by == "devices" else cluster_jobs.measure_parts
     measure(folder, suite, plan, options)
     return finish(folder, plan, suite)

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -32,7 +31,6 @@ from sparsebench.results.run import bundle, store
 from sparsebench.results.tables.analysis import analyse
 from tests.simulated.in_process import stopping
 from tests.tools.command_line import output, refusal, sparsebench
-from tests.tools.paths import PUBLISHED
 from tests.tools.suites import BSR, linear
 
 pytestmark = pytest.mark.usefixtures("no_figures")
@@ -219,24 +217,6 @@ def test_a_run_that_ended_early_keeps_its_complete_processes(suite, gpus, tmp_pa
     assert all(line.checked for line in validate(tmp_path / "run"))
     refusal("merge", tmp_path / "stopped", "--replicates", 4, "--out", tmp_path / "more")
     assert not (tmp_path / "more").exists()
-
-
-@pytest.mark.parametrize("wrong", ["--out={out} --replicates=99", "--out={run}"])
-def test_a_wrong_option_of_merge_is_refused_before_torch_is_imported(wrong, tmp_path) -> None:
-    run = PUBLISHED / "cpu" / "quick-cpu"
-    arguments = ["merge", str(run), *wrong.format(run=run, out=tmp_path / "out").split()]
-    program = (
-        "import sys\n"
-        "from sparsebench.harness.commands._app import main\n"
-        f"sys.argv = ['sparsebench', *{arguments}]\n"
-        "try:\n    code = main()\n"
-        "except SystemExit as end:\n    code = end.code\n"
-        "print(code, 'torch' in sys.modules)"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True
-    )
-    assert done.stdout.split()[-2:] == ["2", "False"], done.stderr
 
 
 def changed(change: Callable[[Path], object]) -> Callable[[list[Path], Path], list[Path]]:
