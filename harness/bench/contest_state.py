@@ -68,7 +68,7 @@ class ContestOptions:
     ceilings: Ceilings | None = None
     energy: bool = False
 
-    def after(self, rows: Iterable[Row]) -> Self:
+    def with_ceilings_after(self, rows: Iterable[Row]) -> Self:
         """Return the options after these rows: a reference among them may raise the ceilings."""
         return replace(self, ceilings=self.ceilings and self.ceilings.after(rows)[0])
 

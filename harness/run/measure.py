@@ -259,7 +259,7 @@ class _Session:
 
     def _process(self, replicate: int, contests: Iterable[Contest], window: nvml.Window) -> None:
         window()  # drop what happened before the first contest
-        options = replace(self.contest_options.after(self.rows), replicate=replicate)
+        options = replace(self.contest_options.with_ceilings_after(self.rows), replicate=replicate)
         for result in self.runner.run(contests, options):
             seen = window()
             rows = [replace(row, telemetry=row.telemetry or seen) for row in result.rows]
@@ -268,7 +268,7 @@ class _Session:
             self.spent_s.update(result.spent_s)
             self.rows += result.rows
             self.counts.add(result.rows)
-            store.set_state(self.path, self._state("running", self.counts))  # survives a kill
+            store.set_state(self.path, self._run_json("running", self.counts))  # survives a kill
         self.options.progress(self.done, self._total(), "")
 
     def _in_time(self, contests: Iterable[Contest], until: float) -> Iterator[Contest]:
@@ -288,7 +288,7 @@ class _Session:
         part, processes = self.options.part, self.record.flags.replicates
         return part.total(self.contests, processes) if part else self.record.contests
 
-    def _state(self, status: str, counts: Counts | None = None) -> dict[str, Any]:
+    def _run_json(self, status: str, counts: Counts | None = None) -> dict[str, Any]:
         """Return run.json. Without `counts`, count the rows on disk.
 
         A stop may fall between writing a contest and counting it.
@@ -302,14 +302,14 @@ class _Session:
     @contextmanager
     def _seal_at_end(self) -> Iterator[None]:
         """Set the status in run.json: running, then finished or interrupted; then seal the run."""
-        store.set_state(self.path, self._state("running"))
+        store.set_state(self.path, self._run_json("running"))
         status = "interrupted"
         try:
             yield
-            counts = self._state(status)["contests"]
+            counts = self._run_json(status)["contests"]
             status = "finished" if counts["done"] == counts["of"] else status
         finally:
-            store.set_state(self.path, self._state(status))
+            store.set_state(self.path, self._run_json(status))
             bundle.seal(self.path)
 
 

@@ -101,7 +101,7 @@ class Runner:
         for contest in contests:
             result = self._complete(contest, options)
             self.history.remember(result.rows)
-            options = options.after(result.rows)
+            options = options.with_ceilings_after(result.rows)
             yield result
 
     def next_process(self) -> None:

@@ -41,9 +41,8 @@ from sparsebench.results.tables.frame import HOST_LATE, frame
 
 OF_TRY = {"op", "format", "baseline", "seed"}
 HEADINGS = "time, µs", "quartiles", "speedup", "of limit", "error", "of usual", "of allowed"
-BASELINES = {"cuda": "cublas", "cpu": "torch_dense"}
 ON_CUDA = {"attention": "sdpa_cudnn", "attention_backward": "sdpa_cudnn_backward"}
-"""The baselines by device, and on CUDA those of ops that cuBLAS does not compute."""
+"""The baselines on CUDA of ops that cuBLAS does not compute."""
 DTYPES = {"cuda": "bf16", "cpu": "fp32"}
 CLOCKS = {
     "graph": "device time of a CUDA-graph replay, cold L2",
@@ -119,7 +118,7 @@ def plan(
     op = str(settings.get("op", "linear" if kernel.op == "any" else kernel.op))
     stored = str(settings.get("format", "dense" if kernel.consumes == "any" else kernel.consumes))
     usual = ON_CUDA.get(op) if device.type == "cuda" else None
-    baseline = str(settings.get("baseline", usual or BASELINES[device.type]))
+    baseline = str(settings.get("baseline", usual or ceilings.DENSE[device.type]))
     seed = settings.get("seed", 0)
     if type(seed) is not int:
         raise SuiteError(f"try: seed: expected an integer, found {seed!r}")

@@ -16,14 +16,6 @@ def low_precision(w: Tensor, x: Tensor) -> object:
     return out.to(x.dtype)
 
 
-@run_linear
-def not_a_number(w: Tensor, x: Tensor) -> object:
-    """Divide by zero in one element."""
-    out = x @ w.T
-    out[0, 0] /= 0
-    return out
-
-
 @prepare_linear()
 def one_element(w: Tensor, x: Tensor) -> Run:
     """Miss one product in one element of the output."""
@@ -89,18 +81,6 @@ def unwritten(w: Tensor, x: Tensor) -> Run:
         return out
 
     return run
-
-
-@prepare_linear()
-def wrong_layout(w: Tensor, x: Tensor) -> Run:
-    """Return the right numbers feature-major, which leaves the transposition to the caller."""
-    return lambda: (w @ x.T).T
-
-
-@prepare_linear()
-def wrong_type(w: Tensor, x: Tensor) -> Run:
-    """Return sums in fp64 instead of the problem's dtype."""
-    return lambda: x.double() @ w.double().T
 
 
 @prepare_linear()

@@ -16,12 +16,6 @@ def another_pattern(dy: Tensor, x: Tensor, w: Bsr) -> Run:
     return lambda: replace(w, columns=columns).sample(dy.t() @ x)
 
 
-@prepare_wgrad
-def dense(dy: Tensor, x: Tensor, w: Bsr) -> Run:
-    """Return the whole product as a dense tensor, which the caller would have to gather."""
-    return lambda: dy.t() @ x
-
-
 @run_wgrad
 def low_precision(dy: Tensor, x: Tensor, w: Bsr) -> object:
     """Round the sum to 16 bits after every 16 tokens."""
@@ -78,9 +72,3 @@ def writes_nothing(dy: Tensor, x: Tensor, w: Bsr) -> Run:
     """Return a gradient that no call writes."""
     gradient = w.sample(dy.t() @ x)
     return lambda: gradient
-
-
-@prepare_wgrad
-def wrong_type(dy: Tensor, x: Tensor, w: Bsr) -> Run:
-    """Return sums in fp64 instead of the problem's dtype."""
-    return lambda: w.sample(dy.double().t() @ x.double())
