@@ -144,7 +144,7 @@ def check(
 def report(
     names: Names = None,
     runs: Runs = None,
-    out: Annotated[Path | None, opt.out_file("Folder for pages and badges.")] = None,
+    out: Annotated[Path | None, opt.out_file("Folder for pages.")] = None,
     data: opt.Data = None,
     as_json: opt.Json = False,
 ) -> None:

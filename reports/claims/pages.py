@@ -1,10 +1,9 @@
-"""A page and a badge per claim and a table of all claims, in a separate folder or in a site.
+"""A page per claim and a table of all claims, in a separate folder or in a site.
 
 claims/index.html    every claim with its verdict on each GPU
 claims/NAME.html     quote, verdict, published conditions and ours, cells
-claims/NAME.svg      the verdict as a badge
 
-The strongest verdict comes first, so that title, badge and tables agree. Simulated cells count only
+The strongest verdict comes first, so that title and tables agree. Simulated cells count only
 if there are no measured ones.
 """
 
@@ -21,22 +20,20 @@ from sparsebench.reports.page import code, render
 from sparsebench.reports.site.pages import Site, stylesheet
 from sparsebench.reports.tables import html_table, without_dashes
 from sparsebench.results.claims.cells import Cell, judging_cells, largest_value, value_text
-from sparsebench.results.claims.decision import OPEN, Word, cell_state
+from sparsebench.results.claims.decision import Word, cell_state
 from sparsebench.results.claims.metrics import SIGNS
 from sparsebench.results.claims.planned import PlannedClaim
 from sparsebench.results.claims.schema import Test
-from sparsebench.results.claims.verdict import Basis, Verdict
+from sparsebench.results.claims.verdict import Verdict
 from sparsebench.results.formatting import amount, capital, join_words, plain
 
 CHECK = "sparsebench claims check {} --replicates 8"
 UNMEASURED = "not measured"  # our value of a condition without one
 OPEN_LINES = 12  # of a table that needs no click
-UNDECIDED = *map(str, OPEN), str(Word.NOT_TESTABLE)
 WHICH_COUNTS = (
     "One measurement of each cell counts, so a larger one may stand below: reliable runs come "
     "first, then those with the fastest subject and baseline of all, confirming and longer ones."
 )
-BADGE = {"good": "#00694c", "unsure": "#8a5a00", "bad": "#a3261c", "quiet": "#5d6369"}
 
 
 @dataclass(frozen=True)
@@ -62,10 +59,12 @@ def entries(claims: Sequence[PlannedClaim], cells: Mapping[str, Sequence[Cell]])
 def pages(
     judged: Sequence[Entry], site: Site, gpus: Collection[str] | None = None
 ) -> Iterator[tuple[str, str]]:
-    """Yield the path and the text of every page and badge; `gpus` are as for `lines`."""
+    """Yield the path and the text of every page; `gpus` are as for `lines`."""
     table = lines(judged, gpus)
-    counts = {"tally": tally(table), "share": share(table)}
-    yield "claims/index.html", render("claims.html", site=site, lines=table, **counts)
+    yield (
+        "claims/index.html",
+        render("claims.html", site=site, lines=table, tally=tally(table)),
+    )
     for entry in judged:
         page = render(
             "claim.html",
@@ -80,7 +79,6 @@ def pages(
             runs=_runs(entry.cells, site),
         )
         yield f"claims/{entry.planned.name}.html", page
-        yield f"claims/{entry.planned.name}.svg", badge(entry)
 
 
 def alone(judged: Sequence[Entry], version: str) -> Iterator[tuple[str, str]]:
@@ -124,21 +122,8 @@ def lines(judged: Sequence[Entry], gpus: Collection[str] | None = None) -> list[
 
 def tally(table: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, int]]:
     """Count the claims by their first verdict: its word, its style and the number."""
-    words = [line["word"] for line in _first(table)]
+    words = [*{line["name"]: line["word"] for line in reversed(table)}.values()]
     return [(str(w), STYLES[w], words.count(str(w))) for w in Word if str(w) in words]
-
-
-def share(table: Sequence[Mapping[str, Any]]) -> str:
-    """Say how many claims have a verdict on a GPU that they name, and by no proxy."""
-    first = _first(table)
-    bases = [line["basis"] for line in first if line["word"] not in UNDECIDED]
-    count = bases.count(str(Basis.AS_PUBLISHED))
-    return f"{count} of {amount(len(first), 'claim')}"
-
-
-def _first(table: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return the line of each claim's first verdict."""
-    return [*{line["name"]: line for line in reversed(table)}.values()]
 
 
 def _numbers(verdict: Verdict) -> dict[str, str]:
@@ -159,18 +144,6 @@ def _numbers(verdict: Verdict) -> dict[str, str]:
             return {"claimed": claimed, "measured": measured, "scope": "; ".join(names)}
     claimed = tests[0].test.limit_text if tests else "–"
     return {"claimed": claimed, "measured": "–", "scope": ""}
-
-
-def badge(entry: Entry) -> str:
-    """Return a claim's first verdict as an image."""
-    first = entry.verdicts[0]
-    right = str(first.word) + (f" (tends to {first.tendency})" if first.tendency else "")
-    right += f" · {first.device.removeprefix('NVIDIA ')}" if first.device else ""
-    right += " · simulated" if first.simulated else ""
-    left = entry.planned.name
-    widths = [round(6.6 * len(text)) + 16 for text in (left, right)]
-    colour = BADGE[STYLES[first.word]]
-    return render("site_badge.svg", left=left, right=right, widths=widths, colour=colour)
 
 
 def conditions(entry: Entry) -> list[tuple[str, str, str]]:

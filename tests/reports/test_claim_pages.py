@@ -1,11 +1,8 @@
 """Pages of claims: their text, their figures and their table on a site."""
 
 import re
-from collections.abc import Callable
 from dataclasses import replace
-from xml.etree import ElementTree
 
-import pytest
 import yaml
 
 from sparsebench.harness.claims.checking import evidence
@@ -13,12 +10,10 @@ from sparsebench.harness.claims.claim_plan import read_claims
 from sparsebench.reports.claims.pages import (
     Entry,
     alone,
-    badge,
     conditions,
     entries,
     lines,
     pages,
-    share,
 )
 from sparsebench.reports.site import run_folder
 from sparsebench.reports.site.pages import Site
@@ -50,7 +45,7 @@ def entry(*cells: Cell, **changed: object) -> Entry:
 
 def page(of: Entry) -> str:
     texts = dict(alone([of], "1.0"))
-    assert set(texts) == {"style.css", "claims/index.html", "claims/mine.html", "claims/mine.svg"}
+    assert set(texts) == {"style.css", "claims/index.html", "claims/mine.html"}
     return texts["claims/mine.html"]
 
 
@@ -136,30 +131,6 @@ def test_a_page_of_real_runs_shows_no_simulated_verdict() -> None:
     none = cell(claim, [1.0], device="A CPU", reason="it needs a GPU")
     text = page(entry(none, real))
     assert ": reproduced · sparsebench</title>" in text
-    assert "reproduced · H200" in badge(entry(none, real))
-
-
-@pytest.mark.parametrize(
-    ("cells", "says"),
-    [
-        (lambda claim: [cell(claim, spread(2.5))], "reproduced · H200"),
-        (lambda claim: [cell(claim, spread(0.5), simulated=True)], "· simulated"),
-        (lambda claim: [], "not measured"),
-    ],
-)
-def test_a_badge_has_the_verdict_and_the_gpu(cells: Callable[..., list[Cell]], says: str) -> None:
-    text = badge(entry(*cells(claimed())))
-    ElementTree.fromstring(text)
-    assert says in text
-
-
-@pytest.mark.parametrize(
-    ("device", "ratio", "counted"),
-    [("NVIDIA H200", 2.5, 1), ("NVIDIA H200", 2.0, 0), ("NVIDIA A100", 2.5, 0)],
-)
-def test_claims_with_a_verdict_as_published_are_counted(device, ratio, counted) -> None:
-    judged = entry(cell(claimed(), spread(ratio, 5.0), device=device))
-    assert share(lines([judged])) == f"{counted} of 1 claim"
 
 
 def test_a_site_judges_claims_by_its_runs_and_links_to_them(tmp_path, monkeypatch) -> None:
