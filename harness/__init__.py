@@ -5,7 +5,6 @@
     testing/                    the contracts as functions, and the pytest plug-in
     claims/                     measures what claims need
     run/       doctor/          a whole run, its workers, tuning  |  whether the machine is fit
-    sim/                        a simulated GPU: a worker, a clock
     plan/                       reads a suite file into the contests of a run
     bench/                      one contest in one process: operands, checks, timing, ceilings
     catalog.py                  loads ops, formats, kernels and suites by name

@@ -148,7 +148,7 @@ def run(
     """Measure a suite in worker processes, as `sparsebench run` does, and return the run.
 
     suite       the name of a suite, a file.yaml, or the content of such a file as a mapping
-    device      cpu, cuda, cuda:N, sim or sim:FILE.yaml; by default a GPU if there is one
+    device      cpu, cuda or cuda:N; by default a GPU if there is one
     data        folder of a suite's source files
     out         the new run directory; by default runs/TIME-...
     only        measure less: "block=64 sparsity=0.8|0.9"

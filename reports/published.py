@@ -106,7 +106,7 @@ where a change comes from.
 
 The campaign `suites/campaigns/published.yaml` measures most of these runs again, at one commit.
 The list gives the commit of each run, because not all have been replaced yet. A `+` after a commit
-means that the checkout had uncommitted changes. Runs named `-sim` come from a model of a GPU.
+means that the checkout had uncommitted changes.
 
 - *power-limited* counts cases. A case counts if, in at least one of its contests, the power limit
   lowered the board's clock for more than a fifth of the time. All contenders of a contest

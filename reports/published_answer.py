@@ -63,7 +63,7 @@ def published_run(run: Run, published: Path) -> Run | None:
     for file in sorted(published.glob("*/*/run.json")):
         state = files.from_json(file)
         facts = files.from_json(file.with_name("environment.json"))
-        if state.get("suite") == run.state.get("suite") and on_gpu(facts) and "sim" not in facts:
+        if state.get("suite") == run.state.get("suite") and on_gpu(facts):
             named = file.parent.name == state["suite"]
             ranked.append((named, int(state["flags"]["replicates"]), file.parent))
     for _, _, path in sorted(ranked, reverse=True):

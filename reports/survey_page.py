@@ -80,9 +80,7 @@ def _draw_pages(
 ) -> tuple[Summary, str]:
     """Return the first screen and the page."""
     fitness, kernels = (_read_list(path / name) for name in ("fitness.json", "kernels.json"))
-    every, refused = other_devices([*by_run.values()], against)
-    simulated = any("sim" in frames.run.environment for frames in by_run.values())
-    others = [there for there in every if there.b.simulated is simulated]
+    others, refused = other_devices([*by_run.values()], against)
     others.sort(key=lambda there: -len(there.cases))
     device = by_run["screen"].device if "screen" in by_run else survey["device"]
     summary = summarise(device, by_run, others, kernels, fitness)
@@ -198,9 +196,7 @@ def _flat_ceilings(data: dict[str, Any]) -> dict[str, float]:
 
 def _kernels(kernels: list[dict[str, Any]]) -> Markup:
     if not kernels:
-        return note(
-            "Kernels were not checked: the device is simulated, or the survey stopped earlier."
-        )
+        return note("Kernels were not checked: the survey stopped earlier.")
     runs = sum(kernel["supported"] > 0 for kernel in kernels)
     rows = [
         [
@@ -223,9 +219,7 @@ def _kernels(kernels: list[dict[str, Any]]) -> Markup:
 
 def _fitness(fitness: list[dict[str, Any]]) -> Markup:
     if not fitness:
-        return note(
-            "The doctor did not run: the device is simulated, or the survey stopped earlier."
-        )
+        return note("The doctor did not run: the survey stopped earlier.")
     heads = ["level", "check", "finding", "meaning", "advice"]
     names = ("level", "check", "found", "means", "do")
     return html_table(heads, [[finding[name] or "–" for name in names] for finding in fitness])

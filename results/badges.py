@@ -15,7 +15,6 @@ class Badge(StrEnum):
 
     VERDICT = "VERDICT"
     LOOK = "LOOK"
-    SIMULATED = "SIMULATED"
     UNRELIABLE = "UNRELIABLE"
     BUSY = "BUSY MACHINE"
     UNFINISHED = "NOT FINISHED"
@@ -42,8 +41,6 @@ def badges(analysis: Analysis, with_state: bool = True) -> list[Label]:
     cases, (reliability, why) = analysis.cases, analysis.noise.reliability
     state = analysis.run.state if with_state else {}
     notes = {}
-    if "sim" in analysis.run.environment:
-        notes[Badge.SIMULATED] = "No GPU ran: these times come from a model of one."
     if reliability is Reliability.UNRELIABLE:
         notes[Badge.UNRELIABLE] = why
     if busy := "; ".join(unfit(state)):

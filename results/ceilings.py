@@ -41,7 +41,7 @@ class Ceilings:
     by              the measurement that reached each ceiling: read, copy, write or a dtype
     age_s           their age at the start of the run, if another run of the sitting measured them
 
-    None means unknown: a simulated GPU has no `write_gb_per_s` and no `by`.
+    None means unknown.
     """
 
     read_gb_per_s: float

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from sparsebench.harness.machine import stand_in
 from sparsebench.harness.run import early_start
 from tests.compiling import record
 from tests.simulated.in_process import in_this_process
@@ -17,7 +18,8 @@ from tests.tools import fork_server
 
 HERE = Path(__file__).parent
 collect_ignore = ["thirdparty"]  # a separate package with its own tests (test_plugins.py)
-PATHS = [str(HERE / "contenders"), *filter(None, [os.environ.get("PYTHONPATH")])]
+PATHS = [str(HERE / "contenders"), *filter(None, [os.environ.get("PYTHONPATH")]), str(HERE.parent)]
+os.environ[stand_in.VARIABLE] = "sim=tests.simulated.worker"
 os.environ["PYTHONPATH"] = os.pathsep.join(PATHS)  # for workers; pyproject.toml has it for pytest
 os.environ |= {"COLUMNS": "200", "NO_COLOR": "1"}  # of tables, read when the command is imported
 # Neither exists, so that no test reads the user's tables.

@@ -25,7 +25,8 @@ from sparsebench.harness.bench.operands import Layer, without_mask
 from sparsebench.harness.bench.stages import Stages
 from sparsebench.harness.bench.tampering import arrays_of
 from sparsebench.harness.catalog import load_kernel, load_op, masks, weights_format
-from sparsebench.harness.machine.device import identity, is_simulated
+from sparsebench.harness.machine.device import identity
+from sparsebench.harness.machine.stand_in import stand_in
 from sparsebench.kernels import _kernel
 from sparsebench.kernels._kernel import Launch, Operands, Portfolio
 from sparsebench.results.record import Case, Contender, Problem, Row, Status
@@ -165,8 +166,8 @@ def unsupported(problem: Problem, contender: Contender, device: torch.device) ->
 
 
 def unsupported_on(device: str, problem: Problem, contender: Contender) -> str | None:
-    """Return why a contender cannot run on the device of this name; a simulated one runs all."""
-    return None if is_simulated(device) else unsupported(problem, contender, torch.device(device))
+    """Return why a contender cannot run on the device of this name; a stand-in runs all."""
+    return None if stand_in(device) else unsupported(problem, contender, torch.device(device))
 
 
 @cache

@@ -24,11 +24,10 @@ from typing import Any
 from sparsebench.errors import SuiteError
 from sparsebench.harness.bench.energy import NoMeter
 from sparsebench.harness.claims.claim_plan import TestPlan, plan_tests, planned_claim, refusal_of
-from sparsebench.harness.machine.device import is_simulated
 from sparsebench.harness.plan.suite import Suite
 from sparsebench.harness.run import recorded_plan, repeat, run_json
 from sparsebench.harness.run.measure import RunOptions, measure
-from sparsebench.results.claims.cells import Cell, cells, file_problems, judging_cells
+from sparsebench.results.claims.cells import Cell, cells, file_problems
 from sparsebench.results.claims.model_cells import model_cells, read_model_file
 from sparsebench.results.claims.planned import PlannedClaim
 from sparsebench.results.claims.schema import ClaimFile
@@ -133,18 +132,14 @@ class Evidence:
         ]
 
     def verdicts(self) -> dict[str, list[Verdict]]:
-        """Return the verdicts on each claim, one per device.
-
-        Cells of simulated GPUs count only if there are no others.
-        """
+        """Return the verdicts on each claim, one per device."""
         every = {name: [*each, *self.files.get(name, ())] for name, each in self.cells.items()}
-        deciding = judging_cells(every)
         problems = {
             name: {plan.test.name: plan.problems for plan in plans}
             for name, plans in self.plans.items()
         }
         return {
-            n: judge(n, claim, deciding[n], problems[n], self._refusals(n))
+            n: judge(n, claim, every[n], problems[n], self._refusals(n))
             for n, claim in ((each.name, each.claim) for each in self.written)
         }
 
@@ -284,11 +279,7 @@ def missing(result: Evidence, device: str, replicates: int) -> list[Missing]:
         name = plan.written.name
         if (name, plan.test.name) in result.refusals:
             continue
-        measured = {
-            cell.problem
-            for cell in result.cells[name]
-            if cell.test == plan.test.name and cell.simulated == is_simulated(device)
-        }
+        measured = {cell.problem for cell in result.cells[name] if cell.test == plan.test.name}
         gaps.append((plan, plan.problems - measured))
     return runs_for(gaps, replicates)
 
@@ -339,7 +330,6 @@ def to_json(result: Evidence) -> dict[str, Any]:
                 "verdict": str(verdict.word),
                 "basis": str(verdict.basis),
                 "leans": verdict.tendency and str(verdict.tendency),
-                "simulated": verdict.simulated,
                 "sentence": verdict.sentence,
                 "tests": [
                     {

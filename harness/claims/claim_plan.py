@@ -26,7 +26,6 @@ from sparsebench._discovery import documents
 from sparsebench.errors import SuiteError
 from sparsebench.harness.bench.prepare import unsupported_on
 from sparsebench.harness.catalog import load_op, suites
-from sparsebench.harness.machine.device import is_simulated
 from sparsebench.harness.plan.document import document
 from sparsebench.harness.plan.selection import only, text
 from sparsebench.harness.plan.suite import Contest, Suite, expand, read
@@ -97,7 +96,7 @@ def planned_claim(
 
 def refusal_of(plan: TestPlan, device: str) -> str:
     """Return why a test cannot run on a device; "" if it can."""
-    if is_simulated(device) or not plan.contests:
+    if not plan.contests:
         return ""
     if device.startswith("cuda"):
         memory = torch.cuda.get_device_properties(device).total_memory

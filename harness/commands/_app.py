@@ -43,6 +43,7 @@ REMOVED = {  # what older versions took on the command line, and what replaces i
     "claims check --gpu": PACE,
     "campaign plan": "`campaign status` lists the entries, and with --device what they lack there",
     "claims bound": "the page of a claim shows what the device allows in each cell",
+    "claims lint": "`claims check FILE --plan` checks every field and counts the cells",
     "claims sentences": "suites/claims/README.md lists them; `claims report` has the verdicts",
     "claims report --tables": "the caveats of a claim name the authors' files",
 }

@@ -59,11 +59,8 @@ Open = Annotated[bool, typer.Option("--open", help="Open the report in a browser
 Out = Annotated[Path | None, out_file("Run directory to write. Default: runs/…")]
 Device = Annotated[
     str | None,
-    typer.Option(
-        help="cpu, cuda, cuda:N; simulated: sim, sim:l4, sim:FILE.yaml. Default: the best."
-    ),
+    typer.Option(help="cpu, cuda or cuda:N. Default: the first GPU, or the CPU if there is none."),
 ]
-RealDevice = Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N. Default: the best.")]
 Data = Annotated[
     Path | None,
     typer.Option(

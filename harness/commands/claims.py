@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from sparsebench._writing import write_file
-from sparsebench.errors import ResultError, SuiteError
+from sparsebench.errors import ResultError
 from sparsebench.harness.commands import _options as opt
 from sparsebench.harness.commands._console import (
-    BAD_INPUT,
     measuring,
     print_json,
     stderr,
@@ -61,29 +60,6 @@ def schema() -> None:
     from sparsebench.results.claims.schema import Claim
 
     print_json(Claim.model_json_schema(by_alias=True))
-
-
-@claims.command()
-def lint(names: Names = None, data: opt.Data = None) -> None:
-    """Check claim files: their fields, suites and contenders."""
-    from sparsebench.harness.claims.claim_plan import claims as packaged
-    from sparsebench.harness.claims.claim_plan import load, plan_tests
-    from sparsebench.results.formatting import amount
-
-    valid = True
-    for name in names or packaged():
-        try:
-            written = load(name)
-            planned = plan_tests(written, data)
-        except SuiteError as error:
-            valid = False
-            stdout.say(str(error))
-            continue
-        cells = sum(len(plan.contests) for plan in planned)
-        tests = amount(len(written.claim.tests), "test")
-        stdout.say(f"{name}: ok, {tests} of {amount(cells, 'cell')}")
-    if not valid:
-        raise typer.Exit(BAD_INPUT)
 
 
 @claims.command()

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from sparsebench.harness.commands._console import print_json, stdout
-from sparsebench.harness.commands._options import Json, RealDevice, out_file
+from sparsebench.harness.commands._options import Device, Json, out_file
 
 
 def convert(
@@ -20,7 +20,7 @@ def convert(
             help="float16 or bfloat16: apply the scales and round to this. Default: as stored."
         ),
     ] = None,
-    device: RealDevice = None,
+    device: Device = None,
     as_json: Json = False,
 ) -> None:
     """Convert a 2:4 or bitmask checkpoint into sparse layers."""

@@ -3,10 +3,10 @@
 import typer
 
 from sparsebench.harness.commands._console import UNFIT, print_json, wide
-from sparsebench.harness.commands._options import Json, RealDevice
+from sparsebench.harness.commands._options import Device, Json
 
 
-def doctor(device: RealDevice = None, as_json: Json = False) -> None:
+def doctor(device: Device = None, as_json: Json = False) -> None:
     """Check whether this machine is fit for benchmarks.
 
     The command suggests remedies and changes nothing.

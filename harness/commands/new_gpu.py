@@ -32,7 +32,7 @@ def new_gpu(
     resume: Annotated[Path | None, typer.Option(help="Finish an earlier survey.")] = None,
 ) -> None:
     """Survey a GPU in 10 minutes: which sparse formats pay off?"""
-    from sparsebench.harness.machine.device import full_name, is_simulated, pick, slug
+    from sparsebench.harness.machine.device import full_name, pick, slug
     from sparsebench.harness.new_gpu import survey as surveys
     from sparsebench.reports.survey_page import STEPS, write
 
@@ -50,7 +50,7 @@ def new_gpu(
             survey = surveys.resume(resume, seconds, of_step)
         else:
             name = full_name(device)
-            kind = "sim" if is_simulated(name) else slug(pick(name))
+            kind = slug(pick(name)) if name.startswith("cuda") else name.partition(":")[0]
             path = out or new_run(f"new-gpu-{kind}")
             survey = surveys.survey(name, seconds or BUDGET_S, path, of_step)
         summary = write(survey.path, others)

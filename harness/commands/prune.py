@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from sparsebench.harness.commands._console import print_result
-from sparsebench.harness.commands._options import Json, RealDevice, out_file
+from sparsebench.harness.commands._options import Device, Json, out_file
 
 
 def prune(
@@ -38,7 +38,7 @@ def prune(
         ),
     ] = "columns",
     tokens: Annotated[int, typer.Option(help="Tokens to calibrate on.", min=1024)] = 8192,
-    device: RealDevice = None,
+    device: Device = None,
     out: Annotated[Path | None, out_file("A .safetensors file, or a model's new folder.")] = None,
     as_json: Json = False,
 ) -> None:

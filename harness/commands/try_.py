@@ -5,13 +5,13 @@ from typing import Annotated
 import typer
 
 from sparsebench.harness.commands._console import SOME_FAILED, stderr, warn, wide
-from sparsebench.harness.commands._options import Data, Debug, Peers, Profile, RealDevice, Repeat
+from sparsebench.harness.commands._options import Data, Debug, Device, Peers, Profile, Repeat
 
 
 def try_(
     kernel: Annotated[str, typer.Argument(help="A kernel's name.")],
     words: Annotated[list[str] | None, typer.Argument(help="m=64 block=32 sparsity=0.9 …")] = None,
-    device: RealDevice = None,
+    device: Device = None,
     data: Data = None,
     peers: Peers = None,
     repeat: Repeat = 0,

@@ -6,12 +6,12 @@ from typing import Annotated
 import typer
 
 from sparsebench.harness.commands._console import SOME_FAILED, measuring, stdout
-from sparsebench.harness.commands._options import Data, Only, RealDevice, SuiteName, out_file
+from sparsebench.harness.commands._options import Data, Device, Only, SuiteName, out_file
 
 
 def tune(
     suite: SuiteName = "sparsity",
-    device: RealDevice = None,
+    device: Device = None,
     minutes: Annotated[
         float, typer.Option(help="Approximate time limit in minutes.", min=0.1, max=1440)
     ] = 10.0,

@@ -2,14 +2,15 @@
 
     GPU     other processes and utilization, before anything of ours runs
             a second of load: slowdowns, clocks, temperature, power; settings and memory errors
-    host    load, governor, libraries; for a CPU also threads and the clock's step
-    times   A/A pairs; on a GPU also an empty launch, blocking launches, one op by several clocks
+    host    load, governor; for a CPU also threads
+    times   A/A pairs; on a GPU also an empty launch, and whether launches block
 
 The doctor changes no setting. Conditions may differ during a run; its rows are marked one by one.
 """
 
 import os
 from collections.abc import Mapping
+from pathlib import Path
 
 import torch
 from rich.markup import escape
@@ -17,15 +18,15 @@ from rich.table import Table
 from torch.nn.functional import linear
 
 from sparsebench.harness.bench import device_ceilings
-from sparsebench.harness.doctor import findings, host_checks, timing_checks
+from sparsebench.harness.doctor import findings, other_work, timing_checks
 from sparsebench.harness.doctor.findings import Finding, Level
-from sparsebench.harness.doctor.other_work import busy_percent
 from sparsebench.harness.machine.device import identity
 from sparsebench.harness.machine.nvml import Board, NoNvml, board, summary
 from sparsebench.kernels._common.gpu_clock import GpuClock
 
 LOAD_S = 1.0
 SIDE, CALLS = 4096, 250  # size of the product used as load, and its calls between readings
+GOVERNOR = Path("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor")
 APPLICATION = "Applications", "DefaultApplications"
 STYLES = {Level.OK: "green", Level.NOTE: "yellow", Level.WARNING: "bold red"}
 
@@ -37,11 +38,8 @@ def examine(device: torch.device) -> list[Finding]:
     results += _on_host(device, runnable)
     results += [timing_checks.floor(*pairs) for pairs in timing_checks.read_pairs(device).items()]
     if device.type == "cuda":
-        empty_us = device_ceilings.empty_launch_us(device)
-        results.append(timing_checks.empty_launch(empty_us))
+        results.append(timing_checks.empty_launch(device_ceilings.empty_launch_us(device)))
         results.append(timing_checks.launches(GpuClock(device).holds))
-        clocks = timing_checks.read_clocks(device)
-        results += [timing_checks.agreement(times_us, empty_us) for times_us in clocks]
     return results
 
 
@@ -59,23 +57,16 @@ def table(results: list[Finding]) -> Table:
 def _on_gpu(device: torch.device) -> list[Finding]:
     try:
         with board(identity(device)) as gpu:
-            before = findings.others(_others(gpu), busy_percent(gpu))
+            torch.zeros(1, device=device)  # from now on NVML lists this process
+            before = other_work.gpu(identity(device), os.getpid())
             window, bits = _under_load(gpu, device)
             driver = gpu.nvml.nvmlSystemGetCudaDriverVersion()
-            versions = host_checks.cuda(driver, str(torch.version.cuda))
-            on_gpu = [before, *_gpu_findings(gpu, window, bits), *_set(gpu), versions]
+            versions = findings.cuda(driver, str(torch.version.cuda))
+            on_gpu = [before, *load_findings(gpu, window, bits), *settings(gpu), versions]
     except NoNvml as error:
         means = "The GPU's state cannot be checked, and rows have no telemetry."
         on_gpu = [findings.note("NVML", str(error), means)]
     return [*on_gpu, findings.l2(torch.cuda.get_device_properties(device).L2_cache_size)]
-
-
-def _others(gpu: Board) -> list[int] | None:
-    lists = [gpu.ask(f"{kind}RunningProcesses_v3") for kind in ("Compute", "Graphics")]
-    if lists == [None, None]:
-        return None
-    pids = {process.pid for listed in lists for process in listed or ()}
-    return sorted(pids - {os.getpid()})
 
 
 def _under_load(gpu: Board, device: torch.device) -> tuple[dict[str, float], int | None]:
@@ -91,7 +82,7 @@ def _under_load(gpu: Board, device: torch.device) -> tuple[dict[str, float], int
     return summary(readings), bits
 
 
-def _gpu_findings(gpu: Board, window: Mapping[str, float], bits: int | None) -> list[Finding]:
+def load_findings(gpu: Board, window: Mapping[str, float], bits: int | None) -> list[Finding]:
     highest_mhz = gpu.ask("MaxClockInfo", gpu.nvml.NVML_CLOCK_SM)
     highest_c = gpu.ask("TemperatureThreshold", gpu.nvml.NVML_TEMPERATURE_THRESHOLD_GPU_MAX)
     return [
@@ -102,7 +93,7 @@ def _gpu_findings(gpu: Board, window: Mapping[str, float], bits: int | None) -> 
     ]
 
 
-def _set(gpu: Board) -> list[Finding]:
+def settings(gpu: Board) -> list[Finding]:
     nvml, ask = gpu.nvml, gpu.ask
     kinds = nvml.NVML_MEMORY_ERROR_TYPE_CORRECTED, nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED
     errors = [ask("TotalEccErrors", kind, nvml.NVML_VOLATILE_ECC) for kind in kinds]
@@ -120,13 +111,8 @@ def _set(gpu: Board) -> list[Finding]:
 
 def _on_host(device: torch.device, runnable: float) -> list[Finding]:
     cores = len(os.sched_getaffinity(0))
-    installed = {name: host_checks.read_version(name) for name in host_checks.LIBRARIES}
-    results = [
-        host_checks.load(runnable, cores),
-        host_checks.governor(host_checks.read_governor()),
-        host_checks.timer(host_checks.read_tick_ns()),
-        host_checks.versions(installed, host_checks.read_pins()),
-    ]
+    governor = GOVERNOR.read_text("utf-8").strip() if GOVERNOR.exists() else None
+    results = [findings.load(runnable, cores), findings.governor(governor)]
     if device.type == "cpu":
-        results.append(host_checks.threads(torch.get_num_threads(), cores))
+        results.append(findings.threads(torch.get_num_threads(), cores))
     return results

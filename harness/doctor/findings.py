@@ -1,4 +1,4 @@
-"""Judge readings of a GPU: is it fit for measurements? This file reads nothing itself.
+"""Judge readings of a GPU and its host: are they fit to measure? This file reads nothing itself.
 
     ok         nothing to report
     note       numbers are right, but differ from those of a GPU without this; or no reading
@@ -19,6 +19,7 @@ FAILED = "a case failed"
 BUSY_PERCENT = 5.0  # utilization in the second before anything ran here
 NEAR_C = 5.0  # distance from the highest temperature
 HELD_DOWN = 0.9  # fraction of the highest clock
+RUNNABLE = 0.5, 1.0  # processes a core of the host: a note, a warning
 
 # Reasons for a low SM clock, by the bits of nvmlClocksEventReason...; 0x1 is idle.
 HARMFUL = {0x08: "hardware", 0x20: "heat (software)", 0x40: "heat (hardware)", 0x80: "power brake"}
@@ -208,3 +209,39 @@ def l2(size: int) -> Finding:
         return ok("L2 cache", f"{size / 2**20:g} MiB")
     means = "The harness cannot flush the cache, so samples called cold are hot."
     return warning("L2 cache", "size not reported", means)
+
+
+def load(runnable: float, cores: int) -> Finding:
+    """Judge how busy the host is."""
+    reading = f"{runnable:.2f} runnable processes on {cores} cores"
+    means = "Other work delays calls from Python, so their times and all times on a CPU vary."
+    limits = RUNNABLE[0] * cores, RUNNABLE[1] * cores
+    return grade(runnable, limits, "host load", reading, means, "End other work, or wait.")
+
+
+def governor(name: str | None) -> Finding:
+    """Judge the policy of the CPU's clock."""
+    if name in ("performance", None):
+        return ok("CPU governor", name or "not reported")
+    means = "The CPU's clock follows its load, so the cost of a launch and times on a CPU vary."
+    return note("CPU governor", str(name), means, "As root, set it to performance.")
+
+
+def threads(count: int, cores: int) -> Finding:
+    """Compare the number of torch's threads with that of the cores."""
+    reading = f"torch uses {count} threads on {cores} cores"
+    if count <= cores:
+        return ok("threads", reading)
+    means = "Threads wait for each other, so times on a CPU are too long and vary."
+    return warning("threads", reading, means, f"Set OMP_NUM_THREADS={cores}.")
+
+
+def cuda(driver: int, built_for: str) -> Finding:
+    """Compare the newest CUDA that the driver supports (13000 is 13.0) with torch's."""
+    supported = driver // 1000, driver % 1000 // 10
+    major, minor = (int(part) for part in built_for.split(".")[:2])
+    reading = f"the driver supports {supported[0]}.{supported[1]}, torch is built for {built_for}"
+    if supported >= (major, minor):
+        return ok("CUDA", reading)
+    means = "Kernels in PTX cannot be compiled, and some libraries do not start."
+    return note("CUDA", reading, means, "Install a newer driver, or an older torch.")

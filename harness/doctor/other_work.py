@@ -15,7 +15,7 @@ from pathlib import Path
 
 from sparsebench.harness.doctor import findings
 from sparsebench.harness.doctor.findings import Finding
-from sparsebench.harness.machine.nvml import Board, NoNvml, board
+from sparsebench.harness.machine.nvml import NoNvml, board
 
 STAT = Path("/proc/stat")
 GLANCE_S = 0.3
@@ -73,17 +73,12 @@ def gpu(identity: str, worker: int) -> Finding:
     """Judge other processes on a GPU; our idle worker is one of its processes."""
     try:
         with board(identity) as card:
-            listed, busy = card.ask("ComputeRunningProcesses_v3"), busy_percent(card)
+            listed, rates = card.ask("ComputeRunningProcesses_v3"), card.ask("UtilizationRates")
     except NoNvml as error:
         return findings.note("other work on the GPU", str(error))
     pids = None if listed is None else _others([process.pid for process in listed], worker)
-    return findings.others(pids, busy)
-
-
-def busy_percent(card: Board) -> float | None:
-    """Return a GPU's utilization over the last second or less."""
-    rates = card.ask("UtilizationRates")
-    return None if rates is None else float(rates.gpu)
+    busy_percent = None if rates is None else float(rates.gpu)  # over the last second or less
+    return findings.others(pids, busy_percent)
 
 
 def _others(pids: Sequence[int], worker: int) -> list[int]:

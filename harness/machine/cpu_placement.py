@@ -12,8 +12,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from sparsebench.harness.machine.device import is_simulated
-
 BOOT = Path("/proc/sys/kernel/random/boot_id")
 CPUS = Path("/sys/devices/system/cpu")
 PCI = Path("/sys/bus/pci/devices")
@@ -35,7 +33,7 @@ def apart(devices: Sequence[str]) -> list[set[int]]:
     here, near = os.sched_getaffinity(0), list[set[int]]()
     for device in devices:
         cpus = set[int]()  # cores of its NUMA node, if known
-        if not is_simulated(device) and device.startswith("cuda"):
+        if device.startswith("cuda"):
             address = _address(int(device.partition(":")[2] or "0"), os.environ)
             cpus = _read_cpus(PCI / address / "local_cpulist") if address else cpus
         near.append(cpus & here or here)

@@ -12,6 +12,7 @@ import torch
 from sparsebench.errors import SuiteError
 from sparsebench.harness.machine.code import code_sha256, commit
 from sparsebench.harness.machine.nvml import NoNvml, board
+from sparsebench.harness.machine.stand_in import stand_in
 from sparsebench.kernels._common import choices
 
 GPU_LIBRARIES = "torch", "triton", "cupy-cuda13x", "nvmath-python", "stanford-stk"
@@ -25,7 +26,8 @@ def pick(name: str | None) -> torch.device:
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if name is None:
         return torch.device("cuda:0" if count else "cpu")
-    unknown = SuiteError(f"--device: expected cpu, cuda or cuda:N; found {name!r}")
+    gone = "; the simulated GPU is gone since 0.4" if name.partition(":")[0] == "sim" else ""
+    unknown = SuiteError(f"--device: expected cpu, cuda or cuda:N; found {name!r}{gone}")
     try:
         device = torch.device(name)
     except RuntimeError as error:
@@ -39,20 +41,8 @@ def pick(name: str | None) -> torch.device:
 
 
 def full_name(name: str | None) -> str:
-    """Return the name of the device that `pick` returns; a simulated one keeps its name."""
-    return name if name and is_simulated(name) else str(pick(name))
-
-
-def is_simulated(name: str) -> bool:
-    """Return whether a name is that of a simulated device: `sim`, `sim:NAME` or `sim:FILE.yaml`."""
-    return name.partition(":")[0] == "sim"
-
-
-def portable(name: str) -> str:
-    """Return a device's name as a run records it: a file outside this folder loses its path."""
-    kind, _, file = name.partition(":")
-    outside = is_simulated(name) and (Path(file).is_absolute() or ".." in Path(file).parts)
-    return f"{kind}:{Path(file).name}" if outside else name
+    """Return the name of the device that `pick` returns; a stand-in keeps its name."""
+    return name if name and stand_in(name) else str(pick(name))
 
 
 def identity(device: torch.device) -> str:

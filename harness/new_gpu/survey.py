@@ -32,7 +32,7 @@ import torch
 
 from sparsebench.errors import ResultError, SuiteError
 from sparsebench.harness.doctor.findings import warning
-from sparsebench.harness.machine.device import is_simulated
+from sparsebench.harness.machine.stand_in import stand_in
 from sparsebench.harness.new_gpu.choices import coarse, deciding, probe
 from sparsebench.harness.plan.suite import read
 from sparsebench.harness.run import early_start
@@ -80,7 +80,7 @@ class Survey:
 
     @property
     def on_gpu(self) -> bool:
-        return not is_simulated(self.device) and torch.device(self.device).type == "cuda"
+        return self.device.startswith("cuda")
 
     def write(self) -> None:
         data = {"schema": SCHEMA, **asdict(self)}
@@ -97,9 +97,9 @@ def survey(
     """Survey a device into a new directory."""
     if path.exists():
         raise SuiteError(f"--out {path}: expected a new directory, found one; --resume finishes it")
-    kind = "sim" if is_simulated(device) else torch.device(device).type
     path.mkdir(parents=True)
-    survey = Survey(path, device, budget_s, SUITES.get(kind, SUITE))
+    suite = SUITES.get(device.partition(":")[0], SUITE)
+    survey = Survey(path, device, budget_s, suite)
     return _run(survey, progress)
 
 
@@ -158,7 +158,7 @@ def _doctor(survey: Survey, end: float, progress: Progress) -> str:
 
 def _doctor_findings(device: str) -> list[dict[str, Any]]:
     """Return the doctor's findings, or one that says why it gave none."""
-    if is_simulated(device):
+    if stand_in(device):
         return []
     try:
         reply = subprocess.run(

@@ -15,6 +15,8 @@ from contextlib import suppress
 from importlib import import_module
 from threading import Thread
 
+from sparsebench.harness.machine.stand_in import stand_in
+
 PYTHON = sys.executable, "-P", "-m"  # -P: our folders must not shadow packages of the same name
 COMMAND = *PYTHON, "sparsebench.harness.run.worker"
 AHEAD = max(1, len(os.sched_getaffinity(0)) // 2)  # workers that import while another one starts
@@ -35,8 +37,8 @@ def spawn(*command: str) -> Process:
 
 
 def start(device: str | None, devices: int, processes: int) -> None:
-    """Start the first workers of a run; they import and wait. A simulated device needs none."""
-    if not (device or "").startswith("sim"):
+    """Start the first workers of a run; they import and wait. A stand-in needs none."""
+    if not stand_in(device or ""):
         count = devices and max(devices, min(processes, 1 + AHEAD))
         idle_processes.extend(spawn(*COMMAND) for _ in range(count))
 

@@ -24,7 +24,7 @@ from sparsebench.harness.doctor.findings import failure
 from sparsebench.harness.machine import cpu_placement, nvml
 from sparsebench.harness.plan.selection import planned_contests, text
 from sparsebench.harness.plan.suite import Contest, Suite
-from sparsebench.harness.run import early_start, plan_part, worker_process
+from sparsebench.harness.run import early_start, plan_part
 from sparsebench.harness.run.history import History, Pinned
 from sparsebench.harness.run.recorded_plan import (
     code_of,
@@ -102,7 +102,6 @@ def measure(
     part, since, began = options.part, now(), monotonic()
     _require_flags(flags)
     contests = planned_contests(suite, flags.device, flags.only, flags.shard)
-    worker_process.require_plan(flags.device, planned_contests(suite, flags.device))
     if out and not resume:
         require_new(out)
     for folder in CONSTANTS:

@@ -15,7 +15,7 @@ from typing import Any, Self
 
 from sparsebench.harness.doctor import other_work
 from sparsebench.harness.doctor.findings import Finding
-from sparsebench.harness.machine.device import is_simulated, portable
+from sparsebench.harness.machine.stand_in import stand_in
 from sparsebench.results.record import Row
 
 KEPT = "reproduces", "confirms", "choices", "part"  # keys that a resumed run keeps
@@ -50,8 +50,7 @@ class Flags:
         """Return the flags as a run records them, without paths of this machine."""
         data = self.data
         named = data and not data.is_absolute() and ".." not in data.parts
-        paths = {"device": portable(self.device), "data": str(data) if named else None}
-        return asdict(self) | paths
+        return asdict(self) | {"data": str(data) if named else None}
 
 
 class Counts:
@@ -103,14 +102,14 @@ def now() -> datetime:
 
 
 class Watch:
-    """Looks for other work on the machine, before a run and during it; not on a simulated GPU.
+    """Looks for other work on the machine, before a run and during it; not for a stand-in.
 
     A worker's processor time counts as the run's own once the worker has ended.
     """
 
     def __init__(self, device: str, identity: str, worker: int, on_message: OnMessage) -> None:
         """Inspect the machine while the worker, given by its process id, waits."""
-        self._kind = "" if is_simulated(device) else device.partition(":")[0]
+        self._kind = "" if stand_in(device) else device.partition(":")[0]
         self._began, self._on_message = other_work.read_spent(), on_message
         self._findings: dict[str, list[Finding]] = {}
         if self._kind:

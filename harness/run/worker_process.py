@@ -17,21 +17,18 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from importlib import import_module
 from itertools import takewhile
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import IO, Any
 
 from sparsebench.errors import WorkerError
-from sparsebench.harness.machine.device import is_simulated
+from sparsebench.harness.machine.stand_in import stand_in
 from sparsebench.harness.plan.suite import Contest
 from sparsebench.harness.run import early_start
 from sparsebench.results.record import Case, Row, Status
 from sparsebench.results.run.store import without_paths
 
-COMMAND = early_start.COMMAND
-SIMULATOR = "sparsebench.harness.sim.simulated_worker"  # loaded only for a simulated device
 START_TIMEOUT_S = 300.0  # importing torch and starting CUDA on a cold disk
 END_TIMEOUT_S = 60.0  # wait for a child that is no longer needed; writing a core takes seconds
 DRAIN_S = 2.0  # to read what a dead child left in its pipes
@@ -42,12 +39,6 @@ LINES_IN_LOG = 200  # and into failures.log, with the stacks that faulthandler w
 STACKS = "Fatal Python error", "Thread 0x", "Current thread 0x"  # first words of stacks
 DUMP_S, DUMP_STEP_S = 2.0, 0.1  # time for a hanging worker to write its stacks, polled in steps
 FAILURES = "failures.log"  # in the same folder as worker.log
-
-
-def require_plan(device: str, contests: Sequence[Contest]) -> None:
-    """Raise SuiteError if a simulated device is badly described, or plans a fault for no case."""
-    if is_simulated(device):
-        import_module(SIMULATOR).require_plan(device, contests)
 
 
 @dataclass(frozen=True)
@@ -114,8 +105,9 @@ class Worker:
     def __init__(self, device: str, data: Path | None, log: Log) -> None:
         """Start the child, or take one that a command started early. Raises WorkerError."""
         self._arguments = [device, *([str(data)] if data else [])]
-        early = None if is_simulated(device) else early_start.take()
-        command = (*early_start.PYTHON, SIMULATOR) if is_simulated(device) else COMMAND
+        module = stand_in(device)
+        early = None if module else early_start.take()
+        command = (*early_start.PYTHON, module) if module else early_start.COMMAND
         try:
             self._child = early or early_start.spawn(*command)
         except OSError as error:

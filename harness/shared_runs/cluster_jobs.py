@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 from sparsebench.errors import ResultError, SuiteError
-from sparsebench.harness.machine.device import is_simulated
 from sparsebench.harness.plan.suite import Suite
 from sparsebench.harness.run.measure import RunOptions, Stopped
 from sparsebench.harness.shared_runs import shared_folder
@@ -134,7 +133,7 @@ def _executor(plan: Plan, folder: Path) -> Any:
     parameters = dict(plan.options)
     try:
         executor = submitit.SlurmExecutor(folder, max_num_timeout=TIMEOUTS, python=python)
-        if not is_simulated(plan.devices[0]) and plan.devices[0] != "cpu":
+        if plan.devices[0].startswith("cuda"):
             parameters = {"gres": "gpu:1"} | parameters
         executor.update_parameters(**{"time": MINUTES, "job_name": plan.job, **parameters})
     except (RuntimeError, ValueError, TypeError) as error:

@@ -1,7 +1,7 @@
 """The contracts of suites, claims and figures.
 
 A suite and a claim can be read, and every part of them is measured. A figure draws a sweep, and a
-run in which nothing has a time. That run is simulated: a dense and two sparse contenders at four
+run in which nothing has a time. Their times are made up: a dense and two sparse contenders at four
 levels, in two processes.
 """
 
@@ -11,16 +11,14 @@ from pathlib import Path
 
 from markupsafe import Markup
 
-from sparsebench.harness.bench.contest_state import ContestOptions
+from sparsebench.harness.catalog import load_op
 from sparsebench.harness.claims.claim_plan import load, plan_tests
 from sparsebench.harness.plan.selection import has_only_baselines
 from sparsebench.harness.plan.suite import expand, read
-from sparsebench.harness.sim import simulated_contest
-from sparsebench.harness.sim.gpu_model import Spec
 from sparsebench.harness.testing.contract import Check, checker, expect
 from sparsebench.reports.build import frames_of, load_figure
 from sparsebench.reports.figures._figure import Frames
-from sparsebench.results.record import Row, Status
+from sparsebench.results.record import Case, Contender, Problem, Row, Status
 from sparsebench.results.run.store import Run
 
 
@@ -75,7 +73,7 @@ def _check_plan(name: str, data: Path | None) -> None:
 
 SUITE = """
 schema: sparsebench/suite@1
-title: Simulated
+title: A sweep
 problems:
   - {op: linear, m: [16, 64], n: 512, k: 512, dtype: bf16, pattern: blocks, block: 16,
      sparsity: [0.5, 0.75, 0.875, 0.9375]}
@@ -108,15 +106,46 @@ def _draws(name: str, refused: bool) -> None:
 
 @cache
 def _frames(refused: bool) -> Frames:
-    suite, spec = expand("simulated", SUITE), Spec()
-    rows: list[Row] = []
-    for options in (ContestOptions(replicate=number) for number in range(2)):
-        for c in suite.contests:
-            rows += simulated_contest.run(spec, c.problem, c.contenders, options)
+    rows = [
+        _row(contest.problem, contender, number)
+        for number in range(2)
+        for contest in expand("sweep", SUITE).contests
+        for contender in contest.contenders
+    ]
     if refused:
         none = partial(replace, status=Status.UNSUPPORTED, detail="not here", samples_us=())
         rows = [none(row) for row in rows]
-    gpu = {"name": "simulated", "uuid": spec.identity, "l2_bytes": spec.l2_bytes}
-    text = {"title": "Simulated"}
-    run = Run(Path("simulated"), text, SUITE, {"gpu": gpu}, {"flags": {}}, rows, [])
+    gpu = {"name": "a GPU", "uuid": rows[0].device, "l2_bytes": 2**26}
+    run = Run(Path("sweep"), {"title": "A sweep"}, SUITE, {"gpu": gpu}, {"flags": {}}, rows, [])
     return frames_of(run)
+
+
+def _row(problem: Problem, contender: Contender, process: int) -> Row:
+    """Make up the row of a case: a sparse product takes longer per element than a dense one."""
+    density = 1 - float(problem["sparsity"])
+    share = 1.0 if contender.format == "dense" else density
+    work = load_op("linear").work(problem, {"w": round(density * 512 * 512)})
+    typical_us = 10 * (share if share == 1 else 2 * share + 0.1 * len(contender.format))
+    return Row(
+        Case(problem, contender),
+        Status.OK,
+        process,
+        device="GPU-1",
+        clock="graph",
+        error=1e-3,
+        error_of_bound=0.1,
+        sparsity=1 - density,
+        digest=problem.id,
+        bound_us=1.0,
+        bound_by="memory",
+        stored_bytes=round(share * 2 * 512 * 512),
+        dense_bytes=2 * 512 * 512,
+        held_bytes=2**20,
+        peak_bytes=2**20,
+        convert_us=100.0,
+        prepare_s=0.5,
+        samples_us=tuple(typical_us * (1 + i / 1000) for i in range(process, process + 6)),
+        samples_per_block=2,
+        late=0.0,
+        **work,
+    )

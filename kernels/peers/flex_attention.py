@@ -20,7 +20,6 @@ from functools import partial
 from math import e, log2
 from types import FunctionType
 from typing import Any, NamedTuple
-from unittest.mock import patch
 
 import torch
 import torch._functorch.config as functorch
@@ -228,11 +227,17 @@ def _backward_tiles(options: Options) -> Any:
     """
     from torch._inductor.choices import InductorChoices
     from torch._inductor.template_heuristics.triton import FlexBwDConfig
+    from torch._inductor.virtualized import V
 
     names = "BLOCK_M1", "BLOCK_N1", "BLOCK_M2", "BLOCK_N2", "num_stages", "num_warps"
     tile = [FlexBwDConfig(*(options[f"bwd_{name}"] for name in names))]
-    method = "get_flex_attention_bwd_configs"
-    return patch.object(InductorChoices, method, lambda *_, **__: tile)
+
+    class Tile(InductorChoices):
+        def get_flex_attention_bwd_configs(self, *_: Any, **__: Any) -> list[FlexBwDConfig]:
+            """Return the one tile."""
+            return tile
+
+    return V.set_choices_handler(Tile())
 
 
 def _compiled(problem: Problem, way: FlexCandidate) -> Callable[..., Any]:

@@ -3,8 +3,7 @@
 claims/index.html    every claim with its verdict on each GPU
 claims/NAME.html     quote, verdict, published conditions and ours, cells
 
-The strongest verdict comes first, so that title and tables agree. Simulated cells count only
-if there are no measured ones.
+The strongest verdict comes first, so that title and tables agree.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -19,7 +18,7 @@ from sparsebench.reports.figures._html import fold_away, note
 from sparsebench.reports.page import code, render
 from sparsebench.reports.site.pages import Site, stylesheet
 from sparsebench.reports.tables import html_table, without_dashes
-from sparsebench.results.claims.cells import Cell, judging_cells, largest_value, value_text
+from sparsebench.results.claims.cells import Cell, largest_value, value_text
 from sparsebench.results.claims.decision import Word, cell_state
 from sparsebench.results.claims.metrics import SIGNS
 from sparsebench.results.claims.planned import PlannedClaim
@@ -49,11 +48,8 @@ class Entry:
 
 
 def entries(claims: Sequence[PlannedClaim], cells: Mapping[str, Sequence[Cell]]) -> list[Entry]:
-    """Judge claims by their cells; simulated cells count only if all are simulated."""
-    counted = judging_cells(
-        {claim.name: [*cells.get(claim.name, ()), *claim.model_cells] for claim in claims}
-    )
-    return [Entry(claim, counted[claim.name]) for claim in claims]
+    """Judge claims by their cells."""
+    return [Entry(c, [*cells.get(c.name, ()), *c.model_cells]) for c in claims]
 
 
 def pages(
@@ -106,7 +102,6 @@ def lines(judged: Sequence[Entry], gpus: Collection[str] | None = None) -> list[
             "title": entry.planned.claim.title,
             "source": entry.planned.claim.source,
             "device": verdict.device.removeprefix("NVIDIA "),
-            "simulated": verdict.simulated,
             "word": str(verdict.word),
             "style": STYLES[verdict.word],
             "basis": str(verdict.basis),

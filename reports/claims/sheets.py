@@ -38,7 +38,7 @@ def verdict_table(verdicts: Iterable[Verdict]) -> Table:
     lines: list[Sequence[Cell]] = [
         [
             verdict.claim,
-            ("SIMULATED " if verdict.simulated else "") + verdict.device.removeprefix("NVIDIA "),
+            verdict.device.removeprefix("NVIDIA "),
             (str(verdict.word), STYLES[verdict.word]),
             str(verdict.basis),
             str(verdict.tendency or ""),

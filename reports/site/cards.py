@@ -50,7 +50,7 @@ ROLES = {  # runs that were made from another run, by the key in run.json
     "confirms": "chosen cases of an earlier run, alone",
     "reproduces": "an earlier run again",
 }
-OF_RUN = ["run", "gpu", "simulated", "suite", "name_of_run", "processes", "day", "verdict"]
+OF_RUN = ["run", "gpu", "suite", "name_of_run", "processes", "day", "verdict"]
 
 
 @dataclass(frozen=True)
@@ -101,11 +101,6 @@ class Card:
         """Return whether the run has enough processes, is reliable and ran undisturbed."""
         names = {Badge[name.upper()] for name, *_ in self.badges}
         return Badge.VERDICT in names and not names & DOUBTS
-
-    @property
-    def simulated(self) -> bool:
-        """Return whether a model of a GPU gave the times."""
-        return any(name == Badge.SIMULATED.name.lower() for name, *_ in self.badges)
 
     @property
     def about(self) -> str:
@@ -231,5 +226,5 @@ def _plain(table: pd.DataFrame) -> list[dict[str, Any]]:
 
 
 def _of_run(card: Card) -> list[Any]:
-    run = [card.address, card.gpu, card.simulated, card.suite, card.name]
+    run = [card.address, card.gpu, card.suite, card.name]
     return [*run, card.processes, card.started[:10], card.verdict]

@@ -5,9 +5,9 @@
     compare/SUITE.json    the same for a script, with the names of the runs
 
 A device is represented by all its runs of the suite that share a sparse case with the device that
-has the most; if several hold a case, results/comparison/sides.py says which one counts. Simulated
-devices never stand beside real ones. A device without such a run is left out; this holds for a CPU,
-which is timed with a warm cache. Runs are read again only if one is new or the code has changed.
+has the most; if several hold a case, results/comparison/sides.py says which one counts. A device
+without such a run is left out; this holds for a CPU, which is timed with a warm cache. Runs are
+read again only if one is new or the code has changed.
 """
 
 import json
@@ -52,8 +52,7 @@ class Devices:
 def find_devices(cards: Sequence[Card]) -> list[Devices]:
     """Return the suites that ran on several devices, sorted by name."""
     runs: dict[str, dict[str, list[Card]]] = {}
-    real = [card for card in cards if not card.simulated]
-    for card in sorted(real, key=lambda c: (c.processes, c.started, c.slug), reverse=True):
+    for card in sorted(cards, key=lambda c: (c.processes, c.started, c.slug), reverse=True):
         runs.setdefault(card.suite, {}).setdefault(card.gpu, []).append(card)
     suites = []
     for suite, of_device in sorted(runs.items()):

@@ -64,7 +64,7 @@ def histories(cards: Sequence[Card]) -> list[Case]:
     """Return the cases that at least two verdicts measured, headlines and large gains first."""
     measured: dict[tuple[str, str], list[tuple[Card, Mapping[str, Any]]]] = {}
     for card in sorted(cards, key=lambda card: (card.started, card.slug)):
-        for line in card.lines if card.verdict and not card.simulated else ():
+        for line in card.lines if card.verdict else ():
             if line["side"] != "dense" and line["gain"] and line["low"]:
                 measured.setdefault((card.gpu, line["case_id"]), []).append((card, line))
     headlines = {card.headline.get("case") for card in cards}

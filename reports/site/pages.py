@@ -10,8 +10,6 @@ formats/NAME.html     a format: its best contests, its kernels, its cases over a
 kernels/NAME.html     the same for a kernel
 runs/SLUG/index.html  leads to the run, for links from before runs had short addresses
 feed.xml, sitemap.xml, CITATION.cff, badges/SLUG.svg, badges/SLUG.json, style.css, report.js
-
-Simulated runs have separate sections, below the measured ones.
 """
 
 import json
@@ -76,13 +74,12 @@ def pages(
     """
     cards = sorted(cards, key=lambda card: (card.started, card.slug), reverse=True)
     every = lines(cards).assign(m=lambda table: pd.to_numeric(table.m))
-    measured = every[~every.simulated.astype(bool)]
     kinds, kernels = sorted(every.kind.unique()), sorted(every.kernel.unique())
     shared = {"site": site, "cards": cards, "page_of": page_of, "named": grids.format_name}
     shared |= {"doors": doors}
     yield "style.css", stylesheet()
     yield "report.js", content("report.js")
-    findings = _findings(measured if len(measured) else every, cards)
+    findings = _findings(every, cards)
     yield "index.html", render("site_index.html", **shared, gpus=findings, brief=brief)
     yield "runs.html", render("site_runs.html", **shared, groups=_groups(cards))
     yield "kernels.html", render("site_kernels.html", **shared, kinds=kinds, kernels=kernels)
@@ -194,12 +191,10 @@ def _findings(every: pd.DataFrame, cards: Sequence[Card]) -> list[dict[str, Any]
                 {"grid": grid, "confirmed": _confirmation(grid, by_address[grid.best], cards)}
                 for grid in drawn
             ]
-            simulated = bool(of_gpu.simulated.any())
             gpus.append(
                 {
                     "name": str(gpu),
                     "runs": of_gpu.run.nunique(),
-                    "simulated": simulated,
                     "views": views,
                     "beside": grids.beside(of_gpu),
                     "coverage": grids.coverage(of_gpu, drawn),
@@ -229,24 +224,12 @@ def _groups(cards: Sequence[Card]) -> list[dict[str, Any]]:
             {
                 "name": gpu,
                 "cards": cards_of_gpu,
-                "simulated": all(c.simulated for c in cards_of_gpu),
             }
         )
-    return sorted(groups, key=lambda group: (group["simulated"], -len(group["cards"])))
+    return sorted(groups, key=lambda group: -len(group["cards"]))
 
 
 def _name_page(what: str, name: str, doc: str, cases: pd.DataFrame, shared: dict[str, Any]) -> str:
-    simulated = cases.simulated.astype(bool)
-    parts = [
-        {
-            "best": grids.best_places(part),
-            "cases": grids.cases(part),
-            "grids": [
-                (gpu, grids.grids(of_gpu)) for gpu, of_gpu in part.groupby("gpu", sort=False)
-            ],
-        }
-        for part in (cases[~simulated], cases[simulated])
-    ]
     return render(
         "site_name.html",
         **shared,
@@ -255,8 +238,9 @@ def _name_page(what: str, name: str, doc: str, cases: pd.DataFrame, shared: dict
         title=capital(grids.format_name(name)) if what == "format" else name,
         doc=doc,
         family="" if what == "format" else family(name),
-        measured=parts[0],
-        modelled=parts[1],
+        best=grids.best_places(cases),
+        cases=grids.cases(cases),
+        grids=[(gpu, grids.grids(of_gpu)) for gpu, of_gpu in cases.groupby("gpu", sort=False)],
         others=sorted(cases.kernel.unique() if what == "format" else cases.kind.unique()),
     )
 

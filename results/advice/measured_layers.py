@@ -142,7 +142,7 @@ def of_runs(runs: Iterable[tuple[Analysis, str]]) -> Evidence:
     ceilings: dict[str, list[Mapping[str, Any]]] = {}
     for analysis, name in sorted(runs, key=_most_processes, reverse=True):
         facts = analysis.run.environment
-        if not on_gpu(facts) or "sim" in facts or not facts.get("ceilings"):
+        if not on_gpu(facts) or not facts.get("ceilings"):
             continue
         ceilings.setdefault(device_name(facts), []).append(facts)
         if analysis.run.state["suite"] not in NOT_AT_BEST:

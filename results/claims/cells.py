@@ -40,7 +40,6 @@ class Cell:
     """One contest of one run, as a test sees it.
 
     fields     of the problem, with `level`, its sparsity
-    simulated  whether no GPU ran
     confirms   whether the run was made for cells that a screening had chosen
     reliable   whether the A/A pairs of the run agree
     case_ids   of all subjects and baselines, to measure the cell again; with a value, the chosen
@@ -61,7 +60,6 @@ class Cell:
     run: str
     device: str
     fields: Mapping[str, Any]
-    simulated: bool = False
     confirms: bool = False
     reliable: bool = True
     commit: str = ""
@@ -135,7 +133,6 @@ def cells(test: Test, problems: Collection[str], analysis: Analysis) -> list[Cel
             run=run.path.name,
             device=analysis.device,
             fields={n: v for n, v in named.items() if v is not None},
-            simulated=run.state["flags"]["device"].partition(":")[0] == "sim",
             confirms="confirms" in run.state,
             reliable=analysis.noise.reliability[0] is not Reliability.UNRELIABLE,
             commit=str(run.environment.get("commit") or "")[:12],
@@ -224,14 +221,6 @@ def value_text(test: Test, cell: Cell, template: str = "{}") -> str:
 def largest_value(test: Test, cell: Cell) -> float | None:
     """Return the largest value that the device allows in a cell, in its unit; None if unknown."""
     return METRICS[test.metric].of(cell.bound, cell.density) if cell.bound else None
-
-
-def judging_cells(by_claim: Mapping[str, Sequence[Cell]]) -> dict[str, list[Cell]]:
-    """Return the cells that judge, by claim: simulated ones only if there are no others."""
-    real = any(not cell.simulated for cells in by_claim.values() for cell in cells)
-    return {
-        name: [c for c in cells if not (real and c.simulated)] for name, cells in by_claim.items()
-    }
 
 
 def matches(chosen: Chosen, contender: Mapping[str, Any]) -> bool:

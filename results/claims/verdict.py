@@ -102,7 +102,6 @@ class Verdict:
     why: str
     tests: tuple[TestVerdict, ...] = ()
     tendency: Word | None = None
-    simulated: bool = False
 
     @property
     def sentence(self) -> str:
@@ -116,11 +115,11 @@ class Verdict:
         return f"{where}({self.basis}{tendency}). {self.why}"
 
     @property
-    def rank(self) -> tuple[bool, bool, bool, int]:
+    def rank(self) -> tuple[bool, bool, int]:
         """Return the order of verdicts: decided first, then by how close the GPU is."""
         place = list(Basis).index(self.basis)
         untested = self.word is Word.NOT_TESTABLE
-        return self.simulated, untested, self.word in OPEN, place
+        return untested, self.word in OPEN, place
 
 
 def judge(
@@ -148,8 +147,7 @@ def judge(
             )
             for test in claim.tests
         ]
-        simulated = any(cell.simulated for cell in here)
-        verdicts.append(_claim(name, claim, device, tests, simulated))
+        verdicts.append(_claim(name, claim, device, tests))
     return sorted(verdicts, key=lambda verdict: verdict.rank)
 
 
@@ -241,9 +239,7 @@ def _limited(word: Word, basis: Basis, hardware: Hardware) -> tuple[Word, str]:
     return Word.NOT_CARRIED_OVER, f"The claim is about {join_words(hardware.gpus)}."
 
 
-def _claim(
-    name: str, claim: Claim, device: str, tests: list[TestVerdict], simulated: bool
-) -> Verdict:
+def _claim(name: str, claim: Claim, device: str, tests: list[TestVerdict]) -> Verdict:
     """Combine the verdicts of a claim's tests: of those that are no proxies, if one can run."""
     whole = [t for t in tests if not t.test.proxy]
     testable = [t for t in whole if t.word is not Word.NOT_TESTABLE]
@@ -264,7 +260,7 @@ def _claim(
         basis = max(measured, key=list(Basis).index, default=Basis.NONE)
     reasons += dict.fromkeys(t.limit for t in used if t.limit)
     why = " ".join(map(capital, reasons))
-    return Verdict(name, device, word, basis, why, tuple(tests), tendency, simulated)
+    return Verdict(name, device, word, basis, why, tuple(tests), tendency)
 
 
 def _combine(words: Sequence[Word], capped: bool) -> Word:

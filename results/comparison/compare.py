@@ -154,13 +154,13 @@ def _tolerance_of_looks(cells: pd.DataFrame) -> pd.Series:
 
 
 def _require_equal_operands(a: Side, b: Side) -> None:
-    """Raise if a problem has different digests; simulated runs draw no operands to compare."""
+    """Raise if a problem has different digests."""
     first, second = (
         {row.case.problem.id: row.digest for run in side.runs for row in run.rows if row.digest}
         for side in (a, b)
     )
     for problem, found in second.items():
         expected = first.get(problem, found)
-        if found != expected and "simulated" not in f"{found} {expected}":
+        if found != expected:
             where = f"{a.paths} and {b.paths}: problem {problem}"
             raise ResultError(f"{where}: expected operands {expected}, found {found}")

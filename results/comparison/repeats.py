@@ -79,7 +79,7 @@ class Verdicts:
 def verdicts(analysis: Analysis, name: str = "") -> Verdicts:
     """Return the verdicts of a run, by default named by its folder.
 
-    Only cases that run on known cards count, so a CPU and a simulated GPU have none.
+    Only cases that run on known cards count, so a CPU has none.
     """
     run, cases = analysis.run, cells(analysis)
     enough = has_baseline(cases) & (cases.status == Status.OK) & (cases.processes >= FEWEST)

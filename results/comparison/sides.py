@@ -7,9 +7,8 @@
     torch==2.13.0        the runs with a version of a library, as environment.json has it
     H200@84a765b         the runs to which all of these apply
 
-A name means the runs of the suites that all sides have. Simulated runs have no name here, so
-that none appears among real ones; give their path instead. Where several runs of a side hold a
-case, the one with the most processes counts, and among equal ones the newest.
+A name means the runs of the suites that all sides have. Where several runs of a side hold a case,
+the one with the most processes counts, and among equal ones the newest.
 """
 
 import re
@@ -60,11 +59,6 @@ class Side:
     def device(self) -> str:
         """Return the name of the device; all runs of a side have the same."""
         return self.analyses[0].device
-
-    @property
-    def simulated(self) -> bool:
-        """Return whether a model computed the times of a run."""
-        return any("sim" in run.environment for run in self.runs)
 
     @property
     def paths(self) -> str:
@@ -133,7 +127,7 @@ def distinct_names(runs: Sequence[Run]) -> list[str]:
 def short_name(device: str) -> str:
     """Return the model in a device's name: H100 for NVIDIA H100 80GB HBM3; else the whole name."""
     model = MODEL.search(device)
-    return model[0] if model and not device.startswith("simulated") else device
+    return model[0] if model else device
 
 
 def short_card(card: str) -> str:
@@ -168,7 +162,7 @@ def find(texts: Sequence[str], among: Iterable[Path]) -> list[Side]:
     runs_of = {
         text: [_Candidate.read(paths[text])]
         if text in paths
-        else _matches(text, [each for each in candidates if not each.simulated], folders)
+        else _matches(text, candidates, folders)
         for text in texts
     }
     suites = set.intersection(*({each.suite for each in runs} for runs in runs_of.values()))
@@ -193,7 +187,6 @@ class _Candidate:
     device: str
     ids: frozenset[str]
     versions: frozenset[str]
-    simulated: bool
 
     @classmethod
     def read(cls, path: Path) -> "_Candidate":
@@ -209,7 +202,6 @@ class _Candidate:
                 f"{name}=={version}".lower()
                 for name, version in environment.get("versions", {}).items()
             ),
-            simulated="sim" in environment,
         )
 
     def identity(self, word: str) -> str:

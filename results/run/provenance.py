@@ -26,7 +26,6 @@ from sparsebench.results.statistics.ratio import FEWEST
 COMMITS = "commits.json"
 KIND = "name", "compute_capability", "multiprocessors", "memory_bytes", "l2_bytes"
 LIMITS = "driver", "power_limit_w", "sm_clock_max_mhz"  # may differ between GPUs of one name
-SIMULATED = "seed", "faults"  # may differ between simulated GPUs of one kind
 
 
 class Choices(StrEnum):
@@ -94,7 +93,7 @@ def device_name(environment: Mapping[str, Any]) -> str:
 
 
 def on_gpu(environment: Mapping[str, Any]) -> bool:
-    """Return whether the device is a GPU, real or simulated."""
+    """Return whether the device is a GPU."""
     return bool(environment.get("gpu"))
 
 
@@ -131,13 +130,12 @@ def device_id_at(run: Path) -> str:
 
 def shared_facts(environment: Mapping[str, Any]) -> dict[str, Any]:
     """Return what all parts of one run must share: kind of GPU, code and versions."""
-    gpu, sim = environment.get("gpu") or {}, environment.get("sim") or {}
+    gpu = environment.get("gpu") or {}
     return {
         "code_sha256": environment.get("code_sha256"),
         "tuned": environment.get("tuned"),
         **{f"gpu.{name}": gpu.get(name) for name in (*KIND, *LIMITS)},
         "cpu.name": (environment.get("cpu") or {}).get("name"),
-        "sim": {name: value for name, value in sim.items() if name not in SIMULATED},
         **{f"versions.{name}": version for name, version in environment["versions"].items()},
     }
 

@@ -243,12 +243,16 @@ def read(path: Path | str) -> Run:
     bundle.require_directory(path)
     suite_text = files.text(path / "suite.yaml", files.YAML_BYTES)
     suite = files.from_yaml(str(path / "suite.yaml"), suite_text)
+    environment = _read_json(path / "environment.json", ENVIRONMENT_SCHEMA, _Environment)
+    if "sim" in environment:
+        expected = "expected times of a device, found those of a simulated GPU"
+        raise ResultError(f"{path}: {expected}, which 0.4 no longer reads")
     schema, every_row = _rows(path)
     return Run(
         path=path,
         suite=_check_types(path / "suite.yaml", suite, _Suite),
         suite_text=suite_text,
-        environment=_read_json(path / "environment.json", ENVIRONMENT_SCHEMA, _Environment),
+        environment=environment,
         state=_read_json(path / "run.json", RUN_SCHEMA, _State),
         rows=[row for row in every_row if not row.reference],
         reference=[row for row in every_row if row.reference],

@@ -12,7 +12,7 @@ holds the result for each state of a run:
     between  =  t(freedom) sd / sqrt(cards)    widens an interval: half' = sqrt(half^2 + between^2)
 
 A run on several cards also estimates the variation itself. This estimate, with cards - 1 degrees of
-freedom, is pooled with the published one. A CPU and a simulated GPU have no cards.
+freedom, is pooled with the published one. A CPU has no cards.
 """
 
 import json
@@ -88,7 +88,7 @@ def state_of(limited: float, inherited: bool) -> State:
 
 
 def count_cards(devices: Sequence[str]) -> int:
-    """Return the number of different cards; 0 for a CPU and a simulated GPU."""
+    """Return the number of different cards; 0 for a CPU."""
     cards = set(devices)
     return len(cards) if all(card.startswith(CARDS) for card in cards) else 0
 

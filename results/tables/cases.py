@@ -78,7 +78,7 @@ def summary(
                   "" without a speedup
     t_low         and t_high: Student's 95 % interval from the processes alone, if FEWEST or more
     between       half of the interval between cards, in logs, which widens the interval
-    on_cards      the number of cards that the processes ran on; 0 on a CPU and in a simulation
+    on_cards      the number of cards that the processes ran on; 0 on a CPU
     speedups      the speedup of each process
     processes     the number of processes used: fewer than the run has if the baseline failed in
                   some, or if only some captured the case in a graph

@@ -95,8 +95,6 @@ def test_the_first_page_is_one_screen_with_a_finding_and_a_grid(places, show) ->
     href = view.locator("a.cell").first.get_attribute("href")
     assert href is not None
     assert href.startswith("h200/sparsity-4096/index.html#case-")
-    assert not page.locator(".simulated").count()
-    assert "simulated" not in page.locator("select[name=gpu]").inner_text()
     doors = page.locator(".doors").inner_text()
     assert "Do published claims hold?" in doors
     assert "make bench" in doors
@@ -108,14 +106,6 @@ def test_the_first_page_is_one_screen_with_a_finding_and_a_grid(places, show) ->
 def test_the_chosen_gpu_and_tokens_are_kept_in_the_address(places, show) -> None:
     page = show(places["site"], address="#gpu=NVIDIA+H200&tokens=4096").page
     assert page.locator(".view:visible table").get_attribute("data-tokens") == "4096"
-
-
-def test_simulated_runs_come_after_every_measured_one(places: dict[str, Path], show: Any) -> None:
-    heads = show(places["runs"]).page.locator("section h2").all_inner_texts()
-    assert heads == ["NVIDIA H200", "simulated H200"]
-    page = show(places["format"]).page
-    marked = page.locator(".simulated").first.bounding_box()["y"]
-    assert marked > page.locator("#cases").bounding_box()["y"]
 
 
 def test_a_cell_opens_a_card_with_rivals_in_order_and_commands(places, show) -> None:

@@ -64,12 +64,12 @@ def test_a_change_to_a_table_does_not_reach_the_run(measured: sparsebench.Run) -
 def test_a_notebook_shows_the_answer_with_its_badges(measured: sparsebench.Run) -> None:
     shown = measured._repr_html_()
     page = unescape(re.findall(r'srcdoc="([^"]*)"', shown)[0])
-    assert "SIMULATED" in page
+    assert "simulated H200" in page
     assert '<base href="about:srcdoc">' in page  # a link to a place on it stays inside
     assert "Which format wins" in page
     assert 'id="answer"' in page
     assert 'id="cases"' not in page
-    assert "SIMULATED" in measured.answer()
+    assert "simulated H200" in measured.answer()
 
 
 def test_a_plot_is_one_figure_of_the_report(measured: sparsebench.Run, tmp_path: Path) -> None:
@@ -78,7 +78,7 @@ def test_a_plot_is_one_figure_of_the_report(measured: sparsebench.Run, tmp_path:
     plot = measured.plot("storage")
     assert plot.save(tmp_path / "plot.html").read_text("utf-8") == plot.html
     assert "<svg" in plot.html
-    assert "SIMULATED" in plot.html
+    assert "simulated H200" in plot.html
     assert 'href="rows.jsonl"' not in plot.html  # a page without a place has no files beside it
     with pytest.raises(ResultError, match=r"plot: expected one of answer.*found 'storag'.*storage"):
         measured.plot("storag")

@@ -112,7 +112,7 @@ def test_a_stopped_entry_is_finished_on_another_card_in_another_folder(trial: Tr
     begun = state(trial.out, trial.campaign().entries[0])
     assert (begun.status, begun.cards) == ("begun", 1)
     assert 0 < begun.done < begun.of
-    assert str(trial.folder) not in (trial.piece / "run.json").read_text()
+    assert str(trial.out) not in (trial.piece / "run.json").read_text()
     moved = Trial(trial.folder / "elsewhere")
     moved.folder.mkdir()
     for name in ("several.yaml", "1.yaml", "2.yaml", "runs"):

@@ -15,13 +15,13 @@ from sparsebench.harness.run.history import pinned_by_process
 from sparsebench.harness.run.measure import RunOptions, Stopped, measure
 from sparsebench.harness.run.repeat import confirm
 from sparsebench.harness.run.run_json import Flags
-from sparsebench.harness.sim.gpu_model import WAYS
 from sparsebench.kernels._common.search import MOST_LINES, finalists
 from sparsebench.results.run import store
 from sparsebench.results.run.provenance import Choices, choices_of
 from sparsebench.results.run.store import Run
 from sparsebench.results.statistics.outcome import DIFFERENT, Outcome
 from sparsebench.results.tables.analysis import analyse
+from tests.simulated.gpu_model import WAYS
 from tests.tools.marks import exhaustive
 from tests.tools.suites import BSR, CSR, linear
 
@@ -119,7 +119,7 @@ def test_a_repeated_run_searches_again(command: str, verdict: Run, tmp_path: Pat
 
 
 def test_a_reproduction_inherits_the_choices_of_each_process(verdict: Run, tmp_path: Path) -> None:
-    device = f"sim:{verdict.path.parent / 'spec.yaml'}"  # a run names no path outside it
+    device = f"sim:{verdict.path.parent / 'spec.yaml'}"
     setup = repeat.Setup(device, None, tmp_path / "again", inherit=True)
     again = store.read(repeat.reproduce(verdict.path, setup))
     assert choices_of(again.state) is Choices.BUNDLE

@@ -6,14 +6,12 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from sparsebench.harness.bench import contest
 from sparsebench.harness.bench.operands import operands, redraw
 from sparsebench.harness.catalog import load_op
 from sparsebench.harness.ops import decoder
 from sparsebench.harness.ops._op import with_fields
-from sparsebench.harness.plan.suite import read
 from sparsebench.results.record import Contender, Problem, Row, Status
 
 CPU = torch.device("cpu")
@@ -166,31 +164,6 @@ def test_derived_gains_are_the_same_bits_on_a_gpu(dtype: str) -> None:
     assert here.digest == there.digest
 
 
-class Largest(TorchDispatchMode):
-    """The elements of the largest tensor that an operation makes."""
-
-    size = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        output = func(*args, **(kwargs or {}))
-        if isinstance(output, Tensor) and output.untyped_storage().data_ptr() not in {
-            a.untyped_storage().data_ptr() for a in args if isinstance(a, Tensor)
-        }:
-            self.size = max(self.size, output.numel())
-        return output
-
-
-def test_the_spread_makes_nothing_as_large_as_the_head(monkeypatch: pytest.MonkeyPatch) -> None:
-    spec = problem(vocab=400)
-    tensors = exact(spec)
-    whole = with_fields(OP.spread, spec)(**tensors)
-    monkeypatch.setitem(OP.spread.__globals__, "ROWS", 7)
-    with Largest() as largest:
-        by_rows = with_fields(OP.spread, spec)(**tensors)
-    assert torch.allclose(by_rows, whole, rtol=1e-12)
-    assert largest.size < tensors["wh"].numel() / 4
-
-
 def test_a_kernel_holds_the_weights_of_every_layer() -> None:
     few, many = (OP.held_bytes(problem(layers=layers)) for layers in (3, 5))
     tensors = exact(problem())
@@ -204,13 +177,3 @@ QWEN3 = {
     **{"hidden": 5120, "heads": 64, "kv_heads": 8, "head_dim": 128, "intermediate": 25600},
     **{"m": 1, "vocab": 151936, "layers": 64, "context": 1024},
 }
-
-
-def test_the_suite_stores_pruned_weights_half_dense_and_the_others_dense() -> None:
-    for contest_of_suite in read("decoder").contests:
-        fields = contest_of_suite.problem.fields
-        for contender in contest_of_suite.contenders:
-            if contender.format == "spense":
-                for name in OP.weights:
-                    fraction = 0.5 if OP.prunes(fields, name) else 1.0
-                    assert contender.params_of(name)["dense_fraction"] == fraction

@@ -1,7 +1,6 @@
 """The doctor: fake readings with their levels, other work on the host, and this machine."""
 
 import json
-import os
 import sys
 from math import log
 from types import SimpleNamespace
@@ -10,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from sparsebench.harness.doctor import examination, findings, host_checks, other_work, timing_checks
+from sparsebench.harness.doctor import examination, findings, other_work, timing_checks
 from sparsebench.harness.doctor.findings import Finding, Level
 from sparsebench.harness.doctor.other_work import Spent, host
 from sparsebench.harness.machine.nvml import board
@@ -24,76 +23,49 @@ LOAD |= {"power_capped_us": 0.0, "thermal_us": 0.0, "hardware_us": 0.0}
 READINGS: list[tuple[Finding, Level]] = [
     (findings.others([], 0), OK),
     (findings.others([4711], 0), WARNING),
-    (findings.others([], 40), WARNING),
     (findings.others(None, 40), WARNING),
     (findings.others(None, None), NOTE),
-    (findings.reasons(0), OK),
     (findings.reasons(0x1), OK),  # idle
     (findings.reasons(0x4), NOTE),  # power limit
     (findings.reasons(0x4 | 0x40), WARNING),  # and heat
     (findings.reasons(None), NOTE),
     (findings.slowed_down(LOAD), OK),
-    (findings.slowed_down(LOAD | {"power_capped_us": 1e5}), OK),
     (findings.slowed_down(LOAD | {"power_capped_us": 9e5}), NOTE),
     (findings.slowed_down(LOAD | {"thermal_us": 1.0}), WARNING),
-    (findings.slowed_down(LOAD | {"hardware_us": 1.0}), WARNING),
     (findings.slowed_down({"seconds": 1.0}), NOTE),
     (findings.clock(LOAD, 1980), OK),
     (findings.clock(LOAD | {"sm_mhz": 1200.0}, 1980), NOTE),
-    (findings.clock({}, 1980), NOTE),
     (findings.application_clock(1980, 1980), OK),
     (findings.application_clock(1410, 1980), NOTE),
-    (findings.application_clock(None, None), OK),
     (findings.temperature(LOAD, 87), OK),
-    (findings.temperature(LOAD, None), OK),
     (findings.temperature(LOAD | {"temperature_c": 84.0}, 87), WARNING),
-    (findings.power_limit(700, 700), OK),
     (findings.power_limit(450, 700), NOTE),
     (findings.power_limit(None, 700), NOTE),
     (findings.memory_errors(True, 0, 0), OK),
     (findings.memory_errors(True, 3, 0), NOTE),
     (findings.memory_errors(True, 0, 1), WARNING),
     (findings.memory_errors(False, None, None), NOTE),
-    (findings.memory_errors(None, None, None), NOTE),
     (findings.slices(False), OK),
-    (findings.slices(None), OK),
     (findings.slices(True), WARNING),
     (findings.persistence(True), OK),
     (findings.persistence(False), NOTE),
     (findings.l2(60 * 2**20), OK),
     (findings.l2(0), WARNING),
-    (host_checks.load(0.1, 2), OK),
-    (host_checks.load(1.2, 2), NOTE),
-    (host_checks.load(2.0, 2), WARNING),
-    (host_checks.governor("performance"), OK),
-    (host_checks.governor(None), OK),
-    (host_checks.governor("powersave"), NOTE),
-    (host_checks.threads(2, 2), OK),
-    (host_checks.threads(8, 2), WARNING),
-    (host_checks.timer(40), OK),
-    (host_checks.timer(15_000_000), WARNING),
-    (
-        host_checks.versions(
-            {"torch": "2.13.0", "triton": None}, {"torch": "2.13.0", "triton": "3"}
-        ),
-        OK,
-    ),
-    (host_checks.versions({"torch": "2.11.0"}, {"torch": "2.13.0"}), NOTE),
-    (host_checks.versions({"torch": "2.11.0"}, {}), NOTE),
-    (host_checks.cuda(13000, "13.0"), OK),
-    (host_checks.cuda(12080, "12.6"), OK),
-    (host_checks.cuda(12080, "13.0"), NOTE),
+    (findings.load(0.1, 2), OK),
+    (findings.load(1.2, 2), NOTE),
+    (findings.load(2.0, 2), WARNING),
+    (findings.governor("performance"), OK),
+    (findings.governor(None), OK),
+    (findings.governor("powersave"), NOTE),
+    (findings.threads(2, 2), OK),
+    (findings.threads(8, 2), WARNING),
+    (findings.cuda(12080, "12.6"), OK),
+    (findings.cuda(12080, "13.0"), NOTE),
     (timing_checks.floor("compute", [log(1.004), log(0.995), 0.0]), OK),
     (timing_checks.floor("compute", [log(1.02)]), NOTE),
     (timing_checks.floor("compute", [0.0, log(0.95)]), WARNING),
-    (timing_checks.floor("launch", [log(1.048)]), OK),
-    (timing_checks.empty_launch(4.5), OK),
     (timing_checks.launches(holds=True), OK),
     (timing_checks.launches(holds=False), WARNING),
-    (timing_checks.agreement({"graph": 200.0, "events": 201.0, "CUPTI": 191.0}, 4.0), OK),
-    (timing_checks.agreement({"graph": 200.0, "events": 207.0, "CUPTI": 198.0}, 4.0), WARNING),
-    (timing_checks.agreement({"graph": 200.0, "events": 201.0, "CUPTI": 189.0}, 4.0), WARNING),
-    (timing_checks.agreement({"graph": 5.0, "events": 9.0, "CUPTI": 1.5}, 4.0), OK),
 ]
 
 
@@ -112,12 +84,6 @@ def test_findings_contain_the_numbers() -> None:
     assert timing_checks.floor("memory", [log(1.02), log(0.99)]).found == (
         "2 pairs, 2 % apart at most"
     )
-    assert timing_checks.agreement({"graph": 20.0, "events": 21.0}, 4.0).found == (
-        "graph 20 µs; events 21 µs (+5.0 %); CUPTI reports nothing here"
-    )
-    assert host_checks.versions({"torch": "2.11.0"}, {"torch": "2.13.0"}).found == (
-        "torch 2.11.0 (tested: 2.13.0)"
-    )
 
 
 def fake(monkeypatch: pytest.MonkeyPatch, **readings: Any) -> None:
@@ -128,8 +94,8 @@ def fake(monkeypatch: pytest.MonkeyPatch, **readings: Any) -> None:
 def test_a_healthy_gpu_has_only_ok_findings(monkeypatch: pytest.MonkeyPatch) -> None:
     fake(monkeypatch)
     with board("GPU-fake") as gpu:
-        result = [*examination._gpu_findings(gpu, LOAD, gpu.reasons()), *examination._set(gpu)]
-        result.append(findings.others(examination._others(gpu), other_work.busy_percent(gpu)))
+        result = [*examination.load_findings(gpu, LOAD, gpu.reasons()), *examination.settings(gpu)]
+    result.append(other_work.gpu("GPU-fake", 7))
     assert len(result) == 10
     assert {finding.level for finding in result} == {OK}, result
 
@@ -139,7 +105,7 @@ def test_settings_of_a_gpu_are_judged_in_its_units(monkeypatch: pytest.MonkeyPat
     clocks = {"ApplicationsClock": 1410, "DefaultApplicationsClock": 1980, "PersistenceMode": 0}
     fake(monkeypatch, tell=settings | clocks)
     with board("GPU-fake") as gpu:
-        result = examination._set(gpu)
+        result = examination.settings(gpu)
     assert [finding.found for finding in result] == [
         "1410 MHz, default 1980", "450 W, default 700", "ECC is off", "on", "off",
     ]  # fmt: skip
@@ -149,22 +115,8 @@ def test_a_slice_of_a_gpu_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     fake(monkeypatch, sliced=True, untold=["MigMode", "EccMode", "PowerManagementLimit"])
     with board("GPU-fake") as gpu:
         assert gpu.slice
-        (result,) = [each for each in examination._set(gpu) if each.check == "MIG"]
+        (result,) = [each for each in examination.settings(gpu) if each.check == "MIG"]
     assert (result.level, result.found) == (WARNING, "on")
-
-
-def test_this_process_does_not_count_as_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    fake(monkeypatch)
-    with board("GPU-fake") as gpu:
-        ours, other = SimpleNamespace(pid=os.getpid()), SimpleNamespace(pid=4711)
-        monkeypatch.setitem(gpu.nvml.TOLD, "ComputeRunningProcesses_v3", [ours, other])
-        assert examination._others(gpu) == [4711]
-
-
-def test_processes_that_the_driver_does_not_report_are_unknown(monkeypatch) -> None:
-    fake(monkeypatch, untold=["ComputeRunningProcesses_v3", "GraphicsRunningProcesses_v3"])
-    with board("GPU-fake") as gpu:
-        assert examination._others(gpu) is None
 
 
 def test_the_command_prints_findings_and_says_whether_the_machine_is_fit() -> None:
@@ -174,18 +126,15 @@ def test_the_command_prints_findings_and_says_whether_the_machine_is_fit() -> No
     assert "not fit" in findings.conclusion([findings.others([4711], 0)])
     assert "not fit" not in findings.conclusion([findings.others([], 0)])
     names = [finding["check"] for finding in answer["findings"]]
-    assert names[:5] == [
-        "host load", "CPU governor", "host clock", "library versions", "threads",
-    ]  # fmt: skip
+    assert names[:3] == ["host load", "CPU governor", "threads"]
 
 
 @pytest.mark.gpu
-def test_a_gpu_is_examined_and_its_clocks_agree() -> None:
+def test_a_gpu_is_examined() -> None:
     result = {finding.check: finding for finding in examination.examine(torch.device("cuda:0"))}
     assert {"other work on the GPU", "slowed down under load", "SM clock under load"} < set(result)
     assert result["an empty launch"].level is OK
     assert result["launches"].level is OK
-    assert sum(check.startswith("clocks, ") for check in result) == len(timing_checks.LADDER)
 
 
 BEGAN = Spent(at_s=0.0, busy_s=100.0, own_s=5.0, cores=2)
@@ -213,11 +162,14 @@ def test_a_system_without_counters_is_a_note() -> None:
 
 
 @pytest.mark.parametrize(
-    ("listed", "others"), [([], []), ([7], []), ([7, 8], [8]), ([11], []), ([11, 12], [12])]
+    ("listed", "level"), [([], OK), ([7], OK), ([7, 8], WARNING), ([11], OK), ([11, 12], WARNING)]
 )
-def test_our_own_worker_is_none_of_the_others(listed: list[int], others: list[int]) -> None:
+def test_our_own_worker_is_none_of_the_others(listed: list[int], level: Level, monkeypatch) -> None:
     """If its id is of another namespace, one of the listed processes is the worker."""
-    assert other_work._others(listed, 7) == others
+    fake(monkeypatch)
+    processes = [SimpleNamespace(pid=pid) for pid in listed]
+    monkeypatch.setitem(pynvml.TOLD, "ComputeRunningProcesses_v3", processes)
+    assert other_work.gpu("GPU-fake", 7).level is level
 
 
 def test_a_gpu_without_nvml_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -168,14 +168,6 @@ def test_units_on_for_any_token_are_a_union() -> None:
     assert share_of_any(problem(**two, skew="zipf")) < 2 / 16 - 1 / 256
 
 
-@pytest.mark.parametrize("name", ["ffn", "mlp"])
-def test_a_dense_product_computes_every_unit(name: str) -> None:
-    op, fields = load_op(name), {"m": 4, "n": 64, "k": 32, "active": 8.0, "skew": "zipf"}
-    sizes = dict.fromkeys(op.weights, 64 * 32)
-    dense = op.flops(op.dense(Problem(name, fields)), sizes)
-    assert dense == 2 * 4 * sum(sizes.values()) > op.flops(Problem(name, fields), sizes)
-
-
 def test_formats_stand_beside_each_other_at_one_layer() -> None:
     """The packaged suite by the reference, at sizes for a CPU."""
     contests = read("ffn-formats").contests

@@ -186,7 +186,7 @@ def test_mutated_patterns_and_weights(tmp_path: Path, seed: int) -> None:
 
 
 OPTIONS: dict[str, list[object]] = {
-    "--device": ["cpu:3", "cuda:99999", "cuda:256", "sim:", "sim:/dev/zero", "meta", "", "\udcff"],
+    "--device": ["cpu:3", "cuda:99999", "cuda:256", "simulated", "meta", "", "\udcff"],
     "--only": ["=", "m", "m=", "m=4|", "block=[4]", "m=nan", "case=0", "x=1,", "m=4 m=8"],
     "--replicates": [0, -1, 10**9, "1.5", "x"],
     "--timeout": ["inf", "nan", "-inf", 0, "1e400"],

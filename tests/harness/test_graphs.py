@@ -29,16 +29,6 @@ def test_one_link_of_a_ring_moves_by_the_scores() -> None:
     ).all()
 
 
-def test_of_equal_scores_the_first_links_move_to_the_first_free_nodes() -> None:
-    result = ring(np.zeros((10, 10), np.int32), 1)  # 2 of 10: 0-1 to 0-2, then 1-2 to 1-0
-    assert result[0, :4].tolist() == [True, True, True, False]
-    assert result[1, :4].tolist() == [True, True, False, False]
-
-
-def test_a_node_that_is_linked_to_all_keeps_its_links() -> None:
-    assert ring(dice(5), 2).all()
-
-
 @pytest.mark.parametrize(("nodes", "m"), SIZES)
 def test_a_ring_has_the_cells_of_its_level(nodes: int, m: int) -> None:
     result = ring(dice(nodes), m)

@@ -12,11 +12,9 @@ from sparsebench.errors import SuiteError
 from sparsebench.harness.inputs import bits
 from sparsebench.harness.inputs.bits import scores
 from sparsebench.harness.inputs.grid import Grid, Stack, magnitudes
-from sparsebench.harness.patterns._mask import _pattern as load_pattern
 from sparsebench.harness.patterns._mask import level, mask
-from sparsebench.harness.patterns._pattern import Weight
 from sparsebench.harness.patterns.video_window import places
-from sparsebench.harness.testing.patterns import CPU, FIELDS, LEVELS, chosen, hashed
+from sparsebench.harness.testing.patterns import CPU, chosen, hashed
 from sparsebench.testing import Check, pattern_checks
 
 IN_BLOCKS = ["blocks", "balanced_blocks", "banded", "block_diagonal"]
@@ -41,18 +39,6 @@ CHECKS = [check for name in modules("harness.patterns") for check in pattern_che
 @pytest.mark.parametrize("check", CHECKS, ids=str)
 def test_every_pattern_keeps_its_contract(check: Check) -> None:
     check()
-
-
-@pytest.mark.parametrize("pattern", modules("harness.patterns"))
-def test_every_pattern_has_a_level_that_it_meets_exactly(pattern: str) -> None:
-    exact = []
-    for sparsity in LEVELS:
-        try:
-            nearest = level({"pattern": pattern, **FIELDS, "sparsity": sparsity})
-        except SuiteError:
-            continue
-        exact.append(level({"pattern": pattern, **FIELDS, "sparsity": nearest}) == nearest)
-    assert any(exact)
 
 
 @settings(deadline=None)
@@ -113,12 +99,6 @@ def test_a_level_is_that_of_the_named_weight() -> None:
 def test_balanced_blocks_are_equally_many_in_every_block_row() -> None:
     keep = cells(chosen(fields("balanced_blocks", 256, 320, 0.7, 16)), 16, 16)
     assert (keep.sum(1) == 6).all()
-
-
-def test_two_of_each_four_are_kept() -> None:
-    keep = chosen(fields("two_four", 64, 128, 0.5))
-    assert (keep.view(-1, 4).sum(1) == 2).all()
-    assert len(keep.view(-1, 4).unique(dim=0)) == 6
 
 
 def test_the_weights_of_an_mlp_are_dense_in_the_same_hidden_units() -> None:
@@ -279,17 +259,6 @@ def test_a_pattern_that_has_no_causal_form_is_refused() -> None:
     spec |= {"masks": Stack(1, (192, 192), (16, 16), True), "sparsity": 0.5}
     with pytest.raises(SuiteError, match="causal"):
         level(spec, ("rows", "columns"))
-
-
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("pattern", ["strided", "fixed"])
-def test_the_patterns_of_sparse_transformers_are_counted_as_they_are_drawn(pattern, causal) -> None:
-    weight = Weight(40, 64, 1, 1, ("n", "k"), Stack(1, (640, 512), (16, 8), causal))
-    rule = load_pattern(pattern).rule(weight)
-    assert rule.score
-    assert rule.counts
-    for count in rule.counts:
-        assert int(rule.score(weight.blocks, count, hashed).sum()) == count
 
 
 def test_a_window_of_a_video_reaches_frames_rows_and_columns() -> None:

@@ -108,7 +108,7 @@ def test_a_crash_while_taking_turns_finds_its_owner() -> None:
 
 def test_a_contest_without_a_known_offender_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     script = 'for _ in range(2): print(\'{"identity": "x"}\', flush=True); input()'
-    monkeypatch.setattr(worker_process, "COMMAND", (sys.executable, "-c", script))
+    monkeypatch.setattr(early_start, "COMMAND", (sys.executable, "-c", script))
     (row,) = rows()
     assert row.status is Status.FAILED
     assert "exit code 0" in row.detail
@@ -116,7 +116,7 @@ def test_a_contest_without_a_known_offender_fails(monkeypatch: pytest.MonkeyPatc
 
 def test_a_worker_that_does_not_start_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        worker_process, "COMMAND", (sys.executable, "-c", "raise SystemExit('no disk')")
+        early_start, "COMMAND", (sys.executable, "-c", "raise SystemExit('no disk')")
     )
     with pytest.raises(WorkerError, match="no disk"):
         Runner("cpu", None, 1)

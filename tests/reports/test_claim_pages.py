@@ -120,14 +120,9 @@ def test_a_table_counts_a_problem_once() -> None:
     assert text.count("not counted") == 3
 
 
-def test_a_page_of_real_runs_shows_no_simulated_verdict() -> None:
+def test_a_verdict_comes_before_a_device_that_ran_nothing() -> None:
     claim = claimed()
-    real, model = (
-        cell(claim, spread(2.5), device=device, simulated=device == "A model")
-        for device in ("NVIDIA H200", "A model")
-    )
-    assert "SIMULATED" not in page(entry(model, real))
-    assert "SIMULATED" in page(entry(model))
+    real = cell(claim, spread(2.5), device="NVIDIA H200")
     none = cell(claim, [1.0], device="A CPU", reason="it needs a GPU")
     text = page(entry(none, real))
     assert ": reproduced · sparsebench</title>" in text

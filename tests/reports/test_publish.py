@@ -79,7 +79,7 @@ def lines(*gains: tuple[str, str, float], **same: Any) -> pd.DataFrame:
     place = {"run": "r", "place": 0, "op": "linear", "dtype": "bf16", "m": 1, "level": 0.5}
     place |= {"shape": "64 × 64", "decided": True, "cache": "cold", "median_us": 9.0}
     place |= {"on_cards": 1, "limited": 0.0}
-    place |= {"pattern": "blocks", "gpu": "GPU", "simulated": False, "wins": False}
+    place |= {"pattern": "blocks", "gpu": "GPU", "wins": False}
     place |= {"case_id": "c", "processes": 8, "day": "2026-11-24", "verdict": True, **same}
     sides = [("dense", "", 1.0), *gains]
     return pd.DataFrame(
@@ -218,18 +218,6 @@ def test_the_first_page_counts_the_problems_that_its_grids_leave_out(more, words
     said = grids.coverage(table, grids.grids(table))
     assert bool(said) is bool(words)
     assert all(word in said for word in words)
-
-
-def test_simulated_gpus_come_last_and_get_no_place_beside_measured_ones(copy: Path) -> None:
-    publish([PUBLISHED / "sim/quick-sim"], copy, Site(), unchecked)
-    assert "simulated" not in (copy / "index.html").read_text().lower()
-    runs = (copy / "runs.html").read_text()
-    assert runs.index("<h2>NVIDIA H200</h2>") < runs.index("<h2>simulated H200</h2>")
-    assert "simulated" not in (copy / "feed.xml").read_text().lower()
-    dense = (copy / "formats" / "dense.html").read_text()
-    description = re.findall(r'name="description" content="([^"]*)"', dense)
-    assert "simulated" not in description[0]
-    assert dense.index('id="cases"') < dense.index('id="simulated-cases"')
 
 
 def test_a_confirmed_run_names_the_run_that_confirms_it(site, tmp_path, monkeypatch) -> None:

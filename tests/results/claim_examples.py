@@ -62,7 +62,6 @@ def cell(claim: Claim, ratios: Sequence[float], problem: str = "p", **changed: o
         "problem": problem,
         "run": "a-run",
         "device": DEVICES[Basis.AS_PUBLISHED],
-        "simulated": False,
         "confirms": False,
         "reliable": True,
         "commit": "",

@@ -24,7 +24,6 @@ from sparsebench.results.tables.analysis import analyse
 from tests.tools.command_line import output, refusal, sparsebench
 from tests.tools.paths import PUBLISHED
 
-SIMULATED = PUBLISHED / "sim" / "quick-sim"
 LLAMA = {
     "model_type": "llama",
     "hidden_size": 4096,
@@ -241,7 +240,6 @@ def test_a_file_that_is_no_config_is_refused(tmp_path: Path, text: str) -> None:
         (["Llama-3-8B", "--gpu", "NVIDIA", "--batch", 1], "--gpu"),
         (["Llama-3-8B", "--gpu", " ", "--batch", 1], "--gpu"),
         (["Llama-3-8B", "--gpu", "H200", "--batch", 0], "--batch"),
-        (["Llama-3-8B", "--gpu", "H200", "--batch", 1, "--run", SIMULATED], "--run"),
     ],
 )
 def test_bad_input_gets_one_line(arguments: list[Any], token: str) -> None:

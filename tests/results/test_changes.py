@@ -398,7 +398,6 @@ def test_runs_with_nothing_to_compare_are_refused_in_a_line() -> None:
         ("NVIDIA A100-SXM4-80GB", "A100"),
         ("NVIDIA GeForce RTX 4090", "RTX 4090"),
         ("NVIDIA GB200", "GB200"),
-        ("simulated H200", "simulated H200"),
         ("Intel(R) Xeon(R) Processor", "Intel(R) Xeon(R) Processor"),
     ],
 )

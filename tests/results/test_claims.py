@@ -14,7 +14,6 @@ from sparsebench.results.claims.cells import (
     Cell,
     covers,
     file_problems,
-    judging_cells,
     over_op,
     value_text,
 )
@@ -348,13 +347,6 @@ def test_cells_of_files_are_those_of_the_runs_of_their_suite() -> None:
     assert covers(test, {"dtype": "fp32", "sparsity": 0.954})
     assert not covers(test, {"dtype": "fp32", "sparsity": 0.98})
     assert not covers(test, {"dtype": "tf32", "sparsity": 0.9})
-
-
-def test_simulated_cells_judge_only_where_all_are() -> None:
-    claim = claimed()
-    real, model = (cell(claim, spread(2.5), simulated=flag) for flag in (False, True))
-    assert judging_cells({"a": [model], "b": [real, model]}) == {"a": [], "b": [real]}
-    assert judging_cells({"a": [model]}) == {"a": [model]}
 
 
 def test_a_gpu_with_a_verdict_comes_before_a_device_that_runs_nothing() -> None:

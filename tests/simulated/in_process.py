@@ -12,7 +12,7 @@ from sparsebench.harness.plan.suite import Contest
 from sparsebench.harness.run import runner, worker_process
 from sparsebench.harness.run.measure import Progress
 from sparsebench.harness.run.worker_process import ContestResult, Log
-from sparsebench.harness.sim import gpu_model, simulated_contest, simulated_worker
+from tests.simulated import gpu_model, simulated_contest, worker
 
 
 def in_this_process(patch: pytest.MonkeyPatch) -> None:
@@ -36,8 +36,7 @@ class Here(worker_process.Worker):
 
     def __init__(self, device: str, data: Path | None, log: Log) -> None:
         self.spec = gpu_model.read(device)
-        environment = simulated_worker._environment(device, self.spec)
-        self.about = {"environment": environment, "identity": self.spec.identity, "slug": "sim"}
+        self.about = worker.about(device, self.spec)
 
     @property
     def pid(self) -> int:
@@ -53,7 +52,7 @@ class Here(worker_process.Worker):
         """Do nothing."""
 
     def ceilings(self, dtypes: Collection[str]) -> dict[str, Any]:
-        return asdict(simulated_worker._ceilings(self.spec))
+        return asdict(worker.ceilings(self.spec))
 
     def measure(
         self, contest: Contest, options: Mapping[str, Any], timeout_s: float

@@ -13,7 +13,6 @@ from functools import cache
 
 import numpy as np
 
-from sparsebench.harness.sim.gpu_model import Array, Spec, blur, samples, ways
 from sparsebench.kernels._common.search import FINALISTS, NEAR
 from sparsebench.results.comparison.compare import APART, tolerance
 from sparsebench.results.statistics.outcome import VERDICTS, Outcome, among_many
@@ -24,6 +23,7 @@ from sparsebench.results.statistics.ratio import (
     p_value,
     round_logs,
 )
+from tests.simulated.gpu_model import Array, Spec, blur, samples, ways
 
 SD_OF_HALF = 0.6028  # standard deviation of |N(0, 1)|
 POOL = 2000  # processes through the clock, drawn from

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sparsebench.harness.sim.gpu_model import Array, Spec, card_effects
 from sparsebench.results.comparison.repeats import COUNTS, Verdicts, coverage, repeats
 from sparsebench.results.statistics.between_cards import State
+from tests.simulated.gpu_model import Array, Spec, card_effects
 from tests.simulated.runs import regrets
 
 PAIRS, CASES, PROCESSES = 8, 8, 8

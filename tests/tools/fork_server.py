@@ -24,9 +24,8 @@ from importlib import import_module
 from typing import Any
 
 from sparsebench.harness.run import early_start
-from sparsebench.harness.run.worker_process import SIMULATOR
 
-MODULES = early_start.COMMAND[-1], SIMULATOR
+MODULES = early_start.COMMAND[-1], "tests.simulated.worker"
 PR_SET_CHILD_SUBREAPER = 36
 MESSAGE_BYTES = 2**20
 READ_BY_IMPORTS = "OMP_NUM_THREADS", "TRITON_INTERPRET", "CUDA_VISIBLE_DEVICES"

@@ -18,12 +18,12 @@ from sparsebench.harness.bench.correctness import Expected, check
 from sparsebench.harness.bench.operands import DenseOperands, operands
 from sparsebench.harness.catalog import load_op
 from sparsebench.harness.plan.suite import read
-from sparsebench.harness.sim import simulated_contest as sim_contest
 from sparsebench.kernels._common import elementwise
 from sparsebench.kernels._kernel import unit_scale
 from sparsebench.kernels.dense import _gemm, _layers, cublas, torch_compile
 from sparsebench.results.record import Contender, Problem, Status, Value
 from tests.kernels.layers import assert_right, expected_of, operands_for
+from tests.simulated.simulated_contest import work_of
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 BF16, E4M3, E5M2 = torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2
@@ -75,7 +75,7 @@ def test_a_contest_is_right_on_a_cpu() -> None:
 
 
 def test_a_simulated_contest_counts_activations_of_16_bits() -> None:
-    work = sim_contest._work(problem())
+    work = work_of(problem())
     assert work.output_bytes == 2 * 16 * 512
     assert work.fewest_bytes == work.dense_bytes + 2 * work.output_bytes == 3 * 2048 * 512 + 2**15
 

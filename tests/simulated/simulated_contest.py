@@ -34,7 +34,13 @@ from sparsebench.harness.bench.operands import level_of
 from sparsebench.harness.bench.sampling import CHAIN, ROUNDS, SAMPLES_PER_ROUND, layers_of
 from sparsebench.harness.catalog import load_kernel, load_op, weights_format
 from sparsebench.harness.plan.selection import meets
-from sparsebench.harness.sim.gpu_model import (
+from sparsebench.kernels import _kernel as kernel_contract
+from sparsebench.kernels._common.search import Search, Trial, finalists
+from sparsebench.kernels._kernel import DTYPES
+from sparsebench.results.ceilings import check_bound
+from sparsebench.results.record import Case, Contender, Problem, Row, Status
+from sparsebench.results.tables.families import QUANTISED
+from tests.simulated.gpu_model import (
     Array,
     Spec,
     blur,
@@ -43,19 +49,11 @@ from sparsebench.harness.sim.gpu_model import (
     samples,
     ways,
 )
-from sparsebench.kernels import _kernel as kernel_contract
-from sparsebench.kernels._common.search import Search, Trial, finalists
-from sparsebench.kernels._kernel import DTYPES
-from sparsebench.results.ceilings import check_bound
-from sparsebench.results.record import Case, Contender, Problem, Row, Status
-from sparsebench.results.tables.families import QUANTISED
 
 ENDS = {"out_of_memory": Status.OUT_OF_MEMORY, "failed": Status.FAILED, "wrong": Status.WRONG}
 CRASH_CODE = 7
 MEMORY_BYTES = 80 * 2**30
 THROTTLED = 0.7  # fraction of the clock in the second half of a contest
-SLOW_START = 2.0  # times as long, in the first round
-WAITED_US = 30.0  # wait for the host in the first sample of each round
 ENERGY_WINDOW_S = 2.0
 COOL = {  # an H200's clocks; watts and degrees are made up
     "sm_mhz": 1980.0,
@@ -92,7 +90,7 @@ def run(
     announce: Callable[[str, str], None] = lambda case, stage: None,
 ) -> list[Row]:
     """Return the rows of every contender, unless a planned crash or hang comes first."""
-    work = _work(problem)
+    work = work_of(problem)
     rows = [_row(spec, Case(problem, contender), work, options) for contender in contenders]
     for number, row in enumerate(rows):
         announce(row.case.id, "prepare")
@@ -131,7 +129,7 @@ def unsupported(spec: Spec, problem: Problem, contender: Contender) -> str | Non
     return None if reason is None or "pip install" in reason else reason
 
 
-def _work(problem: Problem) -> Work:
+def work_of(problem: Problem) -> Work:
     op, itemsize = load_op(problem.op), DTYPES[problem["dtype"]].itemsize
     sizes = op.sizes(problem.fields)
     size = {n: prod(sizes[name] for name in o.shape) for n, o in op.operands.items()}
@@ -247,11 +245,6 @@ def _time(
     telemetry = _telemetry(spec, taken, throttled)
     done = {}
     for row, times_us in zip(running, taken, strict=True):
-        if "slow_start" in _faults(spec, row):
-            times_us[0] *= SLOW_START
-        if "host_late" in _faults(spec, row):
-            times_us[:, 0] += WAITED_US
-            row = replace(row, late=1 / SAMPLES_PER_ROUND)
         done[row.case.id] = replace(_measure(row, times_us, work, options), telemetry=telemetry)
     return [done.get(row.case.id, row) for row in rows]
 

@@ -1,1 +1,0 @@
-"""A simulated GPU, for tests and for planning."""
