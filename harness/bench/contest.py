@@ -27,8 +27,6 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from random import SystemRandom
-from statistics import median
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,14 +38,15 @@ from sparsebench.harness.bench.contest_state import (
     Announce,
     CheckedCall,
     ContestOptions,
-    Entry,
     Fatal,
     OnFailure,
+    RunningContender,
     configuration,
     end_status,
     exchange_twins,
     one_line,
     synchronize,
+    with_samples,
 )
 from sparsebench.harness.bench.correctness import Expected
 from sparsebench.harness.bench.energy import energy
@@ -69,13 +68,12 @@ from sparsebench.harness.bench.prepare import (
     prepare_layer,
 )
 from sparsebench.harness.bench.process_state import rewritten_modules
-from sparsebench.harness.bench.sampling import CHAIN, LAYERS, distinct_measures, layers_of
+from sparsebench.harness.bench.sampling import CHAIN, LAYERS, distinct_measures
 from sparsebench.harness.bench.spot_checks import A, B, SpotChecks
 from sparsebench.harness.bench.stages import Spoiled, Stages
 from sparsebench.harness.bench.tampering import TamperingError
-from sparsebench.harness.bench.timing import Chain, Samples, ready, time_together
+from sparsebench.harness.bench.timing import Chain, ready, time_together
 from sparsebench.harness.catalog import load_op
-from sparsebench.results.ceilings import check_bound
 from sparsebench.results.record import Case, Contender, Problem, Row, Status
 
 BEFORE, AFTER = "before timing", "after timing"
@@ -93,7 +91,7 @@ def run(
     """Return the rows of every contender, and the seconds spent by stage."""
     options = options or ContestOptions()
     options = replace(options, measures=distinct_measures(options.measures, device.type))
-    spent_s, ended = Counter[str](), dict[str, Entry]()
+    spent_s, ended = Counter[str](), dict[str, RunningContender]()
     while left := [c for c in contenders if Case(problem, c).id not in ended]:
         entries = entries_of(problem, left, device, options)
         stages = Stages(device, announce, on_failure, thorough=options.attempt > 0)
@@ -120,7 +118,7 @@ class RunningContest:
 
     def __init__(
         self,
-        entries: Sequence[Entry],
+        entries: Sequence[RunningContender],
         stages: Stages,
         data: Path | None = None,
         options: ContestOptions | None = None,
@@ -155,7 +153,7 @@ class RunningContest:
                     self._prepare_chain(entry)
         exchange_twins(self.entries, random.Random(f"{seed} twins"))
 
-    def _prepare(self, entry: Entry, conversions: Conversions) -> None:
+    def _prepare(self, entry: RunningContender, conversions: Conversions) -> None:
         """Convert, then let the kernel pack, compile and tune."""
         case, op, weights = entry.row.case, self.layers.op, dict[str, Format]()
         with self.stages.at(entry, "convert"):
@@ -176,13 +174,11 @@ class RunningContest:
             entry.alone = CheckedCall(launch, SpotChecks(self.layers.first))
             entry.record(**facts)
         entry.record(**memory)
-        if entry.running:
-            with self.stages.at(
-                entry, "prepare"
-            ):  # apart, so that checksums do not count as memory
+        if entry.running:  # apart, so that checksums do not count as memory
+            with self.stages.at(entry, "prepare"):
                 self.stages.verify()
 
-    def _prepare_chain(self, entry: Entry) -> None:
+    def _prepare_chain(self, entry: RunningContender) -> None:
         """Make the further layers ready, or record why this contender has no chain."""
         assert entry.alone
         try:
@@ -208,7 +204,7 @@ class RunningContest:
                 with self.stages.at(entry, "check"):
                     self._burst(entry)
 
-    def _capture(self, entry: Entry) -> None:
+    def _capture(self, entry: RunningContender) -> None:
         """Make the calls ready to be timed; a chain only if one CUDA graph can hold it."""
         for scope, checked in entry.calls.items():
             timed = ready(checked.work, self.stages.device)
@@ -216,7 +212,7 @@ class RunningContest:
             if scope == CHAIN and timed.clock == "events":
                 entry.leave_chain(Status.UNSUPPORTED, timed.why)
 
-    def _burst(self, entry: Entry) -> None:
+    def _burst(self, entry: RunningContender) -> None:
         """Inspect many calls of each scope that is timed."""
         timed = [entry.timed_in(scope) for scope in sorted(dict(self.options.measures))]
         for call in {call.call: call for call in timed if call}.values():
@@ -225,7 +221,7 @@ class RunningContest:
             self.stages.verify()
             self._end_if_wrong(entry, call.spots, BEFORE)
 
-    def _end_if_wrong(self, entry: Entry, spots: SpotChecks, when: str) -> None:
+    def _end_if_wrong(self, entry: RunningContender, spots: SpotChecks, when: str) -> None:
         wrong = spots.verdict()
         if wrong and entry.running:
             entry.end(Status.WRONG, f"{when}: {wrong}")
@@ -277,9 +273,10 @@ class RunningContest:
                 raise
             except Exception as error:
                 raise Fatal("", f"timing: {one_line(error)}") from error
+        output_bytes = self.layers.output_bytes
         for (entry, call), taken in zip(timed, samples, strict=True):
             row = replace(entry.row, scope=scope, cache=cache, clock=call.clock, detail=call.why)
-            entry.results[scope, cache] = self._with_samples(row, taken)
+            entry.results[scope, cache] = with_samples(row, taken, self.options, output_bytes)
         for entry, call in timed:
             assert call.spots
             self._end_if_wrong(entry, call.spots, "among the timed calls")
@@ -290,22 +287,6 @@ class RunningContest:
             self.stages.verify()
         except TamperingError as error:
             raise Fatal(case, f"timing: {error}") from error
-
-    def _with_samples(self, row: Row, taken: Samples) -> Row:
-        """Put samples into the row, unless they are faster than the device's ceilings allow.
-
-        A chain's samples are divided into those of one layer, whose operands and outputs are cold
-        like all others. On a CPU, ceilings are recorded but do not judge, because its cores are
-        shared with other work; there, only a reference raises them.
-        """
-        taken = taken.per_layer(layers_of(row.scope))
-        row = self.options.bounded(row, self.layers.output_bytes)
-        if self.options.ceilings and (row.reference or self.stages.device.type == "cuda"):
-            row = check_bound(row, median(taken.times_us))
-        if row.status is not Status.OK:
-            return row
-        times: dict[str, Any] = {"samples_us": taken.times_us, "samples_per_block": taken.per_round}
-        return replace(row, **times, late=taken.late)
 
     def _measure_energy(self) -> None:
         """Measure the energy of each call alone."""
@@ -338,7 +319,7 @@ class RunningContest:
         self.stages.guard.forget({*arrays})
 
     def _check_call(
-        self, entry: Entry, scope: str, expected: Sequence[Expected], when: str
+        self, entry: RunningContender, scope: str, expected: Sequence[Expected], when: str
     ) -> None:
         """Run a launch, or a chain, and judge each output."""
         checked = entry.calls.get(scope)
@@ -401,7 +382,7 @@ class RunningContest:
             if entry.running and self._masked(entry) == masked
         )
 
-    def _masked(self, entry: Entry) -> bool:
+    def _masked(self, entry: RunningContender) -> bool:
         """Return whether a contender leaves out what the mask of the op says."""
         return self.layers.op.mask is None or entry.contender.format != "dense"
 

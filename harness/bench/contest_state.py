@@ -1,8 +1,8 @@
 """The state of a contender in a contest, and how it ends.
 
 ContestOptions    how a contest is run, as the runner asks
-Entry             a contender: its calls, and its rows
-end_status        an exception ─> the status of its row; after a CUDA error no result can be
+RunningContender  a contender: its calls, and its rows
+end_status        an exception ─> the status of its row. After a CUDA error no result can be
                   trusted: Fatal
 """
 
@@ -11,6 +11,7 @@ import random
 import traceback
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from statistics import median
 from typing import Any, Self
 
 import torch
@@ -19,9 +20,9 @@ from sparsebench.errors import FormatError, SparsebenchError, Unsupported
 from sparsebench.formats._format import Format
 from sparsebench.harness.bench.sampling import CHAIN, Measure, layers_of
 from sparsebench.harness.bench.spot_checks import Outputs, SpotChecks
-from sparsebench.harness.bench.timing import Chain, TimedCall
+from sparsebench.harness.bench.timing import Chain, Samples, TimedCall
 from sparsebench.kernels._kernel import Launch
-from sparsebench.results.ceilings import Ceilings
+from sparsebench.results.ceilings import Ceilings, check_bound
 from sparsebench.results.record import Contender, Row, Status
 
 Announce = Callable[[str, str], None]
@@ -88,6 +89,23 @@ class ContestOptions:
         return cls(**{**data, "ceilings": ceilings, "measures": measures})
 
 
+def with_samples(row: Row, taken: Samples, options: ContestOptions, output_bytes: int) -> Row:
+    """Put samples into a row, unless they are faster than the device's ceilings allow.
+
+    A chain's samples are divided into those of one layer, whose operands and outputs are cold like
+    all others. On a CPU, ceilings are recorded but do not judge, because its cores are shared with
+    other work; there, only a reference raises them.
+    """
+    taken = taken.per_layer(layers_of(row.scope))
+    row = options.bounded(row, output_bytes)
+    if options.ceilings and (row.reference or row.clock != "host"):
+        row = check_bound(row, median(taken.times_us))
+    if row.status is not Status.OK:
+        return row
+    times: dict[str, Any] = {"samples_us": taken.times_us, "samples_per_block": taken.per_round}
+    return replace(row, **times, late=taken.late)
+
+
 def configuration(row: Row) -> str:
     """Return what a row's kernel chose, and the digest of its machine code, as text."""
     return json.dumps([row.choice, row.code], sort_keys=True)
@@ -111,8 +129,8 @@ class CheckedCall:
 
 
 @dataclass
-class Entry:
-    """A contender in a contest; only contest.py changes it, by these methods.
+class RunningContender:
+    """A contender in a contest; only the contest changes it, and its stages end it (stages.py).
 
     row            its result so far, without times
     pattern        for a packed output: the format that it must have
@@ -191,7 +209,7 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def exchange_twins(entries: Sequence[Entry], coin: random.Random) -> None:
+def exchange_twins(entries: Sequence[RunningContender], coin: random.Random) -> None:
     """Give each A/A twin the calls of its original, and the reverse, with even odds.
 
     A twin takes the choice of its original, so it is always prepared later. Without the exchange,
@@ -206,7 +224,7 @@ def exchange_twins(entries: Sequence[Entry], coin: random.Random) -> None:
             original.chain, twin.chain = twin.chain, original.chain
 
 
-def _alike(original: Entry, twin: Entry) -> bool:
+def _alike(original: RunningContender, twin: RunningContender) -> bool:
     a, b = ((e.running, e.row.choice, e.row.code, e.chain is None) for e in (original, twin))
     return a == b
 

@@ -61,7 +61,7 @@ class DenseOperands:
 
 
 @dataclass(frozen=True)
-class Layer:
+class ChainLayer:
     """A layer of a chain: a problem and its operands; `name` is "" for the contest's problem."""
 
     problem: Problem
@@ -111,7 +111,7 @@ class Layers:
         problems = [replace(problem, seed=seed) for seed in seeds]
         self.op, self._draw = op, 0
         self.each = [
-            Layer(p, operands(p, op, device, data), of_layer(number))
+            ChainLayer(p, operands(p, op, device, data), of_layer(number))
             for number, p in enumerate(problems)
         ]
         self.first = Draws(self.each[0].dense.activations)

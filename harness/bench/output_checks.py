@@ -24,7 +24,7 @@ from torch import Tensor
 
 from sparsebench.formats._format import Format
 from sparsebench.harness.bench.correctness import Expected, check, roundings, where_stored
-from sparsebench.harness.bench.operands import Layer, Layers, of_layer, without_mask
+from sparsebench.harness.bench.operands import ChainLayer, Layers, of_layer, without_mask
 from sparsebench.harness.bench.spot_checks import (
     Fingerprint,
     Outputs,
@@ -32,7 +32,7 @@ from sparsebench.harness.bench.spot_checks import (
     fingerprint_of,
     values_of,
 )
-from sparsebench.harness.bench.tampering import Guard
+from sparsebench.harness.bench.tampering import ArrayGuard
 from sparsebench.harness.ops._op import Op, with_fields
 from sparsebench.kernels._kernel import OUTPUTS, Launch, Output, poison
 
@@ -71,7 +71,7 @@ def arrays_of_answers(expected: Sequence[Expected], masked: bool) -> dict[str, T
     return {name: array for name, array in arrays.items() if array is not None}
 
 
-def poison_outputs(call: Callable[[], Outputs], guard: Guard) -> None:
+def poison_outputs(call: Callable[[], Outputs], guard: ArrayGuard) -> None:
     """Call once and overwrite the outputs, none of which may lie in an operand.
 
     A launch with its own output buffer writes over the poison. One that allocates is likely to get
@@ -87,7 +87,7 @@ def judge(
     expected: Sequence[Expected],
     launches: Sequence[Launch],
     pattern: Format | None,
-    guard: Guard,
+    guard: ArrayGuard,
 ) -> tuple[Errors, str]:
     """Judge the output of each layer; return the largest errors, and "" or which one is wrong."""
     results, reasons = [], []
@@ -117,7 +117,7 @@ def fingerprint(
     return right_sums.around(outputs) if right_sums and in_part else right_sums
 
 
-def _right_answer(op: Op, layer: Layer, masked: bool, seed: int | None) -> Expected:
+def _right_answer(op: Op, layer: ChainLayer, masked: bool, seed: int | None) -> Expected:
     """Compute the right answer, or with a seed that of a part, if the op has one.
 
     torch's own comes first, before fp64 copies take memory.
@@ -145,7 +145,7 @@ def _right_answer(op: Op, layer: Layer, masked: bool, seed: int | None) -> Expec
     )
 
 
-def _elements(out: Output, guard: Guard) -> Tensor | None:
+def _elements(out: Output, guard: ArrayGuard) -> Tensor | None:
     """Return the elements of an output. Raises TamperingError if they lie in an operand."""
     elements = values_of(out)
     if type(elements) is not Tensor:

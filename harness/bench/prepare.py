@@ -20,8 +20,8 @@ import torch
 
 from sparsebench.errors import FormatError
 from sparsebench.formats._format import Format
-from sparsebench.harness.bench.contest_state import ContestOptions, Entry, synchronize
-from sparsebench.harness.bench.operands import Layer, without_mask
+from sparsebench.harness.bench.contest_state import ContestOptions, RunningContender, synchronize
+from sparsebench.harness.bench.operands import ChainLayer, without_mask
 from sparsebench.harness.bench.stages import Stages
 from sparsebench.harness.bench.tampering import arrays_of
 from sparsebench.harness.catalog import load_kernel, load_op, masks, weights_format
@@ -41,12 +41,12 @@ def entries_of(
     contenders: Sequence[Contender],
     device: torch.device,
     options: ContestOptions | None = None,
-) -> list[Entry]:
+) -> list[RunningContender]:
     """Return an entry for each contender; one that cannot run the problem here has ended."""
     options = options or ContestOptions()
     about = options.replicate, options.attempt, options.reference
     entries = [
-        Entry(Row(Case(problem, contender), Status.OK, *about, device=identity(device)))
+        RunningContender(Row(Case(problem, contender), Status.OK, *about, device=identity(device)))
         for contender in contenders
     ]
     for entry in entries:
@@ -58,7 +58,7 @@ def entries_of(
 class Conversions:
     """The weights of a contest in the formats of its contenders, which share equal ones."""
 
-    def __init__(self, layer: Layer, stages: Stages) -> None:
+    def __init__(self, layer: ChainLayer, stages: Stages) -> None:
         self._layer, self._stages = layer, stages
         self._done: dict[str, tuple[Weights, float]] = {}
 
@@ -100,7 +100,7 @@ def prepare(operands: Operands, contender: Contender) -> tuple[Launch, dict[str,
     return launch, {"prepare_s": spent, **facts}
 
 
-def prepare_layer(layer: Layer, contender: Contender, choice: Mapping[str, Any]) -> Launch:
+def prepare_layer(layer: ChainLayer, contender: Contender, choice: Mapping[str, Any]) -> Launch:
     """Make a further layer of a chain ready, with the choice of the first, and run it once."""
     operands = operands_of(layer, dict(_weights_in_format(layer, contender)), choice or None)
     launch = load_kernel(contender.kernel).prepare(operands, **contender.options)
@@ -109,7 +109,7 @@ def prepare_layer(layer: Layer, contender: Contender, choice: Mapping[str, Any])
 
 
 def operands_of(
-    layer: Layer, weights: Weights, pinned: Mapping[str, Any] | None, **further: Any
+    layer: ChainLayer, weights: Weights, pinned: Mapping[str, Any] | None, **further: Any
 ) -> Operands:
     """Return what a kernel receives: weights in its format, and the activations of a layer."""
     problem = layer.problem
@@ -183,7 +183,7 @@ def _refusal(format_name: str, params: str, dtype: torch.dtype) -> str | None:
     return None
 
 
-def _weights_in_format(layer: Layer, contender: Contender) -> Iterator[tuple[str, Format]]:
+def _weights_in_format(layer: ChainLayer, contender: Contender) -> Iterator[tuple[str, Format]]:
     """Yield each weight in the contender's format, or dense if that stores activations."""
     store, problem = weights_format(contender.format).from_dense, layer.problem
     op, dense = load_op(problem.op), layer.dense.weights

@@ -18,9 +18,9 @@ import torch
 from sparsebench.errors import SparsebenchError
 from sparsebench.harness.bench.contest_state import (
     Announce,
-    Entry,
     Fatal,
     OnFailure,
+    RunningContender,
     end_status,
     one_line,
     synchronize,
@@ -28,8 +28,8 @@ from sparsebench.harness.bench.contest_state import (
 )
 from sparsebench.harness.bench.process_state import rewritten_modules
 from sparsebench.harness.bench.tampering import (
+    ArrayGuard,
     ClockError,
-    Guard,
     Seal,
     SpoiledError,
     TamperingError,
@@ -40,7 +40,7 @@ from sparsebench.results.record import Status
 class Spoiled(SparsebenchError):
     """A contender, which has ended, changed operands of the contest, so the contest has ended."""
 
-    def __init__(self, entry: Entry, detail: str) -> None:
+    def __init__(self, entry: RunningContender, detail: str) -> None:
         super().__init__(f"{entry.contender.label}: {detail}")
         self.entry = entry
 
@@ -63,7 +63,7 @@ class Stages:
         """Record the code and the settings of the process, before any contender runs."""
         self.device, self.announce, self._on_failure = device, announce, on_failure
         self._thorough, self.spent_s = thorough, dict[str, float]()
-        self.seal, self.guard = Seal(), Guard()
+        self.seal, self.guard = Seal(), ArrayGuard()
         rewritten_modules()
 
     def verify(self) -> None:
@@ -84,7 +84,7 @@ class Stages:
             self.spent_s[name] = self.spent_s.get(name, 0.0) + elapsed
 
     @contextmanager
-    def at(self, entry: Entry, name: str) -> Iterator[None]:
+    def at(self, entry: RunningContender, name: str) -> Iterator[None]:
         """Announce the contender, and turn any exception of the block into its row.
 
         Raises Spoiled, and Fatal if the device no longer answers.

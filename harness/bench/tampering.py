@@ -1,12 +1,12 @@
 """Detect contenders that change operands, or replace code of the harness.
 
-    Guard   dense weights and activations, recordings, right answers, and every array of a format
-            that several contenders share. If one has changed, the contest begins again without the
-            contender (stages.py)
-    Seal    every function and class of sparsebench that is loaded when a contest starts, with its
-            code; the clocks, and what the check calls of torch; the settings of the process
-            (process_state.py). What was replaced or changed is put back. If the machine code of a
-            clock has changed, the process ends
+    ArrayGuard  dense weights and activations, recordings, right answers, and every array of a
+                format that several contenders share. If one has changed, the contest begins again
+                without the contender (stages.py)
+    Seal        every function and class of sparsebench that is loaded when a contest starts, with
+                its code; the clocks, and what the check calls of torch; the settings of the process
+                (process_state.py). What was replaced or changed is put back. If the machine code of
+                a clock has changed, the process ends
 
 Both are checked after each conversion, after each prepare with its first run, after each output
 check and while timing. A contender that changed something is wrong; the others are not affected. A
@@ -74,7 +74,7 @@ class WatchedArray:
 
 
 @dataclass
-class Guard:
+class ArrayGuard:
     """The arrays that must not change in a contest."""
 
     watched: list[WatchedArray] = field(default_factory=list)

@@ -82,7 +82,7 @@ class ContenderEntry(_Model):
     error: AllowedError | None = None
 
 
-class SuiteFile(_Model):
+class WrittenSuite(_Model):
     """A suite as written."""
 
     schema_: Literal["sparsebench/suite@1"] = Field(alias="schema")
@@ -135,7 +135,7 @@ def expand(where: str, text: str, data: Path | None = None, *, published: bool =
     `published` says that the text belongs to a run, which may be older than this version: it may
     name removed kernels.
     """
-    suite_file = parse(where, text, SuiteFile)
+    suite_file = parse(where, text, WrittenSuite)
     try:
         for place, entry in suite_file.entries:
             if published:
@@ -270,7 +270,7 @@ def _competes(entry: ContenderEntry, problem: Problem) -> bool:
     return all(name in fields and fields[name] in _sweep(name, v) for name, v in entry.at.items())
 
 
-def _contest(suite_file: SuiteFile, problem: Problem) -> Contest:
+def _contest(suite_file: WrittenSuite, problem: Problem) -> Contest:
     by_case: dict[str, Contender] = {}  # a baseline that is also a contender counts once
     entries = sorted(suite_file.entries, key=lambda entry: entry[0].startswith("contenders"))
     for where, entry in entries:  # baselines first

@@ -9,7 +9,7 @@ import torch
 import wrong
 
 from sparsebench.harness.bench import contest
-from sparsebench.harness.bench.contest_state import ContestOptions, Entry
+from sparsebench.harness.bench.contest_state import ContestOptions, RunningContender
 from sparsebench.harness.bench.prepare import added_memory, entries_of
 from sparsebench.harness.bench.sampling import MIN_SAMPLES, ROUNDS, SAMPLES_PER_ROUND
 from sparsebench.harness.bench.stages import Stages
@@ -80,7 +80,9 @@ def test_a_twin_has_the_launch_of_its_original_in_half_of_the_processes(monkeypa
     assert 6 <= sum(first) <= 18
 
 
-def prepared_entries(contenders: list[Contender], options: ContestOptions) -> list[Entry]:
+def prepared_entries(
+    contenders: list[Contender], options: ContestOptions
+) -> list[RunningContender]:
     entries = entries_of(PROBLEM, contenders, CPU, options)
     contest.RunningContest(entries, Stages(CPU), None, options).prepare()
     return entries

@@ -24,7 +24,7 @@ from sparsebench.harness.bench import contest, correctness, process_state, spot_
 from sparsebench.harness.bench.contest_state import ContestOptions, Fatal
 from sparsebench.harness.bench.process_state import ProcessState
 from sparsebench.harness.bench.process_state import addresses as real_addresses
-from sparsebench.harness.bench.tampering import Guard, TamperingError, checksum
+from sparsebench.harness.bench.tampering import ArrayGuard, TamperingError, checksum
 from sparsebench.harness.plan.suite import Contest
 from sparsebench.harness.run.worker_process import Log, WorkerLoss, start_worker
 from sparsebench.kernels._kernel import Launch, Operands
@@ -257,7 +257,7 @@ def test_a_checksum_sees_any_bit_and_any_exchange() -> None:
 
 def test_freed_memory_is_detected() -> None:
     array = torch.ones(100)
-    guard = Guard()
+    guard = ArrayGuard()
     guard.watch({"it": array})
     guard.check()
     array.untyped_storage().resize_(0)
@@ -267,16 +267,16 @@ def test_freed_memory_is_detected() -> None:
 
 def test_a_finished_contest_holds_no_memory() -> None:
     alive: list[weakref.ref[torch.Tensor]] = []
-    original = Guard.watch
+    original = ArrayGuard.watch
 
-    def watch(guard: Guard, arrays: dict[str, torch.Tensor], **held: bool) -> None:
+    def watch(guard: ArrayGuard, arrays: dict[str, torch.Tensor], **held: bool) -> None:
         alive.extend(weakref.ref(array) for array in arrays.values())
         original(guard, arrays, **held)
 
     gc.disable()
     try:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Guard, "watch", watch)
+            patch.setattr(ArrayGuard, "watch", watch)
             rows(BASELINE, Contender("bsr", "scipy_bsr", BLOCKS))
         assert alive
         assert not [find for find in alive if find() is not None]
