@@ -1,7 +1,7 @@
 """The contract of every file in reports/figures/, and the panels that figures split a run into.
 
-    TITLE = "Stored bytes"                      the heading
-    ORDER = 50                                  the place on the page: smaller comes first
+    TITLE = "Roofline"                          the heading
+    ORDER = 66                                  the place on the page: smaller comes first
     def draw(frames: Frames) -> Markup: ...     HTML that loads nothing; NOTHING if none applies
 
 The report finds a figure by its file name.
