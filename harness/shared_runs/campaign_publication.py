@@ -18,7 +18,7 @@ from pathlib import Path
 
 from sparsebench.errors import ResultError
 from sparsebench.harness.shared_runs.campaign_file import Campaign
-from sparsebench.harness.shared_runs.campaign_sitting import state
+from sparsebench.harness.shared_runs.campaign_sitting import pack, state
 from sparsebench.results import files
 from sparsebench.results.run import bundle, store
 from sparsebench.results.run.provenance import device_name
@@ -54,6 +54,7 @@ def publish(campaign: Campaign, out: Path, into: Path, names: Sequence[str] = ()
         unchanged = {run.name: run for run in store.runs_in(before)} if names else {}
         for name, run in (unchanged | runs).items():
             shutil.copytree(run, home / name, ignore=shutil.ignore_patterns("*.log"))
+            pack(home / name)
         _keep(before, home)
         from sparsebench.reports.published import write
 

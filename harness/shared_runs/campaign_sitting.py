@@ -2,7 +2,7 @@
 
     each device ─> the entry that it has begun; else the first open one that waits for no run and
                    that no other device here measures
-                ─> in parts, one of them (shared_folder.py) ─> DIR/NAME, sealed and packed
+                ─> measured as a plan of one part (shared_folder.py) ─> DIR/NAME, sealed and packed
     no time left, or nothing left to begin ─> the sitting ends; another one measures the rest
 
     DIR/alike.json     kind of card and code: the first sitting writes them, others compare
@@ -111,11 +111,12 @@ def _require_match(run: Path, flags: Mapping[str, Any], entry: Entry) -> None:
             raise ResultError(f"{run}: {reason}, found {flags[name]!r}")
 
 
-def _pack(run: Path) -> None:
+def pack(run: Path) -> None:
     """Compress the rows of a sealed run; its manifest has the digest of the uncompressed text."""
     plain = run / bundle.ROWS
-    write_file(run / f"{bundle.ROWS}.gz", gzip.compress(plain.read_bytes(), mtime=0))
-    plain.unlink()
+    if plain.exists():
+        write_file(run / f"{bundle.ROWS}.gz", gzip.compress(plain.read_bytes(), mtime=0))
+        plain.unlink()
 
 
 @dataclass
@@ -272,5 +273,5 @@ class Sitting:
         options = replace(options, on_message=self.on_message, until=self.until)
         work(folder, plan, suite, 1, options, on_start=self._parts.append)
         path = finish(folder, plan, suite)
-        _pack(path)
+        pack(path)
         return path

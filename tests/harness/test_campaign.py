@@ -389,7 +389,7 @@ def test_status_and_resume_work_on_an_entry_that_has_begun(trial: Trial) -> None
     begun = json.loads(output("status", trial.out / "several", "--json"))
     assert begun["contests"]["unclaimed"] == 0
     assert 0 < begun["parts"][0]["contests"] < begun["contests"]["of"]
-    output("run", "--resume", trial.out / "several")
+    output("run", "--resume", trial.out / "several", "--json")
     assert all(line.checked for line in validate(trial.out / "several"))
 
 
