@@ -47,11 +47,11 @@ def prune(
     One region of each MLP stays dense. An option with a list such as "a,b" tries each value.
     """
     from sparsebench.harness.machine.device import pick
-    from sparsebench.harness.models.pruning.files import parse_recipes, prune_file, table
+    from sparsebench.harness.models.pruning.files import parse_pruners, prune_file, table
 
     pruned = prune_file(
         weights,
-        parse_recipes(method, dense, region, pattern),
+        parse_pruners(method, dense, region, pattern),
         pick(device),
         names=[name for name in tensors.split(",") if name],
         calibration=calibration,

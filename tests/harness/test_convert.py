@@ -139,14 +139,12 @@ def loaded(path: Path) -> Any:
 CASES: list[tuple[dict[str, Any], dict[str, int]]] = [
     ({"form": TWO_FOUR}, {"SpenseGatedMLP": 2, "SpenseLinear": 8}),
     ({"form": TWO_FOUR, "old": True}, {"SpenseGatedMLP": 2, "SpenseLinear": 8}),
-    ({"form": TWO_FOUR, "dtype": torch.float16}, {"SpenseGatedMLP": 2, "SpenseLinear": 8}),
     ({"form": TWO_FOUR, "attention_bias": True, "mlp_bias": True}, {"SpenseLinear": 14}),
     ({"form": TWO_FOUR, "hidden_act": "gelu"}, {"SpenseLinear": 14}),
     ({"form": TWO_FOUR, "kind": "gemma3"}, {"SpenseGatedMLP": 2, "SpenseLinear": 8}),
     ({"form": "dense"}, {"SpenseGatedMLP": 2, "SpenseLinear": 8}),
     ({"form": BITMASK}, {"BitmapLinear": 14}),
     ({"form": BITMASK, "old": True, "attention_bias": True}, {"BitmapLinear": 14}),
-    ({"form": BITMASK, "dtype": torch.float32}, {"BitmapLinear": 14}),
 ]
 
 
@@ -205,14 +203,6 @@ def test_integers_and_32_bits_are_converted_with_a_dtype(tmp_path):
         assert loaded(tmp_path / f"{name}-16").dtype == BF16
 
 
-def test_sizes_that_no_kernel_has_stay_dense_and_are_counted(tmp_path):
-    model = write(tmp_path / "old", TWO_FOUR, intermediate_size=132)
-    written = convert(tmp_path / "old", tmp_path / "new")
-    assert written.layers == {"SpenseLinear": 8}
-    assert sum(written.dense.values()) == 6
-    assert torch.equal(loaded(tmp_path / "new")(IDS).logits, model(IDS).logits)
-
-
 def test_dense_layers_and_an_embedding_that_was_compressed_stay_dense(tmp_path):
     def change(tensors: dict[str, Tensor]) -> None:
         torch.manual_seed(0)
@@ -245,28 +235,28 @@ def test_every_weight_is_compressed_by_old_versions(tmp_path):
     assert torch.equal(loaded(tmp_path / "new")(IDS).logits, model(IDS).logits)
 
 
-def test_experts_and_layers_whose_weight_is_read_stay_dense_and_are_counted(tmp_path):
-    sizes = {"vocab_size": 300, "hidden_size": 64, "num_hidden_layers": 1}
-    mamba = transformers.MambaConfig(**sizes, state_size=8)
-    moe = transformers.MixtralConfig(
-        **sizes, intermediate_size=128, num_attention_heads=4, num_key_value_heads=2
+def test_experts_stay_dense_and_are_counted(tmp_path):
+    config = transformers.MixtralConfig(
+        vocab_size=300,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
     )
-    for config, sparse, dense in ((mamba, 1, 3), (moe, 4, 25)):
-        torch.manual_seed(0)
-        model = transformers.AutoModelForCausalLM.from_config(config, dtype=BF16).eval()
-        folder = tmp_path / config.model_type
-        model.save_pretrained(folder)
-        state = load_file(folder / "model.safetensors")
-        for name, weight in state.items():
-            if "layers" in name and weight.dim() == 2 and name.endswith("weight"):
-                state[name] = two_four(weight)
-        save_file(state, folder / "model.safetensors", {"format": "pt"})
-        expected = loaded(folder)(IDS).logits
-        written = convert(folder, tmp_path / f"{config.model_type}-new")
-        assert written.layers == {"SpenseLinear": sparse}
-        assert sum(written.dense.values()) == dense
-        logits = loaded(tmp_path / f"{config.model_type}-new")(IDS).logits
-        assert torch.equal(logits, expected)
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=BF16).eval()
+    model.save_pretrained(tmp_path / "old")
+    state = load_file(tmp_path / "old/model.safetensors")
+    for name, weight in state.items():
+        if "layers" in name and weight.dim() == 2 and name.endswith("weight"):
+            state[name] = two_four(weight)
+    save_file(state, tmp_path / "old/model.safetensors", {"format": "pt"})
+    expected = loaded(tmp_path / "old")(IDS).logits
+    written = convert(tmp_path / "old", tmp_path / "new")
+    assert written.layers == {"SpenseLinear": 4}
+    assert sum(written.dense.values()) == 25
+    assert torch.equal(loaded(tmp_path / "new")(IDS).logits, expected)
 
 
 def test_shards_are_read_and_written(tmp_path, monkeypatch):
@@ -316,7 +306,6 @@ def _zero_point(tensors: dict[str, Tensor]) -> None:
 
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
-    ("method", {"config": {"quant_method": "gptq"}}, "quant_method.*'gptq'"),
     (
         "hostile",
         {"config": _config(sparsity_config={"format": "os.system:echo"})},
@@ -327,7 +316,6 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         {"config": _config(sparsity_config={"format": "sparse-24-bitmsk"})},
         "did you mean sparse-24-bitmask",
     ),
-    ("list", {"config": _config(sparsity_config={"format": [TWO_FOUR]})}, "sparsity_config.format"),
     ("packed", {"config": _config(format="pack-quantized")}, "format: .*pack-quantized"),
     ("transform", {"config": _config(transform_config={"x": 1})}, "transform_config"),
     ("dense", {"config": _config(sparsity_config={"format": "dense"})}, "for the bitmask of"),
@@ -337,10 +325,8 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         "nvfp4",
     ),
     ("missing", {"change": lambda t: t.pop(f"{UP}.shape")}, f"{UP}: expected shape"),
-    ("no bits", {"change": lambda t: t.pop(f"{UP}.bitmask")}, f"{UP}: expected shape"),
     ("twice", {"change": lambda t: t.update({f"{UP}.weight": torch.ones(2)})}, "and no weight"),
     ("shape", {"change": lambda t: t[f"{UP}.shape"].mul_(2)}, f"{UP}: bitmask: expected"),
-    ("negative", {"change": lambda t: t[f"{UP}.shape"].neg_()}, f"{UP}: shape"),
     ("bits", {"change": lambda t: t[f"{UP}.bitmask"].fill_(255)}, f"{UP}: compressed: expected"),
     (
         "scale",
@@ -373,10 +359,6 @@ def test_a_model_without_sparse_weights_is_refused(tmp_path):
         convert(tmp_path / "old", tmp_path / "new")
     with pytest.raises(SuiteError, match="expected the directory"):
         convert(tmp_path / "none", tmp_path / "new")
-    content = json.loads((tmp_path / "old/config.json").read_text()) | {"architectures": ["os"]}
-    (tmp_path / "old/config.json").write_text(json.dumps(content))
-    with pytest.raises(SuiteError, match="architectures"):
-        convert(tmp_path / "old", tmp_path / "new")
 
 
 # ---- by compressed-tensors itself ----

@@ -192,7 +192,7 @@ def _sparse_format(folder: Path, compression: Any) -> str:
     if not isinstance(compression, dict):
         raise SuiteError(f"{where}: expected an object, found {compression!r:.60}")
     method = compression.get("quant_method", "compressed-tensors")
-    _require_one_of(f"{where}.quant_method", method, ("compressed-tensors",))
+    require_one_of(f"{where}.quant_method", method, ("compressed-tensors",))
     if compression.get("transform_config"):
         raise SuiteError(f"{where}.transform_config: expected none, found one")
     sparsity = compression.get("sparsity_config") or {}
@@ -207,14 +207,9 @@ def _sparse_format(folder: Path, compression: Any) -> str:
     }
     for key, quantized in formats.items():
         accepted = (*SPARSE[:2], *QUANTIZED) if key == "format" else QUANTIZED
-        _require_one_of(f"{where}.{key}", quantized or "dense", accepted)
+        require_one_of(f"{where}.{key}", quantized or "dense", accepted)
     sparse = sparsity.get("format") or (formats["format"] if formats["format"] in SPARSE else None)
-    return _require_one_of(f"{where}.sparsity_config.format", sparse or "dense", SPARSE)
-
-
-def _require_one_of(where: str, name: object, names: tuple[str, ...]) -> str:
-    require_one_of(where, str(name)[:60], [*names])
-    return str(name)
+    return require_one_of(f"{where}.sparsity_config.format", sparse or "dense", SPARSE)
 
 
 def _json(path: Path) -> dict[str, Any]:

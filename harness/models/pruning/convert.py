@@ -6,9 +6,9 @@
     sparse-bitmask                               BitmapLinear
     everything else                              dense, in the model's dtype
 
-The model is built on the meta device, and one module at a time is read, packed and written, so that
-memory holds the largest gated MLP and one shard. The output loads by `from_pretrained`, as what
-`save_pretrained` writes of a sparse model does (checkpoint.py).
+The model is built on the meta device, and one module at a time is read and packed, so that memory
+holds the largest gated MLP beside what is written at the end. The output loads by
+`from_pretrained`, as what `save_pretrained` writes of a sparse model does (checkpoint.py).
 """
 
 import os
@@ -17,11 +17,11 @@ from collections import Counter
 from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Self
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from sparsebench.errors import FormatError, SuiteError
@@ -38,7 +38,6 @@ from sparsebench.harness.models.pruning.gated import (
 )
 from sparsebench.harness.models.pruning.layer import ACTIVATIONS
 from sparsebench.harness.models.pruning.model import quiet, usable
-from sparsebench.harness.models.pruning.surroundings import require_unread
 from sparsebench.harness.models.reporting import transformers_for
 from sparsebench.kernels._kernel import NAMES
 from sparsebench.kernels.nn import BitmapLinear, SpenseGatedMLP, SpenseLinear
@@ -156,7 +155,7 @@ class _Converter:
         self.outside = dtype  # dtype of the model: that of its 16-bit weights, or bf16 beside fp8
         self.sparse: dict[str, str] = {}
         self.dense = Counter[str]()
-        self.shards = _Shards(folder)
+        self.tensors: dict[str, Tensor] = {}
 
     def run(self) -> Conversion:
         """Write all tensors, and config.json with the description of the sparse layers."""
@@ -167,11 +166,15 @@ class _Converter:
             expected = "expected 2:4 or bitmask weights of linear layers"
             raise SuiteError(f"{self.stored.folder}: {expected}, found {dense or 'none'}")
         for name in self.stored.others:
-            if name not in self.shards.places:  # as the bias of a sparse layer is
+            if name not in self.tensors:  # as the bias of a sparse layer is
                 tensor = self.stored.tensor(name)
                 rounds = self.dtype is not None and tensor.is_floating_point()
-                self.shards.add(name, tensor.to(self.dtype) if rounds else tensor)
-        after, dtype = self.shards.close(), str(self.outside).removeprefix("torch.")
+                self.tensors[name] = tensor.to(self.dtype) if rounds else tensor
+        after = sum(tensor.nbytes for tensor in self.tensors.values())
+        import_module("huggingface_hub").save_torch_state_dict(
+            self.tensors, self.folder, max_shard_size=SHARD_BYTES
+        )
+        dtype = str(self.outside).removeprefix("torch.")
         method: dict[str, Any] = {"quant_method": checkpoint.METHOD, "version": checkpoint.VERSION}
         method["layers"] = checkpoint.describe(self.model)
         config = {key: value for key, value in self.stored.config.items() if key != "torch_dtype"}
@@ -212,7 +215,7 @@ class _Converter:
                 self.dense[reason] += 1
             fp8 = weight.values.itemsize == 1
             values = weight.scaled(torch.bfloat16) if fp8 else weight.values
-            self.shards.add(f"{name}.weight", values)
+            self.tensors[f"{name}.weight"] = values
 
     def _dense_reason(self, name: str, weight: _Weight) -> str | None:
         """Return why a weight stays dense, or "" if it would anyway; None if it becomes sparse.
@@ -230,10 +233,6 @@ class _Converter:
             return kind if compressed or values.dim() == 2 else ""
         if (module is self.head and not compressed) or self.users[id(module.weight)] > 1:
             return "heads"
-        try:
-            require_unread(self.model, [name])
-        except FormatError:
-            return "linear layers with whose weight other code computes"
         step = 2 * STEP if values.dtype == E4M3 else STEP
         if not bitmask and (values.shape[1] % step or values.shape[0] % STEP):
             return f"linear layers whose sizes are no multiples of {step}"
@@ -278,46 +277,10 @@ class _Converter:
         self.outside = self.outside or outside
         expected = f"{name}: expected {self.outside} as in the layers before, found {outside}"
         require(self.outside == outside, f"{expected}: {TO_16_BITS}")
-        for key, tensor in layer.state_dict(prefix=f"{name}.").items():
-            self.shards.add(key, tensor)
+        state = layer.state_dict(prefix=f"{name}.")
+        self.tensors |= {key: tensor.detach().cpu() for key, tensor in state.items()}
         self.model.set_submodule(name, layer.to("meta"))
         self.sparse[name] = type(layer).__name__
-
-
-class _Shards:
-    """Safetensors files of SHARD_BYTES at most, and their index."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.places: dict[str, int] = {}  # the number of the file of each tensor
-        self.pending: dict[str, Tensor] = {}
-        self.bytes = self.total = self.files = 0
-
-    def add(self, name: str, tensor: Tensor) -> None:
-        """Write a tensor, at the latest when the files are closed."""
-        tensor = tensor.detach().cpu().contiguous()
-        if self.pending and self.bytes + tensor.nbytes > SHARD_BYTES:
-            self._flush()
-        self.pending[name], self.places[name] = tensor, self.files
-        self.bytes, self.total = self.bytes + tensor.nbytes, self.total + tensor.nbytes
-
-    def close(self) -> int:
-        """Write what is pending, and the index if there are several files; return all bytes."""
-        self._flush()
-        files = [f"model-{i + 1:05}-of-{self.files:05}.safetensors" for i in range(self.files)]
-        if self.files == 1:
-            files = ["model.safetensors"]
-        for number, file in enumerate(files):
-            (self.folder / str(number)).rename(self.folder / file)
-        if len(files) > 1:
-            places = {name: files[number] for name, number in self.places.items()}
-            index = {"metadata": {"total_size": self.total}, "weight_map": places}
-            write_json(self.folder / "model.safetensors.index.json", index)
-        return self.total
-
-    def _flush(self) -> None:
-        save_file(self.pending, self.folder / str(self.files), {"format": "pt"})
-        self.pending, self.bytes, self.files = {}, 0, self.files + 1
 
 
 def _on_meta(stored: Checkpoint, folder: Path) -> nn.Module:

@@ -1,4 +1,4 @@
-"""Prune the weights in a file or model by several recipes, and measure the errors.
+"""Prune the weights in a file or model by several pruners, and measure the errors.
 
     weights.safetensors   tensors by name      + activations.safetensors   one matrix [tokens, k]
     directory, .gguf      every gated MLP      + text                      default: Python's own
@@ -25,7 +25,7 @@ from sparsebench.harness.inputs import sources
 from sparsebench.harness.models.pruning import model as models
 from sparsebench.harness.models.pruning.layer import (
     GatedMLP,
-    Recipe,
+    Pruner,
     linear_errors,
     mlp_errors,
     prune_linear,
@@ -40,20 +40,20 @@ HELD_OUT = 0.25
 PERMUTATION = "permutation"  # name of the tensor in the output that is not a weight
 
 
-def parse_recipes(
+def parse_pruners(
     methods: str, fractions: str, regions: str, patterns: str = "2:4"
-) -> list[Recipe]:
+) -> list[Pruner]:
     """Return all combinations of lists such as `wanda,spensegpt`, `0,0.5` and `last`."""
     shares = numbers(
         "dense", fractions, "fractions from 0 to 1, such as 0.5,0", lambda n: 0 <= n <= 1
     )
     lists = methods.split(","), shares, regions.split(","), patterns.split(",")
-    return [Recipe(*values) for values in product(*lists)]
+    return [Pruner(*values) for values in product(*lists)]
 
 
 def prune_file(
     weights: Path,
-    recipes: Sequence[Recipe],
+    pruners: Sequence[Pruner],
     device: torch.device,
     *,
     names: Sequence[str] = (),
@@ -70,8 +70,8 @@ def prune_file(
 
     Raises SuiteError if a file, name, size, value or option is invalid.
     """
-    if to and len(recipes) != 1:
-        raise SuiteError(f"out: expected one recipe per file, found {len(recipes)}")
+    if to and len(pruners) != 1:
+        raise SuiteError(f"out: expected one recipe per file, found {len(pruners)}")
     require_writable(to)
     for source in filter(None, (weights, calibration)):
         if to and to.exists() and source.exists() and to.samefile(source):
@@ -81,7 +81,7 @@ def prune_file(
             raise SuiteError(f"{to}: expected a new directory to write, found an existing one")
         if names:
             raise SuiteError(f"{weights}: expected no tensor names for a model, found {names}")
-        return _model(weights, calibration, recipes, device, tokens, to)
+        return _model(weights, calibration, pruners, device, tokens, to)
     if weights.suffix != ".safetensors":
         expected = "a .safetensors or .gguf file, or the directory of a model"
         actual = "another file" if weights.exists() else "none"
@@ -103,17 +103,17 @@ def prune_file(
     mlp = GatedMLP(first, rest[0], rest[1], activation) if rest else None
 
     outcomes = []
-    for recipe in recipes:
+    for pruner in pruners:
         if mlp:
-            pruned = prune_mlp(mlp, seen, recipe)
+            pruned = prune_mlp(mlp, seen, pruner)
             errors = mlp_errors(mlp, pruned, unseen)
         else:
-            pruned = prune_linear(first, seen, recipe, split)
+            pruned = prune_linear(first, seen, pruner, split)
             errors = linear_errors(first, pruned, unseen, split)
-        outcomes.append(_outcome(recipe, pruned.dense / len(pruned.permutation), [errors]))
+        outcomes.append(_outcome(pruner, pruned.dense / len(pruned.permutation), [errors]))
         if to:
             tensors = dict(zip(names, pruned.weights, strict=True))
-            metadata = {"method": recipe.method, "pattern": recipe.pattern, "region": recipe.region}
+            metadata = {"method": pruner.method, "pattern": pruner.pattern, "region": pruner.region}
             metadata["dense"] = str(pruned.dense)
             save_tensors(tensors | {PERMUTATION: pruned.permutation}, to, metadata)
     origin = f"{weights.name}:{','.join(names)}", sources.sha256(weights), calibration.name
@@ -142,7 +142,7 @@ def table(report: Pruning) -> Table:
 def _model(
     weights: Path,
     text: Path | None,
-    recipes: Sequence[Recipe],
+    pruners: Sequence[Pruner],
     device: torch.device,
     tokens: int,
     to: Path | None,
@@ -159,13 +159,13 @@ def _model(
         before = models.loss_of(loaded.model, unseen)
 
     outcomes = []
-    for recipe in recipes:
-        with models.restore_weights(loaded) if len(recipes) > 1 else nullcontext():
-            pruned = models.prune_model(loaded, recipe, seen, unseen)
+    for pruner in pruners:
+        with models.restore_weights(loaded) if len(pruners) > 1 else nullcontext():
+            pruned = models.prune_model(loaded, pruner, seen, unseen)
         dense = pruned.dense / pruned.features
-        outcomes.append(_outcome(recipe, dense, pruned.errors, pruned.loss))
+        outcomes.append(_outcome(pruner, dense, pruned.errors, pruned.loss))
         if to:
-            models.save(loaded, recipe, to)
+            models.save(loaded, pruner, to)
     source = weights.name, models.digest(weights), origin
     counts = seen.numel(), unseen.numel()
     return Pruning(
@@ -177,13 +177,13 @@ def _model(
 
 
 def _outcome(
-    recipe: Recipe, dense: float, errors: Sequence[Mapping[str, float]], loss: float | None = None
+    pruner: Pruner, dense: float, errors: Sequence[Mapping[str, float]], loss: float | None = None
 ) -> PruningOutcome:
-    """Return the outcome of a recipe: the dense fraction, and the means of the layers' errors."""
-    pattern = recipe.mask_pattern
+    """Return the outcome of a pruner: the dense fraction, and the means of the layers' errors."""
+    pattern = pruner.mask_pattern
     means = {name: fmean(layer[name] for layer in errors) for name in errors[0]}
     fractions = dense, (1 - dense) * pattern.sparsity
-    return PruningOutcome(recipe.method, recipe.region, *fractions, means, loss, pattern.name)
+    return PruningOutcome(pruner.method, pruner.region, *fractions, means, loss, pattern.name)
 
 
 def _activations(path: Path) -> Tensor:

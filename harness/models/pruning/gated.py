@@ -107,16 +107,20 @@ def linear_of(weight: Tensor) -> nn.Linear:
     return layer
 
 
+def parts_of(module: nn.Module) -> Gated:
+    """Return the parts of a gated MLP. Raises FormatError if it lacks any."""
+    if (parts := Gated.of(module)) is None:
+        raise FormatError(f"expected {', '.join(PARTS)} and act_fn, found {type(module).__name__}")
+    return parts
+
+
 def require_gated(module: nn.Module, activations: tuple[str, ...]) -> tuple[Gated, str]:
     """Return the parts, and the name of the activation.
 
     Raises FormatError unless the module computes a gated MLP with one of the `activations`, and
     consists of plain layers.
     """
-    parts = Gated.of(module)
-    kind = type(module).__name__
-    if parts is None:
-        raise FormatError(f"expected {', '.join(PARTS)} and act_fn, found {kind}")
+    parts, kind = parts_of(module), type(module).__name__
     for name, layer in parts.layers.items():
         with_name(name, require_plain, layer)
         with_name(name, require_steps, layer)

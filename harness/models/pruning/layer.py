@@ -21,7 +21,7 @@ dtype and device. Every -0.0 becomes +0.0.
 Source: Lee et al., arXiv 2606.10445, section 3.3.3 (last: SpenseGPT; scored: SpenseGPT+).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Self
@@ -60,7 +60,7 @@ class GatedMLP:
         require_weight("gate", self.gate)
         require_weight("up", self.up, tuple(self.gate.shape))
         require_weight("down", self.down, tuple(self.gate.T.shape))
-        require_one_of("activation", self.activation, [*ACTIVATIONS])
+        require_one_of("activation", self.activation, ACTIVATIONS)
 
     def hidden(self, x: Tensor) -> Tensor:
         """Return the intermediate activations [tokens, h] of inputs [tokens, k]."""
@@ -93,7 +93,7 @@ class Pruned:
 
 
 @dataclass(frozen=True)
-class Recipe:
+class Pruner:
     """How to prune.
 
     method   one of METHODS
@@ -108,7 +108,7 @@ class Recipe:
     pattern: str = "2:4"
 
     def __post_init__(self) -> None:
-        require_one_of("method", self.method, [*METHODS])
+        require_one_of("method", self.method, METHODS)
         require_one_of("region", self.region, REGIONS)
         if not 0 <= self.dense <= 1:
             raise SuiteError(f"dense: expected a fraction of 0 to 1, found {self.dense:g}")
@@ -124,46 +124,46 @@ class Recipe:
 
 
 @torch.no_grad()
-def prune_mlp(mlp: GatedMLP, x: Tensor, recipe: Recipe) -> Pruned:
+def prune_mlp(mlp: GatedMLP, x: Tensor, pruner: Pruner) -> Pruned:
     """Prune from calibration inputs x [tokens, k]. Raises SuiteError for unfit sizes or values."""
     h, k = mlp.gate.shape
-    require_inputs(x, k)
+    require_weight("activations", x, (-1, k))
     _require_groups("gate and up", k)
-    dense = dense_count(h, recipe.dense)
+    dense = dense_count(h, pruner.dense)
     sparse = h - dense
     x, full = x.float(), mlp.to(torch.float32)
     norms = input_norms(x)
     scores = _scores(full.gate, norms, by_row=True) + _scores(full.up, norms, by_row=True)
     scores += _scores(full.down, input_norms(full.hidden(x)), by_row=False)
-    order = permutation(recipe.region, scores, dense)
+    order = permutation(pruner.region, scores, dense)
     full = full.permuted(order)
-    both = recipe.prune(torch.cat((full.gate[:sparse], full.up[:sparse])), x, k)
+    both = pruner.prune(torch.cat((full.gate[:sparse], full.up[:sparse])), x, k)
     gate, up = (
         _round_to_storage(torch.cat((pruned, weight[sparse:])), mlp.gate.dtype)
         for pruned, weight in zip(both.tensor_split(2), (full.gate, full.up), strict=True)
     )
     hidden = GatedMLP(gate.float(), up.float(), full.down, mlp.activation).hidden(x)
-    down = _round_to_storage(recipe.prune(full.down, hidden, sparse), mlp.down.dtype)
+    down = _round_to_storage(pruner.prune(full.down, hidden, sparse), mlp.down.dtype)
     return Pruned((gate, up, down), order, dense)
 
 
 @torch.no_grad()
-def prune_linear(weight: Tensor, x: Tensor, recipe: Recipe, split: str) -> Pruned:
+def prune_linear(weight: Tensor, x: Tensor, pruner: Pruner, split: str) -> Pruned:
     """Prune a weight [n, k], split by `rows` or `columns`, from inputs x [tokens, k]."""
     require_weight("weight", weight)
     n, k = weight.shape
-    require_inputs(x, k)
+    require_weight("activations", x, (-1, k))
     _require_groups("weight", k)
     require_one_of("split", split, SPLITS)
     x, full = x.float(), weight.float()
     by_row = split == "rows"
-    dense = dense_count(n if by_row else k, recipe.dense)
-    order = permutation(recipe.region, _scores(full, input_norms(x), by_row), dense)
+    dense = dense_count(n if by_row else k, pruner.dense)
+    order = permutation(pruner.region, _scores(full, input_norms(x), by_row), dense)
     if by_row:
         top, rest = full[order].split((n - dense, dense))
-        pruned = torch.cat((recipe.prune(top, x, k), rest))
+        pruned = torch.cat((pruner.prune(top, x, k), rest))
     else:
-        pruned = recipe.prune(full[:, order], x[:, order], k - dense)
+        pruned = pruner.prune(full[:, order], x[:, order], k - dense)
     return Pruned((_round_to_storage(pruned, weight.dtype),), order, dense)
 
 
@@ -174,7 +174,7 @@ def mlp_errors(mlp: GatedMLP, pruned: Pruned, x: Tensor) -> dict[str, float]:
     x [tokens, k] should be tokens that pruning did not see. In both products of down, the inputs
     are the outputs of the pruned gate and up; if these are all zero, its error is 0.
     """
-    require_inputs(x, mlp.gate.shape[1])
+    require_weight("activations", x, (-1, mlp.gate.shape[1]))
     x, before = x.float(), mlp.to(torch.float32).permuted(pruned.permutation)
     gate, up, down = (weight.float() for weight in pruned.weights)
     after = GatedMLP(gate, up, down, mlp.activation)
@@ -192,7 +192,7 @@ def mlp_errors(mlp: GatedMLP, pruned: Pruned, x: Tensor) -> dict[str, float]:
 @torch.no_grad()
 def linear_errors(weight: Tensor, pruned: Pruned, x: Tensor, split: str) -> dict[str, float]:
     """Return ||XW^T - XW'^T|| / ||XW^T|| of a layer for inputs x [tokens, k]."""
-    require_inputs(x, weight.shape[1])
+    require_weight("activations", x, (-1, weight.shape[1]))
     x, before, after = x.float(), weight.float(), pruned.weights[0].float()
     order = pruned.permutation
     if split == "rows":
@@ -250,27 +250,27 @@ def permutation(region: str, scores: Tensor, dense: int) -> Tensor:
     return torch.cat((features[~is_dense], features[is_dense]))
 
 
-def require_one_of(field: str, name: str, choices: list[str]) -> None:
-    """Raise SuiteError unless the name is one of the choices."""
-    if name not in choices:
-        hint = did_you_mean(name, choices)
-        raise SuiteError(f"{field}: expected one of {', '.join(choices)}; found {name!r}{hint}")
+def require_one_of(field: str, name: object, choices: Iterable[str]) -> str:
+    """Return the name. Raises SuiteError unless it is one of the choices."""
+    names, text = [*choices], str(name)[:60]
+    if text not in names:
+        hint = did_you_mean(text, names)
+        raise SuiteError(f"{field}: expected one of {', '.join(names)}; found {text!r}{hint}")
+    return text
 
 
 def require_weight(name: str, weight: Tensor, shape: tuple[int, ...] | None = None) -> None:
-    """Raise SuiteError unless this is a finite matrix, of the given shape if there is one."""
+    """Raise SuiteError unless this is a finite matrix, of the given shape if there is one.
+
+    A shape of -1 rows stands for any number above 0.
+    """
     actual = f"found {weight.dtype} {list(weight.shape)}"
     if weight.dim() != 2 or not weight.is_floating_point():
         raise SuiteError(f"{name}: expected a floating-point matrix, {actual}")
-    if shape is not None and tuple(weight.shape) != shape:
-        raise SuiteError(f"{name}: expected {list(shape)}, {actual}")
+    rows, *columns = shape or weight.shape
+    if [*weight.shape] != [rows if rows >= 0 else len(weight) or -1, *columns]:
+        expected = f"[tokens, {columns[0]}]" if rows < 0 else [rows, *columns]
+        raise SuiteError(f"{name}: expected {expected}, {actual}")
     bad = int((~weight.isfinite()).sum())
     if bad:
         raise SuiteError(f"{name}: expected finite values, found {bad} that are not")
-
-
-def require_inputs(x: Tensor, inputs: int) -> None:
-    """Raise SuiteError unless x is finite and [tokens, inputs], with at least one token."""
-    require_weight("activations", x)
-    if len(x) < 1 or x.shape[1] != inputs:
-        raise SuiteError(f"activations: expected [tokens, {inputs}], found {list(x.shape)}")

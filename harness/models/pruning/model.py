@@ -33,7 +33,7 @@ from sparsebench.harness.models.pruning.gated import Gated, require_gated, with_
 from sparsebench.harness.models.pruning.layer import (
     ACTIVATIONS,
     GatedMLP,
-    Recipe,
+    Pruner,
     mlp_errors,
     prune_mlp,
 )
@@ -109,7 +109,7 @@ def load(path: Path, device: torch.device) -> Loaded:
 
 @torch.no_grad()
 def prune_model(
-    loaded: Loaded, recipe: Recipe, calibration: Tensor, held_out: Tensor
+    loaded: Loaded, pruner: Pruner, calibration: Tensor, held_out: Tensor
 ) -> PrunedModel:
     """Prune a model in place from calibration tokens, and measure it on held-out ones.
 
@@ -126,7 +126,7 @@ def prune_model(
         x = inputs[0].flatten(0, -2)
         mlp = GatedMLP(*parts.weights, activation)
         try:
-            pruned = prune_mlp(mlp, x[:count], recipe)
+            pruned = prune_mlp(mlp, x[:count], pruner)
         except SuiteError as error:
             raise SuiteError(f"{name}: {error}") from error
         results[name] = pruned.dense, len(pruned.permutation), mlp_errors(mlp, pruned, x[count:])
@@ -144,8 +144,8 @@ def prune_model(
     return PrunedModel(dense, features, errors, loss_of(loaded.model, held_out))
 
 
-def save(loaded: Loaded, recipe: Recipe, to: Path) -> None:
-    """Write a model that was pruned by a recipe, and its tokenizer; pack 2:4 weights in place.
+def save(loaded: Loaded, pruner: Pruner, to: Path) -> None:
+    """Write a model that was pruned by a pruner, and its tokenizer; pack 2:4 weights in place.
 
     Other pruned weights are written dense, and 32-bit weights are rounded to bf16. Raises
     SuiteError or FormatError; after an error, nothing is written.
@@ -153,8 +153,8 @@ def save(loaded: Loaded, recipe: Recipe, to: Path) -> None:
     model = loaded.model
     if model.dtype not in (torch.float16, torch.bfloat16):
         model.to(torch.bfloat16)
-    if recipe.mask_pattern == TWO_FOUR:
-        sparsify_(model, TwoFour(recipe.dense), lambda module, _: Gated.of(module) is not None)
+    if pruner.mask_pattern == TWO_FOUR:
+        sparsify_(model, TwoFour(pruner.dense), lambda module, _: Gated.of(module) is not None)
     fresh = to.with_name(f"{to.name}.new")
     shutil.rmtree(fresh, ignore_errors=True)
     try:

@@ -28,19 +28,15 @@ from sparsebench.harness.models.pruning.gated import (
     head_of,
     is_dense,
     outermost,
+    parts_of,
     require_gated,
     require_plain,
     require_steps,
     with_name,
 )
 from sparsebench.harness.models.pruning.layer import dense_count
+from sparsebench.harness.models.pruning.left_dense import exception, others, summary
 from sparsebench.harness.models.pruning.methods import Pattern, keep
-from sparsebench.harness.models.pruning.surroundings import (
-    exception,
-    others,
-    require_unread,
-    summary,
-)
 from sparsebench.kernels.nn import (
     BitmapLinear,
     BlockSparseLinear,
@@ -50,7 +46,6 @@ from sparsebench.kernels.nn import (
 )
 
 Filter = Callable[[nn.Module, str], bool]
-Make = Callable[[], nn.Module]
 M = TypeVar("M", bound=nn.Module)
 
 
@@ -68,8 +63,7 @@ class BlockSparse:
     def takes(self, module: nn.Module) -> bool:
         return is_dense(module)
 
-    def plan(self, module: nn.Module) -> Make:
-        assert isinstance(module, nn.Linear)
+    def check(self, module: Any) -> None:
         require_plain(module)
         (r, c), (n, k) = sides_of(self.block), module.weight.shape
         require(0 <= self.sparsity <= 1, f"sparsity: expected 0 to 1, found {self.sparsity:g}")
@@ -78,12 +72,10 @@ class BlockSparse:
         message = f"expected a block to remain at sparsity {self.sparsity:g}, found {weight}"
         require(round((1 - self.sparsity) * blocks) > 0, message)
 
-        def make() -> nn.Module:
-            layer = BlockSparseLinear.from_dense(module, self.block, self.sparsity)
-            layer.values.requires_grad_(module.weight.requires_grad)
-            return layer
-
-        return make
+    def make(self, module: Any) -> nn.Module:
+        layer = BlockSparseLinear.from_dense(module, self.block, self.sparsity)
+        layer.values.requires_grad_(module.weight.requires_grad)
+        return layer
 
 
 @dataclass(frozen=True)
@@ -99,39 +91,33 @@ class TwoFour:
     def takes(self, module: nn.Module) -> bool:
         return Gated.of(module) is not None or is_dense(module)
 
-    def plan(self, module: nn.Module) -> Make:
+    def check(self, module: Any) -> None:
         require(0 <= self.dense < 1, f"dense: expected 0 to below 1, found {self.dense:g}")
         if isinstance(module, nn.Linear):
-            return self._linear(module)
-        parts, activation = require_gated(module, ("silu", "gelu_tanh", "relu"))
-        h, k = parts.gate.weight.shape
-        dense = dense_count(h, self.dense)
-        options = _on_meta(parts.gate) | {"activation": activation}
-        self._require_sparse(SpenseGatedMLP(k, h, dense=dense, **options).gate_up)
+            require_plain(module)
+            require_steps(module)
+            n, k = module.weight.shape
+            layer = SpenseLinear(k, n, dense_fraction=self.dense, **_on_meta(module))
+        else:
+            parts, activation = require_gated(module, ("silu", "gelu_tanh", "relu"))
+            h, k = parts.gate.weight.shape
+            options = _on_meta(parts.gate) | {"activation": activation}
+            layer = SpenseGatedMLP(k, h, dense=dense_count(h, self.dense), **options).gate_up
+        message = f"expected at least one sparse tile of 128, found none at dense {self.dense:g}"
+        require(layer.sparse_shape[0] > 0, message)
 
-        def make() -> nn.Module:
-            (gate, up, down), sparse = parts.weights, h - dense
-            pruned = _above(gate, sparse), _above(up, sparse), keep(down, down.abs(), sparse)
-            return SpenseGatedMLP.from_dense(*pruned, dense=dense, activation=activation)
-
-        return make
-
-    def _linear(self, module: nn.Linear) -> Make:
-        require_plain(module)
-        require_steps(module)
-        w, (n, k) = module.weight.detach(), module.weight.shape
-        self._require_sparse(SpenseLinear(k, n, dense_fraction=self.dense, **_on_meta(module)))
-
-        def make() -> nn.Module:
+    def make(self, module: Any) -> nn.Module:
+        if isinstance(module, nn.Linear):
+            w, (n, k) = module.weight.detach(), module.weight.shape
             rows, _ = sparse_shape_of(n, k, w.itemsize, self.dense, "rows")
             bias = None if module.bias is None else module.bias.detach()
             return SpenseLinear.from_dense(_above(w, rows), dense_fraction=self.dense, bias=bias)
-
-        return make
-
-    def _require_sparse(self, layer: SpenseLinear) -> None:
-        message = f"expected at least one sparse tile of 128, found none at dense {self.dense:g}"
-        require(layer.sparse_shape[0] > 0, message)
+        parts = parts_of(module)
+        gate, up, down = parts.weights
+        dense = dense_count(len(gate), self.dense)
+        sparse = len(gate) - dense
+        pruned = _above(gate, sparse), _above(up, sparse), keep(down, down.abs(), sparse)
+        return SpenseGatedMLP.from_dense(*pruned, dense=dense, activation=str(parts.activation))
 
 
 @dataclass(frozen=True)
@@ -146,17 +132,18 @@ class Unstructured:
     def takes(self, module: nn.Module) -> bool:
         return is_dense(module)
 
-    def plan(self, module: nn.Module) -> Make:
-        assert isinstance(module, nn.Linear)
+    def check(self, module: Any) -> None:
         require_plain(module)
         between = 0 < self.sparsity < 1
         require(between, f"sparsity: expected above 0 and below 1, found {self.sparsity:g}")
-        w, (n, k) = module.weight.detach(), module.weight.shape
+        n, k = module.weight.shape
         message = f"expected a weight of each row to stay at sparsity {self.sparsity:g}"
         require(k - round(self.sparsity * k) > 0, f"{message}, found rows of {k}")
         BitmapLinear(k, n, stored=0, **_on_meta(module))  # raises for a dtype without a kernel
-        pattern = Pattern("unstructured", self.sparsity, 0)
-        return lambda: BitmapLinear.from_dense(keep(w, w.abs(), k, pattern), module.bias)
+
+    def make(self, module: Any) -> nn.Module:
+        w, pattern = module.weight.detach(), Pattern("unstructured", self.sparsity)
+        return BitmapLinear.from_dense(keep(w, w.abs(), w.shape[1], pattern), module.bias)
 
 
 @dataclass(frozen=True)
@@ -171,26 +158,25 @@ class SparseActivations:
     def takes(self, module: nn.Module) -> bool:
         return Gated.of(module) is not None
 
-    def plan(self, module: nn.Module) -> Make:
+    def check(self, module: Any) -> None:
         parts, activation = require_gated(module, ("relu", "relu2"))
         h, k = parts.gate.weight.shape
-        options: dict[str, Any] = {"activation": activation, "slots": self.slots}
-        SparseGatedMLP(k, h, **_on_meta(parts.gate), **options)  # raises for invalid slots
+        options = {"activation": activation, "slots": self.slots, **_on_meta(parts.gate)}
+        SparseGatedMLP(k, h, **options)  # raises for invalid slots
 
-        def make() -> nn.Module:
-            mlp = SparseGatedMLP.from_dense(*parts.weights, **options)
-            for new, old in zip(mlp.parameters(), parts.layers.values(), strict=True):
-                new.requires_grad_(old.weight.requires_grad)
-            return mlp
-
-        return make
+    def make(self, module: Any) -> nn.Module:
+        parts = parts_of(module)
+        activation = str(parts.activation)
+        mlp = SparseGatedMLP.from_dense(*parts.weights, activation=activation, slots=self.slots)
+        for new, old in zip(mlp.parameters(), parts.layers.values(), strict=True):
+            new.requires_grad_(old.weight.requires_grad)
+        return mlp
 
 
 Recipe = BlockSparse | TwoFour | Unstructured | SparseActivations
 """The kinds of layers to make sparse (`takes`), and how.
 
-`plan` returns a function that makes the layer, and changes nothing. It raises SparsebenchError if
-the module cannot be replaced.
+`check` raises SparsebenchError if a module cannot be replaced, and `make` returns its replacement.
 """
 
 
@@ -209,7 +195,9 @@ def sparsify_(
     Adapters, routers and gates of fewer than 8 rows stay dense, and so do experts that share one
     tensor. A UserWarning counts them before anything changes. `save_pretrained` of a Hugging Face
     model then writes the sparse layers (checkpoint.py). Raises FormatError, before any change, with
-    the name of the first layer that does not fit, or with whose weight other code computes.
+    the name of the first layer that does not fit. Code that computes with the weight of a replaced
+    layer, as Mamba's does with that of dt_proj, raises Unsupported at its first call: leave such a
+    layer out by filter_fn.
     """
     recipes = "BlockSparse(...), TwoFour(...), Unstructured(...) or SparseActivations(...)"
     require(
@@ -217,20 +205,19 @@ def sparsify_(
         f"recipe: expected {recipes}; found {repr(recipe).splitlines()[0]}",
     )
     names, left_out = _select(model, recipe, filter_fn)
-    plans: dict[str, Make] = {}
     for name in names:
         module = model.get_submodule(name)
         with_name(name, _require_unshared, model, module)
-        plans[name] = with_name(name, recipe.plan, module)
-    require_unread(model, names)
+        with_name(name, recipe.check, module)
     record = checkpoint.recorder(model)
     if left_out:
         warnings.warn(f"sparsify_ leaves dense: {summary(left_out)}", stacklevel=2)
     for name in names:
-        training = model.get_submodule(name).training
+        module = model.get_submodule(name)
         with torch.no_grad():
-            layer = with_name(name, plans.pop(name))
-        model.set_submodule(name, layer.train(training))  # frees weights before the next are packed
+            layer = with_name(name, recipe.make, module)
+        model.set_submodule(name, layer.train(module.training))
+        del module  # frees its weights before the next are packed
     record()
     planned = [*tokens]
     for name in names:
