@@ -36,7 +36,7 @@ compiled: .venv/installed
 # Write the site of the published runs: minutes at first, then only what changed. BASE_URL is its address.
 SITE := site
 site: .venv/installed
-	@echo "$$(date +%H:%M): writing $(SITE)/; about 4 minutes at first"
+	@echo "$$(date +%H:%M): writing $(SITE)/; about 3 minutes at first"
 	@$(BIN)/sparsebench publish $(dir $(wildcard results/published/*/*/run.json results/published/*/earlier/*/*/run.json)) --out $(SITE) $(addprefix --files ,$(wildcard results/published/training/*.json results/published/whole/*.json)) $(if $(BASE_URL),--base-url $(BASE_URL))
 
 # Take the picture of the site's first page, results/published/site.png.
