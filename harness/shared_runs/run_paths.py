@@ -36,7 +36,7 @@ def is_shared(run: Path) -> bool:
     return parts_of(run).exists() and not (merged_at(run) / "run.json").exists()
 
 
-def pieces_of(run: Path) -> list[Path]:
-    """Return the run directories of all parts of a run, the oldest of each part first."""
-    pieces = [file.parent for file in parts_of(run).glob("*/*/run.json")]
+def pieces_of(run: Path, part: int | str = "*") -> list[Path]:
+    """Return the run directories of a part, or of all parts, the oldest of each part first."""
+    pieces = [file.parent for file in parts_of(run).glob(f"{part}/*/run.json")]
     return sorted(pieces, key=lambda piece: (int(piece.parent.name), int(piece.name)))

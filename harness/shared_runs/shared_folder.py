@@ -43,7 +43,7 @@ from sparsebench.harness.run.recorded_plan import completed_rows
 from sparsebench.harness.run.run_json import Counts, Flags
 from sparsebench.harness.run.worker_process import about_device
 from sparsebench.harness.shared_runs.merging import merge
-from sparsebench.harness.shared_runs.run_paths import merged_at
+from sparsebench.harness.shared_runs.run_paths import merged_at, pieces_of
 from sparsebench.results import files
 from sparsebench.results.formatting import amount
 from sparsebench.results.record import Row
@@ -166,12 +166,6 @@ def open_again(folder: Path, plan: Plan, text: str) -> Plan:
     return here
 
 
-def runs_of(folder: Path, number: int) -> list[Path]:
-    """Return the run directories of a part, oldest first."""
-    runs = [run.parent for run in (folder / str(number)).glob("*/run.json")]
-    return sorted(runs, key=lambda run: int(run.name))
-
-
 def pinned_choices(folder: Path) -> list[Pinned]:
     """Return the choices that processes take from another run."""
     file = folder / "pinned.json"
@@ -184,7 +178,7 @@ def progress(folder: Path, plan: Plan) -> Iterator[PartProgress]:
     with_work = {1} if plan.is_one_part else set(owners(folder).values())
     for number in plan.numbers:
         mtime = lambda run: (run / "run.json").stat().st_mtime  # noqa: E731
-        runs = sorted(runs_of(folder, number), key=mtime)
+        runs = sorted(pieces_of(folder, number), key=mtime)
         states = [files.from_json(run / "run.json") for run in runs]
         yield PartProgress(
             number,
@@ -220,7 +214,7 @@ def work(
     """
     flags = plan.flags_of(number)
     with store.lock_run(folder / str(number)):
-        runs = runs_of(folder, number)
+        runs = pieces_of(folder, number)
         card = str(about_once(flags.device, flags.data)["identity"]) if runs else ""
         ours, earlier = _split_by_card(runs, card, suite, flags)
         part = Part(folder, number, boot(), earlier, alone=plan.is_one_part)
@@ -277,7 +271,11 @@ def finish(folder: Path, plan: Plan, suite: Suite) -> Path:
 
     Raises ResultError if a process still measures a part.
     """
-    pieces, out, data = seal_all(folder, plan, suite), merged_at(folder), plan.flags.data
+    pieces, out = list[Path](), merged_at(folder)
+    for number in plan.numbers:
+        with store.lock_run(folder / str(number)):
+            flags = plan.flags_of(number)
+            pieces += [p for p in pieces_of(folder, number) if _seal_completed(p, suite, flags)]
     done = len(Counts(row for piece in pieces for row in store.rows(piece)).done)
     of = len(plan.contests(suite)) * plan.flags.replicates
     if done < of:
@@ -292,19 +290,6 @@ def finish(folder: Path, plan: Plan, suite: Suite) -> Path:
         bundle.seal(pieces[0])
         pieces[0].rename(out)
     else:
-        merge(pieces, out, data, plugins=True)
+        merge(pieces, out, plan.flags.data, plugins=True)
     shutil.rmtree(folder)
     return out
-
-
-def seal_all(folder: Path, plan: Plan, suite: Suite) -> list[Path]:
-    """Return the pieces that have contests, sealed.
-
-    Raises ResultError if a process still measures a part.
-    """
-    sealed = list[Path]()
-    for number in plan.numbers:
-        with store.lock_run(folder / str(number)):
-            runs = runs_of(folder, number)
-            sealed += [run for run in runs if _seal_completed(run, suite, plan.flags_of(number))]
-    return sealed
