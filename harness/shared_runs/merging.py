@@ -22,7 +22,7 @@ from typing import Any
 from sparsebench._discovery import own_code_only
 from sparsebench._writing import write_file
 from sparsebench.errors import ResultError
-from sparsebench.results import files, record
+from sparsebench.results import files
 from sparsebench.results.ceilings import Ceilings
 from sparsebench.results.run import bundle, consistency, store
 from sparsebench.results.run.provenance import device_id, require_equal_facts, shared_facts
@@ -169,7 +169,6 @@ def _join(runs: Sequence[Run], out: Path) -> Run:
     return replace(
         runs[0],
         path=out,
-        schema=record.ROWS_SCHEMA,
         environment={**common, "ceilings": ceilings, "devices": list(devices.values())},
         state=_state(runs) | {"shards": shards},
         rows=[row for run in runs for row in run.rows],

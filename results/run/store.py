@@ -126,7 +126,6 @@ class Run:
     state: dict[str, Any]
     rows: list[Row]
     reference: list[Row] = field(default_factory=list)
-    schema: str = ROWS_SCHEMA
 
 
 def create(
@@ -247,7 +246,7 @@ def read(path: Path | str) -> Run:
     if "sim" in environment:
         expected = "expected times of a device, found those of a simulated GPU"
         raise ResultError(f"{path}: {expected}, which 0.4 no longer reads")
-    schema, every_row = _rows(path)
+    every_row = rows(path)
     return Run(
         path=path,
         suite=_check_types(path / "suite.yaml", suite, _Suite),
@@ -256,22 +255,17 @@ def read(path: Path | str) -> Run:
         state=_read_json(path / "run.json", RUN_SCHEMA, _State),
         rows=[row for row in every_row if not row.reference],
         reference=[row for row in every_row if row.reference],
-        schema=schema,
     )
 
 
 def rows(path: Path) -> list[Row]:
     """Return all rows on disk, reference rows included, without a torn last line."""
-    return _rows(path)[1]
-
-
-def _rows(path: Path) -> tuple[str, list[Row]]:
     file, (schema, lines, _) = path / bundle.ROWS, bundle.row_lines(path)
     names = tuple(f.name for f in fields(Row))
     needed = [name for name in names if name not in OLDER_ROWS.get(schema, ())]
     read = [_row(file, number, line, names, needed) for number, line in enumerate(lines, start=2)]
     _each_once(file, read)
-    return schema, read
+    return read
 
 
 def _each_once(file: Path, rows: Iterable[Row]) -> None:
