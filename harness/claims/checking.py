@@ -31,7 +31,7 @@ from sparsebench.results.claims.cells import Cell, cells, file_problems
 from sparsebench.results.claims.model_cells import model_cells, read_model_file
 from sparsebench.results.claims.planned import PlannedClaim
 from sparsebench.results.claims.schema import ClaimFile
-from sparsebench.results.claims.verdict import Verdict, judge
+from sparsebench.results.claims.verdict import Verdict
 from sparsebench.results.formatting import amount
 from sparsebench.results.run import bundle, store
 from sparsebench.results.statistics.ratio import FEWEST
@@ -133,15 +133,8 @@ class Evidence:
 
     def verdicts(self) -> dict[str, list[Verdict]]:
         """Return the verdicts on each claim, one per device."""
-        every = {name: [*each, *self.files.get(name, ())] for name, each in self.cells.items()}
-        problems = {
-            name: {plan.test.name: plan.problems for plan in plans}
-            for name, plans in self.plans.items()
-        }
-        return {
-            n: judge(n, claim, every[n], problems[n], self._refusals(n))
-            for n, claim in ((each.name, each.claim) for each in self.written)
-        }
+        planned = self.planned()
+        return {c.name: c.verdicts([*self.cells[c.name], *c.model_cells]) for c in planned}
 
     def _refusals(self, name: str) -> dict[str, str]:
         return {test: reason for (claim, test), reason in self.refusals.items() if claim == name}
