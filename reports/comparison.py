@@ -5,8 +5,8 @@
     cases       every case, the largest settled difference first
     notes       what else differs, what the brackets hold, and every run
 
-All three are written from the same `parts`, so they say the same. The terminal shows the
-LINES largest differences, and Markdown folds the cases away.
+All three show the same findings, tables and notes. The terminal shows the LINES largest
+differences, and Markdown folds the cases away.
 """
 
 import json
@@ -15,7 +15,6 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
-import pandas as pd
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.text import Text
 
@@ -24,7 +23,6 @@ from sparsebench.reports.comparison_tables import EVERY, cases, grid, intervals,
 from sparsebench.reports.page import render
 from sparsebench.reports.tables import Table
 from sparsebench.results.badges import badges
-from sparsebench.results.comparison.causes import Cause
 from sparsebench.results.comparison.changes import Changes, Mean, changes, mean
 from sparsebench.results.comparison.compare import GAIN, TIME
 from sparsebench.results.comparison.sides import Side, short_card
@@ -40,33 +38,43 @@ FACTS = {"code_sha256": "hash of the code", "gpu.driver": "driver"}  # names for
 
 
 @dataclass(frozen=True)
-class Paragraph:
-    """A text; `style` is `result` or `note`."""
-
-    text: str
-    style: str = "note"
-
-
-Part = Paragraph | Table
-
-
-@dataclass(frozen=True)
 class ComparisonReport:
     """The sides, and the changes of every side but the first against the first."""
 
     sides: Sequence[Side]
     others: Sequence[Changes]
 
+    @property
+    def findings(self) -> list[str]:
+        """Return the sentences of the result, those about each other side in turn."""
+        return [text for other in self.others for text in _sentences(other)]
+
+    @property
+    def tables(self) -> list[Table]:
+        grids = [grid(other) for other in self.others if not other.same_device]
+        return [*grids, cases(self.others)]
+
+    @property
+    def notes(self) -> list[str]:
+        """Return what else differs, what the brackets hold, and a line for each run."""
+        shared = problems(self.others)
+        return [
+            *([f"Shared by all problems of an op: {shared}."] if shared else []),
+            *intervals(self.others),
+            *(note for other in self.others for note in _differences(other)),
+            f"results/statistics/outcome.py defines {join_words([*Outcome])}.",
+            *(f"{side.name}: {_about(each)}." for side in self.sides for each in side.analyses),
+        ]
+
     def __rich_console__(
         self, console: Console, options: ConsoleOptions
     ) -> Iterator[RenderableType]:
-        for part in parts(self):
-            if isinstance(part, Table):
-                yield Text()
-                yield part.shortened(LINES, "more in --html and --markdown")
-                yield Text()
-            else:
-                yield Text(part.text, style="bold" if part.style == "result" else "")
+        yield from (Text(text, style="bold") for text in self.findings)
+        for table in self.tables:
+            yield Text()
+            yield table.shortened(LINES, "more in --html and --markdown")
+        yield Text()
+        yield from map(Text, self.notes)
 
 
 def compare_sides(sides: Sequence[Side]) -> ComparisonReport:
@@ -79,30 +87,12 @@ def compare_sides(sides: Sequence[Side]) -> ComparisonReport:
     return ComparisonReport(sides, others)
 
 
-def parts(result: ComparisonReport) -> list[Part]:
-    """Return everything that is shown, in order."""
-    shown_parts: list[Part] = [
-        Paragraph(text, "result") for other in result.others for text in _sentences(other)
-    ]
-    if shared := problems(result.others):
-        shown_parts.append(Paragraph(f"Shared by all problems of an op: {shared}."))
-    shown_parts += [grid(other) for other in result.others if not other.same_device]
-    shown_parts.append(cases(result.others))
-    return shown_parts + [Paragraph(text) for text in [*_notes(result), *_runs(result)]]
-
-
 def markdown(result: ComparisonReport) -> str:
     """Return the comparison for a pull request, with all cases folded away."""
-    texts = []
-    for part in parts(result):
-        if isinstance(part, Paragraph):
-            text = part.text.replace("<", "\\<")
-            texts.append(f"**{text}**" if part.style == "result" else text)
-        else:
-            fold = part.title.startswith(EVERY)
-            head, foot = (f"<details><summary>{EVERY}</summary>\n\n", "\n\n</details>")
-            texts.append(f"{head}{part.markdown()}{foot}" if fold else part.markdown())
-    return "\n\n".join(texts) + "\n"
+    *grids, every = (table.markdown() for table in result.tables)
+    fold = f"<details><summary>{EVERY}</summary>\n\n{every}\n\n</details>"
+    texts = [f"**{text}**" for text in map(_escape, result.findings)]
+    return "\n\n".join([*texts, *grids, fold, *map(_escape, result.notes)]) + "\n"
 
 
 def html(result: ComparisonReport, site: Any = None, root: str = "") -> str:
@@ -118,9 +108,7 @@ def html(result: ComparisonReport, site: Any = None, root: str = "") -> str:
     return render(
         "comparison.html",
         title=f"{join_words([side.name for side in result.sides])} compared",
-        parts=[
-            (p.html(), "") if isinstance(p, Table) else (p.text, p.style) for p in parts(result)
-        ],
+        result=result,
         site=site,
         root=root,
         runs=links if site else [],
@@ -129,20 +117,24 @@ def html(result: ComparisonReport, site: Any = None, root: str = "") -> str:
 
 def to_json(result: ComparisonReport) -> dict[str, Any]:
     """Return everything for a script."""
-    names = [side.name for side in result.sides]
     dropped = [f"{name}_{end}" for name in ("times", "codes", "cards") for end in "ab"]
     return {
         "runs": {side.name: [str(run.path) for run in side.runs] for side in result.sides},
         "changes": {
-            name: {
+            other.b.name: {
                 **other.counts,
                 "same_device": other.same_device,
-                "geometric_mean": _mean_json(mean(other.contenders, GAIN)),
-                "times_mean": _mean_json(mean(other.contenders, TIME)),
-                "baselines_mean": _mean_json(mean(_baselines(other), TIME)),
+                **{
+                    name: asdict(average) if (average := mean(lines, of)) else None
+                    for name, lines, of in (
+                        ("geometric_mean", other.contenders, GAIN),
+                        ("times_mean", other.contenders, TIME),
+                        ("baselines_mean", other.baselines, TIME),
+                    )
+                },
                 "cases": json.loads(other.cases.drop(columns=dropped).to_json(orient="records")),
             }
-            for name, other in zip(names[1:], result.others, strict=True)
+            for other in result.others
         },
     }
 
@@ -187,7 +179,7 @@ def _sentences(other: Changes) -> list[str]:
             if counts.get(w)]  # fmt: skip
     texts = ["; ".join([first, *rest]) + "."]
     if not other.same_device:
-        means = mean(_baselines(other), TIME), mean(other.contenders, TIME)
+        means = mean(other.baselines, TIME), mean(other.contenders, TIME)
         texts += filter(None, [mean_times(a, b, *means)])
     more, less = ((other.contenders.gain == word).sum() for word in DIFFERENT)
     if more + less and (gains := mean(other.contenders, GAIN)):
@@ -197,14 +189,11 @@ def _sentences(other: Changes) -> list[str]:
             f"(geometric mean over "
             f"{amount(gains.cases, 'case')})."
         )
-    causes = dict(other.contenders.cause[other.contenders.cause != ""].value_counts())
-    unexplained = causes.pop(Cause.UNKNOWN, 0)
-    if causes:
+    causes = other.contenders.cause[other.contenders.cause != ""].value_counts()
+    if len(causes):
         where = join_words([f"{cause} in {amount(n, 'case')}" for cause, n in causes.items()])
         texts.append(f"The changes come from {where}.")
-    if unexplained:
-        texts.append(f"Nothing recorded explains {amount(int(unexplained), 'change')}.")
-    if other.same_device and not causes and not unexplained:
+    elif other.same_device:
         most = 100 * np.abs(np.log(other.contenders.time.dropna())).max()
         texts.append(f"No change is settled; times differ by at most {significant(most, 2)} %.")
     return texts
@@ -221,35 +210,25 @@ def mean_times(a: str, b: str, dense: Mean | None, others: Mean | None) -> str:
     return text if parts else ""
 
 
-def _baselines(other: Changes) -> pd.DataFrame:
-    return other.cases[other.cases.is_baseline]
-
-
-def _notes(result: ComparisonReport) -> list[str]:
-    notes = intervals(result.others)
-    for other in result.others:
-        notes += [
-            f"{name} has {amount(count, 'case')} that {against} lacks."
-            for (name, count), against in zip(
-                other.missing.items(), (other.b.name, other.a.name), strict=True
-            )
-            if count
-        ]
-        if other.differences:
-            facts = ", ".join(
-                f"{FACTS.get(n, n.removeprefix('switches.'))} ({a[:12]} and {b[:12]})"
-                for n, a, b in other.differences[:FACTS_SHOWN]
-            )
-            more = len(other.differences) - FACTS_SHOWN
-            rest = f", and {more} more" if more > 0 else ""
-            notes.append(f"{other.a.name} and {other.b.name} differ in {facts}{rest}.")
-    return [*notes, f"results/statistics/outcome.py defines {join_words([*Outcome])}."]
-
-
-def _runs(result: ComparisonReport) -> list[str]:
-    return [
-        f"{side.name}: {_about(analysis)}." for side in result.sides for analysis in side.analyses
+def _differences(other: Changes) -> list[str]:
+    """Say what only one side has, and what else differs between both."""
+    names = other.a.name, other.b.name
+    pairs = zip(names, other.missing, reversed(names), strict=True)
+    notes = [f"{has} has {amount(n, 'case')} that {lacks} lacks." for has, n, lacks in pairs if n]
+    facts = [
+        f"{FACTS.get(name, name.removeprefix('switches.'))} ({a[:12]} and {b[:12]})"
+        for name, a, b in other.differences
     ]
+    if facts:
+        more = [f"{len(facts) - FACTS_SHOWN} more"] * (len(facts) > FACTS_SHOWN)
+        listed = join_words([*facts[:FACTS_SHOWN], *more])
+        notes.append(f"{join_words([*names])} differ in {listed}.")
+    return notes
+
+
+def _escape(text: str) -> str:
+    """Return Markdown that is no HTML."""
+    return text.replace("<", "\\<")
 
 
 def _about(analysis: Analysis) -> str:
@@ -269,7 +248,3 @@ def _about(analysis: Analysis) -> str:
     if limited:
         words.append(f"{limited} of {amount(len(timed), 'case')} power-limited in some process")
     return ", ".join(filter(None, words))
-
-
-def _mean_json(ratio: Mean | None) -> dict[str, Any] | None:
-    return asdict(ratio) if ratio else None

@@ -135,32 +135,18 @@ def cases(others: Sequence[Changes]) -> Table:
 def intervals(others: Sequence[Changes]) -> list[str]:
     """Return sentences that say what the brackets of these tables and of means over cases hold."""
     lines = pd.concat([other.cases[other.cases.word != ""] for other in others])
-    looks = lines[["processes_a", "processes_b"]].min(axis=1) < FEWEST
-    sentences = []
-    if not looks.all():
-        sentences.append(
-            "Brackets: the 95 % interval of the difference. Runs share no process, so it also "
-            "includes what differs between devices, days and versions of the harness."
-        )
-    if looks.any():
-        which = "" if looks.all() else f" in {amount(int(looks.sum()), 'case')}"
-        sentences.append(
-            f"Brackets{which}: the tolerance within which equal cases of published runs stay, or "
-            "the interval of the processes if that is wider, because a side has fewer than "
-            f"{FEWEST} processes."
-        )
-    gain = "A speedup after a time is over the baseline of the same contest"
-    gain += f" ({_baselines(lines)}), on the same device"
+    names = [kernel(label) for label in lines.baseline_label_a.dropna().unique()]
+    baselines = amount(len(names), "kernel") if len(names) > CASES else join_words(names)
+    gain = f"A speedup after a time is over the baseline of the same contest ({baselines})"
+    held = brackets([*lines.interval_a, *lines.interval_b])
     return [
-        *sentences,
-        "; ".join(filter(None, [gain, brackets([*lines.interval_a, *lines.interval_b])])) + ".",
+        "Brackets: the 95 % interval of the difference. Runs share no process, so it also includes "
+        "what differs between devices, days and versions of the harness. If a side has fewer than "
+        f"{FEWEST} processes, it is at least as wide as the tolerance within which equal cases of "
+        "published runs stay.",
+        "; ".join(filter(None, [f"{gain}, on the same device", held])) + ".",
         BRACKETS_OF_MEANS,
     ]
-
-
-def _baselines(lines: pd.DataFrame) -> str:
-    names = [kernel(label) for label in lines.baseline_label_a.dropna().unique()]
-    return amount(len(names), "kernel") if len(names) > CASES else join_words(names)
 
 
 def problems(others: Sequence[Changes]) -> str:

@@ -20,8 +20,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
-
 from sparsebench.errors import ResultError, SuiteError
 from sparsebench.harness.plan.selection import meets
 from sparsebench.harness.plan.suite import Suite
@@ -34,7 +32,8 @@ from sparsebench.harness.run.recorded_plan import (
 )
 from sparsebench.harness.run.run_json import Flags
 from sparsebench.harness.run.worker_process import about_device
-from sparsebench.results.formatting import conditions
+from sparsebench.results.formatting import between, conditions
+from sparsebench.results.problem_names import problem_name
 from sparsebench.results.record import Status
 from sparsebench.results.run import bundle, store
 from sparsebench.results.run.consistency import check_consistency
@@ -114,26 +113,21 @@ def confirmations(run: Run) -> list[Confirmation]:
     """
     analysis = analyse(run)
     lines = analysis.cases.set_index(KEYS, drop=False)
-    cells = [tuple(cell[key] for key in KEYS) for cell in run.state["confirms"]["cells"]]
     reliable = analysis.noise.reliability[0] is not Reliability.UNRELIABLE
-    names = [name for name in [*fields(analysis.cases), "source"] if name != "pattern"]
+    names = ["op", *fields(analysis.cases), "source", "scope", "cache"]
     result = []
-    for cell in (lines.loc[keys].to_dict() for keys in cells):
+    for chosen in run.state["confirms"]["cells"]:
+        cell = lines.loc[tuple(chosen[key] for key in KEYS)].to_dict()
         confirmed = reliable and cell["outcome"] == Outcome.FASTER
         why = (cell["outcome"] or cell["status"]) if reliable else "unreliable run"
         verdict = "Confirmed" if confirmed else f"Not confirmed ({why.replace('_', ' ')})"
         outcome = f"has no time: {cell['detail']}"
         if cell["status"] == Status.OK:
-            interval = (
-                f"{cell['speedup_low']:.3g} to {cell['speedup_high']:.3g}, {cell['interval']}"
-            )
-            faster = f"is {cell['speedup']:.3g} times as fast as {cell['baseline_label']}"
-            outcome = f"{faster} ({interval})"
-        values = [f"{name}={cell[name]}" for name in names if not pd.isna(cell[name])]
-        where = [device_name(run.environment), conditions(cell["on_cards"], cell["limited"])]
-        place = f"{cell['scope']} time, {cell['cache']} cache, {', '.join(filter(None, where))}"
-        problem = f"{cell['op']} {cell['pattern']} {' '.join(values)}; {place}"
-        sentence = f"{verdict}: {cell['label']} {outcome}: {problem}."
+            speedup = between(cell["speedup"], cell["speedup_low"], cell["speedup_high"])
+            outcome = f"is {speedup} as fast as {cell['baseline_label']} ({cell['interval']})"
+        where = conditions(cell["on_cards"], cell["limited"])
+        place = [problem_name(cell, names), device_name(run.environment), where]
+        sentence = f"{verdict}: {cell['label']} {outcome}: {', '.join(filter(None, place))}."
         result.append(Confirmation(cell["case_id"], confirmed, sentence))
     return result
 

@@ -36,7 +36,7 @@ class Cause(StrEnum):
     BASELINE = "the baseline"
     CARD = "the card"
     MACHINE = "the machine"
-    UNKNOWN = "nothing recorded"
+    UNKNOWN = "no recorded cause"
     NONE = ""
 
 

@@ -34,7 +34,7 @@ from sparsebench.results.run.store import Run
 from sparsebench.results.statistics.outcome import DIFFERENT, Outcome
 from sparsebench.results.statistics.ratio import FEWEST
 from sparsebench.results.tables.analysis import Analysis
-from sparsebench.results.tables.frame import KEYS, records
+from sparsebench.results.tables.frame import records
 
 GATE = re.compile(r"slower:(\d+(?:\.\d+)?) ?%")
 
@@ -83,6 +83,10 @@ class Changes:
         return self.cases[~self.cases.is_baseline & self.cases.word.ne("")]
 
     @property
+    def baselines(self) -> pd.DataFrame:
+        return self.cases[self.cases.is_baseline]
+
+    @property
     def counts(self) -> dict[str, int]:
         """Count the contenders by outcome, and those that broke."""
         words, broken = self.contenders.word.value_counts(), int(self.contenders.broken.sum())
@@ -90,10 +94,9 @@ class Changes:
         return counts | ({"broken": broken} if broken else {})
 
     @property
-    def missing(self) -> dict[str, int]:
-        """Count the cases of each side, by its name, that the other one lacks."""
-        sides = (self.a, self.b)
-        return {each.name: len(each.cases[KEYS]) - len(self.cases) for each in sides}
+    def missing(self) -> tuple[int, int]:
+        """Count the cases of a that b lacks, and those of b that a lacks."""
+        return len(self.a.cases) - len(self.cases), len(self.b.cases) - len(self.cases)
 
     @property
     def repeated(self) -> pd.DataFrame:

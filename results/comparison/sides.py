@@ -180,46 +180,46 @@ def find(texts: Sequence[str], among: Iterable[Path]) -> list[Side]:
 
 @dataclass(frozen=True)
 class _Candidate:
-    """A run that a name may mean, read without its rows; `ids` are its commit and its cards."""
+    """A run that a name may mean, read without its rows.
+
+    names  what a word may name: its device, its commit, its cards, and LIBRARY==VERSION
+    """
 
     path: Path
     suite: str
     device: str
-    ids: frozenset[str]
-    versions: frozenset[str]
+    names: frozenset[str]
 
     @classmethod
     def read(cls, path: Path) -> "_Candidate":
-        environment = files.from_json(path / "environment.json")
-        cards = [value for name, value in flat(environment).items() if name.endswith("uuid")]
-        ids = {commit_of(path, environment), *(card.removeprefix("GPU-").lower() for card in cards)}
-        return cls(
-            path=path,
-            suite=str(files.from_json(path / "run.json").get("suite", "")),
-            device=device_name(environment),
-            ids=frozenset(ids - {""}),
-            versions=frozenset(
-                f"{name}=={version}".lower()
-                for name, version in environment.get("versions", {}).items()
-            ),
-        )
+        facts = files.from_json(path / "environment.json")
+        device = device_name(facts)
+        cards = [value for name, value in flat(facts).items() if name.endswith("uuid")]
+        names = [commit_of(path, facts), *(card.removeprefix("GPU-").lower() for card in cards)]
+        names += [f"{name}=={of}".lower() for name, of in facts.get("versions", {}).items()]
+        suite = str(files.from_json(path / "run.json").get("suite", ""))
+        return cls(path, suite, device, frozenset(names) - {""} | {device})
 
-    def identity(self, word: str) -> str:
-        """Return what a word names in this run: its device, commit, card or library; "" if none."""
-        if names_device(word, self.device):
-            return self.device
-        begun = {each for each in self.ids if ID.fullmatch(word) and each.startswith(word)}
-        return next(iter(sorted(begun | ({word} & self.versions))), "")
+    def named(self, word: str) -> set[str]:
+        """Return those of its names that a word means: ids by their first digits."""
+        begun = ID.fullmatch(word)
+        return {
+            name
+            for name in self.names
+            if word == name
+            or (begun and name.startswith(word))
+            or (name == self.device and names_device(word, name))
+        }
 
 
 def _matches(text: str, runs: list[_Candidate], folders: Sequence[Path]) -> list[_Candidate]:
     for word in text.lower().split("@"):
-        identities = {each.identity(word) for each in runs} - {""}
-        if not identities:
+        names = {name for each in runs for name in each.named(word)}
+        if not names:
             raise ResultError(f"{text}: {_unknown(word, runs, folders)}")
-        if len(identities) > 1:
-            raise ResultError(f"{text}: expected one match, found {_few(identities)}")
-        runs = [each for each in runs if each.identity(word)]
+        if len(names) > 1:
+            raise ResultError(f"{text}: expected one match, found {_few(names)}")
+        runs = [each for each in runs if each.named(word)]
     devices = sorted({each.device for each in runs})
     if len(devices) > 1:
         expected = f"expected one kind of device, such as {short_name(devices[-1])}@{text}"
@@ -229,15 +229,14 @@ def _matches(text: str, runs: list[_Candidate], folders: Sequence[Path]) -> list
 
 def _unknown(word: str, runs: Sequence[_Candidate], folders: Sequence[Path]) -> str:
     """Return the error for a word that names nothing, with the nearest name."""
-    near = {run.path.name.lower(): str(run.path) for run in runs}
-    near |= {short_name(run.device).lower(): short_name(run.device) for run in runs}
-    near |= {version: version for run in runs for version in run.versions}
+    devices = {short_name(run.device) for run in runs}
+    near = {name.lower(): name for name in devices.union(*(run.names for run in runs))}
+    near |= {run.path.name.lower(): str(run.path) for run in runs}
     close = get_close_matches(word, near, 1)
     hint = f"; did you mean {near[close[0]]}?" if close else ""
-    devices = _few({short_name(run.device) for run in runs})
     return (
-        f"expected the path of a run, or a GPU ({devices}), commit, card or LIBRARY==VERSION of "
-        f"the runs below {' and '.join(map(str, folders))}; found none of that name{hint}"
+        f"expected the path of a run, or a GPU ({_few(devices)}), commit, card or LIBRARY==VERSION "
+        f"of the runs below {' and '.join(map(str, folders))}; found none of that name{hint}"
     )
 
 

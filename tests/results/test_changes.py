@@ -16,16 +16,8 @@ import pandas as pd
 import pytest
 
 from sparsebench.errors import ResultError
-from sparsebench.reports.comparison import (
-    Paragraph,
-    compare_sides,
-    html,
-    markdown,
-    parts,
-    to_json,
-)
+from sparsebench.reports.comparison import compare_sides, html, markdown, to_json
 from sparsebench.reports.survey import compare_device
-from sparsebench.reports.tables import Table
 from sparsebench.results.comparison.causes import Cause
 from sparsebench.results.comparison.changes import (
     Changes,
@@ -238,9 +230,8 @@ def test_terminal_markdown_and_page_say_the_same_words() -> None:
     sides = [side(run(), name="H100"), side(run(gpu="B", bsr_us=(60, 20, 8)), name="H200")]
     result = compare_sides(sides)
     texts = printed(result, 1000), markdown(result), unescape(html(result))
-    for part in parts(result):
-        if isinstance(part, Paragraph):
-            assert all(part.text in text for text in texts)
+    for said in (*result.findings, *result.notes):
+        assert all(said in text for text in texts)
     for text in texts:
         assert "H200 20 % shorter" in text
         assert "gains less" in text
@@ -274,7 +265,7 @@ def test_the_best_kernels_of_a_format_are_compared_if_no_run_has_both() -> None:
 
     a, b = with_both(run(), BSR), with_both(run("b", "B", bsr_us=(40, 16, 8), card="GPU-2"), strips)
     result = compare_sides([side(a, name="a"), side(b, name="b")])
-    table = next(part for part in parts(result) if isinstance(part, Table))
+    table = result.tables[0]
     differences = [str(line[3]) for line in table.lines if "BSR" in str(line[0])]
     assert len(differences) == 3
     assert all("b 20 % shorter [" in text for text in differences)
@@ -332,8 +323,7 @@ def test_the_interval_of_a_mean_covers_it_however_the_cases_depend(common: float
 @pytest.mark.parametrize(("gpu", "baselines"), [("A", 3), ("B", 1)])
 def test_two_devices_show_a_dense_product_of_equal_sizes_once(gpu: str, baselines: int) -> None:
     result = compare_sides([first(), side(run("b", gpu, 200.0, (100, 40, 20)), name="b")])
-    (every,) = (part for part in parts(result) if isinstance(part, Table) and len(part.columns) > 4)
-    contenders = [line[1] for line in every.lines]
+    contenders = [line[1] for line in result.tables[-1].lines]
     assert contenders.count("cublas (baseline)") == baselines
     assert contenders.count("bsr_triton") == 3
 
@@ -350,20 +340,6 @@ def test_a_run_without_telemetry_is_named() -> None:
     blind = replace(blind, rows=[replace(row, telemetry={}) for row in blind.rows])
     text = " ".join(shown(run(), blind).split())
     assert text.count("without clocks and power") == 1
-
-
-@pytest.mark.parametrize(("a", "b"), [(8, 8), (3, 8), (3, 1)])
-def test_a_comparison_says_what_its_brackets_hold(a: int, b: int) -> None:
-    text = " ".join(shown(run(processes=a), run("b", bsr_us=(60, 20, 8), processes=b)).split())
-    assert ("Brackets: the 95 % interval" in text) is (a == b == 8)
-    assert ("Brackets: the tolerance" in text) is not (a == b == 8)
-
-
-def test_some_looks_among_verdicts_are_counted() -> None:
-    few = [row for row in run("b").rows if row.replicate < 3 or row.case.problem["sparsity"] != 0.5]
-    text = " ".join(shown(run(), replace(run("b"), rows=few)).split())
-    assert "Brackets: the 95 % interval" in text
-    assert "Brackets in 2 cases: the tolerance" in text  # BSR and its baseline
 
 
 def test_an_interval_without_limits_in_practice_says_that_processes_are_missing() -> None:

@@ -54,7 +54,7 @@ def test_what_only_one_run_has_is_counted() -> None:
     a, b = rows(0.9, 10, 5) + rows(0.5, 10, 9), rows(0.9, 10, 5)[:1] + rows(0.7, 10, 7)
     result = changes(side(run("A", a)), side(run("B", b)))
     assert len(result.cases) == 1
-    assert result.missing == {"A": 3, "B": 2}
+    assert result.missing == (3, 2)
 
 
 def test_runs_without_a_common_case_are_refused() -> None:
