@@ -144,7 +144,7 @@ def reproduction(found: Changes) -> dict[str, Any]:
 
     Raises ResultError if there is no cell to repeat.
     """
-    cells, settled, (run,) = found.repeated, found.settled, found.b.runs
+    cells, settled, (run,) = found.repeated, found.unrepeated, found.b.runs
     if cells.empty:
         expected = "expected a case with a speedup in one run that both support"
         raise ResultError(f"{found.a.paths} and {found.b.paths}: {expected}, found none")

@@ -106,7 +106,7 @@ class Changes:
         return cells[supported & (cells.gain.ne("") | cells.word.eq(Outcome.NOT_MEASURED))]
 
     @property
-    def settled(self) -> pd.DataFrame:
+    def unrepeated(self) -> pd.DataFrame:
         """Return the cells that b does not repeat."""
         cells = self.repeated
         changed = cells.gain.isin(DIFFERENT)

@@ -180,7 +180,7 @@ def test_a_second_card_is_judged_by_the_difference(sides: dict[str, Side]) -> No
         ("spense-decode", "spense-decode-again", 17, 20),
     ):
         result = changes(sides[first], sides[second])
-        assert (len(result.repeated) - len(result.settled), len(result.repeated)) == (
+        assert (len(result.repeated) - len(result.unrepeated), len(result.repeated)) == (
             unchanged,
             cells,
         )
