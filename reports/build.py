@@ -25,10 +25,9 @@ from sparsebench.errors import ResultError, SuiteError
 from sparsebench.reports.figures._again import again_command
 from sparsebench.reports.figures._figure import Frames
 from sparsebench.reports.figures._verdict import intervals
-from sparsebench.reports.findings import remarks
+from sparsebench.reports.findings import headline
 from sparsebench.reports.page import render
 from sparsebench.reports.terminal import count_statuses, trust
-from sparsebench.results.answer import evidence, headline
 from sparsebench.results.badges import badges
 from sparsebench.results.formatting import amount, brackets, selection
 from sparsebench.results.model_files import Pruning
@@ -145,23 +144,22 @@ def _group(drawn: Sequence[tuple[Figure, Markup]]) -> list[tuple[str, list[tuple
 def _evidence(frames: Frames) -> dict[str, str]:
     """Return the headline, the evidence for it, and the command that measures it again."""
     run, cases, timed, pairs = frames.run, frames.cases, frames.timed, frames.noise.pairs
-    line = headline(frames.views[0]) if frames.views else None
-    if line is None:
+    finding = headline(frames)
+    if not finding:
         return {}
+    case = finding.pop("case")
     once = cases[~cases.twin.astype(bool)].drop_duplicates("case_id")
     different = int((pairs.different == True).sum())  # noqa: E712  (missing if unknown)
     counts = [
-        brackets(timed.gain_interval[timed.case_id == line.best_case_id]),
+        brackets(timed.gain_interval[timed.case_id == case]),
         f"{different} of {amount(len(pairs), 'A/A pair')} differ",
     ]
     if on_gpu(run.environment):  # nothing records what slows a CPU
         limited = int((once["mark"].fillna("") != "").sum())
         of_cases = amount(len(once), "case")
         counts.append(f"{limited} of {of_cases} had a slowed GPU or a late host in some process")
-    gain, rest = evidence(frames.views[0])
-    rest = " ".join(filter(None, [rest, *remarks(frames)]))
-    again = again_command(run, cases, line.best_case_id)
-    return {"gain": gain, "rest": rest, "counts": " · ".join(counts), "again": again}
+    again = again_command(run, cases, case)
+    return {**finding, "counts": " · ".join(counts), "again": again}
 
 
 def _facts(frames: Frames) -> list[tuple[str, str]]:

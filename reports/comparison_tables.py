@@ -13,7 +13,6 @@ import numpy as np
 import pandas as pd
 
 from sparsebench.reports.tables import Cell, Table
-from sparsebench.reports.terminal import split_fields
 from sparsebench.results.comparison.changes import Changes, problem_fields
 from sparsebench.results.comparison.compare import outcomes, ratio_of_means
 from sparsebench.results.formatting import (
@@ -28,7 +27,7 @@ from sparsebench.results.formatting import (
     kernel,
     significant,
 )
-from sparsebench.results.problem_names import problem_name
+from sparsebench.results.problem_names import problem_namer
 from sparsebench.results.record import Status
 from sparsebench.results.statistics.outcome import DIFFERENT, STYLES, Outcome
 from sparsebench.results.statistics.ratio import FEWEST
@@ -155,20 +154,9 @@ def problems(others: Sequence[Changes]) -> str:
 
 
 def _problems(lines: pd.DataFrame) -> tuple[Callable[[Line], str], str]:
-    """Return a function that names the problem of a line, and the text that all lines share.
-
-    A field is part of the name if it varies among the lines of one op; the text has the others.
-    """
-    fields = [name for name in [*problem_fields(lines), "scope", "cache"] if name in lines]
-    fields = [name for name in fields if name != "seed" or lines.seed.nunique() > 1]
-    by_op = {op: split_fields(group, fields) for op, group in lines.groupby("op", sort=False)}
-    many_ops = len(by_op) > 1
-
-    def name(line: Line) -> str:
-        varying = by_op[line["op"]][0] + (["op"] if many_ops and line["op"] != "linear" else [])
-        return problem_name(line, varying)
-
-    return name, "; ".join(about for op, (_, about) in by_op.items() if about != op)
+    """Return a function that names the problem of a line, and the text that all lines share."""
+    names = [name for name in [*problem_fields(lines), "scope", "cache"] if name in lines]
+    return problem_namer(lines, names)
 
 
 def _change_cells(other: Changes, line: Line) -> list[Cell]:

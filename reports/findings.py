@@ -1,106 +1,161 @@
-"""The sentences above the table of an answer: break-evens, then winners by op, pattern and dtype.
+"""The findings of a run: what each format shows, and the fastest kernel of each op and dtype.
 
-bsr_small 10.3 µs, 3.17× cublas [3.15, 3.19], 26 % of the hardware limit
-  1.12× [1.10, 1.14] as fast as torch_bsr tuned=True; users get it by default (10.4 µs); linear,
-  m = 64, 90 %
-  one card, limited by power or heat for 12 % of the time
+    Faster than dense: blocks of 64 from 50 % to 95 % sparsity, up to 7.1× [7.0, 7.3].
+    4.8× [4.7, 4.9] as fast as cublas (163 µs): bsr_wgmma 34.2 µs, 50 % of the hardware limit
+      linear, bf16, m 4096, 4096 × 4096, 90 %, 64 × 64 blocks
+      1.14× [1.11, 1.16] as fast as bsr_strips; users get it by default (34.2 µs)
+      one card, not limited by power or heat
 
 What users get (`default`) is no rival of the kernel that it runs: a winner that was also measured
 by its name has that name and that time.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pandas as pd
 
-from sparsebench.results.answer import TOPIC, first_views, general_sentences, other_dtypes
-from sparsebench.results.formatting import (
-    between,
-    blocks_text,
-    conditions,
-    duration,
-    percent,
-    times,
-)
-from sparsebench.results.model_shapes import model_name
+from sparsebench.reports.grids import sentences
+from sparsebench.results.formatting import between, conditions, duration, percent, times
+from sparsebench.results.problem_names import problem_name
+from sparsebench.results.statistics.outcome import Outcome
 from sparsebench.results.statistics.ratio import ratio_over
-from sparsebench.results.tables import cliffs, default_kernels, untimed_peers
+from sparsebench.results.tables import cliffs, default_kernels, grid, untimed_peers
 from sparsebench.results.tables.analysis import Analysis
-from sparsebench.results.tables.cases import CONTEST
-from sparsebench.results.tables.contests import OF_MODEL, in_chain, usual
+from sparsebench.results.tables.contests import in_chain, usual
 from sparsebench.results.tables.families import DEFAULT
-from sparsebench.results.tables.frame import records
+from sparsebench.results.tables.frame import fields, records
+from sparsebench.results.tables.grid import Case, Finding, View, outcome_of
 
-LEVEL = 0.9  # formats are compared at the measured sparsity nearest to this
-MOST = 4  # ops and patterns with winners
+TOPIC = ("op", "pattern")
+USUAL = 0.9  # the winner is the fastest case at the measured sparsity nearest to this
+MOST = 4  # ops and patterns with findings
 LEAST = 0.01  # relative uncertainty that a lead shows
 
 
 def findings(analysis: Analysis) -> list[str]:
-    """Return break-evens, and the winner of each op, pattern and dtype near LEVEL, in lines."""
-    general = [line for view in first_views(analysis.views) for line in general_sentences(view)]
-    timed = analysis.timed
-    if timed.empty:
-        return general
-    first = usual(timed)
-    general = [*filter(None, [cliffs.sentence(first)]), *general]
-    sparse = first[first.side != "dense"]
-    topics = [group for _, group in sparse.groupby([*TOPIC], sort=False)]
-    best = [case for group in topics[:MOST] for case in _best_of_dtypes(group)]
-    with_dtype = len({case["dtype"] for case in best}) > 1
-    winners = [line for case in best for line in _winner(case, timed, with_dtype)]
-    closing = [default_kernels.sentence(first), untimed_peers.sentence(analysis.run.rows)]
-    return [*general, *winners, *filter(None, closing)]
+    """Return the findings of a run in lines; those of details are indented."""
+    winners = [
+        line
+        for finding in headlines(analysis)
+        for line in (" ".join(headline_text(finding)), *(f"  {text}" for text in finding.details))
+    ]
+    return [*general(analysis), *winners, *remarks(analysis)]
+
+
+def general(analysis: Analysis) -> list[str]:
+    """Return what each format shows, for the first view of each op, pattern and dtype."""
+    return [
+        f"{topic}: {text}" if (topic := topic_of(view)) else text
+        for view in first_views(analysis)
+        for text in sentences(grid.findings(view.grid))
+    ]
+
+
+def first_views(analysis: Analysis) -> list[View]:
+    """Return the first view of each dtype, for at most MOST pairs of op and pattern."""
+    first: dict[tuple[str, ...], dict[str, View]] = {}
+    for view in analysis.views:
+        topic = tuple(view.choice.get(name, "") for name in TOPIC)
+        first.setdefault(topic, {}).setdefault(view.choice.get("dtype", ""), view)
+    return [view for by_dtype in [*first.values()][:MOST] for view in by_dtype.values()]
+
+
+def topic_of(view: View) -> str:
+    """Name the op, pattern and dtype of a view as far as others differ in them."""
+    return problem_name(view.choice, [n for n in (*TOPIC, "dtype") if n in view.choice])
+
+
+def headline(analysis: Analysis) -> dict[str, str]:
+    """Return the gain of the first headline, everything else that the run shows, and its case."""
+    if not (found := headlines(analysis)):
+        return {}
+    first, *others = found
+    gain, rest = headline_text(first)
+    texts = [f"{'; '.join([rest, *first.details])}."]
+    texts += [f"{' '.join(headline_text(other))}; {other.group}." for other in others]
+    rest = " ".join([*texts, *remarks(analysis)])
+    return {"gain": gain, "rest": rest, "case": first.best["case_id"]}
 
 
 def remarks(analysis: Analysis) -> list[str]:
-    """Return what follows a run's headline.
-
-    These are other dtypes, cliffs, slower kernels by default and missing kernels of others.
-    """
+    """Return sentences about cliffs, slower kernels by default and missing kernels of others."""
     cases = usual(analysis.timed)
-    closing = [default_kernels.sentence(cases), untimed_peers.sentence(analysis.run.rows)]
-    sentences = filter(None, [cliffs.sentence(cases), *closing])
-    return [*other_dtypes(analysis.views), *sentences]
+    texts = [cliffs.sentence(cases), default_kernels.sentence(cases)]
+    return [*filter(None, [*texts, untimed_peers.sentence(analysis.run.rows)])]
 
 
-def _winner(best: Mapping[Any, Any], timed: pd.DataFrame, with_dtype: bool) -> list[str]:
-    """Write a winner with its interval, its share of the hardware limit, and its lead."""
-    best = _by_name(best, timed)
-    isolated, best = best, in_chain(best, timed)
-    contest = timed[(timed[CONTEST] == pd.Series(best)[CONTEST]).all(axis=1)]
-    dense, rivals = _fastest_dense(contest), contest[contest.side != "dense"]
-    inside = " inside a chain" if best is not isolated else ""
-    words = [f"{contender_name(best)} {duration(best['median_us'])}{inside}"]
-    if pd.notna(best["gain"]) and dense is not None:
-        low, high, half = (best[name] for name in ("low", "high", "half"))
-        ends = between(best["gain"], low, high, half)
-        words.append(ends.replace("×", f"× {dense['name']}", 1))
-    if inside:
+def headlines(analysis: Analysis) -> list[Finding]:
+    """Return the finding of the fastest case of each op, pattern and dtype near USUAL.
+
+    A case with a gain over dense comes before one without.
+    """
+    timed = analysis.timed
+    if timed.empty:
+        return []
+    first = usual(timed)
+    sparse = first[first.side != "dense"]
+    topics = [group for _, group in sparse.groupby([*TOPIC], sort=False)][:MOST]
+    best = [
+        _fastest(cases, timed)
+        for group in topics
+        for _, cases in group.groupby("dtype", sort=False)
+    ]
+    best = [case for case in best if pd.notna(case["gain"])] or best
+    best.sort(key=lambda case: (case["op"] != "linear", case["dtype"] != "bf16"))
+    return [_finding(case, timed) for case in best]
+
+
+def headline_text(finding: Finding) -> tuple[str, str]:
+    """Return the gain of a headline, and the rest of its sentence without the details."""
+    case = finding.best
+    inside = " inside a chain" if case["scope"] == "chain" else ""
+    who = f"{finding.contender} {duration(case['median_us'])}{inside}"
+    if case["of_bound"] > 0:
+        who += f", {percent(round(case['of_bound'], 2))} of the hardware limit"
+    if pd.isna(case["gain"]):
+        return "", f"{who}, without a dense time"
+    word = "" if finding.outcome is Outcome.FASTER else f", {finding.outcome}"
+    dense = f"{case['dense_name']} ({duration(case['dense_us'])})"
+    gain = between(*(case[end] for end in ("gain", "low", "high", "half")))
+    return gain, f"as fast as {dense}{word}: {who}"
+
+
+def _finding(case: Case, timed: pd.DataFrame) -> Finding:
+    """Return the finding of a case, with its problem, its lead and its conditions as details."""
+    isolated = _by_name(case, timed)
+    best = in_chain(isolated, timed)
+    names = ["op", *(name for name in fields(timed) if name != "sparsity"), "level", "source"]
+    place = problem_name(best, names)
+    contest = timed[timed.place == best["place"]]
+    rivals = contest[(contest.side != "dense") & (contest.label != best["label"])]
+    details = [place, "; ".join(_lead(best, rivals.sort_values("median_us")))]
+    if best["scope"] != isolated["scope"]:
         gain = times(isolated["gain"], isolated["half"])
-        words.append(f"isolated {duration(isolated['median_us'])}, {gain}")
-    if best["of_bound"] > 0:
-        words.append(f"{percent(round(best['of_bound'], 2))} of the hardware limit")
-    place, lead = _place(best, with_dtype), "no other sparse kernel has a time"
-    rest = rivals[rivals.label != best["label"]].sort_values("median_us")
-    by_default = (rest.kernel == DEFAULT) & _runs_as(best, rest)
-    same, rest = rest[by_default], rest[~by_default]
+        details.append(f"isolated {duration(isolated['median_us'])}, {gain}")
+    details.append(conditions(best["on_cards"], best["limited"]))
+    return Finding(contender_name(best), place, outcome_of(best), best, [*filter(None, details)])
+
+
+def _lead(best: Case, rivals: pd.DataFrame) -> Iterator[str]:
+    """Yield the lead over the next sparse kernel, and what users get."""
+    runs_best = (rivals.kernel == DEFAULT) & _runs_as(best, rivals)
+    same, rest = rivals[runs_best], rivals[~runs_best]
     users = rest[rest.kernel == DEFAULT]
-    if len(rest):
+    if rest.empty:
+        yield "no other sparse kernel has a time"
+    else:
         following = dict(rest.iloc[0])
-        lead = f"{_lead(best, following)} as fast as {contender_name(following)}"
+        yield f"{_ratio(best, following)} as fast as {contender_name(following)}"
     if len(same):
-        lead += f"; users get it by default ({duration(same.iloc[0]['median_us'])})"
+        yield f"users get it by default ({duration(same.iloc[0]['median_us'])})"
     elif len(users) and users.index[0] != rest.index[0]:
-        default = users.iloc[0]
-        lead += f"; users get {contender_name(dict(default))}, {duration(default['median_us'])}"
-    where = conditions(best["on_cards"], best["limited"])
-    return [", ".join(words), f"  {lead}; {place}", *([f"  {where}"] if where else [])]
+        default = dict(users.iloc[0])
+        yield f"users get {contender_name(default)}, {duration(default['median_us'])}"
 
 
-def _lead(best: Mapping[Any, Any], following: Mapping[Any, Any]) -> str:
+def _ratio(best: Case, following: Case) -> str:
     """Write how many times as fast a case is; with an interval if both ran in one process."""
     if lead := ratio_over(best["blocks"], following["blocks"], best["between"]):
         half = max(LEAST * lead.value, lead.high - lead.value, lead.value - lead.low)
@@ -109,15 +164,15 @@ def _lead(best: Mapping[Any, Any], following: Mapping[Any, Any]) -> str:
     return times(ratio, LEAST * ratio)
 
 
-def _by_name(best: Mapping[Any, Any], timed: pd.DataFrame) -> Mapping[Any, Any]:
+def _by_name(best: Case, timed: pd.DataFrame) -> Case:
     """Return the case of the kernel that `default` ran, if that was measured too; else `best`."""
-    contest = timed[(timed[CONTEST] == pd.Series(best)[CONTEST]).all(axis=1)]
-    named = contest[(contest.side == "ours") & (contest.kernel != DEFAULT)]
+    named = timed[(timed.place == best["place"]) & (timed.side == "ours")]
+    named = named[named.kernel != DEFAULT]
     named = named[_runs_as(best, named)].sort_values("median_us")
     return dict(named.iloc[0]) if best["kernel"] == DEFAULT and len(named) else best
 
 
-def _runs_as(case: Mapping[Any, Any], others: pd.DataFrame) -> "pd.Series[bool]":
+def _runs_as(case: Case, others: pd.DataFrame) -> "pd.Series[bool]":
     """Return which others run the kernel of a case on the same blocks; none if it ran several."""
     alike = [
         bool(kernel_that_ran(case))
@@ -142,36 +197,10 @@ def contender_name(case: Mapping[Any, Any]) -> str:
     return f"{case['name']}{by}"
 
 
-def _best_of_dtypes(group: pd.DataFrame) -> list[dict[Any, Any]]:
-    """Return the winner of each dtype; only those with a dense time, if there are any."""
-    best = [_nearest(cases) for _, cases in group.groupby("dtype", sort=False)]
-    return [case for case in best if pd.notna(case["gain"])] or best
-
-
-def _nearest(group: pd.DataFrame) -> dict[Any, Any]:
-    """Return the fastest case at the sparsity nearest to LEVEL."""
-    away = (group.level - LEVEL).abs().fillna(1).round(3)  # levels of files differ
-    near = group[away == away.min()].assign(haste=-group.median_us)
-    return dict(near.sort_values(["gain", "haste"], na_position="first").iloc[-1])
-
-
-def _fastest_dense(contest: pd.DataFrame) -> dict[Any, Any] | None:
-    """Return the fastest dense case of a contest; None without one."""
-    dense = contest[(contest.side == "dense") & (contest.gain == 1)]
-    return dict(dense.sort_values("median_us").iloc[0]) if len(dense) else None
-
-
-def _place(case: Mapping[Any, Any], with_dtype: bool) -> str:
-    """Name a problem: `linear, m = 64, 90 %, 128 × 128 blocks`, `... 29 of 5632 units active`."""
-    block = str(case.get("block", ""))
-    sizes = [case[name] for name in OF_MODEL if name in case and pd.notna(case[name])]
-    parts = [str(case["op"]), *([str(case["dtype"])] if with_dtype else []), f"m = {case['m']}"]
-    parts += [model_name(*map(int, sizes))] if sizes else []
-    parts += [percent(case["level"])] if case["level"] > 0 else []
-    parts += [blocks_text(block)] if block not in ("", "1", "nan") else []
-    if pd.notna(case.get("active")):
-        units = case["intermediate"] if pd.isna(case["n"]) else case["n"]  # decoding
-        parts.append(f"{case['active']:g} of {units} units active")
-    if pd.notna(case.get("source")):
-        parts.append(str(case["source"]))
-    return ", ".join(parts)
+def _fastest(group: pd.DataFrame, timed: pd.DataFrame) -> Case:
+    """Return the fastest case at the sparsity nearest to USUAL, short ones inside a chain."""
+    away = (group.level - USUAL).abs().fillna(1).round(3)  # levels of files differ
+    near = group[away == away.min()]
+    gains = [in_chain(case, timed)["gain"] for case in records(near)]
+    near = near.assign(chained=gains, haste=-near.median_us)
+    return dict(near.sort_values(["chained", "haste"], na_position="first").iloc[-1])

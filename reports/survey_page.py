@@ -13,28 +13,18 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
 from markupsafe import Markup
 
 from sparsebench._writing import write_file
 from sparsebench.errors import ResultError
-from sparsebench.reports import build
+from sparsebench.reports import build, grids
 from sparsebench.reports.build import Figure
 from sparsebench.reports.comparison_tables import cases, intervals, problems
 from sparsebench.reports.figures._figure import NOTHING, Frames
-from sparsebench.reports.figures._html import note, shaded
-from sparsebench.reports.survey import (
-    Summary,
-    compare_device,
-    gain_text,
-    grid_rows,
-    legend,
-    summarise,
-    text_without_gain,
-)
+from sparsebench.reports.figures._html import note
+from sparsebench.reports.survey import KEY, Summary, compare_device, summarise
 from sparsebench.reports.tables import html_table
 from sparsebench.results import files
-from sparsebench.results.answer import winner
 from sparsebench.results.comparison.changes import Changes, other_devices
 from sparsebench.results.formatting import (
     brackets,
@@ -42,8 +32,6 @@ from sparsebench.results.formatting import (
     duration,
     join_words,
     significant,
-    size_text,
-    span_text,
 )
 from sparsebench.results.run import store
 from sparsebench.results.run.store import without_paths
@@ -109,39 +97,11 @@ def _draw_pages(
     return summary, page
 
 
-def _map(problems: pd.DataFrame) -> Markup:
-    """Return the grid for the page; a cell links to its case in the report of its run."""
-    tokens = sorted(problems.m.unique())
-    rows = [
-        [
-            Markup('<span class="row">{}</span>').format(title),
-            *(_cell(cells.get(m)) for m in tokens),
-        ]
-        for title, cells in grid_rows(problems)
-    ]
-    heads = ["tokens at once", *map(str, tokens)]
-    meaning = capital(brackets(problems.interval.dropna()))
-    caption = f"{legend(problems, 'Hatched', meaning)} A cell links to its case."
-    drawn = '<figure class="map tight">{}<figcaption>{}</figcaption></figure>'
-    return Markup(drawn).format(html_table(heads, rows, "map"), caption)
-
-
-def _cell(line: "pd.Series[Any] | None") -> Markup:
-    if line is None:
-        return NOTHING
-    if pd.isna(line.best_gain):
-        return Markup('<span class="cell none" title="{}">{}</span>').format(
-            winner(line), text_without_gain(line)
-        )
-    link = f"{line.run}/report.html#case-{line.best_case_id}"
-    title = f"{size_text(line['shape'])}: {winner(line)}"
-    span = span_text(line.best_low, line.best_high, line.best_half)
-    text = Markup('<b>{}</b><span class="span">{}</span>').format(gain_text(line), span)
-    return shaded(line.best_gain, line.settled, link, title, text)
-
-
 def _first(summary: Summary) -> Markup:
-    drawn = _map(summary.problems) if len(summary.problems) else NOTHING
+    held = capital(brackets(case["gain_interval"] for case in summary.grid.cases))
+    caption = f"{KEY}. {f'{held}. ' if held else ''}Hatched: not settled. A cell links to its case."
+    address = "{run}/report.html#case-{case_id}".format_map
+    drawn = grids.html(summary.grid, address, caption) if summary.grid.rows else NOTHING
     sentences = Markup("").join(
         Markup('<p class="{}">{}</p>').format("why unreliable" if warns else "why", sentence)
         for sentence in [*summary.others, *summary.state]

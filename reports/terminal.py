@@ -9,10 +9,8 @@
 The table fits the window, but the name of a kernel is never cut.
 """
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from math import nan
 from typing import Any
 
 import pandas as pd
@@ -20,9 +18,8 @@ from rich.console import Console, ConsoleOptions, RenderableType
 from rich.padding import Padding
 from rich.text import Text
 
-from sparsebench.reports.findings import contender_name, findings
+from sparsebench.reports.findings import contender_name, findings, first_views, headlines
 from sparsebench.reports.tables import Cell, Table, split_style
-from sparsebench.results.answer import answers
 from sparsebench.results.badges import Badge, badges, unfit
 from sparsebench.results.formatting import (
     FORMATS,
@@ -34,14 +31,14 @@ from sparsebench.results.formatting import (
     kernel,
     percent,
 )
-from sparsebench.results.problem_names import SIZES_OF_MODEL, problem_name
+from sparsebench.results.problem_names import problem_namer
 from sparsebench.results.record import Status
 from sparsebench.results.run.provenance import device_title
 from sparsebench.results.run.store import Run
 from sparsebench.results.statistics.outcome import STYLES, Outcome
 from sparsebench.results.statistics.ratio import FEWEST
+from sparsebench.results.tables import grid
 from sparsebench.results.tables.analysis import Analysis
-from sparsebench.results.tables.cases import CONTEST, break_even, winners
 from sparsebench.results.tables.contests import empty_launch
 from sparsebench.results.tables.families import OF_ACTIVATIONS, QUANTISED
 from sparsebench.results.tables.frame import fields, records
@@ -95,19 +92,20 @@ def answer_markdown(analysis: Analysis) -> str:
 
 
 def answer_json(analysis: Analysis) -> dict[str, Any]:
-    """Return the answer for a script."""
-    cases = analysis.cases
-    tables = {"winners": winners(cases), "break_even": break_even(cases)}
-    plain = {name: json.loads(table.to_json(orient="records")) for name, table in tables.items()}
+    """Return the answer for a script: findings by view, and the headlines."""
     word, why = analysis.noise.reliability
-    answer: dict[str, Any] = {
-        "answer": [
-            {"where": about, "sentences": lines} for about, lines in answers(analysis.views)
-        ],
+    views = [
+        {"choice": view.choice, "findings": [each.to_json() for each in grid.findings(view.grid)]}
+        for view in first_views(analysis)
+    ]
+    return {
+        "answer": views,
+        "headlines": [finding.to_json() for finding in headlines(analysis)],
         "badges": [label.text for label in badges(analysis)],
+        "noise_floor": analysis.noise.floors,
+        "reliability": word,
+        "reliability_why": why,
     }
-    floors = {"noise_floor": analysis.noise.floors}
-    return answer | plain | floors | {"reliability": word, "reliability_why": why}
 
 
 def count_statuses(analysis: Analysis) -> dict[str, int]:
@@ -158,16 +156,6 @@ def outcome(line: Mapping[Any, Any]) -> Cell:
     return words if pd.isna(more) else f"{words} (+{more})", STYLES.get(line["outcome"], "")
 
 
-def split_fields(table: pd.DataFrame, names: list[str]) -> tuple[list[str], str]:
-    """Return the names of the fields that vary, and the constant fields as text."""
-    values = {name: table[name].unique() for name in names if name in table}
-    varying = [name for name, distinct in values.items() if len(distinct) > 1]
-    constant = [name for name, distinct in values.items() if len(distinct) == 1]
-    if "hidden" in table and table.hidden.notna().all() and SIZES_OF_MODEL & {*varying}:
-        constant = [name for name in constant if name not in SIZES_OF_MODEL]
-    return varying, problem_name(dict(table.iloc[0]), constant)
-
-
 def _once(cases: pd.DataFrame) -> pd.DataFrame:
     """Return each case once with its worst status; a twin only if it failed alone."""
     twin, failed = cases.twin.astype(bool), ~cases.status.isin([Status.OK, Status.UNSUPPORTED])
@@ -202,49 +190,40 @@ def _beyond(cases: pd.DataFrame) -> pd.DataFrame:
 def results(analysis: Analysis) -> Table:
     """Return the fastest kernel of each format in each problem, beside dense."""
     cases, timed = analysis.cases, analysis.timed
-    dense = timed[timed.gain == 1].groupby(CONTEST).median_us.min()
-    over_dense, bases = bool(timed.gain.notna().any()), timed.baseline_label.dropna().unique()
-    against = "× dense" if over_dense else f"× {kernel(bases[0])}" if len(bases) else "× baseline"
-    best = timed.sort_values("median_us", kind="stable").drop_duplicates([*CONTEST, "kind"])
-    alone = best.groupby(CONTEST).kind.transform("nunique") == 1
-    best = (best[(best.kind != "dense") | alone] if over_dense else best).sort_index()
-    names = ["op", *fields(timed), "source", "seed", "scope", "cache"]
-    names = [name for name in names if name != "seed" or timed.seed.nunique() > 1]
-    varying, titles = {}, []
-    for op, group in best.groupby("op", sort=False):
-        varying[op], constant = split_fields(group, names)
-        titles.append(constant)
+    best = timed.sort_values("median_us", kind="stable").drop_duplicates(["place", "kind"])
+    alone = best.groupby("place").kind.transform("nunique") == 1
+    best = best[(best.kind != "dense") | alone].sort_index()
+    name, shared = problem_namer(best, ["op", *fields(timed), "source", "seed", "scope", "cache"])
     lines: list[list[Cell]] = [
         [
-            " ".join([op, text] if len(titles) > 1 else [text]),
+            name(line),
             FORMATS.get(line["kind"], line["kind"]),
             contender_name(line),
             duration(line["median_us"]),
-            duration(dense.get(tuple(line[name] for name in CONTEST), nan)),
-            _gain(line) if over_dense else _ratio(line),
+            duration(line["dense_us"]),
+            _gain(line),
             percent(round(line["of_bound"], 2)) if line["of_bound"] > 0 else "",
             outcome(line) if line["side"] != "dense" else "",
             str(line["marks"] or ""),
         ]
         for line in records(best)
-        for op, text in [(str(line["op"]), problem_name(line, varying[line["op"]]))]
     ]
     sparse = cases[(cases["format"] != "dense") & ~cases["format"].isin(best.kind)]
     lines += [
-        ["-", FORMATS.get(str(name), str(name)), (Outcome.NOT_MEASURED, "quiet")]
+        ["-", FORMATS.get(str(name), str(name)), (Outcome.NOT_MEASURED, "quiet"), *[""] * 6]
         for name in sparse["format"].unique()
     ]
-    columns = ["problem", "format", "kernel", "time", "dense", against, "of limit", "outcome"]
+    columns = ["problem", "format", "kernel", "time", "dense", "× dense", "of limit", "outcome"]
     columns += ["accuracy"]
-    lines = [line + [""] * (len(columns) - len(line)) for line in lines]
     texts = [[split_style(cell)[0] for cell in line] for line in lines]
-    used = [n for i, n in enumerate(columns) if any(text[i] not in EMPTY for text in texts)]
-    cells = [[line[columns.index(name)] for name in used] for line in lines]
-    held = timed.gain_interval if over_dense else timed.interval
-    title = "; ".join(filter(None, [*titles, brackets(held)]))
-    words = {"problem", "format", "kernel", "outcome", "accuracy"}
-    spare = ("outcome", "of limit", "dense", "format")
-    return Table(title=title, columns=used, lines=cells, words=words, spare=spare)
+    used = [i for i in range(len(columns)) if any(text[i] not in EMPTY for text in texts)]
+    return Table(
+        title="; ".join(filter(None, [shared, brackets(timed.gain_interval)])),
+        columns=[columns[i] for i in used],
+        lines=[[line[i] for i in used] for line in lines],
+        words={"problem", "format", "kernel", "outcome", "accuracy"},
+        spare=("outcome", "of limit", "dense", "format"),
+    )
 
 
 def missing(cases: pd.DataFrame, most: int = REASONS) -> list[str]:
@@ -265,15 +244,6 @@ def missing(cases: pd.DataFrame, most: int = REASONS) -> list[str]:
         lines.append(f"{amount(len(group), 'case')} {word}: {why}: {kernels}")
     left = len(groups) - most
     return lines + ([f"{amount(left, 'more reason')} in the report."] if left > 0 else [])
-
-
-def _ratio(line: Mapping[Any, Any]) -> Cell:
-    """Write a speedup, coloured by its outcome, or by its interval in a look."""
-    if line["label"] == line["baseline_label"]:
-        return "1", ""
-    low, high = line["speedup_low"], line["speedup_high"]
-    style = STYLES.get(line["outcome"], "good" if low > 1 else "bad" if high < 1 else "")
-    return between(line["speedup"], low, high, line["uncertainty"], unit=""), style
 
 
 def _gain(case: Mapping[Any, Any]) -> Cell:

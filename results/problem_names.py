@@ -6,14 +6,14 @@ heads 32, kv_heads 8, causal True      ─>  32 heads, 8 KV heads, causal
 hidden 4096, intermediate 14336, ...   ─>  8 of 32 layers of Llama-3-8B
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import pandas as pd
 
 from sparsebench.results.formatting import PATTERNS, blocks_text, percent, size_text
 from sparsebench.results.model_shapes import model_name
-from sparsebench.results.tables.contests import ANY, OF_MODEL
+from sparsebench.results.tables.contests import OF_MODEL
 
 SIZES_OF_MODEL = {*OF_MODEL, "vocab", "heads", "kv_heads", "head_dim"}
 """Fields that the name of a model stands for."""
@@ -59,7 +59,6 @@ VALUES = {
     ("pruned", "all"): "pruned MLPs and attention",
     ("scope", "chain"): "inside a chain",
     ("scope", "op"): "as called from Python",
-    ("block", ANY): "any block",
     ("block", "1"): "",
     ("block", ""): "",
 }
@@ -116,6 +115,33 @@ def name_parts(fields: Mapping[Any, Any], names: Iterable[str]) -> dict[str, str
 def problem_name(fields: Mapping[Any, Any], names: Iterable[str]) -> str:
     """Name a problem by some of its fields: `linear, bf16, m 64, 90 %, 64 × 64 blocks`."""
     return ", ".join(name_parts(fields, names).values())
+
+
+def split_fields(table: pd.DataFrame, names: Iterable[str]) -> tuple[list[str], str]:
+    """Return the names of the fields that vary, and the constant fields as text."""
+    values = {name: table[name].unique() for name in names if name in table}
+    varying = [name for name, distinct in values.items() if len(distinct) > 1]
+    constant = [name for name, distinct in values.items() if len(distinct) == 1]
+    if "hidden" in table and table.hidden.notna().all() and SIZES_OF_MODEL & {*varying}:
+        constant = [name for name in constant if name not in SIZES_OF_MODEL]
+    return varying, problem_name(dict(table.iloc[0]), constant)
+
+
+def problem_namer(
+    lines: pd.DataFrame, fields: Iterable[str]
+) -> tuple[Callable[[Mapping[Any, Any]], str], str]:
+    """Return a function that names the problem of a line, and the text that all lines share.
+
+    A field is part of the name if it varies among the lines of one op; the text has the others.
+    """
+    names = [name for name in fields if name != "seed" or lines.seed.nunique() > 1]
+    by_op = {op: split_fields(group, names) for op, group in lines.groupby("op", sort=False)}
+    op_names = ["op"] if len(by_op) > 1 else []
+
+    def name(line: Mapping[Any, Any]) -> str:
+        return problem_name(line, by_op[line["op"]][0] + op_names)
+
+    return name, "; ".join(about for op, (_, about) in by_op.items() if about != op)
 
 
 def _missing(value: Any) -> bool:

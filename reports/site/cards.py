@@ -18,33 +18,24 @@ from typing import Any
 import pandas as pd
 
 from sparsebench.reports.figures._figure import Frames
-from sparsebench.reports.findings import remarks
-from sparsebench.results.answer import (
-    evidence,
-    headline,
-    headline_side,
-    headline_word,
-    place,
-    sentences,
-    variants,
-    where,
-)
+from sparsebench.reports.findings import general, headline, headlines
+from sparsebench.reports.grids import about
 from sparsebench.results.badges import Badge, badges
 from sparsebench.results.claims.cells import Cell
 from sparsebench.results.claims.planned import PlannedClaim
 from sparsebench.results.comparison.causes import LIBRARIES
 from sparsebench.results.comparison.repeats import verdicts
 from sparsebench.results.formatting import between, plain, selection, times
-from sparsebench.results.problem_names import field_text
 from sparsebench.results.run.provenance import device_name, flat
-from sparsebench.results.tables.cases import CONTEST
-from sparsebench.results.tables.contests import View, with_shapes
+from sparsebench.results.statistics.outcome import Outcome
+from sparsebench.results.tables.contests import usual, with_shapes
+from sparsebench.results.tables.grid import Finding
 
-SCHEMA = "sparsebench/card@11"
+SCHEMA = "sparsebench/card@12"
 DOUBTS = {Badge.UNRELIABLE, Badge.BUSY, Badge.UNFINISHED}
 PLACE = ["op", "dtype", "pattern", "m", "shape", "level", "block"]
-LINE = ["case_id", "kind", "tile", "kernel", "name", "side", "cache"]
-LINE += ["median_us", "gain", "low", "high", "decided", "mark"]
+LINE = ["case_id", "kind", "tile", "row", "kernel", "name", "side", "cache", "of_units"]
+LINE += ["median_us", "gain", "low", "high", "decided", "mark", "dense_name", "dense_us"]
 LINE += ["on_cards", "limited", "between"]
 ROLES = {  # runs that were made from another run, by the key in run.json
     "confirms": "chosen cases of an earlier run, alone",
@@ -118,7 +109,7 @@ def card(frames: Frames, claims: Sequence[PlannedClaim], **place: str) -> Card:
     `place` are the fields that depend on the site: address, slug, identity, origin, name, commit.
     """
     run, cases = frames.run, frames.cases
-    first = frames.views[0] if frames.views else None
+    found = headlines(frames)
     table, facts = _lines(frames), flat(run.environment)
     source: dict[str, Any] = next((run.state[name] for name in ROLES if run.state.get(name)), {})
     return Card(
@@ -142,10 +133,10 @@ def card(frames: Frames, claims: Sequence[PlannedClaim], **place: str) -> Card:
         badges=[
             [label.badge.name.lower(), label.badge.value, label.why] for label in badges(frames)
         ],
-        where=" · ".join(filter(None, [where(first), variants(first, cases)])) if first else "",
-        sentences=sentences(first) if first else ["No case of this run has a time."],
-        gain=_gain(first) if first else "no times",
-        headline=_headline(first, frames) if first else {},
+        where="" if table.empty else about(table, PLACE),
+        sentences=general(frames) or ["No case of this run has a time."],
+        gain=_gain(found[0]) if found else "no times",
+        headline=headline(frames),
         lines=[] if table.empty else _plain(table[["place", *PLACE, *LINE, "wins"]]),
         cells={
             claim.name: [cell.to_json() | {"run": place["address"]} for cell in claim_cells]
@@ -183,39 +174,21 @@ def confirmation(screened: Card, other: Card) -> str:
 
 
 def _lines(frames: Frames) -> pd.DataFrame:
-    raced = frames.raced
-    if raced.empty:
-        return raced
-    measures = raced[["scope", "cache"]].drop_duplicates().to_records(index=False).tolist()
-    scope, cache = ("kernel", "cold") if ("kernel", "cold") in measures else measures[0]
-    raced = with_shapes(raced[(raced.scope == scope) & (raced.cache == cache)])
-    rank = raced.gain.fillna(-raced.median_us)
-    keys = pd.MultiIndex.from_frame(raced[CONTEST])
-    best = rank.groupby(keys.to_flat_index()).idxmax()
-    texts = {name: raced[name].map(plain) if name in raced else "" for name in ("dtype", "pattern")}
-    return raced.assign(wins=raced.index.isin(best), place=pd.factorize(keys)[0], **texts)
+    if frames.raced.empty:
+        return frames.raced
+    timed = with_shapes(usual(frames.raced))
+    best = timed.gain.fillna(-timed.median_us).groupby(timed.place).idxmax()
+    texts = {name: timed[name].map(plain) if name in timed else "" for name in ("dtype", "pattern")}
+    return timed.assign(wins=timed.index.isin(best), **texts)
 
 
-def _headline(view: View, frames: Frames) -> dict[str, str]:
-    line, (gain, rest) = headline(view), evidence(view)
-    rest = " ".join(filter(None, [rest, *remarks(frames)]))
-    return {} if line is None else {"gain": gain, "rest": rest, "case": line.best_case_id}
-
-
-def _gain(view: View) -> str:
-    """Return a view's headline for a badge: 5.52× at 90 %, 64 × 64 blocks."""
-    top = headline(view)
-    if top is None:
+def _gain(finding: Finding) -> str:
+    """Return a headline for a badge: 5.52× linear, bf16, m 4096, 90 %, 64 × 64 blocks."""
+    case = finding.best
+    if pd.isna(case["gain"]):
         return "no dense contender"
-    side = headline_side(top)
-    names = [n for n in view.choice if n not in (view.x, view.y, "block", "pattern")]
-    names = [n for n in names if (n, side) != ("scope", "chain")]  # the scope of the isolated call
-    rest = [field_text(n, view.choice[n]) for n in names if view.choice[n] != "linear"]
-    rest += ["inside a chain"] if side == "chain" else []
-    blocks = "" if view.x == "block" else field_text("block", top.best_tile)
-    at = ", ".join(filter(None, [place(view, top), blocks, *rest]))
-    gain, word = times(top[f"{side}_gain"], top[f"{side}_half"]), headline_word(top).lower()
-    return f"{f'{word}, best sparse {gain}' if word else gain} {at}"
+    word = "" if finding.outcome is Outcome.FASTER else f" ({finding.outcome})"
+    return f"{times(case['gain'], case['half'])}{word} {finding.group}"
 
 
 def _plain(table: pd.DataFrame) -> list[dict[str, Any]]:

@@ -185,27 +185,20 @@ def _findings(every: pd.DataFrame, cards: Sequence[Card]) -> list[dict[str, Any]
     by_address = {card.address: card for card in cards}
     gpus = []
     for gpu, of_gpu in every.groupby("gpu", sort=False):
-        drawn = grids.grids(of_gpu)
-        if drawn:
-            views = [
-                {"grid": grid, "confirmed": _confirmation(grid, by_address[grid.best], cards)}
-                for grid in drawn
-            ]
-            gpus.append(
-                {
-                    "name": str(gpu),
-                    "runs": of_gpu.run.nunique(),
-                    "views": views,
-                    "beside": grids.beside(of_gpu),
-                    "coverage": grids.coverage(of_gpu, drawn),
-                }
-            )
+        drawn = grids.site_grids(of_gpu)
+        views = [
+            {"grid": each, "confirmed": _confirmation(each, by_address[each.top["run"]], cards)}
+            for each in drawn
+        ]
+        facts = {"name": str(gpu), "runs": of_gpu.run.nunique(), "views": views}
+        facts |= {"beside": grids.beside(of_gpu)}
+        gpus += [{**facts, "coverage": grids.coverage(of_gpu, drawn)}] if drawn else []
     return sorted(gpus, key=lambda gpu: -gpu["runs"])
 
 
-def _confirmation(grid: grids.Grid, card: Card, cards: Sequence[Card]) -> dict[str, str] | None:
+def _confirmation(grid: grids.SiteGrid, card: Card, cards: Sequence[Card]) -> dict[str, str] | None:
     """Return the run that confirms a grid's largest gain, on another card if there is one."""
-    if card.headline.get("case") != grid.best_case:
+    if card.headline.get("case") != grid.top["case_id"]:
         return None
     others = [_relation(card, other) for other in cards if other.source == card.origin]
     with_gain = [other for other in others if other["gain"]]
@@ -238,9 +231,13 @@ def _name_page(what: str, name: str, doc: str, cases: pd.DataFrame, shared: dict
         title=capital(grids.format_name(name)) if what == "format" else name,
         doc=doc,
         family="" if what == "format" else family(name),
-        best=grids.best_places(cases),
+        wins=grids.wins(cases),
         cases=grids.cases(cases),
-        grids=[(gpu, grids.grids(of_gpu)) for gpu, of_gpu in cases.groupby("gpu", sort=False)],
+        grids=[
+            each
+            for _, of_gpu in cases.groupby("gpu", sort=False)
+            for each in grids.site_grids(of_gpu)
+        ],
         others=sorted(cases.kernel.unique() if what == "format" else cases.kind.unique()),
     )
 

@@ -4,7 +4,7 @@ Run ─> rows    one line per row: ratios round by round, units (frame.py)
     ─> noise   A/A pairs and the noise floors (noise.py)
     ─> cases   one line per case, scope and cache state, with its verdict (cases.py)
            ─> timed   the cases with a time, with their gains over dense (contests.py)
-           ─> views   grids of contests (contests.py)
+           ─> views   a grid for each choice of the fields (grid.py)
 """
 
 from dataclasses import dataclass
@@ -15,8 +15,9 @@ import pandas as pd
 from sparsebench.results.run.provenance import Choices, choices_of, device_name
 from sparsebench.results.run.store import Run
 from sparsebench.results.tables.cases import by_size, summary
-from sparsebench.results.tables.contests import View, views, with_gains
+from sparsebench.results.tables.contests import with_gains
 from sparsebench.results.tables.frame import frame
+from sparsebench.results.tables.grid import View, views
 from sparsebench.results.tables.noise import Noise, noise
 
 
@@ -40,7 +41,7 @@ class Analysis:
 
     @cached_property
     def views(self) -> list[View]:
-        """Return the grids of contests for all choices of fields, the first to show in front."""
+        """Return the views for all choices of fields, the first to show in front."""
         return views(self.timed)
 
 

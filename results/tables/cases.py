@@ -32,12 +32,10 @@ from sparsebench.results.statistics.outcome import Outcome, among_many
 from sparsebench.results.statistics.ratio import (
     FEWEST,
     IntervalKind,
-    Ratio,
     more_processes,
     p_value,
     q_values,
     ratio,
-    ratio_over,
     student,
 )
 from sparsebench.results.tables.frame import (
@@ -63,7 +61,6 @@ SUMMARY = [
     "speedups",
     "blocks",
 ]
-ENDS = ["slower", "faster"]  # columns of a break-even
 # Weights from a file count as the requested level up to this relative difference of density.
 OTHER_LEVEL = 0.01
 
@@ -153,69 +150,6 @@ def by_size(cases: pd.DataFrame) -> pd.DataFrame:
     """Sort cases by the fields of their problems, because a run takes them in random order."""
     names = ["op", *fields(cases), "source", "seed"]
     return cases.sort_values(names, key=_sizes, kind="stable", ignore_index=True)
-
-
-def winners(cases: pd.DataFrame) -> pd.DataFrame:
-    """Return the fastest case of each contest, baselines included, with its lead.
-
-    The fastest case has the largest speedup or, without a baseline, the shortest median time.
-    `lead` is its speedup over the runner-up, computed like every speedup, and `lead_half` the
-    uncertainty. `tied` means that the lead cannot be distinguished from 1: its interval is not
-    above 1 or, with fewer than FEWEST processes, the noise floor covers it.
-    """
-    timed = cases[(cases.status == Status.OK) & ~cases.twin.astype(bool)]
-    timed = timed.sort_values(["speedup", "median_us"], ascending=[False, True], kind="stable")
-    ranks = timed.groupby(CONTEST, sort=False).cumcount()
-    best = timed[ranks == 0].sort_index()
-    second = timed[ranks == 1].set_index(CONTEST)[["ran", "blocks"]]
-    second = second.reindex(pd.MultiIndex.from_frame(best[CONTEST])).set_axis(best.index)
-    leads = [
-        ratio_over(first, next_best, half) if isinstance(next_best, dict) else None
-        for first, next_best, half in zip(best.blocks, second.blocks, best.between, strict=True)
-    ]
-    ends = [(lead.value, lead.low, lead.high) if lead else (np.nan,) * 3 for lead in leads]
-    table = pd.DataFrame(ends, best.index, ["lead", "low", "high"], dtype="float64")
-    half = uncertainty(table.lead, table.low, table.high, best.floor, best.processes)
-    least: pd.Series = best.floor / np.sqrt(best.processes.astype("float64"))
-    return best.drop(columns="blocks").assign(
-        runner_up=second.ran,
-        lead=table.lead,
-        lead_half=half,
-        tied=[_is_tie(lead, floor) for lead, floor in zip(leads, least, strict=True)],
-    )
-
-
-def _is_tie(lead: Ratio | None, least: float) -> bool:
-    if lead is None:
-        return False
-    look = lead.interval_kind != IntervalKind.CONFIDENCE
-    return not lead.low > 1 or (look and lead.value <= 1 + least)
-
-
-def break_even(cases: pd.DataFrame) -> pd.DataFrame:
-    """Return the measured levels between which each contender overtakes the baseline.
-
-    A contender is not faster at a level where a portfolio chose a dense kernel.
-    """
-    keys = ["op", *(name for name in fields(cases) if name != "sparsity"), "scope", "cache"]
-    keys += ["format", "kernel", "label", "baseline_label"]
-    timed = cases[cases.speedup.notna() & cases.level.notna() & ~cases.twin.astype(bool)]
-    timed = timed[timed.label != timed.baseline_label]
-    lines = []
-    for key, group in timed.groupby(keys, sort=False, dropna=False):
-        speedups = group.speedup.mask(chose_dense(group), 0.0)
-        ends = break_even_levels(group.level.round(6), speedups)
-        lines.append(dict(zip(keys, key, strict=True)) | dict(zip(ENDS, ends, strict=True)))
-    return pd.DataFrame(lines, columns=[*keys, *ENDS])
-
-
-def break_even_levels(levels: pd.Series, gains: pd.Series) -> tuple[float, float]:
-    """Return the last level with a gain below 1, and the first from which all gains are above it.
-
-    Either is NaN if there is none. Nothing is claimed between the two.
-    """
-    below = levels <= levels[gains < 1].max()  # all False if none is below 1 (NaN)
-    return float(levels[below].max()), float(levels[~below].min())
 
 
 def chose_dense(cases: pd.DataFrame) -> pd.Series:

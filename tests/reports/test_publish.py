@@ -5,17 +5,15 @@ import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 from xml.etree import ElementTree
 
-import pandas as pd
 import pytest
 import yaml
 
 from sparsebench._writing import locked_folder
 from sparsebench.errors import ResultError
 from sparsebench.reports.build import Surrounding, frames_of
-from sparsebench.reports.site import grids, run_folder
+from sparsebench.reports.site import run_folder
 from sparsebench.reports.site.cards import Card, card
 from sparsebench.reports.site.devices import find_devices
 from sparsebench.reports.site.pages import Site, page_of, pages
@@ -48,8 +46,8 @@ def card_of(run: Path) -> Card:
 
 def test_a_badge_names_the_chain_that_its_gain_is_of() -> None:
     decode = card_of(STEP.with_name("decode"))
-    assert decode.gain.startswith("5.7× at 90 %, m 1,")
-    assert decode.gain.endswith("inside a chain")
+    assert decode.gain.startswith("5.7× linear, ")
+    assert "inside a chain" in decode.gain
     assert "scope" not in decode.gain
 
 
@@ -72,152 +70,6 @@ def copy(site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return a copy of the site, to which runs are added without reports, which are slow."""
     monkeypatch.setattr(run_folder, "build", lambda *arguments, **more: None)
     return shutil.copytree(site, tmp_path / "site")
-
-
-def lines(*gains: tuple[str, str, float], **same: Any) -> pd.DataFrame:
-    """Return the lines of a contest, dense included: kind, tile, gain."""
-    place = {"run": "r", "place": 0, "op": "linear", "dtype": "bf16", "m": 1, "level": 0.5}
-    place |= {"shape": "64 × 64", "decided": True, "cache": "cold", "median_us": 9.0}
-    place |= {"on_cards": 1, "limited": 0.0}
-    place |= {"pattern": "blocks", "gpu": "GPU", "wins": False}
-    place |= {"case_id": "c", "processes": 8, "day": "2026-11-24", "verdict": True, **same}
-    sides = [("dense", "", 1.0), *gains]
-    return pd.DataFrame(
-        [
-            {**place, "kind": kind, "tile": tile, "name": f"{kind}_{tile}", "gain": gain}
-            | {"low": gain - 0.01, "high": gain + 0.01, "block": tile}
-            | {"side": "dense" if kind == "dense" else "ours"}
-            for kind, tile, gain in sides
-        ]
-    )
-
-
-def joined(tables: list[pd.DataFrame]) -> pd.DataFrame:
-    return pd.concat(tables, ignore_index=True)
-
-
-def only(table: pd.DataFrame) -> grids.Grid:
-    """Return the only grid of these lines."""
-    (grid,) = grids.grids(table)
-    return grid
-
-
-def shown(grid: grids.Grid) -> dict[str, list[str]]:
-    """Return the texts of each row's cells."""
-    return {line.head: [cell.text if cell else "" for cell in line.cells] for line in grid.lines}
-
-
-OLD = {"run": "old", "verdict": False, "processes": 1, "day": "2026-11-21", "shape": "8 × 8"}
-SLOW = {"run": "slow", "day": "2026-11-30"}
-
-
-def test_a_range_over_shapes_has_the_outer_ends_of_its_intervals() -> None:
-    tables = [lines(("bsr", "64", 0.892)), lines(("bsr", "64", 1.5), shape="8 × 8")]
-    (cell,) = only(joined(tables)).lines[0].cells
-    assert cell is not None
-    assert (cell.text, cell.span) == ("0.89–1.50×", "[0.88, 1.51]")
-    slow = joined([lines(("csr", "", 0.0221)), lines(("csr", "", 0.0224), shape="8 × 8")])
-    (cell,) = only(slow.assign(low=0.0219, high=0.0229)).lines[0].cells
-    assert cell is not None
-    assert (cell.text, cell.span) == ("0.022×", "[0.022, 0.023]")
-
-
-@pytest.mark.parametrize(
-    ("tables", "cells"),
-    [
-        ([lines(("spense", "", 1.4), ("int4", "", 3.5))], {"2:4": ["1.40×"]}),  # not quantised
-        (  # the largest gain comes first
-            [lines(("csr", "", 0.23), ("bsr", "64", 3.17), ("spense", "", 1.4))],
-            {"blocks of 64": ["3.17×"], "2:4": ["1.40×"], "CSR": ["0.23×"]},
-        ),
-        (  # a verdict replaces a look of the same row only
-            [lines(("bsr", "16", 2.16)), lines(("bsr", "16", 3.0), ("bsr", "64", 3.15), **OLD)],
-            {"blocks of 64": ["3.15×"], "blocks of 16": ["2.16×"]},
-        ),
-        (  # a run with few contenders does not stand for its format
-            [lines(("bsr", "64", 0.13), **SLOW), lines(("bsr", "64", 3.0), ("bsr", "64", 2.0))],
-            {"blocks of 64": ["3.00×"]},
-        ),
-    ],
-)
-def test_cells_of_a_grid(tables: list[pd.DataFrame], cells: dict[str, list[str]]) -> None:
-    grid = only(joined(tables))
-    assert [*shown(grid).items()] == [*cells.items()]
-
-
-def test_a_cell_has_its_interval_and_a_grid_its_finding() -> None:
-    grid = only(lines(("csr", "", 0.23), ("bsr", "64", 3.17), ("spense", "", 1.4)))
-    assert grid.finding == "Yes: blocks of 64 and 2:4. No: CSR."
-    (cell,) = grid.lines[2].cells
-    assert cell
-    assert (cell.span, cell.wins, cell.look) == ("[0.22, 0.24]", False, False)
-
-
-def test_the_finding_names_the_first_level_from_which_a_row_wins() -> None:
-    gains = [(0.5, 0.75, 1.2), (0.8, 1.5, 1.9), (0.9, 2.0, 3.0)]
-    table = joined(
-        [lines(("bsr", "16", a), ("bsr", "32", b), level=level) for level, a, b in gains]
-    )
-    finding = only(table).finding
-    assert "blocks of 32 from 50 % sparsity on" in finding
-    assert "blocks of 16 from 80 % sparsity on" in finding
-    undecided = table.assign(decided=table.level != 0.5)
-    assert "blocks of 16 and 32 from 80 % sparsity on" in only(undecided).finding
-
-
-def test_a_finding_says_no_only_of_rows_that_are_slower_beyond_the_noise() -> None:
-    near = lines(("bitmap", "", 1.0)).assign(decided=False)
-    mixed = [lines(("bsr", "16", gain), shape=f"{n} × 8") for n, gain in ((8, 0.7), (16, 1.5))]
-    slow = lines(("csr", "", 0.2))
-    finding = only(joined([near, *mixed, slow])).finding
-    assert finding == "Only for some shapes: blocks of 16. Not settled: bitmap. No: CSR."
-
-
-def test_the_best_kernel_of_the_other_side_is_named() -> None:
-    table = lines(("bsr", "64", 3.0), ("bsr", "64", 2.0))
-    table.loc[2, ["name", "side"]] = "torch_bsr", "peer"
-    assert only(table).lines[0].rival == "torch_bsr 2.00× [1.99, 2.01] at 50 %"
-
-
-def test_whole_models_and_attention_have_lines_beside_the_grid() -> None:
-    step = {"op": "decoder", "shape": "Qwen3-8B", "dtype": "bf16", "run": "steps"}
-    mask = {"op": "attention", "shape": "", "dtype": "fp16", "m": 8192, "level": 0.9, "run": "mask"}
-    both = joined([lines(("bsr", "64", 1.9), ("spense", "", 1.3), **step),
-                   lines(("block_mask", "128", 6.0), **mask)])  # fmt: skip
-    model, attention = grids.beside(both)
-    text = "Qwen3-8B, with 1 sequence, over dense: 1.90× [1.89, 1.91] blocks of 64 at 50 % and"
-    assert model[0::2] == ("Model, decoding", "steps")
-    assert model[1].startswith(text)
-    assert attention[1].startswith(
-        "6.00× [5.99, 6.01] as fast as dense attention with 8,192 tokens"
-    )
-    newer = {**mask, "day": "2027-01-01", "run": "newer"}
-    for changed in {"processes": 3}, {"level": 0.0}:
-        other = lines(("block_mask", "128", 2.0), **{**newer, **changed})
-        assert grids.beside(joined([both, other]))[1] == attention
-    decoding = lines(("block_mask", "128", 20.0), **{**mask, "m": 1, "run": "steps"})
-    assert grids.beside(joined([both, decoding]))[1][2] == "mask"
-    assert "with 1 token," in grids.beside(decoding)[0][1]
-    (alone,) = grids.beside(lines(("spense", "", 1.3), **step))
-    assert alone[1] == "Qwen3-8B, 2:4, over dense: 1.30× [1.29, 1.31] with 1 sequence (bf16)"
-
-
-@pytest.mark.parametrize(
-    ("more", "words"),
-    [
-        ({"level": 0.5}, []),
-        ({"m": 32}, ["show 1 of 2 ", "linear in bf16 with 1 token.", "tokens or sparsities"]),
-        ({"op": "ffn"}, ["show 1 of 2 ", "ops (ffn)"]),
-        ({"dtype": "fp32"}, ["show 1 of 2 ", "dtypes (fp32)"]),
-        ({"level": 0.875}, ["show 1 of 2 "]),
-    ],
-)
-def test_the_first_page_counts_the_problems_that_its_grids_leave_out(more, words) -> None:
-    one = lines(("bsr", "64", 3.0), ("spense", "", 1.4)).assign(block="64")
-    table = joined([one, lines(("bsr", "64", 2.0), **more)])
-    said = grids.coverage(table, grids.grids(table))
-    assert bool(said) is bool(words)
-    assert all(word in said for word in words)
 
 
 def test_a_confirmed_run_names_the_run_that_confirms_it(site, tmp_path, monkeypatch) -> None:
@@ -298,8 +150,7 @@ def test_a_run_has_the_name_of_its_folder_and_a_badge_with_its_place(copy, tmp_p
     cards = [json.loads(f.read_text()) for f in copy.glob("*/*/summary.json")]
     assert {card["name"] for card in cards} == {"ffn-step"}  # of the other, its suite
     assert "node17" not in (copy / "index.html").read_text()
-    assert {card["gain"] for card in cards} == {"1.61× at 99.49 % of units off, skew iid"}
-    assert all(card["where"].endswith("the faster of slots=88 and slots=176") for card in cards)
+    assert all(card["gain"].startswith("1.61× ffn_step, ") for card in cards)
 
 
 def test_a_site_has_pages_downloads_feed_and_citation(site: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from sparsebench.errors import ResultError
 from sparsebench.results.record import Case, Contender, Problem, Row, Source, Status, Value
-from sparsebench.results.tables.cases import summary, winners
+from sparsebench.results.tables.cases import summary
 from sparsebench.results.tables.frame import fields, frame, to_csv, to_parquet
 
 DENSE = Contender("dense", "cublas", baseline=True)
@@ -235,16 +235,6 @@ def test_a_source_is_named_by_the_shortest_ending_that_no_other_has(sources, sho
     assert list(frame(rows).source) == shown
 
 
-def test_the_winner_leads_by_its_runner_ups_time() -> None:
-    rows = [row(DENSE, (10.0,)), row(BSR, (4.0,)), row(Contender("csr", "csr"), (5.0,))]
-    twin = row(Contender("bsr", "bsr_triton", {"block": 16}, twin=True), (3.9,))
-    best = winners(summary(frame([*rows, twin])))
-    assert list(best.label) == ["bsr/bsr_triton"]
-    assert best.iloc[0].runner_up == "csr/csr"
-    assert best.iloc[0].lead == pytest.approx(1.25)
-    assert not best.iloc[0].tied
-
-
 def test_csv_comes_back_with_the_same_numbers(tmp_path: Path) -> None:
     table = frame([row(DENSE, (10.0,)), row(BSR, (4.0,)), row(BSR)])
     to_csv(table, tmp_path / "rows.csv")
@@ -279,15 +269,13 @@ def test_a_row_names_what_a_portfolio_chose(kernel, choice, chosen) -> None:
     assert list(table.chosen) == list(summary(table).chosen) == [chosen]
 
 
-def test_a_dense_kernel_that_a_portfolio_chose_wins_by_its_own_name() -> None:
-    rows = [row(DENSE, (10.0,)), row(BEST, (5.0,), choice=DENSE_CHOICE)]
-    best = winners(summary(frame(rows))).iloc[0]
-    assert (best.label, best.ran) == (BEST.label, TRITON)
-    rows = [row(DENSE, (5.0,)), row(BEST, (10.0,), choice=DENSE_CHOICE)]
-    assert winners(summary(frame(rows))).runner_up.iloc[0] == TRITON
-    rows = [row(DENSE, (10.0,)), row(BEST, (5.0,), choice={"chosen": "cvse, ffn_few"})]
-    ran = f"{BEST.label} (chosen: cvse, ffn_few)"
-    assert winners(summary(frame(rows))).ran.iloc[0] == ran
+def test_a_dense_kernel_that_a_portfolio_chose_has_its_own_name() -> None:
+    for choice, ran in (
+        (DENSE_CHOICE, TRITON),
+        ({"chosen": "cvse, ffn_few"}, f"{BEST.label} (chosen: cvse, ffn_few)"),
+    ):
+        cases = summary(frame([row(DENSE, (10.0,)), row(BEST, (5.0,), choice=choice)]))
+        assert (cases.label[1], cases.ran[1]) == (BEST.label, ran)
 
 
 def test_a_cell_of_a_csv_is_text_and_no_formula(tmp_path: Path) -> None:

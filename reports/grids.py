@@ -1,0 +1,214 @@
+"""Write a grid and its findings: sentences, a table for terminals and Markdown, and HTML.
+
+findings ─> sentences    Faster than dense: blocks of 64 from 50 % to 90 % sparsity, up to
+                         4.8× [4.7, 4.9]. Slower: CSR.
+grid     ─> table        2.6×   5.5×?          (? is not settled)
+         ─> html         cells in the colour of their gain, each with a tooltip and a link
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from statistics import median
+from types import MappingProxyType
+from typing import Any
+
+import pandas as pd
+from markupsafe import Markup
+
+from sparsebench.reports.figures._html import shaded
+from sparsebench.reports.tables import Cell as TableCell
+from sparsebench.reports.tables import Table
+from sparsebench.results.formatting import (
+    amount,
+    between,
+    cell_times,
+    conditions,
+    duration,
+    join_words,
+    number,
+    size_text,
+    span_text,
+    times,
+)
+from sparsebench.results.problem_names import split_fields
+from sparsebench.results.statistics.outcome import Outcome
+from sparsebench.results.tables.contests import sort_values_of
+from sparsebench.results.tables.grid import Case, Cell, Finding, Grid, column_text, outcome_of
+
+OPENINGS = {
+    Outcome.FASTER: "Faster than dense",
+    Outcome.SLOWER: "Slower",
+    Outcome.EQUAL: "Equal to dense",
+    Outcome.NOT_SETTLED: "Not settled",
+    Outcome.NOT_MEASURED: "No gain is known",
+}
+STYLES = {Outcome.FASTER: "good", Outcome.SLOWER: "bad"}
+SOME = "for some problems"
+NOTHING = "No sparse contender has a time."
+ACROSS = 5  # columns that fit a narrow screen; cells of more columns wrap there
+SHOWN = 4  # problems in the tooltip of a cell
+BLOCKS = "blocks of "
+
+
+def sentences(findings: Sequence[Finding]) -> list[str]:
+    """Return a sentence for each outcome, the formats that are faster than dense first."""
+    texts = []
+    for word, opening in OPENINGS.items():
+        groups: dict[str, list[Finding]] = {}
+        for finding in findings:
+            if finding.outcome is word:
+                group = finding.group or SOME if word is Outcome.FASTER else ""
+                groups.setdefault(group, []).append(finding)
+        parts = [" ".join([_names(alike), group]).strip() + _most(word, alike)
+                 for group, alike in groups.items()]  # fmt: skip
+        texts += [f"{opening}: {'; '.join(parts)}."] if parts else []
+    return texts or [NOTHING]
+
+
+def _most(word: Outcome, findings: Sequence[Finding]) -> str:
+    """Write the largest gain of some findings: `, up to 5.52× [5.46, 5.58]`."""
+    best = max(findings, key=lambda finding: float(finding.best["gain"])).best
+    return f", up to {gain_text(best)}" if word is Outcome.FASTER else ""
+
+
+def _names(findings: Sequence[Finding]) -> str:
+    """Name contenders together: blocks of 32, 64 and 128 and 2:4."""
+    names = [finding.contender for finding in findings]
+    sizes = [name.removeprefix(BLOCKS) for name in names if name.startswith(BLOCKS)]
+    sizes = sort_values_of(pd.Series(sizes, dtype=str))
+    blocks = [f"{BLOCKS}{join_words(sizes)}"] if sizes else []
+    return join_words([*blocks, *(name for name in names if not name.startswith(BLOCKS))])
+
+
+def gain_text(case: Case) -> str:
+    """Write the gain of a case with its interval, and its outcome if it is not faster."""
+    text = between(*(case.get(end, float("nan")) for end in ("gain", "low", "high", "half")))
+    return text if outcome_of(case) is Outcome.FASTER else f"{text} ({outcome_of(case)})"
+
+
+def about(lines: pd.DataFrame, names: Sequence[str]) -> str:
+    """Write what the problems of some lines share, and the dense contenders that gains are over."""
+    sparse = lines[lines.side != "dense"]
+    shared = split_fields(lines if sparse.empty else sparse, names)[1]
+    return " · ".join(filter(None, [shared.replace(", ", " · "), against(lines)]))
+
+
+def against(lines: pd.DataFrame) -> str:
+    """Write the dense contenders that the gains of some lines are over, and their times."""
+    dense = lines[lines.gain.notna()]
+    if dense.empty:
+        return "no dense contender has a time"
+    ends = dict.fromkeys([duration(dense.dense_us.min()), duration(dense.dense_us.max())])
+    return f"over dense ({join_words([*dense.dense_name.unique()])}, {' to '.join(ends)})"
+
+
+def table(grid: Grid, title: str = "") -> Table:
+    """Return a grid for a terminal or for Markdown; `?` marks a cell that is not settled."""
+    lines: list[list[TableCell]] = [
+        [row, *(_table_cell(cells.get(at)) for at in grid.columns)]
+        for row, cells in grid.rows.items()
+    ]
+    heads = ["", *(column_text(grid.x, at) for at in grid.columns)]
+    return Table(title=title, columns=heads, lines=lines, words=[""])
+
+
+def _table_cell(cell: Cell | None) -> TableCell:
+    if cell is None or pd.isna(cell.best["gain"]):
+        return ("" if cell is None else "–"), "quiet"
+    text, _ = cell_texts(cell)
+    if not cell.decided:
+        return f"{text}?", "unsure"
+    (style,) = (STYLES[each] for each in cell.outcomes) if len(cell.outcomes) == 1 else ("",)
+    return f"{text} ", style
+
+
+def cell_texts(cell: Cell) -> tuple[str, str]:
+    """Return the gain of a cell, or the range of several, and the interval.
+
+    That of a range reaches from the lowest end of its intervals to the highest. Both have the
+    digits of its narrowest interval, so that no end is rounded out of it.
+    """
+    timed = [case for case in cell.cases if pd.notna(case["gain"])]
+    (gain, low, high), last = (timed[0][name] for name in ("gain", "low", "high")), timed[-1]
+    if len(timed) == 1:
+        half = timed[0].get("half", max(high - gain, gain - low))
+        known = pd.notna(low) and high > low
+        return (cell_times(gain, half) if known else times(gain)), span_text(low, high, half)
+    ends = pd.DataFrame([(case["low"], case["high"]) for case in timed], columns=["low", "high"])
+    least, most = ends.low.min(skipna=False), ends.high.max(skipna=False)
+    half = (ends.high - ends.low).min(skipna=False) / 2
+    texts = [number(end, min(end / 10, half)) for end in (last["gain"], gain)]
+    return f"{'–'.join(dict.fromkeys(texts))}×", span_text(least, most, half)
+
+
+def html(
+    grid: Grid,
+    link: Callable[[Case], str],
+    caption: str | Markup,
+    names: bool = False,
+    data: Mapping[str, Any] = MappingProxyType({}),
+) -> Markup:
+    """Return a grid whose cells lead to their largest gain.
+
+    link   the address of a case
+    names  whether a cell names its kernel
+    data   attributes of the table, for scripts
+    """
+    classes = "map many" if len(grid.columns) > ACROSS else "map"
+    head = Markup("").join(
+        Markup('<th scope="col">{}</th>').format(column_text(grid.x, at)) for at in grid.columns
+    )
+    body = Markup("\n").join(
+        Markup('<tr><th scope="row">{}</th>{}</tr>').format(
+            row,
+            Markup("").join(
+                Markup('<td data-head="{}">{}</td>').format(
+                    column_text(grid.x, at),
+                    _html_cell(row, at, cells.get(at), grid, link, names),
+                )
+                for at in grid.columns
+            ),
+        )
+        for row, cells in grid.rows.items()
+    )
+    facts = Markup("").join(Markup(' data-{}="{}"').format(*each) for each in data.items())
+    page = (
+        '<figure class="map"><div class="scroll" tabindex="0" role="region" aria-label="Speedup '
+        'over dense"><table class="{}"{}><thead><tr><td></td>{}</tr></thead><tbody>{}</tbody>'
+        "</table></div><figcaption>{}</figcaption></figure>"
+    )
+    return Markup(page).format(classes, facts, head, body, caption)
+
+
+def _html_cell(
+    row: str, at: Any, cell: Cell | None, grid: Grid, link: Callable[[Case], str], names: bool
+) -> Markup:
+    if cell is None:
+        return Markup('<span class="none"></span>')
+    if pd.isna(cell.best["gain"]):
+        return Markup('<span class="cell none">–</span>')
+    text, span = cell_texts(cell)
+    words = str(cell.best["name"]).partition(" ")[0] if names else ""
+    name = Markup("_<wbr>").join(words.split("_"))
+    look = Markup(" <small>look</small>") if cell.best.get("verdict") is False else ""
+    shown = Markup('<b>{}</b><span class="span">{}</span> {}{}').format(text, span, name, look)
+    middle = median(case["gain"] for case in cell.cases if pd.notna(case["gain"]))
+    title = f"{row} at {column_text(grid.x, at)}: {tooltip(cell)}"
+    return shaded(middle, cell.decided, link(cell.best), title, shown)
+
+
+def tooltip(cell: Cell) -> str:
+    """Write the problems of a cell, each with its fastest contender, its gain and its time."""
+    texts = [
+        ": ".join(filter(None, [size_text(case["shape"]), f"{case['name']}, {gain_text(case)}"]))
+        + f", {evidence(case)}"
+        for case in cell.cases[:SHOWN]
+    ]
+    rest = len(cell.cases) - SHOWN
+    return "; ".join([*texts, *([f"{rest} more"] if rest > 0 else [])])
+
+
+def evidence(case: Mapping[Any, Any]) -> str:
+    """Write a case's time, its processes, and the conditions under which they ran."""
+    where = conditions(case["on_cards"], case["limited"])
+    count = amount(int(case["processes"]), "process")
+    return ", ".join(filter(None, [duration(case["median_us"]), count, where, case.get("day", "")]))
