@@ -110,8 +110,7 @@ def headlines(analysis: Analysis) -> list[Finding]:
 def headline_text(finding: Finding) -> tuple[str, str]:
     """Return the gain of a headline, and the rest of its sentence without the details."""
     case = finding.best
-    inside = " inside a chain" if case["scope"] == "chain" else ""
-    who = f"{finding.contender} {duration(case['median_us'])}{inside}"
+    who = f"{finding.contender} {duration(case['median_us'])}"
     if case["of_bound"] > 0:
         who += f", {percent(round(case['of_bound'], 2))} of the hardware limit"
     if pd.isna(case["gain"]):
@@ -127,6 +126,7 @@ def _finding(case: Case, timed: pd.DataFrame) -> Finding:
     isolated = _by_name(case, timed)
     best = in_chain(isolated, timed)
     names = ["op", *(name for name in fields(timed) if name != "sparsity"), "level", "source"]
+    names += ["scope", "cache"]
     place = problem_name(best, names)
     contest = timed[timed.place == best["place"]]
     rivals = contest[(contest.side != "dense") & (contest.label != best["label"])]
