@@ -68,7 +68,7 @@ document.addEventListener("pointermove", (event) => {
 });
 
 // On a narrow screen the style turns table lines into paragraphs: values carry their heads, dashes are hidden.
-for (const table of document.querySelectorAll(".scroll > table:not(.map, .grid, .runs)")) {
+for (const table of document.querySelectorAll(".scroll > table:not(.map, .runs)")) {
   if (!table.tHead) continue;
   table.classList.add("stacked");
   const heads = [...table.tHead.rows[0].cells].map((head) => head.textContent);

@@ -87,7 +87,7 @@ def test_the_first_page_is_one_screen_with_a_finding_and_a_grid(places, show) ->
     page = show(places["site"]).page
     assert page.evaluate("document.documentElement.scrollHeight") <= 900
     view = page.locator(".view:visible")
-    assert view.locator(".finding").inner_text().startswith("Yes: blocks of")
+    assert view.locator(".finding").inner_text().startswith("Faster than dense: blocks")
     rows = view.get_by_role("rowheader").all_inner_texts()
     assert rows == [*(f"blocks of {size}" for size in (128, 64, 32, 16)), "half 2:4", "CSR"]
     heads = page.locator(".view:visible .steps b").all_inner_texts()
@@ -110,7 +110,7 @@ def test_the_chosen_gpu_and_tokens_are_kept_in_the_address(places, show) -> None
 
 def test_a_cell_opens_a_card_with_rivals_in_order_and_commands(places, show) -> None:
     page = show(places["run"]).page
-    page.locator("a[data-cell][title^='At 90 %: BSR with 32 × 32' i]:visible").click()
+    page.locator("a[data-cell][title^='blocks of 32 at 90 %']:visible").click()
     card = page.locator("aside.card")
     assert card.is_visible()
     times = [float(text.split(" ")[0].replace(",", "")) for text in
@@ -219,7 +219,7 @@ def test_long_names_of_files_leave_the_speedups_in_the_window(width, places, sho
 
 @pytest.mark.parametrize("name", ["site", "patterns"])
 def test_a_narrow_screen_shows_the_interval_of_each_speedup(name, places, show) -> None:
-    spans = ".grid .span" if name == "site" else ".map .span"
+    spans = ".map .span"
     page = show(places[name], 400).page
     view = page.locator(".view:visible")
     assert view.locator(spans).count() > 3

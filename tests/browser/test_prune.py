@@ -54,7 +54,7 @@ def test_an_address_shows_one_answer_without_javascript(page: Path, browser: Any
     context = browser.new_context(java_script_enabled=False)
     opened = context.new_page()
     opened.goto(page.as_uri())
-    opened.locator(f'.grid a[href="#{OTHER}"]').click()
+    opened.locator(f'.map a[href="#{OTHER}"]').click()
     assert opened.locator(".advice:visible").get_attribute("id") == OTHER
     assert not opened.locator("select:visible").count()
     context.close()

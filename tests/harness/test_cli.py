@@ -285,7 +285,7 @@ def test_a_selection_of_a_suite_is_a_valid_run(run: Path, tmp_path: Path) -> Non
     flags = "--device", "sim", "--replicates", 1, "--only", part
     done = sparsebench("run", run / "suite.yaml", *flags, "--out", out, "--json")
     result = json.loads(done.stdout)
-    assert (result["run"], result["cases"], len(result["winners"])) == (str(out), {"ok": 3}, 1)
+    assert (result["run"], result["cases"], len(result["headlines"])) == (str(out), {"ok": 3}, 1)
     assert "expected a new directory" in refusal("run", run / "suite.yaml", *flags, "--out", out)
     assert f"with --only '{part}'" in output("validate", out)
 
