@@ -1,7 +1,7 @@
 """The page of a survey: its first screen (survey.py), and everything else folded below it.
 
 first    finding, grid, sentences
-folded   the same cases on other devices, ceilings, kernels, state of the machine, what is left out
+folded   the same cases on other devices, kernels, state of the machine, what is left out
 beside   decide*/report.html and screen/report.html, which list every case
 """
 
@@ -31,7 +31,6 @@ from sparsebench.results.formatting import (
     capital,
     duration,
     join_words,
-    significant,
 )
 from sparsebench.results.run import store
 from sparsebench.results.run.store import without_paths
@@ -74,7 +73,6 @@ def _draw_pages(
     summary = summarise(device, by_run, others, kernels, fitness)
     sections = [
         ("elsewhere", "The same cases on other devices", _others(others, refused)),
-        ("ceilings", "Ceilings", _ceilings(by_run, others, device)),
         ("kernels", "Kernels on this device", _kernels(kernels)),
         ("fitness", "State of the machine", _fitness(fitness)),
         ("left", "Left out", _table_of_rest({**survey["left"], **survey["notes"]})),
@@ -126,32 +124,6 @@ def _other(there: Changes) -> Markup:
     held = " ".join(intervals([there]))
     text = note(f"{compare_device(there)} {runs} Problems: {problems([there])}. {held}")
     return head + text + replace(cases([there]), title="").html()
-
-
-def _ceilings(by_run: dict[str, Frames], others: list[Changes], device: str) -> Markup:
-    """List the measured ceilings of this device and of the other devices."""
-    if "screen" not in by_run:
-        return NOTHING
-    named = {device: by_run["screen"].run.environment.get("ceilings", {})}
-    named |= {
-        other.b.name: other.b.runs[0].environment.get("ceilings", {})
-        for other in others
-        if not other.same_device
-    }
-    flat = {name: _flat_ceilings(ceilings) for name, ceilings in named.items()}
-    kinds = list(dict.fromkeys(kind for ceilings in flat.values() for kind in ceilings))
-    rows = [
-        [kind, *(significant(ceilings.get(kind)) for ceilings in flat.values())] for kind in kinds
-    ]
-    return html_table(["measured", *(f">{name}" for name in named)], rows)
-
-
-def _flat_ceilings(data: dict[str, Any]) -> dict[str, float]:
-    names = {f"{way}_gb_per_s": f"{way}, GB/s" for way in ("read", "copy", "write")}
-    values = {text: data[name] for name, text in names.items() if data.get(name)}
-    values |= {f"{dtype}, TFLOP/s": rate for dtype, rate in data.get("matrix_tflops", {}).items()}
-    values |= {"empty launch, µs": data["launch_us"]} if data.get("launch_us") else {}
-    return values | ({"L2, MiB": data["l2_bytes"] / 2**20} if data.get("l2_bytes") else {})
 
 
 def _kernels(kernels: list[dict[str, Any]]) -> Markup:

@@ -176,9 +176,6 @@ def test_badges_say_what_a_run_can_say() -> None:
     for processes, badge in ((8, Badge.VERDICT), (3, Badge.LOOK)):
         analysis = analysed(rows(processes, [(DENSE, 100.0), (OURS, 50.0)]))
         assert [label.badge for label in badges(analysis)] == [badge]
-    simulated = replace(analysis, run=replace(analysis.run, environment={"sim": {"seed": 0}}))
-    words = [label.badge for label in badges(simulated)]
-    assert words == [Badge.SIMULATED, Badge.LOOK]
     none = analysed([])
     assert [label.badge for label in badges(none)] == [Badge.EMPTY]
     assert none.views == []
