@@ -71,11 +71,12 @@ class Commands(typer.core.TyperGroup):
         """Import a command; None for an option. Raises a usage error for a name that is not one."""
         if (name := self.modules.get(cmd_name)) is None:
             from sparsebench._discovery import did_you_mean
+            from sparsebench.errors import SuiteError
 
             if cmd_name.startswith("-"):
                 return None
             if cmd_name in MOVED:
-                return ctx.fail(f"{cmd_name} is a script of the repository: {MOVED[cmd_name]}")
+                raise SuiteError(f"{cmd_name} is a script of the repository: {MOVED[cmd_name]}")
             hint = did_you_mean(cmd_name, self.modules)
             return ctx.fail(f"expected a command, found {cmd_name!r}{hint}")
         target = getattr(import_module(f"sparsebench.harness.commands.{name}"), name)
