@@ -271,12 +271,13 @@ def finish(folder: Path, plan: Plan, suite: Suite) -> Path:
 
     Raises ResultError if a process still measures a part.
     """
-    pieces, out = list[Path](), merged_at(folder)
+    rows, out = dict[Path, list[Row]](), merged_at(folder)
     for number in plan.numbers:
         with store.lock_run(folder / str(number)):
             flags = plan.flags_of(number)
-            pieces += [p for p in pieces_of(folder, number) if _seal_completed(p, suite, flags)]
-    done = len(Counts(row for piece in pieces for row in store.rows(piece)).done)
+            rows |= {p: _seal_completed(p, suite, flags) for p in pieces_of(folder, number)}
+    pieces = [piece for piece, measured in rows.items() if measured]
+    done = len(Counts(row for piece in pieces for row in rows[piece]).done)
     of = len(plan.contests(suite)) * plan.flags.replicates
     if done < of:
         raise Unfinished(out, done, of)
