@@ -152,8 +152,6 @@ def find(texts: Sequence[str], among: Iterable[Path]) -> list[Side]:
     for text in texts:
         if text not in paths and Path(text).exists():
             raise ResultError(f"{text}: expected the directory of a run, found no run.json in it")
-        if text not in paths and texts.count(text) > 1:
-            raise ResultError(f"{text}: expected each name once")
     if len(paths) == len(set(texts)):
         runs = [store.read(paths[text]) for text in texts]
         return [side(r, name=n) for r, n in zip(runs, distinct_names(runs), strict=True)]
@@ -165,6 +163,8 @@ def find(texts: Sequence[str], among: Iterable[Path]) -> list[Side]:
         else _matches(text, candidates, folders)
         for text in texts
     }
+    if twice := [text for text in texts if texts.count(text) > 1]:
+        raise ResultError(f"{twice[0]}: expected each name once")
     suites = set.intersection(*({each.suite for each in runs} for runs in runs_of.values()))
     if not suites:
         has = "; ".join(f"{t} has {_few({each.suite for each in c})}" for t, c in runs_of.items())
