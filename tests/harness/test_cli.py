@@ -244,7 +244,7 @@ def test_a_resumed_run_refuses_flags_that_it_recorded(flags: list[object], messa
             "train-lm is a script of the repository: experiments/train_lm.py",
         ),
         (["whole"], "whole is a script of the repository: experiments/whole_model.py"),
-        (["compare", "H100", "H200", "--among", "suites"], "expected runs below suites"),
+        (["compare", "H100", "H200", "--among", "suites"], "of the runs below suites"),
         (["run", "quick", "--device", "cuda:7"], "expected an NVIDIA GPU for 'cuda:7'"),
         (["run", "quick", "--device", "tpu"], "expected cpu, cuda or cuda:N"),
         (["run", "quick", "--device", "cpu", "--only", "block=7"], "expected at least one case"),
