@@ -27,9 +27,9 @@ LEVELS = {"ok": "green", "note": "yellow", "warning": "bold red"}
 
 
 class Show(Protocol):
-    """Called with the parts done, the parts in all, the last result, and the step they are of."""
+    """Called with the parts done, the parts in all, the problem, and the step they are of."""
 
-    def __call__(self, done: int, total: int, result: str, step: str = "") -> None: ...
+    def __call__(self, done: int, total: int, problem: str, step: str = "") -> None: ...
 
 
 class Output(Console):
@@ -74,14 +74,6 @@ def wide() -> Output:
 def print_json(data: Any) -> None:
     """Print data as JSON; a dataclass becomes an object."""
     stdout.write(json.dumps(data, indent=1, default=asdict) + "\n")
-
-
-def print_result(result: Any, table: Callable[[Any], object], as_json: bool) -> None:
-    """Print a result as JSON, or the table that is made of it."""
-    if as_json:
-        print_json(result)
-    else:
-        wide().print(table(result))
 
 
 def show_page(page: Path) -> None:
@@ -194,8 +186,8 @@ def progress_bar() -> Iterator[Show]:
     with Progress(*columns, console=stderr, transient=True) as progress:
         task = progress.add_task("starting", total=None, step="")
 
-        def show(done: int, total: int, result: str, step: str = "") -> None:
-            progress.update(task, completed=done, total=total, description=result, step=step)
+        def show(done: int, total: int, problem: str, step: str = "") -> None:
+            progress.update(task, completed=done, total=total, description=problem, step=step)
 
         yield show
 
@@ -212,7 +204,7 @@ def progress_lines() -> Show:
     due = since = time.monotonic()
     first, last, predictable = -1, (0, 0), True
 
-    def show(done: int, total: int, result: str, step: str = "") -> None:
+    def show(done: int, total: int, problem: str, step: str = "") -> None:
         nonlocal due, since, first, last, predictable
         now, (done_before, total_before) = time.monotonic(), last
         if first < 0 or total != total_before or done < done_before:
@@ -225,6 +217,6 @@ def progress_lines() -> Show:
         if predictable and done > first:
             left_s = (now - since) / (done - first) * (total - done)
             left = "{}:{:02d} left".format(*divmod(round(left_s), 60))
-        stderr.say(" · ".join(filter(None, [f"{step} {done}/{total}".lstrip(), left, result])))
+        stderr.say(" · ".join(filter(None, [f"{step} {done}/{total}".lstrip(), left, problem])))
 
     return show

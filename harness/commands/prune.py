@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from sparsebench.harness.commands._console import print_result
+from sparsebench.harness.commands._console import print_json, wide
 from sparsebench.harness.commands._options import Device, Json, out_file
 
 
@@ -60,4 +60,7 @@ def prune(
         tokens=tokens,
         to=out,
     )
-    print_result(pruned, table, as_json)
+    if as_json:
+        print_json(pruned)
+    else:
+        wide().print(table(pruned))

@@ -13,13 +13,11 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from rich.markup import escape
-from rich.table import Table
 from torch.nn.functional import linear
 
 from sparsebench.harness.bench import device_ceilings
 from sparsebench.harness.doctor import findings, other_work, timing_checks
-from sparsebench.harness.doctor.findings import Finding, Level
+from sparsebench.harness.doctor.findings import Finding
 from sparsebench.harness.machine.device import identity
 from sparsebench.harness.machine.nvml import Board, NoNvml, board, summary
 from sparsebench.kernels._common.gpu_clock import GpuClock
@@ -28,7 +26,6 @@ LOAD_S = 1.0
 SIDE, CALLS = 4096, 250  # size of the product used as load, and its calls between readings
 GOVERNOR = Path("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor")
 APPLICATION = "Applications", "DefaultApplications"
-STYLES = {Level.OK: "green", Level.NOTE: "yellow", Level.WARNING: "bold red"}
 
 
 def examine(device: torch.device) -> list[Finding]:
@@ -41,17 +38,6 @@ def examine(device: torch.device) -> list[Finding]:
         results.append(timing_checks.empty_launch(device_ceilings.empty_launch_us(device)))
         results.append(timing_checks.launches(GpuClock(device).holds))
     return results
-
-
-def table(results: list[Finding]) -> Table:
-    shown = Table(box=None, padding=(0, 2, 0, 0))
-    for name in ("", "check", "found", "what it means, and what to do"):
-        shown.add_column(name, overflow="fold")
-    for finding in results:
-        advice = " ".join(filter(None, [finding.means, finding.do]))
-        level = f"[{STYLES[finding.level]}]{finding.level}[/]"
-        shown.add_row(level, finding.check, escape(finding.found), escape(advice))
-    return shown
 
 
 def _on_gpu(device: torch.device) -> list[Finding]:

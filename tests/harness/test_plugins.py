@@ -11,14 +11,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from markupsafe import Markup
 
 from sparsebench._discovery import canonical, load, modules
 from sparsebench.errors import SuiteError
 from sparsebench.formats.csr import Csr
 from sparsebench.harness.machine.code import code_sha256, plugins
 from sparsebench.harness.plan.suite import expand
-from sparsebench.reports.build import Figure, _draw_figure, load_figure
+from sparsebench.reports.build import load_figure
 from sparsebench.results.run.provenance import flat
 from tests.tools.command_line import output, refusal, sparsebench
 from tests.tools.paths import TESTS
@@ -118,11 +117,6 @@ def test_a_run_records_its_plug_ins(simulated: Path, here: Path) -> None:
     assert result["plugins.sparsebench_example.version"] == "1"
     assert result["plugins.sparsebench_example.sha256"] == digest
     assert result["code_sha256"] != code_sha256()
-
-
-def test_a_run_without_plug_ins_records_none() -> None:
-    assert plugins(["sparsebench.formats.bsr"]) == {}
-    assert code_sha256({}) == code_sha256()
 
 
 def test_the_digest_covers_every_file_of_the_package(here: Path) -> None:
@@ -281,15 +275,6 @@ def test_a_figure_that_lacks_a_part_is_refused(tmp_path, monkeypatch, code, line
     monkeypatch.setattr("sparsebench._discovery.modules", lambda folder: {"mine": "drawn"})
     with pytest.raises(SuiteError, match=f"^mine: {line}"):
         load_figure("mine")
-
-
-def test_the_figure_of_a_plug_in_that_fails_is_named(here: Path) -> None:
-    def draw(frames: object) -> Markup:
-        raise KeyError(frames)
-
-    line = r"^figure fastest \(sparsebench_example.fastest\): KeyError: None$"
-    with pytest.raises(SuiteError, match=line):
-        _draw_figure(Figure("fastest", "Fastest", 0, draw), None)
 
 
 def assert_refused(folder: Path, problem: str, kernel: str, token: str) -> None:
