@@ -31,7 +31,6 @@ from sparsebench.harness.commands._console import (
     stderr,
     stdout,
 )
-from sparsebench.harness.run import early_start
 
 PACE = "the time left is shown while contests run"
 REMOVED = {  # what older versions took on the command line, and what replaces it
@@ -151,8 +150,6 @@ def main() -> int:
                 line = " ".join(message.encode(errors="backslashreplace").decode().split())
                 stderr.flag("error", "red", line)
         return code
-    finally:
-        early_start.end()
     return 0
 
 

@@ -46,13 +46,6 @@ class Sharing:
         return bool(self.devices or self.slurm)
 
     @property
-    def count(self) -> int:
-        """Return how many devices of this host measure; 0 if jobs do."""
-        if self.slurm:
-            return 0
-        return len(self.devices.split(",")) if self.devices else 1
-
-    @property
     def device_names(self) -> list[str]:
         """Return the devices of this host. Raises SuiteError if one does not exist."""
         from sparsebench.harness.machine.device import full_name

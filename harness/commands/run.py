@@ -16,13 +16,11 @@ from sparsebench.harness.commands._console import (
     wide,
 )
 from sparsebench.harness.commands._sharing import Devices, Shard, Shards, Sharing, Slurm
-from sparsebench.harness.run import early_start
 
 if TYPE_CHECKING:
     from sparsebench.harness.plan.suite import Suite
     from sparsebench.harness.run.run_json import Flags
 
-REPORT_MODULES = "sparsebench.reports.build", "sparsebench.reports.terminal", "scipy.stats"  # 3 s
 # Options that --resume takes from the run, and those that it takes from a shared plan as well.
 FIXED_BY_RUN = (
     "out", "only", "replicates", "energy", "devices", "slurm", "shards", "shard",
@@ -70,7 +68,6 @@ def run(
             opt.refuse_beside_resume(context, FIXED_BY_PLAN)
         else:
             opt.require_runs(resume)
-        early_start.start(device, 1, 1)
         if shared_out:
             from sparsebench.harness.run.measure import RunOptions
             from sparsebench.harness.shared_runs import sharing as shared
@@ -83,7 +80,6 @@ def run(
     elif repeat or profile:
         raise typer.Exit(_profile(str(suite), device, data, only, repeat, profile))
     else:
-        early_start.start(device or devices, sharing.count, replicates)
         from sparsebench.errors import SuiteError
         from sparsebench.harness.plan.selection import has_only_baselines
         from sparsebench.harness.plan.suite import read
@@ -132,7 +128,6 @@ def _measure(
     from sparsebench.harness.run.measure import RunOptions, measure
 
     engine = sharing.measure if sharing else measure
-    early_start.import_meanwhile(*REPORT_MODULES)
     with measuring() as show:
         options = RunOptions(progress=show, on_message=message_printer(debug))
         return engine(suite, flags, out, resume, options)

@@ -35,7 +35,6 @@ from sparsebench.harness.doctor.findings import warning
 from sparsebench.harness.machine.stand_in import stand_in
 from sparsebench.harness.new_gpu.choices import coarse, deciding, probe
 from sparsebench.harness.plan.suite import read
-from sparsebench.harness.run import early_start
 from sparsebench.harness.run.measure import Progress, RunOptions, Stopped, measure
 from sparsebench.harness.run.run_json import Flags
 from sparsebench.harness.run.tuning import tune
@@ -198,7 +197,6 @@ def _screen(survey: Survey, end: float, progress: Progress) -> str:
 
 def _decide(survey: Survey, end: float, progress: Progress) -> str:
     """Measure the deciding problems, in another run if an earlier survey had fewer of them."""
-    early_start.start(survey.device, 1, FEWEST)  # while this one plans
     screened = store.read(survey.path / "screen")
     if not screened.rows:
         again = f"`sparsebench new-gpu --resume {survey.path} --budget TIME` resumes"

@@ -24,7 +24,7 @@ from sparsebench.harness.doctor.findings import failure
 from sparsebench.harness.machine import cpu_placement, nvml
 from sparsebench.harness.plan.selection import planned_contests, text
 from sparsebench.harness.plan.suite import Contest, Suite
-from sparsebench.harness.run import early_start, plan_part
+from sparsebench.harness.run import plan_part
 from sparsebench.harness.run.history import History, Pinned
 from sparsebench.harness.run.recorded_plan import (
     code_of,
@@ -150,7 +150,6 @@ def measure(
             environment |= {"ceilings": ceilings}
             path = create_directory(out, suite, environment, record, runner.about["slug"])
             stack.enter_context(store.lock_run(path))
-        early_start.wait_for_imports()  # nothing is imported while a contest runs
         runner.log.file = path / "worker.log"
         runner.log.on_failure = lambda reason, text: options.on_message(failure(reason, text))
         contest_options = contest_state.ContestOptions(
@@ -158,6 +157,7 @@ def measure(
             ceilings=Ceilings.from_json(ceilings),
             energy=flags.energy,
         )
+        began += runner.spent_s["ceilings"]  # which no later process measures
         share_s = (options.until - began) / processes if options.even else inf
         session = _Session(
             runner, path, record, contests, contest_options, rows, watch, options, began + share_s

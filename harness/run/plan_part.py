@@ -57,7 +57,7 @@ class Part:
         """Let `runner` end when this part is stopped."""
         self.runner = runner
         runner.stopping = self.stopping
-        draw_near(runner.pid)  # another thread may have started it early
+        draw_near(runner.pid)
 
     def require_alike(self, environment: Mapping[str, Any]) -> None:
         """Raise ResultError if the kind of GPU, code or libraries differ from the first part's."""

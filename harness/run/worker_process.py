@@ -12,6 +12,8 @@ import json
 import os
 import secrets
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -25,7 +27,6 @@ from typing import IO, Any
 from sparsebench.errors import WorkerError
 from sparsebench.harness.machine.stand_in import stand_in
 from sparsebench.harness.plan.suite import Contest
-from sparsebench.harness.run import early_start
 from sparsebench.results.record import Case, Row, Status
 from sparsebench.results.run.store import without_paths
 
@@ -39,6 +40,8 @@ LINES_IN_LOG = 200  # and into failures.log, with the stacks that faulthandler w
 STACKS = "Fatal Python error", "Thread 0x", "Current thread 0x"  # first words of stacks
 DUMP_S, DUMP_STEP_S = 2.0, 0.1  # time for a hanging worker to write its stacks, polled in steps
 FAILURES = "failures.log"  # in the same folder as worker.log
+PYTHON = sys.executable, "-P", "-m"  # -P: our folders must not shadow packages of the same name
+COMMAND = *PYTHON, "sparsebench.harness.run.worker"
 
 
 @dataclass(frozen=True)
@@ -99,17 +102,24 @@ def _append(path: Path, lines: list[str]) -> None:
     lines.clear()
 
 
+def spawn(*command: str) -> subprocess.Popen[str]:
+    """Start a process connected by pipes, in its own session: Ctrl-C reaches the parent alone."""
+    pipe = subprocess.PIPE
+    return subprocess.Popen(
+        command, stdin=pipe, stdout=pipe, stderr=pipe, encoding="utf-8", errors="replace",
+        start_new_session=True,
+    )  # fmt: skip
+
+
 class Worker:
     """A child process. It imports; after `begin` it takes its device, which `about` describes."""
 
     def __init__(self, device: str, data: Path | None, log: Log) -> None:
-        """Start the child, or take one that a command started early. Raises WorkerError."""
+        """Start the child. Raises WorkerError."""
         self._arguments = [device, *([str(data)] if data else [])]
         module = stand_in(device)
-        early = None if module else early_start.take()
-        command = (*early_start.PYTHON, module) if module else early_start.COMMAND
         try:
-            self._child = early or early_start.spawn(*command)
+            self._child = spawn(*((*PYTHON, module) if module else COMMAND))
         except OSError as error:
             raise WorkerError(f"the worker did not start: {error}") from error
         self._answers: SimpleQueue[str] = SimpleQueue()

@@ -16,11 +16,10 @@ import pytest
 
 from sparsebench.errors import SuiteError, WorkerError
 from sparsebench.harness.bench.contest_state import configuration
-from sparsebench.harness.commands._app import main
 from sparsebench.harness.plan.selection import planned_contests, references
 from sparsebench.harness.plan.suite import Contest, Suite, read
-from sparsebench.harness.run import early_start, worker_process
 from sparsebench.harness.run import measure as measuring
+from sparsebench.harness.run import worker_process
 from sparsebench.harness.run.history import History
 from sparsebench.harness.run.measure import RunOptions, measure
 from sparsebench.harness.run.run_json import Flags
@@ -108,7 +107,7 @@ def test_a_crash_while_taking_turns_finds_its_owner() -> None:
 
 def test_a_contest_without_a_known_offender_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     script = 'for _ in range(2): print(\'{"identity": "x"}\', flush=True); input()'
-    monkeypatch.setattr(early_start, "COMMAND", (sys.executable, "-c", script))
+    monkeypatch.setattr(worker_process, "COMMAND", (sys.executable, "-c", script))
     (row,) = rows()
     assert row.status is Status.FAILED
     assert "exit code 0" in row.detail
@@ -116,7 +115,7 @@ def test_a_contest_without_a_known_offender_fails(monkeypatch: pytest.MonkeyPatc
 
 def test_a_worker_that_does_not_start_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        early_start, "COMMAND", (sys.executable, "-c", "raise SystemExit('no disk')")
+        worker_process, "COMMAND", (sys.executable, "-c", "raise SystemExit('no disk')")
     )
     with pytest.raises(WorkerError, match="no disk"):
         Runner("cpu", None, 1)
@@ -137,33 +136,6 @@ def test_a_spare_process_imports_early_and_begins_when_needed(dies: bool) -> Non
         assert not runner.spares
     finally:
         runner.kill()
-
-
-def test_a_worker_that_a_command_started_early_is_the_first_one(monkeypatch) -> None:
-    early_start.start("sim", 1, 3)
-    assert early_start.take() is None
-    early_start.start(None, 1, 2)
-    first, second = early_start.idle_processes
-    worker = worker_process.start_worker("cpu", None, worker_process.Log())
-    other = worker_process.Worker("cpu", None, worker_process.Log())
-    assert {worker.pid, other.pid} == {first.pid, second.pid}
-    assert (worker.about["slug"], other.about) == ("cpu", {})
-    assert early_start.take() is None
-    worker.close()
-    other.kill()
-
-
-def test_a_command_that_fails_leaves_no_worker_behind(monkeypatch, capfd) -> None:
-    started: list[early_start.Process] = []
-    spawn = early_start.spawn
-    monkeypatch.setattr(
-        early_start, "spawn", lambda *words: started.append(spawn(*words)) or started[-1]
-    )
-    monkeypatch.setattr(sys, "argv", ["sparsebench", "run", "quick", "--only", "m=3"])
-    assert main() == 2
-    assert "m=3" in capfd.readouterr().err
-    assert started
-    assert all(process.poll() is not None for process in started)
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from sparsebench.harness.bench.contest_state import ContestOptions
 from sparsebench.harness.commands import _console
 from sparsebench.harness.machine import parent_watch
 from sparsebench.harness.plan.suite import Contest, Suite, expand
-from sparsebench.harness.run import early_start, worker_process
+from sparsebench.harness.run import worker_process
 from sparsebench.harness.run.measure import Stopped, measure
 from sparsebench.harness.run.run_json import Flags
 from sparsebench.harness.run.runner import Runner
@@ -52,7 +52,7 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def answered(monkeypatch: pytest.MonkeyPatch, script: str, timeout_s: float = 60.0) -> object:
     """Return a worker's answer to one contest; the worker is this script."""
-    monkeypatch.setattr(early_start, "COMMAND", (sys.executable, "-c", script))
+    monkeypatch.setattr(worker_process, "COMMAND", (sys.executable, "-c", script))
     worker = start_worker("cpu", None, Log())
     try:
         return worker.measure(CONTEST, OPTIONS, timeout_s)
@@ -158,7 +158,7 @@ def test_every_case_has_a_row_if_no_worker_starts_again(monkeypatch, tmp_path) -
         f"import os, sys\nif os.path.exists({str(mark)!r}): sys.exit('no GPU left')\n"
         f"open({str(mark)!r}, 'w')\n{ASKED}sys.exit(1)\n"
     )
-    monkeypatch.setattr(early_start, "COMMAND", (sys.executable, "-c", script))
+    monkeypatch.setattr(worker_process, "COMMAND", (sys.executable, "-c", script))
     runner = Runner("cpu", None, timeout_s=60)
     try:
         (measured,) = runner.run([CONTEST])
@@ -175,7 +175,7 @@ def test_a_worker_may_start_at_the_second_attempt(monkeypatch, tmp_path) -> None
         f"import os, sys\nif not os.path.exists({str(mark)!r}):\n"
         f"    open({str(mark)!r}, 'w')\n    sys.exit('busy')\n{HELLO}"
     )
-    monkeypatch.setattr(early_start, "COMMAND", (sys.executable, "-c", script))
+    monkeypatch.setattr(worker_process, "COMMAND", (sys.executable, "-c", script))
     runner = Runner("cpu", None, timeout_s=60)
     runner.kill()
     assert "busy" in "".join(runner.log.lines)

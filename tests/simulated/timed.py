@@ -69,7 +69,7 @@ class Clock:
 
 def timed(patch: pytest.MonkeyPatch) -> Clock:
     """Let surveys of a simulated GPU run in this process, on a clock of their own."""
-    clock, started, ceilings = Clock(), list[object](), list[object]()
+    clock, started = Clock(), list[object]()
 
     class Timed(Here):
         def __init__(self, device: str, data: Path | None, log: Log) -> None:
@@ -83,8 +83,7 @@ def timed(patch: pytest.MonkeyPatch) -> Clock:
             clock.seconds += AGAIN_S
 
         def ceilings(self, dtypes: Collection[str]) -> dict[str, Any]:
-            clock.seconds += 0 if ceilings else CEILINGS_S  # a GPU's are kept for 600 s
-            ceilings.append(self)
+            clock.seconds += CEILINGS_S
             return super().ceilings(dtypes)
 
         def measure(

@@ -23,14 +23,14 @@ import traceback
 from importlib import import_module
 from typing import Any
 
-from sparsebench.harness.run import early_start
+from sparsebench.harness.run import worker_process
 
-MODULES = early_start.COMMAND[-1], "tests.simulated.worker"
+MODULES = worker_process.COMMAND[-1], "tests.simulated.worker"
 PR_SET_CHILD_SUBREAPER = 36
 MESSAGE_BYTES = 2**20
 READ_BY_IMPORTS = "OMP_NUM_THREADS", "TRITON_INTERPRET", "CUDA_VISIBLE_DEVICES"
 
-_spawn = early_start.spawn
+_spawn = worker_process.spawn
 
 
 class Server:
@@ -43,10 +43,10 @@ class Server:
         self._environment = dict(os.environ)
         self._read_by_imports = read_by_imports()
 
-    def spawn(self, *command: str) -> early_start.Process:
-        """Do what `early_start.spawn` does."""
+    def spawn(self, *command: str) -> subprocess.Popen[str]:
+        """Do what `worker_process.spawn` does."""
         python, rest = command[:3], command[3:]
-        if python != early_start.PYTHON or rest[0] not in MODULES:
+        if python != worker_process.PYTHON or rest[0] not in MODULES:
             return _spawn(*command)
         with self._lock:
             if self._socket is None:
