@@ -4,7 +4,7 @@ A graph holds addresses only. If a launch is deleted, its packed weights, work l
 freed, but the graph still reads them. So code that enqueues such work names the memory's owner:
 
     capture ── keep(owner) ── the graph retains a user object ── graph destroyed ── sem_post
-                   └─> _KEPT: owner, semaphore                   the next sweep frees the owner
+                   └─> KEPT: owner, semaphore                   the next sweep frees the owner
 
 The driver calls the destructor of a user object on a thread that may call neither CUDA nor Python,
 so the destructor is sem_post of the C library. Instances and clones of a graph retain the object,
@@ -35,7 +35,7 @@ MOVED = 1  # CU_GRAPH_USER_OBJECT_MOVE: our reference becomes the graph's
 SEMAPHORE_BYTES = 32  # sem_t of glibc and musl on 64 bits
 
 T = TypeVar("T")
-_KEPT: dict[tuple[int, int], tuple[Any, Any]] = {}  # by capture and id of owner: owner, semaphore
+KEPT: dict[tuple[int, int], tuple[Any, Any]] = {}  # by capture and id of owner: owner, semaphore
 
 
 class _CaptureDepth(local):
@@ -96,7 +96,7 @@ def keep(owner: object) -> None:
     Does nothing outside of a capture and inside of `capturing`. Raises RuntimeError.
     """
     target = captured_into()
-    if target is None or _thread.depth or (target[0], id(owner)) in _KEPT:
+    if target is None or _thread.depth or (target[0], id(owner)) in KEPT:
         return
     sweep()
     number, graph = target
@@ -105,19 +105,19 @@ def keep(owner: object) -> None:
     destructor, handle = ctypes.cast(_c().sem_post, ctypes.c_void_p), ctypes.c_void_p()
     _require(
         "cuUserObjectCreate",
-        _driver().cuUserObjectCreate(ctypes.byref(handle), semaphore, destructor, 1, ASYNCHRONOUS),
+        driver().cuUserObjectCreate(ctypes.byref(handle), semaphore, destructor, 1, ASYNCHRONOUS),
     )
-    _KEPT[number, id(owner)] = owner, semaphore  # before the graph may be destroyed
-    retained = _driver().cuGraphRetainUserObject(ctypes.c_void_p(graph), handle, 1, MOVED)
+    KEPT[number, id(owner)] = owner, semaphore  # before the graph may be destroyed
+    retained = driver().cuGraphRetainUserObject(ctypes.c_void_p(graph), handle, 1, MOVED)
     _require("cuGraphRetainUserObject", retained)
 
 
 def sweep() -> int:
     """Release the objects of destroyed graphs; return how many objects are still kept."""
-    for key, (_, semaphore) in [*_KEPT.items()]:
+    for key, (_, semaphore) in [*KEPT.items()]:
         if _c().sem_trywait(semaphore) == 0:
-            _KEPT.pop(key, None)
-    return len(_KEPT)
+            KEPT.pop(key, None)
+    return len(KEPT)
 
 
 def captured_into() -> tuple[int, int] | None:
@@ -131,7 +131,7 @@ def captured_into() -> tuple[int, int] | None:
     status, number = ctypes.c_int(), ctypes.c_uint64()
     graph, nodes, edges, count = (ctypes.c_void_p() for _ in range(4))
     out = (ctypes.byref(value) for value in (status, number, graph, nodes, edges, count))
-    result = _driver().cuStreamGetCaptureInfo_v3(ctypes.c_void_p(stream), *out)
+    result = driver().cuStreamGetCaptureInfo_v3(ctypes.c_void_p(stream), *out)
     _require("cuStreamGetCaptureInfo", result)
     return (number.value, graph.value) if status.value == ACTIVE and graph.value else None
 
@@ -142,7 +142,7 @@ def _require(what: str, result: int) -> None:
 
 
 @cache
-def _driver() -> Any:
+def driver() -> Any:
     return ctypes.CDLL("libcuda.so.1")
 
 

@@ -61,12 +61,12 @@ def package_folder() -> Path:
 def user_file(device: torch.device, engines: tuple[str, ...]) -> Path:
     gpu = torch.cuda.get_device_properties(device).name
     name = "".join(c if c.isalnum() else "_" for c in gpu)
-    stem = f"{package_file(device).stem}-{name}-{_code_of(engines)}"
+    stem = f"{package_file(device).stem}-{name}-{code_of(engines)}"
     return cache_folder("choices", "SPARSEBENCH_CHOICES") / f"{stem}.choices"
 
 
 @cache
-def _code_of(engines: tuple[str, ...]) -> str:
+def code_of(engines: tuple[str, ...]) -> str:
     """Return a digest of the code of kernels and of the compilers' versions."""
     versions = [version(name) for name in ("torch", "triton") if find_spec(name)]
     parts = [source(name) for name in engines] + versions

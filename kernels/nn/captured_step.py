@@ -31,7 +31,9 @@ from sparsebench.kernels.nn.linear import BlockSparseLinear
 EAGER = 2  # calls before a capture
 
 
-class _Graph(NamedTuple):
+class CapturedGraph(NamedTuple):
+    """A captured step: its graph, the inputs and loss that it holds, and all gradients."""
+
     graph: torch.cuda.CUDAGraph
     inputs: tuple[Tensor, ...]
     value: Tensor
@@ -46,9 +48,9 @@ class CapturedStep:
     have no gradient.
     """
 
-    _graphs: dict[Hashable, _Graph]  # by the sizes of the inputs
+    _graphs: dict[Hashable, CapturedGraph]  # by the sizes of the inputs
     _calls: dict[Hashable, int]
-    _last: _Graph | None  # the graph whose gradients the parameters hold
+    _last: CapturedGraph | None  # the graph whose gradients the parameters hold
     _captured_state: Any
     _used_patterns: list[PlannedPattern]  # keeps the lists that graphs read
 
@@ -111,13 +113,13 @@ class CapturedStep:
         value.record_stream(current)
         return value
 
-    def _capture(self, inputs: tuple[Tensor, ...]) -> _Graph:
+    def _capture(self, inputs: tuple[Tensor, ...]) -> CapturedGraph:
         buffers = tuple(t.detach().clone() for t in inputs)
         graph = torch.cuda.CUDAGraph()
         self.optimizer.zero_grad(set_to_none=True)
         with capturing(graph):
             value = self._step(buffers)
-        return _Graph(graph, buffers, value, [p.grad for p in self._parameters])
+        return CapturedGraph(graph, buffers, value, [p.grad for p in self._parameters])
 
     def _forget(self) -> None:
         self._graphs, self._calls, self._used_patterns = {}, {}, []

@@ -51,8 +51,8 @@ class Owner:
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     fake = Driver()
-    monkeypatch.setattr(capture, "_driver", lambda: fake)
-    monkeypatch.setattr(capture, "_KEPT", {})
+    monkeypatch.setattr(capture, "driver", lambda: fake)
+    monkeypatch.setattr(capture, "KEPT", {})
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: fake.capturing > 0)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)

@@ -4,8 +4,12 @@ Lists that cannot be read, or that hold choices of other GPUs, code or weights, 
 """
 
 import json
+import os
+import shutil
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -43,12 +47,21 @@ def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     monkeypatch.setattr(torch.cuda, "device", lambda device: warnings.catch_warnings())
     monkeypatch.setattr(lists, "package", lambda device: {})
-    monkeypatch.setattr(lists, "_FILES", {})
-    monkeypatch.setattr(lists, "_PROCESS_CHOICES", {})
-    monkeypatch.setattr(lists, "_WARNINGS", set())
     monkeypatch.setattr(product, "search", last_is_best)
     monkeypatch.setattr(running, "make_lasting", lambda make, device: make())
     return tmp_path
+
+
+@pytest.fixture
+def restart(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Return a function that moves the cache, so that this process reads it like a new one."""
+    places = count()
+
+    def move() -> None:
+        folder = shutil.copytree(os.environ["SPARSEBENCH_CHOICES"], f"{cache}-{next(places)}")
+        monkeypatch.setenv("SPARSEBENCH_CHOICES", str(folder))
+
+    return move
 
 
 def last_is_best(calls: list[Any], device: torch.device) -> Search:
@@ -101,12 +114,12 @@ def test_a_bucket_holds_its_tokens_with_little_room(tokens: int, expected: int) 
     assert bucket(expected) == expected
 
 
-def test_a_search_is_made_once_and_kept_for_later_processes(cache: Path) -> None:
+def test_a_search_is_made_once_and_kept_for_later_processes(cache, restart) -> None:
     first = operator().select(1, timed)
     assert (first.by, first.choice) == ("search", {"kernel": "small", "tokens": 64})
     assert [line["choice"]["tokens"] for line in first.lines] == [16, 64, 32]
     assert first.lines[-1]["failed"] == "Unsupported: 32 is odd"
-    lists._FILES.clear()  # as in a new process
+    restart()
     again = operator().select(1, timed)
     assert (again.by, again.choice) == ("cache", first.choice)
     (file,) = cache.iterdir()
@@ -174,18 +187,19 @@ def test_choices_of_another_gpu_or_version_are_not_read(cache, other, monkeypatc
         renamed = SimpleNamespace(**{**vars(GPU), "name": "NVIDIA H100 PCIe"})
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: renamed)
     else:
-        monkeypatch.setattr(lists, "_code_of", lambda engines: "0123")
+        monkeypatch.setattr(lists, "code_of", lambda engines: "0123")
     assert operator().select(1, timed).by == "search"
     assert len([*cache.iterdir()]) == 2
 
 
-def test_processes_that_search_at_the_same_time_lose_nothing(cache, monkeypatch) -> None:
-    file = lists.user_file(torch.device("cuda"), ("small",))
-    processes: list[dict[Path, Any]] = [{file: {}}, {file: {}}]  # both read an empty file
-    for files, sizes in zip(processes, ((64,), (64, 128)), strict=True):
-        monkeypatch.setattr(lists, "_FILES", files)
-        assert [operator(m=m).select(1, timed).by for m in sizes] == ["search"] * len(sizes)
-    monkeypatch.setattr(lists, "_FILES", {})
+def test_processes_that_search_at_the_same_time_lose_nothing(cache: Path, restart) -> None:
+    assert operator(m=64).select(1, timed).by == "search"
+    (file,) = cache.iterdir()
+    first = file.read_text()
+    file.write_text("")  # and another process, which has read nothing yet, appends
+    assert operator(m=128).select(1, timed).by == "search"
+    file.write_text(first + file.read_text())
+    restart()
     assert [operator(m=m).select(1, timed).by for m in (64, 128)] == ["cache"] * 2
 
 
@@ -199,12 +213,12 @@ def test_a_list_of_the_package_holds_for_the_machine_code_that_was_measured(
     assert operator().select(1, timed).by == by
 
 
-def test_a_weight_that_a_listed_choice_does_not_fit_has_a_choice_of_its_own(cache: Path) -> None:
+def test_a_weight_that_a_listed_choice_does_not_fit_has_a_choice_of_its_own(restart) -> None:
     assert operator().select(1, timed).choice["tokens"] == 64
     other = operator(unfit=(32, 64)).select(1, timed)
     assert (other.by, other.choice["tokens"]) == ("search", 16)
     assert other.row["problem"] == PROBLEM | {"fits": False}
-    lists._FILES.clear()  # as in a new process
+    restart()
     for unfit, tokens in (((32,), 64), ((32, 64), 16)):
         again = operator(unfit).select(1, timed)
         assert (again.by, again.choice["tokens"]) == ("cache", tokens)
@@ -239,14 +253,13 @@ def test_a_choice_that_a_run_made_is_taken_again(cache: Path) -> None:
         operator().select(1, timed, Earlier(pinned | {"tokens": 32}, ()))
 
 
-def test_a_process_of_a_run_searches_anew_among_the_finalists_of_the_first(cache: Path) -> None:
+def test_a_process_of_a_run_searches_anew_among_the_finalists_of_the_first(restart) -> None:
     operator().select(1, timed)  # fills the user's cache
-    lists._FILES.clear()
-    lists._PROCESS_CHOICES.clear()
+    restart()
     first = operator().select(1, timed, Earlier(None, ()))
     assert (first.by, len(first.lines)) == ("search", 3)
     assert operator().select(1, timed, Earlier(None, ())).by == "cache"  # of this process
-    lists._PROCESS_CHOICES.clear()
+    restart()
     lines = [
         {"choice": {"kernel": "small", "tokens": t}, "median_us": us} for t, us in TIMES.items()
     ]
@@ -293,10 +306,9 @@ def test_without_tuning_a_suite_gets_the_likeliest_configuration(cache: Path) ->
     assert not [*cache.iterdir()]
 
 
-def test_tuning_adds_to_the_cache_and_takes_from_it(cache: Path) -> None:
+def test_tuning_adds_to_the_cache_and_takes_from_it(restart) -> None:
     assert engine().prepare(of_suite(), cache=True).choice["by"] == "search"
-    lists._FILES.clear()
-    lists._PROCESS_CHOICES.clear()
+    restart()
     assert engine().prepare(of_suite(), cache=True).choice["by"] == "cache"
     assert engine().prepare(of_suite()).choice["by"] == "search"
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from sparsebench.errors import Unsupported
-from sparsebench.kernels.nn.captured_step import _Graph
+from sparsebench.kernels.nn.captured_step import CapturedGraph
 from sparsebench.nn import BlockSparseLinear, CapturedStep
 
 K = 64
@@ -26,7 +26,7 @@ class Replayed(CapturedStep):
     def _on_side_stream(self, function: Callable[[], Tensor]) -> Tensor:
         return function()
 
-    def _capture(self, inputs: tuple[Tensor, ...]) -> _Graph:
+    def _capture(self, inputs: tuple[Tensor, ...]) -> CapturedGraph:
         buffers, value, outer = tuple(t.clone() for t in inputs), torch.zeros(()), self
         self.captures += 1
 
@@ -35,7 +35,7 @@ class Replayed(CapturedStep):
                 outer.replays += 1
                 value.copy_(outer._step(buffers))
 
-        return _Graph(Graph(), buffers, value, [p.grad for p in self._parameters])
+        return CapturedGraph(Graph(), buffers, value, [p.grad for p in self._parameters])
 
 
 def loss(model: nn.Module, x: Tensor, target: Tensor) -> Tensor:
