@@ -10,7 +10,6 @@ import torch
 
 from sparsebench.kernels.attention import _stored, attention_wgmma, attention_wgmma_backward
 from sparsebench.kernels.attention._call import ListedMask
-from sparsebench.kernels.attention.attention_wgmma import Config
 from tests.compiling.nvcc import hopper
 from tests.kernels.attention.cases import Case, flat, gradients, moved
 from tests.kernels.attention.on_cpu import on_two_sms
@@ -33,15 +32,6 @@ def test_configurations_fit_the_shared_memory_and_have_slots_for_a_step(block, h
     for config in BACKWARD.choices(w, call) if block != (64, 8) else ():
         assert attention_wgmma_backward.slots_of(config, head_dim) >= 3
         assert attention_wgmma_backward.shared_bytes(config, head_dim) <= 226 * 1024
-
-
-@pytest.mark.parametrize(
-    ("tiles", "steps", "parts"),
-    [(264, 64, 1), (265, 64, 8), (268, 13, 4), (268, 5, 1), (300, 64, 3), (331, 64, 1), (5, 64, 1)],
-)
-def test_a_last_round_of_few_long_tiles_is_split(tiles: int, steps: int, parts: int) -> None:
-    work = torch.full((tiles, 4), steps, dtype=torch.int32)
-    assert attention_wgmma.parts_of(work, Config(128, 128), 128, 132) == parts
 
 
 @pytest.mark.parametrize(

@@ -88,40 +88,12 @@ def test_the_lists_give_the_product_and_write_every_element_once(shape, transpos
     np.testing.assert_allclose(actual, expected.numpy(), rtol=0, atol=2e-4)
 
 
-def test_units_that_share_the_most_strips_are_multiplied_together():
-    there = torch.tensor([[1, 0, 1, 0], [0, 1, 0, 1], [1, 0, 1, 0], [0, 1, 0, 1]])
-    w = Bsr.from_dense(there.repeat_interleave(32, 0).repeat_interleave(32, 1).float(), block=32)
-    lists = lists_of(w, features=64, warpgroups=2)
-    assert lists.units.tolist() == [[0, 2], [1, 3]]
-    assert lists.strips.tolist() == [2, 2]
-    assert len(lists.steps) == 2
-
-
 def test_large_blocks_are_cut_for_few_tokens_and_refused_for_many(loads):
     w, few = Bsr.from_dense(torch.ones(128, 128).half(), block=64), bsr_small.CUT_TOKENS
     bsr_small.plan(w, call_of("linear", w, few, "fp16"), Config(64, 64))
     assert dict(loads[0][1])["BLOCK"] == 32
     reason = bsr_small.unsupported_call(w, call_of("linear", w, few + 1, "fp16"))
     assert reason == "blocks of 64x64: expected up to 256 tokens, found 288"
-
-
-def test_a_step_holds_no_more_than_a_slot_and_a_share_no_more_than_a_word():
-    for block in (16, 32):
-        w, _, _ = example((1, 512, 512, block, 1.0))
-        steps = lists_of(w, 256, 2).steps
-        assert steps[:, 0, 0].max() * 2 * block * block <= 24 * 1024
-        offsets = np.append(steps[:, 2:, 1], steps[:, :1, 0], 1)
-        assert np.diff(offsets, axis=1).max() <= 21
-
-
-@pytest.mark.parametrize(
-    ("m", "first"), [(4096, Config(128, 256)), (64, Config(64, 64)), (1, Config(64, 64))]
-)
-def test_the_byte_model_puts_large_items_first_for_many_tokens(m, first, loads):
-    w, _, _ = example((1, 14336, 4096, 32, 0.2))
-    configs = bsr_small.choices(w, call_of("linear", w, m, "bf16"))
-    assert configs[0] == first
-    assert all(config.tokens <= 64 or m > 64 for config in configs)
 
 
 def captured(calls) -> torch.cuda.CUDAGraph:

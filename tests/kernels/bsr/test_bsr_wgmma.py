@@ -1,18 +1,16 @@
 """bsr_wgmma: its groups, its schedule and its work lists, emulated in NumPy."""
 
 from dataclasses import replace
-from itertools import pairwise, product
-from typing import Any
+from itertools import product
 
 import numpy as np
 import pytest
 import torch
 
-from sparsebench.errors import FormatError
 from sparsebench.formats.bsr import Bsr
 from sparsebench.kernels._common import cuda
 from sparsebench.kernels.bsr import bsr_wgmma
-from sparsebench.kernels.bsr._wgmma_pairs import NO_SLICE, groups_of, span_of
+from sparsebench.kernels.bsr._wgmma_pairs import groups_of, span_of
 from sparsebench.kernels.bsr._wgmma_schedule import schedule
 from sparsebench.kernels.bsr.bsr_wgmma import Config
 from tests.compiling.nvcc import hopper
@@ -21,16 +19,6 @@ from tests.kernels.bsr.examples import assert_right, call_of, example, on_gpu
 from tests.tools.marks import crossed, needs_cupy
 
 HALF, E4M3 = torch.float16, torch.float8_e4m3fn
-
-
-def bsr_of(there: Any, block: tuple[int, int] = (64, 64)) -> Bsr:
-    """Return random blocks where the pattern says."""
-    there, (r, c) = np.asarray(there, bool), block
-    offsets = np.concatenate([[0], there.sum(1).cumsum()]).astype(np.int32)
-    columns = np.nonzero(there)[1].astype(np.int32)
-    values = torch.randn(len(columns), r, c, generator=torch.Generator().manual_seed(0))
-    shape = there.shape[0] * r, there.shape[1] * c
-    return Bsr(shape, torch.from_numpy(offsets), torch.from_numpy(columns), values)
 
 
 def emulated(
@@ -77,73 +65,6 @@ def test_the_lists_of_fp8_give_the_product(shape):
     w, x, _ = example(shape)
     actual = emulated(w, x, Config(64, 2), transposed=False, dtype=E4M3)
     np.testing.assert_allclose(actual, x.numpy() @ w.to_dense().numpy().T, rtol=1e-4, atol=1e-3)
-
-
-def test_a_step_of_fp8_is_a_row_of_128_bytes_where_blocks_allow_it():
-    for width, in_fp8 in ((64, 64), (128, 128), (192, 64), (256, 128)):
-        w = bsr_of([[1]], (64, width))
-        assert span_of(replace(w, values=w.values.to(E4M3))) == in_fp8
-        assert span_of(replace(w, values=w.values.half())) == 64
-
-
-def test_slices_that_share_the_most_columns_are_paired():
-    groups = groups_of(
-        bsr_of([[1, 1, 0, 0], [0, 0, 1, 1], [1, 1, 0, 0], [0, 1, 1, 1], [0, 0, 0, 1]])
-    )
-    assert groups.slices.tolist() == [[0, 2], [1, 3], [4, NO_SLICE]]
-
-
-@pytest.mark.parametrize("density", [0.5, 0.1, 0.02])
-def test_workers_are_balanced_and_go_through_the_tokens_in_order(density):
-    there = np.random.default_rng(0).random((96, 96)) < density
-    plan = schedule(groups_of(bsr_of(there)), 4000, 256, workers=132)
-    items = plan.items[: plan.starts[-1]].astype(int)
-    assert len(np.unique(items[:, 2:], axis=0)) == len(items) == 48 * 16
-    cost = items[:, 1] + 3
-    loads = np.add.reduceat(cost, plan.starts[:-1])
-    assert loads.max() <= 1.1 * max(cost.max(), cost.sum() / 132)
-    for begin, end in pairwise(plan.starts):
-        assert begin < end
-        assert (np.diff(items[begin:end, 2]) >= 0).all()
-
-
-def broken(**change: Any) -> Bsr:
-    return replace(bsr_of([[1, 1], [0, 1]]), **change)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"offsets": torch.tensor([0, 3])}, "expected 3 offsets from 0 to 3, found 2 from 0 to 3"),
-        ({"offsets": torch.tensor([0, 2, 2])}, "expected 3 offsets from 0 to 3, found 3 from 0 to"),
-        ({"offsets": torch.tensor([0, 4, 3])}, "expected ascending offsets, found 4 to 3 in row 1"),
-        ({"columns": torch.tensor([0, 1])}, "expected 3 block columns, found 2"),
-        ({"columns": torch.tensor([0, 2, 1])}, "expected block columns 0 to 1, found 0 to 2"),
-        ({"columns": torch.tensor([-1, 0, 1])}, "expected block columns 0 to 1, found -1 to 1"),
-        ({"columns": torch.tensor([1, 0, 1])}, "ascending columns, found .1, 0. in block row 0"),
-        ({"columns": torch.tensor([1, 1, 1])}, "ascending columns, found .1, 1. in block row 0"),
-    ],
-)
-def test_an_invalid_index_is_refused(change, message):
-    with pytest.raises(FormatError, match=message):
-        groups_of(broken(**change))
-
-
-@pytest.mark.parametrize("m", [1, 64, 65, 128, 129, 256, 257, 4096])
-def test_a_problem_has_at_most_four_configurations_that_suit_its_tokens(m):
-    w = bsr_of(np.ones((64, 1)))
-    configs = bsr_wgmma.choices(w, call_of("linear", w, m, "bf16")._replace(m=m))
-    assert 1 <= len(configs) <= 4
-    assert all(config in WGMMA for config in configs)
-    assert all(
-        config.tokens * config.cluster < 2 * m or config == Config(64, 1) for config in configs
-    )
-
-
-@pytest.mark.parametrize(("m", "width", "tokens"), [(256, 14336, 128), (1024, 8192, 256)])
-def test_the_smaller_tile_comes_first_if_there_are_few_items(m, width, tokens):
-    w = bsr_of(np.ones((width // 64, 1)))
-    assert bsr_wgmma.choices(w, call_of("linear", w, m, "bf16"))[0].tokens == tokens
 
 
 @needs_cupy

@@ -10,10 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from sparsebench.errors import Unsupported
 from sparsebench.kernels._common import cuda
 from sparsebench.kernels._common.product import Product
-from sparsebench.kernels.bsr import bsr_small, bsr_wgmma
+from sparsebench.kernels.bsr import bsr_wgmma
 from tests.kernels.bsr.examples import call_of, example
 
 
@@ -52,20 +51,6 @@ def driver(monkeypatch) -> Iterator[Driver]:
     cuda.tensor_map.cache_clear()
 
 
-def test_a_tensor_map_is_made_once_for_what_it_describes(driver):
-    fields = 4096, (64, 128), (128, 1), torch.bfloat16, (64, 64)
-    first = cuda.tensor_map(*fields)
-    assert cuda.tensor_map(*fields) is first
-    others = 8192, (65, 128), (256, 1), torch.float16, (64, 32)
-    for at, other in enumerate(others):
-        assert cuda.tensor_map(*fields[:at], other, *fields[at + 1 :]) != first
-    assert driver.maps == 1 + len(others)
-    for at, wrong in ((0, 4104), (2, (129, 1)), (2, (128, 2))):
-        for _ in range(2):
-            with pytest.raises(Unsupported, match="TMA"):
-                cuda.tensor_map(*fields[:at], wrong, *fields[at + 1 :])
-
-
 def test_arguments_have_the_layout_of_c_and_are_never_rewritten():
     layout = cuda.Layout("5s", "P", "i", "P")
     (one, memory), (two, _) = layout(b"a\0b\0c", 1, -2, 3), layout(b"defgh", 4, 5, 6)
@@ -95,24 +80,6 @@ def test_a_launch_has_the_addresses_of_its_operands(loads, driver):
                 for at, matrix in enumerate(maps):
                     expected = map_of(*matrix)
                     assert struct.unpack_from("6q", driver.launches[-1], 128 * at) == expected
-
-
-def test_equal_addresses_give_the_same_arguments(loads, driver):
-    product, packed = product_of(bsr_small, 16, bsr_small.Config(64, 64))
-    x, y = (torch.zeros(300, size, dtype=torch.bfloat16) for size in (192, 128))
-    given = [x, packed, y]
-
-    def launched(*tensors: Tensor) -> Any:
-        with cuda.taping() as tape:
-            product.run(*tensors[:2], out=tensors[2])
-        return tape.launches[0][1]
-
-    first = launched(*given)
-    assert launched(*given) is first
-    others = x[:299], x.clone(), packed.clone(), y.clone()
-    for at, other in zip((0, 0, 1, 2), others, strict=True):
-        changed = launched(*given[:at], other, *given[at + 1 :])
-        assert changed[1].raw != first[1].raw
 
 
 def test_launches_from_several_threads_do_not_mix_operands(loads, driver):

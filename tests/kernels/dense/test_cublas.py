@@ -159,18 +159,6 @@ def test_int32_sums_are_rounded_to_even_and_saturate(shape: tuple[int, int]) -> 
     assert out[0, :4].tolist() == [0, 0, 2, 127]
 
 
-@pytest.mark.parametrize(("n", "combined"), [(32, True), (1 << 26, False)])
-@pytest.mark.usefixtures("emulated")
-def test_short_products_also_try_combinations_that_are_never_proposed(n, combined) -> None:
-    a, b, out = (torch.empty(shape, device="meta") for shape in ((16, 128), (128, n), (16, n)))
-    gemm = DenseProduct(a, b, out).gemms[None]
-    algorithms = _gemm.algorithms_of(gemm)
-    proposed = {algorithm for algorithm, tokens in algorithms if tokens is not None}
-    others = {algorithm for algorithm, tokens in algorithms if tokens is None} - proposed
-    assert {(each.tile, each.option) for each in proposed if each.id == TILED} > {(16, 1), (32, 0)}
-    assert ((32, 1) in {(each.tile, each.option) for each in others}) == combined
-
-
 @pytest.mark.parametrize("left", [torch.nan, 1.0])
 @pytest.mark.usefixtures("emulated")
 def test_a_combination_that_is_wrong_is_not_timed(left, monkeypatch) -> None:

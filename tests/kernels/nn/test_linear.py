@@ -15,12 +15,12 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from sparsebench.errors import FormatError, Unsupported
 from sparsebench.formats.bsr import Bsr
 from sparsebench.kernels._common import requirements
-from sparsebench.kernels.bsr import bsr_triton
 from sparsebench.kernels.bsr._call import BsrCall
 from sparsebench.kernels.nn import BlockSparseLinear, _bsr_autograd
 from sparsebench.kernels.nn._bsr_engines import likeliest
 from sparsebench.kernels.nn._bsr_index import index_of
 from sparsebench.kernels.nn._bsr_pattern import pattern_of
+from tests.tools.marks import crossed
 
 # n, k, block, sparsity, shape of X before k: edge blocks that extend beyond W, rows and columns
 # without blocks, no blocks, a vector, no tokens.
@@ -55,9 +55,9 @@ def dense_step(layer: BlockSparseLinear, x: Tensor, dtype: torch.dtype) -> tuple
 
 
 @pytest.mark.interpreted(also_compiled=True)
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize(("n", "k", "block", "sparsity", "tokens"), LAYERS)
-def test_output_and_gradients_equal_those_of_nn_linear(n, k, block, sparsity, tokens, bias):
+@pytest.mark.parametrize(("sizes", "bias"), crossed(LAYERS, [True, False]))
+def test_output_and_gradients_equal_those_of_nn_linear(sizes, bias):
+    n, k, block, sparsity, tokens = sizes
     layer = layer_of(n, k, block, sparsity=sparsity, bias=bias)
     x = torch.randn(*tokens, k)
     results = step(layer, x)
@@ -66,7 +66,6 @@ def test_output_and_gradients_equal_those_of_nn_linear(n, k, block, sparsity, to
 
 
 LARGE, SMALL, STRIPS, TRITON = "bsr_wgmma", "bsr_small", "bsr_strips", "bsr_triton"
-RESIDENT = "bsr_resident"
 EXACT, WGRAD, WGRAD_MMA, WGRAD_SMALL = "bsr_fp32", "bsr_wgrad", "bsr_wgrad_mma", "bsr_wgrad_small"
 
 
@@ -74,27 +73,16 @@ EXACT, WGRAD, WGRAD_MMA, WGRAD_SMALL = "bsr_fp32", "bsr_wgrad", "bsr_wgrad_mma",
     ("capability", "dtype", "block", "shape", "many", "few"),
     [
         ((9, 0), torch.bfloat16, (64, 128), (1000, 520), [LARGE, STRIPS], TRITON),
-        ((9, 0), torch.float16, (128, 128), (1024, 512), [LARGE, STRIPS], TRITON),
         ((9, 0), torch.bfloat16, (16, 16), (1000, 520), [SMALL, STRIPS], SMALL),
-        ((9, 0), torch.float16, (32, 32), (512, 512), [SMALL, STRIPS], SMALL),
         ((9, 0), torch.bfloat16, (64, 32), (512, 512), [STRIPS], SMALL),
         ((9, 0), torch.bfloat16, (24, 24), (1000, 520), [STRIPS], STRIPS),
-        ((9, 0), torch.float16, (80, 96), (1000, 520), [STRIPS], SMALL),
-        ((9, 0), torch.bfloat16, (64, 24), (512, 512), [STRIPS], STRIPS),
         ((9, 0), torch.bfloat16, (8, 24), (512, 512), [TRITON], TRITON),
         ((8, 0), torch.bfloat16, (48, 48), (512, 512), [TRITON], TRITON),
-        ((9, 0), torch.bfloat16, (32, 12), (512, 512), [STRIPS], STRIPS),
-        ((9, 0), torch.float16, (20, 20), (512, 512), [STRIPS], STRIPS),
         ((9, 0), torch.float16, (20, 15), (512, 512), [TRITON], TRITON),
         ((9, 0), torch.float32, (64, 64), (512, 512), [EXACT, TRITON], EXACT),
-        ((8, 0), torch.float32, (16, 8), (500, 515), [EXACT, TRITON], EXACT),
-        ((12, 0), torch.float32, (20, 20), (512, 512), [TRITON], TRITON),
         ((9, 0), torch.bfloat16, (64, 64), (512, 515), [TRITON], TRITON),
-        ((10, 0), torch.bfloat16, (64, 64), (512, 512), [TRITON], TRITON),
         ((9, 0), torch.float8_e4m3fn, (64, 128), (1000, 528), [LARGE], TRITON),
-        ((9, 0), torch.float8_e4m3fn, (192, 192), (1000, 528), [LARGE], LARGE),
         ((9, 0), torch.float8_e4m3fn, (64, 64), (1000, 520), [TRITON], TRITON),  # TMA reads no rows
-        ((9, 0), torch.float8_e4m3fn, (32, 32), (512, 512), [TRITON], TRITON),
         ((8, 9), torch.float8_e4m3fn, (64, 64), (512, 512), [TRITON], TRITON),
     ],
 )
@@ -142,39 +130,6 @@ def names_of(call: BsrCall) -> list[str]:
         with suppress(Unsupported):
             names += [engine.name] if engine.choices(w, call) else []
     return names
-
-
-@pytest.mark.parametrize(
-    ("change", "capability", "expected"),
-    [
-        ({}, (9, 0), [STRIPS, RESIDENT]),
-        ({"live": True}, (9, 0), [STRIPS]),
-        ({"m": 512}, (9, 0), [STRIPS]),
-        ({"shape": (1000, 4096)}, (9, 0), [STRIPS]),
-        ({"block": (6, 6)}, (9, 0), [TRITON, RESIDENT]),
-        ({"block": (10, 15)}, (9, 0), [TRITON]),
-        ({}, (8, 0), [TRITON, RESIDENT]),
-        ({"dtype": torch.float32}, (9, 0), [TRITON]),
-        ({"op": "dgrad"}, (9, 0), [STRIPS]),
-    ],
-)
-def test_frozen_layers_with_few_columns_may_keep_x_in_shared_memory(
-    change, capability, expected, gpu
-):
-    gpu(capability)
-    call = BsrCall("linear", 64, (1000, 1000), (10, 10), torch.float16, live=False)
-    assert names_of(call._replace(**change)) == expected
-
-
-@pytest.mark.parametrize("m", [64, 1024])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_blocks_that_triton_must_pad_are_padded_least_first_and_in_other_ways(m, dtype):
-    w = layer_of(1000, 1000, 10, sparsity=0.8, dtype=dtype).bsr
-    configs = bsr_triton.KERNEL.choices(w, BsrCall("linear", m, w.shape, w.block, dtype))
-    assert [c.group for c in configs] == sorted(c.group for c in configs)
-    assert {1, 6} <= {c.group for c in configs}
-    # The fastest on an H200 (suite `announced`) has 16 features in fp32, too.
-    assert configs[0].features == 16
 
 
 def test_calls_without_a_kernel_are_unsupported(gpu):
@@ -262,8 +217,7 @@ OPTIMIZERS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("sparsity", [0.5, 0.75])
+@pytest.mark.parametrize(("name", "sparsity"), crossed([*OPTIMIZERS], [0.5, 0.75]))
 def test_the_state_of_an_optimizer_moves_with_the_blocks(name, sparsity):
     layer, other, x = layer_of(), layer_of(sparsity=sparsity), torch.randn(3, 48)
     optimizer = OPTIMIZERS[name](layer.parameters())
@@ -320,16 +274,6 @@ def test_state_that_cannot_move_is_refused_before_a_change(state):
     with pytest.raises(FormatError, match="what: expected state"):
         layer.set_pattern(other.offsets, other.columns)
     assert torch.equal(layer.columns, columns)
-
-
-def test_a_pattern_may_lose_all_blocks_and_get_others():
-    layer, x = layer_of(), torch.randn(3, 48)
-    for sparsity in (1.0, 0.5):
-        other = layer_of(sparsity=sparsity)
-        layer.set_pattern(other.offsets, other.columns)
-        assert layer.values.eq(0).all()
-        layer.set_pattern(other.offsets, other.columns, other.values)
-        torch.testing.assert_close(step(layer, x)[2], step(other, x)[2])
 
 
 def plans_of(layer: BlockSparseLinear) -> dict[Any, Any]:
@@ -403,6 +347,8 @@ def index(*parts: Any) -> tuple[Tensor, ...]:
         ([0, 2, 3], [1, 0, 1], "1, 0. in block row 0"),
         ([0, 2, 3], [1, 1, 1], "1, 1. in block row 0"),
         ([0, 2, 3], [0, 3, 1], "0 to 3"),
+        ([0, 2, 3], [-1, 0, 1], "-1 to 1"),
+        ([0, 4, 3], [0, 1, 2], "4 to 3 in row 1"),
         ([0, 2, 3], [0, 1], "3 from 0 to 3"),
         ([0, 3], [0, 1, 2], "2 from 0 to 3"),
         (torch.tensor([0, 2, 3]), [0, 1, 1], "^offsets"),  # int64

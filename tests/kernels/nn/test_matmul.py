@@ -19,9 +19,7 @@ from sparsebench.formats.csr import Csr
 from sparsebench.formats.dense import Dense
 from sparsebench.formats.spense import Spense
 from sparsebench.formats.twell import Twell
-from sparsebench.kernels._kernel import Launch, Operands
 from sparsebench.kernels.nn import _frozen_op, _named_kernel
-from sparsebench.kernels.nn._named_kernel import PREPARED
 from sparsebench.kernels.peers import scipy_csr
 from tests.kernels.contract import Example, run_engine
 
@@ -153,35 +151,6 @@ def test_an_impossible_call_raises_with_the_reason() -> None:
         refused("^matmul: expected .*found ", *arguments)
 
 
-@pytest.mark.parametrize(
-    ("m", "n", "k", "sparsity", "faster"),
-    [
-        *((1, 14336, 4096, 0.5, True), (16, 28672, 8192, 0.5, True)),
-        *((17, 28672, 8192, 0.8, False), (1, 14336, 4096, 0.4, False)),
-        (2, 14336, 4096, 0.8, False),  # 1.08 at 16, 0.96 at 50 %
-        *((1, 4096, 14336, 0.5, True), (2, 4096, 14336, 0.5, False)),
-    ],
-)
-def test_bitmap_mma_runs_only_for_sizes_at_which_it_was_measured_faster(
-    m, n, k, sparsity, *, faster
-) -> None:
-    few = torch.zeros(16, 256, dtype=torch.bfloat16).flatten()
-    few[: round((1 - sparsity) * len(few))] = 1
-    few = few[torch.randperm(len(few), generator=torch.Generator().manual_seed(0))]
-    tile = Bitmap.from_dense(few.view(16, 256))
-    times = n // 16 * (k // 256)  # only the number of records matters; none is read
-    whole = replace(tile, shape=(n, k), records=tile.records.expand(times, -1))
-    assert _frozen_op.bits_are_faster(m, whole) is faster
-
-
-def test_other_bitmaps_run_dense_and_keep_their_copy() -> None:
-    x, w = torch.randn(7, K), Bitmap.from_dense(weight())
-    sparsebench.matmul(x, w)
-    copy = _frozen_op.plans_of(w).dense
-    sparsebench.matmul(x, w)
-    assert _frozen_op.plans_of(w).dense is copy is not None
-
-
 @pytest.mark.parametrize("kind", [Bsr, Bitmap, Csr])
 def test_a_weight_with_plans_is_pickled_without_them(kind: Any) -> None:
     w, x = packed(kind, weight()), torch.randn(7, K)
@@ -204,20 +173,6 @@ def test_launches_are_freed_with_their_weight() -> None:
     del w
     gc.collect()
     assert array() is None
-
-
-def test_a_weight_keeps_the_launches_that_were_used_last(monkeypatch) -> None:
-    prepared = []
-
-    def prepare(operands: Operands) -> Launch:
-        prepared.append(operands.problem["m"])
-        return scipy_csr.prepare(operands)
-
-    monkeypatch.setattr(scipy_csr, "KERNEL", replace(scipy_csr.KERNEL, prepare=prepare))
-    w, most = Csr.from_dense(weight()), PREPARED + 1
-    for tokens in (*range(1, most + 1), most, 2, 1):  # only the first one was dropped
-        sparsebench.matmul(torch.randn(tokens, K), w)
-    assert prepared == [*range(1, most + 1), 1]
 
 
 def test_a_kernel_of_others_is_not_captured_into_a_graph(monkeypatch) -> None:

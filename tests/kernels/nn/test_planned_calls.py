@@ -13,7 +13,7 @@ from sparsebench.errors import Unsupported
 from sparsebench.formats.bsr import Bsr
 from sparsebench.kernels._common import front_extension
 from sparsebench.kernels._common.front import Recordings
-from sparsebench.kernels.nn._bsr_pattern import Packs, pattern_of
+from sparsebench.kernels.nn._bsr_pattern import pattern_of
 from sparsebench.nn import BitmapLinear, BlockSparseLinear, SpenseLinear
 from tests.compiling.nvcc import hopper
 from tests.kernels.nn.examples import dense_of, mlp_in_blocks, mlp_in_two_four, two_four
@@ -38,34 +38,6 @@ def test_a_frozen_layer_has_no_gradient_and_stays_right_when_it_is_written() -> 
     with torch.no_grad():
         layer.values.mul_(2)
     torch.testing.assert_close(layer(x), layer.to_dense()(x))
-
-
-class Doubling:
-    order, code = b"twice", None
-    packed = 0
-
-    def pack(self, values: torch.Tensor) -> torch.Tensor:
-        self.packed += 1
-        return values * 2
-
-    def run(self, *operands: Any) -> Any: ...
-
-
-def test_frozen_values_are_packed_once_and_again_after_a_write_a_move_or_a_swap() -> None:
-    packs, product, values = Packs(), Doubling(), torch.ones(4)
-    for _ in range(3):
-        assert torch.equal(packs.of(product, values), values * 2)
-    assert product.packed == 1
-    values.mul_(3)
-    assert torch.equal(packs.of(product, values), values * 2)
-    values.data = torch.full((4,), 5.0)
-    assert torch.equal(packs.of(product, values), values * 2)
-    with torch.inference_mode():
-        uncounted = torch.ones(4)
-        packs.of(product, uncounted)
-        uncounted.mul_(7)
-        assert torch.equal(packs.of(product, uncounted), uncounted * 2)
-    assert product.packed == 5
 
 
 @pytest.mark.parametrize("reason", ["no compiler", "unwritable", "damaged"])
@@ -213,35 +185,6 @@ def test_a_capture_before_the_first_call_is_an_error_on_a_gpu(name: str) -> None
             y = layer(x)
         graph.replay()
         assert torch.equal(y, expected)
-
-
-@hopper
-@pytest.mark.usefixtures("extension")
-def test_a_recorded_layer_sees_writes_swaps_modes_and_gradients_on_a_gpu() -> None:
-    layer = layers()["blocks of 16"]
-    x = torch.randn(8, 512, device="cuda").bfloat16()
-
-    def right() -> torch.Tensor:
-        return layer.to_dense()(x)
-
-    with torch.no_grad():
-        for _ in range(4):
-            torch.testing.assert_close(layer(x), right(), rtol=0.02, atol=0.02)
-        layer.values.data.mul_(2)  # torch counts no write
-        torch.testing.assert_close(layer(x), right(), rtol=0.02, atol=0.02)
-        layer.values = torch.nn.Parameter(torch.randn_like(layer.values))
-        torch.testing.assert_close(layer(x), right(), rtol=0.02, atol=0.02)
-        with torch.autocast("cuda", torch.float16):
-            assert layer(x).dtype == torch.float16
-    layer(x).sum().backward()
-    assert layer.values.grad is not None
-    graph = torch.cuda.CUDAGraph()
-    with torch.no_grad():
-        with torch.cuda.graph(graph):
-            y = layer(x)
-        layer.values.mul_(3)
-        graph.replay()
-        torch.testing.assert_close(y, right(), rtol=0.02, atol=0.02)
 
 
 @hopper

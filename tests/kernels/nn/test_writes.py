@@ -106,18 +106,6 @@ def test_the_next_call_uses_what_a_tool_wrote(name):
     assert_correct(layer, x)
 
 
-@pytest.mark.interpreted(also_compiled=True)
-def test_an_average_of_a_model_follows_its_pattern():
-    """Outputs used to be off by 19.8 after update_parameters."""
-    x, layer = torch.randn(5, K), layer_of()
-    average = AveragedModel(layer)
-    for source in (layer, rewritten(layer)):
-        average(x)
-        average.update_parameters(source)
-    assert torch.equal(average.module.columns, source.columns)
-    assert_correct(average.module, x)
-
-
 def test_an_equal_index_keeps_its_plans():
     x = torch.randn(5, K)
     layer = planned_layer(x)
@@ -213,7 +201,7 @@ def test_an_inconsistent_state_dict_changes_nothing(values):
 
 def test_the_number_of_blocks_changes_while_the_last_loss_is_alive():
     x, layer = torch.randn(5, K), layer_of()
-    for sparsity in (0.25, 0.75, 0.5):
+    for sparsity in (0.25, 1.0, 0.5):
         loss = layer(x).square().sum()
         loss.backward()
         other = layer_of(sparsity)

@@ -4,7 +4,6 @@ Without a GPU a stand-in (cusparselt_on_cpu.py) takes the place of the loaded li
 """
 
 import ctypes
-import gc
 import json
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -30,9 +29,8 @@ from sparsebench.kernels.peers import (
     cusparselt_dense,
     cusparselt_hybrid,
 )
-from sparsebench.kernels.peers._cusparselt import LtAlgorithm, MatmulPlan, Matrix
 from sparsebench.results.record import Problem
-from tests.emulation.cusparselt_on_cpu import ALGORITHMS, OnCpu
+from tests.emulation.cusparselt_on_cpu import OnCpu
 from tests.kernels.layers import assert_correct as assert_right
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -116,14 +114,6 @@ def test_x_and_y_are_used_in_place_whatever_their_row_strides(library: OnCpu) ->
     assert not room[:, 2 * N :].any()
 
 
-@pytest.mark.parametrize("dtype", cusparselt.MULTIPLES)
-@pytest.mark.parametrize("y_layout", cusparselt.LAYOUTS)
-def test_few_tokens_may_be_padded_and_follow_the_activations(library, dtype, y_layout) -> None:
-    way = {**vars(cusparselt.LtCall()), "y_layout": y_layout, "tokens": 128}
-    operands = operands_of(dtype, pinned={**way, "cusparselt": "0.8.0"})
-    assert_right_twice(cusparselt.prepare(operands), operands)
-
-
 def assert_right_twice(launch: Launch, operands: Operands) -> None:
     x = operands.activations["x"]
     for _ in range(2):
@@ -160,22 +150,6 @@ def test_w_is_compressed_once_for_each_layout_and_a_launch_calls_the_product_alo
     assert library.called == ["Matmul", "Matmul"]
 
 
-def test_structures_of_the_library_are_destroyed_in_reverse(library: OnCpu) -> None:
-    weight = _cusparselt.compress(operands_of("bf16").weights["w"].to_dense())
-    b = Matrix(K, M, K, "columns", torch.bfloat16)
-    plan = MatmulPlan(weight, b, Matrix(N, M, N, "columns", torch.bfloat16), LtAlgorithm())
-    library.called.clear()
-    del plan, weight
-    gc.collect()
-    assert library.called == [
-        "MatmulPlanDestroy",
-        "MatmulAlgSelectionDestroy",
-        "MatDescriptorDestroy",
-        "MatDescriptorDestroy",
-        "MatDescriptorDestroy",
-    ]
-
-
 def test_a_plan_that_needs_too_large_a_workspace_is_refused(library, monkeypatch) -> None:
     monkeypatch.setattr(_cusparselt, "MOST_WORKSPACE", 63)
     with pytest.raises(Unsupported, match=r"a workspace of at most 63 bytes, found 64$"):
@@ -195,32 +169,6 @@ def pick(monkeypatch: pytest.MonkeyPatch, module: Any, index: int) -> list[int]:
 
     monkeypatch.setattr(module, "search", search)
     return sizes
-
-
-@pytest.mark.parametrize("dtype", cusparselt.MULTIPLES)
-def test_layouts_then_algorithms_then_splits_are_searched(library, monkeypatch, dtype) -> None:
-    sizes = pick(monkeypatch, cusparselt, 1)
-    operands = operands_of(dtype)
-    launch = cusparselt.prepare(operands)
-    layouts = 2 if DTYPES[dtype].itemsize == 1 else 8
-    # The library's search finds nothing if X.T is copied, and is not called if it would trap.
-    searched = {"fp8": 2, "int8": 2, "fp16": 2}.get(dtype, 4)
-    numbered = cusparselt.FEW_LAYOUTS.get(DTYPES[dtype], layouts) * ALGORITHMS
-    few = cusparselt.PADDED_LAYOUTS * (1 if dtype == "fp16" else ALGORITHMS)
-    numbered += len(cusparselt.MORE_TOKENS) * few
-    splits = cusparselt.BEST * len(cusparselt.SPLITS)
-    assert sizes == [layouts + searched, 1 + numbered, 1 + splits]
-    assert len(launch.candidates) == sum(
-        min(size, MOST_LINES + (size > MOST_LINES)) for size in sizes
-    )
-    assert [line["of"] for line in launch.candidates if "kept" in line] == [
-        "layouts",
-        "algorithms",
-        "splits",
-    ]
-    assert (launch.choice["split_k"], launch.choice["split_k_mode"]) == cusparselt.SPLITS[0]
-    assert launch.choice["cusparselt"] == "0.8.0"
-    assert_right(launch(), operands)
 
 
 def test_a_later_process_searches_once_among_the_finalists(library, monkeypatch) -> None:

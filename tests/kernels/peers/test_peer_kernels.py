@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from sparsebench.errors import Unsupported
 from sparsebench.formats.bsr import Bsr
 from sparsebench.formats.dense import Dense
 from sparsebench.harness.catalog import names
@@ -80,18 +79,6 @@ def test_cublas_restores_the_precision_after_an_error() -> None:
 
 
 @pytest.mark.parametrize(
-    ("shape", "block", "tuned", "reason"),
-    [
-        ((64, 80, 80), 8, True, "powers of two >= 16, found 8x8"),
-        ((64, 64, 80), 32, True, "divide W, found 32x32 in 64x80"),
-    ],
-)
-def test_blocks_that_torch_refuses_are_unsupported(shape, block, tuned, reason) -> None:
-    with pytest.raises(Unsupported, match=reason):
-        torch_bsr.prepare(operands_of(shape, block=block), tuned=tuned)
-
-
-@pytest.mark.parametrize(
     ("m", "block", "path"),
     [
         (64, 32, "Triton"),
@@ -128,28 +115,6 @@ def test_a_tuned_product_pads_tokens_to_a_multiple_of_its_tile(tuned, tokens, mo
     for _ in range(2):
         assert_right(torch_bsr.prepare(replace(operands, pinned=pinned), tuned=tuned)(), operands)
         operands.activations["x"].neg_().add_(1)
-
-
-def test_tuning_reaches_shapes_that_the_shipped_path_does_not() -> None:
-    w = operands_of((48, 64, 64), block=[16, 32]).weights["w"]
-    assert isinstance(w, Bsr)
-    assert torch_bsr.unsupported_blocks(w) is None
-    assert torch_bsr.unsupported_as_shipped(w)
-
-
-@pytest.mark.parametrize(
-    ("m", "block", "dtype", "tiles"),
-    [
-        (4096, (32, 32), "bf16", [32, 64, 128, 256]),
-        (4096, (128, 128), "bf16", [64, 128, 256]),
-        (4096, (128, 128), "fp32", [16, 32, 64, 128]),
-        (48, (32, 32), "bf16", [16]),
-        (64, (16, 64), "fp16", [16, 32, 64]),
-        (16, (256, 256), "fp32", [16]),
-    ],
-)
-def test_tiles_divide_the_tokens_and_include_torchs(m, block, dtype, tiles) -> None:
-    assert torch_bsr.token_tiles(m, block, DTYPES[dtype]) == tiles
 
 
 def test_the_peers_import_without_any_gpu_package() -> None:

@@ -24,6 +24,7 @@ from sparsebench.kernels.dense import _gemm, _layers, cublas, torch_compile
 from sparsebench.results.record import Contender, Problem, Status, Value
 from tests.kernels.layers import assert_right, expected_of, operands_for
 from tests.simulated.simulated_contest import work_of
+from tests.tools.marks import crossed
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 BF16, E4M3, E5M2 = torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2
@@ -121,8 +122,9 @@ def layer(
     return (outer * (of_h(cublas.ACTIVATIONS[activation](g) * u) @ wd.T)).bfloat16()
 
 
-@pytest.mark.parametrize("activation", [*cublas.ACTIVATIONS])
-@pytest.mark.parametrize("sparsity", [0.0, 0.25, 0.9])
+@pytest.mark.parametrize(
+    ("activation", "sparsity"), crossed([*cublas.ACTIVATIONS], [0.0, 0.25, 0.9])
+)
 def test_layers_of_rounded_activations_are_right(activation: str, sparsity: float) -> None:
     pattern = {0.25: "spense_hidden", 0.9: "unstructured"}.get(sparsity, "dense")
     case = problem(activation=activation, pattern=pattern, sparsity=sparsity)
@@ -157,8 +159,7 @@ WRONG: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("activation", [*cublas.ACTIVATIONS])
-@pytest.mark.parametrize("what", WRONG)
+@pytest.mark.parametrize(("what", "activation"), crossed([*WRONG], [*cublas.ACTIVATIONS]))
 def test_wrong_layers_are_caught(what: str, activation: str) -> None:
     drawn, expected = example(activation)
     assert check(layer(drawn, activation, **WRONG[what]), expected).reason
@@ -219,17 +220,6 @@ def same_bits(actual: Tensor, right: Tensor) -> bool:
     return torch.equal(actual.view(torch.uint8), right.view(torch.uint8))
 
 
-@pytest.mark.interpreted
-@pytest.mark.usefixtures("casts")
-@pytest.mark.parametrize(("m", "k"), [(1, 8), (19, 200), (33, 384)])
-def test_interpreted_inputs_are_rounded_whatever_their_stride(m: int, k: int) -> None:
-    wide = 100 * torch.randn(m, k + 24).half()
-    for x in (wide[:, :k], wide[:, 8 : k + 8], wide[:, :k].contiguous()):
-        program = elementwise.quantised(x)
-        program.out.view(torch.uint8).fill_(0x7F)
-        assert same_bits(program(), x.clamp(-448, 448).to(E4M3))
-
-
 def by_token(x: Tensor) -> tuple[Tensor, Tensor]:
     scales = (x.float().abs().amax(1) / 448).clamp_min(1e-30)
     return (x.float() / scales[:, None]).clamp(-448, 448).to(E4M3), scales
@@ -238,11 +228,14 @@ def by_token(x: Tensor) -> tuple[Tensor, Tensor]:
 @pytest.mark.interpreted
 @pytest.mark.usefixtures("casts")
 @pytest.mark.parametrize(("m", "k"), [(1, 8), (19, 200), (33, 384)])
-def test_interpreted_inputs_are_scaled_by_token(m: int, k: int) -> None:
+def test_interpreted_inputs_are_rounded_and_scaled_whatever_their_stride(m: int, k: int) -> None:
     wide = 100 * torch.randn(m, k + 24).half()
     wide[-1] = 0
     wide[0, 9] = 60000
     for x in (wide[:, :k], wide[:, 8 : k + 8], wide[:, :k].contiguous()):
+        program = elementwise.quantised(x)
+        program.out.view(torch.uint8).fill_(0x7F)
+        assert same_bits(program(), x.clamp(-448, 448).to(E4M3))
         out, (right, expected) = torch.empty(m, k, dtype=E4M3), by_token(x)
         assert torch.equal(elementwise.scaled(x, out), expected)
         assert same_bits(out, right)
