@@ -10,7 +10,6 @@ from sparsebench.errors import FormatError
 from sparsebench.formats._format import BITS, is_stored
 from sparsebench.formats.bsr import Bsr
 from sparsebench.formats.csr import Csr
-from sparsebench.formats.spense import Spense
 from sparsebench.formats.twell import Twell
 from sparsebench.harness.bench.prepare import unsupported
 from sparsebench.harness.catalog import load_format, names
@@ -105,13 +104,6 @@ def test_a_mask_multiplied_onto_weights_stores_its_elements_alone(store, dtype) 
     count = len(packed.values) if isinstance(packed, Csr) else int(packed.arrays()["counts"].sum())
     assert count == int(mask.sum())
     assert torch.equal(bits(packed.to_dense()), bits(dense))
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float8_e4m3fn])
-def test_a_mask_of_two_of_four_multiplied_onto_weights_is_two_of_four(dtype: torch.dtype) -> None:
-    mask = torch.rand(128, 64, 4).argsort(-1).flatten(1) < 2
-    dense = masked(dtype, mask)
-    assert torch.equal(bits(Spense.from_dense(dense).to_dense()), bits(dense))
 
 
 @pytest.mark.parametrize("dtype", [*FLOATS, torch.float8_e5m2, torch.float64])

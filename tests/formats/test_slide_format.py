@@ -69,20 +69,6 @@ def test_a_block_of_six_of_eight_is_x_and_then_the_middles_of_its_groups() -> No
     assert packed.lifted.shape == (1, 384)
 
 
-@pytest.mark.parametrize(
-    ("kind", "dtype", "share"),
-    [
-        ((6, 8), torch.bfloat16, 1.5 * 0.5625),
-        ((6, 8), torch.float8_e4m3fn, 1.5 * 0.625),
-        ((2, 4), torch.bfloat16, 0.5625),
-    ],
-)
-def test_whole_tiles_take_the_bytes_of_the_docstring(kind, dtype, share) -> None:
-    dense = torch.zeros(128, 1024).to(dtype)
-    packed = Slide.from_dense(dense, kept=kind[0], group=kind[1])
-    assert packed.stored_bytes == share * dense.numel() * dense.element_size()
-
-
 def test_a_full_group_is_named() -> None:
     dense = torch.zeros(3, 24).half()
     dense[2, 8:15] = 1

@@ -72,6 +72,9 @@ def test_a_candidate_that_raises_has_its_reason_in_one_short_line() -> None:
     def fails() -> None:
         raise RuntimeError("no room" + 1000 * "!" + "\nfor the rest")
 
+    def fails_without_a_message() -> None:
+        raise NotImplementedError
+
     def works() -> None:
         return None
 
@@ -79,22 +82,12 @@ def test_a_candidate_that_raises_has_its_reason_in_one_short_line() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "device", lambda device: pytest.MonkeyPatch.context())
         patch.setattr(torch.cuda, "synchronize", lambda device: None)
-        right, wrong = module.warm_up([works, fails], device, 1)
-        assert right is None
+        right, wrong, silent = module.warm_up([works, fails, fails_without_a_message], device, 1)
+        assert (right, silent) == (None, "NotImplementedError")
         assert str(wrong).startswith("RuntimeError: no room!!!")
         assert len(str(wrong)) == module.REASON
         with pytest.raises(Unsupported, match=r"no candidate runs: RuntimeError: no room!+$"):
             module.warm_up([fails], device, 1)
-
-
-def test_an_exception_without_a_message_does_not_end_a_search(monkeypatch) -> None:
-    def fails() -> None:
-        raise NotImplementedError
-
-    monkeypatch.setattr(torch.cuda, "device", lambda device: pytest.MonkeyPatch.context())
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    winner = module.warm_up([lambda: None, fails], torch.device("cuda"), 1)
-    assert winner == [None, "NotImplementedError"]
 
 
 def test_on_a_cpu_the_first_candidate_is_taken_without_lines() -> None:

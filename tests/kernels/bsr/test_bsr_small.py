@@ -88,14 +88,6 @@ def test_the_lists_give_the_product_and_write_every_element_once(shape, transpos
     np.testing.assert_allclose(actual, expected.numpy(), rtol=0, atol=2e-4)
 
 
-def test_large_blocks_are_cut_for_few_tokens_and_refused_for_many(loads):
-    w, few = Bsr.from_dense(torch.ones(128, 128).half(), block=64), bsr_small.CUT_TOKENS
-    bsr_small.plan(w, call_of("linear", w, few, "fp16"), Config(64, 64))
-    assert dict(loads[0][1])["BLOCK"] == 32
-    reason = bsr_small.unsupported_call(w, call_of("linear", w, few + 1, "fp16"))
-    assert reason == "blocks of 64x64: expected up to 256 tokens, found 288"
-
-
 def captured(calls) -> torch.cuda.CUDAGraph:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):

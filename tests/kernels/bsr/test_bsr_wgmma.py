@@ -1,4 +1,4 @@
-"""bsr_wgmma: its groups, its schedule and its work lists, emulated in NumPy."""
+"""bsr_wgmma: its work lists, emulated in NumPy, and products in fp8 on a GPU."""
 
 from dataclasses import replace
 from itertools import product

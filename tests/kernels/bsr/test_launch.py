@@ -1,4 +1,4 @@
-"""Launches of the BSR kernels with a stand-in for the driver: tensor maps, arguments, addresses."""
+"""Launches of the BSR kernels with a stand-in for the driver: their arguments, also by threads."""
 
 import ctypes
 import struct
@@ -33,12 +33,6 @@ class Driver:
         return 0
 
 
-def map_of(matrix: Tensor, box: tuple[int, int]) -> tuple[int, ...]:
-    """Return the fields of a map, 2 bytes an element."""
-    height, width = matrix.shape
-    return matrix.data_ptr(), width, height, 2 * matrix.stride(0), *box[::-1]
-
-
 @pytest.fixture
 def driver(monkeypatch) -> Iterator[Driver]:
     """Launch without effect."""
@@ -65,21 +59,6 @@ def product_of(kernel: Any, block: int, config: Any) -> tuple[Product, Tensor]:
     w, _, _ = example((300, 128, 192, block, 0.5), dtype="bf16")
     product = kernel.plan(w, call_of("linear", w, 400, "bf16"), config)
     return product, product.packed(w.values)
-
-
-def test_a_launch_has_the_addresses_of_its_operands(loads, driver):
-    product, packed = product_of(bsr_wgmma, 64, bsr_wgmma.Config(128, 1))
-    driver.size, alive = 384, []  # so that no address is reused
-    for m in (300, 400, 300):
-        wide = torch.zeros(m, 256, dtype=torch.bfloat16)
-        for x in (wide[:, :192].contiguous(), wide[:, :192], wide[:, 8:200]):
-            for blocks in (packed, packed.clone()):
-                y = product.run(x, blocks)
-                alive += [x, y, blocks]
-                maps = (x, (128, 64)), (blocks.view(-1, 64), (64, 64)), (y, (64, 64))
-                for at, matrix in enumerate(maps):
-                    expected = map_of(*matrix)
-                    assert struct.unpack_from("6q", driver.launches[-1], 128 * at) == expected
 
 
 def test_launches_from_several_threads_do_not_mix_operands(loads, driver):

@@ -1,6 +1,5 @@
 """Layers with 2:4 hybrid weights compared with dense layers."""
 
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -13,9 +12,9 @@ from triton.compiler import ASTSource
 
 from sparsebench.errors import FormatError, Unsupported
 from sparsebench.harness.models.pruning.layer import GatedMLP
-from sparsebench.kernels.nn import SpenseGatedMLP, SpenseLinear, _spense_engines
+from sparsebench.kernels.nn import SpenseGatedMLP, SpenseLinear
 from sparsebench.kernels.nn import _spense_op as layers
-from sparsebench.kernels.spense import _written_out, spense_mma, spense_wgmma
+from sparsebench.kernels.spense import _written_out
 from sparsebench.kernels.spense._gated_gradient import gated_gradient
 from sparsebench.kernels.spense._written_out import written_out
 from sparsebench.kernels.spense.spense_ffn import interleaved, parted
@@ -320,25 +319,6 @@ def test_a_second_derivative_is_refused():
 
 
 # ---- plans ----
-
-
-@pytest.mark.parametrize(
-    ("capability", "dtype", "engines"),
-    [
-        ((9, 0), BF16, [spense_wgmma.KERNEL]),
-        ((9, 0), E4M3, [spense_wgmma.KERNEL]),
-        ((8, 0), FP16, [spense_mma.KERNEL]),
-        ((12, 0), BF16, [spense_mma.KERNEL]),
-        ((7, 5), FP16, None),
-        ((8, 9), E4M3, None),
-    ],
-)
-@pytest.mark.usefixtures("installed")
-def test_a_gpu_has_an_engine_or_is_unsupported(capability, dtype, engines, monkeypatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    call = _spense_engines.call_of((64, 128, 64, 128, None), dtype, 4)
-    with nullcontext() if engines else pytest.raises(Unsupported):
-        assert [*_spense_engines.likeliest(call, torch.device("cuda"))] == engines
 
 
 # ---- on a GPU ----

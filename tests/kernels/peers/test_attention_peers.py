@@ -183,13 +183,6 @@ def test_fastvideo_refuses_a_query_without_keys(monkeypatch: pytest.MonkeyPatch)
                 fastvideo.KERNEL.prepare(operands)
 
 
-def test_a_mask_is_the_same_in_smaller_blocks() -> None:
-    mask = random_mask((128, 192), (32, 64), lists=2)
-    smaller = _attention.cut(mask, 16)
-    assert smaller.block == (16, 16)
-    assert torch.equal(smaller.expand(), mask.expand())
-
-
 @pytest.mark.parametrize(
     ("fields", "token"),
     [

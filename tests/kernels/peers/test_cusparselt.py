@@ -32,6 +32,7 @@ from sparsebench.kernels.peers import (
 from sparsebench.results.record import Problem
 from tests.emulation.cusparselt_on_cpu import OnCpu
 from tests.kernels.layers import assert_correct as assert_right
+from tests.tools.marks import crossed
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 N, K, M = 256, 512, 32
@@ -85,6 +86,7 @@ def call_of(operands: Operands, **call: Any) -> cusparselt.Call:
     return cusparselt.Call(cusparselt.compressed(w), x, len(w), scale=scale, **call)
 
 
+WEIGHTS = [*((dtype, "two_four") for dtype in cusparselt.MULTIPLES), *product(HYBRID, SPLITS)]
 EVERY_LAYOUT = [(d, way) for d in cusparselt.MULTIPLES for way in cusparselt.layouts(DTYPES[d])]
 
 
@@ -124,14 +126,11 @@ def assert_right_twice(launch: Launch, operands: Operands) -> None:
         x.copy_(x.float().flip(0))
 
 
-@pytest.mark.parametrize("m", [1, 3, 50])
-@pytest.mark.parametrize(
-    ("dtype", "pattern"),
-    [*((dtype, "two_four") for dtype in cusparselt.MULTIPLES), *product(HYBRID, SPLITS)],
-)
+@pytest.mark.parametrize(("of", "m"), crossed(WEIGHTS, [1, 3, 50]))
 def test_tokens_are_padded_to_the_multiple_that_the_library_takes(
-    library, monkeypatch, pattern, dtype, m
+    library, monkeypatch, of, m
 ) -> None:
+    dtype, pattern = of
     pick(monkeypatch, cusparselt, 0)
     operands = operands_of(dtype, pattern, m=m)
     module = cusparselt if pattern == "two_four" else cusparselt_hybrid
@@ -139,15 +138,6 @@ def test_tokens_are_padded_to_the_multiple_that_the_library_takes(
     choice = launch.choice if pattern == "two_four" else launch.choice["sparse"]
     assert choice["tokens"] == m + -m % (16 if DTYPES[dtype].itemsize == 1 else 8)
     assert_right_twice(launch, operands)
-
-
-def test_w_is_compressed_once_for_each_layout_and_a_launch_calls_the_product_alone(library) -> None:
-    launch = cusparselt.prepare(operands_of("bf16"))
-    assert library.called.count("SpMMACompress2") == len(cusparselt.LAYOUTS)
-    library.called.clear()
-    launch()
-    launch()
-    assert library.called == ["Matmul", "Matmul"]
 
 
 def test_a_plan_that_needs_too_large_a_workspace_is_refused(library, monkeypatch) -> None:

@@ -11,7 +11,6 @@ import torch
 from sparsebench.errors import Unsupported
 from sparsebench.formats.spense import Spense
 from sparsebench.harness.bench import contest
-from sparsebench.harness.plan.suite import read
 from sparsebench.kernels._common import elementwise
 from sparsebench.kernels._common.operator import NoConfig
 from sparsebench.kernels._common.product import Product
@@ -51,13 +50,6 @@ def test_gate_and_up_are_joined_by_rows_of_eight_and_parted(h, fraction, dtype):
     for result, expected in zip(spense_ffn.parted(rows), (gate, up), strict=True):
         assert torch.equal(result, expected.float())
     assert both.sparse_shape == (2 * packed[0].sparse_shape[0], 400)
-
-
-def test_a_suite_gives_down_another_split():
-    for plan in read("spense-ffn").contests:
-        (hybrid,) = (c for c in plan.contenders if c.kernel == "spense_ffn")
-        assert hybrid.params_of("wu") == {"dense_fraction": 0.5, "split": "rows"}
-        assert hybrid.params_of("wd") == {"dense_fraction": 0.5, "split": "columns"}
 
 
 def test_down_is_converted_by_its_own_split():

@@ -23,7 +23,6 @@ from sparsebench.kernels._kernel import unit_scale
 from sparsebench.kernels.dense import _gemm, _layers, cublas, torch_compile
 from sparsebench.results.record import Contender, Problem, Status, Value
 from tests.kernels.layers import assert_right, expected_of, operands_for
-from tests.simulated.simulated_contest import work_of
 from tests.tools.marks import crossed
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
@@ -73,12 +72,6 @@ def test_a_contest_is_right_on_a_cpu() -> None:
     assert {row.fewest_bytes for row in rows} == {elements + 2 * x_and_y}
     assert {row.flops for row in rows} == {2.0 * 2 * elements}
     assert rows[3].stored_bytes == 3 * 512 * 256 * (1 + 5 / 8) / 2
-
-
-def test_a_simulated_contest_counts_activations_of_16_bits() -> None:
-    work = work_of(problem())
-    assert work.output_bytes == 2 * 16 * 512
-    assert work.fewest_bytes == work.dense_bytes + 2 * work.output_bytes == 3 * 2048 * 512 + 2**15
 
 
 REFUSED = {

@@ -63,9 +63,8 @@ CASES += [(136, 3, 1), (152, 2, 2), (192, 3, 1)]
 
 
 @needs_gxx
-@pytest.mark.parametrize("case", sampled(CASES, 0, 2, 5, 8), ids=str)
-def test_a_cluster_adds_up_its_sums_and_writes_each_token_once(case) -> None:
-    tokens, warpgroups, split = case
+@pytest.mark.parametrize(("tokens", "warpgroups", "split"), sampled(CASES, 0, 2, 5, 8))
+def test_a_cluster_adds_up_its_sums_and_writes_each_token_once(tokens, warpgroups, split) -> None:
     config, n = Config(tokens, 1, 4, warpgroups, split), 64 * warpgroups - 8
     parts = np.random.default_rng(0).integers(-2, 3, (split, warpgroups, 64, tokens))
     right = parts.sum(0).reshape(-1, tokens)[:n].T
