@@ -109,7 +109,7 @@ def test_cudnn_gets_lists_of_its_blocks(
         else:
             assert options["allow_empty_block_nums"] or int(counts.min()) > 0
         assert (options["sparse_block_size"], options["layout"]) == (side, "bshd")
-        lists = converters.Lists(counts, index)
+        lists = converters.PaddedLists(counts, index)
         given = converters.from_cudnn(lists, mask.tokens, (side, side))
         return {"o_tensor": reference(q, k, v, given, options["softmax_scale"])[0]}
 
@@ -167,7 +167,7 @@ def test_fastvideo_refuses_a_query_without_keys(monkeypatch: pytest.MonkeyPatch)
     def attend(q: Tensor, k: Tensor, v: Tensor, *lists: Tensor) -> list[Tensor]:
         index, counts, sizes = lists
         assert sizes.tolist() == [64] * (k.shape[2] // 64)
-        given = converters.from_cudnn(converters.Lists(counts, index), mask.tokens, (64, 64))
+        given = converters.from_cudnn(converters.PaddedLists(counts, index), mask.tokens, (64, 64))
         o = reference(*(x.transpose(1, 2) for x in (q, k, v)), given, 0.3)[0]
         return [o.transpose(1, 2)]
 
