@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -155,9 +156,9 @@ def filled(
     for name in ("headline", "what_changed", "agreement"):
         monkeypatch.setattr(published, name, lambda runs: "")
     monkeypatch.setattr(published, "repeated_cases", lambda runs: None)
-    for module in (published.advice, published.repeats):
-        monkeypatch.setattr(module, "text_of", lambda rows: "")
-    monkeypatch.setattr(published.advice, "collect_evidence", lambda *arguments: [])
+    monkeypatch.setattr(published.repeats, "text_of", lambda rows: "")
+    evidence = SimpleNamespace(text="")
+    monkeypatch.setattr(published, "collect_evidence", lambda *arguments: evidence)
     for module, name in ((published.costs, "markdown"), (published.advice, "in_brief")):
         monkeypatch.setattr(module, name, lambda *arguments: "")
     (tmp_path / "docs").mkdir()
