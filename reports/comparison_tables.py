@@ -56,34 +56,23 @@ def grid(other: Changes) -> Table:
 
     Dense products of equal sizes do the same work, so only that of the fewest zeros is shown.
     """
-    places: dict[tuple[Any, ...], tuple[list[Line], list[Line]]] = {}
-    for line in records(other.cases):
-        key = line["problem_id"], line["scope"], line["cache"], line["format"]
-        for end, timed in zip("ab", places.setdefault(key, ([], [])), strict=True):
-            if line[f"status_{end}"] == Status.OK:
-                timed.append(line)
-    pairs = [(_best(a, "a"), _best(b, "b")) for a, b in places.values() if a and b]
-    name, _ = _problems(pd.DataFrame([a for a, _ in pairs], columns=other.cases.columns))
-    named: dict[str, tuple[Line, Line]] = {}
-    for a, b in sorted(pairs, key=lambda pair: float(pair[0]["level"])):
-        kind, hidden = FORMATS.get(a["format"], a["format"]), {}
-        if a["format"] == "dense":
+    pairs = records(_best_pairs(other.cases).sort_values("level", kind="stable"))
+    name, _ = _problems(pd.DataFrame(pairs, columns=other.cases.columns))
+    named: dict[str, Line] = {}
+    for line in pairs:
+        kind, hidden = FORMATS.get(line["format"], line["format"]), {}
+        if line["format"] == "dense":
             hidden = NO_ZEROS
-        elif a["format"] == "spense" and a["pattern"] in PATTERNS:
-            kind, hidden = PATTERNS[a["pattern"]], {"pattern": "dense"}
-        place = ", ".join(filter(None, [kind, name({**a, **hidden})]))
-        named.setdefault(place, (a, b))
-    tests = [
-        ratio_of_means(b["times_b"], a["times_a"], _both_sides(a, b)) for a, b in named.values()
-    ]
+        elif line["format"] == "spense" and line["pattern"] in PATTERNS:
+            kind, hidden = PATTERNS[line["pattern"]], {"pattern": "dense"}
+        named.setdefault(", ".join(filter(None, [kind, name({**line, **hidden})])), line)
+    tests = [ratio_of_means(line["times_b"], line["times_a"], line) for line in named.values()]
     words = outcomes(pd.DataFrame(tests, columns=["value", "low", "high", "p"]))
     lines: list[tuple[float, list[Cell]]] = []
-    for (place, (a, b)), word, (value, low, high, _) in zip(
-        named.items(), words, tests, strict=True
-    ):
+    for place, word, (value, low, high, _) in zip(named, words, tests, strict=True):
         text = _time(other, word, value, low, high)
-        cells: list[Cell] = [place, _time_text(a, "a"), _time_text(b, "b"), (text, _style(word))]
-        lines.append((_size(word, value), cells))
+        times = (_time_text(named[place], end) for end in "ab")
+        lines.append((_size(word, value), [place, *times, (text, _style(word))]))
     ordered = [cells for _, cells in sorted(lines, key=lambda line: -line[0])]
     heads = ("format and problem", other.a.name, other.b.name, "time")
     title = "Each format at its best"
@@ -91,32 +80,21 @@ def grid(other: Changes) -> Table:
 
 
 def cases(others: Sequence[Changes]) -> Table:
-    """Return every case: first those that broke, then by the size of the difference.
-
-    If all sides are different devices, dense products of equal sizes are shown once, as in `grid`.
-    """
+    """Return every case: first those that broke, then by the size of the difference."""
     by_case: dict[tuple[Any, ...], dict[int, Line]] = {}
     for number, other in enumerate(others):
-        for cell in records(other.cases[other.cases.word != ""]):
+        for cell in records(other.cases[other.cases.word != ""].sort_values("level")):
             by_case.setdefault(tuple(cell[key] for key in KEYS), {})[number] = cell
-    firsts = {key: next(iter(case.values())) for key, case in by_case.items()}
-    name, _ = _problems(pd.DataFrame([*firsts.values()]))
-    apart = not any(other.same_device for other in others)
-    shown: dict[tuple[Any, ...], tuple[str, tuple[Any, ...]]] = {}
-    for key, line in sorted(firsts.items(), key=lambda item: float(item[1]["level"])):
-        dense = line["is_baseline"] and line["format"] == "dense" and not line["broken"]
-        problem = name({**line, **NO_ZEROS} if apart and dense else line)
-        shown.setdefault((problem, line["label"]) if apart and dense else key, (problem, key))
+    name, _ = _problems(pd.DataFrame([next(iter(case.values())) for case in by_case.values()]))
     columns = ["problem", "contender", others[0].a.name]
     for other in others:
         of = f" of {other.b.name}" if len(others) > 1 else ""
         columns += [other.b.name, f"time{of}", f"gain{of}", f"from{of}"]
     lines: list[list[Cell]] = []
-    ordered = sorted(shown.values(), key=lambda each: -max(map(_rank, by_case[each[1]].values())))
-    for problem, key in ordered:
-        line, case = firsts[key], by_case[key]
+    for case in sorted(by_case.values(), key=lambda case: -max(map(_rank, case.values()))):
+        line = next(iter(case.values()))
         base = " (baseline)" if line["is_baseline"] else ""
-        cells: list[Cell] = [problem, kernel(line["label"]) + base, _time_text(line, "a")]
+        cells: list[Cell] = [name(line), kernel(line["label"]) + base, _time_text(line, "a")]
         for number, other in enumerate(others):
             cells += _change_cells(other, case[number]) if number in case else [""] * 4
         lines.append(cells)
@@ -194,14 +172,19 @@ def _time_text(line: Line, end: str) -> str:
     return time if line["is_baseline"] or pd.isna(gain[0]) else f"{time} {between(*gain)}"
 
 
-def _both_sides(a: Line, b: Line) -> Line:
-    """Return the line that compares the case of `a` on side a with that of `b` on side b."""
-    of_b = {name: value for name, value in b.items() if str(name).endswith("_b")}
-    return {**a, **of_b, "tolerance": np.nanmax([a["tolerance"], b["tolerance"]])}
-
-
-def _best(lines: Sequence[Line], end: str) -> Line:
-    return min(lines, key=lambda line: float(line[f"median_us_{end}"]))
+def _best_pairs(cells: pd.DataFrame) -> pd.DataFrame:
+    """Return a line for each format in a problem: its fastest kernel on a beside that on b."""
+    keys = ["problem_id", "scope", "cache", "format"]
+    a, b = (
+        cells[cells[f"status_{end}"] == Status.OK]
+        .sort_values(f"median_us_{end}", kind="stable")
+        .drop_duplicates(keys)
+        for end in "ab"
+    )
+    of_b = [name for name in cells if str(name).endswith("_b")]
+    pairs = a.sort_index().drop(columns=of_b).merge(b[[*keys, *of_b, "tolerance"]], on=keys)
+    tolerances = pairs.pop("tolerance_x"), pairs.pop("tolerance_y")
+    return pairs.assign(tolerance=np.fmax(*tolerances))[[*cells.columns]]
 
 
 def _rank(line: Line) -> float:

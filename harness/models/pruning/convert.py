@@ -11,7 +11,6 @@ holds the largest gated MLP beside what is written at the end. The output loads 
 `from_pretrained`, as what `save_pretrained` writes of a sparse model does (checkpoint.py).
 """
 
-import os
 import shutil
 from collections import Counter
 from collections.abc import Iterator
@@ -41,7 +40,7 @@ from sparsebench.harness.models.pruning.model import quiet, usable
 from sparsebench.harness.models.reporting import transformers_for
 from sparsebench.kernels._kernel import NAMES
 from sparsebench.kernels.nn import BitmapLinear, SpenseGatedMLP, SpenseLinear
-from sparsebench.results.run.store import write_json
+from sparsebench.results.run.store import new_directory, write_json
 
 E4M3, HALF = torch.float8_e4m3fn, (torch.float16, torch.bfloat16)
 SHARD_BYTES = 4 * 10**9
@@ -79,7 +78,7 @@ def convert(
             None keeps 16-bit and fp8 weights
     device  where weights are packed
 
-    Raises SuiteError or FormatError, and then writes nothing.
+    Raises SuiteError, FormatError or ResultError, and then writes nothing.
     """
     if not source.is_dir():
         raise SuiteError(f"{source}: expected the directory of a checkpoint, found none")
@@ -89,23 +88,12 @@ def convert(
     if dtype not in (None, *HALF):
         raise SuiteError(f"dtype: expected float16 or bfloat16, found {dtype}")
     stored = Checkpoint(source)
-    fresh = out.with_name(f".{out.name}.{os.getpid()}")
-    try:
-        fresh.mkdir()
-    except OSError as error:
-        raise SuiteError(f"{out}: expected a writable directory; found {error}") from error
-    try:
+    with new_directory(out) as fresh:
         for file in source.iterdir():
             index = file.name.endswith(".index.json") or file.name == CONFIG
             if file.is_file() and file.suffix not in NOT_COPIED and not index:
                 shutil.copyfile(file, fresh / file.name)
-        conversion = _Converter(stored, fresh, dtype, torch.device(device)).run()
-        fresh.rename(out)
-    except OSError as error:
-        raise SuiteError(f"{out}: expected a writable directory; found {error}") from error
-    finally:
-        shutil.rmtree(fresh, ignore_errors=True)
-    return conversion
+        return _Converter(stored, fresh, dtype, torch.device(device)).run()
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,6 @@ begin-of-text token if there is one. The held-out contexts come last.
 import hashlib
 import pydoc_data.topics
 import re
-import shutil
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stderr
@@ -40,6 +39,7 @@ from sparsebench.harness.models.pruning.layer import (
 from sparsebench.harness.models.pruning.methods import TWO_FOUR
 from sparsebench.harness.models.pruning.sparsify import TwoFour, sparsify_
 from sparsebench.harness.models.reporting import transformers_for
+from sparsebench.results.run.store import new_directory
 
 CONTEXT = 1024
 
@@ -148,23 +148,16 @@ def save(loaded: Loaded, pruner: Pruner, to: Path) -> None:
     """Write a model that was pruned by a pruner, and its tokenizer; pack 2:4 weights in place.
 
     Other pruned weights are written dense, and 32-bit weights are rounded to bf16. Raises
-    SuiteError or FormatError; after an error, nothing is written.
+    FormatError or ResultError; after an error, nothing is written.
     """
     model = loaded.model
     if model.dtype not in (torch.float16, torch.bfloat16):
         model.to(torch.bfloat16)
     if pruner.mask_pattern == TWO_FOUR:
         sparsify_(model, TwoFour(pruner.dense), lambda module, _: Gated.of(module) is not None)
-    fresh = to.with_name(f"{to.name}.new")
-    shutil.rmtree(fresh, ignore_errors=True)
-    try:
-        with quiet(transformers_for(to)):
-            model.save_pretrained(fresh)
-            loaded.tokenizer.save_pretrained(fresh)
-        fresh.rename(to)
-    except OSError as error:
-        shutil.rmtree(fresh, ignore_errors=True)
-        raise SuiteError(f"{to}: expected a writable directory; found {error}") from error
+    with new_directory(to) as fresh, quiet(transformers_for(to)):
+        model.save_pretrained(fresh)
+        loaded.tokenizer.save_pretrained(fresh)
 
 
 @contextmanager
