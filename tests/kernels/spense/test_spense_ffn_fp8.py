@@ -23,7 +23,7 @@ from sparsebench.kernels._kernel import unit_scale
 from sparsebench.kernels.dense import _gemm, _layers, cublas, torch_compile
 from sparsebench.results.record import Contender, Problem, Status, Value
 from tests.kernels.layers import assert_right, expected_of, operands_for
-from tests.tools.marks import crossed
+from tests.tools.marks import crossed, sampled
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 BF16, E4M3, E5M2 = torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2
@@ -161,7 +161,7 @@ def test_wrong_layers_are_caught(what: str, activation: str) -> None:
 # ---- the baselines ----
 
 
-@pytest.mark.parametrize("activation", [*cublas.ACTIVATIONS])
+@pytest.mark.parametrize("activation", sampled(cublas.ACTIVATIONS))
 def test_cublas_multiplies_step_by_step(activation: str) -> None:
     case = problem(n=512, k=256, activation=activation)
     these = operands_for(case)
