@@ -113,15 +113,6 @@ def test_keys_that_no_query_selects_need_no_bytes() -> None:
     assert op.fewest_bytes(p, nnz, 4) == 4 * 16 * (2 * 2 * 40 * 4 + 2 * 2 * 2 * 8)
 
 
-def test_few_elements_exist_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    p, op = problem(causal=True), load_op("attention")
-    drawn = operands(p, op, CPU, None)
-    every = {**drawn.weights, **drawn.activations}
-    whole = with_fields(op.definition, p)(**every)
-    monkeypatch.setitem(_block_attention.ELEMENTS, "cpu", 1)
-    assert torch.allclose(with_fields(op.definition, p)(**every), whole, atol=1e-6)
-
-
 @pytest.mark.parametrize("unselected", ["absent", "future"])
 @pytest.mark.parametrize("operand", ["k", "v"])
 @pytest.mark.parametrize("name", ["attention", "attention_backward"])

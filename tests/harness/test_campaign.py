@@ -13,8 +13,6 @@ import pytest
 from sparsebench.errors import ResultError, SuiteError
 from sparsebench.harness.bench import energy
 from sparsebench.harness.claims import checking
-from sparsebench.harness.claims.checking import evidence
-from sparsebench.harness.claims.claim_plan import read_claims
 from sparsebench.harness.plan.selection import planned_contests
 from sparsebench.harness.plan.suite import read
 from sparsebench.harness.run.measure import Progress, Stopped
@@ -129,16 +127,6 @@ def test_a_stopped_entry_is_finished_on_another_card_in_another_folder(trial: Tr
     assert all(line.checked for line in validate(moved.out / "several"))
 
 
-def test_the_same_card_resumes_its_own_piece(trial: Trial) -> None:
-    trial.stop(1)
-    before = {(r.case.id, r.replicate): r.samples_us for r in store.rows(trial.piece)}
-    trial.sit(1)
-    run = store.read(trial.out / "several")
-    after = {(r.case.id, r.replicate): r.samples_us for r in [*run.reference, *run.rows]}
-    assert before.items() <= after.items()
-    assert not run.state.keys() & {"shards", "part"}
-
-
 def test_a_killed_piece_keeps_its_complete_contests(trial: Trial) -> None:
     trial.stop(1)
     (trial.piece / bundle.MANIFEST).unlink()
@@ -156,15 +144,6 @@ def test_nothing_begins_in_the_last_seconds_and_an_early_end_is_reported(trial, 
     reasons = trial.sit(1, until=monotonic() - 1).reasons
     assert all(reason.startswith("the time ended after 0 of ") for reason in reasons.values())
     assert not (trial.out / "several").exists()
-
-
-@pytest.mark.parametrize("lost", ["1/1", "1", "reserved"])
-def test_what_a_lost_folder_held_is_measured_again(lost: str, trial: Trial) -> None:
-    trial.stop(1)
-    shutil.rmtree(trial.piece.parents[1] / lost)
-    trial.sit(2)
-    assert "sim-2" in _devices(trial.out)
-    assert all(line.checked for line in validate(trial.out / "several"))
 
 
 def test_an_entry_that_another_process_measures_is_left_to_it(trial: Trial) -> None:
@@ -261,11 +240,6 @@ def test_a_card_first_finishes_the_entry_that_it_has_begun(trial: Trial) -> None
         assert {row.device for row in store.read(trial.out / name).rows} == {device}
 
 
-def test_an_entry_waits_for_the_run_that_it_confirms(trial: Trial) -> None:
-    sitting = trial.sit(1, more=AFTER, names=("several-confirmed",))
-    assert sitting.reasons == {"several-confirmed": "waits for several"}
-
-
 def test_claims_are_judged_by_the_runs_above_and_measure_the_rest(trial: Trial) -> None:
     more = "  - {claims: [cusparse-slower], replicates: 1}\n"
     trial.sit(1, more=more)
@@ -293,16 +267,6 @@ CLAIMS = """
 """
 
 
-def test_claims_wait_for_runs_and_only_all_claims_wait_for_other_claims(trial: Trial) -> None:
-    entries = {entry.name: entry for entry in trial.campaign(CLAIMS).entries}
-    waits = {
-        name: [above.name for above in trial.campaign(CLAIMS).above(entries[name])]
-        for name in ("random", "layers", "claims")
-    }
-    runs = ["several", "other"]
-    assert waits == {"random": runs, "layers": runs, "claims": [*runs, "random", "layers"]}
-
-
 def test_stopped_claims_are_finished_on_another_card(trial: Trial, monkeypatch) -> None:
     more = CLAIMS.replace("claims: []", "claims: [cats-2024]")
     trial.sit(1, more=more, names=("several", "other"))
@@ -314,11 +278,6 @@ def test_stopped_claims_are_finished_on_another_card(trial: Trial, monkeypatch) 
     cases = checking.Missing.cases.fget  # type: ignore[attr-defined]
     fewer = property(lambda gap: cases(gap)[:2] if gap.suite.name in part.name else cases(gap))
     monkeypatch.setattr(checking.Missing, "cases", fewer)
-    entry = trial.campaign(more).entries[2]
-    text = (part / "1" / "1" / "run.json").read_text()
-    (part / "1" / "1" / "run.json").write_text(json.dumps(json.loads(text) | {"seconds": 3.0}))
-    assert state(trial.out, entry).seconds == 3
-    (part / "1" / "1" / "run.json").write_text(text)
     assert trial.sit(2, more=more, names=("random",)).reasons == {"random": ""}
     both = trial.sit(1, 2, more=more)
     assert both.reasons == {"layers": "", "claims": ""}
@@ -360,17 +319,6 @@ def test_a_campaign_of_the_package_has_entries_with_names(name: str) -> None:
     entries = campaign(name).entries
     assert entries[0].replicates == 8
     assert len({entry.name for entry in entries}) == len(entries) >= 3
-
-
-@pytest.mark.exhaustive
-def test_claims_that_need_the_same_suite_are_in_one_entry() -> None:
-    suites = Counter[str]()
-    for entry in campaign("published").entries:
-        if entry.claims:
-            plans = evidence(read_claims(entry.claims)).all_plans
-            suites.update({plan.suite.text or plan.suite.name for plan in plans})
-    assert suites
-    assert {suite: count for suite, count in suites.items() if count > 1} == {}
 
 
 def test_an_entry_says_what_a_device_lacks(trial: Trial, tmp_path: Path) -> None:

@@ -8,20 +8,18 @@ from pathlib import Path
 
 import pytest
 
-from sparsebench.errors import ResultError, SuiteError
+from sparsebench.errors import SuiteError
 from sparsebench.harness.claims import checking, claim_plan
 from sparsebench.harness.claims.checking import Evidence, check, evidence
-from sparsebench.harness.commands.claims import _runs
 from sparsebench.harness.run import measure
-from sparsebench.harness.run.measure import RunOptions, Stopped
+from sparsebench.harness.run.measure import RunOptions
 from sparsebench.harness.run.run_json import Flags
 from sparsebench.results.claims.cells import Cell, cells
 from sparsebench.results.claims.decision import Word
 from sparsebench.results.claims.schema import Claim, ClaimFile, Test
 from sparsebench.results.claims.verdict import Verdict
-from sparsebench.results.record import Status
 from sparsebench.results.run import store
-from sparsebench.results.tables.analysis import Analysis, analyse
+from sparsebench.results.tables.analysis import Analysis
 from tests.results.claim_examples import CLAIM
 from tests.tools.command_line import output, refusal, sparsebench
 from tests.tools.paths import PUBLISHED, ROOT
@@ -125,39 +123,16 @@ def test_the_best_cell_is_measured_again_alone(fast: Path) -> None:
     assert expected["tests"][0]["deciding"][0]["run"] == "mine-confirmed"
 
 
-@pytest.fixture(scope="module")
-def look(in_one_process: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Check a claim in two processes."""
-    folder = tmp_path_factory.mktemp("look")
-    flags = Flags(device(folder, 0.8), replicates=2)
-    assert judged(check([written(folder)], flags, [], folder, QUIET)).word is Word.NOT_SETTLED
-    assert not (folder / "mine-confirmed").exists()  # a look confirms nothing
-    return folder
-
-
-def test_cells_of_given_runs_are_not_measured_again(look: Path, tmp_path: Path) -> None:
-    wider = written(tmp_path, "[0.5, 0.8]", "[0.5, 0.8, 0.9]", name="wider")
+def test_a_look_settles_nothing_and_its_cells_are_not_measured_again(tmp_path: Path) -> None:
     flags = Flags(device(tmp_path, 0.8), replicates=2)
-    result = check([wider], flags, [look / "mine"], tmp_path, QUIET)
+    look = check([written(tmp_path)], flags, [], tmp_path / "look", QUIET)
+    assert judged(look).word is Word.NOT_SETTLED
+    assert not (tmp_path / "look" / "mine-confirmed").exists()
+    wider = written(tmp_path, "[0.5, 0.8]", "[0.5, 0.8, 0.9]", name="wider")
+    result = check([wider], flags, [tmp_path / "look" / "mine"], tmp_path, QUIET)
     fresh = store.read(tmp_path / "wider")
     assert {row.case.problem["sparsity"] for row in fresh.rows} == {0.9}
     assert {cell.run for cell in result.cells["wider"]} == {"mine", "wider"}
-
-
-def test_a_stopped_check_is_resumed(tmp_path: Path) -> None:
-    claim = written(tmp_path, "quantifier: exists", "quantifier: typical")
-
-    def stop(done: int, total: int, problem: str) -> None:
-        if done == total - 1:
-            raise KeyboardInterrupt
-
-    flags, to = Flags(device(tmp_path, 0.8), replicates=2), tmp_path / "out"
-    with pytest.raises(Stopped):
-        check([claim], flags, [], to, RunOptions(progress=stop))
-    assert store.read(to / "mine").state["status"] == "interrupted"
-    result = check([claim], flags, [], to, QUIET)
-    assert [path.name for path in to.iterdir() if path.is_dir()] == ["mine"]
-    assert result.cells["mine"][0].processes == 2
 
 
 def test_a_check_ends_at_its_time_and_the_next_one_resumes_it(tmp_path, monkeypatch) -> None:
@@ -313,30 +288,6 @@ def test_published_rows_are_judged_without_a_gpu(tmp_path: Path) -> None:
     assert "orders of magnitude faster than cuBLAS or cuSPARSE" in page
 
 
-def test_the_root_of_the_published_runs_is_a_folder_of_runs(tmp_path: Path) -> None:
-    every = sorted(file.parent for file in PUBLISHED.glob("*/*/run.json"))
-    assert len(every) > 10
-    assert sorted(_runs([PUBLISHED])) == every
-    with pytest.raises(ResultError, match=r"--from .* found none"):
-        _runs([tmp_path])
-
-
-def test_a_cell_whose_peer_was_wrong_gives_the_reason() -> None:
-    (written,) = claim_plan.read_claims(["openai-2017-cusparse"])
-    run = store.read(PUBLISHED / "nvidia-h200" / "sparsity-64")
-    wrong = {"status": Status.WRONG, "detail": "error 3", "samples_us": ()}
-    rows = [
-        replace(row, **wrong) if row.case.contender.kernel == "cusparse_csr" else row
-        for row in run.rows
-        if row.case.problem["sparsity"] == 0.9
-    ]
-    (test,) = written.claim.tests
-    problems = {row.case.problem.id for row in rows}
-    result = cells(test, problems, analyse(replace(run, rows=rows)))
-    assert result
-    assert {cell.reason for cell in result} == {"no baseline ran: cusparse_csr: error 3"}
-
-
 def installed(folder: Path, patch: pytest.MonkeyPatch, name: str) -> None:
     """Install a package with a claim, into this process."""
     (folder / "other-1.dist-info").mkdir()
@@ -348,12 +299,6 @@ def installed(folder: Path, patch: pytest.MonkeyPatch, name: str) -> None:
     (folder / package / "__init__.py").write_text("")
     (folder / package / f"{name}.yaml").write_text(CLAIM)
     patch.syspath_prepend(folder)
-
-
-def test_a_claim_of_another_package_is_found_by_name(tmp_path, monkeypatch) -> None:
-    installed(tmp_path, monkeypatch, "theirs")
-    assert "Blocks are faster" in sparsebench("claims", "list", "theirs").stdout
-    assert sparsebench("claims", "check", "theirs", "--plan").returncode == 0
 
 
 def test_the_schema_for_editors_is_that_of_the_model() -> None:

@@ -1,10 +1,7 @@
 """`sparsebench convert`: checkpoints written from the description with numpy.packbits."""
 
 import json
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -221,20 +218,6 @@ def test_dense_layers_and_an_embedding_that_was_compressed_stay_dense(tmp_path):
     assert restored(IDS).logits.isfinite().all()
 
 
-def test_every_weight_is_compressed_by_old_versions(tmp_path):
-    def change(tensors: dict[str, Tensor]) -> None:
-        for name in [name for name in tensors if name.endswith(".weight")]:
-            tensors.update(
-                packed(name.removesuffix(".weight"), tensors.pop(name), BITMASK, old=True)
-            )
-
-    model = write(tmp_path / "old", BITMASK, old=True, change=change)
-    written = convert(tmp_path / "old", tmp_path / "new")
-    assert written.layers == {"BitmapLinear": 15}  # with the head
-    assert sum(written.dense.values()) == 6  # an embedding and five norms
-    assert torch.equal(loaded(tmp_path / "new")(IDS).logits, model(IDS).logits)
-
-
 def test_experts_stay_dense_and_are_counted(tmp_path):
     config = transformers.MixtralConfig(
         vocab_size=300,
@@ -359,46 +342,6 @@ def test_a_model_without_sparse_weights_is_refused(tmp_path):
         convert(tmp_path / "old", tmp_path / "new")
     with pytest.raises(SuiteError, match="expected the directory"):
         convert(tmp_path / "none", tmp_path / "new")
-
-
-# ---- by compressed-tensors itself ----
-
-
-@pytest.fixture(scope="module")
-def written_by_compressed_tensors(tmp_path_factory) -> Path:
-    """Return a folder that compressed-tensors wrote: COMPRESSED_TENSORS_PYTHON runs the writer."""
-    python = os.environ.get("COMPRESSED_TENSORS_PYTHON", sys.executable)
-    probe = subprocess.run(
-        [python, "-c", "import compressed_tensors.compressors"], check=False, capture_output=True
-    )
-    if probe.returncode:
-        pytest.skip(f"needs compressed-tensors 0.14.0.1 in COMPRESSED_TENSORS_PYTHON or {python}")
-    path = tmp_path_factory.mktemp("compressed_tensors")
-    script = Path(__file__).with_name("compressed_tensors_writer.py")
-    done = subprocess.run([python, script, path], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return path
-
-
-@pytest.mark.parametrize(
-    ("name", "kind", "count"),
-    [
-        ("sparse-24-bitmask", "SpenseGatedMLP", 2),
-        ("sparse-24-bitmask-fp8", "SpenseLinear", 14),
-        ("sparse-bitmask", "BitmapLinear", 14),
-    ],
-)
-def test_what_compressed_tensors_wrote_is_read(
-    name, kind, count, written_by_compressed_tensors, tmp_path
-):
-    written = convert(written_by_compressed_tensors / name, tmp_path / "new")
-    assert written.layers[kind] == count
-    assert written.dense == {}
-    model = loaded(tmp_path / "new").dequantize()
-    weights = load_file(written_by_compressed_tensors / f"{name}.safetensors")
-    assert len(weights) == 14
-    for layer, weight in weights.items():
-        assert torch.equal(model.get_submodule(layer).weight, weight), layer
 
 
 def test_every_line_of_the_page_for_users_of_torchao_and_vllm_runs(tmp_path, monkeypatch):

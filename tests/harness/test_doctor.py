@@ -75,17 +75,6 @@ def test_readings_have_their_level(finding: Finding, level: Level) -> None:
     assert level is OK or finding.means or "corrected" in finding.found
 
 
-def test_findings_contain_the_numbers() -> None:
-    assert findings.others([7, 12], 30).found == "processes 7, 12; 30 % busy before"
-    assert findings.reasons(0x4 | 0x80).found == "power brake, power limit"
-    assert findings.slowed_down({"seconds": 2.0, "power_capped_us": 5e5}).found == (
-        "by power 25 % of the time"
-    )
-    assert timing_checks.floor("memory", [log(1.02), log(0.99)]).found == (
-        "2 pairs, 2 % apart at most"
-    )
-
-
 def fake(monkeypatch: pytest.MonkeyPatch, **readings: Any) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", pynvml)
     monkeypatch.setenv("FAKE_NVML", json.dumps(readings))
@@ -98,17 +87,6 @@ def test_a_healthy_gpu_has_only_ok_findings(monkeypatch: pytest.MonkeyPatch) -> 
     result.append(other_work.gpu("GPU-fake", 7))
     assert len(result) == 10
     assert {finding.level for finding in result} == {OK}, result
-
-
-def test_settings_of_a_gpu_are_judged_in_its_units(monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = {"PowerManagementLimit": 450_000, "EccMode": [0, 1], "MigMode": [1, 1]}
-    clocks = {"ApplicationsClock": 1410, "DefaultApplicationsClock": 1980, "PersistenceMode": 0}
-    fake(monkeypatch, tell=settings | clocks)
-    with board("GPU-fake") as gpu:
-        result = examination.settings(gpu)
-    assert [finding.found for finding in result] == [
-        "1410 MHz, default 1980", "450 W, default 700", "ECC is off", "on", "off",
-    ]  # fmt: skip
 
 
 def test_a_slice_of_a_gpu_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,13 +12,10 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import numpy as np
 import pytest
-import torch
 import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from safetensors.torch import save_file
 
 from sparsebench.harness.plan.selection import planned_contests
 from sparsebench.harness.plan.suite import expand
@@ -157,32 +154,6 @@ def test_a_mutated_bundle_sealed_anew(tmp_path: Path, whole: Path, seed: int) ->
         ends_well("compare", path, path, "--json")
     elif seed % 30 == 1:
         ends_well("report", path, "--out", tmp_path / "r.html", "--csv", tmp_path / "r.csv")
-
-
-@QUICK
-@given(st.integers(0, 2**32))
-def test_mutated_patterns_and_weights(tmp_path: Path, seed: int) -> None:
-    draw = random.Random(seed)
-    (tmp_path / "a.smtx").write_text("4, 8, 5\n0 1 2 4 5\n0 3 1 7 2\n")
-    head = "%%MatrixMarket matrix coordinate real general\n"
-    (tmp_path / "a.mtx").write_text(f"{head}4 8 3\n1 1 1.0\n2 3 1.0\n4 8 1.0\n")
-    save_file({"w": torch.ones(8, 8)}, tmp_path / "a.safetensors")
-    np.savez(tmp_path / "a.npz", indices=[0], indptr=[0, 1], data=[1.0], shape=[1, 1], format="csr")
-    file = tmp_path / f"a.{draw.choice(['smtx', 'mtx', 'safetensors', 'npz'])}"
-    content = bytearray(file.read_bytes())
-    for _ in range(draw.randint(1, 4)):
-        content[draw.randrange(len(content))] = draw.choice([0, 255, *b"9-,. \n{"])
-    file.write_bytes(content[: draw.choice([len(content), draw.randrange(len(content))])])
-    is_weight = file.suffix == ".safetensors"
-    source = f"{{file: {file.name}" + (", tensor: '*'}" if is_weight else "}")
-    rule = "pattern: unstructured, sparsity: 0.5" if is_weight else "pattern: file"
-    suite = tmp_path / "s.yaml"
-    suite.write_text(
-        f"schema: sparsebench/suite@1\ntitle: t\nproblems:\n"
-        f"  - {{op: linear, m: 4, dtype: fp32, {rule}, source: {source}}}\n"
-        "contenders: [{format: csr, kernel: scipy_csr}]\n"
-    )
-    ends_well("check", suite, "--device", "cpu", "--data", tmp_path)
 
 
 OPTIONS: dict[str, list[object]] = {

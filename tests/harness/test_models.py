@@ -4,7 +4,6 @@ import json
 import re
 import sys
 from collections.abc import Callable, Iterator
-from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -78,22 +77,6 @@ def test_block_sparse_keeps_the_largest_blocks_and_the_head():
     mask = norms >= norms.flatten().sort().values[-norms.numel() // 4]
     expected = (blocks * mask[:, :, None, None]).transpose(1, 2).flatten(2).flatten(0, 1)
     torch.testing.assert_close(layer.to_dense().weight, expected)
-
-
-def test_two_four_keeps_the_two_largest_of_four_and_the_last_units():
-    model = sparsify_(before := deepcopy(tiny(dtype=BF16)), TwoFour(0.5), mlps)
-    dense = tiny(dtype=BF16).model.layers[0].mlp
-    mlp = model.model.layers[0].mlp
-    assert before is model
-    assert isinstance(mlp, SpenseGatedMLP)
-    gate, up, down = mlp.to_dense()
-    for pruned, original in ((gate, dense.gate_proj), (up, dense.up_proj)):
-        assert torch.equal(pruned[128:], original.weight[128:])
-        largest = original.weight[:128].abs().unflatten(1, (-1, 4)).sort().values[..., 2:].sum()
-        assert pruned[:128].abs().float().sum() == pytest.approx(float(largest.float()), rel=0.02)
-    assert torch.equal(down[:, 128:], dense.down_proj.weight[:, 128:])
-    groups = (down[:, :128] != 0).unflatten(1, (-1, 4)).sum(-1)
-    assert int(groups.max()) == 2
 
 
 def test_filter_is_called_for_an_mlp_before_its_layers():

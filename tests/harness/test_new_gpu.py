@@ -1,7 +1,5 @@
 """A survey of a simulated GPU."""
 
-import errno
-import os
 import sys
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -10,10 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from sparsebench import _discovery
 from sparsebench.errors import ResultError, SuiteError
 from sparsebench.harness.commands._app import main
-from sparsebench.harness.commands._console import DEFECT
 from sparsebench.harness.commands._options import budget_s
 from sparsebench.harness.new_gpu import survey as surveys
 from sparsebench.harness.new_gpu.choices import coarse, deciding, probe
@@ -127,20 +123,6 @@ def test_a_budget_below_one_process_is_refused_in_one_line(tmp_path, monkeypatch
     assert line.startswith("error: --budget 60s: expected time for one problem, ")
 
 
-def test_a_screening_cut_short_has_every_shape_at_its_deciding_level(small, monkeypatch) -> None:
-    """The clock advances a second per contest, so five references and two of six problems fit."""
-    seconds = count()
-    monkeypatch.setattr("sparsebench.harness.run.measure.monotonic", lambda: next(seconds))
-    small.mkdir()
-    request = surveys.Survey(small, "sim", 60.0, surveys.SUITE)
-    ranks = coarse([contest.problem for contest in read(surveys.SUITE).contests])
-    left = surveys._measure(request, "screen", 1, "", 9.0, silent("screen"), ranks)
-    assert left == "4 of 11 contests not reached"
-    seen = {row.case.problem.id: row.case.problem for row in store.read(small / "screen").rows}
-    assert sorted(problem["m"] for problem in seen.values()) == [64, 4096]
-    assert {problem["sparsity"] for problem in seen.values()} == {0.9}
-
-
 def test_deciding_problems_start_with_the_best_of_each_shape(tmp_path: Path) -> None:
     file = tmp_path / "core.yaml"
     file.write_text(SUITE)
@@ -210,26 +192,9 @@ def test_the_page_has_the_answer_and_other_devices(pool, small, tmp_path, monkey
     assert (small / "decide/report.html").exists()
 
 
-def test_a_broken_pipe_to_a_process_is_reported(tmp_path, monkeypatch, capfd) -> None:
-    def survey(*_: object) -> None:
-        raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
-
-    monkeypatch.setattr(surveys, "survey", survey)
-    monkeypatch.setattr(_discovery, "others", set())  # of plug-ins that other tests imported
-    assert _sparsebench(monkeypatch, "--device", "sim", "--out", str(tmp_path / "new")) == DEFECT
-    assert "error in sparsebench: BrokenPipeError" in capfd.readouterr().err
-
-
 def test_missing_runs_of_other_gpus_are_an_error(small, monkeypatch, capfd) -> None:
     assert _sparsebench(monkeypatch, "--device", "sim", "--against", "no/such", "--out", "x") == 2
     assert "--against no/such: expected a run or a folder of runs" in capfd.readouterr().err
-
-
-def test_a_doctor_that_fails_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
-    broken = (sys.executable, "-c", "import sys; sys.exit('no driver')")
-    monkeypatch.setattr(surveys, "DOCTOR", broken)
-    (gpu,) = surveys._doctor_findings("cuda:1")
-    assert (gpu["level"], gpu["check"], gpu["found"]) == ("warning", "doctor", "no driver")
 
 
 def _sparsebench(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:

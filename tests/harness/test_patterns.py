@@ -9,7 +9,6 @@ from torch import Tensor
 
 from sparsebench._discovery import modules
 from sparsebench.errors import SuiteError
-from sparsebench.harness.inputs import bits
 from sparsebench.harness.inputs.bits import scores
 from sparsebench.harness.inputs.grid import Grid, Stack, magnitudes
 from sparsebench.harness.patterns._mask import level, mask
@@ -190,14 +189,6 @@ def test_the_highest_scores_are_kept_and_the_first_of_equals(given_scores, data)
     result = mask(spec, ("n", "k"), lambda grid: torch.tensor(given_scores, dtype=torch.int32), CPU)
     order = sorted(range(count), key=lambda i: (-given_scores[i], i))
     assert result.flatten().nonzero().flatten().tolist() == sorted(order[:keep])
-
-
-@pytest.mark.parametrize("pattern", ["unstructured", "two_four", "balanced_blocks"])
-def test_the_size_of_a_chunk_changes_no_pattern(pattern, monkeypatch) -> None:
-    spec = fields(pattern, 60, 100, 0.5, 2)
-    whole = chosen(spec)
-    monkeypatch.setitem(bits.CHUNK, "cpu", 64)
-    assert torch.equal(chosen(spec), whole)
 
 
 @settings(deadline=None, max_examples=25)

@@ -12,9 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from sparsebench._discovery import canonical, load, modules
+from sparsebench._discovery import load, modules
 from sparsebench.errors import SuiteError
-from sparsebench.formats.csr import Csr
 from sparsebench.harness.machine.code import code_sha256, plugins
 from sparsebench.harness.plan.suite import expand
 from sparsebench.reports.build import load_figure
@@ -119,18 +118,6 @@ def test_a_run_records_its_plug_ins(simulated: Path, here: Path) -> None:
     assert result["code_sha256"] != code_sha256()
 
 
-def test_the_digest_covers_every_file_of_the_package(here: Path) -> None:
-    modules = ["sparsebench_example.diagonal"]
-    before = plugins(modules)
-    (here / "sparsebench_example" / "kernel.cu").write_text("// built when it is imported")
-    changed = plugins(modules)
-    assert changed != before
-    assert code_sha256(changed) != code_sha256(before)
-    (here / "sparsebench_example" / "__pycache__").mkdir(exist_ok=True)
-    (here / "sparsebench_example" / "__pycache__" / "diagonal.pyc").write_bytes(b"compiled")
-    assert plugins(modules) == changed
-
-
 def test_a_package_without_a_distribution_is_identified_by_its_files(tmp_path, monkeypatch) -> None:
     (tmp_path / "shared_name" / "fast").mkdir(parents=True)
     (tmp_path / "shared_name" / "fast" / "__init__.py").write_text("")
@@ -178,13 +165,6 @@ def test_a_run_is_not_reproduced_without_its_plug_in(simulated: Path, tmp_path: 
     message = refusal("reproduce", simulated, "--device", "sim", "--out", out)
     assert "expected the plug-in sparsebench-example 1, which it was measured with" in message
     assert not out.exists()
-
-
-def test_an_object_of_a_module_is_loaded_by_its_name(here: Path) -> None:
-    by_entry = load("kernels", "diagonal_relu")
-    assert by_entry is load("kernels", "sparsebench_example.diagonal_torch:RELU")
-    assert by_entry is not load("kernels", "diagonal_torch")
-    assert by_entry.op == "linear_relu"
 
 
 @pytest.mark.parametrize(
@@ -258,23 +238,6 @@ def test_a_name_that_is_taken_is_refused(added, tmp_path, group, entry, line) ->
 def test_a_bad_entry_point_is_refused(added, group, entry, token) -> None:
     added(group, entry)
     assert token in refusal("list")
-
-
-@pytest.mark.parametrize(
-    ("code", "line"),
-    [
-        ("TITLE = 'a figure'", "expected a text TITLE, an integer ORDER and a function draw"),
-        ("TITLE, ORDER, draw = 1, 2, 3", "expected a text TITLE, an integer ORDER and a function"),
-        ("", "expected drawn to define TITLE, found no such name"),
-    ],
-)
-def test_a_figure_that_lacks_a_part_is_refused(tmp_path, monkeypatch, code, line) -> None:
-    (tmp_path / "drawn.py").write_text(code)
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "drawn", raising=False)
-    monkeypatch.setattr("sparsebench._discovery.modules", lambda folder: {"mine": "drawn"})
-    with pytest.raises(SuiteError, match=f"^mine: {line}"):
-        load_figure("mine")
 
 
 def assert_refused(folder: Path, problem: str, kernel: str, token: str) -> None:
@@ -357,16 +320,6 @@ def test_the_names_of_a_format_are_one_format(consumes, here, tmp_path, monkeypa
     text = f"schema: sparsebench/suite@1\ntitle: t\nproblems: [{problem}]\ncontenders:\n{entries}\n"
     (contest,) = expand("s.yaml", text).contests
     assert [contender.format for contender in contest.contenders] == ["diagonal"]
-
-
-@pytest.mark.parametrize("name", ["lone:FORMAT", "lone:OTHER"])
-def test_a_format_may_be_in_a_module_without_a_package(name, tmp_path, monkeypatch) -> None:
-    (tmp_path / "lone.py").write_text(
-        "from sparsebench.formats.csr import Csr\nFORMAT = OTHER = Csr"
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "lone", raising=False)
-    assert load("formats", canonical("formats", name)) is Csr
 
 
 def test_validate_names_the_flag_that_allows_plug_ins(simulated: Path, here: Path) -> None:

@@ -26,7 +26,7 @@ from sparsebench.harness.run.measure import Stopped, measure
 from sparsebench.harness.run.run_json import Flags
 from sparsebench.harness.run.runner import Runner
 from sparsebench.harness.run.worker_process import ContestResult, Log, WorkerLoss, start_worker
-from sparsebench.results.record import Contender, Problem, Row, Status
+from sparsebench.results.record import Contender, Problem, Status
 from sparsebench.results.run import store
 from tests.tools.command_line import refusal, sparsebench
 from tests.tools.paths import ROOT
@@ -169,18 +169,6 @@ def test_every_case_has_a_row_if_no_worker_starts_again(monkeypatch, tmp_path) -
     assert "no GPU left" in row.detail
 
 
-def test_a_worker_may_start_at_the_second_attempt(monkeypatch, tmp_path) -> None:
-    mark = tmp_path / "second"
-    script = (
-        f"import os, sys\nif not os.path.exists({str(mark)!r}):\n"
-        f"    open({str(mark)!r}, 'w')\n    sys.exit('busy')\n{HELLO}"
-    )
-    monkeypatch.setattr(worker_process, "COMMAND", (sys.executable, "-c", script))
-    runner = Runner("cpu", None, timeout_s=60)
-    runner.kill()
-    assert "busy" in "".join(runner.log.lines)
-
-
 def test_the_first_signal_ends_a_run_and_the_second_is_ignored() -> None:
     """A closed terminal sends SIGHUP, and a scheduler repeats its signal."""
     hang_up = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it is ignored
@@ -304,32 +292,6 @@ def test_a_run_directory_appears_whole_or_not_at_all(tmp_path, monkeypatch) -> N
     (tmp_path / "run").mkdir()  # an empty directory, as an older version could leave
     store.create(tmp_path / "run", SUITE, {}, {})
     assert {file.name for file in (tmp_path / "run").iterdir()} >= {"run.json", "rows.jsonl"}
-
-
-@pytest.mark.exhaustive
-def test_a_run_can_be_resumed_after_a_full_disk(suite, tmp_path, monkeypatch, run) -> None:
-    """The second contest is torn in its first row, and run.json cannot be replaced."""
-    append, contests = store.append, list[int]()
-
-    def nearly_full(path: Path, rows: list[Row]) -> None:
-        if contests:
-            with (path / "rows.jsonl").open("a") as file:
-                file.write('{"case": {')
-            full()
-        append(path, rows)
-        contests.append(len(rows))
-
-    with monkeypatch.context() as patch:
-        patch.setattr(store, "append", nearly_full)
-        patch.setattr(store, "write_file", lambda file, text, whole=store.write_file: (
-            full() if "interrupted" in text else whole(file, text)
-        ))  # fmt: skip
-        with pytest.raises(OSError, match="No space left"):
-            measure(suite, Flags("sim", replicates=1), tmp_path / "run", None)
-    assert store.read(tmp_path / "run").state["status"] == "running"
-    measure(suite, Flags("sim", replicates=1), None, tmp_path / "run")
-    assert store.read(tmp_path / "run").state["status"] == "finished"
-    assert len(store.rows(tmp_path / "run")) == len(store.rows(run))
 
 
 @pytest.mark.parametrize("what", ["fifo", "device"])

@@ -28,7 +28,6 @@ from sparsebench.reports.build import figures
 from sparsebench.results import files
 from sparsebench.results.record import Case, Row
 from sparsebench.results.run import bundle, store
-from sparsebench.results.tables.analysis import analyse
 from tests.simulated.in_process import stopping
 from tests.tools.command_line import output, refusal, sparsebench
 from tests.tools.suites import BSR, linear
@@ -105,23 +104,6 @@ def test_the_report_gives_the_number_of_gpus(merged, tmp_path, monkeypatch) -> N
     assert "no interval spans two devices" in page
 
 
-@pytest.mark.exhaustive
-def test_a_merged_run_can_be_compared_and_published(merged: Path, tmp_path: Path) -> None:
-    assert sparsebench("compare", merged, merged).returncode == 0
-    assert sparsebench("publish", merged, "--out", tmp_path / "site").returncode == 0
-
-
-def test_the_noise_floor_covers_all_gpus(suite: Suite, merged: Path) -> None:
-    run = store.read(merged)
-    pairs = analyse(run).noise.pairs
-    references = [
-        contest.problem.id for contest in planned_contests(suite, "sim") if contest.reference
-    ]
-    assert {row.case.problem.id for row in run.reference} == {*references}
-    assert len(pairs[pairs.reference]) == len(references)
-    assert {len(logs) for logs in pairs[pairs.reference].logs} == {2}
-
-
 def test_a_stopped_plan_is_resumed(suite, gpus, merged, tmp_path) -> None:
     out = tmp_path / "run"
     with pytest.raises(Stopped):
@@ -163,17 +145,6 @@ def test_a_deleted_suite_or_choices_are_one_line_before_any_job(suite, gpus, tmp
         folders.create(folder, on(gpus[:2], replicates=1), suite.text, [{"case": {"choice": 1}}])
         (folder / name).unlink()
         assert name in refusal("run", "--resume", tmp_path / name)
-
-
-def test_a_part_whose_job_the_scheduler_forgot_is_lost(suite, gpus, tmp_path, monkeypatch) -> None:
-    plan = replace(on(gpus[:2], replicates=1), by="slurm")
-    folders.create(tmp_path / "run.parts", plan, suite.text)
-    monkeypatch.setattr(cluster_jobs, "_alive", lambda folder, plan: {2: "RUNNING"})
-    parts = [folders.PartProgress(1, 0, complete=False, device="", status="running"),
-             folders.PartProgress(2, 0, complete=False, device="", status="running")]  # fmt: skip
-    words = cluster_jobs.statuses(tmp_path / "run.parts", plan, parts)
-    assert words == {1: "lost", 2: "running"}
-    assert cluster_jobs._describe({2: "RUNNING"}, 1) == "jobs: 1 running, 1 lost"
 
 
 @pytest.mark.exhaustive

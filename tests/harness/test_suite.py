@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from sparsebench.errors import SuiteError
-from sparsebench.harness.bench.contest import run
 from sparsebench.harness.catalog import suites
 from sparsebench.harness.plan.selection import only
 from sparsebench.harness.plan.suite import Suite, read
@@ -364,19 +363,3 @@ def test_a_number_in_another_base_is_refused(number: str, tmp_path: Path) -> Non
     for plain, value in (("0x40", 64), ("1_0", 10), ("64", 64)):
         (contest,) = suite(tmp_path, PROBLEM.replace("m: 8", f"m: {plain}")).contests
         assert contest.problem["m"] == value
-
-
-def test_an_empty_pattern_among_several_is_a_row_with_its_name(tmp_path: Path) -> None:
-    banner = "%%MatrixMarket matrix coordinate pattern general\n"
-    (tmp_path / "a.mtx").write_text(f"{banner}64 64 1\n1 3\n")
-    (tmp_path / "b.mtx").write_text(f"{banner}64 64 0\n")
-    (tmp_path / "c.mtx").write_text(f"{banner}5000 5000 1\n1 3\n")  # rounds to 100 % zeros
-    problem = "{op: linear, m: 4, dtype: fp32, pattern: file, source: {file: '*.mtx'}}"
-    first, second, third = suite(tmp_path, problem).contests
-    assert third.problem["sparsity"] < 1
-    outcomes = [
-        run(each.problem, list(each.contenders), torch.device("cpu"), tmp_path)[0]
-        for each in (first, second)
-    ]
-    assert [[row.status for row in rows] for rows in outcomes] == [["ok"], ["unsupported"]]
-    assert "b.mtx" in outcomes[1][0].detail

@@ -64,11 +64,11 @@ class Fault(_Model):
 
     crash          the process dies           hang        the process never answers
     out_of_memory  the case does not fit      failed      it raises
-    wrong          the output is wrong        throttle    the whole contest slows down midway
+    wrong          the output is wrong
     """
 
     when: str
-    fault: Literal["crash", "hang", "out_of_memory", "failed", "wrong", "throttle"]
+    fault: Literal["crash", "hang", "out_of_memory", "failed", "wrong"]
     process: NonNegativeInt | None = None
 
 

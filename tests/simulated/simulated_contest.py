@@ -31,7 +31,7 @@ from sparsebench.formats.dense import Dense
 from sparsebench.formats.int4 import Int4
 from sparsebench.harness.bench.contest_state import ContestOptions
 from sparsebench.harness.bench.operands import level_of
-from sparsebench.harness.bench.sampling import CHAIN, ROUNDS, SAMPLES_PER_ROUND, layers_of
+from sparsebench.harness.bench.sampling import CHAIN, SAMPLES_PER_ROUND, layers_of
 from sparsebench.harness.catalog import load_kernel, load_op, weights_format
 from sparsebench.harness.plan.selection import meets
 from sparsebench.kernels import _kernel as kernel_contract
@@ -53,7 +53,6 @@ from tests.simulated.gpu_model import (
 ENDS = {"out_of_memory": Status.OUT_OF_MEMORY, "failed": Status.FAILED, "wrong": Status.WRONG}
 CRASH_CODE = 7
 MEMORY_BYTES = 80 * 2**30
-THROTTLED = 0.7  # fraction of the clock in the second half of a contest
 ENERGY_WINDOW_S = 2.0
 COOL = {  # an H200's clocks; watts and degrees are made up
     "sm_mhz": 1980.0,
@@ -65,7 +64,6 @@ COOL = {  # an H200's clocks; watts and degrees are made up
     "thermal_us": 0.0,
     "hardware_us": 0.0,
 }
-HOT = {"sm_mhz_min": THROTTLED * COOL["sm_mhz"], "temperature_c": 92.0}
 
 
 @dataclass(frozen=True)
@@ -239,10 +237,7 @@ def _time(
     seed = f"{spec.seed} {options.replicate} {rows[0].case.problem.id} {scope} {cache}"
     times = [_call_us(spec, row, work) * exp(_effects(spec, row)) for row in running]
     (taken,) = samples(spec, times, _draw(seed))
-    throttled = any("throttle" in _faults(spec, row) for row in rows)
-    if throttled:
-        taken[:, ROUNDS // 2 :] /= THROTTLED
-    telemetry = _telemetry(spec, taken, throttled)
+    telemetry = _telemetry(spec, taken)
     done = {}
     for row, times_us in zip(running, taken, strict=True):
         done[row.case.id] = replace(_measure(row, times_us, work, options), telemetry=telemetry)
@@ -279,9 +274,8 @@ def _measure(row: Row, taken: Array, work: Work, options: ContestOptions) -> Row
     return replace(row, samples_us=times_us, samples_per_block=SAMPLES_PER_ROUND)
 
 
-def _telemetry(spec: Spec, times_us: Array, throttled: bool) -> dict[str, float]:
+def _telemetry(spec: Spec, times_us: Array) -> dict[str, float]:
     """Return the telemetry of the contest as NVML would report it (telemetry.py)."""
     window_us = float(times_us.sum())
-    hot = HOT | {"thermal_us": window_us / 2} if throttled else {}
     capped = {"power_capped_us": spec.limited * window_us}
-    return {"seconds": window_us / 1e6, **COOL, **capped, **hot}
+    return {"seconds": window_us / 1e6, **COOL, **capped}

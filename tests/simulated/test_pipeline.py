@@ -9,19 +9,13 @@ import numpy as np
 import pytest
 
 from sparsebench.errors import ResultError
-from sparsebench.harness.catalog import load_op
 from sparsebench.harness.machine import stand_in
 from sparsebench.harness.plan.suite import read as read_suite
 from sparsebench.harness.run.measure import measure
 from sparsebench.harness.run.run_json import Flags
-from sparsebench.results.record import Case, Problem, Row, Status
+from sparsebench.results.record import Case, Row, Status
 from sparsebench.results.run import store
-from tests.simulated.gpu_model import (
-    Spec,
-    samples,
-)
 from tests.simulated.in_process import in_this_process
-from tests.simulated.simulated_contest import work_of
 from tests.tools import worker_timeouts
 from tests.tools.command_line import output, refusal
 from tests.tools.marks import exhaustive
@@ -51,10 +45,6 @@ def whole(suite: Path) -> Path:
 def here(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the simulated worker run in this process."""
     in_this_process(monkeypatch)
-
-
-def all_rows(run: Path) -> dict[tuple[str, int], Row]:
-    return {(row.case.id, row.replicate): row for row in store.rows(run)}
 
 
 def spec(folder: Path, text: str) -> str:
@@ -137,20 +127,6 @@ def test_a_fault_ends_its_own_row_and_no_other(
 
 
 @pytest.mark.usefixtures("here")
-def test_a_throttled_contest_slows_all_and_is_marked(suite, whole, tmp_path) -> None:
-    rows = faulty(suite, tmp_path, "throttle")
-    problem = next(row.case.problem.id for row in rows if struck(row.case))
-    for row in rows:
-        calm = all_rows(whole)[row.case.id, 0]
-        here = row.case.problem.id == problem
-        half = len(row.samples_us) // 2
-        ratio = np.array(row.samples_us) / np.array(calm.samples_us)
-        assert np.allclose(ratio[:half], 1, atol=0.001)
-        assert np.allclose(ratio[half:], 1 / 0.7 if here else 1, atol=0.001)
-        assert (row.telemetry["thermal_us"] > 0) is here
-
-
-@pytest.mark.usefixtures("here")
 def test_a_time_below_the_bound_is_rejected(suite: Path, tmp_path: Path) -> None:
     flags = Flags(
         spec(tmp_path, "launch_us: 0.1\nefficiency: {csr/cusparse_csr: 2.0}"), replicates=1
@@ -183,67 +159,8 @@ def test_each_scope_and_cache_state_is_a_row(suite: Path, tmp_path: Path) -> Non
         assert taken["kernel", "cold"] < 1.1 * taken["op", "cold"]
 
 
-MATRIX = {"m": 8, "n": 64, "k": 32}
-ACTIVE = {"activation": "relu", "active": 2.0, "skew": "iid"}
 MASK = {"m": 40, "context": 56, "batch": 2, "heads": 4, "kv_heads": 2, "head_dim": 16}
 MASK |= {"block": 8, "pattern": "top_k_blocks", "sparsity": 0.3}
-
-
-@pytest.mark.parametrize(
-    ("op", "fields", "elements"),
-    [
-        ("ffn", MATRIX | ACTIVE, 8 * 32),
-        ("mlp", MATRIX | ACTIVE, 8 * 32),
-        ("linear", MATRIX, 8 * 64),
-        ("linear_dgrad", MATRIX, 8 * 32),
-        ("linear_wgrad", MATRIX | {"pattern": "blocks", "block": 16, "sparsity": 0.5}, 64 * 32 / 2),
-        ("attention", MASK, 2 * 40 * 4 * 16),
-        ("attention_backward", MASK, 2 * (40 * 4 + 2 * 56 * 2) * 16),
-    ],
-)
-def test_the_output_size_does_not_depend_on_the_reads(op, fields, elements) -> None:
-    problem = Problem(op, {**load_op(op).defaults, "dtype": "bf16", **fields})
-    assert work_of(problem).output_bytes == 2 * elements
-
-
-@pytest.mark.usefixtures("here")
-def test_few_active_units_are_not_faster_than_light(tmp_path: Path) -> None:
-    """Bytes leave out weights of units that are off: less the operands, they are no output."""
-    path = tmp_path / "active.yaml"
-    path.write_text("""
-schema: sparsebench/suite@1
-title: Active
-problems:
-  - {op: ffn, n: 5632, k: 2048, m: [1, 4096], dtype: bf16, activation: relu, active: [8, 600]}
-  - {op: mlp, n: 8192, k: 2048, m: [1, 4096], dtype: bf16, activation: relu, active: 8}
-contenders:
-  - {op: ffn, format: cvse, kernel: ffn_sparse}
-  - {op: mlp, format: cvse, kernel: mlp_sparse}
-baselines:
-  - {format: dense, kernel: cublas}
-""")
-    rows = store.rows(
-        measure(read_suite(str(path)), Flags("sim", replicates=1), tmp_path / "r", None)
-    )
-    assert {row.status for row in rows} == {Status.OK}
-
-
-@pytest.mark.parametrize(
-    ("us", "iqr"), [(4.5, 0.063), (18.0, 0.025), (100.0, 0.005), (5000.0, 0.005)]
-)
-def test_noise_is_as_wide_as_on_the_h200(us: float, iqr: float) -> None:
-    alone = Spec(drift=0.0, step=0.0, process=0.0)
-    taken = samples(alone, [us], np.random.default_rng(0), processes=1000)
-    low, high = np.quantile(taken, [0.25, 0.75])
-    assert (high - low) / us == pytest.approx(iqr, rel=0.02)
-
-
-def test_process_effects_are_those_of_ratios() -> None:
-    alone = Spec(noise={1.0: 0.0}, drift=0.0, step=0.0, process=0.004)
-    taken = samples(alone, [10.0, 10.0], np.random.default_rng(0), processes=4000)
-    ratios = np.log(taken[:, 0] / taken[:, 1])
-    assert float(ratios[:, 0, 0].std()) == pytest.approx(0.004, rel=0.05)
-    assert np.allclose(ratios, ratios[:, :1, :1])
 
 
 def test_a_simulated_run_of_an_earlier_version_is_not_read(whole: Path, tmp_path: Path) -> None:

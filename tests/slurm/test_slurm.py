@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from sparsebench.errors import ResultError, SuiteError
+from sparsebench.errors import ResultError
 from sparsebench.harness.plan.suite import read
 from sparsebench.harness.run.measure import measure
 from sparsebench.harness.run.run_json import Flags
@@ -163,22 +163,6 @@ def test_nothing_that_happens_to_a_cluster_costs_a_row_or_makes_one_twice(
     assert facts(merged.rows) == facts(alone.rows)
     assert Counter(map(key, merged.rows)).most_common(1)[0][1] == 1
     assert len(merged.state["shards"]) >= 2  # the third may find all claimed
-
-
-def test_a_cluster_that_takes_no_job_is_one_clear_error(cluster: Box, tmp_path: Path) -> None:
-    suite, out = tmp_path / "cluster.yaml", tmp_path / "run"
-    suite.write_text(SUITE)
-    suite_plan = read(str(suite))
-    for options, message in (
-        ({"partition": "nowhere"}, "expected a cluster that takes jobs"),
-        ({"partitoin": "sim"}, "expected a cluster and options of it"),
-    ):
-        plan = Plan(
-            suite_plan.name, Flags("sim"), ("sim",) * 2, "slurm", options, cluster_jobs.job_name()
-        )
-        with pytest.raises(SuiteError, match=message):
-            share(suite_plan, plan, out)
-        assert sorted(tmp_path.iterdir()) == [suite]
 
 
 def measured(suite: Path, out: Path) -> Path:
