@@ -288,24 +288,19 @@ def test_published_rows_are_judged_without_a_gpu(tmp_path: Path) -> None:
     assert "orders of magnitude faster than cuBLAS or cuSPARSE" in page
 
 
-def installed(folder: Path, patch: pytest.MonkeyPatch, name: str) -> None:
-    """Install a package with a claim, into this process."""
-    (folder / "other-1.dist-info").mkdir()
-    (folder / "other-1.dist-info" / "METADATA").write_text("Name: other\nVersion: 1\n")
-    package = f"claims_{name.replace('-', '_')}"  # a module is imported once
-    entry = f"[sparsebench.claims]\nmine = {package}\n"
-    (folder / "other-1.dist-info" / "entry_points.txt").write_text(entry)
-    (folder / package).mkdir()
-    (folder / package / "__init__.py").write_text("")
-    (folder / package / f"{name}.yaml").write_text(CLAIM)
-    patch.syspath_prepend(folder)
-
-
 def test_the_schema_for_editors_is_that_of_the_model() -> None:
     printed = json.loads(sparsebench("claims", "schema").stdout)
     assert printed == Claim.model_json_schema(by_alias=True)
 
 
 def test_a_claim_name_that_occurs_twice_is_one_error_line(tmp_path, monkeypatch) -> None:
-    installed(tmp_path, monkeypatch, "blast-2025")
+    """Another package has a claim of that name, too."""
+    (tmp_path / "other-1.dist-info").mkdir()
+    (tmp_path / "other-1.dist-info" / "METADATA").write_text("Name: other\nVersion: 1\n")
+    entry = "[sparsebench.claims]\nmine = other_claims\n"
+    (tmp_path / "other-1.dist-info" / "entry_points.txt").write_text(entry)
+    (tmp_path / "other_claims").mkdir()
+    (tmp_path / "other_claims" / "__init__.py").write_text("")
+    (tmp_path / "other_claims" / "blast-2025.yaml").write_text(CLAIM)
+    monkeypatch.syspath_prepend(tmp_path)
     assert "blast-2025: expected one claim of this name, found " in refusal("claims", "list")

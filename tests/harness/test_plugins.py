@@ -240,68 +240,52 @@ def test_a_bad_entry_point_is_refused(added, group, entry, token) -> None:
     assert token in refusal("list")
 
 
-def assert_refused(folder: Path, problem: str, kernel: str, token: str) -> None:
-    """Check a suite of one problem and one contender; expect one line with the token."""
-    suite = folder / "s.yaml"
-    suite.write_text(
-        "schema: sparsebench/suite@1\ntitle: t\n"
-        f"problems: [{{{problem}, m: 4, n: 8, k: 8, dtype: fp32}}]\n"
-        f"contenders: [{{format: dense, kernel: {kernel}}}]\n"
-    )
-    assert token in refusal("check", suite, "--device", "cpu")
+PATTERN = "from sparsebench.harness.patterns._pattern import Pattern\n"
+KERNEL = "from sparsebench.kernels._kernel import Kernel\n"
+BROKEN_KERNELS = {
+    "raise SystemExit(0)": "found SystemExit: 0",
+    "import not_there": "found: No module named 'not_there'",
+    "1 / 0": "found ZeroDivisionError: division by zero",
+    "def": "found SyntaxError: invalid syntax",
+    "": "expected broken to define KERNEL, found no such name",
+    "KERNEL = 5": "expected KERNEL to be a Kernel, found 5",
+    f"{KERNEL}KERNEL = Kernel('linear', 'dense', 'any', None)": "expected prepare to be a function",
+}
+BROKEN_PATTERNS = {
+    "lambda weight: None": "expected a Rule of a weight, found None",
+    "lambda weight: weight.n // 0": "the plug-in broken: ZeroDivisionError: integer division",
+    "__import__('json').dumps": "the plug-in broken: TypeError: ",
+}
+OF_OP = (
+    "from dataclasses import replace\nfrom sparsebench.harness.ops import linear\n"
+    "OP = replace(linear.OP, fields=dict)\n"
+)
 
 
 @pytest.mark.parametrize(
-    ("code", "result"),
+    ("code", "problem", "kernel", "line"),
     [
-        ("raise SystemExit(0)", "found SystemExit: 0"),
-        ("import not_there", "found: No module named 'not_there'"),
-        ("1 / 0", "found ZeroDivisionError: division by zero"),
-        ("def", "found SyntaxError: invalid syntax"),
-        ("KERNEL = 5", "expected KERNEL to be a Kernel, found 5"),
-        (
-            "from sparsebench.kernels._kernel import Kernel\n"
-            "KERNEL = Kernel('linear', 'dense', 'any', None)",
-            "expected prepare to be a function, found None",
+        *((code, "op: linear", "broken:KERNEL", line) for code, line in BROKEN_KERNELS.items()),
+        *(
+            (f"{PATTERN}RULE = Pattern({rule})", "op: linear, pattern: 'broken:RULE'", "", line)
+            for rule, line in BROKEN_PATTERNS.items()
         ),
-        ("", "expected broken.kernel to define KERNEL, found no such name"),
+        (OF_OP, "op: 'broken:OP'", "", "expected fields of a class of Fields, found <class 'dict'"),
     ],
 )
-def test_a_plug_in_that_cannot_be_imported_is_refused(tmp_path, monkeypatch, code, result) -> None:
-    (tmp_path / "broken").mkdir()
-    (tmp_path / "broken" / "kernel.py").write_text(code)
-    monkeypatch.syspath_prepend(tmp_path)
-    for name in ("broken", "broken.kernel"):
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    assert_refused(tmp_path, "op: linear", "broken.kernel", result)
-
-
-@pytest.mark.parametrize(
-    ("fields", "line"),
-    [
-        ("op: 'broken:FIELDS'", "expected fields of a class of Fields, found <class 'dict'>"),
-        ("op: linear, pattern: 'broken:NONE'", "expected a Rule of a weight, found None"),
-        (
-            "op: linear, pattern: 'broken:RAISES'",
-            "the plug-in broken: ZeroDivisionError: integer division or modulo by zero",
-        ),
-        ("op: linear, pattern: 'broken:JSON'", "the plug-in broken: TypeError: "),
-    ],
-)
-def test_an_error_in_a_plug_in_names_the_plug_in(tmp_path, monkeypatch, fields, line) -> None:
-    (tmp_path / "broken.py").write_text(
-        "import json\n"
-        "from dataclasses import replace\n"
-        "from sparsebench.harness.ops import linear\n"
-        "from sparsebench.harness.patterns._pattern import Pattern\n"
-        "FIELDS = replace(linear.OP, fields=dict)\n"
-        "NONE = Pattern(lambda weight: None)\n"
-        "RAISES = Pattern(lambda weight: weight.n // 0)\n"
-        "JSON = Pattern(lambda weight: json.dumps(weight))\n"
-    )
+def test_an_error_in_a_plug_in_is_one_line(
+    code, problem, kernel, line, tmp_path, monkeypatch
+) -> None:
+    (tmp_path / "broken.py").write_text(code)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "broken", raising=False)
-    assert_refused(tmp_path, f"{fields}, sparsity: 0.5", "torch_dense", line)
+    suite = tmp_path / "s.yaml"
+    suite.write_text(
+        "schema: sparsebench/suite@1\ntitle: t\nproblems:\n"
+        f"  - {{{problem}, m: 4, n: 8, k: 8, dtype: fp32, sparsity: 0.5}}\n"
+        f"contenders: [{{format: dense, kernel: '{kernel or 'torch_dense'}'}}]\n"
+    )
+    assert line in refusal("check", suite, "--device", "cpu")
 
 
 @pytest.mark.parametrize("consumes", ["diagonal", "sparsebench_example.diagonal:FORMAT"])

@@ -113,17 +113,6 @@ def test_spensegpt_in_blocks_matches_its_definition(columns: int) -> None:
     torch.testing.assert_close(pruned, expected, rtol=1e-3, atol=1e-4)
 
 
-def test_unstructured_spensegpt_masks_all_rows_of_a_block_together() -> None:
-    """Uncorrelated inputs of equal scale need no compensation, so the largest weights stay."""
-    inputs = torch.linalg.qr(torch.randn(512, 128, generator=torch.Generator().manual_seed(7)))[0]
-    weight = torch.randn(8, 128, generator=torch.Generator().manual_seed(8))
-    pruned = methods.spensegpt(weight, inputs, 128, methods.Pattern.of("0.75"))
-    largest = weight.abs().flatten().argsort(descending=True)[: 8 * 128 // 4]
-    expected = torch.zeros(8 * 128, dtype=torch.bool).index_fill_(0, largest, True).view(8, 128)
-    assert torch.equal(pruned != 0, expected)
-    torch.testing.assert_close(pruned[expected], weight[expected], rtol=1e-3, atol=1e-3)
-
-
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize(("text", "sparsity"), [("0.7", 0.7), ("6:8", 0.25), ("16x16:0.75", 0.75)])
 def test_a_pattern_reaches_its_sparsity_in_whole_groups(method, text, sparsity, mlp, x) -> None:
@@ -139,14 +128,6 @@ def test_a_pattern_reaches_its_sparsity_in_whole_groups(method, text, sparsity, 
         elif method != "spensegpt":
             columns = weight.shape[1]
             assert {*mask.sum(1).tolist()} == {columns - round(sparsity * columns)}
-
-
-def test_blocks_of_largest_norm_stay() -> None:
-    weight = torch.ones(4, 4)
-    weight[:2, 2:] = 3
-    weight[2, 0] = 2
-    pruned = METHODS["magnitude"](weight, weight, 4, methods.Pattern.of("2x2:0.5"))
-    assert torch.equal(pruned != 0, torch.tensor([[0, 0, 1, 1]] * 2 + [[1, 1, 0, 0]] * 2).bool())
 
 
 @pytest.mark.parametrize(

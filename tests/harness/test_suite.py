@@ -134,18 +134,12 @@ OF_OPS: list[tuple[str, dict[str, object], str]] = [
     ("attention", {"causal": "true", "pattern": "banded"}, "causal"),
     ("attention", {"lists": "head"}, "lists"),
     ("attention", {"sparsity": 0.99}, "nearest level"),
-    ("attention", {"dtype": "fp8"}, "dtype"),
-    ("attention", {"n": 4}, "n: unknown key"),
 ]
 ALLOWANCES = {  # of an error
     "0.01": "contenders.0.error: expected",
     "{at_most: 0.01}": "contenders.0.error.why: expected a value, found none",
     "{at_most: 0.0, why: x}": "contenders.0.error.at_most: expected greater than 0",
-    "{at_most: 1.5, why: x}": "contenders.0.error.at_most: expected less than 1",
-    "{at_most: .nan, why: x}": "contenders.0.error.at_most: expected",
     "{at_most: 0.01, why: ''}": "contenders.0.error.why: ",
-    "{at_most: 0.01, why: ' '}": "contenders.0.error.why: ",
-    "{at_most: 0.01, why: x, at_least: 0}": "contenders.0.error.at_least: unknown key",
 }
 MASKED = "{format: block_mask, kernel: sdpa_masked, params: {block: 16}}"
 
@@ -170,7 +164,6 @@ BAD = {
                     "problems[0]: sparsty: unknown key (did you mean sparsity?)"),
     "wrong type": (PROBLEM.replace("m: 8", "m: eight"), CONTENDER, "",
                    "problems[0]: m: expected a valid integer; found 'eight'"),
-    "negative size": (PROBLEM.replace("m: 8", "m: -8"), CONTENDER, "", "greater than 0; found -8"),
     "negative block": (PROBLEM.replace("block: 8", "block: -8"), CONTENDER, "",
                        "problems[0]: block: expected greater than 0; found -8"),
     "missing field": (PROBLEM.replace("m: 8, ", ""), CONTENDER, "",
@@ -285,12 +278,9 @@ def test_only_keeps_a_cell_and_its_baselines(tmp_path: Path) -> None:
     assert contest.problem["m"] == 16
     assert [c.kernel for c in contest.contenders] == ["torch_dense", "scipy_csr"]
     assert len(only(result.contests, "sparsity=0.50")) == 2
-    assert len(only(result.contests, "m=16|8 sparsity=0.5")) == 2
     assert [c.problem["m"] for c in only(result.contests, "m=8|16 m=16")] == [16]
     with pytest.raises(SuiteError, match="'m=8 m=16': expected at least one case, found none"):
         only(result.contests, "m=8 m=16")
-    with pytest.raises(SuiteError, match="expected at least one case of m=17, found none"):
-        only(result.contests, "m=17 m=16")
     with pytest.raises(SuiteError, match="expected at least one case of m=17, found none"):
         only(result.contests, "m=16|17")
     with pytest.raises(SuiteError, match="expected field=value with a field of"):
@@ -320,17 +310,11 @@ def test_a_mapping_with_a_merge_key_still_has_each_key_once(twice: str, tmp_path
 EMPTY = {
     "problems[0].n": (PROBLEM.replace("n: 64", "n: []"), CONTENDER),
     "problems[0].seed": (PROBLEM.replace("n: 64", "n: 64, seed: []"), CONTENDER),
-    "problems[0].size": (PROBLEM.replace("n: 64", "size: []"), CONTENDER),
     "problems[0].shape": (PROBLEM.replace("n: 64", "shape: {}"), CONTENDER),
     "problems[0].field": (PROBLEM.replace("n: 64", "field: [{}]"), CONTENDER),
-    "problems[0].block": (PROBLEM.replace("block: 8", "block: []"), CONTENDER),
     "contenders[0].params.block": (
         PROBLEM,
         "{format: bsr, kernel: torch_bsr, params: {block: []}}",
-    ),
-    "contenders[0].options.tuned": (
-        PROBLEM,
-        "{format: bsr, kernel: torch_bsr, options: {tuned: []}}",
     ),
     "contenders[0].at.m": (PROBLEM, "{format: csr, kernel: scipy_csr, at: {m: []}}"),
 }

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,12 +12,10 @@ from sparsebench.harness.machine import stand_in
 from sparsebench.harness.plan.suite import read as read_suite
 from sparsebench.harness.run.measure import measure
 from sparsebench.harness.run.run_json import Flags
-from sparsebench.results.record import Case, Row, Status
+from sparsebench.results.record import Row, Status
 from sparsebench.results.run import store
 from tests.simulated.in_process import in_this_process
-from tests.tools import worker_timeouts
 from tests.tools.command_line import output, refusal
-from tests.tools.marks import exhaustive
 from tests.tools.suites import BSR as BSR_ENTRY
 from tests.tools.suites import CSR, linear
 
@@ -54,27 +51,6 @@ def spec(folder: Path, text: str) -> str:
     return f"sim:{file}"
 
 
-def faulty(suite: Path, folder: Path, fault: str) -> list[Row]:
-    """Run one process of a plan in which bsr_triton at m=64 and a sparsity of 0.9 goes wrong."""
-    plan = read_suite(str(suite))
-    cases = [
-        Case(contest.problem, replace(contender, twin=twin))
-        for contest in plan.contests
-        for contender in contest.contenders
-        for twin in (False, True)
-    ]
-    text = f"faults: [{{when: 'kernel=bsr_triton m=64 sparsity=0.9', fault: {fault}, process: 0}}]"
-    flags = Flags(spec(folder, text), timeout_s=2, replicates=1)
-    with pytest.MonkeyPatch.context() as patch:
-        worker_timeouts.only_with({case.id for case in cases if struck(case)}, patch)
-        return store.rows(measure(plan, flags, folder / "run", None))
-
-
-def struck(case: Case) -> bool:
-    planned = case.contender.kernel == "bsr_triton"
-    return planned and (case.problem["m"], case.problem["sparsity"]) == (64, 0.9)
-
-
 def test_the_whole_pipeline_runs_and_names_its_device(whole: Path) -> None:
     run = store.read(whole)
     assert (whole / "report.html").stat().st_size > 10_000
@@ -103,27 +79,6 @@ def test_a_killed_run_has_recorded_the_time_of_every_contest(suite, tmp_path, mo
     seconds = [state["seconds"] for state in states]
     assert seconds == sorted(seconds)
     assert all(state["status"] == "running" for state in states)
-
-
-@pytest.mark.parametrize(
-    ("fault", "status", "message"),
-    [
-        ("crash", Status.FAILED, "exit code 7: a planned crash"),
-        exhaustive(("hang", Status.TIMEOUT, "no answer within 2 s")),
-        ("out_of_memory", Status.OUT_OF_MEMORY, "planned"),
-        ("failed", Status.FAILED, "planned"),
-        ("wrong", Status.WRONG, "planned"),
-    ],
-)
-def test_a_fault_ends_its_own_row_and_no_other(
-    fault, status, message, suite, tmp_path, monkeypatch
-):
-    if fault not in ("crash", "hang"):  # these end a process, or wait for one
-        in_this_process(monkeypatch)
-    rows = faulty(suite, tmp_path, fault)
-    assert {(struck(row.case), row.status) for row in rows} == {(True, status), (False, Status.OK)}
-    assert all(message in row.detail and not row.samples_us for row in rows if struck(row.case))
-    assert all(row.samples_us for row in rows if not struck(row.case))
 
 
 @pytest.mark.usefixtures("here")
