@@ -256,6 +256,7 @@ BROKEN_PATTERNS = {
     "lambda weight: weight.n // 0": "the plug-in broken: ZeroDivisionError: integer division",
     "__import__('json').dumps": "the plug-in broken: TypeError: ",
 }
+OF_RULE = "op: linear, pattern: 'broken:RULE', sparsity: 0.5"
 OF_OP = (
     "from dataclasses import replace\nfrom sparsebench.harness.ops import linear\n"
     "OP = replace(linear.OP, fields=dict)\n"
@@ -267,7 +268,7 @@ OF_OP = (
     [
         *((code, "op: linear", "broken:KERNEL", line) for code, line in BROKEN_KERNELS.items()),
         *(
-            (f"{PATTERN}RULE = Pattern({rule})", "op: linear, pattern: 'broken:RULE'", "", line)
+            (f"{PATTERN}RULE = Pattern({rule})", OF_RULE, "", line)
             for rule, line in BROKEN_PATTERNS.items()
         ),
         (OF_OP, "op: 'broken:OP'", "", "expected fields of a class of Fields, found <class 'dict'"),
@@ -282,7 +283,7 @@ def test_an_error_in_a_plug_in_is_one_line(
     suite = tmp_path / "s.yaml"
     suite.write_text(
         "schema: sparsebench/suite@1\ntitle: t\nproblems:\n"
-        f"  - {{{problem}, m: 4, n: 8, k: 8, dtype: fp32, sparsity: 0.5}}\n"
+        f"  - {{{problem}, m: 4, n: 8, k: 8, dtype: fp32}}\n"
         f"contenders: [{{format: dense, kernel: '{kernel or 'torch_dense'}'}}]\n"
     )
     assert line in refusal("check", suite, "--device", "cpu")
