@@ -7,7 +7,6 @@ transformers = pytest.importorskip("transformers")
 
 import sparsebench.nn  # noqa: E402, F401
 from sparsebench.errors import Unsupported  # noqa: E402
-from sparsebench.formats.block_mask import BlockMask  # noqa: E402
 from sparsebench.harness.models import attention  # noqa: E402
 
 WINDOW = 20
@@ -61,20 +60,6 @@ def test_a_padded_batch_has_the_logits_of_sdpa(llama) -> None:
         logits.append(llama(tokens, attention_mask=valid).logits)
     actual, expected = (one[valid.bool()] for one in reversed(logits))
     torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-4)
-
-
-def test_a_window_leaves_blocks_out() -> None:
-    from transformers.masking_utils import sliding_window_causal_mask_function
-
-    mask = attention.mask_of(
-        mask_function=sliding_window_causal_mask_function(64),
-        batch_size=1,
-        q_length=512,
-        kv_length=512,
-        device="cpu",
-    )
-    assert isinstance(mask, BlockMask)
-    assert mask.counts.tolist() == [1, 2, 2, 2, 2, 2, 2, 2]
 
 
 @pytest.mark.parametrize("options", [{"softcap": 30.0}, {"dropout": 0.1}, {"s_aux": torch.ones(1)}])

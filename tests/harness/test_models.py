@@ -64,21 +64,6 @@ def reloaded(path: Path, **options: Any) -> Any:
 # ---- recipes ----
 
 
-def test_block_sparse_keeps_the_largest_blocks_and_the_head():
-    model = tiny()
-    before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    assert sparsify_(model, BlockSparse(16, 0.75)) is model
-    assert type(model.lm_head) is nn.Linear
-    layer = model.get_submodule("model.layers.1.mlp.down_proj")
-    assert isinstance(layer, BlockSparseLinear)
-    weight = before["model.layers.1.mlp.down_proj.weight"]
-    blocks = weight.unflatten(0, (-1, 16)).unflatten(2, (-1, 16)).transpose(1, 2)
-    norms = blocks.square().sum((2, 3))
-    mask = norms >= norms.flatten().sort().values[-norms.numel() // 4]
-    expected = (blocks * mask[:, :, None, None]).transpose(1, 2).flatten(2).flatten(0, 1)
-    torch.testing.assert_close(layer.to_dense().weight, expected)
-
-
 def test_filter_is_called_for_an_mlp_before_its_layers():
     names: list[str] = []
 

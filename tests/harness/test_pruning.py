@@ -19,7 +19,6 @@ from sparsebench.harness.models.pruning.layer import (
     GatedMLP,
     Pruned,
     Pruner,
-    dense_count,
     linear_errors,
     mlp_errors,
     prune_linear,
@@ -200,12 +199,6 @@ def test_linear_layer_is_split_by_rows_or_columns(split, recipe, mlp, x) -> None
     region = w[:sparse] if split == "rows" else w[:, :sparse]
     assert is_two_four(region)
     assert 0 < linear_errors(weight, pruned, x[TOKENS:], split)["output"] < 1
-
-
-def test_dense_count_is_a_multiple_of_a_tile() -> None:
-    cases = [(2048, 0.5, 1024), (640, 0.5, 384), (640, 1.0, 640), (96, 0.5, 48), (36, 0.5, 20)]
-    for features, fraction, dense in cases:
-        assert dense_count(features, fraction) == dense
 
 
 @pytest.mark.parametrize("method", METHODS)

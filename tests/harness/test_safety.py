@@ -88,16 +88,6 @@ def test_the_children_of_a_kernel_end_with_it(monkeypatch, tmp_path, then) -> No
     assert has_ended(int(note.read_text()))
 
 
-def test_a_child_that_leaves_the_group_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    child = "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'], "
-    script = f"{ASKED}{child}start_new_session=True)\nsys.exit(3)\n"
-    start = time.monotonic()
-    lost = answered(monkeypatch, script, timeout_s=60)
-    assert isinstance(lost, WorkerLoss)
-    assert "exit code 3" in lost.detail
-    assert time.monotonic() - start < 50
-
-
 def test_a_worker_ends_with_its_parent() -> None:
     worker = (
         "import sys, time\nfrom sparsebench.harness.machine import parent_watch\n"
