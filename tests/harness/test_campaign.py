@@ -232,16 +232,6 @@ def test_a_card_first_finishes_the_entry_that_it_has_begun(trial: Trial) -> None
         assert {row.device for row in store.read(trial.out / name).rows} == {device}
 
 
-def test_claims_are_judged_by_the_runs_above_and_measure_the_rest(trial: Trial) -> None:
-    more = "  - {claims: [cusparse-slower], replicates: 1}\n"
-    trial.sit(1, more=more)
-    folder = trial.out / "claims"
-    verdicts = json.loads((folder / "verdicts.json").read_text())
-    assert [*verdicts["claims"]] == ["cusparse-slower"]
-    assert (folder / "sparsity" / "rows.jsonl.gz").exists()
-    assert state(trial.out, trial.campaign(more).entries[-1]).status == "whole"
-
-
 def test_energy_is_not_measured_for_references(trial: Trial, monkeypatch) -> None:
     monkeypatch.setattr(energy, "require_meter", lambda identity: None)
     more = "  - {name: meter, suite: FOLDER/several.yaml, energy: true, only: m=16 kernel=cublas}\n"

@@ -7,7 +7,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,6 @@ import pytest
 from sparsebench._discovery import load, modules
 from sparsebench.errors import SuiteError
 from sparsebench.harness.machine.code import code_sha256, plugins
-from sparsebench.harness.plan.suite import expand
 from sparsebench.reports.build import load_figure
 from sparsebench.results.run.provenance import flat
 from tests.tools.command_line import output, refusal, sparsebench
@@ -287,24 +285,6 @@ def test_an_error_in_a_plug_in_is_one_line(
         f"contenders: [{{format: dense, kernel: '{kernel or 'torch_dense'}'}}]\n"
     )
     assert line in refusal("check", suite, "--device", "cpu")
-
-
-@pytest.mark.parametrize("consumes", ["diagonal", "sparsebench_example.diagonal:FORMAT"])
-def test_the_names_of_a_format_are_one_format(consumes, here, tmp_path, monkeypatch) -> None:
-    kernel = load("kernels", "diagonal_torch")
-    monkeypatch.setattr(
-        sys.modules["sparsebench_example.diagonal_torch"],
-        "KERNEL",
-        replace(kernel, consumes=consumes),
-    )
-    names = "diagonal", "sparsebench_example.diagonal", "sparsebench_example.diagonal:FORMAT"
-    entries = "\n".join(f"  - {{format: {name!r}, kernel: diagonal_torch}}" for name in names)
-    problem = (
-        "{op: linear, m: 8, n: 64, k: 64, dtype: fp32, pattern: main_diagonal, sparsity: 0.984375}"
-    )
-    text = f"schema: sparsebench/suite@1\ntitle: t\nproblems: [{problem}]\ncontenders:\n{entries}\n"
-    (contest,) = expand("s.yaml", text).contests
-    assert [contender.format for contender in contest.contenders] == ["diagonal"]
 
 
 def test_validate_names_the_flag_that_allows_plug_ins(simulated: Path, here: Path) -> None:
