@@ -252,7 +252,7 @@ BROKEN_KERNELS = {
 BROKEN_PATTERNS = {
     "lambda weight: None": "expected a Rule of a weight, found None",
     "lambda weight: weight.n // 0": "the plug-in broken: ZeroDivisionError: integer division",
-    "__import__('json').dumps": "the plug-in broken: TypeError: ",
+    "lambda weight: __import__('json').dumps(weight)": "the plug-in broken: TypeError: ",
 }
 OF_RULE = "op: linear, pattern: 'broken:RULE', sparsity: 0.5"
 OF_OP = (
