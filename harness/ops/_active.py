@@ -32,7 +32,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from sparsebench.harness.inputs.bits import fill, scores
-from sparsebench.harness.ops._op import Fields
+from sparsebench.harness.ops._op import Fields, require_field
 from sparsebench.kernels._kernel import unit_scale
 from sparsebench.results.record import Problem
 
@@ -59,25 +59,22 @@ class ActiveFields(Fields):
     def _fits(self) -> Self:
         fields = self.model_dump()
         if self.active is None:
-            _expect(self.skew == "iid", "active with a skew", "none")
+            require_field(self.skew == "iid", "active with a skew", "none")
             return self
         activation, n = fields["activation"], fields["n"]
-        _expect(activation != "silu", "activation relu or relu2 with active", activation)
-        _expect(self.dtype != "fp8", "a dtype of 16 or 32 bits with active", self.dtype)
+        require_field(activation != "silu", "activation relu or relu2 with active", activation)
+        require_field(self.dtype != "fp8", "a dtype of 16 or 32 bits with active", self.dtype)
         allowed = PATTERNS if self.skew != RECORDED else PATTERNS[:1]
         expected = f"pattern {' or '.join(allowed)} with skew {self.skew}"
-        _expect(self.pattern in allowed, expected, self.pattern)
+        require_field(self.pattern in allowed, expected, self.pattern)
         width = self.block if isinstance(self.block, int) else self.block[1]
         cells = -(-fields["k"] // (width if self.pattern in IN_BLOCKS else 1))
         room = (1 - self.sparsity) * cells
-        _expect(room >= 1, "at least one block per row, for the bias, with active", f"{room:.3g}")
-        _expect(self.active < n, f"active below n, {n}", self.active)
+        require_field(
+            room >= 1, "at least one block per row, for the bias, with active", f"{room:.3g}"
+        )
+        require_field(self.active < n, f"active below n, {n}", self.active)
         return self
-
-
-def _expect(condition: bool, expected: str, actual: object) -> None:
-    if not condition:
-        raise ValueError(f"{expected}, not {actual}")
 
 
 def adjust(gate: str, problem: Problem, name: str, operand: Tensor, draw: int) -> None:

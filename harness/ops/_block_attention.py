@@ -22,7 +22,7 @@ from torch import Tensor
 from sparsebench.formats._format import sides_of
 from sparsebench.formats.block_mask import areas
 from sparsebench.harness.inputs.grid import Stack
-from sparsebench.harness.ops._op import Fields, Sample, Values
+from sparsebench.harness.ops._op import Fields, Sample, Values, require_field, require_groups
 from sparsebench.results.record import Problem
 
 ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 26}
@@ -60,11 +60,9 @@ class AttentionFields(Fields):
     @model_validator(mode="after")
     def _fits(self) -> Self:
         """Raise ValueError for heads that cannot be grouped."""
-        if self.heads % self.kv_heads:
-            expected = f"heads a multiple of kv_heads, {self.kv_heads}"
-            raise ValueError(f"{expected}, not {self.heads}")
-        if self.video and prod(self.video) != self.m:
-            raise ValueError(f"video as factors of m, {self.m}, not {self.video}")
+        require_groups(self.heads, self.kv_heads)
+        of_m = not self.video or prod(self.video) == self.m
+        require_field(of_m, f"video as factors of m, {self.m}", self.video)
         return self
 
 

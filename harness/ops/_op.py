@@ -38,6 +38,18 @@ class Fields(BaseModel):
     block: Block = 1
 
 
+def require_field(condition: bool, expected: str, actual: object) -> None:
+    """Raise ValueError, which a suite reports with its problem, unless the condition holds."""
+    if not condition:
+        raise ValueError(f"{expected}, not {actual}")
+
+
+def require_groups(heads: int, kv_heads: int) -> None:
+    """Raise ValueError unless each KV head serves the same number of query heads."""
+    expected = f"heads a multiple of kv_heads, {kv_heads}"
+    require_field(heads % kv_heads == 0, expected, heads)
+
+
 @dataclass(frozen=True)
 class Operand:
     """One operand: its role, the names of its two sizes, and its dtype by the problem's dtype.

@@ -46,8 +46,8 @@ from torch import Tensor
 from torch.nn.functional import linear, rms_norm
 
 from sparsebench.harness.ops._active import all_active, share
-from sparsebench.harness.ops._op import Fields, Op, Operand, Values
-from sparsebench.harness.ops.ffn import SPARSEST_FP8, _with_scale, act_of, slope_of
+from sparsebench.harness.ops._op import Fields, Op, Operand, Values, require_field, require_groups
+from sparsebench.harness.ops.ffn import _with_scale, act_of, require_values_of_e4m3, slope_of
 from sparsebench.kernels._kernel import OUTPUTS, unit_scale
 from sparsebench.results.record import Problem
 
@@ -85,22 +85,18 @@ class DecoderFields(Fields):
     @model_validator(mode="after")
     def _fits(self) -> Self:
         """Raise ValueError for impossible heads, and for values that e4m3 cannot hold."""
-        if self.heads % self.kv_heads:
-            expected = f"heads a multiple of kv_heads, {self.kv_heads}"
-            raise ValueError(f"{expected}, not {self.heads}")
-        if self.head_dim % 2:
-            raise ValueError(f"an even head_dim, not {self.head_dim}")
-        if self.caches > self.layers:
-            raise ValueError(f"caches up to layers, {self.layers}, not {self.caches}")
-        if self.dtype == "fp8" and self.sparsity > SPARSEST_FP8:
-            raise ValueError(f"sparsity up to {SPARSEST_FP8} in fp8, not {self.sparsity}")
+        require_groups(self.heads, self.kv_heads)
+        require_field(self.head_dim % 2 == 0, "an even head_dim", self.head_dim)
+        few = self.caches <= self.layers
+        require_field(few, f"caches up to layers, {self.layers}", self.caches)
+        require_values_of_e4m3(self.dtype, self.sparsity)
         if self.active is None:
             return self
         if self.activation == "silu" or self.dtype == "fp8" or self.pattern != "dense":
             expected = "relu or relu2, 16 or 32 bits and the pattern dense with active"
             raise ValueError(f"{expected}, not {self.activation}, {self.dtype}, {self.pattern}")
-        if self.active >= self.intermediate:
-            raise ValueError(f"active below intermediate, {self.intermediate}, not {self.active}")
+        few = self.active < self.intermediate
+        require_field(few, f"active below intermediate, {self.intermediate}", self.active)
         return self
 
 
@@ -122,7 +118,7 @@ def definition(*, fields: Values, **operands: Tensor) -> Tensor:
     activation, caches = fields["activation"], fields["caches"]
     wqkv, wo, wg, wu, wd = (_with_scale(operands[name], fields["dtype"]) for name in LAYER)
     wh, gains, keys, values, s = (operands[name].to(wg.dtype) for name in REST)
-    keys, values = (by_sequence(t, fields, wqkv, wo) for t in (keys, values))
+    keys, values = (by_sequence(t, fields) for t in (keys, values))
     for layer in range(len(gains) // 2):
         z, cache = _norm(s, gains[2 * layer]), layer % caches
         s = s + attended(z, wqkv, wo, keys[cache], values[cache])
@@ -141,7 +137,7 @@ def derive(
     wqkv, wo, wg, wu, wd = (weights[name].double() for name in LAYER)
     gains, count = activations["gains"], round(problem["active"] * problem["m"])
     keys, values, s = (activations[name].double() for name in ("keys", "values", "x"))
-    keys, values = (by_sequence(t, problem.fields, wqkv, wo) for t in (keys, values))
+    keys, values = (by_sequence(t, problem.fields) for t in (keys, values))
     for layer in range(problem["layers"]):
         z, cache = _norm(s, gains[2 * layer].double()), layer % problem["caches"]
         s = s + attended(z, wqkv, wo, keys[cache], values[cache])
@@ -163,7 +159,7 @@ def spread(*, fields: Values, **operands: Tensor) -> Tensor:
     activation, caches = fields["activation"], fields["caches"]
     wqkv, wo, wg, wu, wd = (_with_scale(operands[name], fields["dtype"]) for name in LAYER)
     wh, gains, keys, values, s = (operands[name] for name in REST)
-    keys, values = (by_sequence(t, fields, wqkv, wo) for t in (keys, values))
+    keys, values = (by_sequence(t, fields) for t in (keys, values))
     fine, var_s = FINE_FP8 if fields["dtype"] == "fp8" else 1.0, torch.zeros_like(s)
 
     def product(z: Tensor, var: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
@@ -308,11 +304,10 @@ def attention_and_variance(
     return o.flatten(1), var.flatten(1)
 
 
-def by_sequence(cached: Tensor, fields: Values, wqkv: Tensor, wo: Tensor) -> Tensor:
+def by_sequence(cached: Tensor, fields: Values) -> Tensor:
     """Return keys or values as [caches, m, kv_heads, cache, head_dim]."""
-    width = cached.shape[1]
-    kv_heads = (wqkv.shape[0] - wo.shape[1]) // (2 * width)
-    return cached.view(fields["caches"], fields["m"], kv_heads, -1, width)
+    caches, m, kv_heads = (fields[name] for name in ("caches", "m", "kv_heads"))
+    return cached.view(caches, m, kv_heads, -1, cached.shape[1])
 
 
 def _heads(projected: Tensor, keys: Tensor) -> _Heads:

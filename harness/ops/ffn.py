@@ -30,7 +30,7 @@ from sparsebench.harness.ops._active import (
     share,
     share_of_any,
 )
-from sparsebench.harness.ops._op import Op, Operand
+from sparsebench.harness.ops._op import Op, Operand, require_field
 from sparsebench.kernels._kernel import OUTPUTS, unit_scale
 from sparsebench.results.record import Problem
 
@@ -52,13 +52,17 @@ class FfnFields(ActiveFields):
 
     @model_validator(mode="after")
     def _keeps_to_e4m3(self) -> Self:
-        """Raise ValueError if h is too small for e4m3 at a scale of 1 (smallest number 2^-9).
-
-        With 95 % of the weights zero, its rounding takes up to 1.1 of the bound, with 90 % 0.82.
-        """
-        if self.dtype == "fp8" and self.sparsity > SPARSEST_FP8:
-            raise ValueError(f"sparsity up to {SPARSEST_FP8} in fp8, not {self.sparsity}")
+        require_values_of_e4m3(self.dtype, self.sparsity)
         return self
+
+
+def require_values_of_e4m3(dtype: str, sparsity: float) -> None:
+    """Raise ValueError if h is too small for e4m3 at a scale of 1 (smallest number 2^-9).
+
+    With 95 % of the weights zero, its rounding takes up to 1.1 of the bound, with 90 % 0.82.
+    """
+    dense = dtype != "fp8" or sparsity <= SPARSEST_FP8
+    require_field(dense, f"sparsity up to {SPARSEST_FP8} in fp8", sparsity)
 
 
 def definition(

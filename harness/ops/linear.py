@@ -38,7 +38,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from sparsebench.formats._format import is_stored
-from sparsebench.harness.ops._op import Fields, Op, Operand, longest_row
+from sparsebench.harness.ops._op import Fields, Op, Operand, longest_row, require_field
 from sparsebench.kernels._kernel import OUTPUTS, sum_scale
 from sparsebench.results.record import Problem
 
@@ -62,8 +62,8 @@ class WeightFields(LinearFields):
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
-        if self.weight_bits and self.dtype in ("fp8", "int8"):
-            raise ValueError(f"weight_bits: expected a dtype of 16 or 32 bits, not {self.dtype}")
+        wide = not self.weight_bits or self.dtype not in ("fp8", "int8")
+        require_field(wide, "weight_bits: expected a dtype of 16 or 32 bits", self.dtype)
         return self
 
 

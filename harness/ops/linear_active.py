@@ -23,6 +23,7 @@ from torch import Tensor
 
 from sparsebench.harness.inputs.bits import scores
 from sparsebench.harness.ops._active import all_active, share
+from sparsebench.harness.ops._op import require_field
 from sparsebench.harness.ops.linear import OP as LINEAR
 from sparsebench.harness.ops.linear import LinearFields
 from sparsebench.results.record import Problem
@@ -39,8 +40,8 @@ class ActiveInputFields(LinearFields):
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
-        if self.active is not None and self.active > self.k:
-            raise ValueError(f"active of at most k, {self.k}, not {self.active}")
+        few = self.active is None or self.active <= self.k
+        require_field(few, f"active of at most k, {self.k}", self.active)
         return self
 
 

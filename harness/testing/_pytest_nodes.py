@@ -31,10 +31,13 @@ from sparsebench.harness.plan.selection import only
 from sparsebench.harness.plan.suite import Contest, read
 from sparsebench.results.record import Case, Row, Status, Value
 
-WORK = ["sparsity", "nnz", "digest", "flops", "dense_flops", "fewest_bytes"]
-BYTES = ["stored_bytes", "dense_bytes", "held_bytes", "peak_bytes"]
-CHECKS = ["error", "error_of_bound", "usual_error", "bias", "usual_bias", "choice", "code"]
-CLOCK = ["device", "scope", "cache", "clock", "convert_us", "prepare_s"]
+FACTS = (
+    *("device", "scope", "cache", "clock", "sparsity", "nnz", "digest"),
+    *("flops", "dense_flops", "fewest_bytes"),
+    *("stored_bytes", "dense_bytes", "held_bytes", "peak_bytes", "convert_us", "prepare_s"),
+    *("error", "error_of_bound", "usual_error", "bias", "usual_bias", "choice", "code"),
+)
+"""Fields of a row that a benchmark has in extra_info."""
 
 
 class SuiteFile(pytest.File):
@@ -148,7 +151,7 @@ class CaseItem(pytest.Function):
             gpu=torch.cuda.get_device_name(device) if device.type == "cuda" else None,
             contender=contender.label,
             baseline=contender.baseline,
-            **{name: getattr(row, name) for name in [*WORK, *BYTES, *CHECKS, *CLOCK]},
+            **{name: getattr(row, name) for name in FACTS},
         )
         benchmark.pedantic(sample, rounds=len(row.samples_us) or 1)
 

@@ -1,19 +1,15 @@
 """Feed-forward layers whose units are seldom active: operands, work and refusals."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from torch import Tensor
 
 from sparsebench.formats.bsr import Bsr
 from sparsebench.formats.spense import Spense
-from sparsebench.harness.bench import contest
 from sparsebench.harness.bench.operands import DenseOperands, operands, redraw
 from sparsebench.harness.catalog import load_op
-from sparsebench.harness.ops._active import SEQUENCE, probabilities, share_of_any
-from sparsebench.harness.plan.suite import read
-from sparsebench.results.record import Problem, Status, Value
+from sparsebench.harness.ops._active import SEQUENCE, share_of_any
+from sparsebench.results.record import Problem, Value
 
 CPU = torch.device("cpu")
 M, N, K = 512, 1024, 256
@@ -104,14 +100,6 @@ def test_a_row_that_has_its_bias_alone_is_never_on() -> None:
     assert not units_on(spec, drawn)[:, alone].any()
 
 
-@pytest.mark.parametrize("skew", ["iid", "zipf", "correlated"])
-def test_probabilities_have_the_requested_mean(skew) -> None:
-    result = probabilities(29.0, 5632, skew)
-    assert sum(result) == pytest.approx(29)
-    assert list(result) == sorted(result, reverse=True)
-    assert 0 < result[-1] <= result[0] < 1
-
-
 IN_BLOCKS: dict[str, Value] = {"pattern": "blocks", "block": 16, "sparsity": 0.75}
 DIGESTS: dict[str, tuple[dict[str, Value], str]] = {
     "as before": ({}, "3f96aeca17e24fe2"),
@@ -166,22 +154,3 @@ def test_units_on_for_any_token_are_a_union() -> None:
     assert share_of_any(problem(**two, skew="iid")) == pytest.approx(2 / 16 - 1 / 256)
     assert share_of_any(problem(**two, skew="correlated")) == pytest.approx(1 / 16)
     assert share_of_any(problem(**two, skew="zipf")) < 2 / 16 - 1 / 256
-
-
-def test_formats_stand_beside_each_other_at_one_layer() -> None:
-    """The packaged suite by the reference, at sizes for a CPU."""
-    contests = read("ffn-formats").contests
-    assert len(contests) == 12
-    for result in contests:
-        at = result.problem
-        if at["m"] != 16 or at["sparsity"] not in (0.8, 0.25):
-            continue
-        spec = Problem("ffn", {**at.fields, "m": 4, "n": 512, "k": 640})
-        counts = {c.format: replace(c, kernel="reference", options={}) for c in result.contenders}
-        rows, _ = contest.run(spec, [*counts.values()], CPU, None)
-        status = {row.case.contender.format: row.status for row in rows}
-        spense = Status.OK if at["pattern"] == "spense_hidden" else Status.UNSUPPORTED
-        assert status == {
-            **dict.fromkeys(("dense", "bsr", "cvse", "twell"), Status.OK),
-            "spense": spense,
-        }

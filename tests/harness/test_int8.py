@@ -10,7 +10,6 @@ from sparsebench.formats.slide import Slide
 from sparsebench.formats.spense import Spense
 from sparsebench.harness.bench import contest
 from sparsebench.harness.bench.correctness import Expected, check
-from sparsebench.harness.catalog import load_op
 from sparsebench.harness.inputs.bits import UNIT, fill
 from sparsebench.harness.ops.linear import definition, spread
 from sparsebench.kernels._kernel import sum_scale
@@ -114,13 +113,6 @@ def test_the_least_value_of_int8_is_refused(stored: Any) -> None:
     dense[1, 3] = -128
     with pytest.raises(FormatError, match="expected int8 values from -127 to 127, found -128"):
         stored.from_dense(dense)
-
-
-@pytest.mark.parametrize("op", ["linear_dgrad", "linear_wgrad", "ffn", "mlp", "decoder"])
-def test_other_ops_refuse_int8(op: str) -> None:
-    example = load_op(op).example or {"m": 16, "n": 64, "k": 64}
-    with pytest.raises(ValueError, match="dtype"):
-        load_op(op).fields(**{**example, "dtype": "int8"})
 
 
 @pytest.mark.gpu

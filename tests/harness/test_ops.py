@@ -36,13 +36,6 @@ def test_every_op_keeps_its_contract(check: Check) -> None:
     check()
 
 
-def test_linear_is_a_sum_of_products() -> None:
-    w, x = drawn("linear").values()
-    y = load_op("linear").definition(w.float(), x.float())
-    expected = [[sum(a * b for a, b in zip(t, o, strict=True)) for o in w] for t in x]
-    assert torch.allclose(y.double(), torch.tensor(expected, dtype=torch.float64), rtol=1e-5)
-
-
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_ffn_is_a_gated_sum_of_products(activation: str) -> None:
     operands = drawn("ffn")
