@@ -45,14 +45,9 @@ REMOVED = {  # what older versions took on the command line, and what replaces i
     "claims lint": "`claims check FILE --plan` checks every field and counts the cells",
     "claims sentences": "suites/claims/README.md lists them; `claims report` has the verdicts",
     "claims report --tables": "the caveats of a claim name the authors' files",
+    "train-lm": "it is a script of the repository: experiments/train_lm.py",
+    "whole": "it is a script of the repository: experiments/whole_model.py",
 }
-
-
-MOVED = {
-    "train-lm": "experiments/train_lm.py",
-    "whole": "experiments/whole_model.py",
-}
-"""Commands that became scripts of the repository, which no installation has."""
 
 
 class Commands(typer.core.TyperGroup):
@@ -70,12 +65,9 @@ class Commands(typer.core.TyperGroup):
         """Import a command; None for an option. Raises a usage error for a name that is not one."""
         if (name := self.modules.get(cmd_name)) is None:
             from sparsebench._discovery import did_you_mean
-            from sparsebench.errors import SuiteError
 
             if cmd_name.startswith("-"):
                 return None
-            if cmd_name in MOVED:
-                raise SuiteError(f"{cmd_name} is a script of the repository: {MOVED[cmd_name]}")
             hint = did_you_mean(cmd_name, self.modules)
             return ctx.fail(f"expected a command, found {cmd_name!r}{hint}")
         target = getattr(import_module(f"sparsebench.harness.commands.{name}"), name)
@@ -136,9 +128,10 @@ def main() -> int:
     try:
         for removed, instead in REMOVED.items():
             *command, last = removed.split()
-            words = sys.argv[1:]
-            if words[: len(command)] == command and last in [w.partition("=")[0] for w in words]:
-                kind = "option" if last.startswith("-") else "command"
+            words, kind = sys.argv[1:], "option" if last.startswith("-") else "command"
+            rest = [word.partition("=")[0] for word in words[len(command) :]]
+            at = rest if kind == "option" else rest[:1]
+            if words[: len(command)] == command and last in at:
                 raise SuiteError(f"no such {kind}: {removed}; {instead}")
         app(prog_name="sparsebench")
     except BaseException as error:

@@ -8,9 +8,11 @@ Processes that measure at the same time get separate cores, near their GPUs.
 
 import hashlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+
+from sparsebench.harness.machine.nvml import NoNvml, library
 
 BOOT = Path("/proc/sys/kernel/random/boot_id")
 CPUS = Path("/sys/devices/system/cpu")
@@ -34,7 +36,7 @@ def apart(devices: Sequence[str]) -> list[set[int]]:
     for device in devices:
         cpus = set[int]()  # cores of its NUMA node, if known
         if device.startswith("cuda"):
-            address = _address(int(device.partition(":")[2] or "0"), os.environ)
+            address = _address(int(device.partition(":")[2] or "0"))
             cpus = _read_cpus(PCI / address / "local_cpulist") if address else cpus
         near.append(cpus & here or here)
     return shared_out(near, _cores(here))
@@ -76,32 +78,23 @@ def _cores(cpus: set[int]) -> list[frozenset[int]]:
     return list(cores.values())
 
 
-def _address(number: int, environment: Mapping[str, str]) -> str:
+def _address(number: int) -> str:
     """Return the PCI address of a GPU as sysfs writes it, 0000:1b:00.0; "" if NVML has none.
 
     NVML is used instead of CUDA because this process must not open the GPUs.
     """
-    try:
-        import pynvml
-    except ModuleNotFoundError:
-        return ""
-    try:
-        pynvml.nvmlInit()
-        try:
-            visible = [*filter(None, environment.get("CUDA_VISIBLE_DEVICES", "").split(","))]
-            name = visible[number] if visible else str(number)
-            if name.isdigit():
-                handle = pynvml.nvmlDeviceGetHandleByIndex(int(name))
-            else:
-                handle = pynvml.nvmlDeviceGetHandleByUUID(name)
-            bus_id = pynvml.nvmlDeviceGetPciInfo_v3(handle).busId
-        finally:
-            pynvml.nvmlShutdown()
-    except (pynvml.NVMLError, IndexError):
-        return ""
-    text = bus_id.decode() if isinstance(bus_id, bytes) else str(bus_id)
-    domain, _, rest = text.lower().partition(":")
-    return f"{domain[-4:]}:{rest}"
+    visible = [*filter(None, os.environ.get("CUDA_VISIBLE_DEVICES", "").split(","))]
+    with suppress(NoNvml, IndexError), library() as nvml, suppress(nvml.NVMLError):
+        name = visible[number] if visible else str(number)
+        if name.isdigit():
+            handle = nvml.nvmlDeviceGetHandleByIndex(int(name))
+        else:
+            handle = nvml.nvmlDeviceGetHandleByUUID(name)
+        bus_id = nvml.nvmlDeviceGetPciInfo_v3(handle).busId
+        text = bus_id.decode() if isinstance(bus_id, bytes) else str(bus_id)
+        domain, _, rest = text.lower().partition(":")
+        return f"{domain[-4:]}:{rest}"
+    return ""
 
 
 def _read_cpus(file: Path) -> set[int]:

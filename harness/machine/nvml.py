@@ -109,8 +109,8 @@ class Board:
 
 
 @contextmanager
-def board(uuid: str) -> Iterator[Board]:
-    """Open NVML for one GPU. Raises NoNvml."""
+def library() -> Iterator[Any]:
+    """Open NVML, and yield its module. Raises NoNvml."""
     try:
         import pynvml
     except ModuleNotFoundError as error:
@@ -120,13 +120,20 @@ def board(uuid: str) -> Iterator[Board]:
     except pynvml.NVMLError as error:
         raise NoNvml(f"NVML: expected NVIDIA's driver, found: {error}") from error
     try:
-        try:
-            card = Board(pynvml, uuid)
-        except pynvml.NVMLError as error:
-            raise NoNvml(f"NVML: expected a GPU {uuid}, found: {error}") from error
-        yield card
+        yield pynvml
     finally:
         pynvml.nvmlShutdown()
+
+
+@contextmanager
+def board(uuid: str) -> Iterator[Board]:
+    """Open NVML for one GPU. Raises NoNvml."""
+    with library() as nvml:
+        try:
+            card = Board(nvml, uuid)
+        except nvml.NVMLError as error:
+            raise NoNvml(f"NVML: expected a GPU {uuid}, found: {error}") from error
+        yield card
 
 
 def _version(driver: str) -> tuple[int, ...]:
