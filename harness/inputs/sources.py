@@ -86,12 +86,17 @@ def load_pattern(path: Path) -> Tensor:
 def load_weights(path: Path, tensor: str) -> Tensor:
     """Return one tensor [n, k] of a safetensors file, in its own dtype."""
     _weight_shape(path, tensor)
+    return load_tensor(path, tensor)
+
+
+def load_tensor(path: Path, tensor: str) -> Tensor:
+    """Return any tensor of a safetensors file."""
     try:
         with safe_open(path, framework="pt") as file:
-            weights: Tensor = file.get_tensor(tensor)
-    except (OSError, SafetensorError, RuntimeError) as error:
+            values: Tensor = file.get_tensor(tensor)
+    except (OSError, SafetensorError, RuntimeError, AttributeError) as error:
         raise _unusable(path, f"a tensor {tensor!r} that can be loaded", error) from error
-    return weights
+    return values
 
 
 def member(source: Source, name: str) -> str:
@@ -110,7 +115,7 @@ def groups(path: Path, names: Collection[str]) -> list[str]:
 
 def tensor_names(path: Path) -> list[str]:
     """List the tensors of a safetensors file that can be weights."""
-    return [name for name, (shape, dtype) in _header(path).items() if _is_weight(shape, dtype)]
+    return [name for name, (shape, dtype) in header(path).items() if _is_weight(shape, dtype)]
 
 
 def sha256(path: Path) -> str:
@@ -237,11 +242,11 @@ def _npz(path: Path) -> Any:
 
 
 def _weight_shape(path: Path, tensor: str) -> tuple[int, int]:
-    header = _header(path)
-    if tensor not in header:
-        hint = did_you_mean(tensor, list(header))
-        raise _unusable(path, f"a tensor {tensor!r}", f"{len(header)} others{hint}")
-    shape, dtype = header[tensor]
+    tensors = header(path)
+    if tensor not in tensors:
+        hint = did_you_mean(tensor, list(tensors))
+        raise _unusable(path, f"a tensor {tensor!r}", f"{len(tensors)} others{hint}")
+    shape, dtype = tensors[tensor]
     if not _is_weight(shape, dtype):
         expected = f"{tensor} as a matrix of {', '.join(DTYPES)}"
         raise _unusable(path, expected, f"{dtype} {list(shape)}")
@@ -252,7 +257,8 @@ def _is_weight(shape: list[int], dtype: str) -> bool:
     return len(shape) == 2 and 0 not in shape and dtype in DTYPES
 
 
-def _header(path: Path) -> dict[str, tuple[list[int], str]]:
+def header(path: Path) -> dict[str, tuple[list[int], str]]:
+    """Return the shape and the dtype of every tensor in a safetensors file, by name."""
     require_regular(path)
     try:
         with safe_open(path, framework="pt") as file:

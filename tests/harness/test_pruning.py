@@ -12,7 +12,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from sparsebench.errors import SuiteError
+from sparsebench.errors import SparsebenchError, SuiteError
 from sparsebench.harness.models.pruning import methods
 from sparsebench.harness.models.pruning.files import prune_file
 from sparsebench.harness.models.pruning.layer import (
@@ -321,7 +321,7 @@ def test_tiny_and_huge_values_are_pruned_like_others(method: str, size: float, x
 
 
 def refuse(weights: Path, name: str, calibration: Path, to: Path, message: str) -> None:
-    with pytest.raises(SuiteError, match=message):
+    with pytest.raises(SparsebenchError, match=message):
         prune_file(
             weights, [Pruner()], torch.device("cpu"), names=[name], calibration=calibration, to=to
         )
@@ -340,7 +340,7 @@ def test_prune_never_overwrites_its_input(files: tuple[Path, Path], tmp_path: Pa
     before = weights.read_bytes()
     (tmp_path / "linked.safetensors").symlink_to(weights)
     for out in (weights, tmp_path / "linked.safetensors", calibration):
-        refuse(weights, "u", calibration, out, "expected an output file other than the input")
+        refuse(weights, "u", calibration, out, "expected an output file of its own")
     assert weights.read_bytes() == before
 
 

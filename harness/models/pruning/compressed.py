@@ -15,7 +15,6 @@ In sparse-24-bitmask two bits of every group of 4 are set, so a bit may mark a z
 are compared with those above and are never looked up. Source: compressed-tensors 0.14.0.1.
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -23,14 +22,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from sparsebench.errors import SuiteError
 from sparsebench.formats._format import BITS, has_value, require
-from sparsebench.harness.inputs.sources import require_regular
+from sparsebench.harness.inputs import sources
 from sparsebench.harness.models.pruning.layer import require_one_of
-from sparsebench.results.files import fault
+from sparsebench.results.files import from_json
 
 TWO_FOUR, BITMASK = "sparse-24-bitmask", "sparse-bitmask"
 SPARSE = TWO_FOUR, BITMASK, "dense"
@@ -62,16 +60,15 @@ class Checkpoint:
     others   names of all tensors that belong to no weight, such as biases
     unused   names of tensors that only compressed-tensors uses
 
-    Raises SuiteError if the files are not such a checkpoint.
+    Raises SuiteError, or ResultError for a file that is no JSON, if this is no such checkpoint.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.config = _json(folder / "config.json")
+        self.config = from_json(folder / "config.json")
         compression = self.config.pop("quantization_config", None)
         compression = self.config.pop("compression_config", None) or compression or {}
         self.sparse = _sparse_format(folder, compression)
-        self._files: dict[Path, Any] = {}
         self.modules, self.others, self.unused = _modules([*self.places])
         bitmask = next((name for name, m in self.modules.items() if len(m.packed) > 1), None)
         if bitmask and self.sparse == "dense":
@@ -83,7 +80,7 @@ class Checkpoint:
         """Return the file of each tensor by name. Raises SuiteError."""
         index = self.folder / "model.safetensors.index.json"
         if index.exists():
-            places = _json(index).get("weight_map")
+            places = from_json(index).get("weight_map")
             if not isinstance(places, dict):
                 raise SuiteError(f"{index}: expected a weight_map, found {places!r:.60}")
             names = {str(name) for name in places.values()}
@@ -91,28 +88,12 @@ class Checkpoint:
                 raise SuiteError(f"{index}: expected files beside it, found {outside[0]!r}")
         else:
             names = {"model.safetensors"}
-        return {
-            key: self.folder / name for name in sorted(names) for key in [*self._open(name).keys()]
-        }
-
-    def _open(self, name: str) -> Any:
-        path = self.folder / name
-        require_regular(path)
-        try:
-            return safe_open(path, framework="pt")
-        except (OSError, SafetensorError) as error:
-            raise SuiteError(f"{path}: expected a safetensors file, found {error}") from error
+        files = [self.folder / name for name in sorted(names)]
+        return {key: file for file in files for key in sources.header(file)}
 
     def tensor(self, name: str) -> Tensor:
         """Read a tensor. Raises SuiteError."""
-        path = self.places[name]
-        if path not in self._files:
-            self._files[path] = self._open(path.name)
-        try:
-            tensor: Tensor = self._files[path].get_tensor(name)
-        except (SafetensorError, RuntimeError, AttributeError) as error:
-            raise SuiteError(f"{path}: expected a tensor {name}, found {error}") from error
-        return tensor
+        return sources.load_tensor(self.places[name], name)
 
     def weight(self, module: Module) -> Tensor:
         """Return the weight with its zeros, as stored: without its scale. Raises FormatError."""
@@ -210,17 +191,6 @@ def _sparse_format(folder: Path, compression: Any) -> str:
         require_one_of(f"{where}.{key}", quantized or "dense", accepted)
     sparse = sparsity.get("format") or (formats["format"] if formats["format"] in SPARSE else None)
     return require_one_of(f"{where}.sparsity_config.format", sparse or "dense", SPARSE)
-
-
-def _json(path: Path) -> dict[str, Any]:
-    require_regular(path)
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise SuiteError(f"{path}: expected JSON, found {fault(error)}") from error
-    if not isinstance(content, dict):
-        raise SuiteError(f"{path}: expected an object, found {type(content).__name__}")
-    return content
 
 
 def is_two_four(weight: Tensor) -> bool:

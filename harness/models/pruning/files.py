@@ -20,6 +20,7 @@ import torch
 from rich.table import Table
 from torch import Tensor
 
+from sparsebench._writing import require_apart
 from sparsebench.errors import SuiteError
 from sparsebench.harness.inputs import sources
 from sparsebench.harness.models.pruning import model as models
@@ -73,9 +74,7 @@ def prune_file(
     if to and len(pruners) != 1:
         raise SuiteError(f"out: expected one recipe per file, found {len(pruners)}")
     require_writable(to)
-    for source in filter(None, (weights, calibration)):
-        if to and to.exists() and source.exists() and to.samefile(source):
-            raise SuiteError(f"{to}: expected an output file other than the input {source}")
+    require_apart([to], [weights, calibration])
     if weights.suffix == ".gguf" or weights.is_dir():
         if to and to.exists():
             raise SuiteError(f"{to}: expected a new directory to write, found an existing one")

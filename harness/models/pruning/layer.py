@@ -128,7 +128,6 @@ def prune_mlp(mlp: GatedMLP, x: Tensor, pruner: Pruner) -> Pruned:
     """Prune from calibration inputs x [tokens, k]. Raises SuiteError for unfit sizes or values."""
     h, k = mlp.gate.shape
     require_weight("activations", x, (-1, k))
-    _require_groups("gate and up", k)
     dense = dense_count(h, pruner.dense)
     sparse = h - dense
     x, full = x.float(), mlp.to(torch.float32)
@@ -153,7 +152,6 @@ def prune_linear(weight: Tensor, x: Tensor, pruner: Pruner, split: str) -> Prune
     require_weight("weight", weight)
     n, k = weight.shape
     require_weight("activations", x, (-1, k))
-    _require_groups("weight", k)
     require_one_of("split", split, SPLITS)
     x, full = x.float(), weight.float()
     by_row = split == "rows"
@@ -210,11 +208,6 @@ def _scores(weight: Tensor, norms: Tensor, by_row: bool) -> Tensor:
 def _round_to_storage(weight: Tensor, dtype: torch.dtype) -> Tensor:
     """Round to the dtype of storage; adding 0 turns -0.0, which rounding may give, into +0.0."""
     return weight.to(dtype) + 0.0
-
-
-def _require_groups(name: str, k: int) -> None:
-    if k % 4:
-        raise SuiteError(f"{name}: expected a multiple of 4 elements per row, found {k}")
 
 
 def _error(actual: Tensor, expected: Tensor) -> float:
