@@ -84,12 +84,11 @@ def run(
     contenders: Sequence[Contender],
     device: torch.device,
     data: Path | None,
-    options: ContestOptions | None = None,
+    options: ContestOptions = ContestOptions(),  # noqa: B008 (frozen)
     announce: Announce = lambda case, stage: None,
     on_failure: OnFailure = lambda *failure: None,
 ) -> tuple[list[Row], dict[str, float]]:
     """Return the rows of every contender, and the seconds spent by stage."""
-    options = options or ContestOptions()
     options = replace(options, measures=distinct_measures(options.measures, device.type))
     spent_s, ended = Counter[str](), dict[str, RunningContender]()
     while left := [c for c in contenders if Case(problem, c).id not in ended]:
@@ -121,10 +120,10 @@ class RunningContest:
         entries: Sequence[RunningContender],
         stages: Stages,
         data: Path | None = None,
-        options: ContestOptions | None = None,
+        options: ContestOptions = ContestOptions(),  # noqa: B008 (frozen)
     ) -> None:
         """Build the operands. Raises SparsebenchError, OutOfMemoryError, MemoryError."""
-        self.entries, self.stages, self.options = entries, stages, options or ContestOptions()
+        self.entries, self.stages, self.options = entries, stages, options
         self.problem = problem = entries[0].row.case.problem
         stages.announce("", "operands")
         with stages.stage("operands"):

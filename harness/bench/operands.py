@@ -38,7 +38,6 @@ from sparsebench.results.record import Problem, Source
 
 GOLDEN = (5**0.5 - 1) / 2  # part of the tokens between two draws (Knuth, 6.4)
 SEEDS_APART = 2**31  # difference between layers; above any seed of a suite (plan/limits.py)
-CPU = torch.device("cpu")
 NONE: Mapping[str, Tensor] = MappingProxyType({})
 
 
@@ -196,22 +195,6 @@ def without_mask(op: Op, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the weights that contenders of format dense receive: a mask is all ones."""
     ones = {op.mask: torch.ones_like(weights[op.mask])} if op.mask else {}
     return {**weights, **ones}
-
-
-def unusable(problem: Problem, op: Op, data: Path | None) -> str:
-    """Return why the values of a problem's file cannot be measured; "" if they can.
-
-    Reads the file. Returns "" without one, and if it is missing or has changed.
-    """
-    if problem.source is None:
-        return ""
-    try:
-        _require_values(problem, {n: _weight(problem, op, n, CPU, data) for n in op.weights})
-    except Unsupported as error:
-        return str(error)
-    except SuiteError:
-        pass
-    return ""
 
 
 def _require_values(problem: Problem, weights: Mapping[str, Tensor]) -> None:

@@ -40,10 +40,9 @@ def entries_of(
     problem: Problem,
     contenders: Sequence[Contender],
     device: torch.device,
-    options: ContestOptions | None = None,
+    options: ContestOptions = ContestOptions(),  # noqa: B008 (frozen)
 ) -> list[RunningContender]:
     """Return an entry for each contender; one that cannot run the problem here has ended."""
-    options = options or ContestOptions()
     about = options.replicate, options.attempt, options.reference
     entries = [
         RunningContender(Row(Case(problem, contender), Status.OK, *about, device=identity(device)))

@@ -25,7 +25,7 @@ def check(
 
     requested, picked = read(suite, data), full_name(device)
     contests = selected(requested.contests, only)
-    cases = count_support(contests, picked, data)
+    cases = count_support(contests, picked)
     supported = sum(count for each, count in cases.items() if not each.reason)
     unsupported = sorted((*each, count) for each, count in cases.items() if each.reason)
     largest = max(load_op(c.problem.op).held_bytes(c.problem) for c in contests)

@@ -2,12 +2,9 @@
 
 from collections import Counter
 from collections.abc import Iterable
-from pathlib import Path
 from typing import NamedTuple
 
-from sparsebench.harness.bench.operands import unusable
 from sparsebench.harness.bench.prepare import unsupported_on
-from sparsebench.harness.catalog import load_op
 from sparsebench.harness.plan.suite import Contest
 
 
@@ -19,18 +16,12 @@ class Support(NamedTuple):
     reason: str
 
 
-def count_support(
-    contests: Iterable[Contest], device: str, data: Path | None = None
-) -> Counter[Support]:
-    """Count the cases that a device supports, and those that it does not, by their reason.
-
-    With `data`, the values of source files in that folder are read, because they can be unusable.
-    """
+def count_support(contests: Iterable[Contest], device: str) -> Counter[Support]:
+    """Count the cases that a device supports, and those that it does not, by their reason."""
     cases = Counter[Support]()
     for problem, contenders in ((contest.problem, contest.contenders) for contest in contests):
-        of_file = unusable(problem, load_op(problem.op), data) if data else ""
         for contender in contenders:
-            reason = unsupported_on(device, problem, contender) or of_file
+            reason = unsupported_on(device, problem, contender) or ""
             cases[Support(contender.label, contender.kernel, reason)] += 1
     return cases
 

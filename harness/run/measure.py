@@ -22,7 +22,7 @@ from sparsebench.errors import ResultError, SuiteError
 from sparsebench.harness.bench import contest_state, energy, sampling
 from sparsebench.harness.doctor.findings import failure
 from sparsebench.harness.machine import cpu_placement, nvml
-from sparsebench.harness.plan.selection import planned_contests, text
+from sparsebench.harness.plan.selection import planned_contests
 from sparsebench.harness.plan.suite import Contest, Suite
 from sparsebench.harness.run import plan_part
 from sparsebench.harness.run.history import History, Pinned
@@ -36,7 +36,7 @@ from sparsebench.harness.run.run_json import Counts, Flags, OnMessage, Record, W
 from sparsebench.harness.run.runner import Runner
 from sparsebench.results import files
 from sparsebench.results.ceilings import Ceilings
-from sparsebench.results.record import Problem, Row
+from sparsebench.results.record import Row
 from sparsebench.results.run import bundle, provenance, store
 from sparsebench.results.statistics.ratio import FEWEST
 
@@ -278,7 +278,7 @@ class _Session:
             expected_s = self.durations_s.get(contest.problem.id, longest_s)
             if began + expected_s > until:
                 return
-            self.options.progress(self.done, self._total(), describe(contest.problem))
+            self.options.progress(self.done, self._total(), contest.problem.text)
             yield contest
             now = monotonic()
             self.durations_s[contest.problem.id], began = now - began, now
@@ -310,11 +310,3 @@ class _Session:
         finally:
             store.set_state(self.path, self._run_json(status))
             bundle.seal(self.path)
-
-
-def describe(problem: Problem) -> str:
-    """Name a problem for a line of progress, without fields that have the op's default."""
-    usual = problem.defaults.items()
-    fields = {k: v for k, v in problem.fields.items() if (k, v) not in usual}
-    words = [f"{k}={text(v)}" for k, v in fields.items() if k not in ("pattern", "dtype")]
-    return " ".join([*words, *([source.label] if (source := problem.source) else [])])

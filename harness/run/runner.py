@@ -90,10 +90,11 @@ class Runner:
         return ceilings
 
     def run(
-        self, contests: Iterable[Contest], options: ContestOptions | None = None
+        self,
+        contests: Iterable[Contest],
+        options: ContestOptions = ContestOptions(),  # noqa: B008 (frozen)
     ) -> Iterator[ContestResult]:
         """Yield every contest's rows, complete, in order; a reference may raise the ceilings."""
-        options = options or ContestOptions()
         for contest in contests:
             result = self._complete(contest, options)
             self.history.remember(result.rows)

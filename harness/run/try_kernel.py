@@ -37,7 +37,7 @@ from sparsebench.kernels._kernel import Kernel
 from sparsebench.results import files
 from sparsebench.results.record import Row, Status
 from sparsebench.results.tables.contests import SHORT_US
-from sparsebench.results.tables.frame import HOST_LATE, frame
+from sparsebench.results.tables.frame import frame
 
 OF_TRY = {"op", "format", "baseline", "seed"}
 HEADINGS = "time, µs", "quartiles", "speedup", "of limit", "error", "of usual", "of allowed"
@@ -203,12 +203,6 @@ def report(result: TrialResult) -> Group:
     return Group(shown, *reasons, *_notes(rows[0], table.iloc[0], result))
 
 
-def _marks_of(line: pd.Series) -> str:
-    """List the marks of a row, with the share of late samples."""
-    late = f" ({line.late:.1%} of the samples)" if line.late > 0 else ""
-    return str(line["mark"]).replace(HOST_LATE, HOST_LATE + late)
-
-
 def _notes(row: Row, line: pd.Series, result: TrialResult) -> list[str]:
     choice = ", ".join(f"{name} {value}" for name, value in row.choice.items())
     floor = f"{result.launch_us:.2f} µs, the floor of an isolated call"
@@ -217,7 +211,7 @@ def _notes(row: Row, line: pd.Series, result: TrialResult) -> list[str]:
     if row.stored_bytes and row.dense_bytes:
         weights = f"{row.stored_bytes} bytes, {row.stored_bytes / row.dense_bytes:.1%} of dense"
     facts = {
-        "slower than it should be": _marks_of(line),
+        "slower than it should be": str(line["mark"]),
         "accuracy": str(line.marks),
         "choice": choice,
         "hardware limit": f"{row.bound_us:.2f} µs by {row.bound_by}" if row.bound_us else "",

@@ -20,7 +20,6 @@ from sparsebench.errors import SuiteError
 from sparsebench.harness.catalog import load_kernel
 from sparsebench.harness.plan.selection import meets, only
 from sparsebench.harness.plan.suite import Contest, Suite
-from sparsebench.harness.run.measure import describe
 from sparsebench.harness.run.runner import Runner
 from sparsebench.kernels._common.machine_code import cache_folder
 from sparsebench.kernels._common.operator import Engine
@@ -84,7 +83,7 @@ def tune(
             tuning.left = len(contests) - number
             if monotonic() > end:
                 break
-            progress(number, len(contests), describe(contest.problem))
+            progress(number, len(contests), contest.problem.text)
             for row in (row for result in runner.run([contest]) for row in result.rows):
                 reasons = [*_reasons(row.choice)]
                 tuning.searched += reasons.count("search")

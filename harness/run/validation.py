@@ -70,23 +70,11 @@ def validate(
             count = require_planned_rows(run, suite_of_run(run, data))
     except (SuiteError, ModuleNotFoundError) as error:
         reason = f"the suite cannot be expanded here: {error}"
-        if data is None and isinstance(error, SuiteError):
-            reason = _sources_needed(run) or reason
         yield CheckResult(f"plan: not checked, because {reason}", checked=False)
         return
     part = f" with --only {only!r}" if (only := run.state["flags"]["only"]) else ""
     planned = f"{amount(count, 'row')} per replicate, exactly those of suite.yaml{part}"
     yield CheckResult(f"plan: {planned}")
-
-
-def _sources_needed(run: Run) -> str:
-    """Say which source files the plan needs, and the command that checks it; "" if none."""
-    files = sorted({s.path for row in run.rows if (s := row.case.problem.source)})
-    if not files:
-        return ""
-    needed = f"the suite needs {amount(len(files), 'source file')}, such as {files[0]}"
-    again = f"sparsebench validate {run.path} --data DIR"
-    return f"{needed}; to check it: {again}, where DIR is the folder that holds them"
 
 
 def _compare_with_page(path: Path) -> str:

@@ -3,8 +3,6 @@
 A run has one scope on a CPU. These tests start a contest directly, so that it has a chain too.
 """
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
@@ -17,13 +15,9 @@ from sparsebench.harness.bench.sampling import LAYERS, distinct_measures
 from sparsebench.harness.bench.spot_checks import fingerprint_of, reverse, sums_of
 from sparsebench.harness.bench.stages import Stages
 from sparsebench.harness.bench.timing import Chain, Samples, TimedCall
-from sparsebench.harness.plan.suite import read as read_suite
-from sparsebench.harness.run.measure import Flags, measure
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
 from sparsebench.results.ceilings import Ceilings
 from sparsebench.results.record import Contender, Problem, Row, Status
-from sparsebench.results.run import store
-from tests.tools.suites import BSR, linear
 
 CPU = torch.device("cpu")
 FIELDS = {"m": 32, "n": 64, "k": 512, "pattern": "blocks", "block": 16, "sparsity": 0.5}
@@ -197,21 +191,6 @@ def test_the_furthest_of_several_outputs_counts() -> None:
     reverse(outs[1:2])
     assert float(prints.distance(outs)) > 100 * prints.limit
     assert prints.distance(outs[:2]) == float("inf")
-
-
-def test_a_simulated_layer_among_others_pays_no_launch(tmp_path: Path) -> None:
-    path = tmp_path / "chain.yaml"
-    text = linear("m: 16, n: 512, k: 512, block: 16", BSR) + "scopes: [kernel, chain]\n"
-    path.write_text(text)
-    result = store.rows(
-        measure(read_suite(str(path)), Flags("sim", replicates=1), tmp_path / "run", None)
-    )
-    for row in result:
-        assert row.status is Status.OK
-    taken = {(row.case.id, row.scope, row.cache): np.median(row.samples_us) for row in result}
-    for (case, scope, cache), us in taken.items():
-        if scope == "chain":
-            assert us < 1.1 * taken[case, "kernel", cache]
 
 
 @pytest.mark.gpu

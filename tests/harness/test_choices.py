@@ -13,7 +13,6 @@ from sparsebench.harness.plan.suite import read
 from sparsebench.harness.run import repeat
 from sparsebench.harness.run.history import pinned_by_process
 from sparsebench.harness.run.measure import RunOptions, Stopped, measure
-from sparsebench.harness.run.repeat import confirm
 from sparsebench.harness.run.run_json import Flags
 from sparsebench.kernels._common.search import MOST_LINES, finalists
 from sparsebench.results.run import store
@@ -128,18 +127,6 @@ def test_a_reproduction_inherits_the_choices_of_each_process(verdict: Run, tmp_p
     flags = replace(flags, device=device)
     with pytest.raises(SuiteError, match="expected choices by bundle, found each process, among"):
         measure(suite, flags, None, again.path)
-
-
-@pytest.mark.exhaustive
-def test_an_inheriting_confirmation_begins_with_the_first_process_again(verdict, tmp_path) -> None:
-    device = f"sim:{verdict.path.parent / 'spec.yaml'}"
-    setup = repeat.Setup(device, None, tmp_path / "sure", inherit=True)
-    again = store.read(confirm(verdict.path, setup, cases=1, replicates=10))
-    assert choices_of(again.state) is Choices.BUNDLE
-    before = choices_by_case(verdict)
-    for case, result in choices_by_case(again).items():
-        earlier = before.get(case, result)  # twins of other problems are new
-        assert result == [earlier[p % 8] for p in range(10)]
 
 
 def test_a_case_that_failed_in_one_process_takes_the_choice_of_another(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from sparsebench.harness.bench import timing
 from sparsebench.harness.bench.sampling import ROUNDS, SAMPLES_PER_ROUND
 from sparsebench.harness.bench.timing import TimedCall, TimedSample, ready, time_together
 from sparsebench.kernels._common import gpu_clock
-from sparsebench.kernels._common.gpu_clock import LIMIT_S, REPEATS, EventPair, GpuClock
+from sparsebench.kernels._common.gpu_clock import LIMIT_S, GpuClock
 from sparsebench.kernels._kernel import Launch
 
 GPU = torch.device("cuda", 0)
@@ -70,25 +70,6 @@ def test_a_call_from_python_includes_its_host_and_has_no_share(monkeypatch) -> N
     call = TimedCall(lambda: torch.empty(0), "host")
     (samples,) = time_together([call], torch.device("cpu"), "seed")
     assert samples.late is None
-
-
-def test_a_search_repeats_late_samples_of_captured_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first call is late once, the second always, and the third cannot be captured."""
-    clock, log = object.__new__(GpuClock), list[int]()
-    clock.holds, clock._index = False, 0
-
-    def sample(self: GpuClock, call: Callable[[], int]) -> EventPair:
-        log.append(call())
-        event: Any = None
-        return EventPair(event, event, {0: log.count(0) < 2, 1: True, 2: True}[log[-1]])
-
-    monkeypatch.setattr(GpuClock, "sample", sample)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    samples = clock.cold(
-        [(lambda i=i: i, captured) for i, captured in enumerate((True, True, False))], lambda: None
-    )
-    assert [log.count(i) for i in range(3)] == [2, 1 + REPEATS, 1]
-    assert [each.late for each in samples] == [False, True, True]
 
 
 @contextmanager

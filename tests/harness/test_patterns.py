@@ -151,15 +151,6 @@ def test_block_diagonal_parts_are_equal_but_for_rounding() -> None:
     assert wide[0].tolist() == [True] * 4 + [False] * 4
 
 
-@pytest.mark.parametrize("pattern", GRAPHS)
-@pytest.mark.parametrize("sparsity", [0.5, 0.79, 0.95])
-def test_a_graph_has_links_both_ways_and_a_diagonal(pattern: str, sparsity: float) -> None:
-    spec = fields(pattern, 800, 800, sparsity, 8)
-    keep = cells(chosen(spec), 8, 8)
-    assert torch.equal(keep, keep.T)
-    assert keep.diagonal().all()
-
-
 @pytest.mark.parametrize(
     ("pattern", "digest"), [("small_world", "1171a5628b9ba644"), ("scale_free", "014126e9bbb635ed")]
 )

@@ -117,11 +117,3 @@ def test_a_profiler_sees_the_kernel_alone(monkeypatch: pytest.MonkeyPatch) -> No
     assert (done.returncode, "expected ncu" in done.stderr) == (2, True)
     done = sparsebench("try", "torch_dense", *SMALL, "--profile", "perf")
     assert (done.returncode, "expected ncu or nsys, found 'perf'" in done.stderr) == (2, True)
-    monkeypatch.setattr(profiling.shutil, "which", lambda name: name)
-    called = []
-    ended = type("Done", (), {"returncode": 0})
-    monkeypatch.setattr(profiling.subprocess, "run", lambda c, check: called.append(c) or ended)
-    assert sparsebench("try", "torch_dense", *SMALL, "--profile", "ncu").returncode == 0
-    assert sparsebench("try", "torch_dense", *SMALL, "--profile", "nsys").returncode == 0
-    assert [command[0] for command in called] == ["ncu", "nsys"]
-    assert called[0][-4:] == ["--device", "cpu", "--repeat", "1"]
