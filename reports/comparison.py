@@ -47,7 +47,7 @@ class ComparisonReport:
     @property
     def findings(self) -> list[str]:
         """Return the sentences of the result, those about each other side in turn."""
-        return [text for other in self.others for text in _sentences(other)]
+        return [text for other in self.others for text in sentences(other)]
 
     @property
     def tables(self) -> list[Table]:
@@ -167,7 +167,7 @@ def reproduction(found: Changes) -> dict[str, Any]:
     }
 
 
-def _sentences(other: Changes) -> list[str]:
+def sentences(other: Changes) -> list[str]:
     """Write the result against the first side, in up to four sentences."""
     a, b, counts = other.a.name, other.b.name, other.counts
     of_cases = amount(len(other.contenders), "case")
@@ -193,8 +193,8 @@ def _sentences(other: Changes) -> list[str]:
     if len(causes):
         where = join_words([f"{cause} in {amount(n, 'case')}" for cause, n in causes.items()])
         texts.append(f"The changes come from {where}.")
-    elif other.same_device:
-        most = 100 * np.abs(np.log(other.contenders.time.dropna())).max()
+    elif other.same_device and len(times := other.contenders.time.dropna()):
+        most = 100 * np.abs(np.log(times)).max()
         texts.append(f"No change is settled; times differ by at most {significant(most, 2)} %.")
     return texts
 

@@ -3,7 +3,7 @@
     ┌ title, badges
     │ finding    Faster than dense: BSR for some problems, up to 5.1× [5.0, 5.2]. Slower: CSR.
     │ grid       formats and levels × tokens: the fastest contender over the fastest dense one
-    │ others     a sentence for each other device
+    │ others     what `compare` says of each other device
     │ state      how much is settled, which kernels cannot run, the clock, the doctor's warnings
     └ folded     survey_page.py
 
@@ -22,17 +22,16 @@ from rich.console import Console, ConsoleOptions, RenderableType
 from rich.text import Text
 
 from sparsebench.reports import grids
+from sparsebench.reports.comparison import sentences
 from sparsebench.reports.comparison_tables import BRACKETS_OF_MEANS
 from sparsebench.reports.figures._figure import Frames
 from sparsebench.results.badges import Badge, badges
-from sparsebench.results.comparison.changes import Changes, mean
-from sparsebench.results.comparison.compare import GAIN, TIME
+from sparsebench.results.comparison.changes import Changes
 from sparsebench.results.formatting import (
     FORMATS,
     PATTERNS,
     amount,
     brackets,
-    capital,
     join_words,
     percent,
 )
@@ -44,7 +43,7 @@ from sparsebench.results.tables.frame import HOST_LATE, records
 from sparsebench.results.tables.grid import Grid, findings, grid, outcome_of
 
 OPS = {"linear_dgrad": "input gradient of ", "linear_wgrad": "weight gradient of "}
-OTHERS = 2  # sentences about other devices on the first screen
+OTHERS = 2  # other devices on the first screen
 KEY = "Speedup of the best block and shape over the fastest dense contender, by tokens at once"
 CAUSES = {
     "power-limited": "the power limit lowered the clock",
@@ -96,6 +95,7 @@ def summarise(
 ) -> Summary:
     """Return the first screen of the runs of a survey, those of the most processes first."""
     lines, shown = survey_lines(by_run), others[:OTHERS]
+    compared = [" ".join(sentences(there)) for there in shown]
     by_format = grid(lines, "level", row="format_name")
     finding = " ".join(grids.sentences(findings(by_format)))
     return Summary(
@@ -103,7 +103,7 @@ def summarise(
         badges=_badges(by_run),
         finding=finding if len(lines) else "Nothing was measured, so there is no answer.",
         grid=survey_grid(lines),
-        others=[*map(compare_device, shown), *([BRACKETS_OF_MEANS] if shown else ())],
+        others=[*compared, *([BRACKETS_OF_MEANS] if shown else ())],
         state=_state(lines, by_run, kernels, fitness),
     )
 
@@ -175,23 +175,6 @@ def precision(drawn: Grid) -> str:
     meaning = brackets(c["gain_interval"] for c in sure).removeprefix("brackets: ")
     most = f"±{100 * (max(ends) - 1):.2g}\N{NO-BREAK SPACE}%"
     return f"Intervals reach {most} at most ({meaning}); the report shows each. "
-
-
-def compare_device(there: Changes) -> str:
-    """Compare another device in a sentence: first the dense times, then the gains over them."""
-    name = capital(there.b.name)
-    dense, gains = mean(there.cases[there.cases.is_baseline], TIME), mean(there.contenders, GAIN)
-    parts = []
-    if dense:
-        shared = amount(dense.cases, "shared case")
-        parts.append(f"takes {dense.inverse.text} of the time for the dense products ({shared})")
-    if gains:
-        shared = amount(gains.cases, "shared case")
-        parts.append(
-            f"the gains of its sparse kernels over its own dense ones are {gains.text} of those "
-            f"here ({shared})"
-        )
-    return f"{name} {', and '.join(parts)}." if parts else f"{name}: no shared times."
 
 
 def _state(

@@ -19,10 +19,11 @@ from sparsebench._writing import write_file
 from sparsebench.errors import ResultError
 from sparsebench.reports import build, grids
 from sparsebench.reports.build import Figure
+from sparsebench.reports.comparison import sentences
 from sparsebench.reports.comparison_tables import cases, intervals, problems
 from sparsebench.reports.figures._figure import NOTHING, Frames
 from sparsebench.reports.figures._html import note
-from sparsebench.reports.survey import KEY, Summary, compare_device, summarise
+from sparsebench.reports.survey import KEY, Summary, summarise
 from sparsebench.reports.tables import html_table
 from sparsebench.results import files
 from sparsebench.results.comparison.changes import Changes, other_devices
@@ -122,7 +123,7 @@ def _other(there: Changes) -> Markup:
     runs = f"The devices were measured in different processes. Other runs: {names}."
     head = Markup("<h3>{} beside {}</h3>").format(capital(there.b.name), there.a.device)
     held = " ".join(intervals([there]))
-    text = note(f"{compare_device(there)} {runs} Problems: {problems([there])}. {held}")
+    text = note(f"{' '.join(sentences(there))} {runs} Problems: {problems([there])}. {held}")
     return head + text + replace(cases([there]), title="").html()
 
 

@@ -162,7 +162,7 @@ def other_devices(
     `surveyed` are the runs of the survey. Only cases that the survey has are read from the bundles
     below `paths`.
     """
-    here = Side("here", surveyed)
+    here = Side("this device", surveyed)
     problems = {row.case.problem.id for run in here.runs for row in run.rows}
     cases = {row.case.id for run in here.runs for row in run.rows}
     ours = {run.path.resolve() for run in here.runs}
