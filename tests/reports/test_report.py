@@ -294,14 +294,6 @@ def test_only_the_page_of_a_gpu_says_how_often_the_device_was_slowed() -> None:
     assert not re.search("slowed GPU|GPU slowed", page_of("quick"))  # of a CPU
 
 
-def test_each_cell_of_a_map_has_its_interval() -> None:
-    data = frames([row for row in sweep((0.5, 0.9)) if row.case.problem["m"] == 64])
-    cells = [cell for row in data.views[0].grid.rows.values() for cell in row.values()]
-    drawn = re.findall(r'<span class="span">\[([^\]]*)\]</span>', answer.draw(data))
-    assert len(drawn) >= len(cells) > 3
-    assert all(len(span.split(", ")) == 2 for span in drawn)
-
-
 def test_a_page_says_how_many_choices_are_not_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     data = frames([row for row in sweep((0.5, 0.9)) if row.case.problem["m"] == 64])
     views = len(data.views)
@@ -410,40 +402,6 @@ def test_links_lead_from_the_page_to_the_run(tmp_path: Path) -> None:
     text = (tmp_path / "site" / "index.html").read_text()
     assert 'href="../one/rows.jsonl.gz"' in text
     assert 'href="suite.yaml"' not in text
-
-
-def test_a_page_names_the_dense_kernel_that_a_portfolio_chose() -> None:
-    portfolio = Contender("cvse", "ffn_sparse", options={"way": "best"})
-    draw, rows = np.random.default_rng(0), []
-    for i in range(8):
-        for first in contest(Problem("linear", fields(64, 4096, 4096, 0.9, 32)), i, draw)[:2]:
-            rows.append(first)
-            if first.case.contender != DENSE:
-                choice = {"chosen": "dense, ffn_dense_triton"}
-                case = replace(first.case, contender=portfolio)
-                rows[-1] = replace(first, case=case, choice=choice)
-    page = report_of(run(rows))
-    assert ">ffn_dense_triton (by ffn_sparse)</td>" in page
-    assert "dense, ffn_dense_triton" in page
-    answer = page[page.index('<section id="answer">') : page.index('<section id="measured">')]
-    assert "over dense (" in answer
-    assert "ffn_dense_triton" in answer
-
-
-@pytest.mark.parametrize("chosen", ["ffn_sparse way=library", "ffn_few"])
-def test_a_portfolio_has_one_name_in_sentences_and_tables(chosen: str) -> None:
-    portfolio = Contender("cvse", "ffn_sparse", options={"way": "best"})
-    problem, rows = Problem("linear", fields(64, 4096, 4096, 0.9, 32)), list[Row]()
-    for i in range(8):
-        dense, sparse = contest(problem, i, np.random.default_rng(i))[:2]
-        case = replace(sparse.case, contender=portfolio)
-        rows += [dense, replace(sparse, case=case, choice={"chosen": f"cvse, {chosen}"})]
-    page = report_of(run(rows))
-    winners = page[page.index('<section id="winners">') :].partition("</section>")[0]
-    assert ">ffn_sparse way=best</td>" in winners
-    answer = page[page.index('<section id="answer">') : page.index('<section id="measured">')]
-    assert "ffn_sparse way=best" in answer
-    assert chosen not in answer + winners
 
 
 NASTY = "x\"'/<script>alert(2)</script>$\\frac{$" + "y" * 200

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from sparsebench.reports.findings import general, headlines
+from sparsebench.reports.findings import contender_name, general, headlines
 from sparsebench.reports.published_answer import PublishedAnswer
 from sparsebench.reports.tables import Table
 from sparsebench.reports.terminal import Answer, answer_json, answer_markdown, count_statuses
@@ -128,6 +128,18 @@ def test_the_answer_says_what_users_get_if_another_kernel_is_the_fastest() -> No
         assert "bsr_triton (by default)" not in sentences
 
 
+@pytest.mark.parametrize(
+    ("name", "chosen", "shown"),
+    [
+        ("ffn_dense_triton", "dense, ffn_dense_triton", "ffn_dense_triton (by ffn_sparse)"),
+        ("ffn_sparse way=best", "cvse, ffn_few", "ffn_sparse way=best"),
+    ],
+)
+def test_a_portfolio_has_its_own_name_unless_it_chose_dense(name, chosen, shown) -> None:
+    case = {"name": name, "kernel": "ffn_sparse", "chosen": chosen}
+    assert contender_name(case) == shown
+
+
 def test_lines_below_a_winner_keep_their_indentation_when_they_wrap() -> None:
     shown = lines(run(8, 50.0), width=40)
     winner = next(i for i, line in enumerate(shown) if "as fast as cublas" in line)
@@ -167,17 +179,6 @@ def test_whatever_has_brackets_says_what_they_hold_in_this_run(processes: int) -
     assert all(HELD[processes] in part for part in bracketed)
     wrong = {text for count, text in HELD.items() if count != processes}
     assert not [text for text in wrong if any(text in part for part in parts)]
-
-
-def test_a_case_without_a_speedup_names_no_interval() -> None:
-    result = run(8, 50.0)
-    other = Problem("linear", {**result.rows[0].case.problem.fields, "m": 2})
-    alone = [
-        replace(r, case=Case(other, BSR)) for r in result.rows if r.case.contender == BSR
-    ]  # its contest has no baseline
-    text = text_of(replace(result, rows=[*result.rows, *alone]))
-    assert "brackets: 95 % interval over 8 processes" in text
-    assert "range over" not in text
 
 
 def test_brackets_of_a_gain_are_those_of_the_processes_that_it_spans() -> None:
