@@ -230,7 +230,7 @@ def test_a_resumed_run_refuses_flags_that_it_recorded(flags: list[object], messa
         (["check", "quick", "--gpu", "x"], "no such option: check --gpu; the time left is shown"),
         (["run", "quick", "--timeout", "soon"], "--timeout"),
         (["run", "dlmc"], "expected --data DIR"),
-        (["report", "nowhere"], "nowhere: expected the directory of a run"),
+        (["report", "whole"], "whole: expected the directory of a run"),
         (["compare", "nowhere", "nowhere"], "nowhere: expected the path of a run"),
         (["compare", "a", "b", "--json", "--markdown"], "expected --json or --markdown"),
         (["run", "quick", "--json", "--markdown"], "expected --json or --markdown"),
