@@ -29,11 +29,11 @@ def wide(drawing: Markup) -> Markup:
     return Markup('<figure class="wide">{}</figure>').format(drawing)
 
 
-def beside(drawn: Iterable[tuple[str, Markup, Markup | str]], classes: str = "panels") -> Markup:
+def beside(drawn: Iterable[tuple[str, Markup, Markup | str]]) -> Markup:
     """Lay out drawings side by side, each with its title and its caption."""
     figure = Markup("<figure><h3>{}</h3>{}<figcaption>{}</figcaption></figure>")
     figures = Markup("").join(figure.format(*each) for each in drawn)
-    return Markup('<div class="{}">{}</div>').format(classes, figures)
+    return Markup('<div class="panels">{}</div>').format(figures)
 
 
 def side_by_side(drawn: Sequence[tuple[str, Markup, Markup | str]]) -> Markup:
