@@ -30,7 +30,7 @@ from sparsebench._writing import write_file
 from sparsebench.errors import ResultError
 from sparsebench.reports import advice, costs
 from sparsebench.reports.coverage import COVERAGE, coverage_lines, explanation
-from sparsebench.reports.headline import PublishedRun, headline, read
+from sparsebench.reports.headline import PublishedRun, headline, read, speedup_text
 from sparsebench.reports.picture import picture, with_series
 from sparsebench.reports.tables import markdown_table
 from sparsebench.reports.terminal import Answer
@@ -39,7 +39,6 @@ from sparsebench.results.advice.measured_layers import collect_evidence
 from sparsebench.results.comparison import repeats
 from sparsebench.results.comparison.sides import short_card
 from sparsebench.results.formatting import (
-    between,
     blocks_text,
     conditions,
     percent,
@@ -219,13 +218,11 @@ def digests(runs: Runs) -> str:
 def finding(runs: Runs) -> str:
     """Return the README's first sentence: the largest gain at LEVEL in the pictured run."""
     run = runs[PICTURED]
-    shown = with_series(run.cases)
-    best = shown[shown.ours & (shown.level == LEVEL)].sort_values("speedup").iloc[-1]
-    gain = between(best.speedup, best.speedup_low, best.speedup_high, best.uncertainty)
+    best = _of_caption(run).sort_values("speedup").iloc[-1]
     return (
         f"On one {run.device}, a {best['shape']} layer that is {percent(LEVEL)} zero in "
-        f"{blocks_text(best.block)} runs **{gain} as fast as dense cuBLAS** with {best.m} tokens "
-        f"in {best['dtype']} (brackets: {best.interval}; "
+        f"{blocks_text(best.block)} runs **{speedup_text(best)} as fast as dense cuBLAS** "
+        f"with {best.m} tokens in {best['dtype']} (brackets: {best.interval}; "
         f"{conditions(best.on_cards, best.limited)}; "
         f"[{run.name}](/{run.home}))."
     )
@@ -234,8 +231,7 @@ def finding(runs: Runs) -> str:
 def figure(runs: Runs) -> str:
     """Return the README's figure and its caption."""
     run = runs[PICTURED]
-    shown = with_series(run.cases)
-    shown = shown[shown.ours & (shown.level == LEVEL)].sort_values("block", key=pd.to_numeric)
+    shown = _of_caption(run).sort_values("block", key=pd.to_numeric)
     gains = ", ".join(
         f"{times(line.speedup, line.uncertainty)} with {blocks_text(line.block)}"
         for _, line in shown.iterrows()
@@ -250,6 +246,12 @@ def figure(runs: Runs) -> str:
         f"dotted line is 1 / (1 - sparsity). At {percent(LEVEL)} sparsity: {gains} "
         f"([{run.name}](/{run.home}))."
     )
+
+
+def _of_caption(run: PublishedRun) -> pd.DataFrame:
+    """Return our cases at LEVEL in the figure."""
+    shown = with_series(run.cases)
+    return shown[shown.ours & (shown.level == LEVEL)]
 
 
 def agreement(runs: Runs) -> str:

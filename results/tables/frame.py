@@ -329,11 +329,6 @@ def opponents(rows: Sequence[Row], problems: Sequence[str]) -> list[tuple[Row | 
     return opposed
 
 
-def logs_over(row: Row, base: Row) -> Floats:
-    """Return log(time of base / time of row) for each round that both have."""
-    return median_logs(rounds_us(base), rounds_us(row))
-
-
 def rounds_us(row: Row) -> Floats:
     """Return the median time of each round in µs."""
     medians: Floats = np.median(by_round(row.samples_us, row.samples_per_block), axis=-1)
