@@ -3,11 +3,20 @@
 from itertools import product
 
 from sparsebench.kernels.bsr import bsr_small, bsr_wgmma
+from sparsebench.kernels.bsr import bsr_wgrad_mma as wgrad_mma
+from sparsebench.kernels.bsr import bsr_wgrad_small as wgrad_small
 from tests.kernels.bsr.examples import Shape
 
 SMALL = [bsr_small.Config(*c) for c in product(bsr_small.TOKENS, bsr_small.FEATURES)]
 
 WGMMA = [bsr_wgmma.Config(tokens, cluster) for tokens in bsr_wgmma.TOKENS for cluster in (1, 2)]
+
+WGRAD_MMA = [wgrad_mma.Config(32, 3, 3), wgrad_mma.Config(16, 4, 5), wgrad_mma.Config(16, 2, 8)]
+
+WGRAD_SMALL = [
+    *(wgrad_small.Config(64, 2, 7), wgrad_small.Config(32, 2, 12), wgrad_small.Config(64, 4, 12)),
+    *(wgrad_small.Config(32, 4, 18), wgrad_small.Config(32, 6, 24)),
+]
 
 # For Triton's interpreter: a shape and a dtype. Blocks that tiles do not divide; whole tiles; and
 # enough tokens or columns that wgrad splits tokens and cuts strips.
