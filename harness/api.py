@@ -63,7 +63,7 @@ class Plot:
 class Run:
     """A run with its results. `stored` is its content on disk (results/run/store.py)."""
 
-    stored: store.Run
+    stored: store.StoredRun
 
     @property
     def path(self) -> Path:

@@ -32,7 +32,7 @@ from sparsebench.results.badges import badges
 from sparsebench.results.formatting import amount, brackets, selection
 from sparsebench.results.model_files import Pruning
 from sparsebench.results.run.provenance import device_title, flat, on_gpu
-from sparsebench.results.run.store import Run
+from sparsebench.results.run.store import StoredRun
 from sparsebench.results.tables.analysis import tables
 
 DATA = ["rows.jsonl", "rows.jsonl.gz", "suite.yaml", "environment.json", "run.json"]
@@ -95,7 +95,7 @@ def build(
     return page
 
 
-def frames_of(run: Run, pruning: Pruning | None = None) -> Frames:
+def frames_of(run: StoredRun, pruning: Pruning | None = None) -> Frames:
     """Return the tables of a run, from which its answer, its card and its report are made."""
     return Frames(run, *tables(run), pruning)
 
@@ -183,7 +183,7 @@ def _facts(frames: Frames) -> list[tuple[str, str]]:
     return [(name, value) for name, value in facts.items() if value]
 
 
-def _devices(run: Run) -> str:
+def _devices(run: StoredRun) -> str:
     """Name the devices of a merged run; "" for a run on a single device."""
     shards = run.state.get("shards", [])
     if not shards:

@@ -33,7 +33,7 @@ from sparsebench.reports.coverage import COVERAGE, coverage_lines, explanation
 from sparsebench.reports.headline import PublishedRun, headline, read, speedup_text
 from sparsebench.reports.picture import picture, with_series
 from sparsebench.reports.tables import markdown_table
-from sparsebench.reports.terminal import Answer
+from sparsebench.reports.terminal import RunAnswer
 from sparsebench.reports.what_changed import what_changed
 from sparsebench.results.advice.measured_layers import collect_evidence
 from sparsebench.results.comparison import repeats
@@ -273,7 +273,7 @@ def terminal(runs: Runs) -> str:
     titled = replace(run.run, suite={**run.run.suite, "title": suite["title"]})  # today's wording
     text = StringIO()
     console = Console(file=text, width=COLUMNS, color_system=None, force_terminal=False)
-    console.print(Answer(replace(run, run=titled, cases=cases)))
+    console.print(RunAnswer(replace(run, run=titled, cases=cases)))
     lines = [*text.getvalue().splitlines()[:LINES], "..."]
     return "\n".join(["```", *(line.rstrip() for line in lines), "```"])
 

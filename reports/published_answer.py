@@ -19,7 +19,7 @@ from sparsebench.results.formatting import amount
 from sparsebench.results.record import Status
 from sparsebench.results.run import store
 from sparsebench.results.run.provenance import device_name, on_gpu
-from sparsebench.results.run.store import Run
+from sparsebench.results.run.store import StoredRun
 from sparsebench.results.tables.analysis import analyse
 
 PUBLISHED = Path("results/published")
@@ -30,7 +30,7 @@ HOW = "To measure a GPU, run the same command on a machine with an NVIDIA GPU."
 class PublishedAnswer:
     """The answer of a published GPU to the problems of a run, for a rich console."""
 
-    run: Run
+    run: StoredRun
     published: Path = PUBLISHED
 
     def __rich_console__(
@@ -53,7 +53,7 @@ class PublishedAnswer:
         yield Text(HOW)
 
 
-def published_run(run: Run, published: Path) -> Run | None:
+def published_run(run: StoredRun, published: Path) -> StoredRun | None:
     """Return the published run on a GPU that has problems of this run, with these problems alone.
 
     Among several, a run that is named after the suite comes first, then the one of most processes.

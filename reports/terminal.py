@@ -34,7 +34,7 @@ from sparsebench.results.formatting import (
 from sparsebench.results.problem_names import problem_namer
 from sparsebench.results.record import Status
 from sparsebench.results.run.provenance import device_title
-from sparsebench.results.run.store import Run
+from sparsebench.results.run.store import StoredRun
 from sparsebench.results.statistics.outcome import STYLES, Outcome
 from sparsebench.results.statistics.ratio import FEWEST
 from sparsebench.results.tables import grid
@@ -53,7 +53,7 @@ GOOD, BAD = (Badge.VERDICT, Badge.LOOK), "bold red"
 
 
 @dataclass(frozen=True)
-class Answer:
+class RunAnswer:
     """The answer that `sparsebench run` prints, for a rich console."""
 
     analysis: Analysis
@@ -166,7 +166,7 @@ def _once(cases: pd.DataFrame) -> pd.DataFrame:
     return worst_first.drop_duplicates("case_id")
 
 
-def _heading(run: Run) -> str:
+def _heading(run: StoredRun) -> str:
     words = [device_title(run.environment), str(run.state.get("suite", run.path.name))]
     return " · ".join([*words, str(run.suite.get("title", ""))]).rstrip(" ·")
 

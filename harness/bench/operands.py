@@ -30,7 +30,7 @@ from sparsebench.errors import SuiteError, Unsupported
 from sparsebench.formats._format import BITS, is_stored
 from sparsebench.harness.inputs import sources
 from sparsebench.harness.inputs.bits import UNIT, digest, fill, scores
-from sparsebench.harness.inputs.grid import Grid, Score, magnitudes
+from sparsebench.harness.inputs.grid import Score, ValueGrid, magnitudes
 from sparsebench.harness.ops._op import Op
 from sparsebench.harness.patterns._mask import level, mask
 from sparsebench.kernels._kernel import DTYPES, unit_scale
@@ -314,7 +314,7 @@ def _draw_weight(problem: Problem, op: Op, name: str, device: torch.device) -> T
 
 
 def _prune(problem: Problem, op: Op, name: str, weight: Tensor, score: Score) -> Tensor:
-    def first_column_first(grid: Grid) -> Tensor:
+    def first_column_first(grid: ValueGrid) -> Tensor:
         scored = score(grid).long()  # the maximum of 31 bits plus one must fit
         scored.view(grid.rows, grid.columns)[:, 0] = scored.max() + 1
         return scored

@@ -27,7 +27,7 @@ from sparsebench.harness.claims.claim_plan import TestPlan, plan_tests, planned_
 from sparsebench.harness.plan.suite import Suite
 from sparsebench.harness.run import recorded_plan, repeat, run_json
 from sparsebench.harness.run.measure import RunOptions, measure
-from sparsebench.results.claims.cells import Cell, cells, file_problems
+from sparsebench.results.claims.cells import ClaimCell, cells, file_problems
 from sparsebench.results.claims.model_cells import model_cells, read_model_file
 from sparsebench.results.claims.planned import PlannedClaim
 from sparsebench.results.claims.schema import ClaimFile
@@ -75,7 +75,7 @@ class Missing:
 
 
 @dataclass
-class Evidence:
+class ClaimEvidence:
     """The plan of some claims, and their cells in runs and files.
 
     plans    of each claim, by name
@@ -88,8 +88,8 @@ class Evidence:
 
     written: Sequence[ClaimFile]
     plans: dict[str, list[TestPlan]] = field(default_factory=dict)
-    cells: dict[str, list[Cell]] = field(default_factory=dict)
-    files: dict[str, list[Cell]] = field(default_factory=dict)
+    cells: dict[str, list[ClaimCell]] = field(default_factory=dict)
+    files: dict[str, list[ClaimCell]] = field(default_factory=dict)
     refusals: dict[tuple[str, str], str] = field(default_factory=dict)
     runs: dict[str, Path] = field(default_factory=dict)
     left: list[str] = field(default_factory=list)
@@ -142,9 +142,9 @@ class Evidence:
 
 def evidence(
     written: Sequence[ClaimFile], runs: Iterable[Path] = (), data: Path | None = None
-) -> Evidence:
+) -> ClaimEvidence:
     """Plan claims and read runs, which is all that a verdict without a GPU needs."""
-    result = Evidence(written)
+    result = ClaimEvidence(written)
     result.plans = {each.name: plan_tests(each, data) for each in written}
     result.cells = {each.name: [] for each in written}
     result.read(runs)
@@ -158,8 +158,8 @@ def check(
     out: Path,
     options: RunOptions,
     engine: repeat.Engine | None = None,
-    planned: Callable[[Evidence], None] = lambda result: None,
-) -> Evidence:
+    planned: Callable[[ClaimEvidence], None] = lambda result: None,
+) -> ClaimEvidence:
     """Measure what no run has, confirm promising cells, and write everything below `out`.
 
     Runs that are below `out` count, and stopped ones are resumed. `engine` may measure a run in
@@ -181,7 +181,7 @@ def check(
 class _Check:
     """Measures what claims need, and adds the cells to the evidence."""
 
-    evidence: Evidence
+    evidence: ClaimEvidence
     flags: run_json.Flags
     out: Path
     options: RunOptions
@@ -226,16 +226,16 @@ class _Check:
         path = next(self.out / name for name in names if not (self.out / name).exists())
         return self.engine(suite, flags, path, None, self.options)
 
-    def _promising(self) -> dict[str, list[Cell]]:
+    def _promising(self) -> dict[str, list[ClaimCell]]:
         """Return the cells that a confirming run would decide, by the run that screened them."""
-        chosen: dict[str, dict[tuple[str, ...], Cell]] = {}
+        chosen: dict[str, dict[tuple[str, ...], ClaimCell]] = {}
         for verdicts in self.evidence.verdicts().values():
             for judged in (judged for verdict in verdicts for judged in verdict.tests):
                 if cell := judged.confirm:
                     chosen.setdefault(cell.run, {}).setdefault(cell.case_ids, cell)
         return {run: list(cells.values()) for run, cells in chosen.items()}
 
-    def _confirm(self, screening: str, chosen: Sequence[Cell]) -> Path:
+    def _confirm(self, screening: str, chosen: Sequence[ClaimCell]) -> Path:
         """Measure chosen cells of a run again, alone, in fresh processes.
 
         The name is numbered if a run has confirmed other cells, or came out unreliable. If two
@@ -265,7 +265,7 @@ def _is_finished(path: Path) -> bool:
     return (path / "run.json").exists() and store.read(path).state["status"] == "finished"
 
 
-def missing(result: Evidence, device: str, replicates: int) -> list[Missing]:
+def missing(result: ClaimEvidence, device: str, replicates: int) -> list[Missing]:
     """Return the runs that measure every problem without a cell on such a device."""
     gaps: list[Gap] = []
     for plan in result.all_plans:
@@ -277,7 +277,7 @@ def missing(result: Evidence, device: str, replicates: int) -> list[Missing]:
     return runs_for(gaps, replicates)
 
 
-def left_out(result: Evidence) -> list[str]:
+def left_out(result: ClaimEvidence) -> list[str]:
     """Return a line for each suite that is not measured because its source files are missing."""
     by_suite: dict[str, list[str]] = {}
     for plan in result.all_plans:
@@ -314,7 +314,7 @@ def measures_energy(plan: TestPlan) -> bool:
     return plan.test.metric == "energy_saved"
 
 
-def to_json(result: Evidence) -> dict[str, Any]:
+def to_json(result: ClaimEvidence) -> dict[str, Any]:
     """Return the verdicts with their cells."""
     claims = {
         name: [

@@ -29,7 +29,7 @@ from sparsebench.harness.catalog import load_op, suites
 from sparsebench.harness.plan.document import document
 from sparsebench.harness.plan.selection import only, text
 from sparsebench.harness.plan.suite import Contest, Suite, expand, read
-from sparsebench.results.claims.cells import Cell, covers, matches
+from sparsebench.results.claims.cells import ClaimCell, covers, matches
 from sparsebench.results.claims.planned import PlannedClaim
 from sparsebench.results.claims.schema import Chosen, ClaimFile, Measure, Test, parse
 from sparsebench.results.record import Case, Contender
@@ -87,7 +87,7 @@ def planned_claim(
     written: ClaimFile,
     planned: Sequence[TestPlan],
     refused: Mapping[str, str] | None = None,
-    files: Sequence[Cell] = (),
+    files: Sequence[ClaimCell] = (),
 ) -> PlannedClaim:
     """Return a planned claim, for reports and sites."""
     problems = {plan.test.name: plan.problems for plan in planned}

@@ -16,7 +16,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 if TYPE_CHECKING:
-    from sparsebench.harness.doctor.findings import Finding
+    from sparsebench.harness.doctor.findings import DoctorFinding
 
 STOPS = signal.SIGINT, signal.SIGTERM, signal.SIGHUP  # Ctrl-C, a scheduler, a closed terminal
 GATE_FAILED, BAD_INPUT, SOME_FAILED, UNFIT, UNCHECKED, DEFECT, INTERRUPTED = 1, 2, 3, 4, 5, 70, 130
@@ -81,7 +81,7 @@ def show_page(page: Path) -> None:
         stderr.say(f"no browser opened {page}")
 
 
-def warn(finding: "Finding") -> None:
+def warn(finding: "DoctorFinding") -> None:
     """Print a finding about the machine on stderr, unless its level is "ok"."""
     if finding.level != "ok":
         text = f"{finding.check}: {finding.found}. {finding.means} {finding.do}".rstrip()
@@ -103,7 +103,7 @@ def warn_of_changes(runs: Iterable[Path]) -> None:
             stderr.flag("warning", "yellow", text)
 
 
-def message_printer(debug: bool = False) -> "Callable[[Finding], None]":
+def message_printer(debug: bool = False) -> "Callable[[DoctorFinding], None]":
     """Return a callback that prints findings and the reason of the first failed case on stderr.
 
     With `debug` it prints the reason and traceback of every failed case, and an error in
@@ -115,7 +115,7 @@ def message_printer(debug: bool = False) -> "Callable[[Finding], None]":
     if debug:
         os.environ["SPARSEBENCH_TRACEBACK"] = "1"
 
-    def on_message(finding: "Finding") -> None:
+    def on_message(finding: "DoctorFinding") -> None:
         nonlocal failed
         if finding.check != FAILED:
             warn(finding)

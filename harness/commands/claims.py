@@ -21,7 +21,7 @@ from sparsebench.harness.commands._console import (
 )
 
 if TYPE_CHECKING:
-    from sparsebench.harness.claims.checking import Evidence
+    from sparsebench.harness.claims.checking import ClaimEvidence
 
 claims = typer.Typer(
     help="Test published claims about sparse formats.",
@@ -92,7 +92,7 @@ def check(
     until = monotonic() + opt.budget_s(budget) if budget else inf
     picked = (device or "cuda:0") if plan else full_name(device)  # --plan needs no device here
 
-    def print_plan(result: "Evidence") -> None:
+    def print_plan(result: "ClaimEvidence") -> None:
         planned = checking.missing(result, picked, replicates)
         for line in [*(run.sentence for run in planned), *checking.left_out(result)]:
             stderr.say(line)
@@ -134,7 +134,9 @@ def report(
         _show(result, out)
 
 
-def _evidence(names: list[str] | None, runs: list[Path] | None, data: Path | None) -> "Evidence":
+def _evidence(
+    names: list[str] | None, runs: list[Path] | None, data: Path | None
+) -> "ClaimEvidence":
     """Return claims, all by default, with the runs to judge them by."""
     from sparsebench.harness.claims.checking import evidence
     from sparsebench.harness.claims.claim_plan import read_claims
@@ -144,7 +146,7 @@ def _evidence(names: list[str] | None, runs: list[Path] | None, data: Path | Non
     return result
 
 
-def _show(result: "Evidence", out: Path | None) -> None:
+def _show(result: "ClaimEvidence", out: Path | None) -> None:
     """Print the verdicts, and write the pages of all claims if a folder is given."""
     from sparsebench.reports.claims.pages import alone, entries
     from sparsebench.reports.claims.sheets import verdict_table

@@ -11,7 +11,7 @@ from sparsebench.harness.commands._console import LEVELS, UNFIT, print_json, wid
 from sparsebench.harness.commands._options import Device, Json
 
 if TYPE_CHECKING:
-    from sparsebench.harness.doctor.findings import Finding
+    from sparsebench.harness.doctor.findings import DoctorFinding
 
 
 def doctor(device: Device = None, as_json: Json = False) -> None:
@@ -33,7 +33,7 @@ def doctor(device: Device = None, as_json: Json = False) -> None:
         raise typer.Exit(UNFIT)
 
 
-def _table(findings: "Sequence[Finding]") -> Table:
+def _table(findings: "Sequence[DoctorFinding]") -> Table:
     shown = Table(box=None, padding=(0, 2, 0, 0))
     for name in ("", "check", "found", "what it means, and what to do"):
         shown.add_column(name, overflow="fold")

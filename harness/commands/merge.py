@@ -26,9 +26,9 @@ def merge(
     run = store.read(join(paths, out, data, plugins=plugins, replicates=replicates))
     # No error of the merge has to wait for the imports of a report.
     from sparsebench.reports.build import build, frames_of
-    from sparsebench.reports.terminal import Answer
+    from sparsebench.reports.terminal import RunAnswer
 
     frames = frames_of(run)
     build(frames, out / "report.html")
-    wide().print(Answer(frames))
+    wide().print(RunAnswer(frames))
     stdout.say(f"report: {out / 'report.html'}")

@@ -24,7 +24,7 @@ def report(
     """Write a run's report (one HTML file), and print its answer."""
     from sparsebench._writing import require_apart
     from sparsebench.reports.build import build, frames_of
-    from sparsebench.reports.terminal import Answer, answer_markdown
+    from sparsebench.reports.terminal import RunAnswer, answer_markdown
     from sparsebench.results.model_files import read_pruning
     from sparsebench.results.run import store
     from sparsebench.results.tables.frame import to_csv, to_parquet
@@ -43,7 +43,7 @@ def report(
     if markdown:
         stdout.write(answer_markdown(frames))
     else:
-        wide().print(Answer(frames))
+        wide().print(RunAnswer(frames))
         stdout.say(f"report: {out}")
     if browse:
         show_page(out)

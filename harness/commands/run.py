@@ -158,7 +158,7 @@ def _report(path: Path, as_json: bool, markdown: bool, browse: bool) -> None:
     """Print a run's answer and write its report; exit with SOME_FAILED if cases failed."""
     from sparsebench.reports.build import build, frames_of
     from sparsebench.reports.published_answer import PublishedAnswer
-    from sparsebench.reports.terminal import Answer, answer_json, answer_markdown, count_statuses
+    from sparsebench.reports.terminal import RunAnswer, answer_json, answer_markdown, count_statuses
     from sparsebench.results.run import store
     from sparsebench.results.run.provenance import on_gpu
 
@@ -172,7 +172,7 @@ def _report(path: Path, as_json: bool, markdown: bool, browse: bool) -> None:
     elif markdown:
         stdout.write(answer_markdown(frames))
     else:
-        wide().print(Answer(frames))
+        wide().print(RunAnswer(frames))
         stdout.print("cases: " + ", ".join(f"{n} {status}" for status, n in counts.items()))
         if not on_gpu(measured.environment):
             wide().print(PublishedAnswer(measured))

@@ -17,7 +17,7 @@ from torch.nn.functional import linear
 
 from sparsebench.harness.bench import device_ceilings
 from sparsebench.harness.doctor import findings, other_work, timing_checks
-from sparsebench.harness.doctor.findings import Finding
+from sparsebench.harness.doctor.findings import DoctorFinding
 from sparsebench.harness.machine.device import identity
 from sparsebench.harness.machine.nvml import Board, NoNvml, board, summary
 from sparsebench.kernels._common.gpu_clock import GpuClock
@@ -28,7 +28,7 @@ GOVERNOR = Path("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor")
 APPLICATION = "Applications", "DefaultApplications"
 
 
-def examine(device: torch.device) -> list[Finding]:
+def examine(device: torch.device) -> list[DoctorFinding]:
     """Return every finding; this keeps a GPU busy for about ten seconds."""
     runnable = os.getloadavg()[0]  # the mean over the last minute, before our own load
     results = _on_gpu(device) if device.type == "cuda" else []
@@ -40,7 +40,7 @@ def examine(device: torch.device) -> list[Finding]:
     return results
 
 
-def _on_gpu(device: torch.device) -> list[Finding]:
+def _on_gpu(device: torch.device) -> list[DoctorFinding]:
     try:
         with board(identity(device)) as gpu:
             torch.zeros(1, device=device)  # from now on NVML lists this process
@@ -68,7 +68,7 @@ def _under_load(gpu: Board, device: torch.device) -> tuple[dict[str, float], int
     return summary(readings), bits
 
 
-def load_findings(gpu: Board, window: Mapping[str, float], bits: int | None) -> list[Finding]:
+def load_findings(gpu: Board, window: Mapping[str, float], bits: int | None) -> list[DoctorFinding]:
     highest_mhz = gpu.ask("MaxClockInfo", gpu.nvml.NVML_CLOCK_SM)
     highest_c = gpu.ask("TemperatureThreshold", gpu.nvml.NVML_TEMPERATURE_THRESHOLD_GPU_MAX)
     return [
@@ -79,7 +79,7 @@ def load_findings(gpu: Board, window: Mapping[str, float], bits: int | None) -> 
     ]
 
 
-def settings(gpu: Board) -> list[Finding]:
+def settings(gpu: Board) -> list[DoctorFinding]:
     nvml, ask = gpu.nvml, gpu.ask
     kinds = nvml.NVML_MEMORY_ERROR_TYPE_CORRECTED, nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED
     errors = [ask("TotalEccErrors", kind, nvml.NVML_VOLATILE_ECC) for kind in kinds]
@@ -95,7 +95,7 @@ def settings(gpu: Board) -> list[Finding]:
     ]
 
 
-def _on_host(device: torch.device, runnable: float) -> list[Finding]:
+def _on_host(device: torch.device, runnable: float) -> list[DoctorFinding]:
     cores = len(os.sched_getaffinity(0))
     governor = GOVERNOR.read_text("utf-8").strip() if GOVERNOR.exists() else None
     results = [findings.load(runnable, cores), findings.governor(governor)]

@@ -41,7 +41,7 @@ class Level(StrEnum):
 
 
 @dataclass(frozen=True)
-class Finding:
+class DoctorFinding:
     """The result of a check: the reading, what it means for numbers, and what to do."""
 
     level: Level
@@ -51,34 +51,34 @@ class Finding:
     do: str = ""
 
 
-ok, note, warning = (partial(Finding, level) for level in Level)
+ok, note, warning = (partial(DoctorFinding, level) for level in Level)
 
 
 def grade(
     value: float, limits: tuple[float, float], check: str, reading: str, means: str, do: str
-) -> Finding:
+) -> DoctorFinding:
     """Return ok below both limits, a note from the first one on, a warning from the second on."""
     if value < limits[0]:
         return ok(check, reading)
     return (warning if value >= limits[1] else note)(check, reading, means, do)
 
 
-def unknown(check: str) -> Finding:
+def unknown(check: str) -> DoctorFinding:
     """Return the finding for a reading that the driver does not report."""
     return note(check, "not reported by the driver", "Its state is unknown.")
 
 
-def failure(reason: str, traceback: str) -> Finding:
+def failure(reason: str, traceback: str) -> DoctorFinding:
     """Return the reason why a case failed, in the form of a finding."""
     return warning(FAILED, reason, traceback, "Its traceback is in failures.log.")
 
 
-def unfit(findings: Sequence[Finding]) -> bool:
+def unfit(findings: Sequence[DoctorFinding]) -> bool:
     """Return whether any finding is a warning."""
     return any(finding.level is Level.WARNING for finding in findings)
 
 
-def conclusion(findings: Sequence[Finding]) -> str:
+def conclusion(findings: Sequence[DoctorFinding]) -> str:
     """Return the answer of the doctor: whether this machine is fit to measure, and why not."""
     checks = [finding.check for finding in findings if finding.level is Level.WARNING]
     if not checks:
@@ -86,7 +86,7 @@ def conclusion(findings: Sequence[Finding]) -> str:
     return f"This machine is not fit to measure: {', '.join(checks)}."
 
 
-def others(pids: Sequence[int] | None, busy_percent: float | None) -> Finding:
+def others(pids: Sequence[int] | None, busy_percent: float | None) -> DoctorFinding:
     """Judge other processes on the GPU, and its utilization before anything ran here."""
     check, busy = "other work on the GPU", f"{busy_percent or 0:g} % busy"
     if pids:
@@ -97,7 +97,7 @@ def others(pids: Sequence[int] | None, busy_percent: float | None) -> Finding:
     return unknown(check) if pids is None else ok(check, f"none, {busy}")
 
 
-def reasons(bits: int | None) -> Finding:
+def reasons(bits: int | None) -> DoctorFinding:
     """Judge the reasons for a low clock at the end of the load."""
     check = "clock limited now by"
     if bits is None:
@@ -110,7 +110,7 @@ def reasons(bits: int | None) -> Finding:
     return note(check, ", ".join(harmless), means) if harmless else ok(check, "nothing")
 
 
-def slowed_down(window: Mapping[str, float]) -> Finding:
+def slowed_down(window: Mapping[str, float]) -> DoctorFinding:
     """Judge the counters of the load (a window of machine/nvml.py)."""
     check = "slowed down under load"
     names = {"power": "power_capped_us", "heat": "thermal_us", "hardware": "hardware_us"}
@@ -124,7 +124,7 @@ def slowed_down(window: Mapping[str, float]) -> Finding:
     return note(check, reading, CAPPED) if capped else ok(check, reading)
 
 
-def clock(window: Mapping[str, float], highest_mhz: float | None) -> Finding:
+def clock(window: Mapping[str, float], highest_mhz: float | None) -> DoctorFinding:
     """Judge the SM clock under load. A locked clock shows only as low without a reason."""
     check, mhz = "SM clock under load", window.get("sm_mhz")
     if mhz is None or highest_mhz is None:
@@ -138,7 +138,7 @@ def clock(window: Mapping[str, float], highest_mhz: float | None) -> Finding:
     return note(check, reading, means, "See nvidia-smi -q -d CLOCK.")
 
 
-def temperature(window: Mapping[str, float], highest_c: float | None) -> Finding:
+def temperature(window: Mapping[str, float], highest_c: float | None) -> DoctorFinding:
     """Compare the temperature under load with the highest that the GPU allows."""
     check, found_c = "temperature under load", window.get("temperature_c")
     if found_c is None:
@@ -150,21 +150,21 @@ def temperature(window: Mapping[str, float], highest_c: float | None) -> Finding
     return warning(check, reading, *HEAT) if near else ok(check, reading)
 
 
-def application_clock(mhz: float | None, default_mhz: float | None) -> Finding:
+def application_clock(mhz: float | None, default_mhz: float | None) -> DoctorFinding:
     """Compare the application clock with its default; many GPUs have none."""
     check, means = "application clock", "Times differ from those with the default setting."
     none = ok(check, "none, or not reported")
     return _setting(check, mhz, default_mhz, "MHz", means, "-rac") or none
 
 
-def power_limit(limit_w: float | None, default_w: float | None) -> Finding:
+def power_limit(limit_w: float | None, default_w: float | None) -> DoctorFinding:
     check, means = "power limit", "The clock in long work differs from the default's."
     return _setting(check, limit_w, default_w, "W", means, "-pl") or unknown(check)
 
 
 def _setting(
     check: str, value: float | None, default: float | None, unit: str, means: str, option: str
-) -> Finding | None:
+) -> DoctorFinding | None:
     if value is None or default is None:
         return None
     reading = f"{value:g} {unit}, default {default:g}"
@@ -172,7 +172,9 @@ def _setting(
     return ok(check, reading) if value == default else note(check, reading, means, do)
 
 
-def memory_errors(enabled: bool | None, corrected: int | None, uncorrected: int | None) -> Finding:
+def memory_errors(
+    enabled: bool | None, corrected: int | None, uncorrected: int | None
+) -> DoctorFinding:
     """Judge ECC, and its errors since the driver was loaded."""
     check = "memory errors (ECC)"
     if enabled is None:
@@ -186,7 +188,7 @@ def memory_errors(enabled: bool | None, corrected: int | None, uncorrected: int 
     return note(check, reading) if corrected else ok(check, reading)
 
 
-def slices(enabled: bool | None) -> Finding:
+def slices(enabled: bool | None) -> DoctorFinding:
     """Judge MIG: a GPU in slices."""
     if not enabled:
         return ok("MIG", "off" if enabled is not None else "this GPU has none")
@@ -194,7 +196,7 @@ def slices(enabled: bool | None) -> Finding:
     return warning("MIG", "on", means, "Measure on a whole GPU.")
 
 
-def persistence(enabled: bool | None) -> Finding:
+def persistence(enabled: bool | None) -> DoctorFinding:
     """Judge persistence mode: whether the driver stays loaded while the GPU is not used."""
     check = "persistence mode"
     means = "Each process loads the driver again, which takes seconds and resets settings."
@@ -203,7 +205,7 @@ def persistence(enabled: bool | None) -> Finding:
     return ok(check, "on") if enabled else note(check, "off", means, "As root: nvidia-smi -pm 1.")
 
 
-def l2(size: int) -> Finding:
+def l2(size: int) -> DoctorFinding:
     """Judge the L2 cache: a flush is a multiple of its size (kernels/_common/gpu_clock.py)."""
     if size > 0:
         return ok("L2 cache", f"{size / 2**20:g} MiB")
@@ -211,7 +213,7 @@ def l2(size: int) -> Finding:
     return warning("L2 cache", "size not reported", means)
 
 
-def load(runnable: float, cores: int) -> Finding:
+def load(runnable: float, cores: int) -> DoctorFinding:
     """Judge how busy the host is."""
     reading = f"{runnable:.2f} runnable processes on {cores} cores"
     means = "Other work delays calls from Python, so their times and all times on a CPU vary."
@@ -219,7 +221,7 @@ def load(runnable: float, cores: int) -> Finding:
     return grade(runnable, limits, "host load", reading, means, "End other work, or wait.")
 
 
-def governor(name: str | None) -> Finding:
+def governor(name: str | None) -> DoctorFinding:
     """Judge the policy of the CPU's clock."""
     if name in ("performance", None):
         return ok("CPU governor", name or "not reported")
@@ -227,7 +229,7 @@ def governor(name: str | None) -> Finding:
     return note("CPU governor", str(name), means, "As root, set it to performance.")
 
 
-def threads(count: int, cores: int) -> Finding:
+def threads(count: int, cores: int) -> DoctorFinding:
     """Compare the number of torch's threads with that of the cores."""
     reading = f"torch uses {count} threads on {cores} cores"
     if count <= cores:
@@ -236,7 +238,7 @@ def threads(count: int, cores: int) -> Finding:
     return warning("threads", reading, means, f"Set OMP_NUM_THREADS={cores}.")
 
 
-def cuda(driver: int, built_for: str) -> Finding:
+def cuda(driver: int, built_for: str) -> DoctorFinding:
     """Compare the newest CUDA that the driver supports (13000 is 13.0) with torch's."""
     supported = driver // 1000, driver % 1000 // 10
     major, minor = (int(part) for part in built_for.split(".")[:2])

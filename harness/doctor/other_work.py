@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sparsebench.harness.doctor import findings
-from sparsebench.harness.doctor.findings import Finding
+from sparsebench.harness.doctor.findings import DoctorFinding
 from sparsebench.harness.machine.nvml import NoNvml, board
 
 STAT = Path("/proc/stat")
@@ -46,7 +46,7 @@ def read_spent() -> Spent | None:
     return Spent(time.monotonic(), busy_s, own_s, cores)
 
 
-def before(kind: str, identity: str, worker: int) -> list[Finding]:
+def before(kind: str, identity: str, worker: int) -> list[DoctorFinding]:
     """Look for other work while a worker (a process id) waits; `kind` is cpu or cuda."""
     began = read_spent()
     time.sleep(GLANCE_S)
@@ -54,7 +54,7 @@ def before(kind: str, identity: str, worker: int) -> list[Finding]:
     return [on_host, gpu(identity, worker)] if kind == "cuda" else [on_host]
 
 
-def host(began: Spent | None, now: Spent | None, kind: str) -> Finding:
+def host(began: Spent | None, now: Spent | None, kind: str) -> DoctorFinding:
     """Judge how many of the host's cores others used between two readings."""
     if began is None or now is None:
         return findings.unknown(CHECK)
@@ -69,7 +69,7 @@ def host(began: Spent | None, now: Spent | None, kind: str) -> Finding:
     return findings.grade(cores, (slow, unfit), CHECK, reading, means, do)
 
 
-def gpu(identity: str, worker: int) -> Finding:
+def gpu(identity: str, worker: int) -> DoctorFinding:
     """Judge other processes on a GPU; our idle worker is one of its processes."""
     try:
         with board(identity) as card:

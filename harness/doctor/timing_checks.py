@@ -14,7 +14,7 @@ import torch
 from torch.nn.functional import linear
 
 from sparsebench.harness.bench.timing import TimedCall, ready, time_together
-from sparsebench.harness.doctor.findings import Finding, grade, ok, warning
+from sparsebench.harness.doctor.findings import DoctorFinding, grade, ok, warning
 from sparsebench.harness.plan import selection
 from sparsebench.kernels._kernel import DTYPES, Launch
 from sparsebench.results.statistics.ratio import by_round, round_logs
@@ -34,7 +34,7 @@ def read_pairs(device: torch.device) -> dict[str, list[float]]:
     }
 
 
-def floor(kind: str, logs: Sequence[float]) -> Finding:
+def floor(kind: str, logs: Sequence[float]) -> DoctorFinding:
     """Judge A/A pairs of one kind: smaller differences than theirs are not meaningful."""
     largest = max(expm1(abs(log)) for log in logs)
     check, reading = f"A/A, {kind}-bound", f"{len(logs)} pairs, {100 * largest:.2g} % apart at most"
@@ -43,13 +43,13 @@ def floor(kind: str, logs: Sequence[float]) -> Finding:
     return grade(largest, APART[kind], check, reading, means, do)
 
 
-def empty_launch(time_us: float) -> Finding:
+def empty_launch(time_us: float) -> DoctorFinding:
     """Report the floor of an isolated call, which pulls ratios of short calls towards 1."""
     means = "ratios are not meaningful for calls that take little longer"
     return ok("an empty launch", f"{time_us:.2g} µs: {means}")
 
 
-def launches(holds: bool) -> Finding:
+def launches(holds: bool) -> DoctorFinding:
     """Judge whether a stream can be held, so that the GPU never waits for the host."""
     check = "launches"
     if holds:

@@ -16,7 +16,7 @@ from sparsebench.harness.inputs.bits import CHUNK
 
 
 @dataclass(frozen=True)
-class Grid:
+class ValueGrid:
     """A matrix [n, k] in blocks of r x c; those of the last row and column may be cut off."""
 
     n: int
@@ -62,11 +62,11 @@ class Stack:
         return -(-self.tokens[1] // self.block[1])
 
 
-Score = Callable[[Grid], Tensor]
+Score = Callable[[ValueGrid], Tensor]
 """Maps a grid to a non-negative integer for each cell, row by row."""
 
 
-def magnitudes(weight: Tensor, grid: Grid) -> Tensor:
+def magnitudes(weight: Tensor, grid: ValueGrid) -> Tensor:
     """Return the L1 norm of each block of a finite weight, as integers.
 
     Elements are rounded to 2^-40 of the largest before they are summed: a sum of integers is the

@@ -43,7 +43,7 @@ from sparsebench.results import files
 from sparsebench.results.formatting import amount
 from sparsebench.results.record import Problem
 from sparsebench.results.run import store
-from sparsebench.results.run.store import Run, without_paths
+from sparsebench.results.run.store import StoredRun, without_paths
 from sparsebench.results.statistics.ratio import FEWEST
 from sparsebench.results.tables.analysis import analyse
 
@@ -232,7 +232,7 @@ def _measure(
     until: float,
     progress: Progress,
     ranks: Mapping[str, int],
-    searched: Run | None = None,
+    searched: StoredRun | None = None,
 ) -> str:
     """Measure the suite into a folder of the survey, or resume it; return what is left.
 

@@ -126,7 +126,7 @@ def counts(problem: Problem, weights: Mapping[str, Tensor]) -> dict[str, int]:
     }
 
 
-class Part(NamedTuple):
+class HeadPart(NamedTuple):
     """Some queries of one head of one sequence, with all keys of the sequence.
 
     q, kv    index of the queries in q, and of the keys and values in k and v
@@ -168,7 +168,7 @@ def without_unselected(mask: Tensor, fields: Values, *tensors: Tensor) -> list[T
     return [x.view(len(x), heads, -1).masked_fill(unselected, 0).view(x.shape) for x in tensors]
 
 
-def parts(mask: Tensor, fields: Values) -> Iterator[Part]:
+def parts(mask: Tensor, fields: Values) -> Iterator[HeadPart]:
     """Yield all queries of all heads, ELEMENTS pairs at a time."""
     (m, context), (b_q, b_k) = tokens_of(fields), sides_of(fields["block"])
     heads, kv_heads, width = fields["heads"], fields["kv_heads"], fields["head_dim"]
@@ -188,7 +188,7 @@ def parts(mask: Tensor, fields: Values) -> Iterator[Part]:
                     allowed &= keys <= rows[:, None] + context - m
                 end = start + len(rows)
                 of_q = slice(b * m + start, b * m + end), columns(head)
-                yield Part(of_q, kv, (b * heads + head, slice(start, end)), allowed)
+                yield HeadPart(of_q, kv, (b * heads + head, slice(start, end)), allowed)
 
 
 class Heads(NamedTuple):

@@ -42,7 +42,7 @@ import torch
 from torch import Tensor
 
 from sparsebench.harness.ops import _block_attention as blocks
-from sparsebench.harness.ops._block_attention import Part
+from sparsebench.harness.ops._block_attention import HeadPart
 from sparsebench.harness.ops._op import Op, Operand, Sample, Values
 from sparsebench.kernels._kernel import DTYPES
 from sparsebench.results.record import Problem
@@ -75,7 +75,7 @@ def spread(mask: Tensor, q: Tensor, k: Tensor, v: Tensor, *, fields: Values) -> 
 
 def _softmax(
     mask: Tensor, q: Tensor, k: Tensor, v: Tensor, fields: Values
-) -> Iterator[tuple[Part, Tensor, Tensor, Tensor, Tensor]]:
+) -> Iterator[tuple[HeadPart, Tensor, Tensor, Tensor, Tensor]]:
     """Yield each part with its queries, keys, values, and weights [queries, keys].
 
     The weights are the softmax of the allowed scores, and 0 for a query that sees no key.
@@ -117,7 +117,7 @@ class Gradients:
         dq, dk, dv = (torch.zeros_like(t, dtype=dtype) for t in (q, k, k))
         return cls(dq, dk, dv)
 
-    def add(self, part: Part, dq: Tensor, dk: Tensor, dv: Tensor) -> None:
+    def add(self, part: HeadPart, dq: Tensor, dk: Tensor, dv: Tensor) -> None:
         self.dq[part.q] += dq
         self.dk[part.kv] += dk
         self.dv[part.kv] += dv
@@ -164,7 +164,7 @@ def spread_of_gradients(mask: Tensor, *, fields: Values, **operands: Tensor) -> 
     return variances.output(fields).sqrt()
 
 
-def _weights(q: Tensor, k: Tensor, part: Part, lse: Tensor, scale: float) -> Tensor:
+def _weights(q: Tensor, k: Tensor, part: HeadPart, lse: Tensor, scale: float) -> Tensor:
     """Return P [queries, keys], in fp32 or fp64; 0 where the log-sum-exp is -inf."""
     of_row = lse[part.row][:, None]
     p = ((q @ k.mT) * scale - of_row.to(torch.promote_types(q.dtype, torch.float32))).exp()

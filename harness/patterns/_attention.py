@@ -14,7 +14,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from sparsebench.harness.inputs.grid import Grid, Score, Stack
+from sparsebench.harness.inputs.grid import Score, Stack, ValueGrid
 from sparsebench.harness.patterns._pattern import Pattern, Rule, Weight
 
 Rank = Callable[[Stack, Tensor], Tensor]
@@ -33,7 +33,7 @@ def by_rank(rank: Rank) -> Pattern:
 def _rule_by_rank(weight: Weight, rank: Rank) -> Rule:
     stack = weight.stack
 
-    def score(grid: Grid, count: int, base: Score) -> Tensor:
+    def score(grid: ValueGrid, count: int, base: Score) -> Tensor:
         scores = base(grid).view(stack.count, stack.rows, stack.columns)
         near, allowed = (distance(stack) == 0).to(scores.device), past(stack).to(scores.device)
         ranks = rank(stack, scores).to(scores.device).expand(scores.shape)
@@ -51,7 +51,7 @@ def parameter_rule(weight: Weight, counts: list[int], keep: Callable[[int], Tens
     """Return the rule of masks with a parameter 1, 2, ...; `counts` has their visible blocks."""
     stack = weight.stack
 
-    def score(grid: Grid, count: int, base: Score) -> Tensor:
+    def score(grid: ValueGrid, count: int, base: Score) -> Tensor:
         present = keep(1 + counts.index(count)) & past(stack)
         return present.int().expand(stack.count, -1, -1).flatten()
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from sparsebench.errors import SuiteError
-from sparsebench.harness.inputs.grid import Grid, Score
+from sparsebench.harness.inputs.grid import Score, ValueGrid
 from sparsebench.harness.patterns._pattern import Pattern, Rule, Weight
 
 Dice = NDArray[np.integer]
@@ -26,13 +26,13 @@ Draw = Callable[[Dice, int], Mask]
 FEWEST_NODES = 3
 
 
-def graph(grid: Grid, draw: Draw, cells: Sequence[int]) -> Rule:
+def graph(grid: ValueGrid, draw: Draw, cells: Sequence[int]) -> Rule:
     """Return the rule whose cells score 1 in the graph and 0 elsewhere.
 
     `cells` has the number of cells of the graphs with 1, 2, ... links; one of them is kept.
     """
 
-    def score(grid: Grid, count: int, base: Score) -> Tensor:
+    def score(grid: ValueGrid, count: int, base: Score) -> Tensor:
         dice = base(grid).view(grid.rows, grid.columns).cpu().numpy()
         return torch.from_numpy(draw(dice, 1 + cells.index(count))).flatten().int()
 

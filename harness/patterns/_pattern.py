@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor
 
 from sparsebench.errors import SuiteError
-from sparsebench.harness.inputs.grid import Grid, Score, Stack
+from sparsebench.harness.inputs.grid import Score, Stack, ValueGrid
 
 
 @dataclass(frozen=True)
@@ -43,12 +43,12 @@ class Weight:
         return self.masks or Stack(1, (self.n, self.k), (self.r, self.c))
 
     @property
-    def blocks(self) -> Grid:
-        return Grid(self.n, self.k, self.r, self.c)
+    def blocks(self) -> ValueGrid:
+        return ValueGrid(self.n, self.k, self.r, self.c)
 
     @property
-    def elements(self) -> Grid:
-        return Grid(self.n, self.k)
+    def elements(self) -> ValueGrid:
+        return ValueGrid(self.n, self.k)
 
 
 @dataclass(frozen=True)
@@ -63,10 +63,10 @@ class Rule:
            all cells behind them are kept. Default: the whole grid
     """
 
-    grid: Grid
+    grid: ValueGrid
     group: int
     counts: Sequence[int] | None = None
-    score: Callable[[Grid, int, Score], Tensor] | None = None
+    score: Callable[[ValueGrid, int, Score], Tensor] | None = None
     front: Callable[[float], tuple[int, int]] | None = None
     of: int | None = None
 

@@ -9,12 +9,12 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from sparsebench.harness.inputs.grid import Grid
+from sparsebench.harness.inputs.grid import ValueGrid
 from sparsebench.harness.patterns._graph import Dice, Mask, graph
 from sparsebench.harness.patterns._pattern import Pattern
 
 
-def clique_cells(grid: Grid) -> list[int]:
+def clique_cells(grid: ValueGrid) -> list[int]:
     """Return the number of cells with 1, 2, ... parts."""
     return [
         int((np.bincount(_part(grid.rows, parts)) * np.bincount(_part(grid.columns, parts))).sum())

@@ -56,18 +56,18 @@ from sparsebench.results.record import Case, Contender, Problem, Source, format_
 Model = TypeVar("Model", bound=BaseModel)
 
 
-class _Model(BaseModel):
+class _SuiteModel(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
 
-class AllowedError(_Model):
+class AllowedError(_SuiteModel):
     """The largest relative error ||Y - R|| / ||R|| that a contender may have, and why."""
 
     at_most: float = Field(gt=0.0, lt=1.0)
     why: str = Field(min_length=1, max_length=200, pattern=r"\S")
 
 
-class ContenderEntry(_Model):
+class ContenderEntry(_SuiteModel):
     """A contender as written: lists in `params` and `options` are sweeps.
 
     Without a kernel it is what users of the format get (kernels/nn/default.py).
@@ -82,7 +82,7 @@ class ContenderEntry(_Model):
     error: AllowedError | None = None
 
 
-class WrittenSuite(_Model):
+class WrittenSuite(_SuiteModel):
     """A suite as written."""
 
     schema_: Literal["sparsebench/suite@1"] = Field(alias="schema")

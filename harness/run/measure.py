@@ -73,7 +73,7 @@ class RunOptions:
     until: float = inf
     rank: Rank | None = None
     even: bool = False
-    part: plan_part.Part | None = None
+    part: plan_part.PlanPart | None = None
 
 
 class Stopped(KeyboardInterrupt):

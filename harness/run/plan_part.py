@@ -29,7 +29,7 @@ from sparsebench.results.run.provenance import require_equal_facts, shared_facts
 
 
 @dataclass
-class Part:
+class PlanPart:
     """One of the processes that share a plan.
 
     folder    what the parts share (harness/shared_runs/shared_folder.py)

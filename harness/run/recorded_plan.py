@@ -22,7 +22,7 @@ from sparsebench.harness.run.run_json import Flags
 from sparsebench.results.record import Case, Row
 from sparsebench.results.run import bundle, provenance, store
 from sparsebench.results.run.provenance import Choices, flat
-from sparsebench.results.run.store import Run
+from sparsebench.results.run.store import StoredRun
 
 
 def code_of(contests: Iterable[Contest]) -> dict[str, Any]:
@@ -40,7 +40,7 @@ def code_of(contests: Iterable[Contest]) -> dict[str, Any]:
     return {"plugins": packages, "code_sha256": code_sha256(packages)}
 
 
-def require_plugins(run: Run) -> None:
+def require_plugins(run: StoredRun) -> None:
     """Raise SuiteError if a package that the run was measured with is not installed."""
     for package, facts in run.environment.get("plugins", {}).items():
         if find_spec(package.partition(".")[0]) is None:
@@ -49,7 +49,7 @@ def require_plugins(run: Run) -> None:
             raise SuiteError(f"{run.path}: {expected}, which it was measured with; found none")
 
 
-def suite_of_run(run: Run, data: Path | None) -> Suite:
+def suite_of_run(run: StoredRun, data: Path | None) -> Suite:
     """Expand a run's own suite.yaml under the name it had then, with sources below `data`.
 
     Raises SuiteError if it cannot be expanded here, or if the source files have changed.
@@ -65,7 +65,7 @@ def suite_of_run(run: Run, data: Path | None) -> Suite:
     return suite
 
 
-def require_planned_rows(run: Run, suite: Suite) -> int:
+def require_planned_rows(run: StoredRun, suite: Suite) -> int:
     """Return how many rows the suite plans for each replicate, A/A twins included.
 
     Raises ResultError unless the run has exactly these. The noise-floor contests, which every run
@@ -83,7 +83,7 @@ def require_planned_rows(run: Run, suite: Suite) -> int:
     return len(expected)
 
 
-def _contests(run: Run, suite: Suite) -> list[Contest]:
+def _contests(run: StoredRun, suite: Suite) -> list[Contest]:
     flags = run.state["flags"]
     contests = planned_contests(suite, flags["device"], flags["only"], flags.get("shard", ""))
     return [contest for contest in contests if not contest.reference]

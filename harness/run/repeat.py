@@ -38,7 +38,7 @@ from sparsebench.results.record import Status
 from sparsebench.results.run import bundle, store
 from sparsebench.results.run.consistency import check_consistency
 from sparsebench.results.run.provenance import device_name
-from sparsebench.results.run.store import Run
+from sparsebench.results.run.store import StoredRun
 from sparsebench.results.statistics.outcome import Outcome
 from sparsebench.results.tables.analysis import analyse
 from sparsebench.results.tables.cases import has_baseline
@@ -106,7 +106,7 @@ def confirm(path: Path, setup: Setup, cases: int, replicates: int, condition: st
     return measure_again(run, setup, {"confirms": about}, only=only, replicates=replicates)
 
 
-def confirmations(run: Run) -> list[Confirmation]:
+def confirmations(run: StoredRun) -> list[Confirmation]:
     """Return the sentence about each cell that a confirming run measured.
 
     An unreliable run (results/tables/noise.py) confirms nothing.
@@ -132,7 +132,7 @@ def confirmations(run: Run) -> list[Confirmation]:
     return result
 
 
-def read_bundle(path: Path) -> Run:
+def read_bundle(path: Path) -> StoredRun:
     """Read a bundle. Raises ResultError if a file was changed or a row is inconsistent."""
     bundle.verify(path)
     run = store.read(path)
@@ -141,7 +141,7 @@ def read_bundle(path: Path) -> Run:
     return run
 
 
-def measure_again(run: Run, setup: Setup, origin: Mapping[str, Any], **changed: Any) -> Path:
+def measure_again(run: StoredRun, setup: Setup, origin: Mapping[str, Any], **changed: Any) -> Path:
     """Measure a bundle's own suite by its own flags, except those `changed`; return the new run."""
     device, data, out = setup.device, setup.data, setup.out
     before: str = run.state["flags"]["device"]

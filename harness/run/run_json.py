@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any, Self
 
 from sparsebench.harness.doctor import other_work
-from sparsebench.harness.doctor.findings import Finding
+from sparsebench.harness.doctor.findings import DoctorFinding
 from sparsebench.harness.machine.stand_in import stand_in
 from sparsebench.results.record import Row
 
 KEPT = "reproduces", "confirms", "choices", "part"  # keys that a resumed run keeps
 
-OnMessage = Callable[[Finding], None]
+OnMessage = Callable[[DoctorFinding], None]
 """Called with each finding about the machine, before and after the run, and with the reason why a
 case failed (findings.failure) as soon as it fails."""
 
@@ -111,7 +111,7 @@ class Watch:
         """Inspect the machine while the worker, given by its process id, waits."""
         self._kind = "" if stand_in(device) else device.partition(":")[0]
         self._began, self._on_message = other_work.read_spent(), on_message
-        self._findings: dict[str, list[Finding]] = {}
+        self._findings: dict[str, list[DoctorFinding]] = {}
         if self._kind:
             self._report("before", other_work.before(self._kind, identity, worker))
 
@@ -125,7 +125,7 @@ class Watch:
         findings = {when: [asdict(f) for f in group] for when, group in self._findings.items()}
         return {"fitness": findings} if findings else {}
 
-    def _report(self, when: str, findings: list[Finding]) -> None:
+    def _report(self, when: str, findings: list[DoctorFinding]) -> None:
         self._findings[when] = findings
         for finding in findings:
             self._on_message(finding)

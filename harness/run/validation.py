@@ -28,7 +28,7 @@ from sparsebench.results.formatting import amount
 from sparsebench.results.record import Status
 from sparsebench.results.run import bundle, store
 from sparsebench.results.run.consistency import check_consistency
-from sparsebench.results.run.store import Run
+from sparsebench.results.run.store import StoredRun
 from sparsebench.results.tables import tuning_doubts
 
 DIGEST = re.compile(rf"^([0-9a-f]{{64}})  (\S+)/{re.escape(bundle.MANIFEST)}$", re.MULTILINE)
@@ -97,7 +97,7 @@ def _compare_with_page(path: Path) -> str:
     return f"SHA-256 {digest}, as listed in {page.name} of the published runs"
 
 
-def _require_plausible(run: Run) -> int:
+def _require_plausible(run: StoredRun) -> int:
     """Return how many rows were checked. Raises ResultError if sample count and time disagree.
 
     The plan of samples (sampling.py) takes BUDGET_MS of a contender's time, within limits: samples

@@ -40,7 +40,7 @@ KINDS = "suite", "confirm", "reproduce", "claims"
 NAME = re.compile(r"[a-z0-9][a-z0-9-]*")
 
 
-class Entry(BaseModel):
+class CampaignEntry(BaseModel):
     """One entry as written: exactly one of KINDS, and how it is measured."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
@@ -116,7 +116,7 @@ class CampaignFile(BaseModel):
     title: str
     replicates: int = Field(default=8, ge=1, le=1000)
     budget: str = ""  # gone
-    entries: list[Entry] = Field(min_length=1)
+    entries: list[CampaignEntry] = Field(min_length=1)
 
 
 @dataclass(frozen=True)
@@ -125,20 +125,20 @@ class Campaign:
 
     where: str
     title: str
-    entries: Sequence[Entry]
+    entries: Sequence[CampaignEntry]
 
     @cached_property
     def names(self) -> list[str]:
         return [entry.name for entry in self.entries]
 
-    def select(self, names: Sequence[str]) -> list[Entry]:
+    def select(self, names: Sequence[str]) -> list[CampaignEntry]:
         for name in names:
             if name not in self.names:
                 message = unknown("the name of an entry", name, self.names)
                 raise SuiteError(f"{self.where}: {message}")
         return [entry for entry in self.entries if not names or entry.name in names]
 
-    def above(self, entry: Entry) -> list[Entry]:
+    def above(self, entry: CampaignEntry) -> list[CampaignEntry]:
         """Return the entries that it waits for, whose runs it reads."""
         if entry.kind == "claims":
             before = self.entries[: self.names.index(entry.name)]
@@ -154,7 +154,7 @@ def campaign(name: str) -> Campaign:
     if file.budget:
         instead = "`campaign run --budget` limits a sitting"
         raise SuiteError(f"{where}: budget: expected none since 0.4; {instead}")
-    entries: list[Entry] = []
+    entries: list[CampaignEntry] = []
     for number, entry in enumerate(file.entries):
         place = f"{where}: entries[{number}]"
         kinds = [kind for kind in KINDS if getattr(entry, kind) is not None]

@@ -31,10 +31,10 @@ from sparsebench.harness.claims.checking import check
 from sparsebench.harness.claims.claim_plan import read_claims
 from sparsebench.harness.plan.suite import Suite
 from sparsebench.harness.run.measure import Progress, RunOptions
-from sparsebench.harness.run.plan_part import Part
+from sparsebench.harness.run.plan_part import PlanPart
 from sparsebench.harness.run.repeat import Setup, confirm, reproduce
 from sparsebench.harness.run.run_json import Flags, OnMessage
-from sparsebench.harness.shared_runs.campaign_file import Campaign, Entry
+from sparsebench.harness.shared_runs.campaign_file import Campaign, CampaignEntry
 from sparsebench.harness.shared_runs.run_paths import parts_of, pieces_of
 from sparsebench.harness.shared_runs.shared_folder import (
     Plan,
@@ -66,7 +66,7 @@ class EntryState:
     seconds: float = 0.0
 
 
-def state(out: Path, entry: Entry) -> EntryState:
+def state(out: Path, entry: CampaignEntry) -> EntryState:
     """Return how far an entry is. Raises ResultError if its runs do not match the campaign."""
     path = out / entry.name
     whole, pieces = (path / entry.result).exists(), _pieces(path, entry)
@@ -89,18 +89,18 @@ def state(out: Path, entry: Entry) -> EntryState:
     )
 
 
-def _runs(path: Path, entry: Entry) -> list[Path]:
+def _runs(path: Path, entry: CampaignEntry) -> list[Path]:
     """Return the runs of an entry that is whole."""
     return store.runs_in(path) if entry.kind == "claims" else [path]
 
 
-def _pieces(path: Path, entry: Entry) -> list[Path]:
+def _pieces(path: Path, entry: CampaignEntry) -> list[Path]:
     """Return what was measured of an entry, or of the runs of claims, that is not whole."""
     begun = path.glob("*.parts") if entry.kind == "claims" else [path]
     return [piece for run in begun for piece in pieces_of(run)]
 
 
-def _require_match(run: Path, flags: Mapping[str, Any], entry: Entry) -> None:
+def _require_match(run: Path, flags: Mapping[str, Any], entry: CampaignEntry) -> None:
     """Raise ResultError for a run that was made from another campaign file, or an older one."""
     expected: dict[str, object] = {"replicates": entry.replicates}
     if entry.suite:
@@ -128,7 +128,7 @@ class Sitting:
     """
 
     campaign: Campaign
-    entries: Sequence[Entry]
+    entries: Sequence[CampaignEntry]
     out: Path
     data: Path | None = None
     until: float = inf
@@ -139,7 +139,7 @@ class Sitting:
 
     def __post_init__(self) -> None:
         self._changed = Condition()
-        self._parts: list[Part] = []
+        self._parts: list[PlanPart] = []
         self._left = [e for e in self.entries if state(self.out, e).status != "whole"]
         self._busy = 0
 
@@ -195,7 +195,7 @@ class Sitting:
                         self._left.append(entry)
                     self._changed.notify_all()
 
-    def _next(self, card: str, tried: set[str]) -> Entry | None:
+    def _next(self, card: str, tried: set[str]) -> CampaignEntry | None:
         """Wait for an entry that can begin, and take the first one; None if there will be none."""
         with self._changed:
             while True:
@@ -212,11 +212,11 @@ class Sitting:
                     return None
                 self._changed.wait()
 
-    def _has_begun(self, entry: Entry, card: str) -> bool:
+    def _has_begun(self, entry: CampaignEntry, card: str) -> bool:
         pieces = _pieces(self.out / entry.name, entry)
         return card in {device_id_at(piece) for piece in pieces}
 
-    def _ready(self, entry: Entry, card: str) -> bool:
+    def _ready(self, entry: CampaignEntry, card: str) -> bool:
         """Return whether the runs that an entry needs exist, and note the reason if not."""
         above = self.campaign.above(entry)
         missing = [e.name for e in above if not (self.out / e.name / e.result).exists()]
@@ -229,7 +229,7 @@ class Sitting:
             self.reasons[entry.name] = reason
         return not reason
 
-    def _measure(self, entry: Entry, device: str, card: str, progress: Progress) -> None:
+    def _measure(self, entry: CampaignEntry, device: str, card: str, progress: Progress) -> None:
         out, data = self.out / entry.name, entry.folder(self.data)
         flags = Flags(device, data, self.timeout_s, entry.replicates, entry.only, entry.energy)
         options = RunOptions(progress=progress)

@@ -26,7 +26,7 @@ from sparsebench.results import files
 from sparsebench.results.ceilings import Ceilings
 from sparsebench.results.run import bundle, consistency, store
 from sparsebench.results.run.provenance import device_id, require_equal_facts, shared_facts
-from sparsebench.results.run.store import Run
+from sparsebench.results.run.store import StoredRun
 
 # Fields that all run.json share
 COMMON = "suite", "reproduces", "confirms", "choices", "planned_replicates"
@@ -88,9 +88,9 @@ def merge(
     return out
 
 
-def _read_runs(paths: Sequence[Path]) -> list[Run]:
+def _read_runs(paths: Sequence[Path]) -> list[StoredRun]:
     """Read runs of one GPU each. Raises ResultError if one was changed or occurs twice."""
-    runs, seen = list[Run](), dict[str, Path]()
+    runs, seen = list[StoredRun](), dict[str, Path]()
     for path in paths:
         if (identity := bundle.identity(path)) in seen:  # even under another name
             raise ResultError(f"{path}: expected each run once, found {seen[identity]} too")
@@ -105,7 +105,7 @@ def _read_runs(paths: Sequence[Path]) -> list[Run]:
     return runs
 
 
-def _first_processes(run: Run, replicates: int) -> Run:
+def _first_processes(run: StoredRun, replicates: int) -> StoredRun:
     flags = run.state["flags"]
     planned = flags["replicates"]
     if not 1 <= replicates <= planned:
@@ -123,7 +123,7 @@ def _first_processes(run: Run, replicates: int) -> Run:
     )
 
 
-def _require_one_plan(first: Run, other: Run) -> None:
+def _require_one_plan(first: StoredRun, other: StoredRun) -> None:
     if other.suite_text != first.suite_text or other.state["suite"] != first.state["suite"]:
         raise ResultError(f"{other.path}: expected the suite of {first.path}, found another")
     require_equal_facts(
@@ -143,8 +143,8 @@ def _require_one_plan(first: Run, other: Run) -> None:
         raise ResultError(f"{other.path / bundle.LOCK}: expected {before}, found {now}")
 
 
-def _require_distinct_contests(runs: Iterable[Run]) -> None:
-    seen: dict[tuple[int, str], Run] = {}
+def _require_distinct_contests(runs: Iterable[StoredRun]) -> None:
+    seen: dict[tuple[int, str], StoredRun] = {}
     for run in runs:
         rows = [*run.reference, *run.rows]
         for key, row in {(r.replicate, r.case.problem.id): r for r in rows}.items():
@@ -154,7 +154,7 @@ def _require_distinct_contests(runs: Iterable[Run]) -> None:
                 raise ResultError(f"{run.path}: expected {what} once, found it in {other.path} too")
 
 
-def _join(runs: Sequence[Run], out: Path) -> Run:
+def _join(runs: Sequence[StoredRun], out: Path) -> StoredRun:
     hosts = {host: number for number, host in enumerate(dict.fromkeys(map(_host, runs)), start=1)}
     common = _shared([run.environment for run in runs])
     devices: dict[str, dict[str, Any]] = {}
@@ -176,7 +176,7 @@ def _join(runs: Sequence[Run], out: Path) -> Run:
     )
 
 
-def _state(runs: Sequence[Run]) -> dict[str, Any]:
+def _state(runs: Sequence[StoredRun]) -> dict[str, Any]:
     """Return run.json: `seconds` of all GPUs, and `wall_s` from the first start to the last end."""
     first = runs[0].state
     starts = [datetime.fromisoformat(run.state["started"]) for run in runs]
@@ -202,7 +202,9 @@ def _state(runs: Sequence[Run]) -> dict[str, Any]:
     }
 
 
-def _missing_contests(runs: Sequence[Run], missing: Sequence[tuple[int, str]], done: int) -> str:
+def _missing_contests(
+    runs: Sequence[StoredRun], missing: Sequence[tuple[int, str]], done: int
+) -> str:
     """Return the error for missing contests, with the missing shards if runs have numbers."""
     shards = {str(run.state["flags"].get("shard", "")) for run in runs} - {""}
     of = {int(shard.partition("/")[2]) for shard in shards}
@@ -218,7 +220,7 @@ def _missing_contests(runs: Sequence[Run], missing: Sequence[tuple[int, str]], d
     )
 
 
-def _host(run: Run) -> str:
+def _host(run: StoredRun) -> str:
     return str((run.state.get("part") or {}).get("host") or run.path)
 
 

@@ -38,7 +38,7 @@ from sparsebench.harness.plan.selection import planned_contests
 from sparsebench.harness.plan.suite import Contest, Suite, expand
 from sparsebench.harness.run.history import Pinned
 from sparsebench.harness.run.measure import RunOptions, measure
-from sparsebench.harness.run.plan_part import Part, owners
+from sparsebench.harness.run.plan_part import PlanPart, owners
 from sparsebench.harness.run.recorded_plan import completed_rows
 from sparsebench.harness.run.run_json import Counts, Flags
 from sparsebench.harness.run.worker_process import about_device
@@ -195,7 +195,7 @@ def count_free(folder: Path, plan: Plan, contests: Sequence[Contest]) -> int:
     return 0 if plan.is_one_part else len(problems - owners(folder).keys())
 
 
-OnStart = Callable[[Part], None]
+OnStart = Callable[[PlanPart], None]
 """Called with a part before it is measured, so that another thread can stop it."""
 
 
@@ -217,7 +217,7 @@ def work(
         runs = pieces_of(folder, number)
         card = str(about_once(flags.device, flags.data)["identity"]) if runs else ""
         ours, earlier = _split_by_card(runs, card, suite, flags)
-        part = Part(folder, number, boot(), earlier, alone=plan.is_one_part)
+        part = PlanPart(folder, number, boot(), earlier, alone=plan.is_one_part)
         if not part.reserve(planned_contests(suite, flags.device, flags.only, flags.shard)):
             return
         on_start(part)

@@ -20,7 +20,7 @@ from sparsebench.errors import SuiteError
 from sparsebench.harness.machine.cpu_placement import apart
 from sparsebench.harness.plan.suite import Suite
 from sparsebench.harness.run.measure import RunOptions, Stopped, require_new
-from sparsebench.harness.run.plan_part import Part
+from sparsebench.harness.run.plan_part import PlanPart
 from sparsebench.harness.shared_runs import cluster_jobs, shared_folder
 from sparsebench.harness.shared_runs.run_paths import merged_at, parts_of
 from sparsebench.harness.shared_runs.shared_folder import Plan, finish, work
@@ -91,7 +91,7 @@ def _require_new(suite: Suite, plan: Plan, out: Path) -> None:
 def _measure_on_this_host(folder: Path, suite: Suite, plan: Plan, options: RunOptions) -> None:
     done: Counter[int] = Counter()  # contests, by part
     total = len(plan.contests(suite)) * plan.flags.replicates
-    parts: list[Part] = []
+    parts: list[PlanPart] = []
 
     def measure_part(index: int) -> None:
         def show(count: int, _: int, problem: str) -> None:
@@ -107,7 +107,7 @@ def _measure_on_this_host(folder: Path, suite: Suite, plan: Plan, options: RunOp
 def on_each_device(
     devices: Sequence[str],
     call: Callable[[int], None],
-    parts: Sequence[Part],
+    parts: Sequence[PlanPart],
     path: Path,
     stopping: Callable[[], None] = lambda: None,
 ) -> None:
@@ -136,7 +136,7 @@ def on_each_device(
             raise errors[0]
 
 
-def _end(parts: Sequence[Part], running: Sequence[Future[None]]) -> None:
+def _end(parts: Sequence[PlanPart], running: Sequence[Future[None]]) -> None:
     left: set[Future[None]] = set(running)
     while left:
         for part in parts:

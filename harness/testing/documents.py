@@ -19,7 +19,7 @@ from sparsebench.harness.testing.contract import Check, checker, expect
 from sparsebench.reports.build import frames_of, load_figure
 from sparsebench.reports.figures._figure import Frames
 from sparsebench.results.record import Case, Contender, Problem, Row, Status
-from sparsebench.results.run.store import Run
+from sparsebench.results.run.store import StoredRun
 
 
 def suite_checks(name: str, *, device: str | None = None, data: Path | None = None) -> list[Check]:
@@ -116,7 +116,9 @@ def _frames(refused: bool) -> Frames:
         none = partial(replace, status=Status.UNSUPPORTED, detail="not here", samples_us=())
         rows = [none(row) for row in rows]
     gpu = {"name": "a GPU", "uuid": rows[0].device, "l2_bytes": 2**26}
-    run = Run(Path("sweep"), {"title": "A sweep"}, SUITE, {"gpu": gpu}, {"flags": {}}, rows, [])
+    run = StoredRun(
+        Path("sweep"), {"title": "A sweep"}, SUITE, {"gpu": gpu}, {"flags": {}}, rows, []
+    )
     return frames_of(run)
 
 

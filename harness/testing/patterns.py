@@ -9,7 +9,7 @@ from torch import Tensor
 
 from sparsebench.errors import SuiteError
 from sparsebench.harness.inputs.bits import scores
-from sparsebench.harness.inputs.grid import Grid
+from sparsebench.harness.inputs.grid import ValueGrid
 from sparsebench.harness.patterns._mask import derived, level, mask
 from sparsebench.harness.testing.contract import Check, checker, expect
 
@@ -55,7 +55,7 @@ def pattern_checks(name: str, **fields: Any) -> list[Check]:
 check_pattern = checker(pattern_checks)
 
 
-def hashed(grid: Grid, seed: int = 0) -> Tensor:
+def hashed(grid: ValueGrid, seed: int = 0) -> Tensor:
     """Return the score of drawn weights."""
     return scores(seed, "w", grid.cells, CPU)
 

@@ -18,7 +18,7 @@ from sparsebench.reports.figures._html import fold_away, note
 from sparsebench.reports.page import code, render
 from sparsebench.reports.site.pages import Site, stylesheet
 from sparsebench.reports.tables import html_table, without_dashes
-from sparsebench.results.claims.cells import Cell, largest_value, value_text
+from sparsebench.results.claims.cells import ClaimCell, largest_value, value_text
 from sparsebench.results.claims.decision import Word, cell_state
 from sparsebench.results.claims.metrics import SIGNS
 from sparsebench.results.claims.planned import PlannedClaim
@@ -36,24 +36,26 @@ WHICH_COUNTS = (
 
 
 @dataclass(frozen=True)
-class Entry:
+class ClaimEntry:
     """A claim with its cells and its verdicts."""
 
     planned: PlannedClaim
-    cells: Sequence[Cell] = ()
+    cells: Sequence[ClaimCell] = ()
 
     @cached_property
     def verdicts(self) -> Sequence[Verdict]:
         return self.planned.verdicts(self.cells)
 
 
-def entries(claims: Sequence[PlannedClaim], cells: Mapping[str, Sequence[Cell]]) -> list[Entry]:
+def entries(
+    claims: Sequence[PlannedClaim], cells: Mapping[str, Sequence[ClaimCell]]
+) -> list[ClaimEntry]:
     """Judge claims by their cells."""
-    return [Entry(c, [*cells.get(c.name, ()), *c.model_cells]) for c in claims]
+    return [ClaimEntry(c, [*cells.get(c.name, ()), *c.model_cells]) for c in claims]
 
 
 def pages(
-    judged: Sequence[Entry], site: Site, gpus: Collection[str] | None = None
+    judged: Sequence[ClaimEntry], site: Site, gpus: Collection[str] | None = None
 ) -> Iterator[tuple[str, str]]:
     """Yield the path and the text of every page; `gpus` are as for `lines`."""
     table = lines(judged, gpus)
@@ -77,7 +79,7 @@ def pages(
         yield f"claims/{entry.planned.name}.html", page
 
 
-def alone(judged: Sequence[Entry], version: str) -> Iterator[tuple[str, str]]:
+def alone(judged: Sequence[ClaimEntry], version: str) -> Iterator[tuple[str, str]]:
     """Yield the pages and their style sheet, for a separate folder."""
     site = Site(version=version, whole=False)
     yield "style.css", stylesheet()
@@ -89,7 +91,9 @@ def prose(text: str) -> Markup:
     return code(capital(text))
 
 
-def lines(judged: Sequence[Entry], gpus: Collection[str] | None = None) -> list[dict[str, Any]]:
+def lines(
+    judged: Sequence[ClaimEntry], gpus: Collection[str] | None = None
+) -> list[dict[str, Any]]:
     """Return a line per claim and device, for the tables of all claims.
 
     The clearest verdicts come first. With `gpus`, devices that are none of them are left out,
@@ -141,7 +145,7 @@ def _numbers(verdict: Verdict) -> dict[str, str]:
     return {"claimed": claimed, "measured": "–", "scope": ""}
 
 
-def conditions(entry: Entry) -> list[tuple[str, str, str]]:
+def conditions(entry: ClaimEntry) -> list[tuple[str, str, str]]:
     """Return the name, the published value and ours of each condition."""
     devices = join_words([verdict.device for verdict in entry.verdicts if verdict.device])
     return [
@@ -154,7 +158,7 @@ def conditions(entry: Entry) -> list[tuple[str, str, str]]:
     ]
 
 
-def _runs(cells: Sequence[Cell], site: Site) -> list[tuple[Markup, str, str]]:
+def _runs(cells: Sequence[ClaimCell], site: Site) -> list[tuple[Markup, str, str]]:
     """Return the name, the commit and the most processes of each run with a cell."""
     most: dict[tuple[Markup, str], int] = {}
     for cell in cells:
@@ -163,7 +167,7 @@ def _runs(cells: Sequence[Cell], site: Site) -> list[tuple[Markup, str, str]]:
     return sorted((*key, amount(count, "process")) for key, count in most.items())
 
 
-def _run_link(cell: Cell, site: Site) -> Markup:
+def _run_link(cell: ClaimCell, site: Site) -> Markup:
     """Name the run of a cell, or both runs of a ratio; a file of a model has no page."""
     link = Markup('<a href="../{0}/index.html">{0}</a>')
     has_page = site.whole and cell.case_ids
@@ -171,7 +175,7 @@ def _run_link(cell: Cell, site: Site) -> Markup:
     return Markup(" over ").join(names)
 
 
-def _parts(entry: Entry, test: Test, site: Site) -> list[dict[str, Any]]:
+def _parts(entry: ClaimEntry, test: Test, site: Site) -> list[dict[str, Any]]:
     """Return the parts of the page about a test, one for each device."""
     return [
         {
@@ -186,7 +190,9 @@ def _parts(entry: Entry, test: Test, site: Site) -> list[dict[str, Any]]:
     ]
 
 
-def _table(test: Test, cells: Sequence[Cell], others: Sequence[Cell], site: Site) -> Markup:
+def _table(
+    test: Test, cells: Sequence[ClaimCell], others: Sequence[ClaimCell], site: Site
+) -> Markup:
     """Write the cells that count and, below them, other measurements of them, best first."""
     if not cells:
         return Markup("")

@@ -13,24 +13,24 @@ import pandas as pd
 
 from sparsebench._discovery import documents
 from sparsebench.results.formatting import plain
-from sparsebench.results.run.store import Run
+from sparsebench.results.run.store import StoredRun
 from sparsebench.results.tables.frame import fields
 
 
-def suite_name(run: Run) -> str:
+def suite_name(run: StoredRun) -> str:
     """Return the argument of `sparsebench run` for the suite of a run."""
     name = str(run.state.get("suite", ""))
     return name if name in documents("suites") else "suite.yaml"
 
 
-def selected_fields(run: Run, cases: pd.DataFrame) -> list[str]:
+def selected_fields(run: StoredRun, cases: pd.DataFrame) -> list[str]:
     """Return the fields that select a problem of a run from its suite."""
     named = ["op", *fields(cases)]
     part = bool(run.state.get("flags", {}).get("only"))
     return [n for n in named if (part and n != "op") or cases[n].nunique(dropna=False) > 1]
 
 
-def again_command(run: Run, cases: pd.DataFrame, case_id: str) -> str:
+def again_command(run: StoredRun, cases: pd.DataFrame, case_id: str) -> str:
     """Return the command that measures the problem of a case again, with all its contenders."""
     case = cases[cases.case_id == case_id].iloc[0]
     words = [f"{n}={plain(case[n])}" for n in selected_fields(run, cases) if _has_value(case[n])]

@@ -17,7 +17,7 @@ from sparsebench.reports.figures._html import note, wide
 from sparsebench.reports.figures._svg import ROLES
 from sparsebench.results.ceilings import Ceilings
 from sparsebench.results.formatting import significant
-from sparsebench.results.run.store import Run
+from sparsebench.results.run.store import StoredRun
 from sparsebench.results.tables.contests import SHORT_US
 
 TITLE = "Fraction of the hardware limit"
@@ -59,7 +59,7 @@ def _draw_chart(groups: list[tuple[str, pd.DataFrame]]) -> Markup:
     return chart.svg("fraction of the hardware limit by contender")
 
 
-def _ceilings(run: Run) -> str:
+def _ceilings(run: StoredRun) -> str:
     """Describe the ceilings of the device; "" if the run has none."""
     if not run.environment.get("ceilings"):
         return ""

@@ -21,7 +21,7 @@ from sparsebench.reports.figures._figure import Frames
 from sparsebench.reports.findings import general, headline, headlines
 from sparsebench.reports.grids import about
 from sparsebench.results.badges import Badge, badges
-from sparsebench.results.claims.cells import Cell
+from sparsebench.results.claims.cells import ClaimCell
 from sparsebench.results.claims.planned import PlannedClaim
 from sparsebench.results.comparison.causes import LIBRARIES
 from sparsebench.results.comparison.repeats import verdicts
@@ -157,12 +157,12 @@ def lines(cards: Iterable[Card]) -> pd.DataFrame:
     return pd.DataFrame(records, columns=[*OF_RUN, "place", *PLACE, *LINE, "wins"])
 
 
-def cells(cards: Iterable[Card]) -> dict[str, list[Cell]]:
+def cells(cards: Iterable[Card]) -> dict[str, list[ClaimCell]]:
     """Return the cells of all cards, by the claim's name."""
-    by_claim: dict[str, list[Cell]] = {}
+    by_claim: dict[str, list[ClaimCell]] = {}
     for card in cards:
         for name, records in card.cells.items():
-            by_claim.setdefault(name, []).extend(map(Cell.from_json, records))
+            by_claim.setdefault(name, []).extend(map(ClaimCell.from_json, records))
     return by_claim
 
 

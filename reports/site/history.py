@@ -40,7 +40,7 @@ class Point:
 
 
 @dataclass(frozen=True)
-class Case:
+class HistoryCase:
     """A case on one kind of GPU and its measurements, the oldest first."""
 
     gpu: str
@@ -60,7 +60,7 @@ def page(cards: Sequence[Card], site: Any) -> str:
     return render("site_history.html", site=site, gpus=gpus, width=WIDTH, units=units)
 
 
-def histories(cards: Sequence[Card]) -> list[Case]:
+def histories(cards: Sequence[Card]) -> list[HistoryCase]:
     """Return the cases that at least two verdicts measured, headlines and large gains first."""
     measured: dict[tuple[str, str], list[tuple[Card, Mapping[str, Any]]]] = {}
     for card in sorted(cards, key=lambda card: (card.started, card.slug)):
@@ -76,7 +76,9 @@ def histories(cards: Sequence[Card]) -> list[Case]:
     return sorted(cases, key=lambda case: (not case.is_headline, -case.best))
 
 
-def _case(gpu: str, measured: Sequence[tuple[Card, Mapping[str, Any]]], is_headline: bool) -> Case:
+def _case(
+    gpu: str, measured: Sequence[tuple[Card, Mapping[str, Any]]], is_headline: bool
+) -> HistoryCase:
     least = min(line["low"] for _, line in measured)
     most = max(line["high"] for _, line in measured)
 
@@ -90,7 +92,7 @@ def _case(gpu: str, measured: Sequence[tuple[Card, Mapping[str, Any]]], is_headl
         middle, low, high = map(place, ends)
         time, gain = duration(line["median_us"]), between(*ends)
         points.append(Point(card, time, gain, low, middle, high, change, style, differs))
-    return Case(gpu, _name(measured[-1][1]), is_headline, measured[-1][1]["gain"], points)
+    return HistoryCase(gpu, _name(measured[-1][1]), is_headline, measured[-1][1]["gain"], points)
 
 
 def _change(

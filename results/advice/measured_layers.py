@@ -57,7 +57,7 @@ TRAINED = "training"
 
 
 @dataclass(frozen=True)
-class Step:
+class ModelStep:
     """A decoding step of a whole model that was measured."""
 
     model: ModelShapes
@@ -91,7 +91,7 @@ class Evidence:
 
     gpus: Sequence[Gpu]
     measured: Sequence[Measured]
-    steps: Sequence[Step]
+    steps: Sequence[ModelStep]
     losses: Sequence[Loss] = ()
     schema: Literal["sparsebench/advice@2"] = SCHEMA
 
@@ -138,7 +138,7 @@ def collect_evidence(runs: Iterable[tuple[Analysis, str]], root: Path) -> Eviden
 
 def of_runs(runs: Iterable[tuple[Analysis, str]]) -> Evidence:
     """Return the layers and steps of runs on GPUs, each with its name."""
-    best: dict[tuple[str, ...], Measured | Step] = {}
+    best: dict[tuple[str, ...], Measured | ModelStep] = {}
     ceilings: dict[str, list[Mapping[str, Any]]] = {}
     for analysis, name in sorted(runs, key=_most_processes, reverse=True):
         facts = analysis.run.environment
@@ -151,7 +151,7 @@ def of_runs(runs: Iterable[tuple[Analysis, str]]) -> Evidence:
     return Evidence(
         [_gpu(name, environments) for name, environments in ceilings.items()],
         [each for each in best.values() if isinstance(each, Measured)],
-        [each for each in best.values() if isinstance(each, Step)],
+        [each for each in best.values() if isinstance(each, ModelStep)],
     )
 
 
@@ -205,7 +205,9 @@ def _gpu(name: str, environments: Sequence[Mapping[str, Any]]) -> Gpu:
     )
 
 
-def _of_run(analysis: Analysis, name: str) -> Iterator[tuple[tuple[str, str], Measured | Step]]:
+def _of_run(
+    analysis: Analysis, name: str
+) -> Iterator[tuple[tuple[str, str], Measured | ModelStep]]:
     """Yield the problem and the kind of each measured layer or step, and the measurement."""
     cases = analysis.cases
     usual = (cases.scope == "kernel") & (cases.cache == "cold") & cases.dtype.isin(DTYPES)
@@ -234,7 +236,7 @@ def _of_run(analysis: Analysis, name: str) -> Iterator[tuple[tuple[str, str], Me
         if line["op"] == "decoder":
             names = ("hidden", "intermediate", "layers", "heads", "kv_heads", "head_dim", "vocab")
             shapes = ModelShapes(name.rpartition("/")[2], *(int(line[size]) for size in names))
-            yield key, Step(shapes, layer, int(line["context"]), *about, *gains)
+            yield key, ModelStep(shapes, layer, int(line["context"]), *about, *gains)
         else:
             dense_us = round(float(line["gain"] * line["median_us"]), 3)
             yield key, Measured(layer, *about, str(line["kernel"]), dense_us, *gains)

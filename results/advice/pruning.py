@@ -31,7 +31,7 @@ from sparsebench.results.advice.layer_estimates import (
     Layer,
     Measured,
 )
-from sparsebench.results.advice.measured_layers import TRAINED, Evidence, Loss, Step
+from sparsebench.results.advice.measured_layers import TRAINED, Evidence, Loss, ModelStep
 from sparsebench.results.advice.step_model import BOUND, DECODED, ESTIMATE, REST, Gain, StepModel
 from sparsebench.results.formatting import amount, join_words, percent, times
 from sparsebench.results.model_shapes import ModelShapes
@@ -139,7 +139,7 @@ def advise(evidence: Evidence, model: ModelShapes, gpu: str, tokens: int) -> Ans
     )
 
 
-def leave_one_out(evidence: Evidence) -> list[tuple[Step, Gain]]:
+def leave_one_out(evidence: Evidence) -> list[tuple[ModelStep, Gain]]:
     """Return each step that was measured, and its estimate from layers of other shapes alone."""
     predicted = []
     for step in evidence.steps:
@@ -225,7 +225,7 @@ def _processes(count: int) -> str:
 
 def _measured_step(
     evidence: Evidence, step_model: StepModel, layer: Layer, gpu: Gpu
-) -> Step | None:
+) -> ModelStep | None:
     """Return the deepest measured step of such layers whose head has the same share of it."""
     names, model = ("hidden", "intermediate", "heads", "kv_heads", "head_dim"), step_model.model
     steps = [

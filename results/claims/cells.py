@@ -25,7 +25,7 @@ from sparsebench.results.formatting import between, significant
 from sparsebench.results.problem_names import name_parts
 from sparsebench.results.record import Status
 from sparsebench.results.run.provenance import Choices, choices_of
-from sparsebench.results.run.store import Run
+from sparsebench.results.run.store import StoredRun
 from sparsebench.results.statistics.ratio import FEWEST, IntervalKind, contest_logs, ratio
 from sparsebench.results.tables.analysis import Analysis
 from sparsebench.results.tables.cases import chose_dense
@@ -36,7 +36,7 @@ Line = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Cell:
+class ClaimCell:
     """One contest of one run, as a test sees it.
 
     fields     of the problem, with `level`, its sparsity
@@ -104,12 +104,12 @@ class Cell:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> "Cell":
+    def from_json(cls, data: Mapping[str, Any]) -> "ClaimCell":
         tuples = {name: tuple(data[name]) for name in ("case_ids", "logs")}
         return cls(**{**data, **tuples})
 
 
-def cells(test: Test, problems: Collection[str], analysis: Analysis) -> list[Cell]:
+def cells(test: Test, problems: Collection[str], analysis: Analysis) -> list[ClaimCell]:
     """Return the cells of a test in a run; `problems` are the ids of its problems."""
     run, cases = analysis.run, analysis.cases
     if cases.empty or set(problems).isdisjoint(cases.problem_id):  # so for most pairs of a site
@@ -127,7 +127,7 @@ def cells(test: Test, problems: Collection[str], analysis: Analysis) -> list[Cel
         at = {name: value for name, value in test.at.items() if name == "sparsity"}
         if not covers(test.model_copy(update={"at": at}), {"sparsity": lines[0]["sparsity"]}):
             continue  # its weights have another sparsity than the problem asks for
-        blank = Cell(
+        blank = ClaimCell(
             test=test.name,
             problem=str(problem),
             run=run.path.name,
@@ -152,7 +152,7 @@ def covers(test: Test, fields: Mapping[str, Any]) -> bool:
     return test.levels is None or test.levels[0] <= level <= test.levels[1]
 
 
-def file_problems(test: Test, measure: Measure | None, run: Run) -> set[str]:
+def file_problems(test: Test, measure: Measure | None, run: StoredRun) -> set[str]:
     """Return the ids of a run's problems from files below --data that a test includes.
 
     Without the files they cannot be planned, so those that a run of the suite has count.
@@ -165,7 +165,7 @@ def file_problems(test: Test, measure: Measure | None, run: Run) -> set[str]:
     return {name for name, problem in problems.items() if covers(test, problem.fields)}
 
 
-def is_outdone(test: Test, cell: Cell, others: Iterable[Cell]) -> bool:
+def is_outdone(test: Test, cell: ClaimCell, others: Iterable[ClaimCell]) -> bool:
     """Return whether a run of the same problem has a faster subject or baseline, beyond the noise.
 
     This holds only for a contender that the cell's own run left out, as a run does that confirms
@@ -184,7 +184,7 @@ def is_outdone(test: Test, cell: Cell, others: Iterable[Cell]) -> bool:
     return False
 
 
-def over_op(test: Test, measured: Sequence[Cell]) -> list[Cell]:
+def over_op(test: Test, measured: Sequence[ClaimCell]) -> list[ClaimCell]:
     """Return cells over those of the test's op `over` with equal fields; unchanged without `over`.
 
     Both are speedups over a dense product with as many operations, so this is a ratio of rates.
@@ -204,7 +204,7 @@ def over_op(test: Test, measured: Sequence[Cell]) -> list[Cell]:
     return ratios
 
 
-def value_text(test: Test, cell: Cell, template: str = "{}") -> str:
+def value_text(test: Test, cell: ClaimCell, template: str = "{}") -> str:
     """Write a value with its interval, if it has one: `1.106× [1.105, 1.107]`.
 
     The text names an interval that is no 95 % interval: `1.1× [1.0, 1.2], range over 3 processes`.
@@ -218,7 +218,7 @@ def value_text(test: Test, cell: Cell, template: str = "{}") -> str:
     return template.format(f"{significant(cell.value)}{unit}") + one
 
 
-def largest_value(test: Test, cell: Cell) -> float | None:
+def largest_value(test: Test, cell: ClaimCell) -> float | None:
     """Return the largest value that the device allows in a cell, in its unit; None if unknown."""
     return METRICS[test.metric].of(cell.bound, cell.density) if cell.bound else None
 
@@ -237,7 +237,7 @@ def matches(chosen: Chosen, contender: Mapping[str, Any]) -> bool:
     return all(f"{name}={value}" in words for name, value in chosen.options.items())
 
 
-def pool(members: Sequence[Cell], test: Test) -> Cell:
+def pool(members: Sequence[ClaimCell], test: Test) -> ClaimCell:
     """Return cells, each with a value, as one: the mean of their log-ratios in each process.
 
     Cells of different runs have different processes, which are paired in order.
@@ -252,7 +252,7 @@ def pool(members: Sequence[Cell], test: Test) -> Cell:
     return with_value(test, cell, [np.array([np.mean(logs)]) for logs in every_log])
 
 
-def with_value(test: Test, cell: Cell, logs: Sequence[Any]) -> Cell:
+def with_value(test: Test, cell: ClaimCell, logs: Sequence[Any]) -> ClaimCell:
     """Return a cell with its value and interval, from log-ratios by round, an array per process."""
     metric, estimate = METRICS[test.metric], ratio(logs, cell.between)
     ends = (estimate.value, estimate.low, estimate.high)
@@ -262,7 +262,7 @@ def with_value(test: Test, cell: Cell, logs: Sequence[Any]) -> Cell:
     return replace(cell, logs=medians, value=value, low=low, high=high, kind=str(kind))
 
 
-def _over(test: Test, cell: Cell, other: Cell) -> Cell:
+def _over(test: Test, cell: ClaimCell, other: ClaimCell) -> ClaimCell:
     both = replace(
         cell,
         case_ids=(*cell.case_ids, *other.case_ids),
@@ -279,14 +279,14 @@ def _over(test: Test, cell: Cell, other: Cell) -> Cell:
     return with_value(test, both, logs)
 
 
-def _place(cell: Cell) -> dict[str, Any]:
+def _place(cell: ClaimCell) -> dict[str, Any]:
     """Return the fields that two ops share; levels as achieved may differ by a tile."""
     return {name: value for name, value in cell.fields.items() if name not in ("op", "level")}
 
 
 def _cell(
-    test: Test, lines: list[Line], blank: Cell, rows: pd.DataFrame, launch_us: float
-) -> list[Cell]:
+    test: Test, lines: list[Line], blank: ClaimCell, rows: pd.DataFrame, launch_us: float
+) -> list[ClaimCell]:
     """Return the cell of a contest in a list; [] if the suite lacks a side, or did not measure."""
     subjects = [line for line in lines if matches(test.subject, line)]
     bases = [line for line in lines if matches(test.baseline, line)]

@@ -7,7 +7,7 @@ from math import log
 
 import numpy as np
 
-from sparsebench.results.claims.cells import Cell, largest_value, pool, value_text
+from sparsebench.results.claims.cells import ClaimCell, largest_value, pool, value_text
 from sparsebench.results.claims.metrics import METRICS, SIGNS
 from sparsebench.results.claims.schema import Test
 from sparsebench.results.formatting import are
@@ -41,17 +41,17 @@ class Decision:
 
     word: Word
     why: str
-    deciding: Sequence[Cell]
-    confirm: Cell | None = None
+    deciding: Sequence[ClaimCell]
+    confirm: ClaimCell | None = None
 
 
-def cell_state(test: Test, cell: Cell) -> str:
+def cell_state(test: Test, cell: ClaimCell) -> str:
     """Return whether a cell is "met", "missed" or "not settled"."""
     least, most = (cell.low, cell.high) if test.upward else (cell.high, cell.low)
     return "met" if test.meets(least) else "not settled" if test.meets(most) else "missed"
 
 
-def decide(test: Test, cells: Sequence[Cell], failed: int, unmeasured: int) -> Decision:
+def decide(test: Test, cells: Sequence[ClaimCell], failed: int, unmeasured: int) -> Decision:
     """Return the verdict on cells with values; others `failed` or are still `unmeasured`."""
     judged = [pool(cells, test)] if test.quantifier == "typical" else cells
     met, missed, open_ = (
@@ -66,7 +66,7 @@ def decide(test: Test, cells: Sequence[Cell], failed: int, unmeasured: int) -> D
     counted = f"{len(met)} of {are(every, 'cell')} {sign} {test.limit_text}{test.over_text}"
     counted += f", {failed} without a value" if failed else ""
 
-    def because(cell: Cell, end: str = "") -> str:
+    def because(cell: ClaimCell, end: str = "") -> str:
         if typical:
             name = f"the mean of {number} cells is" if every > 1 else "the only cell has"
             return f"{name} {_against_claim(test, cell)}{end}."
@@ -89,7 +89,11 @@ def decide(test: Test, cells: Sequence[Cell], failed: int, unmeasured: int) -> D
 
 
 def _one_of(
-    test: Test, cells: Sequence[Cell], met: list[Cell], open_: list[Cell], unmeasured: int
+    test: Test,
+    cells: Sequence[ClaimCell],
+    met: list[ClaimCell],
+    open_: list[ClaimCell],
+    unmeasured: int,
 ) -> Decision:
     """Judge by one cell; the best of several must be met in a run made for it."""
     alone = len(cells) == 1 and not unmeasured
@@ -116,7 +120,7 @@ def _one_of(
     return Decision(word, f"{why}{end}.", [best], confirm if best.processes < FEWEST else None)
 
 
-def _miss(test: Test, best: Cell, cells: Sequence[Cell]) -> tuple[Word, str]:
+def _miss(test: Test, best: ClaimCell, cells: Sequence[ClaimCell]) -> tuple[Word, str]:
     """Return the word for cells that all miss the limit, and the end of its reason.
 
     A part of the claim may hold, or the device's ceilings may not allow the limit in any cell.
@@ -131,11 +135,11 @@ def _miss(test: Test, best: Cell, cells: Sequence[Cell]) -> tuple[Word, str]:
     return Word.REFUTED, ""
 
 
-def _best(test: Test, cells: Sequence[Cell], worst: bool = False) -> Cell:
+def _best(test: Test, cells: Sequence[ClaimCell], worst: bool = False) -> ClaimCell:
     return (max if test.upward != worst else min)(cells, key=lambda cell: cell.value)
 
 
-def _against_claim(test: Test, cell: Cell) -> str:
+def _against_claim(test: Test, cell: ClaimCell) -> str:
     """Write a value with its quantity, and the claim: `a speedup of 1.1×; the claim requires ...`.
 
     The quantity may be 27.1 % [26.8, 27.3] of the ideal speedup.
@@ -144,7 +148,7 @@ def _against_claim(test: Test, cell: Cell) -> str:
     return f"{value}; the claim requires at {'least' if test.upward else 'most'} {test.limit_text}"
 
 
-def _needed(test: Test, cell: Cell) -> str:
+def _needed(test: Test, cell: ClaimCell) -> str:
     """Say how many processes would settle a cell whose interval contains the limit.
 
     More processes of a run do not narrow what cards add to the interval.

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from sparsebench.errors import ResultError
-from sparsebench.results.claims.cells import Cell, with_value
+from sparsebench.results.claims.cells import ClaimCell, with_value
 from sparsebench.results.claims.metrics import METRICS
 from sparsebench.results.claims.schema import Test
 from sparsebench.results.files import from_json
@@ -48,7 +48,7 @@ def read_model_file(path: Path) -> ModelFile:
     raise ResultError(f"{path}: expected {WIDTHS_SCHEMA} or {WHOLE_SCHEMA}; found {actual}")
 
 
-def model_cells(test: Test, file: ModelFile, name: str) -> Iterator[Cell]:
+def model_cells(test: Test, file: ModelFile, name: str) -> Iterator[ClaimCell]:
     """Yield a cell for each sparse model, or for the whole model; `name` is the file's.
 
     A file that lacks the subject or the baseline of a test has no cell.
@@ -71,14 +71,14 @@ def model_cells(test: Test, file: ModelFile, name: str) -> Iterator[Cell]:
 
 def _trained_cell(
     test: Test, equal: str, seeds: Sequence[PatternTraining], file: PatternTrainings, name: str
-) -> Cell:
+) -> ClaimCell:
     column = METRICS[test.metric].column.replace("time", "step_us")
     first, pairs = seeds[0], [(one, file.dense_match(one, equal)) for one in seeds]
     values = [(getattr(dense, column), getattr(one, column)) for one, dense in pairs if dense]
     logs = [np.array([log(base / subject)]) for base, subject in values if base and subject]
     named = {"op": "train-lm", "data": file.data, "weights": first.pattern, "block": first.block}
     width = next((dense.width for _, dense in pairs if dense), 0)
-    cell = Cell(
+    cell = ClaimCell(
         test=test.name,
         problem=" ".join(map(str, first.model)),
         run=name,
@@ -97,7 +97,7 @@ def _whole_cell(
     baselines: Sequence[MlpTiming],
     file: ModelTimings,
     name: str,
-) -> Cell:
+) -> ClaimCell:
     model = {field: value for field, value in file.model.items() if field != "active"}
     tokens = {"dtype": file.dtype, "m": subjects[0].tokens}
     column = METRICS[test.metric].column.replace("time", "time_us")
@@ -107,7 +107,7 @@ def _whole_cell(
     if absent := [side for side, timings in measured.items() if not timings]:
         why = (f"{each.mlp}: {each.detail or 'not measured'}" for each in sides[absent[0]])
         reason = f"no {absent[0]} ran: {'; '.join(why)}"
-    cell = Cell(
+    cell = ClaimCell(
         test=test.name,
         problem=f"{test.whole} {sorted(model.items())} {tokens}",
         run=name,

@@ -6,7 +6,7 @@ The harness makes it, because planning expands a suite; reports and sites read i
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from sparsebench.results.claims.cells import Cell, cells, file_problems
+from sparsebench.results.claims.cells import ClaimCell, cells, file_problems
 from sparsebench.results.claims.schema import Claim, ClaimFile
 from sparsebench.results.claims.verdict import Verdict, judge
 from sparsebench.results.tables.analysis import Analysis
@@ -24,7 +24,7 @@ class PlannedClaim:
     written: ClaimFile
     problems: Mapping[str, Collection[str]]
     refused: Mapping[str, str] = field(default_factory=dict)
-    model_cells: Sequence[Cell] = ()
+    model_cells: Sequence[ClaimCell] = ()
 
     @property
     def name(self) -> str:
@@ -34,7 +34,7 @@ class PlannedClaim:
     def claim(self) -> Claim:
         return self.written.claim
 
-    def cells(self, analysis: Analysis) -> list[Cell]:
+    def cells(self, analysis: Analysis) -> list[ClaimCell]:
         """Return the cells of all its tests in a run."""
         return [
             cell
@@ -49,7 +49,7 @@ class PlannedClaim:
             )
         ]
 
-    def verdicts(self, measured: Sequence[Cell]) -> list[Verdict]:
+    def verdicts(self, measured: Sequence[ClaimCell]) -> list[Verdict]:
         """Return the verdicts on its cells, one per device, or one without a device."""
         return judge(self.name, self.claim, measured, self.problems, self.refused)
 

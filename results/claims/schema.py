@@ -66,7 +66,7 @@ Level = Annotated[float, Field(ge=0, lt=1)]
 Scalar = str | int | float | bool
 
 
-class _Model(BaseModel):
+class _ClaimModel(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
     @model_validator(mode="before")
@@ -77,7 +77,7 @@ class _Model(BaseModel):
         return data
 
 
-class Source(_Model):
+class ClaimSource(_ClaimModel):
     """The source of a statement, and how we checked that it says so."""
 
     title: Text
@@ -87,7 +87,7 @@ class Source(_Model):
     checked: Text
 
 
-class Hardware(_Model):
+class Hardware(_ClaimModel):
     """The GPUs that a statement names, and whether it is about them or about any GPU."""
 
     scope: Literal["named", "general"]
@@ -100,14 +100,14 @@ class Hardware(_Model):
         return self
 
 
-class Condition(_Model):
+class Condition(_ClaimModel):
     """A condition: the published value and ours; null is an unknown one, or one not measured."""
 
     published: str | int | float | None
     ours: str | int | float | None = None
 
 
-class Chosen(_Model):
+class Chosen(_ClaimModel):
     """A choice of contenders: of a format, of these kernels, with these options."""
 
     format: str | None = None
@@ -126,7 +126,7 @@ class Chosen(_Model):
         return [self.kernel] if isinstance(self.kernel, str) else self.kernel
 
 
-class Measure(_Model):
+class Measure(_ClaimModel):
     """What to run: a suite by name or file, or one given here."""
 
     suite: str | None = None
@@ -152,7 +152,7 @@ class Measure(_Model):
         return self
 
 
-class Test(_Model):
+class Test(_ClaimModel):
     """One threshold on one metric over some cells."""
 
     __test__ = False  # pytest collects classes of this name
@@ -263,14 +263,14 @@ class Test(_Model):
         return f"{metric} {sign} {self.limit_text} {how[self.quantifier]}"
 
 
-class Claim(_Model):
+class Claim(_ClaimModel):
     """A claim; the module's docstring shows an example."""
 
     schema_: Literal["sparsebench/claim@1"] = Field(alias="schema")
     title: Text
     statement: Text
     verbatim: bool
-    source: Source
+    source: ClaimSource
     hardware: Hardware
     conditions: dict[str, Condition] = Field(min_length=1)
     readings: list[Text] = []
@@ -305,7 +305,7 @@ class Claim(_Model):
 
 KEYS = [
     info.alias or name
-    for model in (Claim, Source, Hardware, Condition, Chosen, Measure, Test)
+    for model in (Claim, ClaimSource, Hardware, Condition, Chosen, Measure, Test)
     for name, info in model.model_fields.items()
 ]
 

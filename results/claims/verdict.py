@@ -35,7 +35,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
-from sparsebench.results.claims.cells import Cell, is_outdone, over_op
+from sparsebench.results.claims.cells import ClaimCell, is_outdone, over_op
 from sparsebench.results.claims.decision import OPEN, Word, cell_state, decide
 from sparsebench.results.claims.schema import Claim, Hardware, Test
 from sparsebench.results.formatting import capital, join_words
@@ -83,11 +83,11 @@ class TestVerdict:
     word: Word
     basis: Basis
     why: str
-    cells: tuple[Cell, ...] = ()
-    deciding: tuple[Cell, ...] = ()
+    cells: tuple[ClaimCell, ...] = ()
+    deciding: tuple[ClaimCell, ...] = ()
     tendency: Word | None = None
-    confirm: Cell | None = None
-    others: tuple[Cell, ...] = ()
+    confirm: ClaimCell | None = None
+    others: tuple[ClaimCell, ...] = ()
     limit: str = ""
 
 
@@ -125,7 +125,7 @@ class Verdict:
 def judge(
     name: str,
     claim: Claim,
-    cells: Sequence[Cell],
+    cells: Sequence[ClaimCell],
     problems: Mapping[str, Collection[str]],
     refused: Mapping[str, str] | None = None,
 ) -> list[Verdict]:
@@ -169,7 +169,7 @@ def basis_of(hardware: Hardware, device: str, proxy: bool) -> Basis:
 
 
 def _test(
-    claim: Claim, test: Test, measured: list[Cell], problems: set[str], refused: str
+    claim: Claim, test: Test, measured: list[ClaimCell], problems: set[str], refused: str
 ) -> TestVerdict:
     unmeasured = len(problems - {cell.problem for cell in measured})
     measured = over_op(test, measured)
@@ -211,13 +211,13 @@ def _test(
     )
 
 
-def _one_per_problem(test: Test, cells: Sequence[Cell]) -> list[Cell]:
+def _one_per_problem(test: Test, cells: Sequence[ClaimCell]) -> list[ClaimCell]:
     """Return one cell per problem, by the order in the module's text."""
-    by_problem: dict[str, list[Cell]] = {}
+    by_problem: dict[str, list[ClaimCell]] = {}
     for cell in cells:
         by_problem.setdefault(cell.problem, []).append(cell)
 
-    def rank(cell: Cell) -> tuple[Any, ...]:
+    def rank(cell: ClaimCell) -> tuple[Any, ...]:
         outdone = is_outdone(test, cell, by_problem[cell.problem])
         return not cell.reason, cell.reliable, not outdone, cell.confirms, *cell.weight
 

@@ -30,7 +30,7 @@ from sparsebench.results.formatting import between
 from sparsebench.results.record import Status
 from sparsebench.results.run import store
 from sparsebench.results.run.provenance import device_name, flat
-from sparsebench.results.run.store import Run
+from sparsebench.results.run.store import StoredRun
 from sparsebench.results.statistics.outcome import DIFFERENT, Outcome
 from sparsebench.results.statistics.ratio import FEWEST
 from sparsebench.results.tables.analysis import Analysis
@@ -166,7 +166,7 @@ def other_devices(
     problems = {row.case.problem.id for run in here.runs for row in run.rows}
     cases = {row.case.id for run in here.runs for row in run.rows}
     ours = {run.path.resolve() for run in here.runs}
-    by_device: dict[str, list[Run]] = {}
+    by_device: dict[str, list[StoredRun]] = {}
     others, errors = [], []
     for path in (path for path in bundles(paths) if path.resolve() not in ours):
         try:

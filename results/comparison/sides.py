@@ -34,7 +34,7 @@ from sparsebench.results.run.provenance import (
     flat,
     names_device,
 )
-from sparsebench.results.run.store import Run
+from sparsebench.results.run.store import StoredRun
 from sparsebench.results.tables.analysis import Analysis, analyse
 from sparsebench.results.tables.frame import KEYS, NAMES, fields
 
@@ -52,7 +52,7 @@ class Side:
     analyses: Sequence[Analysis]
 
     @property
-    def runs(self) -> list[Run]:
+    def runs(self) -> list[StoredRun]:
         return [analysis.run for analysis in self.analyses]
 
     @property
@@ -79,7 +79,7 @@ class Side:
         return lines.loc[ranked.drop_duplicates(KEYS).index.sort_values()]
 
 
-def side(*runs: Run, name: str = "") -> Side:
+def side(*runs: StoredRun, name: str = "") -> Side:
     """Return a side, by default with the name of its device."""
     return Side(name or device_name(runs[0].environment), [analyse(run) for run in runs])
 
@@ -114,7 +114,7 @@ def cells(analysis: Analysis) -> pd.DataFrame:
     )
 
 
-def distinct_names(runs: Sequence[Run]) -> list[str]:
+def distinct_names(runs: Sequence[StoredRun]) -> list[str]:
     """Return short names that tell runs apart: of devices, commits or folders, or else letters."""
     commits = [str(run.environment.get("commit") or "")[:7] for run in runs]
     devices = [short_name(device_name(run.environment)) for run in runs]

@@ -20,11 +20,11 @@ from sparsebench.results.formatting import amount
 from sparsebench.results.record import WRONG, Row, Status
 from sparsebench.results.run.bundle import ROWS
 from sparsebench.results.run.provenance import device_name
-from sparsebench.results.run.store import Run
+from sparsebench.results.run.store import StoredRun
 from sparsebench.results.statistics.ratio import FEWEST
 
 
-def check_consistency(run: Run) -> Iterator[str]:
+def check_consistency(run: StoredRun) -> Iterator[str]:
     """Yield one line for each check that passes; raises ResultError at the first failure.
 
     No line is about nothing, such as times on a CPU, which have no hardware limit. The run is
@@ -56,7 +56,7 @@ def check_consistency(run: Run) -> Iterator[str]:
     yield f"operands: {equal}, each with the same bits in every replicate"
 
 
-def _devices(run: Run, rows: list[Row]) -> str:
+def _devices(run: StoredRun, rows: list[Row]) -> str:
     """Return the GPU's UUID or the CPU's name; for a merged run, those of all shards.
 
     Raises ResultError if a row is from another device, or a contest from two.
@@ -76,7 +76,7 @@ def _devices(run: Run, rows: list[Row]) -> str:
     return ", ".join(devices)
 
 
-def _equal_replicates(run: Run, rows: list[Row]) -> int:
+def _equal_replicates(run: StoredRun, rows: list[Row]) -> int:
     """Return the number of replicates; raises ResultError if their cases differ."""
     count: int = run.state["flags"]["replicates"]
     seen: dict[int, dict[tuple[Any, ...], Row]] = {replicate: {} for replicate in range(count)}
@@ -92,7 +92,7 @@ def _equal_replicates(run: Run, rows: list[Row]) -> int:
     return len(seen)
 
 
-def _clean_samples(run: Run, rows: list[Row]) -> int:
+def _clean_samples(run: StoredRun, rows: list[Row]) -> int:
     """Return the number of samples."""
     for row in rows:
         if (row.status is Status.OK) != bool(row.samples_us):
@@ -106,7 +106,7 @@ def _clean_samples(run: Run, rows: list[Row]) -> int:
     return sum(len(row.samples_us) for row in rows)
 
 
-def _pairs(run: Run, replicates: int) -> int:
+def _pairs(run: StoredRun, replicates: int) -> int:
     """Return the number of A/A pairs with times in the replicate with the fewest.
 
     Raises ResultError if a replicate has none among its reference rows.
@@ -121,7 +121,7 @@ def _pairs(run: Run, replicates: int) -> int:
     return min(pairs[replicate] for replicate in range(replicates))
 
 
-def _right(run: Run, rows: list[Row]) -> int:
+def _right(run: StoredRun, rows: list[Row]) -> int:
     """Return the number of ok rows; raises ResultError if one has no error or exceeds its bound."""
     ok_rows = [row for row in rows if row.status is Status.OK]
     for row in ok_rows:
@@ -134,7 +134,7 @@ def _right(run: Run, rows: list[Row]) -> int:
     return len(ok_rows)
 
 
-def _above_bounds(run: Run, rows: list[Row]) -> int:
+def _above_bounds(run: StoredRun, rows: list[Row]) -> int:
     """Return the number of rows with a bound; on a CPU, whose cores are shared, no row counts."""
     timed = [row for row in rows if row.status is Status.OK and row.clock != "host"]
     bound = [row for row in timed if row.bound_us]
@@ -145,7 +145,7 @@ def _above_bounds(run: Run, rows: list[Row]) -> int:
     return len(bound)
 
 
-def _equal_operands(run: Run, rows: list[Row]) -> int:
+def _equal_operands(run: StoredRun, rows: list[Row]) -> int:
     """Return the number of problems; raises ResultError if a problem has two digests."""
     digests: dict[str, str] = {}
     for row in rows:
@@ -156,7 +156,7 @@ def _equal_operands(run: Run, rows: list[Row]) -> int:
     return len(digests)
 
 
-def _error(run: Run, row: Row, expected: str, actual: Any) -> ResultError:
+def _error(run: StoredRun, row: Row, expected: str, actual: Any) -> ResultError:
     """Name a row by file, problem, contender, scope, cache state and replicate."""
     named = f"problem {row.case.problem.id} {row.case.contender.label} {row.scope} {row.cache}"
     where = f"{run.path / ROWS}: {named} in replicate {row.replicate}"

@@ -116,7 +116,7 @@ class _Suite(_Typed):
 
 
 @dataclass(frozen=True)
-class Run:
+class StoredRun:
     """A run as read from disk; `reference` are the rows of its noise-floor contests."""
 
     path: Path
@@ -236,7 +236,7 @@ def runs_in(folder: Path) -> list[Path]:
     return sorted(file.parent for file in folder.glob("*/run.json"))
 
 
-def read(path: Path | str) -> Run:
+def read(path: Path | str) -> StoredRun:
     """Read a run directory and drop a torn last row; raises ResultError for anything else."""
     path = Path(path)
     bundle.require_directory(path)
@@ -247,7 +247,7 @@ def read(path: Path | str) -> Run:
         expected = "expected times of a device, found those of a simulated GPU"
         raise ResultError(f"{path}: {expected}, which 0.4 no longer reads")
     every_row = rows(path)
-    return Run(
+    return StoredRun(
         path=path,
         suite=_check_types(path / "suite.yaml", suite, _Suite),
         suite_text=suite_text,

@@ -13,7 +13,7 @@ from functools import cached_property
 import pandas as pd
 
 from sparsebench.results.run.provenance import Choices, choices_of, device_name
-from sparsebench.results.run.store import Run
+from sparsebench.results.run.store import StoredRun
 from sparsebench.results.tables.cases import by_size, summary
 from sparsebench.results.tables.contests import with_gains
 from sparsebench.results.tables.frame import frame
@@ -25,7 +25,7 @@ from sparsebench.results.tables.noise import Noise, noise
 class Analysis:
     """A run with its tables; their columns are those of `frame`, `Noise` and `summary`."""
 
-    run: Run
+    run: StoredRun
     rows: pd.DataFrame
     noise: Noise
     cases: pd.DataFrame
@@ -45,12 +45,12 @@ class Analysis:
         return views(self.timed)
 
 
-def analyse(run: Run) -> Analysis:
+def analyse(run: StoredRun) -> Analysis:
     """Analyse a run. A million samples take about two seconds."""
     return Analysis(run, *tables(run))
 
 
-def tables(run: Run) -> tuple[pd.DataFrame, Noise, pd.DataFrame]:
+def tables(run: StoredRun) -> tuple[pd.DataFrame, Noise, pd.DataFrame]:
     """Return the rows, the noise and the cases of a run."""
     rows = frame(run.rows)
     pairs = noise(rows, frame(run.reference))

@@ -22,7 +22,7 @@ from sparsebench.errors import ResultError
 from sparsebench.results.record import Status
 from sparsebench.results.run import store
 from sparsebench.results.run.provenance import device_name
-from sparsebench.results.run.store import Run
+from sparsebench.results.run.store import StoredRun
 from sparsebench.results.tables.frame import KEYS, fields, frame, records
 
 SLOWER = 1.05  # ratio to the default's time; most A/A pairs within a process differ by less
@@ -86,7 +86,7 @@ def slower_than_elsewhere(tables: Mapping[str, pd.DataFrame]) -> list[Doubt]:
     ]
 
 
-def warnings(run: Run, others: Iterable[Path] = ()) -> Iterator[str]:
+def warnings(run: StoredRun, others: Iterable[Path] = ()) -> Iterator[str]:
     """Yield a line for each doubt within a run, and between it and the runs in `others`.
 
     Skips runs on another kind of GPU, and yields a line for each run that cannot be read.

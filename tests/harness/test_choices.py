@@ -17,7 +17,7 @@ from sparsebench.harness.run.run_json import Flags
 from sparsebench.kernels._common.search import MOST_LINES, finalists
 from sparsebench.results.run import store
 from sparsebench.results.run.provenance import Choices, choices_of
-from sparsebench.results.run.store import Run
+from sparsebench.results.run.store import StoredRun
 from sparsebench.results.statistics.outcome import DIFFERENT, Outcome
 from sparsebench.results.tables.analysis import analyse
 from tests.simulated.gpu_model import WAYS
@@ -36,20 +36,20 @@ efficiency: {dense/cublas: 0.5, bsr/bsr_triton: 0.5, csr/cusparse_csr: 0.505}
 
 
 @pytest.fixture(scope="module")
-def verdict(in_one_process: None, tmp_path_factory: pytest.TempPathFactory) -> Run:
+def verdict(in_one_process: None, tmp_path_factory: pytest.TempPathFactory) -> StoredRun:
     """Return a run of eight processes whose searches have a regret."""
     folder = tmp_path_factory.mktemp("verdict")
     return measured(folder, "regret: 0.01", replicates=8, only="m=1|2|3|4")
 
 
-def measured(folder: Path, spec: str, replicates: int, only: str = "") -> Run:
+def measured(folder: Path, spec: str, replicates: int, only: str = "") -> StoredRun:
     (folder / "mine.yaml").write_text(SUITE)
     (folder / "spec.yaml").write_text(SPEC + spec)
     flags = Flags(f"sim:{folder / 'spec.yaml'}", replicates=replicates, only=only)
     return store.read(measure(read(str(folder / "mine.yaml")), flags, folder / "run", None))
 
 
-def choices_by_case(run: Run) -> dict[str, list[Any]]:
+def choices_by_case(run: StoredRun) -> dict[str, list[Any]]:
     """Return what each case settled on, process by process."""
     result: dict[str, list[Any]] = {}
     for row in sorted([*run.rows, *run.reference], key=lambda row: row.replicate):
@@ -57,7 +57,7 @@ def choices_by_case(run: Run) -> dict[str, list[Any]]:
     return result
 
 
-def as_original(run: Run) -> bool:
+def as_original(run: StoredRun) -> bool:
     """Say whether every twin did in each process what its original did."""
     lines = analyse(run).rows
     same = lines.groupby(["problem_id", "format", "kernel", "replicate"]).choice.nunique()
@@ -68,14 +68,14 @@ def held(cases: pd.DataFrame) -> pd.DataFrame:
     return cases[~cases.twin.astype(bool) & ~cases.baseline.astype(bool)]
 
 
-def test_each_process_of_a_verdict_searches(verdict: Run) -> None:
+def test_each_process_of_a_verdict_searches(verdict: StoredRun) -> None:
     assert choices_of(verdict.state) is Choices.AMONG
     result = choices_by_case(verdict).values()
     assert np.median([len({choice["way"] for choice in choices}) for choices in result]) >= 4
     assert as_original(verdict)
 
 
-def test_later_processes_search_among_the_finalists_of_the_first(verdict: Run) -> None:
+def test_later_processes_search_among_the_finalists_of_the_first(verdict: StoredRun) -> None:
     rows = [row for row in (*verdict.rows, *verdict.reference) if not row.case.contender.twin]
     first = {row.case.id: row for row in rows if row.replicate == 0}
     for row in rows:
@@ -86,7 +86,9 @@ def test_later_processes_search_among_the_finalists_of_the_first(verdict: Run) -
         assert len(earlier) < WAYS
 
 
-def test_a_resumed_run_takes_the_finalists_from_its_rows(verdict: Run, tmp_path: Path) -> None:
+def test_a_resumed_run_takes_the_finalists_from_its_rows(
+    verdict: StoredRun, tmp_path: Path
+) -> None:
     suite, flags = read(str(verdict.path.parent / "mine.yaml")), Flags(**verdict.state["flags"])
     flags = replace(flags, device=f"sim:{verdict.path.parent / 'spec.yaml'}")
 
@@ -108,7 +110,7 @@ def test_in_a_look_the_first_process_searches_for_all(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("command", ["reproduce", exhaustive("confirm")])
-def test_a_repeated_run_searches_again(command: str, verdict: Run, tmp_path: Path) -> None:
+def test_a_repeated_run_searches_again(command: str, verdict: StoredRun, tmp_path: Path) -> None:
     device = f"sim:{verdict.path.parent / 'spec.yaml'}"
     arguments = verdict.path, repeat.Setup(device, None, tmp_path / "again")
     cells = {"cases": 1, "replicates": 6} if command == "confirm" else {}
@@ -117,7 +119,9 @@ def test_a_repeated_run_searches_again(command: str, verdict: Run, tmp_path: Pat
     assert any(row.candidates for row in again.rows if row.case.contender.baseline)
 
 
-def test_a_reproduction_inherits_the_choices_of_each_process(verdict: Run, tmp_path: Path) -> None:
+def test_a_reproduction_inherits_the_choices_of_each_process(
+    verdict: StoredRun, tmp_path: Path
+) -> None:
     device = f"sim:{verdict.path.parent / 'spec.yaml'}"
     setup = repeat.Setup(device, None, tmp_path / "again", inherit=True)
     again = store.read(repeat.reproduce(verdict.path, setup))
@@ -147,7 +151,7 @@ def test_verdicts_on_the_simulated_gpu_are_right(tmp_path: Path) -> None:
     assert not (faster.outcome == Outcome.EQUAL).any()
 
 
-def test_with_regret_intervals_on_the_simulated_gpu_hold_the_truth(verdict: Run) -> None:
+def test_with_regret_intervals_on_the_simulated_gpu_hold_the_truth(verdict: StoredRun) -> None:
     cases = held(analyse(verdict).cases)
     truth = np.where(cases.kernel == "bsr_triton", 1.0, 1.01)
     assert np.mean((cases.speedup_low <= truth) & (truth <= cases.speedup_high)) >= 0.9

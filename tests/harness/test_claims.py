@@ -10,11 +10,11 @@ import pytest
 
 from sparsebench.errors import SuiteError
 from sparsebench.harness.claims import checking, claim_plan
-from sparsebench.harness.claims.checking import Evidence, check, evidence
+from sparsebench.harness.claims.checking import ClaimEvidence, check, evidence
 from sparsebench.harness.run import measure
 from sparsebench.harness.run.measure import RunOptions
 from sparsebench.harness.run.run_json import Flags
-from sparsebench.results.claims.cells import Cell, cells
+from sparsebench.results.claims.cells import ClaimCell, cells
 from sparsebench.results.claims.decision import Word
 from sparsebench.results.claims.schema import Claim, ClaimFile, Test
 from sparsebench.results.claims.verdict import Verdict
@@ -45,7 +45,7 @@ def device(folder: Path, efficiency: float) -> str:
 QUIET = RunOptions()
 
 
-def judged(result: Evidence) -> Verdict:
+def judged(result: ClaimEvidence) -> Verdict:
     """Return the only verdict on the only claim."""
     ((verdict,),) = result.verdicts().values()
     return verdict
@@ -89,7 +89,7 @@ def test_a_claim_is_judged_from_one_file(old, new, ran, word, tmp_path, request)
 
 
 def test_an_unreliable_confirming_run_is_repeated(fast, tmp_path, monkeypatch) -> None:
-    def doubted(test: Test, problems: set[str], analysis: Analysis) -> list[Cell]:
+    def doubted(test: Test, problems: set[str], analysis: Analysis) -> list[ClaimCell]:
         reliable = analysis.run.path.name != "mine-confirmed"
         return [replace(c, reliable=reliable) for c in cells(test, problems, analysis)]
 
@@ -152,7 +152,7 @@ def test_a_check_ends_at_its_time_and_the_next_one_resumes_it(tmp_path, monkeypa
     assert store.read(to / "first").state["status"] == "interrupted"
     assert not (to / "second").exists()
     now[0] = 0.0
-    planned: list[Evidence] = []
+    planned: list[ClaimEvidence] = []
     result = check([first, second], flags, [], to, RunOptions(until=1.0), planned=planned.append)
     assert not result.left
     assert {path.name for path in to.iterdir() if path.is_dir()} == {"first", "second"}

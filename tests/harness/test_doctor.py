@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from sparsebench.harness.doctor import examination, findings, other_work, timing_checks
-from sparsebench.harness.doctor.findings import Finding, Level
+from sparsebench.harness.doctor.findings import DoctorFinding, Level
 from sparsebench.harness.doctor.other_work import Spent, host
 from sparsebench.harness.machine.nvml import board
 from tests.emulation.fake_nvml import pynvml
@@ -20,7 +20,7 @@ OK, NOTE, WARNING = Level.OK, Level.NOTE, Level.WARNING
 LOAD = {"seconds": 1.0, "sm_mhz": 1980.0, "temperature_c": 60.0}
 LOAD |= {"power_capped_us": 0.0, "thermal_us": 0.0, "hardware_us": 0.0}
 
-READINGS: list[tuple[Finding, Level]] = [
+READINGS: list[tuple[DoctorFinding, Level]] = [
     (findings.others([4711], 0), WARNING),
     (findings.others(None, 40), WARNING),
     (findings.others(None, None), NOTE),
@@ -61,7 +61,7 @@ READINGS: list[tuple[Finding, Level]] = [
 
 
 @pytest.mark.parametrize(("finding", "level"), READINGS, ids=lambda value: str(value)[:100])
-def test_readings_have_their_level(finding: Finding, level: Level) -> None:
+def test_readings_have_their_level(finding: DoctorFinding, level: Level) -> None:
     assert finding.level is level
     assert level is OK or finding.means or "corrected" in finding.found
 

@@ -11,7 +11,7 @@ import pytest
 
 from sparsebench.harness.bench.contest_state import LONGEST, traceback_of
 from sparsebench.harness.commands._console import message_printer
-from sparsebench.harness.doctor.findings import Finding, Level, failure
+from sparsebench.harness.doctor.findings import DoctorFinding, Level, failure
 from sparsebench.harness.plan.suite import Contest
 from sparsebench.harness.run import worker_process
 from sparsebench.harness.run.runner import Runner
@@ -123,7 +123,7 @@ def test_debug_reports_every_traceback(debug, monkeypatch, capsys) -> None:
     on_message = message_printer(debug)
     for number in range(2):
         on_message(failure(f"case {number}: it [b]raised[/]", f"Traceback of {number}"))
-    on_message(Finding(Level.WARNING, "heat", "90 °C"))
+    on_message(DoctorFinding(Level.WARNING, "heat", "90 °C"))
     text = capsys.readouterr().err
     assert "case 0: it [b]raised[/]" in text
     assert ("case 1" in text) == ("Traceback of 1" in text) == debug

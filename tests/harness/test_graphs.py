@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from scipy.sparse.csgraph import shortest_path
 
-from sparsebench.harness.inputs.grid import Grid
+from sparsebench.harness.inputs.grid import ValueGrid
 from sparsebench.harness.patterns.block_diagonal import clique_cells, cliques
 from sparsebench.harness.patterns.scale_free import hub_cells, hubs
 from sparsebench.harness.patterns.small_world import MOVED, ring, ring_cells
@@ -64,7 +64,7 @@ def test_the_largest_hubs_are_as_large_as_a_library_s() -> None:
 
 @pytest.mark.parametrize("shape", [(1, 1), (6, 6), (7, 4), (5, 12)])
 def test_cliques_share_rows_and_columns_evenly(shape: tuple[int, int]) -> None:
-    for parts, cells in enumerate(clique_cells(Grid(*shape)), start=1):
+    for parts, cells in enumerate(clique_cells(ValueGrid(*shape)), start=1):
         result = cliques(np.zeros(shape, np.int32), parts)
         assert result.sum() == cells
         assert len(np.unique(result, axis=0)) == parts

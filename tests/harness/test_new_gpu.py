@@ -20,7 +20,7 @@ from sparsebench.reports import survey_page
 from sparsebench.reports.survey_page import write
 from sparsebench.results.run import bundle, store
 from sparsebench.results.run.provenance import Choices
-from sparsebench.results.run.store import Run
+from sparsebench.results.run.store import StoredRun
 from sparsebench.results.statistics.ratio import FEWEST
 from sparsebench.results.tables.analysis import analyse
 from tests.simulated.timed import timed
@@ -95,7 +95,7 @@ def test_a_survey_uses_its_budget_and_settles_the_problems_that_decide(
     assert result.left  # so only winners were measured again
 
 
-def complete(run: Run) -> list[str]:
+def complete(run: StoredRun) -> list[str]:
     """Return the problems that every process of a run measured."""
     processes = Counter(
         problem for problem, _ in {(r.case.problem.id, r.replicate) for r in run.rows}

@@ -10,7 +10,7 @@ from torch import Tensor
 from sparsebench._discovery import modules
 from sparsebench.errors import SuiteError
 from sparsebench.harness.inputs.bits import scores
-from sparsebench.harness.inputs.grid import Grid, Stack, magnitudes
+from sparsebench.harness.inputs.grid import Stack, ValueGrid, magnitudes
 from sparsebench.harness.patterns._mask import level, mask
 from sparsebench.harness.patterns.video_window import places
 from sparsebench.harness.testing.patterns import CPU, chosen, hashed
@@ -191,7 +191,7 @@ def test_the_highest_scores_are_kept_and_the_first_of_equals(given_scores, data)
 def test_the_score_of_real_blocks_orders_them_by_their_sum(size, block, dtype) -> None:
     torch.manual_seed(0)
     weight = torch.randn(size).to(dtype)
-    grid = Grid(*size, *block)
+    grid = ValueGrid(*size, *block)
     result = magnitudes(weight, grid)
     rows = [weight[i : i + block[0]] for i in range(0, size[0], block[0])]
     sums = torch.stack([b.double().abs().sum() for row in rows for b in row.split(block[1], 1)])
@@ -203,7 +203,7 @@ def test_the_score_of_real_blocks_orders_them_by_their_sum(size, block, dtype) -
 def test_the_sum_of_a_huge_block_does_not_overflow() -> None:
     weight = torch.ones(2048, 8192, dtype=torch.bfloat16)
     weight[:, 4096:] *= 1.5
-    low, high = magnitudes(weight, Grid(2048, 8192, 2048, 4096)).tolist()
+    low, high = magnitudes(weight, ValueGrid(2048, 8192, 2048, 4096)).tolist()
     assert 2 * high == 3 * low > 0
 
 

@@ -141,7 +141,7 @@ def test_unknown_pattern_is_refused(text: str) -> None:
 def test_a_pattern_that_does_not_divide_the_weight_is_refused(text: str, sizes: str) -> None:
     weight = torch.randn(24, 68 if text == "6:8" else 64)
     with pytest.raises(SuiteError, match=sizes):
-        METHODS["magnitude"](weight, weight, weight.shape[1], methods.Pattern.of(text))
+        METHODS["magnitude"](weight, weight, weight.shape[1], methods.PruningPattern.of(text))
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=str)

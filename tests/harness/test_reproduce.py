@@ -19,7 +19,7 @@ from sparsebench.results.comparison.sides import side
 from sparsebench.results.record import Case, Contender, Problem, Row, Status
 from sparsebench.results.run import bundle, store
 from sparsebench.results.run.provenance import Choices, choices_of
-from sparsebench.results.run.store import Run
+from sparsebench.results.run.store import StoredRun
 from tests.tools.command_line import output, refusal, sparsebench
 from tests.tools.suites import BSR as BSR_ENTRY
 from tests.tools.suites import BSR_ON_CPU, CSR, linear
@@ -37,7 +37,7 @@ ON_CPU = linear("m: 8, n: 64, k: 64, dtype: fp32, block: 16", BSR_ON_CPU, baseli
 
 def made_up(
     speedups: Sequence[float], environment: dict[str, object] = H200, processes: int = 8
-) -> Run:
+) -> StoredRun:
     """Return a run in which BSR, a problem for each, is so much faster; its floor is 0.5 %."""
     rows = [
         Row(
@@ -51,10 +51,10 @@ def made_up(
         for m, speedup in enumerate(speedups, start=1)
         for contender, us in [(DENSE, 100.0), (TWIN, 100.0), (BSR, 100.0 / speedup)]
     ]
-    return Run(Path("a run"), {}, "", environment, {"status": "finished"}, rows)
+    return StoredRun(Path("a run"), {}, "", environment, {"status": "finished"}, rows)
 
 
-def again(first: Run, second: Run) -> dict[str, Any]:
+def again(first: StoredRun, second: StoredRun) -> dict[str, Any]:
     return reproduction(changes(side(first, name="there"), side(second, name="here")))
 
 

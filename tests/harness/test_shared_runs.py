@@ -15,7 +15,7 @@ from sparsebench.harness.machine.cpu_placement import read_list, shared_out
 from sparsebench.harness.plan.selection import part, planned_contests
 from sparsebench.harness.plan.suite import Suite, read
 from sparsebench.harness.run.measure import RunOptions, Stopped, measure
-from sparsebench.harness.run.plan_part import Part
+from sparsebench.harness.run.plan_part import PlanPart
 from sparsebench.harness.run.run_json import Flags
 from sparsebench.harness.run.validation import validate
 from sparsebench.harness.shared_runs import cluster_jobs
@@ -243,15 +243,15 @@ def test_more_rows_than_can_be_read_are_not_merged(halves, tmp_path, monkeypatch
 def test_parts_claim_different_problems_and_a_late_part_finds_none(suite, tmp_path) -> None:
     folder, contests = tmp_path / "run.parts", planned_contests(suite, "sim")
     folders.create(folder, Plan(suite.name, Flags("sim"), ("sim",) * 3), suite.text)
-    first, second = Part(folder, 1, "here"), Part(folder, 2, "here")
+    first, second = PlanPart(folder, 1, "here"), PlanPart(folder, 2, "here")
     turns = [part.take(contests, 0) for part in (first, second)]
     taken = [next(turn).problem.id for _ in range(3) for turn in turns]
     assert len(set(taken)) == len(taken) == 6
     taken += [contest.problem.id for contest in turns[1]]
-    late = Part(folder, 3, "here")
+    late = PlanPart(folder, 3, "here")
     assert not late.reserve(contests)
     assert not [*late.take(contests, 0), *late.take(contests, 1)]
-    again = Part(folder, 1, "here")  # a restarted job finds its claims
+    again = PlanPart(folder, 1, "here")  # a restarted job finds its claims
     assert sorted(c.problem.id for c in again.take(contests, 1)) == sorted(taken[:6:2])
 
 

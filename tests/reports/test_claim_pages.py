@@ -8,7 +8,7 @@ import yaml
 from sparsebench.harness.claims.checking import evidence
 from sparsebench.harness.claims.claim_plan import read_claims
 from sparsebench.reports.claims.pages import (
-    Entry,
+    ClaimEntry,
     alone,
     conditions,
     entries,
@@ -18,7 +18,7 @@ from sparsebench.reports.claims.pages import (
 from sparsebench.reports.site import run_folder
 from sparsebench.reports.site.pages import Site
 from sparsebench.reports.site.publish import publish
-from sparsebench.results.claims.cells import Cell
+from sparsebench.results.claims.cells import ClaimCell
 from sparsebench.results.claims.decision import Word
 from sparsebench.results.claims.planned import PlannedClaim
 from sparsebench.results.claims.schema import ClaimFile, parse
@@ -36,14 +36,14 @@ def written(**changed: object) -> ClaimFile:
     return ClaimFile("mine", "mine.yaml", claimed(**changed), read.root)
 
 
-def entry(*cells: Cell, **changed: object) -> Entry:
+def entry(*cells: ClaimCell, **changed: object) -> ClaimEntry:
     claim = written(**changed)
     problems = {"over dense": {each.problem for each in cells}}
     (result,) = entries([PlannedClaim(claim, problems)], {"mine": cells})
     return result
 
 
-def page(of: Entry) -> str:
+def page(of: ClaimEntry) -> str:
     texts = dict(alone([of], "1.0"))
     assert set(texts) == {"style.css", "claims/index.html", "claims/mine.html"}
     return texts["claims/mine.html"]

@@ -21,7 +21,7 @@ from sparsebench.reports.figures._figure import Frames, swept
 from sparsebench.reports.figures._svg import shade
 from sparsebench.reports.figures._sweep import Axis, Sweep
 from sparsebench.results.record import Case, Contender, Problem, Row, Source, Status
-from sparsebench.results.run.store import Run
+from sparsebench.results.run.store import StoredRun
 from tests.tools.reports import report_of
 
 DENSE = Contender("dense", "cublas", baseline=True)
@@ -188,10 +188,12 @@ def attention() -> list[Row]:
     return rows
 
 
-def run(rows: list[Row], environment: dict[str, Any] = H200, status: str = "finished") -> Run:
+def run(rows: list[Row], environment: dict[str, Any] = H200, status: str = "finished") -> StoredRun:
     suite = {"title": "Which format wins?", "description": "Every format at every sparsity."}
     state = {"status": status, "started": "2026-11-21T06:00:00Z"}
-    return Run(Path("runs/one"), suite, "title: Which format wins?\n", environment, state, rows)
+    return StoredRun(
+        Path("runs/one"), suite, "title: Which format wins?\n", environment, state, rows
+    )
 
 
 MADE = {"dlmc": dlmc, "decode": decode, "quick": quick, "other_op": other_op}
@@ -213,7 +215,7 @@ def frames(rows: list[Row]) -> Frames:
     return frames_of(run(rows))
 
 
-RUNS: dict[str, Callable[[], Run]] = {
+RUNS: dict[str, Callable[[], StoredRun]] = {
     "sparsity": lambda: run(sweep()),
     "dlmc": lambda: run(dlmc()),
     "decode": lambda: run(decode()),

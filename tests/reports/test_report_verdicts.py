@@ -17,7 +17,7 @@ from sparsebench.reports.build import build, frames_of
 from sparsebench.reports.figures._figure import Frames
 from sparsebench.reports.figures._verdict import outcome
 from sparsebench.results.record import Case, Contender, Problem, Row, Status
-from sparsebench.results.run.store import Run, read
+from sparsebench.results.run.store import StoredRun, read
 from tests.tools.paths import PUBLISHED
 from tests.tools.reports import report_of
 
@@ -77,7 +77,7 @@ def pairs(process: int, twin: float) -> list[Row]:
 
 def run(
     processes: int = 8, twin: float = 1.0, kinds: tuple[tuple[str, str], ...] = (), **other: Any
-) -> Run:
+) -> StoredRun:
     problems = [problem(sparsity=s, block=b) for s in (0.8, 0.9) for b in (16, 32)]
     rows = [
         row
@@ -89,7 +89,9 @@ def run(
     reference = [row for process in range(processes) for row in pairs(process, twin)]
     environment = {"gpu": {"name": "A GPU"}, "ceilings": CEILINGS}
     state = {"status": "finished"}
-    return Run(Path("runs/one"), {"title": "T"}, "title: T\n", environment, state, rows, reference)
+    return StoredRun(
+        Path("runs/one"), {"title": "T"}, "title: T\n", environment, state, rows, reference
+    )
 
 
 @cache
@@ -107,7 +109,7 @@ def drawn(name: str, **how: Any) -> str:
     return section(name, page(name, **how))
 
 
-def alone(name: str, of: Run) -> str:
+def alone(name: str, of: StoredRun) -> str:
     return section(name, report_of(of, only=name))
 
 

@@ -14,9 +14,9 @@ from rich.console import Console
 from sparsebench.reports.findings import contender_name, general, headlines
 from sparsebench.reports.published_answer import PublishedAnswer
 from sparsebench.reports.tables import Table
-from sparsebench.reports.terminal import Answer, answer_json, answer_markdown, count_statuses
+from sparsebench.reports.terminal import RunAnswer, answer_json, answer_markdown, count_statuses
 from sparsebench.results.record import Case, Contender, Problem, Row, Status
-from sparsebench.results.run.store import Run, read
+from sparsebench.results.run.store import StoredRun, read
 from sparsebench.results.tables.analysis import analyse
 from tests.tools.paths import PUBLISHED
 from tests.tools.reports import printed, report_of
@@ -27,7 +27,7 @@ BSR = Contender("bsr", "bsr_triton")
 NOISE = [0.001, -0.001, 0.002, -0.002, 0.003, -0.003, 0.004, -0.004]  # of the log, by process
 
 
-def run(processes: int, bsr_us: float, noise: float = 1, **state: Any) -> Run:
+def run(processes: int, bsr_us: float, noise: float = 1, **state: Any) -> StoredRun:
     """Return a run of one problem with an A/A pair whose halves differ only by noise."""
     fields = {"m": 1, "n": 64, "k": 64, "dtype": "bf16", "pattern": "blocks", "sparsity": 0.9}
     problem = Problem("linear", {**fields, "block": 16})
@@ -36,14 +36,14 @@ def run(processes: int, bsr_us: float, noise: float = 1, **state: Any) -> Run:
         for p, d in enumerate(NOISE[:processes])
         for c, us, d in [(DENSE, 100, 0), (TWIN, 100, d), (BSR, bsr_us, noise * d)]
     ]
-    return Run(Path("one"), {}, "", {}, {"status": "finished", **state}, rows)
+    return StoredRun(Path("one"), {}, "", {}, {"status": "finished", **state}, rows)
 
 
-def lines(shown: Run, width: int = 160) -> list[str]:
-    return [line.rstrip() for line in printed(Answer(analyse(shown)), width).splitlines()]
+def lines(shown: StoredRun, width: int = 160) -> list[str]:
+    return [line.rstrip() for line in printed(RunAnswer(analyse(shown)), width).splitlines()]
 
 
-def text_of(shown: Run, width: int = 160) -> str:
+def text_of(shown: StoredRun, width: int = 160) -> str:
     return " ".join(" ".join(lines(shown, width)).split())
 
 
@@ -151,7 +151,7 @@ HELD = {1: "quartiles of the rounds in one process", 3: "range over 3 processes"
 HELD |= {8: "95 % interval over 8 processes"}
 
 
-def with_rounds(shown: Run) -> Run:
+def with_rounds(shown: StoredRun) -> StoredRun:
     """Return a run whose samples differ from round to round, so that one process has quartiles."""
     rows = [replace(r, samples_us=tuple(f * r.samples_us[0] for f in ROUNDS)) for r in shown.rows]
     return replace(shown, rows=[replace(r, samples_per_block=1) for r in rows])
@@ -294,7 +294,7 @@ def test_markdown_has_the_tables_for_pasting() -> None:
 def test_an_outcome_has_a_colour_only_on_a_colour_terminal() -> None:
     for system in ("standard", None):
         colours = {"color_system": system, "no_color": system is None}
-        text = printed(Answer(analyse(run(8, 50.0))), 80, **colours)
+        text = printed(RunAnswer(analyse(run(8, 50.0))), 80, **colours)
         assert ("\x1b[32m" in text) == (system is not None)
 
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 import yaml
 
-from sparsebench.results.claims.cells import Cell, with_value
+from sparsebench.results.claims.cells import ClaimCell, with_value
 from sparsebench.results.claims.schema import Claim
 from sparsebench.results.claims.verdict import Basis
 
@@ -55,7 +55,7 @@ def claimed(**changed: object) -> Claim:
     return Claim.model_validate(data)
 
 
-def cell(claim: Claim, ratios: Sequence[float], problem: str = "p", **changed: object) -> Cell:
+def cell(claim: Claim, ratios: Sequence[float], problem: str = "p", **changed: object) -> ClaimCell:
     """Return a cell of these ratios, one a process."""
     facts: dict[str, object] = {
         "test": "over dense",
@@ -69,7 +69,7 @@ def cell(claim: Claim, ratios: Sequence[float], problem: str = "p", **changed: o
         "case_ids": (f"{problem} subject", f"{problem} baseline"),
         "reason": "",
     }
-    blank = Cell(**(facts | changed))  # type: ignore[arg-type]
+    blank = ClaimCell(**(facts | changed))  # type: ignore[arg-type]
     logs = [np.array([np.log(ratio)]) for ratio in ratios]
     return blank if blank.reason else with_value(claim.tests[0], blank, logs)
 

@@ -29,7 +29,7 @@ from sparsebench.results.comparison.compare import GAIN, TIME, outcomes, ratio_o
 from sparsebench.results.comparison.sides import Side, distinct_names, find, short_name, side
 from sparsebench.results.record import Case, Contender, Problem, Row, Status
 from sparsebench.results.run import bundle
-from sparsebench.results.run.store import Run
+from sparsebench.results.run.store import StoredRun
 from tests.tools.paths import PUBLISHED
 from tests.tools.reports import printed
 
@@ -48,7 +48,7 @@ def run(
     card: str = "GPU-1",
     code: str = "sass:1",
     **environment: Any,
-) -> Run:
+) -> StoredRun:
     """Return a run with BSR at three levels, whose processes differ by 0.1 %."""
     rows = []
     for level, us in zip(LEVELS, bsr_us, strict=True):
@@ -65,7 +65,7 @@ def run(
                 )  # fmt: skip
     facts = {"gpu": {"name": gpu}, "versions": {"torch": "2.0"}, "code_sha256": "1", **environment}
     state = {"status": "finished", "flags": {"replicates": processes}}
-    return Run(Path(name), {}, "", facts, state, rows)
+    return StoredRun(Path(name), {}, "", facts, state, rows)
 
 
 @cache
@@ -74,20 +74,20 @@ def first() -> Side:
     return side(run(), name="A")
 
 
-def changed(b: Run, a: Run | None = None) -> Changes:
+def changed(b: StoredRun, a: StoredRun | None = None) -> Changes:
     return changes(side(a, name="A") if a else first(), side(b, name="B"))
 
 
-def words(b: Run, column: str = "word", a: Run | None = None) -> list[str]:
+def words(b: StoredRun, column: str = "word", a: StoredRun | None = None) -> list[str]:
     return [str(word) for word in changed(b, a).contenders.sort_values("level")[column]]
 
 
-def with_bsr(original: Run, **row: Any) -> Run:
+def with_bsr(original: StoredRun, **row: Any) -> StoredRun:
     rows = [replace(r, **row) if r.case.contender == BSR else r for r in original.rows]
     return replace(original, rows=rows)
 
 
-def shown(*runs: Run, width: int = 120) -> str:
+def shown(*runs: StoredRun, width: int = 120) -> str:
     names = distinct_names(runs)
     sides = [side(each, name=name) for each, name in zip(runs, names, strict=True)]
     return printed(compare_sides(sides), width)
@@ -243,7 +243,7 @@ def test_speedups_beside_times_have_intervals_and_their_baseline_is_named() -> N
 def test_the_best_kernels_of_a_format_are_compared_if_no_run_has_both() -> None:
     strips = replace(BSR, kernel="bsr_strips")
 
-    def with_both(original: Run, ran: Contender) -> Run:
+    def with_both(original: StoredRun, ran: Contender) -> StoredRun:
         """Return a run in which `ran` has the times of BSR, and the other kernel cannot run."""
         rows = []
         for row in original.rows:

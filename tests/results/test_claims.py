@@ -11,7 +11,7 @@ import yaml
 
 from sparsebench.errors import SuiteError
 from sparsebench.results.claims.cells import (
-    Cell,
+    ClaimCell,
     covers,
     file_problems,
     over_op,
@@ -26,7 +26,7 @@ from tests.results.claim_examples import CLAIM, DEVICES, cell, claimed, spread
 from tests.tools.paths import PUBLISHED
 
 
-def verdict(claim: Claim, *cells: Cell, of: int = 0) -> Verdict:
+def verdict(claim: Claim, *cells: ClaimCell, of: int = 0) -> Verdict:
     """Judge cells; `of` problems were wanted, those of the cells by default."""
     problems = {each.problem for each in cells} | {f"other {i}" for i in range(of)}
     (outcome,) = judge("mine", claim, cells, {"over dense": problems})
@@ -233,7 +233,7 @@ def test_tests_unite_and_one_that_cannot_matter_leaves_nothing_open() -> None:
         cell(claim, spread(v, 4.0 if v == 2.0 else 1.0)) for v in (3.0, 0.9, 2.0)
     )
 
-    def both(one: Cell, two: Cell) -> Word:
+    def both(one: ClaimCell, two: ClaimCell) -> Word:
         cells = [replace(one, test="one"), replace(two, test="two")]
         (outcome,) = judge("mine", claim, cells, problems)
         return outcome.word
@@ -365,5 +365,5 @@ def test_devices_are_judged_apart_and_cells_survive_json() -> None:
     assert [each.basis for each in outcome] == sorted(
         (v.basis for v in outcome), key=[*Basis].index
     )
-    assert [Cell.from_json(json.loads(json.dumps(c.to_json()))) for c in cells] == cells
+    assert [ClaimCell.from_json(json.loads(json.dumps(c.to_json()))) for c in cells] == cells
     assert cell_state(claim.tests[0], cells[0]) == "met"

@@ -12,7 +12,7 @@ from sparsebench.results.comparison.changes import changes
 from sparsebench.results.comparison.compare import compare as join
 from sparsebench.results.comparison.sides import side
 from sparsebench.results.record import Case, Contender, Problem, Row, Status
-from sparsebench.results.run.store import Run
+from sparsebench.results.run.store import StoredRun
 
 DENSE = Contender("dense", "cublas", baseline=True)
 BSR = Contender("bsr", "bsr_triton")
@@ -34,11 +34,11 @@ def processes(count: int, bsr_us: float) -> list[Row]:
     return [replace(row, replicate=i) for i in range(count) for row in every]
 
 
-def run(gpu: str, rows: list[Row]) -> Run:
-    return Run(Path(gpu), {}, "", {"gpu": {"name": gpu}}, {"status": "finished"}, rows)
+def run(gpu: str, rows: list[Row]) -> StoredRun:
+    return StoredRun(Path(gpu), {}, "", {"gpu": {"name": gpu}}, {"status": "finished"}, rows)
 
 
-def compare(a: Run, b: Run) -> pd.DataFrame:
+def compare(a: StoredRun, b: StoredRun) -> pd.DataFrame:
     return join(side(a), side(b))
 
 

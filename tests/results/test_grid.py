@@ -10,7 +10,7 @@ import pytest
 from sparsebench.results.badges import Badge, badges
 from sparsebench.results.record import Case, Contender, Problem, Row, Status
 from sparsebench.results.run import store
-from sparsebench.results.run.store import Run
+from sparsebench.results.run.store import StoredRun
 from sparsebench.results.statistics.outcome import Outcome
 from sparsebench.results.tables.analysis import Analysis, analyse
 from sparsebench.results.tables.grid import EVERY, Finding, View, findings, grid
@@ -34,7 +34,7 @@ def rows(processes: int, us: list[tuple[Contender, float]], **fields: Any) -> li
 
 
 def analysed(measured: list[Row]) -> Analysis:
-    return analyse(Run(Path("one"), {}, "", {}, {"status": "finished"}, measured))
+    return analyse(StoredRun(Path("one"), {}, "", {}, {"status": "finished"}, measured))
 
 
 def view(measured: list[Row]) -> View:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from sparsebench.results.record import Case, Contender, Problem, Row, Status
-from sparsebench.results.run.store import Run
+from sparsebench.results.run.store import StoredRun
 from sparsebench.results.tables.analysis import analyse
 from sparsebench.results.tables.frame import frame
 from sparsebench.results.tables.noise import classes, floors, pairs
@@ -36,8 +36,8 @@ def noisy(us: float, scale: float = 1.0) -> list[float]:
     return [us * float(np.exp(scale * d)) for d in NOISE]
 
 
-def run(rows: list[Row], reference: Sequence[Row] = ()) -> Run:
-    return Run(Path("one"), {}, "", {}, {"status": "finished"}, rows, list(reference))
+def run(rows: list[Row], reference: Sequence[Row] = ()) -> StoredRun:
+    return StoredRun(Path("one"), {}, "", {}, {"status": "finished"}, rows, list(reference))
 
 
 PAIR = contest((A, 100.0), (A_TWIN, noisy(100.0)), m=1, reference=True)

@@ -7,11 +7,11 @@ from rich.console import Console, RenderableType
 
 from sparsebench.reports.build import build, frames_of
 from sparsebench.results.model_files import Pruning
-from sparsebench.results.run.store import Run
+from sparsebench.results.run.store import StoredRun
 
 
 def report_of(
-    run: Run, to: Path | None = None, pruning: Pruning | None = None, only: str = ""
+    run: StoredRun, to: Path | None = None, pruning: Pruning | None = None, only: str = ""
 ) -> str:
     """Return a run's report, and write it if a path is given."""
     return build(frames_of(run, pruning), to, only=only)

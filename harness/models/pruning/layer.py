@@ -32,7 +32,7 @@ from torch.nn.functional import gelu, linear, relu, silu
 
 from sparsebench._discovery import did_you_mean
 from sparsebench.errors import SuiteError
-from sparsebench.harness.models.pruning.methods import METHODS, Pattern, input_norms
+from sparsebench.harness.models.pruning.methods import METHODS, PruningPattern, input_norms
 
 REGIONS, SPLITS = ["last", "scored"], ["rows", "columns"]
 TILE = 128  # a GEMM's tile: neither region should end inside one
@@ -112,11 +112,11 @@ class Pruner:
         require_one_of("region", self.region, REGIONS)
         if not 0 <= self.dense <= 1:
             raise SuiteError(f"dense: expected a fraction of 0 to 1, found {self.dense:g}")
-        Pattern.of(self.pattern)
+        PruningPattern.of(self.pattern)
 
     @property
-    def mask_pattern(self) -> Pattern:
-        return Pattern.of(self.pattern)
+    def mask_pattern(self) -> PruningPattern:
+        return PruningPattern.of(self.pattern)
 
     def prune(self, weight: Tensor, x: Tensor, columns: int) -> Tensor:
         """Prune the first columns of a weight [n, k] from inputs x [tokens, k]."""

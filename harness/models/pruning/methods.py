@@ -47,7 +47,7 @@ BLOCK, DAMPING = 128, 0.01  # settings of SpenseGPT
 
 
 @dataclass(frozen=True)
-class Pattern:
+class PruningPattern:
     """Prune a fraction of the elements.
 
     name      N:M, unstructured, or the size of the blocks
@@ -117,10 +117,12 @@ class Pattern:
         return torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, order[..., :stay], True)
 
 
-TWO_FOUR = Pattern.of("2:4")
+TWO_FOUR = PruningPattern.of("2:4")
 
 
-def keep(weight: Tensor, scores: Tensor, columns: int, pattern: Pattern = TWO_FOUR) -> Tensor:
+def keep(
+    weight: Tensor, scores: Tensor, columns: int, pattern: PruningPattern = TWO_FOUR
+) -> Tensor:
     """Prune the first `columns` columns of a weight [n, k] by scores [n, k]."""
     if not columns:
         return weight.clone()
@@ -134,12 +136,14 @@ def input_norms(x: Tensor) -> Tensor:
     return norms.to(x.dtype)
 
 
-def magnitude(weight: Tensor, x: Tensor, columns: int, pattern: Pattern = TWO_FOUR) -> Tensor:
+def magnitude(
+    weight: Tensor, x: Tensor, columns: int, pattern: PruningPattern = TWO_FOUR
+) -> Tensor:
     """Keep the largest |w_ij| of a weight [n, k]; the inputs x [tokens, k] are not used."""
     return keep(weight, weight.abs(), columns, pattern)
 
 
-def wanda(weight: Tensor, x: Tensor, columns: int, pattern: Pattern = TWO_FOUR) -> Tensor:
+def wanda(weight: Tensor, x: Tensor, columns: int, pattern: PruningPattern = TWO_FOUR) -> Tensor:
     """Keep the largest |w_ij| ||x_j||, with the norm of input j over the tokens of x [tokens, k].
 
     Source: Sun et al., arXiv 2306.11695, section 3.
@@ -147,7 +151,9 @@ def wanda(weight: Tensor, x: Tensor, columns: int, pattern: Pattern = TWO_FOUR) 
     return keep(weight, weight.abs() * input_norms(x), columns, pattern)
 
 
-def spensegpt(weight: Tensor, x: Tensor, columns: int, pattern: Pattern = TWO_FOUR) -> Tensor:
+def spensegpt(
+    weight: Tensor, x: Tensor, columns: int, pattern: PruningPattern = TWO_FOUR
+) -> Tensor:
     """Return the weight [n, k] with its first `columns` columns pruned and the others updated.
 
     x [tokens, k] are the inputs; both tensors are fp32. Raises SuiteError for fewer tokens than
@@ -184,7 +190,7 @@ def _factor(x: Tensor) -> Tensor:
     return upper.to(x.dtype)
 
 
-def _prune_block(transposed: Tensor, upper: Tensor, pattern: Pattern) -> Tensor:
+def _prune_block(transposed: Tensor, upper: Tensor, pattern: PruningPattern) -> Tensor:
     """Prune columns [b, n] in place; return their errors e [b, n], for the later columns."""
     errors = torch.zeros_like(transposed)
     diagonal = upper.diagonal()
@@ -201,5 +207,5 @@ def _prune_block(transposed: Tensor, upper: Tensor, pattern: Pattern) -> Tensor:
     return errors
 
 
-Prune = Callable[[Tensor, Tensor, int, Pattern], Tensor]
+Prune = Callable[[Tensor, Tensor, int, PruningPattern], Tensor]
 METHODS: dict[str, Prune] = {"magnitude": magnitude, "wanda": wanda, "spensegpt": spensegpt}

@@ -45,7 +45,7 @@ CONTEXT = 1024
 
 
 @dataclass(frozen=True)
-class Loaded:
+class LoadedModel:
     """A model on its device in evaluation mode, and its tokenizer."""
 
     model: Any
@@ -76,7 +76,7 @@ class PrunedModel:
     loss: float
 
 
-def load(path: Path, device: torch.device) -> Loaded:
+def load(path: Path, device: torch.device) -> LoadedModel:
     """Read a local checkpoint directory or .gguf file, without network access.
 
     Raises SuiteError if transformers is missing, or if the files are not a model with gated MLPs.
@@ -101,7 +101,7 @@ def load(path: Path, device: torch.device) -> Loaded:
             raise SuiteError(f"no weights for {min(missing)}")
         if getattr(model, "hf_quantizer", None):
             raise SuiteError("a quantized checkpoint")
-    loaded = Loaded(model.to(device).eval().requires_grad_(False), tokenizer)
+    loaded = LoadedModel(model.to(device).eval().requires_grad_(False), tokenizer)
     if not loaded.mlps:
         raise SuiteError(f"{path}: expected gated MLPs, found none in {type(model).__name__}")
     return loaded
@@ -109,7 +109,7 @@ def load(path: Path, device: torch.device) -> Loaded:
 
 @torch.no_grad()
 def prune_model(
-    loaded: Loaded, pruner: Pruner, calibration: Tensor, held_out: Tensor
+    loaded: LoadedModel, pruner: Pruner, calibration: Tensor, held_out: Tensor
 ) -> PrunedModel:
     """Prune a model in place from calibration tokens, and measure it on held-out ones.
 
@@ -144,7 +144,7 @@ def prune_model(
     return PrunedModel(dense, features, errors, loss_of(loaded.model, held_out))
 
 
-def save(loaded: Loaded, pruner: Pruner, to: Path) -> None:
+def save(loaded: LoadedModel, pruner: Pruner, to: Path) -> None:
     """Write a model that was pruned by a pruner, and its tokenizer; pack 2:4 weights in place.
 
     Other pruned weights are written dense, and 32-bit weights are rounded to bf16. Raises
@@ -161,7 +161,7 @@ def save(loaded: Loaded, pruner: Pruner, to: Path) -> None:
 
 
 @contextmanager
-def restore_weights(loaded: Loaded) -> Iterator[None]:
+def restore_weights(loaded: LoadedModel) -> Iterator[None]:
     """Restore the current weights of a model's MLPs at the end."""
     weights = [weight for mlp in loaded.mlps.values() for weight in mlp.parameters()]
     before = [weight.detach().cpu() if weight.is_cuda else weight.clone() for weight in weights]
@@ -183,7 +183,9 @@ def loss_of(model: Any, tokens: Tensor) -> float:
     return float(torch.stack(losses).mean())
 
 
-def contexts(loaded: Loaded, text: str, tokens: int, name: str = "text") -> tuple[Tensor, Tensor]:
+def contexts(
+    loaded: LoadedModel, text: str, tokens: int, name: str = "text"
+) -> tuple[Tensor, Tensor]:
     """Cut a text into contexts of about `tokens` tokens in all, then held-out ones of half as many.
 
     A context has CONTEXT tokens, or as many as the model has positions. Raises SuiteError with the

@@ -36,7 +36,7 @@ from sparsebench.harness.models.pruning.gated import (
 )
 from sparsebench.harness.models.pruning.layer import dense_count
 from sparsebench.harness.models.pruning.left_dense import exception, others, summary
-from sparsebench.harness.models.pruning.methods import Pattern, keep
+from sparsebench.harness.models.pruning.methods import PruningPattern, keep
 from sparsebench.kernels.nn import (
     BitmapLinear,
     BlockSparseLinear,
@@ -142,7 +142,7 @@ class Unstructured:
         BitmapLinear(k, n, stored=0, **_on_meta(module))  # raises for a dtype without a kernel
 
     def make(self, module: Any) -> nn.Module:
-        w, pattern = module.weight.detach(), Pattern("unstructured", self.sparsity)
+        w, pattern = module.weight.detach(), PruningPattern("unstructured", self.sparsity)
         return BitmapLinear.from_dense(keep(w, w.abs(), w.shape[1], pattern), module.bias)
 
 

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from sparsebench.harness.inputs.grid import Grid, Score
+from sparsebench.harness.inputs.grid import Score, ValueGrid
 from sparsebench.harness.patterns._pattern import Pattern, Rule, Weight
 
 
@@ -11,7 +11,7 @@ def rule(weight: Weight) -> Rule:
     return Rule(weight.elements, group=weight.k, counts=(1,), score=_on_diagonal)
 
 
-def _on_diagonal(grid: Grid, kept: int, own: Score) -> Tensor:
+def _on_diagonal(grid: ValueGrid, kept: int, own: Score) -> Tensor:
     return torch.eye(grid.rows, grid.columns, dtype=torch.int32).flatten()
 
 
