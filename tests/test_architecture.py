@@ -1,9 +1,13 @@
 """Who may import whom. The table is the architecture; this test keeps it true."""
 
 import ast
+import tokenize
+from collections import Counter
 from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
+
+import pytest
 
 from tests.tools.paths import ROOT
 
@@ -179,11 +183,50 @@ def test_every_file_says_what_it_is() -> None:
         assert ast.get_docstring(parsed(path)), path
 
 
-def test_a_file_of_kernels_is_short() -> None:
-    lengths = {
-        path: len(path.read_text().splitlines()) for path in (ROOT / "kernels").rglob("*.py")
-    }
+def test_a_file_is_short() -> None:
+    lengths = {path: len(path.read_text().splitlines()) for path in MODULES}
     assert not [str(path) for path, lines in lengths.items() if lines > MOST_LINES]
+
+
+def test_a_class_name_is_unique_in_the_house() -> None:
+    """Config is the exception: the configuration of the kernel in its file."""
+    names = Counter(
+        node.name
+        for path in MODULES
+        for node in parsed(path).body
+        if isinstance(node, ast.ClassDef)
+    )
+    assert [name for name, count in names.items() if count > 1] == ["Config"]
+
+
+MOST_CODE = {"formats": 1_200, "harness": 10_900, "results": 4_700, "reports": 4_150}
+MOST_CODE |= {"kernels": 14_000}
+DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef
+
+
+def code_lines(path: Path) -> int:
+    """Return the number of lines with code: no blanks, comments, docstrings or imports."""
+    layout = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
+    lines: set[int] = set()
+    with path.open("rb") as file:
+        for token in list(tokenize.tokenize(file.readline))[1:-1]:
+            if token.type not in layout:
+                lines |= {*range(token.start[0], token.end[0] + 1)}
+    for node in ast.walk(parsed(path)):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            lines -= {*range(node.lineno, (node.end_lineno or node.lineno) + 1)}
+        elif isinstance(node, DOCUMENTED) and ast.get_docstring(node) is not None:
+            text = node.body[0]
+            lines -= {*range(text.lineno, (text.end_lineno or text.lineno) + 1)}
+    return len(lines)
+
+
+@pytest.mark.parametrize("folder", MOST_CODE)
+def test_a_folder_has_at_most_so_much_code(folder: str) -> None:
+    """A change that needs more room takes it from here, and says why in its message."""
+    assert (
+        sum(code_lines(path) for path in MODULES if folder_of(path) == folder) <= MOST_CODE[folder]
+    )
 
 
 def test_one_class_is_a_planned_call() -> None:
