@@ -172,9 +172,8 @@ def html(
     )
     facts = Markup("").join(Markup(' data-{}="{}"').format(*each) for each in data.items())
     page = (
-        '<figure class="map"><div class="scroll" tabindex="0" role="region" aria-label="Speedup '
-        'over dense"><table class="{}"{}><thead><tr><td></td>{}</tr></thead><tbody>{}</tbody>'
-        "</table></div><figcaption>{}</figcaption></figure>"
+        '<figure class="map"><div class="scroll"><table class="{}"{}><thead><tr><td></td>{}</tr>'
+        "</thead><tbody>{}</tbody></table></div><figcaption>{}</figcaption></figure>"
     )
     return Markup(page).format(classes, facts, head, body, caption)
 

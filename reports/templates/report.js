@@ -80,11 +80,14 @@ for (const table of document.querySelectorAll(".scroll > table:not(.map, .runs)"
 
 // Make scrolling parts reachable by keyboard, and open folded parts for printing.
 const reachable = () => {
+  const regions = {};
   for (const box of document.querySelectorAll(".scroll")) {
     if (box.scrollWidth > box.clientWidth || box.scrollHeight > box.clientHeight) {
+      const label = box.closest("section")?.querySelector("h2")?.textContent ?? "a table";
+      const count = (regions[label] = (regions[label] ?? 0) + 1);
       box.tabIndex = 0;
       box.setAttribute("role", "region");
-      box.setAttribute("aria-label", box.closest("section")?.querySelector("h2")?.textContent ?? "a table");
+      box.setAttribute("aria-label", count > 1 ? `${label} (${count})` : label);
     }
   }
 };

@@ -149,6 +149,7 @@ def test_a_filter_finds_a_percentage(words: str, places: dict[str, Path], show: 
 
 def test_pages_of_formats_have_a_filter(places: dict[str, Path], show: Any) -> None:
     page = show(places["format"]).page
+    page.locator("#cases summary").evaluate("summary => (summary.parentElement.open = true)")
     page.locator("#cases input[name=q]").fill("block:128 speedup:>2")
     rows = page.locator("#cases tbody tr:visible")
     assert rows.count() > 2

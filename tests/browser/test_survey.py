@@ -1,5 +1,6 @@
 """The page of `new-gpu` in Chromium: it answers on one screen, and cells lead to their cases."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,10 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for name, value in (("SUITE", str(folder / "core.yaml")), ("PAGE_S", 0.0)):
             patch.setattr(surveys, name, value)
         survey = surveys.survey("sim:l4", 120.0, folder / "survey", silent)
+        file = survey.path / "kernels.json"
+        first, *rest = json.loads(file.read_text())
+        older = {"supported": 0, "reason": "expected compute capability 9.0, found 8.9"}
+        file.write_text(json.dumps([first | older, *rest]))
         write(survey.path, [])
     return survey.path / "report.html"
 
