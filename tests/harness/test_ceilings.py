@@ -1,7 +1,9 @@
-"""Ceilings: measured, raised by references, and the rows that they judge."""
+"""Ceilings: measured, recent ones reused, raised by references, and the rows that they judge."""
 
+from collections.abc import Collection
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from sparsebench.harness.bench.contest_state import ContestOptions
 from sparsebench.harness.bench.device_ceilings import measure
 from sparsebench.harness.plan.selection import references
 from sparsebench.harness.plan.suite import read as read_suite
+from sparsebench.harness.run import runner
 from sparsebench.harness.run.measure import measure as run_suite
 from sparsebench.harness.run.run_json import Flags
 from sparsebench.results.ceilings import Ceilings, check_bound
@@ -167,3 +170,34 @@ def test_nothing_that_torch_has_beats_the_ceilings() -> None:
         for row in rows:
             assert row.status is Status.OK
             assert row.raises is None or row.raises < 1.01, row.detail
+
+
+@pytest.fixture
+def measurements(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """Return the ceilings measured with a clock that advances 100 s at each reading."""
+    readings = iter(range(0, 100_000, 100))
+    monkeypatch.setattr(runner, "monotonic", lambda: float(next(readings)))
+    monkeypatch.setattr(runner, "CEILINGS_KEPT_S", 600.0)
+    return []
+
+
+def ceilings(measurements: list[list[str]], card: str, *dtypes: str) -> dict[str, Any]:
+    def measure(dtypes: Collection[str]) -> dict[str, Any]:
+        measurements.append(sorted(dtypes))
+        return {"matrix_tflops": dict.fromkeys(dtypes, 1.0)}
+
+    return runner.recent_ceilings(card, dtypes, measure)
+
+
+def test_a_run_takes_the_ceilings_of_its_card_and_dtypes_in_the_same_quarter_of_an_hour(
+    measurements: list[list[str]],
+) -> None:
+    assert "age_s" not in ceilings(measurements, "GPU-1", "bf16")
+    assert ceilings(measurements, "GPU-1", "bf16")["age_s"] == 100.0
+    assert "age_s" not in ceilings(measurements, "GPU-1", "fp16")  # with those before
+    assert ceilings(measurements, "GPU-1", "bf16", "fp16")["age_s"] > 0
+    ceilings(measurements, "GPU-2", "bf16")
+    for _ in range(8):
+        ceilings(measurements, "GPU-1", "bf16")
+    both = ["bf16", "fp16"]
+    assert measurements == [["bf16"], both, ["bf16"], ["bf16"]]
