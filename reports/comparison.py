@@ -139,31 +139,31 @@ def to_json(result: ComparisonReport) -> dict[str, Any]:
     }
 
 
-def reproduction(found: Changes) -> dict[str, Any]:
+def reproduction(changes: Changes) -> dict[str, Any]:
     """Say whether the second run reproduces the first, and where; see changes.py.
 
     Raises ResultError if there is no cell to repeat.
     """
-    cells, settled, (run,) = found.repeated, found.unrepeated, found.b.runs
+    cells, changed_cells, (run,) = changes.repeated, changes.unrepeated, changes.b.runs
     if cells.empty:
         expected = "expected a case with a speedup in one run that both support"
-        raise ResultError(f"{found.a.paths} and {found.b.paths}: {expected}, found none")
+        raise ResultError(f"{changes.a.paths} and {changes.b.paths}: {expected}, found none")
     same_cards = (cells.cards_a == cells.cards_b).all() and on_gpu(run.environment)
     place = "the same machine" if same_cards else "the same kind of device"
-    place = place if found.same_device else "another device"
-    word = "Not reproduced" if len(settled) else "Reproduced"
-    if found.looks == len(cells):
-        word = f"A look, {'not consistent' if len(settled) else 'consistent'}"
-    kept = len(cells) - len(settled)
+    place = place if changes.same_device else "another device"
+    word = "Not reproduced" if len(changed_cells) else "Reproduced"
+    if changes.looks == len(cells):
+        word = f"A look, {'not consistent' if len(changed_cells) else 'consistent'}"
+    unchanged = len(cells) - len(changed_cells)
     return {
-        "reproduced": settled.empty,
+        "reproduced": changed_cells.empty,
         "place": place,
         "cells": len(cells),
-        "unchanged": kept,
-        "looks": found.looks,
+        "unchanged": unchanged,
+        "looks": changes.looks,
         "choices": str(choices_of(run.state)),
-        "sentence": f"{word}: {kept} of {amount(len(cells), 'speedup')} have no settled change, on "
-        f"{place}. {choices_of(run.state).sentence}",
+        "sentence": f"{word}: {unchanged} of {amount(len(cells), 'speedup')} have no settled "
+        f"change, on {place}. {choices_of(run.state).sentence}",
     }
 
 

@@ -58,16 +58,16 @@ def sentences(findings: Sequence[Finding]) -> list[str]:
             if finding.outcome is word:
                 group = finding.group or SOME if word is Outcome.FASTER else ""
                 groups.setdefault(group, []).append(finding)
-        parts = [" ".join([_names(alike), group]).strip() + _most(word, alike)
-                 for group, alike in groups.items()]  # fmt: skip
+        parts = [_part(group, alike) for group, alike in groups.items()]
         texts += [f"{opening}: {'; '.join(parts)}."] if parts else []
     return texts or [NOTHING]
 
 
-def _most(word: Outcome, findings: Sequence[Finding]) -> str:
-    """Write the largest gain of some findings: `, up to 5.52× [5.46, 5.58]`."""
-    best = max(findings, key=lambda finding: float(finding.best["gain"])).best
-    return f", up to {gain_text(best)}" if word is Outcome.FASTER else ""
+def _part(group: str, findings: Sequence[Finding]) -> str:
+    """Write findings of one outcome and group: `CSR at 50 % sparsity, up to 1.52× [1.46, 1.58]`."""
+    text = " ".join([_names(findings), group]).strip()
+    best = max(findings, key=lambda finding: float(finding.best["gain"]))
+    return f"{text}, up to {gain_text(best.best)}" if best.outcome is Outcome.FASTER else text
 
 
 def _names(findings: Sequence[Finding]) -> str:
@@ -127,13 +127,14 @@ def cell_texts(cell: Cell) -> tuple[str, str]:
     That of a range reaches from the lowest end of its intervals to the highest. Both have the
     digits of its narrowest interval, so that no end is rounded out of it.
     """
-    timed = [case for case in cell.cases if pd.notna(case["gain"])]
-    (gain, low, high), last = (timed[0][name] for name in ("gain", "low", "high")), timed[-1]
-    if len(timed) == 1:
-        half = timed[0].get("half", max(high - gain, gain - low))
-        known = pd.notna(low) and high > low
-        return (cell_times(gain, half) if known else times(gain)), span_text(low, high, half)
-    ends = pd.DataFrame([(case["low"], case["high"]) for case in timed], columns=["low", "high"])
+    cases = [case for case in cell.cases if pd.notna(case["gain"])]
+    (gain, low, high), last = (cases[0][name] for name in ("gain", "low", "high")), cases[-1]
+    if len(cases) == 1:
+        half = cases[0].get("half", max(high - gain, gain - low))
+        has_interval = pd.notna(low) and high > low
+        text = cell_times(gain, half) if has_interval else times(gain)
+        return text, span_text(low, high, half)
+    ends = pd.DataFrame([(case["low"], case["high"]) for case in cases], columns=["low", "high"])
     least, most = ends.low.min(skipna=False), ends.high.max(skipna=False)
     half = (ends.high - ends.low).min(skipna=False) / 2
     texts = [number(end, min(end / 10, half)) for end in (last["gain"], gain)]

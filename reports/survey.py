@@ -150,14 +150,15 @@ def survey_grid(lines: pd.DataFrame) -> Grid:
 
     The formats with the largest gains come first, and gradients last.
     """
-    settled = [outcome_of(line) in SETTLED for line in records(lines)]
-    best = lines.assign(settled=settled).sort_values(["settled", "gain"], na_position="first")
+    is_settled = [outcome_of(line) in SETTLED for line in records(lines)]
+    best = lines.assign(is_settled=is_settled)
+    best = best.sort_values(["is_settled", "gain"], na_position="first")
     best = best.drop_duplicates(["row", "m"], keep="last")
     order = best.assign(gradient=best.op.isin(OPS), most=-best.gain)
     order["most"] = order.groupby("format_name").most.transform("min")
     order = order.sort_values(["gradient", "most", "format_name", "dtype", "level"])
-    drawn = grid(best, "m")
-    return replace(drawn, rows={row: drawn.rows[row] for row in dict.fromkeys(order["row"])})
+    by_gain = grid(best, "m")
+    return replace(by_gain, rows={row: by_gain.rows[row] for row in dict.fromkeys(order["row"])})
 
 
 SETTLED = (Outcome.FASTER, Outcome.SLOWER, Outcome.EQUAL)

@@ -50,15 +50,17 @@ def _panel(name: str, pairs: pd.DataFrame, floor: float, limit: float) -> tuple[
     for end in (-100 * floor, 100 * floor):
         chart.rule("x", end, Look(dash="1 2"))
     for y, (_, pair) in enumerate(pairs.sort_values("ratio").iterrows()):
-        called = not pd.isna(pair.different) and pair.different
-        marker = "D" if called else "s" if pair.reference else "o"
-        look = Look(PEER if called else OURS, marker, None)
+        differs = not pd.isna(pair.different) and pair.different
+        marker = "D" if differs else "s" if pair.reference else "o"
+        look = Look(PEER if differs else OURS, marker, None)
         low, ratio, high = (100 * (float(pair[end]) - 1) for end in ("low", "ratio", "high"))
         chart.spans([y], [low], [high], look, across=True)
         chart.line([ratio], [y], look, [_title(pair)])
-    known = pairs.different.dropna()
-    called = f"{known.sum()} of {len(known)}" if len(known) else "unknown, too few processes"
-    words = f"floor {100 * floor:.2g} %; different: {called}"
+    verdicts = pairs.different.dropna()
+    count = (
+        f"{verdicts.sum()} of {len(verdicts)}" if len(verdicts) else "unknown, too few processes"
+    )
+    words = f"floor {100 * floor:.2g} %; different: {count}"
     return name, chart.svg(f"A/A pairs, {name}"), words
 
 

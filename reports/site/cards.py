@@ -109,7 +109,7 @@ def card(frames: Frames, claims: Sequence[PlannedClaim], **place: str) -> Card:
     `place` are the fields that depend on the site: address, slug, identity, origin, name, commit.
     """
     run, cases = frames.run, frames.cases
-    found = headlines(frames)
+    findings = headlines(frames)
     table, facts = _lines(frames), flat(run.environment)
     source: dict[str, Any] = next((run.state[name] for name in ROLES if run.state.get(name)), {})
     return Card(
@@ -135,7 +135,7 @@ def card(frames: Frames, claims: Sequence[PlannedClaim], **place: str) -> Card:
         ],
         where="" if table.empty else about(table, PLACE),
         sentences=general(frames) or ["No case of this run has a time."],
-        gain=_gain(found[0]) if found else "no times",
+        gain=_gain(findings[0]) if findings else "no times",
         headline=headline(frames),
         lines=[] if table.empty else _plain(table[["place", *PLACE, *LINE, "wins"]]),
         cells={

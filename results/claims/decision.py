@@ -54,16 +54,16 @@ def cell_state(test: Test, cell: ClaimCell) -> str:
 def decide(test: Test, cells: Sequence[ClaimCell], failed: int, unmeasured: int) -> Decision:
     """Return the verdict on cells with values; others `failed` or are still `unmeasured`."""
     judged = [pool(cells, test)] if test.quantifier == "typical" else cells
-    met, missed, open_ = (
+    passes, misses, doubts = (
         [cell for cell in judged if cell_state(test, cell) == state]
         for state in ("met", "missed", "not settled")
     )
     if test.quantifier == "exists":
-        return _one_of(test, cells, met, open_, unmeasured)
+        return _one_of(test, cells, passes, doubts, unmeasured)
     typical, every = test.quantifier == "typical", len(cells) + failed
     number = f"{len(cells)} of {every}" if failed else f"{every}"
     sign = "≥" if test.upward else "≤"
-    counted = f"{len(met)} of {are(every, 'cell')} {sign} {test.limit_text}{test.over_text}"
+    counted = f"{len(passes)} of {are(every, 'cell')} {sign} {test.limit_text}{test.over_text}"
     counted += f", {failed} without a value" if failed else ""
 
     def because(cell: ClaimCell, end: str = "") -> str:
@@ -72,16 +72,16 @@ def decide(test: Test, cells: Sequence[ClaimCell], failed: int, unmeasured: int)
             return f"{name} {_against_claim(test, cell)}{end}."
         return f"{counted}; {cell.label} has {value_text(test, cell)}{end}."
 
-    if unmeasured and (typical or not (met and (missed or failed))):
+    if unmeasured and (typical or not (passes and (misses or failed))):
         why = "" if typical else f"{counted}; "
         return Decision(Word.NOT_SETTLED, f"{why}{are(unmeasured, 'cell')} not measured.", cells)
-    worst = _best(test, missed or met or judged, worst=True)
-    if met and (missed or failed):
+    worst = _best(test, misses or passes or judged, worst=True)
+    if passes and (misses or failed):
         return Decision(Word.PARTLY, because(worst), [worst])
-    if open_:
-        nearest = _best(test, open_)
-        return Decision(Word.NOT_SETTLED, because(nearest, _needed(test, nearest)), open_)
-    if met:
+    if doubts:
+        nearest = _best(test, doubts)
+        return Decision(Word.NOT_SETTLED, because(nearest, _needed(test, nearest)), doubts)
+    if passes:
         return Decision(Word.REPRODUCED, because(worst), [worst])
     best = _best(test, judged)
     word, end = _miss(test, best, judged)
@@ -91,14 +91,14 @@ def decide(test: Test, cells: Sequence[ClaimCell], failed: int, unmeasured: int)
 def _one_of(
     test: Test,
     cells: Sequence[ClaimCell],
-    met: list[ClaimCell],
-    open_: list[ClaimCell],
+    passes: list[ClaimCell],
+    doubts: list[ClaimCell],
     unmeasured: int,
 ) -> Decision:
     """Judge by one cell; the best of several must be met in a run made for it."""
     alone = len(cells) == 1 and not unmeasured
-    proven = [cell for cell in met if cell.confirms or alone]
-    best, top = _best(test, proven or met or open_ or cells), _best(test, cells)
+    proven = [cell for cell in passes if cell.confirms or alone]
+    best, top = _best(test, proven or passes or doubts or cells), _best(test, cells)
     which = f"the best of {len(cells)} cells" if len(cells) > 1 else "the only measured cell"
     if proven:
         which = "the only cell" if alone else "the best cell that was measured again alone"
@@ -108,10 +108,10 @@ def _one_of(
         why += f". The {value_text(test, top)} of {top.label} would count if confirmed"
     if proven:
         return Decision(Word.REPRODUCED, f"{why}.", [best])
-    if met:
+    if passes:
         why = f"{why}. A run made for this cell alone would settle it."
         return Decision(Word.NOT_SETTLED, why, [best], confirm)
-    if open_:
+    if doubts:
         return Decision(Word.NOT_SETTLED, f"{why}{_needed(test, best)}.", [best], confirm)
     if unmeasured:
         why = f"{why}; {are(unmeasured, 'cell')} not measured."
