@@ -21,11 +21,11 @@ import pandas as pd
 from sparsebench._discovery import did_you_mean
 from sparsebench._writing import write_file
 from sparsebench.errors import ResultError, SuiteError
-from sparsebench.reports.build import build, figures, frames_of
-from sparsebench.reports.figures._figure import Frames
+from sparsebench.reports.build import build, figures
 from sparsebench.reports.terminal import answer_markdown, count_statuses
 from sparsebench.results.run import store
 from sparsebench.results.run.provenance import device_name
+from sparsebench.results.tables.analysis import Analysis, analyse
 
 if TYPE_CHECKING:
     from sparsebench.harness.plan.suite import Suite
@@ -79,15 +79,15 @@ class Run:
         return device_name(self.stored.environment)
 
     @cached_property
-    def _frames(self) -> Frames:
-        return frames_of(self.stored)
+    def _analysis(self) -> Analysis:
+        return analyse(self.stored)
 
     def frame(self) -> pd.DataFrame:
         """Return one line per row: a case in one process, scope and cache state.
 
         Columns: results/tables/frame.py; times in µs. Samples are in `stored.rows`.
         """
-        return self._frames.rows.copy()
+        return self._analysis.rows.copy()
 
     def summary(self) -> pd.DataFrame:
         """Return one line per case, scope and cache state, over all processes, with its verdict.
@@ -95,11 +95,11 @@ class Run:
         Columns: results/tables/cases.py; `speedup` is over the baseline, with its interval
         `speedup_low`, `speedup_high`; `median_us` is the time; `outcome` is the verdict.
         """
-        return self._frames.cases.copy()
+        return self._analysis.cases.copy()
 
     def answer(self) -> str:
         """Return the answer of `sparsebench run` as Markdown: the fastest, with its certainty."""
-        return answer_markdown(self._frames)
+        return answer_markdown(self._analysis)
 
     @property
     def plots(self) -> dict[str, str]:
@@ -110,17 +110,17 @@ class Run:
         if name not in (names := self.plots):
             message = f"{name!r}{did_you_mean(name, names)}"
             raise ResultError(f"plot: expected one of {', '.join(names)}; found {message}")
-        return Plot(name, build(self._frames, only=name))
+        return Plot(name, build(self._analysis, only=name))
 
     def report(self, path: Path | str | None = None) -> Path:
         """Write the report, by default into the run, and return its path."""
         page = self.path / "report.html" if path is None else Path(path)
-        build(self._frames, page)
+        build(self._analysis, page)
         return page
 
     def __repr__(self) -> str:
         cases = ", ".join(
-            f"{count} {status}" for status, count in count_statuses(self._frames).items()
+            f"{count} {status}" for status, count in count_statuses(self._analysis).items()
         )
         return f"Run({str(self.path)!r}, {self.device}, {self.status}; cases: {cases or 'none'})"
 

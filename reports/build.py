@@ -23,17 +23,14 @@ from sparsebench._discovery import load, modules
 from sparsebench._writing import write_file
 from sparsebench.errors import ResultError, SuiteError
 from sparsebench.reports.figures._again import again_command
-from sparsebench.reports.figures._figure import Frames
-from sparsebench.reports.figures._verdict import intervals
 from sparsebench.reports.findings import headline
 from sparsebench.reports.page import render
 from sparsebench.reports.terminal import count_statuses, trust
 from sparsebench.results.badges import badges
-from sparsebench.results.formatting import amount, brackets, selection
-from sparsebench.results.model_files import Pruning
+from sparsebench.results.formatting import amount, brackets, capital, selection
 from sparsebench.results.run.provenance import device_title, flat, on_gpu
 from sparsebench.results.run.store import StoredRun
-from sparsebench.results.tables.analysis import tables
+from sparsebench.results.tables.analysis import Analysis
 
 DATA = ["rows.jsonl", "rows.jsonl.gz", "suite.yaml", "environment.json", "run.json"]
 FIRST = "answer"  # the only figure that is not collapsed
@@ -48,7 +45,7 @@ class Figure:
     name: str
     title: str
     order: int
-    draw: Callable[[Frames], Markup]
+    draw: Callable[[Analysis], Markup]
 
 
 @dataclass(frozen=True)
@@ -62,7 +59,7 @@ class Surrounding:
 
 
 def build(
-    frames: Frames,
+    analysis: Analysis,
     out_path: Path | None = None,
     surrounding: Surrounding = Surrounding(),
     only: str = "",
@@ -72,20 +69,20 @@ def build(
     surrounding  what a site adds around the report
     only         the name of a figure to draw alone; ResultError if it does not apply to the run
     """
-    run = frames.run
+    run = analysis.run
     chosen = [figure for figure in figures() if only in ("", figure.name)]
-    drawn = [(figure, body) for figure in chosen if (body := _draw_figure(figure, frames))]
+    drawn = [(figure, body) for figure in chosen if (body := _draw_figure(figure, analysis))]
     if not drawn and only:
         raise ResultError(f"{run.path}: figure {only}: expected cases to draw, found none")
     page = render_report(
         first=[(figure, body) for figure, body in drawn if figure.name == (only or FIRST)],
         groups=_group([part for part in drawn if part[0].name != (only or FIRST)]),
-        evidence=_evidence(frames),
-        badges=[label.parts for label in badges(frames)],
+        evidence=_evidence(analysis),
+        badges=[label.parts for label in badges(analysis)],
         links=[] if only else _links(run.path, out_path),
         surrounding=surrounding,
-        facts=_facts(frames),
-        trust=_trust(frames),
+        facts=_facts(analysis),
+        trust=_trust(analysis),
         title=str(run.suite.get("title", run.path.name)),
         about=str(run.suite.get("description", "")),
         device=device_title(run.environment),
@@ -93,11 +90,6 @@ def build(
     if out_path:
         write_file(out_path, page)
     return page
-
-
-def frames_of(run: StoredRun, pruning: Pruning | None = None) -> Frames:
-    """Return the tables of a run, from which its answer, its card and its report are made."""
-    return Frames(run, *tables(run), pruning)
 
 
 def render_report(**parts: Any) -> str:
@@ -121,9 +113,9 @@ def load_figure(name: str) -> Figure:
     return Figure(name, title, order, draw)
 
 
-def _draw_figure(figure: Figure, frames: Frames) -> Markup:
+def _draw_figure(figure: Figure, analysis: Analysis) -> Markup:
     try:
-        return figure.draw(frames)
+        return figure.draw(analysis)
     except Exception as error:
         place = modules("reports.figures").get(figure.name, "")
         kind = RuntimeError if place.startswith("sparsebench.") else SuiteError
@@ -141,10 +133,10 @@ def _group(drawn: Sequence[tuple[Figure, Markup]]) -> list[tuple[str, list[tuple
     return [(title, parts) for title, parts in groups if parts]
 
 
-def _evidence(frames: Frames) -> dict[str, str]:
+def _evidence(analysis: Analysis) -> dict[str, str]:
     """Return the headline, the evidence for it, and the command that measures it again."""
-    run, cases, timed, pairs = frames.run, frames.cases, frames.timed, frames.noise.pairs
-    finding = headline(frames)
+    run, cases, timed, pairs = analysis.run, analysis.cases, analysis.timed, analysis.noise.pairs
+    finding = headline(analysis)
     if not finding:
         return {}
     case = finding.pop("case")
@@ -162,14 +154,14 @@ def _evidence(frames: Frames) -> dict[str, str]:
     return {**finding, "counts": " · ".join(counts), "again": again}
 
 
-def _facts(frames: Frames) -> list[tuple[str, str]]:
+def _facts(analysis: Analysis) -> list[tuple[str, str]]:
     """Return names and values: date, devices, versions, commit, numbers of cases and processes."""
-    run, cases = frames.run, frames.cases
+    run, cases = analysis.run, analysis.cases
     facts_of_run = flat(run.environment)
     names = {"driver": "gpu.driver"} | {name: f"versions.{name}" for name in VERSIONS}
     versions = [f"{name} {facts_of_run[key]}" for name, key in names.items() if key in facts_of_run]
     problems = amount(cases.problem_id.nunique(), "problem")
-    statuses = [f"{count} {status}" for status, count in count_statuses(frames).items()]
+    statuses = [f"{count} {status}" for status, count in count_statuses(analysis).items()]
     dirty = " with uncommitted changes" if facts_of_run.get("dirty") == "True" else ""
     facts = {
         "started": str(run.state.get("started", "")),
@@ -178,7 +170,7 @@ def _facts(frames: Frames) -> list[tuple[str, str]]:
         "commit": facts_of_run.get("commit", "") + dirty,
         "only": selection(run.state.get("flags", {}).get("only", "")),
         "cases": f"{', '.join(statuses).replace('_', ' ')}, of {problems}",
-        "processes": str(frames.rows.replicate.nunique()),
+        "processes": str(analysis.rows.replicate.nunique()),
     }
     return [(name, value) for name, value in facts.items() if value]
 
@@ -193,17 +185,18 @@ def _devices(run: StoredRun) -> str:
     return f"{device_title(run.environment)}, on {amount(hosts, 'host')}; {taken}"
 
 
-def _trust(frames: Frames) -> list[str]:
+def _trust(analysis: Analysis) -> list[str]:
     """Return what the terminal says of the reliability of the numbers, and what intervals are."""
-    sentences = [intervals(frames.raced)] if frames.raced.size else []
-    sentences += [_shared(frames)] if frames.run.state.get("shards") else []
-    return [*trust(frames), *sentences]
+    held = brackets(analysis.timed.gain_interval) if len(analysis.timed) else ""
+    sentences = [f"{capital(held)}."] if held else []
+    sentences += [_shared(analysis)] if analysis.run.state.get("shards") else []
+    return [*trust(analysis), *sentences]
 
 
-def _shared(frames: Frames) -> str:
+def _shared(analysis: Analysis) -> str:
     """Say whether intervals of a merged run span processes of more than one device."""
-    count = frames.rows.groupby("case_id").device.nunique()
-    devices = len(frames.run.environment["devices"])
+    count = analysis.rows.groupby("case_id").device.nunique()
+    devices = len(analysis.run.environment["devices"])
     on = f"All contenders of a problem ran on one device of {devices}"
     if (count == 1).all():
         return f"{on} in every process, so no interval spans two devices."

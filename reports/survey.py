@@ -24,7 +24,6 @@ from rich.text import Text
 from sparsebench.reports import grids
 from sparsebench.reports.comparison import sentences
 from sparsebench.reports.comparison_tables import BRACKETS_OF_MEANS
-from sparsebench.reports.figures._figure import Frames
 from sparsebench.results.badges import Badge, badges
 from sparsebench.results.comparison.changes import Changes
 from sparsebench.results.formatting import (
@@ -38,6 +37,7 @@ from sparsebench.results.formatting import (
 from sparsebench.results.run.provenance import on_gpu
 from sparsebench.results.statistics.outcome import Outcome
 from sparsebench.results.statistics.ratio import FEWEST
+from sparsebench.results.tables.analysis import Analysis
 from sparsebench.results.tables.contests import with_gains, with_shapes
 from sparsebench.results.tables.frame import HOST_LATE, records
 from sparsebench.results.tables.grid import Grid, findings, grid, outcome_of
@@ -88,7 +88,7 @@ class Summary:
 
 def summarise(
     device: str,
-    by_run: Mapping[str, Frames],
+    by_run: Mapping[str, Analysis],
     others: list[Changes],
     kernels: list[dict[str, Any]],
     fitness: list[dict[str, Any]],
@@ -112,7 +112,7 @@ LINE = ["problem_id", "op", "m", "dtype", "level", "side", "gain", "low", "high"
 LINE += ["median_us", "place", "of_units", "run", "format_name", "row"]
 
 
-def survey_lines(by_run: Mapping[str, Frames]) -> pd.DataFrame:
+def survey_lines(by_run: Mapping[str, Analysis]) -> pd.DataFrame:
     """Return the sparse cases with a time, each problem from the run of the most processes.
 
     format_name  what a case stores, without its level: `BSR`, `sparse activations`
@@ -120,9 +120,9 @@ def survey_lines(by_run: Mapping[str, Frames]) -> pd.DataFrame:
     """
     parts = [pd.DataFrame(columns=LINE)]
     seen: set[str] = set()
-    for run, frames in by_run.items():
-        timed = with_gains(frames.cases[~frames.cases.problem_id.isin(seen)])
-        seen |= set(frames.cases.problem_id)
+    for run, analysis in by_run.items():
+        timed = with_gains(analysis.cases[~analysis.cases.problem_id.isin(seen)])
+        seen |= set(analysis.cases.problem_id)
         if len(timed):
             shaped = [with_shapes(of_op) for _, of_op in timed.groupby("op", sort=False)]
             parts.append(pd.concat(shaped).assign(run=run))
@@ -180,13 +180,13 @@ def precision(drawn: Grid) -> str:
 
 def _state(
     lines: pd.DataFrame,
-    by_run: Mapping[str, Frames],
+    by_run: Mapping[str, Analysis],
     kernels: list[dict[str, Any]],
     fitness: list[dict[str, Any]],
 ) -> list[str]:
     """Return sentences about how much is settled, the kernels, the clock and the machine."""
     texts = []
-    every = [frames.cases[frames.cases["format"] != "dense"] for frames in by_run.values()]
+    every = [analysis.cases[analysis.cases["format"] != "dense"] for analysis in by_run.values()]
     if every:
         sparse = pd.concat(every).drop_duplicates("problem_id").problem_id
         outcomes = lines.problem_id[[outcome_of(line) in SETTLED for line in records(lines)]]
@@ -203,9 +203,9 @@ def _state(
             "The portable kernels took their place."
         )
     timed_cases = [
-        frames.cases[frames.cases.median_us.notna() & ~frames.cases.twin.astype(bool)]
-        for frames in by_run.values()
-        if on_gpu(frames.run.environment)  # nothing records what slows a CPU
+        analysis.cases[analysis.cases.median_us.notna() & ~analysis.cases.twin.astype(bool)]
+        for analysis in by_run.values()
+        if on_gpu(analysis.run.environment)  # nothing records what slows a CPU
     ]
     if sum(map(len, timed_cases)):
         texts.append(_slowed(pd.concat([cases.mark.fillna("") for cases in timed_cases])))
@@ -224,9 +224,9 @@ def _slowed(marks: "pd.Series[str]") -> str:
     return f"In at least one process, {join_words(causes)} of {cases}. {fair}."
 
 
-def _badges(by_run: Mapping[str, Frames]) -> list[tuple[str, str, str]]:
+def _badges(by_run: Mapping[str, Analysis]) -> list[tuple[str, str, str]]:
     """Return the badges of the run that counts: class, text and reason."""
     if not by_run:
         return [(Badge.EMPTY.name.lower(), str(Badge.EMPTY), "Nothing was measured.")]
-    frames = next(iter(by_run.values()))
-    return [label.parts for label in badges(frames, with_state=False)]
+    analysis = next(iter(by_run.values()))
+    return [label.parts for label in badges(analysis, with_state=False)]

@@ -21,8 +21,7 @@ from sparsebench.reports import build, grids
 from sparsebench.reports.build import Figure
 from sparsebench.reports.comparison import sentences
 from sparsebench.reports.comparison_tables import cases, intervals, problems
-from sparsebench.reports.figures._figure import NOTHING, Frames
-from sparsebench.reports.figures._html import note
+from sparsebench.reports.figures._html import NOTHING, note
 from sparsebench.reports.survey import KEY, Summary, summarise
 from sparsebench.reports.tables import html_table
 from sparsebench.results import files
@@ -35,6 +34,7 @@ from sparsebench.results.formatting import (
 )
 from sparsebench.results.run import store
 from sparsebench.results.run.store import without_paths
+from sparsebench.results.tables.analysis import Analysis, analyse
 
 STEPS = {"doctor": "Check of the machine", "compile": "Compilation", "tune": "Tuning"}
 STEPS |= {"screen": "Look at all problems", "decide": "Verdicts"}
@@ -47,7 +47,7 @@ def write(path: Path, against: Sequence[Path]) -> Summary:
     runs = [path / name for name in names if _ran(path / name)]
     with ProcessPoolExecutor(max(1, len(runs)), get_context("spawn")) as pool:
         drawn = [pool.submit(_report, run) for run in runs]
-        by_run = {run.name: build.frames_of(store.read(run)) for run in runs}
+        by_run = {run.name: analyse(store.read(run)) for run in runs}
         summary, page = _draw_pages(survey, path, by_run, against)
         write_file(path / "report.html", page)
         for report in drawn:
@@ -56,7 +56,7 @@ def write(path: Path, against: Sequence[Path]) -> Summary:
 
 
 def _report(path: Path) -> None:
-    build.build(build.frames_of(store.read(path)), path / "report.html")
+    build.build(analyse(store.read(path)), path / "report.html")
 
 
 def _ran(path: Path) -> bool:
@@ -64,7 +64,7 @@ def _ran(path: Path) -> bool:
 
 
 def _draw_pages(
-    survey: dict[str, Any], path: Path, by_run: dict[str, Frames], against: Sequence[Path]
+    survey: dict[str, Any], path: Path, by_run: dict[str, Analysis], against: Sequence[Path]
 ) -> tuple[Summary, str]:
     """Return the first screen and the page."""
     fitness, kernels = (_read_list(path / name) for name in ("fitness.json", "kernels.json"))
@@ -87,7 +87,7 @@ def _draw_pages(
         surrounding=build.Surrounding(),
         links=[*((f"{n}/report.html",) * 2 for n in by_run), ("survey.json", "survey.json")],
         facts=[("budget", duration(1e6 * survey["budget_s"])), ("steps", ", ".join(steps))],
-        trust=[f"{name}: {frames.noise.sentence}" for name, frames in by_run.items()],
+        trust=[f"{name}: {analysis.noise.sentence}" for name, analysis in by_run.items()],
         title=summary.question,
         about=f"Suite {survey['suite']}: one process measures every problem, and several processes "
         "measure the deciding cases again. Verdicts use no number of the look.",
@@ -177,4 +177,4 @@ def _read_list(file: Path) -> list[dict[str, Any]]:
 
 def _section(name: str, title: str, body: Markup) -> tuple[Figure, Markup]:
     """Return a section that is drawn already, as the template takes it."""
-    return Figure(name, title, 0, lambda frames: body), body
+    return Figure(name, title, 0, lambda analysis: body), body

@@ -58,6 +58,7 @@ VALUES = {
     ("pattern", "dense"): "",
     ("pruned", "all"): "pruned MLPs and attention",
     ("scope", "chain"): "inside a chain",
+    ("scope", "kernel"): "kernel time",
     ("scope", "op"): "as called from Python",
     ("block", "1"): "",
     ("block", ""): "",
@@ -88,6 +89,11 @@ def field_text(name: str, value: Any) -> str:
         case "op" | "dtype" | "source":
             return text
     return f"{name} {text}"
+
+
+def measure_text(line: Mapping[Any, Any]) -> str:
+    """Write what was timed: `kernel time, cold cache`."""
+    return f"{field_text('scope', line['scope'])}, {field_text('cache', line['cache'])}"
 
 
 def name_parts(fields: Mapping[Any, Any], names: Iterable[str]) -> dict[str, str]:

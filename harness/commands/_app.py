@@ -45,6 +45,7 @@ REMOVED = {  # what older versions took on the command line, and what replaces i
     "claims lint": "`claims check FILE --plan` checks every field and counts the cells",
     "claims sentences": "suites/claims/README.md lists them; `claims report` has the verdicts",
     "claims report --tables": "the caveats of a claim name the authors' files",
+    "report --errors": "the page “Should I prune?” shows losses beside speedups",
     "train-lm": "it is a script of the repository: experiments/train_lm.py",
     "whole": "it is a script of the repository: experiments/whole_model.py",
 }

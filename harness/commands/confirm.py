@@ -25,15 +25,16 @@ def confirm(
     from sparsebench.harness.run.measure import RunOptions
     from sparsebench.harness.run.repeat import Setup, confirmations
     from sparsebench.harness.run.repeat import confirm as measure_again
-    from sparsebench.reports.build import build, frames_of
+    from sparsebench.reports.build import build
     from sparsebench.results.run import store
     from sparsebench.results.run.provenance import choices_of
+    from sparsebench.results.tables.analysis import analyse
 
     with measuring() as show:
         setup = Setup(full_name(device), data, out, RunOptions(progress=show), inherit=inherit)
         fresh = measure_again(path, setup, cases, replicates)
     again = store.read(fresh)
-    build(frames_of(again), fresh / "report.html")
+    build(analyse(again), fresh / "report.html")
     lines = confirmations(again)
     if as_json:
         print_json({"run": str(fresh), "headlines": lines, "choices": choices_of(again.state)})

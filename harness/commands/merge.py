@@ -25,10 +25,11 @@ def merge(
 
     run = store.read(join(paths, out, data, plugins=plugins, replicates=replicates))
     # No error of the merge has to wait for the imports of a report.
-    from sparsebench.reports.build import build, frames_of
+    from sparsebench.reports.build import build
     from sparsebench.reports.terminal import RunAnswer
+    from sparsebench.results.tables.analysis import analyse
 
-    frames = frames_of(run)
-    build(frames, out / "report.html")
-    wide().print(RunAnswer(frames))
+    analysis = analyse(run)
+    build(analysis, out / "report.html")
+    wide().print(RunAnswer(analysis))
     stdout.say(f"report: {out / 'report.html'}")

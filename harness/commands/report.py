@@ -14,36 +14,32 @@ def report(
     out: Annotated[Path | None, out_file("HTML file to write. Default: in the run.")] = None,
     csv: Annotated[Path | None, typer.Option(help="Also write the rows as CSV.")] = None,
     parquet: Annotated[Path | None, typer.Option(help="Also write the rows as Parquet.")] = None,
-    errors: Annotated[
-        Path | None,
-        typer.Option(help="JSON of `prune --json`: plot pruning error against speedup."),
-    ] = None,
     markdown: Markdown = False,
     browse: Open = False,
 ) -> None:
     """Write a run's report (one HTML file), and print its answer."""
     from sparsebench._writing import require_apart
-    from sparsebench.reports.build import build, frames_of
+    from sparsebench.reports.build import build
     from sparsebench.reports.terminal import RunAnswer, answer_markdown
-    from sparsebench.results.model_files import read_pruning
     from sparsebench.results.run import store
+    from sparsebench.results.tables.analysis import analyse
     from sparsebench.results.tables.frame import to_csv, to_parquet
 
     measured = store.read(path)
     warn_of_changes([path])
     out = out or path / "report.html"
     others = (file for file in path.rglob("*") if file.name != "report.html")
-    require_apart([out, csv, parquet], [*others, errors])
-    frames = frames_of(measured, read_pruning(errors) if errors else None)
-    build(frames, out)
+    require_apart([out, csv, parquet], others)
+    analysis = analyse(measured)
+    build(analysis, out)
     if csv:
-        to_csv(frames.rows, csv)
+        to_csv(analysis.rows, csv)
     if parquet:
-        to_parquet(frames.rows, parquet)
+        to_parquet(analysis.rows, parquet)
     if markdown:
-        stdout.write(answer_markdown(frames))
+        stdout.write(answer_markdown(analysis))
     else:
-        wide().print(RunAnswer(frames))
+        wide().print(RunAnswer(analysis))
         stdout.say(f"report: {out}")
     if browse:
         show_page(out)

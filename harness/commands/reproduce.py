@@ -20,10 +20,11 @@ def reproduce(
     from sparsebench.harness.run.measure import RunOptions, measure
     from sparsebench.harness.run.repeat import Setup
     from sparsebench.harness.run.repeat import reproduce as measure_again
-    from sparsebench.reports.build import build, frames_of
+    from sparsebench.reports.build import build
     from sparsebench.reports.comparison import compare_sides, reproduction, to_json
     from sparsebench.results.comparison.sides import side
     from sparsebench.results.run import store
+    from sparsebench.results.tables.analysis import analyse
 
     with measuring() as show:
         sharing = Sharing(devices)
@@ -31,7 +32,7 @@ def reproduce(
         first, options = sharing.first(device), RunOptions(progress=show)
         fresh = measure_again(path, Setup(first, data, out, options, engine, inherit))
     again = store.read(fresh)
-    build(frames_of(again), fresh / "report.html")
+    build(analyse(again), fresh / "report.html")
     compared = compare_sides([side(store.read(path), name="there"), side(again, name="here")])
     result = reproduction(compared.others[0])
     if as_json:

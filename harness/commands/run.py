@@ -156,27 +156,28 @@ def _profile(
 
 def _report(path: Path, as_json: bool, markdown: bool, browse: bool) -> None:
     """Print a run's answer and write its report; exit with SOME_FAILED if cases failed."""
-    from sparsebench.reports.build import build, frames_of
+    from sparsebench.reports.build import build
     from sparsebench.reports.published_answer import PublishedAnswer
     from sparsebench.reports.terminal import RunAnswer, answer_json, answer_markdown, count_statuses
     from sparsebench.results.run import store
     from sparsebench.results.run.provenance import on_gpu
+    from sparsebench.results.tables.analysis import analyse
 
     measured = store.read(path)
     page = path / "report.html"
-    frames = frames_of(measured)
-    counts = count_statuses(frames)
+    analysis = analyse(measured)
+    counts = count_statuses(analysis)
     if as_json:
         head = {"run": str(path), "report": str(page), "cases": counts}
-        print_json({**head, **answer_json(frames)})
+        print_json({**head, **answer_json(analysis)})
     elif markdown:
-        stdout.write(answer_markdown(frames))
+        stdout.write(answer_markdown(analysis))
     else:
-        wide().print(RunAnswer(frames))
+        wide().print(RunAnswer(analysis))
         stdout.print("cases: " + ", ".join(f"{n} {status}" for status, n in counts.items()))
         if not on_gpu(measured.environment):
             wide().print(PublishedAnswer(measured))
-    build(frames, page)  # after the answer, which need not wait for the page
+    build(analysis, page)  # after the answer, which need not wait for the page
     if not as_json and not markdown:
         stdout.say(f"report: {page}")
     if browse:

@@ -16,10 +16,10 @@ from sparsebench.harness.claims.claim_plan import load, plan_tests
 from sparsebench.harness.plan.selection import has_only_baselines
 from sparsebench.harness.plan.suite import expand, read
 from sparsebench.harness.testing.contract import Check, checker, expect
-from sparsebench.reports.build import frames_of, load_figure
-from sparsebench.reports.figures._figure import Frames
+from sparsebench.reports.build import load_figure
 from sparsebench.results.record import Case, Contender, Problem, Row, Status
 from sparsebench.results.run.store import StoredRun
+from sparsebench.results.tables.analysis import Analysis, analyse
 
 
 def suite_checks(name: str, *, device: str | None = None, data: Path | None = None) -> list[Check]:
@@ -105,7 +105,7 @@ def _draws(name: str, refused: bool) -> None:
 
 
 @cache
-def _frames(refused: bool) -> Frames:
+def _frames(refused: bool) -> Analysis:
     rows = [
         _row(contest.problem, contender, number)
         for number in range(2)
@@ -119,7 +119,7 @@ def _frames(refused: bool) -> Frames:
     run = StoredRun(
         Path("sweep"), {"title": "A sweep"}, SUITE, {"gpu": gpu}, {"flags": {}}, rows, []
     )
-    return frames_of(run)
+    return analyse(run)
 
 
 def _row(problem: Problem, contender: Contender, process: int) -> Row:

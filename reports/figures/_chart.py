@@ -108,11 +108,6 @@ class Chart:
 
         self._drawn.append(draw)
 
-    def text(self, x: float, y: float, text: str) -> None:
-        """Write a text above and left of a point."""
-        words = f'text-anchor="end">{escape(text)}</text>'
-        self._drawn.append(lambda a, b: f'<text x="{a(x) - 4:.1f}" y="{b(y) - 4:.1f}" {words}')
-
     def svg(self, label: str) -> Markup:
         """Return the drawing as an SVG element with a label for screen readers."""
         ends = {axis: self.limits.get(axis) or self._fit(axis) for axis in "xy"}

@@ -2,7 +2,7 @@
 
 import base64
 import gzip
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import pandas as pd
 from markupsafe import Markup
@@ -10,7 +10,7 @@ from markupsafe import Markup
 from sparsebench.reports.figures._svg import shade
 from sparsebench.results.tables.frame import as_csv
 
-OPEN = 12  # panels shown at once; the others are folded
+NOTHING = Markup("")  # of a figure that does not apply to a run
 PLAIN_BYTES = 20_000  # larger CSV is compressed, to about a tenth
 
 
@@ -34,12 +34,6 @@ def beside(drawn: Iterable[tuple[str, Markup, Markup | str]]) -> Markup:
     figure = Markup("<figure><h3>{}</h3>{}<figcaption>{}</figcaption></figure>")
     figures = Markup("").join(figure.format(*each) for each in drawn)
     return Markup('<div class="panels">{}</div>').format(figures)
-
-
-def side_by_side(drawn: Sequence[tuple[str, Markup, Markup | str]]) -> Markup:
-    """Lay out panels (title, drawing, caption): show the first OPEN, and fold the others."""
-    shown, left = beside(drawn[:OPEN]), len(drawn) - OPEN
-    return shown if left <= 0 else shown + fold_away(f"{left} more panels", beside(drawn[OPEN:]))
 
 
 def shaded(gain: float, decided: bool, link: str, title: str, text: Markup) -> Markup:

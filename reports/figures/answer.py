@@ -14,11 +14,11 @@ from markupsafe import Markup
 
 from sparsebench.reports import grids
 from sparsebench.reports.figures._chart import Chart, named_rows
-from sparsebench.reports.figures._figure import NOTHING, Frames
-from sparsebench.reports.figures._html import note
+from sparsebench.reports.figures._html import NOTHING, note
 from sparsebench.reports.figures._svg import ROLES
 from sparsebench.results.formatting import brackets, capital, duration
 from sparsebench.results.problem_names import field_text
+from sparsebench.results.tables.analysis import Analysis
 from sparsebench.results.tables.contests import size_key
 from sparsebench.results.tables.frame import fields
 from sparsebench.results.tables.grid import EVERY, Grid, View, column_text, findings, grid
@@ -32,12 +32,12 @@ HEADS = {"shape": "n × k", "scope": "measured", "cache": "L2 cache"}
 SIDES = {"ours": "Circles: best of ours", "peer": "Triangles: best sparse peer"}
 
 
-def draw(frames: Frames) -> Markup:
+def draw(analysis: Analysis) -> Markup:
     """Draw every view with selectors; all views but the first are hidden."""
-    views = frames.views
+    views = analysis.views
     if not views:
         return Markup("<p>No case of this run has a time, so there is no answer.</p>")
-    held = brackets(frames.timed.gain_interval)
+    held = brackets(analysis.timed.gain_interval)
     held = f"{capital(held)}." if held else ""
     drawn = [_view(i, view, held) for i, view in enumerate(views[:MOST])]
     rest = f"{len(views) - MOST} of {len(views)} choices are not drawn here. "

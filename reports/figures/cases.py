@@ -8,12 +8,13 @@ import pandas as pd
 from markupsafe import Markup
 
 from sparsebench.reports.figures._again import selected_fields, suite_name
-from sparsebench.reports.figures._figure import MEASURE, NOTHING, Frames, describe_line
-from sparsebench.reports.figures._html import download, note
-from sparsebench.reports.figures._verdict import intervals, outcome, spans, speedup
-from sparsebench.reports.tables import html_table, without_dashes
-from sparsebench.results.formatting import percent, plain, significant
-from sparsebench.results.tables.frame import fields
+from sparsebench.reports.figures._html import NOTHING, download, note
+from sparsebench.reports.tables import html_table, split_style, without_dashes
+from sparsebench.reports.terminal import outcome
+from sparsebench.results.formatting import between, brackets, capital, percent, plain, significant
+from sparsebench.results.problem_names import problem_name
+from sparsebench.results.tables.analysis import Analysis
+from sparsebench.results.tables.frame import fields, records
 
 TITLE = "Every case"
 ORDER = 100
@@ -23,42 +24,57 @@ SPEEDUP = ["label", "baseline_label", "speedup", "speedup_low", "speedup_high", 
 LONG = {"version", "chosen"}  # parts of a choice that other columns show
 
 
-def draw(frames: Frames) -> Markup:
+def draw(analysis: Analysis) -> Markup:
     """Show one line per case. The page also holds the whole summary as CSV."""
-    cases = frames.cases
+    cases = analysis.cases
     if cases.empty:
         return NOTHING
     names = [name for name in fields(cases) if name != "sparsity" and cases[name].notna().any()]
-    names = ["op", *names, "source", "seed", *MEASURE]
+    names = ["op", *names, "source", "seed", "scope", "cache"]
     names = [n for n in names if cases[n].nunique(dropna=False) > 1]
     heads = [f">{n}" if pd.api.types.is_numeric_dtype(cases[n]) else n for n in names]
     written = cases.assign(
         time=[_time(*ends) for ends in cases[TIME].itertuples(index=False)],
-        gain=[speedup(line) for line in cases[SPEEDUP].itertuples()],
+        gain=[_speedup(line) for line in cases[SPEEDUP].itertuples()],
         configuration=cases.choice.map(configuration),
-        outcome=[outcome(line) for _, line in cases.iterrows()],
+        outcome=[split_style(outcome(line))[0] for line in records(cases)],
     )
     shown = [column for column in COLUMNS if column[1] in written]
     heads += [head for head, _, _ in shown]
     columns = [[_text(value) for value in written[name]] for name in names]
     columns += [[write(value) for value in written[name]] for _, name, write in shown]
     lines = [list(line) for line in zip(*columns, strict=True)]
-    same = ["op", *fields(cases), "source", *MEASURE]
+    same = ["op", *fields(cases), "source", "scope", "cache"]
     same = [n for n in same if n not in [*names, "sparsity"]]
     constant = {n: _text(cases[n].iloc[0]) for n in same if pd.notna(cases[n].iloc[0])}
     run = {
-        "suite": suite_name(frames.run),
+        "suite": suite_name(analysis.run),
         "same": constant,
-        "select": selected_fields(frames.run, cases),
+        "select": selected_fields(analysis.run, cases),
         "fields": ["op", *fields(cases)],
     }
-    held = f" {spans(cases)} {intervals(frames.raced)}" if frames.raced.size else ""
+    held = f" {_spans(cases)} {capital(brackets(cases.interval))}." if len(analysis.timed) else ""
     whole = Markup("All columns of these {} lines as CSV: {}.")
     return (
         note(whole.format(len(cases), download("cases", cases)) + held)
-        + Markup(TOOL).format(describe_line(cases.iloc[0], same), json.dumps(run))
+        + Markup(TOOL).format(problem_name(dict(cases.iloc[0]), same), json.dumps(run))
         + html_table(*without_dashes(heads, lines), "sortable", _ids(cases))
     )
+
+
+def _speedup(line: Any) -> str:
+    """Write the speedup of a case with its interval; 1 for the baseline itself."""
+    if line.label == line.baseline_label:
+        return "1"
+    return between(line.speedup, line.speedup_low, line.speedup_high, line.uncertainty)
+
+
+def _spans(cases: pd.DataFrame) -> str:
+    """Return a sentence that says what the intervals of times hold."""
+    single = cases[cases.median_us.notna()].processes == 1
+    names = ["range over processes"] * bool((~single).any())
+    names += ["quartiles of the samples in one process"] * bool(single.any())
+    return f"Intervals of times: {' or '.join(names)}."
 
 
 def configuration(choice: str) -> str:

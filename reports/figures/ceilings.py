@@ -12,13 +12,14 @@ import pandas as pd
 from markupsafe import Markup
 
 from sparsebench.reports.figures._chart import named_rows
-from sparsebench.reports.figures._figure import MEASURE, NOTHING, Frames, describe_line
-from sparsebench.reports.figures._html import note, wide
+from sparsebench.reports.figures._html import NOTHING, note, wide
 from sparsebench.reports.figures._svg import ROLES
 from sparsebench.results.ceilings import Ceilings
-from sparsebench.results.formatting import significant
+from sparsebench.results.formatting import capital, significant
+from sparsebench.results.problem_names import measure_text
 from sparsebench.results.run.store import StoredRun
-from sparsebench.results.tables.contests import SHORT_US
+from sparsebench.results.tables.analysis import Analysis
+from sparsebench.results.tables.contests import SHORT_US, usual
 
 TITLE = "Fraction of the hardware limit"
 ORDER = 65
@@ -32,14 +33,15 @@ READ = (
 )
 
 
-def draw(frames: Frames) -> Markup:
+def draw(analysis: Analysis) -> Markup:
     """Write the ceilings, and draw one point per case, the best contender at the top."""
-    line = _ceilings(frames.run)
-    cases = frames.first[frames.first.of_bound.notna()]
+    line = _ceilings(analysis.run)
+    cases = usual(analysis.timed)
+    cases = cases[cases.of_bound.notna()]
     if cases.empty:
         return note(line) if line else NOTHING
     groups = sorted(cases.groupby("label"), key=lambda group: -group[1].of_bound.median())
-    words = note(f"{line} {describe_line(cases.iloc[0], MEASURE).capitalize()}. {READ}")
+    words = note(f"{line} {capital(measure_text(cases.iloc[0]))}. {READ}")
     return words + wide(_draw_chart([(str(label), group) for label, group in groups]))
 
 

@@ -12,12 +12,14 @@ import pandas as pd
 from markupsafe import Markup
 
 from sparsebench.reports.figures._chart import Chart
-from sparsebench.reports.figures._figure import MEASURE, NOTHING, Frames, describe_line
-from sparsebench.reports.figures._html import note, wide
+from sparsebench.reports.figures._html import NOTHING, note, wide
 from sparsebench.reports.figures._svg import OURS, PEER, Look
-from sparsebench.results.formatting import significant
+from sparsebench.results.formatting import capital, significant
+from sparsebench.results.problem_names import measure_text
 from sparsebench.results.record import Status
 from sparsebench.results.run.provenance import on_gpu
+from sparsebench.results.tables.analysis import Analysis
+from sparsebench.results.tables.cases import CONTEST
 from sparsebench.results.tables.frame import records
 
 TITLE = "Drift and throttling"
@@ -28,17 +30,17 @@ SENSORS = {"sm_mhz": ("SM clock", "MHz"), "temperature_c": ("Temperature", "°C"
 SENSORS |= {"power_w": ("Power", "W")}
 
 
-def draw(frames: Frames) -> Markup:
+def draw(analysis: Analysis) -> Markup:
     """Draw the baseline's drift over the contests of the run, and write what sensors read."""
-    contests = _contests(frames.rows)
+    contests = _contests(analysis.rows)
     if len(contests) < 2:
         return NOTHING
     sensors = [*filter(None, (_sensor(contests[name], *text) for name, text in SENSORS.items()))]
     drawn = contests.replicate.nunique() > 1
     if not (drawn or sensors):
         return NOTHING
-    words = [f"{describe_line(contests.iloc[0], MEASURE).capitalize()}."]
-    if on_gpu(frames.run.environment):
+    words = [f"{capital(measure_text(contests.iloc[0]))}."]
+    if on_gpu(analysis.run.environment):
         marked = int((contests["mark"] != "").sum())
         share = f"{marked} of {len(contests)} contests{' (diamonds)' * drawn}"
         words.append(f"The GPU slowed down, or waited for the host, in {share}.")
@@ -54,7 +56,7 @@ def _contests(rows: pd.DataFrame) -> pd.DataFrame:
     base = rows[(rows.status == Status.OK) & rows.baseline.astype(bool) & rows.median_us.notna()]
     if base.empty:
         return base
-    base = base[(base[MEASURE] == base[MEASURE].iloc[0]).all(axis=1)]
+    base = base[(base[CONTEST[1:]] == base[CONTEST[1:]].iloc[0]).all(axis=1)]
     base = base.drop_duplicates(["problem_id", "replicate", "attempt"])
     typical = base.groupby("problem_id").median_us.transform("median")
     order = np.arange(1, len(base) + 1)

@@ -2,21 +2,21 @@
 
 from markupsafe import Markup
 
-from sparsebench.reports.figures._figure import Frames
 from sparsebench.reports.figures._html import fold_away, note
 from sparsebench.reports.tables import html_table
 from sparsebench.results.run.provenance import flat
+from sparsebench.results.tables.analysis import Analysis
 
 TITLE = "Environment"
 ORDER = 90
 
 
-def draw(frames: Frames) -> Markup:
+def draw(analysis: Analysis) -> Markup:
     """List the facts by name, and show the suite as it ran."""
-    run = frames.run
+    run = analysis.run
     facts = flat(run.environment) | flat(run.state, "run.")
     lines = [[name, value] for name, value in facts.items() if name.split(".")[-1] != "schema"]
-    devices = ", ".join(sorted(frames.rows.device.unique()))
+    devices = ", ".join(sorted(analysis.rows.device.unique()))
     suite = Markup("<pre>{}</pre>").format(run.suite_text)
     return (
         note(f"Measured on {devices or 'no device'}.")

@@ -12,10 +12,11 @@ import pandas as pd
 from markupsafe import Markup
 
 from sparsebench.reports.figures._chart import SIZE, named_rows
-from sparsebench.reports.figures._figure import MEASURE, NOTHING, Frames, describe_line
-from sparsebench.reports.figures._html import beside, note
+from sparsebench.reports.figures._html import NOTHING, beside, note
 from sparsebench.reports.figures._svg import OURS, PEER, Look
 from sparsebench.results.formatting import duration
+from sparsebench.results.problem_names import measure_text
+from sparsebench.results.tables.analysis import Analysis
 
 TITLE = "Noise floor"
 ORDER = 75
@@ -30,9 +31,9 @@ READ = (
 )
 
 
-def draw(frames: Frames) -> Markup:
+def draw(analysis: Analysis) -> Markup:
     """Draw the pairs of each class below each other; all classes share an axis."""
-    pairs, floors = frames.noise.pairs, frames.noise.floors
+    pairs, floors = analysis.noise.pairs, analysis.noise.floors
     if pairs.empty:
         return NOTHING
     ends = np.abs(pairs[["ratio", "low", "high"]].to_numpy(dtype=float) - 1)
@@ -65,5 +66,5 @@ def _panel(name: str, pairs: pd.DataFrame, floor: float, limit: float) -> tuple[
 
 
 def _title(pair: "pd.Series[Any]") -> str:
-    place = f"{pair.label}, {pair.problem}, {describe_line(pair, MEASURE)}"
+    place = f"{pair.label}, {pair.problem}, {measure_text(pair)}"
     return f"{place}, {duration(pair.median_us)}: {100 * (pair.ratio - 1):+.2g} %"

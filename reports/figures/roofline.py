@@ -17,10 +17,12 @@ import pandas as pd
 from markupsafe import Markup
 
 from sparsebench.reports.figures._chart import Chart
-from sparsebench.reports.figures._figure import MEASURE, NOTHING, Frames, describe_line
-from sparsebench.reports.figures._html import note, wide
+from sparsebench.reports.figures._html import NOTHING, note, wide
 from sparsebench.reports.figures._svg import ROLES, Look
-from sparsebench.results.formatting import significant
+from sparsebench.results.formatting import capital, significant
+from sparsebench.results.problem_names import measure_text, problem_name
+from sparsebench.results.tables.analysis import Analysis
+from sparsebench.results.tables.contests import usual
 from sparsebench.results.tables.frame import records
 
 TITLE = "Roofline"
@@ -33,14 +35,15 @@ READ = (
 )
 
 
-def draw(frames: Frames) -> Markup:
+def draw(analysis: Analysis) -> Markup:
     """Draw one figure per data type, if the run measured its ceilings."""
-    ceilings: Mapping[str, Any] = frames.run.environment.get("ceilings") or {}
-    cases = frames.first[(frames.first.tflops > 0) & (frames.first.gb_per_s > 0)]
+    ceilings: Mapping[str, Any] = analysis.run.environment.get("ceilings") or {}
+    cases = usual(analysis.timed)
+    cases = cases[(cases.tflops > 0) & (cases.gb_per_s > 0)]
     if not ceilings or cases.empty:
         return NOTHING
     cases = cases.assign(intensity=1e3 * cases.tflops / cases.gb_per_s)
-    words = f"{describe_line(cases.iloc[0], MEASURE).capitalize()}. {READ}"
+    words = f"{capital(measure_text(cases.iloc[0]))}. {READ}"
     drawn = [_draw_chart(str(dtype), group, ceilings) for dtype, group in cases.groupby("dtype")]
     return note(words) + Markup("").join(map(wide, drawn))
 
@@ -63,7 +66,7 @@ def _draw_chart(dtype: str, cases: pd.DataFrame, ceilings: Mapping[str, Any]) ->
 def _points(chart: Chart, cases: pd.DataFrame, look: Look, name: str = "") -> None:
     titles = [
         f"{line['label']}: {significant(line['tflops'])} TFLOP/s, "
-        f"{describe_line(pd.Series(line), ['m', 'n', 'k', 'level'])}"
+        f"{problem_name(line, ['m', 'n', 'k', 'level'])}"
         for line in records(cases)
     ]
     chart.line(cases.intensity, cases.tflops, look, titles, name)

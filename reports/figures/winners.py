@@ -4,10 +4,10 @@ from dataclasses import replace
 
 from markupsafe import Markup
 
-from sparsebench.reports.figures._figure import NOTHING, Frames
-from sparsebench.reports.figures._html import note
-from sparsebench.reports.figures._verdict import intervals
+from sparsebench.reports.figures._html import NOTHING, note
 from sparsebench.reports.terminal import results
+from sparsebench.results.formatting import brackets, capital
+from sparsebench.results.tables.analysis import Analysis
 
 TITLE = "Fastest kernel of each format"
 ORDER = 15
@@ -19,12 +19,13 @@ READ = (
 )
 
 
-def draw(frames: Frames) -> Markup:
+def draw(analysis: Analysis) -> Markup:
     """List the fastest case of each format in each problem."""
-    if frames.raced.empty:
+    if analysis.timed.empty:
         return NOTHING
-    table = results(frames)
+    table = results(analysis)
     shared = table.title.partition("brackets: ")[0].rstrip("; ")  # the head has them too
-    head = Markup("<b>{}</b>. {} {}").format(frames.device, intervals(frames.raced), shared)
-    words = f"{READ} {frames.noise.sentence}"
+    held = capital(brackets(analysis.timed.gain_interval))
+    head = Markup("<b>{}</b>. {}. {}").format(analysis.device, held, shared)
+    words = f"{READ} {analysis.noise.sentence}"
     return note(head) + replace(table, title="").html() + note(words)

@@ -1,6 +1,6 @@
 """The card of a run: everything that a site shows about it, read from rows once (summary.json).
 
-    frames ─> card    device, date, badges, headline, sentences, and a line per case
+    analysis ─> card    device, date, badges, headline, sentences, and a line per case
     cards  ─> lines   the lines of all runs in one table, for the index and the pages of formats
            ─> cells   the cells of claims, by the claim's name
 
@@ -17,7 +17,6 @@ from typing import Any
 
 import pandas as pd
 
-from sparsebench.reports.figures._figure import Frames
 from sparsebench.reports.findings import general, headline, headlines
 from sparsebench.reports.grids import about
 from sparsebench.results.badges import Badge, badges
@@ -28,6 +27,7 @@ from sparsebench.results.comparison.repeats import verdicts
 from sparsebench.results.formatting import between, plain, selection, times
 from sparsebench.results.run.provenance import device_name, flat
 from sparsebench.results.statistics.outcome import Outcome
+from sparsebench.results.tables.analysis import Analysis
 from sparsebench.results.tables.contests import usual, with_shapes
 from sparsebench.results.tables.grid import Finding
 
@@ -103,14 +103,14 @@ class Card:
         return asdict(self)
 
 
-def card(frames: Frames, claims: Sequence[PlannedClaim], **place: str) -> Card:
+def card(analysis: Analysis, claims: Sequence[PlannedClaim], **place: str) -> Card:
     """Return a run's card, with the cells of these claims.
 
     `place` are the fields that depend on the site: address, slug, identity, origin, name, commit.
     """
-    run, cases = frames.run, frames.cases
-    findings = headlines(frames)
-    table, facts = _lines(frames), flat(run.environment)
+    run, cases = analysis.run, analysis.cases
+    findings = headlines(analysis)
+    table, facts = _lines(analysis), flat(run.environment)
     source: dict[str, Any] = next((run.state[name] for name in ROLES if run.state.get(name)), {})
     return Card(
         schema=SCHEMA,
@@ -131,19 +131,19 @@ def card(frames: Frames, claims: Sequence[PlannedClaim], **place: str) -> Card:
         processes=int(run.state["flags"]["replicates"]),
         cases=int(cases[~cases.twin.astype(bool)].case_id.nunique()),
         badges=[
-            [label.badge.name.lower(), label.badge.value, label.why] for label in badges(frames)
+            [label.badge.name.lower(), label.badge.value, label.why] for label in badges(analysis)
         ],
         where="" if table.empty else about(table, PLACE),
-        sentences=general(frames) or ["No case of this run has a time."],
+        sentences=general(analysis) or ["No case of this run has a time."],
         gain=_gain(findings[0]) if findings else "no times",
-        headline=headline(frames),
+        headline=headline(analysis),
         lines=[] if table.empty else _plain(table[["place", *PLACE, *LINE, "wins"]]),
         cells={
             claim.name: [cell.to_json() | {"run": place["address"]} for cell in claim_cells]
             for claim in claims
-            if (claim_cells := claim.cells(frames))
+            if (claim_cells := claim.cells(analysis))
         },
-        verdicts=asdict(verdicts(frames, place["address"])),
+        verdicts=asdict(verdicts(analysis, place["address"])),
     )
 
 
@@ -173,10 +173,10 @@ def confirmation(screened: Card, other: Card) -> str:
     return between(lines[0]["gain"], lines[0]["low"], lines[0]["high"]) if lines else ""
 
 
-def _lines(frames: Frames) -> pd.DataFrame:
-    if frames.raced.empty:
-        return frames.raced
-    timed = with_shapes(usual(frames.raced))
+def _lines(analysis: Analysis) -> pd.DataFrame:
+    if analysis.timed.empty:
+        return analysis.timed
+    timed = with_shapes(usual(analysis.timed))
     best = timed.gain.fillna(-timed.median_us).groupby(timed.place).idxmax()
     texts = {name: timed[name].map(plain) if name in timed else "" for name in ("dtype", "pattern")}
     return timed.assign(wins=timed.index.isin(best), **texts)

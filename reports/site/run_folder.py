@@ -21,12 +21,13 @@ from typing import Any
 
 from sparsebench._writing import write_file
 from sparsebench.errors import ResultError
-from sparsebench.reports.build import build, frames_of
+from sparsebench.reports.build import build
 from sparsebench.reports.site.cards import ROLES, SCHEMA, Card, card
 from sparsebench.reports.site.pages import Site, around, safe
 from sparsebench.results.run import bundle, store
 from sparsebench.results.run.bundle import Redaction
 from sparsebench.results.run.provenance import commit_of, device_name
+from sparsebench.results.tables.analysis import analyse
 from sparsebench.results.tables.frame import as_csv
 
 NAME, COMMIT = "name.txt", "commit.txt"
@@ -159,9 +160,9 @@ def write_run(site: Site, work: tuple[RunFolder, Related]) -> None:
     """Write the report, the card and the table of a run."""
     folder, related = work
     path = folder.path
-    frames = frames_of(store.read(path))
+    analysis = analyse(store.read(path))
     run_card = card(
-        frames,
+        analysis,
         site.claims,
         address=folder.address,
         slug=folder.slug,
@@ -171,7 +172,7 @@ def write_run(site: Site, work: tuple[RunFolder, Related]) -> None:
         commit=folder.commit,
     )
     write_file(path / CARD, json.dumps(run_card.to_json()) + "\n")
-    rows = as_csv(frames.rows.drop(columns="blocks_us", errors="ignore"))
+    rows = as_csv(analysis.rows.drop(columns="blocks_us", errors="ignore"))
     write_file(path / TABLE, gzip.compress(rows.encode(), mtime=0))
     sealed = [name for name in _json(path, bundle.MANIFEST)["files"] if name != bundle.ROWS]
     of_bundle = [bundle.MANIFEST, bundle.REMOVED, f"{bundle.ROWS}.gz", *sealed]
@@ -180,7 +181,7 @@ def write_run(site: Site, work: tuple[RunFolder, Related]) -> None:
     beside = around(
         run_card, site, folder.removed, downloads, others, related.source, related.newer
     )
-    build(frames, path / "index.html", beside)
+    build(analysis, path / "index.html", beside)
 
 
 def _json(folder: Path, name: str) -> dict[str, Any]:

@@ -268,7 +268,7 @@ def test_a_selection_of_a_suite_is_a_valid_run(run: Path, tmp_path: Path) -> Non
 
 
 def test_a_wrong_case_exits_with_3_and_is_in_the_report(run, tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr("sparsebench.reports.build.figures", lambda: [load_figure("untimed")])
+    monkeypatch.setattr("sparsebench.reports.build.figures", lambda: [load_figure("remarks")])
     suite = tmp_path / "wrong.yaml"
     suite.write_text(
         SUITE.replace(

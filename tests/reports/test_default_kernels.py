@@ -1,4 +1,4 @@
-"""The two figures of what users get: cliffs in the number of tokens, and named kernels."""
+"""What users get: cliffs in the number of tokens, and slower kernels by default."""
 
 import gzip
 import json
@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from sparsebench.reports.build import frames_of
-from sparsebench.reports.figures import default_kernels, doubts
+from sparsebench.reports.figures import remarks
 from sparsebench.results.record import Case, Contender, Problem, Row, Status
 from sparsebench.results.tables import default_kernels as chosen
+from sparsebench.results.tables.analysis import analyse
 from sparsebench.results.tables.families import by_default
 from tests.reports.test_report import DENSE, run
 from tests.tools.paths import PUBLISHED
@@ -46,7 +46,7 @@ def test_a_case_that_takes_longer_than_one_of_more_tokens_is_listed(slow, cases)
         time = 100.0 + m if m != 7 else slow * 108.0
         problem = Problem("linear", {**FIELDS, "m": m, "sparsity": 0.9})
         table += rows(problem, (USERS, time), (DENSE, 150.0))
-    text = str(doubts.draw(frames_of(run(table))))
+    text = str(remarks.draw(analyse(run(table))))
     assert f"{cases} of 28 cases" in text
     assert ("m 7" in text, "and m 8 takes" in text) == (bool(cases), bool(cases))
 
@@ -62,13 +62,9 @@ def test_what_users_get_is_compared_with_the_fastest_kernel_of_its_format(us, wi
         (Contender("bsr", "best_of", BSR), 3.0),
     ]
     table = rows(problem, (DENSE, 20.0), (USERS, us), *rivals)
-    text = str(default_kernels.draw(frames_of(run(table))))
-    assert f"{within} of 1 cases" in text
     slower = "In 1 of 1 cases users get a slower kernel by default, which takes up to 1.09 times"
-    findings = chosen.sentence(frames_of(run(table)).timed)
+    findings = chosen.sentence(analyse(run(table)).timed)
     assert findings.startswith(slower) if not within else findings == ""
-    assert "bsr_small (by default)" in text
-    assert "<td>bsr_small</td>" in text
 
 
 def test_a_layer_is_named_by_the_kernels_of_all_its_products() -> None:
@@ -82,7 +78,7 @@ def test_a_layer_is_named_by_the_kernels_of_all_its_products() -> None:
 def test_kernels_of_few_active_units_are_rivals_whatever_they_store() -> None:
     users, rival = (Contender("twell", "default"), 6.0), (Contender("cvse", "ffn_few"), 5.9)
     table = rows(Problem("ffn", FEW), (DENSE, 9.0), users, rival)
-    assert "1 of 1 cases" in default_kernels.draw(frames_of(run(table)))
+    assert len(chosen.pairs(analyse(run(table)).timed)) == 1
 
 
 # Cells of published runs in which layers chose a slower kernel (kernels/nn/NOTES.md): peers in the
@@ -112,8 +108,3 @@ def test_layers_choose_a_kernel_about_as_fast_as_the_fastest_in_other_published_
     assert len(both) >= 286
     slow = [cell for cell, us in both.items() if us["default"] > 1.03 * min(us.values()) + 0.5]
     assert Counter(name for name, *_ in slow) == SLOWER
-
-
-def test_a_run_without_such_a_pair_has_no_such_figure() -> None:
-    problem = Problem("linear", {**FIELDS, "m": 8, "sparsity": 0.9})
-    assert not default_kernels.draw(frames_of(run(rows(problem, (DENSE, 9.0), (USERS, 8.0)))))

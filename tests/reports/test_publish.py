@@ -13,13 +13,14 @@ import yaml
 
 from sparsebench._writing import locked_folder
 from sparsebench.errors import ResultError
-from sparsebench.reports.build import Surrounding, frames_of
+from sparsebench.reports.build import Surrounding
 from sparsebench.reports.site import run_folder
 from sparsebench.reports.site.cards import Card, card
 from sparsebench.reports.site.devices import find_devices
 from sparsebench.reports.site.pages import Site, page_of, pages
 from sparsebench.reports.site.publish import publish
 from sparsebench.results.run import bundle, store
+from sparsebench.results.tables.analysis import analyse
 from tests.tools.command_line import refusal
 from tests.tools.paths import PUBLISHED
 
@@ -42,7 +43,7 @@ def copied(to: Path, **environment: str) -> Path:
 
 def card_of(run: Path) -> Card:
     place = dict.fromkeys(("address", "slug", "identity", "origin", "name", "commit"), "x")
-    return card(frames_of(store.read(run)), [], **place)
+    return card(analyse(store.read(run)), [], **place)
 
 
 def test_a_badge_names_the_chain_that_its_gain_is_of() -> None:

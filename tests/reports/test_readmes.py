@@ -4,9 +4,9 @@ import re
 from dataclasses import fields
 from typing import Any
 
-from sparsebench.reports.build import frames_of
 from sparsebench.results.record import Row
 from sparsebench.results.run import store
+from sparsebench.results.tables.analysis import analyse
 from tests.tools.paths import PUBLISHED, ROOT
 
 
@@ -33,8 +33,8 @@ def test_the_example_of_a_figure_draws() -> None:
     (example,) = blocks("reports/README.md", "python")
     module: dict[str, Any] = {}
     exec(example, module)
-    frames = frames_of(run)
+    frames = analyse(run)
     drawn = module["draw"](frames)
     assert "Measured on NVIDIA H200." in drawn
-    assert len(frames.raced) > 10
-    assert all(label in drawn for label in frames.raced.label)
+    assert len(frames.timed) > 10
+    assert all(label in drawn for label in frames.timed.label)

@@ -14,14 +14,14 @@ import numpy as np
 import pytest
 from matplotlib.colors import to_rgb
 
-from sparsebench.reports.build import figures, frames_of
-from sparsebench.reports.figures import answer, other_costs, roofline, speedup
-from sparsebench.reports.figures._chart import Chart, round_values
-from sparsebench.reports.figures._figure import Frames, swept
+from sparsebench.errors import ResultError
+from sparsebench.reports.build import figures
+from sparsebench.reports.figures import answer, remarks, roofline
+from sparsebench.reports.figures._chart import round_values
 from sparsebench.reports.figures._svg import shade
-from sparsebench.reports.figures._sweep import Axis, Sweep
 from sparsebench.results.record import Case, Contender, Problem, Row, Source, Status
 from sparsebench.results.run.store import StoredRun
+from sparsebench.results.tables.analysis import Analysis, analyse
 from tests.tools.reports import report_of
 
 DENSE = Contender("dense", "cublas", baseline=True)
@@ -196,23 +196,16 @@ def run(rows: list[Row], environment: dict[str, Any] = H200, status: str = "fini
     )
 
 
-MADE = {"dlmc": dlmc, "decode": decode, "quick": quick, "other_op": other_op}
-
-
 NEED_MORE = {
-    "default_kernels",
     "noise",
     "ceilings",
-    "pareto",
     "roofline",
     "drift",
-    "doubts",
-    "useful_rate",
 }  # figures whose data `sweep` does not have
 
 
-def frames(rows: list[Row]) -> Frames:
-    return frames_of(run(rows))
+def frames(rows: list[Row]) -> Analysis:
+    return analyse(run(rows))
 
 
 RUNS: dict[str, Callable[[], StoredRun]] = {
@@ -270,11 +263,6 @@ def test_every_kind_of_run_has_a_page_with_unique_ids_that_loads_nothing(kind: s
         assert {*ids} == {figure.name for figure in figures()} - NEED_MORE
 
 
-def test_attention_has_a_fraction_of_the_dense_rate() -> None:
-    points = "attention_triton: 80 dense rate per useful FLOP, %"
-    assert page_of("attention").count(points) == 4  # faint ones, and the best of each level
-
-
 def test_text_of_a_run_is_never_markup() -> None:
     text = page_of("sparsity")
     assert "<script>alert" not in text
@@ -304,17 +292,22 @@ def test_a_page_says_how_many_choices_are_not_drawn(monkeypatch: pytest.MonkeyPa
     assert f"1 of {views} choices" in answer.draw(data)
 
 
-def test_costs_are_written_in_a_line_each() -> None:
-    rows = sweep(levels=(0.5, 0.9))
-    text = str(other_costs.draw(frames(rows)))
-    assert "per byte of non-zeros: BSR 1.10; CSR 1.10." in text
-    assert re.search(
-        r"Conversion from dense weights: BSR 900 µs, paid back after [\d–,]+ calls", text
-    )
-    assert "CSR 900 µs, never paid back" in text
-    assert "Highest rates: " in text
-    dense = [row for row in rows if row.case.contender.format == "dense"]
-    assert "Stored bytes" not in other_costs.draw(frames(dense))
+def test_costs_are_written_in_a_line_for_each_format() -> None:
+    text = str(remarks.draw(frames(sweep(levels=(0.5, 0.9)))))
+    assert "CSR: 0.110–0.550 of the bytes of dense weights; conversion 900 µs, never" in text
+    assert re.search(r"BSR: .*; conversion 900 µs, paid back after [\d–,]+ calls", text)
+
+
+def test_a_failing_figure_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(answer, "SIDES", None)
+    place = r"figure answer \(sparsebench.reports.figures.answer\): TypeError"
+    with pytest.raises(RuntimeError, match=place):
+        report_of(RUNS["quick"]())
+
+
+def test_a_figure_that_does_not_apply_is_refused_if_it_is_drawn_alone() -> None:
+    with pytest.raises(ResultError, match="figure roofline: expected cases to draw, found none"):
+        report_of(RUNS["quick"](), only="roofline")
 
 
 def test_a_part_of_a_suite_shows_the_selection() -> None:
@@ -334,41 +327,6 @@ def test_a_case_without_a_time_has_its_reason() -> None:
     assert "no kernel image" in text
 
 
-def test_a_second_baseline_is_drawn_like_any_contender() -> None:
-    csr = replace(SPARSE[-1], baseline=True)
-    rows = [
-        replace(row, case=replace(row.case, contender=csr))
-        if row.case.contender == SPARSE[-1]
-        else row
-        for row in quick()
-    ]
-    names = [set(frames(each).contenders.label) for each in (rows, quick())]
-    assert names[0] == names[1] >= {"csr/cusparse_csr"}
-
-
-def test_the_field_with_most_values_is_drawn_along_x() -> None:
-    sweeps = {kind: swept(frames(make()).raced) for kind, make in MADE.items()}
-    assert sweeps == {"dlmc": "level", "decode": "m", "quick": "level", "other_op": "active"}
-
-
-@pytest.mark.parametrize(
-    ("name", "values", "shown"),
-    [
-        ("m", [16, 64, 128, 256, 1024, 4096, 8192], "16 64 128 256 1024 8192"),
-        ("m", [16, 64, 128, 256], "16 64 128 256"),
-        ("m", [*range(1, 40)], "1 2 4 8 16 32"),
-        ("level", [0.5, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99], "50 70 80 90 95 98 99"),
-        ("active", [8], "8"),
-    ],
-)
-def test_labels_of_ticks_do_not_touch(name: str, values: list[float], shown: str) -> None:
-    axis, chart = Axis(name, np.array(values, float)), Chart()
-    axis.dress(chart)
-    labels = re.search(r'<g text-anchor="middle">(.*?)</g>', chart.svg("ticks"))
-    assert labels
-    assert " ".join(re.findall(r">([^<]+)</text>", labels[1])) == shown
-
-
 @pytest.mark.parametrize(
     ("low", "high", "values"),
     [
@@ -384,14 +342,6 @@ def test_ticks_are_round_values_and_include_one(low, high, values) -> None:
 
 def test_the_same_run_gives_the_same_bytes() -> None:
     assert report_of(RUNS["quick"]()) == page_of("quick")
-
-
-def test_a_failing_figure_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(speedup, "SPEEDUP", Sweep("missing", "no such column", 1))
-    with pytest.raises(
-        RuntimeError, match=r"figure speedup \(sparsebench.reports.figures.speedup\): KeyError"
-    ):
-        report_of(RUNS["quick"]())
 
 
 def test_links_lead_from_the_page_to_the_run(tmp_path: Path) -> None:
@@ -438,26 +388,9 @@ def test_markers_have_tooltips_with_their_values() -> None:
     assert any("bsr/bsr_triton" in title and "×" in title for title in titles)
 
 
-def test_a_panel_of_one_point_is_not_drawn() -> None:
-    rows = [row for row in quick() if row.case.problem["sparsity"] == 0.5]
-    text = report_of(run(rows))
-    drawn = text.partition('<section id="speedup">')[2].partition("</section>")[0]
-    assert "<figure>" not in drawn
-    assert "Not drawn: 1 panel with a single point." in drawn
-
-
-def test_all_panels_of_a_figure_share_their_axes_and_name_their_lines() -> None:
-    data = frames([row for row in sweep((0.5, 0.9)) if row.case.problem["m"] == 4096])
-    panels = re.findall("<svg.*?</svg>", str(speedup.draw(data)))
-    labels = [re.findall(r'<g text-anchor="(?:end|middle)">(.*?)</g>', each)[:2] for each in panels]
-    assert len(panels) == 4
-    assert len({tuple(each) for each in labels}) == 1
-    assert all(f">{name}</text>" in each for each in panels for name in ("ours", "peer", "dense"))
-
-
 def test_the_best_case_of_each_kernel_has_its_name_in_the_roofline() -> None:
     ceilings = {"read_gb_per_s": 4e3, "copy_gb_per_s": 4e3, "matrix_tflops": {"bf16": 800.0}}
-    drawn = roofline.draw(frames_of(run(sweep((0.5, 0.9)), H200 | {"ceilings": ceilings})))
+    drawn = roofline.draw(analyse(run(sweep((0.5, 0.9)), H200 | {"ceilings": ceilings})))
     names = re.findall(r'<g text-anchor="start"><text[^>]*>([^<]+)', drawn)
     kernels = {contender.kernel for contender in [DENSE, *SPARSE]}
     assert {*names} == {"hardware limit", "TFLOP/s of non-zeros, bf16", *kernels}
@@ -486,9 +419,8 @@ def test_a_run_with_ceilings_energy_and_sensors_has_their_figures() -> None:
     text = report_of(
         run(rows, H200 | {"ceilings": ceilings | {"launch_us": 4.5, "l2_bytes": 2**26}})
     )
-    drift = text[text.index('<section id="drift">') : text.index('<section id="untimed">')]
+    drift = text[text.index('<section id="drift">') : text.index('<section id="remarks">')]
     for words in ("4 of 4 contests", "SM clock 1,755 MHz.", "Temperature 60.00 °C."):
         assert words in drift
     assert drift.count("<svg") == 1
     assert "hardware limit: 800 TFLOP/s, 4,000 GB/s" in text
-    assert "of hot calls: 1.0× to 1.0×, median 1.0×" in text

@@ -10,14 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pandas as pd
-import pytest
 
-from sparsebench.reports.build import build, frames_of
-from sparsebench.reports.figures._figure import Frames
-from sparsebench.reports.figures._verdict import outcome
+from sparsebench.reports.build import build
 from sparsebench.results.record import Case, Contender, Problem, Row, Status
 from sparsebench.results.run.store import StoredRun, read
+from sparsebench.results.tables.analysis import Analysis, analyse
 from tests.tools.paths import PUBLISHED
 from tests.tools.reports import report_of
 
@@ -95,8 +92,8 @@ def run(
 
 
 @cache
-def frames(**how: Any) -> Frames:
-    return frames_of(run(**how))
+def frames(**how: Any) -> Analysis:
+    return analyse(run(**how))
 
 
 @cache
@@ -126,14 +123,14 @@ def test_an_unreliable_run_has_a_badge_above_everything_else() -> None:
     assert "UNRELIABLE" not in page("winners")
     assert '<p class="quiet">This run is reliable: 0 of 3 A/A pairs' in page("winners")
     assert ">VERDICT: " in page("winners")
-    assert "speedups: 95 % interval over 8 processes (Hodges-Lehmann)." in page("winners")
+    assert "Brackets: 95 % interval over 8 processes" in page("winners")
 
 
 def test_a_look_is_marked_once() -> None:
     text = page("noise", processes=5)
     assert text.count('<p class="why look">5 processes: a look, no verdict') == 1
     assert "LOOK" not in page("winners")
-    assert "speedups: range over 5 processes;" in page("winners", processes=5)
+    assert "Brackets: range over 5 processes" in page("winners", processes=5)
     assert '<p class="why look">1 process: a look' in report_of(run(processes=1), only="winners")
 
 
@@ -152,43 +149,10 @@ def test_the_noise_floor_is_written_and_drawn_by_class() -> None:
     assert drawn("noise", processes=5).count("different: unknown") == 3
 
 
-@pytest.mark.parametrize(
-    ("name", "more", "text"),
-    [
-        ("faster", pd.NA, "faster"),
-        ("equal", pd.NA, "equal"),
-        ("not settled", 3, "not settled (+3 would settle it)"),
-        ("not settled", pd.NA, "not settled (100 processes would not settle it)"),
-        ("", pd.NA, "–"),
-    ],
-)
-def test_outcomes_are_words(name: str, more: Any, text: str) -> None:
-    assert outcome(pd.Series({"outcome": name, "more_processes": more})) == text
-
-
-def test_undecided_cases_have_hollow_markers() -> None:
-    """In a look, these are the cases whose interval contains 1."""
-    look = frames(processes=5).raced.drop_duplicates("label").set_index("kernel")
-    assert look.undecided[["fast", "equal"]].to_list() == [False, True]
-    cases = frames().raced.drop_duplicates("label").set_index("kernel")
-    assert cases.undecided.to_dict() == {
-        "cublas": True,
-        "fast": False,
-        "faster_perhaps": True,
-        "equal": True,
-        "slow": False,
-    }
-    assert cases.clear[cases.clear].index.to_list() == ["fast"]
-    assert "Hollow: equal within 1 %, or not settled" in drawn("speedup")
-    assert "var(--paper)" in drawn("speedup")
-
-
 def test_figures_draw_kernel_time_with_a_cold_cache_and_the_table_lists_the_rest() -> None:
     kinds = ("op", "hot"), ("op", "cold"), ("kernel", "hot"), ("kernel", "cold")
-    first = frames(kinds=kinds).first
-    assert {*zip(first.scope, first.cache, strict=True)} == {("kernel", "cold")}
-    assert "kernel time · cold cache" in drawn("speedup", kinds=kinds)
-    assert frames(kinds=kinds[:1]).first.scope.unique() == ["op"]
+    assert "Kernel time, cold cache." in drawn("ceilings", kinds=kinds)
+    assert "As called from Python, hot cache." in drawn("ceilings", kinds=kinds[:1])
     assert all(f"<td>{cache}</td>" in drawn("cases", kinds=kinds) for cache in ("hot", "cold"))
 
 
@@ -202,8 +166,8 @@ def test_values_shared_by_all_measures_are_written_once() -> None:
         for row in broken.rows
     ]
     of = replace(broken, rows=rows)
-    assert "16 ok, 4 wrong, of 4 problems" in report_of(of, only="untimed")
-    assert "4 cases wrong: error 3: slow" in alone("untimed", of)
+    assert "16 ok, 4 wrong, of 4 problems" in report_of(of, only="remarks")
+    assert "4 cases wrong: error 3: slow" in alone("remarks", of)
 
 
 def test_the_fraction_of_the_bound_is_shown_by_contender() -> None:

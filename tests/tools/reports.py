@@ -5,16 +5,14 @@ from typing import Any
 
 from rich.console import Console, RenderableType
 
-from sparsebench.reports.build import build, frames_of
-from sparsebench.results.model_files import Pruning
+from sparsebench.reports.build import build
 from sparsebench.results.run.store import StoredRun
+from sparsebench.results.tables.analysis import analyse
 
 
-def report_of(
-    run: StoredRun, to: Path | None = None, pruning: Pruning | None = None, only: str = ""
-) -> str:
+def report_of(run: StoredRun, to: Path | None = None, only: str = "") -> str:
     """Return a run's report, and write it if a path is given."""
-    return build(frames_of(run, pruning), to, only=only)
+    return build(analyse(run), to, only=only)
 
 
 def printed(shown: RenderableType, width: int, **options: Any) -> str:

@@ -2,10 +2,12 @@
 
 from markupsafe import Markup
 
-from sparsebench.reports.figures._figure import Frames
+from sparsebench.results.tables.analysis import Analysis
 
 TITLE, ORDER = "Somebody else's figure", 0
 
 
-def draw(frames: Frames) -> Markup:
-    return Markup("<p>Fastest: {}.</p>").format(frames.cases.sort_values("median_us").label.iloc[0])
+def draw(analysis: Analysis) -> Markup:
+    return Markup("<p>Fastest: {}.</p>").format(
+        analysis.cases.sort_values("median_us").label.iloc[0]
+    )
