@@ -1,7 +1,7 @@
 """Show sides of a comparison beside each other: in the terminal, as Markdown and as a page.
 
     sentences   how often each side takes less time, gains more, and what the changes come from
-    grid        two kinds of GPU: each format at its best, time first, then the gain over dense
+    grid        two kinds of GPU: what each format gains over dense on both
     cases       every case, the largest settled difference first
     notes       what else differs, what the brackets hold, and every run
 

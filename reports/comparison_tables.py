@@ -1,9 +1,9 @@
-"""The tables of a comparison: a grid for two devices, and every case.
+"""The tables of a comparison: a grid of formats by devices, and every case.
 
     BSR, 90 %    38.2 µs 4.28× [4.22, 4.33]    34.5 µs 4.77× [4.70, 4.85]    H200 10 % shorter
 
-A cell holds the time, then the gain over the baseline of the same contest. Lines are sorted by the
-difference of the times, settled ones first.
+A cell of a case holds the time, then the gain over the baseline of the same contest. Lines are
+sorted by the difference of the times, settled ones first.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -12,13 +12,11 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from sparsebench.reports.grids import table as grid_table
 from sparsebench.reports.tables import Cell, Table
 from sparsebench.results.comparison.changes import Changes, problem_fields
-from sparsebench.results.comparison.compare import outcomes, ratio_of_means
 from sparsebench.results.formatting import (
     CASES,
-    FORMATS,
-    PATTERNS,
     amount,
     between,
     brackets,
@@ -31,7 +29,9 @@ from sparsebench.results.problem_names import problem_namer
 from sparsebench.results.record import Status
 from sparsebench.results.statistics.outcome import DIFFERENT, STYLES, Outcome
 from sparsebench.results.statistics.ratio import FEWEST
+from sparsebench.results.tables.contests import usual, with_shapes
 from sparsebench.results.tables.frame import KEYS, records
+from sparsebench.results.tables.grid import grid as grid_of
 
 GAINS: dict[str, str] = {
     Outcome.FASTER: "gains more",
@@ -40,7 +40,6 @@ GAINS: dict[str, str] = {
 }
 """Words for a ratio of gains, for which faster and slower would mislead."""
 
-NO_ZEROS = {"pattern": "dense", "sparsity": 0.0, "block": "1", "active": np.nan}
 EVERY = "Every case"
 WIDEST = 100.0  # high / low: that of two processes which scatter may span 20 powers of ten
 BRACKETS_OF_MEANS = (
@@ -52,31 +51,19 @@ Line = Mapping[Any, Any]
 
 
 def grid(other: Changes) -> Table:
-    """Return each format at its best kernel on both devices, for every problem they share.
-
-    Dense products of equal sizes do the same work, so only that of the fewest zeros is shown.
-    """
-    pairs = records(_best_pairs(other.cases).sort_values("level", kind="stable"))
-    name, _ = _problems(pd.DataFrame(pairs, columns=other.cases.columns))
-    named: dict[str, Line] = {}
-    for line in pairs:
-        kind, hidden = FORMATS.get(line["format"], line["format"]), {}
-        if line["format"] == "dense":
-            hidden = NO_ZEROS
-        elif line["format"] == "spense" and line["pattern"] in PATTERNS:
-            kind, hidden = PATTERNS[line["pattern"]], {"pattern": "dense"}
-        named.setdefault(", ".join(filter(None, [kind, name({**line, **hidden})])), line)
-    tests = [ratio_of_means(line["times_b"], line["times_a"], line) for line in named.values()]
-    words = outcomes(pd.DataFrame(tests, columns=["value", "low", "high", "p"]))
-    lines: list[tuple[float, list[Cell]]] = []
-    for place, word, (value, low, high, _) in zip(named, words, tests, strict=True):
-        text = _time(other, word, value, low, high)
-        times = (_time_text(named[place], end) for end in "ab")
-        lines.append((_size(word, value), [place, *times, (text, _style(word))]))
-    ordered = [cells for _, cells in sorted(lines, key=lambda line: -line[0])]
-    heads = ("format and problem", other.a.name, other.b.name, "time")
-    title = "Each format at its best"
-    return Table(title=title, columns=heads, lines=ordered, words=heads)
+    """Return what each format gains over dense on both devices, in the problems of both."""
+    problems = {*other.cases.problem_id}
+    parts = []
+    for end in (other.a, other.b):
+        for number, analysis in enumerate(end.analyses):
+            counted = end.cases[end.cases.run == number][KEYS]  # a case counts in one run
+            timed = analysis.timed[analysis.timed.problem_id.isin(problems)]
+            if len(timed):
+                lines = with_shapes(usual(timed)).merge(counted, on=KEYS)
+                parts.append(lines.assign(side_name=end.name, run=f"{end.name} {number}"))
+    by_format = grid_of(pd.concat(parts, ignore_index=True), "side_name")
+    title = "Speedup of each format over the fastest dense contender, in all shared problems"
+    return grid_table(by_format, f"{title}; ?: not settled")
 
 
 def cases(others: Sequence[Changes]) -> Table:
@@ -170,21 +157,6 @@ def _time_text(line: Line, end: str) -> str:
     names = "speedup", "speedup_low", "speedup_high", "uncertainty"
     gain = [line[f"{name}_{end}"] for name in names]
     return time if line["is_baseline"] or pd.isna(gain[0]) else f"{time} {between(*gain)}"
-
-
-def _best_pairs(cells: pd.DataFrame) -> pd.DataFrame:
-    """Return a line for each format in a problem: its fastest kernel on a beside that on b."""
-    keys = ["problem_id", "scope", "cache", "format"]
-    a, b = (
-        cells[cells[f"status_{end}"] == Status.OK]
-        .sort_values(f"median_us_{end}", kind="stable")
-        .drop_duplicates(keys)
-        for end in "ab"
-    )
-    of_b = [name for name in cells if str(name).endswith("_b")]
-    pairs = a.sort_index().drop(columns=of_b).merge(b[[*keys, *of_b, "tolerance"]], on=keys)
-    tolerances = pairs.pop("tolerance_x"), pairs.pop("tolerance_y")
-    return pairs.assign(tolerance=np.fmax(*tolerances))[[*cells.columns]]
 
 
 def _rank(line: Line) -> float:

@@ -105,7 +105,7 @@ def headlines(analysis: Analysis) -> list[Finding]:
     ]
     best = [case for case in best if pd.notna(case["gain"])] or best
     best.sort(key=lambda case: (case["op"] != "linear", case["dtype"] != "bf16"))
-    return [_finding(case, timed) for case in best]
+    return [finding_of(case, timed) for case in best]
 
 
 def headline_text(finding: Finding) -> tuple[str, str]:
@@ -122,9 +122,9 @@ def headline_text(finding: Finding) -> tuple[str, str]:
     return gain, f"as fast as {dense}{word}: {who}"
 
 
-def _finding(case: Case, timed: pd.DataFrame) -> Finding:
+def finding_of(case: Case, timed: pd.DataFrame) -> Finding:
     """Return the finding of a case, with its problem, its lead and its conditions as details."""
-    isolated = _by_name(case, timed)
+    isolated = by_name(case, timed)
     best = in_chain(isolated, timed)
     names = ["op", *(name for name in fields(timed) if name != "sparsity"), "level", "source"]
     names += ["scope", "cache"]
@@ -165,7 +165,7 @@ def _ratio(best: Case, following: Case) -> str:
     return times(ratio, LEAST * ratio)
 
 
-def _by_name(best: Case, timed: pd.DataFrame) -> Case:
+def by_name(best: Case, timed: pd.DataFrame) -> Case:
     """Return the case of the kernel that `default` ran, if that was measured too; else `best`."""
     named = timed[(timed.place == best["place"]) & (timed.side == "ours")]
     named = named[named.kernel != DEFAULT]

@@ -30,25 +30,22 @@ from sparsebench._writing import write_file
 from sparsebench.errors import ResultError
 from sparsebench.reports import advice, costs
 from sparsebench.reports.coverage import COVERAGE, coverage_lines, explanation
-from sparsebench.reports.headline import PublishedRun, headline, read, speedup_text
-from sparsebench.reports.picture import picture, with_series
+from sparsebench.reports.grids import about, sentences
+from sparsebench.reports.headline import PublishedRun, headline, read
+from sparsebench.reports.picture import picture
 from sparsebench.reports.tables import markdown_table
 from sparsebench.reports.terminal import RunAnswer
 from sparsebench.reports.what_changed import what_changed
 from sparsebench.results.advice.measured_layers import collect_evidence
 from sparsebench.results.comparison import repeats
 from sparsebench.results.comparison.sides import short_card
-from sparsebench.results.formatting import (
-    blocks_text,
-    conditions,
-    percent,
-    selection,
-    times,
-)
+from sparsebench.results.formatting import brackets, conditions, selection
 from sparsebench.results.run import bundle
 from sparsebench.results.run.provenance import commit_of, flat
 from sparsebench.results.statistics import between_cards
-from sparsebench.results.tables.frame import KEYS
+from sparsebench.results.tables.families import is_ours
+from sparsebench.results.tables.frame import KEYS, fields
+from sparsebench.results.tables.grid import findings
 from sparsebench.results.tables.tuning_doubts import APART
 
 Runs = Mapping[str, PublishedRun]
@@ -57,7 +54,6 @@ ROOT = Path(__file__).resolve().parents[1]  # root of the checkout; wheels hold 
 HOME = "results/published"
 ADVICE = "advice.json"
 PICTURE, PICTURED = f"{HOME}/speedup.svg", "sparsity-4096"
-LEVEL = 0.9  # the sparsity that the caption names
 BLOCK, COLUMNS, LINES = "64", 72, 12  # the terminal example: block size, width and lines
 BLOCKED = ("README.md", f"{HOME}/pruning/README.md")  # pages with blocks between marks
 OPENING = re.compile(r"<!-- published: (\S+) -->\n")
@@ -81,8 +77,8 @@ are marked `isolated`: the time to start a kernel pulls their speedup towards 1.
 
 ## Headline
 
-The best peer is the fastest kernel of others in the same contest. If it is the baseline itself, at
-1.0×, no peer is faster than the baseline.
+A speedup is over the fastest dense kernel of the contest. The best peer is the fastest kernel of
+others in it. If that is a dense one, at 1.0×, no sparse peer is faster.
 
 {headline}
 
@@ -92,8 +88,8 @@ The best peer is the fastest kernel of others in the same contest. If it is the 
 
 Each line compares a headline with that of the run that a newer one replaced, both with today's
 statistics. The two have different commits and days, and most have different cards. `is / was` is
-the ratio of the two speedups with its interval. The times of our kernel and of the baseline show
-where a change comes from.
+the ratio of the two speedups with its interval. The times of our kernel and of the fastest dense
+one show where a change comes from.
 
 {changed}
 
@@ -216,42 +212,30 @@ def digests(runs: Runs) -> str:
 
 
 def finding(runs: Runs) -> str:
-    """Return the README's first sentence: the largest gain at LEVEL in the pictured run."""
+    """Return the README's first sentences: what the formats of the pictured run show."""
     run = runs[PICTURED]
-    best = _of_caption(run).sort_values("speedup").iloc[-1]
-    return (
-        f"On one {run.device}, a {best['shape']} layer that is {percent(LEVEL)} zero in "
-        f"{blocks_text(best.block)} runs **{speedup_text(best)} as fast as dense cuBLAS** "
-        f"with {best.m} tokens in {best['dtype']} (brackets: {best.interval}; "
-        f"{conditions(best.on_cards, best.limited)}; "
-        f"[{run.name}](/{run.home}))."
-    )
+    first = run.views[0]
+    best = max(first.grid.cases, key=lambda case: float(case["gain"]))
+    found = " ".join(sentences(findings(first.grid)))
+    where = conditions(best["on_cards"], best["limited"])
+    return f"**On one {run.device}: {found}** ({_shown(run)}; {where})"
 
 
 def figure(runs: Runs) -> str:
     """Return the README's figure and its caption."""
     run = runs[PICTURED]
-    shown = _of_caption(run).sort_values("block", key=pd.to_numeric)
-    gains = ", ".join(
-        f"{times(line.speedup, line.uncertainty)} with {blocks_text(line.block)}"
-        for _, line in shown.iterrows()
-    )
-    base_us = run.cases[run.cases.baseline.astype(bool) & (run.cases.status == "ok")].median_us
-    first = run.cases.iloc[0]
     return (
         f"![Speedup over cuBLAS against sparsity on {run.device}](/{PICTURE})\n\n"
-        f"Speedup over dense cuBLAS ({base_us.min():.0f} to {base_us.max():.0f} µs): uniform "
-        f"random blocks, m = {first.m}, n × k = {first['shape']}, {first['dtype']}, cold L2 cache. "
         f"Points are means over {run.processes} processes, bands show 95 % intervals, and the "
-        f"dotted line is 1 / (1 - sparsity). At {percent(LEVEL)} sparsity: {gains} "
-        f"([{run.name}](/{run.home}))."
+        f"dotted line is 1 / (1 - sparsity) ({_shown(run)})."
     )
 
 
-def _of_caption(run: PublishedRun) -> pd.DataFrame:
-    """Return our cases at LEVEL in the figure."""
-    shown = with_series(run.cases)
-    return shown[shown.ours & (shown.level == LEVEL)]
+def _shown(run: PublishedRun) -> str:
+    """Name the problems of the pictured run, what its brackets hold, and the run."""
+    lines = run.views[0].lines
+    fields_shown = about(lines, ["op", *fields(lines), "cache"])
+    return f"{fields_shown}; {brackets(lines.gain_interval)}; [{run.name}](/{run.home})"
 
 
 def agreement(runs: Runs) -> str:
@@ -305,10 +289,9 @@ def _about(run: PublishedRun) -> list[str]:
 
 def _slow_peers(runs: Runs) -> dict[str, str]:
     """Count, for each run, the peers' cases that another run on that kind of GPU timed faster."""
-    every = pd.concat(
-        [run.cases.assign(gpu=run.device) for run in runs.values()], ignore_index=True
-    )
-    peers = every[(every.status == "ok") & ~every.ours & ~every.twin.astype(bool)]
+    parts = [run.timed.assign(gpu=run.device, run=name) for name, run in runs.items()]
+    every = pd.concat([part for part in parts if len(part)], ignore_index=True)
+    peers = every[~every.kernel.map(is_ours).astype(bool)]
     factors = peers.median_us / peers.groupby(["gpu", *KEYS]).median_us.transform("min")
     slow = factors[factors > APART].groupby(peers.run)
     counts = {name: f"{len(group)}, to {group.max():.2f}" for name, group in slow}

@@ -91,7 +91,7 @@ def field_text(name: str, value: Any) -> str:
     return f"{name} {text}"
 
 
-def measure_text(line: Mapping[Any, Any]) -> str:
+def measure_text(line: "Mapping[Any, Any] | pd.Series[Any]") -> str:
     """Write what was timed: `kernel time, cold cache`."""
     return f"{field_text('scope', line['scope'])}, {field_text('cache', line['cache'])}"
 

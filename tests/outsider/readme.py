@@ -28,7 +28,7 @@ from tests.outsider.rows import (
     usual,
 )
 
-CAPTION = r"At \d+ % sparsity: .*\(|```\n[^`]*×[^`]*```|dense cuBLAS \(.*?µs\)|runs \*\*.*? as fast"
+CAPTION = r"\*\*On one .*?\*\*|```\n[^`]*×[^`]*```|over dense \([^()]* to [^()]*\)"
 
 
 def published(page: str) -> Iterator[str]:
@@ -46,55 +46,66 @@ def published(page: str) -> Iterator[str]:
 
 def headline(lines: list[list[str]]) -> Iterator[str]:
     """Yield each speedup of the headline that its run, or the run that confirms it, lacks."""
-    for line in lines:
-        (run,) = re.findall(r"\((.*?)\)", line[13])
-        inside, _, single = line[8].partition(" inside a chain; isolated ")
-        scope = "chain" if single else "kernel"
-        contest = same_problem(usual(cases(run), scope), line)
-        confirmed = [
-            same_problem(usual(cases(other), scope), line)
-            for other in runs()
-            if confirms(other, run)
-        ]
-        isolated = [same_problem(usual(cases(run)), line)]
-        shown = [(inside, [contest]), (line[10], confirmed)]
-        shown += [(single, isolated)] if single else []
+    for question, problem, kernel, gain, over, peer, alone, measured, place in lines:
+        (run,) = re.findall(r"\((.*?)\)", place)
+        inside, _, single = gain.partition(" inside a chain; isolated ")
+        scope, confirming = "chain" if single else "kernel", [r for r in runs() if confirms(r, run)]
+        contest = same_problem(usual(cases(run), scope), problem)
+        shown = [(inside, [contest])]
+        shown += [(alone, [same_problem(usual(cases(r), scope), problem) for r in confirming])]
+        shown += [(single, [same_problem(usual(cases(run)), problem)])] if single else []
         for cell, contests in shown:
-            if cell != "not yet" and not any(over_baseline(cell, c, line) for c in contests):
-                yield f"{line[0]} {cell}"
-        share = re.search(r"heat for (\d+) %", line[14])
-        ours = contest[contest.kernel == line[7].split("`")[1]].limited
+            if cell != "not yet" and not any(
+                over_dense(cell, each, named(kernel)) for each in contests
+            ):
+                yield f"{question} {cell}"
+        share = re.search(r"heat for (\d+) %", measured)
+        ours = contest[contest.kernel == named(kernel)].limited
         if not any(agrees(share[1] if share else "0", 100 * case) for case in ours):
-            yield f"{line[0]} {line[14]}"
-        peer, gain = line[11].replace("`", "").split()
-        best = fastest(contest, ~contest.kernel.isin({*OURS, "default"}))
-        if best is None or best.kernel != peer or not shows(gain, (best.gain,)):
-            yield f"{line[0]} {line[11]}"
+            yield f"{question} {measured}"
+        best, times = fastest(contest, ~contest.kernel.isin({*OURS, "default"})), peer.split()[-1]
+        if (
+            best is None
+            or best.kernel != named(peer)
+            or not over_dense(times, contest, best.kernel)
+        ):
+            yield f"{question} {peer}"
+        if over.partition("(")[2].split(",")[0].split()[0] not in {*contest[dense(contest)].kernel}:
+            yield f"{question} {over}"
 
 
-def same_problem(matches: pd.DataFrame, line: list[str]) -> pd.DataFrame:
-    """Keep the cases of the problem that a line of the headline names."""
-    _, _, op, shape, dtype, tokens, level, *_ = line
-    for name, value in {"op": op, "n × k": shape, "dtype": dtype, "tokens": tokens}.items():
-        matches = matches[matches[name] == value]
-    if level.endswith("active"):
-        return matches[matches.active == float(level.split()[0])]
-    level, _, block = level.partition(", ")
-    matches = matches[matches.sparsity == level]
-    return matches[matches.block.astype(str) == side(block)] if block else matches
+def named(cell: str) -> str:
+    """Return the kernel of a cell such as `torch_bsr tuned=True` 3.56×."""
+    return cell.split("`")[1].split()[0]
 
 
-def side(blocks: str) -> str:
-    """Return a block as rows name it: 64 for `64 × 64 blocks`, 16x32 for `16 × 32 blocks`."""
-    rows, columns = blocks.removesuffix(" blocks").split(" × ")
-    return rows if rows == columns else f"{rows}x{columns}"
+def same_problem(matches: pd.DataFrame, problem: str) -> pd.DataFrame:
+    """Keep the cases of a problem: linear, bf16, m 64, 4096 × 4096, 90 %, 32 × 32 blocks."""
+    op, dtype, *parts = problem.split(", ")
+    facts = {"op": op, "dtype": dtype}
+    for part in parts:
+        if part.startswith("m "):
+            facts["tokens"] = part[2:]
+        elif part.endswith(" blocks"):
+            rows, columns = part.removesuffix(" blocks").split(" × ")
+            facts["block"] = rows if rows == columns else f"{rows}x{columns}"
+        elif " × " in part:
+            facts["n × k"] = part
+        elif part.endswith(" %"):
+            facts["sparsity"] = part
+        elif part.endswith(" active"):
+            facts["active"] = part.split()[0]
+    for name, value in facts.items():
+        column = matches[name].map("{:g}".format) if name == "active" else matches[name].astype(str)
+        matches = matches[column == value]
+    return matches
 
 
-def over_baseline(cell: str, contest: pd.DataFrame, line: list[str]) -> bool:
-    """Return whether our kernel of a line has this speedup over its baseline in a contest."""
-    kernel, base = line[7].split("`")[1], contest[contest.label == line[9]]
-    ours = contest[contest.kernel == kernel]
-    return any(shows(cell, ratio(blocks, base.blocks.iloc[0])) for blocks in ours.blocks)
+def over_dense(cell: str, contest: pd.DataFrame, kernel: str) -> bool:
+    """Return whether a kernel has this speedup over a dense kernel in a contest."""
+    ours, bases = contest[contest.kernel == kernel], contest[dense(contest)]
+    pairs = [(blocks, other) for blocks in ours.blocks for other in bases.blocks]
+    return any(shows(cell, ratio(*pair)) for pair in pairs)
 
 
 def confirms(run: str, screened: str) -> bool:
