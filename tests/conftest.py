@@ -28,7 +28,7 @@ os.environ["SPARSEBENCH_CHOICES"] = str(HERE / "choices")
 os.environ["SPARSEBENCH_SEARCH"] = "0"  # a first call of a layer takes the likeliest kernel
 torch.set_num_threads(1)
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-COMPILE = "compile"  # a test's property: a line of compiling/record.txt
+COMPILE = "compile"  # a test's property: an entry of compiling/record.txt
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -60,11 +60,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
-    """Keep the lines of the record of compiles that a test looked up."""
-    record.test_file = item.path
+    """Keep the entries of the record of compiles that a test looked up."""
     record.lookups.clear()
     yield
-    item.user_properties += [(COMPILE, line) for line in record.lookups]
+    item.user_properties += [(COMPILE, entry) for entry in record.lookups]
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -123,18 +122,20 @@ class LeftOut:
 
 
 class Recorder:
-    """Say which compiles the record lacks, since they take minutes.
+    """Say how many compiles the record lacks, since they take minutes.
 
-    With --record, write it instead, if every test that compiles ran and passed.
+    With --record, write it instead: what tests that passed compiled or found in it. If a test
+    failed or was skipped, what is in the record stays there.
     """
 
     def __init__(self, writes: bool) -> None:
         self.writes = writes
-        self.lines: set[str] = set()
+        self.entries: set[str] = set()
         self.without = 0
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        self.lines |= {value for name, value in report.user_properties if name == COMPILE}
+        found = {value for name, value in report.user_properties if name == COMPILE}
+        self.entries |= found if report.passed or not self.writes else set()
         self.without += not report.passed
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
@@ -143,11 +144,12 @@ class Recorder:
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         if not self.writes:
-            if count := len(self.lines - record.recorded()):
-                new = f"{count} sources are not in the record of compiles"
-                terminalreporter.write_line(f"{new}, so tests compiled them: make compiled")
-        elif self.without:
+            if count := len(self.entries - record.recorded()):
+                new = f"{count} compiles are not in the record"
+                terminalreporter.write_line(f"{new}, so tests ran the compilers: make compiled")
+            return
+        if self.without:
             reason = f"{self.without} tests failed or were skipped"
-            terminalreporter.write_line(f"the record stays as it is: {reason}")
-        else:
-            terminalreporter.write_line(record.write(self.lines))
+            terminalreporter.write_line(f"nothing leaves the record: {reason}")
+            self.entries |= record.recorded()
+        terminalreporter.write_line(record.write(self.entries))

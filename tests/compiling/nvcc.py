@@ -5,6 +5,7 @@ import shutil
 import subprocess
 from collections.abc import Callable
 from functools import cache
+from inspect import getsource
 from pathlib import Path
 
 import pytest
@@ -48,21 +49,24 @@ def assert_compiles_cleanly(
     folder: Path,
     allowed: str = "",
     clean: str = CLEAN,
-    look: Callable[[Path], None] | None = None,
+    look: Callable[[Path, str], None] | None = None,
     target: str = HOPPERS_OWN,
-) -> str:
+) -> None:
     """Compile NAME.cu by nvcc: no spill, no warning, no serialised product (C75..).
 
-    `look` judges the machine code. What the record knows is not compiled (record.py). Return what
-    nvcc said.
+    `look` judges the machine code and what nvcc said. What the record knows is not compiled
+    (record.py).
     """
-    if known_by_nvcc(name, target):
-        return ""
+    source = cuda.source_of(name)
+    if in_record(
+        *(f"{source.parent.name}/{source.name}", "nvcc", target.split(",")[0], nvcc_version()),
+        *(sorted(text_of(source).items()), constants, allowed, clean, look and getsource(look)),
+    ):
+        return
     option = "-gencode" if target.startswith("arch=") else "-arch"
     command = ["nvcc", "-std=c++17", f"{option}={target}", "-cubin"]
     command += ["-I", str(cuda.HEADERS), "-Xptxas", "-v", "-o", str(folder / "kernel.cubin")]
-    command += [str(cuda.source_of(name))]
-    command += [f"-D{macro}={value}" for macro, value in constants]
+    command += [str(source), *(f"-D{macro}={value}" for macro, value in constants)]
     run = subprocess.run(command, capture_output=True, text=True)
     log = run.stdout + run.stderr
     assert run.returncode == 0, log
@@ -70,15 +74,7 @@ def assert_compiles_cleanly(
     rest = log.replace(allowed, "")
     assert not any(word in rest for word in ("warning", "C75", "error")), log
     if look:
-        look(folder / "kernel.cubin")
-    return log
-
-
-def known_by_nvcc(name: str, target: str) -> bool:
-    """Return whether the record says that NAME.cu compiles cleanly for a target."""
-    source = cuda.source_of(name)
-    code = sorted(text_of(source).items())
-    return in_record(source.name, source.parent, "nvcc", target.split(",")[0], nvcc_version(), code)
+        look(folder / "kernel.cubin", log)
 
 
 @cache

@@ -57,12 +57,10 @@ def table() -> list[str]:
     """Return the lines of the table that the record gives."""
     targets = defaultdict(set)
     for line in RECORD.read_text().splitlines():
-        test, source, compiler, target, _ = line.split()
+        source, compiler, target, *_ = line.split()
+        family, name = source.removesuffix(".cu").split("/")
         number = target.removeprefix("arch=compute_").removeprefix("sm_")
-        family = test.split("/")[2]
-        if test.startswith("tests/compiling/"):
-            family = cuda.source_of(source.removesuffix(".cu")).parent.name
-        targets[family, compiler, source.removesuffix(".cu")].add(number)
+        targets[family, compiler, name].add(number)
     rows = defaultdict(list)
     for (family, compiler, source), numbers in sorted(targets.items()):
         marks = tuple("yes" if numbers & {*given} else "" for given in GPUS.values())

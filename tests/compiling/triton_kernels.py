@@ -23,7 +23,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from sparsebench.kernels._common.source_code import bare_python
 from sparsebench.kernels._common.triton import BoundKernel
-from tests.compiling.record import family_of, in_record
+from tests.compiling.record import in_record
 
 BIN = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}  # an SM's, for one program
@@ -71,9 +71,12 @@ def complaint_about(source: ASTSource, capability: int, options: Mapping[str, An
     """Compile, unless the record knows the result, and say what is wrong with it, or None."""
     limit = SHARED_BYTES[capability]
     function = source.fn
+    family = function.__module__.split(".")[2]
+    launch = source.signature, source.constants, source.attrs, options
     if in_record(
-        *(function.__name__, family_of(function.__module__), "triton", f"sm_{capability}"),
-        *(triton.__version__, *map(get_ptxas_version, (80, 100)), code_of(function), limit),
+        *(f"{family}/{function.__name__}", "triton", f"sm_{capability}", triton.__version__),
+        *(*map(get_ptxas_version, (80, 100)), code_of(function), limit),
+        *(sorted((str(name), str(value)) for name, value in part.items()) for part in launch),
     ):
         return None
     compiled = triton.compile(source, GPUTarget("cuda", capability, 32), dict(options))

@@ -8,6 +8,7 @@ import ctypes
 import re
 import subprocess
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -186,11 +187,14 @@ COMPILED = [
 def test_it_compiles_without_a_spill(config, dense, target, tmp_path) -> None:
     dtype = torch.float16 if config.tokens == 64 else torch.bfloat16
     constants = spense_mma.constants_of(config, dtype, dense)
-    log = assert_compiles_cleanly("spense_mma", constants, tmp_path, target=target)
-    registers = int(re.findall(r"Used (\d+) registers", log)[0]) if log else 0
-    assert registers * config.threads * config.ctas <= 2**16  # of a multiprocessor
-    if log and CUOBJDUMP.exists():
-        sass = subprocess.check_output([CUOBJDUMP, "-sass", tmp_path / "kernel.cubin"], text=True)
-        products = 2 * 128 * config.tokens // (16 * 8) // 4  # of a box, by each warp
-        assert sass.count(" HMMA.SP.16832") == products
-        assert sass.count(" CALL.") < products, "products go through a function"
+
+    def look(code: Path, log: str) -> None:
+        (registers,) = re.findall(r"Used (\d+) registers", log)
+        assert int(registers) * config.threads * config.ctas <= 2**16  # of a multiprocessor
+        if CUOBJDUMP.exists():
+            sass = subprocess.check_output([CUOBJDUMP, "-sass", code], text=True)
+            products = 2 * 128 * config.tokens // (16 * 8) // 4  # of a box, by each warp
+            assert sass.count(" HMMA.SP.16832") == products
+            assert sass.count(" CALL.") < products, "products go through a function"
+
+    assert_compiles_cleanly("spense_mma", constants, tmp_path, look=look, target=target)

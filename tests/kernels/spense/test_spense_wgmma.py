@@ -193,16 +193,17 @@ def test_no_number_of_tokens_has_more_than_six_tilings(shape: tuple[int, int]) -
 )
 def test_it_compiles_without_a_spill_or_a_serialised_product(config, dtype, activation, tmp_path):
     constants = spense_wgmma.constants_of(config, dtype, activation)
-    look = assert_metadata_stays if CUOBJDUMP.exists() else None
-    assert_compiles_cleanly("spense_wgmma", constants, tmp_path, look=look)
+    assert_compiles_cleanly("spense_wgmma", constants, tmp_path, look=assert_metadata_stays)
 
 
 WRITE = re.compile(r"(?:@\S+ )?(\S+) (?:U?P\w+, )?R(\d+),")  # instruction, its first register
 WIDTHS = {"": 1, ".64": 2, "WIDE": 2, "CS2R": 2, ".128": 4}  # registers, by a part of its name
 
 
-def assert_metadata_stays(code: Path) -> None:
+def assert_metadata_stays(code: Path, log: str) -> None:
     """Follow the main loop of sparse tiles: nothing writes the metadata of wgmma in flight."""
+    if not CUOBJDUMP.exists():
+        return
     sass = subprocess.check_output([CUOBJDUMP, "-sass", code], text=True)
     lines = [(int(at, 16), text) for at, text in re.findall(r"/\*(\w{4,5})\*/\s+(.*?) ;", sass)]
     first, *_, last = (at for at, text in lines if "GMMA.SP" in text)
@@ -230,7 +231,7 @@ def test_the_code_that_runs_keeps_the_metadata_of_wgmma_in_flight(dtype, tmp_pat
     for config in (CONFIGS[0], Config(256, 2, 4), Config(112, 1, 4, 3, 3)):
         constants = spense_wgmma.constants_of(config, dtype)
         file.write_bytes(cuda.compiled("spense_wgmma", constants))
-        assert_metadata_stays(file)
+        assert_metadata_stays(file, "")
 
 
 @hopper
