@@ -10,10 +10,9 @@ if torch counts a write to a tensor of the mask. Eager calls that repeat are rec
 without Python, backward included (front.py).
 """
 
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -38,7 +37,7 @@ from sparsebench.kernels.attention._call import AttentionCall
 from sparsebench.kernels.attention._shapes import MOST_DEPTH, AttentionShape
 from sparsebench.kernels.nn._attention_engines import operator_of
 from sparsebench.kernels.nn._bsr_autograd import is_current
-from sparsebench.kernels.nn._stamp import Stamp, arrays_of, stamp_of
+from sparsebench.kernels.nn._stamp import stamp_of, stamped
 
 ATTRIBUTE = "_sparsebench_attention"  # attribute of the tensor `columns`
 OPERANDS = "q", "k", "v", "o", "lse", "do"
@@ -52,26 +51,11 @@ RECORDINGS = "_sparsebench_recordings"  # attribute of a mask: recorded calls by
 SCALES = 16  # of a mask; the oldest makes room
 
 
-class MaskOperator(NamedTuple):
-    """The operator of a mask, its stamp and `bits` at that time, and its arrays."""
-
-    stamp: tuple[Stamp, int]
-    operator: Operator
-    arrays: list[Tensor]
-
-    def __reduce__(self) -> tuple[type, tuple[()]]:
-        """Pickle as an empty object of a type that torch.load accepts."""
-        return OrderedDict, ()
-
-
 def plans_of(mask: BlockMask) -> Operator:
     """Return the plans of a mask as it is now. Raises Unsupported for an inference tensor."""
-    stamp = stamp_of(mask, "attention"), id(mask.bits)
-    plans = getattr(mask.columns, ATTRIBUTE, None)
-    if not isinstance(plans, MaskOperator) or plans.stamp != stamp:
-        plans = MaskOperator(stamp, operator_of(mask), arrays_of(mask))
-        setattr(mask.columns, ATTRIBUTE, plans)
-    return plans.operator
+    make, bits = partial(operator_of, mask), id(mask.bits)
+    plans: Operator = stamped(mask, "attention", ATTRIBUTE, make, mask.columns, bits)
+    return plans
 
 
 def _call(

@@ -35,7 +35,7 @@ from sparsebench.kernels._common.unstructured import UnstructuredCall, bind, ope
 from sparsebench.kernels._kernel import DTYPES, NAMES, refuse
 from sparsebench.kernels.bitmap import bitmap_mma
 from sparsebench.kernels.csr import csr_cuda
-from sparsebench.kernels.nn._stamp import Stamp, arrays_of, stamp_of
+from sparsebench.kernels.nn._stamp import stamped
 from sparsebench.results.record import Problem
 
 Weight = Bitmap | Csr
@@ -47,18 +47,12 @@ TILE = 128  # tokens of a tile of cuBLAS, above which X may be padded
 FEW, ELEMENTS, MORE_ELEMENTS, ROWS, BYTES = 16, 14336 * 4096, 28672 * 8192, 4096, 0.6
 
 
-@dataclass
-class StampedOperator:
-    """An Operator, the stamp and the arrays of its weight, and the dense copy of a bitmap."""
+@dataclass(eq=False)
+class FrozenPlans:
+    """The operator of a weight, and the dense copy of a bitmap."""
 
     operator: Operator
-    stamp: Stamp
-    arrays: list[Tensor]
     dense: Tensor | None = None
-
-    def __reduce__(self) -> tuple[type, tuple[()]]:
-        """Copy and pickle as None: the plans are of this weight's memory."""
-        return type(None), ()
 
 
 def multiply(x: Tensor, w: Weight) -> Tensor:
@@ -82,16 +76,15 @@ def planned_run(m: int, w: Weight) -> Callable[[Tensor], Tensor] | None:
     return selected.product.run if selected else None
 
 
-def plans_of(w: Weight) -> StampedOperator:
+def plans_of(w: Weight) -> FrozenPlans:
     """Return the plans of a weight as it is now. Raises Unsupported for an inference tensor."""
-    stamp = stamp_of(w, "matmul")
-    made: StampedOperator | None = w.__dict__.get(ATTRIBUTE)
-    if made is None or made.stamp != stamp:
+
+    def make() -> FrozenPlans:
         engines = (bitmap_mma.KERNEL, DENSE) if isinstance(w, Bitmap) else (csr_cuda.KERNEL,)
-        operator = operator_of(w, engines, partial(_likeliest, w))
-        made = StampedOperator(operator, stamp, arrays_of(w))
-        object.__setattr__(w, ATTRIBUTE, made)
-    return made
+        return FrozenPlans(operator_of(w, engines, partial(_likeliest, w)))
+
+    plans: FrozenPlans = stamped(w, "matmul", ATTRIBUTE, make)
+    return plans
 
 
 def dense_copy(w: Bitmap) -> Tensor:
@@ -106,11 +99,10 @@ def dense_copy(w: Bitmap) -> Tensor:
 
 def derivative_of(w: Bitmap) -> Derivative:
     """Return how a recorded call is differentiated: by X, with the dense copy."""
-    stamp = plans_of(w).stamp
+    before = plans_of(w)
 
     def run(front: Front | None, dy: Tensor, *_: Sequence[object]) -> list[Tensor]:
-        plans = plans_of(w)
-        if plans.stamp != stamp:
+        if plans_of(w) is not before:
             raise RuntimeError("expected W as forward read it, found it modified before backward")
         transposed, rows = dense_copy(w).T, readable(rows_of(dy))
         if torch.is_grad_enabled() or is_watched():

@@ -1,4 +1,9 @@
-"""Notice that the arrays of a weight or a mask were written or moved since plans were made."""
+"""What is made of the arrays of a weight or a mask, until they are written or moved."""
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
@@ -18,6 +23,35 @@ def stamp_of(w: Format, caller: str) -> Stamp:
     return tuple((array._version, array.data_ptr()) for array in arrays)
 
 
-def arrays_of(w: Format) -> list[Tensor]:
-    """Return the arrays; while they are referenced, no other tensor gets their addresses."""
-    return [array.detach() for array in w.arrays().values()]
+@dataclass(eq=False)
+class Stamped:
+    """A thing and its stamp; no other tensor gets the addresses of the arrays meanwhile."""
+
+    stamp: Hashable
+    arrays: list[Tensor]
+    thing: Any
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        """Copy and pickle as an empty object of a type that torch.load accepts."""
+        return OrderedDict, ()
+
+
+def stamped(
+    w: Format,
+    caller: str,
+    attribute: str,
+    make: Callable[[], Any],
+    holder: Tensor | None = None,
+    more: Hashable = None,
+) -> Any:
+    """Return what `make` made of a weight as it is now. Raises Unsupported.
+
+    attribute  of the weight, or of `holder`, that keeps it
+    more       what it depends on beside the stamp
+    """
+    stamp, owner = (stamp_of(w, caller), more), w if holder is None else holder
+    kept = owner.__dict__.get(attribute)
+    if not isinstance(kept, Stamped) or kept.stamp != stamp:
+        kept = Stamped(stamp, [array.detach() for array in w.arrays().values()], make())
+        object.__setattr__(owner, attribute, kept)
+    return kept.thing

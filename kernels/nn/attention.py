@@ -1,4 +1,4 @@
-"""Block-sparse attention as a function of tensors, and as a layer.
+"""Block-sparse attention as a function of tensors.
 
     o = sparsebench.attention(q, k, v, mask)
 
@@ -8,10 +8,8 @@ plans stay with the mask, so reuse it. Gradients flow to q, k and v. Calls can b
 captured.
 """
 
-from typing import Any
-
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from sparsebench.errors import Unsupported
 from sparsebench.formats.block_mask import BlockMask
@@ -70,48 +68,3 @@ def _results(
     if not factor > 0:
         raise Unsupported(f"attention: expected a scale above 0, found {scale}")
     return attend_recorded(recordings, q, k, v, mask, factor)
-
-
-class BlockSparseAttention(nn.Module):
-    """Multi-head self-attention whose mask is an argument of each call.
-
-    features  of the input and the output
-    heads     query heads, each of features / heads
-    kv_heads  key heads, by default as many
-    """
-
-    def __init__(
-        self,
-        features: int,
-        heads: int,
-        kv_heads: int | None = None,
-        *,
-        bias: bool = False,
-        device: Any = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        """Make the projections. Raises Unsupported if heads do not divide the features."""
-        super().__init__()
-        kv_heads = kv_heads or heads
-        if heads < 1 or kv_heads < 1 or features % heads or heads % kv_heads:
-            expected = "features a multiple of heads, and heads of kv_heads, each at least 1"
-            sizes = f"{features}, {heads} and {kv_heads}"
-            raise Unsupported(f"BlockSparseAttention: expected {expected}, found {sizes}")
-        self.heads, self.kv_heads, self.head_dim = heads, kv_heads, features // heads
-        factory = {"bias": bias, "device": device, "dtype": dtype}
-        self.q = nn.Linear(features, features, **factory)
-        self.k = nn.Linear(features, kv_heads * self.head_dim, **factory)
-        self.v = nn.Linear(features, kv_heads * self.head_dim, **factory)
-        self.out = nn.Linear(features, features, **factory)
-
-    def forward(self, x: Tensor, mask: BlockMask) -> Tensor:
-        """Return the attention of x [..., tokens, features], shaped like x. Raises Unsupported."""
-        q, k, v = (
-            project(x).unflatten(-1, (-1, self.head_dim)) for project in (self.q, self.k, self.v)
-        )
-        projected: Tensor = self.out(attention(q, k, v, mask).flatten(-2))
-        return projected
-
-    def extra_repr(self) -> str:
-        """Return the heads."""
-        return f"heads={self.heads}, kv_heads={self.kv_heads}, head_dim={self.head_dim}"

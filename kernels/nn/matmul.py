@@ -6,15 +6,13 @@ with a number of tokens may time what its format offers.
     dense    torch's own product; gradients of X and W
     bsr      as BlockSparseLinear (_bsr_engines.py); gradients of X and W
     spense   as SpenseLinear (_spense_op.py): its engine for the device; gradient of X
-    csr      csr_cuda on a GPU, scipy_csr on a CPU; gradients as for a named kernel
+    csr      csr_cuda, with gradients of X and W; torch's own dense product on a CPU
     bitmap   bitmap_mma, or torch's own product with a dense copy of W (_frozen_op.py); gradient of
              X, from the copy
     other    Unsupported: the caller must name a kernel
 
-A named kernel has gradients if there are kernels NAME_dgrad and NAME_wgrad. One of ours is planned
-as in a layer, and copies nothing. One of a library, such as torch_bsr, is prepared for each number
-of tokens and stream, with its own buffers, so X and Y are copied (_named_kernel.py). Either may
-search, which takes up to seconds, and does so again after a write that torch counts.
+A named kernel, one of sparsebench's own, is planned as in a layer (_named_kernel.py), and again
+after a write that torch counts. It has gradients if there are kernels NAME_dgrad and NAME_wgrad.
 
 A call that cannot run, or whose gradient cannot, raises Unsupported with the reason before the
 product is computed. No other kernel takes its place.
@@ -22,7 +20,6 @@ product is computed. No other kernel takes its place.
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -47,18 +44,17 @@ from sparsebench.kernels.nn._named_kernel import by_name
 RECORDINGS = "_sparsebench_recordings"  # attribute of a weight: calls without Python (front.py)
 
 
-def matmul(x: Tensor, w: Format, kernel: str | None = None, **options: Any) -> Tensor:
+def matmul(x: Tensor, w: Format, kernel: str | None = None) -> Tensor:
     """Return X @ W.T, a new tensor [..., n] of X [..., k].
 
     w        [n, k], packed: Bsr.from_dense(weight, block=64). Gradients flow to its `values`, and
              through them to the dense weight that it was packed from
-    kernel   name of a kernel for the op linear that reads this format, as in a suite; by default
-             the format selects it (see the module's docstring)
-    options  of a named kernel of a library, as in a suite; ours have none
+    kernel   name of a kernel of ours for the op linear that reads this format, as in a suite; by
+             default the format selects it (see the module's docstring)
 
     A CUDA graph that captures the call keeps the weight, and everything that the kernel reads of
     it, alive. The caller must keep X, as for any torch op, and must call a kernel once before a
-    capture. A named kernel of a library cannot be captured. Raises Unsupported, FormatError.
+    capture. Raises Unsupported, FormatError.
     """
     if not isinstance(x, Tensor) or x.layout is not torch.strided:
         raise Unsupported(f"matmul: expected X as a dense torch.Tensor, found {_kind(x)}")
@@ -77,23 +73,19 @@ def matmul(x: Tensor, w: Format, kernel: str | None = None, **options: Any) -> T
         raise Unsupported(f"matmul: expected X [..., {k}], found {list(x.shape)}")
     flat = x.reshape(-1, k)
     _require_alike(flat, w)
-    if kernel is None and options:
-        raise Unsupported(f"matmul: expected kernel=NAME beside {', '.join(options)}, found none")
     here = not torch.compiler.is_compiling() and _bsr_autograd.is_current(x.device)
     if here and not torch.is_autocast_enabled(x.device.type):  # the contexts take 20 µs
-        return _multiply(x, flat, w, kernel, options)
+        return _multiply(x, flat, w, kernel)
     with torch.cuda.device_of(flat), torch.autocast(x.device.type, enabled=False):
-        return _multiply(x, flat, w, kernel, options)
+        return _multiply(x, flat, w, kernel)
 
 
-def _multiply(
-    x: Tensor, rows: Tensor, w: Format, kernel: str | None, options: dict[str, Any]
-) -> Tensor:
+def _multiply(x: Tensor, rows: Tensor, w: Format, kernel: str | None) -> Tensor:
     """Return the product of X, which has these rows, on the current device without autocast."""
     if kernel is None and isinstance(w, Bsr):
         keep(w)
         return _bsr(x, w)
-    y = _by_format(rows, w) if kernel is None else by_name(rows, w, kernel, options)
+    y = _by_format(rows, w) if kernel is None else by_name(rows, w, kernel)
     return y if x.dim() == 2 else y.view(*x.shape[:-1], w.shape[0])
 
 
@@ -119,10 +111,10 @@ def _by_format(x: Tensor, w: Format) -> Tensor:
         return linear(x, _dense_copy(w)) if training or _is_traced() else _frozen(x, w)
     if isinstance(w, Csr):
         if not x.is_cuda:
-            return by_name(x, w, "scipy_csr", {})
+            return linear(x, w.to_dense())
         values = torch.is_grad_enabled() and w.values.requires_grad
         if training or values or _is_traced():
-            return by_name(x, w, "csr_cuda", {})
+            return by_name(x, w, "csr_cuda")
         return _frozen(x, w)
     raise Unsupported(f"matmul: expected kernel=NAME for the format {type(w).__name__}, found none")
 

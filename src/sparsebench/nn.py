@@ -9,6 +9,8 @@ what `save_pretrained` wrote of a sparse model, and there is an attention implem
 "sparsebench".
 """
 
+from typing import Any
+
 from sparsebench.harness.models import attention
 from sparsebench.harness.models.after_import import after_import
 from sparsebench.harness.models.pruning.checkpoint import register
@@ -21,10 +23,8 @@ from sparsebench.harness.models.pruning.sparsify import (
 )
 from sparsebench.kernels.nn import (
     BitmapLinear,
-    BlockSparseAttention,
     BlockSparseGatedMLP,
     BlockSparseLinear,
-    CapturedStep,
     SparseGatedMLP,
     SpenseGatedMLP,
     SpenseLinear,
@@ -33,10 +33,8 @@ from sparsebench.kernels.nn import (
 __all__ = [
     "BitmapLinear",
     "BlockSparse",
-    "BlockSparseAttention",
     "BlockSparseGatedMLP",
     "BlockSparseLinear",
-    "CapturedStep",
     "SparseActivations",
     "SparseGatedMLP",
     "SpenseGatedMLP",
@@ -45,6 +43,19 @@ __all__ = [
     "Unstructured",
     "sparsify_",
 ]
+
+GONE = {
+    "BlockSparseAttention": "use nn.Linear around sparsebench.attention",
+    "CapturedStep": "capture the step by torch.cuda.graph after two eager steps",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Say what replaces a name of an earlier version. Raises ImportError, AttributeError."""
+    if name in GONE:
+        raise ImportError(f"sparsebench.nn.{name} is gone since 0.4: {GONE[name]}")
+    raise AttributeError(f"module 'sparsebench.nn' has no attribute {name!r}")
+
 
 after_import("transformers.modeling_utils", register)
 after_import("transformers.modeling_utils", attention.register)

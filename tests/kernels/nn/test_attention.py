@@ -19,7 +19,7 @@ from sparsebench.kernels._common.product import Product, Selected
 from sparsebench.kernels.attention._call import AttentionCall
 from sparsebench.kernels.attention._shapes import AttentionShape
 from sparsebench.kernels.nn._attention_op import attend_recorded, plans_of, recordings_of
-from sparsebench.kernels.nn.attention import BlockSparseAttention, attention_and_lse
+from sparsebench.kernels.nn.attention import attention_and_lse
 from tests.kernels.attention.cases import Case, gradients, moved, random_mask, reference, without
 from tests.kernels.conftest import launch
 from tests.tools.marks import needs_gxx
@@ -138,20 +138,6 @@ def test_operands_that_do_not_fit_are_refused_in_one_line(spoil, token: str) -> 
 def test_a_scale_that_is_not_positive_is_refused() -> None:
     with pytest.raises(Unsupported, match="scale"):
         sparsebench.attention(*drawn(), random_mask(TOKENS, 16, batch=2), scale=0)
-
-
-@pytest.mark.parametrize("heads", [0, -4, 3])
-def test_a_layer_refuses_heads_that_do_not_divide_its_features(heads: int) -> None:
-    with pytest.raises(Unsupported, match="multiple of heads"):
-        BlockSparseAttention(32, heads)
-
-
-def test_a_layer_attends_between_its_projections() -> None:
-    layer = BlockSparseAttention(32, 4, 2)
-    mask, x = random_mask((40, 40), 16, batch=2), torch.randn(2, 40, 32)
-    q, k, v = (each(x).unflatten(-1, (-1, 8)) for each in (layer.q, layer.k, layer.v))
-    expected = layer.out(reference(q, k, v, mask)[0].flatten(-2))
-    torch.testing.assert_close(layer(x, mask), expected)
 
 
 # ---- recorded calls ----
