@@ -1,23 +1,30 @@
-"""Detect calls that torch transforms or traces, and lay operands out as kernels read them.
+"""Detect calls that torch traces, and lay operands out as kernels read them.
 
-Kernels take addresses, so a call that torch.func transforms, or that a mode watches, must go
-through an operator or an autograd.Function with `setup_context` and `vmap`. The fast paths of
-layers check this first.
+Kernels take addresses, so a call that a mode watches must go through an operator. The fast paths of
+layers check this first. Under torch.func there is no address, so layers refuse it.
 """
-
-from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
+
+from sparsebench.errors import Unsupported
 
 ALIGNMENT = 16  # bytes: of addresses and strides, for TMA and vector loads
 PLAIN = Tensor, nn.Parameter  # types that have an address
 
 
-def is_transformed() -> bool:
-    """Return whether torch.func differentiates or maps the call."""
-    return torch._C._are_functorch_transforms_active()
+def refuse_transforms() -> None:
+    """Raise Unsupported if torch.func differentiates or maps the call."""
+    if torch._C._are_functorch_transforms_active():
+        raise Unsupported("expected torch.autograd.grad since 0.4, found a transform of torch.func")
+
+
+def is_traced() -> bool:
+    """Return whether torch traces the call, or differentiates it forward. Raises Unsupported."""
+    refuse_transforms()
+    forward = forward_ad._current_level >= 0
+    return forward or is_watched() or torch._C._get_tracing_state() is not None
 
 
 def is_watched() -> bool:
@@ -53,22 +60,3 @@ def unflatten(y: Tensor, x: Tensor) -> Tensor:
     if x.dim() == 2:
         return y
     return torch.ops.aten._unsafe_view(y, (*x.shape[:-1], y.shape[1]))  # type: ignore[no-any-return]
-
-
-def one_by_one(
-    function: Callable[..., Any], size: int, dims: tuple[Any, ...], args: tuple[Any, ...]
-) -> tuple[Any, Any]:
-    """Call once for each element of a batch, as vmap would, and stack the results at 0.
-
-    dims  for each argument: the dimension of the batch, None, or a list for a list
-    """
-
-    def at(i: int, arg: Any, dim: Any) -> Any:
-        if isinstance(arg, (list, tuple)):
-            return [at(i, each, where) for each, where in zip(arg, dim, strict=True)]
-        return arg if dim is None else arg.select(dim, i)
-
-    results = [function(*map(at, [i] * len(args), args, dims)) for i in range(size)]
-    if isinstance(results[0], Tensor):
-        return torch.stack(results), 0
-    return tuple(map(torch.stack, zip(*results, strict=True))), (0,) * len(results[0])

@@ -16,7 +16,6 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from sparsebench.errors import Unsupported
 from sparsebench.formats.block_mask import BlockMask
@@ -31,7 +30,7 @@ from sparsebench.kernels._common.front import (
     record,
 )
 from sparsebench.kernels._common.operator import Operator
-from sparsebench.kernels._common.transforms import aligned, is_transformed, is_watched
+from sparsebench.kernels._common.transforms import aligned, is_traced, is_watched
 from sparsebench.kernels._kernel import NAMES
 from sparsebench.kernels.attention._call import AttentionCall
 from sparsebench.kernels.attention._shapes import MOST_DEPTH, AttentionShape
@@ -239,8 +238,7 @@ def attend_recorded(
     )
     if recordings is None:
         return in_python()
-    traced = is_transformed() or is_watched() or torch._C._get_tracing_state()
-    if traced or not is_current(q.device) or forward_ad._current_level >= 0 or not q.numel():
+    if is_traced() or not is_current(q.device) or not q.numel():
         return in_python()
     call = _call("attention", q, k, mask, scale)
     run = partial(_forward, call, mask) if call in plans_of(mask).plans else None

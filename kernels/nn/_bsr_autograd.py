@@ -4,17 +4,16 @@
     dX [m, k] = dY [m, n] @ W                    dgrad
     dW        = dY.T @ X, for stored blocks      wgrad
 
-W is [n, k] in BSR (formats/bsr.py): offsets and columns, int32, and values [blocks, r, c]. Each
-operator is linear in both operands, and its derivatives are the other two operators. A captured
-CUDA graph holds only their kernels. A layer calls `multiply`, which takes one of three paths:
+W is [n, k] in BSR (formats/bsr.py): offsets and columns, int32, and values [blocks, r, c]. The
+gradients have no derivatives. A captured CUDA graph holds only kernels. A layer calls `multiply`,
+which takes one of two paths:
 
-    node         without torch's dispatcher; backward uses the pattern that forward used. Calls
-                 that repeat are recorded, and run without Python, backward included (front.py)
-    linear       an operator that is opaque to torch.compile, torch.export and dispatch modes
-    _Functional  the operator with vmap, for torch.func; forward-mode AD is refused
+    node      without torch's dispatcher; backward uses the pattern that forward used. Calls that
+              repeat are recorded, and run without Python, backward included (front.py)
+    linear    an operator that is opaque to torch.compile, torch.export and dispatch modes
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -38,10 +37,10 @@ from sparsebench.kernels._common.python_node import node
 from sparsebench.kernels._common.transforms import (
     ALIGNMENT,
     PLAIN,
-    is_transformed,
+    is_traced,
     is_watched,
-    one_by_one,
     readable,
+    refuse_transforms,
     rows_of,
     unflatten,
 )
@@ -197,69 +196,18 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _linear_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     x, values, *index = ctx.saved_tensors
     (_, k), (_, r, c) = ctx.shapes
-    dx = None if values is None else _call(dgrad, dy, values, *index, k)
-    dvalues = None if x is None else _call(wgrad, dy, x, *index, r, c)
+    dx = None if values is None else dgrad(dy, values, *index, k)
+    dvalues = None if x is None else wgrad(dy, x, *index, r, c)
     return dx, dvalues, None, None, None
 
 
-def _dgrad_backward(ctx: Any, ddx: Tensor) -> tuple[Tensor | None, ...]:
-    dy, values, *index = ctx.saved_tensors
-    (_, n), (_, r, c) = ctx.shapes
-    ddy = None if values is None else _call(linear, ddx, values, *index, n)
-    dvalues = None if dy is None else _call(wgrad, dy, ddx, *index, r, c)
-    return ddy, dvalues, None, None, None
-
-
-def _wgrad_backward(ctx: Any, dvalues: Tensor) -> tuple[Tensor | None, ...]:
-    dy, x, *index = ctx.saved_tensors
-    (_, n), (_, k) = ctx.shapes
-    dvalues = dvalues.contiguous()
-    ddy = None if x is None else _call(linear, x, dvalues, *index, n)
-    dx = None if dy is None else _call(dgrad, dy, dvalues, *index, k)
-    return ddy, dx, None, None, None, None
+def _refuse(ctx: Any, *_: Any) -> None:
+    raise Unsupported("expected no second derivatives of a block-sparse layer, found one")
 
 
 linear.register_autograd(_linear_backward, setup_context=_save)
-dgrad.register_autograd(_dgrad_backward, setup_context=_save)
-wgrad.register_autograd(_wgrad_backward, setup_context=_save)
-
-
-def _functional(op: Any, derivative: Callable[..., Any]) -> Any:
-    """Return an operator as an autograd.Function with vmap, which torch.func requires."""
-
-    class Functional(torch.autograd.Function):
-        @staticmethod
-        def forward(*args: Any) -> Tensor:
-            return op(*args)  # type: ignore[no-any-return]
-
-        @staticmethod
-        def vmap(info: Any, dims: tuple[int | None, ...], *args: Any) -> tuple[Tensor, int]:
-            (a, *rest), apply = args, Functional.apply
-            if op is wgrad or dims[0] is None or any(dim is not None for dim in dims[1:]):
-                return one_by_one(apply, info.batch_size, dims, args)
-            tokens = a.movedim(dims[0], 0)  # if only X or dY has a batch, the batch is more tokens
-            out = apply(tokens.flatten(0, 1), *rest)  # type: ignore[no-untyped-call]
-            return out.unflatten(0, tokens.shape[:2]), 0
-
-        setup_context = staticmethod(_save)
-        backward = staticmethod(derivative)
-
-    return Functional
-
-
-_FUNCTIONAL = {
-    op: _functional(op, derivative)
-    for op, derivative in (
-        (linear, _linear_backward),
-        (dgrad, _dgrad_backward),
-        (wgrad, _wgrad_backward),
-    )
-}
-
-
-def _call(op: Any, *args: Any) -> Tensor:
-    """Call an operator, also from within torch.func."""
-    return _FUNCTIONAL[op].apply(*args) if is_transformed() else op(*args)  # type: ignore[no-any-return]
+dgrad.register_autograd(_refuse)
+wgrad.register_autograd(_refuse)
 
 
 # ---- the layer's product ----
@@ -269,8 +217,9 @@ def multiply(
     x: Tensor, values: Tensor, bias: Tensor | None, offsets: Tensor, columns: Tensor, n: int
 ) -> Tensor:
     """Return Y [..., n] of X [..., k], plus the bias [n]. Raises FormatError, Unsupported."""
-    if is_transformed() or is_watched():
-        y = _call(linear, rows_of(x), values, offsets, columns, n)
+    refuse_transforms()
+    if is_watched():
+        y = linear(rows_of(x), values, offsets, columns, n)
         return unflatten(y if bias is None else y + bias.to(y.dtype), x)
     pattern = pattern_of(offsets, columns)
 
@@ -299,8 +248,7 @@ def multiply_recorded(
     assert isinstance(columns, Tensor)
     assert not isinstance(bias, nn.Module)
     in_python = partial(multiply, x, values, bias, offsets, columns, n)
-    traced = is_transformed() or is_watched() or torch._C._get_tracing_state()
-    if cast or traced or not is_current(x.device) or forward_ad._current_level >= 0:
+    if cast or is_traced() or not is_current(x.device):
         return in_python()
     if recordings.due():
         pattern_of(offsets, columns).calls = -1  # so that the next call compares
@@ -349,7 +297,7 @@ def _gradients(
     (x, values, *_), (for_x, for_values), (n, k) = saved, needed, shape
     dx = dw = None
     flat = dy if dy.dim() == 2 else dy.reshape(-1, n)
-    again = torch.is_grad_enabled() or is_watched()  # for second derivatives and dispatch modes
+    again = torch.is_grad_enabled() or is_watched()  # operators refuse second derivatives
     index = pattern.offsets, pattern.columns
     if for_x and values is not None:
         dx = dgrad(flat, values, *index, k) if again else _dx(pattern, flat, values, k, front)

@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from sparsebench.errors import Unsupported
 from sparsebench.formats.spense import Spense
@@ -40,7 +39,7 @@ from sparsebench.kernels._common.product import Selected
 from sparsebench.kernels._common.python_node import node
 from sparsebench.kernels._common.transforms import (
     aligned,
-    is_transformed,
+    is_traced,
     is_watched,
     readable,
     rows_of,
@@ -124,14 +123,9 @@ def planned_run(
     return lambda rows: product(rows, sparse, dense, scale)
 
 
-def not_recorded() -> bool:
-    """Return whether torch traces, transforms or differentiates forward, so that operators run."""
-    return is_transformed() or is_watched() or forward_ad._current_level >= 0
-
-
 def multiply(x: Tensor, sparse: Tensor, dense: Tensor, *rest: Any, training: bool) -> Tensor:
     """Return Y by the operands of `eager`; `training` if autograd must see the call."""
-    if is_watched() or (training and not_recorded()):
+    if is_watched() or (training and is_traced()):
         y: Tensor = linear(x, sparse, dense, *rest)
         return y
     if not training:

@@ -23,9 +23,9 @@ from torch.nn.functional import gelu, relu, silu
 from sparsebench.formats._format import require, rows_of
 from sparsebench.formats.bsr import Bsr
 from sparsebench.kernels._common.elementwise import gated
+from sparsebench.kernels._common.transforms import is_traced
 from sparsebench.kernels.nn._bsr_autograd import is_current
 from sparsebench.kernels.nn._bsr_index import grid_of
-from sparsebench.kernels.nn._spense_op import not_recorded
 from sparsebench.kernels.nn.linear import BlockSparseLinear
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -124,7 +124,7 @@ def layer_of(w: Bsr) -> BlockSparseLinear:
 def hidden(products: Tensor, activation: str) -> Tensor:
     """Return H [..., h] of G and U, which are side by side in the products [..., 2 h]."""
     plain = type(products) is Tensor and products.is_cuda and products.numel() > 0
-    if plain and not products.requires_grad and not not_recorded():
+    if plain and not products.requires_grad and not is_traced():
         rows = products.view(-1, products.shape[-1])
         with nullcontext() if is_current(rows.device) else torch.cuda.device(rows.device):
             h = gated(rows, activation)

@@ -23,7 +23,6 @@ from functools import partial
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 from torch.nn.functional import linear
 
 from sparsebench.errors import Unsupported
@@ -35,7 +34,7 @@ from sparsebench.formats.dense import Dense
 from sparsebench.formats.spense import Spense
 from sparsebench.kernels._common.capture import captured_into, keep
 from sparsebench.kernels._common.front import PRODUCT, Conditions, Guard, Recordings, Signature
-from sparsebench.kernels._common.transforms import is_transformed, is_watched, readable
+from sparsebench.kernels._common.transforms import is_traced, readable
 from sparsebench.kernels._kernel import NAMES
 from sparsebench.kernels.nn import _bsr_autograd, _frozen_op, _spense_op
 from sparsebench.kernels.nn._bsr_pattern import pattern_of
@@ -101,19 +100,19 @@ def _by_format(x: Tensor, w: Format) -> Tensor:
     training = torch.is_grad_enabled() and x.requires_grad
     if isinstance(w, Spense):
         tiles, layout = (w.sparse, w.dense), (*w.shape, *w.sparse_shape, None)
-        if not x.is_cuda or _spense_op.not_recorded():
+        if not x.is_cuda or is_traced():
             return _spense_op.multiply(x, *tiles, *layout, None, training=training)
         recordings, guards = _recordings_of(w, _spense_op.signature_of(None)), _guards(w)
         return _spense_op.multiply_recorded(
             recordings, x, tiles, layout, None, guards, training=training
         )
     if isinstance(w, Bitmap):
-        return linear(x, _dense_copy(w)) if training or _is_traced() else _frozen(x, w)
+        return linear(x, _dense_copy(w)) if training or is_traced() else _frozen(x, w)
     if isinstance(w, Csr):
         if not x.is_cuda:
             return linear(x, w.to_dense())
         values = torch.is_grad_enabled() and w.values.requires_grad
-        if training or values or _is_traced():
+        if training or values or is_traced():
             return by_name(x, w, "csr_cuda")
         return _frozen(x, w)
     raise Unsupported(f"matmul: expected kernel=NAME for the format {type(w).__name__}, found none")
@@ -157,7 +156,7 @@ def of_layer(
 
     layout = x.dtype, x.device, x.dim() > 0 and x.shape[-1]
     plain = x.is_cuda and layout == (w.dtype, w.records.device, w.shape[1])
-    traced = _is_traced() or torch.is_autocast_enabled(x.device.type)
+    traced = is_traced() or torch.is_autocast_enabled(x.device.type)
     if not plain or traced or not (m := x.numel() // w.shape[1]):
         return in_python()
     product = _frozen_op.planned_run(m, w)
@@ -185,11 +184,6 @@ def _recordings_of(w: Format, signature: Signature) -> Recordings:
         recordings = Recordings(signature)
         object.__setattr__(w, RECORDINGS, recordings)
     return recordings
-
-
-def _is_traced() -> bool:
-    """Return whether torch traces, transforms or differentiates forward."""
-    return is_transformed() or is_watched() or forward_ad._current_level >= 0
 
 
 def _require_alike(x: Tensor, w: Format) -> None:

@@ -44,14 +44,14 @@ from sparsebench.errors import Unsupported
 from sparsebench.formats._format import require
 from sparsebench.kernels._common.front import PRODUCT, Conditions, Guard, Recordings
 from sparsebench.kernels._common.operator import Operator
-from sparsebench.kernels._common.transforms import is_transformed, is_watched, unflatten
+from sparsebench.kernels._common.transforms import is_watched, refuse_transforms, unflatten
 from sparsebench.kernels.nn._sparse_mlp_op import call_of, eager, inference, operator_for
 from sparsebench.kernels.nn._weight import FusedPart
 from sparsebench.kernels.twell._autograd import (
     SHARE,
     dense_forward,
+    gated_mlp,
     plain,
-    product,
     require_one_kind,
 )
 
@@ -106,8 +106,8 @@ class SparseGatedMLP(nn.Module):
                     gradients, on average, rounded up. Above `slots` it was dense, and slower
 
     Y and the gradients equal those of dense layers for any number of active units. Sparse calls
-    without gradients, and calls through torch.func, do not update `active`. A state dict of three
-    nn.Linear loads, too, and transposes `down.weight`. Raises FormatError.
+    without gradients do not update `active`. A state dict of three nn.Linear loads, too, and
+    transposes `down.weight`. Raises FormatError.
     """
 
     def __init__(
@@ -171,6 +171,7 @@ class SparseGatedMLP(nn.Module):
             fast: Tensor | None = None if recordings is None else recordings.replay(x)
             if fast is not None:
                 return fast
+        refuse_transforms()
         if x.dim() == 0 or x.shape[-1] != k:
             raise Unsupported(f"expected [..., {k}], found {list(x.shape)}")
         if not isinstance(self.gate, nn.Linear) or not isinstance(self.up, nn.Linear):
@@ -188,12 +189,11 @@ class SparseGatedMLP(nn.Module):
             return self._inference(x, flat, wg, wu, wd_t, kind, recorded_calls=not cast)
         tokens = max(1, flat.shape[0])
         if self.sparse:
-            y, norms, offsets = product(flat, wg, wu, wd_t, squared, self.slots)
+            y, norms, offsets, *_ = gated_mlp(flat, wg, wu, wd_t, squared, self.slots)
             count = offsets[-1]
         else:
             y, norms, count = dense_forward(flat, wg, wu, wd_t, squared, l1)
-        if not is_transformed():
-            self.active.copy_(count // -tokens).neg_()  # rounded up
+        self.active.copy_(count // -tokens).neg_()  # rounded up
         y = unflatten(y, x)
         return (y, norms.sum() / tokens) if l1 else y
 
@@ -262,5 +262,5 @@ class SparseGatedMLP(nn.Module):
 
 
 def _differentiated(*operands: Tensor) -> bool:
-    """Return whether autograd or torch.func must see a call with these operands."""
-    return is_transformed() or (torch.is_grad_enabled() and any(t.requires_grad for t in operands))
+    """Return whether autograd must see a call with these operands."""
+    return torch.is_grad_enabled() and any(t.requires_grad for t in operands)

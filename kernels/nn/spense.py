@@ -32,7 +32,7 @@ from sparsebench.errors import Unsupported
 from sparsebench.formats._format import require, require_size
 from sparsebench.formats.spense import VALUE_BYTES, Spense, sparse_shape_of, tile_shapes
 from sparsebench.kernels._common.front import Guard, Recordings
-from sparsebench.kernels._common.transforms import rows_of, unflatten
+from sparsebench.kernels._common.transforms import is_traced, rows_of, unflatten
 from sparsebench.kernels.nn._packed import (
     PackedLinear,
     dense_linear,
@@ -47,7 +47,6 @@ from sparsebench.kernels.nn._spense_op import (
     LARGEST,
     multiply,
     multiply_recorded,
-    not_recorded,
     signature_of,
 )
 from sparsebench.kernels.nn._spense_weights import DTYPES, pack_weight, round_weight, with_name
@@ -204,7 +203,7 @@ class SpenseLinear(PackedLinear):
         tiles = self.sparse, self.dense
         layout = self.out_features, self.in_features, *self.sparse_shape, activation
         training |= torch.is_grad_enabled() and bias is not None and bias.requires_grad
-        if cast or not x.is_cuda or not_recorded():
+        if cast or not x.is_cuda or is_traced():
             y = multiply(rows_of(x), *tiles, *layout, self.scale, training=training)
             return unflatten(y if bias is None else y.add_(bias), x)
         if activation not in self._recordings:

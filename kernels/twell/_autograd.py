@@ -20,7 +20,6 @@ from triton import knobs
 from sparsebench.errors import Unsupported
 from sparsebench.formats.active_csr import ActiveCsr
 from sparsebench.kernels._common.cuda import TMA_ALIGNMENT
-from sparsebench.kernels._common.transforms import is_transformed, one_by_one
 from sparsebench.kernels._common.triton import Template, unsupported
 from sparsebench.kernels.twell import _gather, _index, _overflow
 from sparsebench.kernels.twell._call import NAMES
@@ -113,11 +112,7 @@ def _gradients(ctx: Any, dy: Tensor | None, dnorms: Tensor | None, *_: Any) -> t
         dy = torch.zeros_like(x)
     if dnorms is None:
         dnorms = x.new_zeros(x.shape[0], dtype=torch.float32)
-    inputs = dy, dnorms, x, wg, wu, wd_t
-    if is_transformed():
-        out = _BackwardFunctional.apply(*inputs, *packed, ctx.squared)  # type: ignore[no-untyped-call]
-    else:
-        out = gated_mlp_backward(*inputs, packed, ctx.squared)
+    out = gated_mlp_backward(dy, dnorms, x, wg, wu, wd_t, packed, ctx.squared)
     return *out, None, None
 
 
@@ -125,50 +120,8 @@ def _refuse(ctx: Any, *_: Any) -> None:
     raise Unsupported("a sparse gated MLP has no second derivatives; set its `sparse` to False")
 
 
-def _save_nothing(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    """Save nothing, because `_refuse` needs nothing."""
-
-
 gated_mlp.register_autograd(_gradients, setup_context=_save)
-gated_mlp_backward.register_autograd(_refuse, setup_context=_save_nothing)
-
-
-class _Functional(torch.autograd.Function):
-    """The forward operator for torch.func, whose vmap calls it once per element."""
-
-    @staticmethod
-    def forward(*args: Any) -> tuple[Tensor, ...]:
-        return tuple(gated_mlp(*args))
-
-    @staticmethod
-    def vmap(info: Any, dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
-        return one_by_one(_Functional.apply, info.batch_size, dims, args)
-
-    setup_context = staticmethod(_save)
-    backward = staticmethod(_gradients)
-
-
-class _BackwardFunctional(torch.autograd.Function):
-    @staticmethod
-    def forward(*args: Any) -> tuple[Tensor, ...]:
-        *operands, squared = args
-        return tuple(gated_mlp_backward(*operands[:6], operands[6:], squared))
-
-    @staticmethod
-    def vmap(info: Any, dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
-        return one_by_one(_BackwardFunctional.apply, info.batch_size, dims, args)
-
-    setup_context = staticmethod(_save_nothing)
-    backward = staticmethod(_refuse)
-
-
-def product(
-    x: Tensor, wg: Tensor, wu: Tensor, wd_t: Tensor, squared: bool, slots: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return Y [m, k], a token's sum of |H| [m], and offsets; under torch.func too."""
-    run = _Functional.apply if is_transformed() else gated_mlp
-    y, norms, offsets, *_ = run(x, wg, wu, wd_t, squared, slots)  # type: ignore[no-untyped-call]
-    return y, norms, offsets
+gated_mlp_backward.register_autograd(_refuse)
 
 
 # ---- plans ----

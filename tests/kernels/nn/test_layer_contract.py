@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
-from torch.func import functional_call, grad, jacrev, jvp, stack_module_state, vmap
+from torch import nn
+from torch.func import grad, vmap
 from torch.optim.swa_utils import AveragedModel
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint
@@ -205,82 +205,21 @@ def test_a_packed_layer_refuses_another_dtype_and_does_not_change(name: str) -> 
     assert not any(p.requires_grad for p in layer.parameters())
 
 
-# ---- torch.func, checkpoints and modes ----
-
-
-def loss(layer: nn.Module) -> Callable[..., Tensor]:
-    return lambda weights, x: functional_call(layer, weights, (x,)).square().sum()
-
-
-@trained
-def test_torch_func_computes_the_gradients_of_backward(name: str) -> None:
-    layer, x = KINDS[name].drawn(), KINDS[name].x(4, 3).requires_grad_()
-    layer(x).square().sum().backward()
-    weights = {name: w.detach() for name, w in layer.named_parameters()}
-    whole, dx = grad(loss(layer), (0, 1))(weights, x.detach())
-    per_sample = vmap(grad(loss(layer)), (None, 0))(weights, x.detach())
-    torch.testing.assert_close(dx, x.grad)
-    for name_of, w in layer.named_parameters():
-        torch.testing.assert_close(whole[name_of], w.grad)
-        torch.testing.assert_close(per_sample[name_of].sum(0), w.grad)
-
-
-@trained
-def test_vmap_over_tokens_or_layers_equals_a_loop(name: str) -> None:
-    layers, x = [KINDS[name].drawn() for _ in range(3)], KINDS[name].x(4, 3)
-    for dim in (0, 1):
-        expected = torch.stack([layers[0](element) for element in x.unbind(dim)])
-        torch.testing.assert_close(vmap(layers[0], dim)(x), expected)
-    parameters, buffers = stack_module_state(layers)
-    y = vmap(lambda p, b: functional_call(layers[0], (p, b), (x,)))(parameters, buffers)
-    torch.testing.assert_close(y, torch.stack([layer(x) for layer in layers]))
-
-
-def test_torch_func_computes_the_second_derivatives_of_the_dense_layer() -> None:
-    layer, x = blocks(), torch.randn(5, K)
-    dense = layer.to_dense()
-
-    def second(module: nn.Module) -> Tensor:
-        def inner(x: Tensor) -> Tensor:
-            return grad(lambda x: module(x).pow(3).sum())(x).square().sum()
-
-        return grad(inner)(x)
-
-    torch.testing.assert_close(second(layer), second(dense))
-    torch.testing.assert_close(jacrev(layer)(x), jacrev(dense)(x))
+# ---- derivatives, checkpoints and modes ----
 
 
 @trained
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script")  # by torch itself, at the first use
-def test_forward_mode_derivatives_are_refused(name: str) -> None:
-    layer, x = KINDS[name].drawn(), KINDS[name].x()
-    with pytest.raises(NotImplementedError, match="jvp"):
-        jvp(layer, (x,), (x,))
-
-
-@pytest.mark.filterwarnings("default")  # warnings of dynamo itself
-def test_torch_func_works_under_torch_compile() -> None:
-    layer, x = blocks(), torch.randn(5, K)
-    gradient = grad(lambda x: layer(x).square().sum())
-    dx = torch.compile(gradient, backend="aot_eager")(x)  # with a graph break
-    torch.testing.assert_close(dx, gradient(x))
-    with pytest.raises((NotImplementedError, torch._dynamo.exc.Unsupported)):
-        torch.compile(lambda x: jvp(layer, (x,), (x,)), backend="aot_eager")(x)
-
-
-def test_second_derivatives_of_a_sparse_gated_mlp_are_refused() -> None:
-    layer, x = KINDS["SparseGatedMLP"].drawn(), torch.randn(5, K, requires_grad=True)
-
-    def second() -> Tensor:
-        (dx,) = torch.autograd.grad(layer(x).pow(3).sum(), x, create_graph=True)
-        return torch.autograd.grad(dx.square().sum(), x)[0]
-
+def test_second_derivatives_forward_mode_and_torch_func_are_refused(name: str) -> None:
+    layer, x = KINDS[name].drawn(), KINDS[name].x().requires_grad_()
+    (dx,) = torch.autograd.grad(layer(x).pow(3).sum(), x, create_graph=True)
     with pytest.raises(Unsupported, match="second"):
-        second()
-    with pytest.raises(Unsupported, match="second"):
-        grad(lambda x: grad(lambda x: layer(x).pow(3).sum())(x).sum())(x.detach())
-    layer.sparse = False
-    assert second().isfinite().all()
+        dx.square().sum().backward()
+    for transformed in (grad(lambda x: layer(x).sum()), vmap(layer)):
+        with pytest.raises(Unsupported, match="transform"):
+            transformed(x.detach())
+    with torch.autograd.forward_ad.dual_level(), pytest.raises((NotImplementedError, Unsupported)):
+        layer(torch.autograd.forward_ad.make_dual(x.detach(), x.detach()))
 
 
 @trained
