@@ -12,6 +12,7 @@ need a fence before its first use.
 """
 
 import ctypes
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -205,7 +206,6 @@ def target_of(device: torch.device) -> str:
     return f"sm_{major}{minor}"
 
 
-@cache
 def load(
     name: str,
     function: str,
@@ -216,12 +216,27 @@ def load(
 ) -> tuple[Any, str]:
     """Return the kernel `function` of NAME.cu, loaded on the device, and its digest.
 
-    Raises Unsupported if a CTA cannot have so much shared memory, as with a configuration from a
-    list that was chosen for a weight with smaller records; RuntimeError if the driver refuses it.
+    With SPARSEBENCH_WATCHDOG=1, a kernel that hangs stops and prints where it waited; it runs a
+    little slower. Raises Unsupported if a CTA cannot have so much shared memory, as with a listed
+    configuration of a weight with smaller records; RuntimeError if the driver refuses it.
     """
     if shared_bytes > (most := shared_bytes_of(device)):
         expected = f"expected at most {most} bytes of shared memory"
         raise Unsupported(f"{name}: {expected}, found {shared_bytes}")
+    if os.environ.get("SPARSEBENCH_WATCHDOG", "0") != "0":
+        constants += (("WATCHDOG", 1),)
+    return _loaded(name, function, constants, shared_bytes, device, target)
+
+
+@cache
+def _loaded(
+    name: str,
+    function: str,
+    constants: Constants,
+    shared_bytes: int,
+    device: torch.device,
+    target: str,
+) -> tuple[Any, str]:
     import cupy
 
     code = _code(name, constants, target)

@@ -20,7 +20,7 @@ from sparsebench.formats.bsr import Bsr
 from sparsebench.kernels._common.choices import density_of
 from sparsebench.kernels._common.operator import Engine, NoConfig, Operator, OperatorCall, bucket
 from sparsebench.kernels._common.product import MOST_CONFIGS, Product
-from sparsebench.kernels._kernel import NAMES, Operands
+from sparsebench.kernels._kernel import NAMES, Operands, refuse
 from sparsebench.kernels.bsr._wgmma_pairs import checked
 from sparsebench.results.record import Problem
 
@@ -78,11 +78,24 @@ def bsr_engine(
     name: str,
     op: Literal["linear", "dgrad", "wgrad"],
     choices: Callable[[Bsr, BsrCall], Sequence[Any]],
-    plan: Callable[..., Product],
+    plan: Callable[[Bsr, BsrCall, Any], Product],
     unsupported: Callable[[Problem, torch.device], str | None],
     config: type = NoConfig,
+    unsupported_call: Callable[[Bsr, BsrCall], str | None] = lambda w, call: None,
 ) -> Engine:
-    """Return an engine of this format; at most MOST_CONFIGS of its choices are timed."""
+    """Return an engine of this format; at most MOST_CONFIGS of its choices are timed.
+
+    unsupported_call  (w, call) -> why no configuration can run the call, or None
+    """
+
+    def offered(w: Bsr, call: BsrCall) -> Sequence[Any]:
+        refuse(unsupported_call(w, call))
+        return choices(w, call)[:MOST_CONFIGS]
+
+    def planned(w: Bsr, call: BsrCall, config: Any) -> Product:
+        refuse(unsupported_call(w, call))
+        return plan(w, call, config)
+
     return Engine(
         op="linear" if op == "linear" else f"linear_{op}",
         consumes="bsr",
@@ -90,8 +103,8 @@ def bsr_engine(
         unsupported=unsupported,
         name=name,
         config=config,
-        choices=lambda w, call: choices(w, call)[:MOST_CONFIGS],
-        plan=plan,
+        choices=offered,
+        plan=planned,
         bind=bind,
     )
 

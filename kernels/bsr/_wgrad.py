@@ -36,7 +36,6 @@ from sparsebench.kernels._common.product import Product
 from sparsebench.kernels._common.requirements import unsupported_on_hopper
 from sparsebench.kernels._common.scratch import workspace
 from sparsebench.kernels._common.work_list import WORKERS, Ints
-from sparsebench.kernels._kernel import refuse
 from sparsebench.kernels.bsr._call import LARGEST, BsrCall, bsr_engine
 
 THREADS = 384
@@ -127,21 +126,17 @@ def gradient_engine(
 
     choices  (pattern, m, workers) -> configurations, by the predicted end of the last worker
     work_of  (pattern, m, configuration, workers) -> the lists. Reads the index on the host
-
-    With the keyword `watchdog`, a planned kernel that hangs stops and prints where it waited; it
-    runs slower.
     """
 
     def offered(w: Bsr, call: BsrCall) -> Sequence[Any]:
-        refuse(unsupported_call(w, call))
         return choices(w, call.m, multiprocessors(w.columns.device))
 
-    def plan(w: Bsr, call: BsrCall, config: Any, *, watchdog: bool = False) -> Product:
-        refuse(unsupported_call(w, call))
-        work = work_of(w, call.m, config, multiprocessors(w.columns.device))
-        return _product(name, w, call, work, watchdog)
+    def plan(w: Bsr, call: BsrCall, config: Any) -> Product:
+        return _product(
+            name, w, call, work_of(w, call.m, config, multiprocessors(w.columns.device))
+        )
 
-    return bsr_engine(name, "wgrad", offered, plan, unsupported_on_hopper, config)
+    return bsr_engine(name, "wgrad", offered, plan, unsupported_on_hopper, config, unsupported_call)
 
 
 def unsupported_sizes(w: Bsr, call: BsrCall, side: int, places: int) -> str | None:
@@ -264,7 +259,7 @@ def strips_of(items: Sequence[Item], dy: Ints, x: Ints, room: int) -> Ints:
     return boxes
 
 
-def _product(name: str, w: Bsr, call: BsrCall, work: WgradWork, watchdog: bool) -> Product:
+def _product(name: str, w: Bsr, call: BsrCall, work: WgradWork) -> Product:
     """Upload the lists, compile, and return the product.
 
     Counters, of which each launch leaves the state that the next one needs, belong to the plan, so
@@ -280,7 +275,7 @@ def _product(name: str, w: Bsr, call: BsrCall, work: WgradWork, watchdog: bool) 
         *(("DEPTH", work.boxes[0][0]), ("FP16", int(dtype == torch.float16))),
         *(("THREADS", THREADS), ("RING_BYTES", RING_BYTES)),
         *((("WORKERS", WORKERS),) if starts else ()),
-        *(work.constants + ((("WATCHDOG", 1),) if watchdog else ())),
+        *work.constants,
     )
     kernel, code = cuda.load(name, "sum_blocks", constants, SHARED_BYTES, device)
     ctas = len(work.starts) - 1

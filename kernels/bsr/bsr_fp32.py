@@ -24,7 +24,6 @@ from sparsebench.kernels._common import cuda
 from sparsebench.kernels._common.device import multiprocessors, shared_bytes_of
 from sparsebench.kernels._common.product import Product
 from sparsebench.kernels._common.requirements import unsupported_before_ampere
-from sparsebench.kernels._kernel import refuse
 from sparsebench.kernels.bsr._call import LARGEST, BsrCall, bsr_engine
 from sparsebench.kernels.bsr._launch import product_of
 
@@ -62,7 +61,6 @@ def step_of(block: tuple[int, int]) -> tuple[int, int]:
 
 def choices(w: Bsr, call: BsrCall) -> list[Config]:
     """Return what fits into the shared memory of a CTA, the likeliest first."""
-    refuse(unsupported_call(w, call))
     (rows, depth), m, device = step_of(w.block), call.m, w.columns.device
     tokens = next((size for size in TOKENS if m <= size), TOKENS[-1])
     ctas = (len(w.offsets) - 1) * w.block[0] // rows * -(-m // tokens)
@@ -74,7 +72,6 @@ def choices(w: Bsr, call: BsrCall) -> list[Config]:
 
 def plan(w: Bsr, call: BsrCall, config: Config) -> Product:
     """Sort the block rows, compile and load."""
-    refuse(unsupported_call(w, call))
     (n, k), m, device, (rows, _) = w.shape, call.m, w.offsets.device, step_of(w.block)
     index, target = (rows_of(w), w.columns), cuda.target_of(device)
     constants = constants_of(config, w.block, not k % 4, target)
@@ -141,4 +138,5 @@ KERNEL = bsr_engine(
     plan,
     partial(unsupported_before_ampere, dtypes=("fp32", "tf32")),
     Config,
+    unsupported_call,
 )

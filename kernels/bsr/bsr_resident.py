@@ -26,7 +26,6 @@ from sparsebench.kernels._common import cuda
 from sparsebench.kernels._common.device import multiprocessors, shared_bytes_of
 from sparsebench.kernels._common.product import Product
 from sparsebench.kernels._common.requirements import unsupported_before_ampere
-from sparsebench.kernels._kernel import refuse
 from sparsebench.kernels.bsr._call import LARGEST, BsrCall, bsr_engine
 
 SIDE = 64  # largest side of a block
@@ -73,7 +72,6 @@ def words_of(block: tuple[int, int]) -> int:
 
 def choices(w: Bsr, call: BsrCall) -> list[Config]:
     """Return what is possible, by a rough model of the busiest SM's time."""
-    refuse(unsupported_call(w, call))
     (_, k), (_, c), m, device = w.shape, w.block, call.m, w.columns.device
     blocks, rows, sms = len(w.columns), len(w.offsets) - 1, multiprocessors(device)
 
@@ -110,7 +108,6 @@ def groups_of(config: Config, rows: int, m: int, k: int, device: torch.device) -
 
 def plan(w: Bsr, call: BsrCall, config: Config) -> Product:
     """List the block rows. Waits for the device."""
-    refuse(unsupported_call(w, call))
     (n, k), rows, device, size = w.shape, len(w.offsets) - 1, w.columns.device, call.dtype.itemsize
     counts = w.offsets.diff()
     each = int(counts[0]) if bool((counts == counts[0]).all()) else -1
@@ -185,4 +182,6 @@ def unsupported_call(w: Bsr, call: BsrCall) -> str | None:
     return None
 
 
-KERNEL = bsr_engine("bsr_resident", "linear", choices, plan, unsupported_before_ampere, Config)
+KERNEL = bsr_engine(
+    "bsr_resident", "linear", choices, plan, unsupported_before_ampere, Config, unsupported_call
+)

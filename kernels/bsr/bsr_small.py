@@ -17,7 +17,7 @@ reads each block MN-major; the blocks are packed in the order in which the trans
 them, and none is physically transposed.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import gcd
 
@@ -32,7 +32,6 @@ from sparsebench.kernels._common.device import multiprocessors
 from sparsebench.kernels._common.product import Product
 from sparsebench.kernels._common.requirements import unsupported_on_hopper
 from sparsebench.kernels._common.work_list import WORKERS, Ints
-from sparsebench.kernels._kernel import refuse
 from sparsebench.kernels.bsr._call import BsrCall, bsr_engine
 from sparsebench.kernels.bsr._launch import Packing, product_of, unsupported_product
 from sparsebench.kernels.bsr._small_steps import (
@@ -80,7 +79,6 @@ class Config:
 
 def choices(w: Bsr, call: BsrCall) -> list[Config]:
     """Return what is possible, by the bytes that the busiest worker loads."""
-    refuse(unsupported_call(w, call))
     (small, _), m, workers = _fitting(w), call.m, multiprocessors(w.columns.device)
     costs: dict[Config, float] = {}
     for config in (Config(tokens, features) for tokens in TOKENS for features in FEATURES):
@@ -91,18 +89,13 @@ def choices(w: Bsr, call: BsrCall) -> list[Config]:
     return sorted(costs, key=lambda config: costs[config])
 
 
-def plan(w: Bsr, call: BsrCall, config: Config, *, watchdog: bool = False) -> Product:
-    """Unite the rows, list the steps and assign them. Reads the index on the host.
-
-    With `watchdog`, a kernel that hangs stops and prints where it waited; it runs a little slower.
-    """
-    refuse(unsupported_call(w, call))
+def plan(w: Bsr, call: BsrCall, config: Config) -> Product:
+    """Unite the rows, list the steps and assign them. Reads the index on the host."""
     m, dtype, device, transposed = call.m, call.dtype, w.columns.device, call.transposed
     small, places = _fitting(w)
     b = small.block[0]
     lists = _lists(small, config, transposed)
     constants = constants_of(config, lists.room, b, dtype, transposed, m <= config.tokens)
-    constants += (("WATCHDOG", 1),) if watchdog else ()
     kernel, code = cuda.load("bsr_small", "multiply_blocks", constants, SHARED_BYTES, device)
     steps, bounds = work(lists, m, config.tokens, b, multiprocessors(device))
     starts = np.zeros(WORKERS, np.int32)
@@ -205,7 +198,9 @@ def _lists(w: Bsr, config: Config, transposed: bool) -> StepLists:
     return lists_of(w, config.features, config.warpgroups, transposed)
 
 
-KERNEL = bsr_engine("bsr_small", "linear", choices, plan, unsupported_on_hopper, Config)
+KERNEL = bsr_engine(
+    "bsr_small", "linear", choices, plan, unsupported_on_hopper, Config, unsupported_call
+)
 
-DGRAD = bsr_engine("bsr_small", "dgrad", choices, plan, unsupported_on_hopper, Config)
+DGRAD = replace(KERNEL, op="linear_dgrad")
 """Input gradient with small blocks, in CUDA C++ for Hopper: wgmma reads the blocks MN-major."""

@@ -20,6 +20,7 @@ reaches all rows of a tile.
 `DGRAD` is the same kernel over W.T: index and blocks are transposed when they are packed.
 """
 
+from dataclasses import replace
 from functools import lru_cache
 from itertools import product
 from math import gcd
@@ -35,7 +36,6 @@ from sparsebench.kernels._common.device import multiprocessors
 from sparsebench.kernels._common.product import Product
 from sparsebench.kernels._common.requirements import unsupported_on_hopper
 from sparsebench.kernels._common.work_list import WORKERS, Ints
-from sparsebench.kernels._kernel import refuse
 from sparsebench.kernels.bsr._call import BsrCall, bsr_engine
 from sparsebench.kernels.bsr._launch import Packing, product_of, unsupported_product
 from sparsebench.kernels.bsr._small_steps import END, LAST, NO_STRIP, StepLists, worked
@@ -84,7 +84,6 @@ def configurations(tiles: Tiles, m: int, workers: int) -> list[Config]:
 
 def choices(w: Bsr, call: BsrCall) -> list[Config]:
     """Return the likeliest `configurations`; if blocks are not aligned, also in aligned strips."""
-    refuse(unsupported_call(w, call))
     workers, tiles = multiprocessors(w.columns.device), tiles_of(w, call.transposed)
     likeliest = configurations(tiles, call.m, workers)
     if tiles.across > 1 or w.block[not call.transposed] % ALIGNED == 0:
@@ -94,12 +93,8 @@ def choices(w: Bsr, call: BsrCall) -> list[Config]:
     return [*likeliest[:first], *aligned[:first], *likeliest[first:]]
 
 
-def plan(w: Bsr, call: BsrCall, config: Config, *, watchdog: bool = False) -> Product:
-    """Unite the rows, list the steps and assign them. Reads the index on the host.
-
-    With `watchdog`, a kernel that hangs stops and prints where it waited; it runs a little slower.
-    """
-    refuse(unsupported_call(w, call))
+def plan(w: Bsr, call: BsrCall, config: Config) -> Product:
+    """Unite the rows, list the steps and assign them. Reads the index on the host."""
     m, dtype, device = call.m, call.dtype, w.columns.device
     tiles = tiles_of(w, call.transposed, config.across)
     if not tiles.possible(config):
@@ -108,7 +103,6 @@ def plan(w: Bsr, call: BsrCall, config: Config, *, watchdog: bool = False) -> Pr
     workers = multiprocessors(device)
     lists = tiles.lists(config, m, workers)
     constants = constants_of(config, tiles.height, tiles.depth, lists.room, dtype)
-    constants += (("WATCHDOG", 1),) if watchdog else ()
     kernel, code = cuda.load("bsr_strips", "multiply_tiles", constants, SHARED_BYTES, device)
     costs = costs_of(lists, tiles, config)
     steps, bounds = worked(lists, costs, m, config.tokens, workers)
@@ -165,7 +159,9 @@ def unsupported_call(w: Bsr, call: BsrCall) -> str | None:
     return unsupported_product(call, len(w.columns) * r * c // gcd(r, c, 8))
 
 
-KERNEL = bsr_engine("bsr_strips", "linear", choices, plan, unsupported_on_hopper, Config)
+KERNEL = bsr_engine(
+    "bsr_strips", "linear", choices, plan, unsupported_on_hopper, Config, unsupported_call
+)
 
-DGRAD = bsr_engine("bsr_strips", "dgrad", choices, plan, unsupported_on_hopper, Config)
+DGRAD = replace(KERNEL, op="linear_dgrad")
 """Input gradient with blocks of even sides, in CUDA C++ for Hopper: dX = dY @ W."""

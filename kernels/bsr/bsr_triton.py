@@ -51,7 +51,7 @@ from sparsebench.kernels._common.triton import (
     whole_tile,
     without_tensor_cores,
 )
-from sparsebench.kernels._kernel import output_dtype, refuse
+from sparsebench.kernels._kernel import output_dtype
 from sparsebench.kernels.bsr._call import BsrCall, bsr_engine
 from sparsebench.kernels.bsr._triton import (
     BY_POINTERS,
@@ -237,7 +237,6 @@ def choices(w: Bsr, call: BsrCall) -> list[Config]:
     In fp32, with blocks of 10 and 64 tokens, unions of six block rows took 223 µs on an H200, and
     single ones 34 µs.
     """
-    refuse(unsupported_call(w, call))
     (r, c), (n, k) = w.block, w.shape
     path, precision = path_of(w, call), precision_of(tf32=call.tf32)
     configs = configurations(call.m, w.block, call.dtype.itemsize, path, precision)
@@ -254,7 +253,6 @@ def choices(w: Bsr, call: BsrCall) -> list[Config]:
 
 def plan(w: Bsr, call: BsrCall, config: Config) -> Product:
     """Unite the block rows of each group, and compile."""
-    refuse(unsupported_call(w, call))
     require_path(config.path, w, call)
     unions, pack = unions_of(w, config)
     size = max(1, len(unions.columns) - 1), *packed_block(w.block, config)
@@ -274,7 +272,13 @@ def unsupported_call(w: Bsr, call: BsrCall) -> str | None:
 
 
 KERNEL = bsr_engine(
-    "bsr_triton", "linear", choices, plan, partial(unsupported, least=FP8_CAPABILITY), Config
+    "bsr_triton",
+    "linear",
+    choices,
+    plan,
+    partial(unsupported, least=FP8_CAPABILITY),
+    Config,
+    unsupported_call,
 )
 
 

@@ -24,7 +24,7 @@ and wgmma reads a tile of W MN-major. No value is copied.
       .. ## ##                     ..   ->   ##  ##      dX's 64 features of a slice
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 
 import torch
@@ -35,7 +35,7 @@ from sparsebench.kernels._common.device import multiprocessors
 from sparsebench.kernels._common.product import Product
 from sparsebench.kernels._common.requirements import unsupported_on_hopper
 from sparsebench.kernels._common.work_list import WORKERS
-from sparsebench.kernels._kernel import output_dtype, refuse
+from sparsebench.kernels._kernel import output_dtype
 from sparsebench.kernels.bsr._call import LARGEST, BsrCall, bsr_engine
 from sparsebench.kernels.bsr._launch import product_of, unsupported_product
 from sparsebench.kernels.bsr._wgmma_pairs import NO_SLICE, SIDE, groups_of, span_of
@@ -71,7 +71,6 @@ def choices(w: Bsr, call: BsrCall) -> list[Config]:
     Items of more tokens load fewer bytes. If they are fewer than the SMs, the next smaller size
     comes first (m = 256 or 1024 and 4096 columns: up to 1.3 times as fast).
     """
-    refuse(unsupported_call(w, call))
     m = call.m
     tiles = [tokens for tokens in TOKENS if tokens < 2 * m or tokens == TOKENS[-1]][:2]
     if -(-m // tiles[0]) * -(-call.width // (2 * SIDE)) <= FEW_ITEMS:
@@ -79,19 +78,14 @@ def choices(w: Bsr, call: BsrCall) -> list[Config]:
     return [Config(tokens, ctas) for tokens in tiles for ctas in (1, 2) if ctas == 1 or m > tokens]
 
 
-def plan(w: Bsr, call: BsrCall, config: Config, *, watchdog: bool = False) -> Product:
-    """Pair the rows, assign the work and upload the lists. Reads the index on the host.
-
-    With `watchdog`, a kernel that hangs stops and prints where it waited; it runs a little slower.
-    """
-    refuse(unsupported_call(w, call))
+def plan(w: Bsr, call: BsrCall, config: Config) -> Product:
+    """Pair the rows, assign the work and upload the lists. Reads the index on the host."""
     groups, device, dtype = groups_of(w, call.transposed), w.columns.device, call.dtype
     workers = multiprocessors(device) // config.cluster
     work = schedule(groups, call.m, config.tokens * config.cluster, workers)
     lists = tuple(torch.from_numpy(a).to(device) for a in (groups.steps, work.items))
     first, span = work.first, span_of(w)
     constants = constants_of(config, dtype, call.transposed, span)
-    constants += (("WATCHDOG", 1),) if watchdog else ()
     kernel, code = cuda.load("bsr_wgmma", "multiply_blocks", constants, SHARED_BYTES, device)
     grid = (len(work.starts) - 1) * config.cluster
     (r, c), blocks, depth, width = w.block, len(w.columns), call.depth, call.width
@@ -151,7 +145,8 @@ KERNEL = bsr_engine(
     plan,
     partial(unsupported_on_hopper, dtypes=("fp16", "bf16", "fp8")),
     Config,
+    unsupported_call,
 )
 
-DGRAD = bsr_engine("bsr_wgmma", "dgrad", choices, plan, unsupported_on_hopper, Config)
+DGRAD = replace(KERNEL, op="linear_dgrad", unsupported=unsupported_on_hopper)
 """Input gradient in CUDA C++ for Hopper: dX = dY @ W; wgmma reads the stored blocks MN-major."""

@@ -1,19 +1,16 @@
-"""Keep optimizers and other ranks consistent when set_pattern moves the blocks of a layer.
+"""What set_pattern must know of optimizers and DistributedDataParallel when it moves blocks.
 
     optimizers              the state of the values moves with the blocks; new blocks get zeros
-    DistributedDataParallel every rank must move the same blocks: it averages gradients position by
-                            position, and never compares values
+    DistributedDataParallel averages gradients position by position, and never compares patterns,
+                            so a layer within it keeps its pattern; to wrap it again sends one
 
 Neither registers with its parameters, so both are found among the objects of the garbage collector:
 one search takes about 17 ms in a process with 200,000 objects.
 """
 
 import gc
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from datetime import timedelta
-from hashlib import sha256
 from typing import Any
 
 import torch
@@ -22,8 +19,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from sparsebench.formats._format import require
 from sparsebench.kernels.nn._sharded import gather_shards, shard_like
-
-WAIT = timedelta(seconds=60)  # for the other ranks to call set_pattern, too
 
 
 def repack(blocks: Tensor, source: Tensor) -> Tensor:
@@ -94,59 +89,19 @@ def _by_block(name: str, state: Any, values: nn.Parameter) -> bool:
 # ---- ranks ----
 
 
-def require_same_moves(
-    layer: nn.Module, offsets: Tensor, columns: Tensor, values: Tensor | None
-) -> None:
-    """Raise FormatError on every rank of a layer's DDP unless all set this index and these values.
-
-    Also raises it if another rank does not call set_pattern within WAIT. Uses the store of the
-    process group, because a collective would pair with those of other ranks that do not call.
-    """
+def require_outside_ddp(layer: nn.Module) -> None:
+    """Raise FormatError if a DistributedDataParallel contains the layer."""
     dist = torch.distributed
-    if not dist.is_available() or not dist.is_initialized():
-        return
-    for group in _groups(layer):
-        ranks = tuple(dist.get_process_group_ranks(group))
-        _compare(ranks, _digest(offsets, columns, values))
+    if dist.is_available() and dist.is_initialized() and _in_ddp(layer):
+        gc.collect()  # one that was dropped may be part of a cycle
+        advice = "take the module out, set the pattern, and wrap it again"
+        expected = "set_pattern: expected a layer outside of DistributedDataParallel"
+        require(not _in_ddp(layer), f"{expected}, found one inside: {advice}")
 
 
-def _groups(layer: nn.Module) -> Iterator[Any]:
-    """Yield the process groups of the DistributedDataParallel modules that contain a layer."""
+def _in_ddp(layer: nn.Module) -> bool:
     with _all_objects():
         objects = gc.get_objects()
     parallel = {t for t in {*map(type, objects)} if issubclass(t, DistributedDataParallel)}
-    for ddp in [thing for thing in objects if type(thing) in parallel]:
-        if any(module is layer for module in ddp.module.modules()):
-            yield ddp.process_group
-
-
-def _digest(offsets: Tensor, columns: Tensor, values: Tensor | None) -> str:
-    digest = sha256()
-    for index in (offsets, columns):
-        digest.update(index.cpu().numpy().tobytes())
-    if values is not None:
-        bits = values.contiguous().view(torch.uint8).flatten().long()
-        weights = torch.arange(len(bits), device=bits.device) % 65521 + 1
-        digest.update(str(int((bits * weights).sum())).encode())
-    return digest.hexdigest()
-
-
-_CALLS = Counter[tuple[int, ...]]()
-
-
-def _compare(ranks: tuple[int, ...], digest: str) -> None:
-    store = torch.distributed.distributed_c10d._get_default_store()
-    rank, call = torch.distributed.get_rank(), _CALLS[ranks]
-    _CALLS[ranks] += 1
-    prefix = f"sparsebench/set_pattern/{ranks}"
-    keys = [f"{prefix}/{call}/{other}" for other in ranks]
-    store.set(f"{prefix}/{call}/{rank}", digest)
-    if call > 1:
-        store.delete_key(f"{prefix}/{call - 2}/{rank}")  # all ranks have read it
-    expected = f"set_pattern: expected a call with one index and the same values on ranks {ranks}"
-    try:
-        store.wait(keys, WAIT)
-    except RuntimeError:
-        require(False, f"{expected}, found ranks that did not call it within {WAIT.seconds} s")
-    digests = {store.get(key) for key in keys}
-    require(len(digests) == 1, f"{expected}, found {len(digests)} different ones")
+    wrapped = [thing.module for thing in objects if type(thing) in parallel]
+    return any(module is layer for whole in wrapped for module in whole.modules())

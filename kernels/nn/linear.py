@@ -13,7 +13,7 @@ when other code writes into the index.
 
 Under fully_shard the values are divided among the ranks, but every rank has the whole index, and
 all ranks must have the same one. The layer checks this when it is sharded, reset or loaded. Under
-fully_shard and DistributedDataParallel the number of blocks cannot change.
+fully_shard the number of blocks cannot change, and under DistributedDataParallel the pattern.
 """
 
 import gc
@@ -39,7 +39,7 @@ from sparsebench.kernels.nn._bsr_index import (
     stored_of,
 )
 from sparsebench.kernels.nn._bsr_pattern import pattern_of, replan
-from sparsebench.kernels.nn._moves import repack, require_same_moves, state_moves
+from sparsebench.kernels.nn._moves import repack, require_outside_ddp, state_moves
 from sparsebench.kernels.nn._sharded import gather_shards, is_sharded, require_one_index, shard_like
 from sparsebench.kernels.nn._weight import PackedWeight
 
@@ -183,9 +183,9 @@ class BlockSparseLinear(nn.Linear):
         Return int64 [blocks]: the old position of each block, or -1. The parameter remains the same
         object and loses its gradient, and the state that optimizers have for it moves with the
         blocks (_moves.py). The kernels are planned for the new pattern at once, so that no later
-        call waits. A CUDA graph must be captured again. Under fully_shard and
-        DistributedDataParallel, all ranks must call this with the same index. Raises FormatError,
-        and then leaves the layer as it was.
+        call waits. A CUDA graph must be captured again. Under fully_shard, all ranks must call this
+        with the same index; DistributedDataParallel must wrap the module anew afterwards. Raises
+        FormatError, and then leaves the layer as it was.
         """
         old = self._unwritten or (self.offsets, self.columns)
         on_meta = offsets.is_meta or columns.is_meta
@@ -194,7 +194,7 @@ class BlockSparseLinear(nn.Linear):
         require_index(*new, self._shape, self.block)
         source = source_of(old, new, self._grid[1])
         move_state = state_moves(self.values, source)
-        require_same_moves(self, *new, values)
+        require_outside_ddp(self)
         if values is not None:
             expected = self.values.dtype, (len(new[1]), *self.block)
             layout = values.dtype, (*values.shape,)

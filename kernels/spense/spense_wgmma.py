@@ -154,15 +154,11 @@ def _at_once(ctas: int, device: torch.device) -> int:
     return clusters_at_once(ctas, Config(16, 1, 4).threads, SHARED_BYTES, device)
 
 
-def plan(w: Spense, call: SpenseCall, config: Config, *, watchdog: bool = False) -> Product:
-    """Schedule the work and upload the list. Reads only the shapes and the device of W's tiles.
-
-    With `watchdog` a kernel that hangs ends and reports where it waited; it is a little slower.
-    """
+def plan(w: Spense, call: SpenseCall, config: Config) -> Product:
+    """Schedule the work and upload the list. Reads only the shapes and the device of W's tiles."""
     refuse(unsupported_call(call))
     device, (n, k), m, lifts = w.sparse.device, call.shape, call.m, call.lifted_from is not None
     constants = constants_of(config, call.dtype, call.activation, windows=lifts)
-    constants += (("WATCHDOG", 1),) if watchdog else ()
     kernel, code = load("spense_wgmma", "multiply_tiles", constants, SHARED_BYTES, device)
     groups, workers = -(-n // (ROWS * config.warpgroups)), multiprocessors(device)
     listed, sums, arrivals = torch.empty(0, dtype=torch.int32, device=device), 0, 0

@@ -44,15 +44,10 @@ Writer = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 """(x [m, k], w [n, k]) -> words and dense tiles, new tensors."""
 
 
-def writer(
-    device: torch.device, call: TwellCall, cluster: int, *, watchdog: bool = False
-) -> Writer:
-    """Compile the product of X and a gate. Raises Unsupported.
-
-    With `watchdog`, a kernel that hangs stops and prints where it waited.
-    """
+def writer(device: torch.device, call: TwellCall, cluster: int) -> Writer:
+    """Compile the product of X and a gate. Raises Unsupported."""
     refuse(unsupported_sizes(call.m, call.n))
-    constants = constants_of(cluster, call.dtype) + ((("WATCHDOG", 1),) if watchdog else ())
+    constants = constants_of(cluster, call.dtype)
     kernel, code = load("twell_gate", "write_words", constants, SHARED_BYTES, device)
     n, k, most = call.n, call.k, multiprocessors(device) // cluster
 

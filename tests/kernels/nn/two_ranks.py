@@ -34,7 +34,6 @@ from sparsebench.kernels.nn import (
     SparseGatedMLP,
     SpenseGatedMLP,
     SpenseLinear,
-    _moves,
 )
 from sparsebench.kernels.nn._bsr_index import index_of
 
@@ -145,7 +144,7 @@ def check_ddp_gives_all_ranks_the_pattern_of_the_first() -> None:
     assert_same_model(model, expected)
 
 
-def check_ddp_refuses_another_number_of_blocks_until_wrapped_again() -> None:
+def check_ddp_refuses_another_pattern_until_wrapped_again() -> None:
     model, expected, other, x = make(seed=1), make(seed=1), make(seed=2, sparsity=0.75), inputs()
     ddp = DistributedDataParallel(model)
     before = copy.deepcopy(model.state_dict())
@@ -167,35 +166,6 @@ def check_ddp_refuses_another_number_of_blocks_until_wrapped_again() -> None:
     train(DistributedDataParallel(model), local(x))
     train(expected, x)
     assert_same_model(model, expected)
-
-
-def check_ddp_moves_momentum_with_the_blocks() -> None:
-    model, expected, other, x = make(seed=1), make(seed=1), make(seed=2), inputs()
-    ddp = DistributedDataParallel(model, broadcast_buffers=False)
-    optimizers = train(ddp, local(x)), train(expected, x)
-    for module in (model, expected):
-        for layer, source in zip(patterns(module), patterns(other), strict=True):
-            layer.set_pattern(source.offsets, source.columns)
-    for optimizer, module, batch in zip(optimizers, (ddp, expected), (local(x), x), strict=True):
-        train(module, batch, optimizer=optimizer)
-    assert_same_model(model, expected)
-
-
-def check_ddp_refuses_another_pattern_on_one_rank() -> None:
-    """Its buffers would follow the first rank, and its values would not."""
-    model, other = make(seed=1), make(seed=2 + dist.get_rank())
-    ddp = DistributedDataParallel(model)
-    layer, source = patterns(model)[0], patterns(other)[0]
-    before = layer.columns.clone()
-    refused(lambda: layer.set_pattern(source.offsets, source.columns), "one index")
-    same = patterns(make(seed=2))[0]
-    one = torch.full_like(same.values, dist.get_rank())
-    refused(lambda: layer.set_pattern(same.offsets, same.columns, one), "the same values")
-    _moves.WAIT = timedelta(seconds=1)
-    if not dist.get_rank():
-        refused(lambda: layer.set_pattern(same.offsets, same.columns), "did not call it")
-    assert torch.equal(layer.columns, before)
-    del ddp
 
 
 # ---- fully_shard ----
