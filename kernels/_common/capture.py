@@ -29,6 +29,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from sparsebench.kernels._common.driver import driver, require_success
+
 ACTIVE = 1  # CUstreamCaptureStatus
 ASYNCHRONOUS = 1  # CU_USER_OBJECT_NO_DESTRUCTOR_SYNC: the destructor is not awaited
 MOVED = 1  # CU_GRAPH_USER_OBJECT_MOVE: our reference becomes the graph's
@@ -103,13 +105,11 @@ def keep(owner: object) -> None:
     semaphore = ctypes.create_string_buffer(SEMAPHORE_BYTES)
     _c().sem_init(semaphore, 0, 0)
     destructor, handle = ctypes.cast(_c().sem_post, ctypes.c_void_p), ctypes.c_void_p()
-    _require(
-        "cuUserObjectCreate",
-        driver().cuUserObjectCreate(ctypes.byref(handle), semaphore, destructor, 1, ASYNCHRONOUS),
-    )
+    made = driver().cuUserObjectCreate(ctypes.byref(handle), semaphore, destructor, 1, ASYNCHRONOUS)
+    require_success(made, "cuUserObjectCreate")
     KEPT[number, id(owner)] = owner, semaphore  # before the graph may be destroyed
     retained = driver().cuGraphRetainUserObject(ctypes.c_void_p(graph), handle, 1, MOVED)
-    _require("cuGraphRetainUserObject", retained)
+    require_success(retained, "cuGraphRetainUserObject")
 
 
 def sweep() -> int:
@@ -132,18 +132,8 @@ def captured_into() -> tuple[int, int] | None:
     graph, nodes, edges, count = (ctypes.c_void_p() for _ in range(4))
     out = (ctypes.byref(value) for value in (status, number, graph, nodes, edges, count))
     result = driver().cuStreamGetCaptureInfo_v3(ctypes.c_void_p(stream), *out)
-    _require("cuStreamGetCaptureInfo", result)
+    require_success(result, "cuStreamGetCaptureInfo")
     return (number.value, graph.value) if status.value == ACTIVE and graph.value else None
-
-
-def _require(what: str, result: int) -> None:
-    if result:
-        raise RuntimeError(f"{what}: expected success of the CUDA driver, found error {result}")
-
-
-@cache
-def driver() -> Any:
-    return ctypes.CDLL("libcuda.so.1")
 
 
 @cache

@@ -188,6 +188,23 @@ class Recordings:
             results = self.replay(*arguments)
         return in_python() if results is None else results
 
+    def product(
+        self,
+        x: Tensor,
+        conditions: Conditions,
+        run: Callable[[Tensor], Tensor] | None,
+        in_python: Callable[[], Tensor],
+    ) -> Tensor:
+        """Make a `call` of X alone, whose `run` returns one result, to which it adds the bias."""
+        bias = conditions.bias
+
+        def with_bias(rows: Tensor) -> list[Tensor]:
+            assert run is not None
+            return [run(rows) if bias is None else run(rows).add_(bias)]
+
+        y: Tensor = self.call([x], conditions, run and with_bias, in_python)
+        return y
+
     def _current_front(self, conditions: Conditions) -> Front | None:
         """Return the Front to record in, or None if it is too early or impossible."""
         if self._front is not None and not self._front.stale:

@@ -45,18 +45,8 @@ class PythonNode(torch.autograd.Function):
 
 
 # Function.apply looks for torch.func's wrappers first, which callers of `node` have done.
-_apply: Callable[..., Tensor] = super(torch.autograd.Function, PythonNode).apply
+node: Callable[..., Tensor] = super(torch.autograd.Function, PythonNode).apply
+"""(signature, derivative, run, bias, *operands) -> run(rows of X), which adds the bias.
 
-
-def node(
-    signature: Signature,
-    derivative: Derivative,
-    run: Callable[[Tensor], Tensor],
-    bias: Tensor | None,
-    *operands: Tensor,
-) -> Tensor:
-    """Return run(rows of X), which adds the bias, with a gradient.
-
-    operands  X, and the tensors that the Signature holds
-    """
-    return _apply(signature, derivative, run, bias, *operands)
+operands  X, and the tensors that the Signature holds; they have gradients
+"""

@@ -5,9 +5,9 @@ alignment. `choose_path` chooses the path; it is a field of the configuration, s
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from sparsebench.kernels._common.capture import is_capturing, keep
 from sparsebench.kernels._common.cuda import TMA_ALIGNMENT, on_tape
 from sparsebench.kernels._common.machine_code import digest
 from sparsebench.kernels._common.product import Product
-from sparsebench.kernels._common.triton_arguments import ADDRESSES, Raw
+from sparsebench.kernels._common.triton_arguments import Raw
 from sparsebench.results.record import Problem
 
 Path = Literal["tma", "pointers"]
@@ -148,7 +148,6 @@ class _Launch:
         ]
         self._plain = [(at, i) for at, i, boxed in holes if not boxed]
         self._boxed = [(at, i) for at, i, boxed in holes if boxed]
-        self._boxes: dict[tuple[int, ...], list[tuple[int, TensorDescriptor]]] = {}
 
     def __call__(self, tensors: list[Tensor], addresses: list[int]) -> None:
         """Enqueue the kernel; calls after the first only pass addresses."""
@@ -157,18 +156,13 @@ class _Launch:
             return
         args = self._args.copy()
         on_tape(complete=False)
+        for at, i in self._boxed:
+            args[at] = replace(args[at], base=tensors[i])
+        for at, i in self._plain:
+            args[at] = addresses[i] if self._run else tensors[i]
         if self._run:
-            for at, i in self._plain:
-                args[at] = addresses[i]
-            if self._boxed:
-                for at, box in self._boxes_at(tuple([addresses[i] for _, i in self._boxed])):
-                    args[at] = box
             self._run(*args, *self._rest)
             return
-        for at, i in self._plain:
-            args[at] = tensors[i]
-        for at, i in self._boxed:
-            args[at] = _box_of(args[at], tensors[i])
         kernel, grid, constants = self._program.kernel, self._program.grid, self._program.constants
         compiled = kernel[grid](*args, **constants)
         if compiled:  # None if interpreted
@@ -176,32 +170,6 @@ class _Launch:
             self._run = compiled[(*grid, 1, 1)[:3]]
             holes = dict([*self._plain, *self._boxed])
             self._raw = Raw.of(compiled, grid, args, holes, tensors[0].device)
-
-    def _boxes_at(self, addresses: tuple[int, ...]) -> list[tuple[int, TensorDescriptor]]:
-        """Return the boxes at these addresses from a cache: the allocator reuses addresses."""
-        if (boxes := self._boxes.get(addresses)) is None:
-            if len(self._boxes) == ADDRESSES:
-                self._boxes.clear()
-            boxed = [(at, self._args[at]) for at, _ in self._boxed]
-            boxes = self._boxes[addresses] = [
-                (at, _box_of(box, _Place(address, box.base.dtype)))
-                for (at, box), address in zip(boxed, addresses, strict=True)
-            ]
-        return boxes
-
-
-class _Place(NamedTuple):
-    """The address and dtype of a matrix, all that a descriptor needs."""
-
-    address: int
-    dtype: torch.dtype
-
-    def data_ptr(self) -> int:
-        return self.address
-
-
-def _box_of(box: TensorDescriptor, base: Tensor | _Place) -> TensorDescriptor:
-    return TensorDescriptor(base, box.shape, box.strides, box.block_shape)
 
 
 def tensor_of(arg: Any) -> Tensor | None:

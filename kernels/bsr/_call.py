@@ -10,6 +10,7 @@ A plan depends on W's index and the sizes only. It is made for a bucket of token
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import wraps
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -92,6 +93,7 @@ def bsr_engine(
         refuse(unsupported_call(w, call))
         return choices(w, call)[:MOST_CONFIGS]
 
+    @wraps(plan)
     def planned(w: Bsr, call: BsrCall, config: Any) -> Product:
         refuse(unsupported_call(w, call))
         return plan(w, call, config)

@@ -71,19 +71,17 @@ def product_of(
 ) -> Product:
     """Return the product Y or dX of a kernel.
 
-    arguments  (tokens, address of x, strides of x, address of W's values, address of y, and the
-               addresses of scales, if there are any) -> arguments
+    arguments  (tokens, address of x, strides of x, address of W's values, address of y)
     lists      on the device: what the kernel reads beside its operands
     stored     number of blocks; without any, the kernel reads a block of zeros
     packing    None if the kernel reads the blocks as stored
     """
     kind = output_dtype(call.dtype)
 
-    def run(x: Tensor, w: Tensor, *scales: Tensor, out: Tensor | None = None) -> Tensor:
+    def run(x: Tensor, w: Tensor, out: Tensor | None = None) -> Tensor:
         y = x.new_empty(x.shape[0], call.width, dtype=kind) if out is None else out
         at = x.shape[0], x.data_ptr(), x.stride(), w.data_ptr(), y.data_ptr()
-        more = [scale.data_ptr() for scale in scales]
-        return launch(loaded, arguments(*at, *more), y, lists, w, *scales)
+        return launch(loaded, arguments(*at), y, lists, w)
 
     if packing is not None:
         return Product(run, loaded.code, packing, packing.order)

@@ -6,10 +6,13 @@ tokens. "S" means swapped (bsr_triton.Config). Few stages leave room for more pr
 which wins if block rows are short.
 """
 
+from typing import Any
+
 from sparsebench.formats.bsr import Bsr
 from sparsebench.kernels._common.triton import (
     Path,
     choose_path,
+    options,
     unsupported_alignment,
     unsupported_row,
     whole_tile,
@@ -52,6 +55,14 @@ BY_POINTERS = (
 
 FP32 = ((64, 64, 8), (64, 32, 4), (32, 32, 4), (64, 16, 4), (32, 16, 4))
 """The same for fp32, without tensor cores."""
+
+
+def constants_of(kernel: Any, config: Any, **more: int) -> dict[str, Any]:
+    """Return a kernel's constants, which are fields of its configuration or `more`, and options."""
+    fields = {name.upper(): value for name, value in vars(config).items()}
+    fields |= {"TMA": config.path == "tma", **more}
+    constants = {name: fields[name] for name in kernel.arg_names if name in fields}
+    return constants | options(config.warps, config.path)
 
 
 def path_of(w: Bsr, call: BsrCall) -> Path:

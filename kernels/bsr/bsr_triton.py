@@ -23,7 +23,6 @@ In fp8 (e4m3) Y is bf16, and blocks are wider than 16 columns.
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 import triton
@@ -43,7 +42,6 @@ from sparsebench.kernels._common.triton import (
     box,
     fitting_depth,
     most_stages,
-    options,
     precision_of,
     product_of,
     stages,
@@ -59,6 +57,7 @@ from sparsebench.kernels.bsr._triton import (
     MANY_TOKENS,
     SOME_TOKENS,
     Shape,
+    constants_of,
     path_of,
     require_path,
 )
@@ -174,24 +173,9 @@ def bound(x: Tensor, values: Tensor, w: Bsr, config: Config, unions: Unions) -> 
         *(unions.columns, unions.offsets, unions.order),
         *(m, n, k, config.group * r, c, x.stride(0), token_tiles),
     )
-    constants = constants_of(config, height, width) | options(config.warps, config.path)
+    tiles = {"ROW_TILES": height // config.features, "COLUMN_TILES": width // config.depth}
+    constants = constants_of(_multiply, config, **tiles)
     return BoundKernel(_multiply, (row_tiles * token_tiles,), args, constants, y)
-
-
-def constants_of(config: Config, height: int, width: int) -> dict[str, Any]:
-    """Return the constants of the kernel; height and width are of a packed block."""
-    return {
-        "TOKENS": config.tokens,
-        "FEATURES": config.features,
-        "DEPTH": config.depth,
-        "ROW_TILES": height // config.features,
-        "COLUMN_TILES": width // config.depth,
-        "STAGES": config.stages,
-        "ROWS_FIRST": config.rows_first,
-        "SWAPPED": config.swapped,
-        "TMA": config.path == "tma",
-        "PRECISION": config.precision,
-    }
 
 
 def packed_block(block: tuple[int, int], config: Config) -> tuple[int, int]:

@@ -19,7 +19,6 @@ loaded a step ahead, and long block columns start first.
 
 from dataclasses import dataclass
 from itertools import product
-from typing import Any
 
 import torch
 import triton
@@ -36,7 +35,6 @@ from sparsebench.kernels._common.triton import (
     box,
     fitting_depth,
     most_stages,
-    options,
     precision_of,
     product_of,
     stages,
@@ -46,7 +44,7 @@ from sparsebench.kernels._common.triton import (
 )
 from sparsebench.kernels.bsr._call import BsrCall, bsr_engine
 from sparsebench.kernels.bsr._launch import no_block
-from sparsebench.kernels.bsr._triton import path_of, require_path
+from sparsebench.kernels.bsr._triton import constants_of, path_of, require_path
 
 # Tokens and stages by the width of a tile, the default first. Every combination is tried in both
 # orders of programs. They won bsr_triton's sweep on an H200.
@@ -168,7 +166,7 @@ def _boxes(width: int, depth: int, itemsize: int, precision: Precision) -> list[
 
 def bound(dy: Tensor, values: Tensor, w: Bsr, config: Config, index: Index) -> BoundKernel:
     """Return the kernel of dX [m, k]; `index` is index_of(w)."""
-    (m, n), (_, k), c = dy.shape, w.shape, w.block[1]
+    (m, n), (_, k), (r, c) = dy.shape, w.shape, w.block
     dx = dy.new_empty(m, k)
     token_tiles = triton.cdiv(m, config.tokens)
     column_tiles = len(index.order) * triton.cdiv(c, config.features)
@@ -179,24 +177,9 @@ def bound(dy: Tensor, values: Tensor, w: Bsr, config: Config, index: Index) -> B
         *(index.rows, index.places, index.offsets, index.order),
         *(m, n, k, dy.stride(0), token_tiles),
     )
-    constants = constants_of(config, w.block) | options(config.warps, config.path)
+    slot = min(triton.next_power_of_2(r), config.depth)
+    constants = constants_of(_multiply, config, R=r, C=c, SLOT=slot)
     return BoundKernel(_multiply, (column_tiles * token_tiles,), args, constants, dx)
-
-
-def constants_of(config: Config, block: tuple[int, int]) -> dict[str, Any]:
-    r, c = block
-    return {
-        "R": r,
-        "C": c,
-        "SLOT": min(triton.next_power_of_2(r), config.depth),
-        "TOKENS": config.tokens,
-        "FEATURES": config.features,
-        "DEPTH": config.depth,
-        "STAGES": config.stages,
-        "COLUMNS_FIRST": config.columns_first,
-        "TMA": config.path == "tma",
-        "PRECISION": config.precision,
-    }
 
 
 def choices(w: Bsr, call: BsrCall) -> list[Config]:

@@ -23,7 +23,6 @@ the same bits.
 """
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 import triton
@@ -40,7 +39,6 @@ from sparsebench.kernels._common.triton import (
     Precision,
     box,
     most_stages,
-    options,
     precision_of,
     product_of,
     unsupported,
@@ -48,7 +46,7 @@ from sparsebench.kernels._common.triton import (
     without_tensor_cores,
 )
 from sparsebench.kernels.bsr._call import BsrCall, bsr_engine
-from sparsebench.kernels.bsr._triton import path_of, require_path
+from sparsebench.kernels.bsr._triton import constants_of, path_of, require_path
 
 WIDEST = 128  # side of a tile that TMA loads
 
@@ -168,28 +166,14 @@ def bound(dy: Tensor, x: Tensor, pattern: Bsr, config: Config, strips: Strips) -
         *(out, strips.starts, strips.rows, pattern.offsets, pattern.columns),
         *(m, n, k, dy.stride(0), x.stride(0), part, values.numel()),
     )
-    constants = constants_of(config, pattern.block) | options(config.warps, config.path)
+    slot = min(triton.next_power_of_2(c), config.width)
+    constants = constants_of(_contract, config, R=r, C=c, SLOT=slot)
     contract = BoundKernel(_contract, (len(strips.rows) * tiles, parts), args, constants, values)
     if parts == 1:
         return contract
     grid = (triton.cdiv(values.numel(), SUMMED),)
     sizes = {"PARTS": parts, "SUMMED": SUMMED}
     return BoundKernel(_add, grid, (out, values, values.numel()), sizes, values, before=contract)
-
-
-def constants_of(config: Config, block: tuple[int, int]) -> dict[str, Any]:
-    r, c = block
-    return {
-        "R": r,
-        "C": c,
-        "SLOT": min(triton.next_power_of_2(c), config.width),
-        "ROWS": config.rows,
-        "WIDTH": config.width,
-        "TOKENS": config.tokens,
-        "STAGES": config.stages,
-        "TMA": config.path == "tma",
-        "PRECISION": config.precision,
-    }
 
 
 def choices(w: Bsr, call: BsrCall) -> list[Config]:

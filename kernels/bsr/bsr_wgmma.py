@@ -11,7 +11,7 @@ supports
     X         rows of any stride that is a multiple of 16 bytes
 
 In fp8, Y is bf16. The tensor cores sum in fewer bits than fp32, like torch._scaled_mm with
-use_fast_accum. Sums may be scaled by feature and by token before they are rounded.
+use_fast_accum.
 
 It is slow for few tokens: a block row is not split along k, so n = 4096 and m = 64 make 32 items
 for 132 SMs. It is also slow for single long rows (_wgmma_schedule.py).
@@ -49,7 +49,7 @@ RING_BYTES = 192 * 1024  # bytes of all stages
 SHARED_BYTES = RING_BYTES + 4 * 8 * 1024 + 1024
 # Maps of x, w, y and the last tile of x; First; steps, items, m.
 ARGUMENTS = cuda.Layout("512s", f"{20 * WORKERS}s", *"PPi")
-FP8_ARGUMENTS = cuda.Layout("512s", f"{20 * WORKERS}s", *"PPi", "PPii")  # and Scales
+FP8_ARGUMENTS = cuda.Layout("512s", f"{20 * WORKERS}s", *"PPi", "PPii")  # and Scales: none
 DTYPES = *cuda.HALVES, torch.float8_e4m3fn
 
 
@@ -94,7 +94,7 @@ def plan(w: Bsr, call: BsrCall, config: Config) -> Product:
 
     @lru_cache(cuda.ADDRESSES)
     def arguments(
-        tokens: int, x: int, strides: tuple[int, int], values: int, y: int, *scales: int
+        tokens: int, x: int, strides: tuple[int, int], values: int, y: int
     ) -> cuda.Arguments:
         x_map = cuda.tensor_map(x, (tokens, depth), strides, dtype, (config.tokens, span))
         w_map = cuda.tensor_map(values, rows, (c, 1), dtype, (SIDE // config.cluster, span))
@@ -104,7 +104,7 @@ def plan(w: Bsr, call: BsrCall, config: Config) -> Product:
         maps, (steps, items) = x_map + w_map + y_map + tail, (a.data_ptr() for a in lists)
         if not fp8:
             return ARGUMENTS(maps, first, steps, items, tokens)
-        return FP8_ARGUMENTS(maps, first, steps, items, tokens, *(scales or (0, 0)), width, tokens)
+        return FP8_ARGUMENTS(maps, first, steps, items, tokens, 0, 0, width, tokens)
 
     loaded = cuda.Loaded(kernel, code, device.index, grid, THREADS, SHARED_BYTES, early=True)
     return product_of(call, loaded, arguments, lists, blocks)

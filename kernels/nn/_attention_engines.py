@@ -84,38 +84,31 @@ class _Torch:
         """Return k or v by head; zeros, even for NaN, where no query selects a key."""
         return self._by_head(x).masked_fill(self.unseen, 0)
 
-    def _scores(self, q: Tensor, k: Tensor) -> Tensor:
-        scores: Tensor = self._by_head(q) @ self._keys(k).mT * self.call.scale
-        return scores.masked_fill(~self.allowed, -torch.inf)
-
     def _flat(self, x: Tensor, like: Tensor) -> Tensor:
         """Return [batch, H, tokens, D] as rows of tokens; groups of heads are added."""
         heads = like.shape[1] // self.call.shape.head_dim
         grouped: Tensor = x.unflatten(1, (heads, -1)).sum(2)
         return grouped.transpose(1, 2).reshape(like.shape).to(like.dtype)
 
+    def _weigh(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the weight of each key for each query, and the LSE."""
+        scores = self._by_head(q) @ self._keys(k).mT * self.call.scale
+        scores = scores.masked_fill(~self.allowed, torch.finfo(scores.dtype).min)
+        lse = scores.logsumexp(-1).masked_fill(~self.allowed.any(-1), -torch.inf)
+        return scores.softmax(-1).masked_fill(~self.allowed, 0), lse
+
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
         """Return O and the LSE."""
-        scores = self._scores(q, k)
-        lse = scores.logsumexp(-1)
-        p = (scores - lse.clamp(min=torch.finfo(lse.dtype).min)[..., None]).exp()
+        p, lse = self._weigh(q, k)
         return [self._flat(p @ self._keys(v), q), lse.flatten(0, 1)]
 
-    def backward(
-        self, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor
-    ) -> list[Tensor]:
-        """Return dQ, dK and dV."""
-        log_sum = lse.view(self.call.shape.batch, -1, lse.shape[1], 1)
-        log_sum = log_sum.clamp(min=torch.finfo(lse.dtype).min)
-        p = (self._scores(q, k) - log_sum).exp()
-        of_do = self._by_head(do)
-        delta = (of_do * self._by_head(o)).sum(-1, keepdim=True)
-        ds = p * (of_do @ self._keys(v).mT - delta) * self.call.scale
-        return [
-            self._flat(ds @ self._keys(k), q),
-            self._flat(ds.mT @ self._by_head(q), k),
-            self._flat(p.mT @ of_do, v),
-        ]
+    def backward(self, q: Tensor, k: Tensor, v: Tensor, *rest: Tensor) -> list[Tensor]:
+        """Return dQ, dK and dV; the rest are O, the LSE and dO."""
+        (p, _), do = self._weigh(q, k), self._by_head(rest[-1])
+        dp = do @ self._keys(v).mT
+        ds = p * (dp - (dp * p).sum(-1, keepdim=True)) * self.call.scale
+        dk, dv = ds.mT @ self._by_head(q), p.mT @ do
+        return [self._flat(ds @ self._keys(k), q), self._flat(dk, k), self._flat(dv, v)]
 
 
 def _in_torch(w: ListedMask, call: AttentionCall, config: NoConfig) -> Product:

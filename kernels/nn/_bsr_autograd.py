@@ -258,11 +258,6 @@ def multiply_recorded(
     _require_alike(pattern, x, values)
     block = _block(values, columns)
     call = BsrCall("linear", m, (n, k), block, x.dtype, live)
-
-    def run(rows: Tensor) -> list[Tensor]:
-        y = pattern.run(call, rows, values)
-        return [y if bias is None else y.add_(bias)]
-
     values_guard, bias_guard, *index = guards  # each call reads the bias, and values in training
     operand_guards = values_guard._replace(content=not live), bias_guard._replace(content=False)
     conditions = Conditions(
@@ -272,9 +267,8 @@ def multiply_recorded(
         derivative=partial(_gradients, pattern, (n, k), block),
         limit=0 if pattern.frozen else COMPARE_EVERY,
     )
-    planned = run if pattern.is_planned(call) else None
-    y: Tensor = recordings.call([x], conditions, planned, in_python)
-    return y
+    run = partial(pattern.run, call, b=values) if pattern.is_planned(call) else None
+    return recordings.product(x, conditions, run, in_python)
 
 
 def _differentiated(*operands: Tensor | None) -> bool:

@@ -27,6 +27,7 @@ from sparsebench.kernels._common.elementwise import hidden as hidden_of
 from sparsebench.kernels._common.elementwise import scale_of
 from sparsebench.kernels._common.operator import Earlier, bucket, launch_of
 from sparsebench.kernels._common.product import Selected
+from sparsebench.kernels._common.search import lines_of
 from sparsebench.kernels._kernel import Launch, Operands
 from sparsebench.kernels.bsr._call import BsrCall
 from sparsebench.kernels.dense import _decoder
@@ -140,18 +141,14 @@ def _spense(operands: Operands, earlier: Earlier | None) -> Launch:
         raise Unsupported(str(error)) from error
     mlp.gate_up = SpenseLinear.from_spense(joined(wg, wu), scale=of_h)
     mlp.down = SpenseLinear.from_spense(wd, scale=of_y)
-    parts, h = _Parts(earlier), x
-    for name, part, activation in (
-        ("gate_up", mlp.gate_up, mlp.activation),
-        ("down", mlp.down, None),
-    ):
-        if x.is_cuda:
-            previous = earlier and earlier.part(name)
-            h, selected = _spense_op.planned_product(
-                h, part.spense, activation, part.scale, previous
+    parts: dict[str, Selected | None] = {}
+    for name, activation in {"gate_up": mlp.activation, "down": None}.items():
+        if operands.device.type == "cuda":
+            part, previous = getattr(mlp, name), earlier and earlier.part(name)
+            x, parts[name] = _spense_op.planned_product(
+                x, part.spense, activation, part.scale, previous
             )
-            parts.add(name, selected)
-    return parts.launch(_frozen(mlp, x))
+    return _launch(_frozen(mlp, operands.activations["x"]), parts)
 
 
 def _blocks(operands: Operands, earlier: Earlier | None) -> Launch:
@@ -166,10 +163,12 @@ def _blocks(operands: Operands, earlier: Earlier | None) -> Launch:
         mlp = BlockSparseGatedMLP(*layers, activation=activation).freeze()
     except FormatError as error:
         raise Unsupported(str(error)) from error
-    parts = _Parts(earlier)
-    parts.plan("gate_up", mlp.gate_up.bsr, x)
-    parts.plan("down", mlp.down.bsr, hidden(mlp.gate_up(x), activation))
-    return parts.launch(_frozen(mlp, x))
+    inputs = {"gate_up": x, "down": hidden(mlp.gate_up(x), activation)}
+    parts = {
+        name: frozen_plan(getattr(mlp, name).bsr, a, earlier and earlier.part(name))
+        for name, a in inputs.items()
+    }
+    return _launch(_frozen(mlp, x), parts)
 
 
 def stacked(gate: Bsr, up: Bsr) -> Bsr:
@@ -192,36 +191,21 @@ def _products(operands: Operands, earlier: Earlier | None) -> Launch:
         up = matmul(x, w["wu"])
         return act(matmul(x, w["wg"])) * up if "wg" in w else act(up)
 
-    parts = _Parts(earlier)
+    parts: dict[str, Selected | None] = {}
     for name in w:
-        parts.plan(name, w[name], hidden_units() if name == "wd" else x)
-    return parts.launch(lambda: matmul(hidden_units(), w["wd"]))
+        a, previous = hidden_units() if name == "wd" else x, earlier and earlier.part(name)
+        planned = plan(w[name], a, previous)
+        parts[name] = planned and planned[0]
+    return _launch(lambda: matmul(hidden_units(), w["wd"]), parts)
 
 
-class _Parts:
-    """The choices of a layer's products, and what was timed for them."""
-
-    def __init__(self, earlier: Earlier | None) -> None:
-        """Begin with none."""
-        self.earlier = earlier
-        self.code: str | None = None
-        self.choice: dict[str, Any] = {}
-        self.lines: list[Mapping[str, Any]] = []
-
-    def plan(self, name: str, w: Format, x: Tensor) -> None:
-        """Plan a product as the layer does, and add it."""
-        if planned := plan(w, x, self.earlier and self.earlier.part(name)):
-            self.add(name, planned[0])
-
-    def add(self, name: str, selected: Selected) -> None:
-        """Add the plan of a product."""
-        self.choice[name] = selected.row
-        self.lines += [{"of": name, **line} for line in selected.lines]
-        self.code = self.code or selected.product.code
-
-    def launch(self, call: Callable[[], Tensor]) -> Launch:
-        """Return the launch of the layer."""
-        return Launch(call, self.choice or {"kernel": "torch"}, self.code, self.lines)
+def _launch(call: Callable[[], Tensor], parts: Mapping[str, Selected | None]) -> Launch:
+    """Return the launch of a layer; torch makes the products that have no plan."""
+    launches = {name: launch_of(each, call) for name, each in parts.items() if each}
+    choice: dict[str, Any] = {name: each.choice for name, each in launches.items()}
+    code = next((each.code for each in launches.values() if each.code), None)
+    lines = [line for name, each in launches.items() for line in lines_of(name, each)]
+    return Launch(call, choice or {"kernel": "torch"}, code, lines)
 
 
 # ---- a decoding step ----
@@ -294,6 +278,5 @@ def _product(
         calls.append(partial(selected.product.run, x, *stored, out=out))
         outs.append(out)
         if number == 0:
-            first, previous = selected, Earlier(selected.row, ())
-    lines = [{"of": name, **line} for line in first.lines]
-    return DecoderPart(calls, outs, {name: first.row}, lines, first.product.code)
+            first, previous = launch_of(selected, calls[0]), Earlier(selected.row, ())
+    return DecoderPart(calls, outs, {name: first.choice}, lines_of(name, first), first.code)

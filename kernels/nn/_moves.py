@@ -95,7 +95,7 @@ def require_outside_ddp(layer: nn.Module) -> None:
     if dist.is_available() and dist.is_initialized() and _in_ddp(layer):
         gc.collect()  # one that was dropped may be part of a cycle
         advice = "take the module out, set the pattern, and wrap it again"
-        expected = "set_pattern: expected a layer outside of DistributedDataParallel"
+        expected = "expected a layer outside of DistributedDataParallel for another pattern"
         require(not _in_ddp(layer), f"{expected}, found one inside: {advice}")
 
 

@@ -34,7 +34,7 @@ from sparsebench.kernels._common.front import (
     Signature,
     record,
 )
-from sparsebench.kernels._common.operator import Earlier, bucket
+from sparsebench.kernels._common.operator import Earlier, Operator, bucket
 from sparsebench.kernels._common.product import Selected
 from sparsebench.kernels._common.python_node import node
 from sparsebench.kernels._common.transforms import (
@@ -45,7 +45,10 @@ from sparsebench.kernels._common.transforms import (
     rows_of,
     unflatten,
 )
-from sparsebench.kernels.nn._spense_engines import ACTIVATIONS, Layout, call_of, operator_of
+from sparsebench.kernels._kernel import refuse
+from sparsebench.kernels.nn._bsr_autograd import is_current
+from sparsebench.kernels.nn._spense_engines import ACTIVATIONS, call_of, operator_of
+from sparsebench.kernels.spense._call import SpenseCall
 from sparsebench.kernels.spense._gated_gradient import gated_gradient
 from sparsebench.kernels.spense._written_out import written_out
 from sparsebench.kernels.spense.spense_ffn import TURN
@@ -82,67 +85,60 @@ def eager(
     activation     if set, W is gate and up as spense_ffn.py orders them; returns H [m, n / 2]
     scale          fp32 [n], with W and H in fp8; None for 16 bits
     """
-    if x.device != sparse.device or sparse.device != dense.device:
-        raise Unsupported(f"expected inputs on {sparse.device}, found {x.device}")
-    if scale is not None and (scale.dtype, scale.shape) != (torch.float32, (n,)):
-        raise Unsupported(f"expected fp32 scales [{n}], found {scale.dtype} {list(scale.shape)}")
     kind = x.dtype if scale is None else E4M3
-    if not x.shape[0]:
-        return _empty(x, n, activation, scale)
-    if not (sparse.is_contiguous() and dense.is_contiguous()):
-        raise Unsupported(f"expected contiguous tiles, found {sparse.stride()}, {dense.stride()}")
-    layout = n, k, rows, columns, activation
-    if not x.is_cuda or x.device.index == torch.cuda.current_device():
-        return _multiply(readable(x), sparse, dense, layout, scale, kind)
-    with torch.cuda.device(x.device):
-        return _multiply(readable(x), sparse, dense, layout, scale, kind)
+    return _multiply(x, Spense((n, k), kind, (rows, columns), sparse, dense), activation, scale)
+
+
+def _refusal(x: Tensor, w: Spense, scale: Tensor | None) -> str | None:
+    """Return why no kernel can read these operands, or None."""
+    if x.device != w.sparse.device or w.sparse.device != w.dense.device:
+        return f"expected inputs on {w.sparse.device}, found {x.device}"
+    if scale is not None and (scale.dtype, scale.shape) != (torch.float32, w.shape[:1]):
+        expected = f"expected fp32 scales [{w.shape[0]}]"
+        return f"{expected}, found {scale.dtype} {list(scale.shape)}"
+    if not (w.sparse.is_contiguous() and w.dense.is_contiguous()):
+        return f"expected contiguous tiles, found {w.sparse.stride()}, {w.dense.stride()}"
+    return None
 
 
 def planned_run(
-    x: Tensor, sparse: Tensor, dense: Tensor, layout: Layout, scale: Tensor | None
+    x: Tensor, w: Spense, activation: str | None, scale: Tensor | None
 ) -> Callable[[Tensor], Tensor] | None:
-    """Return the product that `eager` has planned for as many rows as X [..., k] has.
+    """Return the product that is planned for as many rows as X [..., k] has.
 
-    None if there is no plan, if X must be rounded, if `eager` refuses an operand, or if torch does
-    not count writes to W.
+    None if there is no plan, if X must be rounded, if an operand is refused, or if torch does not
+    count writes to W.
     """
-    kind, (n, k, *_) = x.dtype if scale is None else E4M3, layout
-    m = x.numel() // k
-    fits = x.is_cuda and m > 0 and x.dtype == kind and x.device == sparse.device == dense.device
-    if not fits or x.device.index != torch.cuda.current_device():
+    m = x.numel() // w.shape[1]
+    plain = x.is_cuda and m > 0 and x.dtype == w.dtype and is_current(x.device)
+    if not plain or _refusal(x, w, scale) or w.sparse.is_inference():
         return None
-    if not (sparse.is_contiguous() and dense.is_contiguous()) or sparse.is_inference():
-        return None
-    if scale is not None and (scale.dtype, scale.shape) != (torch.float32, (n,)):
-        return None
-    operator = operator_of(layout, kind, x.device)
-    selected = operator.plans.get(call_of(layout, kind, bucket(m)))
-    if selected is None:
+    operator, call = _planned_as(m, w, activation, x.device)
+    if (selected := operator.plans.get(call)) is None:
         return None
     product = selected.product.run
-    return lambda rows: product(rows, sparse, dense, scale)
+    return lambda rows: product(rows, w.sparse, w.dense, scale)
 
 
-def multiply(x: Tensor, sparse: Tensor, dense: Tensor, *rest: Any, training: bool) -> Tensor:
-    """Return Y by the operands of `eager`; `training` if autograd must see the call."""
+def multiply(
+    x: Tensor, w: Spense, activation: str | None, scale: Tensor | None, *, training: bool
+) -> Tensor:
+    """Return Y or H of X [m, k], as `eager`; `training` if autograd must see the call."""
     if is_watched() or (training and is_traced()):
-        y: Tensor = linear(x, sparse, dense, *rest)
+        layout = *w.shape, *w.sparse_shape, activation
+        y: Tensor = linear(x, w.sparse, w.dense, *layout, scale)
         return y
+    run = partial(_multiply, w=w, activation=activation, scale=scale)
     if not training:
-        return eager(x, sparse, dense, *rest)
-    derivative = _derivative(sparse, dense, rest[:5])
-
-    def run(rows: Tensor) -> Tensor:
-        return eager(rows, sparse, dense, *rest)
-
-    return node(signature_of(rest[4]), derivative, run, None, x)
+        return run(x)
+    return node(signature_of(activation), _derivative(w, activation), run, None, x)
 
 
 def multiply_recorded(
     recordings: Recordings,
     x: Tensor,
-    tiles: tuple[Tensor, Tensor],
-    layout: Layout,
+    w: Spense,
+    activation: str | None,
     scale: Tensor | None,
     guards: Sequence[Guard],
     *,
@@ -152,44 +148,35 @@ def multiply_recorded(
     """Return Y [..., n] of X [..., k] on a GPU, and record it if it repeats the call before it.
 
     recordings  of the weight, with the signature of its activation
-    tiles       of W; `layout` and `scale` are those of `eager`
     training    whether autograd must see the call
     """
 
     def in_python() -> Tensor:
-        y = multiply(rows_of(x), *tiles, *layout, scale, training=training)
+        y = multiply(rows_of(x), w, activation, scale, training=training)
         return unflatten(y if bias is None else y.add_(bias), x)
 
-    product = planned_run(x, *tiles, layout, scale)
-    if product is None:
-        return in_python()
-
-    def run(rows: Tensor) -> list[Tensor]:
-        y = product(rows)
-        return [y if bias is None else y.add_(bias)]
-
-    derivative = _derivative(*tiles, layout) if scale is None else None
+    derivative = _derivative(w, activation) if scale is None else None
     conditions = Conditions(guards, bias=bias, derivative=derivative)
-    y: Tensor = recordings.call([x], conditions, run, in_python)
-    return y
+    return recordings.product(x, conditions, planned_run(x, w, activation, scale), in_python)
 
 
-def _derivative(sparse: Tensor, dense: Tensor, layout: tuple[Any, ...]) -> Derivative:
+def _derivative(w: Spense, activation: str | None) -> Derivative:
     """Return how a call is differentiated: by X alone."""
-    versions = sparse._version, dense._version
+    versions = w.sparse._version, w.dense._version
 
     def product(gradient: Tensor, rows: Tensor | None = None) -> list[Tensor]:
-        return [_dgrad(gradient, rows, sparse, dense, *layout)]
+        return [_dx(gradient, rows, w, activation)]
 
     def run(
         front: Front | None, dy: Tensor, saved: Sequence[Tensor | None], _: Sequence[bool]
     ) -> list[Tensor]:
-        if (sparse._version, dense._version) != versions:
+        if (w.sparse._version, w.dense._version) != versions:
             raise RuntimeError("expected W as forward read it, found it modified before backward")
         rows = None if (x := saved[0]) is None else rows_of(x)
         gradient = aligned(rows_of(dy))
-        if torch.is_grad_enabled() or is_watched():  # for second derivatives and dispatch modes
-            dx: Tensor = dgrad(gradient, rows, sparse, dense, *layout)
+        if torch.is_grad_enabled() or is_watched():  # operators refuse second derivatives
+            layout = *w.shape, *w.sparse_shape, activation
+            dx: Tensor = dgrad(gradient, rows, w.sparse, w.dense, *layout)
         else:
             inputs = [gradient] if rows is None else [gradient, readable(rows)]
             (dx,) = record(front, 1, inputs, product)
@@ -198,28 +185,38 @@ def _derivative(sparse: Tensor, dense: Tensor, layout: tuple[Any, ...]) -> Deriv
     return run
 
 
+def _planned_as(
+    m: int, w: Spense, activation: str | None, device: torch.device
+) -> tuple[Operator, SpenseCall]:
+    """Return the operator of a weight, and the call by which it plans m tokens."""
+    layout = *w.shape, *w.sparse_shape, activation
+    return operator_of(layout, w.dtype, device), call_of(layout, w.dtype, bucket(m))
+
+
 def _multiply(
     x: Tensor,
-    sparse: Tensor,
-    dense: Tensor,
-    layout: Layout,
+    w: Spense,
+    activation: str | None,
     scale: Tensor | None,
-    kind: torch.dtype,
     earlier: Earlier | None = None,
 ) -> Tensor:
-    """Run the planned product, on the current device; rounds X by token to e4m3 if needed."""
-    tokens = None
-    if x.dtype != kind and x.is_cuda:
-        read = x.new_empty(x.shape, dtype=kind)
-        x, tokens = read, elementwise.scaled(x, read)
-    elif x.dtype != kind:
-        x, tokens = round_rows(x)
-    operands = x, sparse, dense, scale, tokens
-    operator, call = operator_of(layout, kind, x.device), call_of(layout, kind, bucket(x.shape[0]))
-    selected = operator.plans.get(call)
-    if selected is None:
-        selected = operator.select(call, lambda product: partial(product.run, *operands), earlier)
-    y: Tensor = selected.product.run(*operands)
+    """Run the planned product; rounds X by token to e4m3 if needed. Raises Unsupported."""
+    refuse(_refusal(x, w, scale))
+    if not x.shape[0]:
+        return _empty(x, w.shape[0], activation, scale)
+    x, tokens = readable(x), None
+    with nullcontext() if is_current(x.device) else torch.cuda.device(x.device):
+        if x.dtype != w.dtype and x.is_cuda:
+            read = x.new_empty(x.shape, dtype=w.dtype)
+            x, tokens = read, elementwise.scaled(x, read)
+        elif x.dtype != w.dtype:
+            x, tokens = round_rows(x)
+        operands = x, w.sparse, w.dense, scale, tokens
+        operator, call = _planned_as(len(x), w, activation, x.device)
+        selected = operator.plans.get(call) or operator.select(
+            call, lambda product: partial(product.run, *operands), earlier
+        )
+        y: Tensor = selected.product.run(*operands)
     return y
 
 
@@ -227,9 +224,9 @@ def planned_product(
     x: Tensor, w: Spense, activation: str | None, scale: Tensor | None, earlier: Earlier | None
 ) -> tuple[Tensor, Selected]:
     """Return Y or H of X, and the plan, which `earlier` may know (Operator.select)."""
-    layout = *w.shape, *w.sparse_shape, activation
-    y = _multiply(readable(x), w.sparse, w.dense, layout, scale, w.dtype, earlier)
-    return y, operator_of(layout, w.dtype, x.device).plans[call_of(layout, w.dtype, bucket(len(x)))]
+    y = _multiply(x, w, activation, scale, earlier)
+    operator, call = _planned_as(len(x), w, activation, x.device)
+    return y, operator.plans[call]
 
 
 def _empty(x: Tensor, n: int, activation: str | None, scale: Tensor | None) -> Tensor:
@@ -258,29 +255,31 @@ def _dgrad(
     columns: int,
     activation: str | None = None,
 ) -> Tensor:
+    return _dx(dy, x, Spense((n, k), dy.dtype, (rows, columns), sparse, dense), activation)
+
+
+def _dx(dy: Tensor, x: Tensor | None, w: Spense, activation: str | None) -> Tensor:
     """Return dX [m, k] of dY [m, n]; with an activation, of dH [m, n / 2] and X [m, k].
 
-    The other arguments are those of `eager`. Raises Unsupported.
+    Raises Unsupported.
     """
     if dy.dtype not in (torch.float16, BF16):
         raise Unsupported(f"expected fp16 or bf16 for a gradient, found {dy.dtype}")
     if not dy.shape[0]:
-        return dy.new_empty(0, k)
+        return dy.new_empty(0, w.shape[1])
     kind = dy.device.type
     cast = torch.is_autocast_enabled(kind)
     with torch.autocast(kind, enabled=False) if cast else nullcontext():  # it takes 10 µs
-        packed = Spense((n, k), dy.dtype, (rows, columns), sparse, dense)
         if kind == "cpu":
-            w = packed.to_dense()
+            dense = w.to_dense()
             if activation is not None and x is not None:
-                dy = _differentiated(dy, x @ w.T, activation)
-            return dy @ w
+                dy = _differentiated(dy, x @ dense.T, activation)
+            return dy @ dense
         if activation is not None and x is not None:
-            products = eager(x, sparse, dense, n, k, rows, columns)
-            dy = gated_gradient(products, readable(dy).contiguous(), activation)
-        w = written_out(packed)
-        dx = dy @ w
-        on_tape(dx, owners=(sparse, dense), by_torch=MatrixProduct(dy, w, dx))
+            dy = gated_gradient(_multiply(x, w, None, None), readable(dy).contiguous(), activation)
+        dense = written_out(w)
+        dx = dy @ dense
+        on_tape(dx, owners=(w.sparse, w.dense), by_torch=MatrixProduct(dy, dense, dx))
         return dx
 
 

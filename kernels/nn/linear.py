@@ -16,7 +16,6 @@ all ranks must have the same one. The layer checks this when it is sharded, rese
 fully_shard the number of blocks cannot change, and under DistributedDataParallel the pattern.
 """
 
-import gc
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Self
 
@@ -42,8 +41,6 @@ from sparsebench.kernels.nn._bsr_pattern import pattern_of, replan
 from sparsebench.kernels.nn._moves import repack, require_outside_ddp, state_moves
 from sparsebench.kernels.nn._sharded import gather_shards, is_sharded, require_one_index, shard_like
 from sparsebench.kernels.nn._weight import PackedWeight
-
-FIXED = "the number of blocks cannot change under"
 
 
 class BlockSparseLinear(nn.Linear):
@@ -222,13 +219,15 @@ class BlockSparseLinear(nn.Linear):
             gathered = "values: expected sharded, found gathered: call reshard of the FSDP module"
             require(is_sharded(self.values), gathered)
             blocks, expected = len(values), len(self.values)
-            require(blocks == expected, f"{FIXED} fully_shard: expected {expected}, found {blocks}")
+            fixed = "the number of blocks cannot change under fully_shard"
+            require(blocks == expected, f"{fixed}: expected {expected}, found {blocks}")
             if not index[0].is_meta:
                 require_one_index(self.values, *index)
             with torch.no_grad():
                 self.values.copy_(shard_like(values, self.values))
         else:
             if values.shape != self.values.shape:
+                require_outside_ddp(self)  # whose hooks are those of the autograd node
                 _forget_shape(self.values)
             self.values.data = values
         self.values.grad = None
@@ -345,10 +344,10 @@ class BlockSparseLinear(nn.Linear):
 
 
 def _forget_shape(parameter: nn.Parameter) -> None:
-    """Let a parameter take data of another shape. Raises FormatError if DDP forbids it.
+    """Let a parameter take data of another shape.
 
-    The autograd node that accumulates its gradient stores the shape. The node lives as long as the
-    loss of the last step, or as DistributedDataParallel, which would not notice another node.
+    The autograd node that accumulates its gradient stores the shape, and lives as long as the loss
+    of the last step.
     """
     if not parameter.requires_grad:
         return
@@ -359,9 +358,5 @@ def _forget_shape(parameter: nn.Parameter) -> None:
     node().metadata[_forget_shape] = True
     if _forget_shape not in node().metadata:
         return
-    gc.collect()
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        owner = "DistributedDataParallel, or while an earlier loss is alive"
-        require(_forget_shape not in node().metadata, f"{FIXED} {owner}: wrap the module again")
     other = torch.float64 if parameter.dtype == torch.float32 else torch.float32
     parameter.data = parameter.new_empty(0, dtype=other)  # data of another dtype has another node

@@ -99,13 +99,10 @@ def _by_format(x: Tensor, w: Format) -> Tensor:
         return linear(x, w.values)
     training = torch.is_grad_enabled() and x.requires_grad
     if isinstance(w, Spense):
-        tiles, layout = (w.sparse, w.dense), (*w.shape, *w.sparse_shape, None)
         if not x.is_cuda or is_traced():
-            return _spense_op.multiply(x, *tiles, *layout, None, training=training)
+            return _spense_op.multiply(x, w, None, None, training=training)
         recordings, guards = _recordings_of(w, _spense_op.signature_of(None)), _guards(w)
-        return _spense_op.multiply_recorded(
-            recordings, x, tiles, layout, None, guards, training=training
-        )
+        return _spense_op.multiply_recorded(recordings, x, w, None, None, guards, training=training)
     if isinstance(w, Bitmap):
         return linear(x, _dense_copy(w)) if training or is_traced() else _frozen(x, w)
     if isinstance(w, Csr):
@@ -133,12 +130,10 @@ def _bsr(x: Tensor, w: Bsr) -> Tensor:
 def _frozen(x: Tensor, w: Bitmap | Csr) -> Tensor:
     """Multiply by a weight without a gradient (_frozen_op.py)."""
     in_python = partial(_frozen_op.multiply, readable(x), w)
-    product = _frozen_op.planned_run(x.shape[0], w) if x.is_cuda else None
-    if product is None:
+    if not x.is_cuda:
         return in_python()
-    recordings = _recordings_of(w, PRODUCT)
-    y: Tensor = recordings.call([x], Conditions(_guards(w)), lambda t: [product(t)], in_python)
-    return y
+    product, conditions = _frozen_op.planned_run(x.shape[0], w), Conditions(_guards(w))
+    return _recordings_of(w, PRODUCT).product(x, conditions, product, in_python)
 
 
 def of_layer(
@@ -164,14 +159,8 @@ def of_layer(
         with torch.no_grad():  # with a gradient, the path in Python multiplies by the dense copy
             _frozen_op.multiply(readable(x.reshape(m, -1)), w)
         return in_python()
-
-    def run(rows: Tensor) -> list[Tensor]:
-        y = product(rows)
-        return [y if bias is None else y.add_(bias)]
-
     conditions = Conditions(guards, bias=bias, derivative=_frozen_op.derivative_of(w))
-    y: Tensor = recordings.call([x], conditions, run, in_python)
-    return y
+    return recordings.product(x, conditions, product, in_python)
 
 
 def _guards(w: Format) -> list[Guard]:

@@ -200,11 +200,10 @@ class SpenseLinear(PackedLinear):
         if x.dtype not in (self.outside, self.dtype):
             raise Unsupported(f"expected X in the layer's {self.outside}, found {x.dtype}")
         bias = self.bias if activation is None else None
-        tiles = self.sparse, self.dense
-        layout = self.out_features, self.in_features, *self.sparse_shape, activation
+        w = self.spense
         training |= torch.is_grad_enabled() and bias is not None and bias.requires_grad
         if cast or not x.is_cuda or is_traced():
-            y = multiply(rows_of(x), *tiles, *layout, self.scale, training=training)
+            y = multiply(rows_of(x), w, activation, self.scale, training=training)
             return unflatten(y if bias is None else y.add_(bias), x)
         if activation not in self._recordings:
             self._recordings[activation] = Recordings(signature_of(activation))
@@ -213,8 +212,8 @@ class SpenseLinear(PackedLinear):
         return multiply_recorded(
             self._recordings[activation],
             x,
-            tiles,
-            layout,
+            w,
+            activation,
             self.scale,
             guards,
             bias=bias,

@@ -264,7 +264,7 @@ def in_python(self: Any, arguments: Any, conditions: Any, run: Any, call: Any) -
 
 @hopper
 @pytest.mark.usefixtures("extension")
-def test_recorded_training_sees_checkpoints_second_derivatives_and_captures_on_a_gpu() -> None:
+def test_recorded_training_sees_checkpoints_and_writes_on_a_gpu() -> None:
     layer = layers()["blocks of 64"]
     x = torch.randn(40, 512, device="cuda").bfloat16().requires_grad_()
     for _ in range(5):
@@ -272,10 +272,6 @@ def test_recorded_training_sees_checkpoints_second_derivatives_and_captures_on_a
     expected = torch.autograd.grad(layer.to_dense()(x).sum(), x)[0]
     y = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False)
     torch.testing.assert_close(torch.autograd.grad(y.sum(), x)[0], expected, rtol=0.02, atol=0.5)
-    (dx,) = torch.autograd.grad(layer(x).square().sum(), x, create_graph=True)
-    layer.values.grad = None
-    dx.sum().backward()
-    assert layer.values.grad is not None
     y = layer(x)
     with torch.no_grad():
         layer.values.mul_(2)
