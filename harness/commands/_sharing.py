@@ -22,9 +22,6 @@ Slurm = Annotated[
     ),
 ]
 Shards = Annotated[int, typer.Option(help="Number of jobs for --slurm.", min=0, show_default=False)]
-Shard = Annotated[
-    str, typer.Option(help="Measure one part of the plan, such as 2/4; `merge` joins the parts.")
-]
 
 
 @dataclass(frozen=True)

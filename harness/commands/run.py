@@ -15,16 +15,14 @@ from sparsebench.harness.commands._console import (
     stdout,
     wide,
 )
-from sparsebench.harness.commands._sharing import Devices, Shard, Shards, Sharing, Slurm
+from sparsebench.harness.commands._sharing import Devices, Shards, Sharing, Slurm
 
 if TYPE_CHECKING:
     from sparsebench.harness.plan.suite import Suite
     from sparsebench.harness.run.run_json import Flags
 
 # Options that --resume takes from the run, and those that it takes from a shared plan as well.
-FIXED_BY_RUN = (
-    "out", "only", "replicates", "energy", "devices", "slurm", "shards", "shard",
-)  # fmt: skip
+FIXED_BY_RUN = "out", "only", "replicates", "energy", "devices", "slurm", "shards"
 FIXED_BY_PLAN = "device", "data", "timeout"
 
 
@@ -47,7 +45,6 @@ def run(
     devices: Devices = "",
     slurm: Slurm = "",
     shards: Shards = 0,
-    shard: Shard = "",
     debug: opt.Debug = False,
     as_json: opt.Json = False,
     markdown: opt.Markdown = False,
@@ -91,7 +88,7 @@ def run(
             raise SuiteError(
                 f"{suite}: expected {expected}, found only baselines; {hint} lists the reasons"
             )
-        flags = Flags(first, data, timeout, replicates, only, energy, shard)
+        flags = Flags(first, data, timeout, replicates, only, energy)
         path = _measure(requested, flags, debug, out=out, sharing=sharing)
     _report(path, as_json, markdown, browse)
 

@@ -4,7 +4,6 @@
 --only "kernel!=cusparse_csr|cusparse_bsr"     or none of them
 --only "m!=16 m!=64"                           a field named twice has to meet both
 --only "op=linear_dgrad"                       op, format, kernel and case are fields, too
---shard 2/4                                    the second of four parts, drawn at random
 
 A/A pairs time the same kernel twice, which shows how far apart equal things come out here:
 
@@ -21,7 +20,6 @@ has its own packing, output and addresses, as another contender would have.
 """
 
 import random
-import re
 from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import replace
 from math import isfinite
@@ -39,23 +37,9 @@ Condition = tuple[str, Collection[str]]
 """The name of a field, with a ! at its end to exclude the values, and the values (see `text`)."""
 
 
-def planned_contests(
-    suite: Suite, device: str, condition: str = "", shard: str = ""
-) -> list[Contest]:
+def planned_contests(suite: Suite, device: str, condition: str = "") -> list[Contest]:
     """Return the contests of a run: A/A references, then the suite's, some with twins."""
-    whole = references(device) + with_twins(only(suite.contests, condition), suite.name)
-    return part(whole, shard) if shard else whole
-
-
-def part(contests: Sequence[Contest], shard: str) -> list[Contest]:
-    """Return the contests of one shard, such as "2/4"; every contest is in one of the four."""
-    match = re.fullmatch(r"(\d{1,6})/(\d{1,6})", shard)
-    number, of = (int(match[1]), int(match[2])) if match else (0, 0)
-    if not 1 <= number <= of <= len(contests):
-        expected = f"a shard such as 2/4, of at most {len(contests)}, the number of problems"
-        raise SuiteError(f"--shard: expected {expected}; found {shard!r}")
-    order = random.Random("shards").sample(range(len(contests)), len(contests))
-    return [contests[place] for place in sorted(order[number - 1 :: of])]
+    return references(device) + with_twins(only(suite.contests, condition), suite.name)
 
 
 def only(contests: Sequence[Contest], condition: str) -> list[Contest]:

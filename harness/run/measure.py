@@ -21,7 +21,7 @@ from sparsebench._discovery import CONSTANTS, modules
 from sparsebench.errors import ResultError, SuiteError
 from sparsebench.harness.bench import contest_state, energy, sampling
 from sparsebench.harness.doctor.findings import failure
-from sparsebench.harness.machine import cpu_placement, nvml
+from sparsebench.harness.machine import nvml
 from sparsebench.harness.plan.selection import planned_contests
 from sparsebench.harness.plan.suite import Contest, Suite
 from sparsebench.harness.run import plan_part
@@ -101,7 +101,7 @@ def measure(
     """
     part, since, began = options.part, now(), monotonic()
     _require_flags(flags)
-    contests = planned_contests(suite, flags.device, flags.only, flags.shard)
+    contests = planned_contests(suite, flags.device, flags.only)
     if out and not resume:
         require_new(out)
     for folder in CONSTANTS:
@@ -129,12 +129,10 @@ def measure(
         # Before anything runs: a GPU reports how busy it was in the last second.
         watch = Watch(flags.device, identity, runner.pid, options.on_message)
         before = {**(options.origin or {}), "choices": chosen_by}
-        if part or flags.shard:
-            number, host = (part.number, part.host) if part else (0, cpu_placement.boot())
-            before["part"] = {"number": number, "host": host}
+        if part:
+            before["part"] = {"number": part.number, "host": part.host}
         record = Record(suite.name, flags, len(contests) * processes, before, since)
-        whole_plan = planned_contests(suite, flags.device, flags.only)
-        environment = runner.about["environment"] | code_of(whole_plan)
+        environment = runner.about["environment"] | code_of(contests)
         if part:
             part.require_alike(environment)
         if resume:

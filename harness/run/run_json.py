@@ -27,10 +27,7 @@ case failed (findings.failure) as soon as it fails."""
 
 @dataclass(frozen=True)
 class Flags:
-    """Where, how long and how often a run measures; they are recorded in the run.
-
-    `shard` selects a part of the plan: "2/4" is the second of four parts, "" the whole plan.
-    """
+    """Where, how long and how often a run measures; they are recorded in the run."""
 
     device: str
     data: Path | None = None
@@ -38,7 +35,6 @@ class Flags:
     replicates: int = 3
     only: str = ""
     energy: bool = False
-    shard: str = ""
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any], **changed: Any) -> Self:

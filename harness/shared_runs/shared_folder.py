@@ -92,7 +92,7 @@ class Plan:
         return replace(self.flags, device=self.devices[number - 1])
 
     def contests(self, suite: Suite) -> list[Contest]:
-        return planned_contests(suite, self.flags.device, self.flags.only, self.flags.shard)
+        return planned_contests(suite, self.flags.device, self.flags.only)
 
 
 @dataclass(frozen=True)
@@ -216,9 +216,9 @@ def work(
     with store.lock_run(folder / str(number)):
         runs = pieces_of(folder, number)
         card = str(about_once(flags.device, flags.data)["identity"]) if runs else ""
-        ours, earlier = _split_by_card(runs, card, suite, flags)
+        ours, earlier = _split_by_card(runs, card, suite, plan)
         part = PlanPart(folder, number, boot(), earlier, alone=plan.is_one_part)
-        if not part.reserve(planned_contests(suite, flags.device, flags.only, flags.shard)):
+        if not part.reserve(plan.contests(suite)):
             return
         on_start(part)
         # Contests with many contenders first, so that the last ones of a plan are short.
@@ -238,20 +238,18 @@ def about_once(device: str, data: Path | None) -> dict[str, Any]:
 
 
 def _split_by_card(
-    pieces: Sequence[Path], card: str, suite: Suite, flags: Flags
+    pieces: Sequence[Path], card: str, suite: Suite, plan: Plan
 ) -> tuple[Path | None, list[Row]]:
     """Return the last piece of this card, to be resumed, and the rows of other cards' pieces."""
     ours = [piece for piece in pieces if device_id_at(piece) == card]
     others = [piece for piece in pieces if piece not in ours]
-    rows = [row for piece in others for row in _seal_completed(piece, suite, flags)]
+    rows = [row for piece in others for row in _seal_completed(piece, suite, plan)]
     return (ours[-1] if ours else None), rows
 
 
-def _seal_completed(run: Path, suite: Suite, flags: Flags) -> list[Row]:
+def _seal_completed(run: Path, suite: Suite, plan: Plan) -> list[Row]:
     """Return the rows of whole contests; seal a run that was killed with these alone."""
-    rows = completed_rows(
-        run, suite, flags, planned_contests(suite, flags.device, flags.only, flags.shard)
-    )
+    rows = completed_rows(run, suite, plan.flags, plan.contests(suite))
     if not (run / bundle.MANIFEST).exists() or len(rows) != len(store.rows(run)):
         with store.lock_run(run):
             state = dict(store.read(run).state)
@@ -274,8 +272,7 @@ def finish(folder: Path, plan: Plan, suite: Suite) -> Path:
     rows, out = dict[Path, list[Row]](), merged_at(folder)
     for number in plan.numbers:
         with store.lock_run(folder / str(number)):
-            flags = plan.flags_of(number)
-            rows |= {p: _seal_completed(p, suite, flags) for p in pieces_of(folder, number)}
+            rows |= {p: _seal_completed(p, suite, plan) for p in pieces_of(folder, number)}
     pieces = [piece for piece, measured in rows.items() if measured]
     done = len(Counts(row for piece in pieces for row in rows[piece]).done)
     of = len(plan.contests(suite)) * plan.flags.replicates
@@ -291,6 +288,6 @@ def finish(folder: Path, plan: Plan, suite: Suite) -> Path:
         bundle.seal(pieces[0])
         pieces[0].rename(out)
     else:
-        merge(pieces, out, plan.flags.data, plugins=True)
+        merge(pieces, out, suite)
     shutil.rmtree(folder)
     return out

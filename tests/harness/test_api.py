@@ -128,14 +128,7 @@ def test_listing_imports_no_library_that_computes() -> None:
 
 @pytest.mark.parametrize(
     "arguments",
-    [
-        "run quik",
-        "run --resume none",
-        "status none",
-        "tune quik",
-        "publish none --out x",
-        "merge none --out x",
-    ],
+    ["run quik", "run --resume none", "status none", "tune quik", "publish none --out x"],
 )
 def test_a_name_without_a_suite_or_run_is_refused_before_imports_of_seconds(arguments) -> None:
     words = ["sparsebench", *arguments.split()]

@@ -204,7 +204,7 @@ def test_report_exports_csv(run: Path, tmp_path: Path) -> None:
     ("flags", "message"),
     [
         (["--replicates", 3], "found --replicates beside it"),
-        (["--only", "m=8", "--energy", "--shard", "1/2"], "found --only --energy --shard beside"),
+        (["--only", "m=8", "--energy"], "found --only --energy beside"),
         (["--slurm", "time=1", "--shards", 2], "found --slurm --shards beside it"),
         (["--out", "runs", "--only", "m=8"], "found --out --only beside it"),
         (["--timeout", 9, "--device", "cpu"], "nowhere: expected the directory of a run"),

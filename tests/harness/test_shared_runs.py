@@ -12,9 +12,9 @@ import pytest
 
 from sparsebench.errors import ResultError, SuiteError
 from sparsebench.harness.machine.cpu_placement import read_list, shared_out
-from sparsebench.harness.plan.selection import part, planned_contests
+from sparsebench.harness.plan.selection import planned_contests
 from sparsebench.harness.plan.suite import Suite, read
-from sparsebench.harness.run.measure import RunOptions, Stopped, measure
+from sparsebench.harness.run.measure import RunOptions, Stopped
 from sparsebench.harness.run.plan_part import PlanPart
 from sparsebench.harness.run.run_json import Flags
 from sparsebench.harness.run.validation import validate
@@ -61,10 +61,14 @@ def merged(suite: Suite, gpus: list[str], tmp_path_factory: pytest.TempPathFacto
 
 @pytest.fixture(scope="module")
 def halves(suite: Suite, gpus: list[str], tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Return two shards, each measured by hand on its own GPU."""
-    folder = tmp_path_factory.mktemp("halves")
-    flags = [Flags(gpus[n], replicates=1, shard=f"{n + 1}/2") for n in (0, 1)]
-    return [measure(suite, shard, folder / shard.shard[0], None) for shard in flags]
+    """Return two pieces of a plan, each of its own GPU and with half of the contests."""
+    folder, plan = tmp_path_factory.mktemp("halves") / "run.parts", on(gpus, replicates=1)
+    folders.create(folder, plan, suite.text)
+    for place, contest in enumerate(plan.contests(suite)):
+        (folder / "reserved" / contest.problem.id).symlink_to(str(place % 2 + 1))
+    for number in plan.numbers:
+        work(folder, plan, suite, number)
+    return [folder / "1" / "1", folder / "2" / "1"]
 
 
 def on(devices: list[str], replicates: int) -> Plan:
@@ -160,32 +164,8 @@ def test_a_part_resumed_on_another_gpu_is_marked_in_the_report(suite, gpus, tmp_
     assert "have processes on more than one device" in (out / "report.html").read_text()
 
 
-def test_shards_by_hand_are_merged(suite: Suite, halves: list[Path], tmp_path: Path) -> None:
-    output("merge", *halves, "--out", tmp_path / "run")
-    run = store.read(tmp_path / "run")
-    assert Counter(map(key, run.rows)) == Counter(expected(suite, 1))
-    assert {row.device for row in run.rows} == {"sim-1", "sim-2"}
-    assert all(line.checked for line in validate(halves[0]))
-
-
-def test_a_run_that_ended_early_keeps_its_complete_processes(suite, gpus, tmp_path) -> None:
-    contests = len(planned_contests(suite, gpus[0]))
-    stop = RunOptions(progress=stopping(2 * contests + 1))
-    with pytest.raises(Stopped):
-        measure(suite, Flags(gpus[0], replicates=3), tmp_path / "stopped", None, stop)
-    with pytest.raises(ResultError, match=r"missing.*--replicates 2 keeps"):
-        merge([tmp_path / "stopped"], tmp_path / "run")
-    output("merge", tmp_path / "stopped", "--replicates", 2, "--out", tmp_path / "run")
-    run = store.read(tmp_path / "run")
-    assert Counter(map(key, run.rows)) == Counter(expected(suite, 2))
-    assert (run.state["flags"]["replicates"], run.state["planned_replicates"]) == (2, 3)
-    assert all(line.checked for line in validate(tmp_path / "run"))
-    refusal("merge", tmp_path / "stopped", "--replicates", 4, "--out", tmp_path / "more")
-    assert not (tmp_path / "more").exists()
-
-
 def changed(change: Callable[[Path], object]) -> Callable[[list[Path], Path], list[Path]]:
-    """Return a function that copies the second of two shards, changes it and seals it again."""
+    """Return a function that copies the second of two pieces, changes it and seals it again."""
 
     def make(halves: list[Path], folder: Path) -> list[Path]:
         copy = folder / "copy"
@@ -201,42 +181,32 @@ def edited(name: str, old: str, new: str) -> Callable[[Path], object]:
     return lambda run: (run / name).write_text((run / name).read_text().replace(old, new))
 
 
-earlier = edited("run.json", '"started": "2', '"started": "1')
-
-
 def other_code(run: Path) -> None:
     data = json.loads((run / "environment.json").read_text())
     (run / "environment.json").write_text(json.dumps(data | {"code_sha256": "0" * 64}))
 
 
 WRONG = {
-    "a shard twice": (lambda halves, _: [*halves, halves[0]], "expected each run once"),
-    "a shard measured twice": (
-        lambda halves, folder: [*halves, changed(earlier)(halves, folder)[1]],
-        "expected problem .* once",
-    ),
-    "a shard is missing": (lambda halves, _: halves[:1], r"5 missing, such as .*no shard 2/2"),
+    "a contest twice": (lambda halves, _: [*halves, halves[0]], "expected problem .* once"),
     "another kind": (changed(edited("environment.json", "H200", "B200")), "expected gpu.name"),
     "other code": (changed(other_code), "expected code_sha256"),
-    "another suite": (changed(edited("suite.yaml", "On several", "On two")), "expected the suite"),
-    "other flags": (changed(edited("run.json", '"only": ""', '"only": "m=16"')), "expected flags"),
     "other packages": (changed(edited("lock.txt", "numpy==", "numpy==9.")), "expected numpy=="),
 }
 
 
 @pytest.mark.parametrize("what", WRONG)
-def test_runs_of_different_plans_are_an_error_and_nothing_is_written(what, halves, tmp_path):
+def test_pieces_that_do_not_fit_are_an_error_and_nothing_is_written(what, suite, halves, tmp_path):
     make, message = WRONG[what]
-    runs = make(halves, tmp_path)
+    pieces = make(halves, tmp_path)
     with pytest.raises(ResultError, match=message):
-        merge(runs, tmp_path / "run")
+        merge(pieces, tmp_path / "run", suite)
     assert {path.name for path in tmp_path.iterdir()} <= {"copy"}
 
 
-def test_more_rows_than_can_be_read_are_not_merged(halves, tmp_path, monkeypatch) -> None:
+def test_more_rows_than_can_be_read_are_not_merged(suite, halves, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(files, "ROWS_BYTES", (halves[0] / "rows.jsonl").stat().st_size + 1000)
     with pytest.raises(ResultError, match=r"at most .* bytes of rows .*--only makes two runs"):
-        merge(halves, tmp_path / "run")
+        merge(halves, tmp_path / "run", suite)
     assert not [*tmp_path.iterdir()]
 
 
@@ -253,14 +223,6 @@ def test_parts_claim_different_problems_and_a_late_part_finds_none(suite, tmp_pa
     assert not [*late.take(contests, 0), *late.take(contests, 1)]
     again = PlanPart(folder, 1, "here")  # a restarted job finds its claims
     assert sorted(c.problem.id for c in again.take(contests, 1)) == sorted(taken[:6:2])
-
-
-def test_shards_have_every_contest_once(suite: Suite) -> None:
-    parts = [c.problem.id for n in (1, 2, 3) for c in part(suite.contests, f"{n}/3")]
-    assert sorted(parts) == sorted(c.problem.id for c in suite.contests)
-    for shard in ("0/3", "4/3", "1/7", "2", "a/b"):
-        with pytest.raises(SuiteError, match="expected a shard such as 2/4"):
-            part(suite.contests, shard)
 
 
 def test_cores_are_near_their_gpu_and_not_shared() -> None:
@@ -282,7 +244,7 @@ def test_cores_are_near_their_gpu_and_not_shared() -> None:
         (["--slurm", "partition", "--shards", 2], "expected NAME=VALUE"),
         (["--submit", "local"], "no such option: run --submit; use --devices"),
         (["--slurm", "time=1", "--shards", 99, "--device", "sim"], "at most 11 parts"),
-        (["--shard", "3/2", "--device", "sim"], "expected a shard such as 2/4"),
+        (["--shard", "1/2"], "no such option: run --shard; --devices, --slurm and"),
     ],
 )
 def test_contradicting_options_are_refused(options, message, suite, tmp_path) -> None:
