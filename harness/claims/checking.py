@@ -10,23 +10,22 @@ them in all processes. A confirming run has FEWEST fresh processes or more, and 
 suite of its screening (run/repeat.py); if another cell is the best one then, it is confirmed too. A
 check with fewer processes is a look, and confirms nothing.
 
-After `options.until` no run starts and nothing is confirmed. The next check into the same folder
-resumes a run that was cut short.
+A run whose time ends stays in parts, DIR/SUITE.parts, and is no evidence. The next check into the
+same folder measures the rest.
 """
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
-from time import monotonic
 from typing import Any
 
 from sparsebench.errors import SuiteError
 from sparsebench.harness.bench.energy import NoMeter
 from sparsebench.harness.claims.claim_plan import TestPlan, plan_tests, planned_claim, refusal_of
 from sparsebench.harness.plan.suite import Suite
-from sparsebench.harness.run import recorded_plan, repeat, run_json
-from sparsebench.harness.run.measure import RunOptions, measure
+from sparsebench.harness.run import repeat, run_json
+from sparsebench.harness.run.measure import RunOptions
 from sparsebench.results.claims.cells import ClaimCell, cells, file_problems
 from sparsebench.results.claims.model_cells import model_cells, read_model_file
 from sparsebench.results.claims.planned import PlannedClaim
@@ -83,7 +82,6 @@ class ClaimEvidence:
     files    of each claim, over the JSON files of experiments
     refusals why a test was not run, by claim and test
     runs     paths of the runs, by their name in cells
-    left     suites that were not measured, or not completely, for lack of time
     """
 
     written: Sequence[ClaimFile]
@@ -92,7 +90,6 @@ class ClaimEvidence:
     files: dict[str, list[ClaimCell]] = field(default_factory=dict)
     refusals: dict[tuple[str, str], str] = field(default_factory=dict)
     runs: dict[str, Path] = field(default_factory=dict)
-    left: list[str] = field(default_factory=list)
 
     def read(self, paths: Iterable[Path]) -> None:
         """Add the cells of runs and JSON files. Raises ResultError if one cannot be read."""
@@ -157,21 +154,20 @@ def check(
     runs: Iterable[Path],
     out: Path,
     options: RunOptions,
-    engine: repeat.Engine | None = None,
+    engine: repeat.Engine,
     planned: Callable[[ClaimEvidence], None] = lambda result: None,
 ) -> ClaimEvidence:
     """Measure what no run has, confirm promising cells, and write everything below `out`.
 
-    Runs that are below `out` count, and stopped ones are resumed. `engine` may measure a run in
-    pieces. `planned` is called with what is known before anything is measured.
+    Runs below `out` count, and those in parts are resumed. `planned` is called with what is known
+    before anything is measured. Raises Unfinished if the time ends.
     """
-    finished = (run for run in store.runs_in(out) if _is_finished(run))
-    result = evidence(written, [*runs, *finished], flags.data)
+    result = evidence(written, [*runs, *store.runs_in(out)], flags.data)
     for plan in result.all_plans:
         if reason := refusal_of(plan, flags.device):
             result.refusals[plan.written.name, plan.test.name] = reason
     planned(result)
-    _Check(result, flags, out, options, engine or measure).run()
+    _Check(result, flags, out, options, engine).run()
     out.mkdir(parents=True, exist_ok=True)
     store.write_json(out / "verdicts.json", to_json(result))
     return result
@@ -189,42 +185,23 @@ class _Check:
 
     def run(self) -> None:
         result = self.evidence
-        result.read([self._resume(path) for path in self._interrupted_screenings()])
         for left in missing(result, self.flags.device, self.flags.replicates):
-            if monotonic() >= self.options.until:
-                result.left.append(left.suite.name)
-                continue
             try:
                 result.read([self._measure(left)])
             except NoMeter as error:
                 for plan, _ in left.gaps:
                     result.refusals[plan.written.name, plan.test.name] = str(error)
-        result.left += [path.name for path in self._interrupted_screenings()]
-        if self.flags.replicates >= FEWEST and not result.left:
+        if self.flags.replicates >= FEWEST:
             for _ in range(CONFIRMING):
                 for screening, chosen in self._promising().items():
                     result.read([self._confirm(screening, chosen)])
-
-    def _interrupted_screenings(self) -> list[Path]:
-        """Return the screening runs that were stopped; `_confirm` resumes the others."""
-        runs = [run for run in store.runs_in(self.out) if not _is_finished(run)]
-        return [run for run in runs if "confirms" not in store.read(run).state]
-
-    def _resume(self, path: Path) -> Path:
-        if monotonic() < self.options.until:
-            run = store.read(path)
-            before = run.state["flags"]
-            before_flags = {name: before[name] for name in ("only", "replicates", "energy")}
-            suite = recorded_plan.suite_of_run(run, self.flags.data)
-            self.engine(suite, replace(self.flags, **before_flags), None, path, self.options)
-        return path
 
     def _measure(self, left: Missing) -> Path:
         suite, only = left.suite, f"case={'|'.join(left.cases)}"
         flags = replace(self.flags, only=only, replicates=left.replicates, energy=left.energy)
         names = (f"{suite.name}-{number}" if number > 1 else suite.name for number in count(1))
         path = next(self.out / name for name in names if not (self.out / name).exists())
-        return self.engine(suite, flags, path, None, self.options)
+        return self.engine(suite, flags, path, self.options)
 
     def _promising(self) -> dict[str, list[ClaimCell]]:
         """Return the cells that a confirming run would decide, by the run that screened them."""
@@ -243,7 +220,7 @@ class _Check:
         """
         path, name = self.evidence.runs[screening], screening.replace("/", "-")
         names = (f"{name}-confirmed{f'-{n}' if n > 1 else ''}" for n in count(1))
-        out = next(self.out / name for name in names if not _is_finished(self.out / name))
+        out = next(self.out / name for name in names if not (self.out / name).exists())
         run = repeat.read_bundle(path)
         ids = dict.fromkeys(case for cell in chosen for case in cell.case_ids)
         rows = {row.case.id: row for row in run.rows}
@@ -259,10 +236,6 @@ class _Check:
         return repeat.measure_again(
             run, setup, {"confirms": origin}, only=only, replicates=replicates
         )
-
-
-def _is_finished(path: Path) -> bool:
-    return (path / "run.json").exists() and store.read(path).state["status"] == "finished"
 
 
 def missing(result: ClaimEvidence, device: str, replicates: int) -> list[Missing]:

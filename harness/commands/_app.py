@@ -36,6 +36,8 @@ PACE = "the time left is shown while contests run"
 REMOVED = {  # what older versions took on the command line, and what replaces it
     "--to": "use --out",
     "run --submit": "use --devices for GPUs of this host, --slurm for jobs",
+    "reproduce --inherit": "every contender searches again",
+    "confirm --inherit": "every contender searches again",
     "run --shard": "--devices, --slurm and `campaign run` share a plan out",
     "merge": "a run in parts becomes whole by itself; `run --resume RUN` measures what it lacks",
     "new-gpu --devices": "a survey needs one GPU; `run core --devices` shares a suite out",

@@ -84,9 +84,6 @@ Timeout = Annotated[
         help="Stop a contender that gives no answer for this many seconds.", min=0.1, max=86400
     ),
 ]
-Inherit = Annotated[
-    bool, typer.Option("--inherit", help="Reuse the run's configurations instead of searching.")
-]
 Replicates = Annotated[
     int,
     typer.Option(

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from sparsebench.errors import SuiteError
 from sparsebench.harness.commands._options import new_run
 
 if TYPE_CHECKING:
@@ -66,16 +65,15 @@ class Sharing:
         suite: "Suite",
         flags: "Flags",
         out: Path | None,
-        resume: Path | None,
         options: "RunOptions",
     ) -> Path:
-        """Measure a suite as run/measure.py does, shared out; resume a stopped run at `out`."""
+        """Measure a suite in parts, on one device or shared out, or what is left of it at `out`."""
         from sparsebench.harness.shared_runs.cluster_jobs import job_name, read_options
         from sparsebench.harness.shared_runs.shared_folder import Plan
-        from sparsebench.harness.shared_runs.sharing import share
+        from sparsebench.harness.shared_runs.sharing import measure_alone, share
 
-        if resume:
-            raise SuiteError(f"--resume {resume}: expected a run that is shared out, found another")
+        if not self:
+            return measure_alone(suite, flags, out or new_run(suite.name), options)
         devices = self.device_names if self.devices else [flags.device] * self.shards
         if not out:
             kind = "devices" if self.devices else "jobs"

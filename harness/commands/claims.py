@@ -1,5 +1,6 @@
 """`sparsebench claims`: judge published claims about sparse formats."""
 
+from functools import partial
 from importlib.metadata import version
 from math import inf
 from pathlib import Path
@@ -85,9 +86,11 @@ def check(
     from sparsebench.harness.claims import checking
     from sparsebench.harness.claims.claim_plan import read_claims
     from sparsebench.harness.machine.device import full_name
-    from sparsebench.harness.run.measure import RunOptions
+    from sparsebench.harness.run.measure import RunOptions, Unfinished
     from sparsebench.harness.run.run_json import Flags
+    from sparsebench.harness.shared_runs.sharing import measure_alone
     from sparsebench.results.formatting import amount
+    from sparsebench.results.run import store
 
     until = monotonic() + opt.budget_s(budget) if budget else inf
     picked = (device or "cuda:0") if plan else full_name(device)  # --plan needs no device here
@@ -105,11 +108,15 @@ def check(
     out = out or opt.new_run("claims")
     with measuring(out=out) as show:
         options = RunOptions(progress=show, until=until)
-        written = read_claims(names or [])
-        result = checking.check(written, flags, _runs(runs), out, options, planned=print_plan)
-    if result.left:
-        rest = f"`sparsebench claims check --out {out}` measures the rest"
-        stderr.say(f"not completely measured: {', '.join(result.left)}; {rest}")
+        engine = partial(measure_alone, as_begun=True)
+        written, given = read_claims(names or []), _runs(runs)
+        try:
+            result = checking.check(written, flags, given, out, options, engine, print_plan)
+        except Unfinished as left:
+            contests = f"{left.done} of {amount(left.of, 'contest')}"
+            rest = f"`sparsebench claims check --out {out}` measures the rest"
+            stderr.say(f"{left.path.name}: the time ended after {contests}; {rest}")
+            result = checking.evidence(written, [*given, *store.runs_in(out)], data)
     if as_json:
         print_json(checking.to_json(result))
     else:

@@ -5,7 +5,8 @@ from typing import Annotated
 import typer
 
 from sparsebench.harness.commands._console import GATE_FAILED, measuring, print_json, stdout
-from sparsebench.harness.commands._options import Data, Device, Inherit, Json, Out, RunPath
+from sparsebench.harness.commands._options import Data, Device, Json, Out, RunPath
+from sparsebench.harness.commands._sharing import Sharing
 
 
 def confirm(
@@ -17,7 +18,6 @@ def confirm(
     device: Device = None,
     data: Data = None,
     out: Out = None,
-    inherit: Inherit = False,
     as_json: Json = False,
 ) -> None:
     """Measure a run's largest speedups again, alone."""
@@ -31,7 +31,8 @@ def confirm(
     from sparsebench.results.tables.analysis import analyse
 
     with measuring() as show:
-        setup = Setup(full_name(device), data, out, RunOptions(progress=show), inherit=inherit)
+        options = RunOptions(progress=show)
+        setup = Setup(full_name(device), data, out, options, Sharing().measure)
         fresh = measure_again(path, setup, cases, replicates)
     again = store.read(fresh)
     build(analyse(again), fresh / "report.html")

@@ -3,7 +3,7 @@
 import typer
 
 from sparsebench.harness.commands._console import GATE_FAILED, measuring, print_json, stdout, wide
-from sparsebench.harness.commands._options import Data, Device, Inherit, Json, Out, RunPath
+from sparsebench.harness.commands._options import Data, Device, Json, Out, RunPath
 from sparsebench.harness.commands._sharing import Devices, Sharing
 
 
@@ -13,11 +13,10 @@ def reproduce(
     data: Data = None,
     out: Out = None,
     devices: Devices = "",
-    inherit: Inherit = False,
     as_json: Json = False,
 ) -> None:
     """Measure a run again on this machine: do the results agree?"""
-    from sparsebench.harness.run.measure import RunOptions, measure
+    from sparsebench.harness.run.measure import RunOptions
     from sparsebench.harness.run.repeat import Setup
     from sparsebench.harness.run.repeat import reproduce as measure_again
     from sparsebench.reports.build import build
@@ -28,9 +27,8 @@ def reproduce(
 
     with measuring() as show:
         sharing = Sharing(devices)
-        engine = sharing.measure if sharing else measure
         first, options = sharing.first(device), RunOptions(progress=show)
-        fresh = measure_again(path, Setup(first, data, out, options, engine, inherit))
+        fresh = measure_again(path, Setup(first, data, out, options, sharing.measure))
     again = store.read(fresh)
     build(analyse(again), fresh / "report.html")
     compared = compare_sides([side(store.read(path), name="there"), side(again, name="here")])

@@ -124,10 +124,11 @@ def _measure(
     """Measure on this device, or share the plan out, and return the run."""
     from sparsebench.harness.run.measure import RunOptions, measure
 
-    engine = sharing.measure if sharing else measure
     with measuring() as show:
         options = RunOptions(progress=show, on_message=message_printer(debug))
-        return engine(suite, flags, out, resume, options)
+        if sharing:
+            return sharing.measure(suite, flags, out, options)
+        return measure(suite, flags, out, resume, options)
 
 
 def _profile(

@@ -25,7 +25,7 @@ from sparsebench.harness.machine import nvml
 from sparsebench.harness.plan.selection import planned_contests
 from sparsebench.harness.plan.suite import Contest, Suite
 from sparsebench.harness.run import plan_part
-from sparsebench.harness.run.history import History, Pinned
+from sparsebench.harness.run.history import History
 from sparsebench.harness.run.recorded_plan import (
     code_of,
     completed_rows,
@@ -36,6 +36,7 @@ from sparsebench.harness.run.run_json import Counts, Flags, OnMessage, Record, W
 from sparsebench.harness.run.runner import Runner
 from sparsebench.results import files
 from sparsebench.results.ceilings import Ceilings
+from sparsebench.results.formatting import amount
 from sparsebench.results.record import Row
 from sparsebench.results.run import bundle, provenance, store
 from sparsebench.results.statistics.ratio import FEWEST
@@ -54,7 +55,6 @@ class RunOptions:
 
     progress    called before each contest
     on_message  receives machine findings and failure reasons
-    pinned      choices of each process of another run, taken without a search (provenance.py)
     searched    rows of an earlier run, among whose finalists the processes of a verdict search
     origin      the bundle that this run reproduces or confirms, for run.json
     until       when to end, by time.monotonic(). A contest starts only if it would end
@@ -67,7 +67,6 @@ class RunOptions:
 
     progress: Progress = lambda done, total, problem: None
     on_message: OnMessage = lambda finding: None
-    pinned: Sequence[Pinned] = ()
     searched: Sequence[Row] = ()
     origin: Mapping[str, Any] | None = None
     until: float = inf
@@ -82,6 +81,15 @@ class Stopped(KeyboardInterrupt):
     def __init__(self, path: Path) -> None:
         super().__init__(str(path))
         self.path = path
+
+
+class Unfinished(ResultError):
+    """The time ended before the run at `path` was whole; its parts are kept."""
+
+    def __init__(self, path: Path, done: int, of: int) -> None:
+        expected = f"expected all {amount(of, 'contest')}, found {done}"
+        super().__init__(f"{path}: {expected}; `sparsebench run --resume {path}` measures the rest")
+        self.path, self.done, self.of = path, done, of
 
 
 def measure(
@@ -110,10 +118,10 @@ def measure(
         if resume:
             stack.enter_context(store.lock_run(resume))
         rows = completed_rows(resume, suite, flags, contests) if resume else []
-        pinned, searched, processes = options.pinned, options.searched, flags.replicates
-        chosen_by = provenance.planned_choices(processes, bool(pinned), bool(searched))
+        searched, processes = options.searched, flags.replicates
+        chosen_by = provenance.planned_choices(processes, bool(searched))
         on_gpu = flags.device.startswith("cuda")
-        history = History(pinned, share=processes < FEWEST, share_references=on_gpu)
+        history = History(share=processes < FEWEST, share_references=on_gpu)
         place = flags.device, flags.data, flags.timeout_s
         runner = Runner(*place, history=history, processes=processes)
         stack.callback(runner.kill)

@@ -137,9 +137,7 @@ def require_same_machine(path: Path, here: Mapping[str, Any]) -> None:
 
 
 def require_same_choices(path: Path, before: Mapping[str, Any], chosen_by: Choices) -> None:
-    """Raise SuiteError if one session would search and the other reuse choices of a bundle."""
-    if provenance.choices_of(before) is not chosen_by:
-        expected = f"expected choices by {provenance.choices_of(before)}, found {chosen_by}"
-        again = "; reproduce or confirm with --out continues such a run"
-        of_bundle = provenance.choices_of(before) is Choices.BUNDLE
-        raise SuiteError(f"--resume {path}: {expected}{again if of_bundle else ''}")
+    """Raise SuiteError if one session would search in another way than the one before."""
+    if (chosen_before := provenance.choices_of(before)) is not chosen_by:
+        expected = f"expected choices by {chosen_before}, found {chosen_by}"
+        raise SuiteError(f"--resume {path}: {expected}")

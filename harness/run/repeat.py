@@ -9,10 +9,7 @@ screening only chooses cells: none of its numbers is in the headline.
 
 Every contender, the baseline included, searches again: the best configuration on one card is not
 always the best on another, and a baseline that inherits a slow one makes all other contenders look
-better. With `inherit`, process p takes the configurations of process p of the bundle instead, on a
-device of the same kind. The new run then measures those configurations, and its record says so
-(results/run/provenance.py).
-results/comparison/changes.py decides whether the new run reproduces the bundle.
+better. results/comparison/changes.py decides whether the new run reproduces the bundle.
 """
 
 from collections.abc import Callable, Mapping
@@ -23,15 +20,13 @@ from typing import Any
 from sparsebench.errors import ResultError, SuiteError
 from sparsebench.harness.plan.selection import meets
 from sparsebench.harness.plan.suite import Suite
-from sparsebench.harness.run.history import pinned_by_process
-from sparsebench.harness.run.measure import RunOptions, measure
+from sparsebench.harness.run.measure import RunOptions
 from sparsebench.harness.run.recorded_plan import (
     require_planned_rows,
     require_plugins,
     suite_of_run,
 )
 from sparsebench.harness.run.run_json import Flags
-from sparsebench.harness.run.worker_process import about_device
 from sparsebench.results.formatting import between, conditions
 from sparsebench.results.problem_names import problem_name
 from sparsebench.results.record import Status
@@ -45,24 +40,19 @@ from sparsebench.results.tables.cases import has_baseline
 from sparsebench.results.tables.frame import KEYS, fields, records
 from sparsebench.results.tables.noise import Reliability
 
-Engine = Callable[[Suite, Flags, Path | None, Path | None, RunOptions], Path]
-"""Measures as `measure` does: here, on several GPUs, or in pieces."""
+Engine = Callable[[Suite, Flags, Path | None, RunOptions], Path]
+"""Measures a suite in parts, or what is left of it, and returns the run (shared_runs)."""
 
 
 @dataclass(frozen=True)
 class Setup:
-    """Where and how a bundle is measured again.
-
-    out      the new run; if it already holds a run of the same origin, that run is resumed
-    inherit  take the recorded choices, on a device of the same kind, instead of searching again
-    """
+    """Where and how a bundle is measured again; `out` is the new run, or one that was stopped."""
 
     device: str
     data: Path | None
     out: Path | None
-    options: RunOptions = RunOptions()  # noqa: RUF009 (frozen)
-    engine: Engine = measure
-    inherit: bool = False
+    options: RunOptions
+    engine: Engine
 
 
 @dataclass(frozen=True)
@@ -143,7 +133,7 @@ def read_bundle(path: Path) -> StoredRun:
 
 def measure_again(run: StoredRun, setup: Setup, origin: Mapping[str, Any], **changed: Any) -> Path:
     """Measure a bundle's own suite by its own flags, except those `changed`; return the new run."""
-    device, data, out = setup.device, setup.data, setup.out
+    device, data = setup.device, setup.data
     before: str = run.state["flags"]["device"]
     kind = before.partition(":")[0]
     if device.partition(":")[0] != kind:
@@ -153,13 +143,4 @@ def measure_again(run: StoredRun, setup: Setup, origin: Mapping[str, Any], **cha
     suite = suite_of_run(run, data)
     require_planned_rows(run, suite)
     flags = Flags.from_state(run.state, device=device, data=data, **changed)
-    here = about_device(device, data)["environment"]
-    same_kind = device_name(here) == device_name(run.environment)
-    inherits = setup.inherit and same_kind
-    pinned = pinned_by_process([*run.reference, *run.rows]) if inherits else ()
-    stopped = None
-    if out and (out / "run.json").exists():
-        state = store.read(out).state
-        stopped = out if origin.items() <= state.items() else None
-    options = replace(setup.options, origin=origin, pinned=pinned)
-    return setup.engine(suite, flags, out, stopped, options)
+    return setup.engine(suite, flags, setup.out, replace(setup.options, origin=origin))

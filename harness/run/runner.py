@@ -166,7 +166,7 @@ class Runner:
                 reference=contest.reference,
                 energy=energy,
                 measures=distinct_measures(options.measures, self._device),
-                **self.history.options(part, options.replicate),
+                **self.history.options(part),
             )
             result = self._measure(part, asdict(options))
             if isinstance(result, ContestResult):

@@ -30,21 +30,14 @@ from sparsebench.errors import ResultError, SparsebenchError
 from sparsebench.harness.claims.checking import check
 from sparsebench.harness.claims.claim_plan import read_claims
 from sparsebench.harness.plan.suite import Suite
-from sparsebench.harness.run.measure import Progress, RunOptions
+from sparsebench.harness.run.measure import Progress, RunOptions, Unfinished
 from sparsebench.harness.run.plan_part import PlanPart
 from sparsebench.harness.run.repeat import Setup, confirm, reproduce
 from sparsebench.harness.run.run_json import Flags, OnMessage
 from sparsebench.harness.shared_runs.campaign_file import Campaign, CampaignEntry
-from sparsebench.harness.shared_runs.run_paths import parts_of, pieces_of
-from sparsebench.harness.shared_runs.shared_folder import (
-    Plan,
-    Unfinished,
-    about_once,
-    finish,
-    read_plan,
-    work,
-)
-from sparsebench.harness.shared_runs.sharing import on_each_device, open_plan
+from sparsebench.harness.shared_runs.run_paths import pieces_of
+from sparsebench.harness.shared_runs.shared_folder import about_once
+from sparsebench.harness.shared_runs.sharing import measure_alone, on_each_device
 from sparsebench.results import files
 from sparsebench.results.formatting import amount
 from sparsebench.results.run import bundle, store
@@ -236,7 +229,7 @@ class Sitting:
         setup = Setup(device, data, out, options, self._engine)
         match entry.kind:
             case "suite":
-                self._engine(entry.read(self.data), flags, out, None, options)
+                self._engine(entry.read(self.data), flags, out, options)
             case "confirm":
                 confirm(self.out / entry.of, setup, entry.cases, entry.replicates, entry.only)
             case "reproduce":
@@ -252,26 +245,16 @@ class Sitting:
         suite: Suite,
         flags: Flags,
         out: Path | None,
-        resume: Path | None,
         options: RunOptions,
         as_begun: bool = False,
     ) -> Path:
         """Measure in one part until the sitting ends; raise Unfinished if it is not whole.
 
-        Only one device at a time measures an entry, so that another card can reproduce it. A run
-        that has begun keeps its flags if it ends `as_begun`: what claims lack may have changed.
+        Only one device at a time measures an entry, so that another card can reproduce it.
         """
-        if out is None or resume:
-            raise ResultError(f"expected the name of a new run, found {resume or 'none'}")
-        if as_begun and parts_of(out).exists():
-            before = read_plan(parts_of(out))
-            names = "only", "replicates", "energy"
-            flags = replace(flags, **{name: getattr(before.flags, name) for name in names})
-            options = replace(options, origin=before.origin)
-        plan = Plan(suite.name, flags, (flags.device,))
-        folder, plan = open_plan(suite, plan, out, options)
+        assert out
         options = replace(options, on_message=self.on_message, until=self.until)
-        work(folder, plan, suite, 1, options, on_start=self._parts.append)
-        path = finish(folder, plan, suite)
+        begun = self._parts.append
+        path = measure_alone(suite, flags, out, options, as_begun=as_begun, on_start=begun)
         pack(path)
         return path

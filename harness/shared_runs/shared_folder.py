@@ -2,7 +2,6 @@
 
     plan.json      flags, how the plan is shared (devices, or jobs), what it reproduces
     suite.yaml     the suite, byte for byte
-    pinned.json    choices of another run, if the plan takes them
     reserved/      which part has reserved which problem; alike.json (run/plan_part.py)
     3/1            a piece of part 3: a run directory, which belongs to the GPU that measured it
     3/2            what part 3 measured later, on another GPU
@@ -23,7 +22,6 @@ and seals it. The contests of a piece that was lost are measured again.
 """
 
 import itertools
-import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -32,12 +30,11 @@ from pathlib import Path
 from typing import Any
 
 from sparsebench._writing import write_file
-from sparsebench.errors import ResultError, SuiteError
+from sparsebench.errors import SuiteError
 from sparsebench.harness.machine.cpu_placement import boot
 from sparsebench.harness.plan.selection import planned_contests
 from sparsebench.harness.plan.suite import Contest, Suite, expand
-from sparsebench.harness.run.history import Pinned
-from sparsebench.harness.run.measure import RunOptions, measure
+from sparsebench.harness.run.measure import RunOptions, Unfinished, measure
 from sparsebench.harness.run.plan_part import PlanPart, owners
 from sparsebench.harness.run.recorded_plan import completed_rows
 from sparsebench.harness.run.run_json import Counts, Flags
@@ -45,21 +42,11 @@ from sparsebench.harness.run.worker_process import about_device
 from sparsebench.harness.shared_runs.merging import merge
 from sparsebench.harness.shared_runs.run_paths import merged_at, pieces_of
 from sparsebench.results import files
-from sparsebench.results.formatting import amount
 from sparsebench.results.record import Row
 from sparsebench.results.run import bundle, store
 from sparsebench.results.run.provenance import device_id_at
 
 SCHEMA = "sparsebench/parts@1"
-
-
-class Unfinished(ResultError):
-    """The time ended before the run was whole; its parts are kept."""
-
-    def __init__(self, run: Path, done: int, of: int) -> None:
-        expected = f"expected all {amount(of, 'contest')}, found {done}"
-        super().__init__(f"{run}: {expected}; `sparsebench run --resume {run}` measures the rest")
-        self.done, self.of = done, of
 
 
 @dataclass(frozen=True)
@@ -106,7 +93,7 @@ class PartProgress:
     status: str
 
 
-def create(folder: Path, plan: Plan, text: str, pinned: Sequence[Pinned] = ()) -> None:
+def create(folder: Path, plan: Plan, text: str) -> None:
     """Create the folder atomically. Raises ResultError if it exists."""
     with store.new_directory(folder) as fresh:
         (fresh / "reserved").mkdir()
@@ -114,11 +101,9 @@ def create(folder: Path, plan: Plan, text: str, pinned: Sequence[Pinned] = ()) -
         for number in plan.numbers:
             (fresh / str(number)).mkdir()
             write_file(fresh / str(number) / "suite.yaml", text)
-        if pinned:
-            store.write_json(fresh / "pinned.json", list(pinned))
         flags = asdict(plan.flags)
         flags["data"] = str(plan.flags.data.absolute()) if plan.flags.data else None
-        data = {"schema": SCHEMA, **asdict(plan), "flags": flags, "choices": len(pinned)}
+        data = {"schema": SCHEMA, **asdict(plan), "flags": flags}
         store.write_json(fresh / "plan.json", data)
 
 
@@ -133,11 +118,7 @@ def repair(folder: Path, plan: Plan, text: str) -> None:
 
 def read_plan(folder: Path) -> Plan:
     """Read the plan. Raises ResultError if the folder holds none, or one of another version."""
-    file = folder / "plan.json"
-    data = files.from_json(file, SCHEMA)
-    if data.get("choices") and not (folder / "pinned.json").exists():
-        raise ResultError(f"{folder / 'pinned.json'}: expected the plan's choices, found no file")
-    return files.read_model(file, Plan, SCHEMA)
+    return files.read_model(folder / "plan.json", Plan, SCHEMA)
 
 
 def read(folder: Path) -> tuple[Plan, Suite]:
@@ -164,13 +145,6 @@ def open_again(folder: Path, plan: Plan, text: str) -> Plan:
         raise SuiteError(f"{folder}: expected {expected}, found another suite or other options")
     repair(folder, here, text)
     return here
-
-
-def pinned_choices(folder: Path) -> list[Pinned]:
-    """Return the choices that processes take from another run."""
-    file = folder / "pinned.json"
-    choices: list[Pinned] = json.loads(file.read_text("utf-8")) if file.exists() else []
-    return choices
 
 
 def progress(folder: Path, plan: Plan) -> Iterator[PartProgress]:
@@ -223,9 +197,7 @@ def work(
         on_start(part)
         # Contests with many contenders first, so that the last ones of a plan are short.
         rank = options.rank or (lambda contest: -len(contest.contenders))
-        options = replace(
-            options, rank=rank, part=part, pinned=pinned_choices(folder), origin=plan.origin
-        )
+        options = replace(options, rank=rank, part=part, origin=plan.origin)
         places = (folder / str(number) / str(count) for count in itertools.count(1))
         out = None if ours else next(place for place in places if not place.exists())
         measure(suite, flags, out, ours, options)

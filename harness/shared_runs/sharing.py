@@ -15,15 +15,17 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 from pathlib import Path
+from time import monotonic
 
 from sparsebench.errors import SuiteError
 from sparsebench.harness.machine.cpu_placement import apart
 from sparsebench.harness.plan.suite import Suite
 from sparsebench.harness.run.measure import RunOptions, Stopped, require_new
 from sparsebench.harness.run.plan_part import PlanPart
+from sparsebench.harness.run.run_json import Flags
 from sparsebench.harness.shared_runs import cluster_jobs, shared_folder
 from sparsebench.harness.shared_runs.run_paths import merged_at, parts_of
-from sparsebench.harness.shared_runs.shared_folder import Plan, finish, work
+from sparsebench.harness.shared_runs.shared_folder import OnStart, Plan, finish, work
 
 STOP_S = 0.5  # interval at which to check whether stopping threads have ended
 
@@ -43,6 +45,35 @@ def share(
     return _measure(folder, suite, plan, options)
 
 
+def measure_alone(
+    suite: Suite,
+    flags: Flags,
+    out: Path,
+    options: RunOptions,
+    *,
+    as_begun: bool = False,
+    on_start: OnStart = lambda part: None,
+) -> Path:
+    """Measure a suite in one part, or what is left of it, and return the run at `out`.
+
+    as_begun  a run that has begun keeps its flags: what claims lack may have changed meanwhile
+
+    Raises Unfinished if the time ends before the run is whole.
+    """
+    if as_begun and parts_of(out).exists():
+        before = shared_folder.read_plan(parts_of(out))
+        names = "only", "replicates", "energy"
+        flags = replace(flags, **{name: getattr(before.flags, name) for name in names})
+        options = replace(options, origin=before.origin)
+    folder, plan = open_plan(suite, Plan(suite.name, flags, (flags.device,)), out, options)
+    try:
+        if monotonic() < options.until:
+            work(folder, plan, suite, 1, options, on_start=on_start)
+    except Stopped as stop:
+        raise Stopped(out) from stop
+    return finish(folder, plan, suite)
+
+
 def open_plan(suite: Suite, plan: Plan, out: Path, options: RunOptions) -> tuple[Path, Plan]:
     """Return the folder of a run's parts and its plan; make the folder, and send jobs, if needed.
 
@@ -53,7 +84,7 @@ def open_plan(suite: Suite, plan: Plan, out: Path, options: RunOptions) -> tuple
     folder = parts_of(out)
     if folder.exists():
         return folder, shared_folder.open_again(folder, plan, suite.text)
-    shared_folder.create(folder, plan, suite.text, options.pinned)
+    shared_folder.create(folder, plan, suite.text)
     try:
         if plan.by != "devices":
             cluster_jobs.send(folder, plan, plan.numbers)

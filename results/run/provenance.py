@@ -34,7 +34,7 @@ class Choices(StrEnum):
     AMONG   every process, by its own search; later ones among the finalists of the first
     EARLIER every process, by its own search among the finalists of an earlier run
     FIRST   the first process; the others reused its choices (also if run.json names none)
-    BUNDLE  another run: process p reused the choices of its process p
+    BUNDLE  another run: process p reused the choices of its process p (before 0.4)
     """
 
     AMONG = "each process, among the finalists of the first"
@@ -62,13 +62,8 @@ def choices_of(state: Mapping[str, Any]) -> Choices:
     return Choices(state.get("choices", Choices.FIRST))
 
 
-def planned_choices(replicates: int, pinned: bool, searched: bool = False) -> Choices:
-    """Return which process will choose in a new run.
-
-    `pinned` runs reuse the choices of a bundle; `searched` ones receive the finalists of a run.
-    """
-    if pinned:
-        return Choices.BUNDLE
+def planned_choices(replicates: int, searched: bool) -> Choices:
+    """Return which process will choose in a new run; `searched`: it has the finalists of a run."""
     if replicates < FEWEST:
         return Choices.FIRST
     return Choices.EARLIER if searched else Choices.AMONG

@@ -8,12 +8,11 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from sparsebench.errors import SuiteError
 from sparsebench.harness.plan.suite import read
 from sparsebench.harness.run import repeat
-from sparsebench.harness.run.history import pinned_by_process
 from sparsebench.harness.run.measure import RunOptions, Stopped, measure
 from sparsebench.harness.run.run_json import Flags
+from sparsebench.harness.shared_runs.sharing import measure_alone
 from sparsebench.kernels._common.search import MOST_LINES, finalists
 from sparsebench.results.run import store
 from sparsebench.results.run.provenance import Choices, choices_of
@@ -112,34 +111,11 @@ def test_in_a_look_the_first_process_searches_for_all(tmp_path: Path) -> None:
 @pytest.mark.parametrize("command", ["reproduce", exhaustive("confirm")])
 def test_a_repeated_run_searches_again(command: str, verdict: StoredRun, tmp_path: Path) -> None:
     device = f"sim:{verdict.path.parent / 'spec.yaml'}"
-    arguments = verdict.path, repeat.Setup(device, None, tmp_path / "again")
+    setup = repeat.Setup(device, None, tmp_path / "again", RunOptions(), measure_alone)
     cells = {"cases": 1, "replicates": 6} if command == "confirm" else {}
-    again = store.read(getattr(repeat, command)(*arguments, **cells))
+    again = store.read(getattr(repeat, command)(verdict.path, setup, **cells))
     assert choices_of(again.state) is Choices.AMONG
     assert any(row.candidates for row in again.rows if row.case.contender.baseline)
-
-
-def test_a_reproduction_inherits_the_choices_of_each_process(
-    verdict: StoredRun, tmp_path: Path
-) -> None:
-    device = f"sim:{verdict.path.parent / 'spec.yaml'}"
-    setup = repeat.Setup(device, None, tmp_path / "again", inherit=True)
-    again = store.read(repeat.reproduce(verdict.path, setup))
-    assert choices_of(again.state) is Choices.BUNDLE
-    assert choices_by_case(again) == choices_by_case(verdict)
-    suite, flags = read(str(verdict.path.parent / "mine.yaml")), Flags(**verdict.state["flags"])
-    flags = replace(flags, device=device)
-    with pytest.raises(SuiteError, match="expected choices by bundle, found each process, among"):
-        measure(suite, flags, None, again.path)
-
-
-def test_a_case_that_failed_in_one_process_takes_the_choice_of_another(tmp_path: Path) -> None:
-    fault = "faults: [{when: 'kernel=bsr_triton m=3', fault: failed, process: 1}]"
-    run = measured(tmp_path, f"regret: 0.01\n{fault}", replicates=6, only="m=3")
-    failed = next(row.case.id for row in run.rows if row.detail and not row.case.contender.twin)
-    earlier = pinned_by_process(run.rows)
-    assert len(earlier) == 6
-    assert earlier[1][failed] in [earlier[p][failed] for p in (0, 2, 3, 4, 5)]
 
 
 def test_verdicts_on_the_simulated_gpu_are_right(tmp_path: Path) -> None:

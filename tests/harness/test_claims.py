@@ -3,8 +3,11 @@
 import json
 import re
 import shutil
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,8 +15,10 @@ from sparsebench.errors import SuiteError
 from sparsebench.harness.claims import checking, claim_plan
 from sparsebench.harness.claims.checking import ClaimEvidence, check, evidence
 from sparsebench.harness.run import measure
-from sparsebench.harness.run.measure import RunOptions
+from sparsebench.harness.run.measure import RunOptions, Unfinished
 from sparsebench.harness.run.run_json import Flags
+from sparsebench.harness.shared_runs import sharing
+from sparsebench.harness.shared_runs.sharing import measure_alone
 from sparsebench.results.claims.cells import ClaimCell, cells
 from sparsebench.results.claims.decision import Word
 from sparsebench.results.claims.schema import Claim, ClaimFile, Test
@@ -42,7 +47,17 @@ def device(folder: Path, efficiency: float) -> str:
     return f"sim:{folder / 'spec.yaml'}"
 
 
-QUIET = RunOptions()
+def checked(
+    claims: list[ClaimFile],
+    flags: Flags,
+    out: Path,
+    runs: Sequence[Path] = (),
+    planned: Callable[[ClaimEvidence], None] = lambda result: None,
+    **options: Any,
+) -> ClaimEvidence:
+    """Check claims into a folder, in parts as the command does."""
+    engine = partial(measure_alone, as_begun=True)
+    return check(claims, flags, runs, out, RunOptions(**options), engine, planned)
 
 
 def judged(result: ClaimEvidence) -> Verdict:
@@ -56,7 +71,7 @@ def fast(in_one_process: None, tmp_path_factory: pytest.TempPathFactory) -> Path
     """Check a claim whose kernel is 2 and 5 times as fast as dense: 0.5 and 0.2 of the work."""
     folder = tmp_path_factory.mktemp("fast")
     flags = Flags(device(folder, 0.8), replicates=6)
-    result = check([written(folder)], flags, [], folder / "out", QUIET)
+    result = checked([written(folder)], flags, folder / "out")
     assert judged(result).word is Word.REPRODUCED
     return folder / "out"
 
@@ -66,7 +81,7 @@ def slow(in_one_process: None, tmp_path_factory: pytest.TempPathFactory) -> Path
     """Check a claim whose kernel is slower than dense; its best cell is measured again, too."""
     folder = tmp_path_factory.mktemp("slow")
     flags = Flags(device(folder, 0.1), replicates=6)
-    check([written(folder)], flags, [], folder / "out", QUIET)
+    checked([written(folder)], flags, folder / "out")
     assert sorted(path.name for path in folder.glob("out/*/")) == ["mine", "mine-confirmed"]
     return folder / "out"
 
@@ -96,7 +111,7 @@ def test_an_unreliable_confirming_run_is_repeated(fast, tmp_path, monkeypatch) -
     monkeypatch.setattr(checking, "cells", doubted)
     out = tmp_path / "out"
     shutil.copytree(fast, out)
-    result = check([written(tmp_path)], Flags(device(tmp_path, 0.8), replicates=6), [], out, QUIET)
+    result = checked([written(tmp_path)], Flags(device(tmp_path, 0.8), replicates=6), out)
     (test,) = judged(result).tests
     assert (test.word, test.deciding[0].run) == (Word.REPRODUCED, "mine-confirmed-2")
 
@@ -125,36 +140,36 @@ def test_the_best_cell_is_measured_again_alone(fast: Path) -> None:
 
 def test_a_look_settles_nothing_and_its_cells_are_not_measured_again(tmp_path: Path) -> None:
     flags = Flags(device(tmp_path, 0.8), replicates=2)
-    look = check([written(tmp_path)], flags, [], tmp_path / "look", QUIET)
+    look = checked([written(tmp_path)], flags, tmp_path / "look")
     assert judged(look).word is Word.NOT_SETTLED
     assert not (tmp_path / "look" / "mine-confirmed").exists()
     wider = written(tmp_path, "[0.5, 0.8]", "[0.5, 0.8, 0.9]", name="wider")
-    result = check([wider], flags, [tmp_path / "look" / "mine"], tmp_path, QUIET)
+    result = checked([wider], flags, tmp_path, [tmp_path / "look" / "mine"])
     fresh = store.read(tmp_path / "wider")
     assert {row.case.problem["sparsity"] for row in fresh.rows} == {0.9}
     assert {cell.run for cell in result.cells["wider"]} == {"mine", "wider"}
 
 
-def test_a_check_ends_at_its_time_and_the_next_one_resumes_it(tmp_path, monkeypatch) -> None:
+def test_a_check_ends_at_its_time_and_the_next_one_measures_the_rest(tmp_path, monkeypatch) -> None:
     """The clock is at 0 until the first contest is done, and then past the limit."""
     first = written(tmp_path, "quantifier: exists", "quantifier: typical", name="first")
     second = written(tmp_path, "[0.5, 0.8]", "[0.9, 0.95]", name="second")
     flags, to = Flags(device(tmp_path, 0.8), replicates=2), tmp_path / "out"
     now = [0.0]
-    monkeypatch.setattr(measure, "monotonic", lambda: now[0])
-    monkeypatch.setattr(checking, "monotonic", lambda: now[0])
+    for module in (measure, sharing):
+        monkeypatch.setattr(module, "monotonic", lambda: now[0])
 
     def late(done: int, total: int, problem: str) -> None:
         now[0] = 2.0 * (done > 0)
 
-    result = check([first, second], flags, [], to, RunOptions(progress=late, until=1.0))
-    assert result.left == ["second", "first"]
-    assert store.read(to / "first").state["status"] == "interrupted"
-    assert not (to / "second").exists()
+    with pytest.raises(Unfinished) as left:
+        checked([first, second], flags, to, progress=late, until=1.0)
+    assert (left.value.path, left.value.done) == (to / "first", 2)
+    assert {path.name for path in to.iterdir()} == {"first.parts"}
+    assert not evidence([first, second], store.runs_in(to)).runs
     now[0] = 0.0
     planned: list[ClaimEvidence] = []
-    result = check([first, second], flags, [], to, RunOptions(until=1.0), planned=planned.append)
-    assert not result.left
+    result = checked([first, second], flags, to, planned=planned.append, until=1.0)
     assert {path.name for path in to.iterdir() if path.is_dir()} == {"first", "second"}
     assert [cell.processes for cell in result.cells["first"]] == [2, 2]
     assert planned == [result]
@@ -179,7 +194,7 @@ def test_energy_without_a_meter_is_not_testable(tmp_path: Path) -> None:
     text = CLAIM.replace("metric: speedup\n    at_least: 2\n    unit: x", asks)
     file.write_text(text.replace("measure:\n", "measure:\n  energy: true\n"))
     flags = Flags(device(tmp_path, 0.8), replicates=1)
-    verdict = judged(check([claim_plan.load(str(file))], flags, [], tmp_path / "out", QUIET))
+    verdict = judged(checked([claim_plan.load(str(file))], flags, tmp_path / "out"))
     assert verdict.word is Word.NOT_TESTABLE
     assert "expected an NVIDIA GPU" in verdict.why
 
@@ -241,7 +256,7 @@ def test_a_test_that_exceeds_the_memory_is_refused_before_it_is_drawn(tmp_path: 
 
 def test_an_unsupported_baseline_makes_a_claim_not_testable(tmp_path: Path) -> None:
     claim = written(tmp_path)
-    result = check([claim], Flags("cpu", replicates=1), [], tmp_path / "out", QUIET)
+    result = checked([claim], Flags("cpu", replicates=1), tmp_path / "out")
     verdict = judged(result)
     assert verdict.word is Word.NOT_TESTABLE
     assert "No baseline is supported here: cublas: " in verdict.why
@@ -250,8 +265,8 @@ def test_an_unsupported_baseline_makes_a_claim_not_testable(tmp_path: Path) -> N
 
 def test_a_claim_that_cannot_run_here_is_judged_by_given_runs(fast: Path, tmp_path: Path) -> None:
     flags = Flags("cpu", replicates=1)
-    result = check(
-        [written(tmp_path)], flags, [fast / "mine", fast / "mine-confirmed"], tmp_path / "o", QUIET
+    result = checked(
+        [written(tmp_path)], flags, tmp_path / "o", [fast / "mine", fast / "mine-confirmed"]
     )
     assert judged(result).word is Word.REPRODUCED
     done = sparsebench("claims", "report", "blast-2025")

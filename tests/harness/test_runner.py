@@ -84,7 +84,7 @@ def test_later_processes_know_what_was_right_and_references_search_once() -> Non
         )
         history.remember([right, wrong])
         history.remember([replace(right, replicate=1, choice=tiles[1], candidates=())])
-        options = history.options(contest, 1)
+        options = history.options(contest)
         known = {cases[0].id: sorted(configuration(replace(right, choice=t)) for t in tiles)}
         assert options["checked"] == known
         assert bool(options["pinned"]) is contest.reference

@@ -143,12 +143,10 @@ def test_a_plan_is_resumed_after_a_part_was_deleted(deleted, suite, gpus, tmp_pa
     assert Counter(map(key, store.read(out).rows)) == Counter(expected(suite, 1))
 
 
-def test_a_deleted_suite_or_choices_are_one_line_before_any_job(suite, gpus, tmp_path) -> None:
-    for name in ("suite.yaml", "pinned.json"):
-        folder = tmp_path / f"{name}.parts"
-        folders.create(folder, on(gpus, replicates=1), suite.text, [{"case": {"choice": 1}}])
-        (folder / name).unlink()
-        assert name in refusal("run", "--resume", tmp_path / name)
+def test_a_deleted_suite_is_one_line_before_any_job(suite, gpus, tmp_path) -> None:
+    folders.create(tmp_path / "run.parts", on(gpus, replicates=1), suite.text)
+    (tmp_path / "run.parts" / "suite.yaml").unlink()
+    assert "suite.yaml" in refusal("run", "--resume", tmp_path / "run")
 
 
 @pytest.mark.exhaustive
