@@ -3,7 +3,7 @@
 
 PYTHON ?= python3
 BIN := .venv/bin
-EXTRAS := dev,cluster,models,parquet$(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -q GPU && echo ,gpu)
+EXTRAS := dev,cluster,models$(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -q GPU && echo ,gpu)
 # A process for each core, four at most; on a GPU machine six processes share the GPU.
 WORKERS ?= $(if $(findstring gpu,$(EXTRAS)),6,auto)
 PYTEST := $(BIN)/pytest --numprocesses=$(WORKERS) --maxprocesses=$(if $(findstring gpu,$(EXTRAS)),6,4) --dist=worksteal

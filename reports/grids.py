@@ -20,6 +20,7 @@ from sparsebench.reports.tables import Table
 from sparsebench.results.formatting import (
     amount,
     between,
+    brackets,
     cell_times,
     conditions,
     duration,
@@ -32,7 +33,8 @@ from sparsebench.results.formatting import (
 from sparsebench.results.problem_names import split_fields
 from sparsebench.results.statistics.outcome import Outcome
 from sparsebench.results.tables.contests import sort_values_of
-from sparsebench.results.tables.grid import Case, Cell, Finding, Grid, column_text, outcome_of
+from sparsebench.results.tables.frame import fields
+from sparsebench.results.tables.grid import Case, Cell, Finding, Grid, View, column_text, outcome_of
 
 OPENINGS = {
     Outcome.FASTER: "Faster than dense",
@@ -101,14 +103,30 @@ def against(lines: pd.DataFrame) -> str:
     return f"over dense ({join_words([*dense.dense_name.unique()])}, {' to '.join(ends)})"
 
 
+def about_view(view: View) -> str:
+    """Write what the problems of a view share, and the dense contenders of its gains."""
+    return about(view.lines, ["op", *fields(view.lines), "source", "scope", "cache"])
+
+
+def table_of(view: View) -> Table:
+    """Return the grid of a view for a terminal or for Markdown."""
+    held = brackets(view.lines.gain_interval)
+    return table(view.grid, "; ".join(filter(None, [about_view(view), held, "?: not settled"])))
+
+
 def table(grid: Grid, title: str = "") -> Table:
-    """Return a grid for a terminal or for Markdown; `?` marks a cell that is not settled."""
+    """Return a grid for a terminal or for Markdown; `?` marks a cell that is not settled.
+
+    A narrow window leaves out the first columns, and names them.
+    """
     lines: list[list[TableCell]] = [
         [row, *(_table_cell(cells.get(at)) for at in grid.columns)]
         for row, cells in grid.rows.items()
     ]
     heads = ["", *(column_text(grid.x, at) for at in grid.columns)]
-    return Table(title=title, columns=heads, lines=lines, words=[""])
+    return Table(
+        title=title, columns=heads, lines=lines, words=[""], spare=heads[1:], essential=heads[1:]
+    )
 
 
 def _table_cell(cell: Cell | None) -> TableCell:

@@ -30,7 +30,7 @@ from sparsebench._writing import write_file
 from sparsebench.errors import ResultError
 from sparsebench.reports import advice, costs
 from sparsebench.reports.coverage import COVERAGE, coverage_lines, explanation
-from sparsebench.reports.grids import about, sentences
+from sparsebench.reports.grids import about_view, sentences
 from sparsebench.reports.headline import PublishedRun, headline, read
 from sparsebench.reports.picture import picture
 from sparsebench.reports.tables import markdown_table
@@ -44,9 +44,8 @@ from sparsebench.results.run import bundle
 from sparsebench.results.run.provenance import commit_of, flat
 from sparsebench.results.statistics import between_cards
 from sparsebench.results.tables.families import is_ours
-from sparsebench.results.tables.frame import KEYS, fields
+from sparsebench.results.tables.frame import KEYS
 from sparsebench.results.tables.grid import findings
-from sparsebench.results.tables.tuning_doubts import APART
 
 Runs = Mapping[str, PublishedRun]
 
@@ -54,6 +53,7 @@ ROOT = Path(__file__).resolve().parents[1]  # root of the checkout; wheels hold 
 HOME = "results/published"
 ADVICE = "advice.json"
 PICTURE, PICTURED = f"{HOME}/speedup.svg", "sparsity-4096"
+APART = 1.1  # a peer is slow above this ratio to its time in another run
 BLOCK, COLUMNS, LINES = "64", 72, 12  # the terminal example: block size, width and lines
 BLOCKED = ("README.md", f"{HOME}/pruning/README.md")  # pages with blocks between marks
 OPENING = re.compile(r"<!-- published: (\S+) -->\n")
@@ -233,9 +233,9 @@ def figure(runs: Runs) -> str:
 
 def _shown(run: PublishedRun) -> str:
     """Name the problems of the pictured run, what its brackets hold, and the run."""
-    lines = run.views[0].lines
-    fields_shown = about(lines, ["op", *fields(lines), "cache"])
-    return f"{fields_shown}; {brackets(lines.gain_interval)}; [{run.name}](/{run.home})"
+    view = run.views[0]
+    held = brackets(view.lines.gain_interval)
+    return f"{about_view(view)}; {held}; [{run.name}](/{run.home})"
 
 
 def agreement(runs: Runs) -> str:

@@ -13,7 +13,7 @@ from rich.console import Console, ConsoleOptions, RenderableType
 from rich.text import Text
 
 from sparsebench.reports.findings import findings
-from sparsebench.reports.terminal import indented, results
+from sparsebench.reports.terminal import indented, tables
 from sparsebench.results import files
 from sparsebench.results.formatting import amount
 from sparsebench.results.record import Status
@@ -48,8 +48,9 @@ class PublishedAnswer:
             for line in findings(measured):
                 yield indented(line)
             yield Text()
-            yield results(measured)
-            yield Text()
+            for table in tables(measured):
+                yield table
+                yield Text()
         yield Text(HOW)
 
 

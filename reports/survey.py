@@ -30,7 +30,6 @@ from sparsebench.results.formatting import (
     FORMATS,
     PATTERNS,
     amount,
-    brackets,
     join_words,
     percent,
 )
@@ -81,7 +80,7 @@ class Summary:
         yield line
         yield Text(self.finding, style="bold")
         if self.grid.rows:
-            title = f"{KEY}. {precision(self.grid)}?: not settled."
+            title = f"{KEY}; the report shows each interval. ?: not settled."
             yield from (Text(), grids.table(self.grid, title), Text())
         yield from (Text(sentence) for sentence in [*self.others, *self.state])
 
@@ -162,20 +161,6 @@ def survey_grid(lines: pd.DataFrame) -> Grid:
 
 
 SETTLED = (Outcome.FASTER, Outcome.SLOWER, Outcome.EQUAL)
-
-
-def precision(drawn: Grid) -> str:
-    """Say how far the settled cells are from the ends of their intervals; "" without such a cell.
-
-    The grid of a terminal has no room for intervals.
-    """
-    sure = [case for case in drawn.cases if outcome_of(case) in SETTLED]
-    ends = [max(c["high"] / c["gain"], c["gain"] / c["low"]) for c in sure]
-    if not ends:
-        return ""
-    meaning = brackets(c["gain_interval"] for c in sure).removeprefix("brackets: ")
-    most = f"±{100 * (max(ends) - 1):.2g}\N{NO-BREAK SPACE}%"
-    return f"Intervals reach {most} at most ({meaning}); the report shows each. "
 
 
 def _state(

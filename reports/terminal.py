@@ -1,15 +1,15 @@
 """The answer of a run, for a terminal, as Markdown and as JSON.
 
     device, suite, badges    needed to read any number
-    findings                 break-evens and winners (findings.py)
-    table                    the fastest kernel of each format in each problem
+    findings                 what each format shows, and the fastest kernels (findings.py)
+    grids                    formats by levels or tokens (grids.py)
     not measured             every reason, with its kernels
     trust                    noise floor, reliability, marks, state of the machine
 
-The table fits the window, but the name of a kernel is never cut.
+A grid fits the window, and names the columns that a narrow one leaves out.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,37 +18,28 @@ from rich.console import Console, ConsoleOptions, RenderableType
 from rich.padding import Padding
 from rich.text import Text
 
-from sparsebench.reports.findings import contender_name, findings, first_views, headlines
-from sparsebench.reports.tables import Cell, Table, split_style
+from sparsebench.reports import grids
+from sparsebench.reports.findings import findings, first_views, headlines
+from sparsebench.reports.tables import Table
 from sparsebench.results.badges import Badge, badges, unfit
 from sparsebench.results.formatting import (
-    FORMATS,
     amount,
     are,
-    between,
-    brackets,
-    duration,
     kernel,
     percent,
 )
-from sparsebench.results.problem_names import problem_namer
 from sparsebench.results.record import Status
 from sparsebench.results.run.provenance import device_title
 from sparsebench.results.run.store import StoredRun
-from sparsebench.results.statistics.outcome import STYLES, Outcome
 from sparsebench.results.statistics.ratio import FEWEST
 from sparsebench.results.tables import grid
 from sparsebench.results.tables.analysis import Analysis
 from sparsebench.results.tables.contests import empty_launch
 from sparsebench.results.tables.families import OF_ACTIVATIONS, QUANTISED
-from sparsebench.results.tables.frame import fields, records
 from sparsebench.results.tables.noise import Reliability
 
 VERDICT = 8  # recommended processes for a verdict; FEWEST is the minimum
-LINES = 30  # lines of a table on a terminal; the report and Markdown show all
-MORE = "more lines are in the report and in --markdown"
 REASONS = 12  # shown at most
-EMPTY = ("", "-", "–")
 GOOD, BAD = (Badge.VERDICT, Badge.LOOK), "bold red"
 
 
@@ -65,10 +56,10 @@ class RunAnswer:
         yield _title(self.analysis)
         for line in findings(self.analysis):
             yield indented(line, style="" if line.startswith(" ") else "bold")
-        if (cases.status == Status.OK).any():
+        for table in tables(self.analysis):
             yield Text()
-            yield results(self.analysis).shortened(LINES, MORE)
-        else:
+            yield table
+        if not (cases.status == Status.OK).any():
             yield Text("Nothing was measured.", style=BAD)
         yield Text()
         for line in [*missing(cases), *trust(self.analysis)]:
@@ -81,13 +72,18 @@ def indented(line: str, style: str = "") -> RenderableType:
     return Padding.indent(Text(text, style), len(line) - len(text))
 
 
+def tables(analysis: Analysis) -> list[Table]:
+    """Return the grid of the first view of each op, pattern and dtype."""
+    return [grids.table_of(view) for view in first_views(analysis) if view.grid.rows]
+
+
 def answer_markdown(analysis: Analysis) -> str:
-    """Return the answer as Markdown with every line of the table."""
+    """Return the answer as Markdown."""
     cases = analysis.cases
     badge_texts = [label.text for label in badges(analysis)]
     heading = f"**{_heading(analysis.run)}** ({'; '.join(badge_texts)})"
     parts = [heading, "\n".join(findings(analysis))]
-    parts += [results(analysis).markdown()] if (cases.status == Status.OK).any() else []
+    parts += [table.markdown() for table in tables(analysis)]
     return "\n\n".join([*parts, *missing(cases), *trust(analysis)]) + "\n"
 
 
@@ -150,12 +146,6 @@ def _with_other_levels(rows: pd.DataFrame, cases: pd.DataFrame) -> int:
     return int(cases.problem_id[other].nunique())
 
 
-def outcome(line: Mapping[Any, Any]) -> Cell:
-    """Write `faster`, `equal`, `not settled (+3)` for 3 more processes, or a dash."""
-    more, words = line["more_processes"], line["outcome"] or "-"
-    return words if pd.isna(more) else f"{words} (+{more})", STYLES.get(line["outcome"], "")
-
-
 def _once(cases: pd.DataFrame) -> pd.DataFrame:
     """Return each case once with its worst status; a twin only if it failed alone."""
     twin, failed = cases.twin.astype(bool), ~cases.status.isin([Status.OK, Status.UNSUPPORTED])
@@ -187,45 +177,6 @@ def _beyond(cases: pd.DataFrame) -> pd.DataFrame:
     return sparse[sparse.speedup_low > 1 / (1 - sparse.level)]
 
 
-def results(analysis: Analysis) -> Table:
-    """Return the fastest kernel of each format in each problem, beside dense."""
-    cases, timed = analysis.cases, analysis.timed
-    best = timed.sort_values("median_us", kind="stable").drop_duplicates(["place", "kind"])
-    alone = best.groupby("place").kind.transform("nunique") == 1
-    best = best[(best.kind != "dense") | alone].sort_index()
-    name, shared = problem_namer(best, ["op", *fields(timed), "source", "seed", "scope", "cache"])
-    lines: list[list[Cell]] = [
-        [
-            name(line),
-            FORMATS.get(line["kind"], line["kind"]),
-            contender_name(line),
-            duration(line["median_us"]),
-            duration(line["dense_us"]),
-            _gain(line),
-            percent(round(line["of_bound"], 2)) if line["of_bound"] > 0 else "",
-            outcome(line) if line["side"] != "dense" else "",
-            str(line["marks"] or ""),
-        ]
-        for line in records(best)
-    ]
-    sparse = cases[(cases["format"] != "dense") & ~cases["format"].isin(best.kind)]
-    lines += [
-        ["-", FORMATS.get(str(name), str(name)), (Outcome.NOT_MEASURED, "quiet"), *[""] * 6]
-        for name in sparse["format"].unique()
-    ]
-    columns = ["problem", "format", "kernel", "time", "dense", "× dense", "of limit", "outcome"]
-    columns += ["accuracy"]
-    texts = [[split_style(cell)[0] for cell in line] for line in lines]
-    used = [i for i in range(len(columns)) if any(text[i] not in EMPTY for text in texts)]
-    return Table(
-        title="; ".join(filter(None, [shared, brackets(timed.gain_interval)])),
-        columns=[columns[i] for i in used],
-        lines=[[line[i] for i in used] for line in lines],
-        words={"problem", "format", "kernel", "outcome", "accuracy"},
-        spare=("outcome", "of limit", "dense", "format"),
-    )
-
-
 def missing(cases: pd.DataFrame, most: int = REASONS) -> list[str]:
     """Return why cases have no time, at most so many lines: failures first, then unsupported ones.
 
@@ -244,11 +195,3 @@ def missing(cases: pd.DataFrame, most: int = REASONS) -> list[str]:
         lines.append(f"{amount(len(group), 'case')} {word}: {why}: {kernels}")
     left = len(groups) - most
     return lines + ([f"{amount(left, 'more reason')} in the report."] if left > 0 else [])
-
-
-def _gain(case: Mapping[Any, Any]) -> Cell:
-    """Write a gain over dense, coloured if it is decided."""
-    style = ("good" if case["gain"] > 1 else "bad") if case["decided"] else "unsure"
-    if case["side"] == "dense":
-        return "1", ""
-    return between(case["gain"], case["low"], case["high"], case["half"], unit=""), style

@@ -50,6 +50,7 @@ REMOVED = {  # what older versions took on the command line, and what replaces i
     "claims sentences": "suites/claims/README.md lists them; `claims report` has the verdicts",
     "claims report --tables": "the caveats of a claim name the authors' files",
     "report --errors": "the page “Should I prune?” shows losses beside speedups",
+    "report --parquet": "use --csv; `sparsebench.load(RUN).frame()` is a table of pandas",
     "train-lm": "it is a script of the repository: experiments/train_lm.py",
     "whole": "it is a script of the repository: experiments/whole_model.py",
 }

@@ -13,7 +13,6 @@ def report(
     path: RunPath,
     out: Annotated[Path | None, out_file("HTML file to write. Default: in the run.")] = None,
     csv: Annotated[Path | None, typer.Option(help="Also write the rows as CSV.")] = None,
-    parquet: Annotated[Path | None, typer.Option(help="Also write the rows as Parquet.")] = None,
     markdown: Markdown = False,
     browse: Open = False,
 ) -> None:
@@ -23,19 +22,17 @@ def report(
     from sparsebench.reports.terminal import RunAnswer, answer_markdown
     from sparsebench.results.run import store
     from sparsebench.results.tables.analysis import analyse
-    from sparsebench.results.tables.frame import to_csv, to_parquet
+    from sparsebench.results.tables.frame import to_csv
 
     measured = store.read(path)
     warn_of_changes([path])
     out = out or path / "report.html"
     others = (file for file in path.rglob("*") if file.name != "report.html")
-    require_apart([out, csv, parquet], others)
+    require_apart([out, csv], others)
     analysis = analyse(measured)
     build(analysis, out)
     if csv:
         to_csv(analysis.rows, csv)
-    if parquet:
-        to_parquet(analysis.rows, parquet)
     if markdown:
         stdout.write(answer_markdown(analysis))
     else:

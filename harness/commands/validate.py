@@ -9,14 +9,12 @@ from sparsebench.harness.commands._options import Data, Plugins, RunPath
 def validate(path: RunPath, data: Data = None, plugins: Plugins = False) -> None:
     """Check that a run is complete, unchanged and consistent.
 
-    The command also warns about a contender that is slower than with its default options, or than
-    in another run of the same folder.
+    The command also warns about a contender that is slower than with its default options.
     """
     from sparsebench.harness.run.validation import validate as check
-    from sparsebench.results.tables.tuning_doubts import siblings
 
     checked = True
-    for line in check(path, data, siblings(path), plugins=plugins):
+    for line in check(path, data, plugins=plugins):
         stdout.say(line.text)
         checked = checked and line.checked
     if not checked:

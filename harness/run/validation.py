@@ -9,7 +9,7 @@ Without torch, or without the folder of the sources, the plan is not checked.
 """
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +30,7 @@ from sparsebench.results.run import bundle, store
 from sparsebench.results.run.consistency import check_consistency
 from sparsebench.results.run.store import StoredRun
 from sparsebench.results.tables import tuning_doubts
+from sparsebench.results.tables.frame import frame
 
 DIGEST = re.compile(rf"^([0-9a-f]{{64}})  (\S+)/{re.escape(bundle.MANIFEST)}$", re.MULTILINE)
 """A line of the page of published runs, as sha256sum writes and checks it."""
@@ -46,11 +47,11 @@ class CheckResult:
 
 
 def validate(
-    path: Path, data: Path | None = None, beside: Iterable[Path] = (), *, plugins: bool = False
+    path: Path, data: Path | None = None, *, plugins: bool = False
 ) -> Iterator[CheckResult]:
     """Check a bundle and yield a line for each check. Raises ResultError at the first failure.
 
-    A badly tuned contender, also by comparison with the runs in `beside`, is only a warning.
+    A badly tuned contender is only a warning.
     `plugins` allows the suite to import modules of other packages.
     """
     yield CheckResult(f"files: {', '.join(bundle.verify(path))}: unchanged since they were sealed")
@@ -61,8 +62,8 @@ def validate(
     if count := _require_plausible(run):
         rows = amount(count, "row")
         yield CheckResult(f"time taken: {rows} with about as many samples as their times allow")
-    for line in tuning_doubts.warnings(run, beside):
-        yield CheckResult(line)
+    for doubt in tuning_doubts.doubts(frame(run.rows)):
+        yield CheckResult(f"warning: {doubt}")
     try:
         from sparsebench.harness.run.recorded_plan import require_planned_rows, suite_of_run
 

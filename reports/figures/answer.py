@@ -20,7 +20,6 @@ from sparsebench.results.formatting import brackets, capital, duration
 from sparsebench.results.problem_names import field_text
 from sparsebench.results.tables.analysis import Analysis
 from sparsebench.results.tables.contests import size_key
-from sparsebench.results.tables.frame import fields
 from sparsebench.results.tables.grid import EVERY, Grid, View, column_text, findings, grid
 
 TITLE = "Which format wins"
@@ -82,8 +81,6 @@ def _view(number: int, view: View, held: str) -> Markup:
     page = '<div class="view" data-choice="{}"{}>{}{}<div class="pair">{}{}</div></div>'
     texts = grids.sentences(findings(view.grid))
     items = Markup("").join(map(_item, texts))
-    names = ["op", *fields(view.lines), "source", "scope", "cache"]
-    about = grids.about(view.lines, names)
     caption = Markup(
         "Each cell shows the speedup of the fastest contender of a row over the fastest dense one, "
         'or the range over several problems. Hatched: <a href="#words">not settled</a>. Select a '
@@ -93,7 +90,7 @@ def _view(number: int, view: View, held: str) -> Markup:
         json.dumps(view.choice),
         Markup(" hidden") if number else "",
         Markup('<ul class="answers">{}</ul>').format(items),
-        Markup('<p class="where">{}</p>').format(about),
+        Markup('<p class="where">{}</p>').format(grids.about_view(view)),
         grids.html(view.grid, lambda case: f"#case-{case['case_id']}", caption, names=True),
         _figure(view),
     )

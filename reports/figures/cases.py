@@ -1,7 +1,7 @@
 """Every case in one table that sorts and filters, and the same data as CSV."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pandas as pd
@@ -9,8 +9,7 @@ from markupsafe import Markup
 
 from sparsebench.reports.figures._again import selected_fields, suite_name
 from sparsebench.reports.figures._html import NOTHING, download, note
-from sparsebench.reports.tables import html_table, split_style, without_dashes
-from sparsebench.reports.terminal import outcome
+from sparsebench.reports.tables import html_table, without_dashes
 from sparsebench.results.formatting import between, brackets, capital, percent, plain, significant
 from sparsebench.results.problem_names import problem_name
 from sparsebench.results.tables.analysis import Analysis
@@ -37,7 +36,7 @@ def draw(analysis: Analysis) -> Markup:
         time=[_time(*ends) for ends in cases[TIME].itertuples(index=False)],
         gain=[_speedup(line) for line in cases[SPEEDUP].itertuples()],
         configuration=cases.choice.map(configuration),
-        outcome=[split_style(outcome(line))[0] for line in records(cases)],
+        outcome=[_outcome(line) for line in records(cases)],
     )
     shown = [column for column in COLUMNS if column[1] in written]
     heads += [head for head, _, _ in shown]
@@ -60,6 +59,12 @@ def draw(analysis: Analysis) -> Markup:
         + Markup(TOOL).format(problem_name(dict(cases.iloc[0]), same), json.dumps(run))
         + html_table(*without_dashes(heads, lines), "sortable", _ids(cases))
     )
+
+
+def _outcome(line: Mapping[Any, Any]) -> str:
+    """Write `faster`, `equal`, `not settled (+3)` for 3 more processes, or a dash."""
+    more, word = line["more_processes"], line["outcome"] or "–"
+    return word if pd.isna(more) else f"{word} (+{more})"
 
 
 def _speedup(line: Any) -> str:

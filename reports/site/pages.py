@@ -5,7 +5,6 @@ runs.html             every run with its question, its number and its state
 kernels.html          the formats and the kernels
 agreement.html        how often a second card agrees with the first (reports/coverage.py)
 glossary.html         the words for outcomes (results/statistics/outcome.py)
-history.html          each headline over commits and dates (history.py)
 formats/NAME.html     a format: its best contests, its kernels, its cases over all runs
 kernels/NAME.html     the same for a kernel
 runs/SLUG/index.html  leads to the run, for links from before runs had short addresses
@@ -25,7 +24,7 @@ import yaml
 from sparsebench.reports.build import Surrounding
 from sparsebench.reports.coverage import COVERAGE, coverage_lines, explanation
 from sparsebench.reports.page import content, render
-from sparsebench.reports.site import grids, history
+from sparsebench.reports.site import grids
 from sparsebench.reports.site.cards import Card, confirmation, lines
 from sparsebench.results.claims.planned import PlannedClaim
 from sparsebench.results.comparison.repeats import Verdicts, repeats
@@ -69,7 +68,7 @@ def pages(
     """Yield the path and the text of every page except those of runs, claims and comparisons.
 
     `doors` are the pages that the first one leads to, by title.
-    `earlier` are versions of runs that have newer ones: only their links and the history stay.
+    `earlier` are versions of runs that have newer ones: only their links stay.
     `brief` answers "Should I prune?" in a sentence for each GPU.
     """
     cards = sorted(cards, key=lambda card: (card.started, card.slug), reverse=True)
@@ -93,12 +92,11 @@ def pages(
         yield f"badges/{card.slug}.json", _shields(card)
         if card.address != f"runs/{card.slug}":
             yield f"runs/{card.slug}/index.html", render("site_moved.html", site=site, card=card)
-    yield history.PAGE, history.page([*cards, *earlier], site)
     yield "glossary.html", render("site_glossary.html", site=site)
     yield "agreement.html", _agreement(cards, site)
     yield "feed.xml", render("site_feed.xml", **shared)
     if site.base:
-        paths = ["", "runs.html", "kernels.html", history.PAGE, "glossary.html", "agreement.html"]
+        paths = ["", "runs.html", "kernels.html", "glossary.html", "agreement.html"]
         paths += [f"claims/{claim.name}.html" for claim in site.claims]
         paths += [*doors.values(), *(f"{card.address}/" for card in cards)]
         paths += [page_of(w, n) for w, ns in (("format", kinds), ("kernel", kernels)) for n in ns]

@@ -4,7 +4,6 @@
     verdict, table, runs      as `sparsebench advise` prints them
     models × tokens           a grid for each GPU, whose cells lead to the answers
     what pruning costs: losses by method beside the gains of layers
-    how good the estimates are: models that were measured, beside their estimates
 
 The answers rest on the packaged rows (measured_layers.py). Links lead to those of their runs that
 are on the site.
@@ -28,11 +27,9 @@ from sparsebench.results.advice.pruning import (
     WORTH,
     Answer,
     advise,
-    leave_one_out,
 )
-from sparsebench.results.advice.step_model import Gain
 from sparsebench.results.formatting import times
-from sparsebench.results.model_shapes import MODELS, model_name
+from sparsebench.results.model_shapes import MODELS
 
 PAGE = "prune.html"
 TOKENS = (1, 16, 64, 256, 4096)
@@ -59,18 +56,6 @@ def pages(cards: Sequence[Card], site: Site) -> Iterator[tuple[str, str]]:
     links = {_key(card.gpu, card.name): f"{card.address}/" for card in cards}
     gpus = sorted(evidence.layers.gpus, reverse=True)
     answers = [advise(evidence, *case) for case in product(MODELS, gpus, TOKENS)]
-    steps = [
-        [
-            step.run,
-            model_name(step.model.hidden, step.model.intermediate, step.model.layers),
-            advice.layer_text(step.layer),
-            Gain.measured(step.gain, step.low, step.high, step.processes).cell,
-            f"{gain.value:.2f}× [{gain.low:.2f}, {gain.high:.2f}]",
-            "yes" if gain.low <= step.gain <= gain.high else ("no", "bad"),
-        ]
-        for step, gain in leave_one_out(evidence)
-    ]
-    heads = ["run", "model", "kind of sparsity", "measured", "estimate", "inside"]
     yield (
         PAGE,
         render(
@@ -87,9 +72,6 @@ def pages(cards: Sequence[Card], site: Site) -> Iterator[tuple[str, str]]:
             notes=answers[0].basis,
             costs=[(table.title, table.html()) for table in costs.costs(evidence, FIRST[1])],
             cost_notes=costs.notes(evidence, FIRST[1]),
-            steps=html_table(heads, steps, "stacked"),
-            inside=sum(line[-1] == "yes" for line in steps),
-            count=len(steps),
         ),
     )
 

@@ -10,11 +10,10 @@
 
 A run keeps the first address that it got: its GPU and the name of its folder, with a number if
 another run has that address. Runs of one GPU, suite, selection and folder name are versions of one
-run: the newest is shown, and the earlier ones keep their pages, which lead to it, and their place
-in history.html (history.py). Its SLUG, from the GPU, the suite and the manifest, leads there. A run
-is written again if the code of results/ or reports/, the address of the site or the claims change,
-or if a run that confirms it was added. Runs that confirm others are written first. To remove a run,
-delete its folder and publish again.
+run: the newest is shown, and the earlier ones keep their pages, which lead to it. Its SLUG, from
+the GPU, the suite and the manifest, leads there. A run is written again if the code of results/ or
+reports/, the address of the site or the claims change, or if a run that confirms it was added. Runs
+that confirm others are written first. To remove a run, delete its folder and publish again.
 """
 
 import hashlib

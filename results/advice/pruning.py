@@ -26,7 +26,6 @@ from sparsebench.results.advice.layer_estimates import (
     BLOCKS,
     SIX_EIGHT,
     TWO_FOUR,
-    Estimator,
     Gpu,
     Layer,
     Measured,
@@ -137,20 +136,6 @@ def advise(evidence: Evidence, model: ModelShapes, gpu: str, tokens: int) -> Ans
         _about(model, tokens, kinds),
         _basis(evidence, card),
     )
-
-
-def leave_one_out(evidence: Evidence) -> list[tuple[ModelStep, Gain]]:
-    """Return each step that was measured, and its estimate from layers of other shapes alone."""
-    predicted = []
-    for step in evidence.steps:
-        sizes = {step.layer.n, step.layer.k, 2 * step.layer.n}
-        rows = [row for row in evidence.measured if not {row.layer.n, row.layer.k} <= sizes]
-        layers, gpu = Estimator(evidence.layers.gpus, rows), evidence.layers.gpus[step.gpu]
-        model = StepModel(step.model, step.layer.m, step.context)
-        if estimate := layers.estimate(step.layer, gpu):
-            rest_us = model.rest_us(layers, gpu)
-            predicted.append((step, model.estimated(step.layer, estimate, rest_us)))
-    return predicted
 
 
 def commands(answer: Answer) -> list[str]:

@@ -30,8 +30,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from sparsebench._writing import replacing, write_file
-from sparsebench.errors import ResultError
+from sparsebench._writing import write_file
 from sparsebench.results.record import POWER_LIMITED, Contender, Row, Status, Value
 from sparsebench.results.statistics.ratio import Floats, by_round, median_logs, quantiles
 
@@ -163,16 +162,6 @@ def as_csv(table: pd.DataFrame) -> str:
 
 def _plain_text(value: Any) -> Any:
     return f"'{value}" if isinstance(value, str) and value.startswith(FORMULA) else value
-
-
-def to_parquet(table: pd.DataFrame, path: Path) -> None:
-    """Write a table as Parquet, like `to_csv`; raises ResultError if pyarrow is missing."""
-    try:
-        with replacing(path) as fresh:
-            table.drop(columns="blocks_us").to_parquet(fresh, index=False, engine="pyarrow")
-    except ImportError as error:
-        message = "expected pyarrow to write Parquet, found none"
-        raise ResultError(f"{path}: {message}; pip install 'sparsebench[parquet]'") from error
 
 
 def _labels(problems: list[str], rows: list[Row]) -> Callable[[Contender], str]:

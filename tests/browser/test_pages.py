@@ -17,7 +17,7 @@ from tests.tools.paths import PUBLISHED
 pytestmark = pytest.mark.browser
 
 PAGES = ["report", "site", "runs", "run", "format", "kernel", "claims", "claim"]
-PAGES += ["history", "glossary", "comparison"]
+PAGES += ["glossary", "comparison"]
 WAYS = [(1280, "light", "screen"), (400, "light", "screen"), (1280, "dark", "screen")]
 WAYS += [(400, "dark", "screen"), (1280, "light", "print")]
 
@@ -34,7 +34,6 @@ def places(report: Path, site: Path, tmp_path_factory: pytest.TempPathFactory) -
     return {
         "comparison": comparison,
         "compared": compared,
-        "history": site / "history.html",
         "glossary": site / "glossary.html",
         "report": report,
         "site": site / "index.html",
@@ -190,7 +189,7 @@ def test_no_two_texts_of_a_chart_overlap(places: dict[str, Path], show: Any) -> 
 
 def test_on_a_narrow_screen_every_value_of_a_line_is_visible(places, show) -> None:
     out = "(all) => all.filter((each) => each.getBoundingClientRect().right > 400).length"
-    for name, lines in (("runs", ".runs td, .runs .badge"), ("run", "#winners td, #cases td")):
+    for name, lines in (("runs", ".runs td, .runs .badge"), ("run", "#cases td")):
         page = show(places[name], 400).page
         page.evaluate("document.querySelectorAll('details').forEach((d) => (d.open = true))")
         assert page.locator(lines).count() > 3
@@ -199,23 +198,6 @@ def test_on_a_narrow_screen_every_value_of_a_line_is_visible(places, show) -> No
     cells = page.locator("#answer .map td:visible")
     assert cells.count() > 10
     assert cells.evaluate_all(out) == 0
-    page = show(places["run"], 400).page
-    page.evaluate("document.querySelectorAll('details').forEach((d) => (d.open = true))")
-    heads = page.locator("#winners td").first.evaluate(
-        "(td) => getComputedStyle(td, '::before').content"
-    )
-    assert "problem" in heads
-
-
-@pytest.mark.parametrize("width", [1280, 800])
-def test_long_names_of_files_leave_the_speedups_in_the_window(width, places, show) -> None:
-    page = show(places["patterns"], width).page
-    page.evaluate("document.querySelectorAll('details').forEach((d) => (d.open = true))")
-    right = "(all) => Math.max(...all.map((each) => each.getBoundingClientRect().right))"
-    heads = page.locator("#winners th").all_inner_texts()
-    gains = page.locator(f"#winners td:nth-child({heads.index('× dense') + 1})")
-    assert gains.count() > 10
-    assert gains.evaluate_all(right) <= width
 
 
 @pytest.mark.parametrize("name", ["site", "patterns"])

@@ -1,7 +1,6 @@
 """How grids and findings are written: sentences, tables and cells, of a run and of a site."""
 
 import re
-from dataclasses import replace
 from itertools import count
 from typing import Any
 
@@ -11,7 +10,7 @@ import pytest
 
 from sparsebench.reports import grids
 from sparsebench.reports.site.grids import SiteGrid, beside, coverage, site_grids
-from sparsebench.reports.survey import precision, survey_grid
+from sparsebench.reports.survey import survey_grid
 from sparsebench.results.tables.grid import Finding, findings, grid
 
 OLD = {"run": "old", "verdict": False, "processes": 1, "day": "2026-11-21", "shape": "8 × 8"}
@@ -187,9 +186,3 @@ def survey_lines(*gains: tuple[float, bool]) -> pd.DataFrame:
 def test_a_settled_problem_comes_before_a_look_with_a_larger_gain() -> None:
     drawn = survey_grid(survey_lines((2.0, True), (3.0, False)))
     assert [case["gain"] for case in drawn.cases] == [2.0]
-
-
-def test_a_grid_without_intervals_says_how_far_they_reach() -> None:
-    drawn = survey_grid(survey_lines((2.0, True)))
-    assert precision(drawn).startswith("Intervals reach ±0.5\N{NO-BREAK SPACE}% at most (95 %")
-    assert precision(replace(drawn, rows={})) == ""

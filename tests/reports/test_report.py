@@ -314,7 +314,7 @@ def test_a_part_of_a_suite_shows_the_selection() -> None:
     assert "<dt>only</dt>" not in page_of("quick")
     part = run(quick())
     part = replace(part, state=part.state | {"flags": {"only": "m=16|64 n=4096"}})
-    assert "<dt>only</dt><dd>m=16|64 n=4096</dd>" in report_of(part, only="winners")
+    assert "<dt>only</dt><dd>m=16|64 n=4096</dd>" in report_of(part, only="remarks")
 
 
 def test_a_case_without_a_time_has_its_reason() -> None:

@@ -120,18 +120,18 @@ def test_an_unreliable_run_has_a_badge_above_everything_else() -> None:
     text = page("noise", twin=1.03)
     why = text.index('<p class="why unreliable">This run is unreliable: 3 of')
     assert text.index(">UNRELIABLE</span>") < text.index("<h1>") < why < text.index("<main>")
-    assert "UNRELIABLE" not in page("winners")
-    assert '<p class="quiet">This run is reliable: 0 of 3 A/A pairs' in page("winners")
-    assert ">VERDICT: " in page("winners")
-    assert "Brackets: 95 % interval over 8 processes" in page("winners")
+    assert "UNRELIABLE" not in page("remarks")
+    assert '<p class="quiet">This run is reliable: 0 of 3 A/A pairs' in page("remarks")
+    assert ">VERDICT: " in page("remarks")
+    assert "Brackets: 95 % interval over 8 processes" in page("remarks")
 
 
 def test_a_look_is_marked_once() -> None:
     text = page("noise", processes=5)
     assert text.count('<p class="why look">5 processes: a look, no verdict') == 1
-    assert "LOOK" not in page("winners")
-    assert "Brackets: range over 5 processes" in page("winners", processes=5)
-    assert '<p class="why look">1 process: a look' in report_of(run(processes=1), only="winners")
+    assert "LOOK" not in page("remarks")
+    assert "Brackets: range over 5 processes" in page("remarks", processes=5)
+    assert '<p class="why look">1 process: a look' in report_of(run(processes=1), only="remarks")
 
 
 def test_undecided_cells_are_hatched() -> None:
@@ -140,7 +140,7 @@ def test_undecided_cells_are_hatched() -> None:
 
 def test_the_noise_floor_is_written_and_drawn_by_class() -> None:
     sentence = "Noise floor of one process: 2.1 % (below 8 µs), 0.5 % (above 100 µs)."
-    assert sentence in drawn("winners")
+    assert sentence in page("noise")
     figure = drawn("noise")
     assert re.findall("<figure><h3>(.*?)</h3>", figure) == ["below 8 µs", "above 100 µs"]
     assert re.findall(r"different: (\d of \d)", figure) == ["0 of 1", "0 of 2"]
@@ -197,7 +197,6 @@ def test_marks_are_counted_in_a_sentence_and_listed_in_the_table() -> None:
     table = section("cases", text)
     for cell in ["power-limited", "690", "1,755", "10.0", "20.0", "250"]:
         assert f">{cell}</td>" in table, cell
-    assert "Marked" not in page("winners")
     assert not re.search("energy, mJ|power, W|SM clock|held, MB", drawn("cases"))
 
 

@@ -1,6 +1,5 @@
 """results/tables/frame.py and results/tables/cases.py, on numbers small enough to check by hand."""
 
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,10 +8,9 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from sparsebench.errors import ResultError
 from sparsebench.results.record import Case, Contender, Problem, Row, Source, Status, Value
 from sparsebench.results.tables.cases import summary
-from sparsebench.results.tables.frame import fields, frame, to_csv, to_parquet
+from sparsebench.results.tables.frame import fields, frame, to_csv
 
 DENSE = Contender("dense", "cublas", baseline=True)
 BSR = Contender("bsr", "bsr_triton", {"block": 16})
@@ -241,12 +239,6 @@ def test_csv_comes_back_with_the_same_numbers(tmp_path: Path) -> None:
     again = pd.read_csv(tmp_path / "rows.csv")
     assert [*again.columns, "blocks_us"] == list(table.columns)
     assert list(again.speedup[:2]) == pytest.approx([1, 2.5])
-
-
-def test_parquet_without_pyarrow_says_what_to_install(tmp_path, monkeypatch) -> None:
-    monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(ResultError, match=r"pip install 'sparsebench\[parquet\]'"):
-        to_parquet(frame([row()]), tmp_path / "rows.parquet")
 
 
 BEST = Contender("cvse", "ffn_sparse", options={"way": "best"})

@@ -1,14 +1,11 @@
 """Doubts about tuning in synthetic rows; test_published.py looks for them in every bundle."""
 
-import shutil
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from sparsebench.results.record import Case, Contender, Problem, Row, Status
-from sparsebench.results.run import store
 from sparsebench.results.tables import tuning_doubts
 from sparsebench.results.tables.frame import frame
 from tests.tools.paths import PUBLISHED
@@ -55,33 +52,3 @@ def test_contenders_of_other_kernels_or_options_are_not_each_others_defaults() -
 def test_the_times_of_a_search_are_no_judge() -> None:
     lines = {"choice": {}, "median_us": 10.0}, {"choice": {"warps": 4}, "median_us": 9.0}
     assert not doubts(row(12.0, candidates=lines))
-
-
-def test_a_case_that_took_another_time_in_another_run_is_found_at_the_slower_one() -> None:
-    tables = {name: frame([row(us)]) for name, us in (("a", 165.0), ("b", 331.0), ("c", 166.0))}
-    (finding,) = tuning_doubts.slower_than_elsewhere(tables)
-    assert finding.run == "b"
-    assert str(finding).endswith("expected about 165.0 µs, as in a, found 331.0 µs")
-    assert not tuning_doubts.slower_than_elsewhere({name: tables[name] for name in "ac"})
-
-
-def test_a_run_is_told_of_those_beside_it_and_of_one_that_cannot_be_read(tmp_path: Path) -> None:
-    home, slow = tmp_path / "runs", tmp_path / "runs" / "slow"
-    shutil.copytree(H200 / "quick", home / "quick")
-    shutil.copytree(H200 / "quick", slow)
-    (slow / "rows.jsonl.gz").unlink()
-    (slow / "rows.jsonl").write_text("")
-    store.replace_rows(slow, [late(each) for each in store.rows(H200 / "quick")])
-    texts = list(tuning_doubts.warnings(store.read(slow), [home / "quick", home / "nowhere"]))
-    assert all(line.startswith("warning: ") for line in texts)
-    assert any("nowhere is not compared: " in line for line in texts)
-    assert any("bsr/bsr_wgmma" in line and ", as in quick, found " in line for line in texts)
-    assert not [line for line in texts if "bsr/bsr_small" in line]
-    assert tuning_doubts.siblings(slow) == [home / "quick"]
-    assert not list(tuning_doubts.warnings(store.read(home / "quick"), [slow]))
-
-
-def late(row: Row) -> Row:
-    """Return a row that took twice as long, if it is of bsr_wgmma."""
-    times = 2 if row.case.contender.kernel == "bsr_wgmma" else 1
-    return replace(row, samples_us=tuple(times * us for us in row.samples_us))
