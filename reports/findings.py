@@ -21,7 +21,7 @@ from sparsebench.results.formatting import between, conditions, duration, percen
 from sparsebench.results.problem_names import problem_name
 from sparsebench.results.statistics.outcome import Outcome
 from sparsebench.results.statistics.ratio import ratio_over
-from sparsebench.results.tables import cliffs, default_kernels, grid, untimed_peers
+from sparsebench.results.tables import cliffs, default_kernels, grid
 from sparsebench.results.tables.analysis import Analysis
 from sparsebench.results.tables.contests import in_chain, usual
 from sparsebench.results.tables.families import DEFAULT
@@ -81,10 +81,9 @@ def headline(analysis: Analysis) -> dict[str, str]:
 
 
 def remarks(analysis: Analysis) -> list[str]:
-    """Return sentences about cliffs, slower kernels by default and missing kernels of others."""
+    """Return sentences about cliffs and slower kernels by default."""
     cases = usual(analysis.timed)
-    texts = [cliffs.sentence(cases), default_kernels.sentence(cases)]
-    return [*filter(None, [*texts, untimed_peers.sentence(analysis.run.rows)])]
+    return [*filter(None, [cliffs.sentence(cases), default_kernels.sentence(cases)])]
 
 
 def headlines(analysis: Analysis) -> list[Finding]:

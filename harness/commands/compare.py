@@ -1,4 +1,4 @@
-"""`sparsebench compare`: runs, GPUs, commits or libraries side by side, and a gate for CI."""
+"""`sparsebench compare`: runs or GPUs side by side, and a gate for CI."""
 
 from pathlib import Path
 from typing import Annotated
@@ -22,10 +22,7 @@ AMONG = Path("results/published"), Path("runs")
 def compare(
     names: Annotated[
         list[str],
-        typer.Argument(
-            help="Two or more run directories, or names: a GPU (H100), a commit (84a765b), a card, "
-            "LIBRARY==VERSION, or several of these joined by @ (H200@84a765b)."
-        ),
+        typer.Argument(help="Two or more run directories or names of GPUs, such as H100."),
     ],
     among: Annotated[
         list[Path] | None,
@@ -44,7 +41,7 @@ def compare(
     ] = "",
     as_json: Json = False,
 ) -> None:
-    """Compare runs, GPUs, commits or library versions with the first.
+    """Compare runs or GPUs with the first.
 
     The table has three parts: how the times differ, how the speedups over the baseline differ, and
     the cause: our kernel, its configuration, a library's version, the baseline or the card.

@@ -103,16 +103,6 @@ def that_count(sparse: pd.DataFrame) -> pd.DataFrame:
     return best[best.verdict | ~best.groupby(["row", "level"]).verdict.transform("any")]
 
 
-def coverage(lines: pd.DataFrame, drawn: Sequence[SiteGrid]) -> str:
-    """Say how many problems of these lines the grids show; "" if they show all."""
-    measured = lines[(lines.side != "dense") & lines.gain.notna()]
-    total = len(measured.assign(level=measured.level.round(2)).drop_duplicates(PROBLEM))
-    cases = [case for each in drawn for case in each.grid.cases]
-    shown = len({tuple(str(case[name]) for name in PROBLEM) for case in cases})
-    rest = f"These grids show {shown} of {total} measured problems. The others are on"
-    return "" if shown == total else rest
-
-
 def beside(lines: pd.DataFrame) -> list[tuple[str, str, str]]:
     """Return the head, the finding and the run of each op of BESIDE that was measured."""
     texts = []

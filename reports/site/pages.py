@@ -8,10 +8,9 @@ glossary.html         the words for outcomes (results/statistics/outcome.py)
 formats/NAME.html     a format: its best contests, its kernels, its cases over all runs
 kernels/NAME.html     the same for a kernel
 runs/SLUG/index.html  leads to the run, for links from before runs had short addresses
-feed.xml, sitemap.xml, CITATION.cff, badges/SLUG.svg, badges/SLUG.json, style.css, report.js
+feed.xml, sitemap.xml, badges/SLUG.svg, style.css, report.js
 """
 
-import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,7 +18,6 @@ from types import MappingProxyType
 from typing import Any
 
 import pandas as pd
-import yaml
 
 from sparsebench.reports.build import Surrounding
 from sparsebench.reports.coverage import COVERAGE, coverage_lines, explanation
@@ -89,7 +87,6 @@ def pages(
             yield page_of(what, name), _name_page(what, name, docs.get(name, ""), cases, shared)
     for card in (*cards, *earlier):
         yield f"badges/{card.slug}.svg", _badge(card)
-        yield f"badges/{card.slug}.json", _shields(card)
         if card.address != f"runs/{card.slug}":
             yield f"runs/{card.slug}/index.html", render("site_moved.html", site=site, card=card)
     yield "glossary.html", render("site_glossary.html", site=site)
@@ -102,7 +99,6 @@ def pages(
         paths += [page_of(w, n) for w, ns in (("format", kinds), ("kernel", kernels)) for n in ns]
         yield "sitemap.xml", render("site_sitemap.xml", site=site, paths=paths)
         yield "robots.txt", f"User-agent: *\nAllow: /\nSitemap: {site.base}sitemap.xml\n"
-    yield "CITATION.cff", _citation(cards, site)
 
 
 def around(
@@ -190,7 +186,7 @@ def _findings(every: pd.DataFrame, cards: Sequence[Card]) -> list[dict[str, Any]
         ]
         facts = {"name": str(gpu), "runs": of_gpu.run.nunique(), "views": views}
         facts |= {"beside": grids.beside(of_gpu)}
-        gpus += [{**facts, "coverage": grids.coverage(of_gpu, drawn)}] if drawn else []
+        gpus += [facts] if drawn else []
     return sorted(gpus, key=lambda gpu: -gpu["runs"])
 
 
@@ -245,37 +241,3 @@ def _badge(card: Card) -> str:
     widths = [round(WIDTH * len(text)) + 16 for text in (left, right)]
     colour = "#00694c" if card.badges[0][0] == "verdict" else "#0a58a8"
     return render("site_badge.svg", left=left, right=right, widths=widths, colour=colour)
-
-
-def _shields(card: Card) -> str:
-    color = {"verdict": "green", "look": "blue"}.get(card.badges[0][0], "orange")
-    message = f"{card.gain} · {card.badges[0][1]}"
-    label = f"{card.gpu} · {card.name}"[:60]
-    data = {"schemaVersion": 1, "label": label, "message": message, "color": color}
-    return json.dumps(data, ensure_ascii=False) + "\n"
-
-
-def _citation(cards: Sequence[Card], site: Site) -> str:
-    authors = [{"name": "The sparsebench authors"}]
-    data = {
-        "cff-version": "1.2.0",
-        "message": "Please cite the runs that you compare with, by the SHA-256 of their manifests.",
-        "title": "sparsebench: published runs",
-        "type": "dataset",
-        "license": "MIT",
-        "authors": authors,
-        **({"url": site.base} if site.base else {}),
-        **({"date-released": max(card.started[:10] for card in cards)} if cards else {}),
-        "references": [
-            {
-                "type": "data",
-                "title": f"{card.suite} on {card.gpu} ({card.slug})"[:300],
-                "authors": authors,
-                "date-released": card.started[:10],
-                "notes": f"manifest SHA-256 {card.identity}",
-                **({"url": f"{site.base}{card.address}/"} if site.base else {}),
-            }
-            for card in cards
-        ],
-    }
-    return yaml.safe_dump(data, sort_keys=False, allow_unicode=True, width=100)

@@ -1,13 +1,9 @@
-"""The sides of a comparison: runs by path, or by the name of a GPU, a commit, a card or a library.
+"""The sides of a comparison: runs by path, or by the name of a GPU.
 
     runs/A               a run
     H100, "RTX 4090"     the runs on a GPU, by words of its name
-    84a765b              the runs of a commit, by its first digits
-    becaf771             the runs on one card, by the first digits of its UUID
-    torch==2.13.0        the runs with a version of a library, as environment.json has it
-    H200@84a765b         the runs to which all of these apply
 
-A name means the runs of the suites that all sides have. Where several runs of a side hold a case,
+A GPU means its runs of the suites that all sides have. Where several runs of a side hold a case,
 the one with the most processes counts, and among equal ones the newest.
 """
 
@@ -29,16 +25,13 @@ from sparsebench.results.run import store
 from sparsebench.results.run.provenance import (
     Choices,
     choices_of,
-    commit_of,
     device_name,
-    flat,
     names_device,
 )
 from sparsebench.results.run.store import StoredRun
 from sparsebench.results.tables.analysis import Analysis, analyse
 from sparsebench.results.tables.frame import KEYS, NAMES, fields
 
-ID = re.compile("[0-9a-f]{4,40}")  # the first digits of a commit or a card
 MODEL = re.compile(r"(?:[RG]TX )?\b[A-Z]{1,3}\d{2,4}\w?\b(?: Ti| SUPER)?|\b[RG]TX \d{4}\w?")
 MOST = 26  # sides of a comparison
 LISTED = 6  # names that an error lists
@@ -143,8 +136,8 @@ def bundles(paths: Iterable[Path]) -> list[Path]:
 def find(texts: Sequence[str], among: Iterable[Path]) -> list[Side]:
     """Return the side that each text names, by its path or among the runs below some folders.
 
-    Raises ResultError if a name fits nothing or several GPUs, commits or cards, if it is given
-    twice, or if the sides share no suite.
+    Raises ResultError if a name fits no GPU or several, if it is given twice, or if the sides share
+    no suite.
     """
     if not 2 <= len(texts) <= MOST:
         raise ResultError(f"compare: expected 2 to {MOST} runs or names, found {len(texts)}")
@@ -180,63 +173,35 @@ def find(texts: Sequence[str], among: Iterable[Path]) -> list[Side]:
 
 @dataclass(frozen=True)
 class _Candidate:
-    """A run that a name may mean, read without its rows.
-
-    names  what a word may name: its device, its commit, its cards, and LIBRARY==VERSION
-    """
+    """A run that a name may mean, read without its rows."""
 
     path: Path
     suite: str
     device: str
-    names: frozenset[str]
 
     @classmethod
     def read(cls, path: Path) -> "_Candidate":
         facts = files.from_json(path / "environment.json")
-        device = device_name(facts)
-        cards = [value for name, value in flat(facts).items() if name.endswith("uuid")]
-        names = [commit_of(path, facts), *(card.removeprefix("GPU-").lower() for card in cards)]
-        names += [f"{name}=={of}".lower() for name, of in facts.get("versions", {}).items()]
         suite = str(files.from_json(path / "run.json").get("suite", ""))
-        return cls(path, suite, device, frozenset(names) - {""} | {device})
-
-    def named(self, word: str) -> set[str]:
-        """Return those of its names that a word means: ids by their first digits."""
-        begun = ID.fullmatch(word)
-        return {
-            name
-            for name in self.names
-            if word == name
-            or (begun and name.startswith(word))
-            or (name == self.device and names_device(word, name))
-        }
+        return cls(path, suite, device_name(facts))
 
 
 def _matches(text: str, runs: list[_Candidate], folders: Sequence[Path]) -> list[_Candidate]:
-    for word in text.lower().split("@"):
-        names = {name for each in runs for name in each.named(word)}
-        if not names:
-            raise ResultError(f"{text}: {_unknown(word, runs, folders)}")
-        if len(names) > 1:
-            raise ResultError(f"{text}: expected one match, found {_few(names)}")
-        runs = [each for each in runs if each.named(word)]
-    devices = sorted({each.device for each in runs})
+    """Return the runs on the GPU that a text names; the error has the nearest name."""
+    devices = {run.device for run in runs if names_device(text, run.device)}
     if len(devices) > 1:
-        expected = f"expected one kind of device, such as {short_name(devices[-1])}@{text}"
-        raise ResultError(f"{text}: {expected}; found {_few(devices)}")
-    return runs
-
-
-def _unknown(word: str, runs: Sequence[_Candidate], folders: Sequence[Path]) -> str:
-    """Return the error for a word that names nothing, with the nearest name."""
-    devices = {short_name(run.device) for run in runs}
-    near = {name.lower(): name for name in devices.union(*(run.names for run in runs))}
+        raise ResultError(f"{text}: expected one match, found {_few(devices)}")
+    if devices:
+        return [run for run in runs if run.device in devices]
+    names = {short_name(run.device) for run in runs}
+    near = {name.lower(): name for name in names}
     near |= {run.path.name.lower(): str(run.path) for run in runs}
-    close = get_close_matches(word, near, 1)
+    close = get_close_matches(text.lower(), near, 1)
     hint = f"; did you mean {near[close[0]]}?" if close else ""
-    return (
-        f"expected the path of a run, or a GPU ({_few(devices)}), commit, card or LIBRARY==VERSION "
-        f"of the runs below {' and '.join(map(str, folders))}; found none of that name{hint}"
+    raise ResultError(
+        f"{text}: expected the path of a run (also for a commit, a card or a library), or a GPU "
+        f"({_few(names)}) of the runs below {' and '.join(map(str, folders))}; found none of that "
+        f"name{hint}"
     )
 
 

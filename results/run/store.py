@@ -22,7 +22,7 @@ import os
 import re
 import shutil
 import socket
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -261,9 +261,8 @@ def read(path: Path | str) -> StoredRun:
 def rows(path: Path) -> list[Row]:
     """Return all rows on disk, reference rows included, without a torn last line."""
     file, (schema, lines, _) = path / bundle.ROWS, bundle.row_lines(path)
-    names = tuple(f.name for f in fields(Row))
-    needed = [name for name in names if name not in OLDER_ROWS.get(schema, ())]
-    read = [_row(file, number, line, names, needed) for number, line in enumerate(lines, start=2)]
+    needed = frozenset(f.name for f in fields(Row)) - OLDER_ROWS.get(schema, frozenset())
+    read = [_row(file, number, line, needed) for number, line in enumerate(lines, start=2)]
     _each_once(file, read)
     return read
 
@@ -279,27 +278,21 @@ def _each_once(file: Path, rows: Iterable[Row]) -> None:
             raise ResultError(f"{where}: expected {expected}, found another in line {before}")
 
 
-def _row(file: Path, number: int, line: str, names: Sequence[str], needed: Sequence[str]) -> Row:
+def _row(file: Path, number: int, line: str, needed: frozenset[str]) -> Row:
+    where = f"{file}: line {number}: expected a row"
     try:
         if len(line) > ROW_BYTES:
             raise ValueError(f"more than {ROW_BYTES} characters (ROW_BYTES)")
         data = files.parse_json(line)
-        missing = [name for name in needed if name not in data]
-        unknown = sorted(data.keys() - names)
-        if not missing and not unknown:
-            row = Row.from_json(data)
-            _ROW.validate_json(line, strict=True)
-            return row
-        actual = f"no {missing[0]}" if missing else f"an unknown field {unknown[0]}"
-        expected = "a row with the fields of Row"
+        if absent := sorted(needed - data.keys()):
+            raise ValueError(f"no {absent[0]}")
+        row = Row.from_json(data)
+        _ROW.validate_json(line, strict=True)
+        return row
     except ValidationError as error:
-        first = files.first_error(error)
-        raise ResultError(f"{file}: line {number}: expected a row; {first}") from error
-    except json.JSONDecodeError as error:
-        expected, actual = "a row in JSON", f"{error.msg} at character {error.pos}"
+        raise ResultError(f"{where}; {files.first_error(error)}") from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        expected, actual = "a row", f"{type(error).__name__}: {error}"
-    raise ResultError(f"{file}: line {number}: expected {expected}, found {actual}")
+        raise ResultError(f"{where}, found {type(error).__name__}: {error}") from error
 
 
 def _line(row: Row) -> str:

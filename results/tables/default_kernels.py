@@ -10,13 +10,12 @@ from typing import Any
 
 import pandas as pd
 
-from sparsebench.results.formatting import percent, significant
+from sparsebench.results.formatting import significant
 from sparsebench.results.tables.cases import CONTEST
 from sparsebench.results.tables.families import DEFAULT, OF_ACTIVATIONS
 from sparsebench.results.tables.frame import records
 
 SHARE, SPARE_US = 0.03, 0.5  # fraction of the fastest kernel's time, and the scatter of a launch
-BOUND = f"{percent(SHARE)} plus {SPARE_US} µs"
 
 TimedCase = Mapping[Any, Any]
 """A line of `timed` (results/tables/analysis.py)."""

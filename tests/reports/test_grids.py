@@ -9,7 +9,7 @@ import pandas as pd
 import pytest
 
 from sparsebench.reports import grids
-from sparsebench.reports.site.grids import SiteGrid, beside, coverage, site_grids
+from sparsebench.reports.site.grids import SiteGrid, beside, site_grids
 from sparsebench.reports.survey import survey_grid
 from sparsebench.results.tables.grid import Finding, findings, grid
 
@@ -156,23 +156,6 @@ def test_models_and_attention_have_findings_beside_the_grids() -> None:
         assert model[0::2] == ("Model, decoding", "steps")
         assert attention[0::2] == ("Attention", "mask")
         assert "up to 6.00× [5.99, 6.01]" in attention[1]
-
-
-@pytest.mark.parametrize(
-    ("more", "words"),
-    [
-        ({"level": 0.5}, ""),
-        ({"m": 32}, "show 1 of 2 "),
-        ({"op": "ffn"}, "show 1 of 2 "),
-        ({"level": 0.875}, "show 1 of 2 "),
-    ],
-)
-def test_the_first_page_counts_the_problems_that_its_grids_leave_out(more, words) -> None:
-    one = lines(("BSR", 3.0), ("2:4", 1.4))
-    table = joined(one, lines(("BSR", 2.0), **more))
-    text = coverage(table, site_grids(table))
-    assert bool(text) is bool(words)
-    assert words in text
 
 
 def survey_lines(*gains: tuple[float, bool]) -> pd.DataFrame:

@@ -369,50 +369,35 @@ def test_a_gpu_has_the_name_of_its_model(device: str, short: str) -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder of three small runs: two GPUs, two commits and two versions of torch."""
+    """Return a folder of two small runs on two GPUs."""
     to = tmp_path_factory.mktemp("runs")
-    for name, gpu, commit, torch in (
-        ("first", "NVIDIA H200", "aaaa1", "2.0"),
-        ("second", "NVIDIA H200", "bbbb2", "2.1"),
-        ("other", "NVIDIA H100 80GB HBM3", "aaaa1", "2.0"),
-    ):
+    for name, gpu in (("second", "NVIDIA H200"), ("other", "NVIDIA H100 80GB HBM3")):
         shutil.copytree(H200 / "ffn-step", to / name)
         file = to / name / "environment.json"
         facts = json.loads(file.read_text())
-        facts |= {"commit": commit * 8, "versions": {**facts["versions"], "torch": torch}}
-        facts["gpu"] |= {"name": gpu, "uuid": f"GPU-{name[0]}ace"}
+        facts["gpu"] |= {"name": gpu}
         file.write_text(json.dumps(facts))
         bundle.seal(to / name)
     return to
 
 
-@pytest.mark.parametrize(
-    ("names", "runs"),
-    [
-        (("H100", "H200@bbbb"), ("other", "second")),
-        (("H200@aaaa1", "bbbb2"), ("first", "second")),
-        (("H200@torch==2.0", "torch==2.1"), ("first", "second")),
-        (("h100", "H200@face"), ("other", "first")),
-    ],
-)
-def test_sides_are_found_by_name(folder, names, runs, monkeypatch) -> None:
+def test_sides_are_found_by_name(folder, monkeypatch) -> None:
     monkeypatch.setattr(
         "sparsebench.results.comparison.sides.analyse", lambda run: SimpleNamespace(run=run)
     )
-    places = find(names, [folder])
-    assert tuple(each.name for each in places) == names
-    assert tuple(each.runs[0].path.name for each in places) == runs
+    places = find(["h100", "H200"], [folder])
+    assert [each.name for each in places] == ["h100", "H200"]
+    assert [each.runs[0].path.name for each in places] == ["other", "second"]
 
 
 @pytest.mark.parametrize(
     ("name", "match"),
     [
         ("NVIDIA", "expected one match, found NVIDIA H100 80GB HBM3, NVIDIA H200"),
-        ("aaaa1", "expected one kind of device, such as H200@aaaa1"),
         ("H20", "did you mean H200"),
-        ("torch==2.11", "did you mean torch==2.1"),
         ("secnd", "did you mean .*/second"),
-        ("x", r"the path of a run, or a GPU \(H100, H200\), commit, card or LIBRARY==VERSION"),
+        ("torch==2.1", "the path of a run .also for a commit, a card or a library"),
+        ("x", r"or a GPU \(H100, H200\)"),
         (str(PUBLISHED), "found no run.json"),
     ],
 )

@@ -349,14 +349,6 @@ def test_cells_of_files_are_those_of_the_runs_of_their_suite() -> None:
     assert not covers(test, {"dtype": "tf32", "sparsity": 0.9})
 
 
-def test_a_gpu_with_a_verdict_comes_before_a_device_that_runs_nothing() -> None:
-    claim = claimed()
-    none = cell(claim, [1.0], device="A CPU", reason="no subject ran: it needs a GPU")
-    (first, last) = judge("mine", claim, [none, cell(claim, spread(2.5))], {"over dense": {"p"}})
-    assert (first.word, last.word) == (Word.REPRODUCED, Word.NOT_TESTABLE)
-    assert last.why == "No subject ran: it needs a GPU."
-
-
 def test_devices_are_judged_apart_and_cells_survive_json() -> None:
     claim = claimed()
     cells = [cell(claim, spread(3.0), device=device) for device in DEVICES.values()]

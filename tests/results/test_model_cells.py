@@ -98,13 +98,6 @@ def test_metrics_are_those_of_a_training(changed: dict[str, Any], value: float) 
     assert cell.value == pytest.approx(value, rel=0.01)
 
 
-def test_a_test_may_be_about_samples_alone() -> None:
-    (test,) = claim(at={"data": "samples"}).tests
-    text = replace(trainings(1), text="Python 3.12.3's standard library")
-    assert not [*model_cells(test, text, "a-file")]
-    assert len([*model_cells(test, trainings(1), "a-file")]) == 2
-
-
 def test_a_dense_model_of_equal_time_takes_at_most_15_percent_longer() -> None:
     (test,) = claim(trained="time", at={"pattern": "uniform"}).tests
     file = trainings(1)
@@ -134,16 +127,6 @@ def test_trainings_are_judged_as_runs_are(seeds, gain, word, tendency, tmp_path)
     (planned,) = cells.planned()
     assert [cell.run for cell in planned.model_cells] == ["a-file"]
     assert not cells.cells[claim.name]
-
-
-def test_a_dense_match_is_the_smallest_of_the_seed_with_enough_parameters() -> None:
-    file = trainings(2)
-    uniform, small_world = file.trained[2], file.trained[3]
-    match = file.dense_match(uniform, "parameters")
-    assert match
-    assert (match.width, match.seed) == (256, 0)
-    assert file.dense_match(small_world, "parameters") is None
-    assert file.dense_match(replace(uniform, seed=2), "width") is None
 
 
 @pytest.mark.parametrize(

@@ -74,18 +74,6 @@ def test_an_interval_includes_the_variation_between_cards(capped_us, inherited, 
     assert str(case["interval"]).endswith("between runs")
 
 
-@pytest.mark.parametrize("device", ["Some CPU", "sim-0"])
-def test_a_device_without_cards_has_no_variation(device: str) -> None:
-    case = line(GAINS, [device] * 8)
-    assert (case["between"], case["on_cards"]) == (0.0, 0)
-    assert case["interval"] == "95 % interval over 8 processes"
-
-
-def test_a_look_is_not_widened() -> None:
-    case = line(GAINS[:3], ["GPU-1"] * 3)
-    assert (case["between"], case["speedup_low"]) == (0.0, pytest.approx(1.1))
-
-
 def test_several_cards_divide_the_variation_and_add_what_they_measured() -> None:
     cards = ["GPU-1", "GPU-2"] * 4
     equal, apart = line(GAINS, cards), line([1.1, 1.2] * 4, cards)
