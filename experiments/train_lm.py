@@ -42,12 +42,13 @@ from byte_decoder import (
     train,
     weights_of,
 )
+from safetensors.torch import save_file
 from torch import Tensor
 
 from sparsebench._writing import write_file
 from sparsebench.errors import SparsebenchError, SuiteError
 from sparsebench.harness.machine.device import pick
-from sparsebench.harness.models.reporting import numbers, require_writable, save_tensors
+from sparsebench.harness.models.reporting import numbers, require_writable
 from sparsebench.results.model_files import (
     DENSE,
     SPARSITY_SCHEMA,
@@ -144,7 +145,7 @@ def train_l1(
         words = text.unseen.numpy().tobytes().decode(errors="replace")
         write_file(folder / "held_out.txt", words)
     elif to:
-        save_tensors(tensors, to)
+        save_file(tensors, to)
     report = L1Trainings(schema=SPARSITY_SCHEMA, **facts, trained=trained)
     print(json.dumps(asdict(report), indent=1))
 

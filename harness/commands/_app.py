@@ -36,6 +36,9 @@ PACE = "the time left is shown while contests run"
 REMOVED = {  # what older versions took on the command line, and what replaces it
     "--to": "use --out",
     "run --submit": "use --devices for GPUs of this host, --slurm for jobs",
+    "prune --tensors": "`prune` takes a model; `sparsify_` replaces layers of your own",
+    "prune --activation": "`prune` takes a model, which has its activation",
+    "prune --split": "`prune` takes a model, whose MLPs it prunes",
     "reproduce --inherit": "every contender searches again",
     "confirm --inherit": "every contender searches again",
     "run --shard": "--devices, --slurm and `campaign run` share a plan out",

@@ -1,18 +1,14 @@
 """What the commands about models share: options, files and tables."""
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from math import nan
 from pathlib import Path
 from typing import Any
 
 from rich.table import Column, Table
-from safetensors import SafetensorError
-from safetensors.torch import save_file
-from torch import Tensor
 
-from sparsebench._writing import replacing
 from sparsebench.errors import SuiteError
 
 
@@ -45,17 +41,6 @@ def require_writable(path: Path | None) -> None:
     if not os.access(path.parent, os.W_OK | os.X_OK):
         actual = "one that is read-only" if path.parent.is_dir() else f"no {path.parent}"
         raise SuiteError(f"{path}: expected a folder to write into; found {actual}")
-
-
-def save_tensors(
-    tensors: Mapping[str, Tensor], path: Path, metadata: dict[str, str] | None = None
-) -> None:
-    """Write a .safetensors file atomically. Raises SuiteError if it cannot be written."""
-    try:
-        with replacing(path) as fresh:
-            save_file({name: tensor.cpu() for name, tensor in tensors.items()}, fresh, metadata)
-    except (OSError, SafetensorError) as error:
-        raise SuiteError(f"{path}: expected a writable file; found {error}") from error
 
 
 def sheet(title: str, left: Sequence[str], right: Sequence[str], last: Sequence[str] = ()) -> Table:

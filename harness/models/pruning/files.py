@@ -1,16 +1,11 @@
-"""Prune the weights in a file or model by several pruners, and measure the errors.
+"""Prune every gated MLP of a model by several pruners, and measure the errors.
 
-    weights.safetensors   tensors by name      + activations.safetensors   one matrix [tokens, k]
-    directory, .gguf      every gated MLP      + text                      default: Python's own
-
-The last quarter of the activations is held out. The output file has the pruned tensors with
-unchanged names, and `permutation`. Its metadata has the method, the pattern, the region and the
-number of dense features, which are the last of each tensor. For a model, the output is a directory
-(checkpoint.py).
+directory or .gguf  +  text (default: Python's own)  ─> errors and loss of each pruner
+                                                     ─> a directory (checkpoint.py)
 """
 
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from itertools import product
 from pathlib import Path
@@ -18,27 +13,15 @@ from statistics import fmean
 
 import torch
 from rich.table import Table
-from torch import Tensor
 
-from sparsebench._writing import require_apart
 from sparsebench.errors import SuiteError
 from sparsebench.harness.inputs import sources
 from sparsebench.harness.models.pruning import model as models
-from sparsebench.harness.models.pruning.layer import (
-    GatedMLP,
-    Pruner,
-    linear_errors,
-    mlp_errors,
-    prune_linear,
-    prune_mlp,
-)
-from sparsebench.harness.models.reporting import numbers, require_writable, save_tensors, sheet
+from sparsebench.harness.models.pruning.layer import Pruner
+from sparsebench.harness.models.reporting import numbers, require_writable, sheet
 from sparsebench.results.files import fault
 from sparsebench.results.formatting import amount
 from sparsebench.results.model_files import PRUNING_SCHEMA, Pruning, PruningOutcome
-
-HELD_OUT = 0.25
-PERMUTATION = "permutation"  # name of the tensor in the output that is not a weight
 
 
 def parse_pruners(
@@ -52,100 +35,32 @@ def parse_pruners(
     return [Pruner(*values) for values in product(*lists)]
 
 
-def prune_file(
+def prune_files(
     weights: Path,
     pruners: Sequence[Pruner],
     device: torch.device,
     *,
-    names: Sequence[str] = (),
-    calibration: Path | None = None,
-    activation: str = "silu",
-    split: str = "columns",
+    text: Path | None = None,
     tokens: int = 8 * models.CONTEXT,
     to: Path | None = None,
 ) -> Pruning:
-    """Prune the tensors `names` of a .safetensors file, or every gated MLP of a model.
+    """Prune every gated MLP of a model: the directory of a checkpoint, or a .gguf file.
 
-    weights  a .safetensors file, or a model: the directory of a checkpoint, or a .gguf file
-    to       a file to write, or a new directory for a model
+    text  to calibrate on; by default Python's language reference
+    to    a new directory for the pruned model, if there is one pruner
 
-    Raises SuiteError if a file, name, size, value or option is invalid.
+    Raises SuiteError if a file, size, value or option is invalid.
     """
     if to and len(pruners) != 1:
-        raise SuiteError(f"out: expected one recipe per file, found {len(pruners)}")
+        raise SuiteError(f"out: expected one recipe per model, found {len(pruners)}")
     require_writable(to)
-    require_apart([to], [weights, calibration])
-    if weights.suffix == ".gguf" or weights.is_dir():
-        if to and to.exists():
-            raise SuiteError(f"{to}: expected a new directory to write, found an existing one")
-        if names:
-            raise SuiteError(f"{weights}: expected no tensor names for a model, found {names}")
-        return _model(weights, calibration, pruners, device, tokens, to)
-    if weights.suffix != ".safetensors":
-        expected = "a .safetensors or .gguf file, or the directory of a model"
+    if to and to.exists():
+        raise SuiteError(f"{to}: expected a new directory to write, found an existing one")
+    if weights.suffix != ".gguf" and not weights.is_dir():
         actual = "another file" if weights.exists() else "none"
-        raise SuiteError(f"{weights}: expected {expected}; found {actual}")
-    if calibration is None or len(names) not in (1, 3) or len(set(names)) != len(names):
-        expected = "--tensors with three tensors (gate,up,down) or one, and --calibration"
-        actual = f"{','.join(names) or 'no tensors'} and {calibration or 'no calibration'}"
-        raise SuiteError(f"{weights}: expected {expected}; found {actual}")
-    if to and PERMUTATION in names:
-        expected = f"tensors with other names, because {to} also holds the {PERMUTATION}"
-        raise SuiteError(f"{weights}: expected {expected}; found {PERMUTATION!r}")
-    loaded = [sources.load_weights(weights, name).to(device) for name in names]
-    x = _activations(calibration).to(device)
-    held_out = int(len(x) * HELD_OUT)
-    if not held_out:
-        raise SuiteError(f"{calibration}: expected at least 4 tokens, found {len(x)}")
-    seen, unseen = x[:-held_out], x[-held_out:]
-    first, *rest = loaded
-    mlp = GatedMLP(first, rest[0], rest[1], activation) if rest else None
-
-    outcomes = []
-    for pruner in pruners:
-        if mlp:
-            pruned = prune_mlp(mlp, seen, pruner)
-            errors = mlp_errors(mlp, pruned, unseen)
-        else:
-            pruned = prune_linear(first, seen, pruner, split)
-            errors = linear_errors(first, pruned, unseen, split)
-        outcomes.append(_outcome(pruner, pruned.dense / len(pruned.permutation), [errors]))
-        if to:
-            tensors = dict(zip(names, pruned.weights, strict=True))
-            metadata = {"method": pruner.method, "pattern": pruner.pattern, "region": pruner.region}
-            metadata["dense"] = str(pruned.dense)
-            save_tensors(tensors | {PERMUTATION: pruned.permutation}, to, metadata)
-    origin = f"{weights.name}:{','.join(names)}", sources.sha256(weights), calibration.name
-    return Pruning(PRUNING_SCHEMA, *origin, len(seen), held_out, None, outcomes)
-
-
-def table(report: Pruning) -> Table:
-    """Return the outcomes for a terminal, with errors in percent."""
-    title = f"{report.calibration} tokens to calibrate on, {report.held_out} held out"
-    if report.mlps and report.layers:
-        pruned = f"{amount(report.mlps, 'gated MLP')} pruned"
-        title = f"{pruned} in a model of {amount(report.layers, 'layer')}; {title}"
-    parts, losses = report.outcomes[0].errors, ["loss (nats)"] * (report.loss is not None)
-    columns = ["dense", "sparsity", *parts, *losses]
-    rows = sheet(title, ("method", "pattern", "region"), columns)
-    if report.loss is not None:
-        rows.add_row("none", "", "", "1", "0.0%", *[""] * len(parts), f"{report.loss:.3f}")
-    for outcome in report.outcomes:
-        errors = [f"{error:.2%}" for error in outcome.errors.values()]
-        loss = [] if outcome.loss is None else [f"{outcome.loss:.3f}"]
-        fractions = f"{outcome.dense:.3g}", f"{outcome.sparsity:.1%}"
-        rows.add_row(outcome.method, outcome.pattern, outcome.region, *fractions, *errors, *loss)
-    return rows
-
-
-def _model(
-    weights: Path,
-    text: Path | None,
-    pruners: Sequence[Pruner],
-    device: torch.device,
-    tokens: int,
-    to: Path | None,
-) -> Pruning:
+        raise SuiteError(
+            f"{weights}: expected a .gguf file or the directory of a model, found {actual}"
+        )
     if text is None:
         origin = f"Python {platform.python_version()}'s language reference"
         words = models.python_reference()
@@ -161,8 +76,7 @@ def _model(
     for pruner in pruners:
         with models.restore_weights(loaded) if len(pruners) > 1 else nullcontext():
             pruned = models.prune_model(loaded, pruner, seen, unseen)
-        dense = pruned.dense / pruned.features
-        outcomes.append(_outcome(pruner, dense, pruned.errors, pruned.loss))
+        outcomes.append(_outcome(pruner, pruned))
         if to:
             models.save(loaded, pruner, to)
     source = weights.name, models.digest(weights), origin
@@ -175,21 +89,30 @@ def _model(
     )
 
 
-def _outcome(
-    pruner: Pruner, dense: float, errors: Sequence[Mapping[str, float]], loss: float | None = None
-) -> PruningOutcome:
+def table(report: Pruning) -> Table:
+    """Return the outcomes for a terminal, with errors in percent."""
+    title = f"{report.calibration} tokens to calibrate on, {report.held_out} held out"
+    pruned = f"{amount(report.mlps or 0, 'gated MLP')} pruned"
+    title = f"{pruned} in a model of {amount(report.layers or 0, 'layer')}; {title}"
+    parts = report.outcomes[0].errors
+    columns = ["dense", "sparsity", *parts, "loss (nats)"]
+    rows = sheet(title, ("method", "pattern", "region"), columns)
+    rows.add_row("none", "", "", "1", "0.0%", *[""] * len(parts), f"{report.loss:.3f}")
+    for outcome in report.outcomes:
+        errors = [f"{error:.2%}" for error in outcome.errors.values()]
+        shown = f"{outcome.dense:.3g}", f"{outcome.sparsity:.1%}", *errors, f"{outcome.loss:.3f}"
+        rows.add_row(outcome.method, outcome.pattern, outcome.region, *shown)
+    return rows
+
+
+def _outcome(pruner: Pruner, pruned: models.PrunedModel) -> PruningOutcome:
     """Return the outcome of a pruner: the dense fraction, and the means of the layers' errors."""
-    pattern = pruner.mask_pattern
-    means = {name: fmean(layer[name] for layer in errors) for name in errors[0]}
+    pattern, dense = pruner.mask_pattern, pruned.dense / pruned.features
+    means = {name: fmean(layer[name] for layer in pruned.errors) for name in pruned.errors[0]}
     fractions = dense, (1 - dense) * pattern.sparsity
-    return PruningOutcome(pruner.method, pruner.region, *fractions, means, loss, pattern.name)
-
-
-def _activations(path: Path) -> Tensor:
-    names = sources.tensor_names(path)
-    if len(names) != 1:
-        raise SuiteError(f"{path}: expected one matrix [tokens, k], found {len(names)}")
-    return sources.load_weights(path, names[0])
+    return PruningOutcome(
+        pruner.method, pruner.region, *fractions, means, pruned.loss, pattern.name
+    )
 
 
 def _read_text(path: Path) -> str:

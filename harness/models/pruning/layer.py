@@ -1,4 +1,4 @@
-"""Prune a gated MLP or a linear layer beside a dense region, and measure the error.
+"""Prune a gated MLP beside a dense region, and measure the error.
 
     a = act(X Wg^T) * (X Wu^T)     Y = a Wd^T        X [tokens, k], a [tokens, h], Y [tokens, k]
 
@@ -34,7 +34,7 @@ from sparsebench._discovery import did_you_mean
 from sparsebench.errors import SuiteError
 from sparsebench.harness.models.pruning.methods import METHODS, PruningPattern, input_norms
 
-REGIONS, SPLITS = ["last", "scored"], ["rows", "columns"]
+REGIONS = ["last", "scored"]
 TILE = 128  # a GEMM's tile: neither region should end inside one
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": silu,
@@ -45,7 +45,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 @dataclass(frozen=True)
 class GatedMLP:
-    """gate and up [h, k], and down [k, h]. Raises SuiteError unless they fit and are finite."""
+    """gate and up [h, k], and down [k, h]."""
 
     gate: Tensor
     up: Tensor
@@ -55,12 +55,6 @@ class GatedMLP:
     @property
     def weights(self) -> tuple[Tensor, Tensor, Tensor]:
         return self.gate, self.up, self.down
-
-    def __post_init__(self) -> None:
-        require_weight("gate", self.gate)
-        require_weight("up", self.up, tuple(self.gate.shape))
-        require_weight("down", self.down, tuple(self.gate.T.shape))
-        require_one_of("activation", self.activation, ACTIVATIONS)
 
     def hidden(self, x: Tensor) -> Tensor:
         """Return the intermediate activations [tokens, h] of inputs [tokens, k]."""
@@ -81,13 +75,9 @@ class GatedMLP:
 
 @dataclass(frozen=True)
 class Pruned:
-    """Pruned weights; the last `dense` features are dense, and feature i was permutation[i].
+    """Pruned weights; the last `dense` features are dense, and feature i was permutation[i]."""
 
-    A linear layer that is split by columns takes its inputs in that order; one that is split by
-    rows gives its outputs in that order.
-    """
-
-    weights: tuple[Tensor, ...]
+    weights: tuple[Tensor, Tensor, Tensor]
     permutation: Tensor
     dense: int
 
@@ -127,7 +117,8 @@ class Pruner:
 def prune_mlp(mlp: GatedMLP, x: Tensor, pruner: Pruner) -> Pruned:
     """Prune from calibration inputs x [tokens, k]. Raises SuiteError for unfit sizes or values."""
     h, k = mlp.gate.shape
-    require_weight("activations", x, (-1, k))
+    if bad := int((~x.isfinite()).sum()):
+        raise SuiteError(f"activations: expected finite values, found {bad} that are not")
     dense = dense_count(h, pruner.dense)
     sparse = h - dense
     x, full = x.float(), mlp.to(torch.float32)
@@ -147,32 +138,12 @@ def prune_mlp(mlp: GatedMLP, x: Tensor, pruner: Pruner) -> Pruned:
 
 
 @torch.no_grad()
-def prune_linear(weight: Tensor, x: Tensor, pruner: Pruner, split: str) -> Pruned:
-    """Prune a weight [n, k], split by `rows` or `columns`, from inputs x [tokens, k]."""
-    require_weight("weight", weight)
-    n, k = weight.shape
-    require_weight("activations", x, (-1, k))
-    require_one_of("split", split, SPLITS)
-    x, full = x.float(), weight.float()
-    by_row = split == "rows"
-    dense = dense_count(n if by_row else k, pruner.dense)
-    order = permutation(pruner.region, _scores(full, input_norms(x), by_row), dense)
-    if by_row:
-        top, rest = full[order].split((n - dense, dense))
-        pruned = torch.cat((pruner.prune(top, x, k), rest))
-    else:
-        pruned = pruner.prune(full[:, order], x[:, order], k - dense)
-    return Pruned((_round_to_storage(pruned, weight.dtype),), order, dense)
-
-
-@torch.no_grad()
 def mlp_errors(mlp: GatedMLP, pruned: Pruned, x: Tensor) -> dict[str, float]:
     """Return ||XW^T - XW'^T|| / ||XW^T|| of gate, up and down, and the error of the whole output.
 
     x [tokens, k] should be tokens that pruning did not see. In both products of down, the inputs
     are the outputs of the pruned gate and up; if these are all zero, its error is 0.
     """
-    require_weight("activations", x, (-1, mlp.gate.shape[1]))
     x, before = x.float(), mlp.to(torch.float32).permuted(pruned.permutation)
     gate, up, down = (weight.float() for weight in pruned.weights)
     after = GatedMLP(gate, up, down, mlp.activation)
@@ -185,17 +156,6 @@ def mlp_errors(mlp: GatedMLP, pruned: Pruned, x: Tensor) -> dict[str, float]:
         else 0.0,
         "output": _error(linear(hidden, after.down), before(x)),
     }
-
-
-@torch.no_grad()
-def linear_errors(weight: Tensor, pruned: Pruned, x: Tensor, split: str) -> dict[str, float]:
-    """Return ||XW^T - XW'^T|| / ||XW^T|| of a layer for inputs x [tokens, k]."""
-    require_weight("activations", x, (-1, weight.shape[1]))
-    x, before, after = x.float(), weight.float(), pruned.weights[0].float()
-    order = pruned.permutation
-    if split == "rows":
-        return {"output": _error(linear(x, after), linear(x, before[order]))}
-    return {"output": _error(linear(x[:, order], after), linear(x, before))}
 
 
 def _scores(weight: Tensor, norms: Tensor, by_row: bool) -> Tensor:
@@ -250,20 +210,3 @@ def require_one_of(field: str, name: object, choices: Iterable[str]) -> str:
         hint = did_you_mean(text, names)
         raise SuiteError(f"{field}: expected one of {', '.join(names)}; found {text!r}{hint}")
     return text
-
-
-def require_weight(name: str, weight: Tensor, shape: tuple[int, ...] | None = None) -> None:
-    """Raise SuiteError unless this is a finite matrix, of the given shape if there is one.
-
-    A shape of -1 rows stands for any number above 0.
-    """
-    actual = f"found {weight.dtype} {list(weight.shape)}"
-    if weight.dim() != 2 or not weight.is_floating_point():
-        raise SuiteError(f"{name}: expected a floating-point matrix, {actual}")
-    rows, *columns = shape or weight.shape
-    if [*weight.shape] != [rows if rows >= 0 else len(weight) or -1, *columns]:
-        expected = f"[tokens, {columns[0]}]" if rows < 0 else [rows, *columns]
-        raise SuiteError(f"{name}: expected {expected}, {actual}")
-    bad = int((~weight.isfinite()).sum())
-    if bad:
-        raise SuiteError(f"{name}: expected finite values, found {bad} that are not")
