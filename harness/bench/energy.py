@@ -69,28 +69,17 @@ def _meter(identity: str) -> Iterator[Callable[[], float | None]]:
 
 def energy(call: Callable[[], Any], device: torch.device) -> Energy:
     """Return the energy of a call on a GPU, in about WINDOW_S + 1 s. Raises NoMeter."""
-    return pieces(call, device, WINDOW_S, 1)[0]
-
-
-def pieces(
-    call: Callable[[], Any], device: torch.device, window_s: float, count: int
-) -> list[Energy]:
-    """Return the energies of a call in `count` consecutive pieces of a window."""
     with _meter(identity(device)) as meter_j:
-        return meter_energies(call, partial(synchronize, device), meter_j, window_s, count)
+        return metered(call, partial(synchronize, device), meter_j)
 
 
-def meter_energies(
+def metered(
     call: Callable[[], Any],
     wait: Callable[[], None],
     meter_j: Callable[[], float | None],
-    window_s: float,
-    count: int = 1,
-) -> list[Energy]:
-    """Return `count` energies of a call by a meter in J; `wait` returns when all calls have run.
-
-    A piece begins where the one before it ended, so the calls run without a pause.
-    """
+    window_s: float = WINDOW_S,
+) -> Energy:
+    """Return the energy of a call by a meter in J; `wait` returns when all calls have run."""
     if meter_j() is None:
         raise NoMeter(NO_COUNTER)
     size, took_s = 1, 0.0
@@ -108,15 +97,11 @@ def meter_energies(
         size *= 1 if took_s >= BATCH_S else 2
     _run_for(WARM_UP_S, batch)
     first_j, _ = _until_update(batch, meter_j)
-    energies = []
-    for _ in range(count):
-        began = perf_counter()
-        calls = _run_for(window_s / count, batch)
-        last_j, more = _until_update(batch, meter_j)
-        calls += more
-        energies.append(Energy((last_j - first_j) / calls, perf_counter() - began, calls))
-        first_j = last_j
-    return energies
+    began = perf_counter()
+    calls = _run_for(window_s, batch)
+    last_j, more = _until_update(batch, meter_j)
+    calls += more
+    return Energy((last_j - first_j) / calls, perf_counter() - began, calls)
 
 
 Batch = Callable[[], int]

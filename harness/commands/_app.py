@@ -33,9 +33,12 @@ from sparsebench.harness.commands._console import (
 )
 
 PACE = "the time left is shown while contests run"
+PROFILER = "run `ncu` or `nsys profile` on the same command with --repeat 1"
 REMOVED = {  # what older versions took on the command line, and what replaces it
     "--to": "use --out",
     "run --submit": "use --devices for GPUs of this host, --slurm for jobs",
+    "run --profile": PROFILER,
+    "try --profile": PROFILER,
     "prune --tensors": "`prune` takes a model; `sparsify_` replaces layers of your own",
     "prune --activation": "`prune` takes a model, which has its activation",
     "prune --split": "`prune` takes a model, whose MLPs it prunes",

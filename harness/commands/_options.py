@@ -92,9 +92,6 @@ Replicates = Annotated[
 ]
 Energy = Annotated[bool, typer.Option(help="Also measure the energy per call, for 2 s per case.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Print the traceback of every failure.")]
-Profile = Annotated[
-    str, typer.Option(help="Call each case once, in an NVTX range, under ncu or nsys.")
-]
 Repeat = Annotated[
     int,
     typer.Option(

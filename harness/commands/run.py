@@ -41,7 +41,6 @@ def run(
     energy: opt.Energy = False,
     peers: opt.Peers = None,
     repeat: opt.Repeat = 0,
-    profile: opt.Profile = "",
     devices: Devices = "",
     slurm: Slurm = "",
     shards: Shards = 0,
@@ -56,8 +55,8 @@ def run(
     if (suite is None) == (resume is None):
         raise typer.BadParameter("expected a suite, or --resume RUN alone")
     if resume:
-        if repeat or profile:
-            raise typer.BadParameter("expected a suite with --repeat or --profile, found --resume")
+        if repeat:
+            raise typer.BadParameter("expected a suite with --repeat, found --resume")
         opt.refuse_beside_resume(context, FIXED_BY_RUN)
         from sparsebench.harness.shared_runs.run_paths import is_shared
 
@@ -74,8 +73,8 @@ def run(
                 path = shared.resume(resume, options)
         else:
             path = _resume(resume, device, data, timeout, debug)
-    elif repeat or profile:
-        raise typer.Exit(_profile(str(suite), device, data, only, repeat, profile))
+    elif repeat:
+        raise typer.Exit(_call_each(str(suite), device, data, only, repeat))
     else:
         from sparsebench.errors import SuiteError
         from sparsebench.harness.plan.selection import has_only_baselines
@@ -131,22 +130,17 @@ def _measure(
         return measure(suite, flags, out, resume, options)
 
 
-def _profile(
-    suite: str, device: str | None, data: Path | None, only: str, repeat: int, profile: str
-) -> int:
+def _call_each(suite: str, device: str | None, data: Path | None, only: str, repeat: int) -> int:
     """Call each case of a suite for a profiler, without timing, and return the exit code."""
     from sparsebench.harness.machine.device import pick
     from sparsebench.harness.plan.selection import only as selected
     from sparsebench.harness.plan.suite import read
-    from sparsebench.harness.run import profiling as profiler
+    from sparsebench.harness.run.profiling import call_each
     from sparsebench.results.record import Status
 
     picked, contests = pick(device), selected(read(suite, data).contests, only)
-    if profile:
-        command = ["run", suite, *(["--only", only] if only else [])]
-        return profiler.under(profile, command, str(picked), data)
     code = 0
-    for case in profiler.call_each(contests, picked, data, repeat):
+    for case in call_each(contests, picked, data, repeat):
         stdout.say(case.text)
         code = code if case.status in (Status.OK, Status.UNSUPPORTED) else SOME_FAILED
     return code

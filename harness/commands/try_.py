@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from sparsebench.harness.commands._console import SOME_FAILED, stderr, warn, wide
-from sparsebench.harness.commands._options import Data, Debug, Device, Peers, Profile, Repeat
+from sparsebench.harness.commands._options import Data, Debug, Device, Peers, Repeat
 
 
 def try_(
@@ -15,20 +15,14 @@ def try_(
     data: Data = None,
     peers: Peers = None,
     repeat: Repeat = 0,
-    profile: Profile = "",
     debug: Debug = False,
 ) -> None:
     """Check one kernel against fp64 and time it beside its baseline."""
     from sparsebench.harness.doctor import other_work
     from sparsebench.harness.machine.device import pick
-    from sparsebench.harness.run import profiling as profiler
     from sparsebench.harness.run import try_kernel as trial
 
     picked = pick(device)
-    if profile:
-        trial.plan(kernel, words or [], picked, data)
-        command = ["try", kernel, *(words or [])]
-        raise typer.Exit(profiler.under(profile, command, str(picked), data))
     if repeat:
         trial.repeat(kernel, words or [], picked, repeat, data)
         return

@@ -25,7 +25,6 @@ from sparsebench.kernels._common.gpu_clock import GpuClock
 LOAD_S = 1.0
 SIDE, CALLS = 4096, 250  # size of the product used as load, and its calls between readings
 GOVERNOR = Path("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor")
-APPLICATION = "Applications", "DefaultApplications"
 
 
 def examine(device: torch.device) -> list[DoctorFinding]:
@@ -46,9 +45,7 @@ def _on_gpu(device: torch.device) -> list[DoctorFinding]:
             torch.zeros(1, device=device)  # from now on NVML lists this process
             before = other_work.gpu(identity(device), os.getpid())
             window, bits = _under_load(gpu, device)
-            driver = gpu.nvml.nvmlSystemGetCudaDriverVersion()
-            versions = findings.cuda(driver, str(torch.version.cuda))
-            on_gpu = [before, *load_findings(gpu, window, bits), *settings(gpu), versions]
+            on_gpu = [before, *load_findings(gpu, window, bits), *settings(gpu)]
     except NoNvml as error:
         means = "The GPU's state cannot be checked, and rows have no telemetry."
         on_gpu = [findings.note("NVML", str(error), means)]
@@ -83,15 +80,12 @@ def settings(gpu: Board) -> list[DoctorFinding]:
     nvml, ask = gpu.nvml, gpu.ask
     kinds = nvml.NVML_MEMORY_ERROR_TYPE_CORRECTED, nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED
     errors = [ask("TotalEccErrors", kind, nvml.NVML_VOLATILE_ECC) for kind in kinds]
-    clocks = [ask(f"{which}Clock", nvml.NVML_CLOCK_SM) for which in APPLICATION]
     limits_mw = [ask(f"PowerManagement{which}Limit") for which in ("", "Default")]
     ecc, mig = ask("EccMode"), ask("MigMode")  # now, and after the next reset
     return [
-        findings.application_clock(*clocks),
         findings.power_limit(*(mw and mw / 1e3 for mw in limits_mw)),
         findings.memory_errors(ecc and bool(ecc[0]), *errors),
         findings.slices(gpu.slice or (mig and bool(mig[0]))),
-        findings.persistence(ask("PersistenceMode")),
     ]
 
 

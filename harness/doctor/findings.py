@@ -150,26 +150,14 @@ def temperature(window: Mapping[str, float], highest_c: float | None) -> DoctorF
     return warning(check, reading, *HEAT) if near else ok(check, reading)
 
 
-def application_clock(mhz: float | None, default_mhz: float | None) -> DoctorFinding:
-    """Compare the application clock with its default; many GPUs have none."""
-    check, means = "application clock", "Times differ from those with the default setting."
-    none = ok(check, "none, or not reported")
-    return _setting(check, mhz, default_mhz, "MHz", means, "-rac") or none
-
-
 def power_limit(limit_w: float | None, default_w: float | None) -> DoctorFinding:
     check, means = "power limit", "The clock in long work differs from the default's."
-    return _setting(check, limit_w, default_w, "W", means, "-pl") or unknown(check)
-
-
-def _setting(
-    check: str, value: float | None, default: float | None, unit: str, means: str, option: str
-) -> DoctorFinding | None:
-    if value is None or default is None:
-        return None
-    reading = f"{value:g} {unit}, default {default:g}"
-    do = f"To restore the default, use nvidia-smi {option}."
-    return ok(check, reading) if value == default else note(check, reading, means, do)
+    if limit_w is None or default_w is None:
+        return unknown(check)
+    reading = f"{limit_w:g} W, default {default_w:g}"
+    if limit_w == default_w:
+        return ok(check, reading)
+    return note(check, reading, means, "To restore the default, use nvidia-smi -pl.")
 
 
 def memory_errors(
@@ -194,15 +182,6 @@ def slices(enabled: bool | None) -> DoctorFinding:
         return ok("MIG", "off" if enabled is not None else "this GPU has none")
     means = "A slice shares power and clock with other slices, and is slower than the whole GPU."
     return warning("MIG", "on", means, "Measure on a whole GPU.")
-
-
-def persistence(enabled: bool | None) -> DoctorFinding:
-    """Judge persistence mode: whether the driver stays loaded while the GPU is not used."""
-    check = "persistence mode"
-    means = "Each process loads the driver again, which takes seconds and resets settings."
-    if enabled is None:
-        return unknown(check)
-    return ok(check, "on") if enabled else note(check, "off", means, "As root: nvidia-smi -pm 1.")
 
 
 def l2(size: int) -> DoctorFinding:
@@ -236,14 +215,3 @@ def threads(count: int, cores: int) -> DoctorFinding:
         return ok("threads", reading)
     means = "Threads wait for each other, so times on a CPU are too long and vary."
     return warning("threads", reading, means, f"Set OMP_NUM_THREADS={cores}.")
-
-
-def cuda(driver: int, built_for: str) -> DoctorFinding:
-    """Compare the newest CUDA that the driver supports (13000 is 13.0) with torch's."""
-    supported = driver // 1000, driver % 1000 // 10
-    major, minor = (int(part) for part in built_for.split(".")[:2])
-    reading = f"the driver supports {supported[0]}.{supported[1]}, torch is built for {built_for}"
-    if supported >= (major, minor):
-        return ok("CUDA", reading)
-    means = "Kernels in PTX cannot be compiled, and some libraries do not start."
-    return note("CUDA", reading, means, "Install a newer driver, or an older torch.")

@@ -4,7 +4,6 @@
                          rows, columns, non-zeros
                          row offsets, rows + 1 of them
                          column indices, one per non-zero
-    .mtx .mtx.gz     Matrix Market; every stored entry counts              pattern
     .npz             scipy.sparse.save_npz; every stored entry counts      pattern
     .safetensors     one of its tensors, fp16, bf16 or fp32                weights
                      its tensors `group.wg`, `group.wu` ... `group.x`      all operands of an op
@@ -12,18 +11,14 @@
 A bad file raises a SuiteError with the file, what was expected and what was found.
 """
 
-import gzip
 import hashlib
-import re
-from codecs import BOM_UTF8
 from collections.abc import Collection
 from functools import cache
-from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import scipy  # scipy.io takes 0.2 s to import, and few suites read a file
+import scipy
 import torch
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
@@ -32,11 +27,6 @@ from torch import Tensor
 from sparsebench._discovery import did_you_mean
 from sparsebench.errors import SuiteError
 from sparsebench.results.record import Source
-
-MTX_BYTES = 2**30  # unzipped
-HEAD = re.compile(rb"\A(?:[ \t]*%.*\n|\s*\n)*")  # head of a Matrix Market file: banner and comments
-PLUS = re.compile(rb"(?<![eEdD])\+")  # a sign that scipy 1.17 does not read
-NO_NUMBERS = re.compile(rb"(?:nan|inf(?:inity)?)*", re.IGNORECASE)
 
 FILE = "file"
 """The name of the pattern that a source determines."""
@@ -192,12 +182,13 @@ def _integers(path: Path, what: str, line: bytes, count: int) -> Indices:
 
 
 def _scipy_pattern(path: Path) -> tuple[int, int, Indices, Indices]:
-    if not path.name.endswith((".mtx", ".mtx.gz", ".npz")):
-        raise _unusable(path, "a .smtx, .mtx, .mtx.gz, .npz or .safetensors file", path.suffix)
+    if path.suffix != ".npz":
+        market = path.name.endswith((".mtx", ".mtx.gz"))
+        hint = ", which scipy.io.mmread and scipy.sparse.save_npz convert" if market else ""
+        raise _unusable(path, "a .smtx, .npz or .safetensors file", f"{path.suffix}{hint}")
     require_regular(path)
     try:
-        read = _npz(path) if path.suffix == ".npz" else _mtx(path)
-        entries = scipy.sparse.coo_array(read)
+        entries = scipy.sparse.coo_array(_npz(path))
     except Exception as error:  # the readers raise a dozen types for bad files
         raise _unusable(path, "a sparse matrix", error) from error
     if entries.ndim != 2 or 0 in entries.shape:
@@ -206,31 +197,6 @@ def _scipy_pattern(path: Path) -> tuple[int, int, Indices, Indices]:
     n, k = entries.shape
     rows, columns = (index.astype(np.int64) for index in entries.coords)
     return n, k, rows, columns
-
-
-def _mtx(path: Path) -> Any:
-    """Read Matrix Market.
-
-    scipy 1.17 crashes if a file ends in something that is no number. So below the head only
-    characters of numbers are allowed, and a line end is added to the last line. Blanks before the
-    banner and plus signs are left out. A symmetric matrix must be square, which scipy takes for
-    granted.
-    """
-    with (gzip.open if path.suffix == ".gz" else open)(path, "rb") as file:
-        content = file.read(MTX_BYTES + 1)
-    if len(content) > MTX_BYTES:
-        raise ValueError(f"more than {MTX_BYTES} bytes (MTX_BYTES)")
-    content = content.strip().removeprefix(BOM_UTF8) + b"\n"
-    head = HEAD.match(content)
-    numbers = PLUS.sub(b"", content[head.end() if head else 0 :])
-    other = numbers.translate(None, b"0123456789+-.eEdD \t\r\n")
-    if not NO_NUMBERS.fullmatch(other):
-        raise ValueError(f"expected numbers, found {other[:20]!r}")
-    readable = (head[0] if head else b"") + numbers
-    rows, columns, _, _, _, symmetry = scipy.io.mminfo(BytesIO(readable))
-    if symmetry != "general" and rows != columns:
-        raise ValueError(f"expected a square matrix that is {symmetry}, found {rows} x {columns}")
-    return scipy.io.mmread(BytesIO(readable), spmatrix=False)
 
 
 def _npz(path: Path) -> Any:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from sparsebench._discovery import load, modules, unknown
-from sparsebench.errors import SuiteError
+from sparsebench.errors import SparsebenchError, SuiteError
 from sparsebench.formats._format import sides_of
 from sparsebench.harness.inputs.grid import Score, Stack, best
 from sparsebench.harness.inputs.sources import FILE
@@ -77,9 +77,15 @@ def _rule(fields: Mapping[str, Any], sizes: tuple[str, str]) -> Rule:
         if masks.causal and not (pattern.causal or fields["sparsity"] == 0):
             raise SuiteError(f"pattern {fields['pattern']}: expected a pattern that can be causal")
     r, c = sides_of(block)
-    rule = pattern.rule(Weight(n, k, r, c, sizes, masks))
+    expected = f"{fields['pattern']}: expected a Rule of a weight"
+    try:
+        rule = pattern.rule(Weight(n, k, r, c, sizes, masks))
+    except SparsebenchError:
+        raise
+    except Exception as error:  # also a function of a library, which no frame of a plug-in calls
+        raise SuiteError(f"{expected}, found {type(error).__name__}: {error}") from error
     if not isinstance(rule, Rule):
-        raise SuiteError(f"{fields['pattern']}: expected a Rule of a weight, found {rule!r}")
+        raise SuiteError(f"{expected}, found {rule!r}")
     return rule
 
 

@@ -1,7 +1,7 @@
 """Run cases under a profiler: each is checked as in a run, then called in a named NVTX range.
 
-    run SUITE --profile nsys    nsys profile ... run SUITE --repeat 1
-    try KERNEL --profile ncu    ncu ... try KERNEL --repeat 1
+    nsys profile --trace cuda,nvtx sparsebench run SUITE --repeat 1
+    ncu --profile-from-start off --nvtx sparsebench try KERNEL --repeat 1
 
     range    bsr/bsr_wgmma linear m=64 n=4096 ... case 1f0c...
 
@@ -9,28 +9,18 @@ On a GPU, the calls also lie between cudaProfilerStart and Stop, which ncu waits
 slows everything down, so nothing is timed, and there is no run directory.
 """
 
-import shutil
-import subprocess
-import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from sparsebench.errors import SuiteError
 from sparsebench.harness.bench.contest import RunningContest
 from sparsebench.harness.bench.prepare import entries_of
 from sparsebench.harness.bench.stages import Stages
 from sparsebench.harness.plan.suite import Contest
 from sparsebench.results.record import Status
-
-TOOLS = {
-    "ncu": ("ncu", "--profile-from-start", "off", "--nvtx", "--set", "detailed"),
-    "nsys": ("nsys", "profile", "--trace", "cuda,nvtx"),
-}
-NAMES = {"ncu": "Nsight Compute", "nsys": "Nsight Systems"}
 
 
 @dataclass(frozen=True)
@@ -39,20 +29,6 @@ class ProfiledCase:
 
     text: str
     status: Status
-
-
-def under(tool: str, command: Sequence[str], device: str, data: Path | None) -> int:
-    """Run a command of sparsebench with `--repeat 1` under a profiler; return its exit code.
-
-    Raises SuiteError if the profiler is unknown or not installed.
-    """
-    if tool not in TOOLS:
-        raise SuiteError(f"--profile: expected {' or '.join(TOOLS)}, found {tool!r}")
-    if shutil.which(tool) is None:
-        raise SuiteError(f"--profile: expected {tool} ({NAMES[tool]}) on PATH, found none")
-    place = ["--device", device, *(["--data", str(data)] if data else [])]
-    child = [sys.executable, "-P", "-m", "sparsebench", *command, *place, "--repeat", "1"]
-    return subprocess.run([*TOOLS[tool], *child], check=False).returncode
 
 
 def call_each(

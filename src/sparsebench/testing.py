@@ -1,4 +1,4 @@
-"""Test a plug-in: the contracts of formats, kernels, ops, patterns, figures, suites and claims.
+"""Test a plug-in: the contracts of formats, kernels, ops, patterns and figures.
 
     from sparsebench import testing
 
@@ -18,14 +18,7 @@ pytest is not needed.
 """
 
 from sparsebench.harness.testing.contract import Check
-from sparsebench.harness.testing.documents import (
-    check_claim,
-    check_figure,
-    check_suite,
-    claim_checks,
-    figure_checks,
-    suite_checks,
-)
+from sparsebench.harness.testing.figures import check_figure, figure_checks
 from sparsebench.harness.testing.formats import check_format, format_checks
 from sparsebench.harness.testing.kernels import check_kernel, kernel_checks
 from sparsebench.harness.testing.ops import check_op, op_checks
@@ -33,18 +26,14 @@ from sparsebench.harness.testing.patterns import check_pattern, pattern_checks
 
 __all__ = [
     "Check",
-    "check_claim",
     "check_figure",
     "check_format",
     "check_kernel",
     "check_op",
     "check_pattern",
-    "check_suite",
-    "claim_checks",
     "figure_checks",
     "format_checks",
     "kernel_checks",
     "op_checks",
     "pattern_checks",
-    "suite_checks",
 ]

@@ -171,17 +171,3 @@ def test_no_line_is_lost_if_several_workers_write_at_once(tmp_path: Path) -> Non
     assert sorted(lines) == sorted(f"{worker} {line}" for worker in range(8) for line in range(100))
     reasons = (tmp_path / worker_process.FAILURES).read_text().splitlines()[::3]
     assert sorted(reasons) == sorted(lines)
-
-
-def test_a_profiler_runs_the_same_command_with_repeat(tmp_path, monkeypatch, capfd) -> None:
-    """A stand-in for nsys says what it is given."""
-    suite, tool = tmp_path / "small.yaml", tmp_path / "nsys"
-    suite.write_text(SUITE.replace("KERNEL", "reference"))
-    tool.write_text('#!/bin/sh\necho "profiled: $*"\n\n')
-    tool.chmod(0o755)
-    command = ["run", str(suite), "--device", "cpu", "--profile", "nsys", "--only", "m=8"]
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    assert sparsebench(*command).returncode == 0
-    (line,) = capfd.readouterr().out.splitlines()[:1]
-    assert line.startswith("profiled: profile --trace cuda,nvtx ")
-    assert line.endswith(f"run {suite} --only m=8 --device cpu --repeat 1")

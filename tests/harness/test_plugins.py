@@ -251,8 +251,9 @@ BROKEN_KERNELS = {
 }
 BROKEN_PATTERNS = {
     "lambda weight: None": "expected a Rule of a weight, found None",
-    "lambda weight: weight.n // 0": "the plug-in broken: ZeroDivisionError: integer division",
-    "lambda weight: __import__('json').dumps(weight)": "the plug-in broken: TypeError: ",
+    "lambda weight: weight.n // 0": "found ZeroDivisionError: integer division",
+    "__import__('json').dumps": "broken:RULE: expected a Rule of a weight, found TypeError: ",
+    "'rule'": "broken:RULE: expected a Rule of a weight, found TypeError: 'str' object is not",
 }
 OF_RULE = "op: linear, pattern: 'broken:RULE', sparsity: 0.5"
 OF_OP = (

@@ -10,7 +10,6 @@ from rich.console import Console
 from sparsebench.errors import Unsupported
 from sparsebench.harness.bench import device_ceilings
 from sparsebench.harness.doctor import findings, other_work
-from sparsebench.harness.run import profiling
 from sparsebench.harness.run.try_kernel import plan, repeat, report, try_kernel
 from tests.tools.command_line import refusal, sparsebench
 
@@ -107,13 +106,8 @@ def test_a_reason_is_whole_in_a_narrow_terminal() -> None:
     assert all("".join(text.split()) in "".join(written.getvalue().split()) for text in details)
 
 
-def test_a_profiler_sees_the_kernel_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_profiler_sees_the_kernel_alone() -> None:
     words = ["m=8", "n=64", "k=64"]
     repeat("torch_dense", words, CPU, times=2)
     with pytest.raises(Unsupported, match="runs on cuda"):
         repeat("cublas", words, CPU, times=2)
-    monkeypatch.setattr(profiling.shutil, "which", lambda name: None)
-    done = sparsebench("try", "torch_dense", *SMALL, "--profile", "ncu")
-    assert (done.returncode, "expected ncu" in done.stderr) == (2, True)
-    done = sparsebench("try", "torch_dense", *SMALL, "--profile", "perf")
-    assert (done.returncode, "expected ncu or nsys, found 'perf'" in done.stderr) == (2, True)

@@ -13,8 +13,6 @@ CHECKS = [
     *testing.op_checks("linear_relu"),
     *testing.pattern_checks("main_diagonal", n=64, k=64, sparsity=0.984375),
     *testing.figure_checks("fastest"),
-    *testing.suite_checks("diagonals", device="cpu"),
-    *testing.claim_checks("broadcast-is-faster"),
 ]
 
 

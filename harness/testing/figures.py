@@ -1,8 +1,6 @@
-"""The contracts of suites, claims and figures.
+"""The contract of a figure: it draws a sweep, and a run in which nothing has a time.
 
-A suite and a claim can be read, and every part of them is measured. A figure draws a sweep, and a
-run in which nothing has a time. Their times are made up: a dense and two sparse contenders at four
-levels, in two processes.
+The times are made up: a dense and two sparse contenders at four levels, in two processes.
 """
 
 from dataclasses import replace
@@ -12,64 +10,12 @@ from pathlib import Path
 from markupsafe import Markup
 
 from sparsebench.harness.catalog import load_op
-from sparsebench.harness.claims.claim_plan import load, plan_tests
-from sparsebench.harness.plan.selection import has_only_baselines
-from sparsebench.harness.plan.suite import expand, read
+from sparsebench.harness.plan.suite import expand
 from sparsebench.harness.testing.contract import Check, checker, expect
 from sparsebench.reports.build import load_figure
 from sparsebench.results.record import Case, Contender, Problem, Row, Status
 from sparsebench.results.run.store import StoredRun
 from sparsebench.results.tables.analysis import Analysis, analyse
-
-
-def suite_checks(name: str, *, device: str | None = None, data: Path | None = None) -> list[Check]:
-    """Return the contract of a suite, sentence by sentence, for its name or file.
-
-    With a `device`, such as cpu, at least one contender that is no baseline must run there. `data`
-    is the folder of its source files.
-    """
-    checks = [
-        Check(f"{name} compares contenders at every problem", partial(_compares, name, data)),
-        Check(f"{name} has a title of one line", partial(_check_title, name, data)),
-    ]
-    runs = [Check(f"{name} runs on {device}", partial(_runs, name, data, device))] if device else []
-    return checks + runs
-
-
-def claim_checks(name: str, *, data: Path | None = None) -> list[Check]:
-    """Return the contract of a claim, sentence by sentence, for its name or file."""
-    return [
-        Check(f"{name} follows the schema", partial(load, name)),
-        Check(f"{name} has cells for each of its tests", partial(_check_plan, name, data)),
-    ]
-
-
-check_suite = checker(suite_checks)
-check_claim = checker(claim_checks)
-
-
-def _compares(name: str, data: Path | None) -> None:
-    for contest in read(name, data).contests:
-        sides = {contender.baseline for contender in contest.contenders}
-        fields = dict(contest.problem.fields)
-        expect(sides == {True, False}, f"expected a baseline and another contender at {fields}")
-
-
-def _check_title(name: str, data: Path | None) -> None:
-    title = read(name, data).title
-    expect(title.strip() and "\n" not in title.strip(), f"expected one line, found {title!r}")
-
-
-def _runs(name: str, data: Path | None, device: str) -> None:
-    alone = has_only_baselines(read(name, data), device)
-    expect(not alone, f"expected a contender that runs on {device}, found only baselines")
-
-
-def _check_plan(name: str, data: Path | None) -> None:
-    for plan in plan_tests(load(name), data):
-        planned = plan.contests or (plan.written.claim.measure and plan.written.claim.measure.data)
-        expect(planned, f"{plan.test.name}: expected a problem that it tests, found none")
-
 
 SUITE = """
 schema: sparsebench/suite@1
