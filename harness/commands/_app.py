@@ -37,6 +37,7 @@ PROFILER = "run `ncu` or `nsys profile` on the same command with --repeat 1"
 REMOVED = {  # what older versions took on the command line, and what replaces it
     "--to": "use --out",
     "run --submit": "use --devices for GPUs of this host, --slurm for jobs",
+    "run --debug": "failures.log in the run has every traceback",
     "run --profile": PROFILER,
     "try --profile": PROFILER,
     "prune --tensors": "`prune` takes a model; `sparsify_` replaces layers of your own",
@@ -46,6 +47,7 @@ REMOVED = {  # what older versions took on the command line, and what replaces i
     "confirm --inherit": "every contender searches again",
     "run --shard": "--devices, --slurm and `campaign run` share a plan out",
     "merge": "a run in parts becomes whole by itself; `run --resume RUN` measures what it lacks",
+    "new-gpu --resume": "a survey is made at once; a longer --budget reaches more",
     "new-gpu --devices": "a survey needs one GPU; `run core --devices` shares a suite out",
     "check --gpu": PACE,
     "check --replicates": PACE,

@@ -103,27 +103,19 @@ def warn_of_changes(runs: Iterable[Path]) -> None:
             stderr.flag("warning", "yellow", text)
 
 
-def message_printer(debug: bool = False) -> "Callable[[DoctorFinding], None]":
-    """Return a callback that prints findings and the reason of the first failed case on stderr.
-
-    With `debug` it prints the reason and traceback of every failed case, and an error in
-    sparsebench prints its traceback as well.
-    """
+def message_printer() -> "Callable[[DoctorFinding], None]":
+    """Return a callback that prints findings and the reason of the first failed case on stderr."""
     from sparsebench.harness.doctor.findings import FAILED
 
-    failed = 0
-    if debug:
-        os.environ["SPARSEBENCH_TRACEBACK"] = "1"
+    failed = False
 
     def on_message(finding: "DoctorFinding") -> None:
         nonlocal failed
         if finding.check != FAILED:
             warn(finding)
-            return
-        failed += 1
-        if debug or failed == 1:
-            rest = f"\n{finding.means}" if debug else f" {finding.do} --debug prints all."
-            text = f"{finding.check}: {finding.found}.{rest}"
+        elif not failed:
+            failed = True
+            text = f"{finding.check}: {finding.found}. {finding.do}"
             stderr.flag("warning", LEVELS["warning"], text)
 
     return on_message

@@ -11,16 +11,12 @@ from sparsebench.errors import SuiteError
 from sparsebench.harness.commands._console import measuring, stdout, wide
 from sparsebench.harness.commands._options import Device, budget_s, new_run, out_file
 
-RESUME = "new-gpu --resume"
 PUBLISHED = Path("results/published")
-BUDGET_S = 600.0
 
 
 def new_gpu(
     device: Device = None,
-    budget: Annotated[
-        str | None, typer.Option(help="Time limit, such as 90s, 10m or 2h. Default: 10m.")
-    ] = None,
+    budget: Annotated[str, typer.Option(help="Time limit, such as 90s, 10m or 2h.")] = "10m",
     against: Annotated[
         list[Path] | None,
         typer.Option(
@@ -29,34 +25,29 @@ def new_gpu(
         ),
     ] = None,
     out: Annotated[Path | None, out_file("Output directory. Default: runs/…")] = None,
-    resume: Annotated[Path | None, typer.Option(help="Finish an earlier survey.")] = None,
 ) -> None:
     """Survey a GPU in 10 minutes: which sparse formats pay off?"""
     from sparsebench.harness.machine.device import full_name, pick, slug
     from sparsebench.harness.new_gpu import survey as surveys
     from sparsebench.reports.survey_page import STEPS, write
 
-    seconds = None if budget is None else budget_s(budget)
+    seconds = budget_s(budget)
     for path in against or []:
         if not path.is_dir():
             raise SuiteError(f"--against {path}: expected a run or a folder of runs, found none")
     others = against or [path for path in [PUBLISHED] if path.is_dir()]
-    with measuring(RESUME) as show:
+    with measuring() as show:
 
         def of_step(step: str) -> Callable[[int, int, str], None]:
             return partial(show, step=step)
 
-        if resume:
-            survey = surveys.resume(resume, seconds, of_step)
-        else:
-            name = full_name(device)
-            kind = slug(pick(name)) if name.startswith("cuda") else name.partition(":")[0]
-            path = out or new_run(f"new-gpu-{kind}")
-            survey = surveys.survey(name, seconds or BUDGET_S, path, of_step)
+        name = full_name(device)
+        kind = slug(pick(name)) if name.startswith("cuda") else name.partition(":")[0]
+        survey = surveys.survey(name, seconds, out or new_run(f"new-gpu-{kind}"), of_step)
         summary = write(survey.path, others)
     wide().print(summary)
     for step, text in [*survey.notes.items(), *survey.left.items()]:
         stdout.say(f"{STEPS[step]}: {text}")
     if survey.left:
-        stdout.say(f"`sparsebench {RESUME} {survey.path}` measures the rest")
+        stdout.say("a longer --budget reaches more")
     stdout.say(f"report: {survey.path / 'report.html'}")

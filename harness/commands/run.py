@@ -44,7 +44,6 @@ def run(
     devices: Devices = "",
     slurm: Slurm = "",
     shards: Shards = 0,
-    debug: opt.Debug = False,
     as_json: opt.Json = False,
     markdown: opt.Markdown = False,
     browse: opt.Open = False,
@@ -69,10 +68,10 @@ def run(
             from sparsebench.harness.shared_runs import sharing as shared
 
             with measuring() as show:
-                options = RunOptions(progress=show, on_message=message_printer(debug))
+                options = RunOptions(progress=show, on_message=message_printer())
                 path = shared.resume(resume, options)
         else:
-            path = _resume(resume, device, data, timeout, debug)
+            path = _resume(resume, device, data, timeout)
     elif repeat:
         raise typer.Exit(_call_each(str(suite), device, data, only, repeat))
     else:
@@ -88,13 +87,11 @@ def run(
                 f"{suite}: expected {expected}, found only baselines; {hint} lists the reasons"
             )
         flags = Flags(first, data, timeout, replicates, only, energy)
-        path = _measure(requested, flags, debug, out=out, sharing=sharing)
+        path = _measure(requested, flags, out=out, sharing=sharing)
     _report(path, as_json, markdown, browse)
 
 
-def _resume(
-    run: Path, device: str | None, data: Path | None, timeout_s: float, debug: bool
-) -> Path:
+def _resume(run: Path, device: str | None, data: Path | None, timeout_s: float) -> Path:
     from sparsebench.errors import SuiteError
     from sparsebench.harness.machine.device import full_name
     from sparsebench.harness.run.recorded_plan import suite_of_run
@@ -108,13 +105,12 @@ def _resume(
     data = data or (Path(before["data"]) if before.get("data") else None)
     device = full_name(device or before["device"])
     flags = Flags.from_state(stopped.state, device=device, data=data, timeout_s=timeout_s)
-    return _measure(suite_of_run(stopped, data), flags, debug, resume=run)
+    return _measure(suite_of_run(stopped, data), flags, resume=run)
 
 
 def _measure(
     suite: "Suite",
     flags: "Flags",
-    debug: bool,
     *,
     out: Path | None = None,
     resume: Path | None = None,
@@ -124,7 +120,7 @@ def _measure(
     from sparsebench.harness.run.measure import RunOptions, measure
 
     with measuring() as show:
-        options = RunOptions(progress=show, on_message=message_printer(debug))
+        options = RunOptions(progress=show, on_message=message_printer())
         if sharing:
             return sharing.measure(suite, flags, out, options)
         return measure(suite, flags, out, resume, options)

@@ -4,17 +4,15 @@
              kernels.json        which kernels run here, and why the others do not (choices.py)
     tune     the user's cache    configurations for this GPU (run/tuning.py)
     screen   screen/             the core suite in one process, coarse problems first
-    decide   decide/, decide-2/  the deciding problems (choices.py) in FEWEST processes, which
+    decide   decide/             the deciding problems (choices.py) in FEWEST processes, which
                                  search among the finalists of the screening
     page     report.html         the answer, and the same cases on other GPUs
 
 Every step has a share of the time that is left when it starts, and stops by itself. The first
 process of `decide` has an equal share of its time, in which it takes problems in order, and the
-later ones repeat what it reached, so nothing is estimated. If the screening is resumed, another run
-decides the problems that it adds.
-survey.json lists what a step did not reach, and `--resume` measures it, also after Ctrl-C. Nothing
-here knows the name of a GPU. The doctor runs in a separate process, so that it leaves no memory
-allocated on the device.
+later ones repeat what it reached, so nothing is estimated. survey.json lists what a step did not
+reach. Nothing here knows the name of a GPU. The doctor runs in a separate process, so that it
+leaves no memory allocated on the device.
 """
 
 import json
@@ -23,23 +21,21 @@ import sys
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
-from itertools import count
 from pathlib import Path
 from time import monotonic
 from typing import Any
 
 import torch
 
-from sparsebench.errors import ResultError, SuiteError
+from sparsebench.errors import SuiteError
 from sparsebench.harness.doctor.findings import warning
 from sparsebench.harness.machine.stand_in import stand_in
 from sparsebench.harness.new_gpu.choices import coarse, deciding, probe
 from sparsebench.harness.plan.suite import read
-from sparsebench.harness.run.measure import Progress, RunOptions, Stopped, measure
+from sparsebench.harness.run.measure import Progress, RunOptions, measure
 from sparsebench.harness.run.run_json import Flags
 from sparsebench.harness.run.tuning import tune
 from sparsebench.kernels._common import choices, front_extension
-from sparsebench.results import files
 from sparsebench.results.formatting import amount
 from sparsebench.results.record import Problem
 from sparsebench.results.run import store
@@ -95,43 +91,15 @@ def survey(
 ) -> Survey:
     """Survey a device into a new directory."""
     if path.exists():
-        raise SuiteError(f"--out {path}: expected a new directory, found one; --resume finishes it")
+        raise SuiteError(f"--out {path}: expected a new directory, found one")
     path.mkdir(parents=True)
     suite = SUITES.get(device.partition(":")[0], SUITE)
     survey = Survey(path, device, budget_s, suite)
-    return _run(survey, progress)
-
-
-def resume(path: Path, budget_s: float | None, progress: Callable[[str], Progress]) -> Survey:
-    """Finish the steps of an earlier survey, within its budget or another."""
-    survey = read_survey(path)
-    survey.budget_s = budget_s or survey.budget_s
-    return _run(survey, progress)
-
-
-def read_survey(path: Path) -> Survey:
-    """Read a survey. Raises ResultError if the folder holds none."""
-    data = files.from_json(path / "survey.json", SCHEMA)
-    del data["schema"]
-    if data.pop("devices", []):  # before 0.4
-        raise ResultError(f"{path}: expected a survey of one device, found one of several")
-    return Survey(path, **data)
-
-
-def _run(survey: Survey, progress: Callable[[str], Progress]) -> Survey:
-    """Run the remaining steps. Raises Stopped, with the survey's path, if interrupted."""
     end = monotonic() + survey.budget_s - PAGE_S
     survey.write()
     for name, step in STEPS.items():
-        if name in survey.seconds:
-            continue
         began = monotonic()
-        survey.left.pop(name, None)
-        try:
-            reason = step(survey, end, progress(name))
-        except KeyboardInterrupt as stop:
-            raise Stopped(survey.path) from stop
-        if reason:
+        if reason := step(survey, end, progress(name)):
             survey.left[name] = reason
         else:
             survey.seconds[name] = round(monotonic() - began, 1)
@@ -196,28 +164,17 @@ def _screen(survey: Survey, end: float, progress: Progress) -> str:
 
 
 def _decide(survey: Survey, end: float, progress: Progress) -> str:
-    """Measure the deciding problems, in another run if an earlier survey had fewer of them."""
+    """Measure the deciding problems."""
     screened = store.read(survey.path / "screen")
     if not screened.rows:
-        again = f"`sparsebench new-gpu --resume {survey.path} --budget TIME` resumes"
         expected = "expected time for one problem, found less"
-        raise SuiteError(f"--budget {survey.budget_s:g}s: {expected}; {again}")
+        raise SuiteError(f"--budget {survey.budget_s:g}s: {expected}")
     left = deciding(analyse(screened).cases, _problems(survey))
     if not left:
         return "expected a case with a time in screen/, found none"
     ranks = {problem: rank for rank, problem in enumerate(left)}
-    for number in count(1):
-        name = "decide" if number == 1 else f"decide-{number}"
-        if not left:
-            return ""
-        begun = survey.path / name / "run.json"
-        only = f"case={'|'.join(left.values())}"
-        only = files.from_json(begun)["flags"]["only"] if begun.exists() else only
-        if reason := _measure(survey, name, FEWEST, only, end, progress, ranks, screened):
-            return reason
-        measured = {row.case.problem.id for row in store.read(survey.path / name).rows}
-        left = {problem: case for problem, case in left.items() if problem not in measured}
-    raise AssertionError
+    only = f"case={'|'.join(left.values())}"
+    return _measure(survey, "decide", FEWEST, only, end, progress, ranks, screened)
 
 
 def _problems(survey: Survey) -> list[Problem]:
@@ -234,14 +191,10 @@ def _measure(
     ranks: Mapping[str, int],
     searched: StoredRun | None = None,
 ) -> str:
-    """Measure the suite into a folder of the survey, or resume it; return what is left.
+    """Measure the suite into a folder of the survey; return what is left.
 
     ranks  of problems, the first ones are measured first; references have none, and precede them
     """
-    target = survey.path / name
-    stopped = target if (target / "run.json").exists() else None
-    if stopped and store.read(target).state["status"] == "finished":
-        return ""
     flags, suite = Flags(survey.device, None, SILENT_S, replicates, only), read(survey.suite)
     options = RunOptions(
         progress=progress,
@@ -250,7 +203,7 @@ def _measure(
         even=True,
         rank=lambda contest: ranks.get(contest.problem.id, -1),
     )
-    path = measure(suite, flags, None if stopped else target, stopped, options)
+    path = measure(suite, flags, survey.path / name, None, options)
     contests = store.read(path).state["contests"]
     left = contests["of"] - contests["done"]
     return f"{left} of {amount(contests['of'], 'contest')} not reached" if left else ""
