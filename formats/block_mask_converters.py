@@ -72,14 +72,11 @@ def from_flex(mask: flex_attention.BlockMask, *, causal: bool = False) -> BlockM
     return _from_lists(mask.seq_lengths, (sides[0], sides[1]), partial, full, rule, causal)
 
 
-def to_flex(mask: BlockMask, heads: int, rule: Any = None) -> flex_attention.BlockMask:
-    """Convert to FlexAttention's mask for `heads` heads.
-
-    `rule` is the mask_mod of partial blocks, by default `rule_of`.
-    """
+def to_flex(mask: BlockMask, heads: int) -> flex_attention.BlockMask:
+    """Convert to FlexAttention's mask for `heads` heads."""
     width = mask.kv_blocks  # FlexAttention takes the padded length as the number of kv blocks
     partial, full = (padded_lists(mask, heads, partial=p, most=width) for p in (True, False))
-    rule = rule or rule_of(mask, heads)
+    rule = rule_of(mask, heads)
     return flex_attention.BlockMask.from_kv_blocks(
         *partial, *full, BLOCK_SIZE=mask.block, mask_mod=rule, seq_lengths=mask.tokens
     )

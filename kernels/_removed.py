@@ -20,6 +20,8 @@ REMOVED: Mapping[str, str] = {
     "decoder_spense": "0.4.0: name no kernel: {format: spense} runs what the layers choose",
     "dense_triton": "0.3.0: use cublas, which was faster in every published cell",
     "slide_gather": "0.4.0: use slide_wgmma for 6:8; cublas was as fast in every cell",
+    "torch_sampled_csr": "0.4.0: use cusparse_csr_wgrad, which calls the same product of cuSPARSE",
+    "torch_wgrad": "0.4.0: use reference, which computes the same gradient on a CPU",
 }
 """Version and advice by kernel name: `kernel NAME was removed in VERSION: ADVICE`."""
 

@@ -64,7 +64,6 @@ SIGNATURES: Mapping[str, tuple[Any, ...]] = {
     "MatmulPlanDestroy": (P,),
     "MatmulGetWorkspace": (P, P, P),
     "Matmul": (P, P, P, P, P, P, P, P, P, P, c_int32),
-    "MatmulSearch": (P, P, P, P, P, P, P, P, P, P, c_int32),
     "SpMMACompressedSize2": (P, P, P, P),
     "SpMMACompress2": (P, P, c_int, c_int, P, P, P, P),
 }
@@ -263,14 +262,14 @@ class MatmulPlan:
         self.scalars = ctypes.c_float(scale), ctypes.c_float(beta)
         self.workspace = self._workspace()
 
-    def __call__(self, b: Tensor, d: Tensor, search: bool = False) -> None:
-        """Enqueue the product on the current stream; `search` lets the library time algorithms."""
+    def __call__(self, b: Tensor, d: Tensor) -> None:
+        """Enqueue the product on the current stream."""
         room = torch.empty(max(self.workspace, 1), dtype=torch.uint8, device=self.device)
         stream = c_void_p(torch.cuda.current_stream(self.device).cuda_stream)
         scale, beta = self.scalars
         matrices = self.weight.compressed.data_ptr(), b.data_ptr()
         self.library(
-            "MatmulSearch" if search else "Matmul",
+            "Matmul",
             *(self.handle, self.plan, byref(scale), *matrices, byref(beta)),
             *(d.data_ptr(), d.data_ptr(), room.data_ptr(), byref(stream), 1),
         )

@@ -1,8 +1,9 @@
 """Block-sparse attention of NVIDIA's cudnn-frontend, whose kernels are made by the CuTe DSL.
 
 Its kernels for Hopper have blocks of 64 and of 128. Other blocks are cut into those, which hold the
-same mask; if both sides fit, both are timed. They support no causal mask. The backward pass
-supports only bf16, D = 128 and as many key heads as heads.
+same mask: for O into 64, for the gradients into 128 if they fit, because those were always faster
+(NOTES.md). They support no causal mask. The backward pass supports only bf16, D = 128 and as many
+key heads as heads.
 
 A fixed count of blocks is a constant of the kernel of 128. For the kernel of 64 it would fill a
 tensor in every call, so that one gets the counts. Splitting the lists pays if the keys and values
@@ -11,7 +12,6 @@ Source: python/cudnn/block_sparse_attention/_interface.py of cudnn-frontend 1.32
 """
 
 from importlib import import_module
-from itertools import product
 from typing import Any
 
 import torch
@@ -28,7 +28,6 @@ from sparsebench.results.record import Problem
 SIDES = 128, 64
 SPLITS = 1, 2, 4, 8  # parts of a list
 LARGE = 16 * 1024 * 1024  # bytes of K and V of a head
-Lists = dict[str, Any]
 
 
 def unsupported(problem: Problem, device: torch.device) -> str | None:
@@ -49,45 +48,40 @@ def unsupported_backward(problem: Problem, device: torch.device) -> str | None:
 
 
 def prepare(operands: Operands, *, kv_splits: int | None = None) -> Launch:
-    """Cut the lists; time both sides of blocks and the splits, or `kv_splits` alone.
-
-    The fastest is kept.
-    """
+    """Cut the lists; time the splits, or `kv_splits` alone, and keep the fastest."""
     attend = function("block_sparse_attention_forward")
     (q, k, v), problem = by_token(operands, "q", "k", "v"), operands.problem
-    lists = lists_by_side(operands)
+    side = min(SIDES)
+    options = {"softmax_scale": problem["scale"], "layout": "bshd", **lists_of(operands, side)}
+    options["allow_empty_block_nums"] = not options["q2k_block_nums"].all()
 
-    def run(side: int, kv_splits: int) -> Tensor:
-        options = {"softmax_scale": problem["scale"], "layout": "bshd", "kv_splits": kv_splits}
-        o: Tensor = attend(q, k, v, **lists[side], **options)["o_tensor"]
+    def run(kv_splits: int) -> Tensor:
+        o: Tensor = attend(q, k, v, **options, kv_splits=kv_splits)["o_tensor"]
         return o.reshape(q.shape[0] * q.shape[1], -1)
 
     large = 2 * k[0, :, 0].nbytes >= LARGE
     splits = [kv_splits] if kv_splits else SPLITS if large else SPLITS[:1]
-    ways = product(lists, splits)
-    return fastest_choice(run, [{"side": s, "kv_splits": n} for s, n in ways], operands)
+    return fastest_choice(run, [{"kv_splits": n} for n in splits], operands, side=side)
 
 
 def prepare_backward(operands: Operands) -> Launch:
-    """Cut the lists; the gradients are written where the output has them. Both sides are timed."""
+    """Cut the lists; the gradients are written where the output has them."""
     differentiate = function("block_sparse_attention_backward")
     q, k, v, o, do = by_token(operands, "q", "k", "v", "o", "do")
     problem = operands.problem
-    lists = lists_by_side(operands)
-    for of_side in lists.values():
-        of_side.pop("allow_empty_block_nums")
+    side = next(side for side in SIDES if unsupported_blocks(problem, side) is None)
+    options = {"softmax_scale": problem["scale"], "layout": "bshd", **lists_of(operands, side)}
     lse = operands.activations["lse"].view(q.shape[0], problem["heads"], -1)
     rows = [x.numel() // problem["head_dim"] for x in (q, k, v)]
     out = q.new_empty(sum(rows), problem["head_dim"])
     dq, dk, dv = (part.view(x.shape) for part, x in zip(out.split(rows), (q, k, v), strict=True))
 
-    def run(side: int) -> Tensor:
-        options = {"softmax_scale": problem["scale"], "layout": "bshd"}
+    def run() -> Tensor:
         gradients = {"dq_tensor": dq, "dk_tensor": dk, "dv_tensor": dv}
-        differentiate(do, q, k, v, o, lse, **lists[side], **gradients, **options)
+        differentiate(do, q, k, v, o, lse, **gradients, **options)
         return out
 
-    return fastest_choice(run, [{"side": side} for side in lists], operands)
+    return Launch(run, {"side": side})
 
 
 def function(name: str) -> Any:
@@ -98,21 +92,12 @@ def function(name: str) -> Any:
         raise Unsupported(str(error)) from error
 
 
-def lists_by_side(operands: Operands) -> dict[int, Lists]:
-    """Return the arguments for the lists, by the side of the kernel's blocks."""
-    problem, by_side = operands.problem, {}
-    for side in SIDES:
-        if unsupported_blocks(problem, side) is None:
-            counts, index = lists_in(mask_of(operands), problem["heads"], side)
-            fewest, most = int(counts.min()), int(counts.max())
-            fixed = side == max(SIDES) and fewest == most > 0
-            by_side[side] = {
-                "q2k_block_index": index,
-                "q2k_block_nums": None if fixed else counts,
-                "sparse_block_size": side,
-                "allow_empty_block_nums": fewest == 0,
-            }
-    return by_side
+def lists_of(operands: Operands, side: int) -> dict[str, Any]:
+    """Return the arguments for the lists, in blocks of `side`."""
+    counts, index = lists_in(mask_of(operands), operands.problem["heads"], side)
+    fixed = side == max(SIDES) and bool(counts.min() == counts.max() > 0)
+    numbers = None if fixed else counts
+    return {"q2k_block_index": index, "q2k_block_nums": numbers, "sparse_block_size": side}
 
 
 KERNEL = Kernel("attention", "block_mask", "cuda", prepare, unsupported)

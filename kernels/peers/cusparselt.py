@@ -3,10 +3,11 @@
 The library compresses W to values and metadata, in its own order. Each operand has two layouts, and
 each combination that the library accepts has its own algorithms:
 
-    W    rows     as given                        compressed once, in `prepare`
+    W    rows     as given          compressed once, in `prepare`
          columns  W.T
-    X.T  columns  X in place                      Y.T  columns  Y in its final layout
-         rows     X.T, copied by the launch            rows     Y.T, transposed back by the launch
+    X.T  columns  X in place
+         rows     X.T, copied by the launch
+    Y.T  columns  Y in its final layout; by rows, it would have to be transposed back
 
 The library takes multiples of 8 tokens, or of 16 in 8-bit dtypes. Other numbers are padded with
 rows of zeros, as torch.sparse.to_sparse_semi_structured does (_common/padding.py). The search also
@@ -15,16 +16,16 @@ n = 14336, k = 4096).
 
 `prepare` makes three searches, each over captured launches:
 
-    layouts     every combination, with the library's default and with that of the library's search
+    layouts     every combination, with the library's default algorithm
     algorithms  every number that the library has, for every layout; in fp16, where a plan takes
                 the host 0.15 s, for the fastest few layouts; for few tokens also with padding
     splits      the fastest few of these with k split into parts
 
 A later process of a verdict times the finalists of all three in one search.
 
-In fp16 with Y by columns, algorithms from number 34 or 36 on raise an illegal instruction on Hopper
-(0.8.0, every layout of W and X), which ends the process. The library's own search also runs them.
-So for these layouts neither that search nor algorithms from TRAPS on are tried.
+In fp16, algorithms from number 34 or 36 on raise an illegal instruction on Hopper (0.8.0, every
+layout of W and X), which ends the process, so those from TRAPS on are not tried. The library's own
+search would run them; elsewhere it could only find what `algorithms` and `splits` time.
 
 In 8 bits the library multiplies only along the contiguous k of W and X. It refuses some of the
 other layouts, and W by columns ends the process (0.8.0 and 0.10.0), so they are not tried. In int8
@@ -76,7 +77,7 @@ BEST = 3  # algorithms whose splits are timed
 MORE_TOKENS = 128, 256  # tokens that fewer may be padded to
 PADDED_LAYOUTS = 2  # the fastest
 FEW_LAYOUTS = {torch.float16: 2}  # number of layouts whose algorithms are timed; default: all
-TRAPS = {(torch.float16, "columns"): 34}  # dtype, layout of Y: the first number that is not tried
+TRAPS = {torch.float16: 34}  # the first number that is not tried
 SPLITS = tuple(product((2, 3, 4, 6, 8), (1, 2)))  # parts of k, and one kernel or two
 
 
@@ -86,7 +87,6 @@ class LtCall(LtAlgorithm):
 
     w_layout: Order = "rows"
     x_layout: Order = "columns"
-    y_layout: Order = "columns"
     tokens: int | None = None
 
 
@@ -212,7 +212,6 @@ def choose(
         raise Unsupported(f"cuSPARSELt accepts no layout: {'; '.join(sorted(reasons))}")
     if not searching:
         return products[0], asdict(products[0].way) | version, []
-    products += searched_by_the_library(target, products)
     best, first = time_products(target, n, products)
     lines = lines_of(STAGES[0], products, first)
     few = fastest_few(products, first, FEW_LAYOUTS.get(target.x.dtype, len(every)), numbers=False)
@@ -231,9 +230,8 @@ def choose(
 def layouts(dtype: torch.dtype) -> list[LtCall]:
     """Return every combination of layouts, those of the default first."""
     if dtype.itemsize == 1:
-        return [LtCall(), LtCall(y_layout="rows")]
-    every = [LtCall(w_layout=w, x_layout=x, y_layout=y) for w, x, y in product(*[LAYOUTS] * 3)]
-    return [LtCall(), *(way for way in every if way != LtCall())]
+        return [LtCall()]
+    return [LtCall(w_layout=w, x_layout=x) for w, x in product(LAYOUTS, LAYOUTS[::-1])]
 
 
 def accepted(target: Call, ways: Iterable[LtCall]) -> tuple[list[HalfSparse], set[str]]:
@@ -258,52 +256,28 @@ def plan_of(target: Call, way: LtCall) -> MatmulPlan:
     weight, x = target.w(way.w_layout), target.tokens(way).whole
     (m, k), stride = x.shape, x.stride(0)
     b = Matrix(k, m, stride if way.x_layout == "columns" else m, way.x_layout, x.dtype)
-    y_stride = target.y_stride if way.y_layout == "columns" else m
-    d = Matrix(weight.dense.rows, m, y_stride, way.y_layout, target.output)
+    d = Matrix(weight.dense.rows, m, target.y_stride, "columns", target.output)
     return MatmulPlan(weight, b, d, way, target.beta, target.scale)
 
 
 def call_of(target: Call, way: LtCall, plan: MatmulPlan) -> Callable[[Tensor], None]:
     """Return the launch of a plan, with the copies that its layouts need."""
-    tokens, n = target.tokens(way), plan.weight.dense.rows
+    tokens = target.tokens(way)
 
     def run(y: Tensor) -> None:
-        b = tokens.filled() if way.x_layout == "columns" else tokens.filled().t().contiguous()
-        if way.y_layout == "columns":
-            plan(b, y)
-        else:
-            turned = y.new_empty(n, len(tokens.whole))
-            plan(b, turned)
-            y.copy_(turned.t())
+        x = tokens.filled()
+        plan(x if way.x_layout == "columns" else x.t().contiguous(), y)
 
     return run
-
-
-def searched_by_the_library(target: Call, products: Sequence[HalfSparse]) -> list[HalfSparse]:
-    results: list[LtCall] = []
-    for one in products:
-        if (target.x.dtype, one.way.y_layout) in TRAPS:
-            continue
-        plan, x = plan_of(target, plain(one.way)), target.tokens(one.way).filled()
-        b = x if one.way.x_layout == "columns" else x.t().contiguous()
-        y = torch.empty(len(x) * target.y_stride, dtype=target.output, device=b.device)
-        try:
-            plan(b, y, search=True)
-        except CusparseLtError:
-            continue
-        results.append(replace(one.way, **asdict(plan.actual)))
-    before = {one.way for one in products}
-    return accepted(target, [way for way in dict.fromkeys(results) if way not in before])[0]
 
 
 def numbers(target: Call, ways: Iterable[LtCall]) -> list[LtCall]:
     """Return every algorithm of these layouts up to TRAPS; the library numbers them from 0."""
     counts = {way: plan_of(target, way).algorithms for way in ways}
-    dtype = target.x.dtype
     return [
         replace(way, algorithm=i)
         for way, count in counts.items()
-        for i in range(min(count, TRAPS.get((dtype, way.y_layout), count)))
+        for i in range(min(count, TRAPS.get(target.x.dtype, count)))
     ]
 
 
@@ -317,8 +291,8 @@ def with_more_tokens(target: Call, ways: Sequence[LtCall], few: Sequence[LtCall]
     return [replace(w, tokens=tokens) for w in ways if layout_of(w) in layouts for tokens in more]
 
 
-def layout_of(way: LtCall) -> tuple[Order, Order, Order]:
-    return way.w_layout, way.x_layout, way.y_layout
+def layout_of(way: LtCall) -> tuple[Order, Order]:
+    return way.w_layout, way.x_layout
 
 
 def plain(way: LtCall, algorithm: int | None = None) -> LtCall:
@@ -330,8 +304,8 @@ def fastest_few(
     products: Sequence[HalfSparse], result: Search, count: int, *, numbers: bool
 ) -> list[LtCall]:
     """Return the layouts, or with `numbers` also the algorithms, of the fastest few products."""
-    ranked = sorted(zip((t.time_us for t in result.trials), range(len(products)), strict=False))
-    ways = (products[i].way for _, i in ranked)
+    times_us = [trial.time_us for trial in result.trials] or [0.0]  # of a single one: not timed
+    ways = (products[i].way for i in sorted(range(len(times_us)), key=times_us.__getitem__))
     return list(dict.fromkeys(plain(w, w.algorithm if numbers else None) for w in ways))[:count]
 
 

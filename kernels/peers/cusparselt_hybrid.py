@@ -33,7 +33,7 @@ from sparsebench.kernels.peers import cusparselt
 from sparsebench.kernels.peers._cusparselt import CusparseLtError
 from sparsebench.results.record import Problem
 
-Join = Literal["in place", "copied", "dense adds", "sparse adds"]
+Join = Literal["in place", "dense adds", "sparse adds"]
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ def prepare(operands: Operands, *, search: bool = True) -> Launch:
 def ways(parts: Parts) -> list[DenseCall]:
     """Return the ways to time: both libraries; in fp8 both accumulations of cuBLASLt."""
     fp8 = parts.x.dtype == DTYPES["fp8"]
-    joins: tuple[Join, ...] = ("in place", "copied") if fp8 else ("in place",)
+    joins: tuple[Join, ...] = ("in place",)
     if parts.columns == parts.width:
         joins = ("dense adds", "sparse adds") if parts.adding else ("dense adds",)
     if fp8:
@@ -115,8 +115,6 @@ def multiply(parts: Parts, way: DenseCall) -> Tensor:
         parts.sparse.call(whole[:, : parts.columns])
         if way.join == "in place":
             _dense(parts, way, out=y[:, parts.columns :])
-        elif way.join == "copied":
-            y[:, parts.columns :] = _dense(parts, way)
         elif way.use_fast_accum is None:
             y.addmm_(parts.x, parts.w.t())
         else:
@@ -127,8 +125,7 @@ def multiply(parts: Parts, way: DenseCall) -> Tensor:
 def _adding(target: cusparselt.Call, sparse: cusparselt.HalfSparse) -> cusparselt.HalfSparse | None:
     """Return the product that adds to Y in its final layout, or None if it is refused."""
     try:
-        in_place = replace(sparse.way, y_layout="columns")
-        return cusparselt.planned(replace(target, beta=1.0), in_place)
+        return cusparselt.planned(replace(target, beta=1.0), sparse.way)
     except CusparseLtError:
         return None
 

@@ -1,11 +1,11 @@
 """FlexAttention of PyTorch, compiled, with the lists of the mask.
 
-    exact    BLOCK_SIZE is the mask's block, and tiles divide it: BLOCK_M, BLOCK_N
-    coarser  blocks below 128, or whose sides tl.dot does not take, lie in blocks of 128: the lists
-             are a superset, and a mask_mod looks up each element's cell
+BLOCK_SIZE is the mask's block, and tiles divide it: BLOCK_M, BLOCK_N. Blocks of 128 as a superset
+of smaller ones, with a mask_mod that looks up each element's cell, took 3 to 15 times as long, so
+blocks whose sides tl.dot does not take are unsupported.
 
-`prepare` builds the lists and compiles, which takes seconds; neither is timed. If both ways are
-possible, both are candidates. A later process of a verdict compiles and times the finalists alone.
+`prepare` builds the lists and compiles, which takes seconds; neither is timed. A later process of a
+verdict compiles and times the finalists alone.
 
 The gradients are those of the compiled forward pass. Its node of autograd is called directly, so a
 launch runs the backward kernels alone, on the current stream. Hooks replace the O and LSE that it
@@ -28,9 +28,8 @@ from torch.nn.attention.flex_attention import BlockMask as FlexMask
 from torch.nn.attention.flex_attention import flex_attention
 
 from sparsebench.errors import Unsupported
-from sparsebench.formats._format import rows_of
 from sparsebench.formats.block_mask import BlockMask
-from sparsebench.formats.block_mask_converters import rule_of, to_flex
+from sparsebench.formats.block_mask_converters import to_flex
 from sparsebench.kernels._common.requirements import AMPERE, unsupported_device
 from sparsebench.kernels._common.search import finalists, search
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
@@ -38,7 +37,7 @@ from sparsebench.kernels.dense._sdpa import by_head
 from sparsebench.kernels.peers._attention import mask_of
 from sparsebench.results.record import Problem
 
-COARSE = 128  # the side of FlexAttention's blocks by default
+LONGEST = 128  # the side of FlexAttention's blocks by default
 SMALLEST = 16  # the smallest tile of tl.dot
 # m and n of a step of the backward pass, stages and warps: of those that torch itself times
 BACKWARD_TILES = [
@@ -78,77 +77,46 @@ def is_tile(side: int) -> bool:
 
 def exact_mask(mask: BlockMask, heads: int) -> FlexMask:
     if mask.q_blocks == 1:  # it may be declared longer: decoding takes tiles of 16 queries
-        mask = replace(mask, block=(max(mask.block[0], COARSE), mask.block[1]))
+        mask = replace(mask, block=(max(mask.block[0], LONGEST), mask.block[1]))
     return to_flex(mask, heads)
 
 
-def coarser_mask(mask: BlockMask, heads: int) -> FlexMask:
-    """Return blocks of multiples of the mask's, about 128 long; each of them is partial."""
-    ratio = [max(1, COARSE // side) for side in mask.block]
-    wide = mask.block[0] * ratio[0], mask.block[1] * ratio[1]
-    q_blocks, kv_blocks = (-(-count // side) for count, side in zip(mask.tokens, wide, strict=True))
-    rows = rows_of(mask.offsets)
-    lists, row = rows // mask.q_blocks, rows % mask.q_blocks
-    cells = (lists * q_blocks + row // ratio[0]) * kv_blocks + mask.indices // ratio[1]
-    cells = cells.unique()
-    at = cells // kv_blocks, cells % kv_blocks, torch.ones_like(cells, dtype=torch.bool)
-    coarser = BlockMask.build(mask.tokens, wide, *at, batch=mask.batch, lists=mask.lists)
-    return to_flex(coarser, heads, lookup_of(mask, heads))
-
-
-def lookup_of(mask: BlockMask, heads: int) -> Callable[..., Tensor]:
-    """Return a mask_mod that looks up the block of an element: full, partial or absent."""
-    (b_q, b_k), lists, q_blocks, share = mask.block, mask.lists, mask.q_blocks, heads // mask.lists
-    partial, full = 1, 2
-    kinds = torch.zeros(mask.shape, dtype=torch.int32, device=mask.columns.device)
-    kind_of_block = torch.where(mask.partial, partial, full).to(torch.int32)
-    kinds[rows_of(mask.offsets), mask.indices] = kind_of_block
-    rule = rule_of(mask, heads)
-
-    def mask_mod(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        kind = kinds[(b * lists + h // share) * q_blocks + q // b_q, k // b_k]
-        present = kind >= partial
-        return present if rule is None else present & ((kind == full) | rule(b, h, q, k))
-
-    return mask_mod
-
-
 def candidates(mask: BlockMask, heads: int) -> list[FlexCandidate]:
-    """Return the candidates of the forward pass, with options of its kernel."""
+    """Return the candidates of the forward pass, with options of its kernel.
+
+    Raises Unsupported if no tile divides the blocks.
+    """
     b_q, b_k = mask.block
-    ways: list[FlexCandidate] = []
-    if is_tile(b_k) and (mask.q_blocks == 1 or is_tile(b_q)):
-        exact = exact_mask(mask, heads)
-        m, n = min(128, b_q), min(128, b_k)
-        tile = {"BLOCK_M": m, "BLOCK_N": min(64, n)}
-        if mask.q_blocks == 1:  # the tiles of torch do not divide blocks of 16 keys
-            options: list[Options] = [{}, {"BLOCK_M": SMALLEST, "BLOCK_N": min(64, n)}]
-        elif m == n == 128:
-            options = [{}, {**tile, "num_warps": 8, "num_stages": 3}]
-        elif min(m, n) == 64:
-            options = [tile, {**tile, "num_warps": 4, "num_stages": 2}]
-        else:  # the default has four warps, too many for such a tile
-            pipelines = ((2, 2), (1, 3), (2, 3))
-            more = [{**tile, "num_warps": w, "num_stages": s} for w, s in pipelines]
-            options = [tile, *more]
-        ways += [FlexCandidate({"lists": "exact", **option}, exact, option) for option in options]
-    if min(b_q, b_k) < COARSE and mask.q_blocks > 1:
-        ways.append(FlexCandidate({"lists": "coarser"}, coarser_mask(mask, heads), {}))
-    return ways
+    if not (is_tile(b_k) and (mask.q_blocks == 1 or is_tile(b_q))):
+        expected = f"a power of two from {SMALLEST} for FlexAttention's tiles"
+        raise Unsupported(f"block: expected {expected}, found {[b_q, b_k]}")
+    exact = exact_mask(mask, heads)
+    m, n = min(128, b_q), min(128, b_k)
+    tile = {"BLOCK_M": m, "BLOCK_N": min(64, n)}
+    if mask.q_blocks == 1:  # the tiles of torch do not divide blocks of 16 keys
+        options: list[Options] = [{}, {"BLOCK_M": SMALLEST, "BLOCK_N": min(64, n)}]
+    elif m == n == 128:
+        options = [{}, {**tile, "num_warps": 8, "num_stages": 3}]
+    elif min(m, n) == 64:
+        options = [tile, {**tile, "num_warps": 4, "num_stages": 2}]
+    else:  # the default has four warps, too many for such a tile
+        pipelines = ((2, 2), (1, 3), (2, 3))
+        options = [tile, *({**tile, "num_warps": w, "num_stages": s} for w, s in pipelines)]
+    return [FlexCandidate({"lists": "exact", **option}, exact, option) for option in options]
 
 
 def backward_candidates(mask: BlockMask, heads: int) -> list[FlexCandidate]:
     """Return the candidates of the backward pass, with options of both kernels."""
     ways: list[FlexCandidate] = []
-    for way in candidates(mask, heads)[-2:]:
-        forward = {f"fwd_{key}": value for key, value in way.options.items()}
-        least = min(way.mask.BLOCK_SIZE)
-        for m, n, stages, warps in BACKWARD_TILES:
-            if least % n == 0 and n > least // 8:
-                tile = {"BLOCK_M1": m, "BLOCK_N1": n, "BLOCK_M2": n, "BLOCK_N2": m}
-                tile |= {"num_stages": stages, "num_warps": warps}
-                backward = {f"bwd_{key}": value for key, value in tile.items()}
-                ways.append(FlexCandidate({**way.choice, **tile}, way.mask, forward | backward))
+    way = candidates(mask, heads)[-1]
+    forward = {f"fwd_{key}": value for key, value in way.options.items()}
+    least = min(way.mask.BLOCK_SIZE)
+    for m, n, stages, warps in BACKWARD_TILES:
+        if least % n == 0 and n > least // 8:
+            tile = {"BLOCK_M1": m, "BLOCK_N1": n, "BLOCK_M2": n, "BLOCK_N2": m}
+            tile |= {"num_stages": stages, "num_warps": warps}
+            backward = {f"bwd_{key}": value for key, value in tile.items()}
+            ways.append(FlexCandidate({**way.choice, **tile}, way.mask, forward | backward))
     return ways[:MOST_BACKWARD]
 
 
@@ -263,9 +231,6 @@ def _fastest(
     runs: Sequence[Callable[[], Tensor]], ways: Sequence[FlexCandidate], operands: Operands
 ) -> Launch:
     choices = [way.choice for way in ways]
-    if not runs:
-        sides, expected = list(mask_of(operands).block), f"a power of two from {SMALLEST}"
-        raise Unsupported(f"block: expected {expected} for FlexAttention's tiles, found {sides}")
     if pinned := operands.pinned:
         return Launch(runs[choices.index(dict(pinned))], pinned)
     with warnings.catch_warnings():

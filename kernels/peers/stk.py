@@ -1,8 +1,10 @@
-"""STK on an NVIDIA GPU: a Triton kernel over blocks of 128x128, the fastest of its layouts.
+"""STK on an NVIDIA GPU: a Triton kernel over blocks of 128x128.
 
-    dds          Y = X @ W.T        a tile of Y from a block row of W; X and Y in place
-    dsd          Y.T = W @ X.T      X.T is a view of X; the launch transposes Y.T with a copy
-    dsd, copied  Y.T = W @ X.T      the launch also copies X.T to rows
+    dds    Y = X @ W.T, dX = dY @ W    a tile of Y from a block row of W; X and Y in place
+    sdd    dW = dY.T @ X               dY.T is a view of dY, or the launch copies it to rows
+
+Its product of a sparse left operand, Y.T = W @ X.T, needs a transposition of Y.T, and was always
+slower (NOTES.md).
 
 STK (Gale et al. 2022, MegaBlocks) has no other choices: tiles of 128 x 128 x 32, four warps, four
 stages. It uses the blocks as they are stored.
@@ -19,7 +21,6 @@ Source: stanford-stk 0.7.1, stk/ops/linear_ops.py and stk/backend/triton_kernels
 """
 
 import sys
-from collections.abc import Callable, Mapping
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -34,7 +35,7 @@ from sparsebench.kernels._common import foreign_code
 from sparsebench.kernels._common.padding import multiple_of, padded
 from sparsebench.kernels._common.requirements import unsupported_dtype, unsupported_sizes
 from sparsebench.kernels._common.search import fastest_choice
-from sparsebench.kernels._kernel import Kernel, Launch, Operands, Output
+from sparsebench.kernels._kernel import Kernel, Launch, Operands
 from sparsebench.results.record import Problem
 
 DTYPES = "fp16", "bf16", "tf32"
@@ -71,24 +72,23 @@ def unavailable() -> str | None:
 
 
 def prepare(operands: Operands) -> Launch:
-    """Pass the format's arrays to STK and time its layouts. Raises Unsupported."""
+    """Pass the format's arrays to STK. Raises Unsupported."""
     w = operands.weights["w"]
     assert isinstance(w, Bsr)
-    return multiplied(operands, operands.activations["x"], matrix(w), transposed=True)
+    return multiplied(operands.activations["x"], matrix(w).t())
 
 
 def prepare_dgrad(operands: Operands) -> Launch:
-    """Time the layouts for dX = dY @ W. STK reads W's blocks through its transposed index."""
+    """Do the same for dX = dY @ W. STK reads W's blocks through its transposed index."""
     w = operands.weights["w"]
     assert isinstance(w, Bsr)
-    return multiplied(operands, operands.activations["dy"], matrix(w), transposed=False)
+    return multiplied(operands.activations["dy"], matrix(w))
 
 
 def prepare_wgrad(operands: Operands) -> Launch:
-    """Time the layouts of the stored blocks of dW = dY.T @ X, one program for each block.
+    """Time both layouts of dY.T for the stored blocks of dW, one program for each block.
 
-    dY.T is a view of dY, or the launch copies it to rows. STK returns a matrix of the given
-    pattern, whose `data` are the values.
+    STK returns a matrix of the given pattern, whose `data` are the values.
     """
     dy, x, w = operands.activations["dy"], operands.activations["x"], operands.pattern
     assert isinstance(w, Bsr)
@@ -96,14 +96,13 @@ def prepare_wgrad(operands: Operands) -> Launch:
     left, right = padded(dy, rows), padded(x, rows)
     from stk import ops
 
-    def product(dy_transposed: Tensor) -> Bsr:
-        return replace(w, values=ops.sdd(dy_transposed, right.filled(), topology).data)
+    def run(layout: str) -> Bsr:
+        turned = left.filled().t()
+        turned = turned.contiguous() if layout == "copied" else turned
+        return replace(w, values=ops.sdd(turned, right.filled(), topology).data)
 
-    layouts: dict[str, Callable[[], Bsr]] = {
-        "view": lambda: product(left.filled().t()),
-        "copied": lambda: product(left.filled().t().contiguous()),
-    }
-    return fastest_of(layouts, operands, right.choice)
+    layouts = [{"layout": name} for name in ("view", "copied")]
+    return fastest_choice(run, layouts, operands, **right.choice)
 
 
 def matrix(w: Bsr) -> Any:
@@ -117,33 +116,23 @@ def matrix(w: Bsr) -> Any:
     return stk.Matrix(w.shape, w.values, rows, columns, w.offsets)
 
 
-def multiplied(operands: Operands, x: Tensor, w: Any, *, transposed: bool) -> Launch:
-    """Return the launch of the fastest layout for X @ W.T if transposed, else for X @ W."""
+def multiplied(x: Tensor, w: Any) -> Launch:
+    """Return the launch of X @ W, for W a matrix of STK."""
     from stk import ops
 
-    right, left = (w.t(), w) if transposed else (w, w.t())
     m, tokens = len(x), padded(x, multiple_of(SIDE, len(x)))
-    layouts: dict[str, Callable[[], Tensor]] = {
-        "dds": lambda: ops.dds(tokens.filled(), right)[:m],
-        "dsd": lambda: ops.dsd(left, tokens.filled().t()).t()[:m].contiguous(),
-        "dsd, copied": lambda: ops.dsd(left, tokens.filled().t().contiguous()).t()[:m].contiguous(),
-    }
-    return fastest_of(layouts, operands, tokens.choice)
 
+    def run() -> Tensor:
+        y: Tensor = ops.dds(tokens.filled(), w)[:m]
+        return y
 
-def fastest_of(
-    layouts: Mapping[str, Callable[[], Output]], operands: Operands, padding: Mapping[str, int]
-) -> Launch:
-    def run(layout: str) -> Output:
-        return layouts[layout]()
-
-    return fastest_choice(run, [{"layout": name} for name in layouts], operands, **padding)
+    return Launch(run, {"layout": "dds", **tokens.choice})
 
 
 KERNEL = Kernel("linear", "bsr", "cuda", prepare, unsupported)
 
 DGRAD = Kernel("linear_dgrad", "bsr", "cuda", prepare_dgrad, unsupported)
-"""Input gradient by STK: dX = dY @ W, the fastest of its layouts."""
+"""Input gradient by STK: dX = dY @ W."""
 
 WGRAD = Kernel("linear_wgrad", "bsr", "cuda", prepare_wgrad, unsupported)
 """Weight gradient by STK: the stored blocks of dW = dY.T @ X, the fastest of its layouts."""

@@ -4,8 +4,6 @@
                  the A100 only; on other GPUs one stage, four warps and r tokens per tile
     tuned=True   torch.sparse._triton_ops.bsr_dense_addmm with the fastest parameters of a search,
                  or as shipped if that is faster
-    tuned=torch  the same with the parameters that torch's own tuner finds, which takes minutes:
-                 torch.sparse._triton_ops_meta.tune_bsr_dense_addmm
 
 The search times torch's call as shipped, the entry of torch's table for the A100 at this size, and
 then tiles, stages and warps together. Around the fastest it tries groups and a copy of X.T. A later
@@ -17,16 +15,15 @@ first copies X.T if that is faster in total.
 As shipped, blocks must be square and divide n and k. torch uses its Triton kernel if the side is a
 power of two of at least 16 that divides the tokens. Otherwise it gathers rows and multiplies in
 fp32 without a warning (`path` in the choice). The other ways always use the Triton kernel: block
-sides must be powers of two of at least 16, and tokens are padded to a multiple of 16, for torch's
-tuner of r (_common/padding.py). fp32 and tf32 problems run without tensor cores, because TF32 is
-off.
+sides must be powers of two of at least 16, and tokens are padded to a multiple of 16
+(_common/padding.py). fp32 and tf32 problems run without tensor cores, because TF32 is off.
 Source: torch/sparse/_triton_ops.py; ATen/native/sparse/cuda/SparseBlasImpl.cpp.
 """
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from itertools import product
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,7 +33,7 @@ from sparsebench.formats.bsr import Bsr
 from sparsebench.kernels._common.padding import Tokens, multiple_of, padded
 from sparsebench.kernels._common.search import finalists, part_of, search
 from sparsebench.kernels._common.transposed import dgrad_of
-from sparsebench.kernels._kernel import Kernel, Launch, Operands
+from sparsebench.kernels._kernel import Kernel, Launch, Operands, refuse
 from sparsebench.results.record import Problem
 
 TOKEN_TILES = 16, 32, 64, 128, 256
@@ -57,14 +54,15 @@ def unsupported(problem: Problem, device: torch.device) -> str | None:
     return None if device.type == "cuda" else f"expected an NVIDIA GPU, found device {device}"
 
 
-def prepare(operands: Operands, *, tuned: bool | Literal["torch"] = False) -> Launch:
+def prepare(operands: Operands, *, tuned: bool = False) -> Launch:
     """Pass the format's arrays to torch; if `tuned`, search parameters. Raises Unsupported."""
     w, x = operands.weights["w"], operands.activations["x"]
     assert isinstance(w, Bsr)
-    if reason := unsupported_blocks(w) if tuned else unsupported_as_shipped(w):
-        raise Unsupported(reason)
-    multiple = w.block[0] if tuned == "torch" else TOKEN_TILES[0]
-    tokens = padded(x, multiple_of(multiple, len(x)))
+    if not isinstance(tuned, bool):
+        note = "; torch, its own tuner, was removed in 0.4: true searches more"
+        raise Unsupported(f"option tuned: expected true or false, found {tuned!r}{note}")
+    refuse(unsupported_blocks(w) if tuned else unsupported_as_shipped(w))
+    tokens = padded(x, multiple_of(TOKEN_TILES[0], len(x)))
     with warnings.catch_warnings():
         # torch warns once that BSR is beta, and for each shape that its table lacks this GPU.
         warnings.filterwarnings("ignore", message="Sparse BSR tensor support is in beta")
@@ -80,9 +78,6 @@ def prepare(operands: Operands, *, tuned: bool | Literal["torch"] = False) -> La
         if operands.pinned:
             choice = dict(operands.pinned)
             return Launch(_call(bsr, tokens, choice), choice)
-        if tuned == "torch":
-            choice = _tuned_by_torch(bsr, tokens.filled()) | tokens.choice
-            return Launch(_call(bsr, tokens, choice), choice)
         return _tuned(bsr, tokens, w.block, operands.timed)
 
 
@@ -94,21 +89,18 @@ def path_of(w: Bsr, m: int) -> str:
 def unsupported_as_shipped(w: Bsr) -> str | None:
     """Return which condition of torch.nn.functional.linear fails, or None."""
     (n, k), (r, c) = w.shape, w.block
-    if r != c:
-        return f"torch expected square blocks, found {r}x{c}"
-    return _undivided(w) if n % r or k % c else None
+    if n % r or k % c:
+        return f"torch expected blocks that divide W, found {r}x{c} in {n}x{k}"
+    return None if r == c else f"torch expected square blocks, found {r}x{c}"
 
 
 def unsupported_blocks(w: Bsr) -> str | None:
+    """Return why torch's Triton kernel cannot multiply, or None."""
     (n, k), (r, c) = w.shape, w.block
-    if any(side < 16 or side & (side - 1) for side in (r, c)):
-        return f"torch expected block sides that are powers of two >= 16, found {r}x{c}"
-    return _undivided(w) if n % r or k % c else None
-
-
-def _undivided(w: Bsr) -> str:
-    (n, k), (r, c) = w.shape, w.block
-    return f"torch expected blocks that divide W, found {r}x{c} in {n}x{k}"
+    if any(side < 16 or side & (side - 1) or size % side for size, side in ((n, r), (k, c))):
+        expected = "block sides that are powers of two >= 16 and divide W"
+        return f"torch expected {expected}, found {r}x{c} in {n}x{k}"
+    return None
 
 
 def token_tiles(m: int, block: tuple[int, int], dtype: torch.dtype) -> list[int]:
@@ -144,14 +136,6 @@ def _tuned(
     ]
     best, more = _fastest(bsr, tokens, [best, *near], STAGES[1])
     return Launch(_call(bsr, tokens, best), best, candidates=timed + more)
-
-
-def _tuned_by_torch(bsr: Tensor, x: Tensor) -> dict[str, Any]:
-    """Return the parameters that torch's own tuner finds; each trial takes at least 0.6 s."""
-    from torch.sparse._triton_ops_meta import tune_bsr_dense_addmm
-
-    y = x.new_empty(len(x), bsr.shape[0]).t()
-    return dict(tune_bsr_dense_addmm(y, bsr, x.t(), beta=0, alpha=1, out=y))
 
 
 def _in_table(bsr: Tensor, x: Tensor, block: tuple[int, int]) -> list[dict[str, Any]]:

@@ -16,13 +16,11 @@ from torch import Tensor
 from sparsebench.kernels.peers import _cusparselt
 
 DTYPES = {code: dtype for dtype, code in _cusparselt.TYPES.items()}
-SUCCESS, INVALID, NOT_SUPPORTED = 0, 3, 10
+SUCCESS, INVALID = 0, 3
 WORDS = {
     INVALID: ctypes.create_string_buffer(b"invalid value"),
-    NOT_SUPPORTED: ctypes.create_string_buffer(b"operation not supported"),
 }
 ALGORITHMS = 5
-FOUND = {_cusparselt.CONFIG: 3, _cusparselt.SPLIT_K: 2, _cusparselt.SPLIT_K_MODE: 1}
 DEFAULT = {_cusparselt.CONFIG: 0, _cusparselt.SPLIT_K: 1, _cusparselt.SPLIT_K_MODE: 0}
 
 
@@ -147,13 +145,6 @@ class OnCpu:
         scale, factor = (ctypes.c_float.from_address(scalar).value for scalar in (alpha, beta))
         result = scale * result + factor * out.to(wide) if factor else scale * result
         out.copy_(result.round().clamp(-128, 127) if integers else result)
-
-    def MatmulSearch(self, handle: int, plan: int, *rest: int) -> None:
-        _, b, _, _, chosen = self.alive[plan]
-        if b[5] == _cusparselt.ORDERS["rows"]:
-            raise Refused(NOT_SUPPORTED)
-        self.Matmul(handle, plan, *rest)
-        chosen.update(FOUND)
 
     @staticmethod
     def _int(address: int, size: int) -> Any:

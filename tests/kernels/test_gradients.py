@@ -93,16 +93,12 @@ def test_a_contest_of_weight_gradients(dtype: str, block: Any) -> None:
     gradients = rows(
         "linear_wgrad",
         Contender("dense", "torch_dense", baseline=True),
-        Contender("bsr", "torch_wgrad", {"block": block}),
-        Contender("bsr", "reference", {"block": 7}),
+        Contender("bsr", "reference", {"block": block}),
         Contender("csr", "reference"),
-        Contender("csr", "torch_sampled_csr"),
         Contender("bsr", "bsr_triton", {"block": 16}),
         dtype=dtype,
     )
-    assert [row.status.value for row in gradients] == [
-        "ok", "ok", "ok", "ok", "ok" if "32" in dtype else "unsupported", "unsupported",
-    ]  # fmt: skip
+    assert [row.status.value for row in gradients] == ["ok", "ok", "ok", "unsupported"]
     assert gradients[-1].detail == "computes linear, not linear_wgrad"
     assert gradients[0].flops == 2 * 256 * 64 * 96 // 2
     assert gradients[0].fewest_bytes == gradients[0].nnz * gradients[1].dense_bytes // (64 * 96) + (

@@ -43,8 +43,6 @@ ANSWERS: dict[str, list[Answers]] = {
     "torch_sampled_bsr": [
         Answers("torch.sparse._triton_ops.sampled_addmm", FLOATS, tokens(512, 512, 5, 37), 32)
     ],
-    # fp16 and bf16 are not implemented.
-    "torch_sampled_csr": [Answers("torch.sparse.sampled_addmm", ("fp32",), tokens(96, 64, 37))],
     # STK asserts multiples of 128, for dW of 32; MegaBlocks, its user, pads. fp32 becomes TF32.
     "stk": [Answers("stk.ops.dds", (*HALVES, "tf32"), tokens(256, 384, 3, 100, 128), 128)],
     "stk_dgrad": [Answers("stk.ops.dds", HALVES, tokens(256, 384, 100), 128)],
@@ -84,7 +82,7 @@ WITHOUT_A_FRONT_END = {
         "ffn_dense_triton",
         "reference",
     ),
-    *("torch_decoded", "torch_twell", "torch_wgrad"),
+    *("torch_decoded", "torch_twell"),
 }
 """Programs of this repository: no other front end answers for them."""
 

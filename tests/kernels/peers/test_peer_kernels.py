@@ -94,11 +94,10 @@ def test_the_row_of_torchs_call_names_how_it_multiplies(m: int, block: int, path
     assert torch_bsr.path_of(w, m) == path
 
 
-@pytest.mark.parametrize(("tuned", "tokens"), [(True, 48), ("torch", 64)])
-def test_a_tuned_product_pads_tokens_to_a_multiple_of_its_tile(tuned, tokens, monkeypatch) -> None:
-    from torch.sparse import _triton_ops, _triton_ops_meta
+def test_a_tuned_product_pads_tokens_to_a_multiple_of_its_tile(monkeypatch) -> None:
+    from torch.sparse import _triton_ops
 
-    meta = {"SPLIT_N": 1, "GROUP_SIZE_ROW": 1, "num_stages": 1, "num_warps": 4}
+    tokens = 48
 
     def multiply(y: Tensor, bsr: Tensor, x: Tensor, *, meta: Any, out: Tensor, **_: Any) -> None:
         assert x.shape[1] == tokens
@@ -106,14 +105,10 @@ def test_a_tuned_product_pads_tokens_to_a_multiple_of_its_tile(tuned, tokens, mo
         out.copy_(bsr.to_dense() @ x)
 
     monkeypatch.setattr(_triton_ops, "bsr_dense_addmm", multiply)
-    monkeypatch.setattr(_triton_ops_meta, "tune_bsr_dense_addmm", lambda *_, **__: meta)
     operands = operands_of((37, 128, 128), block=64)
-    choice = torch_bsr.prepare(operands, tuned=tuned).choice
-    pinned = {**meta, **choice, "tokens": tokens}
-    pinned.pop("as_shipped", None)
-    assert tuned is True or choice == pinned
+    pinned = {"SPLIT_N": 1, "GROUP_SIZE_ROW": 1, "num_stages": 1, "num_warps": 4, "tokens": tokens}
     for _ in range(2):
-        assert_right(torch_bsr.prepare(replace(operands, pinned=pinned), tuned=tuned)(), operands)
+        assert_right(torch_bsr.prepare(replace(operands, pinned=pinned), tuned=True)(), operands)
         operands.activations["x"].neg_().add_(1)
 
 
@@ -121,7 +116,7 @@ def test_the_peers_import_without_any_gpu_package() -> None:
     peers = "cublas cusparse_bell cusparse_bsr cusparse_csr reference scipy_bsr scipy_csr torch_bsr"
     gradients = [name for name in names("kernels") if re.search("grad|sampled|masked", name)]
     loaded = [*peers.split(), "torch_dense", *(n for n in gradients if "triton" not in n)]
-    assert len(loaded) >= 19
+    assert len(loaded) >= 17
     program = (
         "import sys\n"
         "from sparsebench.harness.catalog import load_kernel\n"
