@@ -2,7 +2,6 @@
 
     before    X [m, k] in 16 bits ──> X in e4m3                        `quantised`, in fp8 alone
                                       and a scale for each token       `scaled`, for layers
-    after     sums [m, n] in int32 ──> Y in int8                       `rounded_sums`, in int8 alone
     between   G | U [m, 2 n] ───────> H [m, n] = act(s G) * (s U)      `hidden`; H in e4m3 in fp8
 
 Values are rounded to the nearest e4m3; NaN stays NaN, and values beyond 448 become 448, because
@@ -47,17 +46,6 @@ def quantised(x: Tensor) -> BoundKernel:
     tokens, grid = _tiles(m, k)
     constants = {"TOKENS": tokens, "FEATURES": FEATURES}
     return BoundKernel(_quantise, grid, (x, out, m, k, x.stride(0)), constants, out)
-
-
-def rounded_sums(sums: Tensor, out: Tensor, scale: float) -> BoundKernel:
-    """Return the kernel that writes int8 `out`, sums * scale rounded to the nearest even step.
-
-    sums  int32 [m, n], contiguous like `out`; scale is a power of two, so that only that rounds
-    """
-    m, n = sums.shape
-    tokens, grid = _tiles(m, n)
-    constants = {"TOKENS": tokens, "FEATURES": FEATURES, "SCALE": scale}
-    return BoundKernel(_round_sums, grid, (sums, out, m, n), constants, out)
 
 
 def scaled(x: Tensor, out: Tensor) -> Tensor:
@@ -167,18 +155,3 @@ def _scale(x, out, scales, k, x_stride, COLUMNS: tl.constexpr):  # type: ignore[
     tl.store(scales + row, scale)
     rounded = tl.div_rn(values, scale).to(out.dtype.element_ty)
     tl.store(out + row * k + column, rounded, column < k)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _round_sums(  # type: ignore[no-untyped-def]
-    sums, out, m, n, TOKENS: tl.constexpr, FEATURES: tl.constexpr, SCALE: tl.constexpr
-):
-    tiles = tl.cdiv(n, FEATURES)
-    token = tl.program_id(0) // tiles * TOKENS + tl.arange(0, TOKENS)
-    feature = tl.program_id(0) % tiles * FEATURES + tl.arange(0, FEATURES)
-    inside = (token < m)[:, None] & (feature < n)[None, :]
-    at = token.to(tl.int64)[:, None] * n + feature[None, :]
-    values = tl.load(sums + at, inside, 0).to(tl.float32) * SCALE
-    values = tl.minimum(tl.maximum(values, -128.0), 127.0)
-    values = (values + 12582912.0) - 12582912.0  # 1.5 * 2^23: rounds to the nearest even integer
-    tl.store(out + at, values.to(tl.int8), inside)

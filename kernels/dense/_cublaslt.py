@@ -13,8 +13,8 @@ An Algorithm is the nine fields from which the library finds it again. Every cal
 them, also in a search: a process that has the fields makes the same call.
 
 The library is column-major: it gets out.T [n, m] = b.T @ a.T. Sums stay in fp32, in int8 in int32,
-between the parts of a split k. int8 operands give int8, scaled in fp32, or the int32 sums as they
-are. Calls go through nvmath-python's bindings to the libcublasLt that torch has loaded.
+between the parts of a split k. int8 operands give int8, scaled in fp32. Calls go through
+nvmath-python's bindings to the libcublasLt that torch has loaded.
 Source: docs.nvidia.com/cuda/cublas, cublasLtMatmul and cublasLtMatmulAlgoGetHeuristic.
 """
 
@@ -40,11 +40,10 @@ TYPES = {
     torch.float32: 0,
     torch.float16: 2,
     torch.int8: 3,
-    torch.int32: 10,
     torch.bfloat16: 14,
     torch.float8_e4m3fn: 28,
 }
-FP32, INT32, COMPUTE_FP32, COMPUTE_INT32, COMPUTE_TF32 = 0, 10, 68, 72, 77
+FP32, COMPUTE_FP32, COMPUTE_INT32, COMPUTE_TF32 = 0, 68, 72, 77
 SUMS_AS_COMPUTED = 2  # cublasLtReductionScheme_t: parts of a split k are added in fp32 or int32
 ALIGNMENT = 256  # bytes; the heuristics consider no more
 
@@ -69,7 +68,7 @@ class Gemm:
     """One product: its operands, and how it is computed.
 
     out    [m, n], row-major, of the output's dtype
-    scale  multiplies the sums; 1 if `out` is int32
+    scale  multiplies the sums
     tf32   fp32 is multiplied with 10 bits of mantissa
     fast   in fp8: sums keep 13 bits; otherwise they are added to fp32 every few instructions
     relu   out is relu of that
@@ -184,7 +183,7 @@ def bind(gemm: Gemm, algorithm: Algorithm, space: Tensor | None = None) -> Calla
     algo, size = built
     room = torch.empty(size, dtype=torch.uint8, device=device) if space is None else space
     operation, of_b, of_a, of_out, _ = gemm.descriptors
-    factors = np.array([gemm.scale, 0], np.int32 if _scale_type(gemm) == INT32 else np.float32)
+    factors = np.array([gemm.scale, 0], np.float32)
     one, zero = factors.ctypes.data, factors.ctypes.data + factors.itemsize
     b, a, out = gemm.b.data_ptr(), gemm.a.data_ptr(), gemm.out.data_ptr()
     before = _handle(device), operation, one, b, of_b, a, of_a, zero, out, of_out, out, of_out
@@ -203,7 +202,7 @@ def _built(gemm: Gemm, algorithm: Algorithm) -> tuple[Any, int] | None:
     from nvmath.bindings import cublasLt
 
     handle, output = _handle(gemm.out.device), TYPES[gemm.out.dtype]
-    types = _scale_type(gemm), TYPES[gemm.b.dtype], TYPES[gemm.a.dtype], output, output
+    types = FP32, TYPES[gemm.b.dtype], TYPES[gemm.a.dtype], output, output
     algo, result = cublasLt.MatmulAlgo(), cublasLt.MatmulHeuristicResult()
     try:
         cublasLt.matmul_algo_init(handle, _compute(gemm), *types, algorithm.id, algo.ptr)
@@ -241,7 +240,7 @@ def _descriptors(gemm: Gemm, rows: int) -> tuple[int, int, int, int, int]:
     """
     from nvmath.bindings import cublasLt
 
-    operation = int(cublasLt.matmul_desc_create(_compute(gemm), _scale_type(gemm)))
+    operation = int(cublasLt.matmul_desc_create(_compute(gemm), FP32))
     names = cublasLt.MatmulDescAttribute
     attributes = [(names.TRANSA, not _by_rows(gemm.b)), (names.TRANSB, not _by_rows(gemm.a))]
     if gemm.a.dtype == torch.float8_e4m3fn:
@@ -293,10 +292,6 @@ def alignment(tensor: Tensor) -> int:
     """Return the largest power of two, up to ALIGNMENT, that divides the address."""
     address = tensor.data_ptr() | ALIGNMENT
     return address & -address
-
-
-def _scale_type(gemm: Gemm) -> int:
-    return INT32 if gemm.out.dtype == torch.int32 else FP32
 
 
 def _compute(gemm: Gemm) -> int:

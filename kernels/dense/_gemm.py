@@ -8,23 +8,23 @@ The search times every call that can compute the product, in CUDA graphs and wit
   + cuBLASLt called directly (_cublaslt.py)           its proposals for m tokens and for other sizes
   x weights by rows or by columns                     as stored, or a copy of W.T made beforehand
   x fp8 sums with 13 bits or in fp32                  cuBLASLt only; on Hopper only weights by rows
-  x int8 in one call, or int32 sums and a second      cuBLASLt only, weights by rows; torch returns
-    launch that scales and rounds them                only int32 sums
+
+In int8, cuBLASLt is called directly only, with weights by rows: torch returns unscaled sums.
 
 That makes up to a thousand calls. A first screening keeps KEPT of them (`screened`), and the search
 picks the fastest, which the row names. If the process meets an equal product again, which happens
 because block sizes and sparsities share it, the search times only the calls that were near the
 fastest (search.py). Later processes of a verdict do the same with the calls that the first process
-found. Without nvmath-python, cuBLASLt cannot be called directly, and the row says so.
+found. Without nvmath-python, cuBLASLt cannot be called directly, and the row says so. In int8, sums
+in int32 and a second launch that scales and rounds them took 6 % longer at least (NOTES.md).
 
 An activation is multiplied as it is stored, because a copy would be part of every call.
 Sums are in fp32. torch may add the parts of a split k in 16 bits, which is its default; direct
 calls may not.
 """
 
-import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cache, cached_property, partial
 from typing import Any, Literal
@@ -32,13 +32,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from sparsebench.errors import Unsupported
 from sparsebench.kernels._common.gpu_clock import GpuClock, flusher
-from sparsebench.kernels._common.search import Search, finalists, near, search
+from sparsebench.kernels._common.search import finalists, near, search
 from sparsebench.kernels._kernel import DTYPES, OUTPUTS, Launch, poison
-from sparsebench.kernels.dense import _cublaslt, _int8
+from sparsebench.kernels.dense import _cublaslt
 from sparsebench.kernels.dense._cublaslt import Algorithm, Gemm
 
-INT32 = "int32"
 LIBRARIES = "cublas", "cublaslt"  # names in torch.backends.cuda.preferred_blas_library
 Layout = Literal["rows", "columns"]
 LAYOUTS: tuple[Layout, ...] = "rows", "columns"
@@ -68,19 +68,12 @@ class DenseProduct:
     relu: bool = False
 
     @cached_property
-    def gemms(self) -> dict[bool | str | None, Gemm]:
-        """Return the arguments of direct cuBLASLt calls, by Way.mode."""
+    def gemms(self) -> dict[bool | None, Gemm]:
+        """Return the arguments of direct cuBLASLt calls, by Way.use_fast_accum."""
         rest = self.a, self.b, self.out, self.scale, self.tf32
         if self.a.dtype == DTYPES["fp8"]:
             return {fast: Gemm(*rest, fast=fast) for fast in (True, False)}
-        gemms: dict[bool | str | None, Gemm] = {None: Gemm(*rest, relu=self.relu)}
-        if self.a.dtype == DTYPES["int8"]:
-            gemms[INT32] = Gemm(self.a, self.b, self.sums[: len(self.a)])
-        return gemms
-
-    @cached_property
-    def sums(self) -> Tensor:
-        return _int8.sums_of(self.out)
+        return {None: Gemm(*rest, relu=self.relu)}
 
 
 @dataclass(frozen=True)
@@ -92,7 +85,6 @@ class Way:
     use_fast_accum  in fp8; None otherwise
     algorithm       of a direct cuBLASLt call; None for torch's call
     tokens          number of tokens for which the library proposed the algorithm, if it did
-    sums            "int32" in int8 if a second launch scales and rounds the sums; None otherwise
     """
 
     library: str
@@ -100,11 +92,6 @@ class Way:
     use_fast_accum: bool | None = None
     algorithm: Algorithm | None = None
     tokens: int | None = None
-    sums: str | None = None
-
-    @property
-    def mode(self) -> bool | str | None:
-        return self.use_fast_accum if self.sums is None else self.sums
 
 
 FINALISTS_OF: dict[Hashable, list[Way]] = {}  # finalists of this process, by the kind of product
@@ -122,7 +109,7 @@ def fastest_way(
     timed  candidates that an earlier process timed for this product (Operands.timed)
 
     The launch's choice has the fields of Way. Raises Unsupported if cuBLASLt refuses the pinned
-    algorithm.
+    algorithm, or if no call can compute the product.
     """
     device = product.out.device
     if pinned:
@@ -133,12 +120,15 @@ def fastest_way(
     layouts = dict.fromkeys(way.weights for way in earlier) or _layouts(product)
     laid = {layout: _laid_out(product, layout) for layout in layouts}
     ways = earlier or [way for layout, each in laid.items() for way in ways_of(each, layout)]
+    if not ways:
+        missing = _cublaslt.unavailable() or "it proposes no algorithm"
+        raise Unsupported(f"cuBLASLt called directly: {missing}")
     ways = sorted(ways, key=lambda way: way.algorithm is not None)  # torch's calls come first
     space = _cublaslt.workspace(device) if ways[-1].algorithm else None
     calls = [_call(laid[way.weights], way, space) for way in ways]
     indices = screened(calls, KEPT, sum(not way.algorithm for way in ways), device)
     indices = _right(indices, calls, ways)
-    result = searched([calls[i] for i in indices], device)
+    result = search([calls[i] for i in indices], device)
     if kind not in FINALISTS_OF:
         times = [trial.time_us for trial in result.trials]
         FINALISTS_OF[kind] = earlier or [ways[indices[i]] for i in near(times)]
@@ -158,7 +148,10 @@ def _kind(product: DenseProduct) -> Hashable:
 def _right(
     indices: Sequence[int], calls: Sequence[Callable[[], Tensor]], ways: Sequence[Way]
 ) -> list[int]:
-    """Drop combinations that the library did not propose and whose result differs from torch's."""
+    """Drop combinations that the library did not propose and whose result differs from the first's.
+
+    The first call is torch's, or in int8 the library's own proposal.
+    """
     unproposed = {i for i in indices if ways[i].algorithm and ways[i].tokens is None}
     if not unproposed:
         return [*indices]
@@ -215,15 +208,14 @@ def ways_of(product: DenseProduct, layout: Layout | None) -> list[Way]:
     if product.a.dtype == DTYPES["fp8"]:
         ways = [Way("cublaslt", layout, fast) for fast in (True, False)]
     elif product.a.dtype == DTYPES["int8"]:
-        ways = [Way("cublaslt", layout, sums=INT32)]
+        ways = []
     if not _on_gpu(product) or _cublaslt.unavailable():
         return ways
-    direct: dict[tuple[Algorithm, bool | str | None], Way] = {}
-    for mode, gemm in product.gemms.items():
-        sums, fast = (mode, None) if isinstance(mode, str) else (None, mode)
+    direct: dict[tuple[Algorithm, bool | None], Way] = {}
+    for fast, gemm in product.gemms.items():
         for algorithm, tokens in algorithms_of(gemm):
-            way = Way("cublaslt", layout, fast, algorithm, tokens, sums)
-            direct.setdefault((algorithm, mode), way)
+            way = Way("cublaslt", layout, fast, algorithm, tokens)
+            direct.setdefault((algorithm, fast), way)
     return [*ways, *direct.values()]
 
 
@@ -270,13 +262,7 @@ def _call(product: DenseProduct, way: Way, space: Tensor | None = None) -> Calla
     """Return a call that computes product.out in this way, in `space` or in its own workspace."""
     a, out, fast = product.a, product.out, way.use_fast_accum
     if way.algorithm:
-        call = _cublaslt.bind(product.gemms[way.mode], way.algorithm, space)
-    elif way.sums:
-        call = partial(_int8.torch_sums, a, product.b, product.sums)
-    if way.sums:
-        return _int8.with_rounding(call, product.sums[: len(a)], out, product.scale)
-    if way.algorithm:
-        return call
+        return _cublaslt.bind(product.gemms[fast], way.algorithm, space)
     if fast is not None:
         scales = scales_on(a.device, product.scale)
         return partial(scaled_product, product.b.t(), a, fast, out, scales)
@@ -311,14 +297,6 @@ def _way_of(choice: Mapping[str, Any]) -> Way:
     return Way(**values)
 
 
-def searched(calls: Sequence[Callable[[], object]], device: torch.device) -> Search:
-    """Time calls that may choose a library (`preferred`)."""
-    with warnings.catch_warnings():
-        # torch warns once per process that the choice of a library is experimental.
-        warnings.filterwarnings("ignore", message=".*preferred_blas_library is an experimental")
-        return search(calls, device)
-
-
 def scaled_product(
     w: Tensor,
     x: Tensor,
@@ -343,17 +321,13 @@ def scales_on(device: torch.device, of_w: float = 1.0) -> tuple[Tensor, Tensor]:
 
 def by_library(library: str, run: Callable[[], Tensor], tf32: bool = False) -> Tensor:
     """Call `run` with torch's products by one of the LIBRARIES, in TF32 if wanted."""
-    with preferred(library), tf32_products(tf32):
+    with preferred(library), in_tf32() if tf32 else nullcontext():
         return run()
 
 
-def tf32_products(enabled: bool) -> AbstractContextManager[None]:
-    """Let torch multiply fp32 in TF32 inside the context, if enabled."""
-    return _in_tf32() if enabled else nullcontext()
-
-
 @contextmanager
-def _in_tf32() -> Iterator[None]:
+def in_tf32() -> Iterator[None]:
+    """Let torch multiply fp32 in TF32 inside the context."""
     before = torch.backends.cuda.matmul.fp32_precision
     torch.backends.cuda.matmul.fp32_precision = "tf32"
     try:

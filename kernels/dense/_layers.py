@@ -33,11 +33,11 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from sparsebench.kernels._common.elementwise import hidden, quantised, scale_of
-from sparsebench.kernels._common.search import lines_of, part_of
+from sparsebench.kernels._common.search import lines_of, part_of, search
 from sparsebench.kernels._common.triton import BoundKernel
 from sparsebench.kernels._kernel import OUTPUTS, Launch, Operands
 from sparsebench.kernels.dense._cublaslt import ALIGNMENT
-from sparsebench.kernels.dense._gemm import DenseProduct, fastest_way, searched
+from sparsebench.kernels.dense._gemm import DenseProduct, fastest_way
 
 TOKENS, FEATURES = 16, 128  # tokens and features of a program
 PAIRS = ("gate_up",), ("gate", "up")  # the products that compute G | U: one or two
@@ -104,7 +104,7 @@ def _fastest_pair(
             choice = {name: launch.choice for name, launch in launches.items()}
             candidates = [line for name, each in launches.items() for line in lines_of(name, each)]
             pairs.append(Launch(in_turn(*launches.values()), choice, candidates=candidates))
-    best = pairs[searched(pairs, device).best]
+    best = pairs[search(pairs, device).best]
     return replace(best, candidates=[line for pair in pairs for line in pair.candidates])
 
 

@@ -6,7 +6,7 @@
 
     fp32    without TF32 (10 bits of mantissa): unsupported in a process that lets torch use it
     tf32    each call of torch switches TF32 on, and back afterwards
-    int8    products in int32, scaled and rounded to int8 by cuBLASLt, or by a second launch
+    int8    products in int32, scaled and rounded to int8 by cuBLASLt, which torch does not call so
     fp8     fast accumulation keeps the 13 bits of the tensor cores, as in inference; otherwise sums
             are added to fp32 every few instructions. Both pass the check (bench/correctness.py).
 
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import relu, silu
 
+from sparsebench.kernels._common.search import search
 from sparsebench.kernels._kernel import (
     DTYPES,
     OUTPUTS,
@@ -29,6 +30,7 @@ from sparsebench.kernels._kernel import (
     sum_scale,
     unit_scale,
 )
+from sparsebench.kernels.dense import _cublaslt
 from sparsebench.kernels.dense._gemm import (
     LIBRARIES,
     DenseProduct,
@@ -37,7 +39,6 @@ from sparsebench.kernels.dense._gemm import (
     precision,
     scaled_product,
     scales_on,
-    searched,
 )
 from sparsebench.results.record import Problem
 
@@ -64,7 +65,8 @@ LAYERS = "ffn", "mlp", "ffn_step"
 
 def unsupported(problem: Problem, device: torch.device) -> str | None:
     if (dtype := problem["dtype"]) in OPS:
-        return _odd_8_bits(problem) or unsupported_8_bits(dtype, device)
+        direct = _cublaslt.unavailable() if dtype == "int8" else None
+        return _odd_8_bits(problem) or unsupported_8_bits(dtype, device) or direct
     setting = torch.backends.cuda.matmul.fp32_precision
     if problem["dtype"] == "fp32" and setting == "tf32":
         return "expected fp32 products, found torch.backends.cuda.matmul.fp32_precision = 'tf32'"
@@ -114,26 +116,19 @@ def _one_product(operands: Operands) -> Launch:
 
 
 def _definition(operands: Operands) -> Launch:
-    """Return the op's definition by the faster library; in fp8, with the faster accumulation."""
+    """Return the op's definition by the faster library."""
     weights = {name: weight.to_dense() for name, weight in operands.weights.items()}
-    arguments = {**weights, **operands.activations}
-    if operands.problem["dtype"] == "fp8":
-        launches = [
-            Launch(
-                partial(in_fp8(operands, fast), **arguments),
-                {"library": "cublaslt", "use_fast_accum": fast},
-            )
-            for fast in (True, False)
-        ]
-    else:
-        run, tf32 = partial(operands.definition, **arguments), operands.problem["dtype"] == "tf32"
-        launches = [
-            Launch(partial(by_library, library, run, tf32), {"library": library, **precision(tf32)})
-            for library in LIBRARIES
-        ]
+    tf32 = operands.problem["dtype"] == "tf32"
+    definition = partial(operands.definition, **weights, **operands.activations)
+    launches = [
+        Launch(
+            partial(by_library, library, definition, tf32), {"library": library, **precision(tf32)}
+        )
+        for library in LIBRARIES
+    ]
     pinned = operands.pinned
     launches = [each for each in launches if not pinned or each.choice == pinned]
-    return launches[searched(launches, operands.device).best]
+    return launches[search(launches, operands.device).best]
 
 
 def in_fp8(operands: Operands, fast: bool) -> Callable[..., Tensor]:

@@ -9,6 +9,7 @@ unsupported, with the compiler's reason; nothing runs eagerly instead.
 """
 
 import warnings
+from contextlib import nullcontext
 from functools import partial
 from types import FunctionType
 
@@ -18,7 +19,7 @@ from torch import Tensor
 from sparsebench.errors import Unsupported
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
 from sparsebench.kernels.dense import cublas
-from sparsebench.kernels.dense._gemm import tf32_products
+from sparsebench.kernels.dense._gemm import in_tf32
 from sparsebench.results.record import Problem
 
 MODES = "default", "max-autotune-no-cudagraphs"
@@ -50,7 +51,7 @@ def prepare(operands: Operands, *, mode: str = "default") -> Launch:
     tf32 = operands.problem["dtype"] == "tf32"
 
     def run() -> Tensor:
-        with tf32_products(tf32):
+        with in_tf32() if tf32 else nullcontext():
             out: Tensor = call()
             return out
 

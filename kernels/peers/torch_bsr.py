@@ -98,7 +98,7 @@ def unsupported_blocks(w: Bsr) -> str | None:
     """Return why torch's Triton kernel cannot multiply, or None."""
     (n, k), (r, c) = w.shape, w.block
     if any(side < 16 or side & (side - 1) or size % side for size, side in ((n, r), (k, c))):
-        expected = "block sides that are powers of two >= 16 and divide W"
+        expected = "block sides that divide W and are powers of two >= 16"
         return f"torch expected {expected}, found {r}x{c} in {n}x{k}"
     return None
 

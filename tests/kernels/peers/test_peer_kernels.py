@@ -73,7 +73,7 @@ def test_cublas_uses_tf32_only_during_the_calls_of_a_tf32_problem(dtype, monkeyp
 
 def test_cublas_restores_the_precision_after_an_error() -> None:
     before = torch.backends.cuda.matmul.fp32_precision
-    with pytest.raises(RuntimeError, match="mat1"), _gemm.tf32_products(True):
+    with pytest.raises(RuntimeError, match="mat1"), _gemm.in_tf32():
         torch.ones(2, 3) @ torch.ones(2, 3)
     assert torch.backends.cuda.matmul.fp32_precision == before
 
