@@ -215,28 +215,6 @@ def unsupported(problem: Problem, device: torch.device) -> str | None:
     return cublas.unsupported(problem, device) or triton_unsupported(problem, device)
 
 
-def unsupported_pruned(problem: Problem, device: torch.device) -> str | None:
-    return unsupported(problem, device) or unsupported_size(
-        problem, device, 1 - problem["sparsity"]
-    )
-
-
-def unsupported_size(problem: Problem, device: torch.device, share: float = 1.0) -> str | None:
-    """Return why the weights of all layers do not fit into the device's memory, or None.
-
-    share  smallest part of their dense bytes that pruned weights take
-    """
-    if device.type != "cuda":
-        return None
-    size, width = problem["hidden"], problem["head_dim"]
-    projections = 2 * size * (problem["heads"] + problem["kv_heads"]) * width
-    mlp = 3 * size * problem["intermediate"]
-    each = share * mlp + projections * (share if problem["pruned"] == "all" else 1.0)
-    needed = int(problem["layers"] * each * DTYPES[problem["dtype"]].itemsize)
-    available = int(torch.cuda.get_device_properties(device).total_memory)
-    return _too_large(needed, available, "has")
-
-
 def require_room(operands: Operands) -> None:
     """Raise Unsupported unless the copies of the weights fit into the free memory."""
     if operands.device.type != "cuda":
@@ -246,13 +224,9 @@ def require_room(operands: Operands) -> None:
     cached = torch.cuda.memory_reserved(operands.device) - torch.cuda.memory_allocated(
         operands.device
     )
-    reason = _too_large(operands.problem["layers"] * stored + SPARE, free + cached, "has room for")
-    if reason:
-        raise Unsupported(reason)
-
-
-def _too_large(needed: int, available: int, has: str) -> str | None:
-    if needed <= available:
-        return None
-    actual = f"found a device that {has} {available / 1e9:.1f} GB"
-    return f"needs at least {needed / 1e9:.1f} GB for the weights of all layers, {actual}"
+    needed, room = operands.problem["layers"] * stored + SPARE, free + cached
+    if needed > room:
+        actual = f"found a device that has room for {room / 1e9:.1f} GB"
+        raise Unsupported(
+            f"needs at least {needed / 1e9:.1f} GB for the weights of all layers, {actual}"
+        )

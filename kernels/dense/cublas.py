@@ -30,7 +30,6 @@ from sparsebench.kernels._kernel import (
     sum_scale,
     unit_scale,
 )
-from sparsebench.kernels.dense import _cublaslt
 from sparsebench.kernels.dense._gemm import (
     LIBRARIES,
     DenseProduct,
@@ -65,8 +64,7 @@ LAYERS = "ffn", "mlp", "ffn_step"
 
 def unsupported(problem: Problem, device: torch.device) -> str | None:
     if (dtype := problem["dtype"]) in OPS:
-        direct = _cublaslt.unavailable() if dtype == "int8" else None
-        return _odd_8_bits(problem) or unsupported_8_bits(dtype, device) or direct
+        return _odd_8_bits(problem) or unsupported_8_bits(dtype, device)
     setting = torch.backends.cuda.matmul.fp32_precision
     if problem["dtype"] == "fp32" and setting == "tf32":
         return "expected fp32 products, found torch.backends.cuda.matmul.fp32_precision = 'tf32'"

@@ -7,19 +7,12 @@ any dtype, or nine if attention is in one part.
 
 from functools import partial
 
-import torch
-
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
 from sparsebench.kernels.dense import _decoder
-from sparsebench.results.record import Problem
 
 
 def prepare(operands: Operands) -> Launch:
     return _decoder.prepare(operands, partial(_decoder.dense_part, operands))
 
 
-def unsupported(problem: Problem, device: torch.device) -> str | None:
-    return _decoder.unsupported(problem, device) or _decoder.unsupported_size(problem, device)
-
-
-KERNEL = Kernel("decoder", "dense", "cuda", prepare, unsupported)
+KERNEL = Kernel("decoder", "dense", "cuda", prepare, _decoder.unsupported)

@@ -5,7 +5,8 @@
     Y = H @ Wd.T                        the fastest call (_gemm.py)
 
 Three GEMMs by cuBLAS write and read G and U, m n elements each; this kernel does not. The gain of a
-kernel that uses the sparsity of H is due to sparsity only as far as it exceeds this one.
+kernel that uses the sparsity of H is due to sparsity only as far as it exceeds this one. Tiles are
+loaded and stored by TMA, so rows have a multiple of 16 bytes.
 Programs run in bands of BAND token tiles, so that concurrent programs share tiles in the L2 cache:
 
             features
@@ -22,22 +23,22 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sparsebench.kernels._common.requirements import HOPPER, unsupported_device
 from sparsebench.kernels._common.search import search
 from sparsebench.kernels._common.triton import (
     COMPILE_THREADS,
     SM_BYTES,
     BoundKernel,
-    Path,
     box,
-    choose_path,
     options,
-    unsupported,
     unsupported_alignment,
     unsupported_row,
 )
-from sparsebench.kernels._kernel import Kernel, Launch, Operands
+from sparsebench.kernels._common.triton import unsupported as triton_unsupported
+from sparsebench.kernels._kernel import Kernel, Launch, Operands, refuse
 from sparsebench.kernels.dense._gemm import DenseProduct, fastest_way
 from sparsebench.kernels.dense._layers import in_turn
+from sparsebench.results.record import Problem
 
 BAND = 8
 
@@ -46,7 +47,7 @@ BAND = 8
 MANY_TOKENS = ((128, 128, 64, 4, 8), (128, 64, 64, 3, 4), (128, 64, 64, 4, 8), (256, 64, 64, 4, 8))
 SOME_TOKENS = ((64, 32, 64, 4, 4), (64, 64, 64, 4, 4), (128, 32, 64, 4, 4), (128, 64, 64, 4, 8))
 FEW_TOKENS = ((16, 64, 6, 4), (16, 128, 4, 4), (32, 64, 4, 4), (32, 128, 3, 4))  # without tokens
-BY_POINTERS = ((32, 32, 32, 3, 4), (64, 32, 32, 3, 4), (64, 64, 32, 3, 8))
+IN_FP32 = ((32, 32, 32, 3, 4), (64, 32, 32, 3, 4), (64, 64, 32, 3, 8))
 
 
 @dataclass(frozen=True)
@@ -58,19 +59,18 @@ class Config:
     depth: int
     stages: int
     warps: int
-    path: Path
 
 
-def configurations(m: int, itemsize: int, path: Path) -> list[Config]:
+def configurations(m: int, itemsize: int) -> list[Config]:
     few = max(16, triton.next_power_of_2(m))
     shapes: tuple[tuple[int, int, int, int, int], ...]
-    if path == "pointers" or itemsize == 4:
-        shapes = BY_POINTERS
+    if itemsize == 4:
+        shapes = IN_FP32
     elif m <= 64:
         shapes = tuple((few, *shape) for shape in FEW_TOKENS)
     else:
         shapes = SOME_TOKENS if m <= 1024 else MANY_TOKENS
-    configs = [Config(*shape, path) for shape in shapes]
+    configs = [Config(*shape) for shape in shapes]
     return [c for c in configs if _stage_bytes(c, itemsize) * c.stages <= SM_BYTES]
 
 
@@ -83,11 +83,11 @@ def launch(x: Tensor, wg: Tensor, wu: Tensor, config: Config, activation: str) -
     h = x.new_empty(m, n)
     grid = (triton.cdiv(m, config.tokens) * triton.cdiv(n, config.features),)
     args = (
-        box(x, config.tokens, config.depth, config.path),
-        box(wg, config.features, config.depth, config.path),
-        box(wu, config.features, config.depth, config.path),
-        box(h, config.tokens, config.features, config.path),
-        *(m, n, k, x.stride(0)),
+        box(x, config.tokens, config.depth, "tma"),
+        box(wg, config.features, config.depth, "tma"),
+        box(wu, config.features, config.depth, "tma"),
+        box(h, config.tokens, config.features, "tma"),
+        *(m, n, k),
     )
     constants = {
         "TOKENS": config.tokens,
@@ -95,10 +95,9 @@ def launch(x: Tensor, wg: Tensor, wu: Tensor, config: Config, activation: str) -
         "DEPTH": config.depth,
         "BAND": BAND,
         "STAGES": config.stages,
-        "TMA": config.path == "tma",
         "ACTIVATION": activation,
     }
-    compiled_with = constants | options(config.warps, config.path)
+    compiled_with = constants | options(config.warps, "tma")
     return BoundKernel(_gate_and_up, grid, args, compiled_with, h)
 
 
@@ -106,9 +105,8 @@ def prepare(operands: Operands) -> Launch:
     """Time a few configurations, and the calls of the last product."""
     x = operands.activations["x"]
     wg, wu = (operands.weights[name].to_dense() for name in ("wg", "wu"))
-    reason = unsupported_row(len(wg), x.element_size()) or unsupported_alignment(x, wg, wu)
-    path = choose_path(reason, x.device)
-    configs = configurations(len(x), x.element_size(), path)
+    refuse(unsupported_row(len(wg), x.element_size()) or unsupported_alignment(x, wg, wu))
+    configs = configurations(len(x), x.element_size())
     pinned = operands.pinned
     if pinned:
         configs = [Config(**{name: pinned[name] for name in asdict(configs[0])})]
@@ -120,6 +118,11 @@ def prepare(operands: Operands) -> Launch:
     down = fastest_way(DenseProduct(hidden.out, wd, y), pinned and pinned.get("down", pinned))
     run = in_turn(hidden, down)
     return Launch(run, {**asdict(configs[best]), "down": down.choice}, hidden.code)
+
+
+def unsupported(problem: Problem, device: torch.device) -> str | None:
+    """Return why the kernel cannot run the problem here, or None."""
+    return triton_unsupported(problem, device) or unsupported_device(device, HOPPER, newer=True)
 
 
 KERNEL = Kernel("ffn", "dense", "cuda", prepare, unsupported)
@@ -134,13 +137,11 @@ def _gate_and_up(  # type: ignore[no-untyped-def]
     m,
     n,
     k,
-    x_stride,
     TOKENS: tl.constexpr,
     FEATURES: tl.constexpr,
     DEPTH: tl.constexpr,
     BAND: tl.constexpr,
     STAGES: tl.constexpr,
-    TMA: tl.constexpr,
     ACTIVATION: tl.constexpr,
 ):
     program = tl.program_id(0)
@@ -151,25 +152,12 @@ def _gate_and_up(  # type: ignore[no-untyped-def]
     token = (band * BAND + inner % height) * TOKENS
     feature = inner // height * FEATURES
 
-    tokens = tl.arange(0, TOKENS)
-    features = tl.arange(0, FEATURES)
-    lanes = tl.arange(0, DEPTH)
     gate = tl.zeros((TOKENS, FEATURES), tl.float32)
     up = tl.zeros((TOKENS, FEATURES), tl.float32)
     for depth in tl.range(0, k, DEPTH, num_stages=STAGES):
-        if TMA:
-            x_tile = x.load([token, depth])
-            g_tile = wg.load([feature, depth])
-            u_tile = wu.load([feature, depth])
-        else:
-            inside = (lanes < k - depth)[None, :]
-            x_at = x + token.to(tl.int64) * x_stride + depth
-            x_at += tokens[:, None] * x_stride + lanes[None, :]
-            x_tile = tl.load(x_at, (tokens < m - token)[:, None] & inside, 0.0)
-            w_at = feature.to(tl.int64) * k + depth + features[:, None] * k + lanes[None, :]
-            known = (features < n - feature)[:, None] & inside
-            g_tile = tl.load(wg + w_at, known, 0.0)
-            u_tile = tl.load(wu + w_at, known, 0.0)
+        x_tile = x.load([token, depth])
+        g_tile = wg.load([feature, depth])
+        u_tile = wu.load([feature, depth])
         gate = tl.dot(x_tile, g_tile.T, gate, input_precision="ieee")
         up = tl.dot(x_tile, u_tile.T, up, input_precision="ieee")
 
@@ -180,9 +168,4 @@ def _gate_and_up(  # type: ignore[no-untyped-def]
         if ACTIVATION == "relu2":
             gate = gate * gate
     hidden = gate * up
-    if TMA:
-        h.store([token, feature], hidden.to(h.dtype))
-    else:
-        h_at = token.to(tl.int64) * n + feature + tokens[:, None] * n + features[None, :]
-        mask = (tokens < m - token)[:, None] & (features < n - feature)[None, :]
-        tl.store(h + h_at, hidden.to(h.dtype.element_ty), mask)
+    h.store([token, feature], hidden.to(h.dtype))

@@ -218,7 +218,7 @@ def decoder(operands: Operands, earlier: Earlier | None) -> Launch:
 
 def unsupported_step(problem: Problem, device: torch.device) -> str | None:
     """Return why a decoding step cannot run here, or None."""
-    return _decoder.unsupported_pruned(problem, device)
+    return _decoder.unsupported(problem, device)
 
 
 def _part(

@@ -50,7 +50,6 @@ def unsupported(problem: Problem, device: torch.device) -> str | None:
         unsupported_on_hopper(problem, device)
         or ffn_few.unsupported_sizes(problem["m"], problem["intermediate"], problem["hidden"])
         or _decoder.unsupported(problem, device)
-        or _decoder.unsupported_size(problem, device)
     )
 
 

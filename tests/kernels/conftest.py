@@ -39,7 +39,6 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cutlass_sparse, "version", lambda: "4.2.0")
     monkeypatch.setattr(stk, "unavailable", lambda: None)
     monkeypatch.setattr(_decoder, "unsupported", lambda problem, device: None)
-    monkeypatch.setattr(_decoder, "unsupported_size", lambda *_: None)
 
 
 # ---- plans without a GPU ----

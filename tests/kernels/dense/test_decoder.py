@@ -120,23 +120,6 @@ def test_attention_compiles_without_a_spill(capability, tmp_path, monkeypatch) -
     assert complaint_about(source, capability, {"num_warps": warps}) is None
 
 
-class _Small:
-    total_memory = 10**9
-
-
-def test_a_model_that_is_too_large_is_refused_before_it_is_built(monkeypatch) -> None:
-    whole = small(
-        m=1, hidden=5120, heads=64, kv_heads=8, head_dim=128, intermediate=25600, layers=64
-    )
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: _Small)
-    reason = _decoder.unsupported_size(whole, CUDA)
-    assert reason == (
-        "needs at least 62.4 GB for the weights of all layers, found a device that has 1.0 GB"
-    )
-    assert "needs at least 49.8 GB" in str(_decoder.unsupported_size(whole, CUDA, 0.75))
-    assert _decoder.unsupported_size(small(), CUDA) is None
-
-
 def test_contenders_refuse_a_model_that_no_longer_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     operands = operands_of()
     monkeypatch.setattr(Operands, "device", CUDA)

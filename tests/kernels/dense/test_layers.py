@@ -72,14 +72,13 @@ def test_interpreted_gate_and_up_are_one_product_or_two() -> None:
 
 
 @pytest.mark.interpreted
-@pytest.mark.parametrize("path", ["tma", "pointers"])
 @pytest.mark.parametrize("activation", ["silu", "relu", "relu2"])
 @pytest.mark.parametrize("dtype", ["fp16", "fp32"])
-def test_interpreted_fused_gate_and_up_are_correct(dtype, activation, path):
+def test_interpreted_fused_gate_and_up_are_correct(dtype, activation):
     case = operands_of("ffn", (19, 72, 40), dtype, activation)
     x = case.activations["x"]
     wg, wu, wd = (case.weights[name].to_dense() for name in ("wg", "wu", "wd"))
-    for config in ffn_dense_triton.configurations(len(x), x.element_size(), path):
+    for config in ffn_dense_triton.configurations(len(x), x.element_size()):
         h = ffn_dense_triton.launch(x, wg, wu, config, activation)()
         assert_correct(torch.mm(h, wd.t()), case)
 
@@ -91,10 +90,9 @@ def test_fused_gate_and_up_compile_in_every_configuration(m: int) -> None:
         return torch.empty(shape, dtype=torch.bfloat16, device="meta")
 
     x, w = empty(m, 2048), empty(5632, 2048)
-    for path in ("tma", "pointers"):
-        for config in ffn_dense_triton.configurations(m, 2, path):
-            program = ffn_dense_triton.launch(x, w, w, config, "relu2")
-            assert complaint_about_launch(program, 90) is None
+    for config in ffn_dense_triton.configurations(m, 2):
+        program = ffn_dense_triton.launch(x, w, w, config, "relu2")
+        assert complaint_about_launch(program, 90) is None
 
 
 def test_an_unknown_mode_is_refused() -> None:
