@@ -1,16 +1,14 @@
 """Dense baseline on an NVIDIA GPU: cuBLAS and cuBLASLt, every product by its fastest call.
 
-    linear and its gradients    one product; _gemm.py searches the calls (PRODUCTS)
-    ffn, mlp, ffn_step          several products, each searched (_layers.py)
-    any other op                the op's definition in torch, by the faster of the two libraries
+linear and its gradients    one product; _gemm.py searches the calls (PRODUCTS)
+ffn, mlp, ffn_step          several products, each searched (_layers.py)
+any other op                the op's definition in torch, by the faster of the two libraries
 
-    fp32    without TF32 (10 bits of mantissa): unsupported in a process that lets torch use it
-    tf32    each call of torch switches TF32 on, and back afterwards
-    int8    products in int32, scaled and rounded to int8 by cuBLASLt, which torch does not call so
-    fp8     fast accumulation keeps the 13 bits of the tensor cores, as in inference; otherwise sums
-            are added to fp32 every few instructions. Both pass the check (bench/correctness.py).
-
-Older rows name one library as the choice of a layer; such a layer runs the op's definition.
+fp32    without TF32 (10 bits of mantissa): unsupported in a process that lets torch use it
+tf32    each call of torch switches TF32 on, and back afterwards
+int8    products in int32, scaled and rounded to int8 by cuBLASLt, which torch does not call so
+fp8     fast accumulation keeps the 13 bits of the tensor cores, as in inference; otherwise sums
+        are added to fp32 every few instructions. Both pass the check (bench/correctness.py).
 """
 
 from collections.abc import Callable
@@ -95,8 +93,7 @@ def prepare(operands: Operands) -> Launch:
     problem = operands.problem
     if problem.op in PRODUCTS:
         return _one_product(operands)
-    by_one_library = "library" in (operands.pinned or {})
-    if problem.op in LAYERS and operands.device.type == "cuda" and not by_one_library:
+    if problem.op in LAYERS and operands.device.type == "cuda":
         from sparsebench.kernels.dense import _layers  # needs Triton, which only Linux has
 
         return _layers.PREPARE[problem.op](operands)

@@ -44,14 +44,18 @@ from sparsebench.errors import Unsupported
 from sparsebench.formats._format import require
 from sparsebench.kernels._common.front import PRODUCT, Conditions, Guard, Recordings
 from sparsebench.kernels._common.operator import Operator
-from sparsebench.kernels._common.transforms import is_watched, refuse_transforms, unflatten
+from sparsebench.kernels._common.transforms import (
+    aligned,
+    is_watched,
+    refuse_transforms,
+    unflatten,
+)
 from sparsebench.kernels.nn._sparse_mlp_op import call_of, eager, inference, operator_for
 from sparsebench.kernels.nn._weight import FusedPart
 from sparsebench.kernels.twell._autograd import (
     SHARE,
     dense_forward,
     gated_mlp,
-    plain,
     require_one_kind,
 )
 
@@ -210,7 +214,7 @@ class SparseGatedMLP(nn.Module):
     ) -> Tensor:
         """Return Y of a call without gradients, and record it if nothing must be copied."""
         squared = self.activation == "relu2"
-        operands = plain(flat), plain(wg), plain(wu), plain(wd_t)
+        operands = aligned(flat), aligned(wg), aligned(wu), aligned(wd_t)
         if is_watched():
             return unflatten(inference(*operands, squared, self.slots), x)
         weights = operands[1:]

@@ -19,7 +19,7 @@ from triton import knobs
 
 from sparsebench.errors import Unsupported
 from sparsebench.formats.active_csr import ActiveCsr
-from sparsebench.kernels._common.cuda import TMA_ALIGNMENT
+from sparsebench.kernels._common.transforms import aligned
 from sparsebench.kernels._common.triton import Template, unsupported
 from sparsebench.kernels.twell import _gather, _index, _overflow
 from sparsebench.kernels.twell._call import NAMES
@@ -51,7 +51,7 @@ def _forward(
         offsets, *packed = (torch.zeros_like(t) for t in _packed_like(x, n, slots))
         offsets[-1] = active
         return y, norms, offsets, *packed  # type: ignore[return-value]  # nine
-    x, wg, wu, wd_t = plain(x), plain(wg), plain(wu), plain(wd_t)
+    x, wg, wu, wd_t = map(aligned, (x, wg, wu, wd_t))
     plan, g = _forward_plan(m, n, k, x.dtype, x.device, squared, slots), x.new_empty(m, n)
     with torch.cuda.device_of(x):
         torch.mm(x, wg.t(), out=g)  # autocast does not touch calls with out=
@@ -75,7 +75,7 @@ def _backward(
             return _dense_backward(dy, dnorms, x, (wg, wu, wd_t), squared)
     (m, k), n, capacity = x.shape, wg.shape[0], packed[1].shape[0]
     sparse, dense = _backward_plan(m, n, k, x.dtype, x.device, squared, capacity)
-    inputs = [plain(t) for t in (dy, dnorms, x, wg, wu, wd_t, *packed)]
+    inputs = [aligned(t) for t in (dy, dnorms, x, wg, wu, wd_t, *packed)]
     with torch.cuda.device_of(x):
         out = sparse(*inputs)
         dense(*inputs, *out)
@@ -222,13 +222,6 @@ def require_one_kind(*tensors: Tensor) -> None:
         values = sorted({str(getattr(t, field)) for t in tensors})
         if len(values) > 1:
             raise Unsupported(f"expected operands of one {field}, found {' and '.join(values)}")
-
-
-def plain(t: Tensor) -> Tensor:
-    """Return the tensor, copied only if it is not contiguous or not aligned for TMA."""
-    if t.is_contiguous() and not t.data_ptr() % TMA_ALIGNMENT:
-        return t
-    return t.clone(memory_format=torch.contiguous_format)
 
 
 def on_kernels(x: Tensor) -> bool:

@@ -14,7 +14,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from sparsebench.kernels._common.requirements import unsupported_on_hopper
+from sparsebench.kernels._common.operator import NoConfig
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
 from sparsebench.kernels.dense import _decoder
 from sparsebench.kernels.dense._decoder import DecoderPart, dense_part
@@ -35,22 +35,18 @@ def _part(operands: Operands, name: str, inputs: Sequence[Tensor]) -> DecoderPar
     wd_t, y = wd.t().contiguous(), torch.empty_like(inputs[0])
     squared, (n, k) = operands.problem["activation"] == "relu2", wg.shape
     call = TwellCall(len(y), n, k, wg.dtype, squared)
-    product = ffn_few.KERNEL.plan(y.device, call, ffn_few.Config("loads"))
+    product = ffn_few.KERNEL.plan(y.device, call, NoConfig())
     calls = [partial(product.run, x, *(w.clone() for w in (wg, wu, wd_t)), out=y) for x in inputs]
     return DecoderPart(calls, [y] * len(inputs), {}, code=product.code)
 
 
 def unsupported(problem: Problem, device: torch.device) -> str | None:
     """Return why the step cannot run on the device, or None."""
-    if problem["activation"] not in ("relu", "relu2"):
-        return f"expected activation relu or relu2, found {problem['activation']}"
     if problem["hidden"] > MOST_K:
         return f"expected hidden up to {MOST_K}, found {problem['hidden']}"
-    return (
-        unsupported_on_hopper(problem, device)
-        or ffn_few.unsupported_sizes(problem["m"], problem["intermediate"], problem["hidden"])
-        or _decoder.unsupported(problem, device)
-    )
+    sizes = {"n": problem["intermediate"], "k": problem["hidden"]}
+    layer = Problem("ffn", {**problem.fields, **sizes})
+    return ffn_few.unsupported(layer, device) or _decoder.unsupported(problem, device)
 
 
 KERNEL = Kernel("decoder", "cvse", "cuda", prepare, unsupported)

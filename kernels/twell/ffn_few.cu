@@ -26,8 +26,7 @@
 //
 //     ring of slots   | Wg 0 | Wg 1 | Wg 2 | Wu: units 5, 9, 30 | ...
 //
-//   The MMA warps load X. With COPIED_X, the producer copies it before Wg, 16 tokens per slot. A
-//   load reads 64 bytes of a row, a copy 2 PART bytes.
+//   The MMA warps load X.
 //
 //   Then SPLIT CTAs share WIDTH columns of Y. Each takes a segment of the active units, in
 //   ascending order. Warps 0 to 8 list the segment. Warps 0 to 7 take UNITS of it in turn. Each
@@ -55,8 +54,8 @@
 //
 // Compiled with -DN and -DK (multiples of 8), -DTOKENS=8|16|32|64, -DCTAS=1|2|4 that share K,
 // -DCLUSTERS of CTAS each, -DSPLIT (CTAS; or 2 if CTAS is 1: then a hardware cluster holds two of
-// these clusters), -DSQUARED=0|1 (relu, relu2), -DGATED=0|1, -DFP16=0|1, -DCOPIED_X=0|1. Loops that
-// run once or twice are not unrolled, because the 8 KB of instructions come from memory too.
+// these clusters), -DSQUARED=0|1 (relu, relu2), -DGATED=0|1, -DFP16=0|1. Loops that run once or
+// twice are not unrolled, because the 8 KB of instructions come from memory too.
 
 #include "ffn_ptx.cuh"
 
@@ -116,9 +115,6 @@ constexpr int AT_RING = round_up(AT_LIST + 2 * ((N + SPLIT - 1) / SPLIT), 128);
 constexpr int RING_BYTES = AT_BARRIERS - AT_RING;
 constexpr int SLOTS = min_of(MOST_SLOTS, RING_BYTES / SLOT_BYTES);
 static_assert(RING_BYTES > 0 && SLOTS >= 1, "too many units, or too long rows");
-// With COPIED_X, the first steps of the ring are X, 16 tokens each.
-constexpr int X_STEPS = COPIED_X ? (TOKENS + ROWS - 1) / ROWS : 0;
-static_assert(X_STEPS <= SLOTS, "too little room for X");
 
 extern __shared__ __align__(128) char shared[];
 
@@ -186,7 +182,7 @@ __device__ __forceinline__ u16* active_units() { return (u16*)(shared + AT_ACTIV
 // ---- copies ----
 
 // Slots to fill while the other warps start: an SM gets 33 KB per microsecond from memory.
-constexpr int FIRST = min_of((96 * 1024 + SLOT_BYTES - 1) / SLOT_BYTES, SLOTS - X_STEPS);
+constexpr int FIRST = min_of((96 * 1024 + SLOT_BYTES - 1) / SLOT_BYTES, SLOTS);
 
 struct Producer {
   const Work& work;
@@ -202,20 +198,10 @@ struct Producer {
     const int slot = step % SLOTS, bytes = work.bytes();
     if (bytes) bulk_load(ring + slot * SLOT_BYTES + row * STRIDE, from, bytes, bars.full(slot));
   }
-  __device__ __forceinline__ void load_x(const char* x, int m) const {
-    const int lane = threadIdx.x % 32;
-    #pragma unroll 1
-    for (int step = 0; step < X_STEPS; step++) {
-      const int token = ROWS * step + lane, rows = max(0, min(ROWS, m - ROWS * step));
-      if (lane == 0) mbarrier_arrive_expect_tx(bars.full(step), rows * work.bytes());
-      __syncwarp();
-      if (lane < rows) load_row(step, lane, x + 2 * ((u64)token * K + work.rank * PART));
-    }
-  }
   __device__ __forceinline__ void load_gates(int tile, int end, const char* wg) const {
     const int lane = threadIdx.x % 32;
     for (; tile < end; tile++) {
-      const int rows = work.rows(tile), step = X_STEPS + tile;
+      const int rows = work.rows(tile), step = tile;
       producer_acquire(step);
       if (lane == 0) mbarrier_arrive_expect_tx(bars.full(step % SLOTS), rows * work.bytes());
       __syncwarp();
@@ -223,8 +209,7 @@ struct Producer {
     }
   }
   // Prefetch the rest of Wg into L2 before the ring has room for it. Wait for the first slot, but
-  // not for X: if all of Wg (5.4 us of memory traffic) is queued first, X comes last. With
-  // COPIED_X, the first slot holds X.
+  // not for X: if all of Wg (5.4 us of memory traffic) is queued first, X comes last.
   __device__ __forceinline__ void prefetch_gates(int tile, const char* wg) const {
     if (tile < work.tiles) mbarrier_wait(bars.full(0), 0, "the first gates");
     #pragma unroll 1
@@ -251,7 +236,7 @@ struct Producer {
       const int found = before + __popc(mask);
       if (is_on) active_units()[row] = unit;
       for (int up = before / ROWS; GATED && up * ROWS < found; up++) {
-        const int step = X_STEPS + work.tiles + up, first = max(before, up * ROWS);
+        const int step = work.tiles + up, first = max(before, up * ROWS);
         const u32 full = bars.full(step % SLOTS);
         if (first % ROWS == 0) producer_acquire(step);
         if (lane == 0) expect_tx(full, (min(found, up * ROWS + ROWS) - first) * work.bytes());
@@ -262,7 +247,7 @@ struct Producer {
       before = found;
     }
     if (GATED && before % ROWS && lane == 0)
-      mbarrier_arrive(bars.full((X_STEPS + work.tiles + before / ROWS) % SLOTS));
+      mbarrier_arrive(bars.full((work.tiles + before / ROWS) % SLOTS));
     __syncwarp();  // prefetch Wd last, because Wu is needed first
     #pragma unroll 1
     for (int i = lane; i < before; i += 32)
@@ -289,29 +274,6 @@ __device__ __forceinline__ void load_x(X& x, const uint4* from, int rank, int m)
       const int at = (token + 8 * j) * (K / 8) + (column + 32 * i) / 8;
       *(uint4*)x[i][j] = pred ? __ldcg(from + at) : uint4{};
     }
-}
-
-// With COPIED_X, bulk copies bring whole rows of X through the ring. ldmatrix reads them as
-// fragments, so lanes exchange no words. Tokens beyond m are zeros.
-__device__ __forceinline__ void read_x(X& x, int m, Barriers bars) {
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int first = warp / K_WARPS * WIDE * 8, column = warp % K_WARPS * COLUMNS;
-  const u32 own = smem_address(shared) + AT_RING + lane % 8 * STRIDE + 2 * column + lane / 8 * 16;
-  #pragma unroll
-  for (int j = 0; j < WIDE; j++) {
-    const int token = first + 8 * j, slot = token / ROWS;
-    mbarrier_wait(bars.full(slot), 0, "X");
-    #pragma unroll
-    for (int i = 0; i < COLUMNS / 32; i++) {
-      ldmatrix_x4(x[i][j], own + slot * SLOT_BYTES + token % ROWS * STRIDE + 64 * i);
-      #pragma unroll
-      for (int word = 0; word < 4; word++)
-        if (token + lane / 4 >= m) x[i][j][word] = 0;
-    }
-  }
-  __syncwarp();
-  if (lane == 0)
-    for (int step = 0; step < X_STEPS; step++) mbarrier_arrive(bars.empty(step));
 }
 
 // With few tokens, each eight have two accumulators, because an mma waits for the previous one.
@@ -344,25 +306,21 @@ __device__ __forceinline__ void mma_tile(const X& x, u32 slot, float* partial) {
   }
 }
 
-__device__ __forceinline__ void mma_mainloop(X& x, const Work& work, Barriers bars, int m) {
+__device__ __forceinline__ void mma_mainloop(X& x, const Work& work, Barriers bars) {
   int steps = work.tiles;
-  if (COPIED_X) {
-    read_x(x, m, bars);
-  } else {
-    #pragma unroll
-    for (int i = 0; i < COLUMNS / 32 * WIDE; i++) quad_transpose(x[i / WIDE][i % WIDE]);
-    named_barrier_sync<2, LIST_THREADS>();  // X has arrived
-  }
+  #pragma unroll
+  for (int i = 0; i < COLUMNS / 32 * WIDE; i++) quad_transpose(x[i / WIDE][i % WIDE]);
+  named_barrier_sync<2, LIST_THREADS>();  // X has arrived
   for (int step = 0; step < steps; step++) {
-    const int of_ring = X_STEPS + step, slot = of_ring % SLOTS;
-    mbarrier_wait(bars.full(slot), of_ring / SLOTS & 1, "a full slot");
+    const int slot = step % SLOTS;
+    mbarrier_wait(bars.full(slot), step / SLOTS & 1, "a full slot");
     mbarrier_wait(bars.reduced(step % 2), step / 2 & 1 ^ 1, "room for sums");
     mma_tile(x, smem_address(shared) + AT_RING + slot * SLOT_BYTES,
                   (float*)shared + step % 2 * PARTIAL);
     asm volatile("" : "+r"(step));  // forces the compiler to recompute addresses, which else spill
     __syncwarp();
     if (threadIdx.x % 32 == 0) {
-      mbarrier_arrive(bars.empty((X_STEPS + step) % SLOTS));
+      mbarrier_arrive(bars.empty(step % SLOTS));
       mbarrier_arrive(bars.summed(step % 2));
     }
     if (GATED && step == work.tiles - 1) steps += (count_active(work.tiles) + ROWS - 1) / ROWS;
@@ -773,12 +731,11 @@ multiply_few(const char* x, const char* wg, const char* wu, const char* wd, u16*
   X own;
   if (warp < MMA_WARPS) {
     if (CTAS > 1) cluster_arrive_relaxed();  // before the loads of X, which take up to 5 us
-    if (!COPIED_X) load_x(own, (const uint4*)x, work.rank, m);
+    load_x(own, (const uint4*)x, work.rank, m);
   } else {
     if (warp == PRODUCER) {  // at once, because no other thread writes where these copies land
       if (threadIdx.x % 32 == 0) bars.init_all(), fence_mbarrier_init(), fence_proxy_async();
       __syncwarp();
-      producer.load_x(x, m);
       producer.load_gates(0, min(FIRST, work.tiles), wg);
     }
     zero_padding(work);
@@ -793,10 +750,9 @@ multiply_few(const char* x, const char* wg, const char* wu, const char* wd, u16*
     Reducer{work, bars, h, counts, (int)threadIdx.x - FIRST_REDUCER, 0, 0}.run();
   } else {
     if (warp < MMA_WARPS) {
-      mma_mainloop(own, work, bars, m);
+      mma_mainloop(own, work, bars);
     } else {
-      // Without COPIED_X, wait until X has arrived, because copies would delay it.
-      if (!COPIED_X) named_barrier_sync<2, LIST_THREADS>();
+      named_barrier_sync<2, LIST_THREADS>();  // until X has arrived, because copies would delay it
       producer.load_gates(FIRST, work.tiles, wg);
       producer.load_ups(wu, wd, words);
       scan_words(words);

@@ -11,14 +11,10 @@ few active units it reads little more than Wg; with all active, as much as a den
     33 to 64             2  (4)        the same
 
 An H200 runs 66 clusters of two at a time, but only 30 of four, because a cluster lies in one GPC.
-
-X is read by loads or by bulk copies. From COPIES_FROM tokens on, a search times both.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -32,10 +28,11 @@ from sparsebench.kernels._common.cuda import (
     load,
     on_tape,
 )
+from sparsebench.kernels._common.operator import NoConfig
 from sparsebench.kernels._common.product import Product
 from sparsebench.kernels._common.scratch import counters
 from sparsebench.kernels.twell import _call
-from sparsebench.kernels.twell._call import MOST_K, TwellCall, twell_engine
+from sparsebench.kernels.twell._call import TwellCall, twell_engine
 from sparsebench.results.record import Problem
 
 MOST_TOKENS, FEWEST_TOKENS = 64, 8  # per launch; m is padded to a power of two
@@ -43,38 +40,18 @@ TOKENS_TO_SPLIT = 16
 MOST_N = 28672  # shared memory for lists
 PART, X_SIZE = 2048, 64 * 1024  # columns of K, and values of X in registers, of a CTA
 WARPS, SHARED_BYTES = 11, 226 * 1024
-COPIES_FROM, MOST_COPIED_N = 33, 16384  # tokens; with more units, X has no room beside their lists
-
-XBy = Literal["loads", "copies"]
-"""How X reaches the registers: by loads of 16 bytes, or by bulk copies through shared memory."""
-
-
-@dataclass(frozen=True)
-class Config:
-    """How X reaches the registers."""
-
-    x_by: XBy
-
-
 # x, wg, wu, wd transposed, y, h, words, counters; m
 ARGUMENTS = Layout(*"PPPPPPPPi")
 
 
 def unsupported(problem: Problem, device: torch.device) -> str | None:
     """Return why the kernel cannot run the problem on the device, or None."""
-    sizes = problem["m"], problem["n"], problem["k"]
-    return unsupported_sizes(*sizes) or _call.unsupported(problem, device)
-
-
-def unsupported_sizes(m: int, n: int, k: int) -> str | None:
-    """Return why the kernel cannot run m tokens through weights [n, k], or None."""
+    m, n = problem["m"], problem["n"]
     if not 1 <= m <= MOST_TOKENS:
         return f"expected 1 to {MOST_TOKENS} tokens, found {m}"
-    if n % 8 or k % 8 or not n or not k:
-        return f"expected n and k to be multiples of 8, found n {n} and k {k}"
-    if k > MOST_K or n > MOST_N:
-        return f"expected k up to {MOST_K} and n up to {MOST_N}, found k {k} and n {n}"
-    return None
+    if n > MOST_N:
+        return f"expected n up to {MOST_N}, found {n}"
+    return _call.unsupported(problem, device)
 
 
 def shape_of(m: int, k: int, at_once: Callable[[int], int]) -> tuple[int, int, int]:
@@ -105,7 +82,7 @@ def clusters_of(ctas: int, device: torch.device) -> int:
     return clusters_at_once(ctas, 32 * WARPS, SHARED_BYTES, device)
 
 
-def constants_of(call: TwellCall, shape: tuple[int, int, int], config: Config) -> Constants:
+def constants_of(call: TwellCall, shape: tuple[int, int, int]) -> Constants:
     """Return the macros of ffn_few.cu; `shape` is the result of `shape_of`."""
     sizes = zip(("TOKENS", "CTAS", "CLUSTERS"), shape, strict=True)
     flags = {
@@ -113,7 +90,6 @@ def constants_of(call: TwellCall, shape: tuple[int, int, int], config: Config) -
         "SQUARED": call.squared,
         "GATED": call.gated,
         "FP16": call.dtype == torch.float16,
-        "COPIED_X": config.x_by == "copies",
     }
     named = {"N": call.n, "K": call.k, **dict(sizes), **flags}
     return tuple((name, int(value)) for name, value in named.items())
@@ -125,17 +101,11 @@ def words_of(n: int, clusters: int) -> int:
     return clusters * -(-eights // 6)
 
 
-def choices(call: TwellCall) -> list[Config]:
-    """Return the methods to read X that are timed, the default first."""
-    copies = call.m >= COPIES_FROM and call.n <= MOST_COPIED_N
-    return [Config("loads"), *([Config("copies")] if copies else [])]
-
-
-def plan(device: torch.device, call: TwellCall, config: Config) -> Product:
+def plan(device: torch.device, call: TwellCall, config: NoConfig) -> Product:
     """Compile for the sizes. H is new in each call; words and counters are shared (scratch.py)."""
     n, k = call.n, call.k
     shape = tokens, ctas, clusters = shape_of(call.m, k, partial(clusters_of, device=device))
-    constants = constants_of(call, shape, config)
+    constants = constants_of(call, shape)
     kernel, code = load("ffn_few", "multiply_few", constants, SHARED_BYTES, device)
     sizes = ctas * clusters, 32 * WARPS, SHARED_BYTES
     loaded = Loaded(kernel, code, device.index, *sizes, together=True)
@@ -156,4 +126,4 @@ def plan(device: torch.device, call: TwellCall, config: Config) -> Product:
     return Product(run, code)
 
 
-KERNEL = twell_engine("ffn_few", choices, plan, unsupported, Config)
+KERNEL = twell_engine("ffn_few", lambda call: [NoConfig()], plan, unsupported)

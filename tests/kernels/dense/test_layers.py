@@ -44,13 +44,6 @@ def test_a_layer_without_a_gate_is_two_products(dtype, activation, sizes) -> Non
     assert [*_layers.mlp(operands).choice] == ["up", "down"]
 
 
-def test_a_choice_of_one_library_is_the_definition_by_that_library() -> None:
-    operands = operands_of("mlp", SIZES[0], "fp32", "relu")
-    launch = cublas.prepare(replace(operands, pinned={"library": "cublaslt"}))
-    assert launch.choice == {"library": "cublaslt"}
-    assert_right(launch, operands)
-
-
 @pytest.mark.interpreted
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("activation", ["relu", "relu2"])

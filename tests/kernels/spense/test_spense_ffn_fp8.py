@@ -19,7 +19,7 @@ from sparsebench.harness.bench.operands import DenseOperands, operands
 from sparsebench.harness.catalog import load_op
 from sparsebench.harness.plan.suite import read
 from sparsebench.kernels._common import elementwise
-from sparsebench.kernels._kernel import unit_scale
+from sparsebench.kernels._kernel import Launch, unit_scale
 from sparsebench.kernels.dense import _gemm, _layers, cublas, torch_compile
 from sparsebench.results.record import Contender, Problem, Status, Value
 from tests.kernels.layers import assert_right, expected_of, operands_for
@@ -165,11 +165,9 @@ def test_wrong_layers_are_caught(what: str, activation: str) -> None:
 def test_cublas_multiplies_step_by_step(activation: str) -> None:
     case = problem(n=512, k=256, activation=activation)
     these = operands_for(case)
+    arguments = {name: w.to_dense() for name, w in these.weights.items()} | {**these.activations}
     for fast in (True, False):  # products of oneDNN, with the same name in torch
-        pinned = {"library": "cublaslt", "use_fast_accum": fast}
-        launch = cublas.prepare(replace(these, pinned=pinned))
-        assert launch.choice == pinned
-        assert_right(launch, these)
+        assert_right(Launch(partial(cublas.in_fp8(these, fast), **arguments)), these)
 
 
 def test_cublas_saturates_what_it_rounds() -> None:

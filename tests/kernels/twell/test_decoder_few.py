@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from sparsebench.harness.catalog import load_op
+from sparsebench.kernels._common.operator import NoConfig
 from sparsebench.kernels._common.product import Product
 from sparsebench.kernels.dense import _gemm
 from sparsebench.kernels.twell import decoder_few, ffn_few
@@ -32,7 +33,7 @@ def problem(**fields: Any) -> Problem:
 def test_an_interpreted_step_has_separate_weights_per_layer(fields, monkeypatch) -> None:
     addresses: list[tuple[int, ...]] = []
 
-    def plan(device: torch.device, call: TwellCall, config: ffn_few.Config) -> Product:
+    def plan(device: torch.device, call: TwellCall, config: NoConfig) -> Product:
         """Plan the layer in torch, with the same rounding of H and the gates."""
 
         def run(x: Tensor, *weights: Tensor, out: Tensor) -> Tensor:
