@@ -14,11 +14,11 @@ Source: github.com/NVIDIA/cutlass, BSD-3, examples/62_hopper_sparse_gemm.
 """
 
 import ctypes
-import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import cache, partial
+from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -33,8 +33,7 @@ from sparsebench.kernels._common.search import fastest_call, pinned_or
 from sparsebench.kernels._kernel import OUTPUTS, Kernel, Launch, Operands
 from sparsebench.results.record import Problem
 
-PACKAGE, MAJOR = "cutlass_library", 4
-VERSION = "MAJOR", "MINOR", "PATCH"
+PACKAGE, DISTRIBUTION, MAJOR = "cutlass_library", "nvidia-cutlass", 4
 ELEMENTS = {"fp16": "half_t", "bf16": "bfloat16_t", "fp8": "float_e4m3_t"}
 ALIGNED = {"fp16": 16, "bf16": 16, "fp8": 32}  # k: 16 bytes of the values that are kept
 ROWS = 8  # n: 16 bytes of Y
@@ -122,12 +121,9 @@ def headers() -> Path:
     return Path(package.origin).parent / "source"
 
 
-@cache
 def version() -> str:
     """Return the version of the headers, such as 4.2.0."""
-    text = (headers() / "include/cutlass/version.h").read_text("utf-8")
-    parts = (re.search(rf"define CUTLASS_{name}\s+(\d+)", text) for name in VERSION)
-    return ".".join(part[1] if part else "?" for part in parts)
+    return ".".join(metadata.version(DISTRIBUTION).split(".")[:3])
 
 
 @cache
@@ -140,7 +136,7 @@ def built(dtype: str, config: Config) -> ctypes.CDLL:
 
 
 def unsupported(problem: Problem, device: torch.device) -> str | None:
-    step, package = ALIGNED.get(problem["dtype"], 1), (PACKAGE, "nvidia-cutlass")
+    step, package = ALIGNED.get(problem["dtype"], 1), (PACKAGE, DISTRIBUTION)
     if reason := unmet(problem, device, HOPPER, *ELEMENTS, package=package, n=ROWS, k=step):
         return reason
     right = version().startswith(f"{MAJOR}.")

@@ -15,12 +15,9 @@ stages. It uses the blocks as they are stored.
            (stanford-futuredata/stk pull request 17). X and Y have less than 2^31 elements, because
            offsets are int32
 
-STK is the package stanford-stk or, if it is not installed, a checkout below --peers DIR
-(_common/foreign_code.py).
 Source: stanford-stk 0.7.1, stk/ops/linear_ops.py and stk/backend/triton_kernels.py.
 """
 
-import sys
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -31,7 +28,6 @@ from torch import Tensor
 from sparsebench.errors import Unsupported
 from sparsebench.formats._format import rows_of
 from sparsebench.formats.bsr import Bsr
-from sparsebench.kernels._common import foreign_code
 from sparsebench.kernels._common.padding import multiple_of, padded
 from sparsebench.kernels._common.requirements import unsupported_dtype, unsupported_sizes
 from sparsebench.kernels._common.search import fastest_choice
@@ -42,7 +38,6 @@ DTYPES = "fp16", "bf16", "tf32"
 SIDE = 128
 DEPTH = 32  # its tile of the sum, which is over tokens for the gradient of W
 LARGEST = 2**15  # limit of n and k
-MARKER = "stk/backend/triton_kernels.py"  # a file in a checkout
 ELEMENTS = 2**31  # activations and output must have fewer
 
 
@@ -59,15 +54,11 @@ def unsupported(problem: Problem, device: torch.device) -> str | None:
 
 
 def unavailable() -> str | None:
-    """Return that STK is missing, or None; put a checkout of the user on the path."""
+    """Return that STK is missing, or None."""
     try:
         version("stanford-stk")
     except PackageNotFoundError:
-        folder = foreign_code.checkout(MARKER)
-        if folder is None:
-            return "needs STK: pip install stanford-stk"
-        if str(folder) not in sys.path:
-            sys.path.append(str(folder))
+        return "needs STK: pip install stanford-stk"
     return None
 
 
