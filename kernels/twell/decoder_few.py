@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from sparsebench.kernels._common.operator import NoConfig
+from sparsebench.kernels._common.requirements import unsupported_on_hopper
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
 from sparsebench.kernels.dense import _decoder
 from sparsebench.kernels.dense._decoder import DecoderPart, dense_part
@@ -46,7 +47,11 @@ def unsupported(problem: Problem, device: torch.device) -> str | None:
         return f"expected hidden up to {MOST_K}, found {problem['hidden']}"
     sizes = {"n": problem["intermediate"], "k": problem["hidden"]}
     layer = Problem("ffn", {**problem.fields, **sizes})
-    return ffn_few.unsupported(layer, device) or _decoder.unsupported(problem, device)
+    return (
+        unsupported_on_hopper(problem, device)
+        or ffn_few.unsupported(layer, device)
+        or _decoder.unsupported(problem, device)
+    )
 
 
 KERNEL = Kernel("decoder", "cvse", "cuda", prepare, unsupported)
