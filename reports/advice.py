@@ -4,11 +4,10 @@ from rich.console import Group
 from rich.text import Text
 
 from sparsebench.reports.tables import Cell, Table
-from sparsebench.results.advice.layer_estimates import TWO_FOUR, Layer
 from sparsebench.results.advice.measured_layers import Evidence
 from sparsebench.results.advice.pruning import MOST_LOSS, TRY, WORTH, Answer, advise, commands
 from sparsebench.results.advice.step_model import BOUND, Gain
-from sparsebench.results.formatting import amount, duration, percent, significant
+from sparsebench.results.formatting import amount, duration, significant
 from sparsebench.results.model_shapes import read_shapes
 
 COLUMNS = ["kind of sparsity", "MLPs", "model", "weights", "loss", "how sure"]
@@ -33,14 +32,6 @@ def table(answer: Answer) -> Table:
         dense += f", about {duration(answer.dense_us)}"
     where = f"{answer.model.name} on {answer.gpu}, {amount(answer.tokens, 'token')} at once"
     return Table(columns=COLUMNS, lines=lines, title=f"{where} ({dense})", words=WORDS)
-
-
-def layer_text(layer: Layer) -> str:
-    """Return a kind of sparsity, its level and its tokens: `2:4, 25 % zeros, 16 tokens, fp8`."""
-    level = f"{percent(layer.sparsity)} zeros" if layer.sparsity else f"{layer.active:.0f} units"
-    dtype = "" if layer.element == 2 else f", {layer.dtype}"
-    way = "half 2:4" if (layer.way, layer.sparsity) == (TWO_FOUR, 0.25) else layer.way
-    return f"{way}, {level}, {amount(layer.m, 'token')}{dtype}"
 
 
 def terminal(answer: Answer) -> Group:

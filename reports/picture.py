@@ -1,4 +1,4 @@
-"""Draw the README's figure from a run: python -m sparsebench.reports.picture RUN FILE.svg
+"""Draw the README's figure from a run.
 
     one panel per block size    speedup over the baseline (logarithmic) against the sparsity s
                                 dotted: 1 / (1 - s)
@@ -6,7 +6,6 @@
 Our line is the fastest of our kernels at each sparsity. Bands are the intervals of the run.
 """
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +20,6 @@ from matplotlib.axes import Axes
 
 from sparsebench._writing import replacing
 from sparsebench.results.formatting import blocks_text
-from sparsebench.results.run import store
-from sparsebench.results.tables.analysis import analyse
 from sparsebench.results.tables.frame import records
 
 APART = 1.5  # least ratio of the heights of two labels
@@ -90,7 +87,3 @@ def _label(axis: Axes, cases: pd.DataFrame, palette: dict[str, Any]) -> None:
             color=palette[end["series"]],
             annotation_clip=False,
         )
-
-
-if __name__ == "__main__":
-    picture(analyse(store.read(Path(sys.argv[1]))).cases, Path(sys.argv[2]))

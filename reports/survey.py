@@ -214,4 +214,4 @@ def _badges(by_run: Mapping[str, Analysis]) -> list[tuple[str, str, str]]:
     if not by_run:
         return [(Badge.EMPTY.name.lower(), str(Badge.EMPTY), "Nothing was measured.")]
     analysis = next(iter(by_run.values()))
-    return [label.parts for label in badges(analysis, with_state=False)]
+    return [label.parts for label in badges(analysis)]

@@ -125,9 +125,6 @@ def trust(analysis: Analysis) -> list[str]:
     if above:
         why = "more than zeros can save. There the baseline is slow or was disturbed by other work"
         lines.append(f"{are(above, 'speedup')} above 1 / (1 - sparsity), {why}.")
-    if count := _with_other_levels(analysis.rows, cases):
-        why = "whose weights have more zeros than the suite asks for"
-        lines.append(f"{are(count, 'problem')} shown at the level of a file, {why}.")
     once = cases[~cases.twin.astype(bool)].drop_duplicates("case_id")
     for name, why in (("mark", "{} during timing"), ("marks", "{} of the output")):
         marks = once[name][once[name].fillna("") != ""].value_counts()
@@ -135,15 +132,6 @@ def trust(analysis: Analysis) -> list[str]:
     if (cases.late > 0).any():
         lines.append(f"The host was late for up to {percent(cases.late.max())} of their samples.")
     return [*lines, *empty_launch(run.environment, cases)]
-
-
-def _with_other_levels(rows: pd.DataFrame, cases: pd.DataFrame) -> int:
-    """Count the problems that are shown at another sparsity than they ask for."""
-    if rows.empty:
-        return 0
-    requested = cases.problem_id.map(rows.groupby("problem_id").sparsity.first())
-    other = (requested > 0) & cases.level.notna() & (cases.level != requested)
-    return int(cases.problem_id[other].nunique())
 
 
 def _once(cases: pd.DataFrame) -> pd.DataFrame:

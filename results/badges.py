@@ -33,13 +33,10 @@ class Label(NamedTuple):
         return self.badge.name.lower(), self.text, self.why
 
 
-def badges(analysis: Analysis, with_state: bool = True) -> list[Label]:
-    """Return the badges of a run, the most serious first.
-
-    `with_state` includes those that follow from its run.json: a busy machine, an unfinished run.
-    """
+def badges(analysis: Analysis) -> list[Label]:
+    """Return the badges of a run, the most serious first."""
     cases, (reliability, why) = analysis.cases, analysis.noise.reliability
-    state = analysis.run.state if with_state else {}
+    state = analysis.run.state
     notes = {}
     if reliability is Reliability.UNRELIABLE:
         notes[Badge.UNRELIABLE] = why

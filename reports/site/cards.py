@@ -22,7 +22,6 @@ from sparsebench.reports.grids import about
 from sparsebench.results.badges import Badge, badges
 from sparsebench.results.claims.cells import ClaimCell
 from sparsebench.results.claims.planned import PlannedClaim
-from sparsebench.results.comparison.causes import LIBRARIES
 from sparsebench.results.comparison.repeats import verdicts
 from sparsebench.results.formatting import between, plain, selection, times
 from sparsebench.results.run.provenance import device_name, flat
@@ -31,12 +30,12 @@ from sparsebench.results.tables.analysis import Analysis
 from sparsebench.results.tables.contests import usual, with_shapes
 from sparsebench.results.tables.grid import Finding
 
-SCHEMA = "sparsebench/card@12"
+SCHEMA = "sparsebench/card@13"
 DOUBTS = {Badge.UNRELIABLE, Badge.BUSY, Badge.UNFINISHED}
 PLACE = ["op", "dtype", "pattern", "m", "shape", "level", "block"]
 LINE = ["case_id", "kind", "tile", "row", "kernel", "name", "side", "cache", "of_units"]
 LINE += ["median_us", "gain", "low", "high", "decided", "mark", "dense_name", "dense_us"]
-LINE += ["on_cards", "limited", "between"]
+LINE += ["on_cards", "limited"]
 ROLES = {  # runs that were made from another run, by the key in run.json
     "confirms": "chosen cases of an earlier run, alone",
     "reproduces": "an earlier run again",
@@ -55,7 +54,6 @@ class Card:
     role      the purpose of a run that was made from another one (ROLES), or ""
     source    the origin of the run that it was made from, or ""
     units     the UUIDs of its GPUs
-    versions  of its libraries and its driver, by name
     headline  the largest gain: its text, the rest of its sentence, and its case
     verdicts  the input of results/comparison/repeats.py
     """
@@ -72,7 +70,6 @@ class Card:
     role: str
     source: str
     units: list[str]
-    versions: dict[str, str]
     only: str
     started: str
     commit: str
@@ -121,11 +118,6 @@ def card(analysis: Analysis, claims: Sequence[PlannedClaim], **place: str) -> Ca
         role=next((words for name, words in ROLES.items() if run.state.get(name)), ""),
         source=str(source.get("manifest_sha256", "")),
         units=sorted({value for name, value in facts.items() if name.endswith("gpu.uuid")}),
-        versions={
-            name.rpartition(".")[2]: value
-            for name, value in facts.items()
-            if name.startswith(LIBRARIES)
-        },
         only=selection(run.state["flags"]["only"]),
         started=str(run.state["started"]),
         processes=int(run.state["flags"]["replicates"]),

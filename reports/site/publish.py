@@ -100,9 +100,6 @@ def _publish(
     state = {"schema": STATE_SCHEMA, "code": _code(), "base": site.base, "source": site.source}
     state |= {"claims": _claims_digest(site)}
     write_file(to / STATE, json.dumps({**state, "code": ""}, indent=1) + "\n")
-    for run in stored.values():
-        if run.path.parent.name == "runs":  # where versions before 0.3 put it
-            move(run, run.name or "run")
     fresh = {slug: RunFolder(to, to / NEW / slug) for slug in added}
     each(copy, [(bundles[slug], run) for slug, run in fresh.items()], "copied")
     for run in fresh.values():

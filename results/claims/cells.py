@@ -22,7 +22,7 @@ from sparsebench.results.ceilings import Ceilings
 from sparsebench.results.claims.metrics import METRICS, SIGNS
 from sparsebench.results.claims.schema import Chosen, Measure, Test
 from sparsebench.results.formatting import between, significant
-from sparsebench.results.problem_names import name_parts
+from sparsebench.results.problem_names import problem_name
 from sparsebench.results.record import Status
 from sparsebench.results.run.provenance import Choices, choices_of
 from sparsebench.results.run.store import StoredRun
@@ -93,12 +93,7 @@ class ClaimCell:
     @property
     def label(self) -> str:
         """Describe the cell by its fields: linear, bf16, m 64, 4096 × 4096, 32 × 32 blocks."""
-        return ", ".join(self.label_parts.values())
-
-    @property
-    def label_parts(self) -> dict[str, str]:
-        """Return the texts of the label, by field."""
-        return name_parts(self.fields, (name for name in self.fields if name != "sparsity"))
+        return problem_name(self.fields, (name for name in self.fields if name != "sparsity"))
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

@@ -9,7 +9,6 @@ contender may be due to a bad choice of configuration.
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import pandas as pd
@@ -21,20 +20,8 @@ SLOWER = 1.05  # ratio to the default's time; most A/A pairs within a process di
 SEARCHES = r"\b(?:tuned|search)=(\S+)"  # options that turn tuning on or off
 
 
-@dataclass(frozen=True)
-class Doubt:
-    """One badly tuned case: its expected time and the measured one."""
-
-    case: str
-    expected_time: str
-    measured_time: str
-
-    def __str__(self) -> str:
-        return f"{self.case}: expected {self.expected_time}, found {self.measured_time}"
-
-
-def doubts(table: pd.DataFrame) -> list[Doubt]:
-    """Return the tuned contenders of a frame that are slower than their defaults."""
+def doubts(table: pd.DataFrame) -> list[str]:
+    """Return a line for each tuned contender of a frame that is slower than its default."""
     recipe = ["problem_id", "scope", "cache", "format", "kernel", "params", "rest"]
     cases = _cases(table).sort_values("search", ascending=False, kind="stable")
     # A contender without the option is tuned if a rival has False, and not if one has True.
@@ -42,11 +29,8 @@ def doubts(table: pd.DataFrame) -> list[Doubt]:
     default = cases[cases.search != "True"].drop_duplicates(recipe)
     pairs = tuned.merge(default[[*recipe, "us", "label"]], on=recipe, suffixes=("", "_default"))
     return [
-        Doubt(
-            _text(line, fields(table)),
-            f"at most {line['us_default']:.1f} µs, as {line['label_default']}",
-            f"{line['us']:.1f} µs",
-        )
+        f"{_text(line, fields(table))}: expected at most {line['us_default']:.1f} µs, as "
+        f"{line['label_default']}, found {line['us']:.1f} µs"
         for line in records(pairs[pairs.us > SLOWER * pairs.us_default])
     ]
 

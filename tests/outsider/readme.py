@@ -87,8 +87,7 @@ def same_problem(matches: pd.DataFrame, problem: str) -> pd.DataFrame:
         if part.startswith("m "):
             facts["tokens"] = part[2:]
         elif part.endswith(" blocks"):
-            rows, columns = part.removesuffix(" blocks").split(" × ")
-            facts["block"] = rows if rows == columns else f"{rows}x{columns}"
+            facts["block"] = side(part)
         elif " × " in part:
             facts["n × k"] = part
         elif part.endswith(" %"):
@@ -99,6 +98,12 @@ def same_problem(matches: pd.DataFrame, problem: str) -> pd.DataFrame:
         column = matches[name].map("{:g}".format) if name == "active" else matches[name].astype(str)
         matches = matches[column == value]
     return matches
+
+
+def side(blocks: str) -> str:
+    """Return a block as rows name it: 64 for `64 × 64 blocks`, 16x32 for `16 × 32 blocks`."""
+    rows, columns = blocks.removesuffix(" blocks").split(" × ")
+    return rows if rows == columns else f"{rows}x{columns}"
 
 
 def over_dense(cell: str, contest: pd.DataFrame, kernel: str) -> bool:

@@ -109,15 +109,6 @@ def test_an_old_address_leads_to_the_run(site: Path) -> None:
     assert 'url=../../h200/ffn-step/index.html"' in (old / "index.html").read_text()
 
 
-def test_a_site_from_before_short_addresses_is_moved(copy: Path) -> None:
-    (old,) = (copy / "runs").iterdir()
-    shutil.rmtree(old)
-    (copy / "h200" / "ffn-step").rename(old)
-    publish([STEP], copy, Site(), unchecked)
-    assert (copy / "h200" / "ffn-step" / "manifest.json").exists()
-    assert [file.name for file in old.iterdir()] == ["index.html"]
-
-
 def test_an_earlier_version_of_a_run_keeps_its_page(copy, tmp_path, monkeypatch) -> None:
     evidence = {}
 
