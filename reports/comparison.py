@@ -241,8 +241,6 @@ def _about(analysis: Analysis) -> str:
     words += [f"commit {facts['commit'][:7]}"] if "commit" in facts else []
     words += [str(run.state.get("started", ""))[:10]]
     words += [label.text for label in badges(analysis)]
-    if on_gpu(run.environment) and not any(row.telemetry for row in run.rows):
-        words.append("without clocks and power, so a power limit would not show")
     timed = analysis.cases[~analysis.cases.twin.astype(bool) & (analysis.cases.status == Status.OK)]
     limited = int(timed.mark.str.contains("power-limited").sum())
     if limited:

@@ -167,11 +167,6 @@ def _narrow(plan: TestPlan, number: int, measure: Measure) -> TestPlan:
             complete.append(replace(contest, contenders=(*sides[1], *sides[0])))
     if not complete:
         raise SuiteError(f"{where('at')}: expected a problem with both sides, found none")
-    if (test.scope, test.cache) not in suite.measures:
-        measured = ", ".join(" ".join(each) for each in suite.measures)
-        key = "scope" if test.scope != "kernel" else "cache"
-        expected = f"what {suite.name} measures ({measured})"
-        raise SuiteError(f"{where(key)}: {key}: expected {expected}; found {getattr(test, key)}")
     if test.metric == "energy_saved" and not measure.energy:
         expected = "energy: true in measure, for a metric of energy"
         raise SuiteError(f"{where('metric')}: metric: expected {expected}; found energy: false")

@@ -1,6 +1,6 @@
 """The cells of a test in a run: one per contest, the fastest subject over the fastest baseline.
 
-    cases of a run ─> those of the test's problems, scope and cache state
+    cases of a run ─> those of the test's problems, kernel time with a cold cache
                    ─> subjects and baselines that ran     none: the cell has a reason, no value
                    ─> log of (baseline / subject) in each process ─> interval ─> unit of the metric
     with `over`    ─> each cell over the cell of that op with equal fields
@@ -111,7 +111,7 @@ def cells(test: Test, problems: Collection[str], analysis: Analysis) -> list[Cla
         return []
     here = cases[cases.problem_id.isin(list(problems)) & ~cases.twin.astype(bool)]
     if run.state["flags"]["device"] != "cpu":  # a CPU run has one scope and cache state
-        here = here[(here.scope == test.scope) & (here.cache == test.cache)]
+        here = here[(here.scope == "kernel") & (here.cache == "cold")]
     here = here.assign(chose_dense=chose_dense(here) if len(here) else False)
     ceilings = run.environment.get("ceilings")
     launch_us = Ceilings.from_json(ceilings).launch_us if ceilings else 0.0
@@ -316,7 +316,7 @@ def _cell(
 
 def _largest_ratio(test: Test, subject: Line, base: Line, launch_us: float) -> float:
     """Return the largest ratio of times that the device allows; 0 if it is unknown."""
-    timed = METRICS[test.metric].column == "time" and test.scope == "kernel"
+    timed = METRICS[test.metric].column == "time"
     if not timed or not launch_us or pd.isna(subject["bound_us"]):
         return 0.0
     return float(base["median_us"] / max(subject["bound_us"], launch_us))

@@ -57,6 +57,9 @@ REMOVED = {  # keys of older claims, and what replaces them
     "tables": "the caveats can name the authors' files",
     "tolerance": "at_least and at_most are the tested values, and readings explain them",
     "field": "ours is the value itself",
+    "scopes": "claims are about kernel time",
+    "caches": "claims are about a cold cache",
+    "cache": "claims are about a cold cache",
     "same": "a page shows both values of a condition and does not compare them",
 }
 
@@ -134,8 +137,6 @@ class Measure(_ClaimModel):
     problems: list[dict[str, Any]] = []
     contenders: list[dict[str, Any]] = []
     baselines: list[dict[str, Any]] = []
-    scopes: list[str] = ["kernel"]
-    caches: list[str] = ["cold"]
     energy: bool = False
     data: bool = False
 
@@ -169,8 +170,6 @@ class Test(_ClaimModel):
     at: dict[str, Scalar | list[Scalar]] = {}
     levels: Annotated[list[Level], Field(min_length=2, max_length=2)] | None = None
     over: Text | None = None
-    scope: Literal["kernel", "op", "chain"] = "kernel"
-    cache: Literal["cold", "hot"] = "cold"
     measure: Measure | None = None
     trained: Literal["width", "parameters", "time"] | None = None
     whole: Literal["forward", "step"] | None = None

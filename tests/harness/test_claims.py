@@ -206,7 +206,6 @@ WRONG = {
     "no subject": ("{format: bsr}\n", "{format: csr}\n", "19: subject"),
     "no baseline": ("{format: dense}\n", "{format: csr}\n", "20: baseline"),
     "both sides": ("{format: dense}\n", "{format: bsr}\n", "19: "),
-    "not measured": ("unit: x", "unit: x\n    cache: hot", "24: cache"),
     "no energy": (
         "metric: speedup\n    at_least: 2\n    unit: x",
         'metric: energy_saved\n    at_least: 2\n    unit: "%"',

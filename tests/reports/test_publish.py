@@ -228,13 +228,6 @@ def test_a_suite_that_ran_on_several_devices_has_a_comparison(copy: Path, tmp_pa
     assert "compare/ffn-step" not in (copy / "index.html").read_text()
 
 
-def test_compared_devices_are_sorted_by_name_whichever_has_more_cases(site: Path) -> None:
-    card = next(iter(run_folder.run_folders(site).values())).card
-    other = replace(card, gpu="A GPU", lines=card.lines[:-1])
-    (devices,) = find_devices([card, other])
-    assert [each.gpu for (each,) in devices.sides] == ["A GPU", card.gpu]
-
-
 def test_a_device_is_compared_by_all_runs_of_a_suite_that_another_device_has_too(
     site: Path,
 ) -> None:

@@ -13,9 +13,8 @@ import numpy as np
 
 from sparsebench.reports.build import build
 from sparsebench.results.record import Case, Contender, Problem, Row, Status
-from sparsebench.results.run.store import StoredRun, read
+from sparsebench.results.run.store import StoredRun
 from sparsebench.results.tables.analysis import Analysis, analyse
-from tests.tools.paths import PUBLISHED
 from tests.tools.reports import report_of
 
 WOBBLE = (-4, 3, -2, 1, -1, 2, -3, 4)
@@ -198,21 +197,6 @@ def test_marks_are_counted_in_a_sentence_and_listed_in_the_table() -> None:
     for cell in ["power-limited", "690", "1,755", "10.0", "20.0", "250"]:
         assert f">{cell}</td>" in table, cell
     assert not re.search("energy, mJ|power, W|SM clock|held, MB", drawn("cases"))
-
-
-def test_a_run_without_references_twins_and_ceilings_has_its_page() -> None:
-    whole = read(PUBLISHED / "nvidia-h200" / "training")
-    rows = [
-        replace(row, bound_us=None, bound_by=None, telemetry={}, code=None)
-        for row in whole.rows
-        if not row.case.contender.twin and row.replicate < 3
-    ]
-    environment = {k: v for k, v in whole.environment.items() if k != "ceilings"}
-    text = report_of(replace(whole, rows=rows, reference=[], environment=environment))
-    assert "3 processes: a look, no verdict" in text
-    assert "The run has no A/A pair" in text
-    assert '<section id="noise">' not in text
-    assert '<section id="ceilings">' not in text
 
 
 def test_a_run_that_was_stopped_after_its_pairs_has_a_page() -> None:

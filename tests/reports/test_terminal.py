@@ -18,6 +18,7 @@ from sparsebench.reports.terminal import RunAnswer, answer_json, answer_markdown
 from sparsebench.results.record import Case, Contender, Problem, Row, Status
 from sparsebench.results.run.store import StoredRun, read
 from sparsebench.results.tables.analysis import analyse
+from sparsebench.results.tables.families import by_default
 from tests.tools.paths import PUBLISHED
 from tests.tools.reports import printed, report_of
 
@@ -135,6 +136,14 @@ def test_the_answer_says_what_users_get_if_another_kernel_is_the_fastest() -> No
 def test_a_portfolio_has_its_own_name_unless_it_chose_dense(name, chosen, shown) -> None:
     case = {"name": name, "kernel": "ffn_sparse", "chosen": chosen}
     assert contender_name(case) == shown
+
+
+def test_a_layer_is_named_by_the_kernels_of_all_its_products() -> None:
+    gate, up = {"kernel": "bsr_wgmma"}, {"kernel": "bsr_small"}
+    assert by_default("bsr", {"wg": gate, "wu": up, "wd": gate}) == (
+        "bsr_wgmma + bsr_small (by default)"
+    )
+    assert by_default("bsr", {}) == "BSR (by default)"
 
 
 def test_lines_below_a_winner_keep_their_indentation_when_they_wrap() -> None:

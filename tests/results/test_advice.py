@@ -19,7 +19,6 @@ from sparsebench.results.advice.layer_estimates import (
     BLOCKS,
     TWO_FOUR,
     Estimator,
-    Layer,
 )
 from sparsebench.results.advice.measured_layers import Evidence, of_runs, packaged_evidence
 from sparsebench.results.advice.pruning import NO, TRAIN, TRY, UNMEASURED, advise
@@ -63,18 +62,6 @@ def test_intervals_hold_nine_of_ten_layers_whose_shapes_were_left_out(evidence: 
 @pytest.mark.parametrize(("way", "widest"), [(TWO_FOUR, 1.25), (BLOCKS, 1.5), (ACTIVATIONS, 2.0)])
 def test_intervals_are_as_narrow_as_the_rows_allow(way, widest, evidence: Evidence) -> None:
     assert exp(evidence.layers.half(way)) < widest
-
-
-def test_every_active_unit_takes_time_beside_the_gate(evidence: Evidence) -> None:
-    gains = [
-        estimate.gain
-        for active in (8.0, 29.0, 113.0)
-        for layer in [Layer(True, ACTIVATIONS, 4096, 11008, 4096, active=active)]
-        if (estimate := evidence.layers.estimate(layer, evidence.layers.gpus["NVIDIA H200"]))
-    ]
-    assert len(gains) == 3
-    assert gains == sorted(gains, reverse=True)
-    assert gains[0] > 1.2 * gains[-1]
 
 
 def test_estimates_hold_every_whole_model_that_was_left_out(evidence: Evidence) -> None:

@@ -5,8 +5,6 @@ import math
 import pytest
 
 from sparsebench.results.formatting import (
-    amount,
-    are,
     between,
     brackets,
     duration,
@@ -75,14 +73,6 @@ def test_a_selection_of_many_cases_is_written_as_their_number() -> None:
     assert selection("m=16 case=a|b|c|d") == "m=16 4 cases"
     assert selection("kernel=a|b|c|d m=16|32|64|128") == "4 kernels m=16|32|64|128"
     assert selection("") == ""
-
-
-def test_a_count_of_one_is_singular() -> None:
-    texts = [amount(count, noun) for count in (0, 1, 2) for noun in ("case", "process", "entry")]
-    assert texts[:3] == ["0 cases", "0 processes", "0 entries"]
-    assert texts[3:6] == ["1 case", "1 process", "1 entry"]
-    assert texts[6:] == ["2 cases", "2 processes", "2 entries"]
-    assert [are(count, "cell") for count in (1, 2)] == ["1 cell is", "2 cells are"]
 
 
 def test_brackets_name_each_kind_of_interval_once() -> None:

@@ -1,15 +1,9 @@
 """What verdicts and looks promise, on simulated clocks; harness/NOTES.md has the whole tables."""
 
-from itertools import combinations
-
 import numpy as np
 import pytest
 
-from sparsebench.results.comparison.compare import APART, tolerance
-from sparsebench.results.run import store
 from sparsebench.results.statistics.outcome import DIFFERENT, Outcome
-from sparsebench.results.tables.analysis import analyse
-from sparsebench.results.tables.noise import classes
 from tests.simulated.runs import (
     DESIGNS,
     LENGTHS_US,
@@ -19,11 +13,9 @@ from tests.simulated.runs import (
     different,
     interval,
     outcomes,
-    overlap,
     simulated,
 )
 from tests.tools.marks import exhaustive
-from tests.tools.paths import ROOT
 
 RUNS = 1000
 SLACK = 0.015  # two standard errors of 5 % of RUNS
@@ -82,34 +74,8 @@ def test_no_difference_is_wrong_in_at_most_5_percent(ratio: float, process: floa
     assert verdicts[Outcome.EQUAL] <= 0.05
 
 
-def test_no_difference_is_found_where_there_is_none() -> None:
-    verdicts = outcomes(simulated(RUNS, draw(8), process=0.003).logs)
-    assert verdicts[Outcome.EQUAL] >= 0.95
-
-
 @pytest.mark.parametrize("length", LENGTHS_US)
 @pytest.mark.parametrize("processes", [1, 3])
 def test_looks_at_equal_things_disagree_in_at_most_5_percent(length: str, processes: int) -> None:
     assert apart(length, processes, 1.0, RUNS, draw(9)) <= 0.05
     assert apart(length, processes, 1.25, RUNS, draw(10)) >= 0.9
-
-
-def test_ranges_of_three_processes_are_disjoint_by_chance_in_a_tenth() -> None:
-    assert overlap("above 100 µs", 3, 4000, draw(11)) == pytest.approx(0.1, abs=0.02)
-
-
-@pytest.mark.parametrize("processes", [1, 3])
-@pytest.mark.parametrize("run", ["decode", "quick"])
-def test_parts_of_published_runs_agree_with_each_other(run: str, processes: int) -> None:
-    """Every pair of looks that share no process, as if each were a separate run."""
-    cases = analyse(store.read(ROOT / "results/published/nvidia-h200" / run)).cases
-    raced = cases[
-        (cases.scope == "kernel") & (cases.outcome != "") & (cases.speedups.str.len() == 8)
-    ]
-    logs = np.log(np.array(raced.speedups.to_list()))
-    allowed = [tolerance(APART[name], processes, processes) for name in classes(raced)]
-    parts = list(combinations(range(8), processes))
-    pairs = [pair for pair in combinations(parts, 2) if not set(pair[0]) & set(pair[1])]
-    means = {part: logs[:, part].mean(axis=1) for part in parts}
-    away = np.array([np.abs(means[a] - means[b]) for a, b in pairs])
-    assert np.mean(away > np.log1p(allowed)) <= 0.05

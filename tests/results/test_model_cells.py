@@ -9,7 +9,6 @@ import yaml
 
 from sparsebench.errors import ResultError, SuiteError
 from sparsebench.harness.claims.checking import evidence
-from sparsebench.harness.claims.claim_plan import load
 from sparsebench.results.claims.decision import Word
 from sparsebench.results.claims.model_cells import model_cells, read_model_file
 from sparsebench.results.claims.schema import Claim, ClaimFile, parse
@@ -147,13 +146,6 @@ def test_an_invalid_file_is_a_line(change: dict[str, Any], place: str, tmp_path:
     write_json(file, data)
     with pytest.raises(ResultError, match=rf"a\.json: .*trained\.0\.{place}: "):
         read_model_file(file)
-
-
-def test_a_shipped_claim_is_about_training() -> None:
-    cells = evidence([load("openai-2017-generalise")])
-    (verdict,) = cells.verdicts()["openai-2017-generalise"]
-    assert verdict.word is Word.NOT_MEASURED
-    assert "No file of `experiments/train_lm.py --pattern` was given" in verdict.why
 
 
 @pytest.mark.parametrize(

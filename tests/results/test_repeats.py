@@ -9,12 +9,8 @@ import pandas as pd
 import pytest
 
 from sparsebench.errors import ResultError
-from sparsebench.reports.coverage import COVERAGE, coverage_lines
-from sparsebench.results.comparison.changes import changes
-from sparsebench.results.comparison.repeats import Verdicts, coverage, repeats, variation, verdicts
-from sparsebench.results.comparison.sides import Side, side
+from sparsebench.results.comparison.repeats import repeats, variation
 from sparsebench.results.record import Case, Contender, Problem, Row, Status
-from sparsebench.results.run import store
 from sparsebench.results.statistics import between_cards
 from sparsebench.results.statistics.between_cards import SCHEMA, State, packaged_variation
 from sparsebench.results.statistics.outcome import Outcome
@@ -147,45 +143,6 @@ def test_only_runs_with_the_same_libraries_on_different_cards_repeat_a_case() ->
     assert repeats([a, replace(b, cases=same)]).empty
     inherited = [dict(case) | {"state": "inherited"} for case in a.cases]
     assert repeats([replace(a, cases=inherited), b]).empty  # only a second run may inherit
-
-
-@pytest.fixture(scope="module")
-def sides() -> dict[str, Side]:
-    first, second = (H200 / "earlier" / f"2026-11-{day}-84a765b" for day in (24, 25))
-    runs = first / "quick", H200 / "quick-elsewhere"
-    runs += first / "spense-decode", second / "spense-decode-again"
-    return {run.name: side(store.read(run)) for run in runs}
-
-
-@pytest.fixture(scope="module")
-def published(sides: dict[str, Side]) -> list[Verdicts]:
-    return [verdicts(each.analyses[0]) for each in sides.values()]
-
-
-def test_a_second_card_is_judged_by_the_difference(sides: dict[str, Side]) -> None:
-    for first, second, unchanged, cells in (
-        ("quick", "quick-elsewhere", 18, 18),
-        ("spense-decode", "spense-decode-again", 17, 20),
-    ):
-        result = changes(sides[first], sides[second])
-        assert (len(result.repeated) - len(result.unrepeated), len(result.repeated)) == (
-            unchanged,
-            cells,
-        )
-
-
-def test_the_published_repeats_are_counted(published: list[Verdicts]) -> None:
-    lines = coverage_lines(repeats(published))
-    assert all(len(each) == len(COVERAGE) for each in lines)
-    pairs = {tuple(each[:2]): each[3:5] for each in lines}
-    assert pairs["quick", "quick-elsewhere"] == ["18", "17 of 18"]
-    assert pairs["spense-decode", "spense-decode-again"] == ["20", "12 of 20"]
-
-
-def test_coverage_is_of_a_variation_from_elsewhere(published: list[Verdicts]) -> None:
-    table = coverage(repeats(published)).set_index("run_a")
-    assert table.covers_cards["quick"] == 18
-    assert table.covers_cards["spense-decode"] > table.covers["spense-decode"]
 
 
 @pytest.mark.parametrize("text", ["{}", '{"schema": "other"}', "[", f'{{"schema": "{SCHEMA}"}}'])
