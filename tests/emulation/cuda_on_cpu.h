@@ -1,4 +1,4 @@
-// Enough of CUDA to run ffn_sparse.cu on a CPU. Every thread of a cluster, or of a grid that runs
+// Enough of CUDA to run kernels on a CPU, with threads_on_cpu.cpp. Every thread of a cluster, or of a grid that runs
 // together, is a fiber; they take turns, in another order each round, and change at whatever
 // threads of a GPU wait for each other. Contexts start fibers, jumps change between them: a
 // context's change asks the kernel twice for a signal mask that nothing here has.
@@ -24,7 +24,8 @@ struct uint2 { u32 x, y; };
 struct uint4 { u32 x, y, z, w; };
 struct float2 { float x, y; };
 struct float4 { float x, y, z, w; };
-static struct { int x; } threadIdx;
+struct Index { int x; };
+extern Index threadIdx;
 
 template <class T> T __ldg(const T* p) { return *p; }
 static u32 __byte_perm(u32 a, u32 b, u32 how) {
@@ -67,23 +68,16 @@ struct Fiber {
 
   bool waits() const { return done || (at && at->round == round); }
 };
-static std::vector<Cta> ctas;
-static std::vector<Fiber> fibers;
-static std::vector<Meeting> clusters;
-static Fiber* now;
-static jmp_buf home;
-static int first, threads, cluster_size;
-static void (*body)();
+extern std::vector<Cta> ctas;
+extern std::vector<Meeting> clusters;
+extern Fiber* now;
+extern int first, threads, cluster_size, ctas_of_grid;
+extern "C" int late;  // 1: a copy lands, and a product reads, when it is waited for
 
-static void others_first() {
-  if (!_setjmp(now->place)) _longjmp(home, 1);
-}
-static void meet(Meeting& m, int count) {
-  now->round = m.round, now->at = &m;
-  if (++m.arrived == count) m.arrived = 0, m.round++;
-  while (now->waits()) others_first();
-  now->at = nullptr;
-}
+void others_first();
+void meet(Meeting& m, int count);
+void launch(int grid, int threads_of_cta, int cluster, size_t bytes, void (*kernel)(),
+            bool together = false);
 static Cta& mine() { return ctas[now->cta]; }
 static int lane() { return now->thread % 32; }
 static u32 (*warp())[6] { return mine().words + now->thread / 32 * 32; }
@@ -98,52 +92,6 @@ static int cta_number() { return first + now->cta; }
 static int thread_number() { return now->thread; }
 static char* dynamic_shared() { return mine().dynamic.data(); }
 static char* fixed_shared() { return mine().fixed.data(); }
-
-static void enter() {
-  body();
-  now->done = true;
-  _longjmp(home, 1);
-}
-static void go_on(Fiber& fiber) {
-  now = &fiber, threadIdx.x = fiber.thread;
-  if (_setjmp(home)) return;
-  if (fiber.started) _longjmp(fiber.place, 1);
-  fiber.started = true;
-  setcontext(&fiber.start);
-}
-static void run_ctas(int size, size_t bytes) {
-  ctas.assign(size, Cta{}), clusters.assign(size / cluster_size, Meeting{});
-  for (Cta& c : ctas) c.dynamic.assign(bytes, 0x7f), c.fixed.assign(1 << 16, 0x7f);  // NaN
-  fibers = std::vector<Fiber>((size_t)size * threads);
-  for (size_t i = 0; i < fibers.size(); i++) {
-    Fiber& f = fibers[i];
-    f.cta = i / threads, f.thread = i % threads, f.stack.resize(1 << 15);
-    f.at = nullptr, f.started = f.done = false;
-    getcontext(&f.start);
-    f.start.uc_stack.ss_sp = f.stack.data(), f.start.uc_stack.ss_size = f.stack.size();
-    makecontext(&f.start, enter, 0);
-  }
-  const size_t count = fibers.size();
-  for (size_t left = count, round = 0; left; round++) {
-    if (round == 1 << 20) std::fprintf(stderr, "threads wait for ever\n"), std::abort();
-    for (size_t i = 0; i < count; i++) {
-      const size_t turn = (i + round * 37) % count;
-      Fiber& fiber = fibers[round % 2 ? turn : count - 1 - turn];
-      if (!fiber.waits()) go_on(fiber), left -= fiber.done;
-    }
-  }
-  for (const Cta& c : ctas)
-    for (const u64* barrier : c.barriers)
-      if (*barrier != BARRIER) std::fprintf(stderr, "a barrier was written over\n"), std::abort();
-}
-static int ctas_of_grid;
-static void launch(int grid, int threads_of_cta, int cluster, size_t bytes, void (*kernel)(),
-                   bool together = false) {
-  body = kernel, threads = threads_of_cta, cluster_size = cluster, ctas_of_grid = grid;
-  const int size = together ? grid : cluster;
-  for (first = 0; first < grid; first += size) run_ctas(size, bytes);
-  fibers = {};  // a library stays loaded, and up to 220 MB of stacks with it
-}
 
 // ---- instructions ----
 

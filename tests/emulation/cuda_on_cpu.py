@@ -92,30 +92,43 @@ def run_here(
     patch.setattr(cuda.Loaded, "enqueue", enqueue)
 
 
+def library_of(
+    source: str, constants: tuple[tuple[str, int], ...], late: bool = False
+) -> ctypes.CDLL:
+    """Compile C++ with its constants as macros; return the library, loaded.
+
+    late  copies land, and products read their operands, when they are waited for
+    """
+    library = _compiled(source, constants)
+    ctypes.c_int.in_dll(library, "late").value = late
+    return library
+
+
 @cache
-def library_of(source: str, constants: tuple[tuple[str, int], ...]) -> ctypes.CDLL:
-    """Compile C++ with its constants as macros; return the library, loaded."""
+def _compiled(source: str, constants: tuple[tuple[str, int], ...]) -> ctypes.CDLL:
     macros = [f"-D{macro}={value}" for macro, value in constants]
-    headers = ["-I", str(HERE), "-include", f"{_precompiled().name}/std.h"]
+    common = Path(_common().name)
     with TemporaryDirectory() as folder:
         file, library = Path(folder) / "kernel.cpp", Path(folder) / "kernel.so"
         file.write_text(source)
-        _compile("-shared", *macros, *headers, "-o", str(library), str(file))
+        options = "-shared", "-Wl,-Bsymbolic", "-include", f"{common}/std.h", *macros
+        _compile(*options, "-o", str(library), str(file), f"{common}/threads.o")
         return ctypes.CDLL(str(library))
 
 
 @cache
-def _precompiled() -> TemporaryDirectory[str]:
-    """Compile the standard headers of the emulation: to read them takes 0.1 s of each 0.6 s."""
+def _common() -> TemporaryDirectory[str]:
+    """Compile what all kernels share: the standard headers, and the emulation of threads."""
     folder = TemporaryDirectory()
     names = {name for file in HERE.glob("*.h") for name in STANDARD.findall(file.read_text())}
     header = Path(folder.name) / "std.h"
     header.write_text("".join(sorted(names)))
     _compile("-x", "c++-header", "-o", f"{header}.gch", str(header))
+    _compile("-c", "-DFP16=0", "-o", f"{folder.name}/threads.o", str(HERE / "threads_on_cpu.cpp"))
     return folder
 
 
 def _compile(*arguments: str) -> None:
-    options = "-std=c++17", "-O1", "-w", "-fPIC", "-U_FORTIFY_SOURCE"
+    options = "-std=c++17", "-O1", "-w", "-fPIC", "-U_FORTIFY_SOURCE", "-I", str(HERE)
     run = subprocess.run(["g++", *options, *arguments], capture_output=True, text=True)
     assert run.returncode == 0, run.stderr[:3000]

@@ -1,5 +1,5 @@
 // Stands in for ffn_ptx.cuh, which ffn_few.cu and ffn_sparse.cu include: copies, barriers, flags,
-// as the PTX ISA defines them. A copy lands at once or, with LATE, when its barrier is waited for.
+// as the PTX ISA defines them. A copy lands at once or, when it is `late`, when its barrier is waited for.
 
 #include "mma_on_cpu.h"
 
@@ -43,7 +43,6 @@ static void bulk_prefetch_l2(const void* from, int bytes) {
 }
 template <class T> T load_once(const T* from) { return *from; }
 static void store_once(uint4* to, uint4 v) { *to = v; }
-static void expect_tx(u32 barrier, int bytes) { barriers.at({&mine(), barrier}).bytes += bytes; }
 static void fence_mbarrier_init() {}
 static void fence_proxy_async() {}
 static void bulk_load(u32 to, const void* from, int bytes, u32 barrier) {

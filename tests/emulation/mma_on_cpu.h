@@ -1,5 +1,5 @@
 // What kernels that use mma ask for beyond cuda_on_cpu.h, as the PTX ISA defines it. A copy lands
-// at once or, with LATE, when its group is waited for, so that a wait too few and one too late are
+// at once or, when it is `late`, when its group is waited for, so that a wait too few and one too late are
 // seen.
 
 #include "cuda_on_cpu.h"
@@ -26,91 +26,36 @@ static bool __syncthreads_or(bool own) {
 
 // ---- copies: addresses in shared memory are places in it ----
 
-struct Copy { u32 to; std::vector<char> bytes; };
-struct Copies { std::vector<std::vector<Copy>> groups{1}; };
-static std::map<Fiber*, Copies> copies;  // of a thread; the last group is still open
-
 // The same in all CTAs: what is not in dynamic shared memory comes after it.
 static u32 smem_address(const void* p) {
   const auto at = (const char*)p - dynamic_shared(), size = (long)mine().dynamic.size();
   return at >= 0 && at < size ? at : size + ((const char*)p - fixed_shared());
 }
-static void land(const Copy& copy) {
-  if (copy.to + copy.bytes.size() > mine().dynamic.size()) std::abort();
-  std::memcpy(dynamic_shared() + copy.to, copy.bytes.data(), copy.bytes.size());
-}
-static void copy(u32 to, const char* from, int bytes, bool there) {
-  if (to % bytes || (u64)from % bytes) std::abort();
-  Copy c{to, std::vector<char>(bytes)};
-  if (there) std::memcpy(c.bytes.data(), from, bytes);
-  if (LATE) copies[now].groups.back().push_back(c);
-  else land(c);
-}
+void copy(u32 to, const char* from, int bytes, bool there);
 static void copy_16(u32 to, const char* from, bool there) { copy(to, from, 16, there); }
 static void copy_8(u32 to, const char* from) { copy(to, from, 8, true); }
 static void copy_16_if(u32 to, const char* from, bool there) { if (there) copy_16(to, from, true); }
 static void copy_8_if(u32 to, const char* from, bool there) { if (there) copy_8(to, from); }
 template <class T> T opaque(T value) { return value; }
-static void cp_async_commit() { copies[now].groups.emplace_back(); }
-template <int LEFT> void cp_async_wait() {
-  auto& groups = copies[now].groups;
-  while (groups.size() > LEFT + 1) {
-    for (const Copy& c : groups.front()) land(c);
-    groups.erase(groups.begin());
-  }
-}
+void cp_async_commit();
+void wait_for_copies(int left);  // groups
+template <int LEFT> void cp_async_wait() { wait_for_copies(LEFT); }
 static u32 ld_shared_u32(u32 address) { return *(u32*)(dynamic_shared() + address); }
 
 // ---- mbarriers: a phase is over when no arrival and no byte is missing ----
 
-struct Barrier {
-  int arrivals, missing, bytes, phase;
-  std::vector<Copy> copies;
-};
-static std::map<std::pair<Cta*, u32>, Barrier> barriers;
-
-static void proceed(Barrier& b) {
-  if (b.missing < 0) std::fprintf(stderr, "too many arrivals\n"), std::abort();
-  if (!b.missing && !b.bytes) b.missing = b.arrivals, b.phase++;
-}
-static void mbarrier_init(u32 barrier, int arrivals) {
-  const u32 size = mine().dynamic.size();
-  char* at = barrier < size ? dynamic_shared() + barrier : fixed_shared() + (barrier - size);
-  mine().barriers.push_back((u64*)at), *(u64*)at = BARRIER;
-  barriers[{&mine(), barrier}] = Barrier{arrivals, arrivals, 0, 0};
-}
-static void mbarrier_arrive_expect_tx(u32 barrier, int bytes) {
-  Barrier& b = barriers.at({&mine(), barrier});
-  b.bytes += bytes, b.missing--;
-  proceed(b);
-}
+void mbarrier_init(u32 barrier, int arrivals);
+void mbarrier_arrive_expect_tx(u32 barrier, int bytes);
+void mbarrier_wait(u32 barrier, u32 parity, const char*);
+void expect_tx(u32 barrier, int bytes);
+void counted_copy(Cta& cta, u32 to, const void* from, int bytes, u32 barrier);
 static void mbarrier_arrive(u32 barrier) { mbarrier_arrive_expect_tx(barrier, 0); }
-static void land(Cta& cta, Barrier& b, const Copy& c) {
-  if (c.to + c.bytes.size() > cta.dynamic.size()) std::abort();
-  std::memcpy(cta.dynamic.data() + c.to, c.bytes.data(), c.bytes.size());
-  b.bytes -= c.bytes.size();
-  proceed(b);
-}
-static void counted_copy(Cta& cta, u32 to, const void* from, int bytes, u32 barrier) {
-  if (to % 16 || bytes % 16 || bytes <= 0) std::abort();
-  Barrier& b = barriers.at({&cta, barrier});
-  const Copy c{to, std::vector<char>((const char*)from, (const char*)from + bytes)};
-  if (LATE) b.copies.push_back(c);
-  else land(cta, b, c);
-}
 static u32 map_shared_rank(u32 address, int cta) { return address | cta << 24; }
 static void st_async(u32 to, float4 v, u32 barrier) {
   if (to >> 24 != barrier >> 24) std::abort();
   counted_copy(of_cluster(to >> 24), to & 0xffffff, &v, sizeof v, barrier & 0xffffff);
 }
 static void cluster_sync_relaxed() { cluster_sync(); }
-static void mbarrier_wait(u32 barrier, u32 parity, const char*) {
-  for (;; others_first()) {
-    Barrier& b = barriers.at({&mine(), barrier});
-    for (const Copy& c : std::exchange(b.copies, {})) land(mine(), b, c);
-    if ((b.phase & 1) != (int)parity) return;
-  }
-}
 static void wait_on_dependent_grids() {}
 static void launch_dependent_grids() {}
 

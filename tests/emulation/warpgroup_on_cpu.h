@@ -1,6 +1,6 @@
 // Stands in for warpgroup.cuh of kernels/attention: wgmma with A in registers or shared memory,
-// stmatrix, barriers of warpgroups, boxes of batched matrices, as the PTX ISA defines them. With
-// LATE a product reads shared memory when its group is waited for; it takes A's registers at once.
+// stmatrix, barriers of warpgroups, boxes of batched matrices, as the PTX ISA defines them. If it is
+// `late`, a product reads shared memory when its group is waited for; it takes A's registers at once.
 
 #include <cmath>
 
@@ -86,7 +86,7 @@ static void add_now(const Terms& p) {
   }
 }
 static void add(const Terms& p) {
-  if (LATE) terms[now].back().push_back(p);
+  if (late) terms[now].back().push_back(p);
   else add_now(p);
 }
 template <int N, int A_TRANS = 0, int B_TRANS = 0> struct WarpgroupProduct {

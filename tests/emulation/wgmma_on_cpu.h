@@ -1,5 +1,5 @@
 // Stands in for hopper.cuh and wgmma.cuh: copies by TMA into swizzled boxes, and wgmma from shared memory, as the
-// PTX ISA defines them. With LATE a copy lands when its barrier is waited for, and a product reads
+// PTX ISA defines them. If it is `late`, a copy lands when its barrier is waited for, and a product reads
 // its operands when its group is waited for: a stage released too early is seen.
 
 #pragma push_macro("THREADS")  // of a kernel; there a parameter of a template has this name
@@ -56,7 +56,7 @@ static void multiply_now(const Product& p) {
 }
 template <int N, int A_TRANS = 0, int B_TRANS = 0> struct Wgmma {
   static void multiply(float* d, u64 a, u64 b) {
-    if (LATE) products[now].back().push_back({d, N, a, b});
+    if (late) products[now].back().push_back({d, N, a, b});
     else multiply_now({d, N, a, b});
   }
 };

@@ -7,7 +7,6 @@ with arguments, which the emulation reads by the kernel's signature.
 import ctypes
 import re
 import struct
-from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -34,10 +33,10 @@ BARRIERS = "auto *full = (u64*)fixed_shared(), *empty = full + SLOTS;"
 SMS = 2
 
 
-def on_two_sms(patch: pytest.MonkeyPatch, late: int) -> None:
+def on_two_sms(patch: pytest.MonkeyPatch, late: bool) -> None:
     """Let plans run on this machine, as on a GPU of two SMs.
 
-    late  1: a copy lands, and a product reads its operands, when it is waited for
+    late  a copy lands, and a product reads its operands, when it is waited for
     """
 
     def build(function: str, constants: cuda.Constants) -> Any:
@@ -57,8 +56,7 @@ def encode(place: Any, kind: int, rank: int, address: Any, *layout: Any) -> int:
     return 0
 
 
-@cache
-def library(function: str, constants: cuda.Constants, late: int) -> ctypes.CDLL:
+def library(function: str, constants: cuda.Constants, late: bool) -> ctypes.CDLL:
     """Build a kernel, with stand-ins for its headers, and its entry point."""
     # What stays in shared memory beside the ring is the prefix of its barriers.
     fixed = FIXED.replace("RESIDENT", "kv" if function == "differentiate" else "q")
@@ -83,7 +81,7 @@ def library(function: str, constants: cuda.Constants, late: int) -> ctypes.CDLL:
         name=function + "_here",
     )
     source = '#include "warpgroup_on_cpu.h"\n' + ring() + descriptor + text + entry
-    return library_of(source, (*constants, ("LATE", late)))
+    return library_of(source, constants, late)
 
 
 def call_of(kernel: str, function: str) -> str:

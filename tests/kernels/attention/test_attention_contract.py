@@ -209,7 +209,7 @@ def test_scores_that_rise_along_a_list_are_right_in_the_interpreter(name, monkey
 
 
 @needs_gxx
-@pytest.mark.parametrize("late", [1, pytest.param(0, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("late", sampled([True, False]))
 @pytest.mark.parametrize("case", sampled(HOPPER, 1, -2, -1), ids=str)
 @pytest.mark.parametrize("name", CUDA)
 def test_results_are_right_on_a_cpu(name, case, late, poisoned, monkeypatch) -> None:
@@ -222,7 +222,7 @@ def test_results_are_right_on_a_cpu(name, case, late, poisoned, monkeypatch) -> 
 @pytest.mark.parametrize("case", sampled([HOPPER[2], HOPPER[0], HOPPER[1]], 0), ids=str)
 @pytest.mark.parametrize("name", CUDA)
 def test_scores_that_rise_along_a_list_are_right_on_a_cpu(name, case, monkeypatch) -> None:
-    on_two_sms(monkeypatch, late=0)
+    on_two_sms(monkeypatch, late=False)
     assert run_engine(name, case, rises=True)
 
 

@@ -50,7 +50,7 @@ def test_blocks_that_no_tile_holds_are_refused(engine, block, heads, bits, token
 
 
 def test_a_head_with_too_many_blocks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    on_two_sms(monkeypatch, late=0)
+    on_two_sms(monkeypatch, late=False)
     monkeypatch.setattr(_stored, "HEAD_BYTES", 3 * 2 * 128 * 128)
     case = Case((200, 270), 128, (2, 1), density=1)  # 12 blocks
     w, call = ListedMask(case.mask()), case.call("attention_backward")

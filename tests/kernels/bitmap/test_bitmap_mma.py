@@ -5,7 +5,6 @@ mma_on_cpu.h stands in for the instructions, as the PTX ISA defines them.
 """
 
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -67,20 +66,20 @@ STAND_INS = """
 """
 
 
-@cache
-def library(constants: cuda.Constants) -> Any:
+def library(constants: cuda.Constants, late: bool) -> Any:
     """Build the kernel's source for this machine."""
     call = """
         multiply_records(at<Activations>(0), at<Weights>(1), at<u16*>(2), at<int>(3), at<int>(4));
     """
     source = STAND_INS + device_code("bitmap_mma.cu") + entry_point(call, split="SPLIT")
-    return library_of(source, constants)
+    return library_of(source, constants, late)
 
 
 def on_workers(patch: pytest.MonkeyPatch, workers: int, split: int) -> None:
     """Run the kernel here, as on a GPU that runs so many CTAs or clusters at a time."""
-    late = ("LATE", int(workers % 2 == 0))
-    run_here(patch, bitmap_mma, lambda function, constants: library((*constants, late)).call)
+    run_here(
+        patch, bitmap_mma, lambda function, constants: library(constants, workers % 2 == 0).call
+    )
     patch.setattr(bitmap_mma, "multiprocessors", lambda device: workers * split)
 
 

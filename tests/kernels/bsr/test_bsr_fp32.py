@@ -1,7 +1,6 @@
 """bsr_fp32: its threads on a CPU, its machine code, and what fits."""
 
 from dataclasses import replace
-from functools import cache
 from typing import Any
 
 import pytest
@@ -22,8 +21,7 @@ TARGETS = "sm_80", "sm_89", "sm_90", "sm_100", "sm_120"
 CONFIGS = [Config(32, 4, 2), Config(16, 8, 2), Config(16, 4, 4), Config(32, 4, 8)]
 
 
-@cache
-def on_cpu(constants: cuda.Constants) -> Any:
+def on_cpu(constants: cuda.Constants, late: bool) -> Any:
     """Build the kernel's source for this machine."""
     source = '#include "mma_on_cpu.h"\n'
     for size in (16, 4):
@@ -38,11 +36,11 @@ def on_cpu(constants: cuda.Constants) -> Any:
                       at<int>(6), at<int>(7), at<int>(8), at<int>(9));
     """
     source += device_code("bsr_fp32.cu") + entry_point(call, "32 * WARPS")
-    return library_of(source, (*constants, ("FP16", 0)))
+    return library_of(source, (*constants, ("FP16", 0)), late)
 
 
-def emulated(x: Tensor, w: Bsr, config: Config, late: int, patch: pytest.MonkeyPatch) -> Tensor:
-    run_here(patch, cuda, lambda function, macros: on_cpu((*macros, ("LATE", late))).call)
+def emulated(x: Tensor, w: Bsr, config: Config, late: bool, patch: pytest.MonkeyPatch) -> Tensor:
+    run_here(patch, cuda, lambda function, macros: on_cpu(macros, late).call)
     patch.setattr(cuda, "target_of", lambda device: "cpu")
     y = torch.full((len(x), w.shape[0]), float("nan"))
     return bsr_fp32.plan(w, call_of("linear", w, len(x), "fp32"), config).run(x, w.values, out=y)
@@ -57,7 +55,7 @@ def configs_for(block: int | tuple[int, int]) -> list[bsr_fp32.Config]:
 
 
 CASES = [
-    (shape, configs[(i + turn) % len(configs)], (i + turn) % 2)
+    (shape, configs[(i + turn) % len(configs)], (i + turn) % 2 == 1)
     for turn in (0, 1)
     for i, shape in enumerate(SHAPES["bsr_fp32"])
     for configs in [configs_for(shape[3])]
@@ -79,7 +77,7 @@ def test_nan_is_where_the_definition_has_it(monkeypatch: pytest.MonkeyPatch) -> 
     wide[3], wide[7, 5], wide[36, 70] = float("nan"), float("inf"), float("nan")
     stored = replace(w, values=torch.ones_like(w.values)).to_dense()
     touched = (~wide.isfinite()).float() @ stored.T > 0
-    y = emulated(wide, w, CONFIGS[0], 0, monkeypatch)
+    y = emulated(wide, w, CONFIGS[0], False, monkeypatch)
     assert torch.equal(~y.isfinite(), touched)
     right = wide.nan_to_num(0, 0, 0) @ w.to_dense().T
     torch.testing.assert_close(y[~touched], right[~touched])

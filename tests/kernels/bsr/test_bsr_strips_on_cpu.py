@@ -89,7 +89,7 @@ CASES = [
 
 
 @needs_gxx
-@pytest.mark.parametrize("late", sampled([1, 0], 0))
+@pytest.mark.parametrize("late", sampled([True, False], 0))
 @pytest.mark.parametrize(("config", "shape", "transposed"), sampled(CASES, 0, 5), ids=str)
 def test_the_threads_multiply_tiles_on_a_cpu(config, shape, transposed, late) -> None:
     w, x, dy = example(shape)
@@ -110,7 +110,7 @@ def test_the_threads_multiply_tiles_on_a_cpu(config, shape, transposed, late) ->
     width = w.shape[1] if transposed else w.shape[0]
     y = torch.full((len(a), width), float("nan"), dtype=dtype)
     constants = bsr_strips.constants_of(config, tiles.height, tiles.depth, lists.room, dtype)
-    run = library_of(on_cpu(), (*constants, ("LATE", late))).call
+    run = library_of(on_cpu(), constants, late).call
     boxes = (*boxes_of(tiles.depth, tiles.across), 0)[:2]
     pitches = [pitch(2 * box) for box in boxes]
     pointers = packed.data_ptr(), steps.ctypes.data, lists.units.ctypes.data, y.data_ptr()

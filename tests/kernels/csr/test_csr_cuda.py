@@ -58,7 +58,7 @@ def library(name: str, constants: Constants) -> Any:
     source += "".join(
         entry_point(CALLS[function], name=f"run_{function}") for function in functions
     )
-    return library_of(source, (*constants, ("LATE", 0)))
+    return library_of(source, constants)
 
 
 def on_two_sms(patch: pytest.MonkeyPatch, module: ModuleType, config: Any, room: int) -> ModuleType:

@@ -7,7 +7,6 @@ mma_on_cpu.h stands in for the instructions, as the PTX ISA defines them.
 import ctypes
 import re
 import subprocess
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +59,6 @@ def test_lanes_get_the_metadata_that_cutlass_packs_for_ampere() -> None:
 # ---- its threads ----
 
 
-@cache
 def on_cpu(config: Config, dtype: torch.dtype, dense: bool, late: bool) -> Any:
     """Build the kernel's source for this machine."""
     call = """
@@ -69,8 +67,7 @@ def on_cpu(config: Config, dtype: torch.dtype, dense: bool, late: bool) -> Any:
                        at<const int*>(4), at<float4*>(5), at<int*>(6), at<int>(7));
     """
     source = '#include "mma_on_cpu.h"\n' + device_code("spense_mma.cu") + entry_point(call)
-    constants = (*spense_mma.constants_of(config, dtype, dense), ("LATE", int(late)))
-    return library_of(source, constants)
+    return library_of(source, spense_mma.constants_of(config, dtype, dense), late)
 
 
 @pytest.fixture

@@ -6,7 +6,6 @@ others. torch makes the words of the gate, and multiplies the groups that are le
 
 import ctypes
 import re
-from functools import cache
 from typing import Any
 
 import pytest
@@ -35,7 +34,6 @@ CALLS = {
 }
 
 
-@cache
 def built(name: str, constants: cuda.Constants, late: bool) -> Any:
     """Build NAME.cu for this machine; `late` copies land when their barrier is waited for."""
     headers = '#include "grid_on_cpu.h"\n' + (ring() if name == "ffn_sparse" else "")
@@ -44,9 +42,7 @@ def built(name: str, constants: cuda.Constants, late: bool) -> Any:
     source = source.replace("__shared__ Shared s;", "Shared& s = *(Shared*)fixed_shared();")
     start = entry_point(f"{CALLS[name]};", split="SPLIT")
     together = "run, true);" if name == "ffn_few" else "run);"
-    return library_of(
-        source + start.replace("run);", together), (*constants, ("LATE", int(late)))
-    ).call
+    return library_of(source + start.replace("run);", together), constants, late).call
 
 
 @pytest.fixture

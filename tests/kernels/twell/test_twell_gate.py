@@ -82,7 +82,7 @@ def test_threads_on_a_cpu_write_the_words(cluster, m, n, fraction, workers, name
     dense = torch.full((m, n), torch.nan, dtype=dtype)
     code, _ = device_code("twell_gate.cu", "produce", "mainloop").split(KERNEL)
     source = '#include "grid_on_cpu.h"\n' + STAND_INS + code + RUN
-    constants = (*_twell_gate.constants_of(cluster, dtype), ("LATE", 0))
+    constants = _twell_gate.constants_of(cluster, dtype)
     run = library_of(source, constants).call
     pointers = [ctypes.c_void_p(t.data_ptr()) for t in (sums, words, dense)]
     run(pointers[0], columns, *pointers[1:], m, n, workers * cluster)
