@@ -3,7 +3,7 @@
     GPU     other processes and utilization, before anything of ours runs
             a second of load: slowdowns, clocks, temperature, power; settings and memory errors
     host    load, governor; for a CPU also threads
-    times   A/A pairs; on a GPU also an empty launch, and whether launches block
+            whether launches block
 
 The doctor changes no setting. Conditions may differ during a run; its rows are marked one by one.
 """
@@ -15,8 +15,7 @@ from pathlib import Path
 import torch
 from torch.nn.functional import linear
 
-from sparsebench.harness.bench import device_ceilings
-from sparsebench.harness.doctor import findings, other_work, timing_checks
+from sparsebench.harness.doctor import findings, other_work
 from sparsebench.harness.doctor.findings import DoctorFinding
 from sparsebench.harness.machine.device import identity
 from sparsebench.harness.machine.nvml import Board, NoNvml, board, summary
@@ -28,14 +27,12 @@ GOVERNOR = Path("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor")
 
 
 def examine(device: torch.device) -> list[DoctorFinding]:
-    """Return every finding; this keeps a GPU busy for about ten seconds."""
+    """Return every finding; this keeps a GPU busy for some seconds."""
     runnable = os.getloadavg()[0]  # the mean over the last minute, before our own load
     results = _on_gpu(device) if device.type == "cuda" else []
     results += _on_host(device, runnable)
-    results += [timing_checks.floor(*pairs) for pairs in timing_checks.read_pairs(device).items()]
     if device.type == "cuda":
-        results.append(timing_checks.empty_launch(device_ceilings.empty_launch_us(device)))
-        results.append(timing_checks.launches(GpuClock(device).holds))
+        results.append(findings.launches(GpuClock(device).holds))
     return results
 
 

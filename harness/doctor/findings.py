@@ -215,3 +215,13 @@ def threads(count: int, cores: int) -> DoctorFinding:
         return ok("threads", reading)
     means = "Threads wait for each other, so times on a CPU are too long and vary."
     return warning("threads", reading, means, f"Set OMP_NUM_THREADS={cores}.")
+
+
+def launches(holds: bool) -> DoctorFinding:
+    """Judge whether a stream can be held, so that the GPU never waits for the host."""
+    check = "launches"
+    if holds:
+        return ok(check, "return before their kernel has ended")
+    means = "The GPU waits for the host in every sample, so every row is marked `host late`."
+    do = "Unset CUDA_LAUNCH_BLOCKING, and do not measure under a profiler."
+    return warning(check, "return only after their kernel has ended", means, do)

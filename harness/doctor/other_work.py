@@ -3,7 +3,7 @@
     host    processor time of others    = busy time of all cores - our own, over the elapsed time
     GPU     before the run: other processes on it, and its utilization while our worker waited
 
-Every run does this. The doctor checks more, and takes ten seconds. On a CPU other work slows down
+Every run does this. The doctor checks more, and takes seconds. On a CPU other work slows down
 the measured calls; beside a GPU it only delays launches.
 """
 

@@ -2,14 +2,13 @@
 
 import json
 import sys
-from math import log
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from sparsebench.harness.doctor import examination, findings, other_work, timing_checks
+from sparsebench.harness.doctor import examination, findings, other_work
 from sparsebench.harness.doctor.findings import DoctorFinding, Level
 from sparsebench.harness.doctor.other_work import Spent, host
 from sparsebench.harness.machine.nvml import board
@@ -48,11 +47,8 @@ READINGS: list[tuple[DoctorFinding, Level]] = [
     (findings.governor("powersave"), NOTE),
     (findings.threads(2, 2), OK),
     (findings.threads(8, 2), WARNING),
-    (timing_checks.floor("compute", [log(1.004), log(0.995), 0.0]), OK),
-    (timing_checks.floor("compute", [log(1.02)]), NOTE),
-    (timing_checks.floor("compute", [0.0, log(0.95)]), WARNING),
-    (timing_checks.launches(holds=True), OK),
-    (timing_checks.launches(holds=False), WARNING),
+    (findings.launches(holds=True), OK),
+    (findings.launches(holds=False), WARNING),
 ]
 
 
@@ -83,14 +79,13 @@ def test_the_command_prints_findings_and_says_whether_the_machine_is_fit() -> No
     assert "not fit" in findings.conclusion([findings.others([4711], 0)])
     assert "not fit" not in findings.conclusion([findings.others([], 0)])
     names = [finding["check"] for finding in answer["findings"]]
-    assert names[:3] == ["host load", "CPU governor", "threads"]
+    assert names == ["host load", "CPU governor", "threads"]
 
 
 @pytest.mark.gpu
 def test_a_gpu_is_examined() -> None:
     result = {finding.check: finding for finding in examination.examine(torch.device("cuda:0"))}
     assert {"other work on the GPU", "slowed down under load", "SM clock under load"} < set(result)
-    assert result["an empty launch"].level is OK
     assert result["launches"].level is OK
 
 
