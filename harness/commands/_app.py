@@ -37,6 +37,7 @@ PROFILER = "run `ncu` or `nsys profile` on the same command with --repeat 1"
 REMOVED = {  # what older versions took on the command line, and what replaces it
     "--to": "use --out",
     "run --submit": "use --devices for GPUs of this host, --slurm for jobs",
+    "--open": "the command prints the path of its page",
     "run --debug": "failures.log in the run has every traceback",
     "run --profile": PROFILER,
     "try --profile": PROFILER,

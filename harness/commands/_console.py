@@ -76,11 +76,6 @@ def print_json(data: Any) -> None:
     stdout.write(json.dumps(data, indent=1, default=asdict) + "\n")
 
 
-def show_page(page: Path) -> None:
-    if typer.launch(page.resolve().as_uri()) != 0:
-        stderr.say(f"no browser opened {page}")
-
-
 def warn(finding: "DoctorFinding") -> None:
     """Print a finding about the machine on stderr, unless its level is "ok"."""
     if finding.level != "ok":

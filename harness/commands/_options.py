@@ -55,7 +55,6 @@ RunPath = Annotated[Path, typer.Argument(help="A run directory.", callback=requi
 RunPaths = Annotated[list[Path], typer.Argument(help="Run directories.", callback=require_runs)]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Markdown = Annotated[bool, typer.Option("--markdown", help="Print Markdown.")]
-Open = Annotated[bool, typer.Option("--open", help="Open the report in a browser.")]
 Out = Annotated[Path | None, out_file("Run directory to write. Default: runs/…")]
 Device = Annotated[
     str | None,

@@ -5,8 +5,8 @@ from typing import Annotated
 
 import typer
 
-from sparsebench.harness.commands._console import show_page, stdout, warn_of_changes, wide
-from sparsebench.harness.commands._options import Markdown, Open, RunPath, out_file
+from sparsebench.harness.commands._console import stdout, warn_of_changes, wide
+from sparsebench.harness.commands._options import Markdown, RunPath, out_file
 
 
 def report(
@@ -14,7 +14,6 @@ def report(
     out: Annotated[Path | None, out_file("HTML file to write. Default: in the run.")] = None,
     csv: Annotated[Path | None, typer.Option(help="Also write the rows as CSV.")] = None,
     markdown: Markdown = False,
-    browse: Open = False,
 ) -> None:
     """Write a run's report (one HTML file), and print its answer."""
     from sparsebench._writing import require_apart
@@ -38,5 +37,3 @@ def report(
     else:
         wide().print(RunAnswer(analysis))
         stdout.say(f"report: {out}")
-    if browse:
-        show_page(out)

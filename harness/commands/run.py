@@ -11,7 +11,6 @@ from sparsebench.harness.commands._console import (
     measuring,
     message_printer,
     print_json,
-    show_page,
     stdout,
     wide,
 )
@@ -46,7 +45,6 @@ def run(
     shards: Shards = 0,
     as_json: opt.Json = False,
     markdown: opt.Markdown = False,
-    browse: opt.Open = False,
 ) -> None:
     """Measure a suite, write its report, and print the answer."""
     opt.require_one_output(as_json, markdown)
@@ -88,7 +86,7 @@ def run(
             )
         flags = Flags(first, data, timeout, replicates, only, energy)
         path = _measure(requested, flags, out=out, sharing=sharing)
-    _report(path, as_json, markdown, browse)
+    _report(path, as_json, markdown)
 
 
 def _resume(run: Path, device: str | None, data: Path | None, timeout_s: float) -> Path:
@@ -142,7 +140,7 @@ def _call_each(suite: str, device: str | None, data: Path | None, only: str, rep
     return code
 
 
-def _report(path: Path, as_json: bool, markdown: bool, browse: bool) -> None:
+def _report(path: Path, as_json: bool, markdown: bool) -> None:
     """Print a run's answer and write its report; exit with SOME_FAILED if cases failed."""
     from sparsebench.reports.build import build
     from sparsebench.reports.published_answer import PublishedAnswer
@@ -168,7 +166,5 @@ def _report(path: Path, as_json: bool, markdown: bool, browse: bool) -> None:
     build(analysis, page)  # after the answer, which need not wait for the page
     if not as_json and not markdown:
         stdout.say(f"report: {page}")
-    if browse:
-        show_page(page)
     if counts.keys() - {"ok", "unsupported"}:
         raise typer.Exit(SOME_FAILED)

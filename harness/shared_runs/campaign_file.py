@@ -10,7 +10,6 @@ entries:                         # each becomes a run DIR/NAME, in this order
   - {suite: decoder, energy: true}
   - {confirm: quick, cases: 2}   # the largest speedups of that entry, alone; `only` selects
   - {reproduce: quick}           # searches again, on another card of the kind
-  - {name: quick-elsewhere, suite: quick, apart: quick}   # on another card, with its own search
   - {name: claims-ffn, claims: [twell-2026-sparser]}   # judged by the runs above
   - claims: []                   # all claims, judged by all runs above, and those of claims
 
@@ -55,7 +54,7 @@ class CampaignEntry(BaseModel):
     energy: bool = False
     data: str = ""
     cases: int = Field(default=1, ge=1)
-    apart: str = ""
+    apart: str = ""  # gone
 
     @property
     def kind(self) -> str:
@@ -77,11 +76,6 @@ class CampaignEntry(BaseModel):
     def of(self) -> str:
         """Return the entry that it confirms or reproduces, or ""."""
         return self.confirm or self.reproduce or ""
-
-    @property
-    def elsewhere(self) -> str:
-        """Return the entry whose cards must not measure this one, or ""."""
-        return self.reproduce or self.apart
 
     def read(self, data: Path | None) -> Suite:
         assert self.suite
@@ -144,7 +138,7 @@ class Campaign:
             before = self.entries[: self.names.index(entry.name)]
             last = not entry.claims
             return [e for e in before if last or (e.kind != "claims" and not e.data)]
-        return [other for other in self.entries if other.name in (entry.of, entry.apart)]
+        return [other for other in self.entries if other.name == entry.of]
 
 
 def campaign(name: str) -> Campaign:
@@ -170,7 +164,9 @@ def campaign(name: str) -> Campaign:
         if not NAME.fullmatch(name) or name in before:
             expected = "a unique name of a to z, 0 to 9 and -"
             raise SuiteError(f"{place}: expected {expected}; found {name!r}")
-        for other in filter(None, (entry.of, entry.apart)):
+        if entry.apart:
+            raise SuiteError(f"{place}: apart: expected none since 0.4; use {{reproduce: NAME}}")
+        if other := entry.of:
             if other not in before:
                 message = f"found {other!r}{did_you_mean(other, before)}"
                 raise SuiteError(f"{place}: expected an entry above it, {message}")

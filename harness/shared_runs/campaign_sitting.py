@@ -214,8 +214,8 @@ class Sitting:
         above = self.campaign.above(entry)
         missing = [e.name for e in above if not (self.out / e.name / e.result).exists()]
         reason = f"waits for {', '.join(missing)}" if missing else ""
-        if not missing and entry.elsewhere:
-            run = store.read(self.out / entry.elsewhere)
+        if not missing and entry.reproduce:
+            run = store.read(self.out / entry.reproduce)
             if card in {row.device for row in run.rows}:
                 reason = "waits for another card of the kind"
         if reason:

@@ -205,23 +205,21 @@ def test_a_run_of_another_selection_is_an_error(trial: Trial) -> None:
 AFTER = """
   - {confirm: several, only: m=64, replicates: 6}
   - {reproduce: several}
-  - {name: far, suite: FOLDER/several.yaml, replicates: 1, apart: several}
 """
 
 
 def test_a_confirming_entry_measures_its_cells_and_others_need_another_card(trial: Trial) -> None:
     first = trial.sit(1, more=AFTER)
     waiting = {name: why for name, why in first.reasons.items() if why}
-    assert waiting == dict.fromkeys(["several-again", "far"], "waits for another card of the kind")
+    assert waiting == {"several-again": "waits for another card of the kind"}
     confirmed = store.read(trial.out / "several-confirmed")
     assert {row.case.problem["m"] for row in confirmed.rows} == {64}
     assert confirmed.state["confirms"]["manifest_sha256"]
-    assert trial.sit(2, more=AFTER).reasons == {"several-again": "", "far": ""}
-    again, far = (store.read(trial.out / name) for name in waiting)
+    assert trial.sit(2, more=AFTER).reasons == {"several-again": ""}
+    again = store.read(trial.out / "several-again")
     origin = again.state["reproduces"]["manifest_sha256"]
     assert origin == bundle.identity(trial.out / "several")
-    assert "reproduces" not in far.state
-    assert {row.device for row in [*again.rows, *far.rows]} == {"sim-2"}
+    assert {row.device for row in again.rows} == {"sim-2"}
 
 
 def test_a_card_first_finishes_the_entry_that_it_has_begun(trial: Trial) -> None:
