@@ -47,7 +47,6 @@ SHARD_BYTES = 4 * 10**9
 TO_16_BITS = "--dtype bfloat16 multiplies by the scales and rounds"
 CONFIG = "config.json"
 NOT_COPIED = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".py"}
-AUTO = ("CausalLM", "Seq2SeqLM", "ImageTextToText", "MaskedLM", "SequenceClassification")
 
 
 @dataclass
@@ -274,21 +273,17 @@ class _Converter:
 def _on_meta(stored: Checkpoint, folder: Path) -> nn.Module:
     """Return the model of a configuration on the meta device. Raises SuiteError."""
     write_json(folder / CONFIG, stored.config)
-    transformers = transformers_for(stored.folder)
+    transformers, names = transformers_for(stored.folder), stored.config.get("architectures")
     with usable(stored.folder), quiet(transformers):
         options = {"local_files_only": True, "trust_remote_code": False}
         config = transformers.AutoConfig.from_pretrained(folder, **options)
-        for auto in (
-            *(getattr(transformers, f"AutoModelFor{kind}") for kind in AUTO),
-            transformers.AutoModel,
-        ):
-            kinds = auto._model_mapping.get(type(config), ())
-            for kind in kinds if isinstance(kinds, tuple) else (kinds,):
-                if kind.__name__ in (stored.config.get("architectures") or ()):
-                    with torch.device("meta"):
-                        model: nn.Module = kind._from_config(config)
-                    return model
-    actual = f"{stored.config.get('architectures')!r:.80}"
+        for name in names if isinstance(names, list) else ():
+            kind = getattr(transformers, str(name), None)
+            if isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel):
+                with torch.device("meta"):
+                    model: nn.Module = kind._from_config(config)
+                return model
+    actual = f"{names!r:.80}"
     raise SuiteError(f"{stored.folder}: expected architectures of transformers, found {actual}")
 
 
