@@ -1,6 +1,5 @@
 """`sparsebench campaign`: many suites in one order, measured in pieces on one or more machines."""
 
-from dataclasses import asdict
 from datetime import timedelta
 from math import inf
 from pathlib import Path
@@ -80,20 +79,10 @@ def status(
     out: Annotated[Path | None, opt.out_file("Folder of the campaign's runs.")] = None,
     file: File = "published",
     names: Names = None,
-    device: Annotated[
-        str | None, typer.Option(help="Also list what entries lack on this device, such as cuda:0.")
-    ] = None,
-    data: opt.Data = None,
-    peers: opt.Peers = None,
     as_json: opt.Json = False,
 ) -> None:
-    """List the entries of a campaign, and how far each one is in --out.
-
-    With --device, also list the packages, checkouts and files that contenders need and that are
-    missing.
-    """
-    requested = _read_campaign(file)
-    _show_states(requested, out, names, as_json, device, data)
+    """List the entries of a campaign, and how far each one is in --out."""
+    _show_states(_read_campaign(file), out, names, as_json)
 
 
 @campaign.command()
@@ -126,17 +115,14 @@ def _show_states(
     out: Path | None,
     names: list[str] | None,
     as_json: bool = False,
-    device: str | None = None,
-    data: Path | None = None,
 ) -> None:
     from sparsebench.harness.shared_runs.campaign_sitting import EntryState, state
     from sparsebench.results.formatting import are
 
     entries = requested.select(names or [])
     states = [state(out, each) if out else EntryState(each.name, "open") for each in entries]
-    lacks = {each.name: each.lacks(device, data) for each in entries} if device else {}
     if as_json:
-        print_json([asdict(each) | {"lacks": lacks.get(each.name)} for each in states])
+        print_json(states)
         return
     columns = "entry", "what", "processes", "status", "contests", "cards", "GPU time"
     table = Table(*columns, box=None)
@@ -145,8 +131,6 @@ def _show_states(
         how_far = each.status, contests, str(each.cards or ""), _time(each.seconds)
         table.add_row(entry.name, escape(entry.what), str(entry.replicates), *how_far)
     wide().print(table)
-    for name, reason in ((name, reason) for name, reasons in lacks.items() for reason in reasons):
-        stdout.say(f"{name}: {reason}")
     whole = sum(each.status == "whole" for each in states)
     spent = _time(sum(each.seconds for each in states))
     stdout.print(f"{whole} of {are(len(states), 'entry')} whole, after {spent} of one GPU")

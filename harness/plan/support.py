@@ -24,13 +24,3 @@ def count_support(contests: Iterable[Contest], device: str) -> Counter[Support]:
             reason = unsupported_on(device, problem, contender) or ""
             cases[Support(contender.label, contender.kernel, reason)] += 1
     return cases
-
-
-def reasons_by_kernel(cases: Counter[Support]) -> dict[str, str]:
-    """Return the most frequent reason for each kernel without a supported case."""
-    supported = {each.kernel for each in cases if not each.reason}
-    return {
-        each.kernel: each.reason
-        for each, _ in reversed(cases.most_common())
-        if each.kernel not in supported
-    }

@@ -28,12 +28,9 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from sparsebench._discovery import did_you_mean, unknown
 from sparsebench.errors import SuiteError
-from sparsebench.harness.claims.checking import evidence
-from sparsebench.harness.claims.claim_plan import read_claims
 from sparsebench.harness.plan.document import document
 from sparsebench.harness.plan.selection import only
-from sparsebench.harness.plan.suite import Contest, Suite, parse, read
-from sparsebench.harness.plan.support import count_support, reasons_by_kernel
+from sparsebench.harness.plan.suite import Suite, parse, read
 
 KINDS = "suite", "confirm", "reproduce", "claims"
 NAME = re.compile(r"[a-z0-9][a-z0-9-]*")
@@ -83,22 +80,6 @@ class CampaignEntry(BaseModel):
 
     def folder(self, data: Path | None) -> Path | None:
         return data / self.data if data and self.data else None
-
-    def lacks(self, device: str, data: Path | None) -> list[str]:
-        """Return what a suite or claims need and a device lacks: source files, packages ..."""
-        if self.data and data is None:
-            return [f"needs source files in --data DIR/{self.data}"]
-        try:
-            if self.suite:
-                contests: Sequence[Contest] = only(self.read(data).contests, self.only)
-            else:
-                claims = None if self.claims is None else read_claims(self.claims)
-                plans = evidence(claims or []).all_plans
-                contests = [contest for plan in plans for contest in plan.contests]
-        except SuiteError as error:  # the source files are missing, or cannot be read
-            return [str(error)]
-        reasons = reasons_by_kernel(count_support(contests, device))
-        return [f"{kernel}: {reason}" for kernel, reason in reasons.items()]
 
 
 class CampaignFile(BaseModel):

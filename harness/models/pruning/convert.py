@@ -278,8 +278,9 @@ def _on_meta(stored: Checkpoint, folder: Path) -> nn.Module:
         options = {"local_files_only": True, "trust_remote_code": False}
         config = transformers.AutoConfig.from_pretrained(folder, **options)
         for name in names if isinstance(names, list) else ():
-            kind = getattr(transformers, str(name), None)
-            if isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel):
+            kind: Any = getattr(transformers, str(name), None)
+            is_model = isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)
+            if is_model:
                 with torch.device("meta"):
                     model: nn.Module = kind._from_config(config)
                 return model
