@@ -188,6 +188,19 @@ def test_a_check_prints_its_plan(tmp_path: Path) -> None:
     assert "not settled" in done.stdout
 
 
+def test_a_check_without_time_says_how_to_go_on_and_judges_what_there_is(
+    tmp_path, monkeypatch
+) -> None:
+    monkeypatch.setattr(sharing, "monotonic", lambda: float("inf"))
+    options = "--replicates", "1", "--device", device(tmp_path, 0.8), "--budget", "60s"
+    out = tmp_path / "out"
+    done = sparsebench("claims", "check", written(tmp_path).where, *options, "--out", out)
+    assert done.returncode == 0
+    rest = f"`sparsebench claims check --out {out}` measures the rest"
+    assert f"mine: the time ended after 0 of 7 contests; {rest}" in done.stderr
+    assert "is measured yet" in done.stdout
+
+
 def test_energy_without_a_meter_is_not_testable(tmp_path: Path) -> None:
     asks = 'metric: energy_saved\n    at_least: 2\n    unit: "%"'
     file = tmp_path / "mine.yaml"
