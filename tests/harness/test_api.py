@@ -152,7 +152,7 @@ def test_runs_are_read_without_torch(measured: sparsebench.Run, tmp_path: Path) 
     output = in_python(code)
     assert re.findall(r"ended with (\d)", output) == ["0", "0", "0", "5"]
     assert re.search(r"plan: not checked.*No module named 'torch'", output)
-    assert re.search(r"finished; cases: 8 ok\) \d+ Plot\('speedup', .*\) <iframe", output)
+    assert re.search(r"finished; cases: 8 ok\) \d+ Plot\('answer', .*\) <iframe", output)
 
 
 def test_public_names_are_there_when_they_are_used() -> None:
