@@ -1,9 +1,9 @@
 // Y[m, n] = X[m, k] @ W[n, k].T, W with zeros anywhere (formats/bitmap.py), for few tokens.
 // W is loaded as records and decoded into the registers of the tensor core (mma.sync).
 //
-//   A CTA has some rows of tiles of W, 16 features each: ROW_WARPS x GROUP of them at a time. It has
+//   A CTA has some rows of tiles of W, 16 features each: ROW_WARPS of them at a time. It has
 //   ROW_WARPS x PARTS warps and one that loads X. The PARTS divide k: part p has the tiles p,
-//   p + PARTS, ... With GROUP = 1, ROW_WARPS = 3, PARTS = 2:
+//   p + PARTS, ... With ROW_WARPS = 3, PARTS = 2:
 //
 //        W                                                X.T
 //        +--------+--------+--------+--------+- ...       +------+   a step of X: PARTS tiles,
@@ -15,7 +15,7 @@
 //        | warp 2 | warp 5 | ...                          | ...  |
 //        +--------+--------+- ...                         +------+
 //
-//   Each warp has a ring of STAGES x GROUP records, which its own lanes fill by bulk copies. At the
+//   Each warp has a ring of STAGES records, which its own lanes fill by bulk copies. At the
 //   end parts 1 and on give their sums to part 0 through shared memory, always added in the same
 //   order, so equal inputs give equal bits.
 //
@@ -39,7 +39,7 @@
 // Before that, each lane copies its tail, the part of its stream after the words that lie side by
 // side, below these words, so that word j of a lane is at row j.
 //
-// Macros from bitmap_mma.py: TOKENS=8|16|32|64, GROUP, ROW_WARPS, PARTS, STAGES, X_STAGES, SPLIT,
+// Macros from bitmap_mma.py: TOKENS=8|16|32|64, ROW_WARPS, PARTS, STAGES, X_STAGES, SPLIT,
 // TABLE=0|1 (the decode without a table is described below), VALUE_BYTES=2|1, and FP16=0|1, the type
 // that the tensor core multiplies (0 is bf16; 1 also for fp8, whose Y is bf16).
 
@@ -50,11 +50,10 @@ using u64 = unsigned long long;
 constexpr int ROWS = 16, COLUMNS = 256, STRIPS = 8, WORDS_AT = 592, STARTS_AT = 512;  // of a record
 constexpr int NB = TOKENS / 8;
 constexpr int WARPS = ROW_WARPS * PARTS, THREADS = 32 * (WARPS + 1);
-constexpr int BLOCK = ROW_WARPS * GROUP;  // rows of tiles at a time
 constexpr int ALL_PARTS = SPLIT * PARTS;
 constexpr int TABLE_BYTES = 128, BARRIERS = WARPS * STAGES + 2 * X_STAGES + 1;
 constexpr int BARRIER_BYTES = (8 * BARRIERS + 15) / 16 * 16;
-constexpr int OF_PART = ROW_WARPS * GROUP * NB * 32;  // sums of a part, of 16 bytes
+constexpr int OF_PART = ROW_WARPS * NB * 32;  // sums of a part, of 16 bytes
 constexpr int CLUSTER_BYTES = (SPLIT - 1) * OF_PART * 16;
 // The pitch of rows of X is a multiple of 128 bytes plus a quarter or a half of that, so that lanes
 // that read together hit all banks.
@@ -333,11 +332,10 @@ __device__ __forceinline__ Range rows_of(int worker, const Weights& w) {
           (int)((long long)(worker + 1) * w.row_tiles / w.workers)};
 }
 
-// A warp's ring of items, each GROUP records in slots of `room` bytes. Lanes load in turn: lane l
-// loads record l % GROUP of every (32 / GROUP)th item from l / GROUP on, whose offsets it holds. So
-// the first 32 / GROUP items wait for memory at the same time.
+// A warp's ring of items, each a record in a slot of `room` bytes. Lanes load in turn: lane l loads
+// every 32nd item from l on, whose offsets it holds. So the first 32 items wait for memory at the
+// same time.
 struct Loader {
-  static constexpr int TURNS = 32 / GROUP;
   u32 slots, barriers;
   int first, last, part, of_block, items;  // rows of tiles; items of a block, of all
   int room, item, stage, from, to;
@@ -347,25 +345,24 @@ struct Loader {
       : slots(ring), barriers(full), first(first), last(last), part(part),
         of_block((w.tiles - part + ALL_PARTS - 1) / ALL_PARTS), items(blocks * of_block),
         room(room), item(0), stage(0) {
-    fetch(w, threadIdx.x % 32 / GROUP);
+    fetch(w, threadIdx.x % 32);
   }
   __device__ __forceinline__ void fetch(const Weights& w, int its) {
     from = to = 0;
     if (its >= items) return;
-    const int row = first + its / of_block * BLOCK + threadIdx.x % GROUP;
+    const int row = first + its / of_block * ROW_WARPS;
     if (row >= last) return;
     const int* o = w.offsets + (u64)row * w.tiles + part + its % of_block * ALL_PARTS;
     from = o[0], to = o[1];
   }
   __device__ __forceinline__ void load(const Weights& w) {
     const int lane = threadIdx.x % 32;
-    if (item < items && lane / GROUP == item % TURNS) {
+    if (item < items && lane == item % 32) {
       const u32 barrier = barriers + 8 * stage, bytes = (to - from) * 16;
       mbarrier_arrive_expect_tx(barrier, bytes);
       if (bytes)
-        bulk_load(slots + (stage * GROUP + lane % GROUP) * room, w.records + (u64)from * 16, bytes,
-                  barrier);
-      fetch(w, item + TURNS);
+        bulk_load(slots + stage * room, w.records + (u64)from * 16, bytes, barrier);
+      fetch(w, item + 32);
     }
     item++;
     stage = stage + 1 == STAGES ? 0 : stage + 1;
@@ -425,16 +422,16 @@ multiply_records(const __grid_constant__ Activations x, const __grid_constant__ 
   const int first = cluster / w.workers * TOKENS;
   const int tokens = x.m - first < TOKENS ? x.m - first : TOKENS;
   const int steps = (w.tiles + ALL_PARTS - 1) / ALL_PARTS;
-  const int blocks = (range.last - range.first + BLOCK - 1) / BLOCK;
-  const int part = warp / ROW_WARPS, of_all = rank * PARTS + part, own = warp % ROW_WARPS * GROUP;  // rows of tiles in a block
+  const int blocks = (range.last - range.first + ROW_WARPS - 1) / ROW_WARPS;
+  const int part = warp / ROW_WARPS, of_all = rank * PARTS + part, own = warp % ROW_WARPS;
   const u32 x_bytes = PARTS * tokens * X_STEP, full = records_full + 8 * STAGES * warp;
-  const u32 ring = x_ring + X_STAGES * x_bytes + warp * STAGES * GROUP * room;
+  const u32 ring = x_ring + X_STAGES * x_bytes + warp * STAGES * room;
   Loader loader(w, ring, full, of_all, range.first + own, range.last, blocks, room);
 #if TABLE
   if (threadIdx.x < 16) ((Entry*)shared)[threadIdx.x] = entry_of(threadIdx.x);
 #endif
   if (threadIdx.x == 0) {
-    for (int i = 0; i < WARPS * STAGES; i++) mbarrier_init(records_full + 8 * i, GROUP);
+    for (int i = 0; i < WARPS * STAGES; i++) mbarrier_init(records_full + 8 * i, 1);
     for (int i = 0; i < X_STAGES; i++) {
       mbarrier_init(x_full + 8 * i, 32);
       mbarrier_init(x_empty + 8 * i, WARPS);
@@ -455,64 +452,41 @@ multiply_records(const __grid_constant__ Activations x, const __grid_constant__ 
   for (int i = 0; i < STAGES; i++) loader.load(w);
   if (SPLIT > 1) cluster_sync_relaxed();  // all mbarriers are initialised
   const u32 x_at = x_ring + (part * tokens + lane / 4) * X_STEP + lane % 4 * 8 * VALUE_BYTES;
-  // A lane's part of X. Past the last token it reads another token, whose sums are not written. With
-  // many sums two instructions are decoded ahead, and little of X is kept, to save registers.
-  constexpr int AHEAD = NB * GROUP > 8 ? 2 : 1, B_KEPT = AHEAD == 2 ? 2 : NB;
-  uint4 b[B_KEPT] = {};
+  uint4 b[NB] = {};  // a lane's part of X; past the last token another one, whose sums are not written
   int stage = 0, parity = 0, x_stage = 0, x_parity = 0;
-  for (int row = range.first; row < range.last; row += BLOCK) {
-    float d[GROUP][NB][4] = {};
+  for (int row = range.first; row < range.last; row += ROW_WARPS) {
+    float d[NB][4] = {};
     for (int step = 0; step < steps; step++) {
-      const int have = range.last - row - own;  // rows of tiles of this warp
-      const bool busy = have > 0 && step * ALL_PARTS + of_all < w.tiles;
-      Stream streams[GROUP];
-      u32 bits_at[GROUP];
+      const bool busy = range.last - row - own > 0 && step * ALL_PARTS + of_all < w.tiles;
+      Stream stream;
+      u32 bits_at;
       if (busy) {
         mbarrier_wait(full + 8 * stage, parity, "records");
-        #pragma unroll
-        for (int r = 0; r < GROUP; r++) {
-          const u32 record = ring + (stage * GROUP + r) * room;
-          bits_at[r] = record + 4 * lane;
-          streams[r] = stream_at(r < have ? join_tail(record) : record);
-        }
+        const u32 record = ring + stage * room;
+        bits_at = record + 4 * lane;
+        stream = stream_at(join_tail(record));
       }
       mbarrier_wait(x_full + 8 * x_stage, x_parity, "X");
       if (busy) {
         #pragma unroll 1
         for (int pair = 0; pair < STRIPS / 2; pair++) {
           const u32 x_now = x_at + x_stage * x_bytes + pair * 64 * VALUE_BYTES;
-          Word words[GROUP];
+          Word word = word_of(load_32(bits_at + 128 * pair));
           #pragma unroll
-          for (int r = 0; r < GROUP; r++)
-            words[r] = word_of(r < have ? load_32(bits_at[r] + 128 * pair) : 0);
-          #pragma unroll
-          for (int at = 0; at < 4; at += AHEAD) {
-            const u32 x_strip = x_now + at / 2 * 32 * VALUE_BYTES;
-            auto load_x = [&](int j) {
-              if (lane / 4 + 8 * j < tokens) b[j % B_KEPT] = load_b(x_strip + 8 * j * X_STEP);
-            };
-            if (AHEAD == 1 && at % 2 == 0)
+          for (int at = 0; at < 4; at++) {
+            const bool first = at % 2 == 0;
+            if (first)
               #pragma unroll
-              for (int j = 0; j < NB; j++) load_x(j);
-            u32 a[AHEAD][GROUP][4];
+              for (int j = 0; j < NB; j++)
+                if (lane / 4 + 8 * j < tokens)
+                  b[j] = load_b(x_now + at / 2 * 32 * VALUE_BYTES + 8 * j * X_STEP);
+            u32 a[4];
+            decode(a, stream, word, at, table);
             #pragma unroll
-            for (int i = 0; i < AHEAD * GROUP; i++)
-              decode(a[i / GROUP][i % GROUP], streams[i % GROUP], words[i % GROUP], at + i / GROUP,
-                     table);
-            #pragma unroll
-            for (int j = 0; j < NB; j++) {
-              if (AHEAD == 2) load_x(j);
-              const uint4& own = b[j % B_KEPT];
-              #pragma unroll
-              for (int i = 0; i < AHEAD * GROUP; i++) {
-                const bool first = (at + i / GROUP) % 2 == 0;
-                mma_m16n8k16(d[i % GROUP][j], a[i / GROUP][i % GROUP], first ? own.x : own.z,
-                             first ? own.y : own.w);
-              }
-            }
+            for (int j = 0; j < NB; j++)
+              mma_m16n8k16(d[j], a, first ? b[j].x : b[j].z, first ? b[j].y : b[j].w);
           }
-          #pragma unroll
-          for (int r = 0; r < GROUP; r++) pass(streams[r], words[r]);
+          pass(stream, word);
         }
         fence_proxy_async();
         __syncwarp();
@@ -524,13 +498,13 @@ multiply_records(const __grid_constant__ Activations x, const __grid_constant__ 
     }
 
     // ---- the sums of the parts, and Y ----
-    const int at = warp % ROW_WARPS * GROUP * NB * 32 + lane;
+    const int at = warp % ROW_WARPS * NB * 32 + lane;
     float4* mine = sums + at;
     if (PARTS > 1) {
       if (part > 0)
         #pragma unroll
-        for (int i = 0; i < GROUP * NB; i++) {
-          const float* s = d[i / NB][i % NB];
+        for (int i = 0; i < NB; i++) {
+          const float* s = d[i];
           mine[(part - 1) * OF_PART + i * 32] = float4{s[0], s[1], s[2], s[3]};
         }
       multiplying_warps_sync();
@@ -538,8 +512,8 @@ multiply_records(const __grid_constant__ Activations x, const __grid_constant__ 
     if (SPLIT > 1 && part == 0 && rank == 0) mbarrier_wait(received, 0, "sums of the others");
     if (part == 0)
       #pragma unroll
-      for (int i = 0; i < GROUP * NB; i++) {
-        float* s = d[i / NB][i % NB];
+      for (int i = 0; i < NB; i++) {
+        float* s = d[i];
         for (int p = 0; p < PARTS - 1; p++) add(s, mine[p * OF_PART + i * 32]);
         if (SPLIT > 1 && rank > 0) {
           const u32 to = smem_address(of_others + (rank - 1) * OF_PART + at + i * 32);
@@ -550,6 +524,7 @@ multiply_records(const __grid_constant__ Activations x, const __grid_constant__ 
         for (int c = 0; c < SPLIT - 1; c++) add(s, of_others[c * OF_PART + at + i * 32]);
         #pragma unroll
         for (int e = 0; e < 4; e++) {
+          // i / NB is 0; without it nvcc orders these instructions in another way
           const int token = i % NB * 8 + lane % 4 * 2 + e % 2, tile = row + own + i / NB;
           const int feature = tile * ROWS + lane / 4 + e / 2 * 8;
           if (token < tokens && tile < range.last && feature < n)

@@ -40,15 +40,12 @@ from sparsebench.kernels._kernel import output_dtype, refuse
 from sparsebench.results.record import Problem
 
 MOST_TOKENS = 256
-TOKENS, GROUPS = (8, 16, 32, 64), (1, 2)
+TOKENS = 8, 16, 32, 64
 # Stages of the two rings; the first that fits. Four stages of X instead of two took 1 to 4 % less,
 # because warps drift.
 STAGES = (3, 2), (2, 4), (2, 2), (1, 4), (1, 2), (2, 1), (1, 1)
 MOST_WARPS = 28  # and one that loads X: 64 registers per thread
-WARPS = {  # most warps by tokens and group; with more, the loop would spill registers
-    **{(8, 1): 28, (8, 2): 28, (16, 1): 28, (16, 2): 23},
-    **{(32, 1): 15, (32, 2): 11, (64, 1): 15, (64, 2): 11},
-}
+WARPS = {8: 28, 16: 28, 32: 15, 64: 15}  # most by tokens; more would spill registers
 ALONE = 0.75  # fraction of the rate if X has one stage: 16 tokens took 1.3 to 1.4 times as long
 SPLITS, FEW_ROWS = (1, 2, 4, 8), 4
 DTYPES = torch.float16, torch.bfloat16, torch.float8_e4m3fn
@@ -65,8 +62,7 @@ class Config:
     """One way to run the kernel.
 
     tokens     tokens of X at a time: 8, 16, 32 or 64
-    group      rows of tiles of a warp
-    row_warps  warps along the rows of W
+    row_warps  warps along the rows of W, each with a row of tiles at a time
     parts      warps along k
     stages     stages of a warp's ring of records
     x_stages   stages of the ring of X
@@ -75,7 +71,6 @@ class Config:
     """
 
     tokens: int
-    group: int
     row_warps: int
     parts: int
     stages: int
@@ -88,11 +83,6 @@ class Config:
         """Return the warps of a CTA that multiply."""
         return self.row_warps * self.parts
 
-    @property
-    def rows(self) -> int:
-        """Return the rows of tiles that a CTA has at a time."""
-        return self.row_warps * self.group
-
     def shared_bytes(self, room: int, m: int, size: int) -> int:
         """Return the bytes of shared memory.
 
@@ -100,9 +90,9 @@ class Config:
         size  bytes of an element
         """
         barriers = -(-8 * (self.warps * self.stages + 2 * self.x_stages + 1) // 16) * 16
-        sums = (self.parts + self.split - 2) * self.row_warps * self.group * self.tokens // 8 * 512
+        sums = (self.parts + self.split - 2) * self.row_warps * self.tokens // 8 * 512
         x = self.x_stages * self.parts * min(m, self.tokens) * (COLUMNS + 32) * size
-        rings = self.warps * self.stages * self.group * room
+        rings = self.warps * self.stages * room
         return TABLE_BYTES + barriers + sums + x + rings + BEYOND
 
 
@@ -119,8 +109,8 @@ def plan(w: Bitmap, call: UnstructuredCall, config: Config) -> Product:
     (n, k), room, size, device = w.shape, w.room, w.dtype.itemsize, w.records.device
     row_tiles, owner = -(-n // ROWS), (w.records, w.offsets)
     workers = min(at_once(config.split, device), row_tiles)
-    if config.split > 1 and (rows := -(-row_tiles // workers)) > config.rows:
-        limit = f"expected {config.rows} rows of tiles for a cluster"
+    if config.split > 1 and (rows := -(-row_tiles // workers)) > config.row_warps:
+        limit = f"expected {config.row_warps} rows of tiles for a cluster"
         raise Unsupported(f"{limit}, found {rows}")
     shared, threads = config.shared_bytes(room, call.m, size), 32 * (config.warps + 1)
     constants, kind = constants_of(config, w.dtype), output_dtype(w.dtype)
@@ -142,8 +132,8 @@ def plan(w: Bitmap, call: UnstructuredCall, config: Config) -> Product:
 
 def constants_of(config: Config, dtype: torch.dtype) -> Constants:
     return (
-        *(("TOKENS", config.tokens), ("GROUP", config.group), ("ROW_WARPS", config.row_warps)),
-        *(("PARTS", config.parts), ("STAGES", config.stages), ("X_STAGES", config.x_stages)),
+        *(("TOKENS", config.tokens), ("ROW_WARPS", config.row_warps), ("PARTS", config.parts)),
+        *(("STAGES", config.stages), ("X_STAGES", config.x_stages)),
         *(("SPLIT", config.split), ("TABLE", int(config.table))),
         *(("VALUE_BYTES", dtype.itemsize), ("FP16", int(dtype != torch.bfloat16))),
     )
@@ -194,23 +184,19 @@ def _fullest(
     """Return the configurations of one split, with the table, the fullest first."""
     tokens = next((t for t in TOKENS if t >= m), TOKENS[-1])
     rows, tiles = -(-n // ROWS), -(-k // (COLUMNS * split))  # of a CTA
-    of_worker = -(-rows // min(workers, rows))
+    of_worker, most = -(-rows // min(workers, rows)), WARPS[tokens]
+    blocks = -(-of_worker // most)
+    row_warps = -(-of_worker // blocks)
     busy: dict[Config, float] = {}
-    for group in GROUPS:
-        most = WARPS[tokens, group]
-        blocks = -(-of_worker // (most * group))
-        row_warps = -(-of_worker // (blocks * group))
-        if split > 1 and blocks > 1:
-            continue
-        for parts in range(1, min(tiles, most // row_warps) + 1):
-            for stages, x_stages in STAGES:
-                config = Config(tokens, group, row_warps, parts, stages, x_stages, split=split)
-                if config.shared_bytes(room, m, size) <= SHARED_BYTES:
-                    slots = -(-tiles // parts) * parts * blocks * row_warps * group
-                    in_flight = min(config.warps * stages, MOST_WARPS)
-                    waits = 1 if x_stages > 1 else ALONE
-                    busy[config] = waits * in_flight * tiles * of_worker / slots
-                    break
+    for parts in range(1, min(tiles, most // row_warps) + 1) if blocks == 1 or split == 1 else ():
+        for stages, x_stages in STAGES:
+            config = Config(tokens, row_warps, parts, stages, x_stages, split=split)
+            if config.shared_bytes(room, m, size) <= SHARED_BYTES:
+                slots = -(-tiles // parts) * parts * blocks * row_warps
+                in_flight = min(config.warps * stages, MOST_WARPS)
+                waits = 1 if x_stages > 1 else ALONE
+                busy[config] = waits * in_flight * tiles * of_worker / slots
+                break
     return sorted(busy, key=lambda config: -busy[config])
 
 

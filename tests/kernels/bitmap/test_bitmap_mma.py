@@ -85,18 +85,18 @@ def on_workers(patch: pytest.MonkeyPatch, workers: int, split: int) -> None:
 
 BF16, FP16, FP8 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
 CASES = [
-    (Config(8, 2, 2, 2, 2, 2), 3, Example(1, 70, 1032, 0.5), BF16),
-    (Config(8, 1, 3, 2, 1, 3), 2, Example(8, 100, 528, 0.3), FP8),
-    (Config(8, 1, 1, 2, 3, 1), 2, Example(8, 100, 1536, 0.2), FP16),  # each block has many steps
-    (Config(16, 4, 1, 2, 2, 2), 1, Example(45, 100, 264, 1.0), BF16),
-    (Config(64, 1, 2, 3, 2, 1), 2, Example(50, 16, 776, 0.03), BF16),
-    (Config(8, 1, 2, 2, 1, 2), 2, Example(5, 33, 512, 0.4), FP16),
+    (Config(8, 4, 2, 2, 2), 3, Example(1, 70, 1032, 0.5), BF16),
+    (Config(8, 3, 2, 1, 3), 2, Example(8, 100, 528, 0.3), FP8),
+    (Config(8, 1, 2, 3, 1), 2, Example(8, 100, 1536, 0.2), FP16),  # each block has many steps
+    (Config(16, 4, 2, 2, 2), 1, Example(45, 100, 264, 1.0), BF16),
+    (Config(64, 2, 3, 2, 1), 2, Example(50, 16, 776, 0.03), BF16),
+    (Config(8, 2, 2, 1, 2), 2, Example(5, 33, 512, 0.4), FP16),
 ]
 CASES += [(replace(config, table=False), *rest) for config, *rest in CASES]
 CASES += [
-    (Config(8, 1, 2, 2, 1, 2, False, 2), 3, Example(8, 90, 1288, 0.5), BF16),
-    (Config(8, 1, 4, 1, 1, 2, False, 8), 1, Example(3, 60, 304, 0.4), FP16),  # six have no tile
-    (Config(16, 2, 2, 1, 2, 1, True, 4), 2, Example(21, 100, 1040, 0.3), FP8),  # the last has one
+    (Config(8, 2, 2, 1, 2, False, 2), 3, Example(8, 90, 1288, 0.5), BF16),
+    (Config(8, 4, 1, 1, 2, False, 8), 1, Example(3, 60, 304, 0.4), FP16),  # six have no tile
+    (Config(16, 4, 1, 2, 1, True, 4), 2, Example(21, 100, 1040, 0.3), FP8),  # the last has one
 ]
 
 
@@ -134,10 +134,10 @@ def test_every_configuration_fits_and_covers_the_rows_of_a_worker(n: int, k: int
     configs = bitmap_mma.configurations(n, k, m, room, 2, {1: 132, 2: 66, 4: 30, 8: 15})
     assert configs
     for config in configs:
-        assert config.warps <= bitmap_mma.WARPS[config.tokens, config.group]
+        assert config.warps <= bitmap_mma.WARPS[config.tokens]
         assert config.shared_bytes(room, m, 2) <= bitmap_mma.SHARED_BYTES
         assert config.tokens >= min(m, 64)
-        assert config.split == 1 or config.rows * {2: 66, 4: 30, 8: 15}[config.split] * 16 >= n
+        assert config.split == 1 or config.row_warps * {2: 66, 4: 30, 8: 15}[config.split] * 16 >= n
 
 
 def test_a_weight_with_a_dense_tile_does_not_fit_the_configuration_of_an_even_one(
@@ -145,7 +145,7 @@ def test_a_weight_with_a_dense_tile_does_not_fit_the_configuration_of_an_even_on
 ) -> None:
     """The list's choice for 14336 x 4096 and one token: a driver error ended the first call."""
     monkeypatch.setattr(cuda, "shared_bytes_of", lambda device: bitmap_mma.SHARED_BYTES)
-    choice = Config(8, 1, 7, 4, 1, 4)
+    choice = Config(8, 7, 4, 1, 4)
     even, uneven = torch.ones(2, 16, 256, dtype=BF16)
     even[:, ::2] = 0
     assert choice.shared_bytes(Bitmap.from_dense(even).room, 1, 2) <= bitmap_mma.SHARED_BYTES
@@ -159,12 +159,12 @@ def test_a_weight_with_a_dense_tile_does_not_fit_the_configuration_of_an_even_on
     "config",
     sampled(
         [
-            *(Config(8, 1, 14, 2, 1, 2, table) for table in (True, False)),
-            *(Config(8, 2, 7, 3, 1, 2, table) for table in (True, False)),
-            *(Config(16, 1, 9, 2, 2, 2, table, 4) for table in (True, False)),
-            *(Config(16, 2, 7, 2, 1, 2, table) for table in (True, False)),
-            *(Config(64, 1, 14, 1, 2, 2, table) for table in (True, False)),
-            *(Config(64, 2, 11, 1, 1, 2, table) for table in (True, False)),
+            *(Config(8, 14, 2, 1, 2, table) for table in (True, False)),
+            *(Config(8, 14, 3, 1, 2, table) for table in (True, False)),
+            *(Config(16, 9, 2, 2, 2, table, 4) for table in (True, False)),
+            *(Config(16, 14, 2, 1, 2, table) for table in (True, False)),
+            *(Config(64, 14, 1, 2, 2, table) for table in (True, False)),
+            *(Config(64, 22, 1, 1, 2, table) for table in (True, False)),
         ],
         *(0, 1),
     ),
