@@ -200,7 +200,7 @@ def test_a_class_name_is_unique_in_the_house() -> None:
 
 
 MOST_CODE = {"formats": 1_200, "harness": 10_450, "results": 4_700, "reports": 4_150}
-MOST_CODE |= {"kernels": 14_000}
+MOST_CODE |= {"kernels": 13_300}
 DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef
 
 

@@ -160,11 +160,9 @@ def test_a_weight_with_a_dense_tile_does_not_fit_the_configuration_of_an_even_on
     sampled(
         [
             *(Config(8, 14, 2, 1, 2, table) for table in (True, False)),
-            *(Config(8, 14, 3, 1, 2, table) for table in (True, False)),
             *(Config(16, 9, 2, 2, 2, table, 4) for table in (True, False)),
             *(Config(16, 14, 2, 1, 2, table) for table in (True, False)),
             *(Config(64, 14, 1, 2, 2, table) for table in (True, False)),
-            *(Config(64, 22, 1, 1, 2, table) for table in (True, False)),
         ],
         *(0, 1),
     ),
