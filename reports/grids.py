@@ -21,7 +21,6 @@ from sparsebench.results.formatting import (
     amount,
     between,
     brackets,
-    cell_times,
     conditions,
     duration,
     join_words,
@@ -150,7 +149,7 @@ def cell_texts(cell: Cell) -> tuple[str, str]:
     if len(cases) == 1:
         half = cases[0].get("half", max(high - gain, gain - low))
         has_interval = pd.notna(low) and high > low
-        text = cell_times(gain, half) if has_interval else times(gain)
+        text = times(gain, min(half, gain / 10)) if has_interval else times(gain)
         return text, span_text(low, high, half)
     ends = pd.DataFrame([(case["low"], case["high"]) for case in cases], columns=["low", "high"])
     least, most = ends.low.min(skipna=False), ends.high.max(skipna=False)

@@ -13,7 +13,7 @@ look: one process, so it settles nothing and has no interval.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -145,19 +145,12 @@ def _name(line: Mapping[Any, Any]) -> str:
 
 
 def survey_grid(lines: pd.DataFrame) -> Grid:
-    """Return the best case by row and tokens, settled ones first.
-
-    The formats with the largest gains come first, and gradients last.
-    """
+    """Return the best case by row and tokens, settled ones first."""
     is_settled = [outcome_of(line) in SETTLED for line in records(lines)]
     best = lines.assign(is_settled=is_settled)
     best = best.sort_values(["is_settled", "gain"], na_position="first")
     best = best.drop_duplicates(["row", "m"], keep="last")
-    order = best.assign(gradient=best.op.isin(OPS), most=-best.gain)
-    order["most"] = order.groupby("format_name").most.transform("min")
-    order = order.sort_values(["gradient", "most", "format_name", "dtype", "level"])
-    by_gain = grid(best, "m")
-    return replace(by_gain, rows={row: by_gain.rows[row] for row in dict.fromkeys(order["row"])})
+    return grid(best, "m")
 
 
 SETTLED = (Outcome.FASTER, Outcome.SLOWER, Outcome.EQUAL)
@@ -214,4 +207,5 @@ def _badges(by_run: Mapping[str, Analysis]) -> list[tuple[str, str, str]]:
     if not by_run:
         return [(Badge.EMPTY.name.lower(), str(Badge.EMPTY), "Nothing was measured.")]
     analysis = next(iter(by_run.values()))
-    return [label.parts for label in badges(analysis)]
+    ended = Badge.UNFINISHED  # a run of a survey ends with the budget
+    return [label.parts for label in badges(analysis) if label.badge is not ended]

@@ -61,11 +61,6 @@ def times(ratio: float, uncertainty: float = nan, unit: str = "×") -> str:
     return text if text == NONE else text + unit
 
 
-def cell_times(ratio: float, uncertainty: float) -> str:
-    """Write a ratio as `times` does, but with two digits or more, as headlines have: `17×`."""
-    return times(ratio, min(uncertainty, ratio / 10))
-
-
 def between(
     ratio: float, low: float, high: float, uncertainty: float = nan, unit: str = "×"
 ) -> str:

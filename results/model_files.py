@@ -7,22 +7,6 @@
 
 The scripts are in the folder experiments of the repository.
 
-    {"schema": "sparsebench/pruning@1",
-     "weights": "gemma.gguf", "sha256": "a5fd...", "tokens_from": "book.txt",
-     "calibration": 4096, "held_out": 2048, "loss": 2.559,
-     "outcomes": [{"method": "wanda", "region": "scored", "dense": 0.5, "sparsity": 0.25,
-                   "errors": {"gate": 0.126, ..., "output": 0.124}, "loss": 2.698}, ...]}
-
-    {"schema": "sparsebench/sparsity@1", "text": "Python 3.12.3's standard library", ...,
-     "trained": [{"l1": 2e-05, "loss": 0.91, "layers": [{"active": 29.1, ...}, ...]}, ...]}
-
-    {"schema": "sparsebench/widths@1", "text": "Python 3.12.3's standard library", ...,
-     "trained": [{"pattern": "small_world", "block": 32, "sparsity": 0.797, "width": 2048,
-                  "loss": 1.21, "step_us": 2900.0, ...}, ...]}
-
-    {"schema": "sparsebench/whole@1", "device": "NVIDIA H200", "model": {"layers": 38, ...}, ...,
-     "ways": [{"what": "forward", "mlp": "cublas_ffn", "times_us": [...], ...}, ...]}
-
 Each class has the fields of its JSON object. The readers raise ResultError for any other file.
 """
 
