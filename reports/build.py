@@ -15,7 +15,6 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from markupsafe import Markup
 
@@ -74,7 +73,8 @@ def build(
     drawn = [(figure, body) for figure in chosen if (body := _draw_figure(figure, analysis))]
     if not drawn and only:
         raise ResultError(f"{run.path}: figure {only}: expected cases to draw, found none")
-    page = render_report(
+    page = render(
+        "report.html",
         first=[(figure, body) for figure, body in drawn if figure.name == (only or FIRST)],
         groups=_group([part for part in drawn if part[0].name != (only or FIRST)]),
         evidence=_evidence(analysis),
@@ -90,11 +90,6 @@ def build(
     if out_path:
         write_file(out_path, page)
     return page
-
-
-def render_report(**parts: Any) -> str:
-    """Fill templates/report.html with these parts."""
-    return render("report.html", **parts)
 
 
 def figures() -> list[Figure]:

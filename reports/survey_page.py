@@ -22,6 +22,7 @@ from sparsebench.reports.build import Figure
 from sparsebench.reports.comparison import sentences
 from sparsebench.reports.comparison_tables import cases, intervals, problems
 from sparsebench.reports.figures._html import NOTHING, note
+from sparsebench.reports.page import render
 from sparsebench.reports.survey import KEY, Summary, summarise
 from sparsebench.reports.tables import html_table
 from sparsebench.results import files
@@ -79,7 +80,8 @@ def _draw_pages(
         ("left", "Left out", _table_of_rest({**survey["left"], **survey["notes"]})),
     ]
     steps = [f"{name} {seconds:g} s" for name, seconds in survey["seconds"].items()]
-    page = build.render_report(
+    page = render(
+        "report.html",
         first=[_section("answer", "The answer", _first(summary))],
         groups=[("Details", [_section(*section) for section in sections if section[2]])],
         evidence=None,

@@ -53,7 +53,7 @@ class RunFolder:
 
     @cached_property
     def removed(self) -> Redaction:
-        return bundle.read_redaction(self.path)
+        return Redaction(**_json(self.path, bundle.REMOVED))
 
     @property
     def gpu(self) -> str:

@@ -222,11 +222,6 @@ def redact(run: Path, to: Path) -> Redaction:
     return removed
 
 
-def read_redaction(published: Path) -> Redaction:
-    """Read the record of what was removed from a published bundle."""
-    return Redaction(**json.loads((published / REMOVED).read_text("utf-8")))
-
-
 def _names(texts: dict[str, str]) -> dict[str, str]:
     """Return the names of users and hosts that occur in a bundle, with the word for each."""
     users = {name for text in texts.values() for name in HOME.findall(text)}
