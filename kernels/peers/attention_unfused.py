@@ -28,7 +28,7 @@ from sparsebench.kernels.peers._attention import mask_of
 from sparsebench.results.record import Problem
 
 LARGEST_TILE = 128
-WARPS = 4, 8, 2  # of each kernel
+WARPS = 4, 2  # of each kernel
 
 
 def unsupported(problem: Problem, device: torch.device) -> str | None:

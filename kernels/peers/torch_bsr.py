@@ -2,11 +2,10 @@
 
     as shipped   torch.nn.functional.linear(x, bsr): tile parameters from torch's table, which has
                  the A100 only; on other GPUs one stage, four warps and r tokens per tile
-    tuned=True   torch.sparse._triton_ops.bsr_dense_addmm with the fastest parameters of a search,
-                 or as shipped if that is faster
+    tuned=True   torch.sparse._triton_ops.bsr_dense_addmm with the fastest parameters of a search
 
-The search times torch's call as shipped, the entry of torch's table for the A100 at this size, and
-then tiles, stages and warps together. Around the fastest it tries groups and a copy of X.T. A later
+The search times the entry of torch's table for the A100 at this size, and tiles, stages and warps
+together. Around the fastest it tries groups and a copy of X.T. A later
 process of a verdict times the finalists of both searches in one.
 
 Both write Y.T as a view of the token-major Y, and read X.T as a view of X. With `tuned`, the launch
@@ -121,17 +120,14 @@ def _tuned(
         best, timed = _fastest(bsr, tokens, repeated, "finalists")
         return Launch(_call(bsr, tokens, best), best, candidates=timed)
     x = tokens.whole
-    m, (r, c) = len(x), block
+    m = len(x)
     metas = [
         {**DEFAULT, "SPLIT_N": m // tile, "num_stages": s, "num_warps": w, **tokens.choice}
         for tile, (s, w) in product(token_tiles(m, block, x.dtype), STAGES_AND_WARPS)
     ]
-    shipped = [AS_SHIPPED] if r == c else []
-    choices: list[dict[str, Any]] = [*shipped, *_in_table(bsr, x, block), *metas]
-    best, timed = _fastest(bsr, tokens, choices, STAGES[0])
-    meta = {"SPLIT_N": max(m // r, 1), **DEFAULT, **tokens.choice} if best == AS_SHIPPED else best
+    best, timed = _fastest(bsr, tokens, [*_in_table(bsr, x, block), *metas], STAGES[0])
     near = [
-        {**meta, "GROUP_SIZE_ROW": group, "x_copied": copied}
+        {**best, "GROUP_SIZE_ROW": group, "x_copied": copied}
         for group, copied in product(GROUPS, (False, True))
     ]
     best, more = _fastest(bsr, tokens, [best, *near], STAGES[1])
