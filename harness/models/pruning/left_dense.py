@@ -1,7 +1,7 @@
 """What sparsify_ leaves dense beside the layers that it replaces.
 
     exception   an nn.Linear that stays dense: a gate of few rows, a router, an adapter
-    experts     weights that no recipe takes: those of all experts in one tensor
+    others      weights that no recipe takes: experts in one tensor, Conv1D, nn.LSTM
 
 Code around a layer that computes with its `weight`, as Mamba's does with dt_proj.weight, is not
 searched: there the first call raises Unsupported (kernels/nn/_weight.py).
@@ -15,6 +15,7 @@ from typing import Any
 from torch import nn
 
 FEW_ROWS = 8  # a gate with fewer rows stays dense: the kernels have no tile so small
+WEIGHT = re.compile("weight|proj")  # found in the names of parameters that multiply
 EXPERTS = re.compile("num.*_experts|n_routed_experts")
 
 
@@ -39,18 +40,31 @@ def _experts(model: nn.Module) -> set[int]:
     return {n for name, n in fields.items() if EXPERTS.fullmatch(name) and isinstance(n, int)}
 
 
-def experts(model: nn.Module, names: Sequence[str]) -> Iterator[tuple[str, str, int]]:
-    """Yield the tensors outside the named modules that several experts share.
+def others(
+    model: nn.Module, names: Sequence[str], only_experts: bool
+) -> Iterator[tuple[str, str, int]]:
+    """Yield weights that are neither in the named modules nor in a layer that a recipe could take.
 
     Each is a reason, a name, and the number of elements.
     """
     for name, module in model.named_modules():
-        kind = type(module).__name__
-        if any(f"{name}.".startswith(f"{n}.") for n in names) or "expert" not in kind.lower():
+        excluded = isinstance(module, _EXCLUDED) or name.endswith(".parametrizations.weight")
+        if excluded or any(name == n or name.startswith(f"{n}.") for n in names):
             continue
-        for part, parameter in module.named_parameters(name, recurse=False):
-            if parameter.dim() > 2:
-                yield f"{kind}, whose experts share one tensor", part, parameter.numel()
+        kind = type(module).__name__
+        experts = "expert" in f"{name}.{kind}".lower()
+        for part, parameter in module.named_parameters(recurse=False):
+            sides = sum(size > 1 for size in parameter.shape)
+            multiplies = (experts or not only_experts) and not part.endswith("bias")
+            if sides > 1 and multiplies and (WEIGHT.search(part) or sides > 2):
+                reason = (
+                    f"{kind}, whose experts share one tensor" if sides > 2 and experts else kind
+                )
+                yield reason, f"{name}.{part}" if name else part, parameter.numel()
+
+
+_CONVOLUTIONS = nn.Conv1d | nn.Conv2d | nn.Conv3d | nn.ConvTranspose1d | nn.ConvTranspose2d
+_EXCLUDED = nn.Linear | nn.Embedding | nn.EmbeddingBag | _CONVOLUTIONS
 
 
 def summary(left_out: Sequence[tuple[str, str, int]]) -> str:

@@ -35,7 +35,7 @@ from sparsebench.harness.models.pruning.gated import (
     with_name,
 )
 from sparsebench.harness.models.pruning.layer import dense_count
-from sparsebench.harness.models.pruning.left_dense import exception, experts, summary
+from sparsebench.harness.models.pruning.left_dense import exception, others, summary
 from sparsebench.harness.models.pruning.methods import PruningPattern, keep
 from sparsebench.kernels.nn import (
     BitmapLinear,
@@ -243,7 +243,7 @@ def _select(
             names.append(name)
         else:
             left_out.append((reason, name, sum(p.numel() for p in module.parameters())))
-    left_out += experts(model, names)
+    left_out += others(model, names, only_experts=filter_fn is not None)
     kind, model_kind = type(recipe).__name__, type(model).__name__
     require("" not in names, f"expected a model that contains layers, found a layer: {model_kind}")
     alternative = summary(left_out) or "none"
