@@ -1,6 +1,6 @@
-// Enough of CUDA to run kernels on a CPU, with threads_on_cpu.cpp. Every thread of a cluster, or of a grid that runs
-// together, is a fiber; they take turns, in another order each round, and change at whatever
-// threads of a GPU wait for each other. Contexts start fibers, jumps change between them: a
+// Enough of CUDA to run kernels on a CPU, with threads_on_cpu.cpp. Every thread of a cluster, or of a
+// grid that runs together, is a fiber; they take turns, in another order each round, and change at
+// whatever threads of a GPU wait for each other. Contexts start fibers, jumps change between them: a
 // context's change asks the kernel twice for a signal mask that nothing here has.
 
 #include <setjmp.h>

@@ -267,14 +267,14 @@ def test_the_interval_of_a_mean_covers_it_however_the_cases_depend(common: float
     """`common` is the share of the variance that all cases of a run have in common."""
     draw, covered = np.random.default_rng(5), []
     spread = np.array([0.002, 0.01, 0.02, 0.005])
-    for _ in range(2000):
+    for _ in range(500):
         errors = np.sqrt(common) * draw.normal() + np.sqrt(1 - common) * draw.normal(size=4)
         logs = pd.Series(spread * errors)
         ends = {"low": logs - 1.96 * spread, "high": logs + 1.96 * spread}
         ratio = mean(np.exp(pd.DataFrame({"ratio": logs, **ends})), GAIN)
         assert ratio is not None
         covered.append(ratio.low <= 1 <= ratio.high)
-    assert np.mean(covered) >= 0.94  # 0.95, less two standard errors of the simulation
+    assert np.mean(covered) >= 0.93  # 0.95, less two standard errors of the simulation
 
 
 def test_two_devices_have_a_grid_of_their_gains_above_every_case() -> None:

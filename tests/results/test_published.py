@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -91,20 +92,18 @@ def test_the_figure_of_the_readme_is_drawn_from_a_published_run(tmp_path: Path) 
     assert "128 × 128 blocks" in (tmp_path / "speedup.svg").read_text()
 
 
-@pytest.mark.parametrize(
-    "path", [p for p in RUNS if p.name == "quick"], ids=lambda p: p.parent.name
-)
 @pytest.mark.parametrize("most", [4, exhaustive(100)])
-def test_a_cpu_draws_the_bits_that_the_gpu_drew(path: Path, most: int) -> None:
-    digests: dict[str, tuple[Problem, str]] = {}
-    for row in store.read(path).rows:
-        if row.digest:
-            digests[row.case.problem.id] = row.case.problem, row.digest
+def test_a_cpu_draws_the_bits_that_every_gpu_drew(most: int) -> None:
+    problems, digests = dict[str, Problem](), defaultdict[str, set[str]](set)
+    for path in (path for path in RUNS if path.name == "quick"):
+        for row in store.read(path).rows:
+            if row.digest:
+                problems[row.case.problem.id] = row.case.problem
+                digests[row.case.problem.id].add(row.digest)
     assert len(digests) >= 8
-    smallest = sorted(digests.values(), key=lambda pair: pair[0]["m"] * pair[0]["n"])
-    for problem, digest in smallest[:most]:
+    for problem in sorted(problems.values(), key=lambda each: each["m"] * each["n"])[:most]:
         drawn = operands.operands(problem, load_op(problem.op), torch.device("cpu"), None)
-        assert drawn.digest == digest
+        assert {drawn.digest} == digests[problem.id]
 
 
 def test_an_op_that_gains_a_field_keeps_the_ids_of_its_rows() -> None:
