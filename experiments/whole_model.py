@@ -34,7 +34,7 @@ from torch import Tensor
 from sparsebench.errors import SparsebenchError, SuiteError, Unsupported
 from sparsebench.formats.dense import Dense
 from sparsebench.harness.bench.contest_state import one_line, synchronize
-from sparsebench.harness.bench.energy import pieces, require_meter
+from sparsebench.harness.bench.energy import energy, require_meter
 from sparsebench.harness.catalog import load_kernel, load_op
 from sparsebench.harness.machine.device import identity, pick
 from sparsebench.harness.models.reporting import require_writable
@@ -229,7 +229,7 @@ def reason(error: Exception) -> str:
 
 def energies(run: Call, device: torch.device, window_s: float) -> list[float]:
     count = max(1, round(window_s / PIECE_S))
-    return [piece.j_per_call for piece in pieces(run, device, window_s, count)]
+    return [energy(run, device, window_s / count).j_per_call for _ in range(count)]
 
 
 def time_us(run: Call, device: torch.device) -> float:

@@ -67,10 +67,10 @@ def _meter(identity: str) -> Iterator[Callable[[], float | None]]:
         raise NoMeter(f"energy: {error}") from error
 
 
-def energy(call: Callable[[], Any], device: torch.device) -> Energy:
-    """Return the energy of a call on a GPU, in about WINDOW_S + 1 s. Raises NoMeter."""
+def energy(call: Callable[[], Any], device: torch.device, window_s: float = WINDOW_S) -> Energy:
+    """Return the energy of a call on a GPU, in about 1 s more than the window. Raises NoMeter."""
     with _meter(identity(device)) as meter_j:
-        return metered(call, partial(synchronize, device), meter_j)
+        return metered(call, partial(synchronize, device), meter_j, window_s)
 
 
 def metered(
