@@ -22,7 +22,7 @@ from sparsebench.kernels._common.choices import density_of
 from sparsebench.kernels._common.operator import Engine, NoConfig, Operator, OperatorCall, bucket
 from sparsebench.kernels._common.product import MOST_CONFIGS, Product
 from sparsebench.kernels._kernel import NAMES, Operands, refuse
-from sparsebench.kernels.bsr._wgmma_pairs import checked
+from sparsebench.kernels.bsr._wgmma_lists import checked
 from sparsebench.results.record import Problem
 
 LARGEST = 2**31 - 1  # the kernels count in int32

@@ -31,7 +31,7 @@ from torch import Tensor
 from sparsebench.formats._format import offsets_of, rows_of
 from sparsebench.formats.bsr import Bsr
 from sparsebench.kernels._common.work_list import Ints, assigned
-from sparsebench.kernels.bsr._wgmma_pairs import checked
+from sparsebench.kernels.bsr._wgmma_lists import checked
 
 STRIP, STRIPS = 32, 4  # columns of X in a strip; strips in a step
 UNIT = 32  # features

@@ -31,7 +31,7 @@ from sparsebench.formats.bsr import Bsr
 from sparsebench.kernels._common import cuda
 from sparsebench.kernels._common.work_list import Ints
 from sparsebench.kernels.bsr._small_steps import SHARE, StepLayout, StepLists, cut, listed
-from sparsebench.kernels.bsr._wgmma_pairs import checked
+from sparsebench.kernels.bsr._wgmma_lists import checked
 
 HEIGHTS, DEPTHS = range(16, 97, 8), (*range(16, 65, 8), 80)  # sides of a tile
 LEAST_GATHERED = 10  # side of a block that tiles do not divide

@@ -9,7 +9,7 @@ They take fp16 or bf16, any m, n and k, and rows of dY and X of any stride that 
 bytes. Edge blocks may extend beyond W and are zero there. Sums are in fp32 over all tokens.
 
 Loads are the bottleneck, so each kernel groups W's blocks into items that share them; its file says
-how. Here items are assigned to workers, longest first as in _wgmma_schedule.py. They stay whole if
+how. Here items are assigned to workers, longest first as in _wgmma_lists.py. They stay whole if
 the last worker then ends earlier. Otherwise a worker takes whole items up to the mean load, and the
 rest is cut into pieces of equal length, one per worker; longer items are cut into more pieces.
 Pieces of an item that is cut write partial sums, which are added in a fixed order (split_k.cuh), so

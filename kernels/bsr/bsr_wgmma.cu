@@ -66,7 +66,7 @@
 //  - The arrival on another CTA's barrier has no .release.cluster, which cost 45 %.
 //  - The kernel starts before the previous one has ended, and waits before its first copy: W is the
 //    caller's memory, which any kernel may have written. Saves 1.2 us in a chain of layers.
-//  - Items are assigned by length (_wgmma_schedule.py). A fixed order, in which CTA 0 always got
+//  - Items are assigned by length (_wgmma_lists.py). A fixed order, in which CTA 0 always got
 //    the longest, cost 12 %.
 //
 // Macros: TOKENS=256|128|64 CLUSTER=1|2 TRANSPOSED=0|1 FP8=0|1 ROW_BYTES=128|64, the other constants
@@ -88,8 +88,8 @@ enum { HALF_0 = 1, HALF_1 = 2, LAST = 4, END = 8 };  // flags of a note
 // boxes of its own, `tail`, as high as it has tokens.
 struct Maps { TensorMap x, w, y, tail; };
 
-// The host writes these: Groups.steps (_wgmma_pairs.py), Schedule.items (_wgmma_schedule.py). An
-// int holds 16 bits for each half in `columns` (of the W tiles) and in `slices` (of Y).
+// The host writes these: Groups.steps and WgmmaSchedule.items (_wgmma_lists.py). An int holds
+// 16 bits for each half in `columns` (of the W tiles) and in `slices` (of Y).
 struct alignas(16) Step { int x, w0, w1, columns; };
 struct alignas(16) Item { int first, count, token, slices; };
 // A kernel argument: read from global memory, it delayed the first TMA by 1.3 us.

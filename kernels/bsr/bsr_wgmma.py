@@ -1,9 +1,8 @@
 """Linear layer with block-sparse weights in CUDA C++ for Hopper: Y[m, n] = X[m, k] @ W[n, k].T.
 
 bsr_wgmma.cu is the kernel and draws its pipeline: two producer warps load by TMA, and two consumer
-warpgroups share each X tile. _wgmma_pairs.py decides which 64 rows of W go together, and
-_wgmma_schedule.py assigns the work to CTAs. This file chooses a configuration and launches. It
-supports
+warpgroups share each X tile. _wgmma_lists.py decides which 64 rows of W go together, and
+assigns the work to CTAs. This file chooses a configuration and launches. It supports
 
     blocks    multiples of 64 rows and 64 columns, fp16, bf16 or fp8 (e4m3); edge blocks may extend
               beyond W, and block rows may be empty
@@ -14,7 +13,7 @@ In fp8, Y is bf16. The tensor cores sum in fewer bits than fp32, like torch._sca
 use_fast_accum.
 
 It is slow for few tokens: a block row is not split along k, so n = 4096 and m = 64 make 32 items
-for 132 SMs. It is also slow for single long rows (_wgmma_schedule.py).
+for 132 SMs. It is also slow for single long rows (_wgmma_lists.py).
 
 `DGRAD` is the same kernel over the transposed pattern, in 16 bits: the host transposes the index,
 and wgmma reads a tile of W MN-major. No value is copied.
@@ -38,8 +37,7 @@ from sparsebench.kernels._common.work_list import WORKERS
 from sparsebench.kernels._kernel import output_dtype
 from sparsebench.kernels.bsr._call import LARGEST, BsrCall, bsr_engine
 from sparsebench.kernels.bsr._launch import product_of, unsupported_product
-from sparsebench.kernels.bsr._wgmma_pairs import NO_SLICE, SIDE, groups_of, span_of
-from sparsebench.kernels.bsr._wgmma_schedule import schedule
+from sparsebench.kernels.bsr._wgmma_lists import NO_SLICE, SIDE, groups_of, schedule, span_of
 
 TOKENS = 256, 128, 64
 FEW_ITEMS = 132  # one per SM of an H200

@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 from sparsebench.formats.bsr import Bsr
 from sparsebench.kernels._common.work_list import Ints
 from sparsebench.kernels.bsr._call import BsrCall
-from sparsebench.kernels.bsr._wgmma_pairs import SIDE, checked, matched
+from sparsebench.kernels.bsr._wgmma_lists import SIDE, checked, matched
 from sparsebench.kernels.bsr._wgrad import (
     ALIGNED,
     Division,

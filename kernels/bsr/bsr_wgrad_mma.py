@@ -12,7 +12,7 @@ import numpy as np
 from sparsebench.formats.bsr import Bsr
 from sparsebench.kernels._common.work_list import Ints
 from sparsebench.kernels.bsr._call import BsrCall
-from sparsebench.kernels.bsr._wgmma_pairs import checked
+from sparsebench.kernels.bsr._wgmma_lists import checked
 from sparsebench.kernels.bsr._wgrad import (
     RING_BYTES,
     STRIP,

@@ -5,9 +5,22 @@
 
 q and O are [batch, S_q, H, D], k and v [batch, S_kv, H_kv, D], and LSE [batch * H, S_q] in fp32. A
 mask is passed as its tensors and sizes (formats/block_mask.py), so the operators are opaque to
-torch.compile and torch.export. Plans are an attribute of the tensor `columns`, and are made again
-if torch counts a write to a tensor of the mask. Eager calls that repeat are recorded, and run
-without Python, backward included (front.py).
+torch.compile and torch.export. Engines, in the order in which they are tried:
+
+    Hopper, 16 bits
+      forward    attention_wgmma, attention_triton
+      backward   attention_wgmma_backward, attention_triton_backward
+    GPU from compute capability 8.0, and TRITON_INTERPRET=1
+      forward    attention_triton
+      backward   attention_triton_backward
+    any of these, up to 16 queries of a sequence
+      forward    attention_split, attention_triton
+    CPU          torch, with every element of the mask: a reference for small masks
+
+All of them give the same bits each time. Calls of one plan must run one after the other on the
+device, as they do on one stream, because some kernels keep counters. Plans are an attribute of the
+tensor `columns`, and are made again if torch counts a write to a tensor of the mask. Eager calls
+that repeat are recorded, and run without Python, backward included (front.py).
 """
 
 from collections.abc import Callable, Sequence
@@ -16,6 +29,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from triton import knobs
 
 from sparsebench.errors import Unsupported
 from sparsebench.formats.block_mask import BlockMask
@@ -29,14 +43,109 @@ from sparsebench.kernels._common.front import (
     Signature,
     record,
 )
-from sparsebench.kernels._common.operator import Operator
+from sparsebench.kernels._common.operator import Engine, NoConfig, Operator
+from sparsebench.kernels._common.product import Product
 from sparsebench.kernels._common.transforms import aligned, is_traced, is_watched
-from sparsebench.kernels._kernel import NAMES
-from sparsebench.kernels.attention._call import AttentionCall
-from sparsebench.kernels.attention._shapes import MOST_DEPTH, AttentionShape
-from sparsebench.kernels.nn._attention_engines import operator_of
+from sparsebench.kernels._kernel import NAMES, refuse
+from sparsebench.kernels.attention import _call as of_attention
+from sparsebench.kernels.attention import (
+    attention_split,
+    attention_triton,
+    attention_triton_backward,
+    attention_wgmma,
+    attention_wgmma_backward,
+)
+from sparsebench.kernels.attention._call import AttentionCall, ListedMask, attention_engine
+from sparsebench.kernels.attention._shapes import MOST_DEPTH, AttentionShape, unsupported
 from sparsebench.kernels.nn._bsr_autograd import is_current
 from sparsebench.kernels.nn._stamp import stamp_of, stamped
+
+ENGINES = (
+    *(attention_split.KERNEL, attention_triton.KERNEL, attention_triton_backward.KERNEL),
+    *(attention_wgmma.KERNEL, attention_wgmma_backward.KERNEL),
+)
+
+
+def operator_of(mask: BlockMask) -> Operator:
+    """Return the plans of a mask."""
+    device = mask.columns.device
+    return of_attention.operator_of(mask, ENGINES, lambda call: likeliest(call, device))
+
+
+def likeliest(call: AttentionCall, device: torch.device) -> Sequence[Engine]:
+    """Return the engines that may run a call, the likeliest first. Raises Unsupported."""
+    if device.type == "cpu" and not knobs.runtime.interpret:
+        return [_IN_TORCH[call.op]]
+    refuse(unsupported(call.problem, device))
+    if call.op == "attention_backward":
+        engines = [attention_wgmma_backward.KERNEL, attention_triton_backward.KERNEL]
+    elif call.shape.q_tokens <= attention_split.MOST_QUERIES:
+        return [attention_split.KERNEL, attention_triton.KERNEL]
+    else:
+        engines = [attention_wgmma.KERNEL, attention_triton.KERNEL]
+    return engines[1:] if engines[0].unsupported(call.problem, device) else engines
+
+
+# ---- the reference on a CPU ----
+
+
+class _Torch:
+    """Attention in torch with every element of the mask, on a CPU."""
+
+    def __init__(self, mask: BlockMask, call: AttentionCall) -> None:
+        """Expand the mask. Raises FormatError if it has too many elements."""
+        self.call, self.allowed = call, mask.expand(call.shape.heads)
+        self.unseen = ~self.allowed.any(2)[..., None]  # keys that no query of a head selects
+
+    def _by_head(self, x: Tensor) -> Tensor:
+        """Return [batch, H, tokens, D] in fp32; key heads are repeated."""
+        d, batch = self.call.shape.head_dim, self.call.shape.batch
+        heads = x.unflatten(1, (-1, d)).unflatten(0, (batch, -1)).transpose(1, 2).float()
+        repeated: Tensor = heads.repeat_interleave(self.call.shape.heads // heads.shape[1], 1)
+        return repeated
+
+    def _keys(self, x: Tensor) -> Tensor:
+        """Return k or v by head; zeros, even for NaN, where no query selects a key."""
+        return self._by_head(x).masked_fill(self.unseen, 0)
+
+    def _flat(self, x: Tensor, like: Tensor) -> Tensor:
+        """Return [batch, H, tokens, D] as rows of tokens; groups of heads are added."""
+        heads = like.shape[1] // self.call.shape.head_dim
+        grouped: Tensor = x.unflatten(1, (heads, -1)).sum(2)
+        return grouped.transpose(1, 2).reshape(like.shape).to(like.dtype)
+
+    def _weigh(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the weight of each key for each query, and the LSE."""
+        scores = self._by_head(q) @ self._keys(k).mT * self.call.scale
+        scores = scores.masked_fill(~self.allowed, torch.finfo(scores.dtype).min)
+        lse = scores.logsumexp(-1).masked_fill(~self.allowed.any(-1), -torch.inf)
+        return scores.softmax(-1).masked_fill(~self.allowed, 0), lse
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
+        """Return O and the LSE."""
+        p, lse = self._weigh(q, k)
+        return [self._flat(p @ self._keys(v), q), lse.flatten(0, 1)]
+
+    def backward(self, q: Tensor, k: Tensor, v: Tensor, *rest: Tensor) -> list[Tensor]:
+        """Return dQ, dK and dV; the rest are O, the LSE and dO."""
+        (p, _), do = self._weigh(q, k), self._by_head(rest[-1])
+        dp = do @ self._keys(v).mT
+        ds = p * (dp - (dp * p).sum(-1, keepdim=True)) * self.call.scale
+        dk, dv = ds.mT @ self._by_head(q), p.mT @ do
+        return [self._flat(ds @ self._keys(k), q), self._flat(dk, k), self._flat(dv, v)]
+
+
+def _in_torch(w: ListedMask, call: AttentionCall, config: NoConfig) -> Product:
+    """Plan attention in torch. Raises FormatError if the mask has too many elements."""
+    reference = _Torch(w.mask, call)
+    return Product(reference.forward if call.op == "attention" else reference.backward)
+
+
+_IN_TORCH = {
+    op: attention_engine("torch", op, lambda w, call: [NoConfig()], _in_torch, lambda *_: None)
+    for op in ("attention", "attention_backward")
+}
+
 
 ATTRIBUTE = "_sparsebench_attention"  # attribute of the tensor `columns`
 OPERANDS = "q", "k", "v", "o", "lse", "do"

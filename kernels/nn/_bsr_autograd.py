@@ -31,9 +31,9 @@ from sparsebench.kernels._common.front import (
     Guard,
     Recordings,
     Signature,
+    node,
     record,
 )
-from sparsebench.kernels._common.python_node import node
 from sparsebench.kernels._common.transforms import (
     ALIGNMENT,
     PLAIN,

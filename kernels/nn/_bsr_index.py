@@ -6,7 +6,7 @@ from torch import Tensor
 from sparsebench.errors import FormatError
 from sparsebench.formats._format import offsets_of, require, rows_of
 from sparsebench.formats.bsr import Bsr
-from sparsebench.kernels.bsr._wgmma_pairs import checked
+from sparsebench.kernels.bsr._wgmma_lists import checked
 
 Index = tuple[Tensor, Tensor]
 """Offsets and columns of a BSR matrix, int32."""

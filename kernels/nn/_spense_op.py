@@ -32,11 +32,11 @@ from sparsebench.kernels._common.front import (
     Guard,
     Recordings,
     Signature,
+    node,
     record,
 )
 from sparsebench.kernels._common.operator import Earlier, Operator, bucket
 from sparsebench.kernels._common.product import Selected
-from sparsebench.kernels._common.python_node import node
 from sparsebench.kernels._common.transforms import (
     aligned,
     is_traced,

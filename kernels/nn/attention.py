@@ -3,7 +3,7 @@
     o = sparsebench.attention(q, k, v, mask)
 
 The mask lists the blocks of keys that each block of queries attends to (formats/block_mask.py). The
-first call with a mask and sizes plans its kernels, and may time some (_attention_engines.py); the
+first call with a mask and sizes plans its kernels, and may time some (_attention_op.py); the
 plans stay with the mask, so reuse it. Gradients flow to q, k and v. Calls can be compiled and
 captured.
 """

@@ -4,16 +4,17 @@
     forward             sparsebench.matmul: bitmap_mma, or torch's own product with a dense copy of
                         W where that is faster: from 17 to 64 tokens on. The copy, n k elements, is
                         made by the first such call, and stays; torch.compile and torch.export see
-                        an operator (_bitmap_op.py)
+                        an operator
 
 X has a gradient, from the dense copy. X has the dtype of W, which cannot change.
 """
 
 from collections.abc import Callable
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from sparsebench.errors import Unsupported
 from sparsebench.formats._format import require, require_matrix
@@ -21,8 +22,7 @@ from sparsebench.formats.bitmap import COLUMNS, ROWS, UNIT, Bitmap
 from sparsebench.kernels._common.front import Guard, Recordings
 from sparsebench.kernels._common.transforms import is_watched, unflatten
 from sparsebench.kernels._kernel import NAMES
-from sparsebench.kernels.nn import _bitmap_op
-from sparsebench.kernels.nn._frozen_op import SIGNATURE
+from sparsebench.kernels.nn._frozen_op import SIGNATURE, dense_copy
 from sparsebench.kernels.nn._packed import (
     PackedLinear,
     dense_linear,
@@ -30,7 +30,58 @@ from sparsebench.kernels.nn._packed import (
     frozen_bias,
     require_dtype,
 )
-from sparsebench.kernels.nn.matmul import of_layer
+from sparsebench.kernels.nn.matmul import matmul, of_layer
+
+_BITMAPS = WeakTensorKeyDictionary()  # so that there is only one dense copy
+
+
+def bitmap_of(records: Tensor, offsets: Tensor, n: int, k: int, dtype: torch.dtype) -> Bitmap:
+    """Return W [n, k] in the memory of these tensors; the same object for the same tensors."""
+    w: Bitmap | None = _BITMAPS.get(records)
+    same = w is not None and (w.shape, w.dtype) == ((n, k), dtype)
+    if w is None or not same or _addresses(w.records, w.offsets) != _addresses(records, offsets):
+        w = Bitmap((n, k), dtype, offsets.detach(), records.detach())
+        _BITMAPS[records] = w
+    return w
+
+
+def _addresses(records: Tensor, offsets: Tensor) -> tuple[int, int]:
+    return records.data_ptr(), offsets.data_ptr()
+
+
+@torch.library.custom_op("sparsebench::bitmap_linear", mutates_args=())
+def linear(x: Tensor, records: Tensor, offsets: Tensor, n: int, k: int) -> Tensor:
+    """Return Y [m, n] of X [m, k]. Raises Unsupported."""
+    return matmul(x, bitmap_of(records, offsets, n, k, x.dtype))
+
+
+@linear.register_fake
+def _(x: Tensor, records: Tensor, offsets: Tensor, n: int, k: int) -> Tensor:
+    return x.new_empty(x.shape[0], n)
+
+
+@torch.library.custom_op("sparsebench::bitmap_dgrad", mutates_args=())
+def dgrad(dy: Tensor, records: Tensor, offsets: Tensor, n: int, k: int) -> Tensor:
+    """Return dX [m, k] of dY [m, n]."""
+    return dy @ dense_copy(bitmap_of(records, offsets, n, k, dy.dtype))
+
+
+@dgrad.register_fake
+def _(dy: Tensor, records: Tensor, offsets: Tensor, n: int, k: int) -> Tensor:
+    return dy.new_empty(dy.shape[0], k)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, records, offsets, ctx.n, ctx.k = inputs
+    ctx.save_for_backward(records, offsets)
+
+
+def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    return dgrad(dy, *ctx.saved_tensors, ctx.n, ctx.k), None, None, None, None
+
+
+linear.register_autograd(_backward, setup_context=_save)
+
 
 BUFFERS = "records", "offsets"
 
@@ -93,7 +144,7 @@ class BitmapLinear(PackedLinear):
     def bitmap(self) -> Bitmap:
         """Return W in the memory of the buffers; the same object until they are moved."""
         sizes = self.out_features, self.in_features
-        return _bitmap_op.bitmap_of(self.records, self.offsets, *sizes, self.dtype)
+        return bitmap_of(self.records, self.offsets, *sizes, self.dtype)
 
     def to_dense(self) -> nn.Linear:
         """Return the layer as nn.Linear."""
@@ -137,7 +188,7 @@ class BitmapLinear(PackedLinear):
             expected = f"expected {self.dtype} [..., {k}]"
             raise Unsupported(f"{expected}, found {x.dtype} {list(x.shape)}")
         flat = x if x.dim() == 2 else x.reshape(-1, k)
-        return unflatten(_bitmap_op.linear(flat, self.records, self.offsets, n, k), x)
+        return unflatten(linear(flat, self.records, self.offsets, n, k), x)
 
     def extra_repr(self) -> str:
         """Return the sizes, and the bytes as a fraction of dense."""

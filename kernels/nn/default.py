@@ -12,27 +12,62 @@ So the intervals cover the choice, as those of the other kernels do.
     linear              a frozen weight (BlockSparseLinear.freeze): packed once
     linear_dgrad        a weight in training: packed at every call
     linear_wgrad        blocks of the gradient
-    ffn, mlp, decoder   layers, and a step of a model (_default_layers.py)
+    ffn, mlp   2:4      SpenseGatedMLP: gate, up and act in one launch, and down
+               blocks   BlockSparseGatedMLP: gate and up in one product, act, and down
+               others   a product for each weight, and act in torch between them, as in a Hugging
+                        Face model after `sparsify_`; also an mlp in blocks
+               few active units: SparseGatedMLP (ffn only)
+    decoder             the step of dense/_decoder.py, whose pruned products run the kernels and the
+                        configurations that the layers choose, into fixed buffers as in a CUDA graph
 """
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
+from torch import Tensor
 
-from sparsebench.errors import Unsupported
+from sparsebench.errors import FormatError, Unsupported
+from sparsebench.formats._format import Format
+from sparsebench.formats.bitmap import Bitmap
 from sparsebench.formats.bsr import Bsr
+from sparsebench.formats.csr import Csr
 from sparsebench.formats.dense import Dense
+from sparsebench.formats.spense import Spense
+from sparsebench.kernels._common.elementwise import hidden as hidden_of
+from sparsebench.kernels._common.elementwise import scale_of
 from sparsebench.kernels._common.operator import Earlier, bucket, launch_of
+from sparsebench.kernels._common.product import Selected
+from sparsebench.kernels._common.search import lines_of
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
 from sparsebench.kernels.bsr._call import BsrCall
+from sparsebench.kernels.dense import _decoder
+from sparsebench.kernels.dense._decoder import (
+    WEIGHTS,
+    DecoderPart,
+    append_kernels,
+    copy_of,
+    dense_part,
+    is_pruned,
+)
+from sparsebench.kernels.dense._layers import in_turn
+from sparsebench.kernels.nn import _frozen_op, _spense_op
 from sparsebench.kernels.nn._bsr_pattern import pattern_of
-from sparsebench.kernels.nn._default_layers import decoder, layer, plan, unsupported_step
+from sparsebench.kernels.nn.block_sparse_mlp import (
+    ACTIVATIONS,
+    BlockSparseGatedMLP,
+    hidden,
+    layer_of,
+)
 from sparsebench.kernels.nn.matmul import matmul
+from sparsebench.kernels.nn.sparse_gated_mlp import SparseGatedMLP, plan_of
+from sparsebench.kernels.nn.spense import SpenseGatedMLP, SpenseLinear
+from sparsebench.kernels.spense.spense_ffn import joined
 from sparsebench.results.record import Problem
 
-LAYERS = {"ffn": layer, "mlp": layer, "decoder": decoder}
-OPS = "linear", "linear_dgrad", "linear_wgrad", *LAYERS
+OPS = "linear", "linear_dgrad", "linear_wgrad", "ffn", "mlp", "decoder"
 
 
 def prepare(operands: Operands, *, cache: bool = False) -> Launch:
@@ -42,8 +77,8 @@ def prepare(operands: Operands, *, cache: bool = False) -> Launch:
     """
     op, a = operands.problem.op, operands.activations
     earlier = None if cache else Earlier(operands.pinned, operands.timed)
-    if op in LAYERS:
-        return LAYERS[op](operands, earlier)
+    if op in ("ffn", "mlp", "decoder"):
+        return decoder(operands, earlier) if op == "decoder" else layer(operands, earlier)
     w = operands.pattern if op == "linear_wgrad" else operands.weights["w"]
     if isinstance(w, Bsr) and op != "linear":
         return _gradient(operands, w, earlier)
@@ -69,8 +104,229 @@ def _gradient(operands: Operands, w: Bsr, earlier: Earlier | None) -> Launch:
 def unsupported(problem: Problem, device: torch.device) -> str | None:
     """Return why no layer computes the op, or None; `prepare` asks the format's kernels."""
     if problem.op == "decoder":
-        return unsupported_step(problem, device)
+        return _decoder.unsupported(problem, device)
     return None if problem.op in OPS else f"expected one of {', '.join(OPS)}, found {problem.op}"
+
+
+def plan(
+    w: Format,
+    x: Tensor,
+    earlier: Earlier | None,
+    activation: str | None = None,
+    scale: Tensor | None = None,
+) -> tuple[Selected, tuple[Tensor | None, ...]] | None:
+    """Return the plan of a frozen weight on a GPU, and what its product reads of the weight.
+
+    None if torch multiplies. An activation and the scales [n] of fp8 are for 2:4. Raises
+    Unsupported.
+    """
+    if isinstance(w, Bsr):
+        selected = frozen_plan(w, x, earlier)
+        return selected, (selected.product.packed(w.values),)
+    if isinstance(w, Spense) and x.is_cuda:
+        selected = _spense_op.planned_product(x, w, activation, scale, earlier)[1]
+        return selected, (w.sparse, w.dense, scale, None)
+    if isinstance(w, Bitmap | Csr) and x.is_cuda:
+        return _frozen_op.select(x, w, earlier), ()
+    return None
+
+
+def frozen_plan(w: Bsr, x: Tensor, earlier: Earlier | None) -> Selected:
+    """Return the plan of Y for blocks that are not trained."""
+    pattern = pattern_of(w.offsets, w.columns)
+    pattern.frozen = True
+    call = BsrCall("linear", bucket(len(x)), w.shape, w.block, w.values.dtype, live=False)
+    return pattern.select(call, x, w.values, earlier)
+
+
+def layer(operands: Operands, earlier: Earlier | None) -> Launch:
+    """Return the launch of an ffn or mlp. Raises Unsupported."""
+    w, gated = operands.weights, "wg" in operands.weights
+    if all(isinstance(weight, Spense) for weight in w.values()) and gated:
+        return _spense(operands, earlier)
+    if all(isinstance(weight, Bsr) for weight in w.values()) and gated:
+        return _blocks(operands, earlier)
+    if all(not isinstance(weight, Dense) for weight in w.values()):
+        return _products(operands, earlier)
+    if not gated:
+        raise Unsupported("expected an ffn: no layer computes an mlp with few active units")
+    try:
+        weights = (w[name].to_dense() for name in ("wg", "wu", "wd"))
+        mlp = SparseGatedMLP.from_dense(*weights, activation=operands.problem["activation"])
+    except FormatError as error:
+        raise Unsupported(str(error)) from error
+    x = operands.activations["x"]
+    call = _frozen(mlp, x)
+    if not x.is_cuda:
+        return Launch(call, {"kernel": "torch"})
+    tensors: list[Tensor] = [x, mlp.gate.weight, mlp.up.weight, mlp.down.weight_t]
+    return launch_of(plan_of(tensors, mlp.activation == "relu2", mlp.slots, earlier), call)
+
+
+def _frozen(mlp: torch.nn.Module, x: Tensor) -> Callable[[], Tensor]:
+    """Return a call of a layer without gradients."""
+    mlp.requires_grad_(False)
+
+    def call() -> Tensor:
+        y: Tensor = mlp(x)
+        return y
+
+    return call
+
+
+def _spense(operands: Operands, earlier: Earlier | None) -> Launch:
+    """Return a call of SpenseGatedMLP."""
+    problem, x = operands.problem, operands.activations["x"]
+    wg, wu, wd = (operands.weights[name] for name in ("wg", "wu", "wd"))
+    assert isinstance(wg, Spense)
+    assert isinstance(wu, Spense)
+    assert isinstance(wd, Spense)
+    (n, k), dtype = wg.shape, wg.dtype
+    of_h = of_y = None
+    if dtype.itemsize == 1:
+        of_h = torch.full((2 * n,), scale_of(problem, k), device=x.device)
+        of_y = torch.full((k,), scale_of(problem, n), device=x.device)
+    options: dict[str, Any] = {"dtype": dtype, "device": "meta"}
+    try:
+        mlp = SpenseGatedMLP(k, n, dense=0, activation=problem["activation"], **options)
+    except FormatError as error:
+        raise Unsupported(str(error)) from error
+    mlp.gate_up = SpenseLinear.from_spense(joined(wg, wu), scale=of_h)
+    mlp.down = SpenseLinear.from_spense(wd, scale=of_y)
+    parts: dict[str, Selected | None] = {}
+    for name, activation in {"gate_up": mlp.activation, "down": None}.items():
+        if operands.device.type == "cuda":
+            part, previous = getattr(mlp, name), earlier and earlier.part(name)
+            x, parts[name] = _spense_op.planned_product(
+                x, part.spense, activation, part.scale, previous
+            )
+    return _launch(_frozen(mlp, operands.activations["x"]), parts)
+
+
+def _blocks(operands: Operands, earlier: Earlier | None) -> Launch:
+    """Return a call of BlockSparseGatedMLP, frozen."""
+    wg, wu, wd = (operands.weights[name] for name in ("wg", "wu", "wd"))
+    assert isinstance(wg, Bsr)
+    assert isinstance(wu, Bsr)
+    assert isinstance(wd, Bsr)
+    x, activation = operands.activations["x"], operands.problem["activation"]
+    try:
+        layers = layer_of(stacked(wg, wu)), layer_of(wd)
+        mlp = BlockSparseGatedMLP(*layers, activation=activation).freeze()
+    except FormatError as error:
+        raise Unsupported(str(error)) from error
+    inputs = {"gate_up": x, "down": hidden(mlp.gate_up(x), activation)}
+    parts = {
+        name: frozen_plan(getattr(mlp, name).bsr, a, earlier and earlier.part(name))
+        for name, a in inputs.items()
+    }
+    return _launch(_frozen(mlp, x), parts)
+
+
+def stacked(gate: Bsr, up: Bsr) -> Bsr:
+    """Return gate and up [n, k] as one matrix [2 n, k] of the same blocks. Raises Unsupported.
+
+    If n is not a multiple of r, the blocks of up are cut again, starting where gate ends.
+    """
+    if gate.block != up.block:
+        actual = " and ".join("x".join(map(str, w.block)) for w in (gate, up))
+        raise Unsupported(f"expected gate and up of the same blocks, found {actual}")
+    return Bsr.from_dense(torch.cat((gate.to_dense(), up.to_dense())), block=[*gate.block])
+
+
+def _products(operands: Operands, earlier: Earlier | None) -> Launch:
+    """Return the products of a layer, one for each weight, with act in torch between them."""
+    w, x = operands.weights, operands.activations["x"]
+    act = ACTIVATIONS[operands.problem["activation"]]
+
+    def hidden_units() -> Tensor:
+        up = matmul(x, w["wu"])
+        return act(matmul(x, w["wg"])) * up if "wg" in w else act(up)
+
+    parts: dict[str, Selected | None] = {}
+    for name in w:
+        a, previous = hidden_units() if name == "wd" else x, earlier and earlier.part(name)
+        planned = plan(w[name], a, previous)
+        parts[name] = planned and planned[0]
+    return _launch(lambda: matmul(hidden_units(), w["wd"]), parts)
+
+
+def _launch(call: Callable[[], Tensor], parts: Mapping[str, Selected | None]) -> Launch:
+    """Return the launch of a layer; torch makes the products that have no plan."""
+    launches = {name: launch_of(each, call) for name, each in parts.items() if each}
+    choice: dict[str, Any] = {name: each.choice for name, each in launches.items()}
+    code = next((each.code for each in launches.values() if each.code), None)
+    lines = [line for name, each in launches.items() for line in lines_of(name, each)]
+    return Launch(call, choice or {"kernel": "torch"}, code, lines)
+
+
+# ---- a decoding step ----
+
+
+def decoder(operands: Operands, earlier: Earlier | None) -> Launch:
+    """Return the launch of a decoding step. Raises Unsupported."""
+    return _decoder.prepare(operands, partial(_part, operands, earlier))
+
+
+def _part(
+    operands: Operands, earlier: Earlier | None, name: str, inputs: Sequence[Tensor]
+) -> DecoderPart:
+    w, problem = operands.weights, operands.problem
+    if not is_pruned(problem, name):
+        return dense_part(operands, name, inputs)
+    product = partial(_product, problem, earlier)
+    if name != "mlp":
+        return product(name, w[WEIGHTS[name]], inputs)
+    gate, up, activation = w["wg"], w["wu"], problem["activation"]
+    if isinstance(gate, Spense) and isinstance(up, Spense):
+        gated = product("gate_up", joined(gate, up), inputs, activation)
+    elif isinstance(gate, Bsr) and isinstance(up, Bsr):
+        both = product("gate_up", stacked(gate, up), inputs)
+        gated = append_kernels(both, [hidden_of(y, activation) for y in both.outs])
+    else:
+        gated = _gated(product("gate", gate, inputs), product("up", up, inputs), activation)
+    return _decoder.join(gated, product("down", w["wd"], _decoder.run_once(gated).outs))
+
+
+def _gated(gate: DecoderPart, up: DecoderPart, activation: str) -> DecoderPart:
+    """Return both products, and H = act(G) * U in torch, as a Hugging Face model computes it."""
+    act, outs = ACTIVATIONS[activation], [torch.empty_like(out) for out in gate.outs]
+
+    def between(g: Tensor, u: Tensor, h: Tensor) -> None:
+        torch.mul(act(g), u, out=h)
+
+    thirds = [partial(between, *each) for each in zip(gate.outs, up.outs, outs, strict=True)]
+    calls = [in_turn(*each) for each in zip(gate.calls, up.calls, thirds, strict=True)]
+    candidates = [*gate.candidates, *up.candidates]
+    return DecoderPart(calls, outs, {**gate.choice, **up.choice}, candidates, gate.code)
+
+
+def _product(
+    problem: Problem,
+    earlier: Earlier | None,
+    name: str,
+    w: Format,
+    inputs: Sequence[Tensor],
+    activation: str | None = None,
+) -> DecoderPart:
+    """Plan the product that a layer chooses, for each layer's input, with a copy of W."""
+    fp8 = problem["dtype"] == "fp8"
+    if fp8 and not isinstance(w, Spense):
+        raise Unsupported(f"expected 16 bits or weights in 2:4, found {type(w).__name__} in fp8")
+    scale = torch.full((w.shape[0],), scale_of(problem, w.shape[1]), device=inputs[0].device)
+    previous, calls, outs = earlier and earlier.part(name), [], []
+    for number, x in enumerate(inputs):
+        layer = w if number == 0 else copy_of(w)
+        planned = plan(layer, x, previous, activation, scale if fp8 else None)
+        if planned is None:
+            raise Unsupported(f"expected weights that our kernels read, found {type(w).__name__}")
+        selected, stored = planned
+        out = selected.product.run(x, *stored)
+        calls.append(partial(selected.product.run, x, *stored, out=out))
+        outs.append(out)
+        if number == 0:
+            first, previous = launch_of(selected, calls[0]), Earlier(selected.row, ())
+    return DecoderPart(calls, outs, {name: first.choice}, lines_of(name, first), first.code)
 
 
 KERNEL = Kernel("any", "any", "cuda", prepare, unsupported)

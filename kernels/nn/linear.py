@@ -38,9 +38,16 @@ from sparsebench.kernels.nn._bsr_index import (
     stored_of,
 )
 from sparsebench.kernels.nn._bsr_pattern import pattern_of, replan
-from sparsebench.kernels.nn._moves import repack, require_outside_ddp, state_moves
-from sparsebench.kernels.nn._sharded import gather_shards, is_sharded, require_one_index, shard_like
-from sparsebench.kernels.nn._weight import PackedWeight
+from sparsebench.kernels.nn._moves import (
+    gather_shards,
+    is_sharded,
+    repack,
+    require_one_index,
+    require_outside_ddp,
+    shard_like,
+    state_moves,
+)
+from sparsebench.kernels.nn._packed import PackedWeight
 
 
 class BlockSparseLinear(nn.Linear):

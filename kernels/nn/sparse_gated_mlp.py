@@ -27,14 +27,18 @@ reproducible.
     GPU of compute capability 8.0 and newer    Triton (twell/_autograd.py); sizes are multiples of 8
     CPU                                        dense products in torch, as a reference
 
-Without gradients, a call takes the fastest layer of the TwELL family (_sparse_mlp_op.py), which the
-first call for a number of tokens searches for, with its X.
+Without gradients, a call takes the fastest layer of the TwELL family (twell/_engines.py), which the
+first call for a number of tokens searches for, with its X. A plan reads the weights as they are. It
+depends on the number of active units per token, which the first call of a layer counts in its X, so
+layers of one size do not share plans if their counts differ.
 
 If X or dY is not finite, an inactive unit counts as zero; in dense products it may give NaN.
 The L1 term is that of Cetin et al., arXiv 2603.23198, as in their code: not divided by the number
 of units. Their published coefficient, 2e-5, applies to the mean of this term over layers.
 """
 
+from collections.abc import Sequence
+from functools import lru_cache, partial
 from typing import Any, Self
 
 import torch
@@ -42,22 +46,79 @@ from torch import Tensor, nn
 
 from sparsebench.errors import Unsupported
 from sparsebench.formats._format import require
+from sparsebench.kernels._common.capture import is_capturing
 from sparsebench.kernels._common.front import PRODUCT, Conditions, Guard, Recordings
-from sparsebench.kernels._common.operator import Operator
+from sparsebench.kernels._common.operator import Earlier, Operator, bucket
+from sparsebench.kernels._common.product import Selected
 from sparsebench.kernels._common.transforms import (
     aligned,
     is_watched,
     refuse_transforms,
     unflatten,
 )
-from sparsebench.kernels.nn._sparse_mlp_op import call_of, eager, inference, operator_for
-from sparsebench.kernels.nn._weight import FusedPart
+from sparsebench.kernels.nn._packed import FusedPart
 from sparsebench.kernels.twell._autograd import (
     SHARE,
     dense_forward,
     gated_mlp,
     require_one_kind,
 )
+from sparsebench.kernels.twell._call import TwellCall, operator_of, units_on
+from sparsebench.kernels.twell._engines import ENGINES, likeliest
+
+ACTIVE = "_sparsebench_active"  # attribute of Wg: active units per token, a power of two
+
+
+def eager(x: Tensor, wg: Tensor, wu: Tensor, wd_t: Tensor, squared: bool, slots: int) -> Tensor:
+    """Return Y [m, k]; X [m, k], Wg, Wu and Wd.T [n, k] are contiguous. Raises Unsupported."""
+    if not x.shape[0]:
+        return x.new_empty(x.shape)
+    operands = x, wg, wu, wd_t
+    with torch.cuda.device_of(x):
+        y: Tensor = plan_of(operands, squared, slots).product.run(*operands)
+    return y
+
+
+def plan_of(
+    operands: Sequence[Tensor], squared: bool, slots: int, earlier: Earlier | None = None
+) -> Selected:
+    """Return the plan of a call by its operands, which the first call makes. Raises Unsupported."""
+    x, wg, *_ = operands
+    call = call_of(x.shape[0], wg, squared, slots)
+    if (selected := operator_for(wg, call).plans.get(call)) is not None:
+        return selected
+    if not hasattr(wg, ACTIVE) and not is_capturing(x):
+        setattr(wg, ACTIVE, units_on(x, wg))
+    operator = operator_for(wg, call)
+    return operator.select(call, lambda product: partial(product.run, *operands), earlier)
+
+
+def call_of(tokens: int, wg: Tensor, squared: bool, slots: int) -> TwellCall:
+    """Return the call that is planned for a number of tokens."""
+    n, k = wg.shape
+    return TwellCall(bucket(tokens), n, k, wg.dtype, squared, slots=slots)
+
+
+def operator_for(wg: Tensor, call: TwellCall) -> Operator:
+    """Return the plans of a layer, by its gate; they are empty before its first call."""
+    return _operator(call._replace(m=0), getattr(wg, ACTIVE, 0), wg.device)
+
+
+@lru_cache(256)
+def _operator(sizes: TwellCall, active: int, device: torch.device) -> Operator:
+    """Return the plans of all layers of these sizes."""
+    return operator_of(ENGINES, active, device, likeliest)
+
+
+inference = torch.library.custom_op(
+    "sparsebench::sparse_gated_mlp_inference", eager, mutates_args=()
+)
+
+
+@inference.register_fake
+def _(x: Tensor, *_: Any) -> Tensor:
+    return x.new_empty(x.shape)
+
 
 EVEN = 94  # with one unit in 94 active, a step takes as long as a compiled dense one (NOTES.md)
 

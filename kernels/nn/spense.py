@@ -34,6 +34,7 @@ from sparsebench.formats.spense import VALUE_BYTES, Spense, sparse_shape_of, til
 from sparsebench.kernels._common.front import Guard, Recordings
 from sparsebench.kernels._common.transforms import is_traced, rows_of, unflatten
 from sparsebench.kernels.nn._packed import (
+    FusedPart,
     PackedLinear,
     dense_linear,
     frozen,
@@ -50,7 +51,6 @@ from sparsebench.kernels.nn._spense_op import (
     signature_of,
 )
 from sparsebench.kernels.nn._spense_weights import DTYPES, pack_weight, round_weight, with_name
-from sparsebench.kernels.nn._weight import FusedPart
 from sparsebench.kernels.spense._call import NAMES
 from sparsebench.kernels.spense.spense_ffn import TURN, interleaved, joined, parted
 

@@ -3,7 +3,7 @@
     kernels/bsr/bsr_wgmma.py                  bsr_wgmma    folders are searched one level deep
       DGRAD = Kernel(...) in that file        bsr_wgmma_dgrad
     harness/ops/linear.py: DGRAD = Op(...)    linear_dgrad
-    kernels/bsr/_wgmma_pairs.py, _common/     (none)       a leading underscore marks internals
+    kernels/bsr/_wgmma_lists.py, _common/     (none)       a leading underscore marks internals
     kernels/nn/linear.py                      (none)       it defines no KERNEL
     suites/decode.yaml                        decode       data: the name means the file's text
 

@@ -22,9 +22,9 @@ from sparsebench.kernels._common.front import (
     Guard,
     Recordings,
     Signature,
+    node,
     record,
 )
-from sparsebench.kernels._common.python_node import node
 from sparsebench.kernels._common.transforms import aligned, readable, rows_of
 from tests.kernels.conftest import COLUMNS, launch
 from tests.tools.marks import needs_gxx

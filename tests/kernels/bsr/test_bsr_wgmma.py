@@ -10,8 +10,7 @@ import torch
 from sparsebench.formats.bsr import Bsr
 from sparsebench.kernels._common import cuda
 from sparsebench.kernels.bsr import bsr_wgmma
-from sparsebench.kernels.bsr._wgmma_pairs import groups_of, span_of
-from sparsebench.kernels.bsr._wgmma_schedule import schedule
+from sparsebench.kernels.bsr._wgmma_lists import groups_of, schedule, span_of
 from sparsebench.kernels.bsr.bsr_wgmma import Config
 from tests.compiling.nvcc import hopper
 from tests.kernels.bsr.cases import SHAPES, WGMMA

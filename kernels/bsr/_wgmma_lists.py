@@ -1,4 +1,4 @@
-"""Decide for bsr_wgmma.cu which 64 rows of W are multiplied together, and over which columns.
+"""Decide for bsr_wgmma.cu which 64 rows of W are multiplied together, over which columns, and where.
 
     slice   64 rows of W (for dX, 64 columns); its 64 x 64 tiles lie in one block row
     group   two slices, the halves, which share the X tile of each step; the second may be missing
@@ -13,6 +13,12 @@ one block row come first: they have all columns in common. Of the rest, the pair
 most is taken repeatedly (greedy matching). For uniform random blocks of 64, n = k = 4096, at 90 %
 sparsity, that makes 335 steps; pairs by length make 387, and the best matching 331. In a banded
 matrix, pairs are neighbours.
+
+Groups are assigned to workers, a CTA or a cluster of two with twice the tokens, longest first
+(_common/work_list.py). In a worker's list, tokens ascend, so that X is read from memory during the
+whole launch. If all workers started with different tokens, the first items would wait 8 us for X
+(90 % sparsity, n = k = m = 4096). An item is never split, so a row that is longer than a worker's
+fair share limits the balance.
 """
 
 from dataclasses import dataclass
@@ -22,11 +28,12 @@ from numpy.typing import NDArray
 
 from sparsebench.errors import FormatError
 from sparsebench.formats.bsr import Bsr
-from sparsebench.kernels._common.work_list import Ints
+from sparsebench.kernels._common.work_list import Ints, assigned, first_of
 
 SIDE = 64  # rows of a tile of W, the height of wgmma; in 16 bits also its columns
 NO_SLICE = 0xFFFF
-READ_AHEAD = 32  # steps past the end, which producers read but do not use
+STEPS_AHEAD, ITEMS_AHEAD = 32, 2  # past the end, which producers read but do not use
+STORING = 3  # steps that take as long as storing an item
 
 
 @dataclass(frozen=True)
@@ -35,7 +42,7 @@ class Groups:
 
     slices  [groups, 2]: NO_SLICE if there is no second one
     first   [groups + 1]: first step of each group; each has at least one, which may load nothing
-    steps   int32 [steps + READ_AHEAD, 4]: struct Step. Column of X; for each half the row among
+    steps   int32 [steps + STEPS_AHEAD, 4]: struct Step. Column of X; for each half the row among
             the stored blocks; for each half, in 16 bits, the column in the block. -1: no load
     """
 
@@ -66,7 +73,7 @@ def groups_of(w: Bsr, transposed: bool = False) -> Groups:
     rows, columns = np.full((len(union), 2), -1), np.zeros((len(union), 2), np.int64)
     rows[step, of], columns[step, of] = tiles.row, tiles.column
     loads_x = np.where((rows >= 0).any(1), union % tiles.places * span, -1)
-    steps = np.zeros((len(union) + READ_AHEAD, 4), np.int32)
+    steps = np.zeros((len(union) + STEPS_AHEAD, 4), np.int32)
     steps[: len(union)] = np.column_stack([loads_x, rows, packed(columns)])
     first = np.searchsorted(union // tiles.places, np.arange(len(pairs) + 1))
     return Groups(pairs, first, steps)
@@ -175,3 +182,32 @@ def checked(w: Bsr) -> tuple[Ints, Ints]:
         row, actual = owner[back[0]], columns[back[0] : back[0] + 2].tolist()
         raise FormatError(f"expected ascending columns, found {actual} in block row {row}")
     return owner, columns.astype(np.int64)
+
+
+@dataclass(frozen=True)
+class WgmmaSchedule:
+    """The work of each worker.
+
+    items   int32 [items + ITEMS_AHEAD, 4]: struct Item. First step, number of steps, first token,
+            two slices of 16 bits
+    starts  int32 [workers + 1]: first item of each worker
+    """
+
+    items: Ints
+    starts: Ints
+
+    @property
+    def first(self) -> bytes:
+        """Return the bytes of struct First, a kernel argument."""
+        return first_of(self.items, self.starts)
+
+
+def schedule(groups: Groups, m: int, tokens: int, workers: int) -> WgmmaSchedule:
+    """Assign every group and tile of `tokens` of m tokens; every worker gets an item."""
+    steps = np.diff(groups.first)
+    group, token, starts = assigned(steps + STORING, m, tokens, workers)
+    items = np.zeros((len(group) + ITEMS_AHEAD, 4), np.int32)
+    items[: len(group)] = np.column_stack(
+        [groups.first[group], steps[group], token, packed(groups.slices[group])]
+    )
+    return WgmmaSchedule(items, starts.astype(np.int32))
