@@ -1,4 +1,4 @@
-"""Decide for bsr_wgmma.cu which 64 rows of W are multiplied together, over which columns, and where.
+"""Decide for bsr_wgmma.cu which rows of W are multiplied together, over which columns, and where.
 
     slice   64 rows of W (for dX, 64 columns); its 64 x 64 tiles lie in one block row
     group   two slices, the halves, which share the X tile of each step; the second may be missing
