@@ -20,8 +20,7 @@ one engine is what a suite and `matmul(kernel=NAME)` run. The first of these pla
 
 A search also times the choices for more tokens of the same weight (choices.py), so that fewer
 tokens do not take longer. No choice affects a result: plans are always made for the weight at hand.
-If a listed choice cannot run that weight, what a search finds for it is a line with "fits": false,
-so that weights of the same sizes which the choice fits keep theirs.
+A listed choice that cannot run that weight is passed over.
 
 A search is never made while a CUDA graph is captured. SPARSEBENCH_SEARCH=0 switches it off.
 """
@@ -174,11 +173,7 @@ class Operator:
         file = lists.user_file(self.device, self.names)
         cached = lists.read(file) if earlier is None else lists.process_choices(file)
         stores = {"cache": cached, "package": lists.package(self.device)}
-        selected, fits = self._from_lists(call, problem, stores)
-        variant = problem if fits else {**problem, "fits": False}
-        if selected is None and not fits:
-            selected, _ = self._from_lists(call, variant, stores)
-        if selected is not None:
+        if (selected := self._from_lists(call, problem, stores)) is not None:
             return selected
         entries = [*chain.from_iterable(choices.items() for choices in stores.values())]
         if workload and may_search():
@@ -188,8 +183,8 @@ class Operator:
                 for some in (lists.larger(problem, entries), best)
             )
             engines = [larger, repeats] if repeats else [larger, *self._candidates(call)]
-            selected = search_product(engines, workload, self.device, variant)
-            lists.append(file, variant, selected.choice)
+            selected = search_product(engines, workload, self.device, problem)
+            lists.append(file, problem, selected.choice)
             return selected
         if neighbour := self._candidates_of(call, lists.nearest(problem, entries)):
             with suppress(Unsupported):
@@ -209,24 +204,22 @@ class Operator:
 
     def _from_lists(
         self, call: Hashable, problem: Mapping[str, Any], stores: Mapping[str, lists.Choices]
-    ) -> tuple[Selected | None, bool]:
-        """Return the plan of the first listed choice that runs, and whether those before it do.
+    ) -> Selected | None:
+        """Return the plan of the first listed choice that runs, or None.
 
         One that was chosen for another weight of these sizes may not: a bitmap's records take more
         shared memory if a tile is dense.
         """
-        fits = True
         for by, choices in stores.items():
             choice = choices.get(lists.key(problem), {})
             if same := self._candidates_of(call, choice):
                 try:
                     selected = plan_first([same], by, problem)
                 except Unsupported:
-                    fits = False
                     continue
                 if choice.get("code") in (None, selected.product.code):
-                    return selected, fits
-        return None, fits
+                    return selected
+        return None
 
     def _candidates_of(self, call: Hashable, choice: Mapping[str, Any] | None) -> list[Candidate]:
         """Return the candidate that a choice names, if there still is such a configuration."""

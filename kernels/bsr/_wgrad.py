@@ -156,7 +156,7 @@ def unsupported_sizes(w: Bsr, call: BsrCall, side: int, places: int) -> str | No
     return None
 
 
-def divided(
+def division_of(
     weights: Ints | Floats, partials: Ints | Floats, m: int, depth: int, workers: int
 ) -> Division:
     """Divide the sums over m tokens, in steps of `depth`, among workers.
@@ -167,12 +167,12 @@ def divided(
     A worker sums its pieces of cut items before its whole items.
     """
     costs, steps = np.asarray(weights * (depth / UNIT), float), -(-m // depth)
-    whole, _ = _dealt(costs * steps, workers, np.inf)
-    assigned, rest = _dealt(costs * steps, workers, costs.sum() * steps / workers)
+    whole, _ = _assignment(costs * steps, workers, np.inf)
+    of_workers, rest = _assignment(costs * steps, workers, costs.sum() * steps / workers)
     none: list[list[Piece]] = [[] for _ in whole]
     ways = [(none, whole)]
     if 0 < len(rest) <= workers:
-        ways.append((_cut(rest, costs, steps, -(-SHORTEST // depth), assigned), assigned))
+        ways.append((_pieces_of(rest, costs, steps, -(-SHORTEST // depth), of_workers), of_workers))
     lists = [
         [pieces + [Piece(item, 0, 1) for item in items] for pieces, items in zip(*way, strict=True)]
         for way in ways
@@ -183,44 +183,44 @@ def divided(
         return float(apart + sum(costs[p.item] * (-(-steps // p.of)) for p in pieces))
 
     last, best = min(((max(map(end, way)), way) for way in lists), key=lambda way: way[0])
-    own = [pieces for pieces in best if pieces] or [[]]
-    starts = np.array([0, *accumulate(map(len, own))], np.int32)
-    flat = [piece for pieces in own for piece in pieces]
+    busy = [pieces for pieces in best if pieces] or [[]]
+    starts = np.array([0, *accumulate(map(len, busy))], np.int32)
+    flat = [piece for pieces in busy for piece in pieces]
     return Division(np.array(flat, np.int64).reshape(-1, 3), starts, steps, last)
 
 
-def _dealt(costs: Floats, workers: int, most: float) -> tuple[list[list[int]], list[int]]:
+def _assignment(costs: Floats, workers: int, most: float) -> tuple[list[list[int]], list[int]]:
     """Assign items, longest first, to the least loaded worker; also return those beyond `most`."""
-    assigned: list[list[int]] = [[] for _ in range(workers)]
+    of_workers: list[list[int]] = [[] for _ in range(workers)]
     loads, rest = [(0.0, worker) for worker in range(workers)], []
     for item in np.argsort(-costs, kind="stable").tolist():
         load, worker = loads[0]
         if load + costs[item] > most:
             rest.append(item)
         else:
-            assigned[worker].append(item)
+            of_workers[worker].append(item)
             heapreplace(loads, (load + costs[item], worker))
-    return assigned, sorted(rest)
+    return of_workers, sorted(rest)
 
 
-def _cut(
-    items: list[int], costs: Floats, steps: int, shortest: int, assigned: list[list[int]]
+def _pieces_of(
+    items: list[int], costs: Floats, steps: int, shortest: int, of_workers: list[list[int]]
 ) -> list[list[Piece]]:
     """Cut items, always the one with the longest pieces, until each worker has a piece.
 
     Long pieces go to workers with short lists. A piece has at least `shortest` steps.
     """
     parts = dict.fromkeys(items, 1)
-    for _ in range(len(assigned) - len(items)):
+    for _ in range(len(of_workers) - len(items)):
         longest = max(items, key=lambda item: costs[item] / parts[item])
         if steps < shortest * (parts[longest] + 1):
             break
         parts[longest] += 1
-    cut = [Piece(item, share, of) for item, of in parts.items() for share in range(of)]
-    cut.sort(key=lambda piece: -costs[piece.item] / piece.of)
-    pieces: list[list[Piece]] = [[] for _ in assigned]
-    least_first = np.argsort([costs[own].sum() for own in assigned], kind="stable").tolist()
-    for piece, worker in zip(cut, least_first, strict=False):
+    longest_first = [Piece(item, share, of) for item, of in parts.items() for share in range(of)]
+    longest_first.sort(key=lambda piece: -costs[piece.item] / piece.of)
+    pieces: list[list[Piece]] = [[] for _ in of_workers]
+    least_first = np.argsort([costs[items].sum() for items in of_workers], kind="stable").tolist()
+    for piece, worker in zip(longest_first, least_first, strict=False):
         pieces[worker].append(piece)
     return pieces
 
@@ -282,8 +282,8 @@ def _product(name: str, w: Bsr, call: BsrCall, work: WgradWork) -> Product:
     loaded = cuda.Loaded(kernel, code, device.index, ctas, THREADS, SHARED_BYTES)
     owner = *lists, counters
     # Tensor maps of dy and x; lists, starts, values, width; partials, counters.
-    given = *(f"{len(each)}s" for each in starts), "P", *("i" for _ in work.width)
-    layout = cuda.Layout("256s", *"PPP", *given, *"PP")
+    between = *(f"{len(each)}s" for each in starts), "P", *("i" for _ in work.width)
+    layout = cuda.Layout("256s", *"PPP", *between, *"PP")
 
     @lru_cache(cuda.ADDRESSES)
     def arguments(

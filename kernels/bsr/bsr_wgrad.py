@@ -39,7 +39,7 @@ from sparsebench.kernels.bsr._wgrad import (
     Division,
     Item,
     WgradWork,
-    divided,
+    division_of,
     gradient_engine,
     unsupported_sizes,
     work_from,
@@ -78,7 +78,7 @@ def choices(pattern: Bsr, m: int, workers: int) -> list[Config]:
     """Return all four."""
     there = tiles_of(pattern) >= 0
     items = {wide: items_of(there, wide) for wide in (4, 2)}
-    return sorted(CONFIGS, key=lambda c: _divided(items[c.wide], m, c, workers).last)
+    return sorted(CONFIGS, key=lambda c: _division(items[c.wide], m, c, workers).last)
 
 
 def work_of(pattern: Bsr, m: int, config: Config, workers: int) -> WgradWork:
@@ -95,7 +95,7 @@ def work_of(pattern: Bsr, m: int, config: Config, workers: int) -> WgradWork:
             half[[0, 1, 3]] = at + item.dy.index(row), start, len(places)
             half[8 : 8 + len(places)] = where[row, places]
     work = work_from(
-        *(_divided(items, m, config, workers), columns, sums, [2, 4, 5, 6, 7]),
+        *(_division(items, m, config, workers), columns, sums, [2, 4, 5, 6, 7]),
         partial=wide * 2 * SIDE * SIDE,
         boxes=((config.depth, down + down % ALIGNED), (config.depth, across + across % ALIGNED)),
         constants=(
@@ -108,12 +108,12 @@ def work_of(pattern: Bsr, m: int, config: Config, workers: int) -> WgradWork:
     return replace(work, sums=np.pad(work.sums, ((0, 1), (0, 0), (0, 0))))
 
 
-def _divided(items: list[Item], m: int, config: Config, workers: int) -> Division:
+def _division(items: list[Item], m: int, config: Config, workers: int) -> Division:
     """Divide the items; the cost of a step is the larger of its loads and its products."""
     tiles = np.array([[len(half.places) for half in item.sums] for item in items]).reshape(-1, 2)
     loads = np.array([item.loads for item in items])
     costs = np.maximum(loads, PRODUCTS * config.wide * (tiles > 0).sum(1))
-    return divided(costs, PARTIAL * tiles.sum(1), m, config.depth, workers)
+    return division_of(costs, PARTIAL * tiles.sum(1), m, config.depth, workers)
 
 
 def starts_of(item: Item) -> list[int]:

@@ -20,7 +20,7 @@ from sparsebench.kernels.bsr._wgrad import (
     Division,
     Item,
     WgradWork,
-    divided,
+    division_of,
     gradient_engine,
     room_of,
     strips_of,
@@ -99,7 +99,7 @@ def _room(items: list[Item]) -> int:
 def work_of(pattern: Bsr, m: int, config: Config, workers: int) -> WgradWork:
     """Write the lists."""
     items, depth = items_of(pattern, config.across, config.down), config.depth
-    (division, held), slots = _divided(items, m, depth, workers), slots_of(items)
+    (division, held), slots = _division(items, m, depth, workers), slots_of(items)
     dy, x = (np.arange(-(-side // STRIP)) * STRIP for side in pattern.shape)
     room, sums = _room(items), np.zeros((len(items), 1, 8), int)
     sums[:, 0, 0] = np.arange(len(items))
@@ -118,12 +118,12 @@ def work_of(pattern: Bsr, m: int, config: Config, workers: int) -> WgradWork:
     return work
 
 
-def _divided(items: list[Item], m: int, depth: int, workers: int) -> tuple[Division, bool]:
+def _division(items: list[Item], m: int, depth: int, workers: int) -> tuple[Division, bool]:
     """Divide the items; also return whether products take longer than loads in most of them."""
     strips, blocks = np.array([item.loads for item in items]), WARPS * slots_of(items)
     products = WRITTEN * strips + BLOCK * blocks
     partials = np.full(len(items), PARTIAL * blocks)
-    division = divided(np.maximum(strips, products), partials, m, depth, workers)
+    division = division_of(np.maximum(strips, products), partials, m, depth, workers)
     return division, bool(2 * np.count_nonzero(products > strips) > len(items))
 
 
@@ -174,7 +174,7 @@ def _ends(pattern: Bsr, m: int, workers: int, numbers: list[int]) -> dict[Config
             stage = _room(items) * STRIP_BYTES
             depth = next((d for d in (32, 16) if RING_BYTES // (stage * d) >= STAGES), 0)
             if depth and slots_of(items) <= MOST_SLOTS:
-                ends[Config(depth, across, down)] = _divided(items, m, depth, workers)[0].last
+                ends[Config(depth, across, down)] = _division(items, m, depth, workers)[0].last
     return ends
 
 

@@ -50,7 +50,7 @@ from sparsebench.kernels.bsr._wgrad import (
     Division,
     Item,
     WgradWork,
-    divided,
+    division_of,
     gradient_engine,
     room_of,
     strips_of,
@@ -99,12 +99,12 @@ def choices(pattern: Bsr, m: int, workers: int) -> list[Config]:
     items = items_of(there, UNITS[-1], MOST)
     loads, cells = sum(item.loads for item in items), int(there.sum())
     fill = cells / max(1, sum(len(item.sums) for item in items))
-    ends = {(UNITS[-1], MOST): _divided(items, m, UNIT, UNITS[-1], workers).last}
+    ends = {(UNITS[-1], MOST): _division(items, m, UNIT, UNITS[-1], workers).last}
 
     def try_out(units: int, strips: int) -> None:
         if FEWEST <= strips <= MOST and (units, strips) not in ends:
             items = items_of(there, units, strips)
-            ends[units, strips] = _divided(items, m, UNIT, units, workers).last
+            ends[units, strips] = _division(items, m, UNIT, units, workers).last
 
     for rounds in range(1, ROUNDS + 1):
         # The number of strips at which there are `workers * rounds` items.
@@ -125,7 +125,7 @@ def work_of(pattern: Bsr, m: int, config: Config, workers: int) -> WgradWork:
     """Write the lists."""
     cells, room, units = cells_of(pattern), room_of(config.strips), config.units
     items, box = items_of(cells.there, units, config.strips), (config.depth, STRIP)
-    division = _divided(items, m, config.depth, units, workers)
+    division = _division(items, m, config.depth, units, workers)
     columns = strips_of(items, cells.dy, cells.x, room)
     return work_from(
         *(division, columns, _halves(items, config.depth, units), [1, 2, 3, 4, 5]),
@@ -137,11 +137,11 @@ def work_of(pattern: Bsr, m: int, config: Config, workers: int) -> WgradWork:
     )
 
 
-def _divided(items: list[Item], m: int, depth: int, units: int, workers: int) -> Division:
+def _division(items: list[Item], m: int, depth: int, units: int, workers: int) -> Division:
     """Divide the items; the cost of a step is the larger of its loads and its products."""
     costs = np.array([max(float(item.loads), 2 * units * PRODUCTS) for item in items])
     partials = np.array([len(item.sums) for item in items]) * PARTIAL
-    return divided(costs, partials, m, depth, workers)
+    return division_of(costs, partials, m, depth, workers)
 
 
 @dataclass(frozen=True)

@@ -230,14 +230,16 @@ def require_operands(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> None:
 # ---- the operators ----
 
 
-def _mask(
-    offsets: Tensor,
-    columns: Tensor,
-    bits: Tensor | None,
-    slots: Tensor | None,
-    sizes: list[int],
-) -> BlockMask:
-    s_q, s_kv, b_q, b_k, batch, lists, causal = sizes
+def _arguments(mask: BlockMask) -> tuple[list[Tensor], list[int]]:
+    """Return a mask as the operators take it: its arrays and sizes."""
+    arrays = [mask.offsets, mask.columns, *(t for t in (mask.bits, mask.slots) if t is not None)]
+    sizes = *mask.tokens, *mask.block, mask.batch, mask.lists
+    return arrays, [*sizes, int(mask.causal), int(mask.bits is not None)]
+
+
+def _mask(arrays: list[Tensor], sizes: list[int]) -> BlockMask:
+    s_q, s_kv, b_q, b_k, batch, lists, causal, has_bits = sizes
+    offsets, columns, *others = arrays
     return BlockMask(
         shape=(batch * lists * -(-s_q // b_q), -(-s_kv // b_k)),
         tokens=(s_q, s_kv),
@@ -247,48 +249,29 @@ def _mask(
         causal=bool(causal),
         offsets=offsets,
         columns=columns,
-        bits=bits,
-        slots=slots,
+        bits=others[0] if has_bits else None,
+        slots=others[-1] if len(others) > has_bits else None,
     )
 
 
 @torch.library.custom_op("sparsebench::block_sparse_attention", mutates_args=())
 def attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    offsets: Tensor,
-    columns: Tensor,
-    bits: Tensor | None,
-    slots: Tensor | None,
-    sizes: list[int],
-    scale: float,
+    q: Tensor, k: Tensor, v: Tensor, arrays: list[Tensor], sizes: list[int], scale: float
 ) -> tuple[Tensor, Tensor]:
     """Return O [batch, S_q, H, D] and the LSE [batch * H, S_q]. Raises Unsupported."""
-    mask = _mask(offsets, columns, bits, slots, sizes)
+    mask = _mask(arrays, sizes)
     o, lse = _forward(_call("attention", q, k, mask, scale), mask, q, k, v)
     return o, lse
 
 
 @torch.library.custom_op("sparsebench::block_sparse_attention_backward", mutates_args=())
 def gradients(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    o: Tensor,
-    lse: Tensor,
-    do: Tensor,
-    offsets: Tensor,
-    columns: Tensor,
-    bits: Tensor | None,
-    slots: Tensor | None,
-    sizes: list[int],
-    scale: float,
+    operands: list[Tensor], arrays: list[Tensor], sizes: list[int], scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return dQ, dK and dV, shaped like q, k and v. Raises Unsupported."""
-    mask = _mask(offsets, columns, bits, slots, sizes)
-    call = _call("attention_backward", q, k, mask, scale)
-    dq, dk, dv = _gradients(call, mask, q, k, v, o, lse, do)
+    """Return dQ, dK and dV, shaped like q, k and v, of the OPERANDS. Raises Unsupported."""
+    mask = _mask(arrays, sizes)
+    call = _call("attention_backward", operands[0], operands[1], mask, scale)
+    dq, dk, dv = _gradients(call, mask, *operands)
     return dq, dk, dv
 
 
@@ -299,21 +282,21 @@ def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
 
 
 @gradients.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _(operands: list[Tensor], *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v, *_rest = operands
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, offsets, columns, bits, slots, sizes, scale = inputs
-    ctx.save_for_backward(q, k, v, *output, offsets, columns, bits, slots)
+    q, k, v, arrays, ctx.sizes, ctx.scale = inputs
+    ctx.save_for_backward(q, k, v, *output, *arrays)
     ctx.mark_non_differentiable(output[1])
-    ctx.sizes, ctx.scale = sizes, scale
 
 
-def _backward(ctx: Any, do: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
-    q, k, v, o, lse, *mask = ctx.saved_tensors
-    parts = gradients(q, k, v, o, lse, do, *mask, ctx.sizes, ctx.scale)
-    return *parts, None, None, None, None, None, None
+def _backward(ctx: Any, do: Tensor, _: Tensor | None) -> tuple[Any, ...]:
+    q, k, v, o, lse, *arrays = ctx.saved_tensors
+    parts = gradients([q, k, v, o, lse, do], arrays, ctx.sizes, ctx.scale)
+    return *parts, [None] * len(arrays), None, None
 
 
 attend.register_autograd(_backward, setup_context=_save)
@@ -357,12 +340,6 @@ def attend_recorded(
     return results
 
 
-def _arguments(mask: BlockMask) -> tuple[Any, ...]:
-    """Return a mask as the operators take it."""
-    sizes = [*mask.tokens, *mask.block, mask.batch, mask.lists, int(mask.causal)]
-    return mask.offsets, mask.columns, mask.bits, mask.slots, sizes
-
-
 def _derivative(mask: BlockMask, scale: float) -> Derivative:
     """Return how a recorded call is differentiated."""
     stamp = stamp_of(mask, "attention")
@@ -374,7 +351,7 @@ def _derivative(mask: BlockMask, scale: float) -> Derivative:
             raise RuntimeError("expected the mask as forward read it, found it modified since")
         operands = [*(t for t in saved if t is not None), do]
         if torch.is_grad_enabled() or is_watched():
-            parts: tuple[Tensor, ...] = gradients(*operands, *_arguments(mask), scale)
+            parts: tuple[Tensor, ...] = gradients(operands, *_arguments(mask), scale)
             return parts
         call = _call("attention_backward", operands[0], operands[1], mask, scale)
         planned = front if call in plans_of(mask).plans else None

@@ -138,13 +138,6 @@ def dense_linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
     return linear
 
 
-def require_dtype(fn: Callable[[Tensor], Tensor], like: Tensor, dtype: torch.dtype) -> None:
-    """Raise Unsupported if `fn`, which nn.Module applies to all tensors, changes this dtype."""
-    result = fn(like.new_empty(1, dtype=dtype)).dtype
-    if result != dtype:
-        raise Unsupported(f"expected {dtype}, because the weights are packed, found {result}")
-
-
 class PackedLinear(nn.Linear):
     """nn.Linear whose W [out_features, in_features] is packed in buffers and frozen.
 
@@ -175,6 +168,15 @@ class PackedLinear(nn.Linear):
     def freeze(self) -> Self:
         """Return the layer, whose weights are always frozen, as BlockSparseLinear.freeze does."""
         return self
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Move the layer. Raises Unsupported for another dtype, and then leaves it as it was."""
+        for dtype in (torch.uint8, self.outside):
+            result = fn(self.packed.new_empty(1, dtype=dtype)).dtype
+            if result != dtype:
+                expected = f"expected {dtype}, because the weights are packed"
+                raise Unsupported(f"{expected}, found {result}")
+        return super()._apply(fn, recurse)  # type: ignore[no-any-return, no-untyped-call]
 
     def plan(self, tokens: Iterable[int]) -> Self:
         """Plan, and search, the product of these numbers of tokens now instead of at a first call.

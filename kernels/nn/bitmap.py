@@ -9,7 +9,6 @@
 X has a gradient, from the dense copy. X has the dtype of W, which cannot change.
 """
 
-from collections.abc import Callable
 from typing import Any, Self
 
 import torch
@@ -28,7 +27,6 @@ from sparsebench.kernels.nn._packed import (
     dense_linear,
     frozen,
     frozen_bias,
-    require_dtype,
 )
 from sparsebench.kernels.nn.matmul import matmul, of_layer
 
@@ -160,12 +158,6 @@ class BitmapLinear(PackedLinear):
     def get_extra_state(self) -> Tensor:
         """Return int64 [3]: n, k, position of the dtype in NAMES."""
         return torch.tensor([self.out_features, self.in_features, [*NAMES].index(self.dtype)])
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Move the layer. Raises Unsupported for another dtype, and then leaves it as it was."""
-        for dtype in (torch.uint8, self.dtype):
-            require_dtype(fn, self.records, dtype)
-        return super()._apply(fn, recurse)  # type: ignore[no-any-return, no-untyped-call]
 
     def forward(self, x: Tensor) -> Tensor:
         """Return Y [..., n] of X [..., k]. Raises Unsupported."""

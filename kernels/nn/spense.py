@@ -39,7 +39,6 @@ from sparsebench.kernels.nn._packed import (
     dense_linear,
     frozen,
     frozen_bias,
-    require_dtype,
 )
 from sparsebench.kernels.nn._spense_engines import ACTIVATIONS
 from sparsebench.kernels.nn._spense_op import (
@@ -171,10 +170,8 @@ class SpenseLinear(PackedLinear):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Move the layer. Raises Unsupported for another dtype, and then leaves it as it was."""
-        for dtype in (torch.uint8, self.outside):
-            require_dtype(fn, self.sparse, dtype)
         scale = self.scale
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        super()._apply(fn, recurse)
         if scale is not None and self.scale is not None and self.scale.dtype != scale.dtype:
             self.scale = scale.to(self.scale.device)  # `fn` may set bf16, but scales stay fp32
         return self

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sparsebench.formats.bsr import Bsr
 from sparsebench.kernels.bsr import bsr_wgrad, bsr_wgrad_mma, bsr_wgrad_small
-from sparsebench.kernels.bsr._wgrad import RING_BYTES, STRIP_BYTES, divided, room_of
+from sparsebench.kernels.bsr._wgrad import RING_BYTES, STRIP_BYTES, division_of, room_of
 from tests.kernels.bsr.cases import SHAPES, WGRAD_MMA, WGRAD_SMALL
 from tests.kernels.bsr.examples import example
 from tests.tools.marks import crossed
@@ -182,7 +182,7 @@ def test_the_lists_give_the_gradient_and_write_every_value_once(emulated, shape,
 @pytest.mark.parametrize("items", [1, 26, 51, 64, 102, 132, 140, 264, 300])
 def test_every_step_is_assigned_once_and_the_predicted_end_is_right(items):
     costs, steps = np.random.default_rng(3).integers(6, 10, items).astype(float), 64
-    division = divided(costs, np.full(items, 72), 64 * steps, 64, 132)
+    division = division_of(costs, np.full(items, 72), 64 * steps, 64, 132)
     covered = np.zeros((items, steps), int)
     for item, share, of in division.pieces:
         covered[item, share::of] += 1

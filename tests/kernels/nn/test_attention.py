@@ -75,10 +75,10 @@ def test_a_compiled_call_has_the_same_gradients() -> None:
 
 def test_the_operator_keeps_torchs_contract() -> None:
     mask, (q, k, v) = random_mask(TOKENS, 16, batch=2), drawn()
-    sizes = [*mask.tokens, *mask.block, mask.batch, mask.lists, int(mask.causal)]
+    sizes = [*mask.tokens, *mask.block, mask.batch, mask.lists, int(mask.causal), 0]
+    arrays = [array for array in (mask.offsets, mask.columns, mask.slots) if array is not None]
     operator = torch.ops.sparsebench.block_sparse_attention.default
-    arguments = q, k, v, mask.offsets, mask.columns, mask.bits, mask.slots, sizes, 0.3
-    torch.library.opcheck(operator, arguments)
+    torch.library.opcheck(operator, (q, k, v, arrays, sizes, 0.3))
 
 
 def test_a_nan_that_no_query_selects_reaches_no_result() -> None:
