@@ -35,7 +35,6 @@ from sparsebench.kernels.nn._bsr_engines import operator_of
 
 COMPARE_EVERY = 256  # calls: a comparison takes 40 µs and waits for all queued work
 PACKED = 2  # orders of frozen values that a pattern keeps
-SIZES = 256  # numbers of tokens whose product a pattern remembers
 ATTRIBUTE = "_sparsebench_pattern"  # attribute of the tensor `columns`
 
 
@@ -62,7 +61,6 @@ class PlannedPattern:
         self.stamp, self.frozen, self.device = stamp, False, columns.device
         self.calls = randrange(COMPARE_EVERY)  # so that layers compare at different steps
         self.operator = operator_of(self.offsets, self.columns)
-        self.products: dict[BsrCall, Product] = {}  # by exact number of tokens
         self.packs = Packs()
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
@@ -73,24 +71,19 @@ class PlannedPattern:
         """Return a product, `call.m` being the number of tokens. The first call plans it."""
         capturing = is_capturing(a)
         live = call.live or (capturing and not self.frozen)  # replays read what is there then
-        if (product := self.products.get(call)) is None:
-            product = self._product(call, a, b, live=live)
+        product = self._product(call, a, b, live=live)
         if product.pack is not None:
             b = product.pack(b) if live else self.packs.of(product, b)
         result: Tensor = product.run(a, b)
         return result
 
     def _product(self, call: BsrCall, a: Tensor, b: Tensor, *, live: bool) -> Product:
-        """Return the plan of the bucket of a call; remember it for this number of tokens."""
+        """Return the plan of the bucket of a call."""
         planned, plans = call._replace(m=bucket(call.m)), self.operator.plans
         selected = plans.get(planned)
         if selected is None and live != call.live:  # a capture takes the plan for live values
             selected = plans.get(planned._replace(live=live))
-        product = (selected or self.select(planned, a, b)).product
-        if len(self.products) >= SIZES:
-            self.products.clear()
-        self.products[call] = product
-        return product
+        return (selected or self.select(planned, a, b)).product
 
     def select(
         self,
@@ -105,7 +98,7 @@ class PlannedPattern:
             assert a is not None
             assert b is not None
             if call.live:
-                return partial(_packed_run, product, a, b)
+                return lambda: product.run(a, product.packed(b))
             return partial(product.run, a, product.packed(b))
 
         return self.operator.select(call, None if a is None else workload, earlier)
@@ -119,10 +112,6 @@ class PlannedPattern:
         pairs = (self.offsets, offsets), (self.columns, columns)
         same = all((a.device, a.dtype, a.shape) == (b.device, b.dtype, b.shape) for a, b in pairs)
         return same and all(torch.equal(a, b) for a, b in pairs)
-
-
-def _packed_run(product: Product, a: Tensor, b: Tensor) -> object:
-    return product.run(a, product.packed(b))
 
 
 class Packs:

@@ -178,11 +178,10 @@ class BlockSparseLinear(nn.Linear):
         """Return W in BSR. It shares the parameter's memory and has no gradient."""
         return Bsr(self._shape, self.offsets, self.columns, self.values.detach())
 
-    def set_pattern(self, offsets: Tensor, columns: Tensor, values: Tensor | None = None) -> Tensor:
+    def set_pattern(self, offsets: Tensor, columns: Tensor) -> Tensor:
         """Change which blocks are stored. Blocks that stay keep their values; new ones are zero.
 
         offsets, columns  the new index, int32 (formats/bsr.py)
-        values            [blocks, r, c], if all values are to be replaced
 
         Return int64 [blocks]: the old position of each block, or -1. The parameter remains the same
         object and loses its gradient, and the state that optimizers have for it moves with the
@@ -199,12 +198,7 @@ class BlockSparseLinear(nn.Linear):
         source = source_of(old, new, self._grid[1])
         move_state = state_moves(self.values, source)
         require_outside_ddp(self)
-        if values is not None:
-            expected = self.values.dtype, (len(new[1]), *self.block)
-            layout = values.dtype, (*values.shape,)
-            require(layout == expected, f"values: expected {expected}, found {layout}")
-            values = gather_shards(values.detach()).to(self.values.device, copy=True).contiguous()
-        elif self.values.is_meta:
+        if self.values.is_meta:
             values = self.values.new_empty(len(source), *self.block)
         else:
             values = repack(gather_shards(self.values.detach()), source)
