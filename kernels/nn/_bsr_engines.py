@@ -68,10 +68,8 @@ RESIDENT_TOKENS, RESIDENT_COLUMNS = 256, 2048
 LARGE = 64  # least side of blocks that bsr_wgmma multiplies as stored
 
 
-def operator_of(
-    offsets: Tensor, columns: Tensor, engines: tuple[Engine, ...] | None = None
-) -> Operator:
-    """Return the plans of an index, which they read; by default with all engines."""
+def operator_of(offsets: Tensor, columns: Tensor) -> Operator:
+    """Return the plans of an index, which they read."""
     weights: dict[Any, Bsr] = {}
 
     def weight(call: BsrCall) -> Bsr:
@@ -88,13 +86,7 @@ def operator_of(
     def order(call: BsrCall) -> Sequence[Engine]:
         return likeliest(call, len(columns), columns.device)
 
-    return Operator(
-        ENGINES if engines is None else engines,
-        weight,
-        problem,
-        columns.device,
-        order if engines is None else None,
-    )
+    return Operator(ENGINES, weight, problem, columns.device, order)
 
 
 def likeliest(call: BsrCall, stored: int, device: torch.device) -> list[Engine]:

@@ -13,12 +13,11 @@ steps as this layer.
 
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
-from functools import partial
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import gelu, relu, silu
+from torch.nn.functional import relu
 
 from sparsebench.formats._format import require, rows_of
 from sparsebench.formats.bsr import Bsr
@@ -26,12 +25,11 @@ from sparsebench.kernels._common.elementwise import gated
 from sparsebench.kernels._common.transforms import is_traced
 from sparsebench.kernels.nn._bsr_autograd import is_current
 from sparsebench.kernels.nn._bsr_index import grid_of
+from sparsebench.kernels.nn._spense_engines import ACTIVATIONS as of_spense
 from sparsebench.kernels.nn.linear import BlockSparseLinear
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "silu": silu,
-    "gelu_tanh": partial(gelu, approximate="tanh"),
-    "relu": relu,
+    **of_spense,
     "relu2": lambda x: relu(x).square(),
 }
 
