@@ -26,7 +26,6 @@ for the device. Calls of one plan must run one after the other on the device, as
 stream, because the CUDA kernels of dW keep counters in the memory of their plans.
 """
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -37,7 +36,7 @@ from triton import knobs
 from sparsebench.errors import Unsupported
 from sparsebench.formats.bsr import Bsr
 from sparsebench.kernels._common.choices import density_of
-from sparsebench.kernels._common.operator import Engine, NoConfig, Operator
+from sparsebench.kernels._common.operator import Engine, NoConfig
 from sparsebench.kernels._common.product import Product
 from sparsebench.kernels._common.requirements import HOPPER
 from sparsebench.kernels._kernel import DTYPES, NAMES, output_dtype, refuse
@@ -54,9 +53,8 @@ from sparsebench.kernels.bsr import (
     bsr_wgrad_mma,
     bsr_wgrad_small,
 )
-from sparsebench.kernels.bsr._call import BsrCall, bsr_engine, problem_of
+from sparsebench.kernels.bsr._call import BsrCall, bsr_engine
 from sparsebench.kernels.bsr._strip_tiles import LEAST_GATHERED
-from sparsebench.kernels.nn._bsr_index import require_index
 from sparsebench.results.record import Problem
 
 FP8 = DTYPES["fp8"]
@@ -66,27 +64,6 @@ MANY = 512  # tokens: from here on bsr_wgmma is the likeliest for blocks of 64 a
 # took 0.81 of the time of bsr_strips with 64 tokens on an H200, and 1.3 with 1024.
 RESIDENT_TOKENS, RESIDENT_COLUMNS = 256, 2048
 LARGE = 64  # least side of blocks that bsr_wgmma multiplies as stored
-
-
-def operator_of(offsets: Tensor, columns: Tensor) -> Operator:
-    """Return the plans of an index, which they read."""
-    weights: dict[Any, Bsr] = {}
-
-    def weight(call: BsrCall) -> Bsr:
-        key = call.shape, call.block
-        if key not in weights:
-            require_index(offsets, columns, *key)
-            blocks = columns.new_empty((1, 1, 1)).expand(len(columns), *call.block)  # never read
-            weights[key] = Bsr(call.shape, offsets, columns, blocks)
-        return weights[key]
-
-    def problem(call: BsrCall) -> dict[str, Any]:
-        return problem_of(call, len(columns))
-
-    def order(call: BsrCall) -> Sequence[Engine]:
-        return likeliest(call, len(columns), columns.device)
-
-    return Operator(ENGINES, weight, problem, columns.device, order)
 
 
 def likeliest(call: BsrCall, stored: int, device: torch.device) -> list[Engine]:

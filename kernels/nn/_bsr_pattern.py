@@ -18,7 +18,7 @@ does not count. Values without a gradient are packed once, and again if torch co
 """
 
 from collections import OrderedDict
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from functools import partial
 from random import randrange
 from typing import Any
@@ -26,12 +26,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparsebench.errors import Unsupported
+from sparsebench.errors import FormatError, Unsupported
+from sparsebench.formats._format import offsets_of, require, rows_of
+from sparsebench.formats.bsr import Bsr
 from sparsebench.kernels._common.capture import is_capturing, keep, make_lasting
-from sparsebench.kernels._common.operator import Earlier, bucket
+from sparsebench.kernels._common.operator import Earlier, Engine, Operator, bucket
 from sparsebench.kernels._common.product import Product, Selected
-from sparsebench.kernels.bsr._call import BsrCall
-from sparsebench.kernels.nn._bsr_engines import operator_of
+from sparsebench.kernels.bsr._call import BsrCall, problem_of
+from sparsebench.kernels.bsr._wgmma_lists import checked
+from sparsebench.kernels.nn._bsr_engines import ENGINES, likeliest
 
 COMPARE_EVERY = 256  # calls: a comparison takes 40 µs and waits for all queued work
 PACKED = 2  # orders of frozen values that a pattern keeps
@@ -112,6 +115,27 @@ class PlannedPattern:
         pairs = (self.offsets, offsets), (self.columns, columns)
         same = all((a.device, a.dtype, a.shape) == (b.device, b.dtype, b.shape) for a, b in pairs)
         return same and all(torch.equal(a, b) for a, b in pairs)
+
+
+def operator_of(offsets: Tensor, columns: Tensor) -> Operator:
+    """Return the plans of an index, which they read."""
+    weights: dict[Any, Bsr] = {}
+
+    def weight(call: BsrCall) -> Bsr:
+        key = call.shape, call.block
+        if key not in weights:
+            require_index(offsets, columns, *key)
+            blocks = columns.new_empty((1, 1, 1)).expand(len(columns), *call.block)  # never read
+            weights[key] = Bsr(call.shape, offsets, columns, blocks)
+        return weights[key]
+
+    def problem(call: BsrCall) -> dict[str, Any]:
+        return problem_of(call, len(columns))
+
+    def order(call: BsrCall) -> Sequence[Engine]:
+        return likeliest(call, len(columns), columns.device)
+
+    return Operator(ENGINES, weight, problem, columns.device, order)
 
 
 class Packs:
@@ -204,3 +228,63 @@ def replan(old: tuple[Tensor, Tensor], new: tuple[Tensor, Tensor]) -> None:
             pattern_of(*new).select(call, earlier=Earlier(selected.choice, ()))
         except Unsupported:  # this configuration cannot run the new pattern
             pattern_of(*new).select(call)
+
+
+# ---- an index ----
+
+Index = tuple[Tensor, Tensor]
+"""Offsets and columns of a BSR matrix, int32."""
+
+
+def index_of(pattern: Tensor) -> Index:
+    """Return offsets and columns of a pattern, bool [block rows, block columns]."""
+    require(
+        pattern.dim() == 2 and pattern.dtype == torch.bool,
+        f"pattern: expected a bool matrix, found {pattern.dtype} {list(pattern.shape)}",
+    )
+    rows, columns = pattern.nonzero(as_tuple=True)
+    return offsets_of(rows, len(pattern)), columns.to(torch.int32)
+
+
+def require_index(
+    offsets: Tensor, columns: Tensor, shape: tuple[int, int], block: tuple[int, int]
+) -> None:
+    """Raise FormatError unless this is the index of a BSR matrix [n, k]. Waits for the device."""
+    for name, index in (("offsets", offsets), ("columns", columns)):
+        if index.dim() != 1 or index.dtype != torch.int32 or not index.is_contiguous():
+            layout = f"{index.dtype} {list(index.shape)} with strides {list(index.stride())}"
+            raise FormatError(f"{name}: expected a contiguous list of int32, found {layout}")
+    checked(Bsr(shape, offsets, columns, columns.new_empty((1, 1, 1)).expand(len(columns), *block)))
+
+
+def copy_of(offsets: Tensor, columns: Tensor, device: torch.device) -> Index:
+    with torch.inference_mode(False):  # torch does not count writes into inference tensors
+        return offsets.detach().to(device, copy=True), columns.detach().to(device, copy=True)
+
+
+def source_of(old: Index, new: Index, width: int) -> Tensor:
+    """Return int64 [new blocks]: the position of each block in the old index, or -1."""
+    before, after = (rows_of(offsets) * width + columns for offsets, columns in (old, new))
+    if not len(before):
+        return torch.full_like(after, -1)
+    at = torch.searchsorted(before, after).clamp(max=len(before) - 1)
+    return at.where(before[at] == after, -1)
+
+
+def draw_pattern(grid: tuple[int, int], sparsity: float) -> Tensor:
+    """Draw a pattern whose block rows all store the same number of blocks, or one more."""
+    rows, columns = grid
+    least, remainder = divmod(stored_of(sparsity, rows * columns), rows)
+    counts = least + (torch.randperm(rows, device="cpu") < remainder).long()
+    return torch.rand(grid, device="cpu").argsort(1).argsort(1) < counts[:, None]
+
+
+def stored_of(sparsity: float, blocks: int) -> int:
+    """Return the number of blocks to store."""
+    require(0 <= sparsity <= 1, f"sparsity: expected 0 to 1, found {sparsity}")
+    return round((1 - sparsity) * blocks)
+
+
+def grid_of(shape: tuple[int, int], block: tuple[int, int]) -> tuple[int, int]:
+    (n, k), (r, c) = shape, block
+    return -(-n // r), -(-k // c)

@@ -24,7 +24,7 @@ from sparsebench.formats.bsr import Bsr
 from sparsebench.kernels._common.elementwise import gated
 from sparsebench.kernels._common.transforms import is_traced
 from sparsebench.kernels.nn._bsr_autograd import is_current
-from sparsebench.kernels.nn._bsr_index import grid_of
+from sparsebench.kernels.nn._bsr_pattern import grid_of
 from sparsebench.kernels.nn._spense_engines import ACTIVATIONS as of_spense
 from sparsebench.kernels.nn.linear import BlockSparseLinear
 

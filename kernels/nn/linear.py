@@ -27,17 +27,18 @@ from sparsebench.formats._format import require, rows_of, sides_of
 from sparsebench.formats.bsr import Bsr
 from sparsebench.kernels._common.front import Guard, Recordings
 from sparsebench.kernels.nn import _bsr_autograd
-from sparsebench.kernels.nn._bsr_index import (
+from sparsebench.kernels.nn._bsr_pattern import (
     Index,
     copy_of,
     draw_pattern,
     grid_of,
     index_of,
+    pattern_of,
+    replan,
     require_index,
     source_of,
     stored_of,
 )
-from sparsebench.kernels.nn._bsr_pattern import pattern_of, replan
 from sparsebench.kernels.nn._moves import (
     gather_shards,
     is_sharded,

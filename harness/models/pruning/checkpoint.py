@@ -31,7 +31,7 @@ from sparsebench.kernels.nn import (
     SpenseGatedMLP,
     SpenseLinear,
 )
-from sparsebench.kernels.nn._bsr_index import require_index
+from sparsebench.kernels.nn._bsr_pattern import require_index
 from sparsebench.results.files import first_error
 
 METHOD: Final = "sparsebench"

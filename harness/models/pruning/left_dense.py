@@ -4,7 +4,7 @@
     others      weights that no recipe takes: experts in one tensor, Conv1D, nn.LSTM
 
 Code around a layer that computes with its `weight`, as Mamba's does with dt_proj.weight, is not
-searched: there the first call raises Unsupported (kernels/nn/_weight.py).
+searched: there the first call raises Unsupported (kernels/nn/_packed.py).
 """
 
 import re

@@ -18,8 +18,7 @@ from sparsebench.kernels._common import requirements
 from sparsebench.kernels.bsr._call import BsrCall
 from sparsebench.kernels.nn import BlockSparseLinear, _bsr_autograd
 from sparsebench.kernels.nn._bsr_engines import likeliest
-from sparsebench.kernels.nn._bsr_index import index_of
-from sparsebench.kernels.nn._bsr_pattern import pattern_of
+from sparsebench.kernels.nn._bsr_pattern import index_of, pattern_of
 from tests.tools.marks import crossed
 
 # n, k, block, sparsity, shape of X before k: edge blocks that extend beyond W, rows and columns

@@ -12,8 +12,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from sparsebench.errors import FormatError
 from sparsebench.kernels.nn import BlockSparseLinear, _bsr_pattern
-from sparsebench.kernels.nn._bsr_index import index_of
-from sparsebench.kernels.nn._bsr_pattern import pattern_of
+from sparsebench.kernels.nn._bsr_pattern import index_of, pattern_of
 
 N, K = 64, 48
 

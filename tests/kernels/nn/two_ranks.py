@@ -35,7 +35,7 @@ from sparsebench.kernels.nn import (
     SpenseGatedMLP,
     SpenseLinear,
 )
-from sparsebench.kernels.nn._bsr_index import index_of
+from sparsebench.kernels.nn._bsr_pattern import index_of
 
 RANKS = 2
 WAIT = timedelta(seconds=60)
