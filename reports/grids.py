@@ -122,9 +122,14 @@ def table(grid: Grid, title: str = "") -> Table:
         [row, *(_table_cell(cells.get(at)) for at in grid.columns)]
         for row, cells in grid.rows.items()
     ]
-    heads = ["", *(column_text(grid.x, at) for at in grid.columns)]
+    heads = ["format", *(column_text(grid.x, at) for at in grid.columns)]
     return Table(
-        title=title, columns=heads, lines=lines, words=[""], spare=heads[1:], essential=heads[1:]
+        title=title,
+        columns=heads,
+        lines=lines,
+        words=heads[:1],
+        spare=heads[1:],
+        essential=heads[1:],
     )
 
 

@@ -130,7 +130,7 @@ def test_an_open_row_is_not_settled_and_a_mixed_one_is_faster_for_some_problems(
 def test_a_table_marks_what_is_not_settled() -> None:
     table = joined(lines(("BSR", 3.0)), lines(("BSR", 1.0), level=0.9).assign(decided=False))
     drawn = grids.table(grid(table, "level"))
-    assert drawn.columns == ["", "50 %", "90 %"]
+    assert drawn.columns == ["format", "50 %", "90 %"]
     assert drawn.lines == [["BSR", ("3.00× ", "good"), ("1.00×?", "unsure")]]
 
 

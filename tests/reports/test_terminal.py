@@ -274,7 +274,7 @@ def test_the_json_holds_the_same_answer() -> None:
 
 def test_markdown_has_the_grid_for_pasting() -> None:
     text = answer_markdown(analyse(run(8, 50.0)))
-    assert "|  | 90 % |" in text
+    assert "| format | 90 % |" in text
     assert "| blocks of 16 | 2.00×  |" in text or "| blocks of 16 | 2.00× |" in text
 
 
