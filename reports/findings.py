@@ -21,7 +21,7 @@ from sparsebench.results.formatting import between, conditions, duration, percen
 from sparsebench.results.problem_names import problem_name
 from sparsebench.results.statistics.outcome import Outcome
 from sparsebench.results.statistics.ratio import ratio_over
-from sparsebench.results.tables import cliffs, grid
+from sparsebench.results.tables import cliffs, grid, untimed_peers
 from sparsebench.results.tables.analysis import Analysis
 from sparsebench.results.tables.contests import in_chain, usual
 from sparsebench.results.tables.families import DEFAULT
@@ -41,7 +41,7 @@ def findings(analysis: Analysis) -> list[str]:
         for finding in headlines(analysis)
         for line in (" ".join(headline_text(finding)), *(f"  {text}" for text in finding.details))
     ]
-    return [*general(analysis), *winners, *filter(None, [cliffs.sentence(usual(analysis.timed))])]
+    return [*general(analysis), *winners, *remarks(analysis)]
 
 
 def general(analysis: Analysis) -> list[str]:
@@ -76,7 +76,14 @@ def headline(analysis: Analysis) -> dict[str, str]:
     gain, rest = headline_text(first)
     texts = [f"{'; '.join([rest, *first.details])}."]
     texts += [f"{' '.join(headline_text(other))}; {other.group}." for other in others]
-    return {"gain": gain, "rest": " ".join(texts), "case": first.best["case_id"]}
+    rest = " ".join([*texts, *remarks(analysis)])
+    return {"gain": gain, "rest": rest, "case": first.best["case_id"]}
+
+
+def remarks(analysis: Analysis) -> list[str]:
+    """Return sentences about cliffs and about kernels of others that could not run."""
+    texts = [cliffs.sentence(usual(analysis.timed)), untimed_peers.sentence(analysis.run.rows)]
+    return [*filter(None, texts)]
 
 
 def headlines(analysis: Analysis) -> list[Finding]:

@@ -1,5 +1,6 @@
 """Layers to train with, and to run pruned models with: drop-ins for nn.Linear and gated MLPs."""
 
+from sparsebench.kernels.nn import _flops as _flops
 from sparsebench.kernels.nn.bitmap import BitmapLinear as BitmapLinear
 from sparsebench.kernels.nn.block_sparse_mlp import BlockSparseGatedMLP as BlockSparseGatedMLP
 from sparsebench.kernels.nn.linear import BlockSparseLinear as BlockSparseLinear

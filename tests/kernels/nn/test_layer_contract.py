@@ -18,6 +18,7 @@ from torch.func import grad, vmap
 from torch.optim.swa_utils import AveragedModel
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 from sparsebench.errors import FormatError, Unsupported
 from sparsebench.nn import (
@@ -25,12 +26,13 @@ from sparsebench.nn import (
     BlockSparseLinear,
     SparseActivations,
     SparseGatedMLP,
+    SpenseLinear,
     TwoFour,
     Unstructured,
     sparsify_,
 )
 from tests.harness.tiny_models import tiny
-from tests.kernels.nn.examples import BF16, KINDS, TRAINED, K, N, blocks, dense_of
+from tests.kernels.nn.examples import BF16, KINDS, TRAINED, K, N, bitmap, blocks, dense_of
 from tests.tools.marks import crossed
 
 every = pytest.mark.parametrize("name", KINDS)
@@ -229,6 +231,29 @@ def test_a_checkpointed_step_gives_the_same_gradients(name: str) -> None:
             results.append(torch.autograd.grad(run(x).square().sum(), [x, *layer.parameters()]))
     for a, b in zip(*results, strict=True):
         assert torch.equal(a, b)
+
+
+def test_flops_count_stored_blocks_and_slots() -> None:
+    def count(layer: Any, *, backward: bool, dtype: torch.dtype = torch.float32) -> int:
+        x = torch.randn(5, layer.in_features, dtype=dtype, requires_grad=backward)
+        with FlopCounterMode(display=False) as counter, torch.set_grad_enabled(backward):
+            y = layer(x)
+            if backward:
+                y.sum().backward()
+        return counter.get_total_flops()
+
+    layer, mlp = blocks(), SparseGatedMLP(48, 40, slots=8)
+    assert count(layer, backward=True) == 3 * 2 * 5 * layer.values.numel()
+    assert count(mlp, backward=True) == 2 * 5 * 48 * (40 + 2 * 8) + 6 * 2 * 5 * 8 * 48
+    small, large = (
+        SpenseLinear(48, 64, dense_fraction=0.25),
+        SpenseLinear(256, 256, dense_fraction=0.5),
+    )
+    # A part smaller than a tile is stored dense.
+    assert count(small, backward=False, dtype=BF16) == 2 * 5 * 64 * 48
+    assert count(large, backward=False, dtype=BF16) == 2 * 5 * 256 * 256 * 3 // 4
+    assert count(large, backward=True, dtype=BF16) == 2 * 5 * 256 * 256 * 7 // 4
+    assert count(bitmap(BF16).drawn(), backward=False, dtype=BF16) == 2 * 5 * N * K
 
 
 def test_a_tensor_without_an_address_is_refused() -> None:
