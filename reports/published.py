@@ -218,7 +218,7 @@ def finding(runs: Runs) -> str:
     best = max(first.grid.cases, key=lambda case: float(case["gain"]))
     found = " ".join(sentences(findings(first.grid)))
     where = conditions(best["on_cards"], best["limited"])
-    return f"**On one {run.device}: {found}** ({_shown(run)}; {where})"
+    return f"**{found}** Measured on one {run.device} ({_shown(run)}; {where})."
 
 
 def figure(runs: Runs) -> str:

@@ -164,13 +164,13 @@ def test_an_old_address_leads_to_the_run(site: Path, show: Any) -> None:
     assert page.locator(".headline").is_visible()
 
 
-def test_a_run_shows_its_evidence_and_four_groups(places: dict[str, Path], show: Any) -> None:
+def test_a_run_shows_its_evidence_and_three_groups(places: dict[str, Path], show: Any) -> None:
     page = show(places["run"]).page
     assert page.locator(".headline b").inner_text().startswith("5.5× [")
     assert "hardware limit" in page.locator(".headline").inner_text()
     assert "sparsebench run sparsity" in page.locator(".again").inner_text()
     heads = page.locator(".group > h2").all_inner_texts()
-    assert heads == ["Results", "Efficiency", "Trust", "Data"]
+    assert heads == ["Efficiency", "Trust", "Data"]
 
 
 def test_no_two_texts_of_a_chart_overlap(places: dict[str, Path], show: Any) -> None:

@@ -28,7 +28,7 @@ from tests.outsider.rows import (
     usual,
 )
 
-CAPTION = r"\*\*On one .*?\*\*|```\n[^`]*×[^`]*```|over dense \([^()]* to [^()]*\)"
+CAPTION = r"\*\*Faster than .*?\*\*|```\n[^`]*×[^`]*```|over dense \([^()]* to [^()]*\)"
 
 
 def published(page: str) -> Iterator[str]:
