@@ -163,3 +163,16 @@ def test_five_processes_are_a_look_without_an_outcome_and_of_unknown_reliability
     assert (line.outcome, line.interval) == ("", "range over 5 processes")
     assert np.isnan(line.q)
     assert analysis.noise.reliability[0] == "unknown"
+
+
+def test_a_pair_that_is_apart_by_rounding_is_not_different() -> None:
+    below = [50.0 * (1 + 1e-15 + max(d, 0.0)) for d in NOISE]
+    apart = contest((A, 100.0), (B, 50.0), (B_TWIN, below), (A_TWIN, 100.0))
+    assert not pairs(frame(apart)).different.any()
+
+
+def test_twins_and_reference_rows_have_no_outcome() -> None:
+    rows = contest((A, 100.0), (B, 50.0), (B_TWIN, 49.0), (A_TWIN, 1.0))
+    cases = analyse(run(rows, PAIR)).cases
+    assert len(cases) == 4
+    assert (cases[cases.twin].outcome == "").all()

@@ -154,3 +154,8 @@ def test_an_unusable_file_is_one_clear_line(text, tmp_path, monkeypatch) -> None
         packaged_variation()
     monkeypatch.undo()
     assert packaged_variation()[State.FREE].sd > 0
+
+
+def test_a_look_is_not_widened() -> None:
+    case = line(GAINS[:3], ["GPU-1"] * 3)
+    assert (case["between"], case["speedup_low"]) == (0.0, pytest.approx(1.1))

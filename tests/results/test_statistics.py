@@ -6,6 +6,7 @@ from scipy import stats
 
 from sparsebench.results.statistics.outcome import Outcome, outcome
 from sparsebench.results.statistics.ratio import (
+    FEWEST,
     IntervalKind,
     hodges_lehmann,
     more_processes,
@@ -105,3 +106,24 @@ def test_a_ratio_is_paired_within_the_processes_that_both_ran_in() -> None:
     assert paired is not None
     assert (paired.low, paired.high) == pytest.approx((5, 9))
     assert ratio_over({(0, 0): np.array([1.0])}, {(1, 0): np.array([1.0])}) is None
+
+
+def test_five_processes_have_no_interval() -> None:
+    with pytest.raises(ValueError, match="expected 6 processes, found 5"):
+        hodges_lehmann(np.zeros(FEWEST - 1))
+
+
+def test_processes_that_agree_to_the_last_digit_still_have_a_p() -> None:
+    assert p_value(np.zeros(8)) == 1
+    assert p_value(np.full(8, np.log(2))) < 1e-9
+
+
+def test_half_way_to_the_margin_is_hardest_to_decide() -> None:
+    spread = np.tile([-0.01, 0.01], 4)
+    most = more_processes(np.log1p(0.01) / 2 + spread)
+    assert most is not None
+    for mean in (0.0, 0.002, 0.008, 0.012):
+        fewer = more_processes(mean + spread)
+        assert fewer is not None
+        assert fewer < most
+    assert more_processes(np.log1p(0.01) / 2 + 10 * spread) is None

@@ -12,5 +12,5 @@ from tests.kernels.nn import two_ranks
 @pytest.mark.exhaustive
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without distributed")
 def test_every_check_passes_on_two_ranks():
-    assert two_ranks.CHECKS
+    assert len(two_ranks.CHECKS) >= 10
     two_ranks.run()
