@@ -197,7 +197,11 @@ def test_inputs_that_are_always_zero_are_pruned_first(x: Tensor) -> None:
 
 def test_invalid_inputs_and_options_are_refused(mlp: GatedMLP, x: Tensor) -> None:
     odd = GatedMLP(mlp.gate[:250], mlp.up[:250], mlp.down[:, :250])
+    with_nan = mlp.gate.clone()
+    with_nan[3, 5] = float("nan")
+    bad = replace(mlp, gate=with_nan)
     refused = [
+        (lambda: prune_mlp(bad, x, Pruner()), "gate: expected finite values, found 1 that are not"),
         (lambda: prune_mlp(odd, x, Pruner()), "multiple of 4 features, found 250"),
         (lambda: prune_mlp(mlp, x / 0, Pruner()), "expected finite values, found"),
         (lambda: prune_mlp(mlp, x[:63], Pruner()), "at least 64 calibration tokens.*found 63"),

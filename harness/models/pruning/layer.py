@@ -117,8 +117,9 @@ class Pruner:
 def prune_mlp(mlp: GatedMLP, x: Tensor, pruner: Pruner) -> Pruned:
     """Prune from calibration inputs x [tokens, k]. Raises SuiteError for unfit sizes or values."""
     h, k = mlp.gate.shape
-    if bad := int((~x.isfinite()).sum()):
-        raise SuiteError(f"activations: expected finite values, found {bad} that are not")
+    for name, values in zip(("activations", "gate", "up", "down"), (x, *mlp.weights), strict=True):
+        if bad := int((~values.isfinite()).sum()):
+            raise SuiteError(f"{name}: expected finite values, found {bad} that are not")
     dense = dense_count(h, pruner.dense)
     sparse = h - dense
     x, full = x.float(), mlp.to(torch.float32)
