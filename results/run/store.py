@@ -286,13 +286,16 @@ def _row(file: Path, number: int, line: str, needed: frozenset[str]) -> Row:
         data = files.parse_json(line)
         if absent := sorted(needed - data.keys()):
             raise ValueError(f"no {absent[0]}")
+        if unknown := sorted(data.keys() - {f.name for f in fields(Row)}):
+            raise ValueError(f"an unknown field {unknown[0]}")
         row = Row.from_json(data)
         _ROW.validate_json(line, strict=True)
         return row
     except ValidationError as error:
         raise ResultError(f"{where}; {files.first_error(error)}") from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ResultError(f"{where}, found {type(error).__name__}: {error}") from error
+        kind = "" if type(error) is ValueError else f"{type(error).__name__}: "
+        raise ResultError(f"{where}, found {kind}{error}") from error
 
 
 def _line(row: Row) -> str:

@@ -47,8 +47,8 @@ def test_a_torn_last_line_is_dropped(run: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda row: row.pop("code"), "found ValueError: no code"),
-        (lambda row: row.update(colour=1), "found TypeError: .*colour"),
+        (lambda row: row.pop("code"), "found no code"),
+        (lambda row: row.update(colour=1), "found an unknown field colour"),
         (lambda row: row["case"].pop("problem"), "found KeyError: 'problem'"),
     ],
 )
