@@ -82,7 +82,9 @@ def _rule(fields: Mapping[str, Any], sizes: tuple[str, str]) -> Rule:
         rule = pattern.rule(Weight(n, k, r, c, sizes, masks))
     except SparsebenchError:
         raise
-    except Exception as error:  # also a function of a library, which no frame of a plug-in calls
+    except Exception as error:
+        if modules("harness.patterns").get(fields["pattern"], "").startswith("sparsebench."):
+            raise
         raise SuiteError(f"{expected}, found {type(error).__name__}: {error}") from error
     if not isinstance(rule, Rule):
         raise SuiteError(f"{expected}, found {rule!r}")
