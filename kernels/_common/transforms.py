@@ -32,6 +32,11 @@ def is_watched() -> bool:
     return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
 
 
+def is_current(device: torch.device) -> bool:
+    """Return whether a launch without a device guard would run on this device."""
+    return device.type != "cuda" or device.index == torch.cuda.current_device()
+
+
 def rows_of(x: Tensor) -> Tensor:
     """Return X [..., k] as [m, k]."""
     return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])

@@ -45,7 +45,7 @@ from sparsebench.kernels._common.front import (
 )
 from sparsebench.kernels._common.operator import Engine, NoConfig, Operator
 from sparsebench.kernels._common.product import Product
-from sparsebench.kernels._common.transforms import aligned, is_traced, is_watched
+from sparsebench.kernels._common.transforms import aligned, is_current, is_traced, is_watched
 from sparsebench.kernels._kernel import NAMES, refuse
 from sparsebench.kernels.attention import _call as of_attention
 from sparsebench.kernels.attention import (
@@ -57,8 +57,7 @@ from sparsebench.kernels.attention import (
 )
 from sparsebench.kernels.attention._call import AttentionCall, ListedMask, attention_engine
 from sparsebench.kernels.attention._shapes import MOST_DEPTH, AttentionShape, unsupported
-from sparsebench.kernels.nn._bsr_autograd import is_current
-from sparsebench.kernels.nn._stamp import stamp_of, stamped
+from sparsebench.kernels.nn._stamp import by_stamp, stamp_of
 
 ENGINES = (
     *(attention_split.KERNEL, attention_triton.KERNEL, attention_triton_backward.KERNEL),
@@ -162,7 +161,7 @@ SCALES = 16  # of a mask; the oldest makes room
 def plans_of(mask: BlockMask) -> Operator:
     """Return the plans of a mask as it is now. Raises Unsupported for an inference tensor."""
     make, bits = partial(operator_of, mask), id(mask.bits)
-    plans: Operator = stamped(mask, "attention", ATTRIBUTE, make, mask.columns, bits)
+    plans: Operator = by_stamp(mask, "attention", ATTRIBUTE, make, mask.columns, bits)
     return plans
 
 

@@ -37,6 +37,7 @@ from sparsebench.kernels._common.front import (
 from sparsebench.kernels._common.transforms import (
     ALIGNMENT,
     PLAIN,
+    is_current,
     is_traced,
     is_watched,
     readable,
@@ -125,10 +126,6 @@ def _require_alike(pattern: PlannedPattern, a: Tensor, b: Tensor) -> None:
     for operand in (a, b):
         if type(operand) not in PLAIN and is_traceable_wrapper_subclass(operand):
             raise Unsupported(f"expected a torch.Tensor with an address, found {type(operand)}")
-
-
-def is_current(device: torch.device) -> bool:
-    return device.type != "cuda" or device.index == torch.cuda.current_device()
 
 
 def _block(values: Tensor, columns: Tensor) -> tuple[int, int]:

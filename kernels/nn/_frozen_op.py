@@ -35,7 +35,7 @@ from sparsebench.kernels._common.unstructured import UnstructuredCall, bind, ope
 from sparsebench.kernels._kernel import DTYPES, NAMES, refuse
 from sparsebench.kernels.bitmap import bitmap_mma
 from sparsebench.kernels.csr import csr_cuda
-from sparsebench.kernels.nn._stamp import stamped
+from sparsebench.kernels.nn._stamp import by_stamp
 from sparsebench.results.record import Problem
 
 Weight = Bitmap | Csr
@@ -83,7 +83,7 @@ def plans_of(w: Weight) -> FrozenPlans:
         engines = (bitmap_mma.KERNEL, DENSE) if isinstance(w, Bitmap) else (csr_cuda.KERNEL,)
         return FrozenPlans(operator_of(w, engines, partial(_likeliest, w)))
 
-    plans: FrozenPlans = stamped(w, "matmul", ATTRIBUTE, make)
+    plans: FrozenPlans = by_stamp(w, "matmul", ATTRIBUTE, make)
     return plans
 
 

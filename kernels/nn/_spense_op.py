@@ -39,6 +39,7 @@ from sparsebench.kernels._common.operator import Earlier, Operator, bucket
 from sparsebench.kernels._common.product import Selected
 from sparsebench.kernels._common.transforms import (
     aligned,
+    is_current,
     is_traced,
     is_watched,
     readable,
@@ -46,7 +47,6 @@ from sparsebench.kernels._common.transforms import (
     unflatten,
 )
 from sparsebench.kernels._kernel import refuse
-from sparsebench.kernels.nn._bsr_autograd import is_current
 from sparsebench.kernels.nn._spense_engines import ACTIVATIONS, call_of, operator_of
 from sparsebench.kernels.spense._call import SpenseCall
 from sparsebench.kernels.spense._gated_gradient import gated_gradient

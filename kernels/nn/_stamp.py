@@ -24,19 +24,19 @@ def stamp_of(w: Format, caller: str) -> Stamp:
 
 
 @dataclass(eq=False)
-class Stamped:
-    """A thing and its stamp; no other tensor gets the addresses of the arrays meanwhile."""
+class StampedValue:
+    """A value and the stamp of its arrays; no other tensor gets their addresses meanwhile."""
 
     stamp: Hashable
     arrays: list[Tensor]
-    thing: Any
+    value: Any
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
         """Copy and pickle as an empty object of a type that torch.load accepts."""
         return OrderedDict, ()
 
 
-def stamped(
+def by_stamp(
     w: Format,
     caller: str,
     attribute: str,
@@ -50,8 +50,8 @@ def stamped(
     more       what it depends on beside the stamp
     """
     stamp, owner = (stamp_of(w, caller), more), w if holder is None else holder
-    kept = owner.__dict__.get(attribute)
-    if not isinstance(kept, Stamped) or kept.stamp != stamp:
-        kept = Stamped(stamp, [array.detach() for array in w.arrays().values()], make())
-        object.__setattr__(owner, attribute, kept)
-    return kept.thing
+    entry = owner.__dict__.get(attribute)
+    if not isinstance(entry, StampedValue) or entry.stamp != stamp:
+        entry = StampedValue(stamp, [array.detach() for array in w.arrays().values()], make())
+        object.__setattr__(owner, attribute, entry)
+    return entry.value

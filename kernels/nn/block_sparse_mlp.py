@@ -22,8 +22,7 @@ from torch.nn.functional import relu
 from sparsebench.formats._format import require, rows_of
 from sparsebench.formats.bsr import Bsr
 from sparsebench.kernels._common.elementwise import gated
-from sparsebench.kernels._common.transforms import is_traced
-from sparsebench.kernels.nn._bsr_autograd import is_current
+from sparsebench.kernels._common.transforms import is_current, is_traced
 from sparsebench.kernels.nn._bsr_pattern import grid_of
 from sparsebench.kernels.nn._spense_engines import ACTIVATIONS as of_spense
 from sparsebench.kernels.nn.linear import BlockSparseLinear

@@ -40,11 +40,11 @@ from sparsebench.formats.spense import Spense
 from sparsebench.kernels._common.capture import captured_into, keep
 from sparsebench.kernels._common.front import PRODUCT, Conditions, Guard, Recordings, Signature
 from sparsebench.kernels._common.operator import Engine, Operator
-from sparsebench.kernels._common.transforms import is_traced, readable
+from sparsebench.kernels._common.transforms import is_current, is_traced, readable
 from sparsebench.kernels._kernel import NAMES, Operands
 from sparsebench.kernels.nn import _bsr_autograd, _frozen_op, _spense_op
 from sparsebench.kernels.nn._bsr_pattern import pattern_of
-from sparsebench.kernels.nn._stamp import stamped
+from sparsebench.kernels.nn._stamp import by_stamp
 from sparsebench.results.record import Problem
 
 RECORDINGS = "_sparsebench_recordings"  # attribute of a weight: calls without Python (front.py)
@@ -86,7 +86,7 @@ def matmul(x: Tensor, w: Format, kernel: str | None = None) -> Tensor:
         raise Unsupported(f"matmul: expected X [..., {k}], found {list(x.shape)}")
     flat = x.reshape(-1, k)
     _require_alike(flat, w)
-    here = not torch.compiler.is_compiling() and _bsr_autograd.is_current(x.device)
+    here = not torch.compiler.is_compiling() and is_current(x.device)
     if here and not torch.is_autocast_enabled(x.device.type):  # the contexts take 20 µs
         return _multiply(x, flat, w, kernel)
     with torch.cuda.device_of(flat), torch.autocast(x.device.type, enabled=False):
@@ -276,7 +276,7 @@ def _run(name: str, w: Format, op: str, **activations: Tensor) -> Tensor:
         empty = {"linear": (0, n), "linear_dgrad": (0, k)}
         return first.new_zeros(empty[op] if values is None or op in empty else values.shape)
     engine = engine_of(name, op, w, first)
-    plans: NamedPlans = stamped(w, "matmul", NAMED, NamedPlans)
+    plans: NamedPlans = by_stamp(w, "matmul", NAMED, NamedPlans)
     keep(plans)
     bare: Any = w  # plans hold a copy, and are freed when w is
     bare = copy(bare) if values is None else replace(bare, values=values.detach())

@@ -5,8 +5,8 @@
     tuned=True   torch.sparse._triton_ops.bsr_dense_addmm with the fastest parameters of a search
 
 The search times the entry of torch's table for the A100 at this size, and tiles, stages and warps
-together. Around the fastest it tries groups and a copy of X.T. A later
-process of a verdict times the finalists of both searches in one.
+together. Around the fastest it tries groups and a copy of X.T. A later process of a verdict times
+the finalists of both searches in one.
 
 Both write Y.T as a view of the token-major Y, and read X.T as a view of X. With `tuned`, the launch
 first copies X.T if that is faster in total.
