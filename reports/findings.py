@@ -69,10 +69,10 @@ def topic_of(view: View) -> str:
 
 def headline(analysis: Analysis) -> dict[str, str]:
     """Return the gain of the first headline, everything else that the run shows, and its case."""
-    findings = headlines(analysis)
-    if not findings:
+    every = headlines(analysis)
+    if not every:
         return {}
-    first, *others = findings
+    first, *others = every
     gain, rest = headline_text(first)
     texts = [f"{'; '.join([rest, *first.details])}."]
     texts += [f"{' '.join(headline_text(other))}; {other.group}." for other in others]

@@ -180,10 +180,12 @@ def _alone(case: Case, run: PublishedRun, runs: Mapping[str, PublishedRun]) -> s
         if other.run.state.get("confirms", {}).get("manifest_sha256") != screened:
             continue
         same = other.timed[(other.timed[KEYS] == [case[key] for key in KEYS]).all(axis=1)]
-        for line in records(same)[:1]:
-            doubtful = other.noise.reliability[0] is Reliability.UNRELIABLE
-            words = [gain_text(line), str(Reliability.UNRELIABLE) if doubtful else ""]
-            inherited = choices_of(other.run.state) is Choices.BUNDLE
-            words += ["inherited configurations"] if inherited else []
-            return ", ".join(filter(None, [*words, conditions(line["on_cards"], line["limited"])]))
+        if same.empty:
+            continue
+        line = records(same)[0]
+        doubtful = other.noise.reliability[0] is Reliability.UNRELIABLE
+        words = [gain_text(line), str(Reliability.UNRELIABLE) if doubtful else ""]
+        inherited = choices_of(other.run.state) is Choices.BUNDLE
+        words += ["inherited configurations"] if inherited else []
+        return ", ".join(filter(None, [*words, conditions(line["on_cards"], line["limited"])]))
     return ""

@@ -216,9 +216,9 @@ def finding(runs: Runs) -> str:
     run = runs[PICTURED]
     first = run.views[0]
     best = max(first.grid.cases, key=lambda case: float(case["gain"]))
-    found = " ".join(sentences(findings(first.grid)))
+    text = " ".join(sentences(findings(first.grid)))
     where = conditions(best["on_cards"], best["limited"])
-    return f"**{found}** Measured on one {run.device} ({_shown(run)}; {where})."
+    return f"**{text}** Measured on one {run.device} ({_shown(run)}; {where})."
 
 
 def figure(runs: Runs) -> str:

@@ -134,8 +134,8 @@ class Recorder:
         self.without = 0
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        found = {value for name, value in report.user_properties if name == COMPILE}
-        self.entries |= found if report.passed or not self.writes else set()
+        entries = {value for name, value in report.user_properties if name == COMPILE}
+        self.entries |= entries if report.passed or not self.writes else set()
         self.without += not report.passed
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:

@@ -70,10 +70,10 @@ def _meter(identity: str) -> Iterator[Callable[[], float | None]]:
 def energy(call: Callable[[], Any], device: torch.device, window_s: float = WINDOW_S) -> Energy:
     """Return the energy of a call on a GPU, in about 1 s more than the window. Raises NoMeter."""
     with _meter(identity(device)) as meter_j:
-        return metered(call, partial(synchronize, device), meter_j, window_s)
+        return metered_energy(call, partial(synchronize, device), meter_j, window_s)
 
 
-def metered(
+def metered_energy(
     call: Callable[[], Any],
     wait: Callable[[], None],
     meter_j: Callable[[], float | None],

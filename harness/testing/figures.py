@@ -44,14 +44,14 @@ check_figure = checker(figure_checks)
 
 
 def _draws(name: str, refused: bool) -> None:
-    drawn = load_figure(name).draw(_frames(refused))
+    drawn = load_figure(name).draw(_analysis(refused))
     message = f"expected Markup, found {type(drawn).__name__}"
     expect(isinstance(drawn, Markup), f"{message}: text of a run must never become HTML")
     expect("<script" not in drawn, "expected no script: a report must run none")
 
 
 @cache
-def _frames(refused: bool) -> Analysis:
+def _analysis(refused: bool) -> Analysis:
     rows = [
         _row(contest.problem, contender, number)
         for number in range(2)

@@ -189,7 +189,7 @@ def ceilings(measurements: list[list[str]], card: str, *dtypes: str) -> dict[str
     return runner.recent_ceilings(card, dtypes, measure)
 
 
-def test_a_run_takes_the_ceilings_of_its_card_and_dtypes_in_the_same_quarter_of_an_hour(
+def test_a_run_takes_the_ceilings_of_its_card_and_dtypes_in_the_same_half_hour(
     measurements: list[list[str]],
 ) -> None:
     assert "age_s" not in ceilings(measurements, "GPU-1", "bf16")

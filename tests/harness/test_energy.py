@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from sparsebench.harness.bench import energy as module
-from sparsebench.harness.bench.energy import NoMeter, energy, metered
+from sparsebench.harness.bench.energy import NoMeter, energy, metered_energy
 
 WATT = 200.0
 TICK_S = 0.1  # the meter moves that often
@@ -44,7 +44,7 @@ def board(monkeypatch: pytest.MonkeyPatch) -> Board:
 
 
 def test_a_call_of_2_ms_at_200_w_takes_0_4_j(board: Board) -> None:
-    result = metered(board.call, board.wait, board.meter_j, window_s=2.0)
+    result = metered_energy(board.call, board.wait, board.meter_j, window_s=2.0)
     assert result.j_per_call == pytest.approx(WATT * CALL_S, rel=0.01)
     assert 2.0 <= result.window_s <= 2.0 + 2 * TICK_S
     assert board.longest * CALL_S >= module.BATCH_S  # back to back
@@ -53,7 +53,7 @@ def test_a_call_of_2_ms_at_200_w_takes_0_4_j(board: Board) -> None:
 
 def test_a_call_of_a_second_is_a_batch_of_its_own(board: Board) -> None:
     board.call_s = 1.3
-    result = metered(board.call, board.wait, board.meter_j, window_s=3.0)
+    result = metered_energy(board.call, board.wait, board.meter_j, window_s=3.0)
     assert board.longest == 1
     assert result.calls == 4
     assert board.now_s <= 8 * 1.3
@@ -61,12 +61,12 @@ def test_a_call_of_a_second_is_a_batch_of_its_own(board: Board) -> None:
 
 def test_a_device_without_a_counter_is_refused(board: Board) -> None:
     with pytest.raises(NoMeter, match="expected a counter of the board's energy, found none"):
-        metered(board.call, board.wait, lambda: None, window_s=2.0)
+        metered_energy(board.call, board.wait, lambda: None, window_s=2.0)
 
 
 def test_a_counter_that_never_changes_is_refused(board: Board) -> None:
     with pytest.raises(NoMeter, match="J for 5 s"):
-        metered(board.call, board.wait, lambda: 5.0, window_s=2.0)
+        metered_energy(board.call, board.wait, lambda: 5.0, window_s=2.0)
 
 
 def test_a_cpu_has_no_counter(board: Board) -> None:

@@ -33,8 +33,8 @@ def test_the_example_of_a_figure_draws() -> None:
     (example,) = blocks("reports/README.md", "python")
     module: dict[str, Any] = {}
     exec(example, module)
-    frames = analyse(run)
-    drawn = module["draw"](frames)
+    analysis = analyse(run)
+    drawn = module["draw"](analysis)
     assert "Measured on NVIDIA H200." in drawn
-    assert len(frames.timed) > 10
-    assert all(label in drawn for label in frames.timed.label)
+    assert len(analysis.timed) > 10
+    assert all(label in drawn for label in analysis.timed.label)

@@ -24,8 +24,8 @@ def test_another_version_of_the_headers_is_refused(version, reason, monkeypatch)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(requirements, "find_spec", lambda name: True)
     monkeypatch.setattr(cutlass_sparse.metadata, "version", lambda name: version)
-    found = cutlass_sparse.unsupported(problem(), CUDA)
-    assert found is None if reason is None else reason in str(found)
+    refusal = cutlass_sparse.unsupported(problem(), CUDA)
+    assert refusal is None if reason is None else reason in str(refusal)
 
 
 def test_a_tile_has_as_many_bytes_of_k_in_every_dtype() -> None:
