@@ -9,7 +9,9 @@ point (sparsebench/_discovery.py):
 
 import ast
 import inspect
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from importlib.resources import files
 from importlib.resources.abc import Traversable
 from importlib.util import find_spec
@@ -17,10 +19,12 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from sparsebench._discovery import documents, load, modules
+from sparsebench._discovery import documents, load, modules, outside, require_allowed
 from sparsebench.errors import SuiteError, Unsupported
+from sparsebench.harness.machine.child_process import PYTHON, Child, ChildLoss
 from sparsebench.kernels._removed import not_installed, removal
 from sparsebench.results.files import from_yaml
+from sparsebench.results.record import Contender
 
 if TYPE_CHECKING:  # listing needs no torch
     from sparsebench.formats._format import Format
@@ -28,6 +32,9 @@ if TYPE_CHECKING:  # listing needs no torch
     from sparsebench.kernels._kernel import Kernel, Launch, Operands
 
 T = TypeVar("T")
+
+DECLARE = *PYTHON, "sparsebench.harness.plan.declare"
+DECLARE_S = 300.0  # importing torch on a cold disk, and the other package
 
 FOLDERS = {
     "ops": "harness.ops",
@@ -120,9 +127,70 @@ def masks(name: str) -> bool:
     return load_format(name).operand == "masks"
 
 
+@dataclass(frozen=True)
+class Declaration:
+    """What a suite must know of a kernel or a format.
+
+    op, consumes, device  of the kernel
+    options               that a suite may set: of `prepare`, or parameters of the format
+    """
+
+    op: str = "any"
+    consumes: str = "any"
+    device: str = "any"
+    options: tuple[str, ...] = ()
+
+
+def declared(folder: str, name: str) -> Declaration:
+    """Return what a kernel or a format declares; raises SuiteError.
+
+    Code of another package is asked in a process of its own, because this one may judge it or
+    write its rows.
+    """
+    if outside(folder, name):
+        declare_all([(folder, name)])
+        return _declared[folder, name]
+    return declaration(folder, name)
+
+
+def declaration(folder: str, name: str) -> Declaration:
+    """Import a kernel or a format, and return what it declares. Raises SuiteError."""
+    if folder == "formats":
+        options = set() if masks(name) else keywords(weights_format(name).from_dense)
+        return Declaration(options=tuple(sorted(options)))
+    kernel = load_kernel(name)
+    options = keywords(kernel.prepare)
+    return Declaration(kernel.op, kernel.consumes, kernel.device, tuple(sorted(options)))
+
+
+_declared: dict[tuple[str, str], Declaration] = {}
+"""Declarations from outside, by folder and name."""
+
+
+def declare_all(names: Iterable[tuple[str, str]]) -> None:
+    """Ask for the declarations of other packages together: a process takes seconds to start."""
+    missing = [pair for pair in names if outside(*pair) and pair not in _declared]
+    for folder, name in missing:
+        require_allowed(name, modules(folder).get(name, name).partition(":")[0])
+    if not missing:
+        return
+    child = Child("the process that imports other packages", DECLARE, lambda line: None)
+    try:
+        child.send({"names": missing, "path": sys.path})
+        answer = child.next(DECLARE_S)
+    finally:
+        child.kill()
+    for pair in missing:
+        loss = isinstance(answer, ChildLoss)
+        said = answer.detail if isinstance(answer, ChildLoss) else answer.get(" ".join(pair))
+        if not isinstance(said, dict):
+            raise SuiteError(f"{pair[1]}: {said}" if loss else str(said))
+        _declared[pair] = Declaration(**{**said, "options": tuple(said["options"])})
+
+
 def parameters(name: str) -> set[str]:
     """Return the parameters of a format that a suite may set."""
-    return set() if masks(name) else keywords(weights_format(name).from_dense)
+    return {*declared("formats", name).options}
 
 
 def load_kernel(name: str) -> "Kernel":
@@ -159,6 +227,11 @@ def _of(loaded: Any, kind: type[T], name: str) -> T:
         what = kind.__name__
         raise SuiteError(f"{name}: expected {what.upper()} to be a {what}, found {loaded!r}")
     return loaded
+
+
+def is_outside(contender: Contender) -> bool:
+    """Return whether a contender's kernel or format is code of another package; imports nothing."""
+    return outside("kernels", contender.kernel) or outside("formats", contender.format)
 
 
 def keywords(function: Callable[..., Any]) -> set[str]:

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from sparsebench.harness.machine import stand_in
-from sparsebench.harness.run import worker_process
+from sparsebench.harness.machine import child_process, stand_in
 from tests.compiling import record
 from tests.simulated.in_process import in_this_process
 from tests.tools import fork_server
@@ -71,7 +70,7 @@ def forked_workers() -> Iterator[None]:
     """Fork worker processes, except on a GPU machine: CUDA does not survive a fork."""
     with pytest.MonkeyPatch.context() as patch, closing(fork_server.Server()) as server:
         if not torch.cuda.is_available():
-            patch.setattr(worker_process, "spawn", server.spawn)
+            patch.setattr(child_process, "spawn", server.spawn)
         yield
 
 

@@ -2,27 +2,25 @@
 
     operands from the seed, on the device
     each contender: convert ─> prepare ─> fresh activations in place ─> run on NaN-filled output
-                    ─> compare with the fp64 reference (output_checks.py) ─> spot-check many calls
-                    (spot_checks.py)
-    in scope chain, 8 layers: repeat these checks for every layer's launch, calling the layers in
-    order
+                    ─> compare with the fp64 reference (output_checks.py) ─> exact products of small
+                    integers (exact_draws.py) ─> spot-check many calls (spot_checks.py)
+    in scope chain, 8 layers: repeat these checks for every layer's launch, in order
     time the correct contenders together, once for each scope and cache state (timing.py), with spot
     checks among the samples; compare with the device's ceilings (results/ceilings.py); refresh the
     activations, rerun without clearing the previous output, and compare again
-    after each step: verify that operands and harness are unchanged (stages.py, tampering.py)
+    after each step: verify that operands and settings are unchanged (stages.py)
+    contenders from outside the package: each in a process of its own (guest_contest.py)
 
-Each seed for new activations comes from the operating system at the time of use, so no kernel can
-know it in advance; the row records the seeds. harness/TRUST.md says what the checks cannot catch.
-
-A case produces one row for each scope and cache state. A case that cannot run produces a row with
-the reason. After a CUDA error no result can be trusted, so the contest raises Fatal.
+This process judges, and never imports what it judges from outside. Each seed for new activations
+comes from the operating system at the time of use; the row records the seeds. A case that cannot
+run gets a row with the reason. A CUDA error ends the contest: Fatal. See also TRUST.md.
 """
 
 import gc
 import random
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -31,7 +29,7 @@ from random import SystemRandom
 import torch
 from torch import Tensor
 
-from sparsebench.errors import FormatError, SparsebenchError, Unsupported
+from sparsebench.errors import SparsebenchError
 from sparsebench.formats._format import Format
 from sparsebench.harness.bench.contest_state import (
     NO_MEMORY,
@@ -41,7 +39,7 @@ from sparsebench.harness.bench.contest_state import (
     Fatal,
     OnFailure,
     RunningContender,
-    configuration,
+    checked_before,
     end_status,
     exchange_twins,
     one_line,
@@ -50,6 +48,9 @@ from sparsebench.harness.bench.contest_state import (
 )
 from sparsebench.harness.bench.correctness import Expected
 from sparsebench.harness.bench.energy import energy
+from sparsebench.harness.bench.exact_draws import check_exact
+from sparsebench.harness.bench.guest_contest import measure_guests
+from sparsebench.harness.bench.guest_process import GuestQueue
 from sparsebench.harness.bench.operands import Layers
 from sparsebench.harness.bench.output_checks import (
     arrays_of_answers,
@@ -57,6 +58,7 @@ from sparsebench.harness.bench.output_checks import (
     judge,
     misfit,
     poison_outputs,
+    refuse_operands,
     right_answers,
 )
 from sparsebench.harness.bench.prepare import (
@@ -65,15 +67,14 @@ from sparsebench.harness.bench.prepare import (
     entries_of,
     operands_of,
     prepare,
-    prepare_layer,
+    prepare_chain,
 )
-from sparsebench.harness.bench.process_state import rewritten_modules
 from sparsebench.harness.bench.sampling import CHAIN, LAYERS, distinct_measures
 from sparsebench.harness.bench.spot_checks import A, B, SpotChecks
 from sparsebench.harness.bench.stages import Spoiled, Stages
 from sparsebench.harness.bench.tampering import TamperingError
-from sparsebench.harness.bench.timing import Chain, ready, time_together
-from sparsebench.harness.catalog import load_op
+from sparsebench.harness.bench.timing import ready, time_together
+from sparsebench.harness.catalog import is_outside, load_op
 from sparsebench.results.record import Case, Contender, Problem, Row, Status
 
 BEFORE, AFTER = "before timing", "after timing"
@@ -93,13 +94,14 @@ def run(
     spent_s, ended = Counter[str](), dict[str, RunningContender]()
     while left := [c for c in contenders if Case(problem, c).id not in ended]:
         entries = entries_of(problem, left, device, options)
-        stages = Stages(device, announce, on_failure, thorough=options.attempt > 0)
+        stages = Stages(device, announce, on_failure)
         try:
             if any(entry.running for entry in entries):  # draw no operands that none would take
-                contest = RunningContest(entries, stages, data, options)
-                contest.prepare()
-                contest.start()
-                contest.measure()
+                with closing(RunningContest(entries, stages, data, options)) as contest:
+                    contest.prepare()
+                    contest.start()
+                    contest.measure()
+                    contest.measure_guests()
         except Spoiled as spoiled:  # begin again without this contender
             entries = [spoiled.entry]
         except (*NO_MEMORY, SparsebenchError) as error:
@@ -113,7 +115,10 @@ def run(
 
 
 class RunningContest:
-    """A problem being measured, which alone changes its entries."""
+    """A problem being measured, which alone changes its entries.
+
+    `guests` are code from outside the package; `together`, nothing is measured and there are none.
+    """
 
     def __init__(
         self,
@@ -121,9 +126,13 @@ class RunningContest:
         stages: Stages,
         data: Path | None = None,
         options: ContestOptions = ContestOptions(),  # noqa: B008 (frozen)
+        *,
+        together: bool = False,
     ) -> None:
         """Build the operands. Raises SparsebenchError, OutOfMemoryError, MemoryError."""
-        self.entries, self.stages, self.options = entries, stages, options
+        self.guests = [e for e in entries if is_outside(e.contender) and not together]
+        self.entries = [entry for entry in entries if entry not in self.guests]
+        self.stages, self.options = stages, options
         self.problem = problem = entries[0].row.case.problem
         stages.announce("", "operands")
         with stages.stage("operands"):
@@ -138,6 +147,7 @@ class RunningContest:
             if chained and op.pattern:
                 reason = f"expected an op with a dense output, found {problem.op}"
                 entry.leave_chain(Status.UNSUPPORTED, reason)
+        self.processes = GuestQueue(len(self.guests), stages.device)
 
     def prepare(self) -> None:
         """Prepare every contender, in random order."""
@@ -149,7 +159,9 @@ class RunningContest:
                 self._prepare(entry, conversions)
             if entry.running and len(self.layers.each) > 1:
                 with self.stages.at(entry, "chain"):
-                    self._prepare_chain(entry)
+                    prepare_chain(self.layers, entry)
+                    synchronize(self.stages.device)
+                    self.stages.verify()
         exchange_twins(self.entries, random.Random(f"{seed} twins"))
 
     def _prepare(self, entry: RunningContender, conversions: Conversions) -> None:
@@ -163,9 +175,8 @@ class RunningContest:
                 entry.pattern = None if case.contender.format == "dense" else pattern
         if not entry.running:
             return
-        choices = {e.row.case.id: e.row.choice for e in self.entries if e.row.choice}
-        earlier = choices.get(case.original.id) if case.contender.twin else None
-        earlier = self.options.pinned.get(case.id) or earlier
+        choices = {e.row.case.id: e.row.choice for e in self.entries if case.contender.twin}
+        earlier = self.options.pinned.get(case.id) or choices.get(case.original.id) or None
         with self.stages.at(entry, "prepare"), added_memory(self.stages.device) as memory:
             further = {"pattern": entry.pattern, "timed": self.options.timed.get(case.id, ())}
             operands = operands_of(self.layers.each[0], weights, earlier, **further)
@@ -177,22 +188,10 @@ class RunningContest:
             with self.stages.at(entry, "prepare"):
                 self.stages.verify()
 
-    def _prepare_chain(self, entry: RunningContender) -> None:
-        """Make the further layers ready, or record why this contender has no chain."""
-        assert entry.alone
-        try:
-            choice, further = entry.row.choice, self.layers.each[1:]
-            launches = [prepare_layer(layer, entry.contender, choice) for layer in further]
-            chain = Chain((*entry.alone.launches, *launches))
-            entry.chain = CheckedCall(chain, SpotChecks(self.layers.chain))
-        except (FormatError, Unsupported, *NO_MEMORY) as error:
-            entry.leave_chain(*end_status(error))
-        synchronize(self.stages.device)
-        self.stages.verify()
-
     def start(self) -> None:
         """Check and capture every contender that was prepared, ready to be timed."""
         self.check(BEFORE)
+        check_exact(self.entries, self.layers, self.options, self.stages)
         self.redraw()
         self.layers.keep(A)
         for entry in self.entries:
@@ -213,12 +212,12 @@ class RunningContest:
 
     def _burst(self, entry: RunningContender) -> None:
         """Inspect many calls of each scope that is timed."""
-        timed = [entry.timed_in(scope) for scope in sorted(dict(self.options.measures))]
-        for call in {call.call: call for call in timed if call}.values():
-            assert call.spots
-            call.spots.burst(call.call, partial(synchronize, self.stages.device))
+        scopes = sorted(dict(self.options.measures))
+        timed = [(call, entry.spots_in(s)) for s in scopes if (call := entry.timed_in(s))]
+        for call, spots in {call.call: (call, spots) for call, spots in timed}.values():
+            spots.burst(call.call, partial(synchronize, self.stages.device))
             self.stages.verify()
-            self._end_if_wrong(entry, call.spots, BEFORE)
+            self._end_if_wrong(entry, spots, BEFORE)
 
     def _end_if_wrong(self, entry: RunningContender, spots: SpotChecks, when: str) -> None:
         wrong = spots.verdict()
@@ -227,17 +226,24 @@ class RunningContest:
 
     def measure(self) -> None:
         """Time the correct contenders in every scope and cache state, and check them again."""
-        try:
-            for scope, cache in self.options.measures:
-                self.time(scope, cache)
-            if self.options.energy:
-                self._measure_energy()
-            self.check(AFTER)
-            if modules := rewritten_modules():
-                raise Fatal("", f"a contender rewrote the files of {', '.join(modules[:3])}")
-        finally:
-            with suppress(TamperingError):  # restored for the next contest; no contender is running
-                self.stages.seal.check()
+        for scope, cache in self.options.measures:
+            self.time(scope, cache)
+        if self.options.energy:
+            self._measure_energy()
+        self.check(AFTER)
+
+    def measure_guests(self) -> None:
+        """Measure each contender from outside, alone with the first right baseline."""
+        right = [entry for entry in self.entries if entry.running]
+        yardstick = next((e for e in right if e.contender.baseline), right[0] if right else None)
+        for entry in self.entries:  # the guests need the memory
+            if entry is not yardstick:
+                entry.release()
+        place = self.layers, self.stages, self.options
+        measure_guests(self.guests, yardstick, *place, self.processes)
+
+    def close(self) -> None:
+        self.processes.close()
 
     def time(self, scope: str, cache: str) -> None:
         """Time the correct contenders together; each gets a row for this scope and cache state."""
@@ -276,9 +282,8 @@ class RunningContest:
         for (entry, call), taken in zip(timed, samples, strict=True):
             row = replace(entry.row, scope=scope, cache=cache, clock=call.clock, detail=call.why)
             entry.results[scope, cache] = with_samples(row, taken, self.options, output_bytes)
-        for entry, call in timed:
-            assert call.spots
-            self._end_if_wrong(entry, call.spots, "among the timed calls")
+        for entry, _ in timed:
+            self._end_if_wrong(entry, entry.spots_in(scope), "among the timed calls")
 
     def _end_if_tampered(self, case: str) -> None:
         """End the process if something was changed while timing; blame the last announced case."""
@@ -330,7 +335,9 @@ class RunningContest:
         self.stages.verify()
         allowed = (entry.contender.error or {}).get("at_most")
         right = [replace(each, allowed=allowed) for each in expected[: len(checked.launches)]]
-        errors, reason = judge(outputs, right, checked.launches, entry.pattern, self.stages.guard)
+        refuse_operands(outputs, self.stages.guard)
+        losses = [launch.lost() if launch.lost else 0 for launch in checked.launches]
+        errors, reason = judge(outputs, right, losses, entry.pattern)
         if reason:
             entry.end(Status.WRONG, f"{when}{reason}")
         elif when == BEFORE and (sums := fingerprint(outputs, right, entry.pattern)):
@@ -374,9 +381,8 @@ class RunningContest:
 
     def _checked_before(self, masked: bool) -> bool:
         """Return whether an earlier process compared whole outputs of the same configurations."""
-        checked = self.options.checked
         return all(
-            configuration(entry.row) in checked.get(entry.row.case.id, ())
+            checked_before(entry.row, self.options)
             for entry in self.entries
             if entry.running and self._masked(entry) == masked
         )

@@ -57,6 +57,7 @@ class ContestOptions:
     checked    by case id, the configurations that an earlier process of this run found right
     ceilings   the device's, if known
     energy     also measure the energy of a call, which takes 2 to 3 s
+    timeout_s  time without an announcement after which the process is ended
     """
 
     replicate: int = 0
@@ -68,6 +69,7 @@ class ContestOptions:
     checked: Mapping[str, Sequence[str]] = field(default_factory=dict)
     ceilings: Ceilings | None = None
     energy: bool = False
+    timeout_s: float = 120.0
 
     def with_ceilings_after(self, rows: Iterable[Row]) -> Self:
         """Return the options after these rows: a reference among them may raise the ceilings."""
@@ -109,6 +111,11 @@ def with_samples(row: Row, taken: Samples, options: ContestOptions, output_bytes
 def configuration(row: Row) -> str:
     """Return what a row's kernel chose, and the digest of its machine code, as text."""
     return json.dumps([row.choice, row.code], sort_keys=True)
+
+
+def checked_before(row: Row, options: ContestOptions) -> bool:
+    """Return whether an earlier process compared the whole output of this configuration."""
+    return configuration(row) in options.checked.get(row.case.id, ())
 
 
 @dataclass
@@ -172,6 +179,11 @@ class RunningContender:
             else (checked.timed)
         )
 
+    def spots_in(self, scope: str) -> SpotChecks:
+        checked = self.chain if scope == CHAIN else self.alone
+        assert checked
+        return checked.spots
+
     def record(self, **facts: Any) -> None:
         """Add facts to the row."""
         self.row = replace(self.row, **facts)
@@ -185,8 +197,11 @@ class RunningContender:
     def end(self, status: Status, detail: str) -> None:
         """Record how the contender ended, and release its memory."""
         self.record(status=status, detail=detail)
-        self.alone = self.chain = None
+        self.release()
         self.results.clear()
+
+    def release(self) -> None:
+        self.alone = self.chain = None
 
     def leave_chain(self, status: Status, reason: str) -> None:
         """Record why the contender has no chain, and release its layers."""

@@ -34,7 +34,7 @@ from sparsebench.harness.bench.spot_checks import (
 )
 from sparsebench.harness.bench.tampering import ArrayGuard
 from sparsebench.harness.ops._op import Op, with_fields
-from sparsebench.kernels._kernel import OUTPUTS, Launch, Output, poison
+from sparsebench.kernels._kernel import OUTPUTS, Output, poison
 
 Errors = dict[str, Any]
 """The errors of a row (results/record.py), by the names of its fields."""
@@ -45,7 +45,7 @@ def right_answers(layers: Layers, masked: bool, seed: int | None) -> list[Expect
 
     Contenders of format dense ignore the mask of an op: `masked` is False for them.
     """
-    return [_right_answer(layers.op, layer, masked, seed) for layer in layers.each]
+    return [right_answer(layers.op, layer, masked, seed) for layer in layers.each]
 
 
 def misfit(expected: Sequence[Expected]) -> str:
@@ -83,20 +83,18 @@ def poison_outputs(call: Callable[[], Outputs], guard: ArrayGuard) -> None:
 
 
 def judge(
-    outputs: Outputs,
-    expected: Sequence[Expected],
-    launches: Sequence[Launch],
-    pattern: Format | None,
-    guard: ArrayGuard,
+    outputs: Outputs, expected: Sequence[Expected], losses: Sequence[int], pattern: Format | None
 ) -> tuple[Errors, str]:
-    """Judge the output of each layer; return the largest errors, and "" or which one is wrong."""
+    """Judge the output of each layer; return the largest errors, and "" or which one is wrong.
+
+    `losses` are the values that each layer dropped because its format had no room for them.
+    """
     results, reasons = [], []
-    each = zip(as_tuple(outputs), expected, launches, strict=True)
-    for number, (out, right, launch) in enumerate(each):
-        _elements(out, guard)
-        result, lost = check(out, right, pattern), launch.lost
+    each = zip(as_tuple(outputs), expected, losses, strict=True)
+    for number, (out, right, count) in enumerate(each):
+        result = check(out, right, pattern)
         reason = result.reason
-        if count := lost() if lost else 0:
+        if count:
             values = "value" if count == 1 else "values"  # results/formatting.py loads pandas
             reason = f"{count} {values} lost: the format had no room for them"
         reasons += [f"{of_layer(number)}: {reason}"] if reason else []
@@ -112,12 +110,10 @@ def fingerprint(
     """Return the fingerprint of right outputs that were judged, of which some maybe in part."""
     references = [where_stored(right, pattern).reference for right in expected]
     compared = [right.part(out) for out, right in zip(as_tuple(outputs), expected, strict=True)]
-    right_sums = fingerprint_of(references, tuple(compared))
-    in_part = any(right.sample for right in expected)
-    return right_sums.around(outputs) if right_sums and in_part else right_sums
+    return fingerprint_of(references, tuple(compared), outputs)
 
 
-def _right_answer(op: Op, layer: ChainLayer, masked: bool, seed: int | None) -> Expected:
+def right_answer(op: Op, layer: ChainLayer, masked: bool, seed: int | None) -> Expected:
     """Compute the right answer, or with a seed that of a part, if the op has one.
 
     torch's own comes first, before fp64 copies take memory.
@@ -152,3 +148,9 @@ def _elements(out: Output, guard: ArrayGuard) -> Tensor | None:
         return None  # `check` reports it
     guard.refuse(elements)
     return elements
+
+
+def refuse_operands(outputs: Outputs, guard: ArrayGuard) -> None:
+    """Raise TamperingError if an output lies in an operand."""
+    for out in as_tuple(outputs):
+        _elements(out, guard)

@@ -18,13 +18,22 @@ from typing import Any
 
 import torch
 
-from sparsebench.errors import FormatError
+from sparsebench.errors import FormatError, Unsupported
 from sparsebench.formats._format import Format
-from sparsebench.harness.bench.contest_state import ContestOptions, RunningContender, synchronize
-from sparsebench.harness.bench.operands import ChainLayer, without_mask
+from sparsebench.harness.bench.contest_state import (
+    NO_MEMORY,
+    CheckedCall,
+    ContestOptions,
+    RunningContender,
+    end_status,
+    synchronize,
+)
+from sparsebench.harness.bench.operands import ChainLayer, Layers, without_mask
+from sparsebench.harness.bench.spot_checks import SpotChecks
 from sparsebench.harness.bench.stages import Stages
 from sparsebench.harness.bench.tampering import arrays_of
-from sparsebench.harness.catalog import load_kernel, load_op, masks, weights_format
+from sparsebench.harness.bench.timing import Chain
+from sparsebench.harness.catalog import is_outside, load_kernel, load_op, masks, weights_format
 from sparsebench.harness.machine.device import identity
 from sparsebench.harness.machine.stand_in import stand_in
 from sparsebench.kernels import _kernel
@@ -49,6 +58,8 @@ def entries_of(
         for contender in contenders
     ]
     for entry in entries:
+        if is_outside(entry.contender):
+            continue  # its process says so
         if reason := unsupported(problem, entry.contender, device):
             entry.end(Status.UNSUPPORTED, reason)
     return entries
@@ -71,7 +82,7 @@ class Conversions:
                 weights.clear()
                 synchronize(self._stages.device)
                 start = time.perf_counter()
-                weights.update(_weights_in_format(self._layer, contender))
+                weights.update(weights_in_format(self._layer, contender))
                 synchronize(self._stages.device)
                 took_us.append(1e6 * (time.perf_counter() - start))
             self._stages.verify()
@@ -101,10 +112,22 @@ def prepare(operands: Operands, contender: Contender) -> tuple[Launch, dict[str,
 
 def prepare_layer(layer: ChainLayer, contender: Contender, choice: Mapping[str, Any]) -> Launch:
     """Make a further layer of a chain ready, with the choice of the first, and run it once."""
-    operands = operands_of(layer, dict(_weights_in_format(layer, contender)), choice or None)
+    operands = operands_of(layer, dict(weights_in_format(layer, contender)), choice or None)
     launch = load_kernel(contender.kernel).prepare(operands, **contender.options)
     launch()
     return launch
+
+
+def prepare_chain(layers: Layers, entry: RunningContender) -> None:
+    """Make the further layers ready, or record why this contender has no chain."""
+    assert entry.alone
+    try:
+        choice, contender = entry.row.choice, entry.contender
+        launches = [prepare_layer(layer, contender, choice) for layer in layers.each[1:]]
+        chain = Chain((*entry.alone.launches, *launches))
+        entry.chain = CheckedCall(chain, SpotChecks(layers.chain))
+    except (FormatError, Unsupported, *NO_MEMORY) as error:
+        entry.leave_chain(*end_status(error))
 
 
 def operands_of(
@@ -165,8 +188,12 @@ def unsupported(problem: Problem, contender: Contender, device: torch.device) ->
 
 
 def unsupported_on(device: str, problem: Problem, contender: Contender) -> str | None:
-    """Return why a contender cannot run on the device of this name; a stand-in runs all."""
-    return None if stand_in(device) else unsupported(problem, contender, torch.device(device))
+    """Return why a contender cannot run on the device of this name.
+
+    A stand-in runs all, and code from outside the package is not asked.
+    """
+    asked = not stand_in(device) and not is_outside(contender)
+    return unsupported(problem, contender, torch.device(device)) if asked else None
 
 
 @cache
@@ -182,7 +209,7 @@ def _refusal(format_name: str, params: str, dtype: torch.dtype) -> str | None:
     return None
 
 
-def _weights_in_format(layer: ChainLayer, contender: Contender) -> Iterator[tuple[str, Format]]:
+def weights_in_format(layer: ChainLayer, contender: Contender) -> Iterator[tuple[str, Format]]:
     """Yield each weight in the contender's format, or dense if that stores activations."""
     store, problem = weights_format(contender.format).from_dense, layer.problem
     op, dense = load_op(problem.op), layer.dense.weights

@@ -6,17 +6,10 @@
     randomness   generators of torch, CUDA, numpy and Python: restored but not reported, because a
                  kernel may draw numbers while it tunes. So are new environment variables that
                  libraries read at a call; others, which libraries set on import, stay
-    clocks       the first bytes of their machine code: clock_gettime of libc, which
-                 time.perf_counter calls, and the events of libcudart, if it is loaded
 
-`ProcessState` and `SealedClocks` record these when a contest starts. `ProcessState.restore` puts
-back what has changed, and returns the names of changes that no kernel may make. After a change of a
-clock the process ends (stages.py).
+`ProcessState` records these when a contest starts. `restore` puts back what has changed, and
+returns the names of changes that no kernel may make.
 `rewritten_modules` finds files of Python modules that were written since this process loaded them.
-
-A hostile kernel can overwrite the start of a clock with a jump to other code. It can also change
-the table through which torch finds these functions, which leaves their code alone. So each check
-also reads two events that were recorded once: the time between them must not change.
 """
 
 import ctypes
@@ -216,66 +209,3 @@ def rewritten_modules() -> list[str]:
                 _files[file] = now
                 changed.append(name)
     return sorted(changed)
-
-
-SEALED_BYTES = 32
-LIBC = ["clock_gettime"]
-CUDART = [
-    "cudaEventElapsedTime",
-    "cudaEventRecord",
-    "cudaEventRecordWithFlags",
-    "cudaEventSynchronize",
-    "cudaDeviceSynchronize",
-    "cudaGraphLaunch",
-]
-
-
-class SealedClocks:
-    """The code of the clocks, and the time between two events, when the contest starts."""
-
-    def __init__(self) -> None:
-        self._before = {
-            name: ctypes.string_at(at, SEALED_BYTES) for name, at in addresses().items()
-        }
-        self._events = _events()
-
-    def changes(self) -> list[str]:
-        """Return the names of the functions that were changed."""
-        now = {name: ctypes.string_at(at, SEALED_BYTES) for name, at in addresses().items()}
-        changed = [name for name, code in now.items() if code != self._before[name]]
-        if self._events:
-            begin, end, distance = self._events
-            if begin.elapsed_time(end) != distance:
-                changed.append("elapsed_time, which no longer gives what it gave")
-        return changed
-
-
-@cache
-def addresses() -> dict[str, int]:
-    """Return where each clock begins in memory."""
-    libraries = [(ctypes.CDLL(None), LIBC)]
-    if (path := _path_of_library("libcudart.so")) is not None:
-        libraries.append((ctypes.CDLL(path), CUDART))
-    return {
-        name: address
-        for library, names in libraries
-        for name in names
-        if hasattr(library, name)
-        and (address := ctypes.cast(getattr(library, name), ctypes.c_void_p).value)
-    }
-
-
-def _path_of_library(name: str) -> str | None:
-    with open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:
-        paths = [line.rpartition(" ")[2].strip() for line in maps if f"/{name}" in line]
-    return paths[0] if paths else None
-
-
-def _events() -> tuple[torch.cuda.Event, torch.cuda.Event, float] | None:
-    if not (torch.cuda.is_available() and torch.cuda.is_initialized()):
-        return None
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    begin.record()
-    end.record()
-    end.synchronize()
-    return begin, end, begin.elapsed_time(end)

@@ -5,17 +5,23 @@
             A like the samples, or on B, written just before it, with A written again after it. Its
             time is in no row
 
-The right sums on B are those of an earlier call whose output was compared in full or in part. The
-right sums on A are those of the first call of the burst: they must differ from B's, and a second
-call must give them again after the output's elements were reversed. Each call finds the answer for
-the other activations in its output buffer, so a call that does nothing, or returns a stored result,
-is wrong. Writing the activations changes no version counter of torch. A spot is called by the same
-line of code as a sample, with the same arguments.
+The right output on B is that of an earlier call, which was compared in full or in part. The right
+output on A is that of the first call of the burst: it must differ from B's, and a second call must
+give it again after the output's elements were reversed. Each call finds the answer for the other
+activations in its output buffer, so a call that does nothing, or returns a stored result, is wrong.
+Writing the activations changes no version counter of torch. A spot is called by the same line of
+code as a sample, with the same arguments.
 
-An inspection sums the output's rows and columns on the stream behind the call, without waiting, in
-fp64: in fp32, squares of sums of 1e-30 would be zero, and sums of 1e38 infinite. The sums may be 4
-times as far from the right ones as those of the call that was compared in full, plus one eps of the
-dtype. In a chain, every layer's output is inspected, and the furthest one counts.
+An inspection multiplies the output Y by vectors u and v of random signs, new in each call, on the
+stream behind the call and without waiting: Y v and u Y are compared with those of the right output
+(Freivalds). The sums are fp64: in fp32, squares of sums of 1e-30 would be zero, and sums of 1e38
+infinite. They may be 4 times as far apart as those of the call that was compared in full were from
+the reference, plus one eps of the dtype. In a chain, every layer's output is inspected, and the
+furthest one counts.
+
+These are the checks of the package's own kernels. Code from outside the package runs in a process
+of its own, gets other activations in every call, and is compared element by element
+(guest_contest.py).
 """
 
 from collections.abc import Callable, Sequence
@@ -34,7 +40,7 @@ from sparsebench.kernels._kernel import Output
 
 CALLS = 64
 BURST_S = 0.1
-FEWEST = 16  # two outputs with so many sums never have the same ones by chance
+FEWEST = 16  # rows and columns: two such outputs are never equal by chance
 CLOCK_EVERY = 8  # calls between two readings of the clock
 SHARE = 0.25  # fraction of the rounds
 FURTHER = 4.0  # times as far as the call that was compared in full
@@ -46,26 +52,38 @@ Outputs = Output | tuple[Output, ...]
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """The sums of each right output's rows and columns, and the largest distance from them."""
+    """The right outputs of a call, their norms, and the largest distance from them."""
 
-    sums: Tensor  # fp64 [outputs, rows + columns]
-    sizes: Tensor  # norms [outputs]
+    right: tuple[Tensor, ...]  # each [rows, columns]
+    sizes: tuple[float, ...]
     limit: float
-
-    def around(self, out: Outputs) -> "Fingerprint":
-        """Return the fingerprint of an output that was compared in part, with the same limit."""
-        sums, values = sums_of(out), map(values_of, as_tuple(out))
-        assert sums is not None
-        sizes = [float(x.norm(dtype=torch.float64)) for x in values if isinstance(x, Tensor)]
-        return replace(self, sums=sums, sizes=sums.new_tensor(sizes))
+    signs: torch.Generator
 
     def distance(self, out: object) -> Tensor | float:
-        """Return the largest relative distance of an output, or infinity if it has no such sums."""
-        sums = sums_of(out)
-        if sums is None or sums.shape != self.sums.shape or sums.device != self.sums.device:
+        """Return the largest relative distance of an output, or infinity if it has no such form."""
+        tables = tables_of(out)
+        if tables is None or [t.shape for t in tables] != [t.shape for t in self.right]:
             return float("inf")
-        furthest: Tensor = ((sums - self.sums).norm(dim=1) / self.sizes).max()
-        return furthest
+        if any(t.device != r.device for t, r in zip(tables, self.right, strict=True)):
+            return float("inf")
+        pairs = zip(tables, self.right, self.sizes, strict=True)
+        return torch.stack([_apart(*pair, self.signs) for pair in pairs]).max()
+
+
+def _apart(table: Tensor, right: Tensor, size: float, signs: torch.Generator) -> Tensor:
+    """Return ||(Y v, u Y) - (R v, u R)|| over a size, for random signs u and v."""
+    apart = []
+    for dim, count in ((1, table.shape[1]), (0, table.shape[0])):
+        draw = torch.randint(0, 2, (count,), generator=signs, device=table.device) * 2 - 1
+        along = draw if dim else draw[:, None]
+        products = [(_wide(each) * along).sum(dim, dtype=torch.float64) for each in (table, right)]
+        apart.append(products[0] - products[1])
+    distance: Tensor = torch.cat(apart).norm() / size
+    return distance
+
+
+def _wide(table: Tensor) -> Tensor:
+    return table if table.element_size() >= 4 else table.float()
 
 
 def values_of(out: object) -> object:
@@ -77,28 +95,29 @@ def as_tuple(outputs: Any) -> tuple[Any, ...]:
     return outputs if isinstance(outputs, tuple) else (outputs,)
 
 
-def sums_of(out: object) -> Tensor | None:
-    """Return the sums [outputs, rows + columns]; None unless all are tensors of one size."""
-    sums = []
-    for values in map(values_of, as_tuple(out)):
-        if type(values) is not Tensor or not values.numel():
-            return None
-        table = values.detach().reshape(len(values), -1)
-        sums.append(torch.cat([table.sum(dim, dtype=torch.float64) for dim in (1, 0)]))
-    return torch.stack(sums) if len({s.shape for s in sums}) == 1 else None
-
-
-def fingerprint_of(references: Sequence[Tensor], out: Outputs) -> Fingerprint | None:
-    """Return the fingerprint of the right answers [fp64], to which `out` was compared in full."""
-    right, sums = sums_of(tuple(references)), sums_of(out)
-    sizes = [float(reference.norm()) for reference in references]
-    if right is None or sums is None or not all(sizes):
+def tables_of(out: object) -> list[Tensor] | None:
+    """Return each output's values [rows, columns]; None unless all are tensors."""
+    every = [values_of(each) for each in as_tuple(out)]
+    if not all(type(values) is Tensor and values.numel() for values in every):
         return None
-    result = Fingerprint(right, sums.new_tensor(sizes), 0.0)
-    values = values_of(as_tuple(out)[0])
-    assert isinstance(values, Tensor)
-    limit = FURTHER * float(result.distance(out)) + eps_of(values.dtype)
-    return replace(result, limit=limit)
+    return [v.detach().reshape(len(v), -1) for v in every if isinstance(v, Tensor)]
+
+
+def fingerprint_of(
+    references: Sequence[Tensor], out: Outputs, judged: Outputs
+) -> Fingerprint | None:
+    """Return the fingerprint of `judged`, whose part `out` was compared with the references."""
+    right, tables, whole = tables_of(tuple(references)), tables_of(out), tables_of(judged)
+    sizes = tuple(float(reference.norm()) for reference in references)
+    if right is None or tables is None or whole is None or not all(sizes):
+        return None
+    signs = torch.Generator(right[0].device).manual_seed(SystemRandom().getrandbits(62))
+    reference = Fingerprint(tuple(right), sizes, 0.0, signs)
+    limit = FURTHER * float(reference.distance(out)) + eps_of(tables[0].dtype)
+    wholes = tuple(table.clone() for table in whole)
+    return Fingerprint(
+        wholes, tuple(float(_wide(t).norm(dtype=torch.float64)) for t in wholes), limit, signs
+    )
 
 
 def reverse(out: object) -> None:
@@ -110,7 +129,7 @@ def reverse(out: object) -> None:
 
 @dataclass
 class SpotChecks:
-    """The spot checks of one call: its right sums on draws A and B, and the distances from them."""
+    """The spot checks of one call: its right outputs on draws A and B, and distances from them."""
 
     draws: Draws
     fingerprints: dict[str, Fingerprint] = field(default_factory=dict)
@@ -127,6 +146,10 @@ class SpotChecks:
                 turns[at].insert(place, self.random.choice((A, B)) if count else B)
         return turns
 
+    def write(self, which: str) -> None:
+        """Write the activations of a spot."""
+        self.draws.write(which)
+
     def inspect(self, which: str, out: object) -> None:
         """Measure the distance of a call's output, and write A again."""
         self.distances.append(self.fingerprints[which].distance(out))
@@ -139,11 +162,11 @@ class SpotChecks:
         distances, write = self.distances, self.draws.write
         write(A)
         out = call()
-        sums, from_b = sums_of(out), of_b.distance(out)
-        if sums is None or (sums.shape[1] >= FEWEST and float(from_b) <= of_b.limit):
+        tables, from_b = tables_of(out), of_b.distance(out)
+        if tables is None or (sum(tables[0].shape) >= FEWEST and float(from_b) <= of_b.limit):
             distances.append(float("inf"))  # no output, or still that of B
             return
-        self.fingerprints[A] = of_a = replace(of_b, sums=sums)
+        self.fingerprints[A] = of_a = replace(of_b, right=tuple(t.clone() for t in tables))
         reverse(out)
         del out
         distances.append(of_a.distance(call()))
@@ -165,5 +188,5 @@ class SpotChecks:
         wrong = [d for d in distances if not d <= limit]
         if not wrong:
             return None
-        how = f"sums {wrong[0]:.2g} from the right ones, at most {limit:.2g} expected"
+        how = f"{wrong[0]:.2g} from the right output, at most {limit:.2g} expected"
         return f"{len(wrong)} of {len(distances)} inspected calls are wrong: {how}"

@@ -1,12 +1,11 @@
 """Run the code of contenders in stages: convert, prepare, chain, capture, check, energy.
 
 Each stage is announced and timed, and an exception in it ends the contender, not the contest. After
-each step that runs a contender's code, `verify` finds what it changed (tampering.py):
+each step that runs a contender's code, `verify` finds what it changed:
 
-    code or settings of the process   put back; the contender is wrong
-    the machine code of a clock       the process ends, and the contender has failed: Fatal
-    an operand, or a right answer     the contender is wrong, and the contest begins again without
-                                      it, from the seed: Spoiled
+    settings of the process        put back; the contender is wrong (process_state.py)
+    an operand, or a right answer  the contender is wrong, and the contest begins again without it,
+                                   from the seed: Spoiled (tampering.py)
 """
 
 import time
@@ -26,14 +25,8 @@ from sparsebench.harness.bench.contest_state import (
     synchronize,
     traceback_of,
 )
-from sparsebench.harness.bench.process_state import rewritten_modules
-from sparsebench.harness.bench.tampering import (
-    ArrayGuard,
-    ClockError,
-    Seal,
-    SpoiledError,
-    TamperingError,
-)
+from sparsebench.harness.bench.process_state import ProcessState
+from sparsebench.harness.bench.tampering import ArrayGuard, SpoiledError, TamperingError
 from sparsebench.results.record import Status
 
 
@@ -46,32 +39,23 @@ class Spoiled(SparsebenchError):
 
 
 class Stages:
-    """The stages of a contest on a device.
-
-    spent_s   seconds by stage
-    thorough  verify the files of modules at every step, too
-    """
+    """The stages of a contest on a device; `spent_s` has the seconds of each."""
 
     def __init__(
         self,
         device: torch.device,
         announce: Announce = lambda case, stage: None,
         on_failure: OnFailure = lambda *failure: None,
-        *,
-        thorough: bool = False,
     ) -> None:
-        """Record the code and the settings of the process, before any contender runs."""
-        self.device, self.announce, self._on_failure = device, announce, on_failure
-        self._thorough, self.spent_s = thorough, dict[str, float]()
-        self.seal, self.guard = Seal(), ArrayGuard()
-        rewritten_modules()
+        """Record the settings of the process, before any contender runs."""
+        self.device, self.announce, self.on_failure = device, announce, on_failure
+        self.spent_s = dict[str, float]()
+        self.process, self.guard = ProcessState(), ArrayGuard()
 
     def verify(self) -> None:
-        """Raise TamperingError if an operand or the harness itself has changed."""
-        self.seal.check()
+        """Raise TamperingError if an operand or a setting of the process has changed."""
+        require_settings(self.process)
         self.guard.check()
-        if self._thorough and (modules := rewritten_modules()):
-            raise TamperingError(f"rewrote the files of {', '.join(modules[:3])}")
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
@@ -95,8 +79,6 @@ class Stages:
             with self.stage(name):
                 yield
                 synchronize(self.device)
-        except ClockError as error:
-            raise Fatal(case, f"{name}: {error}") from error
         except TamperingError as error:
             entry.end(Status.WRONG, f"{name}: {error}")
             if isinstance(error, SpoiledError):
@@ -111,14 +93,18 @@ class Stages:
                 reason = f"{name}: {one_line(error)}"
             entry.end(status, reason)
             if status is not Status.UNSUPPORTED:
-                self._on_failure(case, reason, traceback_of(error))
+                self.on_failure(case, reason, traceback_of(error))
             if status is Status.OUT_OF_MEMORY and self.device.type == "cuda":
                 torch.cuda.empty_cache()
             try:
                 self.verify()  # what it changed before it failed
             except SpoiledError as spoiled:
                 raise Spoiled(entry, str(spoiled)) from error
-            except ClockError as changed:
-                raise Fatal(case, f"{name}: {changed}") from error
             except TamperingError:
                 pass
+
+
+def require_settings(process: ProcessState) -> None:
+    """Raise TamperingError if a setting of the process has changed, and put it back."""
+    if changed := process.restore():
+        raise TamperingError(f"changed {', '.join(changed[:3])}")

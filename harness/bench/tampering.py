@@ -1,17 +1,13 @@
-"""Detect contenders that change operands, or replace code of the harness.
+"""Detect contenders that change operands, which are the other contenders' too.
 
     ArrayGuard  dense weights and activations, recordings, right answers, and every array of a
                 format that several contenders share. If one has changed, the contest begins again
                 without the contender (stages.py)
-    Seal        every function and class of sparsebench that is loaded when a contest starts, with
-                its code; the clocks, and what the check calls of torch; the settings of the process
-                (process_state.py). What was replaced or changed is put back. If the machine code of
-                a clock has changed, the process ends
 
-Both are checked after each conversion, after each prepare with its first run, after each output
-check and while timing. A contender that changed something is wrong; the others are not affected. A
-kernel's own Python runs in this process, so it could undo a change before it returns, or write to
-memory (harness/TRUST.md).
+It is checked after each conversion, after each prepare with its first run, after each output check
+and while timing, beside the settings of the process (process_state.py). A contender that changed
+something is wrong; the others are not affected. This guards against mistakes of the package's own
+kernels; code from outside the package has a process of its own (guest.py).
 
 A checksum reads an array twice, in 8-byte words w laid out in rows of COLUMNS:
 
@@ -21,42 +17,22 @@ a and b are odd random numbers, drawn anew in each process: no kernel can know t
 """
 
 import os
-import sys
-import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from operator import is_
-from types import FunctionType
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from sparsebench.formats._format import Format
-from sparsebench.harness.bench.process_state import ProcessState, SealedClocks
 
 COLUMNS = 4096
 WORD = 8  # bytes
-CLOCKS: dict[Any, list[str]] = {
-    time: ["perf_counter", "perf_counter_ns", "monotonic"],
-    torch.cuda: ["Event", "synchronize"],
-    torch.cuda.Event: ["record", "query", "elapsed_time"],
-}
-OF_TENSORS = ["double", "abs", "norm", "isfinite", "all", "any", "max", "sum", "copy_", "fill_"]
-OF_TENSORS += ["__sub__", "__truediv__", "__mul__", "equal", "data_ptr", "view", "detach"]
-OF_TORCH = [(o, n) for o, ns in {**CLOCKS, torch.Tensor: OF_TENSORS}.items() for n in ns]
-CODE = "__code__", "__defaults__", "__kwdefaults__"
-Code = tuple[Any, Any, Any]
 
 
 class TamperingError(Exception):
-    """A contender changed, or returned, memory or code that is not its own."""
-
-
-class ClockError(TamperingError):
-    """A contender changed the machine code of a clock, so no time of this process can be right."""
+    """A contender changed, or returned, memory or settings that are not its own."""
 
 
 class SpoiledError(TamperingError):
@@ -169,66 +145,3 @@ def arrays_of(weights: Mapping[str, Format], of: str) -> dict[str, Tensor]:
         for name, weight in weights.items()
         for array, tensor in weight.arrays().items()
     }
-
-
-class Seal:
-    """Records the definitions of the harness, and the settings of the process."""
-
-    def __init__(self) -> None:
-        self._torch = [(owner, name, _get(owner, name)) for owner, name in OF_TORCH]
-        self._namespaces, self._functions = _definitions()
-        self._process, self._clocks = ProcessState(), SealedClocks()
-
-    def check(self) -> None:
-        """Raise TamperingError if a name or a setting differs, after restoring all of them."""
-        if clocks := self._clocks.changes():
-            raise ClockError(f"rewrote the machine code of {', '.join(clocks[:3])}")
-        changed = [entry for entry in self._torch if _get(*entry[:2]) is not entry[2]]
-        for owner, sealed in self._namespaces:
-            present = vars(owner)
-            changed += [(owner, n, v) for n, v in sealed.items() if present.get(n) is not v]
-        for function, code in self._functions:
-            if not all(map(is_, _code(function), code)):
-                pairs = zip(CODE, code, strict=True)
-                changed += [(function, n, v) for n, v in pairs if getattr(function, n) is not v]
-        for owner, name, value in changed:
-            setattr(owner, name, value)
-        names = {f"{getattr(o, '__name__', type(o).__name__)}.{n}" for o, n, _ in changed}
-        changes = {
-            "replaced": sorted(names),
-            "changed": self._process.restore(),
-        }
-        parts = [f"{verb} {', '.join(what[:3])}" for verb, what in changes.items() if what]
-        if parts:
-            raise TamperingError("; ".join(parts))
-
-
-def _definitions() -> tuple[list[tuple[Any, dict[str, Any]]], list[tuple[FunctionType, Code]]]:
-    """Return what modules and classes of sparsebench define, and the code of each function."""
-    namespaces: list[tuple[Any, dict[str, Any]]] = []
-    definitions: list[Any] = []
-    for title, module in list(sys.modules.items()):
-        if title.partition(".")[0] == "sparsebench":
-            values = {name: value for name, value in vars(module).items() if callable(value)}
-            namespaces.append((module, values))
-            definitions += [v for v in values.values() if getattr(v, "__module__", None) == title]
-    for owner in [value for value in definitions if isinstance(value, type)]:
-        members = {
-            name: member
-            for name, member in vars(owner).items()
-            if isinstance(member, FunctionType | property | classmethod | staticmethod)
-        }
-        namespaces.append((owner, members))
-        definitions += members.values()
-    functions = [value for value in definitions if isinstance(value, FunctionType)]
-    return namespaces, [(function, _code(function)) for function in functions]
-
-
-def _code(function: FunctionType) -> Code:
-    return function.__code__, function.__defaults__, function.__kwdefaults__
-
-
-def _get(owner: Any, name: str) -> Any:
-    """Return what a name means; for a class, its own member as it is written."""
-    inherited = getattr(owner, name, None)
-    return vars(owner).get(name, inherited) if isinstance(owner, type) else inherited

@@ -26,7 +26,8 @@ often late, so a round is not repeated if only such calls are late.
 On a CPU the host clock measures one call; scope and cache make no difference.
 
 Spot checks (spot_checks.py) are further calls among the samples, made in the same way and then
-inspected; their times are not samples. sampling.py has the number of samples.
+inspected; their times are not samples. A guest's calls (guest.py) are all made in this way, and are
+samples. sampling.py has the number of samples.
 """
 
 import operator
@@ -36,7 +37,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from operator import itemgetter
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -47,6 +48,16 @@ from sparsebench.kernels._common.gpu_clock import GpuClock, flusher
 from sparsebench.kernels._kernel import Launch, Output
 
 REPEATS, MOST_REPEATS = 2, 24  # most repeats of a round, and of all rounds together
+
+
+class Inspection(Protocol):
+    """What happens to a call beside its time."""
+
+    def write(self, which: str, /) -> None:
+        """Write activations before the call."""
+
+    def inspect(self, which: str, out: Outputs, /) -> None:
+        """Take the output after it."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +72,7 @@ class TimedCall:
     call: Callable[[], Outputs]
     clock: str
     why: str = ""
-    spots: SpotChecks | None = None
+    spots: Inspection | None = None
 
 
 @dataclass(frozen=True)
@@ -96,11 +107,12 @@ def ready(launch: Launch | Chain, device: torch.device) -> TimedCall:
     """
     if device.type == "cpu":
         return TimedCall(launch.run, "host")
-    graph = torch.cuda.CUDAGraph()
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream(device)
     try:
         with capturing(graph):
             output = launch.run()
     except RuntimeError as error:
+        torch.cuda.set_stream(stream)  # a capture that fails at its end leaves its own stream
         torch.cuda.synchronize(device)
         why = str(error).strip().partition("\n")[0]
         return TimedCall(launch.run, "events", f"no CUDA graph: {why}")
@@ -122,16 +134,13 @@ def time_together(
     cache: str = "cold",
 ) -> list[Samples]:
     """Return each contender's samples. With `announce`, announce each sample and wait for it."""
-    if device.type == "cuda":
-        take = gpu_rounds(device, announce, idle=scope == "op", cold=cache == "cold")
-    else:
-        take = host_rounds(announce)
+    take = clock_of(device, scope, cache, announce)
     numbered = [(i, contender, "") for i, contender in enumerate(contenders)]
     trials = [take(numbered) for _ in range(2)]  # the first call may include warm-up
     plans = [sample_budget(min(t.time_us for t in times)) for times in zip(*trials, strict=True)]
     draw = random.Random(f"{seed} {scope} {cache}")
     turns = [
-        who.spots.turns(*plan) if who.spots else [[""] * plan[1]] * plan[0]
+        who.spots.turns(*plan) if isinstance(who.spots, SpotChecks) else [[""] * plan[1]] * plan[0]
         for who, plan in zip(contenders, plans, strict=True)
     ]
     samples: list[list[TimedSample]] = [[] for _ in contenders]
@@ -142,11 +151,14 @@ def time_together(
         order = [(i, contenders[i], spot) for i in turn for spot in turns[i][number]]
         taken = take(order)
         for _ in range(min(REPEATS, repeats)):
-            if not any(s.late and contenders[s.contender].clock == "graph" for s in taken):
+            if not any(
+                s.late and not s.spot and contenders[s.contender].clock == "graph" for s in taken
+            ):
                 break
             taken, repeats = take(order), repeats - 1
         for sample in taken:
-            samples[sample.contender].append(sample)
+            if not sample.spot:
+                samples[sample.contender].append(sample)
     counts_late = device.type == "cuda" and scope != "op"
     return [
         Samples(
@@ -168,9 +180,19 @@ class TimedSample(NamedTuple):
     contender: int
     time_us: float
     late: bool
+    spot: str = ""
 
 
 Clock = Callable[[Order], list[TimedSample]]
+
+
+def clock_of(
+    device: torch.device, scope: str, state: str, announce: Callable[[int], None] | None = None
+) -> Clock:
+    """Return the clock of a device for a scope and a state of the cache."""
+    if device.type == "cpu":
+        return host_rounds(announce)
+    return gpu_rounds(device, announce, idle=scope == "op", cold=state == "cold")
 
 
 def host_rounds(announce: Callable[[int], None] | None) -> Clock:
@@ -181,7 +203,7 @@ def host_rounds(announce: Callable[[int], None] | None) -> Clock:
                 announce(i)
             outputs: list[Outputs] = []
             if spot and contender.spots:
-                contender.spots.draws.write(spot)
+                contender.spots.write(spot)
             keep = outputs.append if spot else id  # a call into C either way
             # One call into C: a contender finds no start time in the frames of its callers.
             calls: tuple[Callable[[], Any], ...] = perf_counter, contender.call, perf_counter
@@ -191,8 +213,7 @@ def host_rounds(announce: Callable[[int], None] | None) -> Clock:
             time_us = 1e6 * (end - start)
             if spot and contender.spots:
                 contender.spots.inspect(spot, outputs.pop())
-            else:
-                times.append(TimedSample(i, time_us, late=False))
+            times.append(TimedSample(i, time_us, late=False, spot=spot))
         return times
 
     return take
@@ -225,7 +246,7 @@ def gpu_rounds(
                     if not cold:
                         contender.call()
                     if spot and contender.spots:
-                        contender.spots.draws.write(spot)
+                        contender.spots.write(spot)
                     if cold:
                         flush()
                     if idle:
@@ -233,11 +254,10 @@ def gpu_rounds(
                     sample = clock.sample(contender.call, keep)
                     if spot and contender.spots:
                         contender.spots.inspect(spot, outputs.pop())
-                    else:
-                        samples.append((i, sample))
+                    samples.append((i, sample, spot))
             if wait:
                 torch.cuda.synchronize(device)
         torch.cuda.synchronize(device)
-        return [TimedSample(i, sample.time_us, sample.late and not idle) for i, sample in samples]
+        return [TimedSample(i, s.time_us, s.late and not idle, spot) for i, s, spot in samples]
 
     return take

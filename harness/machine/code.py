@@ -93,7 +93,8 @@ def _digest(package: str) -> str:
     spec = find_spec(package)
     if spec is None or spec.submodule_search_locations is None:
         return _hash_files([("", Path(str(spec and spec.origin)))]).hexdigest()
-    return _hash_files(_files(package, files(package))).hexdigest()
+    folder = Path(next(iter(spec.submodule_search_locations)))  # not imported
+    return _hash_files(_files(package, folder)).hexdigest()
 
 
 def commit() -> dict[str, Any]:

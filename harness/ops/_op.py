@@ -127,6 +127,8 @@ class Op:
     derived       activations that `derive` computes in floating point, which the digest of the
                   operands leaves out: two devices may differ in a rounding
     copies        (a problem's fields, operand's name) -> how many copies a kernel holds; default: 1
+    exact         the activation of which each product of the op has one factor, if the op is such
+                  a product: with small integers its sums are exact (bench/exact_draws.py)
     sample        (problem, operands, seed) -> a random part whose answer is much cheaper than the
                   whole one, or None if the whole one is cheap; default: None
     """
@@ -152,6 +154,7 @@ class Op:
     full: Callable[[Problem], dict[str, int]] | None = None
     format_params: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda fields: {}
     derived: tuple[str, ...] = ()
+    exact: str | None = None
     sample: Callable[[Problem, Mapping[str, Tensor], int], Sample | None] = lambda *_: None
 
     @property

@@ -134,6 +134,7 @@ OP = Op(
     fewest_bytes=fewest_bytes,
     counts=counts,
     adjust=adjust,
+    exact="x",
 )
 
 
@@ -168,6 +169,7 @@ DGRAD = Op(
     flops=flops,
     fewest_bytes=bytes_of_input_gradient,
     counts=counts,
+    exact="dy",
 )
 """Gradient of a linear layer's input: dX[m, k] = dY[m, n] @ W[n, k]."""
 
@@ -182,5 +184,6 @@ WGRAD = replace(
     fewest_bytes=bytes_of_weight_gradient,
     spread=lambda dy, x: weight_gradient(dy.square(), x.square()).sqrt(),
     depth=lambda dy, x: len(dy),  # every sum runs over the tokens
+    exact="x",
 )
 """Gradient of a linear layer's weight at its pattern: dW[n, k] = dY[m, n].T @ X[m, k]."""

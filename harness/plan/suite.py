@@ -41,7 +41,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from sparsebench._discovery import canonical, did_you_mean
 from sparsebench.errors import SuiteError
 from sparsebench.harness.bench.operands import level_of
-from sparsebench.harness.catalog import keywords, load_kernel, load_op, parameters
+from sparsebench.harness.catalog import declare_all, declared, load_op, parameters
 from sparsebench.harness.inputs import sources
 from sparsebench.harness.ops._active import RECORDED
 from sparsebench.harness.ops._op import Op
@@ -145,6 +145,9 @@ def expand(where: str, text: str, data: Path | None = None, *, published: bool =
             else:
                 entry.format = canonical("formats", entry.format)
         entries = [entry for _, entry in suite_file.entries]
+        declare_all(
+            {("kernels", e.kernel) for e in entries} | {("formats", e.format) for e in entries}
+        )
         sweeps = [[entry.params, entry.options] for entry in entries]
         limits.require_few(suite_file.problems, sweeps)
         by_id: dict[str, Problem] = {}  # a problem of two sweeps is measured once
@@ -250,7 +253,7 @@ def _require_competes(where: str, entry: ContenderEntry, problems: Collection[Pr
 
 def _require_accepted(where: str, entry: ContenderEntry, problems: Collection[Problem]) -> None:
     """Raise SuiteError for a format, params or options that a kernel does not take."""
-    kernel = load_kernel(entry.kernel)
+    kernel = declared("kernels", entry.kernel)
     names = {canonical("formats", name) for name in (kernel.consumes, entry.format)}
     if kernel.consumes != "any" and len(names) > 1:
         expected = f"expected format {kernel.consumes} for kernel {entry.kernel}"
@@ -260,7 +263,7 @@ def _require_accepted(where: str, entry: ContenderEntry, problems: Collection[Pr
         of_one = {f"{weight}.{name}" for weight in load_op(op).weights for name in accepted}
         _require_names(f"{where}.params", entry.params, accepted, of_one)
     if not (removal(entry.kernel) or not_installed(entry.kernel)):
-        _require_names(f"{where}.options", entry.options, keywords(kernel.prepare))
+        _require_names(f"{where}.options", entry.options, {*kernel.options})
 
 
 def _competes(entry: ContenderEntry, problem: Problem) -> bool:

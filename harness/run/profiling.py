@@ -37,7 +37,7 @@ def call_each(
     """Check the cases of each contest, call the correct ones in their ranges, and yield each."""
     for planned in contests:
         entries = entries_of(planned.problem, planned.contenders, device)
-        contest = RunningContest(entries, Stages(device), data)
+        contest = RunningContest(entries, Stages(device), data, together=True)
         contest.prepare()
         contest.start()
         for entry in entries:

@@ -26,7 +26,7 @@ from typing import Any
 from sparsebench.errors import WorkerError
 from sparsebench.harness.bench.contest_state import ContestOptions
 from sparsebench.harness.bench.sampling import distinct_measures
-from sparsebench.harness.catalog import load_kernel
+from sparsebench.harness.catalog import declared
 from sparsebench.harness.plan.suite import Contest
 from sparsebench.harness.run.history import History
 from sparsebench.harness.run.worker_process import (
@@ -84,7 +84,9 @@ class Runner:
         dtypes = {
             str(contest.problem["dtype"])
             for contest in contests
-            if any(load_kernel(k.kernel).device in ("any", kind) for k in contest.contenders)
+            if any(
+                declared("kernels", k.kernel).device in ("any", kind) for k in contest.contenders
+            )
         }
         dtypes |= {TF32} if FP32 in dtypes else set()
         if self._device.startswith("cuda"):
@@ -165,6 +167,7 @@ class Runner:
                 attempt=attempt,
                 reference=contest.reference,
                 energy=energy,
+                timeout_s=self._timeout_s,
                 measures=distinct_measures(options.measures, self._device),
                 **self.history.options(part),
             )

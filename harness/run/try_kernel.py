@@ -29,11 +29,10 @@ from sparsebench.harness.bench import contest
 from sparsebench.harness.bench import device_ceilings as ceilings
 from sparsebench.harness.bench.contest_state import ContestOptions, OnFailure
 from sparsebench.harness.bench.prepare import unsupported
-from sparsebench.harness.catalog import keywords, load_kernel, load_op, parameters
+from sparsebench.harness.catalog import Declaration, declared, is_outside, load_op, parameters
 from sparsebench.harness.patterns._mask import derived
 from sparsebench.harness.plan.suite import Contest, expand
 from sparsebench.harness.run.profiling import call_each
-from sparsebench.kernels._kernel import Kernel
 from sparsebench.results import files
 from sparsebench.results.record import Row, Status
 from sparsebench.results.tables.contests import SHORT_US
@@ -80,6 +79,8 @@ def try_kernel(
     contenders = [*planned.contenders]
     # Check first: ceilings and the baseline's search take 30 to 70 s.
     for contender in sorted(contenders, key=lambda contender: contender.baseline):
+        if is_outside(contender):
+            continue  # its own process says so
         if reason := unsupported(planned.problem, contender, device):
             raise Unsupported(f"{contender.kernel}: {reason}")
     measured = ceilings.measure(device)
@@ -113,7 +114,7 @@ def plan(
     name: str, words: Sequence[str], device: torch.device, data: Path | None = None
 ) -> Contest:
     """Return the contest of the words: the kernel and its baseline. Raises SuiteError."""
-    kernel, values = load_kernel(name), _parse_fields(words)
+    kernel, values = declared("kernels", name), _parse_fields(words)
     settings = {word: values.pop(word) for word in OF_TRY & values.keys()}
     op = str(settings.get("op", "linear" if kernel.op == "any" else kernel.op))
     stored = str(settings.get("format", "dense" if kernel.consumes == "any" else kernel.consumes))
@@ -166,10 +167,10 @@ def _one(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _sort_values(
-    values: Mapping[str, Any], kernel: Kernel, op: str, stored: str
+    values: Mapping[str, Any], kernel: Declaration, op: str, stored: str
 ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
     loaded = load_op(op)
-    fields, options = set(loaded.fields.model_fields), keywords(kernel.prepare)
+    fields, options = set(loaded.fields.model_fields), {*kernel.options}
     params = parameters(stored)
     params |= {f"{weight}.{name}" for weight in loaded.weights for name in params}
     names = fields | options | params | OF_TRY

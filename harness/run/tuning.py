@@ -17,7 +17,7 @@ from time import monotonic
 from typing import Any
 
 from sparsebench.errors import SuiteError
-from sparsebench.harness.catalog import load_kernel
+from sparsebench.harness.catalog import is_outside, load_kernel
 from sparsebench.harness.plan.selection import meets, only
 from sparsebench.harness.plan.suite import Contest, Suite
 from sparsebench.harness.run.runner import Runner
@@ -111,6 +111,7 @@ def searches(suite: Suite, condition: str) -> list[Contest]:
             replace(contender, baseline=False, options={**contender.options, "cache": True})
             for contender in contest.contenders
             if meets(contest.problem, contender, condition)
+            if not is_outside(contender)
             if contender.kernel == DEFAULT or isinstance(load_kernel(contender.kernel), Engine)
         )
         if contenders:

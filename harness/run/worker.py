@@ -11,7 +11,10 @@
     < {"contest": problem id, "nonce": ..., "rows": [...], "spent_s": {}}
                                        or {"fatal": [case id, reason]}, and the process ends
 
-What a kernel prints goes to stderr; answers have their own file descriptor.
+This process is the judge: it draws, compares, rounds and writes. It runs the package's kernels, and
+imports no other package but those that define the problem's op and pattern. Kernels from outside
+run in processes of their own (bench/guest.py). What a kernel prints goes to stderr; answers have
+their own file descriptor.
 """
 
 import ctypes
@@ -19,7 +22,6 @@ import faulthandler
 import gc
 import json
 import os
-import signal
 import sys
 from contextlib import suppress
 from dataclasses import asdict
@@ -30,8 +32,10 @@ from typing import IO, Any
 
 import torch
 
+from sparsebench._discovery import own_code_only, package_of
 from sparsebench.harness.bench import contest, device_ceilings
 from sparsebench.harness.bench.contest_state import ContestOptions, Fatal, traceback_of
+from sparsebench.harness.machine.child_process import DUMP
 from sparsebench.harness.machine.device import environment, identity, slug
 from sparsebench.harness.machine.parent_watch import end_with_parent
 from sparsebench.results.record import Contender, Problem
@@ -45,7 +49,6 @@ CUDA_PACKAGES = (
     "torch.sparse._triton_ops",
     "torch._inductor.compile_fx",
 )
-DUMP = signal.SIGUSR1  # asks for the stacks of all threads, on stderr
 
 
 def main() -> None:
@@ -96,15 +99,20 @@ def _measure(
     nonce = request.pop("nonce", "")
     problem = Problem.from_json(request.pop("problem"))
     contenders = [Contender(**contender) for contender in request.pop("contenders")]
-    rows, spent_s = contest.run(
-        problem,
-        contenders,
-        device,
-        data,
-        ContestOptions.from_json(request),
-        announce=lambda case, stage: _send(answers, {"at": [case, stage]}),
-        on_failure=lambda *failed: _send(answers, {"failed": failed}),
+    definers = (
+        package_of("harness.ops", problem.op),
+        package_of("harness.patterns", problem["pattern"]),
     )
+    with own_code_only(definers):
+        rows, spent_s = contest.run(
+            problem,
+            contenders,
+            device,
+            data,
+            ContestOptions.from_json(request),
+            announce=lambda case, stage: _send(answers, {"at": [case, stage]}),
+            on_failure=lambda *failed: _send(answers, {"failed": failed}),
+        )
     if device.type == "cuda":
         gc.collect()  # cycles hold operands, and the next contest needs the memory
         gc.freeze()  # modules and caches stay: a later collection takes 1 ms instead of 100 ms

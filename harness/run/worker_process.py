@@ -4,43 +4,28 @@
                                      <─ tracebacks: into failures.log
                                      <─ stderr: into worker.log, the last lines also into a row
 
-A worker leads a process group. When it ends, every process that a kernel started in that group is
-killed. The parent waits at most DRAIN_S for output of processes that left the group.
+machine/child_process.py talks to the process.
 """
 
-import json
-import os
 import secrets
-import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from itertools import takewhile
 from pathlib import Path
-from queue import Empty, SimpleQueue
-from typing import IO, Any
+from typing import Any
 
 from sparsebench.errors import WorkerError
+from sparsebench.harness.machine.child_process import PYTHON, Child, ChildLoss
 from sparsebench.harness.machine.stand_in import stand_in
 from sparsebench.harness.plan.suite import Contest
 from sparsebench.results.record import Case, Row, Status
 from sparsebench.results.run.store import without_paths
 
 START_TIMEOUT_S = 300.0  # importing torch and starting CUDA on a cold disk
-END_TIMEOUT_S = 60.0  # wait for a child that is no longer needed; writing a core takes seconds
-DRAIN_S = 2.0  # to read what a dead child left in its pipes
 START_ATTEMPTS = 3
 START_PAUSE_S = 1.0  # doubled after each attempt: memory or a GPU may become free
-LINES_IN_ROW = 3  # last lines of a dead worker's stderr that go into a row
-LINES_IN_LOG = 200  # and into failures.log, with the stacks that faulthandler writes
-STACKS = "Fatal Python error", "Thread 0x", "Current thread 0x"  # first words of stacks
-DUMP_S, DUMP_STEP_S = 2.0, 0.1  # time for a hanging worker to write its stacks, polled in steps
 FAILURES = "failures.log"  # in the same folder as worker.log
-PYTHON = sys.executable, "-P", "-m"  # -P: our folders must not shadow packages of the same name
 COMMAND = *PYTHON, "sparsebench.harness.run.worker"
 
 
@@ -102,15 +87,6 @@ def _append(path: Path, lines: list[str]) -> None:
     lines.clear()
 
 
-def spawn(*command: str) -> subprocess.Popen[str]:
-    """Start a process connected by pipes, in its own session: Ctrl-C reaches the parent alone."""
-    pipe = subprocess.PIPE
-    return subprocess.Popen(
-        command, stdin=pipe, stdout=pipe, stderr=pipe, encoding="utf-8", errors="replace",
-        start_new_session=True,
-    )  # fmt: skip
-
-
 class Worker:
     """A child process. It imports; after `begin` it takes its device, which `about` describes."""
 
@@ -118,23 +94,10 @@ class Worker:
         """Start the child. Raises WorkerError."""
         self._arguments = [device, *([str(data)] if data else [])]
         module = stand_in(device)
-        try:
-            self._child = spawn(*((*PYTHON, module) if module else COMMAND))
-        except OSError as error:
-            raise WorkerError(f"the worker did not start: {error}") from error
-        self._answers: SimpleQueue[str] = SimpleQueue()
         self._log = log
-        self._last_lines: list[str] = []
+        command = (*PYTHON, module) if module else COMMAND
+        self._child = Child("the worker process", command, log.add)
         self._killed = self._begun = False
-
-        def hear(line: str) -> None:
-            log.add(line)
-            self._last_lines = [*self._last_lines, line][-LINES_IN_LOG:]
-
-        pipes = (self._child.stdout, self._answers.put), (self._child.stderr, hear)
-        self._readers = [_reader(*pipe) for pipe in pipes]
-        self._end = threading.Thread(target=self._reap, daemon=True)
-        self._end.start()
         self.about: dict[str, Any] = {}
 
     def wait_imported(self) -> None:
@@ -145,7 +108,7 @@ class Worker:
         """Let a spare child take its device; a second call does nothing."""
         if not self._begun:
             self._begun = True
-            self._send(self._arguments)
+            self._child.send(self._arguments)
 
     def wait_ready(self) -> None:
         self.about = self._answer("the worker did not start")
@@ -153,14 +116,14 @@ class Worker:
     def ceilings(self, dtypes: Collection[str]) -> dict[str, Any]:
         """Measure the device's ceilings now. Raises WorkerError."""
         failed = "the ceilings were not measured"
-        answer = self._answer(failed, self._send({"ceilings": sorted(dtypes)}))
+        answer = self._answer(failed, self._child.send({"ceilings": sorted(dtypes)}))
         if not isinstance(ceilings := answer.get("ceilings"), dict):
             raise WorkerError(f"{failed}: found {str(answer)[:80]}")
         return ceilings
 
-    def _answer(self, failed: str, loss: WorkerLoss | None = None) -> dict[str, Any]:
-        answer = loss or self._next(START_TIMEOUT_S)
-        if isinstance(answer, WorkerLoss):
+    def _answer(self, failed: str, loss: ChildLoss | None = None) -> dict[str, Any]:
+        answer = loss or self._child.next(START_TIMEOUT_S)
+        if isinstance(answer, ChildLoss):
             raise WorkerError(f"{failed}: {answer.detail}")
         return answer
 
@@ -169,17 +132,18 @@ class Worker:
     ) -> ContestResult | WorkerLoss:
         """Measure a contest. After a WorkerLoss the child is dead."""
         contenders = [asdict(contender) for contender in contest.contenders]
-        nonce = secrets.token_hex(16)  # rows that a kernel writes into the pipe itself lack it
+        nonce = secrets.token_hex(16)  # rows that another process writes into the pipe lack it
         request = {"problem": asdict(contest.problem), "contenders": contenders, **options}
         request["nonce"] = nonce
-        if loss := self._send(request):
-            return loss
+        if loss := self._child.send(request):
+            return WorkerLoss("", loss.status, loss.detail)
         case = ""
         while True:
-            answer = self._next(timeout_s)
-            if isinstance(answer, WorkerLoss):
+            answer = self._child.next(timeout_s)
+            if isinstance(answer, ChildLoss):
                 if not self._killed:
-                    self._explain(contest, options, case, answer.detail, "".join(self._last_lines))
+                    lines = "".join(self._child.last_lines)
+                    self._explain(contest, options, case, answer.detail, lines)
                 return WorkerLoss(case, answer.status, answer.detail)
             try:
                 if "at" in answer:
@@ -196,7 +160,7 @@ class Worker:
                         raise ValueError("expected the worker's own answer, found a forged one")
                     return ContestResult(rows, dict(answer["spent_s"]))
             except (ValueError, TypeError, LookupError) as error:
-                self._kill()
+                self._child.kill()
                 return WorkerLoss(case, Status.FAILED, f"no answer to its contest: {error!r}"[:400])
 
     def _explain(
@@ -214,83 +178,12 @@ class Worker:
 
     def close(self) -> int:
         """End the child, whatever it is doing, and return its exit code."""
-        if self._child.stdin and not self._child.stdin.closed:
-            with suppress(OSError):
-                self._child.stdin.close()
-        self._end.join(END_TIMEOUT_S)
-        if self._end.is_alive():
-            _kill_group(self._child.pid)
-            self._end.join()
-        code: int = self._child.returncode
-        return code
+        return self._child.close()
 
     def kill(self) -> None:
         """Kill the child and everything that it started, without logging the loss."""
         self._killed = True
-        self._kill()
-
-    def _kill(self) -> None:
-        if self._end.is_alive():
-            _kill_group(self._child.pid)
-        self.close()
-
-    def _reap(self) -> None:
-        """Wait for the child's end, end its group, and report the end once its output is read.
-
-        The child stays a zombie until its group is killed, so that its number is not used again.
-        """
-        os.waitid(os.P_PID, self._child.pid, os.WEXITED | os.WNOWAIT)
-        _kill_group(self._child.pid)
-        self._child.wait()
-        for reader in self._readers:
-            reader.join(DRAIN_S)
-        self._answers.put("")
-
-    def _send(self, message: Mapping[str, Any] | list[str]) -> WorkerLoss | None:
-        assert self._child.stdin
-        try:
-            print(json.dumps(message), file=self._child.stdin, flush=True)
-        except (OSError, ValueError):  # ValueError: the pipe was closed when the child was ended
-            return WorkerLoss("", Status.FAILED, self._last_words(self.close()))
-        return None
-
-    def _next(self, timeout_s: float) -> dict[str, Any] | WorkerLoss:
-        try:
-            line = self._answers.get(timeout=timeout_s)
-        except Empty:
-            self._dump_stacks()
-            self._kill()
-            return WorkerLoss("", Status.TIMEOUT, f"no answer within {timeout_s:g} s")
-        if not line:
-            return WorkerLoss("", Status.FAILED, self._last_words(self.close()))
-        with suppress(ValueError):
-            answer = json.loads(line)
-            if isinstance(answer, dict):
-                return answer
-        self._kill()
-        return WorkerLoss("", Status.FAILED, f"expected an answer in JSON, found {line[:80]!r}")
-
-    def _dump_stacks(self) -> None:
-        """Ask a hanging worker for its stacks (worker.py), and give it DUMP_S to write them."""
-        with suppress(ProcessLookupError):
-            os.kill(self._child.pid, signal.SIGUSR1)
-        deadline = time.monotonic() + DUMP_S
-        while self._end.is_alive() and time.monotonic() < deadline:
-            time.sleep(DUMP_STEP_S)
-            if any(line.startswith(STACKS[-1]) for line in self._last_lines):
-                time.sleep(DUMP_STEP_S)  # for the frames below it
-                return
-
-    def _last_words(self, code: int) -> str:
-        lines = takewhile(lambda line: not line.startswith(STACKS), self._last_lines)
-        words = " | ".join([word.strip() for word in lines if word.strip()][-LINES_IN_ROW:])
-        how = f"signal {-code}" if code < 0 else f"exit code {code}"
-        return f"the worker process ended with {how}" + (f": {words}" if words else "")
-
-
-def _kill_group(leader: int) -> None:
-    with suppress(ProcessLookupError, PermissionError):
-        os.killpg(leader, signal.SIGKILL)
+        self._child.kill()
 
 
 def _require_all(
@@ -303,18 +196,6 @@ def _require_all(
     present = sorted((row.case.id, row.scope, row.cache) for row in rows)
     if present != expected:
         raise ValueError(f"expected {len(expected)} rows, each once, found {len(present)}")
-
-
-def _reader(stream: IO[str] | None, take: Callable[[str], None]) -> threading.Thread:
-    def read() -> None:
-        assert stream
-        with suppress(OSError, ValueError), stream:
-            for line in stream:
-                take(line)
-
-    thread = threading.Thread(target=read, daemon=True)
-    thread.start()
-    return thread
 
 
 def about_device(device: str, data: Path | None) -> dict[str, Any]:

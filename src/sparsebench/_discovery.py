@@ -29,6 +29,7 @@ from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from importlib.resources import files
 from importlib.resources.abc import Traversable
+from importlib.util import find_spec
 from operator import attrgetter
 from pathlib import Path
 from types import MappingProxyType, ModuleType
@@ -66,10 +67,13 @@ PLACE = re.compile(r"[^\W\d]\w*(?:\.\w+)*(?::[^\W\d]\w*(?:\.\w+)*)?")  # package
 OF_THIS_REPOSITORY = {"sparsebench", "sparsebench_authors"}
 """Packages that `own_code_only` imports."""
 
+OWN = {"sparsebench"}
+"""The packages whose kernels and formats run in the process that judges them."""
+
 others: set[str] = set()
 """Packages of others that were imported because a suite names them."""
 
-_allowed = ContextVar("other packages may be imported", default=True)
+_allowed = ContextVar[frozenset[str] | None]("the packages that may be imported", default=None)
 
 
 def group(folder: str) -> str:
@@ -100,10 +104,7 @@ def documents(folder: str) -> dict[str, Traversable]:
     first, *rest = folder.split(".")
     folders = [(files(f"sparsebench.{first}").joinpath(*rest), "")]
     for package, owner in {_place(entry): _owner(entry) for entry in _entries(folder)}.items():
-        expected = f"{kind}: expected a package {package}"
-        if not hasattr(_imported(package, expected), "__path__"):
-            raise SuiteError(f"{expected}, found a module{owner}")
-        folders.append((files(package), owner))
+        folders.append((_folder(package, f"{kind}: expected a package {package}", owner), owner))
     for inside, owner in folders:
         for file in sorted(inside.iterdir(), key=lambda file: file.name):
             if not file.name.endswith(ending):
@@ -131,9 +132,7 @@ def load(folder: str, name: str) -> Any:
     if not PLACE.fullmatch(place):
         raise SuiteError(f"{name}: expected package.module or package.module:NAME")
     path, _, attribute = place.partition(":")
-    if path.partition(".")[0] not in OF_THIS_REPOSITORY and not _allowed.get():
-        why = f"{path} is no module of sparsebench; --allow-plugins imports it"
-        raise SuiteError(f"{name}: not imported, because {why}")
+    require_allowed(name, path)
     module = _imported(path, f"{name}: expected to import {path}")
     try:
         value = attrgetter(attribute or constant)(module)
@@ -142,6 +141,25 @@ def load(folder: str, name: str) -> Any:
         other = "" if attribute else f"; name another object as {path}:NAME"
         raise SuiteError(f"{name}: {expected}, found no such name{other}") from error
     return module if folder in WHOLE and not attribute else value
+
+
+def require_allowed(name: str, path: str) -> None:
+    """Raise SuiteError if the module of a name may not be imported here."""
+    package, allowed = path.partition(".")[0], _allowed.get()
+    if allowed is not None and package not in OF_THIS_REPOSITORY | allowed:
+        why = f"{path} is no module of sparsebench; --allow-plugins imports it"
+        raise SuiteError(f"{name}: not imported, because {why}")
+
+
+def package_of(folder: str, name: str) -> str:
+    """Return the package whose code a name means, without importing it."""
+    place = modules(folder).get(name, name if {*".:"} & {*name} else "sparsebench")
+    return place.partition(":")[0].partition(".")[0]
+
+
+def outside(folder: str, name: str) -> bool:
+    """Return whether a name means code of another package."""
+    return package_of(folder, name) not in OWN
 
 
 def canonical(folder: str, name: str) -> str:
@@ -162,6 +180,20 @@ def canonical(folder: str, name: str) -> str:
     return place.removesuffix(constant) if "." in name else name
 
 
+def _folder(package: str, expected: str, owner: str) -> Path:
+    """Return the folder of a package without importing it. Raises SuiteError."""
+    top, *rest = package.split(".")
+    try:
+        spec = find_spec(top)
+    except (ImportError, ValueError) as error:
+        raise SuiteError(f"{expected}, found: {error}") from error
+    for place in (spec and spec.submodule_search_locations) or ():
+        if (path := Path(place, *rest)).is_dir():
+            return path
+    present = f"No module named {package!r}" if spec is None or rest else f"a module{owner}"
+    raise SuiteError(f"{expected}, found {present}")
+
+
 def _imported(path: str, expected: str) -> ModuleType:
     """Import a module. Wraps any error in a SuiteError prefixed with `expected`."""
     others.update({path.partition(".")[0]} - {"sparsebench"})
@@ -176,9 +208,9 @@ def _imported(path: str, expected: str) -> ModuleType:
 
 
 @contextmanager
-def own_code_only() -> Iterator[None]:
+def own_code_only(further: Iterable[str] = ()) -> Iterator[None]:
     """Let `load` raise SuiteError inside the block instead of importing another package."""
-    before = _allowed.set(False)
+    before = _allowed.set(frozenset(further))
     try:
         yield
     finally:

@@ -1,22 +1,33 @@
-"""Kernels that attack the contest: each must end as `wrong` or `failed`, without costing another
-contender its row.
+"""Kernels that attack the contest, each from a process of its own.
+
+Each ends as `wrong` or `failed`, or is measured honestly because what it changes lies there. None
+costs another contender its row, or changes it.
 """
 
+import atexit
+import builtins
 import gc
+import json
+import operator
 import os
+import random
+import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from functools import partial
 
 import numpy as np
 import torch
 from declare import Run, kernel, prepare_linear, run_linear, weight_and_input
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from sparsebench.harness.bench import correctness as check
+from sparsebench.harness.bench import guest, timing
 from sparsebench.harness.bench import output_checks as checking
-from sparsebench.harness.bench import timing
 from sparsebench.harness.bench.correctness import OutputCheck
 from sparsebench.harness.bench.operands import redraw
 from sparsebench.harness.catalog import load_op
@@ -181,7 +192,7 @@ spoils_while_timed = spoils_after(90)  # more calls than before timing
 
 
 LATER_S = 0.002
-WARM_UP = 71  # calls: as many as before the first sample
+WARM_UP = 80  # calls: about as many as before the first sample
 
 
 @prepare_linear()
@@ -266,7 +277,7 @@ def slow_at_first(w: Tensor, x: Tensor) -> Run:
 
     def run() -> object:
         if len(answers) < WARM_UP:
-            time.sleep(LATER_S)
+            time.sleep(LATER_S / 100)
             answers.append(x @ w.T)
         return answers[-1].clone()
 
@@ -323,3 +334,334 @@ sets_the_precision = setting(lambda: torch.set_float32_matmul_precision("medium"
 sets_the_threads = setting(lambda: torch.set_num_threads(torch.get_num_threads() + 1))
 sets_the_tracer = setting(lambda: sys.setprofile(lambda *_: None))
 sets_the_umask = setting(lambda: os.umask(0o077))
+
+
+# What follows changes functions of its own process, answers in place of the harness, or is nearly
+# right. `ONE_CALL_S` is longer than a right call takes.
+
+ONE_CALL_S = 0.001
+
+
+def slow_and_right(w: Tensor, x: Tensor) -> Run:
+    """Be right, but take a millisecond."""
+
+    def run() -> object:
+        time.sleep(ONE_CALL_S)
+        return x @ w.T
+
+    return run
+
+
+def forging(change: Callable[[], object]) -> Kernel:
+    """Return a kernel that is right and slow, and changes a function to look fast."""
+
+    def prepare(w: Tensor, x: Tensor) -> Run:
+        change()
+        return slow_and_right(w, x)
+
+    return prepare_linear()(prepare)
+
+
+def third_of_round() -> None:
+    right = builtins.round
+    builtins.round = lambda value, digits=None: right(value / 3, digits)  # type: ignore[assignment]
+
+
+def third_of_rows() -> None:
+    right = json.dumps
+
+    def dumps(message: object, *rest: object, **further: object) -> str:
+        if isinstance(message, dict) and isinstance(message.get("result"), list):
+            message = {"result": [[us / 100, late] for us, late in message["result"]]}
+        return right(message, *rest, **further)  # type: ignore[arg-type]
+
+    json.dumps = dumps
+
+
+def third_of_turns(numbers: Collection[int]) -> None:
+    right = guest.Guest.turn
+
+    def turn(self: object, number: int, *rest: object, **further: object) -> object:
+        by = 100 if number in numbers else 1
+        return [(us / by, late) for us, late in right(self, number, *rest, **further)]  # type: ignore[arg-type]
+
+    guest.Guest.turn = turn  # type: ignore[method-assign,assignment]
+
+
+def slow_clock() -> None:
+    right = time.perf_counter
+    timing.perf_counter = lambda: right() / 100  # type: ignore[assignment]
+
+
+def call_of_operator() -> None:
+    right = operator.call
+
+    def call(function: Callable[[], object], *rest: object) -> object:
+        out = right(function, *rest)
+        return out / 100 if isinstance(out, float) else out
+
+    operator.call = call  # type: ignore[assignment]
+
+
+forges_json = forging(third_of_rows)
+forges_operator_call = forging(call_of_operator)
+forges_own_turns = forging(partial(third_of_turns, {1}))
+forges_the_clock = forging(slow_clock)
+forges_turns = forging(partial(third_of_turns, {0, 1}))
+rounds_by_three = forging(third_of_round)
+
+
+class AllOnes(TorchFunctionMode):
+    """Answer what compares an output."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        if getattr(func, "__name__", "") in ("sub", "__sub__", "abs", "norm"):
+            return torch.zeros_like(args[0])
+        return func(*args, **(kwargs or {}))
+
+
+class Smaller(TorchDispatchMode):
+    """Make products 5 % too large for whoever computes them."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        out = func(*args, **(kwargs or {}))
+        return out * 1.05 if func is torch.ops.aten.mm.default else out
+
+
+@prepare_linear()
+def hides_behind_a_mode(w: Tensor, x: Tensor) -> Run:
+    """Return ones, under a mode that says that every difference is zero."""
+    AllOnes().__enter__()
+    return lambda: x.new_ones(len(x), len(w))
+
+
+@prepare_linear()
+def hides_behind_the_dispatcher(w: Tensor, x: Tensor) -> Run:
+    """Be 5 % too large, as is everything in this process."""
+    Smaller().__enter__()
+    return lambda: x @ w.T
+
+
+@prepare_linear()
+def overrides_mm(w: Tensor, x: Tensor) -> Run:
+    """Make torch's product slow for everyone but itself."""
+    library = torch.library.Library("aten", "IMPL")
+
+    def mm(a: Tensor, b: Tensor) -> Tensor:
+        time.sleep(20 * ONE_CALL_S)
+        return torch.from_numpy(a.numpy() @ b.numpy())
+
+    library.impl("mm", mm, "CPU")
+    overrides.append(library)
+    return lambda: torch.from_numpy(x.numpy() @ w.numpy().T)
+
+
+overrides: list[object] = []
+
+
+@prepare_linear()
+def no_randomness(w: Tensor, x: Tensor) -> Run:
+    """Let the operating system give zeros, and be right when the first element is known."""
+    os.urandom = lambda count: b"\0" * count  # type: ignore[assignment]
+    random.SystemRandom.getrandbits = lambda self, bits: 0  # type: ignore[method-assign]
+    answers: dict[float, Tensor] = {}
+    return lambda: answers.setdefault(float(x[0, 0]), x @ w.T).clone()
+
+
+@prepare_linear()
+def peeks_at_one_element(w: Tensor, x: Tensor) -> Run:
+    """Remember answers by the first element of X."""
+    answers: dict[float, Tensor] = {}
+
+    def run() -> object:
+        key = float(x[0, 0])
+        if key not in answers:
+            answers[key] = x @ w.T
+        return answers[key].clone()
+
+    return run
+
+
+@prepare_linear()
+def right_sums(w: Tensor, x: Tensor) -> Run:
+    """Be right twice, and then return a matrix of rank 2 with the right sums."""
+    ones, calls = w.sum(0).double(), 0
+
+    def run() -> object:
+        nonlocal calls
+        calls += 1
+        if calls <= 2 + WARM_UP:
+            return x @ w.T
+        wide, (m, n) = x.double(), (len(x), len(w))
+        rows, columns = wide @ ones, w.double() @ wide.sum(0)
+        return (rows[:, None] / n + columns[None] / m - rows.sum() / (m * n)).to(x.dtype)
+
+    return run
+
+
+@prepare_linear()
+def four_elements(w: Tensor, x: Tensor) -> Run:
+    """Be wrong in four elements whose errors cancel in rows and columns, in later calls."""
+    calls = 0
+
+    def run() -> object:
+        nonlocal calls
+        calls += 1
+        out = x @ w.T
+        if calls > WARM_UP:
+            by = 100 * out.abs().max()
+            out[0, 0] += by
+            out[1, 1] += by
+            out[0, 1] -= by
+            out[1, 0] -= by
+        return out
+
+    return run
+
+
+@prepare_linear()
+def answers_in_a_thread(w: Tensor, x: Tensor) -> Run:
+    """Let a thread compute the answer for whatever X holds between the calls."""
+    box: dict[float, Tensor] = {}
+
+    def work() -> None:
+        while True:
+            key = float(x[0, 0])
+            box.setdefault(key, x @ w.T)
+            time.sleep(1e-4)
+
+    threading.Thread(target=work, daemon=True).start()
+
+    def run() -> object:
+        answer = box.get(float(x[0, 0]))
+        return x @ w.T if answer is None else answer.clone()
+
+    return run
+
+
+@prepare_linear()
+def looks_for_spots(w: Tensor, x: Tensor) -> Run:
+    """Work only if a caller has a local variable that names a spot."""
+    out = x @ w.T
+
+    def run() -> object:
+        frame = sys._getframe()
+        while frame := frame.f_back:  # type: ignore[assignment]
+            if frame.f_locals.get("spot") == "b":
+                return x @ w.T
+        return out
+
+    return run
+
+
+def nearly(change: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -> Kernel:
+    """Return a kernel that multiplies changed operands in every call."""
+
+    def prepare(w: Tensor, x: Tensor) -> Run:
+        def run() -> object:
+            w_changed, x_changed = change(w, x)
+            return x_changed @ w_changed.T
+
+        return run
+
+    return prepare_linear()(prepare)
+
+
+def without_small(w: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Leave out the smallest 1 % of the weights."""
+    sizes = w[w != 0].abs().float().sort().values
+    return w.where(w.abs() > sizes[len(sizes) // 100], 0), x
+
+
+drops_small_weights = nearly(without_small)
+drops_a_hundredth_of_k = nearly(
+    lambda w, x: (
+        w[:, : -(w.shape[1] // 64)].contiguous(),
+        x[:, : -(w.shape[1] // 64)].contiguous(),
+    )
+)
+products_in_bf16 = nearly(lambda w, x: (w.bfloat16().to(w.dtype), x.bfloat16().to(x.dtype)))
+
+
+@prepare_linear()
+def skips_the_last_token(w: Tensor, x: Tensor) -> Run:
+    """Return the last token's output of an earlier call."""
+    out = x @ w.T
+
+    def run() -> object:
+        out[:-1] = x[:-1] @ w.T
+        return out
+
+    return run
+
+
+@run_linear
+def small_outputs_are_zero(w: Tensor, x: Tensor) -> object:
+    """Set the smallest 2 % of the outputs to zero."""
+    out = x @ w.T
+    return out.where(out.abs() > 0.025 * out.float().std(), 0)
+
+
+@run_linear
+def not_finite(w: Tensor, x: Tensor) -> object:
+    """Return infinity in one element."""
+    out = x @ w.T
+    out[0, 0] = float("inf")
+    return out
+
+
+@run_linear
+def not_contiguous(w: Tensor, x: Tensor) -> object:
+    """Return one row, expanded to all."""
+    return (x[:1] @ w.T).expand(len(x), len(w))
+
+
+@run_linear
+def wider(w: Tensor, x: Tensor) -> object:
+    """Return the output in another dtype."""
+    return (x @ w.T).double()
+
+
+def ending(end: Callable[[], object]) -> Kernel:
+    """Return a kernel whose call ends its process in some way."""
+    return run_linear(lambda w, x: end())
+
+
+def closes_everything() -> None:
+    os.closerange(0, 256)
+
+
+def floods() -> None:
+    while True:
+        os.write(1, b"x" * 4096)
+
+
+def raises(error: BaseException) -> None:
+    raise error
+
+
+answers_for_the_harness = ending(lambda: [os.write(n, b'{"result": 1}\n') for n in (3, 4, 5, 6)])
+closes_its_files = ending(closes_everything)
+exits = ending(lambda: os._exit(0))
+exits_by_signal = ending(lambda: os.kill(os.getpid(), signal.SIGKILL))
+interrupts = ending(lambda: raises(KeyboardInterrupt()))
+leaves = ending(lambda: raises(SystemExit(0)))
+stops = ending(lambda: os.kill(os.getpid(), signal.SIGSTOP))
+
+
+@prepare_linear()
+def forks(w: Tensor, x: Tensor) -> Run:
+    """Start a process that stays, and be right."""
+    if not os.fork():
+        time.sleep(3600)
+    return lambda: x @ w.T
+
+
+@prepare_linear()
+def leaves_work_to_the_end(w: Tensor, x: Tensor) -> Run:
+    """Register functions for signals and for the end, and be right."""
+    signal.signal(signal.SIGALRM, lambda *_: None)
+    signal.setitimer(signal.ITIMER_REAL, 0.001, 0.001)
+    atexit.register(time.sleep, 3600)
+    sys.setrecursionlimit(10**6)
+    return lambda: x @ w.T

@@ -13,6 +13,7 @@ import pytest
 
 from sparsebench._discovery import load, modules
 from sparsebench.errors import SuiteError
+from sparsebench.harness import catalog
 from sparsebench.harness.machine.code import code_sha256, plugins
 from sparsebench.reports.build import load_figure
 from sparsebench.results.run.provenance import flat
@@ -35,8 +36,9 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def forget() -> None:
-    """Clear the cache of names, and unload the package."""
+    """Clear the caches of names, and unload the package."""
     modules.cache_clear()
+    catalog._declared.clear()
     for name in [name for name in sys.modules if name.startswith("sparsebench_example")]:
         del sys.modules[name]
 

@@ -19,7 +19,7 @@ import typer
 from sparsebench.errors import ResultError
 from sparsebench.harness.bench.contest_state import ContestOptions
 from sparsebench.harness.commands import _console
-from sparsebench.harness.machine import parent_watch
+from sparsebench.harness.machine import child_process, parent_watch
 from sparsebench.harness.plan.suite import Contest, Suite, expand
 from sparsebench.harness.run import worker_process
 from sparsebench.harness.run.measure import Stopped, measure
@@ -47,7 +47,7 @@ ASKED = HELLO + "asked = json.loads(sys.stdin.readline())\n"
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_process, "START_PAUSE_S", 0.0)
-    monkeypatch.setattr(worker_process, "DRAIN_S", 0.2)
+    monkeypatch.setattr(child_process, "DRAIN_S", 0.2)
 
 
 def answered(monkeypatch: pytest.MonkeyPatch, script: str, timeout_s: float = 60.0) -> object:

@@ -23,14 +23,20 @@ import traceback
 from importlib import import_module
 from typing import Any
 
+from sparsebench.harness.machine import child_process
 from sparsebench.harness.run import worker_process
 
-MODULES = worker_process.COMMAND[-1], "tests.simulated.worker"
+MODULES = (
+    worker_process.COMMAND[-1],
+    "sparsebench.harness.bench.guest",
+    "sparsebench.harness.plan.declare",
+    "tests.simulated.worker",
+)
 PR_SET_CHILD_SUBREAPER = 36
 MESSAGE_BYTES = 2**20
 READ_BY_IMPORTS = "OMP_NUM_THREADS", "TRITON_INTERPRET", "CUDA_VISIBLE_DEVICES"
 
-_spawn = worker_process.spawn
+_spawn = child_process.spawn
 
 
 class Server:
@@ -44,9 +50,9 @@ class Server:
         self._read_by_imports = read_by_imports()
 
     def spawn(self, *command: str) -> subprocess.Popen[str]:
-        """Do what `worker_process.spawn` does."""
+        """Do what `child_process.spawn` does."""
         python, rest = command[:3], command[3:]
-        if python != worker_process.PYTHON or rest[0] not in MODULES:
+        if python != child_process.PYTHON or rest[0] not in MODULES:
             return _spawn(*command)
         with self._lock:
             if self._socket is None:

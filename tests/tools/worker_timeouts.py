@@ -6,7 +6,7 @@ from queue import SimpleQueue
 
 import pytest
 
-from sparsebench.harness.run import worker_process
+from sparsebench.harness.machine import child_process
 
 
 class Answers(SimpleQueue[str]):
@@ -24,4 +24,4 @@ class Answers(SimpleQueue[str]):
 
 def only_with(hanging: Collection[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Let workers that start from now on lose time with these cases alone, by their ids."""
-    monkeypatch.setattr(worker_process, "SimpleQueue", lambda: Answers(hanging))
+    monkeypatch.setattr(child_process, "SimpleQueue", lambda: Answers(hanging))

@@ -1,0 +1,96 @@
+"""The calls of a guest, as the judge asks for them: on activations that no earlier call had."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from random import SystemRandom
+from time import perf_counter
+from typing import Any
+
+from sparsebench.harness.bench.contest_state import ContestOptions, RunningContender, synchronize
+from sparsebench.harness.bench.guest import Burst
+from sparsebench.harness.bench.guest_process import GuestLoss, GuestProcess
+from sparsebench.harness.bench.guest_sets import GuestSets
+from sparsebench.harness.bench.operands import Layers
+from sparsebench.harness.bench.sampling import CHAIN, LAYERS
+from sparsebench.harness.bench.stages import Stages
+from sparsebench.results.record import Status
+
+ANSWER = 0.8  # of the contest's time limit, which ends the judge
+SPOT_S = 0.2  # for comparing outputs of a turn or a burst; one at least
+
+
+class GuestCalls:
+    """A guest process with its contenders: the yardstick, if there is one, and entry `number`.
+
+    count   sets of activations, once they are shared
+    idle    a burst on them that calls nothing, in this process
+    clocks  of the contender by scope, and why a call is in no CUDA graph, once it is captured
+    """
+
+    count: int
+    idle: Burst
+
+    def __init__(
+        self,
+        entry: RunningContender,
+        yardstick: RunningContender | None,
+        layers: Layers,
+        stages: Stages,
+        options: ContestOptions,
+        process: GuestProcess,
+    ) -> None:
+        self.entry, self.yardstick, self.layers = entry, yardstick, layers
+        self.stages, self.options, self.device = stages, options, stages.device
+        contenders = [yardstick.row.case.contender] if yardstick else []
+        self.contenders, self.number = [*contenders, entry.contender], len(contenders)
+        self.process, self.random = process, SystemRandom()
+        self.sets, self.clocks = GuestSets(layers, entry.contender), dict[str, tuple[str, str]]()
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        self.stages.announce(self.entry.row.case.id, name)
+        with self.stages.stage(name):
+            yield
+
+    def ask(self, what: str, **arguments: Any) -> Any:
+        synchronize(self.device)  # the guest reads what this process wrote
+        return self.process.ask(what, ANSWER * self.options.timeout_s, **arguments)
+
+    # --- operands, weights, launches ---
+
+    def layers_of(self, scope: str) -> int:
+        return LAYERS if scope == CHAIN else 1
+
+    def fill(self, count: int) -> None:
+        """Write activations that no call has had into the first sets."""
+        self.sets.fill(range(count), 1 if self.entry.chain_failure else len(self.layers.each))
+
+    def burst(self, scope: str, count: int, fill: bool = False) -> int:
+        return int(self.ask("burst", number=self.number, scope=scope, count=count, fill=fill))
+
+    def inspect_burst(self, scope: str, count: int, calls: int) -> tuple[float, float]:
+        """Burst on new activations, and compare some of the outputs.
+
+        Return the seconds that it took, and with the request before it, which wakes the guest.
+        """
+        self.fill(count)
+        synchronize(self.device)
+        times = []
+        for request in (partial(self.ask, "wake"), partial(self.burst, scope, count)):
+            waited_s = self.process.waited_s()  # takes a millisecond, so before the clock starts
+            start = perf_counter()
+            lost = request()
+            times.append(perf_counter() - start - (self.process.waited_s() - waited_s))
+        self.compare(count, calls, scope, lost, "back to back")
+        return times[1], sum(times)
+
+    def compare(self, count: int, calls: int, scope: str, lost: int, when: str) -> None:
+        """Compare outputs of `calls` of the first sets, chosen at random, for at most SPOT_S."""
+        start = perf_counter()
+        for number in self.random.sample(range(count), min(count, calls)):
+            _, reason = self.sets.judge(number, self.layers_of(scope), lost, whole=False)
+            if reason:
+                raise GuestLoss(Status.WRONG, f"a call {when} is wrong: {reason}")
+            if perf_counter() - start > SPOT_S:
+                break

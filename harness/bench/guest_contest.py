@@ -1,0 +1,265 @@
+"""Measure a contender from outside the package: the judge's side of a guest process (guest.py).
+
+    weights, activations ── arena ──> guest: convert, prepare, capture
+    draws, in sets       ── arena ──> turns and bursts: a set for each call
+    outputs              <─ arena ──  compared here, in full, with the op's definition in fp64
+    times                <─ JSON ───  believed only if the judge's clock agrees (guest_times.py)
+
+The guest process runs the contender and the *yardstick* alone: the baseline that has run beside the
+package's kernels.
+
+**Outputs.** Each call of the contender has activations that no earlier call had (guest_sets.py).
+The judge compares the outputs of all calls in a quarter of the rounds, of 64 calls back to back
+before them, and of some in every other burst, for at most 0.2 s each. It chooses afterwards, and
+the operating system supplies all random numbers.
+
+A guest that ends, hangs or breaks the protocol costs its own row alone.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from functools import partial
+from math import prod
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from sparsebench.harness.bench.arena import Arena, Layout, dtype_name
+from sparsebench.harness.bench.contest_state import (
+    NO_MEMORY,
+    ContestOptions,
+    RunningContender,
+    checked_before,
+    one_line,
+    with_samples,
+)
+from sparsebench.harness.bench.exact_draws import exact_draws
+from sparsebench.harness.bench.guest import EXACT
+from sparsebench.harness.bench.guest_calls import GuestCalls
+from sparsebench.harness.bench.guest_process import MALFORMED, GuestLoss, GuestProcess, GuestQueue
+from sparsebench.harness.bench.guest_sets import form_error
+from sparsebench.harness.bench.guest_times import GuestTimes
+from sparsebench.harness.bench.operands import Layers
+from sparsebench.harness.bench.prepare import json_choice
+from sparsebench.harness.bench.process_state import rewritten_modules
+from sparsebench.harness.bench.sampling import CHAIN
+from sparsebench.harness.bench.stages import Stages
+from sparsebench.results.record import Status
+
+MOST_SETS, SETS_BYTES = 128, 2**28  # of one contender; a large problem has at least one set
+CALLS = 64  # back to back before timing
+
+
+def measure_guests(
+    guests: Sequence[RunningContender],
+    yardstick: RunningContender | None,
+    layers: Layers,
+    stages: Stages,
+    options: ContestOptions,
+    processes: GuestQueue,
+) -> None:
+    """Measure contenders from outside, each alone with the yardstick; a twin as its original."""
+    choices: dict[str, Mapping[str, Any]] = {}
+    for entry in guests:
+        case = entry.row.case
+        earlier = {case.id: choices[case.original.id]} if case.original.id in choices else {}
+        pinned = replace(options, pinned=earlier | {**options.pinned})
+        GuestContest(entry, yardstick, layers, stages, pinned, processes.next()).run()
+        choices |= {case.id: entry.row.choice} if entry.row.choice else {}
+
+
+class GuestContest:
+    """A contender from outside being measured; alone changes its entry."""
+
+    def __init__(
+        self,
+        entry: RunningContender,
+        yardstick: RunningContender | None,
+        layers: Layers,
+        stages: Stages,
+        options: ContestOptions,
+        process: GuestProcess,
+    ) -> None:
+        self.calls = GuestCalls(entry, yardstick, layers, stages, options, process)
+        self.entry, self.yardstick, self.layers = entry, yardstick, layers
+        self.stages, self.options, self.op = stages, options, layers.op
+        self.arenas = list[Arena]()
+
+    def run(self) -> None:
+        """Measure the contender; its entry has the rows, or the reason why there are none."""
+        case = self.entry.row.case.id
+        rewritten_modules()
+        try:
+            self._measure()
+            if modules := rewritten_modules():
+                raise GuestLoss(Status.WRONG, f"rewrote the files of {', '.join(modules[:3])}")
+        except GuestLoss as loss:
+            self.entry.end(loss.status, str(loss))
+            if loss.status not in (Status.UNSUPPORTED, Status.WRONG):
+                self.stages.on_failure(case, str(loss), loss.traceback)
+        except (*NO_MEMORY, *MALFORMED) as error:
+            status = Status.OUT_OF_MEMORY if isinstance(error, NO_MEMORY) else Status.FAILED
+            self.entry.end(status, f"no answer of its process: {one_line(error)}")
+        finally:
+            self.calls.process.child.kill()
+            for arena in self.arenas:
+                arena.close()
+
+    def _measure(self) -> None:
+        with self.calls.stage("convert"):
+            self.calls.process.begin(self.calls.device)
+            self._open()
+        for number in range(len(self.calls.contenders)):
+            self._prepare(number)
+        self._share()
+        self._check("before timing", whole=not checked_before(self.entry.row, self.options))
+        with self.calls.stage("capture"):
+            for number in range(len(self.calls.contenders)):
+                clocks = self.calls.ask("capture", number=number)
+            self.calls.clocks = {scope: (str(c), str(why)) for scope, (c, why) in clocks.items()}
+            if CHAIN in self.calls.clocks and self.calls.clocks[CHAIN][0] == "events":
+                self.entry.leave_chain(Status.UNSUPPORTED, self.calls.clocks[CHAIN][1])
+        for scope, state in self.options.measures:
+            if scope != CHAIN or not self.entry.chain_failure:
+                self._time(scope, state)
+        if self.options.energy:
+            with self.calls.stage("energy"):
+                joule, window_s = map(float, self.calls.ask("energy", number=self.calls.number))
+            facts = {"energy_j": joule, "energy_window_s": window_s}
+            self.entry.record_timed(("kernel", "op"), **facts)
+        self._check("after timing", whole=False)
+
+    def _open(self) -> None:
+        """Give the guest its operands: copies, so that it can spoil only its own."""
+        fits = not self.entry.contender.error and not checked_before(self.entry.row, self.options)
+        first, seed = self.layers.each[0], self.calls.random.getrandbits(62)
+        self.exact = exact_draws(self.op, first, seed) if fits else None
+        layers = [(layer.name, layer) for layer in self.layers.each]
+        if self.exact and not self.op.pattern:
+            layers.append((f" {EXACT}", self.exact.layer))
+        arrays = {
+            f"{name}{suffix}": tensor
+            for suffix, layer in layers
+            for name, tensor in {**layer.dense.weights, **layer.dense.activations}.items()
+        }
+        shared = self._arena({n: (list(t.shape), dtype_name(t.dtype)) for n, t in arrays.items()})
+        for name, tensor in arrays.items():
+            shared.arrays[name].copy_(tensor)
+        contenders = [asdict(contender) for contender in self.calls.contenders]
+        about = {"problem": asdict(self.layers.each[0].problem), "contenders": contenders}
+        if reason := self.calls.ask("open", **about, handle=shared.handle, layout=shared.layout):
+            raise GuestLoss(Status.UNSUPPORTED, str(reason))
+
+    def _arena(self, layout: Layout) -> Arena:
+        self.arenas.append(Arena(layout, self.calls.device))
+        return self.arenas[-1]
+
+    def _prepare(self, number: int) -> None:
+        """Convert and prepare; times are the judge's."""
+        mine, case = number == self.calls.number, self.entry.row.case
+        with self.calls.stage("convert"):
+            took_us = []
+            for _ in range(2):  # the first call also allocates memory and loads kernels
+                start = perf_counter()
+                stored = int(self.calls.ask("convert", number=number))
+                took_us.append(1e6 * (perf_counter() - start))
+        options = self.options
+        pinned = options.pinned.get(case.id), list(options.timed.get(case.id, ()))
+        if not mine and self.yardstick:
+            pinned = dict(self.yardstick.row.choice) or None, []
+        with self.calls.stage("prepare"):
+            start = perf_counter()
+            facts = self.calls.ask("prepare", number=number, pinned=pinned[0], timed=pinned[1])
+            spent = perf_counter() - start
+        choice, chain = json_choice(facts["choice"]), CHAIN in dict(options.measures)
+        chain = chain and len(self.layers.each) > 1
+        if mine:
+            self.form = facts["form"]
+            held = {n: int(facts[n]) for n in ("held_bytes", "peak_bytes") if facts.get(n)}
+            candidates = tuple(map(dict, facts["candidates"]))
+            code = facts["code"] if isinstance(facts["code"], str) else None
+            self.entry.record(choice=choice, code=code, candidates=candidates, **held)
+            self.entry.record(convert_us=min(took_us), prepare_s=spent, stored_bytes=stored)
+        with self.calls.stage("chain" if chain else "prepare"):
+            further = partial(self.calls.ask, "further", number=number, choice=choice)
+            if chain:
+                try:
+                    further(layers=[layer.name for layer in self.layers.each[1:]], scope=CHAIN)
+                except GuestLoss as loss:
+                    if loss.status not in (Status.UNSUPPORTED, Status.OUT_OF_MEMORY):
+                        raise
+                    self.entry.leave_chain(loss.status, str(loss))
+            if mine and self.exact and not self.op.pattern:
+                further(layers=[f" {EXACT}"], scope=EXACT)
+
+    def _share(self) -> None:
+        """Share sets of activations and outputs, if the output has a form that can be right."""
+        layers = [layer.name for layer in self.layers.each]
+        if self.entry.chain_failure:
+            layers = layers[:1]
+        expected = self.calls.sets.expected(self.layers.each[0].dense.activations, "", whole=False)
+        packed = self.op.pattern and self.entry.contender.format != "dense"
+        if not packed and (reason := form_error(self.form, expected)):
+            raise GuestLoss(Status.WRONG, f"before timing: {reason}")
+        shape = self.form[0] if packed else list(expected.shape)
+        if packed and (len(self.form) < 3 or prod(shape) > 4 * expected.reference.numel()):
+            raise GuestLoss(Status.WRONG, f"expected a packed output, found {self.form}")
+        one: dict[str, tuple[list[int], str]] = {}
+        for suffix in layers:
+            for name, x in self.layers.each[0].dense.activations.items():
+                one[f"{name}{suffix}"] = list(x.shape), dtype_name(x.dtype)
+            one[f"output{suffix}"] = shape, dtype_name(expected.dtype)
+        size = sum(prod(s) * getattr(torch, dtype).itemsize for s, dtype in one.values())
+        self.calls.count = max(1, min(MOST_SETS, SETS_BYTES // max(1, size)))
+        layout = {
+            f"{n} in set {j}": form for j in range(self.calls.count) for n, form in one.items()
+        }
+        if packed:
+            layout["positions"] = [prod(shape)], "float64"
+        shared = self._arena(layout)
+        self.calls.ask("share", handle=shared.handle, layout=layout, count=self.calls.count)
+        arrays = self.arenas[0].arrays | shared.arrays
+        self.calls.idle = self.calls.sets.take(arrays, layers, self.calls.count)
+
+    def _check(self, when: str, *, whole: bool) -> None:
+        """Compare one call of each scope with the whole answer, and the exact draws."""
+        with self.calls.stage("check"):
+            chain = CHAIN in dict(self.options.measures) and not self.entry.chain_failure
+            for scope in ["kernel", *([CHAIN] if chain and len(self.layers.each) > 1 else [])]:
+                self.calls.fill(1)
+                self.entry.record(draws=(*self.entry.row.draws, self.calls.sets.drawn))
+                lost = self.calls.burst(scope, 1, fill=when == "before timing")
+                errors, reason = self.calls.sets.judge(
+                    0, self.calls.layers_of(scope), lost, whole=whole
+                )
+                if reason:
+                    raise GuestLoss(Status.WRONG, f"{when}: {reason}")
+                scopes = (CHAIN,) if scope == CHAIN else ("kernel", "op", CHAIN)
+                if scope != CHAIN:
+                    self.entry.record(**errors)
+                self.entry.record_timed(scopes, **errors, draws=self.entry.row.draws)
+                if when == "before timing":
+                    if self.exact and scope == "kernel":
+                        self._check_exact()
+                    self.calls.inspect_burst(scope, min(self.calls.count, CALLS), CALLS)
+
+    def _check_exact(self) -> None:
+        assert self.exact
+        scope = "kernel" if self.op.pattern else EXACT
+        activations, out = self.calls.sets.first()
+        for draw in range(self.exact.count):
+            self.exact.write(draw, activations)
+            self.calls.burst(scope, 1)
+            if reason := self.exact.reason(out, activations, self.calls.sets.stored):
+                raise GuestLoss(Status.WRONG, f"before timing: {reason}")
+
+    def _time(self, scope: str, state: str) -> None:
+        """Put the samples of a measure into a row."""
+        mine = GuestTimes(self.calls, scope, state).samples()
+        clock, why = self.calls.clocks[CHAIN if scope == CHAIN else "kernel"]
+        if scope == "op" and clock != "host":
+            clock, why = "events", ""
+        row = replace(self.entry.row, scope=scope, cache=state, clock=clock, detail=why)
+        size = self.layers.output_bytes
+        self.entry.results[scope, state] = with_samples(row, mine, self.options, size)

@@ -1,0 +1,116 @@
+"""A guest process as the judge sees it (guest.py): start it, ask it, stop it between requests."""
+
+import ctypes
+import os
+import signal
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sparsebench.errors import WorkerError
+from sparsebench.harness.machine.child_process import PYTHON, Child, ChildLoss
+from sparsebench.kernels._common.driver import driver
+from sparsebench.results.record import Status
+
+COMMAND = *PYTHON, "sparsebench.harness.bench.guest"
+START_S = 300.0  # importing torch on a cold disk
+COMPUTE_MODE, EXCLUSIVE = (
+    20,
+    3,
+)  # CU_DEVICE_ATTRIBUTE_COMPUTE_MODE, CU_COMPUTEMODE_EXCLUSIVE_PROCESS
+ONE_PROCESS = "expected a GPU that several processes may use (nvidia-smi --compute-mode 0)"
+
+MALFORMED = WorkerError, ValueError, TypeError, LookupError, AttributeError, OverflowError
+"""What a guest that breaks the protocol raises here."""
+
+
+class GuestLoss(Exception):
+    """A guest has ended, or its contender cannot go on; with the status of its row."""
+
+    def __init__(self, status: Status, reason: str, traceback: str = "") -> None:
+        super().__init__(reason)
+        self.status, self.traceback = status, traceback
+
+
+class GuestProcess:
+    """A guest process, as the judge sees it. It imports until `begin`."""
+
+    def __init__(self) -> None:
+        self.child = Child("the contender's process", COMMAND, sys.stderr.write)
+
+    def begin(self, device: torch.device) -> None:
+        """Let the process take the device. Raises GuestLoss."""
+        self._answer(self.child.next(START_S))
+        if device.type == "cuda" and exclusive(device):
+            raise GuestLoss(Status.UNSUPPORTED, f"{ONE_PROCESS}, found one for a single process")
+        self.child.send([str(device), *sys.path])
+
+    def ask(self, what: str, timeout_s: float, **arguments: Any) -> Any:
+        """Return the answer to a request. Raises GuestLoss."""
+        self._signal(signal.SIGCONT)
+        loss = self.child.send({"do": what, **arguments})
+        answer = self._answer(loss or self.child.next(timeout_s))
+        self._signal(signal.SIGSTOP)
+        if ended := answer.get("ended"):
+            status, reason, traceback = map(str, ended)
+            raise GuestLoss(Status(status), reason, traceback)
+        return answer.get("result")
+
+    def _signal(self, number: signal.Signals) -> None:
+        """Stop or continue the process and what it started: it works only on requests."""
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.child.pid, number)
+
+    def waited_s(self) -> float:
+        """Return how long both processes were ready to run and had no core, by the kernel's count.
+
+        A sample hardly ever includes such a wait, while the mean of a burst does. The guest counts
+        with its main thread alone: it could have as many other threads wait as it likes.
+        """
+        guest, tasks = self.child.pid, Path("/proc/self/task")
+        waits_ns = 0
+        for task in (Path(f"/proc/{guest}/task/{guest}"), *tasks.iterdir()):
+            with suppress(OSError, LookupError, ValueError):
+                waits_ns += int((task / "schedstat").read_text().split()[1])
+        return waits_ns / 1e9
+
+    def _answer(self, answer: dict[str, Any] | ChildLoss) -> dict[str, Any]:
+        if isinstance(answer, ChildLoss):
+            raise GuestLoss(answer.status, answer.detail, "".join(self.child.last_lines))
+        return answer
+
+
+def exclusive(device: torch.device) -> bool:
+    """Return whether a GPU allows one process alone."""
+    mode = ctypes.c_int()
+    driver().cuDeviceGetAttribute(ctypes.byref(mode), COMPUTE_MODE, device.index or 0)
+    return mode.value == EXCLUSIVE
+
+
+class GuestQueue:
+    """The processes of a contest's guests, one after the other.
+
+    On a GPU, the next one imports while others run; a CPU would be too busy for that.
+    """
+
+    def __init__(self, guests: int, device: torch.device) -> None:
+        self._ahead = guests if device.type == "cuda" else 0
+        self._spares = list[GuestProcess]()
+        self._import_one()
+
+    def next(self) -> GuestProcess:
+        process = self._spares.pop() if self._spares else GuestProcess()
+        self._import_one()
+        return process
+
+    def close(self) -> None:
+        for process in self._spares:
+            process.child.kill()
+
+    def _import_one(self) -> None:
+        if self._ahead > 0:
+            self._ahead -= 1
+            self._spares.append(GuestProcess())

@@ -1,0 +1,137 @@
+"""The activations of a guest's calls, which no earlier call had, and the outputs that came back.
+
+    set j: activations of all layers, drawn here ─> a call of the guest ─> outputs, compared here
+
+Half of the elements of a set are those of the first draw, at random places, unless the op or a file
+gives activations a structure of their own. A packed output has only the elements that its format
+stores; the guest says where, and the judge requires each element of the weight there, once.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from random import SystemRandom
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparsebench.formats._format import BITS, is_stored
+from sparsebench.harness.bench.arena import dtype_name
+from sparsebench.harness.bench.correctness import Expected
+from sparsebench.harness.bench.guest import Burst, Sets, sets_of
+from sparsebench.harness.bench.guest_process import GuestLoss
+from sparsebench.harness.bench.operands import ChainLayer, Layers, other_draw, redraw
+from sparsebench.harness.bench.output_checks import judge, misfit, right_answer
+from sparsebench.results.record import Contender, Status
+
+
+class GuestSets:
+    """The judge's side of the sets; `drawn` is the number of the last draw."""
+
+    def __init__(self, layers: Layers, contender: Contender) -> None:
+        self._layers, self._op, self._contender = layers, layers.op, contender
+        self._random, self._first = SystemRandom(), dict[str, Tensor]()
+        self.drawn = 0
+        self._sets: Sets = ()
+        self._positions: Tensor | None = None
+
+    def take(self, arrays: Mapping[str, Tensor], names: list[str], count: int) -> Burst:
+        """Use the arrays of an arena for these layers; return a burst that calls nothing.
+
+        Raises GuestLoss if a packed output leaves out an element of the weight.
+        """
+        activations, self._sets = sets_of(arrays, self._op.activations, names, count)
+        if "positions" in arrays:
+            self._positions = self._places(arrays["positions"])
+        out = self._sets[0][1][0]
+        outputs = out if len(names) == 1 else (out,) * len(names)
+        return Burst(lambda: outputs, activations, self._sets)
+
+    def first(self) -> tuple[dict[str, Tensor], Tensor]:
+        """Return the activations and the output of the first set, of the first layer."""
+        values, outputs = self._sets[0]
+        return {name: values[name] for name in self._op.activations}, outputs[0]
+
+    def fill(self, numbers: Iterable[int], layers: int) -> None:
+        """Write activations that no call has had into sets, for the first layers."""
+        for number in numbers:
+            values, _ = self._sets[number]
+            for layer in self._layers.each[:layers]:
+                mine = {name: values[f"{name}{layer.name}"] for name in self._op.activations}
+                recordings = layer.dense.recordings
+                self.drawn = other_draw(self.drawn, [*recordings.values()])
+                redraw(layer.problem, self._op, mine, self.drawn, recordings, layer.dense.weights)
+                if not recordings and layer.problem.fields.get("active") is None:
+                    self._mix(layer, mine)
+
+    def _mix(self, layer: ChainLayer, activations: Mapping[str, Tensor]) -> None:
+        for name in self._op.activations:
+            if name not in self._op.derived:
+                x = activations[name].view(BITS[activations[name].element_size()])
+                first = self._first.setdefault(f"{name}{layer.name}", x.clone())
+                coin = torch.Generator(x.device).manual_seed(self._random.getrandbits(62))
+                keep = torch.randint(0, 2, x.shape, generator=coin, device=x.device).bool()
+                x.copy_(torch.where(keep, first, x))
+        self._op.derive(layer.problem, layer.dense.weights, activations)
+
+    def expected(self, activations: Mapping[str, Tensor], name: str, *, whole: bool) -> Expected:
+        """Return the right answer of a layer for these activations; of a part unless `whole`."""
+        layer = next(layer for layer in self._layers.each if layer.name == name)
+        mine = {n: activations[f"{n}{name}"] for n in self._op.activations}
+        drawn = replace(layer, dense=replace(layer.dense, activations=mine))
+        masked = self._op.mask is None or self._contender.format != "dense"
+        seed = None if whole else self._random.getrandbits(64)
+        allowed = (self._contender.error or {}).get("at_most")
+        return replace(right_answer(self._op, drawn, masked, seed), allowed=allowed)
+
+    def judge(self, number: int, layers: int, lost: int, *, whole: bool) -> tuple[Any, str]:
+        """Compare the output of a set; return the errors, and "" or why it is wrong."""
+        values, outputs = self._sets[number]
+        names = [layer.name for layer in self._layers.each[:layers]]
+        expected = [self.expected(values, name, whole=whole) for name in names]
+        if reason := misfit(expected):
+            raise GuestLoss(Status.UNSUPPORTED, reason)
+        if self._positions is not None:
+            expected = [self._packed(each) for each in expected]
+        losses = [lost, *[0] * (layers - 1)]
+        errors, reason = judge(tuple(outputs[:layers]), expected, losses, None)
+        return errors, reason.removeprefix(": ")
+
+    def stored(self, full: Tensor) -> Tensor:
+        """Return what an output stores of a matrix."""
+        if self._positions is None:
+            return full
+        taken = full.reshape(-1)[self._positions.clamp(min=0)]
+        return torch.where(self._positions >= 0, taken, 0).view(self._sets[0][1][0].shape)
+
+    def _packed(self, expected: Expected) -> Expected:
+        plain = None if expected.plain is None else self.stored(expected.plain)
+        reference, spread = self.stored(expected.reference), self.stored(expected.spread)
+        return replace(expected, reference=reference, spread=spread, plain=plain)
+
+    def _places(self, positions: Tensor) -> Tensor:
+        """Return which element each stored value is, -1 for padding. Raises GuestLoss."""
+        places = positions.long() - 1
+        weight = self._layers.each[0].dense.weights[str(self._op.pattern)]
+        inside = bool(((places >= -1) & (places < weight.numel())).all())
+        counts = torch.zeros(weight.numel(), dtype=torch.int64, device=weight.device)
+        if inside:
+            counts += torch.bincount(places[places >= 0], minlength=weight.numel())
+        missing = is_stored(weight).view(-1) & (counts == 0)
+        if not inside or bool((counts > 1).any()) or bool(missing.any()):
+            expected = "expected a packed output with each element of the weight once"
+            raise GuestLoss(Status.WRONG, f"{expected}, found others")
+        return places
+
+
+def form_error(form: list[Any], expected: Expected) -> str:
+    """Return "" or why an output that has this form (guest.py) cannot be right."""
+    if len(form) < 3:
+        return f"expected a tensor, found {form[0]}"
+    shape, dtype, strides = form
+    if (shape, dtype) != (list(expected.shape), dtype_name(expected.dtype)):
+        wanted = f"{list(expected.shape)} in {dtype_name(expected.dtype)}"
+        return f"expected shape {wanted}, found {shape} in {dtype}"
+    if strides != [*torch.empty(shape, device="meta").stride()]:
+        return f"expected a contiguous output, found strides {strides}"
+    return ""

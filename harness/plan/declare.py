@@ -1,0 +1,37 @@
+"""The process that imports other packages to read what their kernels and formats declare.
+
+> {"names": [["kernels", "acme:FAST"]], "path": [...]}        sys.path
+< {"kernels acme:FAST": {"op": ..., "options": [...]}}        or the reason why not
+"""
+
+import json
+import os
+import sys
+from dataclasses import asdict
+from typing import Any
+
+from sparsebench.errors import SuiteError
+from sparsebench.harness.catalog import declaration
+from sparsebench.harness.machine.parent_watch import end_with_parent
+
+
+def main() -> None:
+    """Answer one request."""
+    end_with_parent()
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # what another package prints
+    request = json.loads(sys.stdin.readline() or "{}")
+    sys.path[:] = request.get("path", sys.path)
+    answer: dict[str, Any] = {}
+    for folder, name in request.get("names", ()):
+        try:
+            answer[f"{folder} {name}"] = asdict(declaration(folder, name))
+        except SuiteError as error:
+            answer[f"{folder} {name}"] = str(error)
+    answers.write(json.dumps(answer) + "\n")
+    answers.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
