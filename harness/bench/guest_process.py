@@ -74,7 +74,7 @@ class GuestProcess:
         waits_ns = 0
         for task in (Path(f"/proc/{guest}/task/{guest}"), *tasks.iterdir()):
             with suppress(OSError, LookupError, ValueError):
-                waits_ns += int((task / "schedstat").read_text().split()[1])
+                waits_ns += int((task / "schedstat").read_text("ascii").split()[1])
         return waits_ns / 1e9
 
     def _answer(self, answer: dict[str, Any] | ChildLoss) -> dict[str, Any]:
