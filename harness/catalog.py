@@ -10,8 +10,8 @@ point (sparsebench/_discovery.py):
 import ast
 import inspect
 import sys
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from importlib.resources import files
 from importlib.resources.abc import Traversable
 from importlib.util import find_spec
@@ -19,7 +19,15 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from sparsebench._discovery import documents, load, modules, outside, require_allowed
+from sparsebench._discovery import (
+    OF_THIS_REPOSITORY,
+    documents,
+    load,
+    modules,
+    outside,
+    package_of,
+    require_allowed,
+)
 from sparsebench.errors import SuiteError, Unsupported
 from sparsebench.harness.machine.child_process import PYTHON, Child, ChildLoss
 from sparsebench.kernels._removed import not_installed, removal
@@ -133,12 +141,20 @@ class Declaration:
 
     op, consumes, device  of the kernel
     options               that a suite may set: of `prepare`, or parameters of the format
+    at_most, why          of Kernel.lossy
     """
 
     op: str = "any"
     consumes: str = "any"
     device: str = "any"
     options: tuple[str, ...] = ()
+    at_most: Mapping[str, float] = field(default_factory=dict)
+    why: str = ""
+
+    def error(self, dtype: str) -> dict[str, Any] | None:
+        """Return the error that a kernel declares for a dtype, as a suite would write it."""
+        largest = self.at_most.get(dtype)
+        return None if largest is None else {"at_most": largest, "why": self.why}
 
 
 def declared(folder: str, name: str) -> Declaration:
@@ -159,8 +175,10 @@ def declaration(folder: str, name: str) -> Declaration:
         options = set() if masks(name) else keywords(weights_format(name).from_dense)
         return Declaration(options=tuple(sorted(options)))
     kernel = load_kernel(name)
-    options = keywords(kernel.prepare)
-    return Declaration(kernel.op, kernel.consumes, kernel.device, tuple(sorted(options)))
+    options = tuple(sorted(keywords(kernel.prepare)))
+    plain = Declaration(kernel.op, kernel.consumes, kernel.device, options)
+    lossy = kernel.lossy if package_of(folder, name) in OF_THIS_REPOSITORY else None
+    return replace(plain, at_most={**lossy.at_most}, why=lossy.why) if lossy else plain
 
 
 _declared: dict[tuple[str, str], Declaration] = {}

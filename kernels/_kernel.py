@@ -92,6 +92,19 @@ class Launch:
 
 
 @dataclass(frozen=True)
+class Lossy:
+    """Why a kernel rounds more than its op's bounds allow (harness/bench/correctness.py).
+
+    at_most  largest relative error ||Y - R|| / ||R||, by the problem's dtype; the bounds hold in
+             any other
+    why      a sentence for a reader of the report
+    """
+
+    at_most: Mapping[str, float]
+    why: str
+
+
+@dataclass(frozen=True)
 class Kernel:
     """One way to compute an op whose sparse operand has one format.
 
@@ -100,6 +113,8 @@ class Kernel:
     device       "cuda", "cpu" or "any"
     prepare      (operands, **options) -> Launch; raises Unsupported, and never falls back
     unsupported  (problem, device) -> reason why the kernel cannot run the problem, or None
+    lossy        the larger error that the kernel may have, unless the suite states one. Of kernels
+                 outside this repository only the suite's counts
     tunes        accepted from packages written for 0.3, and without effect
     """
 
@@ -109,6 +124,7 @@ class Kernel:
     prepare: Callable[..., Launch]
     unsupported: Callable[[Problem, torch.device], str | None] = lambda problem, device: None
     tunes: bool = False
+    lossy: Lossy | None = None
 
 
 def refuse(reason: str | None) -> None:

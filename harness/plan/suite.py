@@ -292,8 +292,9 @@ def _contenders(
     points = [
         _expand(f"{where}.{name}", getattr(entry, name), problem) for name in ("params", "options")
     ]
-    error = entry.error.model_dump() if entry.error else None
+    stated = entry.error.model_dump() if entry.error else None
     for params, options in product(*points) if _competes(entry, problem) else ():
+        error = stated or declared("kernels", entry.kernel).error(problem["dtype"])
         yield Contender(entry.format, entry.kernel, params, options, baseline, error=error)
 
 

@@ -8,7 +8,7 @@ from functools import partial
 
 from sparsebench.formats.csr import Csr
 from sparsebench.kernels._common.transposed import dgrad_of
-from sparsebench.kernels._kernel import Kernel, Launch, Operands
+from sparsebench.kernels._kernel import Kernel, Launch, Lossy, Operands
 from sparsebench.kernels.peers import _cusparse
 
 ALGORITHMS = "CSR_ALG1", "CSR_ALG2", "CSR_ALG3"
@@ -39,7 +39,8 @@ def prepare_wgrad(operands: Operands) -> Launch:
     return _cusparse.prepare_wgrad(pattern, operands)
 
 
-KERNEL = Kernel("linear", "csr", "cuda", prepare, _cusparse.unsupported)
+LOSSY = Lossy({"fp16": 0.001, "bf16": 0.008}, "cuSPARSE keeps some sums in 16 bits")
+KERNEL = Kernel("linear", "csr", "cuda", prepare, _cusparse.unsupported, lossy=LOSSY)
 
 DGRAD = dgrad_of(KERNEL)
 """Input gradient from CSR by cuSPARSE."""

@@ -27,7 +27,7 @@ from sparsebench.errors import Unsupported
 from sparsebench.formats.spense import Spense
 from sparsebench.kernels._common.requirements import unsupported_dtype
 from sparsebench.kernels._common.search import search as search_calls
-from sparsebench.kernels._kernel import DTYPES, Kernel, Launch, Operands
+from sparsebench.kernels._kernel import DTYPES, Kernel, Launch, Lossy, Operands
 from sparsebench.kernels.dense._gemm import LIBRARIES, preferred, scaled_product
 from sparsebench.kernels.peers import cusparselt
 from sparsebench.kernels.peers._cusparselt import CusparseLtError
@@ -141,4 +141,5 @@ def unsupported(problem: Problem, device: torch.device) -> str | None:
     return wrong or cusparselt.unsupported(problem, device)
 
 
-KERNEL = Kernel("linear", "spense", "cuda", prepare, unsupported)
+LOSSY = Lossy({"fp16": 0.0004, "bf16": 0.003}, "the two products are added in 16 bits")
+KERNEL = Kernel("linear", "spense", "cuda", prepare, unsupported, lossy=LOSSY)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from sparsebench.formats.int4 import Int4
 from sparsebench.kernels._common.requirements import HOPPER
-from sparsebench.kernels._kernel import Kernel, Launch, Operands
+from sparsebench.kernels._kernel import Kernel, Launch, Lossy, Operands
 from sparsebench_authors import _marlin
 
 
@@ -41,4 +41,5 @@ def _packed(w: Int4) -> tuple[Tensor, Tensor]:
     return _marlin.tiled(w.unpacked().t(), four_columns=False), in_order
 
 
-KERNEL = Kernel("linear", "int4", "cuda", prepare, _marlin.unsupported)
+LOSSY = Lossy({"fp16": 0.0006}, "sums of a split k are added in 16 bits")
+KERNEL = Kernel("linear", "int4", "cuda", prepare, _marlin.unsupported, lossy=LOSSY)

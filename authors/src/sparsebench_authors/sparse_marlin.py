@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from sparsebench.formats.int4_two_four import Int4TwoFour
-from sparsebench.kernels._kernel import Kernel, Launch, Operands
+from sparsebench.kernels._kernel import Kernel, Launch, Lossy, Operands
 from sparsebench_authors import _marlin
 
 IN_LANES = 0, 4, 1, 5, 2, 6, 3, 7  # columns of scales in the order of a lane's results
@@ -54,4 +54,5 @@ def _metadata(positions: Tensor) -> Tensor:
     return by_bit.permute(5, 0, 3, 1, 4, 6, 2).reshape(n, count)
 
 
-KERNEL = Kernel("linear", "int4_two_four", "cuda", prepare, _marlin.unsupported)
+LOSSY = Lossy({"fp16": 0.0006}, "sums of a split k are added in 16 bits")
+KERNEL = Kernel("linear", "int4_two_four", "cuda", prepare, _marlin.unsupported, lossy=LOSSY)

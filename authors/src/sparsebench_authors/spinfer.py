@@ -25,7 +25,7 @@ from sparsebench.kernels._common import foreign_code
 from sparsebench.kernels._common.padding import multiple_of, padded
 from sparsebench.kernels._common.requirements import AMPERE, unmet
 from sparsebench.kernels._common.search import fastest_choice
-from sparsebench.kernels._kernel import Kernel, Launch, Operands
+from sparsebench.kernels._kernel import Kernel, Launch, Lossy, Operands
 from sparsebench.results.record import Problem
 from sparsebench_authors import _builds
 
@@ -111,4 +111,5 @@ def unsupported(problem: Problem, device: torch.device) -> str | None:
     return reason or _builds.missing(MARKER, REPOSITORY)
 
 
-KERNEL = Kernel("linear", "csr", "cuda", prepare, unsupported)
+LOSSY = Lossy({"fp16": 0.0004}, "sums of a split k are added in 16 bits")
+KERNEL = Kernel("linear", "csr", "cuda", prepare, unsupported, lossy=LOSSY)
