@@ -44,7 +44,6 @@ def format_of(kernel: str, stored: str) -> str:
     return FORMATS_ONCE_DENSE.get(kernel, stored) if stored == "dense" else stored
 
 
-WRONG = 3.0  # an output is wrong above this multiple of the usual error
 POWER_LIMITED = 0.2  # a row is marked above this share of the contest's time
 
 
@@ -125,7 +124,8 @@ class Contender:
     options   of the kernel, such as `tuned`
     baseline  whether speedups are relative to it
     twin      whether it is the second half of an A/A pair of equal kernels
-    error     the relative error that its suite allows, `at_most`, and `why`; else None
+    error     the larger relative error that it may have, `at_most`, and `why`, by its suite or
+              because its kernel is lossy; else None
     """
 
     format: str
@@ -209,7 +209,7 @@ class Row:
     candidates: tuple[Mapping[str, Any], ...] = ()  # timed by `prepare`, the default first
     code: str | None = None  # digest of the compiled code; None for libraries
     error: float | None = None  # ||out - reference|| / ||reference||
-    error_of_bound: float | None = None  # largest |out - reference| over its per-element bound
+    error_of_bound: float | None = None  # the error over its bound: of an element, or of the whole
     usual_error: float | None = None  # that of torch's product, or expected from rounding
     bias: float | None = None  # systematic part of the error, relative, beyond chance
     usual_bias: float | None = None  # the part expected from rounding and truncation

@@ -136,6 +136,7 @@ def right_answer(op: Op, layer: ChainLayer, masked: bool, seed: int | None) -> E
         products=products,
         sums=sums,
         parts=op.parts(problem),
+        rounded=bool(op.intermediates),
         plain=plain,
         sample=sample,
     )

@@ -23,6 +23,9 @@ Result = TypeVar("Result")
 Values = Mapping[str, Any]
 """The fields of a problem."""
 
+INTERMEDIATE = 3 / 8
+"""The error of a term of `Op.spread`, in eps of the dtype, if intermediates are rounded to it."""
+
 Block = PositiveInt | Annotated[list[PositiveInt], Field(min_length=2, max_length=2)]
 """A block's side, or its rows and columns."""
 
@@ -99,6 +102,8 @@ class Op:
                   bf16 for fp8; keyword-only arguments are fields of the problem, and `fields` all
     spread        the same arguments in fp64 -> size, per output element, of the values that
                   rounding acts on: sqrt of the sum of squared terms; errors are compared with it
+    intermediates values that a kernel may round to the problem's dtype before the output, by name;
+                  `spread` has a term for each. Default: none, so an output is rounded once
     depth         the definition's operands -> most non-zero terms in one of its sums; default: most
                   non-zeros in a row of any weight
     flops         (problem, non-zeros by weight) -> operations that no kernel can avoid
@@ -139,6 +144,7 @@ class Op:
     spread: Callable[..., Tensor]
     flops: Callable[[Problem, Mapping[str, int]], float]
     fewest_bytes: Callable[[Problem, Mapping[str, int], int], int]
+    intermediates: tuple[str, ...] = ()
     depth: Callable[..., int] | None = None
     dense: Callable[[Problem], Problem] = lambda problem: problem
     recorded: Callable[[Mapping[str, Tensor]], dict[str, float | str]] | None = None

@@ -354,6 +354,7 @@ OP = Op(
     },
     definition=definition,
     spread=spread,
+    intermediates=("q", "k", "p", "o", "g", "u", "h", "the stream", "norms"),
     flops=flops,
     fewest_bytes=fewest_bytes,
     dense=all_active,

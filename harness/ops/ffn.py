@@ -81,15 +81,19 @@ def spread(
 ) -> Tensor:
     """Carry the spreads of gate g and up u through h = act(g) u, and that of h through Wd.
 
-        S(h)² = (act'(g) u S(g))² + (act(g) S(u))² + h²      S(y)² = (S(h)² + h²) @ (Wd²).T
+        S(h)² = (act'(g) u)² (S(g)² + g²) + act(g)² (S(u)² + u²) + 2 h²
+        S(y)² = (S(h)² + h²) @ (Wd²).T
 
-    The last term of S(h) is the rounding of h itself; that of S(y), the terms of the last product.
+    g, u, act(g) and h may be rounded to the dtype; in fp8, only x and h to e4m3, and S(h) has
+    neither g² nor u², and h² once. The last term of S(y) is that of the last product.
     """
     wg, wu, wd = (_with_scale(w, dtype) for w in (wg, wu, wd))
     g, u = linear(x, wg), linear(x, wu)
     var_g, var_u = linear(x.square(), wg.square()), linear(x.square(), wu.square())
     act, slope = act_of(g, activation), slope_of(g, var_g, activation)
     h2 = (act * u).square()
+    if dtype != "fp8":
+        var_g, var_u = var_g + g.square(), var_u + 2 * u.square()
     var_h = (slope * u).square() * var_g + act.square() * var_u + h2
     return linear(var_h + h2, wd.square()).sqrt()
 
@@ -155,6 +159,7 @@ OP = Op(
     },
     definition=definition,
     spread=spread,
+    intermediates=("g", "u", "act(g)", "h"),
     flops=flops,
     fewest_bytes=fewest_bytes,
     dense=all_active,

@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.nn.functional import linear, relu
 
 from sparsebench.harness.ops._active import adjust, all_active, share, share_of_any
-from sparsebench.harness.ops._op import Op, Operand, longest_row
+from sparsebench.harness.ops._op import INTERMEDIATE, Op, Operand, longest_row
 from sparsebench.harness.ops.ffn import FfnFields, act_of, slope_of
 from sparsebench.kernels._kernel import DTYPES
 from sparsebench.results.record import Problem
@@ -78,8 +78,8 @@ def spread(
     """
     g, u, dh = linear(x, wg), linear(x, wu), dy @ wd
     var_g, var_u = (linear(x.square(), w.square()) for w in (wg, wu))
-    act, on = act_of(g, activation), (g > 0).to(g.dtype)
-    around = slope_of(g, var_g, activation).square() * var_g  # the spread of act(g)
+    act, on, var_u = act_of(g, activation), (g > 0).to(g.dtype), var_u + u.square()
+    around = slope_of(g, var_g, activation).square() * (var_g + g.square())  # of act(g)
     slope, of_slope = (on, 0) if activation == "relu" else (2 * relu(g), 4 * on * var_g)
     h, dg, du = act * u, dh * u * slope, dh * act
     var_dh = dy.square() @ wd.square() + dh.square()
@@ -88,8 +88,8 @@ def spread(
     dg2 = slope.square() * (u.square() * var_dh + dh.square() * var_u) + 2 * dg.square()
     dg2 += (dh * u).square() * of_slope
     if activation == "relu":
-        eps = torch.finfo(DTYPES[dtype]).eps
-        dg2 += (dh * u / eps).square().where(g.abs() <= ZERO * var_g.sqrt(), 0)
+        part = INTERMEDIATE * torch.finfo(DTYPES[dtype]).eps
+        dg2 += (dh * u / part).square().where(g.abs() <= ZERO * var_g.sqrt(), 0)
     x2, dy2, wg2, wu2, wd2 = (t.square() for t in (x, dy, wg, wu, wd))
     parts = linear(h2, wd2), dg2 @ wg2 + du2 @ wu2, dg2.t() @ x2, du2.t() @ x2, h2.t() @ dy2
     return torch.cat(parts).sqrt()
@@ -133,6 +133,7 @@ OP = Op(
     },
     definition=definition,
     spread=spread,
+    intermediates=("g", "u", "act(g)", "h", "dh", "dg", "du"),
     depth=depth,
     flops=flops,
     fewest_bytes=fewest_bytes,

@@ -35,7 +35,8 @@ def spread(wu: Tensor, wd: Tensor, x: Tensor, *, activation: str) -> Tensor:
     """Carry the spread of u through h = act(u), and that of h through Wd (see ffn.py)."""
     u, var_u = linear(x, wu), linear(x.square(), wu.square())
     h2 = act_of(u, activation).square()
-    var_h = slope_of(u, var_u, activation).square() * var_u + h2
+    slope = slope_of(u, var_u, activation)
+    var_h = slope.square() * (var_u + u.square()) + h2
     return linear(var_h + h2, wd.square()).sqrt()
 
 
@@ -59,6 +60,7 @@ OP = Op(
     },
     definition=definition,
     spread=spread,
+    intermediates=("u", "h"),
     flops=flops,
     fewest_bytes=fewest_bytes,
     dense=all_active,

@@ -17,7 +17,7 @@ from typing import Any
 from sparsebench.errors import ResultError
 from sparsebench.results.ceilings import LIGHT
 from sparsebench.results.formatting import amount
-from sparsebench.results.record import WRONG, Row, Status
+from sparsebench.results.record import Row, Status
 from sparsebench.results.run.bundle import ROWS
 from sparsebench.results.run.provenance import device_name
 from sparsebench.results.run.store import StoredRun
@@ -126,8 +126,7 @@ def _right(run: StoredRun, rows: list[Row]) -> int:
     ok_rows = [row for row in rows if row.status is Status.OK]
     for row in ok_rows:
         allowed = (row.case.contender.error or {}).get("at_most")
-        most = allowed if allowed is not None else WRONG * (row.usual_error or math.inf)
-        for name, limit in (("error", most), ("error_of_bound", 1.0)):
+        for name, limit in (("error", allowed or math.inf), ("error_of_bound", 1.0)):
             actual = getattr(row, name)
             if actual is None or not 0 <= actual <= limit or actual == math.inf:
                 raise _error(run, row, f"{name} of at most {limit:.2g} in an ok row", actual)

@@ -272,7 +272,7 @@ def _marks(row: Row) -> str:
     marks = {
         "unusual error": (row.error or 0.0) > UNUSUAL * (row.usual_error or math.inf),
         "bias": abs(row.bias or 0.0) > (row.usual_bias or math.inf),
-        "error allowed by the suite": allowed is not None,
+        "larger error allowed": allowed is not None,
     }
     return ", ".join(name for name, marked in marks.items() if marked)
 

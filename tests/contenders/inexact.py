@@ -1,4 +1,4 @@
-"""Kernels whose error the format's bound allows in bf16, but the usual error does not."""
+"""Kernels that are as inexact as a rounding to bf16 or a few of them."""
 
 from collections.abc import Callable
 

@@ -45,7 +45,8 @@ def expected_of(operands: Operands) -> Expected:
     right, spread = (with_fields(f, problem)(**exact) for f in (op.definition, op.spread))
     dtype, torchs_own = problem["dtype"], with_fields(op.definition, problem)(**plain)
     rest = OUTPUTS[dtype], op.longest_sum(problem, exact), *roundings(dtype, op.rounds(dtype))
-    return Expected(right, spread, *rest, parts=op.parts(problem), plain=torchs_own)
+    parts, rounded = op.parts(problem), bool(op.intermediates)
+    return Expected(right, spread, *rest, parts=parts, rounded=rounded, plain=torchs_own)
 
 
 def assert_correct(out: object, operands: Operands) -> None:

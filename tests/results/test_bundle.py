@@ -278,7 +278,6 @@ DAMAGES: dict[str, tuple[Callable[[list[Row]], list[Row]], str]] = {
     "no twins": (lambda r: [x for x in r if x.reference or not x.case.contender.twin], "(twin)"),
     "a large error": (first(error_of_bound=1e6), "found 1000000.0"),
     "no error": (first(error=None), "found None"),
-    "five usual errors": (first(error=5e-7, usual_error=1e-7), "found 5e-07"),
     "an error above what the suite allows": (
         lambda r: [with_error(r[0], at_most=1e-3, error=2e-3), *r[1:]],
         "found 0.002",

@@ -48,6 +48,7 @@ def assert_right(
     # Gates and H are rounded; in fp16, H may be below the smallest number, 6e-8.
     factor = 6 if y.dtype == torch.float32 else 2
     spread = factor * spread + (1e-3 if y.dtype == torch.float16 else 1e-30)
-    expected = Expected(right[tokens], spread[tokens], y.dtype, max(wd_t.shape))
+    sizes = right[tokens], spread[tokens], y.dtype, max(wd_t.shape)
+    expected = Expected(*sizes, rounded=True)
     reason = check(y[tokens], expected).reason
     assert reason is None, reason

@@ -36,7 +36,7 @@ def exact(drawn: DenseOperands) -> dict[str, Tensor]:
 def expected(case: Problem, arguments: Mapping[str, Tensor]) -> Expected:
     reference, spread = (with_fields(f, case)(**arguments) for f in (OP.definition, OP.spread))
     dtype, depth = DTYPES[case["dtype"]], OP.depth(**arguments)
-    return Expected(reference, spread, dtype, depth, parts=OP.parts(case))
+    return Expected(reference, spread, dtype, depth, parts=OP.parts(case), rounded=True)
 
 
 def launch_of(operands: Operands, **options: Any) -> Launch:
