@@ -5,6 +5,7 @@
     too many values in YAML                 refused: ten aliases can expand to a billion values
     a repeated key in a YAML mapping        refused: one of the two would be ignored silently
     a number in base 8 or 60 in YAML        refused: 0100 would be 64 without a word
+    an integer beyond 64 bits               refused: no column of a table can hold it
 
 Each function takes the error class to raise: SuiteError or ResultError.
 """
@@ -28,7 +29,8 @@ YAML_BYTES = 2**18  # the largest packaged suite has 4 KiB
 YAML_DEPTH = 32
 YAML_NODES = 100_000
 OTHER_BASE = re.compile(r"[-+]?0[0-9_]+|[-+]?[0-9_]+(:[0-9_.]+)+")
-INTEGER_DIGITS = 100
+LARGEST = 2**63 - 1  # an integer; the smallest is -LARGEST - 1
+INTEGER_LENGTH = 100  # characters; int() takes quadratic time
 JSON_BYTES = 2**24  # run.json, environment.json, manifest.json
 UNKNOWN_KEY = "extra_forbidden", "unexpected_keyword_argument"  # of a model, of a dataclass
 ROWS_BYTES = 2**27  # unzipped; the largest published run has 6 MB
@@ -85,7 +87,7 @@ def from_json(file: Path, schema: str = "") -> dict[str, Any]:
     written = text(file, JSON_BYTES)
     try:
         data = parse_json(written)
-    except (ValueError, RecursionError) as error:  # ValueError: an integer of 5,000 digits
+    except (ValueError, RecursionError) as error:
         raise ResultError(f"{file}: expected JSON, found {error}") from error
     if not isinstance(data, dict):
         raise ResultError(f"{file}: expected a JSON object, found {type(data).__name__}")
@@ -97,8 +99,50 @@ def from_json(file: Path, schema: str = "") -> dict[str, Any]:
 
 
 def parse_json(written: str) -> Any:
-    """Return the data of a JSON text. Raises ValueError, also for an object with a key twice."""
-    return json.loads(written, object_pairs_hook=_each_once)
+    """Return the data of a JSON text.
+
+    Raises ValueError, also for an object with a key twice and for an integer beyond 64 bits.
+    """
+    beyond: list[str] = []
+
+    def whole(text: str) -> int | None:
+        if (number := _whole(text)) is None:
+            beyond.append(text)
+        return number
+
+    data = json.loads(written, object_pairs_hook=_each_once, parse_int=whole)
+    if beyond:
+        place = _place_of(beyond[0], json.loads(written, parse_int=_Digits)) or "top"
+        raise ValueError(f"{place}, an integer beyond 64 bits: {shortened(beyond[0])}")
+    return data
+
+
+def _whole(text: str) -> int | None:
+    """Return an integer; None if it is beyond 64 bits."""
+    if len(text) > INTEGER_LENGTH:
+        return None
+    number = int(text.replace("_", ""), 0)
+    return number if -LARGEST - 1 <= number <= LARGEST else None
+
+
+class _Digits(str):
+    """An integer as it is written, in place of its value."""
+
+
+def _place_of(digits: str, data: Any) -> str:
+    """Return the place of an integer in a document of `_Digits`: case.problem.fields.m, or ""."""
+    parts = data.items() if isinstance(data, dict) else enumerate(data)
+    for name, part in parts:
+        if isinstance(part, _Digits) and part == digits:
+            return str(name)
+        if isinstance(part, dict | list) and (inside := _place_of(digits, part)):
+            return f"{name}.{inside}"
+    return ""
+
+
+def shortened(text: str, most: int = 40) -> str:
+    """Return the first characters of a text, which may be of any length."""
+    return text if len(text) <= most else f"{text[:most]}..."
 
 
 def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -111,6 +155,7 @@ def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def read_model(file: Path, model: type[Model], schema: str) -> Model:
     """Return a JSON file as a model; the error names the schema and the first invalid field."""
+    from_json(file)  # refuses a key that is written twice, and an integer beyond 64 bits
     try:
         return TypeAdapter(model).validate_json(content(file, JSON_BYTES))
     except ValidationError as error:
@@ -259,9 +304,9 @@ class _Loader(_Base):  # type: ignore[misc]
         value, line = super().construct_scalar(node), node.start_mark.line + 1
         if node.tag.endswith((":int", ":float")) and OTHER_BASE.fullmatch(value):
             raise SparsebenchError(f"line {line}: expected a decimal number, found {value}")
-        if node.tag.endswith(":int") and len(value) > INTEGER_DIGITS:
-            limit = f"{INTEGER_DIGITS} digits (INTEGER_DIGITS)"
-            raise SparsebenchError(f"line {line}: expected at most {limit}, found {len(value)}")
+        if node.tag.endswith(":int") and _whole(value) is None:
+            expected = "expected an integer of at most 64 bits"
+            raise SparsebenchError(f"line {line}: {expected}, found {shortened(value)}")
         if isinstance(value, str) and not utf8(value):
             raise SparsebenchError(f"line {line}: expected text in Unicode, found {value!a}")
         return value
