@@ -9,6 +9,8 @@
     rate, fp32    that of TF32: an fp32 product takes at least one pass of it, whatever the method
     rate, others  if the device has no such products, the highest rate: operands are converted
 
+On a CPU, whose cores other work shares, no ceilings are measured, and rows have no bound.
+
 A median below LIGHT x bound is a measurement error: `faster_than_light`. If a reference contest
 (dense against dense) is faster than the bound, the ceiling was too low. Its rows stay ok and say
 so, and the following contests use the raised ceiling:

@@ -55,7 +55,7 @@ class ContestOptions:
     pinned     choices by case id, taken without a search; empty if each process searches
     timed      by case id, what an earlier process timed for a choice (Row.candidates)
     checked    by case id, the configurations that an earlier process of this run found right
-    ceilings   the device's, if known
+    ceilings   the device's, if known; those of a CPU, whose cores are shared, are not
     energy     also measure the energy of a call, which takes 2 to 3 s
     timeout_s  time without an announcement after which the process is ended
     """
@@ -76,8 +76,8 @@ class ContestOptions:
         return replace(self, ceilings=self.ceilings and self.ceilings.after(rows)[0])
 
     def bounded(self, row: Row, output_bytes: int) -> Row:
-        """Return the row with its bound, if the ceilings are known."""
-        if self.ceilings is None:
+        """Return the row with its bound, if the ceilings are known and it is not of a CPU."""
+        if self.ceilings is None or row.clock == "host":
             return row
         work = row.flops or 0.0, row.fewest_bytes or 0, output_bytes
         dtype, layers = row.case.problem["dtype"], layers_of(row.scope)
@@ -95,13 +95,10 @@ def with_samples(row: Row, taken: Samples, options: ContestOptions, output_bytes
     """Put samples into a row, unless they are faster than the device's ceilings allow.
 
     A chain's samples are divided into those of one layer, whose operands and outputs are cold like
-    all others. On a CPU, ceilings are recorded but do not judge, because its cores are shared with
-    other work; there, only a reference raises them.
+    all others.
     """
     taken = taken.per_layer(layers_of(row.scope))
-    row = options.bounded(row, output_bytes)
-    if options.ceilings and (row.reference or row.clock != "host"):
-        row = check_bound(row, median(taken.times_us))
+    row = check_bound(options.bounded(row, output_bytes), median(taken.times_us))
     if row.status is not Status.OK:
         return row
     times: dict[str, Any] = {"samples_us": taken.times_us, "samples_per_block": taken.per_round}

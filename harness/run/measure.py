@@ -160,7 +160,7 @@ def measure(
         runner.log.on_failure = lambda reason, text: options.on_message(failure(reason, text))
         contest_options = contest_state.ContestOptions(
             measures=sampling.distinct_measures(suite.measures, flags.device),
-            ceilings=Ceilings.from_json(ceilings),
+            ceilings=Ceilings.from_json(ceilings) if ceilings else None,
             energy=flags.energy,
         )
         began += runner.spent_s["ceilings"]  # which no later process measures

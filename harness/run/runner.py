@@ -79,13 +79,16 @@ class Runner:
         return self._worker.pid if self._worker else 0
 
     def ceilings(self, contests: Iterable[Contest]) -> dict[str, Any]:
+        """Return the device's ceilings; {} for a CPU, whose cores other work may share."""
+        if self._device == "cpu":
+            return {}
         worker = self._worker = self._worker or self._start()
-        began, kind = monotonic(), "cpu" if self._device == "cpu" else "cuda"
+        began = monotonic()
         dtypes = {
             str(contest.problem["dtype"])
             for contest in contests
             if any(
-                declared("kernels", k.kernel).device in ("any", kind) for k in contest.contenders
+                declared("kernels", k.kernel).device in ("any", "cuda") for k in contest.contenders
             )
         }
         dtypes |= {TF32} if FP32 in dtypes else set()
@@ -219,8 +222,7 @@ def recent_ceilings(
     """Return a GPU's ceilings: those that this process measured lately, or new ones.
 
     Measuring takes 10 s on an H200, and a campaign has 45 runs, so runs share ceilings that are at
-    most CEILINGS_KEPT_S old and have all `dtypes`; `age_s` says how old they are. A CPU's ceilings
-    are measured for every run, because other work may keep it busy.
+    most CEILINGS_KEPT_S old and have all `dtypes`; `age_s` says how old they are.
     """
     required, now = frozenset(dtypes), monotonic()
     at, dtypes_before, before = _recent.get(card, (-inf, frozenset(), {}))

@@ -52,11 +52,11 @@ CLOCKS = {
 
 @dataclass(frozen=True)
 class TrialResult:
-    """A row of the kernel, one of its baseline, the device's name and its empty launch."""
+    """A row of the kernel, one of its baseline, the device's name and a GPU's empty launch."""
 
     rows: list[Row]
     device: str
-    launch_us: float
+    launch_us: float | None
 
     @property
     def right(self) -> bool:
@@ -83,7 +83,7 @@ def try_kernel(
             continue  # its own process says so
         if reason := unsupported(planned.problem, contender, device):
             raise Unsupported(f"{contender.kernel}: {reason}")
-    measured = ceilings.measure(device)
+    measured = ceilings.measure(device) if device.type == "cuda" else None
     options = ContestOptions(ceilings=measured)
     rows, _ = contest.run(planned.problem, contenders, device, data, options, on_failure=on_failure)
     rows.sort(key=lambda row: row.case.contender.baseline)
@@ -91,7 +91,7 @@ def try_kernel(
         if row.status is Status.UNSUPPORTED:
             raise Unsupported(f"{row.case.contender.kernel}: {row.detail}")
     called = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-    return TrialResult(rows, called, measured.launch_us)
+    return TrialResult(rows, called, measured.launch_us if measured else None)
 
 
 def repeat(
@@ -196,7 +196,7 @@ def report(result: TrialResult) -> Group:
             reasons.append(f"{label}: {row.status}: {escape(row.detail)}")
             continue
         faster = "baseline" if row.case.contender.baseline else f"{line.speedup:.2f}"
-        of_bound = f"{line.of_bound:.0%}" if row.bound_us else ""
+        of_bound = f"{line.of_bound:.0%}" if line.of_bound > 0 else ""
         quartiles = f"{line.q1_us:.2f} to {line.q3_us:.2f}"
         errors = f"{row.error or 0:.1e}", f"{line.error_of_usual:.2f}"
         allowed = f"{row.error_of_bound or 0:.2f}"
@@ -206,8 +206,9 @@ def report(result: TrialResult) -> Group:
 
 def _notes(row: Row, line: pd.Series, result: TrialResult) -> list[str]:
     choice = ", ".join(f"{name} {value}" for name, value in row.choice.items())
-    floor = f"{result.launch_us:.2f} µs, the floor of an isolated call"
-    short = row.clock != "host" and line.median_us < SHORT_US
+    floor = ""
+    if result.launch_us and line.median_us < SHORT_US:
+        floor = f"{result.launch_us:.2f} µs, the floor of an isolated call"
     weights = ""
     if row.stored_bytes and row.dense_bytes:
         weights = f"{row.stored_bytes} bytes, {row.stored_bytes / row.dense_bytes:.1%} of dense"
@@ -216,7 +217,7 @@ def _notes(row: Row, line: pd.Series, result: TrialResult) -> list[str]:
         "accuracy": str(line.marks),
         "choice": choice,
         "hardware limit": f"{row.bound_us:.2f} µs by {row.bound_by}" if row.bound_us else "",
-        "empty launch": floor if short else "",
+        "empty launch": floor,
         "weights": weights,
         "before the first call": f"convert {row.convert_us or 0:.0f} µs, "
         f"prepare {row.prepare_s or 0:.2f} s",

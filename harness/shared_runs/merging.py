@@ -98,7 +98,7 @@ def _join(runs: Sequence[StoredRun], out: Path) -> StoredRun:
         devices.setdefault(device, {"uuid": device, "host": host, **rest})
         manifest = bundle.identity(run.path)
         shards.append({"device": device, "host": host, "manifest_sha256": manifest})
-    ceilings = _highest([run.environment["ceilings"] for run in runs])
+    ceilings = _highest([each for run in runs if (each := run.environment["ceilings"])])
     return replace(
         runs[0],
         path=out,
@@ -161,7 +161,12 @@ def _without(facts: Mapping[str, Any], common: Mapping[str, Any]) -> dict[str, A
 
 
 def _highest(ceilings: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the highest ceilings of several GPUs, which bound the rows of each of them."""
+    """Return the highest ceilings of several GPUs, which bound the rows of each of them.
+
+    Without any, as on a CPU, return {}.
+    """
+    if not ceilings:
+        return {}
     every = [asdict(Ceilings.from_json(each)) for each in ceilings]
     highest = every[0] | {"launch_us": min(each["launch_us"] for each in every)}
     for name in ("read_gb_per_s", "copy_gb_per_s", "write_gb_per_s", "age_s"):

@@ -21,6 +21,7 @@ from sparsebench.reports.figures._html import NOTHING, note, wide
 from sparsebench.reports.figures._svg import ROLES, Look
 from sparsebench.results.formatting import capital, significant
 from sparsebench.results.problem_names import measure_text, problem_name
+from sparsebench.results.run.provenance import on_gpu
 from sparsebench.results.tables.analysis import Analysis
 from sparsebench.results.tables.contests import usual
 from sparsebench.results.tables.frame import records
@@ -36,11 +37,11 @@ READ = (
 
 
 def draw(analysis: Analysis) -> Markup:
-    """Draw one figure per data type, if the run measured its ceilings."""
+    """Draw one figure per data type, if the run measured the ceilings of a GPU."""
     ceilings: Mapping[str, Any] = analysis.run.environment.get("ceilings") or {}
     cases = usual(analysis.timed)
     cases = cases[(cases.tflops > 0) & (cases.gb_per_s > 0)]
-    if not ceilings or cases.empty:
+    if not ceilings or not on_gpu(analysis.run.environment) or cases.empty:
         return NOTHING
     cases = cases.assign(intensity=1e3 * cases.tflops / cases.gb_per_s)
     words = f"{capital(measure_text(cases.iloc[0]))}. {READ}"

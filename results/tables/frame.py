@@ -13,6 +13,10 @@ state.
 
 `limited` is the share of the contest's time in which power or heat lowered the clock.
 
+`of_bound` is the hardware limit divided by the median time, at most 1: ceilings are measured, so a
+time may be up to 5 % below the limit (ceilings.py). On a CPU no limit is known; rows of versions up
+to 0.4 have one, which is left out.
+
 A row is marked, never dropped, if its contest was throttled or power-limited, if the host was late
 for some of its samples, if its error or bias is unusual (see harness/bench), or if only its suite
 allows its error. Rows of versions up to 0.2.0 do not say whether the host was late. They are marked
@@ -45,8 +49,8 @@ SIZES = ["nnz", "stored_bytes", "dense_bytes", "held_bytes", "peak_bytes"]
 ERRORS = ["error", "error_of_bound", "usual_error", "bias", "usual_bias"]
 SHARES = ["sparsity_achieved", "bytes_of_dense", "error_of_usual"]
 SAMPLE_TIMES = ["median_us", "q1_us", "q3_us", "min_us"]
-OTHER_TIMES = ["convert_us", "prepare_s", "bound_us"]
-TIMES = [*SAMPLE_TIMES, *OTHER_TIMES]
+OTHER_TIMES = ["convert_us", "prepare_s"]
+TIMES = [*SAMPLE_TIMES, *OTHER_TIMES, "bound_us"]
 RATES = ["tflops", "dense_tflops", "gb_per_s", "of_bound"]
 TELEMETRY = ["sm_mhz", "power_w", "temperature_c"]
 LIMITS = ["power_capped_us", "thermal_us", "hardware_us"]  # counters of NVML
@@ -215,6 +219,8 @@ def _measurements(row: Row, of_samples: Sequence[float]) -> dict[str, Any]:
     """Return the measured columns; `of_samples` are the quantiles SHARES_OF_SAMPLES."""
     least, low, q1, median, q3 = of_samples
     late = _late_share(row, low, median)
+    bound_us, bound_by = (row.bound_us, row.bound_by) if row.clock != "host" else (None, None)
+    share = _ratio(bound_us, median)
     return {name: getattr(row, name) for name in AS_IN_ROW} | {
         "status": str(row.status),
         "choice": json.dumps(row.choice),
@@ -231,7 +237,9 @@ def _measurements(row: Row, of_samples: Sequence[float]) -> dict[str, Any]:
         "tflops": _ratio(row.flops, median * 1e6),
         "dense_tflops": _ratio(row.dense_flops, median * 1e6),
         "gb_per_s": _ratio(row.fewest_bytes, median * 1e3),
-        "of_bound": _ratio(row.bound_us, median),
+        "bound_us": bound_us,
+        "bound_by": bound_by,
+        "of_bound": share and min(1.0, share),
         "error_of_usual": _ratio(row.error, row.usual_error),
         **{name: row.telemetry.get(name) for name in TELEMETRY},
         "limited": _limited_share(row.telemetry),

@@ -147,11 +147,21 @@ def test_a_case_has_the_marks_of_all_its_processes_and_the_largest_share_of_late
 def test_sensors_bounds_and_bytes_come_through() -> None:
     sensors = {"sm_mhz": 1980.0, "power_w": 500.0, "temperature_c": 45.0}
     held: dict[str, Any] = {"held_bytes": 10, "peak_bytes": 30, "code": "c0de", "energy_j": 0.5}
-    bound: dict[str, Any] = {"bound_us": 1.5, "bound_by": "memory"}
+    bound: dict[str, Any] = {"bound_us": 1.5, "bound_by": "memory", "clock": "graph"}
     line = frame([row(BSR, (2.0,), telemetry=sensors, **held, **bound)]).iloc[0]
     assert (line.of_bound, line.bound_by) == (0.75, "memory")
     assert (line.held_bytes, line.peak_bytes, line.code, line.energy_j) == (10, 30, "c0de", 0.5)
     assert (line.sm_mhz, line.power_w, line.temperature_c) == (1980, 500, 45)
+
+
+@pytest.mark.parametrize(("clock", "share"), [("graph", 1.0), ("events", 1.0), ("host", None)])
+def test_no_share_of_the_limit_is_above_one_and_a_cpu_has_none(clock, share) -> None:
+    above = row(BSR, (2.0,), bound_us=2.05, bound_by="memory", clock=clock)
+    line = frame([above]).iloc[0]
+    if share:
+        assert (line.of_bound, line.bound_us, line.bound_by) == (share, 2.05, "memory")
+    else:
+        assert pd.isna([line.of_bound, line.bound_us, line.bound_by]).all()
 
 
 def test_eight_processes_give_an_interval_beside_students() -> None:
