@@ -78,7 +78,8 @@ class Record:
     since: datetime
 
     def at(self, status: str, counts: Counts, spent_s: Mapping[str, float]) -> dict[str, Any]:
-        seconds = self.before.get("seconds", 0) + (now() - self.since).total_seconds()
+        here = max(0.0, (now() - self.since).total_seconds())  # the clock may be set back
+        seconds = self.before.get("seconds", 0) + here
         return {
             "suite": self.suite,
             **{name: self.before[name] for name in KEPT if name in self.before},

@@ -46,6 +46,10 @@ _PATH = re.compile(rf"(?<![\w/])(?:~|\.{{1,2}})?/(?:{_PART}+/)+({_PART}*)")
 _ROW = TypeAdapter(Row)
 
 
+Seconds = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
+Count = Annotated[int, Field(ge=0)]
+
+
 class _Typed(BaseModel):
     """The fields that later code reads, checked if present; all other fields are free."""
 
@@ -55,7 +59,7 @@ class _Typed(BaseModel):
 class _Flags(_Typed):
     device: str
     data: str | None = None
-    timeout_s: float = 0.0
+    timeout_s: Seconds = 0.0
     replicates: Annotated[int, Field(ge=1, le=REPLICATES)]
     only: str
     energy: bool = False
@@ -63,13 +67,13 @@ class _Flags(_Typed):
 
 
 class _Part(_Typed):
-    number: int = 0
+    number: Count = 0
     host: str = ""
 
 
 class _Shard(_Typed):
     device: str
-    host: int
+    host: Count
     manifest_sha256: str
 
 
@@ -78,10 +82,11 @@ class _State(_Typed):
     status: Literal["running", "finished", "interrupted"]
     flags: _Flags
     started: str = ""
-    seconds: float = 0.0
-    contests: dict[str, int] = {}
-    cases: dict[str, int] = {}
-    spent_s: dict[str, float] = {}
+    seconds: Seconds = 0.0
+    wall_s: Seconds = 0.0
+    contests: dict[str, Count] = {}
+    cases: dict[str, Count] = {}
+    spent_s: dict[str, Seconds] = {}
     confirms: dict[str, Any] = {}
     reproduces: dict[str, Any] = {}
     part: _Part | None = None

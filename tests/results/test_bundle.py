@@ -74,8 +74,8 @@ def damaged(path: Path, change: Callable[[list[Row]], list[Row]]) -> str:
 
 def test_a_sealed_run_passes_every_check(run: Path) -> None:
     checks = [line.partition(": ")[::2] for line in lines(run)]
-    counts = {"rows": 32, "replicates": 2, "A/A pairs": 7, "samples": 64, "errors": 32}
-    counts |= {"operands": 7, "plan": 6}  # a CPU's times have no limit, and no graph's samples
+    counts = {"rows": 32, "replicates": 2, "A/A pairs": 7, "samples": 160, "errors": 32}
+    counts |= {"draws": 14, "operands": 7, "sample counts": 32, "plan": 6}  # a CPU has no limit
     assert [name for name, _ in checks] == ["files", "bundle", *counts]
     assert {name: int(text.split()[0].strip(",")) for name, text in checks[2:]} == counts
 
@@ -99,17 +99,17 @@ def test_a_bundle_that_is_compressed_and_moved_keeps_its_name(run: Path, tmp_pat
     name, plain = bundle.identity(run), run / "rows.jsonl"
     (run / "rows.jsonl.gz").write_bytes(gzip.compress(plain.read_bytes(), 9))
     plain.unlink()
-    assert len(lines(run)) == 9
+    assert len(lines(run)) == 11
     bundle.seal(run)
     moved = Path(shutil.move(run, tmp_path / "elsewhere"))
-    assert len(lines(moved)) == 9
+    assert len(lines(moved)) == 11
     assert bundle.identity(moved) == name
 
 
 def test_reports_and_logs_are_no_evidence(run: Path) -> None:
     (run / "report.html").write_text("written again")
     (run / "worker.log").write_text("chatter")
-    assert len(lines(run)) == 9
+    assert len(lines(run)) == 11
 
 
 def test_the_lock_can_be_installed_and_leaves_us_out() -> None:
@@ -136,7 +136,7 @@ def test_rows_of_an_older_schema_stay_valid_and_of_a_newer_one_are_refused(run: 
     for schema in OLDER_ROWS:
         (run / "rows.jsonl").write_text(text.replace(ROWS_SCHEMA, schema))
         bundle.seal(run)
-        assert len(lines(run)) == 9
+        assert len(lines(run)) == 11
     (run / "rows.jsonl").write_text(text.replace(ROWS_SCHEMA, "sparsebench/rows@99"))
     bundle.seal(run)
     assert complaint(run).endswith('found {"schema": "sparsebench/rows@99"}')
@@ -206,6 +206,20 @@ FILES: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "a key twice in state": (edited("run.json", '"suite"', '"suite": "a", "suite"'), "each key"),
     "130 MiB of rows": (bomb, "ROWS_BYTES"),
+    **{
+        f"a run of {state}": (with_state(**state), message)
+        for state, message in (
+            ({"started": "2999-01-01T00:00:00+00:00"}, "expected started from 2024 to now"),
+            ({"started": "2023-12-31T23:00:00+00:00"}, "expected started from 2024 to now"),
+            ({"started": "yesterday"}, "expected started as a date, found yesterday"),
+            ({"started": "2026-01-01T00:00:00", "seconds": 9e8}, "expected an end before now"),
+            ({"started": "2026-01-01T00:00:00", "wall_s": 9e8}, "expected an end before now"),
+            ({"seconds": -5}, "seconds: expected greater than or equal to 0; found -5"),
+            ({"seconds": nan}, "seconds: expected a finite number"),
+            ({"spent_s": {"timing": -1}}, "spent_s.timing: expected greater"),
+            ({"contests": {"done": -1}}, "contests.done: expected greater"),
+        )
+    },
     "a billion processes": (
         with_state(flags=FLAGS | {"replicates": 10**9}),
         "replicates: expected",
@@ -259,13 +273,18 @@ def with_error(row: Row, at_most: float, error: float) -> Row:
     return replace(row, case=replace(row.case, contender=contender), error=error)
 
 
+def spread(us: float, count: int) -> tuple[float, ...]:
+    """Return so many different samples of about a time."""
+    return tuple(us + i / 1000 for i in range(count))
+
+
 BOUND = {"clock": "graph", "bound_us": 10.0, "bound_by": "memory"}
 DAMAGES: dict[str, tuple[Callable[[list[Row]], list[Row]], str]] = {
     "another device": (first(device="GPU-2"), "found GPU-2"),
     "a row twice": (lambda r: [*r, r[0]], "found another in line 2"),
     "a row less": (lambda r: r[:-1], "in replicate 1: expected a row"),
     "a replicate more": (lambda r: r + [replace(row, replicate=2) for row in r[:4]], "replicate 2"),
-    "samples of a wrong row": (first(status=Status.WRONG), "found 2 in a wrong row"),
+    "samples of a wrong row": (first(status=Status.WRONG), "found 5 in a wrong row"),
     **{f"a time of {us}": (first(samples_us=(1.0, us)), f"found {us}") for us in (0.0, -1.0)},
     **{f"a time of {us}": (first(samples_us=(1.0, us)), f"found {us}") for us in (nan, inf)},
     "more late samples than samples": (first(late=1.5), "found 1.5"),
@@ -283,15 +302,68 @@ DAMAGES: dict[str, tuple[Callable[[list[Row]], list[Row]], str]] = {
         "found 0.002",
     ),
     "a choice of 22 MB": (first(choice={"tiles": "x" * 22_000_000}), "ROW_BYTES"),
-    "too fast": (
-        first(**BOUND, samples_us=(0.001,) * 384, samples_per_block=8),
-        "expected at least 9.50 µs",
+    "a clock of a GPU": (first(clock="graph"), "expected a clock of a CPU, found graph"),
+    "samples of another process": (
+        lambda r: [*r[:-1], replace(r[-1], samples_us=r[15].samples_us)],
+        "expected samples of its own, found those of csr/scipy_csr",
     ),
-    "too few samples": (  # of 500 µs each
-        first(**BOUND, samples_us=(50.0,) * 48, samples_per_block=1),
-        "expected samples that take about 40 ms",
+    "samples of another process in another order": (
+        lambda r: [*r[:-1], replace(r[-1], samples_us=r[15].samples_us[::-1])],
+        "expected samples of its own",
     ),
+    "samples of a rival": (
+        lambda r: [replace(r[0], samples_us=r[1].samples_us), *r[1:]],
+        "expected samples of its own",
+    ),
+    "constant samples": (first(samples_us=(8000.0,) * 5), "found the first 1 again and again"),
+    "the best samples again": (
+        first(samples_us=(8000.0, 8000.5) * 3),
+        "found the first 2 again and again",
+    ),
+    "three samples": (first(samples_us=(8000.0, 8000.1, 8000.2)), "found 3 samples, 1 per round"),
+    "more rounds than there are": (first(samples_us=spread(8000, 49)), "found 49 samples"),
+    "a part of a round": (first(samples_us=spread(50, 380), samples_per_block=8), "found 380"),
+    "half of the rounds": (first(samples_us=spread(50, 192), samples_per_block=8), "found 192"),
+    "a round of no samples": (first(samples_per_block=0), "0 per round"),
+    "fewer samples in every process": (
+        lambda r: [
+            replace(row, samples_us=spread(50 + 2 * i, 48)) if i in (0, 16) else row
+            for i, row in enumerate(r)
+        ],
+        "expected about 48 rounds of 2",
+    ),
+    "equal draws in a row": (first(draws=(1, 1)), "expected draws that differ, found [1, 1]"),
+    "draws of another process": (
+        lambda r: [*r[:-1], replace(r[-1], draws=r[0].draws)],
+        "expected draws of its own contest",
+    ),
+    "two draws of another problem": (
+        lambda r: [replace(r[0], draws=(r[2].draws[1], 99, r[2].draws[0])), *r[1:]],
+        "expected draws of its own contest",
+    ),
+    **{
+        f"{name} of {value}": (first(**{name: value}), f"expected {name} of 0 or more")
+        for name, value in {"prepare_s": -1.0, "flops": inf, "nnz": -1, "energy_j": nan}.items()
+    },
+    "negative seconds of telemetry": (first(telemetry={"seconds": -1.0}), "expected seconds of 0"),
 }
+
+
+ON_GPU: dict[str, tuple[Callable[[list[Row]], list[Row]], str]] = {
+    "too fast": (first(samples_us=spread(0.001, 384), samples_per_block=8), "at least 9.50 µs"),
+    "too few samples": (first(samples_us=spread(50, 48)), "expected about 48 rounds of 8"),
+    "too many samples": (first(samples_us=spread(900, 96), samples_per_block=2), "of 1 (sampling"),
+    "a clock of a CPU": (first(clock="host"), "expected a clock of a GPU, found host"),
+}
+
+
+@pytest.mark.parametrize("damage", ON_GPU)
+def test_times_of_a_gpu_are_held_against_its_limits(damage: str, run: Path) -> None:
+    change, message = ON_GPU[damage]
+    gpu = {"gpu": {"name": "a GPU", "uuid": "GPU-1"}}
+    store.write_json(run / "environment.json", {"schema": store.ENVIRONMENT_SCHEMA, **gpu})
+    rows = [replace(row, **BOUND, device="GPU-1") for row in store.rows(run)]
+    assert message in damaged(run, lambda _: change(rows))
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
@@ -318,7 +390,7 @@ def test_a_published_digest_tells_a_bundle_that_was_sealed_anew(run: Path, tmp_p
     page = tmp_path / "published" / "README.md"
     page.write_text(f"```\n{bundle.identity(home)}  gpu/small/manifest.json\n```\n")
     assert "as listed in README.md" in lines(home)[1]
-    store.replace_rows(home, [replace(row, samples_us=(0.15, 0.25)) for row in store.rows(home)])
+    store.replace_rows(home, [replace(row, error=2e-7) for row in store.rows(home)])
     bundle.seal(home)
     assert "expected a manifest with SHA-256 " in complaint(home)
 
