@@ -73,6 +73,13 @@ def failure(reason: str, traceback: str) -> DoctorFinding:
     return warning(FAILED, reason, traceback, "Its traceback is in failures.log.")
 
 
+def no_commit() -> DoctorFinding:
+    """Return the finding that git does not name the commit of a checkout."""
+    means = "The run records only a digest of the code."
+    do = "`git config --global --add safe.directory DIR` trusts a checkout of another user; "
+    return note("commit", "git names none here", means, do + "SPARSEBENCH_COMMIT names one.")
+
+
 def unfit(findings: Sequence[DoctorFinding]) -> bool:
     """Return whether any finding is a warning."""
     return any(finding.level is Level.WARNING for finding in findings)

@@ -104,22 +104,33 @@ def commit() -> dict[str, Any]:
     """
     if "SPARSEBENCH_COMMIT" in os.environ:
         return {"commit": os.environ["SPARSEBENCH_COMMIT"], "dirty": None}
-    if checkout := of_checkout(Path(str(files("sparsebench.harness"))).resolve().parent):
+    if checkout := of_checkout(_root()):
         return checkout
     built = files("sparsebench") / BUILT  # what the build of this wheel recorded
     build_record = json.loads(built.read_text("utf-8")) if built.is_file() else {}
     return {name: build_record.get(name) for name in ("commit", "dirty")}
 
 
+def is_refused(environment: Mapping[str, Any]) -> bool:
+    """Return whether an environment.json has no commit although the code is a checkout."""
+    return not environment["commit"] and (_root() / ".git").exists()
+
+
+def _root() -> Path:
+    return Path(str(files("sparsebench.harness"))).resolve().parent
+
+
 def of_checkout(root: Path) -> dict[str, Any] | None:
     """Return commit and dirty by git; None without a checkout or git.
 
     A checkout is dirty if a tracked file has changed, or if an untracked file lies beside the code
-    that measures. Other untracked files, such as an earlier run, cannot change a number.
+    that measures. Other untracked files, such as an earlier run, cannot change a number. git runs
+    without its variables, such as GIT_DIR, which name another repository in a hook or a rebase.
     """
     if not (root / ".git").exists():
         return None
     outputs = []
+    environment = {name: value for name, value in os.environ.items() if name[:4] != "GIT_"}
     beside = ["src", *FOLDERS, ":(exclude)results/published"]
     for command in (
         ["rev-parse", "HEAD"],
@@ -127,7 +138,8 @@ def of_checkout(root: Path) -> dict[str, Any] | None:
         ["ls-files", "--others", "--exclude-standard", "--", *beside],
     ):
         try:
-            output = subprocess.check_output(["git", "-C", root, *command], stderr=DEVNULL)
+            line = "git", "-C", root, *command
+            output = subprocess.check_output(line, stderr=DEVNULL, env=environment)
         except (OSError, CalledProcessError):
             return None
         outputs.append(output.decode("utf-8", "replace").strip())

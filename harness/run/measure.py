@@ -20,8 +20,9 @@ from typing import Any
 from sparsebench._discovery import CONSTANTS, modules
 from sparsebench.errors import ResultError, SuiteError
 from sparsebench.harness.bench import contest_state, energy, sampling
-from sparsebench.harness.doctor.findings import failure
+from sparsebench.harness.doctor.findings import failure, no_commit
 from sparsebench.harness.machine import nvml
+from sparsebench.harness.machine.code import is_refused
 from sparsebench.harness.plan.selection import planned_contests
 from sparsebench.harness.plan.suite import Contest, Suite
 from sparsebench.harness.run import plan_part
@@ -141,6 +142,8 @@ def measure(
             before["part"] = {"number": part.number, "host": part.host}
         record = Record(suite.name, flags, len(contests) * processes, before, since)
         environment = runner.about["environment"] | code_of(contests)
+        if is_refused(environment):
+            options.on_message(no_commit())
         if part:
             part.require_alike(environment)
         if resume:

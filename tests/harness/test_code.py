@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from sparsebench.harness.doctor.findings import no_commit
+from sparsebench.harness.machine import code
 from sparsebench.harness.machine.code import of_checkout
 
 pytestmark = pytest.mark.skipif(not shutil.which("git"), reason="needs git")
@@ -47,6 +49,31 @@ def test_changes_that_make_a_checkout_dirty(tree: Path, written: str, is_dirty: 
     (tree / written).parent.mkdir(parents=True, exist_ok=True)
     (tree / written).write_text("changed\n")
     assert dirty(tree) == is_dirty
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_OBJECT_DIRECTORY", "GIT_COMMON_DIR"],
+)
+def test_a_variable_of_git_names_no_other_repository(name, tree, tmp_path, monkeypatch) -> None:
+    right = of_checkout(tree)
+    other = tmp_path / "other"
+    subprocess.run(["git", "init", "--quiet", other], check=True)
+    monkeypatch.setenv(name, str(other / ".git"))
+    assert of_checkout(tree) == right
+    monkeypatch.setenv("GIT_DIR", str(other / ".git"))
+    monkeypatch.setenv("GIT_CONFIG_COUNT", "1")  # a broken setting of the caller
+    assert of_checkout(tree) == right
+
+
+def test_a_checkout_that_git_refuses_is_noted(monkeypatch) -> None:
+    monkeypatch.setattr(code, "_root", lambda: Path(__file__).parent)
+    assert not code.is_refused({"commit": None})
+    monkeypatch.setattr(code, "_root", lambda: Path(__file__).parents[2])
+    is_checkout = (Path(__file__).parents[2] / ".git").exists()
+    assert code.is_refused({"commit": None}) == is_checkout
+    assert not code.is_refused({"commit": "c0ffee"})
+    assert "safe.directory" in no_commit().do
 
 
 def test_a_folder_without_history_has_no_commit(tmp_path: Path) -> None:
