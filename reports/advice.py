@@ -3,7 +3,7 @@
 from rich.console import Group
 from rich.text import Text
 
-from sparsebench.reports.tables import Cell, Table
+from sparsebench.reports.tables import Cell, Table, escape_markdown
 from sparsebench.results.advice.measured_layers import Evidence
 from sparsebench.results.advice.pruning import MOST_LOSS, TRY, WORTH, Answer, advise, commands
 from sparsebench.results.advice.step_model import BOUND, Gain
@@ -46,7 +46,8 @@ def to_measure(answer: Answer) -> list[str]:
 
 
 def markdown(answer: Answer) -> str:
-    parts = [f"**{answer.verdict}**", table(answer).markdown(), *_notes(answer)]
+    notes = map(escape_markdown, _notes(answer))
+    parts = [f"**{escape_markdown(answer.verdict)}**", table(answer).markdown(), *notes]
     first, *lines = to_measure(answer)  # two more spaces make the commands a block of code
     return "\n\n".join([*parts, first, *(f"  {line}" for line in lines)]) + "\n"
 

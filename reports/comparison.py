@@ -21,7 +21,7 @@ from rich.text import Text
 from sparsebench.errors import ResultError
 from sparsebench.reports.comparison_tables import EVERY, cases, grid, intervals, problems
 from sparsebench.reports.page import render
-from sparsebench.reports.tables import Table
+from sparsebench.reports.tables import Table, escape_markdown
 from sparsebench.results.badges import badges
 from sparsebench.results.comparison.changes import Changes, Mean, changes, mean
 from sparsebench.results.comparison.compare import GAIN, TIME
@@ -91,8 +91,8 @@ def markdown(result: ComparisonReport) -> str:
     """Return the comparison for a pull request, with all cases folded away."""
     *grids, every = (table.markdown() for table in result.tables)
     fold = f"<details><summary>{EVERY}</summary>\n\n{every}\n\n</details>"
-    texts = [f"**{text}**" for text in map(_escape, result.findings)]
-    return "\n\n".join([*texts, *grids, fold, *map(_escape, result.notes)]) + "\n"
+    texts = [f"**{text}**" for text in map(escape_markdown, result.findings)]
+    return "\n\n".join([*texts, *grids, fold, *map(escape_markdown, result.notes)]) + "\n"
 
 
 def html(result: ComparisonReport, site: Any = None, root: str = "") -> str:
@@ -224,11 +224,6 @@ def _differences(other: Changes) -> list[str]:
         listed = join_words([*facts[:FACTS_SHOWN], *more])
         notes.append(f"{join_words([*names])} differ in {listed}.")
     return notes
-
-
-def _escape(text: str) -> str:
-    """Return Markdown that is no HTML."""
-    return text.replace("<", "\\<")
 
 
 def _about(analysis: Analysis) -> str:

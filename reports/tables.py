@@ -6,6 +6,7 @@
 A cell is a text, or a text with a style: good, bad, unsure or quiet.
 """
 
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import repeat
@@ -81,10 +82,10 @@ class Table:
 
     def markdown(self) -> str:
         """Return the title and a Markdown table."""
-        lines = [[_escape_cell(split_style(cell)[0]) for cell in line] for line in self.lines]
+        lines = [[escape_markdown(split_style(cell)[0]) for cell in line] for line in self.lines]
         marks = ["---" if name in self.words else "---:" for name in self.columns]
-        table = markdown_table([_escape_cell(name) for name in self.columns], lines, marks)
-        return f"**{_escape_cell(self.title)}**\n\n{table}" if self.title else table
+        table = markdown_table([escape_markdown(name) for name in self.columns], lines, marks)
+        return f"**{escape_markdown(self.title)}**\n\n{table}" if self.title else table
 
     def html(self) -> Markup:
         """Return an HTML table that becomes a list of paragraphs on a narrow screen."""
@@ -168,8 +169,15 @@ def _style(cell: Cell) -> tuple[str, str]:
     return text, "vacant" if text in ("", "-") else style
 
 
-def _escape_cell(text: str) -> str:
-    """Return text that ends no cell, makes no link and is no HTML."""
-    for sign in "\\|<[*`":
-        text = text.replace(sign, f"\\{sign}")
-    return " ".join(text.split())
+INTERVAL = r"[-+−]?[\d.]+[^][]*\](?![(\[:])"  # after a bracket that begins no link
+SIGNS = re.compile(rf"[\\|<{{}}*`~$]|\[(?!{INTERVAL})|&(?=[#\w])|:(?=//)|(?<!\w)_|_(?!\w)")
+"""Signs that have a meaning in Markdown, or in what renders it, such as {{ }} in a template."""
+
+
+def escape_markdown(text: str) -> str:
+    """Return a text of one line that ends no cell, makes no link and is no HTML.
+
+    Spaces before it stay, because they make a line belong to the one above.
+    """
+    spaces = text[: len(text) - len(text.lstrip(" "))]
+    return spaces + SIGNS.sub(r"\\\g<0>", " ".join(text.split()))

@@ -20,7 +20,7 @@ from rich.text import Text
 
 from sparsebench.reports import grids
 from sparsebench.reports.findings import findings, first_views, headlines
-from sparsebench.reports.tables import Table
+from sparsebench.reports.tables import Table, escape_markdown
 from sparsebench.results.badges import Badge, badges, unfit
 from sparsebench.results.formatting import (
     amount,
@@ -81,10 +81,11 @@ def answer_markdown(analysis: Analysis) -> str:
     """Return the answer as Markdown."""
     cases = analysis.cases
     badge_texts = [label.text for label in badges(analysis)]
-    heading = f"**{_heading(analysis.run)}** ({'; '.join(badge_texts)})"
-    parts = [heading, "\n".join(findings(analysis))]
+    heading = f"**{escape_markdown(_heading(analysis.run))}** ({'; '.join(badge_texts)})"
+    parts = [heading, "\n".join(map(escape_markdown, findings(analysis)))]
     parts += [table.markdown() for table in tables(analysis)]
-    return "\n\n".join([*parts, *missing(cases), *trust(analysis)]) + "\n"
+    notes = map(escape_markdown, [*missing(cases), *trust(analysis)])
+    return "\n\n".join([*parts, *notes]) + "\n"
 
 
 def answer_json(analysis: Analysis) -> dict[str, Any]:

@@ -278,6 +278,29 @@ def test_markdown_has_the_grid_for_pasting() -> None:
     assert "| blocks of 16 | 2.00×  |" in text or "| blocks of 16 | 2.00× |" in text
 
 
+EVIL = "<script> [x](javascript:a) [1[2]](a) {{ a }} `a` | *a* _a_ ~~a~~ &lt; http://a $a$"
+RAW = re.compile(r"(?<!\\)(<script|\[x\]|\[1\[|\{|\}|`|\*a\*|~|&lt;|://|\$|\b_a_)")
+
+
+@pytest.mark.parametrize("place", ["title", "suite", "device", "reason", "kernel"])
+def test_no_text_of_a_run_is_markup_in_markdown(place: str) -> None:
+    of = run(8, 50.0)
+    renamed = replace(BSR, kernel=EVIL)
+    case = replace(of.rows[-1].case, contender=renamed if place == "kernel" else BSR)
+    facts: dict[str, Any] = {"case": case}
+    if place == "reason":
+        facts |= {"status": Status.FAILED, "samples_us": (), "detail": EVIL}
+    changed: dict[str, dict[str, Any]] = {
+        "title": {"suite": {"title": EVIL}},
+        "suite": {"state": {**of.state, "suite": EVIL}},
+        "device": {"environment": {"gpu": {"name": EVIL}}},
+    }
+    rows = [replace(r, **facts) if r.case.contender == BSR else r for r in of.rows]
+    text = answer_markdown(analyse(replace(of, rows=rows, **changed.get(place, {}))))
+    assert "javascript" in text
+    assert not RAW.search(text)
+
+
 def test_an_outcome_has_a_colour_only_on_a_colour_terminal() -> None:
     for system in ("standard", None):
         colours = {"color_system": system, "no_color": system is None}
