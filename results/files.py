@@ -6,6 +6,7 @@
     a repeated key in a YAML mapping        refused: one of the two would be ignored silently
     a number in base 8 or 60 in YAML        refused: 0100 would be 64 without a word
     an integer beyond 64 bits               refused: no column of a table can hold it
+    a long title or description             refused: pages and terminals show it whole
 
 Each function takes the error class to raise: SuiteError or ResultError.
 """
@@ -17,10 +18,10 @@ import zlib
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import yaml
-from pydantic import TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 
 from sparsebench._discovery import did_you_mean
 from sparsebench.errors import ResultError, SparsebenchError
@@ -34,6 +35,9 @@ INTEGER_LENGTH = 100  # characters; int() takes quadratic time
 JSON_BYTES = 2**24  # run.json, environment.json, manifest.json
 UNKNOWN_KEY = "extra_forbidden", "unexpected_keyword_argument"  # of a model, of a dataclass
 ROWS_BYTES = 2**27  # unzipped; the largest published run has 6 MB
+
+Title = Annotated[str, Field(max_length=200)]  # the longest published one has 98 characters
+Description = Annotated[str, Field(max_length=4000)]  # the longest has 729
 
 Model = TypeVar("Model")
 ErrorType = type[SparsebenchError]
@@ -181,7 +185,7 @@ def first_error(
     if first["type"] == "json_invalid":
         return str(first["msg"])
     empty = first["type"] == "too_short" and not first["input"]
-    message = first["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
+    message = re.sub("^(Input should be|String should have|Value error,) ", "", first["msg"])
     expected = "at least one value" if empty else message
     actual = "" if first["type"] == "value_error" else f"; found {repr(first['input'])[:60]}"
     return f"{place}: expected {expected}{actual}"

@@ -46,7 +46,7 @@ def check(
             }
         )
         return
-    stdout.print(escape(requested.title), style="bold")
+    stdout.print(escape(requested.title), style="bold", highlight=False)
     counts = f"{amount(len(contests), 'problem')}, {amount(cases.total(), 'case')}"
     stdout.print(f"{counts}, {supported} of them supported on {picked}")
     if has_only_baselines(requested, picked, only):

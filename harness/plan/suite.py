@@ -86,8 +86,8 @@ class WrittenSuite(_SuiteModel):
     """A suite as written."""
 
     schema_: Literal["sparsebench/suite@1"] = Field(alias="schema")
-    title: str
-    description: str = ""
+    title: files.Title
+    description: files.Description = ""
     problems: list[dict[str, Any]] = Field(min_length=1)
     contenders: list[ContenderEntry] = Field(min_length=1)
     baselines: list[ContenderEntry] = []

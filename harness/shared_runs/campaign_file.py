@@ -31,6 +31,7 @@ from sparsebench.errors import SuiteError
 from sparsebench.harness.plan.document import document
 from sparsebench.harness.plan.selection import only
 from sparsebench.harness.plan.suite import Suite, parse, read
+from sparsebench.results import files
 
 KINDS = "suite", "confirm", "reproduce", "claims"
 NAME = re.compile(r"[a-z0-9][a-z0-9-]*")
@@ -88,7 +89,7 @@ class CampaignFile(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
     schema_: Literal["sparsebench/campaign@1"] = Field(alias="schema")
-    title: str
+    title: files.Title
     replicates: int = Field(default=8, ge=1, le=1000)
     budget: str = ""  # gone
     entries: list[CampaignEntry] = Field(min_length=1)

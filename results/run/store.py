@@ -116,8 +116,8 @@ class _Environment(_Typed):
 
 
 class _Suite(_Typed):
-    title: str
-    description: str = ""
+    title: files.Title
+    description: files.Description = ""
 
 
 @dataclass(frozen=True)
