@@ -14,14 +14,13 @@ from itertools import repeat
 import rich.table
 from markupsafe import Markup
 from rich.cells import cell_len
-from rich.console import Console, ConsoleOptions, RenderableType
+from rich.console import Console, ConsoleOptions, JustifyMethod, RenderableType
 from rich.text import Text
 
 from sparsebench.reports.page import render
 from sparsebench.results.formatting import join_words
 
 GAP = 2  # spaces between columns
-LEAST = 10  # characters of the last column if it holds words
 LONGEST = 40  # characters of a name; longer ones wrap
 STYLES = {"good": "green", "bad": "red", "unsure": "yellow", "quiet": "dim"}
 
@@ -62,18 +61,9 @@ class Table:
             yield Text(f"A wider window also shows {join_words(names)}.", style="dim")
         table = rich.table.Table(box=None, padding=(0, GAP, 0, 0), pad_edge=False)
         table.header_style = "dim"
-        for name in shown:
-            left = name in self.words
-            last = left and name == shown[-1]  # takes the rest of the window
-            table.add_column(
-                Text(name),
-                justify="left" if left else "right",
-                no_wrap=not left,
-                overflow="fold",
-                width=None if left else self._width(name),
-                max_width=self._width(name) if left and not last else None,
-                min_width=LEAST if last else self._longest_word(name) if left else None,
-            )
+        for name, width in self._widths(shown, options.max_width).items():
+            justify: JustifyMethod = "left" if name in self.words else "right"
+            table.add_column(Text(name), justify=justify, overflow="fold", width=width)
         for line in self.lines:
             cells = dict(zip(self.columns, map(split_style, line), strict=True))
             styled = ((cells[name][0], STYLES.get(cells[name][1], "")) for name in shown)
@@ -102,6 +92,25 @@ class Table:
                 shown.remove(name)
         return shown
 
+    def _widths(self, shown: Sequence[str], window: int) -> dict[str, int]:
+        """Return the widths of columns; together they are no wider than the window.
+
+        A column of words has its longest word. What is left goes to the last one, if it holds
+        words, up to LONGEST characters, then to the others from the left, then to the last one.
+        Rich itself ignores the least widths of columns when it reduces them, and cuts the last one.
+        """
+        room = max(window - GAP * (len(shown) - 1), len(shown))
+        last = shown[-1] if shown[-1] in self.words else ""
+        whole = {name: self._width(name, most=room if name == last else LONGEST) for name in shown}
+        widths = {n: self._longest_word(n) if n in self.words else whole[n] for n in shown}
+        first = [(last, LONGEST)] if last else []
+        for name, most in [*first, *whole.items()]:
+            left = room - sum(widths.values())
+            widths[name] += max(0, min(left, min(most, whole[name]) - widths[name]))
+        while sum(widths.values()) > room:
+            widths[max(widths, key=lambda name: widths[name])] -= 1
+        return widths
+
     def _needed_width(self, name: str) -> int:
         """Return the width that a column should have: words may wrap, but not into one each."""
         width = self._width(name)
@@ -112,10 +121,10 @@ class Table:
         words = [word for line in self.lines for word in split_style(line[place])[0].split()]
         return min(max(map(cell_len, [name, *words])), LONGEST)
 
-    def _width(self, name: str) -> int:
+    def _width(self, name: str, most: int = LONGEST) -> int:
         place = list(self.columns).index(name)
         texts = (split_style(line[place])[0] for line in self.lines)
-        return min(max(map(cell_len, [name, *texts])), LONGEST)
+        return min(max(map(cell_len, [name, *texts])), most)
 
 
 def markdown_table(
