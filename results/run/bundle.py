@@ -72,8 +72,15 @@ def identity(path: Path) -> str:
 
 
 def verify(path: Path) -> list[str]:
-    """Check the digest of every file and return the names; raises ResultError if one differs."""
+    """Check the digest of every file and return the names.
+
+    Raises ResultError if one differs, or is a link out of the run, which no copy would hold.
+    """
     digests = _manifest(path)
+    for name in (MANIFEST, *digests):
+        place = path / (f"{ROWS}.gz" if name == ROWS and not (path / ROWS).exists() else name)
+        if not place.resolve().is_relative_to(path.resolve()):
+            raise ResultError(f"{place}: expected a file of the run, found a link out of it")
     for name, expected in digests.items():
         actual = _sha256(content(path, name))
         if actual != expected:
@@ -201,10 +208,6 @@ class Redaction:
 def redact(run: Path, to: Path) -> Redaction:
     """Copy a bundle into an empty folder without names and paths; seal it again if it changed."""
     names, counts = verify(run), Counter[str]()
-    for name in [MANIFEST, *names]:
-        place = run / (f"{ROWS}.gz" if name == ROWS and not (run / ROWS).exists() else name)
-        if not place.resolve().is_relative_to(run.resolve()):
-            raise ResultError(f"{place}: expected a file of the run, found a link out of it")
     texts = {name: content(run, name).decode("utf-8", "replace") for name in names}
     private = _names(texts)
     changed = False

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -372,15 +373,75 @@ def test_rows_that_were_changed_and_sealed_again_are_refused(damage: str, run: P
     assert message in damaged(run, change)
 
 
-def test_a_link_out_of_a_run_is_not_published(run: Path, tmp_path: Path) -> None:
-    outside = tmp_path / "private.txt"
-    outside.write_bytes((run / "lock.txt").read_bytes())
-    (run / "lock.txt").unlink()
-    (run / "lock.txt").symlink_to(outside)
+@pytest.mark.parametrize("name", ["lock.txt", "rows.jsonl", "rows.jsonl.gz", "manifest.json"])
+def test_a_link_out_of_a_run_is_refused(name: str, run: Path, tmp_path: Path) -> None:
+    if name.endswith(".gz"):
+        (run / name).write_bytes(gzip.compress((run / "rows.jsonl").read_bytes()))
+        (run / "rows.jsonl").unlink()
+    (run / name).rename(tmp_path / name)
+    (run / name).symlink_to(tmp_path / name)
     (tmp_path / "to").mkdir()
-    with pytest.raises(ResultError, match=r"lock\.txt: expected a file of the run"):
+    assert complaint(run).startswith(f"/{name}: expected a file of the run, found a link out of it")
+    with pytest.raises(ResultError, match="a link out of it"):
         bundle.redact(run, tmp_path / "to")
     assert not list((tmp_path / "to").iterdir())
+
+
+def test_a_link_within_a_run_is_a_file_of_it(run: Path) -> None:
+    (run / "lock.txt").rename(run / "lock-here.txt")
+    (run / "lock.txt").symlink_to("lock-here.txt")
+    bundle.seal(run)
+    assert lines(run)
+
+
+HUGE = str(10**400)
+INTEGERS: dict[str, tuple[Callable[[Path], None], str]] = {
+    "a row": (edited("rows.jsonl", '"nnz":null', f'"nnz":{HUGE}'), "line 2: .*found nnz, "),
+    "a float of a row": (edited("rows.jsonl", '"flops":null', f'"flops":{2**63}'), "found flops, "),
+    "a field": (edited("rows.jsonl", '"m":', f'"x":-{2**64},"m":'), r"case\.problem\.fields\.x, "),
+    "a list": (edited("rows.jsonl", '"draws":[', f'"draws":[{2**63},'), r"found draws\.0, "),
+    "a choice": (edited("rows.jsonl", '"choice":{', f'"choice":{{"a":[{HUGE}]'), r"choice\.a\.0, "),
+    "the state": (edited("run.json", '"replicates": 2', f'"replicates": {HUGE}'), r"flags\.repl"),
+    "the environment": (
+        edited("environment.json", '"gpu": null', f'"gpu": {{"l2_bytes": {HUGE}}}'),
+        r"gpu\.l2_bytes, ",
+    ),
+    "a suite": (edited("suite.yaml", "n: 32", f"n: {10**30}"), "line .*of at most 64 bits"),
+    "the manifest": (
+        with_manifest(lambda entries: entries.update({"a": 10**400})),  # type: ignore[dict-item]
+        r"found files\.a, ",
+    ),
+}
+
+
+@pytest.mark.parametrize("place", INTEGERS)
+def test_an_integer_beyond_64_bits_is_named_by_every_reader(place: str, run: Path) -> None:
+    change, message = INTEGERS[place]
+    change(run)
+    assert re.search(message, text := complaint(run))
+    assert len(text) < 250
+    if place != "the manifest":
+        with pytest.raises(ResultError, match=message):
+            store.read(run)
+
+
+@pytest.mark.parametrize("digits", [2**63 - 1, -(2**63), 0])
+def test_an_integer_of_64_bits_is_read(digits: int, run: Path) -> None:
+    edited("rows.jsonl", '"nnz":null', f'"nnz":{digits}')(run)
+    assert store.rows(run)[0].nnz == digits
+
+
+@pytest.mark.parametrize(("key", "most"), [("title", 200), ("description", 4000)])
+def test_a_text_of_a_suite_has_a_limit(key: str, most: int, run: Path) -> None:
+    text = SUITE.replace("title: small", f"title: small\ndescription: {'a' * 10}")
+    long = re.sub(f"{key}: .*", f"{key}: {'a' * (most + 1)}", text)
+    expected = f"{key}: expected at most {most} characters; found 'aaa"
+    (run / "suite.yaml").write_text(long)
+    with pytest.raises(ResultError, match=expected):
+        store.read(run)
+    with pytest.raises(SuiteError, match=expected):
+        expand("s", long)
+    assert expand("s", long.replace("aa", "a", 1)).text
 
 
 def test_a_published_digest_tells_a_bundle_that_was_sealed_anew(run: Path, tmp_path: Path) -> None:
