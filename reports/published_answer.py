@@ -14,7 +14,6 @@ from rich.text import Text
 
 from sparsebench.reports.findings import findings
 from sparsebench.reports.terminal import indented, tables
-from sparsebench.results import files
 from sparsebench.results.formatting import amount
 from sparsebench.results.record import Status
 from sparsebench.results.run import store
@@ -62,14 +61,15 @@ def published_run(run: StoredRun, published: Path) -> StoredRun | None:
     ids = {row.case.problem.id for row in run.rows}
     ranked: list[tuple[bool, int, Path]] = []
     for file in sorted(published.glob("*/*/run.json")):
-        state = files.from_json(file)
-        facts = files.from_json(file.with_name("environment.json"))
-        if state.get("suite") == run.state.get("suite") and on_gpu(facts):
-            named = file.parent.name == state["suite"]
-            ranked.append((named, int(state["flags"]["replicates"]), file.parent))
+        with store.neighbour():
+            environment, state = store.facts(file.parent)
+            if state["suite"] == run.state.get("suite") and on_gpu(environment):
+                named = file.parent.name == state["suite"]
+                ranked.append((named, state["flags"]["replicates"], file.parent))
     for _, _, path in sorted(ranked, reverse=True):
-        there = store.read(path)
-        rows = [row for row in there.rows if row.case.problem.id in ids]
-        if any(row.status is Status.OK for row in rows):
-            return replace(there, rows=rows)
+        with store.neighbour():
+            there = store.read(path)
+            rows = [row for row in there.rows if row.case.problem.id in ids]
+            if any(row.status is Status.OK for row in rows):
+                return replace(there, rows=rows)
     return None

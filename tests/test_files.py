@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from sparsebench._writing import replacing, require_apart, write_file
+from sparsebench._writing import append_to, replacing, require_apart, write_file
 from sparsebench.errors import SparsebenchError
+from sparsebench.harness.commands._app import outcome
 from sparsebench.results.run import store
 from tests.tools.command_line import sparsebench
 from tests.tools.paths import PUBLISHED, ROOT
@@ -131,6 +132,19 @@ def test_a_full_disk_leaves_the_old_file_and_the_error_names_it(tmp_path: Path) 
     assert str(keep) in done.stderr
     assert keep.read_text() == "the old report"
     assert os.listdir(tmp_path) == ["keep.html"]
+
+
+def test_a_full_disk_in_a_run_names_the_file(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
+    try:
+        append_to(rows, "a" * 60, sync=True)
+        with pytest.raises(OSError, match="File too large") as error:
+            append_to(rows, "b" * 60)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert outcome(error.value) == (2, f"{rows}: File too large")
 
 
 def test_no_output_replaces_an_input_or_another_output(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from sparsebench.errors import ResultError
-from sparsebench.harness.commands._console import progress_bar, stdout
+from sparsebench.harness.commands._console import BAD_INPUT, progress_bar, stderr, stdout
 from sparsebench.harness.commands._options import Data, RunPaths
 
 
@@ -36,7 +36,8 @@ def publish(
     """Add runs to a static site.
 
     The site has a page for each run, format, kernel and claim. Each run is validated first. User
-    names, host names and paths are left out.
+    names, host names and paths are left out. A run that is refused does not keep the others out;
+    the exit code is then 2.
     """
     addresses = address(base_url, "--base-url"), address(source, "--source").rstrip("/")
     from sparsebench.harness.catalog import listing
@@ -55,6 +56,10 @@ def publish(
         stdout.say(note)
     counts = f"{amount(len(added.slugs), 'run')}, {len(added.written)} of them new"
     stdout.say(f"{counts}: {out / 'index.html'}")
+    for reason in added.refused:
+        stderr.flag("error", "red", f"not published: {reason}")
+    if added.refused:
+        raise typer.Exit(BAD_INPUT)
 
 
 def check(data: Path | None, run: Path) -> None:

@@ -59,6 +59,15 @@ def run(
 
         if shared_out := is_shared(resume):
             opt.refuse_beside_resume(context, FIXED_BY_PLAN)
+        elif not resume.exists():
+            from sparsebench.errors import ResultError
+
+            never = (
+                "a run has one from its first contest on; the command that began it begins again"
+            )
+            raise ResultError(
+                f"--resume {resume}: expected the directory of a run, found none; {never}"
+            )
         else:
             opt.require_runs(resume)
         if shared_out:

@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from sparsebench._writing import append_to
 from sparsebench.errors import WorkerError
 from sparsebench.harness.machine.child_process import PYTHON, Child, ChildLoss
 from sparsebench.harness.machine.stand_in import stand_in
@@ -82,8 +83,7 @@ class Log:
 
 
 def _append(path: Path, lines: list[str]) -> None:
-    with path.open("a", encoding="utf-8", errors="backslashreplace") as file:
-        file.write("".join(lines))
+    append_to(path, "".join(lines))
     lines.clear()
 
 

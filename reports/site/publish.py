@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from sparsebench._writing import locked_folder, write_file
-from sparsebench.errors import ResultError
+from sparsebench.errors import ResultError, SparsebenchError
 from sparsebench.reports.claims import pages as claims
 from sparsebench.reports.site import devices, prune
 from sparsebench.reports.site.cards import cells
@@ -56,17 +56,18 @@ CHUNK = 4  # items that another process takes at a time, with one copy of the cl
 Show = Callable[[int, int, str], None]
 """Receives the number of items that are done, their number, and what they are."""
 
-Each = Callable[[Callable[[Any], None], Sequence[Any], str], None]
-"""Calls a function for each item; the last argument says what items are when that is done."""
+Each = Callable[[Callable[[Any], Any], Sequence[Any], str], list[Any]]
+"""Returns a function of each item; the last argument says what items are when that is done."""
 
 
 @dataclass(frozen=True)
 class Published:
-    """The result of `publish`: all slugs, those written now, and notes on omissions."""
+    """The result of `publish`: all slugs, those written now, notes on omissions, and refusals."""
 
     slugs: list[str]
     written: list[str]
     notes: list[str]
+    refused: list[str]
 
 
 def publish(
@@ -79,8 +80,9 @@ def publish(
     """Add runs to a site, or create one.
 
     `check` is called for each new run and raises if it must not be published; with many runs,
-    other processes call it, so it must be a function of a module. Raises ResultError before
-    anything is written.
+    other processes call it, so it must be a function of a module. A run that is refused does not
+    keep the others out. If all are, or for a bad folder, raises ResultError before anything is
+    written.
     """
     spawn = get_context("spawn")  # a fork of torch's threads may hang
     with locked_folder(to), ProcessPoolExecutor(os.cpu_count(), spawn) as pool:
@@ -90,11 +92,16 @@ def publish(
 def _publish(
     runs: Sequence[Path], to: Path, site: Site, check: Callable[[Path], None], each: Each
 ) -> Published:
-    earlier, bundles = _state(to), _by_slug(runs)
+    earlier = _state(to)
+    bundles, refused = _by_slug(runs)
     shutil.rmtree(to / NEW, ignore_errors=True)  # of a call that was killed
     stored = run_folders(to)
-    added = [slug for slug in bundles if slug not in stored]
-    each(check, [bundles[slug] for slug in added], "validated")
+    new = [slug for slug in bundles if slug not in stored]
+    reasons = each(partial(_refusal, check), [bundles[slug] for slug in new], "validated")
+    refused += filter(None, reasons)
+    added = [slug for slug, reason in zip(new, reasons, strict=True) if not reason]
+    if len(refused) == len(runs):
+        raise ResultError(refused[0])
     site = replace(site, base=site.base or earlier.get("base", ""))
     site = replace(site, source=site.source or earlier.get("source", ""))
     state = {"schema": STATE_SCHEMA, "code": _code(), "base": site.base, "source": site.source}
@@ -126,20 +133,31 @@ def _publish(
     texts |= pages(cards, site, doors, versions, brief)
     _write_pages(to, texts)
     write_file(to / STATE, json.dumps(state, indent=1) + "\n")
-    return Published([*stored], changed, _notes([stored[slug] for slug in added], site))
+    notes = _notes([stored[slug] for slug in added], site)
+    return Published([*stored], changed, notes, refused)
+
+
+def _refusal(check: Callable[[Path], None], run: Path) -> str:
+    """Return why a run must not be published, or ""."""
+    try:
+        check(run)
+    except SparsebenchError as error:
+        return str(error)
+    return ""
 
 
 def _for_each(
-    pool: ProcessPoolExecutor, show: Show, function: Callable[[Any], None], items: Any, what: str
-) -> None:
-    """Call a function for each item, in other processes if there are many."""
+    pool: ProcessPoolExecutor, show: Show, function: Callable[[Any], Any], items: Any, what: str
+) -> list[Any]:
+    """Return a function of each item, called in other processes if there are many."""
     if len(items) < FEW:
-        for item in items:
-            function(item)
-        return
+        return [function(item) for item in items]
     show(0, len(items), what)
-    for done, _ in enumerate(pool.map(function, items, chunksize=CHUNK), 1):
-        show(done, len(items), what)
+    results = []
+    for result in pool.map(function, items, chunksize=CHUNK):
+        results.append(result)
+        show(len(results), len(items), what)
+    return results
 
 
 def _state(to: Path) -> dict[str, str]:
@@ -156,16 +174,25 @@ def _state(to: Path) -> dict[str, str]:
     return from_json(to / STATE, STATE_SCHEMA)
 
 
-def _by_slug(runs: Sequence[Path]) -> dict[str, Path]:
-    """Return the runs by their slugs; ResultError if there is none or one is given twice."""
+def _by_slug(runs: Sequence[Path]) -> tuple[dict[str, Path], list[str]]:
+    """Return the runs by their slugs, and why others have none.
+
+    Raises ResultError if no run is given, or one twice.
+    """
     if not runs:
         raise ResultError("expected one run or more, found none")
     by_slug: dict[str, Path] = {}
+    refused = []
     for path in runs:
-        first = by_slug.setdefault(slug_of(path), path)
+        try:
+            slug = slug_of(path)
+        except ResultError as error:
+            refused.append(str(error))
+            continue
+        first = by_slug.setdefault(slug, path)
         if first is not path:
             raise ResultError(f"{path}: expected each run once, found it also as {first}")
-    return by_slug
+    return by_slug, refused
 
 
 def _newest(stored: Mapping[str, RunFolder]) -> dict[str, str]:

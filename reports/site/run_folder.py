@@ -24,6 +24,7 @@ from sparsebench.errors import ResultError
 from sparsebench.reports.build import build
 from sparsebench.reports.site.cards import ROLES, SCHEMA, Card, card
 from sparsebench.reports.site.pages import Site, around, safe
+from sparsebench.results.files import from_json
 from sparsebench.results.run import bundle, store
 from sparsebench.results.run.bundle import Redaction
 from sparsebench.results.run.provenance import commit_of, device_name
@@ -129,10 +130,8 @@ def run_folders(to: Path) -> dict[str, RunFolder]:
 def slug_of(run: Path) -> str:
     """Return the slug of a bundle that is not in the site."""
     identity = bundle.identity(run)
-    environment, state = (
-        json.loads(bundle.content(run, name)) for name in ("environment.json", "run.json")
-    )
-    return bundle.link_name(device_name(environment), str(state["suite"]), identity)
+    environment, state = (from_json(run / name) for name in ("environment.json", "run.json"))
+    return bundle.link_name(device_name(environment), str(state.get("suite", "")), identity)
 
 
 def copy(work: tuple[Path, RunFolder]) -> None:

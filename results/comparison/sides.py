@@ -20,7 +20,6 @@ import numpy as np
 import pandas as pd
 
 from sparsebench.errors import ResultError
-from sparsebench.results import files
 from sparsebench.results.run import store
 from sparsebench.results.run.provenance import (
     Choices,
@@ -149,7 +148,10 @@ def find(texts: Sequence[str], among: Iterable[Path]) -> list[Side]:
         runs = [store.read(paths[text]) for text in texts]
         return [side(r, name=n) for r, n in zip(runs, distinct_names(runs), strict=True)]
     folders = [*among]
-    candidates = [_Candidate.read(path) for path in bundles(folders)]
+    candidates = []
+    for path in bundles(folders):
+        with store.neighbour():
+            candidates.append(_Candidate.read(path))
     runs_of = {
         text: [_Candidate.read(paths[text])]
         if text in paths
@@ -164,7 +166,7 @@ def find(texts: Sequence[str], among: Iterable[Path]) -> list[Side]:
         raise ResultError(f"{' and '.join(runs_of)}: expected a suite that all have; {has}")
     return [
         side(
-            *(store.read(each.path) for each in runs if each.suite in suites),
+            *_read_runs(text, [each.path for each in runs if each.suite in suites], text in paths),
             name=paths[text].resolve().name if text in paths else text,
         )
         for text, runs in runs_of.items()
@@ -181,9 +183,21 @@ class _Candidate:
 
     @classmethod
     def read(cls, path: Path) -> "_Candidate":
-        facts = files.from_json(path / "environment.json")
-        suite = str(files.from_json(path / "run.json").get("suite", ""))
-        return cls(path, suite, device_name(facts))
+        environment, state = store.facts(path)
+        return cls(path, state["suite"], device_name(environment))
+
+
+def _read_runs(text: str, candidates: list[Path], by_path: bool) -> list[StoredRun]:
+    """Return the runs of a side; of those that a name found, the readable ones."""
+    if by_path:
+        return [store.read(path) for path in candidates]
+    runs = []
+    for path in candidates:
+        with store.neighbour():
+            runs.append(store.read(path))
+    if not runs:
+        raise ResultError(f"{text}: expected a run that can be read, found none")
+    return runs
 
 
 def _matches(text: str, runs: list[_Candidate], folders: Sequence[Path]) -> list[_Candidate]:

@@ -18,10 +18,10 @@ A run directory appears complete, by one rename. Only one process at a time writ
 
 import fcntl
 import json
-import os
 import re
 import shutil
 import socket
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
@@ -31,7 +31,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
-from sparsebench._writing import write_file
+from sparsebench._writing import append_to, write_file
 from sparsebench.errors import ResultError
 from sparsebench.results import files
 from sparsebench.results.record import OLDER_ROWS, ROWS_SCHEMA, Row
@@ -219,10 +219,7 @@ def without_paths(text: str) -> str:
 
 def append(path: Path, rows: Iterable[Row]) -> None:
     """Add the rows of one contest in one write, and wait until they are on disk."""
-    with (path / "rows.jsonl").open("a", encoding="utf-8") as file:
-        file.write("".join(map(_line, rows)))
-        file.flush()
-        os.fsync(file.fileno())
+    append_to(path / "rows.jsonl", "".join(map(_line, rows)), sync=True)
 
 
 def set_state(path: Path, state: Mapping[str, Any]) -> None:
@@ -241,13 +238,30 @@ def runs_in(folder: Path) -> list[Path]:
     return sorted(file.parent for file in folder.glob("*/run.json"))
 
 
+@contextmanager
+def neighbour() -> Iterator[None]:
+    """Leave out, with a warning, a run that was found beside others and cannot be read."""
+    try:
+        yield
+    except ResultError as error:
+        warnings.warn(f"left out: {error}", stacklevel=3)
+
+
+def facts(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the environment and the state of a run without its rows. Raises ResultError."""
+    return (
+        _read_json(path / "environment.json", ENVIRONMENT_SCHEMA, _Environment),
+        _read_json(path / "run.json", RUN_SCHEMA, _State),
+    )
+
+
 def read(path: Path | str) -> StoredRun:
     """Read a run directory and drop a torn last row; raises ResultError for anything else."""
     path = Path(path)
     bundle.require_directory(path)
     suite_text = files.text(path / "suite.yaml", files.YAML_BYTES)
     suite = files.from_yaml(str(path / "suite.yaml"), suite_text)
-    environment = _read_json(path / "environment.json", ENVIRONMENT_SCHEMA, _Environment)
+    environment, state = facts(path)
     if "sim" in environment:
         expected = "expected times of a device, found those of a simulated GPU"
         raise ResultError(f"{path}: {expected}, which 0.4 no longer reads")
@@ -257,7 +271,7 @@ def read(path: Path | str) -> StoredRun:
         suite=_check_types(path / "suite.yaml", suite, _Suite),
         suite_text=suite_text,
         environment=environment,
-        state=_read_json(path / "run.json", RUN_SCHEMA, _State),
+        state=state,
         rows=[row for row in every_row if not row.reference],
         reference=[row for row in every_row if row.reference],
     )

@@ -5,7 +5,8 @@
 The new content is written beside the file and then renamed. A reader sees the old content or the
 new, and after a full disk, an error or an interrupt the old file is still there. Text is UTF-8, in
 every locale. A link keeps pointing where it did. A device or a pipe, such as /dev/stdout, cannot be
-replaced and is written to directly. Every OSError names the file.
+replaced and is written to directly, and rows and logs grow at their end (`append_to`). Every
+OSError names the file.
 """
 
 import errno
@@ -27,6 +28,15 @@ def write_file(file: Path, content: str | bytes) -> None:
     data = content.encode(errors="backslashreplace") if isinstance(content, str) else content
     with replacing(file) as fresh:
         fresh.write_bytes(data)
+
+
+def append_to(file: Path, text: str, *, sync: bool = False) -> None:
+    """Add text to a file in one write; with `sync`, wait until it is on disk."""
+    with _named(file, file), file.open("ab") as end:
+        end.write(text.encode(errors="backslashreplace"))
+        end.flush()
+        if sync:
+            os.fsync(end.fileno())
 
 
 def require_apart(outputs: Iterable[Path | None], inputs: Iterable[Path | None]) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from sparsebench.harness.commands import _console
 from sparsebench.reports.build import load_figure
+from sparsebench.results.run import bundle
 from tests.tools.command_line import output, refusal, sparsebench
 from tests.tools.marks import exhaustive
 from tests.tools.suites import BSR, BSR_ON_CPU, CUBLAS, ON_CPU, linear
@@ -36,7 +37,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     assert done.returncode == 0, done.stderr
     assert "scipy_bsr" in done.stdout
-    assert "of the hardware limit" in done.stdout
+    assert "as fast as" in done.stdout
     assert "runs on cuda, not on cpu: cublas, cusparse_bsr" in " ".join(done.stdout.split())
     assert "\n7/7 · 0:00 left" in done.stderr  # progress in a pipe
     assert "cases: 4 unsupported, 4 ok" in done.stdout
@@ -194,7 +195,8 @@ def test_report_warns_in_one_line_about_a_changed_run(run: Path, tmp_path: Path)
 
 def test_report_exports_csv(run: Path, tmp_path: Path) -> None:
     shown = output("report", run, "--out", tmp_path / "r.html", "--csv", tmp_path / "r.csv")
-    assert "of the hardware limit" in shown  # the answer again
+    assert "as fast as" in shown  # the answer again
+    assert "hardware limit" not in shown  # a CPU has none
     header, *lines = (tmp_path / "r.csv").read_text().splitlines()
     assert "median_us" in header
     assert len(lines) == 8 + 4  # twins in one problem
@@ -207,7 +209,11 @@ def test_report_exports_csv(run: Path, tmp_path: Path) -> None:
         (["--only", "m=8", "--energy"], "found --only --energy beside"),
         (["--slurm", "time=1", "--shards", 2], "found --slurm --shards beside it"),
         (["--out", "runs", "--only", "m=8"], "found --out --only beside it"),
-        (["--timeout", 9, "--device", "cpu"], "nowhere: expected the directory of a run"),
+        (
+            ["--timeout", 9, "--device", "cpu"],
+            "nowhere: expected the directory of a run, found none; ",
+        ),
+        ([], "the command that began it begins again"),
     ],
 )
 def test_a_resumed_run_refuses_flags_that_it_recorded(flags: list[object], message: str) -> None:
@@ -240,6 +246,23 @@ def test_bad_input_is_one_line_and_exit_2(arguments, message, tmp_path) -> None:
     out = ["--out", tmp_path / "run"] if arguments[0] == "run" else []
     assert message in refusal(*arguments, *out)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_broken_run_beside_a_good_one_costs_it_nothing(run: Path, tmp_path: Path) -> None:
+    """A run that nobody named is left out with a warning; one that was named ends the command."""
+    for name in ("good", "bad"):
+        shutil.copytree(run, tmp_path / name)
+    rows = tmp_path / "bad" / "rows.jsonl"
+    rows.write_text(rows.read_text().replace('"nnz":', f'"nnz":{10**400},"nnz":', 1))
+    bundle.seal(tmp_path / "bad")
+    assert sparsebench("validate", tmp_path / "good").returncode == 0
+    for command in ("validate", "report"):
+        assert "line 2: expected a row" in refusal(command, tmp_path / "bad")
+    assert "line 2: expected a row" in refusal("compare", tmp_path / "good", tmp_path / "bad")
+    (tmp_path / "bad" / "run.json").write_text("{")
+    named = "compare", tmp_path / "good", "x", "--among", tmp_path
+    assert "or a GPU" in sparsebench(*named).stderr
+    assert "left out: " in sparsebench(*named).stderr
 
 
 def test_a_report_that_cannot_be_written_is_one_line(run: Path, tmp_path: Path) -> None:

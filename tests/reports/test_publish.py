@@ -73,6 +73,34 @@ def copy(site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return shutil.copytree(site, tmp_path / "site")
 
 
+def only_step(run: Path) -> None:
+    """Refuse every run but copies of STEP."""
+    if not run.name.startswith("step"):
+        raise ResultError(f"{run}: expected a step")
+
+
+def test_a_refused_run_does_not_keep_the_others_out(copy: Path, tmp_path: Path) -> None:
+    good = copied(tmp_path / "step-2", commit="2" * 40)
+    refused = copied(tmp_path / "other", commit="3" * 40)
+    unsealed = copied(tmp_path / "step-3", commit="4" * 40)
+    (unsealed / "manifest.json").unlink()
+    huge = copied(tmp_path / "step-4", commit="5" * 40)
+    text = (huge / "run.json").read_text()
+    (huge / "run.json").write_text(text.replace('"replicates": ', f'"replicates": {10**50}'))
+    bundle.seal(huge)
+    done = publish([unsealed, refused, good, huge], copy, Site(), only_step)
+    assert len(done.slugs) == 2
+    assert [run.partition(": expected ")[0] for run in done.refused] == [
+        str(unsealed),
+        str(huge / "run.json"),
+        str(refused),
+    ]
+    before = (copy / ".state.json").read_text()
+    with pytest.raises(ResultError, match="expected a step"):
+        publish([refused], copy, Site(), only_step)
+    assert (copy / ".state.json").read_text() == before
+
+
 def test_a_confirmed_run_names_the_run_that_confirms_it(site, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr("sparsebench.reports.build.figures", list)
     to = shutil.copytree(site, tmp_path / "site")

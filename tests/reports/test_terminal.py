@@ -1,6 +1,7 @@
 """The answer of a run on a terminal, as Markdown and as JSON."""
 
 import re
+import shutil
 from dataclasses import replace
 from html import unescape
 from itertools import takewhile
@@ -317,6 +318,33 @@ def test_a_machine_without_a_gpu_sees_the_published_answer_marked() -> None:
     fp32 = [row for row in here.rows if row.case.problem.fields["dtype"] == "fp32"]
     without = printed(PublishedAnswer(replace(here, rows=fp32), PUBLISHED), 120)
     assert "NOT MEASURED HERE" not in without  # the GPU has rows of these problems, and no time
+
+
+def test_a_broken_published_run_is_left_out(tmp_path: Path) -> None:
+    here = read(PUBLISHED / "cpu" / "quick-cpu")
+    for name in ("quick", "broken"):
+        shutil.copytree(PUBLISHED / "nvidia-h200" / "quick", tmp_path / "gpu" / name)
+    state = tmp_path / "gpu" / "broken" / "run.json"
+    state.write_text(state.read_text().replace('"replicates": 8', '"replicates": 99'))
+    (tmp_path / "gpu" / "broken" / "rows.jsonl.gz").write_bytes(b"")
+    (tmp_path / "gpu" / "empty").mkdir()
+    (tmp_path / "gpu" / "empty" / "run.json").write_text("{}")
+    with pytest.warns(UserWarning, match="left out: "):
+        assert "gpu/quick" in printed(PublishedAnswer(here, tmp_path), 120)
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 100, 120, 140, 200, 400])
+def test_no_window_cuts_a_text(width: int) -> None:
+    words = [f"word{i}" for i in range(60)]
+    line = ["a-claim-with-a-long-name", "RTX PRO 6000", "not carried over", "12.5", " ".join(words)]
+    columns = ("claim", "GPU", "verdict", "speedup", "why")
+    table = Table(columns=columns, lines=[line], words={*columns} - {"speedup"})
+    text = printed(table, width)
+    assert max(map(len, text.splitlines())) <= width
+    assert set("".join(line).replace(" ", "")) <= set(text)
+    last = max(text.splitlines()[0].rfind("why"), 0)
+    shown = "".join(each[last:].replace(" ", "") for each in text.splitlines()[1:])
+    assert shown == "".join(words)
 
 
 def test_a_cell_is_escaped_in_html_and_markdown() -> None:

@@ -354,6 +354,20 @@ def test_sides_are_found_by_name(folder, monkeypatch) -> None:
     assert [each.runs[0].path.name for each in places] == ["other", "second"]
 
 
+@pytest.mark.parametrize("name", ["environment.json", "run.json", "rows.jsonl"])
+def test_a_broken_run_beside_others_is_left_out(name, folder, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(
+        "sparsebench.results.comparison.sides.analyse", lambda run: SimpleNamespace(run=run)
+    )
+    shutil.copytree(folder, tmp_path / "runs")
+    shutil.copytree(folder / "other", tmp_path / "runs" / "broken")
+    (tmp_path / "runs" / "broken" / "rows.jsonl.gz").unlink()
+    (tmp_path / "runs" / "broken" / name).write_text("{")
+    with pytest.warns(UserWarning, match=f"left out: .*broken/{name}"):
+        places = find(["h100", "H200"], [tmp_path / "runs"])
+    assert [run.path.name for run in places[0].runs] == ["other"]
+
+
 @pytest.mark.parametrize(
     ("name", "match"),
     [
