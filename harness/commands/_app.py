@@ -135,12 +135,13 @@ def common(
 
 def main() -> int:
     """Run a command and return its exit code; print any error as one line on stderr."""
-    from sparsebench.errors import SuiteError
+    from sparsebench.errors import LeftOut, SuiteError
 
     for stream in (sys.stdout, sys.stderr):  # an ASCII terminal shows ? and loses no result
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="replace")
     warnings.showwarning = show_warning
+    warnings.simplefilter("always", LeftOut)
     try:
         for removed, instead in REMOVED.items():
             *command, last = removed.split()

@@ -138,7 +138,7 @@ def of_checkout(root: Path) -> dict[str, Any] | None:
         ["ls-files", "--others", "--exclude-standard", "--", *beside],
     ):
         try:
-            line = "git", "-C", root, *command
+            line = "git", "-C", str(root), *command
             output = subprocess.check_output(line, stderr=DEVNULL, env=environment)
         except (OSError, CalledProcessError):
             return None

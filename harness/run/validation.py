@@ -55,8 +55,8 @@ def validate(
     run = store.read(path)
     for line in check_consistency(run):
         yield CheckResult(line)
-    count = amount(_require_planned_samples(run), "row")
-    yield CheckResult(f"sample counts: {count}, each with about as many as its time allows")
+    timed = amount(_require_planned_samples(run), "row")
+    yield CheckResult(f"sample counts: {timed}, each with about as many as its time allows")
     for doubt in tuning_doubts.doubts(frame(run.rows)):
         yield CheckResult(f"warning: {doubt}")
     try:

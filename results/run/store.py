@@ -32,7 +32,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from sparsebench._writing import append_to, write_file
-from sparsebench.errors import ResultError
+from sparsebench.errors import LeftOut, ResultError
 from sparsebench.results import files
 from sparsebench.results.record import OLDER_ROWS, ROWS_SCHEMA, Row
 from sparsebench.results.run import bundle
@@ -244,7 +244,7 @@ def neighbour() -> Iterator[None]:
     try:
         yield
     except ResultError as error:
-        warnings.warn(f"left out: {error}", stacklevel=3)
+        warnings.warn(f"left out: {error}", LeftOut, stacklevel=3)
 
 
 def facts(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:

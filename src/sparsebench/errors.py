@@ -22,6 +22,10 @@ class SparsebenchError(ValueError):
     """What sparsebench was given cannot be used; the message says what, where and why."""
 
 
+class LeftOut(UserWarning):
+    """A run that was found beside others cannot be read; the message names its file."""
+
+
 class SuiteError(SparsebenchError):
     """A suite, its data, a flag or a plug-in is not usable."""
 

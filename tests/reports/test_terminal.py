@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from sparsebench.errors import LeftOut
 from sparsebench.reports.findings import contender_name, general, headlines
 from sparsebench.reports.published_answer import PublishedAnswer
 from sparsebench.reports.tables import Table
@@ -329,7 +330,7 @@ def test_a_broken_published_run_is_left_out(tmp_path: Path) -> None:
     (tmp_path / "gpu" / "broken" / "rows.jsonl.gz").write_bytes(b"")
     (tmp_path / "gpu" / "empty").mkdir()
     (tmp_path / "gpu" / "empty" / "run.json").write_text("{}")
-    with pytest.warns(UserWarning, match="left out: "):
+    with pytest.warns(LeftOut, match="left out: "):
         assert "gpu/quick" in printed(PublishedAnswer(here, tmp_path), 120)
 
 

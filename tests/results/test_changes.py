@@ -15,7 +15,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from sparsebench.errors import ResultError
+from sparsebench.errors import LeftOut, ResultError
 from sparsebench.reports.comparison import compare_sides, html, markdown, to_json
 from sparsebench.results.comparison.causes import Cause
 from sparsebench.results.comparison.changes import (
@@ -363,7 +363,7 @@ def test_a_broken_run_beside_others_is_left_out(name, folder, tmp_path, monkeypa
     shutil.copytree(folder / "other", tmp_path / "runs" / "broken")
     (tmp_path / "runs" / "broken" / "rows.jsonl.gz").unlink()
     (tmp_path / "runs" / "broken" / name).write_text("{")
-    with pytest.warns(UserWarning, match=f"left out: .*broken/{name}"):
+    with pytest.warns(LeftOut, match=f"left out: .*broken/{name}"):
         places = find(["h100", "H200"], [tmp_path / "runs"])
     assert [run.path.name for run in places[0].runs] == ["other"]
 
