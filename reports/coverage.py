@@ -1,6 +1,7 @@
-"""How often a second card agrees with the first: sentences and a table (comparison/repeats.py).
+"""How often a second card agrees with the first: sentences and two tables (comparison/repeats.py).
 
-first run  second run  configurations  cases  unchanged, by processes alone  unchanged
+stratum                  cases  inside  unchanged, by processes alone  unchanged  p
+first run  second run    cases  inside  unchanged, by processes alone  unchanged
 """
 
 from collections.abc import Mapping
@@ -8,64 +9,72 @@ from typing import Any
 
 import pandas as pd
 
-from sparsebench.results.comparison.repeats import COUNTS, are_published, coverage
-from sparsebench.results.formatting import amount, significant
-from sparsebench.results.record import POWER_LIMITED
-from sparsebench.results.statistics.between_cards import State, packaged_variation
+from sparsebench.results.comparison.repeats import (
+    INSIDE,
+    TESTS,
+    are_published,
+    coverage,
+    strata,
+    with_tests,
+)
+from sparsebench.results.formatting import amount, join_words, significant
+from sparsebench.results.statistics.between_cards import EDGES_US, packaged_variation
 from sparsebench.results.tables.frame import records
 
-COVERAGE = ["first run", "second run", "configurations", "cases"]
-COVERAGE += ["unchanged, by processes alone", "unchanged"]
-SEARCHED, INHERITED = "both searched", "the second inherited them"
-CONDITIONS = {
-    State.FREE: "power or heat limits the boards for at most "
-    f"{100 * POWER_LIMITED:g} % of the time",
-    State.LIMITED: "it limits a board for longer",
-    State.INHERITED: "a run inherits its configurations from another card",
-}
+COUNTS = ["cases", "inside", "unchanged, by processes alone", "unchanged"]
+STRATA = ["stratum", *COUNTS, "p"]
+COVERAGE = ["first run", "second run", *COUNTS]
 
 
 def explanation(repeats: pd.DataFrame) -> list[str]:
-    """Return sentences that explain the table and the variation between cards."""
-    parts = [
-        f"{significant(100 * entry.sd, 2)} % if {CONDITIONS[state]} "
-        f"({amount(entry.cases, 'case')} in {amount(entry.pairs, 'pair')} of runs, "
-        f"{significant(entry.freedom, 2)} degrees of freedom)"
-        for state, entry in packaged_variation().items()
-    ]
+    """Return sentences that explain the tables and the variation between cards."""
+    pooled = packaged_variation().pooled
     variation = (
         "Speedups also differ from card to card, from day to day and between versions of the "
         "harness. In the published runs, the standard deviation of this variation is "
-        f"{', '.join(parts[:-1])}, and {parts[-1]}."
+        f"{significant(100 * pooled.sd, 2)} % ({amount(pooled.cases, 'case')} on "
+        f"{amount(pooled.cards, 'card')}). A jackknife over the cards gives this estimate "
+        f"{significant(pooled.freedom, 2)} degrees of freedom. "
+        "Every interval of a verdict includes this variation. It is estimated by kernel and by "
+        f"time (limits: {join_words([f'{edge:g}' for edge in EDGES_US])} µs). The fewer degrees of "
+        "freedom a kernel's own estimate has, the closer the result is to that of all kernels."
     )
     if repeats.empty:
         return ["No case was measured on two cards of one kind yet.", variation]
-    from_others = "The variation used to test a pair of runs is estimated without that pair."
+    held_out = (
+        "The variation used to test a pair of runs is estimated from the cases that none of their "
+        "cards measured."
+    )
     return [
-        "Each line is a pair of runs that measured the same cases on different cards of one kind. "
-        "Both ran the same kernel: their code is the same, or its version differs but the compiled "
-        "kernel does not.",
-        "A case is unchanged if the 95 % interval of the difference between both speedups holds 0. "
-        "By processes alone, this interval is too narrow, because the processes of a run share a "
-        "card and a day.",
-        variation,
-        "Every interval of a verdict includes this variation, and so do those of the last column.",
-        *([from_others] if are_published(repeats) else []),
+        "The cases below were measured in two runs on different cards of one kind. Both runs "
+        "searched for their configurations and ran the same kernel: their code is the same, or its "
+        "version differs but the compiled kernel does not.",
+        "A case is inside if the speedup of the second run lies inside the 95 % interval of the "
+        f"first. This is expected of about {100 * INSIDE:g} %, because both cards differ from the "
+        "mean of all cards. A case is unchanged if the 95 % interval of the difference between "
+        "both speedups holds 0. This is expected of 95 %.",
+        "By processes alone, intervals are too narrow, because the processes of a run share a "
+        "card and a day. " + variation,
+        *([held_out] if are_published(repeats) else []),
+        f"p is the probability of so few cases inside if {100 * INSIDE:g} % were expected "
+        "(binomial test, corrected for the number of strata by Holm's method). The test takes "
+        "cases as independent.",
     ]
 
 
-def coverage_lines(repeats: pd.DataFrame) -> list[list[str]]:
-    """Return a line of texts for each pair of runs, below one for each kind of pair."""
-    table = coverage(repeats, published=are_published(repeats))
-    lines = []
-    for inherited, group in table.groupby("inherited"):
-        ranked = records(group.sort_values("repeats", ascending=False, kind="stable"))
-        total = {"run_a": "all", "run_b": "all", "inherited": inherited, **group[COUNTS].sum()}
-        lines += [_line(pair) for pair in (total, *ranked)]
-    return lines
+def coverage_tables(repeats: pd.DataFrame) -> tuple[list[list[str]], list[list[str]]]:
+    """Return the lines of both tables as texts: of each stratum, and of each pair of runs."""
+    if repeats.empty:
+        return [], []
+    table = with_tests(repeats, published=are_published(repeats))
+    every = {"repeats": len(table), **table[TESTS].sum()}
+    by_stratum = [["all", *_counts(every), ""]]
+    by_stratum += [
+        [line["stratum"], *_counts(line), f"{line['p']:.2f}"] for line in records(strata(table))
+    ]
+    pairs = coverage(table).sort_values("repeats", ascending=False, kind="stable")
+    return by_stratum, [[line["run_a"], line["run_b"], *_counts(line)] for line in records(pairs)]
 
 
-def _line(pair: Mapping[Any, Any]) -> list[str]:
-    counts = [f"{pair[name]} of {pair['repeats']}" for name in COUNTS[1:]]
-    kind = INHERITED if pair["inherited"] else SEARCHED
-    return [pair["run_a"], pair["run_b"], kind, str(pair["repeats"]), *counts]
+def _counts(line: Mapping[Any, Any]) -> list[str]:
+    return [str(line["repeats"]), *(f"{line[name]} of {line['repeats']}" for name in TESTS)]

@@ -16,10 +16,9 @@ from typing import Any
 
 import pandas as pd
 
-from sparsebench.reports.grids import sentences
+from sparsebench.reports.grids import doubt, sentences
 from sparsebench.results.formatting import between, conditions, duration, percent, times
 from sparsebench.results.problem_names import problem_name
-from sparsebench.results.statistics.outcome import Outcome
 from sparsebench.results.statistics.ratio import ratio_over
 from sparsebench.results.tables import cliffs, grid, untimed_peers
 from sparsebench.results.tables.analysis import Analysis
@@ -115,7 +114,7 @@ def headline_text(finding: Finding) -> tuple[str, str]:
         who += f", {percent(round(case['of_bound'], 2))} of the hardware limit"
     if pd.isna(case["gain"]):
         return "", f"{who}, without a dense time"
-    word = "" if finding.outcome is Outcome.FASTER else f", {finding.outcome}"
+    word = f", {reason}" if (reason := doubt(case)) else ""
     dense = f"{case['dense_name']} ({duration(case['dense_us'])})"
     gain = between(*(case[end] for end in ("gain", "low", "high", "half")))
     return gain, f"as fast as {dense}{word}: {who}"
@@ -134,7 +133,7 @@ def finding_of(case: Case, timed: pd.DataFrame) -> Finding:
     if best["scope"] != isolated["scope"]:
         gain = times(isolated["gain"], isolated["half"])
         details.append(f"isolated {duration(isolated['median_us'])}, {gain}")
-    details.append(conditions(best["on_cards"], best["limited"]))
+    details.append(conditions(best))
     return Finding(contender_name(best), place, outcome_of(best), best, [*filter(None, details)])
 
 

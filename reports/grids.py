@@ -31,6 +31,7 @@ from sparsebench.results.formatting import (
 )
 from sparsebench.results.problem_names import split_fields
 from sparsebench.results.statistics.outcome import Outcome
+from sparsebench.results.statistics.ratio import ONE_CARD, IntervalKind
 from sparsebench.results.tables.contests import sort_values_of
 from sparsebench.results.tables.frame import fields
 from sparsebench.results.tables.grid import Case, Cell, Finding, Grid, View, column_text, outcome_of
@@ -83,7 +84,14 @@ def _names(findings: Sequence[Finding]) -> str:
 def gain_text(case: Case) -> str:
     """Write the gain of a case with its interval, and its outcome if it is not faster."""
     text = between(*(case.get(end, float("nan")) for end in ("gain", "low", "high", "half")))
-    return text if outcome_of(case) is Outcome.FASTER else f"{text} ({outcome_of(case)})"
+    return f"{text} ({word})" if (word := doubt(case)) else text
+
+
+def doubt(case: Case) -> str:
+    """Return the outcome of a gain that is not faster, or that one card measured it; else ""."""
+    if case.get("gain_interval") == IntervalKind.NONE:
+        return ONE_CARD
+    return "" if outcome_of(case) is Outcome.FASTER else str(outcome_of(case))
 
 
 def about(lines: pd.DataFrame, names: Sequence[str]) -> str:
@@ -231,6 +239,6 @@ def tooltip(cell: Cell) -> str:
 
 def evidence(case: Mapping[Any, Any]) -> str:
     """Write a case's time, its processes, and the conditions under which they ran."""
-    where = conditions(case["on_cards"], case["limited"])
+    where = conditions(case)
     count = amount(int(case["processes"]), "process")
     return ", ".join(filter(None, [duration(case["median_us"]), count, where, case.get("day", "")]))

@@ -7,6 +7,7 @@ results/published/GPU/RUN ─> PublishedRun ─> one line per Question
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from sparsebench.errors import ResultError
@@ -43,6 +44,13 @@ class PublishedRun(Analysis):
     def kind(self) -> str:
         """Return `verdict`, or `look` if there are too few processes for one."""
         return "verdict" if self.processes >= FEWEST else "look"
+
+    @cached_property
+    def replaced(self) -> "list[PublishedRun]":
+        """Return the runs that this one replaced, the oldest first."""
+        path, root = self.run.path, self.run.path.parents[len(Path(self.home).parts) - 1]
+        files = sorted(path.parent.glob(f"earlier/*/{path.name}/run.json"))
+        return [read_run(file.parent, root) for file in files]
 
 
 @dataclass(frozen=True)
@@ -119,7 +127,7 @@ def headline(runs: Mapping[str, PublishedRun], questions: Sequence[Question] = Q
     Raises ResultError if a question's run is not published or `where` selects no single problem.
     """
     columns = ["question", "problem", "our kernel", "speedup", "over", "best peer"]
-    columns += ["measured alone", "measured on", "run"]
+    columns += ["measured alone", "in all runs", "measured on", "run"]
     return markdown_table(columns, [_answer(question, runs) for question in questions])
 
 
@@ -164,7 +172,8 @@ def _answer(question: Question, runs: Mapping[str, PublishedRun]) -> list[str]:
         against(contest),
         f"`{contender_name(peer)}` {times(peer['gain'], peer['half'])}",
         _alone(best, run, runs) or "not yet",
-        f"{run.device}, {conditions(best['on_cards'], best['limited'])}",
+        _in_all_runs(best, run, runs),
+        f"{run.device}, {conditions(best)}",
         f"[{run.name}](/{run.home}), {amount(int(best['processes']), 'process')}, a {run.kind}",
     ]
 
@@ -187,5 +196,28 @@ def _alone(case: Case, run: PublishedRun, runs: Mapping[str, PublishedRun]) -> s
         words = [gain_text(line), str(Reliability.UNRELIABLE) if doubtful else ""]
         inherited = choices_of(other.run.state) is Choices.BUNDLE
         words += ["inherited configurations"] if inherited else []
-        return ", ".join(filter(None, [*words, conditions(line["on_cards"], line["limited"])]))
+        return ", ".join(filter(None, [*words, conditions(line)]))
     return ""
+
+
+def _in_all_runs(case: Case, run: PublishedRun, runs: Mapping[str, PublishedRun]) -> str:
+    """Return the range of a case's speedup over all verdicts on its GPU: `4.6× to 5.0× in 9 runs`.
+
+    A run that was replaced counts, too. Without a verdict the text is `no verdict`.
+    """
+    gains = []
+    for other in (each for each in runs.values() if each.device == run.device):
+        now = _gains(case, other)
+        gains += (
+            [*now, *(gain for old in other.replaced for gain in _gains(case, old))] if now else []
+        )
+    if not gains:
+        return "no verdict"
+    ends = dict.fromkeys(times(end, case["half"]) for end in (min(gains), max(gains)))
+    return f"{' to '.join(ends)} in {amount(len(gains), 'run')}"
+
+
+def _gains(case: Case, run: PublishedRun) -> list[float]:
+    """Return the speedup of a case in another run; [] if it has no verdict on the case."""
+    same = run.timed[(run.timed[KEYS] == [case[key] for key in KEYS]).all(axis=1)]
+    return same.gain[(same.processes >= FEWEST) & same.gain.notna()].tolist()

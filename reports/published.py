@@ -29,7 +29,7 @@ from rich.console import Console
 from sparsebench._writing import write_file
 from sparsebench.errors import ResultError
 from sparsebench.reports import advice, costs
-from sparsebench.reports.coverage import COVERAGE, coverage_lines, explanation
+from sparsebench.reports.coverage import COVERAGE, STRATA, coverage_tables, explanation
 from sparsebench.reports.grids import about_view, sentences
 from sparsebench.reports.headline import PublishedRun, headline, read
 from sparsebench.reports.picture import picture
@@ -78,7 +78,8 @@ are marked `isolated`: the time to start a kernel pulls their speedup towards 1.
 ## Headline
 
 A speedup is over the fastest dense kernel of the contest. The best peer is the fastest kernel of
-others in it. If that is a dense one, at 1.0×, no sparse peer is faster.
+others in it. If that is a dense one, at 1.0×, no sparse peer is faster. `in all runs` is the range
+of the speedups that all runs on that kind of GPU measured, replaced ones included.
 
 {headline}
 
@@ -217,7 +218,7 @@ def finding(runs: Runs) -> str:
     first = run.views[0]
     best = max(first.grid.cases, key=lambda case: float(case["gain"]))
     text = " ".join(sentences(findings(first.grid)))
-    where = conditions(best["on_cards"], best["limited"])
+    where = conditions(best)
     return f"**{text}** Measured on one {run.device} ({_shown(run)}; {where})."
 
 
@@ -239,14 +240,16 @@ def _shown(run: PublishedRun) -> str:
 
 
 def agreement(runs: Runs) -> str:
-    """Return how often a second card agrees, in sentences and a Markdown table."""
+    """Return how often a second card agrees, in sentences and two Markdown tables."""
     cases = repeated_cases(runs)
-    return f"{' '.join(explanation(cases))}\n\n{markdown_table(COVERAGE, coverage_lines(cases))}"
+    tables = zip((STRATA, COVERAGE), coverage_tables(cases), strict=True)
+    parts = [" ".join(explanation(cases)), *(markdown_table(*table) for table in tables)]
+    return "\n\n".join(parts)
 
 
 def repeated_cases(runs: Runs) -> pd.DataFrame:
     """Return the cases that two cards measured (results/comparison/repeats.py)."""
-    return repeats.repeats(map(repeats.verdicts, runs.values()))
+    return repeats.repeats(repeats.verdicts(run, name) for name, run in runs.items())
 
 
 def terminal(runs: Runs) -> str:

@@ -7,8 +7,7 @@ Both speedups have today's statistics. Their ratio has an interval, which decide
 became larger or smaller (`results.changes.difference`).
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 
 from sparsebench.reports.findings import contender_name
 from sparsebench.reports.grids import gain_text
@@ -17,7 +16,6 @@ from sparsebench.reports.headline import (
     PublishedRun,
     Question,
     headline_case,
-    read_run,
 )
 from sparsebench.reports.tables import markdown_table
 from sparsebench.results.comparison.compare import difference
@@ -42,21 +40,12 @@ def what_changed(
 
     Raises ResultError if an earlier run cannot be read or lacks the problem of the question.
     """
-    names = dict.fromkeys(question.run for question in questions)
-    earlier = {name: [*_replaced(runs[name])] for name in names}
     lines = [
         _line(question, before, runs[question.run])
         for question in questions
-        for before in earlier[question.run]
+        for before in runs[question.run].replaced
     ]
     return markdown_table(COLUMNS, lines)
-
-
-def _replaced(run: PublishedRun) -> Iterator[PublishedRun]:
-    """Yield the runs that this one replaced, the oldest first."""
-    path, root = run.run.path, run.run.path.parents[len(Path(run.home).parts) - 1]
-    for file in sorted(path.parent.glob(f"earlier/*/{path.name}/run.json")):
-        yield read_run(file.parent, root)
 
 
 def _line(question: Question, before: PublishedRun, now: PublishedRun) -> list[str]:

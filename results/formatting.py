@@ -9,7 +9,7 @@ and the value is rounded to the same decimal place.
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from math import ceil, floor, isfinite, log10, nan
 from typing import Any
 
@@ -39,6 +39,7 @@ PATTERNS = {
 
 NONE = "–"
 CASES = 3  # a selection of more cases, or kernels, shows only their number
+UNLIMITED = "not limited by power or heat"
 MOST = 3  # digits after the point, however small the uncertainty
 
 
@@ -140,18 +141,20 @@ def brackets(kinds: Iterable[Any]) -> str:
     return f"brackets: {', or '.join(names)}" if names else ""
 
 
-def conditions(cards: Any, limited: Any) -> str:
-    """Format the number of cards, and the share of time that power or heat limited their clock.
+def conditions(case: Mapping[Any, Any]) -> str:
+    """Format the number of cards, and in how many processes power or heat limited their clock.
 
-    `one card, limited by power or heat for 37 % of the time`; "" if neither is known.
+    `one card, limited by power or heat in 2 of 8 processes`; "" if neither is known. The columns
+    are `on_cards`, `limited_processes` and `processes` of cases.py.
     """
-    count = 0 if pd.isna(cards) else int(cards)
-    where = {0: "", 1: "one card"}.get(count, f"{count} cards")
-    if pd.isna(limited) or not count:
+    cards, limited = case["on_cards"], case["limited_processes"]
+    if pd.isna(cards) or not cards:
+        return ""
+    where = "one card" if cards == 1 else f"{cards} cards"
+    if pd.isna(limited):
         return where
-    share = round(100 * float(limited))
-    free = "not limited by power or heat"
-    return f"{where}, {f'limited by power or heat for {share} % of the time' if share else free}"
+    of_all = f"in {int(limited)} of {amount(int(case['processes']), 'process')}"
+    return f"{where}, {f'limited by power or heat {of_all}' if limited else UNLIMITED}"
 
 
 def amount(count: int, noun: str) -> str:

@@ -48,7 +48,9 @@ CHANGED = {
     "tokens": r"bf16, m (4096),",
     "card": r"([0-9a-f]{7}\d) \| \d+ \|",
     "power-limited cases": r"reliable \| (\d+) of \d+ \|",
-    "share of time at a limit": r"H200, one card, limited by .* for (\d+) % of the time \| \[",
+    "processes at a limit": r"H200, one card, limited by [^|]* in (\d+) of \d+ processes \| \[",
+    "range of all runs": r"([\d.]+)× in \d+ runs \|",
+    "number of all runs": r"× in (\d+) runs \|",
     "slow peers": r"reliable \| \d+ of \d+ \| (\d+) \|",
 }
 
@@ -58,7 +60,7 @@ def test_the_outsider_notices_a_changed_table(what: str) -> None:
     page = PAGE.read_text("utf-8")
     reader = readme.headline if page.index("## Runs") > _start(what, page) else readme.listed
     start = "question" if reader is readme.headline else "run | suite"
-    assert 1 <= wrong_with(CHANGED[what], page, lambda p: reader(readme.table(p, start))) <= 5
+    assert 1 <= wrong_with(CHANGED[what], page, lambda p: reader(readme.table(p, start))) <= 6
 
 
 def _start(what: str, page: str) -> int:
@@ -69,9 +71,13 @@ def _start(what: str, page: str) -> int:
 
 def test_the_outsider_notices_a_changed_agreement_of_two_cards() -> None:
     page = PAGE.read_text("utf-8")
-    read = readme.agreement
-    reader = lambda text: read(readme.table(text, "first run"))  # noqa: E731
-    assert wrong_with(r"spense-decode-again \| both searched \| (\d+)", page, reader) == 1
+    for start, read, pattern in (
+        ("first run", readme.agreement, r"spense-decode-again \| (\d+) \|"),
+        ("stratum", readme.strata, r"\| linear_wgrad \| \d+ \| (\d+) of"),
+        ("stratum", readme.strata, r"\| below 12 µs \|.*\| ([\d.]+) \|"),
+    ):
+        reader = lambda text, start=start, read=read: read(readme.table(text, start))  # noqa: E731
+        assert wrong_with(pattern, page, reader) == 1
 
 
 def test_the_outsider_notices_a_changed_caption() -> None:

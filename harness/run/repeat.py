@@ -115,7 +115,7 @@ def confirmations(run: StoredRun) -> list[Confirmation]:
         if cell["status"] == Status.OK:
             speedup = between(cell["speedup"], cell["speedup_low"], cell["speedup_high"])
             outcome = f"is {speedup} as fast as {cell['baseline_label']} ({cell['interval']})"
-        where = conditions(cell["on_cards"], cell["limited"])
+        where = conditions(cell)
         place = [problem_name(cell, names), device_name(run.environment), where]
         sentence = f"{verdict}: {cell['label']} {outcome}: {', '.join(filter(None, place))}."
         result.append(Confirmation(cell["case_id"], confirmed, sentence))

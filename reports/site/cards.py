@@ -18,24 +18,23 @@ from typing import Any
 import pandas as pd
 
 from sparsebench.reports.findings import general, headline, headlines
-from sparsebench.reports.grids import about
+from sparsebench.reports.grids import about, doubt
 from sparsebench.results.badges import Badge, badges
 from sparsebench.results.claims.cells import ClaimCell
 from sparsebench.results.claims.planned import PlannedClaim
 from sparsebench.results.comparison.repeats import verdicts
 from sparsebench.results.formatting import between, plain, selection, times
 from sparsebench.results.run.provenance import device_name, flat
-from sparsebench.results.statistics.outcome import Outcome
 from sparsebench.results.tables.analysis import Analysis
 from sparsebench.results.tables.contests import usual, with_shapes
 from sparsebench.results.tables.grid import Finding
 
-SCHEMA = "sparsebench/card@13"
+SCHEMA = "sparsebench/card@14"
 DOUBTS = {Badge.UNRELIABLE, Badge.BUSY, Badge.UNFINISHED}
 PLACE = ["op", "dtype", "pattern", "m", "shape", "level", "block"]
 LINE = ["case_id", "kind", "tile", "row", "kernel", "name", "side", "cache", "of_units"]
 LINE += ["median_us", "gain", "low", "high", "decided", "mark", "dense_name", "dense_us"]
-LINE += ["on_cards", "limited"]
+LINE += ["on_cards", "limited_processes", "limited"]
 ROLES = {  # runs that were made from another run, by the key in run.json
     "confirms": "chosen cases of an earlier run, alone",
     "reproduces": "an earlier run again",
@@ -179,7 +178,7 @@ def _gain(finding: Finding) -> str:
     case = finding.best
     if pd.isna(case["gain"]):
         return "no dense contender"
-    word = "" if finding.outcome is Outcome.FASTER else f" ({finding.outcome})"
+    word = f" ({reason})" if (reason := doubt(case)) else ""
     return f"{times(case['gain'], case['half'])}{word} {finding.group}"
 
 

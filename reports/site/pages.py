@@ -20,7 +20,7 @@ from typing import Any
 import pandas as pd
 
 from sparsebench.reports.build import Surrounding
-from sparsebench.reports.coverage import COVERAGE, coverage_lines, explanation
+from sparsebench.reports.coverage import COVERAGE, STRATA, coverage_tables, explanation
 from sparsebench.reports.page import content, render
 from sparsebench.reports.site import grids
 from sparsebench.reports.site.cards import Card, confirmation, lines
@@ -168,8 +168,7 @@ def _agreement(cards: Sequence[Card], site: Site) -> str:
         "site_agreement.html",
         site=site,
         sentences=explanation(cases),
-        columns=COVERAGE,
-        lines=coverage_lines(cases),
+        tables=[*zip((STRATA, COVERAGE), coverage_tables(cases), strict=True)],
         addresses={card.address for card in cards},
     )
 

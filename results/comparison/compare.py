@@ -110,9 +110,13 @@ def ratio_of_means(
         half = float(np.fmax(np.log1p(line["tolerance"]), half))  # Welch's is NaN for one process
     elif {*line["cards_a"]}.isdisjoint(line["cards_b"]):
         half = float(np.hypot(half, np.hypot(line["between_a"], line["between_b"])))
-    p = 2 * float(scipy.stats.norm.sf(NORMAL * abs(ratio) / max(half, 1e-9)))
+    p = 1.0 if np.isnan(half) else _p_value(ratio, half)  # NaN: nobody knows how far cards differ
     value, low, high = np.exp([ratio, ratio - half, ratio + half]).tolist()
     return value, low, high, p
+
+
+def _p_value(log: float, half: float) -> float:
+    return 2 * float(scipy.stats.norm.sf(NORMAL * abs(log) / max(half, 1e-9)))
 
 
 def difference(before: Sequence[float], now: Sequence[float]) -> tuple[float, float, float]:

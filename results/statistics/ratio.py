@@ -26,6 +26,7 @@ from sparsebench.results.statistics.outcome import MARGIN
 
 FEWEST = 6  # the widest interval of 6 processes has 96.9 %, that of 5 only 93.75 %: below 95 %
 MOST = 100  # the largest number of processes that more_processes considers
+ONE_CARD = "measured on one card"
 ACROSS_RUNS = ", plus variation between runs"  # on other cards and days, of other versions
 TAIL = 0.025  # probability on each side of a 95 % interval
 
@@ -41,16 +42,20 @@ class IntervalKind(StrEnum):
     QUARTILES   one process: the quartiles over its rounds, without a claim about other processes
     RANGE       fewer than FEWEST processes: their smallest and largest speedup
     CONFIDENCE  FEWEST or more processes: the exact 95 % confidence interval (Hodges-Lehmann)
+    NONE        FEWEST or more processes on one card, where nobody knows how far cards differ
     """
 
     QUARTILES = "quartiles"
     RANGE = "range"
     CONFIDENCE = "95 %"
+    NONE = f"none ({ONE_CARD})"
 
     def over(self, processes: int, cards: bool = False) -> str:
         """Name the interval for a reader; `cards`: the variation between cards widens it."""
         if processes == 1:
             return f"{self} of the rounds in one process"
+        if self is IntervalKind.NONE:
+            return str(self)
         kind = f"{self} interval" if self is IntervalKind.CONFIDENCE else self
         return f"{kind} over {processes} processes{ACROSS_RUNS if cards else ''}"
 
@@ -153,7 +158,7 @@ def ratio(logs: Sequence[Floats], between: float = 0.0) -> Ratio:
 
     d_p is the median of a process. With FEWEST or more processes the ratio is the Hodges-Lehmann
     estimate, with fewer the geometric mean. It is NaN if a process has no round. A confidence
-    interval is widened by `between`.
+    interval is widened by `between`; its ends are NaN if that is NaN, unknown.
     """
     medians = np.array([np.median(rounds) if rounds.size else np.nan for rounds in logs])
     if len(logs) == 1:
@@ -165,6 +170,7 @@ def ratio(logs: Sequence[Floats], between: float = 0.0) -> Ratio:
         exact = hodges_lehmann(medians)
         ends = widen(exact.estimate, exact.low, exact.high, between)
         logs_of, kind = (exact.estimate, *ends), IntervalKind.CONFIDENCE
+        kind = IntervalKind.NONE if np.isnan(between) else kind
     value, low, high = np.exp(logs_of).tolist()
     return Ratio(value, low, high, kind, len(logs))
 

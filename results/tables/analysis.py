@@ -12,7 +12,7 @@ from functools import cached_property
 
 import pandas as pd
 
-from sparsebench.results.run.provenance import Choices, choices_of, device_name
+from sparsebench.results.run.provenance import device_name
 from sparsebench.results.run.store import StoredRun
 from sparsebench.results.tables.cases import by_size, summary
 from sparsebench.results.tables.contests import with_gains
@@ -54,5 +54,4 @@ def tables(run: StoredRun) -> tuple[pd.DataFrame, Noise, pd.DataFrame]:
     """Return the rows, the noise and the cases of a run."""
     rows = frame(run.rows)
     pairs = noise(rows, frame(run.reference))
-    inherited = choices_of(run.state) is Choices.BUNDLE
-    return rows, pairs, by_size(summary(rows, pairs, inherited))
+    return rows, pairs, by_size(summary(rows, pairs))

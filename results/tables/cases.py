@@ -26,8 +26,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from sparsebench.results.record import Status
-from sparsebench.results.statistics.between_cards import State, count_cards, half_of, state_of
+from sparsebench.results.record import POWER_LIMITED, Status
+from sparsebench.results.statistics.between_cards import count_cards, half_of
 from sparsebench.results.statistics.outcome import Outcome, among_many
 from sparsebench.results.statistics.ratio import (
     FEWEST,
@@ -55,6 +55,7 @@ SUMMARY = [
     "ran",
     "processes",
     "on_cards",
+    "limited_processes",
     *FLOATS,
     "interval",
     "interval_kind",
@@ -65,17 +66,19 @@ SUMMARY = [
 OTHER_LEVEL = 0.01
 
 
-def summary(
-    table: pd.DataFrame, noise: Noise | None = None, inherited: bool = False
-) -> pd.DataFrame:
+def summary(table: pd.DataFrame, noise: Noise | None = None) -> pd.DataFrame:
     """Return one line per case, scope and cache state: medians over processes, and verdicts.
 
     speedup       Hodges-Lehmann estimate; with fewer than FEWEST processes the geometric mean
     speedup_low   and speedup_high: the interval, of kind `interval_kind`; `interval` is its text,
                   "" without a speedup
     t_low         and t_high: Student's 95 % interval from the processes alone, if FEWEST or more
-    between       half of the interval between cards, in logs, which widens the interval
+    between       half of the interval between cards, in logs, which widens the interval; NaN if it
+                  is unknown (between_cards.py), and then the speedup has no interval
     on_cards      the number of cards that the processes ran on; 0 on a CPU
+    limited_processes
+                  the number of processes in which power or heat lowered the clock for more than
+                  POWER_LIMITED of the time; NA if no process knows. `limited` is the median share
     speedups      the speedup of each process
     processes     the number of processes used: fewer than the run has if the baseline failed in
                   some, or if only some captured the case in a graph
@@ -86,8 +89,7 @@ def summary(
                   asks for; then `level` and `sparsity` are what they have
 
     A case that is not ok in every process has the status and detail of the first process in which
-    it is not, and no numbers. Verdicts need the noise of the run. `inherited` says whether the run
-    took its configurations from another one.
+    it is not, and no numbers. Verdicts need the noise of the run.
     """
     cases: dict[tuple[str, ...], dict[int, dict[str, Any]]] = {}
     for line in records(table):
@@ -95,9 +97,10 @@ def summary(
         processes[line["replicate"]] = line
     dropped = "replicate", "attempt", "reference", "aa_log", "blocks_us", *QUARTILES
     names = [name for name in table.columns if name not in dropped]
-    lines = [_case(list(processes.values()), inherited) for processes in cases.values()]
+    lines = [_case(list(processes.values())) for processes in cases.values()]
     types = {str(name): kind for name, kind in table.dtypes.items() if name in names}
-    types |= {**dict.fromkeys(FLOATS, np.dtype("float64")), "on_cards": pd.Int64Dtype()}
+    types |= dict.fromkeys(FLOATS, np.dtype("float64"))
+    types |= dict.fromkeys(("on_cards", "limited_processes"), pd.Int64Dtype())
     return with_verdicts(table_of(lines, [*names, *SUMMARY], types), noise)
 
 
@@ -115,7 +118,8 @@ def with_verdicts(cases: pd.DataFrame, noise: Noise | None) -> pd.DataFrame:
         more_processes=pd.Series(pd.NA, cases.index, dtype="Int64"),
     )
     table.loc[cases.label == cases.baseline_label, "uncertainty"] = 0.0
-    lines = table[cases.t_low.notna() & has_baseline(cases) & floor.notna()]
+    is_interval = cases.interval_kind.eq(IntervalKind.CONFIDENCE)
+    lines = table[is_interval & has_baseline(cases) & floor.notna()]
     logs = [np.log(speedups) for speedups in lines.speedups]
     q = q_values([float(p_value(d, half)) for d, half in zip(logs, lines.between, strict=True)])
     outcomes = [
@@ -157,7 +161,7 @@ def chose_dense(cases: pd.DataFrame) -> pd.Series:
     return cases.chosen.str.contains("dense, ", regex=False).astype(bool)
 
 
-def _case(processes: list[dict[str, Any]], inherited: bool) -> dict[str, Any]:
+def _case(processes: list[dict[str, Any]]) -> dict[str, Any]:
     bad = [process for process in processes if process["status"] != Status.OK]
     used = bad or _with_common_baseline(_with_common_clock(processes))
     count = len(processes) if bad else len(used)
@@ -177,7 +181,9 @@ def _case(processes: list[dict[str, Any]], inherited: bool) -> dict[str, Any]:
     for name in ("mark", "marks"):
         marks = {mark for process in used for mark in process[name].split(", ")}
         case[name] = ", ".join(sorted(marks - {""}))
-    return case | _interval(used, state_of(case["limited"], inherited))
+    shares = [process["limited"] for process in used if not isnan(process["limited"])]
+    case["limited_processes"] = sum(share > POWER_LIMITED for share in shares) if shares else pd.NA
+    return case | _interval(used, case)
 
 
 def _level(case: Mapping[str, Any]) -> float:
@@ -208,19 +214,20 @@ def _with_common_baseline(processes: list[dict[str, Any]]) -> list[dict[str, Any
     return [p for p in paired if p["baseline_label"] == bases[0][0]] or processes
 
 
-def _interval(processes: list[dict[str, Any]], state: State) -> dict[str, Any]:
+def _interval(processes: list[dict[str, Any]], case: Mapping[str, Any]) -> dict[str, Any]:
     """Return the speedup and the times of a case, with their intervals."""
     count, times = len(processes), [process["median_us"] for process in processes]
     speedups = tuple(process["speedup"] for process in processes)
     logs, low_us, high_us = np.log(speedups), min(times), max(times)
     cards = [str(process["device"]) for process in processes]
-    between = half_of([*logs], cards, state) if count >= FEWEST else 0.0
+    what = case["kernel"], case["median_us"], case["scope"]
+    between = half_of([*logs], cards, *what) if count >= FEWEST else 0.0
     estimate = ratio([np.array([log]) for log in logs], between)
     low, high, t_low, t_high = estimate.low, estimate.high, np.nan, np.nan
     if count == 1:
         low_us, high_us = processes[0]["q1_us"], processes[0]["q3_us"]
         low, high = processes[0]["speedup_q1"], processes[0]["speedup_q3"]
-    elif estimate.interval_kind == IntervalKind.CONFIDENCE:
+    elif estimate.interval_kind in (IntervalKind.CONFIDENCE, IntervalKind.NONE):
         check = student(logs)
         t_low, t_high = float(np.exp(check.low)), float(np.exp(check.high))
     return {

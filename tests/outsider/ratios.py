@@ -12,12 +12,14 @@ import json
 import re
 from functools import cache
 from itertools import combinations
+from math import comb
 
 import numpy as np
 import pandas as pd
 
 from tests.outsider.rows import HOME, Blocks, cases, device, logs_of, runs
 
+Estimate = tuple[float, float]  # a standard deviation and its degrees of freedom
 FIGURE = re.compile(r"(-?[\d.]+)(?:×| %)?(?: \[(-?[\d.]+), (-?[\d.]+)\])?")
 
 
@@ -49,47 +51,68 @@ def walsh(d: np.ndarray) -> tuple[float, float, float]:
     return np.median(averages), averages[k - 1], averages[-k]
 
 
-def between(ours: dict) -> float:
-    """Return the half that cards add to the logarithm of a ratio."""
+def between(ours: Blocks) -> float:
+    """Return the half that cards add to the logarithm of a ratio; NaN if nobody measured it."""
     cards = [*getattr(ours, "cards", {}).values()]
     if len(cards) < 6 or not all(card.startswith("GPU-") for card in cards):
         return 0.0
-    (sd, freedom), count = variation()[ours.state], len({*cards})
+    (sd, freedom), count = of_stratum(ours.stratum, variation()), len({*cards})
+    if count == 1 and ours.scope == "chain" and ours.stratum.partition(",")[0] not in chains():
+        return float("nan")
     if count > 1:  # they also measured it themselves
         logs = pd.Series(ours.logs).groupby(pd.Series(ours.cards))
         noise = logs.apply(lambda card: ((card - card.mean()) ** 2).sum()).sum()
         noise *= (1 / logs.size()).mean() / max(1, len(ours.logs) - count)
         of_run = max(0.0, logs.mean().var(ddof=1) - noise)
-        variance = (freedom * sd**2 + (count - 1) * of_run) / (freedom + count - 1)
-        sd, freedom = variance**0.5, freedom + count - 1
+        sd, freedom = weighted((sd, freedom), (of_run**0.5, count - 1))
     return student(freedom) * sd / count**0.5
 
 
+def of_stratum(stratum: str, by_stratum: dict[str, Estimate]) -> Estimate:
+    """Return the variation of a stratum, drawn towards that of all; few cards measured most."""
+    return weighted(by_stratum[""], by_stratum.get(stratum, (0.0, 0.0)))
+
+
+def weighted(*estimates: Estimate) -> Estimate:
+    """Return the mean of some variances by their degrees of freedom, and the sum of these."""
+    freedom = sum(of_one for _, of_one in estimates)
+    return (sum(sd**2 * of_one for sd, of_one in estimates) / freedom) ** 0.5, freedom
+
+
 @cache
-def variation(without: tuple[str, str] | None = None) -> dict[str, tuple[float, float]]:
-    """Return the standard deviation over cards and its degrees of freedom, by state."""
+def variation(without: frozenset[str] = frozenset()) -> dict[str, Estimate]:
+    """Return the standard deviation over cards and its freedom, by stratum and of all ("").
+
+    They come from the repeats that no card of `without` measured.
+    """
     lines = repeats()
-    lines = lines[lines.pair != without]
-    inherited, slow = lines.b == "inherited", (lines[["a", "b"]] == "limited").any(axis=1)
-    by_state: dict[str, tuple[float, float]] = {}
-    for state, chosen in (
-        ("free", ~inherited & ~slow),
-        ("limited", ~inherited & slow),
-        ("inherited", inherited),
-    ):
-        same = lines[chosen] if lines[chosen].pair.nunique() > 1 else lines[~inherited]
-        weight, excess = same.of_a + same.of_b, same.excess
-        if state == "inherited":
-            of_first = same.a.map(lambda first: by_state[first][0] ** 2)
-            weight, excess = same.of_b, excess - of_first * same.of_a
-        variance = max(0.0, excess.sum() / weight.sum())
-        scatter = (excess - variance * weight).groupby(same.pair).sum()
-        error = (scatter**2).sum() / weight.sum() ** 2 * len(scatter) / (len(scatter) - 1)
-        estimate = variance**0.5, max(1.0, 2 * variance**2 / error)
-        by_state[state] = max(
-            [estimate, *by_state.values()], key=lambda entry: entry[0] * student(entry[1])
-        )
-    return {state: (round(sd, 6), round(freedom, 3)) for state, (sd, freedom) in by_state.items()}
+    lines = lines[[without.isdisjoint(cards) for cards in lines.cards]]
+    groups = {"": lines, **dict(iter(lines.groupby("stratum")))}
+    by_stratum = {name: jackknife(group) for name, group in groups.items()}
+    sd, freedom = by_stratum[""]
+    return {**by_stratum, "": (sd, max(1.0, freedom))}
+
+
+def jackknife(lines: pd.DataFrame) -> Estimate:
+    """Return the standard deviation over cards, with the freedom from leaving out each card."""
+    every = [*zip(lines.cards, lines.excess, lines.of_a + lines.of_b, strict=True)]
+    variance = max(0.0, sum(line[1] for line in every) / sum(line[2] for line in every))
+    cards, left = frozenset().union(*lines.cards), []
+    for card in cards:
+        others = [line for line in every if card not in line[0]]
+        if others:
+            left.append(sum(line[1] for line in others) / sum(line[2] for line in others))
+    error = sum((value - sum(left) / len(left)) ** 2 for value in left)
+    error *= (len(left) - 1) / max(1, len(left))
+    freedom = min(2 * variance**2 / error, len(cards) - 1) if error else 0.0
+    return round(variance**0.5, 6), round(freedom, 3)
+
+
+@cache
+def chains() -> set[str]:
+    """Return the kernels of which two cards measured a chain."""
+    lines = repeats()
+    return {stratum.partition(",")[0] for stratum in lines.stratum[lines.scope == "chain"]}
 
 
 @cache
@@ -105,7 +128,7 @@ def repeats() -> pd.DataFrame:
         for key in a.keys() & b.keys():
             (base, one), (other_base, two) = a[key], b[key]
             cards = [{*one.cards.values()}, {*two.cards.values()}]
-            if base != other_base or cards[0] & cards[1] or one.state == "inherited":
+            if base != other_base or cards[0] & cards[1] or one.inherited or two.inherited:
                 continue
             compiled = one.compiled | two.compiled
             if code != other_code and compiled and not one.compiled & two.compiled:
@@ -115,9 +138,13 @@ def repeats() -> pd.DataFrame:
             d, counts = logs[1].mean() - logs[0].mean(), [1 / len(side) for side in cards]
             freedom = parts.sum() ** 2 / (parts**2 / [len(side) - 1 for side in logs]).sum()
             half = student(freedom) * parts.sum() ** 0.5
-            lines.append((pair, one.state, two.state, *counts, d**2 - parts.sum(), d, half))
-    names = "pair", "a", "b", "of_a", "of_b", "excess", "d", "half"
-    return pd.DataFrame(lines, columns=names)
+            (first, low, high), (second, *_) = map(walsh, logs)
+            gap, reach = second - first, high - first if second > first else first - low
+            strata = one.stratum, two.stratum, one.op, one.scope
+            numbers = *counts, d**2 - parts.sum(), d, half, gap, reach
+            lines.append((pair, cards[0] | cards[1], *strata, *numbers))
+    names = ["pair", "cards", "stratum", "other", "op", "scope", "of_a", "of_b"]
+    return pd.DataFrame(lines, columns=[*names, "excess", "d", "half", "gap", "reach"])
 
 
 @cache
@@ -139,16 +166,32 @@ def build_of(run: str) -> list:
     return [facts["code_sha256"], device(run), *names]
 
 
-def agreements(repeat: tuple) -> list[bool]:
-    """Return whether the interval of the difference contains 0: by processes alone, with cards."""
+@cache
+def agreements() -> pd.DataFrame:
+    """Return which repeats are inside, and unchanged by processes alone and with cards."""
     checks = []
-    for by_state in ({}, variation(repeat.pair)):
-        cards = [
-            student(by_state[state][1]) * by_state[state][0] * count**0.5 if by_state else 0.0
-            for state, count in ((repeat.a, repeat.of_a), (repeat.b, repeat.of_b))
+    for repeat in repeats().itertuples():
+        by_stratum = variation(frozenset(repeat.cards))
+        halves = [
+            student(freedom) * sd * of_one**0.5
+            for stratum, of_one in ((repeat.stratum, repeat.of_a), (repeat.other, repeat.of_b))
+            for sd, freedom in [of_stratum(stratum, by_stratum)]
         ]
-        checks.append(abs(repeat.d) <= np.hypot(repeat.half, np.hypot(*cards)))
-    return checks
+        inside = abs(repeat.gap) <= np.hypot(repeat.reach, halves[0])
+        with_cards = np.hypot(repeat.half, np.hypot(*halves))
+        checks.append((inside, abs(repeat.d) <= repeat.half, abs(repeat.d) <= with_cards))
+    return pd.DataFrame(checks, columns=["inside", "alone", "with cards"])
+
+
+def unlikely(counts: list[tuple[int, int]]) -> list[float]:
+    """Return how likely so few are inside if 85 % were expected, for all counts together (Holm)."""
+    below = [
+        sum(comb(n, k) * 0.85**k * 0.15 ** (n - k) for k in range(inside + 1))
+        for inside, n in counts
+    ]
+    order = sorted(range(len(below)), key=below.__getitem__)
+    steps = [min(1.0, below[place] * (len(below) - rank)) for rank, place in enumerate(order)]
+    return [max(steps[: order.index(place) + 1]) for place in range(len(below))]
 
 
 @cache

@@ -16,6 +16,8 @@ HOME = ROOT / "results/published"
 FAMILIES = "bitmap", "bsr", "csr", "twell", "spense"
 FILES = [file for name in FAMILIES for file in (ROOT / "kernels" / name).glob("*.py")]
 OURS = {file.stem for file in FILES} | {"slide_gather"}  # which 0.4.0 removed
+EDGES_US = 12, 50, 400  # limits between the classes of times
+LENGTHS = "below 12 µs", "12 to 50 µs", "50 to 400 µs", "above 400 µs"
 OURS |= {f"{file.stem}_dgrad" for file in FILES if "\nDGRAD = " in file.read_text()}
 
 
@@ -33,14 +35,18 @@ class Timed(NamedTuple):
 class Blocks(dict):
     """Times by block of a case, by process, and what its intervals need beside them.
 
-    `logs` are its log speedups by process, `cards` the GPU of each process, `state` is free,
-    limited or inherited, and `compiled` has the digests of its kernels.
+    `logs` are its log speedups by process, `cards` the GPU of each process, `stratum` its kernel
+    and its class of times, and `compiled` has the digests of its kernels. `inherited` says whether
+    its run took its configurations from another one.
     """
 
     logs: dict[int, float]
     cards: dict[int, str]
     compiled: set[str]
-    state: str
+    stratum: str
+    op: str
+    scope: str
+    inherited: bool
     __hash__ = object.__hash__  # each case has one, so that its ratios can be kept
 
 
@@ -151,14 +157,15 @@ def cases(run: str) -> pd.DataFrame:
         case["blocks"].cards = {timed.process: timed.card for timed in same}
         case["median_us"] = np.median([timed.median_us for timed in same])
         shares = [timed.limited for timed in same if not np.isnan(timed.limited)]
-        case["limited"] = np.median(shares) if shares else np.nan
+        case["limited"] = f"{sum(share > 0.2 for share in shares)} of {len(same)}"
         case["device"] = device(run)
     bases = {case["place"]: case for case in reversed(whole) if case["baseline"]}
     inherited = json.loads((HOME / run / "run.json").read_text()).get("choices") == "bundle"
     for case in whole:
         blocks, base = case["blocks"], bases.get(case["place"], case)
-        of_board = "limited" if case["limited"] > 0.2 else "free"
-        blocks.state = "inherited" if inherited else of_board
+        length = LENGTHS[int(np.searchsorted(EDGES_US, case["median_us"], side="right"))]
+        blocks.stratum, blocks.inherited = f"{case['kernel']}, {length}", inherited
+        blocks.op, blocks.scope = case["op"], case["scope"]
         both = blocks.keys() & base["blocks"].keys()
         blocks.logs = dict(zip(both, logs_of(blocks, base["blocks"]), strict=True))
         case["base"] = base["label"]

@@ -31,7 +31,7 @@ def lines(*gains: tuple[str, float], **same: Any) -> pd.DataFrame:
         "level": 0.5,
     }
     place |= {"level": 0.5, "shape": "64 × 64", "decided": True, "cache": "cold", "median_us": 9.0}
-    place |= {"on_cards": 1, "limited": 0.0, "of_units": False, "dense_name": "cublas"}
+    place |= {"on_cards": 1, "limited_processes": 0, "of_units": False, "dense_name": "cublas"}
     place |= {"pattern": "blocks", "gpu": "GPU", "wins": False, "dense_us": 10.0, "block": "64"}
     place |= {"case_id": "c", "processes": 8, "day": "2026-11-24", "verdict": True, **same}
     return pd.DataFrame(

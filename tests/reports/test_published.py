@@ -86,8 +86,8 @@ def test_a_figure_rests_on_the_processes_that_timed_both(runs: dict[str, Publish
     rows = [row for row in decode.run.rows if (row.case.id, row.replicate) != (case, 3)]
     run = replace(decode.run, rows=rows)
     fewer = replace(decode, run=run, cases=analyse(run).cases)
-    assert cells(headline(runs, [question]))[8].endswith("8 processes, a verdict")
-    assert cells(headline({"decode": fewer}, [question]))[8].endswith("7 processes, a verdict")
+    assert cells(headline(runs, [question]))[9].endswith("8 processes, a verdict")
+    assert cells(headline({"decode": fewer}, [question]))[9].endswith("7 processes, a verdict")
 
 
 def test_a_short_call_is_shown_inside_a_chain_if_that_was_measured(runs) -> None:
@@ -118,6 +118,20 @@ def test_the_headline_names_the_kernel_that_users_get(runs: dict[str, PublishedR
     cases = run.cases.assign(kernel=run.cases.kernel.mask(users, DEFAULT), choice=choice)
     table = headline(runs | {run.name: replace(run, cases=cases)}, [LARGE])
     assert cells(table)[2] == "`bsr_wgmma (by default)`"
+
+
+def test_a_headline_has_the_range_of_all_verdicts(runs: dict[str, PublishedRun]) -> None:
+    named = {name: runs[name] for name in ("sparsity-4096", "sparsity-4096-confirmed")}
+    gains = [
+        run.timed.query(f"{LARGE.where} and kernel == 'bsr_wgmma'").gain.iloc[0]
+        for each in named.values()
+        for run in (each, *each.replaced)
+    ]
+    assert len(gains) == 3
+    shown = f"{min(gains):.1f}× to {max(gains):.1f}× in 3 runs"
+    assert cells(headline(named, [LARGE]))[7] == shown
+    where = "m == 1 and n == 4096 and block == '64' and level == 0.9"
+    assert cells(headline(runs, [Question("?", "chain", where)]))[7] == "no verdict"
 
 
 def test_a_headline_that_cannot_be_written_says_why(runs: dict[str, PublishedRun]) -> None:

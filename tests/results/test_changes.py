@@ -102,12 +102,6 @@ def test_two_cards_settle_only_what_differs_by_more_than_cards_do() -> None:
     assert words(other) == ["not settled", "not settled", "slower"]
 
 
-def test_inherited_configurations_widen_the_interval() -> None:
-    again = run(bsr_us=(50 * 1.04, 20, 10 * 1.1), card="GPU-2")
-    again.state["choices"] = "bundle"
-    assert words(again) == ["not settled", "not settled", "slower"]
-
-
 def test_a_slower_device_with_equal_gains_is_slower_and_gains_as_much() -> None:
     slow = run("b", "B", 200.0, (100, 40, 20), card="GPU-1")
     assert words(slow) == ["slower"] * 3
