@@ -14,11 +14,15 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
-from typing import Any, Self
+from typing import Any, Literal, Self
 
-ROWS_SCHEMA = "sparsebench/rows@4"
-# Version 0.2.0 wrote rows@3, which lack these fields; the fields then have their defaults.
-OLDER_ROWS: Mapping[str, frozenset[str]] = {"sparsebench/rows@3": frozenset({"late"})}
+ROWS_SCHEMA = "sparsebench/rows@5"
+# Rows of older versions lack these fields; the fields then have their defaults.
+SINCE_5 = frozenset({"values", "loads"})
+OLDER_ROWS: Mapping[str, frozenset[str]] = {
+    "sparsebench/rows@3": SINCE_5 | {"late"},
+    "sparsebench/rows@4": SINCE_5,
+}
 
 Value = bool | int | float | str | list[int] | None
 """A field of a problem or a parameter of a contender; a list is a block, [r, c]."""
@@ -43,6 +47,9 @@ def format_of(kernel: str, stored: str) -> str:
     """Return the current name of a contender's format."""
     return FORMATS_ONCE_DENSE.get(kernel, stored) if stored == "dense" else stored
 
+
+UNPRUNED = ", unpruned weights"
+"""The end of a label: the contender multiplies the weights as they were before pruning."""
 
 POWER_LIMITED = 0.2  # a row is marked above this share of the contest's time
 
@@ -126,6 +133,8 @@ class Contender:
     twin      whether it is the second half of an A/A pair of equal kernels
     error     the larger relative error that it may have, `at_most`, and `why`, by its suite or
               because its kernel is lossy; else None
+    weights   `pruned`, or `original`: a dense product with the weights as they were before pruning,
+              of the layer that a sparse one replaces (plan/unpruned.py)
     """
 
     format: str
@@ -135,12 +144,18 @@ class Contender:
     baseline: bool = False
     twin: bool = False
     error: Mapping[str, Any] | None = None
+    weights: Literal["pruned", "original"] = "pruned"
+
+    @property
+    def is_unpruned(self) -> bool:
+        return self.weights == "original"
 
     @property
     def label(self) -> str:
         """Return the name for a reader: `bsr/bsr_triton`, `bsr/torch_bsr tuned=True`."""
         options = "".join(f" {name}={value}" for name, value in sorted(self.options.items()))
-        return f"{self.format}/{self.kernel}{options}{' (twin)' if self.twin else ''}"
+        ends = f"{UNPRUNED if self.is_unpruned else ''}{' (twin)' if self.twin else ''}"
+        return f"{self.format}/{self.kernel}{options}{ends}"
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:
@@ -172,6 +187,8 @@ class Case:
         contender = {name: getattr(self.contender, name) for name in names}
         if self.contender.kernel in FORMATS_ONCE_DENSE:
             contender["format"] = "dense"
+        if self.contender.is_unpruned:  # else the id is that of rows up to 0.4
+            contender["weights"] = self.contender.weights
         return _digest({"problem": self.problem.id, "contender": contender})
 
     @property
@@ -214,6 +231,7 @@ class Row:
     bias: float | None = None  # systematic part of the error, relative, beyond chance
     usual_bias: float | None = None  # the part expected from rounding and truncation
     draws: tuple[int, ...] = ()  # seeds of the activations that were checked
+    values: Mapping[str, str] = field(default_factory=dict)  # distribution of each operand
     sparsity: float | None = None  # achieved, over all elements of the weights
     nnz: int | None = None
     digest: str | None = None  # digest of the operands
@@ -231,6 +249,9 @@ class Row:
     prepare_s: float | None = None
     energy_j: float | None = None  # energy of one hot call, from the board's sensor
     energy_window_s: float | None = None
+    # `half` and `full`: time, energy and clock of a call for seconds, with idle gaps and without
+    # (bench/energy.py)
+    loads: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     telemetry: Mapping[str, float] = field(default_factory=dict)  # see telemetry.py
     samples_us: tuple[float, ...] = ()
     samples_per_block: int = 1

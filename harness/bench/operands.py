@@ -9,6 +9,9 @@ An op with `recorded` (_op.py) takes all its operands from the file: the tensors
 `group.x`. X [tokens, k] is a recording. A draw is m consecutive rows of it; row 0 follows the last
 row, and each draw starts at another row than the draw before it.
 
+A dense contender may multiply the weights as they were before pruning: those of the same problem
+with the pattern `dense` (`unpruned`), which have the same numbers where the pattern keeps them.
+
 Weights have a standard deviation of about 1 / sqrt(k), activations and outputs of about 1. In 8
 bits, drawn weights are a power of two larger, about 1, and int8 and an op of several products scale
 their sums by it. Unscaled, a ninth of the weights would become zero in e4m3, whose smallest number
@@ -21,7 +24,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -34,7 +37,7 @@ from sparsebench.harness.inputs.grid import Score, ValueGrid, magnitudes
 from sparsebench.harness.ops._op import Op
 from sparsebench.harness.patterns._mask import level, mask
 from sparsebench.kernels._kernel import DTYPES, unit_scale
-from sparsebench.results.record import Problem, Source
+from sparsebench.results.record import Contender, Problem, Source
 
 GOLDEN = (5**0.5 - 1) / 2  # part of the tokens between two draws (Knuth, 6.4)
 SEEDS_APART = 2**31  # difference between layers; above any seed of a suite (plan/limits.py)
@@ -45,6 +48,7 @@ NONE: Mapping[str, Tensor] = MappingProxyType({})
 class DenseOperands:
     """A problem's operands, dense, before any format sees them.
 
+    originals   the weights before pruning, if a contender multiplies them; else empty
     recordings  activations of a file, from which each draw takes its rows; empty without a source
     nnz         elements of each weight that are not zero (-0.0 is zero), or what the op counts
     sparsity    fraction of zeros in all weights
@@ -57,6 +61,11 @@ class DenseOperands:
     nnz: dict[str, int]
     sparsity: float
     digest: str
+    originals: Mapping[str, Tensor] = field(default_factory=dict)
+
+    def weights_of(self, contender: Contender) -> Mapping[str, Tensor]:
+        """Return the weights that a contender multiplies, pruned or not."""
+        return self.originals if contender.is_unpruned else self.weights
 
 
 @dataclass(frozen=True)
@@ -68,10 +77,19 @@ class ChainLayer:
     name: str = ""
 
     @property
+    def original(self) -> Self:
+        """Return the layer with its unpruned weights in place of the pruned ones."""
+        return replace(self, dense=replace(self.dense, weights={**self.dense.originals}))
+
+    @property
     def arrays(self) -> dict[str, Tensor]:
         """Name every operand and every recording of the layer."""
         of = self.dense
-        kinds = {"operand": {**of.weights, **of.activations}, "recording": of.recordings}
+        kinds = {
+            "operand": {**of.weights, **of.activations},
+            "unpruned operand": of.originals,
+            "recording": of.recordings,
+        }
         return {
             f"the {kind} {name}{self.name}": tensor
             for kind, tensors in kinds.items()
@@ -103,14 +121,20 @@ class Layers:
     """
 
     def __init__(
-        self, problem: Problem, op: Op, device: torch.device, data: Path | None, count: int = 1
+        self,
+        problem: Problem,
+        op: Op,
+        device: torch.device,
+        data: Path | None,
+        count: int = 1,
+        originals: bool = False,
     ) -> None:
         """Build the operands of `count` layers on the device. Raises as `operands` does."""
         seeds = (problem.seed + SEEDS_APART * number for number in range(count))
         problems = [replace(problem, seed=seed) for seed in seeds]
         self.op, self._draw = op, 0
         self.each = [
-            ChainLayer(p, operands(p, op, device, data), of_layer(number))
+            ChainLayer(p, operands(p, op, device, data, originals), of_layer(number))
             for number, p in enumerate(problems)
         ]
         self.first = Draws(self.each[0].dense.activations)
@@ -131,6 +155,7 @@ class Layers:
             **self.op.work(problem, dense.nnz),
             "sparsity": dense.sparsity,
             "digest": dense.digest,
+            "values": values(problem, self.op),
             "dense_bytes": itemsize * sum(w.numel() for w in dense.weights.values()),
         }
 
@@ -165,16 +190,16 @@ def of_layer(number: int) -> str:
     return f" of layer {number}" if number else ""
 
 
-def operands(problem: Problem, op: Op, device: torch.device, data: Path | None) -> DenseOperands:
-    """Build the operands on the device, with sources below `data`.
+def operands(
+    problem: Problem, op: Op, device: torch.device, data: Path | None, originals: bool = False
+) -> DenseOperands:
+    """Build the operands on the device, with sources below `data`, and the `originals` if wanted.
 
     Raises SuiteError, or Unsupported if a file's values do not fit the dtype or are all zero.
     """
-    weights = {name: _weight(problem, op, name, device, data) for name in op.weights}
+    weights = _weights(problem, op, device, data)
     if problem.source:
         _require_values(problem, weights)
-    for name, weight in weights.items():
-        op.adjust(problem, name, weight, 0)
     activations = {
         name: torch.empty(_shape(problem, op, name), dtype=_dtype(problem, op, name), device=device)
         for name in op.activations
@@ -188,7 +213,46 @@ def operands(problem: Problem, op: Op, device: torch.device, data: Path | None) 
     sparsity = (size - sum(nnz[name] for name in op.weights)) / size
     inputs = {name: x for name, x in activations.items() if name not in op.derived}
     all_bits = digest({**weights, **inputs})
-    return DenseOperands(weights, activations, recordings, nnz, sparsity, all_bits)
+    before = _weights(unpruned(problem), op, device, data) if originals else NONE
+    return DenseOperands(weights, activations, recordings, nnz, sparsity, all_bits, before)
+
+
+def unpruned(problem: Problem) -> Problem:
+    """Return the problem whose weights are those of this one before pruning."""
+    of_file = problem.source if problem.source and problem.source.tensor else None
+    fields = {**problem.fields, "pattern": "dense", "sparsity": 0.0, "block": 1}
+    return replace(problem, fields=fields, source=of_file)
+
+
+def values(problem: Problem, op: Op) -> dict[str, str]:
+    """Return how the elements of each operand are distributed, pruned ones apart.
+
+    normal   bell-shaped, drawn from the seed (inputs/bits.py); an op may name another one
+    file     as trained or recorded
+    derived  computed from the other operands
+    ones     of a mask
+    unread   of a weight that only gives the pattern of the output
+    """
+    of_file = problem.source and problem.source.tensor
+    roles = {"mask": "ones", "pattern": "unread"}
+
+    def of_operand(name: str) -> str:
+        role = op.operands[name].role
+        if of_file and (op.recorded or role == "weight"):
+            return "file"
+        drawn = "derived" if name in op.derived else op.values.get(name, "normal")
+        return roles.get(role, drawn)
+
+    return {name: of_operand(name) for name in op.operands}
+
+
+def _weights(
+    problem: Problem, op: Op, device: torch.device, data: Path | None
+) -> dict[str, Tensor]:
+    weights = {name: _weight(problem, op, name, device, data) for name in op.weights}
+    for name, weight in weights.items():
+        op.adjust(problem, name, weight, 0)
+    return weights
 
 
 def without_mask(op: Op, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -131,6 +131,7 @@ class Op:
     format_params a problem's fields -> parameters of from_dense for a format of masks
     derived       activations that `derive` computes in floating point, which the digest of the
                   operands leaves out: two devices may differ in a rounding
+    values        distributions of drawn operands, by name (operands.values); default: all normal
     copies        (a problem's fields, operand's name) -> how many copies a kernel holds; default: 1
     exact         the activation of which each product of the op has one factor, if the op is such
                   a product: with small integers its sums are exact (bench/exact_draws.py)
@@ -161,6 +162,7 @@ class Op:
     format_params: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda fields: {}
     derived: tuple[str, ...] = ()
     exact: str | None = None
+    values: Mapping[str, str] = field(default_factory=dict)
     sample: Callable[[Problem, Mapping[str, Tensor], int], Sample | None] = lambda *_: None
 
     @property

@@ -77,4 +77,5 @@ OP = replace(
     fewest_bytes=fewest_bytes,
     dense=all_active,
     adjust=adjust,
+    values={"x": "normal, with zeros"},
 )

@@ -1,5 +1,7 @@
 """Which contests a run measures: those selected, and the A/A pairs that every run has.
 
+Dense contenders with unpruned weights are added before the selection (unpruned.py).
+
 --only "sparsity=0.8|0.9 kernel=bsr_triton"    every named field has one of its values
 --only "kernel!=cusparse_csr|cusparse_bsr"     or none of them
 --only "m!=16 m!=64"                           a field named twice has to meet both
@@ -31,15 +33,22 @@ from sparsebench.harness.bench.device_ceilings import COMPUTE, DENSE, MEMORY
 from sparsebench.harness.bench.prepare import unsupported_on
 from sparsebench.harness.catalog import load_op
 from sparsebench.harness.plan.suite import Contest, Suite
+from sparsebench.harness.plan.unpruned import with_unpruned
 from sparsebench.results.record import Case, Contender, Problem
 
 Condition = tuple[str, Collection[str]]
 """The name of a field, with a ! at its end to exclude the values, and the values (see `text`)."""
 
 
-def planned_contests(suite: Suite, device: str, condition: str = "") -> list[Contest]:
-    """Return the contests of a run: A/A references, then the suite's, some with twins."""
-    return references(device) + with_twins(only(suite.contests, condition), suite.name)
+def planned_contests(
+    suite: Suite, device: str, condition: str = "", unpruned: bool = True
+) -> list[Contest]:
+    """Return the contests of a run: A/A references, then the suite's, some with twins.
+
+    Without `unpruned`, dense contenders multiply pruned weights only, as in runs up to 0.4.
+    """
+    contests = with_unpruned(suite.contests) if unpruned else suite.contests
+    return references(device) + with_twins(only(contests, condition), suite.name)
 
 
 def only(contests: Sequence[Contest], condition: str) -> list[Contest]:

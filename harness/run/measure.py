@@ -110,7 +110,7 @@ def measure(
     """
     part, since, began = options.part, now(), monotonic()
     _require_flags(flags)
-    contests = planned_contests(suite, flags.device, flags.only)
+    contests = planned_contests(suite, flags.device, flags.only, flags.unpruned)
     if out and not resume:
         require_new(out)
     for folder in CONSTANTS:

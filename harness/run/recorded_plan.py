@@ -84,11 +84,11 @@ def require_planned_rows(run: StoredRun, suite: Suite) -> int:
 
 
 def _contests(run: StoredRun, suite: Suite) -> list[Contest]:
-    flags = run.state["flags"]
-    if shard := flags.get("shard"):
+    flags = Flags.from_state(run.state)
+    if shard := run.state["flags"].get("shard"):
         expected = "the run of a whole plan, because --shard is gone since 0.4"
         raise SuiteError(f"{run.path}: expected {expected}; found shard {shard}")
-    contests = planned_contests(suite, flags["device"], flags["only"])
+    contests = planned_contests(suite, flags.device, flags.only, flags.unpruned)
     return [contest for contest in contests if not contest.reference]
 
 

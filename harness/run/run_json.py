@@ -27,7 +27,11 @@ case failed (findings.failure) as soon as it fails."""
 
 @dataclass(frozen=True)
 class Flags:
-    """Where, how long and how often a run measures; they are recorded in the run."""
+    """Where, how long and how often a run measures; they are recorded in the run.
+
+    Without `unpruned`, no dense contender multiplies unpruned weights (plan/unpruned.py). A run of
+    an older version, which does not record it, is measured again as it was.
+    """
 
     device: str
     data: Path | None = None
@@ -35,11 +39,12 @@ class Flags:
     replicates: int = 3
     only: str = ""
     energy: bool = False
+    unpruned: bool = True
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any], **changed: Any) -> Self:
-        names = {field.name for field in fields(cls)}
-        return cls(**{n: f for n, f in state["flags"].items() if n in names} | changed)
+        names, flags = {field.name for field in fields(cls)}, {"unpruned": False, **state["flags"]}
+        return cls(**{n: f for n, f in flags.items() if n in names} | changed)
 
     @property
     def published(self) -> dict[str, Any]:

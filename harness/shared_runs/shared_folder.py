@@ -79,7 +79,8 @@ class Plan:
         return replace(self.flags, device=self.devices[number - 1])
 
     def contests(self, suite: Suite) -> list[Contest]:
-        return planned_contests(suite, self.flags.device, self.flags.only)
+        flags = self.flags
+        return planned_contests(suite, flags.device, flags.only, flags.unpruned)
 
 
 @dataclass(frozen=True)

@@ -64,6 +64,7 @@ class _Flags(_Typed):
     only: str
     energy: bool = False
     shard: str = ""
+    unpruned: bool = False
 
 
 class _Part(_Typed):

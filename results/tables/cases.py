@@ -70,6 +70,7 @@ def summary(table: pd.DataFrame, noise: Noise | None = None) -> pd.DataFrame:
     """Return one line per case, scope and cache state: medians over processes, and verdicts.
 
     speedup       Hodges-Lehmann estimate; with fewer than FEWEST processes the geometric mean
+    same_zeros    the same over the baseline with pruned weights (frame.py)
     speedup_low   and speedup_high: the interval, of kind `interval_kind`; `interval` is its text,
                   "" without a speedup
     t_low         and t_high: Student's 95 % interval from the processes alone, if FEWEST or more
@@ -223,6 +224,7 @@ def _interval(processes: list[dict[str, Any]], case: Mapping[str, Any]) -> dict[
     what = case["kernel"], case["median_us"], case["scope"]
     between = half_of([*logs], cards, *what) if count >= FEWEST else 0.0
     estimate = ratio([np.array([log]) for log in logs], between)
+    on_zeros = [np.log([process["same_zeros"]]) for process in processes]
     low, high, t_low, t_high = estimate.low, estimate.high, np.nan, np.nan
     if count == 1:
         low_us, high_us = processes[0]["q1_us"], processes[0]["q3_us"]
@@ -236,6 +238,7 @@ def _interval(processes: list[dict[str, Any]], case: Mapping[str, Any]) -> dict[
         "speedup": estimate.value,
         "speedup_low": low,
         "speedup_high": high,
+        "same_zeros": ratio(on_zeros).value,
         "t_low": t_low,
         "t_high": t_high,
         "between": between,

@@ -5,10 +5,13 @@
 
     gain     time of the fastest dense contender / time of the case, round by round and process by
              process; it equals `speedup` if the baseline is that contender
+    zeros_gain  the same over the fastest dense contender on the same zeros
     half     the uncertainty of `gain`, like that of a speedup (cases.py)
     decided  the interval of `gain` is beyond the noise floor, and the verdict agrees
 
-A portfolio that chose a dense kernel counts as a dense contender.
+Dense contenders with unpruned weights come first: they are the layer that a sparse one replaces
+(harness/plan/unpruned.py). Without one, `gain` is over dense on the same zeros, as in all runs up
+to 0.4, and equals `zeros_gain`. A portfolio that chose a dense kernel counts as a dense contender.
 
 Two events around an isolated call also enclose the start of its first kernel, 2 to 5 µs, which
 pulls ratios of short calls towards 1. Nothing is subtracted. If such a call or its dense contender
@@ -34,9 +37,11 @@ from sparsebench.results.tables.families import DEFAULT, OF_MASKS, by_default, i
 from sparsebench.results.tables.frame import records
 
 # A gain is computed from these columns.
-NEEDED = ["place", "label", "baseline_label", "floor", "outcome", "speedup", "speedup_low"]
+NEEDED = ["place", "label", "weights", "baseline_label", "floor", "outcome"]
+NEEDED += ["speedup", "speedup_low"]
 NEEDED += ["speedup_high", "interval", "blocks", "median_us", "between", "name"]
 OF_GAIN = ["gain", "low", "high", "decided", "gain_interval", "dense_name", "dense_us"]
+OF_ZEROS = ["zeros_gain", "zeros_low", "zeros_high"]
 OF_MODEL = ["hidden", "intermediate", "layers"]  # fields that name a model
 SHORT_US = 20.0
 COLUMNS = 12  # more levels than these are rounded to whole percents
@@ -54,6 +59,8 @@ def with_gains(cases: pd.DataFrame) -> pd.DataFrame:
     gain   over the fastest dense contender, with low, high, half, decided and `gain_interval`,
            the text of `interval` (cases.py) for the gain; `dense_name` and `dense_us` name and
            time that contender
+    over   the weights that it multiplies: original, pruned, or "" if no dense contender has a time
+    zeros_gain  over the fastest one with pruned weights, with zeros_low and zeros_high
     """
     timed = cases[(cases.status == Status.OK) & ~cases.twin.astype(bool)].copy()
     timed = timed[timed.median_us.notna()]
@@ -164,13 +171,14 @@ def _with_gains(cases: pd.DataFrame) -> pd.DataFrame:
     dense = cases[cases.side == "dense"]
     dense = dense.assign(rank=dense.speedup.fillna(0), rate=-dense.median_us)
     dense = dense.sort_values(["rank", "rate"], ascending=False, kind="stable")[NEEDED]
-    fastest = {line["place"]: line for line in reversed(records(dense))}
-    lines = [
-        (*_gain(line, base), *((base["name"], base["median_us"]) if base else ("", np.nan)))
-        for line in records(cases[NEEDED])
-        for base in [fastest.get(line["place"])]
-    ]
-    table = pd.DataFrame(lines, cases.index, OF_GAIN)
+    fastest = {(line["place"], line["weights"]): line for line in reversed(records(dense))}
+    lines = []
+    for line in records(cases[NEEDED]):
+        same_zeros = fastest.get((line["place"], "pruned"))
+        base = fastest.get((line["place"], "original"), same_zeros)
+        named = (base["name"], base["median_us"], base["weights"]) if base else ("", np.nan, "")
+        lines.append((*_gain(line, base), *named, *_gain(line, same_zeros)[:3]))
+    table = pd.DataFrame(lines, cases.index, [*OF_GAIN, "over", *OF_ZEROS])
     half = uncertainty(table.gain, table.low, table.high, cases.floor, cases.processes)
     half = half.mask((table.low == 1) & (table.high == 1), 0.0)  # the fastest dense case itself
     return cases.assign(**{str(name): column for name, column in table.items()}, half=half)

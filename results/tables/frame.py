@@ -11,6 +11,10 @@ drifting clock affects both. A slow contender has fewer rounds; they are paired 
 of the baseline. Rows are from one contest if they share problem, process, attempt, scope and cache
 state.
 
+The baseline multiplies unpruned weights if the contest has such a contender: it is the layer that a
+sparse one replaces. `same_zeros` is then the speedup over the baseline with pruned weights. Else it
+equals `speedup`.
+
 `limited` is the share of the contest's time in which power or heat lowered the clock.
 
 `of_bound` is the hardware limit divided by the median time, at most 1: ceilings are measured, so a
@@ -29,7 +33,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -41,7 +45,7 @@ from sparsebench.results.statistics.ratio import Floats, by_round, median_logs, 
 # Columns: these, then the fields of the problems, then MEASURED.
 NAMES = ["problem_id", "case_id", "op", "seed", "source"]
 FIELDS = ["m", "n", "k", "dtype", "pattern", "sparsity", "block"]  # an op may have others
-CONTENDER = ["format", "kernel", "label", "params", "options", "baseline", "twin"]
+CONTENDER = ["format", "kernel", "label", "params", "options", "weights", "baseline", "twin"]
 KEYS = ["case_id", "scope", "cache"]  # identify a line in a table of cases
 PLACE = ["replicate", "attempt", "reference", "device", "scope", "cache", "clock"]
 RESULT = ["status", "detail", "choice", "chosen", "digest", "code", "bound_by"]
@@ -70,7 +74,8 @@ MARKS = {
 }
 """What the marks of a contest mean; all its contenders, dense ones included, share a clock."""
 COUNTS = [*SIZES, "samples"]
-NUMBERS = [*ERRORS, *SHARES, *TIMES, *RATES, *SENSORS, "speedup", *QUARTILES, "aa_log", "late"]
+NUMBERS = [*ERRORS, *SHARES, *TIMES, *RATES, *SENSORS, "speedup", *QUARTILES]
+NUMBERS += ["same_zeros", "aa_log", "late"]
 MEASURED = [*CONTENDER, *PLACE, *RESULT, "mark", "marks", *COUNTS, *NUMBERS, "baseline_label"]
 MEASURED += ["blocks_us"]
 AS_IN_ROW = [*PLACE, *RESULT, *SIZES, *ERRORS, *OTHER_TIMES, "energy_j"]  # copied, not computed
@@ -96,18 +101,31 @@ def frame(rows: Iterable[Row]) -> pd.DataFrame:
         return median_logs(blocks_us[id(other)], blocks_us[id(row)])
 
     times_us = quantiles([row.samples_us for row in rows], SHARES_OF_SAMPLES)
-    pairs = zip(rows, others, strict=True)
-    speedups = np.exp(quantiles([logs(row, base) for row, (base, _) in pairs], [0.5, 0.25, 0.75]))
+    pairs = [*zip(rows, others, strict=True)]
+    speedups = np.exp(quantiles([logs(row, of.base) for row, of in pairs], [0.5, 0.25, 0.75]))
+    has_one = [of.base is of.same_zeros for of in others]
+    ratios = [
+        () if one else logs(row, of.same_zeros)
+        for one, (row, of) in zip(has_one, pairs, strict=True)
+    ]
+    same_zeros = np.where(has_one, speedups[:, 0], np.exp(quantiles(ratios, [0.5]))[:, 0])
     lines = [
         {"problem_id": problem, "label": label(row.case.contender)}
         | _case_facts(row, sources)
         | _measurements(row, of_samples)
         | {"blocks_us": blocks_us.get(id(row))}
         | dict(zip(["speedup", *QUARTILES], of_speedup, strict=True))
-        | {"baseline_label": label(base.case.contender) if base else np.nan}
-        | {"aa_log": np.median(log_ratios) if len(log_ratios := logs(row, original)) else np.nan}
-        for problem, row, (base, original), of_samples, of_speedup in zip(
-            problems, rows, others, times_us.tolist(), speedups.tolist(), strict=True
+        | {"same_zeros": over_zeros}
+        | {"baseline_label": label(of.base.case.contender) if of.base else np.nan}
+        | {"aa_log": np.median(log_ratios) if len(log_ratios := logs(row, of.pair)) else np.nan}
+        for problem, row, of, of_samples, of_speedup, over_zeros in zip(
+            problems,
+            rows,
+            others,
+            times_us.tolist(),
+            speedups.tolist(),
+            same_zeros.tolist(),
+            strict=True,
         )
     ]
     names = list(dict.fromkeys([*FIELDS, *(n for row in rows for n in row.case.problem.fields)]))
@@ -210,6 +228,7 @@ def _case_facts(row: Row, sources: Mapping[str, str]) -> dict[str, Any]:
         "kernel": contender.kernel,
         "params": _text(contender.params),
         "options": _text(contender.options),
+        "weights": contender.weights,
         "baseline": contender.baseline,
         "twin": contender.twin,
     }
@@ -300,12 +319,21 @@ def _plain(value: Value) -> bool | int | float | str | None:
     return "x".join(map(str, value if len(set(value)) > 1 else value[:1]))
 
 
-def opponents(rows: Sequence[Row], problems: Sequence[str]) -> list[tuple[Row | None, Row | None]]:
-    """Return each row's baseline and, if it is a twin, its original; None if there is no such row.
+class Opponents(NamedTuple):
+    """The rows of a contest that a row is compared with; None if there is no such row.
 
-    `problems` are the ids of the rows' problems. The baseline is the first ok baseline row of the
-    contest, the original the first ok row of the same format, kernel, parameters and options.
+    base        the first ok baseline row, of those with unpruned weights if there is one
+    same_zeros  the first ok baseline row with pruned weights
+    pair        of a twin: the first ok row of the same format, kernel, parameters, options, weights
     """
+
+    base: Row | None
+    same_zeros: Row | None
+    pair: Row | None
+
+
+def opponents(rows: Sequence[Row], problems: Sequence[str]) -> list[Opponents]:
+    """Return what each row is compared with; `problems` are the ids of the rows' problems."""
     baselines: dict[Hashable, Row] = {}
     originals: dict[Hashable, Row] = {}
     contests = [
@@ -315,14 +343,15 @@ def opponents(rows: Sequence[Row], problems: Sequence[str]) -> list[tuple[Row | 
     for contest, row in zip(contests, rows, strict=True):
         contender = row.case.contender
         if row.status is Status.OK and contender.baseline:
-            baselines.setdefault(contest, row)
+            baselines.setdefault((contest, contender.weights), row)
         if row.status is Status.OK and not contender.twin:
             originals.setdefault((contest, _recipe(contender)), row)
-    opposed: list[tuple[Row | None, Row | None]] = []
+    opposed: list[Opponents] = []
     for contest, row in zip(contests, rows, strict=True):
-        contender = row.case.contender
-        original = originals.get((contest, _recipe(contender))) if contender.twin else None
-        opposed.append((baselines.get(contest), original))
+        contender, same_zeros = row.case.contender, baselines.get((contest, "pruned"))
+        base = baselines.get((contest, "original"), same_zeros)
+        pair = originals.get((contest, _recipe(contender))) if contender.twin else None
+        opposed.append(Opponents(base, same_zeros, pair))
     return opposed
 
 
@@ -335,4 +364,5 @@ def rounds_us(row: Row) -> Floats:
 def _recipe(contender: Contender) -> Hashable:
     """Return what the two halves of an A/A pair share."""
     settings = contender.params, contender.options
-    return contender.format, contender.kernel, *(str(sorted(each.items())) for each in settings)
+    texts = (str(sorted(each.items())) for each in settings)
+    return contender.format, contender.kernel, contender.weights, *texts

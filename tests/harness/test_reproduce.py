@@ -164,7 +164,7 @@ def test_a_run_is_reproduced_on_another_device_of_its_kind(simulated: Path, tmp_
     out = tmp_path / "again"
     result = json.loads(output("reproduce", simulated, "--device", device, "--out", out, "--json"))
     assert (result["place"], result["reproduced"]) == ("the same kind of device", True)
-    assert (result["cells"], result["unchanged"]) == (4, 4)
+    assert (result["cells"], result["unchanged"]) == (6, 6)
     fresh = store.read(out)
     assert fresh.state["reproduces"] == {"manifest_sha256": bundle.identity(simulated)}
     assert fresh.state["suite"] == "mine"
