@@ -154,7 +154,7 @@ def run(
     only        measure less: "block=64 sparsity=0.8|0.9"
     replicates  fresh processes: 3 for a look, 8 for a verdict
     timeout_s   seconds without an answer after which a contender is ended
-    energy      also measure the energy of a call
+    energy      also measure energy and time of a call under load (bench/energy.py)
     progress    show progress and machine findings on stderr
 
     A failing case becomes a row, and its traceback is in failures.log. Ctrl-C keeps the measured

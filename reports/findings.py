@@ -16,7 +16,7 @@ from typing import Any
 
 import pandas as pd
 
-from sparsebench.reports.grids import doubt, sentences
+from sparsebench.reports.grids import doubt, on_same_zeros, sentences
 from sparsebench.results.formatting import between, conditions, duration, percent, times
 from sparsebench.results.problem_names import problem_name
 from sparsebench.results.statistics.ratio import ratio_over
@@ -117,7 +117,8 @@ def headline_text(finding: Finding) -> tuple[str, str]:
     word = f", {reason}" if (reason := doubt(case)) else ""
     dense = f"{case['dense_name']} ({duration(case['dense_us'])})"
     gain = between(*(case[end] for end in ("gain", "low", "high", "half")))
-    return gain, f"as fast as {dense}{word}: {who}"
+    beside = f", {zeros}" if (zeros := on_same_zeros(case)) else ""
+    return gain, f"as fast as {dense}{word}{beside}: {who}"
 
 
 def finding_of(case: Case, timed: pd.DataFrame) -> Finding:

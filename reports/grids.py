@@ -30,9 +30,10 @@ from sparsebench.results.formatting import (
     times,
 )
 from sparsebench.results.problem_names import split_fields
+from sparsebench.results.record import UNPRUNED
 from sparsebench.results.statistics.outcome import Outcome
 from sparsebench.results.statistics.ratio import ONE_CARD, IntervalKind
-from sparsebench.results.tables.contests import sort_values_of
+from sparsebench.results.tables.contests import multiplies_zeros, sort_values_of
 from sparsebench.results.tables.frame import fields
 from sparsebench.results.tables.grid import Case, Cell, Finding, Grid, View, column_text, outcome_of
 
@@ -84,7 +85,8 @@ def _names(findings: Sequence[Finding]) -> str:
 def gain_text(case: Case) -> str:
     """Write the gain of a case with its interval, and its outcome if it is not faster."""
     text = between(*(case.get(end, float("nan")) for end in ("gain", "low", "high", "half")))
-    return f"{text} ({word})" if (word := doubt(case)) else text
+    beside = ", ".join(filter(None, [doubt(case), on_same_zeros(case)]))
+    return f"{text} ({beside})" if beside else text
 
 
 def doubt(case: Case) -> str:
@@ -92,6 +94,15 @@ def doubt(case: Case) -> str:
     if case.get("gain_interval") == IntervalKind.NONE:
         return ONE_CARD
     return "" if outcome_of(case) is Outcome.FASTER else str(outcome_of(case))
+
+
+def on_same_zeros(case: Case) -> str:
+    """Write the gain over dense on the same zeros, if the case's gain is over other weights."""
+    gain = case.get("zeros_gain", float("nan"))
+    if case.get("over") != "original" or pd.isna(gain):
+        return ""
+    half = max(case["zeros_high"] - gain, gain - case["zeros_low"])
+    return f"{times(gain, min(half, gain / 10))} over the same zeros"
 
 
 def about(lines: pd.DataFrame, names: Sequence[str]) -> str:
@@ -107,7 +118,16 @@ def against(lines: pd.DataFrame) -> str:
     if dense.empty:
         return "no dense contender has a time"
     ends = dict.fromkeys([duration(dense.dense_us.min()), duration(dense.dense_us.max())])
-    return f"over dense ({join_words([*dense.dense_name.unique()])}, {' to '.join(ends)})"
+    names = dict.fromkeys(dense.dense_name.str.removesuffix(UNPRUNED))
+    return f"over dense{weights(dense)} ({join_words([*names])}, {' to '.join(ends)})"
+
+
+def weights(lines: pd.DataFrame) -> str:
+    """Say which weights the dense contenders of the gains multiply; "" if none has zeros."""
+    over = {*lines.over[multiplies_zeros(lines)]}
+    texts = {"original": "with unpruned weights", "pruned": "on the same zeros"}
+    words = [text for name, text in texts.items() if name in over]
+    return f" {', and where memory limits it '.join(words)}" if words else ""
 
 
 def about_view(view: View) -> str:

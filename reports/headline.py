@@ -19,7 +19,7 @@ from sparsebench.results.run import bundle, store
 from sparsebench.results.run.provenance import Choices, choices_of
 from sparsebench.results.statistics.ratio import FEWEST
 from sparsebench.results.tables.analysis import Analysis, tables
-from sparsebench.results.tables.contests import is_short, usual
+from sparsebench.results.tables.contests import is_replaced, is_short, usual
 from sparsebench.results.tables.families import is_ours
 from sparsebench.results.tables.frame import KEYS, records
 from sparsebench.results.tables.grid import Case, Finding
@@ -163,7 +163,8 @@ def _answer(question: Question, runs: Mapping[str, PublishedRun]) -> list[str]:
     if best["scope"] != isolated["scope"]:
         beside = f" inside a chain; isolated {gain_text(isolated)}"
     contest = run.timed[run.timed.place == best["place"]]
-    peer = records(contest[~contest.kernel.map(is_ours)].sort_values("gain"))[-1]
+    peers = contest[~contest.kernel.map(is_ours) & ~is_replaced(contest)]
+    peer = records(peers.sort_values("gain"))[-1]
     return [
         question.text,
         case.finding.group,

@@ -163,7 +163,8 @@ def _beyond(cases: pd.DataFrame) -> pd.DataFrame:
     sparse = cases[(cases.status == Status.OK) & ~cases.twin.astype(bool)]
     dense = sparse["format"].isin({"dense", *OF_ACTIVATIONS, *QUANTISED})
     sparse = sparse[~dense & (sparse.level > 0) & (sparse.level < 1)]
-    return sparse[sparse.speedup_low > 1 / (1 - sparse.level)]
+    low = sparse.speedup_low * sparse.same_zeros / sparse.speedup  # unpruned weights take longer
+    return sparse[low > 1 / (1 - sparse.level)]
 
 
 def missing(cases: pd.DataFrame, most: int = REASONS) -> list[str]:

@@ -3,8 +3,9 @@
     results/published/GPU/earlier/DAY-COMMIT/RUN ─> was   ┐ one line per question and earlier run
     results/published/GPU/RUN                    ─> is    ┘
 
-Both speedups have today's statistics. Their ratio has an interval, which decides whether a speedup
-became larger or smaller (`results.changes.difference`).
+Both speedups have today's statistics, and both are over dense on the same zeros if the earlier run
+has no dense contender with unpruned weights. Their ratio has an interval, which decides whether a
+speedup became larger or smaller (`results.changes.difference`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,6 +23,7 @@ from sparsebench.results.comparison.compare import difference
 from sparsebench.results.formatting import between, duration
 from sparsebench.results.run.provenance import commit_of
 from sparsebench.results.statistics.outcome import Outcome, outcome
+from sparsebench.results.tables.analysis import has_unpruned, on_same_zeros, tables
 from sparsebench.results.tables.contests import is_short
 
 COLUMNS = ["question", "was", "is", "our kernel", "dense", "is / was", "change"]
@@ -41,11 +43,19 @@ def what_changed(
     Raises ResultError if an earlier run cannot be read or lacks the problem of the question.
     """
     lines = [
-        _line(question, before, runs[question.run])
+        _line(question, before, _like(before, runs[question.run]))
         for question in questions
         for before in runs[question.run].replaced
     ]
     return markdown_table(COLUMNS, lines)
+
+
+def _like(before: PublishedRun, now: PublishedRun) -> PublishedRun:
+    """Return the newer run with the dense contenders that the earlier one has."""
+    if has_unpruned(before.run) or not has_unpruned(now.run):
+        return now
+    run = on_same_zeros(now.run)
+    return PublishedRun(run, *tables(run), now.home)
 
 
 def _line(question: Question, before: PublishedRun, now: PublishedRun) -> list[str]:

@@ -62,6 +62,7 @@ VALUES = {
     ("scope", "op"): "as called from Python",
     ("block", "1"): "",
     ("block", ""): "",
+    ("values", ""): "",
 }
 """Texts of single values of fields."""
 

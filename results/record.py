@@ -249,8 +249,8 @@ class Row:
     prepare_s: float | None = None
     energy_j: float | None = None  # energy of one hot call, from the board's sensor
     energy_window_s: float | None = None
-    # `half` and `full`: time, energy and clock of a call for seconds, with idle gaps and without
-    # (bench/energy.py)
+    # `half`, with pauses, and `full`, back to back for 3 s: us_per_call, j_per_call, sm_mhz,
+    # window_s, calls (bench/energy.py)
     loads: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     telemetry: Mapping[str, float] = field(default_factory=dict)  # see telemetry.py
     samples_us: tuple[float, ...] = ()

@@ -89,7 +89,12 @@ Replicates = Annotated[
         help="Fresh processes: 3 for a look; 8 for a verdict, with intervals.", min=1, max=1000
     ),
 ]
-Energy = Annotated[bool, typer.Option(help="Also measure the energy per call, for 2 s per case.")]
+Energy = Annotated[
+    bool,
+    typer.Option(
+        help="Also measure energy and time per call half loaded and back to back, 8 s a case."
+    ),
+]
 Debug = Annotated[bool, typer.Option("--debug", help="Print the traceback of every failure.")]
 Repeat = Annotated[
     int,

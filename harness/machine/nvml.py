@@ -79,6 +79,11 @@ class Board:
         energy_mj = self.ask("TotalEnergyConsumption")
         return None if energy_mj is None else energy_mj / 1e3
 
+    def sm_mhz(self) -> float | None:
+        """Return the present SM clock."""
+        mhz: float | None = self.ask("ClockInfo", self.nvml.NVML_CLOCK_SM)
+        return mhz
+
     def reasons(self) -> int | None:
         """Return what limits the SM clock now, as nvmlClocksEventReason... bits."""
         bits: int | None = self.ask("CurrentClocksEventReasons")

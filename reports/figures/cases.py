@@ -10,7 +10,15 @@ from markupsafe import Markup
 from sparsebench.reports.figures._again import selected_fields, suite_name
 from sparsebench.reports.figures._html import NOTHING, download, note
 from sparsebench.reports.tables import html_table, without_dashes
-from sparsebench.results.formatting import between, brackets, capital, percent, plain, significant
+from sparsebench.results.formatting import (
+    between,
+    brackets,
+    capital,
+    percent,
+    plain,
+    significant,
+    times,
+)
 from sparsebench.results.problem_names import problem_name
 from sparsebench.results.tables.analysis import Analysis
 from sparsebench.results.tables.frame import fields, records
@@ -20,6 +28,7 @@ ORDER = 100
 
 TIME = ["median_us", "low_us", "high_us"]
 SPEEDUP = ["label", "baseline_label", "speedup", "speedup_low", "speedup_high", "uncertainty"]
+SPEEDUP += ["same_zeros", "baseline_weights"]
 LONG = {"version", "chosen"}  # parts of a choice that other columns show
 
 
@@ -29,12 +38,13 @@ def draw(analysis: Analysis) -> Markup:
     if cases.empty:
         return NOTHING
     names = [name for name in fields(cases) if name != "sparsity" and cases[name].notna().any()]
-    names = ["op", *names, "source", "seed", "scope", "cache"]
+    names = ["op", *names, "values", "source", "seed", "scope", "cache"]
     names = [n for n in names if cases[n].nunique(dropna=False) > 1]
     heads = [f">{n}" if pd.api.types.is_numeric_dtype(cases[n]) else n for n in names]
     written = cases.assign(
         time=[_time(*ends) for ends in cases[TIME].itertuples(index=False)],
         gain=[_speedup(line) for line in cases[SPEEDUP].itertuples()],
+        over_zeros=[_over_zeros(line) for line in cases[SPEEDUP].itertuples()],
         configuration=cases.choice.map(configuration),
         outcome=[_outcome(line) for line in records(cases)],
     )
@@ -43,7 +53,7 @@ def draw(analysis: Analysis) -> Markup:
     columns = [[_text(value) for value in written[name]] for name in names]
     columns += [[write(value) for value in written[name]] for _, name, write in shown]
     lines = [list(line) for line in zip(*columns, strict=True)]
-    same = ["op", *fields(cases), "source", "scope", "cache"]
+    same = ["op", *fields(cases), "values", "source", "scope", "cache"]
     same = [n for n in same if n not in [*names, "sparsity"]]
     constant = {n: _text(cases[n].iloc[0]) for n in same if pd.notna(cases[n].iloc[0])}
     run = {
@@ -72,6 +82,13 @@ def _speedup(line: Any) -> str:
     if line.label == line.baseline_label:
         return "1"
     return between(line.speedup, line.speedup_low, line.speedup_high, line.uncertainty)
+
+
+def _over_zeros(line: Any) -> str:
+    """Write the speedup over dense on the same zeros, if the baseline has unpruned weights."""
+    if line.baseline_weights != "original":
+        return ""
+    return times(line.same_zeros, line.same_zeros * line.uncertainty / line.speedup)
 
 
 def _spans(cases: pd.DataFrame) -> str:
@@ -129,6 +146,7 @@ COLUMNS: list[tuple[str, str, Callable[[Any], str]]] = [  # head, column, format
     ("status", "status", lambda status: status.replace("_", " ")),
     (">time, µs", "time", _text),
     (">speedup", "gain", _text),
+    (">over the same zeros", "over_zeros", _text),
     ("outcome", "outcome", _text),
     (">q", "q", _rate),
     (">TFLOP/s", "tflops", significant),

@@ -26,7 +26,7 @@ from sparsebench.results.comparison.repeats import verdicts
 from sparsebench.results.formatting import between, plain, selection, times
 from sparsebench.results.run.provenance import device_name, flat
 from sparsebench.results.tables.analysis import Analysis
-from sparsebench.results.tables.contests import usual, with_shapes
+from sparsebench.results.tables.contests import is_replaced, usual, with_shapes
 from sparsebench.results.tables.grid import Finding
 
 SCHEMA = "sparsebench/card@14"
@@ -34,6 +34,7 @@ DOUBTS = {Badge.UNRELIABLE, Badge.BUSY, Badge.UNFINISHED}
 PLACE = ["op", "dtype", "pattern", "m", "shape", "level", "block"]
 LINE = ["case_id", "kind", "tile", "row", "kernel", "name", "side", "cache", "of_units"]
 LINE += ["median_us", "gain", "low", "high", "decided", "mark", "dense_name", "dense_us"]
+LINE += ["over", "zeros_gain", "zeros_low", "zeros_high"]
 LINE += ["on_cards", "limited_processes", "limited"]
 ROLES = {  # runs that were made from another run, by the key in run.json
     "confirms": "chosen cases of an earlier run, alone",
@@ -168,7 +169,8 @@ def _lines(analysis: Analysis) -> pd.DataFrame:
     if analysis.timed.empty:
         return analysis.timed
     timed = with_shapes(usual(analysis.timed))
-    best = timed.gain.fillna(-timed.median_us).groupby(timed.place).idxmax()
+    rank = timed.gain.fillna(-timed.median_us)[~is_replaced(timed)]
+    best = rank.groupby(timed.place).idxmax()
     texts = {name: timed[name].map(plain) if name in timed else "" for name in ("dtype", "pattern")}
     return timed.assign(wins=timed.index.isin(best), **texts)
 

@@ -5,7 +5,8 @@
                    ─> log of (baseline / subject) in each process ─> interval ─> unit of the metric
     with `over`    ─> each cell over the cell of that op with equal fields
 
-A portfolio that chose a dense kernel is a subject only if no other one ran. Cells are plain data,
+A dense side multiplies unpruned weights in contests that have such a contender. A portfolio that
+chose a dense kernel is a subject only if no other one ran. Cells are plain data,
 so that a site can store them beside its runs.
 """
 
@@ -283,8 +284,8 @@ def _cell(
     test: Test, lines: list[Line], blank: ClaimCell, rows: pd.DataFrame, launch_us: float
 ) -> list[ClaimCell]:
     """Return the cell of a contest in a list; [] if the suite lacks a side, or did not measure."""
-    subjects = [line for line in lines if matches(test.subject, line)]
-    bases = [line for line in lines if matches(test.baseline, line)]
+    subjects = _unpruned_first([line for line in lines if matches(test.subject, line)])
+    bases = _unpruned_first([line for line in lines if matches(test.baseline, line)])
     if not subjects or not bases:
         return []
     ids = tuple(dict.fromkeys(line["case_id"] for line in [*subjects, *bases]))
@@ -312,6 +313,12 @@ def _cell(
         between=cards,
     )
     return [with_value(test, cell, logs)]
+
+
+def _unpruned_first(side: list[Line]) -> list[Line]:
+    """Return the contenders with unpruned weights if one ran: the layer that is replaced."""
+    unpruned = [line for line in side if line["weights"] == "original"]
+    return unpruned if any(line["status"] == Status.OK for line in unpruned) else side
 
 
 def _largest_ratio(test: Test, subject: Line, base: Line, launch_us: float) -> float:

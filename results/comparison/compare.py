@@ -6,6 +6,8 @@ equal operands.
     time       time of a / time of b; above 1, b takes less time. `word` is its outcome.
     ratio      gain of b / gain of a, each over the baseline of the same run; `gain` is its outcome
 
+If only one side has a baseline with unpruned weights, both are compared on the same zeros.
+
 The logarithm of each is a difference of two means over processes, because the two sides share no
 contest. Half of its 95 % interval is
 
@@ -33,6 +35,7 @@ from sparsebench.results.comparison.sides import Side
 from sparsebench.results.record import Status
 from sparsebench.results.statistics.outcome import Outcome, among_many
 from sparsebench.results.statistics.ratio import FEWEST, q_values, welch
+from sparsebench.results.tables.analysis import has_unpruned
 from sparsebench.results.tables.frame import KEYS, fields, records
 from sparsebench.results.tables.noise import classes
 
@@ -59,6 +62,8 @@ def compare(a: Side, b: Side) -> pd.DataFrame:
     Columns of one side end in _a or _b. Raises ResultError if the sides share no case, if the
     operands of a problem differ, or if no case has a time on either.
     """
+    if len({any(map(has_unpruned, side.runs)) for side in (a, b)}) > 1:
+        a, b = a.on_same_zeros, b.on_same_zeros
     shared = ["problem_id", "op", *fields(a.cases), "source", "seed", "level", "format", "kernel"]
     shared += ["label", "baseline", "twin"]
     cells = a.cases[[*KEYS, *shared, *SIDES]].merge(

@@ -28,7 +28,7 @@ from sparsebench.results.run.provenance import (
     names_device,
 )
 from sparsebench.results.run.store import StoredRun
-from sparsebench.results.tables.analysis import Analysis, analyse
+from sparsebench.results.tables.analysis import Analysis, analyse, on_same_zeros
 from sparsebench.results.tables.frame import KEYS, NAMES, fields
 
 MODEL = re.compile(r"(?:[RG]TX )?\b[A-Z]{1,3}\d{2,4}\w?\b(?: Ti| SUPER)?|\b[RG]TX \d{4}\w?")
@@ -51,6 +51,11 @@ class Side:
     def device(self) -> str:
         """Return the name of the device; all runs of a side have the same."""
         return self.analyses[0].device
+
+    @property
+    def on_same_zeros(self) -> "Side":
+        """Return the side without unpruned weights, so that speedups are over the same zeros."""
+        return Side(self.name, [analyse(on_same_zeros(run)) for run in self.runs])
 
     @property
     def paths(self) -> str:

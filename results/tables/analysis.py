@@ -7,7 +7,7 @@ Run ─> rows    one line per row: ratios round by round, units (frame.py)
            ─> views   a grid for each choice of the fields (grid.py)
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import pandas as pd
@@ -48,6 +48,16 @@ class Analysis:
 def analyse(run: StoredRun) -> Analysis:
     """Analyse a run. A million samples take about two seconds."""
     return Analysis(run, *tables(run))
+
+
+def has_unpruned(run: StoredRun) -> bool:
+    """Return whether a dense contender of the run multiplies unpruned weights."""
+    return any(row.case.contender.is_unpruned for row in run.rows)
+
+
+def on_same_zeros(run: StoredRun) -> StoredRun:
+    """Return a run without the rows of unpruned weights, to compare it with one that has none."""
+    return replace(run, rows=[row for row in run.rows if not row.case.contender.is_unpruned])
 
 
 def tables(run: StoredRun) -> tuple[pd.DataFrame, Noise, pd.DataFrame]:

@@ -96,6 +96,19 @@ def is_short(case: Mapping[Any, Any]) -> bool:
     return bool(case["scope"] == "kernel" and shorter_us < SHORT_US)
 
 
+def is_replaced(timed: pd.DataFrame) -> "pd.Series[bool]":
+    """Return which dense contenders are no rivals: beside them is one with unpruned weights."""
+    return (timed.side == "dense") & (timed.over == "original") & (timed.weights == "pruned")
+
+
+def multiplies_zeros(timed: pd.DataFrame) -> "pd.Series[bool]":
+    """Return for which lines a dense contender with pruned weights multiplies their zeros.
+
+    It computes what a mask leaves out, and all of a weight's gradient.
+    """
+    return (timed.level > 0) & ~timed.kind.isin(OF_MASKS) & ~timed.op.str.endswith("_wgrad")
+
+
 def empty_launch(environment: Mapping[str, Any], cases: pd.DataFrame) -> list[str]:
     """Report the time of an empty launch if a run timed short isolated calls on a GPU."""
     isolated = (cases.scope == "kernel") & (cases.clock != "host") & (cases.median_us < SHORT_US)

@@ -76,8 +76,8 @@ MARKS = {
 COUNTS = [*SIZES, "samples"]
 NUMBERS = [*ERRORS, *SHARES, *TIMES, *RATES, *SENSORS, "speedup", *QUARTILES]
 NUMBERS += ["same_zeros", "aa_log", "late"]
-MEASURED = [*CONTENDER, *PLACE, *RESULT, "mark", "marks", *COUNTS, *NUMBERS, "baseline_label"]
-MEASURED += ["blocks_us"]
+MEASURED = [*CONTENDER, *PLACE, *RESULT, "mark", "marks", *COUNTS, *NUMBERS, "values"]
+MEASURED += ["baseline_label", "baseline_weights", "blocks_us"]
 AS_IN_ROW = [*PLACE, *RESULT, *SIZES, *ERRORS, *OTHER_TIMES, "energy_j"]  # copied, not computed
 
 UNUSUAL = 1.5  # an error above this multiple of the usual one is marked
@@ -117,6 +117,7 @@ def frame(rows: Iterable[Row]) -> pd.DataFrame:
         | dict(zip(["speedup", *QUARTILES], of_speedup, strict=True))
         | {"same_zeros": over_zeros}
         | {"baseline_label": label(of.base.case.contender) if of.base else np.nan}
+        | {"baseline_weights": of.base.case.contender.weights if of.base else ""}
         | {"aa_log": np.median(log_ratios) if len(log_ratios := logs(row, of.pair)) else np.nan}
         for problem, row, of, of_samples, of_speedup, over_zeros in zip(
             problems,
@@ -246,6 +247,7 @@ def _measurements(row: Row, of_samples: Sequence[float]) -> dict[str, Any]:
         "mark": _mark(row.telemetry, late),
         "late": late,
         "marks": _marks(row),
+        "values": _values(row.values),
         "samples": len(row.samples_us),
         "sparsity_achieved": row.sparsity,
         "bytes_of_dense": _ratio(row.stored_bytes, row.dense_bytes),
@@ -302,6 +304,14 @@ def _marks(row: Row) -> str:
         "larger error allowed": allowed is not None,
     }
     return ", ".join(name for name, marked in marks.items() if marked)
+
+
+def _values(by_operand: Mapping[str, str]) -> str:
+    """Name the operands of each distribution: `w, x normal`; "" in rows up to 0.4."""
+    alike: dict[str, list[str]] = {}
+    for operand, distribution in by_operand.items():
+        alike.setdefault(distribution, []).append(operand)
+    return "; ".join(f"{', '.join(names)} {word}" for word, names in alike.items())
 
 
 def _ratio(over: float | None, under: float | None) -> float | None:

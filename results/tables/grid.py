@@ -96,10 +96,15 @@ class Finding:
     details: Sequence[str] = field(default=())
 
     def to_json(self) -> dict[str, Any]:
-        """Return the finding for a script: gain, low and high are null if they are unknown."""
+        """Return the finding for a script: gain, low and high are null if they are unknown.
+
+        `weights` are those that the baseline multiplies, `same_zeros` the gain over pruned ones.
+        """
         ends = {n: None if pd.isna(self.best[n]) else self.best[n] for n in ("gain", "low", "high")}
         facts = {"contender": self.contender, "group": self.group, "outcome": self.outcome, **ends}
         baseline = {"baseline": self.best["dense_name"], "case": self.best["case_id"]}
+        zeros = self.best["zeros_gain"]
+        baseline |= {"weights": self.best["over"], "same_zeros": None if pd.isna(zeros) else zeros}
         return facts | baseline | {"details": [*self.details]}
 
 

@@ -91,7 +91,8 @@ def by_block(row: dict) -> np.ndarray:
 def label_of(contender: dict) -> str:
     """Return a contender as pages name it: bsr/torch_bsr tuned=True."""
     options = " ".join(f"{k}={v}" for k, v in sorted(contender["options"].items()))
-    return f"{contender['format']}/{contender['kernel']} {options}".strip()
+    unpruned = ", unpruned weights" * (contender.get("weights") == "original")
+    return f"{contender['format']}/{contender['kernel']} {options}".strip() + unpruned
 
 
 def key_of(row: dict) -> str:
@@ -106,7 +107,10 @@ def key_of(row: dict) -> str:
     }
     of_problem = [problem["op"], fields, problem["seed"], problem["source"]]
     name = contender["format"] if contender["kernel"] == "default" else ""
-    case = [of_problem, {**contender, "format": name}, row["scope"], row["cache"]]
+    contender = {**contender, "format": name}
+    if contender.get("weights") == "pruned":  # rows up to 0.4 do not say so
+        del contender["weights"]
+    case = [of_problem, contender, row["scope"], row["cache"]]
     return json.dumps(case, sort_keys=True)
 
 
@@ -135,7 +139,8 @@ def cases(run: str) -> pd.DataFrame:
         case["peaks"][row["replicate"]] = np.array([row["peak_bytes"] or 1.0])
         fields = problem["fields"]
         case |= {
-            **{"skew": "iid", "pattern": "dense", "active": None, **fields, **contender},
+            **{"skew": "iid", "pattern": "dense", "active": None, "weights": "pruned"},
+            **{**fields, **contender},
             **{"op": problem["op"], "scope": row["scope"], "cache": row["cache"]},
             "label": label_of(contender),
             "chose_dense": (row["choice"] or {}).get("way") == "dense",  # a portfolio
@@ -159,7 +164,9 @@ def cases(run: str) -> pd.DataFrame:
         shares = [timed.limited for timed in same if not np.isnan(timed.limited)]
         case["limited"] = f"{sum(share > 0.2 for share in shares)} of {len(same)}"
         case["device"] = device(run)
-    bases = {case["place"]: case for case in reversed(whole) if case["baseline"]}
+    bases = [case for case in reversed(whole) if case["baseline"]]
+    bases.sort(key=lambda case: case["weights"] == "original")  # the last one counts
+    bases = {case["place"]: case for case in bases}
     inherited = json.loads((HOME / run / "run.json").read_text()).get("choices") == "bundle"
     for case in whole:
         blocks, base = case["blocks"], bases.get(case["place"], case)
@@ -196,9 +203,20 @@ def logs_of(ours: dict, other: dict) -> np.ndarray:
 
 
 def dense(contest: pd.DataFrame) -> pd.Series:
-    """Return which contenders are dense; a portfolio is if it chose a dense kernel."""
+    """Return the dense contenders that gains are over; a portfolio is if it chose a dense kernel.
+
+    Those with unpruned weights stand for all, if the contest has one.
+    """
     stored = (contest.format == "dense") & ~contest.kernel.isin(OURS)
-    return stored | contest.chose_dense.astype(bool)
+    return (stored | contest.chose_dense.astype(bool)) & ~on_zeros(contest)
+
+
+def on_zeros(contest: pd.DataFrame) -> pd.Series:
+    """Return which dense contenders multiply zeros beside one that has none."""
+    unpruned = contest.weights == "original"
+    beside = unpruned.groupby(contest.place).transform("any")
+    is_dense = (contest.format == "dense") | contest.chose_dense.astype(bool)
+    return is_dense & beside & ~unpruned
 
 
 def usual(chosen: pd.DataFrame, scope: str = "kernel") -> pd.DataFrame:

@@ -15,7 +15,7 @@ import pandas as pd
 
 from tests.outsider.ratios import fastest, ratio, shows
 from tests.outsider.readme import side, stated
-from tests.outsider.rows import HOME, Blocks, cases, dense, every_case, runs, usual
+from tests.outsider.rows import HOME, Blocks, cases, dense, every_case, on_zeros, runs, usual
 
 METRICS = {  # the values of claims, from a ratio and the density
     "speedup, ×": lambda ratio, density: ratio,
@@ -136,7 +136,7 @@ def beside_op(line: list[str]) -> bool:
         sides.append([])
         for _, ours in matches[named(matches, who)].iterrows():
             contest = matches[matches.place == ours.place]
-            base = fastest(contest, contest.format == "dense").blocks
+            base = fastest(contest, (contest.format == "dense") & ~on_zeros(contest)).blocks
             both = ours.blocks.keys() & base.keys()
             logs = {p: np.log(ours.blocks[p] / base[p]) for p in both}
             sides[-1].append(Blocks({p: np.exp([np.median(log)]) for p, log in logs.items()}))

@@ -41,6 +41,7 @@ from sparsebench.results.ceilings import check_bound
 from sparsebench.results.record import Case, Contender, Problem, Row, Status
 from sparsebench.results.tables.families import QUANTISED
 from tests.simulated.gpu_model import (
+    UNPRUNED,
     Array,
     Spec,
     blur,
@@ -52,7 +53,7 @@ from tests.simulated.gpu_model import (
 
 CRASH_CODE = 7
 MEMORY_BYTES = 80 * 2**30
-ENERGY_WINDOW_S = 2.0
+ENERGY_WINDOW_S = 3.0
 COOL = {  # an H200's clocks; watts and degrees are made up
     "sm_mhz": 1980.0,
     "sm_mhz_min": 1980.0,
@@ -262,13 +263,28 @@ def _measure(row: Row, taken: Array, work: Work, options: ContestOptions) -> Row
     times_us = tuple(round(float(us), 3) for us in taken.flat)
     typical_us = median(times_us)
     if options.energy and row.scope != CHAIN:
-        joule = COOL["power_w"] * typical_us / 1e6
-        row = replace(row, energy_j=joule, energy_window_s=ENERGY_WINDOW_S)
+        loads = {load: _under_load(row, load, typical_us) for load in ("half", "full")}
+        joule = loads["full"]["j_per_call"]
+        row = replace(row, energy_j=joule, energy_window_s=ENERGY_WINDOW_S, loads=loads)
     if options.ceilings:
         row = check_bound(options.bounded(row, work.output_bytes), typical_us)
         if row.status is not Status.OK:
             return row
     return replace(row, samples_us=times_us, samples_per_block=SAMPLES_PER_ROUND)
+
+
+def _under_load(row: Row, load: str, typical_us: float) -> dict[str, float]:
+    """Return a call under a load: unpruned weights take longer, and the pauses take energy, too."""
+    longer = UNPRUNED[load] / UNPRUNED[""] if row.case.contender.is_unpruned else 1.0
+    us = typical_us * longer
+    busy_s = ENERGY_WINDOW_S / (2 if load == "half" else 1)
+    return {
+        "us_per_call": us,
+        "j_per_call": COOL["power_w"] * us / 1e6 * ENERGY_WINDOW_S / busy_s,
+        "sm_mhz": COOL["sm_mhz"] / longer,
+        "window_s": ENERGY_WINDOW_S,
+        "calls": round(busy_s * 1e6 / us),
+    }
 
 
 def _telemetry(spec: Spec, times_us: Array) -> dict[str, float]:
