@@ -155,7 +155,7 @@ class Layers:
             **self.op.work(problem, dense.nnz),
             "sparsity": dense.sparsity,
             "digest": dense.digest,
-            "values": values(problem, self.op),
+            "values": self.op.distributions(problem),
             "dense_bytes": itemsize * sum(w.numel() for w in dense.weights.values()),
         }
 
@@ -222,28 +222,6 @@ def unpruned(problem: Problem) -> Problem:
     of_file = problem.source if problem.source and problem.source.tensor else None
     fields = {**problem.fields, "pattern": "dense", "sparsity": 0.0, "block": 1}
     return replace(problem, fields=fields, source=of_file)
-
-
-def values(problem: Problem, op: Op) -> dict[str, str]:
-    """Return how the elements of each operand are distributed, pruned ones apart.
-
-    normal   bell-shaped, drawn from the seed (inputs/bits.py); an op may name another one
-    file     as trained or recorded
-    derived  computed from the other operands
-    ones     of a mask
-    unread   of a weight that only gives the pattern of the output
-    """
-    of_file = problem.source and problem.source.tensor
-    roles = {"mask": "ones", "pattern": "unread"}
-
-    def of_operand(name: str) -> str:
-        role = op.operands[name].role
-        if of_file and (op.recorded or role == "weight"):
-            return "file"
-        drawn = "derived" if name in op.derived else op.values.get(name, "normal")
-        return roles.get(role, drawn)
-
-    return {name: of_operand(name) for name in op.operands}
 
 
 def _weights(

@@ -131,7 +131,7 @@ class Op:
     format_params a problem's fields -> parameters of from_dense for a format of masks
     derived       activations that `derive` computes in floating point, which the digest of the
                   operands leaves out: two devices may differ in a rounding
-    values        distributions of drawn operands, by name (operands.values); default: all normal
+    values        distributions of drawn operands, by name, that are not normal; default: none
     copies        (a problem's fields, operand's name) -> how many copies a kernel holds; default: 1
     exact         the activation of which each product of the op has one factor, if the op is such
                   a product: with small integers its sums are exact (bench/exact_draws.py)
@@ -221,6 +221,26 @@ class Op:
             "flops": self.flops(problem, nonzeros),
             "dense_flops": self.flops(self.dense(problem), self.elements(problem)),
             "fewest_bytes": self.fewest_bytes(problem, nonzeros, itemsize),
+        }
+
+    def distributions(self, problem: Problem) -> dict[str, str]:
+        """Return how the elements of each operand are distributed, pruned ones apart.
+
+        normal   bell-shaped, drawn from the seed (inputs/bits.py); `values` has the others
+        file     as trained or recorded
+        derived  computed from the other operands
+        ones     of a mask
+        unread   of a weight that only gives the pattern of the output
+        """
+        of_file = bool(problem.source and problem.source.tensor)
+        roles = {"mask": "ones", "pattern": "unread"}
+        drawn = {name: self.values.get(name, "normal") for name in self.operands}
+        drawn |= dict.fromkeys(self.derived, "derived")
+        return {
+            name: "file"
+            if of_file and (self.recorded or operand.role == "weight")
+            else roles.get(operand.role, drawn[name])
+            for name, operand in self.operands.items()
         }
 
     def held_bytes(self, problem: Problem) -> int:

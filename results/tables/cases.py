@@ -43,6 +43,7 @@ from sparsebench.results.tables.frame import (
     RATES,
     SENSORS,
     TIMES,
+    UNDER_LOAD,
     fields,
     records,
     table_of,
@@ -174,7 +175,7 @@ def _case(processes: list[dict[str, Any]]) -> dict[str, Any]:
     case["ran"] = _ran(case["label"], case["chosen"])
     if bad:
         return case
-    for name in (*TIMES, *RATES, *SENSORS):
+    for name in (*TIMES, *RATES, *SENSORS, *UNDER_LOAD):
         values = [process[name] for process in used if not isnan(process[name])]
         case[name] = median(values) if values else np.nan  # np.median takes 20 times as long
     case["samples"] = sum(process["samples"] for process in used)

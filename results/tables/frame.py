@@ -15,6 +15,9 @@ The baseline multiplies unpruned weights if the contest has such a contender: it
 sparse one replaces. `same_zeros` is then the speedup over the baseline with pruned weights. Else it
 equals `speedup`.
 
+A run with --energy also has the time, energy and clock of a call under two loads (UNDER_LOAD,
+harness/bench/energy.py).
+
 `limited` is the share of the contest's time in which power or heat lowered the clock.
 
 `of_bound` is the hardware limit divided by the median time, at most 1: ceilings are measured, so a
@@ -59,6 +62,9 @@ RATES = ["tflops", "dense_tflops", "gb_per_s", "of_bound"]
 TELEMETRY = ["sm_mhz", "power_w", "temperature_c"]
 LIMITS = ["power_capped_us", "thermal_us", "hardware_us"]  # counters of NVML
 SENSORS = ["energy_j", *TELEMETRY, "limited"]
+LOADS = "half", "full"
+OF_LOAD = {"us": "us_per_call", "j": "j_per_call", "mhz": "sm_mhz"}
+UNDER_LOAD = [f"{load}_{name}" for load in LOADS for name in (*OF_LOAD, "speedup")]
 QUARTILES = ["speedup_q1", "speedup_q3"]
 SHARES_OF_SAMPLES = [0.0, 0.1, 0.25, 0.5, 0.75]
 LATE, HOST_LATE = 1.3, "host late"
@@ -75,7 +81,7 @@ MARKS = {
 """What the marks of a contest mean; all its contenders, dense ones included, share a clock."""
 COUNTS = [*SIZES, "samples"]
 NUMBERS = [*ERRORS, *SHARES, *TIMES, *RATES, *SENSORS, "speedup", *QUARTILES]
-NUMBERS += ["same_zeros", "aa_log", "late"]
+NUMBERS += ["same_zeros", *UNDER_LOAD, "aa_log", "late"]
 MEASURED = [*CONTENDER, *PLACE, *RESULT, "mark", "marks", *COUNTS, *NUMBERS, "values"]
 MEASURED += ["baseline_label", "baseline_weights", "blocks_us"]
 AS_IN_ROW = [*PLACE, *RESULT, *SIZES, *ERRORS, *OTHER_TIMES, "energy_j"]  # copied, not computed
@@ -116,6 +122,7 @@ def frame(rows: Iterable[Row]) -> pd.DataFrame:
         | {"blocks_us": blocks_us.get(id(row))}
         | dict(zip(["speedup", *QUARTILES], of_speedup, strict=True))
         | {"same_zeros": over_zeros}
+        | _under_load(row, of.base)
         | {"baseline_label": label(of.base.case.contender) if of.base else np.nan}
         | {"baseline_weights": of.base.case.contender.weights if of.base else ""}
         | {"aa_log": np.median(log_ratios) if len(log_ratios := logs(row, of.pair)) else np.nan}
@@ -304,6 +311,17 @@ def _marks(row: Row) -> str:
         "larger error allowed": allowed is not None,
     }
     return ", ".join(name for name, marked in marks.items() if marked)
+
+
+def _under_load(row: Row, base: Row | None) -> dict[str, float | None]:
+    """Return UNDER_LOAD: a call under each load, and its speedup over the baseline's call there."""
+    facts: dict[str, float | None] = {}
+    for load in LOADS:
+        of = row.loads.get(load, {})
+        facts |= {f"{load}_{name}": of.get(field) for name, field in OF_LOAD.items()}
+        of_base = base.loads.get(load, {}) if base else {}
+        facts[f"{load}_speedup"] = _ratio(of_base.get("us_per_call"), of.get("us_per_call"))
+    return facts
 
 
 def _values(by_operand: Mapping[str, str]) -> str:

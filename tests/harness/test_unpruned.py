@@ -5,13 +5,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from sparsebench.harness.bench.operands import Layers, operands, unpruned, values
+from sparsebench.harness.bench.operands import Layers, operands, unpruned
 from sparsebench.harness.catalog import load_op
 from sparsebench.harness.plan.selection import planned_contests
 from sparsebench.harness.plan.suite import Suite, expand
 from sparsebench.harness.plan.unpruned import BOUND, intensity, prunes_weights, with_unpruned
 from sparsebench.harness.run.run_json import Flags
-from sparsebench.results.record import Case, Contender, Problem, Row, Status
+from sparsebench.results.record import Case, Contender, Problem, Row, Source, Status
 
 SUITE = """
 schema: sparsebench/suite@1
@@ -146,10 +146,17 @@ def test_a_biased_gate_has_the_biases_of_its_unpruned_row() -> None:
     assert torch.equal(dense.originals["wg"], whole.weights["wg"])
 
 
-def test_values_are_named_for_every_operand() -> None:
-    assert values(problem(), load_op("linear")) == {"w": "normal", "x": "normal"}
-    assert values(problem("linear_wgrad"), load_op("linear_wgrad"))["w"] == "unread"
-    sparse = values(problem("linear_active", active=8, pattern="dense"), load_op("linear_active"))
+def test_the_distribution_of_every_operand_is_named() -> None:
+    def values(op: str, **fields: object) -> dict[str, str]:
+        return load_op(op).distributions(problem(op, **fields))
+
+    assert values("linear") == {"w": "normal", "x": "normal"}
+    assert values("linear_wgrad") == {"w": "unread", "dy": "normal", "x": "normal"}
+    sparse = values("linear_active", active=8, pattern="dense")
     assert sparse == {"w": "normal", "x": "normal, with zeros"}
-    row = Row(Case(problem(), Contender("dense", "cublas")), Status.OK)
-    assert row.values == {}  # of a row of an older version
+    source = Source("a.safetensors", "0" * 64, "layer")
+    of_file = replace(problem(), source=source)
+    assert load_op("linear").distributions(of_file) == {"w": "file", "x": "normal"}
+    layers = Layers(problem(), load_op("linear"), CPU, None)
+    assert layers.facts["values"] == values("linear")
+    assert Row(Case(problem(), Contender("dense", "cublas")), Status.OK).values == {}
