@@ -63,10 +63,6 @@ class DenseOperands:
     digest: str
     originals: Mapping[str, Tensor] = field(default_factory=dict)
 
-    def weights_of(self, contender: Contender) -> Mapping[str, Tensor]:
-        """Return the weights that a contender multiplies, pruned or not."""
-        return self.originals if contender.is_unpruned else self.weights
-
 
 @dataclass(frozen=True)
 class ChainLayer:
@@ -76,9 +72,10 @@ class ChainLayer:
     dense: DenseOperands
     name: str = ""
 
-    @property
-    def original(self) -> Self:
-        """Return the layer with its unpruned weights in place of the pruned ones."""
+    def with_weights_of(self, contender: Contender) -> Self:
+        """Return the layer as a contender multiplies it: with its unpruned weights, or itself."""
+        if not contender.is_unpruned:
+            return self
         return replace(self, dense=replace(self.dense, weights={**self.dense.originals}))
 
     @property

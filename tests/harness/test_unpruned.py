@@ -132,10 +132,9 @@ def test_originals_are_built_only_if_a_contender_multiplies_them() -> None:
     layers = Layers(problem(), load_op("linear"), CPU, None, count=2, originals=True)
     first, second = layers.each
     assert "the unpruned operand w of layer 1" in second.arrays
-    assert first.original.dense.weights["w"] is first.dense.originals["w"]
-    of = first.dense.weights_of
-    assert of(Contender("dense", "cublas", weights="original")) is first.dense.originals
-    assert of(Contender("dense", "cublas")) is first.dense.weights
+    whole = first.with_weights_of(Contender("dense", "cublas", weights="original"))
+    assert whole.dense.weights["w"] is first.dense.originals["w"]
+    assert first.with_weights_of(Contender("dense", "cublas")) is first
 
 
 def test_a_biased_gate_has_the_biases_of_its_unpruned_row() -> None:
