@@ -43,7 +43,7 @@ from sparsebench.results.tables.grid import Grid, findings, grid, outcome_of
 
 OPS = {"linear_dgrad": "input gradient of ", "linear_wgrad": "weight gradient of "}
 OTHERS = 2  # other devices on the first screen
-KEY = "Speedup of the best block and shape over the fastest dense contender, by tokens at once"
+KEY = "Speedup of the best block and shape over the fastest dense contender{}, by tokens at once"
 CAUSES = {
     "power-limited": "the power limit lowered the clock",
     "thermal": "heat lowered the clock",
@@ -56,6 +56,7 @@ CAUSES = {
 class Summary:
     """The first screen of a survey.
 
+    key       what a cell of the grid holds, and which weights dense multiplies
     grid      formats and levels × tokens, without a row if nothing was measured
     badges    the class, the text and the reason of each
     """
@@ -63,6 +64,7 @@ class Summary:
     device: str
     badges: list[tuple[str, str, str]]
     finding: str
+    key: str
     grid: Grid
     others: list[str]
     state: list[str]
@@ -80,7 +82,7 @@ class Summary:
         yield line
         yield Text(self.finding, style="bold")
         if self.grid.rows:
-            title = f"{KEY}; the report shows each interval. ?: not settled."
+            title = f"{self.key}; the report shows each interval. ?: not settled."
             yield from (Text(), grids.table(self.grid, title), Text())
         yield from (Text(sentence) for sentence in [*self.others, *self.state])
 
@@ -101,6 +103,7 @@ def summarise(
         device=device,
         badges=_badges(by_run),
         finding=finding if len(lines) else "Nothing was measured, so there is no answer.",
+        key=KEY.format(grids.weights(lines) if len(lines) else ""),
         grid=survey_grid(lines),
         others=[*compared, *([BRACKETS_OF_MEANS] if shown else ())],
         state=_state(lines, by_run, kernels, fitness),

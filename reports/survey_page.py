@@ -23,7 +23,7 @@ from sparsebench.reports.comparison import sentences
 from sparsebench.reports.comparison_tables import cases, intervals, problems
 from sparsebench.reports.figures._html import NOTHING, note
 from sparsebench.reports.page import render
-from sparsebench.reports.survey import KEY, Summary, summarise
+from sparsebench.reports.survey import Summary, summarise
 from sparsebench.reports.tables import html_table
 from sparsebench.results import files
 from sparsebench.results.comparison.changes import Changes, other_devices
@@ -100,7 +100,8 @@ def _draw_pages(
 
 def _first(summary: Summary) -> Markup:
     held = capital(brackets(case["gain_interval"] for case in summary.grid.cases))
-    caption = f"{KEY}. {f'{held}. ' if held else ''}Hatched: not settled. A cell links to its case."
+    texts = [summary.key, held, "Hatched: not settled", "A cell links to its case."]
+    caption = ". ".join(filter(None, texts))
     address = "{run}/report.html#case-{case_id}".format_map
     drawn = grids.html(summary.grid, address, caption) if summary.grid.rows else NOTHING
     sentences = Markup("").join(

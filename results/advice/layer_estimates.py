@@ -24,7 +24,7 @@ compute capability, and as farther away.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, cached_property
 from math import ceil, exp, log
 from typing import Any
@@ -169,7 +169,10 @@ class Layer:
 
 @dataclass(frozen=True)
 class Measured:
-    """A layer that was measured, with the fastest kernel of its kind and the fastest dense one."""
+    """A layer that was measured, with the fastest kernel of its kind and the fastest dense one.
+
+    `over` names the weights that the dense one multiplies, `original` or `pruned`.
+    """
 
     layer: Layer
     gpu: str
@@ -180,6 +183,7 @@ class Measured:
     gain: float
     low: float
     high: float
+    over: str = field(default="pruned", kw_only=True)
 
 
 @dataclass(frozen=True)

@@ -239,7 +239,8 @@ def _of_run(
             yield key, ModelStep(shapes, layer, int(line["context"]), *about, *gains)
         else:
             dense_us = round(float(line["gain"] * line["median_us"]), 3)
-            yield key, Measured(layer, *about, str(line["kernel"]), dense_us, *gains)
+            kernel, over = str(line["kernel"]), str(line["over"])
+            yield key, Measured(layer, *about, kernel, dense_us, *gains, over=over)
 
 
 def _way(line: Mapping[str, Any]) -> str:

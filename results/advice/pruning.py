@@ -296,8 +296,18 @@ def _basis(evidence: Evidence, gpu: Gpu | None) -> list[str]:
         f"{inside} of {predicted} intervals held the measured value. "
         f"The time of the dense rest may be wrong by a factor of {REST:g}."
     )
+    layers = [row for row in evidence.measured if row.layer.way != ACTIVATIONS]
+    unpruned = sum(row.over == "original" for row in layers)
+    over = "Gains are over dense on the same zeros: it multiplies the pruned weights, too."
+    if unpruned:
+        over = (
+            f"In {unpruned} of {amount(len(layers), 'layer')} that were measured, those bound by "
+            "FLOPs, the gain is over dense with unpruned weights; in the others, over dense on the "
+            "same zeros."
+        )
     return [
         *([estimated] if gpu else []),
+        over,
         "Weights, activations and cache have 16 bits. Only the MLPs are sparse. Attention, norms, "
         "the cache, the embedding and the head stay dense.",
         "Brackets of a measured gain: the 95 % interval over processes, plus variation between "

@@ -68,7 +68,10 @@ def judged(result: ClaimEvidence) -> Verdict:
 
 @pytest.fixture(scope="module")
 def fast(in_one_process: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Check a claim whose kernel is 2 and 5 times as fast as dense: 0.5 and 0.2 of the work."""
+    """Check a claim whose kernel is 2 and 5 times as fast as dense: 0.5 and 0.2 of the work.
+
+    Dense with unpruned weights takes 1.07 times as long, so the speedups are 2.14 and 5.35.
+    """
     folder = tmp_path_factory.mktemp("fast")
     flags = Flags(device(folder, 0.8), replicates=6)
     result = checked([written(folder)], flags, folder / "out")
@@ -91,7 +94,7 @@ def slow(in_one_process: None, tmp_path_factory: pytest.TempPathFactory) -> Path
     [
         ("", "", "fast", Word.REPRODUCED),
         ("at_least: 2", "at_least: 9", "fast", Word.PARTLY),
-        ("at_least: 2", "at_least: 5", "fast", Word.NOT_SETTLED),
+        ("at_least: 2", "at_least: 5.35", "fast", Word.NOT_SETTLED),
         ("fier: exists\n", "fier: exists\n    proxy: a kernel\nmissing: it\n", "fast", Word.PARTLY),
         ("", "", "slow", Word.REFUTED),
         ("gpus: [H200]", "gpus: [B200]", "slow", Word.NOT_CARRIED_OVER),
@@ -132,7 +135,7 @@ def test_the_best_cell_is_measured_again_alone(fast: Path) -> None:
     assert {row.case.problem["sparsity"] for row in screening.rows} == {0.5, 0.8}
     assert {row.case.problem["sparsity"] for row in again.rows} == {0.8}
     assert [run.state["flags"]["replicates"] for run in (screening, again)] == [1, 6]
-    assert again.state["confirms"]["screened"] == 4
+    assert again.state["confirms"]["screened"] == 6  # dense on the same zeros is one of three
     expected = json.loads((fast / "verdicts.json").read_text())["claims"]["mine"][0]
     assert (expected["verdict"], expected["basis"]) == ("reproduced", "as published")
     assert expected["tests"][0]["deciding"][0]["run"] == "mine-confirmed"

@@ -33,7 +33,14 @@ def lines(*gains: tuple[str, float], **same: Any) -> pd.DataFrame:
     place |= {"level": 0.5, "shape": "64 × 64", "decided": True, "cache": "cold", "median_us": 9.0}
     place |= {"on_cards": 1, "limited_processes": 0, "of_units": False, "dense_name": "cublas"}
     place |= {"pattern": "blocks", "gpu": "GPU", "wins": False, "dense_us": 10.0, "block": "64"}
-    place |= {"case_id": "c", "processes": 8, "day": "2026-11-24", "verdict": True, **same}
+    place |= {
+        "over": "pruned",
+        "case_id": "c",
+        "processes": 8,
+        "day": "2026-11-24",
+        "verdict": True,
+        **same,
+    }
     return pd.DataFrame(
         [
             {**place, "kind": row, "row": row, "name": f"{row}_kernel", "gain": gain}

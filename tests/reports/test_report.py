@@ -201,6 +201,7 @@ NEED_MORE = {
     "ceilings",
     "roofline",
     "drift",
+    "power",
 }  # figures whose data `sweep` does not have
 
 
@@ -272,7 +273,7 @@ def test_text_of_a_run_is_never_markup() -> None:
 def test_a_speed_up_is_shown_with_interval_baseline_shape_dtype_and_device() -> None:
     text = page_of("quick")
     answer = text[text.index('<section id="answer">') : text.index('<section id="measured">')]
-    for word in ["over dense (cublas, ", "64 × 64", "m 8", "bf16", "× ["]:
+    for word in ["over dense on the same zeros (cublas, ", "64 × 64", "m 8", "bf16", "× ["]:
         assert word in answer
     assert text.index("<b>Some CPU</b>") < text.index('<section id="answer">')
     assert "quartiles of the rounds in one process" in text
