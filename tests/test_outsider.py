@@ -1,5 +1,6 @@
 """The outsider finds every published figure in the rows, and notices each one that is changed."""
 
+import gzip
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -7,10 +8,18 @@ from pathlib import Path
 
 import pytest
 
-from tests.outsider import readme, rows, site
+from sparsebench.harness.plan.suite import read as read_suite
+from sparsebench.harness.run.measure import measure
+from sparsebench.harness.run.run_json import Flags
+from sparsebench.results.run import store
+from sparsebench.results.tables.analysis import analyse
+from sparsebench.results.tables.frame import records
+from tests.outsider import ratios, readme, rows, site
 from tests.outsider.__main__ import main
+from tests.simulated.in_process import in_this_process
 from tests.tools.command_line import output
 from tests.tools.paths import PUBLISHED, ROOT, TESTS
+from tests.tools.suites import BSR, CSR, linear
 
 PAGE = PUBLISHED / "README.md"
 CLAIMS, RUN = ("cusparse-slower", "openai-2017-cublas"), PUBLISHED / "nvidia-h200/sparsity-4096"
@@ -102,6 +111,33 @@ def test_the_cells_of_claims_are_in_the_rows(tmp_path: Path) -> None:
     for name in CLAIMS:
         page = (tmp_path / "claims" / f"{name}.html").read_text("utf-8")
         assert wrong_with(r'<td class="num">([\d.]+)×', page, site.claimed) == 1
+
+
+LAYERS = linear("n: 4096, k: 4096, m: [16, 4096], sparsity: 0.9", BSR, CSR)
+
+
+def test_the_outsider_compares_with_unpruned_weights_as_the_tables_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a simulated run, because no published one has such rows yet."""
+    in_this_process(monkeypatch)
+    (tmp_path / "mine.yaml").write_text(LAYERS)
+    run = tmp_path / "gpu/mine"
+    measure(read_suite(str(tmp_path / "mine.yaml")), Flags("sim", replicates=6), run, None)
+    (run / "rows.jsonl.gz").write_bytes(gzip.compress((run / "rows.jsonl").read_bytes()))
+    monkeypatch.setattr(rows, "HOME", tmp_path)
+    outside = rows.cases.__wrapped__("gpu/mine")
+    assert (outside.base == "dense/cublas, unpruned weights").sum() == 4
+    for case in records(analyse(store.read(run)).timed):
+        contest = outside[outside.tokens == str(case["m"])]
+        ours = contest[contest.label == case["label"]].blocks
+        for gain, eligible in (
+            ("gain", rows.dense(contest)),
+            ("zeros_gain", rows.on_zeros(contest) | rows.dense(contest) & (case["m"] == 16)),
+        ):
+            base = ratios.fastest(contest, eligible)
+            assert base is not None
+            assert ratios.ratio(ours.iloc[0], base.blocks)[0] == pytest.approx(case[gain])
 
 
 GRID = {  # the titles of the cells of a site's index

@@ -32,6 +32,7 @@ from sparsebench.harness.bench.prepare import unsupported
 from sparsebench.harness.catalog import Declaration, declared, is_outside, load_op, parameters
 from sparsebench.harness.patterns._mask import derived
 from sparsebench.harness.plan.suite import Contest, expand
+from sparsebench.harness.plan.unpruned import with_unpruned
 from sparsebench.harness.run.profiling import call_each
 from sparsebench.results import files
 from sparsebench.results.record import Row, Status
@@ -137,7 +138,7 @@ def plan(
             "contenders": [contender | {"params": _one(params), "options": _one(options)}],
             "baselines": [{"format": "dense", "kernel": baseline}],
         }
-        (contest,) = expand(f"try {name}", yaml.safe_dump(suite), data).contests
+        (contest,) = with_unpruned(expand(f"try {name}", yaml.safe_dump(suite), data).contests)
         return contest
 
     every = expanded(params).problem.fields
@@ -195,7 +196,7 @@ def report(result: TrialResult) -> Group:
             shown.add_row(label, f"[red]{row.status}[/]")
             reasons.append(f"{label}: {row.status}: {escape(row.detail)}")
             continue
-        faster = "baseline" if row.case.contender.baseline else f"{line.speedup:.2f}"
+        faster = "baseline" if line.label == line.baseline_label else f"{line.speedup:.2f}"
         of_bound = f"{line.of_bound:.0%}" if line.of_bound > 0 else ""
         quartiles = f"{line.q1_us:.2f} to {line.q3_us:.2f}"
         errors = f"{row.error or 0:.1e}", f"{line.error_of_usual:.2f}"
