@@ -172,7 +172,7 @@ def test_a_run_is_reproduced_on_another_device_of_its_kind(simulated: Path, tmp_
     assert fresh.suite_text == SUITE
     assert {row.device for row in fresh.rows} == {"sim-7"}
     assert (out / "report.html").exists()
-    assert "plan: 9 rows" in output("validate", out)
+    assert "plan: 12 rows" in output("validate", out)
 
 
 @pytest.mark.exhaustive
@@ -186,7 +186,7 @@ def test_a_stopped_reproduction_can_be_resumed(simulated: Path, tmp_path: Path) 
     assert begun
     command = "reproduce", simulated, "--device", device, "--out", out
     done = sparsebench(*command)
-    assert "A look, consistent: 4 of 4 speedups have no settled change" in done.stdout
+    assert "A look, consistent: 6 of 6 speedups have no settled change" in done.stdout
     assert begun <= {row.samples_us for row in store.rows(out)}
     assert store.read(out).state["reproduces"]
     assert "expected a new directory" in sparsebench(*command[:-1], simulated).stderr
@@ -199,7 +199,7 @@ def test_a_settled_change_exits_with_1(simulated: Path, tmp_path: Path) -> None:
     out = tmp_path / "again"
     done = sparsebench("reproduce", simulated, "--device", f"sim:{spec}", "--out", out)
     assert done.returncode == 1, done.stderr
-    assert "A look, not consistent: 2 of 4 speedups have no settled change" in done.stdout
+    assert "A look, not consistent: 4 of 6 speedups have no settled change" in done.stdout
 
 
 def test_a_damaged_bundle_is_not_measured_again(simulated: Path, tmp_path: Path) -> None:
@@ -220,15 +220,15 @@ def test_a_headline_comes_from_the_confirming_run_alone(simulated: Path, tmp_pat
     shown = output("confirm", simulated, *flags)
     fresh = store.read(out)
     raced = [row for row in fresh.rows if not row.case.contender.twin]
-    assert len(raced) == 6 * 2
+    assert len(raced) == 6 * 3  # dense has unpruned weights, and zeros
     assert {row.case.problem["sparsity"] for row in raced} == {0.9}
     assert fresh.state["confirms"]["manifest_sha256"] == bundle.identity(simulated)
-    assert fresh.state["confirms"]["screened"] == 4
-    speedup = np.median([r.samples_us for r in raced[:1]]) / np.median(raced[1].samples_us)
-    assert f"is {speedup:.0f}" in shown
+    assert fresh.state["confirms"]["screened"] == 6
+    speedup = np.median(raced[0].samples_us) / np.median(raced[2].samples_us)
+    assert float(shown.partition(" is ")[2].partition("×")[0]) == pytest.approx(speedup, rel=0.02)
     assert "95 % interval over 6 processes" in shown
     assert ", simulated H200." in shown
-    assert "over 4 cells" in shown
+    assert "over 6 cells" in shown
     assert choices_of(fresh.state) is Choices.AMONG
     assert "bf16, m 4096, 4096 × 4096, 90 %, 64 × 64 blocks" in shown
 
