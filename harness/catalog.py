@@ -175,8 +175,8 @@ def declaration(folder: str, name: str) -> Declaration:
         options = set() if masks(name) else keywords(weights_format(name).from_dense)
         return Declaration(options=tuple(sorted(options)))
     kernel = load_kernel(name)
-    options = tuple(sorted(keywords(kernel.prepare)))
-    plain = Declaration(kernel.op, kernel.consumes, kernel.device, options)
+    taken = tuple(sorted(keywords(kernel.prepare)))
+    plain = Declaration(kernel.op, kernel.consumes, kernel.device, taken)
     lossy = kernel.lossy if package_of(folder, name) in OF_THIS_REPOSITORY else None
     return replace(plain, at_most={**lossy.at_most}, why=lossy.why) if lossy else plain
 

@@ -11,9 +11,9 @@
     after each step: verify that operands and settings are unchanged (stages.py)
     contenders from outside the package: each in a process of its own (guest_contest.py)
 
-This process judges, and never imports what it judges from outside. Each seed for new activations
-comes from the operating system at the time of use; the row records the seeds. A case that cannot
-run gets a row with the reason. A CUDA error ends the contest: Fatal. See also TRUST.md.
+This process judges, and never imports what it judges from outside. Seeds for new activations come
+from the operating system when they are used, and the row records them. A case that cannot run gets
+a row with the reason. A CUDA error ends the contest: Fatal. See also TRUST.md.
 """
 
 import gc
@@ -47,12 +47,13 @@ from sparsebench.harness.bench.contest_state import (
     with_samples,
 )
 from sparsebench.harness.bench.correctness import Expected
-from sparsebench.harness.bench.energy import energy
+from sparsebench.harness.bench.energy import facts_under_load
 from sparsebench.harness.bench.exact_draws import check_exact
 from sparsebench.harness.bench.guest_contest import measure_guests
 from sparsebench.harness.bench.guest_process import GuestQueue
 from sparsebench.harness.bench.operands import Layers
 from sparsebench.harness.bench.output_checks import (
+    Variant,
     arrays_of_answers,
     fingerprint,
     judge,
@@ -60,6 +61,7 @@ from sparsebench.harness.bench.output_checks import (
     poison_outputs,
     refuse_operands,
     right_answers,
+    variant,
 )
 from sparsebench.harness.bench.prepare import (
     Conversions,
@@ -138,15 +140,16 @@ class RunningContest:
         with stages.stage("operands"):
             op, chained = load_op(problem.op), CHAIN in dict(self.options.measures)
             count = LAYERS if chained and not op.pattern else 1
-            self.layers = Layers(problem, op, stages.device, data, count)
+            unpruned = any(entry.contender.is_unpruned for entry in entries)
+            self.layers = Layers(problem, op, stages.device, data, count, unpruned)
             for layer in self.layers.each:
                 stages.guard.watch(layer.arrays)
             synchronize(stages.device)
         for entry in entries:
             entry.record(**self.layers.facts)
             if chained and op.pattern:
-                reason = f"expected an op with a dense output, found {problem.op}"
-                entry.leave_chain(Status.UNSUPPORTED, reason)
+                expected = "expected an op with a dense output"
+                entry.leave_chain(Status.UNSUPPORTED, f"{expected}, found {problem.op}")
         self.processes = GuestQueue(len(self.guests), stages.device)
 
     def prepare(self) -> None:
@@ -233,14 +236,14 @@ class RunningContest:
         self.check(AFTER)
 
     def measure_guests(self) -> None:
-        """Measure each contender from outside, alone with the first right baseline."""
+        """Measure each contender from outside, alone with a right baseline."""
         right = [entry for entry in self.entries if entry.running]
-        yardstick = next((e for e in right if e.contender.baseline), right[0] if right else None)
+        yardsticks = [entry for entry in right if entry.contender.baseline] or right[:1]
         for entry in self.entries:  # the guests need the memory
-            if entry is not yardstick:
+            if entry not in yardsticks:
                 entry.release()
         place = self.layers, self.stages, self.options
-        measure_guests(self.guests, yardstick, *place, self.processes)
+        measure_guests(self.guests, yardsticks, *place, self.processes)
 
     def close(self) -> None:
         self.processes.close()
@@ -293,12 +296,11 @@ class RunningContest:
             raise Fatal(case, f"timing: {error}") from error
 
     def _measure_energy(self) -> None:
-        """Measure the energy of each call alone."""
+        """Measure each call alone, under two loads."""
         for entry in self.entries:
             if entry.alone:
                 with self.stages.at(entry, "energy"):
-                    used = energy(entry.alone.call, self.stages.device)
-                    facts = {"energy_j": used.j_per_call, "energy_window_s": used.window_s}
+                    facts = facts_under_load(entry.alone.call, self.stages.device)
                     entry.record_timed(("kernel", "op"), **facts)
 
     def check(self, when: str) -> None:
@@ -312,14 +314,14 @@ class RunningContest:
                 self.layers.keep(B)
             answers = self._answers(when)
         arrays: dict[str, Tensor] = {}
-        for masked, expected in answers.items():
-            arrays |= arrays_of_answers(expected, masked)
+        for of, expected in answers.items():
+            arrays |= arrays_of_answers(expected, of)
         self.stages.guard.watch(arrays)
         for entry in self.entries:
             if entry.running:
                 with self.stages.at(entry, "check"):
                     for scope in entry.calls:
-                        self._check_call(entry, scope, answers[self._masked(entry)], when)
+                        self._check_call(entry, scope, answers[self._variant(entry)], when)
         self.stages.guard.forget({*arrays})
 
     def _check_call(
@@ -348,21 +350,21 @@ class RunningContest:
             entry.record(**errors)
             entry.record_timed(("kernel", "op", CHAIN), **errors, draws=entry.row.draws)
 
-    def _answers(self, when: str) -> dict[bool, list[Expected]]:
-        """Compute what each layer is expected to give, with and without the op's mask.
+    def _answers(self, when: str) -> dict[Variant, list[Expected]]:
+        """Compute what each layer is expected to give, for each variant of the contenders.
 
-        If memory runs out, drop the A/A twins, then all contenders. The weights of all layers of
-        Qwen3-32B in fp8, dense and 2:4, take 57 GB, and their twins 57 GB more. If an answer does
-        not fit its dtype, every contender ends.
+        If memory runs out, drop the A/A twins, then all contenders: all weights of Qwen3-32B in
+        fp8, dense and 2:4, take 57 GB. If an answer does not fit its dtype, every contender ends.
         """
-        answers: dict[bool, list[Expected]] = {}
+        answers: dict[Variant, list[Expected]] = {}
         for only_twins in (True, False):
             running = [entry for entry in self.entries if entry.running]
             try:
-                for masked in sorted({self._masked(entry) for entry in running}, reverse=True):
-                    in_part = when == AFTER or self._checked_before(masked)
+                one_of = {self._variant(entry): entry.contender for entry in running}
+                for of in sorted(one_of, reverse=True):
+                    in_part = when == AFTER or self._checked_before(of)
                     seed = SystemRandom().getrandbits(64) if in_part else None
-                    answers[masked] = right_answers(self.layers, masked, seed)
+                    answers[of] = right_answers(self.layers, one_of[of], seed)
                 break
             except NO_MEMORY as error:
                 reason = f"reference, {when}: {one_line(error)}"
@@ -379,17 +381,16 @@ class RunningContest:
                 entry.end(Status.UNSUPPORTED, reason)
         return {} if reason else answers
 
-    def _checked_before(self, masked: bool) -> bool:
+    def _checked_before(self, of: Variant) -> bool:
         """Return whether an earlier process compared whole outputs of the same configurations."""
         return all(
             checked_before(entry.row, self.options)
             for entry in self.entries
-            if entry.running and self._masked(entry) == masked
+            if entry.running and self._variant(entry) == of
         )
 
-    def _masked(self, entry: RunningContender) -> bool:
-        """Return whether a contender leaves out what the mask of the op says."""
-        return self.layers.op.mask is None or entry.contender.format != "dense"
+    def _variant(self, entry: RunningContender) -> Variant:
+        return variant(self.layers.op, entry.contender)
 
     def redraw(self) -> None:
         """Draw new activations, and record their seed in the rows."""

@@ -56,7 +56,7 @@ class ContestOptions:
     timed      by case id, what an earlier process timed for a choice (Row.candidates)
     checked    by case id, the configurations that an earlier process of this run found right
     ceilings   the device's, if known; those of a CPU, whose cores are shared, are not
-    energy     also measure the energy of a call, which takes 2 to 3 s
+    energy     also measure energy and time of a call under load, which takes 8 s
     timeout_s  time without an announcement after which the process is ended
     """
 

@@ -29,17 +29,18 @@ from sparsebench.harness.bench.contest_state import (
     RunningContender,
     checked_before,
 )
-from sparsebench.harness.bench.operands import ChainLayer, Layers
+from sparsebench.harness.bench.operands import NONE, ChainLayer, Layers
 from sparsebench.harness.bench.output_checks import right_answer
 from sparsebench.harness.bench.prepare import prepare_layer
 from sparsebench.harness.bench.spot_checks import values_of
 from sparsebench.harness.bench.stages import Stages
 from sparsebench.harness.ops._op import Op
-from sparsebench.results.record import Status
+from sparsebench.results.record import Contender, Status
 
 LARGEST = {"bf16": 2**8, "fp8": 2**8, "fp16": 2**11, "fp32": 2**24, "tf32": 2**24}
 """The integers up to which an output holds all, by the dtype of the problem."""
 
+PRUNED = Contender("dense", "any")  # the weights of the layer as they are
 VARIANCE, DEVIATIONS = 2.5, 6.5
 MOST_DRAWS = 16
 
@@ -67,7 +68,7 @@ class ExactDraws:
         `stored` takes the elements that a packed output has from a matrix.
         """
         layer = replace(self.layer, dense=replace(self.layer.dense, activations=dict(activations)))
-        right = right_answer(self.op, layer, masked=True, seed=None).reference
+        right = right_answer(self.op, layer, PRUNED, None).reference
         right = stored(right) if callable(stored) else right
         values = values_of(out)
         if not isinstance(values, Tensor) or values.shape != right.shape:
@@ -102,7 +103,8 @@ def exact_draws(op: Op, layer: ChainLayer, seed: int) -> ExactDraws | None:
     longest = op.longest_sum(layer.problem, arguments)
     count = max(1, ceil(VARIANCE * longest * (DEVIATIONS / LARGEST[dtype]) ** 2))
     classes = torch.randint(0, count, dealt.shape, generator=random, device=device)
-    integer = replace(dense, weights=weights, activations=activations)
+    originals = weights if dense.originals else NONE  # zeros are as good as any other integer
+    integer = replace(dense, weights=weights, originals=originals, activations=activations)
     return ExactDraws(op, replace(layer, dense=integer), classes, signs, min(count, MOST_DRAWS))
 
 

@@ -31,7 +31,7 @@ from torch import Tensor
 from sparsebench.formats._format import Format
 from sparsebench.harness.bench.arena import Layout, dtype_name, opened
 from sparsebench.harness.bench.contest_state import end_status, synchronize, traceback_of
-from sparsebench.harness.bench.energy import energy
+from sparsebench.harness.bench.energy import facts_under_load
 from sparsebench.harness.bench.operands import ChainLayer, DenseOperands, of_layer
 from sparsebench.harness.bench.prepare import (
     added_memory,
@@ -205,9 +205,8 @@ class Guest:
         each = TimedCall(call, clock, spots=burst)
         return [(s.time_us, s.late) for s in take([(0, each, str(j)) for j in range(count)])]
 
-    def energy(self, number: int) -> list[float]:
-        used = energy(self._timed[number, "kernel"].call, self.device)
-        return [used.j_per_call, used.window_s]
+    def energy(self, number: int) -> dict[str, Any]:
+        return facts_under_load(self._timed[number, "kernel"].call, self.device)
 
     def _layer(self, name: str) -> ChainLayer:
         """Return the operands of a layer, of which this process needs no more."""

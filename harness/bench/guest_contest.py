@@ -53,18 +53,20 @@ CALLS = 64  # back to back before timing
 
 def measure_guests(
     guests: Sequence[RunningContender],
-    yardstick: RunningContender | None,
+    yardsticks: Sequence[RunningContender],
     layers: Layers,
     stages: Stages,
     options: ContestOptions,
     processes: GuestQueue,
 ) -> None:
-    """Measure contenders from outside, each alone with the yardstick; a twin as its original."""
+    """Measure contenders from outside, each alone with a yardstick; a twin as its original."""
     choices: dict[str, Mapping[str, Any]] = {}
     for entry in guests:
         case = entry.row.case
         earlier = {case.id: choices[case.original.id]} if case.original.id in choices else {}
         pinned = replace(options, pinned=earlier | {**options.pinned})
+        alike = [y for y in yardsticks if y.contender.weights == entry.contender.weights]
+        yardstick = next(iter([*alike, *yardsticks]), None)
         GuestContest(entry, yardstick, layers, stages, pinned, processes.next()).run()
         choices |= {case.id: entry.row.choice} if entry.row.choice else {}
 
@@ -125,8 +127,8 @@ class GuestContest:
                 self._time(scope, state)
         if self.options.energy:
             with self.calls.stage("energy"):
-                joule, window_s = map(float, self.calls.ask("energy", number=self.calls.number))
-            facts = {"energy_j": joule, "energy_window_s": window_s}
+                facts = self.calls.ask("energy", number=self.calls.number)
+            facts = {name: facts[name] for name in ("loads", "energy_j", "energy_window_s")}
             self.entry.record_timed(("kernel", "op"), **facts)
         self._check("after timing", whole=False)
 
@@ -141,12 +143,14 @@ class GuestContest:
         arrays = {
             f"{name}{suffix}": tensor
             for suffix, layer in layers
-            for name, tensor in {**layer.dense.weights, **layer.dense.activations}.items()
+            for dense in [layer.with_weights_of(self.entry.contender).dense]
+            for name, tensor in {**dense.weights, **dense.activations}.items()
         }
         shared = self._arena({n: (list(t.shape), dtype_name(t.dtype)) for n, t in arrays.items()})
         for name, tensor in arrays.items():
             shared.arrays[name].copy_(tensor)
-        contenders = [asdict(contender) for contender in self.calls.contenders]
+        every = self.calls.contenders  # which all multiply the weights that the guest gets
+        contenders = [asdict(replace(contender, weights="pruned")) for contender in every]
         about = {"problem": asdict(self.layers.each[0].problem), "contenders": contenders}
         if reason := self.calls.ask("open", **about, handle=shared.handle, layout=shared.layout):
             raise GuestLoss(Status.UNSUPPORTED, str(reason))

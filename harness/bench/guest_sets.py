@@ -79,10 +79,9 @@ class GuestSets:
         layer = next(layer for layer in self._layers.each if layer.name == name)
         mine = {n: activations[f"{n}{name}"] for n in self._op.activations}
         drawn = replace(layer, dense=replace(layer.dense, activations=mine))
-        masked = self._op.mask is None or self._contender.format != "dense"
         seed = None if whole else self._random.getrandbits(64)
         allowed = (self._contender.error or {}).get("at_most")
-        return replace(right_answer(self._op, drawn, masked, seed), allowed=allowed)
+        return replace(right_answer(self._op, drawn, self._contender, seed), allowed=allowed)
 
     def judge(self, number: int, layers: int, lost: int, *, whole: bool) -> tuple[Any, str]:
         """Compare the output of a set; return the errors, and "" or why it is wrong."""

@@ -17,7 +17,7 @@ are compared with the first output, as a whole (spot_checks.py).
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,17 +35,31 @@ from sparsebench.harness.bench.spot_checks import (
 from sparsebench.harness.bench.tampering import ArrayGuard
 from sparsebench.harness.ops._op import Op, with_fields
 from sparsebench.kernels._kernel import OUTPUTS, Output, poison
+from sparsebench.results.record import Contender
 
 Errors = dict[str, Any]
 """The errors of a row (results/record.py), by the names of its fields."""
 
 
-def right_answers(layers: Layers, masked: bool, seed: int | None) -> list[Expected]:
-    """Return what each layer should give; with a seed, for a part of a large problem.
+class Variant(NamedTuple):
+    """The answers that contenders share: those of format dense ignore the mask of an op."""
 
-    Contenders of format dense ignore the mask of an op: `masked` is False for them.
-    """
-    return [right_answer(layers.op, layer, masked, seed) for layer in layers.each]
+    masked: bool
+    weights: str
+
+    @property
+    def words(self) -> str:
+        mask = "" if self.masked else " without the mask"
+        return f"{mask}{' with unpruned weights' if self.weights == 'original' else ''}"
+
+
+def variant(op: Op, contender: Contender) -> Variant:
+    return Variant(op.mask is None or contender.format != "dense", contender.weights)
+
+
+def right_answers(layers: Layers, contender: Contender, seed: int | None) -> list[Expected]:
+    """Return what each layer should give; with a seed, for a part of a large problem."""
+    return [right_answer(layers.op, layer, contender, seed) for layer in layers.each]
 
 
 def misfit(expected: Sequence[Expected]) -> str:
@@ -60,11 +74,11 @@ def misfit(expected: Sequence[Expected]) -> str:
     return ""
 
 
-def arrays_of_answers(expected: Sequence[Expected], masked: bool) -> dict[str, Tensor]:
+def arrays_of_answers(expected: Sequence[Expected], of: Variant) -> dict[str, Tensor]:
     """Name every array of the right answers, which must not change while contenders run."""
     arrays: dict[str, Tensor | None] = {}
     for number, right in enumerate(expected):
-        where = f"{'' if masked else ' without the mask'}{of_layer(number)}"
+        where = f"{of.words}{of_layer(number)}"
         arrays[f"the expected answer{where}"] = right.reference
         arrays[f"the expected spread{where}"] = right.spread
         arrays[f"the expected plain{where}"] = right.plain
@@ -113,12 +127,13 @@ def fingerprint(
     return fingerprint_of(references, tuple(compared), outputs)
 
 
-def right_answer(op: Op, layer: ChainLayer, masked: bool, seed: int | None) -> Expected:
+def right_answer(op: Op, layer: ChainLayer, contender: Contender, seed: int | None) -> Expected:
     """Compute the right answer, or with a seed that of a part, if the op has one.
 
     torch's own comes first, before fp64 copies take memory.
     """
-    problem, weights = layer.problem, layer.dense.weights
+    problem, weights = layer.problem, layer.with_weights_of(contender).dense.weights
+    masked = variant(op, contender).masked
     every = {**(weights if masked else without_mask(op, weights)), **layer.dense.activations}
     sample = None if seed is None else op.sample(problem, every, seed)
     if sample:

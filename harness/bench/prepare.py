@@ -74,7 +74,7 @@ class Conversions:
 
     def weights(self, contender: Contender) -> tuple[Weights, dict[str, Any]]:
         """Return a contender's weights, whose arrays are shared, and the facts for its row."""
-        key = f"{contender.format} {sorted(contender.params.items())}"
+        key = f"{contender.format} {sorted(contender.params.items())} {contender.weights}"
         if key not in self._done:
             weights: Weights = {}
             took_us = []
@@ -212,7 +212,7 @@ def _refusal(format_name: str, params: str, dtype: torch.dtype) -> str | None:
 def weights_in_format(layer: ChainLayer, contender: Contender) -> Iterator[tuple[str, Format]]:
     """Yield each weight in the contender's format, or dense if that stores activations."""
     store, problem = weights_format(contender.format).from_dense, layer.problem
-    op, dense = load_op(problem.op), layer.dense.weights
+    op, dense = load_op(problem.op), layer.with_weights_of(contender).dense.weights
     weights = without_mask(op, dense) if contender.format == "dense" else dense
     for name, weight in weights.items():
         of_mask = masks(contender.format) and name == op.mask

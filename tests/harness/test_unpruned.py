@@ -1,10 +1,15 @@
 """Dense contenders with unpruned weights: which contests have them, and what they multiply."""
 
+from collections.abc import Callable
 from dataclasses import replace
+from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
 
+from sparsebench.harness.bench import contest
+from sparsebench.harness.bench import prepare as prepare_module
 from sparsebench.harness.bench.operands import Layers, operands, unpruned
 from sparsebench.harness.catalog import load_op
 from sparsebench.harness.plan.selection import planned_contests
@@ -135,6 +140,30 @@ def test_originals_are_built_only_if_a_contender_multiplies_them() -> None:
     whole = first.with_weights_of(Contender("dense", "cublas", weights="original"))
     assert whole.dense.weights["w"] is first.dense.originals["w"]
     assert first.with_weights_of(Contender("dense", "cublas")) is first
+
+
+@pytest.mark.parametrize("op", ["linear", "linear_dgrad", "ffn"])
+def test_a_contest_checks_each_dense_contender_against_its_own_weights(op: str) -> None:
+    pruned = Contender("dense", "torch_dense", baseline=True)
+    both = replace(pruned, weights="original"), pruned
+    rows, _ = contest.run(problem(op), both, CPU, None)
+    assert [row.status for row in rows] == [Status.OK] * 2
+    assert len({row.digest for row in rows}) == 1  # of the problem, which both share
+    assert all((row.error or 0.0) < 1e-5 for row in rows)
+
+
+def test_a_contender_that_multiplies_the_zeros_in_place_of_its_weights_is_wrong() -> None:
+    unpruned_one = Contender("dense", "torch_dense", weights="original")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prepare_module, "weights_in_format", of_pruned(prepare_module))
+        (row,), _ = contest.run(problem(), [unpruned_one], CPU, None)
+    assert row.status is Status.WRONG
+
+
+def of_pruned(module: ModuleType) -> Callable[..., Any]:
+    """Return what converts weights, for a contender that gets pruned ones."""
+    convert = module.weights_in_format
+    return lambda layer, contender: convert(layer, replace(contender, weights="pruned"))
 
 
 def test_a_biased_gate_has_the_biases_of_its_unpruned_row() -> None:
