@@ -11,9 +11,8 @@
     after each step: verify that operands and settings are unchanged (stages.py)
     contenders from outside the package: each in a process of its own (guest_contest.py)
 
-This process judges, and never imports what it judges from outside. Seeds for new activations come
-from the operating system when they are used, and the row records them. A case that cannot run gets
-a row with the reason. A CUDA error ends the contest: Fatal. See also TRUST.md.
+This process judges, and never imports what it judges from outside (TRUST.md). The row records the
+seeds of activations. A case that cannot run gets a row; a CUDA error ends the contest: Fatal.
 """
 
 import gc
