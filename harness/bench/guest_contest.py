@@ -47,7 +47,8 @@ from sparsebench.harness.bench.sampling import CHAIN
 from sparsebench.harness.bench.stages import Stages
 from sparsebench.results.record import Status
 
-MOST_SETS, SETS_BYTES = 128, 2**28  # of one contender; a large problem has at least one set
+MOST_SETS = 128  # of one contender; a large problem has at least one set
+SETS_BYTES = {"cuda": 2**30, "cpu": 2**28}
 CALLS = 64  # back to back before timing
 
 
@@ -215,7 +216,7 @@ class GuestContest:
                 one[f"{name}{suffix}"] = list(x.shape), dtype_name(x.dtype)
             one[f"output{suffix}"] = shape, dtype_name(expected.dtype)
         size = sum(prod(s) * getattr(torch, dtype).itemsize for s, dtype in one.values())
-        self.calls.count = max(1, min(MOST_SETS, SETS_BYTES // max(1, size)))
+        self.calls.count = max(1, min(MOST_SETS, SETS_BYTES[self.calls.device.type] // max(1, size)))
         layout = {
             f"{n} in set {j}": form for j in range(self.calls.count) for n, form in one.items()
         }

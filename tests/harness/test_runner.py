@@ -257,4 +257,4 @@ def test_a_real_illegal_address_is_a_row() -> None:
     finally:
         runner.kill()
     assert [row.status.value for row in measured.rows] == ["ok", "failed", "out_of_memory"]
-    assert "illegal memory access" in measured.rows[1].detail
+    assert "CUDA error" in measured.rows[1].detail
