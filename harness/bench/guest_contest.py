@@ -216,7 +216,9 @@ class GuestContest:
                 one[f"{name}{suffix}"] = list(x.shape), dtype_name(x.dtype)
             one[f"output{suffix}"] = shape, dtype_name(expected.dtype)
         size = sum(prod(s) * getattr(torch, dtype).itemsize for s, dtype in one.values())
-        self.calls.count = max(1, min(MOST_SETS, SETS_BYTES[self.calls.device.type] // max(1, size)))
+        self.calls.count = max(
+            1, min(MOST_SETS, SETS_BYTES[self.calls.device.type] // max(1, size))
+        )
         layout = {
             f"{n} in set {j}": form for j in range(self.calls.count) for n, form in one.items()
         }
