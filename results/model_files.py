@@ -60,6 +60,21 @@ class PruningOutcome:
 
 
 @dataclass(frozen=True)
+class DenseWeights:
+    """The weights of a model that stay dense for one reason.
+
+    tensors  their number          weights  the number of their elements
+    first    name of the first tensor
+    """
+
+    __pydantic_config__: ClassVar = STRICT
+
+    tensors: int
+    weights: int
+    first: str
+
+
+@dataclass(frozen=True)
 class Pruning:
     """A model or layer pruned by several recipes.
 
@@ -72,6 +87,8 @@ class Pruning:
     unit         what a token is: a word or a part of it, or a byte
     mlps         number of MLPs that were pruned; None for a layer, and in older files
     layers       number of layers of the model; None where `mlps` is
+    left_dense   the weights outside of those MLPs by the reason why they stay dense; None where
+                 `mlps` is, and in older files
     """
 
     __pydantic_config__: ClassVar = STRICT
@@ -87,6 +104,7 @@ class Pruning:
     unit: Literal["token", "byte"] = "token"
     mlps: PositiveInt | None = None
     layers: PositiveInt | None = None
+    left_dense: Mapping[str, DenseWeights] | None = None
 
 
 @dataclass(frozen=True)

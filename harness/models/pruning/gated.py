@@ -93,12 +93,6 @@ def is_dense(module: object) -> TypeGuard[nn.Linear]:
     return isinstance(module, nn.Linear) and not isinstance(module, sparse)
 
 
-def head_of(model: nn.Module) -> nn.Module | None:
-    """Return the head of a Hugging Face model, or None."""
-    head: nn.Module | None = getattr(model, "get_output_embeddings", lambda: None)()
-    return head
-
-
 def linear_of(weight: Tensor) -> nn.Linear:
     """Return an nn.Linear with this weight [n, k] and no bias."""
     with torch.device("meta"):

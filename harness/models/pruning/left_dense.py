@@ -1,48 +1,100 @@
-"""What sparsify_ leaves dense beside the layers that it replaces.
+"""What stays dense in a model beside its sparse layers: sparsify_, convert and prune say it alike.
 
-    exception   an nn.Linear that stays dense: a gate of few rows, a router, an adapter
+    exceptions  nn.Linear that stays dense: output heads, routers, gates of few rows, adapters
     others      weights that no recipe takes: experts in one tensor, Conv1D, nn.LSTM
+    totals      both, as numbers by reason
+    sentence    the numbers in one line
 
 Code around a layer that computes with its `weight`, as Mamba's does with dt_proj.weight, is not
 searched: there the first call raises Unsupported (kernels/nn/_packed.py).
 """
 
 import re
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+
+from sparsebench.harness.models.pruning.gated import is_dense
+from sparsebench.results.formatting import amount
+from sparsebench.results.model_files import DenseWeights
 
 FEW_ROWS = 8  # a gate with fewer rows stays dense: the kernels have no tile so small
+HEADS = "output heads"
 WEIGHT = re.compile("weight|proj")  # found in the names of parameters that multiply
 EXPERTS = re.compile("num.*_experts|n_routed_experts")
+Remainder = tuple[str, str, int]
+"""A weight that stays dense: the reason, its name, and its number of elements."""
 
 
-def exception(model: nn.Module, module: nn.Module, name: str) -> str | None:
-    """Return why a layer that a recipe takes stays dense; None if it does not."""
-    parts = name.split(".")
-    owners = (model.get_submodule(".".join(parts[:depth])) for depth in range(len(parts)))
-    for owner, part in zip(owners, parts, strict=True):
-        if part != "base_layer" and isinstance(getattr(owner, "base_layer", None), nn.Module):
-            return "adapters"
-    if isinstance(module, nn.Linear):
-        if module.out_features < FEW_ROWS:
-            return f"gates and heads of fewer than {FEW_ROWS} rows"
-        if module.out_features in _experts(model):
-            return "routers, which have a row for each expert"
-    return None
+def exceptions(model: nn.Module, *, with_heads: bool) -> Callable[[nn.Module, str], str | None]:
+    """Return a function that says why a layer that a recipe takes stays dense, or None.
+
+    with_heads  whether output heads stay dense
+    """
+    heads = heads_of(model) if with_heads else set()
+    experts = _experts(model)
+
+    def exception(module: nn.Module, name: str) -> str | None:
+        parts = name.split(".")
+        owners = (model.get_submodule(".".join(parts[:depth])) for depth in range(len(parts)))
+        for owner, part in zip(owners, parts, strict=True):
+            if part != "base_layer" and isinstance(getattr(owner, "base_layer", None), nn.Module):
+                return "adapters"
+        if module in heads:
+            return HEADS
+        if isinstance(module, NonDynamicallyQuantizableLinear):
+            return nn.MultiheadAttention.__name__  # which reads its weight
+        if isinstance(module, nn.Linear):
+            if module.out_features < FEW_ROWS:
+                return f"gates and heads of fewer than {FEW_ROWS} rows"
+            if module.out_features in experts:
+                return "routers, which have a row for each expert"
+        return None
+
+    return exception
+
+
+def heads_of(model: nn.Module) -> set[nn.Module]:
+    """Return the output heads of a Hugging Face model and of the models in it, with their parts.
+
+    A head is what a model computes after its base model: `lm_head`, `score`, `classifier`,
+    `qa_outputs`, BERT's `cls`. A model of a task without a base model, such as
+    T5ForQuestionAnswering, has it as its last child.
+    """
+    heads: set[nn.Module] = set()
+    for part in model.modules():
+        output = getattr(part, "get_output_embeddings", lambda: None)()
+        if isinstance(output, nn.Module):
+            heads.update(output.modules())
+        if not (prefix := getattr(part, "base_model_prefix", None)):
+            continue
+        children = [*part.children()]
+        base = getattr(part, prefix, None)
+        if base in children:
+            models = [child for child in children if hasattr(child, "base_model_prefix")]
+            for child in children:
+                if child is not base and child not in models:
+                    heads.update(child.modules())
+        elif "For" in type(part).__name__ and is_dense(children[-1]):
+            heads.add(children[-1])
+    return heads
 
 
 def _experts(model: nn.Module) -> set[int]:
     """Return the numbers of experts in a Hugging Face model's configuration."""
     fields: dict[str, Any] = getattr(getattr(model, "config", None), "to_dict", dict)()
-    return {n for name, n in fields.items() if EXPERTS.fullmatch(name) and isinstance(n, int)}
+    nested = [fields, *(value for value in fields.values() if isinstance(value, dict))]
+    return {
+        number
+        for each in nested
+        for name, number in each.items()
+        if EXPERTS.fullmatch(str(name)) and isinstance(number, int)
+    }
 
 
-def others(
-    model: nn.Module, names: Sequence[str], only_experts: bool
-) -> Iterator[tuple[str, str, int]]:
+def others(model: nn.Module, names: Sequence[str], only_experts: bool) -> Iterator[Remainder]:
     """Yield weights that are neither in the named modules nor in a layer that a recipe could take.
 
     Each is a reason, a name, and the number of elements.
@@ -67,16 +119,19 @@ _CONVOLUTIONS = nn.Conv1d | nn.Conv2d | nn.Conv3d | nn.ConvTranspose1d | nn.Conv
 _EXCLUDED = nn.Linear | nn.Embedding | nn.EmbeddingBag | _CONVOLUTIONS
 
 
-def summary(left_out: Sequence[tuple[str, str, int]]) -> str:
-    """Return one line about weights that stay dense; each is a reason, a name, and a size."""
-    counts, sizes, first = Counter[str](), Counter[str](), dict[str, str]()
-    for reason, name, size in left_out:
-        counts[reason] += 1
-        sizes[reason] += size
-        first.setdefault(reason, name)
-    lines = []
-    for reason, count in counts.items():
-        tensors = f"{count} tensor{'s' * (count > 1)}"
-        weights = f"{sizes[reason]:,} weights in {tensors}, the first is {first[reason]}"
-        lines.append(f"{reason} ({weights})")
-    return "; ".join(lines)
+def totals(remainders: Iterable[Remainder]) -> dict[str, DenseWeights]:
+    """Return the numbers of weights that stay dense, by reason."""
+    weights: dict[str, DenseWeights] = {}
+    for reason, name, size in remainders:
+        before = weights.get(reason, DenseWeights(0, 0, name))
+        weights[reason] = DenseWeights(before.tensors + 1, before.weights + size, before.first)
+    return weights
+
+
+def sentence(dense: Mapping[str, DenseWeights]) -> str:
+    """Return one line about weights that stay dense, or "none"."""
+    parts = (
+        f"{reason} ({n.weights:,} weights in {amount(n.tensors, 'tensor')}, the first is {n.first})"
+        for reason, n in dense.items()
+    )
+    return "; ".join(parts) or "none"

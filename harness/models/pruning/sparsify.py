@@ -11,6 +11,7 @@ All layers are checked before the first one changes. Then they are replaced one 
 dense weights are freed. Weights are chosen by magnitude; `sparsebench prune` chooses them by data.
 """
 
+import logging
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -25,7 +26,6 @@ from sparsebench.formats.spense import sparse_shape_of
 from sparsebench.harness.models.pruning import checkpoint
 from sparsebench.harness.models.pruning.gated import (
     Gated,
-    head_of,
     is_dense,
     outermost,
     parts_of,
@@ -35,7 +35,14 @@ from sparsebench.harness.models.pruning.gated import (
     with_name,
 )
 from sparsebench.harness.models.pruning.layer import dense_count
-from sparsebench.harness.models.pruning.left_dense import exception, others, summary
+from sparsebench.harness.models.pruning.left_dense import (
+    HEADS,
+    Remainder,
+    exceptions,
+    others,
+    sentence,
+    totals,
+)
 from sparsebench.harness.models.pruning.methods import PruningPattern, keep
 from sparsebench.kernels.nn import (
     BitmapLinear,
@@ -188,14 +195,17 @@ def sparsify_(
     recipe     BlockSparse, TwoFour, Unstructured or SparseActivations
     filter_fn  takes a module and its name, and returns whether to replace it. It is called for
                modules of the kinds that the recipe takes, outermost first, and not for the parts of
-               a replaced module. By default all are replaced, except a Hugging Face model's head
+               a replaced module. By default all are replaced, except the output heads of a Hugging
+               Face model: what lies outside of its base model, such as lm_head and classifier
     tokens     numbers of tokens for which each layer plans, and searches, its kernels at once;
                other numbers do so at their first call
 
     Adapters, routers and gates of fewer than 8 rows stay dense, and so do experts that share one
-    tensor. A UserWarning counts them before anything changes. `save_pretrained` of a Hugging Face
-    model then writes the sparse layers (checkpoint.py). Raises FormatError, before any change, with
-    the name of the first layer that does not fit. Code that computes with the weight of a replaced
+    tensor. Before anything changes, a UserWarning counts what is replaced and what stays dense; if
+    only output heads do, the logger `sparsebench` says so at level INFO instead. `save_pretrained`
+    of a Hugging Face model then writes the sparse layers (checkpoint.py).
+
+    Raises FormatError, before any change, with the name of the first layer that does not fit. Code that computes with the weight of a replaced
     layer, as Mamba's does with that of dt_proj, raises Unsupported at its first call: leave such a
     layer out by filter_fn.
     """
@@ -204,14 +214,19 @@ def sparsify_(
         isinstance(recipe, Recipe),
         f"recipe: expected {recipes}; found {repr(recipe).splitlines()[0]}",
     )
-    names, left_out = _select(model, recipe, filter_fn)
+    names, remainders = _select(model, recipe, filter_fn)
     for name in names:
         module = model.get_submodule(name)
         with_name(name, _require_unshared, model, module)
         with_name(name, recipe.check, module)
     record = checkpoint.recorder(model)
-    if left_out:
-        warnings.warn(f"sparsify_ leaves dense: {summary(left_out)}", stacklevel=2)
+    kinds = Counter(type(model.get_submodule(name)).__name__ for name in names)
+    replaced = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
+    message = f"sparsify_ replaces {replaced}; leaves dense: {sentence(totals(remainders))}"
+    if all(reason == HEADS for reason, *_ in remainders):
+        logging.getLogger("sparsebench").info(message)
+    else:
+        warnings.warn(message, stacklevel=2)
     for name in names:
         module = model.get_submodule(name)
         with torch.no_grad():
@@ -228,27 +243,27 @@ def sparsify_(
 
 def _select(
     model: nn.Module, recipe: Recipe, filter_fn: Filter | None
-) -> tuple[list[str], list[tuple[str, str, int]]]:
+) -> tuple[list[str], list[Remainder]]:
     """Return the names of the modules to replace, and what stays dense beside them.
 
     Raises FormatError if there is nothing to replace.
     """
-    head = head_of(model)
-    selects = filter_fn or (lambda module, _: module is not head)
+    selects = filter_fn or (lambda module, _: True)
+    exception = exceptions(model, with_heads=filter_fn is None)
     names: list[str] = []
-    left_out: list[tuple[str, str, int]] = []
+    remainders: list[Remainder] = []
 
     for name, module in outermost(model, lambda m, n: recipe.takes(m) and selects(m, n)):
-        if (reason := exception(model, module, name)) is None:
+        if (reason := exception(module, name)) is None:
             names.append(name)
         else:
-            left_out.append((reason, name, sum(p.numel() for p in module.parameters())))
-    left_out += others(model, names, only_experts=filter_fn is not None)
+            remainders.append((reason, name, sum(p.numel() for p in module.parameters())))
+    remainders += others(model, names, only_experts=filter_fn is not None)
     kind, model_kind = type(recipe).__name__, type(model).__name__
     require("" not in names, f"expected a model that contains layers, found a layer: {model_kind}")
-    alternative = summary(left_out) or "none"
-    require(bool(names), f"expected a layer for {kind} in {model_kind}, found {alternative}")
-    return names, left_out
+    rest = sentence(totals(remainders))
+    require(bool(names), f"expected a layer for {kind} in {model_kind}, found {rest}")
+    return names, remainders
 
 
 def _require_unshared(model: nn.Module, module: nn.Module) -> None:
