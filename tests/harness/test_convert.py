@@ -18,7 +18,9 @@ from sparsebench.formats.bsr import Bsr
 from sparsebench.harness.models.pruning import convert as conversion
 from sparsebench.harness.models.pruning import model as models
 from sparsebench.harness.models.pruning.convert import convert
+from sparsebench.harness.models.pruning.left_dense import HEADS
 from sparsebench.nn import SpenseGatedMLP, SpenseLinear
+from sparsebench.results.model_files import DenseWeights
 from tests.harness.tiny_models import generated, tiny, tokenizer, transformers
 from tests.tools.command_line import output, refusal, sparsebench
 from tests.tools.paths import ROOT
@@ -150,7 +152,7 @@ def test_a_converted_model_computes_what_its_dense_weights_do(options, layers, t
     model = write(tmp_path / "old", **options)
     written = convert(tmp_path / "old", tmp_path / "new")
     assert written.layers == layers
-    assert written.dense == {}
+    assert written.dense == {HEADS: DenseWeights(1, 300 * 64, "lm_head")}
     restored = loaded(tmp_path / "new")
     counts = [type(m).__name__ for _, m in restored.named_modules() if type(m).__name__ in layers]
     within = counts.count("SpenseGatedMLP") * 2  # gate_up and down
@@ -212,7 +214,9 @@ def test_dense_layers_and_an_embedding_that_was_compressed_stay_dense(tmp_path):
     write(tmp_path / "old", TWO_FOUR, change=change)
     written = convert(tmp_path / "old", tmp_path / "new")
     assert written.layers == {"SpenseLinear": 10, "SpenseGatedMLP": 1}
-    assert sum(written.dense.values()) == 2
+    dense = {reason: weights.first for reason, weights in written.dense.items()}
+    embedding = {"compressed weights outside of linear layers": "model.embed_tokens"}
+    assert dense == {"linear layers without 2:4": UP, HEADS: "lm_head"} | embedding
     restored = loaded(tmp_path / "new")
     assert type(restored.get_submodule(UP)) is nn.Linear
     assert restored(IDS).logits.isfinite().all()
@@ -238,7 +242,11 @@ def test_experts_stay_dense_and_are_counted(tmp_path):
     expected = loaded(tmp_path / "old")(IDS).logits
     written = convert(tmp_path / "old", tmp_path / "new")
     assert written.layers == {"SpenseLinear": 4}
-    assert sum(written.dense.values()) == 25
+    experts = DenseWeights(2, 3 * 8 * 64 * 128, "model.layers.0.mlp.experts.gate_up_proj")
+    router = DenseWeights(1, 8 * 64, "model.layers.0.mlp.gate.weight")
+    shared = {"MixtralExperts, whose experts share one tensor": experts}
+    head = DenseWeights(1, 300 * 64, "lm_head")
+    assert written.dense == {HEADS: head, "MixtralTopKRouter": router} | shared
     assert torch.equal(loaded(tmp_path / "new")(IDS).logits, expected)
 
 
@@ -309,8 +317,31 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ),
     ("missing", {"change": lambda t: t.pop(f"{UP}.shape")}, f"{UP}: expected shape"),
     ("twice", {"change": lambda t: t.update({f"{UP}.weight": torch.ones(2)})}, "and no weight"),
-    ("shape", {"change": lambda t: t[f"{UP}.shape"].mul_(2)}, f"{UP}: bitmask: expected"),
+    (
+        "sizes",
+        {"change": lambda t: t[f"{UP}.shape"].mul_(2)},
+        rf"{UP}.weight: expected \[256, 64\], found \[512, 128\]",
+    ),
+    (
+        "bitmask",
+        {"change": lambda t: t.update({f"{UP}.bitmask": t[f"{UP}.bitmask"][:, 1:].contiguous()})},
+        f"{UP}: bitmask: expected",
+    ),
     ("bits", {"change": lambda t: t[f"{UP}.bitmask"].fill_(255)}, f"{UP}: compressed: expected"),
+    ("nan", {"change": lambda t: t[f"{UP}.compressed"][0].fill_(torch.nan)}, f"{UP}: .*finite"),
+    (
+        "infinite",
+        {"change": lambda t: t["model.norm.weight"].fill_(torch.inf)},
+        "model.norm: weight: expected finite",
+    ),
+    ("none", {"change": lambda t: t.pop("lm_head.weight")}, "expected lm_head.weight of Llama"),
+    (
+        "extra",
+        {"change": lambda t: t.update({"model.layers.2.mlp.b.weight": torch.ones(8)})},
+        "expected a place for model.layers.2.mlp.b.weight in LlamaForCausalLM, found none",
+    ),
+    ("version", {"config": _config(version="0.15.0")}, r"version: expected 0.14 or older .*0.15"),
+    ("later", {"config": _config(version="9")}, r"version: expected 0.14 or older .*'9'"),
     (
         "scale",
         {"change": lambda t: t.update({f"{UP}.weight_scale": torch.ones(2, 2)})},
@@ -338,7 +369,7 @@ def test_what_cannot_be_read_is_one_line_and_writes_nothing(options, message, tm
 
 def test_a_model_without_sparse_weights_is_refused(tmp_path):
     tiny(dtype=BF16).save_pretrained(tmp_path / "old")
-    with pytest.raises(SuiteError, match="14 linear layers without 2:4"):
+    with pytest.raises(SuiteError, match=r"linear layers without 2:4 \(.* in 14 tensors"):
         convert(tmp_path / "old", tmp_path / "new")
     with pytest.raises(SuiteError, match="expected the directory"):
         convert(tmp_path / "none", tmp_path / "new")

@@ -15,6 +15,7 @@ In sparse-24-bitmask two bits of every group of 4 are set, so a bit may mark a z
 are compared with those above and are never looked up. Source: compressed-tensors 0.14.0.1.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -27,6 +28,7 @@ from torch import Tensor
 from sparsebench.errors import SuiteError
 from sparsebench.formats._format import BITS, has_value, require
 from sparsebench.harness.inputs import sources
+from sparsebench.harness.models.pruning.gated import with_name
 from sparsebench.harness.models.pruning.layer import require_one_of
 from sparsebench.results.files import from_json
 
@@ -37,6 +39,9 @@ PACKED = ("shape", "compressed", "bitmask", "row_offsets")
 UNUSED = ("input_scale", "input_zero_point", "k_scale", "v_scale", "q_scale", "output_scale")
 UNREADABLE = ("weight_packed", "weight_g_idx", "weight_global_scale", "scale_packed", "meta")
 MOST = 2**24  # rows or columns
+VERSION = re.compile(r"(\d{1,6})\.(\d{1,6})")
+WHOLE = "model.safetensors"
+LAST = 0, 14  # version that wrote bitmasks; later ones of 0.x still store zeros
 
 
 @dataclass
@@ -69,31 +74,73 @@ class Checkpoint:
         compression = self.config.pop("quantization_config", None)
         compression = self.config.pop("compression_config", None) or compression or {}
         self.sparse = _sparse_format(folder, compression)
-        self.modules, self.others, self.unused = _modules([*self.places])
+        self.modules, self.others, self.unused = _modules([*self.headers])
         bitmask = next((name for name, m in self.modules.items() if len(m.packed) > 1), None)
         if bitmask and self.sparse == "dense":
             expected = f"{TWO_FOUR} or {BITMASK} for the bitmask of {bitmask}"
             raise SuiteError(f"{folder}: sparsity_config.format: expected {expected}, found dense")
 
     @cached_property
-    def places(self) -> dict[str, Path]:
-        """Return the file of each tensor by name. Raises SuiteError."""
-        index = self.folder / "model.safetensors.index.json"
-        if index.exists():
-            places = from_json(index).get("weight_map")
-            if not isinstance(places, dict):
-                raise SuiteError(f"{index}: expected a weight_map, found {places!r:.60}")
-            names = {str(name) for name in places.values()}
-            if outside := [name for name in names if Path(name).name != name]:
-                raise SuiteError(f"{index}: expected files beside it, found {outside[0]!r}")
-        else:
-            names = {"model.safetensors"}
-        files = [self.folder / name for name in sorted(names)]
-        return {key: file for file in files for key in sources.header(file)}
+    def headers(self) -> dict[str, tuple[Path, list[int]]]:
+        """Return the file and the shape of each tensor by name. Raises SuiteError."""
+        places = self._index()
+        tensors: dict[str, tuple[Path, list[int]]] = {}
+        for file in sorted({*places.values()}) or [WHOLE]:
+            path = self.folder / file
+            for name, (shape, _) in sources.header(path).items():
+                other, _ = tensors.setdefault(name, (path, shape))
+                if other != path:
+                    where = f"{other.name} and {file}"
+                    raise SuiteError(f"{self.folder}: expected {name} in one file, found {where}")
+        for name, file in places.items():
+            if name not in tensors or tensors[name][0].name != file:
+                raise SuiteError(
+                    f"{self.folder / file}: expected {name} as in the index, found none"
+                )
+        return tensors
+
+    def _index(self) -> dict[str, str]:
+        """Return the name of the file of each tensor; none without an index. Raises SuiteError."""
+        index = self.folder / f"{WHOLE}.index.json"
+        if not index.exists():
+            return {}
+        places = from_json(index).get("weight_map")
+        if not isinstance(places, dict) or not places:
+            raise SuiteError(f"{index}: expected a weight_map of files, found {places!r:.60}")
+        names = sorted({str(name) for name in places.values()})
+        if outside := [name for name in names if Path(name).name != name]:
+            raise SuiteError(f"{index}: expected files beside it, found {outside[0]!r}")
+        if absent := [name for name in names if not (self.folder / name).is_file()]:
+            more = f", nor {len(absent) - 1} others" if len(absent) > 1 else ""
+            raise SuiteError(f"{index}: expected {absent[0]} beside it, found none{more}")
+        if WHOLE not in names and (self.folder / WHOLE).exists():
+            raise SuiteError(f"{self.folder}: expected {WHOLE} or its index, found both")
+        return {name: str(file) for name, file in places.items()}
+
+    @cached_property
+    def shapes(self) -> dict[str, list[int]]:
+        """Return the shapes of weights and of `others`, by name, without reading values.
+
+        The shape of a bitmask is read. Raises SuiteError or FormatError.
+        """
+        shapes = {name: self.headers[name][1] for name in self.others}
+        for name, module in self.modules.items():
+            weight = module.packed.get("weight")
+            shapes[f"{name}.weight"] = (
+                self.headers[weight][1]
+                if weight
+                else with_name(name, shape_of_bitmask, self.tensor(module.packed["shape"]))
+            )
+        return shapes
+
+    @property
+    def size(self) -> int:
+        """Return the size of the files in bytes."""
+        return sum(path.stat().st_size for path in {path for path, _ in self.headers.values()})
 
     def tensor(self, name: str) -> Tensor:
         """Read a tensor. Raises SuiteError."""
-        return sources.load_tensor(self.places[name], name)
+        return sources.load_tensor(self.headers[name][0], name)
 
     def weight(self, module: Module) -> Tensor:
         """Return the weight with its zeros, as stored: without its scale. Raises FormatError."""
@@ -112,10 +159,7 @@ class Checkpoint:
 
 def unpack_bitmask(parts: Mapping[str, Tensor]) -> Tensor:
     """Return the weight of a bitmask and its values. Raises FormatError unless they fit."""
-    shape, values = parts["shape"].flatten().tolist(), parts["compressed"]
-    bitmask = parts["bitmask"]
-    sizes = all(isinstance(size, int) and 0 < size <= MOST for size in shape)
-    require(sizes and len(shape) in (1, 2), f"shape: expected n and k, found {shape}")
+    shape, values, bitmask = shape_of_bitmask(parts["shape"]), parts["compressed"], parts["bitmask"]
     expected = [*shape[:-1], -(-shape[-1] // 8)]
     layout = f"{bitmask.dtype} {list(bitmask.shape)}"
     fits = [*bitmask.shape] == expected and bitmask.dtype == torch.uint8
@@ -133,6 +177,14 @@ def unpack_bitmask(parts: Mapping[str, Tensor]) -> Tensor:
     whole = BITS[values.element_size()]
     weight.view(whole)[stored] = values.view(whole).flatten()
     return weight
+
+
+def shape_of_bitmask(stored: Tensor) -> list[int]:
+    """Return the shape of a bitmask's weight. Raises FormatError unless it is n and k."""
+    shape: list[int] = stored.flatten().tolist()
+    sizes = all(isinstance(size, int) and 0 < size <= MOST for size in shape)
+    require(sizes and len(shape) in (1, 2), f"shape: expected n and k, found {shape}")
+    return shape
 
 
 def _modules(names: list[str]) -> tuple[dict[str, Module], list[str], list[str]]:
@@ -190,7 +242,18 @@ def _sparse_format(folder: Path, compression: Any) -> str:
         accepted = (*SPARSE[:2], *QUANTIZED) if key == "format" else QUANTIZED
         require_one_of(f"{where}.{key}", quantized or "dense", accepted)
     sparse = sparsity.get("format") or (formats["format"] if formats["format"] in SPARSE else None)
-    return require_one_of(f"{where}.sparsity_config.format", sparse or "dense", SPARSE)
+    form = require_one_of(f"{where}.sparsity_config.format", sparse or "dense", SPARSE)
+    _require_version(where, compression.get("version", "0.14"), form)
+    return form
+
+
+def _require_version(where: str, version: object, form: str) -> None:
+    """Raise SuiteError unless a version of compressed-tensors wrote this format."""
+    parts = VERSION.match(version) if isinstance(version, str) else None
+    numbers = tuple(map(int, parts.groups())) if parts else (1, 0)
+    if numbers > (LAST if form != "dense" else (0, MOST)):
+        expected = f"0.{LAST[1]} or older for {form}" if form != "dense" else "0.x"
+        raise SuiteError(f"{where}.version: expected {expected}, found {version!r:.40}")
 
 
 def is_two_four(weight: Tensor) -> bool:

@@ -6,14 +6,16 @@
     sparse-bitmask                               BitmapLinear
     everything else                              dense, in the model's dtype
 
-The model is built on the meta device, and one module at a time is read and packed, so that memory
-holds the largest gated MLP beside what is written at the end. The output loads by
-`from_pretrained`, as what `save_pretrained` writes of a sparse model does (checkpoint.py).
+The model is built on the meta device, where transformers compares its state with the tensors of the
+checkpoint, by the names that it gives them (state.py). Then one module at a time is read and
+packed, so that memory holds the largest gated MLP beside what is written at the end. At last the
+output is loaded by `from_pretrained`, as what `save_pretrained` writes of a sparse model
+(checkpoint.py), and compared again.
 """
 
 import shutil
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
 from importlib import import_module
@@ -30,22 +32,28 @@ from sparsebench.harness.models.pruning.compressed import BITMASK, Checkpoint, i
 from sparsebench.harness.models.pruning.gated import (
     STEP,
     Gated,
-    head_of,
     is_dense,
     require_gated,
     with_name,
 )
 from sparsebench.harness.models.pruning.layer import ACTIVATIONS
-from sparsebench.harness.models.pruning.model import quiet, usable
-from sparsebench.harness.models.reporting import transformers_for
+from sparsebench.harness.models.pruning.left_dense import (
+    Remainder,
+    exceptions,
+    others,
+    sentence,
+    totals,
+)
+from sparsebench.harness.models.pruning.state import CONFIG, Names, load, on_meta
 from sparsebench.kernels._kernel import NAMES
 from sparsebench.kernels.nn import BitmapLinear, SpenseGatedMLP, SpenseLinear
+from sparsebench.results.model_files import DenseWeights
 from sparsebench.results.run.store import new_directory, write_json
 
 E4M3, HALF = torch.float8_e4m3fn, (torch.float16, torch.bfloat16)
 SHARD_BYTES = 4 * 10**9
 TO_16_BITS = "--dtype bfloat16 multiplies by the scales and rounds"
-CONFIG = "config.json"
+MERGED = "linear layers whose weights transformers merges or splits"
 NOT_COPIED = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".py"}
 
 
@@ -54,14 +62,14 @@ class Conversion:
     """The outcome of a conversion.
 
     layers   number of sparse layers by class
-    dense    number of compressed or linear layers that stayed dense, by reason
+    dense    the weights that stayed dense, by reason, in the words of sparsify_
     unused   number of tensors that were left out, by the last part of their name
     dtype    of the model
     before   bytes of the tensors that were read; `after`: of those that were written
     """
 
     layers: dict[str, int]
-    dense: dict[str, int]
+    dense: dict[str, DenseWeights]
     unused: dict[str, int]
     dtype: str
     before: int
@@ -77,7 +85,8 @@ def convert(
             None keeps 16-bit and fp8 weights
     device  where weights are packed
 
-    Raises SuiteError, FormatError or ResultError, and then writes nothing.
+    Raises SuiteError, FormatError or ResultError, and then writes nothing: also if a tensor of the
+    model is missing, has another shape or is not finite, or if the model has no place for one.
     """
     if not source.is_dir():
         raise SuiteError(f"{source}: expected the directory of a checkpoint, found none")
@@ -117,9 +126,22 @@ class _Weight:
         is_compressed = len(module.packed) > 1
         weight = cls(stored.sparse if is_compressed else "dense", values, scale)
         if dtype is not None:
-            return cls(weight.format, weight.scaled(dtype), None)
+            weight = cls(weight.format, weight.scaled(dtype), None)
         expected = "weight: expected floating-point values"
-        require(values.is_floating_point(), f"{expected}, found {values.dtype}: {TO_16_BITS}")
+        kind = weight.values.dtype
+        require(kind.is_floating_point, f"{expected}, found {kind}: {TO_16_BITS}")
+        _require_finite("weight", weight.values)
+        if weight.scale is not None:
+            _require_finite("weight_scale", weight.scale)
+        return weight
+
+    def dense(self) -> Tensor:
+        """Return the weight without a scale, in 16 bits if it has fewer. Raises FormatError."""
+        if self.scale is None and self.values.itemsize > 1:
+            return self.values
+        half = self.values.dtype in HALF
+        weight = self.scaled(self.values.dtype if half else torch.bfloat16)
+        _require_finite("weight", weight)
         return weight
 
     def scaled(self, dtype: torch.dtype) -> Tensor:
@@ -130,96 +152,99 @@ class _Weight:
 
 
 class _Converter:
-    """Packs the modules of a checkpoint one by one."""
+    """Packs the modules of a checkpoint one by one. Modules have the names of the model."""
 
     def __init__(
         self, stored: Checkpoint, folder: Path, dtype: torch.dtype | None, device: torch.device
     ) -> None:
         self.stored, self.folder, self.dtype, self.device = stored, folder, dtype, device
-        self.model = _on_meta(stored, folder)
-        self.head = head_of(self.model)
+        self.model = on_meta(stored.folder, folder, stored.config, stored.shapes)
+        self.modules = dict(self.model.named_modules())
         self.users = Counter(id(p) for _, p in self.model.named_parameters(remove_duplicate=False))
+        self.exception = exceptions(self.model, with_heads=True)
+        self.files = Names(self.model).unchanged(stored.shapes)
         self.outside = dtype  # dtype of the model: that of its 16-bit weights, or bf16 beside fp8
-        self.sparse: dict[str, str] = {}
-        self.dense = Counter[str]()
+        self.sparse: dict[str, _Sparse] = {}
+        self.remainders: dict[str, Remainder] = {}
         self.tensors: dict[str, Tensor] = {}
 
     def run(self) -> Conversion:
         """Write all tensors, and config.json with the description of the sparse layers."""
-        for owner, names in self._units():
-            self._convert(owner, names)
+        for owner, files in self._units():
+            self._convert(owner, files)
+        dense = totals(self._remainders())
         if not self.sparse:
-            dense = "; ".join(f"{count} {reason}" for reason, count in self.dense.items())
             expected = "expected 2:4 or bitmask weights of linear layers"
-            raise SuiteError(f"{self.stored.folder}: {expected}, found {dense or 'none'}")
+            raise SuiteError(f"{self.stored.folder}: {expected}, found {sentence(dense)}")
         for name in self.stored.others:
-            if name not in self.tensors:  # as the bias of a sparse layer is
-                tensor = self.stored.tensor(name)
-                rounds = self.dtype is not None and tensor.is_floating_point()
-                self.tensors[name] = tensor.to(self.dtype) if rounds else tensor
+            if name not in self.tensors:
+                self.tensors[name] = self._other(name)
+        self._name_sparse()
         after = sum(tensor.nbytes for tensor in self.tensors.values())
-        import_module("huggingface_hub").save_torch_state_dict(
-            self.tensors, self.folder, max_shard_size=SHARD_BYTES
-        )
-        dtype = str(self.outside).removeprefix("torch.")
-        method: dict[str, Any] = {"quant_method": checkpoint.METHOD, "version": checkpoint.VERSION}
-        method["layers"] = checkpoint.describe(self.model)
-        config = {key: value for key, value in self.stored.config.items() if key != "torch_dtype"}
-        config |= {"dtype": dtype, "quantization_config": method}
-        write_json(self.folder / CONFIG, config)
+        self._write()
         unused = Counter(name.rpartition(".")[2] for name in self.stored.unused)
-        before = sum(path.stat().st_size for path in {*self.stored.places.values()})
-        layers = Counter(self.sparse.values())
-        return Conversion({**layers}, {**self.dense}, {**unused}, dtype, before, after)
+        layers = Counter(type(sparse.layer).__name__ for sparse in self.sparse.values())
+        dtype = str(self.outside).removeprefix("torch.")
+        return Conversion({**layers}, dense, {**unused}, dtype, self.stored.size, after)
 
-    def _units(self) -> Iterator[tuple[str, list[str]]]:
-        """Yield gated MLPs with the names of their layers, then all other modules alone."""
-        done: set[str] = set()
+    def _units(self) -> Iterator[tuple[str, dict[str, str]]]:
+        """Yield gated MLPs with their layers, then all other modules alone.
+
+        The layers are names in the file by names in the model. What transformers merges or splits
+        has no name in the model, and comes last.
+        """
+        weights = {f"{name}.weight": name for name in self.stored.modules}
+        files = {
+            name.removesuffix(".weight"): weights.pop(file)
+            for name, file in self.files.items()
+            if file in weights and name.endswith(".weight")
+        }
         for name, module in [*self.model.named_modules()]:
             parts = Gated.of(module)
             names = [f"{name}.{part}" for part in parts.layers] if parts else []
-            if names and all(part in self.stored.modules for part in names):
-                done.update(names)
-                yield name, names
-        yield from ((name, [name]) for name in self.stored.modules if name not in done)
+            if names and all(part in files for part in names):
+                yield name, {part: files.pop(part) for part in names}
+        yield from ((name, {name: file}) for name, file in files.items())
+        for file in weights.values():
+            weight = with_name(file, _Weight.read, file, self.stored, self.dtype)
+            self.tensors[f"{file}.weight"] = weight.dense()
 
-    def _convert(self, owner: str, names: list[str]) -> None:
+    def _convert(self, owner: str, files: dict[str, str]) -> None:
         read = self.stored, self.dtype
-        weights = {name: with_name(name, _Weight.read, name, *read) for name in names}
+        weights = {name: with_name(f, _Weight.read, f, *read) for name, f in files.items()}
         reasons = {name: self._dense_reason(name, weight) for name, weight in weights.items()}
-        whole = len(names) > 1 and not any(reason is not None for reason in reasons.values())
+        whole = len(files) > 1 and not any(reason is not None for reason in reasons.values())
         if whole and all(self._fits_mlp(name, weight) for name, weight in weights.items()):
             mlp = with_name(owner, self._gated_mlp, owner, [w.values for w in weights.values()])
             if mlp is not None:
-                self._place(owner, mlp)
+                last = files[f"{owner}.down_proj"]
+                self._place(owner, mlp, last.removesuffix(".down_proj"))
                 return
         for name, weight in weights.items():
-            reason = reasons[name]
+            reason, file = reasons[name], files[name]
             if reason is None:
-                self._place(name, with_name(name, self._linear, weight, self._bias(name)))
+                layer = with_name(name, self._linear, weight, self._bias(name))
+                self._place(name, layer, file)
                 continue
             if reason:
-                self.dense[reason] += 1
-            fp8 = weight.values.itemsize == 1
-            values = weight.scaled(torch.bfloat16) if fp8 else weight.values
-            self.tensors[f"{name}.weight"] = values
+                self.remainders[name] = reason, name, weight.values.numel()
+            self.tensors[f"{file}.weight"] = with_name(name, weight.dense)
 
     def _dense_reason(self, name: str, weight: _Weight) -> str | None:
         """Return why a weight stays dense, or "" if it would anyway; None if it becomes sparse.
 
         Raises FormatError for a linear layer whose weight has a dtype that no sparse layer has.
         """
-        module = dict(self.model.named_modules()).get(name)
+        module, values = self.modules[name], weight.values
         bitmask, compressed = weight.format == BITMASK, weight.format != "dense"
-        values = weight.values
-        if not bitmask and not is_two_four(values):
-            linear = is_dense(module) and module is not self.head
-            return "linear layers without 2:4" if linear else ""
         if not is_dense(module):
-            kind = "2:4 or compressed weights outside of linear layers"
-            return kind if compressed or values.dim() == 2 else ""
-        if (module is self.head and not compressed) or self.users[id(module.weight)] > 1:
-            return "heads"
+            return "compressed weights outside of linear layers" if compressed else ""
+        if (reason := self.exception(module, name)) is not None:
+            return reason
+        if self.users[id(module.weight)] > 1:
+            return "weights shared with another layer"
+        if not bitmask and not is_two_four(values):
+            return "linear layers without 2:4"
         step = 2 * STEP if values.dtype == E4M3 else STEP
         if not bitmask and (values.shape[1] % step or values.shape[0] % STEP):
             return f"linear layers whose sizes are no multiples of {step}"
@@ -231,12 +256,29 @@ class _Converter:
         require(fits, f"{name}: expected 16 bits, found {actual}: {TO_16_BITS}")
         return None
 
+    def _remainders(self) -> Iterator[Remainder]:
+        """Yield what stays dense, by the words of sparsify_ where it has any."""
+        yield from self.remainders.values()
+        for name, module in self.model.named_modules():
+            if is_dense(module) and name not in self.remainders:  # merged, or tied
+                yield self.exception(module, name) or MERGED, name, module.weight.numel()
+        yield from others(self.model, [*self.sparse], only_experts=False)
+
+    def _other(self, name: str) -> Tensor:
+        """Return a tensor that belongs to no weight, such as a bias. Raises FormatError."""
+        tensor = self.stored.tensor(name)
+        if self.dtype is not None and tensor.is_floating_point():
+            tensor = tensor.to(self.dtype)
+        _require_finite(name, tensor)
+        return tensor
+
     def _bias(self, name: str) -> Tensor | None:
-        bias = f"{name}.bias"
-        return self.stored.tensor(bias) if bias in self.stored.places else None
+        file = self.files.get(f"{name}.bias")
+        return self._other(file) if file else None
 
     def _fits_mlp(self, name: str, weight: _Weight) -> bool:
-        return weight.format != BITMASK and weight.values.dtype in HALF and self._bias(name) is None
+        half = weight.format != BITMASK and weight.values.dtype in HALF and weight.scale is None
+        return half and self._bias(name) is None
 
     def _gated_mlp(self, name: str, weights: list[Tensor]) -> SpenseGatedMLP | None:
         """Return gate, up and down in one layer; None if the module computes something else."""
@@ -257,35 +299,59 @@ class _Converter:
             return BitmapLinear.from_dense(values, bias)
         return SpenseLinear.from_dense(values, bias=bias, scale=weight.scale)
 
-    def _place(self, name: str, layer: SpenseGatedMLP | SpenseLinear | BitmapLinear) -> None:
-        """Write the state of a sparse layer, and put it into the model without its tensors."""
+    def _place(
+        self, name: str, layer: SpenseGatedMLP | SpenseLinear | BitmapLinear, file: str
+    ) -> None:
+        """Keep the state of a sparse layer, and put it into the model without its tensors."""
         dtype = (layer.down if isinstance(layer, SpenseGatedMLP) else layer).dtype
         outside = torch.bfloat16 if dtype == E4M3 else dtype
         self.outside = self.outside or outside
         expected = f"{name}: expected {self.outside} as in the layers before, found {outside}"
         require(self.outside == outside, f"{expected}: {TO_16_BITS}")
-        state = layer.state_dict(prefix=f"{name}.")
-        self.tensors |= {key: tensor.detach().cpu() for key, tensor in state.items()}
+        state = {key: tensor.detach().cpu() for key, tensor in layer.state_dict().items()}
         self.model.set_submodule(name, layer.to("meta"))
-        self.sparse[name] = type(layer).__name__
+        self.sparse[name] = _Sparse(layer, file, state)
+        if bias := self.files.get(f"{name}.bias"):
+            self.stored.others.remove(bias)
+
+    def _name_sparse(self) -> None:
+        """Give the tensors of sparse layers the names of the file, as `save_pretrained` would."""
+        names = Names(self.model)
+        for module, sparse in self.sparse.items():
+            for part, tensor in sparse.state.items():
+                own, file = f"{module}.{part}", f"{sparse.file}.{part}"
+                self.tensors[file if names.in_model(file) == (own, None) else own] = tensor
+
+    def _write(self) -> None:
+        """Write tensors and config.json. Raises SuiteError unless transformers loads them all."""
+        import_module("huggingface_hub").save_torch_state_dict(
+            self.tensors, self.folder, max_shard_size=SHARD_BYTES
+        )
+        self.tensors.clear()
+        dtype = str(self.outside).removeprefix("torch.")
+        method: dict[str, Any] = {"quant_method": checkpoint.METHOD, "version": checkpoint.VERSION}
+        method["layers"] = checkpoint.describe(self.model)
+        config = {key: value for key, value in self.stored.config.items() if key != "torch_dtype"}
+        config |= {"dtype": dtype, "quantization_config": method}
+        write_json(self.folder / CONFIG, config)
+        checkpoint.register()
+        load(type(self.model), self.stored.folder, self.folder)
 
 
-def _on_meta(stored: Checkpoint, folder: Path) -> nn.Module:
-    """Return the model of a configuration on the meta device. Raises SuiteError."""
-    write_json(folder / CONFIG, stored.config)
-    transformers, names = transformers_for(stored.folder), stored.config.get("architectures")
-    with usable(stored.folder), quiet(transformers):
-        options = {"local_files_only": True, "trust_remote_code": False}
-        config = transformers.AutoConfig.from_pretrained(folder, **options)
-        for name in names if isinstance(names, list) else ():
-            kind: Any = getattr(transformers, str(name), None)
-            is_model = isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)
-            if is_model:
-                with torch.device("meta"):
-                    model: nn.Module = kind._from_config(config)
-                return model
-    actual = f"{names!r:.80}"
-    raise SuiteError(f"{stored.folder}: expected architectures of transformers, found {actual}")
+@dataclass(frozen=True)
+class _Sparse:
+    """A sparse layer without tensors, the name of the layer in the file, and the tensors."""
+
+    layer: nn.Module
+    file: str
+    state: Mapping[str, Tensor]
+
+
+def _require_finite(name: str, tensor: Tensor) -> None:
+    """Raise FormatError if a tensor has NaN or infinity."""
+    values = tensor.float() if tensor.itemsize == 1 and tensor.is_floating_point() else tensor
+    expected = f"{name}: expected finite values in {tensor.dtype}"
+    require(bool(values.isfinite().all()), f"{expected}, found NaN or infinity")
 
 
 def lines(out: Path, conversion: Conversion) -> Iterator[str]:
@@ -296,8 +362,7 @@ def lines(out: Path, conversion: Conversion) -> Iterator[str]:
         for size in (conversion.after, conversion.before)
     )
     yield f"{out}: {layers}, {conversion.dtype}, {after} in place of {before}"
-    for reason, count in conversion.dense.items():
-        yield f"dense: {count} {reason}"
+    yield f"leaves dense: {sentence(conversion.dense)}"
     for name, count in conversion.unused.items():
         yield f"left out: {count} {name}; fp8 layers scale each token by its largest element"
     yield f"from_pretrained({str(out)!r}) loads it after import sparsebench.nn"

@@ -205,9 +205,9 @@ def sparsify_(
     only output heads do, the logger `sparsebench` says so at level INFO instead. `save_pretrained`
     of a Hugging Face model then writes the sparse layers (checkpoint.py).
 
-    Raises FormatError, before any change, with the name of the first layer that does not fit. Code that computes with the weight of a replaced
-    layer, as Mamba's does with that of dt_proj, raises Unsupported at its first call: leave such a
-    layer out by filter_fn.
+    Raises FormatError, before any change, with the name of the first layer that does not fit. Code
+    that computes with the weight of a replaced layer, as Mamba's does with that of dt_proj, raises
+    Unsupported at its first call: leave such a layer out by filter_fn.
     """
     recipes = "BlockSparse(...), TwoFour(...), Unstructured(...) or SparseActivations(...)"
     require(

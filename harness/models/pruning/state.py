@@ -1,0 +1,133 @@
+"""Match the tensors of a checkpoint with the state of a model of transformers.
+
+    in the file                             in the model
+    model.layers.0.mlp.up_proj.weight       model.language_model.layers.0.mlp.up_proj.weight
+    model.layers.0.mlp.experts.1.w1.weight  model.layers.0.mlp.experts.gate_up_proj
+
+The rules are those of `from_pretrained`: transformers renames tensors, adds or removes the prefix
+of the base model, and merges or splits some, such as the weights of experts. `load` compares the
+names and shapes, also on the meta device.
+"""
+
+from collections.abc import Iterable, Mapping
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from sparsebench.errors import SuiteError
+from sparsebench.formats._format import require
+from sparsebench.harness.models.pruning.model import quiet, usable
+from sparsebench.harness.models.reporting import transformers_for
+from sparsebench.results.run.store import write_json
+
+CONFIG = "config.json"
+
+
+class Names:
+    """The names in a model, by the names in a file.
+
+    model  of transformers; its current layers decide about the prefix of the base model
+    """
+
+    def __init__(self, model: Any) -> None:
+        mapping = import_module("transformers.conversion_mapping")
+        self.loading = import_module("transformers.core_model_loading")
+        rules = mapping.get_model_conversion_mapping(model)
+        self.renamings = [rule for rule in rules if isinstance(rule, self.loading.WeightRenaming)]
+        self.merges = [rule for rule in rules if isinstance(rule, self.loading.WeightConverter)]
+        self.prefix, self.state = model.base_model_prefix, model.state_dict()
+
+    def in_model(self, name: str) -> tuple[str, str | None]:
+        """Return the name in the model, and the pattern by which the tensor is merged or split."""
+        options = self.prefix, self.state
+        rename = self.loading.rename_source_key
+        renamed, pattern = rename(name, self.renamings, self.merges, *options)
+        if renamed not in self.state and name in self.state:
+            renamed, pattern = rename(name, [], [], *options)
+        return renamed, pattern
+
+    def unchanged(self, names: Iterable[str]) -> dict[str, str]:
+        """Return the names in the file of tensors that are only renamed, by those in the model.
+
+        Raises FormatError if two tensors have one name in the model, or if a merged one lacks some.
+        """
+        files: dict[str, str] = {}
+        merged: dict[str, dict[str, list[str]]] = {}
+        for name in names:
+            target, pattern = self.in_model(name)
+            if target not in self.state:
+                continue
+            if pattern is not None:
+                merged.setdefault(target, {}).setdefault(pattern, []).append(name)
+                continue
+            other = files.setdefault(target, name)
+            require(other == name, f"{target}: expected one tensor, found {other} and {name}")
+        for target, parts in merged.items():
+            few, many = min(parts.values(), key=len), max(parts.values(), key=len)
+            actual = f"{len(many)} such as {many[0]} and {len(few)} such as {few[0]}"
+            equal = len(few) == len(many)
+            require(equal, f"{target}: expected as many tensors of each kind, found {actual}")
+        return files
+
+
+def on_meta(
+    source: Path, folder: Path, content: Mapping[str, Any], shapes: Mapping[str, list[int]]
+) -> nn.Module:
+    """Return the model of a checkpoint on the meta device. Raises SuiteError, as `load` does.
+
+    source   the checkpoint
+    folder   where its config.json is written, with this content
+    content  of config.json
+    shapes   of the tensors, by their names in the file
+    """
+    write_json(folder / CONFIG, content)
+    transformers, names = transformers_for(source), content.get("architectures")
+    with usable(source), quiet(transformers):
+        options = {"local_files_only": True, "trust_remote_code": False}
+        config = transformers.AutoConfig.from_pretrained(folder, **options)
+    for name in names if isinstance(names, list) else ():
+        kind: Any = getattr(transformers, str(name), None)
+        if isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel):
+            state = {key: torch.empty(s, device="meta") for key, s in shapes.items()}
+            return load(
+                *(kind, source, None),
+                config=config,
+                state_dict=state,
+                device_map={"": "meta"},
+                dtype=torch.float32,
+            )
+    actual = f"{names!r:.80}"
+    raise SuiteError(f"{source}: expected architectures of transformers, found {actual}")
+
+
+def load(kind: Any, source: Path, folder: Path | None, **options: Any) -> nn.Module:
+    """Load a model. Raises SuiteError if a tensor is missing, left over or of another shape.
+
+    source  what an error names
+    folder  what to load, if the options have no state_dict
+    """
+    with usable(source), quiet(transformers_for(source)):
+        model, report = kind.from_pretrained(
+            folder,
+            **options,
+            local_files_only=True,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+        )
+    loaded: nn.Module = model
+    for name, actual, expected in sorted(report["mismatched_keys"])[:1]:
+        sizes = f"expected {[*expected]}, found {[*actual]}"
+        raise SuiteError(f"{source}: {name}: {sizes}")
+    problems = {
+        "missing_keys": ("", f" of {kind.__name__}"),
+        "unexpected_keys": ("a place for ", f" in {kind.__name__}"),
+    }
+    for key, (before, after) in problems.items():
+        if names := sorted(report[key]):
+            more = f", nor {before and 'for '}{len(names) - 1} others" if len(names) > 1 else ""
+            expected = f"{before}{names[0]}{after}"
+            raise SuiteError(f"{source}: expected {expected}, found none{more}")
+    return loaded
