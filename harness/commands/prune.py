@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from sparsebench.harness.commands._console import print_json, wide
+from sparsebench.harness.commands._console import print_json, stdout, wide
 from sparsebench.harness.commands._options import Device, Json, out_file
 
 
@@ -38,6 +38,7 @@ def prune(
     """
     from sparsebench.harness.machine.device import pick
     from sparsebench.harness.models.pruning.files import parse_pruners, prune_files, table
+    from sparsebench.harness.models.pruning.left_dense import sentence
 
     pruners = parse_pruners(method, dense, region, pattern)
     pruned = prune_files(weights, pruners, pick(device), text=calibration, tokens=tokens, to=out)
@@ -45,3 +46,4 @@ def prune(
         print_json(pruned)
     else:
         wide().print(table(pruned))
+        stdout.say(f"leaves dense: {sentence(pruned.left_dense or {})}")

@@ -147,6 +147,33 @@ def test_a_model_without_a_layer_says_what_it_has():
         sparsify_(transformers.GPT2LMHeadModel(config), BLOCKS)
 
 
+def test_a_layer_of_multihead_attention_and_a_head_stay_dense_and_replaced_ones_are_counted():
+    vision = SIZES | {"image_size": 32, "patch_size": 8}
+    model = transformers.SiglipForImageClassification(
+        transformers.SiglipConfig(text_config=SIZES, vision_config=vision)
+    )
+    with pytest.warns(UserWarning, match="sparsify_ replaces 8 Linear; leaves dense") as caught:
+        sparsify_(model, BLOCKS)
+    assert "MultiheadAttention (16,448 weights in 2 tensors" in str(caught[0].message)
+
+
+def test_heads_alone_are_no_warning_but_a_line_of_the_log(caplog):
+    caplog.set_level("INFO", logger="sparsebench")
+    sparsify_(tiny(), BLOCKS)
+    heads = "output heads (19,200 weights in 1 tensor, the first is lm_head)"
+    assert caplog.messages == [f"sparsify_ replaces 14 Linear; leaves dense: {heads}"]
+
+
+def test_a_filter_can_take_a_head():
+    model = sparsify_(tiny(), BLOCKS, lambda _, name: name == "lm_head")
+    assert isinstance(model.lm_head, BlockSparseLinear)
+
+
+def test_a_gated_mlp_with_biases_becomes_three_linear_layers():
+    model = sparsify_(tiny(dtype=BF16, mlp_bias=True), TwoFour())
+    assert isinstance(model.model.layers[0].mlp.gate_proj, SpenseLinear)
+
+
 # ---- adapters ----
 
 

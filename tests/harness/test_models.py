@@ -131,7 +131,11 @@ REFUSED: list[tuple[Callable[[], nn.Module], Any, str]] = [
         SparseActivations(999),
         r"layers.0.mlp: slots: expected 1 to 256",
     ),
-    (lambda: tiny(dtype=BF16, mlp_bias=True), TwoFour(), r"gate_proj: expected no bias"),
+    (
+        lambda: tiny(mlp_bias=True, hidden_act="relu"),
+        SparseActivations(),
+        r"gate_proj: expected no bias",
+    ),
     (lambda: nn.Sequential(Scaled().bfloat16()), TwoFour(), r"^0: .*Scaled.*error of 0.1"),
     (lambda: nn.Sequential(nn.Linear(64, 64).bfloat16()), TwoFour(0.5), r"^0: .*dense 0.5"),
     (
@@ -377,7 +381,11 @@ def test_gguf_file_gives_the_model_that_it_was_written_from(text, tmp_path):
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.splitlines()[1].rstrip().endswith("loss (nats)")
     assert "6 gated MLPs pruned in a model of 6 layers" in done.stdout
-    assert len(done.stdout.splitlines()) == 5
+    linear, first = "other linear layers (73,728 weights in 24", "model.layers.0.self_attn.q_proj"
+    heads = f"output heads ({300 * 64:,} weights in 1 tensor, the first is lm_head)"
+    last = f"leaves dense: {linear} tensors, the first is {first}); {heads}"
+    assert done.stdout.splitlines()[-1] == last
+    assert len(done.stdout.splitlines()) == 6
 
 
 def _without_mlps(path: Path) -> None:

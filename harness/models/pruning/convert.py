@@ -40,7 +40,7 @@ from sparsebench.harness.models.pruning.layer import ACTIVATIONS
 from sparsebench.harness.models.pruning.left_dense import (
     Remainder,
     exceptions,
-    others,
+    outside,
     sentence,
     totals,
 )
@@ -54,6 +54,7 @@ E4M3, HALF = torch.float8_e4m3fn, (torch.float16, torch.bfloat16)
 SHARD_BYTES = 4 * 10**9
 TO_16_BITS = "--dtype bfloat16 multiplies by the scales and rounds"
 MERGED = "linear layers whose weights transformers merges or splits"
+COMPRESSED = "compressed weights outside of linear layers"
 NOT_COPIED = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".py"}
 
 
@@ -165,14 +166,15 @@ class _Converter:
         self.files = Names(self.model).unchanged(stored.shapes)
         self.outside = dtype  # dtype of the model: that of its 16-bit weights, or bf16 beside fp8
         self.sparse: dict[str, _Sparse] = {}
-        self.remainders: dict[str, Remainder] = {}
+        self.reasons = dict.fromkeys(self.modules, MERGED)  # until a weight has another
+        self.compressed: list[Remainder] = []
         self.tensors: dict[str, Tensor] = {}
 
     def run(self) -> Conversion:
         """Write all tensors, and config.json with the description of the sparse layers."""
         for owner, files in self._units():
             self._convert(owner, files)
-        dense = totals(self._remainders())
+        dense = totals([*self.compressed, *outside(self.model, [*self.sparse], self.reasons)])
         if not self.sparse:
             expected = "expected 2:4 or bitmask weights of linear layers"
             raise SuiteError(f"{self.stored.folder}: {expected}, found {sentence(dense)}")
@@ -226,8 +228,7 @@ class _Converter:
                 layer = with_name(name, self._linear, weight, self._bias(name))
                 self._place(name, layer, file)
                 continue
-            if reason:
-                self.remainders[name] = reason, name, weight.values.numel()
+            self.reasons[name] = reason
             self.tensors[f"{file}.weight"] = with_name(name, weight.dense)
 
     def _dense_reason(self, name: str, weight: _Weight) -> str | None:
@@ -238,7 +239,9 @@ class _Converter:
         module, values = self.modules[name], weight.values
         bitmask, compressed = weight.format == BITMASK, weight.format != "dense"
         if not is_dense(module):
-            return "compressed weights outside of linear layers" if compressed else ""
+            if compressed:
+                self.compressed.append((COMPRESSED, name, values.numel()))
+            return ""
         if (reason := self.exception(module, name)) is not None:
             return reason
         if self.users[id(module.weight)] > 1:
@@ -255,14 +258,6 @@ class _Converter:
             fits = values.dtype in HALF or values.dtype == E4M3
         require(fits, f"{name}: expected 16 bits, found {actual}: {TO_16_BITS}")
         return None
-
-    def _remainders(self) -> Iterator[Remainder]:
-        """Yield what stays dense, by the words of sparsify_ where it has any."""
-        yield from self.remainders.values()
-        for name, module in self.model.named_modules():
-            if is_dense(module) and name not in self.remainders:  # merged, or tied
-                yield self.exception(module, name) or MERGED, name, module.weight.numel()
-        yield from others(self.model, [*self.sparse], only_experts=False)
 
     def _other(self, name: str) -> Tensor:
         """Return a tensor that belongs to no weight, such as a bias. Raises FormatError."""

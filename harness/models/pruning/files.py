@@ -67,7 +67,7 @@ def prune_files(
     else:
         origin, words = text.name, _read_text(text)
     loaded = models.load(weights, device)
-    mlps = loaded.mlps
+    mlps, left_dense = loaded.mlps, loaded.left_dense
     seen, unseen = models.contexts(loaded, words, tokens, origin)
     with models.usable(weights):
         before = models.loss_of(loaded.model, unseen)
@@ -86,6 +86,7 @@ def prune_files(
         unit=loaded.unit,
         mlps=len(mlps),
         layers=loaded.layers,
+        left_dense=left_dense,
     )
 
 

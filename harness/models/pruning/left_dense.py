@@ -2,7 +2,8 @@
 
     exceptions  nn.Linear that stays dense: output heads, routers, gates of few rows, adapters
     others      weights that no recipe takes: experts in one tensor, Conv1D, nn.LSTM
-    totals      both, as numbers by reason
+    outside     both: all weights outside of some modules
+    totals      the numbers by reason
     sentence    the numbers in one line
 
 Code around a layer that computes with its `weight`, as Mamba's does with dt_proj.weight, is not
@@ -11,6 +12,7 @@ searched: there the first call raises Unsupported (kernels/nn/_packed.py).
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from torch import nn
@@ -117,6 +119,21 @@ def others(model: nn.Module, names: Sequence[str], only_experts: bool) -> Iterat
 
 _CONVOLUTIONS = nn.Conv1d | nn.Conv2d | nn.Conv3d | nn.ConvTranspose1d | nn.ConvTranspose2d
 _EXCLUDED = nn.Linear | nn.Embedding | nn.EmbeddingBag | _CONVOLUTIONS
+
+
+def outside(
+    model: nn.Module, names: Sequence[str], reasons: Mapping[str, str] = MappingProxyType({})
+) -> Iterator[Remainder]:
+    """Yield all weights outside of the named modules.
+
+    reasons  why an nn.Linear stays dense, by its name, unless it is an exception
+    """
+    exception = exceptions(model, with_heads=True)
+    for name, module in model.named_modules():
+        if is_dense(module) and not any(name.startswith(f"{n}.") for n in names):
+            reason = exception(module, name) or reasons.get(name, "other linear layers")
+            yield reason, name, module.weight.numel()
+    yield from others(model, names, only_experts=False)
 
 
 def totals(remainders: Iterable[Remainder]) -> dict[str, DenseWeights]:

@@ -36,9 +36,11 @@ from sparsebench.harness.models.pruning.layer import (
     mlp_errors,
     prune_mlp,
 )
+from sparsebench.harness.models.pruning.left_dense import outside, totals
 from sparsebench.harness.models.pruning.methods import TWO_FOUR
 from sparsebench.harness.models.pruning.sparsify import TwoFour, sparsify_
 from sparsebench.harness.models.reporting import transformers_for
+from sparsebench.results.model_files import DenseWeights
 from sparsebench.results.run.store import new_directory
 
 CONTEXT = 1024
@@ -55,6 +57,11 @@ class LoadedModel:
     def mlps(self) -> dict[str, nn.Module]:
         modules = self.model.named_modules()
         return {name: module for name, module in modules if Gated.of(module) is not None}
+
+    @property
+    def left_dense(self) -> dict[str, DenseWeights]:
+        """Return the weights outside of the gated MLPs, in the words of sparsify_."""
+        return totals(outside(self.model, [*self.mlps]))
 
     @property
     def layers(self) -> int:

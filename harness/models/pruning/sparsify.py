@@ -96,7 +96,9 @@ class TwoFour:
     dense: float = 0.0
 
     def takes(self, module: nn.Module) -> bool:
-        return Gated.of(module) is not None or is_dense(module)
+        parts = Gated.of(module)
+        whole = parts is not None and all(layer.bias is None for layer in parts.layers.values())
+        return whole or is_dense(module)
 
     def check(self, module: Any) -> None:
         require(0 <= self.dense < 1, f"dense: expected 0 to below 1, found {self.dense:g}")
