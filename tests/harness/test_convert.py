@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -273,6 +274,49 @@ def test_shards_are_read_and_written(tmp_path, monkeypatch):
     index.write_text("{}")
     with pytest.raises(SuiteError, match="weight_map"):
         convert(tmp_path / "old", tmp_path / "again")
+
+
+SHARD = "part-1.safetensors"
+INDICES: list[tuple[Callable[[Path, dict[str, str]], Any], str]] = [
+    (lambda path, _: (path / SHARD).unlink(), f"index.json: expected {SHARD} beside it"),
+    (lambda path, _: (path / "part-0.safetensors").rename(path / SHARD), "part-0.*beside it"),
+    (lambda _, places: places.update({"lm_head.weight": "x"}), "expected x beside it, found none"),
+    (lambda _, places: places.update({"x": SHARD}), f"{SHARD}: expected x as in the index"),
+    (lambda _, places: places.update({"x": None}), "expected files beside it, found None"),
+    (lambda _, places: places.clear(), "expected a weight_map of files, found {}"),
+    (
+        lambda path, _: shutil.copy(path / SHARD, path / "model.safetensors"),
+        "expected model.safetensors or its index, found both",
+    ),
+    (
+        lambda path, _: shutil.copy(path / SHARD, path / "part-0.safetensors"),
+        f"in one file, found part-0.safetensors and {SHARD}",
+    ),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), INDICES, ids=[i[1][:40] for i in INDICES])
+def test_shards_that_do_not_fit_the_index_are_one_line(change, message, tmp_path):
+    write(tmp_path / "old", TWO_FOUR)
+    state = load_file(tmp_path / "old/model.safetensors")
+    (tmp_path / "old/model.safetensors").unlink()
+    places: dict[str, str] = {name: f"part-{i % 2}.safetensors" for i, name in enumerate(state)}
+    for file in {*places.values()}:
+        part = {name: state[name] for name in state if places[name] == file}
+        save_file(part, tmp_path / "old" / file)
+    change(tmp_path / "old", places)
+    index = {"weight_map": places}
+    (tmp_path / "old/model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(SparsebenchError, match=message) as error:
+        convert(tmp_path / "old", tmp_path / "new")
+    assert "\n" not in str(error.value)
+    assert [path.name for path in tmp_path.iterdir()] == ["old"]
+
+
+def test_two_tensors_of_one_name_in_the_model_are_refused(tmp_path):
+    write(tmp_path / "old", TWO_FOUR, change=lambda t: t.update({"norm.weight": torch.ones(64)}))
+    with pytest.raises(FormatError, match=r"found model.norm.weight and norm.weight"):
+        convert(tmp_path / "old", tmp_path / "new")
 
 
 def test_the_command_says_what_it_wrote(tmp_path):

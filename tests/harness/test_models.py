@@ -398,7 +398,23 @@ def _without_mlps(path: Path) -> None:
     [
         (lambda path: (path / "config.json").unlink(), "with config.json, found none"),
         (lambda path: (path / "model.safetensors").write_bytes(b"no"), "expected a usable"),
-        (lambda path: _tensors(path, lambda t: t.pop(WEIGHT)), f"no weights for {WEIGHT}"),
+        (lambda path: _tensors(path, lambda t: t.pop(WEIGHT)), f"expected {WEIGHT} of Llama"),
+        (
+            lambda path: _tensors(path, lambda t: t["model.norm.weight"].fill_(torch.nan)),
+            "model.norm.weight: expected finite",
+        ),
+        (
+            lambda path: _tensors(path, lambda t: t.update({"model.norm.weight": torch.ones(65)})),
+            r"model.norm.weight: expected \[64\], found \[65\]",
+        ),
+        (
+            lambda path: _tensors(path, lambda t: t.update({"model.b.weight": torch.ones(8)})),
+            "expected a place for model.b.weight in LlamaForCausalLM, found none",
+        ),
+        (
+            lambda path: [file.unlink() for file in path.glob("tokenizer*")],
+            "found no tokenizer that can be read",
+        ),
         (
             lambda path: sparsify_(tiny(dtype=BF16), TwoFour()).save_pretrained(path),
             "a quantized checkpoint",
@@ -410,7 +426,7 @@ def test_invalid_directory_is_one_error(change, message, tmp_path):
     tiny().save_pretrained(tmp_path)
     tokenizer().save_pretrained(tmp_path)
     change(tmp_path)
-    with pytest.raises(SuiteError, match=message) as error:
+    with pytest.raises((SuiteError, FormatError), match=message) as error:
         models.load(tmp_path, torch.device("cpu"))
     assert "\n" not in str(error.value)
     assert str(tmp_path) in str(error.value)

@@ -30,6 +30,7 @@ from sparsebench.formats._format import BITS, has_value, require
 from sparsebench.harness.inputs import sources
 from sparsebench.harness.models.pruning.gated import with_name
 from sparsebench.harness.models.pruning.layer import require_one_of
+from sparsebench.harness.models.pruning.state import headers
 from sparsebench.results.files import from_json
 
 TWO_FOUR, BITMASK = "sparse-24-bitmask", "sparse-bitmask"
@@ -40,7 +41,6 @@ UNUSED = ("input_scale", "input_zero_point", "k_scale", "v_scale", "q_scale", "o
 UNREADABLE = ("weight_packed", "weight_g_idx", "weight_global_scale", "scale_packed", "meta")
 MOST = 2**24  # rows or columns
 VERSION = re.compile(r"(\d{1,6})\.(\d{1,6})")
-WHOLE = "model.safetensors"
 LAST = 0, 14  # version that wrote bitmasks; later ones of 0.x still store zeros
 
 
@@ -83,39 +83,7 @@ class Checkpoint:
     @cached_property
     def headers(self) -> dict[str, tuple[Path, list[int]]]:
         """Return the file and the shape of each tensor by name. Raises SuiteError."""
-        places = self._index()
-        tensors: dict[str, tuple[Path, list[int]]] = {}
-        for file in sorted({*places.values()}) or [WHOLE]:
-            path = self.folder / file
-            for name, (shape, _) in sources.header(path).items():
-                other, _ = tensors.setdefault(name, (path, shape))
-                if other != path:
-                    where = f"{other.name} and {file}"
-                    raise SuiteError(f"{self.folder}: expected {name} in one file, found {where}")
-        for name, file in places.items():
-            if name not in tensors or tensors[name][0].name != file:
-                raise SuiteError(
-                    f"{self.folder / file}: expected {name} as in the index, found none"
-                )
-        return tensors
-
-    def _index(self) -> dict[str, str]:
-        """Return the name of the file of each tensor; none without an index. Raises SuiteError."""
-        index = self.folder / f"{WHOLE}.index.json"
-        if not index.exists():
-            return {}
-        places = from_json(index).get("weight_map")
-        if not isinstance(places, dict) or not places:
-            raise SuiteError(f"{index}: expected a weight_map of files, found {places!r:.60}")
-        names = sorted({str(name) for name in places.values()})
-        if outside := [name for name in names if Path(name).name != name]:
-            raise SuiteError(f"{index}: expected files beside it, found {outside[0]!r}")
-        if absent := [name for name in names if not (self.folder / name).is_file()]:
-            more = f", nor {len(absent) - 1} others" if len(absent) > 1 else ""
-            raise SuiteError(f"{index}: expected {absent[0]} beside it, found none{more}")
-        if WHOLE not in names and (self.folder / WHOLE).exists():
-            raise SuiteError(f"{self.folder}: expected {WHOLE} or its index, found both")
-        return {name: str(file) for name, file in places.items()}
+        return headers(self.folder)
 
     @cached_property
     def shapes(self) -> dict[str, list[int]]:
@@ -243,7 +211,7 @@ def _sparse_format(folder: Path, compression: Any) -> str:
         require_one_of(f"{where}.{key}", quantized or "dense", accepted)
     sparse = sparsity.get("format") or (formats["format"] if formats["format"] in SPARSE else None)
     form = require_one_of(f"{where}.sparsity_config.format", sparse or "dense", SPARSE)
-    _require_version(where, compression.get("version", "0.14"), form)
+    _require_version(where, compression.get("version") or "0.14", form)
     return form
 
 

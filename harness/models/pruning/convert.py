@@ -44,7 +44,13 @@ from sparsebench.harness.models.pruning.left_dense import (
     sentence,
     totals,
 )
-from sparsebench.harness.models.pruning.state import CONFIG, Names, load, on_meta
+from sparsebench.harness.models.pruning.state import (
+    CONFIG,
+    Names,
+    load_complete,
+    on_meta,
+    require_finite,
+)
 from sparsebench.kernels._kernel import NAMES
 from sparsebench.kernels.nn import BitmapLinear, SpenseGatedMLP, SpenseLinear
 from sparsebench.results.model_files import DenseWeights
@@ -131,9 +137,9 @@ class _Weight:
         expected = "weight: expected floating-point values"
         kind = weight.values.dtype
         require(kind.is_floating_point, f"{expected}, found {kind}: {TO_16_BITS}")
-        _require_finite("weight", weight.values)
+        require_finite("weight", weight.values)
         if weight.scale is not None:
-            _require_finite("weight_scale", weight.scale)
+            require_finite("weight_scale", weight.scale)
         return weight
 
     def dense(self) -> Tensor:
@@ -142,7 +148,7 @@ class _Weight:
             return self.values
         half = self.values.dtype in HALF
         weight = self.scaled(self.values.dtype if half else torch.bfloat16)
-        _require_finite("weight", weight)
+        require_finite("weight", weight)
         return weight
 
     def scaled(self, dtype: torch.dtype) -> Tensor:
@@ -264,7 +270,7 @@ class _Converter:
         tensor = self.stored.tensor(name)
         if self.dtype is not None and tensor.is_floating_point():
             tensor = tensor.to(self.dtype)
-        _require_finite(name, tensor)
+        require_finite(name, tensor)
         return tensor
 
     def _bias(self, name: str) -> Tensor | None:
@@ -330,7 +336,7 @@ class _Converter:
         config |= {"dtype": dtype, "quantization_config": method}
         write_json(self.folder / CONFIG, config)
         checkpoint.register()
-        load(type(self.model), self.stored.folder, self.folder)
+        load_complete(type(self.model), self.stored.folder, self.folder)
 
 
 @dataclass(frozen=True)
@@ -340,13 +346,6 @@ class _Sparse:
     layer: nn.Module
     file: str
     state: Mapping[str, Tensor]
-
-
-def _require_finite(name: str, tensor: Tensor) -> None:
-    """Raise FormatError if a tensor has NaN or infinity."""
-    values = tensor.float() if tensor.itemsize == 1 and tensor.is_floating_point() else tensor
-    expected = f"{name}: expected finite values in {tensor.dtype}"
-    require(bool(values.isfinite().all()), f"{expected}, found NaN or infinity")
 
 
 def lines(out: Path, conversion: Conversion) -> Iterator[str]:

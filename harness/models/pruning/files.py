@@ -18,6 +18,7 @@ from sparsebench.errors import SuiteError
 from sparsebench.harness.inputs import sources
 from sparsebench.harness.models.pruning import model as models
 from sparsebench.harness.models.pruning.layer import Pruner
+from sparsebench.harness.models.pruning.state import usable
 from sparsebench.harness.models.reporting import numbers, require_writable, sheet
 from sparsebench.results.files import fault
 from sparsebench.results.formatting import amount
@@ -69,7 +70,7 @@ def prune_files(
     loaded = models.load(weights, device)
     mlps, left_dense = loaded.mlps, loaded.left_dense
     seen, unseen = models.contexts(loaded, words, tokens, origin)
-    with models.usable(weights):
+    with usable(weights):
         before = models.loss_of(loaded.model, unseen)
 
     outcomes = []

@@ -13,12 +13,10 @@ begin-of-text token if there is one. The held-out contexts come last.
 import hashlib
 import pydoc_data.topics
 import re
-import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, redirect_stderr
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from io import StringIO
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from sparsebench.errors import SparsebenchError, SuiteError
+from sparsebench.errors import SuiteError
 from sparsebench.harness.inputs.sources import require_regular, sha256
 from sparsebench.harness.models.pruning.gated import Gated, require_gated, with_name
 from sparsebench.harness.models.pruning.layer import (
@@ -39,6 +37,14 @@ from sparsebench.harness.models.pruning.layer import (
 from sparsebench.harness.models.pruning.left_dense import outside, totals
 from sparsebench.harness.models.pruning.methods import TWO_FOUR
 from sparsebench.harness.models.pruning.sparsify import TwoFour, sparsify_
+from sparsebench.harness.models.pruning.state import (
+    INDEX,
+    headers,
+    load_complete,
+    quiet,
+    require_finite,
+    usable,
+)
 from sparsebench.harness.models.reporting import transformers_for
 from sparsebench.results.model_files import DenseWeights
 from sparsebench.results.run.store import new_directory
@@ -86,28 +92,35 @@ class PrunedModel:
 def load(path: Path, device: torch.device) -> LoadedModel:
     """Read a local checkpoint directory or .gguf file, without network access.
 
-    Raises SuiteError if transformers is missing, or if the files are not a model with gated MLPs.
+    Raises SuiteError if transformers is missing, or if the files are not a model with gated MLPs:
+    all its tensors, finite, and a tokenizer. FormatError names a tensor that is not finite.
     """
     transformers = transformers_for(path)
-    options: dict[str, Any] = {"local_files_only": True}
+    options: dict[str, Any] = {}
     if path.suffix == ".gguf":
         require_regular(path)
         options["gguf_file"] = path.name
     elif not (path / "config.json").is_file():
         raise SuiteError(f"{path}: expected a directory with config.json, found none")
+    elif (path / INDEX).exists():
+        headers(path)
     folder = path.parent if path.suffix == ".gguf" else path
     with usable(path), quiet(transformers):
-        tokenizer = transformers.AutoTokenizer.from_pretrained(folder, **options)
+        try:
+            tokenizer = transformers.AutoTokenizer.from_pretrained(
+                folder, local_files_only=True, **options
+            )
+        except Exception as error:  # of a dozen types
+            raise SuiteError(f"no tokenizer that can be read: {error}") from error
         if path.suffix == ".gguf":
             options["quantization_config"] = transformers.GgufConfig(dequantize=True)
-        model, report = transformers.AutoModelForCausalLM.from_pretrained(
-            folder, **options, dtype="auto", output_loading_info=True
-        )
-        missing = {*report["missing_keys"], *(key for key, *_ in report["mismatched_keys"])}
-        if missing:
-            raise SuiteError(f"no weights for {min(missing)}")
-        if getattr(model, "hf_quantizer", None):
-            raise SuiteError("a quantized checkpoint")
+    model: Any = load_complete(
+        *(transformers.AutoModelForCausalLM, path, folder), dtype="auto", **options
+    )
+    if getattr(model, "hf_quantizer", None):
+        raise SuiteError(f"{path}: expected a usable model; found a quantized checkpoint")
+    for name, tensor in model.state_dict().items():
+        with_name(str(path), require_finite, name, tensor)
     loaded = LoadedModel(model.to(device).eval().requires_grad_(False), tokenizer)
     if not loaded.mlps:
         raise SuiteError(f"{path}: expected gated MLPs, found none in {type(model).__name__}")
@@ -232,31 +245,3 @@ def digest(path: Path) -> str:
     for file in sorted(path.glob("*.safetensors")):
         total.update(bytes.fromhex(sha256(file)))
     return total.hexdigest()
-
-
-@contextmanager
-def usable(path: Path) -> Iterator[None]:
-    """Turn any error into a SuiteError with one line that the files are not a usable model."""
-    try:
-        yield
-    except Exception as error:
-        detail = " ".join(str(error).split())[:200]
-        if not isinstance(error, SparsebenchError):
-            detail = f"{type(error).__name__}: {detail}"
-        raise SuiteError(f"{path}: expected a usable model; found {detail}") from error
-
-
-@contextmanager
-def quiet(transformers: Any) -> Iterator[None]:
-    """Silence the logs, progress bars and warnings of transformers."""
-    logging = transformers.utils.logging
-    before, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity(logging.CRITICAL)
-    logging.disable_progress_bar()
-    try:
-        with warnings.catch_warnings(action="ignore"), redirect_stderr(StringIO()):
-            yield
-    finally:
-        logging.set_verbosity(before)
-        if bars:
-            logging.enable_progress_bar()

@@ -5,25 +5,31 @@
     model.layers.0.mlp.experts.1.w1.weight  model.layers.0.mlp.experts.gate_up_proj
 
 The rules are those of `from_pretrained`: transformers renames tensors, adds or removes the prefix
-of the base model, and merges or splits some, such as the weights of experts. `load` compares the
-names and shapes, also on the meta device.
+of the base model, and merges or splits some, such as the weights of experts. `load_complete`
+compares names and shapes, also on the meta device.
 """
 
-from collections.abc import Iterable, Mapping
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, redirect_stderr
 from importlib import import_module
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from sparsebench.errors import SuiteError
+from sparsebench.errors import SparsebenchError, SuiteError
 from sparsebench.formats._format import require
-from sparsebench.harness.models.pruning.model import quiet, usable
+from sparsebench.harness.inputs import sources
 from sparsebench.harness.models.reporting import transformers_for
+from sparsebench.results.files import from_json
 from sparsebench.results.run.store import write_json
 
 CONFIG = "config.json"
+WHOLE = "model.safetensors"
+INDEX = f"{WHOLE}.index.json"
 
 
 class Names:
@@ -76,7 +82,7 @@ class Names:
 def on_meta(
     source: Path, folder: Path, content: Mapping[str, Any], shapes: Mapping[str, list[int]]
 ) -> nn.Module:
-    """Return the model of a checkpoint on the meta device. Raises SuiteError, as `load` does.
+    """Return the model of a checkpoint on the meta device. Raises what `load_complete` does.
 
     source   the checkpoint
     folder   where its config.json is written, with this content
@@ -92,7 +98,7 @@ def on_meta(
         kind: Any = getattr(transformers, str(name), None)
         if isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel):
             state = {key: torch.empty(s, device="meta") for key, s in shapes.items()}
-            return load(
+            return load_complete(
                 *(kind, source, None),
                 config=config,
                 state_dict=state,
@@ -103,7 +109,7 @@ def on_meta(
     raise SuiteError(f"{source}: expected architectures of transformers, found {actual}")
 
 
-def load(kind: Any, source: Path, folder: Path | None, **options: Any) -> nn.Module:
+def load_complete(kind: Any, source: Path, folder: Path | None, **options: Any) -> nn.Module:
     """Load a model. Raises SuiteError if a tensor is missing, left over or of another shape.
 
     source  what an error names
@@ -122,8 +128,8 @@ def load(kind: Any, source: Path, folder: Path | None, **options: Any) -> nn.Mod
         sizes = f"expected {[*expected]}, found {[*actual]}"
         raise SuiteError(f"{source}: {name}: {sizes}")
     problems = {
-        "missing_keys": ("", f" of {kind.__name__}"),
-        "unexpected_keys": ("a place for ", f" in {kind.__name__}"),
+        "missing_keys": ("", f" of {type(loaded).__name__}"),
+        "unexpected_keys": ("a place for ", f" in {type(loaded).__name__}"),
     }
     for key, (before, after) in problems.items():
         if names := sorted(report[key]):
@@ -131,3 +137,75 @@ def load(kind: Any, source: Path, folder: Path | None, **options: Any) -> nn.Mod
             expected = f"{before}{names[0]}{after}"
             raise SuiteError(f"{source}: expected {expected}, found none{more}")
     return loaded
+
+
+def require_finite(name: str, tensor: Tensor) -> None:
+    """Raise FormatError if a tensor has NaN or infinity."""
+    values = tensor.float() if tensor.itemsize == 1 and tensor.is_floating_point() else tensor
+    expected = f"{name}: expected finite values in {tensor.dtype}"
+    require(bool(values.isfinite().all()), f"{expected}, found NaN or infinity")
+
+
+def headers(folder: Path) -> dict[str, tuple[Path, list[int]]]:
+    """Return the file and the shape of each tensor of a checkpoint by name. Raises SuiteError."""
+    places = _index(folder)
+    tensors: dict[str, tuple[Path, list[int]]] = {}
+    for file in sorted({*places.values()}) or [WHOLE]:
+        path = folder / file
+        for name, (shape, _) in sources.header(path).items():
+            other, _ = tensors.setdefault(name, (path, shape))
+            if other != path:
+                where = f"{other.name} and {file}"
+                raise SuiteError(f"{folder}: expected {name} in one file, found {where}")
+    for name, file in places.items():
+        if name not in tensors or tensors[name][0].name != file:
+            raise SuiteError(f"{folder / file}: expected {name} as in the index, found none")
+    return tensors
+
+
+def _index(folder: Path) -> dict[str, str]:
+    """Return the name of the file of each tensor; none without an index. Raises SuiteError."""
+    index = folder / INDEX
+    if not index.exists():
+        return {}
+    places = from_json(index).get("weight_map")
+    if not isinstance(places, dict) or not places:
+        raise SuiteError(f"{index}: expected a weight_map of files, found {places!r:.60}")
+    outside = [name for name in places.values() if name != Path(str(name)).name or not name]
+    if outside:
+        raise SuiteError(f"{index}: expected files beside it, found {outside[0]!r:.60}")
+    names = sorted({*places.values()})
+    if absent := [name for name in names if not (folder / name).is_file()]:
+        more = f", nor {len(absent) - 1} others" if len(absent) > 1 else ""
+        raise SuiteError(f"{index}: expected {absent[0]} beside it, found none{more}")
+    if WHOLE not in names and (folder / WHOLE).exists():
+        raise SuiteError(f"{folder}: expected {WHOLE} or its index, found both")
+    return places
+
+
+@contextmanager
+def usable(path: Path) -> Iterator[None]:
+    """Turn any error into a SuiteError with one line that the files are not a usable model."""
+    try:
+        yield
+    except Exception as error:
+        detail = " ".join(str(error).split())[:200]
+        if not isinstance(error, SparsebenchError):
+            detail = f"{type(error).__name__}: {detail}"
+        raise SuiteError(f"{path}: expected a usable model; found {detail}") from error
+
+
+@contextmanager
+def quiet(transformers: Any) -> Iterator[None]:
+    """Silence the logs, progress bars and warnings of transformers."""
+    logging = transformers.utils.logging
+    before, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity(logging.CRITICAL)
+    logging.disable_progress_bar()
+    try:
+        with warnings.catch_warnings(action="ignore"), redirect_stderr(StringIO()):
+            yield
+    finally:
+        logging.set_verbosity(before)
+        if bars:
+            logging.enable_progress_bar()
