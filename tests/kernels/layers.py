@@ -15,7 +15,7 @@ from sparsebench.harness.bench.operands import operands as drawn
 from sparsebench.harness.bench.operands import redraw
 from sparsebench.harness.catalog import load_op
 from sparsebench.harness.ops._op import with_fields
-from sparsebench.kernels._kernel import OUTPUTS, Launch, Operands
+from sparsebench.kernels._kernel import OUTPUTS, Launch, Lossy, Operands
 from sparsebench.results.record import Problem
 
 CPU = torch.device("cpu")
@@ -49,9 +49,11 @@ def expected_of(operands: Operands) -> Expected:
     return Expected(right, spread, *rest, parts=parts, rounded=rounded, plain=torchs_own)
 
 
-def assert_correct(out: object, operands: Operands) -> None:
+def assert_correct(out: object, operands: Operands, lossy: Lossy | None = None) -> None:
     """Assert that an output is right, as the harness judges it."""
-    assert (error := check(out, expected_of(operands)).reason) is None, error
+    allowed = lossy.at_most.get(operands.problem["dtype"]) if lossy else None
+    right = replace(expected_of(operands), allowed=allowed)
+    assert (error := check(out, right).reason) is None, error
 
 
 def error_of(launch: Launch, operands: Operands) -> str | None:
