@@ -3,26 +3,24 @@
     numerics     tf32, reduced precision, deterministic algorithms, default dtype and device
     speed        threads, cores, cuDNN's and attention's switches, garbage collection, tracing
     place        directory, umask, environment, current GPU and stream, limits of the CUDA context
-    randomness   generators of torch, CUDA, numpy and Python: restored but not reported, because a
-                 kernel may draw numbers while it tunes. So are new environment variables that
-                 libraries read at a call; others, which libraries set on import, stay
+                 New environment variables that libraries read at a call are removed, but not
+                 reported; others, which libraries set on import, stay
 
 `ProcessState` records these when a contest starts. `restore` puts back what has changed, and
-returns the names of changes that no kernel may make.
+returns the names of changes that no kernel may make. A kernel may draw random numbers: nothing here
+reads the generators of torch, numpy or Python without a seed of its own.
 `rewritten_modules` finds files of Python modules that were written since this process loaded them.
 """
 
 import ctypes
 import gc
 import os
-import random
 import sys
 from collections.abc import Callable
 from contextlib import suppress
 from functools import cache, partial
 from typing import Any
 
-import numpy as np
 import torch
 
 Setting = tuple[Callable[[], Any], Callable[[Any], Any]]
@@ -53,19 +51,13 @@ class ProcessState:
         self._settings = settings()
         self._before = {name: _read_setting(read) for name, (read, _) in self._settings.items()}
         self._environment = dict(os.environ)
-        self._random = random_states()
 
     def restore(self) -> list[str]:
         """Put everything back, and return what was changed, with values."""
         changed = self._restore_settings()
         if changed:
             self._restore_settings()  # an old switch of torch also writes the new one
-        changed += self._restore_environment()
-        now = random_states()
-        for name, (before, write) in self._random.items():  # now may also have that of the GPU
-            if not _same(before, now[name][0]):
-                write(before)
-        return changed
+        return changed + self._restore_environment()
 
     def _restore_settings(self) -> list[str]:
         changed = []
@@ -172,24 +164,6 @@ def _limit(limit: int) -> int:
 
 def _set_limit(limit: int, value: int) -> None:
     ctypes.CDLL("libcuda.so.1").cuCtxSetLimit(limit, ctypes.c_size_t(value))
-
-
-def random_states() -> dict[str, tuple[Any, Callable[[Any], Any]]]:
-    states: dict[str, tuple[Any, Callable[[Any], Any]]] = {
-        "python": (random.getstate(), random.setstate),
-        "numpy": (np.random.get_state(), np.random.set_state),
-        "torch": (torch.get_rng_state(), torch.set_rng_state),
-    }
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        states["cuda"] = torch.cuda.get_rng_state(), torch.cuda.set_rng_state
-    return states
-
-
-def _same(before: Any, now: Any) -> bool:
-    if isinstance(before, torch.Tensor):
-        return torch.equal(before, now)
-    pairs = zip(before, now, strict=True)
-    return all(np.array_equal(b, n) if isinstance(b, np.ndarray) else b == n for b, n in pairs)
 
 
 _files: dict[str, tuple[int, int]] = {}  # time and size, as this process first saw them
