@@ -208,7 +208,7 @@ class RunningContest:
         """Make the calls ready to be timed; a chain only if one CUDA graph can hold it."""
         for scope, checked in entry.calls.items():
             timed = ready(checked.work, self.stages.device)
-            checked.timed = replace(timed, spots=checked.spots)
+            checked.timed = replace(timed, spots=checked.spots, turns=checked.spots.turns)
             if scope == CHAIN and timed.clock == "events":
                 entry.leave_chain(Status.UNSUPPORTED, timed.why)
 

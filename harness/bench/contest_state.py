@@ -167,14 +167,9 @@ class RunningContender:
     def timed_in(self, scope: str) -> TimedCall | None:
         """Return the call that is timed in a scope, or None if there is none."""
         checked = self.chain if scope == CHAIN else self.alone
-        if not (checked and checked.timed):
-            return None
-        from_python = scope == "op" and checked.timed.clock != "host"
-        return (
-            TimedCall(checked.work.run, "events", spots=checked.spots)
-            if from_python
-            else (checked.timed)
-        )
+        if checked and checked.timed:
+            return checked.timed.in_scope(scope, checked.work.run)
+        return None
 
     def spots_in(self, scope: str) -> SpotChecks:
         checked = self.chain if scope == CHAIN else self.alone

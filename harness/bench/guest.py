@@ -22,6 +22,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -196,13 +197,10 @@ class Guest:
 
     def turn(self, number: int, scope: str, cache: str, count: int) -> list[tuple[float, bool]]:
         """Call once on each of the first sets; return the times in µs, and whether one is late."""
-        timed = self._timed[number, CHAIN if scope == CHAIN else "kernel"]
-        call, clock = timed.call, timed.clock
-        if scope == "op" and clock != "host":
-            call, clock = self._works[number, "kernel"].run, "events"
-        burst = self._burst(number, CHAIN if scope == CHAIN else "kernel")
+        which = number, CHAIN if scope == CHAIN else "kernel"
+        timed = self._timed[which].in_scope(scope, self._works[which].run)
+        each = replace(timed, spots=self._burst(*which))
         take = self._clock(scope, cache)
-        each = TimedCall(call, clock, spots=burst)
         return [(s.time_us, s.late) for s in take([(0, each, str(j)) for j in range(count)])]
 
     def energy(self, number: int) -> dict[str, Any]:

@@ -12,8 +12,9 @@ from sparsebench.harness.bench.guest import Burst
 from sparsebench.harness.bench.guest_process import GuestLoss, GuestProcess
 from sparsebench.harness.bench.guest_sets import GuestSets
 from sparsebench.harness.bench.operands import Layers
-from sparsebench.harness.bench.sampling import CHAIN, LAYERS
+from sparsebench.harness.bench.sampling import CHAIN, layers_of
 from sparsebench.harness.bench.stages import Stages
+from sparsebench.harness.bench.timing import TimedCall
 from sparsebench.results.record import Status
 
 ANSWER = 0.8  # of the contest's time limit, which ends the judge
@@ -25,7 +26,7 @@ class GuestCalls:
 
     count   sets of activations, once they are shared
     idle    a burst on them that calls nothing, in this process
-    clocks  of the contender by scope, and why a call is in no CUDA graph, once it is captured
+    timed   the contender's calls by scope, once they are captured; the guest makes them
     """
 
     count: int
@@ -45,7 +46,7 @@ class GuestCalls:
         contenders = [yardstick.row.case.contender] if yardstick else []
         self.contenders, self.number = [*contenders, entry.contender], len(contenders)
         self.process, self.random = process, SystemRandom()
-        self.sets, self.clocks = GuestSets(layers, entry.contender), dict[str, tuple[str, str]]()
+        self.sets, self.timed = GuestSets(layers, entry.contender), dict[str, TimedCall]()
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
@@ -59,8 +60,9 @@ class GuestCalls:
 
     # --- operands, weights, launches ---
 
-    def layers_of(self, scope: str) -> int:
-        return LAYERS if scope == CHAIN else 1
+    def timed_in(self, scope: str) -> TimedCall:
+        """Return the call that is timed in a scope, which the guest makes."""
+        return self.timed[CHAIN if scope == CHAIN else "kernel"].in_scope(scope, tuple)
 
     def fill(self, count: int) -> None:
         """Write activations that no call has had into the first sets."""
@@ -89,7 +91,7 @@ class GuestCalls:
         """Compare outputs of `calls` of the first sets, chosen at random, for at most SPOT_S."""
         start = perf_counter()
         for number in self.random.sample(range(count), min(count, calls)):
-            _, reason = self.sets.judge(number, self.layers_of(scope), lost, whole=False)
+            _, reason = self.sets.judge(number, layers_of(scope), lost, whole=False)
             if reason:
                 raise GuestLoss(Status.WRONG, f"a call {when} is wrong: {reason}")
             if perf_counter() - start > SPOT_S:

@@ -43,8 +43,9 @@ from sparsebench.harness.bench.guest_times import GuestTimes
 from sparsebench.harness.bench.operands import Layers
 from sparsebench.harness.bench.prepare import json_choice
 from sparsebench.harness.bench.process_state import rewritten_modules
-from sparsebench.harness.bench.sampling import CHAIN
+from sparsebench.harness.bench.sampling import CHAIN, layers_of
 from sparsebench.harness.bench.stages import Stages
+from sparsebench.harness.bench.timing import TimedCall
 from sparsebench.results.record import Status
 
 MOST_SETS = 128  # of one contender; a large problem has at least one set
@@ -120,9 +121,13 @@ class GuestContest:
         with self.calls.stage("capture"):
             for number in range(len(self.calls.contenders)):
                 clocks = self.calls.ask("capture", number=number)
-            self.calls.clocks = {scope: (str(c), str(why)) for scope, (c, why) in clocks.items()}
-            if CHAIN in self.calls.clocks and self.calls.clocks[CHAIN][0] == "events":
-                self.entry.leave_chain(Status.UNSUPPORTED, self.calls.clocks[CHAIN][1])
+            self.calls.timed = {
+                scope: TimedCall(tuple, str(clock), str(why))
+                for scope, (clock, why) in clocks.items()
+            }
+            chain = self.calls.timed.get(CHAIN)
+            if chain and chain.clock == "events":
+                self.entry.leave_chain(Status.UNSUPPORTED, chain.why)
         for scope, state in self.options.measures:
             if scope != CHAIN or not self.entry.chain_failure:
                 self._time(scope, state)
@@ -237,9 +242,7 @@ class GuestContest:
                 self.calls.fill(1)
                 self.entry.record(draws=(*self.entry.row.draws, self.calls.sets.drawn))
                 lost = self.calls.burst(scope, 1, fill=when == "before timing")
-                errors, reason = self.calls.sets.judge(
-                    0, self.calls.layers_of(scope), lost, whole=whole
-                )
+                errors, reason = self.calls.sets.judge(0, layers_of(scope), lost, whole=whole)
                 if reason:
                     raise GuestLoss(Status.WRONG, f"{when}: {reason}")
                 scopes = (CHAIN,) if scope == CHAIN else ("kernel", "op", CHAIN)
@@ -264,9 +267,7 @@ class GuestContest:
     def _time(self, scope: str, state: str) -> None:
         """Put the samples of a measure into a row."""
         mine = GuestTimes(self.calls, scope, state).samples()
-        clock, why = self.calls.clocks[CHAIN if scope == CHAIN else "kernel"]
-        if scope == "op" and clock != "host":
-            clock, why = "events", ""
-        row = replace(self.entry.row, scope=scope, cache=state, clock=clock, detail=why)
+        call = self.calls.timed_in(scope)
+        row = replace(self.entry.row, scope=scope, cache=state, clock=call.clock, detail=call.why)
         size = self.layers.output_bytes
         self.entry.results[scope, state] = with_samples(row, mine, self.options, size)

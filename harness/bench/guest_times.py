@@ -14,18 +14,20 @@ guest; both together may take WAKE_US more, in which a contender could work ahea
 If a measure is not confirmed, it is taken again, up to TRIES times in all.
 """
 
-import random
+from dataclasses import replace
 from functools import partial
-from math import isfinite
+from itertools import groupby
+from math import inf
+from operator import itemgetter
 from statistics import median
 from time import perf_counter
 
 from sparsebench.harness.bench.contest_state import synchronize
 from sparsebench.harness.bench.guest_calls import GuestCalls
 from sparsebench.harness.bench.guest_process import GuestLoss
-from sparsebench.harness.bench.sampling import CHAIN, ROUNDS, sample_budget
+from sparsebench.harness.bench.sampling import CHAIN
 from sparsebench.harness.bench.spot_checks import SHARE
-from sparsebench.harness.bench.timing import REPEATS, Samples, time_together
+from sparsebench.harness.bench.timing import Order, Samples, TimedSample, time_together
 from sparsebench.results.record import Status
 
 WAKE_US = 5e3  # two processes take turns on a GPU in 3 ms
@@ -36,6 +38,7 @@ LEAST_CALLS, BURSTS = 4, 5  # BURSTS: tries, of which the fastest counts
 AGREE = {"graph": 1.1, "events": 3.0, "host": 3.0}  # of the yardstick, by its clock: the host has
 # other work, and called from Python one call took 44 µs in one process and 55 in another
 TRIES = 3
+COMPARED = "compared"  # a sample whose output is compared, too
 
 
 class GuestTimes:
@@ -48,63 +51,55 @@ class GuestTimes:
         """Return samples that are confirmed. Raises GuestLoss."""
         for _ in range(TRIES):
             with self._calls.stage("timing"):
-                mine, of_yardstick = self._take()
-                doubt = self._disagreement(of_yardstick)
+                *of_yardstick, mine = self._take()
+                doubt = "".join(map(self._disagreement, of_yardstick))
             with self._calls.stage("audit"):
                 doubt = doubt or self._audit(median(mine.times_us))
             if not doubt:
                 return mine
         raise GuestLoss(Status.FAILED, doubt)
 
-    def _take(self) -> tuple[Samples, Samples | None]:
-        """Return the samples of the contender and of the yardstick, in rounds by turns."""
-        numbers = range(len(self._calls.contenders))
-        first = {number: self._turn(number, 1) for number in numbers}
-        plans = {n: sample_budget(min(first[n][0][0], self._turn(n, 1)[0][0])) for n in numbers}
-        plans = {n: (rounds, min(each, self._calls.count)) for n, (rounds, each) in plans.items()}
-        taken: dict[int, list[tuple[float, bool]]] = {n: [] for n in numbers}
-        rounds = plans[self._calls.number][0]
-        spots = {*self._calls.random.sample(range(rounds), max(1, int(SHARE * rounds)))}
-        seed = f"{self._calls.options.replicate} {self._scope} {self._state} guest"
-        draw = random.Random(f"{self._calls.entry.row.case.problem.id} {seed}")
-        for number in range(ROUNDS):
-            order = [n for n in numbers if number < plans[n][0]]
-            for n in draw.sample(order, len(order)):
-                taken[n] += self._turn(n, plans[n][1])
-                if n == self._calls.number and number in spots:
-                    count = plans[n][1]
-                    self._calls.compare(count, count, self._scope, 0, "among the timed ones")
-        counts_late = self._calls.device.type == "cuda" and self._scope != "op"
+    def _take(self) -> list[Samples]:
+        """Return the samples of the yardstick, if there is one, and of the contender, by turns."""
+        call = self._calls.timed_in(self._scope)
+        return time_together(
+            [call] * self._calls.number + [replace(call, turns=self._compared)],
+            self._calls.device,
+            f"{self._calls.entry.row.case.problem.id} {self._calls.options.replicate} guest",
+            scope=self._scope,
+            cache=self._state,
+            clock=self._turns,
+        )
 
-        def samples(n: int) -> Samples:
-            times_us, late = zip(*taken[n], strict=True)
-            share = sum(late) / len(late) if counts_late else None
-            return Samples(tuple(round(us, 3) for us in times_us), plans[n][1], share)
+    def _compared(self, rounds: int, per_round: int) -> list[list[str]]:
+        """Return the calls of each round, and in which of them outputs are compared."""
+        chosen = self._calls.random.sample(range(rounds), max(1, int(SHARE * rounds)))
+        return [[COMPARED if n in chosen else ""] * per_round for n in range(rounds)]
 
-        return samples(self._calls.number), samples(0) if self._calls.number else None
-
-    def _turn(self, number: int, count: int) -> list[tuple[float, bool]]:
-        """Return samples as the guest claims them: times in µs, and whether each is late."""
-        for attempt in range(1 + REPEATS):
-            if number == self._calls.number:
-                self._calls.fill(count)
-            ask = {"scope": self._scope, "cache": self._state, "count": count}
-            claimed = self._calls.ask("turn", number=number, **ask)
-            samples = [(float(us), bool(late)) for us, late in claimed]
-            if len(samples) != count or not all(us > 0 and isfinite(us) for us, _ in samples):
-                raise ValueError(f"expected {count} times, found {str(claimed)[:80]}")
-            graph = (
-                self._calls.device.type == "cuda"
-                and self._calls.clocks.get(self._scope, ("",))[0] == "graph"
-            )
-            if attempt == REPEATS or not graph or not any(late for _, late in samples):
-                break
+    def _turns(self, order: Order) -> list[TimedSample]:
+        """Return samples as the guest claims them, of as many calls at once as there are sets."""
+        samples = []
+        for number, turn in groupby(order, itemgetter(0)):
+            calls = [*turn]
+            for start in range(0, len(calls), self._calls.count):
+                part = calls[start : start + self._calls.count]
+                if number == self._calls.number:
+                    self._calls.fill(len(part))
+                ask = {"scope": self._scope, "cache": self._state, "count": len(part)}
+                claimed = self._calls.ask("turn", number=number, **ask)
+                times = [TimedSample(number, float(us), bool(late)) for us, late in claimed]
+                if len(times) != len(part) or not all(0 < t.time_us < inf for t in times):
+                    raise ValueError(f"expected {len(part)} times, found {str(claimed)[:80]}")
+                samples += times
+                if part[0][2] == COMPARED:
+                    every = len(part), len(part)
+                    self._calls.compare(*every, self._scope, 0, "among the timed ones")
         return samples
 
-    def _disagreement(self, samples: Samples | None) -> str:
+    def _disagreement(self, samples: Samples) -> str:
         """Return why the yardstick's times here and in the judge's process differ, or ""."""
         call = self._calls.yardstick and self._calls.yardstick.timed_in(self._scope)
-        if not (samples and self._calls.yardstick and call):
+        if not (self._calls.yardstick and call):
             return ""
         seed = f"{self._calls.random.random()}"
         (there,) = time_together(
@@ -135,7 +130,7 @@ class GuestTimes:
 
     def _idle_us(self, count: int) -> float:
         """Return the time per call of a burst that calls nothing, in this process."""
-        graph = self._calls.clocks["kernel"][0] == "graph"
+        graph = self._calls.timed["kernel"].clock == "graph"
         run = self._calls.idle.captured(count) if graph else partial(self._calls.idle.run, count)
         run()
         synchronize(self._calls.device)

@@ -37,17 +37,22 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from operator import itemgetter
 from time import perf_counter
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, Self
 
 import torch
 
 from sparsebench.harness.bench.sampling import ROUNDS, sample_budget
-from sparsebench.harness.bench.spot_checks import Outputs, SpotChecks
+from sparsebench.harness.bench.spot_checks import Outputs
 from sparsebench.kernels._common.capture import capturing
 from sparsebench.kernels._common.gpu_clock import GpuClock, flusher
 from sparsebench.kernels._kernel import Launch, Output
 
 REPEATS, MOST_REPEATS = 2, 24  # most repeats of a round, and of all rounds together
+
+
+def samples_alone(rounds: int, per_round: int) -> list[list[str]]:
+    """Return the calls of each round, all of which are samples ("")."""
+    return [[""] * per_round] * rounds
 
 
 class Inspection(Protocol):
@@ -67,12 +72,21 @@ class TimedCall:
     clock  host, events or graph
     why    why it is not captured on a GPU
     spots  made among its samples; None for a call that is only timed
+    turns  the calls of each round, from the numbers of rounds and of samples per round: "" for a
+           sample, or the activations of a spot check
     """
 
     call: Callable[[], Outputs]
     clock: str
     why: str = ""
     spots: Inspection | None = None
+    turns: Callable[[int, int], list[list[str]]] = samples_alone
+
+    def in_scope(self, scope: str, run: Callable[[], Outputs]) -> Self:
+        """Return what a scope times: in scope op, `run` called from Python."""
+        if scope != "op" or self.clock == "host":
+            return self
+        return replace(self, call=run, clock="events", why="")
 
 
 @dataclass(frozen=True)
@@ -132,17 +146,18 @@ def time_together(
     *,
     scope: str = "kernel",
     cache: str = "cold",
+    clock: "Clock | None" = None,
 ) -> list[Samples]:
-    """Return each contender's samples. With `announce`, announce each sample and wait for it."""
-    take = clock_of(device, scope, cache, announce)
+    """Return each contender's samples. With `announce`, announce each sample and wait for it.
+
+    Another `clock` than the device's is that of the guest process that makes the calls.
+    """
+    take = clock or clock_of(device, scope, cache, announce)
     numbered = [(i, contender, "") for i, contender in enumerate(contenders)]
     trials = [take(numbered) for _ in range(2)]  # the first call may include warm-up
     plans = [sample_budget(min(t.time_us for t in times)) for times in zip(*trials, strict=True)]
     draw = random.Random(f"{seed} {scope} {cache}")
-    turns = [
-        who.spots.turns(*plan) if isinstance(who.spots, SpotChecks) else [[""] * plan[1]] * plan[0]
-        for who, plan in zip(contenders, plans, strict=True)
-    ]
+    turns = [who.turns(*plan) for who, plan in zip(contenders, plans, strict=True)]
     samples: list[list[TimedSample]] = [[] for _ in contenders]
     repeats = MOST_REPEATS
     for number in range(ROUNDS):
