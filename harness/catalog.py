@@ -11,6 +11,7 @@ import ast
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from importlib.resources import files
 from importlib.resources.abc import Traversable
@@ -186,24 +187,44 @@ _declared: dict[tuple[str, str], Declaration] = {}
 
 
 def declare_all(names: Iterable[tuple[str, str]]) -> None:
-    """Ask for the declarations of other packages together: a process takes seconds to start."""
-    missing = [pair for pair in names if outside(*pair) and pair not in _declared]
-    for folder, name in missing:
-        require_allowed(name, modules(folder).get(name, name).partition(":")[0])
-    if not missing:
-        return
-    child = Child("the process that imports other packages", DECLARE, lambda line: None)
+    """Ask for the declarations of other packages together: a process takes seconds to start.
+
+    Each package has a process of its own, because its code could change what others declare.
+    """
+    missing: dict[str, list[tuple[str, str]]] = {}
+    for folder, name in names:
+        if outside(folder, name) and (folder, name) not in _declared:
+            require_allowed(name, modules(folder).get(name, name).partition(":")[0])
+            missing.setdefault(package_of(folder, name), []).append((folder, name))
+    with ExitStack() as stack:
+        children = []
+        for package, pairs in missing.items():
+            child = Child(f"the process that imports {package}", DECLARE, lambda line: None)
+            stack.callback(child.kill)
+            child.send({"names": pairs, "path": sys.path})
+            children.append((child, pairs))
+        for child, pairs in children:
+            answer = child.next(DECLARE_S)
+            for folder, name in pairs:
+                if isinstance(answer, ChildLoss):
+                    raise SuiteError(f"{name}: {answer.detail}")
+                _declared[folder, name] = _received(folder, name, answer.get(f"{folder} {name}"))
+
+
+def _received(folder: str, name: str, answer: Any) -> Declaration:
+    """Return a declaration as its package's process gave it. Raises SuiteError."""
+    if isinstance(answer, str):
+        raise SuiteError(answer)
     try:
-        child.send({"names": missing, "path": sys.path})
-        answer = child.next(DECLARE_S)
-    finally:
-        child.kill()
-    for pair in missing:
-        loss = isinstance(answer, ChildLoss)
-        said = answer.detail if isinstance(answer, ChildLoss) else answer.get(" ".join(pair))
-        if not isinstance(said, dict):
-            raise SuiteError(f"{pair[1]}: {said}" if loss else str(said))
-        _declared[pair] = Declaration(**{**said, "options": tuple(said["options"])})
+        said = Declaration(**{**answer, "options": tuple(answer["options"])})
+        words = said.op, said.consumes, said.device, said.why, *said.options
+        if not all(isinstance(word, str) for word in words):
+            raise TypeError
+    except (TypeError, LookupError):
+        found = str(answer)[:80]
+        raise SuiteError(f"{name}: expected a declaration, found {found}") from None
+    ours = package_of(folder, name) in OF_THIS_REPOSITORY
+    return said if ours else replace(said, at_most={}, why="")
 
 
 def parameters(name: str) -> set[str]:

@@ -290,6 +290,47 @@ def test_an_error_in_a_plug_in_is_one_line(
     assert line in refusal("check", suite, "--device", "cpu")
 
 
+RIVAL = f"{KERNEL}KERNEL = Kernel('linear', 'dense', 'any', print)\n"
+FORGER = (
+    "import json\nright = json.dumps\n"
+    "forged = {'device': 'cuda', 'at_most': {'fp32': 1.0}, 'why': 'because'}\n"
+    "json.dumps = lambda said: right({n: {**each, **forged} for n, each in said.items()})\n"
+)
+
+
+def test_a_package_declares_nothing_for_another_and_allows_itself_no_error(
+    tmp_path, monkeypatch
+) -> None:
+    (tmp_path / "forger.py").write_text(RIVAL + FORGER)
+    (tmp_path / "rival.py").write_text(RIVAL)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(catalog, "_declared", {})
+    catalog.declare_all([("kernels", "forger:KERNEL"), ("kernels", "rival:KERNEL")])
+    forger, rival = (catalog.declared("kernels", f"{n}:KERNEL") for n in ("forger", "rival"))
+    assert (forger.device, rival.device) == ("cuda", "any")
+    assert forger.error("fp32") is None
+
+
+@pytest.mark.parametrize(
+    ("answer", "line"),
+    [
+        ("{}", "malformed:KERNEL: expected a declaration, found None"),
+        ("[" * 10**5, "expected an answer in JSON"),
+        ('{"kernels malformed:KERNEL": {"op": 1, "options": []}}', "expected a declaration"),
+        ('{"kernels malformed:KERNEL": {"op": "linear"}}', "expected a declaration"),
+    ],
+    ids=["none", "nested", "a number", "no options"],
+)
+def test_a_malformed_declaration_is_refused(answer, line, tmp_path, monkeypatch) -> None:
+    forged = f"import json\njson.dumps = lambda said: {answer!r}\n"
+    (tmp_path / "malformed.py").write_text(RIVAL + forged)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(catalog, "_declared", {})
+    with pytest.raises(SuiteError) as error:
+        catalog.declared("kernels", "malformed:KERNEL")
+    assert line in str(error.value)
+
+
 def test_validate_names_the_flag_that_allows_plug_ins(simulated: Path, here: Path) -> None:
     done = sparsebench("validate", simulated)
     assert "--allow-plugins" in done.stdout + done.stderr
