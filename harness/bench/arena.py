@@ -10,6 +10,7 @@ Each side makes the arrays from the layout; the handle is JSON.
 """
 
 import ctypes
+import fcntl
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -24,6 +25,8 @@ from sparsebench.kernels._common.driver import driver, require_success
 
 ALIGN = 512  # bytes; as CUDA allocations
 OUT_OF_MEMORY = 2  # CUresult
+SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL  # reading what a guest has cut
+# off would end the judge by SIGBUS
 LAZY_PEER_ACCESS = 1  # the only flag of cuIpcOpenMemHandle
 WHAT = "memory shared with the process of code from outside the package"
 
@@ -56,9 +59,10 @@ class Arena:
         self.layout, self._stack = layout, ExitStack()
         size = sum(_padded(*entry) for entry in layout.values()) or ALIGN
         if device.type == "cpu":
-            file = os.memfd_create("sparsebench")
+            file = os.memfd_create("sparsebench", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             self._stack.callback(os.close, file)
             os.ftruncate(file, size)
+            fcntl.fcntl(file, fcntl.F_ADD_SEALS, SEALS)
             self.handle: dict[str, Any] = {"file": f"/proc/{os.getpid()}/fd/{file}", "size": size}
             block = _mapped(self.handle)
         else:

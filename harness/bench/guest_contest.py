@@ -29,15 +29,18 @@ from sparsebench.harness.bench.arena import Arena, Layout, dtype_name
 from sparsebench.harness.bench.contest_state import (
     NO_MEMORY,
     ContestOptions,
+    Fatal,
     RunningContender,
     checked_before,
     one_line,
+    synchronize,
+    traceback_of,
     with_samples,
 )
 from sparsebench.harness.bench.exact_draws import exact_draws
 from sparsebench.harness.bench.guest import EXACT
 from sparsebench.harness.bench.guest_calls import GuestCalls
-from sparsebench.harness.bench.guest_process import MALFORMED, GuestLoss, GuestProcess, GuestQueue
+from sparsebench.harness.bench.guest_process import GuestLoss, GuestProcess, GuestQueue
 from sparsebench.harness.bench.guest_sets import form_error
 from sparsebench.harness.bench.guest_times import GuestTimes
 from sparsebench.harness.bench.operands import Layers
@@ -102,9 +105,15 @@ class GuestContest:
             self.entry.end(loss.status, str(loss))
             if loss.status not in (Status.UNSUPPORTED, Status.WRONG):
                 self.stages.on_failure(case, str(loss), loss.traceback)
-        except (*NO_MEMORY, *MALFORMED) as error:
+        except Exception as error:  # whatever the guest's answers make this process do
+            reason = f"no answer of its process: {one_line(error)}"
+            try:
+                synchronize(self.stages.device)
+            except Exception as dead:
+                raise Fatal(case, one_line(dead)) from error
             status = Status.OUT_OF_MEMORY if isinstance(error, NO_MEMORY) else Status.FAILED
-            self.entry.end(status, f"no answer of its process: {one_line(error)}")
+            self.entry.end(status, reason)
+            self.stages.on_failure(case, reason, traceback_of(error))
         finally:
             self.calls.process.child.kill()
             for arena in self.arenas:

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from sparsebench.errors import WorkerError
 from sparsebench.harness.machine.child_process import PYTHON, Child, ChildLoss
 from sparsebench.kernels._common.driver import driver
 from sparsebench.results.record import Status
@@ -22,9 +21,6 @@ COMPUTE_MODE, EXCLUSIVE = (
     3,
 )  # CU_DEVICE_ATTRIBUTE_COMPUTE_MODE, CU_COMPUTEMODE_EXCLUSIVE_PROCESS
 ONE_PROCESS = "expected a GPU that several processes may use (nvidia-smi --compute-mode 0)"
-
-MALFORMED = WorkerError, ValueError, TypeError, LookupError, AttributeError, OverflowError
-"""What a guest that breaks the protocol raises here."""
 
 
 class GuestLoss(Exception):

@@ -99,7 +99,7 @@ class Child:
             return ChildLoss(Status.TIMEOUT, f"no answer within {timeout_s:g} s")
         if not line:
             return ChildLoss(Status.FAILED, self._last_words(self.close()))
-        with suppress(ValueError):
+        with suppress(ValueError, RecursionError):
             answer = json.loads(line)
             if isinstance(answer, dict):
                 return answer

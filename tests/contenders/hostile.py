@@ -403,6 +403,37 @@ def call_of_operator() -> None:
     operator.call = call  # type: ignore[assignment]
 
 
+def shared_files() -> list[str]:
+    """Return the paths of the memory that the judge shares."""
+    folder = f"/proc/{os.getppid()}/fd"
+    paths = [f"{folder}/{file}" for file in os.listdir(folder)]
+    return [path for path in paths if "memfd:sparsebench" in os.readlink(path)]
+
+
+def nested_answers() -> None:
+    json.dumps = lambda message, **rest: "[" * 10**5  # type: ignore[assignment]
+
+
+def last_answer(what: str, result: object) -> Kernel:
+    """Return a kernel whose process gives this result for a request of its own."""
+
+    def forge() -> None:
+        right = json.dumps
+
+        def dumps(message: object, *rest: object, **further: object) -> str:
+            request = sys._getframe(2).f_locals.get("request") or {}
+            mine = request.get("number") == 1 and sys._getframe(2).f_locals.get("what") == what
+            return right({"result": result} if mine else message, *rest, **further)  # type: ignore[arg-type]
+
+        json.dumps = dumps
+
+    return forging(forge)
+
+
+answers_too_deeply = forging(nested_answers)
+claims_a_graph = last_answer("capture", {"kernel": ["graph", ""]})
+claims_no_time = last_answer("turn", [[1e-300, False]])
+cuts_off_memory = setting(lambda: [os.truncate(file, 0) for file in shared_files()])
 forges_json = forging(third_of_rows)
 forges_operator_call = forging(call_of_operator)
 forges_own_turns = forging(partial(third_of_turns, {1}))

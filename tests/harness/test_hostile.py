@@ -35,9 +35,13 @@ BESIDE = FAILED, "beside it: expected"  # the baseline in its process
 REASONS = {
     "answers_for_the_harness": (FAILED, ""),
     "answers_in_a_thread": (WRONG, ""),
+    "answers_too_deeply": (FAILED, "expected an answer in JSON, found '[[["),
     "caches_by_version": (WRONG, ""),
+    "claims_a_graph": (FAILED, "no answer of its process: RuntimeError"),
+    "claims_no_time": (FAILED, "no answer of its process: "),
     "closes_its_files": (FAILED, ""),
     "computes_the_draws": (WRONG, "before timing: "),
+    "cuts_off_memory": (FAILED, "prepare: PermissionError"),
     "copies_the_expected_answer": (WRONG, "before timing: "),
     "drops_a_hundredth_of_k": (WRONG, "before timing: "),
     "drops_small_weights": (WRONG, "before timing: "),
