@@ -8,11 +8,13 @@ of their layers themselves, if one of them overrides `__torch_function__`.
 """
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from sparsebench.errors import Unsupported
 from sparsebench.formats._format import require
@@ -42,7 +44,10 @@ class PackedWeight(Tensor):
     def of(cls, layer: Any, dtype: torch.dtype, packed: Tensor) -> Self:
         """Return the weight [out_features, in_features] of a layer that stores `packed`."""
         shape = layer.out_features, layer.in_features
-        weight = torch.empty(shape, dtype=dtype, device="meta").as_subclass(cls)
+        traced = torch.compiler.is_dynamo_compiling()  # it knows no such context
+        plain = traced or not torch._C._len_torch_dispatch_stack()
+        with nullcontext() if plain else _disable_current_modes():  # a fake tensor has no subclass
+            weight = torch.empty(shape, dtype=dtype, device="meta").as_subclass(cls)
         weight.layer, weight.packed = type(layer).__name__, packed
         return weight
 
@@ -115,6 +120,33 @@ class FusedPart(nn.Module):
     def __repr__(self) -> str:
         """Say what to do instead."""
         return f"a part of {self.mlp}: {self.advice}"
+
+
+INSIDE = "base_layer", "original_module"  # of peft's wrappers: adapters, and layers that it copies
+
+
+def unwrapped(layer: nn.Module) -> Any:
+    """Return a layer without the adapters that wrap it."""
+    inner = next((getattr(layer, name) for name in INSIDE if hasattr(layer, name)), None)
+    return layer if inner is None else unwrapped(inner)
+
+
+def loaded(*layers: nn.Module) -> AbstractContextManager[None]:
+    """Load what accelerate has offloaded of layers that are read, but not called."""
+    offloaded = [layer for layer in layers if "_hf_hook" in layer.__dict__]
+    return _loaded(offloaded) if offloaded else NOTHING_TO_LOAD
+
+
+NOTHING_TO_LOAD = nullcontext()
+
+
+@contextmanager
+def _loaded(offloaded: list[Any]) -> Iterator[None]:
+    for layer in offloaded:
+        layer._hf_hook.pre_forward(layer)
+    yield
+    for layer in offloaded:
+        layer._hf_hook.post_forward(layer, None)
 
 
 def frozen(tensor: Tensor) -> nn.Parameter:

@@ -56,7 +56,7 @@ from sparsebench.kernels._common.transforms import (
     refuse_transforms,
     unflatten,
 )
-from sparsebench.kernels.nn._packed import FusedPart
+from sparsebench.kernels.nn._packed import FusedPart, loaded
 from sparsebench.kernels.twell._autograd import (
     SHARE,
     dense_forward,
@@ -241,6 +241,13 @@ class SparseGatedMLP(nn.Module):
             raise Unsupported(f"expected [..., {k}], found {list(x.shape)}")
         if not isinstance(self.gate, nn.Linear) or not isinstance(self.up, nn.Linear):
             raise Unsupported(f"expected gate and up without adapters, found some: {ADAPT}")
+        with loaded(self.gate, self.up, self.down):
+            return self._computed(x, kind, l1=l1)
+
+    def _computed(
+        self, x: Tensor, kind: tuple[str, int], *, l1: bool
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Return the results of a call that is not replayed."""
         wg: Tensor = self.gate.weight
         wu: Tensor = self.up.weight
         wd_t: Tensor = self.down.weight_t
@@ -248,7 +255,7 @@ class SparseGatedMLP(nn.Module):
         if cast:
             dtype = torch.get_autocast_dtype(x.device.type)
             x, wg, wu, wd_t = (t.to(dtype) for t in (x, wg, wu, wd_t))
-        flat, squared = x.reshape(-1, k), self.activation == "relu2"
+        flat, squared = x.reshape(-1, self.in_features), self.activation == "relu2"
         require_one_kind(flat, wg, wu, wd_t)
         if self.sparse and not l1 and x.is_cuda and not _differentiated(flat, wg, wu, wd_t):
             return self._inference(x, flat, wg, wu, wd_t, kind, recorded_calls=not cast)

@@ -39,6 +39,8 @@ from sparsebench.kernels.nn._packed import (
     dense_linear,
     frozen,
     frozen_bias,
+    loaded,
+    unwrapped,
 )
 from sparsebench.kernels.nn._spense_engines import ACTIVATIONS
 from sparsebench.kernels.nn._spense_op import (
@@ -312,14 +314,16 @@ class SpenseGatedMLP(nn.Module):
     def to_dense(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return gate and up [h, k] and down [k, h].
 
-        In fp8, up is divided by the scale of H, and down multiplied by it.
+        In fp8, up is divided by the scale of H, and down multiplied by it. Adapters are left out.
         """
-        return *parted(self.gate_up._weight()), self.down._weight()
+        gate_up, down = unwrapped(self.gate_up), unwrapped(self.down)
+        return *parted(gate_up._weight()), down._weight()
 
     def forward(self, x: Tensor) -> Tensor:
         """Return Y [..., k] of X [..., k]. Raises Unsupported."""
         if isinstance(self.gate_up, SpenseLinear):
-            h = self.gate_up._product(x, self.activation)
+            with loaded(self.gate_up):
+                h = self.gate_up._product(x, self.activation)
         else:  # an adapter such as LoRA wraps it, so the activation cannot be in the same launch
             gate, up = self.gate_up(x).unflatten(-1, (-1, 2, TURN)).unbind(-2)
             h = (ACTIVATIONS[self.activation](gate) * up).flatten(-2)
@@ -330,8 +334,8 @@ class SpenseGatedMLP(nn.Module):
         """Plan, and search, these numbers of tokens now instead of at a first call."""
         for m in tokens:
             with torch.no_grad():
-                like = self.gate_up.sparse
-                self(like.new_zeros(m, self.gate_up.in_features, dtype=self.gate_up.outside))
+                first = unwrapped(self.gate_up)
+                self(first.sparse.new_zeros(m, first.in_features, dtype=first.outside))
         return self
 
     def extra_repr(self) -> str:

@@ -6,16 +6,17 @@
 
 transformers looks up a class by `quant_method`. Before loading, that class replaces the dense
 layers by the listed ones on the meta device; after loading, it checks for missing tensors and
-invalid indices. `register` registers the class; sparsebench.nn calls it as soon as transformers is
-imported. `model.dequantize()` restores dense layers with the names that Hugging Face uses.
+invalid indices. `register` registers the class (quantizer.py); sparsebench.nn calls it as soon as
+transformers is imported. `model.dequantize()` restores dense layers with the names that Hugging
+Face uses.
 """
 
 import sys
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Set
+from contextlib import nullcontext, suppress
 from functools import cache
 from importlib import import_module
-from typing import Annotated, Any, ClassVar, Final, Literal, Union
+from typing import Annotated, Any, Final, Literal, Union
 
 import torch
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, create_model
@@ -23,6 +24,11 @@ from torch import nn
 
 from sparsebench.errors import FormatError
 from sparsebench.formats._format import require
+from sparsebench.harness.models.pruning.adapters import (
+    require_separable,
+    retarget,
+    with_adapters,
+)
 from sparsebench.harness.models.pruning.gated import DenseGatedMLP, Gated, outermost, with_name
 from sparsebench.kernels.nn import (
     BitmapLinear,
@@ -32,6 +38,7 @@ from sparsebench.kernels.nn import (
     SpenseLinear,
 )
 from sparsebench.kernels.nn._bsr_pattern import require_index
+from sparsebench.kernels.nn._packed import loaded, unwrapped
 from sparsebench.results.files import first_error
 
 METHOD: Final = "sparsebench"
@@ -87,11 +94,11 @@ def _fields(layer: Any) -> dict[str, Any]:
         case BitmapLinear():
             fields, dtype = {"stored": len(layer.records)}, layer.dtype
         case SpenseGatedMLP():
-            first = layer.gate_up
+            first = unwrapped(layer.gate_up)
             fields = {"dense": layer.hidden_features - first.sparse_shape[0] // 2}
             fields["in_features"], dtype = first.in_features, first.dtype
         case SparseGatedMLP():
-            fields, dtype = {"slots": layer.slots}, layer.gate.weight.dtype
+            fields, dtype = {"slots": layer.slots}, unwrapped(layer.gate).weight.dtype
     names = "in_features", "out_features", "hidden_features", "activation"
     fields |= {name: getattr(layer, name) for name in names if hasattr(layer, name)}
     if "out_features" in fields:
@@ -197,25 +204,25 @@ def _on_meta(layer: Description) -> nn.Module:
     return module
 
 
-def verify(model: nn.Module, shapes: Mapping[str, torch.Size]) -> None:
+def verify(model: nn.Module, shapes: Mapping[str, torch.Size], missing: Set[str]) -> None:
     """Raise FormatError for a tensor that is missing or has another shape, and for a bad index.
 
-    shapes  the result of `place`
-
-    transformers only logs missing tensors and initializes them; it marks those that it loaded.
+    shapes   the result of `place`
+    missing  names of tensors that the checkpoint lacks, or has in another shape: transformers only
+             logs and initializes them
     """
-    state = model.state_dict(keep_vars=True)
+    state = model.state_dict()
     for key, shape in shapes.items():
-        loaded = hasattr(state[key], "_is_hf_initialized")
-        actual = list(state[key].shape) if loaded else "none"
-        fits = loaded and state[key].shape == shape
+        actual = "none" if key in missing else list(state[key].shape)
+        fits = key not in missing and state[key].shape == shape
         require(fits, f"{key}: expected {list(shape)} in the checkpoint, found {actual}")
     for name, part in model.named_modules():
-        if isinstance(part, BlockSparseLinear):
-            size = part.out_features, part.in_features
-            with_name(name, require_index, part.offsets, part.columns, size, part.block)
-        if isinstance(part, BitmapLinear):
-            with_name(name, part.require_index)
+        with loaded(part) if isinstance(part, BlockSparseLinear | BitmapLinear) else nullcontext():
+            if isinstance(part, BlockSparseLinear):
+                size = part.out_features, part.in_features
+                with_name(name, require_index, part.offsets, part.columns, size, part.block)
+            if isinstance(part, BitmapLinear):
+                with_name(name, part.require_index)
         if isinstance(part, SpenseLinear | BitmapLinear) and part.bias is not None:
             part.bias.requires_grad_(False)  # from_pretrained resets it
         if isinstance(part, SparseGatedMLP):
@@ -223,18 +230,28 @@ def verify(model: nn.Module, shapes: Mapping[str, torch.Size]) -> None:
 
 
 def to_dense(model: nn.Module) -> None:
-    """Replace every sparse layer by dense ones, in place."""
-    for name in describe(model):
-        layer: Any = model.get_submodule(name)
-        match layer:
-            case SpenseGatedMLP():
-                dense: nn.Module = DenseGatedMLP(*layer.to_dense(), layer.activation)
-            case SparseGatedMLP():
-                gate, up, down = (part.weight for part in (layer.gate, layer.up, layer.down))
-                dense = DenseGatedMLP(gate, up, down, layer.activation)
-            case _:
-                dense = layer.to_dense()
-        model.set_submodule(name, dense.train(layer.training))
+    """Replace every sparse layer by dense ones, in place; adapters stay (adapters.py).
+
+    Raises FormatError, before any change, for adapters that cannot stay.
+    """
+    layers = {name: model.get_submodule(name) for name in describe(model)}
+    for name, layer in layers.items():
+        with_name(name, require_separable, layer)
+    for name, layer in layers.items():
+        model.set_submodule(name, _dense(layer).train(layer.training))
+    retarget(model, [name for name, layer in layers.items() if isinstance(layer, SpenseGatedMLP)])
+
+
+def _dense(layer: Any) -> nn.Module:
+    match layer:
+        case SpenseGatedMLP():
+            return with_adapters(DenseGatedMLP(*layer.to_dense(), layer.activation), layer)
+        case SparseGatedMLP():
+            gate, up, down = (part.weight for part in (layer.gate, layer.up, layer.down))
+            return DenseGatedMLP(gate, up, down, layer.activation)
+        case _:
+            dense: nn.Module = layer.to_dense()
+            return dense
 
 
 # ---- transformers ----
@@ -262,59 +279,8 @@ def recorder(model: nn.Module) -> Callable[[], None]:
 @cache
 def register() -> tuple[Any, Any]:
     """Register the classes with which transformers restores sparse layers; return both."""
-    auto = import_module("transformers.quantizers.auto")
-    mixin = import_module("transformers.utils.quantization_config").QuantizationConfigMixin
-    base = import_module("transformers.quantizers").HfQuantizer
-
-    class SparsebenchConfig(mixin):  # type: ignore[misc, valid-type]
-        """The sparse layers of a checkpoint."""
-
-        def __init__(self, version: object = None, layers: object = None, **other: object):
-            unknown = sorted(other.keys() - {"quant_method"})
-            require(not unknown, f"quantization_config: expected no fields {unknown}")
-            parse(version, layers or {})
-            self.quant_method, self.version, self.layers = METHOD, version, layers or {}
-
-    class SparsebenchQuantizer(base):  # type: ignore[misc, valid-type]
-        """Replace dense layers before the weights are loaded, and check them afterwards."""
-
-        is_trainable: ClassVar = True
-        is_qat_trainable: ClassVar = True
-        is_compileable: ClassVar = True
-
-        def is_serializable(self) -> bool:
-            return True
-
-        def _process_model_before_weight_loading(self, model: Any, **_: Any) -> Any:
-            config = self.quantization_config
-            before = torch.get_default_dtype()
-            torch.set_default_dtype(torch.float32)  # transformers sets the model's
-            try:
-                with torch.device("cpu"):
-                    layers = parse(config.version, config.layers)
-                    self.shapes = place(model, layers, model.dtype)
-            finally:
-                torch.set_default_dtype(before)
-            return model
-
-        def _process_model_after_weight_loading(self, model: nn.Module, **_: Any) -> nn.Module:
-            if self.pre_quantized:
-                verify(model, self.shapes)
-            model.hf_quantizer = self
-            self.quantization_config.layers = describe(model)
-            return model
-
-        def get_state_dict_and_metadata(self, model: nn.Module) -> tuple[None, dict[str, str]]:
-            self.quantization_config.layers = describe(model)  # a pattern may have changed
-            return None, {}
-
-        def _dequantize(self, model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
-            to_dense(model)
-            return model
-
-    auto.register_quantization_config(METHOD)(SparsebenchConfig)
-    auto.register_quantizer(METHOD)(SparsebenchQuantizer)
-    return SparsebenchQuantizer, SparsebenchConfig
+    quantizer = import_module("sparsebench.harness.models.pruning.quantizer")
+    return quantizer.SparsebenchQuantizer, quantizer.SparsebenchConfig
 
 
 def _name(dtype: torch.dtype) -> Any:
