@@ -4,21 +4,29 @@
     model = AutoModelForCausalLM.from_pretrained(NAME, attn_implementation="sparsebench")
 
 A model's own window, such as Mistral's, becomes absent blocks. `config.sparse_window` gives a
-window to a model without one: a token then attends to this many tokens, including itself. The mask
-is built once for each forward pass of the model, and all layers share it and its plans.
+window to a model without one: a token then attends to this many tokens, including itself. A mask of
+the caller, [batch, 1, S_q, S_kv], is taken as it is.
 
-Building a mask takes a bool for each pair of a query and a key of one sequence: 268 MB at 16k
-tokens. Dropout, soft caps, sinks and biases of scores raise Unsupported.
+transformers makes the mask as a tensor, a bool for each pair of a query and a key of one sequence:
+268 MB at 16k tokens. So it passes through caches, compiled calls and hooks as any mask does. The
+operator of attention lists its blocks once for each forward pass of the model, and all layers share
+the lists and their plans.
+
+Dropout, soft caps, sinks and biases of scores raise Unsupported, and so does a model that computes
+attention itself, such as Bloom and Swin.
 """
 
+import sys
+from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from sparsebench.errors import Unsupported
-from sparsebench.formats.block_mask import BlockMask
-from sparsebench.kernels.nn.attention import attention
+from sparsebench.kernels.nn._elements import counted_copy
+from sparsebench.kernels.nn.attention import attention_of_elements
 
 NAME = "sparsebench"
 BLOCK = 64  # queries and keys of a block
@@ -26,23 +34,48 @@ REFUSED = "softcap", "s_aux", "position_bias"  # arguments that change scores
 
 
 def register() -> None:
-    from transformers import AttentionInterface, AttentionMaskInterface
+    """Offer the name, and refuse it for models that would ignore it."""
+    from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
     AttentionInterface.register(NAME, attend)
     AttentionMaskInterface.register(NAME, mask_of)
+    for method in ("get_correct_attn_implementation", "set_attn_implementation"):
+        setattr(PreTrainedModel, method, _checked(getattr(PreTrainedModel, method)))
 
 
-def mask_of(*, mask_function: Any, config: Any = None, **sizes: Any) -> BlockMask:
-    """Return the mask that transformers describes by a function of positions and by sizes."""
+def _checked(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a method of PreTrainedModel that sets an implementation, and first checks the model.
+
+    transformers logs a line at most, and a window would then be ignored.
+    """
+
+    @wraps(method)
+    def checked(model: Any, name: Any, *args: Any, **options: Any) -> Any:
+        if name == NAME:
+            for part in (model, *model.modules()):
+                if not getattr(part, "_can_set_attn_implementation", lambda: True)():
+                    expected = f'"{NAME}": expected a model of transformers\' AttentionInterface'
+                    found = f"found {type(part).__name__}, which computes attention itself"
+                    raise Unsupported(f"attn_implementation {expected}, {found}")
+        return method(model, name, *args, **options)
+
+    return checked
+
+
+def mask_of(*, mask_function: Any, config: Any = None, **sizes: Any) -> Tensor:
+    """Return the elements that transformers describes by a function of positions and by sizes."""
     from transformers.masking_utils import and_masks, sdpa_mask, sliding_window_overlay
 
     if window := getattr(config, "sparse_window", None):
         mask_function = and_masks(mask_function, sliding_window_overlay(window))
     skips = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
     sizes = {**sizes, **skips, "local_size": None}
-    allowed = sdpa_mask(mask_function=mask_function, **sizes)
-    assert allowed is not None  # no skip is allowed
-    return BlockMask.from_elements(allowed, BLOCK)
+    allowed: Any = sdpa_mask(mask_function=mask_function, **sizes)
+    traced = (
+        torch.compiler.is_dynamo_compiling()
+    )  # such code cannot ask for the mode that it runs in
+    elements: Tensor = counted_copy(allowed) if traced or allowed.is_inference() else allowed
+    return elements
 
 
 def attend(
@@ -50,14 +83,16 @@ def attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: BlockMask | Tensor | None,
+    attention_mask: Tensor | None,
     scaling: float | None = None,
     dropout: float = 0.0,
+    is_causal: bool | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
     """Return O [batch, tokens, H, D] of query, key and value [batch, heads, tokens, D].
 
-    attention_mask  a result of `mask_of`, or bool elements, or elements of 0 and negative numbers
+    attention_mask  [batch, 1 or heads, S_q, S_kv]: bool, or 0 and large negative numbers. Without
+                    one, all elements are allowed, or those of the causal rule, as SDPA decides
 
     Raises Unsupported.
     """
@@ -65,12 +100,28 @@ def attend(
     if dropout or refused:
         names = ", ".join([*refused, *(["dropout"] if dropout else [])])
         raise Unsupported(f"attention {NAME}: expected plain scores, found {names}")
+    window = getattr(getattr(module, "config", None), "sparse_window", None)
+    if window and not torch.compiler.is_compiling():
+        _require_window(module, attention_mask)
+    causal, queries = False, query.shape[2]
     if attention_mask is None:
-        raise Unsupported(f"attention {NAME}: expected a mask, found none")
-    if isinstance(attention_mask, Tensor):
-        allowed = attention_mask if attention_mask.dtype == torch.bool else attention_mask == 0
-        whole = query.shape[0], -1, query.shape[2], -1
-        attention_mask = BlockMask.from_elements(allowed.expand(whole).contiguous(), BLOCK)
-    keys = attention_mask.tokens[1]
+        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        causal = bool(causal) and queries > 1
+        keys = queries if causal else key.shape[2]
+    else:
+        size = query.shape[0], attention_mask.shape[1], queries, attention_mask.shape[3]
+        if attention_mask.shape != size:
+            attention_mask = attention_mask.expand(size)
+        keys = size[3]
     k, v = (x[:, :, :keys].transpose(1, 2) for x in (key, value))
-    return attention(query.transpose(1, 2), k, v, attention_mask, scale=scaling), None
+    options = {"block": BLOCK, "causal": causal, "scale": scaling}
+    return attention_of_elements(query.transpose(1, 2), k, v, attention_mask, **options), None
+
+
+def _require_window(module: Any, attention_mask: Tensor | None) -> None:
+    """Raise Unsupported if transformers makes no mask for a module, and so none with the window."""
+    file = vars(sys.modules.get(type(module).__module__, object))
+    makers = (name for name in file if name.startswith("create_") and "mask" in name)
+    if attention_mask is None or not any(makers):
+        kind = type(module).__name__
+        raise Unsupported(f"attention {NAME}: expected a mask for sparse_window, {kind} makes none")

@@ -3,9 +3,14 @@
     O, LSE      = attend(q, k, v, mask)                 block_sparse_attention
     dQ, dK, dV  = gradients(q, k, v, O, LSE, dO, mask)  block_sparse_attention_backward
 
-q and O are [batch, S_q, H, D], k and v [batch, S_kv, H_kv, D], and LSE [batch * H, S_q] in fp32. A
-mask is passed as its tensors and sizes (formats/block_mask.py), so the operators are opaque to
-torch.compile and torch.export. Engines, in the order in which they are tried:
+q and O are [batch, S_q, H, D], k and v [batch, S_kv, H_kv, D], and LSE [batch * H, S_q] in fp32.
+The operators are opaque to torch.compile and torch.export. They take a mask as sizes and tensors:
+
+    offsets, columns, ...   those of formats/block_mask.py
+    elements                [batch, lists, S_q, S_kv]: the operator lists the blocks (_elements.py)
+    none                    every element is allowed
+
+Engines, in the order in which they are tried:
 
     Hopper, 16 bits
       forward    attention_wgmma, attention_triton
@@ -57,6 +62,7 @@ from sparsebench.kernels.attention import (
 )
 from sparsebench.kernels.attention._call import AttentionCall, ListedMask, attention_engine
 from sparsebench.kernels.attention._shapes import MOST_DEPTH, AttentionShape, unsupported
+from sparsebench.kernels.nn._elements import mask_of_elements, whole_mask
 from sparsebench.kernels.nn._stamp import by_stamp, stamp_of
 
 ENGINES = (
@@ -137,7 +143,13 @@ class _Torch:
 def _in_torch(w: ListedMask, call: AttentionCall, config: NoConfig) -> Product:
     """Plan attention in torch. Raises FormatError if the mask has too many elements."""
     reference = _Torch(w.mask, call)
-    return Product(reference.forward if call.op == "attention" else reference.backward)
+    compute = reference.forward if call.op == "attention" else reference.backward
+
+    def run(*operands: Tensor) -> list[Tensor]:
+        with torch.autocast("cpu", enabled=False):  # the products are in fp32
+            return compute(*operands)
+
+    return Product(run)
 
 
 _IN_TORCH = {
@@ -200,28 +212,33 @@ def _gradients(call: AttentionCall, mask: BlockMask, *operands: Tensor) -> list[
     return [part.view(x.shape) for part, x in zip(parts, operands[:3], strict=True)]
 
 
-def require_operands(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> None:
-    """Raise Unsupported with one line unless these operands fit each other and the mask."""
+def require_operands(
+    q: Tensor, k: Tensor, v: Tensor, sizes: tuple[int, int, int], lists: int, device: torch.device
+) -> None:
+    """Raise Unsupported with one line unless these operands fit each other and the mask.
+
+    sizes  of the mask: sequences, queries and keys
+    """
     shapes = f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"
     if q.dim() != 4 or k.dim() != 4 or k.shape != v.shape:
         expected = "q [batch, S_q, H, D], and k and v alike [batch, S_kv, H_kv, D]"
         raise Unsupported(f"attention: expected {expected}, found {shapes}")
     batch, s_q, heads, d = q.shape
-    sizes = mask.batch, *mask.tokens
     if (batch, s_q, k.shape[1]) != sizes or k.shape[0] != batch:
         expected = "{} sequences of {} queries and {} keys as in the mask".format(*sizes)
         raise Unsupported(f"attention: expected {expected}, found {shapes}")
     if k.shape[3] != d or heads % k.shape[2] or d > MOST_DEPTH:
         expected = f"heads a multiple of key heads, of one size up to {MOST_DEPTH}"
         raise Unsupported(f"attention: expected {expected}, found {shapes}")
-    if heads % mask.lists:
-        expected = f"heads a multiple of the mask's {mask.lists} lists"
+    if heads % lists:
+        expected = f"heads a multiple of the mask's {lists} lists"
         raise Unsupported(f"attention: expected {expected}, found {heads}")
     dtypes = {q.dtype, k.dtype, v.dtype}
     if len(dtypes) > 1 or q.dtype not in NAMES:
         names = ", ".join(sorted(map(str, dtypes)))
-        raise Unsupported(f"attention: expected one of fp16, bf16 and fp32, found {names}")
-    devices = sorted({str(x.device) for x in (q, k, v, mask.columns)})
+        expected = "fp16, bf16 or fp32, the same for q, k and v"
+        raise Unsupported(f"attention: expected {expected}, found {names}")
+    devices = sorted({str(x.device) for x in (q, k, v)} | {str(device)})
     if len(devices) > 1:
         raise Unsupported(f"attention: expected one device, found {', '.join(devices)}")
 
@@ -236,8 +253,12 @@ def _arguments(mask: BlockMask) -> tuple[list[Tensor], list[int]]:
     return arrays, [*sizes, int(mask.causal), int(mask.bits is not None)]
 
 
-def _mask(arrays: list[Tensor], sizes: list[int]) -> BlockMask:
+def _mask(arrays: list[Tensor], sizes: list[int], device: torch.device) -> BlockMask:
     s_q, s_kv, b_q, b_k, batch, lists, causal, has_bits = sizes
+    if not arrays:
+        return whole_mask((s_q, s_kv), b_q, batch, bool(causal), device)
+    if len(arrays) == 1:
+        return mask_of_elements(arrays[0], b_q)
     offsets, columns, *others = arrays
     return BlockMask(
         shape=(batch * lists * -(-s_q // b_q), -(-s_kv // b_k)),
@@ -258,7 +279,7 @@ def attend(
     q: Tensor, k: Tensor, v: Tensor, arrays: list[Tensor], sizes: list[int], scale: float
 ) -> tuple[Tensor, Tensor]:
     """Return O [batch, S_q, H, D] and the LSE [batch * H, S_q]. Raises Unsupported."""
-    mask = _mask(arrays, sizes)
+    mask = _mask(arrays, sizes, q.device)
     o, lse = _forward(_call("attention", q, k, mask, scale), mask, q, k, v)
     return o, lse
 
@@ -268,7 +289,7 @@ def gradients(
     operands: list[Tensor], arrays: list[Tensor], sizes: list[int], scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return dQ, dK and dV, shaped like q, k and v, of the OPERANDS. Raises Unsupported."""
-    mask = _mask(arrays, sizes)
+    mask = _mask(arrays, sizes, operands[0].device)
     call = _call("attention_backward", operands[0], operands[1], mask, scale)
     dq, dk, dv = _gradients(call, mask, *operands)
     return dq, dk, dv

@@ -13,11 +13,14 @@ from torch import Tensor
 
 from sparsebench.errors import Unsupported
 from sparsebench.formats.block_mask import BlockMask
+from sparsebench.kernels._common.transforms import is_watched
 from sparsebench.kernels.nn._attention_op import (
+    attend,
     attend_recorded,
     recordings_of,
     require_operands,
 )
+from sparsebench.kernels.nn._elements import mask_of_elements, whole_mask
 
 
 def attention(
@@ -30,8 +33,8 @@ def attention(
     mask   for the same sequences and tokens; H is a multiple of its lists
     scale  factor of the scores, above 0; by default D ** -0.5
 
-    The output of a query without an allowed key is 0. A block that no query selects affects no
-    result, even if it holds NaN. Raises Unsupported.
+    torch.autocast casts q, k and v. The output of a query without an allowed key is 0. A block that
+    no query selects affects no result, even if it holds NaN. Raises Unsupported.
     """
     o, _ = _results(q, k, v, mask, scale)
     return o[0] if q.dim() == 3 else o
@@ -50,21 +53,74 @@ def attention_and_lse(
     return (o[0], lse[0]) if q.dim() == 3 else (o, lse)
 
 
+def attention_of_elements(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    elements: Tensor | None,
+    *,
+    block: int,
+    causal: bool = False,
+    scale: float | None = None,
+) -> Tensor:
+    """Return `attention` of q, k and v [batch, tokens, heads, D] over elements in blocks.
+
+    elements  [batch, lists, S_q, S_kv], bool or as `mask_of_elements` takes them. Without them, all
+              are allowed, or with `causal` those up to each query; then S_q is S_kv
+
+    A traced call needs no value of the elements. Raises Unsupported.
+    """
+    shape = (q.shape[0], 1, q.shape[1], k.shape[1]) if elements is None else elements.shape
+    batch, lists, *tokens = shape
+    queries, keys = tokens
+    device = q.device if elements is None else elements.device
+    q, k, v = _cast(q, k, v)
+    require_operands(q, k, v, (batch, queries, keys), lists, device)
+    if causal and queries != keys:
+        raise Unsupported(f"attention: expected as many keys as queries, found {tokens}")
+    if is_watched():
+        sizes = [*tokens, block, block, batch, lists, int(causal), 0]
+        arrays = [] if elements is None else [elements]
+        o: Tensor = attend(q, k, v, arrays, sizes, _factor(q, scale))[0]
+        return o
+    if elements is None:
+        mask = whole_mask((queries, keys), block, batch, causal, device)
+    else:
+        mask = mask_of_elements(elements, block)
+    return attention(q, k, v, mask, scale=scale)
+
+
 def _results(
     q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, scale: float | None
 ) -> tuple[Tensor, Tensor]:
     """Return O [batch, S_q, H, D] and the LSE [batch * H, S_q]. Raises Unsupported."""
     q, k, v = (x.unsqueeze(0) if x.dim() == 3 else x for x in (q, k, v))
     if not isinstance(mask, BlockMask):
-        raise Unsupported(f"attention: expected a BlockMask, found {type(mask).__name__}")
+        kind = f"{type(mask).__module__}.{type(mask).__name__}"
+        raise Unsupported(f"attention: expected sparsebench's BlockMask, found {kind}")
+    q, k, v = _cast(q, k, v)
     given = scale if scale is None else float(scale)
     eager = q.is_cuda and not torch.compiler.is_compiling()
     recordings = recordings_of(mask, given) if eager else None
     if recordings is not None and (fast := recordings.replay(q, k, v)) is not None:
         o, lse = fast
         return o, lse
-    require_operands(q, k, v, mask)
-    factor = q.shape[3] ** -0.5 if given is None else given
+    require_operands(q, k, v, (mask.batch, *mask.tokens), mask.lists, mask.columns.device)
+    return attend_recorded(recordings, q, k, v, mask, _factor(q, given))
+
+
+def _factor(q: Tensor, scale: float | None) -> float:
+    """Return the factor of the scores. Raises Unsupported."""
+    factor: float = q.shape[3] ** -0.5 if scale is None else scale
     if not factor > 0:
         raise Unsupported(f"attention: expected a scale above 0, found {scale}")
-    return attend_recorded(recordings, q, k, v, mask, factor)
+    return factor
+
+
+def _cast(*operands: Tensor) -> tuple[Tensor, ...]:
+    """Return the operands in the dtype of torch.autocast, as SDPA takes them, if it is on."""
+    device = operands[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return operands
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(x if x.dtype == torch.float64 else x.to(dtype) for x in operands)

@@ -7,6 +7,7 @@ transformers = pytest.importorskip("transformers")
 
 import sparsebench.nn  # noqa: E402, F401
 from sparsebench.errors import Unsupported  # noqa: E402
+from sparsebench.formats.block_mask import BlockMask  # noqa: E402
 from sparsebench.harness.models import attention  # noqa: E402
 
 WINDOW = 20
@@ -60,6 +61,111 @@ def test_a_padded_batch_has_the_logits_of_sdpa(llama) -> None:
         logits.append(llama(tokens, attention_mask=valid).logits)
     actual, expected = (one[valid.bool()] for one in reversed(logits))
     torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-4)
+
+
+TWO = {"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 32, "intermediate_size": 32}
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_layers_share_the_mask_of_a_forward_pass(llama, mode, compiled, monkeypatch) -> None:
+    made, elements = [], BlockMask.from_elements
+    monkeypatch.setattr(BlockMask, "from_elements", lambda *a: made.append(a) or elements(*a))
+    llama.set_attn_implementation("sparsebench")
+    torch._dynamo.reset()
+    model = torch.compile(llama, fullgraph=True, backend="aot_eager") if compiled else llama
+    with mode():
+        for _ in range(2):
+            model(torch.arange(20).view(2, 10), use_cache=False)
+    assert len(made) == 2
+
+
+def test_a_mask_that_is_written_is_listed_again() -> None:
+    q, mask = torch.randn(1, 2, 8, 4), torch.ones(1, 1, 8, 8, dtype=torch.bool)
+    before, _ = attention.attend(None, q, q, q, mask)
+    mask[..., 4:] = False
+    after, _ = attention.attend(None, q, q, q, mask)
+    assert not torch.equal(after, before)
+    assert torch.equal(after, attention.attend(None, q, q, q, mask.clone())[0])
+
+
+def test_a_mask_to_add_is_one_of_bool() -> None:
+    q, allowed = torch.randn(1, 2, 8, 4), torch.ones(8, 8).tril().bool()[None, None]
+    expected, _ = attention.attend(None, q, q, q, allowed)
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        for hidden in (-1e4, torch.finfo(dtype).min, -torch.inf):
+            mask = torch.zeros(allowed.shape, dtype=dtype).masked_fill(~allowed, hidden)
+            assert torch.equal(attention.attend(None, q, q, q, mask)[0], expected)
+    bias = torch.zeros(1, 1, 8, 8).masked_fill(~allowed, -3.0)
+    with pytest.raises(Unsupported, match="found a bias"):
+        attention.attend(None, q, q, q, bias)
+
+
+def vision() -> dict:
+    return {"image_size": 32, "patch_size": 8, **TWO}
+
+
+@pytest.mark.parametrize("implementation", ["eager", "compiled"])
+@torch.no_grad()
+def test_encoders_without_a_mask_attend_to_everything(implementation) -> None:
+    audio = {"d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "vocab_size": 64}
+    audio |= {"max_source_positions": 50, "num_mel_bins": 16, "pad_token_id": 0}
+    text = {**TWO, "vocab_size": 64}
+    clip = transformers.CLIPConfig(text_config=text, vision_config=vision())
+    heads = {"encoder_attention_heads": 4, "decoder_attention_heads": 4}
+    ids, picture = torch.arange(10)[None] + 3, torch.randn(1, 3, 32, 32)
+    models = {
+        transformers.CLIPModel(clip): {"input_ids": ids, "pixel_values": picture},
+        transformers.ViTModel(transformers.ViTConfig(**vision())): {"pixel_values": picture},
+        transformers.WhisperModel(transformers.WhisperConfig(**audio, **heads)): {
+            "input_features": torch.randn(1, 16, 100),
+            "decoder_input_ids": ids,
+        },
+    }
+    for model, inputs in models.items():
+        torch._dynamo.reset()
+        call = model.eval()
+        if implementation == "compiled":
+            call = torch.compile(model, fullgraph=True, backend="aot_eager")
+        results = []
+        for name in ("sdpa", "sparsebench"):
+            model.set_attn_implementation(name)
+            results.append(next(iter(call(**inputs).values())))
+        torch.testing.assert_close(*results, atol=1e-4, rtol=1e-4)
+
+
+def test_no_mask_is_the_causal_rule_where_sdpa_takes_it() -> None:
+    q, k = torch.randn(1, 2, 8, 4), torch.randn(1, 2, 12, 4)
+    rule = torch.ones(8, 12).tril().bool()[None, None]
+    for module, mask in ((None, rule), (torch.nn.Module(), rule)):
+        actual, _ = attention.attend(module, q, k, k, None)
+        assert torch.equal(actual, attention.attend(module, q, k, k, mask)[0])
+    whole, _ = attention.attend(None, q, k, k, None, is_causal=False)
+    assert torch.equal(whole, attention.attend(None, q, k, k, torch.ones_like(rule))[0])
+    one, _ = attention.attend(None, q[:, :, :1], k, k, None)
+    torch.testing.assert_close(
+        one, attention.attend(None, q[:, :, :1], k, k, rule[:, :, :1] | True)[0]
+    )
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_models_that_would_ignore_it_are_refused() -> None:
+    bloom = {"vocab_size": 64, "hidden_size": 32, "n_layer": 1, "n_head": 4}
+    with pytest.raises(Unsupported, match="BloomForCausalLM, which computes attention itself"):
+        transformers.BloomForCausalLM._from_config(
+            transformers.BloomConfig(**bloom), attn_implementation="sparsebench"
+        )
+    model = transformers.BloomForCausalLM(transformers.BloomConfig(**bloom))
+    with pytest.raises(Unsupported, match="BloomForCausalLM"):
+        model.set_attn_implementation("sparsebench")
+    assert model.config._attn_implementation != "sparsebench"
+    clip = transformers.CLIPVisionConfig(**vision(), sparse_window=8)
+    sizes = {"image_size": 32, "patch_size": 4, "embed_dim": 16, "window_size": 4}
+    swin = transformers.SwinConfig(**sizes, depths=[1], num_heads=[2], sparse_window=8)
+    for model in (transformers.CLIPVisionModel(clip), transformers.SwinModel(swin)):
+        model.eval().set_attn_implementation("sparsebench")
+        with pytest.raises(Unsupported, match="expected a mask for sparse_window"):
+            model(torch.randn(1, 3, 32, 32))
 
 
 @pytest.mark.parametrize("options", [{"softcap": 30.0}, {"dropout": 0.1}, {"s_aux": torch.ones(1)}])

@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask
 
 import sparsebench
 from sparsebench.errors import Unsupported
@@ -133,6 +134,25 @@ def test_operands_that_do_not_fit_are_refused_in_one_line(spoil, token: str) -> 
     with pytest.raises(Unsupported, match=token) as refused:
         sparsebench.attention(*spoil(*drawn(), mask))
     assert "\n" not in str(refused.value)
+
+
+def test_autocast_casts_as_sdpa_does() -> None:
+    mask, (q, k, v) = random_mask(TOKENS, 16, batch=2), drawn()
+    expected = sparsebench.attention(*(x.bfloat16() for x in (q, k, v)), mask)
+    with torch.autocast("cpu", torch.bfloat16):
+        mixed = sparsebench.attention(q, k, v.bfloat16(), mask)
+        call = torch.compile(sparsebench.attention, fullgraph=True, backend="aot_eager")
+        compiled = call(*(x.detach() for x in (q, k, v.bfloat16())), mask)
+    assert torch.equal(mixed, expected)
+    assert torch.equal(compiled, expected)
+    for gradient, x in zip(torch.autograd.grad(mixed.sum(), (q, k, v)), (q, k, v), strict=True):
+        assert gradient.dtype == x.dtype
+
+
+def test_the_mask_of_another_library_is_named_with_its_module() -> None:
+    foreign = create_block_mask(lambda b, h, i, j: i >= j, None, None, *TOKENS, device="cpu")
+    with pytest.raises(Unsupported, match=r"sparsebench's BlockMask, found torch\.nn\.attention"):
+        sparsebench.attention(*drawn(), foreign)
 
 
 def test_a_scale_that_is_not_positive_is_refused() -> None:
