@@ -57,14 +57,14 @@ class Arena:
     def __init__(self, layout: Layout, device: torch.device) -> None:
         """Raises OutOfMemoryError, or RuntimeError if the device cannot share memory."""
         self.layout, self._stack = layout, ExitStack()
-        size = sum(_padded(*entry) for entry in layout.values()) or ALIGN
+        size = sum(_aligned_bytes(*entry) for entry in layout.values()) or ALIGN
         if device.type == "cpu":
             file = os.memfd_create("sparsebench", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             self._stack.callback(os.close, file)
             os.ftruncate(file, size)
             fcntl.fcntl(file, fcntl.F_ADD_SEALS, SEALS)
             self.handle: dict[str, Any] = {"file": f"/proc/{os.getpid()}/fd/{file}", "size": size}
-            block = _mapped(self.handle)
+            block = _map(self.handle)
         else:
             address, handle = ctypes.c_uint64(), _IpcHandle()
             result = driver().cuMemAlloc_v2(ctypes.byref(address), ctypes.c_size_t(size))
@@ -83,10 +83,10 @@ class Arena:
         self._stack.close()
 
 
-def opened(handle: Mapping[str, Any], layout: Layout) -> dict[str, Tensor]:
+def open_arena(handle: Mapping[str, Any], layout: Layout) -> dict[str, Tensor]:
     """Return the arrays of an arena in a guest process."""
     if "file" in handle:
-        return _views(_mapped(handle), layout)
+        return _views(_map(handle), layout)
     device = torch.device(handle["device"])
     address = ctypes.c_uint64()
     shared = _IpcHandle.from_buffer_copy(bytes.fromhex(handle["ipc"]))
@@ -101,7 +101,7 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _mapped(handle: Mapping[str, Any]) -> Tensor:
+def _map(handle: Mapping[str, Any]) -> Tensor:
     size, dtype = handle["size"], torch.uint8
     return torch.from_file(handle["file"], shared=True, size=size, dtype=dtype)
 
@@ -112,10 +112,10 @@ def _views(block: Tensor, layout: Layout) -> dict[str, Tensor]:
         typed = getattr(torch, dtype)
         size = prod(shape) * typed.itemsize
         arrays[name] = block[start : start + size].view(typed).view(*shape)
-        start += _padded(shape, dtype)
+        start += _aligned_bytes(shape, dtype)
     return arrays
 
 
-def _padded(shape: Sequence[int], dtype: str) -> int:
+def _aligned_bytes(shape: Sequence[int], dtype: str) -> int:
     itemsize: int = getattr(torch, dtype).itemsize
     return -(-prod(shape) * itemsize // ALIGN) * ALIGN

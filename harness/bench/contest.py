@@ -43,7 +43,6 @@ from sparsebench.harness.bench.contest_state import (
     exchange_twins,
     one_line,
     synchronize,
-    with_samples,
 )
 from sparsebench.harness.bench.correctness import Expected
 from sparsebench.harness.bench.energy import facts_under_load
@@ -280,10 +279,8 @@ class RunningContest:
                 raise
             except Exception as error:
                 raise Fatal("", f"timing: {one_line(error)}") from error
-        output_bytes = self.layers.output_bytes
         for (entry, call), taken in zip(timed, samples, strict=True):
-            row = replace(entry.row, scope=scope, cache=cache, clock=call.clock, detail=call.why)
-            entry.results[scope, cache] = with_samples(row, taken, self.options, output_bytes)
+            entry.add((scope, cache), call, taken, self.options, self.layers.output_bytes)
         for entry, _ in timed:
             self._end_if_wrong(entry, entry.spots_in(scope), "among the timed calls")
 
@@ -343,11 +340,7 @@ class RunningContest:
             entry.end(Status.WRONG, f"{when}{reason}")
         elif when == BEFORE and (sums := fingerprint(outputs, right, entry.pattern)):
             checked.spots.fingerprints[B] = sums
-        if scope == CHAIN:
-            entry.record_timed((CHAIN,), **errors, draws=entry.row.draws)
-        else:
-            entry.record(**errors)
-            entry.record_timed(("kernel", "op", CHAIN), **errors, draws=entry.row.draws)
+        entry.record_errors(scope, errors)
 
     def _answers(self, when: str) -> dict[Variant, list[Expected]]:
         """Compute what each layer is expected to give, for each variant of the contenders.

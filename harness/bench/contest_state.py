@@ -20,7 +20,7 @@ from sparsebench.errors import FormatError, SparsebenchError, Unsupported
 from sparsebench.formats._format import Format
 from sparsebench.harness.bench.sampling import CHAIN, Measure, layers_of
 from sparsebench.harness.bench.spot_checks import Outputs, SpotChecks
-from sparsebench.harness.bench.timing import Chain, Samples, TimedCall
+from sparsebench.harness.bench.timing import Chain, Samples, TimedCall, launches_of
 from sparsebench.kernels._kernel import Launch
 from sparsebench.results.ceilings import Ceilings, check_bound
 from sparsebench.results.record import Contender, Row, Status
@@ -129,7 +129,7 @@ class CheckedCall:
 
     @property
     def launches(self) -> tuple[Launch, ...]:
-        return self.work.launches if isinstance(self.work, Chain) else (self.work,)
+        return launches_of(self.work)
 
 
 @dataclass
@@ -185,6 +185,21 @@ class RunningContender:
         for measure, row in self.results.items():
             if measure[0] in scopes:
                 self.results[measure] = replace(row, **facts)
+
+    def record_errors(self, scope: str, errors: Mapping[str, Any]) -> None:
+        """Add the errors of the launch alone (scope kernel), or of the chain."""
+        if scope != CHAIN:
+            self.record(**errors)
+        scopes = (CHAIN,) if scope == CHAIN else ("kernel", "op", CHAIN)
+        self.record_timed(scopes, **errors, draws=self.row.draws)
+
+    def add(
+        self, measure: Measure, call: TimedCall, taken: Samples, options: ContestOptions, size: int
+    ) -> None:
+        """Add the row of a measure, with samples of a call; `size` are the bytes of its output."""
+        scope, cache = measure
+        row = replace(self.row, scope=scope, cache=cache, clock=call.clock, detail=call.why)
+        self.results[measure] = with_samples(row, taken, options, size)
 
     def end(self, status: Status, detail: str) -> None:
         """Record how the contender ended, and release its memory."""

@@ -57,6 +57,7 @@ products + sums sqrt(d) / 16. Roundings to nearest have no bias; truncated opera
 standard error is taken over rows, and fewer than 16 rows give no bias.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import hypot
 from typing import Any
@@ -73,6 +74,9 @@ FP8 = 2.0**-13
 E4M3 = 3 * 2.0**-7
 FP32 = torch.finfo(torch.float32).eps
 EXPONENT = 0x7FF << 52  # of fp64
+
+Packing = Callable[[Tensor], Tensor]
+"""Takes what an output stores from a matrix."""
 
 
 @dataclass(frozen=True)
@@ -165,19 +169,18 @@ def check(out: object, expected: Expected, pattern: Format | None = None) -> Out
         same = array.dtype == other.dtype and array.device == other.device
         if name != "values" and not (same and array.equal(other)):
             return OutputCheck(f"expected the {name} of the weight's own pattern, found others")
-    return _dense(out.arrays()["values"], where_stored(expected, pattern))
+    return _dense(out.arrays()["values"], where_stored(expected, packing_of(pattern)))
 
 
-def where_stored(expected: Expected, pattern: Format | None) -> Expected:
-    """Return the expected elements that a pattern stores; without a pattern, all elements."""
-    if pattern is None:
-        return expected
+def packing_of(pattern: Format | None) -> Packing:
+    """Return what takes the elements that a pattern stores; without a pattern, all elements."""
+    return (lambda full: pattern.sample(full).arrays()["values"]) if pattern else lambda full: full
 
-    def stored(full: Tensor) -> Tensor:
-        return pattern.sample(full).arrays()["values"]
 
-    reference, spread = stored(expected.reference), stored(expected.spread)
-    plain = None if expected.plain is None else stored(expected.plain)
+def where_stored(expected: Expected, pack: Packing) -> Expected:
+    """Return the expected elements that are stored."""
+    reference, spread = pack(expected.reference), pack(expected.spread)
+    plain = None if expected.plain is None else pack(expected.plain)
     return replace(expected, reference=reference, spread=spread, plain=plain)
 
 

@@ -15,7 +15,7 @@ A kernel that rounds more than its output cannot be exact, so one for which the 
 error is not judged in this way.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from math import ceil
 from random import SystemRandom
@@ -29,6 +29,7 @@ from sparsebench.harness.bench.contest_state import (
     RunningContender,
     checked_before,
 )
+from sparsebench.harness.bench.correctness import Packing, packing_of
 from sparsebench.harness.bench.operands import NONE, ChainLayer, Layers
 from sparsebench.harness.bench.output_checks import right_answer
 from sparsebench.harness.bench.prepare import prepare_layer
@@ -62,14 +63,19 @@ class ExactDraws:
                 values = torch.where(self.classes == draw, self.signs, 0)
             activations[name].copy_(values)
 
-    def reason(self, out: object, activations: Mapping[str, Tensor], stored: object) -> str:
-        """Return "" or why an output is not the product of these activations.
+    def judge(
+        self, call: Callable[[], object], activations: Mapping[str, Tensor], pack: Packing
+    ) -> str:
+        """Call on each draw; return "" or why an output is not the product."""
+        for draw in range(self.count):
+            self.write(draw, activations)
+            if reason := self._reason(call(), activations, pack):
+                return reason
+        return ""
 
-        `stored` takes the elements that a packed output has from a matrix.
-        """
+    def _reason(self, out: object, activations: Mapping[str, Tensor], pack: Packing) -> str:
         layer = replace(self.layer, dense=replace(self.layer.dense, activations=dict(activations)))
-        right = right_answer(self.op, layer, PRUNED, None).reference
-        right = stored(right) if callable(stored) else right
+        right = pack(right_answer(self.op, layer, PRUNED, None).reference)
         values = values_of(out)
         if not isinstance(values, Tensor) or values.shape != right.shape:
             return f"expected shape {list(right.shape)}"  # `check` says it better
@@ -120,15 +126,11 @@ def check_exact(
         with stages.at(entry, "check"):
             assert entry.alone
             assert exact
-            call, layer, pattern = entry.alone.work.run, first, entry.pattern
+            call, layer = entry.alone.work.run, first
             if not op.pattern:
                 layer = exact.layer
                 call = prepare_layer(layer, entry.contender, entry.row.choice).run
-            stored = pattern and (lambda full, of=pattern: values_of(of.sample(full)))
-            for draw in range(exact.count):
-                exact.write(draw, layer.dense.activations)
-                if reason := exact.reason(call(), layer.dense.activations, stored):
-                    entry.end(Status.WRONG, f"before timing: {reason}")
-                    break
+            if reason := exact.judge(call, layer.dense.activations, packing_of(entry.pattern)):
+                entry.end(Status.WRONG, f"before timing: {reason}")
             stages.guard.renew(layers.activations)
             stages.verify()

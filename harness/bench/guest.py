@@ -17,7 +17,6 @@ A contender can change all of this, since its code runs here. So the judge belie
 compares the outputs, and its own clock measures bursts. What a kernel prints goes to stderr.
 """
 
-import faulthandler
 import json
 import os
 import sys
@@ -30,7 +29,7 @@ import torch
 from torch import Tensor
 
 from sparsebench.formats._format import Format
-from sparsebench.harness.bench.arena import Layout, dtype_name, opened
+from sparsebench.harness.bench.arena import Layout, dtype_name, open_arena
 from sparsebench.harness.bench.contest_state import end_status, synchronize, traceback_of
 from sparsebench.harness.bench.energy import facts_under_load
 from sparsebench.harness.bench.operands import ChainLayer, DenseOperands, of_layer
@@ -46,10 +45,9 @@ from sparsebench.harness.bench.sampling import CHAIN
 from sparsebench.harness.bench.spot_checks import Outputs, as_tuple, values_of
 from sparsebench.harness.bench.stages import Stages
 from sparsebench.harness.bench.tampering import TamperingError, arrays_of
-from sparsebench.harness.bench.timing import Chain, Clock, TimedCall, clock_of, ready
+from sparsebench.harness.bench.timing import Chain, Clock, TimedCall, clock_of, launches_of, ready
 from sparsebench.harness.catalog import load_op
-from sparsebench.harness.machine.child_process import DUMP
-from sparsebench.harness.machine.parent_watch import end_with_parent
+from sparsebench.harness.machine.child_process import answer_parent
 from sparsebench.kernels._common.capture import capturing
 from sparsebench.kernels._kernel import Launch, poison
 from sparsebench.results.record import Contender, Problem, Status
@@ -88,7 +86,7 @@ class Burst:
             self.inspect(number, out)
         return out
 
-    def captured(self, count: int) -> Callable[[], Any]:
+    def capture(self, count: int) -> Callable[[], Any]:
         """Return a function that does the same by one CUDA graph."""
         graph = torch.cuda.CUDAGraph()
         with capturing(graph):
@@ -120,7 +118,7 @@ class Guest:
         """Take the operands, and return why the guest cannot run the problem, or None."""
         self.problem, self.op = Problem.from_json(problem), load_op(problem["op"])
         self.contenders = [Contender(**contender) for contender in contenders]
-        self._arrays = opened(handle, layout)
+        self._arrays = open_arena(handle, layout)
         return unsupported(self.problem, self.contenders[-1], self.device)
 
     def convert(self, number: int) -> int:
@@ -159,7 +157,7 @@ class Guest:
 
     def share(self, handle: Mapping[str, Any], layout: Layout, count: int) -> None:
         """Take the sets, and write where a packed output stores which element (0: padding)."""
-        self._arrays |= opened(handle, layout)
+        self._arrays |= open_arena(handle, layout)
         self._count, number = count, len(self.contenders) - 1
         if pattern := self._patterns.get(number):
             places = torch.arange(1.0, 1 + pattern.shape[0] * pattern.shape[1], dtype=torch.float64)
@@ -192,8 +190,7 @@ class Guest:
         timed = self._timed.get((number, scope))
         self._whole_burst(number, scope, count, timed is not None and timed.clock == "graph")()
         synchronize(self.device)
-        launches = work.launches if isinstance(work, Chain) else (work,)
-        return sum(launch.lost() for launch in launches if launch.lost)
+        return sum(launch.lost() for launch in launches_of(work) if launch.lost)
 
     def turn(self, number: int, scope: str, cache: str, count: int) -> list[tuple[float, bool]]:
         """Call once on each of the first sets; return the times in µs, and whether one is late."""
@@ -221,16 +218,17 @@ class Guest:
     @cache  # noqa: B019
     def _burst(self, number: int, scope: str) -> Burst:
         work = self._works[number, scope]
-        count = len(work.launches) if isinstance(work, Chain) else 1
-        names = [of_layer(i) for i in range(count)] if scope != EXACT else [f" {EXACT}"]
-        return Burst(work.run, *sets_of(self._arrays, self.op.activations, names, self._count))
+        names = [of_layer(i) for i in range(len(launches_of(work)))]
+        x, sets = sets_of(self._arrays, self.op.activations, names, self._count)
+        exact = scope == EXACT  # a further launch, with activations of its own
+        return Burst(work.run, self._layer(f" {EXACT}").dense.activations if exact else x, sets)
 
     @cache  # noqa: B019
     def _whole_burst(
         self, number: int, scope: str, count: int, captures: bool
     ) -> Callable[[], Any]:
         burst = self._burst(number, scope)
-        return burst.captured(count) if captures else lambda: burst.run(count)
+        return burst.capture(count) if captures else lambda: burst.run(count)
 
 
 def form_of(out: Outputs) -> list[Any]:
@@ -246,11 +244,10 @@ def sets_of(
 ) -> tuple[dict[str, Tensor], Sets]:
     """Return the activations that launches read, and the sets, from the arrays of an arena."""
     names = [f"{name}{layer}" for layer in layers for name in activations]
-    plain = [layer.removesuffix(f" {EXACT}") for layer in layers]
     sets = [
         (
-            {n: arrays[f"{n.removesuffix(f' {EXACT}')} in set {j}"] for n in names},
-            [arrays[f"output{layer} in set {j}"] for layer in plain],
+            {n: arrays[f"{n} in set {j}"] for n in names},
+            [arrays[f"output{layer} in set {j}"] for layer in layers],
         )
         for j in range(count)
     ]
@@ -259,16 +256,7 @@ def sets_of(
 
 def main() -> None:
     """Answer requests until stdin closes."""
-    end_with_parent()
-    faulthandler.enable()
-    faulthandler.register(DUMP)
-    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)
-
-    def send(message: Mapping[str, Any]) -> None:
-        answers.write(json.dumps(message) + "\n")
-        answers.flush()
-
+    send = answer_parent()
     send({"imported": True})
     name, *path = json.loads(sys.stdin.readline() or "[null]")
     if not name:

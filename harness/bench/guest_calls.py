@@ -11,7 +11,7 @@ from sparsebench.harness.bench.contest_state import ContestOptions, RunningConte
 from sparsebench.harness.bench.guest import Burst
 from sparsebench.harness.bench.guest_process import GuestLoss, GuestProcess
 from sparsebench.harness.bench.guest_sets import GuestSets
-from sparsebench.harness.bench.operands import Layers
+from sparsebench.harness.bench.operands import ChainLayer, Layers
 from sparsebench.harness.bench.sampling import CHAIN, layers_of
 from sparsebench.harness.bench.stages import Stages
 from sparsebench.harness.bench.timing import TimedCall
@@ -64,9 +64,14 @@ class GuestCalls:
         """Return the call that is timed in a scope, which the guest makes."""
         return self.timed[CHAIN if scope == CHAIN else "kernel"].in_scope(scope, tuple)
 
+    @property
+    def each(self) -> list[ChainLayer]:
+        """Return the layers of the calls: one if the contender has no chain."""
+        return self.layers.each[: 1 if self.entry.chain_failure else None]
+
     def fill(self, count: int) -> None:
         """Write activations that no call has had into the first sets."""
-        self.sets.fill(range(count), 1 if self.entry.chain_failure else len(self.layers.each))
+        self.sets.fill(count, self.each)
 
     def burst(self, scope: str, count: int, fill: bool = False) -> int:
         return int(self.ask("burst", number=self.number, scope=scope, count=count, fill=fill))
@@ -80,10 +85,10 @@ class GuestCalls:
         synchronize(self.device)
         times = []
         for request in (partial(self.ask, "wake"), partial(self.burst, scope, count)):
-            waited_s = self.process.waited_s()  # takes a millisecond, so before the clock starts
+            waited_s = self.process.wait_s()  # takes a millisecond, so before the clock starts
             start = perf_counter()
             lost = request()
-            times.append(perf_counter() - start - (self.process.waited_s() - waited_s))
+            times.append(perf_counter() - start - (self.process.wait_s() - waited_s))
         self.compare(count, calls, scope, lost, "back to back")
         return times[1], sum(times)
 

@@ -24,6 +24,7 @@ from time import perf_counter
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from sparsebench.harness.bench.arena import Arena, Layout, dtype_name
 from sparsebench.harness.bench.contest_state import (
@@ -35,12 +36,11 @@ from sparsebench.harness.bench.contest_state import (
     one_line,
     synchronize,
     traceback_of,
-    with_samples,
 )
 from sparsebench.harness.bench.exact_draws import exact_draws
 from sparsebench.harness.bench.guest import EXACT
 from sparsebench.harness.bench.guest_calls import GuestCalls
-from sparsebench.harness.bench.guest_process import GuestLoss, GuestProcess, GuestQueue
+from sparsebench.harness.bench.guest_process import GuestLoss, GuestQueue
 from sparsebench.harness.bench.guest_sets import form_error
 from sparsebench.harness.bench.guest_times import GuestTimes
 from sparsebench.harness.bench.operands import Layers
@@ -72,25 +72,17 @@ def measure_guests(
         pinned = replace(options, pinned=earlier | {**options.pinned})
         alike = [y for y in yardsticks if y.contender.weights == entry.contender.weights]
         yardstick = next(iter([*alike, *yardsticks]), None)
-        GuestContest(entry, yardstick, layers, stages, pinned, processes.next()).run()
+        calls = GuestCalls(entry, yardstick, layers, stages, pinned, processes.next())
+        GuestContest(calls).run()
         choices |= {case.id: entry.row.choice} if entry.row.choice else {}
 
 
 class GuestContest:
     """A contender from outside being measured; alone changes its entry."""
 
-    def __init__(
-        self,
-        entry: RunningContender,
-        yardstick: RunningContender | None,
-        layers: Layers,
-        stages: Stages,
-        options: ContestOptions,
-        process: GuestProcess,
-    ) -> None:
-        self.calls = GuestCalls(entry, yardstick, layers, stages, options, process)
-        self.entry, self.yardstick, self.layers = entry, yardstick, layers
-        self.stages, self.options, self.op = stages, options, layers.op
+    def __init__(self, calls: GuestCalls) -> None:
+        self.calls, self.entry, self.layers = calls, calls.entry, calls.layers
+        self.options, self.op = calls.options, calls.layers.op
         self.arenas = list[Arena]()
 
     def run(self) -> None:
@@ -104,11 +96,11 @@ class GuestContest:
         except GuestLoss as loss:
             self.entry.end(loss.status, str(loss))
             if loss.status not in (Status.UNSUPPORTED, Status.WRONG):
-                self.stages.on_failure(case, str(loss), loss.traceback)
+                self.calls.stages.on_failure(case, str(loss), loss.traceback)
         except Exception as error:  # whatever the guest's answers make this process do
             reason = f"no answer of its process: {one_line(error)}"
             try:
-                synchronize(self.stages.device)
+                synchronize(self.calls.stages.device)
             except Exception as dead:
                 raise Fatal(case, one_line(dead)) from error
             status = Status.OUT_OF_MEMORY if isinstance(error, NO_MEMORY) else Status.FAILED
@@ -126,7 +118,7 @@ class GuestContest:
         for number in range(len(self.calls.contenders)):
             self._prepare(number)
         self._share()
-        self._check("before timing", whole=not checked_before(self.entry.row, self.options))
+        self._check("before timing", whole=self.whole)
         with self.calls.stage("capture"):
             for number in range(len(self.calls.contenders)):
                 clocks = self.calls.ask("capture", number=number)
@@ -149,9 +141,8 @@ class GuestContest:
 
     def _open(self) -> None:
         """Give the guest its operands: copies, so that it can spoil only its own."""
-        fits = not self.entry.contender.error and not checked_before(self.entry.row, self.options)
         first, seed = self.layers.each[0], self.calls.random.getrandbits(62)
-        self.exact = exact_draws(self.op, first, seed) if fits else None
+        self.exact = None if self.entry.contender.error else exact_draws(self.op, first, seed)
         layers = [(layer.name, layer) for layer in self.layers.each]
         if self.exact and not self.op.pattern:
             layers.append((f" {EXACT}", self.exact.layer))
@@ -185,14 +176,13 @@ class GuestContest:
                 took_us.append(1e6 * (perf_counter() - start))
         options = self.options
         pinned = options.pinned.get(case.id), list(options.timed.get(case.id, ()))
-        if not mine and self.yardstick:
-            pinned = dict(self.yardstick.row.choice) or None, []
+        if not mine and self.calls.yardstick:
+            pinned = dict(self.calls.yardstick.row.choice) or None, []
         with self.calls.stage("prepare"):
             start = perf_counter()
             facts = self.calls.ask("prepare", number=number, pinned=pinned[0], timed=pinned[1])
             spent = perf_counter() - start
-        choice, chain = json_choice(facts["choice"]), CHAIN in dict(options.measures)
-        chain = chain and len(self.layers.each) > 1
+        choice, chain = json_choice(facts["choice"]), len(self.calls.each) > 1
         if mine:
             self.form = facts["form"]
             held = {n: int(facts[n]) for n in ("held_bytes", "peak_bytes") if facts.get(n)}
@@ -200,6 +190,7 @@ class GuestContest:
             code = facts["code"] if isinstance(facts["code"], str) else None
             self.entry.record(choice=choice, code=code, candidates=candidates, **held)
             self.entry.record(convert_us=min(took_us), prepare_s=spent, stored_bytes=stored)
+            self.whole = not checked_before(self.entry.row, self.options)
         with self.calls.stage("chain" if chain else "prepare"):
             further = partial(self.calls.ask, "further", number=number, choice=choice)
             if chain:
@@ -209,15 +200,13 @@ class GuestContest:
                     if loss.status not in (Status.UNSUPPORTED, Status.OUT_OF_MEMORY):
                         raise
                     self.entry.leave_chain(loss.status, str(loss))
-            if mine and self.exact and not self.op.pattern:
+            if mine and self.whole and self.exact and not self.op.pattern:
                 further(layers=[f" {EXACT}"], scope=EXACT)
 
     def _share(self) -> None:
         """Share sets of activations and outputs, if the output has a form that can be right."""
-        layers = [layer.name for layer in self.layers.each]
-        if self.entry.chain_failure:
-            layers = layers[:1]
-        expected = self.calls.sets.expected(self.layers.each[0].dense.activations, "", whole=False)
+        layers, first = [layer.name for layer in self.calls.each], self.layers.each[0]
+        expected = self.calls.sets.expected(first, first.dense.activations, whole=False)
         packed = self.op.pattern and self.entry.contender.format != "dense"
         if not packed and (reason := form_error(self.form, expected)):
             raise GuestLoss(Status.WRONG, f"before timing: {reason}")
@@ -226,7 +215,7 @@ class GuestContest:
             raise GuestLoss(Status.WRONG, f"expected a packed output, found {self.form}")
         one: dict[str, tuple[list[int], str]] = {}
         for suffix in layers:
-            for name, x in self.layers.each[0].dense.activations.items():
+            for name, x in first.dense.activations.items():
                 one[f"{name}{suffix}"] = list(x.shape), dtype_name(x.dtype)
             one[f"output{suffix}"] = shape, dtype_name(expected.dtype)
         size = sum(prod(s) * getattr(torch, dtype).itemsize for s, dtype in one.values())
@@ -246,20 +235,16 @@ class GuestContest:
     def _check(self, when: str, *, whole: bool) -> None:
         """Compare one call of each scope with the whole answer, and the exact draws."""
         with self.calls.stage("check"):
-            chain = CHAIN in dict(self.options.measures) and not self.entry.chain_failure
-            for scope in ["kernel", *([CHAIN] if chain and len(self.layers.each) > 1 else [])]:
+            for scope in ["kernel", CHAIN] if len(self.calls.each) > 1 else ["kernel"]:
                 self.calls.fill(1)
                 self.entry.record(draws=(*self.entry.row.draws, self.calls.sets.drawn))
                 lost = self.calls.burst(scope, 1, fill=when == "before timing")
                 errors, reason = self.calls.sets.judge(0, layers_of(scope), lost, whole=whole)
                 if reason:
                     raise GuestLoss(Status.WRONG, f"{when}: {reason}")
-                scopes = (CHAIN,) if scope == CHAIN else ("kernel", "op", CHAIN)
-                if scope != CHAIN:
-                    self.entry.record(**errors)
-                self.entry.record_timed(scopes, **errors, draws=self.entry.row.draws)
+                self.entry.record_errors(scope, errors)
                 if when == "before timing":
-                    if self.exact and scope == "kernel":
+                    if whole and self.exact and scope == "kernel":
                         self._check_exact()
                     self.calls.inspect_burst(scope, min(self.calls.count, CALLS), CALLS)
 
@@ -267,16 +252,16 @@ class GuestContest:
         assert self.exact
         scope = "kernel" if self.op.pattern else EXACT
         activations, out = self.calls.sets.first()
-        for draw in range(self.exact.count):
-            self.exact.write(draw, activations)
+
+        def call() -> Tensor:
             self.calls.burst(scope, 1)
-            if reason := self.exact.reason(out, activations, self.calls.sets.stored):
-                raise GuestLoss(Status.WRONG, f"before timing: {reason}")
+            return out
+
+        if reason := self.exact.judge(call, activations, self.calls.sets.pack):
+            raise GuestLoss(Status.WRONG, f"before timing: {reason}")
 
     def _time(self, scope: str, state: str) -> None:
         """Put the samples of a measure into a row."""
         mine = GuestTimes(self.calls, scope, state).samples()
-        call = self.calls.timed_in(scope)
-        row = replace(self.entry.row, scope=scope, cache=state, clock=call.clock, detail=call.why)
-        size = self.layers.output_bytes
-        self.entry.results[scope, state] = with_samples(row, mine, self.options, size)
+        call, size = self.calls.timed_in(scope), self.layers.output_bytes
+        self.entry.add((scope, state), call, mine, self.options, size)

@@ -16,10 +16,8 @@ from sparsebench.results.record import Status
 
 COMMAND = *PYTHON, "sparsebench.harness.bench.guest"
 START_S = 300.0  # importing torch on a cold disk
-COMPUTE_MODE, EXCLUSIVE = (
-    20,
-    3,
-)  # CU_DEVICE_ATTRIBUTE_COMPUTE_MODE, CU_COMPUTEMODE_EXCLUSIVE_PROCESS
+COMPUTE_MODE = 20  # CUdevice_attribute
+EXCLUSIVE = 3  # CUcomputemode
 ONE_PROCESS = "expected a GPU that several processes may use (nvidia-smi --compute-mode 0)"
 
 
@@ -60,7 +58,7 @@ class GuestProcess:
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self.child.pid, number)
 
-    def waited_s(self) -> float:
+    def wait_s(self) -> float:
         """Return how long both processes were ready to run and had no core, by the kernel's count.
 
         A sample hardly ever includes such a wait, while the mean of a burst does. The guest counts

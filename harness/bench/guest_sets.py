@@ -17,7 +17,7 @@ from torch import Tensor
 
 from sparsebench.formats._format import BITS, is_stored
 from sparsebench.harness.bench.arena import dtype_name
-from sparsebench.harness.bench.correctness import Expected
+from sparsebench.harness.bench.correctness import Expected, where_stored
 from sparsebench.harness.bench.guest import Burst, Sets, sets_of
 from sparsebench.harness.bench.guest_process import GuestLoss
 from sparsebench.harness.bench.operands import ChainLayer, Layers, other_draw, redraw
@@ -52,11 +52,10 @@ class GuestSets:
         values, outputs = self._sets[0]
         return {name: values[name] for name in self._op.activations}, outputs[0]
 
-    def fill(self, numbers: Iterable[int], layers: int) -> None:
-        """Write activations that no call has had into sets, for the first layers."""
-        for number in numbers:
-            values, _ = self._sets[number]
-            for layer in self._layers.each[:layers]:
+    def fill(self, count: int, layers: Iterable[ChainLayer]) -> None:
+        """Write activations that no call has had into the first sets."""
+        for values, _ in self._sets[:count]:
+            for layer in layers:
                 mine = {name: values[f"{name}{layer.name}"] for name in self._op.activations}
                 recordings = layer.dense.recordings
                 self.drawn = other_draw(self.drawn, [*recordings.values()])
@@ -74,10 +73,11 @@ class GuestSets:
                 x.copy_(torch.where(keep, first, x))
         self._op.derive(layer.problem, layer.dense.weights, activations)
 
-    def expected(self, activations: Mapping[str, Tensor], name: str, *, whole: bool) -> Expected:
+    def expected(
+        self, layer: ChainLayer, activations: Mapping[str, Tensor], *, whole: bool
+    ) -> Expected:
         """Return the right answer of a layer for these activations; of a part unless `whole`."""
-        layer = next(layer for layer in self._layers.each if layer.name == name)
-        mine = {n: activations[f"{n}{name}"] for n in self._op.activations}
+        mine = {n: activations[f"{n}{layer.name}"] for n in self._op.activations}
         drawn = replace(layer, dense=replace(layer.dense, activations=mine))
         seed = None if whole else self._random.getrandbits(64)
         allowed = (self._contender.error or {}).get("at_most")
@@ -86,27 +86,22 @@ class GuestSets:
     def judge(self, number: int, layers: int, lost: int, *, whole: bool) -> tuple[Any, str]:
         """Compare the output of a set; return the errors, and "" or why it is wrong."""
         values, outputs = self._sets[number]
-        names = [layer.name for layer in self._layers.each[:layers]]
-        expected = [self.expected(values, name, whole=whole) for name in names]
+        each = self._layers.each[:layers]
+        expected = [self.expected(layer, values, whole=whole) for layer in each]
         if reason := misfit(expected):
             raise GuestLoss(Status.UNSUPPORTED, reason)
         if self._positions is not None:
-            expected = [self._packed(each) for each in expected]
+            expected = [where_stored(each, self.pack) for each in expected]
         losses = [lost, *[0] * (layers - 1)]
         errors, reason = judge(tuple(outputs[:layers]), expected, losses, None)
         return errors, reason.removeprefix(": ")
 
-    def stored(self, full: Tensor) -> Tensor:
+    def pack(self, full: Tensor) -> Tensor:
         """Return what an output stores of a matrix."""
         if self._positions is None:
             return full
         taken = full.reshape(-1)[self._positions.clamp(min=0)]
         return torch.where(self._positions >= 0, taken, 0).view(self._sets[0][1][0].shape)
-
-    def _packed(self, expected: Expected) -> Expected:
-        plain = None if expected.plain is None else self.stored(expected.plain)
-        reference, spread = self.stored(expected.reference), self.stored(expected.spread)
-        return replace(expected, reference=reference, spread=spread, plain=plain)
 
     def _places(self, positions: Tensor) -> Tensor:
         """Return which element each stored value is, -1 for padding. Raises GuestLoss."""

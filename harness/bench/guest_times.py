@@ -38,7 +38,7 @@ LEAST_CALLS, BURSTS = 4, 5  # BURSTS: tries, of which the fastest counts
 AGREE = {"graph": 1.1, "events": 3.0, "host": 3.0}  # of the yardstick, by its clock: the host has
 # other work, and called from Python one call took 44 µs in one process and 55 in another
 TRIES = 3
-COMPARED = "compared"  # a sample whose output is compared, too
+COMPARE = "compare"  # a sample whose output is compared, too
 
 
 class GuestTimes:
@@ -63,7 +63,7 @@ class GuestTimes:
         """Return the samples of the yardstick, if there is one, and of the contender, by turns."""
         call = self._calls.timed_in(self._scope)
         return time_together(
-            [call] * self._calls.number + [replace(call, turns=self._compared)],
+            [call] * self._calls.number + [replace(call, turns=self._comparisons)],
             self._calls.device,
             f"{self._calls.entry.row.case.problem.id} {self._calls.options.replicate} guest",
             scope=self._scope,
@@ -71,10 +71,10 @@ class GuestTimes:
             clock=self._turns,
         )
 
-    def _compared(self, rounds: int, per_round: int) -> list[list[str]]:
+    def _comparisons(self, rounds: int, per_round: int) -> list[list[str]]:
         """Return the calls of each round, and in which of them outputs are compared."""
         chosen = self._calls.random.sample(range(rounds), max(1, int(SHARE * rounds)))
-        return [[COMPARED if n in chosen else ""] * per_round for n in range(rounds)]
+        return [[COMPARE if n in chosen else ""] * per_round for n in range(rounds)]
 
     def _turns(self, order: Order) -> list[TimedSample]:
         """Return samples as the guest claims them, of as many calls at once as there are sets."""
@@ -86,12 +86,12 @@ class GuestTimes:
                 if number == self._calls.number:
                     self._calls.fill(len(part))
                 ask = {"scope": self._scope, "cache": self._state, "count": len(part)}
-                claimed = self._calls.ask("turn", number=number, **ask)
-                times = [TimedSample(number, float(us), bool(late)) for us, late in claimed]
+                claims = self._calls.ask("turn", number=number, **ask)
+                times = [TimedSample(number, float(us), bool(late)) for us, late in claims]
                 if len(times) != len(part) or not all(0 < t.time_us < inf for t in times):
-                    raise ValueError(f"expected {len(part)} times, found {str(claimed)[:80]}")
+                    raise ValueError(f"expected {len(part)} times, found {str(claims)[:80]}")
                 samples += times
-                if part[0][2] == COMPARED:
+                if part[0][2] == COMPARE:
                     every = len(part), len(part)
                     self._calls.compare(*every, self._scope, 0, "among the timed ones")
         return samples
@@ -131,7 +131,7 @@ class GuestTimes:
     def _idle_us(self, count: int) -> float:
         """Return the time per call of a burst that calls nothing, in this process."""
         graph = self._calls.timed["kernel"].clock == "graph"
-        run = self._calls.idle.captured(count) if graph else partial(self._calls.idle.run, count)
+        run = self._calls.idle.capture(count) if graph else partial(self._calls.idle.run, count)
         run()
         synchronize(self._calls.device)
         start = perf_counter()

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from sparsebench.formats._format import Format
-from sparsebench.harness.bench.correctness import Expected, check, roundings, where_stored
+from sparsebench.harness.bench.correctness import Expected, check, packing_of, roundings
 from sparsebench.harness.bench.operands import ChainLayer, Layers, of_layer, without_mask
 from sparsebench.harness.bench.spot_checks import (
     Fingerprint,
@@ -122,7 +122,7 @@ def fingerprint(
     outputs: Outputs, expected: Sequence[Expected], pattern: Format | None
 ) -> Fingerprint | None:
     """Return the fingerprint of right outputs that were judged, of which some maybe in part."""
-    references = [where_stored(right, pattern).reference for right in expected]
+    references = [packing_of(pattern)(right.reference) for right in expected]
     compared = [right.part(out) for out, right in zip(as_tuple(outputs), expected, strict=True)]
     return fingerprint_of(references, tuple(compared), outputs)
 

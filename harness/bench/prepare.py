@@ -113,9 +113,7 @@ def prepare(operands: Operands, contender: Contender) -> tuple[Launch, dict[str,
 def prepare_layer(layer: ChainLayer, contender: Contender, choice: Mapping[str, Any]) -> Launch:
     """Make a further layer of a chain ready, with the choice of the first, and run it once."""
     operands = operands_of(layer, dict(weights_in_format(layer, contender)), choice or None)
-    launch = load_kernel(contender.kernel).prepare(operands, **contender.options)
-    launch()
-    return launch
+    return prepare(operands, contender)[0]
 
 
 def prepare_chain(layers: Layers, entry: RunningContender) -> None:
@@ -192,8 +190,9 @@ def unsupported_on(device: str, problem: Problem, contender: Contender) -> str |
 
     A stand-in runs all, and code from outside the package is not asked.
     """
-    asked = not stand_in(device) and not is_outside(contender)
-    return unsupported(problem, contender, torch.device(device)) if asked else None
+    if stand_in(device) or is_outside(contender):
+        return None
+    return unsupported(problem, contender, torch.device(device))
 
 
 @cache

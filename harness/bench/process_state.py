@@ -23,6 +23,8 @@ from typing import Any
 
 import torch
 
+from sparsebench.kernels._common.driver import driver
+
 Setting = tuple[Callable[[], Any], Callable[[Any], Any]]
 """How to read a setting, and how to write it."""
 
@@ -157,13 +159,13 @@ def _limit(limit: int) -> int:
     """Return a limit of the CUDA context, or -1 if the driver does not tell."""
     value = ctypes.c_size_t()
     with suppress(OSError):
-        if ctypes.CDLL("libcuda.so.1").cuCtxGetLimit(ctypes.byref(value), limit) == 0:
+        if driver().cuCtxGetLimit(ctypes.byref(value), limit) == 0:
             return value.value
     return -1
 
 
 def _set_limit(limit: int, value: int) -> None:
-    ctypes.CDLL("libcuda.so.1").cuCtxSetLimit(limit, ctypes.c_size_t(value))
+    driver().cuCtxSetLimit(limit, ctypes.c_size_t(value))
 
 
 _files: dict[str, tuple[int, int]] = {}  # time and size, as this process first saw them

@@ -53,8 +53,9 @@ class Stages:
         self.process, self.guard = ProcessState(), ArrayGuard()
 
     def verify(self) -> None:
-        """Raise TamperingError if an operand or a setting of the process has changed."""
-        require_settings(self.process)
+        """Raise TamperingError if an operand or a setting has changed; settings are put back."""
+        if changed := self.process.restore():
+            raise TamperingError(f"changed {', '.join(changed[:3])}")
         self.guard.check()
 
     @contextmanager
@@ -102,9 +103,3 @@ class Stages:
                 raise Spoiled(entry, str(spoiled)) from error
             except TamperingError:
                 pass
-
-
-def require_settings(process: ProcessState) -> None:
-    """Raise TamperingError if a setting of the process has changed, and put it back."""
-    if changed := process.restore():
-        raise TamperingError(f"changed {', '.join(changed[:3])}")

@@ -99,6 +99,10 @@ class Chain:
         return tuple(launch.run() for launch in self.launches)
 
 
+def launches_of(work: Launch | Chain) -> tuple[Launch, ...]:
+    return work.launches if isinstance(work, Chain) else (work,)
+
+
 @dataclass(frozen=True)
 class Samples:
     """One contender's times in the order taken, `per_round` at a time.

@@ -3,10 +3,12 @@
     ─> a line for each request       <─ answers: one JSON object a line
                                      <─ stderr: lines go to `hear`, the last ones into a reason
 
+`Child` is the parent's side, and `answer_parent` begins the child's.
 A child leads a process group. When it ends, every process that it started in that group is killed.
 The parent waits at most DRAIN_S for output of processes that left the group.
 """
 
+import faulthandler
 import json
 import os
 import signal
@@ -17,11 +19,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from io import TextIOWrapper
 from itertools import takewhile
 from queue import Empty, SimpleQueue
 from typing import IO, Any
 
 from sparsebench.errors import WorkerError
+from sparsebench.harness.machine.parent_watch import end_with_parent
 from sparsebench.results.record import Status
 
 END_TIMEOUT_S = 60.0  # wait for a child that is no longer needed; writing a core takes seconds
@@ -32,6 +36,27 @@ STACKS = "Fatal Python error", "Thread 0x", "Current thread 0x"  # first words o
 DUMP = signal.SIGUSR1  # asks for the stacks of all threads, on stderr
 DUMP_S, DUMP_STEP_S = 2.0, 0.1  # time for a hanging child to write its stacks, polled in steps
 PYTHON = sys.executable, "-P", "-m"  # -P: our folders must not shadow packages of the same name
+
+
+Send = Callable[[Mapping[str, Any]], None]
+"""Sends an answer to the parent."""
+
+
+def answer_parent() -> Send:
+    """Become a child that answers, and ends with its parent; what it prints goes to stderr."""
+    end_with_parent()
+    faulthandler.enable()  # the stack of a crash, on stderr
+    faulthandler.register(DUMP)
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    for stream in (sys.stdout, sys.stderr):  # the parent reads UTF-8, whatever the locale is
+        assert isinstance(stream, TextIOWrapper)
+        stream.reconfigure(encoding="utf-8", errors="backslashreplace")
+
+    def send(message: Mapping[str, Any]) -> None:
+        print(json.dumps(message), file=answers, flush=True)
+
+    return send
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,6 @@ their own file descriptor.
 """
 
 import ctypes
-import faulthandler
 import gc
 import json
 import os
@@ -26,18 +25,16 @@ import sys
 from contextlib import suppress
 from dataclasses import asdict
 from importlib import import_module
-from io import TextIOWrapper
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 
 from sparsebench._discovery import own_code_only, package_of
 from sparsebench.harness.bench import contest, device_ceilings
 from sparsebench.harness.bench.contest_state import ContestOptions, Fatal, traceback_of
-from sparsebench.harness.machine.child_process import DUMP
+from sparsebench.harness.machine.child_process import Send, answer_parent
 from sparsebench.harness.machine.device import environment, identity, slug
-from sparsebench.harness.machine.parent_watch import end_with_parent
 from sparsebench.results.record import Contender, Problem
 
 # What kernel files import (1 s when cached), torch's BSR product (torch._dynamo: 3 s), and the
@@ -53,21 +50,14 @@ CUDA_PACKAGES = (
 
 def main() -> None:
     """Answer requests until stdin closes."""
-    end_with_parent()
-    faulthandler.enable()  # the stack of a crash, on stderr
-    faulthandler.register(DUMP)
-    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)
-    for stream in (sys.stdout, sys.stderr):  # the parent reads UTF-8, whatever the locale is
-        assert isinstance(stream, TextIOWrapper)
-        stream.reconfigure(encoding="utf-8", errors="backslashreplace")
+    send = answer_parent()
     if torch.version.cuda:
         for package in CUDA_PACKAGES:
             with suppress(ImportError):  # the kernel reports it when it is used
                 import_module(package)
     gc.collect()
     gc.freeze()  # see `_measure`: the first contest collects often, too
-    _send(answers, {"imported": True})
+    send({"imported": True})
     name, *folder = json.loads(sys.stdin.readline() or "[null]")
     if not name:
         return  # the parent has ended
@@ -75,18 +65,18 @@ def main() -> None:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     about = {"environment": environment(device), "identity": identity(device), "slug": slug(device)}
-    _send(answers, about)
+    send(about)
     for line in sys.stdin:
         request = json.loads(line)
         if "problem" not in request:
             ceilings = device_ceilings.measure(device, request["ceilings"])
-            _send(answers, {"ceilings": asdict(ceilings)})
+            send({"ceilings": asdict(ceilings)})
             continue
         try:
-            _send(answers, _measure(request, device, data, answers))
+            send(_measure(request, device, data, send))
         except Fatal as end:
-            _send(answers, {"failed": [end.case, end.detail, traceback_of(end)]})
-            _send(answers, {"fatal": [end.case, end.detail]})
+            send({"failed": [end.case, end.detail, traceback_of(end)]})
+            send({"fatal": [end.case, end.detail]})
             os._exit(3)  # the CUDA context is broken: destructors would crash
     sys.stdout.flush()  # what kernels printed, by Python and by C
     ctypes.CDLL(None).fflush(None)
@@ -94,7 +84,7 @@ def main() -> None:
 
 
 def _measure(
-    request: dict[str, Any], device: torch.device, data: Path | None, answers: IO[str]
+    request: dict[str, Any], device: torch.device, data: Path | None, send: Send
 ) -> dict[str, Any]:
     nonce = request.pop("nonce", "")
     problem = Problem.from_json(request.pop("problem"))
@@ -110,8 +100,8 @@ def _measure(
             device,
             data,
             ContestOptions.from_json(request),
-            announce=lambda case, stage: _send(answers, {"at": [case, stage]}),
-            on_failure=lambda *failed: _send(answers, {"failed": failed}),
+            announce=lambda case, stage: send({"at": [case, stage]}),
+            on_failure=lambda *failed: send({"failed": failed}),
         )
     if device.type == "cuda":
         gc.collect()  # cycles hold operands, and the next contest needs the memory
@@ -119,11 +109,6 @@ def _measure(
         torch.cuda.empty_cache()
     answer = {"rows": [asdict(row) for row in rows], "spent_s": spent_s}
     return {"contest": problem.id, "nonce": nonce, **answer}
-
-
-def _send(answers: IO[str], message: dict[str, Any]) -> None:
-    answers.write(json.dumps(message) + "\n")
-    answers.flush()
 
 
 if __name__ == "__main__":
