@@ -105,7 +105,7 @@ class GuestContest:
                 raise Fatal(case, one_line(dead)) from error
             status = Status.OUT_OF_MEMORY if isinstance(error, NO_MEMORY) else Status.FAILED
             self.entry.end(status, reason)
-            self.stages.on_failure(case, reason, traceback_of(error))
+            self.calls.stages.on_failure(case, reason, traceback_of(error))
         finally:
             self.calls.process.child.kill()
             for arena in self.arenas:
