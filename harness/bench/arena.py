@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sparsebench.errors import Unsupported
 from sparsebench.kernels._common.driver import driver, require_success
 
 ALIGN = 512  # bytes; as CUDA allocations
@@ -55,7 +56,7 @@ class Arena:
     """The judge's side: allocates the block, and frees it when closed."""
 
     def __init__(self, layout: Layout, device: torch.device) -> None:
-        """Raises OutOfMemoryError, or RuntimeError if the device cannot share memory."""
+        """Raises OutOfMemoryError, or Unsupported if the device cannot share memory."""
         self.layout, self._stack = layout, ExitStack()
         size = sum(_aligned_bytes(*entry) for entry in layout.values()) or ALIGN
         if device.type == "cpu":
@@ -72,8 +73,8 @@ class Arena:
                 raise torch.OutOfMemoryError(f"{WHAT}: {size} bytes")
             require_success(result, WHAT)
             self._stack.callback(driver().cuMemFree_v2, address)
-            result = driver().cuIpcGetMemHandle(ctypes.byref(handle), address)
-            require_success(result, WHAT)
+            if driver().cuIpcGetMemHandle(ctypes.byref(handle), address):
+                raise Unsupported(f"{WHAT}: expected a device that can share it, found none")
             self.handle = {"ipc": bytes(handle).hex(), "size": size, "device": str(device)}
             block = torch.as_tensor(_DeviceMemory(address.value, size), device=device)
         self.arrays = _views(block, layout)

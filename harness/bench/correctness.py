@@ -184,17 +184,35 @@ def where_stored(expected: Expected, pack: Packing) -> Expected:
     return replace(expected, reference=reference, spread=spread, plain=plain)
 
 
+def form_of(out: object) -> list[Any]:
+    """Return shape, dtype and strides of a tensor, or the name of anything else."""
+    if type(out) is not Tensor:  # a subclass may compute when it is read
+        return [_name(out)]
+    return [list(out.shape), str(out.dtype), list(out.stride())]
+
+
+def form_error(form: list[Any], expected: Expected) -> str:
+    """Return "" or why an output of this form cannot be right."""
+    if len(form) < 3:
+        return f"expected a tensor, found {form[0]}"
+    shape, dtype, strides = form
+    if shape != [*expected.shape]:
+        return f"expected shape {[*expected.shape]}, found {shape}"
+    if dtype != str(expected.dtype):
+        return f"expected {expected.dtype}, found {dtype}"
+    contiguous = zip(shape, strides, torch.empty(shape, device="meta").stride(), strict=True)
+    if any(size > 1 and stride != right for size, stride, right in contiguous):
+        return f"expected a contiguous output, found strides {strides}"
+    return ""
+
+
 def _dense(out: object, expected: Expected) -> OutputCheck:
     reference = expected.reference
-    if type(out) is not Tensor:  # a subclass may compute when it is read
-        return OutputCheck(f"expected a tensor, found {_name(out)}")
-    if out.shape != expected.shape:
-        return OutputCheck(f"expected shape {list(expected.shape)}, found {list(out.shape)}")
-    if out.dtype != expected.dtype or out.device != reference.device:
-        kind = f"{expected.dtype} on {reference.device}"
-        return OutputCheck(f"expected {kind}, found {out.dtype} on {out.device}")
-    if not out.is_contiguous():
-        return OutputCheck(f"expected a contiguous output, found strides {list(out.stride())}")
+    if reason := form_error(form_of(out), expected):
+        return OutputCheck(reason)
+    assert isinstance(out, Tensor)
+    if out.device != reference.device:
+        return OutputCheck(f"expected an output on {reference.device}, found {out.device}")
     if bad := int((~out.isfinite()).sum()):
         return OutputCheck(f"expected finite values, found {bad} of {out.numel()} that are not")
     if not out.numel():

@@ -29,8 +29,9 @@ import torch
 from torch import Tensor
 
 from sparsebench.formats._format import Format
-from sparsebench.harness.bench.arena import Layout, dtype_name, open_arena
+from sparsebench.harness.bench.arena import Layout, open_arena
 from sparsebench.harness.bench.contest_state import end_status, synchronize, traceback_of
+from sparsebench.harness.bench.correctness import form_of
 from sparsebench.harness.bench.energy import facts_under_load
 from sparsebench.harness.bench.operands import ChainLayer, DenseOperands, of_layer
 from sparsebench.harness.bench.prepare import (
@@ -144,7 +145,7 @@ class Guest:
             )
             launch, facts = prepare(operands, contender)
         self._works[number, "kernel"] = launch
-        return {**facts, **memory, "form": form_of(launch())}
+        return {**facts, **memory, "form": form_of(values_of(launch()))}
 
     def further(self, number: int, choice: Any, layers: Sequence[str], scope: str) -> None:
         """Prepare the layers of a chain, or the launch on integers."""
@@ -164,12 +165,13 @@ class Guest:
             stored = pattern.sample(places.view(pattern.shape).to(self.device))
             self._arrays["positions"].copy_(stored.arrays()["values"].reshape(-1))
 
-    def capture(self, number: int) -> dict[str, list[str]]:
-        """Make the calls ready to be timed, and return their clocks and why not a graph."""
-        for (owner, scope), work in self._works.items():
-            if owner == number and scope != EXACT:
+    def capture(self) -> dict[str, list[str]]:
+        """Make the calls ready to be timed; return the guest's clocks, and why not a graph."""
+        for (number, scope), work in self._works.items():
+            if scope != EXACT:
                 self._timed[number, scope] = ready(work, self.device)
-        return {s: [c.clock, c.why] for (n, s), c in self._timed.items() if n == number}
+        guest = len(self.contenders) - 1
+        return {s: [c.clock, c.why] for (n, s), c in self._timed.items() if n == guest}
 
     def wake(self) -> None:
         """Let the GPU turn from the judge's process to this one, which takes it milliseconds."""
@@ -229,14 +231,6 @@ class Guest:
     ) -> Callable[[], Any]:
         burst = self._burst(number, scope)
         return burst.capture(count) if captures else lambda: burst.run(count)
-
-
-def form_of(out: Outputs) -> list[Any]:
-    """Return shape, dtype and strides of an output's elements, or the name of what it is."""
-    values = values_of(out)
-    if type(values) is not Tensor:
-        return [type(out).__name__]
-    return [list(values.shape), dtype_name(values.dtype), list(values.stride())]
 
 
 def sets_of(

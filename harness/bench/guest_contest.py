@@ -28,20 +28,20 @@ from torch import Tensor
 
 from sparsebench.harness.bench.arena import Arena, Layout, dtype_name
 from sparsebench.harness.bench.contest_state import (
-    NO_MEMORY,
     ContestOptions,
     Fatal,
     RunningContender,
     checked_before,
+    end_status,
     one_line,
     synchronize,
     traceback_of,
 )
+from sparsebench.harness.bench.correctness import form_error
 from sparsebench.harness.bench.exact_draws import exact_draws
 from sparsebench.harness.bench.guest import EXACT
 from sparsebench.harness.bench.guest_calls import GuestCalls
 from sparsebench.harness.bench.guest_process import GuestLoss, GuestQueue
-from sparsebench.harness.bench.guest_sets import form_error
 from sparsebench.harness.bench.guest_times import GuestTimes
 from sparsebench.harness.bench.operands import Layers
 from sparsebench.harness.bench.prepare import json_choice
@@ -54,6 +54,7 @@ from sparsebench.results.record import Status
 MOST_SETS = 128  # of one contender; a large problem has at least one set
 SETS_BYTES = {"cuda": 2**30, "cpu": 2**28}
 CALLS = 64  # back to back before timing
+CLOCKS = {"cuda": ("graph", "events"), "cpu": ("host",)}
 
 
 def measure_guests(
@@ -98,14 +99,15 @@ class GuestContest:
             if loss.status not in (Status.UNSUPPORTED, Status.WRONG):
                 self.calls.stages.on_failure(case, str(loss), loss.traceback)
         except Exception as error:  # whatever the guest's answers make this process do
-            reason = f"no answer of its process: {one_line(error)}"
             try:
                 synchronize(self.calls.stages.device)
             except Exception as dead:
                 raise Fatal(case, one_line(dead)) from error
-            status = Status.OUT_OF_MEMORY if isinstance(error, NO_MEMORY) else Status.FAILED
+            status, reason = end_status(error)
+            if status is Status.FAILED:
+                reason = f"no answer of its process: {reason}"
+                self.calls.stages.on_failure(case, reason, traceback_of(error))
             self.entry.end(status, reason)
-            self.calls.stages.on_failure(case, reason, traceback_of(error))
         finally:
             self.calls.process.child.kill()
             for arena in self.arenas:
@@ -120,11 +122,10 @@ class GuestContest:
         self._share()
         self._check("before timing", whole=self.whole)
         with self.calls.stage("capture"):
-            for number in range(len(self.calls.contenders)):
-                clocks = self.calls.ask("capture", number=number)
+            names = CLOCKS[self.calls.device.type]
             self.calls.timed = {
-                scope: TimedCall(tuple, str(clock), str(why))
-                for scope, (clock, why) in clocks.items()
+                scope: TimedCall(tuple, names[names.index(clock)], str(why))
+                for scope, (clock, why) in self.calls.ask("capture").items()
             }
             chain = self.calls.timed.get(CHAIN)
             if chain and chain.clock == "events":
@@ -211,7 +212,8 @@ class GuestContest:
         if not packed and (reason := form_error(self.form, expected)):
             raise GuestLoss(Status.WRONG, f"before timing: {reason}")
         shape = self.form[0] if packed else list(expected.shape)
-        if packed and (len(self.form) < 3 or prod(shape) > 4 * expected.reference.numel()):
+        most = 4 * expected.reference.numel()
+        if packed and not (len(self.form) == 3 and min(shape) > 0 and prod(shape) <= most):
             raise GuestLoss(Status.WRONG, f"expected a packed output, found {self.form}")
         one: dict[str, tuple[list[int], str]] = {}
         for suffix in layers:

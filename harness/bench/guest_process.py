@@ -20,6 +20,9 @@ COMPUTE_MODE = 20  # CUdevice_attribute
 EXCLUSIVE = 3  # CUcomputemode
 ONE_PROCESS = "expected a GPU that several processes may use (nvidia-smi --compute-mode 0)"
 
+ENDS = Status.WRONG, Status.FAILED, Status.UNSUPPORTED, Status.OUT_OF_MEMORY
+"""How a guest may say that its contender ended."""
+
 
 class GuestLoss(Exception):
     """A guest has ended, or its contender cannot go on; with the status of its row."""
@@ -50,7 +53,7 @@ class GuestProcess:
         self._signal(signal.SIGSTOP)
         if ended := answer.get("ended"):
             status, reason, traceback = map(str, ended)
-            raise GuestLoss(Status(status), reason, traceback)
+            raise GuestLoss(ENDS[ENDS.index(Status(status))], reason, traceback)
         return answer.get("result")
 
     def _signal(self, number: signal.Signals) -> None:

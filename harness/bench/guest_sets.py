@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from sparsebench.formats._format import BITS, is_stored
-from sparsebench.harness.bench.arena import dtype_name
 from sparsebench.harness.bench.correctness import Expected, where_stored
 from sparsebench.harness.bench.guest import Burst, Sets, sets_of
 from sparsebench.harness.bench.guest_process import GuestLoss
@@ -116,16 +115,3 @@ class GuestSets:
             expected = "expected a packed output with each element of the weight once"
             raise GuestLoss(Status.WRONG, f"{expected}, found others")
         return places
-
-
-def form_error(form: list[Any], expected: Expected) -> str:
-    """Return "" or why an output that has this form (guest.py) cannot be right."""
-    if len(form) < 3:
-        return f"expected a tensor, found {form[0]}"
-    shape, dtype, strides = form
-    if (shape, dtype) != (list(expected.shape), dtype_name(expected.dtype)):
-        wanted = f"{list(expected.shape)} in {dtype_name(expected.dtype)}"
-        return f"expected shape {wanted}, found {shape} in {dtype}"
-    if strides != [*torch.empty(shape, device="meta").stride()]:
-        return f"expected a contiguous output, found strides {strides}"
-    return ""

@@ -12,14 +12,12 @@ from typing import Any
 
 from sparsebench.errors import SuiteError
 from sparsebench.harness.catalog import declaration
-from sparsebench.harness.machine.parent_watch import end_with_parent
+from sparsebench.harness.machine.child_process import answer_parent
 
 
 def main() -> None:
     """Answer one request."""
-    end_with_parent()
-    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # what another package prints
+    send = answer_parent()
     request = json.loads(sys.stdin.readline() or "{}")
     sys.path[:] = request.get("path", sys.path)
     answer: dict[str, Any] = {}
@@ -28,8 +26,7 @@ def main() -> None:
             answer[f"{folder} {name}"] = asdict(declaration(folder, name))
         except SuiteError as error:
             answer[f"{folder} {name}"] = str(error)
-    answers.write(json.dumps(answer) + "\n")
-    answers.flush()
+    send(answer)
     os._exit(0)
 
 

@@ -17,10 +17,12 @@ import hostile_gpu
 import pytest
 import torch
 
+from sparsebench.errors import Unsupported
 from sparsebench.harness.bench import contest, guest_contest, process_state
 from sparsebench.harness.bench.contest_state import ContestOptions
 from sparsebench.harness.bench.process_state import ProcessState
 from sparsebench.harness.bench.tampering import ArrayGuard, TamperingError, checksum
+from sparsebench.harness.machine.child_process import Child
 from sparsebench.results.record import Contender, Problem, Row, Status
 
 CPU = torch.device("cpu")
@@ -80,7 +82,7 @@ REASONS = {
     "spoils_shared_values_late": (WRONG, ""),
     "spoils_while_timed": (WRONG, "changed w's values in bsr"),
     "stops": (Status.TIMEOUT, "no answer within"),
-    "wider": (WRONG, "in float64"),
+    "wider": (WRONG, "found torch.float64"),
     "works_in_a_thread": (WRONG, ""),
     "wrong_in_one_call_of_fifty": (WRONG, "a call "),
     "zeroes_the_activations": (WRONG, ""),
@@ -200,6 +202,42 @@ def test_rows_that_a_kernel_writes_in_place_of_its_worker_are_not_taken() -> Non
     baseline, forged = rows(*forging.RIVALS)
     assert (baseline.status, forged.status) == (Status.OK, Status.FAILED)
     assert "no answer of its process" in forged.detail
+
+
+def test_a_device_that_shares_no_memory_costs_the_guest_its_row_alone(monkeypatch) -> None:
+    def refuse(*_: object) -> None:
+        raise Unsupported("nothing is shared")
+
+    monkeypatch.setattr(guest_contest, "Arena", refuse)
+    baseline, row = rows(BASELINE, Contender("dense", "hostile:forks"))
+    assert baseline.status is Status.OK
+    assert (row.status, row.detail) == (Status.UNSUPPORTED, "nothing is shared")
+
+
+@pytest.mark.parametrize(
+    "answers",
+    [
+        {"open": {"ended": ["ok", "", ""]}},  # a right row has samples
+        {"capture": {"result": {"kernel": ["graph", ""]}}},  # on a CPU
+    ],
+)
+def test_what_no_guest_can_answer_costs_its_row(answers, monkeypatch) -> None:
+    right, send = Child.next, Child.send
+    requests: dict[Child, str] = {}
+
+    def forge(child: Child, timeout_s: float) -> object:
+        answer = right(child, timeout_s)
+        return answers.get(requests.get(child), answer)
+
+    def note(child: Child, message: object) -> object:
+        requests[child] = message["do"] if isinstance(message, dict) else ""
+        return send(child, message)
+
+    monkeypatch.setattr(Child, "next", forge)
+    monkeypatch.setattr(Child, "send", note)
+    baseline, row = rows(BASELINE, Contender("dense", "hostile:forks"))
+    assert (baseline.status, row.status) == (Status.OK, Status.FAILED)
+    assert row.detail.startswith("no answer of its process: ValueError")
 
 
 @pytest.mark.gpu
