@@ -94,6 +94,7 @@ class GuestCalls:
 
     def compare(self, count: int, calls: int, scope: str, lost: int, when: str) -> None:
         """Compare outputs of `calls` of the first sets, chosen at random, for at most SPOT_S."""
+        self.sets.receive(count)
         start = perf_counter()
         for number in self.random.sample(range(count), min(count, calls)):
             _, reason = self.sets.judge(number, layers_of(scope), lost, whole=False)

@@ -241,6 +241,7 @@ class GuestContest:
                 self.calls.fill(1)
                 self.entry.record(draws=(*self.entry.row.draws, self.calls.sets.drawn))
                 lost = self.calls.burst(scope, 1, fill=when == "before timing")
+                self.calls.sets.receive(1)
                 errors, reason = self.calls.sets.judge(0, layers_of(scope), lost, whole=whole)
                 if reason:
                     raise GuestLoss(Status.WRONG, f"{when}: {reason}")
@@ -256,7 +257,9 @@ class GuestContest:
         activations, out = self.calls.sets.first()
 
         def call() -> Tensor:
+            self.calls.sets.send(1)
             self.calls.burst(scope, 1)
+            self.calls.sets.receive(1)
             return out
 
         if reason := self.exact.judge(call, activations, self.calls.sets.pack):

@@ -500,6 +500,21 @@ def no_randomness(w: Tensor, x: Tensor) -> Run:
 
 
 @prepare_linear()
+def rewrites_the_question(w: Tensor, x: Tensor) -> Run:
+    """Give the answer for old activations, and write them wherever the judge could read them."""
+    old, answer = x.clone(), x @ w.T
+
+    def run() -> object:
+        frame = sys._getframe()
+        while frame := frame.f_back:  # type: ignore[assignment]
+            for values, _ in getattr(frame.f_locals.get("self"), "_sets", ()):
+                values.get("x", x).copy_(old)
+        return answer.clone()
+
+    return run
+
+
+@prepare_linear()
 def peeks_at_one_element(w: Tensor, x: Tensor) -> Run:
     """Remember answers by the first element of X."""
     answers: dict[float, Tensor] = {}

@@ -74,6 +74,7 @@ REASONS = {
     "replaces_the_clock": (FAILED, "expected 1 times"),
     "returns_the_activations": (WRONG, "before timing: "),
     "returns_the_weight": (WRONG, "before timing: "),
+    "rewrites_the_question": (WRONG, "before timing: relative error"),
     "right_sums": (WRONG, "a call "),
     "skips_the_last_token": (WRONG, ""),
     "slow_at_first": (WRONG, ""),
