@@ -4,9 +4,10 @@ import ctypes
 import os
 import signal
 import sys
+import time
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -15,6 +16,7 @@ from sparsebench.kernels._common.driver import driver
 from sparsebench.results.record import Status
 
 COMMAND = *PYTHON, "sparsebench.harness.bench.guest"
+CPU_CLOCK = 2  # of a process, in a clockid_t: all its threads, those that have ended included
 START_S = 300.0  # importing torch on a cold disk
 COMPUTE_MODE = 20  # CUdevice_attribute
 EXCLUSIVE = 3  # CUcomputemode
@@ -30,6 +32,35 @@ class GuestLoss(Exception):
     def __init__(self, status: Status, reason: str, traceback: str = "") -> None:
         super().__init__(reason)
         self.status, self.traceback = status, traceback
+
+
+class Waits(NamedTuple):
+    """How long processes were ready to run and had no core, in ns, by the kernel's count.
+
+    judge   all threads of the judge
+    guest   the main thread of the guest: it could have as many others wait as it likes
+    others  the cores' time that the guest's other threads took, for which the main thread may wait
+    """
+
+    judge: int
+    guest: int
+    others: int
+
+    def since(self, before: "Waits") -> float:
+        """Return the seconds for which other work kept both waiting.
+
+        A sample hardly ever includes such a wait, while the mean of a burst does.
+        """
+        judge, guest, others = (now - then for now, then in zip(self, before, strict=True))
+        return (judge + max(0, guest - others)) / 1e9
+
+
+def _counts(task: Path) -> tuple[int, int]:
+    """Return how long a thread ran, and was ready to run and had no core, in ns."""
+    with suppress(OSError, LookupError, ValueError):
+        ran, waited, *_ = map(int, (task / "schedstat").read_text("ascii").split())
+        return ran, waited
+    return 0, 0
 
 
 class GuestProcess:
@@ -61,18 +92,14 @@ class GuestProcess:
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self.child.pid, number)
 
-    def wait_s(self) -> float:
-        """Return how long both processes were ready to run and had no core, by the kernel's count.
-
-        A sample hardly ever includes such a wait, while the mean of a burst does. The guest counts
-        with its main thread alone: it could have as many other threads wait as it likes.
-        """
+    def waits(self) -> Waits:
         guest, tasks = self.child.pid, Path("/proc/self/task")
-        waits_ns = 0
-        for task in (Path(f"/proc/{guest}/task/{guest}"), *tasks.iterdir()):
-            with suppress(OSError, LookupError, ValueError):
-                waits_ns += int((task / "schedstat").read_text("ascii").split()[1])
-        return waits_ns / 1e9
+        judge = sum(_counts(task)[1] for task in tasks.iterdir())
+        used, waited = _counts(Path(f"/proc/{guest}/task/{guest}"))
+        total = 0
+        with suppress(OSError):
+            total = time.clock_gettime_ns(~guest << 3 | CPU_CLOCK)
+        return Waits(judge, waited, total - used)
 
     def _answer(self, answer: dict[str, Any] | ChildLoss) -> dict[str, Any]:
         if isinstance(answer, ChildLoss):

@@ -10,7 +10,7 @@ gives activations a structure of their own. A packed output has only the element
 stores; the guest says where, and the judge requires each element of the weight there, once.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from random import SystemRandom
 from typing import Any

@@ -500,6 +500,43 @@ def no_randomness(w: Tensor, x: Tensor) -> Run:
 
 
 @prepare_linear()
+def waits_for_its_threads(w: Tensor, x: Tensor) -> Run:
+    """Be right and slow, but let another thread take the core for which the main one waits."""
+    core, start, done = min(os.sched_getaffinity(0)), threading.Semaphore(0), [True]
+    right = json.dumps
+
+    def dumps(message: object, *rest: object, **further: object) -> str:
+        request = sys._getframe(2).f_locals.get("request") or {}
+        if isinstance(message, dict) and isinstance(message.get("result"), list):
+            mine = request.get("number") == 1
+            message = {"result": [[20.0 if mine else us, late] for us, late in message["result"]]}
+        return right(message, *rest, **further)  # type: ignore[arg-type]
+
+    def work() -> None:
+        os.sched_setaffinity(0, {core})
+        pool = torch.ones(300, 300)
+        while start.acquire():
+            end = time.thread_time() + ONE_CALL_S
+            while time.thread_time() < end:
+                pool @ pool  # without the interpreter's lock
+            done[0] = True
+
+    def run() -> object:
+        cores, done[0] = os.sched_getaffinity(0), False
+        os.sched_setaffinity(0, {core})
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+        start.release()
+        while not done[0]:
+            os.sched_yield()
+        os.sched_setaffinity(0, cores)
+        return x @ w.T
+
+    json.dumps = dumps
+    threading.Thread(target=work, daemon=True).start()
+    return run
+
+
+@prepare_linear()
 def rewrites_the_question(w: Tensor, x: Tensor) -> Run:
     """Give the answer for old activations, and write them wherever the judge could read them."""
     old, answer = x.clone(), x @ w.T

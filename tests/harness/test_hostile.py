@@ -83,6 +83,7 @@ REASONS = {
     "spoils_shared_values_late": (WRONG, ""),
     "spoils_while_timed": (WRONG, "changed w's values in bsr"),
     "stops": (Status.TIMEOUT, "no answer within"),
+    "waits_for_its_threads": TIMES,
     "wider": (WRONG, "found torch.float64"),
     "works_in_a_thread": (WRONG, ""),
     "wrong_in_one_call_of_fifty": (WRONG, "a call "),
