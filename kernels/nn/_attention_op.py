@@ -274,8 +274,7 @@ def _mask(arrays: list[Tensor], sizes: list[int], device: torch.device) -> Block
     )
 
 
-@torch.library.custom_op("sparsebench::block_sparse_attention", mutates_args=())
-def attend(
+def _attend(
     q: Tensor, k: Tensor, v: Tensor, arrays: list[Tensor], sizes: list[int], scale: float
 ) -> tuple[Tensor, Tensor]:
     """Return O [batch, S_q, H, D] and the LSE [batch * H, S_q]. Raises Unsupported."""
@@ -284,8 +283,7 @@ def attend(
     return o, lse
 
 
-@torch.library.custom_op("sparsebench::block_sparse_attention_backward", mutates_args=())
-def gradients(
+def _differentiate(
     operands: list[Tensor], arrays: list[Tensor], sizes: list[int], scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return dQ, dK and dV, shaped like q, k and v, of the OPERANDS. Raises Unsupported."""
@@ -295,14 +293,12 @@ def gradients(
     return dq, dk, dv
 
 
-@attend.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+def _fake_results(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     batch, s_q, heads, _d = q.shape
     return q.new_empty(q.shape), q.new_empty(batch * heads, s_q, dtype=torch.float32)
 
 
-@gradients.register_fake
-def _(operands: list[Tensor], *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _fake_gradients(operands: list[Tensor], *_: Any) -> tuple[Tensor, Tensor, Tensor]:
     q, k, v, *_rest = operands
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
@@ -315,11 +311,25 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 def _backward(ctx: Any, do: Tensor, _: Tensor | None) -> tuple[Any, ...]:
     q, k, v, o, lse, *arrays = ctx.saved_tensors
-    parts = gradients([q, k, v, o, lse, do], arrays, ctx.sizes, ctx.scale)
+    run = gradients if len(arrays) > 1 else gradients_of_elements
+    parts = run([q, k, v, o, lse, do], arrays, ctx.sizes, ctx.scale)
     return *parts, [None] * len(arrays), None, None
 
 
-attend.register_autograd(_backward, setup_context=_save)
+NAME = "sparsebench::block_sparse_attention"
+attend = torch.library.custom_op(NAME, _attend, mutates_args=())
+gradients = torch.library.custom_op(f"{NAME}_backward", _differentiate, mutates_args=())
+
+# listing blocks waits for the device, so a graph that torch.compile captures leaves these out
+_waits: dict[str, Any] = {"mutates_args": (), "tags": (torch.Tag.cudagraph_unsafe,)}
+attend_elements = torch.library.custom_op(f"{NAME}_of_elements", _attend, **_waits)
+gradients_of_elements = torch.library.custom_op(
+    f"{NAME}_of_elements_backward", _differentiate, **_waits
+)
+for _forward_op, _backward_op in (attend, gradients), (attend_elements, gradients_of_elements):
+    _forward_op.register_fake(_fake_results)
+    _backward_op.register_fake(_fake_gradients)
+    _forward_op.register_autograd(_backward, setup_context=_save)
 
 
 # ---- calls without Python ----

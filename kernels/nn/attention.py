@@ -15,7 +15,7 @@ from sparsebench.errors import Unsupported
 from sparsebench.formats.block_mask import BlockMask
 from sparsebench.kernels._common.transforms import is_watched
 from sparsebench.kernels.nn._attention_op import (
-    attend,
+    attend_elements,
     attend_recorded,
     recordings_of,
     require_operands,
@@ -81,7 +81,7 @@ def attention_of_elements(
     if is_watched():
         sizes = [*tokens, block, block, batch, lists, int(causal), 0]
         arrays = [] if elements is None else [elements]
-        o: Tensor = attend(q, k, v, arrays, sizes, _factor(q, scale))[0]
+        o: Tensor = attend_elements(q, k, v, arrays, sizes, _factor(q, scale))[0]
         return o
     if elements is None:
         mask = whole_mask((queries, keys), block, batch, causal, device)
