@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from sparsebench.harness.bench.contest_state import LONGEST
 from sparsebench.harness.machine.child_process import PYTHON, Child, ChildLoss
 from sparsebench.kernels._common.driver import driver
 from sparsebench.results.record import Status
@@ -84,7 +85,8 @@ class GuestProcess:
         self._signal(signal.SIGSTOP)
         if ended := answer.get("ended"):
             status, reason, traceback = map(str, ended)
-            raise GuestLoss(ENDS[ENDS.index(Status(status))], reason, traceback)
+            end = ENDS[ENDS.index(Status(status))]
+            raise GuestLoss(end, reason[:LONGEST], traceback[-LONGEST:])
         return answer.get("result")
 
     def _signal(self, number: signal.Signals) -> None:

@@ -26,6 +26,7 @@ from typing import IO, Any
 
 from sparsebench.errors import WorkerError
 from sparsebench.harness.machine.parent_watch import end_with_parent
+from sparsebench.results.files import parse_json
 from sparsebench.results.record import Status
 
 END_TIMEOUT_S = 60.0  # wait for a child that is no longer needed; writing a core takes seconds
@@ -125,7 +126,7 @@ class Child:
         if not line:
             return ChildLoss(Status.FAILED, self._last_words(self.close()))
         with suppress(ValueError, RecursionError):
-            answer = json.loads(line)
+            answer = parse_json(line)
             if isinstance(answer, dict):
                 return answer
         self.kill()

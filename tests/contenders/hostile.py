@@ -414,8 +414,8 @@ def nested_answers() -> None:
     json.dumps = lambda message, **rest: "[" * 10**5  # type: ignore[assignment]
 
 
-def last_answer(what: str, result: object) -> Kernel:
-    """Return a kernel whose process gives this result for a request of its own."""
+def last_answer(what: str, **answer: object) -> Kernel:
+    """Return a kernel whose process gives this answer to a request of its own."""
 
     def forge() -> None:
         right = json.dumps
@@ -423,7 +423,7 @@ def last_answer(what: str, result: object) -> Kernel:
         def dumps(message: object, *rest: object, **further: object) -> str:
             request = sys._getframe(2).f_locals.get("request") or {}
             mine = request.get("number") == 1 and sys._getframe(2).f_locals.get("what") == what
-            return right({"result": result} if mine else message, *rest, **further)  # type: ignore[arg-type]
+            return right(answer if mine else message, *rest, **further)  # type: ignore[arg-type]
 
         json.dumps = dumps
 
@@ -431,8 +431,10 @@ def last_answer(what: str, result: object) -> Kernel:
 
 
 answers_too_deeply = forging(nested_answers)
-claims_a_graph = last_answer("capture", {"kernel": ["graph", ""]})
-claims_no_time = last_answer("turn", [[1e-300, False]])
+claims_a_graph = last_answer("capture", result={"kernel": ["graph", ""]})
+claims_no_time = last_answer("turn", result=[[1e-300, False]])
+claims_to_be_right = last_answer("burst", ended=["ok", "", ""])
+claims_too_much = last_answer("burst", result=2**64)
 cuts_off_memory = setting(lambda: [os.truncate(file, 0) for file in shared_files()])
 forges_json = forging(third_of_rows)
 forges_operator_call = forging(call_of_operator)

@@ -41,6 +41,8 @@ REASONS = {
     "caches_by_version": (WRONG, ""),
     "claims_a_graph": (FAILED, "no answer of its process: RuntimeError"),
     "claims_no_time": (FAILED, "no answer of its process: "),
+    "claims_to_be_right": (FAILED, "expected the status of an end, found ok"),
+    "claims_too_much": (FAILED, "expected an answer in JSON"),
     "closes_its_files": (FAILED, ""),
     "computes_the_draws": (WRONG, "before timing: "),
     "cuts_off_memory": (FAILED, "prepare: PermissionError"),
