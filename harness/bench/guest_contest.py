@@ -123,10 +123,10 @@ class GuestContest:
         self._check("before timing", whole=self.whole)
         with self.calls.stage("capture"):
             names = CLOCKS[self.calls.device.type]
-            self.calls.timed = {
-                scope: TimedCall(tuple, names[names.index(clock)], str(why))
-                for scope, (clock, why) in self.calls.ask("capture").items()
-            }
+            for scope, (clock, why) in self.calls.ask("capture").items():
+                if clock not in names:
+                    raise ValueError(f"expected the clock {' or '.join(names)}, found {clock}")
+                self.calls.timed[scope] = TimedCall(tuple, clock, str(why))
             chain = self.calls.timed.get(CHAIN)
             if chain and chain.clock == "events":
                 self.entry.leave_chain(Status.UNSUPPORTED, chain.why)

@@ -85,8 +85,9 @@ class GuestProcess:
         self._signal(signal.SIGSTOP)
         if ended := answer.get("ended"):
             status, reason, traceback = map(str, ended)
-            end = ENDS[ENDS.index(Status(status))]
-            raise GuestLoss(end, reason[:LONGEST], traceback[-LONGEST:])
+            if status not in ENDS:
+                raise ValueError(f"expected the status of an end, found {status[:80]}")
+            raise GuestLoss(Status(status), reason[:LONGEST], traceback[-LONGEST:])
         return answer.get("result")
 
     def _signal(self, number: signal.Signals) -> None:
@@ -98,6 +99,8 @@ class GuestProcess:
         guest, tasks = self.child.pid, Path("/proc/self/task")
         judge = sum(_counts(task)[1] for task in tasks.iterdir())
         used, waited = _counts(Path(f"/proc/{guest}/task/{guest}"))
+        with suppress(OSError):  # one that lets others go first waits for as long as it likes
+            waited *= os.sched_getscheduler(guest) == os.SCHED_OTHER
         total = 0
         with suppress(OSError):
             total = time.clock_gettime_ns(~guest << 3 | CPU_CLOCK)

@@ -422,7 +422,7 @@ def last_answer(what: str, **answer: object) -> Kernel:
 
         def dumps(message: object, *rest: object, **further: object) -> str:
             request = sys._getframe(2).f_locals.get("request") or {}
-            mine = request.get("number") == 1 and sys._getframe(2).f_locals.get("what") == what
+            mine = request.get("number", 1) == 1 and sys._getframe(2).f_locals.get("what") == what
             return right(answer if mine else message, *rest, **further)  # type: ignore[arg-type]
 
         json.dumps = dumps

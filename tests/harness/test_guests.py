@@ -7,7 +7,7 @@ import torch
 
 from sparsebench._discovery import outside
 from sparsebench.harness.bench import contest, guest_process
-from sparsebench.harness.bench.arena import Arena, opened
+from sparsebench.harness.bench.arena import Arena, open_arena
 from sparsebench.harness.bench.contest_state import ContestOptions
 from sparsebench.harness.bench.guest_process import GuestLoss, GuestProcess
 from sparsebench.harness.catalog import is_outside
@@ -76,7 +76,7 @@ def test_a_gpu_for_one_process_alone_runs_no_guest(monkeypatch: pytest.MonkeyPat
 def test_an_arena_has_the_arrays_of_its_layout_on_both_sides() -> None:
     layout = {"x": ([3, 5], "bfloat16"), "y": ([7], "float64"), "empty": ([0, 2], "int8")}
     arena = Arena(layout, CPU)
-    mine, theirs = arena.arrays, opened(arena.handle, layout)
+    mine, theirs = arena.arrays, open_arena(arena.handle, layout)
     mine["x"].fill_(1.5)
     theirs["y"].fill_(-2.0)
     assert bool((theirs["x"] == 1.5).all())
