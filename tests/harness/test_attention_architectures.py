@@ -41,6 +41,7 @@ FEW = {"llama", "gemma3_text", "bart"}  # in the default run
 REFUSED = {  # supported by the interface, but with other scores, or masks that are biases
     "doge": "found a bias",
     "gemma4_unified_text": "one size up to 256",
+    "inkling_text": "expected plain|Observed exception",
 }
 IDS = torch.arange(3, 25).view(2, 11)
 PADDED = torch.ones(2, 11, dtype=torch.long)
