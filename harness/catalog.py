@@ -158,7 +158,7 @@ class Declaration:
         return None if largest is None else {"at_most": largest, "why": self.why}
 
 
-def declared(folder: str, name: str) -> Declaration:
+def declaration_of(folder: str, name: str) -> Declaration:
     """Return what a kernel or a format declares; raises SuiteError.
 
     Code of another package is asked in a process of its own, because this one may judge it or
@@ -166,23 +166,23 @@ def declared(folder: str, name: str) -> Declaration:
     """
     if outside(folder, name):
         declare_all([(folder, name)])
-        return _declared[folder, name]
-    return declaration(folder, name)
+        return _declarations[folder, name]
+    return import_declaration(folder, name)
 
 
-def declaration(folder: str, name: str) -> Declaration:
+def import_declaration(folder: str, name: str) -> Declaration:
     """Import a kernel or a format, and return what it declares. Raises SuiteError."""
     if folder == "formats":
         options = set() if masks(name) else keywords(weights_format(name).from_dense)
         return Declaration(options=tuple(sorted(options)))
     kernel = load_kernel(name)
-    taken = tuple(sorted(keywords(kernel.prepare)))
-    plain = Declaration(kernel.op, kernel.consumes, kernel.device, taken)
+    names = tuple(sorted(keywords(kernel.prepare)))
+    plain = Declaration(kernel.op, kernel.consumes, kernel.device, names)
     lossy = kernel.lossy if package_of(folder, name) in OF_THIS_REPOSITORY else None
     return replace(plain, at_most={**lossy.at_most}, why=lossy.why) if lossy else plain
 
 
-_declared: dict[tuple[str, str], Declaration] = {}
+_declarations: dict[tuple[str, str], Declaration] = {}
 """Declarations from outside, by folder and name."""
 
 
@@ -193,7 +193,7 @@ def declare_all(names: Iterable[tuple[str, str]]) -> None:
     """
     missing: dict[str, list[tuple[str, str]]] = {}
     for folder, name in names:
-        if outside(folder, name) and (folder, name) not in _declared:
+        if outside(folder, name) and (folder, name) not in _declarations:
             require_allowed(name, modules(folder).get(name, name).partition(":")[0])
             missing.setdefault(package_of(folder, name), []).append((folder, name))
     with ExitStack() as stack:
@@ -208,28 +208,28 @@ def declare_all(names: Iterable[tuple[str, str]]) -> None:
             for folder, name in pairs:
                 if isinstance(answer, ChildLoss):
                     raise SuiteError(f"{name}: {answer.detail}")
-                _declared[folder, name] = _received(folder, name, answer.get(f"{folder} {name}"))
+                _declarations[folder, name] = _parse(folder, name, answer.get(f"{folder} {name}"))
 
 
-def _received(folder: str, name: str, answer: Any) -> Declaration:
+def _parse(folder: str, name: str, answer: Any) -> Declaration:
     """Return a declaration as its package's process gave it. Raises SuiteError."""
     if isinstance(answer, str):
         raise SuiteError(answer)
     try:
-        said = Declaration(**{**answer, "options": tuple(answer["options"])})
-        words = said.op, said.consumes, said.device, said.why, *said.options
+        entry = Declaration(**{**answer, "options": tuple(answer["options"])})
+        words = entry.op, entry.consumes, entry.device, entry.why, *entry.options
         if not all(isinstance(word, str) for word in words):
             raise TypeError
     except (TypeError, LookupError):
-        found = str(answer)[:80]
-        raise SuiteError(f"{name}: expected a declaration, found {found}") from None
+        actual = str(answer)[:80]
+        raise SuiteError(f"{name}: expected a declaration, found {actual}") from None
     ours = package_of(folder, name) in OF_THIS_REPOSITORY
-    return said if ours else replace(said, at_most={}, why="")
+    return entry if ours else replace(entry, at_most={}, why="")
 
 
 def parameters(name: str) -> set[str]:
     """Return the parameters of a format that a suite may set."""
-    return {*declared("formats", name).options}
+    return {*declaration_of("formats", name).options}
 
 
 def load_kernel(name: str) -> "Kernel":

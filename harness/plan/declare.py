@@ -11,7 +11,7 @@ from dataclasses import asdict
 from typing import Any
 
 from sparsebench.errors import SuiteError
-from sparsebench.harness.catalog import declaration
+from sparsebench.harness.catalog import import_declaration
 from sparsebench.harness.machine.child_process import answer_parent
 
 
@@ -23,7 +23,7 @@ def main() -> None:
     answer: dict[str, Any] = {}
     for folder, name in request.get("names", ()):
         try:
-            answer[f"{folder} {name}"] = asdict(declaration(folder, name))
+            answer[f"{folder} {name}"] = asdict(import_declaration(folder, name))
         except SuiteError as error:
             answer[f"{folder} {name}"] = str(error)
     send(answer)

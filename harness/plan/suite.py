@@ -41,7 +41,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from sparsebench._discovery import canonical, did_you_mean
 from sparsebench.errors import SuiteError
 from sparsebench.harness.bench.operands import level_of
-from sparsebench.harness.catalog import declare_all, declared, load_op, parameters
+from sparsebench.harness.catalog import declaration_of, declare_all, load_op, parameters
 from sparsebench.harness.inputs import sources
 from sparsebench.harness.ops._active import RECORDED
 from sparsebench.harness.ops._op import Op
@@ -253,7 +253,7 @@ def _require_competes(where: str, entry: ContenderEntry, problems: Collection[Pr
 
 def _require_accepted(where: str, entry: ContenderEntry, problems: Collection[Problem]) -> None:
     """Raise SuiteError for a format, params or options that a kernel does not take."""
-    kernel = declared("kernels", entry.kernel)
+    kernel = declaration_of("kernels", entry.kernel)
     names = {canonical("formats", name) for name in (kernel.consumes, entry.format)}
     if kernel.consumes != "any" and len(names) > 1:
         expected = f"expected format {kernel.consumes} for kernel {entry.kernel}"
@@ -294,7 +294,7 @@ def _contenders(
     ]
     stated = entry.error.model_dump() if entry.error else None
     for params, options in product(*points) if _competes(entry, problem) else ():
-        error = stated or declared("kernels", entry.kernel).error(problem["dtype"])
+        error = stated or declaration_of("kernels", entry.kernel).error(problem["dtype"])
         yield Contender(entry.format, entry.kernel, params, options, baseline, error=error)
 
 

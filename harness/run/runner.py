@@ -26,7 +26,7 @@ from typing import Any
 from sparsebench.errors import WorkerError
 from sparsebench.harness.bench.contest_state import ContestOptions
 from sparsebench.harness.bench.sampling import distinct_measures
-from sparsebench.harness.catalog import declared
+from sparsebench.harness.catalog import declaration_of
 from sparsebench.harness.plan.suite import Contest
 from sparsebench.harness.run.history import History
 from sparsebench.harness.run.worker_process import (
@@ -88,7 +88,8 @@ class Runner:
             str(contest.problem["dtype"])
             for contest in contests
             if any(
-                declared("kernels", k.kernel).device in ("any", "cuda") for k in contest.contenders
+                declaration_of("kernels", k.kernel).device in ("any", "cuda")
+                for k in contest.contenders
             )
         }
         dtypes |= {TF32} if FP32 in dtypes else set()

@@ -29,7 +29,7 @@ from sparsebench.harness.bench import contest
 from sparsebench.harness.bench import device_ceilings as ceilings
 from sparsebench.harness.bench.contest_state import ContestOptions, OnFailure
 from sparsebench.harness.bench.prepare import unsupported
-from sparsebench.harness.catalog import Declaration, declared, is_outside, load_op, parameters
+from sparsebench.harness.catalog import Declaration, declaration_of, is_outside, load_op, parameters
 from sparsebench.harness.patterns._mask import derived
 from sparsebench.harness.plan.suite import Contest, expand
 from sparsebench.harness.plan.unpruned import with_unpruned
@@ -115,7 +115,7 @@ def plan(
     name: str, words: Sequence[str], device: torch.device, data: Path | None = None
 ) -> Contest:
     """Return the contest of the words: the kernel and its baseline. Raises SuiteError."""
-    kernel, values = declared("kernels", name), _parse_fields(words)
+    kernel, values = declaration_of("kernels", name), _parse_fields(words)
     settings = {word: values.pop(word) for word in OF_TRY & values.keys()}
     op = str(settings.get("op", "linear" if kernel.op == "any" else kernel.op))
     stored = str(settings.get("format", "dense" if kernel.consumes == "any" else kernel.consumes))

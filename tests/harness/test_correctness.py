@@ -20,7 +20,7 @@ from sparsebench.harness.bench.correctness import (
     check,
     half_ulp,
 )
-from sparsebench.harness.catalog import declared
+from sparsebench.harness.catalog import declaration_of
 from sparsebench.harness.inputs.bits import fill
 from sparsebench.harness.ops.linear import definition, spread
 from sparsebench.harness.plan.suite import expand
@@ -246,10 +246,10 @@ KEPT = {"at_most": 0.008, "why": "cuSPARSE keeps some sums in 16 bits"}
 
 
 def test_only_a_kernel_of_this_repository_may_declare_that_it_is_lossy() -> None:
-    assert declared("kernels", "cusparse_csr").error("bf16") == KEPT
-    assert declared("kernels", "cusparse_csr").error("fp32") is None
-    assert declared("kernels", "scipy_csr").error("bf16") is None
-    assert declared("kernels", f"{__name__}:LOSSY").error("bf16") is None
+    assert declaration_of("kernels", "cusparse_csr").error("bf16") == KEPT
+    assert declaration_of("kernels", "cusparse_csr").error("fp32") is None
+    assert declaration_of("kernels", "scipy_csr").error("bf16") is None
+    assert declaration_of("kernels", f"{__name__}:LOSSY").error("bf16") is None
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def forget() -> None:
     """Clear the caches of names, and unload the package."""
     modules.cache_clear()
-    catalog._declared.clear()
+    catalog._declarations.clear()
     for name in [name for name in sys.modules if name.startswith("sparsebench_example")]:
         del sys.modules[name]
 
@@ -304,9 +304,9 @@ def test_a_package_declares_nothing_for_another_and_allows_itself_no_error(
     (tmp_path / "forger.py").write_text(RIVAL + FORGER)
     (tmp_path / "rival.py").write_text(RIVAL)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(catalog, "_declared", {})
+    monkeypatch.setattr(catalog, "_declarations", {})
     catalog.declare_all([("kernels", "forger:KERNEL"), ("kernels", "rival:KERNEL")])
-    forger, rival = (catalog.declared("kernels", f"{n}:KERNEL") for n in ("forger", "rival"))
+    forger, rival = (catalog.declaration_of("kernels", f"{n}:KERNEL") for n in ("forger", "rival"))
     assert (forger.device, rival.device) == ("cuda", "any")
     assert forger.error("fp32") is None
 
@@ -325,9 +325,9 @@ def test_a_malformed_declaration_is_refused(answer, line, tmp_path, monkeypatch)
     forged = f"import json\njson.dumps = lambda said: {answer!r}\n"
     (tmp_path / "malformed.py").write_text(RIVAL + forged)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(catalog, "_declared", {})
+    monkeypatch.setattr(catalog, "_declarations", {})
     with pytest.raises(SuiteError) as error:
-        catalog.declared("kernels", "malformed:KERNEL")
+        catalog.declaration_of("kernels", "malformed:KERNEL")
     assert line in str(error.value)
 
 
