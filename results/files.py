@@ -88,7 +88,11 @@ def decode_utf8(file: Path, data: bytes, error_type: ErrorType = ResultError) ->
 
 def from_json(file: Path, schema: str = "") -> dict[str, Any]:
     """Return the JSON object in a file; with a schema, it must be one of it."""
-    written = text(file, JSON_BYTES)
+    return _object(file, text(file, JSON_BYTES), schema)
+
+
+def _object(file: Path, written: str, schema: str = "") -> dict[str, Any]:
+    """Return the JSON object in the text of a file, as `from_json` does."""
     try:
         data = parse_json(written)
     except (ValueError, RecursionError) as error:
@@ -159,9 +163,10 @@ def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def read_model(file: Path, model: type[Model], schema: str) -> Model:
     """Return a JSON file as a model; the error names the schema and the first invalid field."""
-    from_json(file)  # refuses a key that is written twice, and an integer beyond 64 bits
+    written = text(file, JSON_BYTES)
+    _object(file, written)  # refuses a key that is written twice, and an integer beyond 64 bits
     try:
-        return TypeAdapter(model).validate_json(content(file, JSON_BYTES))
+        return TypeAdapter(model).validate_json(written)
     except ValidationError as error:
         raise ResultError(f"{file}: expected {schema}; {first_error(error)}") from error
 
