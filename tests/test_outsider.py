@@ -119,7 +119,7 @@ LAYERS = linear("n: 4096, k: 4096, m: [16, 4096], sparsity: 0.9", BSR, CSR)
 def test_the_outsider_compares_with_unpruned_weights_as_the_tables_do(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a simulated run, because no published one has such rows yet."""
+    """The run is simulated, because no published one has such rows yet."""
     in_this_process(monkeypatch)
     (tmp_path / "mine.yaml").write_text(LAYERS)
     run = tmp_path / "gpu/mine"

@@ -115,7 +115,7 @@ def ratio_of_means(
         half = float(np.fmax(np.log1p(line["tolerance"]), half))  # Welch's is NaN for one process
     elif {*line["cards_a"]}.isdisjoint(line["cards_b"]):
         half = float(np.hypot(half, np.hypot(line["between_a"], line["between_b"])))
-    p = 1.0 if np.isnan(half) else _p_value(ratio, half)  # NaN: nobody knows how far cards differ
+    p = 1.0 if np.isnan(half) else _p_value(ratio, half)  # NaN: one card, and no variation
     value, low, high = np.exp([ratio, ratio - half, ratio + half]).tolist()
     return value, low, high, p
 

@@ -231,11 +231,11 @@ def _variation(repeats: pd.DataFrame) -> Variation:
     of_card = np.array([[card in each for card in cards] for each in repeats.cards])
     sums = repeats[["excess", "weight"]].to_numpy()
     rest = sums.sum(axis=0) - of_card.T @ sums  # [cards, 2], without each card
-    left = np.divide(*rest[rest[:, 1] > 1e-9].T)  # a card may be in all repeats
+    estimates = np.divide(*rest[rest[:, 1] > 1e-9].T)  # a card may be in all repeats
     excess, weight = sums.sum(axis=0)
     variance, error = (
         max(0.0, excess / weight),
-        (len(left) - 1) * np.var(left) if len(left) else 0.0,
+        (len(estimates) - 1) * np.var(estimates) if len(estimates) else 0.0,
     )
     freedom = min(2 * variance**2 / error, len(cards) - 1) if error else 0.0
     return Variation(

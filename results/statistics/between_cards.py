@@ -79,8 +79,9 @@ class BetweenCards:
 
     def of(self, kernel: str, us: float) -> Variation:
         """Return the variation of a kernel whose calls take `us` µs."""
-        own = self.strata.get(stratum(kernel, us))
-        return self.pooled.pooled_with(own.sd, own.freedom) if own else self.pooled
+        if (of_kernel := self.strata.get(stratum(kernel, us))) is None:
+            return self.pooled
+        return self.pooled.pooled_with(of_kernel.sd, of_kernel.freedom)
 
 
 def time_class(us: float) -> str:

@@ -42,7 +42,7 @@ class IntervalKind(StrEnum):
     QUARTILES   one process: the quartiles over its rounds, without a claim about other processes
     RANGE       fewer than FEWEST processes: their smallest and largest speedup
     CONFIDENCE  FEWEST or more processes: the exact 95 % confidence interval (Hodges-Lehmann)
-    NONE        FEWEST or more processes on one card, where nobody knows how far cards differ
+    NONE        FEWEST or more processes on one card, if how far cards differ was not measured
     """
 
     QUARTILES = "quartiles"

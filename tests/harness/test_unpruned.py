@@ -125,10 +125,10 @@ def test_originals_have_the_same_numbers_where_the_pattern_keeps_them(op: str) -
     dense = operands(problem(op), load_op(op), CPU, None, originals=True)
     assert dense.originals.keys() == dense.weights.keys()
     for name, weight in dense.weights.items():
-        kept = weight != 0
-        assert not kept.all()
+        pattern = weight != 0
+        assert not pattern.all()
         assert (dense.originals[name] != 0).all()
-        assert torch.equal(dense.originals[name][kept], weight[kept])
+        assert torch.equal(dense.originals[name][pattern], weight[pattern])
 
 
 def test_originals_are_built_only_if_a_contender_multiplies_them() -> None:

@@ -52,7 +52,7 @@ def walsh(d: np.ndarray) -> tuple[float, float, float]:
 
 
 def between(ours: Blocks) -> float:
-    """Return the half that cards add to the logarithm of a ratio; NaN if nobody measured it."""
+    """Return the half that cards add to the logarithm of a ratio; NaN if it was not measured."""
     cards = [*getattr(ours, "cards", {}).values()]
     if len(cards) < 6 or not all(card.startswith("GPU-") for card in cards):
         return 0.0

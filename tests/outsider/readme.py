@@ -152,8 +152,9 @@ def ranges(cell: str, key: str, gpu: str) -> bool:
             base = fastest(contest, dense(contest))
             gains += [ratio(ours.blocks, base.blocks)[0]] if base is not None else []
     ends, count = re.findall(r"([\d.]+)×", cell), re.findall(r"in (\d+) run", cell)
-    found = gains and [min(gains), max(gains)]
-    return count == [str(len(gains))] and agrees(ends[0], found[0]) and agrees(ends[-1], found[1])
+    if count != [str(len(gains))]:
+        return False
+    return agrees(ends[0], min(gains)) and agrees(ends[-1], max(gains))
 
 
 def confirms(run: str, screened: str) -> bool:

@@ -100,17 +100,17 @@ def test_a_chain_has_an_interval_only_if_two_cards_measured_one_of_its_kernel() 
         ("bsr_triton", ["GPU-1"] * 8, IntervalKind.NONE),
     ):
         case = Case(PROBLEM, Contender("bsr", kernel))
-        table = [
+        chains = [
             replace(row, scope="chain", case=row.case if row.case.contender.baseline else case)
             for row in rows(GAINS, cards)
         ]
-        found = summary(frame(table), Noise(pd.DataFrame(), {"chain": 0.005}))
-        assert found.iloc[1].interval_kind == kind
-        assert (found.iloc[1].outcome == "") == (kind is IntervalKind.NONE)
-        gain = gain_text(with_gains(found).iloc[1].to_dict())
+        table = summary(frame(chains), Noise(pd.DataFrame(), {"chain": 0.005}))
+        assert table.iloc[1].interval_kind == kind
+        assert (table.iloc[1].outcome == "") == (kind is IntervalKind.NONE)
+        gain = gain_text(with_gains(table).iloc[1].to_dict())
         assert gain.endswith("× (measured on one card)") == (kind is IntervalKind.NONE)
-        held = brackets([found.iloc[1].interval])
-        assert ("none (measured on one card)" in held) == (kind is IntervalKind.NONE)
+        text = brackets([table.iloc[1].interval])
+        assert ("none (measured on one card)" in text) == (kind is IntervalKind.NONE)
 
 
 def test_several_cards_divide_the_variation_and_add_what_they_measured() -> None:
@@ -123,8 +123,8 @@ def test_several_cards_divide_the_variation_and_add_what_they_measured() -> None
 
 
 def test_a_stratum_counts_by_its_freedom() -> None:
-    pooled, own = Variation(0.01, 6.0, 9, 9), Variation(0.04, 2.0, 3, 3)
-    both = BetweenCards(pooled, {"bsr_wgrad, 12 to 50 µs": own}, [])
+    pooled, of_wgrad = Variation(0.01, 6.0, 9, 9), Variation(0.04, 2.0, 3, 3)
+    both = BetweenCards(pooled, {"bsr_wgrad, 12 to 50 µs": of_wgrad}, [])
     assert both.of("bsr_wgrad", 50.0) == both.of("bsr_wgmma", 20.0) == pooled
     assert both.of("bsr_wgrad", 12.0).freedom == 8
     assert both.of("bsr_wgrad", 12.0).sd == pytest.approx(np.sqrt((6 * 1e-4 + 2 * 16e-4) / 8))
@@ -194,9 +194,9 @@ def test_intervals_with_the_variation_cover_a_second_card(card: float, wider: fl
 def test_no_repeat_is_tested_with_what_its_own_cards_measured() -> None:
     table = repeats(campaign(World("", card=0.01, process=0.001), np.random.default_rng(5)))
     wild = table.assign(excess=table.excess.where(table.run_a != "0a", 1.0))
-    own = table.run_a == "0a"
-    assert with_tests(wild, published=True)[own].equals(wild[own].join(_tests(table)[own]))
-    assert with_tests(wild, published=True)[~own].covers_cards.all()
+    first = table.run_a == "0a"
+    assert with_tests(wild, published=True)[first].equals(wild[first].join(_tests(table)[first]))
+    assert with_tests(wild, published=True)[~first].covers_cards.all()
 
 
 def _tests(table: pd.DataFrame) -> pd.DataFrame:

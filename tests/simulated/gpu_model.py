@@ -52,7 +52,7 @@ LIMITED_CARD = 1.8
 # Ranges, by a hash of the label, for a contender that the spec does not name.
 DENSE_EFFICIENCY, SPARSE_EFFICIENCY = (0.85, 0.9), (0.3, 0.8)
 
-# Of 4096 x 4096 x 4096 at 90 % zeros, by load: in a contest, half loaded, back to back.
+# For 4096 x 4096 x 4096 at 90 % zeros, by load: in a contest, half loaded, back to back.
 UNPRUNED = {"": 1.07, "half": 1.1, "full": 1.15}
 
 Share = Annotated[float, Field(ge=0, le=1)]
