@@ -125,8 +125,8 @@ class GuestTimes:
             )
             if took_us <= most_us and with_wake_us <= most_us + WAKE_US / count:
                 return ""
-        found = f"found {took_us:.4g} µs by the judge's clock"
-        return f"expected calls back to back to take at most {most_us:.4g} µs, {found}"
+        actual = f"found {took_us:.4g} µs by the judge's clock"
+        return f"expected calls back to back to take at most {most_us:.4g} µs, {actual}"
 
     def _idle_us(self, count: int) -> float:
         """Return the time per call of a burst that calls nothing, in this process."""

@@ -55,8 +55,8 @@ def _checked(method: Callable[..., Any]) -> Callable[..., Any]:
             for part in (model, *model.modules()):
                 if not getattr(part, "_can_set_attn_implementation", lambda: True)():
                     expected = f'"{NAME}": expected a model of transformers\' AttentionInterface'
-                    found = f"found {type(part).__name__}, which computes attention itself"
-                    raise Unsupported(f"attn_implementation {expected}, {found}")
+                    actual = f"found {type(part).__name__}, which computes attention itself"
+                    raise Unsupported(f"attn_implementation {expected}, {actual}")
         return method(model, name, *args, **options)
 
     return checked
@@ -71,9 +71,7 @@ def mask_of(*, mask_function: Any, config: Any = None, **sizes: Any) -> Tensor:
     skips = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
     sizes = {**sizes, **skips, "local_size": None}
     allowed: Any = sdpa_mask(mask_function=mask_function, **sizes)
-    traced = (
-        torch.compiler.is_dynamo_compiling()
-    )  # such code cannot ask for the mode that it runs in
+    traced = torch.compiler.is_dynamo_compiling()  # such code cannot ask for its mode
     elements: Tensor = counted_copy(allowed) if traced or allowed.is_inference() else allowed
     return elements
 

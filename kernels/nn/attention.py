@@ -110,7 +110,7 @@ def _results(
 
 
 def _factor(q: Tensor, scale: float | None) -> float:
-    """Return the factor of the scores. Raises Unsupported."""
+    """Return the factor of the scores: `scale`, or SDPA's. Raises Unsupported."""
     factor: float = q.shape[3] ** -0.5 if scale is None else scale
     if not factor > 0:
         raise Unsupported(f"attention: expected a scale above 0, found {scale}")

@@ -31,8 +31,8 @@ def require_separable(mlp: nn.Module) -> None:
             layer: Any = getattr(mlp, name)
             plain = unwrapped(layer) is layer
             fits = isinstance(mlp, SpenseGatedMLP) and not getattr(layer, "lora_variant", True)
-            found = f"{type(layer).__module__}.{type(layer).__name__}"
-            expected = f"{name}: expected plain LoRA or no adapter, found {found}"
+            actual = f"{type(layer).__module__}.{type(layer).__name__}"
+            expected = f"{name}: expected plain LoRA or no adapter, found {actual}"
             require(plain or fits, f"{expected}: unload or delete the adapters first")
 
 

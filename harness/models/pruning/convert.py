@@ -320,8 +320,8 @@ class _Converter:
         names = Names(self.model)
         for module, sparse in self.sparse.items():
             for part, tensor in sparse.state.items():
-                own, file = f"{module}.{part}", f"{sparse.file}.{part}"
-                self.tensors[file if names.in_model(file) == (own, None) else own] = tensor
+                name, file = f"{module}.{part}", f"{sparse.file}.{part}"
+                self.tensors[file if names.in_model(file) == (name, None) else name] = tensor
 
     def _write(self) -> None:
         """Write tensors and config.json. Raises SuiteError unless transformers loads them all."""

@@ -60,9 +60,9 @@ class SparsebenchQuantizer(HfQuantizer):
             torch.set_default_dtype(before)
         report = model._adjust_missing_and_unexpected_keys
 
-        def record(found: Any) -> None:
-            self.missing = {*found.missing_and_mismatched()}  # a set, before tensors are offloaded
-            report(found)
+        def record(keys: Any) -> None:
+            self.missing = {*keys.missing_and_mismatched()}  # a set, before tensors are offloaded
+            report(keys)
 
         model._adjust_missing_and_unexpected_keys = record
         return model
