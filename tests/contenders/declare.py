@@ -5,6 +5,7 @@ A suite names one as `module:function`, such as `wrong:zeros`.
 
 from collections.abc import Callable
 from functools import partial
+from itertools import count
 from types import ModuleType
 
 from torch import Tensor
@@ -39,6 +40,16 @@ def prepare_linear(device: str = "any") -> Callable[[Callable[[Tensor, Tensor], 
 def run_linear(run: Callable[[Tensor, Tensor], object]) -> Kernel:
     """Declare a kernel by the function of W and X that each call is."""
     return prepare_linear()(lambda w, x: partial(run, w, x))
+
+
+def by_call(run: Callable[[Tensor, Tensor, int], object]) -> Kernel:
+    """Declare a kernel by the function of W, X and its number, from 1, that each call is."""
+
+    def prepare(w: Tensor, x: Tensor) -> Run:
+        calls = count(1)
+        return lambda: run(w, x, next(calls))
+
+    return prepare_linear()(prepare)
 
 
 def prepare_wgrad(prepare: Callable[[Tensor, Tensor, Bsr], Run]) -> Kernel:

@@ -2,6 +2,7 @@
 
 import ctypes
 import mmap
+from itertools import count
 
 import torch
 from declare import Run, prepare_linear
@@ -47,13 +48,12 @@ def empty_graph(w: Tensor, x: Tensor) -> Run:
 @prepare_linear(device="cuda")
 def every_other_call(w: Tensor, x: Tensor) -> Run:
     """Refuse capture, and work in every second call only."""
-    out, calls = x @ w.T, 0
+    out, calls = x @ w.T, count(1)
 
     def run() -> torch.Tensor:
-        nonlocal calls
-        calls += 1
+        call = next(calls)
         torch.cuda.synchronize()
-        if calls < 5 or calls % 2:
+        if call < 5 or call % 2:
             torch.mm(x, w.T, out=out)
         return out
 
@@ -97,12 +97,10 @@ def replaces_events(w: Tensor, x: Tensor) -> Run:
 @prepare_linear(device="cuda")
 def stale_from_python(w: Tensor, x: Tensor) -> Run:
     """Work while captured, but only in the first calls from Python."""
-    out, calls = x @ w.T, 0
+    out, calls = x @ w.T, count(1)
 
     def run() -> torch.Tensor:
-        nonlocal calls
-        calls += 1
-        if calls < 6 or torch.cuda.is_current_stream_capturing():
+        if next(calls) < 6 or torch.cuda.is_current_stream_capturing():
             torch.mm(x, w.T, out=out)
         return out
 

@@ -1,7 +1,7 @@
 """Kernels that are wrong, each in one way; the check must reject every one."""
 
 import torch
-from declare import Run, kernel, prepare_linear, run_linear
+from declare import Run, by_call, kernel, prepare_linear, run_linear
 from torch import Tensor
 
 from sparsebench.kernels._kernel import Launch, Operands
@@ -57,17 +57,10 @@ def transposed(w: Tensor, x: Tensor) -> Run:
 RIGHT_CALLS = 4
 
 
-@prepare_linear()
-def turns_wrong(w: Tensor, x: Tensor) -> Run:
+@by_call
+def turns_wrong(w: Tensor, x: Tensor, call: int) -> object:
     """Be right during the check, and wrong when timed."""
-    calls = 0
-
-    def run() -> object:
-        nonlocal calls
-        calls += 1
-        return x @ w.T if calls < RIGHT_CALLS else x @ w.T * 1.5
-
-    return run
+    return x @ w.T if call < RIGHT_CALLS else x @ w.T * 1.5
 
 
 @prepare_linear()

@@ -14,6 +14,7 @@ import declare
 import forging
 import hostile
 import hostile_gpu
+import hostile_process
 import pytest
 import torch
 
@@ -99,7 +100,7 @@ MEASURED = {  # the seconds that a call takes at least, whatever its process say
     "moves_the_start": hostile.LATER_S,
     "replaces_code_of_the_check": None,
     "replaces_the_check": None,
-    "rounds_by_three": hostile.ONE_CALL_S,
+    "rounds_by_three": hostile_process.ONE_CALL_S,
 }
 SETTINGS = {
     "sets_a_precision": "fp32",
@@ -122,6 +123,10 @@ SETTINGS = {
     "sets_the_tracer": "profiling",
     "sets_the_umask": "umask",
 }
+KERNELS = {
+    name.partition(":")[2]: name
+    for name in (*declare.names(hostile), *declare.names(hostile_process))
+}
 
 
 def rows(*contenders: Contender, problem: Problem = PROBLEM, timeout_s: float = 120.0) -> list[Row]:
@@ -129,15 +134,14 @@ def rows(*contenders: Contender, problem: Problem = PROBLEM, timeout_s: float = 
 
 
 def test_every_hostile_kernel_is_named() -> None:
-    named = {f"hostile:{name}" for name in (*REASONS, *SETTINGS, *MEASURED)}
-    assert named == {*declare.names(hostile)}
+    assert {*REASONS, *SETTINGS, *MEASURED} == KERNELS.keys()
 
 
 @pytest.mark.parametrize("name", REASONS)
 def test_a_hostile_kernel_gets_no_time_and_harms_no_other(name: str) -> None:
     innocents = [BASELINE, Contender("bsr", "scipy_bsr", BLOCKS)]
     stored = ("bsr", BLOCKS) if name.startswith("spoils") else ("dense", {})
-    hostile_one = Contender(stored[0], f"hostile:{name}", stored[1])
+    hostile_one = Contender(stored[0], KERNELS[name], stored[1])
     first, second, result = rows(*innocents, hostile_one, timeout_s=2 if name == "stops" else 120)
     for innocent in (first, second):
         assert innocent.status is Status.OK, innocent.detail
@@ -152,7 +156,7 @@ def test_a_hostile_kernel_gets_no_time_and_harms_no_other(name: str) -> None:
 
 @pytest.mark.parametrize("name", MEASURED)
 def test_what_a_kernel_changes_in_its_process_changes_no_time(name: str) -> None:
-    baseline, result = rows(BASELINE, Contender("dense", f"hostile:{name}"))
+    baseline, result = rows(BASELINE, Contender("dense", KERNELS[name]))
     assert baseline.status is Status.OK
     if (least_s := MEASURED[name]) is None:  # it returns zeros
         assert result.status is Status.WRONG
@@ -163,7 +167,7 @@ def test_what_a_kernel_changes_in_its_process_changes_no_time(name: str) -> None
 
 def test_a_setting_of_the_process_costs_its_contender_the_row() -> None:
     before = ProcessState()
-    hostile_ones = [Contender("dense", f"hostile:{name}") for name in SETTINGS]
+    hostile_ones = [Contender("dense", KERNELS[name]) for name in SETTINGS]
     innocent, *others = rows(BASELINE, *hostile_ones)
     assert innocent.status is Status.OK, innocent.detail
     for row, word in zip(others, SETTINGS.values(), strict=True):
@@ -198,7 +202,7 @@ def test_new_variables_are_put_back_without_blame(monkeypatch) -> None:
 
 def test_a_contender_that_rewrites_a_module_is_wrong(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(guest_contest, "rewritten_modules", iter([[], ["torch.victim"]]).__next__)
-    _, row = rows(BASELINE, Contender("dense", "hostile:forks"))
+    _, row = rows(BASELINE, Contender("dense", KERNELS["forks"]))
     assert (row.status, row.detail) == (Status.WRONG, "rewrote the files of torch.victim")
 
 
@@ -213,7 +217,7 @@ def test_a_device_that_shares_no_memory_costs_the_guest_its_row_alone(monkeypatc
         raise Unsupported("nothing is shared")
 
     monkeypatch.setattr(guest_contest, "Arena", refuse)
-    baseline, row = rows(BASELINE, Contender("dense", "hostile:forks"))
+    baseline, row = rows(BASELINE, Contender("dense", KERNELS["forks"]))
     assert baseline.status is Status.OK
     assert (row.status, row.detail) == (Status.UNSUPPORTED, "nothing is shared")
 
@@ -239,7 +243,7 @@ def test_what_no_guest_can_answer_costs_its_row(answers, monkeypatch) -> None:
 
     monkeypatch.setattr(Child, "next", forge)
     monkeypatch.setattr(Child, "send", note)
-    baseline, row = rows(BASELINE, Contender("dense", "hostile:forks"))
+    baseline, row = rows(BASELINE, Contender("dense", KERNELS["forks"]))
     assert (baseline.status, row.status) == (Status.OK, Status.FAILED)
     assert row.detail.startswith("no answer of its process: ValueError")
 
