@@ -242,7 +242,7 @@ def test_layers_have_the_methods_that_their_page_names() -> None:
 
 
 def test_formats_take_the_bytes_that_their_page_says() -> None:
-    """Of bf16 weights 1024 x 1024: half and a tenth of them in blocks, one by one, and in 2:4."""
+    """Half and a tenth of 1024 x 1024 bf16 weights are in blocks or one by one, and half in 2:4."""
     torch.manual_seed(0)
     dense = torch.randn(1024, 1024, dtype=torch.bfloat16)
     blocks, elements = torch.rand(32, 32), torch.rand(1024, 1024)

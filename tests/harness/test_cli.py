@@ -249,7 +249,7 @@ def test_bad_input_is_one_line_and_exit_2(arguments, message, tmp_path) -> None:
 
 
 def test_a_broken_run_beside_a_good_one_costs_it_nothing(run: Path, tmp_path: Path) -> None:
-    """A run that nobody named is left out with a warning; one that was named ends the command."""
+    """A broken run in a folder is left out with a warning; one that is named ends the command."""
     for name in ("good", "bad"):
         shutil.copytree(run, tmp_path / name)
     rows = tmp_path / "bad" / "rows.jsonl"
