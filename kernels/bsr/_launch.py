@@ -7,8 +7,9 @@ token, so the tiles beyond it read zeros and write nothing.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from hashlib import sha256
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -25,7 +26,9 @@ from sparsebench.kernels._common.cuda import (
     on_tape,
     target_of,
 )
+from sparsebench.kernels._common.device import upload
 from sparsebench.kernels._common.product import Product
+from sparsebench.kernels._common.work_list import Ints
 from sparsebench.kernels._kernel import output_dtype
 from sparsebench.kernels.bsr._call import LARGEST, BsrCall
 
@@ -39,18 +42,21 @@ class Packing:
 
     source  int32, on the device: the position in the blocks of each piece of the packed W, or -1
             for zeros
+    order   digest of the order
     turned  `source` counts the pieces of transposed blocks
     piece   elements of a piece
     """
 
     source: Tensor
+    order: bytes
     turned: bool = False
     piece: int = 8
 
-    @cached_property
-    def order(self) -> bytes:
-        """Return a digest of the order."""
-        return sha256(self.source.cpu().numpy().tobytes() + bytes([self.turned])).digest()
+    @classmethod
+    def of(cls, source: Ints, device: torch.device, turned: bool = False, piece: int = 8) -> Self:
+        """Upload the order."""
+        order = sha256(source.tobytes() + bytes([turned])).digest()
+        return cls(upload(source, device), order, turned, piece)
 
     def __call__(self, values: Tensor) -> Tensor:
         """Return the pieces of blocks [blocks, r, c]: [pieces, piece]."""

@@ -30,6 +30,7 @@ from torch import Tensor
 
 from sparsebench.formats._format import offsets_of, rows_of
 from sparsebench.formats.bsr import Bsr
+from sparsebench.kernels._common.made_once import made_once
 from sparsebench.kernels._common.work_list import Ints, assigned
 from sparsebench.kernels.bsr._wgmma_lists import checked
 
@@ -99,6 +100,7 @@ class StepLayout:
     groups: int = 0
 
 
+@made_once
 def lists_of(w: Bsr, features: int, warpgroups: int, transposed: bool = False) -> StepLists:
     """Unite the block rows of W [n, k], or of its transpose, `features` to a group.
 
@@ -226,17 +228,16 @@ def _united(unit: Ints, strip: Ints, units: int, strips: int, size: int, groups:
     has the most strips, and repeatedly adds the unit that needs the fewest new ones.
     """
     groups = max(groups, -(-units // size))
-    touched = np.zeros((units, strips), np.bool_)
-    touched[unit, strip] = True
-    left, members = np.arange(units), np.full((groups, size), -1)
+    touched = np.zeros((units, strips), np.float32)
+    touched[unit, strip] = 1
+    seated, counts = np.zeros(units, np.float32), touched.sum(1)  # infinite for members
+    members = np.full((groups, size), -1)
     for g in range(groups):
-        held, best = np.zeros(strips, np.bool_), int(touched[left].sum(1).argmax())
+        new, best = np.ones(strips, np.float32), int((counts - seated).argmax())
         for seat in range(units * (g + 1) // groups - units * g // groups):
-            members[g, seat] = left[best]
-            held |= touched[left[best]]
-            left = np.delete(left, best)
-            if len(left):
-                best = int((touched[left] & ~held).sum(1).argmin())
+            members[g, seat], seated[best] = best, np.inf
+            new[touched[best] > 0] = 0
+            best = int((touched @ new + seated).argmin())
     return members
 
 

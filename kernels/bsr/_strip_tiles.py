@@ -29,6 +29,7 @@ from torch import Tensor
 from sparsebench.formats._format import offsets_of, rows_of
 from sparsebench.formats.bsr import Bsr
 from sparsebench.kernels._common import cuda
+from sparsebench.kernels._common.made_once import made_once
 from sparsebench.kernels._common.work_list import Ints
 from sparsebench.kernels.bsr._small_steps import SHARE, StepLayout, StepLists, cut, listed
 from sparsebench.kernels.bsr._wgmma_lists import checked
@@ -89,11 +90,15 @@ class Tiles:
     piece: int = PIECE
 
     def lists(self, config: Config, m: int, workers: int) -> StepLists:
-        """Unite the rows and list the steps, in as many groups as fill the last round of items."""
+        """Unite the rows and list the steps."""
+        return self.listed(self.layout(config, m, workers))
+
+    def layout(self, config: Config, m: int, workers: int) -> StepLayout:
+        """Return how a step holds tiles, in as many groups as fill the last round of items."""
         size, tiles = config.rows * config.warpgroups, -(-m // config.tokens)
         least = -(-self.rows // size)
         rounds = -(-least * tiles // workers)
-        layout = StepLayout(
+        return StepLayout(
             rows=size,
             warpgroups=config.warpgroups,
             unit=1,
@@ -104,6 +109,10 @@ class Tiles:
             parity=self.depth % 16 > 0,
             groups=min(self.rows, rounds * workers // tiles),
         )
+
+    @made_once
+    def listed(self, layout: StepLayout) -> StepLists:
+        """Return the lists of a layout."""
         strips = -(-self.columns // self.across)
         return listed(self.row, self.column, self.rows, strips, layout)
 
@@ -159,6 +168,7 @@ def strips_of(depth: int, tokens: int, across: int = 1) -> int:
     return min(max(fit, 1), 4, 8 // across)
 
 
+@made_once
 def tiles_of(w: Bsr, transposed: bool, across: int = 1) -> Tiles:
     """Cut W, or its transpose, into tiles. Raises FormatError.
 

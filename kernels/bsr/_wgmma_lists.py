@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 
 from sparsebench.errors import FormatError
 from sparsebench.formats.bsr import Bsr
+from sparsebench.kernels._common.made_once import made_once
 from sparsebench.kernels._common.work_list import Ints, assigned, first_of
 
 SIDE = 64  # rows of a tile of W, the height of wgmma; in 16 bits also its columns
@@ -57,6 +58,7 @@ def span_of(w: Bsr) -> int:
     return wide if w.values.itemsize == 1 and w.block[1] % wide == 0 else SIDE
 
 
+@made_once
 def groups_of(w: Bsr, transposed: bool = False) -> Groups:
     """Pair the slices of W [n, k], or those of its transpose. Raises FormatError."""
     span, tiles = span_of(w), _tiles(w, transposed)
@@ -158,6 +160,7 @@ def matched(touched: NDArray[np.float32]) -> Ints:
     return np.array(pairs, np.int64).reshape(-1, 2)
 
 
+@made_once
 def checked(w: Bsr) -> tuple[Ints, Ints]:
     """Return block row and column of each block. Raises FormatError if the index is invalid."""
     (n, k), (r, c) = w.shape, w.block

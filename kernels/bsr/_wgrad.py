@@ -30,7 +30,7 @@ from torch import Tensor
 
 from sparsebench.formats.bsr import Bsr
 from sparsebench.kernels._common import cuda
-from sparsebench.kernels._common.device import multiprocessors
+from sparsebench.kernels._common.device import multiprocessors, upload
 from sparsebench.kernels._common.operator import Engine
 from sparsebench.kernels._common.product import Product
 from sparsebench.kernels._common.requirements import unsupported_on_hopper
@@ -268,7 +268,7 @@ def _product(name: str, w: Bsr, call: BsrCall, work: WgradWork) -> Product:
     device, (n, k), dtype = w.columns.device, w.shape, call.dtype
     blocks = len(w.columns), *w.block
     arrays = work.loads, work.sums, work.starts if work.places is None else work.places
-    lists = tuple(torch.from_numpy(array).to(device) for array in arrays)
+    lists = tuple(upload(array, device) for array in arrays)
     starts = () if work.places is None else (np.resize(work.starts, WORKERS).tobytes(),)
     counters = torch.zeros(work.cut, 2, dtype=torch.int32, device=device)
     constants: cuda.Constants = (

@@ -28,7 +28,8 @@ from torch import Tensor
 from sparsebench.formats._format import offsets_of, rows_of
 from sparsebench.formats.bsr import Bsr
 from sparsebench.kernels._common import cuda
-from sparsebench.kernels._common.device import multiprocessors
+from sparsebench.kernels._common.device import multiprocessors, upload
+from sparsebench.kernels._common.made_once import made_once
 from sparsebench.kernels._common.product import Product
 from sparsebench.kernels._common.requirements import unsupported_on_hopper
 from sparsebench.kernels._common.work_list import WORKERS, Ints
@@ -79,7 +80,7 @@ class Config:
 
 def choices(w: Bsr, call: BsrCall) -> list[Config]:
     """Return what is possible, by the bytes that the busiest worker loads."""
-    (small, _), m, workers = _fitting(w), call.m, multiprocessors(w.columns.device)
+    small, m, workers = _small(w), call.m, multiprocessors(w.columns.device)
     costs: dict[Config, float] = {}
     for config in (Config(tokens, features) for tokens in TOKENS for features in FEATURES):
         if config.tokens < 2 * max(m, 64):
@@ -92,18 +93,16 @@ def choices(w: Bsr, call: BsrCall) -> list[Config]:
 def plan(w: Bsr, call: BsrCall, config: Config) -> Product:
     """Unite the rows, list the steps and assign them. Reads the index on the host."""
     m, dtype, device, transposed = call.m, call.dtype, w.columns.device, call.transposed
-    small, places = _fitting(w)
-    b = small.block[0]
-    lists = _lists(small, config, transposed)
+    small = _small(w)
+    b, lists = small.block[0], _lists(small, config, transposed)
     constants = constants_of(config, lists.room, b, dtype, transposed, m <= config.tokens)
     kernel, code = cuda.load("bsr_small", "multiply_blocks", constants, SHARED_BYTES, device)
     steps, bounds = work(lists, m, config.tokens, b, multiprocessors(device))
     starts = np.zeros(WORKERS, np.int32)
     starts[: len(bounds)] = bounds
     firsts = first_of(steps[bounds[:-1]], config.tokens).tobytes()
-    order, pieces = (torch.from_numpy(a) for a in (lists.order, swizzle(b)))
-    rest = tuple(torch.from_numpy(a).to(device) for a in (steps, lists.units))
-    source = sources(order, pieces) if places is None else places[sources(order, pieces).long()]
+    rest = upload(steps, device), upload(lists.units, device)
+    packing = _packing(w, config.features, config.warpgroups, transposed)
     first_steps = starts.tobytes()
 
     @lru_cache(cuda.ADDRESSES)
@@ -119,7 +118,7 @@ def plan(w: Bsr, call: BsrCall, config: Config) -> Product:
 
     grid = len(bounds) - 1
     loaded = cuda.Loaded(kernel, code, device.index, grid, config.threads, SHARED_BYTES, early=True)
-    return product_of(call, loaded, arguments, rest, len(w.columns), Packing(source.to(device)))
+    return product_of(call, loaded, arguments, rest, len(w.columns), packing)
 
 
 def first_of(steps: Ints, tokens: int) -> Ints:
@@ -158,6 +157,22 @@ def unsupported_call(w: Bsr, call: BsrCall) -> str | None:
     return unsupported_product(call, len(w.columns) * r * c // 8)
 
 
+@made_once
+def _packing(w: Bsr, features: int, warpgroups: int, transposed: bool) -> Packing:
+    """Return how W's blocks are copied into the order of the lists."""
+    small, places = _fitting(w)
+    order = lists_of(_small(w), features, warpgroups, transposed).order
+    source = sources(torch.from_numpy(order), torch.from_numpy(swizzle(small.block[0])))
+    of_pieces = source if places is None else places[source.long()]
+    return Packing.of(of_pieces.numpy(), w.columns.device)
+
+
+@made_once
+def _small(w: Bsr) -> Bsr:
+    """Return W's pattern in blocks of 16 or 32."""
+    return _fitting(w)[0]
+
+
 def _fitting(w: Bsr) -> tuple[Bsr, Tensor | None]:
     """Return W's pattern in blocks of 16 or 32, and where their pieces come from.
 
@@ -168,13 +183,19 @@ def _fitting(w: Bsr) -> tuple[Bsr, Tensor | None]:
     if r == c and r in BLOCKS:
         return w, None
     (n, k), blocks, piece = w.shape, len(w.values), UNITED // 2
-    pieces = torch.arange(blocks * r * c // piece, dtype=torch.int32).view(blocks, r, c // piece)
     if r == piece:
-        return _united(w, pieces)
-    numbered = Bsr((n, -(-k // piece)), w.offsets.cpu(), w.columns.cpu(), pieces)
+        pieces = torch.arange(blocks * r * c // piece, dtype=torch.int32)
+        return _united(w, pieces.view(blocks, r, c // piece))
     side = gcd(r, c, BLOCKS[-1])
-    small = cut(numbered, side, side // piece)
-    return _pattern(w, small.offsets, small.columns, side), small.values.flatten()
+    down, across, wide = r // side, c // side, c // piece
+    numbers = torch.arange(blocks * down * across, dtype=torch.int32).view(blocks, down, across)
+    grid = -(-n // side), -(-k // side)
+    small = cut(Bsr(grid, w.offsets.cpu(), w.columns.cpu(), numbers), 1)
+    block, row = small.values.flatten() // (down * across), small.values.flatten() // across % down
+    first = (block * r + row * side) * wide + small.values.flatten() % across * (side // piece)
+    within = torch.arange(side)[:, None] * wide + torch.arange(side // piece)
+    places = (first[:, None, None] + within).int()
+    return _pattern(w, small.offsets, small.columns, side), places.flatten()
 
 
 def _united(w: Bsr, pieces: Tensor) -> tuple[Bsr, Tensor]:

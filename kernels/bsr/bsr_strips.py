@@ -32,13 +32,14 @@ import torch
 from sparsebench.errors import Unsupported
 from sparsebench.formats.bsr import Bsr
 from sparsebench.kernels._common import cuda
-from sparsebench.kernels._common.device import multiprocessors
+from sparsebench.kernels._common.device import multiprocessors, upload
+from sparsebench.kernels._common.made_once import made_once
 from sparsebench.kernels._common.product import Product
 from sparsebench.kernels._common.requirements import unsupported_on_hopper
 from sparsebench.kernels._common.work_list import WORKERS, Ints
 from sparsebench.kernels.bsr._call import BsrCall, bsr_engine
 from sparsebench.kernels.bsr._launch import Packing, product_of, unsupported_product
-from sparsebench.kernels.bsr._small_steps import END, LAST, NO_STRIP, StepLists, worked
+from sparsebench.kernels.bsr._small_steps import END, LAST, NO_STRIP, StepLayout, StepLists, worked
 from sparsebench.kernels.bsr._strip_tiles import (
     LEAST_GATHERED,
     Config,
@@ -101,14 +102,15 @@ def plan(w: Bsr, call: BsrCall, config: Config) -> Product:
         size = f"{tiles.height}x{tiles.depth}"
         raise Unsupported(f"expected fewer tokens or rows with tiles of {size}, found {config}")
     workers = multiprocessors(device)
-    lists = tiles.lists(config, m, workers)
+    layout = tiles.layout(config, m, workers)
+    lists = tiles.listed(layout)
     constants = constants_of(config, tiles.height, tiles.depth, lists.room, dtype)
     kernel, code = cuda.load("bsr_strips", "multiply_tiles", constants, SHARED_BYTES, device)
     costs = costs_of(lists, tiles, config)
     steps, bounds = worked(lists, costs, m, config.tokens, workers)
     starts = np.zeros(WORKERS, np.int32)
     starts[: len(bounds)] = bounds
-    uploaded = tuple(torch.from_numpy(a).to(device) for a in (steps, lists.units))
+    uploaded = (upload(steps, device), upload(lists.units, device))
     boxes, first_steps = boxes_of(tiles.depth, tiles.across), starts.tobytes()
 
     @lru_cache(cuda.ADDRESSES)
@@ -122,8 +124,15 @@ def plan(w: Bsr, call: BsrCall, config: Config) -> Product:
         return ARGUMENTS(b"".join(x_maps), first_steps, packed, each, rows, y, tokens, call.width)
 
     loaded = cuda.Loaded(kernel, code, device.index, len(bounds) - 1, config.threads, SHARED_BYTES)
-    packing = Packing(packed_order(tiles, lists).to(device), call.transposed, tiles.piece)
+    packing = _packing(tiles, layout, device, call.transposed)
     return product_of(call, loaded, arguments, uploaded, len(w.columns), packing)
+
+
+@made_once
+def _packing(tiles: Tiles, layout: StepLayout, device: torch.device, transposed: bool) -> Packing:
+    """Return how W's blocks are copied into the order of the lists."""
+    order = packed_order(tiles, tiles.listed(layout)).numpy()
+    return Packing.of(order, device, transposed, tiles.piece)
 
 
 def _maps(of_x: tuple[Any, ...], rows: int, boxes: list[int]) -> bytes:

@@ -27,10 +27,12 @@ from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 
 import torch
+from torch import Tensor
 
 from sparsebench.formats.bsr import Bsr
 from sparsebench.kernels._common import cuda
-from sparsebench.kernels._common.device import multiprocessors
+from sparsebench.kernels._common.device import multiprocessors, upload
+from sparsebench.kernels._common.made_once import made_once
 from sparsebench.kernels._common.product import Product
 from sparsebench.kernels._common.requirements import unsupported_on_hopper
 from sparsebench.kernels._common.work_list import WORKERS
@@ -81,7 +83,7 @@ def plan(w: Bsr, call: BsrCall, config: Config) -> Product:
     groups, device, dtype = groups_of(w, call.transposed), w.columns.device, call.dtype
     workers = multiprocessors(device) // config.cluster
     work = schedule(groups, call.m, config.tokens * config.cluster, workers)
-    lists = tuple(torch.from_numpy(a).to(device) for a in (groups.steps, work.items))
+    lists = _steps(w, call.transposed), upload(work.items, device)
     first, span = work.first, span_of(w)
     constants = constants_of(config, dtype, call.transposed, span)
     kernel, code = cuda.load("bsr_wgmma", "multiply_blocks", constants, SHARED_BYTES, device)
@@ -106,6 +108,12 @@ def plan(w: Bsr, call: BsrCall, config: Config) -> Product:
 
     loaded = cuda.Loaded(kernel, code, device.index, grid, THREADS, SHARED_BYTES, early=True)
     return product_of(call, loaded, arguments, lists, blocks)
+
+
+@made_once
+def _steps(w: Bsr, transposed: bool) -> Tensor:
+    """Return the steps of the groups, on the device."""
+    return upload(groups_of(w, transposed).steps, w.columns.device)
 
 
 def constants_of(

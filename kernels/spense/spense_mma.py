@@ -32,7 +32,7 @@ from sparsebench.kernels._common.cuda import (
     load,
     target_of,
 )
-from sparsebench.kernels._common.device import multiprocessors
+from sparsebench.kernels._common.device import multiprocessors, upload
 from sparsebench.kernels._common.operator import Engine
 from sparsebench.kernels._common.product import Product
 from sparsebench.kernels._common.requirements import unsupported_before_ampere
@@ -135,7 +135,7 @@ def plan(w: Spense, call: SpenseCall, config: Config) -> Product:
     constants, target = constants_of(config, call.dtype, dense), target_of(device)
     kernel, code = load("spense_mma", "multiply_tiles", constants, shared, device, target)
     loaded = Loaded(kernel, code, device.index, grid, config.threads, shared)
-    items, starts = lists = tuple(torch.from_numpy(a).to(device) for a in (work.items, work.starts))
+    items, starts = lists = (upload(work.items, device), upload(work.starts, device))
     floats = work.slots * config.rows * ROWS * config.tokens
 
     @lru_cache(ADDRESSES)
