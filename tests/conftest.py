@@ -24,7 +24,6 @@ os.environ |= {"COLUMNS": "200", "NO_COLOR": "1"}  # of tables, read when the co
 # Neither exists, so that no test reads the user's tables.
 os.environ["SPARSEBENCH_TUNED"] = str(HERE / "tuned")
 os.environ["SPARSEBENCH_CHOICES"] = str(HERE / "choices")
-os.environ["SPARSEBENCH_SEARCH"] = "0"  # a first call of a layer takes the likeliest kernel
 torch.set_num_threads(1)
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 COMPILE = "compile"  # a test's property: an entry of compiling/record.txt

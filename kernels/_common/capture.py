@@ -13,8 +13,11 @@ too, as does a graph that still runs. Needs a driver of CUDA 12.3 or newer.
 Callers of `capturing` keep the owners themselves; `keep` then does nothing.
 
 Memory that outlives a call must not belong to a graph. While torch.compile(mode="reduce-overhead")
-warms up, its thread allocates only such memory, so `make_lasting` allocates in another thread.
-Source: CUDA C++ Programming Guide, "CUDA User Objects"; CUDA driver API, cuGraphRetainUserObject.
+warms up, its thread allocates only such memory, so `make_lasting` allocates in another thread. In a
+capture, that thread works on the default stream, which is not captured, and may call what a capture
+forbids, because its own interaction with captures is relaxed.
+Source: CUDA C++ Programming Guide, "CUDA User Objects"; CUDA driver API, cuGraphRetainUserObject,
+cuThreadExchangeStreamCaptureMode.
 """
 
 import ctypes
@@ -34,6 +37,7 @@ from sparsebench.kernels._common.driver import driver, require_success
 ACTIVE = 1  # CUstreamCaptureStatus
 ASYNCHRONOUS = 1  # CU_USER_OBJECT_NO_DESTRUCTOR_SYNC: the destructor is not awaited
 MOVED = 1  # CU_GRAPH_USER_OBJECT_MOVE: our reference becomes the graph's
+RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 SEMAPHORE_BYTES = 32  # sem_t of glibc and musl on 64 bits
 
 T = TypeVar("T")
@@ -77,16 +81,24 @@ def is_capturing(x: Tensor) -> bool:
 def make_lasting(make: Callable[[], T], device: torch.device) -> T:
     """Return make(), none of whose memory belongs to a pool that this thread allocates from.
 
-    Another thread makes it, without a gradient, on this thread's stream of the device.
+    Another thread makes it, without a gradient, on this thread's stream of the device. While that
+    stream is captured, it is made on the default stream instead, and is done when this returns.
     """
-    if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+    if device.type != "cuda":
         return make()
-    stream = torch.cuda.current_stream(device)
+    capturing = torch.cuda.is_current_stream_capturing()
+    current = torch.cuda.default_stream if capturing else torch.cuda.current_stream
+    stream = current(device)
 
     def run() -> T:
+        mode = ctypes.c_int(RELAXED)
+        require_success(driver().cuThreadExchangeStreamCaptureMode(ctypes.byref(mode)), "capture")
         with torch.cuda.device(device), torch.cuda.stream(stream), torch.no_grad():
             stream.query()  # a new thread has no context until it calls CUDA's runtime
-            return make()
+            result = make()
+            if capturing:
+                stream.synchronize()  # replays are not ordered after this stream
+        return result
 
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(run).result()

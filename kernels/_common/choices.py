@@ -3,10 +3,12 @@
     $SPARSEBENCH_CHOICES, else $XDG_CACHE_HOME/sparsebench/choices             the user's cache
       └─ sm90_132-NVIDIA_H200-1f2e3d4c.choices     GPU, and a digest of the code of the engines
     kernels/tuned/sm90_132.choices                                             the package's list
+    MODEL/sparsebench-sm90_132.choices                                         a checkpoint's file
            {"problem": {...}, "kernel": "bsr_strips", "config": {...}, "code": "sass:..."}
 
 A search appends to the cache (operator.py), and `sparsebench tune` makes searches. The package's
-list is made from published runs. It holds while the machine code is the one of the line. A line of
+list is made from published runs. It and a checkpoint's file, whose first line says what it was
+made for, hold while the machine code is the one of the line. A line of
 a kernel that the caller named has this kernel in its problem, so it is no choice of others.
 
 `nearest` is the one rule for sizes that were not searched: the line of the same problem, apart from
@@ -41,6 +43,7 @@ Choices = dict[str, dict[str, Any]]
 LARGER = 2  # choices for more tokens that a search times
 REACH = 1.0  # |log2| of a ratio of sizes, at most: a factor of 2
 SIZES = "m", "n", "k", "density"
+HEADER = "tuned"  # key of the first line of a checkpoint's file
 
 
 def file_name(capability: tuple[int, int], multiprocessors: int) -> str:
@@ -110,7 +113,8 @@ def read(file: Path) -> Choices:
         text = ""
     for line in text.splitlines():
         try:
-            written = json.loads(line)
+            if HEADER in (written := json.loads(line)):
+                continue
             code = {"code": written["code"]} if "code" in written else {}
             choice = {"kernel": written["kernel"], **written["config"], **code}
             choices[key(written["problem"])] = choice
@@ -131,14 +135,32 @@ def process_choices(file: Path) -> Choices:
 def append(file: Path, problem: Mapping[str, Any], choice: Mapping[str, Any]) -> None:
     """Keep a choice in this process, and in the file if it can be written."""
     read(file)[key(problem)] = process_choices(file)[key(problem)] = dict(choice)
-    config = {name: value for name, value in choice.items() if name != "kernel"}
-    line = {"problem": dict(problem), "kernel": choice["kernel"], "config": config}
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         with open(file, "a", encoding="utf-8") as end:
-            end.write(json.dumps(line) + "\n")
+            end.write(line(problem, choice) + "\n")
     except OSError as error:
         _warn(f"{file}: choices are not kept, so every process searches: {error}")
+
+
+def line(problem: Mapping[str, Any], choice: Mapping[str, Any], code: str | None = None) -> str:
+    """Return the line of a choice; with a code, it holds while the machine code is this one."""
+    config = {name: value for name, value in choice.items() if name != "kernel"}
+    fields = {"problem": dict(problem), "kernel": choice["kernel"], "config": config}
+    return json.dumps(fields | ({"code": code} if code else {}))
+
+
+_CHECKPOINTS: Choices = {}
+
+
+def of_checkpoints() -> Choices:
+    """Return the choices that checkpoints brought, those of the last one first."""
+    return _CHECKPOINTS
+
+
+def add(choices: Choices) -> None:
+    """Take the choices of a checkpoint before all others."""
+    _CHECKPOINTS.update(choices)
 
 
 def key(problem: Mapping[str, Any]) -> str:

@@ -13,8 +13,9 @@ need a fence before its first use.
 
 import ctypes
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cache, lru_cache, partial
 from pathlib import Path
@@ -39,7 +40,7 @@ from sparsebench.kernels._common.driver import (
     require_success,
     set_device,
 )
-from sparsebench.kernels._common.machine_code import digest, read_or_compile
+from sparsebench.kernels._common.machine_code import digest, is_cached, read_or_compile
 
 HEADERS = Path(__file__).parent  # *.cuh for all families; others are beside their kernels
 SM_90A = "sm_90a"  # the target with wgmma; it runs on compute capability 9.0 only
@@ -206,6 +207,25 @@ def target_of(device: torch.device) -> str:
     return f"sm_{major}{minor}"
 
 
+_may_compile: ContextVar[bool] = ContextVar("may_compile", default=True)
+
+
+@contextmanager
+def without_compiler() -> Iterator[None]:
+    """Let `load` raise Unsupported in this thread for a kernel that would be compiled now."""
+    token = _may_compile.set(False)
+    try:
+        yield
+    finally:
+        _may_compile.reset(token)
+
+
+def require_compiled(name: str, is_compiled: Callable[[], bool]) -> None:
+    """Raise Unsupported if a kernel would be compiled `without_compiler`."""
+    if not _may_compile.get() and not is_compiled():
+        raise Unsupported(f"{name}: expected a kernel that is compiled, found none")
+
+
 def load(
     name: str,
     function: str,
@@ -225,6 +245,7 @@ def load(
         raise Unsupported(f"{name}: {expected}, found {shared_bytes}")
     if os.environ.get("SPARSEBENCH_WATCHDOG", "0") != "0":
         constants += (("WATCHDOG", 1),)
+    require_compiled(name, lambda: is_cached(_key(name, constants, target)))
     return _loaded(name, function, constants, shared_bytes, device, target)
 
 
@@ -292,6 +313,7 @@ def compiled(name: str, constants: Constants, target: str = SM_90A) -> bytes:
     return code
 
 
+@cache
 def _key(name: str, constants: Constants, target: str) -> tuple[object, ...]:
     """Return everything that the machine code of a kernel depends on."""
     import cupy

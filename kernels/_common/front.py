@@ -1,7 +1,7 @@
 """Record what an operator launches, so that later calls need no Python.
 
-    first call     plans, and may search (operator.py)
-    second call    is recorded: a tape has each launch's arguments and each new tensor
+    first call     plans (operator.py)
+    second call    of a layout is recorded: a tape has each launch's arguments and new tensor
     later calls    Recordings.replay(x): the same bytes, with the addresses of X and of new outputs
     backward       a node of autograd in C++ does the same for the products that the Signature
                    declares; a Derivative in Python computes and records what has no recording
@@ -148,7 +148,8 @@ class Recordings:
         self.replay: Callable[..., Any] = _replay_nothing
         self._front: Front | None = None
         self._stamps: list[tuple[Any, ...]] = []
-        self._failures: set[Any] = set()  # layouts of arguments
+        self._layouts: set[Any] = set()  # of the arguments of earlier calls
+        self._failures: set[Any] = set()  # layouts that cannot be recorded
 
     def __reduce__(self) -> tuple[type, tuple[Signature]]:
         return Recordings, (self.signature,)
@@ -173,9 +174,11 @@ class Recordings:
         """
         plain = all(type(t) in PLAIN for t in arguments) and not is_capturing(arguments[0])
         front = self._current_front(conditions) if plain else None
-        if front is None or run is None:
-            return in_python()
         layouts = tuple([(t.shape, t.stride(), t.dtype) for t in arguments])
+        repeated = layouts in self._layouts
+        self._layouts.add(layouts)
+        if front is None or run is None or not repeated:  # to record a call waits for the device
+            return in_python()
         results = self.replay(*arguments)  # again if only the limit was reached
         if results is None and layouts not in self._failures:
             with torch.no_grad():

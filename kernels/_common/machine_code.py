@@ -55,9 +55,18 @@ def _sections(elf: bytes) -> Iterator[tuple[bytes, bytes]]:
         yield elf[names_at + name_at : end], b"" if kind == NO_BITS else elf[start : start + length]
 
 
+def is_cached(key: tuple[object, ...]) -> bool:
+    """Return whether the cache has code for a key, without checking it."""
+    return _file_of(key).exists()
+
+
+def _file_of(key: tuple[object, ...]) -> Path:
+    return cache_folder("cubins") / hashlib.sha256(repr(key).encode()).hexdigest()
+
+
 def read_or_compile(key: tuple[object, ...], compile_code: Callable[[], bytes]) -> bytes:
     """Return the code for a key, from the cache or by `compile_code`; `repr(key)` identifies it."""
-    file = cache_folder("cubins") / hashlib.sha256(repr(key).encode()).hexdigest()
+    file = _file_of(key)
     with suppress(OSError):
         data = file.read_bytes()
         digest, code = data[:DIGEST_BYTES], data[DIGEST_BYTES:]

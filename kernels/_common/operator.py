@@ -9,26 +9,31 @@ An operator with all engines of an op is what layers, `matmul` and `default` run
 one engine is what a suite and `matmul(kernel=NAME)` run. The first of these plans a call:
 
     pinned            in a run: the choice of an earlier process, taken again
+    checkpoint        what `sparsebench tune MODEL` wrote beside the weights (choices.py)
     user's cache      what a search found on this GPU with this code, for these sizes; in a run
                       only what this process itself found, so that each process searches anew
     package's list    the same, from published runs (kernels/tuned/*.choices), while the machine
                       code is the one that was measured
-    search            times the candidates once, on the operands of the call; in a later process
-                      of a run only those that were near the fastest in the first (`finalists`)
-    nearest           if no search is allowed: the entry of a list nearest in size, up to twice
+    search            in a run, and in `ahead(search=True)`: times the candidates once, on the
+                      operands of the call; in a later process of a run only those that were near
+                      the fastest in the first (`finalists`)
+    nearest           without a search: the entry of a list nearest in size, up to twice
     model             else the first candidate: engines order theirs by the bytes they load
+
+So a call of a user never waits for a search. If there is a plan for up to twice as many tokens, it
+waits for nothing: that plan computes it. If it comes again, it gets a plan of its own, of kernels
+that are compiled, which takes about a millisecond. Only without any does it wait for a compiler.
+The plan of a captured call is made outside of the graph (capture.py).
 
 A search also times the choices for more tokens of the same weight (choices.py), so that fewer
 tokens do not take longer. No choice affects a result: plans are always made for the weight at hand.
 A listed choice that cannot run that weight is passed over.
-
-A search is never made while a CUDA graph is captured. SPARSEBENCH_SEARCH=0 switches it off.
 """
 
-import os
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, nullcontext, suppress
+from contextvars import ContextVar
 from dataclasses import dataclass, field, fields
 from functools import partial
 from itertools import chain
@@ -40,6 +45,7 @@ from torch import Tensor
 from sparsebench.errors import Unsupported
 from sparsebench.kernels._common import choices as lists
 from sparsebench.kernels._common.capture import make_lasting
+from sparsebench.kernels._common.cuda import without_compiler
 from sparsebench.kernels._common.product import (
     Candidate,
     Product,
@@ -52,6 +58,30 @@ from sparsebench.kernels._common.search import finalists, part_of
 from sparsebench.kernels._kernel import Kernel, Launch, Operands, Output
 
 PLANS = 64  # that a weight keeps: the ones made last
+UNSEARCHED = "nearest", "model"  # reasons for a choice that nobody measured for these sizes
+
+
+@dataclass(frozen=True)
+class Ahead:
+    """Plans that are made before calls need them: with a search or without, and what was taken."""
+
+    search: bool
+    selected: "list[Selected]" = field(default_factory=list)
+
+
+_ahead: ContextVar[Ahead | None] = ContextVar("ahead", default=None)
+
+
+@contextmanager
+def ahead(*, search: bool) -> "Iterator[list[Selected]]":
+    """Let calls of this thread compile, and search or not; list the plans that they take."""
+    outer = _ahead.get()
+    now = Ahead(search, outer.selected) if outer else Ahead(search)
+    token = _ahead.set(now)
+    try:
+        yield now.selected
+    finally:
+        _ahead.reset(token)
 
 
 @dataclass(frozen=True)
@@ -66,6 +96,7 @@ class Engine(Kernel):
     name     in choices; the input gradient of bsr_small is bsr_small, too
     config   class of its configurations
     choices  (w, call) -> configurations worth timing, the likeliest first. Raises Unsupported
+    closed   the same without a search: of few kernels for all numbers of tokens. None: `choices`
     plan     (w, call, configuration) -> Product. Raises Unsupported
     bind     (operands, engines) -> the call of a suite's operands
     """
@@ -76,17 +107,23 @@ class Engine(Kernel):
     choices: Callable[[Any, Any], Sequence[Any]]
     plan: Callable[[Any, Any, Any], Product]
     bind: "Callable[[Operands, tuple[Engine, ...]], OperatorCall]"
+    closed: Callable[[Any, Any], Sequence[Any]] | None = None
 
     def __post_init__(self) -> None:
         """Offer the contract of a suite (kernels/_kernel.py)."""
         object.__setattr__(self, "prepare", partial(_prepare, self))
 
     def candidates(
-        self, w: Any, call: Any, choice: Mapping[str, Any] | None = None
+        self,
+        w: Any,
+        call: Any,
+        choice: Mapping[str, Any] | None = None,
+        *,
+        closed: bool = False,
     ) -> "Iterator[Candidate]":
         """Yield the configurations, or only the one of a choice. Raises Unsupported, TypeError."""
         if choice is None:
-            configs = self.choices(w, call)
+            configs = (self.closed if closed and self.closed else self.choices)(w, call)
         else:
             names = {each.name for each in fields(self.config)}  # older choices may have more
             configs = [self.config(**{k: v for k, v in choice.items() if k in names})]
@@ -119,6 +156,7 @@ class Operator:
     device    of the weight
     likeliest (call) -> the engines that may run it, the likeliest first. Raises Unsupported
     plans     by call, the one made last at the end
+    covered   calls that the plan for more tokens has computed once
     """
 
     engines: tuple[Engine, ...]
@@ -127,6 +165,7 @@ class Operator:
     device: torch.device
     likeliest: Callable[[Any], Sequence[Engine]] | None = None
     plans: OrderedDict[Hashable, Selected] = field(default_factory=OrderedDict)
+    covered: set[Hashable] = field(default_factory=set)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -136,29 +175,54 @@ class Operator:
     def select(
         self, call: Hashable, workload: Workload | None = None, earlier: Earlier | None = None
     ) -> Selected:
-        """Return the plan of a call, which the first call makes. Raises Unsupported, RuntimeError.
+        """Return the plan of a call, which the first call makes. Raises Unsupported.
 
         workload  what a search times; None forbids it
         earlier   in a run of a suite; None in a call of a user, which takes the user's cache
         """
-        if (selected := self.plans.get(call)) is not None:
-            return selected
-        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError(
-                f"{self.problem(call)} is not planned: call it once before capturing a CUDA graph"
-            )
-        choose = partial(self._choose, call, workload, earlier)
-        selected = self.plans[call] = make_lasting(choose, self.device)
-        while len(self.plans) > PLANS:
-            self.plans.popitem(last=False)
+        now = _ahead.get()
+        search = workload if earlier is not None or (now and now.search) else None
+        selected = self.plans.get(call)
+        if selected is None or (search is not None and self._can_search(selected)):
+            waits = earlier is not None or now is not None
+            if not waits and (cover := self._cover(call)) and self._is_first(call):
+                return cover
+            choose = partial(self._choose, call, search, earlier, waits=waits)
+            selected = self.plans[call] = make_lasting(choose, self.device)
+            while len(self.plans) > PLANS:
+                self.plans.popitem(last=False)
+        if now is not None:
+            now.selected.append(selected)
         return selected
+
+    def _can_search(self, selected: Selected) -> bool:
+        """Return whether a search may choose better than a plan that a user's call has made."""
+        return self.device.type == "cuda" and selected.by in UNSEARCHED
+
+    def _is_first(self, call: Hashable) -> bool:
+        """Return whether a call comes for the first time; one that is captured will be repeated."""
+        first = call not in self.covered and not torch.cuda.is_current_stream_capturing()
+        self.covered.add(call)
+        return first
+
+    def _cover(self, call: Any) -> Selected | None:
+        """Return the plan for the fewest tokens that computes a call: at most twice as many."""
+        m = getattr(call, "m", 0) if self.device.type == "cuda" else 0
+        larger = [c for c in self.plans if m and isinstance(c, type(call)) and m < c.m <= 2 * m]
+        covers = [c for c in larger if c == call._replace(m=c.m)]
+        return self.plans[min(covers, key=lambda c: c.m)] if covers else None
 
     def first(self, call: Hashable) -> Selected:
         """Plan a call in the likeliest configuration that can run it, whatever the lists say."""
         return plan_first(self._candidates(call), "default", self._problem(call))
 
     def _choose(
-        self, call: Hashable, workload: Workload | None, earlier: Earlier | None
+        self,
+        call: Hashable,
+        workload: Workload | None,
+        earlier: Earlier | None,
+        *,
+        waits: bool,
     ) -> Selected:
         if self.device.type != "cuda":
             return plan_first(self._candidates(call), "model", {})
@@ -171,36 +235,68 @@ class Operator:
                 raise Unsupported(f"pinned choice: {expected}")
             return plan_first([candidates], by, problem)
         file = lists.user_file(self.device, self.names)
-        cached = lists.read(file) if earlier is None else lists.process_choices(file)
-        stores = {"cache": cached, "package": lists.package(self.device)}
+        if earlier is None:
+            stores = {"checkpoint": lists.of_checkpoints(), "cache": lists.read(file)}
+        else:
+            stores = {"cache": lists.process_choices(file)}
+        stores["package"] = lists.package(self.device)
+        if not waits and (cover := self._cover(call)):
+            with suppress(Unsupported), without_compiler():
+                return self._unsearched(call, problem, stores, engines=1)
+            return cover
+        if workload is None:
+            if waits and earlier is None:
+                self._compile_closed(call)
+            return self._unsearched(call, problem, stores)
         if (selected := self._from_lists(call, problem, stores)) is not None:
             return selected
         entries = [*chain.from_iterable(choices.items() for choices in stores.values())]
-        if workload and may_search():
-            best = finalists(earlier.lines) if earlier else []
-            larger, repeats = (
-                [c for choice in some for c in self._candidates_of(call, choice)]
-                for some in (lists.larger(problem, entries), best)
-            )
-            engines = [larger, repeats] if repeats else [larger, *self._candidates(call)]
-            selected = search_product(engines, workload, self.device, problem)
-            lists.append(file, problem, selected.choice)
+        best = finalists(earlier.lines) if earlier else []
+        larger, repeats = (
+            [c for choice in some for c in self._candidates_of(call, choice)]
+            for some in (lists.larger(problem, entries), best)
+        )
+        engines = [larger, repeats] if repeats else [larger, *self._candidates(call)]
+        selected = search_product(engines, workload, self.device, problem)
+        lists.append(file, problem, selected.choice)
+        return selected
+
+    def _unsearched(
+        self,
+        call: Hashable,
+        problem: Mapping[str, Any],
+        stores: Mapping[str, lists.Choices],
+        engines: int | None = None,
+    ) -> Selected:
+        """Return a plan by a list, the nearest choice of one, or the order of the engines.
+
+        engines  that may be taken without a list: the likeliest ones, by default all
+        """
+        if (selected := self._from_lists(call, problem, stores)) is not None:
             return selected
+        entries = chain.from_iterable(choices.items() for choices in stores.values())
         if neighbour := self._candidates_of(call, lists.nearest(problem, entries)):
             with suppress(Unsupported):
                 return plan_first([neighbour], "nearest", problem)
-        return plan_first(self._candidates(call), "model", problem)
+        return plan_first(self._candidates(call, closed=True)[:engines], "model", problem)
+
+    def _compile_closed(self, call: Hashable) -> None:
+        """Compile what calls of other numbers of tokens will take, whatever the lists say."""
+        engine, *_ = self.likeliest(call) if self.likeliest else self.engines
+        if engine.closed is not None:
+            for candidate in engine.candidates(self.weight(call), call, closed=True):
+                candidate.plan()
 
     def _problem(self, call: Hashable) -> dict[str, Any]:
         """Return the problem of a call; one of a single engine is a separate line of a list."""
         fields = self.problem(call)
         return fields if self.likeliest else {**fields, "kernel": self.names[0]}
 
-    def _candidates(self, call: Hashable) -> list[Iterator[Candidate]]:
+    def _candidates(self, call: Hashable, *, closed: bool = False) -> list[Iterator[Candidate]]:
         """Return the candidates of each engine, the likeliest engines and candidates first."""
         engines = self.likeliest(call) if self.likeliest else self.engines
         w = self.weight(call)
-        return [engine.candidates(w, call) for engine in engines]
+        return [engine.candidates(w, call, closed=closed) for engine in engines]
 
     def _from_lists(
         self, call: Hashable, problem: Mapping[str, Any], stores: Mapping[str, lists.Choices]
@@ -230,11 +326,6 @@ class Operator:
                 with suppress(TypeError, Unsupported):
                     return [*engine.candidates(self.weight(call), call, choice)]
         return []
-
-
-def may_search() -> bool:
-    """Return whether a first call may time candidates (SPARSEBENCH_SEARCH)."""
-    return os.environ.get("SPARSEBENCH_SEARCH", "1") != "0"
 
 
 def bucket(tokens: int) -> int:
@@ -294,7 +385,8 @@ def _prepare(
     pinned = operands.pinned and {"kernel": engine.name, **operands.pinned}  # 0.3 has no kernel
     earlier = None if cache else Earlier(pinned, operands.timed)
     bound = engine.bind(operands, (engine,))
-    selected = bound.select(earlier) if tuned or pinned else bound.operator.first(bound.call)
+    with ahead(search=True) if cache else nullcontext():
+        selected = bound.select(earlier) if tuned or pinned else bound.operator.first(bound.call)
     return launch_of(selected, bound.run(selected.product))
 
 

@@ -16,7 +16,14 @@ from triton import knobs
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from sparsebench.kernels._common.capture import is_capturing, keep
-from sparsebench.kernels._common.cuda import TMA_ALIGNMENT, Layout, Loaded, encoded_map, on_tape
+from sparsebench.kernels._common.cuda import (
+    TMA_ALIGNMENT,
+    Layout,
+    Loaded,
+    encoded_map,
+    on_tape,
+    require_compiled,
+)
 from sparsebench.kernels._common.machine_code import digest
 from sparsebench.kernels._common.product import Product
 from sparsebench.results.record import Problem
@@ -131,6 +138,8 @@ def product_of(
             keep(at)
         return y
 
+    if device.type == "cuda":
+        require_compiled("a Triton kernel", lambda: False)  # Triton does not say what it has
     code = digest(*bound(*operands).binaries()) if device.type == "cuda" else None
     return Product(run, code, pack, pack and object())
 

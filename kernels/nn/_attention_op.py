@@ -38,6 +38,7 @@ from triton import knobs
 
 from sparsebench.errors import Unsupported
 from sparsebench.formats.block_mask import BlockMask
+from sparsebench.kernels._common.capture import is_capturing
 from sparsebench.kernels._common.front import (
     BackwardProduct,
     Conditions,
@@ -193,9 +194,9 @@ def _run(call: AttentionCall, mask: BlockMask, operands: Sequence[Tensor]) -> Se
     """Run the planned kernel on rows of tokens; the first call plans it."""
     flat = [aligned(x.flatten(0, 1).flatten(1) if x.dim() == 4 else x) for x in operands]
     operator = plans_of(mask)
-    selected = operator.plans.get(call)
-    if selected is None:
-        selected = operator.select(call, lambda product: lambda: product.run(*flat))
+    if call not in operator.plans and is_capturing(flat[0]):  # to list a mask waits for the device
+        raise RuntimeError(f"{call} is not planned: call it once before capturing a CUDA graph")
+    selected = operator.select(call, lambda product: lambda: product.run(*flat))
     run: Any = selected.product.run  # of several results
     results: Sequence[Tensor] = run(*flat)
     return results

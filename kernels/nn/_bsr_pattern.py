@@ -83,10 +83,10 @@ class PlannedPattern:
     def _product(self, call: BsrCall, a: Tensor, b: Tensor, *, live: bool) -> Product:
         """Return the plan of the bucket of a call."""
         planned, plans = call._replace(m=bucket(call.m)), self.operator.plans
-        selected = plans.get(planned)
-        if selected is None and live != call.live:  # a capture takes the plan for live values
-            selected = plans.get(planned._replace(live=live))
-        return (selected or self.select(planned, a, b)).product
+        of_live = planned._replace(live=live)  # a capture takes the plan for live values
+        return self.select(
+            of_live if planned not in plans and of_live in plans else planned, a, b
+        ).product
 
     def select(
         self,

@@ -69,6 +69,11 @@ def select(x: Tensor, w: Weight, earlier: Earlier | None = None) -> Selected:
     return plans_of(w).operator.select(call, lambda product: partial(product.run, x), earlier)
 
 
+def plan(m: int, w: Weight) -> Selected:
+    """Plan m tokens without a search. Raises Unsupported."""
+    return plans_of(w).operator.select(UnstructuredCall("linear", bucket(m)))
+
+
 def planned_run(m: int, w: Weight) -> Callable[[Tensor], Tensor] | None:
     """Return the product that `multiply` has planned for m tokens, or None."""
     call = UnstructuredCall("linear", bucket(m))

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from sparsebench.errors import Unsupported
 from sparsebench.formats._format import require
+from sparsebench.kernels._common.operator import ahead
 
 PROPERTIES = {"dtype", "grad_fn", "is_leaf", "is_quantized", "is_sparse", "itemsize", "layout"}
 PROPERTIES |= {"names", "ndim", "shape"}
@@ -177,6 +178,7 @@ class PackedLinear(nn.Linear):
     """
 
     LAYOUT: str
+    _recordings: Any  # calls without Python (front.py)
     bias: nn.Parameter | None  # type: ignore[assignment]
 
     @property
@@ -210,16 +212,26 @@ class PackedLinear(nn.Linear):
                 raise Unsupported(f"{expected}, found {result}")
         return super()._apply(fn, recurse)  # type: ignore[no-any-return, no-untyped-call]
 
-    def plan(self, tokens: Iterable[int]) -> Self:
-        """Plan, and search, the product of these numbers of tokens now instead of at a first call.
+    def plan(self, tokens: Iterable[int], *, search: bool = True) -> Self:
+        """Plan the product of these numbers of tokens now instead of at a first call.
+
+        search  time what can run it, and keep the fastest; False takes what is listed
 
         If a bitmap's dense copy is faster than the bitmap, it is made, and takes n k elements. The
         gate and up of a SpenseGatedMLP are planned by its own `plan`.
         """
+        self._recordings.clear()
         for m in tokens:
-            with torch.no_grad():
-                self(self.packed.new_zeros(m, self.in_features, dtype=self.outside))
+            if search:
+                with torch.no_grad(), ahead(search=True):
+                    self(self.packed.new_zeros(m, self.in_features, dtype=self.outside))
+            else:
+                self._select(m)
         return self
+
+    @abstractmethod
+    def _select(self, m: int) -> None:
+        """Plan m tokens without a search."""
 
     def set_extra_state(self, state: Tensor) -> None:
         """Raise FormatError for another layout, so that fp16 bytes are never read as bf16."""

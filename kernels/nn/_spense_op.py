@@ -193,6 +193,12 @@ def _planned_as(
     return operator_of(layout, w.dtype, device), call_of(layout, w.dtype, bucket(m))
 
 
+def select(m: int, w: Spense, activation: str | None) -> None:
+    """Plan m tokens without a search."""
+    operator, call = _planned_as(m, w, activation, w.sparse.device)
+    operator.select(call)
+
+
 def _multiply(
     x: Tensor,
     w: Spense,
@@ -213,9 +219,7 @@ def _multiply(
             x, tokens = round_rows(x)
         operands = x, w.sparse, w.dense, scale, tokens
         operator, call = _planned_as(len(x), w, activation, x.device)
-        selected = operator.plans.get(call) or operator.select(
-            call, lambda product: partial(product.run, *operands), earlier
-        )
+        selected = operator.select(call, lambda product: partial(product.run, *operands), earlier)
         y: Tensor = selected.product.run(*operands)
     return y
 

@@ -21,7 +21,7 @@ from sparsebench.formats.bitmap import COLUMNS, ROWS, UNIT, Bitmap
 from sparsebench.kernels._common.front import Guard, Recordings
 from sparsebench.kernels._common.transforms import is_watched, unflatten
 from sparsebench.kernels._kernel import NAMES
-from sparsebench.kernels.nn._frozen_op import SIGNATURE, dense_copy
+from sparsebench.kernels.nn._frozen_op import SIGNATURE, dense_copy, plan
 from sparsebench.kernels.nn._packed import (
     PackedLinear,
     dense_linear,
@@ -181,6 +181,10 @@ class BitmapLinear(PackedLinear):
             raise Unsupported(f"{expected}, found {x.dtype} {list(x.shape)}")
         flat = x if x.dim() == 2 else x.reshape(-1, k)
         return unflatten(linear(flat, self.records, self.offsets, n, k), x)
+
+    def _select(self, m: int) -> None:
+        """Plan m tokens without a search."""
+        plan(m, self.bitmap)
 
     def extra_repr(self) -> str:
         """Return the sizes, and the bytes as a fraction of dense."""

@@ -94,11 +94,11 @@ class BlockSparseGatedMLP(nn.Module):
         self.down.freeze()
         return self
 
-    def plan(self, tokens: Iterable[int]) -> Self:
-        """Plan, and search, these numbers of tokens now instead of at a first call."""
+    def plan(self, tokens: Iterable[int], *, search: bool = True) -> Self:
+        """Plan these numbers of tokens now instead of at a first call (BlockSparseLinear.plan)."""
         numbers = [*tokens]
-        self.gate_up.plan(numbers)
-        self.down.plan(numbers)
+        self.gate_up.plan(numbers, search=search)
+        self.down.plan(numbers, search=search)
         return self
 
     def extra_repr(self) -> str:

@@ -38,7 +38,7 @@ from sparsebench.formats.dense import Dense
 from sparsebench.formats.spense import Spense
 from sparsebench.kernels._common.elementwise import hidden as hidden_of
 from sparsebench.kernels._common.elementwise import scale_of
-from sparsebench.kernels._common.operator import Earlier, bucket, launch_of
+from sparsebench.kernels._common.operator import Earlier, ahead, bucket, launch_of
 from sparsebench.kernels._common.product import Selected
 from sparsebench.kernels._common.search import lines_of
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
@@ -75,8 +75,14 @@ def prepare(operands: Operands, *, cache: bool = False) -> Launch:
 
     cache  take what the user's cache has, too, as a user's own call does (`sparsebench tune`)
     """
+    if not cache:
+        return _prepare(operands, Earlier(operands.pinned, operands.timed))
+    with ahead(search=True):
+        return _prepare(operands, None)
+
+
+def _prepare(operands: Operands, earlier: Earlier | None) -> Launch:
     op, a = operands.problem.op, operands.activations
-    earlier = None if cache else Earlier(operands.pinned, operands.timed)
     if op in ("ffn", "mlp", "decoder"):
         return decoder(operands, earlier) if op == "decoder" else layer(operands, earlier)
     w = operands.pattern if op == "linear_wgrad" else operands.weights["w"]
@@ -215,11 +221,10 @@ def _blocks(operands: Operands, earlier: Earlier | None) -> Launch:
         mlp = BlockSparseGatedMLP(*layers, activation=activation).freeze()
     except FormatError as error:
         raise Unsupported(str(error)) from error
-    inputs = {"gate_up": x, "down": hidden(mlp.gate_up(x), activation)}
-    parts = {
-        name: frozen_plan(getattr(mlp, name).bsr, a, earlier and earlier.part(name))
-        for name, a in inputs.items()
-    }
+    parts: dict[str, Selected | None] = {}
+    for name in ("gate_up", "down"):
+        a = x if name == "gate_up" else hidden(mlp.gate_up(x), activation)
+        parts[name] = frozen_plan(getattr(mlp, name).bsr, a, earlier and earlier.part(name))
     return _launch(_frozen(mlp, x), parts)
 
 

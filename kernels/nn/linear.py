@@ -26,6 +26,8 @@ from sparsebench.errors import Unsupported
 from sparsebench.formats._format import require, rows_of, sides_of
 from sparsebench.formats.bsr import Bsr
 from sparsebench.kernels._common.front import Guard, Recordings
+from sparsebench.kernels._common.operator import ahead, bucket
+from sparsebench.kernels.bsr._call import BsrCall
 from sparsebench.kernels.nn import _bsr_autograd
 from sparsebench.kernels.nn._bsr_pattern import (
     Index,
@@ -319,11 +321,24 @@ class BlockSparseLinear(nn.Linear):
         self._recordings.clear()
         return self
 
-    def plan(self, tokens: Iterable[int]) -> Self:
-        """Plan, and search, the product of these numbers of tokens now instead of at a first call.
+    def plan(self, tokens: Iterable[int], *, search: bool = True) -> Self:
+        """Plan the product of these numbers of tokens now instead of at a first call.
 
-        The kernels of the gradients are planned too if the values are trained.
+        search  time what can run it, and keep the fastest, for the gradients too if the values are
+                trained; False plans Y alone, and takes what is listed
         """
+        if search:
+            self._recordings.clear()
+            with ahead(search=True):
+                self._search(tokens)
+            return self
+        sizes = (self.out_features, self.in_features), self.block, self.values.dtype
+        for m in tokens:
+            call = BsrCall("linear", bucket(m), *sizes, live=self.values.requires_grad)
+            pattern_of(self.offsets, self.columns).select(call)
+        return self
+
+    def _search(self, tokens: Iterable[int]) -> None:
         for m in tokens:
             x = self.values.new_zeros(m, self.in_features)
             training = self.values.requires_grad
@@ -335,7 +350,6 @@ class BlockSparseLinear(nn.Linear):
                     self.values.grad = saved[0]
                     if self.bias is not None:
                         self.bias.grad = saved[1]
-        return self
 
     def extra_repr(self) -> str:
         """Return the sizes, the block, and the number of stored blocks."""

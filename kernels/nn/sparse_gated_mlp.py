@@ -27,8 +27,8 @@ reproducible.
     GPU of compute capability 8.0 and newer    Triton (twell/_autograd.py); sizes are multiples of 8
     CPU                                        dense products in torch, as a reference
 
-Without gradients, a call takes the fastest layer of the TwELL family (twell/_engines.py), which the
-first call for a number of tokens searches for, with its X. A plan reads the weights as they are. It
+Without gradients, a call takes a layer of the TwELL family (twell/_engines.py), as listed for its
+sizes, or else the likeliest. A plan reads the weights as they are. It
 depends on the number of active units per token, which the first call of a layer counts in its X, so
 layers of one size do not share plans if their counts differ.
 
@@ -85,8 +85,6 @@ def plan_of(
     """Return the plan of a call by its operands, which the first call makes. Raises Unsupported."""
     x, wg, *_ = operands
     call = call_of(x.shape[0], wg, squared, slots)
-    if (selected := operator_for(wg, call).plans.get(call)) is not None:
-        return selected
     if not hasattr(wg, ACTIVE) and not is_capturing(x):
         setattr(wg, ACTIVE, units_on(x, wg))
     operator = operator_for(wg, call)

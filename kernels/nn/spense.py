@@ -32,6 +32,7 @@ from sparsebench.errors import Unsupported
 from sparsebench.formats._format import require, require_size
 from sparsebench.formats.spense import VALUE_BYTES, Spense, sparse_shape_of, tile_shapes
 from sparsebench.kernels._common.front import Guard, Recordings
+from sparsebench.kernels._common.operator import ahead
 from sparsebench.kernels._common.transforms import is_traced, rows_of, unflatten
 from sparsebench.kernels.nn._packed import (
     FusedPart,
@@ -49,6 +50,7 @@ from sparsebench.kernels.nn._spense_op import (
     LARGEST,
     multiply,
     multiply_recorded,
+    select,
     signature_of,
 )
 from sparsebench.kernels.nn._spense_weights import DTYPES, pack_weight, round_weight, with_name
@@ -219,6 +221,10 @@ class SpenseLinear(PackedLinear):
             training=training,
         )
 
+    def _select(self, m: int, activation: str | None = None) -> None:
+        """Plan m tokens without a search."""
+        select(m, self.spense, activation)
+
     def extra_repr(self) -> str:
         """Return the sizes, the sparse part and the dtype."""
         (rows, columns), n, k = self.sparse_shape, self.out_features, self.in_features
@@ -330,12 +336,19 @@ class SpenseGatedMLP(nn.Module):
         y: Tensor = self.down(h)
         return y
 
-    def plan(self, tokens: Iterable[int]) -> Self:
-        """Plan, and search, these numbers of tokens now instead of at a first call."""
+    def plan(self, tokens: Iterable[int], *, search: bool = True) -> Self:
+        """Plan these numbers of tokens now instead of at a first call (PackedLinear.plan)."""
+        first, down = unwrapped(self.gate_up), unwrapped(self.down)
+        activation = self.activation if first is self.gate_up else None
+        first._recordings.clear()
+        down._recordings.clear()
         for m in tokens:
-            with torch.no_grad():
-                first = unwrapped(self.gate_up)
-                self(first.sparse.new_zeros(m, first.in_features, dtype=first.outside))
+            if search:
+                with torch.no_grad(), ahead(search=True):
+                    self(first.sparse.new_zeros(m, first.in_features, dtype=first.outside))
+            else:
+                first._select(m, activation)
+                down._select(m)
         return self
 
     def extra_repr(self) -> str:

@@ -25,6 +25,7 @@ MOST = 3  # for each number of warpgroups
 FEW = 96, 112, 128
 TOKENS = {2: (*FEW, *range(136, 257, 8)), 3: (*FEW, *range(136, 193, 8))}
 MOST_OF_THREE = 176
+COARSE = 32  # of heights in the closed set: six, and three for three warpgroups
 WHOLE = 16  # tokens of a store: others end with half a store, which costs time in each round
 BOX_NS = 0.68  # of a warpgroup's token in a box, on an H200: 62 tiles within 6 % (rms, NOTES.md)
 ROUND_NS, HALF_NS = 1200, 600  # for a round of a warpgroup; more for a round with half stores
@@ -34,16 +35,20 @@ Tiling = tuple[int, int, int, int]
 """Tokens of a tile, tiles of W ahead, warpgroups of a CTA; 1 if all tiles are CTAs of one round."""
 
 
-def likeliest(m: int, shape: tuple[int, int], itemsize: int, sms: int) -> list[Tiling]:
+def likeliest(
+    m: int, shape: tuple[int, int], itemsize: int, sms: int, *, closed: bool = False
+) -> list[Tiling]:
     """Return likely tilings for m tokens, the likeliest first; none up to FEW_TOKENS.
 
-    shape  n and k, with `itemsize` bytes per element; W counts as if all of it were 2:4
+    shape   n and k, with `itemsize` bytes per element; W counts as if all of it were 2:4
+    closed  all tilings whose heights are multiples of COARSE: few kernels for all numbers of tokens
     """
     if m <= FEW_TOKENS:
         return []
     n, boxes = shape[0], ceil(shape[1] * itemsize / ROW_BYTES)
     listed: dict[Tiling, float] = {}
-    for warpgroups, heights in TOKENS.items():
+    for warpgroups, every in TOKENS.items():
+        heights = tuple(t for t in every if not closed or t % COARSE == 0)
         predicted: dict[Tiling, float] = {}
         tiles = range(ceil(m / heights[-1]), ceil(m / heights[0]) + 1)
         for shares, step in product(tiles, (1, WHOLE)):
@@ -57,5 +62,6 @@ def likeliest(m: int, shape: tuple[int, int], itemsize: int, sms: int) -> list[T
             round_ns = warpgroups * ROUND_NS + (HALF_NS if tokens % WHOLE and not once else 0)
             tiling = (tokens, 8, warpgroups, 1) if once else (tokens, 4, warpgroups, 0)
             predicted[tiling] = min(whole, cut) + ceil(rounds) * round_ns
-        listed |= {t: predicted[t] for t in sorted(predicted, key=predicted.__getitem__)[:MOST]}
+        ranked = sorted(predicted, key=predicted.__getitem__)
+        listed |= {t: predicted[t] for t in (ranked if closed else ranked[:MOST])}
     return sorted(listed, key=listed.__getitem__)

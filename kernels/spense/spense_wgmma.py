@@ -45,7 +45,7 @@ from sparsebench.kernels._common.cuda import (
     load,
     tensor_map,
 )
-from sparsebench.kernels._common.device import multiprocessors
+from sparsebench.kernels._common.device import multiprocessors, upload
 from sparsebench.kernels._common.operator import Engine
 from sparsebench.kernels._common.product import Product
 from sparsebench.kernels._common.requirements import unsupported_on_hopper
@@ -111,6 +111,14 @@ def choices(w: Spense, call: SpenseCall, clusters: int = CLUSTERS) -> list[Confi
     return list(dict.fromkeys([*configurations(call.m, *of), *more]))
 
 
+def closed(w: Spense, call: SpenseCall) -> list[Config]:
+    """Return configurations of few kernels for all numbers of tokens, the likeliest first."""
+    refuse(unsupported_call(call))
+    of = call.m, call.shape, call.dtype.itemsize
+    tilings = _tilings.likeliest(*of, multiprocessors(w.sparse.device), closed=True)
+    return [Config(tokens, 1, *each) for tokens, *each in tilings] or choices(w, call)[:1]
+
+
 def configurations(
     m: int,
     shape: tuple[int, int],
@@ -169,7 +177,7 @@ def plan(w: Spense, call: SpenseCall, config: Config) -> Product:
         sizes = m, config.tokens, config.cluster, workers // config.cluster
         unit = UNIT if lifts else 1
         work = schedule(w, *sizes, rows_of_cta=config.warpgroups, unit=unit)
-        listed = torch.from_numpy(work.items).to(device)
+        listed = upload(work.items, device)
         first, grid = work.first, workers // config.cluster
         tile_rows = config.warpgroups * config.cluster
         sums = work.slots * tile_rows * ROWS * config.stored
@@ -272,4 +280,5 @@ KERNEL = Engine(
     choices=choices,
     plan=plan,
     bind=bind,
+    closed=closed,
 )

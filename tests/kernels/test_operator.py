@@ -7,12 +7,12 @@ import json
 import os
 import shutil
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -21,7 +21,14 @@ from sparsebench.errors import Unsupported
 from sparsebench.kernels._common import choices as lists
 from sparsebench.kernels._common import operator as running
 from sparsebench.kernels._common import product
-from sparsebench.kernels._common.operator import Earlier, Engine, Operator, OperatorCall, bucket
+from sparsebench.kernels._common.operator import (
+    Earlier,
+    Engine,
+    Operator,
+    OperatorCall,
+    ahead,
+    bucket,
+)
 from sparsebench.kernels._common.product import Product
 from sparsebench.kernels._common.search import Search, Trial
 from sparsebench.kernels._kernel import Operands
@@ -38,10 +45,9 @@ class Config:
 
 
 @pytest.fixture
-def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """An empty cache, a GPU, and a search that takes the last candidate."""
+def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A GPU, an empty cache, and a search that takes the last candidate."""
     monkeypatch.setenv("SPARSEBENCH_CHOICES", str(tmp_path))
-    monkeypatch.setenv("SPARSEBENCH_SEARCH", "1")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: GPU)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
@@ -50,6 +56,13 @@ def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     monkeypatch.setattr(product, "search", last_is_best)
     monkeypatch.setattr(running, "make_lasting", lambda make, device: make())
     return tmp_path
+
+
+@pytest.fixture
+def cache(gpu: Path) -> Iterator[Path]:
+    """The same, while calls search."""
+    with ahead(search=True):
+        yield gpu
 
 
 @pytest.fixture
@@ -144,10 +157,54 @@ def test_a_search_times_the_choice_for_more_tokens_of_the_same_weight_first(cach
     assert operator(m=96, n=99).select(1, timed).choice["tokens"] == 16
 
 
-def test_a_search_can_be_switched_off(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SPARSEBENCH_SEARCH", "0")
-    assert operator().select(1, timed).by == "model"
-    assert not [*cache.iterdir()]
+def test_a_call_never_searches_and_a_later_search_replaces_what_it_took(gpu: Path) -> None:
+    plans = operator()
+    assert plans.select(1, timed).by == "model"
+    assert not [*gpu.iterdir()]
+    with ahead(search=True) as selected:
+        assert plans.select(1, timed).by == "search"
+        assert plans.select(1, timed).by == "search"
+    assert [each.choice["tokens"] for each in selected] == [64, 64]
+    assert plans.select(1, timed).by == "search"
+
+
+def test_an_inner_search_lists_its_plans_for_the_outer_one(cache: Path) -> None:
+    with ahead(search=True) as outer:
+        with ahead(search=True):
+            operator().select(1, timed)
+        assert [each.by for each in outer] == ["search"]
+
+
+class Call(NamedTuple):
+    m: int
+    of: str = "linear"
+
+
+def test_a_plan_for_up_to_twice_as_many_tokens_computes_a_call_once(gpu: Path) -> None:
+    plans = operator()
+    larger = plans.select(Call(64))
+    assert plans.select(Call(32)) is larger
+    assert plans.select(Call(32)) is not larger
+    assert plans.select(Call(64)) is larger
+    assert plans.select(Call(128)) is not larger
+    assert plans.select(Call(48, "other")) is not larger
+    assert plans.select(Call(8)).by == "model"
+
+
+def test_a_captured_call_has_a_plan_of_its_own(gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    plans = operator()
+    larger = plans.select(Call(64))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert plans.select(Call(32), timed) is not larger
+
+
+def test_choices_of_a_checkpoint_come_before_those_of_the_cache(cache, monkeypatch) -> None:
+    monkeypatch.setattr(lists, "_CHECKPOINTS", {})
+    assert operator().select(1, timed).choice["tokens"] == 64
+    lists.add({lists.key(PROBLEM): {"kernel": "small", "tokens": 16}})
+    chosen = operator().select(1, timed)
+    assert (chosen.by, chosen.choice["tokens"]) == ("checkpoint", 16)
+    assert operator().select(1, timed, Earlier(None, ())).by == "cache"  # a run takes none
 
 
 @pytest.mark.parametrize(
@@ -235,12 +292,6 @@ def test_a_row_has_what_a_list_needs(cache: Path) -> None:
     row = operator().select(1, timed).row
     assert row == {"kernel": "small", "tokens": 64, "by": "search", "problem": PROBLEM}
     assert operator().select(1, timed, Earlier(row, ())).choice == {"kernel": "small", "tokens": 64}
-
-
-def test_a_capture_needs_a_plan(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    with pytest.raises(RuntimeError, match="captur"):
-        operator().select(1, timed)
 
 
 def test_a_choice_that_a_run_made_is_taken_again(cache: Path) -> None:

@@ -242,7 +242,6 @@ GPU_MASKS = [{"block": 64}, {"block": 128, "causal": True}, {"block": 64, "bits"
 @pytest.mark.gpu
 @pytest.mark.parametrize("options", GPU_MASKS, ids=str)
 def test_recorded_calls_equal_those_in_python_on_a_gpu(options, monkeypatch) -> None:
-    monkeypatch.setenv("SPARSEBENCH_SEARCH", "0")  # then the first kernel of the list is chosen
     mask = on_gpu(random_mask((320, 320), batch=2, lists=2, density=0.6, **options))
     for draw in range(6):
         q, k, v = (torch.randn(2, 320, 4, 64, device="cuda").bfloat16() for _ in range(3))
@@ -255,7 +254,7 @@ def test_recorded_calls_equal_those_in_python_on_a_gpu(options, monkeypatch) -> 
             patch.setattr(Recordings, "call", lambda *args: args[-1]())
             right = results_of(replace(mask), operands, do)
         assert all(map(torch.equal, actual, right))
-        with torch.autocast("cuda", torch.float16):
+        with torch.autocast("cuda", torch.bfloat16):
             assert all(map(torch.equal, results_of(mask, operands, do), right))
         with torch.inference_mode():
             assert torch.equal(sparsebench.attention(*operands, mask), right[0])

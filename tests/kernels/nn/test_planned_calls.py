@@ -170,21 +170,35 @@ def test_a_planned_layer_that_is_moved_cast_written_or_shared_is_right_on_a_gpu(
 
 
 @hopper
-@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
+@pytest.mark.parametrize("mode", ["global", "thread_local", "relaxed"])
 @pytest.mark.parametrize("name", [*LAYERS, "bitmap", *MLPS])
-def test_a_capture_before_the_first_call_is_an_error_on_a_gpu(name: str) -> None:
-    layer, x = layers()[name], torch.randn(100, 512, device="cuda").bfloat16()
+def test_a_capture_may_be_the_first_call_on_a_gpu(name: str, mode: str) -> None:
+    layer, graph = layers()[name], torch.cuda.CUDAGraph()
+    x = torch.randn(100, 512, device="cuda").bfloat16()
     with torch.no_grad():
-        with (
-            pytest.raises(RuntimeError, match="before capturing"),
-            torch.cuda.graph(torch.cuda.CUDAGraph()),
-        ):
-            layer(x)
-        expected, graph = layer(x), torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, capture_error_mode=mode):
             y = layer(x)
         graph.replay()
-        assert torch.equal(y, expected)
+        assert_near(y, dense_of(layer)(x))
+        assert torch.equal(layer(x), y)
+
+
+@hopper
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
+@pytest.mark.parametrize("name", ["frozen", "2:4", "half 2:4", "bitmap", "MLP of 2:4"])
+def test_a_call_waits_for_nothing_if_there_is_a_plan_for_more_tokens_on_a_gpu(name: str) -> None:
+    layer = layers()[name].plan([256], search=False)
+    large, x = (torch.randn(m, 512, device="cuda").bfloat16() for m in (256, 200))
+    right = dense_of(layer)(x)
+    with torch.no_grad():
+        layer(large)  # makes the counters of the device
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            first = layer(x)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        for y in (first, layer(x), layer(x)):  # the second call has its own plan
+            assert_near(y, right)
 
 
 @hopper
