@@ -27,7 +27,7 @@ def require_runs(runs: Path | list[Path]) -> Path | list[Path]:
     return runs
 
 
-def _require_suite(suite: str | None) -> str | None:
+def require_suite(suite: str | None) -> str | None:
     """Raise SuiteError if no suite has a name, before a command imports torch for seconds."""
     from sparsebench.harness.plan.document import document
 
@@ -47,7 +47,7 @@ def new_run(name: str) -> Path:
 
 
 _suite = typer.Argument(
-    metavar="SUITE", help="A suite's name, or a file.yaml.", callback=_require_suite
+    metavar="SUITE", help="A suite's name, or a file.yaml.", callback=require_suite
 )
 SuiteName = Annotated[str, _suite]
 AnySuite = Annotated[str | None, _suite]

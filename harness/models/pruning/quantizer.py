@@ -4,6 +4,7 @@ A model's configuration holds them, and pickle needs classes of a module. This f
 transformers; checkpoint.py imports it as soon as a program uses transformers.
 """
 
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -13,6 +14,7 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from sparsebench.formats._format import require
+from sparsebench.harness.models.pruning.ahead import plan_ahead, take
 from sparsebench.harness.models.pruning.checkpoint import (
     METHOD,
     describe,
@@ -38,7 +40,7 @@ class SparsebenchConfig(QuantizationConfigMixin):
 
 @register_quantizer(METHOD)
 class SparsebenchQuantizer(HfQuantizer):
-    """Replace dense layers before the weights are loaded, and check them afterwards."""
+    """Replace dense layers before the weights are loaded; afterwards check and plan them."""
 
     quantization_config: Any
     is_trainable: ClassVar = True
@@ -71,6 +73,7 @@ class SparsebenchQuantizer(HfQuantizer):
         if self.pre_quantized:
             del model._adjust_missing_and_unexpected_keys
             verify(model, self.shapes, self.missing)
+            plan_ahead(model, take(Path(model.config._name_or_path), model))
         model.hf_quantizer = self
         self.quantization_config.layers = describe(model)
         return model

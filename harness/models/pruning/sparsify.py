@@ -16,6 +16,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -24,6 +25,7 @@ from torch import Tensor, nn
 from sparsebench.formats._format import require, sides_of
 from sparsebench.formats.spense import sparse_shape_of
 from sparsebench.harness.models.pruning import checkpoint
+from sparsebench.harness.models.pruning.ahead import plan_ahead, take
 from sparsebench.harness.models.pruning.gated import (
     Gated,
     is_dense,
@@ -190,7 +192,11 @@ Recipe = BlockSparse | TwoFour | Unstructured | SparseActivations
 
 
 def sparsify_(
-    model: M, recipe: Recipe, filter_fn: Filter | None = None, *, tokens: Iterable[int] = ()
+    model: M,
+    recipe: Recipe,
+    filter_fn: Filter | None = None,
+    *,
+    tokens: Iterable[int] | None = None,
 ) -> M:
     """Replace layers of a model by sparse ones in place; return the model.
 
@@ -199,8 +205,9 @@ def sparsify_(
                modules of the kinds that the recipe takes, outermost first, and not for the parts of
                a replaced module. By default all are replaced, except the output heads of a Hugging
                Face model: what lies outside of its base model, such as lm_head and classifier
-    tokens     numbers of tokens for which each layer plans, and searches, its kernels at once;
-               other numbers do so at their first call
+    tokens     numbers of tokens for which each layer searches the fastest kernel now. By default
+               no layer searches: those on a GPU take what is listed for their sizes, and compile it
+               now for the powers of two to 2048 (ahead.py); () compiles at the first calls
 
     Adapters, routers and gates of fewer than 8 rows stay dense, and so do experts that share one
     tensor. Before anything changes, a UserWarning counts what is replaced and what stays dense; if
@@ -236,10 +243,14 @@ def sparsify_(
         model.set_submodule(name, layer.train(module.training))
         del module  # frees its weights before the next are packed
     record()
-    planned = [*tokens]
+    if tokens is None:
+        plan_ahead(model)
+        return model
+    searched = [*tokens]
+    take(Path(str(getattr(getattr(model, "config", None), "_name_or_path", ""))), model)
     for name in names:
         if (plan := getattr(model.get_submodule(name), "plan", None)) is not None:
-            plan(planned)
+            plan(searched)
     return model
 
 

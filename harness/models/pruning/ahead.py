@@ -1,0 +1,185 @@
+"""Plan the sparse layers of a model ahead, so that no request waits for a compiler or a search.
+
+    sparsify_, from_pretrained ── plan_ahead ──> a plan for each power of two, from the lists
+    sparsebench tune MODEL ── searches ──> MODEL/sparsebench-sm90_132.choices
+    from_pretrained ── take ──> these choices come first (kernels/_common/choices.py)
+
+A call takes the plan for up to twice as many tokens at first, so the powers of two are enough for
+every number of tokens below the largest. Layers of equal sizes share machine code, and those in 2:4
+also their plans, so one layer of each kind is planned.
+
+The first line of the file says what it was made for:
+
+    {"tuned": {"gpu": "NVIDIA H200", "version": "0.4.0", "layers": "5f2c...", "tokens": [1, 8, 16]}}
+"""
+
+import hashlib
+import json
+import re
+import warnings
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from importlib.metadata import version
+from itertools import chain
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+import torch
+from torch import nn
+
+from sparsebench._writing import write_file
+from sparsebench.errors import FormatError, Unsupported
+from sparsebench.formats._format import require
+from sparsebench.harness.models.pruning.checkpoint import describe
+from sparsebench.harness.models.reporting import transformers_for
+from sparsebench.kernels._common import choices
+from sparsebench.kernels._common.operator import ahead, bucket
+
+POWERS = (1, *(2**power for power in range(3, 12)))  # to 2048 tokens
+BUILDERS = 8  # threads that compile
+MOST = 2**16  # tokens of a call, in a file and on the command line
+
+
+def plan_ahead(model: nn.Module, tokens: Iterable[int] = POWERS) -> None:
+    """Plan the layers that are on a GPU for these numbers of tokens, without a search."""
+    counts = [[m] for m in sorted({bucket(m) for m in tokens})]
+    with ThreadPoolExecutor(BUILDERS) as pool:
+        for layer in kinds_of(model):
+
+            def plan(some: list[int], layer: Any = layer) -> None:
+                with suppress(Unsupported):  # its first call says why
+                    layer.plan(some, search=False)
+
+            [*pool.map(plan, counts)]
+
+
+def kinds_of(model: nn.Module) -> list[Any]:
+    """Return one sparse layer of each size and layout that can be planned, if it is on a GPU."""
+    layers = [model.get_submodule(name) for name in describe(model)]
+    on_gpu = [m for m in layers if hasattr(m, "plan") and _tensors(m) and _tensors(m)[0].is_cuda]
+    return [*{repr(layer): layer for layer in reversed(on_gpu)}.values()]
+
+
+def _tensors(layer: nn.Module) -> list[torch.Tensor]:
+    return [*chain(layer.parameters(), layer.buffers())]
+
+
+# ---- the file of a checkpoint ----
+
+
+def file_of(folder: Path, device: torch.device) -> Path:
+    """Return the path of a checkpoint's choices for the kind of a GPU."""
+    return folder / f"sparsebench-{choices.package_file(device).name}"
+
+
+def tune(
+    folder: Path,
+    tokens: Iterable[int],
+    device: torch.device,
+    minutes: float,
+    out: Path | None = None,
+    progress: Callable[[int, int, str], None] = lambda done, total, text: None,
+) -> list[str]:
+    """Search the layers of a checkpoint, and write the choices beside it; return lines to print.
+
+    tokens  of a call; each stands for its bucket
+    out     the folder to write to, by default the checkpoint's
+
+    If the time is up, the file has the numbers of tokens that were reached, the least first. Raises
+    FormatError.
+    """
+    model = _load(folder).to(device)
+    layers, counts = kinds_of(model), sorted({bucket(m) for m in tokens})
+    found = f"found none in {folder}"
+    require(bool(layers), f"expected sparse layers, such as save_pretrained writes them, {found}")
+    reached: list[int] = []
+    end, steps = monotonic() + 60 * minutes, len(layers)
+    with ahead(search=True) as selected:
+        for m in counts:
+            if reached and monotonic() > end:
+                break
+            for number, layer in enumerate(layers):
+                done, of = len(reached) * steps + number, len(counts) * steps
+                progress(done, of, f"{type(layer).__name__} {m} tokens")
+                layer.plan([m])
+            reached.append(m)
+    rows = {choices.key(each.problem): each for each in selected}
+    lines = [choices.line(s.problem, s.choice, s.product.code) for s in rows.values()]
+    file = file_of(out or folder, device)
+    gpu = torch.cuda.get_device_properties(device).name
+    header = {"gpu": gpu, **_description(model), "tokens": reached}
+    write_file(file, "\n".join([json.dumps({choices.HEADER: header}), *lines, ""]))
+    said = [f"{file}: {len(lines)} choices for {reached[0]} to {reached[-1]} tokens"]
+    if left := len(counts) - len(reached):
+        said.append(f"time is up: {left} numbers of tokens left, of {len(counts)}")
+    return said
+
+
+def take(folder: Path, model: nn.Module) -> Iterable[int]:
+    """Take the choices of a checkpoint for the GPU of a model; return the tokens to plan.
+
+    Without a file that fits, return the powers of two; one line says what does not fit.
+    """
+    if not (layers := kinds_of(model)):
+        return POWERS
+    device = _tensors(layers[0])[0].device
+    file = file_of(folder, device)
+    others = [*folder.glob("sparsebench-sm*.choices")]
+    advice = f"searched choices are ignored: run `sparsebench tune {folder}`"
+    if file not in others:
+        if others:
+            names = ", ".join(sorted(path.name for path in others))
+            warnings.warn(
+                f"expected {file.name} for this GPU, found {names}; {advice}", stacklevel=2
+            )
+        return POWERS
+    try:
+        header = _header(file)
+        for name, expected in _description(model).items():
+            fits = header.get(name) == expected
+            require(fits, f"expected {name} {expected}, found {header.get(name)}")
+        choices.add(choices.read(file))
+        return [int(m) for m in header["tokens"]]
+    except (OSError, FormatError) as error:
+        warnings.warn(f"{file}: {error}; {advice}", stacklevel=2)
+        return POWERS
+
+
+def _header(file: Path) -> dict[str, Any]:
+    """Return what a file was made for. Raises FormatError."""
+    with file.open(encoding="utf-8", errors="replace") as text:
+        first = text.readline()
+    with suppress(ValueError, KeyError, TypeError):
+        header: dict[str, Any] = json.loads(first)[choices.HEADER]
+        if all(isinstance(m, int) and 0 < m <= MOST for m in header["tokens"]):
+            return header
+    raise FormatError(f"expected a first line with {choices.HEADER!r}, found {first[:60]!r}")
+
+
+def _description(model: nn.Module) -> dict[str, str]:
+    """Return the version, and a digest of the layers."""
+    layers = hashlib.sha256(json.dumps(describe(model), sort_keys=True).encode())
+    return {"version": version("sparsebench"), "layers": layers.hexdigest()[:16]}
+
+
+def _load(folder: Path) -> Any:
+    """Return the model of a checkpoint, on the CPU. Raises FormatError."""
+    transformers = transformers_for(folder)
+    config = transformers.AutoConfig.from_pretrained(folder)
+    names = [name for name in config.architectures or () if hasattr(transformers, name)]
+    require(bool(names), f"{folder}: expected an architecture that transformers has, found none")
+    return getattr(transformers, names[0]).from_pretrained(folder, dtype="auto").eval()
+
+
+def counts_of(text: str) -> list[int]:
+    """Return the numbers of tokens of a text such as 1,16,64-512. Raises FormatError."""
+    counts: set[int] = set()
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*", part)
+        first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
+        expected = f"expected numbers from 1 to {MOST}, such as 1-512 or 1,16,64"
+        require(1 <= first <= last <= MOST, f"--tokens: {expected}; found {part.strip()!r}")
+        counts.update(range(first, last + 1))
+    return sorted(counts)

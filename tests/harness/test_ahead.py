@@ -1,0 +1,168 @@
+"""Plans that are made ahead for a model, and the file of choices beside a checkpoint."""
+
+import json
+import warnings
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from sparsebench.errors import FormatError
+from sparsebench.harness.models.pruning import ahead as planning
+from sparsebench.kernels._common import choices
+from sparsebench.kernels._common.operator import ahead
+from sparsebench.kernels._common.product import Product, Selected
+from sparsebench.nn import TwoFour, sparsify_
+from tests.harness.tiny_models import tiny, transformers
+from tests.tools.command_line import refusal
+
+GPU = SimpleNamespace(major=9, minor=0, multi_processor_count=132, name="NVIDIA H200")
+CUDA = torch.device("cuda")
+
+
+class PlannedLayer(torch.nn.Module):
+    """A layer whose search takes 64 tokens in a work item, whatever it plans."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.planned: list[tuple[int, bool]] = []
+        self.register_buffer("values", torch.empty(1))
+
+    def plan(self, tokens: list[int], *, search: bool = True) -> None:
+        self.planned += [(m, search) for m in tokens]
+        with ahead(search=search) as selected:
+            for m in tokens:
+                product = Product(lambda: None, code="sass:1")
+                choice = {"kernel": "small", "tokens": 64}
+                selected.append(Selected(product, choice, "search", {"op": "linear", "m": m}))
+
+
+@pytest.fixture
+def layer(monkeypatch: pytest.MonkeyPatch) -> PlannedLayer:
+    """The only kind of layer of every model, on a GPU."""
+    only = PlannedLayer()
+    monkeypatch.setattr(planning, "kinds_of", lambda model: [only])
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: GPU)
+    monkeypatch.setattr(choices, "_CHECKPOINTS", {})
+    return only
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    sparsify_(tiny(dtype=torch.bfloat16), TwoFour(), tokens=()).save_pretrained(tmp_path)
+    return tmp_path
+
+
+def loaded(folder: Path) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+
+
+def tuned(folder: Path, model: Any = None, **options: Any) -> list[str]:
+    model = model or loaded(folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(planning, "_load", lambda folder: SimpleNamespace(to=lambda device: model))
+        return planning.tune(folder, [1, 5, 20], CUDA, options.pop("minutes", 1), **options)
+
+
+def test_the_file_of_a_checkpoint_is_taken_when_it_is_loaded(layer, checkpoint: Path) -> None:
+    model = loaded(checkpoint)
+    layer.planned.clear()
+    (line,) = tuned(checkpoint, model)
+    assert line == f"{checkpoint}/sparsebench-sm90_132.choices: 3 choices for 1 to 32 tokens"
+    assert layer.planned == [(1, True), (8, True), (32, True)]
+    layer.planned.clear()
+    loaded(checkpoint)
+    assert sorted(layer.planned) == [(1, False), (8, False), (32, False)]
+    chosen = choices.of_checkpoints()[choices.key({"op": "linear", "m": 8})]
+    assert chosen == {"kernel": "small", "tokens": 64, "code": "sass:1"}
+
+
+def test_without_a_file_the_powers_of_two_are_planned(layer, checkpoint: Path) -> None:
+    loaded(checkpoint)
+    assert sorted(layer.planned) == [(m, False) for m in planning.POWERS]
+
+
+def test_if_the_time_is_up_the_file_has_what_was_reached(layer, checkpoint: Path) -> None:
+    lines = tuned(checkpoint, minutes=0)
+    assert lines[1] == "time is up: 2 numbers of tokens left, of 3"
+    header = json.loads(planning.file_of(checkpoint, CUDA).read_text().splitlines()[0])
+    assert header["tuned"]["tokens"] == [1]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("gpu", "expected sparsebench-sm90_132.choices for this GPU, found sparsebench-sm80_108"),
+        ("version", "expected version .*, found 0.1"),
+        ("layers", "expected layers .*, found 0123"),
+        ("tokens", "expected a first line with 'tuned'"),
+        ("empty", "expected a first line with 'tuned', found ''"),
+    ],
+)
+def test_a_file_that_does_not_fit_is_one_line_and_changes_nothing(
+    layer, checkpoint: Path, change: str, message: str
+) -> None:
+    tuned(checkpoint)
+    file = planning.file_of(checkpoint, CUDA)
+    first, *rest = file.read_text().splitlines()
+    header = json.loads(first)["tuned"]
+    header |= {"version": {"version": "0.1"}, "layers": {"layers": "0123"}}.get(change, {})
+    header |= {"tokens": "many"} if change == "tokens" else {}
+    file.write_text("\n".join([json.dumps({"tuned": header}), *rest, ""]) * (change != "empty"))
+    if change == "gpu":
+        file.rename(checkpoint / "sparsebench-sm80_108.choices")
+    with pytest.warns(UserWarning, match=message) as caught:
+        tokens = planning.take(
+            checkpoint, transformers.AutoModelForCausalLM.from_pretrained(checkpoint, dtype="auto")
+        )
+    assert "sparsebench tune" in str(caught[0].message)
+    assert tokens == planning.POWERS
+    assert not choices.of_checkpoints()
+
+
+def test_sparsify_plans_what_is_asked_for(layer) -> None:
+    sparsify_(tiny(dtype=torch.bfloat16), TwoFour(), tokens=())
+    assert not layer.planned
+    sparsify_(tiny(dtype=torch.bfloat16), TwoFour())
+    assert sorted(layer.planned) == [(m, False) for m in planning.POWERS]
+
+
+def test_layers_on_a_cpu_are_not_planned() -> None:
+    assert not planning.kinds_of(sparsify_(tiny(dtype=torch.bfloat16), TwoFour()))
+
+
+@pytest.mark.parametrize(
+    ("text", "counts"), [("1", [1]), ("1,16,64", [1, 16, 64]), ("3-5, 4-6", [3, 4, 5, 6])]
+)
+def test_numbers_of_tokens_are_lists_of_ranges(text: str, counts: list[int]) -> None:
+    assert planning.counts_of(text) == counts
+
+
+@pytest.mark.parametrize("text", ["", "0", "a", "5-1", "1-", "-3", "1-99999"])
+def test_numbers_of_tokens_that_cannot_be_are_one_line(text: str) -> None:
+    with pytest.raises(FormatError, match="--tokens: expected numbers from 1 to 65536, such as"):
+        planning.counts_of(text)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["{}", "--device", "cpu"], "expected an NVIDIA GPU"),
+        (["{}", "--tokens", "0"], "--tokens: expected numbers from 1"),
+        (["{}", "--only", "m=1"], "expected a suite"),
+        (["quick", "--tokens", "1"], "expected the folder of a model"),
+        (["quik"], "quick"),
+    ],
+)
+def test_a_wrong_call_of_tune_is_one_line(arguments, message, tmp_path: Path) -> None:
+    assert message in refusal("tune", *(a.format(tmp_path) for a in arguments))
+
+
+def test_a_folder_without_sparse_layers_is_one_line(tmp_path: Path) -> None:
+    tiny().save_pretrained(tmp_path)
+    with pytest.raises(FormatError, match="expected sparse layers"):
+        planning.tune(tmp_path, [1], torch.device("cpu"), 1)
