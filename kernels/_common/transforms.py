@@ -15,16 +15,17 @@ PLAIN = Tensor, nn.Parameter  # types that have an address
 
 
 def refuse_transforms() -> None:
-    """Raise Unsupported if torch.func differentiates or maps the call."""
+    """Raise Unsupported if torch.func differentiates or maps the call, or TorchScript traces it."""
     if torch._C._are_functorch_transforms_active():
         raise Unsupported("expected torch.autograd.grad since 0.4, found a transform of torch.func")
+    if torch._C._get_tracing_state() is not None:
+        raise Unsupported("expected torch.export or torch.compile, found torch.jit.trace")
 
 
 def is_traced() -> bool:
     """Return whether torch traces the call, or differentiates it forward. Raises Unsupported."""
     refuse_transforms()
-    forward = forward_ad._current_level >= 0
-    return forward or is_watched() or torch._C._get_tracing_state() is not None
+    return forward_ad._current_level >= 0 or is_watched()
 
 
 def is_watched() -> bool:

@@ -203,7 +203,7 @@ class SpenseLinear(PackedLinear):
         bias = self.bias if activation is None else None
         w = self.spense
         training |= torch.is_grad_enabled() and bias is not None and bias.requires_grad
-        if cast or not x.is_cuda or is_traced():
+        if is_traced() or cast or not x.is_cuda:
             y = multiply(rows_of(x), w, activation, self.scale, training=training)
             return unflatten(y if bias is None else y.add_(bias), x)
         if activation not in self._recordings:

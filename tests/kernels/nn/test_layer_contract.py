@@ -222,6 +222,13 @@ def test_second_derivatives_forward_mode_and_torch_func_are_refused(name: str) -
         layer(torch.autograd.forward_ad.make_dual(x.detach(), x.detach()))
 
 
+@pytest.mark.filterwarnings("ignore")  # of the tracer
+@pytest.mark.parametrize("name", [*KINDS])
+def test_a_trace_of_torchscript_is_refused(name: str) -> None:
+    with pytest.raises(Unsupported, match="torch.jit.trace"):
+        torch.jit.trace(KINDS[name].drawn().requires_grad_(False), KINDS[name].x())
+
+
 @trained
 def test_a_checkpointed_step_gives_the_same_gradients(name: str) -> None:
     layer, x = KINDS[name].drawn(), KINDS[name].x().requires_grad_()
