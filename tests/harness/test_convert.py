@@ -439,3 +439,15 @@ def test_every_line_of_the_page_for_users_of_torchao_and_vllm_runs(tmp_path, mon
     weight = torch.randn(64, 64, dtype=BF16) * torch.tensor([1, 0, 0, 1]).repeat(16)
     assert SpenseLinear.from_dense(weight, dtype=E4M3)(weight).dtype == BF16
     assert matmul(weight, Bsr.from_dense(weight, block=64)).shape == (64, 64)
+
+
+@pytest.mark.parametrize("has_tokenizer", [True, False])
+def test_a_checkpoint_without_a_tokenizer_is_said(has_tokenizer: bool, tmp_path: Path) -> None:
+    write(tmp_path / "in", TWO_FOUR)
+    for file in (tmp_path / "in").glob("tokenizer*"):
+        file.unlink()
+    if has_tokenizer:
+        tokenizer().save_pretrained(tmp_path / "in")
+    done = convert(tmp_path / "in", tmp_path / "out")
+    said = " ".join(conversion.lines(tmp_path / "out", done))
+    assert ("expected a tokenizer or processor" in said) != has_tokenizer

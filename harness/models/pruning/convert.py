@@ -61,6 +61,7 @@ SHARD_BYTES = 4 * 10**9
 TO_16_BITS = "--dtype bfloat16 multiplies by the scales and rounds"
 MERGED = "linear layers whose weights transformers merges or splits"
 COMPRESSED = "compressed weights outside of linear layers"
+INPUTS = "tokenizer*", "vocab*", "*.model", "preprocessor_config.json", "processor_config.json"
 NOT_COPIED = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".py"}
 
 
@@ -359,4 +360,6 @@ def lines(out: Path, conversion: Conversion) -> Iterator[str]:
     yield f"leaves dense: {sentence(conversion.dense)}"
     for name, count in conversion.unused.items():
         yield f"left out: {count} {name}; fp8 layers scale each token by its largest element"
+    if not any(file for pattern in INPUTS for file in out.glob(pattern)):
+        yield "expected a tokenizer or processor beside the weights, found none: save one there"
     yield f"from_pretrained({str(out)!r}) loads it after import sparsebench.nn"

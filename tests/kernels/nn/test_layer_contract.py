@@ -225,7 +225,7 @@ def test_second_derivatives_forward_mode_and_torch_func_are_refused(name: str) -
 @pytest.mark.filterwarnings("ignore")  # of the tracer
 @pytest.mark.parametrize("name", [*KINDS])
 def test_a_trace_of_torchscript_is_refused(name: str) -> None:
-    with pytest.raises(Unsupported, match="torch.jit.trace"):
+    with pytest.raises(Unsupported, match=r"torch\.jit\.trace"):
         torch.jit.trace(KINDS[name].drawn().requires_grad_(False), KINDS[name].x())
 
 
