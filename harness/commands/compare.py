@@ -34,11 +34,11 @@ def compare(
     page: Annotated[Path | None, typer.Option("--html", help="Also write an HTML page.")] = None,
     markdown: Markdown = False,
     fail_on: Annotated[
-        str,
+        str | None,
         typer.Option(
-            help="slower:3% exits with 1 if one of our kernels became more than 3 % slower."
+            help="slower:3% exits with 1 if a kernel became more than 3 % slower, or has no case."
         ),
-    ] = "",
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Compare runs or GPUs with the first.
@@ -52,7 +52,7 @@ def compare(
     from sparsebench.results.comparison.sides import find
     from sparsebench.results.formatting import are
 
-    limit = threshold(fail_on) if fail_on else None
+    limit = None if fail_on is None else threshold(fail_on)
     sides = find(names, among or AMONG)
     runs = [run.path for side in sides for run in side.runs]
     warn_of_changes(runs)
@@ -75,5 +75,8 @@ def compare(
         for line in cases.to_dict("records"):
             cause = ": ".join(filter(None, [line["cause"], line["why"]]))
             stderr.say(f"  {line['label']}: {cause or 'another kind of GPU'}")
-    if any(map(len, failed.values())):
+    lost = {other.b.name: other.missing[0] for other in compared.others if other.missing[0]}
+    for name, count in lost.items():
+        stderr.say(f"{name}: {are(count, 'case')} missing that {compared.sides[0].name} has")
+    if lost or any(map(len, failed.values())):
         raise typer.Exit(GATE_FAILED)

@@ -121,6 +121,20 @@ def test_slower_cases_fail_the_gate(run: Path, tmp_path: Path) -> None:
     assert "slower: 2 cases are more than 50 % slower" in done.stderr
 
 
+def test_a_case_that_is_missing_fails_the_gate(run: Path, tmp_path: Path) -> None:
+    fewer = shutil.copytree(run, tmp_path / "fewer")
+    rows = (run / "rows.jsonl").read_text().splitlines(keepends=True)
+    rows.remove(next(row for row in rows if '"kernel":"scipy_bsr"' in row))
+    (fewer / "rows.jsonl").write_text("".join(rows))
+    done = sparsebench("compare", run, fewer, "--fail-on", "slower:50%")
+    assert done.returncode == 1, done.stderr
+    assert "fewer: 1 case is missing that run has" in done.stderr
+
+
+def test_an_empty_gate_is_refused(run: Path) -> None:
+    assert "--fail-on: expected slower:P%" in refusal("compare", run, run, "--fail-on", "")
+
+
 def lines_of(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], *calls: tuple[int, int]
 ) -> list[str]:
