@@ -32,6 +32,7 @@ which case to blame if the process dies or hangs."""
 OnFailure = Callable[[str, str, str], None]
 """Called with a case id, the reason why the case ended, and the traceback."""
 
+LONGEST_REASON = 1000  # characters
 LONGEST = 20_000  # characters of a traceback; the last ones are kept
 
 
@@ -41,6 +42,14 @@ class Fatal(Exception):
     def __init__(self, case: str, detail: str) -> None:
         super().__init__(detail)
         self.case, self.detail = case, detail
+
+
+class GuestLoss(Exception):
+    """A guest has ended, or cannot go on; with the status and the reason of its row."""
+
+    def __init__(self, status: Status, reason: str, traceback: str = "") -> None:
+        super().__init__(line_of(reason))
+        self.status, self.traceback = status, traceback[-LONGEST:]
 
 
 @dataclass(frozen=True)
@@ -256,12 +265,19 @@ NO_MEMORY = torch.OutOfMemoryError, MemoryError
 
 def end_status(error: Exception) -> tuple[Status, str]:
     """Return the status of a case that ended with this error, and the reason."""
+    if isinstance(error, GuestLoss):
+        return error.status, str(error)
     if isinstance(error, FormatError | Unsupported):
         return Status.UNSUPPORTED, str(error)
     if isinstance(error, NO_MEMORY):
         return Status.OUT_OF_MEMORY, one_line(error)
     ours = isinstance(error, SparsebenchError)  # such as a file that is missing or has changed
     return Status.FAILED, str(error) if ours else one_line(error)
+
+
+def line_of(text: str) -> str:
+    """Return the beginning of a text that another process wrote, as one line."""
+    return "".join(c if c.isprintable() else " " for c in text[:LONGEST_REASON])
 
 
 def one_line(error: BaseException) -> str:
@@ -275,6 +291,8 @@ def one_line(error: BaseException) -> str:
 
 def traceback_of(error: BaseException) -> str:
     """Return the traceback of an error and its causes, with module names for paths."""
+    if isinstance(error, GuestLoss):
+        return error.traceback
     try:
         text = "".join(traceback.format_exception(error))
     except Exception as second:  # the message is computed by a contender's code

@@ -75,7 +75,9 @@ class Burst:
         """Keep an output where the judge reads it, if it has the form of one."""
         for each, kept in zip(as_tuple(out), self._sets[int(number)][1], strict=True):
             values = values_of(each)
-            if type(values) is Tensor and values.shape == kept.shape:
+            if type(values) is not Tensor or not values.is_contiguous():
+                continue  # copying is not timed, and must not be work
+            if (values.shape, values.dtype) == (kept.shape, kept.dtype):
                 kept.copy_(values)
 
     def run(self, count: int) -> Outputs | None:

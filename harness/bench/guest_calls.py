@@ -1,15 +1,20 @@
 """The calls of a guest, as the judge asks for them: on activations that no earlier call had."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from random import SystemRandom
 from time import perf_counter
 from typing import Any
 
-from sparsebench.harness.bench.contest_state import ContestOptions, RunningContender, synchronize
+from sparsebench.harness.bench.contest_state import (
+    ContestOptions,
+    GuestLoss,
+    RunningContender,
+    synchronize,
+)
 from sparsebench.harness.bench.guest import Burst
-from sparsebench.harness.bench.guest_process import GuestLoss, GuestProcess
+from sparsebench.harness.bench.guest_process import GuestProcess
 from sparsebench.harness.bench.guest_sets import GuestSets
 from sparsebench.harness.bench.operands import ChainLayer, Layers
 from sparsebench.harness.bench.sampling import CHAIN, layers_of
@@ -56,9 +61,19 @@ class GuestCalls:
 
     def ask(self, what: str, **arguments: Any) -> Any:
         synchronize(self.device)  # the guest reads what this process wrote
-        return self.process.ask(what, ANSWER * self.options.timeout_s, **arguments)
+        try:
+            return self.process.ask(what, ANSWER * self.options.timeout_s, **arguments)
+        except GuestLoss as loss:
+            if arguments.get("number", self.number) == self.number:
+                raise
+            beside = f"{self.contenders[0].label} beside it: {loss}"
+            raise GuestLoss(loss.status, beside, loss.traceback) from loss
 
-    # --- operands, weights, launches ---
+    def further(
+        self, number: int, choice: Mapping[str, Any], layers: Sequence[str], scope: str
+    ) -> None:
+        """Let a contender prepare its launches on these layers."""
+        self.ask("further", number=number, choice=choice, layers=layers, scope=scope)
 
     def timed_in(self, scope: str) -> TimedCall:
         """Return the call that is timed in a scope, which the guest makes."""

@@ -22,12 +22,17 @@ from operator import itemgetter
 from statistics import median
 from time import perf_counter
 
-from sparsebench.harness.bench.contest_state import synchronize
+from sparsebench.harness.bench.contest_state import GuestLoss, synchronize
 from sparsebench.harness.bench.guest_calls import GuestCalls
-from sparsebench.harness.bench.guest_process import GuestLoss
-from sparsebench.harness.bench.sampling import CHAIN
+from sparsebench.harness.bench.sampling import CAPTURED, CHAIN, INTERRUPTED, sample_budget
 from sparsebench.harness.bench.spot_checks import SHARE
-from sparsebench.harness.bench.timing import Order, Samples, TimedSample, time_together
+from sparsebench.harness.bench.timing import (
+    Order,
+    Samples,
+    TimedSample,
+    samples_alone,
+    time_together,
+)
 from sparsebench.results.record import Status
 
 WAKE_US = 5e3  # two processes take turns on a GPU in 3 ms
@@ -52,7 +57,7 @@ class GuestTimes:
         for _ in range(TRIES):
             with self._calls.stage("timing"):
                 *of_yardstick, mine = self._take()
-                doubt = "".join(map(self._disagreement, of_yardstick))
+                doubt = "".join(map(self._disagreement, of_yardstick)) or self._unplanned(mine)
             with self._calls.stage("audit"):
                 doubt = doubt or self._audit(median(mine.times_us))
             if not doubt:
@@ -101,9 +106,10 @@ class GuestTimes:
         call = self._calls.yardstick and self._calls.yardstick.timed_in(self._scope)
         if not (self._calls.yardstick and call):
             return ""
+        alone = replace(call, spots=None, turns=samples_alone)  # leaves the activations as they are
         seed = f"{self._calls.random.random()}"
         (there,) = time_together(
-            [call], self._calls.device, seed, scope=self._scope, cache=self._state
+            [alone], self._calls.device, seed, scope=self._scope, cache=self._state
         )
         here_us, there_us = median(samples.times_us), median(there.times_us)
         allowed = AGREE[call.clock]
@@ -111,6 +117,15 @@ class GuestTimes:
             return ""
         expected = f"expected {there_us:.4g} µs as in the judge's process, found {here_us:.4g}"
         return f"{self._calls.yardstick.contender.label} beside it: {expected}"
+
+    def _unplanned(self, mine: Samples) -> str:
+        """Return why the samples are not as many as their time allows (sampling.py), or ""."""
+        graph = self._calls.timed_in(self._scope).clock == "graph"
+        by, plan = CAPTURED if graph else INTERRUPTED, mine.plan
+        least, most = (sample_budget(median(mine.times_us) * factor) for factor in (by, 1 / by))
+        if least <= plan and (plan <= most or not graph):
+            return ""
+        return f"expected {least} to {most} rounds and calls of such a time, found {plan}"
 
     def _audit(self, claimed_us: float) -> str:
         """Return why bursts do not confirm the samples, or ""."""

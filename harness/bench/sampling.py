@@ -10,6 +10,9 @@ SAMPLES_PER_ROUND = 8
 MIN_SAMPLES = 5
 BUDGET_MS = 40.0
 
+CAPTURED = 2.0  # the estimate of a captured call over its median, or the reverse; published: 1.3
+INTERRUPTED = 8.0  # that of a call which the host makes, in the best process; published: 3.8
+
 CHAIN, LAYERS = "chain", 8  # the scope chain, and its number of layers (timing.py)
 
 Measure = tuple[str, str]
