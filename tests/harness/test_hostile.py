@@ -279,7 +279,7 @@ def test_rows_record_their_draws_which_never_repeat() -> None:
 
 
 def test_a_checksum_sees_any_bit_and_any_exchange() -> None:
-    for dtype in (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int32):
+    for dtype in (torch.float64, torch.bfloat16, torch.float8_e4m3fn, torch.int32):
         array = torch.randn(3, 5001).to(dtype)
         before = int(checksum(array, 1))
         assert int(checksum(array.clone(), 1)) == before
@@ -287,6 +287,10 @@ def test_a_checksum_sees_any_bit_and_any_exchange() -> None:
         bits[-1] ^= 1
         assert int(checksum(array, 1)) != before
         bits[-1] ^= 1
+        for place in range(8):  # the signs of a row's first elements
+            bits[place] ^= 128
+            assert int(checksum(array, 1)) != before
+            bits[place] ^= 128
         bits[[0, 4096]] = bits[[4096, 0]]
         assert int(checksum(array, 1)) != before or bits[0] == bits[4096]
 
