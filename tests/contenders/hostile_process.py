@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from functools import partial
+from itertools import count
 from typing import Any
 
 import torch
@@ -172,13 +173,14 @@ def third_of_turns(numbers: Collection[int]) -> None:
     guest.Guest.turn = turn  # type: ignore[method-assign,assignment]
 
 
-def equal_times() -> None:
-    right = json.dumps
+def times(of_turn: Callable[[int], float]) -> None:
+    """Claim one time for all calls of a turn, by the number of the turn."""
+    right, turns = json.dumps, count()
 
     def dumps(message: object, *rest: object, **further: object) -> str:
         request = sys._getframe(2).f_locals.get("request") or {}
         if request.get("number") == 1 and "cache" in request:
-            message = {"result": [[5e3, False]] * request["count"]}
+            message = {"result": [[of_turn(next(turns)), False]] * request["count"]}
         return right(message, *rest, **further)  # type: ignore[arg-type]
 
     json.dumps = dumps
@@ -230,8 +232,9 @@ FACTS = {"choice": {}, "code": None, "candidates": [], "form": [[64, 64], "torch
 answers_too_deeply = forging(nested_answers)
 answers_in_lines = last_answer("burst", ended=["wrong", "\x1b[2J\n" * 10**4, ""])
 claims_a_graph = last_answer("capture", result={"kernel": ["graph", ""]})
-claims_equal_times = forging(equal_times)
+claims_equal_times = forging(lambda: times(lambda turn: 5e3))
 claims_no_time = last_answer("turn", result=[[1e-300, False]])
+claims_slow_starts = setting(lambda: times(lambda turn: 1e9 if turn % 7 < 2 else 200.0 + turn))
 claims_to_be_right = last_answer("burst", ended=["ok", "", ""])
 claims_too_much = last_answer("burst", result=2**64)
 claims_bytes_beyond_64_bits = last_answer("prepare", result={**FACTS, "held_bytes": 1e300})

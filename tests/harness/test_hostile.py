@@ -45,6 +45,7 @@ REASONS = {
     "claims_a_graph": (FAILED, "expected the clock host, found graph"),
     "claims_bytes_beyond_64_bits": (FAILED, "an integer beyond 64 bits"),
     "claims_no_time": (FAILED, "no answer of its process: "),
+    "claims_slow_starts": (FAILED, "rounds and calls of such a time, found (5, 1)"),
     "claims_to_be_right": (FAILED, "expected the status of an end, found ok"),
     "claims_too_much": (FAILED, "expected an answer in JSON"),
     "closes_its_files": (FAILED, ""),
