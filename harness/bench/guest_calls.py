@@ -17,7 +17,7 @@ from sparsebench.harness.bench.guest import Burst
 from sparsebench.harness.bench.guest_process import GuestProcess
 from sparsebench.harness.bench.guest_sets import GuestSets
 from sparsebench.harness.bench.operands import ChainLayer, Layers
-from sparsebench.harness.bench.sampling import CHAIN, layers_of
+from sparsebench.harness.bench.sampling import call_of, layers_of
 from sparsebench.harness.bench.stages import Stages
 from sparsebench.harness.bench.timing import TimedCall
 from sparsebench.results.record import Status
@@ -77,7 +77,7 @@ class GuestCalls:
 
     def timed_in(self, scope: str) -> TimedCall:
         """Return the call that is timed in a scope, which the guest makes."""
-        return self.timed[CHAIN if scope == CHAIN else "kernel"].in_scope(scope, tuple)
+        return self.timed[call_of(scope)].in_scope(scope, tuple)
 
     @property
     def each(self) -> list[ChainLayer]:

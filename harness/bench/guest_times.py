@@ -24,7 +24,7 @@ from time import perf_counter
 
 from sparsebench.harness.bench.contest_state import GuestLoss, synchronize
 from sparsebench.harness.bench.guest_calls import GuestCalls
-from sparsebench.harness.bench.sampling import CAPTURED, CHAIN, INTERRUPTED, sample_budget
+from sparsebench.harness.bench.sampling import CAPTURED, INTERRUPTED, call_of, sample_budget
 from sparsebench.harness.bench.spot_checks import SHARE
 from sparsebench.harness.bench.timing import (
     Order,
@@ -130,7 +130,7 @@ class GuestTimes:
 
     def _audit(self, claimed_us: float) -> str:
         """Return why bursts do not confirm the samples, or ""."""
-        of = CHAIN if self._scope == CHAIN else "kernel"
+        of = call_of(self._scope)
         count = min(self._calls.count, max(LEAST_CALLS, int(BURST_US / claimed_us)))
         idle_us = min(self._idle_us(count) for _ in range(BURSTS))
         most_us = (1 + TOLERANCE) * claimed_us + idle_us + SLACK_US[self._calls.device.type] / count

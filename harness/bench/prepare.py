@@ -29,6 +29,7 @@ from sparsebench.harness.bench.contest_state import (
     synchronize,
 )
 from sparsebench.harness.bench.operands import ChainLayer, Layers, without_mask
+from sparsebench.harness.bench.sampling import CHAIN
 from sparsebench.harness.bench.spot_checks import SpotChecks
 from sparsebench.harness.bench.stages import Stages
 from sparsebench.harness.bench.tampering import arrays_of
@@ -124,12 +125,11 @@ def prepare_layer(layer: ChainLayer, contender: Contender, choice: Mapping[str, 
 
 def prepare_chain(layers: Layers, entry: RunningContender) -> None:
     """Make the further layers ready, or record why this contender has no chain."""
-    assert entry.alone
     try:
         choice, contender = entry.row.choice, entry.contender
         launches = [prepare_layer(layer, contender, choice) for layer in layers.each[1:]]
-        chain = Chain((*entry.alone.launches, *launches))
-        entry.chain = CheckedCall(chain, SpotChecks(layers.chain))
+        chain = Chain((*entry.calls["kernel"].launches, *launches))
+        entry.calls[CHAIN] = CheckedCall(chain, SpotChecks(layers.chain))
     except (FormatError, Unsupported, *NO_MEMORY) as error:
         entry.leave_chain(*end_status(error))
 

@@ -31,6 +31,11 @@ def distinct_measures(measures: Iterable[Measure], device: str) -> tuple[Measure
     return (("kernel", "hot"),) if device == "cpu" else tuple(measures)
 
 
+def call_of(scope: str) -> str:
+    """Return the call that a scope times: the chain, or the launch alone (kernel)."""
+    return CHAIN if scope == CHAIN else "kernel"
+
+
 def layers_of(scope: str) -> int:
     """Return how many layers a call of a scope runs; a sample is the time of one layer."""
     return LAYERS if scope == CHAIN else 1
