@@ -20,7 +20,6 @@ from itertools import groupby
 from math import inf
 from operator import itemgetter
 from statistics import median
-from time import perf_counter
 
 from sparsebench.harness.bench.contest_state import GuestLoss, synchronize
 from sparsebench.harness.bench.guest_calls import GuestCalls
@@ -148,9 +147,10 @@ class GuestTimes:
         """Return the time per call of a burst that calls nothing, in this process."""
         graph = self._calls.timed["kernel"].clock == "graph"
         run = self._calls.idle.capture(count) if graph else partial(self._calls.idle.run, count)
-        run()
-        synchronize(self._calls.device)
-        start = perf_counter()
-        run()
-        synchronize(self._calls.device)
-        return 1e6 * (perf_counter() - start) / count
+
+        def whole() -> None:
+            run()
+            synchronize(self._calls.device)
+
+        whole()
+        return 1e6 * self._calls.clock(whole)[0] / count

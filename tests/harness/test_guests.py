@@ -2,17 +2,19 @@
 
 from dataclasses import replace
 from math import inf, nan
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from sparsebench._discovery import outside
-from sparsebench.harness.bench import contest, guest_contest, guest_process
+from sparsebench.harness.bench import contest, guest_calls, guest_contest, guest_process
 from sparsebench.harness.bench.arena import Arena, open_arena
 from sparsebench.harness.bench.contest import RunningContest
 from sparsebench.harness.bench.contest_state import ContestOptions, GuestLoss, configuration
-from sparsebench.harness.bench.guest_process import GuestProcess
+from sparsebench.harness.bench.guest_calls import GuestCalls
+from sparsebench.harness.bench.guest_process import GuestProcess, Waits
 from sparsebench.harness.bench.prepare import entries_of
 from sparsebench.harness.bench.stages import Stages
 from sparsebench.harness.catalog import is_outside
@@ -159,6 +161,15 @@ def test_a_run_takes_no_row_with_odd_facts(facts: dict[str, Any], reason: str) -
     assert (row.status, row.replicate, row.scope) == (Status.FAILED, 1, "op")
     assert not row.samples_us
     assert reason in row.detail
+
+
+@pytest.mark.parametrize(("waited_s", "seconds"), [(0.125, 0.375), (0.75, 0.0)])
+def test_the_clock_of_the_judge_leaves_out_what_it_waited_for(waited_s, seconds, monkeypatch):
+    calls = object.__new__(GuestCalls)
+    waits = iter([Waits(0, 0, 0), Waits(int(1e9 * waited_s), 0, 0)])
+    calls.process = SimpleNamespace(waits=waits.__next__)  # type: ignore[assignment]
+    monkeypatch.setattr(guest_calls, "perf_counter", iter([1.0, 1.5]).__next__)
+    assert calls.clock(lambda: "done") == (seconds, "done")
 
 
 def test_a_gpu_for_one_process_alone_runs_no_guest(monkeypatch: pytest.MonkeyPatch) -> None:
