@@ -18,7 +18,7 @@ from sparsebench.results.record import Status
 
 COMMAND = *PYTHON, "sparsebench.harness.bench.guest"
 CPU_CLOCK = 2  # of a process, in a clockid_t: all its threads, those that have ended included
-ANSWER_BYTES = 2**20  # candidates have 128 KB at most (prepare.py), and 128 times 4 KB
+ANSWER_BYTES = 2**20  # candidates have 256 KB at most (prepare.py), and 128 times 4 KB
 START_S = 300.0  # importing torch on a cold disk
 COMPUTE_MODE = 20  # CUdevice_attribute
 EXCLUSIVE = 3  # CUcomputemode

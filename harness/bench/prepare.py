@@ -43,7 +43,7 @@ from sparsebench.results.record import Case, Contender, Problem, Row, Status
 
 FACTS: Mapping[str, tuple[Any, str, int]] = {
     "choice": (dict, "a mapping", 2**14),
-    "candidates": (list | tuple, "a list", 2**17),
+    "candidates": (list | tuple, "a list", 2**18),
     "code": (str | None, "text or None", 2**10),
 }
 """What a launch states for its row: the type, and most bytes as JSON.

@@ -91,7 +91,7 @@ REASONS = {
     "spoils_shared_values_late": (WRONG, ""),
     "spoils_while_timed": (WRONG, "changed w's values in bsr"),
     "states_a_long_digest": (FAILED, "code: expected at most 1024 bytes, found 1000002"),
-    "states_many_candidates": (FAILED, "candidates: expected at most 131072 bytes"),
+    "states_many_candidates": (FAILED, "candidates: expected at most 262144 bytes"),
     "states_nested_choices": (FAILED, "its process states: "),
     "states_odd_candidates": (FAILED, "its process states: "),
     "states_unpaired_surrogates": (FAILED, "its process states: "),
