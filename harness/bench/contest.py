@@ -53,11 +53,9 @@ from sparsebench.harness.bench.operands import Layers
 from sparsebench.harness.bench.output_checks import (
     Variant,
     arrays_of_answers,
-    fingerprint,
     judge,
     misfit,
     poison_outputs,
-    refuse_operands,
     right_answers,
     variant,
 )
@@ -70,7 +68,7 @@ from sparsebench.harness.bench.prepare import (
     prepare_chain,
 )
 from sparsebench.harness.bench.sampling import CHAIN, LAYERS, distinct_measures
-from sparsebench.harness.bench.spot_checks import A, B, SpotChecks
+from sparsebench.harness.bench.spot_checks import A, B, SpotChecks, right_outputs
 from sparsebench.harness.bench.stages import Spoiled, Stages
 from sparsebench.harness.bench.tampering import TamperingError
 from sparsebench.harness.bench.timing import ready, time_together
@@ -182,7 +180,7 @@ class RunningContest:
             further = {"pattern": entry.pattern, "timed": self.options.timed.get(case.id, ())}
             operands = operands_of(self.layers.each[0], weights, earlier, **further)
             launch, facts = prepare(operands, case.contender)
-            entry.alone = CheckedCall(launch, SpotChecks(self.layers.first))
+            entry.calls["kernel"] = CheckedCall(launch, SpotChecks(self.layers.first))
             entry.record(**facts)
         entry.record(**memory)
         if entry.running:  # apart, so that checksums do not count as memory
@@ -294,9 +292,9 @@ class RunningContest:
     def _measure_energy(self) -> None:
         """Measure each call alone, under two loads."""
         for entry in self.entries:
-            if entry.alone:
+            if call := entry.calls.get("kernel"):
                 with self.stages.at(entry, "energy"):
-                    facts = facts_under_load(entry.alone.call, self.stages.device)
+                    facts = facts_under_load(call.call, self.stages.device)
                     entry.record_timed(("kernel", "op"), **facts)
 
     def check(self, when: str) -> None:
@@ -328,18 +326,17 @@ class RunningContest:
         if checked is None:  # the launch alone was wrong
             return
         if when == BEFORE:
-            poison_outputs(checked.call, self.stages.guard)
+            poison_outputs(checked.call)
         outputs = checked.call()
         self.stages.verify()
         allowed = (entry.contender.error or {}).get("at_most")
         right = [replace(each, allowed=allowed) for each in expected[: len(checked.launches)]]
-        refuse_operands(outputs, self.stages.guard)
         losses = [launch.lost() if launch.lost else 0 for launch in checked.launches]
         errors, reason = judge(outputs, right, losses, entry.pattern)
         if reason:
             entry.end(Status.WRONG, f"{when}{reason}")
-        elif when == BEFORE and (sums := fingerprint(outputs, right, entry.pattern)):
-            checked.spots.fingerprints[B] = sums
+        elif when == BEFORE and (judged := right_outputs(outputs, errors["error"])):
+            checked.spots.right[B] = judged
         entry.record_errors(scope, errors)
 
     def _answers(self, when: str) -> dict[Variant, list[Expected]]:

@@ -18,7 +18,7 @@ import torch
 
 from sparsebench.errors import FormatError, SparsebenchError, Unsupported
 from sparsebench.formats._format import Format
-from sparsebench.harness.bench.sampling import CHAIN, Measure, layers_of
+from sparsebench.harness.bench.sampling import CHAIN, Measure, call_of, layers_of
 from sparsebench.harness.bench.spot_checks import Outputs, SpotChecks
 from sparsebench.harness.bench.timing import Chain, Samples, TimedCall, launches_of
 from sparsebench.kernels._kernel import Launch
@@ -32,6 +32,7 @@ which case to blame if the process dies or hangs."""
 OnFailure = Callable[[str, str, str], None]
 """Called with a case id, the reason why the case ended, and the traceback."""
 
+LONGEST_REASON = 1000  # characters
 LONGEST = 20_000  # characters of a traceback; the last ones are kept
 
 
@@ -41,6 +42,14 @@ class Fatal(Exception):
     def __init__(self, case: str, detail: str) -> None:
         super().__init__(detail)
         self.case, self.detail = case, detail
+
+
+class GuestLoss(Exception):
+    """A guest has ended, or cannot go on; with the status and the reason of its row."""
+
+    def __init__(self, status: Status, reason: str, traceback: str = "") -> None:
+        super().__init__(line_of(reason))
+        self.status, self.traceback = status, traceback[-LONGEST:]
 
 
 @dataclass(frozen=True)
@@ -138,15 +147,14 @@ class RunningContender:
 
     row            its result so far, without times
     pattern        for a packed output: the format that it must have
-    alone, chain   its launch, and its launches on all layers, if a chain is timed
+    calls          its launch (`kernel`), and its launches on all layers if a chain is timed
     chain_failure  why its chain is not timed; its other measures are not affected
     results        rows with times, by measure
     """
 
     row: Row
     pattern: Format | None = None
-    alone: CheckedCall | None = None
-    chain: CheckedCall | None = None
+    calls: dict[str, CheckedCall] = field(default_factory=dict)
     chain_failure: tuple[Status, str] | None = None
     results: dict[Measure, Row] = field(default_factory=dict)
 
@@ -158,23 +166,14 @@ class RunningContender:
     def contender(self) -> Contender:
         return self.row.case.contender
 
-    @property
-    def calls(self) -> dict[str, CheckedCall]:
-        """Return the calls that are checked, by scope: the launch alone counts as kernel."""
-        calls = {"kernel": self.alone, CHAIN: self.chain}
-        return {scope: call for scope, call in calls.items() if call}
-
     def timed_in(self, scope: str) -> TimedCall | None:
         """Return the call that is timed in a scope, or None if there is none."""
-        checked = self.chain if scope == CHAIN else self.alone
-        if checked and checked.timed:
-            return checked.timed.in_scope(scope, checked.work.run)
-        return None
+        checked = self.calls.get(call_of(scope))
+        timed = checked and checked.timed
+        return timed.in_scope(scope, checked.work.run) if checked and timed else None
 
     def spots_in(self, scope: str) -> SpotChecks:
-        checked = self.chain if scope == CHAIN else self.alone
-        assert checked
-        return checked.spots
+        return self.calls[call_of(scope)].spots
 
     def record(self, **facts: Any) -> None:
         """Add facts to the row."""
@@ -208,11 +207,12 @@ class RunningContender:
         self.results.clear()
 
     def release(self) -> None:
-        self.alone = self.chain = None
+        self.calls = {}
 
     def leave_chain(self, status: Status, reason: str) -> None:
         """Record why the contender has no chain, and release its layers."""
-        self.chain, self.chain_failure = None, (status, f"chain: {reason}")
+        self.calls = {scope: call for scope, call in self.calls.items() if scope != CHAIN}
+        self.chain_failure = status, f"chain: {reason}"
 
     def rows(self, measures: tuple[Measure, ...]) -> list[Row]:
         """Return a row for each measure; a row without a time has a status that says why."""
@@ -242,12 +242,11 @@ def exchange_twins(entries: Sequence[RunningContender], coin: random.Random) -> 
     for twin in (entry for entry in entries if entry.contender.twin):
         original = by_case.get(twin.row.case.original.id)
         if original and coin.random() < 0.5 and original.running and _alike(original, twin):
-            original.alone, twin.alone = twin.alone, original.alone
-            original.chain, twin.chain = twin.chain, original.chain
+            original.calls, twin.calls = twin.calls, original.calls
 
 
 def _alike(original: RunningContender, twin: RunningContender) -> bool:
-    a, b = ((e.running, e.row.choice, e.row.code, e.chain is None) for e in (original, twin))
+    a, b = ((e.running, e.row.choice, e.row.code, e.calls.keys()) for e in (original, twin))
     return a == b
 
 
@@ -256,12 +255,19 @@ NO_MEMORY = torch.OutOfMemoryError, MemoryError
 
 def end_status(error: Exception) -> tuple[Status, str]:
     """Return the status of a case that ended with this error, and the reason."""
+    if isinstance(error, GuestLoss):
+        return error.status, str(error)
     if isinstance(error, FormatError | Unsupported):
         return Status.UNSUPPORTED, str(error)
     if isinstance(error, NO_MEMORY):
         return Status.OUT_OF_MEMORY, one_line(error)
     ours = isinstance(error, SparsebenchError)  # such as a file that is missing or has changed
     return Status.FAILED, str(error) if ours else one_line(error)
+
+
+def line_of(text: str) -> str:
+    """Return the beginning of a text that another process wrote, as one line."""
+    return "".join(c if c.isprintable() else " " for c in text[:LONGEST_REASON])
 
 
 def one_line(error: BaseException) -> str:
@@ -275,6 +281,8 @@ def one_line(error: BaseException) -> str:
 
 def traceback_of(error: BaseException) -> str:
     """Return the traceback of an error and its causes, with module names for paths."""
+    if isinstance(error, GuestLoss):
+        return error.traceback
     try:
         text = "".join(traceback.format_exception(error))
     except Exception as second:  # the message is computed by a contender's code

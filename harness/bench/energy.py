@@ -63,9 +63,9 @@ class Energy:
 
     us_per_call: float
     j_per_call: float
-    sm_mhz: float | None
     window_s: float
     calls: int
+    sm_mhz: float | None = None
 
     def to_json(self) -> dict[str, float]:
         return {name: value for name, value in asdict(self).items() if value is not None}
@@ -92,7 +92,10 @@ def _meter(identity: str) -> Iterator[Meter]:
 
 def facts_under_load(call: Callable[[], Any], device: torch.device) -> dict[str, Any]:
     """Return the fields of a row about a call under each load, in about 8 s. Raises NoMeter."""
-    half, full = (energy(call, device, half=half) for half in (True, False))
+    return facts_of_loads(*(energy(call, device, half=half) for half in (True, False)))
+
+
+def facts_of_loads(half: Energy, full: Energy) -> dict[str, Any]:
     loads = {"half": half.to_json(), "full": full.to_json()}
     return {"loads": loads, "energy_j": full.j_per_call, "energy_window_s": full.window_s}
 

@@ -124,9 +124,8 @@ def check_exact(
     exact = exact_draws(op, first, SystemRandom().getrandbits(62)) if rivals else None
     for entry in rivals if exact else ():
         with stages.at(entry, "check"):
-            assert entry.alone
             assert exact
-            call, layer = entry.alone.work.run, first
+            call, layer = entry.calls["kernel"].work.run, first
             if not op.pattern:
                 layer = exact.layer
                 call = prepare_layer(layer, entry.contender, entry.row.choice).run

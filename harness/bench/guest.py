@@ -34,6 +34,7 @@ from sparsebench.harness.bench.contest_state import end_status, synchronize, tra
 from sparsebench.harness.bench.correctness import form_of
 from sparsebench.harness.bench.energy import facts_under_load
 from sparsebench.harness.bench.operands import ChainLayer, DenseOperands, of_layer
+from sparsebench.harness.bench.output_checks import poison_outputs
 from sparsebench.harness.bench.prepare import (
     added_memory,
     operands_of,
@@ -42,7 +43,7 @@ from sparsebench.harness.bench.prepare import (
     unsupported,
     weights_in_format,
 )
-from sparsebench.harness.bench.sampling import CHAIN
+from sparsebench.harness.bench.sampling import CHAIN, call_of
 from sparsebench.harness.bench.spot_checks import Outputs, as_tuple, values_of
 from sparsebench.harness.bench.stages import Stages
 from sparsebench.harness.bench.tampering import TamperingError, arrays_of
@@ -50,7 +51,7 @@ from sparsebench.harness.bench.timing import Chain, Clock, TimedCall, clock_of, 
 from sparsebench.harness.catalog import load_op
 from sparsebench.harness.machine.child_process import answer_parent
 from sparsebench.kernels._common.capture import capturing
-from sparsebench.kernels._kernel import Launch, poison
+from sparsebench.kernels._kernel import Launch
 from sparsebench.results.record import Contender, Problem, Status
 
 EXACT = "exact"  # the launch on integers (exact_draws.py), beside the scopes
@@ -75,7 +76,9 @@ class Burst:
         """Keep an output where the judge reads it, if it has the form of one."""
         for each, kept in zip(as_tuple(out), self._sets[int(number)][1], strict=True):
             values = values_of(each)
-            if type(values) is Tensor and values.shape == kept.shape:
+            if type(values) is not Tensor or not values.is_contiguous():
+                continue  # copying is not timed, and must not be work
+            if (values.shape, values.dtype) == (kept.shape, kept.dtype):
                 kept.copy_(values)
 
     def run(self, count: int) -> Outputs | None:
@@ -186,9 +189,7 @@ class Guest:
         """
         work = self._works[number, scope]
         if fill:
-            for out in as_tuple(work.run()):
-                if isinstance(values := values_of(out), Tensor):
-                    poison(values)
+            poison_outputs(work.run)
         timed = self._timed.get((number, scope))
         self._whole_burst(number, scope, count, timed is not None and timed.clock == "graph")()
         synchronize(self.device)
@@ -196,7 +197,7 @@ class Guest:
 
     def turn(self, number: int, scope: str, cache: str, count: int) -> list[tuple[float, bool]]:
         """Call once on each of the first sets; return the times in µs, and whether one is late."""
-        which = number, CHAIN if scope == CHAIN else "kernel"
+        which = number, call_of(scope)
         timed = self._timed[which].in_scope(scope, self._works[which].run)
         each = replace(timed, spots=self._burst(*which))
         take = self._clock(scope, cache)

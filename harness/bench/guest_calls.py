@@ -1,18 +1,23 @@
 """The calls of a guest, as the judge asks for them: on activations that no earlier call had."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from random import SystemRandom
 from time import perf_counter
 from typing import Any
 
-from sparsebench.harness.bench.contest_state import ContestOptions, RunningContender, synchronize
+from sparsebench.harness.bench.contest_state import (
+    ContestOptions,
+    GuestLoss,
+    RunningContender,
+    synchronize,
+)
 from sparsebench.harness.bench.guest import Burst
-from sparsebench.harness.bench.guest_process import GuestLoss, GuestProcess
+from sparsebench.harness.bench.guest_process import GuestProcess
 from sparsebench.harness.bench.guest_sets import GuestSets
 from sparsebench.harness.bench.operands import ChainLayer, Layers
-from sparsebench.harness.bench.sampling import CHAIN, layers_of
+from sparsebench.harness.bench.sampling import call_of, layers_of
 from sparsebench.harness.bench.stages import Stages
 from sparsebench.harness.bench.timing import TimedCall
 from sparsebench.results.record import Status
@@ -56,13 +61,23 @@ class GuestCalls:
 
     def ask(self, what: str, **arguments: Any) -> Any:
         synchronize(self.device)  # the guest reads what this process wrote
-        return self.process.ask(what, ANSWER * self.options.timeout_s, **arguments)
+        try:
+            return self.process.ask(what, ANSWER * self.options.timeout_s, **arguments)
+        except GuestLoss as loss:
+            if arguments.get("number", self.number) == self.number:
+                raise
+            beside = f"{self.contenders[0].label} beside it: {loss}"
+            raise GuestLoss(loss.status, beside, loss.traceback) from loss
 
-    # --- operands, weights, launches ---
+    def further(
+        self, number: int, choice: Mapping[str, Any], layers: Sequence[str], scope: str
+    ) -> None:
+        """Let a contender prepare its launches on these layers."""
+        self.ask("further", number=number, choice=choice, layers=layers, scope=scope)
 
     def timed_in(self, scope: str) -> TimedCall:
         """Return the call that is timed in a scope, which the guest makes."""
-        return self.timed[CHAIN if scope == CHAIN else "kernel"].in_scope(scope, tuple)
+        return self.timed[call_of(scope)].in_scope(scope, tuple)
 
     @property
     def each(self) -> list[ChainLayer]:
@@ -83,15 +98,18 @@ class GuestCalls:
         """
         self.fill(count)
         synchronize(self.device)
-        times = []
-        for request in (partial(self.ask, "wake"), partial(self.burst, scope, count)):
-            before = self.process.waits()  # takes a millisecond, so before the clock starts
-            start = perf_counter()
-            lost = request()
-            took_s = perf_counter() - start
-            times.append(took_s - self.process.waits().since(before))
+        wake_s, _ = self.clock(partial(self.ask, "wake"))
+        burst_s, lost = self.clock(partial(self.burst, scope, count))
         self.compare(count, calls, scope, lost, "back to back")
-        return times[1], sum(times)
+        return burst_s, wake_s + burst_s
+
+    def clock(self, work: Callable[[], Any]) -> tuple[float, Any]:
+        """Return the seconds of work by this process's clock, without waits, and its result."""
+        before = self.process.waits()  # takes a millisecond, so before the clock starts
+        start = perf_counter()
+        result = work()
+        took_s = perf_counter() - start
+        return max(0.0, took_s - self.process.waits().since(before)), result
 
     def compare(self, count: int, calls: int, scope: str, lost: int, when: str) -> None:
         """Compare outputs of `calls` of the first sets, chosen at random, for at most SPOT_S."""

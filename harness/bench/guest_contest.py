@@ -18,9 +18,9 @@ A guest that ends, hangs or breaks the protocol costs its own row alone.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
-from functools import partial
 from math import prod
 from time import perf_counter
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -29,27 +29,26 @@ from torch import Tensor
 from sparsebench.harness.bench.arena import Arena, Layout, dtype_name
 from sparsebench.harness.bench.contest_state import (
     ContestOptions,
-    Fatal,
+    GuestLoss,
     RunningContender,
     checked_before,
-    end_status,
-    one_line,
-    synchronize,
-    traceback_of,
+    line_of,
 )
 from sparsebench.harness.bench.correctness import form_error
+from sparsebench.harness.bench.energy import Energy, facts_of_loads
 from sparsebench.harness.bench.exact_draws import exact_draws
 from sparsebench.harness.bench.guest import EXACT
 from sparsebench.harness.bench.guest_calls import GuestCalls
-from sparsebench.harness.bench.guest_process import GuestLoss, GuestQueue
+from sparsebench.harness.bench.guest_process import GuestQueue
 from sparsebench.harness.bench.guest_times import GuestTimes
-from sparsebench.harness.bench.operands import Layers
-from sparsebench.harness.bench.prepare import json_choice
+from sparsebench.harness.bench.operands import ChainLayer, Layers
+from sparsebench.harness.bench.prepare import facts_of
 from sparsebench.harness.bench.process_state import rewritten_modules
 from sparsebench.harness.bench.sampling import CHAIN, layers_of
 from sparsebench.harness.bench.stages import Stages
 from sparsebench.harness.bench.timing import TimedCall
 from sparsebench.results.record import Status
+from sparsebench.results.run.store import unreadable
 
 MOST_SETS = 128  # of one contender; a large problem has at least one set
 SETS_BYTES = {"cuda": 2**30, "cpu": 2**28}
@@ -88,30 +87,18 @@ class GuestContest:
 
     def run(self) -> None:
         """Measure the contender; its entry has the rows, or the reason why there are none."""
-        case = self.entry.row.case.id
-        rewritten_modules()
-        try:
-            self._measure()
-            if modules := rewritten_modules():
-                raise GuestLoss(Status.WRONG, f"rewrote the files of {', '.join(modules[:3])}")
-        except GuestLoss as loss:
-            self.entry.end(loss.status, str(loss))
-            if loss.status not in (Status.UNSUPPORTED, Status.WRONG):
-                self.calls.stages.on_failure(case, str(loss), loss.traceback)
-        except Exception as error:  # whatever the guest's answers make this process do
+        with self.calls.stages.ending(self.entry, "no answer of its process"):
+            rewritten_modules()
             try:
-                synchronize(self.calls.stages.device)
-            except Exception as dead:
-                raise Fatal(case, one_line(dead)) from error
-            status, reason = end_status(error)
-            if status is Status.FAILED:
-                reason = f"no answer of its process: {reason}"
-                self.calls.stages.on_failure(case, reason, traceback_of(error))
-            self.entry.end(status, reason)
-        finally:
-            self.calls.process.child.kill()
-            for arena in self.arenas:
-                arena.close()
+                self._measure()
+                if changed := self.calls.stages.process.restore():
+                    raise GuestLoss(Status.WRONG, f"changed {', '.join(changed)} of the judge")
+                if modules := rewritten_modules():
+                    raise GuestLoss(Status.WRONG, f"rewrote the files of {', '.join(modules[:3])}")
+            finally:
+                self.calls.process.child.kill()
+                for arena in self.arenas:
+                    arena.close()
 
     def _measure(self) -> None:
         with self.calls.stage("convert"):
@@ -119,14 +106,18 @@ class GuestContest:
             self._open()
         for number in range(len(self.calls.contenders)):
             self._prepare(number)
+        whole = not checked_before(self.entry.row, self.options)
+        seed = self.calls.random.getrandbits(62)
+        exact = whole and not self.entry.contender.error
+        self.exact = exact_draws(self.op, self.layers.each[0], seed) if exact else None
         self._share()
-        self._check("before timing", whole=self.whole)
+        self._check("before timing", whole=whole)
         with self.calls.stage("capture"):
             names = CLOCKS[self.calls.device.type]
             for scope, (clock, why) in self.calls.ask("capture").items():
                 if clock not in names:
                     raise ValueError(f"expected the clock {' or '.join(names)}, found {clock}")
-                self.calls.timed[scope] = TimedCall(tuple, clock, str(why))
+                self.calls.timed[scope] = TimedCall(tuple, clock, line_of(str(why)))
             chain = self.calls.timed.get(CHAIN)
             if chain and chain.clock == "events":
                 self.entry.leave_chain(Status.UNSUPPORTED, chain.why)
@@ -135,36 +126,38 @@ class GuestContest:
                 self._time(scope, state)
         if self.options.energy:
             with self.calls.stage("energy"):
-                facts = self.calls.ask("energy", number=self.calls.number)
-            facts = {name: facts[name] for name in ("loads", "energy_j", "energy_window_s")}
-            self.entry.record_timed(("kernel", "op"), **facts)
+                loads = self.calls.ask("energy", number=self.calls.number)["loads"]
+            facts = facts_of_loads(Energy(**loads["half"]), Energy(**loads["full"]))
+            self.entry.record_timed(("kernel", "op"), **self._readable(facts))
         self._check("after timing", whole=False)
 
     def _open(self) -> None:
         """Give the guest its operands: copies, so that it can spoil only its own."""
-        first, seed = self.layers.each[0], self.calls.random.getrandbits(62)
-        self.exact = None if self.entry.contender.error else exact_draws(self.op, first, seed)
-        layers = [(layer.name, layer) for layer in self.layers.each]
-        if self.exact and not self.op.pattern:
-            layers.append((f" {EXACT}", self.exact.layer))
-        arrays = {
-            f"{name}{suffix}": tensor
-            for suffix, layer in layers
-            for dense in [layer.with_weights_of(self.entry.contender).dense]
-            for name, tensor in {**dense.weights, **dense.activations}.items()
-        }
-        shared = self._arena({n: (list(t.shape), dtype_name(t.dtype)) for n, t in arrays.items()})
-        for name, tensor in arrays.items():
-            shared.arrays[name].copy_(tensor)
-        every = self.calls.contenders  # which all multiply the weights that the guest gets
-        contenders = [asdict(replace(contender, weights="pruned")) for contender in every]
+        every = [self._operands(layer, layer.name) for layer in self.layers.each]
+        shared = self._arena({name: x for operands in every for name, x in operands.items()})
+        both = self.calls.contenders  # which multiply the weights that the guest gets
+        contenders = [asdict(replace(contender, weights="pruned")) for contender in both]
         about = {"problem": asdict(self.layers.each[0].problem), "contenders": contenders}
         if reason := self.calls.ask("open", **about, handle=shared.handle, layout=shared.layout):
             raise GuestLoss(Status.UNSUPPORTED, str(reason))
 
-    def _arena(self, layout: Layout) -> Arena:
-        self.arenas.append(Arena(layout, self.calls.device))
+    def _operands(self, layer: ChainLayer, suffix: str) -> dict[str, Tensor]:
+        dense = layer.with_weights_of(self.entry.contender).dense
+        return {f"{n}{suffix}": x for n, x in {**dense.weights, **dense.activations}.items()}
+
+    def _arena(self, values: Mapping[str, Tensor], further: Layout = MappingProxyType({})) -> Arena:
+        """Share an arena with these values, and with room for further arrays."""
+        layout = {name: (list(x.shape), dtype_name(x.dtype)) for name, x in values.items()}
+        self.arenas.append(Arena({**layout, **further}, self.calls.device))
+        for name, x in values.items():
+            self.arenas[-1].arrays[name].copy_(x)
         return self.arenas[-1]
+
+    def _readable(self, facts: dict[str, Any]) -> dict[str, Any]:
+        """Return facts as the guest states them. Raises GuestLoss if no reader would take them."""
+        if fault := unreadable(replace(self.entry.row, **facts)):
+            raise GuestLoss(Status.FAILED, f"its process states: {fault}")
+        return facts
 
     def _prepare(self, number: int) -> None:
         """Convert and prepare; times are the judge's."""
@@ -183,26 +176,21 @@ class GuestContest:
             start = perf_counter()
             facts = self.calls.ask("prepare", number=number, pinned=pinned[0], timed=pinned[1])
             spent = perf_counter() - start
-        choice, chain = json_choice(facts["choice"]), len(self.calls.each) > 1
+        stated = facts_of(facts)
         if mine:
             self.form = facts["form"]
             held = {n: int(facts[n]) for n in ("held_bytes", "peak_bytes") if facts.get(n)}
-            candidates = tuple(map(dict, facts["candidates"]))
-            code = facts["code"] if isinstance(facts["code"], str) else None
-            self.entry.record(choice=choice, code=code, candidates=candidates, **held)
-            self.entry.record(convert_us=min(took_us), prepare_s=spent, stored_bytes=stored)
-            self.whole = not checked_before(self.entry.row, self.options)
-        with self.calls.stage("chain" if chain else "prepare"):
-            further = partial(self.calls.ask, "further", number=number, choice=choice)
-            if chain:
+            self.entry.record(**self._readable({**stated, **held, "stored_bytes": stored}))
+            self.entry.record(convert_us=min(took_us), prepare_s=spent)
+        if len(self.calls.each) > 1:
+            with self.calls.stage("chain"):
                 try:
-                    further(layers=[layer.name for layer in self.layers.each[1:]], scope=CHAIN)
+                    names = [layer.name for layer in self.layers.each[1:]]
+                    self.calls.further(number, stated["choice"], names, CHAIN)
                 except GuestLoss as loss:
                     if loss.status not in (Status.UNSUPPORTED, Status.OUT_OF_MEMORY):
                         raise
                     self.entry.leave_chain(loss.status, str(loss))
-            if mine and self.whole and self.exact and not self.op.pattern:
-                further(layers=[f" {EXACT}"], scope=EXACT)
 
     def _share(self) -> None:
         """Share sets of activations and outputs, if the output has a form that can be right."""
@@ -229,8 +217,15 @@ class GuestContest:
         }
         if packed:
             layout["positions"] = [prod(shape)], "float64"
-        shared = self._arena(layout)
-        self.calls.ask("share", handle=shared.handle, layout=layout, count=self.calls.count)
+        values: dict[str, Tensor] = {}
+        if self.exact and not self.op.pattern:  # integers for a further launch
+            values = self._operands(self.exact.layer, f" {EXACT}")
+        shared = self._arena(values, layout)
+        self.calls.ask("share", handle=shared.handle, layout=shared.layout, count=self.calls.count)
+        if values:
+            with self.calls.stage("prepare"):
+                choice = self.entry.row.choice
+                self.calls.further(self.calls.number, choice, [f" {EXACT}"], EXACT)
         arrays = self.arenas[0].arrays | shared.arrays
         self.calls.idle = self.calls.sets.take(arrays, layers, self.calls.count)
 
@@ -247,7 +242,7 @@ class GuestContest:
                     raise GuestLoss(Status.WRONG, f"{when}: {reason}")
                 self.entry.record_errors(scope, errors)
                 if when == "before timing":
-                    if whole and self.exact and scope == "kernel":
+                    if self.exact and scope == "kernel":
                         self._check_exact()
                     self.calls.inspect_burst(scope, min(self.calls.count, CALLS), CALLS)
 

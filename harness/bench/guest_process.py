@@ -11,13 +11,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from sparsebench.harness.bench.contest_state import LONGEST
+from sparsebench.harness.bench.contest_state import GuestLoss
 from sparsebench.harness.machine.child_process import PYTHON, Child, ChildLoss
 from sparsebench.kernels._common.driver import driver
 from sparsebench.results.record import Status
 
 COMMAND = *PYTHON, "sparsebench.harness.bench.guest"
 CPU_CLOCK = 2  # of a process, in a clockid_t: all its threads, those that have ended included
+ANSWER_BYTES = 2**20  # candidates have 256 KB at most (prepare.py), and 128 times 4 KB
 START_S = 300.0  # importing torch on a cold disk
 COMPUTE_MODE = 20  # CUdevice_attribute
 EXCLUSIVE = 3  # CUcomputemode
@@ -25,14 +26,6 @@ ONE_PROCESS = "expected a GPU that several processes may use (nvidia-smi --compu
 
 ENDS = Status.WRONG, Status.FAILED, Status.UNSUPPORTED, Status.OUT_OF_MEMORY
 """How a guest may say that its contender ended."""
-
-
-class GuestLoss(Exception):
-    """A guest has ended, or its contender cannot go on; with the status of its row."""
-
-    def __init__(self, status: Status, reason: str, traceback: str = "") -> None:
-        super().__init__(reason)
-        self.status, self.traceback = status, traceback
 
 
 class Waits(NamedTuple):
@@ -68,7 +61,7 @@ class GuestProcess:
     """A guest process, as the judge sees it. It imports until `begin`."""
 
     def __init__(self) -> None:
-        self.child = Child("the contender's process", COMMAND, sys.stderr.write)
+        self.child = Child("the contender's process", COMMAND, sys.stderr.write, ANSWER_BYTES)
 
     def begin(self, device: torch.device) -> None:
         """Let the process take the device. Raises GuestLoss."""
@@ -87,7 +80,7 @@ class GuestProcess:
             status, reason, traceback = map(str, ended)
             if status not in ENDS:
                 raise ValueError(f"expected the status of an end, found {status[:80]}")
-            raise GuestLoss(Status(status), reason[:LONGEST], traceback[-LONGEST:])
+            raise GuestLoss(Status(status), reason, traceback)
         return answer.get("result")
 
     def _signal(self, number: signal.Signals) -> None:

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from sparsebench.formats._format import BITS, is_stored
+from sparsebench.harness.bench.contest_state import GuestLoss
 from sparsebench.harness.bench.correctness import Expected, where_stored
 from sparsebench.harness.bench.guest import Burst, Sets, sets_of
-from sparsebench.harness.bench.guest_process import GuestLoss
 from sparsebench.harness.bench.operands import ChainLayer, Layers, other_draw, redraw
 from sparsebench.harness.bench.output_checks import judge, misfit, right_answer
 from sparsebench.results.record import Contender, Status

@@ -20,14 +20,18 @@ from itertools import groupby
 from math import inf
 from operator import itemgetter
 from statistics import median
-from time import perf_counter
 
-from sparsebench.harness.bench.contest_state import synchronize
+from sparsebench.harness.bench.contest_state import GuestLoss, synchronize
 from sparsebench.harness.bench.guest_calls import GuestCalls
-from sparsebench.harness.bench.guest_process import GuestLoss
-from sparsebench.harness.bench.sampling import CHAIN
+from sparsebench.harness.bench.sampling import CAPTURED, INTERRUPTED, call_of, sample_budget
 from sparsebench.harness.bench.spot_checks import SHARE
-from sparsebench.harness.bench.timing import Order, Samples, TimedSample, time_together
+from sparsebench.harness.bench.timing import (
+    Order,
+    Samples,
+    TimedSample,
+    samples_alone,
+    time_together,
+)
 from sparsebench.results.record import Status
 
 WAKE_US = 5e3  # two processes take turns on a GPU in 3 ms
@@ -37,6 +41,7 @@ BURST_US = 2e4  # a burst takes about as long, but has at least LEAST_CALLS
 LEAST_CALLS, BURSTS = 4, 5  # BURSTS: tries, of which the fastest counts
 AGREE = {"graph": 1.1, "events": 3.0, "host": 3.0}  # of the yardstick, by its clock: the host has
 # other work, and called from Python one call took 44 µs in one process and 55 in another
+COMPARED = 8  # outputs of a burst: one that leaves out a tenth of its calls passes in 43 %
 TRIES = 3
 COMPARE = "compare"  # a sample whose output is compared, too
 
@@ -52,7 +57,7 @@ class GuestTimes:
         for _ in range(TRIES):
             with self._calls.stage("timing"):
                 *of_yardstick, mine = self._take()
-                doubt = "".join(map(self._disagreement, of_yardstick))
+                doubt = "".join(map(self._disagreement, of_yardstick)) or self._unplanned(mine)
             with self._calls.stage("audit"):
                 doubt = doubt or self._audit(median(mine.times_us))
             if not doubt:
@@ -101,9 +106,10 @@ class GuestTimes:
         call = self._calls.yardstick and self._calls.yardstick.timed_in(self._scope)
         if not (self._calls.yardstick and call):
             return ""
+        alone = replace(call, spots=None, turns=samples_alone)  # leaves the activations as they are
         seed = f"{self._calls.random.random()}"
         (there,) = time_together(
-            [call], self._calls.device, seed, scope=self._scope, cache=self._state
+            [alone], self._calls.device, seed, scope=self._scope, cache=self._state
         )
         here_us, there_us = median(samples.times_us), median(there.times_us)
         allowed = AGREE[call.clock]
@@ -112,16 +118,25 @@ class GuestTimes:
         expected = f"expected {there_us:.4g} µs as in the judge's process, found {here_us:.4g}"
         return f"{self._calls.yardstick.contender.label} beside it: {expected}"
 
+    def _unplanned(self, mine: Samples) -> str:
+        """Return why the samples are not as many as their time allows (sampling.py), or ""."""
+        graph = self._calls.timed_in(self._scope).clock == "graph"
+        by, plan = CAPTURED if graph else INTERRUPTED, mine.plan
+        least, most = (sample_budget(median(mine.times_us) * factor) for factor in (by, 1 / by))
+        if least <= plan and (plan <= most or not graph):
+            return ""
+        return f"expected {least} to {most} rounds and calls of such a time, found {plan}"
+
     def _audit(self, claimed_us: float) -> str:
         """Return why bursts do not confirm the samples, or ""."""
-        of = CHAIN if self._scope == CHAIN else "kernel"
+        of = call_of(self._scope)
         count = min(self._calls.count, max(LEAST_CALLS, int(BURST_US / claimed_us)))
         idle_us = min(self._idle_us(count) for _ in range(BURSTS))
         most_us = (1 + TOLERANCE) * claimed_us + idle_us + SLACK_US[self._calls.device.type] / count
         self._calls.burst(of, count)  # captures
         for _ in range(BURSTS):
             took_us, with_wake_us = (
-                1e6 * took_s / count for took_s in self._calls.inspect_burst(of, count, 2)
+                1e6 * took_s / count for took_s in self._calls.inspect_burst(of, count, COMPARED)
             )
             if took_us <= most_us and with_wake_us <= most_us + WAKE_US / count:
                 return ""
@@ -132,9 +147,10 @@ class GuestTimes:
         """Return the time per call of a burst that calls nothing, in this process."""
         graph = self._calls.timed["kernel"].clock == "graph"
         run = self._calls.idle.capture(count) if graph else partial(self._calls.idle.run, count)
-        run()
-        synchronize(self._calls.device)
-        start = perf_counter()
-        run()
-        synchronize(self._calls.device)
-        return 1e6 * (perf_counter() - start) / count
+
+        def whole() -> None:
+            run()
+            synchronize(self._calls.device)
+
+        whole()
+        return 1e6 * self._calls.clock(whole)[0] / count

@@ -4,8 +4,8 @@
     draw new activations, from a seed that no kernel can know
     ─> compute what each layer should give, by the definition: in fp64, and in the problem's dtype
     ─> call each contender; before timing, its output is filled with NaN, or with the least integer
-    ─> no output may lie in an operand, and each must be as near as its dtype allows
-       (correctness.py); otherwise the contender is wrong
+    ─> each output must be as near as its dtype allows (correctness.py); otherwise the contender is
+       wrong
     ─> errors, lost values and draws go into the contender's rows
 
 A contender with a chain is called once more, for the chain, and each layer's output is judged.
@@ -23,18 +23,11 @@ import torch
 from torch import Tensor
 
 from sparsebench.formats._format import Format
-from sparsebench.harness.bench.correctness import Expected, check, packing_of, roundings
+from sparsebench.harness.bench.correctness import Expected, check, roundings
 from sparsebench.harness.bench.operands import ChainLayer, Layers, of_layer, without_mask
-from sparsebench.harness.bench.spot_checks import (
-    Fingerprint,
-    Outputs,
-    as_tuple,
-    fingerprint_of,
-    values_of,
-)
-from sparsebench.harness.bench.tampering import ArrayGuard
+from sparsebench.harness.bench.spot_checks import Outputs, as_tuple, values_of
 from sparsebench.harness.ops._op import Op, with_fields
-from sparsebench.kernels._kernel import OUTPUTS, Output, poison
+from sparsebench.kernels._kernel import OUTPUTS, poison
 from sparsebench.results.record import Contender
 
 Errors = dict[str, Any]
@@ -85,15 +78,15 @@ def arrays_of_answers(expected: Sequence[Expected], of: Variant) -> dict[str, Te
     return {name: array for name, array in arrays.items() if array is not None}
 
 
-def poison_outputs(call: Callable[[], Outputs], guard: ArrayGuard) -> None:
-    """Call once and overwrite the outputs, none of which may lie in an operand.
+def poison_outputs(call: Callable[[], Outputs]) -> None:
+    """Call once and overwrite the outputs.
 
     A launch with its own output buffer writes over the poison. One that allocates is likely to get
-    the same memory again.
+    the same memory again. If an output lies in an operand, the operand has changed now.
     """
-    for out in as_tuple(call()):
-        if (elements := _elements(out, guard)) is not None:
-            poison(elements)
+    for values in map(values_of, as_tuple(call())):
+        if type(values) is Tensor:
+            poison(values)
 
 
 def judge(
@@ -116,15 +109,6 @@ def judge(
     worst = max(results, key=lambda result: result.error or 0.0)
     errors = {name: value for name, value in vars(worst).items() if name != "reason"}
     return errors, reasons[0] if reasons else ""
-
-
-def fingerprint(
-    outputs: Outputs, expected: Sequence[Expected], pattern: Format | None
-) -> Fingerprint | None:
-    """Return the fingerprint of right outputs that were judged, of which some maybe in part."""
-    references = [packing_of(pattern)(right.reference) for right in expected]
-    compared = [right.part(out) for out, right in zip(as_tuple(outputs), expected, strict=True)]
-    return fingerprint_of(references, tuple(compared), outputs)
 
 
 def right_answer(op: Op, layer: ChainLayer, contender: Contender, seed: int | None) -> Expected:
@@ -155,18 +139,3 @@ def right_answer(op: Op, layer: ChainLayer, contender: Contender, seed: int | No
         plain=plain,
         sample=sample,
     )
-
-
-def _elements(out: Output, guard: ArrayGuard) -> Tensor | None:
-    """Return the elements of an output. Raises TamperingError if they lie in an operand."""
-    elements = values_of(out)
-    if type(elements) is not Tensor:
-        return None  # `check` reports it
-    guard.refuse(elements)
-    return elements
-
-
-def refuse_operands(outputs: Outputs, guard: ArrayGuard) -> None:
-    """Raise TamperingError if an output lies in an operand."""
-    for out in as_tuple(outputs):
-        _elements(out, guard)

@@ -29,6 +29,7 @@ from sparsebench.harness.bench.contest_state import (
     synchronize,
 )
 from sparsebench.harness.bench.operands import ChainLayer, Layers, without_mask
+from sparsebench.harness.bench.sampling import CHAIN
 from sparsebench.harness.bench.spot_checks import SpotChecks
 from sparsebench.harness.bench.stages import Stages
 from sparsebench.harness.bench.tampering import arrays_of
@@ -40,7 +41,15 @@ from sparsebench.kernels import _kernel
 from sparsebench.kernels._kernel import Launch, Operands, Portfolio
 from sparsebench.results.record import Case, Contender, Problem, Row, Status
 
-CHOICE_BYTES = 2**14  # most bytes of a choice as JSON; the longest published one has 1.4 KB
+FACTS: Mapping[str, tuple[Any, str, int]] = {
+    "choice": (dict, "a mapping", 2**14),
+    "candidates": (list | tuple, "a list", 2**18),
+    "code": (str | None, "text or None", 2**10),
+}
+"""What a launch states for its row: the type, and most bytes as JSON.
+
+The longest that are published have 1.6 KB, 54 KB and 45 bytes.
+"""
 
 Weights = dict[str, Format]
 
@@ -101,12 +110,10 @@ def prepare(operands: Operands, contender: Contender) -> tuple[Launch, dict[str,
     launch()
     synchronize(operands.device)
     spent = time.perf_counter() - began
-    choice, code = json_choice(launch.choice), launch.code
-    if code is not None and type(code) is not str:
-        raise TypeError(f"code: expected text or None, found {type(code).__name__}")
-    if isinstance(kernel, Portfolio) and not isinstance(choice.get("chosen"), str):
-        raise TypeError(f"portfolio: expected `chosen`, the kernel that ran, found {choice}")
-    facts = {"choice": choice, "code": code, "candidates": tuple(launch.candidates)}
+    facts = facts_of(vars(launch))
+    if isinstance(kernel, Portfolio) and not isinstance(facts["choice"].get("chosen"), str):
+        expected = "portfolio: expected `chosen`, the kernel that ran"
+        raise TypeError(f"{expected}, found {facts['choice']}")
     return launch, {"prepare_s": spent, **facts}
 
 
@@ -118,12 +125,11 @@ def prepare_layer(layer: ChainLayer, contender: Contender, choice: Mapping[str, 
 
 def prepare_chain(layers: Layers, entry: RunningContender) -> None:
     """Make the further layers ready, or record why this contender has no chain."""
-    assert entry.alone
     try:
         choice, contender = entry.row.choice, entry.contender
         launches = [prepare_layer(layer, contender, choice) for layer in layers.each[1:]]
-        chain = Chain((*entry.alone.launches, *launches))
-        entry.chain = CheckedCall(chain, SpotChecks(layers.chain))
+        chain = Chain((*entry.calls["kernel"].launches, *launches))
+        entry.calls[CHAIN] = CheckedCall(chain, SpotChecks(layers.chain))
     except (FormatError, Unsupported, *NO_MEMORY) as error:
         entry.leave_chain(*end_status(error))
 
@@ -138,18 +144,20 @@ def operands_of(
     return Operands(problem, weights, activations, definition, pinned, **further)
 
 
-def json_choice(choice: object) -> dict[str, Any]:
-    """Return a choice after a round trip through JSON. Raises TypeError if JSON cannot hold it."""
-    try:
-        written = json.dumps(choice, allow_nan=False)
-        result = json.loads(written)
-    except (TypeError, ValueError, RecursionError) as error:
-        raise TypeError(f"choice: expected text, numbers and lists: {error}") from error
-    if len(written) > CHOICE_BYTES:
-        raise TypeError(f"choice: expected at most {CHOICE_BYTES} bytes, found {len(written)}")
-    if not isinstance(result, dict):
-        raise TypeError(f"choice: expected a mapping, found {type(choice).__name__}")
-    return result
+def facts_of(stated: Mapping[str, Any]) -> dict[str, Any]:
+    """Return FACTS after a round trip through JSON. Raises TypeError if a row cannot hold one."""
+    facts: dict[str, Any] = {}
+    for name, (kind, words, most) in FACTS.items():
+        if not isinstance(value := stated[name], kind):
+            raise TypeError(f"{name}: expected {words}, found {type(value).__name__}")
+        try:
+            written = json.dumps(value, allow_nan=False)
+            facts[name] = json.loads(written)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise TypeError(f"{name}: expected text, numbers and lists: {error}") from error
+        if len(written) > most:
+            raise TypeError(f"{name}: expected at most {most} bytes, found {len(written)}")
+    return {**facts, "candidates": tuple(facts["candidates"])}
 
 
 @contextmanager

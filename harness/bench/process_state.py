@@ -28,6 +28,12 @@ from sparsebench.kernels._common.driver import driver
 Setting = tuple[Callable[[], Any], Callable[[Any], Any]]
 """How to read a setting, and how to write it."""
 
+OF_TORCH = {
+    "torch's threads": "num_threads",
+    "the default dtype": "default_dtype",
+    "the precision of fp32 products": "float32_matmul_precision",
+    "deterministic algorithms": "deterministic_debug_mode",
+}
 MATMUL = [
     "allow_tf32",
     "allow_fp16_reduced_precision_reduction",
@@ -96,16 +102,10 @@ def settings() -> dict[str, Setting]:
         if hasattr(owner, "fp32_precision")
     }
     settings |= {
-        "torch's threads": (torch.get_num_threads, torch.set_num_threads),
-        "the default dtype": (torch.get_default_dtype, torch.set_default_dtype),
-        "the precision of fp32 products": (
-            torch.get_float32_matmul_precision,
-            torch.set_float32_matmul_precision,
-        ),
-        "deterministic algorithms": (
-            torch.get_deterministic_debug_mode,
-            torch.set_deterministic_debug_mode,
-        ),
+        title: (getattr(torch, f"get_{name}"), getattr(torch, f"set_{name}"))
+        for title, name in OF_TORCH.items()
+    }
+    settings |= {
         "the default device": (
             lambda: str(torch.get_default_device()),
             lambda _: torch.set_default_device(None),

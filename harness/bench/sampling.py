@@ -10,6 +10,9 @@ SAMPLES_PER_ROUND = 8
 MIN_SAMPLES = 5
 BUDGET_MS = 40.0
 
+CAPTURED = 2.0  # the estimate of a captured call over its median, or the reverse; published: 1.3
+INTERRUPTED = 8.0  # that of a call which the host makes, in the best process; published: 3.8
+
 CHAIN, LAYERS = "chain", 8  # the scope chain, and its number of layers (timing.py)
 
 Measure = tuple[str, str]
@@ -26,6 +29,11 @@ def sample_budget(time_us: float) -> tuple[int, int]:
 def distinct_measures(measures: Iterable[Measure], device: str) -> tuple[Measure, ...]:
     """Return the measures that a device distinguishes: on a CPU there is one."""
     return (("kernel", "hot"),) if device == "cpu" else tuple(measures)
+
+
+def call_of(scope: str) -> str:
+    """Return the call that a scope times: the chain, or the launch alone (kernel)."""
+    return CHAIN if scope == CHAIN else "kernel"
 
 
 def layers_of(scope: str) -> int:

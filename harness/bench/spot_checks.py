@@ -12,19 +12,17 @@ activations in its output buffer, so a call that does nothing, or returns a stor
 Writing the activations changes no version counter of torch. A spot is called by the same line of
 code as a sample, with the same arguments.
 
-An inspection multiplies the output Y by vectors u and v of random signs, new in each call, on the
-stream behind the call and without waiting: Y v and u Y are compared with those of the right output
-(Freivalds). The sums are fp64: in fp32, squares of sums of 1e-30 would be zero, and sums of 1e38
-infinite. They may be 4 times as far apart as those of the call that was compared in full were from
-the reference, plus one eps of the dtype. In a chain, every layer's output is inspected, and the
-furthest one counts.
+An inspection compares the output with the right one, on the stream behind the call and without
+waiting: ||Y - R|| may be 4 times the error of the call that was compared in full, plus one eps of
+the dtype. The sum of squares is fp64: in fp32, squares of 1e-30 would be zero. In a chain, every
+layer's output is inspected, and the furthest one counts.
 
 These are the checks of the package's own kernels. Code from outside the package runs in a process
 of its own, gets other activations in every call, and is compared element by element
 (guest_contest.py).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from random import SystemRandom
 from time import perf_counter
@@ -51,33 +49,25 @@ Outputs = Output | tuple[Output, ...]
 
 
 @dataclass(frozen=True)
-class Fingerprint:
+class RightOutputs:
     """The right outputs of a call, their norms, and the largest distance from them."""
 
     right: tuple[Tensor, ...]  # each [rows, columns]
     sizes: tuple[float, ...]
     limit: float
-    signs: torch.Generator
 
     def distance(self, out: object) -> Tensor | float:
         """Return the largest relative distance of an output, or infinity if it has no such form."""
         tables = tables_of(out)
         if tables is None or [t.shape for t in tables] != [t.shape for t in self.right]:
             return float("inf")
-        pairs = zip(tables, self.right, self.sizes, strict=True)
-        return torch.stack([_apart(*pair, self.signs) for pair in pairs]).max()
+        each = zip(tables, self.right, self.sizes, strict=True)
+        return torch.stack([_norm(_wide(y) - right) / size for y, right, size in each]).max()
 
 
-def _apart(table: Tensor, right: Tensor, size: float, signs: torch.Generator) -> Tensor:
-    """Return ||(Y v, u Y) - (R v, u R)|| over a size, for random signs u and v."""
-    apart = []
-    for dim, count in ((1, table.shape[1]), (0, table.shape[0])):
-        draw = torch.randint(0, 2, (count,), generator=signs, device=table.device) * 2 - 1
-        along = draw if dim else draw[:, None]
-        products = [(_wide(each) * along).sum(dim, dtype=torch.float64) for each in (table, right)]
-        apart.append(products[0] - products[1])
-    distance: Tensor = torch.cat(apart).norm() / size
-    return distance
+def _norm(table: Tensor) -> Tensor:
+    norm: Tensor = torch.linalg.vector_norm(table, dtype=torch.float64)
+    return norm
 
 
 def _wide(table: Tensor) -> Tensor:
@@ -101,21 +91,13 @@ def tables_of(out: object) -> list[Tensor] | None:
     return [v.detach().reshape(len(v), -1) for v in every if isinstance(v, Tensor)]
 
 
-def fingerprint_of(
-    references: Sequence[Tensor], out: Outputs, judged: Outputs
-) -> Fingerprint | None:
-    """Return the fingerprint of `judged`, whose part `out` was compared with the references."""
-    right, tables, whole = tables_of(tuple(references)), tables_of(out), tables_of(judged)
-    sizes = tuple(float(reference.norm()) for reference in references)
-    if right is None or tables is None or whole is None or not all(sizes):
+def right_outputs(out: Outputs, error: float) -> RightOutputs | None:
+    """Return outputs with this error as the right ones; None if there is nothing to compare."""
+    tables = tuple(table.clone() for table in tables_of(out) or ())
+    sizes = tuple(float(_norm(_wide(table))) for table in tables)
+    if not tables or not all(sizes):
         return None
-    signs = torch.Generator(right[0].device).manual_seed(SystemRandom().getrandbits(62))
-    reference = Fingerprint(tuple(right), sizes, 0.0, signs)
-    limit = FURTHER * float(reference.distance(out)) + eps_of(tables[0].dtype)
-    wholes = tuple(table.clone() for table in whole)
-    return Fingerprint(
-        wholes, tuple(float(_wide(t).norm(dtype=torch.float64)) for t in wholes), limit, signs
-    )
+    return RightOutputs(tables, sizes, FURTHER * error + eps_of(tables[0].dtype))
 
 
 def reverse(out: object) -> None:
@@ -130,14 +112,14 @@ class SpotChecks:
     """The spot checks of one call: its right outputs on draws A and B, and distances from them."""
 
     draws: Draws
-    fingerprints: dict[str, Fingerprint] = field(default_factory=dict)
+    right: dict[str, RightOutputs] = field(default_factory=dict)
     distances: list[Tensor | float] = field(default_factory=list)
     random: SystemRandom = field(default_factory=SystemRandom)
 
     def turns(self, rounds: int, per_round: int) -> list[list[str]]:
         """Return the calls of each round: samples (""), and spots on A or on B."""
         turns = [[""] * per_round for _ in range(rounds)]
-        if A in self.fingerprints:
+        if A in self.right:
             chosen = self.random.sample(range(rounds), max(1, int(SHARE * rounds)))
             for count, at in enumerate(chosen):  # a stale answer is right on A, so one is on B
                 place = self.random.randrange(per_round + 1)
@@ -150,11 +132,11 @@ class SpotChecks:
 
     def inspect(self, which: str, out: object) -> None:
         """Measure the distance of a call's output, and write A again."""
-        self.distances.append(self.fingerprints[which].distance(out))
+        self.distances.append(self.right[which].distance(out))
         self.draws.write(A)
 
     def burst(self, call: Callable[[], Outputs], wait: Callable[[], None]) -> None:
-        of_b = self.fingerprints.get(B)
+        of_b = self.right.get(B)
         if of_b is None:
             return
         distances, write = self.distances, self.draws.write
@@ -164,7 +146,7 @@ class SpotChecks:
         if tables is None or (sum(tables[0].shape) >= FEWEST and float(from_b) <= of_b.limit):
             distances.append(float("inf"))  # no output, or still that of B
             return
-        self.fingerprints[A] = of_a = replace(of_b, right=tuple(t.clone() for t in tables))
+        self.right[A] = of_a = replace(of_b, right=tuple(t.clone() for t in tables))
         reverse(out)
         del out
         distances.append(of_a.distance(call()))
@@ -182,7 +164,7 @@ class SpotChecks:
     def verdict(self) -> str | None:
         """Return what was wrong with the calls inspected since the last verdict, or None."""
         distances, self.distances = [float(d) for d in self.distances], []
-        limit = self.fingerprints[B].limit if B in self.fingerprints else 0.0
+        limit = self.right[B].limit if B in self.right else 0.0
         wrong = [d for d in distances if not d <= limit]
         if not wrong:
             return None

@@ -18,6 +18,7 @@ from sparsebench.errors import SparsebenchError
 from sparsebench.harness.bench.contest_state import (
     Announce,
     Fatal,
+    GuestLoss,
     OnFailure,
     RunningContender,
     end_status,
@@ -70,18 +71,23 @@ class Stages:
 
     @contextmanager
     def at(self, entry: RunningContender, name: str) -> Iterator[None]:
-        """Announce the contender, and turn any exception of the block into its row.
+        """Announce the contender, and end it if the block raises, as `ending` does."""
+        self.announce(entry.row.case.id, name)
+        with self.ending(entry, name), self.stage(name):
+            yield
+            synchronize(self.device)
+
+    @contextmanager
+    def ending(self, entry: RunningContender, what: str) -> Iterator[None]:
+        """Turn any exception of the block into the contender's row.
 
         Raises Spoiled, and Fatal if the device no longer answers.
         """
         case = entry.row.case.id
-        self.announce(case, name)
         try:
-            with self.stage(name):
-                yield
-                synchronize(self.device)
+            yield
         except TamperingError as error:
-            entry.end(Status.WRONG, f"{name}: {error}")
+            entry.end(Status.WRONG, f"{what}: {error}")
             if isinstance(error, SpoiledError):
                 raise Spoiled(entry, entry.row.detail) from error
         except Exception as error:
@@ -90,10 +96,11 @@ class Stages:
                 try:
                     synchronize(self.device)
                 except Exception as dead:
-                    raise Fatal(case, f"{name}: {one_line(dead)}") from error
-                reason = f"{name}: {one_line(error)}"
+                    raise Fatal(case, f"{what}: {one_line(dead)}") from error
+                if not isinstance(error, GuestLoss):
+                    reason = f"{what}: {one_line(error)}"
             entry.end(status, reason)
-            if status is not Status.UNSUPPORTED:
+            if status not in (Status.UNSUPPORTED, Status.WRONG):
                 self.on_failure(case, reason, traceback_of(error))
             if status is Status.OUT_OF_MEMORY and self.device.type == "cuda":
                 torch.cuda.empty_cache()

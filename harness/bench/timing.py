@@ -114,6 +114,11 @@ class Samples:
     per_round: int
     late: float | None
 
+    @property
+    def plan(self) -> tuple[int, int]:
+        """Return the number of rounds, and of samples in each."""
+        return len(self.times_us) // self.per_round, self.per_round
+
     def per_layer(self, layers: int) -> "Samples":
         return replace(self, times_us=tuple(round(us / layers, 3) for us in self.times_us))
 

@@ -26,12 +26,13 @@ from typing import IO, Any
 
 from sparsebench.errors import WorkerError
 from sparsebench.harness.machine.parent_watch import end_with_parent
-from sparsebench.results.files import parse_json
+from sparsebench.results.files import ROWS_BYTES, parse_json
 from sparsebench.results.record import Status
 
 END_TIMEOUT_S = 60.0  # wait for a child that is no longer needed; writing a core takes seconds
 DRAIN_S = 2.0  # to read what a dead child left in its pipes
 LINES_IN_ROW = 3  # last lines of a dead child's stderr that go into a row
+LONGEST_LINE = 2**16  # characters of a line of stderr
 LINES_IN_LOG = 200  # and into failures.log, with the stacks that faulthandler writes
 STACKS = "Fatal Python error", "Thread 0x", "Current thread 0x"  # first words of stacks
 DUMP = signal.SIGUSR1  # asks for the stacks of all threads, on stderr
@@ -84,8 +85,14 @@ class Child:
     last_lines  of its stderr
     """
 
-    def __init__(self, what: str, command: Sequence[str], hear: Callable[[str], object]) -> None:
-        """Start the child. Raises WorkerError."""
+    def __init__(
+        self,
+        what: str,
+        command: Sequence[str],
+        hear: Callable[[str], object],
+        longest: int = ROWS_BYTES,
+    ) -> None:
+        """Start the child, which is ended by an answer that is too long. Raises WorkerError."""
         self._what = what
         try:
             self._process = spawn(*command)
@@ -98,8 +105,10 @@ class Child:
             hear(line)
             self.last_lines = [*self.last_lines, line][-LINES_IN_LOG:]
 
-        pipes = (self._process.stdout, self._answers.put), (self._process.stderr, remember)
-        self._readers = [_reader(*pipe) for pipe in pipes]
+        self._readers = [
+            _reader(self._process.stdout, self._answers.put, longest),
+            _reader(self._process.stderr, remember, LONGEST_LINE),
+        ]
         self._end = threading.Thread(target=self._reap, daemon=True)
         self._end.start()
 
@@ -185,11 +194,13 @@ def _kill_group(leader: int) -> None:
         os.killpg(leader, signal.SIGKILL)
 
 
-def _reader(stream: IO[str] | None, take: Callable[[str], None]) -> threading.Thread:
+def _reader(stream: IO[str] | None, take: Callable[[str], None], most: int) -> threading.Thread:
+    """Take each line of a stream, or the parts of one that has more characters."""
+
     def read() -> None:
         assert stream
         with suppress(OSError, ValueError), stream:
-            for line in stream:
+            while line := stream.readline(most):
                 take(line)
 
     thread = threading.Thread(target=read, daemon=True)

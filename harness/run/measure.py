@@ -38,8 +38,9 @@ from sparsebench.harness.run.runner import Runner
 from sparsebench.results import files
 from sparsebench.results.ceilings import Ceilings
 from sparsebench.results.formatting import amount
-from sparsebench.results.record import Row
+from sparsebench.results.record import Row, Status
 from sparsebench.results.run import bundle, provenance, store
+from sparsebench.results.run.consistency import Owners, faults
 from sparsebench.results.statistics.ratio import FEWEST
 
 Progress = Callable[[int, int, str], None]
@@ -220,6 +221,15 @@ def create_directory(
     raise AssertionError
 
 
+def without_faults(row: Row, owners: Owners) -> Row:
+    """Return a row, or one that says why it is not taken: `validate` would refuse the bundle."""
+    others = (f"expected {expected}, found {actual}" for expected, actual in faults(row, owners))
+    if not (fault := store.unreadable(row) or next(others, "")):
+        return row
+    about = row.replicate, row.attempt, row.reference, row.device, row.scope, row.cache
+    return Row(row.case, Status.FAILED, *about, detail=f"a row that no reader takes: {fault}")
+
+
 @dataclass
 class _Session:
     """The measuring part of a run: append contest by contest, and keep run.json true."""
@@ -237,8 +247,10 @@ class _Session:
     spent_s: Counter[str] = field(init=False)
     done: int = field(init=False)  # number of contests
     durations_s: dict[str, float] = field(default_factory=dict)  # last time of each problem
+    owners: Owners = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self.rows = [without_faults(row, self.owners) for row in self.rows]
         self.counts = Counts(self.rows)
         self.spent_s = Counter(self.record.before.get("spent_s", {}))
         self.done = len(self.counts.done)
@@ -271,11 +283,12 @@ class _Session:
         for result in self.runner.run(contests, options):
             seen = window()
             rows = [replace(row, telemetry=row.telemetry or seen) for row in result.rows]
+            rows = [without_faults(row, self.owners) for row in rows]
             store.append(self.path, rows)
             self.done += 1
             self.spent_s.update(result.spent_s)
-            self.rows += result.rows
-            self.counts.add(result.rows)
+            self.rows += rows
+            self.counts.add(rows)
             store.set_state(self.path, self._run_json("running", self.counts))  # survives a kill
         self.options.progress(self.done, self._total(), "")
 

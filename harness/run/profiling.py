@@ -43,12 +43,12 @@ def call_each(
         for entry in entries:
             case, row = entry.row.case, entry.row
             name = f"{case.contender.label} {case.problem.text} case {case.id}"
-            if entry.alone is None:
+            if not entry.calls:
                 yield ProfiledCase(f"{name}: {row.status}: {row.detail}", row.status)
                 continue
             with _mark_range(name, device):
                 for _ in range(times):
-                    entry.alone.work.run()
+                    entry.calls["kernel"].work.run()
             yield ProfiledCase(name, Status.OK)
 
 

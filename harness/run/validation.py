@@ -18,7 +18,14 @@ from statistics import median
 
 from sparsebench._discovery import own_code_only
 from sparsebench.errors import ResultError, SuiteError
-from sparsebench.harness.bench.sampling import MIN_SAMPLES, ROUNDS, layers_of, sample_budget
+from sparsebench.harness.bench.sampling import (
+    CAPTURED,
+    INTERRUPTED,
+    MIN_SAMPLES,
+    ROUNDS,
+    layers_of,
+    sample_budget,
+)
 from sparsebench.results.formatting import amount
 from sparsebench.results.record import Row, Status
 from sparsebench.results.run import bundle, store
@@ -29,9 +36,6 @@ from sparsebench.results.tables.frame import frame
 
 DIGEST = re.compile(rf"^([0-9a-f]{{64}})  (\S+)/{re.escape(bundle.MANIFEST)}$", re.MULTILINE)
 """A line of the page of published runs, as sha256sum writes and checks it."""
-
-CAPTURED = 2.0  # the estimate of a captured call over its median, or the reverse; published: 1.3
-INTERRUPTED = 8.0  # that of a call which the host makes, in the best process; published: 3.8
 
 
 @dataclass(frozen=True)

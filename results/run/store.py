@@ -282,7 +282,7 @@ def rows(path: Path) -> list[Row]:
     """Return all rows on disk, reference rows included, without a torn last line."""
     file, (schema, lines, _) = path / bundle.ROWS, bundle.row_lines(path)
     needed = frozenset(f.name for f in fields(Row)) - OLDER_ROWS.get(schema, frozenset())
-    read = [_row(file, number, line, needed) for number, line in enumerate(lines, start=2)]
+    read = [_row(f"{file}: line {n}: ", line, needed) for n, line in enumerate(lines, start=2)]
     _each_once(file, read)
     return read
 
@@ -298,8 +298,17 @@ def _each_once(file: Path, rows: Iterable[Row]) -> None:
             raise ResultError(f"{where}: expected {expected}, found another in line {before}")
 
 
-def _row(file: Path, number: int, line: str, needed: frozenset[str]) -> Row:
-    where = f"{file}: line {number}: expected a row"
+def unreadable(row: Row) -> str:
+    """Return "" or why no reader would take the row as it is written."""
+    try:
+        _row("", _line(row), frozenset())
+    except (ResultError, RecursionError, TypeError, ValueError) as error:
+        return str(error)[:400]
+    return ""
+
+
+def _row(place: str, line: str, needed: frozenset[str]) -> Row:
+    where = f"{place}expected a row"
     try:
         if len(line) > ROW_BYTES:
             raise ValueError(f"more than {ROW_BYTES} characters (ROW_BYTES)")

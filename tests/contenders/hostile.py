@@ -263,6 +263,13 @@ def rewrites_the_question(w: Tensor, x: Tensor) -> Run:
     return run
 
 
+@by_call
+def transposes_later(w: Tensor, x: Tensor, call: int) -> object:
+    """Return a contiguous output once, and then leave transposing to whoever reads it."""
+    out = (w @ x.T).T
+    return out.contiguous() if call == 1 else out
+
+
 @prepare_linear()
 def peeks_at_one_element(w: Tensor, x: Tensor) -> Run:
     """Remember answers by the first element of X."""

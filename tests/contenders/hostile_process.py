@@ -16,10 +16,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from functools import partial
+from itertools import count
+from typing import Any
 
 import torch
-from declare import Run, prepare_linear, run_linear
+from declare import Run, kernel, prepare_linear, run_linear, weight_and_input
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -28,7 +31,7 @@ from sparsebench.harness.bench import correctness as check
 from sparsebench.harness.bench import guest, timing
 from sparsebench.harness.bench import output_checks as checking
 from sparsebench.harness.bench.correctness import OutputCheck
-from sparsebench.kernels._kernel import Kernel
+from sparsebench.kernels._kernel import Kernel, Launch, Operands
 
 
 @prepare_linear()
@@ -97,6 +100,30 @@ sets_the_tracer = setting(lambda: sys.setprofile(lambda *_: None))
 sets_the_umask = setting(lambda: os.umask(0o077))
 
 
+holds_the_judge_to_a_core = setting(lambda: os.sched_setaffinity(os.getppid(), {0}))
+
+
+def stating(**facts: Any) -> Kernel:
+    """Return a kernel that is right, but states these facts."""
+
+    def prepare(operands: Operands) -> Launch:
+        w, x = weight_and_input(operands)
+        return Launch(lambda: x @ w.T, **facts)
+
+    return kernel()(prepare)
+
+
+def nested(depth: int) -> dict[str, Any]:
+    return {"tiles": nested(depth - 1)} if depth else {}
+
+
+states_a_long_digest = stating(code="0" * 10**6)
+states_many_candidates = stating(candidates=[{"median_us": float(i)} for i in range(10**5)])
+states_nested_choices = stating(choice=nested(400))
+states_odd_candidates = stating(candidates=[1, None])
+states_unpaired_surrogates = stating(choice={"tile": "\ud800"})
+
+
 ONE_CALL_S = 0.001  # longer than a right call takes
 
 
@@ -146,6 +173,19 @@ def third_of_turns(numbers: Collection[int]) -> None:
     guest.Guest.turn = turn  # type: ignore[method-assign,assignment]
 
 
+def times(of_turn: Callable[[int], float]) -> None:
+    """Claim one time for all calls of a turn, by the number of the turn."""
+    right, turns = json.dumps, count()
+
+    def dumps(message: object, *rest: object, **further: object) -> str:
+        request = sys._getframe(2).f_locals.get("request") or {}
+        if request.get("number") == 1 and "cache" in request:
+            message = {"result": [[of_turn(next(turns)), False]] * request["count"]}
+        return right(message, *rest, **further)  # type: ignore[arg-type]
+
+    json.dumps = dumps
+
+
 def slow_clock() -> None:
     right = time.perf_counter
     timing.perf_counter = lambda: right() / 100  # type: ignore[assignment]
@@ -188,11 +228,16 @@ def last_answer(what: str, **answer: object) -> Kernel:
     return forging(forge)
 
 
+FACTS = {"choice": {}, "code": None, "candidates": [], "form": [[64, 64], "torch.float32", [64, 1]]}
 answers_too_deeply = forging(nested_answers)
+answers_in_lines = last_answer("burst", ended=["wrong", "\x1b[2J\n" * 10**4, ""])
 claims_a_graph = last_answer("capture", result={"kernel": ["graph", ""]})
+claims_equal_times = forging(lambda: times(lambda turn: 5e3))
 claims_no_time = last_answer("turn", result=[[1e-300, False]])
+claims_slow_starts = setting(lambda: times(lambda turn: 1e9 if turn % 7 < 2 else 200.0 + turn))
 claims_to_be_right = last_answer("burst", ended=["ok", "", ""])
 claims_too_much = last_answer("burst", result=2**64)
+claims_bytes_beyond_64_bits = last_answer("prepare", result={**FACTS, "held_bytes": 1e300})
 cuts_off_memory = setting(lambda: [os.truncate(file, 0) for file in shared_files()])
 forges_json = forging(third_of_rows)
 forges_operator_call = forging(call_of_operator)
@@ -305,16 +350,20 @@ def closes_everything() -> None:
     os.closerange(0, 256)
 
 
-def floods() -> None:
-    while True:
-        os.write(1, b"x" * 4096)
-
-
 def raises(error: BaseException) -> None:
     raise error
 
 
+def answers_without_end() -> None:
+    pieces = b"[" * 2**20
+    for file in range(3, 10):
+        with suppress(OSError):
+            while True:
+                os.write(file, pieces)
+
+
 answers_for_the_harness = ending(lambda: [os.write(n, b'{"result": 1}\n') for n in (3, 4, 5, 6)])
+answers_endlessly = ending(answers_without_end)
 closes_its_files = ending(closes_everything)
 exits = ending(lambda: os._exit(0))
 exits_by_signal = ending(lambda: os.kill(os.getpid(), signal.SIGKILL))

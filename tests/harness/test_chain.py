@@ -14,7 +14,7 @@ from sparsebench.harness.bench.contest import RunningContest
 from sparsebench.harness.bench.contest_state import ContestOptions, with_samples
 from sparsebench.harness.bench.prepare import entries_of
 from sparsebench.harness.bench.sampling import LAYERS, distinct_measures
-from sparsebench.harness.bench.spot_checks import fingerprint_of, reverse
+from sparsebench.harness.bench.spot_checks import reverse, right_outputs
 from sparsebench.harness.bench.stages import Stages
 from sparsebench.harness.bench.timing import Chain, Samples, TimedCall
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
@@ -76,8 +76,7 @@ def test_each_layer_has_operands_and_an_output_of_its_own(prepared: Prepared) ->
     assert not any(torch.equal(prepared[0].weights["w"].to_dense(), w) for w in tensors[2::2])
     assert not any(torch.equal(prepared[0].activations["x"], x) for x in tensors[3::2])
     (entry,) = result.entries
-    assert entry.chain
-    assert len({out.data_ptr() for out in entry.chain.call()}) == LAYERS  # type: ignore[union-attr]
+    assert len({out.data_ptr() for out in entry.calls["chain"].call()}) == LAYERS  # type: ignore[union-attr]
 
 
 def test_a_row_is_of_one_layer(prepared: Prepared) -> None:
@@ -189,12 +188,12 @@ def test_a_reference_layer_raises_the_ceilings(prepared: Prepared) -> None:
 def test_the_furthest_of_several_outputs_counts() -> None:
     draw = torch.Generator().manual_seed(0)
     outs = tuple(torch.randn(32, 64, generator=draw) for _ in range(3))
-    prints = fingerprint_of([out.double() for out in outs], outs, outs)
-    assert prints
-    assert float(prints.distance(outs)) <= prints.limit
+    right = right_outputs(outs, 1e-7)
+    assert right
+    assert float(right.distance(outs)) <= right.limit
     reverse(outs[1:2])
-    assert float(prints.distance(outs)) > 100 * prints.limit
-    assert prints.distance(outs[:2]) == float("inf")
+    assert float(right.distance(outs)) > 100 * right.limit
+    assert right.distance(outs[:2]) == float("inf")
 
 
 @pytest.mark.gpu

@@ -9,6 +9,7 @@ import torch
 import wrong
 
 from sparsebench.harness.bench import contest
+from sparsebench.harness.bench import prepare as preparing
 from sparsebench.harness.bench.contest_state import ContestOptions, RunningContender
 from sparsebench.harness.bench.prepare import added_memory, entries_of
 from sparsebench.harness.bench.sampling import MIN_SAMPLES, ROUNDS, SAMPLES_PER_ROUND
@@ -45,6 +46,23 @@ def test_wrong_kernels_are_rejected_in_16_bits_too(name: str, dtype: str) -> Non
     assert rows(Contender("dense", f"wrong:{name}"), problem=problem)[0].status is Status.WRONG
 
 
+MISTAKES = "returns_the_activations", "returns_the_weight", "zeroes_the_weight"
+LATER = "caches_by_version", "four_elements", "right_sums", "slow_at_first", "transposes_later"
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_wrong_kernels_are_rejected_in_the_process_that_judges(dtype: str, monkeypatch) -> None:
+    """Kernels of the package run there, but none of them is wrong."""
+    for module in (contest, preparing):
+        monkeypatch.setattr(module, "is_outside", lambda contender: False)
+    names = [*declare.names(wrong), *(f"hostile:{name}" for name in (*MISTAKES, *LATER))]
+    problem = Problem("linear", {**FIELDS, "dtype": dtype})
+    contenders = [BASELINE, *(Contender("dense", name) for name in names)]
+    (baseline, *others), _ = contest.run(problem, contenders, CPU, None)
+    assert baseline.status is Status.OK, baseline.detail
+    assert {row.case.contender.kernel for row in others if row.status is not Status.WRONG} == set()
+
+
 def test_a_row_has_the_facts_of_its_case() -> None:
     dense, sparse = rows(BASELINE, Contender("bsr", "scipy_bsr", {"block": 16}))
     assert dense.digest == sparse.digest
@@ -75,8 +93,10 @@ def test_a_twin_has_the_launch_of_its_original_in_half_of_the_processes(monkeypa
     for replicate in range(24):
         launches.clear()
         original, other = prepared_entries([BASELINE, twin], ContestOptions(replicate=replicate))
-        assert {id(e.alone.work) for e in (original, other)} == {id(launch) for launch in launches}
-        first.append(original.alone.work is launches[0])
+        assert {id(e.calls["kernel"].work) for e in (original, other)} == {
+            id(launch) for launch in launches
+        }
+        first.append(original.calls["kernel"].work is launches[0])
     assert 6 <= sum(first) <= 18
 
 
@@ -121,7 +141,7 @@ def test_twins_end_first_if_the_reference_runs_out_of_memory(room_after, statuse
     entries = entries_of(PROBLEM, [BASELINE, replace(BASELINE, baseline=False, twin=True)], CPU)
 
     def crowded(*arguments: Any) -> Any:
-        calls.append(len([entry for entry in entries if entry.alone]))
+        calls.append(len([entry for entry in entries if entry.calls]))
         if len(calls) <= room_after:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return expected(*arguments)
