@@ -13,24 +13,12 @@ from hashlib import sha256
 import torch
 from torch import Tensor
 
-from sparsebench.kernels._common.cuda import (
-    ADDRESSES,
-    HALVES,
-    Arguments,
-    Layout,
-    Loaded,
-    TransposedCopy,
-    launch,
-    load,
-    on_tape,
-    target_of,
-)
+from sparsebench.kernels._common import cuda
 from sparsebench.kernels._common.product import Product
 from sparsebench.kernels._kernel import output_dtype
 from sparsebench.kernels.bsr._call import LARGEST, BsrCall
 
 PACK_THREADS, PACK_PIECES = 256, 4  # threads of a CTA; pieces of a thread (pack.cu)
-PACK_ARGUMENTS = Layout(*"PPPi")
 
 
 @dataclass(frozen=True)
@@ -57,14 +45,14 @@ class Packing:
         if not self.turned:
             return packed(values, self.source, self.piece)
         transposed = values.transpose(1, 2).contiguous()
-        on_tape(transposed, by_torch=TransposedCopy(values, transposed))
+        cuda.on_tape(transposed, by_torch=cuda.TransposedCopy(values, transposed))
         return packed(transposed, self.source, self.piece)
 
 
 def product_of(
     call: BsrCall,
-    loaded: Loaded,
-    arguments: Callable[..., Arguments],
+    loaded: cuda.Loaded,
+    arguments: Callable[..., cuda.Arguments],
     lists: tuple[Tensor, ...],
     stored: int,
     packing: Packing | None = None,
@@ -81,7 +69,7 @@ def product_of(
     def run(x: Tensor, w: Tensor, out: Tensor | None = None) -> Tensor:
         y = x.new_empty(x.shape[0], call.width, dtype=kind) if out is None else out
         at = x.shape[0], x.data_ptr(), x.stride(), w.data_ptr(), y.data_ptr()
-        return launch(loaded, arguments(*at), y, lists, w)
+        return cuda.launch(loaded, arguments(*at), y, lists, w)
 
     if packing is not None:
         return Product(run, loaded.code, packing, packing.order)
@@ -90,7 +78,7 @@ def product_of(
 
 def no_block(values: Tensor) -> Tensor:
     """Return a block of zeros, for a weight without blocks: the address must be of memory."""
-    on_tape(complete=False)
+    cuda.on_tape(complete=False)
     return values.new_zeros(1, *values.shape[1:])
 
 
@@ -107,24 +95,24 @@ def packed(blocks: Tensor, source: Tensor, size: int = 8) -> Tensor:
     out = blocks.new_empty(pieces, size)
     loaded, arguments = _pack_kernel(blocks.device, pieces, size * blocks.itemsize)
     loaded.enqueue(arguments(blocks.data_ptr(), source.data_ptr(), out.data_ptr()))
-    on_tape(out)
+    cuda.on_tape(out)
     return out
 
 
 @lru_cache(256)
 def _pack_kernel(
     device: torch.device, pieces: int, piece_bytes: int
-) -> tuple[Loaded, Callable[..., Arguments]]:
+) -> tuple[cuda.Loaded, Callable[..., cuda.Arguments]]:
     """Return pack.cu for so many pieces, and its arguments by the addresses, which it keeps."""
     constants = (("PIECE_BYTES", piece_bytes),)
-    kernel, code = load("pack", "gather_pieces", constants, 0, device, target_of(device))
+    kernel = cuda.load("pack", "gather_pieces", constants, 0, device, cuda.target_of(device))
     grid = -(-pieces // (PACK_THREADS * PACK_PIECES))
-    arguments = lru_cache(ADDRESSES)(lambda *addresses: PACK_ARGUMENTS(*addresses, pieces))
-    return Loaded(kernel, code, device.index, grid, PACK_THREADS, 0), arguments
+    arguments = lru_cache(cuda.ADDRESSES)(lambda *addresses: kernel.arguments(*addresses, pieces))
+    return kernel.on(grid, PACK_THREADS), arguments
 
 
 def unsupported_product(
-    call: BsrCall, pieces: int, dtypes: tuple[torch.dtype, ...] = HALVES
+    call: BsrCall, pieces: int, dtypes: tuple[torch.dtype, ...] = cuda.HALVES
 ) -> str | None:
     """Return why no CUDA kernel with TMA can compute Y or dX of W in `pieces` of 16 bytes, or None.
 
