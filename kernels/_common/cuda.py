@@ -19,7 +19,6 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cache, lru_cache, partial
 from pathlib import Path
-from struct import Struct, calcsize
 from tempfile import TemporaryDirectory
 from threading import local
 from typing import Any, NamedTuple
@@ -30,6 +29,13 @@ from torch import Tensor
 from sparsebench._writing import write_file
 from sparsebench.errors import Unsupported
 from sparsebench.kernels._common.capture import is_capturing, keep
+from sparsebench.kernels._common.declarations import HEADERS as HEADERS
+from sparsebench.kernels._common.declarations import MAP_BYTES as MAP_BYTES
+from sparsebench.kernels._common.declarations import Arguments as Arguments
+from sparsebench.kernels._common.declarations import Constants as Constants
+from sparsebench.kernels._common.declarations import Layout as Layout
+from sparsebench.kernels._common.declarations import arguments_of
+from sparsebench.kernels._common.declarations import source_of as source_of
 from sparsebench.kernels._common.device import shared_bytes_of
 from sparsebench.kernels._common.driver import (
     CLUSTER_DIMENSION,
@@ -42,35 +48,13 @@ from sparsebench.kernels._common.driver import (
 )
 from sparsebench.kernels._common.machine_code import digest, is_cached, read_or_compile
 
-HEADERS = Path(__file__).parent  # *.cuh for all families; others are beside their kernels
 SM_90A = "sm_90a"  # the target with wgmma; it runs on compute capability 9.0 only
 TMA_ALIGNMENT = 16  # bytes: address and strides (CUDA driver API, cuTensorMapEncodeTiled)
-MAP_BYTES, MAP_ALIGNMENT = 128, 64
+MAP_ALIGNMENT = 64
 HALVES = torch.float16, torch.bfloat16
 MAP_TYPES = {torch.float16: 6, torch.bfloat16: 9, torch.float8_e4m3fn: 0}  # CUtensorMapDataType
 SWIZZLES, L2_PROMOTION_128B = {32: 1, 64: 2, 128: 3}, 2  # CUtensorMapSwizzle, ...L2promotion
 ADDRESSES = 256  # sets of operands for which a plan keeps the arguments, 1 KB each
-
-Constants = tuple[tuple[str, int], ...]
-Arguments = tuple[Any, Any]
-"""Pointers to the arguments, for cuLaunchKernel, and the memory that holds the arguments."""
-
-
-class Layout:
-    """A kernel's parameters as formats of `struct`: Layout("128s", "P")(map, address)."""
-
-    def __init__(self, *parameters: str) -> None:
-        """Place the parameters one after the other; the driver copies each into the kernel."""
-        sizes = [calcsize("".join(parameters[: i + 1])) for i in range(len(parameters))]
-        self._starts = [end - calcsize(p) for end, p in zip(sizes, parameters, strict=True)]
-        self._pack, self._memory = Struct("".join(parameters)).pack, ctypes.c_char * sizes[-1]
-        self._pointers = ctypes.c_void_p * len(parameters)
-
-    def __call__(self, *args: int | bytes) -> Arguments:
-        """Return the arguments in new memory, which is never changed."""
-        memory = self._memory.from_buffer_copy(self._pack(*args))
-        base = ctypes.addressof(memory)
-        return self._pointers(*[base + start for start in self._starts]), memory
 
 
 @dataclass(frozen=True)
@@ -106,6 +90,21 @@ class Loaded:
             require_success(result, f"launch of {self.grid} CTAs of {self.threads}")
         if (tape := _thread.tape) is not None:
             tape.launches.append((self, args))
+
+
+class CudaKernel(NamedTuple):
+    """A kernel on a device: CuPy's, the digest of its code, and the layout of its parameters."""
+
+    kernel: Any
+    code: str
+    arguments: Layout
+    device: int
+    shared_bytes: int
+
+    def on(self, grid: int, threads: int, *, together: bool = False, early: bool = False) -> Loaded:
+        """Return the kernel with its grid."""
+        sizes = grid, threads, self.shared_bytes
+        return Loaded(self.kernel, self.code, self.device, *sizes, together, early)
 
 
 @dataclass(eq=False)
@@ -233,8 +232,8 @@ def load(
     shared_bytes: int,
     device: torch.device,
     target: str = SM_90A,
-) -> tuple[Any, str]:
-    """Return the kernel `function` of NAME.cu, loaded on the device, and its digest.
+) -> CudaKernel:
+    """Return the kernel `function` of NAME.cu, loaded on the device.
 
     With SPARSEBENCH_WATCHDOG=1, a kernel that hangs stops and prints where it waited; it runs a
     little slower. Raises Unsupported if a CTA cannot have so much shared memory, as with a listed
@@ -246,7 +245,9 @@ def load(
     if os.environ.get("SPARSEBENCH_WATCHDOG", "0") != "0":
         constants += (("WATCHDOG", 1),)
     require_compiled(name, lambda: is_cached(_key(name, constants, target)))
-    return _loaded(name, function, constants, shared_bytes, device, target)
+    loaded = _loaded(name, function, constants, shared_bytes, device, target)
+    layout = arguments_of(name, function, constants)
+    return CudaKernel(*loaded, layout, device.index, shared_bytes)
 
 
 @cache
@@ -276,7 +277,7 @@ def _loaded(
 @cache
 def clusters_at_once(ctas: int, threads: int, shared_bytes: int, device: torch.device) -> int:
     """Return how many clusters of such CTAs the device runs at a time (clusters.cu)."""
-    kernel, _ = load("clusters", "nothing", (("CTAS", ctas),), shared_bytes, device)
+    kernel = load("clusters", "nothing", (("CTAS", ctas),), shared_bytes, device).kernel
     of_cluster = LaunchAttribute(CLUSTER_DIMENSION, 0, (ctas, 1, 1))
     shape = (ctas, 1, 1, threads, 1, 1, shared_bytes)
     config = LaunchConfig(*shape, None, ctypes.pointer(of_cluster), 1)
@@ -329,11 +330,6 @@ def _headers_of(name: str) -> dict[bytes, bytes]:
     return {path.name.encode(): path.read_bytes() for path in sorted(headers)}
 
 
-def source_of(name: str) -> Path:
-    """Return the path of NAME.cu in the folder of its family."""
-    return next(HEADERS.parent.glob(f"*/{name}.cu"))
-
-
 @lru_cache(4096)  # the allocator reuses addresses
 def tensor_map(
     address: int,
@@ -369,24 +365,24 @@ def encoded_map(
     box: tuple[int, ...],
     swizzle: int,
 ) -> bytes:
-    """Return a tensor map of a matrix [height, width].
+    """Return a tensor map of a matrix [..., height, width], whose last dimension is contiguous.
 
-    steps    bytes between rows
+    steps    bytes between rows, and in the dimensions before them
     kind     CUtensorMapDataType
-    box      rows x columns
+    box      as many sizes as the matrix has
     swizzle  CUtensorMapSwizzle
     """
-    (height, width), (rows, columns), (step,) = shape, box, steps
+    rank = len(shape)
     space = ctypes.create_string_buffer(MAP_BYTES + MAP_ALIGNMENT)
     place = -(-ctypes.addressof(space) // MAP_ALIGNMENT) * MAP_ALIGNMENT
-    sizes, strides = (ctypes.c_uint64 * 2)(width, height), (ctypes.c_uint64 * 1)(step)
-    tile, every = (ctypes.c_uint32 * 2)(columns, rows), (ctypes.c_uint32 * 2)(1, 1)
+    sizes, strides = (ctypes.c_uint64 * rank)(*shape[::-1]), (ctypes.c_uint64 * rank)(*steps[::-1])
+    tile, every = (ctypes.c_uint32 * rank)(*box[::-1]), (ctypes.c_uint32 * rank)(*[1] * rank)
     result = driver().cuTensorMapEncodeTiled(
-        *(ctypes.c_void_p(place), kind, 2),
+        *(ctypes.c_void_p(place), kind, rank),
         *(ctypes.c_void_p(address), sizes, strides, tile, every),
         *(0, swizzle, L2_PROMOTION_128B, 0),
     )
-    what = f"[{height}, {width}] with rows of {step} bytes, in boxes of {rows} x {columns}"
+    what = f"{list(shape)} with rows of {steps[-1]} bytes, in boxes of {list(box)}"
     require_success(result, f"cuTensorMapEncodeTiled, {what}")
     return ctypes.string_at(place, MAP_BYTES)
 

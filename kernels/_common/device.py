@@ -3,9 +3,6 @@
 from typing import Any
 
 import torch
-from torch import Tensor
-
-from sparsebench.kernels._common.work_list import Ints
 
 
 def multiprocessors(device: torch.device) -> int:
@@ -19,9 +16,3 @@ def shared_bytes_of(device: torch.device) -> int:
     """Return the bytes of shared memory that a CTA may have."""
     properties: Any = torch.cuda.get_device_properties(device)  # the stub lacks it
     return int(properties.shared_memory_per_block_optin)
-
-
-def upload(array: Ints, device: torch.device) -> Tensor:
-    """Return a copy of an array on the device, which the host does not wait for."""
-    host = torch.from_numpy(array)
-    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host

@@ -14,19 +14,41 @@ from heapq import heapreplace
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 WORKERS = 160  # size of the lists in kernel arguments (-DWORKERS): at most 159 workers
 
 Ints = NDArray[np.integer[Any]]
+Records = NDArray[np.void]
+"""Records that a kernel declares (declarations.py)."""
 
 
-def first_of(items: Ints, starts: Ints) -> bytes:
-    """Return the bytes of struct First: the first item [4] of each worker, and `starts`."""
-    firsts, padded = np.zeros((WORKERS, 4), np.int32), np.zeros(WORKERS, np.int32)
+def fill(records: Records, **fields: Ints) -> None:
+    """Write the fields of the first records; the others stay zero."""
+    for name, values in fields.items():
+        records[name][: len(values)] = values
+
+
+def uploaded(records: Records | Ints, device: torch.device) -> Tensor:
+    """Return a copy of the bytes of a list on a device, which the host does not wait for."""
+    host = torch.from_numpy(records.view(np.uint8))
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
+
+
+def first_of(items: Records, starts: Ints) -> tuple[bytes, bytes]:
+    """Return the fields of struct First: the first item of each worker, and `starts`."""
+    firsts = np.zeros(WORKERS, items.dtype)
     firsts[: len(starts) - 1] = items[starts[:-1]]
+    return firsts.tobytes(), starts_of(starts)
+
+
+def starts_of(starts: Ints) -> bytes:
+    """Return the first item, step or piece of each worker, as kernels take it."""
+    padded = np.zeros(WORKERS, np.int32)
     padded[: len(starts)] = starts
-    return firsts.tobytes() + padded.tobytes()
+    return padded.tobytes()
 
 
 def assigned(costs: Ints, m: int, tokens: int, workers: int) -> tuple[Ints, Ints, Ints]:

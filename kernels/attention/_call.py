@@ -18,6 +18,7 @@ from torch import Tensor
 
 from sparsebench.formats.block_mask import BlockMask
 from sparsebench.kernels._common.choices import density_of
+from sparsebench.kernels._common.engines import gpu_engine
 from sparsebench.kernels._common.operator import Engine, NoConfig, Operator, OperatorCall
 from sparsebench.kernels._common.product import MOST_CONFIGS, Product
 from sparsebench.kernels._kernel import DTYPES, Operands
@@ -127,17 +128,9 @@ def attention_engine(
     config: type = NoConfig,
 ) -> Engine:
     """Return an engine of this format; at most MOST_CONFIGS of its choices are timed."""
-    return Engine(
-        op=op,
-        consumes="block_mask",
-        device="cuda",
-        unsupported=unsupported,
-        name=name,
-        config=config,
-        choices=lambda w, call: choices(w, call)[:MOST_CONFIGS],
-        plan=plan,
-        bind=bind,
-    )
+
+    given = name, op, "block_mask", config, choices, plan, unsupported
+    return gpu_engine(*given, bind, most=MOST_CONFIGS)
 
 
 def bind(operands: Operands, engines: tuple[Engine, ...]) -> OperatorCall:

@@ -13,7 +13,6 @@ dK, dV, and dQ of a single section, wait for their predecessors.
 """
 
 from collections.abc import Callable
-from struct import pack
 from typing import NamedTuple
 
 import torch
@@ -31,8 +30,6 @@ SECTION_BYTES, HEAD_BYTES = (1 << 30) // BUFFERS, 1 << 30  # most for dS of a se
 SIDE = 64  # queries and keys that are stored together
 SM_BYTES = 228 * 1024  # shared memory of an SM; of each CTA's, the system has 1 KB
 SOURCE, THREADS = "attention_wgmma_stored", 256
-STATS = cuda.Layout(*"PP", "40s")  # O, dO, Stats
-PRODUCT = cuda.Layout("128s", "24s", *"PP", "24s")  # K, Lists, scores, dQ, Sizes
 
 
 class Step(NamedTuple):
@@ -146,15 +143,15 @@ def weigh_rows(
     """
     shape = call.shape
     rows = shape.batch * shape.q_tokens * shape.heads
-    kernel, code = cuda.load(SOURCE, "weigh_rows", constants_of(shape), 0, device)
+    kernel = cuda.load(SOURCE, "weigh_rows", constants_of(shape), 0, device)
     grid = -(-rows * shape.head_dim // (8 * THREADS))  # a thread has 8 elements
     numbers = lse_2.shape[1], shape.q_tokens, shape.heads, rows
     written = lse_2.data_ptr(), delta.data_ptr()
 
     def arguments(o: int, do: int, lse: int) -> cuda.Arguments:
-        return STATS(o, do, pack("PPPiiii", lse, *written, *numbers))
+        return kernel.arguments(o, do, lse, *written, *numbers)
 
-    return cuda.Loaded(kernel, code, device.index, grid, THREADS, 0), arguments
+    return kernel.on(grid, THREADS), arguments
 
 
 def multiply_stored(
@@ -166,14 +163,14 @@ def multiply_stored(
     """
     shape, device = call.shape, mask.columns.device
     tiles, bytes_of_cta = stored.queries[step.section], shared_bytes(shape)
-    kernel, code = cuda.load(SOURCE, "multiply_stored", constants_of(shape), bytes_of_cta, device)
-    sizes = len(tiles), 128 * warpgroups_of(shape), bytes_of_cta
-    lists = pack("PPP", *(x.data_ptr() for x in (tiles, mask.columns, stored.shifts)))
+    kernel = cuda.load(SOURCE, "multiply_stored", constants_of(shape), bytes_of_cta, device)
+    lists = [x.data_ptr() for x in (tiles, mask.columns, stored.shifts)]
     counts = shape.q_tokens, shape.kv_tokens, shape.heads, shape.kv_heads
-    numbers = pack("iiiifi", *counts, call.scale, step.waits)
     of_k = shape.kv_heads * shape.head_dim, shape.kv_tokens, shape.batch
 
     def arguments(k: int, scores: int, dq: int) -> cuda.Arguments:
-        return PRODUCT(head_map(k, call.dtype, of_k, SIDE), lists, scores, dq, numbers)
+        k_map = head_map(k, call.dtype, of_k, SIDE)
+        return kernel.arguments(k_map, *lists, scores, dq, *counts, call.scale, step.waits)
 
-    return cuda.Loaded(kernel, code, device.index, *sizes, early=True), arguments
+    threads = 128 * warpgroups_of(shape)
+    return kernel.on(len(tiles), threads, early=True), arguments

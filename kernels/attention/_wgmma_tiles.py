@@ -13,7 +13,6 @@ a section by falling number of blocks, so that the last tiles to start are short
 than LONG times the mean of blocks come before all sections; else they might prolong the last one.
 """
 
-import ctypes
 from functools import lru_cache, reduce
 from math import ceil
 from typing import NamedTuple
@@ -24,7 +23,7 @@ from torch import Tensor
 from sparsebench.formats._format import offsets_of, rows_of
 from sparsebench.formats.block_mask import PARTIAL, BlockMask
 from sparsebench.kernels._common import cuda
-from sparsebench.kernels._common.driver import driver, require_success
+from sparsebench.kernels._common.declarations import listed, record
 from sparsebench.kernels.attention._shapes import AttentionShape
 
 SECTION_BYTES = 24 << 20  # the L2 cache of an H100 has 50 MB
@@ -39,7 +38,7 @@ def span_of(block: int) -> int:
 
 
 def query_tiles(mask: BlockMask, shape: AttentionShape, rows: int, span: int) -> Tensor:
-    """Return int32 [tiles, 4]: first block in mask.columns, blocks, first query, first head.
+    """Return Tile [tiles] of walk.cuh, as int32: a list's first block in mask.columns, its blocks.
 
     Heads count through all sequences.
     """
@@ -48,10 +47,11 @@ def query_tiles(mask: BlockMask, shape: AttentionShape, rows: int, span: int) ->
     start = torch.arange(0, shape.q_tokens, span, device=device)
     row = lists_of_heads(mask, shape, head)[:, None] * mask.q_blocks + start // mask.block[0]
     count = mask.counts[row]
-    columns = mask.offsets[row], count, start.expand_as(row), head[:, None].expand_as(row)
+    lists = {"first": mask.offsets[row], "count": count}
+    tiles = {**lists, "query": start.expand_as(row), "head": head[:, None].expand_as(row)}
     bytes_of_group = 2 * shape.kv_tokens * shape.head_dim * shape.itemsize  # K and V
     section = max(1, SECTION_BYTES // bytes_of_group) * (shape.heads // shape.kv_heads)
-    return _sorted(columns, count, head, section)
+    return _sorted("attention_wgmma", tiles, count, head, section)
 
 
 class KeyLists(NamedTuple):
@@ -100,7 +100,7 @@ def key_lists(mask: BlockMask) -> KeyLists:
 
 
 def key_tiles(lists: KeyLists, mask: BlockMask, shape: AttentionShape, rows: int) -> Tensor:
-    """Return int32 [tiles, 4]: first key, KV head of all sequences, block of `lists`, present.
+    """Return Tile [tiles] of attention_wgmma_backward.cu, as int32; `block` is of `lists`.
 
     present  which of the joined blocks some query selects, one bit each
     """
@@ -116,10 +116,13 @@ def key_tiles(lists: KeyLists, mask: BlockMask, shape: AttentionShape, rows: int
     count = total[:, block]
     of_lists = lists.present[lists_of_heads(mask, shape, head)].view(-1, group, blocks)
     present = reduce(torch.bitwise_or, of_lists.unbind(1))[:, block]
-    columns = start.expand_as(count), kv_head[:, None].expand_as(count), block.expand_as(count)
+    tiles = {
+        **{"key": start.expand_as(count), "kv_head": kv_head[:, None].expand_as(count)},
+        **{"block": block.expand_as(count), "present": present},
+    }
     bytes_of_group = 2 * group * shape.q_tokens * shape.head_dim * shape.itemsize  # Q and dO
     section = max(1, SECTION_BYTES // bytes_of_group)
-    return _sorted((*columns, present), count, kv_head, section)
+    return _sorted("attention_wgmma_backward", tiles, count, kv_head, section)
 
 
 def lists_of_heads(mask: BlockMask, shape: AttentionShape, head: Tensor) -> Tensor:
@@ -128,12 +131,15 @@ def lists_of_heads(mask: BlockMask, shape: AttentionShape, head: Tensor) -> Tens
     return sequence * mask.lists + local * mask.lists // shape.heads
 
 
-def _sorted(columns: tuple[Tensor, ...], count: Tensor, head: Tensor, section: int) -> Tensor:
+def _sorted(
+    name: str, tiles: dict[str, Tensor], count: Tensor, head: Tensor, section: int
+) -> Tensor:
+    """Return Tile of NAME.cu of all heads and places, in the order of work."""
     number = (head // section + 1)[:, None].expand_as(count)
     number = number.masked_fill(count > LONG * count.float().mean(), 0)
     key = number * (1 << 32) - count.long()
-    tiles = torch.stack([column.flatten() for column in columns], 1).to(torch.int32)
-    return tiles[key.flatten().argsort(stable=True)].contiguous()
+    flat = {field: values.flatten() for field, values in tiles.items()}
+    return listed(record(name, "Tile"), **flat)[key.flatten().argsort(stable=True)].contiguous()
 
 
 @lru_cache(4096)  # the allocator reuses addresses
@@ -145,16 +151,7 @@ def head_map(address: int, dtype: torch.dtype, shape: tuple[int, int, int], rows
     A box that reaches past the last token of its sequence reads zeros there. The matrix is
     contiguous at a multiple of 16 bytes.
     """
-    width, tokens, _ = shape
-    row = width * dtype.itemsize
-    space = ctypes.create_string_buffer(cuda.MAP_BYTES + cuda.MAP_ALIGNMENT)
-    place = -(-ctypes.addressof(space) // cuda.MAP_ALIGNMENT) * cuda.MAP_ALIGNMENT
-    sizes, steps = (ctypes.c_uint64 * 3)(*shape), (ctypes.c_uint64 * 2)
-    box, every = (ctypes.c_uint32 * 3)(INNER, rows, 1), (ctypes.c_uint32 * 3)(1, 1, 1)
-    result = driver().cuTensorMapEncodeTiled(
-        *(ctypes.c_void_p(place), cuda.MAP_TYPES[dtype], 3, ctypes.c_void_p(address)),
-        *(sizes, steps(row, row * tokens), box, every),
-        *(0, cuda.SWIZZLES[128], cuda.L2_PROMOTION_128B, 0),
-    )
-    require_success(result, f"cuTensorMapEncodeTiled, {list(shape)} by {rows}")
-    return ctypes.string_at(place, cuda.MAP_BYTES)
+    tokens, row = shape[1], shape[0] * dtype.itemsize
+    sizes, steps, box = shape[::-1], (row * tokens, row), (1, rows, INNER)
+    kind, swizzle = cuda.MAP_TYPES[dtype], cuda.SWIZZLES[128]
+    return cuda.encoded_map(address, sizes, steps, kind, box, swizzle)

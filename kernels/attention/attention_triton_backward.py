@@ -37,12 +37,7 @@ from sparsebench.kernels.attention._shapes import (
 )
 from sparsebench.kernels.attention._shapes import Config as TileConfig
 from sparsebench.kernels.attention._tiles import column_of, load_rows, load_step, mask_of, rows_of
-from sparsebench.kernels.attention.attention_triton import (
-    code_of,
-    matrices,
-    path_of,
-    refuse_path,
-)
+from sparsebench.kernels.attention.attention_triton import code_of, matrices, path_of, refuse_path
 
 LOG2 = tl.constexpr(LOG2_E)  # of the natural base, in which the LSE is
 

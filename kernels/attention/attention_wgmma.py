@@ -14,8 +14,7 @@ Blocks of keys are laid side by side until a step is full, so small ones cost no
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from struct import pack
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,6 +22,7 @@ from torch import Tensor
 from sparsebench.errors import Unsupported
 from sparsebench.formats.block_mask import BlockMask
 from sparsebench.kernels._common import cuda
+from sparsebench.kernels._common.declarations import arguments_of
 from sparsebench.kernels._common.device import multiprocessors
 from sparsebench.kernels._common.product import Product
 from sparsebench.kernels._common.requirements import unsupported_on_hopper
@@ -39,7 +39,6 @@ ALIGNMENT = 1024  # alignment of a swizzled tile
 LONG_LIST = 1280  # keys from which on steps of 128 keys are faster for tiles of 64 rows
 MOST_PARTS, LEAST_STEPS = 8, 3  # of a tile that is split; of a part
 SHORT = 0.04  # least part of all half steps that is wasted at the ends of lists of odd length
-ARGUMENTS = cuda.Layout("384s", "48s", *"PP", "20s", "24s")  # Maps, Lists, out, lse, Sizes, Parts
 
 
 @dataclass(frozen=True)
@@ -166,10 +165,10 @@ def load_persistent(
     groups, rows    tiles that a CTA works on at the same time, and rows of one: 64 for a warpgroup
     """
     device = tiles.device
-    kernel, code = cuda.load(name, function, constants, size, device)
+    kernel = cuda.load(name, function, constants, size, device)
     grid = min(multiprocessors(device), -(-len(tiles) // groups))
     threads = WARPGROUP * (groups * rows // 64 + 1)  # and a warpgroup of producers
-    return cuda.Loaded(kernel, code, device.index, grid, threads, size)
+    return kernel.on(grid, threads)
 
 
 class QueryTiles(NamedTuple):
@@ -224,15 +223,17 @@ class Walk(NamedTuple):
     """A kernel that walks tiles of queries over their lists (walk.cuh), without its outputs.
 
     maps         (addresses of k, v and of matrices like q) -> tensor maps
-    lists, parts, sizes  arguments
+    layout       of the arguments
+    lists, sizes, parts  fields of these arguments
     memory       that they point to
     """
 
     loaded: cuda.Loaded
-    maps: Callable[..., bytes]
-    lists: bytes
-    sizes: bytes
-    parts: bytes
+    layout: cuda.Layout
+    maps: Callable[..., list[bytes]]
+    lists: tuple[int, ...]
+    sizes: tuple[Any, ...]
+    parts: tuple[int, ...]
     memory: tuple[Tensor, ...]
 
 
@@ -256,23 +257,25 @@ def walk(
     of_keys = shape.kv_heads * shape.head_dim, shape.kv_tokens, shape.batch
     of_queries = shape.heads * shape.head_dim, shape.q_tokens, shape.batch
 
-    def maps(k: int, v: int, *queries: int) -> bytes:
+    def maps(k: int, v: int, *queries: int) -> list[bytes]:
         encoded = [head_map(address, dtype, of_keys, box) for address in (k, v)]
-        encoded += [head_map(address, dtype, of_queries, min(span, 64)) for address in queries]
-        return b"".join(encoded)
+        rows = [head_map(address, dtype, of_queries, min(span, 64)) for address in queries]
+        return [*encoded, b"".join(rows)]
 
     bits = () if mask.bits is None or mask.slots is None else (mask.slots, mask.bits)
     pointers = [x.data_ptr() for x in (tiles, mask.columns, *bits)]
     pointers += [0] * (4 - len(pointers))
     tickets = whole + parts * (len(tiles) - whole)
-    lists = pack("PPPPPi4x", *pointers, counters.data_ptr(), tickets)
-    split = pack("iiPP", whole, parts, sums.data_ptr(), counters[2:].data_ptr())
+    lists = *pointers, counters.data_ptr(), tickets
+    split = whole, parts, sums.data_ptr(), counters[2:].data_ptr()
     counts = shape.q_tokens, shape.kv_tokens, shape.heads, shape.kv_heads
-    sizes = pack("iiiif", *counts, call.scale * LOG2_E)
+    sizes = *counts, call.scale * LOG2_E
     constants = constants_of(config, shape, mask, short, query_maps, parts > 1)
     size = shared_bytes(config, shape.head_dim, query_maps)
     loaded = load_persistent(name, function, constants, size, tiles, config.tiles, config.rows)
-    return Walk(loaded, maps, lists, sizes, split, (tiles, mask.columns, *bits, counters, sums))
+    memory = tiles, mask.columns, *bits, counters, sums
+    layout = arguments_of(name, function, constants)
+    return Walk(loaded, layout, maps, lists, sizes, split, memory)
 
 
 def plan(w: ListedMask, call: AttentionCall, config: Config) -> Product:
@@ -284,7 +287,8 @@ def plan(w: ListedMask, call: AttentionCall, config: Config) -> Product:
 
     @lru_cache(cuda.ADDRESSES)
     def arguments(q: int, k: int, v: int, o: int, lse: int) -> cuda.Arguments:
-        return ARGUMENTS(walking.maps(k, v, q), walking.lists, o, lse, walking.sizes, walking.parts)
+        rest = *walking.lists, o, lse, *walking.sizes, *walking.parts
+        return walking.layout(*walking.maps(k, v, q), *rest)
 
     def run(q: Tensor, k: Tensor, v: Tensor, out: Tensor | None = None) -> list[Tensor]:
         o = torch.empty_like(q) if out is None else out

@@ -22,7 +22,6 @@ attention_wgmma_dq.cu and attention_wgmma_stored.cu. They support
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from struct import pack
 from typing import NamedTuple
 
 import torch
@@ -32,6 +31,7 @@ from sparsebench.errors import Unsupported
 from sparsebench.formats.block_mask import BlockMask
 from sparsebench.kernels._common import cuda
 from sparsebench.kernels._common.capture import is_capturing, keep
+from sparsebench.kernels._common.declarations import arguments_of
 from sparsebench.kernels._common.product import Product
 from sparsebench.kernels.attention._call import AttentionCall, ListedMask, attention_engine
 from sparsebench.kernels.attention._shapes import LOG2_E, AttentionShape
@@ -64,8 +64,7 @@ from sparsebench.kernels.attention.attention_wgmma import work_of as query_work
 
 ROWS = 64  # queries of a step
 SMALL = 16, 32  # sides of blocks of which a step or a tile has several
-KEYS = cuda.Layout("512s", "64s", "16s", "28s4x", "32s", *"PP")  # Maps to Stored, dK, dV
-QUERIES = cuda.Layout("640s", "48s", "32s", "P", "20s")  # Maps, Lists, Stats, dQ, Sizes
+NOT_STORED = 0, 0, 0, 0  # struct Stored
 
 
 @dataclass(frozen=True)
@@ -193,15 +192,15 @@ def plan(w: ListedMask, call: AttentionCall, config: Config) -> Product:
         walking = walk(*kernel, 3, mask, call, of_queries(w, shape), work.queries)
         memory = *memory, *walking.memory
         stats = lse_2.data_ptr(), delta.data_ptr(), padded(shape)
-        keys_loaded, keys_arguments = of_keys(work.tiles, work.counters, bytes(32))
+        keys_loaded, keys_arguments = of_keys(work.tiles, work.counters, NOT_STORED)
         code = f"{walking.loaded.code} {keys_loaded.code}"
 
         @lru_cache(cuda.ADDRESSES)
         def launches(
             q: int, k: int, v: int, o: int, lse: int, do: int, dq: int, dk: int, dv: int, _: int
         ) -> list[tuple[cuda.Loaded, cuda.Arguments]]:
-            maps, row_stats = walking.maps(k, v, q, do, o), pack("PPPi4x", lse, *stats)
-            queries = QUERIES(maps, walking.lists, row_stats, dq, walking.sizes)
+            maps, rest = walking.maps(k, v, q, do, o), (lse, *stats, dq, *walking.sizes)
+            queries = walking.layout(*maps, *walking.lists, *rest)
             keys = keys_arguments(q, do, k, v, dk, dv)
             return [(walking.loaded, queries), (keys_loaded, keys)]
 
@@ -209,7 +208,7 @@ def plan(w: ListedMask, call: AttentionCall, config: Config) -> Product:
         sections, of_block = len(stored.keys), shape.block[0] * shape.block[1] * call.dtype.itemsize
         buffer_bytes = max(1, stored.blocks) * of_block
         weigh_loaded, weigh = weigh_rows(call, device, lse_2, delta)
-        first = of_keys(work.tiles, work.counters[0], bytes(32))[0]
+        first = of_keys(work.tiles, work.counters[0], NOT_STORED)[0]
         product_code = multiply_stored(call, mask, stored, steps_of(sections)[-1])[0].code
         code = " ".join(dict.fromkeys((weigh_loaded.code, first.code, product_code)))
 
@@ -225,7 +224,7 @@ def plan(w: ListedMask, call: AttentionCall, config: Config) -> Product:
                     listed.append((loaded, product(k, scores, dq)))
                 else:
                     places = stored.places.data_ptr(), stored.shifts.data_ptr()
-                    to = pack("PPPi4x", scores, *places, step.waits)
+                    to = scores, *places, step.waits
                     tiles, counters = stored.keys[step.section], work.counters[step.section]
                     loaded, keys = of_keys(tiles, counters, to)
                     listed.append((loaded, keys(q, do, k, v, dk, dv)))
@@ -254,7 +253,7 @@ def plan(w: ListedMask, call: AttentionCall, config: Config) -> Product:
 
 def _of_keys(
     work: KeyTiles, mask: BlockMask, call: AttentionCall, config: Config
-) -> Callable[[Tensor, Tensor, bytes], Step]:
+) -> Callable[[Tensor, Tensor, tuple[int, ...]], Step]:
     """Return the launch of `differentiate` for some tiles: (tiles, counters, Stored) -> Step.
 
     Its arguments are of the addresses of q, dO, k, v, dK and dV.
@@ -266,22 +265,24 @@ def _of_keys(
     pointers += [0] * (4 - len(pointers))
     blocks, counts = transposed.present.shape[1], (shape.q_tokens, shape.kv_tokens)
     heads = shape.heads, shape.kv_heads, padded(shape)
-    sizes = pack("iiiiiff", *counts, *heads, call.scale, call.scale * LOG2_E)
-    stats = pack("PP", *(stat.data_ptr() for stat in work.stats))
+    sizes = *counts, *heads, call.scale, call.scale * LOG2_E
+    stats = [stat.data_ptr() for stat in work.stats]
     of_queries = shape.heads * shape.head_dim, shape.q_tokens, shape.batch
     of_keys = shape.kv_heads * shape.head_dim, shape.kv_tokens, shape.batch
 
-    def step(tiles: Tensor, counters: Tensor, to: bytes) -> Step:
-        kernel = "attention_wgmma_backward", "differentiate"
+    kernel = "attention_wgmma_backward", "differentiate"
+    layout = arguments_of(*kernel, constants)
+
+    def step(tiles: Tensor, counters: Tensor, to: tuple[int, ...]) -> Step:
         loaded = load_persistent(*kernel, constants, size, tiles, config.tiles, config.rows)
         ends = counters.data_ptr(), len(tiles), mask.lists, blocks
-        lists = pack("PPPPPPiii4x", tiles.data_ptr(), *pointers, *ends)
+        lists = tiles.data_ptr(), *pointers, *ends
 
         def arguments(q: int, do: int, k: int, v: int, dk: int, dv: int) -> cuda.Arguments:
             rows = min(ROWS, shape.block[0])
             maps = [head_map(x, call.dtype, of_queries, rows) for x in (q, do)]
             maps += [head_map(x, call.dtype, of_keys, config.rows) for x in (k, v)]
-            return KEYS(b"".join(maps), lists, stats, sizes, to, dk, dv)
+            return layout(*maps, *lists, *stats, *sizes, *to, dk, dv)
 
         return replace(loaded, early=config.stores), arguments
 

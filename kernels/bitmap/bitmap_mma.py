@@ -21,22 +21,13 @@ from torch import Tensor
 
 from sparsebench.errors import Unsupported
 from sparsebench.formats.bitmap import COLUMNS, ROWS, Bitmap
-from sparsebench.kernels._common.cuda import (
-    ADDRESSES,
-    Arguments,
-    Constants,
-    Layout,
-    Loaded,
-    clusters_at_once,
-    launch,
-    load,
-)
+from sparsebench.kernels._common import cuda
 from sparsebench.kernels._common.device import multiprocessors
-from sparsebench.kernels._common.operator import Engine
+from sparsebench.kernels._common.engines import gpu_engine
 from sparsebench.kernels._common.product import Product
 from sparsebench.kernels._common.requirements import unsupported_on_hopper
 from sparsebench.kernels._common.unstructured import UnstructuredCall, bind
-from sparsebench.kernels._kernel import output_dtype, refuse
+from sparsebench.kernels._kernel import output_dtype
 from sparsebench.results.record import Problem
 
 MOST_TOKENS = 256
@@ -53,8 +44,6 @@ TABLE_BYTES = 128
 SHARED_BYTES = 227 * 1024  # that a CTA may have on Hopper
 BEYOND = 384  # bytes that lanes may read past a stream: three words each
 ALIGNMENT = 16
-# Activations: x, bytes of a row, m, k; Weights: records, offsets, tiles, workers; y, n, room.
-ARGUMENTS = Layout("PQii", "PPiii", "P", "i", "i")
 
 
 @dataclass(frozen=True)
@@ -98,14 +87,12 @@ class Config:
 
 def choices(w: Bitmap, call: UnstructuredCall) -> Sequence[Config]:
     """Return what is possible, the configurations that keep most warps busy first."""
-    refuse(unsupported_call(w, call.m))
     workers = {split: at_once(split, w.records.device) for split in SPLITS}
     return configurations(*w.shape, call.m, w.room, w.dtype.itemsize, workers)
 
 
 def plan(w: Bitmap, call: UnstructuredCall, config: Config) -> Product:
     """Load the kernel. Raises Unsupported if the records need more shared memory than there is."""
-    refuse(unsupported_call(w, call.m))
     (n, k), room, size, device = w.shape, w.room, w.dtype.itemsize, w.records.device
     row_tiles, owner = -(-n // ROWS), (w.records, w.offsets)
     workers = min(at_once(config.split, device), row_tiles)
@@ -114,23 +101,23 @@ def plan(w: Bitmap, call: UnstructuredCall, config: Config) -> Product:
         raise Unsupported(f"{limit}, found {rows}")
     shared, threads = config.shared_bytes(room, call.m, size), 32 * (config.warps + 1)
     constants, kind = constants_of(config, w.dtype), output_dtype(w.dtype)
-    kernel, code = load("bitmap_mma", "multiply_records", constants, shared, device)
+    kernel = cuda.load("bitmap_mma", "multiply_records", constants, shared, device)
 
-    @lru_cache(ADDRESSES)
-    def at(m: int, x: int, stride: int, y: int) -> tuple[Loaded, Arguments]:
+    @lru_cache(cuda.ADDRESSES)
+    def at(m: int, x: int, stride: int, y: int) -> tuple[cuda.Loaded, cuda.Arguments]:
         grid = workers * config.split * -(-m // config.tokens)
         weights = *(a.data_ptr() for a in owner), row_tiles, -(-k // COLUMNS), workers
-        loaded = Loaded(kernel, code, device.index, grid, threads, shared)
-        return loaded, ARGUMENTS(x, stride * size, m, k, *weights, y, n, room)
+        args = kernel.arguments(x, stride * size, m, k, *weights, y, n, room)
+        return kernel.on(grid, threads), args
 
     def run(x: Tensor, out: Tensor | None = None) -> Tensor:
         y = x.new_empty(x.shape[0], n, dtype=kind) if out is None else out
-        return launch(*at(x.shape[0], x.data_ptr(), x.stride(0), y.data_ptr()), y, owner)
+        return cuda.launch(*at(x.shape[0], x.data_ptr(), x.stride(0), y.data_ptr()), y, owner)
 
-    return Product(run, code)
+    return Product(run, kernel.code)
 
 
-def constants_of(config: Config, dtype: torch.dtype) -> Constants:
+def constants_of(config: Config, dtype: torch.dtype) -> cuda.Constants:
     return (
         *(("TOKENS", config.tokens), ("ROW_WARPS", config.row_warps), ("PARTS", config.parts)),
         *(("STAGES", config.stages), ("X_STAGES", config.x_stages)),
@@ -139,9 +126,9 @@ def constants_of(config: Config, dtype: torch.dtype) -> Constants:
     )
 
 
-def unsupported_call(w: Bitmap, m: int) -> str | None:
+def unsupported_call(w: Bitmap, call: UnstructuredCall) -> str | None:
     """Return why the kernel cannot run a call, or None."""
-    (n, k), step = w.shape, ALIGNMENT // w.dtype.itemsize
+    (n, k), m, step = w.shape, call.m, ALIGNMENT // w.dtype.itemsize
     if w.dtype not in DTYPES:
         return f"expected fp16, bf16 or fp8, found {w.dtype}"
     if not 0 < m <= MOST_TOKENS:
@@ -155,7 +142,7 @@ def at_once(split: int, device: torch.device) -> int:
     """Return how many CTAs, or clusters of `split` CTAs, run at a time."""
     if split == 1 or device.type != "cuda":
         return max(multiprocessors(device) // split, 1)
-    return clusters_at_once(split, 32 * (MOST_WARPS + 1), SHARED_BYTES, device)
+    return cuda.clusters_at_once(split, 32 * (MOST_WARPS + 1), SHARED_BYTES, device)
 
 
 def configurations(
@@ -206,14 +193,7 @@ def unsupported(problem: Problem, device: torch.device) -> str | None:
     return unsupported_on_hopper(problem, device, ("fp16", "bf16", "fp8"))
 
 
-KERNEL = Engine(
-    op="linear",
-    consumes="bitmap",
-    device="cuda",
-    unsupported=unsupported,
-    name="bitmap_mma",
-    config=Config,
-    choices=choices,
-    plan=plan,
-    bind=bind,
+KERNEL = gpu_engine(
+    *("bitmap_mma", "linear", "bitmap", Config, choices, plan),
+    *(unsupported, bind, unsupported_call),
 )

@@ -10,7 +10,6 @@ A plan depends on W's index and the sizes only. It is made for a bucket of token
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import wraps
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -19,9 +18,10 @@ from torch import Tensor
 from sparsebench.errors import Unsupported
 from sparsebench.formats.bsr import Bsr
 from sparsebench.kernels._common.choices import density_of
+from sparsebench.kernels._common.engines import gpu_engine
 from sparsebench.kernels._common.operator import Engine, NoConfig, Operator, OperatorCall, bucket
 from sparsebench.kernels._common.product import MOST_CONFIGS, Product
-from sparsebench.kernels._kernel import NAMES, Operands, refuse
+from sparsebench.kernels._kernel import NAMES, Operands
 from sparsebench.kernels.bsr._wgmma_lists import checked
 from sparsebench.results.record import Problem
 
@@ -89,26 +89,8 @@ def bsr_engine(
     unsupported_call  (w, call) -> why no configuration can run the call, or None
     """
 
-    def offered(w: Bsr, call: BsrCall) -> Sequence[Any]:
-        refuse(unsupported_call(w, call))
-        return choices(w, call)[:MOST_CONFIGS]
-
-    @wraps(plan)
-    def planned(w: Bsr, call: BsrCall, config: Any) -> Product:
-        refuse(unsupported_call(w, call))
-        return plan(w, call, config)
-
-    return Engine(
-        op="linear" if op == "linear" else f"linear_{op}",
-        consumes="bsr",
-        device="cuda",
-        unsupported=unsupported,
-        name=name,
-        config=config,
-        choices=offered,
-        plan=planned,
-        bind=bind,
-    )
+    given = name, "linear" if op == "linear" else f"linear_{op}", "bsr", config
+    return gpu_engine(*given, choices, plan, unsupported, bind, unsupported_call, most=MOST_CONFIGS)
 
 
 def bind(operands: Operands, engines: tuple[Engine, ...]) -> OperatorCall:

@@ -14,26 +14,13 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from sparsebench.kernels._common.cuda import (
-    ADDRESSES,
-    HALVES,
-    Arguments,
-    Layout,
-    Loaded,
-    TransposedCopy,
-    launch,
-    load,
-    on_tape,
-    target_of,
-)
-from sparsebench.kernels._common.device import upload
+from sparsebench.kernels._common import cuda
 from sparsebench.kernels._common.product import Product
-from sparsebench.kernels._common.work_list import Ints
+from sparsebench.kernels._common.work_list import Ints, uploaded
 from sparsebench.kernels._kernel import output_dtype
 from sparsebench.kernels.bsr._call import LARGEST, BsrCall
 
 PACK_THREADS, PACK_PIECES = 256, 4  # threads of a CTA; pieces of a thread (pack.cu)
-PACK_ARGUMENTS = Layout(*"PPPi")
 
 
 @dataclass(frozen=True)
@@ -56,21 +43,21 @@ class Packing:
     def of(cls, source: Ints, device: torch.device, turned: bool = False, piece: int = 8) -> Self:
         """Upload the order."""
         order = sha256(source.tobytes() + bytes([turned])).digest()
-        return cls(upload(source, device), order, turned, piece)
+        return cls(uploaded(source, device).view(torch.int32), order, turned, piece)
 
     def __call__(self, values: Tensor) -> Tensor:
         """Return the pieces of blocks [blocks, r, c]: [pieces, piece]."""
         if not self.turned:
             return packed(values, self.source, self.piece)
         transposed = values.transpose(1, 2).contiguous()
-        on_tape(transposed, by_torch=TransposedCopy(values, transposed))
+        cuda.on_tape(transposed, by_torch=cuda.TransposedCopy(values, transposed))
         return packed(transposed, self.source, self.piece)
 
 
 def product_of(
     call: BsrCall,
-    loaded: Loaded,
-    arguments: Callable[..., Arguments],
+    loaded: cuda.Loaded,
+    arguments: Callable[..., cuda.Arguments],
     lists: tuple[Tensor, ...],
     stored: int,
     packing: Packing | None = None,
@@ -87,7 +74,7 @@ def product_of(
     def run(x: Tensor, w: Tensor, out: Tensor | None = None) -> Tensor:
         y = x.new_empty(x.shape[0], call.width, dtype=kind) if out is None else out
         at = x.shape[0], x.data_ptr(), x.stride(), w.data_ptr(), y.data_ptr()
-        return launch(loaded, arguments(*at), y, lists, w)
+        return cuda.launch(loaded, arguments(*at), y, lists, w)
 
     if packing is not None:
         return Product(run, loaded.code, packing, packing.order)
@@ -96,7 +83,7 @@ def product_of(
 
 def no_block(values: Tensor) -> Tensor:
     """Return a block of zeros, for a weight without blocks: the address must be of memory."""
-    on_tape(complete=False)
+    cuda.on_tape(complete=False)
     return values.new_zeros(1, *values.shape[1:])
 
 
@@ -113,24 +100,24 @@ def packed(blocks: Tensor, source: Tensor, size: int = 8) -> Tensor:
     out = blocks.new_empty(pieces, size)
     loaded, arguments = _pack_kernel(blocks.device, pieces, size * blocks.itemsize)
     loaded.enqueue(arguments(blocks.data_ptr(), source.data_ptr(), out.data_ptr()))
-    on_tape(out)
+    cuda.on_tape(out)
     return out
 
 
 @lru_cache(256)
 def _pack_kernel(
     device: torch.device, pieces: int, piece_bytes: int
-) -> tuple[Loaded, Callable[..., Arguments]]:
+) -> tuple[cuda.Loaded, Callable[..., cuda.Arguments]]:
     """Return pack.cu for so many pieces, and its arguments by the addresses, which it keeps."""
     constants = (("PIECE_BYTES", piece_bytes),)
-    kernel, code = load("pack", "gather_pieces", constants, 0, device, target_of(device))
+    kernel = cuda.load("pack", "gather_pieces", constants, 0, device, cuda.target_of(device))
     grid = -(-pieces // (PACK_THREADS * PACK_PIECES))
-    arguments = lru_cache(ADDRESSES)(lambda *addresses: PACK_ARGUMENTS(*addresses, pieces))
-    return Loaded(kernel, code, device.index, grid, PACK_THREADS, 0), arguments
+    arguments = lru_cache(cuda.ADDRESSES)(lambda *addresses: kernel.arguments(*addresses, pieces))
+    return kernel.on(grid, PACK_THREADS), arguments
 
 
 def unsupported_product(
-    call: BsrCall, pieces: int, dtypes: tuple[torch.dtype, ...] = HALVES
+    call: BsrCall, pieces: int, dtypes: tuple[torch.dtype, ...] = cuda.HALVES
 ) -> str | None:
     """Return why no CUDA kernel with TMA can compute Y or dX of W in `pieces` of 16 bytes, or None.
 

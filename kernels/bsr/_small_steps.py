@@ -30,8 +30,9 @@ from torch import Tensor
 
 from sparsebench.formats._format import offsets_of, rows_of
 from sparsebench.formats.bsr import Bsr
+from sparsebench.kernels._common.declarations import record
 from sparsebench.kernels._common.made_once import made_once
-from sparsebench.kernels._common.work_list import Ints, assigned
+from sparsebench.kernels._common.work_list import Ints, Records, assigned, fill
 from sparsebench.kernels.bsr._wgmma_lists import checked
 
 STRIP, STRIPS = 32, 4  # columns of X in a strip; strips in a step
@@ -53,7 +54,7 @@ class StepLists:
 
     units   int32 [groups, features / 32]: numbers of units, or -1
     first   [groups + 1]: first step of each group; each has at least one, which may load nothing
-    steps   int32 [steps, 2 + warpgroups, 4]: struct Step without token and flags
+    steps   Step [steps], without token and flags (strips.cuh)
     order   [blocks]: the stored block at each position of the packed W
     strips, blocks  [groups]: how many are loaded
     room    KB of blocks that a step holds at most
@@ -61,7 +62,7 @@ class StepLists:
 
     units: Ints
     first: Ints
-    steps: Ints
+    steps: Records
     order: Ints
     strips: Ints
     blocks: Ints
@@ -148,39 +149,37 @@ def listed(owner: Ints, depth: Ints, units: int, strips: int, layout: StepLayout
     loaded[number[at], slot[at]] = np.nonzero(at)[1]
 
     chunk = start[::warpgroups]
-    steps = np.zeros((first[-1], 2 + warpgroups, 4), np.int32)
-    steps[:, 0, 0], steps[:, 0, 3] = np.diff(chunk), chunk[:-1]
-    steps[:, 0, 2] = np.repeat(np.arange(len(united)), np.diff(first))
-    steps[:, 1, :2] = loaded.view(np.int32)
-    steps[:, 2:, 0] = counts.astype(np.uint32).view(np.int32).reshape(-1, warpgroups)
-    steps[:, 2:, 1] = (start[:-1] - chunk[:-1].repeat(warpgroups)).reshape(-1, warpgroups)
-    steps[:, 2:, 2:] = places.view(np.int32).reshape(-1, warpgroups, 2)
+    steps = np.zeros(first[-1], record("bsr_small", "Step", (("WARPGROUPS", warpgroups),)))
+    groups = np.repeat(np.arange(len(united)), np.diff(first))
+    strips_of_step = loaded.view(np.uint64)[:, 0]
+    fill(steps, blocks=np.diff(chunk), group=groups, first=chunk[:-1], strips=strips_of_step)
+    firsts = start[:-1] - chunk[:-1].repeat(warpgroups)
+    shares = {"counts": counts, "first": firsts, "places": places}
+    fill(steps["shares"], **{name: a.reshape(-1, warpgroups) for name, a in shares.items()})
     return StepLists(
         united.astype(np.int32), first, steps, order, at.sum(1), there.sum((1, 2)), room
     )
 
 
-def work(lists: StepLists, m: int, tokens: int, block: int, workers: int) -> tuple[Ints, Ints]:
+def work(lists: StepLists, costs: Ints, m: int, tokens: int, workers: int) -> tuple[Records, Ints]:
     """Return the steps, worker by worker, and the first step of each worker.
 
-    int32 [steps + READ_AHEAD, 2 + warpgroups, 4] and [workers + 1]. The steps cover every group
-    and every tile of tokens.
+    costs  of the groups
+
+    Step [steps + READ_AHEAD] and [workers + 1]. The steps cover every group and every tile of
+    tokens.
     """
-    return worked(lists, lists.costs(min(m, tokens), block), m, tokens, workers)
-
-
-def worked(lists: StepLists, costs: Ints, m: int, tokens: int, workers: int) -> tuple[Ints, Ints]:
-    """Return the steps and bounds of `work` for groups with these costs."""
     group, token, starts = assigned(costs, m, tokens, workers)
     lengths = np.diff(lists.first)[group]
     ends = lengths.cumsum()
     index = np.arange(ends[-1]) + np.repeat(lists.first[group] - (ends - lengths), lengths)
-    steps = np.zeros((len(index) + READ_AHEAD, *lists.steps.shape[1:]), np.int32)
+    steps = np.zeros(len(index) + READ_AHEAD, lists.steps.dtype)
     steps[: len(index)] = lists.steps[index]
-    steps[: len(index), 0, 1] = np.repeat(token, lengths)
+    fill(steps, token=np.repeat(token, lengths))
     bounds = np.concatenate([[0], ends])[starts]
-    steps[ends - 1, 2:, 1] |= LAST
-    steps[bounds[1:] - 1, 2:, 1] |= END
+    flags = steps["shares"]["first"]
+    flags[ends - 1] |= LAST
+    flags[bounds[1:] - 1] |= END
     return steps, bounds
 
 

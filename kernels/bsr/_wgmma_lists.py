@@ -28,8 +28,9 @@ from numpy.typing import NDArray
 
 from sparsebench.errors import FormatError
 from sparsebench.formats.bsr import Bsr
+from sparsebench.kernels._common.declarations import record
 from sparsebench.kernels._common.made_once import made_once
-from sparsebench.kernels._common.work_list import Ints, assigned, first_of
+from sparsebench.kernels._common.work_list import Ints, Records, assigned, fill
 
 SIDE = 64  # rows of a tile of W, the height of wgmma; in 16 bits also its columns
 NO_SLICE = 0xFFFF
@@ -43,13 +44,13 @@ class Groups:
 
     slices  [groups, 2]: NO_SLICE if there is no second one
     first   [groups + 1]: first step of each group; each has at least one, which may load nothing
-    steps   int32 [steps + STEPS_AHEAD, 4]: struct Step. Column of X; for each half the row among
-            the stored blocks; for each half, in 16 bits, the column in the block. -1: no load
+    steps   Step [steps + STEPS_AHEAD]. Column of X; for each half the row among the stored blocks;
+            for each half, in 16 bits, the column in the block. -1: no load
     """
 
     slices: Ints
     first: Ints
-    steps: Ints
+    steps: Records
 
 
 def span_of(w: Bsr) -> int:
@@ -75,8 +76,9 @@ def groups_of(w: Bsr, transposed: bool = False) -> Groups:
     rows, columns = np.full((len(union), 2), -1), np.zeros((len(union), 2), np.int64)
     rows[step, of], columns[step, of] = tiles.row, tiles.column
     loads_x = np.where((rows >= 0).any(1), union % tiles.places * span, -1)
-    steps = np.zeros((len(union) + STEPS_AHEAD, 4), np.int32)
-    steps[: len(union)] = np.column_stack([loads_x, rows, packed(columns)])
+    steps = np.zeros(len(union) + STEPS_AHEAD, record("bsr_wgmma", "Step"))
+    loads = {"x": loads_x, "w0": rows[:, 0], "w1": rows[:, 1], "columns": packed(columns)}
+    fill(steps, **loads)
     first = np.searchsorted(union // tiles.places, np.arange(len(pairs) + 1))
     return Groups(pairs, first, steps)
 
@@ -191,26 +193,19 @@ def checked(w: Bsr) -> tuple[Ints, Ints]:
 class WgmmaSchedule:
     """The work of each worker.
 
-    items   int32 [items + ITEMS_AHEAD, 4]: struct Item. First step, number of steps, first token,
-            two slices of 16 bits
+    items   Item [items + ITEMS_AHEAD]; slices are two of 16 bits
     starts  int32 [workers + 1]: first item of each worker
     """
 
-    items: Ints
+    items: Records
     starts: Ints
-
-    @property
-    def first(self) -> bytes:
-        """Return the bytes of struct First, a kernel argument."""
-        return first_of(self.items, self.starts)
 
 
 def schedule(groups: Groups, m: int, tokens: int, workers: int) -> WgmmaSchedule:
     """Assign every group and tile of `tokens` of m tokens; every worker gets an item."""
     steps = np.diff(groups.first)
     group, token, starts = assigned(steps + STORING, m, tokens, workers)
-    items = np.zeros((len(group) + ITEMS_AHEAD, 4), np.int32)
-    items[: len(group)] = np.column_stack(
-        [groups.first[group], steps[group], token, packed(groups.slices[group])]
-    )
+    items = np.zeros(len(group) + ITEMS_AHEAD, record("bsr_wgmma", "Item"))
+    ends = {"first": groups.first[group], "count": steps[group]}
+    fill(items, **ends, token=token, slices=packed(groups.slices[group]))
     return WgmmaSchedule(items, starts.astype(np.int32))

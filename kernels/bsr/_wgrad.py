@@ -16,9 +16,9 @@ Pieces of an item that is cut write partial sums, which are added in a fixed ord
 equal operands give equal bits.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, lru_cache, partial
 from heapq import heapreplace
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -30,12 +30,13 @@ from torch import Tensor
 
 from sparsebench.formats.bsr import Bsr
 from sparsebench.kernels._common import cuda
-from sparsebench.kernels._common.device import multiprocessors, upload
+from sparsebench.kernels._common.declarations import record
+from sparsebench.kernels._common.device import multiprocessors
 from sparsebench.kernels._common.operator import Engine
 from sparsebench.kernels._common.product import Product
 from sparsebench.kernels._common.requirements import unsupported_on_hopper
 from sparsebench.kernels._common.scratch import workspace
-from sparsebench.kernels._common.work_list import WORKERS, Ints
+from sparsebench.kernels._common.work_list import WORKERS, Ints, Records, fill, starts_of, uploaded
 from sparsebench.kernels.bsr._call import LARGEST, BsrCall, bsr_engine
 
 THREADS = 384
@@ -44,6 +45,7 @@ SHARED_BYTES = RING_BYTES + 1024  # alignment to 1024 may take 1023
 STRIP, STRIP_BYTES = 32, 64  # columns of a strip, and bytes of a row
 ALIGNED = 16  # columns: TMA loads boxes that start elsewhere at half the rate
 SHORTEST = 256  # tokens of a piece: fewer do not pay for a partial sum
+TRIED = 4  # configurations that a search times, by the predicted end of the last worker
 UNIT = 64  # tokens that costs refer to: TMA takes 61 ns for a strip on one SM, 122 for a tile
 
 Floats = NDArray[np.float64]
@@ -64,6 +66,18 @@ class Item(NamedTuple):
     def loads(self) -> int:
         """Return the number of boxes."""
         return len(self.dy) + len(self.x)
+
+
+class ItemList(NamedTuple):
+    """The items of a pattern for a configuration, whatever the tokens of a step.
+
+    costs     [items] of UNIT tokens, in loads of a box
+    partials  [items] cost of a partial sum
+    """
+
+    items: list[Item]
+    costs: Ints | Floats
+    partials: Ints | Floats
 
 
 class Piece(NamedTuple):
@@ -93,50 +107,89 @@ class Division(NamedTuple):
 class WgradWork:
     """What a kernel reads, and how it is compiled.
 
-    loads      int32 [pieces, ...]       struct Loads of each piece, worker by worker
-    sums       int32 [pieces, ...]       struct Sums of each consumer of the piece
-    starts     int32 [workers + 1]       first piece of each worker (Division)
+    loads      Loads [pieces], worker by worker
+    sums       Sums [pieces, consumers]
+    starts     int32 [workers + 1]: first piece of each worker (Division)
     cut        number of partial sums of the items that are cut
     partial    fp32 sums in each of them
     boxes      rows and columns of a box of dY, and of X
     constants  macros, beside those of all kernels
-    places     int32, positions in the values; None if `sums` has them
+    places     positions in the values; None if `sums` has them
     width      columns of a block, if the kernel takes any
     """
 
-    loads: Ints
-    sums: Ints
+    loads: Records
+    sums: Records
     starts: Ints
     cut: int
     partial: int
     boxes: tuple[tuple[int, int], tuple[int, int]]
     constants: cuda.Constants
-    places: Ints | None = None
+    places: Records | None = None
     width: tuple[int, ...] = ()
 
 
-def gradient_engine(
-    name: str,
-    config: type,
-    choices: Callable[[Bsr, int, int], Sequence[Any]],
-    work_of: Callable[[Bsr, int, Any, int], WgradWork],
-    unsupported_call: Callable[[Bsr, BsrCall], str | None],
-) -> Engine:
-    """Return the engine of NAME.cu.
+@dataclass
+class Prediction:
+    """The items of a pattern and when the last worker would end, by configuration."""
 
-    choices  (pattern, m, workers) -> configurations, by the predicted end of the last worker
-    work_of  (pattern, m, configuration, workers) -> the lists. Reads the index on the host
+    listed: Callable[[Bsr, Any], ItemList]
+    pattern: Bsr
+    m: int
+    workers: int
+
+    def __post_init__(self) -> None:
+        """Compute each configuration once."""
+        self.of_steps = cache(partial(self.listed, self.pattern))
+        self.end = cache(self._end)
+
+    def list(self, config: Any) -> ItemList:
+        """Return the items; they are the same for any tokens of a step."""
+        return self.of_steps(replace(config, depth=UNIT))
+
+    def _end(self, config: Any) -> float:
+        """Return the predicted end of the last worker, in loads of a box."""
+        return division_of(self.list(config), self.m, config.depth, self.workers).last
+
+
+@dataclass(frozen=True)
+class Gradient:
+    """What the kernel NAME.cu decides; the search, the schedule and the launch are here.
+
+    config  has the tokens of a step, `depth`
+    listed  (pattern, configuration) -> its items. Reads the index on the host
+    tried   (prediction) -> the configurations to compare by their predicted end
+    written (pattern, configuration, items, division) -> the lists
     """
 
-    def offered(w: Bsr, call: BsrCall) -> Sequence[Any]:
-        return choices(w, call.m, multiprocessors(w.columns.device))
+    name: str
+    config: type
+    listed: Callable[[Bsr, Any], ItemList]
+    tried: Callable[[Prediction], Iterable[Any]]
+    written: Callable[[Bsr, Any, ItemList, Division], WgradWork]
 
-    def plan(w: Bsr, call: BsrCall, config: Any) -> Product:
-        return _product(
-            name, w, call, work_of(w, call.m, config, multiprocessors(w.columns.device))
-        )
+    def choices(self, pattern: Bsr, m: int, workers: int) -> list[Any]:
+        """Return the TRIED configurations that end first."""
+        prediction = Prediction(self.listed, pattern, m, workers)
+        return sorted(dict.fromkeys(self.tried(prediction)), key=prediction.end)[:TRIED]
 
-    return bsr_engine(name, "wgrad", offered, plan, unsupported_on_hopper, config, unsupported_call)
+    def work(self, pattern: Bsr, m: int, config: Any, workers: int) -> WgradWork:
+        """Return the lists of a launch for up to m tokens."""
+        items = self.listed(pattern, config)
+        return self.written(pattern, config, items, division_of(items, m, config.depth, workers))
+
+    def engine(self, unsupported_call: Callable[[Bsr, BsrCall], str | None]) -> Engine:
+        """Return the engine."""
+
+        def choices(w: Bsr, call: BsrCall) -> list[Any]:
+            return self.choices(w, call.m, multiprocessors(w.columns.device))
+
+        def plan(w: Bsr, call: BsrCall, config: Any) -> Product:
+            work = self.work(w, call.m, config, multiprocessors(w.columns.device))
+            return _product(self.name, w, call, work)
+
+        supported = unsupported_on_hopper, self.config, unsupported_call
+        return bsr_engine(self.name, "wgrad", choices, plan, *supported)
 
 
 def unsupported_sizes(w: Bsr, call: BsrCall, side: int, places: int) -> str | None:
@@ -156,17 +209,13 @@ def unsupported_sizes(w: Bsr, call: BsrCall, side: int, places: int) -> str | No
     return None
 
 
-def division_of(
-    weights: Ints | Floats, partials: Ints | Floats, m: int, depth: int, workers: int
-) -> Division:
+def division_of(listed: ItemList, m: int, depth: int, workers: int) -> Division:
     """Divide the sums over m tokens, in steps of `depth`, among workers.
-
-    weights   [items] cost of UNIT tokens, in loads of a box
-    partials  [items] cost of a partial sum
 
     A worker sums its pieces of cut items before its whole items.
     """
-    costs, steps = np.asarray(weights * (depth / UNIT), float), -(-m // depth)
+    partials = listed.partials
+    costs, steps = np.asarray(listed.costs * (depth / UNIT), float), -(-m // depth)
     whole, _ = _assignment(costs * steps, workers, np.inf)
     of_workers, rest = _assignment(costs * steps, workers, costs.sum() * steps / workers)
     none: list[list[Piece]] = [[] for _ in whole]
@@ -226,24 +275,30 @@ def _pieces_of(
 
 
 def work_from(
-    division: Division, columns: Ints, sums: Ints, fields: list[int], **rest: Any
+    name: str,
+    division: Division,
+    columns: Ints,
+    sums: Records,
+    constants: cuda.Constants,
+    **rest: Any,
 ) -> WgradWork:
     """Return the work of pieces from that of whole items.
 
     columns  [items, room] first column of each box, as the kernel reads it; -1: not loaded
-    sums     [items, consumers, ...] struct Sums, but for what depends on the piece
-    fields   of Sums: the number of steps and struct Part
+    sums     Sums [items, consumers], without what depends on the piece
     rest     other fields of WgradWork
     """
-    (item, share, of), room, cut = division.pieces.T, columns.shape[1], np.zeros(len(sums), int)
+    (item, share, of), cut = division.pieces.T, np.zeros(len(sums), int)
     cut[item] = np.where(of > 1, of, 0)
     first, count = cut.cumsum() - cut, -(-(division.steps - share) // of)
     adds = np.where((share > 0) | (of == 1), 1, 2**31 - (of - 1))  # all pieces together: 2^31
-    sums = sums[item].astype(np.int32)
-    sums[:, :, fields] = np.stack([count, first[item], share, of, adds], 1)[:, None]
-    loads = np.zeros((len(item), (room + 6) // 4 * 4), np.int32)
-    loads[:, :room], loads[:, room : room + 3] = columns[item], np.stack([share, count, of], 1)
-    return WgradWork(loads, sums, division.starts, int(cut.sum()), **rest)
+    sums = sums[item]
+    part = {"first": first[item], "share": share, "of": of, "adds": adds}
+    fill(sums, count=count[:, None])
+    fill(sums["part"], **{name: values[:, None] for name, values in part.items()})
+    loads = np.zeros(len(item), record(name, "Loads", constants))
+    fill(loads, boxes=columns[item], step=share, count=count, stride=of)
+    return WgradWork(loads, sums, division.starts, int(cut.sum()), constants=constants, **rest)
 
 
 def room_of(strips: int) -> int:
@@ -267,9 +322,9 @@ def _product(name: str, w: Bsr, call: BsrCall, work: WgradWork) -> Product:
     """
     device, (n, k), dtype = w.columns.device, w.shape, call.dtype
     blocks = len(w.columns), *w.block
+    starts = () if work.places is None else (starts_of(work.starts),)
     arrays = work.loads, work.sums, work.starts if work.places is None else work.places
-    lists = tuple(upload(array, device) for array in arrays)
-    starts = () if work.places is None else (np.resize(work.starts, WORKERS).tobytes(),)
+    lists = tuple(uploaded(array, device) for array in arrays)
     counters = torch.zeros(work.cut, 2, dtype=torch.int32, device=device)
     constants: cuda.Constants = (
         *(("DEPTH", work.boxes[0][0]), ("FP16", int(dtype == torch.float16))),
@@ -277,22 +332,18 @@ def _product(name: str, w: Bsr, call: BsrCall, work: WgradWork) -> Product:
         *((("WORKERS", WORKERS),) if starts else ()),
         *work.constants,
     )
-    kernel, code = cuda.load(name, "sum_blocks", constants, SHARED_BYTES, device)
-    ctas = len(work.starts) - 1
-    loaded = cuda.Loaded(kernel, code, device.index, ctas, THREADS, SHARED_BYTES)
+    kernel = cuda.load(name, "sum_blocks", constants, SHARED_BYTES, device)
+    loaded = kernel.on(len(work.starts) - 1, THREADS)
     owner = *lists, counters
-    # Tensor maps of dy and x; lists, starts, values, width; partials, counters.
-    between = *(f"{len(each)}s" for each in starts), "P", *("i" for _ in work.width)
-    layout = cuda.Layout("256s", *"PPP", *between, *"PP")
 
     @lru_cache(cuda.ADDRESSES)
     def arguments(
         tokens: int, dy: int, of_dy: Any, x: int, of_x: Any, values: int, sums: int
     ) -> cuda.Arguments:
-        maps = cuda.tensor_map(dy, (tokens, n), of_dy, dtype, work.boxes[0])
-        maps += cuda.tensor_map(x, (tokens, k), of_x, dtype, work.boxes[1])
-        addresses = (array.data_ptr() for array in lists)
-        return layout(maps, *addresses, *starts, values, *work.width, sums, counters.data_ptr())
+        dy_map = cuda.tensor_map(dy, (tokens, n), of_dy, dtype, work.boxes[0])
+        x_map = cuda.tensor_map(x, (tokens, k), of_x, dtype, work.boxes[1])
+        at = *(array.data_ptr() for array in lists), *starts, values, *work.width, sums
+        return kernel.arguments(dy_map, x_map, *at, counters.data_ptr())
 
     def run(dy: Tensor, x: Tensor, out: Tensor | None = None) -> Tensor:
         values = x.new_empty(blocks) if out is None else out
@@ -302,4 +353,4 @@ def _product(name: str, w: Bsr, call: BsrCall, work: WgradWork) -> Product:
         others = () if sums is None else (sums,)
         return cuda.launch(loaded, arguments(len(x), *at), values, owner, *others)
 
-    return Product(run, code)
+    return Product(run, kernel.code)

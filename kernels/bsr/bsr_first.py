@@ -17,13 +17,10 @@ from sparsebench.formats.bsr import Bsr
 from sparsebench.kernels._common import cuda
 from sparsebench.kernels._common.product import Product
 from sparsebench.kernels._common.requirements import unsupported_before_ampere
-from sparsebench.kernels._kernel import refuse
 from sparsebench.kernels.bsr._call import BsrCall, bsr_engine
 
 SIDE, WARPS = 16, 4
 TOKENS = 8, 16, 32
-# x, its stride; offsets, columns, w, y; m, n, k, block rows.
-ARGUMENTS = cuda.Layout("P", "q", *"PPPP", *"iiii")
 
 
 @dataclass(frozen=True)
@@ -35,29 +32,27 @@ class Config:
 
 def choices(w: Bsr, call: BsrCall) -> list[Config]:
     """Return the tiles that are not half empty, the largest first."""
-    refuse(unsupported_call(w, call))
     return [Config(t) for t in reversed(TOKENS) if t < 2 * call.m or t == TOKENS[0]]
 
 
 def plan(w: Bsr, call: BsrCall, config: Config) -> Product:
     """Compile the kernel; the index is read as it is stored."""
-    refuse(unsupported_call(w, call))
     (n, k), rows, device = w.shape, len(w.offsets) - 1, w.columns.device
     constants, target = constants_of(config, call.dtype), cuda.target_of(device)
-    kernel, code = cuda.load("bsr_first", "multiply_first", constants, 0, device, target)
+    kernel = cuda.load("bsr_first", "multiply_first", constants, 0, device, target)
 
     @lru_cache(cuda.ADDRESSES)
     def loaded(m: int) -> cuda.Loaded:
         grid = -(-rows // WARPS) * -(-m // config.tokens)
-        return cuda.Loaded(kernel, code, device.index, grid, 32 * WARPS, 0)
+        return kernel.on(grid, 32 * WARPS)
 
     def run(x: Tensor, packed: Tensor, out: Tensor | None = None) -> Tensor:
         m, y = len(x), x.new_empty(len(x), n) if out is None else out
         index = w.offsets.data_ptr(), w.columns.data_ptr()
         at = x.data_ptr(), x.stride(0), *index, packed.data_ptr(), y.data_ptr()
-        return cuda.launch(loaded(m), ARGUMENTS(*at, m, n, k, rows), y, w, packed)
+        return cuda.launch(loaded(m), kernel.arguments(*at, m, n, k, rows), y, w, packed)
 
-    return Product(run, code, pack, "bsr_first")
+    return Product(run, kernel.code, pack, "bsr_first")
 
 
 def pack(values: Tensor) -> Tensor:
@@ -85,4 +80,6 @@ def unsupported_call(w: Bsr, call: BsrCall) -> str | None:
     return None
 
 
-KERNEL = bsr_engine("bsr_first", "linear", choices, plan, unsupported_before_ampere, Config)
+KERNEL = bsr_engine(
+    "bsr_first", "linear", choices, plan, unsupported_before_ampere, Config, unsupported_call
+)

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from sparsebench.formats.bsr import Bsr
 from sparsebench.kernels._common import cuda
+from sparsebench.kernels._common.declarations import listed, record
 from sparsebench.kernels._common.device import multiprocessors, shared_bytes_of
 from sparsebench.kernels._common.product import Product
 from sparsebench.kernels._common.requirements import unsupported_before_ampere
@@ -30,8 +31,6 @@ from sparsebench.kernels.bsr._launch import product_of
 SIDES = 32, 16, 8  # of a step, the first one that divides a block's side
 TOKENS, WARPS = (16, 32), (4, 8)
 DOUBLES = "sm_90"  # target whose tensor cores multiply fp64 16 x 8 x 16 at a time
-# x, floats between its rows; block rows, columns, values; y; m, n, k, tiles of tokens
-ARGUMENTS = cuda.Layout("P", "q", *"PPPP", *"iiii")
 
 
 @dataclass(frozen=True)
@@ -76,7 +75,7 @@ def plan(w: Bsr, call: BsrCall, config: Config) -> Product:
     index, target = (rows_of(w), w.columns), cuda.target_of(device)
     constants = constants_of(config, w.block, not k % 4, target)
     shared = config.shared_bytes(w.block)
-    kernel, code = cuda.load("bsr_fp32", "multiply_fp32", constants, shared, device, target)
+    kernel = cuda.load("bsr_fp32", "multiply_fp32", constants, shared, device, target)
     token_tiles = -(-m // config.tokens)
     grid = (len(w.offsets) - 1) * (w.block[0] // rows) * token_tiles
 
@@ -85,14 +84,14 @@ def plan(w: Bsr, call: BsrCall, config: Config) -> Product:
         tokens: int, x: int, strides: tuple[int, int], values: int, y: int
     ) -> cuda.Arguments:
         addresses = (array.data_ptr() for array in index)
-        return ARGUMENTS(x, strides[0], *addresses, values, y, tokens, n, k, token_tiles)
+        return kernel.arguments(x, strides[0], *addresses, values, y, tokens, n, k, token_tiles)
 
-    loaded = cuda.Loaded(kernel, code, device.index, grid, 32 * config.warps, shared)
+    loaded = kernel.on(grid, 32 * config.warps)
     return product_of(call, loaded, arguments, index, len(w.columns))
 
 
 def rows_of(w: Bsr) -> Tensor:
-    """Return struct BlockRow of each block row, int32 [rows, 4].
+    """Return a BlockRow for each block row, int32 [rows, 4].
 
     The longest come first. SMs take CTAs in turn, so every second turn is reversed: an SM that had
     a long row before then gets a short one.
@@ -100,8 +99,8 @@ def rows_of(w: Bsr) -> Tensor:
     counts = w.offsets.diff()
     turns = counts.argsort(descending=True, stable=True).split(multiprocessors(w.offsets.device))
     order = torch.cat([turn.flip(0) if i % 2 else turn for i, turn in enumerate(turns)])
-    ends = w.offsets[order], w.offsets[order + 1]
-    return torch.stack([order.int(), *ends, torch.zeros_like(ends[0])], 1).contiguous()
+    ends = {"begin": w.offsets[order], "end": w.offsets[order + 1]}
+    return listed(record("bsr_fp32", "BlockRow"), row=order, **ends)
 
 
 def constants_of(

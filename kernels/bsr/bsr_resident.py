@@ -23,6 +23,7 @@ from torch.nn.functional import pad
 
 from sparsebench.formats.bsr import Bsr
 from sparsebench.kernels._common import cuda
+from sparsebench.kernels._common.declarations import listed, record
 from sparsebench.kernels._common.device import multiprocessors, shared_bytes_of
 from sparsebench.kernels._common.product import Product
 from sparsebench.kernels._common.requirements import unsupported_before_ampere
@@ -31,8 +32,6 @@ from sparsebench.kernels.bsr._call import LARGEST, BsrCall, bsr_engine
 SIDE = 64  # largest side of a block
 TOKENS, WARPS, SHARES = (16, 32, 48, 64, 96, 112, 128), (4, 8, 16), (1, 2, 4)
 SUMS = 64  # fp32 per lane, at most
-# x, bytes of a row; Weights: blocks, columns, order, rows, slots, each; y; m, n, k, pitch.
-ARGUMENTS = cuda.Layout("P", "q", "PPPiii", "P", *"iiii")
 
 
 @dataclass(frozen=True)
@@ -112,29 +111,30 @@ def plan(w: Bsr, call: BsrCall, config: Config) -> Product:
     counts = w.offsets.diff()
     each = int(counts[0]) if bool((counts == counts[0]).all()) else -1
     order = counts.argsort(descending=True, stable=True)
-    listed = torch.stack([order, w.offsets[order], w.offsets[order + 1], order], 1).int()
-    lists, shared = (w.columns, listed), config.shared_bytes(w.block, k)
+    ends = {"begin": w.offsets[order], "end": w.offsets[order + 1]}
+    numbered = listed(record("bsr_resident", "Row"), number=order, **ends)
+    lists, shared = (w.columns, numbered), config.shared_bytes(w.block, k)
     groups, target = groups_of(config, rows, call.m, k, device), cuda.target_of(device)
     constants = constants_of(config, w.block, call.dtype)
-    kernel, code = cuda.load("bsr_resident", "multiply_rows", constants, shared, device, target)
+    kernel = cuda.load("bsr_resident", "multiply_rows", constants, shared, device, target)
 
     @lru_cache(cuda.ADDRESSES)
     def loaded(m: int) -> cuda.Loaded:
         grid = groups * -(-m // config.tokens)
-        return cuda.Loaded(kernel, code, device.index, grid, 32 * config.warps, shared)
+        return kernel.on(grid, 32 * config.warps)
 
     @lru_cache(cuda.ADDRESSES)
     def arguments(m: int, x: int, stride: int, values: int, y: int) -> cuda.Arguments:
-        weights = values, w.columns.data_ptr(), listed.data_ptr()
+        weights = values, w.columns.data_ptr(), numbered.data_ptr()
         sizes = rows, groups * config.rows, each
-        return ARGUMENTS(x, stride * size, *weights, *sizes, y, m, n, k, pitch_of(k))
+        return kernel.arguments(x, stride * size, *weights, *sizes, y, m, n, k, pitch_of(k))
 
     def run(x: Tensor, values: Tensor, out: Tensor | None = None) -> Tensor:
         m, y = len(x), x.new_empty(len(x), n) if out is None else out
         args = arguments(m, x.data_ptr(), x.stride(0), values.data_ptr(), y.data_ptr())
         return cuda.launch(loaded(m), args, y, lists, values)
 
-    return Product(run, code, pack, "bsr_resident")  # all configurations read the same
+    return Product(run, kernel.code, pack, "bsr_resident")  # all configurations read the same
 
 
 def pack(values: Tensor) -> Tensor:

@@ -28,11 +28,12 @@ from torch import Tensor
 from sparsebench.formats._format import offsets_of, rows_of
 from sparsebench.formats.bsr import Bsr
 from sparsebench.kernels._common import cuda
-from sparsebench.kernels._common.device import multiprocessors, upload
+from sparsebench.kernels._common.declarations import record
+from sparsebench.kernels._common.device import multiprocessors
 from sparsebench.kernels._common.made_once import made_once
 from sparsebench.kernels._common.product import Product
 from sparsebench.kernels._common.requirements import unsupported_on_hopper
-from sparsebench.kernels._common.work_list import WORKERS, Ints
+from sparsebench.kernels._common.work_list import WORKERS, Records, fill, starts_of, uploaded
 from sparsebench.kernels.bsr._call import BsrCall, bsr_engine
 from sparsebench.kernels.bsr._launch import Packing, product_of, unsupported_product
 from sparsebench.kernels.bsr._small_steps import (
@@ -54,8 +55,6 @@ BLOCKS = 16, 32
 TOKENS, FEATURES = (128, 64), (256, 128, 64, 32)
 RING_BYTES = 224 * 1024  # bytes of all stages
 SHARED_BYTES = RING_BYTES + 2048  # alignment to 1024 may take 1023
-# Maps of x and of its last tile, starts, firsts; w, steps, units, y; m and width.
-ARGUMENTS = cuda.Layout("256s", f"{4 * WORKERS}s", f"{16 * WORKERS}s", *"PPPPii")
 UNITED = 16  # side of a block that unites four of 8 x 8
 CUT_TOKENS = 256  # up to this many, blocks above 32 are cut; beyond, bsr_wgmma is faster
 
@@ -96,14 +95,12 @@ def plan(w: Bsr, call: BsrCall, config: Config) -> Product:
     small = _small(w)
     b, lists = small.block[0], _lists(small, config, transposed)
     constants = constants_of(config, lists.room, b, dtype, transposed, m <= config.tokens)
-    kernel, code = cuda.load("bsr_small", "multiply_blocks", constants, SHARED_BYTES, device)
-    steps, bounds = work(lists, m, config.tokens, b, multiprocessors(device))
-    starts = np.zeros(WORKERS, np.int32)
-    starts[: len(bounds)] = bounds
-    firsts = first_of(steps[bounds[:-1]], config.tokens).tobytes()
-    rest = upload(steps, device), upload(lists.units, device)
+    kernel = cuda.load("bsr_small", "multiply_blocks", constants, SHARED_BYTES, device)
+    costs = lists.costs(min(m, config.tokens), b)
+    steps, bounds = work(lists, costs, m, config.tokens, multiprocessors(device))
+    starts, firsts = starts_of(bounds), firsts_of(steps[bounds[:-1]], config.tokens)
+    rest = uploaded(steps, device), uploaded(lists.units, device)
     packing = _packing(w, config.features, config.warpgroups, transposed)
-    first_steps = starts.tobytes()
 
     @lru_cache(cuda.ADDRESSES)
     def arguments(
@@ -114,19 +111,19 @@ def plan(w: Bsr, call: BsrCall, config: Config) -> Product:
         x_maps = [cuda.tensor_map(*of_x, (height, STRIP)) for height in (rows, tail)]
         each, units = (a.data_ptr() for a in rest)
         more = packed, each, units, y, tokens, call.width
-        return ARGUMENTS(b"".join(x_maps), first_steps, firsts, *more)
+        return kernel.arguments(*x_maps, starts, firsts, *more)
 
     grid = len(bounds) - 1
-    loaded = cuda.Loaded(kernel, code, device.index, grid, config.threads, SHARED_BYTES, early=True)
+    loaded = kernel.on(grid, config.threads, early=True)
     return product_of(call, loaded, arguments, rest, len(w.columns), packing)
 
 
-def first_of(steps: Ints, tokens: int) -> Ints:
-    """Return struct First of each worker, int32 [WORKERS, 4], for the step that it starts with."""
-    (blocks, token, _, first), strips = steps[:, 0].T, steps[:, 1, :2]
-    firsts = np.zeros((WORKERS, 4), np.int32)
-    firsts[: len(steps)] = np.c_[strips, token // tokens << 8 | blocks, first]
-    return firsts
+def firsts_of(steps: Records, tokens: int) -> bytes:
+    """Return struct Firsts, for the step that each worker starts with."""
+    firsts = np.zeros(WORKERS, record("bsr_small", "First"))
+    tile_and_blocks = steps["token"] // tokens << 8 | steps["blocks"]
+    fill(firsts, strips=steps["strips"], tile_and_blocks=tile_and_blocks, first=steps["first"])
+    return firsts.tobytes()
 
 
 def constants_of(
@@ -134,14 +131,9 @@ def constants_of(
 ) -> cuda.Constants:
     """Return the macros of bsr_small.cu: `room` of the lists; `once` if there is one token tile."""
     return (
-        ("BLOCK", block),
-        ("TOKENS", config.tokens),
-        ("FEATURES", config.features),
-        ("WARPGROUPS", config.warpgroups),
-        ("ROOM", room),
-        ("TRANSPOSED", int(transposed)),
-        ("ONCE", int(once)),
-        ("FP16", int(dtype == torch.float16)),
+        *(("BLOCK", block), ("TOKENS", config.tokens), ("FEATURES", config.features)),
+        *(("WARPGROUPS", config.warpgroups), ("ROOM", room), ("TRANSPOSED", int(transposed))),
+        *(("ONCE", int(once)), ("FP16", int(dtype == torch.float16))),
         *(("THREADS", config.threads), ("RING_BYTES", RING_BYTES), ("WORKERS", WORKERS)),
         *(("STRIPS", STRIPS), ("NO_STRIP", NO_STRIP), ("LAST", LAST), ("END", END)),
     )

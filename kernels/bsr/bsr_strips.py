@@ -24,7 +24,6 @@ from dataclasses import replace
 from functools import lru_cache
 from itertools import product
 from math import gcd
-from typing import Any
 
 import numpy as np
 import torch
@@ -32,14 +31,14 @@ import torch
 from sparsebench.errors import Unsupported
 from sparsebench.formats.bsr import Bsr
 from sparsebench.kernels._common import cuda
-from sparsebench.kernels._common.device import multiprocessors, upload
+from sparsebench.kernels._common.device import multiprocessors
 from sparsebench.kernels._common.made_once import made_once
 from sparsebench.kernels._common.product import Product
 from sparsebench.kernels._common.requirements import unsupported_on_hopper
-from sparsebench.kernels._common.work_list import WORKERS, Ints
+from sparsebench.kernels._common.work_list import WORKERS, Ints, starts_of, uploaded
 from sparsebench.kernels.bsr._call import BsrCall, bsr_engine
 from sparsebench.kernels.bsr._launch import Packing, product_of, unsupported_product
-from sparsebench.kernels.bsr._small_steps import END, LAST, NO_STRIP, StepLayout, StepLists, worked
+from sparsebench.kernels.bsr._small_steps import END, LAST, NO_STRIP, StepLayout, StepLists, work
 from sparsebench.kernels.bsr._strip_tiles import (
     LEAST_GATHERED,
     Config,
@@ -55,8 +54,7 @@ from sparsebench.kernels.bsr._strip_tiles import (
 TOKENS, ROWS = (64, 128, 256), range(1, 9)  # tokens of an item; rows of a warpgroup in it
 RING_BYTES = 222 * 1024  # bytes of all stages
 SHARED_BYTES = RING_BYTES + 1024 + 2048 + 1536  # alignment to 1024 may take 1023; zeros
-# Maps of x and of its last tile, starts; w, steps, rows, y; m and width.
-ARGUMENTS = cuda.Layout("512s", f"{4 * WORKERS}s", *"PPPPii")
+NO_MAP = bytes(cuda.MAP_BYTES)  # of a second box
 ALIGNED = 32  # columns of an aligned strip
 FIRST_ALIGNED = 2  # configurations with aligned strips after as many without
 
@@ -105,13 +103,11 @@ def plan(w: Bsr, call: BsrCall, config: Config) -> Product:
     layout = tiles.layout(config, m, workers)
     lists = tiles.listed(layout)
     constants = constants_of(config, tiles.height, tiles.depth, lists.room, dtype)
-    kernel, code = cuda.load("bsr_strips", "multiply_tiles", constants, SHARED_BYTES, device)
+    kernel = cuda.load("bsr_strips", "multiply_tiles", constants, SHARED_BYTES, device)
     costs = costs_of(lists, tiles, config)
-    steps, bounds = worked(lists, costs, m, config.tokens, workers)
-    starts = np.zeros(WORKERS, np.int32)
-    starts[: len(bounds)] = bounds
-    uploaded = (upload(steps, device), upload(lists.units, device))
-    boxes, first_steps = boxes_of(tiles.depth, tiles.across), starts.tobytes()
+    steps, bounds = work(lists, costs, m, config.tokens, workers)
+    rest = uploaded(steps, device), uploaded(lists.units, device)
+    boxes, starts = [*boxes_of(tiles.depth, tiles.across), 0][:2], starts_of(bounds)
 
     @lru_cache(cuda.ADDRESSES)
     def arguments(
@@ -119,13 +115,14 @@ def plan(w: Bsr, call: BsrCall, config: Config) -> Product:
     ) -> cuda.Arguments:
         of_x = x, (tokens, call.depth), strides, dtype
         tail = tokens % config.tokens or config.tokens
-        x_maps = [_maps(of_x, rows, boxes) for rows in (config.tokens, tail)]
-        each, rows = (a.data_ptr() for a in uploaded)
-        return ARGUMENTS(b"".join(x_maps), first_steps, packed, each, rows, y, tokens, call.width)
+        sides = product((config.tokens, tail), boxes)  # of struct Maps
+        x_maps = [cuda.tensor_map(*of_x, side) if side[1] else NO_MAP for side in sides]
+        each, rows = (a.data_ptr() for a in rest)
+        return kernel.arguments(*x_maps, starts, packed, each, rows, y, tokens, call.width)
 
-    loaded = cuda.Loaded(kernel, code, device.index, len(bounds) - 1, config.threads, SHARED_BYTES)
+    loaded = kernel.on(len(bounds) - 1, config.threads)
     packing = _packing(tiles, layout, device, call.transposed)
-    return product_of(call, loaded, arguments, uploaded, len(w.columns), packing)
+    return product_of(call, loaded, arguments, rest, len(w.columns), packing)
 
 
 @made_once
@@ -135,25 +132,14 @@ def _packing(tiles: Tiles, layout: StepLayout, device: torch.device, transposed:
     return Packing.of(order, device, transposed, tiles.piece)
 
 
-def _maps(of_x: tuple[Any, ...], rows: int, boxes: list[int]) -> bytes:
-    """Return struct Boxes: the maps of a strip's boxes, of which there are one or two."""
-    maps = [cuda.tensor_map(*of_x, (rows, box)) for box in boxes]
-    return (b"".join(maps)).ljust(2 * cuda.MAP_BYTES, b"\0")
-
-
 def constants_of(
     config: Config, height: int, depth: int, room: int, dtype: torch.dtype
 ) -> cuda.Constants:
     """Return the macros of bsr_strips.cu; `room` is a field of the lists."""
     return (
-        ("HEIGHT", height),
-        ("DEPTH", depth),
-        ("TOKENS", config.tokens),
-        ("ROWS", config.rows),
-        ("WARPGROUPS", config.warpgroups),
-        ("ACROSS", config.across),
-        ("STRIPS", strips_of(depth, config.tokens, config.across)),
-        ("ROOM", room),
+        *(("HEIGHT", height), ("DEPTH", depth), ("TOKENS", config.tokens), ("ROWS", config.rows)),
+        *(("WARPGROUPS", config.warpgroups), ("ACROSS", config.across)),
+        *(("STRIPS", strips_of(depth, config.tokens, config.across)), ("ROOM", room)),
         ("FP16", int(dtype == torch.float16)),
         *(("THREADS", config.threads), ("RING_BYTES", RING_BYTES), ("WORKERS", WORKERS)),
         *(("NO_STRIP", NO_STRIP), ("LAST", LAST), ("END", END)),

@@ -31,11 +31,11 @@ from torch import Tensor
 
 from sparsebench.formats.bsr import Bsr
 from sparsebench.kernels._common import cuda
-from sparsebench.kernels._common.device import multiprocessors, upload
+from sparsebench.kernels._common.device import multiprocessors
 from sparsebench.kernels._common.made_once import made_once
 from sparsebench.kernels._common.product import Product
 from sparsebench.kernels._common.requirements import unsupported_on_hopper
-from sparsebench.kernels._common.work_list import WORKERS
+from sparsebench.kernels._common.work_list import WORKERS, first_of, uploaded
 from sparsebench.kernels._kernel import output_dtype
 from sparsebench.kernels.bsr._call import LARGEST, BsrCall, bsr_engine
 from sparsebench.kernels.bsr._launch import product_of, unsupported_product
@@ -47,9 +47,6 @@ THREADS = 384
 RING_BYTES = 192 * 1024  # bytes of all stages
 # The ring, two 64 x 64 chunks of Y for each warpgroup, and 1024 for alignment.
 SHARED_BYTES = RING_BYTES + 4 * 8 * 1024 + 1024
-# Maps of x, w, y and the last tile of x; First; steps, items, m.
-ARGUMENTS = cuda.Layout("512s", f"{20 * WORKERS}s", *"PPi")
-FP8_ARGUMENTS = cuda.Layout("512s", f"{20 * WORKERS}s", *"PPi", "PPii")  # and Scales: none
 DTYPES = *cuda.HALVES, torch.float8_e4m3fn
 
 
@@ -83,14 +80,14 @@ def plan(w: Bsr, call: BsrCall, config: Config) -> Product:
     groups, device, dtype = groups_of(w, call.transposed), w.columns.device, call.dtype
     workers = multiprocessors(device) // config.cluster
     work = schedule(groups, call.m, config.tokens * config.cluster, workers)
-    lists = _steps(w, call.transposed), upload(work.items, device)
-    first, span = work.first, span_of(w)
+    lists = _steps(w, call.transposed), uploaded(work.items, device)
+    first, span = first_of(work.items, work.starts), span_of(w)
     constants = constants_of(config, dtype, call.transposed, span)
-    kernel, code = cuda.load("bsr_wgmma", "multiply_blocks", constants, SHARED_BYTES, device)
+    kernel = cuda.load("bsr_wgmma", "multiply_blocks", constants, SHARED_BYTES, device)
     grid = (len(work.starts) - 1) * config.cluster
     (r, c), blocks, depth, width = w.block, len(w.columns), call.depth, call.width
     rows = max(blocks, 1) * r, c  # a tensor map needs a row
-    fp8, kind = dtype.itemsize == 1, output_dtype(dtype)
+    kind, no_scales = output_dtype(dtype), (0, 0)
 
     @lru_cache(cuda.ADDRESSES)
     def arguments(
@@ -101,19 +98,18 @@ def plan(w: Bsr, call: BsrCall, config: Config) -> Product:
         y_map = cuda.tensor_map(y, (tokens, width), (width, 1), kind, (SIDE, SIDE))
         box = tokens % config.tokens or config.tokens, span
         tail = cuda.tensor_map(x, (tokens, depth), strides, dtype, box)
-        maps, (steps, items) = x_map + w_map + y_map + tail, (a.data_ptr() for a in lists)
-        if not fp8:
-            return ARGUMENTS(maps, first, steps, items, tokens)
-        return FP8_ARGUMENTS(maps, first, steps, items, tokens, 0, 0, width, tokens)
+        maps, (steps, items) = (x_map, w_map, y_map, tail), (a.data_ptr() for a in lists)
+        scales = (*no_scales, width, tokens) if dtype.itemsize == 1 else ()
+        return kernel.arguments(*maps, *first, steps, items, tokens, *scales)
 
-    loaded = cuda.Loaded(kernel, code, device.index, grid, THREADS, SHARED_BYTES, early=True)
+    loaded = kernel.on(grid, THREADS, early=True)
     return product_of(call, loaded, arguments, lists, blocks)
 
 
 @made_once
 def _steps(w: Bsr, transposed: bool) -> Tensor:
     """Return the steps of the groups, on the device."""
-    return upload(groups_of(w, transposed).steps, w.columns.device)
+    return uploaded(groups_of(w, transposed).steps, w.columns.device)
 
 
 def constants_of(
@@ -121,11 +117,8 @@ def constants_of(
 ) -> cuda.Constants:
     """Return the macros of bsr_wgmma.cu; `span` columns of X are a step."""
     return (
-        ("TOKENS", config.tokens),
-        ("CLUSTER", config.cluster),
-        ("TRANSPOSED", int(transposed)),
-        ("FP16", int(dtype == torch.float16)),
-        ("FP8", int(dtype.itemsize == 1)),
+        *(("TOKENS", config.tokens), ("CLUSTER", config.cluster), ("TRANSPOSED", int(transposed))),
+        *(("FP16", int(dtype == torch.float16)), ("FP8", int(dtype.itemsize == 1))),
         ("ROW_BYTES", span * dtype.itemsize),
         *(("THREADS", THREADS), ("RING_BYTES", RING_BYTES), ("WORKERS", WORKERS)),
         *(("SIDE", SIDE), ("NO_SLICE", NO_SLICE)),

@@ -31,16 +31,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sparsebench.formats.bsr import Bsr
+from sparsebench.kernels._common.declarations import record
 from sparsebench.kernels._common.work_list import Ints
 from sparsebench.kernels.bsr._call import BsrCall
 from sparsebench.kernels.bsr._wgmma_lists import SIDE, checked, matched
 from sparsebench.kernels.bsr._wgrad import (
     ALIGNED,
     Division,
+    Gradient,
     Item,
+    ItemList,
     WgradWork,
-    division_of,
-    gradient_engine,
     unsupported_sizes,
     work_from,
 )
@@ -74,28 +75,31 @@ class Half(NamedTuple):
     places: list[int]
 
 
-def choices(pattern: Bsr, m: int, workers: int) -> list[Config]:
-    """Return all four."""
-    there = tiles_of(pattern) >= 0
-    items = {wide: items_of(there, wide) for wide in (4, 2)}
-    return sorted(CONFIGS, key=lambda c: _division(items[c.wide], m, c, workers).last)
+def listed(pattern: Bsr, config: Config) -> ItemList:
+    """Return the items; the cost of a step is the larger of its loads and its products."""
+    items = items_of(tiles_of(pattern) >= 0, config.wide)
+    tiles = np.array([[len(half.places) for half in item.sums] for item in items]).reshape(-1, 2)
+    loads = np.array([item.loads for item in items])
+    costs = np.maximum(loads, PRODUCTS * config.wide * (tiles > 0).sum(1))
+    return ItemList(items, costs, PARTIAL * tiles.sum(1))
 
 
-def work_of(pattern: Bsr, m: int, config: Config, workers: int) -> WgradWork:
+def written(pattern: Bsr, config: Config, listed: ItemList, division: Division) -> WgradWork:
     """Write the lists."""
     where, (down, across), wide = tiles_of(pattern), sides_of(pattern), config.wide
-    items = items_of(where >= 0, wide)
+    items = listed.items
     tiles = next(t for t in TILES if all(fits(item, t, wide) for item in items))
-    columns, sums = np.full((len(items), max(TILES)), -1), np.zeros((len(items), 2, 12), int)
+    columns = np.full((len(items), max(TILES)), -1)
+    sums = np.zeros((len(items), 2), record("bsr_wgrad", "Sums"))
     for mine, halves, item in zip(columns, sums, items, strict=True):
         mine[: len(item.x)] = np.array(item.x) * across // ALIGNED * ALIGNED
         at = tiles - len(item.dy)  # tiles of dY are the last of a stage
         mine[at:tiles] = np.array(item.dy) * down // ALIGNED * ALIGNED + 1
         for half, (row, places), start in zip(halves, item.sums, starts_of(item), strict=True):
-            half[[0, 1, 3]] = at + item.dy.index(row), start, len(places)
-            half[8 : 8 + len(places)] = where[row, places]
+            half["dy"], half["x"] = at + item.dy.index(row), start
+            half["tiles"], half["out"][: len(places)] = len(places), where[row, places]
     work = work_from(
-        *(_division(items, m, config, workers), columns, sums, [2, 4, 5, 6, 7]),
+        *("bsr_wgrad", division, columns, sums),
         partial=wide * 2 * SIDE * SIDE,
         boxes=((config.depth, down + down % ALIGNED), (config.depth, across + across % ALIGNED)),
         constants=(
@@ -105,15 +109,7 @@ def work_of(pattern: Bsr, m: int, config: Config, workers: int) -> WgradWork:
         width=(pattern.block[1],),
     )
     # One more is read, and not used.
-    return replace(work, sums=np.pad(work.sums, ((0, 1), (0, 0), (0, 0))))
-
-
-def _division(items: list[Item], m: int, config: Config, workers: int) -> Division:
-    """Divide the items; the cost of a step is the larger of its loads and its products."""
-    tiles = np.array([[len(half.places) for half in item.sums] for item in items]).reshape(-1, 2)
-    loads = np.array([item.loads for item in items])
-    costs = np.maximum(loads, PRODUCTS * config.wide * (tiles > 0).sum(1))
-    return division_of(costs, PARTIAL * tiles.sum(1), m, config.depth, workers)
+    return replace(work, sums=np.concatenate([work.sums, np.zeros_like(work.sums, shape=(1, 2))]))
 
 
 def starts_of(item: Item) -> list[int]:
@@ -206,4 +202,5 @@ def unsupported_call(w: Bsr, call: BsrCall) -> str | None:
     return unsupported_sizes(w, call, max(r, c), len(w.columns) * r * c // 2)
 
 
-KERNEL = gradient_engine("bsr_wgrad", Config, choices, work_of, unsupported_call)
+GRADIENT = Gradient("bsr_wgrad", Config, listed, lambda prediction: CONFIGS, written)
+KERNEL = GRADIENT.engine(unsupported_call)

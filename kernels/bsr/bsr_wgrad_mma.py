@@ -5,12 +5,14 @@ bsr_wgrad_small multiplies cells of 32 x 32. This file groups W's blocks of 16 x
 share loads, and _wgrad.py assigns them to CTAs.
 """
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from sparsebench.formats.bsr import Bsr
-from sparsebench.kernels._common.work_list import Ints
+from sparsebench.kernels._common.declarations import record
+from sparsebench.kernels._common.work_list import Ints, Records, fill
 from sparsebench.kernels.bsr._call import BsrCall
 from sparsebench.kernels.bsr._wgmma_lists import checked
 from sparsebench.kernels.bsr._wgrad import (
@@ -18,10 +20,11 @@ from sparsebench.kernels.bsr._wgrad import (
     STRIP,
     STRIP_BYTES,
     Division,
+    Gradient,
     Item,
+    ItemList,
+    Prediction,
     WgradWork,
-    division_of,
-    gradient_engine,
     room_of,
     strips_of,
     unsupported_sizes,
@@ -36,7 +39,6 @@ STAGES = 3  # fewest stages of the ring
 # Costs are in loads of a strip.
 BLOCK, WRITTEN = 0.2, 0.3  # shared memory's time for a block, and for a strip
 PARTIAL = 0.77  # of a block, written and read
-TRIED = 4
 
 
 @dataclass(frozen=True)
@@ -96,86 +98,83 @@ def _room(items: list[Item]) -> int:
     return room_of(max((item.loads for item in items), default=1))
 
 
-def work_of(pattern: Bsr, m: int, config: Config, workers: int) -> WgradWork:
-    """Write the lists."""
-    items, depth = items_of(pattern, config.across, config.down), config.depth
-    (division, held), slots = _division(items, m, depth, workers), slots_of(items)
+def listed(pattern: Bsr, config: Config) -> ItemList:
+    """Return the items; the cost of a step is the larger of its loads and its products."""
+    items = items_of(pattern, config.across, config.down)
+    strips, blocks = np.array([item.loads for item in items]), WARPS * slots_of(items)
+    products = WRITTEN * strips + BLOCK * blocks
+    return ItemList(items, np.maximum(strips, products), np.full(len(items), PARTIAL * blocks))
+
+
+def written(pattern: Bsr, config: Config, listed: ItemList, division: Division) -> WgradWork:
+    """Write the lists; HELD where products take longer than loads in most items."""
+    items, depth, slots = listed.items, config.depth, slots_of(listed.items)
+    held = 2 * np.count_nonzero(listed.costs > [item.loads for item in items]) > len(items)
     dy, x = (np.arange(-(-side // STRIP)) * STRIP for side in pattern.shape)
-    room, sums = _room(items), np.zeros((len(items), 1, 8), int)
-    sums[:, 0, 0] = np.arange(len(items))
+    room, sums = _room(items), np.zeros((len(items), 1), record("bsr_wgrad_mma", "Sums"))
+    sums["item"] = np.arange(len(items))[:, None]
     work = work_from(
-        *(division, strips_of(items, dy, x, room), sums, [1, 2, 3, 4, 5]),
+        *("bsr_wgrad_mma", division, strips_of(items, dy, x, room), sums),
         partial=WARPS * slots * SIDE * SIDE,
         boxes=((depth, STRIP), (depth, STRIP)),
         constants=(("SLOTS", slots), ("STRIPS", room), ("HELD", int(held))),
         places=_slots(items, slots, depth * STRIP_BYTES),
     )
     firsts, last = dict[int, int](), 0  # partial sums are numbered in the order of the pieces
-    for (item, _, _, _, of, *_), piece in zip(work.sums[:, 0].tolist(), work.sums, strict=True):
+    for (item, _, of), sums_of in zip(division.pieces.tolist(), work.sums, strict=True):
         if of > 1 and item not in firsts:
             firsts[item], last = last, last + of
-        piece[0, 2] = firsts.get(item, 0)
+        sums_of["part"]["first"] = firsts.get(item, 0)
     return work
 
 
-def _division(items: list[Item], m: int, depth: int, workers: int) -> tuple[Division, bool]:
-    """Divide the items; also return whether products take longer than loads in most of them."""
-    strips, blocks = np.array([item.loads for item in items]), WARPS * slots_of(items)
-    products = WRITTEN * strips + BLOCK * blocks
-    partials = np.full(len(items), PARTIAL * blocks)
-    division = division_of(np.maximum(strips, products), partials, m, depth, workers)
-    return division, bool(2 * np.count_nonzero(products > strips) > len(items))
-
-
-def _slots(items: list[Item], slots: int, size: int) -> Ints:
-    """Return struct Slot: [items, WARPS, slots, 4]. A slot without a block repeats the last one.
+def _slots(items: list[Item], slots: int, size: int) -> Records:
+    """Return Slot [items, WARPS, slots]. A slot without a block repeats the last one.
 
     A strip has `size` bytes in a stage.
     """
-    listed = np.zeros((len(items), WARPS, slots, 4), np.int32)
-    listed[..., 2] = -1
+    listed = np.zeros((len(items), WARPS, slots), record("bsr_wgrad_mma", "Slot"))
+    listed["block"] = -1
     for mine, item in zip(listed, items, strict=True):
         for of_warp, blocks in zip(mine, item.sums, strict=True):
             if count := len(blocks):
                 rows, columns, number = blocks.T
                 dy, x = np.searchsorted(item.dy, rows // 2), np.searchsorted(item.x, columns // 2)
-                of_warp[:count, 0] = dy * size + rows % 2 * 32
-                of_warp[:count, 1] = (x + len(item.dy)) * size + columns % 2 * 32
-                of_warp[:count, 2] = number
-                of_warp[count:, :2] = of_warp[count - 1, :2]
-                of_warp[:count, 3] = np.diff(rows, prepend=-1) != 0
+                of_warp["dy"][:count] = dy * size + rows % 2 * 32
+                of_warp["x"][:count] = (x + len(item.dy)) * size + columns % 2 * 32
+                for strip in ("dy", "x"):
+                    of_warp[strip][count:] = of_warp[strip][count - 1]
+                fill(of_warp, block=number, fresh=np.diff(rows, prepend=-1) != 0)
     return listed
 
 
-def choices(pattern: Bsr, m: int, workers: int) -> list[Config]:
-    """Return a few that fill whole rounds of all workers."""
+def tried(prediction: Prediction) -> list[Config]:
+    """Return those that fill whole rounds of all workers."""
+    pattern, workers = prediction.pattern, prediction.workers
     blocks, room = len(pattern.columns), WARPS * MOST_SLOTS * 0.97  # warps have a few more or less
     fewest = int(blocks / room) + 1
     rounds = range(-(-fewest // workers), -(-fewest // workers) + 3)
     numbers = {-(-workers * some // parts) for some in rounds for parts in (1, 2, 3, 4)}
     fitting = [number for number in numbers if fewest <= number <= blocks // FEWEST_BLOCKS]
-    ends = _ends(pattern, m, workers, fitting)
+    configs = [config for number in fitting for config in _possible(prediction, number)]
     number = max(fewest, blocks // FEWEST_BLOCKS)
-    while not ends and number <= 2 * fewest * room:
-        ends = _ends(pattern, m, workers, [number])
+    while not configs and number <= 2 * fewest * room:
+        configs = [*_possible(prediction, number)]
         number *= 2
-    return sorted(ends, key=lambda config: ends[config])[:TRIED]
+    return configs
 
 
-def _ends(pattern: Bsr, m: int, workers: int, numbers: list[int]) -> dict[Config, float]:
-    """Return the predicted end of each way to make about so many items that is possible."""
-    n, k = pattern.shape
-    ends = {}
-    for number in numbers:
-        even = round((number * k / n) ** 0.5)
-        for across in range(max(1, even - 1), even + 2):
-            down = max(1, number // across)
-            items = items_of(pattern, across, down)
-            stage = _room(items) * STRIP_BYTES
-            depth = next((d for d in (32, 16) if RING_BYTES // (stage * d) >= STAGES), 0)
-            if depth and slots_of(items) <= MOST_SLOTS:
-                ends[Config(depth, across, down)] = _division(items, m, depth, workers)[0].last
-    return ends
+def _possible(prediction: Prediction, number: int) -> Iterator[Config]:
+    """Yield the ways to make about so many items that registers and shared memory hold."""
+    n, k = prediction.pattern.shape
+    even = round((number * k / n) ** 0.5)
+    for across in range(max(1, even - 1), even + 2):
+        config = Config(32, across, max(1, number // across))
+        items = prediction.list(config).items
+        stage = _room(items) * STRIP_BYTES
+        depth = next((d for d in (32, 16) if RING_BYTES // (stage * d) >= STAGES), 0)
+        if depth and slots_of(items) <= MOST_SLOTS:
+            yield replace(config, depth=depth)
 
 
 def unsupported_call(w: Bsr, call: BsrCall) -> str | None:
@@ -185,4 +184,5 @@ def unsupported_call(w: Bsr, call: BsrCall) -> str | None:
     return unsupported_sizes(w, call, STRIP, len(w.columns))
 
 
-KERNEL = gradient_engine("bsr_wgrad_mma", Config, choices, work_of, unsupported_call)
+GRADIENT = Gradient("bsr_wgrad_mma", Config, listed, tried, written)
+KERNEL = GRADIENT.engine(unsupported_call)

@@ -39,19 +39,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sparsebench.formats.bsr import Bsr
-from sparsebench.kernels._common.work_list import Ints
+from sparsebench.kernels._common.declarations import record
+from sparsebench.kernels._common.work_list import Ints, Records, fill
 from sparsebench.kernels.bsr._call import BsrCall
 from sparsebench.kernels.bsr._wgmma_lists import checked, matched
 from sparsebench.kernels.bsr._wgrad import (
     ALIGNED,
     STRIP,
     STRIP_BYTES,
-    UNIT,
     Division,
+    Gradient,
     Item,
+    ItemList,
+    Prediction,
     WgradWork,
-    division_of,
-    gradient_engine,
     room_of,
     strips_of,
     unsupported_sizes,
@@ -65,7 +66,6 @@ GROWTH = 0.3  # a cell loads about strips ** -0.3
 DEEP = 12  # strips: with more, steps of 64 tokens would leave three stages or fewer
 ROUNDS = 3  # items of a worker, at most, for which strips are looked for
 STEPS = 3  # rounds of the search that starts from the best of these
-TRIED = 4
 ACROSS = 0.45  # part of an item's strips that are of X
 AHEAD = 2  # rows to examine for each one that is taken
 EVEN = 0x5555555555555555
@@ -89,59 +89,63 @@ class Config:
     strips: int
 
 
-def choices(pattern: Bsr, m: int, workers: int) -> list[Config]:
+def tried(prediction: Prediction) -> list[Config]:
     """Return a few.
 
     Items with as many strips as there is room for need the fewest loads. Items with fewer strips
     fill whole rounds of all workers, and multiply less if their cells fit into fewer units.
     """
-    there = cells_of(pattern).there
-    items = items_of(there, UNITS[-1], MOST)
-    loads, cells = sum(item.loads for item in items), int(there.sum())
-    fill = cells / max(1, sum(len(item.sums) for item in items))
-    ends = {(UNITS[-1], MOST): _division(items, m, UNIT, UNITS[-1], workers).last}
+    widest, workers = config_of(UNITS[-1], MOST), prediction.workers
+    items = prediction.list(widest).items
+    units_of_items = [unit for item in items for unit in item.sums]
+    cells = sum(has.bit_count() for *_, has in units_of_items)
+    loads = sum(item.loads for item in items)
+    filled = cells / max(1, len(units_of_items))
+    configs = [widest]
 
-    def try_out(units: int, strips: int) -> None:
-        if FEWEST <= strips <= MOST and (units, strips) not in ends:
-            items = items_of(there, units, strips)
-            ends[units, strips] = _division(items, m, UNIT, units, workers).last
+    def add(units: int, strips: int) -> None:
+        if FEWEST <= strips <= MOST:
+            configs.append(config_of(units, strips))
 
     for rounds in range(1, ROUNDS + 1):
         # The number of strips at which there are `workers * rounds` items.
         even = int((loads * MOST**GROWTH / (workers * rounds)) ** (1 / (1 + GROWTH)))
         for strips in (max(FEWEST, even), max(FEWEST, even) + 1):
             mine = cells * strips / max(1, loads * (MOST / strips) ** GROWTH)
-            enough = (units for units in UNITS if 2 * units * fill >= mine)
-            try_out(next(enough, UNITS[-1]), strips)
+            enough = (units for units in UNITS if 2 * units * filled >= mine)
+            add(next(enough, UNITS[-1]), strips)
     for _ in range(STEPS):
-        units, strips = min(ends, key=lambda way: ends[way])
-        try_out(units, strips - 1)
-        try_out(units, strips + 1)
-    best = sorted(ends, key=lambda way: ends[way])[:TRIED]
-    return [Config(64 if strips <= DEEP else 32, units, strips) for units, strips in best]
+        best = min(configs, key=prediction.end)
+        add(best.units, best.strips - 1)
+        add(best.units, best.strips + 1)
+    return configs
 
 
-def work_of(pattern: Bsr, m: int, config: Config, workers: int) -> WgradWork:
+def config_of(units: int, strips: int) -> Config:
+    """Return the configuration with the steps that leave enough stages."""
+    return Config(64 if strips <= DEEP else 32, units, strips)
+
+
+def listed(pattern: Bsr, config: Config) -> ItemList:
+    """Return the items; the cost of a step is the larger of its loads and its products."""
+    items = items_of(cells_of(pattern).there, config.units, config.strips)
+    costs = np.array([max(float(item.loads), 2 * config.units * PRODUCTS) for item in items])
+    return ItemList(items, costs, np.array([len(item.sums) for item in items]) * PARTIAL)
+
+
+def written(pattern: Bsr, config: Config, listed: ItemList, division: Division) -> WgradWork:
     """Write the lists."""
     cells, room, units = cells_of(pattern), room_of(config.strips), config.units
-    items, box = items_of(cells.there, units, config.strips), (config.depth, STRIP)
-    division = _division(items, m, config.depth, units, workers)
+    items, box = listed.items, (config.depth, STRIP)
     columns = strips_of(items, cells.dy, cells.x, room)
     return work_from(
-        *(division, columns, _halves(items, config.depth, units), [1, 2, 3, 4, 5]),
+        *("bsr_wgrad_small", division, columns, _halves(items, config.depth, units)),
         partial=units * 2 * 4 * STRIP * STRIP,
         boxes=(box, box),
         constants=(("UNITS", units), ("STRIPS", room)),
         places=_places(cells, items),
         width=(pattern.block[1],),
     )
-
-
-def _division(items: list[Item], m: int, depth: int, units: int, workers: int) -> Division:
-    """Divide the items; the cost of a step is the larger of its loads and its products."""
-    costs = np.array([max(float(item.loads), 2 * units * PRODUCTS) for item in items])
-    partials = np.array([len(item.sums) for item in items]) * PARTIAL
-    return division_of(costs, partials, m, depth, workers)
 
 
 @dataclass(frozen=True)
@@ -162,36 +166,36 @@ class Cells:
         return np.asarray((self.places >= 0).any((1, 3)))
 
 
-def _halves(items: list[Item], depth: int, units: int) -> Ints:
-    """Return struct Sums without the fields that depend on the piece: [items, 2].
+def _halves(items: list[Item], depth: int, units: int) -> Records:
+    """Return Sums [items, 2], without the fields that depend on the piece.
 
     The first half of an item has as many units as the second, or one more.
     """
     of_item = np.array([len(item.sums) for item in items], np.int64)
     counts = np.stack([of_item - of_item // 2, of_item // 2], 1).reshape(-1)
     firsts = counts.cumsum() - counts
-    halves = np.zeros((len(counts), 8 + 2 * units), np.int32)
-    halves[:, 0], halves[:, 6] = counts, 2 * firsts
+    halves = np.zeros(len(counts), record("bsr_wgrad_small", "Sums", (("UNITS", units),)))
+    fill(halves, units=counts, places=2 * firsts)
 
     half = np.arange(len(counts)).repeat(counts)
-    at = 8 + 2 * (np.arange(len(half)) - firsts[half])
+    at = half, np.arange(len(half)) - firsts[half]
     units_of = [(a, b, len(i.dy) + c, len(i.dy) + d) for i in items for a, b, c, d, _ in i.sums]
     strips = np.array(units_of, np.int64).reshape(-1, 4) * (depth * STRIP_BYTES >> 4)
     # The low words of two descriptors (smem_descriptor in wgmma.cuh).
-    halves[half, at] = strips[:, 0] | strips[:, 1] - strips[:, 0] << 16
-    halves[half, at + 1] = strips[:, 2] | strips[:, 3] - strips[:, 2] << 16
-    return halves.reshape(len(items), 2, halves.shape[1])
+    halves["operands"]["x"][at] = strips[:, 0] | strips[:, 1] - strips[:, 0] << 16
+    halves["operands"]["y"][at] = strips[:, 2] | strips[:, 3] - strips[:, 2] << 16
+    return halves.reshape(len(items), 2)
 
 
-def _places(cells: Cells, items: list[Item]) -> Ints:
-    """Return the position of each 8 x 8 of the items' units: [2 * units, 8, 4]."""
+def _places(cells: Cells, items: list[Item]) -> Records:
+    """Return the position of each 8 x 8 of the items' units: Places [2 * units]."""
     strips = [(i.dy[a], i.dy[b], i.x[c], i.x[d], has) for i in items for a, b, c, d, has in i.sums]
     *four, has = np.array(strips, np.int64).reshape(-1, 5).T
     places = np.empty((len(strips), 2, 2, 4, 4), np.int32)
     for at in range(4):
         mine = cells.places[four[at % 2], :, four[2 + at // 2]]
         places[:, at // 2, at % 2] = np.where((has >> at & 1)[:, None, None], mine, -1)
-    return places.reshape(-1, 8, 4)
+    return places.reshape(-1).view(record("bsr_wgrad_small", "Places"))
 
 
 def cells_of(w: Bsr) -> Cells:
@@ -321,4 +325,5 @@ def unsupported_call(w: Bsr, call: BsrCall) -> str | None:
     return unsupported_sizes(w, call, max(r, c), len(w.columns) * r * (c // PIECE))
 
 
-KERNEL = gradient_engine("bsr_wgrad_small", Config, choices, work_of, unsupported_call)
+GRADIENT = Gradient("bsr_wgrad_small", Config, listed, tried, written)
+KERNEL = GRADIENT.engine(unsupported_call)

@@ -11,9 +11,11 @@ from torch import Tensor
 
 from sparsebench.formats._format import rows_of
 from sparsebench.formats.csr import Csr
+from sparsebench.kernels._common.declarations import listed, record
 
 ITEM = 8  # non-zeros
 WAYS = 4  # items that a warp reads at a time, also past the last one
+KERNEL = "csr_cuda_wgrad"
 ALIGNMENT = 4  # a panel begins with a row that is a multiple
 
 
@@ -21,19 +23,16 @@ ALIGNMENT = 4  # a panel begins with a row that is a multiple
 class Items:
     """The lists of csr_cuda_wgrad.cu, on the device of the pattern.
 
-    ranges  int32 [ranges, 5]: first item, items, first row, rows, first column
+    ranges  Range [ranges], as int32
     places  int64 [items + WAYS, ITEM]: columns in the panel
-    heads   int32 [items + WAYS, 2]: first non-zero of W; row in the range + 2^16 x non-zeros
+    most_rows  of the largest panel of dY, which is loaded four rows at a time
+    heads   Head [items + WAYS], as int32
     """
 
     ranges: Tensor
     places: Tensor
     heads: Tensor
-
-    @property
-    def most_rows(self) -> int:
-        """Return the rows of the largest panel of dY, which is loaded four rows at a time."""
-        return -(-int(self.ranges[:, 3].max()) // ALIGNMENT) * ALIGNMENT
+    most_rows: int
 
 
 def items_of(w: Csr, chunk: int, count: int, most_rows: int) -> Items:
@@ -57,15 +56,16 @@ def items_of(w: Csr, chunk: int, count: int, most_rows: int) -> Items:
     low = owner[bounds[:-1]] % n // ALIGNMENT * ALIGNMENT
     high = owner[bounds[1:] - 1] % n + 1
     column = owner[bounds[:-1]] // n * chunk
-    ranges = torch.stack([bounds[:-1], bounds.diff(), low, high - low, column], 1)
+    counted = {"item": bounds[:-1], "items": bounds.diff(), "rows": high - low}
+    ranges = listed(record(KERNEL, "Range"), row=low, column=column, **counted)
     row, stored = owner % n - low.repeat_interleave(bounds.diff()), counts[owner] - number
-    heads = columns.new_zeros(len(owner) + WAYS, 2)
-    heads[: len(owner)] = torch.stack(
-        [begins[owner] + number, row | stored.clamp(max=ITEM) << 16], 1
-    )
+    firsts = begins[owner] + number
+    heads = listed(record(KERNEL, "Head"), first=firsts, row=row, count=stored.clamp(max=ITEM))
+    heads = torch.nn.functional.pad(heads, (0, 0, 0, WAYS))
     places = columns.new_zeros(len(heads) * ITEM)
     places[(first[segment] + rank // ITEM) * ITEM + rank % ITEM] = columns % chunk
-    return Items(ranges.to(torch.int32), places.view(-1, ITEM), heads.to(torch.int32))
+    most_rows = -(-int((high - low).max()) // ALIGNMENT) * ALIGNMENT
+    return Items(ranges, places.view(-1, ITEM), heads, most_rows)
 
 
 def _bounds(chunk: Tensor, row: Tensor, count: int, most_rows: int) -> Tensor:

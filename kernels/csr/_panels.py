@@ -26,6 +26,7 @@ from torch import Tensor
 
 from sparsebench.formats._format import rows_of
 from sparsebench.formats.csr import Csr
+from sparsebench.kernels._common.declarations import listed, record
 
 PAIR = 2  # non-zeros that a lane reads at a time
 AHEAD = 2  # steps that a warp reads before it needs them
@@ -54,7 +55,7 @@ class PanelShape:
 class PanelLists:
     """The lists of csr_cuda.cu, on the device of W.
 
-    starts   int32 [groups * chunks * warps + 1, 2]: first team and step of each warp
+    starts   Start [groups * chunks * warps + 1], as int32: of each warp
     teams    int32 [teams + 1, ways]: the piece within its group + 2^16 x the steps of the team
     pieces   int32 [n + 1]: first piece of each row
     targets  int64 [nnz]: index of each non-zero of W among the steps
@@ -113,7 +114,8 @@ def work_of(w: Csr, shape: PanelShape) -> PanelLists:
     of_worker = steps.new_zeros(2, buckets * shape.warps + 1)
     of_worker[0, 1:] = torch.bincount(worker, minlength=buckets * shape.warps)
     of_worker[1, 1:].scatter_add_(0, worker, steps)
-    starts = of_worker.cumsum(1).t().contiguous()
+    first_team, first_step = of_worker.cumsum(1)
+    starts = listed(record("csr_cuda", "Start"), team=first_team, step=first_step)
     group_pieces = pieces[shape.bounds]
     unused = group_pieces.diff()[in_bucket // chunks]  # a piece whose sums are not read
     teams = steps.new_zeros(len(steps) + 1, ways)
@@ -132,7 +134,7 @@ def work_of(w: Csr, shape: PanelShape) -> PanelLists:
     step = first[of_piece, at] + number // PAIR
     targets = (step * ways + way) * PAIR + number % PAIR
     size = (int(steps.sum()) + AHEAD + 1) * ways * PAIR
-    starts, teams, pieces = (a.to(torch.int32) for a in (starts, teams, pieces))
+    teams, pieces = teams.to(torch.int32), pieces.to(torch.int32)
     return PanelLists(starts, teams, pieces, targets, place, size)
 
 

@@ -23,22 +23,12 @@ from torch import Tensor
 from sparsebench.errors import Unsupported
 from sparsebench.formats._format import BITS
 from sparsebench.formats.csr import Csr
-from sparsebench.kernels._common.cuda import (
-    ADDRESSES,
-    Arguments,
-    Constants,
-    Layout,
-    Loaded,
-    launch,
-    load,
-    target_of,
-)
+from sparsebench.kernels._common import cuda
 from sparsebench.kernels._common.device import multiprocessors
-from sparsebench.kernels._common.operator import Engine
+from sparsebench.kernels._common.engines import gpu_engine
 from sparsebench.kernels._common.product import Product
 from sparsebench.kernels._common.requirements import unsupported_before_ampere
 from sparsebench.kernels._common.unstructured import UnstructuredCall, bind
-from sparsebench.kernels._kernel import refuse
 from sparsebench.kernels.csr._panels import PanelLists, PanelShape, bounds_of, parts_of, work_of
 from sparsebench.results.record import Problem
 
@@ -54,8 +44,6 @@ COLUMNS = (  # bytes of a column of the panel; threads; CTAS
 # with 32 tokens and most threads.
 MANY, LIKELY, SPARE = 128, (2, 4), (64, 128)
 LARGEST = 2**31 - 1  # an int32
-# x, its stride, m, k; packed, teams, starts, pieces, bounds; sizes; y, n.
-ARGUMENTS = Layout(*"PqiiPPPPPiiiiPi")
 
 
 @dataclass(frozen=True)
@@ -90,7 +78,6 @@ class Config:
 
 def choices(w: Csr, call: UnstructuredCall) -> Sequence[Config]:
     """Return the configurations to time: of 24, eight within 1 % of the best (NOTES.md)."""
-    refuse(unsupported_call(w, call.m))
     configs = [Config(column // w.values.itemsize, *rest) for column, *rest in COLUMNS]
     if call.m > MANY:
         configs += [replace(configs[i], spare=spare) for i in LIKELY for spare in SPARE]
@@ -99,7 +86,6 @@ def choices(w: Csr, call: UnstructuredCall) -> Sequence[Config]:
 
 def plan(w: Csr, call: UnstructuredCall, config: Config) -> Product:
     """Divide the work and pack the non-zeros."""
-    refuse(unsupported_call(w, call.m))
     (n, k), dtype, device = w.shape, w.values.dtype, w.values.device
     shape, shared = divided(w, call.m + config.spare, config)
     work = work_of(w, shape)
@@ -109,20 +95,21 @@ def plan(w: Csr, call: UnstructuredCall, config: Config) -> Product:
     bounds = shape.bounds.to(torch.int32)
     lists = packed(w, work, chunk, column), work.teams, work.starts, work.pieces, bounds
     sizes = groups, -(-k // chunk), chunk, shared - chunk * column
-    constants, target = constants_of(config, dtype, aligned=not k % 4), target_of(device)
-    kernel, code = load("csr_cuda", "multiply_rows", constants, shared, device, target)
+    constants, target = constants_of(config, dtype, aligned=not k % 4), cuda.target_of(device)
+    kernel = cuda.load("csr_cuda", "multiply_rows", constants, shared, device, target)
 
-    @lru_cache(ADDRESSES)
-    def at(m: int, x: int, stride: int, y: int) -> tuple[Loaded, Arguments]:
+    @lru_cache(cuda.ADDRESSES)
+    def at(m: int, x: int, stride: int, y: int) -> tuple[cuda.Loaded, cuda.Arguments]:
         grid = -(-m // config.tokens) * groups
-        loaded = Loaded(kernel, code, device.index, grid, config.threads, shared)
-        return loaded, ARGUMENTS(x, stride, m, k, *(a.data_ptr() for a in lists), *sizes, y, n)
+        lists_at = (a.data_ptr() for a in lists)
+        args = kernel.arguments(x, stride, m, k, *lists_at, *sizes, y, n)
+        return kernel.on(grid, config.threads), args
 
     def run(x: Tensor, out: Tensor | None = None) -> Tensor:
         y = x.new_empty(x.shape[0], n) if out is None else out
-        return launch(*at(x.shape[0], x.data_ptr(), x.stride(0), y.data_ptr()), y, lists)
+        return cuda.launch(*at(x.shape[0], x.data_ptr(), x.stride(0), y.data_ptr()), y, lists)
 
-    return Product(run, code)
+    return Product(run, kernel.code)
 
 
 def groups_of(config: Config, m: int, n: int, workers: int) -> int:
@@ -177,25 +164,22 @@ def packed(w: Csr, work: PanelLists, chunk: int, column: int) -> Tensor:
     return steps
 
 
-def constants_of(config: Config, dtype: torch.dtype, aligned: bool) -> Constants:
+def constants_of(config: Config, dtype: torch.dtype, aligned: bool) -> cuda.Constants:
     """Return the macros of csr_cuda.cu.
 
     aligned  it reads four columns of X at a time. Rows of X follow one another, or begin at
              multiples of 16 bytes, so only the number of columns decides
     """
     return (
-        ("FP32", int(dtype == torch.float32)),
-        ("FP16", int(dtype == torch.float16)),
-        ("TOKENS", config.tokens),
-        ("THREADS", config.threads),
-        ("CTAS", config.ctas),
+        *(("FP32", int(dtype == torch.float32)), ("FP16", int(dtype == torch.float16))),
+        *(("TOKENS", config.tokens), ("THREADS", config.threads), ("CTAS", config.ctas)),
         ("ALIGNED", int(aligned)),
     )
 
 
-def unsupported_call(w: Csr, m: int) -> str | None:
+def unsupported_call(w: Csr, call: UnstructuredCall) -> str | None:
     """Return why no kernel of the family can run a call, or None."""
-    (n, k), dtype = w.shape, w.values.dtype
+    (n, k), m, dtype = w.shape, call.m, w.values.dtype
     if dtype not in DTYPES:
         return f"expected fp32, fp16 or bf16 operands, found {dtype}"
     if min(n, k, m) < 1 or max(n, k, m) > LARGEST // 2:
@@ -207,16 +191,8 @@ def unsupported(problem: Problem, device: torch.device) -> str | None:
     return unsupported_before_ampere(problem, device, ("fp16", "bf16", "fp32", "tf32"))
 
 
-KERNEL = Engine(
-    op="linear",
-    consumes="csr",
-    device="cuda",
-    unsupported=unsupported,
-    name="csr_cuda",
-    config=Config,
-    choices=choices,
-    plan=plan,
-    bind=bind,
+KERNEL = gpu_engine(
+    *("csr_cuda", "linear", "csr", Config, choices, plan), *(unsupported, bind, unsupported_call)
 )
 
 DGRAD = replace(KERNEL, op="linear_dgrad")

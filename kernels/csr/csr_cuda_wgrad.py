@@ -14,31 +14,17 @@ from torch import Tensor
 
 from sparsebench.errors import Unsupported
 from sparsebench.formats.csr import Csr
-from sparsebench.kernels._common.cuda import (
-    ADDRESSES,
-    Arguments,
-    Constants,
-    Layout,
-    Loaded,
-    launch,
-    load,
-    target_of,
-)
+from sparsebench.kernels._common import cuda
 from sparsebench.kernels._common.device import multiprocessors
-from sparsebench.kernels._common.operator import Engine
+from sparsebench.kernels._common.engines import gpu_engine
 from sparsebench.kernels._common.product import Product
 from sparsebench.kernels._common.unstructured import UnstructuredCall, bind
-from sparsebench.kernels._kernel import refuse
 from sparsebench.kernels.csr import csr_cuda
 from sparsebench.kernels.csr._items import items_of
 from sparsebench.kernels.csr.csr_cuda import VECTOR_BYTES, room_of, unsupported
 
 LANES = 8
 MOST_PARTS = 16  # parts of the tokens; each writes sums, which the second kernel reads
-# dy, its stride, n; x, its stride, k, m; ranges, their count; places, heads; chunk, tiles, nnz;
-# sums, values.
-PRODUCTS = Layout(*"PqiPqiiPiPPiiiPP")
-ADDITION = Layout(*"PiiP")  # sums, parts, non-zeros, values
 
 
 @dataclass(frozen=True)
@@ -65,13 +51,11 @@ CONFIGS = Config(2, 640, 1), Config(2, 320, 2), Config(1, 896, 1), Config(1, 448
 
 def choices(w: Csr, call: UnstructuredCall) -> Sequence[Config]:
     """Return all configurations."""
-    refuse(unsupported_call(w, call.m))
     return CONFIGS
 
 
 def plan(w: Csr, call: UnstructuredCall, config: Config) -> Product:
     """Divide the non-zeros and the tokens. The values of the pattern are not read."""
-    refuse(unsupported_call(w, call.m))
     (n, k), dtype, device, stored = w.shape, w.values.dtype, w.values.device, len(w.values)
     tokens, room, threads = config.tokens(dtype), room_of(device, config.ctas), config.threads
     column = tokens * dtype.itemsize
@@ -86,54 +70,49 @@ def plan(w: Csr, call: UnstructuredCall, config: Config) -> Product:
     tiles = -(-all_tiles // min(parts, -(-slots // ranges)))  # of a part
 
     constants = constants_of(config, dtype, aligned=not (n % 4 or k % 4))
-    target = target_of(device)
-    multiply, code = load("csr_cuda_wgrad", "sum_products", constants, shared, device, target)
-    add, _ = load("csr_cuda_wgrad", "add_parts", constants, 0, device, target)
-    adding = Loaded(add, code, device.index, -(-stored // threads), threads, 0)
+    target = cuda.target_of(device)
+    multiply = cuda.load("csr_cuda_wgrad", "sum_products", constants, shared, device, target)
+    add = cuda.load("csr_cuda_wgrad", "add_parts", constants, 0, device, target)
+    adding = add.on(-(-stored // threads), threads)
     places = (items.places * column // VECTOR_BYTES).to(torch.int16)
     lists = items.ranges, places, items.heads
 
-    @lru_cache(ADDRESSES)
+    @lru_cache(cuda.ADDRESSES)
     def products(
         m: int, dy: int, dy_stride: int, x: int, x_stride: int, sums: int, values: int
-    ) -> tuple[Loaded, Arguments]:
+    ) -> tuple[cuda.Loaded, cuda.Arguments]:
         operands = dy, dy_stride, n, x, x_stride, k, m
         of_items = items.ranges.data_ptr(), ranges, places.data_ptr(), items.heads.data_ptr()
         grid = -(-m // (tiles * tokens)) * ranges
-        loaded = Loaded(multiply, code, device.index, grid, threads, shared)
-        return loaded, PRODUCTS(*operands, *of_items, chunk, tiles, stored, sums, values)
+        sizes = chunk, tiles, stored
+        args = multiply.arguments(*operands, *of_items, *sizes, sums, values)
+        return multiply.on(grid, threads), args
 
     def run(dy: Tensor, x: Tensor, out: Tensor | None = None) -> Tensor:
         m, values = x.shape[0], x.new_empty(stored) if out is None else out
         at = m, dy.data_ptr(), dy.stride(0), x.data_ptr(), x.stride(0)
         if all_tiles == 1:
-            return launch(*products(*at, 0, values.data_ptr()), values, lists)
+            return cuda.launch(*products(*at, 0, values.data_ptr()), values, lists)
         sums = x.new_empty(-(-m // (tiles * tokens)), stored, dtype=torch.float32)
-        launch(*products(*at, sums.data_ptr(), 0), sums, lists)
-        addition = ADDITION(sums.data_ptr(), len(sums), stored, values.data_ptr())
-        return launch(adding, addition, values, lists)
+        cuda.launch(*products(*at, sums.data_ptr(), 0), sums, lists)
+        parts = add.arguments(sums.data_ptr(), len(sums), stored, values.data_ptr())
+        return cuda.launch(adding, parts, values, lists)
 
-    return Product(run, code)
+    return Product(run, multiply.code)
 
 
-def constants_of(config: Config, dtype: torch.dtype, aligned: bool) -> Constants:
+def constants_of(config: Config, dtype: torch.dtype, aligned: bool) -> cuda.Constants:
     of_linear = csr_cuda.Config(config.tokens(dtype), config.threads, config.ctas)
     return csr_cuda.constants_of(of_linear, dtype, aligned)
 
 
-def unsupported_call(w: Csr, m: int) -> str | None:
+def unsupported_call(w: Csr, call: UnstructuredCall) -> str | None:
     """Return why the kernel cannot run a call, or None."""
-    return csr_cuda.unsupported_call(w, m) or (None if len(w.values) else "expected a non-zero")
+    reason = csr_cuda.unsupported_call(w, call)
+    return reason or (None if len(w.values) else "expected a non-zero")
 
 
-KERNEL = Engine(
-    op="linear_wgrad",
-    consumes="csr",
-    device="cuda",
-    unsupported=unsupported,
-    name="csr_cuda_wgrad",
-    config=Config,
-    choices=choices,
-    plan=plan,
-    bind=bind,
+KERNEL = gpu_engine(
+    *("csr_cuda_wgrad", "linear_wgrad", "csr", Config, choices, plan),
+    *(unsupported, bind, unsupported_call),
 )

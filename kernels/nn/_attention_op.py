@@ -51,6 +51,7 @@ from sparsebench.kernels._common.front import (
 )
 from sparsebench.kernels._common.operator import Engine, NoConfig, Operator
 from sparsebench.kernels._common.product import Product
+from sparsebench.kernels._common.torch_operator import torch_operator
 from sparsebench.kernels._common.transforms import aligned, is_current, is_traced, is_watched
 from sparsebench.kernels._kernel import NAMES, refuse
 from sparsebench.kernels.attention import _call as of_attention
@@ -294,12 +295,12 @@ def _differentiate(
     return dq, dk, dv
 
 
-def _fake_results(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+def _attend_sizes(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     batch, s_q, heads, _d = q.shape
     return q.new_empty(q.shape), q.new_empty(batch * heads, s_q, dtype=torch.float32)
 
 
-def _fake_gradients(operands: list[Tensor], *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _gradients_sizes(operands: list[Tensor], *_: Any) -> tuple[Tensor, Tensor, Tensor]:
     q, k, v, *_rest = operands
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
@@ -317,20 +318,18 @@ def _backward(ctx: Any, do: Tensor, _: Tensor | None) -> tuple[Any, ...]:
     return *parts, [None] * len(arrays), None, None
 
 
-NAME = "sparsebench::block_sparse_attention"
-attend = torch.library.custom_op(NAME, _attend, mutates_args=())
-gradients = torch.library.custom_op(f"{NAME}_backward", _differentiate, mutates_args=())
+def _operators(name: str, *, waits: bool) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Return an operator of attention, and that of its gradients."""
+    backward = torch_operator(f"{name}_backward", _differentiate, _gradients_sizes, waits=waits)
+    derivative: dict[str, Any] = {"save": _save, "backward": _backward}
+    return torch_operator(name, _attend, _attend_sizes, waits=waits, **derivative), backward
 
-# listing blocks waits for the device, so a graph that torch.compile captures leaves these out
-_waits: dict[str, Any] = {"mutates_args": (), "tags": (torch.Tag.cudagraph_unsafe,)}
-attend_elements = torch.library.custom_op(f"{NAME}_of_elements", _attend, **_waits)
-gradients_of_elements = torch.library.custom_op(
-    f"{NAME}_of_elements_backward", _differentiate, **_waits
+
+attend, gradients = _operators("block_sparse_attention", waits=False)
+# Listing blocks waits for the device.
+attend_elements, gradients_of_elements = _operators(
+    "block_sparse_attention_of_elements", waits=True
 )
-for _forward_op, _backward_op in (attend, gradients), (attend_elements, gradients_of_elements):
-    _forward_op.register_fake(_fake_results)
-    _backward_op.register_fake(_fake_gradients)
-    _forward_op.register_autograd(_backward, setup_context=_save)
 
 
 # ---- calls without Python ----

@@ -34,6 +34,7 @@ from sparsebench.kernels._common.front import (
     node,
     record,
 )
+from sparsebench.kernels._common.torch_operator import torch_operator
 from sparsebench.kernels._common.transforms import (
     ALIGNMENT,
     PLAIN,
@@ -51,10 +52,7 @@ from sparsebench.kernels.nn._bsr_pattern import COMPARE_EVERY, PlannedPattern, p
 
 SIGNATURE = Signature(
     held=("values",),
-    backward=(
-        BackwardProduct(("dy", "values"), ("x",)),
-        BackwardProduct(("dy", "x"), ("values",)),
-    ),
+    backward=(BackwardProduct(("dy", "values"), ("x",)), BackwardProduct(("dy", "x"), ("values",))),
 )
 DGRAD, WGRAD = 1, 2  # the products of backward
 
@@ -145,41 +143,20 @@ def _block(values: Tensor, columns: Tensor) -> tuple[int, int]:
 # ---- the operators ----
 
 
-@torch.library.custom_op("sparsebench::block_sparse_linear", mutates_args=())
-def linear(x: Tensor, values: Tensor, offsets: Tensor, columns: Tensor, n: int) -> Tensor:
+def _linear(x: Tensor, values: Tensor, offsets: Tensor, columns: Tensor, n: int) -> Tensor:
     """Return Y [m, n] of X [m, k]. Raises FormatError, Unsupported."""
     pattern = pattern_of(offsets, columns)
     return _y(pattern, x, values, n, live=not pattern.frozen)
 
 
-@torch.library.custom_op("sparsebench::block_sparse_dgrad", mutates_args=())
-def dgrad(dy: Tensor, values: Tensor, offsets: Tensor, columns: Tensor, k: int) -> Tensor:
+def _dgrad(dy: Tensor, values: Tensor, offsets: Tensor, columns: Tensor, k: int) -> Tensor:
     """Return dX [m, k] of dY [m, n]. Raises FormatError, Unsupported."""
     return _dx(pattern_of(offsets, columns), dy, values, k)
 
 
-@torch.library.custom_op("sparsebench::block_sparse_wgrad", mutates_args=())
-def wgrad(dy: Tensor, x: Tensor, offsets: Tensor, columns: Tensor, r: int, c: int) -> Tensor:
+def _wgrad(dy: Tensor, x: Tensor, offsets: Tensor, columns: Tensor, r: int, c: int) -> Tensor:
     """Return dW [blocks, r, c] of dY [m, n] and X [m, k]. Raises FormatError, Unsupported."""
     return _dw(pattern_of(offsets, columns), dy, x, r, c)
-
-
-@linear.register_fake
-def _(x: Tensor, values: Tensor, offsets: Tensor, columns: Tensor, n: int) -> Tensor:
-    return x.new_empty((x.shape[0], n), dtype=output_dtype(x.dtype))
-
-
-@dgrad.register_fake
-def _(dy: Tensor, values: Tensor, offsets: Tensor, columns: Tensor, k: int) -> Tensor:
-    return dy.new_empty(dy.shape[0], k)
-
-
-@wgrad.register_fake
-def _(dy: Tensor, x: Tensor, offsets: Tensor, columns: Tensor, r: int, c: int) -> Tensor:
-    return x.new_empty(columns.shape[0], r, c)
-
-
-# ---- their derivatives ----
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -198,13 +175,21 @@ def _linear_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     return dx, dvalues, None, None, None
 
 
-def _refuse(ctx: Any, *_: Any) -> None:
-    raise Unsupported("expected no second derivatives of a block-sparse layer, found one")
+def _linear_sizes(x: Tensor, values: Tensor, offsets: Tensor, columns: Tensor, n: int) -> Tensor:
+    return x.new_empty((x.shape[0], n), dtype=output_dtype(x.dtype))
 
 
-linear.register_autograd(_linear_backward, setup_context=_save)
-dgrad.register_autograd(_refuse)
-wgrad.register_autograd(_refuse)
+linear = torch_operator(
+    "block_sparse_linear", _linear, _linear_sizes, save=_save, backward=_linear_backward
+)
+dgrad = torch_operator(
+    *("block_sparse_dgrad", _dgrad),
+    lambda dy, values, offsets, columns, k: dy.new_empty(dy.shape[0], k),
+)
+wgrad = torch_operator(
+    *("block_sparse_wgrad", _wgrad),
+    lambda dy, x, offsets, columns, r, c: x.new_empty(columns.shape[0], r, c),
+)
 
 
 # ---- the layer's product ----

@@ -7,7 +7,7 @@ blocks when they first see them (_attention_op.py). The mask is an attribute of 
 layers of a model share its lists and plans. A write that torch counts makes a new one.
 """
 
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from sparsebench.errors import Unsupported
 from sparsebench.formats.block_mask import BlockMask
+from sparsebench.kernels._common.torch_operator import torch_operator
 from sparsebench.kernels.nn._stamp import StampedValue
 
 ELEMENTS = "_sparsebench_elements"  # attribute of the tensor: its mask
@@ -59,13 +60,11 @@ def whole_mask(
     return BlockMask.from_dense(cells, causal=causal, **options)
 
 
-@torch.library.custom_op("sparsebench::counted_copy", mutates_args=())
 @torch.inference_mode(False)
-def counted_copy(elements: Tensor) -> Tensor:
+def _counted_copy(elements: Tensor) -> Tensor:
     """Return a copy to which torch counts writes, also in torch.inference_mode."""
     return elements.clone(memory_format=torch.contiguous_format)
 
 
-@counted_copy.register_fake
-def _(elements: Tensor) -> Tensor:
-    return torch.empty_like(elements, memory_format=torch.contiguous_format)
+_like = partial(torch.empty_like, memory_format=torch.contiguous_format)
+counted_copy = torch_operator("counted_copy", _counted_copy, _like)

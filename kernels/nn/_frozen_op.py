@@ -21,13 +21,7 @@ from sparsebench.formats.bitmap import Bitmap
 from sparsebench.formats.csr import Csr
 from sparsebench.kernels._common.capture import is_capturing, keep, make_lasting
 from sparsebench.kernels._common.cuda import on_tape
-from sparsebench.kernels._common.front import (
-    BackwardProduct,
-    Derivative,
-    Front,
-    Signature,
-    record,
-)
+from sparsebench.kernels._common.front import BackwardProduct, Derivative, Front, Signature, record
 from sparsebench.kernels._common.operator import Earlier, Engine, Operator, bucket
 from sparsebench.kernels._common.product import Product, Selected
 from sparsebench.kernels._common.transforms import is_watched, readable, rows_of, unflatten

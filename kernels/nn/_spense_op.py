@@ -37,6 +37,7 @@ from sparsebench.kernels._common.front import (
 )
 from sparsebench.kernels._common.operator import Earlier, Operator, bucket
 from sparsebench.kernels._common.product import Selected
+from sparsebench.kernels._common.torch_operator import torch_operator
 from sparsebench.kernels._common.transforms import (
     aligned,
     is_current,
@@ -239,15 +240,6 @@ def _empty(x: Tensor, n: int, activation: str | None, scale: Tensor | None) -> T
     return x.new_empty(x.shape[0], n // 2 if activation else n, dtype=kind)
 
 
-linear = torch.library.custom_op("sparsebench::spense_linear", eager, mutates_args=())
-
-
-@linear.register_fake
-def _(x: Tensor, sparse: Tensor, dense: Tensor, n: int, k: int, *layout: Any) -> Tensor:
-    _, _, activation, scale = (*layout, None, None)[:4]  # torch omits defaults
-    return _empty(x, n, activation, scale)
-
-
 def _dgrad(
     dy: Tensor,
     x: Tensor | None,
@@ -295,14 +287,9 @@ def _differentiated(dh: Tensor, products: Tensor, activation: str) -> Tensor:
     return torch.stack((dg, dh * ACTIVATIONS[activation](gate)), 2).flatten(1)
 
 
-dgrad = torch.library.custom_op("sparsebench::spense_dgrad", _dgrad, mutates_args=())
-
-
-@dgrad.register_fake
-def _(
-    dy: Tensor, x: Tensor | None, sparse: Tensor, dense: Tensor, n: int, k: int, *_: Any
-) -> Tensor:
-    return dy.new_empty(dy.shape[0], k)
+def _linear_sizes(x: Tensor, sparse: Tensor, dense: Tensor, n: int, k: int, *layout: Any) -> Tensor:
+    _, _, activation, scale = (*layout, None, None)[:4]  # torch omits defaults
+    return _empty(x, n, activation, scale)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -315,7 +302,12 @@ def _linear_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     return dgrad(dy, *ctx.saved_tensors, *ctx.layout), *(None,) * 8
 
 
-linear.register_autograd(_linear_backward, setup_context=_save)
+linear = torch_operator(
+    "spense_linear", eager, _linear_sizes, save=_save, backward=_linear_backward
+)
+dgrad = torch_operator(
+    "spense_dgrad", _dgrad, lambda dy, x, sparse, dense, n, k, *_: dy.new_empty(dy.shape[0], k)
+)
 
 
 def round_rows(matrix: Tensor) -> tuple[Tensor, Tensor]:

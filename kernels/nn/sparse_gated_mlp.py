@@ -50,19 +50,9 @@ from sparsebench.kernels._common.capture import is_capturing
 from sparsebench.kernels._common.front import PRODUCT, Conditions, Guard, Recordings
 from sparsebench.kernels._common.operator import Earlier, Operator, bucket
 from sparsebench.kernels._common.product import Selected
-from sparsebench.kernels._common.transforms import (
-    aligned,
-    is_watched,
-    refuse_transforms,
-    unflatten,
-)
+from sparsebench.kernels._common.transforms import aligned, is_watched, refuse_transforms, unflatten
 from sparsebench.kernels.nn._packed import FusedPart, loaded
-from sparsebench.kernels.twell._autograd import (
-    SHARE,
-    dense_forward,
-    gated_mlp,
-    require_one_kind,
-)
+from sparsebench.kernels.twell._autograd import SHARE, dense_forward, gated_mlp, require_one_kind
 from sparsebench.kernels.twell._call import TwellCall, operator_of, units_on
 from sparsebench.kernels.twell._engines import ENGINES, likeliest
 

@@ -66,12 +66,7 @@ from sparsebench.results.record import Problem
 
 LAYOUTS: tuple[Order, ...] = "rows", "columns"
 MULTIPLES = {"fp16": 16, "bf16": 16, "fp8": 32, "int8": 32}  # n and k must be multiples of these
-TOKEN_MULTIPLES = {
-    torch.float16: 8,
-    torch.bfloat16: 8,
-    torch.float8_e4m3fn: 16,
-    torch.int8: 16,
-}
+TOKEN_MULTIPLES = {torch.float16: 8, torch.bfloat16: 8, torch.float8_e4m3fn: 16, torch.int8: 16}
 STAGES = "layouts", "algorithms", "splits"  # stages of the search
 BEST = 3  # algorithms whose splits are timed
 MORE_TOKENS = 128, 256  # tokens that fewer may be padded to

@@ -16,12 +16,7 @@ from sparsebench.errors import Unsupported
 from sparsebench.kernels._common.requirements import HOPPER, unmet
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
 from sparsebench.kernels.dense._sdpa import by_head
-from sparsebench.kernels.peers._attention import (
-    lists_in,
-    mask_of,
-    require_keys,
-    unsupported_blocks,
-)
+from sparsebench.kernels.peers._attention import lists_in, mask_of, require_keys, unsupported_blocks
 from sparsebench.results.record import Problem
 
 SIDE = 64

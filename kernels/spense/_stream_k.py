@@ -31,7 +31,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sparsebench.formats.spense import DENSE_BYTES, ROWS, SPAN_BYTES, Spense
-from sparsebench.kernels._common.work_list import Ints, first_of
+from sparsebench.kernels._common.declarations import record
+from sparsebench.kernels._common.work_list import Ints, Records, fill
 
 BAND = 8  # tiles of tokens
 SHORTEST = 2  # k tiles of a part; a shorter one costs more in partial sums than it saves
@@ -53,22 +54,16 @@ Floats = NDArray[np.floating[Any]]
 class StreamKSchedule:
     """The work items of each worker.
 
-    items     int32 [items + READ_AHEAD, 8], the kernel's WorkItem: group, first token, first k
-              tile, number of k tiles, part, number of parts, first slot of the workspace, counter
+    items     WorkItem [items + READ_AHEAD] of both kernels
     starts    int32 [workers + 1]: where each worker's items start
     slots     slots of the workspace, one for the partial sums of each part
     counters  one for each item that is cut
     """
 
-    items: Ints
+    items: Records
     starts: Ints
     slots: int
     counters: int
-
-    @property
-    def first(self) -> bytes:
-        """Return the kernel's argument First: the first work tile of each worker, and starts."""
-        return first_of(self.items[:, :4], self.starts)
 
 
 def schedule(
@@ -102,11 +97,14 @@ def schedule(
     cut = (parts > 1).astype(int)
     slot, counter = _before(parts * cut)[item], _before(cut)[item]
     part = np.arange(len(item)) - _before(parts)[item]
-    k_tiles = first * unit, count * unit
-    columns = group[item], token[item] * tokens, *k_tiles, part, parts[item], slot, counter
+    columns = {
+        **{"group": group[item], "token": token[item] * tokens},
+        **{"k_tile": first * unit, "k_tiles": count * unit},
+        **{"part": part, "parts": parts[item], "slot": slot, "counter": counter},
+    }
     listed = np.argsort(pieces.owner, kind="stable")
-    items = np.zeros((len(item) + READ_AHEAD, 8), np.int32)
-    items[: len(item)] = np.column_stack(columns)[listed]
+    items = np.zeros(len(item) + READ_AHEAD, record("spense_mma", "WorkItem"))
+    fill(items, **{name: values[listed] for name, values in columns.items()})
     starts = np.searchsorted(pieces.owner[listed], np.arange(workers + 1)).astype(np.int32)
     return StreamKSchedule(items, starts, int((parts * cut).sum()), int(cut.sum()))
 

@@ -21,6 +21,7 @@ CTAs have one or two warpgroups that multiply, because three leave no warp idle.
 from sparsebench.errors import Unsupported
 from sparsebench.formats.slide import Slide
 from sparsebench.formats.spense import Spense
+from sparsebench.kernels._common.engines import gpu_engine
 from sparsebench.kernels._common.operator import Engine, OperatorCall
 from sparsebench.kernels._kernel import Operands
 from sparsebench.kernels.spense import spense_wgmma
@@ -48,14 +49,7 @@ def bind(operands: Operands, engines: tuple[Engine, ...]) -> OperatorCall:
     return bound(w.lifted, operands.activations["x"], engines, lifted_from=w.shape[1])
 
 
-KERNEL = Engine(
-    op="linear",
-    consumes="slide",
-    device="cuda",
-    unsupported=spense_wgmma.unsupported,
-    name="slide_wgmma",
-    config=Config,
-    choices=choices,
-    plan=spense_wgmma.plan,
-    bind=bind,
+KERNEL = gpu_engine(
+    *("slide_wgmma", "linear", "slide", Config, choices, spense_wgmma.plan),
+    *(spense_wgmma.unsupported, bind, spense_wgmma.unsupported_call),
 )

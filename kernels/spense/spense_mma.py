@@ -21,23 +21,13 @@ import torch
 from torch import Tensor
 
 from sparsebench.formats.spense import ROW_BYTES, ROWS, VALUE_BYTES, Spense
-from sparsebench.kernels._common.cuda import (
-    ADDRESSES,
-    HALVES,
-    Arguments,
-    Constants,
-    Layout,
-    Loaded,
-    launch,
-    load,
-    target_of,
-)
-from sparsebench.kernels._common.device import multiprocessors, upload
-from sparsebench.kernels._common.operator import Engine
+from sparsebench.kernels._common import cuda
+from sparsebench.kernels._common.device import multiprocessors
+from sparsebench.kernels._common.engines import gpu_engine
 from sparsebench.kernels._common.product import Product
 from sparsebench.kernels._common.requirements import unsupported_before_ampere
 from sparsebench.kernels._common.scratch import counters, workspace
-from sparsebench.kernels._kernel import refuse
+from sparsebench.kernels._common.work_list import uploaded
 from sparsebench.kernels.spense._call import SpenseCall, bind, unsupported_sizes
 from sparsebench.kernels.spense._stream_k import schedule, tiles_of
 
@@ -47,8 +37,6 @@ HALF_BYTES = VALUE_BYTES // 2 + 512  # the same if all tiles are sparse: rows ar
 LEAST_KIB = 99  # shared memory that a CTA may have on compute capability 8.6 and 8.9
 RESERVED_KIB = 1  # shared memory that an SM reserves for each CTA
 LEAST_STAGES = 3  # fewer would not overlap copies and mma
-# Activations: x, bytes of a row, m, k; Weights; y, work items, starts, workspace, counters; n.
-ARGUMENTS = Layout("PQii", "PPiiiiii", *"PPPPPi")
 
 
 @dataclass(frozen=True)
@@ -93,7 +81,6 @@ class Config:
 
 def choices(w: Spense, call: SpenseCall) -> list[Config]:
     """Return the configurations for the call's tokens, the likeliest first."""
-    refuse(unsupported_call(call))
     return configurations(call.m, kib_of(w.sparse.device))
 
 
@@ -127,22 +114,21 @@ def kib_of(device: torch.device) -> int:
 
 def plan(w: Spense, call: SpenseCall, config: Config) -> Product:
     """Schedule the work and upload the list. Reads only the shapes and the device of W's tiles."""
-    refuse(unsupported_call(call))
     device, (n, k), tiles, dense = w.sparse.device, call.shape, tiles_of(w), w.dense.numel() > 0
     shared = config.shared_bytes(dense)
     grid = workers(device, config, shared)
     work = schedule(w, call.m, config.tokens, 1, grid, rows_of_cta=config.rows, interleaved=False)
-    constants, target = constants_of(config, call.dtype, dense), target_of(device)
-    kernel, code = load("spense_mma", "multiply_tiles", constants, shared, device, target)
-    loaded = Loaded(kernel, code, device.index, grid, config.threads, shared)
-    items, starts = lists = (upload(work.items, device), upload(work.starts, device))
+    constants, target = constants_of(config, call.dtype, dense), cuda.target_of(device)
+    kernel = cuda.load("spense_mma", "multiply_tiles", constants, shared, device, target)
+    loaded = kernel.on(grid, config.threads)
+    items, starts = lists = tuple(uploaded(a, device) for a in (work.items, work.starts))
     floats = work.slots * config.rows * ROWS * config.tokens
 
-    @lru_cache(ADDRESSES)
-    def arguments(tokens: int, x: tuple[int, int], w: tuple[int, int], *rest: int) -> Arguments:
+    @lru_cache(cuda.ADDRESSES)
+    def arguments(m: int, x: tuple[int, int], w: tuple[int, int], *rest: int) -> cuda.Arguments:
         y, sums, counts = rest
         addresses = y, items.data_ptr(), starts.data_ptr(), sums, counts
-        return ARGUMENTS(*x, tokens, k, *w, *tiles, *addresses, n)
+        return kernel.arguments(*x, m, k, *w, *tiles, *addresses, n)
 
     def run(
         x: Tensor,
@@ -159,44 +145,31 @@ def plan(w: Spense, call: SpenseCall, config: Config) -> Product:
         at = [0 if operand is None else operand.data_ptr() for operand in (y, *scratch)]
         of_x = x.data_ptr(), x.stride(0) * x.itemsize
         args = arguments(x.shape[0], of_x, (sparse.data_ptr(), dense.data_ptr()), *at)
-        return launch(loaded, args, y, lists, *(part for part in scratch if part is not None))
+        return cuda.launch(loaded, args, y, lists, *(part for part in scratch if part is not None))
 
-    return Product(run, code)
+    return Product(run, kernel.code)
 
 
-def constants_of(config: Config, dtype: torch.dtype, dense: bool) -> Constants:
+def constants_of(config: Config, dtype: torch.dtype, dense: bool) -> cuda.Constants:
     """Return the macros of spense_mma.cu; `dense` if W has a dense tile."""
     return (
-        ("TOKENS", config.tokens),
-        ("TILE_ROWS", config.rows),
-        ("FP16", int(dtype == torch.float16)),
-        ("AHEAD", int(config.ahead)),
-        ("DENSE", int(dense or not config.ahead)),
-        ("THREADS", config.threads),
-        ("CTAS", config.ctas),
-        ("STAGES", config.stages(dense)),
-        ("W_BYTES", config.w_bytes(dense)),
-        ("ROWS", ROWS),
-        ("ROW_BYTES", ROW_BYTES),
+        *(("TOKENS", config.tokens), ("TILE_ROWS", config.rows)),
+        *(("FP16", int(dtype == torch.float16)), ("AHEAD", int(config.ahead))),
+        *(("DENSE", int(dense or not config.ahead)), ("THREADS", config.threads)),
+        *(("CTAS", config.ctas), ("STAGES", config.stages(dense))),
+        *(("W_BYTES", config.w_bytes(dense)), ("ROWS", ROWS), ("ROW_BYTES", ROW_BYTES)),
         ("VALUE_BYTES", VALUE_BYTES),
     )
 
 
-def unsupported_call(call: SpenseCall) -> str | None:
+def unsupported_call(w: Spense, call: SpenseCall) -> str | None:
     """Return why the kernel cannot run a call, or None."""
     if call.activation is not None:
         return f"expected no activation, which spense_wgmma has, found {call.activation}"
-    return unsupported_sizes(call, HALVES, 2, 2**24)
+    return unsupported_sizes(call, cuda.HALVES, 2, 2**24)
 
 
-KERNEL = Engine(
-    op="linear",
-    consumes="spense",
-    device="cuda",
-    unsupported=unsupported_before_ampere,
-    name="spense_mma",
-    config=Config,
-    choices=choices,
-    plan=plan,
-    bind=bind,
+KERNEL = gpu_engine(
+    *("spense_mma", "linear", "spense", Config, choices, plan),
+    *(unsupported_before_ampere, bind, unsupported_call),
 )

@@ -25,46 +25,32 @@ of up may contain a scale of H; those of the next product then contain its inver
 If W is a lifted 6:8 matrix (formats/slide.py), the idle warps can lift X on chip (slide_wgmma.py).
 """
 
-import struct
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from sparsebench.formats.spense import ROW_BYTES, ROWS, VALUE_BYTES, Spense
-from sparsebench.kernels._common.cuda import (
-    ADDRESSES,
-    HALVES,
-    Arguments,
-    Constants,
-    Layout,
-    Loaded,
-    clusters_at_once,
-    launch,
-    load,
-    tensor_map,
-)
-from sparsebench.kernels._common.device import multiprocessors, upload
-from sparsebench.kernels._common.operator import Engine
+from sparsebench.kernels._common import cuda
+from sparsebench.kernels._common.declarations import record
+from sparsebench.kernels._common.device import multiprocessors
+from sparsebench.kernels._common.engines import gpu_engine
 from sparsebench.kernels._common.product import Product
 from sparsebench.kernels._common.requirements import unsupported_on_hopper
 from sparsebench.kernels._common.scratch import counters, workspace
-from sparsebench.kernels._common.work_list import WORKERS
-from sparsebench.kernels._kernel import refuse
+from sparsebench.kernels._common.work_list import WORKERS, first_of, uploaded
 from sparsebench.kernels.spense import _clusters, _tilings
 from sparsebench.kernels.spense._call import ALIGNMENT, TALLEST, SpenseCall, bind, unsupported_sizes
 from sparsebench.kernels.spense._stream_k import schedule, tiles_of
 
-DTYPES = *HALVES, torch.float8_e4m3fn
+DTYPES = *cuda.HALVES, torch.float8_e4m3fn
 TOKENS = *range(16, 129, 16), *range(136, TALLEST + 1, 8)
 POWERS = 16, 32, 64, 128, 256
 BOX = ROW_BYTES // 2  # columns of a box of X or Y, counted in 16 bits
 SHARED_BYTES = 226 * 1024  # stages, tiles of the epilogue, mbarriers, alignment to 1024
 STORE_TOKENS = 16  # tokens of Y that a warpgroup stores at a time
-# Maps of x, y and the last tile of x; Weights; First; Scales; items, workspace, counters.
-ARGUMENTS = Layout("384s", "PPiiiiii", f"{20 * WORKERS}s", "PPii", *"PPP")
-SPLIT_ARGUMENTS = Layout("384s", "PPiiiiii", "ii", "PPii")  # maps; Weights; Items; Scales
 CLUSTERS, CLUSTERS_FIRST = 5, range(33, 129)  # most clusters; tokens for which they come first
 MORE = 4  # configurations for more tokens
 UNIT = 3  # tiles of a lifted 6:8 matrix that have whole windows: four boxes of X, two of middles
@@ -105,7 +91,6 @@ def choices(w: Spense, call: SpenseCall, clusters: int = CLUSTERS) -> list[Confi
 
     So more tokens never take less time. There are at most `clusters` clusters for each number.
     """
-    refuse(unsupported_call(call))
     of = call.shape, call.dtype.itemsize, w.sparse.device, clusters
     more = configurations(call.m + call.m // 2, *of)[:MORE]
     return list(dict.fromkeys([*configurations(call.m, *of), *more]))
@@ -113,18 +98,13 @@ def choices(w: Spense, call: SpenseCall, clusters: int = CLUSTERS) -> list[Confi
 
 def closed(w: Spense, call: SpenseCall) -> list[Config]:
     """Return configurations of few kernels for all numbers of tokens, the likeliest first."""
-    refuse(unsupported_call(call))
     of = call.m, call.shape, call.dtype.itemsize
     tilings = _tilings.likeliest(*of, multiprocessors(w.sparse.device), closed=True)
     return [Config(tokens, 1, *each) for tokens, *each in tilings] or choices(w, call)[:1]
 
 
 def configurations(
-    m: int,
-    shape: tuple[int, int],
-    itemsize: int,
-    device: torch.device,
-    clusters: int = CLUSTERS,
+    m: int, shape: tuple[int, int], itemsize: int, device: torch.device, clusters: int = CLUSTERS
 ) -> list[Config]:
     """Return configurations for m tokens and W [n, k], the likeliest first.
 
@@ -159,43 +139,41 @@ def _at_once(ctas: int, device: torch.device) -> int:
     """Return how many clusters of `ctas` CTAs run at a time."""
     if ctas == 1 or device.type != "cuda":
         return max(multiprocessors(device) // ctas, 1)
-    return clusters_at_once(ctas, Config(16, 1, 4).threads, SHARED_BYTES, device)
+    return cuda.clusters_at_once(ctas, Config(16, 1, 4).threads, SHARED_BYTES, device)
 
 
 def plan(w: Spense, call: SpenseCall, config: Config) -> Product:
     """Schedule the work and upload the list. Reads only the shapes and the device of W's tiles."""
-    refuse(unsupported_call(call))
     device, (n, k), m, lifts = w.sparse.device, call.shape, call.m, call.lifted_from is not None
     constants = constants_of(config, call.dtype, call.activation, windows=lifts)
-    kernel, code = load("spense_wgmma", "multiply_tiles", constants, SHARED_BYTES, device)
+    kernel = cuda.load("spense_wgmma", "multiply_tiles", constants, SHARED_BYTES, device)
     groups, workers = -(-n // (ROWS * config.warpgroups)), multiprocessors(device)
     listed, sums, arrivals = torch.empty(0, dtype=torch.int32, device=device), 0, 0
     if config.split:
         token_tiles = -(-m // config.tokens)
-        first, grid = struct.pack("ii", token_tiles, -(-k // w.span)), groups * token_tiles
+        first: tuple[Any, ...] = (token_tiles, -(-k // w.span))
+        grid = groups * token_tiles
     else:
         sizes = m, config.tokens, config.cluster, workers // config.cluster
         unit = UNIT if lifts else 1
         work = schedule(w, *sizes, rows_of_cta=config.warpgroups, unit=unit)
-        listed = upload(work.items, device)
-        first, grid = work.first, workers // config.cluster
+        listed, grid = uploaded(work.items, device), workers // config.cluster
+        items = work.items.view(record("spense_wgmma", "WorkItem"))["tile"]
+        first = first_of(items, work.starts)
         tile_rows = config.warpgroups * config.cluster
         sums = work.slots * tile_rows * ROWS * config.stored
         arrivals = work.counters * tile_rows
     ctas = grid * max(config.split, config.cluster)
-    sizes_of_cta = config.threads, SHARED_BYTES
-    loaded = Loaded(kernel, code, device.index, ctas, *sizes_of_cta, together=not config.split)
+    loaded = kernel.on(ctas, config.threads, together=not config.split)
     tiles = tiles_of(w)
 
-    @lru_cache(ADDRESSES)
-    def arguments(tokens: int, x: tuple[int, int], y: int, *rest: int) -> Arguments:
+    @lru_cache(cuda.ADDRESSES)
+    def arguments(tokens: int, x: tuple[int, int], y: int, *rest: int) -> cuda.Arguments:
         sparse, dense, features, of_tokens, partial_sums, counts = rest
         maps = maps_of(call, config, tokens, x, y)
         weights, scales = (sparse, dense, *tiles), (features, of_tokens, n, tokens)
-        if config.split:
-            return SPLIT_ARGUMENTS(maps, *weights, *struct.unpack("ii", first), *scales)
-        lists = listed.data_ptr(), partial_sums, counts
-        return ARGUMENTS(maps, *weights, first, *scales, *lists)
+        lists = () if config.split else (listed.data_ptr(), partial_sums, counts)
+        return kernel.arguments(*maps, *weights, *first, *scales, *lists)
 
     def run(
         x: Tensor,
@@ -210,12 +188,14 @@ def plan(w: Spense, call: SpenseCall, config: Config) -> Product:
         operands = sparse, dense, features, tokens, *scratch
         at = [0 if operand is None else operand.data_ptr() for operand in operands]
         args = arguments(x.shape[0], (x.data_ptr(), x.stride(0)), y.data_ptr(), *at)
-        return launch(loaded, args, y, listed, *(part for part in scratch if part is not None))
+        return cuda.launch(loaded, args, y, listed, *(part for part in scratch if part is not None))
 
-    return Product(run, code)
+    return Product(run, kernel.code)
 
 
-def maps_of(call: SpenseCall, config: Config, tokens: int, x: tuple[int, int], y: int) -> bytes:
+def maps_of(
+    call: SpenseCall, config: Config, tokens: int, x: tuple[int, int], y: int
+) -> list[bytes]:
     """Return the tensor maps of X, Y and the last tile of X; x is address and stride."""
     part = config.tokens // config.cluster
     of_x = x[0], (tokens, call.depth), x[1], call.dtype
@@ -223,7 +203,7 @@ def maps_of(call: SpenseCall, config: Config, tokens: int, x: tuple[int, int], y
     stored = STORE_TOKENS // 2 if config.tokens % STORE_TOKENS else STORE_TOKENS
     of_y = y, (tokens, call.width), call.width, call.kind
     boxes = (part, BOX), (stored, written), (tokens % part or part, BOX)
-    return b"".join(map_of(*of, box) for of, box in zip((of_x, of_y, of_x), boxes, strict=True))
+    return [map_of(*of, box) for of, box in zip((of_x, of_y, of_x), boxes, strict=True)]
 
 
 def map_of(
@@ -232,34 +212,24 @@ def map_of(
     """Return the tensor map of a matrix in words of 16 bits, of which one holds two fp8 values."""
     each, (height, width) = 2 // dtype.itemsize, shape
     kind = dtype if each == 1 else torch.bfloat16
-    return tensor_map(address, (height, width // each), (stride // each, 1), kind, box)
+    return cuda.tensor_map(address, (height, width // each), (stride // each, 1), kind, box)
 
 
 def constants_of(
     config: Config, dtype: torch.dtype, activation: str | None = None, *, windows: bool = False
-) -> Constants:
+) -> cuda.Constants:
     """Return the macros of spense_wgmma.cu; with `windows`, the kernel lifts X."""
     return (
-        ("TOKENS", config.tokens),
-        ("CLUSTER", config.cluster),
-        ("AHEAD", config.ahead),
-        ("WARPGROUPS", config.warpgroups),
-        ("SPLIT", config.split),
-        ("WINDOWS", int(windows)),
-        ("FP8", int(dtype == torch.float8_e4m3fn)),
-        ("FP16", int(dtype == torch.float16)),
-        ("ACTIVATION", ACTIVATIONS.index(activation)),
-        ("THREADS", config.threads),
-        ("SHARED_BYTES", SHARED_BYTES),
-        ("ROWS", ROWS),
-        ("ROW_BYTES", ROW_BYTES),
-        ("VALUE_BYTES", VALUE_BYTES),
-        ("STORE_TOKENS", STORE_TOKENS),
-        ("WORKERS", WORKERS),
+        *(("TOKENS", config.tokens), ("CLUSTER", config.cluster), ("AHEAD", config.ahead)),
+        *(("WARPGROUPS", config.warpgroups), ("SPLIT", config.split), ("WINDOWS", int(windows))),
+        *(("FP8", int(dtype == torch.float8_e4m3fn)), ("FP16", int(dtype == torch.float16))),
+        *(("ACTIVATION", ACTIVATIONS.index(activation)), ("THREADS", config.threads)),
+        *(("SHARED_BYTES", SHARED_BYTES), ("ROWS", ROWS), ("ROW_BYTES", ROW_BYTES)),
+        *(("VALUE_BYTES", VALUE_BYTES), ("STORE_TOKENS", STORE_TOKENS), ("WORKERS", WORKERS)),
     )
 
 
-def unsupported_call(call: SpenseCall) -> str | None:
+def unsupported_call(w: Spense, call: SpenseCall) -> str | None:
     """Return why the kernel cannot run a call, or None."""
     if call.activation not in ACTIVATIONS:
         names = ", ".join(filter(None, ACTIVATIONS))
@@ -270,15 +240,8 @@ def unsupported_call(call: SpenseCall) -> str | None:
 
 unsupported = partial(unsupported_on_hopper, dtypes=("fp16", "bf16", "fp8"))
 
-KERNEL = Engine(
-    op="linear",
-    consumes="spense",
-    device="cuda",
-    unsupported=unsupported,
-    name="spense_wgmma",
-    config=Config,
-    choices=choices,
-    plan=plan,
-    bind=bind,
+KERNEL = gpu_engine(
+    *("spense_wgmma", "linear", "spense", Config, choices, plan),
+    *(unsupported, bind, unsupported_call),
     closed=closed,
 )

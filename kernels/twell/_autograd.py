@@ -19,6 +19,7 @@ from triton import knobs
 
 from sparsebench.errors import Unsupported
 from sparsebench.formats.active_csr import ActiveCsr
+from sparsebench.kernels._common.torch_operator import torch_operator
 from sparsebench.kernels._common.transforms import aligned
 from sparsebench.kernels._common.triton import Template, unsupported
 from sparsebench.kernels.twell import _gather, _index, _overflow
@@ -82,20 +83,12 @@ def _backward(
     return tuple(out)  # type: ignore[return-value]  # four
 
 
-gated_mlp = torch.library.custom_op("sparsebench::sparse_gated_mlp", _forward, mutates_args=())
-gated_mlp_backward = torch.library.custom_op(
-    "sparsebench::sparse_gated_mlp_backward", _backward, mutates_args=()
-)
-
-
-@gated_mlp.register_fake
-def _(x: Tensor, wg: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+def _forward_sizes(x: Tensor, wg: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     y, norms = x.new_empty(x.shape), x.new_empty(x.shape[0], dtype=torch.float32)
     return y, norms, *_packed_like(x, wg.shape[0], slots=rest[-1])
 
 
-@gated_mlp_backward.register_fake
-def _(dy: Tensor, dnorms: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
+def _backward_sizes(dy: Tensor, dnorms: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
     return tuple(t.new_empty(t.shape) for t in inputs[:4])
 
 
@@ -116,12 +109,13 @@ def _gradients(ctx: Any, dy: Tensor | None, dnorms: Tensor | None, *_: Any) -> t
     return *out, None, None
 
 
-def _refuse(ctx: Any, *_: Any) -> None:
-    raise Unsupported("a sparse gated MLP has no second derivatives; set its `sparse` to False")
-
-
-gated_mlp.register_autograd(_gradients, setup_context=_save)
-gated_mlp_backward.register_autograd(_refuse)
+gated_mlp = torch_operator(
+    "sparse_gated_mlp", _forward, _forward_sizes, save=_save, backward=_gradients
+)
+gated_mlp_backward = torch_operator(
+    *("sparse_gated_mlp_backward", _backward, _backward_sizes),
+    advice="; set the layer's `sparse` to False",
+)
 
 
 # ---- plans ----

@@ -17,10 +17,11 @@ import torch
 from torch import Tensor
 
 from sparsebench.formats.dense import Dense
+from sparsebench.kernels._common.engines import gpu_engine
 from sparsebench.kernels._common.operator import Engine, NoConfig, Operator, OperatorCall, bucket
 from sparsebench.kernels._common.product import Product
 from sparsebench.kernels._common.requirements import unsupported_on_hopper
-from sparsebench.kernels._kernel import DTYPES, Operands, refuse
+from sparsebench.kernels._kernel import DTYPES, Operands
 from sparsebench.results.record import Problem
 
 NAMES = {DTYPES[name]: name for name in ("fp16", "bf16", "fp32")}
@@ -76,25 +77,14 @@ def twell_engine(
 ) -> Engine:
     """Return an engine of op ffn; its weight, as `plan` reads it, is the device of the weights."""
 
-    def supported(device: torch.device, call: TwellCall) -> Sequence[Any]:
-        refuse(unsupported(call.problem, device))
+    def offered(device: torch.device, call: TwellCall) -> Sequence[Any]:
         return choices(call)
 
-    def planned(device: torch.device, call: TwellCall, choice: Any) -> Product:
-        refuse(unsupported(call.problem, device))
-        return plan(device, call, choice)
+    def unsupported_call(device: torch.device, call: TwellCall) -> str | None:
+        return unsupported(call.problem, device)
 
-    return Engine(
-        op="ffn",
-        consumes=consumes,
-        device="cuda",
-        unsupported=unsupported,
-        name=name,
-        config=config,
-        choices=supported,
-        plan=planned,
-        bind=bind,
-    )
+    given = name, "ffn", consumes, config
+    return gpu_engine(*given, offered, plan, unsupported, bind, unsupported_call)
 
 
 def operator_of(

@@ -30,15 +30,8 @@ import torch
 from torch import Tensor
 
 from sparsebench.errors import Unsupported
-from sparsebench.kernels._common.cuda import (
-    Constants,
-    Layout,
-    Loaded,
-    MatrixProduct,
-    clusters_at_once,
-    load,
-    on_tape,
-)
+from sparsebench.kernels._common import cuda
+from sparsebench.kernels._common.declarations import arguments_of
 from sparsebench.kernels._common.device import multiprocessors
 from sparsebench.kernels._common.product import Product
 from sparsebench.kernels._common.scratch import counters
@@ -52,9 +45,6 @@ MOST_ROWS = 1536  # per group, as in ffn_sparse.cu
 MOST_ALONE = 512  # tokens; with two CTAs per group, an H200 runs 66 groups at the same time
 SHARED_BYTES, ALONE_BYTES = 192 * 1024, 200 * 1024  # 227 KB less static memory, 30 or 18
 L2_RATE, DENSE_RATE, DENSE_READS = 9e12, 7e14, 4.0  # bytes/s, FLOP/s of an H200 (NOTES.md)
-
-# x, g, wu, wd transposed, y, left, heavy; m, n, limit; words; gates of the lists
-ARGUMENTS = Layout(*"PPPPPPPiiiPP")
 LISTS = 3  # per CTA, as in ffn_sparse.cu
 PLANS = 64  # cached, one per number of tokens
 
@@ -109,10 +99,10 @@ def shared_bytes(k: int, alone: bool = False) -> int:
 def clusters(split: int, k: int, device: torch.device, alone: bool = False) -> int:
     """Return how many clusters of `split` CTAs run at the same time."""
     shared = ALONE_BYTES if alone else SHARED_BYTES
-    return clusters_at_once(split, threads_of(k, alone)[1], shared, device)
+    return cuda.clusters_at_once(split, threads_of(k, alone)[1], shared, device)
 
 
-def constants_of(call: TwellCall, split: int, config: Config) -> Constants:
+def constants_of(call: TwellCall, split: int, config: Config) -> cuda.Constants:
     """Return the macros of ffn_sparse.cu."""
     flags = {
         "SQUARED": call.squared,
@@ -131,17 +121,18 @@ def plan(device: torch.device, call: TwellCall, config: Config) -> Product:
     alone, (most, n, k) = config.alone, call[:3]
     if alone and most > MOST_ALONE:
         raise Unsupported(f"without a fallback: expected at most {MOST_ALONE} tokens, found {most}")
+    layout = arguments_of("ffn_sparse", "up_and_down", constants_of(call, 1, config))
     gates = writer(device, call, config.cluster) if config.cluster else _by_torch
 
     @lru_cache(PLANS)
-    def walk(m: int) -> Loaded:
+    def walk(m: int) -> cuda.Loaded:
         groups, split = -(-m // GROUP), _split(m, k, device, alone)
         room = ALONE_BYTES if alone else SHARED_BYTES
         constants = constants_of(call, split, config)
-        kernel, code = load("ffn_sparse", "up_and_down", constants, room, device)
+        kernel = cuda.load("ffn_sparse", "up_and_down", constants, room, device)
         grid = groups * split if split > 1 else min(groups, multiprocessors(device))
-        sizes = threads_of(k, alone)[1], shared_bytes(k, alone)
-        return Loaded(kernel, code, device.index, grid, *sizes, early=True)
+        kernel = kernel._replace(shared_bytes=shared_bytes(k, alone))
+        return kernel.on(grid, threads_of(k, alone)[1], early=True)
 
     def run(
         x: Tensor, gate: Tensor, up: Tensor | None, wd_t: Tensor, out: Tensor | None = None
@@ -151,20 +142,20 @@ def plan(device: torch.device, call: TwellCall, config: Config) -> Product:
         y = x.new_empty(x.shape) if out is None else out
         left, heavy = counters(x, 3), x.new_empty(-(-m // GROUP), dtype=torch.int32)
         assert left is not None
-        on_tape(heavy)
+        cuda.on_tape(heavy)
         places = 0, 0
         if words is not None:
             lists = x.new_empty(loaded.grid * LISTS * MOST_ROWS * GROUP)
-            on_tape(lists)
+            cuda.on_tape(lists)
             places = words.data_ptr(), lists.data_ptr()
         ups = () if up is None else (up,)
         tensors = x, g, *(ups or (wd_t,)), wd_t, y, left, heavy
-        args = ARGUMENTS(*(t.data_ptr() for t in tensors), m, n, limit_of(m, n), *places)
+        args = layout(*(t.data_ptr() for t in tensors), m, n, limit_of(m, n), *places)
         loaded.enqueue(args)
         if not alone:  # if G is in words, the kernel writes it as a matrix for these groups
             rest = _remainder.template_of(call._replace(m=m), device)
             rest(x, g, *ups, wd_t, y, left, heavy)
-        on_tape(y, owners=(loaded, gate, *ups, wd_t, left))
+        cuda.on_tape(y, owners=(loaded, gate, *ups, wd_t, left))
         return y
 
     return Product(run, walk(most).code)
@@ -173,7 +164,7 @@ def plan(device: torch.device, call: TwellCall, config: Config) -> Product:
 def _by_torch(x: Tensor, w: Tensor) -> tuple[None, Tensor]:
     """Return G as a matrix."""
     g = torch.mm(x, w.t())
-    on_tape(g, by_torch=MatrixProduct(x, w.t(), g, fixed=True))
+    cuda.on_tape(g, by_torch=cuda.MatrixProduct(x, w.t(), g, fixed=True))
     return None, g
 
 

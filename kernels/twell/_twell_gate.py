@@ -19,14 +19,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from sparsebench.kernels._common.cuda import (
-    Constants,
-    Layout,
-    Loaded,
-    load,
-    on_tape,
-    tensor_map,
-)
+from sparsebench.kernels._common import cuda
 from sparsebench.kernels._common.device import multiprocessors
 from sparsebench.kernels._kernel import refuse
 from sparsebench.kernels.twell._call import TwellCall
@@ -38,7 +31,6 @@ SHARED_BYTES = 227 * 1024
 TILE, CAPACITY = 256, 31  # units of a tile of words, and entries that it has room for
 CLUSTERS = 2, 1  # CTAs that share boxes of W; the first is for many tokens
 LARGEST = 2**31 - 1  # an int32
-ARGUMENTS = Layout("256s", "PPiii4x")  # tensor maps of x and w; words, dense, m, n, k
 
 Writer = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 """(x [m, k], w [n, k]) -> words and dense tiles, new tensors."""
@@ -48,7 +40,7 @@ def writer(device: torch.device, call: TwellCall, cluster: int) -> Writer:
     """Compile the product of X and a gate. Raises Unsupported."""
     refuse(unsupported_sizes(call.m, call.n))
     constants = constants_of(cluster, call.dtype)
-    kernel, code = load("twell_gate", "write_words", constants, SHARED_BYTES, device)
+    kernel = cuda.load("twell_gate", "write_words", constants, SHARED_BYTES, device)
     n, k, most = call.n, call.k, multiprocessors(device) // cluster
 
     def write(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
@@ -57,27 +49,24 @@ def writer(device: torch.device, call: TwellCall, cluster: int) -> Writer:
         dense = x.new_empty(m, n)
         tiles = -(-m // (TOKENS * cluster)) * -(-n // UNITS)
         maps = [
-            tensor_map(t.data_ptr(), (len(t), k), (t.stride(0), t.stride(1)), t.dtype, (rows, BOX))
+            cuda.tensor_map(t.data_ptr(), (len(t), k), (*t.stride(),), t.dtype, (rows, BOX))
             for t, rows in ((x, BOX_TOKENS), (w, UNITS // cluster))
         ]
-        args = ARGUMENTS(b"".join(maps), words.data_ptr(), dense.data_ptr(), m, n, k)
+        args = kernel.arguments(*maps, words.data_ptr(), dense.data_ptr(), m, n, k)
         grid = min(2 * tiles, most) * cluster
-        Loaded(kernel, code, device.index, grid, THREADS, SHARED_BYTES).enqueue(args)
-        on_tape(words)
-        on_tape(dense)
+        kernel.on(grid, THREADS).enqueue(args)
+        cuda.on_tape(words)
+        cuda.on_tape(dense)
         return words, dense
 
     return write
 
 
-def constants_of(cluster: int, dtype: torch.dtype) -> Constants:
+def constants_of(cluster: int, dtype: torch.dtype) -> cuda.Constants:
     """Return the macros of twell_gate.cu."""
     return (
-        ("CLUSTER", cluster),
-        ("TILE", TILE),
-        ("CAPACITY", CAPACITY),
-        ("FP16", int(dtype == torch.float16)),
-        ("SHARED_BYTES", SHARED_BYTES),
+        *(("CLUSTER", cluster), ("TILE", TILE), ("CAPACITY", CAPACITY)),
+        *(("FP16", int(dtype == torch.float16)), ("SHARED_BYTES", SHARED_BYTES)),
     )
 
 

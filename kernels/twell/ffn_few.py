@@ -19,15 +19,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from sparsebench.kernels._common.cuda import (
-    Constants,
-    Layout,
-    Loaded,
-    clusters_at_once,
-    launch,
-    load,
-    on_tape,
-)
+from sparsebench.kernels._common import cuda
 from sparsebench.kernels._common.operator import NoConfig
 from sparsebench.kernels._common.product import Product
 from sparsebench.kernels._common.scratch import counters
@@ -35,13 +27,11 @@ from sparsebench.kernels.twell import _call
 from sparsebench.kernels.twell._call import TwellCall, twell_engine
 from sparsebench.results.record import Problem
 
-MOST_TOKENS, FEWEST_TOKENS = 64, 8  # per launch; m is padded to a power of two
+MOST_TOKENS, FEWEST_TOKENS = 64, 8  # per cuda.launch; m is padded to a power of two
 TOKENS_TO_SPLIT = 16
 MOST_N = 28672  # shared memory for lists
 PART, X_SIZE = 2048, 64 * 1024  # columns of K, and values of X in registers, of a CTA
 WARPS, SHARED_BYTES = 11, 226 * 1024
-# x, wg, wu, wd transposed, y, h, words, counters; m
-ARGUMENTS = Layout(*"PPPPPPPPi")
 
 
 def unsupported(problem: Problem, device: torch.device) -> str | None:
@@ -79,10 +69,10 @@ def split_of(tokens: int, ctas: int) -> int:
 
 def clusters_of(ctas: int, device: torch.device) -> int:
     """Return how many clusters of the kernel's CTAs run at a time."""
-    return clusters_at_once(ctas, 32 * WARPS, SHARED_BYTES, device)
+    return cuda.clusters_at_once(ctas, 32 * WARPS, SHARED_BYTES, device)
 
 
-def constants_of(call: TwellCall, shape: tuple[int, int, int]) -> Constants:
+def constants_of(call: TwellCall, shape: tuple[int, int, int]) -> cuda.Constants:
     """Return the macros of ffn_few.cu; `shape` is the result of `shape_of`."""
     sizes = zip(("TOKENS", "CTAS", "CLUSTERS"), shape, strict=True)
     flags = {
@@ -106,9 +96,8 @@ def plan(device: torch.device, call: TwellCall, config: NoConfig) -> Product:
     n, k = call.n, call.k
     shape = tokens, ctas, clusters = shape_of(call.m, k, partial(clusters_of, device=device))
     constants = constants_of(call, shape)
-    kernel, code = load("ffn_few", "multiply_few", constants, SHARED_BYTES, device)
-    sizes = ctas * clusters, 32 * WARPS, SHARED_BYTES
-    loaded = Loaded(kernel, code, device.index, *sizes, together=True)
+    kernel = cuda.load("ffn_few", "multiply_few", constants, SHARED_BYTES, device)
+    loaded = kernel.on(ctas * clusters, 32 * WARPS, together=True)
     words = words_of(n, clusters)
 
     def run(
@@ -119,11 +108,11 @@ def plan(device: torch.device, call: TwellCall, config: NoConfig) -> Product:
         assert zeros is not None
         tensors = x, gate, gate if up is None else up, wd_t, y, h, zeros
         counts = zeros.data_ptr() + 8 * words
-        args = ARGUMENTS(*(t.data_ptr() for t in tensors), counts, len(x))
-        on_tape(h)
-        return launch(loaded, args, y, loaded, *tensors[1:4], zeros)
+        args = kernel.arguments(*(t.data_ptr() for t in tensors), counts, len(x))
+        cuda.on_tape(h)
+        return cuda.launch(loaded, args, y, loaded, *tensors[1:4], zeros)
 
-    return Product(run, code)
+    return Product(run, kernel.code)
 
 
 KERNEL = twell_engine("ffn_few", lambda call: [NoConfig()], plan, unsupported)

@@ -22,6 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sparsebench.kernels._common.engines import gpu_engine
 from sparsebench.kernels._common.operator import Engine, Operator, OperatorCall
 from sparsebench.kernels._common.product import Product
 from sparsebench.kernels._common.scratch import counters
@@ -125,16 +126,8 @@ def unsupported(problem: Problem, device: torch.device) -> str | None:
     return triton_unsupported(problem, device)
 
 
-KERNEL = Engine(
-    op="linear_active",
-    consumes="cvse",
-    device="cuda",
-    unsupported=unsupported,
-    name="linear_few",
-    config=Config,
-    choices=choices,
-    plan=plan,
-    bind=bind,
+KERNEL = gpu_engine(
+    *("linear_few", "linear_active", "cvse", Config, choices, plan, unsupported, bind)
 )
 
 

@@ -7,12 +7,12 @@ from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from types import ModuleType
 from typing import Any
 
 import pytest
 
 from sparsebench.kernels._common import cuda
+from sparsebench.kernels._common.declarations import arguments_of
 from tests.tools.paths import cuda_source
 
 FUNCTION = re.compile(
@@ -71,11 +71,10 @@ def entry_point(call: str, threads: str = "THREADS", split: str = "1", name: str
 
 def run_here(
     patch: pytest.MonkeyPatch,
-    module: ModuleType,
     build: Callable[[str, cuda.Constants], Any],
     most_bytes: int = MOST_BYTES,
 ) -> None:
-    """Let the kernels that a module loads run on this machine.
+    """Let the kernels that are loaded run on this machine.
 
     build       (function, constants) -> the C function that `entry_point` makes for the kernel
     most_bytes  of shared memory that a CTA may have
@@ -83,12 +82,13 @@ def run_here(
 
     def load(name: str, function: str, constants: cuda.Constants, shared: int, *_: Any) -> Any:
         assert shared <= most_bytes
-        return build(function, constants), "code"
+        layout = arguments_of(name, function, constants)
+        return cuda.CudaKernel(build(function, constants), "code", layout, 0, shared)
 
     def enqueue(loaded: cuda.Loaded, args: cuda.Arguments) -> None:
         loaded.kernel(args[0], loaded.grid, ctypes.c_size_t(loaded.shared_bytes))
 
-    patch.setattr(module, "load", load)
+    patch.setattr(cuda, "load", load)
     patch.setattr(cuda.Loaded, "enqueue", enqueue)
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from sparsebench.kernels._common import cuda, front, front_extension, requirements
+from sparsebench.kernels._common.declarations import arguments_of
 from sparsebench.kernels.dense import _decoder
 from sparsebench.kernels.peers import _cusparselt, cutlass_sparse, stk
 
@@ -59,7 +60,8 @@ def loads(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     def load(name, function, constants, shared_bytes, device, target=cuda.SM_90A) -> Any:
         assert shared_bytes <= 227 * 1024
         listed.append((name, constants, target))
-        return SimpleNamespace(ptr=1), "code"
+        layout = arguments_of(name, function, constants)
+        return cuda.CudaKernel(SimpleNamespace(ptr=1), "code", layout, device.index, shared_bytes)
 
     monkeypatch.setattr(cuda, "load", load)
     monkeypatch.setattr(cuda, "target_of", lambda device: "sm_90")

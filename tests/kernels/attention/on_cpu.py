@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from sparsebench.kernels._common import cuda
-from sparsebench.kernels.attention import _wgmma_tiles, attention_wgmma
+from sparsebench.kernels.attention import attention_wgmma
 from tests.emulation.cuda_on_cpu import entry_point, library_of, ring, run_here
 from tests.tools.paths import cuda_source
 
@@ -42,15 +42,15 @@ def on_two_sms(patch: pytest.MonkeyPatch, late: bool) -> None:
     def build(function: str, constants: cuda.Constants) -> Any:
         return getattr(library(function, constants, late), function + "_here")
 
-    run_here(patch, cuda, build)
+    run_here(patch, build)
     patch.setattr(attention_wgmma, "multiprocessors", lambda device: SMS)
     driver = SimpleNamespace(cuTensorMapEncodeTiled=encode)
-    patch.setattr(_wgmma_tiles, "driver", lambda: driver)
+    patch.setattr(cuda, "driver", lambda: driver)
 
 
 def encode(place: Any, kind: int, rank: int, address: Any, *layout: Any) -> int:
     """Write the TensorMap of wgmma_on_cpu.h."""
-    (width, tokens, _), (row, _), (columns, rows, _), *_ = layout
+    (width, tokens, _), (row, *_), (columns, rows, _), *_ = layout
     described = struct.pack("Piiiiii", address.value, tokens, width, row, rows, columns, 128)
     ctypes.memmove(place, described, len(described))
     return 0

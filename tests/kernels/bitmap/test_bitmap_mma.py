@@ -77,9 +77,7 @@ def library(constants: cuda.Constants, late: bool) -> Any:
 
 def on_workers(patch: pytest.MonkeyPatch, workers: int, split: int) -> None:
     """Run the kernel here, as on a GPU that runs so many CTAs or clusters at a time."""
-    run_here(
-        patch, bitmap_mma, lambda function, constants: library(constants, workers % 2 == 0).call
-    )
+    run_here(patch, lambda function, constants: library(constants, workers % 2 == 0).call)
     patch.setattr(bitmap_mma, "multiprocessors", lambda device: workers * split)
 
 

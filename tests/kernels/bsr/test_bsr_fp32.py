@@ -40,7 +40,7 @@ def on_cpu(constants: cuda.Constants, late: bool) -> Any:
 
 
 def emulated(x: Tensor, w: Bsr, config: Config, late: bool, patch: pytest.MonkeyPatch) -> Tensor:
-    run_here(patch, cuda, lambda function, macros: on_cpu(macros, late).call)
+    run_here(patch, lambda function, macros: on_cpu(macros, late).call)
     patch.setattr(cuda, "target_of", lambda device: "cpu")
     y = torch.full((len(x), w.shape[0]), float("nan"))
     return bsr_fp32.plan(w, call_of("linear", w, len(x), "fp32"), config).run(x, w.values, out=y)

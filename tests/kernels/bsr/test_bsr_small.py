@@ -40,7 +40,8 @@ def emulated(w: Bsr, x: torch.Tensor, config: Config, transposed: bool) -> np.nd
     b, warpgroups = w.block[0], config.warpgroups
     height = config.features // b // warpgroups
     lists = lists_of(w, config.features, warpgroups, transposed)
-    steps, bounds = work(lists, len(x), config.tokens, b, workers=5)
+    costs = lists.costs(min(len(x), config.tokens), b)
+    steps, bounds = work(lists, costs, len(x), config.tokens, workers=5)
     order, pieces = torch.from_numpy(lists.order), torch.from_numpy(swizzle(b))
     pieces_of_8 = w.values.view(-1, 8)[sources(order, pieces).long()]
     blocks = unpacked(pieces_of_8.view(-1, *w.block))
@@ -50,11 +51,9 @@ def emulated(w: Bsr, x: torch.Tensor, config: Config, transposed: bool) -> np.nd
     for (start, end), warpgroup in product(pairwise(bounds.tolist()), range(warpgroups)):
         sums = np.zeros((height, config.tokens, b), np.float32)
         for step in steps[start:end]:
-            count, token, group, first = step[0].tolist()
-            strips = step[1].view(np.uint16).tolist()
-            share = step[2 + warpgroup]
-            counts, what = share[:2].tolist()
-            places = int(share[2:].view(np.uint64)[0])
+            count, token, group, first, of_strips, _, shares = step.item()
+            strips = [of_strips >> 16 * i & 0xFFFF for i in range(4)]
+            counts, what, places = shares[warpgroup].item()
             at = first + (what & 0xFF)
             for row in range(height):
                 for _ in range(counts >> 4 * row & 15):

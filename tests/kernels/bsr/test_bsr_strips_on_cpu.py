@@ -12,7 +12,7 @@ from sparsebench.kernels._common.work_list import WORKERS
 from sparsebench.kernels._kernel import DTYPES
 from sparsebench.kernels.bsr import bsr_strips
 from sparsebench.kernels.bsr._launch import packed as packed_pieces
-from sparsebench.kernels.bsr._small_steps import worked
+from sparsebench.kernels.bsr._small_steps import work
 from sparsebench.kernels.bsr._strip_tiles import Config, boxes_of, packed_order, tiles_of
 from sparsebench.kernels.bsr.bsr_strips import costs_of
 from tests.emulation.cuda_on_cpu import library_of
@@ -99,7 +99,7 @@ def test_the_threads_multiply_tiles_on_a_cpu(config, shape, transposed, late) ->
     assert tiles.possible(config)
     lists = tiles.lists(config, len(a), workers)
     costs = costs_of(lists, tiles, config)
-    steps, bounds = worked(lists, costs, len(a), config.tokens, workers)
+    steps, bounds = work(lists, costs, len(a), config.tokens, workers)
     starts = np.zeros(WORKERS, np.int32)
     starts[: len(bounds)] = bounds
     values = w.values.to(dtype)

@@ -34,10 +34,10 @@ def emulated(
     for (first, count, token, slices), half in product(plan.items[: plan.starts[-1]], (0, 1)):
         total = np.zeros((64, both), np.float32)
         for step in groups.steps[first : first + count]:
-            row, column = step[1 + half], int(step[3]) >> 16 * half & 0xFFFF
+            row, column = step[f"w{half}"], int(step["columns"]) >> 16 * half & 0xFFFF
             if row >= 0:
                 tile = blocks[row : row + 64, column : column + span]
-                x_tile = padded[token : token + both, step[0] : step[0] + span]
+                x_tile = padded[token : token + both, step["x"] : step["x"] + span]
                 total += (tile.T if transposed else tile) @ x_tile.T
         at = (int(slices) >> 16 * half & 0xFFFF) * 64
         out = y[token : token + both, at : at + 64]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sparsebench.formats.bsr import Bsr
 from sparsebench.kernels.bsr import bsr_wgrad, bsr_wgrad_mma, bsr_wgrad_small
-from sparsebench.kernels.bsr._wgrad import RING_BYTES, STRIP_BYTES, division_of, room_of
+from sparsebench.kernels.bsr._wgrad import RING_BYTES, STRIP_BYTES, ItemList, division_of, room_of
 from tests.kernels.bsr.cases import SHAPES, WGRAD_MMA, WGRAD_SMALL
 from tests.kernels.bsr.examples import example
 from tests.tools.marks import crossed
@@ -22,7 +22,7 @@ DONE = 2**31
 def by_tiles(pattern: Bsr, dy: Tensor, x: Tensor, config: Any, workers: int) -> Any:
     m, (_, r, c) = len(dy), pattern.values.shape
     depth, wide, (down, across) = config.depth, config.wide, bsr_wgrad.sides_of(pattern)
-    work = bsr_wgrad.work_of(pattern, m, config, workers)
+    work = bsr_wgrad.GRADIENT.work(pattern, m, config, workers)
     room = dict(work.constants)["TILES"]
     operands = [np.pad(a.numpy(), ((0, depth), (0, r + c + 64))) for a in (x, dy)]
     values = np.full(pattern.values.numel(), np.nan, np.float32)
@@ -41,16 +41,17 @@ def by_tiles(pattern: Bsr, dy: Tensor, x: Tensor, config: Any, workers: int) -> 
     assert work.starts[0] == 0
     assert work.starts[-1] == len(work.loads)
     for loads, halves in zip(work.loads, work.sums[:-1], strict=True):
-        first_step, step_count, apart = loads[9:]
+        boxes, first_step, step_count, apart = loads
         begins = (first_step + apart * np.arange(step_count)) * depth
         tokens = (begins[:, None] + np.arange(depth)).reshape(-1)
         slot = np.full((room + 4, len(tokens), 64), np.nan, np.float32)
-        for tile, box in enumerate(loads[:room]):
+        for tile, box in enumerate(boxes[:room]):
             if box >= 0:
                 assert box % 16 < 2
                 width = down + down % 16 if box & 1 else across + across % 16
                 slot[tile, :, :width] = operands[box & 1][tokens, box & ~1 :][:, :width]
-        for half, (dy_at, x_at, steps, tiles, first, share, of, adds, *out) in enumerate(halves):
+        for half, (dy_at, x_at, steps, tiles, part, out) in enumerate(halves):
+            first, share, of, adds = part
             assert steps == step_count
             assert dy_at < room
             assert x_at + wide <= room
@@ -64,7 +65,8 @@ def by_tiles(pattern: Bsr, dy: Tensor, x: Tensor, config: Any, workers: int) -> 
                 counters[first, half] += adds
     assert set(np.unique(counters)) <= {0, DONE}
     for halves in work.sums[:-1]:
-        for half, (_, _, _, tiles, first, share, of, _, *out) in enumerate(halves):
+        for half, (_, _, _, tiles, part, out) in enumerate(halves):
+            first, share, of, _ = part
             units = range(2 * tiles * share // of, 2 * tiles * (share + 1) // of)
             for unit in units if of > 1 else ():
                 sums = partials[first : first + of, half, unit // 2].sum(0)
@@ -74,24 +76,26 @@ def by_tiles(pattern: Bsr, dy: Tensor, x: Tensor, config: Any, workers: int) -> 
 
 
 def by_blocks(pattern: Bsr, dy: Tensor, x: Tensor, config: Any, workers: int) -> Any:
-    m, depth, work = len(dy), config.depth, bsr_wgrad_mma.work_of(pattern, len(dy), config, workers)
-    room, size = work.loads.shape[1] - 4, config.depth * STRIP_BYTES
+    m, depth, work = (
+        len(dy),
+        config.depth,
+        bsr_wgrad_mma.GRADIENT.work(pattern, len(dy), config, workers),
+    )
+    size = config.depth * STRIP_BYTES
     operands = [np.pad(a.numpy(), ((0, depth), (0, 64))) for a in (x, dy)]
     values = np.full(pattern.values.shape, np.nan, np.float32)
     partials: dict[tuple[int, int], list[Any]] = {}
     adds = np.zeros(work.cut, np.int64)
     assert (work.starts[0], work.starts[-1]) == (0, len(work.loads))
-    for loads, (item, count, first, share, of, add, *_) in zip(
-        work.loads, work.sums[:, 0], strict=True
-    ):
-        step, steps, apart, _ = loads[room:]
+    for loads, (item, count, part, _) in zip(work.loads, work.sums[:, 0], strict=True):
+        first, share, of, add = part
+        boxes, step, steps, apart, _ = loads
         assert steps == count
         tokens = (step + apart * np.arange(steps))[:, None] * depth + np.arange(depth)
         tokens = tokens.reshape(-1)
         assert (tokens < m + depth).all()
         stage = [
-            None if box < 0 else operands[box & 1][tokens, box >> 1 :][:, :32]
-            for box in loads[:room]
+            None if box < 0 else operands[box & 1][tokens, box >> 1 :][:, :32] for box in boxes
         ]
         for of_warp in work.places[item]:
             left: Any = None
@@ -114,7 +118,7 @@ def by_blocks(pattern: Bsr, dy: Tensor, x: Tensor, config: Any, workers: int) ->
 
 def by_cells(pattern: Bsr, dy: Tensor, x: Tensor, config: Any, workers: int) -> Any:
     m, (_, r, c), (depth, units) = len(dy), pattern.values.shape, (config.depth, config.units)
-    work, room = bsr_wgrad_small.work_of(pattern, m, config, workers), room_of(config.strips)
+    work, room = bsr_wgrad_small.GRADIENT.work(pattern, m, config, workers), room_of(config.strips)
     operands = [np.pad(a.numpy(), ((0, depth), (0, r + c + 64))) for a in (x, dy)]
     values = np.full(pattern.values.numel(), np.nan, np.float32)
     partials = np.full((work.cut, 2, 2 * units, 64, 32), np.nan, np.float32)
@@ -131,32 +135,38 @@ def by_cells(pattern: Bsr, dy: Tensor, x: Tensor, config: Any, workers: int) -> 
     assert work.starts[0] == 0
     assert work.starts[-1] == len(work.loads)
     for loads, halves in zip(work.loads, work.sums, strict=True):
-        first_step, step_count, apart, _ = loads[room:]
+        boxes, first_step, step_count, apart, _ = loads
         begins = (first_step + apart * np.arange(step_count)) * depth
         tokens = (begins[:, None] + np.arange(depth)).reshape(-1)
         slot = np.full((room, len(tokens), 32), np.nan, np.float32)
-        for at, box in enumerate(loads[:room]):
+        for at, box in enumerate(boxes):
             if box >= 0:
                 slot[at] = operands[box & 1][:, box >> 1 :][tokens, :32]
-        for half, (count, steps, first, share, of, adds, places, _, *words) in enumerate(halves):
+        for half, (count, steps, part, places, _, descriptors) in enumerate(halves):
+            first, share, of, adds = part
             assert steps == step_count
             for unit in range(count):
-                read = np.array([(w & 0x3FFF, w >> 16) for w in words[2 * unit :][:2]]) // strip
+                words = map(int, descriptors[unit])
+                read = np.array([(w & 0x3FFF, w >> 16) for w in words]) // strip
                 a, b = (slot[[at, at + apart_from]] for at, apart_from in read)
                 for quad, x_strip in enumerate(b, 2 * unit):
                     sums = np.concatenate([strip.T for strip in a]) @ x_strip
                     if of == 1:
-                        put(work.places[places + quad], sums)
+                        put(work.places["at"][places + quad], sums)
                     else:
                         partials[first + share, half, quad] = sums
             if of > 1:
                 counters[first, half] += adds
     assert set(np.unique(counters)) <= {0, DONE}
     for halves in work.sums:
-        for half, (count, _, first, share, of, _, places, *_) in enumerate(halves):
+        for half, (count, _, part, places, *_) in enumerate(halves):
+            first, share, of, _ = part
             quads = range(2 * count * share // of, 2 * count * (share + 1) // of)
             for quad in quads if of > 1 else ():
-                put(work.places[places + quad], partials[first : first + of, half, quad].sum(0))
+                put(
+                    work.places["at"][places + quad],
+                    partials[first : first + of, half, quad].sum(0),
+                )
     return values.reshape(pattern.values.shape)
 
 
@@ -182,7 +192,7 @@ def test_the_lists_give_the_gradient_and_write_every_value_once(emulated, shape,
 @pytest.mark.parametrize("items", [1, 26, 51, 64, 102, 132, 140, 264, 300])
 def test_every_step_is_assigned_once_and_the_predicted_end_is_right(items):
     costs, steps = np.random.default_rng(3).integers(6, 10, items).astype(float), 64
-    division = division_of(costs, np.full(items, 72), 64 * steps, 64, 132)
+    division = division_of(ItemList([], costs, np.full(items, 72)), 64 * steps, 64, 132)
     covered = np.zeros((items, steps), int)
     for item, share, of in division.pieces:
         covered[item, share::of] += 1
@@ -209,14 +219,15 @@ def test_every_step_is_assigned_once_and_the_predicted_end_is_right(items):
 )
 def test_choices_fit_registers_and_shared_memory(shape) -> None:
     pattern, _, _ = example(shape)
-    configs = bsr_wgrad_mma.choices(pattern, shape[0], 132)
+    configs = bsr_wgrad_mma.GRADIENT.choices(pattern, shape[0], 132)
     assert configs
     for config in configs:
         items = bsr_wgrad_mma.items_of(pattern, config.across, config.down)
         assert bsr_wgrad_mma.slots_of(items) <= bsr_wgrad_mma.MOST_SLOTS
         assert sum(len(warp) for item in items for warp in item.sums) == len(pattern.columns)
         assert all(len(item.sums) == bsr_wgrad_mma.WARPS for item in items)
-        room = bsr_wgrad_mma.work_of(pattern, shape[0], config, 132).loads.shape[1] - 4
+        work = bsr_wgrad_mma.GRADIENT.work(pattern, shape[0], config, 132)
+        room = work.loads["boxes"].shape[1]
         assert RING_BYTES // (room * STRIP_BYTES * config.depth) >= bsr_wgrad_mma.STAGES
 
 

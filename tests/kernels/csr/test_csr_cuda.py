@@ -13,7 +13,7 @@ import torch
 
 from sparsebench.errors import Unsupported
 from sparsebench.formats.csr import Csr
-from sparsebench.kernels._common.cuda import Constants
+from sparsebench.kernels._common import cuda
 from sparsebench.kernels._common.unstructured import UnstructuredCall
 from sparsebench.kernels.csr import csr_cuda, csr_cuda_wgrad
 from sparsebench.kernels.csr._panels import PanelShape, work_of
@@ -43,7 +43,7 @@ CALLS = {
 
 
 @cache
-def library(name: str, constants: Constants) -> Any:
+def library(name: str, constants: cuda.Constants) -> Any:
     """Build the source of a kernel for this machine."""
     functions = ("multiply_rows",) if name == "csr_cuda" else ("sum_products", "add_parts")
     narrowing = "__float_as_uint(f)" if dict(constants)["FP32"] else "(u16)narrow(f)"
@@ -66,12 +66,12 @@ def on_two_sms(patch: pytest.MonkeyPatch, module: ModuleType, config: Any, room:
     gpu = SimpleNamespace(shared_memory_per_multiprocessor=config.ctas * (room + 1024))
     name = module.__name__.rpartition(".")[2]
 
-    def build(function: str, constants: Constants) -> Any:
+    def build(function: str, constants: cuda.Constants) -> Any:
         return getattr(library(name, constants), f"run_{function}")
 
-    run_here(patch, module, build, room)
+    run_here(patch, build, room)
     patch.setattr(module, "multiprocessors", lambda device: 2)
-    patch.setattr(module, "target_of", lambda device: "cpu")
+    patch.setattr(cuda, "target_of", lambda device: "cpu")
     patch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
     return module
 

@@ -105,7 +105,8 @@ def test_items_start_and_end_at_whole_units(shape: tuple[int, int], m: int) -> N
     w = Spense((n, 128 * k_tiles), torch.bfloat16, (n, 128 * k_tiles), tiles, nothing)
     work = schedule(w, m, 128, 1, 132, unit=UNIT)
     items = work.items[: work.starts[-1]]
-    assert not (items[:, 2:4] % UNIT).any()
+    assert not (items["k_tile"] % UNIT).any()
+    assert not (items["k_tiles"] % UNIT).any()
     done = np.zeros((-(-n // 128), -(-m // 128), k_tiles), int)
     for group, token, first, count, *_ in items:
         done[group, token // 128, first : first + count] += 1

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from sparsebench.formats.spense import VALUE_BYTES, Spense
 from sparsebench.kernels._common import cuda
+from sparsebench.kernels._common.declarations import arguments_of
 from sparsebench.kernels.spense import spense_mma
 from sparsebench.kernels.spense.spense_mma import Config
 from tests.compiling.nvcc import assert_compiles_cleanly, by_nvcc
@@ -73,8 +74,12 @@ def on_cpu(config: Config, dtype: torch.dtype, dense: bool, late: bool) -> Any:
 @pytest.fixture
 def patch(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """Let products be planned without a GPU."""
-    monkeypatch.setattr(spense_mma, "load", lambda *arguments: (None, "code"))
-    monkeypatch.setattr(spense_mma, "target_of", lambda device: "cpu")
+
+    def load(name: str, function: str, constants: cuda.Constants, shared: int, *_: Any) -> Any:
+        return cuda.CudaKernel(None, "code", arguments_of(name, function, constants), 0, shared)
+
+    monkeypatch.setattr(cuda, "load", load)
+    monkeypatch.setattr(cuda, "target_of", lambda device: "cpu")
     return monkeypatch
 
 
@@ -90,7 +95,7 @@ def emulated(
         return out
 
     patch.setattr(spense_mma, "workers", lambda device, config, shared: workers)
-    patch.setattr(spense_mma, "launch", launch)
+    patch.setattr(cuda, "launch", launch)
     patch.setattr(spense_mma, "workspace", lambda x, count: torch.full((max(count, 1),), torch.nan))
     patch.setattr(spense_mma, "counters", lambda x, count: counts)
     product = spense_mma.plan(w, call_of(w, len(x) + 3), config)

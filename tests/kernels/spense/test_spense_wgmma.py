@@ -63,7 +63,7 @@ def test_every_k_tile_is_assigned_once(m: int, config: Config, shape: tuple[int,
     n, k, split = shape
     w = layer(n, k, 0.5, split)
     work = schedule(w, m, config.tokens, config.cluster, 132 // config.cluster)
-    items = work.items[: work.starts[-1]].astype(int)
+    items = work.items[: work.starts[-1]]
     groups, tiles = -(-n // (128 * config.cluster)), -(-m // config.tokens)
     done = np.zeros((groups, tiles, k // 128), int)
     for group, token, first, count, *_ in items:
@@ -71,16 +71,16 @@ def test_every_k_tile_is_assigned_once(m: int, config: Config, shape: tuple[int,
     assert (done == 1).all()
     assert len(items) <= max(groups * tiles + 132, 1)
     assert len(set(owners(work).tolist())) <= max(done.size // SHORTEST, 1)
-    pieces = items[items[:, 5] > 1]
-    assert sorted((pieces[:, 6] + pieces[:, 4]).tolist()) == list(range(work.slots))
-    assert len(np.unique(pieces[:, 7])) == work.counters
+    pieces = items[items["parts"] > 1]
+    assert sorted((pieces["slot"] + pieces["part"]).tolist()) == list(range(work.slots))
+    assert len(np.unique(pieces["counter"])) == work.counters
     for counter in range(work.counters):
-        share = pieces[pieces[:, 7] == counter]
-        share = share[share[:, 4].argsort()]
-        assert (share[:, :2] == share[0, :2]).all()
-        assert (share[:, 5:7] == share[0, 5:7]).all()
-        assert share[:, 4].tolist() == list(range(share[0, 5]))  # in the order of their steps
-        assert (np.diff(share[:, 2]) == share[:-1, 3]).all()
+        share = pieces[pieces["counter"] == counter]
+        share = share[share["part"].argsort()]
+        for field in ("group", "token", "parts", "slot"):
+            assert (share[field] == share[field][0]).all()
+        assert share["part"].tolist() == list(range(share["parts"][0]))  # in order of their steps
+        assert (np.diff(share["k_tile"]) == share["k_tiles"][:-1]).all()
 
 
 @pytest.mark.parametrize("shape", LAYERS[:2], ids=str)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from sparsebench.kernels._common import cuda
+from sparsebench.kernels._common.declarations import arguments_of
 from sparsebench.kernels._common.operator import NoConfig
 from sparsebench.kernels._kernel import DTYPES
 from sparsebench.kernels.twell import _grouped, _remainder, ffn_few
@@ -50,16 +51,17 @@ def zeros(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Te
     """Let kernels run here, and return their counters."""
     counts = torch.zeros(2**12, dtype=torch.int32)
 
-    def load(name: str, function: str, constants: cuda.Constants, *_: Any) -> Any:
-        return built(name, constants, late=request.node.callspec.params["late"]), "code"
+    def load(name: str, function: str, constants: cuda.Constants, shared: int, *_: Any) -> Any:
+        kernel = built(name, constants, late=request.node.callspec.params["late"])
+        return cuda.CudaKernel(kernel, "code", arguments_of(name, function, constants), 0, shared)
 
     def enqueue(loaded: cuda.Loaded, args: cuda.Arguments) -> None:
         loaded.kernel(args[0], loaded.grid, ctypes.c_size_t(loaded.shared_bytes))
 
     for module in (ffn_few, _grouped):
-        monkeypatch.setattr(module, "load", load)
         monkeypatch.setattr(module, "counters", lambda x, count: counts[:count])
     monkeypatch.setattr(_grouped, "multiprocessors", lambda device: 2)
+    monkeypatch.setattr(cuda, "load", load)
     monkeypatch.setattr(cuda.Loaded, "enqueue", enqueue)
     return counts
 
