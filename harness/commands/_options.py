@@ -18,13 +18,19 @@ def _set_peers(folder: Path | None) -> Path | None:
     return folder
 
 
-def require_runs(runs: Path | list[Path]) -> Path | list[Path]:
+def require_run(run: Path) -> Path:
     """Raise ResultError if a run is missing, before a command imports torch for seconds."""
     from sparsebench.results.run.bundle import require_directory
 
-    for run in [runs] if isinstance(runs, Path) else runs:
-        require_directory(run)
-    return runs
+    require_directory(run)
+    return run
+
+
+def every_run(paths: list[Path] | None) -> list[Path]:
+    """Return run directories with those of surveys. Raises ResultError if one is missing."""
+    from sparsebench.results.run.bundle import runs_of
+
+    return [run for path in paths or () for run in runs_of(path)]
 
 
 def _require_suite(suite: str | None) -> str | None:
@@ -51,8 +57,11 @@ _suite = typer.Argument(
 )
 SuiteName = Annotated[str, _suite]
 AnySuite = Annotated[str | None, _suite]
-RunPath = Annotated[Path, typer.Argument(help="A run directory.", callback=require_runs)]
-RunPaths = Annotated[list[Path], typer.Argument(help="Run directories.", callback=require_runs)]
+RunPath = Annotated[Path, typer.Argument(help="A run directory.", callback=require_run)]
+RunPaths = Annotated[
+    list[Path],
+    typer.Argument(help="Run directories, or folders of `new-gpu`.", callback=every_run),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Markdown = Annotated[bool, typer.Option("--markdown", help="Print Markdown.")]
 Out = Annotated[Path | None, out_file("Run directory to write. Default: runs/…")]

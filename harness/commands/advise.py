@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from sparsebench.harness.commands._console import print_json, stdout, warn_of_changes, wide
-from sparsebench.harness.commands._options import Json, Markdown, require_one_output
+from sparsebench.harness.commands._options import Json, Markdown, every_run, require_one_output
 
 
 def advise(
@@ -21,7 +21,10 @@ def advise(
         ),
     ],
     run: Annotated[
-        list[Path] | None, typer.Option(help="Also use your own run in this folder; repeatable.")
+        list[Path] | None,
+        typer.Option(
+            help="Also use your own run, or folder of `new-gpu`; repeatable.", callback=every_run
+        ),
     ] = None,
     markdown: Markdown = False,
     as_json: Json = False,

@@ -35,6 +35,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
+from sparsebench._gpus import generation_of
 from sparsebench.results.claims.cells import ClaimCell, is_outdone, over_op
 from sparsebench.results.claims.decision import OPEN, Word, cell_state, decide
 from sparsebench.results.claims.schema import Claim, Hardware, Test
@@ -54,15 +55,6 @@ class Basis(StrEnum):
 
 
 MISSED = (Word.REFUTED, Word.NOT_CARRIED_OVER)
-ARCHITECTURES = {
-    "Volta": ("V100",),
-    "Turing": ("T4",),
-    "Ampere": ("A100", "A800", "A30", "A40", "A10"),
-    "Ada": ("L40", "L40S", "L4", "4090", "6000 Ada"),
-    "Hopper": ("H100", "H200", "H800", "H20", "GH200"),
-    "Blackwell": ("B100", "B200", "B300", "GB200", "GB300"),
-}
-"""GPUs by architecture, as parts of their names."""
 
 
 @dataclass(frozen=True)
@@ -155,16 +147,13 @@ def basis_of(hardware: Hardware, device: str, proxy: bool) -> Basis:
     """Return how close a device is to the hardware of a claim."""
     if proxy:
         return Basis.PROXY
-    words = device.replace("-", " ").split()
     if not hardware.gpus:
         return Basis.NO_GPU_NAMED
     if any(gpu in device for gpu in hardware.gpus):
         return Basis.AS_PUBLISHED
-    for names in ARCHITECTURES.values():
-        ours = any(name in words for name in names)
-        theirs = any(name in gpu.split() for gpu in hardware.gpus for name in names)
-        if ours and theirs:
-            return Basis.SAME_ARCHITECTURE
+    generation = generation_of(device)
+    if generation and generation in map(generation_of, hardware.gpus):
+        return Basis.SAME_ARCHITECTURE
     return Basis.OTHER_GPU
 
 
