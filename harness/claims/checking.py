@@ -39,6 +39,7 @@ from sparsebench.results.tables.analysis import analyse
 VERDICTS_SCHEMA = "sparsebench/verdicts@1"
 CELL_FIELDS = "run", "fields", "subject", "baseline", "value", "low", "high", "kind", "reason"
 
+FEW = 8  # runs are read in seconds, without progress
 CONFIRMING = 2  # most rounds of confirming runs
 
 Show = Callable[[int, int, str], None]
@@ -96,7 +97,8 @@ class ClaimEvidence:
     def read(self, paths: Sequence[Path], show: Show = lambda done, total, run: None) -> None:
         """Add the cells of runs and JSON files. Raises ResultError if one cannot be read."""
         for number, path in enumerate(paths):
-            show(number, len(paths), path.name)
+            if len(paths) > FEW:
+                show(number, len(paths), path.name)
             if not path.is_dir():
                 file = read_model_file(path)
                 for each in self.written:
