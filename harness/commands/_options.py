@@ -8,6 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
+from sparsebench._completion import complete
+
 LEAST_BUDGET_S = 60.0  # least budget; the doctor, one process and the page take half of it
 
 
@@ -53,7 +55,10 @@ def new_run(name: str) -> Path:
 
 
 _suite = typer.Argument(
-    metavar="SUITE", help="A suite's name, or a file.yaml.", callback=_require_suite
+    metavar="SUITE",
+    help="A suite's name, or a file.yaml.",
+    callback=_require_suite,
+    autocompletion=complete("suite"),
 )
 SuiteName = Annotated[str, _suite]
 AnySuite = Annotated[str | None, _suite]

@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from sparsebench._completion import complete
 from sparsebench._writing import require_apart, write_file
 from sparsebench.harness.commands._console import (
     GATE_FAILED,
@@ -22,7 +23,7 @@ RUNS = Path("runs")
 def compare(
     names: Annotated[
         list[str],
-        typer.Argument(help="Two or more run directories or names of GPUs, such as H100."),
+        typer.Argument(help="Runs, or GPUs such as H100.", autocompletion=complete("gpu")),
     ],
     among: Annotated[
         list[Path] | None,

@@ -9,9 +9,11 @@ A text names a device if the device has every word of it, or if the device's mak
 (FORMS). H20 is not H200, and H100 PCIe is not the H100 with HBM3: their clocks and memories differ.
 """
 
+import json
 import re
 from collections.abc import Iterable
 from difflib import get_close_matches
+from importlib.resources import files
 
 GENERATIONS = {
     "Volta": ("V100", "Titan V"),
@@ -62,6 +64,16 @@ def generation_of(device: str) -> str:
             if any(words[i : i + len(parts)] == parts for i in range(len(words))):
                 return generation
     return ""
+
+
+def gpus_with_advice() -> list[str]:
+    """Return the models of the GPUs that `advise` has rows of, such as H200."""
+    file = files("sparsebench.results") / "published" / "advice.json"
+    if not file.is_file():
+        return []
+    devices = [gpu["name"] for gpu in json.loads(file.read_text("utf-8"))["gpus"]]
+    models = [model for models in GENERATIONS.values() for model in models]
+    return [model for model in models for device in devices if names_device(model, device)]
 
 
 def unknown_gpu(text: str, published: Iterable[str]) -> str:
