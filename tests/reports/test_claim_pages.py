@@ -143,6 +143,24 @@ def test_a_verdict_is_written_in_plain_words_with_its_numbers(changed, values, w
     assert plain_words(verdict).startswith(words)
 
 
+def test_a_claim_of_two_tests_holds_in_tests_or_else_in_cells() -> None:
+    first = yaml.safe_load(CLAIM)["tests"][0] | {"quantifier": "for_all"}
+    tests = [first | {"name": name} for name in ("one", "two")]
+
+    def words(*values: tuple[str, float]) -> str:
+        of = claimed(tests=tests)
+        cells = [
+            replace(cell(of, spread(value), f"p{i}"), test=name)
+            for i, (name, value) in enumerate(values)
+        ]
+        problems = {n: {c.problem for c in cells if c.test == n} for n in ("one", "two")}
+        planned = PlannedClaim(written(tests=tests), problems)
+        return plain_words(ClaimEntry(planned, cells).verdicts[0])
+
+    assert words(("one", 2.5), ("two", 1.5)) == "holds in 1 of 2 tests"
+    assert words(("one", 2.5), ("one", 1.5), ("two", 1.5)) == "holds in 1 of 3 cells"
+
+
 @pytest.mark.parametrize("quantifier", ["exists", "typical", "for_all"])
 def test_a_claim_that_every_cell_misses_never_holds_in_part(quantifier: str) -> None:
     for values in product((0.5, 1.0, 1.5, 1.9), repeat=2):
