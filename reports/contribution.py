@@ -26,6 +26,7 @@ from sparsebench.results.record import Status
 from sparsebench.results.run import bundle, store
 from sparsebench.results.run.bundle import Redaction
 from sparsebench.results.run.provenance import device_id, device_name, flat, folder_name
+from sparsebench.results.run.store import StoredRun
 from sparsebench.results.statistics.ratio import FEWEST
 from sparsebench.results.tables.analysis import Analysis, analyse
 
@@ -114,8 +115,8 @@ def contribute(
 ) -> Contribution:
     """Check runs of one device, and write their contribution into a new folder.
 
-    Raises ResultError for a run that fails a check, has no time or is published already, and if
-    the runs are from several devices. Then nothing is written.
+    Raises ResultError for a run that fails a check, has no time, is published already or has the
+    samples of a published one, and if the runs are from several devices. Then nothing is written.
     """
     environments = [store.facts(run)[0] for run in runs]
     devices = {device_id(environment) for environment in environments}
@@ -183,6 +184,7 @@ def _contributed(
         raise ResultError(f"{run}: expected a new run, found one published as {there}")
     checks = [*check(run)]
     analysis = analyse(store.read(run))
+    _require_new_samples(analysis.run, dict.fromkeys(published.values()))
     if not (analysis.cases.status == Status.OK).any():
         raise ResultError(f"{run}: expected a case with a time, found none")
     (fresh / place).mkdir(parents=True)
@@ -190,6 +192,21 @@ def _contributed(
     copied = analyse(store.read(fresh / place))
     size = sum(file.stat().st_size for file in (fresh / place).iterdir())
     return ContributedRun(place, copied, identity, checks, removed, size)
+
+
+def _require_new_samples(run: StoredRun, published: Iterable[Path]) -> None:
+    """Raise ResultError if a row has the samples of a published one, as another card never would.
+
+    The published runs of a wheel have medians, so only a clone finds such a copy.
+    """
+    taken: dict[tuple[float, ...], Path] = {}
+    for other in published:
+        if store.facts(other)[1]["suite"] == run.state["suite"]:
+            taken |= dict.fromkeys((row.samples_us for row in store.rows(other)), other)
+    for row in run.rows:
+        if row.samples_us and (there := taken.get(row.samples_us)):
+            where = f"{run.path}: {row.case.contender.label} in replicate {row.replicate}"
+            raise ResultError(f"{where}: expected samples of its own, found those of {there}")
 
 
 def pull_request(contribution: Contribution) -> str:

@@ -3,6 +3,7 @@
 import gzip
 import json
 import shutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -25,6 +26,7 @@ def contribute(runs: list[Path], out: Path) -> contribution.Contribution:
     return contribution.contribute(runs, out, PUBLISHED, check)
 
 
+SLOWER = 1.0009765625  # the card's times over those of the recorded one
 CARD, HOST = "GPU-aaaabbbb-1111-2222-3333-444455556666", "node17"
 RECORDED = PUBLISHED / "nvidia-h200" / "decode-confirmed"
 
@@ -41,7 +43,10 @@ def recorded(to: Path, gpu: str, processes: int = 8) -> Path:
     done = state["contests"]["done"] * processes // 8
     state["flags"]["replicates"], state["contests"] = processes, {"done": done, "of": done}
     (to / "run.json").write_text(json.dumps(state))
-    kept = [line.replace(card, CARD) for line in lines if json.loads(line)["replicate"] < processes]
+    rows = [json.loads(line.replace(card, CARD)) for line in lines]
+    for row in rows:
+        row["samples_us"] = [SLOWER * sample for sample in row["samples_us"]]
+    kept = [json.dumps(row) for row in rows if row["replicate"] < processes]
     (to / "rows.jsonl").write_text("\n".join([first, *kept, ""]))
     (to / "rows.jsonl.gz").unlink()
     (to / "worker.log").write_text("printed")
@@ -153,6 +158,15 @@ def test_a_damaged_run_is_refused_and_nothing_is_written(damage, words, tmp_path
     with pytest.raises(ResultError, match=words):
         contribute(bundle.runs_of(run), tmp_path / "out")
     assert not [path for path in tmp_path.iterdir() if "out" in path.name]
+
+
+def test_samples_of_another_card_are_not_contributed_as_those_of_a_new_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "SLOWER", 1.0)
+    run = recorded(tmp_path / "run", "NVIDIA L40S")
+    with pytest.raises(ResultError, match=r"found those of \S+decode"):
+        contribute([run], tmp_path / "out")
 
 
 def test_a_published_run_is_not_contributed_again(survey: Path, tmp_path: Path) -> None:
