@@ -24,7 +24,7 @@ COPY results/comparison results/comparison
 COPY results/run results/run
 COPY results/statistics results/statistics
 COPY results/tables results/tables
-COPY results/published/advice.json results/published/
+COPY results/published results/published
 COPY src/sparsebench/*.py src/sparsebench/py.typed src/sparsebench/
 COPY suites suites
 RUN pip install --no-cache-dir --constraint constraints.txt '.[gpu,parquet,models]'

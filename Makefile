@@ -13,7 +13,7 @@ export PYTHONSAFEPATH := 1
 # Images of containers often set this; tests start many processes, and each would compile every file.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: bench test test-all browser compiled site picture lint types clean
+.PHONY: bench test test-all browser compiled site api picture lint types clean
 .DEFAULT_GOAL := bench
 
 bench: .venv/installed
@@ -38,6 +38,11 @@ SITE := site
 site: .venv/installed
 	@echo "$$(date +%H:%M): writing $(SITE)/; about 3 minutes at first"
 	@$(BIN)/sparsebench publish $(dir $(wildcard results/published/*/*/run.json results/published/*/earlier/*/*/run.json)) --out $(SITE) $(addprefix --files ,$(wildcard results/published/training/*.json results/published/whole/*.json)) $(if $(BASE_URL),--base-url $(BASE_URL))
+
+# Write the API reference from the docstrings, beside the site.
+INSIDE := harness reports results kernels suites
+api: .venv/installed
+	$(BIN)/python -m pdoc --no-show-source --output-directory $(SITE)/api sparsebench $(foreach name,$(INSIDE),'!sparsebench.$(name)')
 
 # Take the picture of the site's first page, results/published/site.png.
 picture: site

@@ -3,6 +3,7 @@
     git ────────────────────────┐                  ┌─> wheel: sparsebench/built.json
     SPARSEBENCH_REPOSITORY ─────┴─> built.json ────┼─> sdist: src/sparsebench/built.json
                                                    └─> metadata: addresses, links of README.md
+    results/published ─> archive.py ─> wheel: sparsebench/reports/published.tar.xz
 
 A wheel has no history, and PyPI cannot follow relative links of README.md, so the build records
 both. `harness/machine/code.py` reads the commit. setuptools-scm would record 7 digits of it and
@@ -61,13 +62,17 @@ def linked(text: str, repository: str, commit: str) -> str:
 
 
 class BuildPy(build_py):
-    """Writes built.json into a wheel. An editable install can ask git instead."""
+    """Writes built.json and the published runs into a wheel. An editable install has the tree."""
 
     def run(self) -> None:
-        """Build, and add the file."""
+        """Build, and add the files."""
         super().run()
         if not self.editable_mode:
-            write(Path(self.build_lib) / "sparsebench")
+            package = Path(self.build_lib) / "sparsebench"
+            write(package)
+            archive = runpy.run_path(str(ROOT / "reports" / "archive.py"))
+            packed = package / "reports" / archive["ARCHIVE"]
+            packed.write_bytes(archive["pack"](ROOT / "results" / "published"))
 
 
 class Sdist(sdist):

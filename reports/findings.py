@@ -97,9 +97,7 @@ def headlines(analysis: Analysis) -> list[Finding]:
     sparse = first[first.side != "dense"]
     topics = [group for _, group in sparse.groupby([*TOPIC], sort=False)][:MOST]
     best = [
-        _fastest(cases, timed)
-        for group in topics
-        for _, cases in group.groupby("dtype", sort=False)
+        fastest(cases, timed) for group in topics for _, cases in group.groupby("dtype", sort=False)
     ]
     best = [case for case in best if pd.notna(case["gain"])] or best
     best.sort(key=lambda case: (case["op"] != "linear", case["dtype"] != "bf16"))
@@ -197,7 +195,7 @@ def contender_name(case: Mapping[Any, Any]) -> str:
     return f"{case['name']}{by}"
 
 
-def _fastest(group: pd.DataFrame, timed: pd.DataFrame) -> Case:
+def fastest(group: pd.DataFrame, timed: pd.DataFrame) -> Case:
     """Return the fastest case at the sparsity nearest to USUAL, short ones inside a chain."""
     away = (group.level - USUAL).abs().fillna(1).round(3)  # levels of files differ
     near = group[away == away.min()]

@@ -21,7 +21,6 @@ from sparsebench.results.run.provenance import device_name, on_gpu
 from sparsebench.results.run.store import StoredRun
 from sparsebench.results.tables.analysis import analyse
 
-PUBLISHED = Path("results/published")
 HOW = "To measure a GPU, run the same command on a machine with an NVIDIA GPU."
 
 
@@ -30,7 +29,7 @@ class PublishedAnswer:
     """The answer of a published GPU to the problems of a run, for a rich console."""
 
     run: StoredRun
-    published: Path = PUBLISHED
+    published: Path
 
     def __rich_console__(
         self, console: Console, options: ConsoleOptions
@@ -39,7 +38,8 @@ class PublishedAnswer:
         yield Text()
         if there := published_run(self.run, self.published):
             processes = amount(int(there.state["flags"]["replicates"]), "process")
-            device, where = device_name(there.environment), f"{there.path}, {processes}"
+            place = there.path.relative_to(self.published)
+            device, where = device_name(there.environment), f"{place}, {processes}"
             heading = f"NOT MEASURED HERE: the same suite on one {device} ({where})"
             yield Text(heading, style="bold yellow")
             every = analyse(there)

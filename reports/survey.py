@@ -14,6 +14,8 @@ look: one process, so it settles nothing and has no interval.
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import numpy as np
@@ -26,6 +28,7 @@ from sparsebench.reports.comparison import sentences
 from sparsebench.reports.comparison_tables import BRACKETS_OF_MEANS
 from sparsebench.results.badges import Badge, badges
 from sparsebench.results.comparison.changes import Changes
+from sparsebench.results.comparison.sides import short_name
 from sparsebench.results.formatting import (
     FORMATS,
     PATTERNS,
@@ -59,6 +62,7 @@ class Summary:
     key       what a cell of the grid holds, and which weights dense multiplies
     grid      formats and levels × tokens, without a row if nothing was measured
     badges    the class, the text and the reason of each
+    compared  other published GPUs with the same cases, the one with most of them first
     """
 
     device: str
@@ -68,6 +72,21 @@ class Summary:
     grid: Grid
     others: list[str]
     state: list[str]
+    compared: list[str]
+
+    def next_steps(self, path: Path) -> list[str]:
+        """Return the commands that take the folder of the survey; [] if it measured nothing."""
+        if not self.grid.rows:
+            return []
+        folder, gpu = quote(str(path)), quote(short_name(self.device))
+        advise = f"advise Llama-3-8B --gpu {gpu} --batch 16 --run {folder}"
+        first = [quote(name) for name in self.compared[:1]]
+        steps = {f"compare {folder} {name}": "beside a published GPU" for name in first}
+        steps |= {advise: "should I prune this model here?"}
+        steps |= {f"publish {folder} --out site": "a site with every case"}
+        steps |= {f"contribute {folder}": "send it: a pull request without private names"}
+        lines = (f"  sparsebench {step}\n    {what}" for step, what in steps.items())
+        return ["\nWhat you can do with it:", *lines]
 
     @property
     def question(self) -> str:
@@ -107,6 +126,7 @@ def summarise(
         grid=survey_grid(lines),
         others=[*compared, *([BRACKETS_OF_MEANS] if shown else ())],
         state=_state(lines, by_run, kernels, fitness),
+        compared=[short_name(each.b.device) for each in others if each.b.device != device],
     )
 
 

@@ -3,6 +3,7 @@
     device, suite, badges    needed to read any number
     findings                 what each format shows, and the fastest kernels (findings.py)
     grids                    formats by levels or tokens (grids.py)
+    rivals                   of a kernel from outside the package (rivals.py)
     not measured             every reason, with its kernels
     trust                    noise floor, reliability, marks, state of the machine
 
@@ -20,6 +21,7 @@ from rich.text import Text
 
 from sparsebench.reports import grids
 from sparsebench.reports.findings import findings, first_views, headlines
+from sparsebench.reports.rivals import rivals
 from sparsebench.reports.tables import Table, escape_markdown
 from sparsebench.results.badges import Badge, badges, unfit
 from sparsebench.results.formatting import (
@@ -73,8 +75,9 @@ def indented(line: str, style: str = "") -> RenderableType:
 
 
 def tables(analysis: Analysis) -> list[Table]:
-    """Return the grid of the first view of each op, pattern and dtype."""
-    return [grids.table_of(view) for view in first_views(analysis) if view.grid.rows]
+    """Return the grid of the first view of each op, pattern and dtype, and kernels from outside."""
+    views = [grids.table_of(view) for view in first_views(analysis) if view.grid.rows]
+    return [*views, *rivals(analysis)]
 
 
 def answer_markdown(analysis: Analysis) -> str:

@@ -16,6 +16,7 @@ import pytest
 import yaml
 
 from sparsebench.harness.machine.code import code_sha256
+from sparsebench.reports.archive import ARCHIVE
 from tests.tools.paths import ROOT
 
 REPOSITORY = "https://forge.example/o/r"
@@ -121,6 +122,17 @@ def test_a_wheel_has_all_that_kernels_compile_and_read(wheel: Path, tree: Path) 
     read = {file for file in files if file.is_file() and file.suffix not in (".md", ".pyc")}
     names = {f"sparsebench/{file.relative_to(tree)}" for file in read}
     assert names <= {*inside(wheel)}
+
+
+@needs_git
+@pytest.mark.exhaustive
+def test_a_wheel_has_the_published_runs_in_one_small_file(wheel: Path, tree: Path) -> None:
+    packed = inside(wheel)[f"sparsebench/reports/{ARCHIVE}"]
+    with tarfile.open(fileobj=io.BytesIO(packed)) as file:
+        runs = {name for name in file.getnames() if name.endswith("/run.json")}
+    home = tree / "results" / "published"
+    assert runs == {str(run.relative_to(home)) for run in home.glob("*/*/run.json")}
+    assert len(packed) < 5e6
 
 
 @pytest.mark.exhaustive

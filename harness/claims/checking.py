@@ -39,7 +39,10 @@ from sparsebench.results.tables.analysis import analyse
 VERDICTS_SCHEMA = "sparsebench/verdicts@1"
 CELL_FIELDS = "run", "fields", "subject", "baseline", "value", "low", "high", "kind", "reason"
 
+FEW = 8  # runs are read in seconds, without progress
 CONFIRMING = 2  # most rounds of confirming runs
+
+Show = Callable[[int, int, str], None]
 
 Gap = tuple[TestPlan, set[str]]
 """A test, and its problems that have no cell."""
@@ -91,9 +94,11 @@ class ClaimEvidence:
     refusals: dict[tuple[str, str], str] = field(default_factory=dict)
     runs: dict[str, Path] = field(default_factory=dict)
 
-    def read(self, paths: Iterable[Path]) -> None:
+    def read(self, paths: Sequence[Path], show: Show = lambda done, total, run: None) -> None:
         """Add the cells of runs and JSON files. Raises ResultError if one cannot be read."""
-        for path in paths:
+        for number, path in enumerate(paths):
+            if len(paths) > FEW:
+                show(number, len(paths), path.name)
             if not path.is_dir():
                 file = read_model_file(path)
                 for each in self.written:
@@ -138,13 +143,19 @@ class ClaimEvidence:
 
 
 def evidence(
-    written: Sequence[ClaimFile], runs: Iterable[Path] = (), data: Path | None = None
+    written: Sequence[ClaimFile],
+    runs: Iterable[Path] = (),
+    data: Path | None = None,
+    show: Show = lambda done, total, run: None,
 ) -> ClaimEvidence:
-    """Plan claims and read runs, which is all that a verdict without a GPU needs."""
+    """Plan claims and read runs, which is all that a verdict without a GPU needs.
+
+    `show` receives the number of runs that were read, the number of all, and the next one's name.
+    """
     result = ClaimEvidence(written)
     result.plans = {each.name: plan_tests(each, data) for each in written}
     result.cells = {each.name: [] for each in written}
-    result.read(runs)
+    result.read([*runs], show)
     return result
 
 

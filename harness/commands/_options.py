@@ -8,6 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
+from sparsebench._completion import complete
+
 LEAST_BUDGET_S = 60.0  # least budget; the doctor, one process and the page take half of it
 
 
@@ -18,13 +20,19 @@ def _set_peers(folder: Path | None) -> Path | None:
     return folder
 
 
-def require_runs(runs: Path | list[Path]) -> Path | list[Path]:
+def require_run(run: Path) -> Path:
     """Raise ResultError if a run is missing, before a command imports torch for seconds."""
     from sparsebench.results.run.bundle import require_directory
 
-    for run in [runs] if isinstance(runs, Path) else runs:
-        require_directory(run)
-    return runs
+    require_directory(run)
+    return run
+
+
+def every_run(paths: list[Path] | None) -> list[Path]:
+    """Return run directories with those of surveys. Raises ResultError if one is missing."""
+    from sparsebench.results.run.bundle import runs_of
+
+    return [run for path in paths or () for run in runs_of(path)]
 
 
 def require_suite(suite: str | None) -> str | None:
@@ -47,12 +55,18 @@ def new_run(name: str) -> Path:
 
 
 _suite = typer.Argument(
-    metavar="SUITE", help="A suite's name, or a file.yaml.", callback=require_suite
+    metavar="SUITE",
+    help="A suite's name, or a file.yaml.",
+    callback=require_suite,
+    autocompletion=complete("suite"),
 )
 SuiteName = Annotated[str, _suite]
 AnySuite = Annotated[str | None, _suite]
-RunPath = Annotated[Path, typer.Argument(help="A run directory.", callback=require_runs)]
-RunPaths = Annotated[list[Path], typer.Argument(help="Run directories.", callback=require_runs)]
+RunPath = Annotated[Path, typer.Argument(help="A run directory.", callback=require_run)]
+RunPaths = Annotated[
+    list[Path],
+    typer.Argument(help="Run directories, or folders of `new-gpu`.", callback=every_run),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Markdown = Annotated[bool, typer.Option("--markdown", help="Print Markdown.")]
 Out = Annotated[Path | None, out_file("Run directory to write. Default: runs/…")]

@@ -5,15 +5,22 @@ from typing import Annotated
 
 import typer
 
+from sparsebench._completion import complete
 from sparsebench.harness.commands._console import print_json, stdout, warn_of_changes, wide
-from sparsebench.harness.commands._options import Json, Markdown, require_one_output
+from sparsebench.harness.commands._options import Json, Markdown, every_run, require_one_output
 
 
 def advise(
     model: Annotated[
-        str, typer.Argument(help="A model's name, such as Llama-3-8B, or its config.json.")
+        str,
+        typer.Argument(
+            help="A model's name, or its config.json.", autocompletion=complete("model")
+        ),
     ],
-    gpu: Annotated[str, typer.Option(help="Part of the name of one published GPU, such as H200.")],
+    gpu: Annotated[
+        str,
+        typer.Option(help="A published GPU, such as H200.", autocompletion=complete("gpu")),
+    ],
     batch: Annotated[
         int,
         typer.Option(
@@ -21,7 +28,10 @@ def advise(
         ),
     ],
     run: Annotated[
-        list[Path] | None, typer.Option(help="Also use your own run in this folder; repeatable.")
+        list[Path] | None,
+        typer.Option(
+            help="Also use your own run, or folder of `new-gpu`; repeatable.", callback=every_run
+        ),
     ] = None,
     markdown: Markdown = False,
     as_json: Json = False,

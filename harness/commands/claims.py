@@ -15,6 +15,7 @@ from sparsebench.harness.commands import _options as opt
 from sparsebench.harness.commands._console import (
     measuring,
     print_json,
+    progress_bar,
     stderr,
     stdout,
     warn_of_changes,
@@ -34,12 +35,8 @@ claims = typer.Typer(
 Names = Annotated[
     list[str] | None, typer.Argument(help="Claims, by name or as file.yaml. Default: all.")
 ]
-Runs = Annotated[
-    list[Path] | None,
-    typer.Option(
-        "--from", help="Evidence: runs, folders of runs, or the JSON of a script in experiments."
-    ),
-]
+EVIDENCE = "Evidence: runs, folders of runs, or the JSON of a script in experiments."
+Runs = Annotated[list[Path] | None, typer.Option("--from", help=EVIDENCE)]
 
 
 @claims.command("list")
@@ -126,15 +123,18 @@ def check(
 @claims.command()
 def report(
     names: Names = None,
-    runs: Runs = None,
+    runs: Annotated[
+        list[Path] | None, typer.Option("--from", help=f"{EVIDENCE} Default: the published runs.")
+    ] = None,
     out: Annotated[Path | None, opt.out_file("Folder for pages.")] = None,
     data: opt.Data = None,
     as_json: opt.Json = False,
 ) -> None:
     """Judge claims by existing runs, without a GPU."""
     from sparsebench.harness.claims.checking import to_json
+    from sparsebench.reports.published_runs import published_evidence
 
-    result = _evidence(names, runs, data)
+    result = _evidence(names, runs or published_evidence(), data)
     if as_json:
         print_json(to_json(result))
     else:
@@ -148,7 +148,9 @@ def _evidence(
     from sparsebench.harness.claims.checking import evidence
     from sparsebench.harness.claims.claim_plan import read_claims
 
-    result = evidence(read_claims(names or []), _runs(runs), data)
+    written, paths = read_claims(names or []), _runs(runs)
+    with progress_bar() as show:
+        result = evidence(written, paths, data, show)
     warn_of_changes(result.runs.values())
     return result
 

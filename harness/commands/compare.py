@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from sparsebench._completion import complete
 from sparsebench._writing import require_apart, write_file
 from sparsebench.harness.commands._console import (
     GATE_FAILED,
@@ -16,19 +17,19 @@ from sparsebench.harness.commands._console import (
 )
 from sparsebench.harness.commands._options import Json, Markdown, require_one_output
 
-AMONG = Path("results/published"), Path("runs")
+RUNS = Path("runs")
 
 
 def compare(
     names: Annotated[
         list[str],
-        typer.Argument(help="Two or more run directories or names of GPUs, such as H100."),
+        typer.Argument(help="Runs, or GPUs such as H100.", autocompletion=complete("gpu")),
     ],
     among: Annotated[
         list[Path] | None,
         typer.Option(
             "--among",
-            help="Folders with the runs that names refer to. Default: results/published, runs.",
+            help="Folders with the runs that names refer to. Default: the published ones, runs.",
         ),
     ] = None,
     page: Annotated[Path | None, typer.Option("--html", help="Also write an HTML page.")] = None,
@@ -48,12 +49,13 @@ def compare(
     """
     require_one_output(as_json, markdown)
     from sparsebench.reports import comparison
+    from sparsebench.reports.published_runs import published_runs
     from sparsebench.results.comparison.changes import gate_failures, threshold
     from sparsebench.results.comparison.sides import find
     from sparsebench.results.formatting import are
 
     limit = None if fail_on is None else threshold(fail_on)
-    sides = find(names, among or AMONG)
+    sides = find(names, among or (published_runs(), RUNS))
     runs = [run.path for side in sides for run in side.runs]
     warn_of_changes(runs)
     compared = comparison.compare_sides(sides)

@@ -11,8 +11,6 @@ from sparsebench.errors import SuiteError
 from sparsebench.harness.commands._console import measuring, stdout, wide
 from sparsebench.harness.commands._options import Device, budget_s, new_run, out_file
 
-PUBLISHED = Path("results/published")
-
 
 def new_gpu(
     device: Device = None,
@@ -21,7 +19,7 @@ def new_gpu(
         list[Path] | None,
         typer.Option(
             help="Runs from other GPUs to compare with, or folders of such runs. "
-            f"Default: {PUBLISHED}."
+            "Default: the published runs."
         ),
     ] = None,
     out: Annotated[Path | None, out_file("Output directory. Default: runs/…")] = None,
@@ -29,13 +27,14 @@ def new_gpu(
     """Survey a GPU in 10 minutes: which sparse formats pay off?"""
     from sparsebench.harness.machine.device import full_name, pick, slug
     from sparsebench.harness.new_gpu import survey as surveys
+    from sparsebench.reports.published_runs import published_runs
     from sparsebench.reports.survey_page import STEPS, write
 
     seconds = budget_s(budget)
     for path in against or []:
         if not path.is_dir():
             raise SuiteError(f"--against {path}: expected a run or a folder of runs, found none")
-    others = against or [path for path in [PUBLISHED] if path.is_dir()]
+    others = against or [path for path in [published_runs()] if path.is_dir()]
     with measuring() as show:
 
         def of_step(step: str) -> Callable[[int, int, str], None]:
@@ -51,3 +50,4 @@ def new_gpu(
     if survey.left:
         stdout.say("a longer --budget reaches more")
     stdout.say(f"report: {survey.path / 'report.html'}")
+    stdout.say("\n".join(summary.next_steps(survey.path)))

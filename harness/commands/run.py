@@ -69,7 +69,7 @@ def run(
                 f"--resume {resume}: expected the directory of a run, found none; {never}"
             )
         else:
-            opt.require_runs(resume)
+            opt.require_run(resume)
         if shared_out:
             from sparsebench.harness.run.measure import RunOptions
             from sparsebench.harness.shared_runs import sharing as shared
@@ -153,6 +153,7 @@ def _report(path: Path, as_json: bool, markdown: bool) -> None:
     """Print a run's answer and write its report; exit with SOME_FAILED if cases failed."""
     from sparsebench.reports.build import build
     from sparsebench.reports.published_answer import PublishedAnswer
+    from sparsebench.reports.published_runs import published_runs
     from sparsebench.reports.terminal import RunAnswer, answer_json, answer_markdown, count_statuses
     from sparsebench.results.run import store
     from sparsebench.results.run.provenance import on_gpu
@@ -171,7 +172,7 @@ def _report(path: Path, as_json: bool, markdown: bool) -> None:
         wide().print(RunAnswer(analysis))
         stdout.print("cases: " + ", ".join(f"{n} {status}" for status, n in counts.items()))
         if not on_gpu(measured.environment):
-            wide().print(PublishedAnswer(measured))
+            wide().print(PublishedAnswer(measured, published_runs()))
     build(analysis, page)  # after the answer, which need not wait for the page
     if not as_json and not markdown:
         stdout.say(f"report: {page}")

@@ -8,7 +8,7 @@ import typer
 from rich.table import Table
 
 from sparsebench.harness.commands._console import print_json, stdout, wide
-from sparsebench.harness.commands._options import Json, require_runs
+from sparsebench.harness.commands._options import Json, require_run
 
 
 def status(
@@ -20,7 +20,7 @@ def status(
 
     shared_out = is_shared(run)
     if not shared_out:
-        require_runs(run)
+        require_run(run)
     from sparsebench.results.formatting import amount
     from sparsebench.results.run import store
 

@@ -4,12 +4,15 @@ from typing import Annotated
 
 import typer
 
+from sparsebench._completion import complete
 from sparsebench.harness.commands._console import SOME_FAILED, stderr, warn, wide
 from sparsebench.harness.commands._options import Data, Debug, Device, Peers, Repeat
 
 
 def try_(
-    kernel: Annotated[str, typer.Argument(help="A kernel's name.")],
+    kernel: Annotated[
+        str, typer.Argument(help="A kernel's name.", autocompletion=complete("kernel"))
+    ],
     words: Annotated[list[str] | None, typer.Argument(help="m=64 block=32 sparsity=0.9 …")] = None,
     device: Device = None,
     data: Data = None,

@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from sparsebench._completion import complete
 from sparsebench.errors import SuiteError
 from sparsebench.harness.commands._console import SOME_FAILED, measuring, stdout
 from sparsebench.harness.commands._options import Data, Device, Only, out_file, require_suite
@@ -12,7 +13,12 @@ from sparsebench.harness.commands._options import Data, Device, Only, out_file, 
 
 def tune(
     what: Annotated[
-        str, typer.Argument(metavar="SUITE|MODEL", help="A suite, or the folder of a sparse model.")
+        str,
+        typer.Argument(
+            metavar="SUITE|MODEL",
+            help="A suite, or the folder of a sparse model.",
+            autocompletion=complete("suite"),
+        ),
     ] = "sparsity",
     device: Device = None,
     minutes: Annotated[

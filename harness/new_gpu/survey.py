@@ -38,7 +38,7 @@ from sparsebench.harness.run.tuning import tune
 from sparsebench.kernels._common import choices, front_extension
 from sparsebench.results.formatting import amount
 from sparsebench.results.record import Problem
-from sparsebench.results.run import store
+from sparsebench.results.run import bundle, store
 from sparsebench.results.run.store import StoredRun, without_paths
 from sparsebench.results.statistics.ratio import FEWEST
 from sparsebench.results.tables.analysis import analyse
@@ -206,7 +206,33 @@ def _measure(
     path = measure(suite, flags, survey.path / name, None, options)
     contests = store.read(path).state["contests"]
     left = contests["of"] - contests["done"]
+    if left:
+        keep_equal_processes(path)
     return f"{left} of {amount(contests['of'], 'contest')} not reached" if left else ""
+
+
+def keep_equal_processes(path: Path) -> None:
+    """Drop the contests that not every process of an ended run reached, and seal it again.
+
+    What is left has one set of cases in every process, as `validate` requires of a run. Nothing
+    changes if no contest is left.
+    """
+    every = store.rows(path)
+    reached: dict[str, set[int]] = {}
+    for row in every:
+        reached.setdefault(row.case.problem.id, set()).add(row.replicate)
+    processes = {row.replicate for row in every if not row.reference}
+    whole = {problem for problem, numbers in reached.items() if processes <= numbers}
+    kept = [r for r in every if r.case.problem.id in whole and r.replicate in processes]
+    if all(row.reference for row in kept):
+        return
+    state = store.facts(path)[1]
+    state["flags"]["replicates"] = len(processes)
+    state["contests"]["done"] = len({(row.replicate, row.case.problem.id) for row in kept})
+    bundle.unseal(path)
+    store.replace_rows(path, kept)
+    store.set_state(path, state)
+    bundle.seal(path)
 
 
 STEPS: dict[str, Step] = {"doctor": _doctor, "tune": _tune, "screen": _screen, "decide": _decide}

@@ -324,11 +324,14 @@ class _Session:
     def _seal_at_end(self) -> Iterator[None]:
         """Set the status in run.json: running, then finished or interrupted; then seal the run."""
         store.set_state(self.path, self._run_json("running"))
-        status = "interrupted"
+        status, ended = "interrupted", {}
         try:
             yield
             counts = self._run_json(status)["contests"]
-            status = "finished" if counts["done"] == counts["of"] else status
+            if counts["done"] == counts["of"]:
+                status = "finished"
+            else:
+                ended = {"ended_by": store.BUDGET}
         finally:
-            store.set_state(self.path, self._run_json(status))
+            store.set_state(self.path, self._run_json(status) | ended)
             bundle.seal(self.path)

@@ -69,10 +69,14 @@ def require_planned_rows(run: StoredRun, suite: Suite) -> int:
     """Return how many rows the suite plans for each replicate, A/A twins included.
 
     Raises ResultError unless the run has exactly these. The noise-floor contests, which every run
-    has, do not count.
+    has, do not count. Of a run whose budget ended, the problems that it reached count.
     """
     measures = distinct_measures(suite.measures, run.state["flags"]["device"])
-    cases = [Case(c.problem, k) for c in _contests(run, suite) for k in c.contenders]
+    contests = _contests(run, suite)
+    if run.state.get("ended_by") == store.BUDGET:
+        reached = {row.case.problem.id for row in run.rows}
+        contests = [contest for contest in contests if contest.problem.id in reached]
+    cases = [Case(c.problem, k) for c in contests for k in c.contenders]
     expected = {(case.id, *measure): case for case in cases for measure in measures}
     present = {(row.case.id, row.scope, row.cache): row.case for row in run.rows}
     for key, case in {**present, **expected}.items():

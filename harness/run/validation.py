@@ -26,7 +26,7 @@ from sparsebench.harness.bench.sampling import (
     layers_of,
     sample_budget,
 )
-from sparsebench.results.formatting import amount
+from sparsebench.results.formatting import amount, selection
 from sparsebench.results.record import Row, Status
 from sparsebench.results.run import bundle, store
 from sparsebench.results.run.consistency import check_consistency
@@ -72,7 +72,9 @@ def validate(
         reason = f"the suite cannot be expanded here: {error}"
         yield CheckResult(f"plan: not checked, because {reason}", checked=False)
         return
-    part = f" with --only {only!r}" if (only := run.state["flags"]["only"]) else ""
+    only, ended = run.state["flags"]["only"], run.state.get("ended_by")
+    part = f" with --only {selection(only)!r}" if only else ""
+    part += ", of the problems that its budget allowed" if ended else ""
     planned = f"{amount(count, 'row')} per replicate, exactly those of suite.yaml{part}"
     yield CheckResult(f"plan: {planned}")
 

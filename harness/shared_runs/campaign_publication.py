@@ -10,7 +10,6 @@ Either everything is published or nothing: an entry that is not whole is an erro
 cannot be written, the earlier runs are restored.
 """
 
-import re
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -21,7 +20,7 @@ from sparsebench.harness.shared_runs.campaign_file import Campaign
 from sparsebench.harness.shared_runs.campaign_sitting import pack, state
 from sparsebench.results import files
 from sparsebench.results.run import bundle, store
-from sparsebench.results.run.provenance import device_name
+from sparsebench.results.run.provenance import device_name, folder_name
 
 EARLIER = "earlier"  # the folder of a GPU's runs that newer ones replaced
 
@@ -49,7 +48,7 @@ def publish(campaign: Campaign, out: Path, into: Path, names: Sequence[str] = ()
     gpus = {device_name(files.from_json(run / "environment.json")) for run in runs.values()}
     if len(gpus) != 1:
         raise ResultError(f"expected runs of one GPU, found {', '.join(sorted(gpus)) or 'none'}")
-    home = into / _slug(gpus.pop())
+    home = into / folder_name(gpus.pop())
     with _replace(home) as before:
         unchanged = {run.name: run for run in store.runs_in(before)} if names else {}
         for name, run in (unchanged | runs).items():
@@ -71,10 +70,6 @@ def _keep(before: Path, home: Path) -> None:
             day = str(files.from_json(run / "run.json").get("started", ""))[:10]
             commit = str(files.from_json(run / "environment.json").get("commit") or "")[:7]
             shutil.copytree(run, home / EARLIER / f"{day}-{commit}".strip("-") / run.name)
-
-
-def _slug(gpu: str) -> str:
-    return re.sub(r"[^a-z0-9]+", "-", gpu.lower()).strip("-")
 
 
 @contextmanager

@@ -13,9 +13,9 @@ from typing import Any
 
 from markupsafe import Markup, escape
 
-from sparsebench.reports.claims.sheets import STYLES
+from sparsebench.reports.claims.sheets import STYLES, closest, plain_words
 from sparsebench.reports.figures._html import fold_away, note
-from sparsebench.reports.page import code, render
+from sparsebench.reports.page import code, content, render
 from sparsebench.reports.site.pages import Site, stylesheet
 from sparsebench.reports.tables import html_table, without_dashes
 from sparsebench.results.claims.cells import ClaimCell, largest_value, value_text
@@ -61,7 +61,7 @@ def pages(
     table = lines(judged, gpus)
     yield (
         "claims/index.html",
-        render("claims.html", site=site, lines=table, tally=tally(table)),
+        render("claims.html", site=site, lines=table, tally=tally(table), choices=choices(table)),
     )
     for entry in judged:
         page = render(
@@ -69,7 +69,7 @@ def pages(
             site=site,
             claim=entry.planned.claim,
             name=entry.planned.name,
-            verdicts=[(verdict, STYLES[verdict.word]) for verdict in entry.verdicts],
+            verdicts=[(each, STYLES[each.word], plain_words(each)) for each in entry.verdicts],
             conditions=conditions(entry),
             tests=[(test, _parts(entry, test, site)) for test in entry.planned.claim.tests],
             commands=entry.planned.claim.commands or [CHECK.format(entry.planned.name)],
@@ -83,6 +83,7 @@ def alone(judged: Sequence[ClaimEntry], version: str) -> Iterator[tuple[str, str
     """Yield the pages and their style sheet, for a separate folder."""
     site = Site(version=version, whole=False)
     yield "style.css", stylesheet()
+    yield "report.js", content("report.js")
     yield from pages(judged, site)
 
 
@@ -107,6 +108,7 @@ def lines(
             "source": entry.planned.claim.source,
             "device": verdict.device.removeprefix("NVIDIA "),
             "word": str(verdict.word),
+            "text": plain_words(verdict),
             "style": STYLES[verdict.word],
             "basis": str(verdict.basis),
             "tendency": str(verdict.tendency or ""),
@@ -125,24 +127,32 @@ def tally(table: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, int]]:
     return [(str(w), STYLES[w], words.count(str(w))) for w in Word if str(w) in words]
 
 
+def choices(table: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
+    """Return the values by which the table of all claims can be filtered."""
+    names = {"verdict": "word", "GPU": "device", "conditions": "basis"}
+    return {
+        label: sorted({str(line[name]) for line in table} - {""}) for label, name in names.items()
+    }
+
+
 def _numbers(verdict: Verdict) -> dict[str, str]:
     """Return the claimed and the measured value of the test that is closest to the claim.
 
-    If several are equally close, the one that decides the verdict comes first.
+    `tested` is our threshold, if the source states the value in other words.
     """
-    tests = sorted(
-        verdict.tests, key=lambda each: (each.test.distance, each.word is not verdict.word)
-    )
-    for judged in tests:
-        test, cells = judged.test, [cell for cell in judged.deciding if not cell.reason]
-        if cells:
-            claimed = ("" if test.upward else "at most ") + test.limit_text
-            names = [test.name] if len(tests) > 1 else []
-            names += [f"a proxy: {test.proxy}"] if test.proxy else []
-            measured = value_text(test, cells[0])
-            return {"claimed": claimed, "measured": measured, "scope": "; ".join(names)}
-    claimed = tests[0].test.limit_text if tests else "–"
-    return {"claimed": claimed, "measured": "–", "scope": ""}
+    judged = closest(verdict)
+    test = judged.test if judged else verdict.tests[0].test if verdict.tests else None
+    if test is None:
+        return {"claimed": "–", "measured": "–", "scope": "", "tested": ""}
+    names = [test.name] if judged and len(verdict.tests) > 1 else []
+    names += [f"a proxy: {test.proxy}"] if judged and test.proxy else []
+    cells = [cell for cell in judged.deciding if not cell.reason] if judged else []
+    return {
+        "claimed": test.claimed_text,
+        "tested": f"tested: {test.sentence}" if test.claimed else "",
+        "measured": value_text(test, cells[0]) if cells else "–",
+        "scope": "; ".join(names),
+    }
 
 
 def conditions(entry: ClaimEntry) -> list[tuple[str, str, str]]:

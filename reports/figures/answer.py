@@ -16,6 +16,7 @@ from sparsebench.reports import grids
 from sparsebench.reports.figures._chart import Chart, named_rows
 from sparsebench.reports.figures._html import NOTHING, note
 from sparsebench.reports.figures._svg import ROLES
+from sparsebench.reports.rivals import rivals
 from sparsebench.results.formatting import brackets, capital, duration
 from sparsebench.results.problem_names import field_text
 from sparsebench.results.tables.analysis import Analysis
@@ -38,11 +39,27 @@ def draw(analysis: Analysis) -> Markup:
         return Markup("<p>No case of this run has a time, so there is no answer.</p>")
     held = brackets(analysis.timed.gain_interval)
     held = f"{capital(held)}." if held else ""
-    drawn = [_view(i, view, held) for i, view in enumerate(views[:MOST])]
+    limits = _limits([_sides(view) for view in views[:MOST]])
+    drawn = [_view(i, view, held, limits) for i, view in enumerate(views[:MOST])]
     rest = f"{len(views) - MOST} of {len(views)} choices are not drawn here. "
     rest += "The table of every case lists all cases."
     more = note(rest) if len(views) > MOST else NOTHING
-    return _choose(views[:MOST]) + Markup("").join(drawn) + more
+    beside = Markup("").join(table.html() for table in rivals(analysis))
+    return _choose(views[:MOST]) + Markup("").join(drawn) + beside + more
+
+
+def _sides(view: View) -> Grid:
+    """Return the best of each side by column, as the figure shows them."""
+    return grid(view.lines[view.lines.gain.notna()], view.x, row="side")
+
+
+def _limits(of_views: list[Grid]) -> tuple[float, float] | None:
+    """Return one axis for the figures of all views, so that they can be compared."""
+    best = pd.DataFrame([case for of_sides in of_views for case in of_sides.cases])
+    if best.empty:
+        return None
+    gains = best[["gain", "low", "high"]].astype(float)
+    return min(1.0, gains.min().min()) / 1.1, max(1.0, gains.max().max()) * 1.1
 
 
 def _choose(views: list[View]) -> Markup:
@@ -77,7 +94,7 @@ def _number_first(text: str) -> tuple[float, float, str]:
     return size_key(text) if pd.isna(number) else size_key(float(number))
 
 
-def _view(number: int, view: View, held: str) -> Markup:
+def _view(number: int, view: View, held: str, limits: tuple[float, float] | None) -> Markup:
     page = '<div class="view" data-choice="{}"{}>{}{}<div class="pair">{}{}</div></div>'
     texts = grids.sentences(findings(view.grid))
     items = Markup("").join(map(_item, texts))
@@ -92,7 +109,7 @@ def _view(number: int, view: View, held: str) -> Markup:
         Markup('<ul class="answers">{}</ul>').format(items),
         Markup('<p class="where">{}</p>').format(grids.about_view(view)),
         grids.html(view.grid, lambda case: f"#case-{case['case_id']}", caption, names=True),
-        _figure(view),
+        _figure(view, limits),
     )
 
 
@@ -103,10 +120,9 @@ def _item(sentence: str) -> Markup:
     return Markup("<li>{}</li>").format(text)
 
 
-def _figure(view: View) -> Markup:
+def _figure(view: View, limits: tuple[float, float] | None) -> Markup:
     """Draw the best of each side: lines if x is a number, and rows of dots if x is a name."""
-    lines = view.lines[view.lines.gain.notna()]
-    of_sides = grid(lines, view.x, row="side")
+    of_sides = _sides(view)
     if len(of_sides.columns) < 2:
         return NOTHING
     axis = HEADS.get(view.x, of_sides.units.removeprefix(" of ").strip() or view.x)
@@ -117,6 +133,8 @@ def _figure(view: View) -> Markup:
     else:
         chart = Chart(SIZE, axis, "speedup over dense, ×", log="y")
         chart.ticks["x"] = [*enumerate(labels)]
+    if limits:
+        chart.limits["x" if across else "y"] = limits
     chart.rule("x" if across else "y", 1, name="dense")
     sides = [side for side in SIDES if side in of_sides.rows]
     for side in reversed(sides):

@@ -4,6 +4,7 @@ index.html            the finding for each GPU and number of tokens, with a grid
 runs.html             every run with its question, its number and its state
 kernels.html          the formats and the kernels
 agreement.html        how often a second card agrees with the first (reports/coverage.py)
+welcome.html          the GPUs with and without rows, and how to send a result
 glossary.html         the words for outcomes (results/statistics/outcome.py)
 formats/NAME.html     a format: its best contests, its kernels, its cases over all runs
 kernels/NAME.html     the same for a kernel
@@ -19,6 +20,7 @@ from typing import Any
 
 import pandas as pd
 
+from sparsebench._gpus import without_rows
 from sparsebench.reports.build import Surrounding
 from sparsebench.reports.coverage import COVERAGE, STRATA, coverage_tables, explanation
 from sparsebench.reports.page import content, render
@@ -91,9 +93,10 @@ def pages(
             yield f"runs/{card.slug}/index.html", render("site_moved.html", site=site, card=card)
     yield "glossary.html", render("site_glossary.html", site=site)
     yield "agreement.html", _agreement(cards, site)
+    yield "welcome.html", _welcome(cards, site)
     yield "feed.xml", render("site_feed.xml", **shared)
     if site.base:
-        paths = ["", "runs.html", "kernels.html", "glossary.html", "agreement.html"]
+        paths = ["", "runs.html", "kernels.html", "glossary.html", "agreement.html", "welcome.html"]
         paths += [f"claims/{claim.name}.html" for claim in site.claims]
         paths += [*doors.values(), *(f"{card.address}/" for card in cards)]
         paths += [page_of(w, n) for w, ns in (("format", kinds), ("kernel", kernels)) for n in ns]
@@ -171,6 +174,24 @@ def _agreement(cards: Sequence[Card], site: Site) -> str:
         tables=[*zip((STRATA, COVERAGE), coverage_tables(cases), strict=True)],
         addresses={card.address for card in cards},
     )
+
+
+def _welcome(cards: Sequence[Card], site: Site) -> str:
+    """Return the page that asks for results: what each device has, and the GPUs without rows."""
+    by_gpu: dict[str, list[Card]] = {}
+    for card in cards:
+        by_gpu.setdefault(card.gpu, []).append(card)
+    measured = [
+        {
+            "gpu": gpu,
+            "cards": len({unit for card in of_gpu for unit in card.units}),
+            "runs": len(of_gpu),
+            "cases": sum(card.cases for card in of_gpu),
+        }
+        for gpu, of_gpu in sorted(by_gpu.items(), key=lambda entry: -len(entry[1]))
+    ]
+    wanted = without_rows(by_gpu)
+    return render("site_welcome.html", site=site, measured=measured, wanted=wanted)
 
 
 def _findings(every: pd.DataFrame, cards: Sequence[Card]) -> list[dict[str, Any]]:

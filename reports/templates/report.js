@@ -98,6 +98,24 @@ let closed = [];
 addEventListener("beforeprint", () => (closed = [...folded()]).forEach((each) => (each.open = true)));
 addEventListener("afterprint", () => closed.forEach((each) => (each.open = false)));
 
+// A form above a table: rows with the chosen values and every word stay, and the address keeps the choice.
+for (const form of document.querySelectorAll("form.narrow")) {
+  const rows = [...form.closest("main").querySelectorAll("tbody tr")], fields = [...form.elements].filter((field) => field.name);
+  const narrow = () => {
+    const chosen = fields.filter((field) => field.value), values = chosen.filter((field) => field.name !== "q");
+    const words = form.elements.q.value.toLowerCase().split(/\s+/).filter(Boolean);
+    for (const row of rows)
+      row.hidden = !(values.every((field) => row.dataset[field.name.toLowerCase()] === field.value) && words.every((word) => row.textContent.toLowerCase().includes(word)));
+    const count = rows.filter((row) => !row.hidden).length;
+    form.querySelector("output").textContent = chosen.length ? `${count} of ${rows.length}${count ? "" : ": no row matches; remove a word or a choice."}` : "";
+    remember(Object.fromEntries(fields.map((field) => [field.name, field.value])));
+  };
+  for (const [name, value] of state()) if (form.elements[name]) form.elements[name].value = value;
+  form.addEventListener("submit", (event) => event.preventDefault());
+  form.addEventListener("input", narrow);
+  narrow();
+}
+
 // The table of every case: sort by a head, find words, filter a column, and keep all of it in the address.
 const number = (text) => parseFloat(text.replaceAll(",", "").replace("–", ""));
 const fits = (wanted, text, numeric) => {

@@ -17,6 +17,7 @@ from math import isclose
 from pathlib import Path
 from shlex import quote
 
+from sparsebench._gpus import names_device
 from sparsebench.errors import ResultError
 from sparsebench.results.advice.layer_estimates import (
     ACTIVATIONS,
@@ -34,7 +35,6 @@ from sparsebench.results.advice.measured_layers import TRAINED, Evidence, Loss, 
 from sparsebench.results.advice.step_model import BOUND, DECODED, ESTIMATE, REST, Gain, StepModel
 from sparsebench.results.formatting import amount, join_words, percent, times
 from sparsebench.results.model_shapes import ModelShapes
-from sparsebench.results.run.provenance import names_device
 from sparsebench.results.statistics.ratio import FEWEST
 
 SURVEY = "runs/survey"  # where the commands put the survey of a GPU without published runs

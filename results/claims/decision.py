@@ -16,12 +16,19 @@ from sparsebench.results.statistics.ratio import FEWEST, more_processes
 
 
 class Word(StrEnum):
-    """The word of a verdict."""
+    """The word of a verdict; reports/claims/sheets.py adds the numbers to it.
 
-    REPRODUCED = "reproduced"
-    PARTLY = "partly"
-    REFUTED = "refuted"
-    NOT_CARRIED_OVER = "not carried over"
+    HOLDS             the measurement meets the value
+    HOLDS_IN_PART     some cells or tests meet it, and others miss it
+    FALLS_SHORT       every cell misses it
+    OTHER_CONDITIONS  a proxy was measured, or every cell missed where the claim could not be met:
+                      on a GPU that it is not about, or above what the device allows
+    """
+
+    HOLDS = "holds"
+    HOLDS_IN_PART = "holds in part"
+    FALLS_SHORT = "falls short"
+    OTHER_CONDITIONS = "measured under other conditions"
     NOT_SETTLED = Outcome.NOT_SETTLED.value
     NOT_MEASURED = Outcome.NOT_MEASURED.value
     NOT_TESTABLE = "not testable"
@@ -77,14 +84,14 @@ def decide(test: Test, cells: Sequence[ClaimCell], failed: int, unmeasured: int)
         return Decision(Word.NOT_SETTLED, f"{why}{are(unmeasured, 'cell')} not measured.", cells)
     worst = _best(test, misses or passes or judged, worst=True)
     if passes and (misses or failed):
-        return Decision(Word.PARTLY, because(worst), [worst])
+        return Decision(Word.HOLDS_IN_PART, because(worst), [worst])
     if doubts:
         nearest = _best(test, doubts)
         return Decision(Word.NOT_SETTLED, because(nearest, _needed(test, nearest)), doubts)
     if passes:
-        return Decision(Word.REPRODUCED, because(worst), [worst])
+        return Decision(Word.HOLDS, because(worst), [worst])
     best = _best(test, judged)
-    word, end = _miss(test, best, judged)
+    word, end = _miss(test, judged)
     return Decision(word, because(best, end), [best])
 
 
@@ -107,7 +114,7 @@ def _one_of(
     if proven and top is not best:
         why += f". The {value_text(test, top)} of {top.label} would count if confirmed"
     if proven:
-        return Decision(Word.REPRODUCED, f"{why}.", [best])
+        return Decision(Word.HOLDS, f"{why}.", [best])
     if passes:
         why = f"{why}. A run made for this cell alone would settle it."
         return Decision(Word.NOT_SETTLED, why, [best], confirm)
@@ -116,23 +123,21 @@ def _one_of(
     if unmeasured:
         why = f"{why}; {are(unmeasured, 'cell')} not measured."
         return Decision(Word.NOT_SETTLED, why, [best])
-    word, end = _miss(test, best, cells)
+    word, end = _miss(test, cells)
     return Decision(word, f"{why}{end}.", [best], confirm if best.processes < FEWEST else None)
 
 
-def _miss(test: Test, best: ClaimCell, cells: Sequence[ClaimCell]) -> tuple[Word, str]:
+def _miss(test: Test, cells: Sequence[ClaimCell]) -> tuple[Word, str]:
     """Return the word for cells that all miss the limit, and the end of its reason.
 
-    A part of the claim may hold, or the device's ceilings may not allow the limit in any cell.
+    The device's ceilings may not allow the limit in any cell.
     """
-    at, unit = test.partly_from, SIGNS[test.unit]
-    if at is not None and (best.low > at if test.upward else best.high < at):
-        return Word.PARTLY, f", and holds partly {'above' if test.upward else 'below'} {at:g}{unit}"
     most = [largest_value(test, cell) or np.inf for cell in cells]
     if test.upward and not test.meets(max(most)):
+        unit = SIGNS[test.unit]
         end = f", which these cells cannot reach: this device allows at most {max(most):.3g}{unit}"
-        return Word.NOT_TESTABLE, end
-    return Word.REFUTED, ""
+        return Word.OTHER_CONDITIONS, end
+    return Word.FALLS_SHORT, ""
 
 
 def _best(test: Test, cells: Sequence[ClaimCell], worst: bool = False) -> ClaimCell:

@@ -26,7 +26,6 @@ class Metric:
 
     column    the quantity
     of        the value from r and the density 1 - s, and `back` its inverse
-    none      the value of equal contenders; None if it depends on the density
     template  the text of a value, with {} for the number
     """
 
@@ -34,12 +33,11 @@ class Metric:
     column: str
     of: Callable[[float, float], float]
     back: Callable[[float, float], float]
-    none: float | None
     template: str
 
 
 def _ratio(column: str, template: str) -> Metric:
-    return Metric("x", column, lambda r, d: r, lambda v, d: v, 1.0, template)
+    return Metric("x", column, lambda r, d: r, lambda v, d: v, template)
 
 
 def _saving(column: str, template: str) -> Metric:
@@ -48,7 +46,6 @@ def _saving(column: str, template: str) -> Metric:
         column=column,
         of=lambda r, d: 100 * (1 - 1 / r),
         back=lambda v, d: 1 / max(1e-9, 1 - v / 100),
-        none=0.0,
         template=template,
     )
 
@@ -60,7 +57,6 @@ METRICS: dict[str, Metric] = {
         column="time",
         of=lambda r, d: 100 * r * d,
         back=lambda v, d: v / 100 / d,
-        none=None,
         template="{} of the ideal speedup",
     ),
     "energy_saved": _saving("energy_j", "{} of the energy saved"),

@@ -19,6 +19,7 @@
         baseline: {format: dense}                  ... over the fastest of these
         metric: speedup                            metrics.py
         at_least: 1.2                              or at_most
+        claimed: up to 1.25×                       as the source states it, if it differs from that
         unit: x
         quantifier: exists                         or typical (the mean of all cells), for_all
         at: {m: [16, 64]}                          cells: problems with these fields
@@ -54,6 +55,7 @@ OF_TRAINING = "speedup", "memory_saved", "loss_saved"
 OF_WHOLE = "speedup", "memory_saved", "energy_saved"
 FIELDS_OF_TRAINING = "data", "pattern", "block", "width"
 REMOVED = {  # keys of older claims, and what replaces them
+    "partly_at": "a claim that every cell misses falls short",
     "tables": "the caveats can name the authors' files",
     "tolerance": "at_least and at_most are the tested values, and readings explain them",
     "field": "ours is the value itself",
@@ -167,7 +169,7 @@ class Test(_ClaimModel):
     unit: Literal["x", "%"]
     at_least: float | None = None
     at_most: float | None = None
-    partly_at: float | None = None
+    claimed: Text | None = None
     quantifier: Literal["exists", "typical", "for_all"]
     at: dict[str, Scalar | list[Scalar]] = {}
     levels: Annotated[list[Level], Field(min_length=2, max_length=2)] | None = None
@@ -187,9 +189,6 @@ class Test(_ClaimModel):
         self._agree_on_files()
         if self.over and (self.metric != "speedup" or self.quantifier == "exists"):
             raise ValueError("over with a speedup that is typical or for_all")
-        if self.partly_at is not None and (self.partly_at < self.limit) != self.upward:
-            side = "below at_least" if self.upward else "above at_most"
-            raise ValueError(f"partly_at {side}, not {self.partly_at:g}")
         return self
 
     @property
@@ -238,11 +237,9 @@ class Test(_ClaimModel):
         return f"{self.limit:g}{SIGNS[self.unit]}"
 
     @property
-    def partly_from(self) -> float | None:
-        """Return the value beyond which a part of the claim holds: `partly_at`, or any gain."""
-        none = METRICS[self.metric].none
-        gain = self.upward and none is not None and none < self.limit
-        return none if self.partly_at is None and gain else self.partly_at
+    def claimed_text(self) -> str:
+        """Return the value as the source states it; else the tested one."""
+        return self.claimed or ("" if self.upward else "at most ") + self.limit_text
 
     @property
     def over_text(self) -> str:

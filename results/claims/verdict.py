@@ -10,21 +10,19 @@ The rules are tried in order; the first that holds decides.
     2  not measured     no run has a cell yet
        not settled      in some run, the two halves of A/A pairs differ significantly; or there are
                         fewer than 6 processes (a look; `tendency` is what the verdict would be)
-    3  reproduced       exists: a cell picked in a screening run is met again in a separate run
+    3  holds            exists: a cell picked in a screening run is met again in a separate run
                         typical: the value pooled over all cells is met
                         for_all: every cell is met
     4  not settled      a cell that is not settled, not measured or not confirmed could change it
-    5  partly           some cells of for_all are met, or a cell exceeds partly_at (if partly_at is
-                        not set: beats the baseline)
-    6  not testable     the device's ceilings rule out the limit in every cell (typical: for the
-                        pooled value); other cells might meet it
-    7  refuted          every cell is missed, and the claim is general or names this GPU
-       not carried over     every cell is missed, and the claim names another GPU: the result is
-                            not transferable to this GPU
+    5  holds in part    some cells of for_all are met, or some tests of the claim
+    6  measured under other conditions      the device's ceilings rule out the limit in every cell
+                        (typical: for the pooled value); other cells might meet it
+    7  falls short      every cell is missed, and the claim is general or names this GPU
+       measured under other conditions      every cell is missed, and the claim names another GPU
 
-A claim tested through a proxy gets at most "partly", and never "refuted". Because the
+A claim that is tested through a proxy was measured under other conditions, met or not. Because the
 best of several cells is measured again, picking the luckiest of 100 equally fast contenders cannot
-make a claim "reproduced". A problem that several runs measured is one cell. Its value comes from,
+make a claim hold. A problem that several runs measured is one cell. Its value comes from,
 in order of preference: a run whose A/A pairs agree, one that timed the fastest subject and baseline
 of all runs, one that confirms chosen cells, one that searched, the one with the most processes.
 Only a verdict that is not settled has a tendency.
@@ -35,6 +33,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
+from sparsebench._gpus import generation_of
 from sparsebench.results.claims.cells import ClaimCell, is_outdone, over_op
 from sparsebench.results.claims.decision import OPEN, Word, cell_state, decide
 from sparsebench.results.claims.schema import Claim, Hardware, Test
@@ -51,18 +50,6 @@ class Basis(StrEnum):
     OTHER_GPU = "other GPU"
     PROXY = "proxy"
     NONE = "nothing measured"
-
-
-MISSED = (Word.REFUTED, Word.NOT_CARRIED_OVER)
-ARCHITECTURES = {
-    "Volta": ("V100",),
-    "Turing": ("T4",),
-    "Ampere": ("A100", "A800", "A30", "A40", "A10"),
-    "Ada": ("L40", "L40S", "L4", "4090", "6000 Ada"),
-    "Hopper": ("H100", "H200", "H800", "H20", "GH200"),
-    "Blackwell": ("B100", "B200", "B300", "GB200", "GB300"),
-}
-"""GPUs by architecture, as parts of their names."""
 
 
 @dataclass(frozen=True)
@@ -155,16 +142,13 @@ def basis_of(hardware: Hardware, device: str, proxy: bool) -> Basis:
     """Return how close a device is to the hardware of a claim."""
     if proxy:
         return Basis.PROXY
-    words = device.replace("-", " ").split()
     if not hardware.gpus:
         return Basis.NO_GPU_NAMED
     if any(gpu in device for gpu in hardware.gpus):
         return Basis.AS_PUBLISHED
-    for names in ARCHITECTURES.values():
-        ours = any(name in words for name in names)
-        theirs = any(name in gpu.split() for gpu in hardware.gpus for name in names)
-        if ours and theirs:
-            return Basis.SAME_ARCHITECTURE
+    generation = generation_of(device)
+    if generation and generation in map(generation_of, hardware.gpus):
+        return Basis.SAME_ARCHITECTURE
     return Basis.OTHER_GPU
 
 
@@ -192,7 +176,7 @@ def _test(
     decision = decide(test, valued, len(cells) - len(valued), unmeasured)
     confirm, fewest = decision.confirm, min(cell.processes for cell in decision.deciding)
     hopeful = confirm is not None and cell_state(test, confirm) == "met"
-    outcome = Word.REPRODUCED if hopeful else decision.word
+    outcome = Word.HOLDS if hopeful else decision.word
     word, limit = _limited(outcome, basis, claim.hardware)
     why, tendency = decision.why, word if hopeful else None
     if fewest < FEWEST and word is not Word.NOT_TESTABLE:
@@ -227,16 +211,13 @@ def _one_per_problem(test: Test, cells: Sequence[ClaimCell]) -> list[ClaimCell]:
 
 def _limited(word: Word, basis: Basis, hardware: Hardware) -> tuple[Word, str]:
     """Weaken a word that the basis cannot support, and say why; "" if nothing limits it."""
-    proxy = basis is Basis.PROXY
-    if proxy and word is Word.REPRODUCED:
-        return Word.PARTLY, "A proxy can show only part of a claim."
-    if word is not Word.REFUTED or basis is Basis.AS_PUBLISHED:
+    if basis is Basis.PROXY and word not in (*OPEN, Word.NOT_TESTABLE):
+        return Word.OTHER_CONDITIONS, "A proxy neither confirms nor refutes a claim."
+    if word is not Word.FALLS_SHORT or basis is Basis.AS_PUBLISHED:
         return word, ""
-    if proxy:
-        return Word.NOT_CARRIED_OVER, "A proxy cannot refute a claim."
     if hardware.scope == "general":
         return word, "The claim is about GPUs in general, so any GPU can refute it."
-    return Word.NOT_CARRIED_OVER, f"The claim is about {join_words(hardware.gpus)}."
+    return Word.OTHER_CONDITIONS, f"The claim is about {join_words(hardware.gpus)}."
 
 
 def _claim(name: str, claim: Claim, device: str, tests: list[TestVerdict]) -> Verdict:
@@ -252,7 +233,9 @@ def _claim(name: str, claim: Claim, device: str, tests: list[TestVerdict]) -> Ve
         reasons = [f"{reason.rstrip('.')}." for reason in (needed, *reasons) if reason]
     else:
         capped = bool(testable) and len(testable) < len(whole)
-        word = _combine([t.word for t in used], capped)
+        words = [t.word for t in used]
+        other = not testable and Word.OTHER_CONDITIONS in words
+        word = Word.OTHER_CONDITIONS if other else _combine(words, capped)
         if word in OPEN and any(t.tendency for t in used):
             combined = _combine([t.tendency or t.word for t in used], capped)
             tendency = None if combined in OPEN else combined
@@ -267,14 +250,12 @@ def _combine(words: Sequence[Word], capped: bool) -> Word:
     """Return the verdict on several tests; an open one must not matter, whichever way it ends."""
     rest = [word for word in words if word not in OPEN]
     if len(rest) < len(words):
-        either = {_combine([*rest, end], capped) for end in (Word.REPRODUCED, Word.REFUTED)}
+        either = {_combine([*rest, end], capped) for end in (Word.HOLDS, Word.FALLS_SHORT)}
         open_ = Word.NOT_MEASURED if set(words) == {Word.NOT_MEASURED} else Word.NOT_SETTLED
         return either.pop() if len(either) == 1 else open_
-    if all(word is Word.REPRODUCED for word in words):
-        return Word.PARTLY if capped else Word.REPRODUCED
-    if all(word in MISSED for word in words):
-        return Word.REFUTED if Word.REFUTED in words else Word.NOT_CARRIED_OVER
-    return Word.PARTLY
+    if len(set(words)) == 1 and not (capped and Word.HOLDS in words):
+        return words[0]
+    return Word.HOLDS_IN_PART if {Word.HOLDS, Word.HOLDS_IN_PART} & {*words} else Word.FALLS_SHORT
 
 
 def _no_cell(claim: Claim, test: Test) -> str:

@@ -1,6 +1,6 @@
 """The sides of a comparison: runs by path, or by the name of a GPU.
 
-    runs/A               a run
+    runs/A               a run, or the runs of a survey
     H100, "RTX 4090"     the runs on a GPU, by words of its name
 
 A GPU means its runs of the suites that all sides have. Where several runs of a side hold a case,
@@ -19,13 +19,13 @@ from string import ascii_uppercase
 import numpy as np
 import pandas as pd
 
+from sparsebench._gpus import names_device, unknown_gpu
 from sparsebench.errors import ResultError
-from sparsebench.results.run import store
+from sparsebench.results.run import bundle, store
 from sparsebench.results.run.provenance import (
     Choices,
     choices_of,
     device_name,
-    names_device,
 )
 from sparsebench.results.run.store import StoredRun
 from sparsebench.results.tables.analysis import Analysis, analyse, on_same_zeros
@@ -145,20 +145,21 @@ def find(texts: Sequence[str], among: Iterable[Path]) -> list[Side]:
     """
     if not 2 <= len(texts) <= MOST:
         raise ResultError(f"compare: expected 2 to {MOST} runs or names, found {len(texts)}")
-    paths = {text: Path(text) for text in texts if (Path(text) / "run.json").exists()}
-    for text in texts:
-        if text not in paths and Path(text).exists():
+    paths = {text: bundle.runs_of(Path(text)) for text in texts if Path(text).is_dir()}
+    for text, (first, *_) in paths.items():
+        if not (first / "run.json").exists():
             raise ResultError(f"{text}: expected the directory of a run, found no run.json in it")
     if len(paths) == len(set(texts)):
-        runs = [store.read(paths[text]) for text in texts]
-        return [side(r, name=n) for r, n in zip(runs, distinct_names(runs), strict=True)]
+        runs = [[store.read(path) for path in paths[text]] for text in texts]
+        names = distinct_names([first for first, *_ in runs])
+        return [side(*each, name=name) for each, name in zip(runs, names, strict=True)]
     folders = [*among]
     candidates = []
     for path in bundles(folders):
         with store.neighbour():
             candidates.append(_Candidate.read(path))
     runs_of = {
-        text: [_Candidate.read(paths[text])]
+        text: [_Candidate.read(path) for path in paths[text]]
         if text in paths
         else _matches(text, candidates, folders)
         for text in texts
@@ -172,7 +173,7 @@ def find(texts: Sequence[str], among: Iterable[Path]) -> list[Side]:
     return [
         side(
             *_read_runs(text, [each.path for each in runs if each.suite in suites], text in paths),
-            name=paths[text].resolve().name if text in paths else text,
+            name=Path(text).resolve().name if text in paths else text,
         )
         for text, runs in runs_of.items()
     ]
@@ -213,10 +214,9 @@ def _matches(text: str, runs: list[_Candidate], folders: Sequence[Path]) -> list
     if devices:
         return [run for run in runs if run.device in devices]
     names = {short_name(run.device) for run in runs}
-    near = {name.lower(): name for name in names}
-    near |= {run.path.name.lower(): str(run.path) for run in runs}
+    near = {run.path.name.lower(): str(run.path) for run in runs}
     close = get_close_matches(text.lower(), near, 1)
-    hint = f"; did you mean {near[close[0]]}?" if close else ""
+    hint = unknown_gpu(text, names) or (f"; did you mean {near[close[0]]}?" if close else "")
     raise ResultError(
         f"{text}: expected the path of a run (also for a commit, a card or a library), or a GPU "
         f"({_few(names)}) of the runs below {' and '.join(map(str, folders))}; found none of that "

@@ -37,6 +37,7 @@ from sparsebench.results.record import OLDER_ROWS, ROWS_SCHEMA
 
 MANIFEST_SCHEMA = "sparsebench/manifest@1"
 MANIFEST, LOCK, ROWS = "manifest.json", "lock.txt", "rows.jsonl"
+SURVEY = "survey.json"  # of a folder with the runs of a survey: decide, screen (harness/new_gpu)
 REQUIRED = {"suite.yaml", "environment.json", "run.json", ROWS, LOCK}
 UNSEALED = {MANIFEST, "report.html", "worker.log", "failures.log"}
 UNFINISHED = ".new"  # suffix of a replacement that a killed process left
@@ -123,6 +124,23 @@ def require_directory(run: Path) -> None:
     """Raise ResultError unless the directory of a run exists."""
     if not run.is_dir():
         raise ResultError(f"{run}: expected the directory of a run, found none")
+    if (run / SURVEY).is_file():
+        runs = " or ".join(str(each) for each in runs_of(run))
+        raise ResultError(f"{run}: expected the directory of one run, found a survey; name {runs}")
+
+
+def runs_of(path: Path) -> list[Path]:
+    """Return the runs of a survey, the one with verdicts first, or the directory of a run alone.
+
+    Raises ResultError if there is no directory, or if a survey stopped before its first run.
+    """
+    if not (path / SURVEY).is_file():
+        require_directory(path)
+        return [path]
+    runs = sorted(file.parent for file in path.glob("*/run.json"))
+    if not runs:
+        raise ResultError(f"{path}: expected a survey with a run, found none; its time was over")
+    return runs
 
 
 def _manifest(path: Path) -> dict[str, str]:

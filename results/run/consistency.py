@@ -23,7 +23,7 @@ from sparsebench.results.formatting import amount
 from sparsebench.results.record import Row, Status
 from sparsebench.results.run.bundle import ROWS
 from sparsebench.results.run.provenance import device_name, on_gpu
-from sparsebench.results.run.store import StoredRun
+from sparsebench.results.run.store import BUDGET, StoredRun
 from sparsebench.results.statistics.ratio import FEWEST
 
 FIRST = datetime(2024, 1, 1, tzinfo=UTC)  # no run is older
@@ -38,14 +38,15 @@ def check_consistency(run: StoredRun) -> Iterator[str]:
     """Yield one line for each check that passes; raises ResultError at the first failure.
 
     No line is about nothing, such as times on a CPU, which have no hardware limit. The run is
-    finished, and its dates are possible. All rows are from its device, or from that of their shard.
-    Every replicate has the same cases, each once, and A/A pairs. Only ok rows have samples, all
-    finite and positive, and no row has those of another row or repeats its own. Errors are within
-    their bounds, every contest drew its own activations, and on a GPU no time is below the least
-    that the ceilings allow. A problem has the same operands in all rows.
+    finished or used up its budget, and its dates are possible. All rows are from its device, or
+    from that of their shard. Every replicate has the same cases, each once, and A/A pairs. Only ok
+    rows have samples, all finite and positive, and no row has those of another row or repeats its
+    own. Errors are within their bounds, every contest drew its own activations, and on a GPU no
+    time is below the least that the ceilings allow. A problem has the same operands in all rows.
     """
     status, rows = run.state.get("status"), [*run.reference, *run.rows]
-    if status != "finished" or not rows:
+    ended = status == "finished" or run.state.get("ended_by") == BUDGET
+    if not ended or not rows:
         actual = f"{status} with {amount(len(rows), 'row')}"
         raise ResultError(f"{run.path / 'run.json'}: expected a finished run, found {actual}")
     if dates := _possible_dates(run):
@@ -53,7 +54,8 @@ def check_consistency(run: StoredRun) -> Iterator[str]:
     devices = ", ".join(dict.fromkeys([device_name(run.environment), _devices(run, rows)]))
     shards = run.state.get("shards", [])
     source = f"from {len(shards)} shards on" if len(shards) > 1 else "all from"
-    yield f"rows: {len(rows)}, complete, {source} {devices}"
+    whole = "complete" if status == "finished" else "as many as its budget allowed"
+    yield f"rows: {len(rows)}, {whole}, {source} {devices}"
     replicates = _equal_replicates(run, rows)
     look = "" if replicates >= FEWEST else f": a look; a verdict needs at least {FEWEST}"
     yield f"replicates: {replicates}, each with the same cases, no case twice{look}"

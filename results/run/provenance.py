@@ -87,20 +87,14 @@ def device_name(environment: Mapping[str, Any]) -> str:
     return facts.get("gpu.name") or facts.get("cpu.name") or "an unnamed device"
 
 
+def folder_name(device: str) -> str:
+    """Return a device's name for a folder: `nvidia-h100-80gb-hbm3`."""
+    return re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
+
+
 def on_gpu(environment: Mapping[str, Any]) -> bool:
     """Return whether the device is a GPU."""
     return bool(environment.get("gpu"))
-
-
-def names_device(name: str, device: str) -> bool:
-    """Return whether a device's name has every word of `name`, in any case: H20 is not H200.
-
-    A word may join several words of the device's name: RTX4090 is RTX 4090.
-    """
-    words = _words(device)
-    spans = {"".join(words[i:j]) for i in range(len(words)) for j in range(i + 1, len(words) + 1)}
-    parts = {*_words(name)}
-    return bool(parts) and parts <= spans
 
 
 def device_title(environment: Mapping[str, Any]) -> str:
@@ -154,10 +148,6 @@ def flat(data: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
         elif value is not None and value != "":
             facts[prefix + name] = str(value)
     return facts
-
-
-def _words(name: str) -> list[str]:
-    return re.findall("[a-z0-9]+", name.lower())
 
 
 def _short(value: Any) -> str:

@@ -2,7 +2,8 @@
 
     suite.yaml        the suite, byte for byte, from which the run can be reproduced
     environment.json  GPU, driver, clocks, library versions, commit, host
-    run.json          flags, status (running, finished, interrupted), seconds by phase
+    run.json          flags, status (running, finished, interrupted), seconds by phase; `ended_by`
+                      if an interrupted run has what its time budget allowed
     rows.jsonl        a schema line, then one row per line; appended and synced per contest
     worker.log        output of kernels and compilers
     failures.log      traceback of every failed case, if any failed
@@ -41,6 +42,7 @@ ENVIRONMENT_SCHEMA = "sparsebench/environment@1"
 RUN_SCHEMA = "sparsebench/run@1"
 ROW_BYTES = 2**20  # the longest published row has 49 KB
 REPLICATES = 1000  # most processes of a run
+BUDGET = "budget"  # ended an interrupted run, in place of a signal or a crash
 _PART = r"[^\s/:;,'\"`()\[\]<>|]"  # a character of a file's name
 _PATH = re.compile(rf"(?<![\w/])(?:~|\.{{1,2}})?/(?:{_PART}+/)+({_PART}*)")
 _ROW = TypeAdapter(Row)
@@ -86,6 +88,7 @@ class _State(_Typed):
     seconds: Seconds = 0.0
     wall_s: Seconds = 0.0
     contests: dict[str, Count] = {}
+    ended_by: Literal["budget"] | None = None
     cases: dict[str, Count] = {}
     spent_s: dict[str, Seconds] = {}
     confirms: dict[str, Any] = {}

@@ -17,7 +17,7 @@ from tests.tools.paths import PUBLISHED
 pytestmark = pytest.mark.browser
 
 PAGES = ["report", "site", "runs", "run", "format", "kernel", "claims", "claim"]
-PAGES += ["glossary", "comparison"]
+PAGES += ["glossary", "welcome", "comparison"]
 WAYS = [(1280, "light", "screen"), (400, "light", "screen"), (1280, "dark", "screen")]
 WAYS += [(400, "dark", "screen"), (1280, "light", "print")]
 
@@ -35,6 +35,7 @@ def places(report: Path, site: Path, tmp_path_factory: pytest.TempPathFactory) -
         "comparison": comparison,
         "compared": compared,
         "glossary": site / "glossary.html",
+        "welcome": site / "welcome.html",
         "report": report,
         "site": site / "index.html",
         "runs": site / "runs.html",

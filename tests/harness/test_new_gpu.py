@@ -16,6 +16,7 @@ from sparsebench.harness.new_gpu.choices import coarse, deciding, probe
 from sparsebench.harness.plan.suite import read
 from sparsebench.harness.run.measure import Progress, RunOptions, measure
 from sparsebench.harness.run.run_json import Flags
+from sparsebench.harness.run.validation import validate
 from sparsebench.reports import survey_page
 from sparsebench.reports.survey_page import write
 from sparsebench.results.run import bundle, store
@@ -110,6 +111,22 @@ def test_later_processes_repeat_what_the_first_one_reached(small, monkeypatch) -
     assert run.state["status"] == "interrupted"
 
 
+def test_a_run_that_its_budget_ended_is_valid_and_has_one_set_of_cases(small, monkeypatch) -> None:
+    """The third process has time for fewer contests than the first, which loses the others."""
+    seconds = count()
+    monkeypatch.setattr("sparsebench.harness.run.measure.monotonic", lambda: next(seconds))
+    options, flags = RunOptions(until=26.0, even=True), Flags("sim", replicates=4)
+    path = measure(read(surveys.SUITE), flags, small, None, options)
+    before = {row.replicate: row for row in store.rows(path)}
+    surveys.keep_equal_processes(path)
+    run = store.read(path)
+    assert run.state["ended_by"] == "budget"
+    assert len(before) == run.state["flags"]["replicates"]
+    assert run.state["contests"]["done"] < run.state["contests"]["of"]
+    lines = [line.text for line in validate(path)]
+    assert "of the problems that its budget allowed" in lines[-1]
+
+
 def test_a_budget_below_one_process_is_refused_in_one_line(tmp_path, monkeypatch, capfd) -> None:
     timed(monkeypatch)
     options = "--device", "sim", "--budget", "60s", "--out", str(tmp_path / "survey")
@@ -186,6 +203,8 @@ def test_the_page_has_the_answer_and_other_devices(pool, small, tmp_path, monkey
     assert "http" not in page.replace("http://www.w3.org", "")
     assert (small / "screen/report.html").exists()
     assert (small / "decide/report.html").exists()
+    for command in ("publish", "contribute"):
+        assert f"sparsebench {command} {small}" in printed
 
 
 def test_missing_runs_of_other_gpus_are_an_error(small, monkeypatch, capfd) -> None:

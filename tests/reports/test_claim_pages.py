@@ -2,7 +2,10 @@
 
 import re
 from dataclasses import replace
+from itertools import product
+from typing import Any
 
+import pytest
 import yaml
 
 from sparsebench.harness.claims.checking import evidence
@@ -15,6 +18,7 @@ from sparsebench.reports.claims.pages import (
     lines,
     pages,
 )
+from sparsebench.reports.claims.sheets import plain_words
 from sparsebench.reports.site import run_folder
 from sparsebench.reports.site.pages import Site
 from sparsebench.reports.site.publish import publish
@@ -45,7 +49,7 @@ def entry(*cells: ClaimCell, **changed: object) -> ClaimEntry:
 
 def page(of: ClaimEntry) -> str:
     texts = dict(alone([of], "1.0"))
-    assert set(texts) == {"style.css", "claims/index.html", "claims/mine.html"}
+    assert set(texts) == {"style.css", "report.js", "claims/index.html", "claims/mine.html"}
     return texts["claims/mine.html"]
 
 
@@ -120,12 +124,70 @@ def test_a_table_counts_a_problem_once() -> None:
     assert text.count("not counted") == 3
 
 
+WORDS: list[tuple[dict[str, Any], list[float], str]] = [
+    ({}, [2.5], "holds"),
+    ({"claimed": "twice"}, [1.64], "falls short: 1.64× of twice"),
+    ({}, [1.64, 1.2], "falls short: best 1.64× of 2×"),
+    ({"quantifier": "typical"}, [1.64, 1.64], "falls short: mean 1.64× of 2×"),
+    ({"quantifier": "for_all"}, [2.5, 1.2, 2.6], "holds in 2 of 3 cells"),
+    ({"proxy": "a kernel", "missing": "it"}, [2.5], "measured under other conditions: 2.50×"),
+    ({"hardware": {"scope": "named", "gpus": ["B200"]}}, [1.5], "measured under other conditions"),
+]
+
+
+@pytest.mark.parametrize(("changed", "values", "words"), WORDS)
+def test_a_verdict_is_written_in_plain_words_with_its_numbers(changed, values, words) -> None:
+    claim = claimed(**changed)
+    cells = [cell(claim, spread(value), f"p{i}") for i, value in enumerate(values)]
+    (verdict,) = entry(*cells, **changed).verdicts
+    assert plain_words(verdict).startswith(words)
+
+
+def test_a_claim_of_two_tests_holds_in_tests_or_else_in_cells() -> None:
+    first = yaml.safe_load(CLAIM)["tests"][0] | {"quantifier": "for_all"}
+    tests = [first | {"name": name} for name in ("one", "two")]
+
+    def words(*values: tuple[str, float]) -> str:
+        of = claimed(tests=tests)
+        cells = [
+            replace(cell(of, spread(value), f"p{i}"), test=name)
+            for i, (name, value) in enumerate(values)
+        ]
+        problems = {n: {c.problem for c in cells if c.test == n} for n in ("one", "two")}
+        planned = PlannedClaim(written(tests=tests), problems)
+        return plain_words(ClaimEntry(planned, cells).verdicts[0])
+
+    assert words(("one", 2.5), ("two", 1.5)) == "holds in 1 of 2 tests"
+    assert words(("one", 2.5), ("one", 1.5), ("two", 1.5)) == "holds in 1 of 3 cells"
+
+
+@pytest.mark.parametrize("quantifier", ["exists", "typical", "for_all"])
+def test_a_claim_that_every_cell_misses_never_holds_in_part(quantifier: str) -> None:
+    for values in product((0.5, 1.0, 1.5, 1.9), repeat=2):
+        claim = claimed(quantifier=quantifier)
+        cells = [cell(claim, spread(value), f"p{i}") for i, value in enumerate(values)]
+        (verdict,) = entry(*cells, quantifier=quantifier).verdicts
+        assert "holds" not in plain_words(verdict)
+
+
+def test_the_table_can_be_narrowed_by_what_its_rows_say() -> None:
+    claim = claimed()
+    texts = dict(alone([entry(cell(claim, spread(2.5)))], "1.0"))
+    table = texts["claims/index.html"]
+    for name, value in re.findall(r'data-(verdict|gpu|conditions)="([^"]+)"', table):
+        label = {"gpu": "GPU"}.get(name, name)
+        assert f"<option>{value}</option>" in table.partition(f'<select name="{label}"')[2]
+    assert "tested: " not in table
+    stated = dict(alone([entry(cell(claim, spread(1.5)), claimed="twice")], "1.0"))
+    assert "tested: speedup ≥ 2× in a cell" in stated["claims/index.html"]
+
+
 def test_a_verdict_comes_before_a_device_that_ran_nothing() -> None:
     claim = claimed()
     real = cell(claim, spread(2.5), device="NVIDIA H200")
     none = cell(claim, [1.0], device="A CPU", reason="it needs a GPU")
     text = page(entry(none, real))
-    assert ": reproduced · sparsebench</title>" in text
+    assert ": holds · sparsebench</title>" in text
 
 
 def test_a_site_judges_claims_by_its_runs_and_links_to_them(tmp_path, monkeypatch) -> None:
@@ -139,8 +201,8 @@ def test_a_site_judges_claims_by_its_runs_and_links_to_them(tmp_path, monkeypatc
     assert re.findall(r'<span class="badge \w+">(\d) ', table)
     text = (tmp_path / "site" / "claims" / "twell-2026-training.html").read_text()
     (verdict,) = evidence(read_claims(["twell-2026-training"]), [STEP]).verdicts().popitem()[1]
-    assert (verdict.word, verdict.basis) == (Word.PARTLY, Basis.PROXY)
-    assert f": {verdict.word} · sparsebench</title>" in text
+    assert (verdict.word, verdict.basis) == (Word.OTHER_CONDITIONS, Basis.PROXY)
+    assert f": {plain_words(verdict)} · sparsebench</title>" in text
     assert '<a href="../h200/ffn-step/index.html">h200/ffn-step</a>' in text
     again = publish([STEP], tmp_path / "site", Site(claims=plan), lambda run: None)
     assert again.written == []

@@ -192,6 +192,15 @@ def test_a_site_has_pages_downloads_feed_and_citation(site: Path) -> None:
     assert (site / "kernels" / "ffn_step_sparse.html").exists()
 
 
+def test_a_page_asks_for_the_gpus_without_rows(site: Path) -> None:
+    page = (site / "welcome.html").read_text()
+    measured, _, wanted = page.partition("<h2>GPUs without rows</h2>")
+    assert '<td data-head="device">NVIDIA H200</td>' in measured
+    assert "Ada: L40S, RTX 4090" in wanted
+    assert "sparsebench contribute mine" in wanted
+    assert 'href="welcome.html"' in (site / "index.html").read_text()
+
+
 def test_a_run_that_is_added_leaves_the_others_as_they_are(site: Path, tmp_path: Path) -> None:
     before = {path: path.stat().st_mtime_ns for path in site.glob("h200/*/*")}
     done = publish([copied(tmp_path / "other", commit="1" * 40)], site, Site(), unchecked)

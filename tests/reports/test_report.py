@@ -299,6 +299,15 @@ def test_costs_are_written_in_a_line_for_each_format() -> None:
     assert re.search(r"BSR: .*; conversion 900 µs, paid back after [\d–,]+ calls", text)
 
 
+def test_the_figures_of_all_choices_have_one_axis() -> None:
+    """The data range of each choice differs, so figures with axes of their own would, too."""
+    page = report_of(run(sweep()))
+    figures = re.findall(r'<svg[^>]*aria-label="Speedup over dense by [^"]*".*?</svg>', page)
+    grids = {re.search(r'<path d="([^"]*)" [^>]*opacity="0.13"', each)[1] for each in figures}
+    assert len(figures) > 1
+    assert len(grids) == 1
+
+
 def test_a_failing_figure_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(answer, "SIDES", None)
     place = r"figure answer \(sparsebench.reports.figures.answer\): TypeError"

@@ -70,6 +70,27 @@ def test_the_answer_is_a_sentence() -> None:
     assert "linear, bf16, m 1, 64 × 64, 90 %, 16 × 16 blocks" in text
 
 
+def test_a_kernel_from_outside_stands_beside_all_its_rivals() -> None:
+    """Two kernels of one format: a grid shows the faster one alone."""
+    rival = replace(BSR, kernel="acme.fast")
+    whole = run(8, 50.0)
+    more = [
+        replace(row, case=Case(row.case.problem, rival), samples_us=(row.samples_us[0] * 1.3,))
+        for row in whole.rows
+        if row.case.contender == BSR
+    ]
+    both = replace(whole, rows=[*whole.rows, *more])
+    assert "beside its rivals" not in text_of(both)  # a kernel that the package had once
+    outside = replace(both, environment={"plugins": {"acme": {}}})
+    shown = lines(outside)
+    start = next(i for i, line in enumerate(shown) if "acme.fast beside its rivals" in line)
+    names = [line.split()[0] for line in shown[start + 2 : start + 5]]
+    assert names == ["bsr_triton", "acme.fast", "cublas"]
+    assert "1.54" in shown[start + 3]
+    assert "acme.fast" in answer_markdown(analyse(outside))
+    assert "beside its rivals" in report_of(outside)
+
+
 def test_the_answer_is_for_each_dtype() -> None:
     half, full = run(8, 125.0), run(8, 50.0)
     rows = [

@@ -366,7 +366,8 @@ def test_a_broken_run_beside_others_is_left_out(name, folder, tmp_path, monkeypa
     ("name", "match"),
     [
         ("NVIDIA", "expected one match, found NVIDIA H100 80GB HBM3, NVIDIA H200"),
-        ("H20", "did you mean H200"),
+        ("H2OO", "did you mean H200"),
+        ("H20", "no published run is on such a GPU"),
         ("secnd", "did you mean .*/second"),
         ("torch==2.1", "the path of a run .also for a commit, a card or a library"),
         ("x", r"or a GPU \(H100, H200\)"),

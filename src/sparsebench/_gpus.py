@@ -1,0 +1,99 @@
+"""GPUs by the names that people type, and the GPUs that have no published rows yet.
+
+    H200, h200 sxm, NVIDIA H200        NVIDIA H200
+    H100, h100-80gb, h100-sxm5         NVIDIA H100 80GB HBM3
+    RTX4090, rtx 4090, 4090            NVIDIA GeForce RTX 4090
+    Hopper                             every GPU of the generation
+
+A text names a device if the device has every word of it, or if the device's maker calls it so
+(FORMS). H20 is not H200, and H100 PCIe is not the H100 with HBM3: their clocks and memories differ.
+"""
+
+import json
+import re
+from collections.abc import Iterable
+from difflib import get_close_matches
+from importlib.resources import files
+
+GENERATIONS = {
+    "Volta": ("V100", "Titan V"),
+    "Turing": ("T4", "RTX 2080 Ti"),
+    "Ampere": ("A100", "A800", "A40", "A30", "A10", "RTX A6000", "RTX 3080", "RTX 3090"),
+    "Ada": ("L40", "L40S", "L4", "RTX 6000 Ada", "RTX 4080", "RTX 4090"),
+    "Hopper": ("H100", "H200", "H800", "H20", "GH200"),
+    "Blackwell": ("B100", "B200", "B300", "GB200", "GB300", "GB10", "RTX PRO 6000", "RTX 5090"),
+}
+"""GPUs by generation, with the words by which their names differ."""
+
+WANTED = ("A100", "L40S", "RTX 4090", "B200", "B300", "RTX 5090", "RTX PRO 6000", "GB10")
+"""GPUs of which results are missed most; the kernels run from compute capability 8.0 on."""
+
+FORMS = (
+    ({"h100", "hbm3"}, {"sxm", "sxm5"}),
+    ({"h200"}, {"sxm", "sxm5", "141gb", "hbm3e"}),
+    ({"a100", "sxm4"}, {"sxm"}),
+    ({"b200"}, {"sxm", "sxm6", "hbm3e"}),
+)
+"""Words of a device's name, and words that people use for the same board."""
+
+OTHER_FORMS = {"nvl", "pcie"}
+LETTERS = str.maketrans("oil", "011")  # typed for the digits of a model
+
+
+def names_device(name: str, device: str) -> bool:
+    """Return whether `name` means a device: it has every word of it, in any case.
+
+    A word may join several words of the device's name: RTX4090 is RTX 4090.
+    """
+    words = _words(device)
+    spans = {"".join(words[i:j]) for i in range(len(words)) for j in range(i + 1, len(words) + 1)}
+    spans |= {generation_of(device).lower()} - {""}
+    for of_board, typed in FORMS:
+        if of_board <= {*words} and OTHER_FORMS.isdisjoint(words):
+            spans |= typed
+    parts = {*_words(name)}
+    return bool(parts) and parts <= spans
+
+
+def generation_of(device: str) -> str:
+    """Return the generation of a device, such as Hopper; "" if its name is not in GENERATIONS."""
+    words = _words(device)
+    for generation, models in GENERATIONS.items():
+        for model in models:
+            parts = _words(model)
+            if any(words[i : i + len(parts)] == parts for i in range(len(words))):
+                return generation
+    return ""
+
+
+def gpus_with_advice() -> list[str]:
+    """Return the models of the GPUs that `advise` has rows of, such as H200."""
+    file = files("sparsebench.results") / "published" / "advice.json"
+    if not file.is_file():
+        return []
+    devices = [gpu["name"] for gpu in json.loads(file.read_text("utf-8"))["gpus"]]
+    models = [model for models in GENERATIONS.values() for model in models]
+    return [model for model in models for device in devices if names_device(model, device)]
+
+
+def unknown_gpu(text: str, published: Iterable[str]) -> str:
+    """Say what a text may mean that names no published GPU: `; did you mean H100?`."""
+    if generation_of(text):
+        return "; no published run is on such a GPU, and `sparsebench new-gpu` measures one"
+    plain = {"".join(_words(name)).translate(LETTERS): name for name in published}
+    close = get_close_matches("".join(_words(text)).translate(LETTERS), plain, 1)
+    return f"; did you mean {plain[close[0]]}?" if close else ""
+
+
+def without_rows(devices: Iterable[str]) -> dict[str, list[str]]:
+    """Return the WANTED GPUs that none of the devices is, by generation."""
+    measured = [*devices]
+    lacking: dict[str, list[str]] = {}
+    for name in WANTED:
+        if not any(names_device(name, device) for device in measured):
+            lacking.setdefault(generation_of(name), []).append(name)
+    return lacking
+
+
+def _words(name: str) -> list[str]:
+    return re.findall("[a-z0-9]+", name.lower())
