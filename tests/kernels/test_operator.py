@@ -35,6 +35,8 @@ from sparsebench.kernels._common.operator import (
 from sparsebench.kernels._common.product import Product
 from sparsebench.kernels._common.search import Search, Trial
 from sparsebench.kernels._kernel import Operands
+from sparsebench.kernels.nn._bsr_pattern import pattern_of
+from sparsebench.nn import BlockSparseLinear
 from sparsebench.results.record import Problem
 
 GPU = SimpleNamespace(major=9, minor=0, multi_processor_count=132, name="NVIDIA H200")
@@ -243,6 +245,15 @@ def test_calls_ahead_compile_what_other_numbers_of_tokens_take(gpu, monkeypatch)
     with ahead(search=False):
         plans.select(Call(256))
     assert compiled == [64, 64, 16, 64]
+
+
+def test_a_layer_plans_each_number_that_it_is_given(gpu: Path) -> None:
+    layer = BlockSparseLinear(64, 64, block=32, sparsity=0)
+    pattern = pattern_of(layer.offsets, layer.columns)
+    pattern.operator = uncompiled()
+    layer.plan([64, 32], search=False)
+    plans = pattern.operator.plans.items()
+    assert {call.m: plan.by for call, plan in plans} == {64: "model", 32: "model"}
 
 
 def test_threads_may_call_while_others_plan(gpu: Path) -> None:
