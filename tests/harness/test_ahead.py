@@ -22,6 +22,10 @@ GPU = SimpleNamespace(major=9, minor=0, multi_processor_count=132, name="NVIDIA 
 CUDA = torch.device("cuda")
 
 
+def problem_of(m: int) -> dict[str, Any]:
+    return {"op": "linear", "m": m, "n": 64, "k": 64, "density": 0.5}
+
+
 class PlannedLayer(torch.nn.Module):
     """A layer whose search takes 64 tokens in a work item, whatever it plans."""
 
@@ -36,7 +40,7 @@ class PlannedLayer(torch.nn.Module):
             for m in tokens:
                 product = Product(lambda: None, code="sass:1")
                 choice = {"kernel": "small", "tokens": 64}
-                selected.append(Selected(product, choice, "search", {"op": "linear", "m": m}))
+                selected.append(Selected(product, choice, "search", problem_of(m)))
 
 
 @pytest.fixture
@@ -77,7 +81,7 @@ def test_the_file_of_a_checkpoint_is_taken_when_it_is_loaded(layer, checkpoint: 
     layer.planned.clear()
     loaded(checkpoint)
     assert sorted(layer.planned) == [(1, False), (8, False), (32, False)]
-    chosen = choices.of_checkpoints()[choices.key({"op": "linear", "m": 8})]
+    chosen = choices.of_checkpoints()[choices.key(problem_of(8))]
     assert chosen == {"kernel": "small", "tokens": 64, "code": "sass:1"}
 
 
@@ -101,6 +105,7 @@ def test_if_the_time_is_up_the_file_has_what_was_reached(layer, checkpoint: Path
         ("layers", "expected layers .*, found 0123"),
         ("tokens", "expected a first line with 'tuned'"),
         ("empty", "expected a first line with 'tuned', found ''"),
+        ("nested", r"expected a first line with 'tuned', found '\[\[\["),
     ],
 )
 def test_a_file_that_does_not_fit_is_one_line_and_changes_nothing(
@@ -113,6 +118,8 @@ def test_a_file_that_does_not_fit_is_one_line_and_changes_nothing(
     header |= {"version": {"version": "0.1"}, "layers": {"layers": "0123"}}.get(change, {})
     header |= {"tokens": "many"} if change == "tokens" else {}
     file.write_text("\n".join([json.dumps({"tuned": header}), *rest, ""]) * (change != "empty"))
+    if change == "nested":
+        file.write_text("[" * 100_000)
     if change == "gpu":
         file.rename(checkpoint / "sparsebench-sm80_108.choices")
     with pytest.warns(UserWarning, match=message) as caught:

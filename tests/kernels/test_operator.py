@@ -297,6 +297,12 @@ def test_choices_of_a_checkpoint_come_before_those_of_the_cache(cache, monkeypat
         "\x00\xff",
         json.dumps({"problem": PROBLEM, "kernel": "gone", "config": {}}),
         json.dumps({"problem": PROBLEM, "kernel": "small", "config": {"tokens": 32}}),
+        "[" * 100_000,
+        json.dumps({"problem": {"op": "bsr.linear"}, "kernel": "small", "config": {}}),
+        *[
+            json.dumps({"problem": PROBLEM | {"m": m}, "kernel": "small", "config": {"tokens": 16}})
+            for m in ("63", None, [63], 10**400, -1)
+        ],
     ],
 )
 def test_a_damaged_or_outdated_line_costs_a_search(cache: Path, line: str) -> None:
@@ -304,6 +310,7 @@ def test_a_damaged_or_outdated_line_costs_a_search(cache: Path, line: str) -> No
     file.write_text(line + "\n", encoding="utf-8")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
+        assert operator().select(1).by == "model"
         assert operator().select(1, timed).by == "search"
 
 

@@ -151,7 +151,7 @@ def _header(file: Path) -> dict[str, Any]:
     """Return what a file was made for. Raises FormatError."""
     with file.open(encoding="utf-8", errors="replace") as text:
         first = text.readline()
-    with suppress(ValueError, KeyError, TypeError):
+    with suppress(ValueError, KeyError, TypeError, RecursionError):
         header: dict[str, Any] = json.loads(first)[choices.HEADER]
         if all(isinstance(m, int) and 0 < m <= MOST for m in header["tokens"]):
             return header
