@@ -101,9 +101,14 @@ _FILES: dict[Path, Choices] = {}
 
 
 def read(file: Path) -> Choices:
+    """Return the choices of a file by problem, as they were when this process read it first."""
+    if file not in _FILES:
+        _FILES[file] = parse(file)
+    return _FILES[file]
+
+
+def parse(file: Path) -> Choices:
     """Return the choices of a file by problem; none if it cannot be read."""
-    if file in _FILES:
-        return _FILES[file]
     choices: Choices = {}
     try:
         text = file.read_text("utf-8", errors="replace")
@@ -124,7 +129,6 @@ def read(file: Path) -> Choices:
             choices[key(problem)] = choice
         except (ValueError, KeyError, TypeError, RecursionError):
             _warn(f"{file}: a line that is no choice is skipped: {line[:60]!r}")
-    _FILES[file] = choices
     return choices
 
 

@@ -85,6 +85,42 @@ def test_the_file_of_a_checkpoint_is_taken_when_it_is_loaded(layer, checkpoint: 
     assert chosen == {"kernel": "small", "tokens": 64, "code": "sass:1"}
 
 
+def test_a_file_that_is_written_again_is_read_again(layer, checkpoint: Path) -> None:
+    tuned(checkpoint)
+    loaded(checkpoint)
+    file = planning.file_of(checkpoint, CUDA)
+    file.write_text(file.read_text().replace('"tokens": 64', '"tokens": 32'))
+    loaded(checkpoint)
+    assert choices.of_checkpoints()[choices.key(problem_of(8))]["tokens"] == 32
+
+
+def test_a_folder_that_cannot_be_written_is_an_error_before_the_search(layer, checkpoint) -> None:
+    (checkpoint / "file").write_text("")
+    model = loaded(checkpoint)
+    layer.planned.clear()
+    with pytest.raises(OSError, match="file"):
+        tuned(checkpoint, model, out=checkpoint / "file" / "below")
+    assert not layer.planned
+    tuned(checkpoint, model, out=checkpoint / "a" / "b")
+    assert planning.file_of(checkpoint / "a" / "b", CUDA).exists()
+
+
+def test_one_layer_of_each_kind_is_planned_on_each_gpu(monkeypatch) -> None:
+    model = sparsify_(tiny(dtype=torch.bfloat16), TwoFour(), tokens=())
+    names = [*planning.describe(model)]
+    devices = {name: ["cuda:0"] for name in names if "layers.0" in name}
+    devices |= {name: ["cuda:1"] for name in names if "layers.1" in name}
+    devices[names[-1]] = ["meta", "cuda:1"]  # offloaded in part
+    of_layer = {model.get_submodule(name): devices[name] for name in names}
+
+    def tensors(layer: torch.nn.Module) -> list[Any]:
+        return [SimpleNamespace(device=torch.device(device)) for device in of_layer[layer]]
+
+    monkeypatch.setattr(planning, "_tensors", tensors)
+    whole = {(str(planning.describe(model)[name]), *devices[name]) for name in names[:-1]}
+    assert len(planning.kinds_of(model)) == len(whole) > len({kind for kind, _ in whole})
+
+
 def test_without_a_file_the_powers_of_two_are_planned(layer, checkpoint: Path) -> None:
     loaded(checkpoint)
     assert sorted(layer.planned) == [(m, False) for m in planning.POWERS]
