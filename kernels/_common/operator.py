@@ -239,11 +239,9 @@ class Operator:
                 raise Unsupported(f"pinned choice: {expected}")
             return plan_first([candidates], str(pinned.get("by", "pinned")), problem)
         file = lists.user_file(self.device, self.names)
+        stores = {"cache": lists.process_choices(file), "package": lists.package(self.device)}
         if earlier is None:
-            stores = {"checkpoint": lists.of_checkpoints(), "cache": lists.read(file)}
-        else:
-            stores = {"cache": lists.process_choices(file)}
-        stores["package"] = lists.package(self.device)
+            stores = {"checkpoint": lists.of_checkpoints(), **stores, "cache": lists.read(file)}
         if cover is not None:
             with suppress(Unsupported), without_compiler():
                 return self._unsearched(call, problem, stores, engines=1)
@@ -294,8 +292,7 @@ class Operator:
 
     def _problem(self, call: Hashable) -> dict[str, Any]:
         """Return the problem of a call; one of a single engine is a separate line of a list."""
-        fields = self.problem(call)
-        return fields if self.likeliest else {**fields, "kernel": self.names[0]}
+        return self.problem(call) | ({} if self.likeliest else {"kernel": self.names[0]})
 
     def _candidates(self, call: Hashable, *, closed: bool = False) -> list[Iterator[Candidate]]:
         """Return the candidates of each engine, the likeliest engines and candidates first."""
@@ -324,10 +321,8 @@ class Operator:
 
     def _candidates_of(self, call: Hashable, choice: Mapping[str, Any] | None) -> list[Candidate]:
         """Return the candidate that a choice names, if there still is such a configuration."""
-        if not choice:
-            return []
         for engine in self.engines:
-            if engine.name == choice.get("kernel"):
+            if choice and engine.name == choice.get("kernel"):
                 with suppress(TypeError, Unsupported):
                     return [*engine.candidates(self.weight(call), call, choice)]
         return []

@@ -328,12 +328,10 @@ class BlockSparseLinear(nn.Linear):
                 trained; False plans Y alone, and takes what is listed
         """
         self._recordings.clear()
+        plan = self._search if search else self._select
         with torch.no_grad(), ahead(search=search):
             for m in tokens:
-                if search:
-                    self._search(m)
-                else:
-                    self._select(m)
+                plan(m)
         return self
 
     def _select(self, m: int) -> None:
