@@ -43,6 +43,7 @@ Choices = dict[str, dict[str, Any]]
 LARGER = 2  # choices for more tokens that a search times
 REACH = 1.0  # |log2| of a ratio of sizes, at most: a factor of 2
 SIZES = "m", "n", "k", "density"
+MOST = 2**53  # of a size, so that ratios of sizes are numbers
 HEADER = "tuned"  # key of the first line of a checkpoint's file
 
 
@@ -100,9 +101,14 @@ _FILES: dict[Path, Choices] = {}
 
 
 def read(file: Path) -> Choices:
+    """Return the choices of a file by problem, as they were when this process read it first."""
+    if file not in _FILES:
+        _FILES[file] = parse(file)
+    return _FILES[file]
+
+
+def parse(file: Path) -> Choices:
     """Return the choices of a file by problem; none if it cannot be read."""
-    if file in _FILES:
-        return _FILES[file]
     choices: Choices = {}
     try:
         text = file.read_text("utf-8", errors="replace")
@@ -117,10 +123,12 @@ def read(file: Path) -> Choices:
                 continue
             code = {"code": written["code"]} if "code" in written else {}
             choice = {"kernel": written["kernel"], **written["config"], **code}
-            choices[key(written["problem"])] = choice
-        except (ValueError, KeyError, TypeError):
+            problem = dict(written["problem"])
+            if not all(0 <= problem[size] <= MOST for size in SIZES):
+                raise ValueError
+            choices[key(problem)] = choice
+        except (ValueError, KeyError, TypeError, RecursionError):
             _warn(f"{file}: a line that is no choice is skipped: {line[:60]!r}")
-    _FILES[file] = choices
     return choices
 
 

@@ -19,11 +19,12 @@ one engine is what a suite and `matmul(kernel=NAME)` run. The first of these pla
                       the fastest in the first (`finalists`)
     nearest           without a search: the entry of a list nearest in size, up to twice
     model             else the first candidate: engines order theirs by the bytes they load
+    larger            else, if no kernel for it is compiled: the product of the cover
 
-So a call of a user never waits for a search. If there is a plan for up to twice as many tokens, it
-waits for nothing: that plan computes it. If it comes again, it gets a plan of its own, of kernels
-that are compiled, which takes about a millisecond. Only without any does it wait for a compiler.
-The plan of a captured call is made outside of the graph (capture.py).
+A call of a user never waits for a search. If there is a plan for up to twice as many tokens, its
+cover, it waits for nothing: the first time, the cover computes it, and the second time it gets a
+plan of its own, of kernels that are compiled, in about a millisecond. It waits for a compiler only
+without a cover, or `ahead`. A captured call is planned outside of the graph (capture.py).
 
 A search also times the choices for more tokens of the same weight (choices.py), so that fewer
 tokens do not take longer. No choice affects a result: plans are always made for the weight at hand.
@@ -34,7 +35,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from contextvars import ContextVar
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
@@ -58,28 +59,28 @@ from sparsebench.kernels._common.search import finalists, part_of
 from sparsebench.kernels._kernel import Kernel, Launch, Operands, Output
 
 PLANS = 64  # that a weight keeps: the ones made last
-UNSEARCHED = "nearest", "model"  # reasons for a choice that nobody measured for these sizes
+LARGER = "larger"  # reason for the product of a cover, which is no cover of others
+UNSEARCHED = "nearest", "model", LARGER  # for choices that nobody measured for these sizes
 
 
-@dataclass(frozen=True)
-class Ahead:
-    """Plans that are made before calls need them: with a search or without, and what was taken."""
+class Ahead(NamedTuple):
+    """How plans are made before calls need them: with a search or without; and the plans taken."""
 
     search: bool
-    selected: "list[Selected]" = field(default_factory=list)
+    selected: list[Selected]
 
 
 _ahead: ContextVar[Ahead | None] = ContextVar("ahead", default=None)
 
 
 @contextmanager
-def ahead(*, search: bool) -> "Iterator[list[Selected]]":
+def ahead(*, search: bool) -> Iterator[list[Selected]]:
     """Let calls of this thread compile, and search or not; list the plans that they take."""
     outer = _ahead.get()
-    now = Ahead(search, outer.selected) if outer else Ahead(search)
-    token = _ahead.set(now)
+    selected = outer.selected if outer else []
+    token = _ahead.set(Ahead(search, selected))
     try:
-        yield now.selected
+        yield selected
     finally:
         _ahead.reset(token)
 
@@ -183,11 +184,12 @@ class Operator:
         now = _ahead.get()
         search = workload if earlier is not None or (now and now.search) else None
         selected = self.plans.get(call)
-        if selected is None or (search is not None and self._can_search(selected)):
-            waits = earlier is not None or now is not None
-            if not waits and (cover := self._cover(call)) and self._is_first(call):
+        waits = earlier is not None or now is not None
+        if selected is None or (waits and self._is_provisional(selected, search)):
+            cover = None if waits else self._cover(call)
+            if cover is not None and self._is_first(call):
                 return cover
-            choose = partial(self._choose, call, search, earlier, waits=waits)
+            choose = partial(self._choose, call, search, earlier, cover, closed=now is not None)
             selected = self.plans[call] = make_lasting(choose, self.device)
             while len(self.plans) > PLANS:
                 self.plans.popitem(last=False)
@@ -195,9 +197,9 @@ class Operator:
             now.selected.append(selected)
         return selected
 
-    def _can_search(self, selected: Selected) -> bool:
-        """Return whether a search may choose better than a plan that a user's call has made."""
-        return self.device.type == "cuda" and selected.by in UNSEARCHED
+    def _is_provisional(self, selected: Selected, search: Workload | None) -> bool:
+        """Return whether a search, or a compiler, may give a better plan than a user's call has."""
+        return self.device.type == "cuda" and selected.by in (UNSEARCHED if search else [LARGER])
 
     def _is_first(self, call: Hashable) -> bool:
         """Return whether a call comes for the first time; one that is captured will be repeated."""
@@ -208,9 +210,10 @@ class Operator:
     def _cover(self, call: Any) -> Selected | None:
         """Return the plan for the fewest tokens that computes a call: at most twice as many."""
         m = getattr(call, "m", 0) if self.device.type == "cuda" else 0
-        larger = [c for c in self.plans if m and isinstance(c, type(call)) and m < c.m <= 2 * m]
-        covers = [c for c in larger if c == call._replace(m=c.m)]
-        return self.plans[min(covers, key=lambda c: c.m)] if covers else None
+        plans = [*self.plans.items()] if m else []  # other threads add and drop plans
+        alike = [(c, plan) for c, plan in plans if isinstance(c, type(call)) and plan.by != LARGER]
+        covers = {c.m: plan for c, plan in alike if m < c.m <= 2 * m and c == call._replace(m=c.m)}
+        return covers[min(covers)] if covers else None
 
     def first(self, call: Hashable) -> Selected:
         """Plan a call in the likeliest configuration that can run it, whatever the lists say."""
@@ -221,31 +224,30 @@ class Operator:
         call: Hashable,
         workload: Workload | None,
         earlier: Earlier | None,
+        cover: Selected | None,
         *,
-        waits: bool,
+        closed: bool,
     ) -> Selected:
+        """Make the plan of a call; with a cover, of compiled kernels alone."""
         if self.device.type != "cuda":
             return plan_first(self._candidates(call), "model", {})
         problem = self._problem(call)
         if earlier and (pinned := earlier.choice):
-            by = str(pinned.get("by", "pinned"))
             if not (candidates := self._candidates_of(call, pinned)):
                 names = ", ".join(self.names)
                 expected = f"expected a configuration of {names}, found {dict(pinned)}"
                 raise Unsupported(f"pinned choice: {expected}")
-            return plan_first([candidates], by, problem)
+            return plan_first([candidates], str(pinned.get("by", "pinned")), problem)
         file = lists.user_file(self.device, self.names)
+        stores = {"cache": lists.process_choices(file), "package": lists.package(self.device)}
         if earlier is None:
-            stores = {"checkpoint": lists.of_checkpoints(), "cache": lists.read(file)}
-        else:
-            stores = {"cache": lists.process_choices(file)}
-        stores["package"] = lists.package(self.device)
-        if not waits and (cover := self._cover(call)):
+            stores = {"checkpoint": lists.of_checkpoints(), **stores, "cache": lists.read(file)}
+        if cover is not None:
             with suppress(Unsupported), without_compiler():
                 return self._unsearched(call, problem, stores, engines=1)
-            return cover
+            return replace(cover, by=LARGER, problem=problem, lines=())
         if workload is None:
-            if waits and earlier is None:
+            if closed and earlier is None:
                 self._compile_closed(call)
             return self._unsearched(call, problem, stores)
         if (selected := self._from_lists(call, problem, stores)) is not None:
@@ -285,12 +287,12 @@ class Operator:
         engine, *_ = self.likeliest(call) if self.likeliest else self.engines
         if engine.closed is not None:
             for candidate in engine.candidates(self.weight(call), call, closed=True):
-                candidate.plan()
+                with suppress(Unsupported):  # others may run
+                    candidate.plan()
 
     def _problem(self, call: Hashable) -> dict[str, Any]:
         """Return the problem of a call; one of a single engine is a separate line of a list."""
-        fields = self.problem(call)
-        return fields if self.likeliest else {**fields, "kernel": self.names[0]}
+        return self.problem(call) | ({} if self.likeliest else {"kernel": self.names[0]})
 
     def _candidates(self, call: Hashable, *, closed: bool = False) -> list[Iterator[Candidate]]:
         """Return the candidates of each engine, the likeliest engines and candidates first."""
@@ -319,10 +321,8 @@ class Operator:
 
     def _candidates_of(self, call: Hashable, choice: Mapping[str, Any] | None) -> list[Candidate]:
         """Return the candidate that a choice names, if there still is such a configuration."""
-        if not choice:
-            return []
         for engine in self.engines:
-            if engine.name == choice.get("kernel"):
+            if choice and engine.name == choice.get("kernel"):
                 with suppress(TypeError, Unsupported):
                     return [*engine.candidates(self.weight(call), call, choice)]
         return []

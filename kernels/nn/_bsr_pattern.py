@@ -30,7 +30,7 @@ from sparsebench.errors import FormatError, Unsupported
 from sparsebench.formats._format import offsets_of, require, rows_of
 from sparsebench.formats.bsr import Bsr
 from sparsebench.kernels._common.capture import is_capturing, keep, make_lasting
-from sparsebench.kernels._common.operator import Earlier, Engine, Operator, bucket
+from sparsebench.kernels._common.operator import Earlier, Engine, Operator, ahead, bucket
 from sparsebench.kernels._common.product import Product, Selected
 from sparsebench.kernels.bsr._call import BsrCall, problem_of
 from sparsebench.kernels.bsr._wgmma_lists import checked
@@ -220,14 +220,15 @@ def replan(old: tuple[Tensor, Tensor], new: tuple[Tensor, Tensor]) -> None:
     The kernels and configurations stay where they can.
     """
     pattern = getattr(old[1], ATTRIBUTE, None)
-    for call, selected in (
-        [*pattern.operator.plans.items()] if type(pattern) is PlannedPattern else ()
-    ):
-        assert isinstance(call, BsrCall)
-        try:
-            pattern_of(*new).select(call, earlier=Earlier(selected.choice, ()))
-        except Unsupported:  # this configuration cannot run the new pattern
-            pattern_of(*new).select(call)
+    plans = [*pattern.operator.plans.items()] if type(pattern) is PlannedPattern else []
+    with ahead(search=False):
+        for call, selected in plans:
+            assert isinstance(call, BsrCall)
+            try:
+                choice = {**selected.choice, "by": selected.by}  # a search may replace it later
+                pattern_of(*new).select(call, earlier=Earlier(choice, ()))
+            except Unsupported:  # this configuration cannot run the new pattern
+                pattern_of(*new).select(call)
 
 
 # ---- an index ----

@@ -221,12 +221,12 @@ class PackedLinear(nn.Linear):
         gate and up of a SpenseGatedMLP are planned by its own `plan`.
         """
         self._recordings.clear()
-        for m in tokens:
-            if search:
-                with torch.no_grad(), ahead(search=True):
+        with torch.no_grad(), ahead(search=search):
+            for m in tokens:
+                if search:
                     self(self.packed.new_zeros(m, self.in_features, dtype=self.outside))
-            else:
-                self._select(m)
+                else:
+                    self._select(m)
         return self
 
     @abstractmethod

@@ -327,29 +327,25 @@ class BlockSparseLinear(nn.Linear):
         search  time what can run it, and keep the fastest, for the gradients too if the values are
                 trained; False plans Y alone, and takes what is listed
         """
-        if search:
-            self._recordings.clear()
-            with ahead(search=True):
-                self._search(tokens)
-            return self
-        sizes = (self.out_features, self.in_features), self.block, self.values.dtype
-        for m in tokens:
-            call = BsrCall("linear", bucket(m), *sizes, live=self.values.requires_grad)
-            pattern_of(self.offsets, self.columns).select(call)
+        self._recordings.clear()
+        plan = self._search if search else self._select
+        with torch.no_grad(), ahead(search=search):
+            for m in tokens:
+                plan(m)
         return self
 
-    def _search(self, tokens: Iterable[int]) -> None:
-        for m in tokens:
-            x = self.values.new_zeros(m, self.in_features)
-            training = self.values.requires_grad
-            with torch.set_grad_enabled(training):
-                y = self(x.requires_grad_(training))
-                if training:
-                    saved = self.values.grad, None if self.bias is None else self.bias.grad
-                    y.backward(torch.zeros_like(y))
-                    self.values.grad = saved[0]
-                    if self.bias is not None:
-                        self.bias.grad = saved[1]
+    def _select(self, m: int) -> None:
+        """Plan m tokens without a search."""
+        sizes = (self.out_features, self.in_features), self.block, self.values.dtype
+        call = BsrCall("linear", bucket(m), *sizes, live=self.values.requires_grad)
+        pattern_of(self.offsets, self.columns).select(call)
+
+    def _search(self, m: int) -> None:
+        x, index = self.values.new_zeros(m, self.in_features), (self.offsets, self.columns)
+        y = self(x)
+        if self.values.requires_grad:  # not by autograd: its threads for a GPU are not `ahead`
+            _bsr_autograd.dgrad(y, self.values, *index, self.in_features)
+            _bsr_autograd.wgrad(y, x, *index, *self.block)
 
     def extra_repr(self) -> str:
         """Return the sizes, the block, and the number of stored blocks."""

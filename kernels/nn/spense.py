@@ -342,13 +342,13 @@ class SpenseGatedMLP(nn.Module):
         activation = self.activation if first is self.gate_up else None
         first._recordings.clear()
         down._recordings.clear()
-        for m in tokens:
-            if search:
-                with torch.no_grad(), ahead(search=True):
+        with torch.no_grad(), ahead(search=search):
+            for m in tokens:
+                if search:
                     self(first.sparse.new_zeros(m, first.in_features, dtype=first.outside))
-            else:
-                first._select(m, activation)
-                down._select(m)
+                else:
+                    first._select(m, activation)
+                    down._select(m)
         return self
 
     def extra_repr(self) -> str:

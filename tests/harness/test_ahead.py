@@ -22,6 +22,10 @@ GPU = SimpleNamespace(major=9, minor=0, multi_processor_count=132, name="NVIDIA 
 CUDA = torch.device("cuda")
 
 
+def problem_of(m: int) -> dict[str, Any]:
+    return {"op": "linear", "m": m, "n": 64, "k": 64, "density": 0.5}
+
+
 class PlannedLayer(torch.nn.Module):
     """A layer whose search takes 64 tokens in a work item, whatever it plans."""
 
@@ -36,7 +40,7 @@ class PlannedLayer(torch.nn.Module):
             for m in tokens:
                 product = Product(lambda: None, code="sass:1")
                 choice = {"kernel": "small", "tokens": 64}
-                selected.append(Selected(product, choice, "search", {"op": "linear", "m": m}))
+                selected.append(Selected(product, choice, "search", problem_of(m)))
 
 
 @pytest.fixture
@@ -77,8 +81,44 @@ def test_the_file_of_a_checkpoint_is_taken_when_it_is_loaded(layer, checkpoint: 
     layer.planned.clear()
     loaded(checkpoint)
     assert sorted(layer.planned) == [(1, False), (8, False), (32, False)]
-    chosen = choices.of_checkpoints()[choices.key({"op": "linear", "m": 8})]
+    chosen = choices.of_checkpoints()[choices.key(problem_of(8))]
     assert chosen == {"kernel": "small", "tokens": 64, "code": "sass:1"}
+
+
+def test_a_file_that_is_written_again_is_read_again(layer, checkpoint: Path) -> None:
+    tuned(checkpoint)
+    loaded(checkpoint)
+    file = planning.file_of(checkpoint, CUDA)
+    file.write_text(file.read_text().replace('"tokens": 64', '"tokens": 32'))
+    loaded(checkpoint)
+    assert choices.of_checkpoints()[choices.key(problem_of(8))]["tokens"] == 32
+
+
+def test_a_folder_that_cannot_be_written_is_an_error_before_the_search(layer, checkpoint) -> None:
+    (checkpoint / "file").write_text("")
+    model = loaded(checkpoint)
+    layer.planned.clear()
+    with pytest.raises(OSError, match="file"):
+        tuned(checkpoint, model, out=checkpoint / "file" / "below")
+    assert not layer.planned
+    tuned(checkpoint, model, out=checkpoint / "a" / "b")
+    assert planning.file_of(checkpoint / "a" / "b", CUDA).exists()
+
+
+def test_one_layer_of_each_kind_is_planned_on_each_gpu(monkeypatch) -> None:
+    model = sparsify_(tiny(dtype=torch.bfloat16), TwoFour(), tokens=())
+    names = [*planning.describe(model)]
+    devices = {name: ["cuda:0"] for name in names if "layers.0" in name}
+    devices |= {name: ["cuda:1"] for name in names if "layers.1" in name}
+    devices[names[-1]] = ["meta", "cuda:1"]  # offloaded in part
+    of_layer = {model.get_submodule(name): devices[name] for name in names}
+
+    def tensors(layer: torch.nn.Module) -> list[Any]:
+        return [SimpleNamespace(device=torch.device(device)) for device in of_layer[layer]]
+
+    monkeypatch.setattr(planning, "_tensors", tensors)
+    whole = {(str(planning.describe(model)[name]), *devices[name]) for name in names[:-1]}
+    assert len(planning.kinds_of(model)) == len(whole) > len({kind for kind, _ in whole})
 
 
 def test_without_a_file_the_powers_of_two_are_planned(layer, checkpoint: Path) -> None:
@@ -101,6 +141,7 @@ def test_if_the_time_is_up_the_file_has_what_was_reached(layer, checkpoint: Path
         ("layers", "expected layers .*, found 0123"),
         ("tokens", "expected a first line with 'tuned'"),
         ("empty", "expected a first line with 'tuned', found ''"),
+        ("nested", r"expected a first line with 'tuned', found '\[\[\["),
     ],
 )
 def test_a_file_that_does_not_fit_is_one_line_and_changes_nothing(
@@ -113,6 +154,8 @@ def test_a_file_that_does_not_fit_is_one_line_and_changes_nothing(
     header |= {"version": {"version": "0.1"}, "layers": {"layers": "0123"}}.get(change, {})
     header |= {"tokens": "many"} if change == "tokens" else {}
     file.write_text("\n".join([json.dumps({"tuned": header}), *rest, ""]) * (change != "empty"))
+    if change == "nested":
+        file.write_text("[" * 100_000)
     if change == "gpu":
         file.rename(checkpoint / "sparsebench-sm80_108.choices")
     with pytest.warns(UserWarning, match=message) as caught:

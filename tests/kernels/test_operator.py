@@ -6,8 +6,10 @@ Lists that cannot be read, or that hold choices of other GPUs, code or weights, 
 import json
 import os
 import shutil
+import sys
 import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -21,6 +23,7 @@ from sparsebench.errors import Unsupported
 from sparsebench.kernels._common import choices as lists
 from sparsebench.kernels._common import operator as running
 from sparsebench.kernels._common import product
+from sparsebench.kernels._common.cuda import require_compiled
 from sparsebench.kernels._common.operator import (
     Earlier,
     Engine,
@@ -32,6 +35,8 @@ from sparsebench.kernels._common.operator import (
 from sparsebench.kernels._common.product import Product
 from sparsebench.kernels._common.search import Search, Trial
 from sparsebench.kernels._kernel import Operands
+from sparsebench.kernels.nn._bsr_pattern import pattern_of
+from sparsebench.nn import BlockSparseLinear
 from sparsebench.results.record import Problem
 
 GPU = SimpleNamespace(major=9, minor=0, multi_processor_count=132, name="NVIDIA H200")
@@ -81,7 +86,7 @@ def last_is_best(calls: list[Any], device: torch.device) -> Search:
     return Search(len(calls) - 1, tuple(Trial(float(len(calls) - i)) for i in range(len(calls))))
 
 
-def engine(unfit: tuple[int, ...] = (32,), problem: Any = PROBLEM, device: str = "cuda") -> Engine:
+def engine(unfit: tuple[int, ...] = (32,), **changes: Any) -> Engine:
     """Return an engine with choices of 16, 32 and 64 tokens; those in `unfit` cannot run."""
 
     def plan(w: object, call: object, config: Config) -> Product:
@@ -90,21 +95,15 @@ def engine(unfit: tuple[int, ...] = (32,), problem: Any = PROBLEM, device: str =
         return Product(lambda *operands, out=None: torch.tensor(config.tokens))
 
     def bind(operands: Operands, engines: tuple[Engine, ...]) -> OperatorCall:
-        where = torch.device(device)
+        where = torch.device("cuda")
         return OperatorCall(
-            Operator(engines, lambda call: None, lambda call: problem, where), 1, ()
+            Operator(engines, lambda call: None, lambda call: PROBLEM, where), 1, ()
         )
 
-    return Engine(
-        op="linear",
-        consumes="bsr",
-        device="any",
-        name="small",
-        config=Config,
-        choices=lambda w, call: [Config(16), Config(32), Config(64)],
-        plan=plan,
-        bind=bind,
-    )
+    fields: dict[str, Any] = {"op": "linear", "consumes": "bsr", "device": "any", "name": "small"}
+    fields |= {"config": Config, "plan": plan, "bind": bind}
+    fields["choices"] = lambda w, call: [Config(16), Config(32), Config(64)]
+    return Engine(**fields | changes)
 
 
 def operator(unfit: tuple[int, ...] = (32,), **problem: Any) -> Operator:
@@ -191,6 +190,88 @@ def test_a_plan_for_up_to_twice_as_many_tokens_computes_a_call_once(gpu: Path) -
     assert plans.select(Call(8)).by == "model"
 
 
+def not_compiled(w: object, call: Call, config: Config) -> Product:
+    """Plan a kernel that no process has compiled; it returns the tokens that it computes."""
+    require_compiled("small", lambda: False)
+    return Product(lambda: call.m)
+
+
+def uncompiled() -> Operator:
+    """Return an operator of one engine, which needs a compiler for each plan."""
+    fresh = engine(plan=not_compiled, closed=lambda w, call: [Config(32), Config(64)])
+    device = torch.device("cuda")
+    return Operator((fresh,), lambda call: None, sized, device, lambda call: [fresh])
+
+
+def sized(call: Any) -> dict[str, Any]:
+    return PROBLEM | {"m": call.m}
+
+
+def test_a_call_without_compiled_kernels_computes_at_most_twice_as_many_tokens(gpu: Path) -> None:
+    plans, computed = uncompiled(), {}
+    for m in (2048, 1100, 600, 310, 160):
+        plans.select(Call(m))
+        computed[m] = plans.select(Call(m)).product.run()
+    assert computed == {2048: 2048, 1100: 2048, 600: 600, 310: 600, 160: 160}
+
+
+def test_the_product_of_a_cover_is_replaced_ahead(gpu: Path) -> None:
+    plans = uncompiled()
+    with ahead(search=True):
+        plans.select(Call(64), lambda product: product.run)
+    for m in (48, 40):
+        assert [plans.select(Call(m)).by for _ in range(3)] == ["search", "larger", "larger"]
+    assert plans.select(Call(48)).problem["m"] == 48
+    with ahead(search=False):
+        assert plans.select(Call(40)).product.run() == 40
+    with ahead(search=True):
+        searched = plans.select(Call(48), lambda product: product.run)
+    assert (searched.by, searched.product.run()) == ("search", 48)
+
+
+def test_calls_ahead_compile_what_other_numbers_of_tokens_take(gpu, monkeypatch) -> None:
+    compiled: list[int] = []
+
+    def plan(w: object, call: Call, config: Config) -> Product:
+        if config.tokens == 32:
+            raise Unsupported("32 is odd")
+        compiled.append(config.tokens)
+        return Product(lambda: call.m)
+
+    only = engine(plan=plan, closed=lambda w, call: [Config(32), Config(64), Config(16)])
+    plans = Operator((only,), lambda c: None, sized, torch.device("cuda"), lambda c: [only])
+    plans.select(Call(128))
+    assert compiled == [64]
+    with ahead(search=False):
+        plans.select(Call(256))
+    assert compiled == [64, 64, 16, 64]
+
+
+def test_a_layer_plans_each_number_that_it_is_given(gpu: Path) -> None:
+    layer = BlockSparseLinear(64, 64, block=32, sparsity=0)
+    pattern = pattern_of(layer.offsets, layer.columns)
+    pattern.operator = uncompiled()
+    layer.plan([64, 32], search=False)
+    plans = pattern.operator.plans.items()
+    assert {call.m: plan.by for call, plan in plans} == {64: "model", 32: "model"}
+
+
+def test_threads_may_call_while_others_plan(gpu: Path) -> None:
+    plans = operator()
+
+    def call(start: int) -> None:
+        for i in range(start, start + 1000):
+            plans.select(Call(3 * 10**6 * i))
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            [*pool.map(call, range(1, 4001, 1000))]
+    finally:
+        sys.setswitchinterval(before)
+
+
 def test_a_captured_call_has_a_plan_of_its_own(gpu, monkeypatch: pytest.MonkeyPatch) -> None:
     plans = operator()
     larger = plans.select(Call(64))
@@ -216,6 +297,12 @@ def test_choices_of_a_checkpoint_come_before_those_of_the_cache(cache, monkeypat
         "\x00\xff",
         json.dumps({"problem": PROBLEM, "kernel": "gone", "config": {}}),
         json.dumps({"problem": PROBLEM, "kernel": "small", "config": {"tokens": 32}}),
+        "[" * 100_000,
+        json.dumps({"problem": {"op": "bsr.linear"}, "kernel": "small", "config": {}}),
+        *[
+            json.dumps({"problem": PROBLEM | {"m": m}, "kernel": "small", "config": {"tokens": 16}})
+            for m in ("63", None, [63], 10**400, -1)
+        ],
     ],
 )
 def test_a_damaged_or_outdated_line_costs_a_search(cache: Path, line: str) -> None:
@@ -223,6 +310,7 @@ def test_a_damaged_or_outdated_line_costs_a_search(cache: Path, line: str) -> No
     file.write_text(line + "\n", encoding="utf-8")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
+        assert operator().select(1).by == "model"
         assert operator().select(1, timed).by == "search"
 
 

@@ -15,6 +15,7 @@ The first line of the file says what it was made for:
 
 import hashlib
 import json
+import os
 import re
 import warnings
 from collections.abc import Callable, Iterable
@@ -44,22 +45,31 @@ MOST = 2**16  # tokens of a call, in a file and on the command line
 
 def plan_ahead(model: nn.Module, tokens: Iterable[int] = POWERS) -> None:
     """Plan the layers that are on a GPU for these numbers of tokens, without a search."""
-    counts = [[m] for m in sorted({bucket(m) for m in tokens})]
+    counts, layers = [[m] for m in sorted({bucket(m) for m in tokens})], kinds_of(model)
     with ThreadPoolExecutor(BUILDERS) as pool:
-        for layer in kinds_of(model):
+        for layer in layers:
 
             def plan(some: list[int], layer: Any = layer) -> None:
                 with suppress(Unsupported):  # its first call says why
                     layer.plan(some, search=False)
 
             [*pool.map(plan, counts)]
+    for device in {t.device for layer in layers for t in _tensors(layer) if t.is_cuda}:
+        torch.cuda.synchronize(device)  # plans upload lists, and calls may use another stream
 
 
 def kinds_of(model: nn.Module) -> list[Any]:
-    """Return one sparse layer of each size and layout that can be planned, if it is on a GPU."""
-    layers = [model.get_submodule(name) for name in describe(model)]
-    on_gpu = [m for m in layers if hasattr(m, "plan") and _tensors(m) and _tensors(m)[0].is_cuda]
-    return [*{repr(layer): layer for layer in reversed(on_gpu)}.values()]
+    """Return one sparse layer of each description and GPU that can be planned.
+
+    Layers that are offloaded, even in part, are left out.
+    """
+    kinds: dict[Any, nn.Module] = {}
+    for name, description in describe(model).items():
+        layer = model.get_submodule(name)
+        devices = {t.device for t in _tensors(layer)}
+        if hasattr(layer, "plan") and {device.type for device in devices} == {"cuda"}:
+            kinds.setdefault((str(description), *devices), layer)
+    return [*kinds.values()]
 
 
 def _tensors(layer: nn.Module) -> list[torch.Tensor]:
@@ -85,15 +95,19 @@ def tune(
     """Search the layers of a checkpoint, and write the choices beside it; return lines to print.
 
     tokens  of a call; each stands for its bucket
-    out     the folder to write to, by default the checkpoint's
+    out     the folder to write to, which is made if needed; by default the checkpoint's
 
     If the time is up, the file has the numbers of tokens that were reached, the least first. Raises
-    FormatError.
+    FormatError, and before it searches OSError if the folder cannot be made.
     """
+    place = out or folder
+    place.mkdir(parents=True, exist_ok=True)
+    writable = os.access(place, os.W_OK)
+    require(writable, f"{place}: expected a folder to write to, found it write-protected")
     model = _load(folder).to(device)
     layers, counts = kinds_of(model), sorted({bucket(m) for m in tokens})
-    found = f"found none in {folder}"
-    require(bool(layers), f"expected sparse layers, such as save_pretrained writes them, {found}")
+    expected = "expected sparse layers, such as save_pretrained writes them"
+    require(bool(layers), f"{folder}: {expected}, found none")
     reached: list[int] = []
     end, steps = monotonic() + 60 * minutes, len(layers)
     with ahead(search=True) as selected:
@@ -101,14 +115,13 @@ def tune(
             if reached and monotonic() > end:
                 break
             for number, layer in enumerate(layers):
-                done, of = len(reached) * steps + number, len(counts) * steps
-                progress(done, of, f"{type(layer).__name__} {m} tokens")
+                text = f"{type(layer).__name__} {m} tokens"
+                progress(len(reached) * steps + number, len(counts) * steps, text)
                 layer.plan([m])
             reached.append(m)
     rows = {choices.key(each.problem): each for each in selected}
     lines = [choices.line(s.problem, s.choice, s.product.code) for s in rows.values()]
-    file = file_of(out or folder, device)
-    gpu = torch.cuda.get_device_properties(device).name
+    file, gpu = file_of(place, device), torch.cuda.get_device_properties(device).name
     header = {"gpu": gpu, **_description(model), "tokens": reached}
     write_file(file, "\n".join([json.dumps({choices.HEADER: header}), *lines, ""]))
     said = [f"{file}: {len(lines)} choices for {reached[0]} to {reached[-1]} tokens"]
@@ -124,25 +137,19 @@ def take(folder: Path, model: nn.Module) -> Iterable[int]:
     """
     if not (layers := kinds_of(model)):
         return POWERS
-    device = _tensors(layers[0])[0].device
-    file = file_of(folder, device)
-    others = [*folder.glob("sparsebench-sm*.choices")]
-    advice = f"searched choices are ignored: run `sparsebench tune {folder}`"
-    if file not in others:
-        if others:
-            names = ", ".join(sorted(path.name for path in others))
-            warnings.warn(
-                f"expected {file.name} for this GPU, found {names}; {advice}", stacklevel=2
-            )
+    file = file_of(folder, _tensors(layers[0])[0].device)
+    if not (names := sorted(path.name for path in folder.glob("sparsebench-sm*.choices"))):
         return POWERS
     try:
+        require(file.name in names, f"expected {file.name} for this GPU, found {', '.join(names)}")
         header = _header(file)
         for name, expected in _description(model).items():
             fits = header.get(name) == expected
             require(fits, f"expected {name} {expected}, found {header.get(name)}")
-        choices.add(choices.read(file))
+        choices.add(choices.parse(file))
         return [int(m) for m in header["tokens"]]
     except (OSError, FormatError) as error:
+        advice = f"searched choices are ignored: run `sparsebench tune {folder}`"
         warnings.warn(f"{file}: {error}; {advice}", stacklevel=2)
         return POWERS
 
@@ -151,7 +158,7 @@ def _header(file: Path) -> dict[str, Any]:
     """Return what a file was made for. Raises FormatError."""
     with file.open(encoding="utf-8", errors="replace") as text:
         first = text.readline()
-    with suppress(ValueError, KeyError, TypeError):
+    with suppress(ValueError, KeyError, TypeError, RecursionError):
         header: dict[str, Any] = json.loads(first)[choices.HEADER]
         if all(isinstance(m, int) and 0 < m <= MOST for m in header["tokens"]):
             return header

@@ -16,7 +16,6 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -25,7 +24,7 @@ from torch import Tensor, nn
 from sparsebench.formats._format import require, sides_of
 from sparsebench.formats.spense import sparse_shape_of
 from sparsebench.harness.models.pruning import checkpoint
-from sparsebench.harness.models.pruning.ahead import plan_ahead, take
+from sparsebench.harness.models.pruning.ahead import plan_ahead
 from sparsebench.harness.models.pruning.gated import (
     Gated,
     is_dense,
@@ -247,7 +246,6 @@ def sparsify_(
         plan_ahead(model)
         return model
     searched = [*tokens]
-    take(Path(str(getattr(getattr(model, "config", None), "_name_or_path", ""))), model)
     for name in names:
         if (plan := getattr(model.get_submodule(name), "plan", None)) is not None:
             plan(searched)

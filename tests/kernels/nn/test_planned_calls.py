@@ -31,6 +31,17 @@ def test_a_layer_plans_ahead_and_keeps_its_gradients() -> None:
     assert torch.equal(layer.values.grad, before)
 
 
+def test_a_plan_has_the_products_of_a_step_without_autograd(monkeypatch) -> None:
+    layer, x = BlockSparseLinear(64, 48, block=16, sparsity=0.5), torch.randn(3, 64)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "backward", None)  # its threads for a GPU do not search
+        layer.plan(tokens=[3])
+    plans = pattern_of(layer.offsets, layer.columns).operator.plans
+    planned = {*plans}
+    layer(x.requires_grad_()).sum().backward()
+    assert planned == {*plans}
+
+
 def test_a_frozen_layer_has_no_gradient_and_stays_right_when_it_is_written() -> None:
     layer, x = BlockSparseLinear(64, 48, block=16, sparsity=0.5).freeze(), torch.randn(3, 64)
     assert not any(p.requires_grad for p in layer.parameters())
