@@ -244,13 +244,18 @@ def load(
         raise Unsupported(f"{name}: {expected}, found {shared_bytes}")
     if os.environ.get("SPARSEBENCH_WATCHDOG", "0") != "0":
         constants += (("WATCHDOG", 1),)
-    require_compiled(name, lambda: is_cached(_key(name, constants, target)))
-    loaded = _loaded(name, function, constants, shared_bytes, device, target)
-    layout = arguments_of(name, function, constants)
-    return CudaKernel(*loaded, layout, device.index, shared_bytes)
+    key = name, function, constants, shared_bytes, device, target
+    if key not in _KERNELS:
+        require_compiled(name, lambda: is_cached(_key(name, constants, target)))
+        layout = arguments_of(name, function, constants)
+        _KERNELS[key] = CudaKernel(*_loaded(*key), layout, device.index, shared_bytes)
+    return _KERNELS[key]
 
 
-@cache
+_KERNELS: dict[tuple[Any, ...], CudaKernel] = {}
+"""Kernels that are loaded, by what they depend on."""
+
+
 def _loaded(
     name: str,
     function: str,
@@ -261,7 +266,8 @@ def _loaded(
 ) -> tuple[Any, str]:
     import cupy
 
-    code = _code(name, constants, target)
+    make = partial(compiled, name, constants, target)
+    code = read_or_compile(_key(name, constants, target), make)
     with TemporaryDirectory() as folder, torch.cuda.device(device):
         path = Path(folder) / f"{name}.cubin"
         write_file(path, code)
@@ -286,13 +292,6 @@ def clusters_at_once(ctas: int, threads: int, shared_bytes: int, device: torch.d
     result = driver().cuOccupancyMaxActiveClusters(ctypes.byref(clusters), pointer, reference)
     require_success(result, f"clusters of {ctas} CTAs of {threads}")
     return clusters.value
-
-
-def _code(name: str, constants: Constants, target: str) -> bytes:
-    """Return the cubin of NAME.cu, from the cache or compiled now."""
-    return read_or_compile(
-        _key(name, constants, target), partial(compiled, name, constants, target)
-    )
 
 
 def compiled(name: str, constants: Constants, target: str = SM_90A) -> bytes:

@@ -130,6 +130,8 @@ class Front(Protocol):
 
 # ---- calls ----
 
+LAYOUTS = 1024  # of a weight's earlier calls that are remembered, 300 bytes each
+
 
 class Recordings:
     """The recorded calls of one weight or mask; copies and pickles without any.
@@ -148,8 +150,7 @@ class Recordings:
         self.replay: Callable[..., Any] = _replay_nothing
         self._front: Front | None = None
         self._stamps: list[tuple[Any, ...]] = []
-        self._layouts: set[Any] = set()  # of the arguments of earlier calls
-        self._failures: set[Any] = set()  # layouts that cannot be recorded
+        self._layouts: dict[Any, bool] = {}  # of earlier calls: whether they can be recorded
 
     def __reduce__(self) -> tuple[type, tuple[Signature]]:
         return Recordings, (self.signature,)
@@ -175,19 +176,20 @@ class Recordings:
         plain = all(type(t) in PLAIN for t in arguments) and not is_capturing(arguments[0])
         front = self._current_front(conditions) if plain else None
         layouts = tuple([(t.shape, t.stride(), t.dtype) for t in arguments])
-        repeated = layouts in self._layouts
-        self._layouts.add(layouts)
-        if front is None or run is None or not repeated:  # to record a call waits for the device
+        if layouts not in self._layouts or front is None or run is None:  # to record a call waits
+            if len(self._layouts) >= LAYOUTS:
+                self._layouts.clear()
+            self._layouts.setdefault(layouts, True)
             return in_python()
         results = self.replay(*arguments)  # again if only the limit was reached
-        if results is None and layouts not in self._failures:
+        if results is None and self._layouts.get(layouts):
             with torch.no_grad():
                 layout = aligned if self.signature.exact else lambda t: readable(rows_of(t))
                 inputs = [*map(layout, arguments)]
                 count = len(inputs)
                 inputs += [t for t in conditions.held if t.requires_grad]
-                if not _add(front, 0, inputs, lambda *t: run(*t[:count]), ())[1]:
-                    self._failures.add(layouts)
+                added = _add(front, 0, inputs, lambda *t: run(*t[:count]), ())[1]
+                self._layouts[layouts] = added
             results = self.replay(*arguments)
         return in_python() if results is None else results
 
@@ -228,7 +230,7 @@ class Recordings:
         for guard in guards:
             front.guard(*guard)
         self._front = self.replay = front
-        self._failures.clear()
+        self._layouts = dict.fromkeys(self._layouts, True)
         return front
 
 

@@ -40,6 +40,7 @@ from sparsebench.formats.spense import Spense
 from sparsebench.kernels._common.capture import captured_into, keep
 from sparsebench.kernels._common.front import PRODUCT, Conditions, Guard, Recordings, Signature
 from sparsebench.kernels._common.operator import Engine, Operator
+from sparsebench.kernels._common.product import Product
 from sparsebench.kernels._common.transforms import is_current, is_traced, readable
 from sparsebench.kernels._kernel import NAMES, Operands
 from sparsebench.kernels.nn import _bsr_autograd, _frozen_op, _spense_op
@@ -213,7 +214,7 @@ class NamedPlans:
     """The operators of a weight by kernel and op, and what each product reads of the weight."""
 
     operators: dict[str, Operator] = field(default_factory=dict)
-    stored: dict[int, tuple[Tensor | None, ...]] = field(default_factory=dict)
+    stored: dict[Product, tuple[Tensor | None, ...]] = field(default_factory=dict)
 
 
 def _run_named(x: Tensor, w: Format, name: str) -> Tensor:
@@ -287,9 +288,9 @@ def _run(name: str, w: Format, op: str, **activations: Tensor) -> Tensor:
     bound = engine.bind(operands, (engine,))
     operator = plans.operators.setdefault(engine.name + op, bound.operator)
     product = operator.select(bound.call, bound.run).product
-    if id(product) not in plans.stored:
-        plans.stored[id(product)] = bound.weights(product)
-    output = bound.result(product.run(*bound.activations, *plans.stored[id(product)]))
+    if product not in plans.stored:
+        plans.stored[product] = bound.weights(product)
+    output = bound.result(product.run(*bound.activations, *plans.stored[product]))
     return output if isinstance(output, Tensor) else output.arrays()["values"]
 
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from sparsebench.kernels._common.cuda import MatrixProduct, TransposedCopy, on_tape
 from sparsebench.kernels._common.front import (
+    LAYOUTS,
     PRODUCT,
     BackwardProduct,
     Conditions,
@@ -215,9 +216,17 @@ def test_the_oldest_layout_makes_room(x: Tensor) -> None:
     op = doubling(x)
     later = [torch.randn(m, COLUMNS) for m in range(5, 75)]
     for other in later:
-        assert not op.is_replayed(other)
+        assert not any(op.is_replayed(other) for _ in range(2))
     assert op.is_replayed(later[-1])
     assert not op.is_replayed(x)
+
+
+def test_a_server_with_a_new_layout_in_each_call_needs_no_more_memory() -> None:
+    recordings = Recordings(PRODUCT)
+    for m in range(2 * LAYOUTS):
+        x = torch.empty(m, COLUMNS)
+        recordings.call([x], Conditions([]), None, lambda: None)
+    assert all(len(kept) <= LAYOUTS for kept in vars(recordings).values() if isinstance(kept, dict))
 
 
 def test_copies_and_pickles_have_no_recordings(x: Tensor) -> None:

@@ -7,7 +7,10 @@ import struct
 from pathlib import Path
 
 import pytest
+import torch
 
+from sparsebench.errors import Unsupported
+from sparsebench.kernels._common import cuda
 from sparsebench.kernels._common.machine_code import cache_folder, digest, read_or_compile
 
 
@@ -77,3 +80,20 @@ def test_without_a_folder_to_write_every_process_compiles(compiled, tmp_path) ->
     (tmp_path / "sparsebench").write_text("a file")
     assert code(compiled, "source") == code(compiled, "source") == b"code"
     assert len(compiled) == 2
+
+
+def test_without_a_compiler_a_kernel_must_be_loaded_or_in_the_cache(compiled, monkeypatch) -> None:
+    monkeypatch.setattr(cuda, "_KERNELS", {})
+    monkeypatch.setattr(cuda, "shared_bytes_of", lambda device: 1)
+    monkeypatch.setattr(cuda, "_key", lambda *what: what)
+    monkeypatch.setattr(cuda, "arguments_of", lambda *what: None)
+    monkeypatch.setattr(cuda, "_loaded", lambda *what: (None, "sass:1"))
+
+    def load() -> str:
+        return cuda.load("bsr_small", "multiply_blocks", (), 1, torch.device("cuda")).code
+
+    with cuda.without_compiler(), pytest.raises(Unsupported, match="expected a kernel that is com"):
+        load()
+    assert load() == "sass:1"
+    with cuda.without_compiler():
+        assert load() == "sass:1"  # although no cache has it
