@@ -160,7 +160,7 @@ def test_a_file_that_does_not_fit_is_one_line_and_changes_nothing(
         file.rename(checkpoint / "sparsebench-sm80_108.choices")
     with pytest.warns(UserWarning, match=message) as caught:
         tokens = planning.take(
-            checkpoint, transformers.AutoModelForCausalLM.from_pretrained(checkpoint, dtype="auto")
+            transformers.AutoModelForCausalLM.from_pretrained(checkpoint, dtype="auto")
         )
     assert "sparsebench tune" in str(caught[0].message)
     assert tokens == planning.POWERS
@@ -172,6 +172,17 @@ def test_sparsify_plans_what_is_asked_for(layer) -> None:
     assert not layer.planned
     sparsify_(tiny(dtype=torch.bfloat16), TwoFour())
     assert sorted(layer.planned) == [(m, False) for m in planning.POWERS]
+
+
+def test_sparsify_with_tokens_takes_the_file_beside_the_weights(layer, checkpoint: Path) -> None:
+    tuned(checkpoint)
+    model = tiny(dtype=torch.bfloat16)
+    sparsify_(model, TwoFour(), tokens=[])
+    assert not choices.of_checkpoints()
+    model = tiny(dtype=torch.bfloat16)
+    model.config._name_or_path = str(checkpoint)
+    sparsify_(model, TwoFour(), tokens=[])
+    assert len(choices.of_checkpoints()) == 3
 
 
 def test_layers_on_a_cpu_are_not_planned() -> None:

@@ -2,7 +2,7 @@
 
     sparsify_, from_pretrained ── plan_ahead ──> a plan for each power of two, from the lists
     sparsebench tune MODEL ── searches ──> MODEL/sparsebench-sm90_132.choices
-    from_pretrained ── take ──> these choices come first (kernels/_common/choices.py)
+    from_pretrained, sparsify_(tokens=...) ── take ──> these choices come first (choices.py)
 
 A call takes the plan for up to twice as many tokens at first, so the powers of two are enough for
 every number of tokens below the largest. Layers of equal sizes share machine code, and those in 2:4
@@ -130,13 +130,15 @@ def tune(
     return said
 
 
-def take(folder: Path, model: nn.Module) -> Iterable[int]:
-    """Take the choices of a checkpoint for the GPU of a model; return the tokens to plan.
+def take(model: nn.Module) -> Iterable[int]:
+    """Take the choices beside the weights that a model was loaded from; return the tokens to plan.
 
     Without a file that fits, return the powers of two; one line says what does not fit.
     """
-    if not (layers := kinds_of(model)):
+    place = getattr(getattr(model, "config", None), "_name_or_path", "")
+    if not place or not (layers := kinds_of(model)):
         return POWERS
+    folder = Path(place)
     file = file_of(folder, _tensors(layers[0])[0].device)
     if not (names := sorted(path.name for path in folder.glob("sparsebench-sm*.choices"))):
         return POWERS

@@ -4,7 +4,6 @@ A model's configuration holds them, and pickle needs classes of a module. This f
 transformers; checkpoint.py imports it as soon as a program uses transformers.
 """
 
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -73,7 +72,7 @@ class SparsebenchQuantizer(HfQuantizer):
         if self.pre_quantized:
             del model._adjust_missing_and_unexpected_keys
             verify(model, self.shapes, self.missing)
-            plan_ahead(model, take(Path(model.config._name_or_path), model))
+            plan_ahead(model, take(model))
         model.hf_quantizer = self
         self.quantization_config.layers = describe(model)
         return model

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from sparsebench.formats._format import require, sides_of
 from sparsebench.formats.spense import sparse_shape_of
 from sparsebench.harness.models.pruning import checkpoint
-from sparsebench.harness.models.pruning.ahead import plan_ahead
+from sparsebench.harness.models.pruning.ahead import plan_ahead, take
 from sparsebench.harness.models.pruning.gated import (
     Gated,
     is_dense,
@@ -204,7 +204,8 @@ def sparsify_(
                modules of the kinds that the recipe takes, outermost first, and not for the parts of
                a replaced module. By default all are replaced, except the output heads of a Hugging
                Face model: what lies outside of its base model, such as lm_head and classifier
-    tokens     numbers of tokens for which each layer searches the fastest kernel now. By default
+    tokens     numbers of tokens for which each layer searches the fastest kernel now, unless a
+               file beside the model's weights has it (`sparsebench tune`). By default
                no layer searches: those on a GPU take what is listed for their sizes, and compile it
                now for the powers of two to 2048 (ahead.py); () compiles at the first calls
 
@@ -246,6 +247,7 @@ def sparsify_(
         plan_ahead(model)
         return model
     searched = [*tokens]
+    take(model)
     for name in names:
         if (plan := getattr(model.get_submodule(name), "plan", None)) is not None:
             plan(searched)
