@@ -43,6 +43,8 @@ const open = () => {
   restore();
   const place = location.hash.includes("=") ? null : document.getElementById(decodeURIComponent(location.hash.slice(1)));
   if (!place) return;
+  const view = views.indexOf(place); // without this script, the style shows the view that is the target
+  if (view >= 0) return location.replace(`#${new URLSearchParams(choices[view])}`);
   for (let at = place; at; at = at.parentElement) if (at.tagName === "DETAILS") at.open = true;
   for (const own of place.querySelectorAll(":scope > details")) own.open = true;
   place.scrollIntoView({ block: place.tagName === "TR" ? "center" : "start" });
@@ -115,6 +117,17 @@ const make = (tag, text, ...children) => {
   element.append(...children);
   return element;
 };
+// A line to copy has a button for it; the file of a page without https may not write the clipboard.
+const copyable = (code) => {
+  if (!navigator.clipboard) return code;
+  const button = make("button", "copy");
+  Object.assign(button, { type: "button", className: "copy" });
+  button.setAttribute("aria-label", `copy ${code.textContent}`);
+  button.addEventListener("click", () => navigator.clipboard.writeText(code.textContent).then(() => (button.textContent = "copied")));
+  code.after(" ", button);
+  return code;
+};
+document.querySelectorAll("code.copied").forEach(copyable);
 const showCards = (run, rows, texts, names) => {
   const at = (cells, name) => cells[names.indexOf(name)] ?? run.same[name] ?? "–";
   const value = (cells, name) => (name === "sparsity" ? String(+(number(at(cells, name)) / 100).toFixed(6)) : at(cells, name).replaceAll(",", ""));
@@ -146,6 +159,7 @@ const showCards = (run, rows, texts, names) => {
     const trial = ["sparsebench try", kernel, ...stored, words(own, run.fields), ...options].join(" ");
     const commands = [`sparsebench run ${run.suite}${only ? ` --only "${only}"` : ""}`, trial];
     box.append(close, make("h3", fields.join(" · ")), make("div", "", table), ...commands.map((line) => make("p", "", make("code", line))));
+    box.querySelectorAll("p > code").forEach(copyable);
     box.children[2].className = "scroll";
     return box;
   };
