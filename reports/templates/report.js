@@ -260,6 +260,23 @@ for (const table of document.querySelectorAll("table.sortable")) {
   showCards(run, rows, texts, names);
 }
 
+// A list of runs shows those that have every word; a word may be in the heading of their GPU.
+const list = document.querySelector("form.rows");
+if (list) {
+  const box = list.elements.q, runs = [...document.querySelectorAll("table.runs tbody tr")];
+  const text = (run) => `${run.closest("section").querySelector("h2").textContent} ${run.textContent}`.toLowerCase();
+  const narrow = () => {
+    const words = box.value.toLowerCase().split(/\s+/).filter(Boolean);
+    for (const run of runs) run.hidden = !words.every((word) => text(run).includes(word));
+    for (const group of document.querySelectorAll("section:has(table.runs)")) group.hidden = !group.querySelector("tbody tr:not([hidden])");
+    list.querySelector("output").textContent = words.length ? `${runs.filter((run) => !run.hidden).length} of ${runs.length}` : "";
+  };
+  box.value = state().get("q") ?? "";
+  box.addEventListener("input", () => { narrow(); remember({ q: box.value }); });
+  list.addEventListener("submit", (event) => event.preventDefault());
+  narrow();
+}
+
 reachable();
 open();
 // A link to a case shows its card, after the browser has scrolled to the line of the case.

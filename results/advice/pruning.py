@@ -254,9 +254,11 @@ def _verdict(
         most = f" is at most {times(best.step.value)} as fast with {best.kind}" if best else ""
         why = f"no run on {absent} is published, only runs on {join_words([*evidence.layers.gpus])}"
         return UNMEASURED, f"Not measured: {why}. {model.name}{most} {at}.", best
-    known = [each for each in usable if each.step.basis != BOUND]
-    cheap = fastest([each for each in known if each.nats is not None and each.nats <= MOST_LOSS])
-    best = fastest(known)
+    estimated = [each for each in usable if each.step.basis != BOUND]
+    cheap = fastest(
+        [each for each in estimated if each.nats is not None and each.nats <= MOST_LOSS]
+    )
+    best = fastest(estimated)
     if cheap and cheap.step.value >= WORTH:
         return TRY, f"Worth trying: {_faster(cheap, model, at)}{_cost(cheap, model, TRY)}.", cheap
     if best and best.step.value >= WORTH:
