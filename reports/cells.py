@@ -65,18 +65,23 @@ class SearchResult:
 
 
 def cells(lines: pd.DataFrame) -> list[dict[str, Any]]:
-    """Return a cell for each problem, row and GPU of the lines of cards, dense ones left out.
+    """Return a cell for each problem, row and GPU of the lines of cards, dense ones left out."""
+    best = that_count(lines).sort_values(["gpu", "problem", "row", "run"])
+    return [_cell(line) for line in records(best)]
+
+
+def that_count(lines: pd.DataFrame) -> pd.DataFrame:
+    """Return the fastest sparse line of each problem, row and GPU, from the run that counts.
 
     Of several runs, verdicts come first, then the run with the most contenders, then with the most
     processes, then the latest.
     """
     sparse = lines[lines.side != "dense"]
     rivals = sparse.groupby(["run", "problem_id"]).case_id.transform("size")
-    order = ["verdict", "rivals", "processes", "day", "gain"]
+    order = ["verdict", "rivals", "processes", "day", "gain", "rate"]
     ranked = sparse.assign(rivals=rivals, rate=-sparse.median_us)
-    ranked = ranked.sort_values([*order, "rate"], ascending=False, kind="stable")
-    best = ranked.drop_duplicates(["gpu", "problem_id", "row"])
-    return [_cell(line) for line in records(best.sort_values(["gpu", "problem", "row", "run"]))]
+    ranked = ranked.sort_values(order, ascending=False, kind="stable")
+    return ranked.drop_duplicates(["gpu", "problem_id", "row"])
 
 
 def _cell(line: Mapping[Any, Any]) -> dict[str, Any]:

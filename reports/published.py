@@ -35,12 +35,11 @@ from sparsebench.reports.coverage import COVERAGE, STRATA, coverage_tables, expl
 from sparsebench.reports.grids import about_view, sentences
 from sparsebench.reports.headline import PublishedRun, headline, read
 from sparsebench.reports.picture import picture
-from sparsebench.reports.site.cards import OF_RUN, is_verdict, lines_of
+from sparsebench.reports.site.cards import run_lines
 from sparsebench.reports.tables import markdown_table
 from sparsebench.reports.terminal import RunAnswer
 from sparsebench.reports.what_changed import what_changed
 from sparsebench.results.advice.measured_layers import collect_evidence
-from sparsebench.results.badges import badges
 from sparsebench.results.comparison import repeats
 from sparsebench.results.comparison.sides import short_card
 from sparsebench.results.files import unzip
@@ -196,13 +195,8 @@ def differing(root: Path, runs: Runs) -> dict[Path, str]:
 
 def of_cells(runs: Runs) -> str:
     """Return the JSON of the cells of all runs."""
-    parts = []
-    for run in runs.values():
-        home = Path(run.home).relative_to(HOME).as_posix()
-        verdict = is_verdict(each.badge for each in badges(run))
-        about = [home, run.device, run.run.state["suite"], run.name, run.processes]
-        about += [run.run.state["started"][:10], verdict]
-        parts.append(lines_of(run).assign(**dict(zip(OF_RUN, about, strict=True))))
+    homes = (Path(run.home).relative_to(HOME).as_posix() for run in runs.values())
+    parts = [run_lines(run, home) for run, home in zip(runs.values(), homes, strict=True)]
     every = pd.concat([part for part in parts if len(part)], ignore_index=True)
     return cells.text_of(cells.cells(every))
 

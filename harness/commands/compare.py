@@ -1,5 +1,6 @@
 """`sparsebench compare`: runs or GPUs side by side, and a gate for CI."""
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -9,6 +10,7 @@ from sparsebench._writing import require_apart, write_file
 from sparsebench.harness.commands._console import (
     GATE_FAILED,
     print_json,
+    progress_bar,
     stderr,
     stdout,
     warn_of_changes,
@@ -33,6 +35,9 @@ def compare(
     ] = None,
     page: Annotated[Path | None, typer.Option("--html", help="Also write an HTML page.")] = None,
     markdown: Markdown = False,
+    every_cell: Annotated[
+        bool, typer.Option("--cells", help="Of two GPUs, also show every case.")
+    ] = False,
     fail_on: Annotated[
         str,
         typer.Option(
@@ -43,7 +48,8 @@ def compare(
 ) -> None:
     """Compare runs or GPUs with the first.
 
-    The table has three parts: how the times differ, how the speedups over the baseline differ, and
+    Of two GPUs, a table has the times of decoding, prefill, attention and training, and the gains
+    of sparsity there. Of two runs, it has every case: how the times and the speedups differ, and
     the cause: our kernel, its configuration, a library's version, the baseline or the card.
     """
     require_one_output(as_json, markdown)
@@ -53,9 +59,18 @@ def compare(
     from sparsebench.results.formatting import are
 
     limit = threshold(fail_on) if fail_on else None
-    sides = find(names, among or AMONG)
+    with progress_bar() as show:
+        sides = find(names, among or AMONG, partial(show, step="read"))
     runs = [run.path for side in sides for run in side.runs]
     warn_of_changes(runs)
+    if not (page or as_json or markdown or fail_on):
+        by_gpu = comparison.gpus(sides)
+        for two in by_gpu:
+            wide().print(two.table)
+            wide().print(two.sentence, style="bold", highlight=False)
+        if by_gpu and not every_cell:
+            stdout.say("Every case: --cells")
+            return
     compared = comparison.compare_sides(sides)
     require_apart([page], [file for path in runs for file in path.rglob("*")])
     if page:

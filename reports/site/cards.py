@@ -145,6 +145,15 @@ def card(analysis: Analysis, claims: Sequence[PlannedClaim], **place: str) -> Ca
     )
 
 
+def run_lines(analysis: Analysis, address: str, gpu: str = "") -> pd.DataFrame:
+    """Return the lines of a run with the columns of OF_RUN."""
+    state = analysis.run.state
+    about = [address, gpu or analysis.device, state["suite"], analysis.run.path.name]
+    about += [int(state["flags"]["replicates"]), str(state["started"])[:10]]
+    about += [is_verdict(each.badge for each in badges(analysis))]
+    return lines_of(analysis).assign(**dict(zip(OF_RUN, about, strict=True)))
+
+
 def lines(cards: Iterable[Card]) -> pd.DataFrame:
     """Return every line of every card with the columns of OF_RUN."""
     every = [

@@ -10,7 +10,7 @@ import torch
 from sparsebench.errors import ResultError
 from sparsebench.harness.run import try_kernel
 from sparsebench.reports import cells
-from sparsebench.reports.site.cards import OF_RUN, lines_of
+from sparsebench.reports.site.cards import run_lines
 from sparsebench.results.run import store
 from sparsebench.results.tables.analysis import analyse
 from tests.tools.command_line import output, refusal
@@ -28,8 +28,7 @@ def of_run(*names: str) -> list[dict[str, Any]]:
     parts = []
     for number, name in enumerate(names):
         run = analyse(store.read(PUBLISHED / "nvidia-h200" / name))
-        about = [name, run.device, name, name, 6 + number, "2026-01-01", number == 0]
-        parts.append(lines_of(run).assign(**dict(zip(OF_RUN, about, strict=True))))
+        parts.append(run_lines(run, name).assign(verdict=number == 0))
     return cells.cells(pd.concat(parts))
 
 
