@@ -145,7 +145,7 @@ def _evidence(analysis: Analysis) -> dict[str, str]:
         limited = int((once["mark"].fillna("") != "").sum())
         of_cases = amount(len(once), "case")
         counts.append(f"{limited} of {of_cases} had a slowed GPU or a late host in some process")
-    again = again_command(run, cases, case)
+    again = again_command(run, cases)(dict(cases[cases.case_id == case].iloc[0]))
     return {**finding, "counts": " · ".join(counts), "again": again}
 
 

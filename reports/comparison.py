@@ -1,5 +1,6 @@
 """Show sides of a comparison beside each other: in the terminal, as Markdown and as a page.
 
+    workloads   two kinds of GPU: times and gains of decoding, prefill, ... (workloads.py)
     sentences   how often each side takes less time, gains more, and what the changes come from
     grid        two kinds of GPU: what each format gains over dense on both
     cases       every case, the largest settled difference first
@@ -15,13 +16,16 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
+import pandas as pd
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.text import Text
 
 from sparsebench.errors import ResultError
 from sparsebench.reports.comparison_tables import EVERY, cases, grid, intervals, problems
 from sparsebench.reports.page import render
+from sparsebench.reports.site.cards import run_lines
 from sparsebench.reports.tables import Table, escape_markdown
+from sparsebench.reports.workloads import TwoGpus, two_gpus
 from sparsebench.results.badges import badges
 from sparsebench.results.comparison.changes import Changes, Mean, changes, mean
 from sparsebench.results.comparison.compare import GAIN, TIME
@@ -35,6 +39,22 @@ from sparsebench.results.tables.analysis import Analysis
 LINES = 30
 FACTS_SHOWN = 8
 FACTS = {"code_sha256": "hash of the code", "gpu.driver": "driver"}  # names for readers
+
+
+def gpus(sides: Sequence[Side]) -> list[TwoGpus]:
+    """Return every side against the first by workload, if they ran on another kind of GPU."""
+    first, *others = sides
+    others = [side for side in others if side.device != first.device]
+    if not others:
+        return []
+    parts = [
+        run_lines(run, str(run.run.path), side.name)
+        for side in (first, *others)
+        for run in side.analyses
+        if len(run.timed)
+    ]
+    lines = pd.concat(parts, ignore_index=True)
+    return [two_gpus(lines, first.name, side.name) for side in others]
 
 
 @dataclass(frozen=True)

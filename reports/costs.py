@@ -52,7 +52,7 @@ def _of_model(evidence: Evidence, model: str, gpu: str) -> Table:
                 evidence,
                 StepModel(shapes, tokens, CONTEXT).mlp(way, sparsity),
                 evidence.layers.gpus[gpu],
-            )[0]
+            )
             for shapes, tokens, _ in timed
         ]
         cells = [(gain.cell, style(gain)) for gain in gains]

@@ -2,6 +2,7 @@
 
     results/published/GPU/RUN ─> results/published/README.md   headline, list of runs, digests
                               ─> results/published/advice.json rows of `sparsebench advise`
+                              ─> results/published/cells.json.gz   of `sparsebench find`
                               ─> results/between_cards.json    the variation between cards
                               ─> README.md, pruning/README.md  the text between two marks:
 
@@ -14,6 +15,7 @@ exits with 1 if there is one.
 """
 
 import argparse
+import gzip
 import os
 import re
 import sys
@@ -28,17 +30,19 @@ from rich.console import Console
 
 from sparsebench._writing import write_file
 from sparsebench.errors import ResultError
-from sparsebench.reports import advice, costs
+from sparsebench.reports import advice, cells, costs
 from sparsebench.reports.coverage import COVERAGE, STRATA, coverage_tables, explanation
 from sparsebench.reports.grids import about_view, sentences
 from sparsebench.reports.headline import PublishedRun, headline, read
 from sparsebench.reports.picture import picture
+from sparsebench.reports.site.cards import run_lines
 from sparsebench.reports.tables import markdown_table
 from sparsebench.reports.terminal import RunAnswer
 from sparsebench.reports.what_changed import what_changed
 from sparsebench.results.advice.measured_layers import collect_evidence
 from sparsebench.results.comparison import repeats
 from sparsebench.results.comparison.sides import short_card
+from sparsebench.results.files import unzip
 from sparsebench.results.formatting import brackets, conditions, selection
 from sparsebench.results.run import bundle
 from sparsebench.results.run.provenance import commit_of, flat
@@ -152,7 +156,7 @@ def write(root: Path) -> list[Path]:
         runs = read(root)  # with the new variation in every interval
         changed = {cards: changed[cards], **differing(root, runs)}
     for path, text in changed.items():
-        write_file(path, text)
+        write_file(path, gzip.compress(text.encode(), mtime=0) if path.suffix == ".gz" else text)
     image = root / PICTURE
     before = image.read_bytes() if image.exists() else b""
     picture(runs[PICTURED].cases, image)
@@ -184,12 +188,21 @@ def differing(root: Path, runs: Runs) -> dict[Path, str]:
     pages |= {path: _fill(path, texts) for path in map(root.joinpath, BLOCKED) if path.exists()}
     linked = {path: _relative_links(text, root, path) for path, text in pages.items()}
     linked[root / HOME / ADVICE] = evidence.text
+    linked[root / HOME / cells.FILE] = of_cells(runs)
     linked[root / "results" / between_cards.FILE] = repeats.text_of(repeated_cases(runs))
-    return {
-        path: text
-        for path, text in linked.items()
-        if not path.exists() or path.read_text("utf-8") != text
-    }
+    return {path: text for path, text in linked.items() if not path.exists() or _text(path) != text}
+
+
+def of_cells(runs: Runs) -> str:
+    """Return the JSON of the cells of all runs."""
+    homes = (Path(run.home).relative_to(HOME).as_posix() for run in runs.values())
+    parts = [run_lines(run, home) for run, home in zip(runs.values(), homes, strict=True)]
+    every = pd.concat([part for part in parts if len(part)], ignore_index=True)
+    return cells.text_of(cells.cells(every))
+
+
+def _text(path: Path) -> str:
+    return unzip(path, cells.BYTES).decode() if path.suffix == ".gz" else path.read_text("utf-8")
 
 
 def list_of_runs(runs: Runs) -> str:

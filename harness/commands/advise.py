@@ -38,8 +38,8 @@ def advise(
 ) -> None:
     """Should I prune? Say whether it pays off for a model on a GPU.
 
-    The answer names the kind of sparsity. It comes from published runs: if none measured layers of
-    this model, the speedup is estimated from similar layers, with an interval.
+    The answer names the fastest kind of sparsity whose measured loss of quality is acceptable. The
+    speedup is a curve through published runs of the model; without any, it is estimated.
     """
     require_one_output(as_json, markdown)
     from sparsebench.errors import ResultError
@@ -54,12 +54,13 @@ def advise(
     warn_of_changes(run or ())
     if run and not added.gpus:
         raise ResultError(f"--run: expected a run on a GPU, found {', '.join(map(str, run or ()))}")
-    answer = answered(packaged_evidence() + added, read_shapes(model), gpu, batch)
+    evidence = packaged_evidence() + added
+    answer = answered(evidence, read_shapes(model), gpu, batch)
     if as_json:
         print_json(answer)
     elif markdown:
-        stdout.write(presented.markdown(answer))
+        stdout.write(presented.markdown(answer, evidence))
     else:
         wide().print(presented.terminal(answer))
-        for line in presented.to_measure(answer):
+        for line in presented.next_steps(answer):
             stdout.say(line)

@@ -1,5 +1,6 @@
 """`sparsebench compare`: runs or GPUs side by side, and a gate for CI."""
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -10,6 +11,7 @@ from sparsebench._writing import require_apart, write_file
 from sparsebench.harness.commands._console import (
     GATE_FAILED,
     print_json,
+    progress_bar,
     stderr,
     stdout,
     warn_of_changes,
@@ -34,6 +36,9 @@ def compare(
     ] = None,
     page: Annotated[Path | None, typer.Option("--html", help="Also write an HTML page.")] = None,
     markdown: Markdown = False,
+    every_cell: Annotated[
+        bool, typer.Option("--cells", help="Of two GPUs, also show every case.")
+    ] = False,
     fail_on: Annotated[
         str | None,
         typer.Option(
@@ -44,7 +49,8 @@ def compare(
 ) -> None:
     """Compare runs or GPUs with the first.
 
-    The table has three parts: how the times differ, how the speedups over the baseline differ, and
+    Of two GPUs, a table has the times of decoding, prefill, attention and training, and the gains
+    of sparsity there. Of two runs, it has every case: how the times and the speedups differ, and
     the cause: our kernel, its configuration, a library's version, the baseline or the card.
     """
     require_one_output(as_json, markdown)
@@ -55,9 +61,18 @@ def compare(
     from sparsebench.results.formatting import are
 
     limit = None if fail_on is None else threshold(fail_on)
-    sides = find(names, among or (published_runs(), RUNS))
+    with progress_bar() as show:
+        sides = find(names, among or (published_runs(), RUNS), partial(show, step="read"))
     runs = [run.path for side in sides for run in side.runs]
     warn_of_changes(runs)
+    if limit is None and not (page or as_json or markdown):
+        by_gpu = comparison.gpus(sides)
+        for two in by_gpu:
+            wide().print(two.table)
+            wide().print(two.sentence, style="bold", highlight=False)
+        if by_gpu and not every_cell:
+            stdout.say("Every case: --cells")
+            return
     compared = comparison.compare_sides(sides)
     require_apart([page], [file for path in runs for file in path.rglob("*")])
     if page:

@@ -5,7 +5,9 @@
            ─> cells   the cells of claims, by the claim's name
 
 A card holds the times of one measure: kernel time with a cold cache, or the run's first measure.
-`place` of a line numbers its contest. `wins` is true if nothing in the contest was faster, dense
+`place` of a line numbers its contest. `problem` names it, and `fields` are its fields as
+commands name them. `configuration` is the choice; `again` and `trial` are the commands that
+measure the problem and the case itself. `wins` is true if nothing in the contest was faster, dense
 contenders included. In the table each line has the processes and the day of its run, and whether
 the run is a verdict.
 """
@@ -17,6 +19,7 @@ from typing import Any
 
 import pandas as pd
 
+from sparsebench.reports.figures._again import again_command, field_values, try_command
 from sparsebench.reports.findings import general, headline, headlines
 from sparsebench.reports.grids import about, doubt
 from sparsebench.results.badges import Badge, badges
@@ -24,18 +27,22 @@ from sparsebench.results.claims.cells import ClaimCell
 from sparsebench.results.claims.planned import PlannedClaim
 from sparsebench.results.comparison.repeats import verdicts
 from sparsebench.results.formatting import between, plain, selection, times
+from sparsebench.results.problem_names import problem_name
 from sparsebench.results.run.provenance import device_name, flat
 from sparsebench.results.tables.analysis import Analysis
 from sparsebench.results.tables.contests import is_replaced, usual, with_shapes
+from sparsebench.results.tables.frame import fields, records
 from sparsebench.results.tables.grid import Finding
 
-SCHEMA = "sparsebench/card@14"
+SCHEMA = "sparsebench/card@15"
 DOUBTS = {Badge.UNRELIABLE, Badge.BUSY, Badge.UNFINISHED}
 PLACE = ["op", "dtype", "pattern", "m", "shape", "level", "block"]
 LINE = ["case_id", "kind", "tile", "row", "kernel", "name", "side", "cache", "of_units"]
 LINE += ["median_us", "gain", "low", "high", "decided", "mark", "dense_name", "dense_us"]
 LINE += ["over", "zeros_gain", "zeros_low", "zeros_high"]
 LINE += ["on_cards", "limited_processes", "limited"]
+LINE += ["problem_id", "problem", "fields", "configuration", "again", "trial"]
+UNSHOWN = {"algorithm", "code", "problem", "version"}  # parts of a choice
 ROLES = {  # runs that were made from another run, by the key in run.json
     "confirms": "chosen cases of an earlier run, alone",
     "reproduces": "an earlier run again",
@@ -87,8 +94,7 @@ class Card:
     @property
     def verdict(self) -> bool:
         """Return whether the run has enough processes, is reliable and ran undisturbed."""
-        names = {Badge[name.upper()] for name, *_ in self.badges}
-        return Badge.VERDICT in names and not names & DOUBTS
+        return is_verdict(Badge[name.upper()] for name, *_ in self.badges)
 
     @property
     def about(self) -> str:
@@ -107,7 +113,7 @@ def card(analysis: Analysis, claims: Sequence[PlannedClaim], **place: str) -> Ca
     """
     run, cases = analysis.run, analysis.cases
     findings = headlines(analysis)
-    table, facts = _lines(analysis), flat(run.environment)
+    table, facts = lines_of(analysis), flat(run.environment)
     source: dict[str, Any] = next((run.state[name] for name in ROLES if run.state.get(name)), {})
     return Card(
         schema=SCHEMA,
@@ -139,22 +145,31 @@ def card(analysis: Analysis, claims: Sequence[PlannedClaim], **place: str) -> Ca
     )
 
 
+def run_lines(analysis: Analysis, address: str, gpu: str = "") -> pd.DataFrame:
+    """Return the lines of a run with the columns of OF_RUN."""
+    state = analysis.run.state
+    about = [address, gpu or analysis.device, state["suite"], analysis.run.path.name]
+    about += [int(state["flags"]["replicates"]), str(state["started"])[:10]]
+    about += [is_verdict(each.badge for each in badges(analysis))]
+    return lines_of(analysis).assign(**dict(zip(OF_RUN, about, strict=True)))
+
+
 def lines(cards: Iterable[Card]) -> pd.DataFrame:
     """Return every line of every card with the columns of OF_RUN."""
-    records = [
+    every = [
         dict(line, **dict(zip(OF_RUN, _of_run(card), strict=True)))
         for card in cards
         for line in card.lines
     ]
-    return pd.DataFrame(records, columns=[*OF_RUN, "place", *PLACE, *LINE, "wins"])
+    return pd.DataFrame(every, columns=[*OF_RUN, "place", *PLACE, *LINE, "wins"])
 
 
 def cells(cards: Iterable[Card]) -> dict[str, list[ClaimCell]]:
     """Return the cells of all cards, by the claim's name."""
     by_claim: dict[str, list[ClaimCell]] = {}
     for card in cards:
-        for name, records in card.cells.items():
-            by_claim.setdefault(name, []).extend(map(ClaimCell.from_json, records))
+        for name, of_claim in card.cells.items():
+            by_claim.setdefault(name, []).extend(map(ClaimCell.from_json, of_claim))
     return by_claim
 
 
@@ -165,14 +180,37 @@ def confirmation(screened: Card, other: Card) -> str:
     return between(lines[0]["gain"], lines[0]["low"], lines[0]["high"]) if lines else ""
 
 
-def _lines(analysis: Analysis) -> pd.DataFrame:
+def is_verdict(of_run: Iterable[Badge]) -> bool:
+    """Return whether badges are those of a run that is a verdict without a doubt."""
+    names = {*of_run}
+    return Badge.VERDICT in names and not names & DOUBTS
+
+
+def lines_of(analysis: Analysis) -> pd.DataFrame:
+    """Return the lines of a run; an empty table if no case has a time."""
     if analysis.timed.empty:
         return analysis.timed
-    timed = with_shapes(usual(analysis.timed))
+    timed, names = with_shapes(usual(analysis.timed)), fields(analysis.timed)
+    lines = records(timed)
+    again = again_command(analysis.run, analysis.cases)
+    timed = timed.assign(
+        problem=[problem_name(line, ["op", *names, "scope", "cache"]) for line in lines],
+        fields=pd.Series([field_values(line, names) for line in lines], timed.index),
+        configuration=[_configuration(line["choice"]) for line in lines],
+        again=[again(line) for line in lines],
+        trial=[try_command(line, names) for line in lines],
+    )
     rank = timed.gain.fillna(-timed.median_us)[~is_replaced(timed)]
     best = rank.groupby(timed.place).idxmax()
     texts = {name: timed[name].map(plain) if name in timed else "" for name in ("dtype", "pattern")}
     return timed.assign(wins=timed.index.isin(best), **texts)
+
+
+def _configuration(choice: str) -> str:
+    """Write a choice without what a library or a plan notes beside it."""
+    chosen = flat(json.loads(choice or "{}"))
+    parts = {n: v for n, v in chosen.items() if not {*n.split(".")} & UNSHOWN}
+    return ", ".join(f"{name} {value}" for name, value in parts.items())
 
 
 def _gain(finding: Finding) -> str:
@@ -187,8 +225,8 @@ def _gain(finding: Finding) -> str:
 def _plain(table: pd.DataFrame) -> list[dict[str, Any]]:
     """Return lines as JSON holds them: without NaN, with 6 decimals."""
     text: str = table.to_json(orient="records", double_precision=6)
-    records: list[dict[str, Any]] = json.loads(text)
-    return records
+    plain_lines: list[dict[str, Any]] = json.loads(text)
+    return plain_lines
 
 
 def _of_run(card: Card) -> list[Any]:

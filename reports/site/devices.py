@@ -1,6 +1,6 @@
-"""Compare devices: one page for each suite that ran on several of them.
+"""Compare devices: any two GPUs by workload, and a page for each suite that ran on several.
 
-    compare/index.html    the suites
+    compare/index.html    two selects, a table of workloads (reports/workloads.py), the suites
     compare/SUITE.html    the devices by name, each compared with the first
     compare/SUITE.json    the same for a script, with the names of the runs
 
@@ -13,14 +13,14 @@ read again only if one is new or the code has changed.
 import json
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import permutations
 from pathlib import Path
-from typing import Any
 
 from sparsebench.reports import comparison
 from sparsebench.reports.page import render
-from sparsebench.reports.site.cards import PLACE, Card
+from sparsebench.reports.site.cards import PLACE, Card, lines
 from sparsebench.reports.site.pages import Site, safe
-from sparsebench.results.comparison.changes import Mean
+from sparsebench.reports.workloads import two_gpus
 from sparsebench.results.comparison.sides import MOST, distinct_names, side
 from sparsebench.results.formatting import join_words
 from sparsebench.results.run import store
@@ -71,10 +71,9 @@ def _sharing(cards: Sequence[Card], others: Sequence[Card]) -> list[Card]:
 
 
 def pages(
-    to: Path, every: Sequence[Devices], redone: Collection[str], site: Site
+    to: Path, every: Sequence[Devices], redone: Collection[str], site: Site, cards: Sequence[Card]
 ) -> Iterator[tuple[str, str]]:
     """Yield the path and text of each page and its JSON; `redone` are addresses of new runs."""
-    sentences = {}
     for devices in every:
         slugs = [[card.address for card in cards] for cards in devices.sides]
         files = [to / f"{devices.name}.{ending}" for ending in ("html", "json")]
@@ -83,7 +82,6 @@ def pages(
             texts = [file.read_text("utf-8") for file in files]
             data = json.loads(texts[1])
             if [*data["runs"].values()] == slugs:
-                sentences[devices.suite] = _mean_times(data)
                 yield from zip([f"{devices.name}.html", f"{devices.name}.json"], texts, strict=True)
                 continue
         runs = [
@@ -94,21 +92,11 @@ def pages(
         sides = [side(*of_side, name=name) for of_side, name in zip(runs, names, strict=True)]
         result = comparison.compare_sides(sides)
         yield f"{devices.name}.html", comparison.html(result, site, "../")
-        data = comparison.to_json(result)
-        sentences[devices.suite] = _mean_times(data)
-        yield f"{devices.name}.json", json.dumps(data) + "\n"
-    yield INDEX, render("site_compare.html", site=site, suites=every, sentences=sentences)
-
-
-def _mean_times(data: dict[str, Any]) -> str:
-    """Compare the times of each other device with those of the first in a sentence."""
-    first, means = next(iter(data["runs"])), ("baselines_mean", "times_mean")
-    return " ".join(
-        comparison.mean_times(
-            first, name, *(Mean(**change[mean]) if change[mean] else None for mean in means)
-        )
-        for name, change in data["changes"].items()
-    )
+        yield f"{devices.name}.json", json.dumps(comparison.to_json(result)) + "\n"
+    gpus, of_cards = sorted({card.gpu for card in cards if card.units}), lines(cards)
+    pairs = [two_gpus(of_cards, a, b) for a, b in permutations(gpus, 2)]
+    labels = list(dict.fromkeys(two.a for two in pairs))
+    yield INDEX, render("site_compare.html", site=site, suites=every, pairs=pairs, gpus=labels)
 
 
 def _rank(cards: Sequence[Card]) -> tuple[int, str]:

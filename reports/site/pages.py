@@ -5,6 +5,7 @@ runs.html             every run with its question, its number and its state
 kernels.html          the formats and the kernels
 agreement.html        how often a second card agrees with the first (reports/coverage.py)
 welcome.html          the GPUs with and without rows, and how to send a result
+find.html             a search over all cells, with cells.js and find.js (reports/cells.py)
 glossary.html         the words for outcomes (results/statistics/outcome.py)
 formats/NAME.html     a format: its best contests, its kernels, its cases over all runs
 kernels/NAME.html     the same for a kernel
@@ -22,6 +23,7 @@ import pandas as pd
 
 from sparsebench._gpus import without_rows
 from sparsebench.reports.build import Surrounding
+from sparsebench.reports.cells import cells, script
 from sparsebench.reports.coverage import COVERAGE, STRATA, coverage_tables, explanation
 from sparsebench.reports.page import content, render
 from sparsebench.reports.site import grids
@@ -94,9 +96,14 @@ def pages(
     yield "glossary.html", render("site_glossary.html", site=site)
     yield "agreement.html", _agreement(cards, site)
     yield "welcome.html", _welcome(cards, site)
+    every_cell = cells(every)
+    yield "find.html", render("site_find.html", **shared, finds=True, count=len(every_cell))
+    yield "cells.js", script(every_cell)
+    yield "find.js", content("find.js")
     yield "feed.xml", render("site_feed.xml", **shared)
     if site.base:
-        paths = ["", "runs.html", "kernels.html", "glossary.html", "agreement.html", "welcome.html"]
+        paths = ["", "runs.html", "kernels.html", "find.html", "glossary.html", "agreement.html"]
+        paths += ["welcome.html"]
         paths += [f"claims/{claim.name}.html" for claim in site.claims]
         paths += [*doors.values(), *(f"{card.address}/" for card in cards)]
         paths += [page_of(w, n) for w, ns in (("format", kinds), ("kernel", kernels)) for n in ns]

@@ -1,9 +1,9 @@
 """The page "Should I prune?": every listed model on every published GPU, with TOKENS at once.
 
-    MODEL ▾ GPU ▾ tokens ▾    a select shows one answer; without JavaScript the grid does
-    verdict, table, runs      as `sparsebench advise` prints them
-    models × tokens           a grid for each GPU, whose cells lead to the answers
-    what pruning costs: losses by method beside the gains of layers
+    MODEL ▾ GPU ▾ tokens ▾     a select shows one answer; without JavaScript the grid does
+    verdict, chart, commands   as `sparsebench advise` prints them
+    folded: the numbers; a grid of models × tokens for each GPU, whose cells lead to the answers;
+    what pruning costs, by method; how the answers are made
 
 The answers rest on the packaged rows (measured_layers.py). Links lead to those of their runs that
 are on the site.
@@ -28,14 +28,14 @@ from sparsebench.results.advice.pruning import (
     Answer,
     advise,
 )
-from sparsebench.results.formatting import times
+from sparsebench.results.advice.step_model import DECODED
+from sparsebench.results.formatting import join_words, times
 from sparsebench.results.model_shapes import MODELS
 
 PAGE = "prune.html"
-TOKENS = (1, 16, 64, 256, 4096)
+TOKENS = (1, 4, 8, 16, 64, 256, 4096)
 CLASSES = {TRY: "worth", TRAIN: "look", NO: "lost"}
-UNDER = {"half of each MLP 2:4": "half 2:4"}  # short names of kinds
-FIRST = "Llama-3-8B", "NVIDIA H200", 16
+FIRST = {"model": "Llama-3-8B", "gpu": "NVIDIA H200", "tokens": "16"}
 
 
 def in_brief() -> dict[str, str]:
@@ -66,12 +66,13 @@ def pages(cards: Sequence[Card], site: Site) -> Iterator[tuple[str, str]]:
             tokens=TOKENS,
             worth=WORTH,
             dear=MOST_LOSS,
-            first=_id(*FIRST),
+            first=FIRST,
+            decoded=DECODED,
             cases=[_case(answer, links) for answer in answers],
             grids=[(gpu, _grid([each for each in answers if each.gpu == gpu])) for gpu in gpus],
-            notes=answers[0].basis,
-            costs=[(table.title, table.html()) for table in costs.costs(evidence, FIRST[1])],
-            cost_notes=costs.notes(evidence, FIRST[1]),
+            notes=advice.basis(evidence, FIRST["gpu"]),
+            costs=[(table.title, table.html()) for table in costs.costs(evidence, FIRST["gpu"])],
+            cost_notes=costs.notes(evidence, FIRST["gpu"]),
         ),
     )
 
@@ -80,37 +81,37 @@ def _key(gpu: str, name: str) -> str:
     return f"{safe(gpu).lower()}/{name}"
 
 
-def _id(model: str, gpu: str, tokens: int) -> str:
+def _id(model: str, gpu: str, tokens: str) -> str:
     return safe(f"{model}-{gpu}-{tokens}").lower()
 
 
 def _case(answer: Answer, links: dict[str, str]) -> dict[str, Any]:
     """Return what the page shows of an answer."""
-    table = advice.table(answer)
+    table, losses = advice.table(answer), [each.loss for each in advice.shown(answer) if each.loss]
+    choice = {"model": answer.model.name, "gpu": answer.gpu, "tokens": str(answer.tokens)}
     return {
-        "id": _id(answer.model.name, answer.gpu, answer.tokens),
+        "id": _id(*choice.values()),
+        "choice": choice,
         "answer": answer,
+        "chart": advice.chart(answer),
+        "subject": join_words([*dict.fromkeys(loss.subject for loss in losses)]) or "not measured",
+        "steps": [*advice.commands(answer).items()],
         "title": table.title,
         "table": html_table(advice.COLUMNS, table.lines, "stacked"),
+        "about": advice.about(answer),
         "runs": [(run, links.get(run, "")) for run in advice.sources(answer)],
     }
 
 
 def _grid(answers: Sequence[Answer]) -> list[tuple[str, list[dict[str, Any]]]]:
-    """Return a line of cells for each model: the gain of the kind that the verdict is about.
-
-    The words below a gain are the kind that is worth trying, or that it needs training.
-    """
+    """Return a line of cells for each model: the gain of the kind that the verdict is about."""
     rows: dict[str, list[dict[str, Any]]] = {}
     for answer in answers:
-        best, under = answer.best, "if trained" if answer.word == TRAIN else ""
-        if best and answer.word == TRY:
-            under = UNDER.get(best.kind, best.kind)
+        best = answer.best
         cell = {
-            "id": _id(answer.model.name, answer.gpu, answer.tokens),
+            "id": _id(answer.model.name, answer.gpu, str(answer.tokens)),
             "classes": CLASSES[answer.word],
             "text": times(best.step.value) if best else "no",
-            "under": under,
             "title": answer.verdict,
         }
         rows.setdefault(answer.model.name, []).append(cell)

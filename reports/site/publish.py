@@ -123,11 +123,11 @@ def _publish(
     gpus = {card.gpu for card in cards if card.units}
     texts = dict(claims.pages(judged, site, gpus)) if judged else {}
     suites = devices.find_devices(cards)
-    texts |= devices.pages(to, suites, [stored[slug].address for slug in changed], site)
+    texts |= devices.pages(to, suites, [stored[slug].address for slug in changed], site, cards)
     texts |= prune.pages(cards, site) if site.prune else ()
     doors = {"Should I prune?": prune.PAGE} if site.prune else {}
     if suites:
-        doors["Which GPU?"] = devices.INDEX if suites[1:] else f"{suites[0].name}.html"
+        doors["Which GPU?"] = devices.INDEX
     versions = [stored[slug].card for slug in newest]
     brief = prune.in_brief() if site.prune else {}
     texts |= pages(cards, site, doors, versions, brief)

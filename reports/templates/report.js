@@ -43,6 +43,8 @@ const open = () => {
   restore();
   const place = location.hash.includes("=") ? null : document.getElementById(decodeURIComponent(location.hash.slice(1)));
   if (!place) return;
+  const view = views.indexOf(place); // without this script, the style shows the view that is the target
+  if (view >= 0) return location.replace(`#${new URLSearchParams(choices[view])}`);
   for (let at = place; at; at = at.parentElement) if (at.tagName === "DETAILS") at.open = true;
   for (const own of place.querySelectorAll(":scope > details")) own.open = true;
   place.scrollIntoView({ block: place.tagName === "TR" ? "center" : "start" });
@@ -133,6 +135,17 @@ const make = (tag, text, ...children) => {
   element.append(...children);
   return element;
 };
+// A line to copy has a button for it; the file of a page without https may not write the clipboard.
+const copyable = (code) => {
+  if (!navigator.clipboard) return code;
+  const button = make("button", "copy");
+  Object.assign(button, { type: "button", className: "copy" });
+  button.setAttribute("aria-label", `copy ${code.textContent}`);
+  button.addEventListener("click", () => navigator.clipboard.writeText(code.textContent).then(() => (button.textContent = "copied")));
+  code.after(" ", button);
+  return code;
+};
+document.querySelectorAll("code.copied").forEach(copyable);
 const showCards = (run, rows, texts, names) => {
   const at = (cells, name) => cells[names.indexOf(name)] ?? run.same[name] ?? "–";
   const value = (cells, name) => (name === "sparsity" ? String(+(number(at(cells, name)) / 100).toFixed(6)) : at(cells, name).replaceAll(",", ""));
@@ -164,6 +177,7 @@ const showCards = (run, rows, texts, names) => {
     const trial = ["sparsebench try", kernel, ...stored, words(own, run.fields), ...options].join(" ");
     const commands = [`sparsebench run ${run.suite}${only ? ` --only "${only}"` : ""}`, trial];
     box.append(close, make("h3", fields.join(" · ")), make("div", "", table), ...commands.map((line) => make("p", "", make("code", line))));
+    box.querySelectorAll("p > code").forEach(copyable);
     box.children[2].className = "scroll";
     return box;
   };
@@ -262,6 +276,23 @@ for (const table of document.querySelectorAll("table.sortable")) {
   addEventListener("hashchange", recall);
   recall();
   showCards(run, rows, texts, names);
+}
+
+// A list of runs shows those that have every word; a word may be in the heading of their GPU.
+const list = document.querySelector("form.rows");
+if (list) {
+  const box = list.elements.q, runs = [...document.querySelectorAll("table.runs tbody tr")];
+  const text = (run) => `${run.closest("section").querySelector("h2").textContent} ${run.textContent}`.toLowerCase();
+  const narrow = () => {
+    const words = box.value.toLowerCase().split(/\s+/).filter(Boolean);
+    for (const run of runs) run.hidden = !words.every((word) => text(run).includes(word));
+    for (const group of document.querySelectorAll("section:has(table.runs)")) group.hidden = !group.querySelector("tbody tr:not([hidden])");
+    list.querySelector("output").textContent = words.length ? `${runs.filter((run) => !run.hidden).length} of ${runs.length}` : "";
+  };
+  box.value = state().get("q") ?? "";
+  box.addEventListener("input", () => { narrow(); remember({ q: box.value }); });
+  list.addEventListener("submit", (event) => event.preventDefault());
+  narrow();
 }
 
 reachable();

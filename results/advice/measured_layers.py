@@ -9,6 +9,7 @@ counts.
 """
 
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -54,6 +55,7 @@ PRUNED = {  # the kind of sparsity of each pattern that `prune` knows
 KEPT = {"iid", "recorded"}  # distributions of active units over tokens
 DTYPES = ["bf16", "fp16", "fp8", "int8"]
 TRAINED = "training"
+BITS = re.compile(r"-q(\d+)_\w+$")  # the precision in the name of a .gguf file
 
 
 @dataclass(frozen=True)
@@ -83,6 +85,15 @@ class Loss:
     unit: Literal["token", "byte"]
     held_out: int
     source: str
+
+    def is_of(self, name: str) -> bool:
+        """Return whether the loss was measured on the model of this name, in any precision."""
+        return BITS.sub("", self.model).lower() == name.lower()
+
+    @property
+    def subject(self) -> str:
+        """Name the model in plain words: `gemma-3-270m in 4 bits`."""
+        return BITS.sub(r" in \1 bits", self.model)
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,9 @@ from sparsebench.results.advice.layer_estimates import (
     Estimator,
     Gpu,
     Layer,
+    Measured,
 )
+from sparsebench.results.advice.measured_layers import ModelStep
 from sparsebench.results.formatting import between, times
 from sparsebench.results.model_shapes import ModelShapes
 from sparsebench.results.statistics.ratio import FEWEST
@@ -41,8 +43,11 @@ MEASURED, LOOK, ESTIMATE, BOUND = "measured", "look", "estimate", "bound"
 class Gain:
     """A speedup and its basis: MEASURED, a LOOK, an ESTIMATE or a BOUND.
 
-    part  of the model that was measured, such as `8 of 32 layers`, from which the speedup of the
-          model is extrapolated; "" for all of it
+    part     of the model that was measured, such as `8 of 32 layers`, from which the speedup of
+             the model is extrapolated; "" for all of it
+    between  the measured points that it lies between, such as `1.15× at 1 and 1.13× at 16`; ""
+             if it was measured itself, or if one of them is an estimate
+    runs     the published runs behind it
     """
 
     value: float
@@ -50,6 +55,13 @@ class Gain:
     high: float
     basis: str
     part: str = ""
+    between: str = ""
+    runs: tuple[str, ...] = ()
+
+    @property
+    def short(self) -> str:
+        """Write it without its interval: `1.15×`."""
+        return times(self.value, self.value / 100)
 
     @property
     def text(self) -> str:
@@ -57,13 +69,14 @@ class Gain:
         if self.basis == BOUND:
             return f"at most {times(self.value)}"
         if self.basis == LOOK:
-            return times(self.value, self.value / 100)
+            return self.short
         return ("≈" if self.basis == ESTIMATE else "") + between(self.value, self.low, self.high)
 
     @property
     def cell(self) -> str:
         """Write it for a table with its marks: `1.15× (look, extrapolated)`."""
         marks = ["look"] * (self.basis == LOOK) + ["extrapolated"] * bool(self.part)
+        marks += ["interpolated"] * bool(self.between)
         return f"{self.text} ({', '.join(marks)})" if marks else self.text
 
     @property
@@ -71,13 +84,13 @@ class Gain:
         """Say what limits it: `extrapolated from 8 of 32 layers`; "" if nothing does."""
         words = [f"from fewer than {FEWEST} processes"] * (self.basis == LOOK)
         words += [f"extrapolated from {self.part}"] * bool(self.part)
+        words += [f"between {self.between} tokens"] * bool(self.between)
         return ", ".join(words)
 
     @classmethod
-    def measured(
-        cls, value: float, low: float, high: float, processes: int, part: str = ""
-    ) -> "Gain":
-        return cls(value, low, high, MEASURED if processes >= FEWEST else LOOK, part)
+    def measured(cls, row: Measured | ModelStep, part: str = "") -> "Gain":
+        basis = MEASURED if row.processes >= FEWEST else LOOK
+        return cls(row.gain, row.low, row.high, basis, part, runs=(row.run,))
 
 
 @dataclass(frozen=True)
@@ -120,7 +133,8 @@ class StepModel:
         value, rests = gain(), (gain(of_rest=REST), gain(of_rest=1 / REST))
         below = hypot(log(value / gain(1 / estimate.widen)), log(value / min(rests)))
         above = hypot(log(gain(estimate.widen) / value), log(max(rests) / value))
-        return Gain(value, value * exp(-below), min(value * exp(above), layer.bound), ESTIMATE)
+        ends = value * exp(-below), min(value * exp(above), layer.bound)
+        return Gain(value, *ends, ESTIMATE, runs=tuple(row.run for row in estimate.rows))
 
     def bound(self, layer: Layer) -> float:
         """Return the largest gain of the step, by bytes or by FLOPs."""

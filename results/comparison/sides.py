@@ -9,10 +9,12 @@ the one with the most processes counts, and among equal ones the newest.
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cached_property
+from itertools import count
 from pathlib import Path
 from string import ascii_uppercase
 
@@ -33,6 +35,7 @@ from sparsebench.results.tables.frame import KEYS, NAMES, fields
 
 MODEL = re.compile(r"(?:[RG]TX )?\b[A-Z]{1,3}\d{2,4}\w?\b(?: Ti| SUPER)?|\b[RG]TX \d{4}\w?")
 MOST = 26  # sides of a comparison
+Show = Callable[[int, int, str], None]
 LISTED = 6  # names that an error lists
 
 
@@ -137,9 +140,12 @@ def bundles(paths: Iterable[Path]) -> list[Path]:
     return [file.parent for path in paths for file in sorted(path.rglob("run.json"))]
 
 
-def find(texts: Sequence[str], among: Iterable[Path]) -> list[Side]:
+def find(
+    texts: Sequence[str], among: Iterable[Path], show: Show = lambda *part: None
+) -> list[Side]:
     """Return the side that each text names, by its path or among the runs below some folders.
 
+    `show` is called before each run is read, with the number of runs so far and of all.
     Raises ResultError if a name fits no GPU or several, if it is given twice, or if the sides share
     no suite.
     """
@@ -170,12 +176,14 @@ def find(texts: Sequence[str], among: Iterable[Path]) -> list[Side]:
     if not suites:
         has = "; ".join(f"{t} has {_few({each.suite for each in c})}" for t, c in runs_of.items())
         raise ResultError(f"{' and '.join(runs_of)}: expected a suite that all have; {has}")
+    chosen = {t: [c.path for c in runs if c.suite in suites] for t, runs in runs_of.items()}
+    places, total = count(), sum(map(len, chosen.values()))
     return [
-        side(
-            *_read_runs(text, [each.path for each in runs if each.suite in suites], text in paths),
-            name=Path(text).resolve().name if text in paths else text,
+        Side(
+            Path(text).resolve().name if text in paths else text,
+            _read(text, of_text, text in paths, lambda path: show(next(places), total, path.name)),
         )
-        for text, runs in runs_of.items()
+        for text, of_text in chosen.items()
     ]
 
 
@@ -193,14 +201,15 @@ class _Candidate:
         return cls(path, state["suite"], device_name(environment))
 
 
-def _read_runs(text: str, candidates: list[Path], by_path: bool) -> list[StoredRun]:
+def _read(
+    text: str, paths: list[Path], by_path: bool, note: Callable[[Path], None]
+) -> list[Analysis]:
     """Return the runs of a side; of those that a name found, the readable ones."""
-    if by_path:
-        return [store.read(path) for path in candidates]
-    runs = []
-    for path in candidates:
-        with store.neighbour():
-            runs.append(store.read(path))
+    runs: list[Analysis] = []
+    for path in paths:
+        note(path)
+        with nullcontext() if by_path else store.neighbour():
+            runs.append(analyse(store.read(path)))
     if not runs:
         raise ResultError(f"{text}: expected a run that can be read, found none")
     return runs

@@ -127,7 +127,7 @@ def test_a_cell_opens_a_card_with_rivals_in_order_and_commands(places, show) -> 
     assert linked.startswith("sparsebench try torch_bsr ")
     assert linked.endswith(" tuned=True")
     assert page.evaluate("document.documentElement.scrollWidth") <= 1280
-    card.get_by_role("button").click()
+    card.get_by_role("button", name="close").click()
     assert not card.count()
 
 

@@ -2,7 +2,9 @@
 
 import json
 from dataclasses import replace
-from math import exp
+from fractions import Fraction
+from itertools import pairwise
+from math import exp, log
 from pathlib import Path
 from shlex import split
 from types import SimpleNamespace
@@ -14,6 +16,7 @@ from sparsebench.errors import ResultError
 from sparsebench.reports import advice as presented
 from sparsebench.reports.site import prune
 from sparsebench.reports.site.pages import Site
+from sparsebench.results.advice.curves import Curve
 from sparsebench.results.advice.layer_estimates import (
     ACTIVATIONS,
     BLOCKS,
@@ -21,8 +24,20 @@ from sparsebench.results.advice.layer_estimates import (
     Estimator,
 )
 from sparsebench.results.advice.measured_layers import Evidence, of_runs, packaged_evidence
-from sparsebench.results.advice.pruning import NO, TRAIN, TRY, UNMEASURED, advise
-from sparsebench.results.advice.step_model import BOUND, ESTIMATE, LOOK, MEASURED, StepModel
+from sparsebench.results.advice.pruning import (
+    HALF,
+    KINDS,
+    MOST_LOSS,
+    NO,
+    TRAIN,
+    TRY,
+    UNMEASURED,
+    UNUSABLE,
+    WORTH,
+    Advice,
+    advise,
+)
+from sparsebench.results.advice.step_model import BOUND, MEASURED, Gain, StepModel
 from sparsebench.results.model_shapes import MODELS, read_shapes
 from sparsebench.results.run import store
 from sparsebench.results.tables.analysis import analyse
@@ -91,14 +106,17 @@ def test_the_packaged_rows_are_those_of_the_bundles(evidence: Evidence) -> None:
     assert [step for step in evidence.steps if step.run == names[1]] == mine.steps
 
 
-def test_a_model_that_was_measured_needs_no_estimate(evidence: Evidence) -> None:
-    answer = advise(evidence, read_shapes("Qwen3-32B"), "H200", 16)
-    half = answer.kinds[1]
-    assert (half.layers.basis, half.step.basis) == (MEASURED, LOOK)
-    assert half.runs[0].startswith("nvidia-h200/decoder")
-    assert answer.kinds[0].step.basis == ESTIMATE
-    assert half.step.part == ""
-    assert "extrapolated" not in answer.verdict
+def test_a_gain_between_measured_batches_lies_on_the_line_between_them(evidence: Evidence) -> None:
+    """Decoding steps of Llama-3-8B were measured with 1, 16 and 64 tokens."""
+    ends = [of_half(evidence, "Llama-3-8B", "H100", tokens).step for tokens in (1, 16)]
+    assert [end.basis for end in ends] == [MEASURED, MEASURED]
+    between = of_half(evidence, "Llama-3-8B", "H100", 4).step
+    share = log(4) / log(16)
+    assert between.value == pytest.approx(ends[0].value ** (1 - share) * ends[1].value ** share)
+    assert (between.basis, between.part) == (MEASURED, "8 of 32 layers")
+    assert "interpolated" in between.cell
+    of_ends = f"between {ends[0].short} at 1 and {ends[1].short} at 16 tokens"
+    assert between.caveat == f"extrapolated from 8 of 32 layers, {of_ends}"
 
 
 def test_a_gain_of_some_of_the_layers_is_extrapolated_and_says_so(evidence: Evidence) -> None:
@@ -108,19 +126,44 @@ def test_a_gain_of_some_of_the_layers_is_extrapolated_and_says_so(evidence: Evid
     assert (step.basis, step.part) == (MEASURED, "8 of 32 layers")
     assert step.caveat == "extrapolated from 8 of 32 layers"
     assert step.cell == f"{step.text} (extrapolated)"
-    assert answer.best.sure.startswith("8 of 32 layers: measured")
+    assert presented.sure(answer.best).startswith("8 of 32 layers: measured")
     look = advise(evidence, read_shapes("Qwen3-32B"), "H200", 16).kinds[3].step
     assert look.cell == f"{look.text} (look, extrapolated)"
     for text in (answer.verdict, presented.in_brief(evidence, "NVIDIA H200")):
         assert "extrapolated from 8 of 32 layers" in text
-    assert "fewer of these layers" in presented.markdown(answer)  # how it is extrapolated
+    assert "fewer of these layers" in presented.markdown(answer, evidence)  # how
+
+
+def of_half(evidence: Evidence, model: str, gpu: str, tokens: int) -> Advice:
+    answer = advise(evidence, read_shapes(model), gpu, tokens)
+    return next(each for each in answer.kinds if each.kind == HALF)
+
+
+@pytest.mark.parametrize("gpu", ["H100", "H200"])
+@pytest.mark.parametrize("model", [model.name for model in MODELS])
+def test_a_verdict_changes_only_where_a_curve_crosses(model, gpu, evidence: Evidence) -> None:
+    """It may change once between two neighbouring points, if the answers at them differ."""
+    words = [advise(evidence, read_shapes(model), gpu, tokens).word for tokens in range(1, 65)]
+    points = sorted({1, 16, 32, 64})  # of estimates, and every batch of a whole model
+    assert {step.layer.m for step in evidence.steps if step.layer.m <= 64} <= {*points}
+    for left, right in pairwise(points):
+        part = words[left - 1 : right]
+        changes = sum(one != other for one, other in pairwise(part))
+        assert changes == (part[0] != part[-1]), (left, right, part)
+
+
+def test_a_curve_that_crosses_changes_the_verdict_once_between_its_points() -> None:
+    steep = Curve({1: Gain(1.2, 1.1, 1.3, MEASURED), 64: Gain(0.9, 0.8, 1.0, MEASURED)}, Fraction)
+    above = [steep.at(tokens).value >= WORTH for tokens in range(1, 65)]
+    assert above == sorted(above, reverse=True)
+    assert {*above} == {True, False}
 
 
 @pytest.mark.parametrize(
     ("model", "gpu", "tokens", "word", "begins"),
     [
         ("Llama-3-8B", "H100", 16, TRY, "Worth trying"),
-        ("Llama-3-8B", "H100", 4096, TRAIN, "Do not prune without training"),
+        ("Gemma-3-270m", "H200", 4096, TRAIN, "Do not prune without training"),
         ("Gemma-3-270m", "H200", 1, NO, "Do not prune"),
         ("Llama-3-8B", "A100", 16, UNMEASURED, "Not measured"),
         ("Llama-3-8B", "H20", 16, UNMEASURED, "Not measured"),
@@ -129,7 +172,7 @@ def test_a_gain_of_some_of_the_layers_is_extrapolated_and_says_so(evidence: Evid
 def test_the_verdict_comes_first(model, gpu, tokens, word, begins, evidence) -> None:
     answer = advise(evidence, read_shapes(model), gpu, tokens)
     assert answer.word == word
-    assert presented.markdown(answer).startswith(f"**{begins}")
+    assert presented.markdown(answer, evidence).startswith(f"**{begins}")
 
 
 def test_the_commands_for_a_gpu_that_was_not_measured_can_be_copied(monkeypatch) -> None:
@@ -141,17 +184,46 @@ def test_the_commands_for_a_gpu_that_was_not_measured_can_be_copied(monkeypatch)
     assert again == ["sparsebench", *arguments, "--run", f"{folder}/screen"]
 
 
-def test_answers_name_the_format_and_the_measured_loss(evidence: Evidence) -> None:
-    assert "2:4" in presented.in_brief(evidence, "NVIDIA H200")
-    answer = advise(evidence, read_shapes("Llama-3-8B"), "H200", 4096)
-    assert answer.best
-    assert answer.best.nats == 9.6183
-    assert "(format bsr)" in answer.verdict
-    fewer = [loss for loss in evidence.losses if (loss.way, loss.sparsity) != ("blocks", 0.9)]
-    answer = advise(replace(evidence, losses=fewer), read_shapes("Llama-3-8B"), "H200", 4096)
-    assert answer.best
-    assert answer.best.nats is None
-    assert "10.32 nats" in answer.verdict  # of fewer zeros in blocks
+def test_the_choice_is_the_fastest_kind_that_keeps_the_quality(evidence: Evidence) -> None:
+    answer = advise(evidence, read_shapes("Qwen3-8B"), "H100", 8)
+    cheap = [each for each in answer.kinds if each.nats is not None and each.nats <= MOST_LOSS]
+    cheap = [each for each in cheap if each.step.basis != BOUND]
+    assert answer.best == max(cheap, key=lambda each: each.step.value)
+    faster = [each for each in answer.kinds if each.step.value > answer.best.step.value]
+    destroyed = [each for each in faster if each.nats is not None and each.nats > UNUSABLE]
+    assert {KINDS[each.kind][0] for each in destroyed} == {BLOCKS}
+    assert not {*map(id, destroyed)} & {*map(id, presented.shown(answer))}
+    assert all(each.kind in presented.markdown(answer, evidence) for each in destroyed)
+
+
+def test_the_quality_of_another_model_is_named_and_that_of_the_model_is_not_invented(evidence):
+    other = advise(evidence, read_shapes("Qwen3-8B"), "H100", 8).verdict
+    assert "its quality was not measured, and on gemma-3-270m in 4 bits perplexity rose ×" in other
+    own = advise(evidence, read_shapes("Gemma-3-270m"), "H200", 4096)
+    assert own.word == TRAIN
+    assert "not measured" not in own.verdict
+    assert "perplexity rose × 1.53 on gemma-3-270m in 4 bits" in own.verdict
+    assert own.best
+    assert own.best.nats == 0.4257
+
+
+def test_fewer_zeros_stand_for_a_loss_that_was_not_measured(evidence: Evidence) -> None:
+    fewer = [loss for loss in evidence.losses if (loss.way, loss.sparsity) != (TWO_FOUR, 0.5)]
+    answer = advise(replace(evidence, losses=fewer), read_shapes("Qwen3-8B"), "H100", 8)
+    assert answer.kinds[0].quality.startswith("perplexity more than ×")
+    none = advise(replace(evidence, losses=[]), read_shapes("Qwen3-8B"), "H100", 8)
+    assert none.word == TRAIN
+    assert "its loss by pruning was not measured" in none.verdict
+
+
+def test_an_answer_ends_with_lines_to_prune_load_and_measure(evidence: Evidence) -> None:
+    lines = presented.commands(advise(evidence, read_shapes("Qwen3-8B"), "H100", 8))
+    assert [*lines] == ["prune", "load, in Python", "measure"]
+    assert "sparsebench prune Qwen3-8B --pattern 2:4 --dense 0.5" in lines["prune"]
+    assert "spense_ffn m=8 n=12288 k=4096" in lines["measure"]
+    compile(lines["load, in Python"], "load", "exec")
+    shown = output("advise", "Qwen3-8B", "--gpu", "H100", "--batch", 8)
+    assert all(line in shown.splitlines() for line in (f"  {each}" for each in lines.values()))
 
 
 def test_a_gpu_without_rows_has_bounds_and_the_command_that_measures_it() -> None:
@@ -181,7 +253,9 @@ def test_more_zeros_of_a_kind_never_take_more_memory(evidence: Evidence) -> None
 
 
 def test_command_and_page_show_the_same_answer(tmp_path: Path, evidence: Evidence) -> None:
-    answer = advise(evidence, read_shapes(str(config(tmp_path))), "H200", 16)
+    folder = tmp_path / "Llama-3-8B"
+    folder.mkdir()
+    answer = advise(evidence, read_shapes(str(config(folder))), "H200", 16)
     linked, other = presented.sources(answer)[0].removeprefix("nvidia-h200/"), "not-cited"
     cards: list[Any] = [
         SimpleNamespace(gpu="NVIDIA H200", name=name, address=f"h200/{name}")
@@ -190,8 +264,8 @@ def test_command_and_page_show_the_same_answer(tmp_path: Path, evidence: Evidenc
     ((path, page),) = prune.pages(cards, Site())
     assert path == prune.PAGE
     section = page.partition('id="llama-3-8b-nvidia-h200-16"')[2].partition("</section>")[0]
-    printed = sparsebench("advise", tmp_path, "--gpu", "h200", "--batch", 16, "--markdown").stdout
-    for text in [answer.verdict, *(kind.step.text for kind in answer.kinds)]:
+    printed = sparsebench("advise", folder, "--gpu", "h200", "--batch", 16, "--markdown").stdout
+    for text in [answer.verdict, *(kind.step.text for kind in presented.shown(answer))]:
         assert text in section
         assert text in printed.replace("\\", "")
     assert f'href="h200/{linked}/index.html"' in section

@@ -1,0 +1,272 @@
+"""Published cells, and a search over them: the fastest contender of each format in each problem.
+
+    lines of cards ─> cells   a cell for each problem, row of a grid and GPU, of the run that counts
+                         ├─> results/published/cells.json.gz   for `sparsebench find`
+                         └─> cells.js                       for the page find.html of a site
+    "2:4 14336x4096 m=64 H100" ─> find ─> the cells that fit every word; without one, the nearest
+                                          with what differs, and the command that measures it
+
+A word is FIELD=VALUE, a size n × k, a percentage of zeros, a number that some field has, or a term:
+of a GPU, an op, a dtype, a format or a pattern, a kernel, a suite. templates/find.js is the same
+search for pages: it reads MISFITS, and a test compares both.
+"""
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from math import log2
+from pathlib import Path
+from typing import Any, Final
+
+import pandas as pd
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.text import Text
+
+from sparsebench._discovery import did_you_mean
+from sparsebench.errors import ResultError
+from sparsebench.reports.tables import Table
+from sparsebench.results.files import parse_json, unzip
+from sparsebench.results.formatting import PATTERNS, amount, between, duration
+from sparsebench.results.tables.frame import records
+
+SCHEMA: Final = "sparsebench/cells@1"
+FILE = "cells.json.gz"
+BYTES = 2**25  # unzipped; the published cells have 2 MB
+MOST = 12
+MISFITS = {
+    "gpu": 3.0,
+    "op": 4.0,
+    "dtype": 2.0,
+    "kind": 8.0,
+    "kernel": 8.0,
+    "model": 8.0,
+    "run": 8.0,
+}
+"""How far away a cell is without a term; without a value, 4, and an octave of a number is 1."""
+
+CellRecord = Mapping[str, Any]
+"""A cell, as `cells` returns it."""
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """The cells that fit a query, or the nearest one, with what differs and what measures it.
+
+    command  "" if cells fit, or if no command can be derived from the nearest cell
+    """
+
+    query: str
+    cells: Sequence[CellRecord]
+    differs: Sequence[str] = ()
+    command: str = ""
+
+
+def cells(lines: pd.DataFrame) -> list[dict[str, Any]]:
+    """Return a cell for each problem, row and GPU of the lines of cards, dense ones left out."""
+    best = that_count(lines).sort_values(["gpu", "problem", "row", "run"])
+    return [_cell(line) for line in records(best)]
+
+
+def that_count(lines: pd.DataFrame) -> pd.DataFrame:
+    """Return the fastest sparse line of each problem, row and GPU, from the run that counts.
+
+    Of several runs, verdicts come first, then the run with the most contenders, then with the most
+    processes, then the latest.
+    """
+    sparse = lines[lines.side != "dense"]
+    rivals = sparse.groupby(["run", "problem_id"]).case_id.transform("size")
+    order = ["verdict", "rivals", "processes", "day", "gain", "rate"]
+    ranked = sparse.assign(rivals=rivals, rate=-sparse.median_us)
+    ranked = ranked.sort_values(order, ascending=False, kind="stable")
+    return ranked.drop_duplicates(["gpu", "problem_id", "row"])
+
+
+def _cell(line: Mapping[Any, Any]) -> dict[str, Any]:
+    pattern = line["pattern"]
+    terms = {
+        "gpu": line["gpu"],
+        "op": line["op"],
+        "dtype": line["dtype"],
+        "kind": " ".join([line["row"], line["kind"], pattern, PATTERNS.get(pattern, "")]),
+        "kernel": f"{line['kernel']} {line['name']}",
+        "model": "" if line["shape"][:1].isdigit() and " × " in line["shape"] else line["shape"],
+        "run": f"{line['suite']} {line['name_of_run']}",
+    }
+    gain = between(line["gain"], line["low"], line["high"])
+    over = "over unpruned dense" if line["over"] == "original" else "over dense on the same zeros"
+    dense = f" {over} ({line['dense_name']}, {duration(line['dense_us'])})"
+    has_gain = pd.notna(line["gain"])
+    return {
+        "head": f"{line['row']}: {line['problem']}, on {line['gpu']}",
+        "row": line["row"].lower(),
+        "answer": f"{gain}{dense}" if has_gain else "no dense contender has a time",
+        "speedup": gain if has_gain else "",
+        "settled": bool(line["decided"]),
+        "gain": float(line["gain"]) if has_gain else 0.0,
+        "winner": f"{line['name']}, {duration(line['median_us'])}",
+        "configuration": line["configuration"],
+        "measured": f"{amount(int(line['processes']), 'process')}, {line['day']}",
+        "verdict": bool(line["verdict"]),
+        "run": line["run"],
+        "case": line["case_id"],
+        "commands": [command for command in (line["again"], line["trial"]) if command],
+        "fields": line["fields"],
+        "terms": {name: _terms(str(text)) for name, text in terms.items()},
+    }
+
+
+def _terms(text: str) -> str:
+    return " ".join(dict.fromkeys(re.findall(r"[^\s,()]+", text.lower())))
+
+
+def text_of(every: Iterable[Mapping[str, Any]]) -> str:
+    """Return the JSON of cells, with a line for each."""
+    lines = ",\n".join(json.dumps(cell, ensure_ascii=False) for cell in every)
+    return f'{{"schema": "{SCHEMA}", "cells": [\n{lines}\n]}}\n'
+
+
+def script(every: Sequence[Mapping[str, Any]]) -> str:
+    """Return cells.js; no text in it can end a script element."""
+    data = json.dumps({"misfits": MISFITS, "most": MOST, "cells": every}, ensure_ascii=False)
+    return f"const CELLS = {data.replace('<', chr(92) + 'u003c')};\n"
+
+
+@cache
+def packaged_cells() -> Sequence[CellRecord]:
+    """Return the published cells; raises ResultError if this installation has none."""
+    file = Path(str(files("sparsebench.results"))) / "published" / FILE
+    data = parse_json(unzip(file, BYTES).decode())
+    if data.get("schema") != SCHEMA:
+        raise ResultError(f"{file}: expected schema {SCHEMA}, found {data.get('schema')}")
+    every: Sequence[CellRecord] = data["cells"]
+    return every
+
+
+def find(every: Sequence[CellRecord], query: str) -> SearchResult:
+    """Return the cells that fit every word of a query, the one with the fewest other terms first.
+
+    Raises ResultError for a query without words, and for a word that fits no cell.
+    """
+    words = [QueryWord.of(text, every) for text in query_words(query)]
+    if not words:
+        raise ResultError("find: expected words such as 2:4 14336x4096 m=64 H100, found none")
+    ranked = sorted(every, key=lambda cell: _distance(cell, words))
+    if fits := [cell for cell in ranked if not any(word.misfit(cell) for word in words)]:
+        return SearchResult(query, fits)
+    nearest = ranked[0]
+    misfits = [word for word in words if word.misfit(nearest)]
+    differs = [word.difference(nearest) for word in misfits]
+    return SearchResult(query, [nearest], differs, _command(nearest, misfits))
+
+
+def query_words(query: str) -> list[str]:
+    """Return the words of a query: `64 tokens` is m=64, `4096 × 512` is n=4096 and k=512."""
+    text = re.sub(r"(\d)\s*[x×]\s*(?=\d)", r"\1x", query.lower()).replace(",", " ")
+    text = re.sub(r"(\d+) tokens?\b", r"m=\1", text)
+    text = re.sub(r"(?<![=\w])(\d{3,})x(\d{3,})\b", r"n=\1 k=\2", text)
+    text = re.sub(r"([\d.]+) ?%", lambda share: f"sparsity={float(share[1]) / 100:.6g}", text)
+    return text.split()
+
+
+@dataclass(frozen=True)
+class QueryWord:
+    """A word of a query: FIELD=VALUE, a term, or a number.
+
+    name  the field, or the first terms of a cell that have such a term; "" for a number
+    """
+
+    text: str
+    name: str
+    value: str
+
+    @classmethod
+    def of(cls, text: str, every: Sequence[CellRecord]) -> "QueryWord":
+        """Return the word of a text; raises ResultError if no cell has such a field or term."""
+        name, _, value = text.partition("=")
+        if is_field := value and any(name in cell["fields"] for cell in every):
+            word = cls(text, name, value)
+        else:
+            of_term = [n for n in MISFITS for cell in every if _has(cell, n, value or text)]
+            word = cls(text, name if value else next(iter(of_term), ""), value or text)
+        is_number = is_field and _number(value) is not None
+        if is_number or any(not word.misfit(cell) for cell in every):
+            return word
+        terms = {t for cell in every for terms in cell["terms"].values() for t in terms.split()}
+        expected = "find: expected a GPU, an op, a format, a kernel, 4096x4096, m=64 or 90 %"
+        close = did_you_mean(text, sorted(terms))
+        raise ResultError(f"{expected}; found {text!r}, which no published cell has{close}")
+
+    def misfit(self, cell: CellRecord) -> float:
+        """Return 0 if a cell fits, or how far away it is."""
+        cost, actual = MISFITS.get(self.name, 1.0), cell["fields"].get(self.name, "")
+        names = [self.name] if "=" in self.text else cell["terms"]
+        if any(_has(cell, name, self.value) for name in names) or self.value == actual.lower():
+            return 0.0
+        if "=" not in self.text and self.value in cell["fields"].values():
+            return 0.0
+        a, b = _number(self.value), _number(actual)
+        return cost * (abs(log2(a / b)) if a and b else 4.0 if self.name not in MISFITS else 1.0)
+
+    def difference(self, cell: CellRecord) -> str:
+        """Say what a cell has in place of this word."""
+        actual = cell["fields"].get(self.name) or cell["terms"].get(self.name, "another problem")
+        return f"{self.name} {actual} in place of {self.value}" if self.name else f"no {self.text}"
+
+
+def _has(cell: CellRecord, name: str, term: str) -> bool:
+    return term in cell["terms"].get(name, "").split()
+
+
+def _distance(cell: CellRecord, words: Sequence[QueryWord]) -> tuple[float, int, bool, float]:
+    """Order cells: by misfit, then by other words of their row, verdicts, and the largest gain."""
+    misfit = sum(word.misfit(cell) for word in words)
+    kinds = {word.text for word in words if word.name == "kind"}
+    other = len({*cell["row"].split()} - kinds) if kinds else 0
+    return misfit + min(misfit, other), other, not cell["verdict"], -cell["gain"]
+
+
+def _command(nearest: CellRecord, misfits: Sequence[QueryWord]) -> str:
+    """Return the trial of a cell with the values of words that it does not fit, or ""."""
+    trial = str(nearest["commands"][-1])
+    for word in misfits:
+        if word.name != "gpu":
+            trial, count = re.subn(rf" {word.name}=\S+", f" {word.name}={word.value}", trial)
+            if not count:
+                return ""
+    return trial if trial.startswith("sparsebench try") else ""
+
+
+def _number(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None
+
+
+@dataclass(frozen=True)
+class SearchAnswer:
+    """SearchResult for a rich console: the first cell in full, the others in a line each."""
+
+    result: SearchResult
+
+    def __rich_console__(
+        self, console: Console, options: ConsoleOptions
+    ) -> Iterator[RenderableType]:
+        first, *others = self.result.cells
+        if self.result.differs:
+            differs = "; ".join(self.result.differs)
+            yield Text(f"Not measured. The nearest cell has {differs}.", "bold yellow")
+        yield Text(first["head"], "bold")
+        yield Text(first["answer"], "bold")
+        doubts = ["a look"] * (not first["verdict"]) + ["not settled"] * (not first["settled"])
+        yield Text(", ".join([first["winner"], first["measured"], *doubts, first["run"]]))
+        yield Text(f"configuration: {first['configuration'] or 'none'}", "dim")
+        if others:
+            yield Text()
+            lines = [[c["speedup"], c["winner"], c["head"]] for c in others]
+            title, columns = f"{len(others) + 1} cells fit", ["speedup", "winner", "cell"]
+            table = Table(columns=columns, lines=lines, title=title, words=columns)
+            yield table.shortened(MOST - 1, "more: add a word")

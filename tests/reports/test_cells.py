@@ -1,0 +1,127 @@
+"""The search over published cells result what was measured, and says so if a cell is missing."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pandas as pd
+import pytest
+import torch
+
+from sparsebench.errors import ResultError
+from sparsebench.harness.run import try_kernel
+from sparsebench.reports import cells
+from sparsebench.reports.site.cards import run_lines
+from sparsebench.results.run import store
+from sparsebench.results.tables.analysis import analyse
+from tests.tools.command_line import output, refusal
+from tests.tools.paths import PUBLISHED
+
+MISSING = "2:4 14336x4096 m=64 H100"
+
+
+@pytest.fixture(scope="module")
+def every() -> Sequence[cells.CellRecord]:
+    return cells.packaged_cells()
+
+
+def of_run(*names: str) -> list[dict[str, Any]]:
+    parts = []
+    for number, name in enumerate(names):
+        run = analyse(store.read(PUBLISHED / "nvidia-h200" / name))
+        parts.append(run_lines(run, name).assign(verdict=number == 0))
+    return cells.cells(pd.concat(parts))
+
+
+def test_a_cell_has_the_fastest_case_of_its_row_and_the_command_that_measures_it() -> None:
+    (cell, *_) = cells.find(of_run("decode"), "blocks block=64 m=1 90 % 14336x4096").cells
+    run = analyse(store.read(PUBLISHED / "nvidia-h200" / "decode"))
+    alike = run.timed[run.timed.case_id == cell["case"]]
+    assert len(alike)
+    assert cell["speedup"] in cell["answer"]
+    assert cell["winner"].startswith(alike.name.iloc[0])
+    assert cell["commands"][0].startswith('sparsebench run decode --only "')
+
+
+def test_of_two_runs_of_a_problem_the_verdict_counts() -> None:
+    every = of_run("sparsity-64-confirmed", "sparsity-64")
+    heads = [cell["head"] for cell in every]
+    assert len(heads) == len({*heads})
+    confirmed = {cell["head"] for cell in of_run("sparsity-64-confirmed")}
+    assert all(cell["verdict"] == (cell["head"] in confirmed) for cell in every)
+
+
+@pytest.mark.parametrize(
+    ("query", "words"),
+    [
+        ("64 tokens", ["m=64"]),
+        ("14336 × 4096", ["n=14336", "k=4096"]),
+        ("14336x4096, 90 %", ["n=14336", "k=4096", "sparsity=0.9"]),
+        ("block=16x64 2:4", ["block=16x64", "2:4"]),
+        ("n=11008 M=1", ["n=11008", "m=1"]),
+    ],
+)
+def test_a_query_names_sizes_as_people_write_them(query: str, words: list[str]) -> None:
+    assert cells.query_words(query) == words
+
+
+def test_a_cell_that_fits_has_every_word(every: Sequence[cells.CellRecord]) -> None:
+    result = cells.find(every, "bsr 4096x4096 m=4096 90% bf16 H200 block=64")
+    assert not result.differs
+    for cell in result.cells:
+        sizes = {"m": "4096", "n": "4096", "k": "4096", "sparsity": "0.9", "block": "64"}
+        assert sizes.items() <= cell["fields"].items()
+        assert "H200" in cell["head"]
+    gains = [cell["gain"] for cell in result.cells if cell["verdict"]]
+    assert gains == sorted(gains, reverse=True)
+
+
+def test_whole_2_4_comes_before_half_of_it(every: Sequence[cells.CellRecord]) -> None:
+    rows = [cell["row"] for cell in cells.find(every, "2:4 H200").cells]
+    whole = rows.count("2:4")
+    assert whole > 1
+    assert rows[:whole] == ["2:4"] * whole
+    assert "half 2:4" in rows
+
+
+def test_a_missing_cell_says_so_and_names_the_nearest_and_the_command(every) -> None:
+    result = cells.find(every, MISSING)
+    assert result.differs == ["n 11008 in place of 14336"]
+    assert "11008 × 4096, 2:4" in result.cells[0]["head"]
+    assert " n=14336 k=4096 " in result.command
+    assert " m=64 " in result.command
+    shown = output("find", *MISSING.split())
+    assert shown.startswith("Not measured. The nearest cell has n 11008 in place of 14336.")
+    assert result.command in shown
+
+
+@pytest.mark.parametrize(
+    ("query", "token"),
+    [
+        ("m=64 h1000", "did you mean h100?"),
+        ("spense_wgma", "did you mean spense_wgmma?"),
+        ("foo=3", "'foo=3'"),
+        (" ", "found none"),
+    ],
+)
+def test_a_word_that_no_cell_has_gets_one_line(query: str, token: str) -> None:
+    assert token in refusal("find", query)
+
+
+def test_every_trial_is_a_command_that_try_accepts(every: Sequence[cells.CellRecord]) -> None:
+    """One of each kernel and op; a kernel of others is not installed here."""
+    trials = {}
+    for cell in every:
+        trial = cell["commands"][-1]
+        if trial.startswith("sparsebench try"):
+            kernel, *words = trial.split()[2:]
+            trials[kernel, words[0]] = words
+    assert len(trials) > 30
+    for (kernel, _), words in trials.items():
+        assert try_kernel.plan(kernel, words, torch.device("cuda")).contenders
+
+
+def test_no_text_of_a_cell_can_end_the_script() -> None:
+    script = cells.script([{"head": "</script><b>"}])
+    assert "<" not in script
+    with pytest.raises(ResultError, match="expected a GPU"):
+        cells.find([{"fields": {}, "terms": {}, "row": "", "verdict": True, "gain": 0}], "x")

@@ -1,0 +1,71 @@
+"""Two GPUs are compared by workload, over the cells that both measured."""
+
+from typing import Any
+
+import pandas as pd
+import pytest
+
+from sparsebench.reports.site.cards import run_lines
+from sparsebench.reports.workloads import WORKLOADS, two_gpus
+from sparsebench.results.run import store
+from sparsebench.results.tables.analysis import analyse
+from tests.tools.command_line import output, sparsebench
+from tests.tools.paths import PUBLISHED
+
+RUNS = [PUBLISHED / gpu / "decoder-8b" for gpu in ("nvidia-h100-80gb-hbm3", "nvidia-h200")]
+
+
+@pytest.fixture(scope="module")
+def lines() -> pd.DataFrame:
+    runs = [run_lines(analyse(store.read(run)), run.name) for run in RUNS]
+    return pd.concat(runs, ignore_index=True)
+
+
+def test_a_workload_has_the_means_of_times_and_gains_over_shared_cells(lines: Any) -> None:
+    two = two_gpus(lines, *lines.gpu.unique())
+    (decoding,) = two.workloads
+    assert decoding.title == next(iter(WORKLOADS))
+    assert (len(decoding.dense), decoding.every) == (8, 8)  # the H200 measured 16 tokens alone
+    products = zip(decoding.dense, decoding.gains[0], decoding.gains[1], strict=True)
+    sparse = [dense * a / b for dense, a, b in products]
+    assert sparse == pytest.approx(list(decoding.sparse))
+    said = "compared with H100, H200 takes 25 % less time dense and 21 % less time sparse"
+    assert said in two.sentence
+    assert "sparsity gains less there" in two.sentence
+    back = two_gpus(lines, *reversed(lines.gpu.unique()))
+    assert "sparsity gains more there" in back.sentence
+
+
+def test_formats_that_nobody_would_use_are_counted_and_not_averaged(lines: Any) -> None:
+    slow = lines.assign(gain=lines.gain.mask(lines.row == "2:4", 0.5))
+    (decoding,) = two_gpus(slow, *lines.gpu.unique()).workloads
+    assert (len(decoding.dense), decoding.every) == (6, 8)
+
+
+def test_dense_on_the_same_zeros_is_the_reference_if_one_side_has_no_other(lines: Any) -> None:
+    first, second = lines.gpu.unique()
+    other = (lines.gpu == first) & (lines.side != "dense")
+    unpruned = lines.assign(
+        gain=lines.gain.mask(other, 99), over=lines.over.mask(other, "original")
+    )
+    (decoding,) = two_gpus(unpruned, first, second).workloads
+    (expected,) = two_gpus(lines, first, second).workloads
+    assert sorted(decoding.gains[0]) == pytest.approx(sorted(expected.gains[0]))
+
+
+def test_gpus_that_share_no_cell_say_so(lines: Any) -> None:
+    first, second = lines.gpu.unique()
+    apart = lines.assign(problem_id=lines.problem_id.where(lines.gpu == first, "other"))
+    two = two_gpus(apart, first, second)
+    assert two.sentence == "H100 and H200 share no cell that gains."
+    assert "not measured on both" in two.table.markdown()
+
+
+def test_compare_prints_one_screen_and_every_case_with_cells() -> None:
+    done = sparsebench("compare", *RUNS)
+    assert len(done.stdout.splitlines()) < 12
+    assert "decoding, 8B model" in done.stdout
+    assert "read 0/" not in done.stdout
+    cells = output("compare", *RUNS, "--cells")
+    assert "Every case, largest difference first" in cells
+    assert "decoding, 8B model" in cells
