@@ -19,6 +19,7 @@ from sparsebench.errors import Unsupported
 from sparsebench.formats._format import require, require_matrix
 from sparsebench.formats.bitmap import COLUMNS, ROWS, UNIT, Bitmap
 from sparsebench.kernels._common.front import Guard, Recordings
+from sparsebench.kernels._common.torch_operator import torch_operator
 from sparsebench.kernels._common.transforms import is_watched, unflatten
 from sparsebench.kernels._kernel import NAMES
 from sparsebench.kernels.nn._frozen_op import SIGNATURE, dense_copy, plan
@@ -42,25 +43,21 @@ def _addresses(records: Tensor, offsets: Tensor) -> tuple[int, int]:
     return records.data_ptr(), offsets.data_ptr()
 
 
-@torch.library.custom_op("sparsebench::bitmap_linear", mutates_args=())
-def linear(x: Tensor, records: Tensor, offsets: Tensor, n: int, k: int) -> Tensor:
+def _linear(x: Tensor, records: Tensor, offsets: Tensor, n: int, k: int) -> Tensor:
     """Return Y [m, n] of X [m, k]. Raises Unsupported."""
     return matmul(x, bitmap_of(records, offsets, n, k, x.dtype))
 
 
-@linear.register_fake
-def _(x: Tensor, records: Tensor, offsets: Tensor, n: int, k: int) -> Tensor:
-    return x.new_empty(x.shape[0], n)
-
-
-@torch.library.custom_op("sparsebench::bitmap_dgrad", mutates_args=())
-def dgrad(dy: Tensor, records: Tensor, offsets: Tensor, n: int, k: int) -> Tensor:
+def _dgrad(dy: Tensor, records: Tensor, offsets: Tensor, n: int, k: int) -> Tensor:
     """Return dX [m, k] of dY [m, n]."""
     return dy @ dense_copy(bitmap_of(records, offsets, n, k, dy.dtype))
 
 
-@dgrad.register_fake
-def _(dy: Tensor, records: Tensor, offsets: Tensor, n: int, k: int) -> Tensor:
+def _y(x: Tensor, records: Tensor, offsets: Tensor, n: int, k: int) -> Tensor:
+    return x.new_empty(x.shape[0], n)
+
+
+def _dx(dy: Tensor, records: Tensor, offsets: Tensor, n: int, k: int) -> Tensor:
     return dy.new_empty(dy.shape[0], k)
 
 
@@ -73,7 +70,8 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     return dgrad(dy, *ctx.saved_tensors, ctx.n, ctx.k), None, None, None, None
 
 
-linear.register_autograd(_backward, setup_context=_save)
+linear = torch_operator("bitmap_linear", _linear, _y, save=_save, backward=_backward)
+dgrad = torch_operator("bitmap_dgrad", _dgrad, _dx)
 
 
 BUFFERS = "records", "offsets"

@@ -50,6 +50,7 @@ from sparsebench.kernels._common.capture import is_capturing
 from sparsebench.kernels._common.front import PRODUCT, Conditions, Guard, Recordings
 from sparsebench.kernels._common.operator import Earlier, Operator, bucket
 from sparsebench.kernels._common.product import Selected
+from sparsebench.kernels._common.torch_operator import torch_operator
 from sparsebench.kernels._common.transforms import aligned, is_watched, refuse_transforms, unflatten
 from sparsebench.kernels.nn._packed import FusedPart, loaded
 from sparsebench.kernels.twell._autograd import SHARE, dense_forward, gated_mlp, require_one_kind
@@ -98,15 +99,11 @@ def _operator(sizes: TwellCall, active: int, device: torch.device) -> Operator:
     return operator_of(ENGINES, active, device, likeliest)
 
 
-inference = torch.library.custom_op(
-    "sparsebench::sparse_gated_mlp_inference", eager, mutates_args=()
-)
-
-
-@inference.register_fake
-def _(x: Tensor, *_: Any) -> Tensor:
+def _like(x: Tensor, *_: Any) -> Tensor:
     return x.new_empty(x.shape)
 
+
+inference = torch_operator("sparse_gated_mlp_inference", eager, _like)
 
 EVEN = 94  # with one unit in 94 active, a step takes as long as a compiled dense one (NOTES.md)
 
