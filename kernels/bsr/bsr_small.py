@@ -30,7 +30,7 @@ from sparsebench.formats.bsr import Bsr
 from sparsebench.kernels._common import cuda
 from sparsebench.kernels._common.declarations import record
 from sparsebench.kernels._common.device import multiprocessors
-from sparsebench.kernels._common.made_once import made_once
+from sparsebench.kernels._common.made_once import made_once, made_while_used
 from sparsebench.kernels._common.product import Product
 from sparsebench.kernels._common.requirements import unsupported_on_hopper
 from sparsebench.kernels._common.work_list import WORKERS, Records, fill, starts_of, uploaded
@@ -149,7 +149,7 @@ def unsupported_call(w: Bsr, call: BsrCall) -> str | None:
     return unsupported_product(call, len(w.columns) * r * c // 8)
 
 
-@made_once
+@made_while_used
 def _packing(w: Bsr, features: int, warpgroups: int, transposed: bool) -> Packing:
     """Return how W's blocks are copied into the order of the lists."""
     small, places = _fitting(w)

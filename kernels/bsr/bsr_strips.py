@@ -32,7 +32,7 @@ from sparsebench.errors import Unsupported
 from sparsebench.formats.bsr import Bsr
 from sparsebench.kernels._common import cuda
 from sparsebench.kernels._common.device import multiprocessors
-from sparsebench.kernels._common.made_once import made_once
+from sparsebench.kernels._common.made_once import made_while_used
 from sparsebench.kernels._common.product import Product
 from sparsebench.kernels._common.requirements import unsupported_on_hopper
 from sparsebench.kernels._common.work_list import WORKERS, Ints, starts_of, uploaded
@@ -125,7 +125,7 @@ def plan(w: Bsr, call: BsrCall, config: Config) -> Product:
     return product_of(call, loaded, arguments, rest, len(w.columns), packing)
 
 
-@made_once
+@made_while_used
 def _packing(tiles: Tiles, layout: StepLayout, device: torch.device, transposed: bool) -> Packing:
     """Return how W's blocks are copied into the order of the lists."""
     order = packed_order(tiles, tiles.listed(layout)).numpy()
