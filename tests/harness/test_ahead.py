@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from sparsebench.errors import FormatError
+from sparsebench.errors import FormatError, Unsupported
 from sparsebench.harness.models.pruning import ahead as planning
 from sparsebench.kernels._common import choices
 from sparsebench.kernels._common.operator import ahead
@@ -131,6 +131,20 @@ def test_if_the_time_is_up_the_file_has_what_was_reached(layer, checkpoint: Path
     assert lines[1] == "time is up: 2 numbers of tokens left, of 3"
     header = json.loads(planning.file_of(checkpoint, CUDA).read_text().splitlines()[0])
     assert header["tuned"]["tokens"] == [1]
+
+
+def test_what_no_kernel_computes_is_said_and_the_rest_is_written(layer, checkpoint: Path) -> None:
+    plan = layer.plan
+
+    def without_eight(tokens: list[int], **options: Any) -> None:
+        if tokens == [8]:
+            raise Unsupported("expected another number")
+        plan(tokens, **options)
+
+    layer.plan = without_eight
+    written, refused = tuned(checkpoint)
+    assert "2 choices for 1 to 32 tokens" in written
+    assert refused == "PlannedLayer, 8 tokens: expected another number"
 
 
 @pytest.mark.parametrize(

@@ -108,7 +108,7 @@ def tune(
     layers, counts = kinds_of(model), sorted({bucket(m) for m in tokens})
     expected = "expected sparse layers, such as save_pretrained writes them"
     require(bool(layers), f"{folder}: {expected}, found none")
-    reached: list[int] = []
+    reached, refusals = list[int](), dict[str, None]()
     end, steps = monotonic() + 60 * minutes, len(layers)
     with ahead(search=True) as selected:
         for m in counts:
@@ -117,7 +117,10 @@ def tune(
             for number, layer in enumerate(layers):
                 text = f"{type(layer).__name__} {m} tokens"
                 progress(len(reached) * steps + number, len(counts) * steps, text)
-                layer.plan([m])
+                try:
+                    layer.plan([m])
+                except Unsupported as error:
+                    refusals[f"{type(layer).__name__}, {m} tokens: {error}"] = None
             reached.append(m)
     rows = {choices.key(each.problem): each for each in selected}
     lines = [choices.line(s.problem, s.choice, s.product.code) for s in rows.values()]
@@ -127,7 +130,7 @@ def tune(
     said = [f"{file}: {len(lines)} choices for {reached[0]} to {reached[-1]} tokens"]
     if left := len(counts) - len(reached):
         said.append(f"time is up: {left} numbers of tokens left, of {len(counts)}")
-    return said
+    return [*said, *refusals]
 
 
 def take(model: nn.Module) -> Iterable[int]:
