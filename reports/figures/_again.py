@@ -58,8 +58,10 @@ def try_command(case: Mapping[Any, Any], names: Sequence[str]) -> str:
     if kernel == "default":
         chosen = json.loads(case["choice"] or "{}").get("kernel", kernel)
         kernel = kernel if chosen == "dense" else chosen
-    elif kernel not in modules("kernels") and ":" not in kernel:
-        kernel = "default"  # it was removed; the layers choose what replaces it
+    elif (
+        not modules("kernels").get(kernel, kernel).startswith("sparsebench.") and ":" not in kernel
+    ):
+        kernel = "default"  # removed, or of another distribution; the layers choose another
     stored = [f"format={form}"] * (kernel == "default")
     named = _words(case, ["op", *names])
     options = [word for word in options if "=" in word and word not in named]

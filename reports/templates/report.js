@@ -135,7 +135,7 @@ const make = (tag, text, ...children) => {
   element.append(...children);
   return element;
 };
-// A line to copy has a button for it; the file of a page without https may not write the clipboard.
+// A line to copy has a button for it; the file of a page without TLS may not write the clipboard.
 const copyable = (code) => {
   if (!navigator.clipboard) return code;
   const button = make("button", "copy");
