@@ -7,6 +7,7 @@ import sys
 import time
 from contextlib import suppress
 from pathlib import Path
+from threading import get_native_id
 from typing import Any, NamedTuple
 
 import torch
@@ -31,7 +32,7 @@ ENDS = Status.WRONG, Status.FAILED, Status.UNSUPPORTED, Status.OUT_OF_MEMORY
 class Waits(NamedTuple):
     """How long processes were ready to run and had no core, in ns, by the kernel's count.
 
-    judge   all threads of the judge
+    judge   the thread that waits for the guest: others of the judge may be busy with other work
     guest   the main thread of the guest: it could have as many others wait as it likes
     others  the cores' time that the guest's other threads took, for which the main thread may wait
     """
@@ -89,8 +90,8 @@ class GuestProcess:
             os.killpg(self.child.pid, number)
 
     def waits(self) -> Waits:
-        guest, tasks = self.child.pid, Path("/proc/self/task")
-        judge = sum(_counts(task)[1] for task in tasks.iterdir())
+        guest = self.child.pid
+        judge = _counts(Path(f"/proc/self/task/{get_native_id()}"))[1]
         used, waited = _counts(Path(f"/proc/{guest}/task/{guest}"))
         with suppress(OSError):  # one that lets others go first waits for as long as it likes
             waited *= os.sched_getscheduler(guest) == os.SCHED_OTHER
