@@ -9,12 +9,11 @@ place of every sample, so ratios and intervals are the same.
 
 import gzip
 import hashlib
-import os
 import tarfile
 from importlib.resources import as_file, files
 from pathlib import Path
 
-from sparsebench._writing import write_file
+from sparsebench._writing import cache_folder, write_file
 from sparsebench.reports.archive import ARCHIVE, MODEL_FILES
 from sparsebench.results.run import bundle, store
 
@@ -33,9 +32,8 @@ def published_runs() -> Path:
     archive = package / ARCHIVE
     if not archive.is_file():
         return HOME
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sparsebench"
     with as_file(archive) as file:
-        unpacked = cache / f"published-{hashlib.sha256(file.read_bytes()).hexdigest()[:10]}"
+        unpacked = cache_folder(f"published-{hashlib.sha256(file.read_bytes()).hexdigest()[:10]}")
         if not unpacked.exists():
             _unpack(file, unpacked)
     return unpacked

@@ -16,12 +16,12 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
+from sparsebench._writing import cache_folder
 from sparsebench.errors import SuiteError
 from sparsebench.harness.catalog import is_outside, load_kernel
 from sparsebench.harness.plan.selection import meets, only
 from sparsebench.harness.plan.suite import Contest, Suite
 from sparsebench.harness.run.runner import Runner
-from sparsebench.kernels._common.machine_code import cache_folder
 from sparsebench.kernels._common.operator import Engine
 from sparsebench.results.formatting import amount
 from sparsebench.results.record import Contender, Status

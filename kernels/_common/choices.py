@@ -34,7 +34,7 @@ from typing import Any
 
 import torch
 
-from sparsebench.kernels._common.machine_code import cache_folder
+from sparsebench._writing import cache_folder
 from sparsebench.kernels._common.source_code import source
 
 Choices = dict[str, dict[str, Any]]

@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch.utils import cpp_extension
 
+from sparsebench._writing import cache_folder
 from sparsebench.kernels._common.driver import driver
-from sparsebench.kernels._common.machine_code import cache_folder
 
 NAME = "sparsebench_front"
 SOURCE = Path(__file__).with_name("front.cpp")

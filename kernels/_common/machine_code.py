@@ -20,13 +20,12 @@ process compiles.
 """
 
 import hashlib
-import os
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from struct import unpack_from
 
-from sparsebench._writing import write_file
+from sparsebench._writing import cache_folder, write_file
 
 DIGEST_BYTES = 32
 COUNTED = b".text.", b".nv.constant2", b".nv.constant3"
@@ -77,9 +76,3 @@ def read_or_compile(key: tuple[object, ...], compile_code: Callable[[], bytes]) 
         file.parent.mkdir(parents=True, exist_ok=True)
         write_file(file, hashlib.sha256(code).digest() + code)
     return code
-
-
-def cache_folder(name: str, variable: str = "") -> Path:
-    """Return the folder that an environment variable names, or the cache's folder NAME."""
-    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(os.environ.get(variable) or Path(home) / "sparsebench" / name)

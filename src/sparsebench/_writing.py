@@ -23,6 +23,12 @@ from sparsebench.errors import SparsebenchError
 DEVICES = Path("/dev"), Path("/dev/fd")
 
 
+def cache_folder(name: str, variable: str = "") -> Path:
+    """Return the folder that an environment variable names, or the cache's folder NAME."""
+    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(os.environ.get(variable) or Path(home) / "sparsebench" / name)
+
+
 def write_file(file: Path, content: str | bytes) -> None:
     """Replace a file's content; characters that UTF-8 cannot hold are written as escapes."""
     data = content.encode(errors="backslashreplace") if isinstance(content, str) else content

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from sparsebench._writing import cache_folder
 from sparsebench.errors import Unsupported
 from sparsebench.kernels._common import cuda
-from sparsebench.kernels._common.machine_code import cache_folder, digest, read_or_compile
+from sparsebench.kernels._common.machine_code import digest, read_or_compile
 
 
 def elf(**sections: bytes) -> bytes:
