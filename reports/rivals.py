@@ -14,7 +14,7 @@ run records the packages whose kernels it ran, so a page is the same where they 
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from sparsebench._discovery import modules
+from sparsebench._discovery import package_names
 from sparsebench.reports.findings import TOPIC, fastest, finding_of
 from sparsebench.reports.tables import Cell, Table
 from sparsebench.results.formatting import NONE, between, duration
@@ -33,8 +33,7 @@ def rivals(analysis: Analysis) -> Iterator[Table]:
     if timed.empty or not analysis.run.environment.get("plugins"):
         return
     first = usual(timed)
-    own = {name for name, place in modules("kernels").items() if place.startswith("sparsebench.")}
-    guests = {*first.kernel} - own - {DEFAULT, REFERENCE}
+    guests = {*first.kernel} - package_names("kernels") - {DEFAULT, REFERENCE}
     for _, cases in first[first.kernel.isin(guests)].groupby([*TOPIC, "dtype"], sort=False):
         best = fastest(cases, timed)
         contest = first[first.place == best["place"]].sort_values("median_us")

@@ -13,7 +13,7 @@ from typing import Any
 
 import pandas as pd
 
-from sparsebench._discovery import documents, modules
+from sparsebench._discovery import documents, package_names
 from sparsebench.results.run.store import StoredRun
 from sparsebench.results.tables.frame import fields
 
@@ -58,9 +58,7 @@ def try_command(case: Mapping[Any, Any], names: Sequence[str]) -> str:
     if kernel == "default":
         chosen = json.loads(case["choice"] or "{}").get("kernel", kernel)
         kernel = kernel if chosen == "dense" else chosen
-    elif (
-        not modules("kernels").get(kernel, kernel).startswith("sparsebench.") and ":" not in kernel
-    ):
+    elif kernel not in package_names("kernels") and ":" not in kernel:
         kernel = "default"  # removed, or of another distribution; the layers choose another
     stored = [f"format={form}"] * (kernel == "default")
     named = _words(case, ["op", *names])

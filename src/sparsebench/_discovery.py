@@ -97,6 +97,11 @@ def modules(folder: str) -> MappingProxyType[str, str]:
     return MappingProxyType(places)
 
 
+def package_names(folder: str) -> set[str]:
+    """Return the names of a folder that this package has itself."""
+    return {name for name, place in modules(folder).items() if place.partition(".")[0] in OWN}
+
+
 def documents(folder: str) -> dict[str, Traversable]:
     """Return the data files of a folder ("suites") by name. Raises SuiteError."""
     kind, ending = folder.rpartition(".")[2], DOCUMENTS[folder]
