@@ -171,6 +171,13 @@ def dense_linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
     return linear
 
 
+def plan_each(tokens: Iterable[int], plan: Callable[[int], None], *, search: bool) -> None:
+    """Call plan(m) for each number of tokens, without a gradient; it may compile, and `search`."""
+    with torch.no_grad(), ahead(search=search):
+        for m in tokens:
+            plan(m)
+
+
 class PackedLinear(nn.Linear):
     """nn.Linear whose W [out_features, in_features] is packed in buffers and frozen.
 
@@ -221,13 +228,11 @@ class PackedLinear(nn.Linear):
         gate and up of a SpenseGatedMLP are planned by its own `plan`.
         """
         self._recordings.clear()
-        with torch.no_grad(), ahead(search=search):
-            for m in tokens:
-                if search:
-                    self(self.packed.new_zeros(m, self.in_features, dtype=self.outside))
-                else:
-                    self._select(m)
+        plan_each(tokens, self._search if search else self._select, search=search)
         return self
+
+    def _search(self, m: int) -> None:
+        self(self.packed.new_zeros(m, self.in_features, dtype=self.outside))
 
     @abstractmethod
     def _select(self, m: int) -> None:

@@ -26,7 +26,7 @@ from sparsebench.errors import Unsupported
 from sparsebench.formats._format import require, rows_of, sides_of
 from sparsebench.formats.bsr import Bsr
 from sparsebench.kernels._common.front import Guard, Recordings
-from sparsebench.kernels._common.operator import ahead, bucket
+from sparsebench.kernels._common.operator import bucket
 from sparsebench.kernels.bsr._call import BsrCall
 from sparsebench.kernels.nn import _bsr_autograd
 from sparsebench.kernels.nn._bsr_pattern import (
@@ -50,7 +50,7 @@ from sparsebench.kernels.nn._moves import (
     shard_like,
     state_moves,
 )
-from sparsebench.kernels.nn._packed import PackedWeight
+from sparsebench.kernels.nn._packed import PackedWeight, plan_each
 
 
 class BlockSparseLinear(nn.Linear):
@@ -328,10 +328,7 @@ class BlockSparseLinear(nn.Linear):
                 trained; False plans Y alone, and takes what is listed
         """
         self._recordings.clear()
-        plan = self._search if search else self._select
-        with torch.no_grad(), ahead(search=search):
-            for m in tokens:
-                plan(m)
+        plan_each(tokens, self._search if search else self._select, search=search)
         return self
 
     def _select(self, m: int) -> None:

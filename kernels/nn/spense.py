@@ -32,7 +32,6 @@ from sparsebench.errors import Unsupported
 from sparsebench.formats._format import require, require_size
 from sparsebench.formats.spense import VALUE_BYTES, Spense, sparse_shape_of, tile_shapes
 from sparsebench.kernels._common.front import Guard, Recordings
-from sparsebench.kernels._common.operator import ahead
 from sparsebench.kernels._common.transforms import is_traced, rows_of, unflatten
 from sparsebench.kernels.nn._packed import (
     FusedPart,
@@ -41,6 +40,7 @@ from sparsebench.kernels.nn._packed import (
     frozen,
     frozen_bias,
     loaded,
+    plan_each,
     unwrapped,
 )
 from sparsebench.kernels.nn._spense_engines import ACTIVATIONS
@@ -338,18 +338,19 @@ class SpenseGatedMLP(nn.Module):
 
     def plan(self, tokens: Iterable[int], *, search: bool = True) -> Self:
         """Plan these numbers of tokens now instead of at a first call (PackedLinear.plan)."""
-        first, down = unwrapped(self.gate_up), unwrapped(self.down)
-        activation = self.activation if first is self.gate_up else None
-        first._recordings.clear()
-        down._recordings.clear()
-        with torch.no_grad(), ahead(search=search):
-            for m in tokens:
-                if search:
-                    self(first.sparse.new_zeros(m, first.in_features, dtype=first.outside))
-                else:
-                    first._select(m, activation)
-                    down._select(m)
+        for layer in (self.gate_up, self.down):
+            unwrapped(layer)._recordings.clear()
+        plan_each(tokens, self._search if search else self._select, search=search)
         return self
+
+    def _search(self, m: int) -> None:
+        first = unwrapped(self.gate_up)
+        self(first.sparse.new_zeros(m, first.in_features, dtype=first.outside))
+
+    def _select(self, m: int) -> None:
+        first = unwrapped(self.gate_up)
+        first._select(m, self.activation if first is self.gate_up else None)
+        unwrapped(self.down)._select(m)
 
     def extra_repr(self) -> str:
         """Return the hidden units and the activation."""
