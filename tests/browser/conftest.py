@@ -54,6 +54,13 @@ class Seen:
     errors: list[str] = field(default_factory=list)
     requests: list[str] = field(default_factory=list)
 
+    def violations(self) -> list[tuple[str, str]]:
+        """Return the rules of axe that elements of the page break, with the element's HTML."""
+        from axe_playwright_python.sync_playwright import Axe
+
+        rules = Axe().run(self.page).response["violations"]
+        return [(rule["id"], node["html"][:120]) for rule in rules for node in rule["nodes"]]
+
 
 Show = Callable[..., Seen]
 
