@@ -76,9 +76,9 @@ class Contribution:
         """Say what the rows are for: a new kind of GPU, or another card of a known one."""
         if not self.cards:
             return f"No published run is on this kind of GPU: {self.gpu} would be a new one."
-        known = amount(len(self.cards), "other card")
+        others = amount(len(self.cards), "other card")
         return (
-            f"Published runs are on {known} of this kind, so cases that these share join the "
+            f"Published runs are on {others} of this kind, so cases that these share join the "
             "estimate of the variation between cards."
         )
 

@@ -7,8 +7,8 @@
 
 A number is a geometric mean over cells, with its range. A cell is the fastest kernel of a format in
 a problem, from the run that counts on each GPU. Formats slower than dense on both GPUs are counted,
-but not averaged, since nobody would use them. If only one GPU multiplied unpruned weights, both are
-compared with dense on the same zeros.
+but not averaged, because dense is the better choice there. If only one GPU multiplied unpruned
+weights, both are compared with dense on the same zeros.
 """
 
 from collections.abc import Sequence

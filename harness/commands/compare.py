@@ -37,7 +37,7 @@ def compare(
     page: Annotated[Path | None, typer.Option("--html", help="Also write an HTML page.")] = None,
     markdown: Markdown = False,
     every_cell: Annotated[
-        bool, typer.Option("--cells", help="Of two GPUs, also show every case.")
+        bool, typer.Option("--cells", help="Also show every case of two GPUs.")
     ] = False,
     fail_on: Annotated[
         str | None,

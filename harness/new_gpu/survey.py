@@ -223,14 +223,14 @@ def keep_equal_processes(path: Path) -> None:
         reached.setdefault(row.case.problem.id, set()).add(row.replicate)
     processes = {row.replicate for row in every if not row.reference}
     whole = {problem for problem, numbers in reached.items() if processes <= numbers}
-    kept = [r for r in every if r.case.problem.id in whole and r.replicate in processes]
-    if all(row.reference for row in kept):
+    complete = [r for r in every if r.case.problem.id in whole and r.replicate in processes]
+    if all(row.reference for row in complete):
         return
     state = store.facts(path)[1]
     state["flags"]["replicates"] = len(processes)
-    state["contests"]["done"] = len({(row.replicate, row.case.problem.id) for row in kept})
+    state["contests"]["done"] = len({(row.replicate, row.case.problem.id) for row in complete})
     bundle.unseal(path)
-    store.replace_rows(path, kept)
+    store.replace_rows(path, complete)
     store.set_state(path, state)
     bundle.seal(path)
 

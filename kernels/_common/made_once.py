@@ -21,8 +21,8 @@ class _Made:
     """What was made of a weight, by function and arguments."""
 
     def __init__(self) -> None:
-        self.kept: dict[Any, Any] = {}
-        self.shared: WeakValueDictionary[Any, Any] = WeakValueDictionary()
+        self.lasting: dict[Any, Any] = {}
+        self.weak: WeakValueDictionary[Any, Any] = WeakValueDictionary()
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
         """Copy and pickle as an empty object of a type that torch.load accepts."""
@@ -31,12 +31,12 @@ class _Made:
 
 def made_once(make: Callable[Concatenate[W, P], T]) -> Callable[Concatenate[W, P], T]:
     """Call make(w, *args) once for each weight and arguments; it reads no values of the weight."""
-    return _made(make, lambda made: made.kept)
+    return _made(make, lambda made: made.lasting)
 
 
 def made_while_used(make: Callable[Concatenate[W, P], T]) -> Callable[Concatenate[W, P], T]:
-    """Call make(w, *args) again only if nobody holds its result; otherwise as `made_once`."""
-    return _made(make, lambda made: made.shared)
+    """Call make(w, *args) again only if its result is no longer in use; else as `made_once`."""
+    return _made(make, lambda made: made.weak)
 
 
 def _made(

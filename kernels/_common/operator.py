@@ -60,7 +60,7 @@ from sparsebench.kernels._kernel import Kernel, Launch, Operands, Output
 
 PLANS = 64  # that a weight keeps: the ones made last
 LARGER = "larger"  # reason for the product of a cover, which is no cover of others
-UNSEARCHED = "nearest", "model", LARGER  # for choices that nobody measured for these sizes
+UNSEARCHED = "nearest", "model", LARGER  # for choices that were not measured for these sizes
 
 
 class Ahead(NamedTuple):

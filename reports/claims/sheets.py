@@ -45,11 +45,11 @@ def plain_words(verdict: Verdict) -> str:
     test, valued = judged.test, [cell for cell in judged.cells if not cell.reason]
     if verdict.word is Word.HOLDS_IN_PART:
         tests = [each for each in verdict.tests if each.test.distance == test.distance]
-        if met := sum(each.word is Word.HOLDS for each in tests):
-            return f"holds in {met} of {amount(len(tests), 'test')}"
+        if count := sum(each.word is Word.HOLDS for each in tests):
+            return f"holds in {count} of {amount(len(tests), 'test')}"
         cells = [(each.test, cell) for each in tests for cell in each.cells]
-        met = sum(not cell.reason and cell_state(each, cell) == "met" for each, cell in cells)
-        return f"holds in {met} of {amount(len(cells), 'cell')}"
+        count = sum(not cell.reason and cell_state(each, cell) == "met" for each, cell in cells)
+        return f"holds in {count} of {amount(len(cells), 'cell')}"
     if verdict.word in (Word.FALLS_SHORT, Word.OTHER_CONDITIONS):
         best = "" if len(valued) == 1 else "mean " if test.quantifier == "typical" else "best "
         value = f"{significant(judged.deciding[0].value)}{SIGNS[test.unit]}"

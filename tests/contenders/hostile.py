@@ -265,7 +265,7 @@ def rewrites_the_question(w: Tensor, x: Tensor) -> Run:
 
 @by_call
 def transposes_later(w: Tensor, x: Tensor, call: int) -> object:
-    """Return a contiguous output once, and then leave transposing to whoever reads it."""
+    """Return a contiguous output once, and then leave transposing to the reader."""
     out = (w @ x.T).T
     return out.contiguous() if call == 1 else out
 

@@ -46,8 +46,8 @@ def recorded(to: Path, gpu: str, processes: int = 8) -> Path:
     rows = [json.loads(line.replace(card, CARD)) for line in lines]
     for row in rows:
         row["samples_us"] = [SLOWER * sample for sample in row["samples_us"]]
-    kept = [json.dumps(row) for row in rows if row["replicate"] < processes]
-    (to / "rows.jsonl").write_text("\n".join([first, *kept, ""]))
+    fewer = [json.dumps(row) for row in rows if row["replicate"] < processes]
+    (to / "rows.jsonl").write_text("\n".join([first, *fewer, ""]))
     (to / "rows.jsonl.gz").unlink()
     (to / "worker.log").write_text("printed")
     bundle.seal_files(to, sorted(bundle.REQUIRED))

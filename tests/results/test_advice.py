@@ -199,12 +199,12 @@ def test_the_choice_is_the_fastest_kind_that_keeps_the_quality(evidence: Evidenc
 def test_the_quality_of_another_model_is_named_and_that_of_the_model_is_not_invented(evidence):
     other = advise(evidence, read_shapes("Qwen3-8B"), "H100", 8).verdict
     assert "its quality was not measured, and on gemma-3-270m in 4 bits perplexity rose ×" in other
-    own = advise(evidence, read_shapes("Gemma-3-270m"), "H200", 4096)
-    assert own.word == TRAIN
-    assert "not measured" not in own.verdict
-    assert "perplexity rose × 1.53 on gemma-3-270m in 4 bits" in own.verdict
-    assert own.best
-    assert own.best.nats == 0.4257
+    same = advise(evidence, read_shapes("Gemma-3-270m"), "H200", 4096)
+    assert same.word == TRAIN
+    assert "not measured" not in same.verdict
+    assert "perplexity rose × 1.53 on gemma-3-270m in 4 bits" in same.verdict
+    assert same.best
+    assert same.best.nats == 0.4257
 
 
 def test_fewer_zeros_stand_for_a_loss_that_was_not_measured(evidence: Evidence) -> None:
