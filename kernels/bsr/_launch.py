@@ -99,9 +99,8 @@ def packed(blocks: Tensor, source: Tensor, size: int = 8) -> Tensor:
         return blocks.view(-1, size)[source.clamp(0)].masked_fill_(source[:, None] < 0, 0)
     out = blocks.new_empty(pieces, size)
     loaded, arguments = _pack_kernel(blocks.device, pieces, size * blocks.itemsize)
-    loaded.enqueue(arguments(blocks.data_ptr(), source.data_ptr(), out.data_ptr()))
-    cuda.on_tape(out)
-    return out
+    args = arguments(blocks.data_ptr(), source.data_ptr(), out.data_ptr())
+    return cuda.launch(loaded, args, out, source)
 
 
 @lru_cache(256)
