@@ -34,12 +34,19 @@ Multiplied by kernels/attention.
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
+from sparsebench.formats._blocks import (
+    areas,
+    blocks_of,
+    in_blocks,
+    pack_bits,
+    token_counts,
+    unpack_bits,
+)
 from sparsebench.formats._format import (
     Format,
     offsets_of,
@@ -49,9 +56,7 @@ from sparsebench.formats._format import (
     rows_of,
     sides_of,
 )
-
-PARTIAL = torch.iinfo(torch.int32).min
-"""Bit 31 of a column."""
+from sparsebench.formats._selection import PARTIAL, Selection, select
 
 MOST_ELEMENTS = 2**28
 """Most elements that a mask may be expanded to. Tests expand masks, kernels never do."""
@@ -63,7 +68,7 @@ class Transposed(NamedTuple):
     offsets  int32 [batch * lists * kv_blocks + 1]
     rows     int32 [blocks]   q block, ascending; bit 31 is set if the block is partial
     slots    int32 [blocks]   index in the mask's `bits`, or None
-    places   int64 [blocks]   index in the mask's `columns`
+    places   int32 [blocks]   index in the mask's `columns`
     """
 
     offsets: Tensor
@@ -74,7 +79,11 @@ class Transposed(NamedTuple):
 
 @dataclass(frozen=True)
 class BlockMask(Format):
-    """A block mask for `tokens` = (S_q, S_kv) in blocks of `block`; `shape` counts its cells."""
+    """A block mask for `tokens` = (S_q, S_kv) in blocks of `block`; `shape` counts its cells.
+
+    keep  of a mask whose blocks are selected on the device: the places of a row, or those that the
+          causal rule leaves (_selection.py). 0 for other masks
+    """
 
     operand = "masks"
 
@@ -88,6 +97,7 @@ class BlockMask(Format):
     columns: Tensor
     bits: Tensor | None = None
     slots: Tensor | None = None
+    keep: int = 0
     dtype: torch.dtype = torch.float32
 
     @classmethod
@@ -113,8 +123,8 @@ class BlockMask(Format):
         if tokens is None:
             require(rows % batch == 0, f"expected rows for {batch} sequences, found {rows}")
             tokens = [rows // batch * sides[0], dense.shape[1] * sides[1]]
-        sizes = _sizes(tokens)
-        q_blocks, kv_blocks = _blocks(sizes, sides)
+        sizes = token_counts(tokens)
+        q_blocks, kv_blocks = blocks_of(sizes, sides)
         lists, rest = divmod(rows, batch * q_blocks)
         fits = rest == 0 and lists > 0 and dense.shape[1] == kv_blocks
         expected = f"rows as a multiple of {batch * q_blocks} and {kv_blocks} columns of blocks"
@@ -136,8 +146,8 @@ class BlockMask(Format):
         )
         batch, lists, s_q, s_kv = allowed.shape
         b_q, b_k = sides = sides_of(block)
-        tiles = _in_blocks(allowed, sides)
-        inside = _in_blocks(torch.ones_like(allowed[:1, :1]), sides)
+        tiles = in_blocks(allowed, sides)
+        inside = in_blocks(torch.ones_like(allowed[:1, :1]), sides)
         present = tiles.any(-1).any(-1)
         full = (tiles | ~inside).all(-1).all(-1)
         at, columns = present.flatten(0, 2).nonzero(as_tuple=True)
@@ -149,6 +159,76 @@ class BlockMask(Format):
         return cls.build(
             *geometry, at, columns, partial, batch=batch, lists=lists, causal=False, bits=bits
         )
+
+    @classmethod
+    def from_scores(
+        cls,
+        scores: Tensor,
+        keep: int,
+        *,
+        block: int | list[int] = 128,
+        tokens: list[int] | None = None,
+        causal: bool = False,
+        first: int = 0,
+        last: int = 0,
+    ) -> Self:
+        """Select the `keep` blocks of each row that have the highest scores, on their device.
+
+        scores       [batch, lists, q_blocks, kv_blocks], floating point. NaN and -inf are never
+                     selected, and of equal scores the lower column is
+        keep         blocks of a row, `first` and `last` included
+        tokens       [S_q, S_kv]; without it, every block is whole
+        first, last  blocks that each row keeps whatever their scores: those that it sees first
+                     (attention sinks) and last (the window before its queries)
+
+        Does not wait for the device, and can be captured into a CUDA graph: each replay selects
+        anew. Raises FormatError.
+        """
+        sides, layout = sides_of(block), f"{scores.dtype} {list(scores.shape)}"
+        expected = "scores [batch, lists, q_blocks, kv_blocks] in floating point"
+        fits = scores.dim() == 4 and scores.is_floating_point() and 0 not in scores.shape
+        require(fits, f"expected {expected}, found {layout}")
+        batch, lists, *grid = scores.shape
+        sizes = token_counts(
+            tokens or [count * side for count, side in zip(grid, sides, strict=True)]
+        )
+        blocks = blocks_of(sizes, sides)
+        require((*grid,) == blocks, f"expected {expected}: {list(blocks)}, found {layout}")
+        always = first >= 0 <= last and first + last <= keep
+        require(always, f"expected first + last from 0 to keep = {keep}, found {first} + {last}")
+        whole = isinstance(keep, int) and 1 <= keep <= blocks[1]
+        require(whole, f"keep: expected a whole number from 1 to {blocks[1]} blocks, found {keep}")
+        selection = Selection(batch * lists * blocks[0], sizes, sides, causal, keep, first, last)
+        shape = selection.rows, blocks[1]
+        offsets, columns = select(scores.flatten(0, 2), selection.sizes)
+        return cls(shape, sizes, sides, batch, lists, causal, offsets, columns, keep=keep)
+
+    @classmethod
+    def from_indices(
+        cls,
+        indices: Tensor,
+        *,
+        tokens: list[int],
+        block: int | list[int] = 128,
+        causal: bool = False,
+    ) -> Self:
+        """Take the blocks of each row from lists of the same length, in any order.
+
+        indices  whole numbers [batch, lists, q_blocks, keep]. One that repeats another is taken
+                 once; -1, one that is no block, and one that the causal rule hides are left out
+
+        Does not wait for the device, as `from_scores`. Raises FormatError.
+        """
+        layout = f"{indices.dtype} {list(indices.shape)}"
+        whole = indices.dim() == 4 and indices.dtype in (torch.int32, torch.int64)
+        require(whole, f"expected int32 or int64 [batch, lists, q_blocks, keep], found {layout}")
+        count = blocks_of(token_counts(tokens), sides_of(block))[1]
+        inside = torch.where((indices >= 0) & (indices < count), indices, count).long()
+        marks = indices.new_full((*indices.shape[:3], count + 1), -torch.inf, dtype=torch.float32)
+        marks.scatter_(3, inside, 0.0)
+        keep = min(indices.shape[3], count)
+        options: dict[str, Any] = {"block": block, "tokens": tokens, "causal": causal}
+        return cls.from_scores(marks[..., :count], keep, **options)
 
     @classmethod
     def build(
@@ -172,7 +252,7 @@ class BlockMask(Format):
 
         Drops blocks that lie wholly in the future of a causal mask.
         """
-        q_blocks, kv_blocks = _blocks(tokens, block)
+        q_blocks, kv_blocks = blocks_of(tokens, block)
         height = batch * lists * q_blocks
         rows, columns = rows.long(), columns.long()
         for name, index, most in (("row", rows, height), ("column", columns, kv_blocks)):
@@ -212,16 +292,21 @@ class BlockMask(Format):
 
     @property
     def q_blocks(self) -> int:
-        return _blocks(self.tokens, self.block)[0]
+        return blocks_of(self.tokens, self.block)[0]
 
     @property
     def kv_blocks(self) -> int:
-        return _blocks(self.tokens, self.block)[1]
+        return blocks_of(self.tokens, self.block)[1]
 
     @cached_property
     def counts(self) -> Tensor:
         """Return the number of blocks of each row, int32."""
         return self.offsets.diff()
+
+    @property
+    def present(self) -> Tensor:
+        """Return a bool for each place: False if no block takes it, which `keep` allows."""
+        return self.indices < self.kv_blocks
 
     @property
     def partial(self) -> Tensor:
@@ -233,6 +318,15 @@ class BlockMask(Format):
         """Return the columns without the flag, int32."""
         return self.columns & ~PARTIAL
 
+    def listed(self) -> "BlockMask":
+        """Return the mask without places that no block takes; waits for the device with `keep`."""
+        if not self.keep:
+            return self
+        there = self.present
+        rows, columns = rows_of(self.offsets)[there], self.indices[there]
+        layout: dict[str, Any] = {"batch": self.batch, "lists": self.lists, "causal": self.causal}
+        return self.build(self.tokens, self.block, rows, columns, self.partial[there], **layout)
+
     def list_of(self, head: int, heads: int) -> int:
         """Return the list that head `head` of `heads` reads. Raises FormatError."""
         require(
@@ -241,17 +335,19 @@ class BlockMask(Format):
         )
         return head * self.lists // heads
 
-    def transpose(self) -> Transposed:
+    @cached_property
+    def transposed(self) -> Transposed:
         """Return the blocks by kv block, q blocks ascending."""
         rows = rows_of(self.offsets)
         lists, q = rows // self.q_blocks, rows % self.q_blocks
         by_column = lists * self.kv_blocks + self.indices
         order = (by_column * self.q_blocks + q).argsort(stable=True)
+        order = order[self.present[order]] if self.keep else order
         q = q.to(torch.int32)
         stored = torch.where(self.partial, q | PARTIAL, q)[order]
-        offsets = offsets_of(by_column, self.batch * self.lists * self.kv_blocks)
+        offsets = offsets_of(by_column[order], self.batch * self.lists * self.kv_blocks)
         slots = None if self.slots is None else self.slots[order]
-        return Transposed(offsets, stored, slots, order)
+        return Transposed(offsets, stored, slots, order.to(torch.int32))
 
     def expand(self, heads: int | None = None) -> Tensor:
         """Return the allowed elements, bool [batch, heads, S_q, S_kv]. Raises FormatError if many.
@@ -264,7 +360,8 @@ class BlockMask(Format):
         size = self.batch * heads * s_q * s_kv
         require(size <= MOST_ELEMENTS, f"expected at most {MOST_ELEMENTS} elements, found {size}")
         cells = self.columns.new_zeros(*self.shape, b_q, b_k, dtype=torch.bool)
-        cells[rows_of(self.offsets), self.indices.long()] = self.elements()
+        there = self.present
+        cells[rows_of(self.offsets)[there], self.indices[there].long()] = self.elements()[there]
         cells = cells.view(self.batch, self.lists, self.q_blocks, self.kv_blocks, b_q, b_k)
         whole = cells.transpose(3, 4).flatten(4, 5).flatten(2, 3)[:, :, :s_q, :s_kv]
         return whole.repeat_interleave(heads // self.lists, 1)
@@ -284,8 +381,8 @@ class BlockMask(Format):
         return allowed
 
     def to_dense(self) -> Tensor:
-        cells = torch.zeros(self.shape, device=self.columns.device)
-        cells[rows_of(self.offsets), self.indices.long()] = 1
+        cells, there = torch.zeros(self.shape, device=self.columns.device), self.present
+        cells[rows_of(self.offsets)[there], self.indices[there].long()] = 1
         return cells.to(self.dtype)
 
     def arrays(self) -> dict[str, Tensor]:
@@ -294,61 +391,6 @@ class BlockMask(Format):
         if self.bits is not None and self.slots is not None:
             arrays |= {"bits": self.bits, "slots": self.slots}
         return arrays
-
-
-def areas(
-    tokens: tuple[int, int], block: tuple[int, int], causal: bool, device: torch.device
-) -> Tensor:
-    """Return the allowed elements of each block of one list, int64 [q_blocks, kv_blocks]."""
-    (s_q, s_kv), (b_q, b_k) = tokens, block
-    q_blocks, kv_blocks = _blocks(tokens, block)
-    starts = torch.arange(kv_blocks, device=device) * b_k
-    width = (s_kv - starts).clamp(max=b_k)
-    first = torch.arange(q_blocks, device=device)[:, None] * b_q
-    if not causal:
-        return (s_q - first).clamp(max=b_q) * width
-    area = torch.zeros(q_blocks, kv_blocks, dtype=torch.int64, device=device)
-    for row in range(b_q):
-        q = first + row
-        visible = (q + s_kv - s_q + 1 - starts).clamp(min=0).minimum(width)
-        area += visible * (q < s_q)
-    return area
-
-
-def pack_bits(elements: Tensor) -> Tensor:
-    """Return bool [blocks, b_q, b_k] as uint8 [blocks, b_q, ceil(b_k / 8)], lowest bit first."""
-    eights = pad(elements, (0, -elements.shape[-1] % 8)).unflatten(-1, (-1, 8))
-    values = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], device=elements.device)
-    bits: Tensor = (eights * values).sum(-1)
-    return bits.to(torch.uint8)
-
-
-def unpack_bits(bits: Tensor, b_k: int) -> Tensor:
-    """Return the inverse of `pack_bits`."""
-    shifts = torch.arange(8, device=bits.device)
-    eights: Tensor = ((bits[..., None] >> shifts) & 1).bool()
-    return eights.flatten(-2)[..., :b_k]
-
-
-def _blocks(tokens: tuple[int, int], block: tuple[int, int]) -> tuple[int, int]:
-    return -(-tokens[0] // block[0]), -(-tokens[1] // block[1])
-
-
-def _sizes(tokens: object) -> tuple[int, int]:
-    """Return S_q and S_kv. Raises FormatError."""
-    if isinstance(tokens, list | tuple) and len(tokens) == 2:
-        s_q, s_kv = tokens
-        if all(type(size) is int and size > 0 for size in (s_q, s_kv)):
-            return s_q, s_kv
-    require(False, f"tokens: expected [queries, keys], each at least 1; found {tokens!r}")
-    raise AssertionError
-
-
-def _in_blocks(elements: Tensor, block: tuple[int, int]) -> Tensor:
-    """Return [batch, lists, q_blocks, kv_blocks, b_q, b_k], padded with False."""
-    (b_q, b_k), (batch, lists, s_q, s_kv) = block, elements.shape
-    padded = pad(elements, (0, -s_kv % b_k, 0, -s_q % b_q))
-    return padded.view(batch, lists, -1, b_q, padded.shape[3] // b_k, b_k).transpose(3, 4)
 
 
 FORMAT = BlockMask

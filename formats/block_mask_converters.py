@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 from torch.nn.attention import flex_attention
 
+from sparsebench.formats._blocks import pack_bits, unpack_bits
 from sparsebench.formats._format import require, rows_of
-from sparsebench.formats.block_mask import BlockMask, pack_bits, unpack_bits
+from sparsebench.formats.block_mask import BlockMask
 
 CHUNK = 2**14  # partial blocks whose rule is evaluated at once
 
@@ -125,6 +126,7 @@ def from_flashinfer(
 
 def to_flashinfer(mask: BlockMask) -> FlashInfer:
     """Convert to FlashInfer's lists; the elements of all blocks follow if any block is partial."""
+    mask = mask.listed()
     alone = mask.batch == mask.lists == 1
     actual = f"{mask.lists} lists of {mask.batch} sequences"
     require(alone, f"flashinfer: expected one list that all heads share, found {actual}")
@@ -136,6 +138,7 @@ def to_flashinfer(mask: BlockMask) -> FlashInfer:
 
 def to_flashinfer_variable(mask: BlockMask, kv_heads: int) -> FlashInferVariable:
     """Convert to FlashInfer's masks by KV head, in which blocks may have different sizes."""
+    mask = mask.listed()
     count = int(mask.partial.sum())
     require(not count, f"flashinfer: expected full blocks only, found {count} partial ones")
     shared = mask.batch == 1 and kv_heads % mask.lists == 0
@@ -155,6 +158,7 @@ def padded_lists(
     mask: BlockMask, heads: int, *, partial: bool, most: int | None = None
 ) -> PaddedLists:
     """Return the partial or the full blocks of every head, padded to the longest list or `most`."""
+    mask = mask.listed()
     mask.list_of(0, heads)
     rows, of_kind = rows_of(mask.offsets), mask.partial == partial
     rows, blocks = rows[of_kind], mask.indices[of_kind]

@@ -19,8 +19,8 @@ import torch
 from pydantic import Field, PositiveInt, model_validator
 from torch import Tensor
 
+from sparsebench.formats._blocks import areas
 from sparsebench.formats._format import sides_of
-from sparsebench.formats.block_mask import areas
 from sparsebench.harness.inputs.grid import Stack
 from sparsebench.harness.ops._op import Fields, Sample, Values, require_field, require_groups
 from sparsebench.results.record import Problem

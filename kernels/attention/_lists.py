@@ -46,7 +46,7 @@ def lists_of(mask: BlockMask) -> MaskLists:
     """Return the lists of key blocks by query blocks, with an order for each list."""
     ragged = mask.tokens[1] // mask.block[1] if mask.tokens[1] % mask.block[1] else -1
     counts = mask.offsets.diff().view(-1, ceil(mask.tokens[0] / mask.block[0]))
-    return _lists(mask.offsets, mask.columns, mask.slots, counts, ragged)
+    return _lists(mask.offsets, mask.columns, mask.slots, counts, ragged, staged=mask.keep > 0)
 
 
 def transposed_lists_of(mask: BlockMask, kv_heads: int) -> MaskLists:
@@ -54,13 +54,14 @@ def transposed_lists_of(mask: BlockMask, kv_heads: int) -> MaskLists:
 
     No block is ragged: kernels give missing queries an LSE of infinity and store no missing key.
     """
-    transpose = mask.transpose()
+    transpose = mask.transposed
     counts = transpose.offsets.diff().view(mask.batch, mask.lists, -1)
     if mask.lists > kv_heads:
         counts = counts.unflatten(1, (kv_heads, -1)).sum(2)
     else:
         counts = counts.repeat_interleave(kv_heads // mask.lists, 1)
-    return _lists(transpose.offsets, transpose.rows, transpose.slots, counts.flatten(0, 1))
+    lists = transpose.offsets, transpose.rows, transpose.slots, counts.flatten(0, 1)
+    return _lists(*lists, staged=mask.keep > 0)
 
 
 def shared_heads(mask: BlockMask, heads: int, kv_heads: int) -> int:
@@ -70,13 +71,24 @@ def shared_heads(mask: BlockMask, heads: int, kv_heads: int) -> int:
 
 
 def _lists(
-    offsets: Tensor, columns: Tensor, slots: Tensor | None, counts: Tensor, ragged: int = -1
+    offsets: Tensor,
+    columns: Tensor,
+    slots: Tensor | None,
+    counts: Tensor,
+    ragged: int = -1,
+    *,
+    staged: bool,
 ) -> MaskLists:
     """Move the partial blocks of each row, and those of a ragged column, behind the full ones.
 
     counts  [groups, rows]: what the rows are ordered by
+    staged  each call writes other columns, so they stay where they are, and every step has a mask
     """
     lengths = offsets.diff()
+    order = counts.argsort(dim=1, descending=True, stable=True).to(torch.int32).contiguous()
+    equal = int(lengths[0]) if bool((lengths == lengths[0]).all()) else None
+    if staged:
+        return MaskLists(offsets, columns, torch.zeros_like(lengths), None, order, True, equal)
     row = torch.arange(len(lengths), device=columns.device).repeat_interleave(lengths)
     masked = (columns < 0) | (columns == ragged)
     place = (row * 2 + masked).argsort(stable=True)
@@ -86,7 +98,7 @@ def _lists(
         columns=pad(columns[place], (0, 1)),
         fulls=fulls.to(torch.int32),
         slots=None if slots is None else pad(slots[place], (0, 1), value=-1),
-        order=counts.argsort(dim=1, descending=True, stable=True).to(torch.int32).contiguous(),
+        order=order,
         masked=bool(masked.any()),
-        blocks_per_row=int(lengths[0]) if bool((lengths == lengths[0]).all()) else None,
+        blocks_per_row=equal,
     )

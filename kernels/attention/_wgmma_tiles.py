@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 
 from sparsebench.formats._format import offsets_of, rows_of
-from sparsebench.formats.block_mask import PARTIAL, BlockMask
+from sparsebench.formats._selection import PARTIAL
+from sparsebench.formats.block_mask import BlockMask
 from sparsebench.kernels._common import cuda
 from sparsebench.kernels._common.declarations import listed, record
 from sparsebench.kernels.attention._shapes import AttentionShape
@@ -77,13 +78,13 @@ class KeyLists(NamedTuple):
 
 def key_lists(mask: BlockMask) -> KeyLists:
     """Return the transposed lists; blocks of 16 or 32 keys are joined to blocks of 64."""
-    offsets, rows, slots, places = mask.transpose()
+    offsets, rows, slots, places = mask.transposed
     count, ratio = mask.batch * mask.lists, max(1, INNER // mask.block[1])
     blocks = ceil(mask.kv_blocks / ratio)
     present = rows.new_zeros(count * blocks)
     if ratio == 1:
         present = present.view(count, blocks)
-        return KeyLists(mask.block[1], offsets, rows, slots, places.to(torch.int32), present)
+        return KeyLists(mask.block[1], offsets, rows, slots, places, present)
     row = rows_of(offsets)
     number, column = row // mask.kv_blocks, row % mask.kv_blocks
     joined, bit = number * blocks + column // ratio, 1 << column % ratio

@@ -32,12 +32,14 @@ from sparsebench.formats.block_mask import BlockMask
 from sparsebench.kernels._common import cuda
 from sparsebench.kernels._common.capture import is_capturing, keep
 from sparsebench.kernels._common.declarations import arguments_of
+from sparsebench.kernels._common.device import multiprocessors
 from sparsebench.kernels._common.product import Product
 from sparsebench.kernels.attention._call import AttentionCall, ListedMask, attention_engine
 from sparsebench.kernels.attention._shapes import LOG2_E, AttentionShape
 from sparsebench.kernels.attention._stored import (
     BUFFERS,
     Stored,
+    is_likelier,
     multiply_stored,
     steps_of,
     stored_of,
@@ -87,7 +89,7 @@ class Config:
 def choices(w: ListedMask, call: AttentionCall) -> list[Config]:
     """Return the configurations, the likeliest first. Raises Unsupported.
 
-    Tiles of `rows` keys were the fastest in every search (NOTES.md).
+    Tiles of `rows` keys were the fastest in every search (NOTES.md). Waits for the GPU.
     """
     shape, mask = call.shape, w.mask
     if any(side % ROWS and side not in SMALL for side in shape.block):
@@ -95,12 +97,19 @@ def choices(w: ListedMask, call: AttentionCall) -> list[Config]:
             f"expected blocks of 16, 32 or a multiple of 64 queries and keys, "
             f"found {list(shape.block)}"
         )
+    if mask.keep and mask.block[1] < ROWS:  # blocks are joined on the host
+        raise Unsupported(f"expected selected blocks of 64 keys or more, found {mask.block[1]}")
     if mask.bits is not None and mask.block[1] < ROWS:
         raise Unsupported(f"expected blocks of 64 keys or no bits, found {mask.block[1]} and bits")
     query_configurations(shape, w.shared(shape))  # raises Unsupported
     wide = shape.block[1] % 128 == 0 and shape.block[0] >= ROWS
-    rows, stores = 128 if wide else 64, min(shape.block) >= ROWS
-    return [Config(rows, True), Config(rows)] if stores else [Config(rows)]
+    again = Config(128 if wide else 64)
+    # dS has no place for a block that is selected in a later call.
+    if min(shape.block) < ROWS or mask.keep:
+        return [again]
+    stored = replace(again, stores=True)
+    workers = multiprocessors(mask.columns.device) * again.tiles
+    return [stored, again] if is_likelier(mask, shape, workers) else [again, stored]
 
 
 def of_queries(w: ListedMask, shape: AttentionShape) -> QueryConfig:

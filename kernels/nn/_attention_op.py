@@ -29,6 +29,7 @@ that repeat are recorded, and run without Python, backward included (front.py).
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
@@ -49,8 +50,7 @@ from sparsebench.kernels._common.front import (
     Signature,
     record,
 )
-from sparsebench.kernels._common.operator import Engine, NoConfig, Operator
-from sparsebench.kernels._common.product import Product
+from sparsebench.kernels._common.operator import Engine, Operator
 from sparsebench.kernels._common.torch_operator import torch_operator
 from sparsebench.kernels._common.transforms import aligned, is_current, is_traced, is_watched
 from sparsebench.kernels._kernel import NAMES, refuse
@@ -62,8 +62,10 @@ from sparsebench.kernels.attention import (
     attention_wgmma,
     attention_wgmma_backward,
 )
-from sparsebench.kernels.attention._call import AttentionCall, ListedMask, attention_engine
+from sparsebench.kernels.attention._call import AttentionCall
+from sparsebench.kernels.attention._in_torch import IN_TORCH
 from sparsebench.kernels.attention._shapes import MOST_DEPTH, AttentionShape, unsupported
+from sparsebench.kernels.attention._staged import stage_of
 from sparsebench.kernels.nn._elements import mask_of_elements, whole_mask
 from sparsebench.kernels.nn._stamp import by_stamp, stamp_of
 
@@ -82,7 +84,7 @@ def operator_of(mask: BlockMask) -> Operator:
 def likeliest(call: AttentionCall, device: torch.device) -> Sequence[Engine]:
     """Return the engines that may run a call, the likeliest first. Raises Unsupported."""
     if device.type == "cpu" and not knobs.runtime.interpret:
-        return [_IN_TORCH[call.op]]
+        return [IN_TORCH[call.op]]
     refuse(unsupported(call.problem, device))
     if call.op == "attention_backward":
         engines = [attention_wgmma_backward.KERNEL, attention_triton_backward.KERNEL]
@@ -93,73 +95,6 @@ def likeliest(call: AttentionCall, device: torch.device) -> Sequence[Engine]:
     return engines[1:] if engines[0].unsupported(call.problem, device) else engines
 
 
-# ---- the reference on a CPU ----
-
-
-class _Torch:
-    """Attention in torch with every element of the mask, on a CPU."""
-
-    def __init__(self, mask: BlockMask, call: AttentionCall) -> None:
-        """Expand the mask. Raises FormatError if it has too many elements."""
-        self.call, self.allowed = call, mask.expand(call.shape.heads)
-        self.unseen = ~self.allowed.any(2)[..., None]  # keys that no query of a head selects
-
-    def _by_head(self, x: Tensor) -> Tensor:
-        """Return [batch, H, tokens, D] in fp32; key heads are repeated."""
-        d, batch = self.call.shape.head_dim, self.call.shape.batch
-        heads = x.unflatten(1, (-1, d)).unflatten(0, (batch, -1)).transpose(1, 2).float()
-        repeated: Tensor = heads.repeat_interleave(self.call.shape.heads // heads.shape[1], 1)
-        return repeated
-
-    def _keys(self, x: Tensor) -> Tensor:
-        """Return k or v by head; zeros, even for NaN, where no query selects a key."""
-        return self._by_head(x).masked_fill(self.unseen, 0)
-
-    def _flat(self, x: Tensor, like: Tensor) -> Tensor:
-        """Return [batch, H, tokens, D] as rows of tokens; groups of heads are added."""
-        heads = like.shape[1] // self.call.shape.head_dim
-        grouped: Tensor = x.unflatten(1, (heads, -1)).sum(2)
-        return grouped.transpose(1, 2).reshape(like.shape).to(like.dtype)
-
-    def _weigh(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the weight of each key for each query, and the LSE."""
-        scores = self._by_head(q) @ self._keys(k).mT * self.call.scale
-        scores = scores.masked_fill(~self.allowed, torch.finfo(scores.dtype).min)
-        lse = scores.logsumexp(-1).masked_fill(~self.allowed.any(-1), -torch.inf)
-        return scores.softmax(-1).masked_fill(~self.allowed, 0), lse
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
-        """Return O and the LSE."""
-        p, lse = self._weigh(q, k)
-        return [self._flat(p @ self._keys(v), q), lse.flatten(0, 1)]
-
-    def backward(self, q: Tensor, k: Tensor, v: Tensor, *rest: Tensor) -> list[Tensor]:
-        """Return dQ, dK and dV; the rest are O, the LSE and dO."""
-        (p, _), do = self._weigh(q, k), self._by_head(rest[-1])
-        dp = do @ self._keys(v).mT
-        ds = p * (dp - (dp * p).sum(-1, keepdim=True)) * self.call.scale
-        dk, dv = ds.mT @ self._by_head(q), p.mT @ do
-        return [self._flat(ds @ self._keys(k), q), self._flat(dk, k), self._flat(dv, v)]
-
-
-def _in_torch(w: ListedMask, call: AttentionCall, config: NoConfig) -> Product:
-    """Plan attention in torch. Raises FormatError if the mask has too many elements."""
-    reference = _Torch(w.mask, call)
-    compute = reference.forward if call.op == "attention" else reference.backward
-
-    def run(*operands: Tensor) -> list[Tensor]:
-        with torch.autocast("cpu", enabled=False):  # the products are in fp32
-            return compute(*operands)
-
-    return Product(run)
-
-
-_IN_TORCH = {
-    op: attention_engine("torch", op, lambda w, call: [NoConfig()], _in_torch, lambda *_: None)
-    for op in ("attention", "attention_backward")
-}
-
-
 ATTRIBUTE = "_sparsebench_attention"  # attribute of the tensor `columns`
 OPERANDS = "q", "k", "v", "o", "lse", "do"
 SIGNATURE = Signature(
@@ -168,7 +103,13 @@ SIGNATURE = Signature(
     backward=(BackwardProduct(OPERANDS, ("q", "k", "v")),),
     exact=True,
 )
-RECORDINGS = "_sparsebench_recordings"  # attribute of a mask: recorded calls by scale
+SELECTED = Signature(
+    arguments=("q", "k", "v", "columns"),
+    results=("o", "lse"),
+    backward=(BackwardProduct(("q", "k", "v", "columns", "o", "lse", "do"), ("q", "k", "v")),),
+    exact=True,
+)
+RECORDINGS = "_sparsebench_recordings"  # attribute of a mask or a stage: recorded calls by scale
 SCALES = 16  # of a mask; the oldest makes room
 
 
@@ -194,13 +135,22 @@ def _call(
 def _run(call: AttentionCall, mask: BlockMask, operands: Sequence[Tensor]) -> Sequence[Tensor]:
     """Run the planned kernel on rows of tokens; the first call plans it."""
     flat = [aligned(x.flatten(0, 1).flatten(1) if x.dim() == 4 else x) for x in operands]
-    operator = plans_of(mask)
-    if call not in operator.plans and is_capturing(flat[0]):  # to list a mask waits for the device
+    operator = _operator(mask)
+    if mask.keep and mask.columns.is_cuda:
+        backward = call.op == "attention_backward"
+        stage_of(mask, operator_of).load(aligned(mask.columns), transposed=backward)
+    elif call not in operator.plans and is_capturing(flat[0]):  # to list a mask waits
         raise RuntimeError(f"{call} is not planned: call it once before capturing a CUDA graph")
     selected = operator.select(call, lambda product: lambda: product.run(*flat))
     run: Any = selected.product.run  # of several results
     results: Sequence[Tensor] = run(*flat)
     return results
+
+
+def _operator(mask: BlockMask) -> Operator:
+    """Return the plans of a mask, or of all masks of its sizes."""
+    staged = mask.keep and mask.columns.is_cuda
+    return stage_of(mask, operator_of).operator if staged else plans_of(mask)
 
 
 def _forward(call: AttentionCall, mask: BlockMask, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
@@ -252,11 +202,11 @@ def _arguments(mask: BlockMask) -> tuple[list[Tensor], list[int]]:
     """Return a mask as the operators take it: its arrays and sizes."""
     arrays = [mask.offsets, mask.columns, *(t for t in (mask.bits, mask.slots) if t is not None)]
     sizes = *mask.tokens, *mask.block, mask.batch, mask.lists
-    return arrays, [*sizes, int(mask.causal), int(mask.bits is not None)]
+    return arrays, [*sizes, int(mask.causal), int(mask.bits is not None), mask.keep]
 
 
 def _mask(arrays: list[Tensor], sizes: list[int], device: torch.device) -> BlockMask:
-    s_q, s_kv, b_q, b_k, batch, lists, causal, has_bits = sizes
+    s_q, s_kv, b_q, b_k, batch, lists, causal, has_bits, keep = sizes
     if not arrays:
         return whole_mask((s_q, s_kv), b_q, batch, bool(causal), device)
     if len(arrays) == 1:
@@ -273,6 +223,7 @@ def _mask(arrays: list[Tensor], sizes: list[int], device: torch.device) -> Block
         columns=columns,
         bits=others[0] if has_bits else None,
         slots=others[-1] if len(others) > has_bits else None,
+        keep=keep,
     )
 
 
@@ -336,16 +287,22 @@ attend_elements, gradients_of_elements = _operators(
 
 
 def recordings_of(mask: BlockMask, scale: float | None) -> Recordings:
-    """Return the recorded calls of a mask with a factor of the scores."""
-    if (by_scale := mask.__dict__.get(RECORDINGS)) is None:
+    """Return the recorded calls of a mask, or of all of its sizes, with a factor of the scores."""
+    holder = stage_of(mask, operator_of) if mask.keep else mask
+    if (by_scale := holder.__dict__.get(RECORDINGS)) is None:
         by_scale = {}
-        object.__setattr__(mask, RECORDINGS, by_scale)
+        object.__setattr__(holder, RECORDINGS, by_scale)
     if scale not in by_scale:
         if len(by_scale) >= SCALES:
             by_scale.pop(next(iter(by_scale)))
-        by_scale[scale] = Recordings(SIGNATURE)
+        by_scale[scale] = Recordings(SELECTED if mask.keep else SIGNATURE)
     recordings: Recordings = by_scale[scale]
     return recordings
+
+
+def arguments_of(mask: BlockMask, *operands: Tensor) -> tuple[Tensor, ...]:
+    """Return what the recordings of a mask read in each call."""
+    return (*operands, mask.columns) if mask.keep else operands
 
 
 def attend_recorded(
@@ -362,29 +319,48 @@ def attend_recorded(
         return in_python()
     if is_traced() or not is_current(q.device) or not q.numel():
         return in_python()
-    call = _call("attention", q, k, mask, scale)
-    run = partial(_forward, call, mask) if call in plans_of(mask).plans else None
-    guards = [Guard(None, name, array) for name, array in mask.arrays().items()]
+    call, guards = _call("attention", q, k, mask, scale), []
+    if not mask.keep:
+        guards = [Guard(None, name, array) for name, array in mask.arrays().items()]
+
+    def planned(*operands: Tensor) -> list[Tensor]:
+        return _forward(call, _with_columns(mask, operands[3:]), *operands[:3])
+
+    run = planned if call in _operator(mask).plans else None
     conditions = Conditions(guards, derivative=_derivative(mask, scale))
-    results: tuple[Tensor, Tensor] = recordings.call([q, k, v], conditions, run, in_python)
+    arguments = arguments_of(mask, q, k, v)
+    results: tuple[Tensor, Tensor] = recordings.call(arguments, conditions, run, in_python)
     return results
+
+
+def _with_columns(mask: BlockMask, columns: Sequence[Tensor]) -> BlockMask:
+    """Return the mask, or the one of its sizes that has these columns."""
+    return replace(mask, columns=columns[0]) if columns else mask
 
 
 def _derivative(mask: BlockMask, scale: float) -> Derivative:
     """Return how a recorded call is differentiated."""
-    stamp = stamp_of(mask, "attention")
+    stamp = None if mask.keep else stamp_of(mask, "attention")
 
     def run(
         front: Front | None, do: Tensor, saved: Sequence[Tensor | None], _: Sequence[bool]
-    ) -> Sequence[Tensor]:
-        if stamp_of(mask, "attention") != stamp:
+    ) -> Sequence[Tensor | None]:
+        if stamp and stamp_of(mask, "attention") != stamp:
             raise RuntimeError("expected the mask as forward read it, found it modified since")
         operands = [*(t for t in saved if t is not None), do]
-        if torch.is_grad_enabled() or is_watched():
-            parts: tuple[Tensor, ...] = gradients(operands, *_arguments(mask), scale)
-            return parts
+        columns = operands[3:-3]
         call = _call("attention_backward", operands[0], operands[1], mask, scale)
-        planned = front if call in plans_of(mask).plans else None
-        return record(planned, 1, [*map(aligned, operands)], partial(_gradients, call, mask))
+        none = [None] * len(columns)  # columns have no gradient
+        if torch.is_grad_enabled() or is_watched():
+            rest = [*operands[:3], *operands[-3:]]
+            parts = gradients(rest, *_arguments(_with_columns(mask, columns)), scale)
+            return [*parts, *none]
+
+        def planned(*operands: Tensor) -> list[Tensor]:
+            of = _with_columns(mask, operands[3:-3])
+            return _gradients(call, of, *operands[:3], *operands[-3:])
+
+        ready = front if call in _operator(mask).plans else None
+        return [*record(ready, 1, [*map(aligned, operands)], planned), *none]
 
     return run

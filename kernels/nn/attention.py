@@ -4,9 +4,12 @@
 
 The mask lists the blocks of keys that each block of queries attends to (formats/block_mask.py). The
 first call with a mask and sizes plans its kernels, and may time some (_attention_op.py); the
-plans stay with the mask, so reuse it. Gradients flow to q, k and v. Calls can be compiled and
-captured.
+plans stay with the mask, so reuse it. A mask whose blocks are selected on the device
+(`BlockMask.from_scores`, `select_attention`) may change in each call: all masks of its sizes share
+the plans. Gradients flow to q, k and v. Calls can be compiled and captured.
 """
+
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +17,9 @@ from torch import Tensor
 from sparsebench.errors import Unsupported
 from sparsebench.formats.block_mask import BlockMask
 from sparsebench.kernels._common.transforms import is_watched
+from sparsebench.kernels.attention._selecting import means
 from sparsebench.kernels.nn._attention_op import (
+    arguments_of,
     attend_elements,
     attend_recorded,
     recordings_of,
@@ -38,6 +43,39 @@ def attention(
     """
     o, _ = _results(q, k, v, mask, scale)
     return o[0] if q.dim() == 3 else o
+
+
+def select_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    keep: int,
+    block: int = 128,
+    causal: bool = False,
+    first: int = 1,
+    last: int = 1,
+    scale: float | None = None,
+) -> Tensor:
+    """Return `attention` over the blocks of keys whose mean is nearest to that of the queries.
+
+    q, k, v, scale  as for `attention`, [batch, tokens, heads, D]
+    keep            blocks of keys of a block of queries, `first` and `last` included
+    first, last     blocks that are kept in any case: those that the queries see first and last
+
+    The score of a block is the product of its mean key and of the mean query of a block and of the
+    heads that share a KV head, in fp32. It has no gradient. A block of queries selects by all its
+    queries, so with `causal` a selection, but no key, depends on later tokens of the same block.
+    Does not wait for the device. Raises Unsupported, FormatError.
+    """
+    require_operands(q, k, v, (q.shape[0], q.shape[1], k.shape[1]), 1, q.device)
+    groups, tokens = k.shape[2], [q.shape[1], k.shape[1]]
+    queries, keys = (means(x.detach(), block, groups) for x in (q, k))
+    options: dict[str, Any] = {"block": block, "tokens": tokens, "causal": causal}
+    products = torch.bmm(queries.flatten(0, 1), keys.flatten(0, 1).mT)
+    scores = products.unflatten(0, keys.shape[:2])
+    mask = BlockMask.from_scores(scores, keep, first=first, last=last, **options)
+    return attention(q, k, v, mask, scale=scale)
 
 
 def attention_and_lse(
@@ -79,7 +117,7 @@ def attention_of_elements(
     if causal and queries != keys:
         raise Unsupported(f"attention: expected as many keys as queries, found {tokens}")
     if is_watched():
-        sizes = [*tokens, block, block, batch, lists, int(causal), 0]
+        sizes = [*tokens, block, block, batch, lists, int(causal), 0, 0]
         arrays = [] if elements is None else [elements]
         o: Tensor = attend_elements(q, k, v, arrays, sizes, _factor(q, scale))[0]
         return o
@@ -102,9 +140,11 @@ def _results(
     given = scale if scale is None else float(scale)
     eager = q.is_cuda and not torch.compiler.is_compiling()
     recordings = recordings_of(mask, given) if eager else None
-    if recordings is not None and (fast := recordings.replay(q, k, v)) is not None:
-        o, lse = fast
-        return o, lse
+    if recordings is not None:
+        fast = recordings.replay(*arguments_of(mask, q, k, v))
+        if fast is not None:
+            o, lse = fast
+            return o, lse
     require_operands(q, k, v, (mask.batch, *mask.tokens), mask.lists, mask.columns.device)
     return attend_recorded(recordings, q, k, v, mask, _factor(q, given))
 

@@ -10,7 +10,9 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 from sparsebench.errors import FormatError
 from sparsebench.formats import block_mask_converters as other
-from sparsebench.formats.block_mask import PARTIAL, BlockMask, areas, pack_bits, unpack_bits
+from sparsebench.formats._blocks import areas, pack_bits, unpack_bits
+from sparsebench.formats._selection import PARTIAL
+from sparsebench.formats.block_mask import BlockMask
 
 CASES = [  # tokens, block, batch, lists, causal
     ((37, 53), (16, 8), 2, 3, True),
@@ -92,7 +94,7 @@ def test_elements_are_stored_as_bits(case: tuple[Any, ...]) -> None:
 @pytest.mark.parametrize("case", CASES, ids=IDS)
 def test_the_transpose_has_the_same_blocks_by_column(case: tuple[Any, ...]) -> None:
     _, mask = drawn(0.5, case)
-    turned = mask.transpose()
+    turned = mask.transposed
     lists = mask.batch * mask.lists
     by_column = torch.zeros(lists, mask.kv_blocks, mask.q_blocks, dtype=torch.int32)
     columns = torch.arange(lists * mask.kv_blocks).repeat_interleave(turned.offsets.diff())

@@ -3,11 +3,13 @@
 test_attention_contract.py runs and compiles them.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
+from sparsebench.formats.block_mask import BlockMask
 from sparsebench.kernels.attention import _stored, attention_wgmma, attention_wgmma_backward
 from sparsebench.kernels.attention._call import ListedMask
 from tests.compiling.nvcc import hopper
@@ -56,6 +58,17 @@ def test_a_head_with_too_many_blocks_is_refused(monkeypatch: pytest.MonkeyPatch)
     w, call = ListedMask(case.mask()), case.call("attention_backward")
     config = attention_wgmma_backward.Config(128, stores=True)
     assert "found 12" in refusal(lambda: BACKWARD.plan(w, call, config))
+
+
+def test_an_attention_sink_makes_it_likelier_that_ds_is_computed_twice() -> None:
+    case = Case((16384, 16384), 128, (8, 8), lists=8, causal=True)
+    draw = torch.Generator().manual_seed(0)
+    cells = (torch.rand(8 * 128, 128, generator=draw) < 0.1).float()
+    for sink in (False, True):
+        cells[:, 0] = cells[:, 0].clamp(min=sink)
+        mask = BlockMask.from_dense(cells, causal=True)
+        shape = replace(case.call().shape, heads=32)
+        assert _stored.is_likelier(mask, shape, workers=132) is not sink
 
 
 @pytest.mark.parametrize("sections", [1, 2, 3, 9])

@@ -76,7 +76,7 @@ def test_a_compiled_call_has_the_same_gradients() -> None:
 
 def test_the_operator_keeps_torchs_contract() -> None:
     mask, (q, k, v) = random_mask(TOKENS, 16, batch=2), drawn()
-    sizes = [*mask.tokens, *mask.block, mask.batch, mask.lists, int(mask.causal), 0]
+    sizes = [*mask.tokens, *mask.block, mask.batch, mask.lists, int(mask.causal), 0, 0]
     arrays = [array for array in (mask.offsets, mask.columns, mask.slots) if array is not None]
     operator = torch.ops.sparsebench.block_sparse_attention.default
     torch.library.opcheck(operator, (q, k, v, arrays, sizes, 0.3))

@@ -1,0 +1,148 @@
+"""Lists of blocks that are selected on the device, from scores, without waiting for it.
+
+    keep 3, causal            scores of row 3            row 3 of the mask
+    offsets  0 1 3 6 9        .3  .9  nan  .1 | future   0 1 3
+    row r has min(keep, r + 1) places                    ascending; bit 31 is set if partial
+
+How many places a row has follows from the sizes alone. So memory and plans have a fixed capacity,
+and a captured graph may select other blocks in each replay. A place that no block takes has the
+column `absent`, one beyond the last block, with bit 31: kernels read zeros there, and mask them.
+
+    always    the first and the last blocks that a row sees, whatever their scores
+    then      the blocks with the highest scores; of equal ones, the lower column
+    never     a block whose score is NaN or -inf, unless it is one of the first or the last
+
+What is selected is defined here, in torch. kernels/attention/_selecting.py computes the same on a
+GPU in one launch, and takes its place in SELECTORS.
+"""
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from sparsebench.formats._blocks import blocks_of
+
+PARTIAL = torch.iinfo(torch.int32).min
+"""Bit 31 of a column."""
+
+
+class Selection(NamedTuple):
+    """Sizes of a mask whose blocks are selected: all that its plans depend on.
+
+    rows         of blocks, of all sequences and lists
+    first, last  blocks that a row sees first and last, and always keeps
+    """
+
+    rows: int
+    tokens: tuple[int, int]
+    block: tuple[int, int]
+    causal: bool
+    keep: int
+    first: int = 0
+    last: int = 0
+
+    @property
+    def q_blocks(self) -> int:
+        """Return the blocks of queries of a list."""
+        return blocks_of(self.tokens, self.block)[0]
+
+    @property
+    def kv_blocks(self) -> int:
+        """Return the blocks of keys, which is also the column of a place that no block takes."""
+        return blocks_of(self.tokens, self.block)[1]
+
+    def visible(self) -> Tensor:
+        """Return how many blocks a row of a list sees, int64 [q_blocks], on the CPU."""
+        (s_q, s_kv), (b_q, b_k) = self.tokens, self.block
+        if not self.causal:
+            return torch.full((self.q_blocks,), self.kv_blocks)
+        last_query = (torch.arange(1, self.q_blocks + 1) * b_q).clamp(max=s_q) - 1
+        return ((last_query + s_kv - s_q) // b_k + 1).clamp(0, self.kv_blocks)
+
+    def offsets(self) -> Tensor:
+        """Return where the places of each row start, int64 [rows + 1], on the CPU."""
+        places = self.visible().clamp(max=self.keep).repeat(self.rows // self.q_blocks)
+        return pad(places.cumsum(0), (1, 0))
+
+    @property
+    def places(self) -> int:
+        """Return the number of places of all rows."""
+        return _places(self)
+
+    @property
+    def sizes(self) -> list[int]:
+        """Return the sizes as the operator takes them."""
+        return [self.rows, *self.tokens, *self.block, int(self.causal), *self[4:]]
+
+    @classmethod
+    def of(cls, sizes: list[int]) -> "Selection":
+        """Return the inverse of `sizes`."""
+        rows, s_q, s_kv, b_q, b_k, causal, *rest = sizes
+        return cls(rows, (s_q, s_kv), (b_q, b_k), bool(causal), *rest)
+
+
+@lru_cache(1024)
+def _places(selection: Selection) -> int:
+    return int(selection.offsets()[-1])
+
+
+def select_in_torch(scores: Tensor, sizes: list[int]) -> tuple[Tensor, Tensor]:
+    """Return offsets and columns (formats/block_mask.py) of scores [rows, kv_blocks]."""
+    selection = Selection.of(sizes)
+    (s_q, s_kv), (b_q, b_k) = selection.tokens, selection.block
+    device, absent = scores.device, selection.kv_blocks
+    row = torch.arange(selection.rows, device=device) % selection.q_blocks
+    visible = selection.visible().to(device)[row, None]
+    block = torch.arange(absent, device=device)
+
+    bits = (scores.float() + 0.0).view(torch.int32)  # -0.0 becomes 0.0
+    order = bits ^ ((bits >> 31) & ~PARTIAL)  # of integers, as the scores are ordered
+    order = order.masked_fill(scores.isnan() | (scores == -torch.inf), PARTIAL)
+    order = order.masked_fill(
+        (block < selection.first) | (block >= visible - selection.last), ~PARTIAL
+    )
+    order = order.masked_fill(block >= visible, PARTIAL)
+    best, columns = order.sort(dim=1, descending=True, stable=True)
+    columns = columns.masked_fill(best == PARTIAL, absent)[:, : selection.keep].sort(dim=1).values
+
+    last_key = ((columns + 1) * b_k).clamp(max=s_kv) - 1
+    partial = columns == absent
+    if selection.causal:
+        partial |= last_key > (row * b_q + s_kv - s_q)[:, None]
+    offsets = selection.offsets().to(device)
+    place = torch.arange(columns.shape[1], device=device)
+    place = (offsets[:-1, None] + place).where(place < offsets.diff()[:, None], selection.places)
+    stored = torch.where(partial, columns | PARTIAL, columns).to(torch.int32)
+    out = stored.new_empty(selection.places + 1).scatter_(0, place.flatten(), stored.flatten())
+    return offsets.to(torch.int32), out[:-1].clone()
+
+
+Selector = Callable[[Tensor, list[int]], tuple[Tensor, Tensor]]
+SELECTORS: dict[str, Selector] = {}
+"""What selects instead of torch, by type of device."""
+
+
+def select(scores: Tensor, sizes: list[int]) -> tuple[Tensor, Tensor]:
+    """Return offsets and columns as `select_in_torch` defines them."""
+    watched = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
+    arrays: tuple[Tensor, Tensor] = (_operator if watched else _select)(scores, sizes)
+    return arrays
+
+
+def _select(scores: Tensor, sizes: list[int]) -> tuple[Tensor, Tensor]:
+    return SELECTORS.get(scores.device.type, select_in_torch)(scores, sizes)
+
+
+_operator = torch.library.custom_op("sparsebench::select_blocks", _select, mutates_args=())
+
+
+@_operator.register_fake
+def _(scores: Tensor, sizes: list[int]) -> tuple[Tensor, Tensor]:
+    selection = Selection.of(sizes)
+    lengths = selection.rows + 1, selection.places
+    offsets, columns = (scores.new_empty(length, dtype=torch.int32) for length in lengths)
+    return offsets, columns

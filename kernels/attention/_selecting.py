@@ -1,0 +1,188 @@
+"""Select blocks of keys on a GPU: pooled queries and keys, and lists of the highest scores.
+
+    q [batch, S, H, D] ──> means of blocks ┐                         `means`, one launch each
+    k [batch, S, H_kv, D] ─> means         ├─> scores ──> offsets, columns      `select_row`
+                                           ┘ by torch     a program for each row of blocks
+
+A row's scores stay in registers. The smallest score that is selected is found bit by bit: of the
+integers that are ordered as the scores are, t is the largest that as many reach as the row has
+places. 32 rounds of a comparison and a sum need no sort, and blocks are listed in their order.
+"""
+
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sparsebench.formats._selection import SELECTORS, Selection, select_in_torch
+from sparsebench.kernels._common.capture import is_capturing, keep, make_lasting
+from sparsebench.kernels._common.torch_operator import torch_operator
+from sparsebench.kernels._common.transforms import is_watched
+from sparsebench.kernels._common.triton import BoundKernel, Template
+
+BOUND = 256  # launches in a cache, one for each selection and layout
+MOST_BLOCKS = 8192  # of a row, in registers: 524,288 keys in blocks of 64
+ROWS, WARPS = 16, 4  # tokens that a program of `means` adds up at a time
+LOWEST = tl.constexpr(-(2**31))
+
+
+def select(scores: Tensor, sizes: list[int]) -> tuple[Tensor, Tensor]:
+    """Return offsets and columns as formats/_selection.py defines them; in one launch by default.
+
+    Rows of more than MOST_BLOCKS are sorted by torch.
+    """
+    if scores.shape[1] > MOST_BLOCKS:
+        return select_in_torch(scores, sizes)
+    rows = scores if scores.stride(1) == 1 else scores.contiguous()
+    template = _selecting(tuple(sizes), rows.stride(0), rows.dtype, rows.device)
+    if is_capturing(rows):
+        keep(template)
+    offsets, columns = template(rows)
+    return offsets, columns
+
+
+SELECTORS["cuda"] = select
+
+
+@lru_cache(BOUND)
+def _selecting(
+    sizes: tuple[int, ...], stride: int, dtype: torch.dtype, device: torch.device
+) -> Template:
+    """Return the launch of `select`, which is bound once on each device."""
+    selection = Selection.of([*sizes])
+    starts = make_lasting(lambda: selection.offsets().to(device, torch.int32), device)
+    count, (b_q, b_k) = selection.kv_blocks, selection.block
+    scores = torch.empty_strided((selection.rows, count), (stride, 1), dtype=dtype, device="meta")
+    offsets = torch.empty(selection.rows + 1, dtype=torch.int32, device="meta")
+    columns = torch.empty(selection.places, dtype=torch.int32, device="meta")
+    blocks = triton.next_power_of_2(count)
+    numbers = selection.q_blocks, count, *selection.tokens
+    args = scores, starts, offsets, columns, stride, *numbers, *selection[4:]
+    constants = {"B_Q": b_q, "B_K": b_k, "CAUSAL": selection.causal, "BLOCKS": blocks}
+    constants["num_warps"] = min(max(blocks // 512, 1), 8)
+    program = BoundKernel(_select_row, (selection.rows,), args, constants, columns)
+    return Template([program], (scores,), [offsets, columns])
+
+
+def _means(x: Tensor, block: int, groups: int) -> Tensor:
+    batch, tokens, heads, depth = x.shape
+    if x.device.type != "cuda" and not triton.knobs.runtime.interpret:
+        sums = torch.nn.functional.pad(x.float(), (0, 0, 0, 0, 0, -tokens % block))
+        sums = sums.view(batch, -1, block, groups, heads // groups, depth).sum((2, 4))
+        first = torch.arange(0, tokens, block, device=x.device)
+        real = (tokens - first).clamp(max=block) * (heads // groups)
+        return (sums / real[:, None, None]).transpose(1, 2).contiguous()
+    x = x if x.stride(3) == 1 else x.contiguous()
+    template = _pooling(tuple(x.shape), tuple(x.stride()), x.dtype, x.device, block, groups)
+    if is_capturing(x):
+        keep(template)
+    return template(x)[0]
+
+
+def _means_sizes(x: Tensor, block: int, groups: int) -> Tensor:
+    batch, tokens, _, depth = x.shape
+    return x.new_empty(batch, groups, -(-tokens // block), depth, dtype=torch.float32)
+
+
+_operator = torch_operator("means_of_blocks", _means, _means_sizes)
+
+
+def means(x: Tensor, block: int, groups: int) -> Tensor:
+    """Return the mean of each block of tokens and group of heads, fp32 [batch, groups, blocks, D].
+
+    x  [batch, tokens, heads, D], heads a multiple of the groups
+    """
+    result: Tensor = (_operator if is_watched() else _means)(x, block, groups)
+    return result
+
+
+@lru_cache(BOUND)
+def _pooling(
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+    block: int,
+    groups: int,
+) -> Template:
+    """Return the launch of `means`, which is bound once on each device."""
+    x = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
+    out = _means_sizes(x, block, groups)
+    tokens, pack, depth = shape[1], shape[2] // groups, shape[3]
+    args = x, out, tokens, groups, out.shape[2], pack, *strides[:3]
+    constants = {"BLOCK": block, "D": depth, "DEPTH": triton.next_power_of_2(depth)}
+    constants |= {"PACK": triton.next_power_of_2(pack), "ROWS": ROWS, "num_warps": WARPS}
+    grid = (shape[0] * groups * out.shape[2],)
+    return Template([BoundKernel(_add_up, grid, args, constants, out)], (x,), [out])
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _select_row(  # type: ignore[no-untyped-def]
+    scores, starts, offsets, columns, stride, q_blocks, count, queries, keys, places, first, last,
+    B_Q: tl.constexpr, B_K: tl.constexpr, CAUSAL: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """Write the places of a row of blocks, and where they start."""
+    row = tl.program_id(0)
+    block, q_block = tl.arange(0, BLOCKS), row % q_blocks
+    visible = count
+    last_key = tl.minimum((block + 1) * B_K, keys) - 1
+    partial = last_key < 0
+    if CAUSAL:
+        last_query = tl.minimum((q_block + 1) * B_Q, queries) - 1
+        limit = last_query + keys - queries + B_K  # below B_K if the row sees no key
+        visible = tl.minimum(tl.maximum(limit, 0) // B_K, count)
+        partial = last_key > q_block * B_Q + keys - queries
+
+    score = tl.load(scores + row.to(tl.int64) * stride + block, block < count, 0.0).to(tl.float32)
+    bits = (score + 0.0).to(tl.int32, bitcast=True)
+    order = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    order = tl.where((score != score) | (score == -float("inf")), LOWEST, order)
+    order = tl.where((block < first) | (block >= visible - last), 0x7FFFFFFF, order)
+    order = tl.where(block >= visible, LOWEST, order)
+
+    places = tl.minimum(places, visible)
+    least = tl.where(tl.sum((order >= 0).to(tl.int32), 0) >= places, 0, LOWEST)
+    for i in tl.static_range(31):
+        trial = least | (1 << (30 - i))
+        least = tl.where(tl.sum((order >= trial).to(tl.int32), 0) >= places, trial, least)
+    above, equal = order > least, order == least
+    rest = places - tl.sum(above.to(tl.int32), 0)
+    chosen = above | (equal & (tl.cumsum(equal.to(tl.int32), 0) <= rest))
+    chosen = chosen & (order != LOWEST)
+
+    start, number = tl.load(starts + row), tl.sum(chosen.to(tl.int32), 0)
+    place = tl.cumsum(chosen.to(tl.int32), 0) - 1
+    tl.store(columns + start + place, tl.where(partial, block | LOWEST, block), chosen)
+    tl.store(columns + start + block, count | LOWEST, (block >= number) & (block < places))
+    tl.store(offsets + row, start)
+    tl.store(offsets + row + 1, start + places)  # the next row's start
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _add_up(  # type: ignore[no-untyped-def]
+    x, out, tokens, groups, blocks, pack, batch_stride, token_stride, head_stride,
+    BLOCK: tl.constexpr, D: tl.constexpr, DEPTH: tl.constexpr, PACK: tl.constexpr,
+    ROWS: tl.constexpr,
+):  # fmt: skip
+    """Write the mean of a block of tokens of a group of heads."""
+    program = tl.program_id(0)
+    block, group, sequence = (
+        program % blocks,
+        program // blocks % groups,
+        program // blocks // groups,
+    )
+    lane = tl.arange(0, PACK * DEPTH)
+    head, depth = lane // DEPTH, lane % DEPTH
+    stored = (head < pack) & (depth < D)
+    at = x + sequence.to(tl.int64) * batch_stride + (group * pack + head) * head_stride + depth
+    end = tl.minimum((block + 1) * BLOCK, tokens)
+    sums = tl.zeros((ROWS, PACK * DEPTH), tl.float32)
+    for first in tl.static_range(0, BLOCK, ROWS):
+        token = (block * BLOCK + first + tl.arange(0, ROWS))[:, None].to(tl.int64)
+        tile = tl.load(at[None, :] + token * token_stride, stored[None, :] & (token < end), 0.0)
+        sums += tile.to(tl.float32)
+    total = tl.sum(tl.reshape(tl.sum(sums, 0), (PACK, DEPTH)), 0) / ((end - block * BLOCK) * pack)
+    depth = tl.arange(0, DEPTH)
+    tl.store(out + program.to(tl.int64) * D + depth, total, depth < D)

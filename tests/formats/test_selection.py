@@ -1,0 +1,102 @@
+"""Blocks that are selected by scores or taken from lists of indices, against plain loops."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from sparsebench.errors import FormatError
+from sparsebench.formats.block_mask import BlockMask
+
+CASES = [  # tokens, block, causal, keep, first, last
+    ((37, 53), (16, 8), True, 3, 1, 1),
+    ((40, 40), (8, 8), True, 2, 0, 1),
+    ((40, 20), (8, 8), True, 2, 0, 0),  # the first 20 queries see nothing
+    ((30, 50), (8, 16), False, 4, 2, 1),
+    ((64, 64), (16, 16), False, 4, 0, 0),
+    ((16, 130), (16, 8), True, 17, 3, 4),
+]
+
+
+def chosen(scores: Tensor, row: int, case: tuple[Any, ...]) -> list[int]:
+    """Return the blocks of a row, by their definition."""
+    (s_q, s_kv), (b_q, b_k), causal, keep, first, last = case
+    last_query = min((row + 1) * b_q, s_q) - 1
+    seen = [j for j in range(-(-s_kv // b_k)) if not causal or j * b_k <= last_query + s_kv - s_q]
+    always = {*seen[:first], *(seen[-last:] if last else [])}
+
+    def place(j: int) -> tuple[bool, float, int]:
+        return j not in always, -float(scores[j]) if j not in always else 0.0, j
+
+    usable = [j for j in seen if j in always or float(scores[j]) > -math.inf]
+    return sorted(sorted(usable, key=place)[:keep])
+
+
+def drawn(case: tuple[Any, ...], batch: int = 2, lists: int = 3) -> Tensor:
+    """Return scores with equal ones, infinite ones and NaN."""
+    tokens, block = case[:2]
+    grid = [-(-size // side) for size, side in zip(tokens, block, strict=True)]
+    draw = torch.Generator().manual_seed(0)
+    scores = torch.randint(-3, 4, (batch, lists, *grid), generator=draw).float()
+    kinds = torch.rand(scores.shape, generator=draw)
+    for value, most in ((math.nan, 0.1), (-math.inf, 0.2), (math.inf, 0.25), (-0.0, 0.3)):
+        scores[(kinds < most) & (kinds >= most - 0.1)] = value
+    return scores
+
+
+def rows_of(mask: BlockMask) -> list[list[int]]:
+    return [[*map(int, row.nonzero().flatten())] for row in mask.to_dense()]
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_blocks_with_the_highest_scores_are_selected(case, dtype) -> None:
+    tokens, block, causal, keep, first, last = case
+    scores = drawn(case).to(dtype)
+    options = {"block": [*block], "tokens": [*tokens], "causal": causal}
+    mask = BlockMask.from_scores(scores, keep, first=first, last=last, **options)
+    flat = scores.flatten(0, 2)
+    expected = [chosen(row, i % scores.shape[2], case) for i, row in enumerate(flat)]
+    assert rows_of(mask) == expected
+    cells = BlockMask.from_dense(mask.to_dense(), batch=2, **options)
+    assert torch.equal(mask.expand(), cells.expand())
+    for name, array in cells.arrays().items():
+        assert torch.equal(getattr(mask.listed(), name), array), name
+    for name, array in cells.transposed._asdict().items():
+        if array is not None and name != "places":
+            assert torch.equal(getattr(mask.transposed, name), array), name
+    assert torch.equal(mask.counts.view(2, 3, -1)[0, 0], mask.counts.view(2, 3, -1)[1, 2])
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_lists_of_indices_in_any_order_are_taken_once(case) -> None:
+    tokens, block, causal, *_ = case
+    height, count = (-(-size // side) for size, side in zip(tokens, block, strict=True))
+    draw = torch.Generator().manual_seed(0)
+    indices = torch.randint(-2, count + 2, (1, 2, height, 5), generator=draw)
+    mask = BlockMask.from_indices(indices, tokens=[*tokens], block=[*block], causal=causal)
+    marks = torch.full((1, 2, height, count), -math.inf)
+    for at in torch.cartesian_prod(*map(torch.arange, indices.shape)).tolist():
+        if 0 <= (j := int(indices[tuple(at)])) < count:
+            marks[(*at[:3], j)] = 0
+    whole = (*case[:3], count, 0, 0)
+    expected = [chosen(row, i % height, whole) for i, row in enumerate(marks.flatten(0, 2))]
+    assert rows_of(mask) == expected
+
+
+def test_what_cannot_be_selected_is_refused_in_one_line() -> None:
+    scores = torch.zeros(1, 1, 4, 4)
+    for options, reason in (
+        ({"keep": 5}, "keep: expected a whole number from 1 to 4 blocks, found 5"),
+        ({"keep": 0}, "keep: expected a whole number from 1 to 4 blocks, found 0"),
+        ({"keep": 2, "first": 2, "last": 1}, "first \\+ last from 0 to keep = 2, found 2 \\+ 1"),
+        ({"keep": 2, "tokens": [64, 500]}, "expected .*: \\[1, 4\\], found .*\\[1, 1, 4, 4\\]"),
+    ):
+        with pytest.raises(FormatError, match=reason):
+            BlockMask.from_scores(scores, **options)
+    with pytest.raises(FormatError, match="in floating point, found torch"):
+        BlockMask.from_scores(scores.long(), 2)
+    with pytest.raises(FormatError, match="expected int32 or int64"):
+        BlockMask.from_indices(scores, tokens=[512, 512])
