@@ -1,6 +1,8 @@
 """Plans that are made ahead for a model, and the file of choices beside a checkpoint."""
 
 import json
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
@@ -234,3 +236,15 @@ def test_a_folder_without_sparse_layers_is_one_line(tmp_path: Path) -> None:
     tiny().save_pretrained(tmp_path)
     with pytest.raises(FormatError, match="expected sparse layers"):
         planning.tune(tmp_path, [1], torch.device("cpu"), 1)
+
+
+def test_a_process_that_imports_no_layers_loads_a_sparse_checkpoint(checkpoint: Path) -> None:
+    code = (
+        "import sys; from pathlib import Path\n"
+        "from sparsebench.harness.models.pruning.ahead import _load, describe\n"
+        "print(len(describe(_load(Path(sys.argv[1])))))"
+    )
+    command = [sys.executable, "-c", code, str(checkpoint)]
+    run = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert int(run.stdout) > 0
+    assert "MISSING" not in run.stderr

@@ -33,7 +33,7 @@ from torch import nn
 from sparsebench._writing import write_file
 from sparsebench.errors import FormatError, Unsupported
 from sparsebench.formats._format import require
-from sparsebench.harness.models.pruning.checkpoint import describe
+from sparsebench.harness.models.pruning.checkpoint import describe, register
 from sparsebench.harness.models.reporting import transformers_for
 from sparsebench.kernels._common import choices
 from sparsebench.kernels._common.operator import ahead, bucket
@@ -179,6 +179,7 @@ def _description(model: nn.Module) -> dict[str, str]:
 def _load(folder: Path) -> Any:
     """Return the model of a checkpoint, on the CPU. Raises FormatError."""
     transformers = transformers_for(folder)
+    register()  # as sparsebench.nn does, which a command does not import
     config = transformers.AutoConfig.from_pretrained(folder)
     names = [name for name in config.architectures or () if hasattr(transformers, name)]
     require(bool(names), f"{folder}: expected an architecture that transformers has, found none")
