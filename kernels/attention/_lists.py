@@ -46,7 +46,7 @@ def lists_of(mask: BlockMask) -> MaskLists:
     """Return the lists of key blocks by query blocks, with an order for each list."""
     ragged = mask.tokens[1] // mask.block[1] if mask.tokens[1] % mask.block[1] else -1
     counts = mask.offsets.diff().view(-1, ceil(mask.tokens[0] / mask.block[0]))
-    return _lists(mask.offsets, mask.columns, mask.slots, counts, ragged, staged=mask.keep > 0)
+    return _lists(mask.offsets, mask.columns, mask.slots, counts, ragged, fixed=not mask.keep)
 
 
 def transposed_lists_of(mask: BlockMask, kv_heads: int) -> MaskLists:
@@ -61,7 +61,7 @@ def transposed_lists_of(mask: BlockMask, kv_heads: int) -> MaskLists:
     else:
         counts = counts.repeat_interleave(kv_heads // mask.lists, 1)
     lists = transpose.offsets, transpose.rows, transpose.slots, counts.flatten(0, 1)
-    return _lists(*lists, staged=mask.keep > 0)
+    return _lists(*lists, fixed=not mask.keep)
 
 
 def shared_heads(mask: BlockMask, heads: int, kv_heads: int) -> int:
@@ -77,17 +77,17 @@ def _lists(
     counts: Tensor,
     ragged: int = -1,
     *,
-    staged: bool,
+    fixed: bool,
 ) -> MaskLists:
     """Move the partial blocks of each row, and those of a ragged column, behind the full ones.
 
     counts  [groups, rows]: what the rows are ordered by
-    staged  each call writes other columns, so they stay where they are, and every step has a mask
+    fixed   False if each call writes other columns: they stay in place, and every step has a mask
     """
     lengths = offsets.diff()
     order = counts.argsort(dim=1, descending=True, stable=True).to(torch.int32).contiguous()
     equal = int(lengths[0]) if bool((lengths == lengths[0]).all()) else None
-    if staged:
+    if not fixed:
         return MaskLists(offsets, columns, torch.zeros_like(lengths), None, order, True, equal)
     row = torch.arange(len(lengths), device=columns.device).repeat_interleave(lengths)
     masked = (columns < 0) | (columns == ragged)

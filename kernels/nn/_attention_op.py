@@ -65,7 +65,7 @@ from sparsebench.kernels.attention import (
 from sparsebench.kernels.attention._call import AttentionCall
 from sparsebench.kernels.attention._in_torch import IN_TORCH
 from sparsebench.kernels.attention._shapes import MOST_DEPTH, AttentionShape, unsupported
-from sparsebench.kernels.attention._staged import stage_of
+from sparsebench.kernels.attention._shared_plans import shared_plans_of
 from sparsebench.kernels.nn._elements import mask_of_elements, whole_mask
 from sparsebench.kernels.nn._stamp import by_stamp, stamp_of
 
@@ -109,7 +109,7 @@ SELECTED = Signature(
     backward=(BackwardProduct(("q", "k", "v", "columns", "o", "lse", "do"), ("q", "k", "v")),),
     exact=True,
 )
-RECORDINGS = "_sparsebench_recordings"  # attribute of a mask or a stage: recorded calls by scale
+RECORDINGS = "_sparsebench_recordings"  # of a mask or of SharedPlans: recorded calls by scale
 SCALES = 16  # of a mask; the oldest makes room
 
 
@@ -138,7 +138,7 @@ def _run(call: AttentionCall, mask: BlockMask, operands: Sequence[Tensor]) -> Se
     operator = _operator(mask)
     if mask.keep and mask.columns.is_cuda:
         backward = call.op == "attention_backward"
-        stage_of(mask, operator_of).load(aligned(mask.columns), transposed=backward)
+        shared_plans_of(mask, operator_of).load(aligned(mask.columns), transposed=backward)
     elif call not in operator.plans and is_capturing(flat[0]):  # to list a mask waits
         raise RuntimeError(f"{call} is not planned: call it once before capturing a CUDA graph")
     selected = operator.select(call, lambda product: lambda: product.run(*flat))
@@ -149,8 +149,8 @@ def _run(call: AttentionCall, mask: BlockMask, operands: Sequence[Tensor]) -> Se
 
 def _operator(mask: BlockMask) -> Operator:
     """Return the plans of a mask, or of all masks of its sizes."""
-    staged = mask.keep and mask.columns.is_cuda
-    return stage_of(mask, operator_of).operator if staged else plans_of(mask)
+    is_shared = mask.keep and mask.columns.is_cuda
+    return shared_plans_of(mask, operator_of).operator if is_shared else plans_of(mask)
 
 
 def _forward(call: AttentionCall, mask: BlockMask, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
@@ -288,7 +288,7 @@ attend_elements, gradients_of_elements = _operators(
 
 def recordings_of(mask: BlockMask, scale: float | None) -> Recordings:
     """Return the recorded calls of a mask, or of all of its sizes, with a factor of the scores."""
-    holder = stage_of(mask, operator_of) if mask.keep else mask
+    holder = shared_plans_of(mask, operator_of) if mask.keep else mask
     if (by_scale := holder.__dict__.get(RECORDINGS)) is None:
         by_scale = {}
         object.__setattr__(holder, RECORDINGS, by_scale)

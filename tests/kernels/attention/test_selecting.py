@@ -13,10 +13,16 @@ from sparsebench.formats._selection import Selection, select_in_torch
 from sparsebench.formats.block_mask import BlockMask
 from sparsebench.kernels._common.operator import Operator
 from sparsebench.kernels._common.triton import BoundKernel, Template
-from sparsebench.kernels.attention import attention_triton, attention_triton_backward
+from sparsebench.kernels._kernel import Operands
+from sparsebench.kernels.attention import (
+    attention_selected,
+    attention_triton,
+    attention_triton_backward,
+)
 from sparsebench.kernels.attention._call import operator_of
 from sparsebench.kernels.attention._selecting import _pooling, _selecting, means, select
-from sparsebench.kernels.attention._staged import make_stage, stage_of
+from sparsebench.kernels.attention._shared_plans import make_shared_plans, shared_plans_of
+from sparsebench.results.record import Problem
 from tests.compiling.nvcc import hopper
 from tests.compiling.triton_kernels import complaint_about_launch
 from tests.kernels.attention.cases import Case, flat, gradients, moved
@@ -73,7 +79,7 @@ def test_every_generation_compiles_what_selects(capability, monkeypatch) -> None
     programs: list[BoundKernel] = []
     monkeypatch.setattr(Template, "__init__", lambda self, bound, *_: programs.extend(bound))
     mask = selected(Case((4096, 4096), 64, (8, 8), causal=True), 0)
-    make_stage(mask, in_triton)
+    make_shared_plans(mask, in_triton)
     sizes, device = Selection(64, (4096, 4096), (64, 64), True, 7, 1, 1).sizes, torch.device("cpu")
     _selecting.__wrapped__((*sizes,), 65, torch.float32, device)
     for d, heads in ((128, 4), (96, 3)):
@@ -92,7 +98,7 @@ def in_triton(mask: BlockMask) -> Operator:
 
 @pytest.mark.interpreted(also_compiled=False)
 @pytest.mark.parametrize("selection", SELECTIONS)
-def test_a_stage_has_the_lists_of_the_mask_that_was_loaded_last(selection: Selection) -> None:
+def test_shared_plans_have_the_lists_of_the_mask_that_was_loaded_last(selection: Selection) -> None:
     shape = selection.rows, selection.kv_blocks
     lists = selection.rows // selection.q_blocks
     for seed in range(2):
@@ -100,20 +106,20 @@ def test_a_stage_has_the_lists_of_the_mask_that_was_loaded_last(selection: Selec
         fields: Any = shape, *selection[1:3], 1, lists, selection.causal, *arrays
         mask = BlockMask(*fields, keep=selection.keep)
         mask = replace(mask, columns=moved(mask.columns), offsets=moved(mask.offsets))
-        stage = stage_of(mask, lambda staged: staged)  # type: ignore[arg-type, return-value]
-        staged: Any = stage.operator
-        staged.columns.fill_(7)
-        stage.load(mask.columns, transposed=False)
-        assert torch.equal(staged.columns, mask.columns)
-        stage.load(mask.columns, transposed=True)
-        assert torch.equal(staged.columns, mask.columns)
+        plans = shared_plans_of(mask, lambda first: first)  # type: ignore[arg-type, return-value]
+        first: Any = plans.operator
+        first.columns.fill_(7)
+        plans.load(mask.columns, transposed=False)
+        assert torch.equal(first.columns, mask.columns)
+        plans.load(mask.columns, transposed=True)
+        assert torch.equal(first.columns, mask.columns)
         for name, array in mask.transposed._asdict().items():
             if array is not None:
-                loaded = getattr(staged.transposed, name)[: len(array)]
+                loaded = getattr(first.transposed, name)[: len(array)]
                 assert torch.equal(loaded, array), name
-        stage.load(torch.full_like(mask.columns, 1 << 30), transposed=True)  # outside of the mask
-        assert not BlockMask.present.fget(staged).any()  # type: ignore[attr-defined]
-        assert not staged.transposed.offsets.any()
+        plans.load(torch.full_like(mask.columns, 1 << 30), transposed=True)  # outside of the mask
+        assert not BlockMask.present.fget(first).any()  # type: ignore[attr-defined]
+        assert not first.transposed.offsets.any()
 
 
 CASES = [
@@ -126,20 +132,20 @@ CASES = [
 @pytest.mark.parametrize("op", ["attention", "attention_backward"])
 @pytest.mark.parametrize("case", CASES)
 def test_a_plan_computes_every_mask_of_its_sizes(case: Case, op: Any) -> None:
-    stage, call, inputs = (
-        make_stage(moved(selected(case, 0)), in_triton),
+    plans, call, inputs = (
+        make_shared_plans(moved(selected(case, 0)), in_triton),
         case.call(op),
         case.operands(),
     )
     backward = op == "attention_backward"
-    engine = stage.operator.engines[backward]
-    product = next(engine.candidates(stage.operator.weight(call), call)).plan()
+    engine = plans.operator.engines[backward]
+    product = next(engine.candidates(plans.operator.weight(call), call)).plan()
     for seed in range(2):
         mask = selected(case, seed)
         o, lse, gradient = gradients(inputs, mask)
         q, k, v, do = (moved(flat(x)) for x in inputs)
         rest = moved(flat(o.to(q.dtype))), moved(lse.flatten(0, 1).float()), do
-        stage.load(moved(mask.columns), transposed=backward)
+        plans.load(moved(mask.columns), transposed=backward)
         results: Any = product.run(q, k, v, *(rest if backward else ()))
         for actual, right in zip(results, gradient if backward else (o,), strict=False):
             error = (actual.double().cpu() - flat(right).reshape(actual.shape)).norm()
@@ -156,6 +162,27 @@ def selected(case: Case, seed: int) -> BlockMask:
     scores[:, :, 0] = -math.inf
     scores[:, :, 1, 1:] = math.nan
     return BlockMask.from_scores(scores, 2, tokens=[*tokens], block=[*block], causal=case.causal)
+
+
+@pytest.mark.interpreted(also_compiled=False)
+@pytest.mark.parametrize("selects", ["pooled", "scores", "lists"])
+@pytest.mark.parametrize("lists", [1, 2])
+def test_a_launch_that_selects_attends_to_the_mask(selects: Any, lists: int) -> None:
+    case = Case((60, 90), 32, (4, 2), batch=2, lists=lists, causal=True, head_dim=32)
+    mask, inputs = case.mask(), case.operands()
+    fields = {"m": 60, "heads": 4, "kv_heads": 2, "head_dim": 32, "scale": None, "dtype": "fp16"}
+    activations = dict(zip("qkv", map(flat, inputs), strict=False))
+    weights: Any = {"mask": moved(mask)}
+    operands = Operands(Problem("attention", fields), weights, activations, torch.add)
+    launch = attention_selected.prepare(operands, selects=selects)
+    for x in activations.values():
+        x.copy_(x.flip(0))  # drawn anew
+    sizes = [x.shape[2:] for x in inputs]
+    again = [x.view(2, -1, *size) for x, size in zip(activations.values(), sizes, strict=False)]
+    o, *_ = gradients([*again, inputs[3]], mask)
+    output: Any = launch.run()
+    assert (output.double() - flat(o)).norm() < 4e-3 * o.norm()
+    assert launch.choice["selects"] == selects
 
 
 BF16: Any = {"device": "cuda", "dtype": torch.bfloat16}

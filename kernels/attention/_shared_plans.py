@@ -1,19 +1,20 @@
 """Plans for masks whose blocks are selected on the device: all masks of the same sizes share them.
 
-A plan holds the addresses of a mask's lists. So the lists of each call are copied to a stage, whose
-memory has a fixed capacity, in front of its kernels:
+A plan holds the addresses of a mask's lists. So the plans of these masks are made for one mask, to
+which the lists of each call are copied before its kernels read them:
 
-    forward    columns ──> columns of the stage                                         `_copy`
+    forward    columns ──> columns of that mask                                         `_copy`
     backward   columns ──> the same, and how many blocks of queries each key block has  `_count`
-               columns ──> the transposed lists of the stage                            `_transpose`
+               columns ──> its transposed lists                                         `_transpose`
 
-Nothing waits for the device, and no size depends on what is selected. Calls on one stream, or in
-one captured graph, run one after the other, so each of these has a stage of its own.
+Nothing waits for the device, and no size depends on what is selected. The calls of one thread on
+one stream, or in one captured graph, run one after the other. Each of these has plans of its own.
 """
 
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from sparsebench.kernels._common.capture import captured_into, is_capturing, kee
 from sparsebench.kernels._common.operator import Operator
 from sparsebench.kernels._common.triton import BoundKernel, Template
 
-STAGES = 64  # that are kept: those used last
+MOST_SHARED = 64  # that are kept: those used last
 KEYS = 32  # blocks of keys of a program: the bits of a word
 ELEMENTS = 1 << 12  # places, and bits, that a program has at a time
 COPIED = 1024  # columns that a program copies
@@ -34,11 +35,11 @@ LOWEST = tl.constexpr(-(2**31))
 
 
 @dataclass(eq=False)
-class Stage:
-    """The lists that plans of masks of the same sizes read.
+class SharedPlans:
+    """The plans of all masks of the same sizes.
 
-    operator  plans for `mask`, whose columns and transposed lists `load` writes
-    forward, backward  launches that write them: of the columns of a mask
+    operator           of the mask that they read, whose lists `load` writes
+    forward, backward  launches that write them, of a mask's columns
     """
 
     operator: Operator
@@ -53,43 +54,43 @@ class Stage:
             keep(template)
 
 
-_STAGES: "OrderedDict[Any, Stage]" = OrderedDict()
+_SHARED: "OrderedDict[Any, SharedPlans]" = OrderedDict()
 
 
-def stage_of(mask: BlockMask, operator_of: Callable[[BlockMask], Operator]) -> Stage:
-    """Return the stage for masks of these sizes on the current stream, or in its captured graph."""
+def shared_plans_of(mask: BlockMask, operator_of: Callable[[BlockMask], Operator]) -> SharedPlans:
+    """Return the plans for masks of these sizes in this thread, on its current stream or graph."""
     device = mask.columns.device
     stream = graph = None
     if device.type == "cuda":
         stream, graph = torch._C._cuda_getCurrentRawStream(device.index), captured_into()
     sizes = mask.tokens, mask.block, mask.batch, mask.lists, mask.causal, mask.keep
-    key = *sizes, device, stream, graph and graph[0]
-    if (stage := _STAGES.get(key)) is None:
-        stage = make_lasting(lambda: make_stage(mask, operator_of), device)
-        _STAGES[key] = stage
-        while len(_STAGES) > STAGES:
-            _STAGES.popitem(last=False)
-    _STAGES.move_to_end(key)
-    return stage
+    key = *sizes, device, get_ident(), stream, graph and graph[0]
+    if (shared := _SHARED.get(key)) is None:
+        shared = make_lasting(lambda: make_shared_plans(mask, operator_of), device)
+        _SHARED[key] = shared
+        while len(_SHARED) > MOST_SHARED:
+            _SHARED.popitem(last=False)
+    _SHARED.move_to_end(key)
+    return shared
 
 
-def make_stage(mask: BlockMask, operator_of: Callable[[BlockMask], Operator]) -> Stage:
-    """Return a new stage, whose first blocks are random: plans order their work by them."""
+def make_shared_plans(mask: BlockMask, operator_of: Callable[[BlockMask], Operator]) -> SharedPlans:
+    """Return new plans, for a mask of random blocks: plans order their work by their lists."""
     device, keep_, count = mask.columns.device, mask.keep, len(mask.columns)
     draw = torch.Generator(device).manual_seed(0)
     grid = mask.batch, mask.lists, mask.q_blocks, mask.kv_blocks
     scores = torch.rand(grid, generator=draw, device=device)
     options: dict[str, Any] = {"block": [*mask.block], "tokens": [*mask.tokens]}
-    staged = BlockMask.from_scores(scores, keep_, causal=mask.causal, **options)
-    room = staged.columns.new_zeros(3, count + 1)  # kernels read one past the last
+    first = BlockMask.from_scores(scores, keep_, causal=mask.causal, **options)
+    room = first.columns.new_zeros(3, count + 1)  # kernels read one past the last
     columns, rows, places = (line[:count] for line in room)
-    columns.copy_(staged.columns)
-    staged = replace(staged, columns=columns)
-    lists = staged.transposed
+    columns.copy_(first.columns)
+    first = replace(first, columns=columns)
+    lists = first.transposed
     rows[: len(lists.rows)], places[: len(lists.rows)] = lists.rows, lists.places
-    staged.__dict__["transposed"] = lists._replace(rows=rows, places=places)
+    first.__dict__["transposed"] = lists._replace(rows=rows, places=places)
     counts = lists.offsets.new_zeros(len(lists.offsets) - 1)
-    return Stage(operator_of(staged), _copying(staged), _transposing(staged, counts))
+    return SharedPlans(operator_of(first), _copying(first), _transposing(first, counts))
 
 
 def _given(mask: BlockMask) -> Tensor:
