@@ -17,7 +17,6 @@ GPU in one launch, and takes its place in SELECTORS.
 """
 
 from collections.abc import Callable
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -55,23 +54,24 @@ class Selection(NamedTuple):
         """Return the blocks of keys, which is also the column of a place that no block takes."""
         return blocks_of(self.tokens, self.block)[1]
 
-    def visible(self) -> Tensor:
-        """Return how many blocks a row of a list sees, int64 [q_blocks], on the CPU."""
+    def visible(self) -> list[int]:
+        """Return how many blocks each row of a list sees."""
         (s_q, s_kv), (b_q, b_k) = self.tokens, self.block
         if not self.causal:
-            return torch.full((self.q_blocks,), self.kv_blocks)
-        last_query = (torch.arange(1, self.q_blocks + 1) * b_q).clamp(max=s_q) - 1
-        return ((last_query + s_kv - s_q) // b_k + 1).clamp(0, self.kv_blocks)
+            return [self.kv_blocks] * self.q_blocks
+        last = (min(row * b_q, s_q) - 1 + s_kv - s_q for row in range(1, self.q_blocks + 1))
+        return [min(max(key // b_k + 1, 0), self.kv_blocks) for key in last]
 
     def offsets(self) -> Tensor:
         """Return where the places of each row start, int64 [rows + 1], on the CPU."""
-        places = self.visible().clamp(max=self.keep).repeat(self.rows // self.q_blocks)
-        return pad(places.cumsum(0), (1, 0))
+        places = torch.tensor(self.visible()).clamp(max=self.keep)
+        return pad(places.repeat(self.rows // self.q_blocks).cumsum(0), (1, 0))
 
     @property
     def places(self) -> int:
         """Return the number of places of all rows."""
-        return _places(self)
+        of_list = sum(min(self.keep, visible) for visible in self.visible())
+        return of_list * (self.rows // self.q_blocks)
 
     @property
     def sizes(self) -> list[int]:
@@ -85,18 +85,13 @@ class Selection(NamedTuple):
         return cls(rows, (s_q, s_kv), (b_q, b_k), bool(causal), *rest)
 
 
-@lru_cache(1024)
-def _places(selection: Selection) -> int:
-    return int(selection.offsets()[-1])
-
-
 def select_in_torch(scores: Tensor, sizes: list[int]) -> tuple[Tensor, Tensor]:
     """Return offsets and columns (formats/block_mask.py) of scores [rows, kv_blocks]."""
     selection = Selection.of(sizes)
     (s_q, s_kv), (b_q, b_k) = selection.tokens, selection.block
     device, absent = scores.device, selection.kv_blocks
     row = torch.arange(selection.rows, device=device) % selection.q_blocks
-    visible = selection.visible().to(device)[row, None]
+    visible = torch.tensor(selection.visible(), device=device)[row, None]
     block = torch.arange(absent, device=device)
 
     bits = (scores.float() + 0.0).view(torch.int32)  # -0.0 becomes 0.0

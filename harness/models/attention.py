@@ -7,6 +7,10 @@ A model's own window, such as Mistral's, becomes absent blocks. `config.sparse_w
 window to a model without one: a token then attends to this many tokens, including itself. A mask of
 the caller, [batch, 1, S_q, S_kv], is taken as it is.
 
+`config.sparse_select = {"keep": 16, "block": 64}` lets each block of queries of a prompt select its
+blocks of keys (sparsebench.select_attention). It needs prompts without padding. Calls of up to
+`block` queries with a mask, such as those of decoding, attend to all keys.
+
 transformers makes the mask as a tensor, a bool for each pair of a query and a key of one sequence:
 268 MB at 16k tokens. So it passes through caches, compiled calls and hooks as any mask does. The
 operator of attention lists its blocks once for each forward pass of the model, and all layers share
@@ -26,10 +30,11 @@ from torch import Tensor
 
 from sparsebench.errors import Unsupported
 from sparsebench.kernels.nn._elements import counted_copy
-from sparsebench.kernels.nn.attention import attention_of_elements
+from sparsebench.kernels.nn.attention import attention_of_elements, select_attention
 
 NAME = "sparsebench"
 BLOCK = 64  # queries and keys of a block
+SELECT = {"keep": 0, "block": BLOCK, "first": 1, "last": 1}  # of sparse_select; keep is needed
 REFUSED = "softcap", "s_aux", "position_bias"  # arguments that change scores
 
 
@@ -62,15 +67,23 @@ def _checked(method: Callable[..., Any]) -> Callable[..., Any]:
     return checked
 
 
-def mask_of(*, mask_function: Any, config: Any = None, **sizes: Any) -> Tensor:
-    """Return the elements that transformers describes by a function of positions and by sizes."""
+def mask_of(*, mask_function: Any, config: Any = None, **sizes: Any) -> Tensor | None:
+    """Return the elements that transformers describes by a function of positions and by sizes.
+
+    None with sparse_select, if they are those of the causal rule.
+    """
     from transformers.masking_utils import and_masks, sdpa_mask, sliding_window_overlay
 
     if window := getattr(config, "sparse_window", None):
         mask_function = and_masks(mask_function, sliding_window_overlay(window))
-    skips = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
-    sizes = {**sizes, **skips, "local_size": None}
-    allowed: Any = sdpa_mask(mask_function=mask_function, **sizes)
+    skips: dict[str, Any] = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+    if getattr(config, "sparse_select", None) and not window:  # it needs no mask of a whole prompt
+        skips = {"allow_is_bidirectional_skip": False}
+    else:
+        skips |= {"local_size": None}
+    allowed: Any = sdpa_mask(mask_function=mask_function, **{**sizes, **skips})
+    if allowed is None:
+        return None
     traced = torch.compiler.is_dynamo_compiling()  # such code cannot ask for its mode
     elements: Tensor = counted_copy(allowed) if traced or allowed.is_inference() else allowed
     return elements
@@ -111,9 +124,27 @@ def attend(
         if attention_mask.shape != size:
             attention_mask = attention_mask.expand(size)
         keys = size[3]
-    k, v = (x[:, :, :keys].transpose(1, 2) for x in (key, value))
+    q, k, v = query.transpose(1, 2), *(x[:, :, :keys].transpose(1, 2) for x in (key, value))
+    chosen = _selection(getattr(module, "config", None))
+    if chosen and causal and queries > chosen["keep"] * chosen["block"]:
+        return select_attention(q, k, v, causal=True, scale=scaling, **chosen), None
+    if chosen and attention_mask is not None and queries > chosen["block"]:
+        expected = f"prompts without padding, or up to {chosen['block']} queries, for sparse_select"
+        raise Unsupported(f"attention {NAME}: expected {expected}, found a mask of {queries}")
     options = {"block": BLOCK, "causal": causal, "scale": scaling}
-    return attention_of_elements(query.transpose(1, 2), k, v, attention_mask, **options), None
+    return attention_of_elements(q, k, v, attention_mask, **options), None
+
+
+def _selection(config: Any) -> dict[str, int]:
+    """Return the options of select_attention that a config has; none without sparse_select."""
+    if not (given := getattr(config, "sparse_select", None)):
+        return {}
+    options = {**SELECT, **given} if isinstance(given, dict) else {}
+    numbers = all(isinstance(n, int) and n >= 0 for n in options.values())
+    if options.keys() != SELECT.keys() or not numbers or not options["keep"]:
+        expected = 'sparse_select such as {"keep": 16, "block": 64, "first": 1, "last": 1}'
+        raise Unsupported(f"attention {NAME}: expected {expected}, found {given!r}")
+    return options
 
 
 def _require_window(module: Any, attention_mask: Tensor | None) -> None:

@@ -63,6 +63,48 @@ def test_a_padded_batch_has_the_logits_of_sdpa(llama) -> None:
     torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@torch.no_grad()
+def test_a_prompt_selects_its_blocks_and_decoding_attends_to_all_keys(llama, cache, monkeypatch):
+    calls, select = [], attention.select_attention
+    monkeypatch.setattr(
+        attention, "select_attention", lambda *a, **k: calls.append(k) or select(*a, **k)
+    )
+    options = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0, "disable_compile": True}
+    options |= {"cache_implementation": cache}
+    prompt, tokens = torch.randint(1, 64, (2, 90)), []
+    for name, chosen in (
+        ("sdpa", None),
+        ("sparsebench", {"keep": 12, "block": 8}),  # all of them: no selection
+        ("sparsebench", {"keep": 6, "block": 8, "first": 2}),
+    ):
+        llama.set_attn_implementation(name)
+        llama.config.sparse_select = chosen
+        tokens.append(llama.generate(prompt, **options)[:, 90:].tolist())
+        logits = llama(prompt).logits
+        assert len(calls) == (4 if chosen and chosen["keep"] == 6 else 0)
+    assert tokens[0] == tokens[1]
+    assert calls[0] | {"scale": 0} == {
+        "causal": True,
+        "scale": 0,
+        "keep": 6,
+        "block": 8,
+        "first": 2,
+        "last": 1,
+    }
+    whole = torch.cat((prompt, torch.randint(1, 64, (2, 6))), 1)
+    torch.testing.assert_close(llama(whole).logits[:, :88], logits[:, :88], atol=1e-4, rtol=1e-4)
+    padding = torch.ones(2, 90, dtype=torch.long)
+    padding[1, :9] = 0
+    with pytest.raises(Unsupported, match="expected prompts without padding"):
+        llama(prompt, attention_mask=padding)
+    for wrong in ({"block": 8}, {"keep": 4, "blok": 8}, 16):
+        llama.config.sparse_select = wrong
+        with pytest.raises(Unsupported, match="expected sparse_select such as"):
+            llama(prompt)
+    del llama.config.sparse_select
+
+
 TWO = {"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 32, "intermediate_size": 32}
 
 

@@ -74,6 +74,7 @@ def test_means_are_those_of_the_tokens_and_heads_that_there_are(sizes) -> None:
         )
 
 
+@pytest.mark.compiles
 @pytest.mark.parametrize("capability", [80, 90, 100])
 def test_every_generation_compiles_what_selects(capability, monkeypatch) -> None:
     programs: list[BoundKernel] = []

@@ -5,6 +5,7 @@ import gc
 import pickle
 import weakref
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask
 
 import sparsebench
+from sparsebench import attention, select_attention
 from sparsebench.errors import Unsupported
 from sparsebench.formats.block_mask import BlockMask
 from sparsebench.kernels._common.cuda import on_tape
@@ -348,3 +350,29 @@ def test_a_call_can_be_compiled_and_captured_with_its_gradients() -> None:
     for parts in (torch.autograd.grad(compiled(*leaves), leaves, do), captured):
         for actual, gradient in zip(parts, eager, strict=True):
             torch.testing.assert_close(actual, gradient, atol=2e-2, rtol=2e-2)
+
+
+def test_a_selection_compiles_and_equals_its_mask() -> None:
+    torch.manual_seed(0)
+    operands = [torch.randn(2, 200, heads, 32, requires_grad=True) for heads in (4, 2, 2)]
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return select_attention(q, k, v, keep=3, block=32, causal=True)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    results = [
+        (o, *torch.autograd.grad(o.square().sum(), operands))
+        for o in (run(*operands), compiled(*operands))
+    ]
+    for eager, traced in zip(*results, strict=True):
+        torch.testing.assert_close(eager, traced)
+    q, k, v = operands
+    queries = q.detach().unflatten(2, (2, 2)).mean(3)
+    means = [
+        torch.stack([x[:, at : at + 32].mean(1) for at in range(0, 200, 32)], 2)
+        for x in (queries, k.detach())
+    ]
+    options: Any = {"tokens": [200, 200], "block": 32, "causal": True, "first": 1, "last": 1}
+    mask = BlockMask.from_scores(means[0] @ means[1].mT, 3, **options)
+    torch.testing.assert_close(attention(q, k, v, mask), results[0][0])
