@@ -199,7 +199,7 @@ def test_a_class_name_is_unique_in_the_house() -> None:
     assert [name for name, count in names.items() if count > 1] == ["Config"]
 
 
-MOST_CODE = {"formats": 1_320, "harness": 11_990, "results": 4_820, "reports": 4_320}
+MOST_CODE = {"formats": 1_320, "harness": 12_015, "results": 4_820, "reports": 4_320}
 MOST_CODE |= {"kernels": 13_950}
 DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef
 

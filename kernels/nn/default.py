@@ -17,6 +17,7 @@ So the intervals cover the choice, as those of the other kernels do.
                others   a product for each weight, and act in torch between them, as in a Hugging
                         Face model after `sparsify_`; also an mlp in blocks
                few active units: SparseGatedMLP (ffn only)
+    attention           sparsebench.attention
     decoder             the step of dense/_decoder.py, whose pruned products run the kernels and the
                         configurations that the layers choose, into fixed buffers as in a CUDA graph
 """
@@ -32,6 +33,7 @@ from torch import Tensor
 from sparsebench.errors import FormatError, Unsupported
 from sparsebench.formats._format import Format
 from sparsebench.formats.bitmap import Bitmap
+from sparsebench.formats.block_mask import BlockMask
 from sparsebench.formats.bsr import Bsr
 from sparsebench.formats.csr import Csr
 from sparsebench.formats.dense import Dense
@@ -42,6 +44,7 @@ from sparsebench.kernels._common.operator import Earlier, ahead, bucket, launch_
 from sparsebench.kernels._common.product import Selected
 from sparsebench.kernels._common.search import lines_of
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
+from sparsebench.kernels.attention._call import bind
 from sparsebench.kernels.bsr._call import BsrCall
 from sparsebench.kernels.dense import _decoder
 from sparsebench.kernels.dense._decoder import (
@@ -54,7 +57,9 @@ from sparsebench.kernels.dense._decoder import (
 )
 from sparsebench.kernels.dense._layers import in_turn
 from sparsebench.kernels.nn import _frozen_op, _spense_op
+from sparsebench.kernels.nn._attention_op import ENGINES, plans_of
 from sparsebench.kernels.nn._bsr_pattern import pattern_of
+from sparsebench.kernels.nn.attention import attention
 from sparsebench.kernels.nn.block_sparse_mlp import (
     ACTIVATIONS,
     BlockSparseGatedMLP,
@@ -67,7 +72,7 @@ from sparsebench.kernels.nn.spense import SpenseGatedMLP, SpenseLinear
 from sparsebench.kernels.spense.spense_ffn import joined
 from sparsebench.results.record import Problem
 
-OPS = "linear", "linear_dgrad", "linear_wgrad", "ffn", "mlp", "decoder"
+OPS = "linear", "linear_dgrad", "linear_wgrad", "ffn", "mlp", "attention", "decoder"
 
 
 def prepare(operands: Operands, *, cache: bool = False) -> Launch:
@@ -85,6 +90,8 @@ def _prepare(operands: Operands, earlier: Earlier | None) -> Launch:
     op, a = operands.problem.op, operands.activations
     if op in ("ffn", "mlp", "decoder"):
         return decoder(operands, earlier) if op == "decoder" else layer(operands, earlier)
+    if op == "attention":
+        return _attention(operands, earlier)
     w = operands.pattern if op == "linear_wgrad" else operands.weights["w"]
     if isinstance(w, Bsr) and op != "linear":
         return _gradient(operands, w, earlier)
@@ -105,6 +112,25 @@ def _gradient(operands: Operands, w: Bsr, earlier: Earlier | None) -> Launch:
     selected = pattern.select(call._replace(m=bucket(len(dy))), dy, other, earlier)
     run = partial(pattern.run, call, dy, other)
     return launch_of(selected, run if is_dx else lambda: replace(w, values=run()))
+
+
+def _attention(operands: Operands, earlier: Earlier | None) -> Launch:
+    """Return a call of sparsebench.attention without a gradient."""
+    mask, problem = operands.weights["mask"], operands.problem
+    assert isinstance(mask, BlockMask)
+    flat = [operands.activations[name] for name in ("q", "k", "v")]
+    q, k, v = (
+        x.view(mask.batch, -1, x.shape[1] // problem["head_dim"], problem["head_dim"]) for x in flat
+    )
+
+    def run() -> Tensor:
+        return attention(q, k, v, mask, scale=problem["scale"]).view_as(flat[0])
+
+    if not q.is_cuda:
+        return Launch(run, {"kernel": "torch"})
+    bound = bind(operands, ENGINES)
+    selected = plans_of(mask).select(bound.call, bound.run, earlier)
+    return launch_of(selected, run)
 
 
 def unsupported(problem: Problem, device: torch.device) -> str | None:

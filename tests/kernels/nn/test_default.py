@@ -1,5 +1,6 @@
 """What users get, as suites measure it: layers on a CPU, and on a GPU also steps of a model."""
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -11,7 +12,9 @@ from sparsebench.formats.bsr import Bsr
 from sparsebench.formats.spense import Spense
 from sparsebench.kernels._kernel import Operands
 from sparsebench.kernels.nn import default
+from sparsebench.results.record import Problem
 from tests.compiling.nvcc import hopper
+from tests.kernels.attention.cases import Case, flat, gradients
 from tests.kernels.contract import refusal
 from tests.kernels.layers import assert_right, assert_right_twice, operands_for, problem_of
 
@@ -97,3 +100,18 @@ def test_a_step_of_a_model_is_right_on_hopper(kind: str, pruned: str, m: int) ->
     formats: dict[str, Any] = packed(kind, names)
     operands = operands_for(problem_of("decoder", **sizes, **rest, **pattern, m=m), CUDA, formats)
     assert_right_twice(operands, default.prepare)
+
+
+@pytest.mark.parametrize("device", [CPU, pytest.param(CUDA, marks=[pytest.mark.gpu])])
+def test_attention_is_called_as_users_call_it(device: torch.device) -> None:
+    case = Case((60, 90), 32, (4, 2), batch=2, lists=2, causal=True, head_dim=32)
+    mask, inputs = case.mask(), case.operands()
+    fields = {"m": 60, "heads": 4, "kv_heads": 2, "head_dim": 32, "scale": None, "dtype": "fp16"}
+    a = {name: flat(x).to(device) for name, x in zip("qkv", inputs, strict=False)}
+    arrays = {name: array.to(device) for name, array in mask.arrays().items()}
+    weights: Any = {"mask": replace(mask, **arrays)}
+    launch = default.prepare(Operands(Problem("attention", fields), weights, a, torch.add))
+    o, *_ = gradients(inputs, mask)
+    for _ in range(3):
+        output: Any = launch.run()
+        assert (output.double().cpu() - flat(o)).norm() < 4e-3 * o.norm()
