@@ -38,6 +38,7 @@ from sparsebench.vllm.packing import prune  # noqa: E402
 
 register()
 
+from sparsebench.vllm import linear as methods  # noqa: E402
 from sparsebench.vllm.config import ServedConfig  # noqa: E402
 from sparsebench.vllm.linear import SparseLinearMethod, tokens_of  # noqa: E402
 
@@ -212,6 +213,31 @@ def test_the_tokens_of_graphs_and_powers_of_two_are_planned() -> None:
     scheduler = SimpleNamespace(max_num_batched_tokens=100)
     engine = SimpleNamespace(compilation_config=captures, scheduler_config=scheduler)
     assert tokens_of(engine) == {1, 2, 4, 8, 16, 24, 32, 64, 100}
+
+
+@pytest.mark.parametrize("search", [False, True])
+def test_an_engine_searches_only_at_its_start_and_only_if_told(search, monkeypatch) -> None:
+    planned: list[tuple[str, list[int]]] = []
+    layer = SimpleNamespace(plan=lambda tokens: planned.append(("search", tokens)))
+    monkeypatch.setattr(methods, "kinds_of", lambda sparse: [layer])
+    plan_ahead = lambda sparse, tokens: planned.append(("plan", sorted(tokens)))  # noqa: E731
+    monkeypatch.setattr(methods, "plan_ahead", plan_ahead)
+    engine = VllmConfig(additional_config={"sparsebench_search": search})
+    engine.compilation_config.cudagraph_capture_sizes = [1, 2]
+    engine.scheduler_config.max_num_batched_tokens = 8
+    methods.plan(torch.nn.Identity(), engine)
+    assert planned == [("search", [1, 2, 4, 8])] * search + [("plan", [1, 2, 4, 8])]
+
+
+def test_the_hash_of_compiled_code_depends_on_the_layout_of_the_weights() -> None:
+    hashes = set()
+    for kind in LAYERS:
+        with on_rank(0, 1) as engine:
+            config = configured(kind, "fc")
+            layer = ColumnParallelLinear(K, N, quant_config=config, prefix="mlp.fc", **OPTIONS)
+            loaded(layer, pruned(kind, N, K))
+            hashes.add(engine.compute_hash())
+    assert len(hashes) == len(LAYERS)
 
 
 # ---- bad input ----

@@ -116,6 +116,15 @@ def test_a_recipe_makes_a_dense_checkpoint_sparse(beside: bool, tmp_path: Path) 
     torch.testing.assert_close(served, expected, atol=CLOSE, rtol=0)
 
 
+def test_two_ranks_give_the_logits_of_one(tmp_path: Path) -> None:
+    """Processes of their own, which talk by gloo; each has half of the dense region's MLP."""
+    packed, dense = saved(sparse(TwoFour(0.5), MLP), tmp_path)
+    ranks = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
+    served = logits(engine(packed, load_format="sparsebench", enforce_eager=True, **ranks))
+    expected = logits(engine(dense, enforce_eager=True))
+    torch.testing.assert_close(served, expected, atol=4 * CLOSE, rtol=0)
+
+
 def test_other_weights_are_refused_and_the_engine_goes_on(tmp_path: Path) -> None:
     packed, _ = saved(sparse(TwoFour(), WHOLE), tmp_path)
     llm = engine(packed, load_format="sparsebench", enforce_eager=True)

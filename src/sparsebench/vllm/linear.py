@@ -4,8 +4,10 @@
                      v, gate and up
     process_weights_after_loading
                      packs it (packing.py), and plans the numbers of tokens for which the engine
-                     captures graphs, and the powers of two up to its largest step, from the
-                     checkpoint's tuning file; frees the dense weight
+                     captures graphs, and the powers of two up to its largest step, by the
+                     checkpoint's tuning file and the user's cache; frees the dense weight. With
+                     --additional-config '{"sparsebench_search": true}' it first searches what
+                     the cache lacks, which takes minutes, once on each kind of GPU
     apply            Y = X @ W.T + bias by the operators of the layers, which torch.compile sees
                      with fakes. It neither searches nor synchronizes
 
@@ -25,9 +27,11 @@ from vllm.model_executor.layers.linear import (
 from vllm.utils.torch_utils import set_default_torch_dtype
 
 from sparsebench.formats._format import require
-from sparsebench.harness.models.pruning.ahead import plan_ahead
+from sparsebench.harness.models.pruning.ahead import kinds_of, plan_ahead
 from sparsebench.harness.models.pruning.gated import with_name
 from sparsebench.vllm.packing import Storage, pack, prune, require_whole_blocks
+
+SEARCH, LAYOUTS = "sparsebench_search", "sparsebench_layouts"  # in --additional-config
 
 
 @register_weight_loader_v2_supported_method
@@ -78,8 +82,9 @@ class SparseLinearMethod(LinearMethodBase):  # type: ignore[misc]
         with set_default_torch_dtype(torch.float32), torch.inference_mode(False), torch.no_grad():
             layer.sparse = with_name(layer.prefix, self._sparse, weight)
         del layer.weight
+        record(self.engine, layer)
         if weight.is_cuda:
-            plan_ahead(layer.sparse, tokens_of(self.engine))
+            plan(layer.sparse, self.engine)
 
     def _sparse(self, weight: Tensor) -> nn.Module:
         if self.config.recipe is not None:
@@ -92,11 +97,31 @@ class SparseLinearMethod(LinearMethodBase):  # type: ignore[misc]
         return y if bias is None else y + bias
 
 
+def plan(sparse: nn.Module, engine: Any) -> None:
+    """Plan a layer for the sizes of an engine; search them first if its options say so."""
+    tokens = tokens_of(engine)
+    if engine.additional_config.get(SEARCH):
+        for layer in kinds_of(sparse):
+            layer.plan(sorted(tokens))
+    plan_ahead(sparse, tokens)
+
+
 def tokens_of(engine: Any) -> set[int]:
     """Return the numbers of tokens to plan: those of graphs, and powers of two to the largest."""
     largest = engine.scheduler_config.max_num_batched_tokens
     captures = engine.compilation_config.cudagraph_capture_sizes or ()
     return {*captures, *(2**power for power in range(largest.bit_length())), largest}
+
+
+def record(engine: Any, layer: Any) -> None:
+    """Let the engine's hash, by which it keeps compiled code, depend on the tensors of a layer.
+
+    Without this, another recipe for the same model would find the code of the one before.
+    """
+    tensors = layer.sparse.state_dict().items()
+    shapes = [f"{name} {tensor.dtype} {[*tensor.shape]}" for name, tensor in tensors]
+    layouts = engine.additional_config.setdefault(LAYOUTS, {})
+    layouts[layer.prefix] = [repr(layer.sparse), *shapes]
 
 
 def require_first_load(layer: nn.Module) -> None:
