@@ -33,14 +33,13 @@ from vllm.model_executor.model_loader import get_model_loader  # noqa: E402
 
 from sparsebench.errors import FormatError  # noqa: E402
 from sparsebench.nn import BlockSparse, TwoFour, Unstructured  # noqa: E402
+from sparsebench.vllm import linear as methods  # noqa: E402
 from sparsebench.vllm import register  # noqa: E402
+from sparsebench.vllm.config import ServedConfig, warn_of_untested_versions  # noqa: E402
+from sparsebench.vllm.linear import SparseLinearMethod, tokens_of  # noqa: E402
 from sparsebench.vllm.packing import prune  # noqa: E402
 
 register()
-
-from sparsebench.vllm import linear as methods  # noqa: E402
-from sparsebench.vllm.config import ServedConfig  # noqa: E402
-from sparsebench.vllm.linear import SparseLinearMethod, tokens_of  # noqa: E402
 
 K, N, HEADS, SIZE = 256, 1024, 8, 32
 BF16 = {"dtype": "bfloat16"}
@@ -199,7 +198,7 @@ def test_a_recipe_prunes_a_dense_weight(kind: str, tmp_path: Path) -> None:
 
 
 def test_experts_routers_and_other_layers_stay_dense() -> None:
-    config = ServedConfig.from_config({"recipe": "TwoFour", "layers": ["mlp.*"]})
+    config = ServedConfig.from_config({"recipe": "TwoFour", "layers": ["mlp.*", "*"]})
     assert config.get_quant_method(object.__new__(RoutedExperts), "mlp.experts") is None
     assert config.get_quant_method(torch.nn.Embedding(1, 1), "mlp.embed") is None
     with on_rank(0, 1):
@@ -253,6 +252,7 @@ def test_the_hash_of_compiled_code_depends_on_the_layout_of_the_weights() -> Non
             "recipe TwoFour: expected a known field, found 'density'",
         ),
         ({"recipe": "BlockSparse", "block": "x", "layers": ["*"]}, "recipe BlockSparse: block"),
+        ({"recipe": ["TwoFour"], "layers": ["*"]}, "expected a known recipe"),
         ({"recipe": "TwoFour"}, "layers: expected a list of patterns"),
         ({"quant_method": "sparsebench", "bits": 4}, "expected version 1 of a sparsebench"),
         ({"version": 1, "layers": {"a": {"layer": "X"}}}, "quantization_config: layers"),
@@ -264,7 +264,9 @@ def test_a_configuration_that_is_not_ours_is_one_line(config: Any, message: str)
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("config", [{"recipe": "TwoFour", "layers": ["mlp.*", "mpl.*"]}, None])
+@pytest.mark.parametrize(
+    "config", [{"recipe": "TwoFour", "layers": ["mlp.*", "*.fc", "mpl.*"]}, None]
+)
 def test_a_name_without_a_layer_is_refused_before_the_first_request(config: Any) -> None:
     served = ServedConfig.from_config(config) if config else configured("2:4", "fc", "mpl")
     with on_rank(0, 1):
@@ -304,8 +306,23 @@ def test_a_second_load_is_refused() -> None:
             loader.get_all_weights(None, torch.nn.Sequential(layer))
 
 
+def test_a_tuning_file_of_another_card_is_said_once(tmp_path: Path, monkeypatch) -> None:
+    gpu = SimpleNamespace(major=9, minor=0, multi_processor_count=132, name="NVIDIA H200")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
+    (tmp_path / "sparsebench-sm80_108.choices").write_text("")
+    sizes, model = SimpleNamespace(pipeline_parallel_size=1), SimpleNamespace(model=str(tmp_path))
+    engine, config = SimpleNamespace(parallel_config=sizes, model_config=model), configured("2:4")
+    with pytest.warns(
+        UserWarning, match=r"expected sparsebench-sm90_132\.choices for this GPU, found .*sm80_108"
+    ):
+        config.prepare(engine, torch.device("cuda"))
+    config.prepare(engine, torch.device("cuda"))  # of the next layer, without a second warning
+
+
 def test_another_version_is_named_once_at_the_start(caplog, monkeypatch) -> None:
     monkeypatch.setattr(vllm, "__version__", "0.34.0")
     with caplog.at_level("WARNING", logger="vllm.sparsebench"):
+        warn_of_untested_versions.cache_clear()
         configured("2:4", "fc")
-    assert "sparsebench was tested with vllm 0.32 and 0.33, found 0.34.0" in caplog.text
+        configured("2:4", "fc")
+    assert caplog.text.count("sparsebench was tested with vllm 0.32 and 0.33, found 0.34.0") == 1

@@ -5,6 +5,8 @@ in the products; the sparse one also runs in transformers.
 """
 
 import json
+import re
+import shlex
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -16,8 +18,14 @@ vllm = pytest.importorskip("vllm", reason="needs vLLM: tests/vllm/environments.s
 
 import torch  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
+from vllm.engine.arg_utils import AsyncEngineArgs  # noqa: E402
+from vllm.platforms import current_platform  # noqa: E402
+from vllm.platforms.interface import DeviceCapability  # noqa: E402
+from vllm.utils.argparse_utils import FlexibleArgumentParser  # noqa: E402
 
 from sparsebench.nn import BlockSparse, TwoFour, Unstructured, sparsify_  # noqa: E402
+from sparsebench.vllm.config import TESTED, ServedConfig  # noqa: E402
+from tests.tools.paths import ROOT  # noqa: E402
 from tests.vllm.models import qwen3, transformers  # noqa: E402
 
 if not vllm.__version__.startswith("0.32."):
@@ -135,6 +143,18 @@ def test_other_weights_are_refused_and_the_engine_goes_on(tmp_path: Path) -> Non
     torch.testing.assert_close(logits(llm), before, atol=0, rtol=0)
 
 
+def test_the_lines_of_the_page_have_options_that_vllm_knows() -> None:
+    page = (ROOT / "kernels/nn/MIGRATION.md").read_text(encoding="utf-8")
+    options = re.findall(r"^vllm serve (.*)$", page, re.MULTILINE)
+    options += [f"llama {option}" for option in re.findall(r"`(--[\w-]+ '\{.*\}')`", page)]
+    assert len(options) == 4
+    parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
+    for line in options:
+        parser.parse_args(["--model", *shlex.split(line)])
+    (recipe,) = re.findall(r"^```json\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    assert ServedConfig.from_config(json.loads(recipe)).recipe == TwoFour(0.5)
+
+
 # ---- bad input ----
 
 
@@ -151,6 +171,16 @@ def test_a_sparse_checkpoint_with_other_options_is_refused(
     packed, _ = saved(sparse(TwoFour(), MLP), tmp_path)
     with pytest.raises(Exception, match=message):
         engine(packed, enforce_eager=True, **options)
+
+
+def test_a_gpu_without_kernels_is_refused(tmp_path: Path, monkeypatch) -> None:
+    packed, _ = saved(sparse(TwoFour(), MLP), tmp_path)
+    capability = DeviceCapability(7, 5)
+    monkeypatch.setattr(
+        type(current_platform), "get_device_capability", lambda *_, **__: capability
+    )
+    with pytest.raises(Exception, match=r"Minimum capability: 80\. Current capability: 75"):
+        engine(packed, load_format="sparsebench", enforce_eager=True)
 
 
 def test_a_recipe_for_layers_that_are_not_there_is_refused(tmp_path: Path) -> None:
@@ -171,7 +201,5 @@ def test_a_checkpoint_that_another_tool_quantized_is_refused(tmp_path: Path) -> 
 
 
 def test_a_version_of_transformers_that_was_not_tested_is_named() -> None:
-    from sparsebench.vllm.config import TESTED
-
     assert transformers.__version__.rpartition(".")[0] in TESTED["transformers"]
     assert vllm.__version__.rpartition(".")[0] in TESTED["vllm"]

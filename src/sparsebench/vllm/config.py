@@ -15,6 +15,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from fnmatch import fnmatchcase
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Self, cast
@@ -124,8 +125,8 @@ class ServedConfig(QuantizationConfig):  # type: ignore[misc]
         if place := next((each for each in names if each in self.layers), None):
             self.places.add(place)
             return self.layers[place]
-        if pattern := next((each for each in self.patterns if fnmatchcase(name, each)), None):
-            self.places.add(pattern)
+        if patterns := {each for each in self.patterns if fnmatchcase(name, each)}:
+            self.places |= patterns
             return storage_of_recipe(cast(Recipe, self.recipe))
         return DENSE
 
@@ -138,7 +139,7 @@ class ServedConfig(QuantizationConfig):  # type: ignore[misc]
         require(not sleeps, "expected an engine without sleep mode, found --enable-sleep-mode")
 
     def prepare(self, engine: Any, device: torch.device) -> None:
-        """Check and plan what concerns all layers, when the first one has its weights.
+        """Check the names, and take the choices beside the checkpoint, when weights are loaded.
 
         Raises FormatError for a name or a pattern without a layer.
         """
@@ -156,8 +157,8 @@ class ServedConfig(QuantizationConfig):  # type: ignore[misc]
 
 def recipe_of(config: Mapping[str, Any]) -> Recipe:
     """Return the recipe of a file. Raises FormatError."""
-    name, other = config["recipe"], {"quant_method", "version", "recipe", "layers"}
-    require(name in RECIPES, f"recipe: {unknown('a known recipe', str(name), RECIPES)}")
+    name, other = str(config["recipe"]), {"quant_method", "version", "recipe", "layers"}
+    require(name in RECIPES, f"recipe: {unknown('a known recipe', name, RECIPES)}")
     options = {key: value for key, value in config.items() if key not in other}
     names = [field.name for field in fields(RECIPES[name])]
     for key in options:
@@ -177,6 +178,7 @@ def patterns_of(config: Mapping[str, Any]) -> list[str]:
     return cast(list[str], patterns)
 
 
+@cache
 def warn_of_untested_versions() -> None:
     """Log one line if this is another version of vLLM or transformers than the tested ones."""
     versions = {"vllm": vllm.__version__, "transformers": version("transformers")}
