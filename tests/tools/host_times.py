@@ -115,7 +115,11 @@ def gate_up_of(size: int) -> dict[str, Callable[[Tensor], Tensor]]:
     recipes: dict[str, Any] = {"2:4": TwoFour(), "half 2:4": TwoFour(0.5), "bitmap": Unstructured()}
     recipes["blocks of 64"] = BlockSparse(64, 0.8)
     packed = {
-        name: pack(prune(weight, sizes, recipe), sizes, [storage_of_recipe(recipe)] * 2)
+        name: pack(
+            torch.cat([prune(part, recipe) for part in weight.split(sizes)]),
+            sizes,
+            [storage_of_recipe(recipe)] * 2,
+        )
         for name, recipe in recipes.items()
     }
     return {"dense": partial(nn.functional.linear, weight=weight), **packed}

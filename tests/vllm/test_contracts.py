@@ -88,7 +88,7 @@ def configured(kind: str, *names: str) -> ServedConfig:
 
 
 def pruned(kind: str, n: int, k: int) -> Tensor:
-    return prune(drawn(n, k), [n], RECIPES[kind])
+    return prune(drawn(n, k), RECIPES[kind])
 
 
 def loaded(layer: Any, weight: Tensor, *shards: Any) -> Any:
@@ -195,6 +195,17 @@ def test_a_recipe_prunes_a_dense_weight(kind: str, tmp_path: Path) -> None:
         layer = ColumnParallelLinear(K, N, quant_config=config, prefix="mlp.fc", **OPTIONS)
         y = loaded(layer, drawn(N, K))(x)
     torch.testing.assert_close(y, linear(x, pruned(kind, N, K)))
+
+
+def test_a_recipe_may_take_one_part_of_a_layer() -> None:
+    config = ServedConfig.from_config({"recipe": "TwoFour", "layers": ["*.up_proj"]})
+    config.packed_modules_mapping = PARTS
+    weights, x = [drawn(N, K), drawn(N, K)], drawn(5, K)
+    with on_rank(0, 1):
+        options = OPTIONS | {"quant_config": config, "prefix": "mlp.gate_up_proj"}
+        y = loaded(MergedColumnParallelLinear(K, [N, N], **options), weights, 0, 1)(x)
+    expected = torch.cat((drawn(N, K), pruned("2:4", N, K)))
+    torch.testing.assert_close(y, linear(x, expected))
 
 
 def test_experts_routers_and_other_layers_stay_dense() -> None:

@@ -44,7 +44,7 @@ def require_product(layer: nn.Module, weight: Tensor) -> None:
 def two_four(weight: Tensor, rows: int | None = None, columns: int | None = None) -> Tensor:
     """Prune the first rows or columns to 2:4."""
     pruned = weight.clone()
-    pruned[:rows, :columns] = prune(weight, [len(weight)], TwoFour())[:rows, :columns]
+    pruned[:rows, :columns] = prune(weight, TwoFour())[:rows, :columns]
     return pruned
 
 
@@ -52,7 +52,7 @@ def two_four(weight: Tensor, rows: int | None = None, columns: int | None = None
 @pytest.mark.parametrize("sizes", [[512], [256, 256], [384, 256, 256]], ids=str)
 def test_a_weight_is_pruned_and_packed_by_a_recipe(recipe: Any, sizes: list[int]) -> None:
     storage = storage_of_recipe(recipe)
-    weight = prune(drawn(sum(sizes), 128), sizes, recipe)
+    weight = torch.cat([prune(part, recipe) for part in drawn(sum(sizes), 128).split(sizes)])
     layer = pack(weight, sizes, [storage] * len(sizes))
     require_product(layer, weight)
     kinds = {type(part) for part in (layer if isinstance(layer, nn.ModuleList) else [layer])}

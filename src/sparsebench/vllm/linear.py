@@ -29,7 +29,7 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 from sparsebench.formats._format import require
 from sparsebench.harness.models.pruning.ahead import kinds_of, plan_ahead
 from sparsebench.harness.models.pruning.gated import with_name
-from sparsebench.vllm.packing import Storage, pack, prune, require_whole_blocks
+from sparsebench.vllm.packing import DENSE, Storage, pack, prune, require_whole_blocks
 
 SEARCH, LAYOUTS = "sparsebench_search", "sparsebench_layouts"  # in --additional-config
 
@@ -77,18 +77,20 @@ class SparseLinearMethod(LinearMethodBase):  # type: ignore[misc]
     def process_weights_after_loading(self, layer: Any) -> None:
         """Replace the dense weight by sparse layers, and plan them. Raises FormatError."""
         require_first_load(layer)
-        weight = layer.weight.data
-        self.config.prepare(self.engine, weight.device)
+        weight, device = layer.weight.data, layer.weight.device
+        self.config.prepare(self.engine, device)
         with set_default_torch_dtype(torch.float32), torch.inference_mode(False), torch.no_grad():
             layer.sparse = with_name(layer.prefix, self._sparse, weight)
-        del layer.weight
+        del layer.weight, weight
         record(self.engine, layer)
-        if weight.is_cuda:
+        if device.type == "cuda":
             plan(layer.sparse, self.engine)
 
     def _sparse(self, weight: Tensor) -> nn.Module:
-        if self.config.recipe is not None:
-            weight = prune(weight, self.sizes, self.config.recipe)
+        if (recipe := self.config.recipe) is not None:
+            parts = zip(weight.split(self.sizes), self.storages, strict=True)
+            pruned = [w if storage == DENSE else prune(w, recipe) for w, storage in parts]
+            weight = torch.cat(pruned)
         return pack(weight, self.sizes, self.storages)
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -94,15 +94,13 @@ def require_whole_blocks(
             require(not divided, f"{expected}, found {size} of {total}: {advice}")
 
 
-def prune(weight: Tensor, sizes: Sequence[int], recipe: Recipe) -> Tensor:
-    """Return the weight with each part pruned by magnitude. Raises FormatError."""
-    parts = []
-    for part in weight.split([*sizes]):
-        linear = linear_of(part.clone())
-        recipe.check(linear)
-        layer: Any = recipe.make(linear)
-        parts.append(layer.to_dense().weight.detach())
-    return torch.cat(parts)
+def prune(weight: Tensor, recipe: Recipe) -> Tensor:
+    """Return a weight [n, k] pruned by magnitude. Raises FormatError."""
+    linear = linear_of(weight.clone())
+    recipe.check(linear)
+    layer: Any = recipe.make(linear)
+    pruned: Tensor = layer.to_dense().weight
+    return pruned.detach()
 
 
 def pack(weight: Tensor, sizes: Sequence[int], storages: Sequence[Storage]) -> nn.Module:
