@@ -1,6 +1,7 @@
 """The lines of the page by which transformers serves a sparse checkpoint, on a CPU."""
 
 import json
+import os
 import re
 import shlex
 import shutil
@@ -31,7 +32,7 @@ SERVER, REQUEST = re.findall(r"^(?:python|curl) .*$", PART, re.MULTILINE)
 FOLDER = "llama-spense"
 # The cache of keys and values is as large as the machine's memory otherwise.
 SMALL = ["--device", "cpu", "--cb-num-blocks", "16", "--cb-max-batch-tokens", "64"]
-PATIENCE = 120  # seconds until the server answers
+PATIENCE = 600  # seconds until the server answers
 RUNNING = r"running on http://(\S+)"
 LEAD = 0.1  # of the standard deviation of logits, 15 times the rounding of the largest in bf16
 
@@ -41,9 +42,9 @@ def server(folder: Path) -> Iterator[str]:
     """Run the page's server in a folder until the block ends; yield its address."""
     _, *words = shlex.split(SERVER)
     command = [sys.executable, "-P", *words, *SMALL, "--port", "0"]
-    log = folder / "log"
+    log, offline = folder / "log", {**os.environ, "HF_HUB_OFFLINE": "1"}
     with log.open("w", encoding="utf-8") as file:
-        process = subprocess.Popen(command, cwd=folder, stdout=file, stderr=file)
+        process = subprocess.Popen(command, cwd=folder, env=offline, stdout=file, stderr=file)
         try:
             end = monotonic() + PATIENCE
             while not (found := re.search(RUNNING, said := log.read_text(encoding="utf-8"))):
