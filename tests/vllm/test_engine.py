@@ -33,7 +33,7 @@ if not vllm.__version__.startswith("0.32."):
 
 PROMPTS = [[*range(3, 20)], [7] * 30, [200, 100, 50, 25, 12, 6, 3]]
 TOKENS = 256  # of the vocabulary
-CLOSE = 0.01  # between logarithms of probabilities
+CLOSE = 0.01  # between logarithms of probabilities, whose standard deviation is 0.2
 Filter = Callable[[nn.Module, str], bool]
 WHOLE: Filter = lambda module, name: "layers" in name and not name.endswith("mlp.gate")  # noqa: E731
 LINEAR: Filter = lambda module, name: isinstance(module, nn.Linear) and WHOLE(module, name)  # noqa: E731
@@ -94,7 +94,7 @@ def test_a_sparse_checkpoint_gives_the_logits_of_its_decompressed_weights(
     served = logits(engine(packed, load_format="sparsebench", enforce_eager=eager))
     expected = logits(engine(dense, enforce_eager=eager))
     torch.testing.assert_close(served, expected, atol=CLOSE, rtol=0)
-    torch.testing.assert_close(served, by_transformers, atol=4 * CLOSE, rtol=0)
+    torch.testing.assert_close(served, by_transformers, atol=2 * CLOSE, rtol=0)
 
 
 @pytest.mark.parametrize("eager", [True, False], ids=["eager", "compiled"])
