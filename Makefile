@@ -40,7 +40,7 @@ site: .venv/installed
 	@$(BIN)/sparsebench publish $(dir $(wildcard results/published/*/*/run.json results/published/*/earlier/*/*/run.json)) --out $(SITE) $(addprefix --files ,$(wildcard results/published/training/*.json results/published/whole/*.json)) $(if $(BASE_URL),--base-url $(BASE_URL))
 
 # Write the API reference from the docstrings, beside the site.
-INSIDE := harness reports results kernels suites
+INSIDE := harness reports results kernels suites vllm
 api: .venv/installed
 	$(BIN)/python -m pdoc --no-show-source --output-directory $(SITE)/api sparsebench $(foreach name,$(INSIDE),'!sparsebench.$(name)')
 

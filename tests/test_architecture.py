@@ -24,6 +24,7 @@ MOST_LINES = 400
 NEEDS_A_KERNEL_FILE = {"triton", "cupy", "nvmath"}
 AUTHORS = sorted((ROOT / "authors/src").rglob("*.py"))
 MODULES = [p for folder in MAY_IMPORT for p in sorted((ROOT / folder).rglob("*.py"))]
+VLLM = sorted((ROOT / "src/sparsebench/vllm").glob("*.py"))  # a way in: it may import everything
 
 
 @cache
@@ -171,7 +172,7 @@ def test_gpu_packages_stay_in_kernel_files() -> None:
 
 
 def test_every_folder_of_modules_is_a_package_with_an_empty_init() -> None:
-    for folder in {path.parent for path in MODULES}:
+    for folder in {path.parent for path in [*MODULES, *VLLM]}:
         _, *rest = parsed(folder / "__init__.py").body
         name = str(folder.relative_to(ROOT))
         assert not rest or name in RE_EXPORTS, name
@@ -179,12 +180,12 @@ def test_every_folder_of_modules_is_a_package_with_an_empty_init() -> None:
 
 
 def test_every_file_says_what_it_is() -> None:
-    for path in [*MODULES, *AUTHORS]:
+    for path in [*MODULES, *VLLM, *AUTHORS]:
         assert ast.get_docstring(parsed(path)), path
 
 
 def test_a_file_is_short() -> None:
-    lengths = {path: len(path.read_text().splitlines()) for path in MODULES}
+    lengths = {path: len(path.read_text().splitlines()) for path in [*MODULES, *VLLM]}
     assert not [str(path) for path, lines in lengths.items() if lines > MOST_LINES]
 
 
@@ -192,15 +193,15 @@ def test_a_class_name_is_unique_in_the_house() -> None:
     """Config is the exception: the configuration of the kernel in its file."""
     names = Counter(
         node.name
-        for path in MODULES
+        for path in [*MODULES, *VLLM]
         for node in parsed(path).body
         if isinstance(node, ast.ClassDef)
     )
     assert [name for name, count in names.items() if count > 1] == ["Config"]
 
 
-MOST_CODE = {"formats": 1_320, "harness": 12_015, "results": 4_820, "reports": 4_320}
-MOST_CODE |= {"kernels": 13_950}
+MOST_CODE = {"formats": 1_320, "harness": 12_030, "results": 4_820, "reports": 4_320}
+MOST_CODE |= {"kernels": 13_950, "src": 330}  # src: the plug-in for vLLM
 DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef
 
 
@@ -224,9 +225,8 @@ def code_lines(path: Path) -> int:
 @pytest.mark.parametrize("folder", MOST_CODE)
 def test_a_folder_has_at_most_so_much_code(folder: str) -> None:
     """A change that needs more room takes it from here, and says why in its message."""
-    assert (
-        sum(code_lines(path) for path in MODULES if folder_of(path) == folder) <= MOST_CODE[folder]
-    )
+    modules = [path for path in [*MODULES, *VLLM] if folder_of(path) == folder]
+    assert sum(map(code_lines, modules)) <= MOST_CODE[folder]
 
 
 def test_one_class_is_a_planned_call() -> None:

@@ -119,7 +119,7 @@ class BlockSparseLinear(nn.Linear):
             for size, side, count in zip(self._shape, self.block, self._grid, strict=True)
         )  # rows of each block row, and columns of each block column, inside W
         down, across = down[rows], across[columns]
-        fan_in = torch.zeros(self._grid[0], device=rows.device)
+        fan_in = torch.zeros(self._grid[0], device=rows.device, dtype=torch.float32)
         fan_in.index_add_(0, rows, across.sum(1).float())
         bound = fan_in.rsqrt().where(fan_in > 0, 0)
         inside = (down[:, :, None] & across[:, None, :]) * bound[rows, None, None]

@@ -104,7 +104,8 @@ class SpenseLinear(PackedLinear):
         for name, shape in zip(("sparse", "dense"), shapes, strict=True):
             self.register_buffer(name, torch.zeros(shape, dtype=torch.uint8, device=device))
         self.sparse[..., VALUE_BYTES:] = FIRST_TWO
-        self.register_buffer("scale", torch.ones(n, device=device) if dtype == E4M3 else None)
+        scale = torch.ones(n, device=device, dtype=torch.float32) if dtype == E4M3 else None
+        self.register_buffer("scale", scale)
         self.bias = frozen(torch.zeros(n, device=device, dtype=self.outside)) if bias else None
 
     @property
@@ -150,7 +151,8 @@ class SpenseLinear(PackedLinear):
         if bias is not None:
             layer.bias = frozen_bias(bias, n, w.sparse, layer.outside)
         if layer.scale is not None:
-            layer.scale = torch.ones(n, device=w.sparse.device) if scale is None else scale
+            ones = torch.ones(n, device=w.sparse.device, dtype=torch.float32)
+            layer.scale = ones if scale is None else scale
         return layer
 
     @property

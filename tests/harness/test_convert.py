@@ -430,9 +430,8 @@ def test_every_line_of_the_page_for_users_of_torchao_and_vllm_runs(tmp_path, mon
     for language, block in re.findall(r"^```(\w*)\n(.*?)^```", page, re.DOTALL | re.MULTILINE):
         if language == "python":
             exec(block, names)
-        else:
-            for command in block.splitlines():
-                output(*command.split()[1:], "--device", "cpu")
+        for command in re.findall("^sparsebench (.*)", block, re.MULTILINE):
+            output(*command.split(), "--device", "cpu")
     for folder in ("llama-spense", "llama-two-four", "llama-pruned"):
         kinds = {type(module) for module in loaded(Path(folder)).modules()}
         assert SpenseGatedMLP in kinds

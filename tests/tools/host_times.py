@@ -5,6 +5,8 @@
     call      without a gradient
     training  forward, and backward of dY into gradients that add up
     step      zero_grad, forward, a loss, backward, and an optimizer's step
+    apply     gate and up as the plug-in for vLLM packs and calls them, in inference mode; the loop
+              stands in for an engine without graphs
 
 Each number is the median over seven rounds of the time of a call, in µs, when a call follows the
 other: first the host's part, then until the GPU is done, then nn.Linear's time over that. Models
@@ -23,7 +25,16 @@ from torch import Tensor, nn
 
 import sparsebench
 from sparsebench.formats.bsr import Bsr
-from sparsebench.nn import BitmapLinear, BlockSparseLinear, SpenseGatedMLP, SpenseLinear
+from sparsebench.nn import (
+    BitmapLinear,
+    BlockSparse,
+    BlockSparseLinear,
+    SpenseGatedMLP,
+    SpenseLinear,
+    TwoFour,
+    Unstructured,
+)
+from sparsebench.vllm.packing import pack, prune, storage_of_recipe
 
 BLOCKS = 128, 64, 32, 16
 ROUNDS, CALLS, WARM = 7, 40, 12
@@ -97,6 +108,23 @@ def mlps_of(size: int) -> dict[str, Callable[[Tensor], Tensor]]:
     return {"dense MLP": dense, "2:4 MLP": SpenseGatedMLP.from_dense(*weights, dense=0)}
 
 
+def gate_up_of(size: int) -> dict[str, Callable[[Tensor], Tensor]]:
+    """Return gate and up as one dense layer, and as the plug-in for vLLM packs them."""
+    weight = torch.randn(4 * size, size, device="cuda", dtype=torch.bfloat16) / size**0.5
+    sizes = [2 * size] * 2
+    recipes: dict[str, Any] = {"2:4": TwoFour(), "half 2:4": TwoFour(0.5), "bitmap": Unstructured()}
+    recipes["blocks of 64"] = BlockSparse(64, 0.8)
+    packed = {
+        name: pack(
+            torch.cat([prune(part, recipe) for part in weight.split(sizes)]),
+            sizes,
+            [storage_of_recipe(recipe)] * 2,
+        )
+        for name, recipe in recipes.items()
+    }
+    return {"dense": partial(nn.functional.linear, weight=weight), **packed}
+
+
 def training(layer: Callable[[Tensor], Tensor], x: Tensor) -> Call:
     """Return a call of forward and backward."""
 
@@ -128,12 +156,15 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.manual_seed(0)
     layers, mlps = layers_of(arguments.size, arguments.sparsity), mlps_of(arguments.size)
+    gate_up = gate_up_of(arguments.size)
     print(torch.cuda.get_device_name(), torch.__version__)
     for tokens in arguments.tokens:
         x = torch.randn(tokens, arguments.size, device="cuda", dtype=torch.bfloat16)
         with torch.no_grad():
             for group in (layers, mlps):
                 _show("call", tokens, in_turn({n: partial(f, x) for n, f in group.items()}))
+        with torch.inference_mode():
+            _show("apply", tokens, in_turn({n: partial(f, x) for n, f in gate_up.items()}))
         target = torch.randn_like(x)
         x.requires_grad_()
         for group in (layers, mlps):

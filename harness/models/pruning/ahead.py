@@ -18,7 +18,7 @@ import json
 import os
 import re
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from importlib.metadata import version
@@ -33,7 +33,7 @@ from torch import nn
 from sparsebench._writing import write_file
 from sparsebench.errors import FormatError, Unsupported
 from sparsebench.formats._format import require
-from sparsebench.harness.models.pruning.checkpoint import describe, register
+from sparsebench.harness.models.pruning.checkpoint import Description, describe, register
 from sparsebench.harness.models.reporting import transformers_for
 from sparsebench.kernels._common import choices
 from sparsebench.kernels._common.operator import ahead, bucket
@@ -125,7 +125,7 @@ def tune(
     rows = {choices.key(each.problem): each for each in selected}
     lines = [choices.line(s.problem, s.choice, s.product.code) for s in rows.values()]
     file, gpu = file_of(place, device), torch.cuda.get_device_properties(device).name
-    header = {"gpu": gpu, **_description(model), "tokens": reached}
+    header = {"gpu": gpu, **_description(describe(model)), "tokens": reached}
     write_file(file, "\n".join([json.dumps({choices.HEADER: header}), *lines, ""]))
     said = [f"{file}: {len(lines)} choices for {reached[0]} to {reached[-1]} tokens"]
     if left := len(counts) - len(reached):
@@ -141,14 +141,20 @@ def take(model: nn.Module) -> Iterable[int]:
     place = getattr(getattr(model, "config", None), "_name_or_path", "")
     if not place or not (layers := kinds_of(model)):
         return POWERS
-    folder = Path(place)
-    file = file_of(folder, _tensors(layers[0])[0].device)
+    return take_from(Path(place), _tensors(layers[0])[0].device, describe(model))
+
+
+def take_from(
+    folder: Path, device: torch.device, layers: Mapping[str, Description]
+) -> Iterable[int]:
+    """Take the choices of a folder for these layers of a model, as `take`."""
+    file = file_of(folder, device)
     if not (names := sorted(path.name for path in folder.glob("sparsebench-sm*.choices"))):
         return POWERS
     try:
         require(file.name in names, f"expected {file.name} for this GPU, found {', '.join(names)}")
         header = _header(file)
-        for name, expected in _description(model).items():
+        for name, expected in _description(layers).items():
             fits = header.get(name) == expected
             require(fits, f"expected {name} {expected}, found {header.get(name)}")
         choices.add(choices.parse(file))
@@ -170,10 +176,10 @@ def _header(file: Path) -> dict[str, Any]:
     raise FormatError(f"expected a first line with {choices.HEADER!r}, found {first[:60]!r}")
 
 
-def _description(model: nn.Module) -> dict[str, str]:
+def _description(layers: Mapping[str, Description]) -> dict[str, str]:
     """Return the version, and a digest of the layers."""
-    layers = hashlib.sha256(json.dumps(describe(model), sort_keys=True).encode())
-    return {"version": version("sparsebench"), "layers": layers.hexdigest()[:16]}
+    digest = hashlib.sha256(json.dumps(layers, sort_keys=True).encode())
+    return {"version": version("sparsebench"), "layers": digest.hexdigest()[:16]}
 
 
 def _load(folder: Path) -> Any:

@@ -138,7 +138,7 @@ def place(
         expected_sizes = [*_sizes(layer)]
         message = f"{name}: expected a layer of {expected_sizes} features, found {sizes}"
         require(sizes == expected_sizes, message)
-        replacements[name] = with_name(name, _on_meta, with_name(name, cast, layer, dtype))
+        replacements[name] = with_name(name, layer_on_meta, with_name(name, cast, layer, dtype))
     shapes: dict[str, torch.Size] = {}
     for name, module in replacements.items():
         model.set_submodule(name, module)
@@ -181,7 +181,8 @@ def _sizes(layer: Description) -> tuple[int, int]:
     return layer["in_features"], layer.get("out_features") or layer["hidden_features"]
 
 
-def _on_meta(layer: Description) -> nn.Module:
+def layer_on_meta(layer: Description) -> nn.Module:
+    """Return the empty layer of a description, on the meta device. Raises FormatError."""
     k, n = _sizes(layer)
     kind = KINDS[layer["layer"]]
     names = {"bias", "stored", "dense", "activation", "slots"} & layer.keys()
@@ -238,11 +239,12 @@ def to_dense(model: nn.Module) -> None:
     for name, layer in layers.items():
         with_name(name, require_separable, layer)
     for name, layer in layers.items():
-        model.set_submodule(name, _dense(layer).train(layer.training))
+        model.set_submodule(name, dense_of(layer).train(layer.training))
     retarget(model, [name for name, layer in layers.items() if isinstance(layer, SpenseGatedMLP)])
 
 
-def _dense(layer: Any) -> nn.Module:
+def dense_of(layer: Any) -> nn.Module:
+    """Return a sparse layer as dense ones, with the names that Hugging Face uses."""
     match layer:
         case SpenseGatedMLP():
             return with_adapters(DenseGatedMLP(*layer.to_dense(), layer.activation), layer)
@@ -269,11 +271,7 @@ def recorder(model: nn.Module) -> Callable[[], None]:
     other = getattr(model, "hf_quantizer", None)
     dense = other is None or isinstance(other, quantizer)
     require(dense, f"expected dense layers, found {type(other).__name__}")
-
-    def record() -> None:
-        quantizer(config(VERSION), pre_quantized=False).postprocess_model(model)
-
-    return record
+    return lambda: quantizer(config(VERSION), pre_quantized=False).postprocess_model(model)
 
 
 @cache

@@ -51,14 +51,9 @@ class SparsebenchQuantizer(HfQuantizer):
 
     def _process_model_before_weight_loading(self, model: Any, **_: Any) -> Any:
         config = self.quantization_config
-        before = torch.get_default_dtype()
-        torch.set_default_dtype(torch.float32)  # transformers sets the model's
-        try:
-            with torch.device("cpu"):
-                layers = parse(config.version, config.layers)
-                self.shapes = place(model, layers, model.dtype)
-        finally:
-            torch.set_default_dtype(before)
+        with torch.device("cpu"):
+            layers = parse(config.version, config.layers)
+            self.shapes = place(model, layers, model.dtype)
         report = model._adjust_missing_and_unexpected_keys
 
         def record(keys: Any) -> None:
