@@ -25,6 +25,7 @@ from sparsebench.results.advice.layer_estimates import (
     BLOCKS,
     FOUR_BITS,
     FP8,
+    QUANTIZED,
     SIX_EIGHT,
     TWO_FOUR,
     TWO_FOUR_BITS,
@@ -50,7 +51,7 @@ from sparsebench.results.advice.step_model import (
     REST,
     Gain,
 )
-from sparsebench.results.formatting import amount, duration, percent, significant
+from sparsebench.results.formatting import amount, duration, join_words, percent, significant
 from sparsebench.results.model_shapes import read_shapes
 
 FROM = "AutoModelForCausalLM.from_pretrained"
@@ -272,13 +273,16 @@ def basis(evidence: Evidence, gpu: str) -> list[str]:
     )
     layers = [row for row in evidence.measured if row.layer.way != ACTIVATIONS]
     unpruned = sum(row.over == "original" for row in layers)
+    bits = [row for row in layers if QUANTIZED.get(row.layer.way) == FOUR_BITS]
+    tokens = join_words(sorted({str(row.layer.m) for row in bits})) or "no"
     return [
         *([estimated] if predicted else []),
         f"In {unpruned} of {amount(len(layers), 'layer')} that were measured, those bound by "
         "FLOPs, the gain is over dense with unpruned weights, elsewhere over the same zeros.",
         "Only the MLPs are sparse. Attention, norms, the cache, the embedding and the head stay "
         "dense, in 16 bits. Gains of fp8 are over 16 bits in another contest, in one process.",
-        QUANTIZED_HOW,
+        f"{QUANTIZED_HOW} Layers in 4 bits were measured at {tokens} tokens at once; gains at "
+        "other numbers are estimates.",
         "Brackets of a measured gain: the 95 % interval over processes, plus variation between "
         "runs. A look has fewer than 6 processes, and no brackets.",
         "An extrapolated gain was measured on a model with fewer of these layers, whose head "

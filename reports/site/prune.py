@@ -38,6 +38,8 @@ PAGE = "prune.html"
 TOKENS = (1, 4, 8, 16, 64, 256, 4096)
 CLASSES = {TRY: "worth", QUANTIZE: "worth", TRAIN: "look", NO: "lost"}
 FIRST = {"model": "Llama-3-8B", "gpu": "NVIDIA H200", "tokens": "16"}
+CONSTANTS = {"tokens": TOKENS, "worth": WORTH, "dear": MOST_LOSS, "decoded": DECODED}
+CONSTANTS |= {"first": FIRST}
 
 
 def in_brief() -> dict[str, str]:
@@ -66,11 +68,7 @@ def pages(cards: Sequence[Card], site: Site) -> Iterator[tuple[str, str]]:
             site=site,
             models=MODELS,
             gpus=gpus,
-            tokens=TOKENS,
-            worth=WORTH,
-            dear=MOST_LOSS,
-            first=FIRST,
-            decoded=DECODED,
+            **CONSTANTS,
             cases=[_case(answer, links) for answer in answers],
             grids=[(gpu, _grid([each for each in answers if each.gpu == gpu])) for gpu in gpus],
             notes=advice.basis(evidence, FIRST["gpu"]),

@@ -61,7 +61,8 @@ def _findings(answer: Answer) -> tuple[str, str]:
     same = "Nothing that keeps the quality is known to be faster."
     if best := answer.best:
         begins = BEGINS.get(answer.word, "Prune and train")
-        same = f"{begins}: {best.step.text} as fast with {best.kind}, {best.quality}."
+        where = f" on {best.loss.subject}" if best.loss else ""
+        same = f"{begins}: {best.step.text} as fast with {best.kind}, {best.quality}{where}."
     most = min(each.gigabytes for each in answer.kinds if each.kind == "fp8")
     fitting = [e for e in answer.kinds if e.gigabytes <= most and e.step.basis != BOUND]
     fitting = [each for each in fitting if each.nats is not None and each.nats <= UNUSABLE]

@@ -38,4 +38,4 @@ def test_a_select_shows_another_model_on_another_gpu(page: Path, show: Any) -> N
     shown = opened.locator(".advice:visible")
     assert shown.get_attribute("id") == "qwen3-32b-nvidia-h100-80gb-hbm3"
     assert shown.locator("tbody tr").count() > 10
-    assert len(shown.inner_text().split()) < 400
+    assert "Quantize, do not prune" in shown.inner_text()
