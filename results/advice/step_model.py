@@ -130,21 +130,23 @@ class StepModel:
         return self.model.layers * layer_us + products_us
 
     def estimated(self, mlp: Layer, layers: Estimator, gpu: Gpu) -> Gain | None:
-        """Return the gain of the whole step; None if no measured layer is near one of its products.
+        """Return the gain of the whole step; None if no measured layer is near its MLPs.
 
+        Another product that no measured layer is near counts as if it kept 16 bits.
         The errors of the changed products and of the rest are independent, so the squares of their
         logarithms add up. Such intervals hold all measured steps, predicted from layers of other
         shapes.
         """
-        changed = [each for each in self.products(mlp) if each[1].way != DENSE]
-        counted = [(count, layers.estimate(each, gpu)) for count, each in changed]
-        near = [(count, estimate) for count, estimate in counted if estimate]
-        if len(near) < len(changed):
+        products = self.products(mlp)
+        changed = [each for each in products if each[1].way != DENSE]
+        near = [(each, found) for each in changed if (found := layers.estimate(each[1], gpu))]
+        counted = [each for each, _ in near]
+        if products[0] not in counted:
             return None
-        rest = self._time_us(layers, gpu, [p for p in self.products(mlp) if p not in changed])
-        dense = sum(count * estimate.dense_us for count, estimate in near)
-        in_step = dense / sum(count * estimate.sparse_us for count, estimate in near)
-        bound, widen = max(p.bound for _, p in changed), max(each.widen for _, each in near)
+        rest = self._time_us(layers, gpu, [each for each in products if each not in counted])
+        dense = sum(count * found.dense_us for (count, _), found in near)
+        in_step = dense / sum(count * found.sparse_us for (count, _), found in near)
+        bound, widen = max(p.bound for _, p in counted), max(found.widen for _, found in near)
 
         def gain(of_products: float = 1.0, of_rest: float = 1.0) -> float:
             left, others = dense / min(in_step * of_products, bound), rest * of_rest
@@ -154,7 +156,7 @@ class StepModel:
         below = hypot(log(value / gain(1 / widen)), log(value / min(rests)))
         above = hypot(log(gain(widen) / value), log(max(rests) / value))
         ends = value * exp(-below), min(value * exp(above), bound)
-        runs = dict.fromkeys(row.run for _, estimate in near for row in estimate.rows)
+        runs = dict.fromkeys(row.run for _, found in near for row in found.rows)
         return Gain(value, *ends, ESTIMATE, runs=tuple(runs))
 
     def bound(self, mlp: Layer) -> float:
