@@ -271,14 +271,14 @@ def basis(evidence: Evidence, gpu: str) -> list[str]:
         f"{inside} of {predicted} measured layers lie in their intervals. "
         f"The time of the dense rest may be wrong by a factor of {REST:g}."
     )
-    layers = [row for row in evidence.measured if row.layer.way != ACTIVATIONS]
-    unpruned = sum(row.over == "original" for row in layers)
-    bits = [row for row in layers if QUANTIZED.get(row.layer.way) == FOUR_BITS]
-    tokens = join_words(sorted({str(row.layer.m) for row in bits})) or "no"
+    layers, bits = evidence.measured, {kind for kind, way in QUANTIZED.items() if way == FOUR_BITS}
+    unpruned = sum(r.over == "original" and r.layer.way != ACTIVATIONS for r in layers)
+    tokens = join_words(sorted({str(r.layer.m) for r in layers if r.layer.way in bits})) or "no"
     return [
         *([estimated] if predicted else []),
-        f"In {unpruned} of {amount(len(layers), 'layer')} that were measured, those bound by "
-        "FLOPs, the gain is over dense with unpruned weights, elsewhere over the same zeros.",
+        "Gains are over dense on the same zeros."
+        + f" Those of {unpruned} layers, bound by FLOPs, are over unpruned weights."
+        * (unpruned > 0),
         "Only the MLPs are sparse. Attention, norms, the cache, the embedding and the head stay "
         "dense, in 16 bits. Gains of fp8 are over 16 bits in another contest, in one process.",
         f"{QUANTIZED_HOW} Layers in 4 bits were measured at {tokens} tokens at once; gains at "

@@ -164,7 +164,8 @@ def gain_of(evidence: Evidence, layer: Layer, gpu: Gpu | None) -> Gain:
 
     if gpu is None:
         return estimated(layer.m)
-    rows = [row for row in evidence.measured if row.gpu == gpu.name]
+    alike = gpu.name, layer.way
+    rows = [row for row in evidence.measured if (row.gpu, row.layer.way) == alike]
     rows = [row for row in reversed(rows) if replace(row.layer, m=layer.m) == layer]
     return Curve({row.layer.m: Gain.measured(row) for row in rows}, estimated).at(layer.m)
 
