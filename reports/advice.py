@@ -167,7 +167,7 @@ def commands(answer: Answer) -> dict[str, str]:
             "measure this GPU": f"sparsebench new-gpu --budget 10m --out {SURVEY}",
             "ask again": f"sparsebench advise {arguments} --run {SURVEY}/screen",
         }
-    lines = {"measure": measuring(answer, best.kind if best else HALF)}
+    lines = {"measure": command_of(answer, best.kind if best else HALF)}
     if best is None:
         return lines
     (way, sparsity), load = KINDS[best.kind], "from transformers import AutoModelForCausalLM"
@@ -183,7 +183,7 @@ def commands(answer: Answer) -> dict[str, str]:
     return {"prune": prune, "load, in Python": load, **lines}
 
 
-def measuring(answer: Answer, kind: str) -> str:
+def command_of(answer: Answer, kind: str) -> str:
     """Return the command that measures a layer of the model of one of MEASURING."""
     (way, sparsity), model = KINDS[kind], answer.model
     words = [MEASURING[way], f"m={answer.tokens} n={model.intermediate} k={model.hidden}"]

@@ -63,8 +63,8 @@ def gpus(sides: Sequence[Side]) -> list[TwoGpus]:
 def published_gpus(names: Sequence[str]) -> list[TwoGpus]:
     """Return the same of the published cells, if each name is that of another published GPU."""
     table = numbers()
-    found = [[gpu for gpu in table.gpu.unique() if names_device(name, gpu)] for name in names]
-    by_gpu = {gpus[0]: name for gpus, name in zip(found, names, strict=True) if len(gpus) == 1}
+    matches = [[gpu for gpu in table.gpu.unique() if names_device(name, gpu)] for name in names]
+    by_gpu = {gpus[0]: name for gpus, name in zip(matches, names, strict=True) if len(gpus) == 1}
     if len(by_gpu) < len(names) or any(Path(name).is_dir() for name in names):
         return []
     table = table.assign(gpu=table.gpu.map(by_gpu))

@@ -40,7 +40,7 @@ def _case(answers: Sequence[Answer]) -> dict[str, Any]:
     """Return what the page shows of a model on a GPU."""
     model, gpu = answers[0].model.name, answers[0].gpu
     unmeasured = [
-        (f"{each.kind}, {advice.of_load(answer)}", advice.measuring(answer, each.kind))
+        (f"{each.kind}, {advice.of_load(answer)}", advice.command_of(answer, each.kind))
         for answer in answers
         for each in answer.kinds
         if each.step.basis == BOUND and KINDS[each.kind][0] in advice.MEASURING
@@ -64,8 +64,8 @@ def _findings(answer: Answer) -> tuple[str, str]:
         where = f" on {best.loss.subject}" if best.loss else ""
         same = f"{begins}: {best.step.text} as fast with {best.kind}, {best.quality}{where}."
     most = min(each.gigabytes for each in answer.kinds if each.kind == "fp8")
-    fitting = [e for e in answer.kinds if e.gigabytes <= most and e.step.basis != BOUND]
-    fitting = [each for each in fitting if each.nats is not None and each.nats <= UNUSABLE]
-    fits = max(fitting, key=lambda each: each.step.value, default=None)
+    small = [e for e in answer.kinds if e.gigabytes <= most and e.step.basis != BOUND]
+    usable = [each for each in small if each.nats is not None and each.nats <= UNUSABLE]
+    fit = max(usable, key=lambda each: each.step.value, default=None)
     words = "In the memory of fp8, the fastest that works without training is"
-    return same, f"{words} {fits.kind}: {fits.step.text}, {fits.quality}." if fits else ""
+    return same, f"{words} {fit.kind}: {fit.step.text}, {fit.quality}." if fit else ""

@@ -138,15 +138,14 @@ class StepModel:
         shapes.
         """
         products = self.products(mlp)
-        changed = [each for each in products if each[1].way != DENSE]
-        near = [(each, found) for each in changed if (found := layers.estimate(each[1], gpu))]
-        counted = [each for each, _ in near]
-        if products[0] not in counted:
+        estimates = {p: layers.estimate(p[1], gpu) for p in products if p[1].way != DENSE}
+        near = {each: estimate for each, estimate in estimates.items() if estimate}
+        if products[0] not in near:
             return None
-        rest = self._time_us(layers, gpu, [each for each in products if each not in counted])
-        dense = sum(count * found.dense_us for (count, _), found in near)
-        in_step = dense / sum(count * found.sparse_us for (count, _), found in near)
-        bound, widen = max(p.bound for _, p in counted), max(found.widen for _, found in near)
+        rest = self._time_us(layers, gpu, [each for each in products if each not in near])
+        dense = sum(count * estimate.dense_us for (count, _), estimate in near.items())
+        in_step = dense / sum(count * e.sparse_us for (count, _), e in near.items())
+        bound, widen = max(p.bound for _, p in near), max(e.widen for e in near.values())
 
         def gain(of_products: float = 1.0, of_rest: float = 1.0) -> float:
             left, others = dense / min(in_step * of_products, bound), rest * of_rest
@@ -156,7 +155,7 @@ class StepModel:
         below = hypot(log(value / gain(1 / widen)), log(value / min(rests)))
         above = hypot(log(gain(widen) / value), log(max(rests) / value))
         ends = value * exp(-below), min(value * exp(above), bound)
-        runs = dict.fromkeys(row.run for _, found in near for row in found.rows)
+        runs = dict.fromkeys(row.run for estimate in near.values() for row in estimate.rows)
         return Gain(value, *ends, ESTIMATE, runs=tuple(runs))
 
     def bound(self, mlp: Layer) -> float:

@@ -78,8 +78,8 @@ def test_cells_give_the_same_table_as_the_lines_that_they_come_from(lines: Any) 
     first, second = lines.gpu.unique()
     written = parse_json(text_of(cells(lines)))["cells"]
     numbers = pd.DataFrame([cell["numbers"] for cell in written])
-    expected, found = two_gpus(lines, first, second), of_cells(numbers, first, second)
-    assert (found.table, found.sentence) == (expected.table, expected.sentence)
+    expected, actual = two_gpus(lines, first, second), of_cells(numbers, first, second)
+    assert (actual.table, actual.sentence) == (expected.table, expected.sentence)
 
 
 def test_published_gpus_are_compared_without_reading_a_run(monkeypatch, tmp_path: Path) -> None:
