@@ -22,7 +22,14 @@ from sparsebench.results.advice.layer_estimates import (
     ACTIVATIONS,
     ANYWHERE,
     BITMAP_TOKENS,
+    BLOCKS,
+    FOUR_BITS,
+    FP8,
+    QUANTIZED,
+    SIX_EIGHT,
     TWO_FOUR,
+    TWO_FOUR_BITS,
+    TWO_FOUR_FP8,
 )
 from sparsebench.results.advice.measured_layers import TRAINED, Evidence, Loss
 from sparsebench.results.advice.pruning import (
@@ -30,6 +37,8 @@ from sparsebench.results.advice.pruning import (
     HALF,
     KINDS,
     MOST_LOSS,
+    QUANTIZE,
+    TRAIN,
     TRY,
     WORTH,
     Advice,
@@ -39,33 +48,50 @@ from sparsebench.results.advice.pruning import (
 from sparsebench.results.advice.step_model import (
     BOUND,
     DECODED,
-    ESTIMATE,
-    LOOK,
-    MEASURED,
     REST,
     Gain,
 )
-from sparsebench.results.formatting import amount, duration, percent, significant
+from sparsebench.results.formatting import amount, duration, join_words, percent, significant
 from sparsebench.results.model_shapes import read_shapes
 
+FROM = "AutoModelForCausalLM.from_pretrained"
 SURVEY = "runs/survey"  # where the commands put the survey of a GPU without published runs
-COLUMNS = ["kind of sparsity", "model", "MLPs", "weights", "quality", "how sure"]
-WORDS = {"kind of sparsity", "quality", "how sure"}
+WORDS = {"kind", "quality"}
 BRIEF = ("Qwen3-32B", "Llama-3-8B", "Gemma-3-270m"), 16  # models and tokens of short answers
-HOW = {MEASURED: "measured", LOOK: "a look", ESTIMATE: "estimate", BOUND: "upper limit"}
+IN_BRIEF = {TRY: "may be worth pruning", TRAIN: "needs training with its zeros"}
+IN_BRIEF |= {QUANTIZE: "should be quantized, not pruned"}
 CHART = (470, 210)
 DASHED = Look(dash="3 3", width=0.8, alpha=0.5)
-PATTERNS = {  # of `sparsebench try`, with a kernel of an MLP, or of one of its products
-    HALF: "spense_ffn pattern=spense_hidden",
-    "2:4": "spense_ffn pattern=two_four",
-    "zeros anywhere, 50 %": "default format=bitmap op=linear pattern=unstructured",
-    "zeros anywhere, 70 %": "default format=bitmap op=linear pattern=unstructured",
+MEASURING = {  # what `sparsebench try` runs for a kind: an MLP, or one of its products
+    TWO_FOUR: "spense_ffn dtype=bf16",
+    SIX_EIGHT: "slide_wgmma op=linear dtype=bf16 pattern=six_eight",
+    BLOCKS: "default format=bsr op=ffn dtype=bf16 pattern=blocks block=64",
+    ANYWHERE: "default format=bitmap op=linear dtype=bf16 pattern=unstructured",
+    FP8: "cublas op=ffn dtype=fp8",
+    TWO_FOUR_FP8: "spense_ffn dtype=fp8",
+    FOUR_BITS: "torch_int4 op=linear dtype=bf16 weight_bits=4",
+    TWO_FOUR_BITS: "sparse_marlin op=linear dtype=fp16 weight_bits=4 pattern=two_four",
 }
+TORCHAO = {  # how torch loads a model with these weights
+    FP8: "Float8DynamicActivationFloat8WeightConfig(granularity=PerTensor())",
+    FOUR_BITS: "Int4WeightOnlyConfig(group_size=128)",
+}
+QUANTIZED_HOW = (
+    "Fewer bits are those of every product of a layer: fp8 with a scale per tensor, inputs too; 4 "
+    "bits by GPTQ, with a scale per 128 weights. SpenseGPT pruned before. The weights came in 4 "
+    "bits of another kind, so their loss in 4 bits is that of two roundings."
+)
 
 
 def shown(answer: Answer) -> list[Advice]:
-    """Return the kinds that are usable without training, the fastest first."""
-    return sorted((k for k in answer.kinds if k.usable), key=lambda each: -each.step.value)
+    """Return the kinds that are usable without training, those that keep the quality first."""
+    return sorted((k for k in answer.kinds if k.usable), key=_rank)
+
+
+def _rank(kind: Advice) -> tuple[bool, bool, bool, float]:
+    """Order kinds by quality: kept, lower, not measured; then by the speed of the model."""
+    lower, bound = (kind.nats or 0.0) > MOST_LOSS, kind.step.basis == BOUND
+    return kind.nats is None, lower, bound, -kind.step.value
 
 
 def unusable(answer: Answer) -> list[str]:
@@ -95,38 +121,45 @@ def chart(answer: Answer) -> Markup:
     return drawing.svg(f"Speed and quality of {answer.model.name} by kind of sparsity")
 
 
-def table(answer: Answer) -> Table:
-    """Return a line for each kind of `shown`, below the model, GPU and tokens."""
-    lines: list[list[Cell]] = [
-        [
-            each.kind,
-            *((gain.cell, style(gain)) for gain in (each.step, each.layers)),
-            f"{significant(each.gigabytes)} GB",
-            (each.quality, loss_style(each.nats)),
-            sure(each),
+def table(*answers: Answer, every: bool = False) -> Table:
+    """Return lines of a model's kinds, those of `shown` or every one, with two cells per answer."""
+    first = answers[0]
+    kinds = sorted(first.kinds, key=lambda each: (not each.usable, _rank(each)))
+    dense = [cell for answer in answers for cell in (_time(answer), "1×")]
+    lines: list[list[Cell]] = [["dense", *dense, f"{significant(first.dense_gigabytes)} GB", "–"]]
+    for kind in kinds if every else shown(first):
+        gains = [e.step for answer in answers for e in answer.kinds if e.kind == kind.kind]
+        steps = [
+            cell
+            for answer, gain in zip(answers, gains, strict=True)
+            for cell in (_time(answer, gain), (gain.cell, style(gain)))
         ]
-        for each in shown(answer)
-    ]
-    dense = f"dense: {significant(answer.dense_gigabytes)} GB"
-    if answer.dense_us is not None:
-        dense += f", about {duration(answer.dense_us)}"
-    where = f"{answer.model.name} on {answer.gpu}, {amount(answer.tokens, 'token')} at once"
-    return Table(columns=COLUMNS, lines=lines, title=f"{where} ({dense})", words=WORDS)
+        quality = kind.quality, loss_style(kind.nats)
+        lines.append([kind.kind, *steps, f"{significant(kind.gigabytes)} GB", quality])
+    heads = [head for answer in answers for head in (of_load(answer), f"gain at {answer.tokens:,}")]
+    title = f"{first.model.name} on {first.gpu}"
+    columns = ["kind", *heads, "weights", "quality"]
+    return Table(columns=columns, lines=lines, title=title, words=WORDS)
 
 
-def sure(advice: Advice) -> str:
-    """Say how the gains of the model and of its MLPs are known."""
-    part = advice.step.part or "model"
-    texts = [f"{name}: {HOW[g.basis]}" for name, g in ((part, advice.step), ("MLP", advice.layers))]
-    same = advice.step.basis == advice.layers.basis and advice.step.basis in (ESTIMATE, BOUND)
-    return HOW[advice.step.basis] if same else "; ".join(texts)
+def of_load(answer: Answer) -> str:
+    """Name what a step does: `decoding, 16 tokens` or `prompts, 4096 tokens`."""
+    what = "decoding" if answer.tokens <= DECODED else "prompts"
+    return f"{what}, {answer.tokens:,} token{'s' * (answer.tokens > 1)}"
+
+
+def _time(answer: Answer, gain: Gain | None = None) -> Cell:
+    """Return about how long a step takes with this gain, or in dense."""
+    if answer.dense_us is None or (gain and gain.basis == BOUND):
+        return "not measured", "quiet"
+    return duration(answer.dense_us / (gain.value if gain else 1.0))
 
 
 def commands(answer: Answer) -> dict[str, str]:
     """Return what to type next, each line with its purpose."""
     model, best = answer.model, answer.best
     file = Path(model.source)
-    folder = quote(str(file.parent if file.is_file() else model.name))
+    folder = str(file.parent if file.is_file() else model.name)
     if answer.dense_us is None:
         name = model.source if file.exists() else model.name
         arguments = f"{quote(name)} --gpu {quote(answer.gpu)} --batch {answer.tokens}"
@@ -134,21 +167,30 @@ def commands(answer: Answer) -> dict[str, str]:
             "measure this GPU": f"sparsebench new-gpu --budget 10m --out {SURVEY}",
             "ask again": f"sparsebench advise {arguments} --run {SURVEY}/screen",
         }
-    kind = best.kind if best and best.kind in PATTERNS else HALF
-    way, sparsity = KINDS[kind]
-    sizes = f"m={answer.tokens} n={model.intermediate} k={model.hidden} dtype=bf16"
-    kernel, *options = PATTERNS[kind].split()
-    options = [kernel, *options[:-1], sizes, options[-1], f"sparsity={sparsity:g}"]
-    lines = {"measure": f"sparsebench try {' '.join(options)}"}
+    lines = {"measure": command_of(answer, best.kind if best else HALF)}
     if best is None:
         return lines
+    (way, sparsity), load = KINDS[best.kind], "from transformers import AutoModelForCausalLM"
+    if way in TORCHAO:
+        load += f", TorchAoConfig; from torchao.quantization import *; model = {FROM}("
+        load += f"{folder!r}, quantization_config=TorchAoConfig({TORCHAO[way]}))"
+        return {"load, in Python, with torchao": load, **lines}
     pattern = f"2:4 --dense {1 - 2 * sparsity:g}" if way == TWO_FOUR else f"{sparsity:g} --dense 0"
-    load = 'model = AutoModelForCausalLM.from_pretrained("pruned")'
-    load = f"import sparsebench.nn; from transformers import AutoModelForCausalLM; {load}"
+    load = f'import sparsebench.nn; {load}; model = {FROM}("pruned")'
     if way == ANYWHERE:
         load += f"; sparsebench.nn.sparsify_(model, sparsebench.nn.Unstructured({sparsity:g}))"
-    prune = f"sparsebench prune {folder} --pattern {pattern} --out pruned"
+    prune = f"sparsebench prune {quote(folder)} --pattern {pattern} --out pruned"
     return {"prune": prune, "load, in Python": load, **lines}
+
+
+def command_of(answer: Answer, kind: str) -> str:
+    """Return the command that measures a layer of the model of one of MEASURING."""
+    (way, sparsity), model = KINDS[kind], answer.model
+    words = [MEASURING[way], f"m={answer.tokens} n={model.intermediate} k={model.hidden}"]
+    if way in (TWO_FOUR, TWO_FOUR_FP8):
+        words += ["pattern=spense_hidden" if sparsity < 0.5 else "pattern=two_four"]
+    words += [f"sparsity={sparsity:g}"] * (sparsity > 0)
+    return f"sparsebench try {' '.join(words)}"
 
 
 def terminal(answer: Answer) -> Group:
@@ -178,16 +220,16 @@ def in_brief(evidence: Evidence, gpu: str) -> str:
         if best is None:
             texts.append(f"{name} is not worth pruning")
         else:
-            try_it = answer.word == TRY
-            verdict = "may be worth pruning" if try_it else "needs training with its zeros"
+            verdict = IN_BRIEF[answer.word]
             caveat = f", {best.step.caveat}" if best.step.caveat else ""
             texts.append(f"{name} {verdict} ({best.step.text} as fast with {best.kind}{caveat})")
     return f"With {tokens} tokens at once in bf16 on an {gpu}: {'; '.join(texts)}."
 
 
-def sources(answer: Answer) -> list[str]:
-    """Return the runs that an answer rests on, each once."""
-    return list(dict.fromkeys(run for each in shown(answer) for run in each.runs))
+def sources(*answers: Answer) -> list[str]:
+    """Return the runs that answers rest on, each once."""
+    kinds = [kind for answer in answers for kind in shown(answer)]
+    return list(dict.fromkeys(run for each in kinds for run in each.runs))
 
 
 def _runs(answer: Answer) -> list[str]:
@@ -215,8 +257,8 @@ def of_loss(loss: Loss) -> str:
             f"the term changed the loss of {loss.model} by {loss.rise:+.2f} nats per {loss.unit}."
         )
     return (
-        f"Quality was measured on {loss.subject}, with pruned MLPs, over {loss.held_out:,} "
-        f"held-out {loss.unit}s, with the best method that was measured."
+        f"Quality was measured on {loss.subject}, with pruned MLPs or fewer bits, over "
+        f"{loss.held_out:,} held-out {loss.unit}s, with the best method that was measured."
     )
 
 
@@ -224,38 +266,31 @@ def basis(evidence: Evidence, gpu: str) -> list[str]:
     """Return what all answers on a GPU assume, and what their marks mean."""
     inside, predicted = evidence.layers.coverage if gpu in evidence.layers.gpus else (0, 0)
     estimated = (
-        "An estimate (≈), with its interval in brackets, comes from the bytes and FLOPs of the "
-        "nearest measured layers, against the measured ceilings of each GPU; layers of other "
-        "GPUs count less. "
-        "To test the intervals, each measured layer was estimated from layers of other shapes: "
-        f"{inside} of {predicted} intervals held the measured value. "
+        "An estimate (≈) comes from the bytes and FLOPs of the nearest measured layers, against "
+        "the ceilings of each GPU. Estimated from layers of other shapes, "
+        f"{inside} of {predicted} measured layers lie in their intervals. "
         f"The time of the dense rest may be wrong by a factor of {REST:g}."
     )
-    layers = [row for row in evidence.measured if row.layer.way != ACTIVATIONS]
-    unpruned = sum(row.over == "original" for row in layers)
-    over = "Gains are over dense on the same zeros: it multiplies the pruned weights, too."
-    if unpruned:
-        over = (
-            f"In {unpruned} of {amount(len(layers), 'layer')} that were measured, those bound by "
-            "FLOPs, the gain is over dense with unpruned weights; in the others, over dense on the "
-            "same zeros."
-        )
+    layers, bits = evidence.measured, {kind for kind, way in QUANTIZED.items() if way == FOUR_BITS}
+    unpruned = sum(r.over == "original" and r.layer.way != ACTIVATIONS for r in layers)
+    tokens = join_words(sorted({str(r.layer.m) for r in layers if r.layer.way in bits})) or "no"
     return [
         *([estimated] if predicted else []),
-        over,
-        "Weights, activations and cache have 16 bits. Only the MLPs are sparse. Attention, norms, "
-        "the cache, the embedding and the head stay dense.",
+        "Gains are over dense on the same zeros."
+        + f" Those of {unpruned} layers, bound by FLOPs, are over unpruned weights."
+        * (unpruned > 0),
+        "Only the MLPs are sparse. Attention, norms, the cache, the embedding and the head stay "
+        "dense, in 16 bits. Gains of fp8 are over 16 bits in another contest, in one process.",
+        f"{QUANTIZED_HOW} Layers in 4 bits were measured at {tokens} tokens at once; gains at "
+        "other numbers are estimates.",
         "Brackets of a measured gain: the 95 % interval over processes, plus variation between "
         "runs. A look has fewer than 6 processes, and no brackets.",
         "An extrapolated gain was measured on a model with fewer of these layers, whose head "
         "takes the same share of the step. It is assumed to hold for all layers.",
-        "A gain is a curve over the tokens at once: straight, in logarithms, between two batches "
-        "of the same model that were measured. Beyond those, and for other models, its points are "
-        "estimates. The verdict follows the curve, not its interval.",
-        "“At most” is the ratio of bytes or of FLOPs, whichever is larger: no layer that was "
-        "measured is similar enough for an estimate.",
-        f"With more than {BITMAP_TOKENS} tokens, a layer with zeros anywhere multiplies a "
-        "dense copy of its weights, and keeps both.",
+        "A gain is a curve over the tokens at once, straight, in logarithms, between the batches "
+        "of a model that were measured; its other points are estimates. The verdict follows it.",
+        "“At most” is the ratio of bytes or of FLOPs: no measured layer is similar enough.",
+        f"With more than {BITMAP_TOKENS} tokens, zeros anywhere multiply a dense copy and keep it.",
     ]
 
 

@@ -1,7 +1,7 @@
 """Published cells, and a search over them: the fastest contender of each format in each problem.
 
     lines of cards ─> cells   a cell for each problem, row of a grid and GPU, of the run that counts
-                         ├─> results/published/cells.json.gz   for `sparsebench find`
+                         ├─> results/published/cells.json.gz   for `sparsebench find` and `compare`
                          └─> cells.js                       for the page find.html of a site
     "2:4 14336x4096 m=64 H100" ─> find ─> the cells that fit every word; without one, the nearest
                                           with what differs, and the command that measures it
@@ -32,20 +32,17 @@ from sparsebench.results.files import parse_json, unzip
 from sparsebench.results.formatting import PATTERNS, amount, between, duration
 from sparsebench.results.tables.frame import records
 
-SCHEMA: Final = "sparsebench/cells@1"
+SCHEMA: Final = "sparsebench/cells@2"
 FILE = "cells.json.gz"
-BYTES = 2**25  # unzipped; the published cells have 2 MB
+BYTES = 2**25  # unzipped; the published cells have 3 MB
 MOST = 12
-MISFITS = {
-    "gpu": 3.0,
-    "op": 4.0,
-    "dtype": 2.0,
-    "kind": 8.0,
-    "kernel": 8.0,
-    "model": 8.0,
-    "run": 8.0,
-}
+MISFITS = {"gpu": 3.0, "op": 4.0, "dtype": 2.0}
+MISFITS |= dict.fromkeys(("kind", "kernel", "model", "run"), 8.0)
 """How far away a cell is without a term; without a value, 4, and an octave of a number is 1."""
+
+NUMBERS = ["gpu", "op", "m", "shape", "problem_id", "row"]
+NUMBERS += ["median_us", "gain", "zeros_gain", "over"]
+"""What `compare` needs of a cell (workloads.py)."""
 
 CellRecord = Mapping[str, Any]
 """A cell, as `cells` returns it."""
@@ -115,6 +112,7 @@ def _cell(line: Mapping[Any, Any]) -> dict[str, Any]:
         "commands": [command for command in (line["again"], line["trial"]) if command],
         "fields": line["fields"],
         "terms": {name: _terms(str(text)) for name, text in terms.items()},
+        "numbers": {name: None if pd.isna(line[name]) else line[name] for name in NUMBERS},
     }
 
 
@@ -130,7 +128,8 @@ def text_of(every: Iterable[Mapping[str, Any]]) -> str:
 
 def script(every: Sequence[Mapping[str, Any]]) -> str:
     """Return cells.js; no text in it can end a script element."""
-    data = json.dumps({"misfits": MISFITS, "most": MOST, "cells": every}, ensure_ascii=False)
+    shown = [{name: cell[name] for name in cell if name != "numbers"} for cell in every]
+    data = json.dumps({"misfits": MISFITS, "most": MOST, "cells": shown}, ensure_ascii=False)
     return f"const CELLS = {data.replace('<', chr(92) + 'u003c')};\n"
 
 
@@ -143,6 +142,11 @@ def packaged_cells() -> Sequence[CellRecord]:
         raise ResultError(f"{file}: expected schema {SCHEMA}, found {data.get('schema')}")
     every: Sequence[CellRecord] = data["cells"]
     return every
+
+
+def numbers() -> pd.DataFrame:
+    """Return the published cells with the columns of NUMBERS."""
+    return pd.DataFrame([cell["numbers"] for cell in packaged_cells()])
 
 
 def find(every: Sequence[CellRecord], query: str) -> SearchResult:

@@ -13,6 +13,7 @@ differences, and Markdown folds the cases away.
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,12 +21,14 @@ import pandas as pd
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.text import Text
 
+from sparsebench._gpus import names_device
 from sparsebench.errors import ResultError
+from sparsebench.reports.cells import numbers
 from sparsebench.reports.comparison_tables import EVERY, cases, grid, intervals, problems
 from sparsebench.reports.page import render
 from sparsebench.reports.site.cards import run_lines
 from sparsebench.reports.tables import Table, escape_markdown
-from sparsebench.reports.workloads import TwoGpus, two_gpus
+from sparsebench.reports.workloads import TwoGpus, of_cells, two_gpus
 from sparsebench.results.badges import badges
 from sparsebench.results.comparison.changes import Changes, Mean, changes, mean
 from sparsebench.results.comparison.compare import GAIN, TIME
@@ -55,6 +58,17 @@ def gpus(sides: Sequence[Side]) -> list[TwoGpus]:
     ]
     lines = pd.concat(parts, ignore_index=True)
     return [two_gpus(lines, first.name, side.name) for side in others]
+
+
+def published_gpus(names: Sequence[str]) -> list[TwoGpus]:
+    """Return the same of the published cells, if each name is that of another published GPU."""
+    table = numbers()
+    matches = [[gpu for gpu in table.gpu.unique() if names_device(name, gpu)] for name in names]
+    by_gpu = {gpus[0]: name for gpus, name in zip(matches, names, strict=True) if len(gpus) == 1}
+    if len(by_gpu) < len(names) or any(Path(name).is_dir() for name in names):
+        return []
+    table = table.assign(gpu=table.gpu.map(by_gpu))
+    return [of_cells(table, names[0], other) for other in names[1:]]
 
 
 @dataclass(frozen=True)

@@ -1,20 +1,17 @@
-"""What pruning costs and what it gains: tables for the site and for results/published/pruning.
+"""What pruning and quantizing cost: tables for the site and for results/published/pruning.
 
-    MODEL              magnitude   Wanda   SpenseGPT   × own MLPs         × Llama-3-8B, 16 tokens
-    2:4                    +4.18   +0.84       +0.43   ≈1.3× [1.1, 1.4]   ...
+    MODEL              magnitude   Wanda   SpenseGPT   quantized
+    2:4                    +4.18   +0.84       +0.43           –
 
-A loss is the increase of the loss on held-out text that `sparsebench prune` measured, or training
-with an L1 term. Speedups are those of gated MLPs on a GPU by published rows
-(results/advice/pruning.py).
+A loss is the increase of the loss on held-out text that `sparsebench prune`,
+experiments/quantize_model.py, or training with an L1 term measured.
 """
 
-from sparsebench.reports.advice import loss_style, style
+from sparsebench.reports.advice import QUANTIZED_HOW, loss_style
 from sparsebench.reports.tables import Cell, Table
 from sparsebench.results.advice.layer_estimates import SMALL_BLOCKS
 from sparsebench.results.advice.measured_layers import TRAINED, Evidence, Loss
-from sparsebench.results.advice.pruning import CONTEXT, KINDS, MOST_LOSS, gain_of
-from sparsebench.results.advice.step_model import StepModel
-from sparsebench.results.model_shapes import MODELS, read_shapes
+from sparsebench.results.advice.pruning import KINDS, MOST_LOSS
 
 COSTS = KINDS | {  # how a layer is sparse, and its sparsity
     "32 × 32 blocks, 50 % zeros": (SMALL_BLOCKS, 0.5),
@@ -22,51 +19,35 @@ COSTS = KINDS | {  # how a layer is sparse, and its sparsity
     "32 × 32 blocks, 90 % zeros": (SMALL_BLOCKS, 0.9),
 }
 METHODS = {"magnitude": "magnitude", "wanda": "Wanda", "spensegpt": "SpenseGPT"}
+METHODS |= {"quantized": "quantized"}
 TRAINED_SO = "trained with L1"
-OF_MODEL = (16, 4096)  # tokens at which the MLPs of REAL are timed
-REAL = "Llama-3-8B"
 NEAR = 0.01  # tolerance of sparsities, which whole blocks round
 
 
-def costs(evidence: Evidence, gpu: str) -> list[Table]:
-    """Return a table for each pruned model, with the gains of MLPs on a GPU.
-
-    These are the MLPs of REAL, and those of the model itself if its sizes are listed.
-    """
+def costs(evidence: Evidence) -> list[Table]:
+    """Return a table for each model whose loss was measured."""
     pruned = dict.fromkeys(each.model for each in evidence.losses if each.method != TRAINED)
-    return [_of_model(evidence, model, gpu) for model in pruned]
+    return [_of_model(evidence, model) for model in pruned]
 
 
-def _of_model(evidence: Evidence, model: str, gpu: str) -> Table:
+def _of_model(evidence: Evidence, model: str) -> Table:
     rows = [each for each in evidence.losses if each.model == model]
     methods = [name for name in (*METHODS, TRAINED) if any(each.method == name for each in rows)]
-    own_models = [each for each in MODELS if model.startswith(each.name.lower())]
-    timed = [(each, 4096, f"× own MLPs, {4096:,} tokens") for each in own_models]
-    timed += [(read_shapes(REAL), m, f"× {REAL}, {m:,} tokens") for m in OF_MODEL]
     lines: list[list[Cell]] = []
     for kind, (way, sparsity) in COSTS.items():
         alike = [r for r in rows if r.way == way and abs(r.sparsity - sparsity) < NEAR]
         rises = {each.method: each for each in alike}
-        gains = [
-            gain_of(
-                evidence,
-                StepModel(shapes, tokens, CONTEXT).mlp(way, sparsity),
-                evidence.layers.gpus[gpu],
-            )
-            for shapes, tokens, _ in timed
-        ]
-        cells = [(gain.cell, style(gain)) for gain in gains]
-        lines.append([kind, *(_rise(rises.get(method)) for method in methods), *cells])
-    heads = [METHODS.get(method, TRAINED_SO) for method in methods]
+        if rises:
+            lines.append([kind, *(_rise(rises.get(method)) for method in methods)])
     return Table(
-        columns=["kind of sparsity", *heads, *(head for *_, head in timed)],
+        columns=["kind", *(METHODS.get(method, TRAINED_SO) for method in methods)],
         lines=lines,
-        title=f"{model}: rise of the loss in nats per {rows[0].unit}, and speedups",
-        words=["kind of sparsity"],
+        title=f"{model}: rise of the loss in nats per {rows[0].unit}",
+        words=["kind"],
     )
 
 
-def notes(evidence: Evidence, gpu: str) -> list[str]:
+def notes(evidence: Evidence) -> list[str]:
     """Return notes that explain the numbers of the table."""
     about = {each.model: each for each in evidence.losses if each.method != TRAINED}
     measured = [
@@ -78,16 +59,13 @@ def notes(evidence: Evidence, gpu: str) -> list[str]:
         "pruned.",
         "Blocks are chosen by the sum of the squared scores of their elements. SpenseGPT also "
         "updates the weights that stay. –: not measured, or the method does not apply.",
-        f"× is the speedup of the gated MLPs of a model over dense cuBLAS on {gpu}, in 16 bits: "
-        "measured with its interval, ≈ an estimate from the nearest published rows, or at most "
-        "what bytes and FLOPs allow.",
+        QUANTIZED_HOW,
     ]
 
 
-def markdown(evidence: Evidence, gpu: str) -> str:
+def markdown(evidence: Evidence) -> str:
     """Return the tables and their notes."""
-    tables = [table.markdown() for table in costs(evidence, gpu)]
-    return "\n\n".join([*tables, *notes(evidence, gpu)])
+    return "\n\n".join([*(table.markdown() for table in costs(evidence)), *notes(evidence)])
 
 
 def _rise(loss: Loss | None) -> Cell:

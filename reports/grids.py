@@ -151,13 +151,9 @@ def table(grid: Grid, title: str = "") -> Table:
         for row, cells in grid.rows.items()
     ]
     heads = ["format", *(column_text(grid.x, at) for at in grid.columns)]
+    first, others = heads[:1], heads[1:]
     return Table(
-        title=title,
-        columns=heads,
-        lines=lines,
-        words=heads[:1],
-        spare=heads[1:],
-        essential=heads[1:],
+        title=title, columns=heads, lines=lines, words=first, spare=others, essential=others
     )
 
 

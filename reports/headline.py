@@ -64,34 +64,22 @@ class Question:
 
 
 SPARSE = "level == 0.9"
+MIDDLE = f"block == '64' and {SPARSE}"
 ACTIVE = "active == 29 and skew == 'iid'"
+TWO_FOUR = "m == 16 and n == 51200 and dtype == 'bf16'"
+HALF_DENSE = "m == 16 and n == 25600 and dtype == 'fp8'"
+FFN = f"op == 'ffn' and m == 4096 and n == 5632 and {ACTIVE}"
+BY_NAME = "kernel == 'spense_wgmma'"
 QUESTIONS = [
     Question("Are large blocks faster?", "sparsity-4096", f"block == '128' and {SPARSE}"),
     Question("Are small blocks faster?", "sparsity-4096", f"block == '16' and {SPARSE}"),
     Question("With 64 tokens?", "sparsity-64", f"block == '32' and {SPARSE}"),
-    Question("With one token?", "decode", f"m == 1 and n == 14336 and block == '64' and {SPARSE}"),
-    Question(
-        "For the gradient of X?", "training", f"op == 'linear_dgrad' and block == '64' and {SPARSE}"
-    ),
-    Question(
-        "For the gradient of W?", "training", f"op == 'linear_wgrad' and block == '64' and {SPARSE}"
-    ),
-    Question(
-        "Is 2:4 faster with few tokens?",
-        "spense-two-four",
-        "m == 16 and n == 51200 and dtype == 'bf16'",
-        subject="kernel == 'spense_wgmma'",
-    ),
-    Question(
-        "In an MLP that stays half dense?",
-        "spense-ffn",
-        "m == 16 and n == 25600 and dtype == 'fp8'",
-    ),
-    Question(
-        "Are sparse activations faster?",
-        "ffn",
-        f"op == 'ffn' and m == 4096 and n == 5632 and {ACTIVE}",
-    ),
+    Question("With one token?", "decode", f"m == 1 and n == 14336 and {MIDDLE}"),
+    Question("For the gradient of X?", "training", f"op == 'linear_dgrad' and {MIDDLE}"),
+    Question("For the gradient of W?", "training", f"op == 'linear_wgrad' and {MIDDLE}"),
+    Question("Is 2:4 faster with few tokens?", "spense-two-four", TWO_FOUR, BY_NAME),
+    Question("In an MLP that stays half dense?", "spense-ffn", HALF_DENSE),
+    Question("Are sparse activations faster?", "ffn", FFN),
     Question("In a training step?", "ffn-step", f"m == 16384 and {ACTIVE}"),
 ]
 

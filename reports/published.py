@@ -168,20 +168,13 @@ def differing(root: Path, runs: Runs) -> dict[Path, str]:
 
     Raises ResultError if a page names an unknown block or leaves one open.
     """
-    parts: dict[str, Callable[[Runs], str]] = {
-        "headline": headline,
-        "agreement": agreement,
-        "finding": finding,
-        "figure": figure,
-        "runs": list_of_runs,
-        "digests": digests,
-        "terminal": terminal,
-        "changed": what_changed,
-    }
+    parts: dict[str, Callable[[Runs], str]] = {"headline": headline, "agreement": agreement}
+    parts |= {"finding": finding, "figure": figure, "runs": list_of_runs, "digests": digests}
+    parts |= {"terminal": terminal, "changed": what_changed}
     texts = {name: make(runs) for name, make in parts.items()}
     of_runs = ((run, Path(run.home).relative_to(HOME).as_posix()) for run in runs.values())
     evidence = collect_evidence(of_runs, root / HOME)
-    texts["costs"] = costs.markdown(evidence, runs[PICTURED].device)
+    texts["costs"] = costs.markdown(evidence)
     brief = advice.in_brief(evidence, runs[PICTURED].device)
     texts["advice"] = f"**Should I prune?** {brief}"
     pages = {root / HOME / "README.md": PAGE.format(**texts)}

@@ -134,23 +134,14 @@ def _kernels(kernels: list[dict[str, Any]]) -> Markup:
     if not kernels:
         return note("Kernels were not checked: the survey stopped earlier.")
     runs = sum(kernel["supported"] > 0 for kernel in kernels)
-    rows = [
-        [
-            kernel["kernel"],
-            "runs" if kernel["supported"] else "does not run",
-            f"{kernel['supported']} of {kernel['cases']}",
-            kernel["reason"] or "–",
-        ]
-        for kernel in sorted(
-            kernels, key=lambda kernel: (not kernel["supported"], kernel["kernel"])
-        )
-    ]
-    words = (
-        f"{runs} of {len(kernels)} kernels run here. Each was checked on its cases in all suites."
-    )
-    return note(words) + html_table(
-        ["kernel", "here", ">cases", "most frequent reason against the others"], rows
-    )
+    rows = []
+    for each in sorted(kernels, key=lambda each: (not each["supported"], each["kernel"])):
+        here = "runs" if each["supported"] else "does not run"
+        counts = f"{each['supported']} of {each['cases']}"
+        rows.append([each["kernel"], here, counts, each["reason"] or "–"])
+    words = f"{runs} of {len(kernels)} kernels run here. Each was checked on its cases in all"
+    heads = ["kernel", "here", ">cases", "most frequent reason against the others"]
+    return note(f"{words} suites.") + html_table(heads, rows)
 
 
 def _fitness(fitness: list[dict[str, Any]]) -> Markup:

@@ -91,8 +91,11 @@ class TwoGpus:
 
 def two_gpus(lines: pd.DataFrame, a: str, b: str) -> TwoGpus:
     """Return GPU b against GPU a from lines of cards (site/cards.py), whose `gpu` names them."""
-    lines = lines[lines.gpu.isin([a, b])]
-    best = that_count(lines)
+    return of_cells(that_count(lines[lines.gpu.isin([a, b])]), a, b)
+
+
+def of_cells(best: pd.DataFrame, a: str, b: str) -> TwoGpus:
+    """Return the same from the lines that count, with the columns of `cells.NUMBERS`."""
     best = best[best.gain.notna()].assign(m=pd.to_numeric(best.m))
     sides = [best[best.gpu == gpu] for gpu in (a, b)]
     both = sides[0].merge(sides[1], on=["problem_id", "row"], suffixes=("", "_b"))

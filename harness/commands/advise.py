@@ -1,4 +1,4 @@
-"""`sparsebench advise`: is pruning worth it for a model on a GPU?"""
+"""`sparsebench advise`: is pruning or quantizing worth it for a model on a GPU?"""
 
 from pathlib import Path
 from typing import Annotated
@@ -36,9 +36,9 @@ def advise(
     markdown: Markdown = False,
     as_json: Json = False,
 ) -> None:
-    """Should I prune? Say whether it pays off for a model on a GPU.
+    """Should I prune, or quantize? Say whether it pays off for a model on a GPU.
 
-    The answer names the fastest kind of sparsity whose measured loss of quality is acceptable. The
+    The answer is the fastest kind of fewer weights or bits whose measured loss is acceptable. Its
     speedup is a curve through published runs of the model; without any, it is estimated.
     """
     require_one_output(as_json, markdown)

@@ -111,10 +111,7 @@ def _read_campaign(file: str) -> "Campaign":
 
 
 def _show_states(
-    requested: "Campaign",
-    out: Path | None,
-    names: list[str] | None,
-    as_json: bool = False,
+    requested: "Campaign", out: Path | None, names: list[str] | None, as_json: bool = False
 ) -> None:
     from sparsebench.harness.shared_runs.campaign_sitting import EntryState, state
     from sparsebench.results.formatting import are

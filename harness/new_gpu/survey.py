@@ -83,12 +83,7 @@ class Survey:
         store.write_json(self.path / "survey.json", data)
 
 
-def survey(
-    device: str,
-    budget_s: float,
-    path: Path,
-    progress: Callable[[str], Progress],
-) -> Survey:
+def survey(device: str, budget_s: float, path: Path, progress: Callable[[str], Progress]) -> Survey:
     """Survey a device into a new directory."""
     if path.exists():
         raise SuiteError(f"--out {path}: expected a new directory, found one")

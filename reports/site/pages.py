@@ -234,12 +234,7 @@ def _groups(cards: Sequence[Card]) -> list[dict[str, Any]]:
         cards_of_gpu.sort(
             key=lambda card: (bool(card.role), not card.verdict, card.suite, card.name)
         )
-        groups.append(
-            {
-                "name": gpu,
-                "cards": cards_of_gpu,
-            }
-        )
+        groups.append({"name": gpu, "cards": cards_of_gpu})
     return sorted(groups, key=lambda group: -len(group["cards"]))
 
 

@@ -10,18 +10,20 @@ are on the site.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
 from sparsebench.reports import advice, costs
 from sparsebench.reports.page import render
+from sparsebench.reports.site import quantize
 from sparsebench.reports.site.cards import Card
 from sparsebench.reports.site.pages import Site, safe
-from sparsebench.reports.tables import html_table
 from sparsebench.results.advice.measured_layers import packaged_evidence
 from sparsebench.results.advice.pruning import (
     MOST_LOSS,
     NO,
+    QUANTIZE,
     TRAIN,
     TRY,
     WORTH,
@@ -34,8 +36,10 @@ from sparsebench.results.model_shapes import MODELS
 
 PAGE = "prune.html"
 TOKENS = (1, 4, 8, 16, 64, 256, 4096)
-CLASSES = {TRY: "worth", TRAIN: "look", NO: "lost"}
+CLASSES = {TRY: "worth", QUANTIZE: "worth", TRAIN: "look", NO: "lost"}
 FIRST = {"model": "Llama-3-8B", "gpu": "NVIDIA H200", "tokens": "16"}
+CONSTANTS = {"tokens": TOKENS, "worth": WORTH, "dear": MOST_LOSS, "decoded": DECODED}
+CONSTANTS |= {"first": FIRST}
 
 
 def in_brief() -> dict[str, str]:
@@ -51,9 +55,10 @@ def applies(runs: Iterable[tuple[str, str]]) -> bool:
 
 
 def pages(cards: Sequence[Card], site: Site) -> Iterator[tuple[str, str]]:
-    """Yield the path and the text of the page."""
+    """Yield the path and the text of this page, and of "Prune or quantize?" (quantize.py)."""
     evidence = packaged_evidence()
     links = {_key(card.gpu, card.name): f"{card.address}/" for card in cards}
+    yield quantize.PAGE, quantize.page(site, FIRST)
     gpus = sorted(evidence.layers.gpus, reverse=True)
     answers = [advise(evidence, *case) for case in product(MODELS, gpus, TOKENS)]
     yield (
@@ -63,16 +68,12 @@ def pages(cards: Sequence[Card], site: Site) -> Iterator[tuple[str, str]]:
             site=site,
             models=MODELS,
             gpus=gpus,
-            tokens=TOKENS,
-            worth=WORTH,
-            dear=MOST_LOSS,
-            first=FIRST,
-            decoded=DECODED,
+            **CONSTANTS,
             cases=[_case(answer, links) for answer in answers],
             grids=[(gpu, _grid([each for each in answers if each.gpu == gpu])) for gpu in gpus],
             notes=advice.basis(evidence, FIRST["gpu"]),
-            costs=[(table.title, table.html()) for table in costs.costs(evidence, FIRST["gpu"])],
-            cost_notes=costs.notes(evidence, FIRST["gpu"]),
+            costs=[(table.title, table.html()) for table in costs.costs(evidence)],
+            cost_notes=costs.notes(evidence),
         ),
     )
 
@@ -97,7 +98,7 @@ def _case(answer: Answer, links: dict[str, str]) -> dict[str, Any]:
         "subject": join_words([*dict.fromkeys(loss.subject for loss in losses)]) or "not measured",
         "steps": [*advice.commands(answer).items()],
         "title": table.title,
-        "table": html_table(advice.COLUMNS, table.lines, "stacked"),
+        "table": replace(table, title="").html(),
         "about": advice.about(answer),
         "runs": [(run, links.get(run, "")) for run in advice.sources(answer)],
     }
@@ -107,12 +108,8 @@ def _grid(answers: Sequence[Answer]) -> list[tuple[str, list[dict[str, Any]]]]:
     """Return a line of cells for each model: the gain of the kind that the verdict is about."""
     rows: dict[str, list[dict[str, Any]]] = {}
     for answer in answers:
-        best = answer.best
-        cell = {
-            "id": _id(answer.model.name, answer.gpu, str(answer.tokens)),
-            "classes": CLASSES[answer.word],
-            "text": times(best.step.value) if best else "no",
-            "title": answer.verdict,
-        }
+        id_ = _id(answer.model.name, answer.gpu, str(answer.tokens))
+        text = times(answer.best.step.value) if answer.best else "no"
+        cell = {"id": id_, "classes": CLASSES[answer.word], "text": text, "title": answer.verdict}
         rows.setdefault(answer.model.name, []).append(cell)
     return [*rows.items()]

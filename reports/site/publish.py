@@ -4,6 +4,7 @@
     DIR/GPU/NAME/      a run, its report and its downloads (run_folder.py)
     DIR/runs/SLUG/     leads to GPU/NAME, for links from before runs had short addresses
     DIR/prune.html     is pruning worth it for a model? (prune.py)
+    DIR/quantize.html  or are fewer bits? (quantize.py)
     DIR/claims/        a page per claim, judged by all runs of the site (reports/claims)
     DIR/compare/       a page per suite that ran on several devices, and their list (devices.py)
     DIR/.state.json    the code that wrote the pages, the address of the site, the claims
@@ -33,7 +34,7 @@ from typing import Any
 from sparsebench._writing import locked_folder, write_file
 from sparsebench.errors import ResultError, SparsebenchError
 from sparsebench.reports.claims import pages as claims
-from sparsebench.reports.site import devices, prune
+from sparsebench.reports.site import devices, prune, quantize
 from sparsebench.reports.site.cards import cells
 from sparsebench.reports.site.pages import Site, pages
 from sparsebench.reports.site.run_folder import (
@@ -125,7 +126,8 @@ def _publish(
     suites = devices.find_devices(cards)
     texts |= devices.pages(to, suites, [stored[slug].address for slug in changed], site, cards)
     texts |= prune.pages(cards, site) if site.prune else ()
-    doors = {"Should I prune?": prune.PAGE} if site.prune else {}
+    doors = {"Should I prune?": prune.PAGE, "Prune or quantize?": quantize.PAGE}
+    doors = doors if site.prune else {}
     if suites:
         doors["Which GPU?"] = devices.INDEX
     versions = [stored[slug].card for slug in newest]

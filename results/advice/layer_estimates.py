@@ -48,6 +48,11 @@ MOST_WEIGHTS = 2**27
 DENSE, TWO_FOUR, SIX_EIGHT = "dense", "2:4", "6:8"
 BLOCKS, SMALL_BLOCKS = "blocks", "blocks of 32"
 ANYWHERE, ACTIVATIONS = "anywhere", "activations"
+FP8, TWO_FOUR_FP8 = "fp8", "2:4 in fp8"
+FOUR_BITS, TWO_FOUR_BITS = "4 bits", "2:4 in 4 bits"
+QUANTIZED = {FP8: FP8, TWO_FOUR_FP8: FP8, FOUR_BITS: FOUR_BITS, TWO_FOUR_BITS: FOUR_BITS}
+"""Kinds of fewer bits, whose gains are over 16 bits, and that of the layer's other products."""
+GROUP = 128  # weights that share a scale of 16 bits
 ACTIVE = 29.0  # units that are on for a token, as in the published rows
 BITMAP_TOKENS = 256  # above these tokens a layer multiplies with a dense copy of the bitmap
 
@@ -74,7 +79,8 @@ class Layer:
     """A product Y[m, n] = X[m, k] W.T, or a gated MLP of k inputs and n hidden units.
 
     way        its kind of sparsity: 2:4, 6:8, blocks (64 × 64), blocks of 32, anywhere (a bitmap),
-               activations
+               activations; or one of QUANTIZED
+    dtype      of the weights; for QUANTIZED, of the dense layer that they replace
     sparsity   fraction of zeros in the weights; half of it for an MLP that is half 2:4
     active     hidden units on for a token, for `activations`
     """
@@ -109,10 +115,11 @@ class Layer:
 
     @property
     def density(self) -> float:
-        """Return the fraction of the multiplications that is left."""
+        """Return the fraction of the multiplications that is left; one in fp8 counts half."""
         if self.way == ACTIVATIONS:
             return (1 + 2 * self.active / self.n) / 3  # the gate stays dense
-        return 1.0 if self._is_dense else 1 - self.sparsity
+        left = 1.0 if self._is_dense else 1 - self.sparsity
+        return left / 2 if QUANTIZED.get(self.way) == FP8 else left
 
     @property
     def stored(self) -> float:
@@ -152,12 +159,16 @@ class Layer:
 
         2:4 adds two bits to each value kept, 6:8 is stored as 2:4 of one and a half times as many
         columns, and a bitmap adds one bit to each value. With sparse activations, rows are read
-        that any token needs.
+        that any token needs. Dense weights that QUANTIZED replace have 16 bits.
         """
         two_four = 0.5 + 0.125 / self.element
         match self.way:
             case "2:4":
                 return 1 - 2 * self.sparsity * (1 - two_four)
+            case "fp8" | "2:4 in fp8":
+                return (8 - 6 * self.sparsity) / 16
+            case "4 bits" | "2:4 in 4 bits":
+                return (4 - 2 * self.sparsity + 16 / GROUP) / 16
             case "6:8":
                 return 1.5 * two_four
             case "activations":

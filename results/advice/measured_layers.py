@@ -25,9 +25,14 @@ from sparsebench.results.advice.layer_estimates import (
     ACTIVE,
     ANYWHERE,
     BLOCKS,
+    FOUR_BITS,
+    FP8,
+    QUANTIZED,
     SIX_EIGHT,
     SMALL_BLOCKS,
     TWO_FOUR,
+    TWO_FOUR_BITS,
+    TWO_FOUR_FP8,
     Estimator,
     Gpu,
     Layer,
@@ -38,20 +43,18 @@ from sparsebench.results.files import read_model
 from sparsebench.results.model_files import SPARSITY_SCHEMA, L1Trainings, Pruning, read_pruning
 from sparsebench.results.model_shapes import ModelShapes
 from sparsebench.results.run.provenance import device_name, on_gpu
+from sparsebench.results.statistics.ratio import ratio_over
 from sparsebench.results.tables.analysis import Analysis
 from sparsebench.results.tables.contests import with_gains
-from sparsebench.results.tables.frame import records
+from sparsebench.results.tables.frame import fields, records
 
 SCHEMA: Final = "sparsebench/advice@2"
 NOT_AT_BEST = {"calls", "spense-calls"}  # suites that leave out the fastest kernels on purpose
 SIDES, LEVELS = {"64": BLOCKS, "32": SMALL_BLOCKS}, (0.5, 0.95)
-PRUNED = {  # the kind of sparsity of each pattern that `prune` knows
-    "2:4": TWO_FOUR,
-    "6:8": SIX_EIGHT,
-    "unstructured": ANYWHERE,
-    "64x64": BLOCKS,
-    "32x32": SMALL_BLOCKS,
-}
+PRUNED = {"unstructured": ANYWHERE, "64x64": BLOCKS, "32x32": SMALL_BLOCKS}
+PRUNED |= {kind: kind for kind in (TWO_FOUR, SIX_EIGHT, *QUANTIZED)}  # of the pattern of a Pruning
+UNPRUNED = {ACTIVATIONS, FP8, FOUR_BITS}
+BITS_OF = {"int4": FOUR_BITS, "int4_two_four": TWO_FOUR_BITS}  # the kind of a format
 KEPT = {"iid", "recorded"}  # distributions of active units over tokens
 DTYPES = ["bf16", "fp16", "fp8", "int8"]
 TRAINED = "training"
@@ -168,20 +171,14 @@ def of_runs(runs: Iterable[tuple[Analysis, str]]) -> Evidence:
 
 def of_pruning(pruning: Pruning, source: str) -> list[Loss]:
     """Return the rise of the loss by each method and pattern."""
-    return [
-        Loss(
-            PRUNED[outcome.pattern],
-            round(outcome.sparsity, 4),
-            pruning.weights.removesuffix(".gguf"),
-            outcome.method,
-            round(outcome.loss - (pruning.loss or 0.0), 4),
-            pruning.unit,
-            pruning.held_out,
-            source,
-        )
-        for outcome in pruning.outcomes
-        if outcome.loss is not None and outcome.sparsity and outcome.pattern in PRUNED
-    ]
+    model, about = pruning.weights.removesuffix(".gguf"), (pruning.unit, pruning.held_out, source)
+    losses = []
+    for each in pruning.outcomes:
+        way, sparsity = PRUNED.get(each.pattern), round(each.sparsity, 4)
+        if each.loss is not None and way and (sparsity or way in QUANTIZED):
+            rise = round(each.loss - (pruning.loss or 0.0), 4)
+            losses.append(Loss(way, sparsity, model, each.method, rise, *about))
+    return losses
 
 
 def of_l1(trainings: L1Trainings, source: str) -> Loss:
@@ -225,25 +222,24 @@ def _of_run(
     timed = with_gains(cases[usual & cases.op.isin(["linear", "ffn", "decoder"])])
     if timed.empty:
         return
-    timed = timed[(timed.side != "dense") & timed.gain.notna()].sort_values("gain", ascending=False)
-    timed = timed.assign(way=[_way(line) for line in records(timed)])
-    best = timed[timed.way != ""].drop_duplicates(["problem_id", "way"])
-    for line in records(best):
-        way, key = line["way"], (str(line["problem_id"]), line["way"])
+    sparse = timed[(timed.side != "dense") & timed.gain.notna()]
+    lines = [*(line | {"way": _way(line)} for line in records(sparse)), *_in_fp8(timed)]
+    best = {
+        (str(line["problem_id"]), line["way"]): line
+        for line in sorted(lines, key=lambda line: float(line["gain"]))
+    }
+    for key, line in best.items():
+        if not (way := line["way"]):
+            continue
         ends = [line[end] if pd.notna(line[end]) else line["gain"] for end in ("low", "high")]
         gains = [round(float(value), 4) for value in (line["gain"], *ends)]
         about = analysis.device, name, int(line["processes"])
-        n, k = ("intermediate", "hidden") if line["op"] == "decoder" else ("n", "k")
-        layer = Layer(
-            line["op"] != "linear",
-            way,
-            int(line["m"]),
-            int(line[n]),
-            int(line[k]),
-            str(line["dtype"]),
-            sparsity=0.0 if way == ACTIVATIONS else round(float(line["level"]), 4),
-            active=float(line["active"]) if way == ACTIVATIONS else 0.0,
-        )
+        named = ("m", "intermediate", "hidden") if line["op"] == "decoder" else ("m", "n", "k")
+        m, n, k = (int(line[size]) for size in named)
+        sparsity = 0.0 if way in UNPRUNED else round(float(line["level"]), 4)
+        active = float(line["active"]) if way == ACTIVATIONS else 0.0
+        gated, dtype = line["op"] != "linear", str(line["dtype"])
+        layer = Layer(gated, way, m, n, k, dtype, sparsity, active)
         if line["op"] == "decoder":
             names = ("hidden", "intermediate", "layers", "heads", "kv_heads", "head_dim", "vocab")
             shapes = ModelShapes(name.rpartition("/")[2], *(int(line[size]) for size in names))
@@ -254,9 +250,29 @@ def _of_run(
             yield key, Measured(layer, *about, kernel, dense_us, *gains, over=over)
 
 
+def _in_fp8(timed: pd.DataFrame) -> Iterator[dict[str, Any]]:
+    """Yield the 2:4 and the fastest dense cases in fp8 whose problem was also timed in 16 bits.
+
+    Gains are over the fastest dense case in 16 bits: process by process, in another contest.
+    """
+    dense = (timed.name == timed.dense_name) & (timed.weights == timed.over)
+    names = [name for name in ("op", *fields(timed)) if name != "dtype"]
+    problems = pd.Series(pd.factorize(pd.MultiIndex.from_frame(timed[names]))[0], timed.index)
+    wide = dense & timed.dtype.isin(["bf16", "fp16"])
+    bases = dict(zip(problems[wide], records(timed[wide]), strict=True))
+    fp8 = (timed.dtype == "fp8") & problems.isin(bases) & (dense | (timed.kind == "spense"))
+    for problem, line in zip(problems[fp8], records(timed[fp8]), strict=True):
+        base, way = bases[problem], FP8 if line["side"] == "dense" else TWO_FOUR_FP8
+        if ratio := ratio_over(line["blocks"], base["blocks"], line["between"]):
+            over = {"way": way, "gain": ratio.value, "dtype": base["dtype"], "over": base["over"]}
+            yield line | asdict(ratio) | over
+
+
 def _way(line: Mapping[str, Any]) -> str:
     """Return the kind of sparsity of a case; "" for a kind that no advice is about."""
     kind, pattern, op = line["kind"], line["pattern"], line["op"]
+    if kind in BITS_OF:
+        return BITS_OF[kind]
     if kind == "spense":
         return TWO_FOUR
     if kind == "slide":

@@ -1,8 +1,9 @@
-"""Is pruning worth it for a model on a GPU? One answer for the command and the page.
+"""Is pruning or quantizing a model worth it on a GPU? One answer for the command and the pages.
 
     for each of KINDS    gain of the MLPs and of the model, weights in GB, quality, and how sure
     verdict              TRY         the fastest kind that costs at most MOST_LOSS nats per token
                                      makes the model at least WORTH times as fast
+                         QUANTIZE    the same, and the kind is of dense weights in fewer bits
                          TRAIN       only a kind that costs more does, at most UNUSABLE
                          NO          none does
                          UNMEASURED  no run on this GPU is published: upper limits only
@@ -17,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import exp, isclose, log
 
-from sparsebench._gpus import names_device
+from sparsebench._gpus import generation_of, names_device
 from sparsebench.errors import ResultError
 from sparsebench.results.advice.curves import Curve
 from sparsebench.results.advice.layer_estimates import (
@@ -25,8 +26,13 @@ from sparsebench.results.advice.layer_estimates import (
     ACTIVE,
     ANYWHERE,
     BLOCKS,
+    FOUR_BITS,
+    FP8,
+    QUANTIZED,
     SIX_EIGHT,
     TWO_FOUR,
+    TWO_FOUR_BITS,
+    TWO_FOUR_FP8,
     Gpu,
     Layer,
 )
@@ -40,7 +46,9 @@ CONTEXT = 1024
 MOST_TOKENS = 2**20
 WORTH, MOST_LOSS, UNUSABLE = 1.05, 0.1, 1.0
 MOST_SHOWN = 100  # a rise of the perplexity beyond which its size says nothing
-TRY, TRAIN, NO, UNMEASURED = "try", "train", "no", "unmeasured"
+TRY, QUANTIZE, TRAIN, NO, UNMEASURED = "try", "quantize", "train", "no", "unmeasured"
+BEGINS = {TRY: "Worth trying", QUANTIZE: "Quantize, do not prune"}
+WITHOUT_FP8 = {"Volta", "Turing", "Ampere"}
 HALF = "half of each MLP 2:4"
 KINDS = {  # how a layer is sparse, and its sparsity
     "2:4": (TWO_FOUR, 0.5),
@@ -52,8 +60,14 @@ KINDS = {  # how a layer is sparse, and its sparsity
     "zeros anywhere, 50 %": (ANYWHERE, 0.5),
     "zeros anywhere, 70 %": (ANYWHERE, 0.7),
     f"sparse activations, {ACTIVE:g} units": (ACTIVATIONS, 0.0),
+    "fp8": (FP8, 0.0),
+    "half of each MLP 2:4, and fp8": (TWO_FOUR_FP8, 0.25),
+    "2:4 and fp8": (TWO_FOUR_FP8, 0.5),
+    "weights in 4 bits": (FOUR_BITS, 0.0),
+    "2:4 and weights in 4 bits": (TWO_FOUR_BITS, 0.5),
 }
 LAYERED = {TWO_FOUR, BLOCKS, ANYWHERE}  # kinds that `prune` makes and that have a layer of ours
+LOADED = LAYERED | {FP8, FOUR_BITS}  # kinds that a model can be loaded with
 
 
 @dataclass(frozen=True)
@@ -128,16 +142,14 @@ def advise(evidence: Evidence, model: ModelShapes, gpu: str, tokens: int) -> Ans
         raise ResultError(f"--gpu: {expected}, found {gpu!r} in {join_words(names)}")
     card = evidence.layers.gpus[names[0]] if names else None
     step = StepModel(model, tokens, CONTEXT)
-    kinds = [_advice(evidence, step, card, kind) for kind in KINDS]
-    return Answer(
-        model,
-        card.name if card else gpu,
-        tokens,
-        *_verdict(kinds, evidence, model, "" if card else gpu, tokens),
-        kinds,
-        model.weights * 2 / 1e9,
-        step.dense_us(evidence.layers, card) if card else None,
-    )
+    kinds = [
+        _advice(evidence, step, card, kind)
+        for kind, (way, _) in KINDS.items()
+        if QUANTIZED.get(way) != FP8 or card or generation_of(gpu) not in WITHOUT_FP8
+    ]
+    verdict = _verdict(kinds, evidence, model, "" if card else gpu, tokens)
+    dense = model.weights * 2 / 1e9, step.dense_us(evidence.layers, card) if card else None
+    return Answer(model, card.name if card else gpu, tokens, *verdict, kinds, *dense)
 
 
 def gain_of(evidence: Evidence, layer: Layer, gpu: Gpu | None) -> Gain:
@@ -152,7 +164,8 @@ def gain_of(evidence: Evidence, layer: Layer, gpu: Gpu | None) -> Gain:
 
     if gpu is None:
         return estimated(layer.m)
-    rows = [row for row in evidence.measured if row.gpu == gpu.name]
+    alike = gpu.name, layer.way
+    rows = [row for row in evidence.measured if (row.gpu, row.layer.way) == alike]
     rows = [row for row in reversed(rows) if replace(row.layer, m=layer.m) == layer]
     return Curve({row.layer.m: Gain.measured(row) for row in rows}, estimated).at(layer.m)
 
@@ -162,15 +175,10 @@ def _advice(evidence: Evidence, step: StepModel, gpu: Gpu | None, kind: str) -> 
     way, sparsity = KINDS[kind]
     layer, model = step.mlp(way, sparsity), step.model
     of_layers, of_step = gain_of(evidence, layer, gpu), _step_gain(evidence, step, layer, gpu)
-    saved = 0.0 if way == ACTIVATIONS else model.layers * layer.weights * (1 - layer.memory_share)
-    return Advice(
-        kind,
-        of_layers,
-        of_step,
-        (model.weights - saved) * 2 / 1e9,
-        _loss(evidence, model, way, sparsity),
-        list(dict.fromkeys((*of_step.runs, *of_layers.runs))),
-    )
+    changed = [each for each in step.products(layer) if each[1].way != ACTIVATIONS]
+    saved = sum(count * each.weights * (1 - each.memory_share) for count, each in changed)
+    loss, runs = _loss(evidence, model, way, sparsity), dict.fromkeys(of_step.runs + of_layers.runs)
+    return Advice(kind, of_layers, of_step, (model.weights - saved) * 2 / 1e9, loss, [*runs])
 
 
 def _step_gain(evidence: Evidence, step: StepModel, layer: Layer, gpu: Gpu | None) -> Gain:
@@ -178,9 +186,8 @@ def _step_gain(evidence: Evidence, step: StepModel, layer: Layer, gpu: Gpu | Non
 
     def estimated(tokens: int) -> Gain:
         other, at = replace(step, tokens=tokens), replace(layer, m=tokens)
-        if gpu and (estimate := evidence.layers.estimate(at, gpu)):
-            return other.estimated(at, estimate, other.rest_us(evidence.layers, gpu))
-        return Gain(other.bound(at), 0.0, other.bound(at), BOUND)
+        estimate = other.estimated(at, evidence.layers, gpu) if gpu else None
+        return estimate or Gain(other.bound(at), 0.0, other.bound(at), BOUND)
 
     if gpu is None:
         return estimated(layer.m)
@@ -247,7 +254,7 @@ def _verdict(
         return max(some, key=lambda each: each.step.value, default=None)
 
     at = f"for {amount(tokens, 'token')} at once"
-    usable = [each for each in kinds if each.usable and KINDS[each.kind][0] in LAYERED]
+    usable = [each for each in kinds if each.usable and KINDS[each.kind][0] in LOADED]
     if absent:
         quiet = [each for each in usable if each.nats is not None and each.nats <= MOST_LOSS]
         best = fastest(quiet or usable)
@@ -258,9 +265,14 @@ def _verdict(
     cheap = fastest(
         [each for each in estimated if each.nats is not None and each.nats <= MOST_LOSS]
     )
-    best = fastest(estimated)
     if cheap and cheap.step.value >= WORTH:
-        return TRY, f"Worth trying: {_faster(cheap, model, at)}{_cost(cheap, model, TRY)}.", cheap
+        word = TRY if KINDS[cheap.kind][0] in LAYERED else QUANTIZE
+        return (
+            word,
+            f"{BEGINS[word]}: {_faster(cheap, model, at)}{_cost(cheap, model, TRY)}.",
+            cheap,
+        )
+    best = fastest([each for each in estimated if KINDS[each.kind][0] in LAYERED])
     if best and best.step.value >= WORTH:
         text = f"{_faster(best, model, at)}{_cost(best, model, TRAIN)}"
         return TRAIN, f"Do not prune without training: {text}.", best

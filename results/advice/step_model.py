@@ -1,28 +1,28 @@
 """The time of one pass of a model (a "step" here), and what sparse MLPs gain in it.
 
     step = layers x (MLP + wqkv + wo + attention + small kernels) + head
-    gain = step with dense MLPs / step with sparse ones
+    gain = step of dense products in 16 bits / step
 
-Only MLPs are sparse, as `sparsebench prune` makes them. Attention, norms, the KV cache, the
-embedding and the head stay dense. Up to DECODED tokens at once are as many sequences that decode,
-with `context` tokens in the cache of each. More tokens are prompts of `context` tokens, of which
-only the last one passes the head.
+Only MLPs are sparse, as `sparsebench prune` makes them; fewer bits are those of every product of a
+layer. Attention, norms, the KV cache, the embedding and the head stay dense and in 16 bits. Up to
+DECODED tokens at once are as many sequences that decode, with `context` tokens in the cache of
+each. More tokens are prompts of `context` tokens, of which only the last one passes the head.
 
 The time of the dense rest is assumed to be right within a factor of REST, as it is for the decoding
 steps that were measured. A bound needs no GPU: sparse MLPs save no more than their share of the
 bytes or of the FLOPs, whichever is larger.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cached_property
 from math import exp, hypot, log
 
 from sparsebench.results.advice.layer_estimates import (
     ACTIVATIONS,
     ACTIVE,
     DENSE,
+    QUANTIZED,
     START_US,
-    Estimate,
     Estimator,
     Gpu,
     Layer,
@@ -107,59 +107,72 @@ class StepModel:
         return Layer(True, way, *sizes, sparsity=sparsity, active=active)
 
     def dense_us(self, layers: Estimator, gpu: Gpu) -> float:
-        return self.rest_us(layers, gpu) + self.model.layers * layers.dense_us(self.mlp(DENSE), gpu)
+        return self._time_us(layers, gpu, self.products(self.mlp(DENSE)))
 
-    def rest_us(self, layers: Estimator, gpu: Gpu) -> float:
-        """Return the time of everything but the MLPs."""
-        *products, head = (layers.dense_us(layer, gpu) for layer in self._rest)
+    def products(self, mlp: Layer) -> list[tuple[int, Layer]]:
+        """Return the products of a step with such MLPs, and how often: the MLP, wqkv, wo, the head.
+
+        Kinds of fewer bits are of all products of a layer; the others of the MLPs alone.
+        """
+        model, m, way = self.model, self.tokens, QUANTIZED.get(mlp.way, DENSE)
+        width, keys = model.heads * model.head_dim, 2 * model.kv_heads * model.head_dim
+        last = m if self._decodes else -(-m // self.context)
+        sizes = (m, width + keys, model.hidden), (m, model.hidden, width)
+        products = [(model.layers, each) for each in (mlp, *(Layer(False, way, *s) for s in sizes))]
+        return [*products, (1, Layer(False, DENSE, last, model.vocab, model.hidden))]
+
+    def _time_us(self, layers: Estimator, gpu: Gpu, products: Iterable[tuple[int, Layer]]) -> float:
+        """Return the time of dense products and of everything but products."""
         stream = PASSES * self.tokens * self.model.hidden * 2
         moved = (self._cache_bytes + stream) / gpu.gb_per_s / 1e3
-        layer_us = sum(products) + moved + self._attention_flops / gpu.rate("bf16") / 1e6
-        return self.model.layers * (layer_us + SMALL * START_US) + head
+        layer_us = moved + self._attention_flops / gpu.rate("bf16") / 1e6 + SMALL * START_US
+        products_us = sum(count * layers.dense_us(each, gpu) for count, each in products)
+        return self.model.layers * layer_us + products_us
 
-    def estimated(self, layer: Layer, estimate: Estimate, rest_us: float) -> Gain:
-        """Return the gain of the whole step from the estimate of its MLPs.
+    def estimated(self, mlp: Layer, layers: Estimator, gpu: Gpu) -> Gain | None:
+        """Return the gain of the whole step; None if no measured layer is near its MLPs.
 
-        The errors of the MLPs and of the rest are independent, so the squares of their logarithms
-        add up. Such intervals hold all measured steps, predicted from layers of other shapes.
+        Another product that no measured layer is near counts as if it kept 16 bits.
+        The errors of the changed products and of the rest are independent, so the squares of their
+        logarithms add up. Such intervals hold all measured steps, predicted from layers of other
+        shapes.
         """
-        mlps = self.model.layers * estimate.dense_us
-        in_step = estimate.dense_us / estimate.sparse_us
+        products = self.products(mlp)
+        estimates = {p: layers.estimate(p[1], gpu) for p in products if p[1].way != DENSE}
+        near = {each: estimate for each, estimate in estimates.items() if estimate}
+        if products[0] not in near:
+            return None
+        rest = self._time_us(layers, gpu, [each for each in products if each not in near])
+        dense = sum(count * estimate.dense_us for (count, _), estimate in near.items())
+        in_step = dense / sum(count * e.sparse_us for (count, _), e in near.items())
+        bound, widen = max(p.bound for _, p in near), max(e.widen for e in near.values())
 
-        def gain(of_mlps: float = 1.0, of_rest: float = 1.0) -> float:
-            left, rest = mlps / min(in_step * of_mlps, layer.bound), rest_us * of_rest
-            return (mlps + rest) / (left + rest)
+        def gain(of_products: float = 1.0, of_rest: float = 1.0) -> float:
+            left, others = dense / min(in_step * of_products, bound), rest * of_rest
+            return (dense + others) / (left + others)
 
         value, rests = gain(), (gain(of_rest=REST), gain(of_rest=1 / REST))
-        below = hypot(log(value / gain(1 / estimate.widen)), log(value / min(rests)))
-        above = hypot(log(gain(estimate.widen) / value), log(max(rests) / value))
-        ends = value * exp(-below), min(value * exp(above), layer.bound)
-        return Gain(value, *ends, ESTIMATE, runs=tuple(row.run for row in estimate.rows))
+        below = hypot(log(value / gain(1 / widen)), log(value / min(rests)))
+        above = hypot(log(gain(widen) / value), log(max(rests) / value))
+        ends = value * exp(-below), min(value * exp(above), bound)
+        runs = dict.fromkeys(row.run for estimate in near.values() for row in estimate.rows)
+        return Gain(value, *ends, ESTIMATE, runs=tuple(runs))
 
-    def bound(self, layer: Layer) -> float:
+    def bound(self, mlp: Layer) -> float:
         """Return the largest gain of the step, by bytes or by FLOPs."""
-        *products, head = self._rest
-        layers, mlp = self.model.layers, self.model.layers * layer.weights
-        moved = 2 * sum(each.weights for each in products) + self._cache_bytes
-        flops = 2 * sum(each.m * each.weights for each in products) + self._attention_flops
-        parts = (
-            (2 * mlp, layer.stored, layers * moved + 2 * head.weights),
-            (2 * mlp * layer.m, layer.density, layers * flops + 2 * head.m * head.weights),
+        products, layers = self.products(mlp), self.model.layers
+        moved = [(2 * count * each.weights, each.stored) for count, each in products]
+        flops = [(2 * count * each.m * each.weights, each.density) for count, each in products]
+        parts = (moved, layers * self._cache_bytes), (flops, layers * self._attention_flops)
+        return max(
+            (sum(dense for dense, _ in each) + rest)
+            / (sum(dense * left for dense, left in each) + rest)
+            for each, rest in parts
         )
-        return max((dense + rest) / (dense * left + rest) for dense, left, rest in parts)
 
     @property
     def _decodes(self) -> bool:
         return self.tokens <= DECODED
-
-    @cached_property
-    def _rest(self) -> list[Layer]:
-        """Return the dense products of a layer beside the MLP, then the head."""
-        model, m = self.model, self.tokens
-        width, keys = model.heads * model.head_dim, 2 * model.kv_heads * model.head_dim
-        last = m if self._decodes else -(-m // self.context)
-        sizes = (m, width + keys, model.hidden), (m, model.hidden, width)
-        return [Layer(False, DENSE, *each) for each in (*sizes, (last, model.vocab, model.hidden))]
 
     @property
     def _cache_bytes(self) -> float:

@@ -54,17 +54,6 @@ QUOTED_WORDS = 25  # the longest verbatim quotation
 OF_TRAINING = "speedup", "memory_saved", "loss_saved"
 OF_WHOLE = "speedup", "memory_saved", "energy_saved"
 FIELDS_OF_TRAINING = "data", "pattern", "block", "width"
-REMOVED = {  # keys of older claims, and what replaces them
-    "partly_at": "a claim that every cell misses falls short",
-    "tables": "the caveats can name the authors' files",
-    "tolerance": "at_least and at_most are the tested values, and readings explain them",
-    "field": "ours is the value itself",
-    "scope": "claims are about kernel time",
-    "scopes": "claims are about kernel time",
-    "caches": "claims are about a cold cache",
-    "cache": "claims are about a cold cache",
-    "same": "a page shows both values of a condition and does not compare them",
-}
 
 Text = Annotated[str, Field(min_length=1, max_length=600, pattern=r"\S")]
 Share = Annotated[float, Field(gt=0, le=1)]
@@ -74,14 +63,6 @@ Scalar = str | int | float | bool
 
 class _ClaimModel(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _refuse_removed(cls, data: Any) -> Any:
-        for key in data if isinstance(data, dict) else ():
-            if key in REMOVED and key not in cls.model_fields:
-                raise ValueError(f"no {key}; {REMOVED[key]}")
-        return data
 
 
 class ClaimSource(_ClaimModel):

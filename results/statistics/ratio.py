@@ -87,11 +87,6 @@ def by_round(samples: Sequence[float], size: int) -> Floats:
     return np.reshape(samples[:whole], (-1, size))
 
 
-def round_logs(base: Floats, other: Floats) -> Floats:
-    """Return log(base / other) by round, for samples of shape (..., rounds, samples per round)."""
-    return median_logs(np.median(base, axis=-1), np.median(other, axis=-1))
-
-
 def median_logs(base: Floats, other: Floats) -> Floats:
     """Return log(base / other) by round, for the medians of the rounds: shape (..., rounds).
 

@@ -4,13 +4,12 @@ from dataclasses import replace
 
 import pytest
 
-from sparsebench.reports.costs import COSTS, METHODS, OF_MODEL, costs, markdown
+from sparsebench.reports.costs import COSTS, METHODS, costs, markdown
 from sparsebench.results.advice.measured_layers import Evidence, of_pruning, packaged_evidence
 from sparsebench.results.advice.pruning import advise
 from sparsebench.results.model_files import Pruning, PruningOutcome
 from sparsebench.results.model_shapes import read_shapes
 
-GPU = "NVIDIA H200"
 SOURCE = "pruning/small.json"
 ABOUT = "sparsebench/pruning@1", "small.gguf", "0", "a text", 4096, 2048, 2.0
 
@@ -30,16 +29,15 @@ def pruning() -> Pruning:
     return Pruning(*ABOUT, outcomes)  # type: ignore[arg-type]
 
 
-def test_a_line_has_the_rises_by_method_and_the_gains_of_layers(pruning: Pruning) -> None:
-    measured = packaged_evidence()
-    evidence = Evidence(measured.gpus, measured.measured, [], of_pruning(pruning, SOURCE))
-    (table,) = costs(evidence, GPU)
+def test_a_line_has_the_rises_by_method(pruning: Pruning) -> None:
+    evidence = Evidence([], [], [], of_pruning(pruning, SOURCE))
+    (table,) = costs(evidence)
     lines = {line[0]: line[1:] for line in table.lines}
-    assert [*lines] == [*COSTS]
-    assert [cell[0] for cell in lines["6:8"][:2]] == ["+0.500", "+0.250"]
-    assert [cell[0] for cell in lines["32 × 32 blocks, 80 % zeros"][:2]] == ["–", "+2.000"]
-    assert len(table.columns) == 1 + 2 + len(OF_MODEL)
-    assert "over 2,048 held-out tokens" in markdown(evidence, GPU)
+    assert {*lines} < {*COSTS}
+    assert [cell[0] for cell in lines["6:8"]] == ["+0.500", "+0.250"]
+    assert [cell[0] for cell in lines["32 × 32 blocks, 80 % zeros"]] == ["–", "+2.000"]
+    assert len(table.columns) == 1 + 2
+    assert "over 2,048 held-out tokens" in markdown(evidence)
 
 
 def test_an_advice_has_the_best_method_and_only_losses_per_token(pruning: Pruning) -> None:

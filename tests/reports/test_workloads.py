@@ -1,15 +1,18 @@
 """Two GPUs are compared by workload, over the cells that both measured."""
 
+from pathlib import Path
 from typing import Any
 
 import pandas as pd
 import pytest
 
+from sparsebench.reports.cells import cells, text_of
 from sparsebench.reports.site.cards import run_lines
-from sparsebench.reports.workloads import WORKLOADS, two_gpus
+from sparsebench.reports.workloads import WORKLOADS, of_cells, two_gpus
+from sparsebench.results.files import parse_json
 from sparsebench.results.run import store
 from sparsebench.results.tables.analysis import analyse
-from tests.tools.command_line import output, sparsebench
+from tests.tools.command_line import output, refusal, sparsebench
 from tests.tools.paths import PUBLISHED
 
 RUNS = [PUBLISHED / gpu / "decoder-8b" for gpu in ("nvidia-h100-80gb-hbm3", "nvidia-h200")]
@@ -69,3 +72,21 @@ def test_compare_prints_one_screen_and_every_case_with_cells() -> None:
     cells = output("compare", *RUNS, "--cells")
     assert "Every case, largest difference first" in cells
     assert "decoding, 8B model" in cells
+
+
+def test_cells_give_the_same_table_as_the_lines_that_they_come_from(lines: Any) -> None:
+    first, second = lines.gpu.unique()
+    written = parse_json(text_of(cells(lines)))["cells"]
+    numbers = pd.DataFrame([cell["numbers"] for cell in written])
+    expected, actual = two_gpus(lines, first, second), of_cells(numbers, first, second)
+    assert (actual.table, actual.sentence) == (expected.table, expected.sentence)
+
+
+def test_published_gpus_are_compared_without_reading_a_run(monkeypatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)  # without a folder of runs
+    monkeypatch.setattr(store, "read", None)
+    shown = output("compare", "H100 SXM", "H200")
+    assert "H200 against H100" in shown
+    assert "decoding, 8B model" in shown
+    assert shown.endswith("Every case: --cells\n")
+    assert "did you mean H100?" in refusal("compare", "H1OO", "H200")

@@ -14,13 +14,18 @@ import pytest
 
 from sparsebench.errors import ResultError
 from sparsebench.reports import advice as presented
-from sparsebench.reports.site import prune
+from sparsebench.reports.site import prune, quantize
 from sparsebench.reports.site.pages import Site
 from sparsebench.results.advice.curves import Curve
 from sparsebench.results.advice.layer_estimates import (
     ACTIVATIONS,
     BLOCKS,
+    DENSE,
+    FOUR_BITS,
+    FP8,
+    QUANTIZED,
     TWO_FOUR,
+    TWO_FOUR_FP8,
     Estimator,
 )
 from sparsebench.results.advice.measured_layers import Evidence, of_runs, packaged_evidence
@@ -29,8 +34,8 @@ from sparsebench.results.advice.pruning import (
     KINDS,
     MOST_LOSS,
     NO,
+    QUANTIZE,
     TRAIN,
-    TRY,
     UNMEASURED,
     UNUSABLE,
     WORTH,
@@ -86,12 +91,9 @@ def test_estimates_hold_every_whole_model_that_was_left_out(evidence: Evidence) 
         sizes = {step.layer.n, step.layer.k, 2 * step.layer.n}
         rows = [row for row in evidence.measured if not {row.layer.n, row.layer.k} <= sizes]
         layers, gpu = Estimator(evidence.layers.gpus, rows), evidence.layers.gpus[step.gpu]
-        model, estimate = (
-            StepModel(step.model, step.layer.m, step.context),
-            layers.estimate(step.layer, gpu),
-        )
-        assert estimate
-        gain = model.estimated(step.layer, estimate, model.rest_us(layers, gpu))
+        model = StepModel(step.model, step.layer.m, step.context)
+        gain = model.estimated(step.layer, layers, gpu)
+        assert gain
         assert gain.low <= step.gain <= gain.high
         sizes_seen.add(step.model.hidden)
     assert len(sizes_seen) > 1
@@ -120,18 +122,24 @@ def test_a_gain_between_measured_batches_lies_on_the_line_between_them(evidence:
 
 
 def test_a_gain_of_some_of_the_layers_is_extrapolated_and_says_so(evidence: Evidence) -> None:
-    answer = advise(evidence, read_shapes("Llama-3-8B"), "H200", 16)
+    pruned = without_bits(evidence)
+    answer = advise(pruned, read_shapes("Llama-3-8B"), "H200", 16)
     assert answer.best
     step = answer.best.step
     assert (step.basis, step.part) == (MEASURED, "8 of 32 layers")
     assert step.caveat == "extrapolated from 8 of 32 layers"
     assert step.cell == f"{step.text} (extrapolated)"
-    assert presented.sure(answer.best).startswith("8 of 32 layers: measured")
     look = advise(evidence, read_shapes("Qwen3-32B"), "H200", 16).kinds[3].step
     assert look.cell == f"{look.text} (look, extrapolated)"
-    for text in (answer.verdict, presented.in_brief(evidence, "NVIDIA H200")):
+    for text in (answer.verdict, presented.in_brief(pruned, "NVIDIA H200")):
         assert "extrapolated from 8 of 32 layers" in text
     assert "fewer of these layers" in presented.markdown(answer, evidence)  # how
+
+
+def without_bits(evidence: Evidence) -> Evidence:
+    """Return the evidence without the quality of fewer bits, so that none is an answer."""
+    kept = [loss for loss in evidence.losses if loss.way not in QUANTIZED]
+    return replace(evidence, losses=kept)
 
 
 def of_half(evidence: Evidence, model: str, gpu: str, tokens: int) -> Advice:
@@ -162,7 +170,8 @@ def test_a_curve_that_crosses_changes_the_verdict_once_between_its_points() -> N
 @pytest.mark.parametrize(
     ("model", "gpu", "tokens", "word", "begins"),
     [
-        ("Llama-3-8B", "H100", 16, TRY, "Worth trying"),
+        ("Llama-3-8B", "H100", 16, QUANTIZE, "Quantize, do not prune"),
+        ("Qwen3-32B", "H200", 4096, QUANTIZE, "Quantize, do not prune"),
         ("Gemma-3-270m", "H200", 4096, TRAIN, "Do not prune without training"),
         ("Gemma-3-270m", "H200", 1, NO, "Do not prune"),
         ("Llama-3-8B", "A100", 16, UNMEASURED, "Not measured"),
@@ -216,12 +225,67 @@ def test_fewer_zeros_stand_for_a_loss_that_was_not_measured(evidence: Evidence) 
     assert "its loss by pruning was not measured" in none.verdict
 
 
+def test_fewer_bits_count_every_product_of_a_layer_and_pruning_the_mlps(evidence: Evidence) -> None:
+    step = StepModel(MODELS[0], 16, 1024)
+    of_fp8, of_both, of_pruned = (
+        [layer.way for _, layer in step.products(step.mlp(way, 0.5))]
+        for way in (FP8, TWO_FOUR_FP8, TWO_FOUR)
+    )
+    assert of_fp8 == [FP8, FP8, FP8, DENSE]  # the MLP, wqkv, wo; the head keeps its bits
+    assert of_both == [TWO_FOUR_FP8, FP8, FP8, DENSE]
+    assert of_pruned == [TWO_FOUR, DENSE, DENSE, DENSE]
+    assert step.bound(step.mlp(FP8)) < 2 < step.bound(step.mlp(FOUR_BITS))
+    layers, gpu = evidence.layers, evidence.layers.gpus["NVIDIA H200"]
+    assert step.estimated(step.mlp(FP8), layers, gpu)
+    assert step.estimated(step.mlp(FOUR_BITS), layers, gpu)
+    prompt = replace(step, tokens=4096)
+    assert prompt.estimated(prompt.mlp(FOUR_BITS), layers, gpu) is None  # was not measured
+
+
+def test_gains_of_fp8_are_over_16_bits_in_the_same_processes() -> None:
+    """A step of Qwen3-32B in fp8 was measured in the run of its step in bf16."""
+    path = PUBLISHED / "nvidia-h200" / "decoder"
+    (cases,) = [analyse(store.read(path)).timed]
+    of_runs_ = of_runs([(analyse(store.read(path)), "nvidia-h200/decoder")])
+    for step in of_runs_.steps:
+        if step.layer.way == FP8:
+            same = cases[(cases.m == step.layer.m) & (cases.kind == "dense")]
+            same = same[same.pattern == "spense_hidden"]
+            times = {str(d): t for d, t in zip(same.dtype, same.median_us, strict=True)}
+            assert step.gain == pytest.approx(times["bf16"] / times["fp8"], rel=0.01)
+            assert step.processes == 3
+    assert sum(step.layer.way == FP8 for step in of_runs_.steps) == 3
+
+
+def test_a_gpu_without_fp8_has_no_kind_of_it(evidence: Evidence) -> None:
+    for gpu, has in (("A100", False), ("RTX 4090", True), ("H200", True)):
+        kinds = {each.kind for each in advise(evidence, MODELS[0], gpu, 16).kinds}
+        assert ("fp8" in kinds) == has
+        assert "weights in 4 bits" in kinds
+
+
+def test_what_was_not_measured_says_so_with_the_command_that_measures_it(evidence) -> None:
+    page = quantize.page(Site(), prune.FIRST)
+    part = page.partition('id="llama-3-8b-nvidia-h200"')[2].partition("</section>")[0]
+    assert "weights in 4 bits, prompts, 4,096 tokens" in part
+    assert "sparsebench try torch_int4 op=linear dtype=bf16 weight_bits=4 m=4096 n=14336" in part
+    answer = advise(evidence, read_shapes("Llama-3-8B"), "H200", 16)
+    assert answer.best
+    assert f"Quantize, do not prune: {answer.best.step.text} as fast with fp8" in part
+    assert all(kind.kind in part for kind in answer.kinds)
+
+
 def test_an_answer_ends_with_lines_to_prune_load_and_measure(evidence: Evidence) -> None:
     lines = presented.commands(advise(evidence, read_shapes("Qwen3-8B"), "H100", 8))
-    assert [*lines] == ["prune", "load, in Python", "measure"]
-    assert "sparsebench prune Qwen3-8B --pattern 2:4 --dense 0.5" in lines["prune"]
-    assert "spense_ffn m=8 n=12288 k=4096" in lines["measure"]
-    compile(lines["load, in Python"], "load", "exec")
+    assert [*lines] == ["load, in Python, with torchao", "measure"]
+    assert "TorchAoConfig(Float8DynamicActivation" in lines["load, in Python, with torchao"]
+    assert lines["measure"] == "sparsebench try cublas op=ffn dtype=fp8 m=8 n=12288 k=4096"
+    pruned = presented.commands(advise(without_bits(evidence), read_shapes("Qwen3-8B"), "H100", 8))
+    assert [*pruned] == ["prune", "load, in Python", "measure"]
+    assert "sparsebench prune Qwen3-8B --pattern 2:4 --dense 0.5" in pruned["prune"]
+    assert "spense_ffn dtype=bf16 m=8 n=12288 k=4096 pattern=spense_hidden" in pruned["measure"]
+    for load in (lines["load, in Python, with torchao"], pruned["load, in Python"]):
+        compile(load, "load", "exec")
     shown = output("advise", "Qwen3-8B", "--gpu", "H100", "--batch", 8)
     assert all(line in shown.splitlines() for line in (f"  {each}" for each in lines.values()))
 
@@ -244,9 +308,12 @@ def test_no_estimate_exceeds_what_bytes_and_flops_allow(evidence: Evidence) -> N
 
 def test_more_zeros_of_a_kind_never_take_more_memory(evidence: Evidence) -> None:
     answer = advise(evidence, MODELS[1], "H200", 16)
-    both, half, most, blocks, more_blocks, fewest_blocks, anywhere, more, active = [
-        kind.gigabytes for kind in answer.kinds
-    ]
+    gigabytes = {kind.kind: kind.gigabytes for kind in answer.kinds}
+    both, half, most, blocks, more_blocks, fewest_blocks, anywhere, more, active, *bits = (
+        gigabytes.values()
+    )
+    assert bits == sorted(bits, reverse=True)
+    assert half > bits[0] > answer.dense_gigabytes / 2
     assert answer.dense_gigabytes == active > most > half > both
     assert both > blocks > more_blocks > fewest_blocks
     assert both == anywhere > more
@@ -261,8 +328,8 @@ def test_command_and_page_show_the_same_answer(tmp_path: Path, evidence: Evidenc
         SimpleNamespace(gpu="NVIDIA H200", name=name, address=f"h200/{name}")
         for name in (linked, other)
     ]
-    ((path, page),) = prune.pages(cards, Site())
-    assert path == prune.PAGE
+    (other_path, _), (path, page) = prune.pages(cards, Site())
+    assert (other_path, path) == (quantize.PAGE, prune.PAGE)
     section = page.partition('id="llama-3-8b-nvidia-h200-16"')[2].partition("</section>")[0]
     printed = sparsebench("advise", folder, "--gpu", "h200", "--batch", 16, "--markdown").stdout
     for text in [answer.verdict, *(kind.step.text for kind in presented.shown(answer))]:
@@ -282,7 +349,7 @@ def test_a_run_of_ones_own_counts_too() -> None:
     done = sparsebench(
         "advise", "Qwen3-32B", "--gpu", "H200", "--batch", 64, "--run", run, "--json"
     )
-    assert json.loads(done.stdout)["word"] == TRY, done.stderr
+    assert json.loads(done.stdout)["word"] == QUANTIZE, done.stderr
 
 
 @pytest.mark.parametrize(

@@ -20,8 +20,8 @@ from sparsebench.results.statistics.ratio import (
     Floats,
     Interval,
     hodges_lehmann,
+    median_logs,
     p_value,
-    round_logs,
 )
 from tests.simulated.gpu_model import Array, Spec, blur, samples, ways
 
@@ -73,7 +73,7 @@ def within(call_us: float) -> Array:
     """Return what two equal contenders differ by in each of POOL processes without an effect."""
     spec = Spec(process=0.0)
     taken = samples(spec, [call_us, call_us], np.random.default_rng(5), processes=POOL)
-    return np.median(round_logs(taken[:, 0], taken[:, 1]), axis=-1)
+    return np.median(median_logs(*np.median(taken, axis=-1).swapaxes(0, 1)), axis=-1)
 
 
 def simulated(
