@@ -319,14 +319,14 @@ class BlockMask(Format):
         """Return the columns without the flag, int32."""
         return self.columns & ~PARTIAL
 
-    def listed(self) -> "BlockMask":
+    def compact(self) -> "BlockMask":
         """Return the mask without places that no block takes; waits for the device with `keep`."""
         if not self.keep:
             return self
-        there = self.present
-        rows, columns = rows_of(self.offsets)[there], self.indices[there]
+        present = self.present
+        rows, columns = rows_of(self.offsets)[present], self.indices[present]
         layout: dict[str, Any] = {"batch": self.batch, "lists": self.lists, "causal": self.causal}
-        return self.build(self.tokens, self.block, rows, columns, self.partial[there], **layout)
+        return self.build(self.tokens, self.block, rows, columns, self.partial[present], **layout)
 
     def list_of(self, head: int, heads: int) -> int:
         """Return the list that head `head` of `heads` reads. Raises FormatError."""
@@ -361,8 +361,9 @@ class BlockMask(Format):
         size = self.batch * heads * s_q * s_kv
         require(size <= MOST_ELEMENTS, f"expected at most {MOST_ELEMENTS} elements, found {size}")
         cells = self.columns.new_zeros(*self.shape, b_q, b_k, dtype=torch.bool)
-        there = self.present
-        cells[rows_of(self.offsets)[there], self.indices[there].long()] = self.elements()[there]
+        present = self.present
+        rows, columns = rows_of(self.offsets)[present], self.indices[present]
+        cells[rows, columns.long()] = self.elements()[present]
         cells = cells.view(self.batch, self.lists, self.q_blocks, self.kv_blocks, b_q, b_k)
         whole = cells.transpose(3, 4).flatten(4, 5).flatten(2, 3)[:, :, :s_q, :s_kv]
         return whole.repeat_interleave(heads // self.lists, 1)
@@ -382,8 +383,8 @@ class BlockMask(Format):
         return allowed
 
     def to_dense(self) -> Tensor:
-        cells, there = torch.zeros(self.shape, device=self.columns.device), self.present
-        cells[rows_of(self.offsets)[there], self.indices[there].long()] = 1
+        cells, present = torch.zeros(self.shape, device=self.columns.device), self.present
+        cells[rows_of(self.offsets)[present], self.indices[present].long()] = 1
         return cells.to(self.dtype)
 
     def arrays(self) -> dict[str, Tensor]:

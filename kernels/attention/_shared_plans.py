@@ -38,8 +38,8 @@ LOWEST = tl.constexpr(-(2**31))
 class SharedPlans:
     """The plans of all masks of the same sizes.
 
-    operator           of the mask that they read, whose lists `load` writes
-    forward, backward  launches that write them, of a mask's columns
+    operator           plans of one mask, over whose lists `load` writes those of other masks
+    forward, backward  launches that copy a mask's columns to these lists; backward transposes, too
     """
 
     operator: Operator

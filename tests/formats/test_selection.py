@@ -63,7 +63,7 @@ def test_the_blocks_with_the_highest_scores_are_selected(case, dtype) -> None:
     cells = BlockMask.from_dense(mask.to_dense(), batch=2, **options)
     assert torch.equal(mask.expand(), cells.expand())
     for name, array in cells.arrays().items():
-        assert torch.equal(getattr(mask.listed(), name), array), name
+        assert torch.equal(getattr(mask.compact(), name), array), name
     for name, array in cells.transposed._asdict().items():
         if array is not None and name != "places":
             assert torch.equal(getattr(mask.transposed, name), array), name

@@ -253,4 +253,4 @@ def test_a_graph_selects_anew_in_each_replay_on_a_gpu() -> None:
         assert all(map(torch.equal, gradient, expected))
     mask = BlockMask.from_scores(torch.rand(1, 2, 16, 16, device="cuda"), 3, block=64)
     o = attention(*x, mask)
-    assert torch.equal(o, attention(*x, mask.listed()))
+    assert torch.equal(o, attention(*x, mask.compact()))
