@@ -174,15 +174,15 @@ class BlockMask(Format):
     ) -> Self:
         """Select the `keep` blocks of each row that have the highest scores, on their device.
 
-        scores       [batch, lists, q_blocks, kv_blocks], floating point. NaN and -inf are never
-                     selected, and of equal scores the lower column is
+        scores       [batch, lists, q_blocks, kv_blocks], floating point. NaN and -inf are selected
+                     only by `first` and `last`. If scores are equal, the lower column is selected
         keep         blocks of a row, `first` and `last` included
         tokens       [S_q, S_kv]; without it, every block is whole
         first, last  blocks that each row keeps whatever their scores: those that it sees first
                      (attention sinks) and last (the window before its queries)
 
-        Does not wait for the device, and can be captured into a CUDA graph: each replay selects
-        anew. Raises FormatError.
+        Does not wait for a GPU, and can be captured into a CUDA graph, where each replay selects
+        anew; with more than 8192 blocks of keys, it waits and cannot. Raises FormatError.
         """
         sides, layout = sides_of(block), f"{scores.dtype} {list(scores.shape)}"
         expected = "scores [batch, lists, q_blocks, kv_blocks] in floating point"
@@ -194,10 +194,11 @@ class BlockMask(Format):
         )
         blocks = blocks_of(sizes, sides)
         require((*grid,) == blocks, f"expected {expected}: {list(blocks)}, found {layout}")
-        always = first >= 0 <= last and first + last <= keep
-        require(always, f"expected first + last from 0 to keep = {keep}, found {first} + {last}")
-        whole = isinstance(keep, int) and 1 <= keep <= blocks[1]
-        require(whole, f"keep: expected a whole number from 1 to {blocks[1]} blocks, found {keep}")
+        fits = type(keep) is int and 1 <= keep <= blocks[1]
+        require(fits, f"keep: expected a whole number from 1 to {blocks[1]} blocks, found {keep}")
+        fits = all(type(n) is int and n >= 0 for n in (first, last)) and first + last <= keep
+        expected = f"whole numbers from 0 on, and first + last up to keep = {keep}"
+        require(fits, f"first, last: expected {expected}; found {first} and {last}")
         selection = Selection(batch * lists * blocks[0], sizes, sides, causal, keep, first, last)
         shape = selection.rows, blocks[1]
         offsets, columns = select(scores.flatten(0, 2), selection.sizes)
@@ -300,7 +301,7 @@ class BlockMask(Format):
 
     @cached_property
     def counts(self) -> Tensor:
-        """Return the number of blocks of each row, int32."""
+        """Return the number of blocks of each row, int32; with `keep`, of its places."""
         return self.offsets.diff()
 
     @property
@@ -318,14 +319,14 @@ class BlockMask(Format):
         """Return the columns without the flag, int32."""
         return self.columns & ~PARTIAL
 
-    def listed(self) -> "BlockMask":
+    def compact(self) -> "BlockMask":
         """Return the mask without places that no block takes; waits for the device with `keep`."""
         if not self.keep:
             return self
-        there = self.present
-        rows, columns = rows_of(self.offsets)[there], self.indices[there]
+        present = self.present
+        rows, columns = rows_of(self.offsets)[present], self.indices[present]
         layout: dict[str, Any] = {"batch": self.batch, "lists": self.lists, "causal": self.causal}
-        return self.build(self.tokens, self.block, rows, columns, self.partial[there], **layout)
+        return self.build(self.tokens, self.block, rows, columns, self.partial[present], **layout)
 
     def list_of(self, head: int, heads: int) -> int:
         """Return the list that head `head` of `heads` reads. Raises FormatError."""
@@ -360,8 +361,9 @@ class BlockMask(Format):
         size = self.batch * heads * s_q * s_kv
         require(size <= MOST_ELEMENTS, f"expected at most {MOST_ELEMENTS} elements, found {size}")
         cells = self.columns.new_zeros(*self.shape, b_q, b_k, dtype=torch.bool)
-        there = self.present
-        cells[rows_of(self.offsets)[there], self.indices[there].long()] = self.elements()[there]
+        present = self.present
+        rows, columns = rows_of(self.offsets)[present], self.indices[present]
+        cells[rows, columns.long()] = self.elements()[present]
         cells = cells.view(self.batch, self.lists, self.q_blocks, self.kv_blocks, b_q, b_k)
         whole = cells.transpose(3, 4).flatten(4, 5).flatten(2, 3)[:, :, :s_q, :s_kv]
         return whole.repeat_interleave(heads // self.lists, 1)
@@ -381,8 +383,8 @@ class BlockMask(Format):
         return allowed
 
     def to_dense(self) -> Tensor:
-        cells, there = torch.zeros(self.shape, device=self.columns.device), self.present
-        cells[rows_of(self.offsets)[there], self.indices[there].long()] = 1
+        cells, present = torch.zeros(self.shape, device=self.columns.device), self.present
+        cells[rows_of(self.offsets)[present], self.indices[present].long()] = 1
         return cells.to(self.dtype)
 
     def arrays(self) -> dict[str, Tensor]:

@@ -126,7 +126,7 @@ def from_flashinfer(
 
 def to_flashinfer(mask: BlockMask) -> FlashInfer:
     """Convert to FlashInfer's lists; the elements of all blocks follow if any block is partial."""
-    mask = mask.listed()
+    mask = mask.compact()
     alone = mask.batch == mask.lists == 1
     actual = f"{mask.lists} lists of {mask.batch} sequences"
     require(alone, f"flashinfer: expected one list that all heads share, found {actual}")
@@ -138,7 +138,7 @@ def to_flashinfer(mask: BlockMask) -> FlashInfer:
 
 def to_flashinfer_variable(mask: BlockMask, kv_heads: int) -> FlashInferVariable:
     """Convert to FlashInfer's masks by KV head, in which blocks may have different sizes."""
-    mask = mask.listed()
+    mask = mask.compact()
     count = int(mask.partial.sum())
     require(not count, f"flashinfer: expected full blocks only, found {count} partial ones")
     shared = mask.batch == 1 and kv_heads % mask.lists == 0
@@ -158,7 +158,7 @@ def padded_lists(
     mask: BlockMask, heads: int, *, partial: bool, most: int | None = None
 ) -> PaddedLists:
     """Return the partial or the full blocks of every head, padded to the longest list or `most`."""
-    mask = mask.listed()
+    mask = mask.compact()
     mask.list_of(0, heads)
     rows, of_kind = rows_of(mask.offsets), mask.partial == partial
     rows, blocks = rows[of_kind], mask.indices[of_kind]

@@ -8,8 +8,8 @@ window to a model without one: a token then attends to this many tokens, includi
 the caller, [batch, 1, S_q, S_kv], is taken as it is.
 
 `config.sparse_select = {"keep": 16, "block": 64}` lets each block of queries of a prompt select its
-blocks of keys (sparsebench.select_attention). It needs prompts without padding. Calls of up to
-`block` queries with a mask, such as those of decoding, attend to all keys.
+blocks of keys (sparsebench.select_attention). It needs prompts without padding or window. Calls of
+up to `block` queries with a mask, such as those of decoding, attend to all keys.
 
 transformers makes the mask as a tensor, a bool for each pair of a query and a key of one sequence:
 268 MB at 16k tokens. So it passes through caches, compiled calls and hooks as any mask does. The
@@ -129,8 +129,8 @@ def attend(
     if chosen and causal and queries > chosen["keep"] * chosen["block"]:
         return select_attention(q, k, v, causal=True, scale=scaling, **chosen), None
     if chosen and attention_mask is not None and queries > chosen["block"]:
-        expected = f"prompts without padding, or up to {chosen['block']} queries, for sparse_select"
-        raise Unsupported(f"attention {NAME}: expected {expected}, found a mask of {queries}")
+        expected = f"prompts without padding or window, or {chosen['block']} queries at most"
+        raise Unsupported(f"sparse_select: expected {expected}, found a mask of {queries}")
     options = {"block": BLOCK, "causal": causal, "scale": scaling}
     return attention_of_elements(q, k, v, attention_mask, **options), None
 

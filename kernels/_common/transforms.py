@@ -4,6 +4,8 @@ Kernels take addresses, so a call that a mode watches must go through an operato
 layers check this first. Under torch.func there is no address, so layers refuse it.
 """
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
@@ -36,6 +38,11 @@ def is_watched() -> bool:
 def is_current(device: torch.device) -> bool:
     """Return whether a launch without a device guard would run on this device."""
     return device.type != "cuda" or device.index == torch.cuda.current_device()
+
+
+def device_guard(device: torch.device) -> AbstractContextManager[object]:
+    """Return a context in which this device is the current one; Triton launches on that one."""
+    return nullcontext() if is_current(device) else torch.cuda.device(device)
 
 
 def rows_of(x: Tensor) -> Tensor:

@@ -19,7 +19,13 @@ from torch import Tensor
 from sparsebench.formats._selection import SELECTORS, Selection, select_in_torch
 from sparsebench.kernels._common.capture import is_capturing, keep, make_lasting
 from sparsebench.kernels._common.torch_operator import torch_operator
-from sparsebench.kernels._common.transforms import is_watched
+from sparsebench.kernels._common.transforms import (
+    ALIGNMENT,
+    aligned,
+    device_guard,
+    is_watched,
+    readable,
+)
 from sparsebench.kernels._common.triton import BoundKernel, Template
 
 BOUND = 256  # launches in a cache, one for each selection and layout
@@ -31,15 +37,16 @@ LOWEST = tl.constexpr(-(2**31))
 def select(scores: Tensor, sizes: list[int]) -> tuple[Tensor, Tensor]:
     """Return offsets and columns as formats/_selection.py defines them; in one launch by default.
 
-    Rows of more than MOST_BLOCKS are sorted by torch.
+    Rows of more than MOST_BLOCKS are sorted by torch, which waits for the GPU.
     """
     if scores.shape[1] > MOST_BLOCKS:
         return select_in_torch(scores, sizes)
-    rows = scores if scores.stride(1) == 1 else scores.contiguous()
+    rows = readable(scores)
     template = _selecting(tuple(sizes), rows.stride(0), rows.dtype, rows.device)
-    if is_capturing(rows):
-        keep(template)
-    offsets, columns = template(rows)
+    with device_guard(rows.device):
+        if is_capturing(rows):
+            keep(template)
+        offsets, columns = template(rows)
     return offsets, columns
 
 
@@ -74,11 +81,12 @@ def _means(x: Tensor, block: int, groups: int) -> Tensor:
         first = torch.arange(0, tokens, block, device=x.device)
         real = (tokens - first).clamp(max=block) * (heads // groups)
         return (sums / real[:, None, None]).transpose(1, 2).contiguous()
-    x = x if x.stride(3) == 1 else x.contiguous()
+    x = x if x.stride(3) == 1 and not x.data_ptr() % ALIGNMENT else aligned(x)
     template = _pooling(tuple(x.shape), tuple(x.stride()), x.dtype, x.device, block, groups)
-    if is_capturing(x):
-        keep(template)
-    return template(x)[0]
+    with device_guard(x.device):
+        if is_capturing(x):
+            keep(template)
+        return template(x)[0]
 
 
 def _means_sizes(x: Tensor, block: int, groups: int) -> Tensor:
@@ -176,7 +184,8 @@ def _add_up(  # type: ignore[no-untyped-def]
     lane = tl.arange(0, PACK * DEPTH)
     head, depth = lane // DEPTH, lane % DEPTH
     stored = (head < pack) & (depth < D)
-    at = x + sequence.to(tl.int64) * batch_stride + (group * pack + head) * head_stride + depth
+    from_head = (group * pack + head).to(tl.int64) * head_stride  # beyond 2^31 from 520k tokens on
+    at = x + sequence.to(tl.int64) * batch_stride + from_head + depth
     end = tl.minimum((block + 1) * BLOCK, tokens)
     sums = tl.zeros((ROWS, PACK * DEPTH), tl.float32)
     for first in tl.static_range(0, BLOCK, ROWS):

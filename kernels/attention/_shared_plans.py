@@ -38,8 +38,8 @@ LOWEST = tl.constexpr(-(2**31))
 class SharedPlans:
     """The plans of all masks of the same sizes.
 
-    operator           of the mask that they read, whose lists `load` writes
-    forward, backward  launches that write them, of a mask's columns
+    operator           plans of one mask, over whose lists `load` writes those of other masks
+    forward, backward  launches that copy a mask's columns to these lists; backward transposes, too
     """
 
     operator: Operator
@@ -65,12 +65,11 @@ def shared_plans_of(mask: BlockMask, operator_of: Callable[[BlockMask], Operator
         stream, graph = torch._C._cuda_getCurrentRawStream(device.index), captured_into()
     sizes = mask.tokens, mask.block, mask.batch, mask.lists, mask.causal, mask.keep
     key = *sizes, device, get_ident(), stream, graph and graph[0]
-    if (shared := _SHARED.get(key)) is None:
+    if (shared := _SHARED.pop(key, None)) is None:
         shared = make_lasting(lambda: make_shared_plans(mask, operator_of), device)
-        _SHARED[key] = shared
-        while len(_SHARED) > MOST_SHARED:
-            _SHARED.popitem(last=False)
-    _SHARED.move_to_end(key)
+    _SHARED[key] = shared  # at the end; another thread may drop it at any time
+    while len(_SHARED) > MOST_SHARED:
+        _SHARED.popitem(last=False)
     return shared
 
 

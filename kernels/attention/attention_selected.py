@@ -36,8 +36,8 @@ Part = Literal["pooled", "scores", "lists"]
 def prepare(operands: Operands, *, selects: Part = "pooled") -> Launch:
     """Choose the kernel of attention, and make plans that take any lists. Raises Unsupported."""
     parts = get_args(Part)
-    known = selects in parts
-    refuse(None if known else f"selects: expected {', '.join(parts)}; found {selects!r}")
+    expected = f"expected {', '.join(parts)}"
+    refuse(None if selects in parts else f"selects: {expected}; found {selects!r}")
     mask, bound = operands.weights["mask"], bind(operands, ENGINES)
     assert isinstance(mask, BlockMask)
     call: AttentionCall = bound.call
@@ -54,12 +54,12 @@ def prepare(operands: Operands, *, selects: Part = "pooled") -> Launch:
         block, tokens = [*mask.block], [*mask.tokens]
         return BlockMask.from_scores(scores, most, block=block, tokens=tokens, causal=mask.causal)
 
-    chosen = select(bias)
+    selection = select(bias)
 
     def likeliest(call: AttentionCall) -> Sequence[Engine]:
         return [e for e in ENGINES if not e.unsupported(call.problem, operands.device)]
 
-    plans = make_shared_plans(chosen, lambda own: operator_of(own, ENGINES, likeliest))
+    plans = make_shared_plans(selection, lambda first: operator_of(first, ENGINES, likeliest))
     q, k, v = bound.activations
 
     def pooled(x: Tensor, block: int) -> Tensor:
@@ -70,17 +70,17 @@ def prepare(operands: Operands, *, selects: Part = "pooled") -> Launch:
         products = pooled(q, mask.block[0]), pooled(k, mask.block[1]).mT
         return torch.baddbmm(bias.flatten(0, 1), *products).view_as(bias)
 
-    def listed() -> Tensor:
+    def columns() -> Tensor:
         if selects == "lists":
-            return chosen.columns
+            return selection.columns
         return select(scores() if selects == "pooled" else bias).columns
 
     def run(product: Product) -> Tensor:
-        plans.load(listed(), transposed=False)
+        plans.load(columns(), transposed=False)
         o: Tensor = product.run(q, k, v)[0]
         return o
 
-    plans.load(chosen.columns, transposed=False)
+    plans.load(selection.columns, transposed=False)
     earlier = Earlier(operands.pinned, operands.timed)
     selected = plans.operator.select(call, lambda product: lambda: product.run(q, k, v), earlier)
     launch = launch_of(selected, lambda: run(selected.product))

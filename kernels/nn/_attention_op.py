@@ -52,7 +52,13 @@ from sparsebench.kernels._common.front import (
 )
 from sparsebench.kernels._common.operator import Engine, Operator
 from sparsebench.kernels._common.torch_operator import torch_operator
-from sparsebench.kernels._common.transforms import aligned, is_current, is_traced, is_watched
+from sparsebench.kernels._common.transforms import (
+    aligned,
+    device_guard,
+    is_current,
+    is_traced,
+    is_watched,
+)
 from sparsebench.kernels._kernel import NAMES, refuse
 from sparsebench.kernels.attention import _call as of_attention
 from sparsebench.kernels.attention import (
@@ -135,22 +141,25 @@ def _call(
 def _run(call: AttentionCall, mask: BlockMask, operands: Sequence[Tensor]) -> Sequence[Tensor]:
     """Run the planned kernel on rows of tokens; the first call plans it."""
     flat = [aligned(x.flatten(0, 1).flatten(1) if x.dim() == 4 else x) for x in operands]
-    operator = _operator(mask)
-    if mask.keep and mask.columns.is_cuda:
-        backward = call.op == "attention_backward"
-        shared_plans_of(mask, operator_of).load(aligned(mask.columns), transposed=backward)
-    elif call not in operator.plans and is_capturing(flat[0]):  # to list a mask waits
-        raise RuntimeError(f"{call} is not planned: call it once before capturing a CUDA graph")
-    selected = operator.select(call, lambda product: lambda: product.run(*flat))
-    run: Any = selected.product.run  # of several results
-    results: Sequence[Tensor] = run(*flat)
+    with device_guard(flat[0].device):
+        operator = _operator(mask)
+        if mask.keep and mask.columns.is_cuda:
+            backward = call.op == "attention_backward"
+            shared_plans_of(mask, operator_of).load(aligned(mask.columns), transposed=backward)
+        elif call not in operator.plans and is_capturing(flat[0]):  # to list a mask waits
+            raise RuntimeError(f"{call} is not planned: call it once before capturing a CUDA graph")
+        selected = operator.select(call, lambda product: lambda: product.run(*flat))
+        run: Any = selected.product.run  # of several results
+        results: Sequence[Tensor] = run(*flat)
     return results
 
 
 def _operator(mask: BlockMask) -> Operator:
-    """Return the plans of a mask, or of all masks of its sizes."""
-    is_shared = mask.keep and mask.columns.is_cuda
-    return shared_plans_of(mask, operator_of).operator if is_shared else plans_of(mask)
+    """Return the plans of a mask, or of all masks of its sizes. A CPU plans each selection anew."""
+    if not mask.keep:
+        return plans_of(mask)
+    on_gpu = mask.columns.is_cuda
+    return shared_plans_of(mask, operator_of).operator if on_gpu else operator_of(mask)
 
 
 def _forward(call: AttentionCall, mask: BlockMask, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:

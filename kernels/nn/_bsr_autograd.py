@@ -14,7 +14,6 @@ which takes one of two paths:
 """
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -38,6 +37,7 @@ from sparsebench.kernels._common.torch_operator import torch_operator
 from sparsebench.kernels._common.transforms import (
     ALIGNMENT,
     PLAIN,
+    device_guard,
     is_current,
     is_traced,
     is_watched,
@@ -105,7 +105,7 @@ def _run(
     if not call.m or not out[0]:
         return a.new_zeros(out, dtype=output_dtype(a.dtype))
     a = readable(a)
-    with nullcontext() if is_current(device) else torch.cuda.device(device):
+    with device_guard(device):
         if front is None or not pattern.is_planned(call):
             return pattern.run(call, a, b)
         packed = call.op == "dgrad" and not call.live  # then launches need not read the values

@@ -40,6 +40,7 @@ from sparsebench.kernels._common.product import Selected
 from sparsebench.kernels._common.torch_operator import torch_operator
 from sparsebench.kernels._common.transforms import (
     aligned,
+    device_guard,
     is_current,
     is_traced,
     is_watched,
@@ -212,7 +213,7 @@ def _multiply(
     if not x.shape[0]:
         return _empty(x, w.shape[0], activation, scale)
     x, tokens = readable(x), None
-    with nullcontext() if is_current(x.device) else torch.cuda.device(x.device):
+    with device_guard(x.device):
         if x.dtype != w.dtype and x.is_cuda:
             read = x.new_empty(x.shape, dtype=w.dtype)
             x, tokens = read, elementwise.scaled(x, read)

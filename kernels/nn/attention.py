@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from sparsebench.errors import Unsupported
+from sparsebench.formats._format import require_whole
 from sparsebench.formats.block_mask import BlockMask
 from sparsebench.kernels._common.transforms import is_watched
 from sparsebench.kernels.attention._selecting import means
@@ -65,14 +66,22 @@ def select_attention(
 
     The score of a block is the product of its mean key and of the mean query of a block and of the
     heads that share a KV head, in fp32. It has no gradient. A block of queries selects by all its
-    queries, so with `causal` a selection, but no key, depends on later tokens of the same block.
-    Does not wait for the device. Raises Unsupported, FormatError.
+    queries, so with `causal` a selection, but no key, depends on later tokens of the same blocks.
+    A NaN in a block of queries or keys makes its scores NaN. A block with such a score is selected
+    only as one of the first or the last. Waits for the device only to plan new sizes. Raises
+    Unsupported, FormatError.
     """
-    require_operands(q, k, v, (q.shape[0], q.shape[1], k.shape[1]), 1, q.device)
+    require_whole("block", block)
+    q, k, v = _cast(q, k, v)
+    require_operands(q, k, v, (*q.shape[:2], *k.shape[1:2]), 1, q.device)
+    if not q.numel() or not k.numel():
+        shapes = f"q {list(q.shape)}, k {list(k.shape)}"
+        raise Unsupported(f"select_attention: expected at least one sequence, found {shapes}")
     groups, tokens = k.shape[2], [q.shape[1], k.shape[1]]
     queries, keys = (means(x.detach(), block, groups) for x in (q, k))
     options: dict[str, Any] = {"block": block, "tokens": tokens, "causal": causal}
-    products = torch.bmm(queries.flatten(0, 1), keys.flatten(0, 1).mT)
+    with torch.autocast(q.device.type, enabled=False):
+        products = torch.bmm(queries.flatten(0, 1), keys.flatten(0, 1).mT)
     scores = products.unflatten(0, keys.shape[:2])
     mask = BlockMask.from_scores(scores, keep, first=first, last=last, **options)
     return attention(q, k, v, mask, scale=scale)

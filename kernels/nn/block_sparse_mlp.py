@@ -12,7 +12,6 @@ steps as this layer.
 """
 
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext
 from typing import Any, Self
 
 import torch
@@ -22,7 +21,7 @@ from torch.nn.functional import relu
 from sparsebench.formats._format import require, rows_of
 from sparsebench.formats.bsr import Bsr
 from sparsebench.kernels._common.elementwise import gated
-from sparsebench.kernels._common.transforms import is_current, is_traced
+from sparsebench.kernels._common.transforms import device_guard, is_traced
 from sparsebench.kernels.nn._bsr_pattern import grid_of
 from sparsebench.kernels.nn._spense_engines import ACTIVATIONS as of_spense
 from sparsebench.kernels.nn.linear import BlockSparseLinear
@@ -123,7 +122,7 @@ def hidden(products: Tensor, activation: str) -> Tensor:
     plain = type(products) is Tensor and products.is_cuda and products.numel() > 0
     if plain and not products.requires_grad and not is_traced():
         rows = products.view(-1, products.shape[-1])
-        with nullcontext() if is_current(rows.device) else torch.cuda.device(rows.device):
+        with device_guard(rows.device):
             h = gated(rows, activation)
         return h.view(*products.shape[:-1], -1)
     gate, up = products.chunk(2, -1)

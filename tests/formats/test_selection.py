@@ -63,7 +63,7 @@ def test_the_blocks_with_the_highest_scores_are_selected(case, dtype) -> None:
     cells = BlockMask.from_dense(mask.to_dense(), batch=2, **options)
     assert torch.equal(mask.expand(), cells.expand())
     for name, array in cells.arrays().items():
-        assert torch.equal(getattr(mask.listed(), name), array), name
+        assert torch.equal(getattr(mask.compact(), name), array), name
     for name, array in cells.transposed._asdict().items():
         if array is not None and name != "places":
             assert torch.equal(getattr(mask.transposed, name), array), name
@@ -91,7 +91,11 @@ def test_what_cannot_be_selected_is_refused_in_one_line() -> None:
     for options, reason in (
         ({"keep": 5}, "keep: expected a whole number from 1 to 4 blocks, found 5"),
         ({"keep": 0}, "keep: expected a whole number from 1 to 4 blocks, found 0"),
-        ({"keep": 2, "first": 2, "last": 1}, "first \\+ last from 0 to keep = 2, found 2 \\+ 1"),
+        ({"keep": True}, "keep: expected a whole number from 1 to 4 blocks, found True"),
+        ({"keep": None}, "keep: expected a whole number from 1 to 4 blocks, found None"),
+        ({"keep": 2, "first": 2, "last": 1}, "first \\+ last up to keep = 2; found 2 and 1"),
+        ({"keep": 2, "first": 0.5}, "expected whole numbers from 0 on, .*; found 0.5 and 0"),
+        ({"keep": 2, "last": -1}, "expected whole numbers from 0 on, .*; found 0 and -1"),
         ({"keep": 2, "tokens": [64, 500]}, "expected .*: \\[1, 4\\], found .*\\[1, 1, 4, 4\\]"),
     ):
         with pytest.raises(FormatError, match=reason):

@@ -52,7 +52,8 @@ def scores_of(selection: Selection, seed: int = 0) -> Tensor:
 @pytest.mark.parametrize("selection", SELECTIONS)
 def test_a_row_selects_in_registers_what_its_definition_selects(selection: Selection) -> None:
     scores = scores_of(selection)
-    for given in (scores, scores.half(), torch.cat((scores, scores), 1)[:, : scores.shape[1]]):
+    wide = torch.cat((scores[:, :1], scores, scores), 1)[:, 1 : 1 + scores.shape[1]]
+    for given in (scores, scores.half(), wide):
         for array, right in zip(
             select(given, selection.sizes), select_in_torch(given, selection.sizes), strict=True
         ):
@@ -72,6 +73,23 @@ def test_means_are_those_of_the_tokens_and_heads_that_there_are(sizes) -> None:
         torch.testing.assert_close(
             means(given, 16, groups), torch.stack(right, 2), atol=2e-3, rtol=1e-3
         )
+
+
+@pytest.mark.interpreted(also_compiled=False)
+def test_what_pools_and_selects_gets_addresses_at_multiples_of_16(monkeypatch) -> None:
+    addresses: list[int] = []
+
+    def call(template: Template, x: Tensor) -> list[Tensor]:
+        addresses.append(x.data_ptr() % 16)
+        return run(template, x)
+
+    run = Template.__call__
+    monkeypatch.setattr(Template, "__call__", call)
+    x, scores = torch.randn(1, 37, 4, 34)[..., 1:33], torch.randn(8, 20)[:, 1:5]
+    torch.testing.assert_close(means(x, 16, 2), means(x.clone(), 16, 2))
+    sizes = Selection(8, (64, 64), (16, 16), False, 2).sizes
+    assert all(map(torch.equal, select(scores, sizes), select_in_torch(scores, sizes)))
+    assert addresses == [0] * 3
 
 
 @pytest.mark.compiles
@@ -235,4 +253,4 @@ def test_a_graph_selects_anew_in_each_replay_on_a_gpu() -> None:
         assert all(map(torch.equal, gradient, expected))
     mask = BlockMask.from_scores(torch.rand(1, 2, 16, 16, device="cuda"), 3, block=64)
     o = attention(*x, mask)
-    assert torch.equal(o, attention(*x, mask.listed()))
+    assert torch.equal(o, attention(*x, mask.compact()))

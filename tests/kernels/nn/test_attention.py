@@ -14,7 +14,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 import sparsebench
 from sparsebench import attention, select_attention
-from sparsebench.errors import Unsupported
+from sparsebench.errors import SparsebenchError, Unsupported
 from sparsebench.formats.block_mask import BlockMask
 from sparsebench.kernels._common.cuda import on_tape
 from sparsebench.kernels._common.front import Recordings
@@ -350,6 +350,41 @@ def test_a_call_can_be_compiled_and_captured_with_its_gradients() -> None:
     for parts in (torch.autograd.grad(compiled(*leaves), leaves, do), captured):
         for actual, gradient in zip(parts, eager, strict=True):
             torch.testing.assert_close(actual, gradient, atol=2e-2, rtol=2e-2)
+
+
+QKV = [(2, 96, 4, D), (2, 96, 2, D), (2, 96, 2, D)]
+
+
+def test_a_selection_in_inference_mode_is_that_of_any_call() -> None:
+    torch.manual_seed(0)
+    operands = [torch.randn(size) for size in QKV]
+    with torch.inference_mode():
+        o = select_attention(*operands, keep=2, block=16)
+    assert torch.equal(o, select_attention(*operands, keep=2, block=16))
+
+
+def test_a_selection_under_autocast_casts_operands_but_scores_in_fp32() -> None:
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(size) for size in QKV)
+    k = 1 + k * 1e-2  # scores that are alike in bf16
+    right = select_attention(*(x.bfloat16() for x in (q, k, v)), keep=2, block=16, first=0)
+    with torch.autocast("cpu", torch.bfloat16):
+        o = select_attention(q, k, v.bfloat16(), keep=2, block=16, first=0)
+    assert torch.equal(o, right)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "options", "reason"),
+    [
+        ([(0, *size[1:]) for size in QKV], {}, "expected at least one sequence, found q \\[0, "),
+        ([(8,), *QKV[1:]], {}, "expected q \\[batch"),
+        (QKV, {"block": 0}, "block: expected an integer of at least 1, found 0"),
+        (QKV, {"block": [16, 32]}, "block: expected an integer of at least 1, found \\[16"),
+    ],
+)
+def test_what_cannot_select_is_refused_in_one_line(sizes, options: dict, reason: str) -> None:
+    with pytest.raises(SparsebenchError, match=reason):
+        select_attention(*map(torch.randn, sizes), **{"keep": 2, "block": 16, **options})
 
 
 def test_a_selection_compiles_and_equals_its_mask() -> None:
