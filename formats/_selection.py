@@ -5,8 +5,8 @@
     row r has min(keep, r + 1) places                    ascending; bit 31 is set if partial
 
 How many places a row has follows from the sizes alone. So memory and plans have a fixed capacity,
-and a captured graph may select other blocks in each replay. A place that no block takes has the
-column `absent`, one beyond the last block, with bit 31: kernels read zeros there, and mask them.
+and a captured graph may select other blocks in each replay. A place that no block takes
+is empty. Its column is one beyond the last block, with bit 31: kernels read zeros and mask them.
 
     always    the first and the last blocks that a row sees, whatever their scores
     then      the blocks with the highest scores; of equal ones, the lower column
@@ -51,7 +51,7 @@ class Selection(NamedTuple):
 
     @property
     def kv_blocks(self) -> int:
-        """Return the blocks of keys, which is also the column of a place that no block takes."""
+        """Return the blocks of keys, which is also the column of an empty place."""
         return blocks_of(self.tokens, self.block)[1]
 
     def visible(self) -> list[int]:
@@ -76,7 +76,15 @@ class Selection(NamedTuple):
     @property
     def sizes(self) -> list[int]:
         """Return the sizes as the operator takes them."""
-        return [self.rows, *self.tokens, *self.block, int(self.causal), *self[4:]]
+        return [
+            self.rows,
+            *self.tokens,
+            *self.block,
+            int(self.causal),
+            self.keep,
+            self.first,
+            self.last,
+        ]
 
     @classmethod
     def of(cls, sizes: list[int]) -> "Selection":
@@ -89,10 +97,10 @@ def select_in_torch(scores: Tensor, sizes: list[int]) -> tuple[Tensor, Tensor]:
     """Return offsets and columns (formats/block_mask.py) of scores [rows, kv_blocks]."""
     selection = Selection.of(sizes)
     (s_q, s_kv), (b_q, b_k) = selection.tokens, selection.block
-    device, absent = scores.device, selection.kv_blocks
+    device, empty = scores.device, selection.kv_blocks
     row = torch.arange(selection.rows, device=device) % selection.q_blocks
     visible = torch.tensor(selection.visible(), device=device)[row, None]
-    block = torch.arange(absent, device=device)
+    block = torch.arange(empty, device=device)
 
     bits = (scores.float() + 0.0).view(torch.int32)  # -0.0 becomes 0.0
     order = bits ^ ((bits >> 31) & ~PARTIAL)  # of integers, as the scores are ordered
@@ -102,10 +110,10 @@ def select_in_torch(scores: Tensor, sizes: list[int]) -> tuple[Tensor, Tensor]:
     )
     order = order.masked_fill(block >= visible, PARTIAL)
     best, columns = order.sort(dim=1, descending=True, stable=True)
-    columns = columns.masked_fill(best == PARTIAL, absent)[:, : selection.keep].sort(dim=1).values
+    columns = columns.masked_fill(best == PARTIAL, empty)[:, : selection.keep].sort(dim=1).values
 
     last_key = ((columns + 1) * b_k).clamp(max=s_kv) - 1
-    partial = columns == absent
+    partial = columns == empty
     if selection.causal:
         partial |= last_key > (row * b_q + s_kv - s_q)[:, None]
     offsets = selection.offsets().to(device)
@@ -123,8 +131,8 @@ SELECTORS: dict[str, Selector] = {}
 
 def select(scores: Tensor, sizes: list[int]) -> tuple[Tensor, Tensor]:
     """Return offsets and columns as `select_in_torch` defines them."""
-    watched = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
-    arrays: tuple[Tensor, Tensor] = (_operator if watched else _select)(scores, sizes)
+    is_watched = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
+    arrays: tuple[Tensor, Tensor] = (_operator if is_watched else _select)(scores, sizes)
     return arrays
 
 

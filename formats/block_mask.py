@@ -182,7 +182,7 @@ class BlockMask(Format):
                      (attention sinks) and last (the window before its queries)
 
         Does not wait for a GPU, and can be captured into a CUDA graph, where each replay selects
-        anew; with more than 8192 blocks of keys, it waits and cannot. Raises FormatError.
+        anew. Raises FormatError, and on a GPU Unsupported for more than 8192 blocks of keys.
         """
         sides, layout = sides_of(block), f"{scores.dtype} {list(scores.shape)}"
         expected = "scores [batch, lists, q_blocks, kv_blocks] in floating point"
@@ -306,7 +306,7 @@ class BlockMask(Format):
 
     @property
     def present(self) -> Tensor:
-        """Return a bool for each place: False if no block takes it, which `keep` allows."""
+        """Return a bool for each place: False if it is empty, which `keep` allows."""
         return self.indices < self.kv_blocks
 
     @property
@@ -320,7 +320,7 @@ class BlockMask(Format):
         return self.columns & ~PARTIAL
 
     def compact(self) -> "BlockMask":
-        """Return the mask without places that no block takes; waits for the device with `keep`."""
+        """Return the mask without empty places; waits for the device if `keep` is not 0."""
         if not self.keep:
             return self
         present = self.present

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sparsebench.formats._selection import SELECTORS, Selection, select_in_torch
+from sparsebench.formats._selection import SELECTORS, Selection
 from sparsebench.kernels._common.capture import is_capturing, keep, make_lasting
 from sparsebench.kernels._common.torch_operator import torch_operator
 from sparsebench.kernels._common.transforms import (
@@ -27,6 +27,7 @@ from sparsebench.kernels._common.transforms import (
     readable,
 )
 from sparsebench.kernels._common.triton import BoundKernel, Template
+from sparsebench.kernels._kernel import refuse
 
 BOUND = 256  # launches in a cache, one for each selection and layout
 MOST_BLOCKS = 8192  # of a row, in registers: 524,288 keys in blocks of 64
@@ -35,14 +36,14 @@ LOWEST = tl.constexpr(-(2**31))
 
 
 def select(scores: Tensor, sizes: list[int]) -> tuple[Tensor, Tensor]:
-    """Return offsets and columns as formats/_selection.py defines them; in one launch by default.
+    """Return offsets and columns as formats/_selection.py defines them, in one launch.
 
-    Rows of more than MOST_BLOCKS are sorted by torch, which waits for the GPU.
+    Raises Unsupported for rows of more than MOST_BLOCKS.
     """
-    if scores.shape[1] > MOST_BLOCKS:
-        return select_in_torch(scores, sizes)
+    if (count := scores.shape[1]) > MOST_BLOCKS:
+        refuse(f"expected at most {MOST_BLOCKS} blocks of keys, found {count}: take larger blocks")
     rows = readable(scores)
-    template = _selecting(tuple(sizes), rows.stride(0), rows.dtype, rows.device)
+    template = _select_launch(tuple(sizes), rows.stride(0), rows.dtype, rows.device)
     with device_guard(rows.device):
         if is_capturing(rows):
             keep(template)
@@ -54,7 +55,7 @@ SELECTORS["cuda"] = select
 
 
 @lru_cache(BOUND)
-def _selecting(
+def _select_launch(
     sizes: tuple[int, ...], stride: int, dtype: torch.dtype, device: torch.device
 ) -> Template:
     """Return the launch of `select`, which is bound once on each device."""
@@ -66,7 +67,17 @@ def _selecting(
     columns = torch.empty(selection.places, dtype=torch.int32, device="meta")
     blocks = triton.next_power_of_2(count)
     numbers = selection.q_blocks, count, *selection.tokens
-    args = scores, starts, offsets, columns, stride, *numbers, *selection[4:]
+    args = (
+        scores,
+        starts,
+        offsets,
+        columns,
+        stride,
+        *numbers,
+        selection.keep,
+        selection.first,
+        selection.last,
+    )
     constants = {"B_Q": b_q, "B_K": b_k, "CAUSAL": selection.causal, "BLOCKS": blocks}
     constants["num_warps"] = min(max(blocks // 512, 1), 8)
     program = BoundKernel(_select_row, (selection.rows,), args, constants, columns)
@@ -82,7 +93,7 @@ def _means(x: Tensor, block: int, groups: int) -> Tensor:
         real = (tokens - first).clamp(max=block) * (heads // groups)
         return (sums / real[:, None, None]).transpose(1, 2).contiguous()
     x = x if x.stride(3) == 1 and not x.data_ptr() % ALIGNMENT else aligned(x)
-    template = _pooling(tuple(x.shape), tuple(x.stride()), x.dtype, x.device, block, groups)
+    template = _means_launch(tuple(x.shape), tuple(x.stride()), x.dtype, x.device, block, groups)
     with device_guard(x.device):
         if is_capturing(x):
             keep(template)
@@ -107,7 +118,7 @@ def means(x: Tensor, block: int, groups: int) -> Tensor:
 
 
 @lru_cache(BOUND)
-def _pooling(
+def _means_launch(
     shape: tuple[int, ...],
     strides: tuple[int, ...],
     dtype: torch.dtype,

@@ -89,53 +89,53 @@ def make_shared_plans(mask: BlockMask, operator_of: Callable[[BlockMask], Operat
     rows[: len(lists.rows)], places[: len(lists.rows)] = lists.rows, lists.places
     first.__dict__["transposed"] = lists._replace(rows=rows, places=places)
     counts = lists.offsets.new_zeros(len(lists.offsets) - 1)
-    return SharedPlans(operator_of(first), _copying(first), _transposing(first, counts))
+    return SharedPlans(operator_of(first), _copy_launch(first), _transpose_launch(first, counts))
 
 
-def _given(mask: BlockMask) -> Tensor:
+def _source(mask: BlockMask) -> Tensor:
     return torch.empty(len(mask.columns), dtype=torch.int32, device="meta")
 
 
-def _copying(mask: BlockMask) -> Template:
+def _copy_launch(mask: BlockMask) -> Template:
     """Return the launch of the copy."""
-    given, count = _given(mask), len(mask.columns)
-    args = given, mask.columns, count, mask.kv_blocks
+    source, count = _source(mask), len(mask.columns)
+    args = source, mask.columns, count, mask.kv_blocks
     grid = (triton.cdiv(count, COPIED),)
     program = BoundKernel(_copy, grid, args, {"COPIED": COPIED}, mask.columns)
-    return Template([program], (given,), [])
+    return Template([program], (source,), [])
 
 
-def _transposing(mask: BlockMask, counts: Tensor) -> Template:
+def _transpose_launch(mask: BlockMask, counts: Tensor) -> Template:
     """Return both launches that transpose the lists."""
-    given, lists = _given(mask), mask.transposed
+    source, lists = _source(mask), mask.transposed
     programs = mask.batch * mask.lists * triton.cdiv(mask.kv_blocks, KEYS)
     places = triton.next_power_of_2(mask.keep)
     rows = min(max(ELEMENTS // max(places, KEYS), 2), triton.next_power_of_2(mask.q_blocks))
     constants = {"PLACES": places, "ROWS": rows}
     sizes = mask.q_blocks, mask.kv_blocks
-    counted = given, mask.offsets, mask.columns, counts, *sizes
-    first = BoundKernel(_count, (programs,), counted, constants, counts)
-    listed = given, mask.offsets, counts, lists.offsets, lists.rows, lists.places, *sizes
-    second = BoundKernel(_transpose, (programs,), listed, constants, lists.rows, first)
-    return Template([second], (given,), [])
+    count_args = source, mask.offsets, mask.columns, counts, *sizes
+    first = BoundKernel(_count, (programs,), count_args, constants, counts)
+    transpose_args = source, mask.offsets, counts, lists.offsets, lists.rows, lists.places, *sizes
+    second = BoundKernel(_transpose, (programs,), transpose_args, constants, lists.rows, first)
+    return Template([second], (source,), [])
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _copy(given, columns, count, absent, COPIED: tl.constexpr):  # type: ignore[no-untyped-def]
+def _copy(source, columns, count, empty, COPIED: tl.constexpr):  # type: ignore[no-untyped-def]
     at = tl.program_id(0) * COPIED + tl.arange(0, COPIED)
-    column = tl.load(given + at, at < count, 0)
-    tl.store(columns + at, _inside(column, absent), at < count)
+    column = tl.load(source + at, at < count, 0)
+    tl.store(columns + at, _inside(column, empty), at < count)
 
 
 @triton.jit
-def _inside(column, absent):  # type: ignore[no-untyped-def]
-    """Return a column, or the absent one if it is no block."""
-    return tl.where((column & 0x7FFFFFFF) < absent, column, absent | LOWEST)
+def _inside(column, empty):  # type: ignore[no-untyped-def]
+    """Return a column, or that of an empty place if it is no block."""
+    return tl.where((column & 0x7FFFFFFF) < empty, column, empty | LOWEST)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _words(  # type: ignore[no-untyped-def]
-    given, offsets, list_, first_row, part, q_blocks, kv_blocks,
+    source, offsets, list_, first_row, part, q_blocks, kv_blocks,
     PLACES: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Return the places of ROWS rows [ROWS, PLACES], their columns, and which of them are there.
@@ -148,7 +148,7 @@ def _words(  # type: ignore[no-untyped-def]
     end = tl.load(offsets + list_ * q_blocks + row + 1, row < q_blocks, 0)
     at = start[:, None] + tl.arange(0, PLACES)[None, :]
     inside = at < end[:, None]
-    column = tl.load(given + at, inside, -1)
+    column = tl.load(source + at, inside, -1)
     block = column & 0x7FFFFFFF
     real = inside & (block < kv_blocks)
     bit = tl.where(real & (block // 32 == part), 1 << (block % 32), 0)
@@ -159,7 +159,7 @@ def _words(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _count(  # type: ignore[no-untyped-def]
-    given, offsets, columns, counts, q_blocks, kv_blocks, PLACES: tl.constexpr, ROWS: tl.constexpr
+    source, offsets, columns, counts, q_blocks, kv_blocks, PLACES: tl.constexpr, ROWS: tl.constexpr
 ):
     """Count the blocks of queries of 32 key blocks of a list, and copy a part of its columns."""
     programs = tl.cdiv(kv_blocks, 32)
@@ -167,7 +167,7 @@ def _count(  # type: ignore[no-untyped-def]
     lane = tl.arange(0, 32)
     total = tl.zeros((32,), tl.int32)
     for step in range(tl.cdiv(q_blocks, ROWS)):
-        of_rows = given, offsets, list_, step * ROWS, part, q_blocks, kv_blocks
+        of_rows = source, offsets, list_, step * ROWS, part, q_blocks, kv_blocks
         at, inside, column, has, _, _ = _words(*of_rows, PLACES, ROWS)
         total += tl.sum((has[:, None] >> lane[None, :]) & 1, 0)
         tl.store(columns + at, _inside(column, kv_blocks), inside & (step % programs == part))
@@ -177,7 +177,7 @@ def _count(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _transpose(  # type: ignore[no-untyped-def]
-    given, offsets, counts, starts, rows, places, q_blocks, kv_blocks,
+    source, offsets, counts, starts, rows, places, q_blocks, kv_blocks,
     PLACES: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Write where 32 key blocks of a list start, and their blocks of queries, ascending."""
@@ -194,7 +194,7 @@ def _transpose(  # type: ignore[no-untyped-def]
     tl.store(starts + first + lane, to, key < kv_blocks)
     tl.store(starts + first + lane + 1, end, key < kv_blocks)  # the next one's start
     for step in range(tl.cdiv(q_blocks, ROWS)):
-        of_rows = given, offsets, list_, step * ROWS, part, q_blocks, kv_blocks
+        of_rows = source, offsets, list_, step * ROWS, part, q_blocks, kv_blocks
         _, _, _, has, partly, place = _words(*of_rows, PLACES, ROWS)
         here = (has[:, None] >> lane[None, :]) & 1
         flag = (partly[:, None] >> lane[None, :]) & 1

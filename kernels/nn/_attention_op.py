@@ -324,9 +324,9 @@ def attend_recorded(
     in_python: Callable[[], tuple[Tensor, Tensor]] = partial(
         attend, q, k, v, *_arguments(mask), scale
     )
-    if recordings is None:
+    if torch.compiler.is_compiling() or is_traced() or recordings is None:
         return in_python()
-    if is_traced() or not is_current(q.device) or not q.numel():
+    if not is_current(q.device) or not q.numel():
         return in_python()
     call, guards = _call("attention", q, k, mask, scale), []
     if not mask.keep:

@@ -20,12 +20,19 @@ from sparsebench.kernels.attention import (
     attention_triton_backward,
 )
 from sparsebench.kernels.attention._call import operator_of
-from sparsebench.kernels.attention._selecting import _pooling, _selecting, means, select
+from sparsebench.kernels.attention._selecting import (
+    MOST_BLOCKS,
+    _means_launch,
+    _select_launch,
+    means,
+    select,
+)
 from sparsebench.kernels.attention._shared_plans import make_shared_plans, shared_plans_of
 from sparsebench.results.record import Problem
 from tests.compiling.nvcc import hopper
 from tests.compiling.triton_kernels import complaint_about_launch
 from tests.kernels.attention.cases import Case, flat, gradients, moved
+from tests.kernels.contract import refusal
 
 SELECTIONS = [  # rows are those of two lists
     Selection(6, (37, 53), (16, 8), True, 3, 1, 1),
@@ -58,6 +65,12 @@ def test_a_row_selects_in_registers_what_its_definition_selects(selection: Selec
             select(given, selection.sizes), select_in_torch(given, selection.sizes), strict=True
         ):
             assert torch.equal(array, right)
+
+
+def test_a_row_of_too_many_blocks_is_refused() -> None:
+    scores = torch.zeros(1, MOST_BLOCKS + 1)
+    sizes = Selection(1, (16, scores.shape[1] * 16), (16, 16), False, 4).sizes
+    assert f"found {MOST_BLOCKS + 1}" in refusal(lambda: select(scores, sizes))
 
 
 @pytest.mark.interpreted(also_compiled=False)
@@ -100,10 +113,10 @@ def test_every_generation_compiles_what_selects(capability, monkeypatch) -> None
     mask = selected(Case((4096, 4096), 64, (8, 8), causal=True), 0)
     make_shared_plans(mask, in_triton)
     sizes, device = Selection(64, (4096, 4096), (64, 64), True, 7, 1, 1).sizes, torch.device("cpu")
-    _selecting.__wrapped__((*sizes,), 65, torch.float32, device)
+    _select_launch.__wrapped__((*sizes,), 65, torch.float32, device)
     for d, heads in ((128, 4), (96, 3)):
         shape = (2, 1000, heads, d), (1000 * heads * d, heads * d, d, 1), torch.bfloat16
-        _pooling.__wrapped__(*shape, device, 64, 1)
+        _means_launch.__wrapped__(*shape, device, 64, 1)
     assert len(programs) == 5
     for program in (*programs, programs[1].before):
         assert program is not None
