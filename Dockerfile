@@ -26,6 +26,7 @@ COPY results/statistics results/statistics
 COPY results/tables results/tables
 COPY results/published results/published
 COPY src/sparsebench/*.py src/sparsebench/py.typed src/sparsebench/
+COPY src/sparsebench/vllm src/sparsebench/vllm
 COPY suites suites
 RUN pip install --no-cache-dir --constraint constraints.txt '.[gpu,parquet,models]'
 
