@@ -35,7 +35,7 @@ from sparsebench.results.run.store import write_json
 GROUP, DAMPING = 128, 0.01
 SCALES = 24  # candidates of the scale of a group, from 0.5 to 1 of the one that clips nothing
 FP8, FOUR_BITS = "fp8", "4 bits"
-PRUNED = None, 0.5, 0.0  # fractions of each MLP that stay dense; None: all weights are as they were
+DENSE = None, 0.5, 0.0  # fractions of each MLP that stay dense; None: all weights are as they were
 
 Quantize = Callable[[Tensor, Tensor], Tensor]
 
@@ -50,7 +50,7 @@ def to_fp8(tensor: Tensor) -> Tensor:
 def to_four_bits(weight: Tensor, x: Tensor) -> Tensor:
     """Round a weight [n, k] to 4 bits by GPTQ from inputs x [tokens, k]."""
     columns, inputs = weight.T.float().contiguous(), x.float()  # [k, n]: a column is contiguous
-    kept, hessian = columns != 0, (inputs.T @ inputs).double()
+    nonzero, hessian = columns != 0, (inputs.T @ inputs).double()
     hessian.diagonal().add_(DAMPING * hessian.diagonal().mean())
     inverse = torch.cholesky_inverse(torch.linalg.cholesky(hessian))
     upper = torch.linalg.cholesky(inverse, upper=True).float()
@@ -58,7 +58,7 @@ def to_four_bits(weight: Tensor, x: Tensor) -> Tensor:
         group, end = columns[start : start + GROUP], start + GROUP
         scale, errors = _scales(group), torch.zeros_like(group)
         for i, column in enumerate(group):
-            rounded = _rounded(column, scale) * kept[start + i]
+            rounded = _rounded(column, scale) * nonzero[start + i]
             errors[i] = (column - rounded) / upper[start + i, start + i]
             column.copy_(rounded)
             group[i + 1 :].addr_(upper[start + i, start + i + 1 : end], errors[i], alpha=-1)
@@ -74,9 +74,9 @@ def _scales(group: Tensor) -> Tensor:
     """Return the scale [n] of a group [GROUP, n] with the least squared error among SCALES."""
     most = (group.abs().amax(0) / 7).clamp_min(torch.finfo(torch.float32).tiny)
     shares = torch.linspace(0.5, 1, SCALES, device=group.device)
-    tried = most * shares[:, None]  # [SCALES, n]
-    errors = torch.stack([(_rounded(group, s) - group).square().sum(0) for s in tried])
-    return tried.gather(0, errors.argmin(0)[None])[0]
+    scales = most * shares[:, None]  # [SCALES, n]
+    errors = torch.stack([(_rounded(group, s) - group).square().sum(0) for s in scales])
+    return scales.gather(0, errors.argmin(0)[None])[0]
 
 
 @torch.no_grad()
@@ -131,7 +131,7 @@ def main(
     seen, unseen = models.contexts(loaded, text, tokens, origin)
     loss, start = models.loss_of(loaded.model, unseen), _copy(loaded.model)
     outcomes = []
-    for dense in PRUNED:
+    for dense in DENSE:
         for bits in (FP8, FOUR_BITS):
             loaded.model.load_state_dict(start)
             if dense is not None:

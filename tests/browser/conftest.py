@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from sparsebench.reports.page import content
+from sparsebench.reports.site.pages import stylesheet
 from tests.tools.command_line import output
 from tests.tools.paths import PUBLISHED
 
@@ -54,6 +56,12 @@ class Seen:
     errors: list[str] = field(default_factory=list)
     requests: list[str] = field(default_factory=list)
 
+    def assert_fits(self, width: int) -> None:
+        """Check that the page is no wider, logs no error, and breaks no rule of axe."""
+        assert self.page.evaluate("document.documentElement.scrollWidth") <= width
+        assert not self.errors
+        assert not self.violations()
+
     def violations(self) -> list[tuple[str, str]]:
         """Return the rules of axe that elements of the page break, with the element's HTML."""
         from axe_playwright_python.sync_playwright import Axe
@@ -63,6 +71,14 @@ class Seen:
 
 
 Show = Callable[..., Seen]
+
+
+def write_page(folder: Path, name: str, text: str) -> Path:
+    """Write a page of a site, with its styles and scripts, and return its path."""
+    (folder / "style.css").write_text(stylesheet(), "utf-8")
+    (folder / "report.js").write_text(content("report.js"), "utf-8")
+    (folder / name).write_text(text, "utf-8")
+    return folder / name
 
 
 @pytest.fixture(scope="session")

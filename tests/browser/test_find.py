@@ -42,9 +42,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_page_fits_logs_nothing_and_axe_finds_nothing(width, colors, page, show) -> None:
     seen = show(page, width, colors)
     seen.page.locator("main input").fill("bsr m=64")
-    assert seen.page.evaluate("document.documentElement.scrollWidth") <= width
-    assert not seen.errors
-    assert not seen.violations()
+    seen.assert_fits(width)
 
 
 def test_page_and_command_find_the_same(page: Path, show: Any) -> None:

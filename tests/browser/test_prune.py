@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from sparsebench.reports.page import content
 from sparsebench.reports.site import prune
-from sparsebench.reports.site.pages import Site, stylesheet
+from sparsebench.reports.site.pages import Site
+from tests.browser.conftest import write_page
 
 pytestmark = pytest.mark.browser
 
@@ -19,19 +19,13 @@ OTHER = "qwen3-32b-nvidia-h200-64"
 def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     card: Any = type("Card", (), {"gpu": "NVIDIA H200", "name": "ffn", "address": "h200/ffn"})()
     folder = tmp_path_factory.mktemp("prune")
-    (folder / "style.css").write_text(stylesheet(), "utf-8")
-    (folder / "report.js").write_text(content("report.js"), "utf-8")
-    (folder / prune.PAGE).write_text(dict(prune.pages([card], Site()))[prune.PAGE], "utf-8")
-    return folder / prune.PAGE
+    return write_page(folder, prune.PAGE, dict(prune.pages([card], Site()))[prune.PAGE])
 
 
 @pytest.mark.parametrize("width", [1280, 400])
 @pytest.mark.parametrize("colors", ["light", "dark"])
 def test_the_page_fits_logs_nothing_and_axe_finds_nothing(width, colors, page, show) -> None:
-    seen = show(page, width, colors)
-    assert seen.page.evaluate("document.documentElement.scrollWidth") <= width
-    assert not seen.errors
-    assert not seen.violations()
+    show(page, width, colors).assert_fits(width)
 
 
 def test_a_select_shows_one_answer(page: Path, show: Any) -> None:

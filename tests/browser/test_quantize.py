@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from sparsebench.reports.page import content
 from sparsebench.reports.site import quantize
-from sparsebench.reports.site.pages import Site, stylesheet
+from sparsebench.reports.site.pages import Site
 from sparsebench.reports.site.prune import FIRST
+from tests.browser.conftest import write_page
 
 pytestmark = pytest.mark.browser
 
@@ -16,19 +16,13 @@ pytestmark = pytest.mark.browser
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("quantize")
-    (folder / "style.css").write_text(stylesheet(), "utf-8")
-    (folder / "report.js").write_text(content("report.js"), "utf-8")
-    (folder / quantize.PAGE).write_text(quantize.page(Site(prune=True), FIRST), "utf-8")
-    return folder / quantize.PAGE
+    return write_page(folder, quantize.PAGE, quantize.page(Site(prune=True), FIRST))
 
 
 @pytest.mark.parametrize("width", [1280, 400])
 @pytest.mark.parametrize("colors", ["light", "dark"])
 def test_the_page_fits_logs_nothing_and_axe_finds_nothing(width, colors, page, show) -> None:
-    seen = show(page, width, colors)
-    assert seen.page.evaluate("document.documentElement.scrollWidth") <= width
-    assert not seen.errors
-    assert not seen.violations()
+    show(page, width, colors).assert_fits(width)
 
 
 def test_a_select_shows_another_model_on_another_gpu(page: Path, show: Any) -> None:

@@ -47,11 +47,11 @@ def server(folder: Path) -> Iterator[str]:
         process = subprocess.Popen(command, cwd=folder, env=offline, stdout=file, stderr=file)
         try:
             end = monotonic() + PATIENCE
-            while not (found := re.search(RUNNING, said := log.read_text(encoding="utf-8"))):
-                assert process.poll() is None, said
-                assert monotonic() < end, said
+            while not (match := re.search(RUNNING, lines := log.read_text(encoding="utf-8"))):
+                assert process.poll() is None, lines
+                assert monotonic() < end, lines
                 sleep(0.2)
-            yield found[1]
+            yield match[1]
         finally:
             process.kill()
             process.wait()

@@ -138,8 +138,8 @@ def test_a_gain_of_some_of_the_layers_is_extrapolated_and_says_so(evidence: Evid
 
 def without_bits(evidence: Evidence) -> Evidence:
     """Return the evidence without the quality of fewer bits, so that none is an answer."""
-    kept = [loss for loss in evidence.losses if loss.way not in QUANTIZED]
-    return replace(evidence, losses=kept)
+    losses = [loss for loss in evidence.losses if loss.way not in QUANTIZED]
+    return replace(evidence, losses=losses)
 
 
 def of_half(evidence: Evidence, model: str, gpu: str, tokens: int) -> Advice:

@@ -5,8 +5,8 @@
     call      without a gradient
     training  forward, and backward of dY into gradients that add up
     step      zero_grad, forward, a loss, backward, and an optimizer's step
-    apply     gate and up as the plug-in for vLLM packs and calls them, in inference mode; the loop
-              stands in for an engine without graphs
+    apply     gate and up as the plug-in for vLLM packs and calls them, in inference mode, and in a
+              loop as an engine without graphs calls them
 
 Each number is the median over seven rounds of the time of a call, in µs, when a call follows the
 other: first the host's part, then until the GPU is done, then nn.Linear's time over that. Models

@@ -61,8 +61,8 @@ def _unpacked(
     layer = layer.to_empty(device=device)
     sizes = {key: tensor.shape for key, tensor in layer.state_dict().items() if key in state}
     for key, size in sizes.items():
-        found = state[key].shape
-        require(found == size, f"{key}: expected {list(size)}, found {list(found)}")
+        shape = state[key].shape
+        require(shape == size, f"{key}: expected {list(size)}, found {list(shape)}")
     layer.load_state_dict(state, strict=False)
     if isinstance(layer, BitmapLinear):
         layer.require_index()
