@@ -5,8 +5,8 @@
     row r has min(keep, r + 1) places                    ascending; bit 31 is set if partial
 
 How many places a row has follows from the sizes alone. So memory and plans have a fixed capacity,
-and a captured graph may select other blocks in each replay. A place that no block takes
-is empty. Its column is one beyond the last block, with bit 31: kernels read zeros and mask them.
+and a captured graph may select other blocks in each replay. A place that no block takes is empty:
+its column is one beyond the last block, with bit 31, so kernels read zeros there, and mask them.
 
     always    the first and the last blocks that a row sees, whatever their scores
     then      the blocks with the highest scores; of equal ones, the lower column
@@ -45,46 +45,34 @@ class Selection(NamedTuple):
     last: int = 0
 
     @property
-    def q_blocks(self) -> int:
-        """Return the blocks of queries of a list."""
-        return blocks_of(self.tokens, self.block)[0]
-
-    @property
-    def kv_blocks(self) -> int:
-        """Return the blocks of keys, which is also the column of an empty place."""
-        return blocks_of(self.tokens, self.block)[1]
+    def grid(self) -> tuple[int, int]:
+        """Return the rows of a list, and the blocks of keys: also the column of an empty place."""
+        return blocks_of(self.tokens, self.block)
 
     def visible(self) -> list[int]:
         """Return how many blocks each row of a list sees."""
-        (s_q, s_kv), (b_q, b_k) = self.tokens, self.block
+        (s_q, s_kv), (b_q, b_k), (height, width) = self.tokens, self.block, self.grid
         if not self.causal:
-            return [self.kv_blocks] * self.q_blocks
-        last = (min(row * b_q, s_q) - 1 + s_kv - s_q for row in range(1, self.q_blocks + 1))
-        return [min(max(key // b_k + 1, 0), self.kv_blocks) for key in last]
+            return [width] * height
+        last = (min(row * b_q, s_q) - 1 + s_kv - s_q for row in range(1, height + 1))
+        return [min(max(key // b_k + 1, 0), width) for key in last]
 
     def offsets(self) -> Tensor:
         """Return where the places of each row start, int64 [rows + 1], on the CPU."""
         places = torch.tensor(self.visible()).clamp(max=self.keep)
-        return pad(places.repeat(self.rows // self.q_blocks).cumsum(0), (1, 0))
+        return pad(places.repeat(self.rows // self.grid[0]).cumsum(0), (1, 0))
 
     @property
     def places(self) -> int:
         """Return the number of places of all rows."""
         of_list = sum(min(self.keep, visible) for visible in self.visible())
-        return of_list * (self.rows // self.q_blocks)
+        return of_list * (self.rows // self.grid[0])
 
     @property
     def sizes(self) -> list[int]:
         """Return the sizes as the operator takes them."""
-        return [
-            self.rows,
-            *self.tokens,
-            *self.block,
-            int(self.causal),
-            self.keep,
-            self.first,
-            self.last,
-        ]
+        places = self.keep, self.first, self.last
+        return [self.rows, *self.tokens, *self.block, int(self.causal), *places]
 
     @classmethod
     def of(cls, sizes: list[int]) -> "Selection":
@@ -97,8 +85,8 @@ def select_in_torch(scores: Tensor, sizes: list[int]) -> tuple[Tensor, Tensor]:
     """Return offsets and columns (formats/block_mask.py) of scores [rows, kv_blocks]."""
     selection = Selection.of(sizes)
     (s_q, s_kv), (b_q, b_k) = selection.tokens, selection.block
-    device, empty = scores.device, selection.kv_blocks
-    row = torch.arange(selection.rows, device=device) % selection.q_blocks
+    device, (height, empty) = scores.device, selection.grid
+    row = torch.arange(selection.rows, device=device) % height
     visible = torch.tensor(selection.visible(), device=device)[row, None]
     block = torch.arange(empty, device=device)
 

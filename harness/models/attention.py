@@ -76,11 +76,9 @@ def mask_of(*, mask_function: Any, config: Any = None, **sizes: Any) -> Tensor |
 
     if window := getattr(config, "sparse_window", None):
         mask_function = and_masks(mask_function, sliding_window_overlay(window))
-    skips: dict[str, Any] = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
-    if getattr(config, "sparse_select", None) and not window:  # it needs no mask of a whole prompt
-        skips = {"allow_is_bidirectional_skip": False}
-    else:
-        skips |= {"local_size": None}
+    skips: dict[str, Any] = {"allow_is_bidirectional_skip": False}
+    if window or not getattr(config, "sparse_select", None):  # else a whole prompt needs no mask
+        skips |= {"allow_is_causal_skip": False, "local_size": None}
     allowed: Any = sdpa_mask(mask_function=mask_function, **{**sizes, **skips})
     if allowed is None:
         return None
@@ -125,11 +123,11 @@ def attend(
             attention_mask = attention_mask.expand(size)
         keys = size[3]
     q, k, v = query.transpose(1, 2), *(x[:, :, :keys].transpose(1, 2) for x in (key, value))
-    chosen = _selection(getattr(module, "config", None))
-    if chosen and causal and queries > chosen["keep"] * chosen["block"]:
-        return select_attention(q, k, v, causal=True, scale=scaling, **chosen), None
-    if chosen and attention_mask is not None and queries > chosen["block"]:
-        expected = f"prompts without padding or window, or {chosen['block']} queries at most"
+    selection = _selection(getattr(module, "config", None))
+    if selection and causal and queries > selection["keep"] * selection["block"]:
+        return select_attention(q, k, v, causal=True, scale=scaling, **selection), None
+    if selection and attention_mask is not None and queries > selection["block"]:
+        expected = f"prompts without padding or window, or {selection['block']} queries at most"
         raise Unsupported(f"sparse_select: expected {expected}, found a mask of {queries}")
     options = {"block": BLOCK, "causal": causal, "scale": scaling}
     return attention_of_elements(q, k, v, attention_mask, **options), None
@@ -137,13 +135,13 @@ def attend(
 
 def _selection(config: Any) -> dict[str, int]:
     """Return the options of select_attention that a config has; none without sparse_select."""
-    if not (given := getattr(config, "sparse_select", None)):
+    if not (value := getattr(config, "sparse_select", None)):
         return {}
-    options = {**SELECT, **given} if isinstance(given, dict) else {}
+    options = {**SELECT, **value} if isinstance(value, dict) else {}
     numbers = all(isinstance(n, int) and n >= 0 for n in options.values())
     if options.keys() != SELECT.keys() or not numbers or not options["keep"]:
         expected = 'sparse_select such as {"keep": 16, "block": 64, "first": 1, "last": 1}'
-        raise Unsupported(f"attention {NAME}: expected {expected}, found {given!r}")
+        raise Unsupported(f"attention {NAME}: expected {expected}, found {value!r}")
     return options
 
 

@@ -61,23 +61,13 @@ def _select_launch(
     """Return the launch of `select`, which is bound once on each device."""
     selection = Selection.of([*sizes])
     starts = make_lasting(lambda: selection.offsets().to(device, torch.int32), device)
-    count, (b_q, b_k) = selection.kv_blocks, selection.block
+    (height, count), (b_q, b_k) = selection.grid, selection.block
     scores = torch.empty_strided((selection.rows, count), (stride, 1), dtype=dtype, device="meta")
     offsets = torch.empty(selection.rows + 1, dtype=torch.int32, device="meta")
     columns = torch.empty(selection.places, dtype=torch.int32, device="meta")
     blocks = triton.next_power_of_2(count)
-    numbers = selection.q_blocks, count, *selection.tokens
-    args = (
-        scores,
-        starts,
-        offsets,
-        columns,
-        stride,
-        *numbers,
-        selection.keep,
-        selection.first,
-        selection.last,
-    )
+    numbers = height, count, *selection.tokens, selection.keep, selection.first, selection.last
+    args = scores, starts, offsets, columns, stride, *numbers
     constants = {"B_Q": b_q, "B_K": b_k, "CAUSAL": selection.causal, "BLOCKS": blocks}
     constants["num_warps"] = min(max(blocks // 512, 1), 8)
     program = BoundKernel(_select_row, (selection.rows,), args, constants, columns)

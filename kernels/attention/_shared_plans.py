@@ -27,7 +27,7 @@ from sparsebench.kernels._common.capture import captured_into, is_capturing, kee
 from sparsebench.kernels._common.operator import Operator
 from sparsebench.kernels._common.triton import BoundKernel, Template
 
-MOST_SHARED = 64  # that are kept: those used last
+MOST_PLANS = 64  # that are kept: those used last
 KEYS = 32  # blocks of keys of a program: the bits of a word
 ELEMENTS = 1 << 12  # places, and bits, that a program has at a time
 COPIED = 1024  # columns that a program copies
@@ -54,7 +54,7 @@ class SharedPlans:
             keep(template)
 
 
-_SHARED: "OrderedDict[Any, SharedPlans]" = OrderedDict()
+_PLANS: "OrderedDict[Any, SharedPlans]" = OrderedDict()
 
 
 def shared_plans_of(mask: BlockMask, operator_of: Callable[[BlockMask], Operator]) -> SharedPlans:
@@ -65,12 +65,12 @@ def shared_plans_of(mask: BlockMask, operator_of: Callable[[BlockMask], Operator
         stream, graph = torch._C._cuda_getCurrentRawStream(device.index), captured_into()
     sizes = mask.tokens, mask.block, mask.batch, mask.lists, mask.causal, mask.keep
     key = *sizes, device, get_ident(), stream, graph and graph[0]
-    if (shared := _SHARED.pop(key, None)) is None:
-        shared = make_lasting(lambda: make_shared_plans(mask, operator_of), device)
-    _SHARED[key] = shared  # at the end; another thread may drop it at any time
-    while len(_SHARED) > MOST_SHARED:
-        _SHARED.popitem(last=False)
-    return shared
+    if (plans := _PLANS.pop(key, None)) is None:
+        plans = make_lasting(lambda: make_shared_plans(mask, operator_of), device)
+    _PLANS[key] = plans  # at the end; another thread may drop it at any time
+    while len(_PLANS) > MOST_PLANS:
+        _PLANS.popitem(last=False)
+    return plans
 
 
 def make_shared_plans(mask: BlockMask, operator_of: Callable[[BlockMask], Operator]) -> SharedPlans:

@@ -142,12 +142,13 @@ def _run(call: AttentionCall, mask: BlockMask, operands: Sequence[Tensor]) -> Se
     """Run the planned kernel on rows of tokens; the first call plans it."""
     flat = [aligned(x.flatten(0, 1).flatten(1) if x.dim() == 4 else x) for x in operands]
     with device_guard(flat[0].device):
-        operator = _operator(mask)
         if mask.keep and mask.columns.is_cuda:
-            backward = call.op == "attention_backward"
-            shared_plans_of(mask, operator_of).load(aligned(mask.columns), transposed=backward)
-        elif call not in operator.plans and is_capturing(flat[0]):  # to list a mask waits
-            raise RuntimeError(f"{call} is not planned: call it once before capturing a CUDA graph")
+            plans, backward = shared_plans_of(mask, operator_of), call.op == "attention_backward"
+            plans.load(aligned(mask.columns), transposed=backward)
+            operator = plans.operator
+        elif call not in (operator := _operator(mask)).plans and is_capturing(flat[0]):
+            expected = "call it once before capturing a CUDA graph"  # to list a mask waits
+            raise RuntimeError(f"{call} is not planned: {expected}")
         selected = operator.select(call, lambda product: lambda: product.run(*flat))
         run: Any = selected.product.run  # of several results
         results: Sequence[Tensor] = run(*flat)

@@ -46,7 +46,7 @@ SELECTIONS = [  # rows are those of two lists
 def scores_of(selection: Selection, seed: int = 0) -> Tensor:
     """Return scores with equal ones, infinite ones and NaN; a row of each alone."""
     draw = torch.Generator().manual_seed(seed)
-    size = selection.rows, selection.kv_blocks
+    size = selection.rows, selection.grid[1]
     scores = torch.randint(-3, 4, size, generator=draw).float()
     kinds = torch.rand(size, generator=draw)
     for value, most in ((math.nan, 0.1), (-math.inf, 0.2), (math.inf, 0.25), (-0.0, 0.3)):
@@ -131,8 +131,8 @@ def in_triton(mask: BlockMask) -> Operator:
 @pytest.mark.interpreted(also_compiled=False)
 @pytest.mark.parametrize("selection", SELECTIONS)
 def test_shared_plans_have_the_lists_of_the_mask_that_was_loaded_last(selection: Selection) -> None:
-    shape = selection.rows, selection.kv_blocks
-    lists = selection.rows // selection.q_blocks
+    shape = selection.rows, selection.grid[1]
+    lists = selection.rows // selection.grid[0]
     for seed in range(2):
         arrays = select_in_torch(scores_of(selection, seed), selection.sizes)
         fields: Any = shape, *selection[1:3], 1, lists, selection.causal, *arrays
