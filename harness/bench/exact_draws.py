@@ -101,7 +101,10 @@ def exact_draws(op: Op, layer: ChainLayer, seed: int) -> ExactDraws | None:
 
     dense = layer.dense
     weights = {n: integers(w, -2, -1, 1, 2).to(w.dtype) for n, w in dense.weights.items()}
-    activations = {n: integers(x, -2, -1, 1, 2).to(x.dtype) for n, x in dense.activations.items()}
+    activations = {
+        n: integers(x, -2, -1, 1, 2).to(x.dtype) if op.is_multiplied(n) else x.clone()
+        for n, x in dense.activations.items()
+    }
     dealt = dense.activations[op.exact]
     signs = integers(dealt, -1, 1)
     every = {**weights, **activations}

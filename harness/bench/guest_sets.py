@@ -89,7 +89,7 @@ class GuestSets:
 
     def _mix(self, layer: ChainLayer, activations: Mapping[str, Tensor]) -> None:
         for name in self._op.activations:
-            if name not in self._op.derived:
+            if name not in self._op.derived and self._op.is_multiplied(name):
                 x = activations[name].view(BITS[activations[name].element_size()])
                 first = self._first.setdefault(f"{name}{layer.name}", x.clone())
                 coin = torch.Generator(x.device).manual_seed(self._random.getrandbits(62))

@@ -61,6 +61,7 @@ class Operand:
 
     weight      stored in a contender's format
     activation  passed dense to every call
+    routing     an activation of integers that no product takes; the op's `adjust` writes it
     pattern     stored like a weight, but only its indices matter: the definition does not take it,
                 and the output, of the same sizes, has an element where it stores one
     mask        stored like a weight, but its elements are ones and zeros that say which parts the
@@ -68,7 +69,7 @@ class Operand:
                 judged by the definition of ones
     """
 
-    role: Literal["weight", "activation", "pattern", "mask"]
+    role: Literal["weight", "activation", "routing", "pattern", "mask"]
     shape: tuple[str, str]
     dtypes: Mapping[str, torch.dtype] = field(default_factory=lambda: DTYPES)
 
@@ -173,11 +174,16 @@ class Op:
 
     @property
     def weights(self) -> list[str]:
-        return [name for name, operand in self.operands.items() if operand.role != "activation"]
+        return [name for name in self.operands if name not in self.activations]
 
     @property
     def activations(self) -> list[str]:
-        return [name for name, operand in self.operands.items() if operand.role == "activation"]
+        roles = "activation", "routing"
+        return [name for name, operand in self.operands.items() if operand.role in roles]
+
+    def is_multiplied(self, name: str) -> bool:
+        """Return whether an operand's values enter the products."""
+        return self.operands[name].role in ("weight", "activation")
 
     @property
     def pattern(self) -> str | None:
@@ -231,9 +237,10 @@ class Op:
         derived  computed from the other operands
         ones     of a mask
         unread   of a weight that only gives the pattern of the output
+        routing  as the op says
         """
         of_file = bool(problem.source and problem.source.tensor)
-        roles = {"mask": "ones", "pattern": "unread"}
+        roles = {"mask": "ones", "pattern": "unread", "routing": "routing"}
         drawn = {name: self.values.get(name, "normal") for name in self.operands}
         drawn |= dict.fromkeys(self.derived, "derived")
         return {
@@ -266,7 +273,8 @@ class Op:
 
     def rounds(self, dtype: str) -> bool:
         """Return whether a kernel may round activations to the dtype, because they are wider."""
-        return any(self.operands[n].dtypes[dtype] != DTYPES[dtype] for n in self.activations)
+        wide = (n for n in self.activations if self.operands[n].dtypes[dtype] != DTYPES[dtype])
+        return any(map(self.is_multiplied, wide))
 
     @property
     def arguments(self) -> list[str]:

@@ -55,14 +55,19 @@ def drawn(name: str, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
     for operand in op.arguments:
         actual[operand] = torch.empty([sizes(op)[size] for size in op.operands[operand].shape])
         fill(actual[operand], 0, operand)
+        if not op.is_multiplied(operand):
+            op.adjust(_example(name, "bf16"), operand, actual[operand], 0)
     return {operand: tensor.to(dtype) for operand, tensor in actual.items()}
 
 
 def pinned(name: str, function: Callable[..., Any], dtype: str = "bf16") -> Callable[..., Any]:
     """Set the arguments that are no operands to the op's defaults or example, and a dtype."""
+    return with_fields(function, _example(name, dtype))
+
+
+def _example(name: str, dtype: str) -> Problem:
     op = load_op(name)
-    defaults = op.defaults | dict(op.example) | {"dtype": dtype}
-    return with_fields(function, Problem(name, defaults))
+    return Problem(name, op.defaults | dict(op.example) | {"dtype": dtype})
 
 
 def _fields(name: str) -> None:

@@ -1,0 +1,218 @@
+"""Products of routed rows with 2:4 hybrid experts in one launch on Hopper: Y_e = X_e @ W_e.T.
+
+    experts_wgmma.cu    the kernel: the tiles and pipelines of spense_wgmma, and a work list that
+                        each CTA makes of the experts' ends, which stay on the device
+    this file           chooses configurations and plans
+    experts_dense.py    the same kernel for dense experts, whose tiles are all dense
+
+    W       the experts one below the other [experts n, k], split by columns or not at all
+    dtype   fp16, bf16, or fp8 (e4m3) with Y in bf16
+    sizes   any rows of X; n a multiple of 64; k of 8 (16 bits) or 16 (8 bits)
+    ends    int32 [experts] on the device, any values (harness/ops/experts.py)
+
+    product.run(x, ends, sparse, dense, features=None, out=None)
+
+With an `activation` W has gate and up of each expert, 8 rows of each in turn (spense_ffn.py), and
+the launch writes H[rows, n / 2] = act(X Wg.T) * (X Wu.T).
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from math import log2
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from sparsebench.formats.spense import ROWS, Spense
+from sparsebench.kernels._common import cuda
+from sparsebench.kernels._common.device import multiprocessors
+from sparsebench.kernels._common.engines import gpu_engine
+from sparsebench.kernels._common.operator import Engine, Operator, OperatorCall, bucket
+from sparsebench.kernels._common.product import Product
+from sparsebench.kernels._common.requirements import unsupported_on_hopper
+from sparsebench.kernels._kernel import Operands, output_dtype
+from sparsebench.kernels.spense import spense_wgmma
+from sparsebench.kernels.spense._call import ALIGNMENT, NAMES, weight_of
+from sparsebench.kernels.spense._stream_k import tiles_of
+
+MOST_EXPERTS = 256
+SHARED_BYTES = 224 * 1024  # beside 2 KB of lists
+TOKENS = 16, 32, 64, 128, 256
+NEAREST = 3  # numbers of tokens that are timed
+
+
+class ExpertsCall(NamedTuple):
+    """Products of up to m rows in all. It determines the plan on a device.
+
+    shape         n and k of each of the experts
+    sparse_shape  rows and columns of the sparse part of W
+    dtype         of X and W
+    activation    if set, W is gate and up, and the result is H
+    """
+
+    m: int
+    experts: int
+    shape: tuple[int, int]
+    sparse_shape: tuple[int, int]
+    dtype: torch.dtype
+    activation: str | None = None
+
+    @property
+    def width(self) -> int:
+        """Return the columns of the result."""
+        return self.shape[0] // 2 if self.activation else self.shape[0]
+
+    @property
+    def kind(self) -> torch.dtype:
+        """Return the dtype of the result: that of X for H, and bf16 for Y in fp8."""
+        return self.dtype if self.activation else output_dtype(self.dtype)
+
+
+@dataclass(frozen=True)
+class ExpertsConfig:
+    """One way to run the kernel.
+
+    tokens      rows of X in a work item
+    warpgroups  rows of tiles of W that share them
+    ahead       most tiles of W in flight for a warpgroup
+    """
+
+    tokens: int
+    warpgroups: int
+    ahead: int
+
+    @property
+    def tiles(self) -> spense_wgmma.Config:
+        """Return the configuration of the pipelines."""
+        return spense_wgmma.Config(self.tokens, 1, self.ahead, self.warpgroups)
+
+
+def choices(w: Spense, call: ExpertsCall) -> list[ExpertsConfig]:
+    """Return configurations, the likeliest first: about as many tokens as an expert has rows."""
+    mean = max(call.m / call.experts, 1)
+    nearest = sorted(TOKENS, key=lambda tokens: abs(log2(tokens / (1.5 * mean))))[:NEAREST]
+    shapes = (2, 4), (2, 5), (3, 4), (1, 6)
+    listed = [ExpertsConfig(tokens, *shape) for shape in shapes for tokens in nearest]
+    return [config for config in listed if config.tokens <= 128 or config.warpgroups < 3]
+
+
+def closed(w: Spense, call: ExpertsCall) -> list[ExpertsConfig]:
+    """Return the configurations of two warpgroups, the likeliest first."""
+    return [config for config in choices(w, call) if (config.warpgroups, config.ahead) == (2, 4)]
+
+
+def plan(w: Spense, call: ExpertsCall, config: ExpertsConfig) -> Product:
+    """Load the kernel. Reads only the shapes and the device of W's tiles."""
+    device, (n, k) = w.sparse.device, call.shape
+    macros = macros_of(config, call.dtype, call.activation)
+    kernel = cuda.load("experts_wgmma", "multiply_experts", macros, SHARED_BYTES, device)
+    loaded = kernel.on(multiprocessors(device), config.tiles.threads)
+    counts = call.experts, n // ROWS
+
+    @lru_cache(cuda.ADDRESSES)
+    def arguments(rows: int, x: tuple[int, int], y: int, ends: int, *at: int) -> cuda.Arguments:
+        of_x = x[0], (rows, k), x[1], call.dtype
+        of_y = y, (rows, call.width), call.width, call.kind
+        written = (
+            spense_wgmma.BOX * call.kind.itemsize // 4 if call.activation else spense_wgmma.BOX
+        )
+        maps = (
+            spense_wgmma.map_of(*of_x, (config.tokens, spense_wgmma.BOX)),
+            spense_wgmma.map_of(*of_y, (spense_wgmma.STORE_TOKENS, written)),
+            spense_wgmma.map_of(*of_x, (spense_wgmma.STORE_TOKENS, spense_wgmma.BOX)),
+        )
+        sparse, dense, features = at
+        k_tiles, row_bytes = -(-k // w.span), call.width * call.kind.itemsize
+        experts = ends, y, *counts, rows, k_tiles, row_bytes
+        scales = features, 0, w.shape[0], rows
+        return kernel.arguments(*maps, sparse, dense, *tiles_of(w), *experts, *scales)
+
+    def run(
+        x: Tensor,
+        ends: Tensor,
+        sparse: Tensor,
+        dense: Tensor,
+        features: Tensor | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        y = x.new_empty((x.shape[0], call.width), dtype=call.kind) if out is None else out
+        of_x, at = (
+            (x.data_ptr(), x.stride(0)),
+            (ends.data_ptr(), sparse.data_ptr(), dense.data_ptr()),
+        )
+        scale = 0 if features is None else features.data_ptr()
+        args = arguments(x.shape[0], of_x, y.data_ptr(), *at, scale)
+        return cuda.launch(loaded, args, y, ends)
+
+    return Product(run, kernel.code)
+
+
+def macros_of(
+    config: ExpertsConfig, dtype: torch.dtype, activation: str | None = None
+) -> cuda.Constants:
+    """Return the macros of experts_wgmma.cu."""
+    constants = dict(spense_wgmma.constants_of(config.tiles, dtype, activation))
+    constants |= {"SHARED_BYTES": SHARED_BYTES, "MOST_EXPERTS": MOST_EXPERTS}
+    return tuple(constants.items())
+
+
+def problem_of(call: ExpertsCall) -> dict[str, Any]:
+    """Return a call's sizes, as a list of choices has them; a 2:4 element counts half."""
+    (n, k), (rows, columns) = call.shape, call.sparse_shape
+    density = float(f"{1 - rows * columns / (2 * call.experts * n * k):.2g}")
+    fields = {"op": "spense.experts", "dtype": NAMES.get(call.dtype, str(call.dtype))}
+    sizes = {"m": call.m, "n": n, "k": k, "experts": call.experts, "density": density}
+    return {**fields, "activation": call.activation, **sizes}
+
+
+def unsupported_call(w: Spense, call: ExpertsCall) -> str | None:
+    """Return why the kernel cannot run a call, or None."""
+    n, k = call.shape
+    step = ALIGNMENT // call.dtype.itemsize
+    if n % ROWS or k % step:
+        return (
+            f"expected n of each expert in multiples of {ROWS} and k of {step}, found {n} and {k}"
+        )
+    if call.experts > MOST_EXPERTS:
+        return f"expected at most {MOST_EXPERTS} experts, found {call.experts}"
+    if w.sparse_shape[0] not in (0, w.shape[0]):
+        return f"expected experts split by columns, found {w.sparse_shape[0]} sparse rows"
+    return None
+
+
+def bound(
+    w: Spense,
+    x: Tensor,
+    ends: Tensor,
+    experts: int,
+    engines: tuple[Engine, ...],
+    scale: Tensor | None = None,
+    *,
+    activation: str | None = None,
+) -> OperatorCall:
+    """Return a call of X with experts, and in fp8 the scales of the rows of W."""
+    shape = w.shape[0] // experts, w.shape[1]
+    call = ExpertsCall(bucket(len(x)), experts, shape, w.sparse_shape, w.dtype, activation)
+    operator = Operator(engines, lambda call: w, problem_of, w.sparse.device)
+    return OperatorCall(operator, call, (x, ends), lambda product: (w.sparse, w.dense, scale))
+
+
+def bind(operands: Operands, engines: tuple[Engine, ...]) -> OperatorCall:
+    """Return the call of a suite's operands. Raises Unsupported."""
+    return bind_tiles(weight_of(operands.weights, "w"), operands, engines)
+
+
+def bind_tiles(w: Spense, operands: Operands, engines: tuple[Engine, ...]) -> OperatorCall:
+    """Return the call of a weight with the activations of a suite. Raises Unsupported."""
+    x, ends = (operands.activations[name] for name in ("x", "ends"))
+    return bound(w, x, ends, operands.problem["experts"], engines)
+
+
+unsupported = partial(unsupported_on_hopper, dtypes=("fp16", "bf16", "fp8"))
+
+KERNEL = gpu_engine(
+    *("experts_wgmma", "experts", "spense", ExpertsConfig, choices, plan),
+    *(unsupported, bind, unsupported_call),
+    closed=closed,
+)

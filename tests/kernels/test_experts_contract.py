@@ -1,0 +1,214 @@
+"""The contract of every engine of op experts, found by name: exact products, whatever the ends."""
+
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+from triton import knobs
+
+from sparsebench._discovery import modules
+from sparsebench.errors import Unsupported
+from sparsebench.formats._format import Format
+from sparsebench.formats.bsr import Bsr
+from sparsebench.formats.dense import Dense
+from sparsebench.formats.spense import Spense
+from sparsebench.harness.catalog import load_kernel
+from sparsebench.harness.ops import experts as op
+from sparsebench.kernels._common.operator import Engine
+from sparsebench.kernels._common.triton import BoundKernel
+from sparsebench.kernels._kernel import NAMES, Operands, output_dtype, poison, unsupported
+from sparsebench.kernels.bsr import experts_triton
+from sparsebench.kernels.spense import experts_wgmma
+from sparsebench.kernels.spense.experts_wgmma import ExpertsConfig
+from sparsebench.results.record import Problem
+from tests.compiling.nvcc import assert_compiles_cleanly, by_nvcc
+from tests.compiling.triton_kernels import complaint_about_launch
+from tests.tools.marks import exhaustive, sampled
+
+ENGINES: dict[str, Engine] = {
+    name: engine
+    for name in modules("kernels")
+    if isinstance(engine := load_kernel(name), Engine) and engine.op == "experts"
+}
+FLOATS = torch.float16, torch.bfloat16, torch.float8_e4m3fn
+
+
+class Example(NamedTuple):
+    """Experts of n x k weights, rows of X, and where the rows of each expert end."""
+
+    n: int
+    k: int
+    rows: int
+    ends: tuple[int, ...]
+    block: int = 64
+
+    def weight(self, engine: Engine, dtype: torch.dtype, device: Any) -> tuple[Format, Tensor]:
+        """Return small integers as the engine stores them, and dense."""
+        random = torch.Generator().manual_seed(self.rows)
+        shape = len(self.ends) * self.n, self.k
+        w = torch.randint(1, 3, shape, generator=random)
+        w *= 1 - 2 * torch.randint(2, shape, generator=random)
+        if engine.consumes == "spense":
+            order = torch.rand(shape[0], self.k // 4, 4, generator=random).argsort(-1)
+            w *= (order < 2).view(shape)
+        if engine.consumes == "bsr":
+            stored = torch.rand(shape[0] // self.block, -(-self.k // self.block), generator=random)
+            stored = (stored < 0.4).repeat_interleave(self.block, 0)
+            w *= stored.repeat_interleave(self.block, 1)[:, : self.k]
+        dense = w.to(dtype).to(device)
+        formats: dict[str, Any] = {
+            "spense": Spense.from_dense,
+            "bsr": lambda w: Bsr.from_dense(w, block=self.block),
+            "dense": Dense.from_dense,
+        }
+        return formats[engine.consumes](dense), dense
+
+
+# No row; one; tiles that end at, before and behind their expert's last row; one expert has all;
+# rows without an expert; ends that fall, and that lie outside.
+EXAMPLES = [
+    Example(64, 64, 9, (0, 0, 0, 0)),
+    Example(128, 256, 1, (0, 1)),
+    Example(192, 320, 300, (10, 26, 26, 70, 71, 103, 231, 300)),
+    Example(320, 192, 270, (0, 270, 270), 32),
+    Example(128, 128, 70, (16, 17, 49), 16),
+    Example(64, 96, 37, (3, 3, 20, 18, 30), 32),
+    Example(64, 64, 20, (-5, 25, 3, 40)),
+    Example(64, 128, 513, tuple(range(2, 514, 2))),
+]
+
+
+def bound_to(engine: Engine, example: Example, dtype: torch.dtype, device: Any) -> Any:
+    """Return the call of an example, its weight, and the right result of other activations."""
+    packed, dense = example.weight(engine, dtype, device)
+    random = torch.Generator().manual_seed(example.rows + 1)
+    x = torch.randint(-1, 2, (example.rows, example.k), generator=random).to(dtype).to(device)
+    ends = torch.tensor([example.ends], dtype=torch.int32, device=device)
+    fields = {"dtype": NAMES[dtype], "m": example.rows, "n": example.n, "k": example.k}
+    problem = Problem("experts", fields | {"experts": len(example.ends), "top_k": 1})
+    operands = Operands(problem, {"w": packed}, {"x": x, "ends": ends}, op.definition)
+
+    def right() -> Tensor:
+        y = op.definition(dense.double(), x.double(), ends, experts=len(example.ends))
+        return y.to(output_dtype(dtype))
+
+    return engine.bind(operands, (engine,)), right
+
+
+def run_engine(engine: Engine, dtype: torch.dtype, device: Any) -> int:
+    """Check all configurations on all examples; return how many there were."""
+    count = 0
+    for example in EXAMPLES:
+        bound, right = bound_to(engine, example, dtype, device)
+        weight = bound.operator.weight(bound.call)
+        try:
+            configs = engine.choices(weight, bound.call)
+        except Unsupported:
+            continue
+        out = right()
+        for config in configs:
+            poison(out)
+            product = engine.plan(weight, bound.call, config)
+            y = product.run(*bound.activations, *bound.weights(product), out=out)
+            assert torch.equal(y, right()), (example, config)
+        count += len(configs)
+    return count
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", FLOATS, ids=NAMES.get)
+@pytest.mark.parametrize("name", ENGINES)
+def test_every_engine_is_exact_whatever_the_ends(name: str, dtype: torch.dtype) -> None:
+    engine, device = ENGINES[name], torch.device("cuda", 0)
+    problem = Problem("experts", {"dtype": NAMES[dtype], "m": 1, "n": 64, "k": 64})
+    if reason := unsupported(engine, problem, device):
+        pytest.skip(reason)
+    assert run_engine(engine, dtype, device)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ENGINES)
+def test_a_captured_call_takes_other_ends(name: str) -> None:
+    engine, example = ENGINES[name], EXAMPLES[2]
+    bound, right = bound_to(engine, example, torch.bfloat16, "cuda")
+    product = bound.select(None).product
+    run, graph = bound.run(product), torch.cuda.CUDAGraph()
+    run()
+    with torch.cuda.graph(graph):
+        y = run()
+    for ends in (example.ends, (0, 0, 300, 300, 300, 300, 300, 300), (1, 2, 3, 4, 5, 6, 7, 8)):
+        bound.activations[1].copy_(torch.tensor([ends]))
+        poison(y)
+        graph.replay()
+        assert torch.equal(y, right()), ends
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("name", [name for name in ENGINES if "triton" in name])
+def test_triton_kernels_are_exact_in_the_interpreter(name: str) -> None:
+    assert knobs.runtime.interpret
+    engine = ENGINES[name]
+    for example in EXAMPLES[:2] + EXAMPLES[4:7]:
+        bound, right = bound_to(engine, example, torch.float16, "cpu")
+        weight, out = bound.operator.weight(bound.call), right()
+        for config in engine.choices(weight, bound.call)[:1]:
+            poison(out)
+            product = engine.plan(weight, bound.call, config)
+            y = product.run(*bound.activations, *bound.weights(product), out=out)
+            assert torch.equal(y, right()), (example, config)
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_an_engine_says_which_experts_it_cannot_multiply(name: str) -> None:
+    engine = ENGINES[name]
+    example = Example(72, 64, 9, (4, 9), 8)
+    bound, _ = bound_to(engine, example, torch.bfloat16, "cpu")
+    with pytest.raises(Unsupported, match=r"expected .*, found .*72"):
+        engine.choices(bound.operator.weight(bound.call), bound.call)
+
+
+@pytest.mark.compiles
+@pytest.mark.parametrize("capability", [90, *map(exhaustive, [80, 100])])
+def test_every_generation_compiles_the_triton_kernels(capability, monkeypatch) -> None:
+    programs: list[BoundKernel] = []
+
+    def product_of(bound: Any, operands: Any, device: Any) -> None:
+        programs.append(bound(*operands))
+
+    monkeypatch.setattr(experts_triton, "product_of", product_of)
+    for path, block in (("tma", 64), ("tma", 128), ("pointers", 32))[2 * (capability < 90) :]:
+        monkeypatch.setattr(experts_triton, "choose_path", lambda *_, path=path: path)
+        example = Example(2 * block, 256, 100, (50, 100), block)
+        engine = ENGINES["experts_triton"]
+        bound, _ = bound_to(engine, example, torch.bfloat16, "cpu")
+        weight = bound.operator.weight(bound.call)
+        for config in engine.choices(weight, bound.call):
+            engine.plan(weight, bound.call, config)
+    for program in programs:
+        for launch in filter(None, (program.before, program)):
+            assert complaint_about_launch(launch, capability) is None, launch.constants
+
+
+CONFIGS = [  # of experts_wgmma: each number of tokens, and of warpgroups
+    *(ExpertsConfig(tokens, 2, 4) for tokens in (16, 32, 64, 128, 256)),
+    *(ExpertsConfig(16, 1, 6), ExpertsConfig(128, 3, 4)),
+]
+
+
+@by_nvcc
+@pytest.mark.parametrize(
+    ("config", "dtype", "activation"),
+    sampled(
+        [
+            (config, dtype, activation)
+            for config in CONFIGS
+            for dtype in FLOATS
+            for activation in (None, "silu")
+        ]
+    ),
+    ids=str,
+)
+def test_experts_wgmma_compiles_without_a_spill(config, dtype, activation, tmp_path) -> None:
+    macros = experts_wgmma.macros_of(config, dtype, activation)
+    assert_compiles_cleanly("experts_wgmma", macros, tmp_path)
