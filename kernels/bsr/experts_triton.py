@@ -12,7 +12,7 @@ A program multiplies a tile of an expert's rows of X by one block row, as bsr_tr
 of the experts stay on the device: a first launch, a program for each expert, lists the tiles. The
 host knows only that there are at most rows / tokens + experts of them. Tiles after the last expert
 write zeros to the rows that have none, and the others end at once. If each program counted the
-tiles itself, 8,192 programs of 1.2 blocks took 63 us (measured on an H200).
+tiles itself, 8,192 programs of 1.2 blocks took 63 us instead of 45 on an H200.
 
     blocks  r rows are a power of two of 16 or more, so that an expert has whole block rows, and c
             columns too; n of each expert is a multiple of r
@@ -48,7 +48,7 @@ from sparsebench.kernels._common.triton import (
 )
 from sparsebench.kernels._kernel import NAMES, Operands, output_dtype
 from sparsebench.kernels.bsr._triton import constants_of
-from sparsebench.kernels.bsr.bsr_triton import FP8_CAPABILITY
+from sparsebench.kernels.bsr.bsr_triton import FP8_CAPABILITY, FP8_DEPTH
 
 MOST_EXPERTS = 1024
 TOKENS = 16, 32, 64, 128
@@ -90,12 +90,12 @@ def choices(w: Bsr, call: BlockExpertsCall) -> list[BlockExpertsConfig]:
     configs = []
     for tokens in nearest[:2]:
         for features in sorted({min(r, 128), min(r, 64)}, reverse=True):
-            for in_flight in (4, 6):
+            for in_flight in (3, 4, 2):
                 depth = min(
                     c, fitting_depth(tokens, features, 128 // size, 4, path) * 2 // size or 16
                 )
                 held = most_stages(tokens, features, depth, size)
-                flight = min(in_flight, held, in_flight if path == "tma" else 3)
+                flight = min(in_flight, held)
                 configs.append(BlockExpertsConfig(tokens, features, depth, flight, 4, path))
     return list(dict.fromkeys(configs))
 
@@ -135,6 +135,8 @@ def unsupported_call(w: Bsr, call: BlockExpertsCall) -> str | None:
         return f"expected blocks of powers of two from 16 on that divide n, found {r}x{c} and {n}"
     if call.experts > MOST_EXPERTS:
         return f"expected at most {MOST_EXPERTS} experts, found {call.experts}"
+    if call.dtype.itemsize == 1 and c < FP8_DEPTH:
+        return f"expected blocks of {FP8_DEPTH} columns or more in fp8, found {c}"
     return None
 
 

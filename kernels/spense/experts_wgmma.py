@@ -38,8 +38,9 @@ from sparsebench.kernels.spense._stream_k import tiles_of
 
 MOST_EXPERTS = 256
 SHARED_BYTES = 224 * 1024  # beside 2 KB of lists
-TOKENS = 16, 32, 64, 128, 256
+TOKENS = 16, 32, 64, 128  # 256 leave no registers for three warpgroups
 NEAREST = 3  # numbers of tokens that are timed
+SHAPES = (3, 4), (2, 5), (1, 6)  # warpgroups, and tiles of W in flight for each
 
 
 class ExpertsCall(NamedTuple):
@@ -92,14 +93,12 @@ def choices(w: Spense, call: ExpertsCall) -> list[ExpertsConfig]:
     """Return configurations, the likeliest first: about as many tokens as an expert has rows."""
     mean = max(call.m / call.experts, 1)
     nearest = sorted(TOKENS, key=lambda tokens: abs(log2(tokens / (1.5 * mean))))[:NEAREST]
-    shapes = (2, 4), (2, 5), (3, 4), (1, 6)
-    listed = [ExpertsConfig(tokens, *shape) for shape in shapes for tokens in nearest]
-    return [config for config in listed if config.tokens <= 128 or config.warpgroups < 3]
+    return [ExpertsConfig(tokens, *shape) for shape in SHAPES for tokens in nearest]
 
 
 def closed(w: Spense, call: ExpertsCall) -> list[ExpertsConfig]:
-    """Return the configurations of two warpgroups, the likeliest first."""
-    return [config for config in choices(w, call) if (config.warpgroups, config.ahead) == (2, 4)]
+    """Return the configurations of the likeliest shape."""
+    return choices(w, call)[:NEAREST]
 
 
 def plan(w: Spense, call: ExpertsCall, config: ExpertsConfig) -> Product:

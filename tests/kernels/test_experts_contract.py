@@ -20,7 +20,7 @@ from sparsebench.kernels._common.triton import BoundKernel
 from sparsebench.kernels._kernel import NAMES, Operands, output_dtype, poison, unsupported
 from sparsebench.kernels.bsr import experts_triton
 from sparsebench.kernels.spense import experts_wgmma
-from sparsebench.kernels.spense.experts_wgmma import ExpertsConfig
+from sparsebench.kernels.spense.experts_wgmma import SHAPES, TOKENS, ExpertsConfig
 from sparsebench.results.record import Problem
 from tests.compiling.nvcc import assert_compiles_cleanly, by_nvcc
 from tests.compiling.triton_kernels import complaint_about_launch
@@ -191,8 +191,7 @@ def test_every_generation_compiles_the_triton_kernels(capability, monkeypatch) -
 
 
 CONFIGS = [  # of experts_wgmma: each number of tokens, and of warpgroups
-    *(ExpertsConfig(tokens, 2, 4) for tokens in (16, 32, 64, 128, 256)),
-    *(ExpertsConfig(16, 1, 6), ExpertsConfig(128, 3, 4)),
+    *(ExpertsConfig(tokens, *shape) for shape in SHAPES for tokens in TOKENS),
 ]
 
 

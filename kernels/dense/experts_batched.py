@@ -1,0 +1,41 @@
+"""Products of routed rows with dense experts by a batched product: a copy of W_e for each row.
+
+Transformers' `batched_mm` experts do this in decoding, because it takes few launches. With one
+token every expert has one row, and the copies are the bytes that any kernel reads. With more they
+are rows / experts times as many.
+"""
+
+import torch
+from torch import Tensor
+
+from sparsebench.kernels._kernel import DTYPES, Kernel, Launch, Operands
+from sparsebench.results.record import Problem
+
+MOST_BYTES = 4 << 30  # of the copies
+
+
+def unsupported(problem: Problem, device: torch.device) -> str | None:
+    """Return why the copies cannot be made, or None."""
+    if problem["dtype"] == "fp8":
+        return "expected fp16, bf16 or fp32, found fp8"
+    rows, size = problem["m"] * problem["top_k"], DTYPES[problem["dtype"]].itemsize
+    copies = rows * problem["n"] * problem["k"] * size
+    return (
+        None if copies <= MOST_BYTES else f"expected copies of 4 GiB at most, found {copies} bytes"
+    )
+
+
+def prepare(operands: Operands) -> Launch:
+    """Return the launch, which finds the expert of each row on the device."""
+    x, ends = operands.activations["x"], operands.activations["ends"][0]
+    w = operands.weights["w"].to_dense().view(operands.problem["experts"], -1, x.shape[1])
+    numbers = torch.arange(len(x), dtype=torch.int32, device=x.device)
+
+    def run() -> Tensor:
+        expert = torch.searchsorted(ends, numbers, right=True)
+        return torch.bmm(w[expert], x[:, :, None])[:, :, 0]
+
+    return Launch(run)
+
+
+KERNEL = Kernel("experts", "dense", "any", prepare, unsupported)
