@@ -1,0 +1,44 @@
+"""The gated layer of a mixture with dense experts, as transformers computes it on a GPU.
+
+    sort ids ─> gather rows of X ─> grouped product with gate and up ─> act(G) * U
+             ─> grouped product with down ─> shares ─> back in order ─> sum over top_k
+
+The steps are those of `grouped_mm` experts of transformers 5 (integrations/moe.py), with torch's
+grouped product (experts_grouped.py).
+"""
+
+import torch
+from torch import Tensor
+from torch.nn.functional import relu, silu
+
+from sparsebench.kernels._kernel import Kernel, Launch, Operands
+from sparsebench.kernels.dense.experts_grouped import unsupported
+
+ACTIVATIONS = {"silu": silu, "relu": relu, "relu2": lambda z: relu(z).square()}
+
+
+def prepare(operands: Operands) -> Launch:
+    """Return the launch; gate and up of an expert are one matrix, as models have them."""
+    problem, count = operands.problem, operands.problem["experts"]
+    x, shares, ids = (operands.activations[name] for name in ("x", "shares", "ids"))
+    wg, wu, wd = (
+        operands.weights[name].to_dense().unflatten(0, (count, -1)) for name in ("wg", "wu", "wd")
+    )
+    both, down = torch.cat([wg, wu], 1).transpose(1, 2), wd.transpose(1, 2)
+    act, (m, top_k) = ACTIVATIONS[problem["activation"]], ids.shape
+
+    def run() -> Tensor:
+        order = torch.argsort(ids.view(-1))
+        counts = torch.histc(ids.view(-1).int(), bins=count, min=0, max=count - 1)
+        ends = counts.cumsum(0, dtype=torch.int32)
+        gate, up = torch._grouped_mm(x[order // top_k], both, offs=ends).chunk(2, -1)
+        rows = torch._grouped_mm(act(gate) * up, down, offs=ends)
+        rows = rows * shares.view(-1)[order, None]
+        back = torch.empty_like(order)
+        back[order] = torch.arange(len(order), device=order.device)
+        return rows[back].view(m, top_k, -1).sum(1)
+
+    return Launch(run)
+
+
+KERNEL = Kernel("experts_ffn", "dense", "cuda", prepare, unsupported)
