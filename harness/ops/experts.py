@@ -77,7 +77,8 @@ def likelihoods(problem: Problem) -> Tensor:
     if routing == "uniform":
         return torch.full((experts,), 1 / experts, dtype=torch.float64)
     if routing == "one":
-        return (torch.arange(experts) < problem["top_k"]).double()
+        chosen: Tensor = torch.arange(experts) < problem["top_k"]
+        return chosen.double()
     first, second = (_uniform(problem, f"experts {i}", experts) for i in range(2))
     weights = -torch.log(first * second)  # gamma distributed with alpha = 2
     if routing == "skewed":  # alpha = 1/2: half of the square of a normal number (Box and Muller)

@@ -10,7 +10,7 @@ has chosen the experts and their shares before. A call sorts the tokens by exper
 multiplies, and adds up. Routing is drawn as in op experts.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Literal
 
 import torch
@@ -49,9 +49,9 @@ def definition(
 ) -> Tensor:  # fmt: skip
     """Return Y [m, k] for Wg and Wu [experts n, k], Wd [experts k, n] and X [m, k]."""
     y = torch.zeros_like(x)
-    for e, weights in enumerate(_of_experts(experts, wg, wu, wd)):
+    for e, (gate, up, down) in enumerate(_of_experts(experts, wg, wu, wd)):
         token, choice = (ids == e).nonzero(as_tuple=True)
-        rows = ffn.definition(*weights, x[token], activation=activation)
+        rows = ffn.definition(gate, up, down, x[token], activation=activation)
         y.index_add_(0, token, shares[token, choice, None] * rows)
     return y
 
@@ -65,17 +65,20 @@ def spread(
     S(y)² = sum over j of shares² (S(row)² + 2 row²): a row and its product with a share.
     """
     total = torch.zeros_like(x)
-    for e, weights in enumerate(_of_experts(experts, wg, wu, wd)):
+    for e, (gate, up, down) in enumerate(_of_experts(experts, wg, wu, wd)):
         token, choice = (ids == e).nonzero(as_tuple=True)
-        rows = ffn.definition(*weights, x[token], activation=activation)
-        of_rows = ffn.spread(*weights, x[token], activation=activation)
+        operands = gate, up, down, x[token]
+        rows = ffn.definition(*operands, activation=activation)
+        of_rows = ffn.spread(*operands, activation=activation)
         share = shares[token, choice, None]
         total.index_add_(0, token, share.square() * (of_rows.square() + 2 * rows.square()))
     return total.sqrt()
 
 
-def _of_experts(experts: int, *weights: Tensor) -> list[tuple[Tensor, ...]]:
-    return list(zip(*(w.chunk(experts) for w in weights), strict=True))
+def _of_experts(
+    experts: int, wg: Tensor, wu: Tensor, wd: Tensor
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    return zip(*(w.chunk(experts) for w in (wg, wu, wd)), strict=True)
 
 
 def flops(problem: Problem, nnz: Mapping[str, int]) -> float:

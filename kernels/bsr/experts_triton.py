@@ -140,12 +140,10 @@ def unsupported_call(w: Bsr, call: BlockExpertsCall) -> str | None:
     return None
 
 
-def bind(operands: Operands, engines: tuple[Engine, ...]) -> OperatorCall:
-    """Return the call of a suite's operands. Raises Unsupported."""
-    w, experts = operands.weights["w"], operands.problem["experts"]
-    if not isinstance(w, Bsr):
-        raise Unsupported(f"expected a weight in bsr, found {type(w).__name__}")
-    x, ends = (operands.activations[name] for name in ("x", "ends"))
+def bound(
+    w: Bsr, x: Tensor, ends: Tensor, experts: int, engines: tuple[Engine, ...]
+) -> OperatorCall:
+    """Return a call of X with experts."""
     shape = w.shape[0] // experts, w.shape[1]
     call = BlockExpertsCall(bucket(len(x)), experts, shape, w.block, w.values.dtype)
 
@@ -158,6 +156,15 @@ def bind(operands: Operands, engines: tuple[Engine, ...]) -> OperatorCall:
 
     operator = Operator(engines, lambda call: w, problem, w.columns.device)
     return OperatorCall(operator, call, (x, ends), lambda product: (w.values,))
+
+
+def bind(operands: Operands, engines: tuple[Engine, ...]) -> OperatorCall:
+    """Return the call of a suite's operands. Raises Unsupported."""
+    w, experts = operands.weights["w"], operands.problem["experts"]
+    if not isinstance(w, Bsr):
+        raise Unsupported(f"expected a weight in bsr, found {type(w).__name__}")
+    x, ends = (operands.activations[name] for name in ("x", "ends"))
+    return bound(w, x, ends, experts, engines)
 
 
 KERNEL = gpu_engine(

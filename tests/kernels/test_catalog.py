@@ -21,6 +21,7 @@ SIZES = "m=64 n=512 k=256"
 STEP = "m=2 hidden=256 heads=4 kv_heads=2 head_dim=32 intermediate=256 vocab=40 layers=2 context=20"
 ATTENTION = "m=256 context=256 heads=4 kv_heads=4 head_dim=128 batch=1"
 BY_OP = {"decoder": STEP, "attention": ATTENTION, "attention_backward": ATTENTION}
+BY_OP |= dict.fromkeys(("experts", "experts_ffn"), f"{SIZES} experts=4 top_k=2")
 BY_FORMAT = {
     "bsr": "pattern=blocks block=64 sparsity=0.5",
     "block_mask": "pattern=top_k_blocks block=64 sparsity=0.5",
@@ -41,7 +42,7 @@ BY_NAME = {
     **dict.fromkeys(("stk", "stk_dgrad", "stk_wgrad"),
                     f"{SIZES} pattern=blocks block=128 sparsity=0.5"),
 }  # fmt: skip
-IN_FP8 = "bsr_triton", "bsr_wgmma", "cublas", "slide_wgmma", "spense_wgmma"
+IN_FP8 = "bsr_triton", "bsr_wgmma", "cublas", "experts_wgmma", "slide_wgmma", "spense_wgmma"
 
 
 def words_for(name: str) -> str:
