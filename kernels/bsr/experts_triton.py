@@ -19,7 +19,6 @@ tiles itself, 8,192 programs of 1.2 blocks took 63 us instead of 45 on an H200.
 """
 
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -41,14 +40,15 @@ from sparsebench.kernels._common.triton import (
     fitting_depth,
     most_stages,
     product_of,
-    unsupported,
     unsupported_alignment,
     unsupported_row,
     whole_tile,
 )
+from sparsebench.kernels._common.triton import unsupported as unsupported_by_triton
 from sparsebench.kernels._kernel import NAMES, Operands, output_dtype
 from sparsebench.kernels.bsr._triton import constants_of
 from sparsebench.kernels.bsr.bsr_triton import FP8_CAPABILITY, FP8_DEPTH
+from sparsebench.results.record import Problem
 
 MOST_EXPERTS = 1024
 TOKENS = 16, 32, 64, 128
@@ -167,9 +167,16 @@ def bind(operands: Operands, engines: tuple[Engine, ...]) -> OperatorCall:
     return bound(w, x, ends, experts, engines)
 
 
+def unsupported(problem: Problem, device: torch.device) -> str | None:
+    """Return why the kernel cannot run a problem here, or None."""
+    if problem["dtype"] == "fp32":
+        return "expected fp16, bf16 or fp8, found fp32"
+    return unsupported_by_triton(problem, device, FP8_CAPABILITY)
+
+
 KERNEL = gpu_engine(
     *("experts_triton", "experts", "bsr", BlockExpertsConfig, choices, plan),
-    *(partial(unsupported, least=FP8_CAPABILITY), bind, unsupported_call),
+    *(unsupported, bind, unsupported_call),
     most=MOST_CONFIGS,
 )
 
