@@ -27,9 +27,16 @@ Gumbel noise. Tokens are drawn independently. In a prompt they are correlated, a
 experts.
 
     fp8   as op linear: Y in bf16, without scales
+
+With a loss L, dY is dL/dY:
+
+    experts_dgrad   dX_e = dY_e @ W_e       gradient of the rows
+    experts_wgrad   dW_e = dY_e.T @ X_e     gradient of the weights at their pattern; zero for an
+                                            expert without rows
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import lru_cache
 from typing import Literal, Self
 
@@ -182,3 +189,61 @@ OP = Op(
     example={"m": 3, "n": 6, "k": 5, "experts": 2, "top_k": 2, "routing": "uniform"},
     exact="x",
 )
+
+
+class ExpertsGradientFields(ExpertsFields):
+    """A problem of one of the gradients, without fp8."""
+
+    dtype: Literal["fp16", "bf16", "fp32"]
+
+
+def input_gradient(w: Tensor, dy: Tensor, ends: Tensor, *, experts: int) -> Tensor:
+    """Return dX [rows, k] for W [experts n, k] and dY [rows, n]."""
+    transposed = w.view(experts, -1, w.shape[1]).transpose(1, 2).flatten(0, 1)
+    return definition(transposed, dy, ends, experts=experts)
+
+
+def weight_gradient(dy: Tensor, x: Tensor, ends: Tensor, *, experts: int) -> Tensor:
+    """Return the gradients of all elements of W [experts n, k], for dY [rows, n], X [rows, k]."""
+    of_experts = spans(ends, len(x))
+    return torch.cat([linear.weight_gradient(dy[a:b], x[a:b]) for a, b in of_experts])
+
+
+DGRAD = replace(
+    OP,
+    fields=ExpertsGradientFields,
+    operands={
+        "w": Operand("weight", ("rows", "k")),
+        "dy": Operand("activation", ("routed", "n")),
+        "ends": OP.operands["ends"],
+    },
+    definition=input_gradient,
+    spread=lambda w, dy, ends, *, experts: input_gradient(
+        w.square(), dy.square(), ends, experts=experts
+    ).sqrt(),
+    depth=lambda w, dy, ends: dy.shape[1],
+    exact="dy",
+)
+"""Gradient of the routed rows: dX_e = dY_e @ W_e."""
+
+WGRAD = replace(
+    DGRAD,
+    operands={
+        "w": Operand("pattern", ("rows", "k")),
+        "dy": DGRAD.operands["dy"],
+        "x": OP.operands["x"],
+        "ends": OP.operands["ends"],
+    },
+    definition=weight_gradient,
+    spread=lambda dy, x, ends, *, experts: weight_gradient(
+        dy.square(), x.square(), ends, experts=experts
+    ).sqrt(),
+    depth=lambda dy, x, ends: len(dy),
+    fewest_bytes=lambda problem, nnz, itemsize: int(
+        itemsize * (nnz["w"] + problem["m"] * problem["top_k"] * (problem["n"] + problem["k"]))
+        + 4 * problem["experts"]
+    ),
+    parts=lambda problem: (),
+    exact="x",
+)
+"""Gradient of the weights at their pattern: dW_e = dY_e.T @ X_e."""

@@ -21,7 +21,9 @@ SIZES = "m=64 n=512 k=256"
 STEP = "m=2 hidden=256 heads=4 kv_heads=2 head_dim=32 intermediate=256 vocab=40 layers=2 context=20"
 ATTENTION = "m=256 context=256 heads=4 kv_heads=4 head_dim=128 batch=1"
 BY_OP = {"decoder": STEP, "attention": ATTENTION, "attention_backward": ATTENTION}
-BY_OP |= dict.fromkeys(("experts", "experts_ffn"), f"{SIZES} experts=4 top_k=2")
+BY_OP |= dict.fromkeys(
+    ("experts", "experts_dgrad", "experts_wgrad", "experts_ffn"), f"{SIZES} experts=4 top_k=2"
+)
 BY_FORMAT = {
     "bsr": "pattern=blocks block=64 sparsity=0.5",
     "block_mask": "pattern=top_k_blocks block=64 sparsity=0.5",

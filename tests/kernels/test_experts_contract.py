@@ -1,4 +1,4 @@
-"""The contract of every engine of op experts, found by name: exact products, whatever the ends."""
+"""The contract of engines of op experts and its gradients: exact products, whatever the ends."""
 
 from typing import Any, NamedTuple
 
@@ -13,12 +13,11 @@ from sparsebench.formats._format import Format
 from sparsebench.formats.bsr import Bsr
 from sparsebench.formats.dense import Dense
 from sparsebench.formats.spense import Spense
-from sparsebench.harness.catalog import load_kernel
-from sparsebench.harness.ops import experts as op
+from sparsebench.harness.catalog import load_kernel, load_op
 from sparsebench.kernels._common.operator import Engine
 from sparsebench.kernels._common.triton import BoundKernel
 from sparsebench.kernels._kernel import NAMES, Operands, output_dtype, poison, unsupported
-from sparsebench.kernels.bsr import experts_triton
+from sparsebench.kernels.bsr import experts_triton, experts_triton_wgrad
 from sparsebench.kernels.spense import experts_wgmma
 from sparsebench.kernels.spense.experts_wgmma import SHAPES, TOKENS, ExpertsConfig
 from sparsebench.results.record import Problem
@@ -29,8 +28,9 @@ from tests.tools.marks import exhaustive, sampled
 ENGINES: dict[str, Engine] = {
     name: engine
     for name in modules("kernels")
-    if isinstance(engine := load_kernel(name), Engine) and engine.op == "experts"
+    if isinstance(engine := load_kernel(name), Engine) and engine.op.startswith("experts")
 }
+OPS = {name: load_op(name) for name in ("experts", "experts_dgrad", "experts_wgrad")}
 FLOATS = torch.float16, torch.bfloat16, torch.float8_e4m3fn
 
 
@@ -80,17 +80,28 @@ EXAMPLES = [
 
 
 def bound_to(engine: Engine, example: Example, dtype: torch.dtype, device: Any) -> Any:
-    """Return the call of an example, its weight, and the right result of other activations."""
+    """Return the call of an example, and the function of the right result at its present ends."""
     packed, dense = example.weight(engine, dtype, device)
     random = torch.Generator().manual_seed(example.rows + 1)
-    x = torch.randint(-1, 2, (example.rows, example.k), generator=random).to(dtype).to(device)
-    ends = torch.tensor([example.ends], dtype=torch.int32, device=device)
+    about, count = OPS[engine.op], len(example.ends)
+    a = {"ends": torch.tensor([example.ends], dtype=torch.int32, device=device)}
+    for name, columns in {"x": example.k, "dy": example.n}.items():
+        if name in about.activations:
+            drawn = torch.randint(-1, 2, (example.rows, columns), generator=random)
+            a[name] = drawn.to(dtype).to(device)
     fields = {"dtype": NAMES[dtype], "m": example.rows, "n": example.n, "k": example.k}
-    problem = Problem("experts", fields | {"experts": len(example.ends), "top_k": 1})
-    operands = Operands(problem, {"w": packed}, {"x": x, "ends": ends}, op.definition)
+    problem = Problem(engine.op, fields | {"experts": count, "top_k": 1})
+    weights = {} if about.pattern else {"w": packed}
+    pattern = packed if about.pattern else None
+    operands = Operands(problem, weights, a, about.definition, pattern=pattern)
 
     def right() -> Tensor:
-        y = op.definition(dense.double(), x.double(), ends, experts=len(example.ends))
+        every = {"w": dense, **a}
+        exact = {n: every[n] if n == "ends" else every[n].double() for n in about.arguments}
+        y = about.definition(**exact, experts=count)
+        if about.pattern:
+            assert isinstance(packed, Bsr)
+            y = packed.sample(y.to(dtype)).values
         return y.to(output_dtype(dtype))
 
     return engine.bind(operands, (engine,)), right
@@ -132,13 +143,13 @@ def test_every_engine_is_exact_whatever_the_ends(name: str, dtype: torch.dtype) 
 def test_a_captured_call_takes_other_ends(name: str) -> None:
     engine, example = ENGINES[name], EXAMPLES[2]
     bound, right = bound_to(engine, example, torch.bfloat16, "cuda")
-    product = bound.select(None).product
-    run, graph = bound.run(product), torch.cuda.CUDAGraph()
+    run, graph = bound.run(bound.select(None).product), torch.cuda.CUDAGraph()
     run()
     with torch.cuda.graph(graph):
-        y = run()
+        out = run()
+    y = out.values if isinstance(out, Bsr) else out
     for ends in (example.ends, (0, 0, 300, 300, 300, 300, 300, 300), (1, 2, 3, 4, 5, 6, 7, 8)):
-        bound.activations[1].copy_(torch.tensor([ends]))
+        bound.activations[-1].copy_(torch.tensor([ends]))
         poison(y)
         graph.replay()
         assert torch.equal(y, right()), ends
@@ -162,7 +173,7 @@ def test_triton_kernels_are_exact_in_the_interpreter(name: str) -> None:
 @pytest.mark.parametrize("name", ENGINES)
 def test_an_engine_says_which_experts_it_cannot_multiply(name: str) -> None:
     engine = ENGINES[name]
-    example = Example(72, 64, 9, (4, 9), 8)
+    example = Example(72, 72, 9, (4, 9), 8)
     bound, _ = bound_to(engine, example, torch.bfloat16, "cpu")
     with pytest.raises(Unsupported, match=r"expected .*, found .*72"):
         engine.choices(bound.operator.weight(bound.call), bound.call)
@@ -173,18 +184,19 @@ def test_an_engine_says_which_experts_it_cannot_multiply(name: str) -> None:
 def test_every_generation_compiles_the_triton_kernels(capability, monkeypatch) -> None:
     programs: list[BoundKernel] = []
 
-    def product_of(bound: Any, operands: Any, device: Any) -> None:
+    def product_of(bound: Any, operands: Any, *_: Any) -> None:
         programs.append(bound(*operands))
 
-    monkeypatch.setattr(experts_triton, "product_of", product_of)
+    for module in (experts_triton, experts_triton_wgrad):
+        monkeypatch.setattr(module, "product_of", product_of)
     for path, block in (("tma", 64), ("tma", 128), ("pointers", 32))[2 * (capability < 90) :]:
         monkeypatch.setattr(experts_triton, "choose_path", lambda *_, path=path: path)
-        example = Example(2 * block, 256, 100, (50, 100), block)
-        engine = ENGINES["experts_triton"]
-        bound, _ = bound_to(engine, example, torch.bfloat16, "cpu")
-        weight = bound.operator.weight(bound.call)
-        for config in engine.choices(weight, bound.call):
-            engine.plan(weight, bound.call, config)
+        for engine in [engine for name, engine in ENGINES.items() if "triton" in name]:
+            example = Example(2 * block, 256, 100, (50, 100), block)
+            bound, _ = bound_to(engine, example, torch.bfloat16, "cpu")
+            weight = bound.operator.weight(bound.call)
+            for config in engine.choices(weight, bound.call):
+                engine.plan(weight, bound.call, config)
     for program in programs:
         for launch in filter(None, (program.before, program)):
             assert complaint_about_launch(launch, capability) is None, launch.constants

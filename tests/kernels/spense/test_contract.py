@@ -37,7 +37,9 @@ from tests.kernels.spense.examples import (
 
 FAMILY = "sparsebench.kernels.spense."
 HERE = [load_kernel(name) for name, place in modules("kernels").items() if place.startswith(FAMILY)]
-ENGINES = [kernel for kernel in HERE if isinstance(kernel, Engine) and kernel.op != "experts"]
+ENGINES = [
+    kernel for kernel in HERE if isinstance(kernel, Engine) and not kernel.op.startswith("experts")
+]
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
 
 
