@@ -20,6 +20,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_wait
 
 from sparsebench.formats._selection import Selection
 from sparsebench.kernels._common.triton import SMALLEST_TILE, BoundKernel, Template, options
@@ -30,6 +31,7 @@ from sparsebench.kernels.attention._paged import (
     Pool,
     enqueue,
     queries_of,
+    starts_early,
 )
 from sparsebench.kernels.attention._selecting import select
 
@@ -68,6 +70,7 @@ def _launch(shape: PagedShape, kinds: int, first: int, last: int) -> Template:
     sizes = shape.pages, shape.capacity, shape.kv_heads, shape.row, first, last
     constants = {**shape.tile, "PAGE": shape.page_size, "KINDS": kinds, "BLOCK": block}
     constants |= options(WARPS, "pointers")
+    constants["EARLY"] = constants["launch_pdl"] = starts_early(shape.device)
     grid = (shape.rows * -(-shape.capacity // block),)
     program = BoundKernel(_score, grid, (*operands, scores, *sizes), constants, scores)
     return Template([program], operands, [scores])
@@ -79,8 +82,11 @@ def _score(  # type: ignore[no-untyped-def]
     pages, capacity, kv_heads, table_row, first, last,
     GROUP: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, DEPTH: tl.constexpr,
     PAGE: tl.constexpr, KINDS: tl.constexpr, BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """Write the scores of BLOCK places of a row; programs of the same pages are neighbours."""
+    if EARLY:
+        gdc_wait()
     head, rest = tl.program_id(0) % kv_heads, tl.program_id(0) // kv_heads
     blocks = tl.cdiv(capacity, BLOCK)
     sequence, place = rest // blocks, rest % blocks * BLOCK + tl.arange(0, BLOCK)

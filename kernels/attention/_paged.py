@@ -19,6 +19,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_wait
 
 from sparsebench.kernels._common.capture import is_capturing, keep, make_lasting
 from sparsebench.kernels._common.device import multiprocessors
@@ -30,7 +31,7 @@ from sparsebench.results.record import Problem
 
 PAGE_SIZES = 16, 32, 64, 128  # keys of a page
 BOUND = 256  # launches in a cache, one for each set of sizes
-PROGRAMS = 4  # of `_attend`, for each SM
+PROGRAMS = 3  # of `_attend` that an SM holds at once, by their shared memory
 MOST_SPLITS = 32
 WARPS = 4
 EMPTY = tl.constexpr(-1)
@@ -118,12 +119,15 @@ class Config(NamedTuple):
 
 def config_of(shape: PagedShape, pages: int) -> Config:
     """Return the configuration for lists of so many pages."""
-    keys, buffers = (32, 1) if shape.dtype == torch.float32 else (64, 2)
+    keys, itemsize = 16 if shape.dtype == torch.float32 else 64, shape.dtype.itemsize
+    buffers = 2 if shape.tile["DEPTH"] * itemsize <= 256 else 1  # of 32 KB
     steps = -(-pages * shape.page_size // keys)
-    splits = -(-PROGRAMS * multiprocessors(shape.device) // shape.rows)
+    splits = max(1, PROGRAMS * multiprocessors(shape.device) // shape.rows)
     # If a step has several pages, Triton gives every other stage to the look-up of the pages.
     each = 1 if shape.page_size % keys == 0 else 2
-    return Config(keys, min(splits, steps, MOST_SPLITS), each * buffers + 1, WARPS)
+    queries = shape.tile["ROWS"] * shape.tile["DEPTH"] * itemsize
+    warps = WARPS if queries < 16 * 1024 else 2 * WARPS  # so that none spills
+    return Config(keys, min(splits, steps, MOST_SPLITS), each * buffers + 1, warps)
 
 
 def attend(
@@ -139,6 +143,11 @@ def attend(
     config = config or config_of(shape, places)
     launch = _launch(shape, places, columns is not None, scale, config)
     return enqueue(launch, *pool, *(() if columns is None else (columns,)))
+
+
+def starts_early(device: torch.device) -> bool:
+    """Return whether a launch may overlap the end of the one before (PTX griddepcontrol)."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 @lru_cache(BOUND)
@@ -174,6 +183,7 @@ def _launch(shape: PagedShape, places: int, listed: bool, scale: float, config: 
     args = *pool, columns if listed else None, o, *merge, *sizes, scale * LOG2_E
     constants = {**shape.tile, "PAGE": shape.page_size, "KEYS": config.keys, "SPLITS": splits}
     constants |= {"STAGES": config.stages, **options(config.warps, "pointers")}
+    constants["EARLY"] = constants["launch_pdl"] = starts_early(shape.device)
     program = BoundKernel(_attend, (rows * splits,), args, constants, o)
     return Template([program], (*pool, columns) if listed else pool, [o])
 
@@ -214,7 +224,10 @@ def _attend(  # type: ignore[no-untyped-def]
     page_stride, key_stride, head_stride, pages, capacity, places, kv_heads, table_row, scale,
     GROUP: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, DEPTH: tl.constexpr,
     PAGE: tl.constexpr, KEYS: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
+    if EARLY:
+        gdc_wait()
     row, split = tl.program_id(0) // SPLITS, tl.program_id(0) % SPLITS
     sequence, head = row // kv_heads, row % kv_heads
     length = tl.load(lengths + sequence)
