@@ -22,7 +22,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_wait
 
 from sparsebench.kernels._common.capture import is_capturing, keep, make_lasting
-from sparsebench.kernels._common.device import multiprocessors
+from sparsebench.kernels._common.device import multiprocessors, shared_bytes_of
 from sparsebench.kernels._common.transforms import ALIGNMENT, device_guard
 from sparsebench.kernels._common.triton import SMALLEST_TILE, BoundKernel, Template, options
 from sparsebench.kernels._kernel import NAMES, refuse
@@ -33,7 +33,7 @@ PAGE_SIZES = 16, 32, 64, 128  # keys of a page
 BOUND = 256  # launches in a cache, one for each set of sizes
 PROGRAMS = 3  # of `_attend` that an SM holds at once, by their shared memory
 MOST_SPLITS = 32
-WARPS = 4
+WARPS, REGISTERS = 4, 168  # so that the registers of an SM hold PROGRAMS, too
 EMPTY = tl.constexpr(-1)
 
 
@@ -120,14 +120,15 @@ class Config(NamedTuple):
 def config_of(shape: PagedShape, pages: int) -> Config:
     """Return the configuration for lists of so many pages."""
     keys, itemsize = 16 if shape.dtype == torch.float32 else 64, shape.dtype.itemsize
-    buffers = 2 if shape.tile["DEPTH"] * itemsize <= 256 else 1  # of 32 KB
-    steps = -(-pages * shape.page_size // keys)
-    splits = max(1, PROGRAMS * multiprocessors(shape.device) // shape.rows)
-    # If a step has several pages, Triton gives every other stage to the look-up of the pages.
-    each = 1 if shape.page_size % keys == 0 else 2
+    buffers, programs = 2 if shape.tile["DEPTH"] * itemsize <= 256 else 1, PROGRAMS  # of 32 KB
+    stages, steps = buffers + 1, -(-pages * shape.page_size // keys)
+    if shape.page_size % keys:  # Triton gives every other stage to the look-up of a step's pages
+        small = shape.device.type == "cuda" and shared_bytes_of(shape.device) < 128 * 1024
+        stages, programs = 2 * buffers + (1 if small else 3), programs - 1
+    splits = max(1, programs * multiprocessors(shape.device) // shape.rows)
     queries = shape.tile["ROWS"] * shape.tile["DEPTH"] * itemsize
     warps = WARPS if queries < 16 * 1024 else 2 * WARPS  # so that none spills
-    return Config(keys, min(splits, steps, MOST_SPLITS), each * buffers + 1, warps)
+    return Config(keys, min(splits, steps, MOST_SPLITS), stages, warps)
 
 
 def attend(
@@ -183,6 +184,8 @@ def _launch(shape: PagedShape, places: int, listed: bool, scale: float, config: 
     args = *pool, columns if listed else None, o, *merge, *sizes, scale * LOG2_E
     constants = {**shape.tile, "PAGE": shape.page_size, "KEYS": config.keys, "SPLITS": splits}
     constants |= {"STAGES": config.stages, **options(config.warps, "pointers")}
+    if config.warps == WARPS and shape.page_size % config.keys == 0:
+        constants["maxnreg"] = REGISTERS
     constants["EARLY"] = constants["launch_pdl"] = starts_early(shape.device)
     program = BoundKernel(_attend, (rows * splits,), args, constants, o)
     return Template([program], (*pool, columns) if listed else pool, [o])
@@ -242,7 +245,8 @@ def _attend(  # type: ignore[no-untyped-def]
     column = _column_of(columns, first, count, PAGE, KEYS)
     tile, place, stored = queries_of(q, sequence, head, kv_heads, GROUP, ROWS, D, DEPTH)
     depth = tl.arange(0, DEPTH)[None, :]
-    of_head = head.to(tl.int64) * head_stride + depth
+    k += head.to(tl.int64) * head_stride
+    v += head.to(tl.int64) * head_stride
 
     top = tl.full((ROWS,), -float("inf"), tl.float32)
     weight = tl.zeros((ROWS,), tl.float32)
@@ -251,12 +255,14 @@ def _attend(  # type: ignore[no-untyped-def]
         inside = (i * KEYS + tl.arange(0, KEYS)) % PAGE
         page = tl.load(table + column, (column >= 0) & (column < capacity), -1)
         seen = (page >= 0) & (page < pages) & (column * PAGE + inside < length)
-        line = page.to(tl.int64) * page_stride + inside.to(tl.int64) * key_stride
-        at, some = line[:, None] + of_head, seen[:, None]
+        from_page = page.to(tl.int64) * page_stride
+        if PAGE % KEYS != 0:
+            from_page = from_page[:, None]
+        at, some = (inside * key_stride)[:, None] + depth, seen[:, None]
         if DEPTH != D:
             some = some & (depth < D)
-        k_tile = tl.load(k + at, some, 0.0)
-        v_tile = tl.load(v + at, some, 0.0)
+        k_tile = tl.load(k + from_page + at, some, 0.0)
+        v_tile = tl.load(v + from_page + at, some, 0.0)
         column = _column_of(columns, i + 1, count, PAGE, KEYS)
         scores = tl.dot(tile, k_tile.T, input_precision="ieee") * scale
         scores = tl.where(seen[None, :], scores, -float("inf"))

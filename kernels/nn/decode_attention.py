@@ -66,8 +66,8 @@ def decode_attention(
     """Return the attention of one query of each sequence over pages of its cache, shaped like q.
 
     q                 [sequences, H, D], contiguous; fp16, bf16 or fp32
-    k_pages, v_pages  the pool, [pages, page_size, H_kv, D], of 16, 32, 64 or 128 keys a page. All
-                      strides but that of D are free, and the same for both; H_kv divides H
+    k_pages, v_pages  the pool, [pages, page_size, H_kv, D], of 16, 32, 64 or 128 keys a page. Both
+                      have the same strides, in any order, and D is contiguous; H_kv divides H
     table             int32 [sequences, capacity]: the pages of each sequence, in their order
     lengths           int32 [sequences]: keys of each sequence, up to capacity * page_size
     summaries         of the pool's pages, by `summarize_pages`; without them, a query attends to
@@ -154,7 +154,9 @@ def _require_pool(k: Tensor, table: Tensor, lengths: Tensor, summaries: Tensor |
     _require(fits, expected, layout)
     row = ALIGNMENT // k.element_size()
     fits = k.stride(3) == 1 and not any(step % row for step in k.stride()[:3])
-    _require(fits, f"k_pages with D contiguous, other strides of whole {ALIGNMENT} bytes", layout)
+    fits = fits and k.stride(1) * k.shape[1] < 2**31
+    expected = f"k_pages with D contiguous, and keys, heads and pages at {ALIGNMENT} bytes"
+    _require(fits, expected, layout)
     _require(table.dim() == 2, "a table [sequences, capacity]", list(table.shape))
     _require_tensor("table", table, [*table.shape], torch.int32, k)
     _require_tensor("lengths", lengths, [len(table)], torch.int32, k)
