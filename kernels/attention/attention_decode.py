@@ -9,7 +9,7 @@ of pages that the mask leaves out are NaN, which is never selected: every part d
 and selects the mask, whatever the values of Q and K. The summaries are made before the launch is
 timed, as those of a cache are, and there are no first or last pages.
 
-Bound: attention's, and the bytes of all summaries.
+Bound: attention's in rows. The bytes of all summaries come on top; NOTES.md has both.
 """
 
 from typing import Literal, get_args
