@@ -37,6 +37,10 @@ BY_FORMAT = {
 BY_NAME = {
     "attention_split": "m=16 context=2048 heads=4 kv_heads=4 head_dim=128 batch=1 causal=true "
     "pattern=sliding_window block=[16,64] sparsity=0.5",
+    "attention_decode": "m=1 context=2048 heads=8 kv_heads=4 head_dim=128 batch=2 causal=true "
+    "lists=kv_heads pattern=top_k_blocks block=[16,64] sparsity=0.75",
+    "attention_paged": "m=1 context=2048 heads=8 kv_heads=4 head_dim=128 batch=2 causal=true "
+    "block=[16,64]",
     "cusparselt_hybrid": f"{SIZES} pattern=spense_rows sparsity=0.25",
     **dict.fromkeys(("bsr_first", "bsr_wgrad_mma"),
                     f"{SIZES} pattern=blocks block=16 sparsity=0.5"),
