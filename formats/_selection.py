@@ -6,7 +6,8 @@
 
 How many places a row has follows from the sizes alone. So memory and plans have a fixed capacity,
 and a captured graph may select other blocks in each replay. A place that no block takes is empty:
-its column is one beyond the last block, with bit 31, so kernels read zeros there, and mask them.
+its column is one beyond the last block, with bit 31. Empty places come last, and kernels stop at
+the first one, so their time follows the blocks that are there.
 
     always    the first and the last blocks that a row sees, whatever their scores
     then      the blocks with the highest scores; of equal ones, the lower column
