@@ -6,7 +6,8 @@
 
 A row's scores stay in registers. The smallest score that is selected is found bit by bit: of the
 integers that are ordered as the scores are, t is the largest that as many reach as the row has
-places. 32 rounds of a comparison and a sum need no sort, and blocks are listed in their order.
+places, or that blocks of the wanted mass reach. 32 rounds of a comparison and a sum need no sort,
+and blocks are listed in their order.
 """
 
 from functools import lru_cache
@@ -16,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sparsebench.formats import _selection
 from sparsebench.formats._selection import SELECTORS, Selection
 from sparsebench.kernels._common.capture import is_capturing, keep, make_lasting
 from sparsebench.kernels._common.torch_operator import torch_operator
@@ -32,10 +34,10 @@ from sparsebench.kernels._kernel import refuse
 BOUND = 256  # launches in a cache, one for each selection and layout
 MOST_BLOCKS = 8192  # of a row, in registers: 524,288 keys in blocks of 64
 ROWS, WARPS = 16, 4  # tokens that a program of `means` adds up at a time
-LOWEST = tl.constexpr(-(2**31))
+LOWEST, MOST_LOGIT = tl.constexpr(-(2**31)), tl.constexpr(_selection.MOST_LOGIT)
 
 
-def select(scores: Tensor, sizes: list[int]) -> tuple[Tensor, Tensor]:
+def select(scores: Tensor, sizes: list[int], mass: float = 1.0) -> tuple[Tensor, Tensor]:
     """Return offsets and columns as formats/_selection.py defines them, in one launch.
 
     Raises Unsupported for rows of more than MOST_BLOCKS.
@@ -43,7 +45,7 @@ def select(scores: Tensor, sizes: list[int]) -> tuple[Tensor, Tensor]:
     if (count := scores.shape[1]) > MOST_BLOCKS:
         refuse(f"expected at most {MOST_BLOCKS} blocks of keys, found {count}: take larger blocks")
     rows = readable(scores)
-    template = _select_launch(tuple(sizes), rows.stride(0), rows.dtype, rows.device)
+    template = _select_launch(tuple(sizes), mass, rows.stride(0), rows.dtype, rows.device)
     with device_guard(rows.device):
         if is_capturing(rows):
             keep(template)
@@ -56,7 +58,7 @@ SELECTORS["cuda"] = select
 
 @lru_cache(BOUND)
 def _select_launch(
-    sizes: tuple[int, ...], stride: int, dtype: torch.dtype, device: torch.device
+    sizes: tuple[int, ...], mass: float, stride: int, dtype: torch.dtype, device: torch.device
 ) -> Template:
     """Return the launch of `select`, which is bound once on each device."""
     selection = Selection.of([*sizes])
@@ -67,7 +69,7 @@ def _select_launch(
     columns = torch.empty(selection.places, dtype=torch.int32, device="meta")
     blocks = triton.next_power_of_2(count)
     numbers = height, count, *selection.tokens, selection.keep, selection.first, selection.last
-    args = scores, starts, offsets, columns, stride, *numbers
+    args = scores, starts, offsets, columns, stride, *numbers, mass if mass < 1 else None
     constants = {"B_Q": b_q, "B_K": b_k, "CAUSAL": selection.causal, "BLOCKS": blocks}
     constants["num_warps"] = min(max(blocks // 512, 1), 8)
     program = BoundKernel(_select_row, (selection.rows,), args, constants, columns)
@@ -129,7 +131,8 @@ def _means_launch(
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _select_row(  # type: ignore[no-untyped-def]
-    scores, starts, offsets, columns, stride, q_blocks, count, queries, keys, places, first, last,
+    scores, starts, offsets, columns, stride, q_blocks, count, queries, keys,
+    places, first, last, mass,
     B_Q: tl.constexpr, B_K: tl.constexpr, CAUSAL: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """Write the places of a row of blocks, and where they start."""
@@ -151,15 +154,26 @@ def _select_row(  # type: ignore[no-untyped-def]
     order = tl.where((block < first) | (block >= visible - last), 0x7FFFFFFF, order)
     order = tl.where(block >= visible, LOWEST, order)
 
-    places = tl.minimum(places, visible)
-    least = tl.where(tl.sum((order >= 0).to(tl.int32), 0) >= places, 0, LOWEST)
+    places, weight, goal = tl.minimum(places, visible), None, None
+    if mass is not None:
+        usable = (score > -float("inf")) & (block < visible)
+        logit = tl.where(
+            usable, tl.minimum(tl.maximum(score, -MOST_LOGIT), MOST_LOGIT), -MOST_LOGIT
+        )
+        weight = tl.where(usable, tl.exp(logit - tl.max(logit, 0)), 0.0)
+        goal = tl.sum(weight, 0) * mass
+    least = tl.where(_suffice(order >= 0, places, weight, goal), 0, LOWEST)
     for i in tl.static_range(31):
         trial = least | (1 << (30 - i))
-        least = tl.where(tl.sum((order >= trial).to(tl.int32), 0) >= places, trial, least)
+        least = tl.where(_suffice(order >= trial, places, weight, goal), trial, least)
     above, equal = order > least, order == least
     rest = places - tl.sum(above.to(tl.int32), 0)
-    chosen = above | (equal & (tl.cumsum(equal.to(tl.int32), 0) <= rest))
-    chosen = chosen & (order != LOWEST)
+    stays = tl.cumsum(equal.to(tl.int32), 0) <= rest
+    if mass is not None:
+        before = tl.sum(tl.where(above, weight, 0.0), 0) - weight
+        before += tl.cumsum(tl.where(equal, weight, 0.0), 0)
+        stays = stays & ((before < goal) | (order == 0x7FFFFFFF))
+    chosen = (above | (equal & stays)) & (order != LOWEST)
 
     start, number = tl.load(starts + row), tl.sum(chosen.to(tl.int32), 0)
     place = tl.cumsum(chosen.to(tl.int32), 0) - 1
@@ -167,6 +181,15 @@ def _select_row(  # type: ignore[no-untyped-def]
     tl.store(columns + start + block, count | LOWEST, (block >= number) & (block < places))
     tl.store(offsets + row, start)
     tl.store(offsets + row + 1, start + places)  # the next row's start
+
+
+@triton.jit
+def _suffice(inside, places, weight, goal):  # type: ignore[no-untyped-def]
+    """Return whether the blocks inside take all places, or weigh as much as is wanted."""
+    enough = tl.sum(inside.to(tl.int32), 0) >= places
+    if goal is not None:
+        enough = enough | (tl.sum(tl.where(inside, weight, 0.0), 0) >= goal)
+    return enough
 
 
 @triton.jit  # type: ignore[untyped-decorator]

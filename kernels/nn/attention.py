@@ -51,7 +51,8 @@ def select_attention(
     k: Tensor,
     v: Tensor,
     *,
-    keep: int,
+    keep: int | None = None,
+    mass: float | None = None,
     block: int = 128,
     causal: bool = False,
     first: int = 1,
@@ -61,7 +62,9 @@ def select_attention(
     """Return `attention` over the blocks of keys whose mean is nearest to that of the queries.
 
     q, k, v, scale  as for `attention`, [batch, tokens, heads, D]
-    keep            blocks of keys of a block of queries, `first` and `last` included
+    keep            most blocks of keys of a block of queries, `first` and `last` included
+    mass            a block of queries keeps the fewest blocks whose weights add up to this: a
+                    softmax of the scores times `scale`. At most `keep`, if that is given
     first, last     blocks that are kept in any case: those that the queries see first and last
 
     The score of a block is the product of its mean key and of the mean query of a block and of the
@@ -80,10 +83,12 @@ def select_attention(
     groups, tokens = k.shape[2], [q.shape[1], k.shape[1]]
     queries, keys = (means(x.detach(), block, groups) for x in (q, k))
     options: dict[str, Any] = {"block": block, "tokens": tokens, "causal": causal}
+    factor = 1.0 if mass is None else _factor(q, scale)
     with torch.autocast(q.device.type, enabled=False):
-        products = torch.bmm(queries.flatten(0, 1), keys.flatten(0, 1).mT)
+        pairs = queries.flatten(0, 1), keys.flatten(0, 1).mT
+        products = torch.baddbmm(queries.new_empty(()), *pairs, beta=0, alpha=factor)
     scores = products.unflatten(0, keys.shape[:2])
-    mask = BlockMask.from_scores(scores, keep, first=first, last=last, **options)
+    mask = BlockMask.from_scores(scores, keep, mass=mass, first=first, last=last, **options)
     return attention(q, k, v, mask, scale=scale)
 
 

@@ -40,6 +40,9 @@ SELECTIONS = [  # rows are those of two lists
     Selection(8, (30, 50), (8, 16), False, 4, 2, 1),
     Selection(2, (64, 64), (64, 64), False, 1),
     Selection(4, (32, 1000), (16, 8), True, 40, 3, 4),
+    Selection(6, (37, 53), (16, 8), True, 7, 1, 1, mass=0.7),
+    Selection(10, (40, 20), (8, 8), True, 2, mass=0.5),
+    Selection(4, (32, 1000), (16, 8), False, 125, 0, 4, mass=0.9),
 ]
 
 
@@ -60,11 +63,12 @@ def scores_of(selection: Selection, seed: int = 0) -> Tensor:
 def test_a_row_selects_in_registers_what_its_definition_selects(selection: Selection) -> None:
     scores = scores_of(selection)
     wide = torch.cat((scores[:, :1], scores, scores), 1)[:, 1 : 1 + scores.shape[1]]
+    of = selection.sizes, selection.mass
     for given in (scores, scores.half(), wide):
-        for array, right in zip(
-            select(given, selection.sizes), select_in_torch(given, selection.sizes), strict=True
-        ):
+        for array, right in zip(select(given, *of), select_in_torch(given, *of), strict=True):
             assert torch.equal(array, right)
+    flat = torch.ones_like(scores)  # equal weights, that add up exactly
+    assert all(map(torch.equal, select(flat, *of), select_in_torch(flat, *of)))
 
 
 def test_a_row_of_too_many_blocks_is_refused() -> None:
@@ -113,11 +117,12 @@ def test_every_generation_compiles_what_selects(capability, monkeypatch) -> None
     mask = selected(Case((4096, 4096), 64, (8, 8), causal=True), 0)
     make_shared_plans(mask, in_triton)
     sizes, device = Selection(64, (4096, 4096), (64, 64), True, 7, 1, 1).sizes, torch.device("cpu")
-    _select_launch.__wrapped__((*sizes,), 65, torch.float32, device)
+    for mass in (1.0, 0.9):
+        _select_launch.__wrapped__((*sizes,), mass, 65, torch.float32, device)
     for d, heads in ((128, 4), (96, 3)):
         shape = (2, 1000, heads, d), (1000 * heads * d, heads * d, d, 1), torch.bfloat16
         _means_launch.__wrapped__(*shape, device, 64, 1)
-    assert len(programs) == 5
+    assert len(programs) == 6
     for program in (*programs, programs[1].before):
         assert program is not None
         complaint = complaint_about_launch(program, capability)
