@@ -368,8 +368,9 @@ class BlockMask(Format):
         allowed = (q < s_q) & (k < s_kv)
         if self.causal:
             allowed &= (k <= q + s_kv - s_q) | ~self.partial[:, None, None]
-        if self.bits is not None:
-            allowed[self.partial] &= unpack_bits(self.bits, b_k)
+        if self.bits is not None and self.slots is not None:
+            some = self.partial & self.present
+            allowed[some] &= unpack_bits(self.bits[self.slots[some]], b_k)
         return allowed
 
     def to_dense(self) -> Tensor:

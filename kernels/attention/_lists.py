@@ -89,7 +89,7 @@ def _lists(
     lengths = offsets.diff()
     order = counts.argsort(dim=1, descending=True, stable=True).to(torch.int32).contiguous()
     if not fixed:
-        return MaskLists(offsets, columns, None, None, order, masked=True, blocks_per_row=None)
+        return MaskLists(offsets, columns, None, slots, order, masked=True, blocks_per_row=None)
     equal = int(lengths[0]) if bool((lengths == lengths[0]).all()) else None
     row = torch.arange(len(lengths), device=columns.device).repeat_interleave(lengths)
     masked = (columns < 0) | (columns == ragged)

@@ -61,19 +61,40 @@ def _select_launch(
     sizes: tuple[int, ...], mass: float, stride: int, dtype: torch.dtype, device: torch.device
 ) -> Template:
     """Return the launch of `select`, which is bound once on each device."""
-    selection = Selection.of([*sizes])
+    selection = Selection.of([*sizes])._replace(mass=mass)
     starts = make_lasting(lambda: selection.offsets().to(device, torch.int32), device)
-    (height, count), (b_q, b_k) = selection.grid, selection.block
-    scores = torch.empty_strided((selection.rows, count), (stride, 1), dtype=dtype, device="meta")
+    size = selection.rows, selection.grid[1]
+    scores = torch.empty_strided(size, (stride, 1), dtype=dtype, device="meta")
     offsets = torch.empty(selection.rows + 1, dtype=torch.int32, device="meta")
     columns = torch.empty(selection.places, dtype=torch.int32, device="meta")
+    program = bound_select(selection, scores, starts, offsets, columns)
+    return Template([program], (scores,), [offsets, columns])
+
+
+def bound_select(
+    selection: Selection,
+    scores: Tensor,
+    starts: Tensor,
+    offsets: Tensor,
+    columns: Tensor,
+    partial: Tensor | None = None,
+    slots: Tensor | None = None,
+) -> BoundKernel:
+    """Return the kernel that selects.
+
+    starts   offsets, which it copies
+    partial  uint8 like the scores: which blocks have only some of their elements
+    slots    of the places: number of each block in the grid, row by row
+    """
+    (height, count), (b_q, b_k) = selection.grid, selection.block
     blocks = triton.next_power_of_2(count)
     numbers = height, count, *selection.tokens, selection.keep, selection.first, selection.last
-    args = scores, starts, offsets, columns, stride, *numbers, mass if mass < 1 else None
+    wanted = max(1, round(selection.mass * 2**24)) if selection.mass < 1 else None
+    tensors = scores, starts, partial, offsets, columns, slots
+    args = *tensors, scores.stride(0), *numbers, wanted  # whole numbers, for Raw
     constants = {"B_Q": b_q, "B_K": b_k, "CAUSAL": selection.causal, "BLOCKS": blocks}
     constants["num_warps"] = min(max(blocks // 512, 1), 8)
-    program = BoundKernel(_select_row, (selection.rows,), args, constants, columns)
-    return Template([program], (scores,), [offsets, columns])
+    return BoundKernel(_select_row, (selection.rows,), args, constants, columns)
 
 
 def _means(x: Tensor, block: int, groups: int) -> Tensor:
@@ -131,7 +152,7 @@ def _means_launch(
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _select_row(  # type: ignore[no-untyped-def]
-    scores, starts, offsets, columns, stride, q_blocks, count, queries, keys,
+    scores, starts, parts, offsets, columns, slots, stride, q_blocks, count, queries, keys,
     places, first, last, mass,
     B_Q: tl.constexpr, B_K: tl.constexpr, CAUSAL: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
@@ -147,6 +168,9 @@ def _select_row(  # type: ignore[no-untyped-def]
         visible = tl.minimum(tl.maximum(limit, 0) // B_K, count)
         partial = last_key > q_block * B_Q + keys - queries
 
+    number = row.to(tl.int64) * count + block  # in the grid
+    if parts is not None:
+        partial = partial | (tl.load(parts + number, block < count, 0) != 0)
     score = tl.load(scores + row.to(tl.int64) * stride + block, block < count, 0.0).to(tl.float32)
     bits = (score + 0.0).to(tl.int32, bitcast=True)
     order = bits ^ ((bits >> 31) & 0x7FFFFFFF)
@@ -161,7 +185,7 @@ def _select_row(  # type: ignore[no-untyped-def]
             usable, tl.minimum(tl.maximum(score, -MOST_LOGIT), MOST_LOGIT), -MOST_LOGIT
         )
         weight = tl.where(usable, tl.exp(logit - tl.max(logit, 0)), 0.0)
-        goal = tl.sum(weight, 0) * mass
+        goal = tl.sum(weight, 0) * mass * 2**-24
     least = tl.where(_suffice(order >= 0, places, weight, goal), 0, LOWEST)
     for i in tl.static_range(31):
         trial = least | (1 << (30 - i))
@@ -175,10 +199,12 @@ def _select_row(  # type: ignore[no-untyped-def]
         stays = stays & ((before < goal) | (order == 0x7FFFFFFF))
     chosen = (above | (equal & stays)) & (order != LOWEST)
 
-    start, number = tl.load(starts + row), tl.sum(chosen.to(tl.int32), 0)
+    start, taken = tl.load(starts + row), tl.sum(chosen.to(tl.int32), 0)
     place = tl.cumsum(chosen.to(tl.int32), 0) - 1
     tl.store(columns + start + place, tl.where(partial, block | LOWEST, block), chosen)
-    tl.store(columns + start + block, count | LOWEST, (block >= number) & (block < places))
+    tl.store(columns + start + block, count | LOWEST, (block >= taken) & (block < places))
+    if slots is not None:
+        tl.store(slots + start + place, number.to(tl.int32), chosen)
     tl.store(offsets + row, start)
     tl.store(offsets + row + 1, start + places)  # the next row's start
 

@@ -155,7 +155,7 @@ def mask_of(  # type: ignore[no-untyped-def]
             entry = start + step // (SIDE // LANES)
         else:
             entry = start + (step * LANES + tl.arange(0, LANES)) // SIDE
-        slot = tl.load(slots + entry, partial, -1)
+        slot = tl.load(slots + entry, partial & (column != -1), -1)
         row, bit = token % Q_SIDE, key % KV_SIDE
         place = bits + slot.to(tl.int64) * (Q_SIDE * BYTES) + row * BYTES + bit // 8
         byte = tl.load(place, allowed & (slot >= 0), 255).to(tl.int32)

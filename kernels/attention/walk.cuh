@@ -154,7 +154,7 @@ __device__ __forceinline__ void producer(const Maps& maps, const Lists& lists, c
       const int next = key_of(lists.columns, tile, (step + 1) * ENTRIES + entry, sizes.keys);
       const bool is_short = SHORTENS && step && !has_key(key, HALVES, sizes);  // of entry 1
       ring.producer_acquire();
-      last = !has_key(next, 0, sizes);
+      last = __any_sync(~0u, (key & ~PARTIAL) >= sizes.keys) || !has_key(next, 0, sizes);
       const bool masked = __any_sync(~0u, (key < 0 || key + BOX_KEYS > sizes.keys) &&
                                               entry < ENTRIES >> is_short);
       if (lane == 0) {

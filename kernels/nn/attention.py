@@ -17,11 +17,12 @@ from torch import Tensor
 from sparsebench.errors import Unsupported
 from sparsebench.formats._format import require_whole
 from sparsebench.formats.block_mask import BlockMask
+from sparsebench.kernels._common.capture import is_capturing
 from sparsebench.kernels._common.transforms import is_watched
 from sparsebench.kernels.attention._selecting import means
 from sparsebench.kernels.nn._attention_op import (
     arguments_of,
-    attend_elements,
+    attend,
     attend_recorded,
     recordings_of,
     require_operands,
@@ -120,7 +121,8 @@ def attention_of_elements(
     elements  [batch, lists, S_q, S_kv], bool or as `mask_of_elements` takes them. Without them, all
               are allowed, or with `causal` those up to each query; then S_q is S_kv
 
-    A traced call needs no value of the elements. Raises Unsupported.
+    A call that is traced or captured waits for no value of the elements. If it runs on a GPU, the
+    output of a query with a value that `mask_of_elements` refuses is NaN. Raises Unsupported.
     """
     shape = (q.shape[0], 1, q.shape[1], k.shape[1]) if elements is None else elements.shape
     batch, lists, *tokens = shape
@@ -130,10 +132,10 @@ def attention_of_elements(
     require_operands(q, k, v, (batch, queries, keys), lists, device)
     if causal and queries != keys:
         raise Unsupported(f"attention: expected as many keys as queries, found {tokens}")
-    if is_watched():
+    if is_watched() or (elements is not None and is_capturing(q)):
         sizes = [*tokens, block, block, batch, lists, int(causal), 0, 0]
         arrays = [] if elements is None else [elements]
-        o: Tensor = attend_elements(q, k, v, arrays, sizes, _factor(q, scale))[0]
+        o: Tensor = attend(q, k, v, arrays, sizes, _factor(q, scale))[0]
         return o
     if elements is None:
         mask = whole_mask((queries, keys), block, batch, causal, device)

@@ -113,7 +113,13 @@ def with_places(mask: BlockMask) -> BlockMask:
     cells = mask.to_dense().view(mask.batch, mask.lists, mask.q_blocks, mask.kv_blocks)
     scores = torch.zeros_like(cells).masked_fill_(cells == 0, -torch.inf)
     options: dict[str, Any] = {"block": [*mask.block], "tokens": [*mask.tokens]}
-    return BlockMask.from_scores(scores, mask.kv_blocks, causal=mask.causal, **options)
+    wide = BlockMask.from_scores(scores, mask.kv_blocks, causal=mask.causal, **options)
+    if mask.slots is None:
+        return wide
+    there = wide.present
+    wide.columns[there], slots = mask.columns, torch.zeros_like(wide.columns)
+    slots[there] = mask.slots
+    return replace(wide, bits=mask.bits, slots=slots)
 
 
 def with_more_behind(mask: BlockMask) -> BlockMask:

@@ -74,6 +74,7 @@ SMALL = [
     Case((16, 50), 16, (2, 2), lists=2, bits=True, head_dim=32, dtype="fp32"),
     Case((45, 200), 32, (4, 2), lists=2, head_dim=32, places=True),
     Case((5, 290), 16, (4, 2), batch=2, lists=2, causal=True, head_dim=32, places=True),
+    Case((50, 100), 16, (4, 2), lists=2, bits=True, head_dim=32, places=True),
 ]
 # The same for Hopper. Those behind the places have a tile that is split, and sequences in sections.
 HOPPER = [
@@ -89,6 +90,7 @@ HOPPER = [
     Case((40, 130), (64, 8), (1, 1), bits=True),
     Case((150, 500), 64, (2, 1), lists=2, head_dim=64, places=True),
     Case((150, 400), 128, (1, 1), batch=2, causal=True, places=True),
+    Case((150, 400), 64, (4, 2), lists=2, bits=True, head_dim=64, places=True),
     Case((320, 900), 64, (1, 1), head_dim=64, density=0, places=True),  # parts without a block
     Case((320, 384), 64, (1, 1), head_dim=64, density=1),
     Case((64, 128), 64, (1, 1), batch=5, density=1),
@@ -110,6 +112,7 @@ LARGE = [
     Case((1000, 4000), 64, (4, 2), lists=2, dtype="bf16", places=True),
     Case((1000, 4000), 128, (4, 2), lists=2, causal=True, dtype="bf16", density=0.1, places=True),
     Case((1, 4000), (16, 64), (8, 2), batch=3, lists=2, dtype="bf16", places=True),
+    Case((1000, 777), (64, 128), (4, 4), batch=2, lists=4, bits=True, places=True),
     Case((333, 500), 64, (4, 2), lists=2, dtype="bf16", density=0),
     Case((333, 500), 64, (4, 2), lists=2, dtype="bf16", density=1),
 ]
