@@ -399,12 +399,13 @@ def test_what_cannot_select_is_refused_in_one_line(sizes, options: dict, reason:
         select_attention(*map(torch.randn, sizes), **{"keep": 2, "block": 16, **options})
 
 
-def test_a_selection_compiles_and_equals_its_mask() -> None:
+@pytest.mark.parametrize("mass", [None, 0.4])
+def test_a_selection_compiles_and_equals_its_mask(mass: float | None) -> None:
     torch.manual_seed(0)
     operands = [torch.randn(2, 200, heads, 32, requires_grad=True) for heads in (4, 2, 2)]
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return select_attention(q, k, v, keep=3, block=32, causal=True)
+        return select_attention(q, k, v, keep=3, mass=mass, block=32, causal=True)
 
     torch._dynamo.reset()
     compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
@@ -421,5 +422,7 @@ def test_a_selection_compiles_and_equals_its_mask() -> None:
         for x in (queries, k.detach())
     ]
     options: Any = {"tokens": [200, 200], "block": 32, "causal": True, "first": 1, "last": 1}
-    mask = BlockMask.from_scores(means[0] @ means[1].mT, 3, **options)
+    scores = means[0] @ means[1].mT * 32**-0.5
+    mask = BlockMask.from_scores(scores, 3, mass=mass, **options)
+    assert mask.present.all() == (mass is None)
     torch.testing.assert_close(attention(q, k, v, mask), results[0][0])
