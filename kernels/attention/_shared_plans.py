@@ -30,7 +30,7 @@ from sparsebench.kernels._common.operator import Operator
 from sparsebench.kernels._common.triton import BoundKernel, Template
 from sparsebench.kernels.attention._listing import bound_listing, empty_bits
 
-MOST_PLANS = 64  # that are kept: those used last
+MOST_PLANS, MOST_BYTES = 64, 1 << 30  # of plans that are kept, and of their bits: those used last
 KEYS = 32  # blocks of keys of a program: the bits of a word
 ELEMENTS = 1 << 12  # places, and bits, that a program has at a time
 COPIED = 1024  # columns that a program copies
@@ -82,6 +82,13 @@ class Sizes(NamedTuple):
     keep: int
     elements: tuple[Any, ...] | None = None
 
+    @property
+    def bytes_of_bits(self) -> int:
+        """Return the memory of an element of every query and key, a bit each."""
+        return (
+            self.batch * self.lists * self.tokens[0] * self.tokens[1] // 8 if self.elements else 0
+        )
+
     @classmethod
     def of(cls, mask: BlockMask) -> "Sizes":
         """Return the sizes of a mask whose blocks are selected."""
@@ -108,9 +115,12 @@ def shared_plans_of(sizes: Sizes, operator_of: Callable[[BlockMask], Operator]) 
     key = sizes, get_ident(), stream, graph and graph[0]
     if (plans := _PLANS.pop(key, None)) is None:
         plans = make_lasting(lambda: make_shared_plans(sizes, operator_of), device)
+        kept = [*_PLANS, key]
+        while len(kept) > 1 and (
+            len(kept) > MOST_PLANS or sum(at[0].bytes_of_bits for at in kept) > MOST_BYTES
+        ):
+            _PLANS.pop(kept.pop(0), None)
     _PLANS[key] = plans  # at the end; another thread may drop it at any time
-    while len(_PLANS) > MOST_PLANS:
-        _PLANS.popitem(last=False)
     return plans
 
 

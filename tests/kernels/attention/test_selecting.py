@@ -1,6 +1,7 @@
 """Masks that are selected on the device: their kernels, and calls that select other blocks."""
 
 import math
+from collections import OrderedDict
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +17,7 @@ from sparsebench.kernels._common.operator import Operator
 from sparsebench.kernels._common.triton import BoundKernel, Template
 from sparsebench.kernels._kernel import Operands
 from sparsebench.kernels.attention import (
+    _shared_plans,
     attention_selected,
     attention_triton,
     attention_triton_backward,
@@ -183,6 +185,25 @@ def test_plans_of_elements_have_the_lists_of_those_that_were_loaded_last(
                     assert torch.equal(bits, right.bits[right_slots[partial]])
             assert torch.equal(first.transposed.offsets, right.transposed.offsets)
             assert not there[len(there) - first.kv_blocks :].any()
+
+
+def test_plans_that_were_not_used_make_room(monkeypatch) -> None:
+    kept: Any = OrderedDict()
+    monkeypatch.setattr(_shared_plans, "_PLANS", kept)
+    monkeypatch.setattr(_shared_plans, "MOST_PLANS", 3)
+    monkeypatch.setattr(_shared_plans, "MOST_BYTES", 2 * 64 * 64 // 8)
+
+    def lengths(*used: int) -> list[int]:
+        for keys in used:
+            sizes = Sizes.of_elements(torch.ones(1, 1, 64, keys).bool(), (16, 16))
+            shared_plans_of(sizes, lambda first: first)  # type: ignore[arg-type, return-value]
+        return [key[0].tokens[1] for key in kept]
+
+    assert lengths(16, 32, 16) == [32, 16]
+    assert lengths(48) == [32, 16, 48]
+    assert lengths(8) == [16, 48, 8]
+    assert lengths(100) == [8, 100]
+    assert lengths(500) == [500]
 
 
 @pytest.mark.interpreted(also_compiled=False)
