@@ -72,8 +72,8 @@ struct Buffer {
 
 // ---- producer: a warp ----
 
-// The first key of a place in a tile's list, flagged if it is partial. At an empty place, which
-// ends a list, and behind the list: one behind the last key.
+// The first key of a place in a tile's list, flagged if it is partial. An empty place, which ends a
+// list, and one behind the list have a key behind the last one.
 __device__ __forceinline__ int key_of(const int* columns, const Tile& tile, int place, int keys) {
   if (place >= tile.count * PARTS) return keys;
   const int column = columns[tile.first + place / PARTS];
