@@ -6,11 +6,15 @@
 
 How many places a row has follows from the sizes alone. So memory and plans have a fixed capacity,
 and a captured graph may select other blocks in each replay. A place that no block takes is empty:
-its column is one beyond the last block, with bit 31, so kernels read zeros there, and mask them.
+its column is one beyond the last block, with bit 31. Empty places come last, and kernels stop at
+the first one, so their time follows the blocks that are there.
 
     always    the first and the last blocks that a row sees, whatever their scores
     then      the blocks with the highest scores; of equal ones, the lower column
+              until the row has no place left, or its blocks have the wanted mass
     never     a block whose score is NaN or -inf, unless it is one of the first or the last
+
+The mass of a block is its weight in a softmax of the scores that the row sees.
 
 What is selected is defined here, in torch. kernels/attention/_selecting.py computes the same on a
 GPU in one launch, and takes its place in SELECTORS.
@@ -23,10 +27,16 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from sparsebench.formats._blocks import blocks_of
+from sparsebench.formats._blocks import blocks_of, token_counts
+from sparsebench.formats._format import require, sides_of
 
 PARTIAL = torch.iinfo(torch.int32).min
 """Bit 31 of a column."""
+MOST_LOGIT = 1e38
+"""An infinite score weighs as this one: blocks that have it share the mass."""
+
+
+Kept = tuple[int | None, float | None, int, int]
 
 
 class Selection(NamedTuple):
@@ -34,6 +44,7 @@ class Selection(NamedTuple):
 
     rows         of blocks, of all sequences and lists
     first, last  blocks that a row sees first and last, and always keeps
+    mass         of the blocks that a row keeps; 1 if only `keep` bounds them
     """
 
     rows: int
@@ -43,6 +54,7 @@ class Selection(NamedTuple):
     keep: int
     first: int = 0
     last: int = 0
+    mass: float = 1.0
 
     @property
     def grid(self) -> tuple[int, int]:
@@ -80,8 +92,37 @@ class Selection(NamedTuple):
         rows, s_q, s_kv, b_q, b_k, causal, *rest = sizes
         return cls(rows, (s_q, s_kv), (b_q, b_k), bool(causal), *rest)
 
+    @classmethod
+    def of_scores(
+        cls, scores: Tensor, block: object, tokens: object, causal: bool, kept: Kept
+    ) -> "Selection":
+        """Return what `BlockMask.from_scores` selects. Raises FormatError.
 
-def select_in_torch(scores: Tensor, sizes: list[int]) -> tuple[Tensor, Tensor]:
+        kept  its keep, mass, first and last
+        """
+        sides, layout = sides_of(block), f"{scores.dtype} {list(scores.shape)}"
+        expected = "scores [batch, lists, q_blocks, kv_blocks] in floating point"
+        fits = scores.dim() == 4 and scores.is_floating_point() and 0 not in scores.shape
+        require(fits, f"expected {expected}, found {layout}")
+        batch, lists, *grid = scores.shape
+        whole = [count * side for count, side in zip(grid, sides, strict=True)]
+        sizes = token_counts(tokens or whole)
+        blocks, (most, mass, first, last) = blocks_of(sizes, sides), kept
+        require((*grid,) == blocks, f"expected {expected}: {list(blocks)}, found {layout}")
+        keep = blocks[1] if most is None and mass is not None else most
+        fits = type(keep) is int and 1 <= keep <= blocks[1]
+        require(fits, f"keep: expected a whole number from 1 to {blocks[1]} blocks, found {keep}")
+        assert keep
+        part = 1.0 if mass is None else mass
+        fits = type(part) in (int, float) and 0 < part <= 1
+        require(fits, f"mass: expected a number above 0, at most 1; found {mass!r}")
+        fits = all(type(n) is int and n >= 0 for n in (first, last)) and first + last <= keep
+        expected = f"whole numbers from 0 on, and first + last up to keep = {keep}"
+        require(fits, f"first, last: expected {expected}; found {first} and {last}")
+        return cls(batch * lists * blocks[0], sizes, sides, causal, keep, first, last, float(part))
+
+
+def select_in_torch(scores: Tensor, sizes: list[int], mass: float = 1.0) -> tuple[Tensor, Tensor]:
     """Return offsets and columns (formats/block_mask.py) of scores [rows, kv_blocks]."""
     selection = Selection.of(sizes)
     (s_q, s_kv), (b_q, b_k) = selection.tokens, selection.block
@@ -92,12 +133,18 @@ def select_in_torch(scores: Tensor, sizes: list[int]) -> tuple[Tensor, Tensor]:
 
     bits = (scores.float() + 0.0).view(torch.int32)  # -0.0 becomes 0.0
     order = bits ^ ((bits >> 31) & ~PARTIAL)  # of integers, as the scores are ordered
-    order = order.masked_fill(scores.isnan() | (scores == -torch.inf), PARTIAL)
-    order = order.masked_fill(
-        (block < selection.first) | (block >= visible - selection.last), ~PARTIAL
-    )
-    order = order.masked_fill(block >= visible, PARTIAL)
+    seen = block < visible
+    usable = seen & (scores > -torch.inf)  # False for NaN
+    always = seen & ((block < selection.first) | (block >= visible - selection.last))
+    order = order.masked_fill(~usable, PARTIAL).masked_fill(always, ~PARTIAL)
     best, columns = order.sort(dim=1, descending=True, stable=True)
+    if mass < 1:
+        logits = scores.double().clamp(-MOST_LOGIT, MOST_LOGIT).where(usable, -MOST_LOGIT)
+        weights = (logits - logits.amax(1, keepdim=True)).exp() * usable
+        before = weights.gather(1, columns).cumsum(1).roll(1, 1)
+        goal = before[:, :1] * mass  # of the sum of all
+        before[:, 0] = 0
+        best = best.masked_fill((before >= goal) & (best != ~PARTIAL), PARTIAL)
     columns = columns.masked_fill(best == PARTIAL, empty)[:, : selection.keep].sort(dim=1).values
 
     last_key = ((columns + 1) * b_k).clamp(max=s_kv) - 1
@@ -112,27 +159,27 @@ def select_in_torch(scores: Tensor, sizes: list[int]) -> tuple[Tensor, Tensor]:
     return offsets.to(torch.int32), out[:-1].clone()
 
 
-Selector = Callable[[Tensor, list[int]], tuple[Tensor, Tensor]]
+Selector = Callable[[Tensor, list[int], float], tuple[Tensor, Tensor]]
 SELECTORS: dict[str, Selector] = {}
 """What selects instead of torch, by type of device."""
 
 
-def select(scores: Tensor, sizes: list[int]) -> tuple[Tensor, Tensor]:
+def select(scores: Tensor, sizes: list[int], mass: float) -> tuple[Tensor, Tensor]:
     """Return offsets and columns as `select_in_torch` defines them."""
     is_watched = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
-    arrays: tuple[Tensor, Tensor] = (_operator if is_watched else _select)(scores, sizes)
+    arrays: tuple[Tensor, Tensor] = (_operator if is_watched else _select)(scores, sizes, mass)
     return arrays
 
 
-def _select(scores: Tensor, sizes: list[int]) -> tuple[Tensor, Tensor]:
-    return SELECTORS.get(scores.device.type, select_in_torch)(scores, sizes)
+def _select(scores: Tensor, sizes: list[int], mass: float) -> tuple[Tensor, Tensor]:
+    return SELECTORS.get(scores.device.type, select_in_torch)(scores, sizes, mass)
 
 
 _operator = torch.library.custom_op("sparsebench::select_blocks", _select, mutates_args=())
 
 
 @_operator.register_fake
-def _(scores: Tensor, sizes: list[int]) -> tuple[Tensor, Tensor]:
+def _(scores: Tensor, sizes: list[int], mass: float) -> tuple[Tensor, Tensor]:
     selection = Selection.of(sizes)
     lengths = selection.rows + 1, selection.places
     offsets, columns = (scores.new_empty(length, dtype=torch.int32) for length in lengths)

@@ -164,19 +164,22 @@ class BlockMask(Format):
     def from_scores(
         cls,
         scores: Tensor,
-        keep: int,
+        keep: int | None = None,
         *,
+        mass: float | None = None,
         block: int | list[int] = 128,
         tokens: list[int] | None = None,
         causal: bool = False,
         first: int = 0,
         last: int = 0,
     ) -> Self:
-        """Select the `keep` blocks of each row that have the highest scores, on their device.
+        """Select the blocks of each row that have the highest scores, on their device.
 
         scores       [batch, lists, q_blocks, kv_blocks], floating point. NaN and -inf are selected
                      only by `first` and `last`. If scores are equal, the lower column is selected
-        keep         blocks of a row, `first` and `last` included
+        keep         most blocks of a row, `first` and `last` included; all, if there is a mass
+        mass         above 0, at most 1: a row keeps the fewest blocks whose weights, a softmax of
+                     the scores that it sees, add up to this; or `keep` blocks that add up to less
         tokens       [S_q, S_kv]; without it, every block is whole
         first, last  blocks that each row keeps whatever their scores: those that it sees first
                      (attention sinks) and last (the window before its queries)
@@ -184,25 +187,12 @@ class BlockMask(Format):
         Does not wait for a GPU, and can be captured into a CUDA graph, where each replay selects
         anew. Raises FormatError, and on a GPU Unsupported for more than 8192 blocks of keys.
         """
-        sides, layout = sides_of(block), f"{scores.dtype} {list(scores.shape)}"
-        expected = "scores [batch, lists, q_blocks, kv_blocks] in floating point"
-        fits = scores.dim() == 4 and scores.is_floating_point() and 0 not in scores.shape
-        require(fits, f"expected {expected}, found {layout}")
-        batch, lists, *grid = scores.shape
-        sizes = token_counts(
-            tokens or [count * side for count, side in zip(grid, sides, strict=True)]
-        )
-        blocks = blocks_of(sizes, sides)
-        require((*grid,) == blocks, f"expected {expected}: {list(blocks)}, found {layout}")
-        fits = type(keep) is int and 1 <= keep <= blocks[1]
-        require(fits, f"keep: expected a whole number from 1 to {blocks[1]} blocks, found {keep}")
-        fits = all(type(n) is int and n >= 0 for n in (first, last)) and first + last <= keep
-        expected = f"whole numbers from 0 on, and first + last up to keep = {keep}"
-        require(fits, f"first, last: expected {expected}; found {first} and {last}")
-        selection = Selection(batch * lists * blocks[0], sizes, sides, causal, keep, first, last)
-        shape = selection.rows, blocks[1]
-        offsets, columns = select(scores.flatten(0, 2), selection.sizes)
-        return cls(shape, sizes, sides, batch, lists, causal, offsets, columns, keep=keep)
+        kept = keep, mass, first, last
+        selection = Selection.of_scores(scores, block, tokens, causal, kept)
+        arrays = select(scores.flatten(0, 2), selection.sizes, selection.mass)
+        shape = selection.rows, selection.grid[1]
+        geometry = selection.tokens, selection.block, scores.shape[0], scores.shape[1], causal
+        return cls(shape, *geometry, *arrays, keep=selection.keep)
 
     @classmethod
     def from_indices(
@@ -378,8 +368,9 @@ class BlockMask(Format):
         allowed = (q < s_q) & (k < s_kv)
         if self.causal:
             allowed &= (k <= q + s_kv - s_q) | ~self.partial[:, None, None]
-        if self.bits is not None:
-            allowed[self.partial] &= unpack_bits(self.bits, b_k)
+        if self.bits is not None and self.slots is not None:
+            some = self.partial & self.present
+            allowed[some] &= unpack_bits(self.bits[self.slots[some]], b_k)
         return allowed
 
     def to_dense(self) -> Tensor:

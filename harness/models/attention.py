@@ -7,9 +7,10 @@ A model's own window, such as Mistral's, becomes absent blocks. `config.sparse_w
 window to a model without one: a token then attends to this many tokens, including itself. A mask of
 the caller, [batch, 1, S_q, S_kv], is taken as it is.
 
-`config.sparse_select = {"keep": 16, "block": 64}` lets each block of queries of a prompt select its
-blocks of keys (sparsebench.select_attention). It needs prompts without padding or window. Calls of
-up to `block` queries with a mask, such as those of decoding, attend to all keys.
+`config.sparse_select = {"keep": 16, "block": 64}`, or with "mass": 0.9, lets each block of queries
+of a prompt select its blocks of keys (sparsebench.select_attention). It needs prompts without
+padding or window. Calls of up to `block` queries with a mask, such as those of decoding, attend to
+all keys.
 
 transformers makes the mask as a tensor, a bool for each pair of a query and a key of one sequence:
 268 MB at 16k tokens. So it passes through caches, compiled calls and hooks as any mask does. The
@@ -34,7 +35,7 @@ from sparsebench.kernels.nn.attention import attention_of_elements, select_atten
 
 NAME = "sparsebench"
 BLOCK = 64  # queries and keys of a block
-SELECT = {"keep": 0, "block": BLOCK, "first": 1, "last": 1}  # of sparse_select; keep is needed
+SELECT = {"keep": None, "mass": None, "block": BLOCK, "first": 1, "last": 1}  # of sparse_select
 REFUSED = "softcap", "s_aux", "position_bias"  # arguments that change scores
 
 
@@ -124,7 +125,8 @@ def attend(
         keys = size[3]
     q, k, v = query.transpose(1, 2), *(x[:, :, :keys].transpose(1, 2) for x in (key, value))
     selection = _selection(getattr(module, "config", None))
-    if selection and causal and queries > selection["keep"] * selection["block"]:
+    bound = selection and selection["mass"] is None and selection["keep"] * selection["block"]
+    if selection and causal and queries > (bound or 0):
         return select_attention(q, k, v, causal=True, scale=scaling, **selection), None
     if selection and attention_mask is not None and queries > selection["block"]:
         expected = f"prompts without padding or window, or {selection['block']} queries at most"
@@ -133,14 +135,15 @@ def attend(
     return attention_of_elements(q, k, v, attention_mask, **options), None
 
 
-def _selection(config: Any) -> dict[str, int]:
+def _selection(config: Any) -> dict[str, Any]:
     """Return the options of select_attention that a config has; none without sparse_select."""
     if not (value := getattr(config, "sparse_select", None)):
         return {}
-    options = {**SELECT, **value} if isinstance(value, dict) else {}
-    numbers = all(isinstance(n, int) and n >= 0 for n in options.values())
-    if options.keys() != SELECT.keys() or not numbers or not options["keep"]:
-        expected = 'sparse_select such as {"keep": 16, "block": 64, "first": 1, "last": 1}'
+    given = value if isinstance(value, dict) else {}
+    options = {**SELECT, **given}
+    numbers = all(isinstance(n, int | float) and n >= 0 for n in given.values())
+    if options.keys() != SELECT.keys() or not numbers or not (options["keep"] or options["mass"]):
+        expected = 'sparse_select such as {"keep": 16, "mass": 0.9, "block": 64, "first": 1}'
         raise Unsupported(f"attention {NAME}: expected {expected}, found {value!r}")
     return options
 

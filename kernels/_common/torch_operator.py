@@ -18,7 +18,6 @@ def torch_operator(
     *,
     save: Callable[..., None] | None = None,
     backward: Callable[..., Any] | None = None,
-    waits: bool = False,
     advice: str = "",
 ) -> Callable[..., Any]:
     """Return the operator sparsebench::NAME. Its schema is that of the annotations of `compute`.
@@ -27,14 +26,12 @@ def torch_operator(
     save      (ctx, operands, results) -> keeps on ctx what `backward` reads
     backward  (ctx, gradients of results) -> those of operands; None for an operator of gradients
     advice    what to do instead of a second derivative
-    waits     `compute` waits for the device, so a graph that torch.compile captures leaves it out
     """
 
     def refuse(*_: Any) -> NoReturn:
         raise Unsupported(f"{name}: expected no second derivative, found one{advice}")
 
-    tags = (torch.Tag.cudagraph_unsafe,) if waits else ()
-    operator = torch.library.custom_op(f"sparsebench::{name}", compute, mutates_args=(), tags=tags)
+    operator = torch.library.custom_op(f"sparsebench::{name}", compute, mutates_args=())
     operator.register_fake(sizes)
     operator.register_autograd(backward or refuse, setup_context=save)
     return operator

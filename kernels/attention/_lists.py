@@ -26,7 +26,9 @@ class MaskLists:
     offsets  [lists * rows + 1]  first block of each row
     columns  [nnz + 1]           block columns, with bit 31 in partial blocks; kernels read one past
                                  the last
-    fulls    [lists * rows]      full blocks of each row, which come first
+    fulls    [lists * rows]      full blocks of each row, which come first; None if each call
+                                 writes other columns: an empty place ends a row, every step has a
+                                 mask, and `masked` is True
     slots    [nnz + 1]           place of each block's bits, or -1; None without bits
     order    [groups, rows]      rows by falling number of blocks; `groups` is a multiple of lists
     masked   whether any block needs a mask
@@ -35,7 +37,7 @@ class MaskLists:
 
     offsets: Tensor
     columns: Tensor
-    fulls: Tensor
+    fulls: Tensor | None
     slots: Tensor | None
     order: Tensor
     masked: bool
@@ -82,13 +84,13 @@ def _lists(
     """Move the partial blocks of each row, and those of a ragged column, behind the full ones.
 
     counts  [groups, rows]: what the rows are ordered by
-    fixed   False if each call writes other columns: they stay in place, and every step has a mask
+    fixed   False if each call writes other columns, which then stay in place
     """
     lengths = offsets.diff()
     order = counts.argsort(dim=1, descending=True, stable=True).to(torch.int32).contiguous()
-    equal = int(lengths[0]) if bool((lengths == lengths[0]).all()) else None
     if not fixed:
-        return MaskLists(offsets, columns, torch.zeros_like(lengths), None, order, True, equal)
+        return MaskLists(offsets, columns, None, slots, order, masked=True, blocks_per_row=None)
+    equal = int(lengths[0]) if bool((lengths == lengths[0]).all()) else None
     row = torch.arange(len(lengths), device=columns.device).repeat_interleave(lengths)
     masked = (columns < 0) | (columns == ragged)
     place = (row * 2 + masked).argsort(stable=True)

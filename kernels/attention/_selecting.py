@@ -6,7 +6,8 @@
 
 A row's scores stay in registers. The smallest score that is selected is found bit by bit: of the
 integers that are ordered as the scores are, t is the largest that as many reach as the row has
-places. 32 rounds of a comparison and a sum need no sort, and blocks are listed in their order.
+places, or that blocks of the wanted mass reach. 32 rounds of a comparison and a sum need no sort,
+and blocks are listed in their order.
 """
 
 from functools import lru_cache
@@ -16,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sparsebench.formats import _selection
 from sparsebench.formats._selection import SELECTORS, Selection
 from sparsebench.kernels._common.capture import is_capturing, keep, make_lasting
 from sparsebench.kernels._common.torch_operator import torch_operator
@@ -32,10 +34,10 @@ from sparsebench.kernels._kernel import refuse
 BOUND = 256  # launches in a cache, one for each selection and layout
 MOST_BLOCKS = 8192  # of a row, in registers: 524,288 keys in blocks of 64
 ROWS, WARPS = 16, 4  # tokens that a program of `means` adds up at a time
-LOWEST = tl.constexpr(-(2**31))
+LOWEST, MOST_LOGIT = tl.constexpr(-(2**31)), tl.constexpr(_selection.MOST_LOGIT)
 
 
-def select(scores: Tensor, sizes: list[int]) -> tuple[Tensor, Tensor]:
+def select(scores: Tensor, sizes: list[int], mass: float = 1.0) -> tuple[Tensor, Tensor]:
     """Return offsets and columns as formats/_selection.py defines them, in one launch.
 
     Raises Unsupported for rows of more than MOST_BLOCKS.
@@ -43,7 +45,7 @@ def select(scores: Tensor, sizes: list[int]) -> tuple[Tensor, Tensor]:
     if (count := scores.shape[1]) > MOST_BLOCKS:
         refuse(f"expected at most {MOST_BLOCKS} blocks of keys, found {count}: take larger blocks")
     rows = readable(scores)
-    template = _select_launch(tuple(sizes), rows.stride(0), rows.dtype, rows.device)
+    template = _select_launch(tuple(sizes), mass, rows.stride(0), rows.dtype, rows.device)
     with device_guard(rows.device):
         if is_capturing(rows):
             keep(template)
@@ -56,22 +58,43 @@ SELECTORS["cuda"] = select
 
 @lru_cache(BOUND)
 def _select_launch(
-    sizes: tuple[int, ...], stride: int, dtype: torch.dtype, device: torch.device
+    sizes: tuple[int, ...], mass: float, stride: int, dtype: torch.dtype, device: torch.device
 ) -> Template:
     """Return the launch of `select`, which is bound once on each device."""
-    selection = Selection.of([*sizes])
+    selection = Selection.of([*sizes])._replace(mass=mass)
     starts = make_lasting(lambda: selection.offsets().to(device, torch.int32), device)
-    (height, count), (b_q, b_k) = selection.grid, selection.block
-    scores = torch.empty_strided((selection.rows, count), (stride, 1), dtype=dtype, device="meta")
+    size = selection.rows, selection.grid[1]
+    scores = torch.empty_strided(size, (stride, 1), dtype=dtype, device="meta")
     offsets = torch.empty(selection.rows + 1, dtype=torch.int32, device="meta")
     columns = torch.empty(selection.places, dtype=torch.int32, device="meta")
+    program = bound_select(selection, scores, starts, offsets, columns)
+    return Template([program], (scores,), [offsets, columns])
+
+
+def bound_select(
+    selection: Selection,
+    scores: Tensor,
+    starts: Tensor,
+    offsets: Tensor,
+    columns: Tensor,
+    partial: Tensor | None = None,
+    slots: Tensor | None = None,
+) -> BoundKernel:
+    """Return the kernel that selects.
+
+    starts   offsets, which it copies
+    partial  uint8 like the scores: which blocks have only some of their elements
+    slots    of the places: number of each block in the grid, row by row
+    """
+    (height, count), (b_q, b_k) = selection.grid, selection.block
     blocks = triton.next_power_of_2(count)
     numbers = height, count, *selection.tokens, selection.keep, selection.first, selection.last
-    args = scores, starts, offsets, columns, stride, *numbers
+    wanted = max(1, round(selection.mass * 2**24)) if selection.mass < 1 else None
+    tensors = scores, starts, partial, offsets, columns, slots
+    args = *tensors, scores.stride(0), *numbers, wanted  # whole numbers, for Raw
     constants = {"B_Q": b_q, "B_K": b_k, "CAUSAL": selection.causal, "BLOCKS": blocks}
     constants["num_warps"] = min(max(blocks // 512, 1), 8)
-    program = BoundKernel(_select_row, (selection.rows,), args, constants, columns)
-    return Template([program], (scores,), [offsets, columns])
+    return BoundKernel(_select_row, (selection.rows,), args, constants, columns)
 
 
 def _means(x: Tensor, block: int, groups: int) -> Tensor:
@@ -129,7 +152,8 @@ def _means_launch(
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _select_row(  # type: ignore[no-untyped-def]
-    scores, starts, offsets, columns, stride, q_blocks, count, queries, keys, places, first, last,
+    scores, starts, parts, offsets, columns, slots, stride, q_blocks, count, queries, keys,
+    places, first, last, mass,
     B_Q: tl.constexpr, B_K: tl.constexpr, CAUSAL: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """Write the places of a row of blocks, and where they start."""
@@ -144,6 +168,9 @@ def _select_row(  # type: ignore[no-untyped-def]
         visible = tl.minimum(tl.maximum(limit, 0) // B_K, count)
         partial = last_key > q_block * B_Q + keys - queries
 
+    number = row.to(tl.int64) * count + block  # in the grid
+    if parts is not None:
+        partial = partial | (tl.load(parts + number, block < count, 0) != 0)
     score = tl.load(scores + row.to(tl.int64) * stride + block, block < count, 0.0).to(tl.float32)
     bits = (score + 0.0).to(tl.int32, bitcast=True)
     order = bits ^ ((bits >> 31) & 0x7FFFFFFF)
@@ -151,22 +178,44 @@ def _select_row(  # type: ignore[no-untyped-def]
     order = tl.where((block < first) | (block >= visible - last), 0x7FFFFFFF, order)
     order = tl.where(block >= visible, LOWEST, order)
 
-    places = tl.minimum(places, visible)
-    least = tl.where(tl.sum((order >= 0).to(tl.int32), 0) >= places, 0, LOWEST)
+    places, weight, goal = tl.minimum(places, visible), None, None
+    if mass is not None:
+        usable = (score > -float("inf")) & (block < visible)
+        logit = tl.where(
+            usable, tl.minimum(tl.maximum(score, -MOST_LOGIT), MOST_LOGIT), -MOST_LOGIT
+        )
+        weight = tl.where(usable, tl.exp(logit - tl.max(logit, 0)), 0.0)
+        goal = tl.sum(weight, 0) * mass * 2**-24
+    least = tl.where(_suffice(order >= 0, places, weight, goal), 0, LOWEST)
     for i in tl.static_range(31):
         trial = least | (1 << (30 - i))
-        least = tl.where(tl.sum((order >= trial).to(tl.int32), 0) >= places, trial, least)
+        least = tl.where(_suffice(order >= trial, places, weight, goal), trial, least)
     above, equal = order > least, order == least
     rest = places - tl.sum(above.to(tl.int32), 0)
-    chosen = above | (equal & (tl.cumsum(equal.to(tl.int32), 0) <= rest))
-    chosen = chosen & (order != LOWEST)
+    stays = tl.cumsum(equal.to(tl.int32), 0) <= rest
+    if mass is not None:
+        before = tl.sum(tl.where(above, weight, 0.0), 0) - weight
+        before += tl.cumsum(tl.where(equal, weight, 0.0), 0)
+        stays = stays & ((before < goal) | (order == 0x7FFFFFFF))
+    chosen = (above | (equal & stays)) & (order != LOWEST)
 
-    start, number = tl.load(starts + row), tl.sum(chosen.to(tl.int32), 0)
+    start, taken = tl.load(starts + row), tl.sum(chosen.to(tl.int32), 0)
     place = tl.cumsum(chosen.to(tl.int32), 0) - 1
     tl.store(columns + start + place, tl.where(partial, block | LOWEST, block), chosen)
-    tl.store(columns + start + block, count | LOWEST, (block >= number) & (block < places))
+    tl.store(columns + start + block, count | LOWEST, (block >= taken) & (block < places))
+    if slots is not None:
+        tl.store(slots + start + place, number.to(tl.int32), chosen)
     tl.store(offsets + row, start)
     tl.store(offsets + row + 1, start + places)  # the next row's start
+
+
+@triton.jit
+def _suffice(inside, places, weight, goal):  # type: ignore[no-untyped-def]
+    """Return whether the blocks inside take all places, or weigh as much as is wanted."""
+    enough = tl.sum(inside.to(tl.int32), 0) >= places
+    if goal is not None:
+        enough = enough | (tl.sum(tl.where(inside, weight, 0.0), 0) >= goal)
+    return enough
 
 
 @triton.jit  # type: ignore[untyped-decorator]

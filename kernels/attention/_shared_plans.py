@@ -1,33 +1,36 @@
-"""Plans for masks whose blocks are selected on the device: all masks of the same sizes share them.
+"""Plans for masks whose blocks are listed on the device: all masks of the same sizes share them.
 
 A plan holds the addresses of a mask's lists. So the plans of these masks are made for one mask, to
-which the lists of each call are copied before its kernels read them:
+which the lists of each call are written before its kernels read them:
 
     forward    columns ──> columns of that mask                                         `_copy`
     backward   columns ──> the same, and how many blocks of queries each key block has  `_count`
                columns ──> its transposed lists                                         `_transpose`
+    of elements            columns and bits of that mask, and the same for gradients    _listing.py
 
 Nothing waits for the device, and no size depends on what is selected. The calls of one thread on
 one stream, or in one captured graph, run one after the other. Each of these has plans of its own.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 from threading import get_ident
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from sparsebench.formats._blocks import blocks_of
 from sparsebench.formats.block_mask import BlockMask
 from sparsebench.kernels._common.capture import captured_into, is_capturing, keep, make_lasting
 from sparsebench.kernels._common.operator import Operator
 from sparsebench.kernels._common.triton import BoundKernel, Template
+from sparsebench.kernels.attention._listing import bound_listing, empty_bits
 
-MOST_PLANS = 64  # that are kept: those used last
+MOST_PLANS, MOST_BYTES = 64, 1 << 30  # of plans that are kept, and of their bits: those used last
 KEYS = 32  # blocks of keys of a program: the bits of a word
 ELEMENTS = 1 << 12  # places, and bits, that a program has at a time
 COPIED = 1024  # columns that a program copies
@@ -39,75 +42,130 @@ class SharedPlans:
     """The plans of all masks of the same sizes.
 
     operator           plans of one mask, over whose lists `load` writes those of other masks
-    forward, backward  launches that copy a mask's columns to these lists; backward transposes, too
+    forward, backward  launches that write these lists from a mask's columns, or from elements;
+                       backward transposes, too
+    stamp, transposed  of what they were written from last, and whether for gradients
     """
 
     operator: Operator
     forward: Template
     backward: Template
+    stamp: Hashable = None
+    transposed: bool = False
 
-    def load(self, columns: Tensor, *, transposed: bool) -> None:
-        """Enqueue the copy of a mask's columns, and of its transposed lists for gradients."""
+    def load(self, source: Tensor, *, transposed: bool, stamp: Hashable = None) -> None:
+        """Enqueue the launches that write the lists, and the transposed ones for gradients.
+
+        stamp  of the source as it is now: lists that have it are not written again
+        """
+        if stamp is not None and stamp == self.stamp and self.transposed >= transposed:
+            return
         template = self.backward if transposed else self.forward
-        template(columns)
-        if is_capturing(columns):
+        template(source)
+        self.stamp, self.transposed = stamp, transposed
+        if is_capturing(source):
             keep(template)
+
+
+class Sizes(NamedTuple):
+    """Sizes of a mask: all that its plans depend on.
+
+    elements  shape, strides and dtype of the elements that it is listed from
+    """
+
+    device: torch.device
+    tokens: tuple[int, int]
+    block: tuple[int, int]
+    batch: int
+    lists: int
+    causal: bool
+    keep: int
+    elements: tuple[Any, ...] | None = None
+
+    @property
+    def bytes_of_bits(self) -> int:
+        """Return the memory of an element of every query and key, a bit each."""
+        return (
+            self.batch * self.lists * self.tokens[0] * self.tokens[1] // 8 if self.elements else 0
+        )
+
+    @classmethod
+    def of(cls, mask: BlockMask) -> "Sizes":
+        """Return the sizes of a mask whose blocks are selected."""
+        grid = mask.batch, mask.lists, mask.causal, mask.keep
+        return cls(mask.columns.device, mask.tokens, mask.block, *grid)
+
+    @classmethod
+    def of_elements(cls, elements: Tensor, block: tuple[int, int]) -> "Sizes":
+        """Return the sizes of the mask of elements [batch, lists, S_q, S_kv]."""
+        batch, lists, s_q, s_kv = elements.shape
+        grid = batch, lists, False, blocks_of((s_q, s_kv), block)[1]
+        layout = tuple(elements.shape), elements.stride(), elements.dtype
+        return cls(elements.device, (s_q, s_kv), block, *grid, layout)
 
 
 _PLANS: "OrderedDict[Any, SharedPlans]" = OrderedDict()
 
 
-def shared_plans_of(mask: BlockMask, operator_of: Callable[[BlockMask], Operator]) -> SharedPlans:
+def shared_plans_of(sizes: Sizes, operator_of: Callable[[BlockMask], Operator]) -> SharedPlans:
     """Return the plans for masks of these sizes in this thread, on its current stream or graph."""
-    device = mask.columns.device
-    stream = graph = None
+    device, stream, graph = sizes.device, None, None
     if device.type == "cuda":
         stream, graph = torch._C._cuda_getCurrentRawStream(device.index), captured_into()
-    sizes = mask.tokens, mask.block, mask.batch, mask.lists, mask.causal, mask.keep
-    key = *sizes, device, get_ident(), stream, graph and graph[0]
+    key = sizes, get_ident(), stream, graph and graph[0]
     if (plans := _PLANS.pop(key, None)) is None:
-        plans = make_lasting(lambda: make_shared_plans(mask, operator_of), device)
+        plans = make_lasting(lambda: make_shared_plans(sizes, operator_of), device)
+        kept = [*_PLANS, key]
+        while len(kept) > 1 and (
+            len(kept) > MOST_PLANS or sum(at[0].bytes_of_bits for at in kept) > MOST_BYTES
+        ):
+            _PLANS.pop(kept.pop(0), None)
     _PLANS[key] = plans  # at the end; another thread may drop it at any time
-    while len(_PLANS) > MOST_PLANS:
-        _PLANS.popitem(last=False)
     return plans
 
 
-def make_shared_plans(mask: BlockMask, operator_of: Callable[[BlockMask], Operator]) -> SharedPlans:
+def make_shared_plans(sizes: Sizes, operator_of: Callable[[BlockMask], Operator]) -> SharedPlans:
     """Return new plans, for a mask of random blocks: plans order their work by their lists."""
-    device, keep_, count = mask.columns.device, mask.keep, len(mask.columns)
+    device, tokens, block, batch, lists_, causal, keep_, elements = sizes
     draw = torch.Generator(device).manual_seed(0)
-    grid = mask.batch, mask.lists, mask.q_blocks, mask.kv_blocks
-    scores = torch.rand(grid, generator=draw, device=device)
-    options: dict[str, Any] = {"block": [*mask.block], "tokens": [*mask.tokens]}
-    first = BlockMask.from_scores(scores, keep_, causal=mask.causal, **options)
-    room = first.columns.new_zeros(3, count + 1)  # kernels read one past the last
-    columns, rows, places = (line[:count] for line in room)
+    scores = torch.rand(batch, lists_, *blocks_of(tokens, block), generator=draw, device=device)
+    options: dict[str, Any] = {"block": [*block], "tokens": [*tokens], "causal": causal}
+    first = BlockMask.from_scores(scores, keep_, **options)
+    count, slots, by_key = len(first.columns), None, None
+    room = first.columns.new_zeros(5, count + 1)  # kernels read one past the last
+    columns, rows, places, *rest = (line[:count] for line in room)
     columns.copy_(first.columns)
+    if elements:
+        slots, by_key = rest
+        first = replace(first, bits=empty_bits(first), slots=slots)
     first = replace(first, columns=columns)
     lists = first.transposed
     rows[: len(lists.rows)], places[: len(lists.rows)] = lists.rows, lists.places
-    first.__dict__["transposed"] = lists._replace(rows=rows, places=places)
+    first.__dict__["transposed"] = lists._replace(rows=rows, places=places, slots=by_key)
     counts = lists.offsets.new_zeros(len(lists.offsets) - 1)
-    return SharedPlans(operator_of(first), _copy_launch(first), _transpose_launch(first, counts))
+    if elements:
+        shape, strides, dtype = elements
+        source = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
+        programs = bound_listing(source, first)
+        both = [*programs, _bound_transpose(first, columns, counts)]
+    else:
+        source = torch.empty(count, dtype=torch.int32, device="meta")
+        programs, both = [_bound_copy(first, source)], [_bound_transpose(first, source, counts)]
+    forward, backward = (Template(each, (source,), []) for each in (programs, both))
+    return SharedPlans(operator_of(first), forward, backward)
 
 
-def _source(mask: BlockMask) -> Tensor:
-    return torch.empty(len(mask.columns), dtype=torch.int32, device="meta")
+def _bound_copy(mask: BlockMask, source: Tensor) -> BoundKernel:
+    """Return the kernel that copies columns."""
+    args = source, mask.columns, len(source), mask.kv_blocks
+    return BoundKernel(
+        _copy, (triton.cdiv(len(source), COPIED),), args, {"COPIED": COPIED}, mask.columns
+    )
 
 
-def _copy_launch(mask: BlockMask) -> Template:
-    """Return the launch of the copy."""
-    source, count = _source(mask), len(mask.columns)
-    args = source, mask.columns, count, mask.kv_blocks
-    grid = (triton.cdiv(count, COPIED),)
-    program = BoundKernel(_copy, grid, args, {"COPIED": COPIED}, mask.columns)
-    return Template([program], (source,), [])
-
-
-def _transpose_launch(mask: BlockMask, counts: Tensor) -> Template:
-    """Return both launches that transpose the lists."""
-    source, lists = _source(mask), mask.transposed
+def _bound_transpose(mask: BlockMask, source: Tensor, counts: Tensor) -> BoundKernel:
+    """Return both kernels that transpose the lists; the first one copies columns, too."""
+    lists = mask.transposed
     programs = mask.batch * mask.lists * triton.cdiv(mask.kv_blocks, KEYS)
     places = triton.next_power_of_2(mask.keep)
     rows = min(max(ELEMENTS // max(places, KEYS), 2), triton.next_power_of_2(mask.q_blocks))
@@ -115,9 +173,9 @@ def _transpose_launch(mask: BlockMask, counts: Tensor) -> Template:
     sizes = mask.q_blocks, mask.kv_blocks
     count_args = source, mask.offsets, mask.columns, counts, *sizes
     first = BoundKernel(_count, (programs,), count_args, constants, counts)
-    transpose_args = source, mask.offsets, counts, lists.offsets, lists.rows, lists.places, *sizes
-    second = BoundKernel(_transpose, (programs,), transpose_args, constants, lists.rows, first)
-    return Template([second], (source,), [])
+    written = lists.offsets, lists.rows, lists.places, lists.slots
+    transpose_args = source, mask.offsets, counts, *written, *sizes
+    return BoundKernel(_transpose, (programs,), transpose_args, constants, lists.rows, first)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -177,7 +235,7 @@ def _count(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _transpose(  # type: ignore[no-untyped-def]
-    source, offsets, counts, starts, rows, places, q_blocks, kv_blocks,
+    source, offsets, counts, starts, rows, places, slots, q_blocks, kv_blocks,
     PLACES: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Write where 32 key blocks of a list start, and their blocks of queries, ascending."""
@@ -199,7 +257,9 @@ def _transpose(  # type: ignore[no-untyped-def]
         here = (has[:, None] >> lane[None, :]) & 1
         flag = (partly[:, None] >> lane[None, :]) & 1
         row = (step * ROWS + tl.arange(0, ROWS))[:, None]
-        slot = to[None, :] + tl.cumsum(here, 0) - here
-        tl.store(rows + slot, tl.where(flag > 0, row | LOWEST, row), here > 0)
-        tl.store(places + slot, place[:, None] + tl.cumsum(here, 1) - here, here > 0)
+        at = to[None, :] + tl.cumsum(here, 0) - here
+        tl.store(rows + at, tl.where(flag > 0, row | LOWEST, row), here > 0)
+        tl.store(places + at, place[:, None] + tl.cumsum(here, 1) - here, here > 0)
+        if slots is not None:
+            tl.store(slots + at, (list_ * q_blocks + row) * kv_blocks + key[None, :], here > 0)
         to += tl.sum(here, 0)

@@ -46,6 +46,34 @@ def rows_of(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def list_of(  # type: ignore[no-untyped-def]
+    offsets, columns, fulls, row, tokens, SIDE: tl.constexpr, LANES: tl.constexpr
+):
+    """Return where the list of a row starts, its blocks, and the steps before the first mask.
+
+    Without `fulls`, every step has a mask, and the first empty place ends the list.
+    """
+    start = tl.load(offsets + row)
+    count = tl.load(offsets + row + 1) - start
+    if fulls is None:
+        count, whole = present_of(columns, start, count, tokens, SIDE), 0
+    else:
+        whole = tl.load(fulls + row) * SIDE // LANES
+    return start, count, whole
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def present_of(columns, start, count, tokens, SIDE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return the blocks in front of the first empty place of a list."""
+    lane, present = tl.arange(0, 128), count
+    for at in range(0, count, 128):
+        block = tl.load(columns + start + at + lane, at + lane < count, 0) & 0x7FFFFFFF
+        empty = tl.where(block >= tl.cdiv(tokens, SIDE), at + lane, count)
+        present = tl.minimum(present, tl.min(empty, 0))
+    return present
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def load_rows(  # type: ignore[no-untyped-def]
     matrix, sequence, token, head, place, stored, DEPTH: tl.constexpr, TMA: tl.constexpr
 ):
@@ -127,7 +155,7 @@ def mask_of(  # type: ignore[no-untyped-def]
             entry = start + step // (SIDE // LANES)
         else:
             entry = start + (step * LANES + tl.arange(0, LANES)) // SIDE
-        slot = tl.load(slots + entry, partial, -1)
+        slot = tl.load(slots + entry, partial & (column != -1), -1)
         row, bit = token % Q_SIDE, key % KV_SIDE
         place = bits + slot.to(tl.int64) * (Q_SIDE * BYTES) + row * BYTES + bit // 8
         byte = tl.load(place, allowed & (slot >= 0), 255).to(tl.int32)

@@ -27,7 +27,7 @@ from sparsebench.kernels.attention import attention_triton, attention_wgmma
 from sparsebench.kernels.attention._call import AttentionCall, bind, operator_of
 from sparsebench.kernels.attention._selecting import means
 from sparsebench.kernels.attention._shapes import unsupported
-from sparsebench.kernels.attention._shared_plans import make_shared_plans
+from sparsebench.kernels.attention._shared_plans import Sizes, make_shared_plans
 
 ENGINES = attention_wgmma.KERNEL, attention_triton.KERNEL
 Part = Literal["pooled", "scores", "lists"]
@@ -59,7 +59,9 @@ def prepare(operands: Operands, *, selects: Part = "pooled") -> Launch:
     def likeliest(call: AttentionCall) -> Sequence[Engine]:
         return [e for e in ENGINES if not e.unsupported(call.problem, operands.device)]
 
-    plans = make_shared_plans(selection, lambda first: operator_of(first, ENGINES, likeliest))
+    plans = make_shared_plans(
+        Sizes.of(selection), lambda first: operator_of(first, ENGINES, likeliest)
+    )
     q, k, v = bound.activations
 
     def pooled(x: Tensor, block: int) -> Tensor:

@@ -53,7 +53,14 @@ from sparsebench.kernels.attention._shapes import (
     tiles_that_fit,
     unsupported,
 )
-from sparsebench.kernels.attention._tiles import column_of, load_rows, load_step, mask_of, rows_of
+from sparsebench.kernels.attention._tiles import (
+    column_of,
+    list_of,
+    load_rows,
+    load_step,
+    mask_of,
+    rows_of,
+)
 
 LN_2 = tl.constexpr(1 / LOG2_E)
 
@@ -163,14 +170,11 @@ def _forward(  # type: ignore[no-untyped-def]
     )
     kv_head = head // (heads // kv_heads)
     if blocks_per_row is None:
-        start = tl.load(offsets + row)
-        count = tl.load(offsets + row + 1) - start
+        start, count, whole = list_of(offsets, columns, fulls, row, kv_tokens, KV_SIDE, KEYS)
     else:
         start, count = row * blocks_per_row, blocks_per_row
     first, end = 0, tl.cdiv(count * KV_SIDE, KEYS)
-    if SPLITS == 0:
-        whole = tl.load(fulls + row) * KV_SIDE // KEYS  # steps before the first with a mask
-    else:
+    if SPLITS:
         first, end = split * end // SPLITS, (split + 1) * end // SPLITS
         whole = first if MASKED else end
     column = column_of(columns, start, count, first, KV_SIDE, KEYS)

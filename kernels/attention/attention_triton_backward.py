@@ -36,7 +36,14 @@ from sparsebench.kernels.attention._shapes import (
     unsupported,
 )
 from sparsebench.kernels.attention._shapes import Config as TileConfig
-from sparsebench.kernels.attention._tiles import column_of, load_rows, load_step, mask_of, rows_of
+from sparsebench.kernels.attention._tiles import (
+    column_of,
+    list_of,
+    load_rows,
+    load_step,
+    mask_of,
+    rows_of,
+)
 from sparsebench.kernels.attention.attention_triton import code_of, matrices, path_of, refuse_path
 
 LOG2 = tl.constexpr(LOG2_E)  # of the natural base, in which the LSE is
@@ -160,9 +167,8 @@ def _dq(  # type: ignore[no-untyped-def]
         tl.program_id(0), order, q_tokens, heads, lists, D, Q_SIDE, TOKENS, PACK
     )
     kv_head = head // (heads // kv_heads)
-    start = tl.load(offsets + row)
-    count = tl.load(offsets + row + 1) - start
-    whole, end = tl.load(fulls + row) * KV_SIDE // KEYS, tl.cdiv(count * KV_SIDE, KEYS)
+    start, count, whole = list_of(offsets, columns, fulls, row, kv_tokens, KV_SIDE, KEYS)
+    end = tl.cdiv(count * KV_SIDE, KEYS)
     depth = tl.arange(0, DEPTH)[None, :]
     stored = inside[:, None] & (depth < D)
     at_q = sequence, token, head, place, stored
@@ -219,9 +225,8 @@ def _dkv(  # type: ignore[no-untyped-def]
     for head in range(kv_head * group, (kv_head + 1) * group):
         list_ = sequence * lists + head * lists // heads
         row = list_ * tl.cdiv(kv_tokens, KV_SIDE) + key // KV_SIDE
-        start = tl.load(offsets + row)
-        count = tl.load(offsets + row + 1) - start
-        whole, end = tl.load(fulls + row) * Q_SIDE // TOKENS, tl.cdiv(count * Q_SIDE, TOKENS)
+        start, count, whole = list_of(offsets, columns, fulls, row, q_tokens, Q_SIDE, TOKENS)
+        end = tl.cdiv(count * Q_SIDE, TOKENS)
         lse_row = (sequence * heads + head).to(tl.int64) * q_tokens
         column = column_of(columns, start, count, 0, Q_SIDE, TOKENS)
         for MASK in tl.static_range(MASKED + 1):

@@ -72,11 +72,17 @@ struct Buffer {
 
 // ---- producer: a warp ----
 
-// The first key of a place in a tile's list, flagged if it is partial. Behind the list: no key.
+// The first key of a place in a tile's list, flagged if it is partial. An empty place, which ends a
+// list, and one behind the list have a key behind the last one.
 __device__ __forceinline__ int key_of(const int* columns, const Tile& tile, int place, int keys) {
   if (place >= tile.count * PARTS) return keys;
   const int column = columns[tile.first + place / PARTS];
   return (column & PARTIAL) | ((column & ~PARTIAL) * BLOCK_K + place % PARTS * BOX_KEYS);
+}
+
+// Whether the place that a lane has looked up has a key.
+__device__ __forceinline__ bool has_key(int key, int lane, const Sizes& sizes) {
+  return (__shfl_sync(~0u, key, lane) & ~PARTIAL) < sizes.keys;
 }
 
 // Each lane loads one box, of an entry and half of the head; of a short step the first entries.
@@ -140,19 +146,19 @@ __device__ __forceinline__ void producer(const Maps& maps, const Lists& lists, c
     const Tile tile = tile_of(lists, parts, ticket);
     const int part = ticket - parts.whole;
     if (lane == 0) ticket = workers + atomicAdd(lists.counters, 1);
-    const int steps = max(1, (tile.count * PARTS + ENTRIES - 1) / ENTRIES);
     const int sequence = tile.head / sizes.heads, head = tile.head % sizes.heads;
     const int column = head / (sizes.heads / sizes.kv_heads) * HEAD_DIM;
     int key = key_of(lists.columns, tile, entry, sizes.keys);
-    for (int step = 0; step < steps; step++) {
+    bool last = false;
+    for (int step = 0; !last; step++) {  // an empty tile has a step, too
       const int next = key_of(lists.columns, tile, (step + 1) * ENTRIES + entry, sizes.keys);
-      const int left = tile.count * PARTS - step * ENTRIES;
-      const bool is_short = SHORTENS && step && left <= ENTRIES / 2;
+      const bool is_short = SHORTENS && step && !has_key(key, HALVES, sizes);  // of entry 1
       ring.producer_acquire();
+      last = __any_sync(~0u, (key & ~PARTIAL) >= sizes.keys) || !has_key(next, 0, sizes);
       const bool masked = __any_sync(~0u, (key < 0 || key + BOX_KEYS > sizes.keys) &&
                                               entry < ENTRIES >> is_short);
       if (lane == 0) {
-        st_shared(ring.note(), (step ? 0 : FIRST) | (SHARED_Q && step == steps - 1 ? LAST : 0) |
+        st_shared(ring.note(), (step ? 0 : FIRST) | (SHARED_Q && last ? LAST : 0) |
                                    (masked ? MASKED : 0) | (is_short ? SHORT : 0));
         st_shared(ring.note() + 4, tile.query);
         st_shared(ring.note() + 8, tile.head);

@@ -53,6 +53,7 @@ from sparsebench.kernels._common.front import (
 from sparsebench.kernels._common.operator import Engine, Operator
 from sparsebench.kernels._common.torch_operator import torch_operator
 from sparsebench.kernels._common.transforms import (
+    ALIGNMENT,
     aligned,
     device_guard,
     is_current,
@@ -71,8 +72,13 @@ from sparsebench.kernels.attention import (
 from sparsebench.kernels.attention._call import AttentionCall
 from sparsebench.kernels.attention._in_torch import IN_TORCH
 from sparsebench.kernels.attention._shapes import MOST_DEPTH, AttentionShape, unsupported
-from sparsebench.kernels.attention._shared_plans import shared_plans_of
-from sparsebench.kernels.nn._elements import mask_of_elements, whole_mask
+from sparsebench.kernels.attention._shared_plans import Sizes, shared_plans_of
+from sparsebench.kernels.nn._elements import (
+    mask_of_elements,
+    refused_rows,
+    stamp_of_elements,
+    whole_mask,
+)
 from sparsebench.kernels.nn._stamp import by_stamp, stamp_of
 
 ENGINES = (
@@ -130,20 +136,31 @@ def _call(
     op: Literal["attention", "attention_backward"],
     q: Tensor,
     k: Tensor,
-    mask: BlockMask,
+    block: tuple[int, int],
     scale: float,
 ) -> AttentionCall:
     batch, s_q, heads, d = q.shape
-    sizes = batch, s_q, k.shape[1], heads, k.shape[2], d, mask.block
+    sizes = batch, s_q, k.shape[1], heads, k.shape[2], d, block
     return AttentionCall(op, AttentionShape(*sizes, NAMES[q.dtype]), scale)
 
 
-def _run(call: AttentionCall, mask: BlockMask, operands: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Run the planned kernel on rows of tokens; the first call plans it."""
+def _run(
+    call: AttentionCall, mask: BlockMask | Tensor, operands: Sequence[Tensor]
+) -> Sequence[Tensor]:
+    """Run the planned kernel on rows of tokens; the first call plans it.
+
+    mask  or its elements, on a GPU
+    """
     flat = [aligned(x.flatten(0, 1).flatten(1) if x.dim() == 4 else x) for x in operands]
     with device_guard(flat[0].device):
-        if mask.keep and mask.columns.is_cuda:
-            plans, backward = shared_plans_of(mask, operator_of), call.op == "attention_backward"
+        backward = call.op == "attention_backward"
+        if isinstance(mask, Tensor):
+            x = mask if mask.stride(3) == 1 and not mask.data_ptr() % ALIGNMENT else aligned(mask)
+            plans = shared_plans_of(Sizes.of_elements(x, call.shape.block), operator_of)
+            plans.load(x, transposed=backward, stamp=stamp_of_elements(mask))
+            operator = plans.operator
+        elif mask.keep and mask.columns.is_cuda:
+            plans = shared_plans_of(Sizes.of(mask), operator_of)
             plans.load(aligned(mask.columns), transposed=backward)
             operator = plans.operator
         elif call not in (operator := _operator(mask)).plans and is_capturing(flat[0]):
@@ -160,15 +177,17 @@ def _operator(mask: BlockMask) -> Operator:
     if not mask.keep:
         return plans_of(mask)
     on_gpu = mask.columns.is_cuda
-    return shared_plans_of(mask, operator_of).operator if on_gpu else operator_of(mask)
+    return shared_plans_of(Sizes.of(mask), operator_of).operator if on_gpu else operator_of(mask)
 
 
-def _forward(call: AttentionCall, mask: BlockMask, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
+def _forward(
+    call: AttentionCall, mask: BlockMask | Tensor, q: Tensor, k: Tensor, v: Tensor
+) -> list[Tensor]:
     o, lse = _run(call, mask, [q, k, v])
     return [o.view(q.shape), lse]
 
 
-def _gradients(call: AttentionCall, mask: BlockMask, *operands: Tensor) -> list[Tensor]:
+def _gradients(call: AttentionCall, mask: BlockMask | Tensor, *operands: Tensor) -> list[Tensor]:
     """Return dQ, dK and dV of the OPERANDS."""
     parts = _run(call, mask, operands)
     return [part.view(x.shape) for part, x in zip(parts, operands[:3], strict=True)]
@@ -215,12 +234,12 @@ def _arguments(mask: BlockMask) -> tuple[list[Tensor], list[int]]:
     return arrays, [*sizes, int(mask.causal), int(mask.bits is not None), mask.keep]
 
 
-def _mask(arrays: list[Tensor], sizes: list[int], device: torch.device) -> BlockMask:
+def _mask(arrays: list[Tensor], sizes: list[int], device: torch.device) -> BlockMask | Tensor:
     s_q, s_kv, b_q, b_k, batch, lists, causal, has_bits, keep = sizes
     if not arrays:
         return whole_mask((s_q, s_kv), b_q, batch, bool(causal), device)
-    if len(arrays) == 1:
-        return mask_of_elements(arrays[0], b_q)
+    if len(arrays) == 1:  # a CPU waits for nothing
+        return arrays[0] if device.type == "cuda" else mask_of_elements(arrays[0], b_q)
     offsets, columns, *others = arrays
     return BlockMask(
         shape=(batch * lists * -(-s_q // b_q), -(-s_kv // b_k)),
@@ -242,7 +261,9 @@ def _attend(
 ) -> tuple[Tensor, Tensor]:
     """Return O [batch, S_q, H, D] and the LSE [batch * H, S_q]. Raises Unsupported."""
     mask = _mask(arrays, sizes, q.device)
-    o, lse = _forward(_call("attention", q, k, mask, scale), mask, q, k, v)
+    o, lse = _forward(_call("attention", q, k, (sizes[2], sizes[3]), scale), mask, q, k, v)
+    if isinstance(mask, Tensor) and (refused := refused_rows(mask, q.shape[2])) is not None:
+        o.masked_fill_(refused, torch.nan)
     return o, lse
 
 
@@ -251,7 +272,8 @@ def _differentiate(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return dQ, dK and dV, shaped like q, k and v, of the OPERANDS. Raises Unsupported."""
     mask = _mask(arrays, sizes, operands[0].device)
-    call = _call("attention_backward", operands[0], operands[1], mask, scale)
+    block = sizes[2], sizes[3]
+    call = _call("attention_backward", operands[0], operands[1], block, scale)
     dq, dk, dv = _gradients(call, mask, *operands)
     return dq, dk, dv
 
@@ -274,23 +296,13 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 def _backward(ctx: Any, do: Tensor, _: Tensor | None) -> tuple[Any, ...]:
     q, k, v, o, lse, *arrays = ctx.saved_tensors
-    run = gradients if len(arrays) > 1 else gradients_of_elements
-    parts = run([q, k, v, o, lse, do], arrays, ctx.sizes, ctx.scale)
+    parts = gradients([q, k, v, o, lse, do], arrays, ctx.sizes, ctx.scale)
     return *parts, [None] * len(arrays), None, None
 
 
-def _operators(name: str, *, waits: bool) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Return an operator of attention, and that of its gradients."""
-    backward = torch_operator(f"{name}_backward", _differentiate, _gradients_sizes, waits=waits)
-    derivative: dict[str, Any] = {"save": _save, "backward": _backward}
-    return torch_operator(name, _attend, _attend_sizes, waits=waits, **derivative), backward
-
-
-attend, gradients = _operators("block_sparse_attention", waits=False)
-# Listing blocks waits for the device.
-attend_elements, gradients_of_elements = _operators(
-    "block_sparse_attention_of_elements", waits=True
-)
+NAME = "block_sparse_attention"
+gradients = torch_operator(f"{NAME}_backward", _differentiate, _gradients_sizes)
+attend = torch_operator(NAME, _attend, _attend_sizes, save=_save, backward=_backward)
 
 
 # ---- calls without Python ----
@@ -298,7 +310,7 @@ attend_elements, gradients_of_elements = _operators(
 
 def recordings_of(mask: BlockMask, scale: float | None) -> Recordings:
     """Return the recorded calls of a mask, or of all of its sizes, with a factor of the scores."""
-    holder = shared_plans_of(mask, operator_of) if mask.keep else mask
+    holder = shared_plans_of(Sizes.of(mask), operator_of) if mask.keep else mask
     if (by_scale := holder.__dict__.get(RECORDINGS)) is None:
         by_scale = {}
         object.__setattr__(holder, RECORDINGS, by_scale)
@@ -329,7 +341,7 @@ def attend_recorded(
         return in_python()
     if not is_current(q.device) or not q.numel():
         return in_python()
-    call, guards = _call("attention", q, k, mask, scale), []
+    call, guards = _call("attention", q, k, mask.block, scale), []
     if not mask.keep:
         guards = [Guard(None, name, array) for name, array in mask.arrays().items()]
 
@@ -359,7 +371,7 @@ def _derivative(mask: BlockMask, scale: float) -> Derivative:
             raise RuntimeError("expected the mask as forward read it, found it modified since")
         operands = [*(t for t in saved if t is not None), do]
         columns = operands[3:-3]
-        call = _call("attention_backward", operands[0], operands[1], mask, scale)
+        call = _call("attention_backward", operands[0], operands[1], mask.block, scale)
         none = [None] * len(columns)  # columns have no gradient
         if torch.is_grad_enabled() or is_watched():
             rest = [*operands[:3], *operands[-3:]]

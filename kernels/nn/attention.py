@@ -17,11 +17,12 @@ from torch import Tensor
 from sparsebench.errors import Unsupported
 from sparsebench.formats._format import require_whole
 from sparsebench.formats.block_mask import BlockMask
+from sparsebench.kernels._common.capture import is_capturing
 from sparsebench.kernels._common.transforms import is_watched
 from sparsebench.kernels.attention._selecting import means
 from sparsebench.kernels.nn._attention_op import (
     arguments_of,
-    attend_elements,
+    attend,
     attend_recorded,
     recordings_of,
     require_operands,
@@ -51,7 +52,8 @@ def select_attention(
     k: Tensor,
     v: Tensor,
     *,
-    keep: int,
+    keep: int | None = None,
+    mass: float | None = None,
     block: int = 128,
     causal: bool = False,
     first: int = 1,
@@ -61,7 +63,9 @@ def select_attention(
     """Return `attention` over the blocks of keys whose mean is nearest to that of the queries.
 
     q, k, v, scale  as for `attention`, [batch, tokens, heads, D]
-    keep            blocks of keys of a block of queries, `first` and `last` included
+    keep            most blocks of keys of a block of queries, `first` and `last` included
+    mass            a block of queries keeps the fewest blocks whose weights add up to this: a
+                    softmax of the scores times `scale`. At most `keep`, if that is given
     first, last     blocks that are kept in any case: those that the queries see first and last
 
     The score of a block is the product of its mean key and of the mean query of a block and of the
@@ -80,10 +84,12 @@ def select_attention(
     groups, tokens = k.shape[2], [q.shape[1], k.shape[1]]
     queries, keys = (means(x.detach(), block, groups) for x in (q, k))
     options: dict[str, Any] = {"block": block, "tokens": tokens, "causal": causal}
+    factor = 1.0 if mass is None else _factor(q, scale)
     with torch.autocast(q.device.type, enabled=False):
-        products = torch.bmm(queries.flatten(0, 1), keys.flatten(0, 1).mT)
+        pairs = queries.flatten(0, 1), keys.flatten(0, 1).mT
+        products = torch.baddbmm(queries.new_empty(()), *pairs, beta=0, alpha=factor)
     scores = products.unflatten(0, keys.shape[:2])
-    mask = BlockMask.from_scores(scores, keep, first=first, last=last, **options)
+    mask = BlockMask.from_scores(scores, keep, mass=mass, first=first, last=last, **options)
     return attention(q, k, v, mask, scale=scale)
 
 
@@ -115,7 +121,8 @@ def attention_of_elements(
     elements  [batch, lists, S_q, S_kv], bool or as `mask_of_elements` takes them. Without them, all
               are allowed, or with `causal` those up to each query; then S_q is S_kv
 
-    A traced call needs no value of the elements. Raises Unsupported.
+    A call that is traced or captured waits for no value of the elements. If it runs on a GPU, the
+    output of a query with a value that `mask_of_elements` refuses is NaN. Raises Unsupported.
     """
     shape = (q.shape[0], 1, q.shape[1], k.shape[1]) if elements is None else elements.shape
     batch, lists, *tokens = shape
@@ -125,10 +132,10 @@ def attention_of_elements(
     require_operands(q, k, v, (batch, queries, keys), lists, device)
     if causal and queries != keys:
         raise Unsupported(f"attention: expected as many keys as queries, found {tokens}")
-    if is_watched():
+    if is_watched() or (elements is not None and is_capturing(q)):
         sizes = [*tokens, block, block, batch, lists, int(causal), 0, 0]
         arrays = [] if elements is None else [elements]
-        o: Tensor = attend_elements(q, k, v, arrays, sizes, _factor(q, scale))[0]
+        o: Tensor = attend(q, k, v, arrays, sizes, _factor(q, scale))[0]
         return o
     if elements is None:
         mask = whole_mask((queries, keys), block, batch, causal, device)

@@ -28,6 +28,7 @@ from tests.compiling.record import in_record
 BIN = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}  # an SM's, for one program
 ELEMENTS = {
+    torch.bool: "i1",
     **{torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"},
     **{torch.int64: "i64", torch.int32: "i32", torch.int16: "i16", torch.uint8: "u8"},
 }

@@ -20,7 +20,7 @@ CASES = [  # tokens, block, causal, keep, first, last
 ]
 
 
-def chosen(scores: Tensor, row: int, case: tuple[Any, ...]) -> list[int]:
+def chosen(scores: Tensor, row: int, case: tuple[Any, ...], mass: float = 1) -> list[int]:
     """Return the blocks of a row, by their definition."""
     (s_q, s_kv), (b_q, b_k), causal, keep, first, last = case
     last_query = min((row + 1) * b_q, s_q) - 1
@@ -31,7 +31,22 @@ def chosen(scores: Tensor, row: int, case: tuple[Any, ...]) -> list[int]:
         return j not in always, -float(scores[j]) if j not in always else 0.0, j
 
     usable = [j for j in seen if j in always or float(scores[j]) > -math.inf]
-    return sorted(sorted(usable, key=place)[:keep])
+    best = sorted(usable, key=place)[:keep]
+    if mass < 1:
+        real = [float(scores[j]) for j in seen if float(scores[j]) > -math.inf]
+        weights = {j: weight(float(scores[j]), max(real, default=0.0)) for j in seen}
+        goal = mass * sum(weights.values())
+        best = [
+            j for i, j in enumerate(best) if j in always or sum(map(weights.get, best[:i])) < goal
+        ]
+    return sorted(best)
+
+
+def weight(score: float, top: float) -> float:
+    """Return the weight of a score before they are divided by their sum."""
+    if math.isnan(score):
+        return 0
+    return 1.0 if score == top else math.exp(score - top)
 
 
 def drawn(case: tuple[Any, ...], batch: int = 2, lists: int = 3) -> Tensor:
@@ -71,6 +86,40 @@ def test_the_blocks_with_the_highest_scores_are_selected(case, dtype) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("mass", [0.02, 0.55, 0.9])
+def test_the_fewest_blocks_that_have_the_mass_are_selected(case, mass: float) -> None:
+    tokens, block, causal, keep, first, last = case
+    scores = drawn(case)
+    scores[1] = torch.randn(scores[1].shape, generator=torch.Generator().manual_seed(1)) * 2
+    options: dict[str, Any] = {"block": [*block], "tokens": [*tokens], "causal": causal}
+    options |= {"mass": mass, "first": first, "last": last}
+    for most in (keep, None):
+        mask = BlockMask.from_scores(scores, most, **options)
+        bounds = (tokens, block, causal, most or scores.shape[3], first, last)
+        expected = [
+            chosen(row, i % scores.shape[2], bounds, mass)
+            for i, row in enumerate(scores.flatten(0, 2))
+        ]
+        assert rows_of(mask) == expected
+        assert mask.keep == (most or scores.shape[3])
+
+
+def test_a_mass_of_equal_scores_is_that_of_the_lower_columns() -> None:
+    scores = torch.ones(1, 1, 2, 8)
+    assert rows_of(BlockMask.from_scores(scores, mass=0.5)) == [[0, 1, 2, 3]] * 2
+    assert rows_of(BlockMask.from_scores(scores, mass=0.51, last=1)) == [[0, 1, 2, 3, 7]] * 2
+    assert rows_of(BlockMask.from_scores(scores, 3, mass=0.5)) == [[0, 1, 2]] * 2
+
+
+def test_all_of_the_mass_is_every_block_with_a_score() -> None:
+    scores = torch.tensor([0.0, -200.0, math.nan, -math.inf]).view(1, 1, 1, 4)
+    assert rows_of(BlockMask.from_scores(scores, mass=1)) == [[0, 1]]
+    alone = torch.full_like(scores, math.nan)
+    assert rows_of(BlockMask.from_scores(alone, mass=0.5, first=1)) == [[0]]
+    assert rows_of(BlockMask.from_scores(alone, mass=0.5)) == [[]]
+
+
+@pytest.mark.parametrize("case", CASES)
 def test_lists_of_indices_in_any_order_are_taken_once(case) -> None:
     tokens, block, causal, *_ = case
     height, count = (-(-size // side) for size, side in zip(tokens, block, strict=True))
@@ -95,6 +144,11 @@ def test_what_cannot_be_selected_is_refused_in_one_line() -> None:
         ({"keep": None}, "keep: expected a whole number from 1 to 4 blocks, found None"),
         ({"keep": 2, "first": 2, "last": 1}, "first \\+ last up to keep = 2; found 2 and 1"),
         ({"keep": 2, "first": 0.5}, "expected whole numbers from 0 on, .*; found 0.5 and 0"),
+        ({"mass": 0}, "mass: expected a number above 0, at most 1; found 0"),
+        ({"mass": 1.5}, "mass: expected a number above 0, at most 1; found 1.5"),
+        ({"keep": 2, "mass": math.nan}, "mass: expected a number above 0, at most 1; found nan"),
+        ({"keep": 2, "mass": "all"}, "mass: expected a number above 0, at most 1; found 'all'"),
+        ({"keep": 5, "mass": 0.5}, "keep: expected a whole number from 1 to 4 blocks, found 5"),
         ({"keep": 2, "last": -1}, "expected whole numbers from 0 on, .*; found 0 and -1"),
         ({"keep": 2, "tokens": [64, 500]}, "expected .*: \\[1, 4\\], found .*\\[1, 1, 4, 4\\]"),
     ):

@@ -73,21 +73,23 @@ def test_a_prompt_selects_its_blocks_and_decoding_attends_to_all_keys(llama, cac
     options = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0, "disable_compile": True}
     options |= {"cache_implementation": cache}
     prompt, tokens = torch.randint(1, 64, (2, 90)), []
-    for name, chosen in (
-        ("sdpa", None),
-        ("sparsebench", {"keep": 12, "block": 8}),  # all of them: no selection
-        ("sparsebench", {"keep": 6, "block": 8, "first": 2}),
+    for name, chosen, selections in (
+        ("sdpa", None, 0),
+        ("sparsebench", {"keep": 12, "block": 8}, 0),  # all of them: no selection
+        ("sparsebench", {"mass": 1, "block": 8}, 4),  # selects all of them
+        ("sparsebench", {"keep": 6, "block": 8, "first": 2}, 8),
     ):
         llama.set_attn_implementation(name)
         llama.config.sparse_select = chosen
         tokens.append(llama.generate(prompt, **options)[:, 90:].tolist())
         logits = llama(prompt).logits
-        assert len(calls) == (4 if chosen and chosen["keep"] == 6 else 0)
-    assert tokens[0] == tokens[1]
-    assert calls[0] | {"scale": 0} == {
+        assert len(calls) == selections
+    assert tokens[0] == tokens[1] == tokens[2]
+    assert calls[4] | {"scale": 0} == {
         "causal": True,
         "scale": 0,
         "keep": 6,
+        "mass": None,
         "block": 8,
         "first": 2,
         "last": 1,
@@ -98,7 +100,7 @@ def test_a_prompt_selects_its_blocks_and_decoding_attends_to_all_keys(llama, cac
     padding[1, :9] = 0
     with pytest.raises(Unsupported, match="expected prompts without padding"):
         llama(prompt, attention_mask=padding)
-    for wrong in ({"block": 8}, {"keep": 4, "blok": 8}, 16):
+    for wrong in ({"block": 8}, {"keep": 4, "blok": 8}, {"keep": 4, "block": None}, 16):
         llama.config.sparse_select = wrong
         with pytest.raises(Unsupported, match="expected sparse_select such as"):
             llama(prompt)

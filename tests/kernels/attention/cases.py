@@ -29,10 +29,11 @@ class Case(NamedTuple):
     head_dim: int = 128
     dtype: str = "fp16"
     density: float = 0.5
+    places: bool = False
 
     def mask(self) -> BlockMask:
-        """Return a random mask, the same each time."""
-        return random_mask(
+        """Return a random mask, the same each time; with `places`, each block has one."""
+        mask = random_mask(
             self.tokens,
             self.block,
             batch=self.batch,
@@ -41,6 +42,7 @@ class Case(NamedTuple):
             causal=self.causal,
             bits=self.bits,
         )
+        return with_places(mask) if self.places else mask
 
     def call(self, op: Op = "attention") -> AttentionCall:
         """Return the sizes as kernels take them, with the default factor of the scores."""
@@ -100,9 +102,34 @@ def without(mask: BlockMask, column: int) -> BlockMask:
     """Return a mask without one column of blocks; the mask has no bits."""
     cells = mask.to_dense()
     cells[:, column] = 0
-    return BlockMask.from_dense(
+    other = BlockMask.from_dense(
         cells, block=[*mask.block], tokens=[*mask.tokens], batch=mask.batch, causal=mask.causal
     )
+    return with_places(other) if mask.keep else other
+
+
+def with_places(mask: BlockMask) -> BlockMask:
+    """Return the mask with a place for every block of a row: those without a block are empty."""
+    cells = mask.to_dense().view(mask.batch, mask.lists, mask.q_blocks, mask.kv_blocks)
+    scores = torch.zeros_like(cells).masked_fill_(cells == 0, -torch.inf)
+    options: dict[str, Any] = {"block": [*mask.block], "tokens": [*mask.tokens]}
+    wide = BlockMask.from_scores(scores, mask.kv_blocks, causal=mask.causal, **options)
+    if mask.slots is None:
+        return wide
+    there = wide.present
+    wide.columns[there], slots = mask.columns, torch.zeros_like(wide.columns)
+    slots[there] = mask.slots
+    return replace(wide, bits=mask.bits, slots=slots)
+
+
+def with_more_behind(mask: BlockMask) -> BlockMask:
+    """Return a mask of places with blocks behind the first empty place, which no walk reaches."""
+    columns, last = mask.columns.clone(), mask.offsets[1:].long() - 1
+    ends = (mask.counts > 1) & ~mask.present[last - 1]
+    columns[last[ends]] = 0
+    other = replace(mask, columns=columns)
+    other.__dict__["transposed"] = mask.transposed
+    return other
 
 
 def moved(x: Any) -> Any:

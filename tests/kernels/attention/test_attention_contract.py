@@ -34,7 +34,16 @@ from sparsebench.kernels.attention import (
 from sparsebench.kernels.attention._call import AttentionCall, ListedMask
 from tests.compiling.nvcc import CLEAN, assert_compiles_cleanly, by_nvcc
 from tests.compiling.triton_kernels import SHARED_BYTES, complaint_about_launch
-from tests.kernels.attention.cases import DEVICE, Case, flat, gradients, moved, rising, without
+from tests.kernels.attention.cases import (
+    DEVICE,
+    Case,
+    flat,
+    gradients,
+    moved,
+    rising,
+    with_more_behind,
+    without,
+)
 from tests.kernels.attention.on_cpu import on_two_sms
 from tests.tools.marks import needs_gxx, sampled
 from tests.tools.paths import KERNELS
@@ -49,7 +58,8 @@ TRITON = [name for name in ENGINES if name not in CUDA]
 ALLOWED = {"bf16": 6e-3, "fp16": 4e-3, "fp32": 1e-5}  # norm of the difference over the norm
 UNSEEN = 1  # block of keys that no query selects, with NaN
 
-# Odd lengths, an empty row, one block, all blocks, heads that share lists and keys, decoding.
+# Odd lengths, an empty row, one block, all blocks, heads that share lists and keys, decoding,
+# empty places.
 SMALL = [
     Case((60, 90), 32, (4, 2), batch=2, lists=4, causal=True, head_dim=32),
     Case((45, 70), (24, 40), (2, 1), lists=2, causal=True, head_dim=32, dtype="fp32"),
@@ -62,8 +72,11 @@ SMALL = [
     Case((1, 130), (16, 64), (8, 2), batch=3, lists=2, causal=True, head_dim=32),
     Case((3, 90), 16, (4, 1), batch=2, causal=True, head_dim=32, dtype="fp32"),
     Case((16, 50), 16, (2, 2), lists=2, bits=True, head_dim=32, dtype="fp32"),
+    Case((45, 200), 32, (4, 2), lists=2, head_dim=32, places=True),
+    Case((5, 290), 16, (4, 2), batch=2, lists=2, causal=True, head_dim=32, places=True),
+    Case((50, 100), 16, (4, 2), lists=2, bits=True, head_dim=32, places=True),
 ]
-# The same for Hopper. The last two have a tile that is split, and a section for each sequence.
+# The same for Hopper. Those behind the places have a tile that is split, and sequences in sections.
 HOPPER = [
     Case((200, 270), 128, (2, 1), batch=2, lists=2, causal=True, dtype="bf16"),
     Case((150, 200), 64, (4, 2), lists=2, bits=True, head_dim=64),
@@ -75,6 +88,10 @@ HOPPER = [
     Case((150, 200), (16, 64), (4, 1), bits=True, head_dim=64),
     Case((150, 200), (64, 32), (2, 2), lists=2, causal=True, density=1),
     Case((40, 130), (64, 8), (1, 1), bits=True),
+    Case((150, 500), 64, (2, 1), lists=2, head_dim=64, places=True),
+    Case((150, 400), 128, (1, 1), batch=2, causal=True, places=True),
+    Case((150, 400), 64, (4, 2), lists=2, bits=True, head_dim=64, places=True),
+    Case((320, 900), 64, (1, 1), head_dim=64, density=0, places=True),  # parts without a block
     Case((320, 384), 64, (1, 1), head_dim=64, density=1),
     Case((64, 128), 64, (1, 1), batch=5, density=1),
 ]
@@ -92,6 +109,10 @@ LARGE = [
     Case((130, 200), 32, (2, 2), head_dim=64, dtype="fp32", causal=True),
     Case((1, 1000), (16, 64), (8, 2), batch=3, lists=2, causal=True, dtype="bf16"),
     Case((1, 1000), 16, (8, 2), batch=3, lists=2, causal=True, dtype="bf16"),
+    Case((1000, 4000), 64, (4, 2), lists=2, dtype="bf16", places=True),
+    Case((1000, 4000), 128, (4, 2), lists=2, causal=True, dtype="bf16", density=0.1, places=True),
+    Case((1, 4000), (16, 64), (8, 2), batch=3, lists=2, dtype="bf16", places=True),
+    Case((1000, 777), (64, 128), (4, 4), batch=2, lists=4, bits=True, places=True),
     Case((333, 500), 64, (4, 2), lists=2, dtype="bf16", density=0),
     Case((333, 500), 64, (4, 2), lists=2, dtype="bf16", density=1),
 ]
@@ -129,7 +150,8 @@ def run_engine(name: str, case: Case, *, rises: bool = False, every: int = 1) ->
     else:
         rows = (q.numel() + 2 * k.numel()) // case.head_dim
         out, allowed = q.new_empty(rows, case.head_dim), 2 * allowed
-    w, call = ListedMask(moved(mask)), case.call(engine.op)
+    mask = with_more_behind(moved(mask)) if case.places else moved(mask)
+    w, call = ListedMask(mask), case.call(engine.op)
     configs = choices(engine, w, call)[::every]
     for config in configs:
         first, second = run_twice(engine, w, call, config, [*map(moved, inputs)], moved(out))
@@ -190,7 +212,7 @@ def take_path(path: str, patch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.interpreted
 @pytest.mark.parametrize(
-    ("case", "path"), sampled(product(SMALL, ["tma", "pointers"]), 0, 3, 4, 17), ids=str
+    ("case", "path"), sampled(product(SMALL, ["tma", "pointers"]), 0, 3, 4, 17, 22, 25), ids=str
 )
 @pytest.mark.parametrize("name", TRITON)
 def test_results_are_right_in_the_interpreter(name, case, path, poisoned, monkeypatch) -> None:
@@ -212,7 +234,7 @@ def test_scores_that_rise_along_a_list_are_right_in_the_interpreter(name, monkey
 
 @needs_gxx
 @pytest.mark.parametrize("late", sampled([True, False]))
-@pytest.mark.parametrize("case", sampled(HOPPER, 1, -1), ids=str)
+@pytest.mark.parametrize("case", sampled(HOPPER, 1, 10, -1), ids=str)
 @pytest.mark.parametrize("name", CUDA)
 def test_results_are_right_on_a_cpu(name, case, late, poisoned, monkeypatch) -> None:
     on_two_sms(monkeypatch, late)

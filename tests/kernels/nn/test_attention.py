@@ -363,6 +363,16 @@ def test_a_selection_in_inference_mode_is_that_of_any_call() -> None:
     assert torch.equal(o, select_attention(*operands, keep=2, block=16))
 
 
+def test_the_weights_of_a_mass_are_those_of_scaled_scores() -> None:
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(size) for size in QKV)
+    o = select_attention(q, k, v, mass=0.6, block=16, first=0, last=0, scale=2.0)
+    queries, keys = (x.view(2, 6, 16, 2, -1, D).mean((2, 4)).transpose(1, 2) for x in (q, k))
+    mask = BlockMask.from_scores(2 * queries @ keys.mT, mass=0.6, block=16)
+    assert 2 * 2 * 6 < mask.present.sum() < 2 * 2 * 6 * 5
+    assert torch.equal(o, attention(q, k, v, mask, scale=2.0))
+
+
 def test_a_selection_under_autocast_casts_operands_but_scores_in_fp32() -> None:
     torch.manual_seed(0)
     q, k, v = (torch.randn(size) for size in QKV)
@@ -378,6 +388,8 @@ def test_a_selection_under_autocast_casts_operands_but_scores_in_fp32() -> None:
     [
         ([(0, *size[1:]) for size in QKV], {}, "expected at least one sequence, found q \\[0, "),
         ([(8,), *QKV[1:]], {}, "expected q \\[batch"),
+        (QKV, {"keep": None}, "keep: expected a whole number from 1 to 6 blocks, found None"),
+        (QKV, {"mass": 2}, "mass: expected a number above 0, at most 1; found 2"),
         (QKV, {"block": 0}, "block: expected an integer of at least 1, found 0"),
         (QKV, {"block": [16, 32]}, "block: expected an integer of at least 1, found \\[16"),
     ],
@@ -387,12 +399,13 @@ def test_what_cannot_select_is_refused_in_one_line(sizes, options: dict, reason:
         select_attention(*map(torch.randn, sizes), **{"keep": 2, "block": 16, **options})
 
 
-def test_a_selection_compiles_and_equals_its_mask() -> None:
+@pytest.mark.parametrize("mass", [None, 0.4])
+def test_a_selection_compiles_and_equals_its_mask(mass: float | None) -> None:
     torch.manual_seed(0)
     operands = [torch.randn(2, 200, heads, 32, requires_grad=True) for heads in (4, 2, 2)]
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return select_attention(q, k, v, keep=3, block=32, causal=True)
+        return select_attention(q, k, v, keep=3, mass=mass, block=32, causal=True)
 
     torch._dynamo.reset()
     compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
@@ -409,5 +422,7 @@ def test_a_selection_compiles_and_equals_its_mask() -> None:
         for x in (queries, k.detach())
     ]
     options: Any = {"tokens": [200, 200], "block": 32, "causal": True, "first": 1, "last": 1}
-    mask = BlockMask.from_scores(means[0] @ means[1].mT, 3, **options)
+    scores = means[0] @ means[1].mT * 32**-0.5
+    mask = BlockMask.from_scores(scores, 3, mass=mass, **options)
+    assert mask.present.all() == (mass is None)
     torch.testing.assert_close(attention(q, k, v, mask), results[0][0])
