@@ -55,9 +55,10 @@ TOKENS = 16, 32, 64, 128
 
 
 class BlockExpertsCall(NamedTuple):
-    """Products of up to m rows in all; with the index of W it determines the plan.
+    """Products of up to m rows in all. It determines the plan on a device.
 
-    shape  n and k of each of the experts
+    shape   n and k of each of the experts
+    stored  blocks of all experts
     """
 
     m: int
@@ -65,6 +66,7 @@ class BlockExpertsCall(NamedTuple):
     shape: tuple[int, int]
     block: tuple[int, int]
     dtype: torch.dtype
+    stored: int
 
 
 @dataclass(frozen=True)
@@ -101,31 +103,44 @@ def choices(w: Bsr, call: BlockExpertsCall) -> list[BlockExpertsConfig]:
 
 
 def plan(w: Bsr, call: BlockExpertsCall, config: BlockExpertsConfig) -> Product:
-    """Compile. Reads the index when it runs."""
+    """Compile. Reads only the shapes and the device of W."""
     (r, c), (n, k) = call.block, call.shape
     x = torch.empty(call.m, k, dtype=call.dtype, device="meta")
     ends = torch.empty(1, call.experts, dtype=torch.int32, device="meta")
-    values = torch.empty(w.values.shape, dtype=call.dtype, device="meta")
+    weight = [
+        torch.empty(t.shape, dtype=t.dtype, device="meta") for t in (w.values, w.columns, w.offsets)
+    ]
 
-    def kernel(x: Tensor, ends: Tensor, values: Tensor) -> BoundKernel:
+    def kernel(
+        x: Tensor, ends: Tensor, values: Tensor, columns: Tensor, offsets: Tensor
+    ) -> BoundKernel:
         y = x.new_empty((len(x), n), dtype=output_dtype(x.dtype))
         flat = values.view(-1, c)
         count = triton.cdiv(len(x), config.tokens) + min(call.experts, len(x))
         tiles = torch.empty(count, 4, dtype=torch.int32, device="meta")
-        ends_args = x, ends, flat, tiles, len(x), call.experts, count
+        ends_args = x, ends, flat, columns, offsets, tiles, len(x), call.experts, count
         of_experts = {"TOKENS": config.tokens, "EXPERTS": triton.next_power_of_2(call.experts)}
         grid = (call.experts + 1,)
         listing = BoundKernel(_list_tiles, grid, ends_args, {**of_experts, "num_warps": 1}, tiles)
         args = (
             *(box(x, config.tokens, config.depth, config.path), ends),
             box(flat, config.features, config.depth, config.path),
-            *(y, w.columns, w.offsets, tiles, n, k, x.stride(0)),
+            *(y, columns, offsets, tiles, n, k, x.stride(0)),
         )
         constants = constants_of(_multiply_experts, config, R=r, C=c)
         grid = (n // config.features * count,)
         return BoundKernel(_multiply_experts, grid, args, constants, y, listing)
 
-    return product_of(kernel, (x, ends, values), w.columns.device)
+    return product_of(kernel, (x, ends, *weight), w.columns.device)
+
+
+def problem_of(call: BlockExpertsCall) -> dict[str, Any]:
+    """Return a call's sizes, as a list of choices has them."""
+    (n, k), block = call.shape, list(call.block)
+    density = density_of(call.experts * n, k, call.block, call.stored)
+    fields = {"op": "bsr.experts", "dtype": NAMES.get(call.dtype, str(call.dtype))}
+    sizes = {"block": block, "m": call.m, "n": n, "k": k, "experts": call.experts}
+    return {**fields, **sizes, "density": density}
 
 
 def unsupported_call(w: Bsr, call: BlockExpertsCall) -> str | None:
@@ -145,17 +160,11 @@ def bind(operands: Operands, engines: tuple[Engine, ...]) -> OperatorCall:
         raise Unsupported(f"expected a weight in bsr, found {type(w).__name__}")
     x, ends = (operands.activations[name] for name in ("x", "ends"))
     shape = w.shape[0] // experts, w.shape[1]
-    call = BlockExpertsCall(bucket(len(x)), experts, shape, w.block, w.values.dtype)
-
-    def problem(call: BlockExpertsCall) -> dict[str, Any]:
-        density = density_of(*w.shape, call.block, len(w.columns))
-        fields = {"op": "bsr.experts", "dtype": NAMES.get(call.dtype, str(call.dtype))}
-        (n, k), block = call.shape, list(call.block)
-        sizes = {"block": block, "m": call.m, "n": n, "k": k, "experts": call.experts}
-        return {**fields, **sizes, "density": density}
-
-    operator = Operator(engines, lambda call: w, problem, w.columns.device)
-    return OperatorCall(operator, call, (x, ends), lambda product: (w.values,))
+    layout = shape, w.block, w.values.dtype, len(w.columns)
+    call = BlockExpertsCall(bucket(len(x)), experts, *layout)
+    operator = Operator(engines, lambda call: w, problem_of, w.columns.device)
+    weight = w.values, w.columns, w.offsets
+    return OperatorCall(operator, call, (x, ends), lambda product: weight)
 
 
 KERNEL = gpu_engine(
@@ -172,11 +181,13 @@ def _most(a, b):  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _list_tiles(  # type: ignore[no-untyped-def]
-    x, ends, w, tiles, m, experts, tile_count, TOKENS: tl.constexpr, EXPERTS: tl.constexpr
-):
+    x, ends, w, columns, offsets, tiles, m, experts, tile_count,
+    TOKENS: tl.constexpr, EXPERTS: tl.constexpr,
+):  # fmt: skip
     """Write the tiles of an expert: its number, the first row, and where its rows end.
 
-    The program after those of the experts has the rows without one; its tiles have number -1.
+    The program after those of the experts has the rows without one; its tiles have number -1. The
+    operands of the product come first, because the first launch of a product takes all of them.
     """
     this, expert = tl.program_id(0), tl.arange(0, EXPERTS)
     end = tl.minimum(tl.load(ends + expert, expert < experts, 0), m)
