@@ -18,7 +18,8 @@
 
 The interface is that of the experts in transformers' models. An index below 0 or from `experts` on
 is that of an expert elsewhere: it adds nothing. A token may name an expert twice. No launch waits
-for the host, so a CUDA graph replays with other routings.
+for the host, so a CUDA graph replays with other routings. An adapter on gate_up or down raises
+Unsupported at the first call, because it would be read by nothing.
 """
 
 from collections.abc import Iterable
@@ -33,7 +34,7 @@ from sparsebench.formats.bsr import Bsr
 from sparsebench.formats.spense import ROWS, Spense
 from sparsebench.kernels._common.routing import combine, route
 from sparsebench.kernels._common.torch_operator import torch_operator
-from sparsebench.kernels._common.transforms import device_guard, is_traced
+from sparsebench.kernels._common.transforms import aligned, device_guard, is_traced
 from sparsebench.kernels.nn._experts_engines import (
     Weight,
     expert_of,
@@ -196,9 +197,10 @@ class SparseExperts(nn.Module):
         if x.dim() != 2 or x.shape[1] != h or x.dtype != dtype:
             actual = f"{list(x.shape)} in {x.dtype}"
             raise Unsupported(f"hidden_states: expected [m, {h}] in {dtype}, found {actual}")
-        if ids.dim() != 2 or len(ids) != len(x) or ids.dtype not in (torch.int64, torch.int32):
+        m, integers = x.shape[0], (torch.int64, torch.int32)  # len(x) would be a constant if traced
+        if ids.dim() != 2 or ids.shape[0] != m or ids.dtype not in integers:
             actual = f"{list(ids.shape)} in {ids.dtype}"
-            raise Unsupported(f"top_k_index: expected integers [{len(x)}, k], found {actual}")
+            raise Unsupported(f"top_k_index: expected integers [{m}, k], found {actual}")
         if weights.shape != ids.shape or not weights.is_floating_point():
             expected = f"expected floats {list(ids.shape)}"
             actual = f"{list(weights.shape)} in {weights.dtype}"
@@ -263,13 +265,13 @@ def _computed(
     if not ids.numel():
         return torch.zeros_like(x)
     with device_guard(x.device):
-        source, place, ends = route(ids.contiguous(), experts)
+        source, place, ends = route(aligned(ids), experts)
         rows = x.index_select(0, source)
         if isinstance(gate_up, Spense):
             h = multiply(gate_up, experts, rows, ends, activation)
         else:
             h = hidden(multiply(gate_up, experts, rows, ends), activation)
-        return combine(multiply(down, experts, h, ends), place, weights.contiguous())
+        return combine(multiply(down, experts, h, ends), place, aligned(weights))
 
 
 def _eager(

@@ -126,6 +126,20 @@ def test_the_layer_compiles_whole_and_counts_flops(kind) -> None:
     assert counter.get_total_flops() == int(2 * 5 * TOP_K * stored[kind])
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_operator_keeps_torchs_rules_and_is_exported_for_any_number_of_tokens(kind) -> None:
+    layer, x = layer_of(kind).eval(), inputs(3)
+    batch = torch.export.Dim("batch", max=1000)
+    program = torch.export.export(layer, x, dynamic_shapes=({0: batch},) * 3)
+    assert torch.equal(program.module()(*inputs(7)), layer(*inputs(7)))
+    names = ("values", "columns", "offsets") if kind == "blocks" else ("sparse", "dense")
+    parts = layer.gate_up, layer.down
+    tensors = [[getattr(part, name).detach() for name in names] for part in parts]
+    columns = [] if kind == "blocks" else [part.sparse_shape[1] for part in parts]
+    operands = *x, *tensors, E, UNITS, columns, "silu"
+    torch.library.opcheck(torch.ops.sparsebench.sparse_experts, operands)
+
+
 def test_a_gradient_is_refused_by_backward_alone() -> None:
     x, ids, weights = inputs(3)
     for layer in (layer_of("2:4"), layer_of("blocks")):
