@@ -13,7 +13,7 @@ expert parallelism names an expert of another GPU. Tokens keep their order withi
 depend on the shapes alone, and the host waits for nothing.
 
 `combine` sums in the order of a token's choices, in fp32, and rounds once. Both are deterministic.
-A CPU runs the same in torch.
+A CPU runs the same in torch, and sums fp64 in fp64.
 """
 
 from functools import lru_cache
@@ -47,7 +47,7 @@ class Route(NamedTuple):
 def route(ids: Tensor, experts: int) -> Route:
     """Sort the choices of tokens, contiguous int64 or int32 [m, top_k], by expert.
 
-    Enqueues on the current stream.
+    The ids start at a multiple of 16 bytes. Enqueues on the current stream.
     """
     if ids.is_cuda and ids.numel():
         return Route(*_routing(ids.shape, ids.dtype, experts, ids.device)(ids))
@@ -63,15 +63,16 @@ def route(ids: Tensor, experts: int) -> Route:
 def combine(y: Tensor, place: Tensor, weights: Tensor) -> Tensor:
     """Return the sums [m, h] of a token's rows of Y [rows, h], times its weights [m, top_k].
 
-    A place of -1 adds nothing, and no row is read for it. All tensors are contiguous; the weights
-    are floats of any size. Enqueues on the current stream.
+    A place of -1 adds nothing, and no row is read for it. All tensors are contiguous and start at
+    multiples of 16 bytes; the weights are floats of any size. Enqueues on the current stream.
     """
     if y.is_cuda and place.numel():
         layout = y.shape, y.dtype, place.shape, weights.dtype, y.device
         return _combining(*layout)(y, place, weights)[0]
-    total = torch.zeros(len(place), y.shape[1], device=y.device)
-    for rows, weight in zip(place.T.long(), weights.T.float(), strict=True):
-        total += torch.where(rows[:, None] < 0, 0, y[rows].float() * weight[:, None])
+    kind = torch.promote_types(y.dtype, torch.float32)
+    total = torch.zeros(len(place), y.shape[1], dtype=kind, device=y.device)
+    for rows, weight in zip(place.T.long(), weights.T.to(kind), strict=True):
+        total += torch.where(rows[:, None] < 0, 0, y[rows].to(kind) * weight[:, None])
     return total.to(y.dtype)
 
 

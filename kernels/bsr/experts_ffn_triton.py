@@ -36,18 +36,19 @@ def prepare(operands: Operands) -> Launch:
     both = joined(operands.weights["wg"], operands.weights["wu"], experts)
     if not isinstance(wd, Bsr):
         raise Unsupported(f"expected a weight in bsr, found {type(wd).__name__}")
+    of_both, of_down = ((w.values, w.columns, w.offsets) for w in (both, wd))
     rows = route(ids, experts)
     gathered = x.index_select(0, rows.source)
     first = experts_triton.bound(both, gathered, rows.ends, experts, (PRODUCT,))
     gate_up = first.select(earlier.part("gate_up"))
-    h = gated(gate_up.product.run(gathered, rows.ends, both.values), activation)
+    h = gated(gate_up.product.run(gathered, rows.ends, *of_both), activation)
     down = experts_triton.bound(wd, h, rows.ends, experts, (PRODUCT,)).select(earlier.part("down"))
 
     def run() -> Tensor:
         rows = route(ids, experts)
         gathered = x.index_select(0, rows.source)
-        h = gated(gate_up.product.run(gathered, rows.ends, both.values), activation)
-        return combine(down.product.run(h, rows.ends, wd.values), rows.place, shares)
+        h = gated(gate_up.product.run(gathered, rows.ends, *of_both), activation)
+        return combine(down.product.run(h, rows.ends, *of_down), rows.place, shares)
 
     plans = {"gate_up": gate_up, "down": down}
     choice = {name: plan.row for name, plan in plans.items()}

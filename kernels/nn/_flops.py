@@ -5,6 +5,7 @@ sparse gated MLP  the gate is dense; up, down and all of backward count every sl
                   only the device knows how many are
 Spense            stored elements of W: half of the 2:4 part and all of the rest
 bitmap            every element of W, because only the device knows how many are stored
+experts           stored elements of W, as if every expert had equally many and as many tokens
 """
 
 from math import prod
@@ -15,6 +16,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from sparsebench.kernels.nn import _spense_op as _spense_op
 from sparsebench.kernels.nn import bitmap as bitmap
+from sparsebench.kernels.nn import experts as experts
 from sparsebench.kernels.nn._bsr_autograd import linear as linear
 from sparsebench.kernels.twell._autograd import gated_mlp as gated_mlp
 
@@ -61,3 +63,13 @@ def _(dy: Shape, x: Shape | None, sparse: Shape, dense: Shape, *layout: Any, **_
 @register_flop_formula([OPS.bitmap_linear, OPS.bitmap_dgrad])
 def _(a: Shape, records: Shape, offsets: Shape, n: int, k: int, **_: Any) -> int:
     return 2 * a[0] * n * k
+
+
+@register_flop_formula(OPS.sparse_experts)
+def _(x: Shape, ids: Shape, weights: Shape, gate_up: Any, down: Any, *sizes: Any, **_: Any) -> int:
+    h, (experts, units, columns, *_rest) = x[1], sizes
+    if columns:
+        stored = 2 * units * (h - columns[0] // 2) + h * (units - columns[1] // 2)
+    else:
+        stored = (prod(gate_up[0]) + prod(down[0])) / experts
+    return int(2 * prod(ids) * stored)

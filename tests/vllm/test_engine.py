@@ -35,7 +35,8 @@ PROMPTS = [[*range(3, 20)], [7] * 30, [200, 100, 50, 25, 12, 6, 3]]
 TOKENS = 256  # of the vocabulary
 CLOSE = 0.01  # between logarithms of probabilities, whose standard deviation is 0.2
 Filter = Callable[[nn.Module, str], bool]
-WHOLE: Filter = lambda module, name: "layers" in name and not name.endswith("mlp.gate")  # noqa: E731
+DENSE = "mlp.gate", "mlp.experts"
+WHOLE: Filter = lambda module, name: "layers" in name and not name.endswith(DENSE)  # noqa: E731
 LINEAR: Filter = lambda module, name: isinstance(module, nn.Linear) and WHOLE(module, name)  # noqa: E731
 MLP: Filter = lambda module, name: name.endswith("mlp")  # noqa: E731
 

@@ -133,8 +133,9 @@ def test_a_weight_that_ends_within_a_block_is_taken_by_one_rank() -> None:
 def test_layers_without_a_place_in_an_engine_are_refused() -> None:
     with pytest.raises(FormatError, match="found SpenseLinear in float8_e4m3fn"):
         storage_of_layer({"layer": "SpenseLinear", "dtype": "float8_e4m3fn"})
-    with pytest.raises(FormatError, match="found SparseGatedMLP"):
-        storage_of_layer({"layer": "SparseGatedMLP", "dtype": "bfloat16"})
+    for kind in ("SparseGatedMLP", "SparseExperts"):
+        with pytest.raises(FormatError, match=f"found {kind}"):
+            storage_of_layer({"layer": kind, "dtype": "bfloat16"})
     with pytest.raises(FormatError, match="found SparseActivations"):
         storage_of_recipe(SparseActivations())
 

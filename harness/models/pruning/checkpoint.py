@@ -29,10 +29,12 @@ from sparsebench.harness.models.pruning.adapters import (
     retarget,
     with_adapters,
 )
+from sparsebench.harness.models.pruning.experts import DenseExperts, Experts
 from sparsebench.harness.models.pruning.gated import DenseGatedMLP, Gated, outermost, with_name
 from sparsebench.kernels.nn import (
     BitmapLinear,
     BlockSparseLinear,
+    SparseExperts,
     SparseGatedMLP,
     SpenseGatedMLP,
     SpenseLinear,
@@ -61,7 +63,6 @@ FIELDS: dict[type[nn.Module], dict[str, Any]] = {
     SpenseGatedMLP: {**_MLP, "dense": Count},  # hidden units stored dense
     SparseGatedMLP: {**_MLP, "slots": Size},  # for active units
 }
-KINDS: dict[str, Any] = {kind.__name__: kind for kind in FIELDS}
 Description = Mapping[str, Any]
 
 
@@ -73,14 +74,28 @@ def _model(kind: type[nn.Module], fields: Mapping[str, Any]) -> Any:
     return create_model(kind.__name__, __config__=ConfigDict(extra="forbid"), **required)
 
 
-_MODELS: Any = Union[tuple(_model(*each) for each in FIELDS.items())]  # noqa: UP007
-LAYERS: Any = TypeAdapter(dict[str, Annotated[_MODELS, Field(discriminator="layer")]])
+def _one_of(*kinds: type[nn.Module]) -> Any:
+    """Return the type of a description of one of these kinds."""
+    models: Any = Union[tuple(_model(kind, FIELDS[kind]) for kind in kinds)]  # noqa: UP007
+    return Annotated[models, Field(discriminator="layer")]
+
+
+PARTS, OF_EXPERTS = ("gate_up", "down"), ("experts", "top_k", "activation")  # of SparseExperts
+FIELDS[SparseExperts] = {"experts": Size, "top_k": Size, "activation": str, "dtype": Dtype}
+FIELDS[SparseExperts] |= dict.fromkeys(PARTS, _one_of(BlockSparseLinear, SpenseLinear))
+KINDS: dict[str, Any] = {kind.__name__: kind for kind in FIELDS}
+_ANY_LAYER: Any = _one_of(*FIELDS)
+LAYERS: Any = TypeAdapter(dict[str, _ANY_LAYER])
 
 
 def describe(model: nn.Module) -> dict[str, dict[str, Any]]:
     """Return a description of each outermost sparse layer of a model, by name."""
     sparse = outermost(model, lambda module, _: type(module) in KINDS.values())
-    return {name: {"layer": type(layer).__name__, **_fields(layer)} for name, layer in sparse}
+    return {name: _description(layer) for name, layer in sparse}
+
+
+def _description(layer: nn.Module) -> dict[str, Any]:
+    return {"layer": type(layer).__name__, **_fields(layer)}
 
 
 def _fields(layer: Any) -> dict[str, Any]:
@@ -99,6 +114,10 @@ def _fields(layer: Any) -> dict[str, Any]:
             fields["in_features"], dtype = first.in_features, first.dtype
         case SparseGatedMLP():
             fields, dtype = {"slots": layer.slots}, unwrapped(layer.gate).weight.dtype
+        case SparseExperts():
+            fields = {part: _description(getattr(layer, part)) for part in PARTS}
+            fields |= {name: getattr(layer, name) for name in OF_EXPERTS}
+            return {**fields, "dtype": fields["down"]["dtype"]}
     names = "in_features", "out_features", "hidden_features", "activation"
     fields |= {name: getattr(layer, name) for name in names if hasattr(layer, name)}
     if "out_features" in fields:
@@ -132,9 +151,10 @@ def place(
         if (name := _name_in(model, saved_name, layer["layer"])) is None:
             continue
         old = model.get_submodule(name)
-        mlp = Gated.of(old)
+        mlp, experts = Gated.of(old), Experts.of(old)
         first = mlp.gate if mlp else old
-        sizes = [getattr(first, size, None) for size in ("in_features", "out_features")]
+        features = [getattr(first, size, None) for size in ("in_features", "out_features")]
+        sizes = experts.sizes if experts else features
         expected_sizes = [*_sizes(layer)]
         message = f"{name}: expected a layer of {expected_sizes} features, found {sizes}"
         require(sizes == expected_sizes, message)
@@ -168,6 +188,12 @@ def _name_in(model: nn.Module, name: str, kind: str) -> str | None:
 
 def cast(layer: Description, dtype: torch.dtype) -> Description:
     """Return the description of a layer in a model of this dtype. Raises FormatError."""
+    if layer["layer"] == "SparseExperts":
+        return {
+            **layer,
+            **{part: cast(layer[part], dtype) for part in PARTS},
+            "dtype": _name(dtype),
+        }
     if layer["layer"] in ("BlockSparseLinear", "SparseGatedMLP"):
         return {**layer, "dtype": _name(dtype)}
     outside = "bfloat16" if layer["dtype"] == "float8_e4m3fn" else layer["dtype"]
@@ -176,13 +202,18 @@ def cast(layer: Description, dtype: torch.dtype) -> Description:
     return layer
 
 
-def _sizes(layer: Description) -> tuple[int, int]:
-    """Return the input and output features of the first product."""
+def _sizes(layer: Description) -> tuple[int, ...]:
+    """Return the input and output features of the first product; of both for experts."""
+    if layer["layer"] == "SparseExperts":
+        return *_sizes(layer["gate_up"]), *_sizes(layer["down"])
     return layer["in_features"], layer.get("out_features") or layer["hidden_features"]
 
 
 def layer_on_meta(layer: Description) -> nn.Module:
     """Return the empty layer of a description, on the meta device. Raises FormatError."""
+    if layer["layer"] == "SparseExperts":
+        parts: Any = [layer_on_meta(layer[part]) for part in PARTS]
+        return SparseExperts(*parts, **{name: layer[name] for name in OF_EXPERTS})
     k, n = _sizes(layer)
     kind = KINDS[layer["layer"]]
     names = {"bias", "stored", "dense", "activation", "slots"} & layer.keys()
@@ -226,6 +257,8 @@ def verify(model: nn.Module, shapes: Mapping[str, torch.Size], missing: Set[str]
                 with_name(name, part.require_index)
         if isinstance(part, SpenseLinear | BitmapLinear) and part.bias is not None:
             part.bias.requires_grad_(False)  # from_pretrained resets it
+        if isinstance(part, SparseExperts):
+            part.requires_grad_(False)
         if isinstance(part, SparseGatedMLP):
             part.active.zero_()
 
@@ -251,6 +284,8 @@ def dense_of(layer: Any) -> nn.Module:
         case SparseGatedMLP():
             gate, up, down = (part.weight for part in (layer.gate, layer.up, layer.down))
             return DenseGatedMLP(gate, up, down, layer.activation)
+        case SparseExperts():
+            return DenseExperts(layer)
         case _:
             dense: nn.Module = layer.to_dense()
             return dense

@@ -54,11 +54,16 @@ class Gated:
 
     @property
     def activation(self) -> str | None:
-        """Return the name of the activation, judged by its values from -8 to 8; None if unknown."""
-        x = torch.linspace(-8, 8, 129, device=self.gate.weight.device)
-        y = self.act(x)
-        names = (n for n, act in ACTIVATIONS.items() if torch.allclose(y, act(x), atol=1e-5))
-        return next(names, None)
+        """Return the name of the activation; None if it is unknown."""
+        return activation_of(self.act, self.gate.weight.device)
+
+
+def activation_of(act: Activation, device: torch.device) -> str | None:
+    """Return the name of an activation, judged by its values from -8 to 8; None if unknown."""
+    x = torch.linspace(-8, 8, 129, device=device)
+    y = act(x)
+    names = (n for n, each in ACTIVATIONS.items() if torch.allclose(y, each(x), atol=1e-5))
+    return next(names, None)
 
 
 class DenseGatedMLP(nn.Module):
@@ -137,13 +142,22 @@ def require_gated(module: nn.Module, activations: tuple[str, ...]) -> tuple[Gate
 
 def require_plain(layer: nn.Linear) -> None:
     """Raise FormatError unless this is a plain nn.Linear with finite weights and no hooks."""
-    kind, weight = type(layer).__name__, type(layer.weight).__name__
+    kind = type(layer).__name__
     require(type(layer) is nn.Linear, f"expected nn.Linear, found its subclass {kind}")
-    require(type(layer.weight) is nn.Parameter, f"expected a plain weight, found {weight}")
-    require(not layer.weight.is_meta, "expected weights, found none (device meta)")
-    hooks = layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks
+    require_sound(layer, layer.weight)
+
+
+def require_sound(module: nn.Module, *weights: Tensor) -> None:
+    """Raise FormatError unless a module has no hooks, and weights that are plain and finite."""
+    for weight in weights:
+        kind = type(weight).__name__
+        require(type(weight) is nn.Parameter, f"expected a plain weight, found {kind}")
+        require(not weight.is_meta, "expected weights, found none (device meta)")
+    hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks
     require(not hooks, "expected a layer without hooks, because they would be lost")
-    require(bool(layer.weight.isfinite().all()), "expected finite weights, found NaN or infinity")
+    for weight in weights:
+        finite = bool(weight.isfinite().all())
+        require(finite, "expected finite weights, found NaN or infinity")
 
 
 def require_steps(layer: nn.Linear) -> None:

@@ -4,6 +4,7 @@
     BlockSparse         nn.Linear                   BlockSparseLinear: the blocks of largest norm
     TwoFour             gated MLPs, else nn.Linear  SpenseGatedMLP, SpenseLinear: the 2 largest of
                                                     every 4 weights, beside a dense region
+    both                experts of a mixture        SparseExperts: the same of each expert
     Unstructured        nn.Linear                   BitmapLinear: the largest weights of each row
     SparseActivations   gated MLPs, relu or relu2   SparseGatedMLP: all weights
 
@@ -25,6 +26,13 @@ from sparsebench.formats._format import require, sides_of
 from sparsebench.formats.spense import sparse_shape_of
 from sparsebench.harness.models.pruning import checkpoint
 from sparsebench.harness.models.pruning.ahead import plan_ahead, take
+from sparsebench.harness.models.pruning.experts import (
+    Experts,
+    in_blocks,
+    in_two_four,
+    require_blocks,
+    require_two_four,
+)
 from sparsebench.harness.models.pruning.gated import (
     Gated,
     is_dense,
@@ -59,7 +67,7 @@ M = TypeVar("M", bound=nn.Module)
 
 @dataclass(frozen=True)
 class BlockSparse:
-    """Keep the blocks of largest Euclidean norm of every nn.Linear.
+    """Keep the blocks of largest Euclidean norm of every nn.Linear, and of experts' weights.
 
     block     rows and columns of a block, or one number for both
     sparsity  fraction of blocks to drop, from 0 to 1
@@ -69,9 +77,12 @@ class BlockSparse:
     sparsity: float = 0.9
 
     def takes(self, module: nn.Module) -> bool:
-        return is_dense(module)
+        return is_dense(module) or Experts.of(module) is not None
 
     def check(self, module: Any) -> None:
+        if Experts.of(module):
+            require_blocks(module, self.block, self.sparsity)
+            return
         require_plain(module)
         (r, c), (n, k) = sides_of(self.block), module.weight.shape
         require(0 <= self.sparsity <= 1, f"sparsity: expected 0 to 1, found {self.sparsity:g}")
@@ -81,6 +92,8 @@ class BlockSparse:
         require(round((1 - self.sparsity) * blocks) > 0, message)
 
     def make(self, module: Any) -> nn.Module:
+        if Experts.of(module):
+            return in_blocks(module, self.block, self.sparsity)
         layer = BlockSparseLinear.from_dense(module, self.block, self.sparsity)
         layer.values.requires_grad_(module.weight.requires_grad)
         return layer
@@ -91,7 +104,7 @@ class TwoFour:
     """Keep the 2 largest of every 4 weights along k, in fp16 or bf16. The new layers are frozen.
 
     dense  fraction that stays dense, in whole tiles of 128: the last hidden units of a gated MLP,
-           or the last rows of an nn.Linear; 0 is plain 2:4
+           the last rows of an nn.Linear, or the last columns of experts' weights; 0 is plain 2:4
     """
 
     dense: float = 0.0
@@ -99,10 +112,13 @@ class TwoFour:
     def takes(self, module: nn.Module) -> bool:
         parts = Gated.of(module)
         whole = parts is not None and all(layer.bias is None for layer in parts.layers.values())
-        return whole or is_dense(module)
+        return whole or is_dense(module) or Experts.of(module) is not None
 
     def check(self, module: Any) -> None:
         require(0 <= self.dense < 1, f"dense: expected 0 to below 1, found {self.dense:g}")
+        if Experts.of(module):
+            require_two_four(module, self.dense)
+            return
         if isinstance(module, nn.Linear):
             require_plain(module)
             require_steps(module)
@@ -117,6 +133,8 @@ class TwoFour:
         require(layer.sparse_shape[0] > 0, message)
 
     def make(self, module: Any) -> nn.Module:
+        if Experts.of(module):
+            return in_two_four(module, self.dense)
         if isinstance(module, nn.Linear):
             w, (n, k) = module.weight.detach(), module.weight.shape
             rows, _ = sparse_shape_of(n, k, w.itemsize, self.dense, "rows")
@@ -209,10 +227,10 @@ def sparsify_(
                no layer searches: those on a GPU take what is listed for their sizes, and compile it
                now for the powers of two to 2048 (ahead.py); () compiles at the first calls
 
-    Adapters, routers and gates of fewer than 8 rows stay dense, and so do experts that share one
-    tensor. Before anything changes, a UserWarning counts what is replaced and what stays dense; if
-    only output heads do, the logger `sparsebench` says so at level INFO instead. `save_pretrained`
-    of a Hugging Face model then writes the sparse layers (checkpoint.py).
+    Adapters, routers and gates of fewer than 8 rows stay dense, and so do experts in a layout that
+    SparseExperts lacks (experts.py). Before anything changes, a UserWarning counts what is replaced
+    and what stays dense; if only output heads do, the logger `sparsebench` says so at level INFO.
+    `save_pretrained` of a Hugging Face model then writes the sparse layers (checkpoint.py).
 
     Raises FormatError, before any change, with the name of the first layer that does not fit. Code
     that computes with the weight of a replaced layer, as Mamba's does with that of dt_proj, raises
