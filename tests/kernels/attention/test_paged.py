@@ -440,6 +440,7 @@ def test_a_graph_replays_with_other_lengths_tables_and_keys_on_a_gpu() -> None:
 
 
 @hopper
+@pytest.mark.filterwarnings("default")  # of inductor
 def test_compiled_code_decodes_on_a_gpu() -> None:
     c = cache([100, 2000, 2560, 64], **GPU)
 

@@ -448,7 +448,7 @@ def test_a_graph_lists_other_elements_in_each_replay_on_a_gpu(lists, d, block) -
 
 
 @hopper
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("default")  # of inductor, and of the mode that finds waits
 @pytest.mark.parametrize("option", [("backend", "aot_eager"), ("mode", "reduce-overhead")], ids=str)
 def test_a_compiled_model_that_makes_its_mask_waits_for_nothing_on_a_gpu(option) -> None:
     x = [torch.randn(2, 256, heads, 64, **BF16) for heads in (4, 2, 2)]
