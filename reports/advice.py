@@ -52,7 +52,7 @@ from sparsebench.results.advice.step_model import (
     Gain,
 )
 from sparsebench.results.formatting import amount, duration, join_words, percent, significant
-from sparsebench.results.model_shapes import read_shapes
+from sparsebench.results.model_shapes import Mixture, read_shapes
 
 FROM = "AutoModelForCausalLM.from_pretrained"
 SURVEY = "runs/survey"  # where the commands put the survey of a GPU without published runs
@@ -160,6 +160,8 @@ def commands(answer: Answer) -> dict[str, str]:
     model, best = answer.model, answer.best
     file = Path(model.source)
     folder = str(file.parent if file.is_file() else model.name)
+    if isinstance(model, Mixture):
+        return {"measure 2:4 and block-sparse experts": "sparsebench run experts"}
     if answer.dense_us is None:
         name = model.source if file.exists() else model.name
         arguments = f"{quote(name)} --gpu {quote(answer.gpu)} --batch {answer.tokens}"
@@ -245,6 +247,13 @@ def about(answer: Answer) -> list[str]:
         load += " each" * (answer.tokens > 1)
     share = percent(round(model.layers * model.mlp / model.weights, 2))
     first = f"The model runs {load}, in one pass. The MLPs hold {share} of the weights."
+    if isinstance(model, Mixture):
+        hit = model.experts_hit(answer.tokens)
+        first += (
+            f" A step reads {hit} of {model.experts} experts in each layer, if all are equally "
+            f"likely: E (1 − (1 − k/E)^m) with E = {model.experts}, k = {model.top_k} and "
+            f"m = {answer.tokens}. Real routing is skewed, and reads fewer."
+        )
     losses = dict.fromkeys(of_loss(each.loss) for each in answer.kinds if each.loss)
     return [first, *unusable(answer), *losses]
 

@@ -3,11 +3,16 @@
     hidden ──> wqkv ──> attention ──> wo ──> hidden ──> gate, up [hidden, intermediate] ──> down
                heads + 2 kv_heads, of head_dim each
 
+In a mixture of experts, each layer has `experts` MLPs of `intermediate` units, of which a token
+passes top_k, and `shared` units that all tokens pass. A layer without experts counts as if it had
+them: DeepSeek-like models have a few.
+
 The list has the values of the config.json of each model on Hugging Face, at the address in
 `source`; for a model that reads images as well, those of its `text_config`.
 """
 
 from dataclasses import KW_ONLY, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +28,7 @@ NAMES = {  # a field of ModelShapes: the name in config.json
     "vocab": "vocab_size",
 }
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_intermediate_size")
+OTHER_LAYOUTS = {"gpt_oss", "llama4", "llama4_text"}  # of experts, which stay dense
 UNGATED = {"albert", "apertus", "arcee", "bert", "biogpt", "bloom", "camembert", "codegen"}
 UNGATED |= {"deberta", "deberta-v2", "electra", "falcon", "gpt2", "gpt_bigcode", "gpt_neo"}
 UNGATED |= {"gpt_neox", "gptj", "jais2", "mpt", "nanochat", "nemotron", "opt", "persimmon", "phi"}
@@ -52,8 +58,22 @@ class ModelShapes:
     source: str = ""
 
     @property
+    def units(self) -> int:
+        """Return the hidden units of a layer."""
+        return self.intermediate
+
+    @property
+    def units_of_token(self) -> int:
+        """Return the hidden units of a layer that one token passes."""
+        return self.intermediate
+
+    def units_read(self, tokens: int) -> int:
+        """Return the hidden units of a layer whose weights so many tokens read."""
+        return self.intermediate
+
+    @property
     def mlp(self) -> int:
-        return 3 * self.hidden * self.intermediate
+        return 3 * self.hidden * self.units
 
     @property
     def attention(self) -> int:
@@ -64,6 +84,31 @@ class ModelShapes:
         """Return the number of weights of the model, without norms."""
         tables = self.vocab * self.hidden * (1 if self.tied else 2)
         return self.layers * (self.mlp + self.attention) + tables
+
+
+@dataclass(frozen=True)
+class Mixture(ModelShapes):
+    """The sizes of a mixture of experts: see above."""
+
+    _: KW_ONLY
+    experts: int
+    top_k: int
+    shared: int
+
+    def experts_hit(self, tokens: int) -> int:
+        """Return how many experts of a layer so many tokens hit if all are equally likely."""
+        return round(self.experts * (1 - (1 - self.top_k / self.experts) ** tokens))
+
+    @property
+    def units(self) -> int:
+        return self.experts * self.intermediate + self.shared
+
+    @property
+    def units_of_token(self) -> int:
+        return self.top_k * self.intermediate + self.shared
+
+    def units_read(self, tokens: int) -> int:
+        return self.experts_hit(tokens) * self.intermediate + self.shared
 
 
 def _shapes_of(repository: str, *sizes: int, **others: Any) -> ModelShapes:
@@ -98,7 +143,7 @@ def read_shapes(model: str) -> ModelShapes:
     """Return the sizes of a listed model, or of a config.json or the folder that holds one.
 
     Raises ResultError for an unknown name, for a file without the sizes, and for a model with an
-    encoder, with experts or with MLPs that are not gated.
+    encoder, with MLPs that are not gated, or with experts that no recipe takes.
     """
     by_name = {shapes.name.lower(): shapes for shapes in MODELS}
     if model.lower() in by_name:
@@ -120,28 +165,45 @@ def read_shapes(model: str) -> ModelShapes:
 
 
 def _of_config(file: Path, config: dict[str, Any]) -> ModelShapes:
-    if experts := [name for name in EXPERTS if config.get(name)]:
-        actual = f"{experts[0]} {config[experts[0]]}"
-        raise ResultError(f"{file}: expected a model without experts, found {actual}")
     kind = str(config.get("model_type", "")).lower()
     if kind in UNGATED:
         raise ResultError(
             f"{file}: expected gated MLPs (gate, up and down), found model_type {kind}"
         )
-    sizes = {field: _size(file, config, name) for field, name in NAMES.items()}
+    mixture = _mixture(file, config, kind)
+    inner = {"intermediate": "moe_intermediate_size"} if config.get("moe_intermediate_size") else {}
+    sizes = {field: _size(file, config, name) for field, name in (NAMES | inner).items()}
     names = {"kv_heads": "num_key_value_heads", "head_dim": "head_dim"}
     usual = {"kv_heads": sizes["heads"], "head_dim": sizes["hidden"] // sizes["heads"]}
     for field, name in names.items():
         absent = config.get(name) is None
         sizes[field] = usual[field] if absent else _size(file, config, name)
     activation = config.get("hidden_act") or config.get("hidden_activation") or "unknown"
-    return ModelShapes(
+    make = partial(Mixture, **mixture) if mixture else ModelShapes
+    return make(
         name=file.resolve().parent.name if file.name == "config.json" else file.stem,
         **sizes,
         tied=bool(config.get("tie_word_embeddings", "gemma" in kind)),
         activation=str(activation),
         source=str(file),
     )
+
+
+def _mixture(file: Path, config: dict[str, Any], kind: str) -> dict[str, Any]:
+    """Return the fields that only a mixture has; none for another model. Raises ResultError."""
+    if not (names := [name for name in EXPERTS if config.get(name)]):
+        return {}
+    for name, actual in (("model_type", kind), ("kv_lora_rank", config.get("kv_lora_rank"))):
+        if actual in OTHER_LAYOUTS or (name == "kv_lora_rank" and actual):
+            expected = "expected experts and keys as in Mixtral, Qwen-MoE or OLMoE"
+            raise ResultError(f"{file}: {expected}, found {name} {actual}")
+    experts, top_k = (_size(file, config, name) for name in (names[0], "num_experts_per_tok"))
+    if top_k > experts:
+        expected = f"expected at most {experts} experts"
+        raise ResultError(f"{file}: num_experts_per_tok: {expected}, found {top_k}")
+    name = "shared_expert_intermediate_size"
+    shared = _size(file, config, name) if config.get(name) else 0
+    return {"experts": experts, "top_k": top_k, "shared": shared}
 
 
 def _size(file: Path, config: dict[str, Any], name: str) -> int:

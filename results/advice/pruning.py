@@ -6,7 +6,8 @@
                          QUANTIZE    the same, and the kind is of dense weights in fewer bits
                          TRAIN       only a kind that costs more does, at most UNUSABLE
                          NO          none does
-                         UNMEASURED  no run on this GPU is published: upper limits only
+                         UNMEASURED  no run on this GPU, or of a model with experts, is published:
+                                 upper limits only
 
 A gain is a curve over the tokens at once (curves.py), through published runs of the same model and,
 beyond them, estimates (step_model.py, layer_estimates.py). The verdict follows the curve, and not
@@ -39,7 +40,7 @@ from sparsebench.results.advice.layer_estimates import (
 from sparsebench.results.advice.measured_layers import TRAINED, Evidence, Loss, ModelStep
 from sparsebench.results.advice.step_model import BOUND, ESTIMATE, Gain, StepModel
 from sparsebench.results.formatting import amount, join_words, number, times
-from sparsebench.results.model_shapes import ModelShapes
+from sparsebench.results.model_shapes import Mixture, ModelShapes
 from sparsebench.results.statistics.ratio import FEWEST
 
 CONTEXT = 1024
@@ -67,6 +68,7 @@ KINDS = {  # how a layer is sparse, and its sparsity
     "2:4 and weights in 4 bits": (TWO_FOUR_BITS, 0.5),
 }
 LAYERED = {TWO_FOUR, BLOCKS, ANYWHERE}  # kinds that `prune` makes and that have a layer of ours
+OF_EXPERTS = {TWO_FOUR, BLOCKS}  # kinds that have a layer for experts
 LOADED = LAYERED | {FP8, FOUR_BITS}  # kinds that a model can be loaded with
 
 
@@ -140,16 +142,26 @@ def advise(evidence: Evidence, model: ModelShapes, gpu: str, tokens: int) -> Ans
     if len(names) > 1:
         expected = "expected part of one GPU's name"
         raise ResultError(f"--gpu: {expected}, found {gpu!r} in {join_words(names)}")
-    card = evidence.layers.gpus[names[0]] if names else None
+    mixture = isinstance(model, Mixture)
+    card = evidence.layers.gpus[names[0]] if names and not mixture else None
+    unpublished = "of a model with experts is published"
+    if not mixture:
+        published = join_words([*evidence.layers.gpus])
+        unpublished = f"on {gpu} is published, only runs on {published}"
     step = StepModel(model, tokens, CONTEXT)
     kinds = [
         _advice(evidence, step, card, kind)
         for kind, (way, _) in KINDS.items()
-        if QUANTIZED.get(way) != FP8 or card or generation_of(gpu) not in WITHOUT_FP8
+        if way in OF_EXPERTS
+        or (not mixture and (QUANTIZED.get(way) != FP8 or card or not _lacks_fp8(gpu)))
     ]
-    verdict = _verdict(kinds, evidence, model, "" if card else gpu, tokens)
+    verdict = _verdict(kinds, model, "" if card else unpublished, tokens)
     dense = model.weights * 2 / 1e9, step.dense_us(evidence.layers, card) if card else None
-    return Answer(model, card.name if card else gpu, tokens, *verdict, kinds, *dense)
+    return Answer(model, names[0] if names else gpu, tokens, *verdict, kinds, *dense)
+
+
+def _lacks_fp8(gpu: str) -> bool:
+    return generation_of(gpu) in WITHOUT_FP8
 
 
 def gain_of(evidence: Evidence, layer: Layer, gpu: Gpu | None) -> Gain:
@@ -175,7 +187,8 @@ def _advice(evidence: Evidence, step: StepModel, gpu: Gpu | None, kind: str) -> 
     way, sparsity = KINDS[kind]
     layer, model = step.mlp(way, sparsity), step.model
     of_layers, of_step = gain_of(evidence, layer, gpu), _step_gain(evidence, step, layer, gpu)
-    changed = [each for each in step.products(layer) if each[1].way != ACTIVATIONS]
+    products = step.products(replace(layer, n=model.units))  # also of experts that no token hits
+    changed = [each for each in products if each[1].way != ACTIVATIONS]
     saved = sum(count * each.weights * (1 - each.memory_share) for count, each in changed)
     loss, runs = _loss(evidence, model, way, sparsity), dict.fromkeys(of_step.runs + of_layers.runs)
     return Advice(kind, of_layers, of_step, (model.weights - saved) * 2 / 1e9, loss, [*runs])
@@ -190,7 +203,7 @@ def _step_gain(evidence: Evidence, step: StepModel, layer: Layer, gpu: Gpu | Non
         return estimate or Gain(other.bound(at), 0.0, other.bound(at), BOUND)
 
     if gpu is None:
-        return estimated(layer.m)
+        return Gain(step.bound(layer), 0.0, step.bound(layer), BOUND)
     wholes, layers = _measured_steps(evidence, step, layer, gpu), step.model.layers
     parts = {at: f"{w.model.layers} of {layers} layers" for at, w in wholes.items()}
     measured = {
@@ -243,11 +256,11 @@ def _loss(evidence: Evidence, model: ModelShapes, way: str, sparsity: float) -> 
 
 
 def _verdict(
-    kinds: Sequence[Advice], evidence: Evidence, model: ModelShapes, absent: str, tokens: int
+    kinds: Sequence[Advice], model: ModelShapes, unpublished: str, tokens: int
 ) -> tuple[str, str, Advice | None]:
     """Return the word, the sentence of the answer, and the kind that it is about.
 
-    absent  the requested GPU if it has no published rows, or ""
+    unpublished  which run is not published, if none is; else ""
     """
 
     def fastest(some: Sequence[Advice]) -> Advice | None:
@@ -255,12 +268,11 @@ def _verdict(
 
     at = f"for {amount(tokens, 'token')} at once"
     usable = [each for each in kinds if each.usable and KINDS[each.kind][0] in LOADED]
-    if absent:
+    if unpublished:
         quiet = [each for each in usable if each.nats is not None and each.nats <= MOST_LOSS]
         best = fastest(quiet or usable)
         most = f" is at most {times(best.step.value)} as fast with {best.kind}" if best else ""
-        why = f"no run on {absent} is published, only runs on {join_words([*evidence.layers.gpus])}"
-        return UNMEASURED, f"Not measured: {why}. {model.name}{most} {at}.", best
+        return UNMEASURED, f"Not measured: no run {unpublished}. {model.name}{most} {at}.", best
     estimated = [each for each in usable if each.step.basis != BOUND]
     cheap = fastest(
         [each for each in estimated if each.nats is not None and each.nats <= MOST_LOSS]

@@ -8,6 +8,9 @@ layer. Attention, norms, the KV cache, the embedding and the head stay dense and
 DECODED tokens at once are as many sequences that decode, with `context` tokens in the cache of
 each. More tokens are prompts of `context` tokens, of which only the last one passes the head.
 
+The experts that the tokens of a step hit, of M units together, count as one MLP of M units. It has
+as many tokens as gives their FLOPs: those of a step times the units that one token passes, over M.
+
 The time of the dense rest is assumed to be right within a factor of REST, as it is for the decoding
 steps that were measured. A bound needs no GPU: sparse MLPs save no more than their share of the
 bytes or of the FLOPs, whichever is larger.
@@ -103,7 +106,8 @@ class StepModel:
 
     def mlp(self, way: str, sparsity: float = 0.0) -> Layer:
         active = min(ACTIVE, self.model.intermediate) if way == ACTIVATIONS else 0.0
-        sizes = self.tokens, self.model.intermediate, self.model.hidden
+        units, of_token = self.model.units_read(self.tokens), self.model.units_of_token
+        sizes = round(self.tokens * of_token / units), units, self.model.hidden
         return Layer(True, way, *sizes, sparsity=sparsity, active=active)
 
     def dense_us(self, layers: Estimator, gpu: Gpu) -> float:

@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from sparsebench.errors import FormatError
+from sparsebench.harness.models.pruning.ahead import plan_ahead
 from sparsebench.nn import (
     BlockSparse,
     SparseExperts,
@@ -65,7 +66,7 @@ def pruned(weight: Tensor, recipe: Any) -> Tensor:
     if isinstance(recipe, BlockSparse):
         (n, k), b = weight.shape, recipe.block
         norms = weight.view(n // b, b, k // b, b).double().square().sum((1, 3)).flatten()
-        kept = torch.zeros(len(norms), dtype=torch.bool)
+        kept = torch.zeros_like(norms, dtype=torch.bool)
         kept[norms.topk(len(norms) - round(recipe.sparsity * len(norms))).indices] = True
         kept = kept.view(n // b, k // b).repeat_interleave(b, 0).repeat_interleave(b, 1)
         return weight.where(kept, 0)
@@ -181,3 +182,19 @@ def test_a_module_that_computes_something_else_is_refused() -> None:
     experts.forward = lambda x, *_: x
     with pytest.raises(FormatError, match="to compute gated experts, found a relative error of"):
         sparsify_(model, TwoFour(), only_experts)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recipe", [TwoFour(), BlockSparse(32, 0.5)], ids=str)
+def test_a_model_on_a_gpu_computes_what_the_pruned_dense_one_does(recipe) -> None:
+    if isinstance(recipe, TwoFour) and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("2:4 experts need a Hopper")
+    model = model_of("Qwen3Moe", TwoFour()).cuda()
+    sparse = sparsify_(copy.deepcopy(model), recipe, only_experts, tokens=())
+    plan_ahead(sparse, [1, 16])
+    dense = prune_experts(model, recipe)
+    for tokens in (1, 16):
+        ids = torch.arange(3, 3 + tokens, device="cuda")[None]
+        with torch.no_grad():
+            logits, expected = (each(ids).logits.float() for each in (sparse, dense))
+        assert float((logits - expected).norm() / expected.norm()) < 0.01

@@ -43,7 +43,7 @@ from sparsebench.results.advice.pruning import (
     advise,
 )
 from sparsebench.results.advice.step_model import BOUND, MEASURED, Gain, StepModel
-from sparsebench.results.model_shapes import MODELS, read_shapes
+from sparsebench.results.model_shapes import MODELS, Mixture, read_shapes
 from sparsebench.results.run import store
 from sparsebench.results.tables.analysis import analyse
 from tests.tools.command_line import output, refusal, sparsebench
@@ -368,6 +368,55 @@ def test_a_run_of_ones_own_counts_too() -> None:
 def test_a_config_that_does_not_fit_is_refused(tmp_path, changes, token) -> None:
     with pytest.raises(ResultError, match=token):
         read_shapes(str(config(tmp_path, **changes)))
+
+
+QWEN3_30B: dict[str, Any] = {
+    "model_type": "qwen3_moe", "hidden_size": 2048, "intermediate_size": 6144, "head_dim": 128,
+    "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8,
+    "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4,
+    "vocab_size": 151936, "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+def test_a_mixture_reads_the_experts_that_its_tokens_hit(tmp_path: Path, evidence: Evidence):
+    model = read_shapes(str(config(tmp_path, **QWEN3_30B)))
+    assert isinstance(model, Mixture)
+    assert model.weights == pytest.approx(30.5e9, rel=0.01)
+    assert [model.experts_hit(tokens) for tokens in (1, 16, 64, 4096)] == [8, 82, 126, 128]
+    layer = StepModel(model, 16, 1024).mlp("2:4", 0.5)
+    assert (layer.n, layer.k, layer.m) == (82 * 768, 2048, 2)
+    one, few, many = (advise(evidence, model, "H200", tokens) for tokens in (1, 16, 64))
+    for answer in (one, few, many):
+        assert answer.word == UNMEASURED
+        assert "no run of a model with experts is published" in answer.verdict
+        assert {kind.step.basis for kind in answer.kinds} == {BOUND}
+        assert {KINDS[kind.kind][0] for kind in answer.kinds} == {TWO_FOUR, BLOCKS}
+    gains = [answer.kinds[0].step.value for answer in (one, few, many)]
+    assert 1 < gains[0] < gains[1] < 16 / 9  # more experts are a larger part of the bytes
+    (both, *_), dense = one.kinds, one.dense_gigabytes
+    experts = 48 * 3 * 2048 * 768 * 128 * 2 / 1e9
+    assert dense - both.gigabytes == pytest.approx(experts * 7 / 16)  # also those without a token
+    assert "82 of 128 experts" in presented.about(few)[0]
+    assert presented.commands(few) == {
+        "measure 2:4 and block-sparse experts": "sparsebench run experts"
+    }
+    qwen2 = QWEN3_30B | {"shared_expert_intermediate_size": 5632}
+    assert read_shapes(str(config(tmp_path, **qwen2))).units == 128 * 768 + 5632
+
+
+@pytest.mark.parametrize(
+    ("changes", "token"),
+    [
+        ({"num_experts_per_tok": None}, "num_experts_per_tok, a positive integer; found none"),
+        ({"num_experts_per_tok": 129}, "expected at most 128 experts, found 129"),
+        ({"model_type": "gpt_oss"}, "found model_type gpt_oss"),
+        ({"kv_lora_rank": 512}, "found kv_lora_rank 512"),
+        ({"shared_expert_intermediate_size": "wide"}, "shared_expert_intermediate_size"),
+    ],
+)
+def test_a_mixture_that_does_not_fit_is_refused(tmp_path: Path, changes, token) -> None:
+    with pytest.raises(ResultError, match=token):
+        read_shapes(str(config(tmp_path, **QWEN3_30B | changes)))
 
 
 @pytest.mark.parametrize("text", ["[]", "{", '{"text_config": 3}'])
