@@ -49,7 +49,7 @@ class PublishedRun(Analysis):
     def replaced(self) -> "list[PublishedRun]":
         """Return the runs that this one replaced, the oldest first."""
         path, root = self.run.path, self.run.path.parents[len(Path(self.home).parts) - 1]
-        files = sorted(path.parent.glob(f"earlier/*/{path.name}/run.json"))
+        files = sorted(path.parent.glob(f"{bundle.EARLIER}/*/{path.name}/run.json"))
         return [read_run(file.parent, root) for file in files]
 
 

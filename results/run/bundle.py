@@ -37,6 +37,7 @@ from sparsebench.results.record import OLDER_ROWS, ROWS_SCHEMA
 
 MANIFEST_SCHEMA = "sparsebench/manifest@1"
 MANIFEST, LOCK, ROWS = "manifest.json", "lock.txt", "rows.jsonl"
+EARLIER = "earlier"  # the folder of a GPU's published runs that newer ones replaced
 SURVEY = "survey.json"  # of a folder with the runs of a survey: decide, screen (harness/new_gpu)
 REQUIRED = {"suite.yaml", "environment.json", "run.json", ROWS, LOCK}
 UNSEALED = {MANIFEST, "report.html", "worker.log", "failures.log"}
