@@ -298,7 +298,7 @@ def test_a_gpu_without_rows_has_bounds_and_the_command_that_measures_it() -> Non
 
 
 def test_no_estimate_exceeds_what_bytes_and_flops_allow(evidence: Evidence) -> None:
-    bounds = advise(evidence, MODELS[0], "a GPU", 16).kinds
+    bounds = advise(evidence, MODELS[0], "B200", 16).kinds
     assert {kind.step.basis for kind in bounds} == {BOUND}
     for kind, bound in zip(advise(evidence, MODELS[0], "H100", 16).kinds, bounds, strict=True):
         assert kind.layers.high <= bound.layers.value * 1.001
@@ -384,6 +384,9 @@ def test_a_file_that_is_no_config_is_refused(tmp_path: Path, text: str) -> None:
         (["Llama-3-8B", "--gpu", "NVIDIA", "--batch", 1], "--gpu"),
         (["Llama-3-8B", "--gpu", " ", "--batch", 1], "--gpu"),
         (["Llama-3-8B", "--gpu", "H200", "--batch", 0], "--batch"),
+        (["Llama-3-8B", "--gpu", "H1OO", "--batch", 1], "did you mean H100?"),
+        (["Llama-3-8B", "--gpu", "cpu", "--batch", 1], "expected a GPU such as H"),
+        (["Llama-3-8B", "--gpu", "MI300", "--batch", 1], "RTX 4090"),
     ],
 )
 def test_bad_input_gets_one_line(arguments: list[Any], token: str) -> None:
