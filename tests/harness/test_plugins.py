@@ -172,7 +172,7 @@ def test_a_run_is_not_reproduced_without_its_plug_in(simulated: Path, tmp_path: 
     [
         ("sparsebench_example.diagonal_torch:FAST", "to define FAST, found no such name"),
         ("sparsebench_example.diagonal_torch:", "expected package.module or package.module:NAME"),
-        ("diagonal_torch:RELU", "expected to import diagonal_torch, found: No module named"),
+        ("diagonal_torch:RELU", "No module named 'diagonal_torch'; is its folder in PYTHONPATH?"),
         (".diagonal", "expected package.module or package.module:NAME"),
         ("sparsebench_example..x", "expected package.module or package.module:NAME"),
     ],
