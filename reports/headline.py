@@ -26,7 +26,7 @@ from sparsebench.results.tables.grid import Case, Finding
 from sparsebench.results.tables.noise import Reliability
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class PublishedRun(Analysis):
     """A published run. `home` is the folder of its bundle, relative to the root of the checkout."""
 
