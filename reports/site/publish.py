@@ -35,7 +35,7 @@ from sparsebench._writing import locked_folder, write_file
 from sparsebench.errors import ResultError, SparsebenchError
 from sparsebench.reports.claims import pages as claims
 from sparsebench.reports.site import devices, prune, quantize
-from sparsebench.reports.site.cards import cells
+from sparsebench.reports.site.cards import Card, cells
 from sparsebench.reports.site.pages import Site, pages
 from sparsebench.reports.site.run_folder import (
     NEW,
@@ -124,13 +124,20 @@ def _publish(
     gpus = {card.gpu for card in cards if card.units}
     texts = dict(claims.pages(judged, site, gpus)) if judged else {}
     suites = devices.find_devices(cards)
-    texts |= devices.pages(to, suites, [stored[slug].address for slug in changed], site, cards)
+    redone = {stored[slug].address for slug in changed}
+    compare = partial(devices.suite_pages, to, redone, site)
+    sides = [(suite.name, suite.addresses) for suite in suites]
+    for of_suite in each(compare, sides, "comparisons"):
+        texts |= of_suite
+    texts[devices.INDEX] = devices.index(suites, site, cards)
     texts |= prune.pages(cards, site) if site.prune else ()
     doors = {"Should I prune?": prune.PAGE, "Prune or quantize?": quantize.PAGE}
     doors = doors if site.prune else {}
     if suites:
         doors["Which GPU?"] = devices.INDEX
-    versions = [stored[slug].card for slug in newest]
+    versions: dict[str, list[Card]] = {}
+    for slug, now in newest.items():
+        versions.setdefault(now, []).append(stored[slug].card)
     brief = prune.in_brief() if site.prune else {}
     texts |= pages(cards, site, doors, versions, brief)
     _write_pages(to, texts)

@@ -1,0 +1,110 @@
+"""Runs over commits: how the headline of each run changed since it was first measured.
+
+    is / first │            ┌── attention, H100     a line per run that a newer one replaced
+    speedup, × │   ─────────┼────────────           named: the interval is beyond 1 %
+               └─84a765b──f74262e──ea55be3          commits, by the day of their first run
+
+Every point is the speedup over dense on the same zeros of the fastest sparse contender, in the
+problem of today's headline. A version without that problem has no point. A look changes nothing:
+only between two verdicts is a difference settled.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from markupsafe import Markup
+
+from sparsebench.reports.figures._chart import Chart
+from sparsebench.reports.figures._svg import ROLES
+from sparsebench.reports.site.cards import Card
+from sparsebench.results.comparison.compare import difference
+from sparsebench.results.comparison.sides import short_name
+from sparsebench.results.formatting import amount, between, join_words
+from sparsebench.results.statistics.outcome import DIFFERENT, outcome
+
+SIZE = (640, 230)
+QUIET = ROLES["dense"].but(marker="o", size=3.2, width=0.8, alpha=0.45)
+GAIN = "zeros_gain", "zeros_low", "zeros_high"
+
+
+@dataclass(frozen=True)
+class Series:
+    """A run over commits: its name, and each version with its speedup over the first one's."""
+
+    name: str
+    points: Sequence[tuple[Card, float, float, float]]
+
+    @property
+    def has_changed(self) -> bool:
+        (first, *_), (last, _, low, high) = self.points[0], self.points[-1]
+        return first.verdict and last.verdict and outcome(low, high) in DIFFERENT
+
+
+def series(cards: Sequence[Card], earlier: Mapping[str, Sequence[Card]]) -> list[Series]:
+    """Return the runs with versions; `earlier` has them by the slug of the newest."""
+    lines = [
+        Series(f"{card.name}, {short_name(card.gpu)}", points)
+        for card in cards
+        if len(points := _points([*earlier.get(card.slug, ()), card])) > 1
+    ]
+    return sorted(lines, key=lambda line: line.name)
+
+
+def chart(every: Sequence[Series]) -> tuple[str, Markup]:
+    """Return a sentence and the chart of the runs with versions."""
+    versions = sorted((v for line in every for v, *_ in line.points), key=lambda v: v.started)
+    commits = [*dict.fromkeys(_commit(version) for version in versions)]
+    drawing = Chart(SIZE, "commit, by its first run", "speedup / that of the first run, ×", "y")
+    drawing.ticks["x"] = [*enumerate(commits)]
+    drawing.rule("y", 1)
+    for line in sorted(every, key=lambda line: line.has_changed):
+        look = ROLES["ours"] if line.has_changed else QUIET
+        cards, ratios, low, high = zip(*line.points, strict=True)
+        places = [commits.index(_commit(version)) for version in cards]
+        titles = [
+            f"{line.name}, {_commit(card)}, {card.started[:10]}: {between(ratio, one, other)}"
+            for card, ratio, one, other in line.points
+        ]
+        if line.has_changed:
+            drawing.spans(places, low, high, look.but(width=1.0, alpha=0.6, dash=""))
+        drawing.line(places, ratios, look, titles, line.name * line.has_changed)
+    changed = [line for line in every if line.has_changed]
+    texts = [f"{line.name} {between(*line.points[-1][1:])}" for line in changed]
+    named = f": {join_words(texts)}" if texts else ""
+    head = f"{len(changed)} of {amount(len(every), 'headline')} changed by more than 1 %{named}."
+    return head, drawing.svg("Speedup of each headline over commits")
+
+
+def _points(versions: Sequence[Card]) -> list[tuple[Card, float, float, float]]:
+    """Return the versions with a speedup, each with its ratio to that of the first."""
+    *_, newest = versions
+    case = newest.headline.get("case")
+    problem = next((line["problem_id"] for line in newest.lines if line["case_id"] == case), "")
+    gains = {
+        card.slug: gain for card in versions if (gain := _gain(card.lines, problem)) is not None
+    }
+    measured = sorted((c for c in versions if c.slug in gains), key=lambda card: card.started)
+    if not measured or measured[0] is newest:
+        return []
+    first = gains[measured[0].slug]
+    ratios = [difference((*first, 0.0), (*gains[card.slug], 0.0)) for card in measured[1:]]
+    return [
+        (measured[0], 1.0, 1.0, 1.0),
+        *((c, *r) for c, r in zip(measured[1:], ratios, strict=True)),
+    ]
+
+
+def _gain(lines: Sequence[Mapping[str, Any]], problem: str) -> tuple[float, float, float] | None:
+    """Return the largest speedup of a sparse contender in a problem, with its interval."""
+    of_problem = [line for line in lines if line["problem_id"] == problem]
+    sparse = [
+        (line[GAIN[0]], line[GAIN[1]], line[GAIN[2]])
+        for line in of_problem
+        if line["side"] != "dense" and all(line[name] for name in GAIN)
+    ]
+    return max(sparse, default=None)
+
+
+def _commit(card: Card) -> str:
+    return card.commit[:7] or card.started[:10]
