@@ -23,15 +23,9 @@ NAMES = {  # a field of ModelShapes: the name in config.json
     "vocab": "vocab_size",
 }
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_intermediate_size")
-DEFAULTS = {  # what a config.json of a model that reads images leaves out, from transformers
-    "gemma3_text": {
-        "vocab_size": 262208,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "head_dim": 256,
-        "hidden_activation": "gelu_pytorch_tanh",
-    }
-}
+GEMMA = {"vocab_size": 262208, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256}
+"""What a config.json of a Gemma 3 that reads images leaves out, from transformers."""
+
 UNGATED = {"albert", "apertus", "arcee", "bert", "biogpt", "bloom", "camembert", "codegen"}
 UNGATED |= {"deberta", "deberta-v2", "electra", "falcon", "gpt2", "gpt_bigcode", "gpt_neo"}
 UNGATED |= {"gpt_neox", "gptj", "jais2", "mpt", "nanochat", "nemotron", "opt", "persimmon", "phi"}
@@ -137,7 +131,7 @@ def _of_config(file: Path, config: dict[str, Any]) -> ModelShapes:
         raise ResultError(
             f"{file}: expected gated MLPs (gate, up and down), found model_type {kind}"
         )
-    config = DEFAULTS.get(kind, {}) | config
+    config = (GEMMA if kind == "gemma3_text" else {}) | config
     sizes = {field: _size(file, config, name) for field, name in NAMES.items()}
     names = {"kv_heads": "num_key_value_heads", "head_dim": "head_dim"}
     usual = {"kv_heads": sizes["heads"], "head_dim": sizes["hidden"] // sizes["heads"]}

@@ -42,8 +42,7 @@ def draw(analysis: Analysis) -> Markup:
     of_views = [_sides(view) for view in views[:MOST]]
     limits = _limits(of_views)
     drawn = [
-        _view(i, view, held, _figure(of_sides, limits))
-        for i, (view, of_sides) in enumerate(zip(views, of_views, strict=False))
+        _view(i, views[i], held, _figure(of_sides, limits)) for i, of_sides in enumerate(of_views)
     ]
     rest = f"{len(views) - MOST} of {len(views)} choices are not drawn here. "
     rest += "The table of every case lists all cases."

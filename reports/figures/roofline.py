@@ -30,7 +30,6 @@ TITLE = "Roofline"
 ORDER = 66
 
 SIZE = (620, 320)
-SHOWN = ["dtype", "side", "kernel", "label", "m", "n", "k", "level", "tflops", "intensity"]
 READ = (
     "FLOPs count only non-zeros, and bytes count each operand once. Circles are our kernels, "
     "triangles are peers, squares are dense. The large marker of each kernel is its highest rate."
@@ -46,9 +45,7 @@ def draw(analysis: Analysis) -> Markup:
         return NOTHING
     cases = cases.assign(intensity=1e3 * cases.tflops / cases.gb_per_s)
     words = f"{capital(measure_text(cases.iloc[0]))}. {READ}"
-    drawn = [
-        _draw_chart(str(dtype), group, ceilings) for dtype, group in cases[SHOWN].groupby("dtype")
-    ]
+    drawn = [_draw_chart(str(dtype), group, ceilings) for dtype, group in cases.groupby("dtype")]
     return note(words) + Markup("").join(map(wide, drawn))
 
 

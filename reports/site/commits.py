@@ -9,7 +9,7 @@ problem of today's headline. A version without that problem has no point. A look
 only between two verdicts is a difference settled.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,50 +60,29 @@ def chart(every: Sequence[Series]) -> tuple[str, Markup]:
     drawing.rule("y", 1)
     for line in sorted(every, key=lambda line: line.has_changed):
         look = ROLES["ours"] if line.has_changed else QUIET
-        cards, ratios, low, high = zip(*line.points, strict=True)
-        places = [commits.index(_commit(version)) for version in cards]
-        titles = [
-            f"{line.name}, {_commit(card)}, {card.started[:10]}: {between(ratio, one, other)}"
-            for card, ratio, one, other in line.points
-        ]
-        if line.has_changed:
-            drawing.spans(places, low, high, look.but(width=1.0, alpha=0.6, dash=""))
+        places = [commits.index(_commit(card)) for card, *_ in line.points]
+        titles = [f"{line.name}, {_commit(c)}: {between(a, b, d)}" for c, a, b, d in line.points]
+        ratios = [ratio for _, ratio, *_ in line.points]
         drawing.line(places, ratios, look, titles, line.name * line.has_changed)
-    changed = [line for line in every if line.has_changed]
-    texts = [f"{line.name} {between(*line.points[-1][1:])}" for line in changed]
-    named = f": {join_words(texts)}" if texts else ""
-    head = f"{len(changed)} of {amount(len(every), 'headline')} changed by more than 1 %{named}."
-    return head, drawing.svg("Speedup of each headline over commits")
+    texts = [f"{e.name} {between(*e.points[-1][1:])}" for e in every if e.has_changed]
+    head = f"{len(texts)} of {amount(len(every), 'headline')} changed by more than 1 %"
+    sentence = ": ".join(filter(None, [head, join_words(texts)]))
+    return f"{sentence}.", drawing.svg("Speedup of each headline over commits")
 
 
 def _points(versions: Sequence[Card]) -> list[tuple[Card, float, float, float]]:
-    """Return the versions with a speedup, each with its ratio to that of the first."""
-    *_, newest = versions
-    case = newest.headline.get("case")
-    problem = next((line["problem_id"] for line in newest.lines if line["case_id"] == case), "")
-    gains = {
-        card.slug: gain for card in versions if (gain := _gain(card.lines, problem)) is not None
-    }
-    measured = sorted((c for c in versions if c.slug in gains), key=lambda card: card.started)
-    if not measured or measured[0] is newest:
-        return []
-    first = gains[measured[0].slug]
-    ratios = [difference((*first, 0.0), (*gains[card.slug], 0.0)) for card in measured[1:]]
-    return [
-        (measured[0], 1.0, 1.0, 1.0),
-        *((c, *r) for c, r in zip(measured[1:], ratios, strict=True)),
-    ]
+    """Return the versions with a speedup in the last one's problem, as ratios to the first."""
+    case, ordered = versions[-1].headline.get("case"), sorted(versions, key=lambda c: c.started)
+    problems = {line["problem_id"] for line in versions[-1].lines if line["case_id"] == case}
+    gains = [(card, gain) for card in ordered if (gain := _gain(card.lines, problems))]
+    return [(card, *difference((*gains[0][1], 0.0), (*gain, 0.0))) for card, gain in gains]
 
 
-def _gain(lines: Sequence[Mapping[str, Any]], problem: str) -> tuple[float, float, float] | None:
-    """Return the largest speedup of a sparse contender in a problem, with its interval."""
-    of_problem = [line for line in lines if line["problem_id"] == problem]
-    sparse = [
-        (line[GAIN[0]], line[GAIN[1]], line[GAIN[2]])
-        for line in of_problem
-        if line["side"] != "dense" and all(line[name] for name in GAIN)
-    ]
-    return max(sparse, default=None)
+def _gain(lines: Sequence[Mapping[str, Any]], problems: Collection[str]) -> tuple[float, ...]:
+    """Return the largest speedup of a sparse contender in a problem, with its interval, or ()."""
+    sparse = [x for x in lines if x["problem_id"] in problems and x["side"] != "dense"]
+    gains = (tuple(line[name] for name in GAIN) for line in sparse)
+    return max((gain for gain in gains if all(gain)), default=())
 
 
 def _commit(card: Card) -> str:

@@ -143,9 +143,8 @@ def advise(evidence: Evidence, model: ModelShapes, gpu: str, tokens: int) -> Ans
         raise ResultError(f"--gpu: {expected}, found {gpu!r} in {join_words(names)}")
     if not names and not generation_of(gpu) and gpu.title() not in GENERATIONS:
         published = [short_name(name) for name in evidence.layers.gpus]
-        listed = f"{', '.join(published)} (published) or {', '.join(WANTED)}"
-        hint = unknown_gpu(gpu, published)
-        raise ResultError(f"--gpu: expected a GPU such as {listed}; found {gpu!r}{hint}")
+        expected = f"expected a GPU such as {', '.join([*published, *WANTED])}"
+        raise ResultError(f"--gpu: {expected}; found {gpu!r}{unknown_gpu(gpu, published)}")
     card = evidence.layers.gpus[names[0]] if names else None
     step = StepModel(model, tokens, CONTEXT)
     kinds = [

@@ -151,17 +151,13 @@ def table_of(
     Texts are Python objects: to take lines of Arrow's texts was half the time of a report.
     """
     values = {name: [line.get(name, np.nan) for line in lines] for name in columns}
-    texts = {name: object for name, column in values.items() if str in set(map(type, column))}
-    dtypes = {**texts, **types}
-    return pd.DataFrame(
-        {name: pd.Series(column, dtype=dtypes.get(name)) for name, column in values.items()}
-    )
+    dtypes = {n: object for n, column in values.items() if str in {*map(type, column)}} | {**types}
+    return pd.DataFrame({n: pd.Series(v, dtype=dtypes.get(n)) for n, v in values.items()})
 
 
 def with_objects(table: pd.DataFrame) -> pd.DataFrame:
     """Return a table with its texts as Python objects, as those of `table_of` are."""
-    texts: dict[Any, Any] = dict.fromkeys(table.select_dtypes("str").columns, object)
-    return table.astype(texts).copy()  # which joins its columns again
+    return table.astype(dict.fromkeys(map(str, table.select_dtypes("str")), object)).copy()
 
 
 def records(table: pd.DataFrame) -> list[dict[str, Any]]:
