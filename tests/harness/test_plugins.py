@@ -85,6 +85,7 @@ def test_plug_ins_of_an_installed_package_are_listed(here: Path) -> None:
     assert result["suites"]["diagonals"] == "Somebody else's suite"
     claims = sparsebench("claims", "list").stdout
     assert "broadcast-is-faster" in claims
+    assert claims.endswith("Verdicts: sparsebench claims report\n")
 
 
 def test_an_installed_suite_runs_with_its_own_op_pattern_and_figure(here, tmp_path, monkeypatch):

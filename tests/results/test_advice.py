@@ -357,6 +357,7 @@ def test_command_and_page_show_the_same_answer(tmp_path: Path, evidence: Evidenc
     ]
     (other_path, _), (path, page) = prune.pages(cards, Site())
     assert (other_path, path) == (quantize.PAGE, prune.PAGE)
+    assert "or one of another family, may lose more or less" in page
     section = page.partition('id="llama-3-8b-nvidia-h200-16"')[2].partition("</section>")[0]
     printed = sparsebench("advise", folder, "--gpu", "h200", "--batch", 16, "--markdown").stdout
     for text in [answer.verdict, *(kind.step.text for kind in presented.shown(answer))]:
