@@ -9,7 +9,7 @@ problem of today's headline. A version without that problem has no point. A look
 only between two verdicts is a difference settled.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,14 +41,16 @@ class Series:
         return first.verdict and last.verdict and outcome(low, high) in DIFFERENT
 
 
-def series(cards: Sequence[Card], earlier: Mapping[str, Sequence[Card]]) -> list[Series]:
-    """Return the runs with versions; `earlier` has them by the slug of the newest."""
-    lines = [
-        Series(f"{card.name}, {short_name(card.gpu)}", points)
-        for card in cards
-        if len(points := _points([*earlier.get(card.slug, ()), card])) > 1
+def series(cards: Iterable[Card]) -> list[Series]:
+    """Return the runs that were measured at several commits, by their name and GPU."""
+    runs: dict[tuple[str, str], dict[str, Card]] = {}
+    for card in sorted(cards, key=lambda card: card.started):
+        runs.setdefault((card.name, card.gpu), {})[_commit(card)] = card
+    return [
+        Series(f"{name}, {short_name(gpu)}", points)
+        for (name, gpu), versions in sorted(runs.items())
+        if len(points := _points([*versions.values()])) > 1
     ]
-    return sorted(lines, key=lambda line: line.name)
 
 
 def chart(every: Sequence[Series]) -> tuple[str, Markup]:
@@ -72,9 +74,9 @@ def chart(every: Sequence[Series]) -> tuple[str, Markup]:
 
 def _points(versions: Sequence[Card]) -> list[tuple[Card, float, float, float]]:
     """Return the versions with a speedup in the last one's problem, as ratios to the first."""
-    case, ordered = versions[-1].headline.get("case"), sorted(versions, key=lambda c: c.started)
+    case = versions[-1].headline.get("case")
     problems = {line["problem_id"] for line in versions[-1].lines if line["case_id"] == case}
-    gains = [(card, gain) for card in ordered if (gain := _gain(card.lines, problems))]
+    gains = [(card, gain) for card in versions if (gain := _gain(card.lines, problems))]
     return [(card, *difference((*gains[0][1], 0.0), (*gain, 0.0))) for card, gain in gains]
 
 

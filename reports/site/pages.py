@@ -64,14 +64,14 @@ def pages(
     cards: Sequence[Card],
     site: Site,
     doors: Mapping[str, str] = MappingProxyType({}),
-    earlier: Mapping[str, Sequence[Card]] = MappingProxyType({}),
+    earlier: Sequence[Card] = (),
     brief: Mapping[str, str] = MappingProxyType({}),
 ) -> Iterator[tuple[str, str]]:
     """Yield the path and the text of every page except those of runs, claims and comparisons.
 
     `doors` are the pages that the first one leads to, by title.
-    `earlier` are the versions that newer runs replaced, by the slug of the newest: they have a
-    link each, and a point in the chart over commits.
+    `earlier` are versions of runs that have newer ones: their links stay, and they have points in
+    the chart over commits.
     `brief` answers "Should I prune?" in a sentence for each GPU.
     """
     cards = sorted(cards, key=lambda card: (card.started, card.slug), reverse=True)
@@ -83,7 +83,7 @@ def pages(
     yield "report.js", content("report.js")
     findings = _findings(every, cards)
     yield "index.html", render("site_index.html", **shared, gpus=findings, brief=brief)
-    over_commits = commits.series(cards, earlier)
+    over_commits = commits.series([*cards, *earlier])
     changes = commits.chart(over_commits) if over_commits else ()
     yield "runs.html", render("site_runs.html", **shared, groups=_groups(cards), changes=changes)
     yield "kernels.html", render("site_kernels.html", **shared, kinds=kinds, kernels=kernels)
@@ -92,7 +92,7 @@ def pages(
         for name in names:
             cases = every[every[column] == name]
             yield page_of(what, name), _name_page(what, name, docs.get(name, ""), cases, shared)
-    for card in (*cards, *(version for each in earlier.values() for version in each)):
+    for card in (*cards, *earlier):
         yield f"badges/{card.slug}.svg", _badge(card)
         if card.address != f"runs/{card.slug}":
             yield f"runs/{card.slug}/index.html", render("site_moved.html", site=site, card=card)

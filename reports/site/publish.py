@@ -35,7 +35,7 @@ from sparsebench._writing import locked_folder, write_file
 from sparsebench.errors import ResultError, SparsebenchError
 from sparsebench.reports.claims import pages as claims
 from sparsebench.reports.site import devices, prune, quantize
-from sparsebench.reports.site.cards import Card, cells
+from sparsebench.reports.site.cards import cells
 from sparsebench.reports.site.pages import Site, pages
 from sparsebench.reports.site.run_folder import (
     NEW,
@@ -135,9 +135,7 @@ def _publish(
     doors = doors if site.prune else {}
     if suites:
         doors["Which GPU?"] = devices.INDEX
-    versions: dict[str, list[Card]] = {}
-    for slug, now in newest.items():
-        versions.setdefault(now, []).append(stored[slug].card)
+    versions = [stored[slug].card for slug in newest]
     brief = prune.in_brief() if site.prune else {}
     texts |= pages(cards, site, doors, versions, brief)
     _write_pages(to, texts)

@@ -25,7 +25,7 @@ SAME = version("2222222", "2026-11-27", 2.01, 1.99, 2.03)
 
 
 def test_a_run_has_a_point_for_each_version_as_a_ratio_to_the_first() -> None:
-    (line,) = series([AFTER], {AFTER.slug: [BEFORE]})
+    (line,) = series([AFTER, BEFORE])
     assert [(card.commit, round(ratio, 3)) for card, ratio, *_ in line.points] == [
         ("1111111", 1.0),
         ("2222222", 1.5),
@@ -37,7 +37,7 @@ def test_a_run_has_a_point_for_each_version_as_a_ratio_to_the_first() -> None:
 def test_the_sentence_and_the_chart_name_the_runs_that_changed() -> None:
     other = version("2222222", "2026-11-27", 2.01, 1.99, 2.03, name="ffn")
     before = version("1111111", "2026-11-24", 2.0, 1.98, 2.02, name="ffn")
-    every = series([AFTER, other], {AFTER.slug: [BEFORE], other.slug: [before]})
+    every = series([AFTER, other, BEFORE, before])
     sentence, svg = chart(every)
     assert sentence == "1 of 2 headlines changed by more than 1 %: decode, H200 1.50× [1.48, 1.52]."
     assert ">decode, H200<" in svg
@@ -47,12 +47,12 @@ def test_the_sentence_and_the_chart_name_the_runs_that_changed() -> None:
 
 def test_a_look_shows_no_change() -> None:
     look = version("2222222", "2026-11-27", 3.0, 2.97, 3.03, verdict=False)
-    (line,) = series([look], {look.slug: [BEFORE]})
+    (line,) = series([BEFORE, look])
     assert not line.has_changed
     assert chart([line])[0] == "0 of 1 headline changed by more than 1 %."
 
 
 def test_a_run_without_versions_or_whose_problem_is_new_has_no_line() -> None:
-    assert not series([SAME], {})
+    assert not series([SAME])
     other = version("1111111", "2026-11-24", 2.0, 1.98, 2.02, problem="q")
-    assert not series([SAME], {SAME.slug: [other]})
+    assert not series([SAME, other])
