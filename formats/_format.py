@@ -56,6 +56,14 @@ class Format(ABC):
         name = type(self).__name__.lower()
         raise FormatError(f"{name} cannot store the values of another matrix: it has no `sample`")
 
+    def __repr__(self) -> str:
+        """Name the arrays with their dtypes and sizes; their values would fill screens."""
+        arrays = [
+            f"{name}: {str(array.dtype).removeprefix('torch.')} {list(array.shape)}"
+            for name, array in self.arrays().items()
+        ]
+        return f"{type(self).__name__}({', '.join([f'shape: {list(self.shape)}', *arrays])})"
+
     @property
     def stored_bytes(self) -> int:
         """Return the size of the format's arrays in bytes."""

@@ -39,7 +39,7 @@ MOST_UNITS = 2**16  # limit of 16-bit columns
 INT32_MAX = 2**31 - 1
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class ActiveCsr(Format):
     """The entries of a matrix [tokens, units], by token and by unit."""
 

@@ -46,7 +46,7 @@ AT_ONCE = 2**24  # elements that are converted at a time: about 1 GB of temporar
 MOST_UNITS = 2**31 - 1
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Bitmap(Format):
     """Records of tiles of 16 x 256, and their offsets."""
 

@@ -77,7 +77,7 @@ class Transposed(NamedTuple):
     places: Tensor
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class BlockMask(Format):
     """A block mask for `tokens` = (S_q, S_kv) in blocks of `block`; `shape` counts its cells.
 

@@ -31,7 +31,7 @@ from sparsebench.formats._format import (
 )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Bsr(Format):
     """A matrix of r x c blocks; blocks of zeros are not stored."""
 

@@ -30,7 +30,7 @@ from sparsebench.formats._format import (
 INT32_MAX = 2**31 - 1
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Csr(Format):
     """A matrix of its non-zeros, row by row."""
 

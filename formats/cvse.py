@@ -36,7 +36,7 @@ from sparsebench.formats._format import (
 )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Cvse(Format):
     """Column vectors of `height` tokens."""
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from sparsebench.formats._format import Format, require_matrix
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Dense(Format):
     """A matrix stored as itself."""
 

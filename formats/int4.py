@@ -33,7 +33,7 @@ LEAST, MOST = -8, 7
 ZERO = -LEAST  # the code of a zero
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Int4(Format):
     """Packed codes and scales; `group` is the number of weights per scale."""
 

@@ -24,7 +24,7 @@ from sparsebench.formats._format import Format, require
 from sparsebench.formats.int4 import ZERO, Int4
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Int4TwoFour(Format):
     """Packed codes, positions and scales; `group` is the number of columns per scale."""
 

@@ -42,7 +42,7 @@ WINDOW = 4
 BLOCK_BYTES = 32  # bytes of an element of each group of a block: 16 groups of 16 bits, 32 of 8
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Slide(Format):
     """The lifted matrix, and the most elements of each group that are not zero."""
 

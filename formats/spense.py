@@ -56,7 +56,7 @@ PAIRS = [(0, 1), (0, 1), (0, 1), (0, 1), (0, 2), (0, 2), (1, 2), (0, 1)]
 PAIRS += [(0, 3), (0, 3), (1, 3), (0, 1), (2, 3), (0, 1), (0, 1), (0, 1)]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Spense(Format):
     """Sparse tiles and dense tiles; `sparse_shape` is rows and columns of the sparse part."""
 

@@ -47,7 +47,7 @@ INT32_MAX = 2**31 - 1
 MOST_COLUMNS = 2**16
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Twell(Format):
     """Tiles of `capacity` slots each, and a spill."""
 

@@ -30,7 +30,7 @@ from sparsebench.reports.site.cards import run_lines
 from sparsebench.reports.tables import Table, escape_markdown
 from sparsebench.reports.workloads import TwoGpus, of_cells, two_gpus
 from sparsebench.results.badges import badges
-from sparsebench.results.comparison.changes import Changes, Mean, changes, mean
+from sparsebench.results.comparison.changes import Changes, changes, mean
 from sparsebench.results.comparison.compare import GAIN, TIME
 from sparsebench.results.comparison.sides import Side, short_card
 from sparsebench.results.formatting import amount, are, join_words, significant
@@ -202,7 +202,7 @@ def reproduction(changes: Changes) -> dict[str, Any]:
 
 
 def sentences(other: Changes) -> list[str]:
-    """Write the result against the first side, in up to four sentences."""
+    """Write the result against the first side, in up to three sentences."""
     a, b, counts = other.a.name, other.b.name, other.counts
     of_cases = amount(len(other.contenders), "case")
     first = (
@@ -212,9 +212,6 @@ def sentences(other: Changes) -> list[str]:
     rest = [f"{are(counts[w], 'case')} {w}" for w in ("equal", "not settled", "not measured")
             if counts.get(w)]  # fmt: skip
     texts = ["; ".join([first, *rest]) + "."]
-    if not other.same_device:
-        means = mean(other.baselines, TIME), mean(other.contenders, TIME)
-        texts += filter(None, [mean_times(a, b, *means)])
     more, less = ((other.contenders.gain == word).sum() for word in DIFFERENT)
     if more + less and (gains := mean(other.contenders, GAIN)):
         texts.append(
@@ -231,17 +228,6 @@ def sentences(other: Changes) -> list[str]:
         most = 100 * np.abs(np.log(times)).max()
         texts.append(f"No change is settled; times differ by at most {significant(most, 2)} %.")
     return texts
-
-
-def mean_times(a: str, b: str, dense: Mean | None, others: Mean | None) -> str:
-    """Compare b's times with a's; each mean is of a's time over b's."""
-    parts = [
-        f"{ratio.inverse.text} for the {kind} kernels ({amount(ratio.cases, 'case')})"
-        for kind, ratio in (("dense", dense), ("other", others))
-        if ratio
-    ]
-    text = f"Compared with {a}, the time of {b} is {join_words(parts)}, as geometric means."
-    return text if parts else ""
 
 
 def _differences(other: Changes) -> list[str]:

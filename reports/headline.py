@@ -26,7 +26,7 @@ from sparsebench.results.tables.grid import Case, Finding
 from sparsebench.results.tables.noise import Reliability
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class PublishedRun(Analysis):
     """A published run. `home` is the folder of its bundle, relative to the root of the checkout."""
 
@@ -49,7 +49,7 @@ class PublishedRun(Analysis):
     def replaced(self) -> "list[PublishedRun]":
         """Return the runs that this one replaced, the oldest first."""
         path, root = self.run.path, self.run.path.parents[len(Path(self.home).parts) - 1]
-        files = sorted(path.parent.glob(f"earlier/*/{path.name}/run.json"))
+        files = sorted(path.parent.glob(f"{bundle.EARLIER}/*/{path.name}/run.json"))
         return [read_run(file.parent, root) for file in files]
 
 

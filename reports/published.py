@@ -38,7 +38,6 @@ from sparsebench.reports.picture import picture
 from sparsebench.reports.site.cards import run_lines
 from sparsebench.reports.tables import markdown_table
 from sparsebench.reports.terminal import RunAnswer
-from sparsebench.reports.what_changed import what_changed
 from sparsebench.results.advice.measured_layers import collect_evidence
 from sparsebench.results.comparison import repeats
 from sparsebench.results.comparison.sides import short_card
@@ -66,7 +65,7 @@ PAGE = """# Published runs
 
 `python -m sparsebench.reports.published` writes this page from the bundles. Do not edit it.
 `make site` writes a site from the same bundles, with a report of every run and a page for every
-format, kernel and claim.
+format, kernel and claim. Its page of runs has a chart of what changed over commits.
 
 A speedup is a ratio of times that were measured in the same contest, round by round: device time
 with a cold L2 cache (`results/tables/frame.py`). Brackets hold the 95 % confidence interval
@@ -88,15 +87,6 @@ of the speedups that all runs on that kind of GPU measured, replaced ones includ
 {headline}
 
 {figure}
-
-## What changed
-
-Each line compares a headline with that of the run that a newer one replaced, both with today's
-statistics. The two have different commits and days, and most have different cards. `is / was` is
-the ratio of the two speedups with its interval. The times of our kernel and of the fastest dense
-one show where a change comes from.
-
-{changed}
 
 ## How often does a second card agree?
 
@@ -170,7 +160,7 @@ def differing(root: Path, runs: Runs) -> dict[Path, str]:
     """
     parts: dict[str, Callable[[Runs], str]] = {"headline": headline, "agreement": agreement}
     parts |= {"finding": finding, "figure": figure, "runs": list_of_runs, "digests": digests}
-    parts |= {"terminal": terminal, "changed": what_changed}
+    parts |= {"terminal": terminal}
     texts = {name: make(runs) for name, make in parts.items()}
     of_runs = ((run, Path(run.home).relative_to(HOME).as_posix()) for run in runs.values())
     evidence = collect_evidence(of_runs, root / HOME)

@@ -29,6 +29,9 @@ NAMES = {  # a field of ModelShapes: the name in config.json
 }
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_intermediate_size")
 OTHER_LAYOUTS = {"gpt_oss", "llama4", "llama4_text"}  # of experts, which stay dense
+GEMMA = {"vocab_size": 262208, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256}
+"""What a config.json of a Gemma 3 that reads images leaves out, from transformers."""
+
 UNGATED = {"albert", "apertus", "arcee", "bert", "biogpt", "bloom", "camembert", "codegen"}
 UNGATED |= {"deberta", "deberta-v2", "electra", "falcon", "gpt2", "gpt_bigcode", "gpt_neo"}
 UNGATED |= {"gpt_neox", "gptj", "jais2", "mpt", "nanochat", "nemotron", "opt", "persimmon", "phi"}
@@ -170,6 +173,7 @@ def _of_config(file: Path, config: dict[str, Any]) -> ModelShapes:
         raise ResultError(
             f"{file}: expected gated MLPs (gate, up and down), found model_type {kind}"
         )
+    config = (GEMMA if kind == "gemma3_text" else {}) | config
     mixture = _mixture(file, config, kind)
     inner = {"intermediate": "moe_intermediate_size"} if config.get("moe_intermediate_size") else {}
     sizes = {field: _size(file, config, name) for field, name in (NAMES | inner).items()}

@@ -46,7 +46,8 @@ def test_a_generation_is_found_by_whole_words() -> None:
     assert generation_of("NVIDIA GeForce RTX 4090") == "Ada"
     assert generation_of("NVIDIA A100-SXM4-40GB") == "Ampere"
     assert generation_of("NVIDIA RTX PRO 6000 Blackwell Server Edition") == "Blackwell"
-    assert generation_of("AMD EPYC") == ""
+    assert {generation_of(name) for name in ("4090", "RTX4090", "rtx 4090")} == {"Ada"}
+    assert {generation_of(name) for name in ("AMD EPYC", "H10", "cpu", "MI300")} == {""}
 
 
 def test_a_measured_gpu_is_no_longer_wanted() -> None:

@@ -67,8 +67,9 @@ stdout, stderr = Output(), Output(stderr=True)
 
 
 def wide() -> Output:
-    """Return a console for tables: the terminal's width, or at least PIPE_COLUMNS in a pipe."""
-    return stdout if stdout.is_terminal else Output(width=max(stdout.width, PIPE_COLUMNS))
+    """Return a console for tables: as wide as the terminal or COLUMNS, or else PIPE_COLUMNS."""
+    known = stdout.is_terminal or "COLUMNS" in os.environ
+    return stdout if known else Output(width=PIPE_COLUMNS)
 
 
 def print_json(data: Any) -> None:

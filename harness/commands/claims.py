@@ -50,6 +50,7 @@ def list_(names: Names = None, as_json: opt.Json = False) -> None:
         print_json({each.name: each.claim.model_dump(by_alias=True) for each in selected})
     else:
         wide().print(list_table(selected))
+        stdout.say("Verdicts: sparsebench claims report")
 
 
 @claims.command()

@@ -63,14 +63,14 @@ def compare(
     limit = None if fail_on is None else threshold(fail_on)
     by_workload = limit is None and not (page or as_json or markdown)
     by_gpu, runs = [], []
-    if by_workload and not (among or every_cell or next(RUNS.rglob("run.json"), None)):
+    if by_workload and not (among or next(RUNS.rglob("run.json"), None)):
         by_gpu = comparison.published_gpus(names)
-    if not by_gpu:
+    if every_cell or not by_gpu:
         with progress_bar() as show:
             sides = find(names, among or (published_runs(), RUNS), partial(show, step="read"))
         runs = [run.path for side in sides for run in side.runs]
         warn_of_changes(runs)
-        by_gpu = comparison.gpus(sides) if by_workload else []
+        by_gpu = by_gpu or (comparison.gpus(sides) if by_workload else [])
     for two in by_gpu:
         wide().print(two.table)
         wide().print(two.sentence, style="bold", highlight=False)

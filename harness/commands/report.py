@@ -5,8 +5,14 @@ from typing import Annotated
 
 import typer
 
-from sparsebench.harness.commands._console import stdout, warn_of_changes, wide
-from sparsebench.harness.commands._options import Markdown, RunPath, out_file
+from sparsebench.harness.commands._console import print_json, stdout, warn_of_changes, wide
+from sparsebench.harness.commands._options import (
+    Json,
+    Markdown,
+    RunPath,
+    out_file,
+    require_one_output,
+)
 
 
 def report(
@@ -14,11 +20,13 @@ def report(
     out: Annotated[Path | None, out_file("HTML file to write. Default: in the run.")] = None,
     csv: Annotated[Path | None, typer.Option(help="Also write the rows as CSV.")] = None,
     markdown: Markdown = False,
+    as_json: Json = False,
 ) -> None:
     """Write a run's report (one HTML file), and print its answer."""
+    require_one_output(as_json, markdown)
     from sparsebench._writing import require_apart
     from sparsebench.reports.build import build
-    from sparsebench.reports.terminal import RunAnswer, answer_markdown
+    from sparsebench.reports.terminal import RunAnswer, answer_json, answer_markdown, count_statuses
     from sparsebench.results.run import store
     from sparsebench.results.tables.analysis import analyse
     from sparsebench.results.tables.frame import to_csv
@@ -32,7 +40,10 @@ def report(
     build(analysis, out)
     if csv:
         to_csv(analysis.rows, csv)
-    if markdown:
+    if as_json:
+        head = {"run": str(path), "report": str(out), "cases": count_statuses(analysis)}
+        print_json({**head, **answer_json(analysis)})
+    elif markdown:
         stdout.write(answer_markdown(analysis))
     else:
         wide().print(RunAnswer(analysis))

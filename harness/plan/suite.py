@@ -179,6 +179,9 @@ def _validate(where: str, model: type[Model], data: Any) -> Model:
             actual = "an empty file" if data is None else type(data).__name__
             raise SuiteError(f"{where}: expected {keys}; found {actual}") from error
         names = [f.alias or name for name, f in model.model_fields.items()]
+        if "schema" in names and "schema" not in data:
+            expected = "expected the line schema: sparsebench/suite@1"
+            raise SuiteError(f"{where}: {expected}, found none") from error
         raise SuiteError(f"{where}: {files.first_error(error, names)}") from error
 
 

@@ -22,8 +22,6 @@ from sparsebench.results import files
 from sparsebench.results.run import bundle, store
 from sparsebench.results.run.provenance import device_name, folder_name
 
-EARLIER = "earlier"  # the folder of a GPU's runs that newer ones replaced
-
 
 def publish(campaign: Campaign, out: Path, into: Path, names: Sequence[str] = ()) -> list[Path]:
     """Replace the runs of the campaign's GPU below `into`, and return the pages that changed.
@@ -62,14 +60,14 @@ def publish(campaign: Campaign, out: Path, into: Path, names: Sequence[str] = ()
 
 def _keep(before: Path, home: Path) -> None:
     """Copy the bundles of a folder that `home` has no more to `home`/earlier, for the history."""
-    if (before / EARLIER).exists():
-        shutil.copytree(before / EARLIER, home / EARLIER)
+    if (before / bundle.EARLIER).exists():
+        shutil.copytree(before / bundle.EARLIER, home / bundle.EARLIER)
     identities = {bundle.identity(run) for run in store.runs_in(home)}
     for run in store.runs_in(before):
         if (run / bundle.MANIFEST).exists() and bundle.identity(run) not in identities:
             day = str(files.from_json(run / "run.json").get("started", ""))[:10]
             commit = str(files.from_json(run / "environment.json").get("commit") or "")[:7]
-            shutil.copytree(run, home / EARLIER / f"{day}-{commit}".strip("-") / run.name)
+            shutil.copytree(run, home / bundle.EARLIER / f"{day}-{commit}".strip("-") / run.name)
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-OURS = re.compile(rb"^schema:\s*['\"]?sparsebench/suite@", re.MULTILINE)  # a suite of any version
+OURS = re.compile(rb"^(schema:\s*['\"]?sparsebench/suite@|contenders:)", re.MULTILINE)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -35,7 +35,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> pytest.Collector | None:
-    """Collect a YAML file that was named on the command line and is a suite."""
+    """Collect a YAML file that was named on the command line and is a suite of any version."""
     named = file_path.suffix in (".yaml", ".yml") and parent.session.isinitpath(file_path)
     if not named or not OURS.search(file_path.read_bytes()):
         return None

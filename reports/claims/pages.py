@@ -168,13 +168,13 @@ def conditions(entry: ClaimEntry) -> list[tuple[str, str, str]]:
     ]
 
 
-def _runs(cells: Sequence[ClaimCell], site: Site) -> list[tuple[Markup, str, str]]:
+def _runs(cells: Sequence[ClaimCell], site: Site) -> list[tuple[Markup, str, int]]:
     """Return the name, the commit and the most processes of each run with a cell."""
     most: dict[tuple[Markup, str], int] = {}
     for cell in cells:
         key = _run_link(cell, site), cell.commit
         most[key] = max(cell.processes, most.get(key, 0))
-    return sorted((*key, amount(count, "process")) for key, count in most.items())
+    return sorted((*key, count) for key, count in most.items())
 
 
 def _run_link(cell: ClaimCell, site: Site) -> Markup:

@@ -39,8 +39,11 @@ def draw(analysis: Analysis) -> Markup:
         return Markup("<p>No case of this run has a time, so there is no answer.</p>")
     held = brackets(analysis.timed.gain_interval)
     held = f"{capital(held)}." if held else ""
-    limits = _limits([_sides(view) for view in views[:MOST]])
-    drawn = [_view(i, view, held, limits) for i, view in enumerate(views[:MOST])]
+    of_views = [_sides(view) for view in views[:MOST]]
+    limits = _limits(of_views)
+    drawn = [
+        _view(i, views[i], held, _figure(of_sides, limits)) for i, of_sides in enumerate(of_views)
+    ]
     rest = f"{len(views) - MOST} of {len(views)} choices are not drawn here. "
     rest += "The table of every case lists all cases."
     more = note(rest) if len(views) > MOST else NOTHING
@@ -94,7 +97,7 @@ def _number_first(text: str) -> tuple[float, float, str]:
     return size_key(text) if pd.isna(number) else size_key(float(number))
 
 
-def _view(number: int, view: View, held: str, limits: tuple[float, float] | None) -> Markup:
+def _view(number: int, view: View, held: str, figure: Markup) -> Markup:
     page = '<div class="view" data-choice="{}"{}>{}{}<div class="pair">{}{}</div></div>'
     texts = grids.sentences(findings(view.grid))
     items = Markup("").join(map(_item, texts))
@@ -109,7 +112,7 @@ def _view(number: int, view: View, held: str, limits: tuple[float, float] | None
         Markup('<ul class="answers">{}</ul>').format(items),
         Markup('<p class="where">{}</p>').format(grids.about_view(view)),
         grids.html(view.grid, lambda case: f"#case-{case['case_id']}", caption, names=True),
-        _figure(view, limits),
+        figure,
     )
 
 
@@ -120,14 +123,14 @@ def _item(sentence: str) -> Markup:
     return Markup("<li>{}</li>").format(text)
 
 
-def _figure(view: View, limits: tuple[float, float] | None) -> Markup:
+def _figure(of_sides: Grid, limits: tuple[float, float] | None) -> Markup:
     """Draw the best of each side: lines if x is a number, and rows of dots if x is a name."""
-    of_sides = _sides(view)
     if len(of_sides.columns) < 2:
         return NOTHING
-    axis = HEADS.get(view.x, of_sides.units.removeprefix(" of ").strip() or view.x)
-    labels = [column_text(view.x, at) for at in of_sides.columns]
-    across = view.x in ("shape", "block")
+    x = of_sides.x
+    axis = HEADS.get(x, of_sides.units.removeprefix(" of ").strip() or x)
+    labels = [column_text(x, at) for at in of_sides.columns]
+    across = x in ("shape", "block")
     if across:
         chart = named_rows(labels, SIZE[0], ROW, "speedup over dense, ×", log="x")
     else:

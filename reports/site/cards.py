@@ -114,6 +114,7 @@ def card(analysis: Analysis, claims: Sequence[PlannedClaim], **place: str) -> Ca
     run, cases = analysis.run, analysis.cases
     findings = headlines(analysis)
     table, facts = lines_of(analysis), flat(run.environment)
+    of_run = {"run": place["address"], "commit": place["commit"][:12]}
     source: dict[str, Any] = next((run.state[name] for name in ROLES if run.state.get(name)), {})
     return Card(
         schema=SCHEMA,
@@ -137,7 +138,7 @@ def card(analysis: Analysis, claims: Sequence[PlannedClaim], **place: str) -> Ca
         headline=headline(analysis),
         lines=[] if table.empty else _plain(table[["place", *PLACE, *LINE, "wins"]]),
         cells={
-            claim.name: [cell.to_json() | {"run": place["address"]} for cell in claim_cells]
+            claim.name: [cell.to_json() | of_run for cell in claim_cells]
             for claim in claims
             if (claim_cells := claim.cells(analysis))
         },

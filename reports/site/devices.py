@@ -11,7 +11,7 @@ read again only if one is new or the code has changed.
 """
 
 import json
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from itertools import permutations
 from pathlib import Path
@@ -48,6 +48,11 @@ class Devices:
         """Return the path of the pages in the site, without a suffix."""
         return f"compare/{safe(self.suite)}"
 
+    @property
+    def addresses(self) -> list[list[str]]:
+        """Return the addresses of the runs of each side."""
+        return [[card.address for card in cards] for cards in self.sides]
+
 
 def find_devices(cards: Sequence[Card]) -> list[Devices]:
     """Return the suites that ran on several devices, sorted by name."""
@@ -70,33 +75,37 @@ def _sharing(cards: Sequence[Card], others: Sequence[Card]) -> list[Card]:
     return [card for card in cards if _timed_cases(card) & cases]
 
 
-def pages(
-    to: Path, every: Sequence[Devices], redone: Collection[str], site: Site, cards: Sequence[Card]
-) -> Iterator[tuple[str, str]]:
-    """Yield the path and text of each page and its JSON; `redone` are addresses of new runs."""
-    for devices in every:
-        slugs = [[card.address for card in cards] for cards in devices.sides]
-        files = [to / f"{devices.name}.{ending}" for ending in ("html", "json")]
-        new = any(slug in redone for of_side in slugs for slug in of_side)
-        if not new and all(file.exists() for file in files):
-            texts = [file.read_text("utf-8") for file in files]
-            data = json.loads(texts[1])
-            if [*data["runs"].values()] == slugs:
-                yield from zip([f"{devices.name}.html", f"{devices.name}.json"], texts, strict=True)
-                continue
-        runs = [
-            [replace(store.read(to / slug), path=Path(slug)) for slug in of_side]
-            for of_side in slugs
-        ]
-        names = distinct_names([of_side[0] for of_side in runs])
-        sides = [side(*of_side, name=name) for of_side, name in zip(runs, names, strict=True)]
-        result = comparison.compare_sides(sides)
-        yield f"{devices.name}.html", comparison.html(result, site, "../")
-        yield f"{devices.name}.json", json.dumps(comparison.to_json(result)) + "\n"
+def suite_pages(
+    to: Path, redone: Collection[str], site: Site, work: tuple[str, Sequence[Sequence[str]]]
+) -> dict[str, str]:
+    """Return the page of a suite and its JSON, by path.
+
+    redone  addresses of new runs
+    work    the path of the pages without a suffix, and the addresses of the runs of each side
+    """
+    name, slugs = work
+    files = [to / f"{name}.{ending}" for ending in ("html", "json")]
+    new = any(slug in redone for of_side in slugs for slug in of_side)
+    if not new and all(file.exists() for file in files):
+        texts = [file.read_text("utf-8") for file in files]
+        if [*json.loads(texts[1])["runs"].values()] == slugs:
+            return dict(zip([f"{name}.html", f"{name}.json"], texts, strict=True))
+    runs = [
+        [replace(store.read(to / slug), path=Path(slug)) for slug in of_side] for of_side in slugs
+    ]
+    names = distinct_names([of_side[0] for of_side in runs])
+    sides = [side(*of_side, name=each) for of_side, each in zip(runs, names, strict=True)]
+    result = comparison.compare_sides(sides)
+    data = json.dumps(comparison.to_json(result)) + "\n"
+    return {f"{name}.html": comparison.html(result, site, "../"), f"{name}.json": data}
+
+
+def index(every: Sequence[Devices], site: Site, cards: Sequence[Card]) -> str:
+    """Return the page that compares any two GPUs by workload, and lists the suites."""
     gpus, of_cards = sorted({card.gpu for card in cards if card.units}), lines(cards)
     pairs = [two_gpus(of_cards, a, b) for a, b in permutations(gpus, 2)]
     labels = list(dict.fromkeys(two.a for two in pairs))
-    yield INDEX, render("site_compare.html", site=site, suites=every, pairs=pairs, gpus=labels)
+    return render("site_compare.html", site=site, suites=every, pairs=pairs, gpus=labels)
 
 
 def _rank(cards: Sequence[Card]) -> tuple[int, str]:

@@ -1,7 +1,7 @@
 """The pages of a site, written from the cards of its runs without reading rows.
 
 index.html            the finding for each GPU and number of tokens, with a grid of formats
-runs.html             every run with its question, its number and its state
+runs.html             every run with its question, its number and its state; the chart over commits
 kernels.html          the formats and the kernels
 agreement.html        how often a second card agrees with the first (reports/coverage.py)
 welcome.html          the GPUs with and without rows, and how to send a result
@@ -26,7 +26,7 @@ from sparsebench.reports.build import Surrounding
 from sparsebench.reports.cells import cells, script
 from sparsebench.reports.coverage import COVERAGE, STRATA, coverage_tables, explanation
 from sparsebench.reports.page import content, render
-from sparsebench.reports.site import grids
+from sparsebench.reports.site import commits, grids
 from sparsebench.reports.site.cards import Card, confirmation, lines
 from sparsebench.results.claims.planned import PlannedClaim
 from sparsebench.results.comparison.repeats import Verdicts, repeats
@@ -70,7 +70,8 @@ def pages(
     """Yield the path and the text of every page except those of runs, claims and comparisons.
 
     `doors` are the pages that the first one leads to, by title.
-    `earlier` are versions of runs that have newer ones: only their links stay.
+    `earlier` are versions of runs that have newer ones: their links stay, and they have points in
+    the chart over commits.
     `brief` answers "Should I prune?" in a sentence for each GPU.
     """
     cards = sorted(cards, key=lambda card: (card.started, card.slug), reverse=True)
@@ -82,7 +83,9 @@ def pages(
     yield "report.js", content("report.js")
     findings = _findings(every, cards)
     yield "index.html", render("site_index.html", **shared, gpus=findings, brief=brief)
-    yield "runs.html", render("site_runs.html", **shared, groups=_groups(cards))
+    over_commits = commits.series([*cards, *earlier])
+    changes = commits.chart(over_commits) if over_commits else ()
+    yield "runs.html", render("site_runs.html", **shared, groups=_groups(cards), changes=changes)
     yield "kernels.html", render("site_kernels.html", **shared, kinds=kinds, kernels=kernels)
     for what, names, docs in (("format", kinds, site.formats), ("kernel", kernels, site.kernels)):
         column = "kind" if what == "format" else "kernel"

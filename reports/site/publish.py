@@ -124,7 +124,12 @@ def _publish(
     gpus = {card.gpu for card in cards if card.units}
     texts = dict(claims.pages(judged, site, gpus)) if judged else {}
     suites = devices.find_devices(cards)
-    texts |= devices.pages(to, suites, [stored[slug].address for slug in changed], site, cards)
+    redone = {stored[slug].address for slug in changed}
+    compare = partial(devices.suite_pages, to, redone, site)
+    sides = [(suite.name, suite.addresses) for suite in suites]
+    for of_suite in each(compare, sides, "comparisons"):
+        texts |= of_suite
+    texts[devices.INDEX] = devices.index(suites, site, cards)
     texts |= prune.pages(cards, site) if site.prune else ()
     doors = {"Should I prune?": prune.PAGE, "Prune or quantize?": quantize.PAGE}
     doors = doors if site.prune else {}

@@ -160,6 +160,7 @@ const showCards = (run, rows, texts, names) => {
     box.tabIndex = -1;
     const close = make("button", "close");
     close.addEventListener("click", () => box.remove());
+    box.addEventListener("keydown", (event) => event.key === "Escape" && box.remove());
     const fields = run.fields.filter((name) => at(own, name) !== "–").map((name) => `${name} ${at(own, name)}`);
     const table = Object.assign(make("table"), { className: "stacked" }), body = make("tbody");
     const heads = ["contender", "time, µs", "speedup", "of limit, %", "configuration"];
@@ -172,7 +173,9 @@ const showCards = (run, rows, texts, names) => {
       [...body.lastChild.cells].forEach((cell, i) => (cell.dataset.head = i ? heads[i] : ""));
     }
     const only = at(own, "sparsity") === "–" && at(own, "source") !== "–" ? `case=${at(own, "case")}` : words(own, run.select);
-    const [name, ...rest] = at(own, "contender").split(" "), [kernel, format] = name.split("/").reverse();
+    const [name, ...rest] = at(own, "contender").split(" "), [named, format] = name.split("/").reverse();
+    const chosen = named === "default" && /(?:^|, )kernel (?!dense\b)(\w+)/.exec(at(own, "configuration"));
+    const kernel = chosen ? chosen[1] : named;
     const stored = kernel === "default" ? [`format=${format}`] : [], options = rest.filter((word) => word.includes("="));
     const trial = ["sparsebench try", kernel, ...stored, words(own, run.fields), ...options].join(" ");
     const commands = [`sparsebench run ${run.suite}${only ? ` --only "${only}"` : ""}`, trial];

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import exp, isclose, log
 
-from sparsebench._gpus import generation_of, names_device
+from sparsebench._gpus import GENERATIONS, WANTED, generation_of, names_device, unknown_gpu
 from sparsebench.errors import ResultError
 from sparsebench.results.advice.curves import Curve
 from sparsebench.results.advice.layer_estimates import (
@@ -39,6 +39,7 @@ from sparsebench.results.advice.layer_estimates import (
 )
 from sparsebench.results.advice.measured_layers import TRAINED, Evidence, Loss, ModelStep
 from sparsebench.results.advice.step_model import BOUND, ESTIMATE, Gain, StepModel
+from sparsebench.results.comparison.sides import short_name
 from sparsebench.results.formatting import amount, join_words, number, times
 from sparsebench.results.model_shapes import Mixture, ModelShapes
 from sparsebench.results.statistics.ratio import FEWEST
@@ -131,8 +132,8 @@ class Answer:
 def advise(evidence: Evidence, model: ModelShapes, gpu: str, tokens: int) -> Answer:
     """Return the answer for `tokens` at once on a GPU, named by a part of its name.
 
-    Raises ResultError if tokens are not from 1 to MOST_TOKENS, if the name is empty, or if several
-    GPUs match.
+    Raises ResultError if tokens are not from 1 to MOST_TOKENS, if the name is empty or that of no
+    GPU, or if several GPUs match.
     """
     if not gpu.strip():
         raise ResultError("--gpu: expected part of a GPU's name, such as H200; found ''")
@@ -142,12 +143,16 @@ def advise(evidence: Evidence, model: ModelShapes, gpu: str, tokens: int) -> Ans
     if len(names) > 1:
         expected = "expected part of one GPU's name"
         raise ResultError(f"--gpu: {expected}, found {gpu!r} in {join_words(names)}")
+    if not names and not generation_of(gpu) and gpu.title() not in GENERATIONS:
+        published = [short_name(name) for name in evidence.layers.gpus]
+        expected = f"expected a GPU such as {', '.join([*published, *WANTED])}"
+        raise ResultError(f"--gpu: {expected}; found {gpu!r}{unknown_gpu(gpu, published)}")
     mixture = isinstance(model, Mixture)
     card = evidence.layers.gpus[names[0]] if names and not mixture else None
     unpublished = "of a model with experts is published"
     if not mixture:
-        published = join_words([*evidence.layers.gpus])
-        unpublished = f"on {gpu} is published, only runs on {published}"
+        every = join_words([*evidence.layers.gpus])
+        unpublished = f"on {gpu} is published, only runs on {every}"
     step = StepModel(model, tokens, CONTEXT)
     kinds = [
         _advice(evidence, step, card, kind)

@@ -25,7 +25,7 @@ from sparsebench.results.claims.schema import Chosen, Measure, Test
 from sparsebench.results.formatting import between, significant
 from sparsebench.results.problem_names import problem_name
 from sparsebench.results.record import Status
-from sparsebench.results.run.provenance import Choices, choices_of
+from sparsebench.results.run.provenance import Choices, choices_of, commit_of
 from sparsebench.results.run.store import StoredRun
 from sparsebench.results.statistics.ratio import FEWEST, IntervalKind, contest_logs, ratio
 from sparsebench.results.tables.analysis import Analysis
@@ -131,7 +131,7 @@ def cells(test: Test, problems: Collection[str], analysis: Analysis) -> list[Cla
             fields={n: v for n, v in named.items() if v is not None},
             confirms="confirms" in run.state,
             reliable=analysis.noise.reliability[0] is not Reliability.UNRELIABLE,
-            commit=str(run.environment.get("commit") or "")[:12],
+            commit=commit_of(run.path, run.environment)[:12],
             searched=choices_of(run.state) is not Choices.BUNDLE,
         )
         cells_of_test += _cell(test, lines, blank, analysis.rows, launch_us)

@@ -49,10 +49,6 @@ class Mean:
     cases: int
 
     @property
-    def inverse(self) -> "Mean":
-        return Mean(1 / self.value, 1 / self.high, 1 / self.low, self.cases)
-
-    @property
     def text(self) -> str:
         """Write it in percent: `87 % [85, 89]`."""
         return between(100 * self.value, 100 * self.low, 100 * self.high, unit=" %")

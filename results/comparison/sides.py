@@ -136,8 +136,9 @@ def short_card(card: str) -> str:
 
 
 def bundles(paths: Iterable[Path]) -> list[Path]:
-    """Return the run directories at or below some paths."""
-    return [file.parent for path in paths for file in sorted(path.rglob("run.json"))]
+    """Return the run directories at or below some paths, without replaced ones."""
+    runs = [(path, file.parent) for path in paths for file in sorted(path.rglob("run.json"))]
+    return [run for path, run in runs if bundle.EARLIER not in run.relative_to(path).parts]
 
 
 def find(

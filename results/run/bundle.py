@@ -37,6 +37,7 @@ from sparsebench.results.record import OLDER_ROWS, ROWS_SCHEMA
 
 MANIFEST_SCHEMA = "sparsebench/manifest@1"
 MANIFEST, LOCK, ROWS = "manifest.json", "lock.txt", "rows.jsonl"
+EARLIER = "earlier"  # the folder of a GPU's published runs that newer ones replaced
 SURVEY = "survey.json"  # of a folder with the runs of a survey: decide, screen (harness/new_gpu)
 REQUIRED = {"suite.yaml", "environment.json", "run.json", ROWS, LOCK}
 UNSEALED = {MANIFEST, "report.html", "worker.log", "failures.log"}
@@ -245,8 +246,9 @@ def redact(run: Path, to: Path) -> Redaction:
 
 def _names(texts: dict[str, str]) -> dict[str, str]:
     """Return the names of users and hosts that occur in a bundle, with the word for each."""
-    users = {name for text in texts.values() for name in HOME.findall(text)}
-    naming = [text for text in texts.values() if any(f'"{name}"' in text for name in NAMING)]
+    homes = [text for text in texts.values() if "/home/" in text or "/Users/" in text]
+    users = {name for text in homes for name in HOME.findall(text)}
+    naming = [t for t in texts.values() if any(f'"{name}":' in t for name in NAMING)]
     fields = [match for text in naming for match in FIELD.findall(text)]
     users |= {value for _, name, value in fields if name in ("user", "username", "login")}
     hosts = {value for _, name, value in fields if name in ("host", "hostname", "node")}
@@ -272,7 +274,7 @@ def _clean(text: str, private: dict[str, str], counts: Counter[str]) -> str:
             line = pattern.sub(last_part, line)
         return line
 
-    if any(f'"{name}"' in text for name in NAMING):
+    if any(f'"{name}":' in text for name in NAMING):  # "clock":"host" is in most rows
         text = FIELD.sub(without_field, text)
     text = "\n".join(map(without_paths, text.split("\n")))
     for name, word in private.items():

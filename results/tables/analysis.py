@@ -21,9 +21,12 @@ from sparsebench.results.tables.grid import View, views
 from sparsebench.results.tables.noise import Noise, noise
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Analysis:
-    """A run with its tables; their columns are those of `frame`, `Noise` and `summary`."""
+    """A run with its tables; their columns are those of `frame`, `Noise` and `summary`.
+
+    It equals only itself, so what is derived from it can be cached.
+    """
 
     run: StoredRun
     rows: pd.DataFrame

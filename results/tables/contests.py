@@ -34,7 +34,7 @@ from sparsebench.results.statistics.outcome import DIFFERENT, VERDICTS
 from sparsebench.results.statistics.ratio import ratio_over
 from sparsebench.results.tables.cases import CONTEST, chose_dense, uncertainty
 from sparsebench.results.tables.families import DEFAULT, OF_MASKS, by_default, is_ours
-from sparsebench.results.tables.frame import records
+from sparsebench.results.tables.frame import records, with_objects
 
 # A gain is computed from these columns.
 NEEDED = ["place", "label", "weights", "baseline_label", "floor", "outcome"]
@@ -71,7 +71,7 @@ def with_gains(cases: pd.DataFrame) -> pd.DataFrame:
     side = np.select([dense, ours], ["dense", "ours"], "peer")
     place = pd.factorize(pd.MultiIndex.from_frame(timed[CONTEST]))[0]
     timed = timed.assign(side=side, kind=kind, name=_names(timed), tile=_tiles(timed), place=place)
-    return _with_gains(timed)
+    return with_objects(_with_gains(timed))
 
 
 def usual(timed: pd.DataFrame) -> pd.DataFrame:
@@ -140,7 +140,8 @@ def with_shapes(timed: pd.DataFrame) -> pd.DataFrame:
             for text, model in zip(shape, models, strict=True)
         ]
     row = [_row(*map(str, each)) for each in timed[["kind", "tile", "block", "pattern"]].values]
-    return timed.assign(shape=shape, level=level.round(digits), of_units=of_units, row=row)
+    lines = timed.assign(shape=shape, level=level.round(digits), of_units=of_units, row=row)
+    return with_objects(lines)
 
 
 def _row(kind: str, tile: str, block: str, pattern: str) -> str:

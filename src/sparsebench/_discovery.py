@@ -205,8 +205,9 @@ def _imported(path: str, expected: str) -> ModuleType:
     try:
         return import_module(path)
     except ModuleNotFoundError as error:
-        moved = [f" ({old} is now {new})" for old, new in MOVED.items() if old in str(error)]
-        raise SuiteError(f"{expected}, found: {error}{''.join(moved)}") from error
+        hints = [f" ({old} is now {new})" for old, new in MOVED.items() if old in str(error)]
+        hints += ["; is its folder in PYTHONPATH?"] * (error.name == path.partition(".")[0])
+        raise SuiteError(f"{expected}, found: {error}{''.join(hints)}") from error
     except (Exception, SystemExit) as error:
         message = f"{type(error).__name__}: {' '.join(str(error).split())}"
         raise SuiteError(f"{expected}, found {message}") from error

@@ -17,11 +17,20 @@ from importlib.resources import files
 
 GENERATIONS = {
     "Volta": ("V100", "Titan V"),
-    "Turing": ("T4", "RTX 2080 Ti"),
-    "Ampere": ("A100", "A800", "A40", "A30", "A10", "RTX A6000", "RTX 3080", "RTX 3090"),
-    "Ada": ("L40", "L40S", "L4", "RTX 6000 Ada", "RTX 4080", "RTX 4090"),
+    "Turing": ("T4", "RTX 2070", "RTX 2080"),
+    "Ampere": (
+        *("A100", "A800", "A40", "A30", "A16", "A10", "A10G", "A2"),
+        *("RTX A4000", "RTX A5000", "RTX A6000", "RTX 3060", "RTX 3070", "RTX 3080", "RTX 3090"),
+    ),
+    "Ada": (
+        *("L40", "L40S", "L20", "L4", "RTX 4000 Ada", "RTX 5000 Ada", "RTX 6000 Ada"),
+        *("RTX 4060", "RTX 4070", "RTX 4080", "RTX 4090"),
+    ),
     "Hopper": ("H100", "H200", "H800", "H20", "GH200"),
-    "Blackwell": ("B100", "B200", "B300", "GB200", "GB300", "GB10", "RTX PRO 6000", "RTX 5090"),
+    "Blackwell": (
+        *("B100", "B200", "B300", "GB200", "GB300", "GB10", "RTX PRO 6000", "RTX PRO 5000"),
+        *("RTX 5060", "RTX 5070", "RTX 5080", "RTX 5090"),
+    ),
 }
 """GPUs by generation, with the words by which their names differ."""
 
@@ -46,8 +55,7 @@ def names_device(name: str, device: str) -> bool:
     A word may join several words of the device's name: RTX4090 is RTX 4090.
     """
     words = _words(device)
-    spans = {"".join(words[i:j]) for i in range(len(words)) for j in range(i + 1, len(words) + 1)}
-    spans |= {generation_of(device).lower()} - {""}
+    spans = _spans(words) | {generation_of(device).lower()} - {""}
     for of_board, typed in FORMS:
         if of_board <= {*words} and OTHER_FORMS.isdisjoint(words):
             spans |= typed
@@ -56,13 +64,14 @@ def names_device(name: str, device: str) -> bool:
 
 
 def generation_of(device: str) -> str:
-    """Return the generation of a device, such as Hopper; "" if its name is not in GENERATIONS."""
-    words = _words(device)
+    """Return the generation of a device, such as Hopper; "" if its name is not in GENERATIONS.
+
+    4090 and RTX4090 are RTX 4090.
+    """
+    spans = {span.removeprefix("rtx") for span in _spans(_words(device))}
     for generation, models in GENERATIONS.items():
-        for model in models:
-            parts = _words(model)
-            if any(words[i : i + len(parts)] == parts for i in range(len(words))):
-                return generation
+        if any("".join(_words(model)).removeprefix("rtx") in spans for model in models):
+            return generation
     return ""
 
 
@@ -93,6 +102,12 @@ def without_rows(devices: Iterable[str]) -> dict[str, list[str]]:
         if not any(names_device(name, device) for device in measured):
             lacking.setdefault(generation_of(name), []).append(name)
     return lacking
+
+
+def _spans(words: list[str]) -> set[str]:
+    """Return every run of words, joined: RTX 4090 is also RTX4090."""
+    places = range(len(words) + 1)
+    return {"".join(words[i:j]) for i in places for j in places if i < j}
 
 
 def _words(name: str) -> list[str]:

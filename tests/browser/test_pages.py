@@ -124,6 +124,10 @@ def test_a_cell_opens_a_card_with_rivals_in_order_and_commands(places, show) -> 
     assert page.evaluate("document.documentElement.scrollWidth") <= 1280
     card.get_by_role("button", name="close").click()
     assert not card.count()
+    page.locator("a[data-cell][title^='blocks of 128 at 50 %']:visible").click()
+    assert card.locator("code").last.inner_text().startswith("sparsebench try bsr_wgmma ")
+    page.keyboard.press("Escape")
+    assert not card.count()
 
 
 @pytest.mark.parametrize("words", ["m:4096", "4096", "dtype:bf16", "bf16"])

@@ -52,6 +52,12 @@ def test_bsr_draws_its_layout() -> None:
     assert packed.stored_bytes == 4 * 3 + 4 * 3 + 4 * 18
 
 
+def test_the_text_of_a_format_has_the_sizes_of_its_arrays_and_no_values() -> None:
+    text = repr(Bsr.from_dense(torch.ones(256, 128), block=64))
+    arrays = "offsets: int32 [5], columns: int32 [8], values: float32 [8, 64, 64]"
+    assert text == f"Bsr(shape: [256, 128], {arrays})"
+
+
 def test_csr_draws_its_layout() -> None:
     dense = torch.tensor([[1.0, 0, 2], [0, 0, 0], [0, 3, 0]])
     arrays = load_format("csr").from_dense(dense).arrays()

@@ -162,6 +162,7 @@ def test_public_names_are_there_when_they_are_used() -> None:
     assert first["nn"].BlockSparseLinear
     assert first["errors"].Unsupported
     assert sparsebench.__version__
-    assert set(sparsebench.__all__) <= set(dir(sparsebench))
+    shown = [name for name in dir(sparsebench) if not name.startswith("__")]
+    assert sorted(shown) == sorted(sparsebench.__all__)
     with pytest.raises(AttributeError, match="has no attribute 'matmull'"):
         _ = sparsebench.matmull  # type: ignore[attr-defined]

@@ -96,6 +96,15 @@ def test_an_error_is_printed_where_the_width_is_unknown() -> None:
     assert done.stderr == "error: nowhere: expected the directory of a run, found none\n"
 
 
+def test_tables_in_a_pipe_are_as_wide_as_columns_says() -> None:
+    command = [sys.executable, "-P", "-m", "sparsebench", "compare", "H100", "H200"]
+    for columns, widest in (("60", 60), (None, 120)):
+        known = {**os.environ, "COLUMNS": columns} if columns else {**os.environ}
+        known = known if columns else {n: v for n, v in known.items() if n != "COLUMNS"}
+        shown = subprocess.run(command, env=known, capture_output=True, text=True, check=True)
+        assert max(map(len, shown.stdout.splitlines())) == widest
+
+
 def test_compare_sets_runs_side_by_side(run: Path, tmp_path: Path) -> None:
     result = json.loads(sparsebench("compare", run, run, "--json").stdout)["changes"]["B"]
     assert len(result["cases"]) == 8
@@ -208,6 +217,9 @@ def test_report_warns_in_one_line_about_a_changed_run(run: Path, tmp_path: Path)
 
 
 def test_report_exports_csv(run: Path, tmp_path: Path) -> None:
+    answer = json.loads(output("report", run, "--out", tmp_path / "r.html", "--json"))
+    assert answer["report"] == str(tmp_path / "r.html")
+    assert sum(answer["cases"].values()) == 8
     shown = output("report", run, "--out", tmp_path / "r.html", "--csv", tmp_path / "r.csv")
     assert "as fast as" in shown  # the answer again
     assert "hardware limit" not in shown  # a CPU has none

@@ -25,6 +25,7 @@ ONE = linear(
     baselines=(ON_CPU,),
 )
 BAD = {  # what is replaced in ONE, and what the error says
+    "no schema": ("schema: sparsebench/suite@1", "", "the line schema: sparsebench/suite@1"),
     "version": ("suite@1", "suite@9", "schema: expected 'sparsebench/suite@1'; found"),
     "op": ("op: linear", "op: linar", "linear?"),
     "kernel": ("KERNEL", "cubals", "cublas?"),

@@ -90,6 +90,14 @@ def test_runs_on_a_site_are_links_and_files_of_models_are_not() -> None:
     assert "a-model/index.html" not in site
 
 
+def test_what_is_not_known_of_a_run_is_left_out() -> None:
+    claim = claimed(quantifier="for_all")
+    run = cell(claim, spread(2.5), "a", run="h200/ffn", commit="1234567")
+    file = cell(claim, (), "b", run="a-model", case_ids=(), reason="not measured")
+    text = page(entry(run, file, quantifier="for_all"))
+    assert "Measured in a-model; h200/ffn (commit 1234567, 8 processes)." in text
+
+
 def test_backticks_of_a_claim_are_code_on_every_page() -> None:
     untested = entry(tests=[], measure=None, missing="a file of `whole` <of a model>")
     texts = dict(alone([untested], "1.0"))

@@ -16,7 +16,6 @@ from sparsebench.reports.headline import (
     headline,
     read,
 )
-from sparsebench.reports.what_changed import what_changed
 from sparsebench.results.tables.analysis import analyse
 from sparsebench.results.tables.families import DEFAULT, OURS, ours
 from sparsebench.results.tables.noise import Noise, Reliability
@@ -53,22 +52,6 @@ def test_of_two_gpus_the_one_with_more_runs_keeps_a_name(tmp_path: Path) -> None
         "chain": "results/published/b/chain",
         "other": "results/published/b/other",
     }
-
-
-@pytest.mark.parametrize(
-    ("factor", "change"), [(0.8, "smaller"), (1.0, "none beyond the interval"), (1.2, "larger")]
-)
-def test_a_headline_says_how_it_changed_since_the_run_before(
-    factor: float, change: str, runs: dict[str, PublishedRun]
-) -> None:
-    run = runs["sparsity-4096"]
-    gains = ["speedup", "speedup_low", "speedup_high"]
-    now = replace(run, cases=run.cases.assign(**{gain: run.cases[gain] * factor for gain in gains}))
-    line = cells(what_changed({"sparsity-4096": now}, [LARGE]))
-    assert line[0] == LARGE.text
-    assert line[1].startswith("5.5× [5.4, 5.6] ([84a765b](")
-    assert line[3:5] == ["29.5 µs > 29.6 µs", "163 µs > 164 µs"]
-    assert line[-1] == change
 
 
 @pytest.mark.exhaustive
@@ -166,7 +149,7 @@ def filled(
 ) -> Callable[[str], str]:
     """Return what a page of another checkout should hold, without what takes seconds."""
     monkeypatch.setattr(published, "BLOCKED", ("docs/README.md",))
-    for name in ("headline", "what_changed", "agreement"):
+    for name in ("headline", "agreement"):
         monkeypatch.setattr(published, name, lambda runs: "")
     monkeypatch.setattr(published, "repeated_cases", lambda runs: None)
     monkeypatch.setattr(published.repeats, "text_of", lambda rows: "")

@@ -9,8 +9,9 @@ import pytest
 from sparsebench.reports.cells import cells, text_of
 from sparsebench.reports.site.cards import run_lines
 from sparsebench.reports.workloads import WORKLOADS, of_cells, two_gpus
+from sparsebench.results.comparison import sides
 from sparsebench.results.files import parse_json
-from sparsebench.results.run import store
+from sparsebench.results.run import bundle, store
 from sparsebench.results.tables.analysis import analyse
 from tests.tools.command_line import output, refusal, sparsebench
 from tests.tools.paths import PUBLISHED
@@ -90,3 +91,21 @@ def test_published_gpus_are_compared_without_reading_a_run(monkeypatch, tmp_path
     assert "decoding, 8B model" in shown
     assert shown.endswith("Every case: --cells\n")
     assert "did you mean H100?" in refusal("compare", "H1OO", "H200")
+
+
+def test_the_table_of_published_gpus_is_the_same_above_every_case(monkeypatch, tmp_path) -> None:
+    monkeypatch.chdir(tmp_path)
+    table, _, _ = output("compare", "H100", "H200").partition("Every case")
+    names = zip(RUNS, ("H100", "H200"), strict=True)
+    read = [sides.side(store.read(run), name=name) for run, name in names]
+    monkeypatch.setattr(sides, "find", lambda *_: read)
+    above, _, below = output("compare", "H100", "H200", "--cells").partition("Without")
+    assert above == table
+    assert "Every case, largest difference first" in below
+
+
+def test_replaced_runs_are_left_out_unless_their_folder_is_named() -> None:
+    home = RUNS[0].parent
+    assert RUNS[0] in sides.bundles([home])
+    assert not [run for run in sides.bundles([home]) if bundle.EARLIER in run.parts]
+    assert len(sides.bundles([home / bundle.EARLIER])) > 2
