@@ -201,6 +201,18 @@ __device__ __forceinline__ void fixup_part(const WorkItem& item, const float4* f
   if (leader && atomicAdd(counter, 1) == parts + reducers - 1) *counter = 0;
 }
 
+// Write the result of a work item that is not cut.
+__device__ __forceinline__ void write_item(const Accumulators& d, const Out* to, u32 out,
+                                           int feature, int token, int warpgroup) {
+  epilogue(d, out, warpgroup, [&](bool writer, int first, int stores, u32 from) {
+    if (!writer) return;
+    #pragma unroll
+    for (int i = 0; i < stores; i++)
+      copy_s2g(to, from + i * STORE_BYTES, feature, token + (first + i) * STORE_TOKENS, first + i);
+    tma_store_commit();
+  });
+}
+
 // ---- SPLIT: the CTAs of a cluster share the k tiles of an item ----
 //
 //   CTA `part` adds up and writes SHARE stores of tokens, from part * SHARE on. Each warpgroup of
@@ -402,15 +414,7 @@ multiply_tiles(const __grid_constant__ Maps maps, const __grid_constant__ Weight
         store_partial(d, item.fixup, workspace, counters, consumer, role);
       } else {
         if (FP8) apply_scales<TOKENS / 8>(d, scales, row * ROWS, item.tile.token);
-        const int feature = row * ROWS, token = item.tile.token;
-        epilogue(d, out, role, [&](bool writer, int first, int stores, u32 from) {
-          if (!writer) return;
-          #pragma unroll
-          for (int i = 0; i < stores; i++)
-            copy_s2g(&maps.out, from + i * STORE_BYTES, feature, token + (first + i) * STORE_TOKENS,
-                     first + i);
-          tma_store_commit();
-        });
+        write_item(d, &maps.out, out, row * ROWS, item.tile.token, role);
       }
     }
     for (int i = begin; i < end; i++) {

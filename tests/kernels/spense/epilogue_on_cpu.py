@@ -101,10 +101,8 @@ class Case:
     ctas: int
 
 
-EPILOGUE = (  # from its first function to the first one that follows it
-    "// ---- epilogue: hidden units ----",
-    "__device__ __forceinline__ void zero(",
-)
+EPILOGUE = "// ---- epilogue: hidden units ----", "// ---- an item ----"  # of spense_tiles.cuh
+LISTS = "// This is part `part` of", "// ---- the kernel ----"  # of spense_wgmma.cu
 
 
 def section(source: str, start: str, end: str) -> str:
@@ -114,11 +112,13 @@ def section(source: str, start: str, end: str) -> str:
 @cache
 def on_cpu(test: str, constants: Any) -> Any:
     """Build the code after the products, and `test`; IN_CPP and cuda_on_cpu.h replace PTX."""
-    kernel, shared = cuda_source("spense_wgmma.cu"), cuda_source("hopper.cuh")
-    parts = section(kernel, "constexpr int SPARSE_BYTES", "template <int BYTES, int STAGES>")
+    tiles, shared = cuda_source("spense_tiles.cuh"), cuda_source("hopper.cuh")
+    parts = section(tiles, "constexpr int SPARSE_BYTES", "template <int BYTES, int STAGES>")
     parts += "using Accumulators = float[8 * STORES];\n"
     parts += shared[shared.index("__device__ __forceinline__ u32 stmatrix_address") :]
     parts += cuda_source("scales.cuh").replace("#pragma once", "")
-    parts += section(kernel, *EPILOGUE)
+    parts += section(tiles, *EPILOGUE)
+    parts += tiles[tiles.index("// Write all sums of a work item") :]
+    parts += section(cuda_source("spense_wgmma.cu"), *LISTS)
     source = '#include <cmath>\n#include "cuda_on_cpu.h"\n' + IN_CPP
     return library_of(source + test.replace(KERNEL, without_ptx(parts) + AFTER_KERNEL), constants)

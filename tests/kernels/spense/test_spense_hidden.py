@@ -49,7 +49,7 @@ static void run() {
       store_partial(d, item.fixup, p.workspace, p.counters, consumer, warpgroup);
     } else {
       if (FP8) apply_scales<TOKENS / 8>(d, scales, feature, item.tile.token);
-      epilogue(d, &map, out, feature, item.tile.token, warpgroup);
+      write_item(d, &map, out, feature, item.tile.token, warpgroup);
     }
   }
   for (int i = begin; i < end; i++) {
