@@ -17,6 +17,7 @@ So the intervals cover the choice, as those of the other kernels do.
                others   a product for each weight, and act in torch between them, as in a Hugging
                         Face model after `sparsify_`; also an mlp in blocks
                few active units: SparseGatedMLP (ffn only)
+    experts_ffn         SparseExperts, of 2:4 or of blocks
     attention           sparsebench.attention
     decoder             the step of dense/_decoder.py, whose pruned products run the kernels and the
                         configurations that the layers choose, into fixed buffers as in a CUDA graph
@@ -45,6 +46,7 @@ from sparsebench.kernels._common.product import Selected
 from sparsebench.kernels._common.search import lines_of
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
 from sparsebench.kernels.attention._call import bind
+from sparsebench.kernels.bsr import experts_ffn_triton
 from sparsebench.kernels.bsr._call import BsrCall
 from sparsebench.kernels.dense import _decoder
 from sparsebench.kernels.dense._decoder import (
@@ -66,13 +68,15 @@ from sparsebench.kernels.nn.block_sparse_mlp import (
     hidden,
     layer_of,
 )
+from sparsebench.kernels.nn.experts import SparseExperts, planned_products
 from sparsebench.kernels.nn.matmul import matmul
 from sparsebench.kernels.nn.sparse_gated_mlp import SparseGatedMLP, plan_of
 from sparsebench.kernels.nn.spense import SpenseGatedMLP, SpenseLinear
+from sparsebench.kernels.spense import experts_ffn_wgmma
 from sparsebench.kernels.spense.spense_ffn import joined
 from sparsebench.results.record import Problem
 
-OPS = "linear", "linear_dgrad", "linear_wgrad", "ffn", "mlp", "attention", "decoder"
+OPS = "linear", "linear_dgrad", "linear_wgrad", "ffn", "mlp", "experts_ffn", "attention", "decoder"
 
 
 def prepare(operands: Operands, *, cache: bool = False) -> Launch:
@@ -90,8 +94,8 @@ def _prepare(operands: Operands, earlier: Earlier | None) -> Launch:
     op, a = operands.problem.op, operands.activations
     if op in ("ffn", "mlp", "decoder"):
         return decoder(operands, earlier) if op == "decoder" else layer(operands, earlier)
-    if op == "attention":
-        return _attention(operands, earlier)
+    if op in ("attention", "experts_ffn"):
+        return (_attention if op == "attention" else _experts)(operands, earlier)
     w = operands.pattern if op == "linear_wgrad" else operands.weights["w"]
     if isinstance(w, Bsr) and op != "linear":
         return _gradient(operands, w, earlier)
@@ -289,6 +293,31 @@ def _launch(call: Callable[[], Tensor], parts: Mapping[str, Selected | None]) ->
     code = next((each.code for each in launches.values() if each.code), None)
     lines = [line for name, each in launches.items() for line in lines_of(name, each)]
     return Launch(call, choice or {"kernel": "torch"}, code, lines)
+
+
+def _experts(operands: Operands, earlier: Earlier | None) -> Launch:
+    """Return a call of SparseExperts, whose products are planned on the rows of the operands."""
+    problem, count = operands.problem, operands.problem["experts"]
+    wg, wu, wd = (operands.weights[name] for name in ("wg", "wu", "wd"))
+    x, shares, ids = (operands.activations[name] for name in ("x", "shares", "ids"))
+    both: Spense | Bsr
+    try:
+        if isinstance(wg, Spense) and isinstance(wu, Spense) and isinstance(wd, Spense):
+            both = experts_ffn_wgmma.joined(wg, wu)
+            layers: Any = SpenseLinear.from_spense(both), SpenseLinear.from_spense(wd)
+        elif isinstance(wd, Bsr):
+            both = experts_ffn_triton.joined(wg, wu, count)
+            layers = layer_of(both), layer_of(wd)
+        else:
+            raise Unsupported(f"expected experts in spense or bsr, found {type(wd).__name__}")
+        about = {"experts": count, "top_k": problem["top_k"]}
+        mlp = SparseExperts(*layers, **about, activation=problem["activation"])
+    except FormatError as error:
+        raise Unsupported(str(error)) from error
+    parts: Mapping[str, Selected] = {}
+    if x.is_cuda:
+        parts = planned_products(both, wd, x, ids, count, mlp.activation, earlier)
+    return _launch(lambda: mlp(x, ids, shares), parts)
 
 
 # ---- a decoding step ----

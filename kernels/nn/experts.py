@@ -22,7 +22,8 @@ for the host, so a CUDA graph replays with other routings. An adapter on gate_up
 Unsupported at the first call, because it would be read by nothing.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, NoReturn, Self
 
 import torch
@@ -32,13 +33,17 @@ from sparsebench.errors import Unsupported
 from sparsebench.formats._format import require
 from sparsebench.formats.bsr import Bsr
 from sparsebench.formats.spense import ROWS, Spense
+from sparsebench.kernels._common.operator import Earlier
+from sparsebench.kernels._common.product import Product, Selected
 from sparsebench.kernels._common.routing import combine, route
 from sparsebench.kernels._common.torch_operator import torch_operator
 from sparsebench.kernels._common.transforms import aligned, device_guard, is_traced
 from sparsebench.kernels.nn._experts_engines import (
     Weight,
+    call_of,
     expert_of,
     multiply,
+    operator_of,
     tensors_of,
     weight_of,
 )
@@ -272,6 +277,33 @@ def _computed(
         else:
             h = hidden(multiply(gate_up, experts, rows, ends), activation)
         return combine(multiply(down, experts, h, ends), place, aligned(weights))
+
+
+def planned_products(
+    gate_up: Weight,
+    down: Weight,
+    x: Tensor,
+    ids: Tensor,
+    experts: int,
+    activation: str,
+    earlier: Earlier | None,
+) -> dict[str, Selected]:
+    """Plan both products on the rows of tokens X [m, h], as a suite does. Raises Unsupported."""
+    source, _, ends = route(ids, experts)
+    rows, plans = x.index_select(0, source), dict[str, Selected]()
+    for name, w in {"gate_up": gate_up, "down": down}.items():
+        writes_h = isinstance(w, Spense) and name == "gate_up"
+        call = call_of(w, experts, len(rows), activation if writes_h else None)
+        run = partial(_run_product, (rows, ends, *tensors_of(w)))
+        operator = operator_of(call._replace(m=0), x.device)
+        plans[name] = operator.select(call, run, earlier and earlier.part(name))
+        y = plans[name].product.run(rows, ends, *tensors_of(w))
+        rows = hidden(y, activation) if name == "gate_up" and not writes_h else y
+    return plans
+
+
+def _run_product(operands: tuple[Tensor, ...], product: Product) -> Callable[[], Tensor]:
+    return partial(product.run, *operands)
 
 
 def _eager(

@@ -40,12 +40,32 @@ def layer(kind: str, device: torch.device, op: str = "ffn", **fields: Any) -> Op
     }
     sizes = {"m": 20, "n": 512, "k": 256, "dtype": "fp16"}
     problem = problem_of(op, **{**sizes, **patterns[kind], **fields})
-    return operands_for(problem, device, packed(kind, MLP if op == "ffn" else MLP[1:]))
+    return operands_for(problem, device, packed(kind, MLP if op != "mlp" else MLP[1:]))
 
 
 def test_a_dense_weight_in_fp8_is_refused() -> None:
     problem = problem_of("linear", m=16, n=64, k=64, dtype="fp8")
     assert "found fp8" in refusal(lambda: default.prepare(operands_for(problem, CPU, {})))
+
+
+def mixture(kind: str, device: torch.device) -> Operands:
+    pattern = {"pattern": "two_four"} if kind == "spense" else {"pattern": "blocks", "block": 32}
+    sizes = {"m": 20, "n": 128, "k": 256, "experts": 4, "top_k": 2, "dtype": "bf16"}
+    pack = Spense.from_dense if kind == "spense" else partial(Bsr.from_dense, block=32)
+    problem = problem_of("experts_ffn", **sizes, **pattern, sparsity=0.5)
+    return operands_for(problem, device, dict.fromkeys(MLP, pack))
+
+
+@pytest.mark.parametrize("kind", ["bsr", "spense"])
+def test_a_mixture_is_right_on_a_cpu(kind: str) -> None:
+    operands = mixture(kind, CPU)
+    assert_right(default.prepare(operands), operands)
+
+
+@hopper
+@pytest.mark.parametrize("kind", ["bsr", "spense"])
+def test_a_mixture_is_right_on_a_gpu(kind: str) -> None:
+    assert_right_twice(mixture(kind, CUDA), default.prepare)
 
 
 @pytest.mark.parametrize(
