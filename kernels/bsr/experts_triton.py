@@ -58,7 +58,7 @@ TOKENS = 16, 32, 64, 128
 
 
 class BlockExpertsCall(NamedTuple):
-    """Products of up to m rows in all. It determines the plan on a device.
+    """Products of up to m rows in all, or gradients. It determines the plan on a device.
 
     shape   n and k of each of the experts
     stored  blocks of all experts
@@ -99,9 +99,8 @@ def choices(w: Bsr, call: BlockExpertsCall) -> list[BlockExpertsConfig]:
                 depth = min(
                     c, fitting_depth(tokens, features, 128 // size, 4, path) * 2 // size or 16
                 )
-                held = most_stages(tokens, features, depth, size)
-                flight = min(in_flight, held)
-                configs.append(BlockExpertsConfig(tokens, features, depth, flight, 4, path))
+                stages = min(in_flight, most_stages(tokens, features, depth, size))
+                configs.append(BlockExpertsConfig(tokens, features, depth, stages, 4, path))
     return list(dict.fromkeys(configs))
 
 
@@ -137,11 +136,17 @@ def plan(w: Bsr, call: BlockExpertsCall, config: BlockExpertsConfig) -> Product:
     return product_of(kernel, (x, ends, *weight), w.columns.device)
 
 
-def problem_of(call: BlockExpertsCall) -> dict[str, Any]:
+def call_of(w: Bsr, experts: int, rows: int, dtype: torch.dtype) -> BlockExpertsCall:
+    """Return the call that plans a product of rows with experts, or its gradient."""
+    shape = w.shape[0] // experts, w.shape[1]
+    return BlockExpertsCall(bucket(rows), experts, shape, w.block, dtype, len(w.columns))
+
+
+def problem_of(call: BlockExpertsCall, op: str = "bsr.experts") -> dict[str, Any]:
     """Return a call's sizes, as a list of choices has them."""
     (n, k), block = call.shape, list(call.block)
     density = density_of(call.experts * n, k, call.block, call.stored)
-    fields = {"op": "bsr.experts", "dtype": NAMES.get(call.dtype, str(call.dtype))}
+    fields = {"op": op, "dtype": NAMES.get(call.dtype, str(call.dtype))}
     sizes = {"block": block, "m": call.m, "n": n, "k": k, "experts": call.experts}
     return {**fields, **sizes, "density": density}
 
@@ -162,9 +167,7 @@ def bound(
     w: Bsr, x: Tensor, ends: Tensor, experts: int, engines: tuple[Engine, ...]
 ) -> OperatorCall:
     """Return a call of X with experts."""
-    shape = w.shape[0] // experts, w.shape[1]
-    layout = shape, w.block, w.values.dtype, len(w.columns)
-    call = BlockExpertsCall(bucket(len(x)), experts, *layout)
+    call = call_of(w, experts, len(x), w.values.dtype)
     operator = Operator(engines, lambda call: w, problem_of, w.columns.device)
     weight = w.values, w.columns, w.offsets
     return OperatorCall(operator, call, (x, ends), lambda product: weight)

@@ -156,6 +156,12 @@ def macros_of(
     return tuple(constants.items())
 
 
+def call_of(w: Spense, experts: int, rows: int, activation: str | None = None) -> ExpertsCall:
+    """Return the call that plans a product of rows with experts."""
+    shape = w.shape[0] // experts, w.shape[1]
+    return ExpertsCall(bucket(rows), experts, shape, w.sparse_shape, w.dtype, activation)
+
+
 def problem_of(call: ExpertsCall) -> dict[str, Any]:
     """Return a call's sizes, as a list of choices has them; a 2:4 element counts half."""
     (n, k), (rows, columns) = call.shape, call.sparse_shape
@@ -191,8 +197,7 @@ def bound(
     activation: str | None = None,
 ) -> OperatorCall:
     """Return a call of X with experts, and in fp8 the scales of the rows of W."""
-    shape = w.shape[0] // experts, w.shape[1]
-    call = ExpertsCall(bucket(len(x)), experts, shape, w.sparse_shape, w.dtype, activation)
+    call = call_of(w, experts, len(x), activation)
     operator = Operator(engines, lambda call: w, problem_of, w.sparse.device)
     return OperatorCall(operator, call, (x, ends), lambda product: (w.sparse, w.dense, scale))
 
