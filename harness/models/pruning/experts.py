@@ -2,10 +2,10 @@
 
     gate_up_proj [experts, 2 i, h], gate above up     down_proj [experts, h, i]     act_fn
 
-So transformers has them in Mixtral, Qwen2- and Qwen3-MoE, OLMoE, DeepSeek and many others, and says
-so by attributes of the module. Experts with biases or transposed weights, such as those of gpt-oss
-and Llama-4, are not found, and stay dense. A module that is found is run on two tokens, and refused
-if it computes anything else. Each expert is pruned as if its three weights were layers.
+Transformers stores the experts of Mixtral, Qwen2- and Qwen3-MoE, OLMoE, DeepSeek and many others in
+this layout, and attributes of the module say so. Experts with biases or transposed weights, such as
+those of gpt-oss and Llama-4, stay dense. A module with this layout is run on two tokens, and it is
+refused if it computes anything else. Each expert is pruned as if its three weights were layers.
 """
 
 from dataclasses import dataclass
