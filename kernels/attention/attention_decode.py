@@ -45,11 +45,11 @@ def prepare(operands: Operands, *, selects: Summary = "bounds") -> Launch:
     summarize(summaries, pool.k, pool.table, pool.lengths, pool.k[:, :, 0, 0].numel())
     present = mask.to_dense().view(mask.batch, mask.lists, -1).mT != 0
     summaries.masked_fill_(~present.reshape(pages, mask.lists, 1, 1), torch.nan)
-    listed = select_pages(pool, summaries, keep, 0, 0) if selects == "lists" else None
+    lists = select_pages(pool, summaries, keep, 0, 0) if selects == "lists" else None
     config = config_of(pool.shape, keep)
 
     def run() -> Tensor:
-        columns = select_pages(pool, summaries, keep, 0, 0) if listed is None else listed
+        columns = select_pages(pool, summaries, keep, 0, 0) if lists is None else lists
         return attend(pool, columns, scale, config).flatten(1)
 
     return Launch(run, choice={**config._asdict(), "selects": selects})
