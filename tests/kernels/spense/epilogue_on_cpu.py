@@ -1,4 +1,4 @@
-"""Build the epilogue of spense_wgmma.cu for this machine, with stand-ins for PTX.
+"""Build the epilogue of spense_wgmma for this machine, with stand-ins for PTX.
 
 Taken from the text: structs, scales, activations, stores, partial sums and the fixup. A stand-in
 for a TMA store reads shared memory as late as it may.
@@ -101,10 +101,7 @@ class Case:
     ctas: int
 
 
-EPILOGUE = (  # from its first function to the first one that follows it
-    "// ---- epilogue: hidden units ----",
-    "__device__ __forceinline__ void zero(",
-)
+PARTIAL_SUMS = "// ---- stream-K: partial sums and their reduction ----"
 
 
 def section(source: str, start: str, end: str) -> str:
@@ -114,11 +111,15 @@ def section(source: str, start: str, end: str) -> str:
 @cache
 def on_cpu(test: str, constants: Any) -> Any:
     """Build the code after the products, and `test`; IN_CPP and cuda_on_cpu.h replace PTX."""
-    kernel, shared = cuda_source("spense_wgmma.cu"), cuda_source("hopper.cuh")
-    parts = section(kernel, "constexpr int SPARSE_BYTES", "template <int BYTES, int STAGES>")
+    kernel, tiles = cuda_source("spense_wgmma.cu"), cuda_source("spense_tiles.cuh")
+    shared = cuda_source("hopper.cuh")
+    parts = section(tiles, "constexpr int SPARSE_BYTES", "template <int BYTES, int STAGES>")
+    parts += section(kernel, "struct alignas(16) Fixup", PARTIAL_SUMS)
     parts += "using Accumulators = float[8 * STORES];\n"
     parts += shared[shared.index("__device__ __forceinline__ u32 stmatrix_address") :]
     parts += cuda_source("scales.cuh").replace("#pragma once", "")
-    parts += section(kernel, *EPILOGUE)
+    parts += section(tiles, "// ---- epilogue: hidden units ----", "// ---- an item ----")
+    parts += tiles[tiles.index("template <class Write>") :]
+    parts += section(kernel, PARTIAL_SUMS, "// ---- the kernel ----")
     source = '#include <cmath>\n#include "cuda_on_cpu.h"\n' + IN_CPP
     return library_of(source + test.replace(KERNEL, without_ptx(parts) + AFTER_KERNEL), constants)

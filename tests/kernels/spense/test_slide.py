@@ -45,7 +45,7 @@ def test_the_idle_warps_write_the_columns_of_odd_windows(config, dtype) -> None:
     assert torch.equal(shared[2 * config.tokens :], swizzled(expected))
 
 
-KERNEL = cuda_source("spense_wgmma.cu")
+KERNEL = cuda_source("spense_tiles.cuh")
 EXPANDERS = """
 #include <cstring>
 typedef unsigned int u32;

@@ -49,7 +49,13 @@ static void run() {
       store_partial(d, item.fixup, p.workspace, p.counters, consumer, warpgroup);
     } else {
       if (FP8) apply_scales<TOKENS / 8>(d, scales, feature, item.tile.token);
-      epilogue(d, &map, out, feature, item.tile.token, warpgroup);
+      epilogue(d, out, warpgroup, [&](bool writer, int first, int stores, u32 from) {
+        if (!writer) return;
+        for (int i = 0; i < stores; i++)
+          copy_s2g(&map, from + i * STORE_BYTES, feature,
+                   item.tile.token + (first + i) * STORE_TOKENS, first + i);
+        tma_store_commit();
+      });
     }
   }
   for (int i = begin; i < end; i++) {
