@@ -49,8 +49,8 @@ def compare(
 ) -> None:
     """Compare runs or GPUs with the first.
 
-    Of two GPUs, a table has the times of decoding, prefill, attention and training, and the gains
-    of sparsity there. Of two runs, it has every case: how the times and the speedups differ, and
+    For two GPUs, a table has the times of decoding, prefill, attention and training, and the gains
+    of sparsity there. For two runs, it has every case: how the times and the speedups differ, and
     the cause: our kernel, its configuration, a library's version, the baseline or the card.
     """
     require_one_output(as_json, markdown)

@@ -10,8 +10,8 @@
 
 m tokens go to top_k of the experts each. The m top_k rows are sorted by expert, and `ends` says on
 the device where the rows of each expert end. W, all experts one below the other, is the sparse
-operand. An end below the one before it or beyond X counts as the nearest that is neither; rows
-after the last end are zero in Y.
+operand. An end below the one before it counts as that one, and an end beyond X as the number of
+its rows. Rows after the last end are zero in Y.
 
     routing   each draw of the operands routes anew
       uniform   all experts are equally likely

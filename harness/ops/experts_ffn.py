@@ -5,9 +5,9 @@
 
     X, Y [m, k]    ids [m, top_k]    Wg, Wu [experts n, k]    Wd [experts k, n]
 
-m tokens, k model width, n hidden units of an expert; the experts lie one below the other. A router
-has chosen the experts and their shares before. A call sorts the tokens by expert, or does without,
-multiplies, and adds up. Routing is drawn as in op experts.
+There are m tokens, k is the width of the model, and an expert has n hidden units. The experts lie
+one below the other. A router has already chosen the experts of each token, `ids`, and their weights
+in its sum, `shares`. What is timed starts from these. Routing is drawn as in op experts.
 """
 
 from collections.abc import Iterator, Mapping

@@ -69,7 +69,7 @@ def require_planned_rows(run: StoredRun, suite: Suite) -> int:
     """Return how many rows the suite plans for each replicate, A/A twins included.
 
     Raises ResultError unless the run has exactly these. The noise-floor contests, which every run
-    has, do not count. Of a run whose budget ended, the problems that it reached count.
+    has, do not count. If the budget of a run ended, the problems that it reached count.
     """
     measures = distinct_measures(suite.measures, run.state["flags"]["device"])
     contests = _contests(run, suite)

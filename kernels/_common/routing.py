@@ -8,12 +8,12 @@
                                                             ends   1 2 4
 
 `route` is one launch: the program of an expert counts smaller ids, which are the rows before its
-own, and then numbers those equal to it. Ids outside of the experts are sorted last: a sentinel of
-expert parallelism names an expert of another GPU. Tokens keep their order within an expert, sizes
-depend on the shapes alone, and the host waits for nothing.
+own, and then numbers those equal to it. Ids that name none of the experts are sorted last: with
+expert parallelism, they stand for experts of another GPU. Tokens keep their order within an expert,
+sizes depend on the shapes alone, and the host waits for nothing.
 
 `combine` sums in the order of a token's choices, in fp32, and rounds once. Both are deterministic.
-A CPU runs the same in torch, and sums fp64 in fp64.
+A CPU runs the same in torch, where rows in fp64 are summed in fp64.
 """
 
 from functools import lru_cache
@@ -27,7 +27,7 @@ from torch import Tensor
 from sparsebench.kernels._common.triton import BoundKernel, Template
 
 CHUNK = 1024  # ids that a program reads at a time
-FEATURES = 1024  # of a program of `combine`
+FEATURES = 1024  # columns of Y that a program of `combine` writes
 BOUND = 256  # launches of each kernel in a cache, one for each shape
 
 

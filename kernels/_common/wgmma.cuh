@@ -10,10 +10,10 @@
 // instead of its descriptor, `a` may be A in registers. With Wgmma<N, 1, 0> A is transposed
 // (MN-major, read by columns), with Wgmma<N, 0, 1> B is; e4m3 is K-major only.
 //
-// A thread holds N / 2 sums, and the instruction names each register. Of A in registers, a lane
-// (g = lane / 4, t = lane % 4) of warp w has four words: row 16 w + g at columns 2 t and 2 t + 1,
-// row + 8 there, and both rows 8 columns on. wgmma leaves its sums so: the pairs of
-// d[8 i .. 8 i + 7], packed, are A for the sums' columns 16 i to 16 i + 15.
+// A thread holds N / 2 sums, and the instruction names each register. If A is in registers, lane
+// 4 g + t of warp w has four words of it: row 16 w + g at columns 2 t and 2 t + 1, row + 8 there, and
+// both rows 8 columns on. wgmma leaves its sums so: the pairs of d[8 i .. 8 i + 7], packed, are A for
+// the sums' columns 16 i to 16 i + 15.
 //
 // Macros: FP16=0|1 (0 is bf16), FP8=1 (e4m3). Source: PTX ISA 9.0, wgmma.mma_async(.sp).
 

@@ -5,8 +5,8 @@
       page of the pool             each page once
 
 `splits` programs share the pages of a sequence and KV head, and the query heads of the KV head
-share each load. The program that comes last, by a counter, adds up the parts in their order, so the
-same operands give the same bits; the counter returns to zero.
+share each load. A counter tells a program that it is the last: it adds up the parts in their order,
+so the same operands give the same bits, and sets the counter to zero.
 
 Lengths and tables are read on the device, and memory depends on the sizes alone. A page is absent
 if its entry is outside of the pool: it is never read. A length counts up to the table's end.
@@ -40,8 +40,11 @@ EMPTY = tl.constexpr(-1)
 class PagedShape(NamedTuple):
     """Sizes of a decoding step: all that its launches depend on.
 
-    capacity  pages of a row of the table; pages, page_size: of the pool, and keys of a page
-    strides   of the pool's pages, keys and heads; row: of the table
+    capacity   pages of a row of the table
+    pages      of the pool
+    page_size  keys of a page
+    strides    of the pool's pages, keys and heads
+    row        stride of the table's rows
     """
 
     sequences: int

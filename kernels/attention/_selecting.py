@@ -84,7 +84,7 @@ def bound_select(
 
     starts   offsets, which it copies
     partial  uint8 like the scores: which blocks have only some of their elements
-    slots    of the places: number of each block in the grid, row by row
+    slots    for each place, the number of its block in the grid, row by row
     """
     (height, count), (b_q, b_k) = selection.grid, selection.block
     blocks = triton.next_power_of_2(count)

@@ -6,7 +6,8 @@ which the lists of each call are written before its kernels read them:
     forward    columns ──> columns of that mask                                         `_copy`
     backward   columns ──> the same, and how many blocks of queries each key block has  `_count`
                columns ──> its transposed lists                                         `_transpose`
-    of elements            columns and bits of that mask, and the same for gradients    _listing.py
+    elements   elements ──> columns and bits of that mask, and for gradients its transposed lists
+                                                                                     _listing.py
 
 Nothing waits for the device, and no size depends on what is selected. The calls of one thread on
 one stream, or in one captured graph, run one after the other. Each of these has plans of its own.
@@ -44,7 +45,8 @@ class SharedPlans:
     operator           plans of one mask, over whose lists `load` writes those of other masks
     forward, backward  launches that write these lists from a mask's columns, or from elements;
                        backward transposes, too
-    stamp, transposed  of what they were written from last, and whether for gradients
+    stamp              of the mask or the elements that they were written from last
+    transposed         whether the transposed lists were written, too
     """
 
     operator: Operator
@@ -84,7 +86,7 @@ class Sizes(NamedTuple):
 
     @property
     def bytes_of_bits(self) -> int:
-        """Return the memory of an element of every query and key, a bit each."""
+        """Return the bytes of a bit for each query and key; 0 without elements."""
         return (
             self.batch * self.lists * self.tokens[0] * self.tokens[1] // 8 if self.elements else 0
         )

@@ -3,8 +3,8 @@
     keys of a page and a KV head [page_size, D]  ──>  least, greatest  [2, D]    bounds
                                                  ──>  mean             [1, D]
 
-A page that is partly filled is summed up as far as it is. A NaN among its keys makes the summary of
-that channel NaN, so that the page is not selected by its score.
+The summary of a page that is partly filled covers the keys that it has. A NaN among them makes the
+summary of its channel NaN, so that the page's score does not select it.
 """
 
 from functools import lru_cache

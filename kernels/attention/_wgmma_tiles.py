@@ -46,7 +46,7 @@ def query_tiles(mask: BlockMask, shape: AttentionShape, rows: int, span: int) ->
     device, pack = mask.offsets.device, rows // span
     head = torch.arange(0, shape.batch * shape.heads, pack, device=device)
     start = torch.arange(0, shape.q_tokens, span, device=device)
-    # Of rows with as many places, the last ones have most blocks if elements are causal.
+    # If rows have as many places, the last ones have most blocks when elements are causal.
     start = start.flip(0) if mask.keep else start
     row = lists_of_heads(mask, shape, head)[:, None] * mask.q_blocks + start // mask.block[0]
     count = mask.counts[row]

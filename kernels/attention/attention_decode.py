@@ -4,12 +4,12 @@
               means    scores by their means,             the pages, attention
               lists                                                  attention
 
-So differences of the rows are the parts. A contest compares outputs for one mask. So the summaries
-of pages that the mask leaves out are NaN, which is never selected: every part does its whole work,
-and selects the mask, whatever the values of Q and K. The summaries are made before the launch is
-timed, as those of a cache are, and there are no first or last pages.
+The difference between two of these rows is the time of a part. A contest compares outputs for one
+mask, so the summaries of the pages that the mask leaves out are NaN, which is never selected. Every
+part then does its whole work and selects the mask's pages, whatever the values of Q and K. The
+summaries are made before the launch is timed, as those of a cache are. No page is kept in any case.
 
-Bound: attention's in rows. The bytes of all summaries come on top; NOTES.md has both.
+Bound: rows have that of attention, without the bytes of the summaries. NOTES.md adds them.
 """
 
 from typing import Literal, get_args
@@ -45,11 +45,11 @@ def prepare(operands: Operands, *, selects: Summary = "bounds") -> Launch:
     summarize(summaries, pool.k, pool.table, pool.lengths, pool.k[:, :, 0, 0].numel())
     present = mask.to_dense().view(mask.batch, mask.lists, -1).mT != 0
     summaries.masked_fill_(~present.reshape(pages, mask.lists, 1, 1), torch.nan)
-    given = select_pages(pool, summaries, keep, 0, 0) if selects == "lists" else None
+    lists = select_pages(pool, summaries, keep, 0, 0) if selects == "lists" else None
     config = config_of(pool.shape, keep)
 
     def run() -> Tensor:
-        columns = select_pages(pool, summaries, keep, 0, 0) if given is None else given
+        columns = select_pages(pool, summaries, keep, 0, 0) if lists is None else lists
         return attend(pool, columns, scale, config).flatten(1)
 
     return Launch(run, choice={**config._asdict(), "selects": selects})

@@ -197,8 +197,8 @@ __device__ __forceinline__ void producer(const Maps& maps, const Lists& lists, c
 }
 
 // ---- consumers: a warpgroup each, of 64 keys ----
-// Lane 4 g + t of warp w has keys 16 w + g and 8 more. Of the scores it has d[4 i + 2 r + j]: key r
-// of the two, query 8 i + 2 t + j of the step.
+// Lane 4 g + t of warp w has keys 16 w + g and 8 more. Its score d[4 i + 2 r + j] is that of key r
+// of the two and of query 8 i + 2 t + j of the step.
 
 // d[64 keys x 64 queries] = A[64 x D] B[64 x D].T
 __device__ __forceinline__ void scores(float (&d)[ROWS / 2], u32 keys, u32 queries) {

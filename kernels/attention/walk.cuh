@@ -198,8 +198,8 @@ __device__ __forceinline__ void producer(const Maps& maps, const Lists& lists, c
 }
 
 // ---- consumers: a warpgroup each; `row` is this lane's first row in the tile ----
-// Lane 4 g + t of warp w has rows 16 w + g and 8 more of its warpgroup's 64. Of the sums it has
-// d[4 i + 2 r + j]: row r of the two, column 8 i + 2 t + j.
+// Lane 4 g + t of warp w has rows 16 w + g and 8 more of its warpgroup's 64. Its sum
+// d[4 i + 2 r + j] belongs to row r of the two and to column 8 i + 2 t + j.
 
 __device__ __forceinline__ void queries_to_registers(u32 (&q)[HEAD_DIM / 4], u32 tile) {
   const int lane = threadIdx.x % 32, row = threadIdx.x / 32 % 4 * 16 + lane % 16;

@@ -48,7 +48,7 @@ __device__ __forceinline__ void barrier_sync(int barrier, int threads) {
 __device__ __forceinline__ void barrier_arrive(int barrier, int threads) {
   asm volatile("bar.arrive %0, %1;" :: "r"(barrier), "r"(threads) : "memory");
 }
-// Of a matrix [planes, rows, columns]; outside of its plane a box reads zeros.
+// Load a box of a matrix [planes, rows, columns]. Outside of its plane a box reads zeros.
 __device__ __forceinline__ void tma_load(u32 to, const TensorMap* map, int column, int row,
                                          int plane, u32 barrier) {
   asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "

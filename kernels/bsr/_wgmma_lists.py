@@ -9,10 +9,10 @@
 
 Loads are the bottleneck. A step loads an X tile (256 tokens: 32 KB), whether one half uses it or
 both, and 8 KB of W for each half. So slices with many columns in common are paired. The slices of
-one block row come first: they have all columns in common. Of the rest, the pair that shares the
-most is taken repeatedly (greedy matching). For uniform random blocks of 64, n = k = 4096, at 90 %
-sparsity, that makes 335 steps; pairs by length make 387, and the best matching 331. In a banded
-matrix, pairs are neighbours.
+one block row come first: they have all columns in common. Then the pair that shares the most
+columns is taken, again and again (greedy matching). For uniform random blocks of 64, n = k = 4096,
+at 90 % sparsity, that makes 335 steps; pairs by length make 387, and the best matching 331. In a
+banded matrix, pairs are neighbours.
 
 Groups are assigned to workers, a CTA or a cluster of two with twice the tokens, longest first
 (_common/work_list.py). In a worker's list, tokens ascend, so that X is read from memory during the

@@ -13,7 +13,7 @@
 // half a clock for each strip that TMA writes; mma.sync 3.3 at 0.62 of the tensor cores' rate.
 //
 // A strip is [DEPTH tokens x 32], rows of 64 bytes, swizzled. ldmatrix.trans turns tokens x columns
-// into the columns x tokens that mma wants of both operands. Of X, it takes the two matrices of eight
+// into the columns x tokens that mma wants of both operands. In X, it takes the two matrices of eight
 // columns first: an mma wants them in a pair of registers, and another order costs four moves.
 //
 // Macros: DEPTH=16|32 SLOTS (even) STRIPS (room in a stage, a multiple of 4), THREADS,

@@ -11,8 +11,8 @@
 A program multiplies a tile of an expert's rows of X by one block row, as bsr_triton does. The ends
 of the experts stay on the device: a first launch, a program for each expert, lists the tiles. The
 host knows only that there are at most rows / tokens + experts of them. Tiles after the last expert
-write zeros to the rows that have none, and the others end at once. If each program counted the
-tiles itself, 8,192 programs of 1.2 blocks took 63 us (measured on an H200).
+write zeros to the rows that have none, and the others end at once. When each
+program counted the tiles itself, 8,192 programs of 1.2 blocks took 63 us (measured on an H200).
 
 `DGRAD`, dX_e = dY_e @ W_e, is the same kernel over the transposed blocks of each expert.
 
@@ -53,12 +53,12 @@ from sparsebench.kernels.bsr._triton import constants_of
 from sparsebench.kernels.bsr.bsr_triton import FP8_CAPABILITY, FP8_DEPTH
 from sparsebench.results.record import Problem
 
-MOST_EXPERTS = 1024
+MOST_EXPERTS = 1024  # a program has all ends in registers: 32 in each thread of a warp
 TOKENS = 16, 32, 64, 128
 
 
 class BlockExpertsCall(NamedTuple):
-    """Products of up to m rows in all. It determines the plan on a device.
+    """Products of up to m rows in all, or gradients. It determines the plan on a device.
 
     shape   n and k of each of the experts
     stored  blocks of all experts
@@ -99,9 +99,8 @@ def choices(w: Bsr, call: BlockExpertsCall) -> list[BlockExpertsConfig]:
                 depth = min(
                     c, fitting_depth(tokens, features, 128 // size, 4, path) * 2 // size or 16
                 )
-                held = most_stages(tokens, features, depth, size)
-                flight = min(in_flight, held)
-                configs.append(BlockExpertsConfig(tokens, features, depth, flight, 4, path))
+                stages = min(in_flight, most_stages(tokens, features, depth, size))
+                configs.append(BlockExpertsConfig(tokens, features, depth, stages, 4, path))
     return list(dict.fromkeys(configs))
 
 
@@ -121,10 +120,10 @@ def plan(w: Bsr, call: BlockExpertsCall, config: BlockExpertsConfig) -> Product:
         flat = values.view(-1, c)
         count = triton.cdiv(len(x), config.tokens) + min(call.experts, len(x))
         tiles = torch.empty(count, 4, dtype=torch.int32, device="meta")
-        ends_args = x, ends, flat, columns, offsets, tiles, len(x), call.experts, count
+        list_args = x, ends, flat, columns, offsets, tiles, len(x), call.experts, count
         of_experts = {"TOKENS": config.tokens, "EXPERTS": triton.next_power_of_2(call.experts)}
         grid = (call.experts + 1,)
-        listing = BoundKernel(_list_tiles, grid, ends_args, {**of_experts, "num_warps": 1}, tiles)
+        listing = BoundKernel(_list_tiles, grid, list_args, {**of_experts, "num_warps": 1}, tiles)
         args = (
             *(box(x, config.tokens, config.depth, config.path), ends),
             box(flat, config.features, config.depth, config.path),
@@ -137,11 +136,17 @@ def plan(w: Bsr, call: BlockExpertsCall, config: BlockExpertsConfig) -> Product:
     return product_of(kernel, (x, ends, *weight), w.columns.device)
 
 
-def problem_of(call: BlockExpertsCall) -> dict[str, Any]:
+def call_of(w: Bsr, experts: int, rows: int, dtype: torch.dtype) -> BlockExpertsCall:
+    """Return the call that plans a product of rows with experts, or its gradient."""
+    shape = w.shape[0] // experts, w.shape[1]
+    return BlockExpertsCall(bucket(rows), experts, shape, w.block, dtype, len(w.columns))
+
+
+def problem_of(call: BlockExpertsCall, op: str = "bsr.experts") -> dict[str, Any]:
     """Return a call's sizes, as a list of choices has them."""
     (n, k), block = call.shape, list(call.block)
     density = density_of(call.experts * n, k, call.block, call.stored)
-    fields = {"op": "bsr.experts", "dtype": NAMES.get(call.dtype, str(call.dtype))}
+    fields = {"op": op, "dtype": NAMES.get(call.dtype, str(call.dtype))}
     sizes = {"block": block, "m": call.m, "n": n, "k": k, "experts": call.experts}
     return {**fields, **sizes, "density": density}
 
@@ -162,9 +167,7 @@ def bound(
     w: Bsr, x: Tensor, ends: Tensor, experts: int, engines: tuple[Engine, ...]
 ) -> OperatorCall:
     """Return a call of X with experts."""
-    shape = w.shape[0] // experts, w.shape[1]
-    layout = shape, w.block, w.values.dtype, len(w.columns)
-    call = BlockExpertsCall(bucket(len(x)), experts, *layout)
+    call = call_of(w, experts, len(x), w.values.dtype)
     operator = Operator(engines, lambda call: w, problem_of, w.columns.device)
     weight = w.values, w.columns, w.offsets
     return OperatorCall(operator, call, (x, ends), lambda product: weight)

@@ -11,7 +11,7 @@ the ends on the device. The block of an expert without rows becomes zero.
 """
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from functools import partial
 
 import torch
 import triton
@@ -21,25 +21,20 @@ from torch import Tensor
 from sparsebench.errors import Unsupported
 from sparsebench.formats._format import rows_of
 from sparsebench.formats.bsr import Bsr
-from sparsebench.kernels._common.choices import density_of
 from sparsebench.kernels._common.engines import gpu_engine
-from sparsebench.kernels._common.operator import Engine, Operator, OperatorCall, bucket
+from sparsebench.kernels._common.operator import Engine, Operator, OperatorCall
 from sparsebench.kernels._common.product import MOST_CONFIGS, Product
 from sparsebench.kernels._common.triton import BoundKernel, product_of, whole_tile
-from sparsebench.kernels._kernel import NAMES, Operands
-from sparsebench.kernels.bsr.experts_triton import MOST_EXPERTS, unsupported
+from sparsebench.kernels._kernel import Operands
+from sparsebench.kernels.bsr import experts_triton
+from sparsebench.kernels.bsr.experts_triton import (
+    BlockExpertsCall,
+    call_of,
+    problem_of,
+    unsupported,
+)
 
-WIDEST = 128  # columns of dY and of X that a program has
-
-
-class ExpertsGradientCall(NamedTuple):
-    """Gradients of up to m rows in all; with the index of W it determines the plan."""
-
-    m: int
-    experts: int
-    shape: tuple[int, int]
-    block: tuple[int, int]
-    dtype: torch.dtype
+WIDEST = 128  # columns of dY and of X in the part of a block that a program computes
 
 
 @dataclass(frozen=True)
@@ -51,7 +46,7 @@ class ExpertsGradientConfig:
     warps: int
 
 
-def choices(w: Bsr, call: ExpertsGradientCall) -> list[ExpertsGradientConfig]:
+def choices(w: Bsr, call: BlockExpertsCall) -> list[ExpertsGradientConfig]:
     """Return configurations, the likeliest first: steps of about as many rows as an expert has."""
     mean = max(16, min(64, whole_tile(max(1, call.m // call.experts))))
     warps = 8 if min(call.block) >= WIDEST else 4
@@ -59,8 +54,8 @@ def choices(w: Bsr, call: ExpertsGradientCall) -> list[ExpertsGradientConfig]:
     return list(dict.fromkeys(ExpertsGradientConfig(*size, warps) for size in sizes))
 
 
-def plan(w: Bsr, call: ExpertsGradientCall, config: ExpertsGradientConfig) -> Product:
-    """Expand the block rows, and compile."""
+def plan(w: Bsr, call: BlockExpertsCall, config: ExpertsGradientConfig) -> Product:
+    """Expand the block rows, and compile. Reads the index of W, but no value."""
     (n, k), (r, c) = call.shape, call.block
     rows = rows_of(w.offsets).to(torch.int32)
     dy, x = (torch.empty(call.m, width, dtype=call.dtype, device="meta") for width in (n, k))
@@ -80,34 +75,22 @@ def plan(w: Bsr, call: ExpertsGradientCall, config: ExpertsGradientConfig) -> Pr
     return product_of(kernel, (dy, x, ends), w.columns.device)
 
 
-def unsupported_call(w: Bsr, call: ExpertsGradientCall) -> str | None:
+def unsupported_call(w: Bsr, call: BlockExpertsCall) -> str | None:
     """Return why the kernel cannot run a call, or None."""
-    (r, c), n = call.block, call.shape[0]
-    if (whole_tile(r), whole_tile(c)) != (r, c) or n % r:
-        return f"expected blocks of powers of two from 16 on that divide n, found {r}x{c}, {n}"
-    if call.experts > MOST_EXPERTS:
-        return f"expected at most {MOST_EXPERTS} experts, found {call.experts}"
-    return None if len(w.columns) else "expected a stored block, found none"
+    if reason := experts_triton.unsupported_call(w, call):
+        return reason
+    return None if call.stored else "expected a stored block, found none"
 
 
 def bind(operands: Operands, engines: tuple[Engine, ...]) -> OperatorCall:
     """Return the call of a suite's operands. Raises Unsupported."""
-    w, experts = operands.pattern, operands.problem["experts"]
+    w, experts, a = operands.pattern, operands.problem["experts"], operands.activations
     if not isinstance(w, Bsr):
         raise Unsupported(f"expected a pattern in bsr, found {type(w).__name__}")
-    activations = tuple(operands.activations[name] for name in ("dy", "x", "ends"))
-    shape = w.shape[0] // experts, w.shape[1]
-    rows = bucket(len(activations[0]))
-    call = ExpertsGradientCall(rows, experts, shape, w.block, activations[0].dtype)
-
-    def problem(call: ExpertsGradientCall) -> dict[str, object]:
-        density = density_of(*w.shape, call.block, len(w.columns))
-        fields = {"op": "bsr.experts_wgrad", "dtype": NAMES.get(call.dtype, str(call.dtype))}
-        (n, k), block = call.shape, list(call.block)
-        sizes = {"block": block, "m": call.m, "n": n, "k": k, "experts": call.experts}
-        return {**fields, **sizes, "density": density}
-
+    call = call_of(w, experts, len(a["x"]), a["x"].dtype)
+    problem = partial(problem_of, op="bsr.experts_wgrad")
     operator = Operator(engines, lambda call: w, problem, w.columns.device)
+    activations = a["dy"], a["x"], a["ends"]
     return OperatorCall(operator, call, activations, result=lambda v: replace(w, values=v))
 
 

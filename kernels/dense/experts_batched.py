@@ -1,8 +1,10 @@
-"""Products of routed rows with dense experts by a batched product: a copy of W_e for each row.
+"""Products of routed rows with dense experts by a batched product, which copies W_e for each row.
 
-Transformers' `batched_mm` experts do this in decoding, because it takes few launches. With one
-token every expert has one row, and the copies are the bytes that any kernel reads. With more they
-are rows / experts times as many.
+    Y[s, n] = W[e(s), n, k] @ X[s, k]      e(s) is the first expert whose end is beyond row s
+
+The `batched_mm` experts of transformers do this in decoding, because it takes few launches. With
+one token an expert has one row at most, and the copies have the bytes that any kernel reads. With
+more tokens, they have rows / experts times the bytes of W.
 """
 
 import torch

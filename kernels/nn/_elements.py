@@ -8,8 +8,8 @@ blocks when they first see them (_attention_op.py):
     in Python                  those that there are: `mask_of_elements`, which waits for the device
     on a GPU, by an operator   into shared plans (_shared_plans.py), without waiting
 
-Lists are made once for all layers of a model, until torch counts a write to the elements. What
-waits for nothing cannot raise an error about values: see `refused_rows`.
+Lists are made once for all layers of a model, until torch counts a write to the elements. A
+call that does not wait cannot raise an error about values: see `refused_rows`.
 """
 
 from collections.abc import Hashable

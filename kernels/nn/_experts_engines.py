@@ -18,7 +18,7 @@ from torch import Tensor
 from sparsebench.errors import Unsupported
 from sparsebench.formats.bsr import Bsr
 from sparsebench.formats.spense import ROWS, Spense, tile_shapes
-from sparsebench.kernels._common.operator import Engine, NoConfig, Operator, bucket
+from sparsebench.kernels._common.operator import Engine, NoConfig, Operator
 from sparsebench.kernels._common.product import Product
 from sparsebench.kernels._kernel import NAMES, refuse
 from sparsebench.kernels.bsr import experts_triton
@@ -71,11 +71,9 @@ def weight_of(
 
 def call_of(w: Weight, experts: int, rows: int, activation: str | None = None) -> Call:
     """Return the call that plans a product of rows with experts."""
-    shape = w.shape[0] // experts, w.shape[1]
     if isinstance(w, Spense):
-        return ExpertsCall(bucket(rows), experts, shape, w.sparse_shape, w.dtype, activation)
-    layout = shape, w.block, w.values.dtype, len(w.columns)
-    return BlockExpertsCall(bucket(rows), experts, *layout)
+        return experts_wgmma.call_of(w, experts, rows, activation)
+    return experts_triton.call_of(w, experts, rows, w.values.dtype)
 
 
 @lru_cache(256)

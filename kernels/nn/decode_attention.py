@@ -129,12 +129,11 @@ def summarize_pages(
 
     summaries  in the dtype of the keys: [pages, H_kv, 2, D] for the least and the greatest key of
                each channel, or [pages, H_kv, 1, D] for the mean key
-    appended   keys that were appended to each sequence at most: only the pages that hold the last
-               ones are summed up, the same number for each sequence. Without it, all pages of the
-               tables are
+    appended   the most keys that were appended to a sequence: only the pages that may hold them are
+               summarized, as many in each sequence. Without it, all pages of the tables are
 
-    Other arguments are those of `decode_attention`. The last page of a sequence is summed up as far
-    as it is filled. Entries outside of the pool are skipped. Raises Unsupported.
+    Other arguments are those of `decode_attention`. The summary of the last page of a sequence
+    covers the keys that it has. Entries outside of the pool are skipped. Raises Unsupported.
     """
     _require_pool(k_pages, table, lengths, summaries)
     whole = appended is None or (type(appended) is int and appended > 0)

@@ -72,7 +72,6 @@ from sparsebench.kernels.nn.experts import SparseExperts, planned_products
 from sparsebench.kernels.nn.matmul import matmul
 from sparsebench.kernels.nn.sparse_gated_mlp import SparseGatedMLP, plan_of
 from sparsebench.kernels.nn.spense import SpenseGatedMLP, SpenseLinear
-from sparsebench.kernels.spense import experts_ffn_wgmma
 from sparsebench.kernels.spense.spense_ffn import joined
 from sparsebench.results.record import Problem
 
@@ -303,7 +302,7 @@ def _experts(operands: Operands, earlier: Earlier | None) -> Launch:
     both: Spense | Bsr
     try:
         if isinstance(wg, Spense) and isinstance(wu, Spense) and isinstance(wd, Spense):
-            both = experts_ffn_wgmma.joined(wg, wu)
+            both = joined(wg, wu, split="columns")
             layers: Any = SpenseLinear.from_spense(both), SpenseLinear.from_spense(wd)
         elif isinstance(wd, Bsr):
             both = experts_ffn_triton.joined(wg, wu, count)

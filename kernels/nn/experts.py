@@ -7,8 +7,8 @@
       down        rows of Y = H @ W_e.T     [experts h, i]
       combine     the sum of a token's rows, times its weights
 
-    2:4       SpenseLinear, split by columns or not at all. The rows of gate and up of an expert
-              take turns, 8 of each (spense_ffn.py), and the launch of gate_up writes H
+    2:4       SpenseLinear, split by columns or not at all. 8 rows of an expert's gate and 8 of its
+              up alternate (spense_ffn.py), and the launch of gate_up writes H
     blocks    BlockSparseLinear. Gate is above up in each expert, and act is a launch
 
     GPU of compute capability 9.0    both, in fp16 and bf16
@@ -17,9 +17,9 @@
     CPU                              torch, expert by expert, as a reference
 
 The interface is that of the experts in transformers' models. An index below 0 or from `experts` on
-is that of an expert elsewhere: it adds nothing. A token may name an expert twice. No launch waits
-for the host, so a CUDA graph replays with other routings. An adapter on gate_up or down raises
-Unsupported at the first call, because it would be read by nothing.
+names an expert of another device: it adds nothing. A token may name an expert twice. No launch
+waits for the host, so a CUDA graph replays with other routings. An adapter on gate_up or down
+raises Unsupported at the first call, because no kernel would read it.
 """
 
 from collections.abc import Callable, Iterable
@@ -144,7 +144,7 @@ class SparseExperts(nn.Module):
             require(fits, f"expected a multiple of {sizes}, found {i} and {h}")
             turns = [interleaved(*w.chunk(2)) for w in gate_up]
             layers = [
-                SpenseLinear.from_spense(_stacked(name, each, dense_fraction))
+                SpenseLinear.from_spense(_stack(name, each, dense_fraction))
                 for name, each in (("gate_up", turns), ("down", [*down]))
             ]
         return cls(*layers, experts=experts, top_k=top_k, activation=activation)
@@ -175,7 +175,7 @@ class SparseExperts(nn.Module):
         top_k_index    int64 or int32 [m, k]
         top_k_weights  float [m, k]; NaN makes the token's sum NaN
 
-        Raises Unsupported; backward does, too.
+        Raises Unsupported, and so does a backward pass.
         """
         x, ids, weights = hidden_states, top_k_index, top_k_weights
         if torch.is_autocast_enabled(x.device.type):
@@ -193,7 +193,7 @@ class SparseExperts(nn.Module):
                     x, ids, weights, *parts, *sizes, columns, self.activation
                 )
                 return y
-            return _computed(x, ids, weights, gate_up, down, self.experts, self.activation)
+            return _compute(x, ids, weights, gate_up, down, self.experts, self.activation)
 
     def _require(self, x: Tensor, ids: Tensor, weights: Tensor, device: torch.device) -> None:
         """Raise Unsupported unless these are inputs of the layer."""
@@ -242,7 +242,7 @@ class SparseExperts(nn.Module):
         return f"experts={self.experts}, top_k={self.top_k}, activation={self.activation}"
 
 
-def _stacked(name: str, weights: list[Tensor], dense_fraction: float) -> Spense:
+def _stack(name: str, weights: list[Tensor], dense_fraction: float) -> Spense:
     """Pack the weights [n, k] of experts one below the other. Raises FormatError."""
     parts = [
         pack_weight(f"{name} of expert {number}", w, dense_fraction, "columns")
@@ -257,7 +257,7 @@ def _stacked(name: str, weights: list[Tensor], dense_fraction: float) -> Spense:
 # ---- the operator ----
 
 
-def _computed(
+def _compute(
     x: Tensor,
     ids: Tensor,
     weights: Tensor,
@@ -329,7 +329,7 @@ def _eager(
         weight_of(gate_up, (experts * 2 * units, h), x.dtype, of_gate_up),
         weight_of(down, (experts * h, units), x.dtype, of_down),
     )
-    return _computed(x, ids, weights, *both, experts, activation)
+    return _compute(x, ids, weights, *both, experts, activation)
 
 
 def _no_gradient(*_: Any) -> NoReturn:

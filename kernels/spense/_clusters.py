@@ -10,8 +10,8 @@ More warpgroups share X, more splits keep all SMs busy, and sums take time. The 
     rounds of CTAs x (start + bytes of W and X / rate)  +  sums that a CTA sends
     rate    the least of what an SM takes in, its share of the L2 cache, and its stages in flight
 
-The rates are an H200's (NOTES.md). Of 30 problems from 33 to 256 tokens the fastest cluster was
-among the first five in each.
+The rates are an H200's (NOTES.md). In each of 30 problems from 33 to 256 tokens, the fastest
+cluster was among the first five.
 """
 
 from collections.abc import Mapping

@@ -1,7 +1,9 @@
-"""Products of routed rows with dense experts by the kernel for 2:4 ones, whose tiles are all dense.
+"""Products of routed rows with dense experts, Y_e = X_e @ W_e.T, by the kernel for 2:4 ones.
 
-It shows how much of a gain is that of the sparsity and not that of the schedule: the same work
-list, the same pipelines, and weights that are stored in the order of the tensor cores as well.
+    W   [experts n, k] in dense tiles only (formats/spense.py); experts_wgmma.py has the rest
+
+The work list, the pipelines and the order of the weights are those of 2:4 experts. So what
+experts_wgmma gains over this kernel comes from sparsity, and not from the schedule.
 """
 
 from sparsebench.formats.spense import Spense

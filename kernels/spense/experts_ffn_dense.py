@@ -7,11 +7,11 @@ from sparsebench.kernels.spense import experts_ffn_wgmma, experts_wgmma
 
 def prepare(operands: Operands) -> Launch:
     """Store the weights in dense tiles, and plan. Raises Unsupported."""
-    wg, wu, wd = (
+    weights = (
         Spense.from_dense(operands.weights[name].to_dense(), dense_fraction=1.0, split="columns")
         for name in ("wg", "wu", "wd")
     )
-    return experts_ffn_wgmma.launch_of(experts_ffn_wgmma.joined(wg, wu), wd, operands)
+    return experts_ffn_wgmma.launch_of(operands, *weights)
 
 
 KERNEL = Kernel("experts_ffn", "dense", "cuda", prepare, experts_wgmma.unsupported)

@@ -36,7 +36,7 @@ from sparsebench.kernels.spense import spense_wgmma
 from sparsebench.kernels.spense._call import ALIGNMENT, NAMES, weight_of
 from sparsebench.kernels.spense._stream_k import tiles_of
 
-MOST_EXPERTS = 256
+MOST_EXPERTS = 256  # a lane lists 8; 2 KB of lists in shared memory
 SHARED_BYTES = 224 * 1024  # beside 2 KB of lists
 TOKENS = 16, 32, 64, 128  # 256 leave no registers for three warpgroups
 NEAREST = 3  # numbers of tokens that are timed
@@ -102,7 +102,7 @@ def closed(w: Spense, call: ExpertsCall) -> list[ExpertsConfig]:
 
 
 def plan(w: Spense, call: ExpertsCall, config: ExpertsConfig) -> Product:
-    """Load the kernel. Reads only the shapes and the device of W's tiles."""
+    """Load the kernel. Reads only the shapes and the device of W's tiles. Raises Unsupported."""
     device, (n, k) = w.sparse.device, call.shape
     macros = macros_of(config, call.dtype, call.activation)
     kernel = cuda.load("experts_wgmma", "multiply_experts", macros, SHARED_BYTES, device)
@@ -113,12 +113,10 @@ def plan(w: Spense, call: ExpertsCall, config: ExpertsConfig) -> Product:
     def arguments(rows: int, x: tuple[int, int], y: int, ends: int, *at: int) -> cuda.Arguments:
         of_x = x[0], (rows, k), x[1], call.dtype
         of_y = y, (rows, call.width), call.width, call.kind
-        written = (
-            spense_wgmma.BOX * call.kind.itemsize // 4 if call.activation else spense_wgmma.BOX
-        )
+        width = spense_wgmma.BOX * call.kind.itemsize // 4 if call.activation else spense_wgmma.BOX
         maps = (
             spense_wgmma.map_of(*of_x, (config.tokens, spense_wgmma.BOX)),
-            spense_wgmma.map_of(*of_y, (spense_wgmma.STORE_TOKENS, written)),
+            spense_wgmma.map_of(*of_y, (spense_wgmma.STORE_TOKENS, width)),
             spense_wgmma.map_of(*of_x, (spense_wgmma.STORE_TOKENS, spense_wgmma.BOX)),
         )
         sparse, dense, features = at
@@ -156,6 +154,12 @@ def macros_of(
     return tuple(constants.items())
 
 
+def call_of(w: Spense, experts: int, rows: int, activation: str | None = None) -> ExpertsCall:
+    """Return the call that plans a product of rows with experts."""
+    shape = w.shape[0] // experts, w.shape[1]
+    return ExpertsCall(bucket(rows), experts, shape, w.sparse_shape, w.dtype, activation)
+
+
 def problem_of(call: ExpertsCall) -> dict[str, Any]:
     """Return a call's sizes, as a list of choices has them; a 2:4 element counts half."""
     (n, k), (rows, columns) = call.shape, call.sparse_shape
@@ -191,8 +195,7 @@ def bound(
     activation: str | None = None,
 ) -> OperatorCall:
     """Return a call of X with experts, and in fp8 the scales of the rows of W."""
-    shape = w.shape[0] // experts, w.shape[1]
-    call = ExpertsCall(bucket(len(x)), experts, shape, w.sparse_shape, w.dtype, activation)
+    call = call_of(w, experts, len(x), activation)
     operator = Operator(engines, lambda call: w, problem_of, w.sparse.device)
     return OperatorCall(operator, call, (x, ends), lambda product: (w.sparse, w.dense, scale))
 

@@ -23,6 +23,7 @@ from torch import Tensor
 from sparsebench.errors import Unsupported
 from sparsebench.formats.spense import Spense
 from sparsebench.kernels._common.elementwise import quantised, scale_of
+from sparsebench.kernels._common.gated_layer import launch_of_layer
 from sparsebench.kernels._common.operator import Earlier
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
 from sparsebench.kernels.spense import spense_wgmma
@@ -32,20 +33,24 @@ PRODUCT = spense_wgmma.KERNEL
 TURN = 8  # rows of gate, then of up; a thread has two of its warp's 16 rows, 8 apart
 
 
-def joined(gate: Spense, up: Spense) -> Spense:
+def joined(gate: Spense, up: Spense, *, split: str = "rows") -> Spense:
     """Return gate and up [n, k] as one matrix [2 n, k], interleaved as drawn above.
 
-    Raises Unsupported unless both are split at the same row and n is a multiple of 8.
+    Raises Unsupported unless n is a multiple of 8, and both are split at the same row or column.
     """
-    parts = [(w.shape, w.sparse_shape, w.dtype) for w in (gate, up)]
-    (n, k), (rows, columns), _ = parts[0]
-    if parts[0] != parts[1] or columns < k:
-        actual = " and ".join(f"{list(inner)} sparse of {list(whole)}" for whole, inner, _ in parts)
-        raise Unsupported(f"expected gate and up split at the same row, found {actual}")
+    layouts = [(w.shape, w.sparse_shape, w.dtype) for w in (gate, up)]
+    (n, k), (rows, columns), _ = layouts[0]
+    fits = columns >= k if split == "rows" else rows in (0, n)
+    if layouts[0] != layouts[1] or not fits:
+        actual = " and ".join(
+            f"{list(inner)} sparse of {list(whole)}" for whole, inner, _ in layouts
+        )
+        raise Unsupported(f"expected gate and up split at the same {split[:-1]}, found {actual}")
     if n % TURN:
         raise Unsupported(f"expected a multiple of {TURN} hidden units, found {n}")
     both = interleaved(gate.to_dense(), up.to_dense())
-    return Spense.from_dense(both, dense_fraction=1 - rows / n, split="rows")
+    sparse = rows / n if split == "rows" else columns / k if rows else 0
+    return Spense.from_dense(both, dense_fraction=1 - sparse, split=split)
 
 
 def interleaved(gate: Tensor, up: Tensor) -> Tensor:
@@ -86,10 +91,7 @@ def prepare(operands: Operands) -> Launch:
         y: Tensor = down.product.run(hidden(), wd.sparse, wd.dense, of_y)
         return y
 
-    plans = {"gate_up": gate_up, "down": down}
-    choice = {name: plan.row for name, plan in plans.items()}
-    lines = [{"of": name, **line} for name, plan in plans.items() for line in plan.lines]
-    return Launch(run, choice, gate_up.product.code, lines)
+    return launch_of_layer(gate_up, down, run)
 
 
 KERNEL = Kernel("ffn", "spense", "cuda", prepare, spense_wgmma.unsupported)

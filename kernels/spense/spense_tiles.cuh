@@ -27,7 +27,7 @@ constexpr int STORE_BYTES = STORE_TOKENS * EPI_ROW_BYTES;
 constexpr int SHARE = SPLIT ? (STORES + SPLIT - 1) / SPLIT : 0;
 constexpr int SUMS_BYTES = SPLIT ? (SPLIT - 1) * SHARE * STORE_TOKENS * ROWS * 4 : 0;
 
-// Of SHARED_BYTES, 1 KiB for each pipeline is for mbarriers, 1 for those of sums, 1 for alignment.
+// SHARED_BYTES include 1 KiB for each pipeline's mbarriers, 1 for those of sums, 1 for alignment.
 constexpr int X_BYTES = TOKENS * ROW_BYTES, W_BYTES = SPARSE_BYTES;
 constexpr int STAGES_BYTES = SHARED_BYTES - (WARPGROUPS + 2 + !!SPLIT) * 1024 -
                              WARPGROUPS * (SPLIT ? SUMS_BYTES : EPI_STAGES * EPI_BYTES);

@@ -8,8 +8,9 @@ layer. Attention, norms, the KV cache, the embedding and the head stay dense and
 DECODED tokens at once are as many sequences that decode, with `context` tokens in the cache of
 each. More tokens are prompts of `context` tokens, of which only the last one passes the head.
 
-The experts that the tokens of a step hit, of M units together, count as one MLP of M units. It has
-as many tokens as gives their FLOPs: those of a step times the units that one token passes, over M.
+The experts that the tokens of a step hit count as one MLP, which has the M units of all of them. It
+takes the number of tokens that gives the FLOPs of the experts: the tokens of the step, times the
+units that one token passes, over M.
 
 The time of the dense rest is assumed to be right within a factor of REST, as it is for the decoding
 steps that were measured. A bound needs no GPU: sparse MLPs save no more than their share of the

@@ -2,10 +2,10 @@
 
     gate_up_proj [experts, 2 i, h], gate above up     down_proj [experts, h, i]     act_fn
 
-So transformers has them in Mixtral, Qwen2- and Qwen3-MoE, OLMoE, DeepSeek and many others, and says
-so by attributes of the module. Experts with biases or transposed weights, such as those of gpt-oss
-and Llama-4, are not found, and stay dense. A module that is found is run on two tokens, and refused
-if it computes anything else. Each expert is pruned as if its three weights were layers.
+Transformers stores the experts of Mixtral, Qwen2- and Qwen3-MoE, OLMoE, DeepSeek and many others in
+this layout, and attributes of the module say so. Experts with biases or transposed weights, such as
+those of gpt-oss and Llama-4, stay dense. A module with this layout is run on two tokens, and it is
+refused if it computes anything else. Each expert is pruned as if its three weights were layers.
 """
 
 from dataclasses import dataclass
@@ -27,6 +27,7 @@ from sparsebench.harness.models.pruning.methods import PruningPattern, keep
 from sparsebench.kernels.nn import BlockSparseLinear, SparseExperts, SpenseLinear
 from sparsebench.kernels.nn._bsr_pattern import grid_of
 
+NAMES = "silu", "gelu_tanh", "relu"
 LAYOUT = {"is_concatenated": True, "is_transposed": False, "has_gate": True, "has_bias": False}
 
 
@@ -62,6 +63,11 @@ class Experts:
         (experts, h, i) = self.down.shape
         return [h, experts * 2 * i, i, experts * h]
 
+    @property
+    def options(self) -> dict[str, Any]:
+        """Return what SparseExperts takes beside the weights."""
+        return {"top_k": self.top_k, "activation": str(activation_of(self.act, self.down.device))}
+
     def __call__(self, x: Tensor, ids: Tensor) -> Tensor:
         """Return what expert ids[j] computes of token x[j]."""
         gate_up, down = self.gate_up[ids], self.down[ids]
@@ -76,8 +82,8 @@ def experts_of(module: nn.Module) -> Experts:
     return experts
 
 
-def require_experts(module: nn.Module, names: tuple[str, ...]) -> tuple[Experts, str]:
-    """Return the weights, and the name of the activation, one of these.
+def require_experts(module: nn.Module) -> tuple[Experts, str]:
+    """Return the weights, and the name of the activation, one of SparseExperts'.
 
     Raises FormatError unless the module computes gated experts of finite weights.
     """
@@ -87,7 +93,7 @@ def require_experts(module: nn.Module, names: tuple[str, ...]) -> tuple[Experts,
     require(not parallel, "expected all experts on one device, found expert parallelism")
     activation = activation_of(experts.act, experts.down.device)
     actual = activation or type(experts.act).__name__
-    require(actual in names, f"expected an activation {' or '.join(names)}, found {actual}")
+    require(actual in NAMES, f"expected an activation {' or '.join(NAMES)}, found {actual}")
     draw = torch.Generator("cpu").manual_seed(0)
     x = torch.randn(2, experts.down.shape[1], generator=draw, device="cpu").to(experts.down)
     ids = torch.tensor([0, len(experts.down) - 1], device=x.device)
@@ -103,7 +109,7 @@ def require_experts(module: nn.Module, names: tuple[str, ...]) -> tuple[Experts,
 
 def require_two_four(module: nn.Module, dense: float) -> None:
     """Raise FormatError unless experts can be 2:4 beside this fraction of dense columns."""
-    experts, activation = require_experts(module, ("silu", "gelu_tanh", "relu"))
+    experts, activation = require_experts(module)
     h, rows, i, of_down = experts.sizes
     options: dict[str, Any] = {"bias": False, "device": "meta", "dtype": experts.down.dtype}
     options |= {"dense_fraction": dense, "split": "columns"}
@@ -120,14 +126,12 @@ def in_two_four(module: nn.Module, dense: float) -> SparseExperts:
     for w in (experts.gate_up.detach(), experts.down.detach()):
         _, columns = sparse_shape_of(w.shape[1], w.shape[2], w.itemsize, dense, "columns")
         weights.append(torch.stack([keep(each, each.abs(), columns) for each in w]))
-    activation = str(activation_of(experts.act, experts.down.device))
-    options: dict[str, Any] = {"top_k": experts.top_k, "activation": activation}
-    return SparseExperts.from_dense(*weights, dense_fraction=dense, **options)
+    return SparseExperts.from_dense(*weights, dense_fraction=dense, **experts.options)
 
 
 def require_blocks(module: nn.Module, block: int | tuple[int, int], sparsity: float) -> None:
     """Raise FormatError unless experts can keep blocks at this sparsity."""
-    experts, activation = require_experts(module, ("silu", "gelu_tanh", "relu"))
+    experts, activation = require_experts(module)
     r, c = sides_of(block)
     require(r == c > 1, f"block: expected square blocks for experts, found {r}x{c}")
     h, rows, i, of_down = experts.sizes
@@ -151,9 +155,7 @@ def in_blocks(module: nn.Module, block: int | tuple[int, int], sparsity: float) 
         matrices = w.unflatten(1, (parts, -1)).flatten(0, 1)
         kept = [keep(each, each.abs().float(), each.shape[1], pattern) for each in matrices]
         weights.append(torch.stack(kept).view(w.shape))
-    activation = str(activation_of(experts.act, experts.down.device))
-    options: dict[str, Any] = {"top_k": experts.top_k, "activation": activation}
-    return SparseExperts.from_dense(*weights, block=side, **options)
+    return SparseExperts.from_dense(*weights, block=side, **experts.options)
 
 
 class DenseExperts(nn.Module):

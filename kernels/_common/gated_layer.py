@@ -1,0 +1,71 @@
+"""Launches of gated layers in suites. Each of their two products has a plan of its own.
+
+    gate_up   H = act(X @ Wg.T) * (X @ Wu.T)     Wg and Wu are one matrix
+    down      Y = H @ Wd.T
+
+In a mixture, routing.py sorts the tokens by expert first, and adds up a token's rows last:
+
+    route     ids ─> the rows of each expert
+    gather    X ─> the rows, sorted by expert
+    gate_up, down                                 W_e of each expert
+    combine   the sum of a token's rows times its shares
+"""
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from sparsebench.kernels._common.operator import Earlier, OperatorCall
+from sparsebench.kernels._common.product import Selected
+from sparsebench.kernels._common.routing import Route, combine, route
+from sparsebench.kernels._kernel import Launch, Operands, Output
+
+Bind = Callable[[Tensor, Tensor], OperatorCall]
+"""(rows [m top_k, k], ends [1, experts]) -> the call of a product with its weight."""
+
+
+def launch_of_layer(gate_up: Selected, down: Selected, run: Callable[[], Output]) -> Launch:
+    """Return the launch of a layer, whose row has the choices of both products."""
+    plans = {"gate_up": gate_up, "down": down}
+    choice = {name: plan.row for name, plan in plans.items()}
+    lines = [{"of": name, **line} for name, plan in plans.items() for line in plan.lines]
+    return Launch(run, choice, gate_up.product.code, lines)
+
+
+def launch_of_experts(
+    operands: Operands,
+    gate_up: Bind,
+    down: Bind,
+    hidden: Callable[[Tensor], Tensor] | None = None,
+) -> Launch:
+    """Plan both products of op experts_ffn, each with a search of its own, and return the layer.
+
+    hidden  (the output of gate_up) -> H; None if gate_up writes H
+
+    Raises Unsupported.
+    """
+    earlier, experts = Earlier(operands.pinned, operands.timed), operands.problem["experts"]
+    x, shares, ids = (operands.activations[name] for name in ("x", "shares", "ids"))
+
+    def sort() -> tuple[Route, Tensor]:
+        rows = route(ids, experts)
+        return rows, x.index_select(0, rows.source)
+
+    def hidden_units(x_rows: Tensor, ends: Tensor) -> Tensor:
+        products: Tensor = first.product.run(x_rows, ends, *both)
+        return products if hidden is None else hidden(products)
+
+    rows, x_rows = sort()
+    call = gate_up(x_rows, rows.ends)
+    first = call.select(earlier.part("gate_up"))
+    both = call.weights(first.product)
+    call = down(hidden_units(x_rows, rows.ends), rows.ends)
+    second = call.select(earlier.part("down"))
+    wd = call.weights(second.product)
+
+    def run() -> Tensor:
+        rows, x_rows = sort()
+        y = second.product.run(hidden_units(x_rows, rows.ends), rows.ends, *wd)
+        return combine(y, rows.place, shares)
+
+    return launch_of_layer(first, second, run)
