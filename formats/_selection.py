@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from sparsebench.errors import FormatError
 from sparsebench.formats._blocks import blocks_of, token_counts
 from sparsebench.formats._format import require, sides_of
 
@@ -101,8 +102,9 @@ class Selection(NamedTuple):
         kept  its keep, mass, first and last
         """
         sides, layout = sides_of(block), f"{scores.dtype} {list(scores.shape)}"
-        expected = "scores [batch, lists, q_blocks, kv_blocks] in floating point"
-        fits = scores.dim() == 4 and scores.is_floating_point() and 0 not in scores.shape
+        expected = "scores [batch, lists, q_blocks, kv_blocks] in floating point of 16 bits or more"
+        fits = scores.dim() == 4 and scores.is_floating_point() and scores.element_size() > 1
+        fits = fits and 0 not in scores.shape
         require(fits, f"expected {expected}, found {layout}")
         batch, lists, *grid = scores.shape
         whole = [count * side for count, side in zip(grid, sides, strict=True)]
@@ -110,15 +112,16 @@ class Selection(NamedTuple):
         blocks, (most, mass, first, last) = blocks_of(sizes, sides), kept
         require((*grid,) == blocks, f"expected {expected}: {list(blocks)}, found {layout}")
         keep = blocks[1] if most is None and mass is not None else most
-        fits = type(keep) is int and 1 <= keep <= blocks[1]
-        require(fits, f"keep: expected a whole number from 1 to {blocks[1]} blocks, found {keep}")
-        assert keep
+        # torch.compile makes numbers that change symbolic, and writes none into a text
+        if not (type(keep) is int and 1 <= keep <= blocks[1]):
+            expected = f"a whole number from 1 to {blocks[1]} blocks"
+            raise FormatError(f"keep: expected {expected}, found {keep}")
         part = 1.0 if mass is None else mass
-        fits = type(part) in (int, float) and 0 < part <= 1
-        require(fits, f"mass: expected a number above 0, at most 1; found {mass!r}")
-        fits = all(type(n) is int and n >= 0 for n in (first, last)) and first + last <= keep
-        expected = f"whole numbers from 0 on, and first + last up to keep = {keep}"
-        require(fits, f"first, last: expected {expected}; found {first} and {last}")
+        if not (type(part) in (int, float) and 0 < part <= 1):
+            raise FormatError(f"mass: expected a number above 0, at most 1; found {mass!r}")
+        if not (all(type(n) is int and n >= 0 for n in (first, last)) and first + last <= keep):
+            expected = f"whole numbers from 0 on, and first + last up to keep = {keep}"
+            raise FormatError(f"first, last: expected {expected}; found {first} and {last}")
         return cls(batch * lists * blocks[0], sizes, sides, causal, keep, first, last, float(part))
 
 

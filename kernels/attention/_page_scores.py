@@ -90,7 +90,8 @@ def _score(  # type: ignore[no-untyped-def]
     head, rest = tl.program_id(0) % kv_heads, tl.program_id(0) // kv_heads
     blocks = tl.cdiv(capacity, BLOCK)
     sequence, place = rest // blocks, rest % blocks * BLOCK + tl.arange(0, BLOCK)
-    count = tl.minimum(tl.cdiv(tl.maximum(tl.load(lengths + sequence), 0), PAGE), capacity)
+    length = tl.minimum(tl.maximum(tl.load(lengths + sequence), 0), capacity * PAGE)
+    count = tl.cdiv(length, PAGE)
     page = tl.load(table + sequence.to(tl.int64) * table_row + place, place < count, -1)
     present = (page >= 0) & (page < pages)
 

@@ -239,7 +239,7 @@ def _attend(  # type: ignore[no-untyped-def]
     length = tl.load(lengths + sequence)
     table += sequence.to(tl.int64) * table_row
     if columns is None:
-        count = tl.minimum(tl.cdiv(tl.maximum(length, 0), PAGE), capacity)
+        count = tl.cdiv(tl.minimum(tl.maximum(length, 0), capacity * PAGE), PAGE)
     else:
         count = places
         columns += row * places

@@ -101,12 +101,12 @@ def decode_attention(
     _require(both, "both summaries and keep, or neither", "one of them")
     whole = all(type(n) is int and n >= 0 for n in (first, last, keep or 0))
     few = keep is None or (whole and keep >= max(1, first + last))
-    expected = "whole numbers, and keep at least 1 and first + last"
-    _require(whole and few, expected, f"keep {keep}, first {first}, last {last}")
+    expected = "keep, first and last as whole numbers, and keep at least 1 and first + last"
+    _require(whole and few, expected, (keep, first, last))  # torch.compile formats no symbol
     count = table.shape[1]
     _require(keep is None or count <= MOST_BLOCKS, f"at most {MOST_BLOCKS} pages a row", count)
     factor = head_dim**-0.5 if scale is None else float(scale)
-    _require(factor > 0, "a scale above 0", scale)
+    _require(0 < factor < torch.inf, "a scale above 0, and finite", scale)
     gradient = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k_pages, v_pages))
     _require(not gradient, "torch.no_grad() or operands without a gradient", "a gradient")
     if not q.numel() or not table.shape[1]:
@@ -150,6 +150,7 @@ def _require_pool(k: Tensor, table: Tensor, lengths: Tensor, summaries: Tensor |
     dtypes, sizes = ", ".join(DTYPES), ", ".join(map(str, PAGE_SIZES))
     expected = f"k_pages [pages, page_size, H_kv, D] in {dtypes}, with a page_size of {sizes}"
     fits = k.dim() == 4 and k.shape[1] in PAGE_SIZES and NAMES.get(k.dtype) in DTYPES
+    fits = fits and 0 not in k.shape[2:]
     _require(fits, expected, layout)
     row = ALIGNMENT // k.element_size()
     fits = k.stride(3) == 1 and not any(step % row for step in k.stride()[:3])

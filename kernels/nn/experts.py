@@ -30,7 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from sparsebench.errors import Unsupported
-from sparsebench.formats._format import require
+from sparsebench.formats._format import require, require_whole
 from sparsebench.formats.bsr import Bsr
 from sparsebench.formats.spense import ROWS, Spense
 from sparsebench.kernels._common.operator import Earlier
@@ -84,7 +84,7 @@ class SparseExperts(nn.Module):
         names = ", ".join(ACTIVATIONS)
         valid = activation in ACTIVATIONS
         require(valid, f"activation: expected one of {names}; found {activation!r}")
-        require(top_k > 0, f"top_k: expected 1 or more, found {top_k}")
+        require_whole("top_k", top_k)
         kinds = {type(layer) for layer in (gate_up, down)}
         found = " and ".join(kind.__name__ for kind in (type(gate_up), type(down)))
         alike = len(kinds) == 1 and kinds <= {*LAYERS}
@@ -95,6 +95,8 @@ class SparseExperts(nn.Module):
         require(
             sizes == expected, f"expected {expected} features of {experts} experts, found {sizes}"
         )
+        dtypes = [layer.weight.dtype for layer in (gate_up, down)]
+        require(dtypes[0] == dtypes[1], f"expected weights of one dtype, found {dtypes}")
         for name, layer, n in (("gate_up", gate_up, i), ("down", down, h)):
             require(layer.bias is None, f"{name}: expected no bias, found one")
             if isinstance(layer, SpenseLinear):
@@ -128,7 +130,8 @@ class SparseExperts(nn.Module):
         Raises FormatError, which names the weight.
         """
         for name, w in (("gate_up", gate_up), ("down", down)):
-            require(w.dim() == 3, f"{name}: expected [experts, rows, columns], found {[*w.shape]}")
+            fits = w.dim() == 3 and 0 not in w.shape
+            require(fits, f"{name}: expected [experts, rows, columns], found {[*w.shape]}")
         (experts, _, h), i = gate_up.shape, down.shape[2]
         shapes = (experts, 2 * i, h), (experts, h, i)
         found = tuple(gate_up.shape), tuple(down.shape)
@@ -268,7 +271,7 @@ def _compute(
 ) -> Tensor:
     """Return the sums [m, h]. Raises Unsupported."""
     if not ids.numel():
-        return torch.zeros_like(x)
+        return x.new_zeros(x.shape)
     with device_guard(x.device):
         source, place, ends = route(aligned(ids), experts)
         rows = x.index_select(0, source)

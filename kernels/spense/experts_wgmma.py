@@ -140,7 +140,7 @@ def plan(w: Spense, call: ExpertsCall, config: ExpertsConfig) -> Product:
         )
         scale = 0 if features is None else features.data_ptr()
         args = arguments(x.shape[0], of_x, y.data_ptr(), *at, scale)
-        return cuda.launch(loaded, args, y, ends)
+        return cuda.launch(loaded, args, y, loaded, ends, sparse, dense)
 
     return Product(run, kernel.code)
 

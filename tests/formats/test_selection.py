@@ -119,6 +119,16 @@ def test_all_of_the_mass_is_every_block_with_a_score() -> None:
     assert rows_of(BlockMask.from_scores(alone, mass=0.5)) == [[]]
 
 
+def test_a_compiled_selection_takes_another_keep_and_another_mass() -> None:
+    def select(scores: Tensor, keep: int, mass: float) -> Tensor:
+        return BlockMask.from_scores(scores, keep, mass=mass).columns
+
+    compiled = torch.compile(select, fullgraph=True, backend="aot_eager")
+    scores = torch.arange(16.0).view(1, 1, 4, 4)
+    for kept in ((2, 0.3), (3, 0.4), (4, 0.9)):  # from the second on, both are symbolic
+        assert torch.equal(compiled(scores, *kept), select(scores, *kept))
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_lists_of_indices_in_any_order_are_taken_once(case) -> None:
     tokens, block, causal, *_ = case
@@ -154,7 +164,8 @@ def test_what_cannot_be_selected_is_refused_in_one_line() -> None:
     ):
         with pytest.raises(FormatError, match=reason):
             BlockMask.from_scores(scores, **options)
-    with pytest.raises(FormatError, match="in floating point, found torch"):
-        BlockMask.from_scores(scores.long(), 2)
+    for dtype in (torch.int64, torch.float8_e4m3fn):
+        with pytest.raises(FormatError, match="in floating point of 16 bits or more, found torch"):
+            BlockMask.from_scores(scores.to(dtype), 2)
     with pytest.raises(FormatError, match="expected int32 or int64"):
         BlockMask.from_indices(scores, tokens=[512, 512])

@@ -263,11 +263,14 @@ def test_as_few_pages_as_are_forced_and_more_than_there_are(keep: int) -> None:
 @pytest.mark.interpreted(also_compiled=False)
 def test_lengths_outside_of_the_table_are_its_ends() -> None:
     c = cache([96, 96])
-    c.lengths.copy_(torch.tensor([-3, 1 << 30]))
-    o = decode_attention(*c.operands, c.summaries, keep=3)
-    c.lengths.copy_(torch.tensor([0, 96]))
-    assert torch.equal(o, decode_attention(*c.operands, c.summaries, keep=3))
-    assert not o[0].any()
+    for beyond in (1 << 30, (1 << 31) - 1):  # rounded up to pages, the second would be negative
+        c.lengths.copy_(torch.tensor([-3, beyond]))
+        few, o = decode_attention(*c.operands, c.summaries, keep=3), decode_attention(*c.operands)
+        c.lengths.copy_(torch.tensor([0, 96]))
+        assert torch.equal(few, decode_attention(*c.operands, c.summaries, keep=3))
+        assert torch.equal(o, decode_attention(*c.operands))
+        assert not few[0].any()
+        assert o[1].any()
 
 
 @pytest.mark.interpreted(also_compiled=False)
@@ -293,6 +296,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "keep": ({"keep": 1}, "keep at least 1 and first + last"),
     "neither": ({"keep": None}, "both summaries and keep"),
     "scale": ({"scale": 0.0}, "a scale above 0"),
+    "infinity": ({"scale": math.inf}, "a scale above 0, and finite; found inf"),
+    "no head": (
+        {"k_pages": lambda c: c.k[:, :, :0], "v_pages": lambda c: c.v[:, :, :0]},
+        "k_pages [pages, page_size, H_kv, D]",
+    ),
     "gradient": ({"q": lambda c: c.q.requires_grad_()}, "without a gradient"),
 }
 
@@ -323,12 +331,13 @@ def test_an_address_between_16_bytes_is_refused_and_queries_are_copied() -> None
 def test_a_compiled_call_is_one_graph() -> None:
     c = cache([96, 50])
 
-    def step(q: Tensor) -> Tensor:
+    def step(q: Tensor, keep: int) -> Tensor:
         summarize_pages(c.summaries, c.k, c.table, c.lengths, appended=1)
-        return decode_attention(q * 2, *c.operands[1:], c.summaries, keep=3)
+        return decode_attention(q * 2, *c.operands[1:], c.summaries, keep=keep)
 
-    right = step(c.q)
-    assert torch.equal(torch.compile(step, fullgraph=True, backend="aot_eager")(c.q), right)
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    for keep in (3, 4):  # the second is symbolic
+        assert torch.equal(compiled(c.q, keep), step(c.q, keep))
 
 
 def test_a_cpu_is_refused_in_one_line() -> None:

@@ -170,7 +170,10 @@ def test_layers_and_weights_that_do_not_fit_are_refused() -> None:
     gate_up, down = weights_of("2:4")
     make = SparseExperts.from_dense
     for weights, options, message in (
-        ((gate_up, down), {"top_k": 0}, "top_k: expected 1 or more, found 0"),
+        ((gate_up, down), {"top_k": 0}, "top_k: expected an integer of at least 1, found 0"),
+        ((gate_up, down), {"top_k": 1.5}, "top_k: expected an integer of at least 1, found 1.5"),
+        ((gate_up[:0], down[:0]), {"top_k": 2}, r"gate_up: expected .*, found \[0, 576, 256\]"),
+        ((gate_up, down.half()), {"top_k": 2}, "expected weights of one dtype, found"),
         ((gate_up, down), {"top_k": 2, "activation": "tanh"}, "activation: expected one of silu"),
         ((gate_up[0], down), {"top_k": 2}, "gate_up: expected .experts, rows, columns., found"),
         ((gate_up[1:], down), {"top_k": 2}, "expected gate_up and down of"),
