@@ -43,7 +43,7 @@ def test_a_format_names_the_family_that_multiplies_it(name: str) -> None:
 @pytest.mark.parametrize("name", [n for n in names("kernels") if family(n) in FAMILIES])
 def test_a_kernel_consumes_a_format_of_its_family(name: str) -> None:
     stored = load_kernel(name).consumes
-    if stored == "any":
+    if stored in ("any", "dense"):  # a dense rival may share a family's schedule (experts_dense)
         return
     text = (ROOT / "formats" / f"{stored}.py").read_text()
     assert f"Multiplied by kernels/{family(name)}" in text
