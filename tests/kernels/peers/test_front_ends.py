@@ -87,7 +87,7 @@ WITHOUT_A_FRONT_END = {
 """Programs of this repository: no other front end answers for them."""
 
 ELSEWHERE = "attention", "attention_backward", "experts", "experts_ffn"
-"""Ops whose peers are tested in tests/kernels/attention, beside this file, and in test_catalog.py."""
+"""Their peers are tested in tests/kernels/attention, beside this file or in test_catalog.py."""
 
 CASES = [
     pytest.param(name, answers, id=f"{name}-{'-'.join(answers.dtypes)}-{answers.block}")
