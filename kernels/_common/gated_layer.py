@@ -11,40 +11,45 @@ In a mixture, routing.py sorts the tokens by expert first, and adds up a token's
     combine   the sum of a token's rows times its shares
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from torch import Tensor
 
-from sparsebench.kernels._common.operator import Earlier, OperatorCall
+from sparsebench.kernels._common.operator import Earlier, OperatorCall, launch_of
 from sparsebench.kernels._common.product import Selected
 from sparsebench.kernels._common.routing import Route, combine, route
+from sparsebench.kernels._common.search import lines_of
 from sparsebench.kernels._kernel import Launch, Operands, Output
 
 Bind = Callable[[Tensor, Tensor], OperatorCall]
 """(rows [m top_k, k], ends [1, experts]) -> the call of a product with its weight."""
 
 
-def launch_of_layer(gate_up: Selected, down: Selected, run: Callable[[], Output]) -> Launch:
-    """Return the launch of a layer, whose row has the choices of both products."""
-    plans = {"gate_up": gate_up, "down": down}
-    choice = {name: plan.row for name, plan in plans.items()}
-    lines = [{"of": name, **line} for name, plan in plans.items() for line in plan.lines]
-    return Launch(run, choice, gate_up.product.code, lines)
+def launch_of_layer(run: Callable[[], Output], parts: Mapping[str, Selected | None]) -> Launch:
+    """Return the launch of a layer; torch makes the products that have no plan."""
+    launches = {name: launch_of(each, run) for name, each in parts.items() if each}
+    choice: dict[str, Any] = {name: each.choice for name, each in launches.items()}
+    code = next((each.code for each in launches.values() if each.code), None)
+    lines = [line for name, each in launches.items() for line in lines_of(name, each)]
+    return Launch(run, choice or {"kernel": "torch"}, code, lines)
 
 
 def launch_of_experts(
     operands: Operands,
+    earlier: Earlier | None,
     gate_up: Bind,
     down: Bind,
     hidden: Callable[[Tensor], Tensor] | None = None,
 ) -> Launch:
     """Plan both products of op experts_ffn, each with a search of its own, and return the layer.
 
-    hidden  (the output of gate_up) -> H; None if gate_up writes H
+    earlier  what earlier processes of the run chose; None for the call of a user
+    hidden   (the output of gate_up) -> H; None if gate_up writes H
 
     Raises Unsupported.
     """
-    earlier, experts = Earlier(operands.pinned, operands.timed), operands.problem["experts"]
+    experts = operands.problem["experts"]
     x, shares, ids = (operands.activations[name] for name in ("x", "shares", "ids"))
 
     def sort() -> tuple[Route, Tensor]:
@@ -57,10 +62,10 @@ def launch_of_experts(
 
     rows, x_rows = sort()
     call = gate_up(x_rows, rows.ends)
-    first = call.select(earlier.part("gate_up"))
+    first = call.select(earlier and earlier.part("gate_up"))
     both = call.weights(first.product)
     call = down(hidden_units(x_rows, rows.ends), rows.ends)
-    second = call.select(earlier.part("down"))
+    second = call.select(earlier and earlier.part("down"))
     wd = call.weights(second.product)
 
     def run() -> Tensor:
@@ -68,4 +73,4 @@ def launch_of_experts(
         y = second.product.run(hidden_units(x_rows, rows.ends), rows.ends, *wd)
         return combine(y, rows.place, shares)
 
-    return launch_of_layer(first, second, run)
+    return launch_of_layer(run, {"gate_up": first, "down": second})

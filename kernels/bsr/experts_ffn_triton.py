@@ -15,6 +15,7 @@ from sparsebench.formats._format import Format
 from sparsebench.formats.bsr import Bsr
 from sparsebench.kernels._common.elementwise import gated
 from sparsebench.kernels._common.gated_layer import launch_of_experts
+from sparsebench.kernels._common.operator import Earlier
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
 from sparsebench.kernels.bsr import experts_triton
 
@@ -36,7 +37,8 @@ def prepare(operands: Operands) -> Launch:
     options: dict[str, Any] = {"experts": experts, "engines": (experts_triton.KERNEL,)}
     gate_up, down = (partial(experts_triton.bound, w, **options) for w in (both, wd))
     hidden = partial(gated, activation=operands.problem["activation"])
-    return launch_of_experts(operands, gate_up, down, hidden)
+    earlier = Earlier(operands.pinned, operands.timed)
+    return launch_of_experts(operands, earlier, gate_up, down, hidden)
 
 
 KERNEL = Kernel("experts_ffn", "bsr", "cuda", prepare, experts_triton.KERNEL.unsupported)

@@ -7,20 +7,12 @@ The steps are those of `grouped_mm` experts of transformers 5 (integrations/moe.
 grouped product (experts_grouped.py).
 """
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
-from torch.nn.functional import relu, silu
 
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
+from sparsebench.kernels.dense.cublas import ACTIVATIONS
 from sparsebench.kernels.dense.experts_grouped import unsupported
-
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "silu": silu,
-    "relu": relu,
-    "relu2": lambda z: relu(z).square(),
-}
 
 
 def prepare(operands: Operands) -> Launch:

@@ -9,7 +9,7 @@ not depend on the values of W, nor on where blocks are.
 """
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -18,7 +18,12 @@ from torch import Tensor
 from sparsebench.errors import Unsupported
 from sparsebench.formats.bsr import Bsr
 from sparsebench.formats.spense import ROWS, Spense, tile_shapes
-from sparsebench.kernels._common.operator import Engine, NoConfig, Operator
+from sparsebench.kernels._common.operator import (
+    Engine,
+    NoConfig,
+    Operator,
+    OperatorCall,
+)
 from sparsebench.kernels._common.product import Product
 from sparsebench.kernels._kernel import NAMES, refuse
 from sparsebench.kernels.bsr import experts_triton
@@ -44,11 +49,19 @@ def multiply(
 
     Raises Unsupported.
     """
-    call, operands = call_of(w, experts, len(x), activation), (x, ends, *tensors_of(w))
-    operator = operator_of(call._replace(m=0), x.device)
-    selected = operator.select(call, lambda product: partial(product.run, *operands))
-    y: Tensor = selected.product.run(*operands)
+    call = bound(w, experts, x, ends, activation)
+    y = call.run(call.select(None).product)()
+    assert isinstance(y, Tensor)
     return y
+
+
+def bound(
+    w: Weight, experts: int, x: Tensor, ends: Tensor, activation: str | None = None
+) -> OperatorCall:
+    """Return the call that `multiply` makes. Raises Unsupported."""
+    call, weight = call_of(w, experts, len(x), activation), tensors_of(w)
+    operator = operator_of(call._replace(m=0), x.device)
+    return OperatorCall(operator, call, (x, ends), lambda product: weight)
 
 
 def tensors_of(w: Weight) -> tuple[Tensor, ...]:

@@ -23,7 +23,7 @@ So the intervals cover the choice, as those of the other kernels do.
                         configurations that the layers choose, into fixed buffers as in a CUDA graph
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -41,6 +41,7 @@ from sparsebench.formats.dense import Dense
 from sparsebench.formats.spense import Spense
 from sparsebench.kernels._common.elementwise import hidden as hidden_of
 from sparsebench.kernels._common.elementwise import scale_of
+from sparsebench.kernels._common.gated_layer import launch_of_experts, launch_of_layer
 from sparsebench.kernels._common.operator import Earlier, ahead, bucket, launch_of
 from sparsebench.kernels._common.product import Selected
 from sparsebench.kernels._common.search import lines_of
@@ -61,6 +62,7 @@ from sparsebench.kernels.dense._layers import in_turn
 from sparsebench.kernels.nn import _frozen_op, _spense_op
 from sparsebench.kernels.nn._attention_op import ENGINES, plans_of
 from sparsebench.kernels.nn._bsr_pattern import pattern_of
+from sparsebench.kernels.nn._experts_engines import bound as bound_experts
 from sparsebench.kernels.nn.attention import attention
 from sparsebench.kernels.nn.block_sparse_mlp import (
     ACTIVATIONS,
@@ -68,7 +70,7 @@ from sparsebench.kernels.nn.block_sparse_mlp import (
     hidden,
     layer_of,
 )
-from sparsebench.kernels.nn.experts import SparseExperts, planned_products
+from sparsebench.kernels.nn.experts import SparseExperts
 from sparsebench.kernels.nn.matmul import matmul
 from sparsebench.kernels.nn.sparse_gated_mlp import SparseGatedMLP, plan_of
 from sparsebench.kernels.nn.spense import SpenseGatedMLP, SpenseLinear
@@ -235,7 +237,7 @@ def _spense(operands: Operands, earlier: Earlier | None) -> Launch:
             x, parts[name] = _spense_op.planned_product(
                 x, part.spense, activation, part.scale, previous
             )
-    return _launch(_frozen(mlp, operands.activations["x"]), parts)
+    return launch_of_layer(_frozen(mlp, operands.activations["x"]), parts)
 
 
 def _blocks(operands: Operands, earlier: Earlier | None) -> Launch:
@@ -254,7 +256,7 @@ def _blocks(operands: Operands, earlier: Earlier | None) -> Launch:
     for name in ("gate_up", "down"):
         a = x if name == "gate_up" else hidden(mlp.gate_up(x), activation)
         parts[name] = frozen_plan(getattr(mlp, name).bsr, a, earlier and earlier.part(name))
-    return _launch(_frozen(mlp, x), parts)
+    return launch_of_layer(_frozen(mlp, x), parts)
 
 
 def stacked(gate: Bsr, up: Bsr) -> Bsr:
@@ -282,16 +284,7 @@ def _products(operands: Operands, earlier: Earlier | None) -> Launch:
         a, previous = hidden_units() if name == "wd" else x, earlier and earlier.part(name)
         planned = plan(w[name], a, previous)
         parts[name] = planned and planned[0]
-    return _launch(lambda: matmul(hidden_units(), w["wd"]), parts)
-
-
-def _launch(call: Callable[[], Tensor], parts: Mapping[str, Selected | None]) -> Launch:
-    """Return the launch of a layer; torch makes the products that have no plan."""
-    launches = {name: launch_of(each, call) for name, each in parts.items() if each}
-    choice: dict[str, Any] = {name: each.choice for name, each in launches.items()}
-    code = next((each.code for each in launches.values() if each.code), None)
-    lines = [line for name, each in launches.items() for line in lines_of(name, each)]
-    return Launch(call, choice or {"kernel": "torch"}, code, lines)
+    return launch_of_layer(lambda: matmul(hidden_units(), w["wd"]), parts)
 
 
 def _experts(operands: Operands, earlier: Earlier | None) -> Launch:
@@ -313,10 +306,18 @@ def _experts(operands: Operands, earlier: Earlier | None) -> Launch:
         mlp = SparseExperts(*layers, **about, activation=problem["activation"])
     except FormatError as error:
         raise Unsupported(str(error)) from error
-    parts: Mapping[str, Selected] = {}
-    if x.is_cuda:
-        parts = planned_products(both, wd, x, ids, count, mlp.activation, earlier)
-    return _launch(lambda: mlp(x, ids, shares), parts)
+
+    def call() -> Tensor:
+        y: Tensor = mlp(x, ids, shares)
+        return y
+
+    if not x.is_cuda:
+        return launch_of_layer(call, {})
+    writes_h, act = isinstance(both, Spense), mlp.activation
+    gate_up = partial(bound_experts, both, count, activation=act if writes_h else None)
+    between = None if writes_h else partial(hidden, activation=act)
+    down = partial(bound_experts, wd, count)
+    return replace(launch_of_experts(operands, earlier, gate_up, down, between), run=call)
 
 
 # ---- a decoding step ----

@@ -22,8 +22,7 @@ waits for the host, so a CUDA graph replays with other routings. An adapter on g
 raises Unsupported at the first call, because no kernel would read it.
 """
 
-from collections.abc import Callable, Iterable
-from functools import partial
+from collections.abc import Iterable
 from typing import Any, NoReturn, Self
 
 import torch
@@ -33,17 +32,13 @@ from sparsebench.errors import Unsupported
 from sparsebench.formats._format import require, require_whole
 from sparsebench.formats.bsr import Bsr
 from sparsebench.formats.spense import ROWS, Spense
-from sparsebench.kernels._common.operator import Earlier
-from sparsebench.kernels._common.product import Product, Selected
 from sparsebench.kernels._common.routing import combine, route
 from sparsebench.kernels._common.torch_operator import torch_operator
 from sparsebench.kernels._common.transforms import aligned, device_guard, is_traced
 from sparsebench.kernels.nn._experts_engines import (
     Weight,
-    call_of,
     expert_of,
     multiply,
-    operator_of,
     tensors_of,
     weight_of,
 )
@@ -86,9 +81,9 @@ class SparseExperts(nn.Module):
         require(valid, f"activation: expected one of {names}; found {activation!r}")
         require_whole("top_k", top_k)
         kinds = {type(layer) for layer in (gate_up, down)}
-        found = " and ".join(kind.__name__ for kind in (type(gate_up), type(down)))
+        actual = " and ".join(kind.__name__ for kind in (type(gate_up), type(down)))
         alike = len(kinds) == 1 and kinds <= {*LAYERS}
-        require(alike, f"expected two SpenseLinear or two BlockSparseLinear, found {found}")
+        require(alike, f"expected two SpenseLinear or two BlockSparseLinear, found {actual}")
         h, i = gate_up.in_features, down.in_features
         sizes = gate_up.out_features, down.out_features
         expected = experts * 2 * i, experts * h
@@ -134,8 +129,8 @@ class SparseExperts(nn.Module):
             require(fits, f"{name}: expected [experts, rows, columns], found {[*w.shape]}")
         (experts, _, h), i = gate_up.shape, down.shape[2]
         shapes = (experts, 2 * i, h), (experts, h, i)
-        found = tuple(gate_up.shape), tuple(down.shape)
-        require(found == shapes, f"expected gate_up and down of {shapes}, found {found}")
+        actual = tuple(gate_up.shape), tuple(down.shape)
+        require(actual == shapes, f"expected gate_up and down of {shapes}, found {actual}")
         gate_up, down = gate_up.detach(), down.detach()
         layers: list[Any]
         if block is not None:
@@ -280,33 +275,6 @@ def _compute(
         else:
             h = hidden(multiply(gate_up, experts, rows, ends), activation)
         return combine(multiply(down, experts, h, ends), place, aligned(weights))
-
-
-def planned_products(
-    gate_up: Weight,
-    down: Weight,
-    x: Tensor,
-    ids: Tensor,
-    experts: int,
-    activation: str,
-    earlier: Earlier | None,
-) -> dict[str, Selected]:
-    """Plan both products on the rows of tokens X [m, h], as a suite does. Raises Unsupported."""
-    source, _, ends = route(ids, experts)
-    rows, plans = x.index_select(0, source), dict[str, Selected]()
-    for name, w in {"gate_up": gate_up, "down": down}.items():
-        writes_h = isinstance(w, Spense) and name == "gate_up"
-        call = call_of(w, experts, len(rows), activation if writes_h else None)
-        run = partial(_run_product, (rows, ends, *tensors_of(w)))
-        operator = operator_of(call._replace(m=0), x.device)
-        plans[name] = operator.select(call, run, earlier and earlier.part(name))
-        y = plans[name].product.run(rows, ends, *tensors_of(w))
-        rows = hidden(y, activation) if name == "gate_up" and not writes_h else y
-    return plans
-
-
-def _run_product(operands: tuple[Tensor, ...], product: Product) -> Callable[[], Tensor]:
-    return partial(product.run, *operands)
 
 
 def _eager(

@@ -18,6 +18,7 @@ from typing import Any
 
 from sparsebench.formats.spense import Spense
 from sparsebench.kernels._common.gated_layer import launch_of_experts
+from sparsebench.kernels._common.operator import Earlier
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
 from sparsebench.kernels.spense import experts_wgmma
 from sparsebench.kernels.spense._call import weight_of
@@ -34,7 +35,9 @@ def launch_of(operands: Operands, wg: Spense, wu: Spense, wd: Spense) -> Launch:
     problem, both = operands.problem, joined(wg, wu, split="columns")
     options: dict[str, Any] = {"experts": problem["experts"], "engines": (experts_wgmma.KERNEL,)}
     gate_up = partial(experts_wgmma.bound, both, **options, activation=problem["activation"])
-    return launch_of_experts(operands, gate_up, partial(experts_wgmma.bound, wd, **options))
+    earlier = Earlier(operands.pinned, operands.timed)
+    down = partial(experts_wgmma.bound, wd, **options)
+    return launch_of_experts(operands, earlier, gate_up, down)
 
 
 KERNEL = Kernel("experts_ffn", "spense", "cuda", prepare, experts_wgmma.unsupported)

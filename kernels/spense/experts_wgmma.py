@@ -31,9 +31,9 @@ from sparsebench.kernels._common.engines import gpu_engine
 from sparsebench.kernels._common.operator import Engine, Operator, OperatorCall, bucket
 from sparsebench.kernels._common.product import Product
 from sparsebench.kernels._common.requirements import unsupported_on_hopper
-from sparsebench.kernels._kernel import Operands, output_dtype
+from sparsebench.kernels._kernel import Operands
 from sparsebench.kernels.spense import spense_wgmma
-from sparsebench.kernels.spense._call import ALIGNMENT, NAMES, weight_of
+from sparsebench.kernels.spense._call import ALIGNMENT, NAMES, SpenseCall, weight_of
 from sparsebench.kernels.spense._stream_k import tiles_of
 
 MOST_EXPERTS = 256  # a lane lists 8; 2 KB of lists in shared memory
@@ -60,14 +60,9 @@ class ExpertsCall(NamedTuple):
     activation: str | None = None
 
     @property
-    def width(self) -> int:
-        """Return the columns of the result."""
-        return self.shape[0] // 2 if self.activation else self.shape[0]
-
-    @property
-    def kind(self) -> torch.dtype:
-        """Return the dtype of the result: that of X for H, and bf16 for Y in fp8."""
-        return self.dtype if self.activation else output_dtype(self.dtype)
+    def of_expert(self) -> SpenseCall:
+        """Return the call of one expert's matrix, whose result is as wide."""
+        return SpenseCall(self.m, self.shape, self.sparse_shape, self.dtype, self.activation)
 
 
 @dataclass(frozen=True)
@@ -103,7 +98,7 @@ def closed(w: Spense, call: ExpertsCall) -> list[ExpertsConfig]:
 
 def plan(w: Spense, call: ExpertsCall, config: ExpertsConfig) -> Product:
     """Load the kernel. Reads only the shapes and the device of W's tiles. Raises Unsupported."""
-    device, (n, k) = w.sparse.device, call.shape
+    device, (n, k), about = w.sparse.device, call.shape, call.of_expert
     macros = macros_of(config, call.dtype, call.activation)
     kernel = cuda.load("experts_wgmma", "multiply_experts", macros, SHARED_BYTES, device)
     loaded = kernel.on(multiprocessors(device), config.tiles.threads)
@@ -112,15 +107,10 @@ def plan(w: Spense, call: ExpertsCall, config: ExpertsConfig) -> Product:
     @lru_cache(cuda.ADDRESSES)
     def arguments(rows: int, x: tuple[int, int], y: int, ends: int, *at: int) -> cuda.Arguments:
         of_x = x[0], (rows, k), x[1], call.dtype
-        of_y = y, (rows, call.width), call.width, call.kind
-        width = spense_wgmma.BOX * call.kind.itemsize // 4 if call.activation else spense_wgmma.BOX
-        maps = (
-            spense_wgmma.map_of(*of_x, (config.tokens, spense_wgmma.BOX)),
-            spense_wgmma.map_of(*of_y, (spense_wgmma.STORE_TOKENS, width)),
-            spense_wgmma.map_of(*of_x, (spense_wgmma.STORE_TOKENS, spense_wgmma.BOX)),
-        )
+        few = spense_wgmma.map_of(*of_x, (spense_wgmma.STORE_TOKENS, spense_wgmma.BOX))
+        maps = *spense_wgmma.maps_of(about, config.tiles, rows, x, y)[:2], few
         sparse, dense, features = at
-        k_tiles, row_bytes = -(-k // w.span), call.width * call.kind.itemsize
+        k_tiles, row_bytes = -(-k // w.span), about.width * about.kind.itemsize
         experts = ends, y, *counts, rows, k_tiles, row_bytes
         scales = features, 0, w.shape[0], rows
         return kernel.arguments(*maps, sparse, dense, *tiles_of(w), *experts, *scales)
@@ -133,7 +123,7 @@ def plan(w: Spense, call: ExpertsCall, config: ExpertsConfig) -> Product:
         features: Tensor | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
-        y = x.new_empty((x.shape[0], call.width), dtype=call.kind) if out is None else out
+        y = x.new_empty((x.shape[0], about.width), dtype=about.kind) if out is None else out
         of_x, at = (
             (x.data_ptr(), x.stride(0)),
             (ends.data_ptr(), sparse.data_ptr(), dense.data_ptr()),

@@ -91,7 +91,7 @@ def prepare(operands: Operands) -> Launch:
         y: Tensor = down.product.run(hidden(), wd.sparse, wd.dense, of_y)
         return y
 
-    return launch_of_layer(gate_up, down, run)
+    return launch_of_layer(run, {"gate_up": gate_up, "down": down})
 
 
 KERNEL = Kernel("ffn", "spense", "cuda", prepare, spense_wgmma.unsupported)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from sparsebench.harness.ops import experts, experts_ffn
 from sparsebench.kernels._common.gated_layer import launch_of_experts
-from sparsebench.kernels._common.operator import Engine, NoConfig, Operator, OperatorCall
+from sparsebench.kernels._common.operator import Earlier, Engine, NoConfig, Operator, OperatorCall
 from sparsebench.kernels._common.product import Product
 from sparsebench.kernels._kernel import Operands
 from sparsebench.results.record import Problem
@@ -56,7 +56,7 @@ def test_the_layer_of_a_mixture_computes_the_op_on_new_activations(writes_h: boo
     problem = Problem("experts_ffn", {"experts": EXPERTS, "activation": "relu"})
     operands = Operands(problem, {}, {"x": x, "shares": shares, "ids": ids}, lambda: x)
     products = partial(bind, both, gated=writes_h), partial(bind, wd)
-    launch = launch_of_experts(operands, *products, None if writes_h else hidden)
+    launch = launch_of_experts(operands, Earlier(None, ()), *products, None if writes_h else hidden)
     assert [*launch.choice] == ["gate_up", "down"]
 
     x.copy_(torch.randn(x.shape, generator=draw, dtype=torch.float64))
