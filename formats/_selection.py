@@ -36,8 +36,7 @@ PARTIAL = torch.iinfo(torch.int32).min
 MOST_LOGIT = 1e38
 """An infinite score weighs as this one: blocks that have it share the mass."""
 
-
-Kept = tuple[int | None, float | None, int, int]
+Bounds = tuple[int | None, float | None, int, int]
 
 
 class Selection(NamedTuple):
@@ -95,11 +94,11 @@ class Selection(NamedTuple):
 
     @classmethod
     def of_scores(
-        cls, scores: Tensor, block: object, tokens: object, causal: bool, kept: Kept
+        cls, scores: Tensor, block: object, tokens: object, causal: bool, bounds: Bounds
     ) -> "Selection":
         """Return what `BlockMask.from_scores` selects. Raises FormatError.
 
-        kept  its keep, mass, first and last
+        bounds  its keep, mass, first and last
         """
         sides, layout = sides_of(block), f"{scores.dtype} {list(scores.shape)}"
         expected = "scores [batch, lists, q_blocks, kv_blocks] in floating point of 16 bits or more"
@@ -109,7 +108,7 @@ class Selection(NamedTuple):
         batch, lists, *grid = scores.shape
         whole = [count * side for count, side in zip(grid, sides, strict=True)]
         sizes = token_counts(tokens or whole)
-        blocks, (most, mass, first, last) = blocks_of(sizes, sides), kept
+        blocks, (most, mass, first, last) = blocks_of(sizes, sides), bounds
         require((*grid,) == blocks, f"expected {expected}: {list(blocks)}, found {layout}")
         keep = blocks[1] if most is None and mass is not None else most
         # torch.compile makes numbers that change symbolic, and writes none into a text

@@ -187,8 +187,8 @@ class BlockMask(Format):
         Does not wait for a GPU, and can be captured into a CUDA graph, where each replay selects
         anew. Raises FormatError, and on a GPU Unsupported for more than 8192 blocks of keys.
         """
-        kept = keep, mass, first, last
-        selection = Selection.of_scores(scores, block, tokens, causal, kept)
+        bounds = keep, mass, first, last
+        selection = Selection.of_scores(scores, block, tokens, causal, bounds)
         arrays = select(scores.flatten(0, 2), selection.sizes, selection.mass)
         shape = selection.rows, selection.grid[1]
         geometry = selection.tokens, selection.block, scores.shape[0], scores.shape[1], causal

@@ -68,8 +68,8 @@ stdout, stderr = Output(), Output(stderr=True)
 
 def wide() -> Output:
     """Return a console for tables: as wide as the terminal or COLUMNS, or else PIPE_COLUMNS."""
-    known = stdout.is_terminal or "COLUMNS" in os.environ
-    return stdout if known else Output(width=PIPE_COLUMNS)
+    has_width = stdout.is_terminal or "COLUMNS" in os.environ
+    return stdout if has_width else Output(width=PIPE_COLUMNS)
 
 
 def print_json(data: Any) -> None:

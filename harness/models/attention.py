@@ -139,9 +139,9 @@ def _selection(config: Any) -> dict[str, Any]:
     """Return the options of select_attention that a config has; none without sparse_select."""
     if not (value := getattr(config, "sparse_select", None)):
         return {}
-    given = value if isinstance(value, dict) else {}
-    options = {**SELECT, **given}
-    numbers = all(isinstance(n, int | float) and n >= 0 for n in given.values())
+    fields = value if isinstance(value, dict) else {}
+    options = {**SELECT, **fields}
+    numbers = all(isinstance(n, int | float) and n >= 0 for n in fields.values())
     if options.keys() != SELECT.keys() or not numbers or not (options["keep"] or options["mass"]):
         expected = 'sparse_select such as {"keep": 16, "mass": 0.9, "block": 64, "first": 1}'
         raise Unsupported(f"attention {NAME}: expected {expected}, found {value!r}")

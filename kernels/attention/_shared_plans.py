@@ -117,11 +117,11 @@ def shared_plans_of(sizes: Sizes, operator_of: Callable[[BlockMask], Operator]) 
     key = sizes, get_ident(), stream, graph and graph[0]
     if (plans := _PLANS.pop(key, None)) is None:
         plans = make_lasting(lambda: make_shared_plans(sizes, operator_of), device)
-        kept = [*_PLANS, key]
-        while len(kept) > 1 and (
-            len(kept) > MOST_PLANS or sum(at[0].bytes_of_bits for at in kept) > MOST_BYTES
+        keys = [*_PLANS, key]
+        while len(keys) > 1 and (
+            len(keys) > MOST_PLANS or sum(at[0].bytes_of_bits for at in keys) > MOST_BYTES
         ):
-            _PLANS.pop(kept.pop(0), None)
+            _PLANS.pop(keys.pop(0), None)
     _PLANS[key] = plans  # at the end; another thread may drop it at any time
     return plans
 

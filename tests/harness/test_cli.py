@@ -91,17 +91,17 @@ def test_a_usage_error_for_a_closed_pipe_keeps_its_exit_code() -> None:
 
 def test_an_error_is_printed_where_the_width_is_unknown() -> None:
     command = [sys.executable, "-P", "-m", "sparsebench", "validate", "nowhere"]
-    unknown = {**os.environ, "COLUMNS": "0"}
-    done = subprocess.run(command, env=unknown, capture_output=True, text=True, check=False)
+    environment = {**os.environ, "COLUMNS": "0"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.stderr == "error: nowhere: expected the directory of a run, found none\n"
 
 
 def test_tables_in_a_pipe_are_as_wide_as_columns_says() -> None:
     command = [sys.executable, "-P", "-m", "sparsebench", "compare", "H100", "H200"]
     for columns, widest in (("60", 60), (None, 120)):
-        known = {**os.environ, "COLUMNS": columns} if columns else {**os.environ}
-        known = known if columns else {n: v for n, v in known.items() if n != "COLUMNS"}
-        shown = subprocess.run(command, env=known, capture_output=True, text=True, check=True)
+        environment = {n: v for n, v in os.environ.items() if n != "COLUMNS"}
+        environment |= {"COLUMNS": columns} if columns else {}
+        shown = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
         assert max(map(len, shown.stdout.splitlines())) == widest
 
 

@@ -153,8 +153,8 @@ def in_blocks(module: nn.Module, block: int | tuple[int, int], sparsity: float) 
     weights = []
     for w, parts in ((experts.gate_up.detach(), 2), (experts.down.detach(), 1)):
         matrices = w.unflatten(1, (parts, -1)).flatten(0, 1)
-        kept = [keep(each, each.abs().float(), each.shape[1], pattern) for each in matrices]
-        weights.append(torch.stack(kept).view(w.shape))
+        sparse = [keep(each, each.abs().float(), each.shape[1], pattern) for each in matrices]
+        weights.append(torch.stack(sparse).view(w.shape))
     return SparseExperts.from_dense(*weights, block=side, **experts.options)
 
 
