@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from sparsebench.harness.catalog import load_op, names
+from sparsebench.harness.ops import experts
 from sparsebench.harness.testing.ops import SIZES, drawn, sizes
 from sparsebench.results.record import Problem
 from sparsebench.testing import Check, op_checks
@@ -112,3 +113,14 @@ def test_weights_of_ffn_in_fp8_stand_for_smaller_ones() -> None:
     wg, wu, wd, x = (torch.randn(*size).double() for size in ((n, k), (n, k), (k, n), (3, k)))
     y = op.definition(wg, wu, wd, x, activation="relu2", dtype="fp8")
     assert torch.equal(y, op.definition(wg / 8, wu / 8, wd / 4, x, activation="relu2"))
+
+
+@pytest.mark.parametrize("routing", ["uniform", "measured", "skewed", "one", "holes"])
+def test_every_draw_hits_as_many_experts_with_as_many_rows(routing: str) -> None:
+    fields = {"m": 16, "experts": 32, "top_k": 8, "routing": routing}
+    problem = Problem("experts", fields)
+    first, *others = (experts.rows_of_experts(problem, draw) for draw in range(4))
+    assert experts.experts_hit(problem) == int((first > 0).sum())
+    for rows in others:
+        assert torch.equal(rows.sort().values, first.sort().values)
+        assert not torch.equal(rows, first)
