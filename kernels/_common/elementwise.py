@@ -101,6 +101,21 @@ def _tiles(m: int, n: int) -> tuple[int, tuple[int]]:
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def activated(gate, ACTIVATION: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return act(gate) of fp32, for kernels that hold it in registers."""
+    if ACTIVATION == "silu":
+        gate = gate / (1 + tl.exp(-gate))
+    elif ACTIVATION == "gelu_tanh":  # (1 + tanh(z / 2)) / 2 is 1 / (1 + exp(-z))
+        z = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)  # 2 sqrt(2 / pi)
+        gate = gate / (1 + tl.exp(-z))
+    else:
+        gate = tl.where(gate <= 0, 0.0, gate)  # NaN stays
+        if ACTIVATION == "relu2":
+            gate = gate * gate
+    return gate
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def _activate(  # type: ignore[no-untyped-def]
     products,
     h,
@@ -120,16 +135,7 @@ def _activate(  # type: ignore[no-untyped-def]
     at = products + row * (2 * n) + feature[None, :]
     gate = tl.load(at, inside, 0.0).to(tl.float32) * SCALE
     up = tl.load(at + n, inside, 0.0).to(tl.float32) * SCALE
-
-    if ACTIVATION == "silu":
-        gate = gate / (1 + tl.exp(-gate))
-    elif ACTIVATION == "gelu_tanh":  # (1 + tanh(z / 2)) / 2 is 1 / (1 + exp(-z))
-        z = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)  # 2 sqrt(2 / pi)
-        gate = gate / (1 + tl.exp(-z))
-    else:
-        gate = tl.where(gate <= 0, 0.0, gate)  # NaN stays
-        if ACTIVATION == "relu2":
-            gate = gate * gate
+    gate = activated(gate, ACTIVATION)
     tl.store(h + row * n + feature[None, :], (gate * up).to(h.dtype.element_ty), inside)
 
 

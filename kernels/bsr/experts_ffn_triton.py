@@ -1,8 +1,7 @@
-"""The gated layer of a mixture with block-sparse experts, in seven launches.
+"""The gated layer of a mixture with block-sparse experts, in six launches beside the gather.
 
-The steps are those of _common/gated_layer.py. The product with gate and up writes G | U, so
-act(G) * U is a launch of its own (_common/elementwise.py). Each product has two launches, of which
-the first lists the tiles.
+The steps are those of _common/gated_layer.py. Gate is above up in each expert, and the first
+product writes H = act(G) * U. Each product has two launches, of which the first lists the tiles.
 """
 
 from functools import partial
@@ -13,7 +12,6 @@ import torch
 from sparsebench.errors import Unsupported
 from sparsebench.formats._format import Format
 from sparsebench.formats.bsr import Bsr
-from sparsebench.kernels._common.elementwise import gated
 from sparsebench.kernels._common.gated_layer import launch_of_experts
 from sparsebench.kernels._common.operator import Earlier
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
@@ -36,9 +34,9 @@ def prepare(operands: Operands) -> Launch:
         raise Unsupported(f"expected a weight in bsr, found {type(wd).__name__}")
     options: dict[str, Any] = {"experts": experts, "engines": (experts_triton.KERNEL,)}
     gate_up, down = (partial(experts_triton.bound, w, **options) for w in (both, wd))
-    hidden = partial(gated, activation=operands.problem["activation"])
+    gate_up = partial(gate_up, activation=operands.problem["activation"])
     earlier = Earlier(operands.pinned, operands.timed)
-    return launch_of_experts(operands, earlier, gate_up, down, hidden)
+    return launch_of_experts(operands, earlier, gate_up, down)
 
 
 KERNEL = Kernel("experts_ffn", "bsr", "cuda", prepare, experts_triton.KERNEL.unsupported)

@@ -170,6 +170,38 @@ def test_triton_kernels_are_exact_in_the_interpreter(name: str) -> None:
             assert torch.equal(y, right()), (example, config)
 
 
+GATED = [Example(128, 128, 70, (16, 17, 49), 32), Example(256, 96, 90, (3, 3, 70, 18, 80), 64)]
+
+
+def run_gated(device: str, dtype: torch.dtype) -> None:
+    """Check H of experts with gate above up in all configurations; both are small integers."""
+    for example in GATED:
+        engine = experts_triton.KERNEL
+        plain, _ = bound_to(engine, example, dtype, device)
+        dense, (x, ends) = example.weight(engine, dtype, device)[1], plain.activations
+        y = OPS["experts"].definition(dense.double(), x.double(), ends, experts=len(example.ends))
+        gate, up = y.chunk(2, 1)
+        right = (gate.relu() * up).to(dtype)
+        weight = plain.operator.weight(plain.call)
+        call = plain.call._replace(activation="relu")
+        for config in engine.choices(weight, call)[: None if device == "cuda" else 1]:
+            product, out = engine.plan(weight, call, config), right.clone()
+            poison(out)
+            h = product.run(*plain.activations, *plain.weights(product), out=out)
+            assert torch.equal(h, right), (example, config)
+
+
+@pytest.mark.interpreted
+def test_blocks_of_gate_above_up_give_hidden_units_in_the_interpreter() -> None:
+    run_gated("cpu", torch.float16)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", FLOATS[:2], ids=NAMES.get)
+def test_blocks_of_gate_above_up_give_hidden_units(dtype: torch.dtype) -> None:
+    run_gated("cuda", dtype)
+
+
 @pytest.mark.parametrize("name", ENGINES)
 def test_an_engine_says_which_experts_it_cannot_multiply(name: str) -> None:
     engine = ENGINES[name]
@@ -195,8 +227,10 @@ def test_every_generation_compiles_the_triton_kernels(capability, monkeypatch) -
             example = Example(2 * block, 256, 100, (50, 100), block)
             bound, _ = bound_to(engine, example, torch.bfloat16, "cpu")
             weight = bound.operator.weight(bound.call)
-            for config in engine.choices(weight, bound.call):
-                engine.plan(weight, bound.call, config)
+            gated = {"activation": "silu"} if engine is experts_triton.KERNEL else {}
+            for call in (bound.call, bound.call._replace(**gated)):
+                for config in engine.choices(weight, call):
+                    engine.plan(weight, call, config)
     for program in programs:
         for launch in filter(None, (program.before, program)):
             assert complaint_about_launch(launch, capability) is None, launch.constants
