@@ -31,7 +31,7 @@ from sparsebench.results.advice.layer_estimates import (
     TWO_FOUR_BITS,
     TWO_FOUR_FP8,
 )
-from sparsebench.results.advice.measured_layers import TRAINED, Evidence, Loss
+from sparsebench.results.advice.measured_layers import TRAINED, Evidence, Loss, Recovery
 from sparsebench.results.advice.pruning import (
     CONTEXT,
     HALF,
@@ -61,6 +61,7 @@ BRIEF = ("Qwen3-32B", "Llama-3-8B", "Gemma-3-270m"), 16  # models and tokens of 
 IN_BRIEF = {TRY: "may be worth pruning", TRAIN: "needs training with its zeros"}
 IN_BRIEF |= {QUANTIZE: "should be quantized, not pruned"}
 CHART = (470, 210)
+TRAINED_LOOK = ROLES["peer"].but(marker="s", dash=None, hollow=True)
 DASHED = Look(dash="3 3", width=0.8, alpha=0.5)
 MEASURING = {  # what `sparsebench try` runs for a kind: an MLP, or one of its products
     TWO_FOUR: "spense_ffn dtype=bf16",
@@ -118,6 +119,11 @@ def chart(answer: Answer) -> Markup:
             title = f"{each.kind}: {gain.text}, {each.quality}"
             name = f"{each.kind} (at most)" if gain.basis == BOUND else each.kind
             drawing.line([gain.value], [place], look, [title], name)
+    for each in answer.kinds:
+        if each.recovery:
+            title = f"{each.kind}, after training: {each.step.text}, {each.quality}"
+            at, rise = [each.step.value], [exp(each.recovery.rise)]
+            drawing.line(at, rise, TRAINED_LOOK, [title], f"{each.kind}, trained")
     return drawing.svg(f"Speed and quality of {answer.model.name} by kind of sparsity")
 
 
@@ -254,8 +260,20 @@ def about(answer: Answer) -> list[str]:
             f"likely: E (1 − (1 − k/E)^m) with E = {model.experts}, k = {model.top_k} and "
             f"m = {answer.tokens}. Real routing is skewed, and reads fewer."
         )
+    trained = [of_recovery(each.kind, each.recovery) for each in answer.kinds if each.recovery]
     losses = dict.fromkeys(of_loss(each.loss) for each in answer.kinds if each.loss)
-    return [first, *unusable(answer), *losses]
+    return [first, *unusable(answer), *trained, *losses]
+
+
+def of_recovery(kind: str, recovery: Recovery) -> str:
+    """Say what a training left of a loss."""
+    pruned, minutes = recovery.pruned, amount(max(round(recovery.minutes), 1), "minute")
+    interval = f"[{recovery.low:.2f}, {recovery.high:.2f}]"
+    return (
+        f"After {minutes} of training on {recovery.text}, in which zeros stayed zeros, the loss of "
+        f"{pruned.subject} with {kind} is {recovery.rise:+.2f} {interval} nats per {pruned.unit} "
+        f"above that of the dense model; without training, {pruned.rise:+.2f}."
+    )
 
 
 def of_loss(loss: Loss) -> str:

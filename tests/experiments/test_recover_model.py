@@ -45,7 +45,8 @@ def test_a_file_has_the_loss_before_and_after_training(folder: Path, tmp_path: P
     report = read_pruning(out)
     assert [each.method for each in report.outcomes] == ["wanda", "spensegpt"]
     for each in report.outcomes:
-        assert each.recovery and report.loss
+        assert each.recovery
+        assert report.loss
         assert each.recovery.low <= each.recovery.loss - report.loss <= each.recovery.high
 
 
