@@ -7,6 +7,7 @@ table          the numbers of the kinds
 commands       prune, load, measure
 """
 
+from collections.abc import Sequence
 from math import exp
 from pathlib import Path
 from shlex import quote
@@ -31,7 +32,7 @@ from sparsebench.results.advice.layer_estimates import (
     TWO_FOUR_BITS,
     TWO_FOUR_FP8,
 )
-from sparsebench.results.advice.measured_layers import TRAINED, Evidence, Loss, Recovery
+from sparsebench.results.advice.measured_layers import TRAINED, Evidence, Loss
 from sparsebench.results.advice.pruning import (
     CONTEXT,
     HALF,
@@ -260,32 +261,45 @@ def about(answer: Answer) -> list[str]:
             f"likely: E (1 − (1 − k/E)^m) with E = {model.experts}, k = {model.top_k} and "
             f"m = {answer.tokens}. Real routing is skewed, and reads fewer."
         )
-    trained = [of_recovery(each.kind, each.recovery) for each in answer.kinds if each.recovery]
-    losses = dict.fromkeys(of_loss(each.loss) for each in answer.kinds if each.loss)
-    return [first, *unusable(answer), *trained, *losses]
+    losses = [each.loss for each in answer.kinds if each.loss]
+    with_l1 = [_of_l1(loss) for loss in losses if loss.method == TRAINED]
+    pruned = [loss for loss in losses if loss.method != TRAINED]
+    return [first, *unusable(answer), *_of_recoveries(answer), *_of_losses(pruned), *with_l1]
 
 
-def of_recovery(kind: str, recovery: Recovery) -> str:
-    """Say what a training left of a loss."""
-    pruned, minutes = recovery.pruned, amount(max(round(recovery.minutes), 1), "minute")
-    interval = f"[{recovery.low:.2f}, {recovery.high:.2f}]"
+def _of_recoveries(answer: Answer) -> list[str]:
+    """Say what each training left of a loss, for all kinds of a model together."""
+    texts: dict[tuple[str, int, str], list[str]] = {}
+    for each in answer.kinds:
+        if after := each.recovery:
+            model = after.pruned.subject, max(round(after.minutes), 1), after.text
+            rise = f"{after.rise:+.2f} [{after.low:.2f}, {after.high:.2f}]"
+            before = f"{after.pruned.rise:+.2f} before"
+            texts.setdefault(model, []).append(f"{rise} with {each.kind} ({before})")
+    return [
+        f"After {amount(minutes, 'minute')} of training on {text}, in which zeros stayed zeros, "
+        f"the rise of the loss of {subject}, in nats per token, is {join_words(rises)}."
+        for (subject, minutes, text), rises in texts.items()
+    ]
+
+
+def _of_losses(losses: Sequence[Loss]) -> list[str]:
+    """Say how losses by pruning and quantizing were measured."""
+    if not losses:
+        return []
+    subjects = dict.fromkeys(each.subject for each in losses)
+    tokens = dict.fromkeys(f"{each.held_out:,}" for each in losses)
+    most = "; each kind shows the model that lost most" if len(subjects) > 1 else ""
+    return [
+        f"Quality was measured on {join_words([*subjects])}, with pruned MLPs or fewer bits, over "
+        f"{join_words([*tokens])} held-out tokens, with the best method that was measured{most}."
+    ]
+
+
+def _of_l1(loss: Loss) -> str:
     return (
-        f"After {minutes} of training on {recovery.text}, in which zeros stayed zeros, the loss of "
-        f"{pruned.subject} with {kind} is {recovery.rise:+.2f} {interval} nats per {pruned.unit} "
-        f"above that of the dense model; without training, {pruned.rise:+.2f}."
-    )
-
-
-def of_loss(loss: Loss) -> str:
-    """Say how a loss was measured."""
-    if loss.method == TRAINED:
-        return (
-            "Sparse activations come from training with ReLU and an L1 term, not from pruning: "
-            f"the term changed the loss of {loss.model} by {loss.rise:+.2f} nats per {loss.unit}."
-        )
-    return (
-        f"Quality was measured on {loss.subject}, with pruned MLPs or fewer bits, over "
-        f"{loss.held_out:,} held-out {loss.unit}s, with the best method that was measured."
+        "Sparse activations come from training with ReLU and an L1 term, not from pruning: "
+        f"the term changed the loss of {loss.model} by {loss.rise:+.2f} nats per {loss.unit}."
     )
 
 

@@ -79,7 +79,7 @@ def test_an_advice_says_what_the_best_training_left(trained: Pruning) -> None:
     assert each.quality == "perplexity × 1.65, × 1.22 after training"
     about = " ".join(advice.about(answer))
     assert "After 10 minutes of training on a library, in which zeros stayed zeros" in about
-    assert "is +0.20 [0.15, 0.25] nats per token" in about
+    assert "in nats per token, is +0.20 [0.15, 0.25] with 2:4 (+0.50 before)." in about
     assert "2:4, trained" in advice.chart(answer)
     other = of_pruning(replace(untrained, weights="worse.gguf", loss=1.5), "pruning/worse.json")
     answer = advise(evidence + other, read_shapes("Llama-3-8B"), "A100", 16)
