@@ -98,14 +98,19 @@ class Text:
         return rows[torch.arange(count) * (len(rows) // count)].long()
 
 
-def standard_library() -> Text:
-    """Return the source of Python's standard library, sorted by path."""
+def library_files() -> list[Path]:
+    """Return the source files of Python's standard library, sorted by path."""
     files: list[Path] = []
     for parent, folders, names in os.walk(sysconfig.get_path("stdlib")):
         folders[:] = set(folders) - LEFT_OUT
         sources = (n for n in names if n.endswith(".py") and not n.startswith("_sysconfig"))
         files += (Path(parent, name) for name in sources)
-    pieces = [p.read_bytes() for p in sorted(files, key=lambda path: path.parts) if p.is_file()]
+    return [path for path in sorted(files, key=lambda path: path.parts) if path.is_file()]
+
+
+def standard_library() -> Text:
+    """Return the source of Python's standard library."""
+    pieces = [path.read_bytes() for path in library_files()]
     return Text(f"Python {platform.python_version()}'s standard library", pieces)
 
 

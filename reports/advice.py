@@ -7,6 +7,7 @@ table          the numbers of the kinds
 commands       prune, load, measure
 """
 
+from collections.abc import Sequence
 from math import exp
 from pathlib import Path
 from shlex import quote
@@ -61,6 +62,7 @@ BRIEF = ("Qwen3-32B", "Llama-3-8B", "Gemma-3-270m"), 16  # models and tokens of 
 IN_BRIEF = {TRY: "may be worth pruning", TRAIN: "needs training with its zeros"}
 IN_BRIEF |= {QUANTIZE: "should be quantized, not pruned"}
 CHART = (470, 210)
+TRAINED_LOOK = ROLES["peer"].but(marker="s", dash=None, hollow=True)
 DASHED = Look(dash="3 3", width=0.8, alpha=0.5)
 MEASURING = {  # what `sparsebench try` runs for a kind: an MLP, or one of its products
     TWO_FOUR: "spense_ffn dtype=bf16",
@@ -118,6 +120,11 @@ def chart(answer: Answer) -> Markup:
             title = f"{each.kind}: {gain.text}, {each.quality}"
             name = f"{each.kind} (at most)" if gain.basis == BOUND else each.kind
             drawing.line([gain.value], [place], look, [title], name)
+    for each in answer.kinds:
+        if each.recovery:
+            title = f"{each.kind}, after training: {each.step.text}, {each.quality}"
+            at, rise = [each.step.value], [exp(each.recovery.rise)]
+            drawing.line(at, rise, TRAINED_LOOK, [title], f"{each.kind}, trained")
     return drawing.svg(f"Speed and quality of {answer.model.name} by kind of sparsity")
 
 
@@ -254,20 +261,45 @@ def about(answer: Answer) -> list[str]:
             f"likely: E (1 − (1 − k/E)^m) with E = {model.experts}, k = {model.top_k} and "
             f"m = {answer.tokens}. Real routing is skewed, and reads fewer."
         )
-    losses = dict.fromkeys(of_loss(each.loss) for each in answer.kinds if each.loss)
-    return [first, *unusable(answer), *losses]
+    losses = [each.loss for each in answer.kinds if each.loss]
+    with_l1 = [_of_l1(loss) for loss in losses if loss.method == TRAINED]
+    pruned = [loss for loss in losses if loss.method != TRAINED]
+    return [first, *unusable(answer), *_of_recoveries(answer), *_of_losses(pruned), *with_l1]
 
 
-def of_loss(loss: Loss) -> str:
-    """Say how a loss was measured."""
-    if loss.method == TRAINED:
-        return (
-            "Sparse activations come from training with ReLU and an L1 term, not from pruning: "
-            f"the term changed the loss of {loss.model} by {loss.rise:+.2f} nats per {loss.unit}."
-        )
+def _of_recoveries(answer: Answer) -> list[str]:
+    """Say what each training left of a loss, for all kinds of a model together."""
+    texts: dict[tuple[str, int, str], list[str]] = {}
+    for each in answer.kinds:
+        if after := each.recovery:
+            model = after.pruned.subject, max(round(after.minutes), 1), after.text
+            rise = f"{after.rise:+.2f} [{after.low:.2f}, {after.high:.2f}]"
+            before = f"{after.pruned.rise:+.2f} before"
+            texts.setdefault(model, []).append(f"{rise} with {each.kind} ({before})")
+    return [
+        f"After {amount(minutes, 'minute')} of training on {text}, in which zeros stayed zeros, "
+        f"the rise of the loss of {subject}, in nats per token, is {join_words(rises)}."
+        for (subject, minutes, text), rises in texts.items()
+    ]
+
+
+def _of_losses(losses: Sequence[Loss]) -> list[str]:
+    """Say how losses by pruning and quantizing were measured."""
+    if not losses:
+        return []
+    subjects = dict.fromkeys(each.subject for each in losses)
+    tokens = dict.fromkeys(f"{each.held_out:,}" for each in losses)
+    most = "; each kind shows the model that lost most" if len(subjects) > 1 else ""
+    return [
+        f"Quality was measured on {join_words([*subjects])}, with pruned MLPs or fewer bits, over "
+        f"{join_words([*tokens])} held-out tokens, with the best method that was measured{most}."
+    ]
+
+
+def _of_l1(loss: Loss) -> str:
     return (
-        f"Quality was measured on {loss.subject}, with pruned MLPs or fewer bits, over "
-        f"{loss.held_out:,} held-out {loss.unit}s, with the best method that was measured."
+        "Sparse activations come from training with ReLU and an L1 term, not from pruning: "
+        f"the term changed the loss of {loss.model} by {loss.rise:+.2f} nats per {loss.unit}."
     )
 
 

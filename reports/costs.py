@@ -3,14 +3,18 @@
     MODEL              magnitude   Wanda   SpenseGPT   quantized
     2:4                    +4.18   +0.84       +0.43           –
 
+    MODEL, trained after pruning
+    kind   method      pruned   trained
+    2:4    SpenseGPT   +0.57    +0.21 [0.18, 0.24]
+
 A loss is the increase of the loss on held-out text that `sparsebench prune`,
-experiments/quantize_model.py, or training with an L1 term measured.
+experiments/quantize_model.py, experiments/recover_model.py, or training with an L1 term measured.
 """
 
 from sparsebench.reports.advice import QUANTIZED_HOW, loss_style
 from sparsebench.reports.tables import Cell, Table
 from sparsebench.results.advice.layer_estimates import SMALL_BLOCKS
-from sparsebench.results.advice.measured_layers import TRAINED, Evidence, Loss
+from sparsebench.results.advice.measured_layers import TRAINED, Evidence, Recovery
 from sparsebench.results.advice.pruning import KINDS, MOST_LOSS
 
 COSTS = KINDS | {  # how a layer is sparse, and its sparsity
@@ -21,13 +25,16 @@ COSTS = KINDS | {  # how a layer is sparse, and its sparsity
 METHODS = {"magnitude": "magnitude", "wanda": "Wanda", "spensegpt": "SpenseGPT"}
 METHODS |= {"quantized": "quantized"}
 TRAINED_SO = "trained with L1"
+NOT_MEASURED: Cell = ("–", "quiet")
 NEAR = 0.01  # tolerance of sparsities, which whole blocks round
 
 
 def costs(evidence: Evidence) -> list[Table]:
-    """Return a table for each model whose loss was measured."""
+    """Return a table for each model whose loss was measured, and for each that was trained."""
     pruned = dict.fromkeys(each.model for each in evidence.losses if each.method != TRAINED)
-    return [_of_model(evidence, model) for model in pruned]
+    trained = dict.fromkeys(each.pruned.model for each in evidence.recoveries)
+    tables = [_of_model(evidence, model) for model in pruned]
+    return [*tables, *(_of_recoveries(evidence, model) for model in trained)]
 
 
 def _of_model(evidence: Evidence, model: str) -> Table:
@@ -36,14 +43,35 @@ def _of_model(evidence: Evidence, model: str) -> Table:
     lines: list[list[Cell]] = []
     for kind, (way, sparsity) in COSTS.items():
         alike = [r for r in rows if r.way == way and abs(r.sparsity - sparsity) < NEAR]
-        rises = {each.method: each for each in alike}
+        rises = {each.method: _rise(each.rise, each.unit) for each in alike}
         if rises:
-            lines.append([kind, *(_rise(rises.get(method)) for method in methods)])
+            lines.append([kind, *(rises.get(method, NOT_MEASURED) for method in methods)])
     return Table(
         columns=["kind", *(METHODS.get(method, TRAINED_SO) for method in methods)],
         lines=lines,
         title=f"{model}: rise of the loss in nats per {rows[0].unit}",
         words=["kind"],
+    )
+
+
+def _of_recoveries(evidence: Evidence, model: str) -> Table:
+    rows = [each for each in evidence.recoveries if each.pruned.model == model]
+    kinds = {value: kind for kind, value in COSTS.items()}
+    lines: list[list[Cell]] = [
+        [
+            kinds.get((each.pruned.way, each.pruned.sparsity), each.pruned.way),
+            METHODS[each.pruned.method],
+            _rise(each.pruned.rise, each.pruned.unit),
+            _rise(each.rise, each.pruned.unit, f" [{each.low:.3f}, {each.high:.3f}]"),
+            f"{each.minutes:.1f}",
+        ]
+        for each in rows
+    ]
+    return Table(
+        columns=["kind", "method", "pruned", "trained", "minutes"],
+        lines=lines,
+        title=f"{model}, trained after pruning: rise of the loss in nats per {rows[0].pruned.unit}",
+        words=["kind", "method"],
     )
 
 
@@ -60,6 +88,7 @@ def notes(evidence: Evidence) -> list[str]:
         "Blocks are chosen by the sum of the squared scores of their elements. SpenseGPT also "
         "updates the weights that stay. –: not measured, or the method does not apply.",
         QUANTIZED_HOW,
+        *dict.fromkeys(map(_of_training, evidence.recoveries)),
     ]
 
 
@@ -68,8 +97,15 @@ def markdown(evidence: Evidence) -> str:
     return "\n\n".join([*(table.markdown() for table in costs(evidence)), *notes(evidence)])
 
 
-def _rise(loss: Loss | None) -> Cell:
-    if loss is None:
-        return "–", "quiet"
-    per_byte = loss.unit == "byte" and loss.rise <= MOST_LOSS  # a byte is less than a token
-    return f"{loss.rise:+.3f}", "unsure" if per_byte else loss_style(loss.rise)
+def _of_training(recovery: Recovery) -> str:
+    pruned = recovery.pruned
+    return (
+        f"{pruned.model} was pruned again, and trained on an {recovery.device} to predict what the "
+        f"dense model does on {recovery.text}, which has none of the {pruned.held_out:,} held-out "
+        f"{pruned.unit}s. Zeros stayed zeros. Brackets: 95 % intervals over the contexts."
+    )
+
+
+def _rise(rise: float, unit: str, interval: str = "") -> Cell:
+    per_byte = unit == "byte" and rise <= MOST_LOSS  # a byte is less than a token
+    return f"{rise:+.3f}{interval}", "unsure" if per_byte else loss_style(rise)

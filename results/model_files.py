@@ -1,6 +1,7 @@
 """The JSON files about models, and their readers.
 
     sparsebench/pruning@1    sparsebench prune        loss and errors after pruning, by method
+                             recover_model.py         the same, and the loss after training
     sparsebench/sparsity@1   train_lm.py              active hidden units, by L1 coefficient
     sparsebench/widths@1     train_lm.py --pattern    block-sparse models beside dense ones
     sparsebench/whole@1      whole_model.py           time, memory and energy of a whole model
@@ -38,6 +39,30 @@ STRICT = ConfigDict(extra="forbid", strict=True)
 
 
 @dataclass(frozen=True)
+class RecoveryTraining:
+    """A training of a pruned model in which its zeros stay zeros.
+
+    loss       after it, in nats per token, on the held-out tokens
+    low, high  Student's 95 % interval, over the held-out contexts, of the rise of the loss over
+               that of the dense model
+    text       source of its tokens, which does not contain the held-out ones
+    bytes      size of the text
+    tokens     number of tokens in all steps, with repetitions
+    """
+
+    __pydantic_config__: ClassVar = STRICT
+
+    loss: FiniteFloat
+    low: FiniteFloat
+    high: FiniteFloat
+    text: str
+    bytes: PositiveInt
+    tokens: PositiveInt
+    seconds: Positive
+    device: str
+
+
+@dataclass(frozen=True)
 class PruningOutcome:
     """The result of pruning by one method and region, on held-out tokens.
 
@@ -46,6 +71,7 @@ class PruningOutcome:
     errors    by part, mean over layers: ||XW^T - XW'^T|| / ||XW^T||; always includes OUTPUT
     loss      of the pruned model, in nats per token; None for a layer
     pattern   of the pruned features: N:M, unstructured, or the size of the blocks such as 64x64
+    recovery  what a training left of the loss; None without one
     """
 
     __pydantic_config__: ClassVar = STRICT
@@ -57,6 +83,7 @@ class PruningOutcome:
     errors: Mapping[str, NonNegative]
     loss: FiniteFloat | None
     pattern: str = "2:4"
+    recovery: RecoveryTraining | None = None
 
 
 @dataclass(frozen=True)

@@ -61,8 +61,8 @@ def _findings(answer: Answer) -> tuple[str, str]:
     same = "Nothing that keeps the quality is known to be faster."
     if best := answer.best:
         begins = BEGINS.get(answer.word, "Prune and train")
-        where = f" on {best.loss.subject}" if best.loss else ""
-        same = f"{begins}: {best.step.text} as fast with {best.kind}, {best.quality}{where}."
+        where = f"on {best.loss.subject} " if best.loss else ""
+        same = f"{begins}: {best.step.text} as fast with {best.kind}, {where}{best.quality}."
     most = min(each.gigabytes for each in answer.kinds if each.kind == "fp8")
     small = [e for e in answer.kinds if e.gigabytes <= most and e.step.basis != BOUND]
     usable = [each for each in small if each.nats is not None and each.nats <= UNUSABLE]

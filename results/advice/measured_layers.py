@@ -58,7 +58,7 @@ BITS_OF = {"int4": FOUR_BITS, "int4_two_four": TWO_FOUR_BITS}  # the kind of a f
 KEPT = {"iid", "recorded"}  # distributions of active units over tokens
 DTYPES = ["bf16", "fp16", "fp8", "int8"]
 TRAINED = "training"
-BITS = re.compile(r"-q(\d+)_\w+$")  # the precision in the name of a .gguf file
+BITS = re.compile(r"[-.]q(\d+)_\w+$", re.IGNORECASE)  # the precision in the name of a .gguf file
 
 
 @dataclass(frozen=True)
@@ -100,6 +100,24 @@ class Loss:
 
 
 @dataclass(frozen=True)
+class Recovery:
+    """What a training in which zeros stay zeros left of the rise of a loss by pruning.
+
+    pruned     before it
+    rise       after it, in the same unit; low, high: its 95 % interval
+    text       what it trained on, for some minutes on a device
+    """
+
+    pruned: Loss
+    rise: float
+    low: float
+    high: float
+    minutes: float
+    text: str
+    device: str
+
+
+@dataclass(frozen=True)
 class Evidence:
     """Everything that was measured; its fields are those of advice.json."""
 
@@ -107,6 +125,7 @@ class Evidence:
     measured: Sequence[Measured]
     steps: Sequence[ModelStep]
     losses: Sequence[Loss] = ()
+    recoveries: Sequence[Recovery] = ()
     schema: Literal["sparsebench/advice@2"] = SCHEMA
 
     @cached_property
@@ -121,6 +140,7 @@ class Evidence:
             [*self.measured, *other.measured],
             [*self.steps, *other.steps],
             [*self.losses, *other.losses],
+            [*self.recoveries, *other.recoveries],
         )
 
     @property
@@ -141,13 +161,13 @@ def packaged_evidence() -> Evidence:
 
 def collect_evidence(runs: Iterable[tuple[Analysis, str]], root: Path) -> Evidence:
     """Return the evidence of published runs, and the losses in the files of their folder."""
-    losses: list[Loss] = []
+    evidence = of_runs(runs)
     for file in sorted(root.glob("pruning/*.json")):
-        losses += of_pruning(read_pruning(file), file.relative_to(root).as_posix())
+        evidence += of_pruning(read_pruning(file), file.relative_to(root).as_posix())
     for file in sorted(root.glob("sparsity/*.json")):
         trainings = read_model(file, L1Trainings, SPARSITY_SCHEMA)
-        losses.append(of_l1(trainings, file.relative_to(root).as_posix()))
-    return of_runs(runs) + Evidence([], [], [], losses)
+        evidence += Evidence([], [], [], [of_l1(trainings, file.relative_to(root).as_posix())])
+    return evidence
 
 
 def of_runs(runs: Iterable[tuple[Analysis, str]]) -> Evidence:
@@ -169,16 +189,24 @@ def of_runs(runs: Iterable[tuple[Analysis, str]]) -> Evidence:
     )
 
 
-def of_pruning(pruning: Pruning, source: str) -> list[Loss]:
-    """Return the rise of the loss by each method and pattern."""
+def of_pruning(pruning: Pruning, source: str) -> Evidence:
+    """Return the rise of the loss by each method and pattern, or what a training left of it."""
     model, about = pruning.weights.removesuffix(".gguf"), (pruning.unit, pruning.held_out, source)
-    losses = []
+    losses, recoveries, dense = list[Loss](), list[Recovery](), pruning.loss or 0.0
     for each in pruning.outcomes:
         way, sparsity = PRUNED.get(each.pattern), round(each.sparsity, 4)
-        if each.loss is not None and way and (sparsity or way in QUANTIZED):
-            rise = round(each.loss - (pruning.loss or 0.0), 4)
-            losses.append(Loss(way, sparsity, model, each.method, rise, *about))
-    return losses
+        if each.loss is None or not way or not (sparsity or way in QUANTIZED):
+            continue
+        loss = Loss(way, sparsity, model, each.method, round(each.loss - dense, 4), *about)
+        if training := each.recovery:
+            rises = training.loss - dense, training.low, training.high
+            value, low, high = (round(rise, 4) for rise in rises)
+            minutes = round(training.seconds / 60, 2)
+            where = training.text, training.device
+            recoveries.append(Recovery(loss, value, low, high, minutes, *where))
+        else:
+            losses.append(loss)
+    return Evidence([], [], [], losses, recoveries)
 
 
 def of_l1(trainings: L1Trainings, source: str) -> Loss:

@@ -37,7 +37,13 @@ from sparsebench.results.advice.layer_estimates import (
     Gpu,
     Layer,
 )
-from sparsebench.results.advice.measured_layers import TRAINED, Evidence, Loss, ModelStep
+from sparsebench.results.advice.measured_layers import (
+    TRAINED,
+    Evidence,
+    Loss,
+    ModelStep,
+    Recovery,
+)
 from sparsebench.results.advice.step_model import BOUND, ESTIMATE, Gain, StepModel
 from sparsebench.results.comparison.sides import short_name
 from sparsebench.results.formatting import amount, join_words, number, times
@@ -77,9 +83,10 @@ LOADED = LAYERED | {FP8, FOUR_BITS}  # kinds that a model can be loaded with
 class Advice:
     """One of KINDS: gains of the MLPs and of the model, and its weights in GB.
 
-    loss  what it costs, if that was measured, or what fewer zeros cost; of the best method, on the
-          model itself or on the other model that lost most
-    runs  the published runs that say so
+    loss      what it costs, if that was measured, or what fewer zeros cost; of the best method, on
+              the model itself or on the other model that lost most
+    recovery  what the best training of that model left of it, if one was measured
+    runs      the published runs that say so
     """
 
     kind: str
@@ -87,6 +94,7 @@ class Advice:
     step: Gain
     gigabytes: float
     loss: Loss | None
+    recovery: Recovery | None
     runs: Sequence[str]
 
     @property
@@ -101,13 +109,18 @@ class Advice:
 
     @property
     def quality(self) -> str:
-        """Return what it costs in a few words: `perplexity × 1.10`."""
+        """Return what it costs in a few words: `perplexity × 1.40, × 1.10 after training`."""
         if self.loss is None or self.nats is None:
             return "trained, not pruned" if self.loss else "not measured"
         fewer = "more than " * (not isclose(self.loss.sparsity, KINDS[self.kind][1]))
+        after = f", {_factor(self.recovery.rise)} after training" if self.recovery else ""
         if self.nats > log(MOST_SHOWN):
-            return f"perplexity more than × {MOST_SHOWN}"
-        return f"perplexity {fewer}× {number(exp(self.nats), exp(self.nats) / 100)}"
+            return f"perplexity more than × {MOST_SHOWN}{after}"
+        return f"perplexity {fewer}{_factor(self.nats)}{after}"
+
+
+def _factor(nats: float) -> str:
+    return f"× {number(exp(nats), exp(nats) / 100)}"
 
 
 @dataclass(frozen=True)
@@ -196,7 +209,8 @@ def _advice(evidence: Evidence, step: StepModel, gpu: Gpu | None, kind: str) -> 
     changed = [each for each in products if each[1].way != ACTIVATIONS]
     saved = sum(count * each.weights * (1 - each.memory_share) for count, each in changed)
     loss, runs = _loss(evidence, model, way, sparsity), dict.fromkeys(of_step.runs + of_layers.runs)
-    return Advice(kind, of_layers, of_step, (model.weights - saved) * 2 / 1e9, loss, [*runs])
+    about = loss, _recovery(evidence, loss, sparsity), [*runs]
+    return Advice(kind, of_layers, of_step, (model.weights - saved) * 2 / 1e9, *about)
 
 
 def _step_gain(evidence: Evidence, step: StepModel, layer: Layer, gpu: Gpu | None) -> Gain:
@@ -260,6 +274,18 @@ def _loss(evidence: Evidence, model: ModelShapes, way: str, sparsity: float) -> 
     return max(by_model.values(), key=lambda each: each.rise, default=None)
 
 
+def _recovery(evidence: Evidence, loss: Loss | None, sparsity: float) -> Recovery | None:
+    """Return the best training after pruning to a sparsity, of the model of a loss."""
+    trained = [
+        each
+        for each in evidence.recoveries
+        if loss
+        and (each.pruned.model, each.pruned.way) == (loss.model, loss.way)
+        and isclose(each.pruned.sparsity, sparsity)
+    ]
+    return min(trained, key=lambda each: each.rise, default=None)
+
+
 def _verdict(
     kinds: Sequence[Advice], model: ModelShapes, unpublished: str, tokens: int
 ) -> tuple[str, str, Advice | None]:
@@ -309,8 +335,7 @@ def _cost(best: Advice, model: ModelShapes, word: str) -> str:
     """Write the quality of the model, or that of the model whose quality was measured."""
     if best.loss is None or best.nats is None:
         return ", but its loss by pruning was not measured"
-    of_model = best.loss.is_of(model.name)
-    where = f" on {best.loss.subject}" if of_model else ""
-    unknown = f"; its quality was not measured, and on {best.loss.subject}"
-    start = (", and" if word == TRY else ", but") if of_model else unknown
-    return f"{start} {best.quality.replace('perplexity', 'perplexity rose')}{where}"
+    start = ", and" if word == TRY else ", but"
+    if not best.loss.is_of(model.name):
+        start = "; its quality was not measured, and"
+    return f"{start} on {best.loss.subject} {best.quality.replace('perplexity', 'perplexity rose')}"

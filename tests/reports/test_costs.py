@@ -4,10 +4,12 @@ from dataclasses import replace
 
 import pytest
 
+from sparsebench.reports import advice
 from sparsebench.reports.costs import COSTS, METHODS, costs, markdown
-from sparsebench.results.advice.measured_layers import Evidence, of_pruning, packaged_evidence
+from sparsebench.reports.tables import split_style
+from sparsebench.results.advice.measured_layers import of_pruning, packaged_evidence
 from sparsebench.results.advice.pruning import advise
-from sparsebench.results.model_files import Pruning, PruningOutcome
+from sparsebench.results.model_files import Pruning, PruningOutcome, RecoveryTraining
 from sparsebench.results.model_shapes import read_shapes
 
 SOURCE = "pruning/small.json"
@@ -30,7 +32,7 @@ def pruning() -> Pruning:
 
 
 def test_a_line_has_the_rises_by_method(pruning: Pruning) -> None:
-    evidence = Evidence([], [], [], of_pruning(pruning, SOURCE))
+    evidence = of_pruning(pruning, SOURCE)
     (table,) = costs(evidence)
     lines = {line[0]: line[1:] for line in table.lines}
     assert {*lines} < {*COSTS}
@@ -42,9 +44,46 @@ def test_a_line_has_the_rises_by_method(pruning: Pruning) -> None:
 
 def test_an_advice_has_the_best_method_and_only_losses_per_token(pruning: Pruning) -> None:
     for unit, nats in (("token", 0.25), ("byte", None)):
-        losses = of_pruning(replace(pruning, unit=unit), SOURCE)  # type: ignore[arg-type]
-        answer = advise(Evidence([], [], [], losses), read_shapes("Llama-3-8B"), "A100", 16)
+        evidence = of_pruning(replace(pruning, unit=unit), SOURCE)  # type: ignore[arg-type]
+        answer = advise(evidence, read_shapes("Llama-3-8B"), "A100", 16)
         assert [each.nats for each in answer.kinds if each.kind == "6:8"] == [nats]
+
+
+@pytest.fixture
+def trained() -> Pruning:
+    """Return two trainings of a model after pruning to 2:4."""
+    training = RecoveryTraining(2.2, 0.15, 0.25, "a library", 10**7, 10**8, 600.0, "NVIDIA H200")
+    outcomes = [
+        replace(outcome("wanda", "2:4", 0.5, 4.0), recovery=replace(training, loss=2.3)),
+        replace(outcome("spensegpt", "2:4", 0.5, 2.5), recovery=training),
+    ]
+    return Pruning(*ABOUT, outcomes)  # type: ignore[arg-type]
+
+
+def test_a_table_has_the_rises_before_and_after_training(trained: Pruning) -> None:
+    evidence = of_pruning(trained, SOURCE)
+    assert not evidence.losses
+    (table,) = costs(evidence)
+    assert [[split_style(cell)[0] for cell in line] for line in table.lines] == [
+        ["2:4", "Wanda", "+2.000", "+0.300 [0.150, 0.250]", "10.0"],
+        ["2:4", "SpenseGPT", "+0.500", "+0.200 [0.150, 0.250]", "10.0"],
+    ]
+    assert "a library, which has none of the 2,048 held-out tokens" in markdown(evidence)
+
+
+def test_an_advice_says_what_the_best_training_left(trained: Pruning) -> None:
+    untrained = replace(trained, outcomes=[replace(e, recovery=None) for e in trained.outcomes])
+    evidence = of_pruning(trained, SOURCE) + of_pruning(untrained, SOURCE)
+    answer = advise(evidence, read_shapes("Llama-3-8B"), "A100", 16)
+    (each,) = [each for each in answer.kinds if each.kind == "2:4"]
+    assert each.quality == "perplexity × 1.65, × 1.22 after training"
+    about = " ".join(advice.about(answer))
+    assert "After 10 minutes of training on a library, in which zeros stayed zeros" in about
+    assert "in nats per token, is +0.20 [0.15, 0.25] with 2:4 (+0.50 before)." in about
+    assert "2:4, trained" in advice.chart(answer)
+    other = of_pruning(replace(untrained, weights="worse.gguf", loss=1.5), "pruning/worse.json")
+    answer = advise(evidence + other, read_shapes("Llama-3-8B"), "A100", 16)
+    assert [e.recovery for e in answer.kinds if e.kind == "2:4"] == [None]  # of another model
 
 
 def test_the_published_table_has_each_method_of_a_real_model() -> None:

@@ -193,14 +193,19 @@ def restore_weights(loaded: LoadedModel) -> Iterator[None]:
                 weight.copy_(value)
 
 
-@torch.no_grad()
 def loss_of(model: Any, tokens: Tensor) -> float:
     """Return the mean loss in nats per token of [contexts, tokens], except the first tokens."""
+    return float(losses_of(model, tokens).mean())
+
+
+@torch.no_grad()
+def losses_of(model: Any, tokens: Tensor) -> Tensor:
+    """Return the loss of each context of [contexts, tokens], in nats per token."""
     losses = [
         cross_entropy(model(row[None], use_cache=False).logits[0, :-1].float(), row[1:])
         for row in tokens
     ]
-    return float(torch.stack(losses).mean())
+    return torch.stack(losses)
 
 
 def contexts(
