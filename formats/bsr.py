@@ -10,11 +10,13 @@ values   dtype [blocks, r, c]   row-major blocks; zeros where an edge block leav
 
 Any block fits any matrix: blocks of the last block row and column are padded with zeros.
 
+`freeze` declares that a weight is not written again, so that `sparsebench.matmul` packs it once.
+
 Multiplied by kernels/bsr.
 """
 
-from dataclasses import dataclass, replace
-from typing import Self
+from dataclasses import dataclass, fields, replace
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -24,11 +26,14 @@ from sparsebench.formats._format import (
     Format,
     is_stored,
     offsets_of,
+    require,
     require_matrix,
     require_size,
     rows_of,
     sides_of,
 )
+
+WRITES = "_sparsebench_writes"  # attribute of a frozen weight: torch's counts of writes by array
 
 
 @dataclass(frozen=True, repr=False)
@@ -71,6 +76,38 @@ class Bsr(Format):
         blocks = _in_blocks(dense, *self.block)
         at = rows_of(self.offsets), slice(None), self.columns.long()
         return replace(self, values=blocks[at].contiguous())
+
+    def freeze(self) -> Self:
+        """Return this weight, in the same memory, as one that is not written again.
+
+        `sparsebench.matmul` packs it once, also if a CUDA graph captures a later call. It has no
+        gradient. The next call after a write that torch counts raises FormatError, but a graph
+        that was captured before the write replays the old values. Copies and pickles are not
+        frozen. Raises FormatError for arrays made in inference mode.
+        """
+        index, values = (self.offsets.detach(), self.columns.detach()), self.values.detach()
+        uncounted = "expected a weight made outside of inference mode, where torch counts no write"
+        require(not any(a.is_inference() for a in (*index, values)), f"freeze: {uncounted}")
+        frozen = type(self)(self.shape, *index, values)
+        object.__setattr__(frozen, WRITES, frozen._writes())
+        return frozen
+
+    @property
+    def is_frozen(self) -> bool:
+        """Return whether `freeze` made it. Raises FormatError if it was written since then."""
+        if (before := self.__dict__.get(WRITES)) is None:
+            return False
+        changed = [name for name, count in self._writes().items() if count != before[name]]
+        expected = "expected no write after Bsr.freeze(), found one: freeze the weight again"
+        require(not changed, f"{', '.join(changed)}: {expected}")
+        return True
+
+    def _writes(self) -> dict[str, int]:
+        return {name: array._version for name, array in self.arrays().items()}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copy and pickle the arrays, without what was made for these addresses."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
 
     def arrays(self) -> dict[str, Tensor]:
         return {"offsets": self.offsets, "columns": self.columns, "values": self.values}

@@ -1,5 +1,5 @@
-// Y[m, n] = X[m, k] @ W[n, k].T in exact fp32, W in blocks of multiples of 8 (compute capability
-// 8.0 and newer). The products are fp32 FMAs. Hopper's tensor cores multiply fp64 at the same rate,
+// Y[m, n] = X[m, k] @ W[n, k].T in exact fp32, W in blocks of any size (compute capability 8.0 and
+// newer). The products are fp32 FMAs. Hopper's tensor cores multiply fp64 at the same rate,
 // so there (DOUBLE=1) a step of fp32 values is converted, sums are in fp64, and Y is rounded once.
 //
 //   CTA: ROWS features of a block row x TOKENS tokens. Its WARPS warps take every WARPS-th step:
@@ -20,8 +20,13 @@
 // rows of a tile have a pitch of DEPTH + 4 words. Columns of X beyond k are zeros, and W's edge
 // blocks are zeros there. Every sum has a fixed order: equal inputs give equal bits.
 //
-// Macros: ROWS, DEPTH (8, 16 or 32, which divide R and C), R, C (sides of a block), TOKENS=16|32,
-// WARPS, STAGES, DOUBLE=0|1, PIECE (floats of a copy of X: 4, or 1 if its rows are not aligned).
+// If ROWS or DEPTH does not divide a block, the last step of a block extends beyond it. There the
+// copies write zeros instead of W and of X, so a NaN of X beside a block does not reach it:
+//
+//      R = C = 10:     0 . . . . . . . . 9 | 6 columns of zeros      a step of 16 x 16
+//
+// Macros: ROWS, DEPTH (8, 16 or 32), R, C (sides of a block), TOKENS=16|32, WARPS, STAGES,
+// DOUBLE=0|1, W_PIECE, X_PIECE (floats of a copy, 4, 2 or 1, which divide C; X_PIECE divides k).
 
 using u32 = unsigned int;
 
@@ -32,7 +37,8 @@ constexpr int PITCH = DEPTH, SWIZZLE = DEPTH == 32 ? 16 : 0, OUT_PITCH = ROWS + 
 using Sum = float;
 constexpr int PITCH = DEPTH + 4, SWIZZLE = 0, OUT_PITCH = ROWS + 4, COPIES = 8;
 #endif
-constexpr int TILES = R / ROWS, CUT = C / DEPTH;
+constexpr int TILES = (R + ROWS - 1) / ROWS, CUT = (C + DEPTH - 1) / DEPTH;
+constexpr bool LOW = R % ROWS != 0, NARROW = C % DEPTH != 0;  // the last step of a block
 constexpr int STAGE = (ROWS + TOKENS) * PITCH;                // floats
 constexpr int RING = STAGES * (ROWS + TOKENS) * (DEPTH + 4);  // floats of a warp
 static_assert(TOKENS * OUT_PITCH * sizeof(Sum) <= RING * sizeof(float), "sums fit into the ring");
@@ -41,6 +47,11 @@ __device__ __forceinline__ void copy_16(float* to, const float* from, bool there
   const u32 at = (u32)__cvta_generic_to_shared(to);
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
                :: "r"(at), "l"(from), "r"(there ? 16 : 0) : "memory");
+}
+__device__ __forceinline__ void copy_8(float* to, const float* from, bool there) {
+  const u32 at = (u32)__cvta_generic_to_shared(to);
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;"
+               :: "r"(at), "l"(from), "r"(there ? 8 : 0) : "memory");
 }
 __device__ __forceinline__ void copy_4(float* to, const float* from, bool there) {
   const u32 at = (u32)__cvta_generic_to_shared(to);
@@ -68,6 +79,7 @@ __device__ __forceinline__ void copy_tile(float* to, const float* from, long lon
     const float* piece = from + (there ? row * step + column : 0);
     float* place = to + row * PITCH + (column ^ row % 2 * SWIZZLE);
     if (FLOATS == 4) copy_16(place, piece, there);
+    else if (FLOATS == 2) copy_8(place, piece, there);
     else copy_4(place, piece, there);
   }
 }
@@ -176,9 +188,10 @@ multiply_fp32(const float* x, long long x_step, const BlockRow* rows, const int*
       float* w = ring + stage * STAGE;
       const int inner = next % CUT * DEPTH, from = column * C + inner;
       const float* block = values + ((long long)(next / CUT) * R + part) * C + inner;
-      copy_tile<ROWS, 4>(w, block, C, ROWS, DEPTH);
-      copy_tile<TOKENS, PIECE>(w + ROWS * PITCH, x + token * x_step + from, x_step, m - token,
-                               k - from);
+      const int width = NARROW ? min(DEPTH, C - inner) : DEPTH;
+      copy_tile<ROWS, W_PIECE>(w, block, C, LOW ? min(ROWS, R - part) : ROWS, width);
+      copy_tile<TOKENS, X_PIECE>(w + ROWS * PITCH, x + token * x_step + from, x_step, m - token,
+                                 NARROW ? min(width, k - from) : k - from);
       next += WARPS;
       column = next < end ? columns[next / CUT] : 0;
     }
@@ -203,7 +216,7 @@ multiply_fp32(const float* x, long long x_step, const BlockRow* rows, const int*
   sums.store((Sum*)ring, lane);
   __syncthreads();
   const int feature = row * R + part + lane;
-  if (lane >= ROWS || feature >= n) return;
+  if (lane >= ROWS || (LOW && part + lane >= R) || feature >= n) return;
   for (int i = warp; i < TOKENS && token + i < m; i += WARPS) {
     Sum total = 0;
     #pragma unroll

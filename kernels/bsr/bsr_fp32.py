@@ -4,10 +4,11 @@ For any NVIDIA GPU of compute capability 8.0 or newer. bsr_fp32.cu is the kernel
 warp multiplies steps of W with a ring of its own, and a CTA adds its warps' sums in order. This
 file chooses configurations and plans. It supports
 
-    blocks    of multiples of 8 rows and columns; edge blocks may extend beyond W, and block rows
-              may be empty. A step is 8, 16 or 32 rows by as many columns, whichever divide a block
+    blocks    of any size; edge blocks may extend beyond W, and block rows may be empty. A step is
+              8, 16 or 32 rows by as many columns, whichever cover a block with the fewest zeros
     sizes     any m, n and k
-    X         rows of any stride; if they are no multiples of 16 bytes, X is copied word by word
+    X         rows of any stride. X and W are copied in pieces of 4, 2 or 1 columns, whichever
+              divide a block, and in X also k
 
 Sums are in fp32, on Hopper in fp64 by the tensor cores, and always in the same order: equal
 operands give equal bits.
@@ -15,6 +16,7 @@ operands give equal bits.
 
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from math import gcd
 
 import torch
 from torch import Tensor
@@ -28,8 +30,9 @@ from sparsebench.kernels._common.requirements import unsupported_before_ampere
 from sparsebench.kernels.bsr._call import LARGEST, BsrCall, bsr_engine
 from sparsebench.kernels.bsr._launch import product_of
 
-SIDES = 32, 16, 8  # of a step, the first one that divides a block's side
+SIDES = 32, 16, 8  # of a step
 TOKENS, WARPS = (16, 32), (4, 8)
+PIECE = 4  # fp32 in 16 bytes
 DOUBLES = "sm_90"  # target whose tensor cores multiply fp64 16 x 8 x 16 at a time
 
 
@@ -53,17 +56,22 @@ class Config:
 
 
 def step_of(block: tuple[int, int]) -> tuple[int, int]:
-    """Return rows and columns of W that a warp multiplies at a time; 0 for a side that is odd."""
-    rows, depth = (next((side for side in SIDES if not part % side), 0) for part in block)
+    """Return rows and columns of W that a warp multiplies at a time: the most, with few zeros."""
+    rows, depth = (min(SIDES, key=lambda side: -(-part // side) * side) for part in block)
     return rows, depth
+
+
+def tiles_of(w: Bsr, m: int, tokens: int) -> int:
+    """Return the number of CTAs."""
+    rows, _ = step_of(w.block)
+    return (len(w.offsets) - 1) * -(-w.block[0] // rows) * -(-m // tokens)
 
 
 def choices(w: Bsr, call: BsrCall) -> list[Config]:
     """Return what fits into the shared memory of a CTA, the likeliest first."""
-    (rows, depth), m, device = step_of(w.block), call.m, w.columns.device
+    (_, depth), m, device = step_of(w.block), call.m, w.columns.device
     tokens = next((size for size in TOKENS if m <= size), TOKENS[-1])
-    ctas = (len(w.offsets) - 1) * w.block[0] // rows * -(-m // tokens)
-    warps = WARPS if ctas >= multiprocessors(device) else WARPS[::-1]
+    warps = WARPS if tiles_of(w, m, tokens) >= multiprocessors(device) else WARPS[::-1]
     configs = [Config(tokens, each, stages) for stages in (64 // depth, 2) for each in warps]
     most = shared_bytes_of(device)
     return [c for c in dict.fromkeys(configs) if c.shared_bytes(w.block) <= most]
@@ -71,13 +79,12 @@ def choices(w: Bsr, call: BsrCall) -> list[Config]:
 
 def plan(w: Bsr, call: BsrCall, config: Config) -> Product:
     """Sort the block rows, compile and load."""
-    (n, k), m, device, (rows, _) = w.shape, call.m, w.offsets.device, step_of(w.block)
+    (n, k), m, device = w.shape, call.m, w.offsets.device
     index, target = (rows_of(w), w.columns), cuda.target_of(device)
-    constants = constants_of(config, w.block, not k % 4, target)
+    constants = constants_of(config, w.block, k, target)
     shared = config.shared_bytes(w.block)
     kernel = cuda.load("bsr_fp32", "multiply_fp32", constants, shared, device, target)
-    token_tiles = -(-m // config.tokens)
-    grid = (len(w.offsets) - 1) * (w.block[0] // rows) * token_tiles
+    token_tiles, grid = -(-m // config.tokens), tiles_of(w, m, config.tokens)
 
     @lru_cache(cuda.ADDRESSES)
     def arguments(
@@ -104,12 +111,13 @@ def rows_of(w: Bsr) -> Tensor:
 
 
 def constants_of(
-    config: Config, block: tuple[int, int], aligned: bool, target: str
+    config: Config, block: tuple[int, int], k: int, target: str
 ) -> cuda.Constants:
     """Return the macros of bsr_fp32.cu. Hopper's tensor cores multiply fp64 at the rate of FMA."""
     return (
         *zip(("ROWS", "DEPTH"), step_of(block), strict=True),
-        *(("R", block[0]), ("C", block[1]), ("PIECE", 4 if aligned else 1)),
+        *(("R", block[0]), ("C", block[1])),
+        *(("W_PIECE", gcd(block[1], PIECE)), ("X_PIECE", gcd(block[1], k, PIECE))),
         ("DOUBLE", int(target == DOUBLES and step_of(block)[1] >= 16)),
         *(("TOKENS", config.tokens), ("WARPS", config.warps), ("STAGES", config.stages)),
     )
@@ -120,10 +128,8 @@ def unsupported_call(w: Bsr, call: BsrCall) -> str | None:
     (n, k), (r, c) = w.shape, w.block
     if call.dtype != torch.float32:
         return f"expected fp32 operands, found {call.dtype}"
-    if not all(step_of(w.block)):
-        return f"expected blocks of multiples of 8 rows and columns, found {r}x{c}"
-    steps = len(w.columns) * c // step_of(w.block)[1]
-    tiles = -(-call.m // TOKENS[0]) * (n // SIDES[-1])
+    steps = len(w.columns) * -(-c // step_of(w.block)[1])
+    tiles = tiles_of(w, call.m, TOKENS[0])
     if max(call.m, n + r, k + c, steps + SIDES[0], tiles) > LARGEST:
         actual = f"{len(w.columns)} blocks of {r}x{c} in {n}x{k}, {call.m} tokens"
         return f"expected 1 to 2^31 tokens, and fewer columns, steps and tiles, found {actual}"

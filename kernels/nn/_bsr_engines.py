@@ -11,7 +11,7 @@
       fp8        Y alone: bsr_wgmma and bsr_triton
     GPU of compute capability 8.0 and newer
       Y          bsr_resident    16 bits, even sides, frozen values, few tokens and columns
-                 bsr_fp32        fp32, multiples of 8, as stored; exact, as bsr_triton is
+                 bsr_fp32        fp32, as stored; exact, as bsr_triton is
     other GPUs, other blocks and sizes, and TRITON_INTERPRET=1
                  bsr_triton, bsr_triton_dgrad, bsr_triton_wgrad
     CPU          dense products in torch, as a reference
@@ -81,8 +81,9 @@ def likeliest(call: BsrCall, stored: int, device: torch.device) -> list[Engine]:
     engines = _on_hopper(call, stored) if hopper and rows_fit else []
     if not engines:
         exact = call.dtype == torch.float32 and call.op == "linear" and device.type == "cuda"
-        multiples = not (call.block[0] % 8 or call.block[1] % 8)
-        engines = [bsr_fp32.KERNEL, triton] if exact and multiples else [triton]
+        first = [bsr_fp32.KERNEL] if exact and min(call.block) >= bsr_fp32.SIDES[-1] else []
+        last = [bsr_fp32.KERNEL] if exact and not first else []
+        engines = [*first, triton, *last]
     elif (
         call.op != "wgrad"
         and call.m < MANY

@@ -4,7 +4,8 @@ Without a kernel's name, each weight has the plans that layers have (operator.py
 with a number of tokens may time what its format offers.
 
     dense    torch's own product; gradients of X and W
-    bsr      as BlockSparseLinear (_bsr_engines.py); gradients of X and W
+    bsr      as BlockSparseLinear (_bsr_engines.py); gradients of X and W. A captured call packs W
+             inside of the graph, unless W is frozen (Bsr.freeze); then X alone has a gradient
     spense   as SpenseLinear (_spense_op.py): its engine for the device; gradient of X
     csr      csr_cuda, with gradients of X and W; torch's own dense product on a CPU
     bitmap   bitmap_mma, or torch's own product with a dense copy of W (_frozen_op.py); gradient of
@@ -96,6 +97,8 @@ def matmul(x: Tensor, w: Format, kernel: str | None = None) -> Tensor:
 
 def _multiply(x: Tensor, rows: Tensor, w: Format, kernel: str | None) -> Tensor:
     """Return the product of X, which has these rows, on the current device without autocast."""
+    if isinstance(w, Bsr) and not torch.compiler.is_compiling() and w.is_frozen:
+        pattern_of(w.offsets, w.columns).frozen = True
     if kernel is None and isinstance(w, Bsr):
         keep(w)
         return _bsr(x, w)

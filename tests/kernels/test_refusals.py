@@ -158,11 +158,6 @@ def bsr(n: int, k: int, block: Any, dtype: torch.dtype = HALF) -> Bsr:
 
 OPERANDS: list[tuple[str, Callable[[], tuple[Tensor, Format]], str]] = [
     ("bsr_fp32", lambda: (x(96), bsr(64, 96, 32)), "expected fp32 operands, found torch.float16"),
-    (
-        "bsr_fp32",
-        lambda: (x(96, FP32), bsr(60, 96, (12, 16), FP32)),
-        "of 8 rows and columns, found 12x16",
-    ),
     ("bsr_resident", lambda: (x(96, FP32), bsr(60, 96, (6, 12), FP32)), "found torch.float32"),
     ("bsr_resident", lambda: (x(96), bsr(60, 96, 9)), "even numbers, found 9x9"),
     ("bsr_resident", lambda: (x(96), bsr(60, 96, 66)), "even numbers, found 66x66"),

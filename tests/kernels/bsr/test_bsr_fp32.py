@@ -24,7 +24,7 @@ CONFIGS = [Config(32, 4, 2), Config(16, 8, 2), Config(16, 4, 4), Config(32, 4, 8
 def on_cpu(constants: cuda.Constants, late: bool) -> Any:
     """Build the kernel's source for this machine."""
     source = '#include "mma_on_cpu.h"\n'
-    for size in (16, 4):
+    for size in (16, 8, 4):
         source += f"""
           static void copy_{size}(float* to, const float* from, bool there) {{
             copy(smem_address(to), (const char*)from, {size}, there);
@@ -70,8 +70,9 @@ def test_its_threads_give_the_product_on_a_cpu(shape, config, late, monkeypatch)
 
 
 @needs_gxx
-def test_nan_is_where_the_definition_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    w, _, _ = example((0, 90, 71, (16, 24), 0.5))
+@pytest.mark.parametrize("block", [(16, 24), (10, 10)], ids=str)
+def test_nan_is_where_the_definition_has_it(block: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    w, _, _ = example((0, 90, 71, block, 0.5))
     wide = torch.full((37, 75), float("nan"))[:, :71]  # no NaN beyond k reaches an edge block
     wide.copy_(torch.randn(37, 71))
     wide[3], wide[7, 5], wide[36, 70] = float("nan"), float("inf"), float("nan")
@@ -86,15 +87,15 @@ def test_nan_is_where_the_definition_has_it(monkeypatch: pytest.MonkeyPatch) -> 
 @by_nvcc
 @pytest.mark.parametrize("target", TARGETS)
 def test_it_compiles_without_a_spill(target, tmp_path) -> None:
-    for block in ((32, 32), (16, 16), (8, 24), (128, 64)):
+    for block in ((32, 32), (16, 16), (8, 24), (128, 64), (10, 10), (36, 20), (3, 5)):
         for config in CONFIGS[:3]:
-            for aligned in (True, False):
-                constants = bsr_fp32.constants_of(config, block, aligned, target)
+            for k in (1000, 1001):
+                constants = bsr_fp32.constants_of(config, block, k, target)
                 assert_compiles_cleanly("bsr_fp32", constants, tmp_path, target=target)
 
 
 @pytest.mark.parametrize("m", [1, 16, 17, 33, 1000])
-@pytest.mark.parametrize("block", [8, 16, 32, (24, 40), 64, 128])
+@pytest.mark.parametrize("block", [3, 8, 10, 16, 32, (24, 40), 64, 128])
 def test_every_shape_has_configurations_that_any_gpu_holds(block: Any, m: int, monkeypatch) -> None:
     w, _, _ = example((1, 512, 512, block, 0.2))
     call, counts = call_of("linear", w, m, "fp32"), []

@@ -79,6 +79,8 @@ EXACT, WGRAD, WGRAD_MMA, WGRAD_SMALL = "bsr_fp32", "bsr_wgrad", "bsr_wgrad_mma",
         ((8, 0), torch.bfloat16, (48, 48), (512, 512), [TRITON], TRITON),
         ((9, 0), torch.float16, (20, 15), (512, 512), [TRITON], TRITON),
         ((9, 0), torch.float32, (64, 64), (512, 512), [EXACT, TRITON], EXACT),
+        ((9, 0), torch.float32, (10, 10), (1000, 1000), [EXACT, TRITON], EXACT),
+        ((8, 0), torch.float32, (4, 4), (512, 512), [TRITON, EXACT], TRITON),
         ((9, 0), torch.bfloat16, (64, 64), (512, 515), [TRITON], TRITON),
         ((9, 0), torch.float8_e4m3fn, (64, 128), (1000, 528), [LARGE], TRITON),
         ((9, 0), torch.float8_e4m3fn, (64, 64), (1000, 520), [TRITON], TRITON),  # TMA reads no rows

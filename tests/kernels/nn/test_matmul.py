@@ -1,5 +1,6 @@
 """sparsebench.matmul: formats, named kernels, errors, gradients and memory."""
 
+import copy
 import gc
 import pickle
 from typing import Any
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 import sparsebench
-from sparsebench.errors import SuiteError, Unsupported
+from sparsebench.errors import FormatError, SuiteError, Unsupported
 from sparsebench.formats._format import Format
 from sparsebench.formats.bitmap import Bitmap
 from sparsebench.formats.bsr import Bsr
@@ -17,6 +18,7 @@ from sparsebench.formats.csr import Csr
 from sparsebench.formats.dense import Dense
 from sparsebench.formats.spense import Spense
 from sparsebench.formats.twell import Twell
+from sparsebench.kernels.bsr._launch import Packing
 from sparsebench.kernels.nn import _frozen_op
 from tests.kernels.contract import Example, run_engine
 
@@ -136,6 +138,64 @@ def test_a_weight_with_plans_is_pickled_without_them(kind: Any) -> None:
 def test_a_dense_copy_multiplies_padded_tokens(tokens: int) -> None:
     config = _frozen_op.Padding(tokens)
     assert run_engine(_frozen_op.DENSE, Example(7, N, K, 0.5), torch.float32, configs=[config])
+
+
+@pytest.mark.parametrize("name", ["values", "columns", "offsets"])
+def test_a_frozen_weight_is_multiplied_until_it_is_written(name: str) -> None:
+    dense, x = weight(), torch.randn(7, K, requires_grad=True)
+    w = Bsr.from_dense(dense.requires_grad_(), block=16)
+    frozen = w.freeze()
+    assert frozen.is_frozen
+    assert not w.is_frozen
+    for _ in range(2):
+        y = sparsebench.matmul(x, frozen)
+        torch.testing.assert_close(y, x @ dense.T)
+    torch.testing.assert_close(torch.autograd.grad(y.sum(), x)[0], dense.sum(0).expand(7, K))
+    array = w.arrays()[name].detach()
+    array.copy_(array.clone())  # through the weight that was frozen, which shares its memory
+    for kernel in (None, "bsr_triton"):
+        with pytest.raises(FormatError, match=f"{name}: .*freeze"):
+            sparsebench.matmul(x, frozen, kernel)
+    torch.testing.assert_close(sparsebench.matmul(x, frozen.freeze()), x @ dense.T)
+
+
+def test_copies_of_a_frozen_weight_and_weights_of_inference_mode_are_not_frozen() -> None:
+    w, x = Bsr.from_dense(weight(), block=16), torch.randn(7, K)
+    w.values.mul_(2)
+    frozen = w.freeze()
+    y = sparsebench.matmul(x, frozen)
+    for other in (copy.deepcopy(frozen), pickle.loads(pickle.dumps(frozen)), copy.copy(frozen)):
+        assert not other.is_frozen
+        assert torch.equal(sparsebench.matmul(x, other), y)
+    with torch.inference_mode():
+        unseen = Bsr.from_dense(weight(), block=16)
+    with pytest.raises(FormatError, match="inference mode"):
+        unseen.freeze()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("block", [16, 28])
+def test_a_graph_packs_a_frozen_weight_no_more(block: int, monkeypatch) -> None:
+    """Its packed copy is alive in the graph, which replays with other activations."""
+    mask = torch.rand(560 // block, 448 // block, device="cuda") < 0.3
+    mask = mask.repeat_interleave(block, 0).repeat_interleave(block, 1)
+    dense = (torch.randn(560, 448, device="cuda") * mask).bfloat16()
+    w, x = Bsr.from_dense(dense, block=block).freeze(), torch.randn(70, 448).cuda().bfloat16()
+    sparsebench.matmul(x, w)
+
+    def refuse(*_: Any) -> None:
+        raise AssertionError("packed in a graph")
+
+    monkeypatch.setattr(Packing, "__call__", refuse)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = sparsebench.matmul(x, w)
+    del w
+    gc.collect()
+    x.normal_()
+    y.fill_(float("nan"))
+    graph.replay()
+    torch.testing.assert_close(y, x @ dense.T, rtol=2e-2, atol=2e-2)
 
 
 E4M3 = torch.float8_e4m3fn
