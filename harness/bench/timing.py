@@ -129,9 +129,9 @@ class Samples:
         return any(self.readings)
 
     def of(self, reading: str) -> "Samples":
-        """Return what the calls read themselves."""
-        times = tuple(round(of_sample[reading], 3) for of_sample in self.readings)
-        return Samples(times, self.per_round, None)
+        """Return what the calls read themselves: once, if it is read once in a process."""
+        times = dict.fromkeys(round(of_sample[reading], 3) for of_sample in self.readings)
+        return Samples(tuple(times), self.per_round, None)
 
     def per_layer(self, layers: int) -> "Samples":
         return replace(self, times_us=tuple(round(us / layers, 3) for us in self.times_us))

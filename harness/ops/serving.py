@@ -21,8 +21,7 @@ All layers have the values of one drawn layer, as in op decoder, and a kernel ke
     steps        a reading: device time of all steps of a call, without the host's share
     first_token  from the start of a request to its first token, on average
     per_token    between later tokens of a request, on average over requests
-    cold         first token of the first request after the server has started; once in a process,
-                 so all samples of a process are equal
+    cold         first token of the first request after the server has started, once in a process
 """
 
 from collections.abc import Mapping
