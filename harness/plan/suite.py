@@ -244,7 +244,9 @@ def _require_scopes(scopes: Collection[str], ops: Collection[str]) -> None:
     for scope in scopes:
         if scope not in known:
             expected = f"one of {', '.join(known)}"
-            raise SuiteError(f"scopes: expected {expected}; found {scope!r}{did_you_mean(scope, known)}")
+            raise SuiteError(
+                f"scopes: expected {expected}; found {scope!r}{did_you_mean(scope, known)}"
+            )
     if not any(scope in SCOPES for scope in scopes):
         raise SuiteError(f"scopes: expected at least one of {', '.join(SCOPES)}; found none")
 

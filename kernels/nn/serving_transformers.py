@@ -42,6 +42,7 @@ from sparsebench.results.record import Problem
 
 TESTED = (5, 17), (5, 23)  # versions of transformers, the first and the last
 EPSILON, ROTARY = 1e-6, 1e6  # as in harness/ops/decoder.py
+ATTENTION = "sdpa"  # with a mask: flash attention is in packages of its own
 PAGE = 256  # tokens of a page of the cache
 SPARE = 2 << 30  # bytes beside the weights and the cache: graphs, masks and activations
 PATIENCE_S = 60.0  # most time between two requests that end
@@ -225,12 +226,15 @@ class Server:
         self.load, self.readings, self.cold_us = load, dict[str, float](), None
         self.forced = Forced(load, model.config.vocab_size, model.dtype)
         model.register_forward_hook(self.forced, with_kwargs=True)
+        model.set_attn_implementation(
+            ATTENTION if has("auto_switch_to_flash") else f"paged|{ATTENTION}"
+        )
         greedy = GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0)
         self.manager = model.init_continuous_batching(greedy, config)
         self.manager.warmup()
         self.steps = Steps(self.manager.batch_processor)
         self.manager.start()
-        weakref.finalize(self, stop, self.manager)
+        self.close = weakref.finalize(self, stop, self.manager)
 
     def serve(self) -> Tensor:
         """Serve all requests; return the last logits of each, [requests, vocab]."""
@@ -318,11 +322,9 @@ def configuration(load: Load, choice: Mapping[str, Any]) -> Any:
     """Return ContinuousBatchingConfig; its names differ between the TESTED versions."""
     from transformers import ContinuousBatchingConfig
 
-    names = {each.name for each in fields(ContinuousBatchingConfig)}
-    newer = {"auto_switch_to_flash": False} if "auto_switch_to_flash" in names else {}
     return ContinuousBatchingConfig(
-        **{"page_size" if "page_size" in names else "block_size": PAGE},
-        **newer,
+        **{"page_size" if has("page_size") else "block_size": PAGE},
+        **({"auto_switch_to_flash": False} if has("auto_switch_to_flash") else {}),
         num_blocks=load.pages,
         max_batch_tokens=choice["chunk"],
         max_requests_per_batch=load.concurrency,
@@ -332,6 +334,13 @@ def configuration(load: Load, choice: Mapping[str, Any]) -> Any:
         q_padding_interval_size=choice["rows"],
         kv_padding_interval_size=choice["reads"],
     )
+
+
+def has(option: str) -> bool:
+    """Return whether this version of transformers has an option of continuous batching."""
+    from transformers import ContinuousBatchingConfig
+
+    return option in {each.name for each in fields(ContinuousBatchingConfig)}
 
 
 # ---- what cannot run ----
