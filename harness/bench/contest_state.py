@@ -204,9 +204,15 @@ class RunningContender:
     def add_reading(self, measure: Measure, call: TimedCall, taken: Samples) -> None:
         """Add the row of a reading, which has no bound: it is a part of a call, or a mean."""
         scope, cache = measure
-        times: dict[str, Any] = {"samples_us": taken.times_us, "samples_per_block": taken.per_round}
-        about = {"scope": scope, "cache": cache, "clock": call.clock, "detail": call.why}
-        self.results[measure] = replace(self.row, **about, **times)
+        self.results[measure] = replace(
+            self.row,
+            scope=scope,
+            cache=cache,
+            clock=call.clock,
+            detail=call.why,
+            samples_us=taken.times_us,
+            samples_per_block=taken.per_round,
+        )
 
     def end(self, status: Status, detail: str) -> None:
         """Record how the contender ended, and release its memory."""

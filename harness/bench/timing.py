@@ -301,6 +301,9 @@ def gpu_rounds(
             if wait:
                 torch.cuda.synchronize(device)
         torch.cuda.synchronize(device)
-        return [TimedSample(i, s.time_us, s.late and not idle, *rest) for i, s, *rest in samples]
+        return [
+            TimedSample(i, s.time_us, s.late and not idle, spot, readings)
+            for i, s, spot, readings in samples
+        ]
 
     return take

@@ -208,7 +208,7 @@ def _turned(x: Tensor, *, variance: bool = False) -> Tensor:
 def _weights(q: Tensor, k: Tensor) -> Tensor:
     """Return softmax(q k.T / sqrt(width)) of each token over itself and those before."""
     later = torch.ones(q.shape[1], q.shape[1], dtype=torch.bool, device=q.device).triu(1)
-    scored = (q @ k.mT) / q.shape[-1] ** 0.5
+    scored: Tensor = (q @ k.mT) / q.shape[-1] ** 0.5
     return scored.masked_fill(later, -torch.inf).softmax(-1)
 
 
@@ -221,7 +221,8 @@ def _attention(projected: Tensor, fields: Values) -> Tensor:
     """Return O [tokens, attended] of one request, from its rows q | k | v."""
     q, k, v = _heads(projected, fields)
     q, k, v = _turned(_norm(q)), *(_shared(x, fields) for x in (_turned(_norm(k)), v))
-    return (_weights(q, k) @ v).transpose(0, 1).flatten(1)
+    o: Tensor = _weights(q, k) @ v
+    return o.transpose(0, 1).flatten(1)
 
 
 def _attention_and_variance(
@@ -246,7 +247,8 @@ def _attention_and_variance(
 def steps_of(problem: Problem) -> int:
     """Return the fewest steps: each gives a request one token, to `concurrency` of them at most."""
     new = [count for _, count in lengths_of(problem["lengths"], problem["requests"])]
-    return max(*new, -(-sum(new) // problem["concurrency"]))
+    concurrency: int = problem["concurrency"]
+    return max(*new, -(-sum(new) // concurrency))
 
 
 def flops(problem: Problem, nnz: Mapping[str, int]) -> float:

@@ -149,7 +149,8 @@ def model_of(operands: Operands) -> Any:
         weight = getattr(module, "weight", None)
         if isinstance(weight, Tensor) and weight.is_meta:  # the gain of a norm
             set_weight(module, q.new_ones(weight.shape))
-    return model.eval()
+    model.eval()  # type: ignore[no-untyped-call]
+    return model
 
 
 def set_weight(module: nn.Module, weight: Tensor) -> None:
@@ -223,13 +224,14 @@ class Server:
     def __init__(self, model: Any, load: Load, config: Any) -> None:
         from transformers import GenerationConfig
 
-        self.load, self.readings, self.cold_us = load, dict[str, float](), None
+        self.load, self.readings = load, dict[str, float]()
+        self.first_us = self.cold_us = 0.0
         self.forced = Forced(load, model.config.vocab_size, model.dtype)
         model.register_forward_hook(self.forced, with_kwargs=True)
-        model.set_attn_implementation(
-            ATTENTION if has("auto_switch_to_flash") else f"paged|{ATTENTION}"
-        )
-        greedy = GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0)
+        prefix = "" if has("auto_switch_to_flash") else "paged|"
+        model.set_attn_implementation(prefix + ATTENTION)
+        make: Any = GenerationConfig
+        greedy = make(do_sample=False, eos_token_id=-1, pad_token_id=0)
         self.manager = model.init_continuous_batching(greedy, config)
         self.manager.warmup()
         self.steps = Steps(self.manager.batch_processor)
@@ -250,8 +252,7 @@ class Server:
         if self.forced.out.is_cuda:
             torch.cuda.synchronize(self.forced.out.device)
         first_us = fmean(first for first, _ in ended)
-        if self.cold_us is None:
-            self.cold_us = self.first_us
+        self.cold_us = self.cold_us or self.first_us
         self.readings = {
             "steps": self.steps.sum_us(),
             "first_token": first_us,
@@ -314,7 +315,7 @@ class Steps:
         self.host_us.clear()
 
     def sum_us(self) -> float:
-        of_device = sum(1e3 * before.elapsed_time(after) for before, after in self.pairs)
+        of_device: float = sum(1e3 * before.elapsed_time(after) for before, after in self.pairs)
         return sum(self.host_us) + of_device
 
 
@@ -322,9 +323,11 @@ def configuration(load: Load, choice: Mapping[str, Any]) -> Any:
     """Return ContinuousBatchingConfig; its names differ between the TESTED versions."""
     from transformers import ContinuousBatchingConfig
 
+    options: dict[str, Any] = {"page_size" if has("page_size") else "block_size": PAGE}
+    if has("auto_switch_to_flash"):
+        options["auto_switch_to_flash"] = False
     return ContinuousBatchingConfig(
-        **{"page_size" if has("page_size") else "block_size": PAGE},
-        **({"auto_switch_to_flash": False} if has("auto_switch_to_flash") else {}),
+        **options,
         num_blocks=load.pages,
         max_batch_tokens=choice["chunk"],
         max_requests_per_batch=load.concurrency,
