@@ -5,6 +5,7 @@ short  synthetic: the quantiles 1/256, 3/256, ... of two log-normal distribution
        24, 0.4, and 8 to 64. The means are 76 and 26. Those of Alpaca are 19 and 58, of ShareGPT
        161 and 338 (Kwon et al. 2023, figure 11). Answers are shorter here, so that a round of
        servers takes seconds
+one    a prompt of two tokens and a new one, for tests
 """
 
 # fmt: off
@@ -26,7 +27,7 @@ SHORT = (
     (98, 26), (100, 52),
 )
 # fmt: on
-LENGTHS = {"short": SHORT}
+LENGTHS = {"short": SHORT, "one": ((2, 1),)}
 
 
 def lengths_of(name: str, requests: int) -> list[tuple[int, int]]:

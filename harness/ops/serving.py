@@ -33,6 +33,7 @@ from pydantic import PositiveInt, model_validator
 from torch import Tensor
 from torch.nn.functional import linear
 
+from sparsebench.formats._format import is_stored
 from sparsebench.harness.inputs.bits import scores
 from sparsebench.harness.inputs.request_lengths import lengths_of
 from sparsebench.harness.ops._op import Fields, Op, Operand, Values, require_field, require_groups
@@ -46,7 +47,7 @@ INTEGERS = dict.fromkeys(DTYPES, torch.int32)
 CPU = torch.device("cpu")
 EXAMPLE = {
     "hidden": 16, "heads": 4, "kv_heads": 2, "head_dim": 4, "intermediate": 24, "vocab": 12,
-    "layers": 1, "of_layers": 1, "concurrency": 1, "requests": 2,
+    "layers": 1, "of_layers": 1, "concurrency": 2, "requests": 2, "lengths": "one",
 }  # fmt: skip
 
 
@@ -64,7 +65,7 @@ class ServingFields(Fields):
     of_layers: PositiveInt
     concurrency: PositiveInt
     requests: PositiveInt
-    lengths: Literal["short"] = "short"
+    lengths: Literal["short", "one"] = "short"
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
@@ -126,7 +127,7 @@ def _write_tokens(problem: Problem, operand: Tensor, draw: int) -> None:
 def definition(*, fields: Values, **operands: Tensor) -> Tensor:
     """Return Y [requests, vocab] in the weights' dtype."""
     wqkv, wo, wg, wu, wd, wh, we = (operands[name] for name in (*LAYER, "wh", "we"))
-    counts = _counts(operands["lengths"])
+    counts = inputs_of(fields)
     s = _packed(operands["tokens"], we, counts)
     for _ in range(fields["layers"]):
         projected = linear(_norm(s), wqkv).split(counts)
@@ -140,7 +141,7 @@ def definition(*, fields: Values, **operands: Tensor) -> Tensor:
 def spread(*, fields: Values, **operands: Tensor) -> Tensor:
     """Carry the variance of every value through the layers, as op decoder does."""
     wqkv, wo, wg, wu, wd, wh, we = (operands[name] for name in (*LAYER, "wh", "we"))
-    counts = _counts(operands["lengths"])
+    counts = inputs_of(fields)
     s = _packed(operands["tokens"], we, counts)
     var_s = torch.zeros_like(s)
 
@@ -166,11 +167,6 @@ def spread(*, fields: Values, **operands: Tensor) -> Tensor:
     s, var_s = s[last], var_s[last]
     z = _norm(s)
     return _by_squares(_norm_of(var_s, s) + z.square(), wh).sqrt()
-
-
-def _counts(lengths: Tensor) -> list[int]:
-    """Return the tokens of each request that are read."""
-    return [int(count) for count in (lengths.sum(1) - 1).tolist()]
 
 
 def _packed(tokens: Tensor, we: Tensor, counts: list[int]) -> Tensor:
@@ -244,6 +240,19 @@ def _attention_and_variance(
     return tuple(x.transpose(0, 1).flatten(1) for x in (o, var))  # type: ignore[return-value]
 
 
+def counts(problem: Problem, weights: Mapping[str, Tensor]) -> dict[str, int]:
+    """Return the non-zeros of each weight; none of the embedding, of which a token reads a row."""
+    multiplied = {name: int(is_stored(weight).sum()) for name, weight in weights.items()}
+    return multiplied | {"we": 0}
+
+
+def full(problem: Problem) -> dict[str, int]:
+    """Return the elements of each weight that is multiplied."""
+    of = sizes(problem.fields)
+    shapes = {name: OP.operands[name].shape for name in OP.weights}
+    return {name: of[rows] * of[columns] for name, (rows, columns) in shapes.items()} | {"we": 0}
+
+
 def steps_of(problem: Problem) -> int:
     """Return the fewest steps: each gives a request one token, to `concurrency` of them at most."""
     new = [count for _, count in lengths_of(problem["lengths"], problem["requests"])]
@@ -290,6 +299,9 @@ OP = Op(
     fewest_bytes=fewest_bytes,
     adjust=adjust,
     sizes=sizes,
+    parts=lambda problem: (problem["requests"],),
+    counts=counts,
+    full=full,
     example=EXAMPLE,
     prunes=lambda fields, weight: weight in MLP,
     copies=lambda fields, operand: int(fields["layers"]) if operand in LAYER else 1,

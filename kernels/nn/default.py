@@ -218,12 +218,15 @@ def _spense(operands: Operands, earlier: Earlier | None) -> Launch:
     assert isinstance(wg, Spense)
     assert isinstance(wu, Spense)
     assert isinstance(wd, Spense)
-    (n, k) = wg.shape
-    of_h = of_y = None
+    n, k = wg.shape
+    scales: tuple[Tensor | None, Tensor | None] = None, None
     if wg.dtype.itemsize == 1:
-        of_h = torch.full((2 * n,), scale_of(problem, k), device=x.device)
-        of_y = torch.full((k,), scale_of(problem, n), device=x.device)
-    mlp = spense_mlp(joined(wg, wu), wd, problem["activation"], of_h, of_y)
+        full = partial(torch.full, device=x.device)
+        scales = full((2 * n,), scale_of(problem, k)), full((k,), scale_of(problem, n))
+    try:
+        mlp = SpenseGatedMLP.from_spense(joined(wg, wu), wd, problem["activation"], scales)
+    except FormatError as error:
+        raise Unsupported(str(error)) from error
     parts: dict[str, Selected | None] = {}
     for name, activation in {"gate_up": mlp.activation, "down": None}.items():
         if operands.device.type == "cuda":
@@ -234,25 +237,6 @@ def _spense(operands: Operands, earlier: Earlier | None) -> Launch:
     return launch_of_layer(_frozen(mlp, operands.activations["x"]), parts)
 
 
-def spense_mlp(
-    gate_up: Spense,
-    down: Spense,
-    activation: str,
-    of_h: Tensor | None = None,
-    of_y: Tensor | None = None,
-) -> SpenseGatedMLP:
-    """Return the layer of packed weights, which it takes without a copy. Raises Unsupported."""
-    k, n = down.shape
-    options: dict[str, Any] = {"dtype": down.dtype, "device": "meta"}
-    try:
-        mlp = SpenseGatedMLP(k, n, dense=0, activation=activation, **options)
-    except FormatError as error:
-        raise Unsupported(str(error)) from error
-    mlp.gate_up = SpenseLinear.from_spense(gate_up, scale=of_h)
-    mlp.down = SpenseLinear.from_spense(down, scale=of_y)
-    return mlp
-
-
 def _blocks(operands: Operands, earlier: Earlier | None) -> Launch:
     """Return a call of BlockSparseGatedMLP, frozen."""
     wg, wu, wd = (operands.weights[name] for name in ("wg", "wu", "wd"))
@@ -260,21 +244,16 @@ def _blocks(operands: Operands, earlier: Earlier | None) -> Launch:
     assert isinstance(wu, Bsr)
     assert isinstance(wd, Bsr)
     x, activation = operands.activations["x"], operands.problem["activation"]
-    mlp = blocks_mlp(stacked(wg, wu), wd, activation)
+    try:
+        layers = layer_of(stacked(wg, wu)), layer_of(wd)
+        mlp = BlockSparseGatedMLP(*layers, activation=activation).freeze()
+    except FormatError as error:
+        raise Unsupported(str(error)) from error
     parts: dict[str, Selected | None] = {}
     for name in ("gate_up", "down"):
         a = x if name == "gate_up" else hidden(mlp.gate_up(x), activation)
         parts[name] = frozen_plan(getattr(mlp, name).bsr, a, earlier and earlier.part(name))
     return launch_of_layer(_frozen(mlp, x), parts)
-
-
-def blocks_mlp(gate_up: Bsr, down: Bsr, activation: str) -> BlockSparseGatedMLP:
-    """Return the frozen layer of stored blocks. Raises Unsupported."""
-    try:
-        layers = layer_of(gate_up), layer_of(down)
-        return BlockSparseGatedMLP(*layers, activation=activation).freeze()
-    except FormatError as error:
-        raise Unsupported(str(error)) from error
 
 
 def stacked(gate: Bsr, up: Bsr) -> Bsr:

@@ -36,7 +36,9 @@ from sparsebench.formats.spense import Spense
 from sparsebench.kernels._common.operator import bucket
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
 from sparsebench.kernels.dense._decoder import copy_of
-from sparsebench.kernels.nn.default import blocks_mlp, spense_mlp, stacked
+from sparsebench.kernels.nn.block_sparse_mlp import BlockSparseGatedMLP, layer_of
+from sparsebench.kernels.nn.default import stacked
+from sparsebench.kernels.nn.spense import SpenseGatedMLP
 from sparsebench.kernels.spense.spense_ffn import joined
 from sparsebench.results.record import Problem
 
@@ -162,10 +164,11 @@ def mlps(operands: Operands) -> Callable[[Any], nn.Module]:
     wg, wu, wd = (operands.weights[name] for name in ("wg", "wu", "wd"))
     if isinstance(wg, Spense) and isinstance(wu, Spense) and isinstance(wd, Spense):
         of_2_4 = joined(wg, wu)
-        return lambda _: spense_mlp(copy_of(of_2_4), copy_of(wd), "silu")
+        return lambda _: SpenseGatedMLP.from_spense(copy_of(of_2_4), copy_of(wd))
     if isinstance(wg, Bsr) and isinstance(wu, Bsr) and isinstance(wd, Bsr):
         of_blocks = stacked(wg, wu)
-        return lambda _: blocks_mlp(copy_of(of_blocks), copy_of(wd), "silu")
+        each = of_blocks, wd
+        return lambda _: BlockSparseGatedMLP(*map(layer_of, each)).freeze()
     if not isinstance(wg, Dense):
         raise Unsupported(f"expected weights in dense, spense or bsr, found {type(wg).__name__}")
 
