@@ -74,6 +74,8 @@ class Launch:
     candidates  what was timed for the choice, the default first (search.py)
     lost        counts the values that the last call dropped because its format had no room for
                 them; the harness asks after each call that it checks, and any is an error
+    readings    the times in µs that the last call read itself, by the names of Op.readings. Such a
+                call waits for the device and its host, as a server does, and no graph captures it
 
     The row records the first three. A CUDA graph that captures the launch keeps alive what the
     launch reads (capture.py).
@@ -84,6 +86,7 @@ class Launch:
     code: str | None = None
     candidates: Sequence[Mapping[str, Any]] = ()
     lost: Callable[[], int] | None = None
+    readings: Callable[[], Mapping[str, float]] | None = None
 
     def __call__(self) -> Output:
         """Enqueue the work on the current stream and return the output."""

@@ -67,7 +67,7 @@ from sparsebench.harness.bench.prepare import (
     prepare,
     prepare_chain,
 )
-from sparsebench.harness.bench.sampling import CHAIN, LAYERS, distinct_measures
+from sparsebench.harness.bench.sampling import CHAIN, LAYERS, SCOPES, distinct_measures
 from sparsebench.harness.bench.spot_checks import A, B, SpotChecks, right_outputs
 from sparsebench.harness.bench.stages import Spoiled, Stages
 from sparsebench.harness.bench.tampering import TamperingError
@@ -88,7 +88,9 @@ def run(
     on_failure: OnFailure = lambda *failure: None,
 ) -> tuple[list[Row], dict[str, float]]:
     """Return the rows of every contender, and the seconds spent by stage."""
-    options = replace(options, measures=distinct_measures(options.measures, device.type))
+    readings = load_op(problem.op).readings
+    measures = distinct_measures(options.measures, device.type, readings)
+    options = replace(options, measures=measures)
     spent_s, ended = Counter[str](), dict[str, RunningContender]()
     while left := [c for c in contenders if Case(problem, c).id not in ended]:
         entries = entries_of(problem, left, device, options)
@@ -226,7 +228,8 @@ class RunningContest:
     def measure(self) -> None:
         """Time the correct contenders in every scope and cache state, and check them again."""
         for scope, cache in self.options.measures:
-            self.time(scope, cache)
+            if scope in SCOPES:
+                self.time(scope, cache)
         if self.options.energy:
             self._measure_energy()
         self.check(AFTER)
@@ -279,6 +282,9 @@ class RunningContest:
                 raise Fatal("", f"timing: {one_line(error)}") from error
         for (entry, call), taken in zip(timed, samples, strict=True):
             entry.add((scope, cache), call, taken, self.options, self.layers.output_bytes)
+            for reading, state in self.options.measures if taken.has_readings else ():
+                if reading not in SCOPES and state == cache:
+                    entry.add_reading((reading, cache), call, taken.of(reading))
         for entry, _ in timed:
             self._end_if_wrong(entry, entry.spots_in(scope), "among the timed calls")
 

@@ -189,7 +189,8 @@ class RunningContender:
         """Add the errors of the launch alone (scope kernel), or of the chain."""
         if scope != CHAIN:
             self.record(**errors)
-        scopes = (CHAIN,) if scope == CHAIN else ("kernel", "op", CHAIN)
+        of_launch = {measured for measured, _ in self.results} | {CHAIN}
+        scopes = {CHAIN} if scope == CHAIN else of_launch
         self.record_timed(scopes, **errors, draws=self.row.draws)
 
     def add(
@@ -199,6 +200,19 @@ class RunningContender:
         scope, cache = measure
         row = replace(self.row, scope=scope, cache=cache, clock=call.clock, detail=call.why)
         self.results[measure] = with_samples(row, taken, options, size)
+
+    def add_reading(self, measure: Measure, call: TimedCall, taken: Samples) -> None:
+        """Add the row of a reading, which has no bound: it is a part of a call, or a mean."""
+        scope, cache = measure
+        self.results[measure] = replace(
+            self.row,
+            scope=scope,
+            cache=cache,
+            clock=call.clock,
+            detail=call.why,
+            samples_us=taken.times_us,
+            samples_per_block=taken.per_round,
+        )
 
     def end(self, status: Status, detail: str) -> None:
         """Record how the contender ended, and release its memory."""

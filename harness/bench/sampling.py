@@ -3,7 +3,7 @@
 A slow contender gives fewer samples: BUDGET_MS of its time, but at least MIN_SAMPLES.
 """
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 ROUNDS = 48
 SAMPLES_PER_ROUND = 8
@@ -13,6 +13,7 @@ BUDGET_MS = 40.0
 CAPTURED = 2.0  # the estimate of a captured call over its median, or the reverse; published: 1.3
 INTERRUPTED = 8.0  # that of a call which the host makes, in the best process; published: 3.8
 
+SCOPES = "kernel", "op", "chain"  # what is timed (timing.py); other scopes are readings of an op
 CHAIN, LAYERS = "chain", 8  # the scope chain, and its number of layers (timing.py)
 
 Measure = tuple[str, str]
@@ -26,9 +27,17 @@ def sample_budget(time_us: float) -> tuple[int, int]:
     return min(ROUNDS, max(MIN_SAMPLES, affordable // per_round)), per_round
 
 
-def distinct_measures(measures: Iterable[Measure], device: str) -> tuple[Measure, ...]:
-    """Return the measures that a device distinguishes: on a CPU there is one."""
-    return (("kernel", "hot"),) if device == "cpu" else tuple(measures)
+def distinct_measures(
+    measures: Iterable[Measure], device: str, readings: Collection[str] = ()
+) -> tuple[Measure, ...]:
+    """Return the measures that a device distinguishes, and the `readings` among them of an op.
+
+    On a CPU there is one measure of a call.
+    """
+    here = [m for m in measures if m[0] in SCOPES or m[0] in readings]
+    if device == "cpu":
+        here = [("kernel" if scope in SCOPES else scope, "hot") for scope, _ in here]
+    return tuple(dict.fromkeys(here))
 
 
 def call_of(scope: str) -> str:

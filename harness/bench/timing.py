@@ -32,11 +32,12 @@ samples. sampling.py has the number of samples.
 
 import operator
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from operator import itemgetter
 from time import perf_counter
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol, Self
 
 import torch
@@ -72,6 +73,7 @@ class TimedCall:
     clock  host, events or graph
     why    why it is not captured on a GPU
     spots  made among its samples; None for a call that is only timed
+    readings  what the last call read itself (Launch.readings); they are kept with its time
     turns  the calls of each round, from the numbers of rounds and of samples per round: "" for a
            sample, or the activations of a spot check
     """
@@ -81,6 +83,7 @@ class TimedCall:
     why: str = ""
     spots: Inspection | None = None
     turns: Callable[[int, int], list[list[str]]] = samples_alone
+    readings: Callable[[], Mapping[str, float]] = dict
 
     def in_scope(self, scope: str, run: Callable[[], Outputs]) -> Self:
         """Return what a scope times: in scope op, `run` called from Python."""
@@ -107,17 +110,28 @@ def launches_of(work: Launch | Chain) -> tuple[Launch, ...]:
 class Samples:
     """One contender's times in the order taken, `per_round` at a time.
 
-    late  see above; None on a CPU and in scope op, whose samples include the host's time
+    late      see above; None on a CPU and in scope op, whose samples include the host's time
+    readings  of each sample
     """
 
     times_us: tuple[float, ...]
     per_round: int
     late: float | None
+    readings: tuple[Mapping[str, float], ...] = ()
 
     @property
     def plan(self) -> tuple[int, int]:
         """Return the number of rounds, and of samples in each."""
         return len(self.times_us) // self.per_round, self.per_round
+
+    @property
+    def has_readings(self) -> bool:
+        return any(self.readings)
+
+    def of(self, reading: str) -> "Samples":
+        """Return what the calls read themselves: once, if it is read once in a process."""
+        times = dict.fromkeys(round(of_sample[reading], 3) for of_sample in self.readings)
+        return Samples(tuple(times), self.per_round, None)
 
     def per_layer(self, layers: int) -> "Samples":
         return replace(self, times_us=tuple(round(us / layers, 3) for us in self.times_us))
@@ -128,8 +142,11 @@ def ready(launch: Launch | Chain, device: torch.device) -> TimedCall:
 
     The timed call is `launch.run`, without the test for a running capture, which takes 0.2 µs.
     """
+    readings = launch.readings if isinstance(launch, Launch) and launch.readings else dict
     if device.type == "cpu":
-        return TimedCall(launch.run, "host")
+        return TimedCall(launch.run, "host", readings=readings)
+    if readings is not dict:
+        return TimedCall(launch.run, "events", "no CUDA graph: the call waits", readings=readings)
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream(device)
     try:
         with capturing(graph):
@@ -189,6 +206,7 @@ def time_together(
             tuple(round(sample.time_us, 3) for sample in timed),
             per_round,
             sum(sample.late for sample in timed) / len(timed) if counts_late else None,
+            tuple(sample.readings for sample in timed),
         )
         for timed, (_, per_round) in zip(samples, plans, strict=True)
     ]
@@ -205,6 +223,7 @@ class TimedSample(NamedTuple):
     time_us: float
     late: bool
     spot: str = ""
+    readings: Mapping[str, float] = MappingProxyType({})
 
 
 Clock = Callable[[Order], list[TimedSample]]
@@ -237,7 +256,7 @@ def host_rounds(announce: Callable[[int], None] | None) -> Clock:
             time_us = 1e6 * (end - start)
             if spot and contender.spots:
                 contender.spots.inspect(spot, outputs.pop())
-            times.append(TimedSample(i, time_us, late=False, spot=spot))
+            times.append(TimedSample(i, time_us, False, spot, contender.readings()))
         return times
 
     return take
@@ -278,10 +297,13 @@ def gpu_rounds(
                     sample = clock.sample(contender.call, keep)
                     if spot and contender.spots:
                         contender.spots.inspect(spot, outputs.pop())
-                    samples.append((i, sample, spot))
+                    samples.append((i, sample, spot, contender.readings()))
             if wait:
                 torch.cuda.synchronize(device)
         torch.cuda.synchronize(device)
-        return [TimedSample(i, s.time_us, s.late and not idle, spot) for i, s, spot in samples]
+        return [
+            TimedSample(i, s.time_us, s.late and not idle, spot, readings)
+            for i, s, spot, readings in samples
+        ]
 
     return take

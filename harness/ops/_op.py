@@ -136,6 +136,8 @@ class Op:
     copies        (a problem's fields, operand's name) -> how many copies a kernel holds; default: 1
     exact         the activation of which each product of the op has one factor, if the op is such
                   a product: with small integers its sums are exact (bench/exact_draws.py)
+    readings      what a call of a kernel reads itself beside its time (Launch.readings); each is a
+                  scope. Default: nothing
     sample        (problem, operands, seed) -> a random part whose answer is much cheaper than the
                   whole one, or None if the whole one is cheap; default: None
     """
@@ -163,6 +165,7 @@ class Op:
     format_params: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda fields: {}
     derived: tuple[str, ...] = ()
     exact: str | None = None
+    readings: tuple[str, ...] = ()
     values: Mapping[str, str] = field(default_factory=dict)
     sample: Callable[[Problem, Mapping[str, Tensor], int], Sample | None] = lambda *_: None
 

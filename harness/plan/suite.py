@@ -41,6 +41,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from sparsebench._discovery import canonical, did_you_mean
 from sparsebench.errors import SuiteError
 from sparsebench.harness.bench.operands import level_of
+from sparsebench.harness.bench.sampling import SCOPES
 from sparsebench.harness.catalog import declaration_of, declare_all, load_op, parameters
 from sparsebench.harness.inputs import sources
 from sparsebench.harness.ops._active import RECORDED
@@ -91,7 +92,7 @@ class WrittenSuite(_SuiteModel):
     problems: list[dict[str, Any]] = Field(min_length=1)
     contenders: list[ContenderEntry] = Field(min_length=1)
     baselines: list[ContenderEntry] = []
-    scopes: list[Literal["kernel", "op", "chain"]] = Field(default=["kernel"], min_length=1)
+    scopes: list[str] = Field(default=["kernel"], min_length=1)
     caches: list[Literal["cold", "hot"]] = Field(default=["cold"], min_length=1)
 
     @property
@@ -158,6 +159,7 @@ def expand(where: str, text: str, data: Path | None = None, *, published: bool =
         for place, entry in suite_file.entries:
             _require_competes(place, entry, problems)
             _require_accepted(place, entry, problems)
+        _require_scopes(suite_file.scopes, {problem.op for problem in problems})
         contests = tuple(_contest(suite_file, problem) for problem in problems)
     except SuiteError as error:
         raise SuiteError(f"{where}: {error}") from error
@@ -234,6 +236,19 @@ def _fields(
     except SuiteError as error:
         raise SuiteError(f"{where}: {error}") from error
     return fields
+
+
+def _require_scopes(scopes: Collection[str], ops: Collection[str]) -> None:
+    """Raise SuiteError for a scope that is not timed, and that no op reads itself."""
+    known = [*SCOPES, *(reading for op in sorted(ops) for reading in load_op(op).readings)]
+    for scope in scopes:
+        if scope not in known:
+            expected = f"one of {', '.join(known)}"
+            raise SuiteError(
+                f"scopes: expected {expected}; found {scope!r}{did_you_mean(scope, known)}"
+            )
+    if not any(scope in SCOPES for scope in scopes):
+        raise SuiteError(f"scopes: expected at least one of {', '.join(SCOPES)}; found none")
 
 
 def _require_competes(where: str, entry: ContenderEntry, problems: Collection[Problem]) -> None:

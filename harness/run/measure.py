@@ -19,7 +19,7 @@ from typing import Any
 
 from sparsebench._discovery import CONSTANTS, modules
 from sparsebench.errors import ResultError, SuiteError
-from sparsebench.harness.bench import contest_state, energy, sampling
+from sparsebench.harness.bench import contest_state, energy
 from sparsebench.harness.doctor.findings import failure, no_commit
 from sparsebench.harness.machine import nvml
 from sparsebench.harness.machine.code import is_refused
@@ -163,7 +163,7 @@ def measure(
         runner.log.file = path / "worker.log"
         runner.log.on_failure = lambda reason, text: options.on_message(failure(reason, text))
         contest_options = contest_state.ContestOptions(
-            measures=sampling.distinct_measures(suite.measures, flags.device),
+            measures=suite.measures,
             ceilings=Ceilings.from_json(ceilings) if ceilings else None,
             energy=flags.energy,
         )

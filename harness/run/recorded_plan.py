@@ -14,7 +14,8 @@ from typing import Any
 
 from sparsebench._discovery import modules
 from sparsebench.errors import ResultError, SuiteError
-from sparsebench.harness.bench.sampling import distinct_measures
+from sparsebench.harness.bench.sampling import Measure, distinct_measures
+from sparsebench.harness.catalog import load_op
 from sparsebench.harness.machine.code import code_sha256, plugins
 from sparsebench.harness.plan.selection import planned_contests
 from sparsebench.harness.plan.suite import Contest, Suite, expand
@@ -71,13 +72,13 @@ def require_planned_rows(run: StoredRun, suite: Suite) -> int:
     Raises ResultError unless the run has exactly these. The noise-floor contests, which every run
     has, do not count. If the budget of a run ended, the problems that it reached count.
     """
-    measures = distinct_measures(suite.measures, run.state["flags"]["device"])
     contests = _contests(run, suite)
     if run.state.get("ended_by") == store.BUDGET:
         reached = {row.case.problem.id for row in run.rows}
         contests = [contest for contest in contests if contest.problem.id in reached]
     cases = [Case(c.problem, k) for c in contests for k in c.contenders]
-    expected = {(case.id, *measure): case for case in cases for measure in measures}
+    device = run.state["flags"]["device"]
+    expected = {(case.id, *m): case for case in cases for m in _measures(suite, case, device)}
     present = {(row.case.id, row.scope, row.cache): row.case for row in run.rows}
     for key, case in {**present, **expected}.items():
         if (key in expected) != (key in present):
@@ -85,6 +86,10 @@ def require_planned_rows(run: StoredRun, suite: Suite) -> int:
             where = f"problem {case.problem.id} {case.contender.label} {' '.join(key[1:])}"
             raise ResultError(f"{run.path / bundle.ROWS}: {where}: expected {needed}, found {had}")
     return len(expected)
+
+
+def _measures(suite: Suite, case: Case, device: str) -> tuple[Measure, ...]:
+    return distinct_measures(suite.measures, device, load_op(case.problem.op).readings)
 
 
 def _contests(run: StoredRun, suite: Suite) -> list[Contest]:
@@ -112,9 +117,12 @@ def completed_rows(
     for name, value in (("only", flags.only), ("replicates", flags.replicates)):
         if before[name] != value:
             raise SuiteError(f"--resume {path}: expected {name} {before[name]!r}, found {value!r}")
-    measures = distinct_measures(suite.measures, flags.device)
     expected = {
-        c.problem.id: {(Case(c.problem, k).id, *m) for k in c.contenders for m in measures}
+        c.problem.id: {
+            (case.id, *measure)
+            for case in (Case(c.problem, k) for k in c.contenders)
+            for measure in _measures(suite, case, flags.device)
+        }
         for c in contests
     }
     by_contest: dict[tuple[int, str], list[Row]] = {}

@@ -26,7 +26,7 @@ from typing import Any
 from sparsebench.errors import WorkerError
 from sparsebench.harness.bench.contest_state import ContestOptions
 from sparsebench.harness.bench.sampling import distinct_measures
-from sparsebench.harness.catalog import declaration_of
+from sparsebench.harness.catalog import declaration_of, load_op
 from sparsebench.harness.plan.suite import Contest
 from sparsebench.harness.run.history import History
 from sparsebench.harness.run.worker_process import (
@@ -164,6 +164,8 @@ class Runner:
         lost_rows: list[Row] = []
         blameless = attempt = 0
         energy = options.energy and not contest.reference  # nothing reads that of a reference
+        readings = load_op(contest.problem.op).readings
+        measures = distinct_measures(options.measures, self._device, readings)
         while left:
             part = replace(contest, contenders=tuple(left))
             options = replace(
@@ -172,7 +174,7 @@ class Runner:
                 reference=contest.reference,
                 energy=energy,
                 timeout_s=self._timeout_s,
-                measures=distinct_measures(options.measures, self._device),
+                measures=measures,
                 **self.history.options(part),
             )
             result = self._measure(part, asdict(options))

@@ -23,6 +23,7 @@ from sparsebench.harness.bench.sampling import (
     INTERRUPTED,
     MIN_SAMPLES,
     ROUNDS,
+    SCOPES,
     layers_of,
     sample_budget,
 )
@@ -110,9 +111,12 @@ def _require_planned_samples(run: StoredRun) -> int:
     for row in rows:
         per_round = row.samples_per_block
         rounds, rest = divmod(len(row.samples_us), max(1, per_round))
-        whole = not rest and per_round >= 1 and MIN_SAMPLES <= rounds <= ROUNDS
+        fewest = MIN_SAMPLES if row.scope in SCOPES else 1  # a reading may be taken once
+        whole = not rest and per_round >= 1 and fewest <= rounds <= ROUNDS
         if not whole or (per_round > 1 and rounds < ROUNDS):
             raise _unplanned(run, row, _planned(row))
+        if row.scope not in SCOPES:  # as many as its call has
+            continue
         if row.clock == "graph":
             least, most = _planned(row, CAPTURED), _planned(row, 1 / CAPTURED)
             if not least <= (rounds, per_round) <= most:

@@ -218,18 +218,15 @@ def _spense(operands: Operands, earlier: Earlier | None) -> Launch:
     assert isinstance(wg, Spense)
     assert isinstance(wu, Spense)
     assert isinstance(wd, Spense)
-    (n, k), dtype = wg.shape, wg.dtype
-    of_h = of_y = None
-    if dtype.itemsize == 1:
-        of_h = torch.full((2 * n,), scale_of(problem, k), device=x.device)
-        of_y = torch.full((k,), scale_of(problem, n), device=x.device)
-    options: dict[str, Any] = {"dtype": dtype, "device": "meta"}
+    n, k = wg.shape
+    scales: tuple[Tensor | None, Tensor | None] = None, None
+    if wg.dtype.itemsize == 1:
+        full = partial(torch.full, device=x.device)
+        scales = full((2 * n,), scale_of(problem, k)), full((k,), scale_of(problem, n))
     try:
-        mlp = SpenseGatedMLP(k, n, dense=0, activation=problem["activation"], **options)
+        mlp = SpenseGatedMLP.from_spense(joined(wg, wu), wd, problem["activation"], scales)
     except FormatError as error:
         raise Unsupported(str(error)) from error
-    mlp.gate_up = SpenseLinear.from_spense(joined(wg, wu), scale=of_h)
-    mlp.down = SpenseLinear.from_spense(wd, scale=of_y)
     parts: dict[str, Selected | None] = {}
     for name, activation in {"gate_up": mlp.activation, "down": None}.items():
         if operands.device.type == "cuda":

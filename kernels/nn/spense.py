@@ -319,6 +319,21 @@ class SpenseGatedMLP(nn.Module):
         )
         return mlp
 
+    @classmethod
+    def from_spense(
+        cls,
+        gate_up: Spense,
+        down: Spense,
+        activation: str = "silu",
+        scales: tuple[Tensor | None, Tensor | None] = (None, None),
+    ) -> Self:
+        """Take packed weights without a copy, and fp32 scales of their rows. Raises FormatError."""
+        k, h = down.shape
+        mlp = cls(k, h, dense=0, activation=activation, dtype=down.dtype, device="meta")
+        mlp.gate_up = SpenseLinear.from_spense(gate_up, scale=scales[0])
+        mlp.down = SpenseLinear.from_spense(down, scale=scales[1])
+        return mlp
+
     def to_dense(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return gate and up [h, k] and down [k, h].
 

@@ -1,0 +1,385 @@
+"""A server: transformers' continuous batching over a model of Qwen3's shape.
+
+    Qwen3ForCausalLM    projections, embedding and head are its own dense layers; its MLPs are
+        dense           its own
+        2:4             SpenseGatedMLP, also beside a dense part
+        blocks          BlockSparseGatedMLP, frozen
+    ContinuousBatchingManager    a thread that makes one step after the other
+
+A call reads the prompts, adds `concurrency` requests, adds one when one ends, and waits for the
+last. Each layer has a copy of the weights. Layers are planned for all numbers of tokens that a step
+can have, without a search, as `sparsify_` and `from_pretrained` do.
+
+A step's tokens are padded to a multiple of `rows`, and what it reads of the cache to one of
+`reads`: each pair of these is a CUDA graph, captured when it is met first.
+
+The token that follows is fixed (harness/ops/serving.py): a hook behind the model stores the logits
+of a request's last step, and then puts the highest logit at that token. It is captured with the
+model, and takes the same time for all contenders.
+"""
+
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from importlib.metadata import PackageNotFoundError, version
+from statistics import fmean
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sparsebench.errors import Unsupported
+from sparsebench.formats.bsr import Bsr
+from sparsebench.formats.dense import Dense
+from sparsebench.formats.spense import Spense
+from sparsebench.kernels._common.operator import bucket
+from sparsebench.kernels._kernel import Kernel, Launch, Operands
+from sparsebench.kernels.dense._decoder import copy_of
+from sparsebench.kernels.nn.block_sparse_mlp import BlockSparseGatedMLP, layer_of
+from sparsebench.kernels.nn.default import stacked
+from sparsebench.kernels.nn.spense import SpenseGatedMLP
+from sparsebench.kernels.spense.spense_ffn import joined
+from sparsebench.results.record import Problem
+
+TESTED = (5, 17), (5, 23)  # versions of transformers, the first and the last
+EPSILON, ROTARY = 1e-6, 1e6  # as in harness/ops/decoder.py
+ATTENTION = "sdpa"  # with a mask: flash attention is in packages of its own
+PAGE = 256  # tokens of a page of the cache
+SPARE = 2 << 30  # bytes beside the weights and the cache: graphs, masks and activations
+PATIENCE_S = 60.0  # most time between two requests that end
+
+
+def prepare(
+    operands: Operands,
+    *,
+    graphs: bool = True,
+    overlap: bool = False,
+    rows: int = 32,
+    reads: int = 2048,
+    chunk: int = 512,
+) -> Launch:
+    """Start a server.
+
+    graphs   capture steps as CUDA graphs
+    overlap  prepare a step while the step before runs (`use_async_batching`)
+    rows     tokens to a multiple of which a step is padded
+    reads    tokens of the cache, likewise
+    chunk    most tokens of a step
+
+    Raises Unsupported.
+    """
+    on_gpu = operands.device.type == "cuda"
+    choice: dict[str, Any] = {"graphs": graphs and on_gpu, "overlap": overlap and on_gpu}
+    choice |= {"rows": rows, "reads": reads, "chunk": chunk}
+    load = Load(operands)
+    require_room(operands, load)
+    model = model_of(operands)
+    if on_gpu:
+        plan(model, range(rows, chunk + 1, rows))
+    server = Server(model, load, configuration(load, choice))
+    return Launch(
+        server.serve,
+        {**choice, "transformers": version("transformers")},
+        readings=lambda: server.readings,
+    )
+
+
+class Load:
+    """The requests, as a problem states them.
+
+    tokens   [requests, longest] on the device; redrawn between calls
+    lengths  of each prompt, and its new tokens
+    """
+
+    def __init__(self, operands: Operands) -> None:
+        problem = operands.problem
+        self.concurrency: int = problem["concurrency"]
+        self.tokens = operands.activations["tokens"]
+        lengths = operands.activations["lengths"].tolist()
+        self.lengths: list[tuple[int, int]] = [(prompt, new) for prompt, new in lengths]
+
+    @property
+    def pages(self) -> int:
+        """Return the pages of the cache, half of which may be free."""
+        longest = max(prompt + new for prompt, new in self.lengths)
+        return 2 * self.concurrency * (-(-longest // PAGE)) + 4
+
+    def prompts(self) -> list[list[int]]:
+        rows = self.tokens.tolist()
+        return [row[:prompt] for row, (prompt, _) in zip(rows, self.lengths, strict=True)]
+
+
+# ---- the model ----
+
+
+def model_of(operands: Operands) -> Any:
+    """Return Qwen3ForCausalLM, whose layers all have a copy of the weights. Raises Unsupported."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    w, problem, device = operands.weights, operands.problem, operands.device
+    config = Qwen3Config(
+        vocab_size=problem["vocab"],
+        hidden_size=problem["hidden"],
+        intermediate_size=problem["intermediate"],
+        num_hidden_layers=problem["layers"],
+        num_attention_heads=problem["heads"],
+        num_key_value_heads=problem["kv_heads"],
+        head_dim=problem["head_dim"],
+        rms_norm_eps=EPSILON,
+        rope_parameters={"rope_type": "default", "rope_theta": ROTARY},
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=None,
+        dtype=w["wqkv"].to_dense().dtype,
+    )
+    with torch.device("meta"):
+        model = Qwen3ForCausalLM(config)
+    width, of_cache = (problem[name] * problem["head_dim"] for name in ("heads", "kv_heads"))
+    q, k, v = w["wqkv"].to_dense().split((width, of_cache, of_cache))
+    each_mlp = mlps(operands)
+    for layer in model.model.layers:
+        attention = layer.self_attn
+        projections = {"q_proj": q, "k_proj": k, "v_proj": v, "o_proj": w["wo"].to_dense()}
+        for name, weight in projections.items():
+            set_weight(getattr(attention, name), weight.clone())
+        layer.mlp = each_mlp(layer.mlp)
+    set_weight(model.model.embed_tokens, w["we"].to_dense())
+    set_weight(model.lm_head, w["wh"].to_dense())
+    model.model.rotary_emb = type(model.model.rotary_emb)(config).to(device)
+    for module in model.modules():
+        weight = getattr(module, "weight", None)
+        if isinstance(weight, Tensor) and weight.is_meta:  # the gain of a norm
+            set_weight(module, q.new_ones(weight.shape))
+    model.eval()  # type: ignore[no-untyped-call]
+    return model
+
+
+def set_weight(module: nn.Module, weight: Tensor) -> None:
+    module.weight = nn.Parameter(weight, requires_grad=False)
+
+
+def mlps(operands: Operands) -> Callable[[Any], nn.Module]:
+    """Return what makes the MLP of a layer, given a dense one without weights."""
+    wg, wu, wd = (operands.weights[name] for name in ("wg", "wu", "wd"))
+    if isinstance(wg, Spense) and isinstance(wu, Spense) and isinstance(wd, Spense):
+        of_2_4 = joined(wg, wu)
+        return lambda _: SpenseGatedMLP.from_spense(copy_of(of_2_4), copy_of(wd))
+    if isinstance(wg, Bsr) and isinstance(wu, Bsr) and isinstance(wd, Bsr):
+        of_blocks = stacked(wg, wu)
+        each = of_blocks, wd
+        return lambda _: BlockSparseGatedMLP(*map(layer_of, each)).freeze()
+    if not isinstance(wg, Dense):
+        raise Unsupported(f"expected weights in dense, spense or bsr, found {type(wg).__name__}")
+
+    def dense(mlp: Any) -> nn.Module:
+        for name, weight in {"gate_proj": wg, "up_proj": wu, "down_proj": wd}.items():
+            set_weight(getattr(mlp, name), weight.to_dense().clone())
+        return mlp  # type: ignore[no-any-return]
+
+    return dense
+
+
+def plan(model: Any, tokens: range) -> None:
+    """Plan the layers for these numbers of tokens; all MLPs are equal, and share plans."""
+    buckets = sorted({bucket(m) for m in tokens})
+    for layer in model.model.layers:
+        for name in ("gate_up", "down"):
+            if hasattr(layer.mlp, name):
+                getattr(layer.mlp, name).plan(buckets, search=False)
+
+
+# ---- the server ----
+
+
+class Forced:
+    """The hook behind the model: it stores the last logits of requests, and forces tokens.
+
+    Row 0 of `out` takes what belongs to no request: steps before the last, and padding, token 0.
+    """
+
+    def __init__(self, load: Load, vocab: int, dtype: torch.dtype) -> None:
+        self.count = len(load.lengths) + 1
+        self.kinds = vocab // self.count
+        last = [-1, *(prompt + new - 2 for prompt, new in load.lengths)]
+        self.last = torch.tensor(last, device=load.tokens.device)
+        self.out = torch.empty(self.count, vocab, dtype=dtype, device=load.tokens.device)
+
+    def __call__(self, _module: Any, _args: Any, kwargs: Mapping[str, Any], output: Any) -> None:
+        tokens, position = kwargs["input_ids"][0].long(), kwargs["position_ids"][0].long()
+        rows = kwargs.get("logits_to_keep")
+        if isinstance(rows, Tensor):
+            tokens, position = tokens[rows], position[rows]
+        logits = output.logits[0]
+        request = tokens % self.count
+        place = torch.where(position == self.last[request], request, 0)
+        self.out.index_copy_(0, place, logits)
+        u = (5 * (tokens // self.count) + position + 1) % self.kinds
+        logits.scatter_(1, (self.count * u + request)[:, None], torch.inf)
+
+
+class Server:
+    """A model that serves a load; its thread ends when nothing refers to the server any more.
+
+    readings  of the last call, in µs, by the names of Op.readings
+    """
+
+    def __init__(self, model: Any, load: Load, config: Any) -> None:
+        from transformers import GenerationConfig
+
+        self.load, self.readings = load, dict[str, float]()
+        self.first_us = self.cold_us = 0.0
+        self.forced = Forced(load, model.config.vocab_size, model.dtype)
+        model.register_forward_hook(self.forced, with_kwargs=True)
+        prefix = "" if has("auto_switch_to_flash") else "paged|"
+        model.set_attn_implementation(prefix + ATTENTION)
+        make: Any = GenerationConfig
+        greedy = make(do_sample=False, eos_token_id=-1, pad_token_id=0)
+        self.manager = model.init_continuous_batching(greedy, config)
+        self.manager.warmup()
+        self.steps = Steps(self.manager.batch_processor)
+        self.manager.start()
+        self.close = weakref.finalize(self, stop, self.manager)
+
+    def serve(self) -> Tensor:
+        """Serve all requests; return the last logits of each, [requests, vocab]."""
+        self.steps.clear()
+        waiting = list(enumerate(self.load.prompts()))[::-1]
+        ended: list[tuple[float, float]] = []
+        for _ in range(self.load.concurrency):
+            self._add(*waiting.pop())
+        while len(ended) < len(self.load.lengths):
+            ended.append(self._next())
+            if waiting:
+                self._add(*waiting.pop())
+        if self.forced.out.is_cuda:
+            torch.cuda.synchronize(self.forced.out.device)
+        first_us = fmean(first for first, _ in ended)
+        self.cold_us = self.cold_us or self.first_us
+        self.readings = {
+            "steps": self.steps.sum_us(),
+            "first_token": first_us,
+            "per_token": fmean(later for _, later in ended),
+            "cold": self.cold_us,
+        }
+        return self.forced.out[1:]
+
+    def _add(self, number: int, prompt: list[int]) -> None:
+        _, new = self.load.lengths[number]
+        timed = {"record_timestamps": True, "eos_token_id": -1}
+        self.manager.add_request(prompt, request_id=str(number), max_new_tokens=new, **timed)
+
+    def _next(self) -> tuple[float, float]:
+        """Return µs to the first token and between later ones, of the next request that ends."""
+        result = self.manager.get_result(timeout=PATIENCE_S)
+        if result is None:
+            raise RuntimeError(f"expected a request to end in {PATIENCE_S:g} s, found none")
+        _, new = self.load.lengths[int(result.request_id)]
+        if result.error or len(result.generated_tokens) != new:
+            found = result.error or f"{len(result.generated_tokens)} tokens"
+            raise RuntimeError(f"request {result.request_id}: expected {new} tokens, found {found}")
+        times = result.timestamps
+        first_us = 1e6 * (times[0] - result.created_time)
+        if result.request_id == "0":
+            self.first_us = first_us
+        return first_us, 1e6 * (times[-1] - times[0]) / max(new - 1, 1)
+
+
+def stop(manager: Any) -> None:
+    """End the thread, and free the cache."""
+    manager.stop(block=True, timeout=PATIENCE_S)
+    manager.destroy()
+
+
+class Steps:
+    """The device time of the steps of a call: events around each, on the stream of the model."""
+
+    def __init__(self, processor: Any) -> None:
+        self.pairs: list[tuple[Any, Any]] = []
+        self.host_us: list[float] = []
+        self.run, self.processor = processor.model_runner.compute_batch, weakref.proxy(processor)
+        processor.model_runner.compute_batch = self
+
+    def __call__(self, *batch: Any) -> None:
+        stream = self.processor.inputs_and_outputs.compute_stream
+        if stream is None:
+            began = perf_counter()
+            self.run(*batch)
+            self.host_us.append(1e6 * (perf_counter() - began))
+            return
+        before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        before.record(stream)
+        self.run(*batch)
+        after.record(stream)
+        self.pairs.append((before, after))
+
+    def clear(self) -> None:
+        self.pairs.clear()
+        self.host_us.clear()
+
+    def sum_us(self) -> float:
+        of_device: float = sum(1e3 * before.elapsed_time(after) for before, after in self.pairs)
+        return sum(self.host_us) + of_device
+
+
+def configuration(load: Load, choice: Mapping[str, Any]) -> Any:
+    """Return ContinuousBatchingConfig; its names differ between the TESTED versions."""
+    from transformers import ContinuousBatchingConfig
+
+    options: dict[str, Any] = {"page_size" if has("page_size") else "block_size": PAGE}
+    if has("auto_switch_to_flash"):
+        options["auto_switch_to_flash"] = False
+    return ContinuousBatchingConfig(
+        **options,
+        num_blocks=load.pages,
+        max_batch_tokens=choice["chunk"],
+        max_requests_per_batch=load.concurrency,
+        allow_block_sharing=False,
+        use_cuda_graph=choice["graphs"],
+        use_async_batching=choice["overlap"],
+        q_padding_interval_size=choice["rows"],
+        kv_padding_interval_size=choice["reads"],
+    )
+
+
+def has(option: str) -> bool:
+    """Return whether this version of transformers has an option of continuous batching."""
+    from transformers import ContinuousBatchingConfig
+
+    return option in {each.name for each in fields(ContinuousBatchingConfig)}
+
+
+# ---- what cannot run ----
+
+
+def unsupported(problem: Problem, device: torch.device) -> str | None:
+    tested = " to ".join(".".join(map(str, each)) for each in TESTED)
+    try:
+        present = version("transformers")
+    except PackageNotFoundError:
+        return f"expected transformers {tested}, found none"
+    if not TESTED[0] <= tuple(int(part) for part in present.split(".")[:2]) <= TESTED[1]:
+        return f"expected transformers {tested}, found {present}"
+    return None
+
+
+def require_room(operands: Operands, load: Load) -> None:
+    """Raise Unsupported unless copies of the weights and the cache fit into the free memory."""
+    if operands.device.type != "cuda":
+        return
+    problem, weights = operands.problem, operands.weights
+    copied = sum(weights[name].stored_bytes for name in ("wqkv", "wo", "wg", "wu", "wd"))
+    itemsize = weights["wqkv"].to_dense().itemsize
+    token = 2 * itemsize * problem["kv_heads"] * problem["head_dim"]
+    of_cache = problem["layers"] * token * PAGE * (load.pages + 2)
+    needed = problem["layers"] * copied + of_cache + SPARE
+    free, _ = torch.cuda.mem_get_info(operands.device)
+    room = free + torch.cuda.memory_reserved(operands.device)
+    room -= torch.cuda.memory_allocated(operands.device)
+    if needed > room:
+        pages = f"of which {of_cache / 1e9:.1f} GB are pages of the cache"
+        actual = f"found a device that has room for {room / 1e9:.1f} GB"
+        raise Unsupported(f"needs {needed / 1e9:.1f} GB, {pages}; {actual}")
+
+
+KERNEL = Kernel("serving", "any", "any", prepare, unsupported)
