@@ -163,7 +163,7 @@ def _over_pages(
     if pages is None or not (prompt or (mask is not None and mask.shape[1] == 1)):
         return None
     if mask is None:
-        lengths = torch.full_like(pages.table[: len(key), 0], queries)
+        lengths = pages.table.new_full((len(key),), queries)
         static_cache.append(pages, key, lengths, queries)
         return None
     allowed = mask[:, 0, -1] if mask.dtype == torch.bool else mask[:, 0, -1] == 0

@@ -92,4 +92,4 @@ def _pool(pages: CachePages, x: Tensor) -> Tensor:
 
 
 def _by_head(lengths: Tensor, keys: Tensor) -> Tensor:
-    return lengths[:, None].expand(*keys.shape[:2]).reshape(-1)
+    return lengths[:, None].expand(*keys.shape[:2]).contiguous().view(-1)

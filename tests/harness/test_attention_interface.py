@@ -114,10 +114,10 @@ def decode(model, cache, prompt: torch.Tensor, tokens: torch.Tensor, call) -> to
     return torch.cat(steps, 1)
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(("compiled", "batch"), [(False, 1), (True, 2)])
 @torch.no_grad()
-def test_decoding_selects_pages_of_a_static_cache(llama, compiled) -> None:
-    prompt, tokens = torch.randint(1, 64, (2, 83)), torch.randint(1, 64, (2, 20))
+def test_decoding_selects_pages_of_a_static_cache(llama, compiled, batch) -> None:
+    prompt, tokens = torch.randint(1, 64, (batch, 83)), torch.randint(1, 64, (batch, 20))
     whole = torch.cat((prompt, tokens), 1)
     llama.set_attn_implementation("sparsebench")
     expected = llama(whole, use_cache=False).logits[:, prompt.shape[1] :]
