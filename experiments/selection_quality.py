@@ -139,12 +139,11 @@ def main(
     rows = cut(loaded, words, (contexts, context), origin)
     step = torch.compile(model, fullgraph=True, mode="reduce-overhead") if compiled else model
     blocks, outcomes = context // block, []
-    for share in (1.0, *shares):
-        most = None if share == 1 else keep_of(share, blocks)
+    dense = measure(model, step, rows, steps, None)
+    for most in (None, *(keep_of(share, blocks) for share in shares)):
         select = None if most is None else {"keep": most, "block": block}
-        scores = measure(model, step, rows, steps, select)
-        first = scores if most is None else first
-        passes = [one.passes(dense) for one, dense in zip(scores, first, strict=True)]
+        scores = dense if select is None else measure(model, step, rows, steps, select)
+        passes = [one.passes(first) for one, first in zip(scores, dense, strict=True)]
         kept = kept_share(most or blocks, blocks)
         outcomes.append(SelectionOutcome(round(kept, 4), most, *passes))
         about = "; ".join(f"loss {p.loss:.4f}, agreement {p.agreement:.1%}" for p in passes)
