@@ -112,6 +112,13 @@ def name_of(curve: SelectionCurve) -> str:
     return name if ours else f"{name} ({curve.contender})"
 
 
+def block_of(curve: SelectionCurve) -> str:
+    """Write the sides of a block; when decoding, the keys of a page."""
+    queries, keys = curve.block
+    square = curve.phase == "decode" or queries == keys
+    return str(keys) if square else f"{queries} × {keys}"
+
+
 def kept_of(curve: SelectionCurve) -> str:
     return f"{curve.keys:,} keys" if curve.share is None else percent(curve.share)
 
@@ -125,10 +132,10 @@ def table(title: str, curves: Sequence[SelectionCurve]) -> Table:
         gain = f"{times(point.gain, half)} at {point.tokens:,}"
         look = "†" * (min(each.processes for each in curve.points) < FEWEST)
         style = "bad" if curve.faster_from is None else "good" if curve.surely_from else "unsure"
-        queries, keys = curve.block
-        block = str(keys) if queries in (1, keys) else f"{queries} × {keys}"
         place = _length(curve, curve.faster_from) + look, style
-        lines.append([name_of(curve), block, kept_of(curve), place, _interval(curve), gain])
+        lines.append(
+            [name_of(curve), block_of(curve), kept_of(curve), place, _interval(curve), gain]
+        )
     return Table(columns=COLUMNS, lines=lines, title=title, words=["method"])
 
 
