@@ -8,7 +8,7 @@ For the terminal (`sparsebench advise --attention`), Markdown and the page (site
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from math import nan
+from math import inf, nan
 from typing import Any
 
 from rich.console import RenderableType
@@ -36,6 +36,7 @@ METHODS = {
 }
 """The name of a method that a kernel calls otherwise; any other keeps the kernel's word."""
 
+PARTS = "scores", "lists"  # with these, a call does not score the blocks itself
 SUITES = {"prompt": "attention-select", "decode": "attention-decode-select"}
 PHASES = {"prompt": "prompts", "decode": "decoding"}
 COLUMNS = ["method", "block", "kept", "faster from", "interval", "at the longest length"]
@@ -161,15 +162,26 @@ def _interval(curve: SelectionCurve) -> str:
     return " to ".join(dict.fromkeys(ends))
 
 
-def sentence(curve: SelectionCurve) -> str:
-    """Say from which length on a method pays off."""
+def finding(curves: Sequence[SelectionCurve]) -> str:
+    """Say from which length on each method that scores blocks itself pays off first."""
+    earliest: dict[str, SelectionCurve] = {}
+    for curve in sorted(curves, key=lambda curve: curve.faster_from or inf):
+        if curve.method not in PARTS:
+            earliest.setdefault(name_of(curve), curve)
+    texts = [f"{name} {when(curve)}" for name, curve in earliest.items()]
+    text = "; ".join(texts) or "no row scores the blocks in the call"
+    return f"{text[0].upper()}{text[1:]}."
+
+
+def when(curve: SelectionCurve) -> str:
+    """Say from which length on a curve is faster."""
     first, last = curve.points[0].tokens, curve.points[-1].tokens
-    how = f"{name_of(curve)} in blocks of {curve.block[1]} with {kept_of(curve)} kept"
+    how = f"with {kept_of(curve)} kept, in blocks of {curve.block[1]}"
     if curve.faster_from is None:
-        return f"{how} is not faster up to {last:,} tokens, the longest length measured"
+        return f"is not faster up to {last:,} tokens, the longest length measured, {how}"
     if curve.faster_from == first:
-        return f"{how} is faster already at {first:,} tokens, the shortest length measured"
-    return f"{how} is faster from {_rounded(curve.faster_from):,} tokens on [{_interval(curve)}]"
+        return f"is faster already at {first:,} tokens, the shortest length measured, {how}"
+    return f"is faster from {_rounded(curve.faster_from):,} tokens on [{_interval(curve)}], {how}"
 
 
 def quality_table(quality: SelectionQuality) -> Table:
@@ -209,7 +221,7 @@ def terminal(
 ) -> Iterator[RenderableType]:
     """Yield everything but what is missing, which must not be wrapped."""
     for title, of_group in groups(curves):
-        yield from (table(title, of_group), Text())
+        yield from (Text(finding(of_group), "bold"), table(title, of_group), Text())
     if curves:
         yield from (Text(" ".join(NOTES), "dim"), Text())
     for quality in evidence.quality:
@@ -219,7 +231,8 @@ def terminal(
 def markdown(curves: Sequence[SelectionCurve], evidence: AttentionEvidence) -> str:
     """Return everything in Markdown."""
     parts = [f"**{escape_markdown(line)}**" for line in missing(curves)]
-    parts += [table(*group).markdown() for group in groups(curves)]
+    for title, of_group in groups(curves):
+        parts += [escape_markdown(finding(of_group)), table(title, of_group).markdown()]
     parts += map(escape_markdown, NOTES if curves else [])
     for quality in evidence.quality:
         parts += [quality_table(quality).markdown(), escape_markdown(quality_note(quality))]

@@ -1,7 +1,7 @@
 """The page "From which length on?": when attention that selects its keys beats dense attention.
 
     a sentence for each phase without a row    what is missing, and what measures it
-    GPU, heads, phase                          a chart of these lengths, sentences, and a table
+    GPU, heads, phase                          a sentence, a chart of these lengths, and a table
     quality                                    what a model loses, beside its time
 
 It rests on the packaged rows (results/advice/crossings.py). attention.json beside it has the same
@@ -35,7 +35,7 @@ def pages(site: Site, evidence: AttentionEvidence | None = None) -> Iterator[tup
     """Yield the path and the text of the page, and of its JSON."""
     evidence = evidence or packaged_attention()
     groups = [
-        (title, [crossings.sentence(curve) for curve in curves], chart(curves), table)
+        (title, crossings.finding(curves), chart(curves), table)
         for title, curves in crossings.groups(evidence.curves)
         for table in [crossings.table("", curves).html()]
     ]
@@ -71,5 +71,7 @@ def chart(curves: Sequence[SelectionCurve]) -> Markup:
             drawing.spans([row], [ends[0]], [ends[1]], look, across=True)
         if curve.faster_from:
             shown = look.but(hollow=curve.faster_from == first, dash=None)
-            drawing.line([curve.faster_from], [row], shown, [crossings.sentence(curve)])
+            drawing.line(
+                [curve.faster_from], [row], shown, [f"{names[row]}: {crossings.when(curve)}"]
+            )
     return drawing.svg("Context lengths from which on selecting keys is faster than dense")

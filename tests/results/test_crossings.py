@@ -110,7 +110,7 @@ def test_nothing_is_extrapolated(gains: Gains, ends: Any, texts: tuple[str, str]
     (curve,) = curves(*rows(gains, selected("pooled")))
     assert ends is None or curve_ends(curve) == ends
     assert presented.table("", [curve]).lines[0][3][0] == texts[0]
-    assert texts[1] in presented.sentence(curve)
+    assert texts[1] in presented.finding([curve])
 
 
 def test_an_end_of_the_interval_may_lie_beyond_the_lengths() -> None:
