@@ -293,3 +293,29 @@ def test_what_changes_scores_is_refused(options: dict) -> None:
     q = torch.randn(1, 2, 8, 4)
     with pytest.raises(Unsupported, match=next(iter(options))):
         attention.attend(None, q, q, q, torch.ones(1, 1, 8, 8, dtype=torch.bool), **options)
+
+
+@pytest.mark.gpu
+@torch.no_grad()
+def test_a_graph_of_a_step_selects_other_pages_in_each_replay() -> None:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 256, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 64}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.1}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **heads)).cuda().eval()
+    prompt = torch.randint(1, 64, (2, 200), device="cuda")
+    tokens = torch.randint(1, 64, (2, 40), device="cuda")
+    model.set_attn_implementation("sparsebench")
+    expected = model(torch.cat((prompt, tokens), 1), use_cache=False).logits[:, 200:]
+    torch._dynamo.reset()
+    step = torch.compile(model, fullgraph=True, mode="reduce-overhead")
+    results = []
+    for keep, call in ((4, model), (4, step), (16, step)):
+        model.config.sparse_select = {"keep": keep, "block": 16}
+        cache, logits = transformers.StaticCache(model.config, max_cache_len=256), []
+        model(prompt, past_key_values=cache)
+        for token in tokens.split(1, 1):
+            logits.append(call(token.clone(), past_key_values=cache).logits.clone())
+        results.append(torch.cat(logits, 1))
+    torch.testing.assert_close(results[1], results[0], atol=1e-3, rtol=1e-3)
+    torch.testing.assert_close(results[2], expected, atol=1e-3, rtol=1e-3)
+    assert not torch.allclose(results[1], expected, atol=1e-2)
