@@ -110,7 +110,7 @@ def test_a_prompt_selects_its_blocks_and_decoding_attends_to_all_keys(llama, cac
 def decode(model, cache, prompt: torch.Tensor, tokens: torch.Tensor, call) -> torch.Tensor:
     """Return the logits of each of `tokens`, which follow a prompt, one call for each."""
     model(prompt, past_key_values=cache)
-    steps = [call(token, past_key_values=cache).logits for token in tokens.split(1, 1)]
+    steps = [call(t.clone(), past_key_values=cache).logits.clone() for t in tokens.split(1, 1)]
     return torch.cat(steps, 1)
 
 
@@ -311,11 +311,9 @@ def test_a_graph_of_a_step_selects_other_pages_in_each_replay() -> None:
     results = []
     for keep, call in ((4, model), (4, step), (16, step)):
         model.config.sparse_select = {"keep": keep, "block": 16}
-        cache, logits = transformers.StaticCache(model.config, max_cache_len=256), []
-        model(prompt, past_key_values=cache)
-        for token in tokens.split(1, 1):
-            logits.append(call(token.clone(), past_key_values=cache).logits.clone())
-        results.append(torch.cat(logits, 1))
+        cache = transformers.StaticCache(model.config, max_cache_len=256)
+
+        results.append(decode(model, cache, prompt, tokens, call))
     torch.testing.assert_close(results[1], results[0], atol=1e-3, rtol=1e-3)
     torch.testing.assert_close(results[2], expected, atol=1e-3, rtol=1e-3)
     assert not torch.allclose(results[1], expected, atol=1e-2)
