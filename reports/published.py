@@ -2,6 +2,7 @@
 
     results/published/GPU/RUN ─> results/published/README.md   headline, list of runs, digests
                               ─> results/published/advice.json rows of `sparsebench advise`
+                              ─> results/published/attention.json   of `advise --attention`
                               ─> results/published/cells.json.gz   of `sparsebench find`
                               ─> results/between_cards.json    the variation between cards
                               ─> README.md, pruning/README.md  the text between two marks:
@@ -38,6 +39,8 @@ from sparsebench.reports.picture import picture
 from sparsebench.reports.site.cards import run_lines
 from sparsebench.reports.tables import markdown_table
 from sparsebench.reports.terminal import RunAnswer
+from sparsebench.results.advice.crossings import FILE as ATTENTION
+from sparsebench.results.advice.crossings import collect_attention
 from sparsebench.results.advice.measured_layers import collect_evidence
 from sparsebench.results.comparison import repeats
 from sparsebench.results.comparison.sides import short_card
@@ -162,7 +165,7 @@ def differing(root: Path, runs: Runs) -> dict[Path, str]:
     parts |= {"finding": finding, "figure": figure, "runs": list_of_runs, "digests": digests}
     parts |= {"terminal": terminal}
     texts = {name: make(runs) for name, make in parts.items()}
-    of_runs = ((run, Path(run.home).relative_to(HOME).as_posix()) for run in runs.values())
+    of_runs = [(run, Path(run.home).relative_to(HOME).as_posix()) for run in runs.values()]
     evidence = collect_evidence(of_runs, root / HOME)
     texts["costs"] = costs.markdown(evidence)
     brief = advice.in_brief(evidence, runs[PICTURED].device)
@@ -171,6 +174,7 @@ def differing(root: Path, runs: Runs) -> dict[Path, str]:
     pages |= {path: _fill(path, texts) for path in map(root.joinpath, BLOCKED) if path.exists()}
     linked = {path: _relative_links(text, root, path) for path, text in pages.items()}
     linked[root / HOME / ADVICE] = evidence.text
+    linked[root / HOME / ATTENTION] = collect_attention(of_runs, root / HOME).text
     linked[root / HOME / cells.FILE] = of_cells(runs)
     linked[root / "results" / between_cards.FILE] = repeats.text_of(repeated_cases(runs))
     return {path: text for path, text in linked.items() if not path.exists() or _text(path) != text}

@@ -1,5 +1,9 @@
-"""`sparsebench advise`: is pruning or quantizing worth it for a model on a GPU?"""
+"""`sparsebench advise`: is pruning or quantizing worth it for a model on a GPU?
 
+With --attention: from which context length on is attention to selected keys?
+"""
+
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -12,21 +16,28 @@ from sparsebench.harness.commands._options import Json, Markdown, every_run, req
 
 def advise(
     model: Annotated[
-        str,
+        str | None,
         typer.Argument(
             help="A model's name, or its config.json.", autocompletion=complete("model")
         ),
-    ],
+    ] = None,
     gpu: Annotated[
-        str,
+        str | None,
         typer.Option(help="A published GPU, such as H200.", autocompletion=complete("gpu")),
-    ],
+    ] = None,
     batch: Annotated[
-        int,
+        int | None,
         typer.Option(
             help="Tokens per call: up to 256 are decoded, one for each sequence; more are a prompt."
         ),
-    ],
+    ] = None,
+    attention: Annotated[
+        bool,
+        typer.Option(
+            "--attention",
+            help="From which context length on does it pay to select keys? MODEL and --gpu choose.",
+        ),
+    ] = False,
     run: Annotated[
         list[Path] | None,
         typer.Option(
@@ -42,6 +53,13 @@ def advise(
     speedup is a curve through published runs of the model; without any, it is estimated.
     """
     require_one_output(as_json, markdown)
+    if attention:
+        _advise_attention(model, gpu, batch, run or (), markdown, as_json)
+        return
+    given = {"MODEL": model, "--gpu": gpu, "--batch": batch}
+    if model is None or gpu is None or batch is None:
+        absent = ", ".join(name for name, value in given.items() if value is None)
+        raise typer.BadParameter(f"expected MODEL, --gpu and --batch, or --attention; no {absent}")
     from sparsebench.errors import ResultError
     from sparsebench.reports import advice as presented
     from sparsebench.results.advice.measured_layers import of_runs, packaged_evidence
@@ -63,4 +81,45 @@ def advise(
     else:
         wide().print(presented.terminal(answer))
         for line in presented.next_steps(answer):
+            stdout.say(line)
+
+
+def _advise_attention(
+    model: str | None,
+    gpu: str | None,
+    batch: int | None,
+    runs: Sequence[Path],
+    markdown: bool,
+    as_json: bool,
+) -> None:
+    """Print the lengths from which on attention to selected keys is faster than dense."""
+    from sparsebench.errors import ResultError
+    from sparsebench.reports import crossings
+    from sparsebench.results.advice.crossings import (
+        AttentionEvidence,
+        curves_of,
+        packaged_attention,
+    )
+    from sparsebench.results.model_shapes import read_shapes
+    from sparsebench.results.run import store
+    from sparsebench.results.tables.analysis import analyse
+
+    if batch is not None:
+        raise ResultError(f"--batch: expected none with --attention, found {batch}")
+    packaged = packaged_attention()
+    added = curves_of((analyse(store.read(path)), str(path)) for path in runs)
+    warn_of_changes(runs)
+    if runs and not added:
+        expected = "a run on a GPU with kernels that select, of attention-select for example"
+        raise ResultError(f"--run: expected {expected}; found {', '.join(map(str, runs))}")
+    evidence = AttentionEvidence([*packaged.curves, *added], packaged.quality)
+    curves = crossings.chosen(evidence, gpu, read_shapes(model) if model else None)
+    if as_json:
+        print_json(AttentionEvidence(curves, evidence.quality))
+    elif markdown:
+        stdout.write(crossings.markdown(curves, evidence))
+    else:
+        for part in crossings.terminal(curves, evidence):
+            wide().print(part)
+        for line in crossings.missing(curves):
             stdout.say(line)

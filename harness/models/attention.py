@@ -9,8 +9,11 @@ the caller, [batch, 1, S_q, S_kv], is taken as it is.
 
 `config.sparse_select = {"keep": 16, "block": 64}`, or with "mass": 0.9, lets each block of queries
 of a prompt select its blocks of keys (sparsebench.select_attention). It needs prompts without
-padding or window. Calls of up to `block` queries with a mask, such as those of decoding, attend to
-all keys.
+padding. In a model that also has layers without a window, as Gemma, those with one select nothing.
+
+With "keep", decoding selects as many keys, in pages of at most `block` keys, from a static cache
+whose length is a multiple of 16 (static_cache.py), also if it is compiled. Otherwise decoding, and
+other calls of up to `block` queries with a mask, attend to all keys.
 
 transformers makes the mask as a tensor, a bool for each pair of a query and a key of one sequence:
 268 MB at 16k tokens. So it passes through caches, compiled calls and hooks as any mask does. The
@@ -30,6 +33,7 @@ import torch
 from torch import Tensor
 
 from sparsebench.errors import Unsupported
+from sparsebench.harness.models import static_cache
 from sparsebench.kernels.nn._elements import counted_copy
 from sparsebench.kernels.nn.attention import attention_of_elements, select_attention
 
@@ -110,10 +114,13 @@ def attend(
     if dropout or refused:
         names = ", ".join([*refused, *(["dropout"] if dropout else [])])
         raise Unsupported(f"attention {NAME}: expected plain scores, found {names}")
-    window = getattr(getattr(module, "config", None), "sparse_window", None)
+    config, queries = getattr(module, "config", None), query.shape[2]
+    window = getattr(config, "sparse_window", None)
     if window and not torch.compiler.is_compiling():
         _require_window(module, attention_mask)
-    causal, queries = False, query.shape[2]
+    local = bool(options.get("sliding_window"))
+    mixed = local and "full_attention" in (getattr(config, "layer_types", None) or ())
+    selection, causal = {} if mixed else _selection(config), False
     if attention_mask is None:
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         causal = bool(causal) and queries > 1
@@ -123,8 +130,11 @@ def attend(
         if attention_mask.shape != size:
             attention_mask = attention_mask.expand(size)
         keys = size[3]
+    if selection and selection["keep"] and not local:  # the keys of a window move in their cache
+        o = _over_pages(query, key, value, attention_mask, causal, selection, scaling)
+        if o is not None:
+            return o, None
     q, k, v = query.transpose(1, 2), *(x[:, :, :keys].transpose(1, 2) for x in (key, value))
-    selection = _selection(getattr(module, "config", None))
     bound = selection and selection["mass"] is None and selection["keep"] * selection["block"]
     if selection and causal and queries > (bound or 0):
         return select_attention(q, k, v, causal=True, scale=scaling, **selection), None
@@ -133,6 +143,34 @@ def attend(
         raise Unsupported(f"sparse_select: expected {expected}, found a mask of {queries}")
     options = {"block": BLOCK, "causal": causal, "scale": scaling}
     return attention_of_elements(q, k, v, attention_mask, **options), None
+
+
+def _over_pages(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    causal: bool,
+    selection: dict[str, Any],
+    scale: float | None,
+) -> Tensor | None:
+    """Add what a call appends to the pages of a static cache, and attend to them if it decodes."""
+    queries = query.shape[2]
+    prompt = causal and key.shape[2] > queries  # of a cache that has room for more
+    if prompt and not torch.compiler.is_compiling():
+        static_cache.make_pages(key, selection["block"])
+    pages = static_cache.pages_of(key)
+    if pages is None or not (prompt or (mask is not None and mask.shape[1] == 1)):
+        return None
+    if mask is None:
+        lengths = pages.table.new_full((len(key),), queries)
+        static_cache.append(pages, key, lengths, queries)
+        return None
+    allowed = mask[:, 0, -1] if mask.dtype == torch.bool else mask[:, 0, -1] == 0
+    static_cache.append(pages, key, static_cache.lengths_of(allowed), queries)
+    if queries > 1:
+        return None
+    return static_cache.decode(pages, query, key, value, allowed, selection, scale)
 
 
 def _selection(config: Any) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from triton import knobs
 
 from sparsebench.errors import Unsupported
 from sparsebench.kernels._common.torch_operator import torch_operator
@@ -19,6 +20,7 @@ from sparsebench.kernels._common.transforms import ALIGNMENT, aligned, is_traced
 from sparsebench.kernels._kernel import NAMES, refuse
 from sparsebench.kernels.attention._page_scores import select_pages
 from sparsebench.kernels.attention._paged import PAGE_SIZES, Pool, attend, unsupported_pool
+from sparsebench.kernels.attention._paged_in_torch import attend_in_torch, summarize_in_torch
 from sparsebench.kernels.attention._selecting import MOST_BLOCKS
 from sparsebench.kernels.attention._summaries import summarize
 
@@ -37,15 +39,30 @@ def _decode(
     scale: float,
 ) -> Tensor:
     """Return O; `numbers` are the pages to keep, and how many first and last ones in any case."""
+    if _in_torch(k):
+        keep, first, last = numbers
+        pool = Pool(q, k, v, table, lengths)
+        return attend_in_torch(pool, summaries, keep, first, last, scale)
     refuse(unsupported_pool(k.dtype, k.shape[3], k.device))
     pool = Pool(aligned(q), k, v, table, lengths)
     columns = None if summaries is None else select_pages(pool, summaries, *numbers)
     return attend(pool, columns, scale)
 
 
+def _write_summaries(
+    summaries: Tensor, k: Tensor, table: Tensor, lengths: Tensor, appended: int
+) -> None:
+    write = summarize_in_torch if _in_torch(k) else summarize
+    write(summaries, k, table, lengths, appended)
+
+
+def _in_torch(k: Tensor) -> bool:
+    return k.device.type == "cpu" and not knobs.runtime.interpret
+
+
 _operator = torch_operator("decode_attention", _decode, lambda q, *_: torch.empty_like(q))
 _summarize = torch.library.custom_op(
-    "sparsebench::summarize_pages", summarize, mutates_args=("summaries",)
+    "sparsebench::summarize_pages", _write_summaries, mutates_args=("summaries",)
 )
 _summarize.register_fake(lambda *_: None)
 
@@ -140,7 +157,7 @@ def summarize_pages(
     _require(whole, "appended as a whole number from 1 on", appended)
     if table.numel() and k_pages.numel():
         most = table.shape[1] * k_pages.shape[1]
-        run: Any = _summarize if is_traced() else summarize
+        run: Any = _summarize if is_traced() else _write_summaries
         run(summaries, k_pages, table, lengths, most if appended is None else appended)
 
 

@@ -47,7 +47,7 @@ class Site:
     version   of sparsebench
     claims    the claims to judge
     whole     whether the site has runs; pages of claims alone have no index
-    prune     whether it has the page "Should I prune?" (prune.py)
+    prune     whether it has the pages of advice (prune.py, quantize.py, attention.py)
     """
 
     base: str = ""

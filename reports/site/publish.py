@@ -5,6 +5,7 @@
     DIR/runs/SLUG/     leads to GPU/NAME, for links from before runs had short addresses
     DIR/prune.html     is pruning worth it for a model? (prune.py)
     DIR/quantize.html  or are fewer bits? (quantize.py)
+    DIR/attention.html from which length on does it pay to select keys? (attention.py)
     DIR/claims/        a page per claim, judged by all runs of the site (reports/claims)
     DIR/compare/       a page per suite that ran on several devices, and their list (devices.py)
     DIR/.state.json    the code that wrote the pages, the address of the site, the claims
@@ -34,7 +35,7 @@ from typing import Any
 from sparsebench._writing import locked_folder, write_file
 from sparsebench.errors import ResultError, SparsebenchError
 from sparsebench.reports.claims import pages as claims
-from sparsebench.reports.site import devices, prune, quantize
+from sparsebench.reports.site import attention, devices, prune, quantize
 from sparsebench.reports.site.cards import cells
 from sparsebench.reports.site.pages import Site, pages
 from sparsebench.reports.site.run_folder import (
@@ -131,7 +132,9 @@ def _publish(
         texts |= of_suite
     texts[devices.INDEX] = devices.index(suites, site, cards)
     texts |= prune.pages(cards, site) if site.prune else ()
+    texts |= attention.pages(site) if site.prune else ()
     doors = {"Should I prune?": prune.PAGE, "Prune or quantize?": quantize.PAGE}
+    doors |= {"From which length on?": attention.PAGE}
     doors = doors if site.prune else {}
     if suites:
         doors["Which GPU?"] = devices.INDEX

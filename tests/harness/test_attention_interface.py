@@ -8,7 +8,7 @@ transformers = pytest.importorskip("transformers")
 import sparsebench.nn  # noqa: E402, F401
 from sparsebench.errors import Unsupported  # noqa: E402
 from sparsebench.formats.block_mask import BlockMask  # noqa: E402
-from sparsebench.harness.models import attention  # noqa: E402
+from sparsebench.harness.models import attention, static_cache  # noqa: E402
 
 WINDOW = 20
 
@@ -105,6 +105,82 @@ def test_a_prompt_selects_its_blocks_and_decoding_attends_to_all_keys(llama, cac
         with pytest.raises(Unsupported, match="expected sparse_select such as"):
             llama(prompt)
     del llama.config.sparse_select
+
+
+def decode(model, cache, prompt: torch.Tensor, tokens: torch.Tensor, call) -> torch.Tensor:
+    """Return the logits of each of `tokens`, which follow a prompt, one call for each."""
+    model(prompt, past_key_values=cache)
+    steps = [call(t.clone(), past_key_values=cache).logits.clone() for t in tokens.split(1, 1)]
+    return torch.cat(steps, 1)
+
+
+@pytest.mark.parametrize(("compiled", "batch"), [(False, 1), (True, 2)])
+@torch.no_grad()
+def test_decoding_selects_pages_of_a_static_cache(llama, compiled, batch) -> None:
+    prompt, tokens = torch.randint(1, 64, (batch, 83)), torch.randint(1, 64, (batch, 20))
+    whole = torch.cat((prompt, tokens), 1)
+    llama.set_attn_implementation("sparsebench")
+    expected = llama(whole, use_cache=False).logits[:, prompt.shape[1] :]
+    torch._dynamo.reset()
+    call = torch.compile(llama, fullgraph=True, backend="aot_eager") if compiled else llama
+    results = {}
+    try:
+        for keep, length in ((4, 128), (8, 128), (4, 127)):
+            llama.config.sparse_select = {"keep": keep, "block": 16}
+            cache = transformers.StaticCache(llama.config, max_cache_len=length)
+            for _ in range(2):  # the second time after other tokens
+                results[keep, length] = decode(llama, cache, prompt, tokens, call)
+                cache.reset()
+                decode(llama, cache, prompt.flip(1), tokens[:, :3], llama)
+                cache.reset()
+    finally:
+        del llama.config.sparse_select
+    torch.testing.assert_close(results[8, 128], expected, atol=1e-4, rtol=1e-4)
+    assert not torch.allclose(results[4, 128], results[4, 127], atol=1e-3)  # without pages
+
+
+@torch.no_grad()
+def test_pages_follow_the_keys_of_their_cache(llama) -> None:
+    keys = torch.randn(2, 2, 96, 8)
+    static_cache.make_pages(keys, 64)
+    pages = static_cache.pages_of(keys)
+    assert pages.table.shape == (4, 3)  # pages of 32 keys
+    lengths = torch.tensor([70, 33], dtype=torch.int32)
+    static_cache.append(pages, keys, lengths, 70)
+    for n, length in enumerate(lengths.tolist()):
+        for page, of_page in enumerate(keys[n, :, :length].split(32, 1)):
+            bounds = pages.bounds.view(2, 2, 3, 2, 8)[n, :, page]
+            assert torch.equal(bounds, torch.stack([of_page.amin(1), of_page.amax(1)], 1))
+    q, allowed = torch.randn(2, 4, 1, 8), torch.arange(96) < lengths[:, None]
+    allowed[1, 3] = False
+    selection = {"keep": 2, "block": 32, "first": 1, "last": 1}
+    o = static_cache.decode(pages, q, keys, keys, allowed, selection, None)
+    assert o.shape == (2, 1, 4, 8)
+    assert not o[0].isnan().any()
+    assert o[1].isnan().all()
+    for odd in (torch.randn(1, 2, 94, 8), torch.randn(1, 96, 2, 8).transpose(1, 2)):
+        static_cache.make_pages(odd, 64)
+        assert static_cache.pages_of(odd) is None
+
+
+@torch.no_grad()
+def test_layers_with_a_window_keep_it_beside_layers_that_select() -> None:
+    torch.manual_seed(0)
+    sizes = {**TWO, "vocab_size": 64, "head_dim": 8, "num_key_value_heads": 2, "sliding_window": 20}
+    kinds = {"layer_types": ["sliding_attention", "full_attention"]}
+    config = transformers.Gemma3TextConfig(**sizes, **kinds, initializer_range=0.3)
+    model, prompt = transformers.Gemma3ForCausalLM(config).eval(), torch.randint(1, 64, (1, 90))
+    logits = {}
+    for name, chosen in (
+        ("sdpa", None),
+        ("sparsebench", {"mass": 1, "block": 16}),  # all blocks
+        ("few", {"keep": 2, "block": 16}),
+    ):
+        model.set_attn_implementation("sdpa" if name == "sdpa" else "sparsebench")
+        model.config.sparse_select = chosen
+        logits[name] = model(prompt, use_cache=False).logits
+    torch.testing.assert_close(logits["sparsebench"], logits["sdpa"], atol=1e-4, rtol=1e-4)
+    assert not torch.allclose(logits["few"], logits["sdpa"], atol=1e-2)
 
 
 TWO = {"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 32, "intermediate_size": 32}
@@ -217,3 +293,27 @@ def test_what_changes_scores_is_refused(options: dict) -> None:
     q = torch.randn(1, 2, 8, 4)
     with pytest.raises(Unsupported, match=next(iter(options))):
         attention.attend(None, q, q, q, torch.ones(1, 1, 8, 8, dtype=torch.bool), **options)
+
+
+@pytest.mark.gpu
+@torch.no_grad()
+def test_a_graph_of_a_step_selects_other_pages_in_each_replay() -> None:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 256, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 64}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.1}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **heads)).cuda().eval()
+    prompt = torch.randint(1, 64, (2, 200), device="cuda")
+    tokens = torch.randint(1, 64, (2, 40), device="cuda")
+    model.set_attn_implementation("sparsebench")
+    expected = model(torch.cat((prompt, tokens), 1), use_cache=False).logits[:, 200:]
+    torch._dynamo.reset()
+    step = torch.compile(model, fullgraph=True, mode="reduce-overhead")
+    results = []
+    for keep, call in ((4, model), (4, step), (16, step)):
+        model.config.sparse_select = {"keep": keep, "block": 16}
+        cache = transformers.StaticCache(model.config, max_cache_len=256)
+
+        results.append(decode(model, cache, prompt, tokens, call))
+    torch.testing.assert_close(results[1], results[0], atol=1e-3, rtol=1e-3)
+    torch.testing.assert_close(results[2], expected, atol=1e-3, rtol=1e-3)
+    assert not torch.allclose(results[1], expected, atol=1e-2)

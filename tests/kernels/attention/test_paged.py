@@ -1,6 +1,7 @@
 """Decoding over pages: summaries, scores, the pages that are selected, and attention to them."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -340,11 +341,26 @@ def test_a_compiled_call_is_one_graph() -> None:
         assert torch.equal(compiled(c.q, keep), step(c.q, keep))
 
 
-def test_a_cpu_is_refused_in_one_line() -> None:
-    c = torch.zeros(2, 16, 1, 32), torch.zeros(1, 2, dtype=torch.int32)
-    lengths = torch.zeros(1, dtype=torch.int32)
-    text = refusal(lambda: decode_attention(torch.zeros(1, 1, 32), c[0], c[0], c[1], lengths))
-    assert "found cpu" in text or "interpret" in text
+ON_ANY_DEVICE = [
+    lambda: test_summaries_are_those_of_the_keys_that_there_are(BOUNDS),
+    lambda: test_summaries_are_those_of_the_keys_that_there_are(MEANS),
+    lambda: test_each_kv_head_attends_to_its_best_pages(32, (6, 2), 48, "fp16", BOUNDS, True, 3),
+    lambda: test_each_kv_head_attends_to_its_best_pages(16, (4, 2), 32, "bf16", MEANS, False, 3),
+    lambda: test_each_kv_head_attends_to_its_best_pages(128, (20, 1), 32, "fp32", 2, False, None),
+    test_entries_outside_of_the_pool_are_absent,
+    test_a_page_whose_summary_is_nan_is_selected_only_at_the_ends,
+    lambda: test_as_few_pages_as_are_forced_and_more_than_there_are(2),
+    lambda: test_as_few_pages_as_are_forced_and_more_than_there_are(40),
+    test_lengths_outside_of_the_table_are_its_ends,
+    test_no_sequence_and_no_page_give_zeros,
+    test_a_compiled_call_is_one_graph,
+]
+
+
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="a GPU runs the kernels")
+@pytest.mark.parametrize("check", ON_ANY_DEVICE)
+def test_a_cpu_computes_the_same_in_torch(check: Callable[[], None]) -> None:
+    check()
 
 
 @pytest.mark.interpreted(also_compiled=False)

@@ -1,0 +1,176 @@
+"""Measure what a model loses, and gains, if its queries attend to selected blocks of keys.
+
+    selection_quality.py gemma-3-270m-q4_k_m.gguf --context 4096 --out selection.json
+
+    prompts   a context in one pass: each block of queries selects blocks of keys
+    steps     the last --steps tokens of a context, one by one, over a static cache: each step
+              selects as many keys, in pages; the prompt before them selects, too
+
+The tokens are those of the text, not of the model, so errors of one token do not reach the next
+ones. The first and the last block are always kept. Layers with a window keep it. With --compile, a
+step is one CUDA graph. Times are those of a GPU; a CPU computes a reference, so it has none.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from statistics import median
+from typing import Annotated, Any
+
+import torch
+import transformers
+import typer
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+import sparsebench.nn  # noqa: F401
+from sparsebench.errors import SuiteError
+from sparsebench.harness.machine.device import pick
+from sparsebench.harness.models.pruning import model as models
+from sparsebench.harness.models.reporting import numbers, require_writable
+from sparsebench.results.model_files import (
+    SELECTION_SCHEMA,
+    Passes,
+    SelectionOutcome,
+    SelectionQuality,
+)
+from sparsebench.results.run.store import write_json
+
+ROWS = 256  # tokens whose logits are in memory at once
+WARM_UP = 2  # steps of a context that are not timed
+
+Call = Callable[..., Any]
+
+
+def kept_share(keep: int, blocks: int) -> float:
+    """Return the share of the blocks that causal rows of blocks keep, `keep` of each at most."""
+    return sum(min(keep, row + 1) for row in range(blocks)) / (blocks * (blocks + 1) / 2)
+
+
+def keep_of(share: float, blocks: int) -> int:
+    """Return the number of blocks whose share is nearest, at least the first and the last."""
+    return min(range(2, blocks + 1), key=lambda keep: abs(kept_share(keep, blocks) - share))
+
+
+class Scores:
+    """Losses, and the most likely tokens, of tokens in the order in which they are added."""
+
+    def __init__(self) -> None:
+        self.losses: list[Tensor] = []
+        self.likeliest: list[Tensor] = []
+        self.times_us: list[float] = []
+
+    def add(self, logits: Tensor, targets: Tensor) -> None:
+        self.losses.append(cross_entropy(logits.float(), targets, reduction="none").cpu())
+        self.likeliest.append(logits.argmax(-1).cpu())
+
+    def passes(self, dense: "Scores") -> Passes:
+        same = torch.cat(self.likeliest) == torch.cat(dense.likeliest)
+        time_us = median(self.times_us) if self.times_us else None
+        return Passes(float(torch.cat(self.losses).mean()), float(same.float().mean()), time_us)
+
+
+def timed(scores: Scores, on_gpu: bool, call: Call) -> Any:
+    """Call, and add the time on a GPU."""
+    if not on_gpu:
+        return call()
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    result = call()
+    torch.cuda.synchronize()
+    scores.times_us.append(1e6 * (time.perf_counter() - began))
+    return result
+
+
+@torch.no_grad()
+def measure(
+    model: Any, step: Call, rows: Tensor, steps: int, select: dict[str, int] | None
+) -> tuple[Scores, Scores]:
+    """Return the scores of prompts and of steps over contexts [contexts, tokens]."""
+    model.set_attn_implementation("sparsebench" if select else "sdpa")
+    model.config.get_text_config().sparse_select = select
+    prompts, decoded, head = Scores(), Scores(), model.get_output_embeddings()
+    on_gpu, half, context = rows.device.type == "cuda", rows.shape[1] // 2, rows.shape[1]
+    cache = transformers.StaticCache(model.config, max_cache_len=context)
+    for row in rows:
+        if on_gpu:
+            model.base_model(row[None], use_cache=False)  # compiles, and plans
+        pass_ = timed(prompts, on_gpu, lambda row=row: model.base_model(row[None], use_cache=False))
+        hidden = pass_.last_hidden_state[0, half:-1]
+        for part, targets in zip(hidden.split(ROWS), row[half + 1 :].split(ROWS), strict=True):
+            prompts.add(head(part), targets)
+        cache.reset()
+        model(row[None, : context - steps], past_key_values=cache, logits_to_keep=1)
+        for at in range(context - steps, context - 1):
+            token = row[None, at : at + 1].clone()
+            output = timed(
+                decoded, on_gpu, lambda token=token: step(token, past_key_values=cache).logits
+            )
+            decoded.add(output[0], row[at + 1 : at + 2])
+        del decoded.times_us[-(steps - 1) : WARM_UP - steps + 1]
+    return prompts, decoded
+
+
+def main(
+    weights: Annotated[Path, typer.Argument(help="A Hugging Face folder, or a .gguf file.")],
+    out: Annotated[Path, typer.Option(help="The JSON file.")],
+    keep: Annotated[str, typer.Option(help="Shares of the blocks to keep.")] = "0.5,0.25,0.1",
+    context: Annotated[int, typer.Option(help="Tokens of a context.", min=64)] = 4096,
+    contexts: Annotated[int, typer.Option(min=1)] = 4,
+    steps: Annotated[int, typer.Option(help="Tokens to decode of each context.", min=8)] = 128,
+    block: Annotated[int, typer.Option(help="Keys of a block and a page.", min=16)] = 64,
+    text: Annotated[Path | None, typer.Option(help="A text file.")] = None,
+    compiled: Annotated[bool, typer.Option("--compile", help="Compile steps.")] = False,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda.")] = None,
+) -> None:
+    """Measure the loss and the time of a model with attention to selected blocks of keys."""
+    require_writable(out)
+    expected = "fractions above 0, below 1, such as 0.5,0.25"
+    shares = numbers("--keep", keep, expected, lambda share: 0 < share < 1)
+    if context % block or steps > context // 2:
+        expected = f"a multiple of --block, {block}, and at least twice the steps, {steps}"
+        raise SuiteError(f"--context: expected {expected}; found {context}")
+    place = pick(device)
+    loaded = models.load(weights, place)
+    model = loaded.model if place.type == "cuda" else loaded.model.float()
+    origin = text.name if text else "Python's language reference"
+    words = text.read_text("utf-8") if text else models.python_reference()
+    rows = cut(loaded, words, (contexts, context), origin)
+    step = torch.compile(model, fullgraph=True, mode="reduce-overhead") if compiled else model
+    blocks, outcomes = context // block, []
+    dense = measure(model, step, rows, steps, None)
+    for most in (None, *(keep_of(share, blocks) for share in shares)):
+        select = None if most is None else {"keep": most, "block": block}
+        scores = dense if select is None else measure(model, step, rows, steps, select)
+        passes = [one.passes(first) for one, first in zip(scores, dense, strict=True)]
+        kept = kept_share(most or blocks, blocks)
+        outcomes.append(SelectionOutcome(round(kept, 4), most, *passes))
+        about = "; ".join(f"loss {p.loss:.4f}, agreement {p.agreement:.1%}" for p in passes)
+        print(f"{kept:.0%} of the blocks: {about}", flush=True)
+    config = model.config.get_text_config()
+    kinds = getattr(config, "layer_types", None) or ["full_attention"] * loaded.layers
+    name = torch.cuda.get_device_name(place) if place.type == "cuda" else place.type
+    facts = weights.name, models.digest(weights), origin, name, str(model.dtype)[6:]
+    counts = context, contexts * (context // 2 - 1), contexts * (steps - 1), block, loaded.layers
+    report = SelectionQuality(
+        *(SELECTION_SCHEMA, *facts, *counts, kinds.count("full_attention"), loaded.unit, outcomes)
+    )
+    write_json(out, asdict(report))
+
+
+def cut(loaded: models.LoadedModel, text: str, size: tuple[int, int], name: str) -> Tensor:
+    """Return contexts of a text, [contexts, tokens]. Raises SuiteError if it is too short."""
+    ids = loaded.tokenizer(text, add_special_tokens=False)["input_ids"]
+    first = loaded.tokenizer.bos_token_id
+    begin, (contexts, context) = [] if first is None else [first], size
+    body = context - len(begin)
+    if len(ids) < contexts * body:
+        expected = f"at least {contexts * body} tokens, for {contexts} contexts of {context}"
+        raise SuiteError(f"{name}: expected {expected}; found {len(ids)}")
+    rows = [begin + ids[start : start + body] for start in range(0, contexts * body, body)]
+    return torch.tensor(rows, device=loaded.model.device)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,239 @@
+"""From which context length on selecting keys pays off (results/advice/crossings.py).
+
+method  block  kept  faster from       interval            at the longest
+pooled     64  10 %            3,100   2,800 to 3,500      8.1× at 65,536
+means      16  2,048 keys      ≤ 2,048 ≤ 2,048             3.0× at 131,072
+
+For the terminal (`sparsebench advise --attention`), Markdown and the page (site/attention.py).
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from math import inf, nan
+from typing import Any
+
+from rich.console import RenderableType
+from rich.text import Text
+
+from sparsebench._gpus import names_device
+from sparsebench.errors import ResultError
+from sparsebench.reports.tables import Cell, Table, escape_markdown
+from sparsebench.results.advice.crossings import AttentionEvidence, SelectionCurve
+from sparsebench.results.formatting import amount, join_words, percent, times
+from sparsebench.results.model_files import Passes, SelectionQuality
+from sparsebench.results.model_shapes import ModelShapes
+from sparsebench.results.statistics.ratio import FEWEST
+
+METHODS = {
+    "pooled": "pooled top-k",
+    "means": "means of pages",
+    "bounds": "bounds of pages",
+    "scores": "given scores",
+    "lists": "given lists",
+    "nsa": "NSA",
+    "moba": "MoBA",
+    "vsa": "VSA",
+    "xattention": "XAttention",
+}
+"""The name of a method that a kernel calls otherwise; any other keeps the kernel's word."""
+
+PARTS = "scores", "lists"  # with these, a call does not score the blocks itself
+SUITES = {"prompt": "attention-select", "decode": "attention-decode-select"}
+PHASES = {"prompt": "prompts", "decode": "decoding"}
+COLUMNS = ["method", "block", "kept", "faster from", "interval", "at the longest length"]
+NOTES = [
+    "Faster from: the context length, in tokens, from which on the method is faster than the "
+    "fastest dense kernel: device time of a call, as in a CUDA graph, with all that a call "
+    "computes. A straight line in logarithms joins the measured lengths.",
+    "≤: already faster at the shortest length that was measured. >: not faster at the longest. "
+    "Nothing is extrapolated.",
+    "Interval: the lengths at which the interval of the gain holds 1. It has that interval's "
+    f"level: 95 % from {FEWEST} processes on. A look (†) has fewer, and shows their range.",
+    "Kept: the share of the blocks of keys that a query sees, or a number of keys.",
+]
+
+
+def chosen(
+    evidence: AttentionEvidence, gpu: str | None = None, model: ModelShapes | None = None
+) -> list[SelectionCurve]:
+    """Return the curves of a GPU and of a model's heads. Raises ResultError if all are of others.
+
+    Without any curve, none is returned, and `missing` says what to measure.
+    """
+    curves = [c for c in evidence.curves if gpu is None or names_device(gpu, c.gpu)]
+    if evidence.curves and not curves:
+        names = join_words(sorted({curve.gpu for curve in evidence.curves}))
+        raise ResultError(f"--gpu: expected a GPU with such rows: {names}; found {gpu!r}")
+    if model is None:
+        return curves
+    of_model = [c for c in curves if shape_of(c) == (model.heads, model.kv_heads, model.head_dim)]
+    if curves and not of_model:
+        shapes = join_words(sorted({heads_text(*shape_of(curve)) for curve in curves}))
+        actual = f"{heads_text(model.heads, model.kv_heads, model.head_dim)} of {model.name}"
+        raise ResultError(f"MODEL: expected heads that were measured: {shapes}; found {actual}")
+    return of_model
+
+
+def shape_of(curve: SelectionCurve) -> tuple[int, int, int]:
+    return curve.heads, curve.kv_heads, curve.head_dim
+
+
+def heads_text(heads: int, kv_heads: int, head_dim: int) -> str:
+    """Name a head shape: `32/8 heads of 128`."""
+    return f"{heads}/{kv_heads} heads of {head_dim}"
+
+
+def missing(curves: Iterable[SelectionCurve]) -> list[str]:
+    """Return a line for each phase without a row: what is missing, and what measures it."""
+    phases = {curve.phase for curve in curves}
+    return [
+        f"Not measured: {PHASES[phase]} with selection has no rows here. To measure: "
+        f"sparsebench run {suite} --replicates {FEWEST} --out runs/{suite}; then sparsebench "
+        f"advise --attention --run runs/{suite}"
+        for phase, suite in SUITES.items()
+        if phase not in phases
+    ]
+
+
+def groups(curves: Sequence[SelectionCurve]) -> list[tuple[str, list[SelectionCurve]]]:
+    """Return the curves of each GPU, head shape and phase, with a title."""
+    parts: dict[str, list[SelectionCurve]] = {}
+    for curve in curves:
+        what = PHASES[curve.phase]
+        what += f" of {amount(curve.sequences, 'sequence')}" * (curve.sequences > 1)
+        what = f"causal {what}" if curve.causal and curve.phase == "prompt" else what
+        title = f"{what}, {heads_text(*shape_of(curve))}, {curve.dtype}, {curve.gpu}"
+        parts.setdefault(title[0].upper() + title[1:], []).append(curve)
+    return [*parts.items()]
+
+
+def name_of(curve: SelectionCurve) -> str:
+    """Name the method, and a kernel of others."""
+    name = METHODS.get(curve.method, curve.method)
+    ours = curve.contender.startswith(("attention_selected", "attention_decode"))
+    return name if ours else f"{name} ({curve.contender})"
+
+
+def block_of(curve: SelectionCurve) -> str:
+    """Write the sides of a block; when decoding, the keys of a page."""
+    queries, keys = curve.block
+    square = curve.phase == "decode" or queries == keys
+    return str(keys) if square else f"{queries} × {keys}"
+
+
+def kept_of(curve: SelectionCurve) -> str:
+    return f"{curve.keys:,} keys" if curve.share is None else percent(curve.share)
+
+
+def table(title: str, curves: Sequence[SelectionCurve]) -> Table:
+    """Return a line for each curve."""
+    lines: list[list[Cell]] = []
+    for curve in curves:
+        point = curve.points[-1]
+        half = nan if None in (point.low, point.high) else _half(point.gain, point.low, point.high)
+        gain = f"{times(point.gain, half)} at {point.tokens:,}"
+        look = "†" * (min(each.processes for each in curve.points) < FEWEST)
+        style = "bad" if curve.faster_from is None else "good" if curve.surely_from else "unsure"
+        place = _length(curve, curve.faster_from) + look, style
+        lines.append(
+            [name_of(curve), block_of(curve), kept_of(curve), place, _interval(curve), gain]
+        )
+    return Table(columns=COLUMNS, lines=lines, title=title, words=["method"])
+
+
+def _half(gain: float, low: Any, high: Any) -> float:
+    return max(gain - float(low), float(high) - gain)
+
+
+def _length(curve: SelectionCurve, tokens: int | None) -> str:
+    """Write a length; one at or beyond an end of what was measured has a sign."""
+    first, last = curve.points[0].tokens, curve.points[-1].tokens
+    if tokens is None:
+        return f"> {last:,}"
+    return f"≤ {first:,}" if tokens == first else f"{_rounded(tokens):,}"
+
+
+def _rounded(tokens: int) -> int:
+    """Return tokens with three digits: a length between two that were measured."""
+    return int(float(f"{tokens:.3g}"))
+
+
+def _interval(curve: SelectionCurve) -> str:
+    ends = [_length(curve, each) for each in (curve.maybe_from, curve.surely_from)]
+    return " to ".join(dict.fromkeys(ends))
+
+
+def finding(curves: Sequence[SelectionCurve]) -> str:
+    """Say from which length on each method that scores blocks itself pays off first."""
+    earliest: dict[str, SelectionCurve] = {}
+    for curve in sorted(curves, key=lambda curve: curve.faster_from or inf):
+        if curve.method not in PARTS:
+            earliest.setdefault(name_of(curve), curve)
+    texts = [f"{name} {when(curve)}" for name, curve in earliest.items()]
+    text = "; ".join(texts) or "no row scores the blocks in the call"
+    return f"{text[0].upper()}{text[1:]}."
+
+
+def when(curve: SelectionCurve) -> str:
+    """Say from which length on a curve is faster."""
+    first, last = curve.points[0].tokens, curve.points[-1].tokens
+    how = f"with {kept_of(curve)} kept, in blocks of {curve.block[1]}"
+    if curve.faster_from is None:
+        return f"is not faster up to {last:,} tokens, the longest length measured, {how}"
+    if curve.faster_from == first:
+        return f"is faster already at {first:,} tokens, the shortest length measured, {how}"
+    return f"is faster from {_rounded(curve.faster_from):,} tokens on [{_interval(curve)}], {how}"
+
+
+def quality_table(quality: SelectionQuality) -> Table:
+    """Return what a model loses by selecting, and how long it takes."""
+    dense, lines = quality.outcomes[0], list[list[Cell]]()
+    for each in quality.outcomes:
+        keys = "all" if each.keep is None else f"{each.keep * quality.block:,}"
+        cells = [*_passes(each.prompts, dense.prompts), *_passes(each.steps, dense.steps)]
+        lines.append([percent(each.kept), keys, *cells])
+    heads = [f"{what}, {of}" for of in ("prompts", "decoding") for what in ("loss", "same", "time")]
+    title = f"{quality.weights}, contexts of {quality.context:,} tokens"
+    return Table(columns=["kept", "keys", *heads], lines=lines, title=title)
+
+
+def _passes(passes: Passes, dense: Passes) -> list[Cell]:
+    loss = f"{passes.loss:.3f}"
+    if passes is not dense:
+        loss = f"{passes.loss - dense.loss:+.3f}"
+    ratio = passes.time_us and dense.time_us and f"{dense.time_us / passes.time_us:.2f}×"
+    return [loss, percent(round(passes.agreement, 3)), ratio or ("not measured", "quiet")]
+
+
+def quality_note(quality: SelectionQuality) -> str:
+    """Say how a quality was measured."""
+    return (
+        f"{quality.weights}: the layers without a window select, {quality.selecting} of "
+        f"{quality.layers}, in blocks of {quality.block}. Text: {quality.tokens_from}; in "
+        f"{quality.dtype} on {quality.device}. Loss: nats per {quality.unit} "
+        f"over {quality.prompts:,} {quality.unit}s of the second half of prompts and "
+        f"{quality.steps:,} decoded ones; below the first line, its rise. Same: how often the most "
+        f"likely next {quality.unit} is that of dense attention."
+    )
+
+
+def terminal(
+    curves: Sequence[SelectionCurve], evidence: AttentionEvidence
+) -> Iterator[RenderableType]:
+    """Yield everything but what is missing, which must not be wrapped."""
+    for title, of_group in groups(curves):
+        yield from (Text(finding(of_group), "bold"), table(title, of_group), Text())
+    if curves:
+        yield from (Text(" ".join(NOTES), "dim"), Text())
+    for quality in evidence.quality:
+        yield from (quality_table(quality), Text(quality_note(quality), "dim"), Text())
+
+
+def markdown(curves: Sequence[SelectionCurve], evidence: AttentionEvidence) -> str:
+    """Return everything in Markdown."""
+    parts = [f"**{escape_markdown(line)}**" for line in missing(curves)]
+    for title, of_group in groups(curves):
+        parts += [escape_markdown(finding(of_group)), table(title, of_group).markdown()]
+    parts += map(escape_markdown, NOTES if curves else [])
+    for quality in evidence.quality:
+        parts += [quality_table(quality).markdown(), escape_markdown(quality_note(quality))]
+    return "\n\n".join(parts) + "\n"

@@ -1,0 +1,77 @@
+"""The page "From which length on?": when attention that selects its keys beats dense attention.
+
+    a sentence for each phase without a row    what is missing, and what measures it
+    GPU, heads, phase                          a sentence, a chart of these lengths, and a table
+    quality                                    what a model loses, beside its time
+
+It rests on the packaged rows (results/advice/crossings.py). attention.json beside it has the same
+for an engine.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import fields
+from typing import Any
+
+from markupsafe import Markup
+
+from sparsebench.reports import crossings
+from sparsebench.reports.figures._chart import named_rows
+from sparsebench.reports.figures._svg import ROLES
+from sparsebench.reports.page import render
+from sparsebench.reports.site.pages import Site
+from sparsebench.results.advice.crossings import (
+    FILE,
+    AttentionEvidence,
+    CurvePoint,
+    SelectionCurve,
+    packaged_attention,
+)
+
+PAGE = "attention.html"
+WIDTH, ROW, MARGIN = 560, 20, 1.15
+
+
+def pages(site: Site, evidence: AttentionEvidence | None = None) -> Iterator[tuple[str, str]]:
+    """Yield the path and the text of the page, and of its JSON."""
+    evidence = evidence or packaged_attention()
+    groups = [
+        (title, crossings.finding(curves), chart(curves), table)
+        for title, curves in crossings.groups(evidence.curves)
+        for table in [crossings.table("", curves).html()]
+    ]
+    qualities = [
+        (table.title, table.html(), crossings.quality_note(each))
+        for each in evidence.quality
+        for table in [crossings.quality_table(each)]
+    ]
+    names = [[field.name for field in fields(of)] for of in (SelectionCurve, CurvePoint)]
+    values: dict[str, Any] = {"missing": crossings.missing(evidence.curves)}
+    values |= {"notes": crossings.NOTES, "groups": groups, "qualities": qualities}
+    values |= {"file": FILE, "fields": names}
+    yield PAGE, render("site_attention.html", site=site, **values)
+    yield FILE, evidence.text
+
+
+def chart(curves: Sequence[SelectionCurve]) -> Markup:
+    """Draw the lengths from which on each curve is faster, with their intervals.
+
+    A hollow marker stands at the shortest length, where the curve is faster already. A curve that
+    is not faster at the longest length has none.
+    """
+    names = [f"{crossings.name_of(c)} {c.block[1]}, {crossings.kept_of(c)} kept" for c in curves]
+    drawing = named_rows(names, WIDTH, ROW, "faster from, tokens", log="x")
+    lengths = sorted({point.tokens for curve in curves for point in curve.points})
+    drawing.limits["x"] = lengths[0] / MARGIN, lengths[-1] * MARGIN
+    drawing.ticks["x"] = [(n, f"{n // 1024}k" if n % 1024 == 0 else f"{n:,}") for n in lengths]
+    look = ROLES["ours"]
+    for row, curve in enumerate(curves):
+        first, last = curve.points[0].tokens, curve.points[-1].tokens
+        ends = curve.maybe_from or last, curve.surely_from or last
+        if curve.maybe_from:
+            drawing.spans([row], [ends[0]], [ends[1]], look, across=True)
+        if curve.faster_from:
+            shown = look.but(hollow=curve.faster_from == first, dash=None)
+            drawing.line(
+                [curve.faster_from], [row], shown, [f"{names[row]}: {crossings.when(curve)}"]
+            )
+    return drawing.svg("Context lengths from which on selecting keys is faster than dense")
