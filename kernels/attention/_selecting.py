@@ -135,9 +135,7 @@ def _spread(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
     return whole[:, :tokens], None, None
 
 
-_operator = torch_operator(
-    "means_of_blocks", _means, _means_sizes, save=_save, backward=_spread
-)
+_operator = torch_operator("means_of_blocks", _means, _means_sizes, save=_save, backward=_spread)
 
 
 def means(x: Tensor, block: int, groups: int) -> Tensor:

@@ -31,10 +31,9 @@ from sparsebench.kernels.attention import attention_triton, attention_wgmma
 from sparsebench.kernels.attention._call import AttentionCall, bind, operator_of
 from sparsebench.kernels.attention._shapes import by_head, unsupported
 from sparsebench.kernels.attention._shared_plans import Sizes, make_shared_plans
-from sparsebench.kernels.attention.methods._method import Method, Scored
+from sparsebench.kernels.attention.methods._method import FOLDER, Method, Scored
 
 ENGINES = attention_wgmma.KERNEL, attention_triton.KERNEL
-FOLDER = "kernels.attention.methods"
 WITHOUT = "scores", "lists"  # parts without a method
 
 
@@ -73,7 +72,9 @@ def prepare(
 
     def run(product: Product) -> Tensor:
         if score is None:
-            plans.load((selection if selects == "lists" else select(bias)).columns, transposed=False)
+            plans.load(
+                (selection if selects == "lists" else select(bias)).columns, transposed=False
+            )
             alone: Tensor = product.run(q, k, v)[0]
             return alone
         scored = score(*heads)

@@ -20,7 +20,7 @@ from sparsebench.formats._format import require_whole
 from sparsebench.formats.block_mask import BlockMask
 from sparsebench.kernels._common.capture import is_capturing
 from sparsebench.kernels._common.transforms import is_watched
-from sparsebench.kernels.attention.methods._method import Method
+from sparsebench.kernels.attention.methods._method import FOLDER, Method
 from sparsebench.kernels.nn._attention_op import (
     arguments_of,
     attend,
@@ -29,9 +29,6 @@ from sparsebench.kernels.nn._attention_op import (
     require_operands,
 )
 from sparsebench.kernels.nn._elements import mask_of_elements, whole_mask
-
-
-FOLDER = "kernels.attention.methods"
 
 
 def attention(
@@ -76,7 +73,7 @@ def select_attention(
     keep            most blocks of keys of a block of queries, `first` and `last` included
     mass            a block of queries keeps the fewest blocks whose weights add up to this: a
                     softmax of the method's scores. At most `keep`, if that is given
-    method          how blocks are scored: a file of kernels/attention/methods, which has its formula
+    method          how blocks are scored: a file of kernels/attention/methods, with its formula
                         pooled      mean query by mean key, for each KV head
                         xattention  sums of antidiagonals, for each head; stride=16, norm=1.0
                         vsa         cubes of a video, and a coarse branch; video=None, gate=None
@@ -108,7 +105,9 @@ def select_attention(
             "last": how.last if last is None else last,
         }
         grid: dict[str, Any] = {"block": side, "tokens": [scored.q.shape[1], scored.k.shape[1]]}
-        mask = BlockMask.from_scores(scored.scores, keep, mass=mass, causal=causal, **places, **grid)
+        mask = BlockMask.from_scores(
+            scored.scores, keep, mass=mass, causal=causal, **places, **grid
+        )
         return scored.finish(attention(scored.q, scored.k, scored.v, mask, scale=scale))
 
 

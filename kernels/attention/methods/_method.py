@@ -1,6 +1,6 @@
 """The contract of a method: how blocks of keys are scored for blocks of queries.
 
-    q, k, v ──score──> scores, q, k, v ──BlockMask.from_scores──> mask ──attention──> o ──finish──> O
+    q, k, v ──> score ──> scores ──> BlockMask.from_scores ──> attention ──> finish ──> O
 
 A file here with METHOD is a method of `select_attention(..., method="FILE")` and of the kernel
 attention_selected. What selects, lists and attends is the same for all of them. So a method decides
@@ -17,6 +17,8 @@ from torch import Tensor
 
 from sparsebench._discovery import did_you_mean
 from sparsebench.errors import Unsupported
+
+FOLDER = "kernels.attention.methods"
 
 
 def unchanged(o: Tensor) -> Tensor:

@@ -81,9 +81,7 @@ def in_rows(x: Tensor, video: Sequence[int]) -> Tensor:
     return rows.permute(0, 1, 4, 2, 5, 3, 6, 7).reshape(x.shape)
 
 
-def _require(
-    q: Tensor, k: Tensor, block: int, causal: bool, video: Sequence[int] | None
-) -> None:
+def _require(q: Tensor, k: Tensor, block: int, causal: bool, video: Sequence[int] | None) -> None:
     """Raise Unsupported with one line unless these tokens are cubes."""
     tokens = q.shape[1], k.shape[1]
     if causal or block != CUBE:

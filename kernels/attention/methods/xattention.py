@@ -1,14 +1,14 @@
 """XAttention: softmax weights of every `stride`-th antidiagonal, added up over blocks.
 
-    a strided query i has the tokens i s ... i s + s - 1 in reverse, a strided key j those of j s on
+             keys of j        A strided query i has the tokens i s ... i s + s - 1, a strided key j
+           +---------+        those from j s on. A logit adds up an antidiagonal of their products:
+    tokens | . . . / |
+    of i   | . . / . |        l[i, j] = f · sum over r of q[i s + s - 1 - r] · k[j s + r]
+           | . / . . |        P       = softmax of l over the strided keys that i sees, in fp32
+           | / . . . |        B[I, J] = sum of P over the strided tokens of two blocks
+           +---------+        scores  = log B, so a `mass` is a share of a row of B
 
-             keys of j                 l[i, j] = factor · the sum over r of q[i s + s - 1 - r] k[j s + r]
-           +---------+                           = factor · the sum of the antidiagonal
-    tokens | . . . / |                 factor  = scale / (s · norm)
-    of i   | . . / . |                 P       = softmax of l over the keys that i sees, in fp32
-           | . / . . |                 B[I, J] = the sum of P over the strided queries and keys
-           | / . . . |                           of two blocks
-           +---------+                 scores  = log B, so `mass` is a share of a row of B
+The factor f is scale / (s · norm).
 
 With the causal rule, i sees j if its last token sees the first one of j. A token beyond the end
 adds 0, and strided queries and keys without any token are left out. The first and the last block
@@ -78,9 +78,7 @@ def score(
     return Scored((_operator if is_watched() else _scores)(*given), q, k, v)
 
 
-def _scores(
-    q: Tensor, k: Tensor, block: int, stride: int, causal: bool, factor: float
-) -> Tensor:
+def _scores(q: Tensor, k: Tensor, block: int, stride: int, causal: bool, factor: float) -> Tensor:
     """Return the scores of q [batch, S_q, H, D] and k [batch, S_kv, H_kv, D]."""
     if q.device.type != "cuda" and not triton.knobs.runtime.interpret:
         return _in_torch(q, k, block, stride, causal, factor)
@@ -101,11 +99,9 @@ def _sizes(q: Tensor, k: Tensor, block: int, stride: int, causal: bool, factor: 
 _operator = torch_operator("antidiagonal_scores", _scores, _sizes)
 
 
-def _in_torch(
-    q: Tensor, k: Tensor, block: int, stride: int, causal: bool, factor: float
-) -> Tensor:
+def _in_torch(q: Tensor, k: Tensor, block: int, stride: int, causal: bool, factor: float) -> Tensor:
     """Return the scores on a CPU, with every logit at once."""
-    (batch, queries, heads, d), keys = q.shape, k.shape[1]
+    (_, queries, heads, _), keys = q.shape, k.shape[1]
     k = k.repeat_interleave(heads // k.shape[2], 2)
     pads = ((0, 0, 0, 0, 0, -x.shape[1] % block) for x in (q, k))
     q, k = (torch.nn.functional.pad(x.float(), pad) for x, pad in zip((q, k), pads, strict=True))
@@ -117,7 +113,8 @@ def _in_torch(
     seen = (first < keys) & (first <= reach[:, None]) & (row < queries)[:, None]
     weights = logits.masked_fill(~seen, -torch.inf).softmax(-1).masked_fill(~seen, 0)
     tiles = weights.unflatten(3, (-1, block // stride)).unflatten(2, (-1, block // stride))
-    return tiles.sum((3, 5)).log()
+    scores: Tensor = tiles.sum((3, 5)).log()
+    return scores
 
 
 @lru_cache(BOUND)
@@ -151,13 +148,16 @@ def _launch(
     grid = (batch * heads * tiles[0] * tiles[1],)
     weigh = BoundKernel(_weigh, grid, (*args, *strides), constants, parts)
     constants = {**sizes, "BLOCKS": BLOCKS, "num_warps": 4}
-    args = parts, out, queries, keys, rows, out.shape[2], blocks
-    add_up = BoundKernel(_add_up, (batch * heads * out.shape[2],), args, constants, out, weigh)
+    sizes_of_rows = parts, out, queries, keys, rows, out.shape[2], blocks
+    grid = (batch * heads * out.shape[2],)
+    add_up = BoundKernel(_add_up, grid, sizes_of_rows, constants, out, weigh)
     return Template([add_up], (q, k), [out])
 
 
-@triton.jit
-def _reach(row, queries, keys, STRIDE: tl.constexpr, CAUSAL: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit  # type: ignore[untyped-decorator]
+def _reach(  # type: ignore[no-untyped-def]
+    row, queries, keys, STRIDE: tl.constexpr, CAUSAL: tl.constexpr
+):
     """Return the last key that the last token of a strided query sees."""
     if CAUSAL:
         return tl.minimum((row + 1) * STRIDE, queries) - 1 + keys - queries
@@ -205,7 +205,9 @@ def _weigh(  # type: ignore[no-untyped-def]
             )
             sums = tl.dot(q_tile, k_tile, sums, input_precision=PRECISION)
         seen = (within < PER) & (of_column < keys)
-        seen = seen[None, :] & (of_column[None, :] <= _reach(row, queries, keys, STRIDE, CAUSAL)[:, None])
+        seen = seen[None, :] & (
+            of_column[None, :] <= _reach(row, queries, keys, STRIDE, CAUSAL)[:, None]
+        )
         logits = tl.where(seen, sums * FACTOR, -float("inf"))
         of_blocks = tl.reshape(logits, (TILE, TILE // WIDTH, WIDTH))
         most = tl.max(of_blocks, 2)
