@@ -4,12 +4,13 @@
               scores                        the blocks, their lists, attention
               lists                                     their lists, attention
 
-`attention_wgmma` beside it has attention alone, so differences of the rows are the parts. A contest
+`attention_wgmma` beside it has attention alone, so differences of the rows are the parts. The
+candidates of a row also have the time of each part alone, by its name in `of`. A contest
 compares outputs for one mask. So scores are added to a bias: 0 for the blocks of the mask, and -inf
 for the rest. Every part does the work that it does without one (sparsebench.select_attention), and
-it selects the mask, whatever the values of Q and K. `settings` are options of the method. A branch
-that a method adds to attention needs a factor of 0 there: {gate: 0} for vsa. If a method has more
-lists than the mask, each list of the mask is selected several times.
+it selects the mask, whatever the values of Q and K. `settings` are numbers for options of the
+method, such as "stride=8". A branch that a method adds to attention needs a factor of 0 there:
+"gate=0" for vsa. If a method has more lists than the mask, each list is selected several times.
 
 Bound: attention's, and what the method's file says of its scores.
 """
@@ -26,6 +27,7 @@ from sparsebench._discovery import load, modules, unknown
 from sparsebench.formats.block_mask import BlockMask
 from sparsebench.kernels._common.operator import Earlier, Engine, launch_of
 from sparsebench.kernels._common.product import Product
+from sparsebench.kernels._common.search import lines_of_parts
 from sparsebench.kernels._kernel import Kernel, Launch, Operands, refuse
 from sparsebench.kernels.attention import attention_triton, attention_wgmma
 from sparsebench.kernels.attention._call import AttentionCall, bind, operator_of
@@ -37,16 +39,14 @@ ENGINES = attention_wgmma.KERNEL, attention_triton.KERNEL
 WITHOUT = "scores", "lists"  # parts without a method
 
 
-def prepare(
-    operands: Operands, *, selects: str = "pooled", settings: Mapping[str, Any] | None = None
-) -> Launch:
+def prepare(operands: Operands, *, selects: str = "pooled", settings: str = "") -> Launch:
     """Choose the kernel of attention, and make plans that take any lists. Raises Unsupported."""
     mask, bound = operands.weights["mask"], bind(operands, ENGINES)
     assert isinstance(mask, BlockMask)
     call: AttentionCall = bound.call
     refuse("expected a mask without bits, found bits" if mask.bits is not None else None)
     q, k, v = bound.activations
-    score = _scoring(selects, {**(settings or {})}, mask, call)
+    score = _scoring(selects, _numbers(settings), mask, call)
     heads = [by_head(x, call.shape) for x in (q, k, v)]
     lists = score(*heads).scores.shape[1] if score else mask.lists
     if lists % mask.lists:
@@ -70,23 +70,46 @@ def prepare(
         Sizes.of(selection), lambda first: operator_of(first, ENGINES, likeliest)
     )
 
+    def columns(scored: Scored | None) -> Tensor:
+        return select(bias if scored is None else scored.scores + bias).columns
+
     def run(product: Product) -> Tensor:
         if score is None:
-            plans.load(
-                (selection if selects == "lists" else select(bias)).columns, transposed=False
-            )
+            plans.load(selection.columns if selects == "lists" else columns(None), transposed=False)
             alone: Tensor = product.run(q, k, v)[0]
             return alone
         scored = score(*heads)
-        plans.load(select(scored.scores + bias).columns, transposed=False)
+        plans.load(columns(scored), transposed=False)
         o = product.run(*(x.flatten(0, 1).flatten(1) for x in (scored.q, scored.k, scored.v)))[0]
         return scored.finish(by_head(o, call.shape)).flatten(0, 1).flatten(1)
 
     plans.load(selection.columns, transposed=False)
-    earlier = Earlier(operands.pinned, operands.timed)
+    earlier = Earlier(operands.pinned, [line for line in operands.timed if "of" not in line])
     selected = plans.operator.select(call, lambda product: lambda: product.run(q, k, v), earlier)
     launch = launch_of(selected, lambda: run(selected.product))
-    return replace(launch, choice={**launch.choice, "selects": selects})
+    parts: dict[str, Callable[[], object]] = {
+        "lists": lambda: plans.load(selection.columns, transposed=False),
+        "attention": lambda: selected.product.run(q, k, v),
+    }
+    if selects != "lists":
+        parts["select"] = lambda: columns(None)
+    if score is not None:
+        parts["score"] = lambda: score(*heads)
+    lines = [*launch.candidates, *lines_of_parts(parts, operands.device)]
+    return replace(launch, choice={**launch.choice, "selects": selects}, candidates=lines)
+
+
+def _numbers(settings: str) -> dict[str, float]:
+    """Return numbers by name from a text such as "stride=8, norm=0.5". Raises Unsupported."""
+    numbers = {}
+    for each in filter(None, (part.strip() for part in settings.split(","))):
+        name, _, value = each.partition("=")
+        try:
+            number = float(value)
+        except ValueError:
+            refuse(f'settings: expected text such as "stride=8, norm=0.5", found {each!r}')
+        numbers[name.strip()] = int(number) if number.is_integer() else number
+    return numbers
 
 
 def _scoring(

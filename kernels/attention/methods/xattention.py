@@ -24,8 +24,8 @@ Bounds, for H heads and S tokens, causal:
             0.10 and 1.6 ms at 680 TFLOP/s
     bytes   a log-sum-exp for each strided query and block of keys, written and read:
             4 H S² / (s b), 17 and 268 MB each way, of which the first stays in L2
-torch would copy Q and K into strided rows, as 2 · 134 and 2 · 537 MB with K repeated for each query
-head, and move the logits l four times: 0.5 and 8.6 GB, which take 0.2 and 2.9 ms at 3.0 TB/s.
+torch would copy Q and K into strided rows, 0.4 and 1.7 GB with K repeated for each query head, and
+move the logits l four times, 0.5 and 8.6 GB: together 0.3 and 3.4 ms at 3.0 TB/s.
 Source: arXiv 2503.16428, and xattn_estimate in xattn/src/Xattention.py of mit-han-lab/x-attention.
 """
 

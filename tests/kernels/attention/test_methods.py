@@ -314,8 +314,12 @@ def test_vsa_without_a_video_takes_whole_cubes_alone() -> None:
 
 
 LAUNCHES = [
-    ("vsa", {"gate": 0}, Case((128, 192), 64, (4, 2), batch=2, lists=4, head_dim=32)),
-    ("xattention", {"stride": 8}, Case((60, 90), 32, (4, 2), lists=2, causal=True, head_dim=32)),
+    ("vsa", "gate=0", Case((128, 192), 64, (4, 2), batch=2, lists=4, head_dim=32)),
+    (
+        "xattention",
+        "stride=8, norm=0.5",
+        Case((60, 90), 32, (4, 2), lists=2, causal=True, head_dim=32),
+    ),
 ]
 
 
@@ -336,6 +340,9 @@ def test_a_launch_with_a_method_attends_to_the_mask(
     assert (output.double() - flat(o)).norm() < 4e-3 * o.norm()
     with pytest.raises(SparsebenchError, match="expected a part or a method, found 'vsb'"):
         attention_selected.prepare(operands, selects="vsb")
+    for wrong in ("stride", "stride=x", "strode=4"):
+        with pytest.raises(SparsebenchError, match=r"settings: expected|found strode"):
+            attention_selected.prepare(operands, selects="xattention", settings=wrong)
 
 
 @pytest.mark.compiles
