@@ -406,7 +406,31 @@ def test_a_graph_with_a_method_selects_anew_in_each_replay_on_a_gpu(options) -> 
         again = [t.detach().clone().requires_grad_() for t in x]
         right = select_attention(*again, **options)
         expected = right, *torch.autograd.grad(right, again, do)
-        assert all(map(torch.equal, captured, expected))
-        on_cpu = select_attention(*(t.detach().cpu().float() for t in x), **options)
-        error = (o.detach().cpu() - on_cpu).norm() / on_cpu.norm()
-        assert error < 0.05  # means in bf16 and fp32 may choose other blocks at a near tie
+        for actual, eager in zip(captured, expected, strict=True):
+            torch.testing.assert_close(actual, eager, atol=2e-2, rtol=2e-2)
+        assert error_of(o.detach(), [t.detach() for t in x], **options) < 1e-2
+
+
+def error_of(
+    o: Tensor,
+    x: list[Tensor],
+    *,
+    method: str,
+    causal: bool = False,
+    keep: int | None = None,
+    mass: float | None = None,
+    block: int | None = None,
+    **options: Any,
+) -> float:
+    """Return the relative error of O, given the scores: near ties may choose other blocks."""
+    how, side = METHODS[method], block or METHODS[method].block
+    given: dict[str, Any] = {"scale": x[0].shape[3] ** -0.5, "block": side, "causal": causal}
+    scored = how.score(*x, **given, **options)
+    places: dict[str, Any] = {"first": how.first, "last": how.last, "mass": mass}
+    tokens = [scored.q.shape[1], scored.k.shape[1]]
+    mask = BlockMask.from_scores(
+        scored.scores.cpu(), keep, block=side, tokens=tokens, causal=causal, **places
+    )
+    operands = [t.cpu() for t in (scored.q, scored.k, scored.v, scored.q)]
+    right = scored.finish(gradients(operands, mask)[0].to(o))
+    return float((o - right).norm() / right.norm())
