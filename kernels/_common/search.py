@@ -180,15 +180,31 @@ def pinned_or(
     return [{name: value for name, value in pinned.items() if name in names}]
 
 
+def lines_of_parts(
+    parts: Mapping[str, Callable[[], object]], device: torch.device
+) -> list[dict[str, Any]]:
+    """Return a line for each part of a launch, timed alone; `of` is its name, such as "plan".
+
+    So a row of attention whose mask changes has the times of its parts beside that of the whole.
+    """
+    trials = search([*parts.values()], device, drop=inf).trials
+    found = [{k: v for k, v in asdict(trial).items() if v is not None} for trial in trials]
+    return [{"of": of, "choice": {}, **line} for of, line in zip(parts, found, strict=bool(found))]
+
+
 def search(
-    candidates: Sequence[Callable[[], object]], device: torch.device, threads: int = 1
+    candidates: Sequence[Callable[[], object]],
+    device: torch.device,
+    threads: int = 1,
+    drop: float = DROP,
 ) -> Search:
     """Time the candidates. On a CPU, or if there is only one, take the first without timing.
 
-    With `threads` > 1 the first calls, which compile, run in parallel. Raises Unsupported with all
-    reasons if every candidate raises.
+    With `threads` > 1 the first calls, which compile, run in parallel. With `drop` infinite, every
+    candidate is timed to the end, and a single one, too. Raises Unsupported with all reasons if
+    every candidate raises.
     """
-    if len(candidates) == 1 or device.type != "cuda":
+    if (len(candidates) == 1 and drop < inf) or device.type != "cuda":
         return Search(0)
     with warnings.catch_warnings():
         # torch warns once per process that the choice of a BLAS library is experimental.
@@ -211,7 +227,7 @@ def search(
             least[i] = min(least[i], sample.time_us)
         best = min(least.values())
         if number + 1 >= TRIALS:
-            running = [i for i in running if least[i] <= DROP * best]
+            running = [i for i in running if least[i] <= drop * best]
     trials = [Trial(failed=reason) for reason in reasons]
     for i in samples:
         trials[i] = _trial(samples[i], dropped=i not in running)

@@ -11,6 +11,7 @@ and blocks are listed in their order.
 """
 
 from functools import lru_cache
+from typing import Any
 
 import torch
 import triton
@@ -118,15 +119,32 @@ def _means_sizes(x: Tensor, block: int, groups: int) -> Tensor:
     return x.new_empty(batch, groups, -(-tokens // block), depth, dtype=torch.float32)
 
 
-_operator = torch_operator("means_of_blocks", _means, _means_sizes)
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, ctx.block, ctx.groups = inputs
+    ctx.like = x.shape, x.dtype
+
+
+def _spread(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+    """Return the gradient of x: each element has its part of the mean's."""
+    (_, tokens, heads, _), dtype = ctx.like
+    first = torch.arange(0, tokens, ctx.block, device=gradient.device)
+    pack = heads // ctx.groups
+    real = (tokens - first).clamp(max=ctx.block) * pack
+    parts = (gradient / real[:, None]).to(dtype).transpose(1, 2)
+    whole = parts.repeat_interleave(pack, 2).repeat_interleave(ctx.block, 1)
+    return whole[:, :tokens], None, None
+
+
+_operator = torch_operator("means_of_blocks", _means, _means_sizes, save=_save, backward=_spread)
 
 
 def means(x: Tensor, block: int, groups: int) -> Tensor:
     """Return the mean of each block of tokens and group of heads, fp32 [batch, groups, blocks, D].
 
-    x  [batch, tokens, heads, D], heads a multiple of the groups
+    x  [batch, tokens, heads, D], heads a multiple of the groups; gradients flow to it
     """
-    result: Tensor = (_operator if is_watched() else _means)(x, block, groups)
+    traced = is_watched() or (x.requires_grad and torch.is_grad_enabled())
+    result: Tensor = (_operator if traced else _means)(x, block, groups)
     return result
 
 

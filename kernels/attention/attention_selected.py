@@ -1,53 +1,60 @@
 """Attention whose blocks are selected in every launch: what a mask that changes costs.
 
-    selects   pooled   means of Q and K, their products, the blocks, their lists, attention
-              scores                                     the blocks, their lists, attention
-              lists                                                  their lists, attention
+    selects   a method's name   its scores, the blocks, their lists, attention, what it adds
+              scores                        the blocks, their lists, attention
+              lists                                     their lists, attention
 
-`attention_wgmma` beside it has attention alone, so differences of the rows are the parts. A contest
+`attention_wgmma` beside it has attention alone, so differences of the rows are the parts. The
+candidates of a row also have the time of each part alone, by its name in `of`. A contest
 compares outputs for one mask. So scores are added to a bias: 0 for the blocks of the mask, and -inf
 for the rest. Every part does the work that it does without one (sparsebench.select_attention), and
-it selects the mask, whatever the values of Q and K.
+it selects the mask, whatever the values of Q and K. `settings` are numbers for options of the
+method, such as "stride=8". A branch that a method adds to attention needs a factor of 0 there:
+"gate=0" for vsa. If a method has more lists than the mask, each list is selected several times.
 
-Bound: attention's, and the bytes of Q and K once more for their means.
+Bound: attention's, and what the method's file says of its scores.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Literal, get_args
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from sparsebench._discovery import load, modules, unknown
 from sparsebench.formats.block_mask import BlockMask
 from sparsebench.kernels._common.operator import Earlier, Engine, launch_of
 from sparsebench.kernels._common.product import Product
+from sparsebench.kernels._common.search import lines_of_parts
 from sparsebench.kernels._kernel import Kernel, Launch, Operands, refuse
 from sparsebench.kernels.attention import attention_triton, attention_wgmma
 from sparsebench.kernels.attention._call import AttentionCall, bind, operator_of
-from sparsebench.kernels.attention._selecting import means
-from sparsebench.kernels.attention._shapes import unsupported
+from sparsebench.kernels.attention._shapes import by_head, unsupported
 from sparsebench.kernels.attention._shared_plans import Sizes, make_shared_plans
+from sparsebench.kernels.attention.methods._method import FOLDER, Method, Scored
 
 ENGINES = attention_wgmma.KERNEL, attention_triton.KERNEL
-Part = Literal["pooled", "scores", "lists"]
+WITHOUT = "scores", "lists"  # parts without a method
 
 
-def prepare(operands: Operands, *, selects: Part = "pooled") -> Launch:
+def prepare(operands: Operands, *, selects: str = "pooled", settings: str = "") -> Launch:
     """Choose the kernel of attention, and make plans that take any lists. Raises Unsupported."""
-    parts = get_args(Part)
-    expected = f"expected {', '.join(parts)}"
-    refuse(None if selects in parts else f"selects: {expected}; found {selects!r}")
     mask, bound = operands.weights["mask"], bind(operands, ENGINES)
     assert isinstance(mask, BlockMask)
     call: AttentionCall = bound.call
-    shape, lists = call.shape, mask.lists
     refuse("expected a mask without bits, found bits" if mask.bits is not None else None)
-    if selects == "pooled" and lists > shape.kv_heads:
-        refuse(f"expected a list for each of {shape.kv_heads} KV heads or fewer, found {lists}")
+    q, k, v = bound.activations
+    score = _scoring(selects, _numbers(settings), mask, call)
+    heads = [by_head(x, call.shape) for x in (q, k, v)]
+    lists = score(*heads).scores.shape[1] if score else mask.lists
+    if lists % mask.lists:
+        refuse(f"expected a list for each of {lists} heads or fewer, found {mask.lists}")
 
-    cells = mask.to_dense().view(mask.batch, lists, mask.q_blocks, mask.kv_blocks)
+    cells = mask.to_dense().view(mask.batch, mask.lists, mask.q_blocks, mask.kv_blocks)
     bias = torch.zeros_like(cells, dtype=torch.float32).masked_fill_(cells == 0, -torch.inf)
+    bias = bias.repeat_interleave(lists // mask.lists, 1)
     most = max(1, int(mask.counts.max()))
 
     def select(scores: Tensor) -> BlockMask:
@@ -62,31 +69,62 @@ def prepare(operands: Operands, *, selects: Part = "pooled") -> Launch:
     plans = make_shared_plans(
         Sizes.of(selection), lambda first: operator_of(first, ENGINES, likeliest)
     )
-    q, k, v = bound.activations
 
-    def pooled(x: Tensor, block: int) -> Tensor:
-        heads = x.view(shape.batch, -1, x.shape[1] // shape.head_dim, shape.head_dim)
-        return means(heads, block, lists).flatten(0, 1)
-
-    def scores() -> Tensor:
-        products = pooled(q, mask.block[0]), pooled(k, mask.block[1]).mT
-        return torch.baddbmm(bias.flatten(0, 1), *products).view_as(bias)
-
-    def columns() -> Tensor:
-        if selects == "lists":
-            return selection.columns
-        return select(scores() if selects == "pooled" else bias).columns
+    def columns(scored: Scored | None) -> Tensor:
+        return select(bias if scored is None else scored.scores + bias).columns
 
     def run(product: Product) -> Tensor:
-        plans.load(columns(), transposed=False)
-        o: Tensor = product.run(q, k, v)[0]
-        return o
+        if score is None:
+            plans.load(selection.columns if selects == "lists" else columns(None), transposed=False)
+            alone: Tensor = product.run(q, k, v)[0]
+            return alone
+        scored = score(*heads)
+        plans.load(columns(scored), transposed=False)
+        o = product.run(*(x.flatten(0, 1).flatten(1) for x in (scored.q, scored.k, scored.v)))[0]
+        return scored.finish(by_head(o, call.shape)).flatten(0, 1).flatten(1)
 
     plans.load(selection.columns, transposed=False)
-    earlier = Earlier(operands.pinned, operands.timed)
+    earlier = Earlier(operands.pinned, [line for line in operands.timed if "of" not in line])
     selected = plans.operator.select(call, lambda product: lambda: product.run(q, k, v), earlier)
     launch = launch_of(selected, lambda: run(selected.product))
-    return replace(launch, choice={**launch.choice, "selects": selects})
+    parts: dict[str, Callable[[], object]] = {
+        "lists": lambda: plans.load(selection.columns, transposed=False),
+        "attention": lambda: selected.product.run(q, k, v),
+    }
+    if selects != "lists":
+        parts["select"] = lambda: columns(None)
+    if score is not None:
+        parts["score"] = lambda: score(*heads)
+    lines = [*launch.candidates, *lines_of_parts(parts, operands.device)]
+    return replace(launch, choice={**launch.choice, "selects": selects}, candidates=lines)
+
+
+def _numbers(settings: str) -> dict[str, float]:
+    """Return numbers by name from a text such as "stride=8, norm=0.5". Raises Unsupported."""
+    numbers = {}
+    for each in filter(None, (part.strip() for part in settings.split(","))):
+        name, _, value = each.partition("=")
+        try:
+            number = float(value)
+        except ValueError:
+            refuse(f'settings: expected text such as "stride=8, norm=0.5", found {each!r}')
+        numbers[name.strip()] = int(number) if number.is_integer() else number
+    return numbers
+
+
+def _scoring(
+    selects: str, settings: Mapping[str, Any], mask: BlockMask, call: AttentionCall
+) -> Callable[..., Scored] | None:
+    """Return the method's score of q, k and v, or None for a part without one."""
+    if selects in WITHOUT:
+        return None
+    if selects not in (names := modules(FOLDER)):
+        refuse(f"selects: {unknown('a part or a method', selects, [*names, *WITHOUT])}")
+    b_q, b_k = mask.block
+    refuse(None if b_q == b_k else f"block: expected as many queries as keys, found {[b_q, b_k]}")
+    method: Method = load(FOLDER, selects)
+    method.require(selects, settings)
+    return partial(method.score, scale=call.scale, block=b_q, causal=mask.causal, **settings)
 
 
 KERNEL = Kernel("attention", "block_mask", "cuda", prepare, unsupported)

@@ -14,12 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sparsebench._discovery import load, package_names
 from sparsebench.errors import Unsupported
 from sparsebench.formats._format import require_whole
 from sparsebench.formats.block_mask import BlockMask
 from sparsebench.kernels._common.capture import is_capturing
 from sparsebench.kernels._common.transforms import is_watched
-from sparsebench.kernels.attention._selecting import means
+from sparsebench.kernels.attention.methods._method import FOLDER, Method
 from sparsebench.kernels.nn._attention_op import (
     arguments_of,
     attend,
@@ -47,6 +48,10 @@ def attention(
     return o[0] if q.dim() == 3 else o
 
 
+METHODS: dict[str, Method] = {name: load(FOLDER, name) for name in sorted(package_names(FOLDER))}
+"""Methods that select blocks, by name; load(FOLDER, name) also finds those of other packages."""
+
+
 def select_attention(
     q: Tensor,
     k: Tensor,
@@ -54,43 +59,56 @@ def select_attention(
     *,
     keep: int | None = None,
     mass: float | None = None,
-    block: int = 128,
+    method: str = "pooled",
+    block: int | None = None,
     causal: bool = False,
-    first: int = 1,
-    last: int = 1,
+    first: int | None = None,
+    last: int | None = None,
     scale: float | None = None,
+    **options: Any,
 ) -> Tensor:
-    """Return `attention` over the blocks of keys whose mean is nearest to that of the queries.
+    """Return `attention` over the blocks of keys that a method scores highest.
 
     q, k, v, scale  as for `attention`, [batch, tokens, heads, D]
     keep            most blocks of keys of a block of queries, `first` and `last` included
     mass            a block of queries keeps the fewest blocks whose weights add up to this: a
-                    softmax of the scores times `scale`. At most `keep`, if that is given
-    first, last     blocks that are kept in any case: those that the queries see first and last
+                    softmax of the method's scores. At most `keep`, if that is given
+    method          how blocks are scored: a file of kernels/attention/methods, with its formula
+                        pooled      mean query by mean key, for each KV head
+                        xattention  sums of antidiagonals, for each head; stride=16, norm=1.0
+                        vsa         cubes of a video, and a coarse branch; video=None, gate=None
+    block           queries and keys of a block: 128 by default, and 64 for vsa
+    first, last     blocks that are kept in any case: those that the queries see first and last; 1
+                    and 1 by default, none for vsa
+    options         of the method
 
-    The score of a block is the product of its mean key and of the mean query of a block and of the
-    heads that share a KV head, in fp32. It has no gradient. A block of queries selects by all its
+    Scores are in fp32, and the choice has no gradient. A block of queries selects by all its
     queries, so with `causal` a selection, but no key, depends on later tokens of the same blocks.
-    A NaN in a block of queries or keys makes its scores NaN. A block with such a score is selected
-    only as one of the first or the last. Waits for the device only to plan new sizes. Raises
-    Unsupported, FormatError.
+    A block whose score is NaN is selected only as one of the first or the last. Waits for the
+    device only to plan new sizes. Raises Unsupported, FormatError, and SuiteError for a method
+    that does not exist.
     """
-    require_whole("block", block)
+    how = METHODS.get(method) or load(FOLDER, method)
+    side = how.block if block is None else block
+    require_whole("block", side)
     q, k, v = _cast(q, k, v)
     require_operands(q, k, v, (*q.shape[:2], *k.shape[1:2]), 1, q.device)
     if not q.numel() or not k.numel():
         shapes = f"q {list(q.shape)}, k {list(k.shape)}"
         raise Unsupported(f"select_attention: expected at least one sequence, found {shapes}")
-    groups, tokens = k.shape[2], [q.shape[1], k.shape[1]]
-    queries, keys = (means(x.detach(), block, groups) for x in (q, k))
-    options: dict[str, Any] = {"block": block, "tokens": tokens, "causal": causal}
-    factor = 1.0 if mass is None else _factor(q, scale)
+    how.require(method, options)
+    factor = _factor(q, scale)
     with torch.autocast(q.device.type, enabled=False):
-        pairs = queries.flatten(0, 1), keys.flatten(0, 1).mT
-        products = torch.baddbmm(queries.new_empty(()), *pairs, beta=0, alpha=factor)
-    scores = products.unflatten(0, keys.shape[:2])
-    mask = BlockMask.from_scores(scores, keep, mass=mass, first=first, last=last, **options)
-    return attention(q, k, v, mask, scale=scale)
+        scored = how.score(q, k, v, scale=factor, block=side, causal=causal, **options)
+        places: dict[str, Any] = {
+            "first": how.first if first is None else first,
+            "last": how.last if last is None else last,
+        }
+        grid: dict[str, Any] = {"block": side, "tokens": [scored.q.shape[1], scored.k.shape[1]]}
+        mask = BlockMask.from_scores(
+            scored.scores, keep, mass=mass, causal=causal, **places, **grid
+        )
+        return scored.finish(attention(scored.q, scored.k, scored.v, mask, scale=scale))
 
 
 def attention_and_lse(

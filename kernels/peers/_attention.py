@@ -30,6 +30,18 @@ def lists_in(mask: BlockMask, heads: int, side: int) -> PaddedLists:
     return padded_lists(cut(mask, side), heads, partial=False)
 
 
+def selected_lists(mask: BlockMask) -> PaddedLists:
+    """Return what a selection gives a library: the blocks of each list, partial ones too.
+
+    Columns ascend, and have a place for every block of keys, of which the first `count` are valid.
+    """
+    if mask.bits is not None:
+        raise Unsupported("expected partial blocks of the causal rule, found bits")
+    cells = mask.to_dense().bool().view(mask.batch, mask.lists, mask.q_blocks, mask.kv_blocks)
+    columns = cells.int().argsort(dim=-1, descending=True, stable=True)
+    return PaddedLists(cells.sum(-1, dtype=torch.int32), columns.int())
+
+
 def require_keys(mask: BlockMask) -> None:
     """Raise Unsupported if a block of queries has no block of keys."""
     if not bool(torch.diff(mask.offsets).all()):

@@ -8,6 +8,8 @@ key heads as heads.
 A fixed count of blocks is a constant of the kernel of 128. For the kernel of 64 it would fill a
 tensor in every call, so that one gets the counts. Splitting the lists pays if the keys and values
 of a head exceed the L2 cache (its authors: 20 % at 64 MB), and so is tried from a third of it on.
+Counts and lists are read on the device, so a mask that changes in every call needs no plan: this
+time is what its users pay, if they select a list for each head in blocks of this size.
 Source: python/cudnn/block_sparse_attention/_interface.py of cudnn-frontend 1.32.0.
 """
 

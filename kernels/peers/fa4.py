@@ -4,6 +4,7 @@ On Hopper a tile has as many keys as a block, at most 128, and 64 or 128 queries
 are cut into blocks of 128, or of 64 where those do not fit, which hold the same mask. It refuses
 fewer than 64 queries. A partial block would need its rule in the CuTe DSL, so causal masks are
 unsupported here.
+Counts and lists are read on the device, so a mask that changes in every call needs no plan.
 Source: flash_attn/cute/interface.py and block_sparsity.py of flash-attn-4 4.0.0b36.
 """
 

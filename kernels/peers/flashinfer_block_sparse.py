@@ -1,7 +1,9 @@
 """Block-sparse attention of FlashInfer, for one list per key head: blocks of any size.
 
-VariableBlockSparseAttentionWrapper makes a list of keys for each block of queries in `plan`, which
-is not timed, and reads q, k and v head by head, so their copies are timed with the launch. It
+VariableBlockSparseAttentionWrapper makes a list of keys for each block of queries in `plan`, and
+reads q, k and v head by head, so their copies are timed with the launch. The plan is not timed, or
+with `plans` in every launch, as users of a mask that changes pay it: it copies the mask to the CPU
+and waits for it, so such a launch is in no CUDA graph. The row's candidates then have its time. It
 supports no partial blocks, and nvcc compiles its kernels at the first plan or call. Its backends
 for Hopper are all timed:
 
@@ -12,6 +14,8 @@ for Hopper are all timed:
 Source: flashinfer/sparse.py and cake_vsa_sm90.py of FlashInfer 0.7.2.
 """
 
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from typing import Any
@@ -22,7 +26,7 @@ from torch import Tensor
 from sparsebench.errors import Unsupported
 from sparsebench.formats.block_mask_converters import to_flashinfer_variable
 from sparsebench.kernels._common.requirements import unsupported_dtype, unsupported_without
-from sparsebench.kernels._common.search import fastest_call, pinned_or
+from sparsebench.kernels._common.search import fastest_call, lines_of_parts, pinned_or
 from sparsebench.kernels._kernel import DTYPES, Kernel, Launch, Operands
 from sparsebench.kernels.dense._sdpa import by_head
 from sparsebench.kernels.peers._attention import (
@@ -53,7 +57,7 @@ def unsupported(problem: Problem, device: torch.device) -> str | None:
     )
 
 
-def prepare(operands: Operands) -> Launch:
+def prepare(operands: Operands, *, plans: bool = False) -> Launch:
     """Plan with every backend, and keep the fastest that runs. Raises Unsupported."""
     wrapper_of = import_module("flashinfer").VariableBlockSparseAttentionWrapper
     problem, (q, k, v) = operands.problem, by_head(operands, "q", "k", "v")
@@ -62,14 +66,17 @@ def prepare(operands: Operands) -> Launch:
     shape = problem["kv_heads"] * problem["m"], problem["heads"] // problem["kv_heads"], heads[2]
     out = q.new_empty(shape)  # cake needs it in a CUDA graph
 
-    def run(wrapper: Any, backend: str) -> Tensor:
+    def run(wrapper: Any, plan: Callable[[], object], backend: str) -> Tensor:
+        if plans:
+            plan()
         # fa2 and fa3 copy what is not contiguous themselves, once.
         views = [x[0].contiguous() if backend == "cake" else x[0] for x in (q, k, v)]
         o: Tensor = wrapper.run(*views, out=out)
         return o.transpose(0, 1).reshape(problem["m"], -1)
 
     options = {"sm_scale": problem["scale"], "q_data_type": DTYPES[problem["dtype"]]}
-    calls, choices, reasons = [], [], []
+    calls: list[Callable[[], Tensor]] = []
+    planned, choices, reasons = [], [], []
     for choice in pinned_or([{"backend": backend} for backend in BACKENDS], operands):
         workspace = torch.empty(WORKSPACE, dtype=torch.uint8, device=operands.device)
         try:
@@ -77,15 +84,23 @@ def prepare(operands: Operands) -> Launch:
             smaller = choice["backend"] == "cake" and not unsupported_blocks(problem, CAKE_SIDE)
             blocks = cut(mask, CAKE_SIDE) if smaller else mask
             lists = to_flashinfer_variable(blocks, problem["kv_heads"])
-            wrapper.plan(*lists, *heads, **options)
+            plan = partial(wrapper.plan, *lists, *heads, **options)
+            plan()
         except (RuntimeError, ValueError, AssertionError) as error:
             reasons.append(f"{choice['backend']}: {error}".splitlines()[0])
             continue
-        calls.append(partial(run, wrapper, choice["backend"]))
+        calls.append(partial(run, wrapper, plan, choice["backend"]))
+        planned.append(plan)
         choices.append(choice)
     if not calls:
         raise Unsupported("; ".join(reasons))
-    return fastest_call(calls, choices, operands.device)
+    launch = fastest_call(calls, choices, operands.device, **({"plans": True} if plans else {}))
+    if not plans:
+        return launch
+    fastest = next(i for i, call in enumerate(calls) if call is launch.run)
+    parts = {"plan": planned[fastest]}
+    lines = [*launch.candidates, *lines_of_parts(parts, operands.device)]
+    return replace(launch, candidates=lines)
 
 
 KERNEL = Kernel("attention", "block_mask", "cuda", prepare, unsupported)

@@ -5,7 +5,13 @@ of smaller ones, with a mask_mod that looks up each element's cell, took 3 to 15
 blocks whose sides tl.dot does not take are unsupported.
 
 `prepare` builds the lists and compiles, which takes seconds; neither is timed. A later process of a
-verdict compiles and times the finalists alone.
+verdict compiles and times the finalists alone. If the mask changes in every call, users build the
+lists in every call as well. A launch with the option `plans` does that, compiled together with
+attention, and its row's candidates have the time of the plan alone:
+
+    lists     from the columns that a selection gives: BlockMask.from_kv_blocks, without the lists
+              for gradients. The blocks that the causal rule cuts are separated first
+    elements  create_block_mask with a mask_mod that looks up the cell of each element
 
 The gradients are those of the compiled forward pass. Its node of autograd is called directly, so a
 launch runs the backward kernels alone, on the current stream. Hooks replace the O and LSE that it
@@ -17,26 +23,27 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from math import e, log2
+from math import e, log2, prod
 from types import FunctionType
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch._functorch.config as functorch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask as FlexMask
-from torch.nn.attention.flex_attention import flex_attention
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from sparsebench.errors import Unsupported
 from sparsebench.formats.block_mask import BlockMask
-from sparsebench.formats.block_mask_converters import to_flex
+from sparsebench.formats.block_mask_converters import rule_of, to_flex
 from sparsebench.kernels._common.requirements import AMPERE, unsupported_device
-from sparsebench.kernels._common.search import finalists, search
+from sparsebench.kernels._common.search import finalists, lines_of_parts, search
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
 from sparsebench.kernels.dense._sdpa import by_head
-from sparsebench.kernels.peers._attention import mask_of
+from sparsebench.kernels.peers._attention import mask_of, selected_lists
 from sparsebench.results.record import Problem
 
+MOST_PAIRS = 2**32  # queries and keys of all lists that a launch looks up: 16k tokens, 16 lists
 LONGEST = 128  # the side of FlexAttention's blocks by default
 SMALLEST = 16  # the smallest tile of tl.dot
 # m and n of a step of the backward pass, stages and warps: of those that torch itself times
@@ -120,16 +127,80 @@ def backward_candidates(mask: BlockMask, heads: int) -> list[FlexCandidate]:
     return ways[:MOST_BACKWARD]
 
 
-def prepare(operands: Operands) -> Launch:
+def prepare(operands: Operands, *, plans: Literal["lists", "elements"] | None = None) -> Launch:
     """Convert the lists and compile; time the ways that run. Raises Unsupported."""
     problem, (q, k, v) = operands.problem, by_head(operands, "q", "k", "v")
-    tokens = problem["batch"] * problem["m"]
-    ways = to_time(candidates(mask_of(operands), problem["heads"]), operands)
+    tokens, mask = problem["batch"] * problem["m"], mask_of(operands)
+    ways = to_time(candidates(mask, problem["heads"]), operands)
+    plan = _plan(mask, problem["heads"], plans) if plans else None
 
     def run(call: Callable[..., Tensor]) -> Tensor:
         return call(q, k, v).transpose(1, 2).reshape(tokens, -1)
 
-    return _fastest([partial(run, _compiled(problem, way)) for way in ways], ways, operands)
+    runs = [partial(run, _compiled(problem, way, plan)) for way in ways]
+    launch = _fastest(runs, ways, operands)
+    if plan is None:
+        return launch
+    alone = torch.compile(lambda: plan().as_tuple(), dynamic=False, fullgraph=True)
+    lines = lines_of_parts({"plan": alone}, operands.device)
+    choice = {**launch.choice, "plans": plans}
+    return replace(launch, choice=choice, candidates=[*launch.candidates, *lines])
+
+
+def _plan(mask: BlockMask, heads: int, plans: str) -> Callable[[], FlexMask]:
+    """Return what builds FlexAttention's mask in a call. Raises Unsupported."""
+    counts, columns = selected_lists(mask)
+    pairs = mask.batch * mask.lists * prod(mask.tokens)
+    if plans == "lists":
+        return lambda: mask_of_lists(mask, counts, columns, heads)
+    if plans != "elements":
+        raise Unsupported(f"plans: expected lists or elements, found {plans!r}")
+    if pairs > MOST_PAIRS:
+        raise Unsupported(f"expected at most {MOST_PAIRS} elements to look up, found {pairs}")
+    cells = mask.to_dense().bool().view(mask.batch, mask.lists, mask.q_blocks, mask.kv_blocks)
+    return lambda: mask_of_elements(mask, cells, heads)
+
+
+def mask_of_lists(mask: BlockMask, counts: Tensor, columns: Tensor, heads: int) -> FlexMask:
+    """Return FlexAttention's mask of the lists of `selected_lists`: device operations only."""
+    (s_q, s_kv), (b_q, b_k), rule = mask.tokens, mask.block, rule_of(mask, heads)
+    place = torch.arange(mask.kv_blocks, device=columns.device)
+    partial_counts, tails = torch.zeros_like(counts), columns
+    if mask.causal:  # such blocks are the last ones of a row
+        first_query = torch.arange(0, s_q, b_q, device=columns.device)[:, None]
+        last_key = ((columns + 1) * b_k).clamp(max=s_kv) - 1
+        cut = (last_key > first_query + s_kv - s_q) & (place < counts[..., None])
+        partial_counts = cut.sum(-1, dtype=torch.int32)
+        first = (counts - partial_counts)[..., None]
+        tails = columns.gather(-1, (first + place).clamp(max=mask.kv_blocks - 1))
+    lists = partial_counts, tails, counts - partial_counts, columns
+    some, of_some, every, of_every = (x.repeat_interleave(heads // mask.lists, 1) for x in lists)
+    return _flex_mask(mask, rule, some, of_some, every, of_every)
+
+
+def mask_of_elements(mask: BlockMask, cells: Tensor, heads: int) -> FlexMask:
+    """Return the mask of cells [batch, lists, q_blocks, kv_blocks], as create_block_mask has it."""
+    (s_q, s_kv), (b_q, b_k), causal = mask.tokens, mask.block, mask.causal
+
+    def rule(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        allowed = cells[b, h, q // b_q, k // b_k]
+        return allowed & (k <= q + (s_kv - s_q)) if causal else allowed
+
+    made = create_block_mask(
+        rule, mask.batch, mask.lists, s_q, s_kv, cells.device, BLOCK_SIZE=mask.block
+    )
+    group = heads // mask.lists
+    lists = made.kv_num_blocks, made.kv_indices, made.full_kv_num_blocks, made.full_kv_indices
+    repeated = [x.repeat_interleave(group, 1) for x in lists if x is not None]
+    return _flex_mask(mask, lambda b, h, q, k: rule(b, h // group, q, k), *repeated)
+
+
+def _flex_mask(mask: BlockMask, rule: Any, *lists: Tensor) -> FlexMask:
+    """Return FlexAttention's mask of counts and columns of partial and of full blocks."""
+    make: Any = FlexMask.from_kv_blocks
+    sizes = {"BLOCK_SIZE": mask.block, "seq_lengths": mask.tokens}
+    made: FlexMask = make(*lists, **sizes, mask_mod=rule, compute_q_blocks=False)
+    return made
 
 
 def prepare_backward(operands: Operands) -> Launch:
@@ -153,7 +224,8 @@ def prepare_backward(operands: Operands) -> Launch:
 
 def to_time(ways: list[FlexCandidate], operands: Operands) -> list[FlexCandidate]:
     """Return the finalists of an earlier process, or all ways if there are none."""
-    near = [] if operands.pinned else finalists(operands.timed)
+    whole = [line for line in operands.timed if "of" not in line]
+    near = [] if operands.pinned else finalists(whole)
     return [way for way in ways if way.choice in near] or ways
 
 
@@ -208,14 +280,16 @@ def _backward_tiles(options: Options) -> Any:
     return V.set_choices_handler(Tile())
 
 
-def _compiled(problem: Problem, way: FlexCandidate) -> Callable[..., Any]:
+def _compiled(
+    problem: Problem, way: FlexCandidate, plan: Callable[[], FlexMask] | None = None
+) -> Callable[..., Any]:
     grouped = problem["heads"] != problem["kv_heads"]
     kernel_options: Any = way.options or None
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Any:
         return flex_attention(
             *(q, k, v),
-            block_mask=way.mask,
+            block_mask=way.mask if plan is None else plan(),
             scale=problem["scale"],
             enable_gqa=grouped,
             kernel_options=kernel_options,
@@ -231,8 +305,9 @@ def _fastest(
     runs: Sequence[Callable[[], Tensor]], ways: Sequence[FlexCandidate], operands: Operands
 ) -> Launch:
     choices = [way.choice for way in ways]
-    if pinned := operands.pinned:
-        return Launch(runs[choices.index(dict(pinned))], pinned)
+    if operands.pinned:
+        pinned = {name: value for name, value in operands.pinned.items() if name != "plans"}
+        return Launch(runs[choices.index(pinned)], pinned)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # from the compiler's code
         result = search(runs, operands.device)

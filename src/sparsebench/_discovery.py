@@ -40,6 +40,7 @@ from sparsebench.errors import SuiteError
 CONSTANTS = {
     "formats": "FORMAT",
     "kernels": "KERNEL",
+    "kernels.attention.methods": "METHOD",
     "harness.ops": "OP",
     "harness.patterns": "PATTERN",
     "reports.figures": "TITLE",

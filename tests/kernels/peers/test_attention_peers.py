@@ -153,6 +153,11 @@ def test_flashinfer_gets_blocks_of_64_for_cake_alone(monkeypatch: pytest.MonkeyP
     operands, expected = case(mask)
     torch.testing.assert_close(flashinfer_block_sparse.KERNEL.prepare(operands)(), expected)
     assert sides == {"fa2": 128, "fa3": 128, "cake": 64}
+    launch = flashinfer_block_sparse.KERNEL.prepare(operands, plans=True)
+    assert launch.choice == {"backend": "fa2", "plans": True}
+    sides.clear()
+    torch.testing.assert_close(launch(), expected)
+    assert sides == {"fa2": 128}  # planned in the launch
 
 
 def test_fastvideo_refuses_a_query_without_keys(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,1 @@
+"""Methods that select blocks of keys: one file each, found by its name."""
