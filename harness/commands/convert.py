@@ -26,7 +26,8 @@ def convert(
     """Convert a 2:4 or bitmask checkpoint into sparse layers."""
     from sparsebench.errors import SuiteError
     from sparsebench.harness.machine.device import pick
-    from sparsebench.harness.models.pruning.convert import HALF, convert, lines
+    from sparsebench.harness.models.pruning.compressed import HALF
+    from sparsebench.harness.models.pruning.convert import convert, lines
 
     kinds = {str(kind).removeprefix("torch."): kind for kind in HALF}
     if dtype is not None and dtype not in kinds:

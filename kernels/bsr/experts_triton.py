@@ -210,6 +210,16 @@ def bind(operands: Operands, engines: tuple[Engine, ...]) -> OperatorCall:
 
 def transposed(w: Bsr, experts: int) -> Bsr:
     """Return the transposed experts [experts k, n], one below the other. Raises Unsupported."""
+    order, offsets, columns = turned(w, experts)
+    values = w.values[order].transpose(1, 2).contiguous()
+    return Bsr((experts * w.shape[1], w.shape[0] // experts), offsets, columns, values)
+
+
+def turned(w: Bsr, experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the order in which `transposed` has the blocks of W, and its offsets and columns.
+
+    Raises Unsupported.
+    """
     (rows, k), (r, c) = w.shape, w.block
     if k % c or rows // experts % r:
         raise Unsupported(f"expected blocks that divide n and k, found {r}x{c} and {rows}, {k}")
@@ -217,9 +227,7 @@ def transposed(w: Bsr, experts: int) -> Bsr:
     place = row // of_expert * (k // c) + w.columns
     order = place.argsort(stable=True)
     columns = (row % of_expert)[order].to(torch.int32)
-    values = w.values[order].transpose(1, 2).contiguous()
-    shape = experts * k, rows // experts
-    return Bsr(shape, offsets_of(place, shape[0] // c), columns, values)
+    return order, offsets_of(place, experts * k // c), columns
 
 
 def unsupported(problem: Problem, device: torch.device) -> str | None:

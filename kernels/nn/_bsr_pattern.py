@@ -18,7 +18,7 @@ does not count. Values without a gradient are packed once, and again if torch co
 """
 
 from collections import OrderedDict
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from random import randrange
 from typing import Any
@@ -65,6 +65,7 @@ class PlannedPattern:
         self.calls = randrange(COMPARE_EVERY)  # so that layers compare at different steps
         self.operator = operator_of(self.offsets, self.columns)
         self.packs = Packs()
+        self._made: dict[Hashable, Any] = {}
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
         """Copy and pickle as an empty object of a type that torch.load accepts."""
@@ -105,6 +106,12 @@ class PlannedPattern:
             return partial(product.run, a, product.packed(b))
 
         return self.operator.select(call, None if a is None else workload, earlier)
+
+    def made_once(self, key: Hashable, make: Callable[[], Any]) -> Any:
+        """Return what the first call with this key made of the index."""
+        if key not in self._made:
+            self._made[key] = make_lasting(make, self.device)
+        return self._made[key]
 
     def is_planned(self, call: BsrCall) -> bool:
         """Return whether a call has a plan."""

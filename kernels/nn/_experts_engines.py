@@ -1,15 +1,22 @@
 """The engines of a mixture's experts (experts.py), and the plans that layers share.
 
     2:4       GPU of compute capability 9.0              experts_wgmma: fp16, bf16, also act(G) * U
+              its dX                                     torch's grouped product: bf16
     blocks    GPU of compute capability 8.0 and newer    experts_triton: fp16, bf16
+              dX                                         experts_triton, of the transposed experts
+              dW                                         experts_triton_wgrad
               CPU                                        dense products in torch, as a reference
 
 W has all experts one below the other. Layers of equal sizes share their plans, because a plan does
-not depend on the values of W, nor on where blocks are.
+not depend on the values of W, nor on where blocks are. Only dW does: its plans and the order of
+transposed blocks are kept with the index (_bsr_pattern.py).
+
+dX of 2:4 experts writes W out as a dense matrix, multiplies and frees it, as _spense_op.py does:
+tensor cores need 2:4 along the axis that is summed over, and here that is n.
 """
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -26,10 +33,12 @@ from sparsebench.kernels._common.operator import (
 )
 from sparsebench.kernels._common.product import Product
 from sparsebench.kernels._kernel import NAMES, refuse
-from sparsebench.kernels.bsr import experts_triton
-from sparsebench.kernels.bsr.experts_triton import BlockExpertsCall
+from sparsebench.kernels.bsr import experts_triton, experts_triton_wgrad
+from sparsebench.kernels.bsr.experts_triton import BlockExpertsCall, turned
+from sparsebench.kernels.nn._bsr_pattern import PlannedPattern, pattern_of
 from sparsebench.kernels.nn._spense_engines import ACTIVATIONS
 from sparsebench.kernels.spense import experts_wgmma
+from sparsebench.kernels.spense._written_out import written_out
 from sparsebench.kernels.spense.experts_wgmma import ExpertsCall
 from sparsebench.kernels.spense.spense_ffn import parted
 from sparsebench.results.record import Problem
@@ -109,18 +118,77 @@ def operator_of(call: Call, device: torch.device) -> Operator:
         counts = call.stored, shape[0] // call.block[0] + 1
         tensors = [value.expand(call.stored, *call.block), *map(index.expand, counts)]
     w = weight_of(tensors, shape, call.dtype, columns)
-    return Operator((engine_of(call, device),), lambda call: w, problem, device)
-
-
-def engine_of(call: Call, device: torch.device) -> Engine:
-    """Return the engine that runs a call on a device. Raises Unsupported."""
-    if device.type == "cpu":
-        return _IN_TORCH
     kernel = experts_wgmma.KERNEL if isinstance(call, ExpertsCall) else experts_triton.KERNEL
+    engine = engine_of(call, device, kernel, _IN_TORCH)
+    return Operator((engine,), lambda call: w, problem, device)
+
+
+def engine_of(call: Call, device: torch.device, kernel: Engine, reference: Engine) -> Engine:
+    """Return the kernel, or on a CPU the reference, if it runs a call. Raises Unsupported."""
+    if device.type == "cpu":
+        return reference
     if call.dtype not in ON_A_GPU:
         raise Unsupported(f"expected experts in fp16 or bf16 on a GPU, found {call.dtype}")
     refuse(kernel.unsupported(Problem("experts", {"dtype": NAMES[call.dtype]}), device))
     return kernel
+
+
+# ---- gradients ----
+
+
+def input_gradient(w: Weight, experts: int, dy: Tensor, ends: Tensor) -> Tensor:
+    """Return dX [rows, k] of dY [rows, n]; rows after the last end may have any value.
+
+    Raises Unsupported.
+    """
+    if isinstance(w, Bsr):
+        key = "turned experts", experts, w.shape, w.block
+        pattern = pattern_of(w.offsets, w.columns)
+        order, offsets, columns = pattern.made_once(key, partial(turned, w, experts))
+        values = w.values[order].transpose(1, 2).contiguous()
+        shape = experts * w.shape[1], w.shape[0] // experts
+        return multiply(Bsr(shape, offsets, columns, values), experts, dy, ends)
+    n, k = w.shape[0] // experts, w.shape[1]
+    if dy.is_cuda:
+        if w.dtype != torch.bfloat16:  # torch loops over experts, and waits for the ends
+            raise Unsupported(f"expected bf16 for a gradient of 2:4 experts, found {w.dtype}")
+        dx: Tensor = torch._grouped_mm(dy, written_out(w).view(experts, n, k), offs=ends[0])
+        return dx
+    dx = dy.new_zeros(len(dy), k)
+    for number, (first, end) in enumerate(_spans(ends)):
+        dx[first:end] = dy[first:end] @ expert_of(w, number, experts)
+    return dx
+
+
+def weight_gradient(w: Bsr, experts: int, dy: Tensor, x: Tensor, ends: Tensor) -> Tensor:
+    """Return dW [blocks, r, c] of dY [rows, n] and X [rows, k]. Raises Unsupported."""
+    if not len(w.columns):
+        return w.values.new_empty(w.values.shape)
+    call = experts_triton.call_of(w, experts, len(x), x.dtype)
+    pattern = pattern_of(w.offsets, w.columns)
+    key = "gradient of experts", call._replace(m=0), w.shape
+    operator = pattern.made_once(key, partial(_gradient_operator, w.shape, pattern, call))
+    dw = OperatorCall(operator, call, (dy, x, ends))
+    values = dw.run(dw.select(None).product)()
+    assert isinstance(values, Tensor)
+    return values
+
+
+def _gradient_operator(
+    shape: tuple[int, int], pattern: PlannedPattern, call: BlockExpertsCall
+) -> Operator:
+    offsets, columns = pattern.offsets, pattern.columns
+    blocks = columns.new_empty((1, 1, 1)).expand(len(columns), *call.block)  # never read
+    w = Bsr(shape, offsets, columns, blocks)
+    engine = engine_of(call, pattern.device, experts_triton_wgrad.KERNEL, _GRADIENT_IN_TORCH)
+    problem = partial(experts_triton.problem_of, op="bsr.experts_wgrad")
+    return Operator((engine,), lambda call: w, problem, pattern.device)
+
+
+def _spans(ends: Tensor) -> list[tuple[int, int]]:
+    """Return the first row and the last one + 1 of each expert. Waits for the device."""
+    stops: list[int] = ends.flatten().tolist()
+    return list(zip([0, *stops], stops, strict=False))
 
 
 def expert_of(w: Weight, number: int, experts: int) -> Tensor:
@@ -155,13 +223,23 @@ def _in_torch(w: Weight, call: Call, config: NoConfig) -> Product:
     def run(x: Tensor, ends: Tensor, *tensors: Tensor, out: Tensor | None = None) -> Tensor:
         weight = weight_of(tensors, w.shape, call.dtype, columns)
         y = x.new_zeros(len(x), call.shape[0] // (1 if activation is None else 2))
-        first = 0
         with torch.autocast("cpu", enabled=False):
-            for number, end in enumerate(ends.flatten().tolist()):
+            for number, (first, end) in enumerate(_spans(ends)):
                 if end > first:
                     y[first:end] = of_expert(x[first:end], expert_of(weight, number, call.experts))
-                first = end
         return y if out is None else out.copy_(y)
+
+    return Product(run)
+
+
+def _gradient_in_torch(w: Bsr, call: BlockExpertsCall, config: NoConfig) -> Product:
+    """Plan a dense product in torch for each expert, of which the blocks are kept."""
+
+    def run(dy: Tensor, x: Tensor, ends: Tensor, out: Tensor | None = None) -> Tensor:
+        with torch.autocast("cpu", enabled=False):
+            dw = torch.cat([dy[first:end].T @ x[first:end] for first, end in _spans(ends)])
+        values = w.sample(dw).values
+        return values if out is None else out.copy_(values)
 
     return Product(run)
 
@@ -178,4 +256,13 @@ _IN_TORCH = Engine(
     choices=_one_choice,
     plan=_in_torch,
     bind=experts_wgmma.bind,
+)
+_GRADIENT_IN_TORCH = Engine(
+    op="experts_wgrad",
+    consumes="bsr",
+    device="cpu",
+    name="torch",
+    choices=_one_choice,
+    plan=_gradient_in_torch,
+    bind=experts_triton_wgrad.bind,
 )

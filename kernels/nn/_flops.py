@@ -5,7 +5,8 @@ sparse gated MLP  the gate is dense; up, down and all of backward count every sl
                   only the device knows how many are
 Spense            stored elements of W: half of the 2:4 part and all of the rest
 bitmap            every element of W, because only the device knows how many are stored
-experts           stored elements of W, as if every expert had equally many and as many tokens
+experts           stored elements of W, as if every expert had equally many and as many tokens;
+                  dX of 2:4 counts all elements, because it multiplies W written out
 """
 
 from math import prod
@@ -14,9 +15,9 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
+from sparsebench.kernels.nn import _experts_op as _experts_op
 from sparsebench.kernels.nn import _spense_op as _spense_op
 from sparsebench.kernels.nn import bitmap as bitmap
-from sparsebench.kernels.nn import experts as experts
 from sparsebench.kernels.nn._bsr_autograd import linear as linear
 from sparsebench.kernels.twell._autograd import gated_mlp as gated_mlp
 
@@ -67,9 +68,25 @@ def _(a: Shape, records: Shape, offsets: Shape, n: int, k: int, **_: Any) -> int
 
 @register_flop_formula(OPS.sparse_experts)
 def _(x: Shape, ids: Shape, weights: Shape, gate_up: Any, down: Any, *sizes: Any, **_: Any) -> int:
-    h, (experts, units, columns, *_rest) = x[1], sizes
-    if columns:
-        stored = 2 * units * (h - columns[0] // 2) + h * (units - columns[1] // 2)
-    else:
-        stored = (prod(gate_up[0]) + prod(down[0])) / experts
-    return int(2 * prod(ids) * stored)
+    return int(2 * prod(ids) * sum(_stored_of_expert(gate_up, down, *sizes)))
+
+
+@register_flop_formula(OPS.sparse_experts_gradients)
+def _(dy: Shape, x: Shape, ids: Shape, weights: Shape, *operands: Any, **_: Any) -> int:
+    gate_up, down, experts, units, features, columns, _activation, needed = operands
+    stored = _stored_of_expert(gate_up, down, experts, units, features, columns)
+    written = stored if columns is None else (2 * units * features, units * features)
+    for_x, _for_shares, for_gate_up, for_down = needed
+    products = stored[0] + written[1]  # G and U again, and V
+    products += for_x * written[0] + for_gate_up * stored[0] + for_down * stored[1]
+    return int(2 * prod(ids) * products)
+
+
+def _stored_of_expert(
+    gate_up: Any, down: Any, experts: int, units: int, features: int, columns: Any, *_: Any
+) -> tuple[float, float]:
+    """Return the stored elements of gate_up and of down of an expert."""
+    if columns is None:
+        return prod(gate_up[0]) / experts, prod(down[0]) / experts
+    both = 2 * units * (features - columns[0] // 2), features * (units - columns[1] // 2)
+    return float(both[0]), float(both[1])

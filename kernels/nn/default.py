@@ -300,7 +300,7 @@ def _experts(operands: Operands, earlier: Earlier | None) -> Launch:
         else:
             raise Unsupported(f"expected experts in spense or bsr, found {type(wd).__name__}")
         about = {"experts": count, "top_k": problem["top_k"]}
-        mlp = SparseExperts(*layers, **about, activation=problem["activation"])
+        mlp = SparseExperts(*layers, **about, activation=problem["activation"]).freeze()
     except FormatError as error:
         raise Unsupported(str(error)) from error
 

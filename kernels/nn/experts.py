@@ -1,53 +1,54 @@
-"""The experts of a mixture with sparse weights, to run a pruned model. They are frozen.
+"""The experts of a mixture with sparse weights, to run a pruned model, or to train one.
 
     hidden_states [m, h], top_k_index [m, k], top_k_weights [m, k]
       route       rows sorted by expert                         _common/routing.py
       gate_up     G | U = rows @ W_e.T      [experts 2 i, h]    one matrix for all experts
-      act         H = act(G) * U
+      act         H = act(G) * U                                _experts_gate.py
       down        rows of Y = H @ W_e.T     [experts h, i]
       combine     the sum of a token's rows, times its weights
 
     2:4       SpenseLinear, split by columns or not at all. 8 rows of an expert's gate and 8 of its
-              up alternate (spense_ffn.py), and the launch of gate_up writes H
-    blocks    BlockSparseLinear. Gate is above up in each expert, and act is a launch
+              up alternate (spense_ffn.py), and the launch of gate_up writes H. Frozen
+    blocks    BlockSparseLinear. Gate is above up in each expert, and act is a launch. i and h are
+              padded with zeros to multiples of a block, such as 2,880 to 2,944 for blocks of 128
 
     GPU of compute capability 9.0    both, in fp16 and bf16
     8.0 and newer                    blocks
     other GPUs, and the rest         Unsupported; `to_dense` returns weights that run there
     CPU                              torch, expert by expert, as a reference
 
+X and the weights of the router have gradients, so that adapters elsewhere in a model train, and so
+have blocks (_experts_op.py). For dX, backward writes 2:4 weights out as dense matrices; on a GPU
+this takes bf16. Biases are frozen. An adapter on gate_up or down raises Unsupported at the first
+call, because no kernel would read it.
+
 The interface is that of the experts in transformers' models. An index below 0 or from `experts` on
 names an expert of another device: it adds nothing. A token may name an expert twice. No launch
-waits for the host, so a CUDA graph replays with other routings. An adapter on gate_up or down
-raises Unsupported at the first call, because no kernel would read it.
+waits for the host, so a CUDA graph replays with other routings.
 """
 
 from collections.abc import Iterable
-from typing import Any, NoReturn, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from sparsebench.errors import Unsupported
 from sparsebench.formats._format import require, require_whole
 from sparsebench.formats.bsr import Bsr
 from sparsebench.formats.spense import ROWS, Spense
-from sparsebench.kernels._common.routing import combine, route
-from sparsebench.kernels._common.torch_operator import torch_operator
-from sparsebench.kernels._common.transforms import aligned, device_guard, is_traced
-from sparsebench.kernels.nn._experts_engines import (
-    Weight,
-    expert_of,
-    multiply,
-    tensors_of,
-    weight_of,
-)
-from sparsebench.kernels.nn._packed import loaded, plan_each
-from sparsebench.kernels.nn._spense_engines import ACTIVATIONS
+from sparsebench.kernels._common.transforms import is_traced
+from sparsebench.kernels.bsr import experts_triton
+from sparsebench.kernels.nn._experts_engines import Weight, expert_of
+from sparsebench.kernels.nn._experts_gate import GATES
+from sparsebench.kernels.nn._experts_op import compute, sparse_experts
+from sparsebench.kernels.nn._packed import frozen, loaded, plan_each
 from sparsebench.kernels.nn._spense_weights import pack_weight
-from sparsebench.kernels.nn.block_sparse_mlp import hidden, layer_of
+from sparsebench.kernels.nn.block_sparse_mlp import layer_of
 from sparsebench.kernels.nn.linear import BlockSparseLinear
 from sparsebench.kernels.nn.spense import SpenseLinear
+from sparsebench.kernels.spense import experts_wgmma
 from sparsebench.kernels.spense.spense_ffn import interleaved, parted
 
 LAYERS = SpenseLinear, BlockSparseLinear
@@ -56,14 +57,20 @@ LAYERS = SpenseLinear, BlockSparseLinear
 class SparseExperts(nn.Module):
     """Gated experts whose weights are 2:4 or in blocks.
 
-    gate_up, down  SpenseLinear or BlockSparseLinear without bias, both of one kind, of
-                   experts 2 i x h and experts h x i
-    top_k          experts of a token for which `plan` plans; a call may have any number
-    activation     silu, gelu_tanh or relu
+    gate_up, down    SpenseLinear or BlockSparseLinear without bias, both of one kind, of
+                     experts 2 i x h and experts h x i
+    top_k            experts of a token for which `plan` plans; a call may have any number
+    activation       silu, gelu_tanh, relu or clamped_swiglu (_experts_gate.py)
+    in_features      h, if it is less than the layers have: then X is padded with zeros
+    hidden_features  i, likewise
+    bias             allocate zeros for a bias of each expert's gate and up, and of its down
 
-    In 2:4, 2 i and h are multiples of 64. In blocks, i and h are multiples of a block's rows.
-    Raises FormatError.
+    In 2:4, 2 i and h of the layers are multiples of 64. In blocks, they are multiples of a block's
+    rows. Raises FormatError.
     """
+
+    gate_up_bias: nn.Parameter | None  # [experts, 2 i], gate first
+    down_bias: nn.Parameter | None  # [experts, h]
 
     def __init__(
         self,
@@ -73,12 +80,14 @@ class SparseExperts(nn.Module):
         experts: int,
         top_k: int,
         activation: str = "silu",
+        in_features: int | None = None,
+        hidden_features: int | None = None,
+        bias: bool = False,
     ) -> None:
-        """Take the layers, and freeze them."""
+        """Take the layers."""
         super().__init__()
-        names = ", ".join(ACTIVATIONS)
-        valid = activation in ACTIVATIONS
-        require(valid, f"activation: expected one of {names}; found {activation!r}")
+        valid = activation in GATES
+        require(valid, f"activation: expected one of {', '.join(GATES)}; found {activation!r}")
         require_whole("top_k", top_k)
         kinds = {type(layer) for layer in (gate_up, down)}
         actual = " and ".join(kind.__name__ for kind in (type(gate_up), type(down)))
@@ -90,6 +99,9 @@ class SparseExperts(nn.Module):
         require(
             sizes == expected, f"expected {expected} features of {experts} experts, found {sizes}"
         )
+        kernel = experts_wgmma if isinstance(gate_up, SpenseLinear) else experts_triton
+        most = kernel.MOST_EXPERTS
+        require(experts <= most, f"experts: expected at most {most}, found {experts}")
         dtypes = [layer.weight.dtype for layer in (gate_up, down)]
         require(dtypes[0] == dtypes[1], f"expected weights of one dtype, found {dtypes}")
         for name, layer, n in (("gate_up", gate_up, i), ("down", down, h)):
@@ -102,9 +114,17 @@ class SparseExperts(nn.Module):
             else:
                 step = layer.block[0]
             require(n % step == 0, f"{name}: expected a multiple of {step} features, found {n}")
-        self.gate_up, self.down = gate_up.requires_grad_(False), down.requires_grad_(False)
+        self.gate_up, self.down = gate_up, down
         self.experts, self.top_k, self.activation = experts, top_k, activation
-        self.in_features, self.hidden_features = h, i
+        self.in_features = h if in_features is None else in_features
+        self.hidden_features = i if hidden_features is None else hidden_features
+        for name, size, most in (("in", self.in_features, h), ("hidden", self.hidden_features, i)):
+            fits = 0 < size <= most
+            require(fits, f"{name}_features: expected 1 to {most}, found {size}")
+        options: dict[str, Any] = {"dtype": dtypes[0], "device": gate_up.weight.device}
+        for name, n in (("gate_up_bias", 2 * i), ("down_bias", h)):
+            zeros = frozen(torch.zeros(experts, n, **options)) if bias else None
+            self.register_parameter(name, zeros)
 
     @classmethod
     def from_dense(
@@ -116,11 +136,13 @@ class SparseExperts(nn.Module):
         activation: str = "silu",
         dense_fraction: float = 0.0,
         block: int | None = None,
+        biases: tuple[Tensor, Tensor] | None = None,
     ) -> Self:
         """Pack pruned weights: gate_up [experts, 2 i, h], gate first, and down [experts, h, i].
 
         dense_fraction  of the columns of each matrix, the last ones, that are dense beside 2:4
         block           rows and columns of a block; None for 2:4
+        biases          of gate_up [experts, 2 i] and of down [experts, h]
 
         Raises FormatError, which names the weight.
         """
@@ -134,7 +156,9 @@ class SparseExperts(nn.Module):
         gate_up, down = gate_up.detach(), down.detach()
         layers: list[Any]
         if block is not None:
-            of_rows = (w.flatten(0, 1).contiguous() for w in (gate_up, down))
+            more = -h % block, -i % block
+            both = _in_halves(gate_up, more[1], more[0]), pad(down, (0, more[1], 0, more[0]))
+            of_rows = (w.flatten(0, 1).contiguous() for w in both)
             layers = [layer_of(Bsr.from_dense(w, block=block)) for w in of_rows]
         else:
             fits = not i % (ROWS // 2) and not h % ROWS
@@ -145,58 +169,116 @@ class SparseExperts(nn.Module):
                 SpenseLinear.from_spense(_stack(name, each, dense_fraction))
                 for name, each in (("gate_up", turns), ("down", [*down]))
             ]
-        return cls(*layers, experts=experts, top_k=top_k, activation=activation)
+        options: dict[str, Any] = {"experts": experts, "top_k": top_k, "activation": activation}
+        options |= {"in_features": h, "hidden_features": i, "bias": biases is not None}
+        module = cls(*layers, **options)
+        if biases is not None:
+            module._write_biases(*biases)
+        return module
+
+    @torch.no_grad()
+    def _write_biases(self, gate_up: Tensor, down: Tensor) -> None:
+        """Copy biases [experts, 2 i] and [experts, h]. Raises FormatError."""
+        h, i = self.in_features, self.hidden_features
+        for name, bias, n in (("gate_up", gate_up, 2 * i), ("down", down, h)):
+            expected, actual = [self.experts, n], [*bias.shape]
+            require(actual == expected, f"bias of {name}: expected {expected}, found {actual}")
+        assert self.gate_up_bias is not None
+        assert self.down_bias is not None
+        more = self.down.in_features - i
+        self.gate_up_bias.copy_(_in_halves(gate_up[..., None], more, 0)[..., 0])
+        self.down_bias[:, :h] = down
 
     def to_dense(self) -> tuple[Tensor, Tensor]:
         """Return gate_up [experts, 2 i, h], gate first, and down [experts, h, i]."""
+        h, i = self.in_features, self.hidden_features
         gate_up, down = (
             torch.stack([expert_of(w, number, self.experts) for number in range(self.experts)])
             for w in self._weights()
         )
         if isinstance(self.gate_up, SpenseLinear):
             gate_up = torch.stack([torch.cat(parted(w)) for w in gate_up])
-        return gate_up, down
+        halves = (half[:, :i, :h] for half in gate_up.chunk(2, 1))
+        return torch.cat([*halves], 1), down[:, :h, :i].contiguous()
+
+    def biases(self) -> tuple[Tensor, Tensor] | None:
+        """Return the biases of gate_up [experts, 2 i], gate first, and of down [experts, h]."""
+        if self.gate_up_bias is None or self.down_bias is None:
+            return None
+        halves = (half[:, : self.hidden_features] for half in self.gate_up_bias.chunk(2, 1))
+        return torch.cat([*halves], 1), self.down_bias[:, : self.in_features].contiguous()
 
     def _weights(self) -> list[Weight]:
         """Return gate_up and down. Raises Unsupported if an adapter wraps one."""
-        weights: list[Weight] = []
+        return [
+            layer.spense if isinstance(layer, SpenseLinear) else layer.bsr
+            for layer in self._layers()
+        ]
+
+    def _layers(self) -> list[SpenseLinear | BlockSparseLinear]:
+        """Return gate_up and down. Raises Unsupported if an adapter wraps one."""
         for name, layer in (("gate_up", self.gate_up), ("down", self.down)):
             if type(layer) not in LAYERS:
                 actual = f"{type(layer).__module__}.{type(layer).__name__}"
                 raise Unsupported(f"{name}: expected no adapter in experts, found {actual}")
-            weights.append(layer.spense if isinstance(layer, SpenseLinear) else layer.bsr)
-        return weights
+        return [self.gate_up, self.down]
 
-    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    def forward(
+        self,
+        hidden_states: Tensor,
+        top_k_index: Tensor | None = None,
+        top_k_weights: Tensor | None = None,
+    ) -> Tensor:
         """Return the weighted sums [m, h] of the experts that tokens [m, h] are routed to.
 
         top_k_index    int64 or int32 [m, k]
         top_k_weights  float [m, k]; NaN makes the token's sum NaN
 
-        Raises Unsupported, and so does a backward pass.
+        Without them, as in Llama-4, hidden_states are the rows [experts m, h] of all experts, one
+        expert after the other, and a token has rows other than zero at top_k experts at most. The
+        result has the same rows.
+
+        Raises Unsupported.
         """
         x, ids, weights = hidden_states, top_k_index, top_k_weights
-        if torch.is_autocast_enabled(x.device.type):
+        if ids is None or weights is None:
+            return self._of_all_rows(x)
+        cast = torch.is_autocast_enabled(x.device.type)
+        if cast:
             x = x.to(torch.get_autocast_dtype(x.device.type))
         with loaded(self.gate_up, self.down):
-            gate_up, down = self._weights()
-            self._require(x, ids, weights, tensors_of(gate_up)[0].device)
-            sizes = self.experts, self.hidden_features
-            if is_traced() or (
-                torch.is_grad_enabled() and (x.requires_grad or weights.requires_grad)
-            ):
-                columns = [w.sparse_shape[1] for w in (gate_up, down) if isinstance(w, Spense)]
-                parts = [[*tensors_of(w)] for w in (gate_up, down)]
-                y: Tensor = sparse_experts(
-                    x, ids, weights, *parts, *sizes, columns, self.activation
-                )
+            layers = self._layers()
+            columns = [w.sparse_shape[1] for w in layers if isinstance(w, SpenseLinear)] or None
+            biases = self.gate_up_bias, self.down_bias
+            gate_up, down = (
+                [*_read_of(layer, x.dtype if cast else None), *([] if bias is None else [bias])]
+                for layer, bias in zip(layers, biases, strict=True)
+            )
+            self._require(x, ids, weights, gate_up[0])
+            sizes = self.experts, self.down.in_features, self.gate_up.in_features
+            operands = x, ids, weights, gate_up, down, *sizes, columns, self.activation
+            needs = any(t.requires_grad for t in (x, weights, *gate_up, *down))
+            if is_traced() or (torch.is_grad_enabled() and needs):
+                y: Tensor = sparse_experts(*operands)
                 return y
-            return _compute(x, ids, weights, gate_up, down, self.experts, self.activation)
+            return compute(*operands)
 
-    def _require(self, x: Tensor, ids: Tensor, weights: Tensor, device: torch.device) -> None:
-        """Raise Unsupported unless these are inputs of the layer."""
-        h, gate_up = self.in_features, self.gate_up
-        dtype = gate_up.dtype if isinstance(gate_up, SpenseLinear) else gate_up.values.dtype
+    def _of_all_rows(self, x: Tensor) -> Tensor:
+        """Return what each expert computes of its rows of X [experts m, h]."""
+        if x.dim() != 2 or x.shape[0] % self.experts:
+            expected = f"expected rows of {self.experts} experts"
+            raise Unsupported(f"hidden_states: {expected}, found {[*x.shape]}")
+        m = x.shape[0] // self.experts
+        there = x.detach().view(self.experts, m, -1).any(-1)
+        ids = there.T.int().topk(min(self.top_k, self.experts)).indices
+        rows = (ids * m + torch.arange(m, device=x.device)[:, None]).flatten()
+        y = self(x.index_select(0, rows), ids.view(-1, 1), x.new_ones(len(rows), 1))
+        return torch.zeros_like(x, dtype=y.dtype).index_copy(0, rows, y)
+
+    def _require(self, x: Tensor, ids: Tensor, weights: Tensor, first: Tensor) -> None:
+        """Raise Unsupported unless these are inputs of the layer, whose first tensor is `first`."""
+        h, layer = self.in_features, self.gate_up
+        dtype = layer.dtype if isinstance(layer, SpenseLinear) else first.dtype
         if x.dim() != 2 or x.shape[1] != h or x.dtype != dtype:
             actual = f"{list(x.shape)} in {x.dtype}"
             raise Unsupported(f"hidden_states: expected [m, {h}] in {dtype}, found {actual}")
@@ -208,11 +290,14 @@ class SparseExperts(nn.Module):
             expected = f"expected floats {list(ids.shape)}"
             actual = f"{list(weights.shape)} in {weights.dtype}"
             raise Unsupported(f"top_k_weights: {expected}, found {actual}")
-        if devices := {str(t.device) for t in (x, ids, weights)} - {str(device)}:
-            raise Unsupported(f"expected inputs on {device}, found {', '.join(sorted(devices))}")
+        if devices := {str(t.device) for t in (x, ids, weights)} - {str(first.device)}:
+            actual = ", ".join(sorted(devices))
+            raise Unsupported(f"expected inputs on {first.device}, found {actual}")
 
     def freeze(self) -> Self:
-        """Return the layer, whose weights are always frozen, as BlockSparseLinear.freeze does."""
+        """Stop training the blocks (BlockSparseLinear.freeze); 2:4 weights are always frozen."""
+        for layer in self._layers():
+            layer.freeze()
         return self
 
     def plan(self, tokens: Iterable[int], *, search: bool = True) -> Self:
@@ -225,19 +310,31 @@ class SparseExperts(nn.Module):
 
     def _run(self, m: int) -> None:
         """Call the layer with m tokens of zeros."""
-        first = tensors_of(self._weights()[0])[0]
-        dtype = self.down.dtype if isinstance(self.down, SpenseLinear) else first.dtype
-        turns = torch.arange(m * self.top_k, device=first.device) % self.experts
+        like = self.gate_up.weight
+        turns = torch.arange(m * self.top_k, device=like.device) % self.experts
+        options: dict[str, Any] = {"device": like.device, "dtype": like.dtype}
         ids = turns.view(m, self.top_k)
-        self(
-            first.new_zeros(m, self.in_features, dtype=dtype),
-            ids,
-            torch.ones_like(ids, dtype=dtype),
-        )
+        self(torch.zeros(m, self.in_features, **options), ids, torch.ones(ids.shape, **options))
 
     def extra_repr(self) -> str:
-        """Return the numbers of experts, and the activation."""
-        return f"experts={self.experts}, top_k={self.top_k}, activation={self.activation}"
+        """Return the numbers of experts, the activation, and the padding."""
+        padded = self.gate_up.in_features, self.down.in_features
+        sizes = self.in_features, self.hidden_features
+        about = f"experts={self.experts}, top_k={self.top_k}, activation={self.activation}"
+        return about if padded == sizes else f"{about}, features={sizes} of {padded}"
+
+
+def _in_halves(w: Tensor, rows: int, columns: int) -> Tensor:
+    """Return gate above up [experts, 2 i, h] with more rows of zeros in each, and columns."""
+    return torch.cat([pad(half, (0, columns, 0, rows)) for half in w.chunk(2, 1)], 1)
+
+
+def _read_of(layer: SpenseLinear | BlockSparseLinear, dtype: torch.dtype | None) -> list[Tensor]:
+    """Return what products read of a weight (`tensors_of`), its blocks in `dtype` if it is set."""
+    if isinstance(layer, SpenseLinear):
+        return [layer.sparse, layer.dense]
+    values = layer.values if dtype is None else layer.values.to(dtype)
+    return [values, layer.columns, layer.offsets]
 
 
 def _stack(name: str, weights: list[Tensor], dense_fraction: float) -> Spense:
@@ -250,67 +347,3 @@ def _stack(name: str, weights: list[Tensor], dense_fraction: float) -> Spense:
     tiles = (torch.cat([getattr(part, side) for part in parts]) for side in ("sparse", "dense"))
     layout = parts[0].dtype, (count * n, parts[0].sparse_shape[1])
     return Spense((count * n, k), *layout, *tiles)
-
-
-# ---- the operator ----
-
-
-def _compute(
-    x: Tensor,
-    ids: Tensor,
-    weights: Tensor,
-    gate_up: Weight,
-    down: Weight,
-    experts: int,
-    activation: str,
-) -> Tensor:
-    """Return the sums [m, h]. Raises Unsupported."""
-    if not ids.numel():
-        return x.new_zeros(x.shape)
-    with device_guard(x.device):
-        source, place, ends = route(aligned(ids), experts)
-        rows = x.index_select(0, source)
-        if isinstance(gate_up, Spense):
-            h = multiply(gate_up, experts, rows, ends, activation)
-        else:
-            h = hidden(multiply(gate_up, experts, rows, ends), activation)
-        return combine(multiply(down, experts, h, ends), place, aligned(weights))
-
-
-def _eager(
-    x: Tensor,
-    ids: Tensor,
-    weights: Tensor,
-    gate_up: list[Tensor],
-    down: list[Tensor],
-    experts: int,
-    units: int,
-    columns: list[int],
-    activation: str,
-) -> Tensor:
-    """Return the sums [m, h] of tokens X [m, h].
-
-    gate_up, down  tensors of the weights (`tensors_of`)
-    units          hidden units of an expert
-    columns        sparse columns of both weights in 2:4; none for blocks
-    """
-    h = x.shape[1]
-    of_gate_up, of_down = columns or (None, None)
-    both = (
-        weight_of(gate_up, (experts * 2 * units, h), x.dtype, of_gate_up),
-        weight_of(down, (experts * h, units), x.dtype, of_down),
-    )
-    return _compute(x, ids, weights, *both, experts, activation)
-
-
-def _no_gradient(*_: Any) -> NoReturn:
-    raise Unsupported("SparseExperts: expected no gradient, found a backward pass")
-
-
-sparse_experts = torch_operator(
-    "sparse_experts",
-    _eager,
-    lambda x, *_: x.new_empty(x.shape),
-    save=lambda *_, **__: None,
-    backward=_no_gradient,
-)

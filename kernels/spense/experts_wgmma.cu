@@ -24,7 +24,7 @@
 // time, and threads store the rest. Rows after the last end become zero.
 //
 // Macros from experts_wgmma.py: those of spense_wgmma.cu, with CLUSTER=1, SPLIT=0 and WINDOWS=0,
-// and MOST_EXPERTS.
+// and MOST_EXPERTS, a power of two from 256 on.
 
 #include "spense_tiles.cuh"
 

@@ -36,8 +36,8 @@ from sparsebench.kernels.spense import spense_wgmma
 from sparsebench.kernels.spense._call import ALIGNMENT, NAMES, SpenseCall, weight_of
 from sparsebench.kernels.spense._stream_k import tiles_of
 
-MOST_EXPERTS = 256  # a lane lists 8; 2 KB of lists in shared memory
-SHARED_BYTES = 224 * 1024  # beside 2 KB of lists
+FEWEST_EXPERTS, MOST_EXPERTS = 256, 1024  # that a kernel lists: a lane has 8 to 32 of them
+SHARED_BYTES = 226 * 1024  # for the pipelines and for the lists, of 8 bytes for each expert
 TOKENS = 16, 32, 64, 128  # 256 leave no registers for three warpgroups
 NEAREST = 3  # numbers of tokens that are timed
 SHAPES = (3, 4), (2, 5), (1, 6)  # warpgroups, and tiles of W in flight for each
@@ -99,8 +99,9 @@ def closed(w: Spense, call: ExpertsCall) -> list[ExpertsConfig]:
 def plan(w: Spense, call: ExpertsCall, config: ExpertsConfig) -> Product:
     """Load the kernel. Reads only the shapes and the device of W's tiles. Raises Unsupported."""
     device, (n, k), about = w.sparse.device, call.shape, call.of_expert
-    macros = macros_of(config, call.dtype, call.activation)
-    kernel = cuda.load("experts_wgmma", "multiply_experts", macros, SHARED_BYTES, device)
+    macros = macros_of(config, call.dtype, call.activation, call.experts)
+    shared = dict(macros)["SHARED_BYTES"]
+    kernel = cuda.load("experts_wgmma", "multiply_experts", macros, shared, device)
     loaded = kernel.on(multiprocessors(device), config.tiles.threads)
     counts = call.experts, n // ROWS
 
@@ -136,11 +137,12 @@ def plan(w: Spense, call: ExpertsCall, config: ExpertsConfig) -> Product:
 
 
 def macros_of(
-    config: ExpertsConfig, dtype: torch.dtype, activation: str | None = None
+    config: ExpertsConfig, dtype: torch.dtype, activation: str | None = None, experts: int = 1
 ) -> cuda.Constants:
     """Return the macros of experts_wgmma.cu."""
     constants = dict(spense_wgmma.constants_of(config.tiles, dtype, activation))
-    constants |= {"SHARED_BYTES": SHARED_BYTES, "MOST_EXPERTS": MOST_EXPERTS}
+    listed = max(FEWEST_EXPERTS, 1 << (experts - 1).bit_length())
+    constants |= {"SHARED_BYTES": SHARED_BYTES - 8 * listed, "MOST_EXPERTS": listed}
     return tuple(constants.items())
 
 

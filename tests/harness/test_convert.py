@@ -223,31 +223,88 @@ def test_dense_layers_and_an_embedding_that_was_compressed_stay_dense(tmp_path):
     assert restored(IDS).logits.isfinite().all()
 
 
-def test_experts_stay_dense_and_are_counted(tmp_path):
-    config = transformers.MixtralConfig(
-        vocab_size=300,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-    )
+def write_experts(path: Path, kind: str, form: str, **fields: Any) -> None:
+    """Write a mixture whose weights of layers are 2:4, expert by expert, in a form of `packed`."""
+    sizes = {"hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 2}
+    more = {"vocab_size": 300, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+    config = getattr(transformers, f"{kind}Config")(**sizes | more | fields)
     torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=BF16).eval()
-    model.save_pretrained(tmp_path / "old")
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=BF16)
+    model.save_pretrained(path)
+    tensors = {}
+    for name, weight in load_file(path / "model.safetensors").items():
+        linear = "layers" in name and weight.dim() == 2 and name.endswith("weight")
+        if not linear or ".gate.weight" in name:
+            tensors[name] = weight
+        elif form == "dense":
+            tensors[name] = two_four(weight)
+        else:
+            tensors |= packed(name.removesuffix(".weight"), two_four(weight), form)
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
+    if form != "dense":
+        content = json.loads((path / "config.json").read_text())
+        content["quantization_config"] = {
+            "quant_method": "compressed-tensors",
+            "version": "0.9.0",
+            "format": "dense",
+            "sparsity_config": {"format": form},
+        }
+        (path / "config.json").write_text(json.dumps(content))
+
+
+QWEN = {"num_experts": 12, "num_experts_per_tok": 2, "moe_intermediate_size": 96}
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "form"),
+    [("Mixtral", {"num_local_experts": 12}, "dense"), ("Qwen3Moe", QWEN, TWO_FOUR)],
+)
+def test_experts_become_one_layer(kind, fields, form, tmp_path):
+    """Twelve of them, because names sort 10 before 2."""
+    write_experts(tmp_path / "dense", kind, "dense", **fields)
+    expected = loaded(tmp_path / "dense")
+    if form != "dense":
+        write_experts(tmp_path / "old", kind, form, **fields)
+    written = convert(tmp_path / ("dense" if form == "dense" else "old"), tmp_path / "new")
+    assert written.layers == {"SparseExperts": 2, "SpenseLinear": 8}
+    assert set(written.dense) == {HEADS, f"{kind}TopKRouter"}
+    restored = loaded(tmp_path / "new")
+    for old, new in zip(expected.model.layers, restored.model.layers, strict=True):
+        gate_up, down = new.mlp.experts.to_dense()
+        assert torch.equal(gate_up, old.mlp.experts.gate_up_proj)
+        assert torch.equal(down, old.mlp.experts.down_proj)
+    with torch.no_grad():
+        actual, right = (model(IDS).logits.float() for model in (restored, expected))
+    assert float((actual - right).norm() / right.norm()) < 0.02
+    owner = "block_sparse_moe" if kind == "Mixtral" else "mlp"
+    names = load_file(tmp_path / "new/model.safetensors")
+    assert f"model.layers.0.{owner}.experts.gate_up.sparse" in names
+    assert written.after < 0.8 * written.before or form != "dense"
+
+
+def test_experts_that_are_not_two_four_stay_dense_and_are_counted(tmp_path):
+    write_experts(tmp_path / "old", "Mixtral", "dense", num_local_experts=8)
     state = load_file(tmp_path / "old/model.safetensors")
-    for name, weight in state.items():
-        if "layers" in name and weight.dim() == 2 and name.endswith("weight"):
-            state[name] = two_four(weight)
+    down = "model.layers.1.block_sparse_moe.experts.3.w2.weight"
+    state[down] = torch.randn_like(state[down])
     save_file(state, tmp_path / "old/model.safetensors", {"format": "pt"})
+    written = convert(tmp_path / "old", tmp_path / "new")
+    assert written.layers == {"SparseExperts": 1, "SpenseLinear": 8}
+    experts = DenseWeights(2, 3 * 8 * 128 * 128, "model.layers.1.mlp.experts.gate_up_proj")
+    router = DenseWeights(2, 2 * 8 * 128, "model.layers.0.mlp.gate.weight")
+    shared = {"MixtralExperts, whose experts share one tensor": experts}
+    head = DenseWeights(1, 300 * 128, "lm_head")
+    assert written.dense == {HEADS: head, "MixtralTopKRouter": router} | shared
+    stored = loaded(tmp_path / "new").model.layers[1].mlp.experts.down_proj
+    assert torch.equal(stored[3], state[down])
+
+
+def test_experts_in_a_size_that_no_kernel_has_stay_dense(tmp_path):
+    fields = {"num_local_experts": 2, "intermediate_size": 112, "num_hidden_layers": 1}
+    write_experts(tmp_path / "old", "Mixtral", "dense", **fields)
     expected = loaded(tmp_path / "old")(IDS).logits
     written = convert(tmp_path / "old", tmp_path / "new")
     assert written.layers == {"SpenseLinear": 4}
-    experts = DenseWeights(2, 3 * 8 * 64 * 128, "model.layers.0.mlp.experts.gate_up_proj")
-    router = DenseWeights(1, 8 * 64, "model.layers.0.mlp.gate.weight")
-    shared = {"MixtralExperts, whose experts share one tensor": experts}
-    head = DenseWeights(1, 300 * 64, "lm_head")
-    assert written.dense == {HEADS: head, "MixtralTopKRouter": router} | shared
     assert torch.equal(loaded(tmp_path / "new")(IDS).logits, expected)
 
 

@@ -76,6 +76,7 @@ EXAMPLES = [
     Example(64, 96, 37, (3, 3, 20, 18, 30), 32),
     Example(64, 64, 20, (-5, 25, 3, 40)),
     Example(64, 128, 513, tuple(range(2, 514, 2))),
+    Example(64, 128, 900, tuple(range(0, 900, 2))),  # more than 256 experts
 ]
 
 
@@ -256,4 +257,15 @@ CONFIGS = [  # of experts_wgmma: each number of tokens, and of warpgroups
 )
 def test_experts_wgmma_compiles_without_a_spill(config, dtype, activation, tmp_path) -> None:
     macros = experts_wgmma.macros_of(config, dtype, activation)
+    assert_compiles_cleanly("experts_wgmma", macros, tmp_path)
+
+
+@by_nvcc
+@pytest.mark.parametrize("experts", [257, 1024])
+def test_lists_of_more_experts_leave_less_memory_to_the_tiles(experts: int, tmp_path) -> None:
+    macros = experts_wgmma.macros_of(CONFIGS[0], torch.bfloat16, None, experts)
+    about = dict(macros)
+    listed = about["MOST_EXPERTS"]
+    assert listed == {257: 512, 1024: 1024}[experts]
+    assert about["SHARED_BYTES"] + 8 * (listed + 1) <= 227 * 1024
     assert_compiles_cleanly("experts_wgmma", macros, tmp_path)

@@ -29,7 +29,7 @@ from sparsebench.harness.models.pruning.adapters import (
     retarget,
     with_adapters,
 )
-from sparsebench.harness.models.pruning.experts import DenseExperts, Experts
+from sparsebench.harness.models.pruning.experts import Experts, in_dense
 from sparsebench.harness.models.pruning.gated import DenseGatedMLP, Gated, outermost, with_name
 from sparsebench.kernels.nn import (
     BitmapLinear,
@@ -80,9 +80,10 @@ def _one_of(*kinds: type[nn.Module]) -> Any:
     return Annotated[models, Field(discriminator="layer")]
 
 
-PARTS, OF_EXPERTS = ("gate_up", "down"), ("experts", "top_k", "activation")  # of SparseExperts
-FIELDS[SparseExperts] = {"experts": Size, "top_k": Size, "activation": str, "dtype": Dtype}
+PARTS = "gate_up", "down"  # of SparseExperts
+FIELDS[SparseExperts] = {**_MLP, "experts": Size, "top_k": Size, "bias": bool}
 FIELDS[SparseExperts] |= dict.fromkeys(PARTS, _one_of(BlockSparseLinear, SpenseLinear))
+OF_EXPERTS = FIELDS[SparseExperts].keys() - {*PARTS, "dtype"}
 KINDS: dict[str, Any] = {kind.__name__: kind for kind in FIELDS}
 _ANY_LAYER: Any = _one_of(*FIELDS)
 LAYERS: Any = TypeAdapter(dict[str, _ANY_LAYER])
@@ -116,8 +117,8 @@ def _fields(layer: Any) -> dict[str, Any]:
             fields, dtype = {"slots": layer.slots}, unwrapped(layer.gate).weight.dtype
         case SparseExperts():
             fields = {part: _description(getattr(layer, part)) for part in PARTS}
-            fields |= {name: getattr(layer, name) for name in OF_EXPERTS}
-            return {**fields, "dtype": fields["down"]["dtype"]}
+            fields |= {"experts": layer.experts, "top_k": layer.top_k}
+            fields["bias"], dtype = layer.gate_up_bias is not None, layer.gate_up.weight.dtype
     names = "in_features", "out_features", "hidden_features", "activation"
     fields |= {name: getattr(layer, name) for name in names if hasattr(layer, name)}
     if "out_features" in fields:
@@ -203,9 +204,9 @@ def cast(layer: Description, dtype: torch.dtype) -> Description:
 
 
 def _sizes(layer: Description) -> tuple[int, ...]:
-    """Return the input and output features of the first product; of both for experts."""
+    """Return the features of the first product; of experts their number, features and units."""
     if layer["layer"] == "SparseExperts":
-        return *_sizes(layer["gate_up"]), *_sizes(layer["down"])
+        return layer["experts"], layer["in_features"], layer["hidden_features"]
     return layer["in_features"], layer.get("out_features") or layer["hidden_features"]
 
 
@@ -258,7 +259,8 @@ def verify(model: nn.Module, shapes: Mapping[str, torch.Size], missing: Set[str]
         if isinstance(part, SpenseLinear | BitmapLinear) and part.bias is not None:
             part.bias.requires_grad_(False)  # from_pretrained resets it
         if isinstance(part, SparseExperts):
-            part.requires_grad_(False)
+            for bias in part.parameters(recurse=False):
+                bias.requires_grad_(False)
         if isinstance(part, SparseGatedMLP):
             part.active.zero_()
 
@@ -271,13 +273,21 @@ def to_dense(model: nn.Module) -> None:
     layers = {name: model.get_submodule(name) for name in describe(model)}
     for name, layer in layers.items():
         with_name(name, require_separable, layer)
+    skeleton = None
+    if any(isinstance(layer, SparseExperts) for layer in layers.values()):
+        with torch.device("meta"):
+            skeleton = type(model)(model.config)
     for name, layer in layers.items():
-        model.set_submodule(name, dense_of(layer).train(layer.training))
+        old = skeleton.get_submodule(name) if skeleton else None
+        model.set_submodule(name, dense_of(layer, old).train(layer.training))
     retarget(model, [name for name, layer in layers.items() if isinstance(layer, SpenseGatedMLP)])
 
 
-def dense_of(layer: Any) -> nn.Module:
-    """Return a sparse layer as dense ones, with the names that Hugging Face uses."""
+def dense_of(layer: Any, old: nn.Module | None = None) -> nn.Module:
+    """Return a sparse layer as dense ones, with the names that Hugging Face uses.
+
+    old  the dense module in its place, on the meta device, which experts are written into
+    """
     match layer:
         case SpenseGatedMLP():
             return with_adapters(DenseGatedMLP(*layer.to_dense(), layer.activation), layer)
@@ -285,7 +295,8 @@ def dense_of(layer: Any) -> nn.Module:
             gate, up, down = (part.weight for part in (layer.gate, layer.up, layer.down))
             return DenseGatedMLP(gate, up, down, layer.activation)
         case SparseExperts():
-            return DenseExperts(layer)
+            assert old is not None
+            return in_dense(layer, old)
         case _:
             dense: nn.Module = layer.to_dense()
             return dense

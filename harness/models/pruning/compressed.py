@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -30,7 +30,7 @@ from sparsebench.formats._format import BITS, has_value, require
 from sparsebench.harness.inputs import sources
 from sparsebench.harness.models.pruning.gated import with_name
 from sparsebench.harness.models.pruning.layer import require_one_of
-from sparsebench.harness.models.pruning.state import headers
+from sparsebench.harness.models.pruning.state import headers, require_finite
 from sparsebench.results.files import from_json
 
 TWO_FOUR, BITMASK = "sparse-24-bitmask", "sparse-bitmask"
@@ -40,6 +40,8 @@ PACKED = ("shape", "compressed", "bitmask", "row_offsets")
 UNUSED = ("input_scale", "input_zero_point", "k_scale", "v_scale", "q_scale", "output_scale")
 UNREADABLE = ("weight_packed", "weight_g_idx", "weight_global_scale", "scale_packed", "meta")
 MOST = 2**24  # rows or columns
+HALF = torch.float16, torch.bfloat16
+TO_16_BITS = "--dtype bfloat16 multiplies by the scales and rounds"
 VERSION = re.compile(r"(\d{1,6})\.(\d{1,6})")
 LAST = 0, 14  # version that wrote bitmasks; later ones of 0.x still store zeros
 
@@ -123,6 +125,53 @@ class Checkpoint:
             zero = not self.tensor(module.zero_point).float().any()
             require(zero, f"{module.zero_point}: expected 0, found an asymmetric quantization")
         return self.tensor(module.scale).float()
+
+
+@dataclass(frozen=True)
+class StoredWeight:
+    """A weight as it is stored: `format` is sparse-24-bitmask, sparse-bitmask or dense."""
+
+    format: str
+    values: Tensor
+    scale: Tensor | None
+
+    @classmethod
+    def read(cls, name: str, stored: Checkpoint, dtype: torch.dtype | None) -> Self:
+        """Read the weight of a module, rounded to `dtype` if there is one. Raises FormatError."""
+        module = stored.modules[name]
+        values, scale = stored.weight(module), stored.scale(module)
+        rows = len(values) if values.dim() else 1
+        fits = scale is None or scale.numel() == 1 or scale.shape in ((rows,), (rows, 1))
+        actual = list(scale.shape) if scale is not None else []
+        require(fits, f"weight_scale: expected one for each of {rows} rows or one, found {actual}")
+        scaled = values.is_floating_point() or scale is not None
+        require(scaled, f"weight: expected a weight_scale with {values.dtype}, found none")
+        is_compressed = len(module.packed) > 1
+        weight = cls(stored.sparse if is_compressed else "dense", values, scale)
+        if dtype is not None:
+            weight = cls(weight.format, weight.scaled(dtype), None)
+        expected = "weight: expected floating-point values"
+        kind = weight.values.dtype
+        require(kind.is_floating_point, f"{expected}, found {kind}: {TO_16_BITS}")
+        require_finite("weight", weight.values)
+        if weight.scale is not None:
+            require_finite("weight_scale", weight.scale)
+        return weight
+
+    def dense(self) -> Tensor:
+        """Return the weight without a scale, in 16 bits if it has fewer. Raises FormatError."""
+        if self.scale is None and self.values.itemsize > 1:
+            return self.values
+        half = self.values.dtype in HALF
+        weight = self.scaled(self.values.dtype if half else torch.bfloat16)
+        require_finite("weight", weight)
+        return weight
+
+    def scaled(self, dtype: torch.dtype) -> Tensor:
+        if self.scale is None:
+            return self.values.to(dtype)
+        scale = self.scale.view(-1, *(1,) * (self.values.dim() - 1))
+        return (self.values.float() * scale).to(dtype)
 
 
 def unpack_bitmask(parts: Mapping[str, Tensor]) -> Tensor:

@@ -3,12 +3,14 @@
     stored as                            becomes
     sparse-24-bitmask, or 2:4 with its zeros     SpenseLinear, in 16 bits or in fp8 with scales
         gate, up and down, 16 bits, no bias      SpenseGatedMLP
+        all experts of a layer, 16 bits          SparseExperts
     sparse-bitmask                               BitmapLinear
     everything else                              dense, in the model's dtype
 
 The model is built on the meta device, where transformers compares its state with the tensors of the
 checkpoint, by the names that it gives them (state.py). Then one module at a time is read and
-packed, so that memory holds the largest gated MLP beside what is written at the end. At last the
+packed, so that memory holds the largest one, such as the experts of a layer, beside what is written
+at the end. At last the
 output is loaded by `from_pretrained`, as what `save_pretrained` writes of a sparse model
 (checkpoint.py), and compared again.
 """
@@ -19,8 +21,9 @@ from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
 from importlib import import_module
+from itertools import chain
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +31,20 @@ from torch import Tensor, nn
 from sparsebench.errors import FormatError, SuiteError
 from sparsebench.formats._format import require
 from sparsebench.harness.models.pruning import checkpoint
-from sparsebench.harness.models.pruning.compressed import BITMASK, Checkpoint, is_two_four
+from sparsebench.harness.models.pruning.compressed import (
+    BITMASK,
+    HALF,
+    TO_16_BITS,
+    Checkpoint,
+    StoredWeight,
+    is_two_four,
+)
+from sparsebench.harness.models.pruning.experts import (
+    Experts,
+    experts_of,
+    in_two_four,
+    require_two_four,
+)
 from sparsebench.harness.models.pruning.gated import (
     STEP,
     Gated,
@@ -52,15 +68,16 @@ from sparsebench.harness.models.pruning.state import (
     require_finite,
 )
 from sparsebench.kernels._kernel import NAMES
-from sparsebench.kernels.nn import BitmapLinear, SpenseGatedMLP, SpenseLinear
+from sparsebench.kernels.nn import BitmapLinear, SparseExperts, SpenseGatedMLP, SpenseLinear
 from sparsebench.results.model_files import DenseWeights
 from sparsebench.results.run.store import new_directory, write_json
 
-E4M3, HALF = torch.float8_e4m3fn, (torch.float16, torch.bfloat16)
+E4M3 = torch.float8_e4m3fn
 SHARD_BYTES = 4 * 10**9
-TO_16_BITS = "--dtype bfloat16 multiplies by the scales and rounds"
+_Layer = SparseExperts | SpenseGatedMLP | SpenseLinear | BitmapLinear
 MERGED = "linear layers whose weights transformers merges or splits"
 COMPRESSED = "compressed weights outside of linear layers"
+OF_EXPERTS = "gate_up_proj", "down_proj"  # which transformers merges
 INPUTS = "tokenizer*", "vocab*", "*.model", "preprocessor_config.json", "processor_config.json"
 NOT_COPIED = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".py"}
 
@@ -112,53 +129,6 @@ def convert(
         return _Converter(stored, fresh, dtype, torch.device(device)).run()
 
 
-@dataclass(frozen=True)
-class _Weight:
-    """A weight as it is stored: `format` is sparse-24-bitmask, sparse-bitmask or dense."""
-
-    format: str
-    values: Tensor
-    scale: Tensor | None
-
-    @classmethod
-    def read(cls, name: str, stored: Checkpoint, dtype: torch.dtype | None) -> Self:
-        """Read the weight of a module, rounded to `dtype` if there is one. Raises FormatError."""
-        module = stored.modules[name]
-        values, scale = stored.weight(module), stored.scale(module)
-        rows = len(values) if values.dim() else 1
-        fits = scale is None or scale.numel() == 1 or scale.shape in ((rows,), (rows, 1))
-        actual = list(scale.shape) if scale is not None else []
-        require(fits, f"weight_scale: expected one for each of {rows} rows or one, found {actual}")
-        scaled = values.is_floating_point() or scale is not None
-        require(scaled, f"weight: expected a weight_scale with {values.dtype}, found none")
-        is_compressed = len(module.packed) > 1
-        weight = cls(stored.sparse if is_compressed else "dense", values, scale)
-        if dtype is not None:
-            weight = cls(weight.format, weight.scaled(dtype), None)
-        expected = "weight: expected floating-point values"
-        kind = weight.values.dtype
-        require(kind.is_floating_point, f"{expected}, found {kind}: {TO_16_BITS}")
-        require_finite("weight", weight.values)
-        if weight.scale is not None:
-            require_finite("weight_scale", weight.scale)
-        return weight
-
-    def dense(self) -> Tensor:
-        """Return the weight without a scale, in 16 bits if it has fewer. Raises FormatError."""
-        if self.scale is None and self.values.itemsize > 1:
-            return self.values
-        half = self.values.dtype in HALF
-        weight = self.scaled(self.values.dtype if half else torch.bfloat16)
-        require_finite("weight", weight)
-        return weight
-
-    def scaled(self, dtype: torch.dtype) -> Tensor:
-        if self.scale is None:
-            return self.values.to(dtype)
-        scale = self.scale.view(-1, *(1,) * (self.values.dim() - 1))
-        return (self.values.float() * scale).to(dtype)
-
-
 class _Converter:
     """Packs the modules of a checkpoint one by one. Modules have the names of the model."""
 
@@ -179,7 +149,11 @@ class _Converter:
 
     def run(self) -> Conversion:
         """Write all tensors, and config.json with the description of the sparse layers."""
-        for owner, files in self._units():
+        weights = {f"{name}.weight": name for name in self.stored.modules}
+        for owner, kinds in self._experts():
+            if all(file in weights for files in kinds for file in files):
+                self._convert_experts(owner, [[weights.pop(f) for f in files] for files in kinds])
+        for owner, files in self._units(weights):
             self._convert(owner, files)
         dense = totals([*self.compressed, *outside(self.model, [*self.sparse], self.reasons)])
         if not self.sparse:
@@ -196,13 +170,54 @@ class _Converter:
         dtype = str(self.outside).removeprefix("torch.")
         return Conversion({**layers}, dense, {**unused}, dtype, self.stored.size, after)
 
-    def _units(self) -> Iterator[tuple[str, dict[str, str]]]:
+    def _experts(self) -> Iterator[tuple[str, list[list[str]]]]:
+        """Yield experts, with the names in the file of all their gates, ups and downs."""
+        merged = Names(self.model).merged(self.stored.shapes)
+        for name, module in [*self.model.named_modules()]:
+            if (experts := Experts.of(module)) is not None:
+                gate_up, down = (merged.get(f"{name}.{part}", []) for part in OF_EXPERTS)
+                kinds = [*gate_up, *down]
+                if [len(files) for files in kinds] == experts.sizes[:1] * 3 and len(down) == 1:
+                    yield name, kinds
+
+    def _convert_experts(self, owner: str, kinds: list[list[str]]) -> None:
+        """Pack the experts of a layer, or keep them dense if some are not 2:4 in 16 bits."""
+        gates, ups, downs = (
+            [with_name(file, StoredWeight.read, file, self.stored, self.dtype) for file in files]
+            for files in kinds
+        )
+        every = [*gates, *ups, *downs]
+        if all(w.scale is None and w.values.dtype in HALF and is_two_four(w.values) for w in every):
+            gate_up = torch.stack(
+                [torch.cat([g.values, u.values]) for g, u in zip(gates, ups, strict=True)]
+            )
+            down = torch.stack([w.values for w in downs])
+            layer = with_name(owner, self._packed_experts, owner, gate_up, down)
+            if layer is not None:
+                self._place(owner, layer, kinds[0][0].rsplit(".", 2)[0])
+                return
+        for file, weight in zip(chain(*kinds), every, strict=True):
+            self.tensors[f"{file}.weight"] = with_name(file, weight.dense)
+
+    def _packed_experts(self, name: str, gate_up: Tensor, down: Tensor) -> SparseExperts | None:
+        """Return the experts of a module in 2:4; None if no kernel runs them."""
+        module = deepcopy(self.model.get_submodule(name)).to(gate_up.dtype)
+        experts = experts_of(module.to_empty(device=self.device))
+        experts.write(gate_up.to(self.device), down.to(self.device), None)
+        try:
+            require_two_four(module, 0.0)
+        except FormatError:
+            return None
+        return in_two_four(module, 0.0)
+
+    def _units(self, weights: dict[str, str]) -> Iterator[tuple[str, dict[str, str]]]:
         """Yield gated MLPs with their layers, then all other modules alone.
 
-        The layers are names in the file by names in the model. What transformers merges or splits
-        has no name in the model, and comes last.
+        weights  names of modules in the file by names of weights, from which these are taken
+
+        The layers are names in the file by names in the model. What else transformers merges or
+        splits has no name in the model, and comes last.
         """
-        weights = {f"{name}.weight": name for name in self.stored.modules}
         files = {
             name.removesuffix(".weight"): weights.pop(file)
             for name, file in self.files.items()
@@ -215,12 +230,12 @@ class _Converter:
                 yield name, {part: files.pop(part) for part in names}
         yield from ((name, {name: file}) for name, file in files.items())
         for file in weights.values():
-            weight = with_name(file, _Weight.read, file, self.stored, self.dtype)
+            weight = with_name(file, StoredWeight.read, file, self.stored, self.dtype)
             self.tensors[f"{file}.weight"] = weight.dense()
 
     def _convert(self, owner: str, files: dict[str, str]) -> None:
         read = self.stored, self.dtype
-        weights = {name: with_name(f, _Weight.read, f, *read) for name, f in files.items()}
+        weights = {name: with_name(f, StoredWeight.read, f, *read) for name, f in files.items()}
         reasons = {name: self._dense_reason(name, weight) for name, weight in weights.items()}
         whole = len(files) > 1 and not any(reason is not None for reason in reasons.values())
         if whole and all(self._fits_mlp(name, weight) for name, weight in weights.items()):
@@ -238,7 +253,7 @@ class _Converter:
             self.reasons[name] = reason
             self.tensors[f"{file}.weight"] = with_name(name, weight.dense)
 
-    def _dense_reason(self, name: str, weight: _Weight) -> str | None:
+    def _dense_reason(self, name: str, weight: StoredWeight) -> str | None:
         """Return why a weight stays dense, or "" if it would anyway; None if it becomes sparse.
 
         Raises FormatError for a linear layer whose weight has a dtype that no sparse layer has.
@@ -278,7 +293,7 @@ class _Converter:
         file = self.files.get(f"{name}.bias")
         return self._other(file) if file else None
 
-    def _fits_mlp(self, name: str, weight: _Weight) -> bool:
+    def _fits_mlp(self, name: str, weight: StoredWeight) -> bool:
         half = weight.format != BITMASK and weight.values.dtype in HALF and weight.scale is None
         return half and self._bias(name) is None
 
@@ -295,18 +310,16 @@ class _Converter:
             return None
         return SpenseGatedMLP.from_dense(*parts.weights, dense=0, activation=activation)
 
-    def _linear(self, weight: _Weight, bias: Tensor | None) -> SpenseLinear | BitmapLinear:
+    def _linear(self, weight: StoredWeight, bias: Tensor | None) -> SpenseLinear | BitmapLinear:
         values = weight.values.to(self.device)
         if weight.format == BITMASK:
             return BitmapLinear.from_dense(values, bias)
         return SpenseLinear.from_dense(values, bias=bias, scale=weight.scale)
 
-    def _place(
-        self, name: str, layer: SpenseGatedMLP | SpenseLinear | BitmapLinear, file: str
-    ) -> None:
+    def _place(self, name: str, layer: _Layer, file: str) -> None:
         """Keep the state of a sparse layer, and put it into the model without its tensors."""
-        dtype = (layer.down if isinstance(layer, SpenseGatedMLP) else layer).dtype
-        outside = torch.bfloat16 if dtype == E4M3 else dtype
+        part: Any = layer.down if isinstance(layer, SpenseGatedMLP | SparseExperts) else layer
+        outside: torch.dtype = part.weight.dtype
         self.outside = self.outside or outside
         expected = f"{name}: expected {self.outside} as in the layers before, found {outside}"
         require(self.outside == outside, f"{expected}: {TO_16_BITS}")

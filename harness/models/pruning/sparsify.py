@@ -91,6 +91,12 @@ class BlockSparse:
         message = f"expected a block to remain at sparsity {self.sparsity:g}, found {weight}"
         require(round((1 - self.sparsity) * blocks) > 0, message)
 
+    def padded(self, model: nn.Module, names: Iterable[str]) -> int:
+        """Return the side of a block if it does not divide the sizes of all experts, else 0."""
+        side, _ = sides_of(self.block)
+        every = (Experts.of(model.get_submodule(name)) for name in names)
+        return side * any(size % side for each in every if each for size in each.sizes[1:])
+
     def make(self, module: Any) -> nn.Module:
         if Experts.of(module):
             return in_blocks(module, self.block, self.sparsity)
@@ -250,6 +256,8 @@ def sparsify_(
     kinds = Counter(type(model.get_submodule(name)).__name__ for name in names)
     replaced = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
     message = f"sparsify_ replaces {replaced}; leaves dense: {sentence(totals(remainders))}"
+    if isinstance(recipe, BlockSparse) and (padded := recipe.padded(model, names)):
+        message += f"; pads experts to multiples of {padded}"
     if all(reason == HEADS for reason, *_ in remainders):
         logging.getLogger("sparsebench").info(message)
     else:

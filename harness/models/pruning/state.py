@@ -9,6 +9,7 @@ of the base model, and merges or splits some, such as the weights of experts. `l
 compares names and shapes, also on the meta device.
 """
 
+import re
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr
@@ -58,25 +59,46 @@ class Names:
     def unchanged(self, names: Iterable[str]) -> dict[str, str]:
         """Return the names in the file of tensors that are only renamed, by those in the model.
 
-        Raises FormatError if two tensors have one name in the model, or if a merged one lacks some.
+        Raises FormatError if two tensors have one name in the model.
         """
         files: dict[str, str] = {}
-        merged: dict[str, dict[str, list[str]]] = {}
         for name in names:
             target, pattern = self.in_model(name)
-            if target not in self.state:
-                continue
-            if pattern is not None:
-                merged.setdefault(target, {}).setdefault(pattern, []).append(name)
-                continue
-            other = files.setdefault(target, name)
-            require(other == name, f"{target}: expected one tensor, found {other} and {name}")
-        for target, parts in merged.items():
+            if target in self.state and pattern is None:
+                other = files.setdefault(target, name)
+                require(other == name, f"{target}: expected one tensor, found {other} and {name}")
+        return files
+
+    def merged(self, names: Iterable[str]) -> dict[str, list[list[str]]]:
+        """Return the names in the file of tensors that are merged, by those in the model.
+
+        There is a list for each kind of tensor, such as gate and up, in the order in which they
+        are joined. It is in the order of the numbers in the names, such as those of experts.
+        Raises FormatError if a kind lacks some.
+        """
+        order = {pattern: i for i, pattern in enumerate(self._patterns())}
+        kinds: dict[str, dict[str, list[str]]] = {}
+        for name in names:
+            target, pattern = self.in_model(name)
+            if target in self.state and pattern is not None:
+                kinds.setdefault(target, {}).setdefault(pattern, []).append(name)
+        merged: dict[str, list[list[str]]] = {}
+        for target, parts in kinds.items():
             few, many = min(parts.values(), key=len), max(parts.values(), key=len)
             actual = f"{len(many)} such as {many[0]} and {len(few)} such as {few[0]}"
             equal = len(few) == len(many)
             require(equal, f"{target}: expected as many tensors of each kind, found {actual}")
-        return files
+            lists = (parts[pattern] for pattern in sorted(parts, key=order.__getitem__))
+            merged[target] = [sorted(each, key=_numbers) for each in lists]
+        return merged
+
+    def _patterns(self) -> Iterator[str]:
+        for rule in self.merges:
+            yield from rule.source_patterns
+
+
+def _numbers(name: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", name)]
 
 
 def on_meta(
