@@ -40,12 +40,10 @@ def launch_of_experts(
     earlier: Earlier | None,
     gate_up: Bind,
     down: Bind,
-    hidden: Callable[[Tensor], Tensor] | None = None,
 ) -> Launch:
     """Plan both products of op experts_ffn, each with a search of its own, and return the layer.
 
     earlier  what earlier processes of the run chose; None for the call of a user
-    hidden   (the output of gate_up) -> H; None if gate_up writes H
 
     Raises Unsupported.
     """
@@ -56,21 +54,18 @@ def launch_of_experts(
         rows = route(ids, experts)
         return rows, x.index_select(0, rows.source)
 
-    def hidden_units(x_rows: Tensor, ends: Tensor) -> Tensor:
-        products: Tensor = first.product.run(x_rows, ends, *both)
-        return products if hidden is None else hidden(products)
-
     rows, x_rows = sort()
     call = gate_up(x_rows, rows.ends)
     first = call.select(earlier and earlier.part("gate_up"))
     both = call.weights(first.product)
-    call = down(hidden_units(x_rows, rows.ends), rows.ends)
+    call = down(first.product.run(x_rows, rows.ends, *both), rows.ends)
     second = call.select(earlier and earlier.part("down"))
     wd = call.weights(second.product)
 
     def run() -> Tensor:
         rows, x_rows = sort()
-        y = second.product.run(hidden_units(x_rows, rows.ends), rows.ends, *wd)
+        h = first.product.run(x_rows, rows.ends, *both)
+        y = second.product.run(h, rows.ends, *wd)
         return combine(y, rows.place, shares)
 
     return launch_of_layer(run, {"gate_up": first, "down": second})

@@ -1,15 +1,15 @@
 """The engines of a mixture's experts (experts.py), and the plans that layers share.
 
-    2:4       GPU of compute capability 9.0              experts_wgmma: fp16, bf16, also act(G) * U
+    2:4       GPU of compute capability 9.0              experts_wgmma: fp16, bf16
               its dX                                     torch's grouped product: bf16
     blocks    GPU of compute capability 8.0 and newer    experts_triton: fp16, bf16
               dX                                         experts_triton, of the transposed experts
               dW                                         experts_triton_wgrad
               CPU                                        dense products in torch, as a reference
 
-W has all experts one below the other. Layers of equal sizes share their plans, because a plan does
-not depend on the values of W, nor on where blocks are. Only dW does: its plans and the order of
-transposed blocks are kept with the index (_bsr_pattern.py).
+Both also compute act(G) * U. W has all experts one below the other. Layers of equal sizes share
+their plans, because a plan does not depend on the values of W, nor on where blocks are. Only dW
+does: its plans and the order of transposed blocks are kept with the index (_bsr_pattern.py).
 
 dX of 2:4 experts writes W out as a dense matrix, multiplies and frees it, as _spense_op.py does:
 tensor cores need 2:4 along the axis that is summed over, and here that is n.
@@ -54,7 +54,8 @@ def multiply(
     """Return Y [rows, n] of the rows X [rows, k] of experts, at least one.
 
     ends        int32 [1, experts], where the rows of each expert end
-    activation  of 2:4 weights: if set, W is gate and up (spense_ffn.py); returns H [rows, n / 2]
+    activation  if set, W is gate and up, in blocks one above the other and in 2:4 in turn
+                (spense_ffn.py); returns H [rows, n / 2]
 
     Raises Unsupported.
     """
@@ -95,7 +96,7 @@ def call_of(w: Weight, experts: int, rows: int, activation: str | None = None) -
     """Return the call that plans a product of rows with experts."""
     if isinstance(w, Spense):
         return experts_wgmma.call_of(w, experts, rows, activation)
-    return experts_triton.call_of(w, experts, rows, w.values.dtype)
+    return experts_triton.call_of(w, experts, rows, w.values.dtype, activation)
 
 
 @lru_cache(256)
@@ -209,15 +210,15 @@ def expert_of(w: Weight, number: int, experts: int) -> Tensor:
 
 def _in_torch(w: Weight, call: Call, config: NoConfig) -> Product:
     """Plan a dense product in torch for each expert that has rows."""
-    activation, columns = None, None
+    activation, columns = call.activation, None
     if isinstance(call, ExpertsCall):
-        activation, columns = call.activation, call.sparse_shape[1]
+        columns = call.sparse_shape[1]
 
     def of_expert(x: Tensor, weight: Tensor) -> Tensor:
         y = x @ weight.T
         if activation is None:
             return y
-        gate, up = parted(y.T)
+        gate, up = y.T.chunk(2) if columns is None else parted(y.T)
         return (ACTIVATIONS[activation](gate) * up).T
 
     def run(x: Tensor, ends: Tensor, *tensors: Tensor, out: Tensor | None = None) -> Tensor:

@@ -37,7 +37,6 @@ from sparsebench.kernels.nn._experts_engines import (
     weight_of,
 )
 from sparsebench.kernels.nn._experts_gate import CLAMPED, gated_of, joined_gradients
-from sparsebench.kernels.nn.block_sparse_mlp import hidden
 
 
 class _Weights(NamedTuple):
@@ -115,12 +114,9 @@ def compute(
 
 def _hidden(w: _Weights, experts: int, rows: Tensor, ends: Tensor, activation: str) -> Tensor:
     """Return H [rows, units] of the rows X."""
-    fused = activation != CLAMPED and w.biases[0] is None
-    if fused and w.in_turn:
+    if activation != CLAMPED and w.biases[0] is None:
         return multiply(w.gate_up, experts, rows, ends, activation)
     products = multiply(w.gate_up, experts, rows, ends)
-    if fused:
-        return hidden(products, activation)
     bias = _of_rows(w.biases[0], ends, len(rows))
     return gated_of(products, activation, in_turn=w.in_turn, bias=bias).hidden().to(rows.dtype)
 

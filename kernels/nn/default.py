@@ -289,10 +289,9 @@ def _experts(operands: Operands, earlier: Earlier | None) -> Launch:
     problem, count = operands.problem, operands.problem["experts"]
     wg, wu, wd = (operands.weights[name] for name in ("wg", "wu", "wd"))
     x, shares, ids = (operands.activations[name] for name in ("x", "shares", "ids"))
-    both: Spense | Bsr
     try:
         if isinstance(wg, Spense) and isinstance(wu, Spense) and isinstance(wd, Spense):
-            both = joined(wg, wu, split="columns")
+            both: Any = joined(wg, wu, split="columns")
             layers: Any = SpenseLinear.from_spense(both), SpenseLinear.from_spense(wd)
         elif isinstance(wd, Bsr):
             both = experts_ffn_triton.joined(wg, wu, count)
@@ -310,11 +309,9 @@ def _experts(operands: Operands, earlier: Earlier | None) -> Launch:
 
     if not x.is_cuda:
         return launch_of_layer(call, {})
-    writes_h, act = isinstance(both, Spense), mlp.activation
-    gate_up = partial(bound_experts, both, count, activation=act if writes_h else None)
-    between = None if writes_h else partial(hidden, activation=act)
+    gate_up = partial(bound_experts, both, count, activation=mlp.activation)
     down = partial(bound_experts, wd, count)
-    return replace(launch_of_experts(operands, earlier, gate_up, down, between), run=call)
+    return replace(launch_of_experts(operands, earlier, gate_up, down), run=call)
 
 
 # ---- a decoding step ----
