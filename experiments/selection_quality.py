@@ -7,7 +7,7 @@
               selects as many keys, in pages; the prompt before them selects, too
 
 The tokens are those of the text, not of the model, so errors of one token do not reach the next
-ones. The first and the last block are always kept. Layers with a window keep it. With --compile, a
+ones. The first and the last block are always kept. Layers with a window keep it. With --compiled, a
 step is one CUDA graph. Times are those of a GPU; a CPU computes a reference, so it has none.
 """
 
@@ -121,7 +121,7 @@ def main(
     steps: Annotated[int, typer.Option(help="Tokens to decode of each context.", min=8)] = 128,
     block: Annotated[int, typer.Option(help="Keys of a block and a page.", min=16)] = 64,
     text: Annotated[Path | None, typer.Option(help="A text file.")] = None,
-    compiled: Annotated[bool, typer.Option("--compile", help="Compile steps.")] = False,
+    compiled: Annotated[bool, typer.Option("--compiled", help="Compile steps.")] = False,
     device: Annotated[str | None, typer.Option(help="cpu or cuda.")] = None,
 ) -> None:
     """Measure the loss and the time of a model with attention to selected blocks of keys."""
