@@ -132,7 +132,7 @@ def main(
         raise SuiteError(f"--context: expected {expected}; found {context}")
     place = pick(device)
     loaded = models.load(weights, place)
-    model = loaded.model if place.type == "cuda" else loaded.model.float()
+    model = loaded.model.to(torch.bfloat16 if place.type == "cuda" else torch.float32)
     origin = text.name if text else "Python's language reference"
     words = text.read_text("utf-8") if text else models.python_reference()
     rows = cut(loaded, words, (contexts, context), origin)
