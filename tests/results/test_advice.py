@@ -437,7 +437,7 @@ def test_a_mixture_reads_the_experts_that_its_tokens_hit(tmp_path: Path, evidenc
     [
         ({"num_experts_per_tok": None}, "num_experts_per_tok, a positive integer; found none"),
         ({"num_experts_per_tok": 129}, "expected at most 128 experts, found 129"),
-        ({"model_type": "gpt_oss"}, "found model_type gpt_oss"),
+        ({"model_type": "llama4_text"}, "found model_type llama4_text"),
         ({"kv_lora_rank": 512}, "found kv_lora_rank 512"),
         ({"shared_expert_intermediate_size": "wide"}, "shared_expert_intermediate_size"),
     ],
