@@ -22,6 +22,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 from importlib.metadata import PackageNotFoundError, version
+from math import ceil
 from statistics import fmean
 from time import perf_counter
 from typing import Any
@@ -45,7 +46,8 @@ from sparsebench.results.record import Problem
 TESTED = (5, 17), (5, 23)  # versions of transformers, the first and the last
 EPSILON, ROTARY = 1e-6, 1e6  # as in harness/ops/decoder.py
 ATTENTION = "sdpa"  # with a mask: flash attention is in packages of its own
-PAGE = 256  # tokens of a page of the cache
+PAGE = 64  # tokens of a page of the cache
+ROOM = 1.5  # pages over those of the requests at once: the scheduler leaves a fifth free
 SPARE = 2 << 30  # bytes beside the weights and the cache: graphs, masks and activations
 PATIENCE_S = 60.0  # most time between two requests that end
 
@@ -101,9 +103,9 @@ class Load:
 
     @property
     def pages(self) -> int:
-        """Return the pages of the cache, half of which may be free."""
+        """Return the pages of the cache."""
         longest = max(prompt + new for prompt, new in self.lengths)
-        return 2 * self.concurrency * (-(-longest // PAGE)) + 4
+        return ceil(ROOM * self.concurrency * (longest // PAGE + 1)) + 4
 
     def prompts(self) -> list[list[int]]:
         rows = self.tokens.tolist()
@@ -147,10 +149,10 @@ def model_of(operands: Operands) -> Any:
     set_weight(model.model.embed_tokens, w["we"].to_dense())
     set_weight(model.lm_head, w["wh"].to_dense())
     model.model.rotary_emb = type(model.model.rotary_emb)(config).to(device)
-    for module in model.modules():
-        weight = getattr(module, "weight", None)
-        if isinstance(weight, Tensor) and weight.is_meta:  # the gain of a norm
-            set_weight(module, q.new_ones(weight.shape))
+    for name, parameter in [*model.named_parameters()]:
+        if parameter.is_meta:  # the gain of a norm
+            gain = q.new_ones(parameter.shape)
+            set_weight(model.get_submodule(name.rpartition(".")[0]), gain)
     model.eval()  # type: ignore[no-untyped-call]
     return model
 
@@ -181,12 +183,11 @@ def mlps(operands: Operands) -> Callable[[Any], nn.Module]:
 
 
 def plan(model: Any, tokens: range) -> None:
-    """Plan the layers for these numbers of tokens; all MLPs are equal, and share plans."""
+    """Plan the sparse layers for these numbers of tokens, without a search."""
     buckets = sorted({bucket(m) for m in tokens})
     for layer in model.model.layers:
-        for name in ("gate_up", "down"):
-            if hasattr(layer.mlp, name):
-                getattr(layer.mlp, name).plan(buckets, search=False)
+        if hasattr(layer.mlp, "plan"):
+            layer.mlp.plan(buckets, search=False)
 
 
 # ---- the server ----
