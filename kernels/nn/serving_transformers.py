@@ -58,7 +58,7 @@ def prepare(
     graphs: bool = True,
     overlap: bool = False,
     rows: int = 32,
-    reads: int = 2048,
+    reads: int | None = None,
     chunk: int = 512,
 ) -> Launch:
     """Start a server.
@@ -66,15 +66,16 @@ def prepare(
     graphs   capture steps as CUDA graphs
     overlap  prepare a step while the step before runs (`use_async_batching`)
     rows     tokens to a multiple of which a step is padded
-    reads    tokens of the cache, likewise
+    reads    tokens of the cache, likewise; default: a sixteenth of what the longest requests have,
+             so that a load needs few graphs
     chunk    most tokens of a step
 
     Raises Unsupported.
     """
     on_gpu = operands.device.type == "cuda"
     choice: dict[str, Any] = {"graphs": graphs and on_gpu, "overlap": overlap and on_gpu}
-    choice |= {"rows": rows, "reads": reads, "chunk": chunk}
     load = Load(operands)
+    choice |= {"rows": rows, "reads": reads or load.reads, "chunk": chunk}
     require_room(operands, load)
     model = model_of(operands)
     if on_gpu:
@@ -102,10 +103,18 @@ class Load:
         self.lengths: list[tuple[int, int]] = [(prompt, new) for prompt, new in lengths]
 
     @property
+    def longest(self) -> int:
+        return max(prompt + new for prompt, new in self.lengths)
+
+    @property
     def pages(self) -> int:
         """Return the pages of the cache."""
-        longest = max(prompt + new for prompt, new in self.lengths)
-        return ceil(ROOM * self.concurrency * (longest // PAGE + 1)) + 4
+        return ceil(ROOM * self.concurrency * (self.longest // PAGE + 1)) + 4
+
+    @property
+    def reads(self) -> int:
+        """Return the tokens of the cache to a multiple of which a step's are padded."""
+        return max(4 * PAGE, 1 << (self.concurrency * self.longest // 16).bit_length())
 
     def prompts(self) -> list[list[int]]:
         rows = self.tokens.tolist()
