@@ -80,6 +80,7 @@ def prepare(
     model = model_of(operands)
     if on_gpu:
         plan(model, range(rows, chunk + 1, rows))
+        torch.cuda.synchronize(operands.device)  # the server has a stream of its own
     server = Server(model, load, configuration(load, choice))
     return Launch(
         server.serve,
@@ -237,7 +238,7 @@ class Server:
     def __init__(self, model: Any, load: Load, config: Any) -> None:
         from transformers import GenerationConfig
 
-        self.load, self.readings = load, dict[str, float]()
+        self.load, self.readings, self.calls = load, dict[str, float](), 0
         self.first_us = self.cold_us = 0.0
         self.forced = Forced(load, model.config.vocab_size, model.dtype)
         model.register_forward_hook(self.forced, with_kwargs=True)
@@ -254,6 +255,7 @@ class Server:
     def serve(self) -> Tensor:
         """Serve all requests; return the last logits of each, [requests, vocab]."""
         self.steps.clear()
+        self.calls += 1
         waiting = list(enumerate(self.load.prompts()))[::-1]
         ended: list[tuple[float, float]] = []
         for _ in range(self.load.concurrency):
@@ -277,20 +279,22 @@ class Server:
     def _add(self, number: int, prompt: list[int]) -> None:
         _, new = self.load.lengths[number]
         timed = {"record_timestamps": True, "eos_token_id": -1}
-        self.manager.add_request(prompt, request_id=str(number), max_new_tokens=new, **timed)
+        name = f"{self.calls}.{number}"  # of a call of its own: a step may still be on its way
+        self.manager.add_request(prompt, request_id=name, max_new_tokens=new, **timed)
 
     def _next(self) -> tuple[float, float]:
         """Return µs to the first token and between later ones, of the next request that ends."""
         result = self.manager.get_result(timeout=PATIENCE_S)
         if result is None:
             raise RuntimeError(f"expected a request to end in {PATIENCE_S:g} s, found none")
-        _, new = self.load.lengths[int(result.request_id)]
+        number = int(result.request_id.partition(".")[2])
+        _, new = self.load.lengths[number]
         if result.error or len(result.generated_tokens) != new:
             found = result.error or f"{len(result.generated_tokens)} tokens"
-            raise RuntimeError(f"request {result.request_id}: expected {new} tokens, found {found}")
+            raise RuntimeError(f"request {number}: expected {new} tokens, found {found}")
         times = result.timestamps
         first_us = 1e6 * (times[0] - result.created_time)
-        if result.request_id == "0":
+        if number == 0:
             self.first_us = first_us
         return first_us, 1e6 * (times[-1] - times[0]) / max(new - 1, 1)
 
