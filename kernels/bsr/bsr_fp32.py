@@ -110,9 +110,7 @@ def rows_of(w: Bsr) -> Tensor:
     return listed(record("bsr_fp32", "BlockRow"), row=order, **ends)
 
 
-def constants_of(
-    config: Config, block: tuple[int, int], k: int, target: str
-) -> cuda.Constants:
+def constants_of(config: Config, block: tuple[int, int], k: int, target: str) -> cuda.Constants:
     """Return the macros of bsr_fp32.cu. Hopper's tensor cores multiply fp64 at the rate of FMA."""
     return (
         *zip(("ROWS", "DEPTH"), step_of(block), strict=True),

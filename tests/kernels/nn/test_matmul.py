@@ -136,7 +136,7 @@ def test_a_weight_with_plans_is_pickled_without_them(kind: Any) -> None:
 
 @pytest.mark.parametrize("tokens", [0, 8])
 def test_a_dense_copy_multiplies_padded_tokens(tokens: int) -> None:
-    config = _frozen_op.Padding(tokens)
+    config = _frozen_op.DenseConfig(tokens)
     assert run_engine(_frozen_op.DENSE, Example(7, N, K, 0.5), torch.float32, configs=[config])
 
 
