@@ -223,7 +223,7 @@ def bind_weight(
             raise Unsupported(f"{accepted} for {len(x)} rows of {list(w.t().shape)}")
         return gemm.descriptors, *result
 
-    handle, factors = _handle(w.device), np.array([1, 0], np.float32)
+    handle, address, factors = _handle(w.device), _address(), np.array([1, 0], np.float32)
     one, zero = factors.ctypes.data, factors.ctypes.data + factors.itemsize
     y, x = (w.new_empty(most, side) for side in w.shape)
     plans = {(m, x.stride(0)): built(x[:m], y[:m]) for m in {1, most}}
@@ -244,18 +244,20 @@ def bind_weight(
         cublasLt.matmul(*words, torch.cuda.current_stream(w.device).cuda_stream)
         if is_capturing(y):
             keep(alive)
-        call = LibraryCall(_matmul_address(), struct.pack("16Q", *words, 0))
-        on_tape(y, owners=(alive,), call=call)
+        on_tape(y, owners=(alive,), call=LibraryCall(address, struct.pack("16Q", *words, 0)))
         return y
 
     return run
 
 
 @cache
-def _matmul_address() -> int:
-    """Return the address of cublasLtMatmul in the library that the bindings have loaded."""
-    loaded = os.RTLD_NOW | os.RTLD_NOLOAD
-    library = ctypes.CDLL(f"libcublasLt.so.{version() // 10_000}", loaded)
+def _address() -> int:
+    """Return the address of cublasLtMatmul in the loaded library. Raises Unsupported."""
+    name = f"libcublasLt.so.{version() // 10_000}"
+    try:
+        library = ctypes.CDLL(name, os.RTLD_NOW | os.RTLD_NOLOAD)
+    except OSError as error:
+        raise Unsupported(f"cuBLASLt called directly: expected {name}, found {error}") from None
     return int(ctypes.cast(library.cublasLtMatmul, ctypes.c_void_p).value or 0)
 
 

@@ -302,7 +302,7 @@ def test_odd_sizes_are_right_on_a_gpu(shape: tuple[int, int, int]) -> None:
 @pytest.mark.usefixtures("emulated")
 @pytest.mark.parametrize("columns", [False, True])
 def test_a_weight_is_multiplied_by_any_x_up_to_the_most_tokens(columns: bool, monkeypatch) -> None:
-    monkeypatch.setattr(_cublaslt, "_matmul_address", lambda: 1)
+    monkeypatch.setattr(_cublaslt, "_address", lambda: 1)
     n, k, most = 24, 16, 20
     w = torch.randn(n, k)
     w = w.T.contiguous().T if columns else w
