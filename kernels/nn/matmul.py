@@ -45,7 +45,7 @@ from sparsebench.kernels._common.product import Product
 from sparsebench.kernels._common.transforms import is_current, is_traced, readable
 from sparsebench.kernels._kernel import NAMES, Operands
 from sparsebench.kernels.nn import _bsr_autograd, _frozen_op, _spense_op
-from sparsebench.kernels.nn._bsr_pattern import pattern_of
+from sparsebench.kernels.nn._bsr_pattern import freeze_index, pattern_of
 from sparsebench.kernels.nn._stamp import by_stamp
 from sparsebench.results.record import Problem
 
@@ -98,7 +98,7 @@ def matmul(x: Tensor, w: Format, kernel: str | None = None) -> Tensor:
 def _multiply(x: Tensor, rows: Tensor, w: Format, kernel: str | None) -> Tensor:
     """Return the product of X, which has these rows, on the current device without autocast."""
     if isinstance(w, Bsr) and not torch.compiler.is_compiling() and w.is_frozen:
-        pattern_of(w.offsets, w.columns).frozen = True
+        freeze_index(w.offsets, w.columns)
     if kernel is None and isinstance(w, Bsr):
         keep(w)
         return _bsr(x, w)
