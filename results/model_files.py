@@ -1,14 +1,12 @@
 """The JSON files about models, and their readers.
 
-    sparsebench/pruning@1    sparsebench prune        loss and errors after pruning, by method
-                             recover_model.py         the same, and the loss after training
+    sparsebench/pruning@1    sparsebench prune        loss after pruning, also by recover_model.py
     sparsebench/sparsity@1   train_lm.py              active hidden units, by L1 coefficient
     sparsebench/widths@1     train_lm.py --pattern    block-sparse models beside dense ones
     sparsebench/whole@1      whole_model.py           time, memory and energy of a whole model
     sparsebench/selection@1  selection_quality.py     loss and time with attention to selected keys
 
 The scripts are in the folder experiments of the repository.
-
 Each class has the fields of its JSON object. The readers raise ResultError for any other file.
 """
 
@@ -45,11 +43,8 @@ class RecoveryTraining:
     """A training of a pruned model in which its zeros stay zeros.
 
     loss       after it, in nats per token, on the held-out tokens
-    low, high  Student's 95 % interval, over the held-out contexts, of the rise of the loss over
-               that of the dense model
-    text       source of its tokens, which does not contain the held-out ones
-    bytes      size of the text
-    tokens     number of tokens in all steps, with repetitions
+    low, high  95 % interval of its rise over the dense model's: Student's, over held-out contexts
+    text       source of its `tokens`, some repeated; of so many `bytes`, without held-out ones
     """
 
     __pydantic_config__: ClassVar = STRICT
