@@ -29,8 +29,7 @@ def areas(
 def pack_bits(elements: Tensor) -> Tensor:
     """Return bool [blocks, b_q, b_k] as uint8 [blocks, b_q, ceil(b_k / 8)], lowest bit first."""
     eights = pad(elements, (0, -elements.shape[-1] % 8)).unflatten(-1, (-1, 8))
-    values = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], device=elements.device)
-    bits: Tensor = (eights * values).sum(-1)
+    bits: Tensor = (eights.byte() << torch.arange(8, device=elements.device)).sum(-1)
     return bits.to(torch.uint8)
 
 

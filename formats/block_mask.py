@@ -10,7 +10,9 @@
 offsets  int32 [batch * lists * q_blocks + 1]  start of each row of blocks in `columns`
 columns  int32 [blocks]   kv block, ascending in a row; bit 31 is set if the block is partial
 bits     uint8 [partial blocks, b_q, ceil(b_k / 8)]   optional; the lowest bit is the first key
-slots    int32 [blocks]   with `bits`: index of a partial block in `bits`, -1 for full blocks
+slots    int32 [blocks]   with `bits`: index of a partial block in `bits`, -1 for full blocks. Of a
+                          mask that is selected on the device it is the column: bits are the same
+                          in all rows, uint8 [kv_blocks, b_q, ceil(b_k / 8)]
 
 A block covers b_q queries and b_k keys, or fewer at the edge, where kernels check the bounds; being
 at the edge alone does not make a block partial. All elements of a full block are allowed. An
@@ -38,6 +40,7 @@ from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from sparsebench.formats._blocks import (
     areas,
@@ -172,6 +175,7 @@ class BlockMask(Format):
         causal: bool = False,
         first: int = 0,
         last: int = 0,
+        keys: Tensor | None = None,
     ) -> Self:
         """Select the blocks of each row that have the highest scores, on their device.
 
@@ -183,6 +187,8 @@ class BlockMask(Format):
         tokens       [S_q, S_kv]; without it, every block is whole
         first, last  blocks that each row keeps whatever their scores: those that it sees first
                      (attention sinks) and last (the window before its queries)
+        keys         bool [S_kv]: False for keys that no query sees, such as padding. Some key of
+                     each block is there
 
         Does not wait for a GPU, and can be captured into a CUDA graph, where each replay selects
         anew. Raises FormatError, and on a GPU Unsupported for more than 8192 blocks of keys.
@@ -192,7 +198,21 @@ class BlockMask(Format):
         arrays = select(scores.flatten(0, 2), selection.sizes, selection.mass)
         shape = selection.rows, selection.grid[1]
         geometry = selection.tokens, selection.block, scores.shape[0], scores.shape[1], causal
-        return cls(shape, *geometry, *arrays, keep=selection.keep)
+        mask = cls(shape, *geometry, *arrays, keep=selection.keep)
+        return mask if keys is None else mask._without(keys)
+
+    def _without(self, keys: Tensor) -> Self:
+        """Return the selected mask without some keys: such blocks are partial in every row."""
+        (b_q, b_k), count = self.block, self.kv_blocks
+        layout = f"{keys.dtype} {list(keys.shape)}"
+        fits = keys.dtype == torch.bool and keys.shape == (self.tokens[1],)
+        require(fits, f"keys: expected bool [{self.tokens[1]}], found {layout}")
+        there = pad(keys, (0, -self.tokens[1] % b_k), value=True).view(count, 1, b_k)
+        cut = pad(~there.flatten(1).all(1), (0, 1))[self.indices.long()]  # of an empty place: False
+        columns = torch.where(cut, self.columns | PARTIAL, self.columns)
+        slots = self.indices.clamp(max=count - 1)
+        bits = pack_bits(there.expand(count, b_q, b_k))
+        return replace(self, columns=columns, bits=bits, slots=slots)
 
     @classmethod
     def from_indices(
@@ -316,7 +336,10 @@ class BlockMask(Format):
         present = self.present
         rows, columns = rows_of(self.offsets)[present], self.indices[present]
         layout: dict[str, Any] = {"batch": self.batch, "lists": self.lists, "causal": self.causal}
-        return self.build(self.tokens, self.block, rows, columns, self.partial[present], **layout)
+        partial = self.partial[present]
+        if self.bits is not None and self.slots is not None:
+            layout["bits"] = self.bits[self.slots[present][partial]]
+        return self.build(self.tokens, self.block, rows, columns, partial, **layout)
 
     def list_of(self, head: int, heads: int) -> int:
         """Return the list that head `head` of `heads` reads. Raises FormatError."""

@@ -19,9 +19,9 @@ from sparsebench.kernels._common.triton import BoundKernel
 from sparsebench.kernels.attention._selecting import bound_select
 
 
-def empty_bits(mask: BlockMask) -> Tensor:
-    """Return memory for the bits of every block of the grid of a mask."""
-    (rows, count), (b_q, b_k) = mask.shape, mask.block
+def empty_bits(mask: BlockMask, rows: int) -> Tensor:
+    """Return memory for the bits of every block of some rows of the grid of a mask."""
+    count, (b_q, b_k) = mask.shape[1], mask.block
     return mask.columns.new_zeros(rows * count, b_q, -(-b_k // 8), dtype=torch.uint8)
 
 

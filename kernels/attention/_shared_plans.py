@@ -6,6 +6,7 @@ which the lists of each call are written before its kernels read them:
     forward    columns ──> columns of that mask                                         `_copy`
     backward   columns ──> the same, and how many blocks of queries each key block has  `_count`
                columns ──> its transposed lists                                         `_transpose`
+    bits       bits of the key blocks ──> the same; the slot of a place is its column
     elements   elements ──> columns and bits of that mask, and for gradients its transposed lists
                                                                                      _listing.py
 
@@ -45,6 +46,7 @@ class SharedPlans:
     operator           plans of one mask, over whose lists `load` writes those of other masks
     forward, backward  launches that write these lists from a mask's columns, or from elements;
                        backward transposes, too
+    bits               of the key blocks of that mask, if it has them
     stamp              of the mask or the elements that they were written from last
     transposed         whether the transposed lists were written, too
     """
@@ -52,18 +54,29 @@ class SharedPlans:
     operator: Operator
     forward: Template
     backward: Template
+    bits: Tensor | None = None
     stamp: Hashable = None
     transposed: bool = False
 
-    def load(self, source: Tensor, *, transposed: bool, stamp: Hashable = None) -> None:
+    def load(
+        self,
+        source: Tensor,
+        *,
+        transposed: bool,
+        stamp: Hashable = None,
+        bits: Tensor | None = None,
+    ) -> None:
         """Enqueue the launches that write the lists, and the transposed ones for gradients.
 
+        bits   of the key blocks of a mask that has them
         stamp  of the source as it is now: lists that have it are not written again
         """
         if stamp is not None and stamp == self.stamp and self.transposed >= transposed:
             return
         template = self.backward if transposed else self.forward
         template(source)
+        if bits is not None and self.bits is not None:
+            self.bits.copy_(bits)
         self.stamp, self.transposed = stamp, transposed
         if is_capturing(source):
             keep(template)
@@ -73,6 +86,7 @@ class Sizes(NamedTuple):
     """Sizes of a mask: all that its plans depend on.
 
     elements  shape, strides and dtype of the elements that it is listed from
+    has_bits  whether a mask whose blocks are selected has bits, those of its key blocks
     """
 
     device: torch.device
@@ -83,6 +97,7 @@ class Sizes(NamedTuple):
     causal: bool
     keep: int
     elements: tuple[Any, ...] | None = None
+    has_bits: bool = False
 
     @property
     def bytes_of_bits(self) -> int:
@@ -95,7 +110,8 @@ class Sizes(NamedTuple):
     def of(cls, mask: BlockMask) -> "Sizes":
         """Return the sizes of a mask whose blocks are selected."""
         grid = mask.batch, mask.lists, mask.causal, mask.keep
-        return cls(mask.columns.device, mask.tokens, mask.block, *grid)
+        has_bits = mask.bits is not None
+        return cls(mask.columns.device, mask.tokens, mask.block, *grid, has_bits=has_bits)
 
     @classmethod
     def of_elements(cls, elements: Tensor, block: tuple[int, int]) -> "Sizes":
@@ -128,7 +144,7 @@ def shared_plans_of(sizes: Sizes, operator_of: Callable[[BlockMask], Operator]) 
 
 def make_shared_plans(sizes: Sizes, operator_of: Callable[[BlockMask], Operator]) -> SharedPlans:
     """Return new plans, for a mask of random blocks: plans order their work by their lists."""
-    device, tokens, block, batch, lists_, causal, keep_, elements = sizes
+    device, tokens, block, batch, lists_, causal, keep_, elements, has_bits = sizes
     draw = torch.Generator(device).manual_seed(0)
     scores = torch.rand(batch, lists_, *blocks_of(tokens, block), generator=draw, device=device)
     options: dict[str, Any] = {"block": [*block], "tokens": [*tokens], "causal": causal}
@@ -137,9 +153,10 @@ def make_shared_plans(sizes: Sizes, operator_of: Callable[[BlockMask], Operator]
     room = first.columns.new_zeros(5, count + 1)  # kernels read one past the last
     columns, rows, places, *rest = (line[:count] for line in room)
     columns.copy_(first.columns)
-    if elements:
+    if elements or has_bits:
         slots, by_key = rest
-        first = replace(first, bits=empty_bits(first), slots=slots)
+        bits = empty_bits(first, first.shape[0] if elements else 1)
+        first = replace(first, bits=bits, slots=slots)
     first = replace(first, columns=columns)
     lists = first.transposed
     rows[: len(lists.rows)], places[: len(lists.rows)] = lists.rows, lists.places
@@ -154,12 +171,12 @@ def make_shared_plans(sizes: Sizes, operator_of: Callable[[BlockMask], Operator]
         source = torch.empty(count, dtype=torch.int32, device="meta")
         programs, both = [_bound_copy(first, source)], [_bound_transpose(first, source, counts)]
     forward, backward = (Template(each, (source,), []) for each in (programs, both))
-    return SharedPlans(operator_of(first), forward, backward)
+    return SharedPlans(operator_of(first), forward, backward, first.bits if has_bits else None)
 
 
 def _bound_copy(mask: BlockMask, source: Tensor) -> BoundKernel:
-    """Return the kernel that copies columns."""
-    args = source, mask.columns, len(source), mask.kv_blocks
+    """Return the kernel that copies columns, and writes the slots of bits by column."""
+    args = source, mask.columns, mask.slots, len(source), mask.kv_blocks
     return BoundKernel(
         _copy, (triton.cdiv(len(source), COPIED),), args, {"COPIED": COPIED}, mask.columns
     )
@@ -170,21 +187,27 @@ def _bound_transpose(mask: BlockMask, source: Tensor, counts: Tensor) -> BoundKe
     lists = mask.transposed
     programs = mask.batch * mask.lists * triton.cdiv(mask.kv_blocks, KEYS)
     places = triton.next_power_of_2(mask.keep)
-    rows = min(max(ELEMENTS // max(places, KEYS), 2), triton.next_power_of_2(mask.q_blocks))
+    by_column = mask.bits is not None and len(mask.bits) == mask.kv_blocks
+    room = ELEMENTS // 4 if by_column else ELEMENTS  # more would spill on a B200
+    rows = min(max(room // max(places, KEYS), 2), triton.next_power_of_2(mask.q_blocks))
     constants = {"PLACES": places, "ROWS": rows}
     sizes = mask.q_blocks, mask.kv_blocks
-    count_args = source, mask.offsets, mask.columns, counts, *sizes
+    slots = mask.slots if by_column else None
+    count_args = source, mask.offsets, mask.columns, slots, counts, *sizes
     first = BoundKernel(_count, (programs,), count_args, constants, counts)
     written = lists.offsets, lists.rows, lists.places, lists.slots
     transpose_args = source, mask.offsets, counts, *written, *sizes
+    constants = {**constants, "BY_COLUMN": by_column}
     return BoundKernel(_transpose, (programs,), transpose_args, constants, lists.rows, first)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _copy(source, columns, count, empty, COPIED: tl.constexpr):  # type: ignore[no-untyped-def]
+def _copy(source, columns, slots, count, empty, COPIED: tl.constexpr):  # type: ignore[no-untyped-def]
     at = tl.program_id(0) * COPIED + tl.arange(0, COPIED)
     column = tl.load(source + at, at < count, 0)
     tl.store(columns + at, _inside(column, empty), at < count)
+    if slots is not None:
+        tl.store(slots + at, column & 0x7FFFFFFF, at < count)
 
 
 @triton.jit
@@ -219,8 +242,9 @@ def _words(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _count(  # type: ignore[no-untyped-def]
-    source, offsets, columns, counts, q_blocks, kv_blocks, PLACES: tl.constexpr, ROWS: tl.constexpr
-):
+    source, offsets, columns, slots, counts, q_blocks, kv_blocks,
+    PLACES: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
     """Count the blocks of queries of 32 key blocks of a list, and copy a part of its columns."""
     programs = tl.cdiv(kv_blocks, 32)
     list_, part = tl.program_id(0) // programs, tl.program_id(0) % programs
@@ -230,7 +254,10 @@ def _count(  # type: ignore[no-untyped-def]
         of_rows = source, offsets, list_, step * ROWS, part, q_blocks, kv_blocks
         at, inside, column, has, _, _ = _words(*of_rows, PLACES, ROWS)
         total += tl.sum((has[:, None] >> lane[None, :]) & 1, 0)
-        tl.store(columns + at, _inside(column, kv_blocks), inside & (step % programs == part))
+        mine = inside & (step % programs == part)
+        tl.store(columns + at, _inside(column, kv_blocks), mine)
+        if slots is not None:
+            tl.store(slots + at, column & 0x7FFFFFFF, mine)
     key = part * 32 + lane
     tl.store(counts + list_ * kv_blocks + key, total, key < kv_blocks)
 
@@ -238,7 +265,7 @@ def _count(  # type: ignore[no-untyped-def]
 @triton.jit  # type: ignore[untyped-decorator]
 def _transpose(  # type: ignore[no-untyped-def]
     source, offsets, counts, starts, rows, places, slots, q_blocks, kv_blocks,
-    PLACES: tl.constexpr, ROWS: tl.constexpr,
+    PLACES: tl.constexpr, ROWS: tl.constexpr, BY_COLUMN: tl.constexpr,
 ):  # fmt: skip
     """Write where 32 key blocks of a list start, and their blocks of queries, ascending."""
     programs = tl.cdiv(kv_blocks, 32)
@@ -263,5 +290,6 @@ def _transpose(  # type: ignore[no-untyped-def]
         tl.store(rows + at, tl.where(flag > 0, row | LOWEST, row), here > 0)
         tl.store(places + at, place[:, None] + tl.cumsum(here, 1) - here, here > 0)
         if slots is not None:
-            tl.store(slots + at, (list_ * q_blocks + row) * kv_blocks + key[None, :], here > 0)
+            in_grid = 0 if BY_COLUMN else (list_ * q_blocks + row) * kv_blocks
+            tl.store(slots + at, in_grid + key[None, :], here > 0)
         to += tl.sum(here, 0)

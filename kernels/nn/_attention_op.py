@@ -161,7 +161,7 @@ def _run(
             operator = plans.operator
         elif mask.keep and mask.columns.is_cuda:
             plans = shared_plans_of(Sizes.of(mask), operator_of)
-            plans.load(aligned(mask.columns), transposed=backward)
+            plans.load(aligned(mask.columns), transposed=backward, bits=mask.bits)
             operator = plans.operator
         elif call not in (operator := _operator(mask)).plans and is_capturing(flat[0]):
             expected = "call it once before capturing a CUDA graph"  # to list a mask waits

@@ -105,9 +105,8 @@ def select_attention(
             "last": how.last if last is None else last,
         }
         grid: dict[str, Any] = {"block": side, "tokens": [scored.q.shape[1], scored.k.shape[1]]}
-        mask = BlockMask.from_scores(
-            scored.scores, keep, mass=mass, causal=causal, **places, **grid
-        )
+        grid |= {"causal": causal, "keys": scored.keys}
+        mask = BlockMask.from_scores(scored.scores, keep, mass=mass, **places, **grid)
         return scored.finish(attention(scored.q, scored.k, scored.v, mask, scale=scale))
 
 
@@ -172,7 +171,8 @@ def _results(
         raise Unsupported(f"attention: expected sparsebench's BlockMask, found {kind}")
     q, k, v = _cast(q, k, v)
     given = scale if scale is None else float(scale)
-    eager = q.is_cuda and not torch.compiler.is_compiling()
+    by_call = mask.keep and mask.bits is not None  # a recorded call reads the columns alone
+    eager = q.is_cuda and not torch.compiler.is_compiling() and not by_call
     recordings = recordings_of(mask, given) if eager else None
     if recordings is not None:
         fast = recordings.replay(*arguments_of(mask, q, k, v))

@@ -104,6 +104,21 @@ def test_the_fewest_blocks_that_have_the_mass_are_selected(case, mass: float) ->
         assert mask.keep == (most or scores.shape[3])
 
 
+@pytest.mark.parametrize("case", CASES)
+def test_keys_that_are_not_there_are_left_out_of_every_row(case) -> None:
+    tokens, block, causal, keep, first, last = case
+    keys = torch.rand(tokens[1], generator=torch.Generator().manual_seed(1)) < 0.8
+    keys[:: block[1]] = True
+    options: dict[str, Any] = {"block": [*block], "tokens": [*tokens], "causal": causal}
+    options |= {"keep": keep, "first": first, "last": last}
+    mask = BlockMask.from_scores(drawn(case), keys=keys, **options)
+    whole = BlockMask.from_scores(drawn(case), **options)
+    assert torch.equal(mask.indices, whole.indices)
+    for each in (mask, mask.compact()):
+        assert torch.equal(each.expand(), whole.expand() & keys)
+    assert bool((mask.partial >= whole.partial).all())
+
+
 def test_a_mass_of_equal_scores_is_that_of_the_lower_columns() -> None:
     scores = torch.ones(1, 1, 2, 8)
     assert rows_of(BlockMask.from_scores(scores, mass=0.5)) == [[0, 1, 2, 3]] * 2
@@ -143,6 +158,12 @@ def test_lists_of_indices_in_any_order_are_taken_once(case) -> None:
     whole = (*case[:3], count, 0, 0)
     expected = [chosen(row, i % height, whole) for i, row in enumerate(marks.flatten(0, 2))]
     assert rows_of(mask) == expected
+
+
+def test_keys_of_another_length_are_refused() -> None:
+    for keys in (torch.ones(31).bool(), torch.ones(32)):
+        with pytest.raises(FormatError, match=r"keys: expected bool \[32\], found"):
+            BlockMask.from_scores(torch.zeros(1, 1, 2, 2), 1, block=16, keys=keys)
 
 
 def test_what_cannot_be_selected_is_refused_in_one_line() -> None:

@@ -33,6 +33,7 @@ class Scored(NamedTuple):
              is one of their softmax
     q, k, v  [batch, tokens, heads, D], in the order of the blocks
     finish   output in that order -> result, shaped like the caller's q
+    keys     bool [S_kv]: False for padding; None without any
     """
 
     scores: Tensor
@@ -40,6 +41,7 @@ class Scored(NamedTuple):
     k: Tensor
     v: Tensor
     finish: Callable[[Tensor], Tensor] = unchanged
+    keys: Tensor | None = None
 
 
 @dataclass(frozen=True)

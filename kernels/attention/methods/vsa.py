@@ -7,8 +7,10 @@
 
 A cube is a block of 64 tokens. With `video`, tokens are those of a video row by row, and are
 brought into the order of cubes and back, which moves q, k, v and O once more. A model that orders
-its tokens once, by `in_cubes`, leaves `video` out. Each head has a list, and no block is kept
-whatever its score. Not causal. Gradients flow through both branches, and none through the choice.
+its tokens once, by `in_cubes`, leaves `video` out if its sides are multiples of 4. Other videos are
+padded to whole cubes: means are those of the real tokens, and bits of the mask leave out the rest.
+Each head has a list, and no block is kept whatever its score. Not causal. Gradients flow through
+both branches, and none through the choice. A NaN in a token reaches every query by the coarse one.
 Source: arXiv 2505.13389, and video_sparse_attn in fastvideo_kernel/ops.py of hao-ai-lab/FastVideo,
 which also rounds A, its softmax and the coarse output to bf16.
 """
@@ -18,6 +20,7 @@ from math import prod
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from sparsebench.errors import Unsupported
 from sparsebench.kernels.attention._selecting import means
@@ -40,14 +43,18 @@ def score(
 ) -> Scored:
     """Return a list for each head, and a `finish` that adds the coarse branch.
 
-    video  frames, rows and columns of tokens, multiples of 4; None if tokens are in cubes already
+    video  frames, rows and columns of tokens; None if tokens are whole cubes, one after the other
     gate   factor of the coarse branch: a number, or broadcast to q, in the caller's order of
            tokens; 1 by default
     """
     _require(q, k, block, causal, video)
+    keys, real, shape = None, None, q.shape
     if video is not None:
         q, k, v = (in_cubes(x, video) for x in (q, k, v))
-    pooled = [means(x, CUBE, x.shape[2]).to(x.dtype).float() for x in (q, k, v)]
+        if any(side % SIDE for side in video):
+            keys = in_cubes(q.new_ones(1, prod(video), 1), video).view(-1) != 0
+            real = keys.view(-1, CUBE).sum(1)[:, None]
+    pooled = [_rounded_means(x, real) for x in (q, k, v)]
     group = q.shape[2] // k.shape[2]
     q_c, k_c, v_c = pooled[0], *(x.repeat_interleave(group, 1) for x in pooled[1:])
     logits = (q_c @ k_c.mT) * scale
@@ -56,7 +63,7 @@ def score(
     def finish(o: Tensor) -> Tensor:
         cubes, part = o.unflatten(1, (-1, CUBE)), coarse[:, :, None]
         if isinstance(gate, Tensor):
-            rows = gate.to(o.dtype).expand(o.shape)
+            rows = gate.to(o.dtype).expand(shape)
             rows = rows if video is None else in_cubes(rows, video)
             whole = torch.addcmul(cubes, rows.unflatten(1, (-1, CUBE)), part)
         else:
@@ -64,21 +71,41 @@ def score(
         flat = whole.flatten(1, 2)
         return flat if video is None else in_rows(flat, video)
 
-    return Scored(logits.detach(), q, k, v, finish)
+    return Scored(logits.detach(), q, k, v, finish, keys)
+
+
+def _rounded_means(x: Tensor, real: Tensor | None) -> Tensor:
+    """Return means of cubes [batch, heads, cubes, D] of x, in which padding is 0.
+
+    real  tokens of each cube [cubes, 1], if some have fewer than 64
+    """
+    whole = means(x, CUBE, x.shape[2])
+    rounded: Tensor = (whole if real is None else whole * CUBE / real).to(x.dtype).float()
+    return rounded
 
 
 def in_cubes(x: Tensor, video: Sequence[int]) -> Tensor:
-    """Return x [batch, tokens, ...] of a video, row by row, with the tokens of a cube in turn."""
-    t, y, w = (side // SIDE for side in video)
-    cubes = x.reshape(x.shape[0], t, SIDE, y, SIDE, w, SIDE, -1)
-    return cubes.permute(0, 1, 3, 5, 2, 4, 6, 7).reshape(x.shape)
+    """Return x [batch, tokens, ...] of a video, row by row, with the tokens of a cube in turn.
+
+    Sides that are no multiples of 4 are padded with zeros.
+    """
+    t, y, w = (-(-side // SIDE) for side in video)
+    rest, whole = x.shape[2:], x.reshape(x.shape[0], *video, -1)
+    if any(side % SIDE for side in video):
+        whole = pad(whole, [0, 0, *(n for side in video[::-1] for n in (0, -side % SIDE))])
+    cubes = whole.reshape(x.shape[0], t, SIDE, y, SIDE, w, SIDE, -1)
+    return cubes.permute(0, 1, 3, 5, 2, 4, 6, 7).reshape(x.shape[0], -1, *rest)
 
 
 def in_rows(x: Tensor, video: Sequence[int]) -> Tensor:
-    """Return the inverse of `in_cubes`."""
-    t, y, w = (side // SIDE for side in video)
-    rows = x.reshape(x.shape[0], t, y, w, SIDE, SIDE, SIDE, -1)
-    return rows.permute(0, 1, 4, 2, 5, 3, 6, 7).reshape(x.shape)
+    """Return the inverse of `in_cubes`, without padding."""
+    t, y, w = (-(-side // SIDE) for side in video)
+    cubes = x.reshape(x.shape[0], t, y, w, SIDE, SIDE, SIDE, -1)
+    whole = cubes.permute(0, 1, 4, 2, 5, 3, 6, 7).reshape(x.shape[0], t * SIDE, y * SIDE, -1)
+    frames, rows, columns = video
+    whole = whole.unflatten(3, (w * SIDE, -1))[:, :frames, :rows, :columns]
+    real: Tensor = whole.reshape(x.shape[0], prod(video), *x.shape[2:])
+    return real
 
 
 def _require(q: Tensor, k: Tensor, block: int, causal: bool, video: Sequence[int] | None) -> None:
@@ -90,11 +117,9 @@ def _require(q: Tensor, k: Tensor, block: int, causal: bool, video: Sequence[int
     if video is None and any(count % CUBE for count in tokens):
         expected = f"queries and keys in multiples of {CUBE}, or their video"
         raise Unsupported(f"vsa: expected {expected}, found {tokens[0]} and {tokens[1]}")
-    if video is not None and (
-        len(video) != 3 or any(side % SIDE for side in video) or {prod(video)} != {*tokens}
-    ):
-        expected = f"video: expected 3 multiples of {SIDE} whose product is the number of tokens"
-        raise Unsupported(f"vsa: {expected}, {tokens[0]}; found {[*video]}")
+    if video is not None and (len(video) != 3 or {prod(video)} != {*tokens}):
+        expected = f"video: expected 3 sides whose product is the number of tokens, {tokens[0]}"
+        raise Unsupported(f"vsa: {expected}; found {[*video]}")
 
 
 METHOD = Method(score, block=CUBE, first=0, last=0)

@@ -25,6 +25,7 @@ from tests.kernels.attention.cases import Case, flat, gradients, moved
 from tests.kernels.contract import refusal
 
 VIDEO = (8, 4, 12)  # frames, rows, columns: 6 cubes
+SHORT = (5, 3, 9)  # 6 cubes, of 48, 12, 3 and 1 tokens in each row of cubes
 
 
 def drawn(*shapes: tuple[int, ...], **options: Any) -> list[Tensor]:
@@ -44,7 +45,7 @@ def cube_of(token: int, video: tuple[int, int, int]) -> int:
     """Return the cube of a token of a video, both counted row by row."""
     _, height, width = video
     t, y, x = token // (height * width), token // width % height, token % width
-    return (t // 4 * (height // 4) + y // 4) * (width // 4) + x // 4
+    return (t // 4 * -(-height // 4) + y // 4) * -(-width // 4) + x // 4
 
 
 def vsa_in_fp64(
@@ -53,7 +54,7 @@ def vsa_in_fp64(
     """Return VSA of tokens in the order of the video, one head and query at a time."""
     batch, tokens, heads, d = q.shape
     cube = torch.tensor([cube_of(token, video) for token in range(tokens)])
-    count, group = tokens // 64, heads // k.shape[2]
+    count, group = int(cube.max()) + 1, heads // k.shape[2]
 
     def mean(x: Tensor) -> Tensor:
         rows = torch.stack([x[cube == c].double().mean(0) for c in range(count)])
@@ -81,17 +82,23 @@ def test_tokens_of_a_cube_lie_in_turn() -> None:
     assert of_cube == sorted(of_cube)
     assert cubes.flatten()[:6].tolist() == [0, 1, 2, 3, 12, 13]
     assert torch.equal(vsa.in_rows(cubes, VIDEO), tokens)
+    tokens = 1 + torch.arange(math.prod(SHORT)).view(1, -1, 1)
+    cubes = vsa.in_cubes(tokens, SHORT)
+    for number, cube in enumerate(cubes.view(-1, 64)):
+        assert {cube_of(int(token) - 1, SHORT) for token in cube[cube > 0]} == {number}
+    assert torch.equal(vsa.in_rows(cubes, SHORT), tokens)
 
 
 @pytest.mark.parametrize("kv_heads", [4, 2])
 @pytest.mark.parametrize("keep", [1, 2, 6])
-def test_vsa_and_its_gradients_are_those_of_its_definition(kv_heads: int, keep: int) -> None:
-    tokens = math.prod(VIDEO)
+@pytest.mark.parametrize("video", [VIDEO, SHORT])
+def test_vsa_and_its_gradients_are_those_of_its_definition(video, kv_heads: int, keep: int) -> None:
+    tokens = math.prod(video)
     sizes = [(2, tokens, heads, 16) for heads in (4, kv_heads, kv_heads, 4, 4)]
     q, k, v, gate, do = drawn(*sizes)
     leaves = [x.requires_grad_() for x in (q, k, v, gate)]
-    o = select_attention(q, k, v, keep=keep, method="vsa", video=VIDEO, gate=gate)
-    right = vsa_in_fp64(*leaves, VIDEO, keep)
+    o = select_attention(q, k, v, keep=keep, method="vsa", video=video, gate=gate)
+    right = vsa_in_fp64(*leaves, video, keep)
     torch.testing.assert_close(o.double(), right, atol=2e-5, rtol=1e-4)
     actual = torch.autograd.grad(o, leaves, do)
     expected = torch.autograd.grad(right, leaves, do.double())
@@ -265,6 +272,7 @@ def test_gradients_of_means_are_those_of_torch() -> None:
 CALLS: list[dict[str, Any]] = [
     {"method": "vsa", "keep": 2},
     {"method": "vsa", "keep": 3, "video": VIDEO, "gate": 0.5},
+    {"method": "vsa", "keep": 3, "video": (6, 8, 8)},
     {"method": "xattention", "mass": 0.8, "block": 64, "stride": 8, "causal": True},
     {"method": "xattention", "keep": 3, "block": 32},
 ]
@@ -298,7 +306,7 @@ def test_a_method_compiles_and_has_gradients(options: dict[str, Any]) -> None:
         ({"method": "xattention", "norm": 0}, "norm: expected a number above 0, found 0"),
         ({"method": "vsa", "causal": True}, "expected blocks of 64 that are not causal"),
         ({"method": "vsa", "block": 128}, "found 128, causal=False"),
-        ({"method": "vsa", "video": (8, 6, 8)}, "expected 3 multiples of 4 .* 384; found .8, 6, 8"),
+        ({"method": "vsa", "video": (48, 8)}, "expected 3 sides .* 384; found .48, 8"),
         ({"method": "vsa", "video": (8, 8, 8)}, "product is the number of tokens, 384"),
     ],
 )
@@ -387,6 +395,7 @@ def test_xattention_scores_are_those_of_torch_on_a_gpu(d: int, causal: bool) -> 
     [
         {"method": "vsa", "keep": 4},
         {"method": "vsa", "keep": 4, "video": (16, 8, 8), "gate": 0.7},
+        {"method": "vsa", "keep": 4, "video": (16, 32, 2)},
         {"method": "xattention", "mass": 0.6, "stride": 16, "causal": True},
         {"method": "xattention", "mass": 0.6, "block": 64, "stride": 8},
     ],
@@ -427,6 +436,7 @@ def error_of(
     given: dict[str, Any] = {"scale": x[0].shape[3] ** -0.5, "block": side, "causal": causal}
     scored = how.score(*x, **given, **options)
     places: dict[str, Any] = {"first": how.first, "last": how.last, "mass": mass}
+    places["keys"] = None if scored.keys is None else scored.keys.cpu()
     tokens = [scored.q.shape[1], scored.k.shape[1]]
     mask = BlockMask.from_scores(
         scored.scores.cpu(), keep, block=side, tokens=tokens, causal=causal, **places

@@ -119,7 +119,8 @@ def test_every_generation_compiles_what_selects(capability, monkeypatch) -> None
     programs: list[BoundKernel] = []
     monkeypatch.setattr(Template, "__init__", lambda self, bound, *_: programs.extend(bound))
     mask = selected(Case((4096, 4096), 64, (8, 8), causal=True), 0)
-    make_shared_plans(Sizes.of(mask), in_triton)
+    for has_bits in (False, True):
+        make_shared_plans(Sizes.of(mask)._replace(has_bits=has_bits), in_triton)
     for queries, dtype in ((1000, torch.bool), (1, torch.float16)):
         elements = torch.empty(2, 1, queries, 1000, dtype=dtype)
         make_shared_plans(Sizes.of_elements(elements, (64, 64)), in_triton)
@@ -129,7 +130,7 @@ def test_every_generation_compiles_what_selects(capability, monkeypatch) -> None
     for d, heads in ((128, 4), (96, 3)):
         shape = (2, 1000, heads, d), (1000 * heads * d, heads * d, d, 1), torch.bfloat16
         _means_launch.__wrapped__(*shape, device, 64, 1)
-    assert len(programs) == 16
+    assert len(programs) == 18
     for program in (*programs, *(one.before for one in programs if one.before)):
         complaint = complaint_about_launch(program, capability)
         assert complaint is None, (program.kernel.__name__, complaint)
@@ -290,7 +291,33 @@ def test_a_plan_computes_every_mask_of_its_sizes(case: Case, op: Any) -> None:
             assert error < (8e-3 if case.dtype == "fp16" else 2e-5) * right.norm()
 
 
-def selected(case: Case, seed: int) -> BlockMask:
+@pytest.mark.interpreted(also_compiled=False)
+@pytest.mark.parametrize("op", ["attention", "attention_backward"])
+def test_a_plan_leaves_out_the_keys_that_its_mask_does(op: Any) -> None:
+    case = Case((45, 90), (16, 32), (4, 2), batch=2, lists=2, head_dim=32, dtype="fp32")
+    inputs, call, plans, product = case.operands(), case.call(op), None, None
+    backward = op == "attention_backward"
+    for seed in range(2):
+        keys = torch.rand(90, generator=torch.Generator().manual_seed(seed)) < 0.7
+        keys[32:64] = True  # a whole block
+        mask = moved(selected(case, seed, keys))
+        if plans is None:
+            plans = make_shared_plans(Sizes.of(mask), in_triton)
+            engine = plans.operator.engines[backward]
+            product = next(engine.candidates(plans.operator.weight(call), call)).plan()
+        o, lse, gradient = gradients(inputs, mask)
+        compact = mask.compact()
+        assert all(map(torch.equal, gradients(inputs, compact)[2], gradient))
+        q, k, v, do = (moved(flat(x)) for x in inputs)
+        rest = moved(flat(o.to(q.dtype))), moved(lse.flatten(0, 1).float()), do
+        plans.load(mask.columns, transposed=backward, bits=mask.bits)
+        results: Any = product.run(q, k, v, *(rest if backward else ()))  # type: ignore[union-attr]
+        for actual, right in zip(results, gradient if backward else (o,), strict=False):
+            error = (actual.double().cpu() - flat(right).reshape(actual.shape)).norm()
+            assert error < 2e-5 * right.norm()
+
+
+def selected(case: Case, seed: int, keys: Tensor | None = None) -> BlockMask:
     """Return a mask with an empty row, and one with fewer blocks than places."""
     tokens, block = case.tokens, case.block if isinstance(case.block, tuple) else (case.block,) * 2
     grid = [-(-size // side) for size, side in zip(tokens, block, strict=True)]
@@ -299,7 +326,8 @@ def selected(case: Case, seed: int) -> BlockMask:
     )
     scores[:, :, 0] = -math.inf
     scores[:, :, 1, 1:] = math.nan
-    return BlockMask.from_scores(scores, 2, tokens=[*tokens], block=[*block], causal=case.causal)
+    options: dict[str, Any] = {"tokens": [*tokens], "block": [*block], "causal": case.causal}
+    return BlockMask.from_scores(scores, 2, keys=keys, **options)
 
 
 @pytest.mark.interpreted(also_compiled=False)
