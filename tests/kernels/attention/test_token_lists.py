@@ -1,0 +1,138 @@
+"""Lists of single queries: their gathering, what NSA and MoBA select, and their attention in fp64."""
+
+import math
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from sparsebench.formats.block_mask import BlockMask
+from sparsebench.kernels.attention._gathering import Gathered, bound_gathering
+from sparsebench.kernels.attention._moba import FORCED as OF_MOBA
+from sparsebench.kernels.attention._moba import gate
+from sparsebench.kernels.attention._nsa import FORCED as OF_NSA
+from sparsebench.kernels.attention._nsa import compress
+from tests.kernels.attention.cases import moved, random_mask, with_more_behind, with_places
+
+MASKS: list[dict[str, Any]] = [
+    {"tokens": (70, 200), "block": (1, 16), "lists": 2, "causal": True},
+    {"tokens": (33, 64), "block": (1, 64), "batch": 2},
+    {"tokens": (2100, 90), "block": (1, 1), "density": 0.1},  # more words and blocks than a step
+    {"tokens": (50, 100), "block": (1, 16), "density": 1},
+]
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("options", MASKS, ids=str)
+def test_the_queries_of_a_block_are_gathered_as_in_torch(options: dict[str, Any]) -> None:
+    mask = random_mask(**options)
+    wide = with_more_behind(with_places(mask))
+    places = int(wide.counts.max())
+    right = Gathered.of(mask, places)
+    gathered = Gathered(*(torch.full_like(x, -7) for x in right))
+    given = moved(wide)
+    for program in bound_gathering(given, places, Gathered(*map(moved, gathered))):
+        program()
+    for name in ("starts", "bases", "counts"):
+        assert torch.equal(getattr(gathered, name), getattr(right, name)), name
+    lists = mask.batch * mask.lists
+    for first, end in zip(
+        right.starts[:, 0], right.starts[:, -1] + right.bases[:, -1, -1], strict=True
+    ):
+        assert torch.equal(gathered.entries[first:end], right.entries[first:end])
+    assert lists == len(right.starts)
+    row, place = right.entries // places, right.entries % places
+    listed = mask.offsets[row] + place
+    first = right.starts.flatten()
+    for cell, start in enumerate(first.tolist()):
+        stop = start + int(right.bases[:, -1].flatten()[cell])
+        assert (mask.indices[listed[start:stop]] == cell % mask.kv_blocks).all()
+        assert (row[start:stop].diff() > 0).all()
+
+
+class TokenCase(NamedTuple):
+    """Sizes of a selection."""
+
+    queries: int
+    keys: int
+    heads: tuple[int, int]
+    block: int
+    keep: int
+    head_dim: int = 32
+    dtype: torch.dtype = torch.float32
+    batch: int = 1
+
+    def operands(self) -> list[Tensor]:
+        """Return q, k and v by head, the same each time."""
+        draw = torch.Generator().manual_seed(0)
+        queries, keys = zip((self.queries, self.keys), self.heads, strict=True)
+        sizes = [(self.batch, *size, self.head_dim) for size in (queries, keys, keys)]
+        return [torch.randn(size, generator=draw).to(self.dtype) for size in sizes]
+
+
+CASES = [
+    TokenCase(70, 70, (4, 2), 16, 3),
+    TokenCase(40, 130, (16, 1), 8, 5, batch=2, dtype=torch.float16),
+    TokenCase(50, 50, (3, 1), 16, 2, head_dim=48),
+    TokenCase(90, 60, (2, 2), 8, 4),  # the first 30 queries see nothing
+]
+
+
+def pooled(x: Tensor, block: int) -> Tensor:
+    """Return the mean of each block of tokens, of those that there are [batch, n, heads, D]."""
+    return torch.stack([part.mean(1) for part in x.double().split(block, 1)], 1).to(x.dtype)
+
+
+def nsa_of(q: Tensor, k: Tensor, v: Tensor, block: int, scale: float) -> tuple[Tensor, Tensor]:
+    """Return O of the compressed branch and the scores in fp64, one query at a time."""
+    keys, values = (pooled(x, block).double() for x in (k, v))
+    (batch, s, heads, _), groups = q.shape, k.shape[2]
+    o = q.new_zeros(q.shape, dtype=torch.float64)
+    scores = o.new_zeros(batch, groups, s, keys.shape[1])
+    for b, t, h in [(b, t, h) for b in range(batch) for t in range(s) for h in range(heads)]:
+        group, position = h * groups // heads, t + k.shape[1] - s
+        complete = max(position + 1, 0) // block
+        p = (keys[b, :complete, group] @ q[b, t, h].double() * scale).softmax(0)
+        o[b, t, h] = p @ values[b, :complete, group]
+        scores[b, group, t, :complete] += p
+    return o, scores
+
+
+def moba_of(q: Tensor, k: Tensor, block: int) -> Tensor:
+    """Return the scores in fp64."""
+    keys = pooled(k, block).double().repeat_interleave(q.shape[2] // k.shape[2], 2)
+    return torch.einsum("bshd,bnhd->bhsn", q.double(), keys)
+
+
+def seen(case: TokenCase) -> Tensor:
+    """Return which blocks each query sees, bool [queries, n]."""
+    first = torch.arange(0, case.keys, case.block)
+    return first <= (torch.arange(case.queries) + case.keys - case.queries)[:, None]
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_nsa_scores_blocks_by_its_compressed_branch(case: TokenCase, biased: bool) -> None:
+    q, k, v = case.operands()
+    o, right = nsa_of(q, k, v, case.block, 0.3)
+    bias = torch.randn(right.shape) if biased else None
+    actual, scores = compress(*map(moved, (q, k, v)), case.block, 0.3, None if bias is None else moved(bias))
+    close = {"atol": 2e-3, "rtol": 2e-3} if q.dtype == torch.float16 else {"atol": 1e-5, "rtol": 1e-5}
+    torch.testing.assert_close(actual.cpu().double(), o, **close)
+    right = right if bias is None else right + bias
+    torch.testing.assert_close(scores.cpu().double()[..., seen(case)], right[..., seen(case)], **close)
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_moba_scores_blocks_by_their_means(case: TokenCase, biased: bool) -> None:
+    q, k, _ = case.operands()
+    right = moba_of(q, k, case.block)
+    bias = torch.randn(right.shape) if biased else None
+    scores = gate(*map(moved, (q, k)), case.block, None if bias is None else moved(bias))
+    close = {"atol": 1e-2, "rtol": 2e-3} if q.dtype == torch.float16 else {"atol": 1e-5, "rtol": 1e-5}
+    right = right if bias is None else right + bias
+    torch.testing.assert_close(scores.cpu().double()[..., seen(case)], right[..., seen(case)], **close)
