@@ -30,6 +30,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sparsebench.formats._format import sides_of
+from sparsebench.formats.block_mask import BlockMask
 from sparsebench.kernels._common.capture import is_capturing, keep
 from sparsebench.kernels._common.device import multiprocessors
 from sparsebench.kernels._common.product import Product
@@ -39,7 +40,13 @@ from sparsebench.kernels.attention import _shapes
 from sparsebench.kernels.attention._call import AttentionCall, ListedMask, attention_engine
 from sparsebench.kernels.attention._gathering import CHUNK, Gathered, bound_gathering
 from sparsebench.kernels.attention._shapes import LOG2_E, Config, by_head, head_box
-from sparsebench.kernels.attention.attention_triton import LN_2, code_of, matrices, path_of
+from sparsebench.kernels.attention.attention_triton import (
+    LN_2,
+    code_of,
+    matrices,
+    path_of,
+    refuse_path,
+)
 from sparsebench.results.record import Problem
 
 SECTION_BYTES = 1 << 30  # of parts at a time
@@ -56,17 +63,27 @@ SECTION = "first_unit", "first_chunk", "end_chunk", "first_token", "span"  # one
 
 def unsupported(problem: Problem, device: torch.device) -> str | None:
     """Return why the kernel cannot run the problem here, or None."""
-    queries = sides_of(problem["block"])[0]
-    if queries != 1:
-        return f"block: expected a list for each query, found one for {queries} queries"
-    return _shapes.unsupported(problem, device)
+    return _shapes.unsupported(problem, device) or _unsupported_queries(problem["block"])
+
+
+def _unsupported_queries(block: object) -> str | None:
+    queries = sides_of(block)[0]
+    expected = "expected a list for each query"
+    return f"block: {expected}, found one for {queries} queries" if queries > 1 else None
+
+
+def _unsupported_mask(mask: BlockMask) -> str | None:
+    """Return why the kernel cannot read a mask, or None."""
+    if mask.bits is not None:
+        return "expected a mask without bits, found bits"
+    if mask.kv_blocks > MOST_BLOCKS:
+        return f"expected at most {MOST_BLOCKS} blocks of keys, found {mask.kv_blocks}"
+    return _unsupported_queries(mask.block)
 
 
 def choices(w: ListedMask, call: AttentionCall) -> list[Config]:
     """Return the configurations to try, the default first. Raises Unsupported."""
-    refuse("expected a mask without bits, found bits" if w.mask.bits is not None else None)
-    most, blocks = MOST_BLOCKS, w.mask.kv_blocks
-    refuse(f"expected at most {most} blocks of keys, found {blocks}" if blocks > most else None)
+    refuse(_unsupported_mask(w.mask))
     shape, shared, path = call.shape, w.shared(call.shape), path_of(w, call)
     side = max(SMALLEST, triton.next_power_of_2(shape.block[1]))
     near = [(rows, min(keys, side), *rest) for rows, keys, *rest in _tiles(shape.itemsize)]
@@ -95,7 +112,8 @@ def _config(
 
 def plan(w: ListedMask, call: AttentionCall, config: Config) -> Product:
     """Gather the queries, if the mask stays as it is, and compile. Raises Unsupported."""
-    refuse("expected the path pointers, found tma" if _wrong_path(w, call, config) else None)
+    refuse(_unsupported_mask(w.mask))
+    refuse_path(w, call, config.path)
     shape, mask, device = call.shape, w.mask, w.mask.columns.device
     places = max(1, int(mask.counts.max()))
     q, k, v = inputs = [by_head(x, shape) for x in matrices(call)[:3]]
@@ -147,11 +165,6 @@ def plan(w: ListedMask, call: AttentionCall, config: Config) -> Product:
         return results
 
     return Product(run, code_of(programs[-2], device))
-
-
-def _wrong_path(w: ListedMask, call: AttentionCall, config: Config) -> bool:
-    """Return whether a configuration reads by TMA what TMA cannot read."""
-    return config.path == "tma" and path_of(w, call) != "tma"
 
 
 KERNEL = attention_engine("attention_gathered", "attention", choices, plan, unsupported, Config)

@@ -1,15 +1,18 @@
 """Attention whose blocks are selected in every launch: what a mask that changes costs.
 
     selects   pooled   means of Q and K, their products, the blocks, their lists, attention
+              nsa      means of K and V, their branch and the scores of NSA, the same    (_nsa.py)
+              moba     means of K, the scores of MoBA, the same                         (_moba.py)
               scores                                     the blocks, their lists, attention
               lists                                                  their lists, attention
 
-`attention_wgmma` beside it has attention alone, so differences of the rows are the parts. A contest
+`attention_wgmma` or `attention_gathered` beside it has attention alone, so differences of the rows
+are the parts. O is that of the selected blocks: gates and other branches are not in it. A contest
 compares outputs for one mask. So scores are added to a bias: 0 for the blocks of the mask, and -inf
 for the rest. Every part does the work that it does without one (sparsebench.select_attention), and
 it selects the mask, whatever the values of Q and K.
 
-Bound: attention's, and the bytes of Q and K once more for their means.
+Bound: attention's, and the bytes of Q and K once more for their means and scores.
 """
 
 from collections.abc import Sequence
@@ -23,14 +26,16 @@ from sparsebench.formats.block_mask import BlockMask
 from sparsebench.kernels._common.operator import Earlier, Engine, launch_of
 from sparsebench.kernels._common.product import Product
 from sparsebench.kernels._kernel import Kernel, Launch, Operands, refuse
-from sparsebench.kernels.attention import attention_triton, attention_wgmma
+from sparsebench.kernels.attention import attention_gathered, attention_triton, attention_wgmma
 from sparsebench.kernels.attention._call import AttentionCall, bind, operator_of
+from sparsebench.kernels.attention._moba import gate
+from sparsebench.kernels.attention._nsa import compress
 from sparsebench.kernels.attention._selecting import means
-from sparsebench.kernels.attention._shapes import unsupported
+from sparsebench.kernels.attention._shapes import AttentionShape, by_head, unsupported
 from sparsebench.kernels.attention._shared_plans import Sizes, make_shared_plans
 
-ENGINES = attention_wgmma.KERNEL, attention_triton.KERNEL
-Part = Literal["pooled", "scores", "lists"]
+ENGINES = attention_gathered.KERNEL, attention_wgmma.KERNEL, attention_triton.KERNEL
+Part = Literal["pooled", "nsa", "moba", "scores", "lists"]
 
 
 def prepare(operands: Operands, *, selects: Part = "pooled") -> Launch:
@@ -43,8 +48,7 @@ def prepare(operands: Operands, *, selects: Part = "pooled") -> Launch:
     call: AttentionCall = bound.call
     shape, lists = call.shape, mask.lists
     refuse("expected a mask without bits, found bits" if mask.bits is not None else None)
-    if selects == "pooled" and lists > shape.kv_heads:
-        refuse(f"expected a list for each of {shape.kv_heads} KV heads or fewer, found {lists}")
+    refuse(unsupported_lists(selects, mask, shape))
 
     cells = mask.to_dense().view(mask.batch, lists, mask.q_blocks, mask.kv_blocks)
     bias = torch.zeros_like(cells, dtype=torch.float32).masked_fill_(cells == 0, -torch.inf)
@@ -69,13 +73,18 @@ def prepare(operands: Operands, *, selects: Part = "pooled") -> Launch:
         return means(heads, block, lists).flatten(0, 1)
 
     def scores() -> Tensor:
+        heads = [by_head(x, shape) for x in (q, k, v)]
+        if selects == "nsa":
+            return compress(*heads, mask.block[1], call.scale, bias)[1]
+        if selects == "moba":
+            return gate(*heads[:2], mask.block[1], bias)
         products = pooled(q, mask.block[0]), pooled(k, mask.block[1]).mT
         return torch.baddbmm(bias.flatten(0, 1), *products).view_as(bias)
 
     def columns() -> Tensor:
         if selects == "lists":
             return selection.columns
-        return select(scores() if selects == "pooled" else bias).columns
+        return select(bias if selects == "scores" else scores()).columns
 
     def run(product: Product) -> Tensor:
         plans.load(columns(), transposed=False)
@@ -87,6 +96,18 @@ def prepare(operands: Operands, *, selects: Part = "pooled") -> Launch:
     selected = plans.operator.select(call, lambda product: lambda: product.run(q, k, v), earlier)
     launch = launch_of(selected, lambda: run(selected.product))
     return replace(launch, choice={**launch.choice, "selects": selects})
+
+
+def unsupported_lists(selects: Part, mask: BlockMask, shape: AttentionShape) -> str | None:
+    """Return why a way to select has other lists than a mask, or None."""
+    if selects == "pooled" and mask.lists > shape.kv_heads:
+        return f"expected a list for each of {shape.kv_heads} KV heads or fewer, found {mask.lists}"
+    if selects in ("nsa", "moba"):
+        lists = shape.kv_heads if selects == "nsa" else shape.heads
+        if mask.lists != lists or mask.block[0] != 1 or not mask.causal:
+            expected = f"{selects}: expected a causal mask with {lists} lists of each query"
+            return f"{expected}, found {mask.lists} of {mask.block[0]}"
+    return None
 
 
 KERNEL = Kernel("attention", "block_mask", "cuda", prepare, unsupported)
