@@ -76,7 +76,7 @@ def select_attention(
     Unsupported, FormatError.
     """
     require_whole("block", block)
-    q, k, v = _cast(q, k, v)
+    q, k, v = cast(q, k, v)
     require_operands(q, k, v, (*q.shape[:2], *k.shape[1:2]), 1, q.device)
     if not q.numel() or not k.numel():
         shapes = f"q {list(q.shape)}, k {list(k.shape)}"
@@ -84,7 +84,7 @@ def select_attention(
     groups, tokens = k.shape[2], [q.shape[1], k.shape[1]]
     queries, keys = (means(x.detach(), block, groups) for x in (q, k))
     options: dict[str, Any] = {"block": block, "tokens": tokens, "causal": causal}
-    factor = 1.0 if mass is None else _factor(q, scale)
+    factor = 1.0 if mass is None else factor_of(q, scale)
     with torch.autocast(q.device.type, enabled=False):
         pairs = queries.flatten(0, 1), keys.flatten(0, 1).mT
         products = torch.baddbmm(queries.new_empty(()), *pairs, beta=0, alpha=factor)
@@ -128,14 +128,14 @@ def attention_of_elements(
     batch, lists, *tokens = shape
     queries, keys = tokens
     device = q.device if elements is None else elements.device
-    q, k, v = _cast(q, k, v)
+    q, k, v = cast(q, k, v)
     require_operands(q, k, v, (batch, queries, keys), lists, device)
     if causal and queries != keys:
         raise Unsupported(f"attention: expected as many keys as queries, found {tokens}")
     if is_watched() or (elements is not None and is_capturing(q)):
         sizes = [*tokens, block, block, batch, lists, int(causal), 0, 0]
         arrays = [] if elements is None else [elements]
-        o: Tensor = attend(q, k, v, arrays, sizes, _factor(q, scale))[0]
+        o: Tensor = attend(q, k, v, arrays, sizes, factor_of(q, scale))[0]
         return o
     if elements is None:
         mask = whole_mask((queries, keys), block, batch, causal, device)
@@ -152,7 +152,7 @@ def _results(
     if not isinstance(mask, BlockMask):
         kind = f"{type(mask).__module__}.{type(mask).__name__}"
         raise Unsupported(f"attention: expected sparsebench's BlockMask, found {kind}")
-    q, k, v = _cast(q, k, v)
+    q, k, v = cast(q, k, v)
     given = scale if scale is None else float(scale)
     eager = q.is_cuda and not torch.compiler.is_compiling()
     recordings = recordings_of(mask, given) if eager else None
@@ -162,10 +162,10 @@ def _results(
             o, lse = fast
             return o, lse
     require_operands(q, k, v, (mask.batch, *mask.tokens), mask.lists, mask.columns.device)
-    return attend_recorded(recordings, q, k, v, mask, _factor(q, given))
+    return attend_recorded(recordings, q, k, v, mask, factor_of(q, given))
 
 
-def _factor(q: Tensor, scale: float | None) -> float:
+def factor_of(q: Tensor, scale: float | None) -> float:
     """Return the factor of the scores: `scale`, or SDPA's. Raises Unsupported."""
     factor: float = q.shape[3] ** -0.5 if scale is None else scale
     if not factor > 0:
@@ -173,7 +173,7 @@ def _factor(q: Tensor, scale: float | None) -> float:
     return factor
 
 
-def _cast(*operands: Tensor) -> tuple[Tensor, ...]:
+def cast(*operands: Tensor) -> tuple[Tensor, ...]:
     """Return the operands in the dtype of torch.autocast, as SDPA takes them, if it is on."""
     device = operands[0].device.type
     if not torch.is_autocast_enabled(device):

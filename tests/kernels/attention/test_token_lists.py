@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from sparsebench import moba_attention, nsa_attention
 from sparsebench.formats.block_mask import BlockMask
 from sparsebench.kernels.attention._gathering import Gathered, bound_gathering
 from sparsebench.kernels.attention._moba import FORCED as OF_MOBA
@@ -136,3 +137,75 @@ def test_moba_scores_blocks_by_their_means(case: TokenCase, biased: bool) -> Non
     close = {"atol": 1e-2, "rtol": 2e-3} if q.dtype == torch.float16 else {"atol": 1e-5, "rtol": 1e-5}
     right = right if bias is None else right + bias
     torch.testing.assert_close(scores.cpu().double()[..., seen(case)], right[..., seen(case)], **close)
+
+
+def softmax_over(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor, scale: float) -> Tensor:
+    """Return attention in fp64 over elements [batch, H, S_q, S_kv]; 0 for a query without any."""
+    group = q.shape[2] // k.shape[2]
+    k, v = (x.double().repeat_interleave(group, 2) for x in (k, v))
+    scores = torch.einsum("bqhd,bkhd->bhqk", q.double(), k) * scale
+    p = scores.masked_fill(~allowed, -math.inf).softmax(-1)
+    return torch.einsum("bhqk,bkhd->bqhd", p.masked_fill(~allowed.any(-1, True), 0), v)
+
+
+def best(scores: Tensor, case: TokenCase, first: int, last: int) -> Tensor:
+    """Return which keys the selected blocks have, bool like scores [batch, lists, S, keys].
+
+    The definition, one row at a time: forced blocks, then the highest scores, lower blocks first.
+    """
+    chosen = torch.zeros(*scores.shape[:3], case.keys, dtype=torch.bool)
+    visible = seen(case).sum(1).tolist()
+    for row in [(b, h, t) for b in range(case.batch) for h in range(scores.shape[1]) for t in range(case.queries)]:
+        t, count = row[2], visible[row[2]]
+        forced = {j for j in range(count) if j < first or j >= count - last}
+        rest = sorted(set(range(count)) - forced, key=lambda j: (-float(scores[row][j]), j))
+        for j in [*forced, *rest[: case.keep - len(forced)]]:
+            chosen[row][j * case.block : (j + 1) * case.block] = True
+        chosen[row][max(t + case.keys - case.queries + 1, 0) :] = False
+    return chosen
+
+
+def gates(case: TokenCase) -> list[Tensor]:
+    draw = torch.Generator().manual_seed(1)
+    size = case.batch, case.queries, case.heads[0]
+    return [torch.rand(size, generator=draw).to(case.dtype) for _ in range(3)]
+
+
+USED = [
+    TokenCase(70, 70, (4, 2), 16, 4),
+    TokenCase(90, 90, (4, 1), 8, 5, batch=2),
+    TokenCase(40, 130, (2, 2), 16, 20),
+]
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("window", [0, 1, 37])
+@pytest.mark.parametrize("case", USED, ids=str)
+def test_nsa_adds_up_its_branches(case: TokenCase, window: int) -> None:
+    q, k, v = case.operands()
+    g_cmp, g_slc, g_swa = gates(case)
+    scale = case.head_dim**-0.5
+    compressed, scores = nsa_of(q, k, v, case.block, scale)
+    chosen = best(scores, case, 1, 2).repeat_interleave(q.shape[2] // k.shape[2], 1)
+    right = compressed * g_cmp[..., None]
+    right += softmax_over(q, k, v, chosen, scale) * g_slc[..., None]
+    options: dict[str, Any] = {"keep": case.keep, "block": case.block}
+    given = [q, k, v, g_cmp, g_slc]
+    if window:
+        behind = torch.arange(case.queries)[:, None] + case.keys - case.queries
+        behind = behind - torch.arange(case.keys)
+        inside = ((behind >= 0) & (behind < window)).expand(case.batch, q.shape[2], -1, -1)
+        right += softmax_over(q, k, v, inside, scale) * g_swa[..., None]
+        given, options["window"] = [*given, g_swa], window
+    o = nsa_attention(*map(moved, given), **options)
+    torch.testing.assert_close(o.cpu().double(), right, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("case", USED, ids=str)
+def test_moba_attends_to_the_blocks_of_each_head(case: TokenCase) -> None:
+    q, k, v = case.operands()
+    chosen = best(moba_of(q, k, case.block), case, 0, 1)
+    right = softmax_over(q, k, v, chosen, case.head_dim**-0.5)
+    o = moba_attention(*map(moved, (q, k, v)), keep=case.keep, block=case.block)
+    torch.testing.assert_close(o.cpu().double(), right, atol=1e-5, rtol=1e-5)
