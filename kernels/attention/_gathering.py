@@ -1,6 +1,6 @@
-"""The queries of each block of keys: a mask's lists the other way round, for lists of single queries.
+"""The queries of each block of keys: lists of single queries, the other way round.
 
-    list of a query                 queries of a block, each with its place: entry = row * places + j
+    list of a query                 queries of a block, each with its place: row * places + j
     row 0   0 .  .                  block 0   0:0  1:0  3:0
     row 1   0 2  .                  block 2   1:1  3:1
     row 3   0 2  5                  block 5   3:2

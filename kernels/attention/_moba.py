@@ -1,6 +1,6 @@
 """Mixture of block attention, MoBA: the scores by which each query and head selects blocks.
 
-    score of query t of head h and block j = q[t, h] . mean of k over block j      fp32 [batch, H, S, n]
+    score of query t, head h, block j = q[t, h] . mean of k over block j     fp32 [batch, H, S, n]
 
     select     the highest scores, by _selecting.py: a query's own block always stays (FORCED) and
                counts in `keep`; blocks behind it are not seen

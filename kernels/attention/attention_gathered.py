@@ -1,10 +1,10 @@
 """Attention whose lists belong to single queries, in Triton: queries are gathered by block of keys.
 
-    NSA: a list for each query and KV head, blocks of 64.  MoBA: for each query and head, of 512.
+    NSA: a list for each query and KV head, blocks of 64.  MoBA: for each query and head, 512.
 
     block of keys     its queries (_gathering.py)       parts [row, place, head, D], logs
     +-----+  K, V     | q1 | q4 | q5 | q9 | ...         O and LSE of one query and one block
-    |  7  |  once      tile: their heads side by side   ──> merge: the parts of a row, in their order
+    |  7  |  once      tile: their heads side by side ──> merge: the parts of a row, in their order
     +-----+
 
 A tile of one query would have only the heads of a group as rows, and read a block for each: at 4
@@ -21,7 +21,6 @@ SECTION_BYTES. Rows of a tile do not mix, so neither tiles nor sections change a
 A mask whose blocks are selected on the device is gathered in each call.
 """
 
-from collections.abc import Sequence
 from math import ceil
 
 import torch
@@ -267,9 +266,7 @@ def _attend(  # type: ignore[no-untyped-def]
                         num_stages=STAGES,
                     ):
                         from_key = key + step * KEYS
-                        k_tile, v_tile = _keys(
-                            *of_keys, from_key, end_key, D, DEPTH, KEYS, TMA
-                        )
+                        k_tile, v_tile = _keys(*of_keys, from_key, end_key, D, DEPTH, KEYS, TMA)
                         scores = tl.dot(q_tile, k_tile.T, input_precision="ieee")
                         if MASK:
                             at_key = from_key + tl.arange(0, KEYS)[None, :]

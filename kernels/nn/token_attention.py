@@ -137,4 +137,6 @@ def _make_window(
     bits = pack_bits(allowed[present][partial])
     first = torch.arange(batch, device=device)[:, None] * len(row)
     arrays = (first + at).flatten(), column[present].repeat(batch), partial.repeat(batch)
-    return BlockMask.build(tokens, (side, side), *arrays, batch=batch, bits=bits.repeat(batch, 1, 1))
+    return BlockMask.build(
+        tokens, (side, side), *arrays, batch=batch, bits=bits.repeat(batch, 1, 1)
+    )

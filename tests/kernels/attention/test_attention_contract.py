@@ -220,7 +220,9 @@ def take_path(path: str, patch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.interpreted
 @pytest.mark.parametrize(
-    ("case", "path"), sampled(product(SMALL, ["tma", "pointers"]), 0, 3, 4, 17, 22, 25, 28, 31, 33), ids=str
+    ("case", "path"),
+    sampled(product(SMALL, ["tma", "pointers"]), 0, 3, 4, 17, 22, 25, 28, 31, 33),
+    ids=str,
 )
 @pytest.mark.parametrize("name", TRITON)
 def test_results_are_right_in_the_interpreter(name, case, path, poisoned, monkeypatch) -> None:
