@@ -200,8 +200,8 @@ def test_a_class_name_is_unique_in_the_house() -> None:
     assert [name for name, count in names.items() if count > 1] == ["Config"]
 
 
-MOST_CODE = {"formats": 1_340, "harness": 12_380, "results": 4_870, "reports": 4_330}
-MOST_CODE |= {"kernels": 15_620, "src": 330}  # src: the plug-in for vLLM
+MOST_CODE = {"formats": 1_365, "harness": 12_380, "results": 4_870, "reports": 4_330}
+MOST_CODE |= {"kernels": 16_260, "src": 330}  # src: the plug-in for vLLM
 DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef
 
 

@@ -59,7 +59,7 @@ def _gate(q: Tensor, keys: Tensor, block: int, tokens: int, bias: Tensor | None)
 
 
 def _scores(q: Tensor, keys: Tensor, *_: object) -> Tensor:
-    batch, queries, heads, _ = q.shape
+    batch, queries, heads = q.shape[:3]
     return q.new_empty(batch, heads, queries, keys.shape[2], dtype=torch.float32)
 
 

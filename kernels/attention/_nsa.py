@@ -78,7 +78,7 @@ def _compress(
 
 
 def _results(q: Tensor, keys: Tensor, *_: object) -> tuple[Tensor, Tensor]:
-    batch, groups, blocks, _ = keys.shape
+    batch, groups, blocks = keys.shape[:3]
     scores = q.new_empty(batch, groups, q.shape[1], blocks, dtype=torch.float32)
     return torch.empty_like(q, memory_format=torch.contiguous_format), scores
 

@@ -73,11 +73,11 @@ def prepare(operands: Operands, *, selects: Part = "pooled") -> Launch:
         return means(heads, block, lists).flatten(0, 1)
 
     def scores() -> Tensor:
-        heads = [by_head(x, shape) for x in (q, k, v)]
         if selects == "nsa":
-            return compress(*heads, mask.block[1], call.scale, bias)[1]
+            of_q, of_k, of_v = (by_head(x, shape) for x in (q, k, v))
+            return compress(of_q, of_k, of_v, mask.block[1], call.scale, bias)[1]
         if selects == "moba":
-            return gate(*heads[:2], mask.block[1], bias)
+            return gate(by_head(q, shape), by_head(k, shape), mask.block[1], bias)
         products = pooled(q, mask.block[0]), pooled(k, mask.block[1]).mT
         return torch.baddbmm(bias.flatten(0, 1), *products).view_as(bias)
 
