@@ -61,6 +61,7 @@ def score(
     scale: float,
     block: int,
     causal: bool,
+    bias: Tensor | None = None,
     stride: int = 16,
     norm: float = 1.0,
 ) -> Scored:
@@ -75,7 +76,8 @@ def score(
     if not norm > 0:
         raise Unsupported(f"xattention: norm: expected a number above 0, found {norm!r}")
     given = q.detach(), k.detach(), block, stride, causal, scale / (stride * norm)
-    return Scored((_operator if is_watched() else _scores)(*given), q, k, v)
+    scores = (_operator if is_watched() else _scores)(*given)
+    return Scored(scores if bias is None else scores + bias, q, k, v)
 
 
 def _scores(q: Tensor, k: Tensor, block: int, stride: int, causal: bool, factor: float) -> Tensor:

@@ -35,7 +35,7 @@ def drawn(*shapes: tuple[int, ...], **options: Any) -> list[Tensor]:
 
 
 def test_methods_are_the_files_of_their_folder() -> None:
-    assert {*METHODS} == {"pooled", "vsa", "xattention"} <= {*modules(FOLDER)}
+    assert {*METHODS} == {"moba", "nsa", "pooled", "vsa", "xattention"} <= {*modules(FOLDER)}
 
 
 # ---- VSA ----
