@@ -21,7 +21,7 @@ Engines, in the order in which they are tried:
     any of these, up to 16 queries of a sequence
       forward    attention_split, attention_triton
     any of these, a list for each query
-      forward    attention_gathered, attention_triton
+      forward    attention_gathered first
     CPU          torch, with every element of the mask: a reference for small masks
 
 All of them give the same bits each time. Calls of one plan must run one after the other on the
@@ -105,11 +105,11 @@ def likeliest(call: AttentionCall, device: torch.device) -> Sequence[Engine]:
         engines = [attention_wgmma_backward.KERNEL, attention_triton_backward.KERNEL]
     elif call.shape.q_tokens <= attention_split.MOST_QUERIES:
         return [attention_split.KERNEL, attention_triton.KERNEL]
-    elif call.shape.block[0] == 1:
-        return [attention_gathered.KERNEL, attention_triton.KERNEL]
     else:
         engines = [attention_wgmma.KERNEL, attention_triton.KERNEL]
-    return engines[1:] if engines[0].unsupported(call.problem, device) else engines
+    engines = engines[1:] if engines[0].unsupported(call.problem, device) else engines
+    gathers = call.op == "attention" and call.shape.block[0] == 1
+    return [attention_gathered.KERNEL, *engines] if gathers else engines
 
 
 ATTRIBUTE = "_sparsebench_attention"  # attribute of the tensor `columns`
