@@ -2,18 +2,19 @@
 
     selection_quality.py gemma-3-270m-q4_k_m.gguf --context 4096 --out selection.json
 
-    prompts   a context in one pass: each block of queries selects blocks of keys
-    steps     the last --steps tokens of a context, one by one, over a static cache: each step
-              selects as many keys, in pages; the prompt before them selects, too
+    prompts   a context in one pass, into a static cache: each block of queries selects blocks of
+              keys. Loss and agreement are those of its second half
+    steps     the last --steps tokens, one by one: each selects as many keys of the cache, in pages
 
 The tokens are those of the text, not of the model, so errors of one token do not reach the next
-ones. The first and the last block are always kept. Layers with a window keep it. With --compile, a
+ones. The first and the last block are always kept. Layers with a window keep it. With --compiled, a
 step is one CUDA graph. Times are those of a GPU; a CPU computes a reference, so it has none.
 """
 
 import time
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
@@ -91,24 +92,22 @@ def measure(
     model.set_attn_implementation("sparsebench" if select else "sdpa")
     model.config.get_text_config().sparse_select = select
     prompts, decoded, head = Scores(), Scores(), model.get_output_embeddings()
-    on_gpu, half, context = rows.device.type == "cuda", rows.shape[1] // 2, rows.shape[1]
-    cache = transformers.StaticCache(model.config, max_cache_len=context)
+    on_gpu, half, prompt = rows.device.type == "cuda", rows.shape[1] // 2, rows.shape[1] - steps
+    cache = transformers.StaticCache(model.config, max_cache_len=rows.shape[1])
     for row in rows:
+        first = row[None, :prompt]
         if on_gpu:
-            model.base_model(row[None], use_cache=False)  # compiles, and plans
-        pass_ = timed(prompts, on_gpu, lambda row=row: model.base_model(row[None], use_cache=False))
-        hidden = pass_.last_hidden_state[0, half:-1]
-        for part, targets in zip(hidden.split(ROWS), row[half + 1 :].split(ROWS), strict=True):
-            prompts.add(head(part), targets)
+            model.base_model(first, past_key_values=cache)  # compiles, and plans
+            cache.reset()
+        pass_ = timed(prompts, on_gpu, partial(model.base_model, first, past_key_values=cache))
+        hidden, targets = pass_.last_hidden_state[0, half:], row[half + 1 : prompt + 1]
+        for part, of_part in zip(hidden.split(ROWS), targets.split(ROWS), strict=True):
+            prompts.add(head(part), of_part)
+        for token, target in zip(row[prompt:-1].split(1), row[prompt + 1 :].split(1), strict=True):
+            call = partial(step, token[None].clone(), past_key_values=cache)
+            decoded.add(timed(decoded, on_gpu, call).logits[0], target)
+        del decoded.times_us[1 - steps : WARM_UP + 1 - steps]
         cache.reset()
-        model(row[None, : context - steps], past_key_values=cache, logits_to_keep=1)
-        for at in range(context - steps, context - 1):
-            token = row[None, at : at + 1].clone()
-            output = timed(
-                decoded, on_gpu, lambda token=token: step(token, past_key_values=cache).logits
-            )
-            decoded.add(output[0], row[at + 1 : at + 2])
-        del decoded.times_us[-(steps - 1) : WARM_UP - steps + 1]
     return prompts, decoded
 
 
@@ -121,7 +120,7 @@ def main(
     steps: Annotated[int, typer.Option(help="Tokens to decode of each context.", min=8)] = 128,
     block: Annotated[int, typer.Option(help="Keys of a block and a page.", min=16)] = 64,
     text: Annotated[Path | None, typer.Option(help="A text file.")] = None,
-    compiled: Annotated[bool, typer.Option("--compile", help="Compile steps.")] = False,
+    compiled: Annotated[bool, typer.Option("--compiled", help="Compile steps.")] = False,
     device: Annotated[str | None, typer.Option(help="cpu or cuda.")] = None,
 ) -> None:
     """Measure the loss and the time of a model with attention to selected blocks of keys."""
@@ -133,7 +132,7 @@ def main(
         raise SuiteError(f"--context: expected {expected}; found {context}")
     place = pick(device)
     loaded = models.load(weights, place)
-    model = loaded.model if place.type == "cuda" else loaded.model.float()
+    model = loaded.model.to(torch.bfloat16 if place.type == "cuda" else torch.float32)
     origin = text.name if text else "Python's language reference"
     words = text.read_text("utf-8") if text else models.python_reference()
     rows = cut(loaded, words, (contexts, context), origin)
@@ -152,7 +151,8 @@ def main(
     kinds = getattr(config, "layer_types", None) or ["full_attention"] * loaded.layers
     name = torch.cuda.get_device_name(place) if place.type == "cuda" else place.type
     facts = weights.name, models.digest(weights), origin, name, str(model.dtype)[6:]
-    counts = context, contexts * (context // 2 - 1), contexts * (steps - 1), block, loaded.layers
+    passes = context - context // 2 - steps, steps - 1
+    counts = context, *(contexts * count for count in passes), block, loaded.layers
     report = SelectionQuality(
         *(SELECTION_SCHEMA, *facts, *counts, kinds.count("full_attention"), loaded.unit, outcomes)
     )

@@ -80,10 +80,11 @@ class Bsr(Format):
     def freeze(self) -> Self:
         """Return this weight, in the same memory, as one that is not written again.
 
-        `sparsebench.matmul` packs it once, also if a CUDA graph captures a later call. It has no
-        gradient. The next call after a write that torch counts raises FormatError, but a graph
-        that was captured before the write replays the old values. Copies and pickles are not
-        frozen. Raises FormatError for arrays made in inference mode.
+        `sparsebench.matmul` packs it once, also if a CUDA graph captures the call. It has no
+        gradient. The next call after a write that torch counts raises FormatError, unless
+        torch.compile compiled it. A graph that was captured before the write replays the old
+        values. Copies and pickles are not frozen. Raises FormatError for arrays made in inference
+        mode.
         """
         index, values = (self.offsets.detach(), self.columns.detach()), self.values.detach()
         uncounted = "expected a weight made outside of inference mode, where torch counts no write"

@@ -28,7 +28,7 @@ NAMES = {  # a field of ModelShapes: the name in config.json
     "vocab": "vocab_size",
 }
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_intermediate_size")
-OTHER_LAYOUTS = {"gpt_oss", "llama4", "llama4_text"}  # of experts, which stay dense
+OTHER_LAYERS = {"llama4", "llama4_text"}  # without experts, of another size: every second one
 GEMMA = {"vocab_size": 262208, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256}
 """What a config.json of a Gemma 3 that reads images leaves out, from transformers."""
 
@@ -146,7 +146,7 @@ def read_shapes(model: str) -> ModelShapes:
     """Return the sizes of a listed model, or of a config.json or the folder that holds one.
 
     Raises ResultError for an unknown name, for a file without the sizes, and for a model with an
-    encoder, with MLPs that are not gated, or with experts that no recipe takes.
+    encoder, with MLPs that are not gated, or with experts or keys of another arrangement.
     """
     by_name = {shapes.name.lower(): shapes for shapes in MODELS}
     if model.lower() in by_name:
@@ -198,7 +198,7 @@ def _mixture(file: Path, config: dict[str, Any], kind: str) -> dict[str, Any]:
     if not (names := [name for name in EXPERTS if config.get(name)]):
         return {}
     for name, actual in (("model_type", kind), ("kv_lora_rank", config.get("kv_lora_rank"))):
-        if actual in OTHER_LAYOUTS or (name == "kv_lora_rank" and actual):
+        if actual in OTHER_LAYERS or (name == "kv_lora_rank" and actual):
             expected = "expected experts and keys as in Mixtral, Qwen-MoE or OLMoE"
             raise ResultError(f"{file}: {expected}, found {name} {actual}")
     experts, top_k = (_size(file, config, name) for name in (names[0], "num_experts_per_tok"))

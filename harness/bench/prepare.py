@@ -20,6 +20,7 @@ import torch
 
 from sparsebench.errors import FormatError, Unsupported
 from sparsebench.formats._format import Format
+from sparsebench.formats.dense import Dense
 from sparsebench.harness.bench.contest_state import (
     NO_MEMORY,
     CheckedCall,
@@ -187,9 +188,10 @@ def unsupported(problem: Problem, contender: Contender, device: torch.device) ->
     if reason := _kernel.unsupported(load_kernel(contender.kernel), problem, device):
         return reason
     op = load_op(problem.op)
-    dtypes = {name: op.operands[name].dtypes[problem["dtype"]] for name in op.weights}
-    params = {n: json.dumps(contender.params_of(n), sort_keys=True) for n in op.weights}
-    refusals = (_refusal(contender.format, params[n], dtypes[n]) for n in op.weights)
+    stored = [name for name in op.weights if not op.operands[name].dense]
+    dtypes = {name: op.operands[name].dtypes[problem["dtype"]] for name in stored}
+    params = {n: json.dumps(contender.params_of(n), sort_keys=True) for n in stored}
+    refusals = (_refusal(contender.format, params[n], dtypes[n]) for n in stored)
     return next(filter(None, refusals), None)
 
 
@@ -222,6 +224,9 @@ def weights_in_format(layer: ChainLayer, contender: Contender) -> Iterator[tuple
     op, dense = load_op(problem.op), layer.with_weights_of(contender).dense.weights
     weights = without_mask(op, dense) if contender.format == "dense" else dense
     for name, weight in weights.items():
+        if op.operands[name].dense:
+            yield name, Dense.from_dense(weight.detach())
+            continue
         of_mask = masks(contender.format) and name == op.mask
         params = op.format_params(problem.fields) if of_mask else contender.params_of(name)
         yield name, store(weight.detach(), **params)

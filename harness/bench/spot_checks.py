@@ -1,6 +1,7 @@
 """Check that the timed calls do the work: inspect some of them, and many calls before them.
 
-    burst   before timing: up to CALLS calls, on activations A and B in turn, each inspected
+    burst   before timing: up to CALLS calls, on activations A and B in turn, each inspected; only
+            the first two, if these take more than BURST_S
     spot    in a quarter of the rounds, one more call among the timed samples, at a random place: on
             A like the samples, or on B, written just before it, with A written again after it. Its
             time is in no row
@@ -140,6 +141,7 @@ class SpotChecks:
         if of_b is None:
             return
         distances, write = self.distances, self.draws.write
+        began = perf_counter()
         write(A)
         out = call()
         tables, from_b = tables_of(out), of_b.distance(out)
@@ -150,8 +152,9 @@ class SpotChecks:
         reverse(out)
         del out
         distances.append(of_a.distance(call()))
+        slow = perf_counter() - began > BURST_S  # a spot among the samples inspects B
         began = perf_counter()
-        for count in range(CALLS):
+        for count in range(0 if slow else CALLS):
             which, right = ((B, of_b), (A, of_a))[count % 2]
             write(which)
             distances.append(right.distance(call()))

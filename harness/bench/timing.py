@@ -23,6 +23,9 @@ If the host is late, the round is repeated, up to REPEATS times, and MOST_REPEAT
 (results/tables/frame.py). A call that cannot be captured runs on a stream that is not held and is
 often late, so a round is not repeated if only such calls are late.
 
+A call that waits for the device itself, as a server does, may also read times of its own
+(`Launch.readings`): each is a further scope, with a sample from each call that is timed.
+
 On a CPU the host clock measures one call; scope and cache make no difference.
 
 Spot checks (spot_checks.py) are further calls among the samples, made in the same way and then

@@ -4,7 +4,9 @@
 
 So a KV head of a sequence decodes as a sequence of its own, and its table counts its pages. The
 bounds of their keys stay with the tensor of the keys, as long as the cache lives; a compiled step
-writes them in place. A whole prompt makes them, and every call adds the keys that it appends.
+writes them in place. A whole prompt that runs uncompiled, as that of `generate` does, makes them,
+and each call with `sparse_select` adds the keys that it appends. Keys that a call without it
+appends are not in the bounds: take a new cache after such calls.
 """
 
 from typing import Any, NamedTuple

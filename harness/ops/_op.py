@@ -57,7 +57,8 @@ def require_groups(heads: int, kv_heads: int) -> None:
 class Operand:
     """One operand: its role, the names of its two sizes, and its dtype by the problem's dtype.
 
-    A size is a field of the problem, or one of the op's `sizes`.
+    A size is a field of the problem, or one of the op's `sizes`. `dense` marks a weight that every
+    contender stores dense, whatever its format.
 
     weight      stored in a contender's format
     activation  passed dense to every call
@@ -72,6 +73,7 @@ class Operand:
     role: Literal["weight", "activation", "routing", "pattern", "mask"]
     shape: tuple[str, str]
     dtypes: Mapping[str, torch.dtype] = field(default_factory=lambda: DTYPES)
+    dense: bool = False
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ correct kernel, in fp8 1.3 to 2.3 times (harness/NOTES.md). So an omission in on
 found in bf16, or with few layers.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from math import log2
 from statistics import NormalDist
 from typing import Any, Literal, NamedTuple, Self
@@ -47,7 +47,8 @@ from torch.nn.functional import linear, rms_norm
 
 from sparsebench.harness.ops._active import all_active, share
 from sparsebench.harness.ops._op import Fields, Op, Operand, Values, require_field, require_groups
-from sparsebench.harness.ops.ffn import _with_scale, act_of, require_values_of_e4m3, slope_of
+from sparsebench.harness.ops._varied import Varied, by_squares, fine_of, gated, product
+from sparsebench.harness.ops.ffn import _with_scale, act_of, require_values_of_e4m3
 from sparsebench.kernels._kernel import OUTPUTS, unit_scale
 from sparsebench.results.record import Problem
 
@@ -60,8 +61,6 @@ EXAMPLE = {
 }  # fmt: skip
 EPSILON = 1e-6  # added in RMS norms
 ROTARY = 1e6  # base of the rotary embedding, as Qwen3 has it
-ROWS = 4096  # rows of a weight that are squared at a time
-FINE_FP8 = 2.0**-4  # variance of a rounding to bf16 if eps is e4m3's (bench/correctness.py)
 
 
 class DecoderFields(Fields):
@@ -115,17 +114,28 @@ def sizes(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 def definition(*, fields: Values, **operands: Tensor) -> Tensor:
     """Return Y [m, vocab] in the operands' dtype; weights stored in fp8 are computed in fp32."""
-    activation, caches = fields["activation"], fields["caches"]
-    wqkv, wo, wg, wu, wd = (_with_scale(operands[name], fields["dtype"]) for name in LAYER)
-    wh, gains, keys, values, s = (operands[name].to(wg.dtype) for name in REST)
+    activation = fields["activation"]
+    wg, wu, wd = (_with_scale(operands[name], fields["dtype"]) for name in MLP)
+
+    def mlp(layer: int, z: Tensor) -> Tensor:
+        return linear(act_of(linear(z, wg), activation) * linear(z, wu), wd)
+
+    y = logits(fields, operands, mlp)
+    return y.bfloat16() if operands["wg"].dtype == torch.float8_e4m3fn else y
+
+
+def logits(
+    fields: Values, operands: Mapping[str, Tensor], mlp: Callable[[int, Tensor], Tensor]
+) -> Tensor:
+    """Return Y [m, vocab]; `mlp` maps a layer and the stream's norm to a summand of the stream."""
+    wqkv, wo = (_with_scale(operands[name], fields["dtype"]) for name in ("wqkv", "wo"))
+    wh, gains, keys, values, s = (operands[name].to(wo.dtype) for name in REST)
     keys, values = (by_sequence(t, fields) for t in (keys, values))
     for layer in range(len(gains) // 2):
-        z, cache = _norm(s, gains[2 * layer]), layer % caches
+        z, cache = _norm(s, gains[2 * layer]), layer % fields["caches"]
         s = s + attended(z, wqkv, wo, keys[cache], values[cache])
-        z = _norm(s, gains[2 * layer + 1])
-        s = s + linear(act_of(linear(z, wg), activation) * linear(z, wu), wd)
-    y = linear(_norm(s, gains[-1]), wh)
-    return y.bfloat16() if operands["wg"].dtype == torch.float8_e4m3fn else y
+        s = s + mlp(layer, _norm(s, gains[2 * layer + 1]))
+    return linear(_norm(s, gains[-1]), wh)
 
 
 def derive(
@@ -156,32 +166,39 @@ def spread(*, fields: Values, **operands: Tensor) -> Tensor:
     The operands of a product were rounded, and so were its result and the stream after each sum.
     Errors of different values count as independent, and each step as linear in them.
     """
-    activation, caches = fields["activation"], fields["caches"]
-    wqkv, wo, wg, wu, wd = (_with_scale(operands[name], fields["dtype"]) for name in LAYER)
+    wg, wu, wd = (_with_scale(operands[name], fields["dtype"]) for name in MLP)
+    fine = fine_of(fields)
+
+    def mlp(layer: int, z: Tensor, var: Tensor) -> Varied:
+        return gated(z, var, (wg, wu, wd), fields["activation"], fine)
+
+    return spread_of_logits(fields, operands, mlp)
+
+
+def spread_of_logits(
+    fields: Values,
+    operands: Mapping[str, Tensor],
+    mlp: Callable[[int, Tensor, Tensor], Varied],
+) -> Tensor:
+    """Return the spread of Y; `mlp` maps a layer and a varied input to its varied summand."""
+    wqkv, wo = (_with_scale(operands[name], fields["dtype"]) for name in ("wqkv", "wo"))
     wh, gains, keys, values, s = (operands[name] for name in REST)
     keys, values = (by_sequence(t, fields) for t in (keys, values))
-    fine, var_s = FINE_FP8 if fields["dtype"] == "fp8" else 1.0, torch.zeros_like(s)
+    fine, var_s, caches = fine_of(fields), torch.zeros_like(s), fields["caches"]
 
-    def product(z: Tensor, var: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-        y = linear(z, w)
-        return y, _by_squares(var + z.square(), w) + fine * y.square()
-
-    def added(y: Tensor, var: Tensor) -> tuple[Tensor, Tensor]:
+    def added(y: Tensor, var: Tensor) -> Varied:
         return s + y, var_s + var + fine * (s + y).square()
 
     for layer in range(len(gains) // 2):
         z, var = _norm(s, gains[2 * layer]), _norm_of(var_s, s, gains[2 * layer])
-        projected, var = product(z, var, wqkv)
+        projected, var = product(z, var, wqkv, fine)
         cache = keys[layer % caches], values[layer % caches]
         o, var = attention_and_variance(projected, var, *cache, fine)
-        s, var_s = added(*product(o, var, wo))
+        s, var_s = added(*product(o, var, wo, fine))
         z, var = _norm(s, gains[2 * layer + 1]), _norm_of(var_s, s, gains[2 * layer + 1])
-        (g, var_g), (u, var_u) = product(z, var, wg), product(z, var, wu)
-        act, slope = act_of(g, activation), slope_of(g, var_g, activation)
-        var = (slope * u).square() * var_g + act.square() * var_u
-        s, var_s = added(*product(act * u, var, wd))
+        s, var_s = added(*mlp(layer, z, var))
     z, var = _norm(s, gains[-1]), _norm_of(var_s, s, gains[-1])
-    return _by_squares(var + fine * z.square(), wh).sqrt()
+    return by_squares(var + fine * z.square(), wh).sqrt()
 
 
 def flops(problem: Problem, nnz: Mapping[str, int]) -> float:
@@ -243,11 +260,6 @@ def _square_of_few(part: float) -> float:
     """Return the mean square of max(g - c, 0) for normal g, where P(g > c) is `part`."""
     c = NormalDist().inv_cdf(1 - part)
     return (1 + c * c) * part - c * NormalDist().pdf(c)
-
-
-def _by_squares(x: Tensor, w: Tensor) -> Tensor:
-    """Return x times the squares of w, ROWS at a time: a head's in fp64 would take 6.2 GB."""
-    return torch.cat([linear(x, rows.square()) for rows in w.split(ROWS)], 1)
 
 
 def _norm(x: Tensor, gain: Tensor | None = None) -> Tensor:

@@ -282,13 +282,13 @@ def fewest_bytes(problem: Problem, nnz: Mapping[str, int], itemsize: int) -> int
 OP = Op(
     fields=ServingFields,
     operands={
-        "wqkv": Operand("weight", ("projected", "hidden")),
-        "wo": Operand("weight", ("hidden", "attended")),
+        "wqkv": Operand("weight", ("projected", "hidden"), dense=True),
+        "wo": Operand("weight", ("hidden", "attended"), dense=True),
         "wg": Operand("weight", ("intermediate", "hidden")),
         "wu": Operand("weight", ("intermediate", "hidden")),
         "wd": Operand("weight", ("hidden", "intermediate")),
-        "wh": Operand("weight", ("vocab", "hidden")),
-        "we": Operand("weight", ("vocab", "hidden")),
+        "wh": Operand("weight", ("vocab", "hidden"), dense=True),
+        "we": Operand("weight", ("vocab", "hidden"), dense=True),
         "tokens": Operand("routing", ("requests", "longest"), INTEGERS),
         "lengths": Operand("routing", ("requests", "two"), INTEGERS),
     },

@@ -119,7 +119,7 @@ class Tape:
     dense     the weight, if the call was torch's own product with it, and nothing else
     """
 
-    launches: "list[tuple[Loaded, Arguments] | ByTorch]" = field(default_factory=list)
+    launches: "list[tuple[Loaded, Arguments] | ByTorch | LibraryCall]" = field(default_factory=list)
     outputs: list[Tensor] = field(default_factory=list)
     views: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     owners: list[Any] = field(default_factory=list)
@@ -149,6 +149,13 @@ class MatrixProduct(NamedTuple):
 ByTorch = TransposedCopy | MatrixProduct
 
 
+class LibraryCall(NamedTuple):
+    """The address of cublasLtMatmul, and its 16 arguments: 8 bytes each, the stream is zero."""
+
+    function: int
+    arguments: bytes
+
+
 class _ThreadTape(local):
     tape: Tape | None = None
 
@@ -171,15 +178,15 @@ def on_tape(
     owners: Sequence[Any] = (),
     complete: bool = True,
     dense: Tensor | None = None,
-    by_torch: ByTorch | None = None,
+    call: ByTorch | LibraryCall | None = None,
     view: tuple[Tensor, Tensor] | None = None,
 ) -> None:
     """Put new tensors, owners of memory, or the lack of a launch on the tape, if there is one."""
     if (tape := _thread.tape) is None:
         return
     tape.dense = dense
-    if by_torch is not None:
-        tape.launches.append(by_torch)
+    if call is not None:
+        tape.launches.append(call)
     if view is not None:
         tape.views.append(view)
     tape.outputs += outputs

@@ -158,7 +158,7 @@ struct Patch { int operand; int64_t start; uint32_t offset; };  // start: bytes 
 struct Step {
   void* function;  // nullptr: torch computes the last operand of `patches` from those before it
   at::Tensor weight;  // and from this one, if it is defined
-  uint32_t grid, threads, shared_bytes;
+  uint32_t grid, threads, shared_bytes;  // grid 0: the function is cublasLtMatmul
   std::vector<Attribute> attributes;
   std::vector<char> image;
   std::vector<uint32_t> parameters;  // their offsets in the image
@@ -239,6 +239,19 @@ void compute_by_torch(const Step& step, at::TensorList operands) {
   }
 }
 
+// cublasLtMatmul, whose last argument is the stream.
+void call_library(const Step& step, const char* image, void* stream) {
+  using Word = uintptr_t;
+  using Function = int (*)(Word, Word, Word, Word, Word, Word, Word, Word, Word, Word, Word, Word,
+                           Word, Word, Word, void*);
+  std::array<Word, 15> a;
+  std::memcpy(a.data(), image, sizeof a);
+  if (int result = reinterpret_cast<Function>(step.function)(
+          a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7], a[8], a[9], a[10], a[11], a[12], a[13],
+          a[14], stream))
+    throw std::runtime_error("cublasLtMatmul: status " + std::to_string(result));
+}
+
 void launch(const Step& step, at::TensorList operands, void* stream) {
   if (!step.function) return compute_by_torch(step, operands);
   alignas(64) char image[IMAGE_BYTES];
@@ -247,6 +260,7 @@ void launch(const Step& step, at::TensorList operands, void* stream) {
     const void* address = static_cast<char*>(operands[patch.operand].data_ptr()) + patch.start;
     std::memcpy(image + patch.offset, &address, sizeof address);
   }
+  if (!step.grid) return call_library(step, image, stream);
   void* parameters[PARAMETERS];
   for (size_t i = 0; i < step.parameters.size(); i++) parameters[i] = image + step.parameters[i];
   Config config{{step.grid, 1, 1}, {step.threads, 1, 1}, step.shared_bytes, stream,

@@ -24,7 +24,15 @@ import torch
 from torch import Tensor, nn
 
 from sparsebench.kernels._common.capture import is_capturing
-from sparsebench.kernels._common.cuda import Arguments, ByTorch, Loaded, MatrixProduct, Tape, taping
+from sparsebench.kernels._common.cuda import (
+    Arguments,
+    ByTorch,
+    LibraryCall,
+    Loaded,
+    MatrixProduct,
+    Tape,
+    taping,
+)
 from sparsebench.kernels._common.driver import COOPERATIVE, EARLY
 from sparsebench.kernels._common.front_extension import front_type
 from sparsebench.kernels._common.transforms import PLAIN, aligned, readable, rows_of, unflatten
@@ -315,13 +323,16 @@ def _steps(
 
 
 def _step(
-    launch: tuple[Loaded, Arguments] | ByTorch, starts: dict[int, tuple[int, int]]
+    launch: tuple[Loaded, Arguments] | ByTorch | LibraryCall, starts: dict[int, tuple[int, int]]
 ) -> tuple[Any, ...]:
     """Return a launch, and its patches.
 
     starts  address -> number of an operand, and bytes from its start
     patch   both, and where the address is in the bytes of the arguments
     """
+    if isinstance(launch, LibraryCall):
+        image = launch.arguments
+        return launch.function, 0, 0, 0, [], image, [], _patches(image, starts), None
     if isinstance(launch, ByTorch):
         weight = launch.b if isinstance(launch, MatrixProduct) and launch.fixed else None
         tensors = [t for t in launch if isinstance(t, Tensor) and t is not weight]
@@ -329,10 +340,13 @@ def _step(
     loaded, (pointers, memory) = launch
     image, base = bytes(memory), ctypes.addressof(memory)
     parameters = [pointer - base for pointer in pointers]
-    patches = [(*start, at) for address, start in starts.items() for at in _find(image, address)]
     attributes = [n for n, on in ((COOPERATIVE, loaded.together), (EARLY, loaded.early)) if on]
     shape = loaded.grid, loaded.threads, loaded.shared_bytes
-    return loaded.kernel.ptr, *shape, attributes, image, parameters, patches, None
+    return loaded.kernel.ptr, *shape, attributes, image, parameters, _patches(image, starts), None
+
+
+def _patches(image: bytes, starts: dict[int, tuple[int, int]]) -> list[tuple[int, int, int]]:
+    return [(*start, at) for address, start in starts.items() for at in _find(image, address)]
 
 
 def _find(image: bytes, address: int) -> Iterable[int]:

@@ -32,7 +32,7 @@ A listed choice that cannot run that weight is passed over.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field, fields, replace
@@ -105,7 +105,7 @@ class Engine(Kernel):
     prepare: Callable[..., Launch] = field(init=False)
     name: str
     config: type = NoConfig
-    choices: Callable[[Any, Any], Sequence[Any]]
+    choices: Callable[[Any, Any], Iterable[Any]]
     plan: Callable[[Any, Any, Any], Product]
     bind: "Callable[[Operands, tuple[Engine, ...]], OperatorCall]"
     closed: Callable[[Any, Any], Sequence[Any]] | None = None

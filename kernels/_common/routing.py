@@ -26,7 +26,8 @@ from torch import Tensor
 
 from sparsebench.kernels._common.triton import BoundKernel, Template
 
-CHUNK = 1024  # ids that a program reads at a time
+CHUNK = 4096  # ids that a program reads at a time; with 1,024, 32,768 ids took 70 us on an H200
+IDS_OF_WARP = 256
 FEATURES = 1024  # columns of Y that a program of `combine` writes
 BOUND = 256  # launches of each kernel in a cache, one for each shape
 
@@ -83,7 +84,8 @@ def routing_of(ids: Tensor, experts: int) -> tuple[BoundKernel, Route]:
         ids.new_empty(shape, dtype=torch.int32) for shape in (rows, ids.shape, (1, experts))
     )
     args = ids, source, place, ends, rows, top_k, experts
-    constants = {"IDS": min(CHUNK, triton.next_power_of_2(rows))}
+    ids_at_once = min(CHUNK, triton.next_power_of_2(rows))
+    constants = {"IDS": ids_at_once, "num_warps": max(1, ids_at_once // IDS_OF_WARP)}
     return BoundKernel(_route, (experts + 1,), args, constants, source), Route(source, place, ends)
 
 

@@ -50,7 +50,7 @@ class Packing:
         if not self.turned:
             return packed(values, self.source, self.piece)
         transposed = values.transpose(1, 2).contiguous()
-        cuda.on_tape(transposed, by_torch=cuda.TransposedCopy(values, transposed))
+        cuda.on_tape(transposed, call=cuda.TransposedCopy(values, transposed))
         return packed(transposed, self.source, self.piece)
 
 

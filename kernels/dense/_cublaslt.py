@@ -9,6 +9,8 @@ heuristics for other numbers of rows of `a`: an algorithm for 32 tokens also com
 rest of its tile empty, and is sometimes faster than those proposed for 16. No operand is padded for
 that. `combined` adds combinations that the heuristics never propose.
 
+`bind_weight` multiplies any X by a weight that stays; a call may be recorded (front.py).
+
 An Algorithm is the nine fields from which the library finds it again. Every call is built from
 them, also in a search: a process that has the fields makes the same call.
 
@@ -18,6 +20,9 @@ nvmath-python's bindings to the libcublasLt that torch has loaded.
 Source: docs.nvidia.com/cuda/cublas, cublasLtMatmul and cublasLtMatmulAlgoGetHeuristic.
 """
 
+import ctypes
+import os
+import struct
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, astuple, dataclass, replace
 from functools import cache, cached_property
@@ -30,6 +35,8 @@ import torch
 from torch import Tensor
 
 from sparsebench.errors import Unsupported
+from sparsebench.kernels._common.capture import is_capturing, keep
+from sparsebench.kernels._common.cuda import LibraryCall, on_tape
 from sparsebench.kernels._common.requirements import GPU_EXTRA, unsupported_without
 
 COUNT = 32  # algorithms to request from the heuristics
@@ -197,6 +204,63 @@ def bind(gemm: Gemm, algorithm: Algorithm, space: Tensor | None = None) -> Calla
     return run
 
 
+def bind_weight(
+    w: Tensor, algorithm: Algorithm, most: int
+) -> Callable[[Tensor, Tensor | None], Tensor]:
+    """Return a call (X [m, k], out [m, n] or None) -> X @ W.T for W [n, k], m up to `most`.
+
+    W is stored by rows or by columns. X has rows of any stride. Calls must run one after the other
+    on the device, because they share a workspace. Raises Unsupported if the library cannot be
+    called, or does not accept the algorithm for one row and for `most`; a call, for its own.
+    """
+    if reason := unavailable():
+        raise Unsupported(f"cuBLASLt called directly: {reason}")
+    from nvmath.bindings import cublasLt
+
+    def built(x: Tensor, y: Tensor) -> tuple[tuple[int, ...], Any, int]:
+        if (result := _built(gemm := Gemm(x, w.t(), y), algorithm)) is None:
+            accepted = f"cuBLASLt {version()} does not accept {asdict(algorithm)}"
+            raise Unsupported(f"{accepted} for {len(x)} rows of {list(w.t().shape)}")
+        return gemm.descriptors, *result
+
+    handle, address, factors = _handle(w.device), _address(), np.array([1, 0], np.float32)
+    one, zero = factors.ctypes.data, factors.ctypes.data + factors.itemsize
+    y, x = (w.new_empty(most, side) for side in w.shape)
+    plans = {(m, x.stride(0)): built(x[:m], y[:m]) for m in {1, most}}
+    most_bytes = max(size for *_, size in plans.values())
+    room = torch.empty(max(most_bytes, 1), dtype=torch.uint8, device=w.device)
+    alive = w, room, factors, plans  # what calls point to
+
+    def run(x: Tensor, out: Tensor | None = None) -> Tensor:
+        y = x.new_empty(x.shape[0], w.shape[0]) if out is None else out
+        if (key := (x.shape[0], x.stride(0))) not in plans:
+            plans[key] = built(x, y)
+        (operation, of_w, of_x, of_y, _), algo, size = plans[key]
+        if size > room.numel():
+            raise Unsupported(f"expected a workspace of {room.numel()} bytes, found {size}")
+        at_y = y.data_ptr()
+        before = handle, operation, one, w.data_ptr(), of_w, x.data_ptr(), of_x, zero
+        words = *before, at_y, of_y, at_y, of_y, algo.ptr, room.data_ptr(), room.numel()
+        cublasLt.matmul(*words, torch.cuda.current_stream(w.device).cuda_stream)
+        if is_capturing(y):
+            keep(alive)
+        on_tape(y, owners=(alive,), call=LibraryCall(address, struct.pack("16Q", *words, 0)))
+        return y
+
+    return run
+
+
+@cache
+def _address() -> int:
+    """Return the address of cublasLtMatmul in the loaded library. Raises Unsupported."""
+    name = f"libcublasLt.so.{version() // 10_000}"
+    try:
+        library = ctypes.CDLL(name, os.RTLD_NOW | os.RTLD_NOLOAD)
+    except OSError as error:
+        raise Unsupported(f"cuBLASLt called directly: expected {name}, found {error}") from None
+    return int(ctypes.cast(library.cublasLtMatmul, ctypes.c_void_p).value or 0)
+
+
 def _built(gemm: Gemm, algorithm: Algorithm) -> tuple[Any, int] | None:
     """Return the algorithm in the library's form and the bytes it needs, or None if refused."""
     from nvmath.bindings import cublasLt
@@ -236,32 +300,46 @@ def _fields(algo: int) -> Algorithm:
 def _descriptors(gemm: Gemm, rows: int) -> tuple[int, int, int, int, int]:
     """Describe the product of `rows` rows of a: the operation, b.T, a.T, and out.T twice.
 
-    A description is some hundred bytes of host memory, and lives as long as the process.
+    A description is some hundred bytes of host memory, and lives as long as the process. Products
+    of one layout share it.
     """
-    from nvmath.bindings import cublasLt
-
-    operation = int(cublasLt.matmul_desc_create(_compute(gemm), FP32))
-    names = cublasLt.MatmulDescAttribute
-    attributes = [(names.TRANSA, not _by_rows(gemm.b)), (names.TRANSB, not _by_rows(gemm.a))]
-    if gemm.a.dtype == torch.float8_e4m3fn:
-        attributes.append((names.FAST_ACCUM, gemm.fast))
-    if gemm.relu:
-        attributes.append((names.EPILOGUE, cublasLt.Epilogue.RELU))
-    for name, value in attributes:
-        field = np.array([value], cublasLt.get_matmul_desc_attribute_dtype(name))
-        cublasLt.matmul_desc_set_attribute(operation, name, field.ctypes.data, field.nbytes)
+    fast = gemm.fast if gemm.a.dtype == torch.float8_e4m3fn else None
+    turned = not _by_rows(gemm.b), not _by_rows(gemm.a)
+    operation = _operation(_compute(gemm), *turned, fast, gemm.relu)
     (_, k), n = gemm.a.shape, gemm.b.shape[1]
     out = _layout(gemm.out, rows, n)
     return operation, _layout(gemm.b, k, n), _layout(gemm.a, rows, k), out, out
 
 
-def _layout(matrix: Tensor, rows: int, columns: int) -> int:
-    """Describe the transpose of a matrix in memory, as if it had these sizes."""
+@cache
+def _operation(compute: int, turned_b: bool, turned_a: bool, fast: bool | None, relu: bool) -> int:
     from nvmath.bindings import cublasLt
 
+    operation = int(cublasLt.matmul_desc_create(compute, FP32))
+    names = cublasLt.MatmulDescAttribute
+    attributes = [(names.TRANSA, turned_b), (names.TRANSB, turned_a)]
+    if fast is not None:
+        attributes.append((names.FAST_ACCUM, fast))
+    if relu:
+        attributes.append((names.EPILOGUE, cublasLt.Epilogue.RELU))
+    for name, value in attributes:
+        field = np.array([value], cublasLt.get_matmul_desc_attribute_dtype(name))
+        cublasLt.matmul_desc_set_attribute(operation, name, field.ctypes.data, field.nbytes)
+    return operation
+
+
+def _layout(matrix: Tensor, rows: int, columns: int) -> int:
+    """Describe the transpose of a matrix in memory, as if it had these sizes."""
     inner, outer = (columns, rows) if _by_rows(matrix) else (rows, columns)
     leading = max(matrix.stride(0 if _by_rows(matrix) else 1), inner)
-    return int(cublasLt.matrix_layout_create(TYPES[matrix.dtype], inner, outer, leading))
+    return _matrix(TYPES[matrix.dtype], inner, outer, leading)
+
+
+@cache
+def _matrix(kind: int, inner: int, outer: int, leading: int) -> int:
+    from nvmath.bindings import cublasLt
+
+    return int(cublasLt.matrix_layout_create(kind, inner, outer, leading))
 
 
 def _by_rows(matrix: Tensor) -> bool:

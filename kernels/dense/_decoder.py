@@ -18,6 +18,7 @@ rounds; the kernel of act writes H.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -177,6 +178,25 @@ def _dense_gated(operands: Operands, inputs: Sequence[Tensor]) -> DecoderPart:
     scale = scale_of(problem, gate.shape[1])
     between = hidden(part.outs[0], problem["activation"], inputs[0].dtype, scale)
     return append_kernels(part, [between] * len(inputs))
+
+
+def experts_part(
+    operands: Operands,
+    inputs: Sequence[Tensor],
+    layers: Sequence[Callable[[Tensor, Tensor, Tensor], Tensor]],
+    choice: Mapping[str, Any],
+    candidates: Sequence[Mapping[str, Any]] = (),
+) -> DecoderPart:
+    """Build the experts of all layers of op experts_decoder, which map X, ids and shares to Y."""
+    ids, shares = (operands.activations[name].split(len(inputs[0])) for name in ("ids", "shares"))
+    out = torch.empty_like(inputs[0])
+
+    def call(layer: Callable[..., Tensor], *activations: Tensor) -> None:
+        out.copy_(layer(*activations))
+
+    parts = zip(layers, inputs, ids, shares, strict=True)
+    calls = [partial(call, *each) for each in parts]
+    return DecoderPart(calls, [out] * len(inputs), choice, candidates)
 
 
 def run_once(part: DecoderPart) -> DecoderPart:

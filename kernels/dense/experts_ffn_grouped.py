@@ -7,6 +7,9 @@ The steps are those of `grouped_mm` experts of transformers 5 (integrations/moe.
 grouped product (experts_grouped.py).
 """
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -16,16 +19,25 @@ from sparsebench.kernels.dense.experts_grouped import unsupported
 
 
 def prepare(operands: Operands) -> Launch:
-    """Return the launch; gate and up of an expert are one matrix, as models have them."""
-    problem, count = operands.problem, operands.problem["experts"]
+    """Return the launch."""
     x, shares, ids = (operands.activations[name] for name in ("x", "shares", "ids"))
+    return Launch(partial(layer_of(operands), x, ids, shares))
+
+
+def layer_of(operands: Operands) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """Return the layer of X, ids and shares, with weights of its own.
+
+    Gate and up of an expert are one matrix, as models have them.
+    """
+    problem, count = operands.problem, operands.problem["experts"]
     wg, wu, wd = (
         operands.weights[name].to_dense().unflatten(0, (count, -1)) for name in ("wg", "wu", "wd")
     )
-    both, down = torch.cat([wg, wu], 1).transpose(1, 2), wd.transpose(1, 2)
-    act, (m, top_k) = ACTIVATIONS[problem["activation"]], ids.shape
+    both, down = torch.cat([wg, wu], 1).transpose(1, 2), wd.clone().transpose(1, 2)
+    act = ACTIVATIONS[problem["activation"]]
 
-    def run() -> Tensor:
+    def run(x: Tensor, ids: Tensor, shares: Tensor) -> Tensor:
+        m, top_k = ids.shape
         order = torch.argsort(ids.view(-1))
         counts = torch.histc(ids.view(-1).int(), bins=count, min=0, max=count - 1)
         ends = counts.cumsum(0, dtype=torch.int32)
@@ -36,7 +48,7 @@ def prepare(operands: Operands) -> Launch:
         back[order] = torch.arange(len(order), device=order.device)
         return rows[back].view(m, top_k, -1).sum(1)
 
-    return Launch(run)
+    return run
 
 
 KERNEL = Kernel("experts_ffn", "dense", "cuda", prepare, unsupported)

@@ -81,9 +81,9 @@ def likeliest(call: BsrCall, stored: int, device: torch.device) -> list[Engine]:
     engines = _on_hopper(call, stored) if hopper and rows_fit else []
     if not engines:
         exact = call.dtype == torch.float32 and call.op == "linear" and device.type == "cuda"
-        first = [bsr_fp32.KERNEL] if exact and min(call.block) >= bsr_fp32.SIDES[-1] else []
-        last = [bsr_fp32.KERNEL] if exact and not first else []
-        engines = [*first, triton, *last]
+        engines = [bsr_fp32.KERNEL, triton] if exact else [triton]
+        if min(call.block) < bsr_fp32.SIDES[-1]:  # a step would be zeros for the most part
+            engines.reverse()
     elif (
         call.op != "wgrad"
         and call.m < MANY

@@ -189,6 +189,17 @@ def pattern_of(offsets: Tensor, columns: Tensor) -> PlannedPattern:
     return _compare(cached if type(cached) is PlannedPattern else None, stamp, offsets, columns)
 
 
+def freeze_index(offsets: Tensor, columns: Tensor) -> None:
+    """Compare an index no more, and pack its frozen values once in captures, too.
+
+    A call that is captured first may do this, because it is promised that the index stays.
+    """
+    pattern = pattern_of(offsets, columns)
+    if not pattern.frozen:
+        pattern.frozen, pattern.stamp = True, _stamp(offsets, columns)
+        setattr(columns, ATTRIBUTE, pattern)
+
+
 def _stamp(offsets: Tensor, columns: Tensor) -> tuple[int, ...] | None:
     try:
         counts = offsets._version, columns._version

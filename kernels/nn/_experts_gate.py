@@ -1,5 +1,7 @@
 """The step between the two products of an expert, and its derivative, in torch.
 
+Without a gradient, a GPU runs it in one launch (_common/experts_gate.py).
+
     silu, gelu_tanh, relu    H = act(G) * U
     clamped_swiglu           H = (U' + 1) * G' * sigmoid(1.702 G')     of gpt-oss
                              G' = min(G, 7),  U' = U between -7 and 7
@@ -16,11 +18,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from sparsebench.kernels._common.experts_gate import ALPHA, CLAMPED, LIMIT
 from sparsebench.kernels.nn._spense_engines import ACTIVATIONS
 from sparsebench.kernels.nn._spense_op import DERIVATIVES
 from sparsebench.kernels.spense.spense_ffn import TURN
 
-CLAMPED, ALPHA, LIMIT = "clamped_swiglu", 1.702, 7.0
 GATES = *ACTIVATIONS, CLAMPED
 
 

@@ -26,6 +26,7 @@ from torch.nn.functional import pad
 
 from sparsebench.formats.bsr import Bsr
 from sparsebench.formats.spense import Spense
+from sparsebench.kernels._common.experts_gate import CLAMPED, gate_experts
 from sparsebench.kernels._common.routing import combine, route
 from sparsebench.kernels._common.torch_operator import torch_operator
 from sparsebench.kernels._common.transforms import aligned, device_guard
@@ -36,7 +37,7 @@ from sparsebench.kernels.nn._experts_engines import (
     weight_gradient,
     weight_of,
 )
-from sparsebench.kernels.nn._experts_gate import CLAMPED, gated_of, joined_gradients
+from sparsebench.kernels.nn._experts_gate import gated_of, joined_gradients
 
 
 class _Weights(NamedTuple):
@@ -117,6 +118,8 @@ def _hidden(w: _Weights, experts: int, rows: Tensor, ends: Tensor, activation: s
     if activation != CLAMPED and w.biases[0] is None:
         return multiply(w.gate_up, experts, rows, ends, activation)
     products = multiply(w.gate_up, experts, rows, ends)
+    if products.is_cuda:
+        return gate_experts(products, w.biases[0], ends, activation, in_turn=w.in_turn)
     bias = _of_rows(w.biases[0], ends, len(rows))
     return gated_of(products, activation, in_turn=w.in_turn, bias=bias).hidden().to(rows.dtype)
 

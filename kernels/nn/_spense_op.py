@@ -276,7 +276,7 @@ def _dx(dy: Tensor, x: Tensor | None, w: Spense, activation: str | None) -> Tens
             dy = gated_gradient(_multiply(x, w, None, None), readable(dy).contiguous(), activation)
         dense = written_out(w)
         dx = dy @ dense
-        on_tape(dx, owners=(w.sparse, w.dense), by_torch=MatrixProduct(dy, dense, dx))
+        on_tape(dx, owners=(w.sparse, w.dense), call=MatrixProduct(dy, dense, dx))
         return dx
 
 

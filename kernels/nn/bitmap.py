@@ -1,8 +1,9 @@
 """A linear layer with zeros anywhere, to run a pruned model: Y = X @ W.T + bias. W is frozen.
 
     records, offsets    buffers: W as in formats/bitmap.py
-    forward             sparsebench.matmul: bitmap_mma, or torch's own product with a dense copy of
-                        W where that is faster: from 17 to 64 tokens on. The copy, n k elements, is
+    forward             sparsebench.matmul: bitmap_mma, or a dense product with a copy of W where
+                        that is faster: from 17 to 64 tokens on, because each warp of bitmap_mma
+                        reads X again for its 16 rows (bitmap/NOTES.md). The copy, n k elements, is
                         made by the first such call, and stays; torch.compile and torch.export see
                         an operator
 

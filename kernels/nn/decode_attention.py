@@ -3,9 +3,9 @@
     summarize_pages(bounds, k_pages, table, lengths, appended=1)     after keys were appended
     o = sparsebench.decode_attention(q, k_pages, v_pages, table, lengths, bounds, keep=32)
 
-kernels/attention has the kernels: _summaries.py, _page_scores.py and _paged.py. Nothing waits for
-the device, and memory depends on the sizes alone, so a captured graph replays with other lengths,
-tables and keys.
+kernels/attention has the kernels: _summaries.py, _page_scores.py and _paged.py, and a reference for
+a CPU, _paged_in_torch.py. Nothing waits for the device, and memory depends on the sizes alone, so a
+captured graph replays with other lengths, tables and keys.
 """
 
 from typing import Any

@@ -17,16 +17,16 @@ So the intervals cover the choice, as those of the other kernels do.
                others   a product for each weight, and act in torch between them, as in a Hugging
                         Face model after `sparsify_`; also an mlp in blocks
                few active units: SparseGatedMLP (ffn only)
-    experts_ffn         SparseExperts, of 2:4 or of blocks
+    experts_ffn         SparseExperts, of 2:4 or of blocks (_experts_default.py)
     attention           sparsebench.attention
     decoder             the step of dense/_decoder.py, whose pruned products run the kernels and the
                         configurations that the layers choose, into fixed buffers as in a CUDA graph
+    experts_decoder     the same with SparseExperts
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,13 +41,12 @@ from sparsebench.formats.dense import Dense
 from sparsebench.formats.spense import Spense
 from sparsebench.kernels._common.elementwise import hidden as hidden_of
 from sparsebench.kernels._common.elementwise import scale_of
-from sparsebench.kernels._common.gated_layer import launch_of_experts, launch_of_layer
+from sparsebench.kernels._common.gated_layer import launch_of_layer
 from sparsebench.kernels._common.operator import Earlier, ahead, bucket, launch_of
 from sparsebench.kernels._common.product import Selected
 from sparsebench.kernels._common.search import lines_of
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
 from sparsebench.kernels.attention._call import bind
-from sparsebench.kernels.bsr import experts_ffn_triton
 from sparsebench.kernels.bsr._call import BsrCall
 from sparsebench.kernels.dense import _decoder
 from sparsebench.kernels.dense._decoder import (
@@ -62,7 +61,7 @@ from sparsebench.kernels.dense._layers import in_turn
 from sparsebench.kernels.nn import _frozen_op, _spense_op
 from sparsebench.kernels.nn._attention_op import ENGINES, plans_of
 from sparsebench.kernels.nn._bsr_pattern import pattern_of
-from sparsebench.kernels.nn._experts_engines import bound as bound_experts
+from sparsebench.kernels.nn._experts_default import launch_of_mixture, mixture_part
 from sparsebench.kernels.nn.attention import attention
 from sparsebench.kernels.nn.block_sparse_mlp import (
     ACTIVATIONS,
@@ -70,14 +69,14 @@ from sparsebench.kernels.nn.block_sparse_mlp import (
     hidden,
     layer_of,
 )
-from sparsebench.kernels.nn.experts import SparseExperts
 from sparsebench.kernels.nn.matmul import matmul
 from sparsebench.kernels.nn.sparse_gated_mlp import SparseGatedMLP, plan_of
-from sparsebench.kernels.nn.spense import SpenseGatedMLP, SpenseLinear
+from sparsebench.kernels.nn.spense import SpenseGatedMLP
 from sparsebench.kernels.spense.spense_ffn import joined
 from sparsebench.results.record import Problem
 
-OPS = "linear", "linear_dgrad", "linear_wgrad", "ffn", "mlp", "experts_ffn", "attention", "decoder"
+DECODERS = "decoder", "experts_decoder"
+OPS = "linear", "linear_dgrad", "linear_wgrad", "ffn", "mlp", "experts_ffn", "attention", *DECODERS
 
 
 def prepare(operands: Operands, *, cache: bool = False) -> Launch:
@@ -93,10 +92,10 @@ def prepare(operands: Operands, *, cache: bool = False) -> Launch:
 
 def _prepare(operands: Operands, earlier: Earlier | None) -> Launch:
     op, a = operands.problem.op, operands.activations
-    if op in ("ffn", "mlp", "decoder"):
-        return decoder(operands, earlier) if op == "decoder" else layer(operands, earlier)
+    if op in ("ffn", "mlp", *DECODERS):
+        return (decoder if op in DECODERS else layer)(operands, earlier)
     if op in ("attention", "experts_ffn"):
-        return (_attention if op == "attention" else _experts)(operands, earlier)
+        return (_attention if op == "attention" else launch_of_mixture)(operands, earlier)
     w = operands.pattern if op == "linear_wgrad" else operands.weights["w"]
     if isinstance(w, Bsr) and op != "linear":
         return _gradient(operands, w, earlier)
@@ -140,7 +139,7 @@ def _attention(operands: Operands, earlier: Earlier | None) -> Launch:
 
 def unsupported(problem: Problem, device: torch.device) -> str | None:
     """Return why no layer computes the op, or None; `prepare` asks the format's kernels."""
-    if problem.op == "decoder":
+    if problem.op in DECODERS:
         return _decoder.unsupported(problem, device)
     return None if problem.op in OPS else f"expected one of {', '.join(OPS)}, found {problem.op}"
 
@@ -284,36 +283,6 @@ def _products(operands: Operands, earlier: Earlier | None) -> Launch:
     return launch_of_layer(lambda: matmul(hidden_units(), w["wd"]), parts)
 
 
-def _experts(operands: Operands, earlier: Earlier | None) -> Launch:
-    """Return a call of SparseExperts, whose products are planned on the rows of the operands."""
-    problem, count = operands.problem, operands.problem["experts"]
-    wg, wu, wd = (operands.weights[name] for name in ("wg", "wu", "wd"))
-    x, shares, ids = (operands.activations[name] for name in ("x", "shares", "ids"))
-    try:
-        if isinstance(wg, Spense) and isinstance(wu, Spense) and isinstance(wd, Spense):
-            both: Any = joined(wg, wu, split="columns")
-            layers: Any = SpenseLinear.from_spense(both), SpenseLinear.from_spense(wd)
-        elif isinstance(wd, Bsr):
-            both = experts_ffn_triton.joined(wg, wu, count)
-            layers = layer_of(both), layer_of(wd)
-        else:
-            raise Unsupported(f"expected experts in spense or bsr, found {type(wd).__name__}")
-        about = {"experts": count, "top_k": problem["top_k"]}
-        mlp = SparseExperts(*layers, **about, activation=problem["activation"]).freeze()
-    except FormatError as error:
-        raise Unsupported(str(error)) from error
-
-    def call() -> Tensor:
-        y: Tensor = mlp(x, ids, shares)
-        return y
-
-    if not x.is_cuda:
-        return launch_of_layer(call, {})
-    gate_up = partial(bound_experts, both, count, activation=mlp.activation)
-    down = partial(bound_experts, wd, count)
-    return replace(launch_of_experts(operands, earlier, gate_up, down), run=call)
-
-
 # ---- a decoding step ----
 
 
@@ -328,6 +297,8 @@ def _part(
     w, problem = operands.weights, operands.problem
     if not is_pruned(problem, name):
         return dense_part(operands, name, inputs)
+    if problem.op == "experts_decoder":
+        return mixture_part(operands, earlier, inputs)
     product = partial(_product, problem, earlier)
     if name != "mlp":
         return product(name, w[WEIGHTS[name]], inputs)

@@ -220,7 +220,8 @@ class SparseExperts(nn.Module):
         for name, layer in (("gate_up", self.gate_up), ("down", self.down)):
             if type(layer) not in LAYERS:
                 actual = f"{type(layer).__module__}.{type(layer).__name__}"
-                raise Unsupported(f"{name}: expected no adapter in experts, found {actual}")
+                expected = f"{name}: expected no adapter in experts, found {actual}"
+                raise Unsupported(f"{expected}: exclude_modules of peft leaves them out")
         return [self.gate_up, self.down]
 
     def forward(

@@ -33,6 +33,7 @@ from sparsebench.kernels.nn._bsr_pattern import (
     Index,
     copy_of,
     draw_pattern,
+    freeze_index,
     grid_of,
     index_of,
     pattern_of,
@@ -317,7 +318,7 @@ class BlockSparseLinear(nn.Linear):
         """
         require(not self.values.is_meta, "expected values, found a tensor on meta")
         self.requires_grad_(False)
-        pattern_of(self.offsets, self.columns).frozen = True
+        freeze_index(self.offsets, self.columns)
         self._recordings.clear()
         return self
 

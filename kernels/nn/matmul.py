@@ -8,8 +8,8 @@ with a number of tokens may time what its format offers.
              inside of the graph, unless W is frozen (Bsr.freeze); then X alone has a gradient
     spense   as SpenseLinear (_spense_op.py): its engine for the device; gradient of X
     csr      csr_cuda, with gradients of X and W; torch's own dense product on a CPU
-    bitmap   bitmap_mma, or torch's own product with a dense copy of W (_frozen_op.py); gradient of
-             X, from the copy
+    bitmap   bitmap_mma, or a dense product with a copy of W (_frozen_op.py); gradient of X, from
+             the copy
     other    Unsupported: the caller must name a kernel
 
 A named kernel, one of sparsebench's own, is planned as in a layer, by an operator with it alone,
@@ -45,7 +45,7 @@ from sparsebench.kernels._common.product import Product
 from sparsebench.kernels._common.transforms import is_current, is_traced, readable
 from sparsebench.kernels._kernel import NAMES, Operands
 from sparsebench.kernels.nn import _bsr_autograd, _frozen_op, _spense_op
-from sparsebench.kernels.nn._bsr_pattern import pattern_of
+from sparsebench.kernels.nn._bsr_pattern import freeze_index, pattern_of
 from sparsebench.kernels.nn._stamp import by_stamp
 from sparsebench.results.record import Problem
 
@@ -98,7 +98,7 @@ def matmul(x: Tensor, w: Format, kernel: str | None = None) -> Tensor:
 def _multiply(x: Tensor, rows: Tensor, w: Format, kernel: str | None) -> Tensor:
     """Return the product of X, which has these rows, on the current device without autocast."""
     if isinstance(w, Bsr) and not torch.compiler.is_compiling() and w.is_frozen:
-        pattern_of(w.offsets, w.columns).frozen = True
+        freeze_index(w.offsets, w.columns)
     if kernel is None and isinstance(w, Bsr):
         keep(w)
         return _bsr(x, w)

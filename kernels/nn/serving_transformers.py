@@ -22,6 +22,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 from importlib.metadata import PackageNotFoundError, version
+from math import ceil
 from statistics import fmean
 from time import perf_counter
 from typing import Any
@@ -45,7 +46,8 @@ from sparsebench.results.record import Problem
 TESTED = (5, 17), (5, 23)  # versions of transformers, the first and the last
 EPSILON, ROTARY = 1e-6, 1e6  # as in harness/ops/decoder.py
 ATTENTION = "sdpa"  # with a mask: flash attention is in packages of its own
-PAGE = 256  # tokens of a page of the cache
+PAGE = 64  # tokens of a page of the cache
+ROOM = 1.5  # pages over those of the requests at once: the scheduler leaves a fifth free
 SPARE = 2 << 30  # bytes beside the weights and the cache: graphs, masks and activations
 PATIENCE_S = 60.0  # most time between two requests that end
 
@@ -56,7 +58,7 @@ def prepare(
     graphs: bool = True,
     overlap: bool = False,
     rows: int = 32,
-    reads: int = 2048,
+    reads: int | None = None,
     chunk: int = 512,
 ) -> Launch:
     """Start a server.
@@ -64,19 +66,21 @@ def prepare(
     graphs   capture steps as CUDA graphs
     overlap  prepare a step while the step before runs (`use_async_batching`)
     rows     tokens to a multiple of which a step is padded
-    reads    tokens of the cache, likewise
+    reads    tokens of the cache, likewise; default: a sixteenth of what the longest requests have,
+             so that a load needs few graphs
     chunk    most tokens of a step
 
     Raises Unsupported.
     """
     on_gpu = operands.device.type == "cuda"
     choice: dict[str, Any] = {"graphs": graphs and on_gpu, "overlap": overlap and on_gpu}
-    choice |= {"rows": rows, "reads": reads, "chunk": chunk}
     load = Load(operands)
+    choice |= {"rows": rows, "reads": reads or load.reads, "chunk": chunk}
     require_room(operands, load)
     model = model_of(operands)
     if on_gpu:
         plan(model, range(rows, chunk + 1, rows))
+        torch.cuda.synchronize(operands.device)  # the server has a stream of its own
     server = Server(model, load, configuration(load, choice))
     return Launch(
         server.serve,
@@ -100,10 +104,18 @@ class Load:
         self.lengths: list[tuple[int, int]] = [(prompt, new) for prompt, new in lengths]
 
     @property
+    def longest(self) -> int:
+        return max(prompt + new for prompt, new in self.lengths)
+
+    @property
     def pages(self) -> int:
-        """Return the pages of the cache, half of which may be free."""
-        longest = max(prompt + new for prompt, new in self.lengths)
-        return 2 * self.concurrency * (-(-longest // PAGE)) + 4
+        """Return the pages of the cache."""
+        return ceil(ROOM * self.concurrency * (self.longest // PAGE + 1)) + 4
+
+    @property
+    def reads(self) -> int:
+        """Return the tokens of the cache to a multiple of which a step's are padded."""
+        return max(4 * PAGE, 1 << (self.concurrency * self.longest // 16).bit_length())
 
     def prompts(self) -> list[list[int]]:
         rows = self.tokens.tolist()
@@ -147,10 +159,10 @@ def model_of(operands: Operands) -> Any:
     set_weight(model.model.embed_tokens, w["we"].to_dense())
     set_weight(model.lm_head, w["wh"].to_dense())
     model.model.rotary_emb = type(model.model.rotary_emb)(config).to(device)
-    for module in model.modules():
-        weight = getattr(module, "weight", None)
-        if isinstance(weight, Tensor) and weight.is_meta:  # the gain of a norm
-            set_weight(module, q.new_ones(weight.shape))
+    for name, parameter in [*model.named_parameters()]:
+        if parameter.is_meta:  # the gain of a norm
+            gain = q.new_ones(parameter.shape)
+            set_weight(model.get_submodule(name.rpartition(".")[0]), gain)
     model.eval()  # type: ignore[no-untyped-call]
     return model
 
@@ -181,12 +193,11 @@ def mlps(operands: Operands) -> Callable[[Any], nn.Module]:
 
 
 def plan(model: Any, tokens: range) -> None:
-    """Plan the layers for these numbers of tokens; all MLPs are equal, and share plans."""
+    """Plan the sparse layers for these numbers of tokens, without a search."""
     buckets = sorted({bucket(m) for m in tokens})
     for layer in model.model.layers:
-        for name in ("gate_up", "down"):
-            if hasattr(layer.mlp, name):
-                getattr(layer.mlp, name).plan(buckets, search=False)
+        if hasattr(layer.mlp, "plan"):
+            layer.mlp.plan(buckets, search=False)
 
 
 # ---- the server ----
@@ -227,7 +238,7 @@ class Server:
     def __init__(self, model: Any, load: Load, config: Any) -> None:
         from transformers import GenerationConfig
 
-        self.load, self.readings = load, dict[str, float]()
+        self.load, self.readings, self.calls = load, dict[str, float](), 0
         self.first_us = self.cold_us = 0.0
         self.forced = Forced(load, model.config.vocab_size, model.dtype)
         model.register_forward_hook(self.forced, with_kwargs=True)
@@ -244,6 +255,7 @@ class Server:
     def serve(self) -> Tensor:
         """Serve all requests; return the last logits of each, [requests, vocab]."""
         self.steps.clear()
+        self.calls += 1
         waiting = list(enumerate(self.load.prompts()))[::-1]
         ended: list[tuple[float, float]] = []
         for _ in range(self.load.concurrency):
@@ -267,20 +279,22 @@ class Server:
     def _add(self, number: int, prompt: list[int]) -> None:
         _, new = self.load.lengths[number]
         timed = {"record_timestamps": True, "eos_token_id": -1}
-        self.manager.add_request(prompt, request_id=str(number), max_new_tokens=new, **timed)
+        name = f"{self.calls}.{number}"  # of a call of its own: a step may still be on its way
+        self.manager.add_request(prompt, request_id=name, max_new_tokens=new, **timed)
 
     def _next(self) -> tuple[float, float]:
         """Return µs to the first token and between later ones, of the next request that ends."""
         result = self.manager.get_result(timeout=PATIENCE_S)
         if result is None:
             raise RuntimeError(f"expected a request to end in {PATIENCE_S:g} s, found none")
-        _, new = self.load.lengths[int(result.request_id)]
+        number = int(result.request_id.partition(".")[2])
+        _, new = self.load.lengths[number]
         if result.error or len(result.generated_tokens) != new:
             found = result.error or f"{len(result.generated_tokens)} tokens"
-            raise RuntimeError(f"request {result.request_id}: expected {new} tokens, found {found}")
+            raise RuntimeError(f"request {number}: expected {new} tokens, found {found}")
         times = result.timestamps
         first_us = 1e6 * (times[0] - result.created_time)
-        if result.request_id == "0":
+        if number == 0:
             self.first_us = first_us
         return first_us, 1e6 * (times[-1] - times[0]) / max(new - 1, 1)
 

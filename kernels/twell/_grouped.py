@@ -164,7 +164,7 @@ def plan(device: torch.device, call: TwellCall, config: Config) -> Product:
 def _by_torch(x: Tensor, w: Tensor) -> tuple[None, Tensor]:
     """Return G as a matrix."""
     g = torch.mm(x, w.t())
-    cuda.on_tape(g, by_torch=cuda.MatrixProduct(x, w.t(), g, fixed=True))
+    cuda.on_tape(g, call=cuda.MatrixProduct(x, w.t(), g, fixed=True))
     return None, g
 
 

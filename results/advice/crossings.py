@@ -195,7 +195,8 @@ def _cases(analysis: Analysis) -> Iterator[dict[Any, Any]]:
 
 
 def _length(line: Line) -> int:
-    return int(line["m"] if pd.isna(line["context"]) else line["context"])
+    context = line.get("context")
+    return int(line["m"] if pd.isna(context) else context)
 
 
 def _sides(line: Line) -> tuple[int, int]:

@@ -76,7 +76,8 @@ def with_gains(cases: pd.DataFrame) -> pd.DataFrame:
 
 def usual(timed: pd.DataFrame) -> pd.DataFrame:
     """Return the cases of the measure to show first: isolated and cold if the run has it."""
-    isolated = timed[timed.scope == "kernel"] if (timed.scope == "kernel").any() else timed
+    scope = next((name for name in ("kernel", "op") if (timed.scope == name).any()), None)
+    isolated = timed if scope is None else timed[timed.scope == scope]
     cold = isolated[isolated.cache == "cold"]
     return isolated if cold.empty else cold
 

@@ -30,7 +30,7 @@ def test_a_file_has_dense_and_selected_attention(kind: str, tmp_path: Path) -> N
     selection_quality.main(tmp_path, out, keep="0.99,0.2", **OPTIONS)
     report = read_selection(out)
     dense, most, few = report.outcomes
-    assert (report.prompts, report.steps, report.layers) == (2 * 127, 2 * 19, 2)
+    assert (report.prompts, report.steps, report.layers) == (2 * 108, 2 * 19, 2)
     assert report.selecting == (2 if kind == "llama" else 1)
     assert (dense.keep, dense.kept, dense.prompts.agreement) == (None, 1, 1)
     assert most.kept > few.kept

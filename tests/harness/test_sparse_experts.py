@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from sparsebench.errors import FormatError
+from sparsebench.errors import FormatError, Unsupported
 from sparsebench.harness.models.pruning.ahead import plan_ahead
 from sparsebench.nn import (
     BlockSparse,
@@ -223,6 +223,19 @@ def test_adapters_beside_sparse_experts_train_as_in_the_pruned_dense_model(famil
     for name, gradient in expected.items():
         error = float((actual[name].float() - gradient).norm() / gradient.norm())
         assert error < most, (name, error)
+
+
+@pytest.mark.filterwarnings("ignore")  # of peft
+def test_adapters_on_all_linear_layers_leave_out_experts_or_say_how() -> None:
+    peft = pytest.importorskip("peft", reason="needs the package peft")
+    model = sparsify_(model_of("Qwen3Moe", BlockSparse()), BlockSparse(32, 0.5), only_experts)
+    options = {"r": 4, "target_modules": "all-linear", "init_lora_weights": False}
+    config = peft.LoraConfig(exclude_modules=r".*\.experts\..*", **options)
+    adapted = peft.get_peft_model(copy.deepcopy(model), config)
+    adapted(IDS, labels=IDS).loss.backward()
+    assert all(p.grad is not None for p in adapted.parameters() if p.requires_grad)
+    with pytest.raises(Unsupported, match=r"no adapter in experts, .* exclude_modules"):
+        peft.get_peft_model(model, peft.LoraConfig(**options))(IDS)
 
 
 def test_blocks_of_experts_train() -> None:

@@ -24,6 +24,7 @@ BY_OP = {"decoder": STEP, "attention": ATTENTION, "attention_backward": ATTENTIO
 BY_OP |= dict.fromkeys(
     ("experts", "experts_dgrad", "experts_wgrad", "experts_ffn"), f"{SIZES} experts=4 top_k=2"
 )
+BY_OP["experts_decoder"] = f"{STEP} experts=4 top_k=2"
 BY_FORMAT = {
     "bsr": "pattern=blocks block=64 sparsity=0.5",
     "block_mask": "pattern=top_k_blocks block=64 sparsity=0.5",

@@ -1,8 +1,10 @@
 """Calls without Python, by front.cpp on a CPU: what they return, and what ends them."""
 
 import copy
+import ctypes
 import gc
 import pickle
+import struct
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from sparsebench.kernels._common.cuda import MatrixProduct, TransposedCopy, on_tape
+from sparsebench.kernels._common.cuda import LibraryCall, MatrixProduct, TransposedCopy, on_tape
 from sparsebench.kernels._common.front import (
     LAYOUTS,
     PRODUCT,
@@ -516,7 +518,7 @@ def test_a_product_with_a_weight_that_launches_write_out() -> None:
             on_tape(view=(part, w))
             launch(source, part)
         dx = rows @ w
-        on_tape(dx, by_torch=MatrixProduct(rows, w, dx))
+        on_tape(dx, call=MatrixProduct(rows, w, dx))
         return [dx]
 
     def derivative(front: Any, dy: Tensor, saved: Any, needed: Any) -> list[Tensor]:
@@ -544,13 +546,51 @@ def test_blocks_are_transposed_by_torch() -> None:
     def product(rows: Tensor) -> list[Tensor]:
         blocks = result_of(rows, shape=(2, COLUMNS, COLUMNS))
         transposed = blocks.mT.contiguous()
-        on_tape(transposed, by_torch=TransposedCopy(blocks, transposed))
+        on_tape(transposed, call=TransposedCopy(blocks, transposed))
         return [result_of(transposed)]
 
     for _ in range(3):
         y = recordings.call([x], Conditions([]), product, lambda: torch.empty(0))
     assert torch.equal(y, 4 * x.view(2, COLUMNS, COLUMNS).mT)
     assert recordings.replay(x) is not None
+
+
+@ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 16)
+def _matmul(*arguments: Any) -> int:
+    """Write W + X to Y, as if it were cublasLtMatmul; fail if an argument is not in its place."""
+    place = ctypes.c_float * COLUMNS
+    w, x, y = (place.from_address(arguments[i]) for i in (3, 5, 8))
+    y[:] = [a + b for a, b in zip(w, x, strict=True)]
+    return int([*arguments[:3], arguments[14]] != [None, 1, 2, 14])
+
+
+@pytest.mark.parametrize("size", [14, 13])
+def test_a_call_of_a_library_is_replayed_or_its_status_is_an_error(size: int) -> None:
+    w, x, recordings = torch.randn(1, COLUMNS), torch.randn(1, COLUMNS), Recordings(PRODUCT)
+
+    def product(rows: Tensor) -> list[Tensor]:
+        y = w + rows
+        at_y = y.data_ptr()
+        words = [0, 1, 2, w.data_ptr(), 4, rows.data_ptr(), 6, 7, at_y, 9, at_y, 11, 12, 13, size]
+        function = int(ctypes.cast(_matmul, ctypes.c_void_p).value or 0)
+        on_tape(y, owners=(w,), call=LibraryCall(function, struct.pack("16Q", *words, 0)))
+        return [y]
+
+    def call(x: Tensor) -> Tensor:
+        result: Tensor = recordings.call([x], Conditions([]), product, lambda: w + x)
+        return result
+
+    call(x)
+    if size == 13:
+        with pytest.raises(RuntimeError, match="status 1"):
+            call(x)
+        return
+    call(x)
+    for _ in range(2):
+        x = torch.randn(1, COLUMNS)
+        y = recordings.replay(x)
+        assert y is not None
+        assert torch.equal(y, w + x)
 
 
 @pytest.mark.parametrize("error", [KeyError("no plan"), None])

@@ -199,6 +199,7 @@ def run(rows: list[Row], environment: dict[str, Any] = H200, status: str = "fini
 NEED_MORE = {
     "noise",
     "ceilings",
+    "requests",
     "roofline",
     "drift",
     "power",

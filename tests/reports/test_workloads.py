@@ -109,3 +109,10 @@ def test_replaced_runs_are_left_out_unless_their_folder_is_named() -> None:
     assert RUNS[0] in sides.bundles([home])
     assert not [run for run in sides.bundles([home]) if bundle.EARLIER in run.parts]
     assert len(sides.bundles([home / bundle.EARLIER])) > 2
+
+
+def test_published_experts_have_a_row_of_their_own(lines: Any) -> None:
+    experts = lines.assign(op="experts", shape="1536 × 2048", problem_id=lines.problem_id + "e")
+    two = two_gpus(pd.concat([lines, experts]), *lines.gpu.unique())
+    assert [each.title for each in two.workloads] == [next(iter(WORKLOADS)), "experts"]
+    assert two.workloads[1].dense == two.workloads[0].dense

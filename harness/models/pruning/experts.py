@@ -25,9 +25,10 @@ from sparsebench.formats._format import require, sides_of
 from sparsebench.formats.spense import sparse_shape_of
 from sparsebench.harness.models.pruning.gated import activation_of, require_sound
 from sparsebench.harness.models.pruning.methods import PruningPattern, keep
+from sparsebench.kernels._common.experts_gate import ALPHA, CLAMPED, LIMIT
 from sparsebench.kernels.nn import BlockSparseLinear, SparseExperts, SpenseLinear
 from sparsebench.kernels.nn._bsr_pattern import grid_of
-from sparsebench.kernels.nn._experts_gate import ALPHA, CLAMPED, GATES, LIMIT, gated_of
+from sparsebench.kernels.nn._experts_gate import GATES, gated_of
 
 BIASES = "gate_up_proj_bias", "down_proj_bias"
 

@@ -63,7 +63,7 @@ CASES = [
 
 
 @needs_gxx
-@pytest.mark.parametrize(("shape", "config", "late"), sampled(CASES, *range(10)), ids=str)
+@pytest.mark.parametrize(("shape", "config", "late"), sampled(CASES, *range(17)), ids=str)
 def test_its_threads_give_the_product_on_a_cpu(shape, config, late, monkeypatch) -> None:
     w, x, _ = example(shape)
     assert_right(emulated(x, w, config, late, monkeypatch), x, w, False, shape)

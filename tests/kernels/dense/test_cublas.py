@@ -4,6 +4,7 @@ cuBLASLt is emulated (tests/emulation/cublaslt_on_cpu.py). Tests marked gpu call
 """
 
 import json
+import struct
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -16,9 +17,11 @@ import torch
 from torch import Tensor
 
 from sparsebench.errors import Unsupported
+from sparsebench.kernels._common import cuda
 from sparsebench.kernels._common.search import Search, Trial
 from sparsebench.kernels._kernel import DTYPES, OUTPUTS, Launch, poison, sum_scale
 from sparsebench.kernels.dense import _cublaslt, _gemm, cublas
+from sparsebench.kernels.dense._cublaslt import Algorithm
 from sparsebench.kernels.dense._gemm import DenseProduct, Way
 from tests.emulation import cublaslt_on_cpu
 from tests.emulation.cublaslt_on_cpu import ANY, TILED, VERSION
@@ -294,3 +297,28 @@ def test_odd_sizes_are_right_on_a_gpu(shape: tuple[int, int, int]) -> None:
         for call in (launch, again):
             product.out.fill_(torch.nan)
             assert_right(call(), product, 8e-2)
+
+
+@pytest.mark.usefixtures("emulated")
+@pytest.mark.parametrize("columns", [False, True])
+def test_a_weight_is_multiplied_by_any_x_up_to_the_most_tokens(columns: bool, monkeypatch) -> None:
+    monkeypatch.setattr(_cublaslt, "_address", lambda: 1)
+    n, k, most = 24, 16, 20
+    w = torch.randn(n, k)
+    w = w.T.contiguous().T if columns else w
+    for algorithm in (Algorithm(ANY), Algorithm(TILED, tile=32)):
+        run = _cublaslt.bind_weight(w, algorithm, most)
+        for m in (20, 1, 7, 20):
+            for x in (torch.randn(m, k), torch.randn(m, 2 * k)[:, :k]):
+                y = torch.full((m, n), float("nan"))
+                with cuda.taping() as tape:
+                    assert run(x, y) is y
+                torch.testing.assert_close(y, x @ w.T)
+                torch.testing.assert_close(run(x), y)
+                (call,) = tape.launches
+                words = struct.unpack("16Q", call.arguments)
+                addresses = w.data_ptr(), x.data_ptr(), y.data_ptr(), y.data_ptr(), 0
+                assert (words[3], words[5], words[8], words[10], words[15]) == addresses
+    for refused in (Algorithm(99), Algorithm(TILED, tile=16)):
+        with pytest.raises(Unsupported, match="does not accept"):
+            _cublaslt.bind_weight(w, refused, most)

@@ -1,5 +1,6 @@
 """A decoding step: right in every layer, searched or pinned, and on redrawn activations."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ from triton.compiler import ASTSource
 
 from sparsebench.errors import Unsupported
 from sparsebench.formats.bsr import Bsr
+from sparsebench.formats.spense import Spense
 from sparsebench.kernels._kernel import Operands
 from sparsebench.kernels.dense import _decoder, _decoder_glue, decoder_dense
 from sparsebench.kernels.nn import default
@@ -58,6 +60,23 @@ def operands_of(device: torch.device = CPU, **fields: Any) -> Operands:
 def test_an_interpreted_step_is_right(fields: Any) -> None:
     operands = operands_of(**fields)
     assert_right(decoder_dense.prepare(operands), operands)
+
+
+def mixture(**fields: Any) -> Problem:
+    sizes = {"experts": 4, "top_k": 2, "hidden": 64, "intermediate": 64, **fields}
+    return problem_of("experts_decoder", **{**SMALL, "dtype": "fp16", **sizes})
+
+
+@pytest.mark.interpreted
+def test_an_interpreted_step_of_a_mixture_is_right() -> None:
+    """With the experts that users get; torch's grouped product runs on a GPU alone."""
+    for pattern, pack in (
+        ({"pattern": "two_four"}, Spense.from_dense),
+        ({"pattern": "blocks", "block": 32}, partial(Bsr.from_dense, block=32)),
+    ):
+        formats = dict.fromkeys(("wg", "wu", "wd"), pack)
+        operands = operands_for(mixture(**pattern, sparsity=0.5, layers=3), CPU, formats)
+        assert_right(default.prepare(operands), operands)
 
 
 @pytest.mark.interpreted

@@ -1,11 +1,21 @@
 """BitmapLinear: the product, state dicts, dtypes, errors, and calls on a GPU."""
 
+import json
+from dataclasses import asdict
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from sparsebench.errors import FormatError, Unsupported
+from sparsebench.formats.bitmap import Bitmap
+from sparsebench.kernels._common.front import Conditions, Recordings
+from sparsebench.kernels._common.unstructured import UnstructuredCall
+from sparsebench.kernels.dense import _cublaslt
+from sparsebench.kernels.dense._cublaslt import Algorithm
+from sparsebench.kernels.nn import _frozen_op
 from sparsebench.nn import BitmapLinear
 from tests.compiling.nvcc import hopper
 
@@ -99,3 +109,44 @@ def test_few_and_many_tokens_are_correct_on_a_gpu_and_in_a_graph(dense_rows: int
             y = layer(x)
         graph.replay()
         torch.testing.assert_close(y, expected, rtol=0, atol=0)
+
+
+def test_a_dense_choice_is_read_from_a_list_and_a_cpu_has_those_of_torch() -> None:
+    algorithm = Algorithm(66, tile=35, cluster_shape=7)
+    config = _frozen_op.DenseConfig(algorithm=algorithm)
+    written = json.loads(json.dumps(asdict(config)))
+    assert {_frozen_op.DenseConfig(**written)} == {config}
+    w = Bitmap.from_dense(torch.ones(16, 16, dtype=BF16))
+    configs = [*_frozen_op.dense_choices(w, UnstructuredCall("linear", 144))]
+    assert configs == [_frozen_op.DenseConfig(), _frozen_op.DenseConfig(256)]
+
+
+@pytest.mark.gpu
+@hopper
+def test_direct_calls_of_cublaslt_are_right_eager_recorded_and_in_a_graph() -> None:
+    w = torch.randint(-3, 4, (1536, 1024), device="cuda").to(BF16)
+    bitmap = Bitmap.from_dense(w)
+    call = UnstructuredCall("linear", 64)
+    if _cublaslt.unavailable():
+        pytest.skip("needs nvmath")
+    direct = [c for c in _frozen_op.dense_choices(bitmap, call) if c.algorithm]
+    assert direct
+    for config in direct:
+        run = _frozen_op.plan_dense(bitmap, call, config).run
+        recordings = Recordings(_frozen_op.SIGNATURE)
+        for m in (64, 1, 33, 64, 64, 64):
+            x = torch.randint(-2, 3, (m, 1032), device="cuda").to(BF16)[:, 8:]  # not aligned to 256
+            right = (x.double() @ w.double().T).to(BF16)
+            y = torch.full((m, 1536), float("nan"), device="cuda", dtype=BF16)
+            assert torch.equal(run(x, out=y), right)
+            for _ in range(3):
+                planned = recordings.replay(x)
+                y = recordings.product(x, Conditions([]), run, partial(run, x))
+                assert torch.equal(y if planned is None else planned, right)
+        static = torch.zeros(64, 1024, device="cuda", dtype=BF16)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = run(static)
+        static.copy_(torch.randint(-2, 3, static.shape, device="cuda"))
+        graph.replay()
+        assert torch.equal(y, (static.double() @ w.double().T).to(BF16))

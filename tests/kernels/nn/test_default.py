@@ -11,6 +11,7 @@ from sparsebench.formats.bitmap import Bitmap
 from sparsebench.formats.bsr import Bsr
 from sparsebench.formats.spense import Spense
 from sparsebench.kernels._kernel import Operands
+from sparsebench.kernels.dense import experts_decoder_grouped
 from sparsebench.kernels.nn import default
 from sparsebench.results.record import Problem
 from tests.compiling.nvcc import hopper
@@ -120,6 +121,24 @@ def test_a_step_of_a_model_is_right_on_hopper(kind: str, pruned: str, m: int) ->
     formats: dict[str, Any] = packed(kind, names)
     operands = operands_for(problem_of("decoder", **sizes, **rest, **pattern, m=m), CUDA, formats)
     assert_right_twice(operands, default.prepare)
+
+
+@hopper
+@pytest.mark.parametrize("kind", ["bsr", "spense"])
+@pytest.mark.parametrize("m", [1, 33])
+def test_a_step_of_a_mixture_is_right_on_hopper(kind: str, m: int) -> None:
+    sizes = {"hidden": 512, "heads": 8, "kv_heads": 2, "head_dim": 64, "intermediate": 256}
+    rest = {"vocab": 40, "layers": 2, "context": 300, "dtype": "bf16", "experts": 8, "top_k": 2}
+    blocks = {"pattern": "blocks", "block": 32, "sparsity": 0.5}
+    pattern = blocks if kind == "bsr" else {"pattern": "two_four", "sparsity": 0.5}
+    formats: dict[str, Any] = dict.fromkeys(
+        MLP, Spense.from_dense if kind == "spense" else partial(Bsr.from_dense, block=32)
+    )
+    spec = problem_of("experts_decoder", **sizes, **rest, **pattern, m=m)
+    operands = operands_for(spec, CUDA, formats)
+    assert_right_twice(operands, default.prepare)
+    dense = operands_for(spec, CUDA, {})
+    assert_right_twice(dense, experts_decoder_grouped.prepare)
 
 
 @pytest.mark.parametrize("device", [CPU, pytest.param(CUDA, marks=[pytest.mark.gpu])])

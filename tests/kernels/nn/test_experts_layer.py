@@ -13,7 +13,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from sparsebench.errors import FormatError, Unsupported
 from sparsebench.formats.bsr import Bsr
-from sparsebench.kernels.nn._experts_gate import CLAMPED, GATES
+from sparsebench.kernels._common.experts_gate import CLAMPED
+from sparsebench.kernels.nn._experts_gate import GATES
 from sparsebench.kernels.nn._spense_engines import ACTIVATIONS
 from sparsebench.nn import BlockSparseLinear, SparseExperts, SpenseLinear
 from tests.tools.marks import crossed

@@ -25,17 +25,15 @@ from sparsebench.results.record import Contender, Problem  # noqa: E402
 
 OP = load_op("serving")
 SIZES = {
-    "hidden": 64, "heads": 4, "kv_heads": 2, "head_dim": 16, "intermediate": 256, "vocab": 96,
+    "hidden": 128, "heads": 4, "kv_heads": 2, "head_dim": 32, "intermediate": 256, "vocab": 96,
     "layers": 2, "of_layers": 2, "dtype": "bf16", "pattern": "two_four_blocks", "block": 16,
     "sparsity": 0.875,
 }  # fmt: skip
-REST = dict.fromkeys((f"{name}.dense_fraction" for name in ("wqkv", "wo", "wh", "we")), 1.0)
-HALF = {f"{name}.dense_fraction": 0.5 for name in ("wg", "wu", "wd")}
-HALF |= {"wg.split": "rows", "wu.split": "rows", "wd.split": "columns"}
+HALF = {"dense_fraction": 0.5, "split": "rows", "wd.split": "columns"}
 CONTENDERS = {
     "dense": Contender("dense", "serving_transformers"),
-    "2:4": Contender("spense", "serving_transformers", REST),
-    "half 2:4": Contender("spense", "serving_transformers", {**REST, **HALF}),
+    "2:4": Contender("spense", "serving_transformers"),
+    "half 2:4": Contender("spense", "serving_transformers", HALF),
     "blocks": Contender("bsr", "serving_transformers", {"block": 16}),
 }
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]

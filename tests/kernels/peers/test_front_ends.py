@@ -86,8 +86,8 @@ WITHOUT_A_FRONT_END = {
 }
 """Programs of this repository: no other front end answers for them."""
 
-ELSEWHERE = "attention", "attention_backward", "experts", "experts_ffn"
-"""Their peers are tested in tests/kernels/attention, beside this file or in test_catalog.py."""
+ELSEWHERE = "attention", "attention_backward", "experts", "experts_ffn", "experts_decoder"
+"""Their peers are tested in tests/kernels/attention, beside this file or in other folders."""
 
 CASES = [
     pytest.param(name, answers, id=f"{name}-{'-'.join(answers.dtypes)}-{answers.block}")

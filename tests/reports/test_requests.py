@@ -1,0 +1,65 @@
+"""The section of servers: requests per second, and whether the host decides."""
+
+from pathlib import Path
+from typing import Any
+
+from sparsebench.harness.catalog import load_op
+from sparsebench.reports.figures import requests
+from sparsebench.results.record import Case, Contender, Problem, Row, Status
+from sparsebench.results.run.store import StoredRun
+from sparsebench.results.tables.analysis import analyse
+
+DENSE = Contender("dense", "serving_transformers", baseline=True)
+SPARSE = Contender("spense", "serving_transformers")
+FIELDS: dict[str, Any] = {
+    "hidden": 64, "heads": 4, "kv_heads": 2, "head_dim": 16, "intermediate": 256, "vocab": 512,
+    "layers": 1, "of_layers": 2, "dtype": "bf16", "pattern": "two_four_blocks", "block": 16,
+    "sparsity": 0.875,
+}  # fmt: skip
+
+
+def drawn(calls: dict[int, tuple[float, float]]) -> str:
+    """Return the section of a run: by requests at once, ms of a dense call and of its steps.
+
+    The sparse server takes 0.8 of both.
+    """
+    op = load_op("serving")
+    measured = []
+    for concurrency, (call_ms, steps_ms) in calls.items():
+        fields = {**op.defaults, **FIELDS, "concurrency": concurrency, "requests": 2 * concurrency}
+        problem = Problem("serving", fields, defaults=op.defaults)
+        measured += [
+            Row(
+                Case(problem, contender),
+                Status.OK,
+                process,
+                scope=scope,
+                clock="events",
+                samples_us=(1e3 * ms * part * (1 + process / 1000),),
+            )
+            for process in range(8)
+            for contender, part in ((DENSE, 1.0), (SPARSE, 0.8))
+            for scope, ms in (("op", call_ms), ("steps", steps_ms))
+        ]
+    run = StoredRun(Path("one"), {}, "", {}, {"status": "finished"}, measured)
+    return str(requests.draw(analyse(run)))
+
+
+def test_a_server_has_its_requests_per_second_and_its_gain() -> None:
+    page = drawn({8: (200.0, 180.0)})
+    assert "80" in page  # 16 requests in 200 ms
+    assert "100" in page
+    assert "1.2" in page
+    assert "90 %" in page
+    assert page.count("<tr>") == 1 + 2
+
+
+def test_the_page_says_where_the_host_decides() -> None:
+    page = drawn({1: (100.0, 20.0), 32: (100.0, 90.0)})
+    assert "With 1 request at once the host decides" in page
+    assert "The host does not decide" in drawn({32: (100.0, 90.0)})
+
+
+def test_another_run_has_no_such_section() -> None:
+    run = StoredRun(Path("one"), {}, "", {}, {"status": "finished"}, [])
+    assert requests.draw(analyse(run)) == ""
