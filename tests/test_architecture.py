@@ -201,7 +201,7 @@ def test_a_class_name_is_unique_in_the_house() -> None:
 
 
 MOST_CODE = {"formats": 1_400, "harness": 12_700, "results": 5_050, "reports": 4_540}
-MOST_CODE |= {"kernels": 17_400, "src": 330}  # src: the plug-in for vLLM
+MOST_CODE |= {"kernels": 17_600, "src": 330}  # src: the plug-in for vLLM
 DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef
 
 
