@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from sparsebench.errors import FormatError
-from sparsebench.formats._blocks import blocks_of, token_counts
+from sparsebench.formats._blocks import blocks_of, pack_bits, token_counts
 from sparsebench.formats._format import require, sides_of
 
 PARTIAL = torch.iinfo(torch.int32).min
@@ -159,6 +159,25 @@ def select_in_torch(scores: Tensor, sizes: list[int], mass: float = 1.0) -> tupl
     stored = torch.where(partial, columns | PARTIAL, columns).to(torch.int32)
     out = stored.new_empty(selection.places + 1).scatter_(0, place.flatten(), stored.flatten())
     return offsets.to(torch.int32), out[:-1].clone()
+
+
+def without_keys(
+    columns: Tensor, keys: Tensor, selection: Selection
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return columns, bits and slots without the keys that are not there, bool [S_kv].
+
+    A block that lacks some is partial in every row. Its bits are those of its keys, so the slot of
+    a place is its column. Raises FormatError.
+    """
+    (b_q, b_k), count, s_kv = selection.block, selection.grid[1], selection.tokens[1]
+    layout = f"{keys.dtype} {list(keys.shape)}"
+    fits = keys.dtype == torch.bool and keys.shape == (s_kv,)
+    require(fits, f"keys: expected bool [{s_kv}], found {layout}")
+    there = pad(keys, (0, -s_kv % b_k), value=True).view(count, 1, b_k)
+    blocks = columns & ~PARTIAL
+    lacks = pad(~there.flatten(1).all(1), (0, 1))[blocks.long()]  # False for an empty place
+    bits = pack_bits(there.expand(count, b_q, b_k))
+    return torch.where(lacks, columns | PARTIAL, columns), bits, blocks.clamp(max=count - 1)
 
 
 Selector = Callable[[Tensor, list[int], float], tuple[Tensor, Tensor]]

@@ -40,7 +40,6 @@ from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from sparsebench.formats._blocks import (
     areas,
@@ -59,7 +58,7 @@ from sparsebench.formats._format import (
     rows_of,
     sides_of,
 )
-from sparsebench.formats._selection import PARTIAL, Selection, select
+from sparsebench.formats._selection import PARTIAL, Selection, select, without_keys
 
 MOST_ELEMENTS = 2**28
 """Most elements that a mask may be expanded to. Tests expand masks, kernels never do."""
@@ -195,24 +194,12 @@ class BlockMask(Format):
         """
         bounds = keep, mass, first, last
         selection = Selection.of_scores(scores, block, tokens, causal, bounds)
-        arrays = select(scores.flatten(0, 2), selection.sizes, selection.mass)
-        shape = selection.rows, selection.grid[1]
+        offsets, columns = select(scores.flatten(0, 2), selection.sizes, selection.mass)
+        shape, bits, slots = (selection.rows, selection.grid[1]), None, None
         geometry = selection.tokens, selection.block, scores.shape[0], scores.shape[1], causal
-        mask = cls(shape, *geometry, *arrays, keep=selection.keep)
-        return mask if keys is None else mask._without(keys)
-
-    def _without(self, keys: Tensor) -> Self:
-        """Return the selected mask without some keys: such blocks are partial in every row."""
-        (b_q, b_k), count = self.block, self.kv_blocks
-        layout = f"{keys.dtype} {list(keys.shape)}"
-        fits = keys.dtype == torch.bool and keys.shape == (self.tokens[1],)
-        require(fits, f"keys: expected bool [{self.tokens[1]}], found {layout}")
-        there = pad(keys, (0, -self.tokens[1] % b_k), value=True).view(count, 1, b_k)
-        cut = pad(~there.flatten(1).all(1), (0, 1))[self.indices.long()]  # of an empty place: False
-        columns = torch.where(cut, self.columns | PARTIAL, self.columns)
-        slots = self.indices.clamp(max=count - 1)
-        bits = pack_bits(there.expand(count, b_q, b_k))
-        return replace(self, columns=columns, bits=bits, slots=slots)
+        if keys is not None:
+            columns, bits, slots = without_keys(columns, keys, selection)
+        return cls(shape, *geometry, offsets, columns, bits, slots, keep=selection.keep)
 
     @classmethod
     def from_indices(

@@ -6,11 +6,12 @@
     cuDNN frontend       q2k_block_nums, _index         none                            none
     FlashInfer           indptr, indices                in the same lists, with mask    mask
     FlashInfer variable  block_mask_map                 none                            none
+    NSA                  block_indices                  in the same lists               causal
 
 The first three pad their lists: counts int32 [batch, heads, q_blocks] and kv blocks int32 [batch,
 heads, q_blocks, most], of which the first `count` are valid. Heads that share a list are repeated.
 The `to_...` functions raise FormatError if a library cannot represent a mask, so that no rule is
-silently dropped.
+silently dropped. The lists of NSA (fla, cudnn-frontend) belong to single queries: blocks of [1, n].
 """
 
 from typing import Any, NamedTuple
@@ -152,6 +153,37 @@ def to_flashinfer_variable(mask: BlockMask, kv_heads: int) -> FlashInferVariable
     ]
     repeated = cells.repeat_interleave(kv_heads // mask.lists, 0)
     return FlashInferVariable(repeated, *(size.repeat(kv_heads, 1) for size in sizes))
+
+
+def from_nsa(indices: Tensor, block: int, keys: int) -> BlockMask:
+    """Convert block_indices [batch, tokens, lists, most]; -1, repeated and future ones are none.
+
+    block  keys of a block; `keys` of a sequence, the last of which belongs to the last query
+    """
+    expected = "expected block_indices [batch, tokens, lists, most] in whole numbers"
+    whole = indices.dim() == 4 and indices.dtype in (torch.int32, torch.int64)
+    require(whole, f"{expected}, found {indices.dtype} {list(indices.shape)}")
+    tokens, most = [indices.shape[1], keys], -(-keys // block)
+    outside = (indices < -1) | (indices >= most)
+    require(not bool(outside.any()), f"expected blocks from -1 to {most - 1}, found others")
+    listed = BlockMask.from_indices(
+        indices.transpose(1, 2), tokens=tokens, block=[1, block], causal=True
+    )
+    return listed.compact()
+
+
+def to_nsa(mask: BlockMask) -> Tensor:
+    """Convert to block_indices [batch, tokens, lists, most], int64, ascending, padded with -1."""
+    mask = mask.compact()
+    require(mask.block[0] == 1, f"nsa: expected lists of single queries, found {mask.block}")
+    require(mask.causal, "nsa: expected a causal mask, found another")
+    require(mask.bits is None, "nsa: expected partial blocks of the causal rule, found bits")
+    rows = rows_of(mask.offsets)
+    place = torch.arange(len(rows), device=rows.device) - mask.offsets[rows]
+    padded = rows.new_full((mask.shape[0], max(1, int(mask.counts.max()))), -1)
+    padded[rows, place] = mask.indices.long()
+    by_list = padded.view(mask.batch, mask.lists, mask.q_blocks, -1)
+    return by_list.transpose(1, 2).contiguous()
 
 
 def padded_lists(

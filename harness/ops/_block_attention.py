@@ -29,7 +29,7 @@ ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 26}
 """Scores that are held at once: on a GPU they take 512 MB in fp64."""
 CHEAP = 1 << 30  # pairs of a query and a key whose fp64 answer takes an H100 about 0.1 s
 FEW = 256  # heads of all sequences: each takes about 1 ms even if it has few pairs
-SHARE = 8  # one in so many KV heads is in a sample
+SHARE = 8  # one in so many KV heads is in a sample, and one at least
 
 
 class AttentionFields(Fields):
@@ -199,8 +199,9 @@ class Heads(NamedTuple):
 
     @classmethod
     def draw(cls, fields: Values, seed: int) -> Self:
-        """Draw one in SHARE KV heads."""
-        kv = sorted(Random(seed).sample(range(fields["kv_heads"]), fields["kv_heads"] // SHARE))
+        """Draw one in SHARE KV heads, at least one."""
+        count = max(1, fields["kv_heads"] // SHARE)
+        kv = sorted(Random(seed).sample(range(fields["kv_heads"]), count))
         group = fields["heads"] // fields["kv_heads"]
         return cls(kv, [head * group + i for head in kv for i in range(group)])
 
@@ -220,7 +221,7 @@ def sample(problem: Problem, operands: Mapping[str, Tensor], seed: int) -> Sampl
     fields, (m, context) = dict[str, Any](problem.fields), tokens_of(problem.fields)
     batch, heads, kv_heads = fields["batch"], fields["heads"], fields["kv_heads"]
     cheap = batch * heads * m * context <= CHEAP and batch * heads <= FEW
-    if cheap or kv_heads < SHARE:
+    if cheap or kv_heads == 1:
         return None
     some = Heads.draw(fields, seed)
     lists = {"heads": (heads, some.query), "kv_heads": (kv_heads, some.kv), "one": (1, [0])}

@@ -46,6 +46,7 @@ class AttentionCall(NamedTuple):
         """Return what `unsupported` of an engine reads."""
         fields: dict[str, Any] = {
             "m": self.shape.q_tokens,
+            "block": self.shape.block,
             "dtype": self.shape.dtype,
             "head_dim": self.shape.head_dim,
             "scale": self.scale,

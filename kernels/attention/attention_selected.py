@@ -4,13 +4,14 @@
               scores                        the blocks, their lists, attention
               lists                                     their lists, attention
 
-`attention_wgmma` beside it has attention alone, so differences of the rows are the parts. The
-candidates of a row also have the time of each part alone, by its name in `of`. A contest
-compares outputs for one mask. So scores are added to a bias: 0 for the blocks of the mask, and -inf
-for the rest. Every part does the work that it does without one (sparsebench.select_attention), and
-it selects the mask, whatever the values of Q and K. `settings` are numbers for options of the
-method, such as "stride=8". A branch that a method adds to attention needs a factor of 0 there:
-"gate=0" for vsa. If a method has more lists than the mask, each list is selected several times.
+`attention_wgmma` or `attention_gathered` beside it has attention alone, so differences of the rows
+are the parts. The candidates of a row also have the time of each part alone, by its name in `of`.
+A contest compares outputs for one mask. So scores are added to a bias: 0 for the blocks of the
+mask, and -inf for the rest. Every part does the work that it does without one
+(sparsebench.select_attention), and it selects the mask, whatever the values of Q and K. `settings`
+are numbers for options of the method, such as "stride=8". A branch that a method adds to attention
+needs a factor of 0 there: "gate=0" for vsa. NSA has its selected branch alone. If a method has more
+lists than the mask, each list of the mask is selected several times.
 
 Bound: attention's, and what the method's file says of its scores.
 """
@@ -29,13 +30,13 @@ from sparsebench.kernels._common.operator import Earlier, Engine, launch_of
 from sparsebench.kernels._common.product import Product
 from sparsebench.kernels._common.search import lines_of_parts
 from sparsebench.kernels._kernel import Kernel, Launch, Operands, refuse
-from sparsebench.kernels.attention import attention_triton, attention_wgmma
+from sparsebench.kernels.attention import attention_gathered, attention_triton, attention_wgmma
 from sparsebench.kernels.attention._call import AttentionCall, bind, operator_of
 from sparsebench.kernels.attention._shapes import by_head, unsupported
 from sparsebench.kernels.attention._shared_plans import Sizes, make_shared_plans
 from sparsebench.kernels.attention.methods._method import FOLDER, Method, Scored
 
-ENGINES = attention_wgmma.KERNEL, attention_triton.KERNEL
+ENGINES = attention_gathered.KERNEL, attention_wgmma.KERNEL, attention_triton.KERNEL
 WITHOUT = "scores", "lists"  # parts without a method
 
 
@@ -71,14 +72,14 @@ def prepare(operands: Operands, *, selects: str = "pooled", settings: str = "") 
     )
 
     def columns(scored: Scored | None) -> Tensor:
-        return select(bias if scored is None else scored.scores + bias).columns
+        return select(bias if scored is None else scored.scores).columns
 
     def run(product: Product) -> Tensor:
         if score is None:
             plans.load(selection.columns if selects == "lists" else columns(None), transposed=False)
             alone: Tensor = product.run(q, k, v)[0]
             return alone
-        scored = score(*heads)
+        scored = score(*heads, bias=bias)
         plans.load(columns(scored), transposed=False)
         o = product.run(*(x.flatten(0, 1).flatten(1) for x in (scored.q, scored.k, scored.v)))[0]
         return scored.finish(by_head(o, call.shape)).flatten(0, 1).flatten(1)
@@ -94,7 +95,7 @@ def prepare(operands: Operands, *, selects: str = "pooled", settings: str = "") 
     if selects != "lists":
         parts["select"] = lambda: columns(None)
     if score is not None:
-        parts["score"] = lambda: score(*heads)
+        parts["score"] = lambda: score(*heads, bias=bias)
     lines = [*launch.candidates, *lines_of_parts(parts, operands.device)]
     return replace(launch, choice={**launch.choice, "selects": selects}, candidates=lines)
 
@@ -120,11 +121,11 @@ def _scoring(
         return None
     if selects not in (names := modules(FOLDER)):
         refuse(f"selects: {unknown('a part or a method', selects, [*names, *WITHOUT])}")
-    b_q, b_k = mask.block
-    refuse(None if b_q == b_k else f"block: expected as many queries as keys, found {[b_q, b_k]}")
     method: Method = load(FOLDER, selects)
     method.require(selects, settings)
-    return partial(method.score, scale=call.scale, block=b_q, causal=mask.causal, **settings)
+    (b_q, b_k), queries = mask.block, method.queries or mask.block[1]
+    refuse(None if b_q == queries else f"block: expected {queries} queries, found {[b_q, b_k]}")
+    return partial(method.score, scale=call.scale, block=b_k, causal=mask.causal, **settings)
 
 
 KERNEL = Kernel("attention", "block_mask", "cuda", prepare, unsupported)

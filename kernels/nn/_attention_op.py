@@ -20,6 +20,8 @@ Engines, in the order in which they are tried:
       backward   attention_triton_backward
     any of these, up to 16 queries of a sequence
       forward    attention_split, attention_triton
+    any of these, a list for each query
+      forward    attention_gathered first
     CPU          torch, with every element of the mask: a reference for small masks
 
 All of them give the same bits each time. Calls of one plan must run one after the other on the
@@ -63,6 +65,7 @@ from sparsebench.kernels._common.transforms import (
 from sparsebench.kernels._kernel import NAMES, refuse
 from sparsebench.kernels.attention import _call as of_attention
 from sparsebench.kernels.attention import (
+    attention_gathered,
     attention_split,
     attention_triton,
     attention_triton_backward,
@@ -83,7 +86,7 @@ from sparsebench.kernels.nn._stamp import by_stamp, stamp_of
 
 ENGINES = (
     *(attention_split.KERNEL, attention_triton.KERNEL, attention_triton_backward.KERNEL),
-    *(attention_wgmma.KERNEL, attention_wgmma_backward.KERNEL),
+    *(attention_wgmma.KERNEL, attention_wgmma_backward.KERNEL, attention_gathered.KERNEL),
 )
 
 
@@ -104,7 +107,9 @@ def likeliest(call: AttentionCall, device: torch.device) -> Sequence[Engine]:
         return [attention_split.KERNEL, attention_triton.KERNEL]
     else:
         engines = [attention_wgmma.KERNEL, attention_triton.KERNEL]
-    return engines[1:] if engines[0].unsupported(call.problem, device) else engines
+    engines = engines[1:] if engines[0].unsupported(call.problem, device) else engines
+    gathers = call.op == "attention" and call.shape.block[0] == 1
+    return [attention_gathered.KERNEL, *engines] if gathers else engines
 
 
 ATTRIBUTE = "_sparsebench_attention"  # attribute of the tensor `columns`

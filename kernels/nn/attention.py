@@ -77,9 +77,11 @@ def select_attention(
                         pooled      mean query by mean key, for each KV head
                         xattention  sums of antidiagonals, for each head; stride=16, norm=1.0
                         vsa         cubes of a video, and a coarse branch; video=None, gate=None
-    block           queries and keys of a block: 128 by default, and 64 for vsa
+                        nsa, moba   the selected branch of `nsa_attention`, and `moba_attention`:
+                                    for each query
+    block           queries and keys of a block: 128 by default, 64 for vsa and nsa, 512 for moba
     first, last     blocks that are kept in any case: those that the queries see first and last; 1
-                    and 1 by default, none for vsa
+                    and 1 by default, none for vsa, 1 and 2 for nsa, 0 and 1 for moba
     options         of the method
 
     Scores are in fp32, and the choice has no gradient. A block of queries selects by all its
@@ -91,20 +93,21 @@ def select_attention(
     how = METHODS.get(method) or load(FOLDER, method)
     side = how.block if block is None else block
     require_whole("block", side)
-    q, k, v = _cast(q, k, v)
+    q, k, v = cast(q, k, v)
     require_operands(q, k, v, (*q.shape[:2], *k.shape[1:2]), 1, q.device)
     if not q.numel() or not k.numel():
         shapes = f"q {list(q.shape)}, k {list(k.shape)}"
         raise Unsupported(f"select_attention: expected at least one sequence, found {shapes}")
     how.require(method, options)
-    factor = _factor(q, scale)
+    factor = factor_of(q, scale)
     with torch.autocast(q.device.type, enabled=False):
         scored = how.score(q, k, v, scale=factor, block=side, causal=causal, **options)
         places: dict[str, Any] = {
             "first": how.first if first is None else first,
             "last": how.last if last is None else last,
         }
-        grid: dict[str, Any] = {"block": side, "tokens": [scored.q.shape[1], scored.k.shape[1]]}
+        tokens, sides = [scored.q.shape[1], scored.k.shape[1]], [how.queries or side, side]
+        grid: dict[str, Any] = {"block": sides, "tokens": tokens}
         grid |= {"causal": causal, "keys": scored.keys}
         mask = BlockMask.from_scores(scored.scores, keep, mass=mass, **places, **grid)
         return scored.finish(attention(scored.q, scored.k, scored.v, mask, scale=scale))
@@ -145,14 +148,14 @@ def attention_of_elements(
     batch, lists, *tokens = shape
     queries, keys = tokens
     device = q.device if elements is None else elements.device
-    q, k, v = _cast(q, k, v)
+    q, k, v = cast(q, k, v)
     require_operands(q, k, v, (batch, queries, keys), lists, device)
     if causal and queries != keys:
         raise Unsupported(f"attention: expected as many keys as queries, found {tokens}")
     if is_watched() or (elements is not None and is_capturing(q)):
         sizes = [*tokens, block, block, batch, lists, int(causal), 0, 0]
         arrays = [] if elements is None else [elements]
-        o: Tensor = attend(q, k, v, arrays, sizes, _factor(q, scale))[0]
+        o: Tensor = attend(q, k, v, arrays, sizes, factor_of(q, scale))[0]
         return o
     if elements is None:
         mask = whole_mask((queries, keys), block, batch, causal, device)
@@ -169,7 +172,7 @@ def _results(
     if not isinstance(mask, BlockMask):
         kind = f"{type(mask).__module__}.{type(mask).__name__}"
         raise Unsupported(f"attention: expected sparsebench's BlockMask, found {kind}")
-    q, k, v = _cast(q, k, v)
+    q, k, v = cast(q, k, v)
     given = scale if scale is None else float(scale)
     by_call = mask.keep and mask.bits is not None  # a recorded call reads the columns alone
     eager = q.is_cuda and not torch.compiler.is_compiling() and not by_call
@@ -180,10 +183,10 @@ def _results(
             o, lse = fast
             return o, lse
     require_operands(q, k, v, (mask.batch, *mask.tokens), mask.lists, mask.columns.device)
-    return attend_recorded(recordings, q, k, v, mask, _factor(q, given))
+    return attend_recorded(recordings, q, k, v, mask, factor_of(q, given))
 
 
-def _factor(q: Tensor, scale: float | None) -> float:
+def factor_of(q: Tensor, scale: float | None) -> float:
     """Return the factor of the scores: `scale`, or SDPA's. Raises Unsupported."""
     factor: float = q.shape[3] ** -0.5 if scale is None else scale
     if not factor > 0:
@@ -191,7 +194,7 @@ def _factor(q: Tensor, scale: float | None) -> float:
     return factor
 
 
-def _cast(*operands: Tensor) -> tuple[Tensor, ...]:
+def cast(*operands: Tensor) -> tuple[Tensor, ...]:
     """Return the operands in the dtype of torch.autocast, as SDPA takes them, if it is on."""
     device = operands[0].device.type
     if not torch.is_autocast_enabled(device):

@@ -215,6 +215,30 @@ def test_flashinfer_gets_blocks_of_any_size_by_head() -> None:
     assert converted.block_col_sz.tolist() == [[3, 3, 1]] * 4
 
 
+@pytest.mark.parametrize("density", [0, 0.3, 1])
+def test_lists_of_single_queries_hold_any_causal_elements_of_whole_blocks(density: float) -> None:
+    """Dense elements [heads, q, k] become lists, and lists the same elements."""
+    draw = torch.Generator().manual_seed(0)
+    cells = torch.rand(2, 3, 40, 4, generator=draw) < density
+    past = torch.ones(40, 50).tril(10).bool()
+    elements = cells.repeat_interleave(16, 3)[..., :50] & past
+    wide = torch.zeros(2, 3, 40, 64).bool()
+    wide[..., :50] = elements
+    listed = wide.unflatten(3, (4, 16)).any(4).flatten(0, 2)
+    options = {"block": [1, 16], "tokens": [40, 50], "batch": 2, "causal": True}
+    mask = BlockMask.from_dense(listed.float(), **options)  # type: ignore[arg-type]
+    assert torch.equal(mask.expand(), elements)
+    assert torch.equal(mask.to_dense(), listed.float())
+    indices = other.to_nsa(mask)
+    assert indices.shape[:3] == (2, 40, 3)
+    shuffled = indices[..., torch.randperm(indices.shape[3], generator=draw)]
+    for given in (indices, shuffled.int(), torch.cat((indices, shuffled), 3)):
+        again = other.from_nsa(given, 16, 50)
+        assert torch.equal(again.offsets, mask.offsets)
+        assert torch.equal(again.columns, mask.columns)
+        assert torch.equal(again.expand(), elements)
+
+
 def test_what_a_library_cannot_hold_is_refused() -> None:
     _, causal = drawn(0.5, CASES[0])
     _, full = drawn(0.5, CASES[1])
@@ -226,6 +250,10 @@ def test_what_a_library_cannot_hold_is_refused() -> None:
         lambda: other.to_flashinfer(BlockMask.from_dense(torch.ones(1, 1), block=4, tokens=[3, 4])),
         lambda: other.to_flashinfer_variable(causal, HEADS),
         lambda: other.to_flashinfer_variable(full, 3),
+        lambda: other.to_nsa(causal),
+        lambda: other.to_nsa(drawn(0.5, ((5, 7), (1, 3), 1, 2, False))[1]),
+        lambda: other.from_nsa(torch.full((1, 4, 1, 2), 9), 16, 50),
+        lambda: other.from_nsa(torch.zeros(4, 2), 16, 50),
         lambda: other.from_fa4(other.to_fa4(causal, HEADS), causal.tokens, causal.block),
     ]
     for refused in refusals:

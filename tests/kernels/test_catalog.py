@@ -42,6 +42,9 @@ BY_NAME = {
     "lists=kv_heads pattern=top_k_blocks block=[16,64] sparsity=0.75",
     "attention_paged": "m=1 context=2048 heads=8 kv_heads=4 head_dim=128 batch=2 causal=true "
     "block=[16,64]",
+    **dict.fromkeys(("attention_gathered", "fla_nsa"),
+                    "m=512 heads=32 kv_heads=2 head_dim=128 batch=1 causal=true lists=kv_heads "
+                    "pattern=top_k_blocks block=[1,64] sparsity=0.5"),
     "cusparselt_hybrid": f"{SIZES} pattern=spense_rows sparsity=0.25",
     **dict.fromkeys(("bsr_first", "bsr_wgrad_mma"),
                     f"{SIZES} pattern=blocks block=16 sparsity=0.5"),

@@ -48,8 +48,10 @@ class Scored(NamedTuple):
 class Method:
     """A method, and what a call does by default.
 
-    score        (q, k, v, *, scale, block, causal, **options) -> Scored; raises Unsupported
-    block        queries and keys of a block
+    score        (q, k, v, *, scale, block, causal, bias, **options) -> Scored; raises Unsupported.
+                 The bias, if any, is shaped like the scores and added to them
+    block        keys of a block, and its queries
+    queries      of a block, if they are not as many
     first, last  blocks that each row keeps in any case
     options      what `score` takes besides, each with a default
     """
@@ -58,12 +60,14 @@ class Method:
     block: int = 128
     first: int = 1
     last: int = 1
+    queries: int | None = None
     options: tuple[str, ...] = field(init=False)
 
     def __post_init__(self) -> None:
         """Read the names of the options once: torch.compile cannot look them up."""
         named = signature(self.score).parameters.values()
-        options = tuple(each.name for each in named if each.default is not Parameter.empty)
+        taken = (each.name for each in named if each.default is not Parameter.empty)
+        options = tuple(name for name in taken if name != "bias")
         object.__setattr__(self, "options", options)
 
     def require(self, name: str, given: Iterable[str]) -> None:

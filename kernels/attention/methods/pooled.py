@@ -13,11 +13,21 @@ from sparsebench.kernels.attention._selecting import means
 from sparsebench.kernels.attention.methods._method import Method, Scored
 
 
-def score(q: Tensor, k: Tensor, v: Tensor, *, scale: float, block: int, causal: bool) -> Scored:
+def score(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scale: float,
+    block: int,
+    causal: bool,
+    bias: Tensor | None = None,
+) -> Scored:
     """Return one list for each KV head; the causal rule changes no score."""
     queries, keys = (means(x.detach(), block, k.shape[2]) for x in (q, k))
     pairs = queries.flatten(0, 1), keys.flatten(0, 1).mT
-    products = torch.baddbmm(queries.new_empty(()), *pairs, beta=0, alpha=scale)
+    added, beta = (queries.new_empty(()), 0) if bias is None else (bias.flatten(0, 1), 1)
+    products = torch.baddbmm(added, *pairs, beta=beta, alpha=scale)
     return Scored(products.unflatten(0, keys.shape[:2]), q, k, v)
 
 

@@ -38,6 +38,7 @@ def score(
     scale: float,
     block: int,
     causal: bool,
+    bias: Tensor | None = None,
     video: Sequence[int] | None = None,
     gate: Tensor | float | None = None,
 ) -> Scored:
@@ -71,7 +72,8 @@ def score(
         flat = whole.flatten(1, 2)
         return flat if video is None else in_rows(flat, video)
 
-    return Scored(logits.detach(), q, k, v, finish, keys)
+    scores = logits.detach()
+    return Scored(scores if bias is None else scores + bias, q, k, v, finish, keys)
 
 
 def _rounded_means(x: Tensor, real: Tensor | None) -> Tensor:

@@ -49,7 +49,7 @@ from sparsebench.kernels.attention.methods._method import Method, Scored
 TILE = 128  # strided queries, and strided keys, of a program
 BYTES = 128  # of a token in a step of the product
 STAGES, WARPS = 3, 8  # 96 KB of shared memory, so two programs on an SM of an H100
-BLOCKS = 128  # blocks of keys that `_add_up` has at a time
+WEIGHTS, BLOCKS = 2048, 128  # weights, and blocks of keys at most, that `_add_up` has at a time
 LN_2 = tl.constexpr(log(2))
 
 
@@ -61,6 +61,7 @@ def score(
     scale: float,
     block: int,
     causal: bool,
+    bias: Tensor | None = None,
     stride: int = 16,
     norm: float = 1.0,
 ) -> Scored:
@@ -75,7 +76,8 @@ def score(
     if not norm > 0:
         raise Unsupported(f"xattention: norm: expected a number above 0, found {norm!r}")
     given = q.detach(), k.detach(), block, stride, causal, scale / (stride * norm)
-    return Scored((_operator if is_watched() else _scores)(*given), q, k, v)
+    scores = (_operator if is_watched() else _scores)(*given)
+    return Scored(scores if bias is None else scores + bias, q, k, v)
 
 
 def _scores(q: Tensor, k: Tensor, block: int, stride: int, causal: bool, factor: float) -> Tensor:
@@ -147,7 +149,7 @@ def _launch(
     strides = *q.stride()[:3], *k.stride()[:3]
     grid = (batch * heads * tiles[0] * tiles[1],)
     weigh = BoundKernel(_weigh, grid, (*args, *strides), constants, parts)
-    constants = {**sizes, "BLOCKS": BLOCKS, "num_warps": 4}
+    constants = {**sizes, "BLOCKS": min(BLOCKS, WEIGHTS // width), "num_warps": 4}
     sizes_of_rows = parts, out, queries, keys, rows, out.shape[2], blocks
     grid = (batch * heads * out.shape[2],)
     add_up = BoundKernel(_add_up, grid, sizes_of_rows, constants, out, weigh)

@@ -35,7 +35,7 @@ def drawn(*shapes: tuple[int, ...], **options: Any) -> list[Tensor]:
 
 
 def test_methods_are_the_files_of_their_folder() -> None:
-    assert {*METHODS} == {"pooled", "vsa", "xattention"} <= {*modules(FOLDER)}
+    assert {*METHODS} == {"moba", "nsa", "pooled", "vsa", "xattention"} <= {*modules(FOLDER)}
 
 
 # ---- VSA ----
@@ -361,12 +361,13 @@ def test_every_generation_compiles_xattention(capability, monkeypatch) -> None:
     for d, dtype, block, stride in (
         (128, torch.bfloat16, 128, 16),
         (96, torch.float16, 72, 8),
+        (64, torch.bfloat16, 512, 4),
         (64, torch.float32, 64, 16),
     ):
         of = (((2, 1000, heads, d), (1000 * heads * d, heads * d, d, 1)) for heads in (6, 3))
         given = dtype, torch.device("cpu"), block, stride, True, 0.25
         xattention._launch.__wrapped__(*of, *given)
-    assert len(programs) == 3
+    assert len(programs) == 4
     for program in (*programs, *(one.before for one in programs if one.before)):
         complaint = complaint_about_launch(program, capability)
         assert complaint is None, (program.kernel.__name__, complaint)

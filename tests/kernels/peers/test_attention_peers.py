@@ -19,6 +19,7 @@ from sparsebench.kernels.peers import (
     cudnn_block_sparse,
     fa4,
     fastvideo,
+    fla_nsa,
     flashinfer_block_sparse,
 )
 from sparsebench.results.record import Problem
@@ -181,6 +182,40 @@ def test_fastvideo_refuses_a_query_without_keys(monkeypatch: pytest.MonkeyPatch)
         else:
             with pytest.raises(Unsupported, match="queries without one"):
                 fastvideo.KERNEL.prepare(operands)
+
+
+def test_fla_gets_the_lists_of_single_queries(monkeypatch: pytest.MonkeyPatch) -> None:
+    cells = torch.rand(2 * 96, 6, generator=torch.Generator().manual_seed(0)) < 0.5
+    cells[:, 0] = True  # no query is without a block
+    options: dict[str, Any] = {"block": [1, 16], "tokens": [96, 96], "causal": True}
+    mask = BlockMask.from_dense(cells.float(), **options)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, *, block_indices: Tensor, **given: Any) -> Tensor:
+        assert given["block_counts"] == block_indices.shape[3]
+        listed = converters.from_nsa(block_indices, given["block_size"], k.shape[1])
+        return reference(q, k, v, listed, given["scale"])[0]
+
+    monkeypatch.setitem(sys.modules, "fla.ops.nsa", SimpleNamespace(parallel_nsa=attend))
+    operands, expected = case(mask)
+    torch.testing.assert_close(fla_nsa.KERNEL.prepare(operands)(), expected)
+
+
+@pytest.mark.parametrize(
+    ("fields", "token"),
+    [
+        ({"lists": "heads"}, "lists kv_heads"),
+        ({"block": 64}, "block"),
+        ({"heads": 32, "kv_heads": 8}, "found 4"),
+        ({"heads": 24, "kv_heads": 1}, "found 24"),
+        ({"block": [1, 48]}, "power of two"),
+        ({"causal": False}, "causal"),
+        ({}, "fla-core"),
+    ],
+)
+def test_fla_refuses_what_its_kernel_does_not_take(fields: dict[str, Any], token: str) -> None:
+    usual = {"block": [1, 64], "lists": "kv_heads", "heads": 64, "causal": True}
+    problem = Problem("attention", FIELDS | usual | fields)
+    assert token in str(fla_nsa.KERNEL.unsupported(problem, torch.device("cuda")))
 
 
 @pytest.mark.parametrize(

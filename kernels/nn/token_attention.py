@@ -1,0 +1,142 @@
+"""Attention whose blocks each query selects for itself: NSA and MoBA.
+
+    o = sparsebench.nsa_attention(q, k, v, g_cmp, g_slc, g_swa, keep=16, block=64, window=512)
+    o = sparsebench.moba_attention(q, k, v, keep=3, block=512)
+
+Both are causal, and the last query is at the last key. A list is a row of a BlockMask with blocks
+of one query, so `attention` computes the branch of the selected blocks (attention_gathered.py). The
+scores are those of kernels/attention/_nsa.py and _moba.py. Nothing waits for the device but the
+plans of new sizes, so a captured graph selects other blocks in each replay.
+"""
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparsebench.errors import Unsupported
+from sparsebench.formats._blocks import pack_bits
+from sparsebench.formats._format import require_whole
+from sparsebench.formats.block_mask import BlockMask
+from sparsebench.kernels._common.capture import make_lasting
+from sparsebench.kernels.attention import _moba, _nsa
+from sparsebench.kernels.nn._attention_op import require_operands
+from sparsebench.kernels.nn.attention import attention, cast, factor_of
+
+WINDOW_BLOCK = 64  # queries and keys of a block of the window's mask
+MOST_WINDOWS = 16  # masks of windows that are kept
+
+
+def nsa_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g_cmp: Tensor,
+    g_slc: Tensor,
+    g_swa: Tensor | None = None,
+    *,
+    keep: int = 16,
+    block: int = 64,
+    window: int = 512,
+    scale: float | None = None,
+) -> Tensor:
+    """Return native sparse attention: three branches, each multiplied by its gate and added up.
+
+    q, k, v, scale  as for `attention`, [batch, tokens, heads, D]
+    g_cmp           gate [batch, S, H] of attention to the means of complete blocks
+    g_slc           gate of attention to `keep` blocks for each query and KV head: the first one, a
+                    query's own, the one before, and those of the largest weight in the first branch
+    g_swa           gate of attention to the last `window` keys; without it, no such branch
+
+    Sources and what differs from the paper: kernels/attention/_nsa.py. A row keeps all blocks if
+    there are fewer than `keep`. It has no gradient yet. Raises Unsupported, FormatError.
+    """
+    operands = q, k, v, g_cmp, g_slc, *(() if g_swa is None else (g_swa,))
+    if torch.is_grad_enabled() and any(x.requires_grad for x in operands):
+        raise Unsupported("nsa_attention: expected a call without gradients, found one with them")
+    q, k, v = _checked("nsa_attention", q, k, v, keep, block)
+    for gate in operands[3:]:
+        if gate.shape != q.shape[:3]:
+            found = f"{list(gate.shape)}"
+            raise Unsupported(f"nsa_attention: expected gates {list(q.shape[:3])}, found {found}")
+    factor = factor_of(q, scale)
+    compressed, scores = _nsa.compress(q, k, v, block, factor)
+    o = attention(q, k, v, _selected(scores, q, k, keep, block, _nsa.FORCED), scale=scale)
+    o = torch.addcmul(o * g_slc[..., None], compressed, g_cmp[..., None])
+    if g_swa is None:
+        return o.to(q.dtype)
+    require_whole("window", window)
+    mask = _window((q.shape[1], k.shape[1]), q.shape[0], window, q.device)
+    return torch.addcmul(o, attention(q, k, v, mask, scale=scale), g_swa[..., None]).to(q.dtype)
+
+
+def moba_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, keep: int = 3, block: int = 512, scale: float | None = None
+) -> Tensor:
+    """Return mixture of block attention: each query and head attends to `keep` blocks of keys.
+
+    q, k, v, scale  as for `attention`, [batch, tokens, heads, D]
+    keep            blocks of a query: its own, and those whose mean key has the largest products
+                    with it; all, if there are fewer
+
+    The selection has no gradient. Raises Unsupported, FormatError.
+    """
+    q, k, v = _checked("moba_attention", q, k, v, keep, block)
+    scores = _moba.gate(q.detach(), k.detach(), block)
+    return attention(q, k, v, _selected(scores, q, k, keep, block, _moba.FORCED), scale=scale)
+
+
+def _checked(
+    name: str, q: Tensor, k: Tensor, v: Tensor, keep: int, block: int
+) -> tuple[Tensor, ...]:
+    """Return q, k and v as autocast wants them. Raises Unsupported, FormatError."""
+    require_whole("block", block)
+    require_whole("keep", keep)
+    if q.dim() != 4 or not q.numel() or not k.numel():
+        shapes = f"q {list(q.shape)}, k {list(k.shape)}"
+        raise Unsupported(f"{name}: expected [batch, tokens, heads, D], found {shapes}")
+    q, k, v = cast(q, k, v)
+    require_operands(q, k, v, (*q.shape[:2], *k.shape[1:2]), 1, q.device)
+    return q, k, v
+
+
+def _selected(
+    scores: Tensor, q: Tensor, k: Tensor, keep: int, block: int, forced: dict[str, int]
+) -> BlockMask:
+    """Return the mask of the highest scores [batch, lists, S, n]."""
+    most = max(min(keep, scores.shape[3]), min(sum(forced.values()), scores.shape[3]))
+    first = min(forced["first"], most)
+    options: dict[str, Any] = {"first": first, "last": min(forced["last"], most - first)}
+    options |= {"block": [1, block], "tokens": [q.shape[1], k.shape[1]], "causal": True}
+    return BlockMask.from_scores(scores, most, **options)
+
+
+@lru_cache(MOST_WINDOWS)
+def _window(tokens: tuple[int, int], batch: int, window: int, device: torch.device) -> BlockMask:
+    """Return the mask of the last `window` keys of each query, for all heads."""
+    return make_lasting(lambda: _make_window(tokens, batch, window, device), device)
+
+
+def _make_window(
+    tokens: tuple[int, int], batch: int, window: int, device: torch.device
+) -> BlockMask:
+    (queries, keys), side = tokens, WINDOW_BLOCK
+    inside = torch.arange(side, device=device)
+    row = torch.arange(-(-queries // side), device=device)
+    last = (((row + 1) * side).clamp(max=queries) - 1 + keys - queries) // side
+    column = last[:, None] - torch.arange(-(-window // side) + 2, device=device)
+    query = (row[:, None] * side + inside)[:, None, :, None]
+    key = (column[..., None] * side + inside)[:, :, None, :]
+    behind = query + keys - queries - key
+    there = (query < queries) & (key >= 0) & (key < keys)
+    allowed = there & (behind >= 0) & (behind < window)
+    present = allowed.flatten(2).any(2)
+    partial = (there & ~allowed).flatten(2).any(2)[present]
+    at = present.nonzero()[:, 0]
+    bits = pack_bits(allowed[present][partial])
+    first = torch.arange(batch, device=device)[:, None] * len(row)
+    arrays = (first + at).flatten(), column[present].repeat(batch), partial.repeat(batch)
+    return BlockMask.build(
+        tokens, (side, side), *arrays, batch=batch, bits=bits.repeat(batch, 1, 1)
+    )
