@@ -9,6 +9,7 @@ from torch import Tensor
 
 from sparsebench import moba_attention, nsa_attention
 from sparsebench.errors import FormatError, Unsupported
+from sparsebench.formats._selection import Selection
 from sparsebench.formats.block_mask import BlockMask
 from sparsebench.kernels._common.triton import BoundKernel, Template
 from sparsebench.kernels._kernel import Operands
@@ -25,6 +26,7 @@ from sparsebench.kernels.attention._moba import FORCED as OF_MOBA
 from sparsebench.kernels.attention._moba import gate
 from sparsebench.kernels.attention._nsa import FORCED as OF_NSA
 from sparsebench.kernels.attention._nsa import compress
+from sparsebench.kernels.attention._selecting import _select_launch
 from sparsebench.results.record import Problem
 from tests.compiling.nvcc import hopper
 from tests.compiling.triton_kernels import complaint_about_launch
@@ -304,6 +306,10 @@ def test_every_generation_compiles_what_serves_lists_of_queries(capability, monk
         sizes = (1, 512, heads, d), (1, groups, 8, d), bf16, cpu, 64, 512
         _nsa._launch.__wrapped__(*sizes, 0.1, False)
         _moba._launch.__wrapped__(*sizes, True)
+    for side in (16, 512):  # several rows for each program, and one
+        selection = Selection(1 << 16, (16384, 16384), (1, side), True, 12, 1, 2)
+        kind = selection.grid[1], torch.float32, cpu
+        _select_launch.__wrapped__((*selection.sizes,), 1.0, *kind)
     kinds = {program.kernel.__name__ for program in programs}
     assert kinds == {
         "_mark",
@@ -313,6 +319,7 @@ def test_every_generation_compiles_what_serves_lists_of_queries(capability, monk
         "_attend",
         "_merge",
         "_walk",
+        "_select_rows",
         "_score",
     }
     for program in programs:
