@@ -250,6 +250,27 @@ def test_moba_attends_to_the_blocks_of_each_head(case: TokenCase) -> None:
     torch.testing.assert_close(o.cpu().double(), right, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("case", USED, ids=str)
+def test_a_cpu_attends_in_torch_and_moba_has_gradients(case: TokenCase) -> None:
+    inputs = [x.requires_grad_() for x in case.operands()]
+    exact = [x.detach().double().requires_grad_() for x in inputs]
+    q, k, v = (x.detach() for x in inputs)
+    scale = case.head_dim**-0.5
+    right = softmax_over(*exact, best(moba_of(q, k, case.block), case, 0, 1), scale)
+    o = moba_attention(*inputs, keep=case.keep, block=case.block)
+    do = torch.randn(o.shape, generator=torch.Generator().manual_seed(2))
+    both = torch.autograd.grad(o, inputs, do), torch.autograd.grad(right, exact, do.double())
+    for actual, wanted in zip((o, *both[0]), (right, *both[1]), strict=True):
+        torch.testing.assert_close(actual.double(), wanted, atol=1e-5, rtol=1e-5)
+
+    compressed, scores = nsa_of(q, k, v, case.block, scale)
+    chosen = best(scores, case, 1, 2).repeat_interleave(q.shape[2] // k.shape[2], 1)
+    g_cmp, g_slc, _ = (gate[..., None] for gate in gates(case))
+    right = compressed * g_cmp + softmax_over(q, k, v, chosen, scale) * g_slc
+    o = nsa_attention(q, k, v, g_cmp[..., 0], g_slc[..., 0], keep=case.keep, block=case.block)
+    torch.testing.assert_close(o.double(), right, atol=1e-5, rtol=1e-5)
+
+
 @pytest.mark.interpreted(also_compiled=False)
 @pytest.mark.parametrize("selects", ["nsa", "moba", "scores", "lists"])
 def test_a_launch_that_selects_for_each_query_attends_to_the_mask(selects: Any) -> None:
