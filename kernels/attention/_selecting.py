@@ -2,8 +2,8 @@
 
     q [batch, S, H, D] ──> means of blocks ┐                         `means`, one launch each
     k [batch, S, H_kv, D] ─> means         ├─> scores ──> offsets, columns      `select_row`
-                                           ┘ by torch     a program for each row of blocks
-
+                                           ┘ by torch     a program for each row of blocks,
+                                                          or for several short ones
 A row's scores stay in registers. The smallest score that is selected is found bit by bit: of the
 integers that are ordered as the scores are, t is the largest that as many reach as the row has
 places, or that blocks of the wanted mass reach. 32 rounds of a comparison and a sum need no sort,
@@ -35,6 +35,8 @@ from sparsebench.kernels._kernel import refuse
 BOUND = 256  # launches in a cache, one for each selection and layout
 MOST_BLOCKS = 8192  # of a row, in registers: 524,288 keys in blocks of 64
 ROWS, WARPS = 16, 4  # tokens that a program of `means` adds up at a time
+MANY_ROWS = 1 << 16  # from which on a warp selects for several rows: lists of single queries
+SCORES, MANY_SCORES = 512, 1024  # of a warp; with many rows, they need not wait for other warps
 LOWEST, MOST_LOGIT = tl.constexpr(-(2**31)), tl.constexpr(_selection.MOST_LOGIT)
 
 
@@ -89,13 +91,18 @@ def bound_select(
     """
     (height, count), (b_q, b_k) = selection.grid, selection.block
     blocks = triton.next_power_of_2(count)
-    numbers = height, count, *selection.tokens, selection.keep, selection.first, selection.last
+    many = selection.rows >= MANY_ROWS
+    several = min(max(MANY_SCORES // blocks, 1), 16) if many else 1
+    warps = min(max(blocks // (MANY_SCORES if many else SCORES), 1), 8)
+    sizes = selection.rows, height, count, *selection.tokens
+    numbers = *sizes, selection.keep, selection.first, selection.last
     wanted = max(1, round(selection.mass * 2**24)) if selection.mass < 1 else None
     tensors = scores, starts, partial, offsets, columns, slots
     args = *tensors, scores.stride(0), *numbers, wanted  # whole numbers, for Raw
     constants = {"B_Q": b_q, "B_K": b_k, "CAUSAL": selection.causal, "BLOCKS": blocks}
-    constants["num_warps"] = min(max(blocks // 512, 1), 8)
-    return BoundKernel(_select_row, (selection.rows,), args, constants, columns)
+    constants |= {"ROWS": several, "num_warps": warps}
+    grid = (triton.cdiv(selection.rows, several),)
+    return BoundKernel(_select_rows, grid, args, constants, columns)
 
 
 def _means(x: Tensor, block: int, groups: int) -> Tensor:
@@ -169,17 +176,19 @@ def _means_launch(
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _select_row(  # type: ignore[no-untyped-def]
-    scores, starts, parts, offsets, columns, slots, stride, q_blocks, count, queries, keys,
+def _select_rows(  # type: ignore[no-untyped-def]
+    scores, starts, parts, offsets, columns, slots, stride, rows, q_blocks, count, queries, keys,
     places, first, last, mass,
     B_Q: tl.constexpr, B_K: tl.constexpr, CAUSAL: tl.constexpr, BLOCKS: tl.constexpr,
+    ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Write the places of a row of blocks, and where they start."""
-    row = tl.program_id(0)
-    block, q_block = tl.arange(0, BLOCKS), row % q_blocks
-    visible = count
+    """Write the places of ROWS rows of blocks, and where they start."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
+    block, q_block = tl.arange(0, BLOCKS)[None, :], row % q_blocks
+    inside = (row < rows) & (block < count)
+    visible = tl.full((ROWS, 1), count, tl.int32)
     last_key = tl.minimum((block + 1) * B_K, keys) - 1
-    partial = last_key < 0
+    partial = last_key + row < 0  # of no block
     if CAUSAL:
         last_query = tl.minimum((q_block + 1) * B_Q, queries) - 1
         limit = last_query + keys - queries + B_K  # below B_K if the row sees no key
@@ -188,13 +197,13 @@ def _select_row(  # type: ignore[no-untyped-def]
 
     number = row.to(tl.int64) * count + block  # in the grid
     if parts is not None:
-        partial = partial | (tl.load(parts + number, block < count, 0) != 0)
-    score = tl.load(scores + row.to(tl.int64) * stride + block, block < count, 0.0).to(tl.float32)
+        partial = partial | (tl.load(parts + number, inside, 0) != 0)
+    score = tl.load(scores + row.to(tl.int64) * stride + block, inside, 0.0).to(tl.float32)
     bits = (score + 0.0).to(tl.int32, bitcast=True)
     order = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     order = tl.where((score != score) | (score == -float("inf")), LOWEST, order)
     order = tl.where((block < first) | (block >= visible - last), 0x7FFFFFFF, order)
-    order = tl.where(block >= visible, LOWEST, order)
+    order = tl.where((block >= visible) | (row >= rows), LOWEST, order)
 
     places, weight, goal = tl.minimum(places, visible), None, None
     if mass is not None:
@@ -202,37 +211,40 @@ def _select_row(  # type: ignore[no-untyped-def]
         logit = tl.where(
             usable, tl.minimum(tl.maximum(score, -MOST_LOGIT), MOST_LOGIT), -MOST_LOGIT
         )
-        weight = tl.where(usable, tl.exp(logit - tl.max(logit, 0)), 0.0)
-        goal = tl.sum(weight, 0) * mass * 2**-24
+        weight = tl.where(usable, tl.exp(logit - tl.max(logit, 1, keep_dims=True)), 0.0)
+        goal = tl.sum(weight, 1, keep_dims=True) * mass * 2**-24
     least = tl.where(_suffice(order >= 0, places, weight, goal), 0, LOWEST)
     for i in tl.static_range(31):
         trial = least | (1 << (30 - i))
         least = tl.where(_suffice(order >= trial, places, weight, goal), trial, least)
     above, equal = order > least, order == least
-    rest = places - tl.sum(above.to(tl.int32), 0)
-    stays = tl.cumsum(equal.to(tl.int32), 0) <= rest
+    rest = places - tl.sum(above.to(tl.int32), 1, keep_dims=True)
+    stays = tl.cumsum(equal.to(tl.int32), 1) <= rest
     if mass is not None:
-        before = tl.sum(tl.where(above, weight, 0.0), 0) - weight
-        before += tl.cumsum(tl.where(equal, weight, 0.0), 0)
+        before = tl.sum(tl.where(above, weight, 0.0), 1, keep_dims=True) - weight
+        before += tl.cumsum(tl.where(equal, weight, 0.0), 1)
         stays = stays & ((before < goal) | (order == 0x7FFFFFFF))
     chosen = (above | (equal & stays)) & (order != LOWEST)
 
-    start, taken = tl.load(starts + row), tl.sum(chosen.to(tl.int32), 0)
-    place = tl.cumsum(chosen.to(tl.int32), 0) - 1
+    start = tl.load(starts + row, row < rows, 0)
+    taken = tl.sum(chosen.to(tl.int32), 1, keep_dims=True)
+    place = tl.cumsum(chosen.to(tl.int32), 1) - 1
     tl.store(columns + start + place, tl.where(partial, block | LOWEST, block), chosen)
-    tl.store(columns + start + block, count | LOWEST, (block >= taken) & (block < places))
+    empty = (block >= taken) & (block < places) & (row < rows)
+    tl.store(columns + start + block, count | LOWEST, empty)
     if slots is not None:
         tl.store(slots + start + place, number.to(tl.int32), chosen)
-    tl.store(offsets + row, start)
-    tl.store(offsets + row + 1, start + places)  # the next row's start
+    tl.store(offsets + row, start, row < rows)
+    tl.store(offsets + row + 1, start + places, row < rows)  # the next row's start
 
 
 @triton.jit
 def _suffice(inside, places, weight, goal):  # type: ignore[no-untyped-def]
     """Return whether the blocks inside take all places, or weigh as much as is wanted."""
-    enough = tl.sum(inside.to(tl.int32), 0) >= places
+    enough = tl.sum(inside.to(tl.int32), 1, keep_dims=True) >= places
     if goal is not None:
-        enough = enough | (tl.sum(tl.where(inside, weight, 0.0), 0) >= goal)
+        weighed = tl.sum(tl.where(inside, weight, 0.0), 1, keep_dims=True)
+        enough = enough | (weighed >= goal)
     return enough
 
 

@@ -57,7 +57,7 @@ MERGED = 16  # rows of a program of `merge`
 TILES = [(64, 64, 4, 3), (128, 64, 8, 3), (64, 64, 4, 2), (128, 128, 8, 2)]
 FP32 = [(32, 32, 8, 2), (16, 32, 4, 2)]
 SMALLEST = 16
-SECTION = "first_unit", "first_chunk", "end_chunk", "first_token", "span"  # one code for all
+SECTION = "first_unit", "first_chunk", "end_chunk", "first_token", "span", "workers"  # one code
 
 
 def unsupported(problem: Problem, device: torch.device) -> str | None:
@@ -146,11 +146,10 @@ def plan(w: ListedMask, call: AttentionCall, config: Config) -> Product:
         workers = max(1, WAVES * multiprocessors(device) // count)
         for token in range(0, shape.q_tokens, span):
             width = min(span, shape.q_tokens - token)
-            section = unit, token // CHUNK, ceil((token + width) / CHUNK), width
+            section = unit, token // CHUNK, ceil((token + width) / CHUNK), width, workers
             read = gathered.entries, gathered.starts, gathered.bases
             args = q, *boxes, parts, logs, *read, *section, *sizes, call.scale * LOG2_E
-            constants = {**tile, "WORKERS": workers}
-            programs.append(BoundKernel(_attend, (count * workers,), args, constants, parts))
+            programs.append(BoundKernel(_attend, (count * workers,), args, tile, parts))
             grid = (count * ceil(width / merged["TOKENS"]),)
             args = parts, logs, gathered.counts, o, lse, unit, token, width
             args = *args, shape.q_tokens, places, shape.heads, mask.lists
@@ -189,14 +188,15 @@ def _keys(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=SECTION)  # type: ignore[untyped-decorator]
 def _attend(  # type: ignore[no-untyped-def]
-    q, k, v, parts, logs, entries, starts, bases, first_unit, first_chunk, end_chunk, span,
+    q, k, v, parts, logs, entries, starts, bases,
+    first_unit, first_chunk, end_chunk, span, workers,
     q_tokens, kv_tokens, blocks, chunks, places, heads, kv_heads, lists, scale,
     D: tl.constexpr, DEPTH: tl.constexpr, SIDE: tl.constexpr, CAUSAL: tl.constexpr,
     CHUNK: tl.constexpr, BLOCKS: tl.constexpr, STAGES: tl.constexpr, TMA: tl.constexpr,
-    TOKENS: tl.constexpr, PACK: tl.constexpr, KEYS: tl.constexpr, WORKERS: tl.constexpr,
+    TOKENS: tl.constexpr, PACK: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     """Write the parts of a run of tiles of one unit: heads that share a list and a key head."""
-    unit, worker = tl.program_id(0) // WORKERS, tl.program_id(0) % WORKERS
+    unit, worker = tl.program_id(0) // workers, tl.program_id(0) % workers
     stacked = (first_unit + unit) * PACK
     sequence, head = stacked // heads, stacked % heads
     list_, kv_head = sequence * lists + head * lists // heads, head // (heads // kv_heads)
@@ -208,8 +208,8 @@ def _attend(  # type: ignore[no-untyped-def]
     tiles = tl.cdiv(end - begin, TOKENS)
     until = tl.cumsum(tiles, 0)
     every = tl.sum(tiles, 0).to(tl.int64)
-    run = (worker * every // WORKERS).to(tl.int32)
-    stop = ((worker + 1) * every // WORKERS).to(tl.int32)
+    run = (worker * every // workers).to(tl.int32)
+    stop = ((worker + 1) * every // workers).to(tl.int32)
     first_block = tl.sum((until <= run).to(tl.int32), 0)
     end_block = tl.where(run < stop, tl.sum((until < stop).to(tl.int32), 0) + 1, first_block)
     before = tl.sum(tl.where(block < first_block, tiles, 0), 0)

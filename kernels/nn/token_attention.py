@@ -67,6 +67,8 @@ def nsa_attention(
     if g_swa is None:
         return o.to(q.dtype)
     require_whole("window", window)
+    if torch.compiler.is_compiling():
+        raise Unsupported("nsa_attention: expected no window in torch.compile, found g_swa")
     mask = _window((q.shape[1], k.shape[1]), q.shape[0], window, q.device)
     return torch.addcmul(o, attention(q, k, v, mask, scale=scale), g_swa[..., None]).to(q.dtype)
 

@@ -17,6 +17,7 @@ from sparsebench.kernels._common.operator import Operator
 from sparsebench.kernels._common.triton import BoundKernel, Template
 from sparsebench.kernels._kernel import Operands
 from sparsebench.kernels.attention import (
+    _selecting,
     _shared_plans,
     attention_selected,
     attention_triton,
@@ -63,8 +64,13 @@ def scores_of(selection: Selection, seed: int = 0) -> Tensor:
 
 
 @pytest.mark.interpreted(also_compiled=False)
+@pytest.mark.parametrize("many", [1 << 16, 1], ids=["a row", "several"])
 @pytest.mark.parametrize("selection", SELECTIONS)
-def test_a_row_selects_in_registers_what_its_definition_selects(selection: Selection) -> None:
+def test_a_row_selects_in_registers_what_its_definition_selects(
+    selection: Selection, many: int, monkeypatch
+) -> None:
+    monkeypatch.setattr(_selecting, "MANY_ROWS", many)
+    _select_launch.cache_clear()
     scores = scores_of(selection)
     wide = torch.cat((scores[:, :1], scores, scores), 1)[:, 1 : 1 + scores.shape[1]]
     of = selection.sizes, selection.mass

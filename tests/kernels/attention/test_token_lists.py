@@ -9,6 +9,7 @@ from torch import Tensor
 
 from sparsebench import moba_attention, nsa_attention, select_attention
 from sparsebench.errors import FormatError, Unsupported
+from sparsebench.formats._selection import Selection
 from sparsebench.formats.block_mask import BlockMask
 from sparsebench.kernels._common.triton import BoundKernel, Template
 from sparsebench.kernels._kernel import Operands
@@ -25,6 +26,7 @@ from sparsebench.kernels.attention._moba import FORCED as OF_MOBA
 from sparsebench.kernels.attention._moba import gate
 from sparsebench.kernels.attention._nsa import FORCED as OF_NSA
 from sparsebench.kernels.attention._nsa import compress
+from sparsebench.kernels.attention._selecting import _select_launch
 from sparsebench.results.record import Problem
 from tests.compiling.nvcc import hopper
 from tests.compiling.triton_kernels import complaint_about_launch
@@ -248,6 +250,27 @@ def test_moba_attends_to_the_blocks_of_each_head(case: TokenCase) -> None:
     torch.testing.assert_close(o.cpu().double(), right, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("case", USED, ids=str)
+def test_a_cpu_attends_in_torch_and_moba_has_gradients(case: TokenCase) -> None:
+    inputs = [x.requires_grad_() for x in case.operands()]
+    exact = [x.detach().double().requires_grad_() for x in inputs]
+    q, k, v = (x.detach() for x in inputs)
+    scale = case.head_dim**-0.5
+    right = softmax_over(*exact, best(moba_of(q, k, case.block), case, 0, 1), scale)
+    o = moba_attention(*inputs, keep=case.keep, block=case.block)
+    do = torch.randn(o.shape, generator=torch.Generator().manual_seed(2))
+    both = torch.autograd.grad(o, inputs, do), torch.autograd.grad(right, exact, do.double())
+    for actual, wanted in zip((o, *both[0]), (right, *both[1]), strict=True):
+        torch.testing.assert_close(actual.double(), wanted, atol=1e-5, rtol=1e-5)
+
+    compressed, scores = nsa_of(q, k, v, case.block, scale)
+    chosen = best(scores, case, 1, 2).repeat_interleave(q.shape[2] // k.shape[2], 1)
+    g_cmp, g_slc, _ = (gate[..., None] for gate in gates(case))
+    right = compressed * g_cmp + softmax_over(q, k, v, chosen, scale) * g_slc
+    o = nsa_attention(q, k, v, g_cmp[..., 0], g_slc[..., 0], keep=case.keep, block=case.block)
+    torch.testing.assert_close(o.double(), right, atol=1e-5, rtol=1e-5)
+
+
 @pytest.mark.interpreted(also_compiled=False)
 @pytest.mark.parametrize("selects", ["nsa", "moba", "scores", "lists"])
 def test_a_launch_that_selects_for_each_query_attends_to_the_mask(selects: Any) -> None:
@@ -315,6 +338,10 @@ def test_every_generation_compiles_what_serves_lists_of_queries(capability, monk
         sizes = (1, 512, heads, d), (1, groups, 8, d), bf16, cpu, 64, 512
         _nsa._launch.__wrapped__(*sizes, 0.1, False)
         _moba._launch.__wrapped__(*sizes, True)
+    for side in (16, 512):  # several rows for each program, and one
+        selection = Selection(1 << 16, (16384, 16384), (1, side), True, 12, 1, 2)
+        kind = selection.grid[1], torch.float32, cpu
+        _select_launch.__wrapped__((*selection.sizes,), 1.0, *kind)
     kinds = {program.kernel.__name__ for program in programs}
     assert kinds == {
         "_mark",
@@ -324,6 +351,7 @@ def test_every_generation_compiles_what_serves_lists_of_queries(capability, monk
         "_attend",
         "_merge",
         "_walk",
+        "_select_rows",
         "_score",
     }
     for program in programs:
