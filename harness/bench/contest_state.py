@@ -18,7 +18,7 @@ import torch
 
 from sparsebench.errors import FormatError, SparsebenchError, Unsupported
 from sparsebench.formats._format import Format
-from sparsebench.harness.bench.sampling import CHAIN, Measure, call_of, layers_of
+from sparsebench.harness.bench.sampling import CHAIN, SCOPES, Measure, call_of, layers_of
 from sparsebench.harness.bench.spot_checks import Outputs, SpotChecks
 from sparsebench.harness.bench.timing import Chain, Samples, TimedCall, launches_of
 from sparsebench.kernels._kernel import Launch
@@ -236,6 +236,11 @@ class RunningContender:
             for measure in blank:
                 if measure[0] == CHAIN:
                     blank[measure] = replace(blank[measure], status=status, detail=reason)
+        for measure, row in blank.items():
+            if self.running and measure[0] not in SCOPES:
+                blank[measure] = replace(
+                    row, status=Status.UNSUPPORTED, detail=f"this kernel reads no {measure[0]}"
+                )
         return [self.results.get(measure, row) for measure, row in blank.items()]
 
 

@@ -44,7 +44,7 @@ from sparsebench.harness.bench.guest_times import GuestTimes
 from sparsebench.harness.bench.operands import ChainLayer, Layers
 from sparsebench.harness.bench.prepare import facts_of
 from sparsebench.harness.bench.process_state import rewritten_modules
-from sparsebench.harness.bench.sampling import CHAIN, layers_of
+from sparsebench.harness.bench.sampling import CHAIN, SCOPES, layers_of
 from sparsebench.harness.bench.stages import Stages
 from sparsebench.harness.bench.timing import TimedCall
 from sparsebench.results.record import Status
@@ -122,6 +122,8 @@ class GuestContest:
             if chain and chain.clock == "events":
                 self.entry.leave_chain(Status.UNSUPPORTED, chain.why)
         for scope, state in self.options.measures:
+            if scope not in SCOPES:
+                continue
             if scope != CHAIN or not self.entry.chain_failure:
                 self._time(scope, state)
         if self.options.energy:

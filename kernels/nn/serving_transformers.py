@@ -1,9 +1,6 @@
 """A server: transformers' continuous batching over a model of Qwen3's shape.
 
-    Qwen3ForCausalLM    projections, embedding and head are its own dense layers; its MLPs are
-        dense           its own
-        2:4             SpenseGatedMLP, also beside a dense part
-        blocks          BlockSparseGatedMLP, frozen
+    Qwen3ForCausalLM             its MLPs are dense, in 2:4 or in blocks (_served_model.py)
     ContinuousBatchingManager    a thread that makes one step after the other
 
 A call reads the prompts, adds `concurrency` requests, adds one when one ends, and waits for the
@@ -19,7 +16,7 @@ model, and takes the same time for all contenders.
 """
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import fields
 from importlib.metadata import PackageNotFoundError, version
 from math import ceil
@@ -28,23 +25,14 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from sparsebench.errors import Unsupported
-from sparsebench.formats.bsr import Bsr
-from sparsebench.formats.dense import Dense
-from sparsebench.formats.spense import Spense
-from sparsebench.kernels._common.operator import bucket
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
-from sparsebench.kernels.dense._decoder import copy_of
-from sparsebench.kernels.nn.block_sparse_mlp import BlockSparseGatedMLP, layer_of
-from sparsebench.kernels.nn.default import stacked
-from sparsebench.kernels.nn.spense import SpenseGatedMLP
-from sparsebench.kernels.spense.spense_ffn import joined
+from sparsebench.kernels.nn._served_model import model_of, plan
 from sparsebench.results.record import Problem
 
 TESTED = (5, 17), (5, 23)  # versions of transformers, the first and the last
-EPSILON, ROTARY = 1e-6, 1e6  # as in harness/ops/decoder.py
 ATTENTION = "sdpa"  # with a mask: flash attention is in packages of its own
 PAGE = 64  # tokens of a page of the cache
 ROOM = 1.5  # pages over those of the requests at once: the scheduler leaves a fifth free
@@ -56,7 +44,7 @@ def prepare(
     operands: Operands,
     *,
     graphs: bool = True,
-    overlap: bool = False,
+    overlap: bool = True,
     rows: int = 32,
     reads: int | None = None,
     chunk: int = 512,
@@ -120,84 +108,6 @@ class Load:
     def prompts(self) -> list[list[int]]:
         rows = self.tokens.tolist()
         return [row[:prompt] for row, (prompt, _) in zip(rows, self.lengths, strict=True)]
-
-
-# ---- the model ----
-
-
-def model_of(operands: Operands) -> Any:
-    """Return Qwen3ForCausalLM, whose layers all have a copy of the weights. Raises Unsupported."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    w, problem, device = operands.weights, operands.problem, operands.device
-    config = Qwen3Config(
-        vocab_size=problem["vocab"],
-        hidden_size=problem["hidden"],
-        intermediate_size=problem["intermediate"],
-        num_hidden_layers=problem["layers"],
-        num_attention_heads=problem["heads"],
-        num_key_value_heads=problem["kv_heads"],
-        head_dim=problem["head_dim"],
-        rms_norm_eps=EPSILON,
-        rope_parameters={"rope_type": "default", "rope_theta": ROTARY},
-        tie_word_embeddings=False,
-        bos_token_id=None,
-        eos_token_id=None,
-        dtype=w["wqkv"].to_dense().dtype,
-    )
-    with torch.device("meta"):
-        model = Qwen3ForCausalLM(config)
-    width, of_cache = (problem[name] * problem["head_dim"] for name in ("heads", "kv_heads"))
-    q, k, v = w["wqkv"].to_dense().split((width, of_cache, of_cache))
-    each_mlp = mlps(operands)
-    for layer in model.model.layers:
-        attention = layer.self_attn
-        projections = {"q_proj": q, "k_proj": k, "v_proj": v, "o_proj": w["wo"].to_dense()}
-        for name, weight in projections.items():
-            set_weight(getattr(attention, name), weight.clone())
-        layer.mlp = each_mlp(layer.mlp)
-    set_weight(model.model.embed_tokens, w["we"].to_dense())
-    set_weight(model.lm_head, w["wh"].to_dense())
-    model.model.rotary_emb = type(model.model.rotary_emb)(config).to(device)
-    for name, parameter in [*model.named_parameters()]:
-        if parameter.is_meta:  # the gain of a norm
-            gain = q.new_ones(parameter.shape)
-            set_weight(model.get_submodule(name.rpartition(".")[0]), gain)
-    model.eval()  # type: ignore[no-untyped-call]
-    return model
-
-
-def set_weight(module: nn.Module, weight: Tensor) -> None:
-    module.weight = nn.Parameter(weight, requires_grad=False)
-
-
-def mlps(operands: Operands) -> Callable[[Any], nn.Module]:
-    """Return what makes the MLP of a layer, given a dense one without weights."""
-    wg, wu, wd = (operands.weights[name] for name in ("wg", "wu", "wd"))
-    if isinstance(wg, Spense) and isinstance(wu, Spense) and isinstance(wd, Spense):
-        of_2_4 = joined(wg, wu)
-        return lambda _: SpenseGatedMLP.from_spense(copy_of(of_2_4), copy_of(wd))
-    if isinstance(wg, Bsr) and isinstance(wu, Bsr) and isinstance(wd, Bsr):
-        of_blocks = stacked(wg, wu)
-        each = of_blocks, wd
-        return lambda _: BlockSparseGatedMLP(*map(layer_of, each)).freeze()
-    if not isinstance(wg, Dense):
-        raise Unsupported(f"expected weights in dense, spense or bsr, found {type(wg).__name__}")
-
-    def dense(mlp: Any) -> nn.Module:
-        for name, weight in {"gate_proj": wg, "up_proj": wu, "down_proj": wd}.items():
-            set_weight(getattr(mlp, name), weight.to_dense().clone())
-        return mlp  # type: ignore[no-any-return]
-
-    return dense
-
-
-def plan(model: Any, tokens: range) -> None:
-    """Plan the sparse layers for these numbers of tokens, without a search."""
-    buckets = sorted({bucket(m) for m in tokens})
-    for layer in model.model.layers:
-        if hasattr(layer.mlp, "plan"):
-            layer.mlp.plan(buckets, search=False)
 
 
 # ---- the server ----

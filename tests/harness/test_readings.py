@@ -38,6 +38,14 @@ def test_rows_of_readings_follow_from_the_samples_of_a_call() -> None:
     assert len(cold.samples_us) == 1
 
 
+def test_a_kernel_that_reads_nothing_says_so() -> None:
+    (planned,) = expand("readings", SUITE + "scopes: [op, steps, cold]").contests
+    contender = Contender("dense", "torch_dense", baseline=True)
+    options = ContestOptions(measures=MEASURES)
+    rows, _ = contest.run(planned.problem, [contender], torch.device("cpu"), None, options)
+    assert [row.status for row in rows] == [Status.OK, *[Status.UNSUPPORTED] * 2]
+
+
 def test_an_op_without_readings_has_no_such_rows() -> None:
     assert distinct_measures(MEASURES, "cuda") == (("op", "cold"),)
     readings = load_op("serving").readings
