@@ -37,7 +37,8 @@ from sparsebench.formats._format import is_stored
 from sparsebench.harness.inputs.bits import scores
 from sparsebench.harness.inputs.request_lengths import lengths_of
 from sparsebench.harness.ops._op import Fields, Op, Operand, Values, require_field, require_groups
-from sparsebench.harness.ops.decoder import LAYER, MLP, ROTARY, _by_squares, _norm, _norm_of
+from sparsebench.harness.ops._varied import by_squares
+from sparsebench.harness.ops.decoder import LAYER, MLP, ROTARY, _norm, _norm_of
 from sparsebench.harness.ops.ffn import act_of, slope_of
 from sparsebench.kernels._kernel import DTYPES, OUTPUTS
 from sparsebench.results.record import Problem
@@ -147,7 +148,7 @@ def spread(*, fields: Values, **operands: Tensor) -> Tensor:
 
     def product(z: Tensor, var: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
         y = linear(z, w)
-        return y, _by_squares(var + z.square(), w) + y.square()
+        return y, by_squares(var + z.square(), w) + y.square()
 
     def added(y: Tensor, var: Tensor) -> tuple[Tensor, Tensor]:
         return s + y, var_s + var + (s + y).square()
@@ -166,7 +167,7 @@ def spread(*, fields: Values, **operands: Tensor) -> Tensor:
     last = _last(counts, s)
     s, var_s = s[last], var_s[last]
     z = _norm(s)
-    return _by_squares(_norm_of(var_s, s) + z.square(), wh).sqrt()
+    return by_squares(_norm_of(var_s, s) + z.square(), wh).sqrt()
 
 
 def _packed(tokens: Tensor, we: Tensor, counts: list[int]) -> Tensor:

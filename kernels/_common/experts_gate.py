@@ -1,6 +1,7 @@
-"""The step between the two products of experts with biases or a clamped gate, in Triton.
+"""The step between the two products of an expert, and its derivative, in Triton.
 
     products [rows, 2 n] ──> + bias [experts, 2 n] of the row's expert ──> H [rows, n]
+    and V [rows, n], share [rows] ──> dG and dU of dH = share V, share H, and V . H
 
     IN_TURN         8 columns of G, then 8 of U, and so on (spense_ffn.py); else G, then U
     bias            of G, then of U, whatever the order of the products
@@ -8,19 +9,19 @@
                     as gpt-oss has it
     others          H = act(G) * U, as elementwise.py
 
-A program finds the experts of its rows by their ends, which stay on the device. Each product is
-read once, and each element of H is rounded once. In torch the same takes a dozen launches, which
-at 4,096 tokens of gpt-oss-20b move ten times as many bytes.
+A program finds the experts of its rows by their ends, which stay on the device. Each operand is
+read once, and each result is rounded once. In torch H takes a dozen launches, which at 4,096 tokens
+of gpt-oss-20b move ten times as many bytes.
 """
 
 from functools import lru_cache
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from sparsebench.kernels._common.elementwise import activated
 from sparsebench.kernels._common.triton import BoundKernel, Template
 
 CLAMPED, ALPHA, LIMIT = "clamped_swiglu", 1.702, 7.0
@@ -45,6 +46,27 @@ def gate_experts(
     return launch(products, ends, *([] if bias is None else [bias]))[0]
 
 
+def differentiate_gate(
+    products: Tensor,
+    bias: Tensor | None,
+    ends: Tensor,
+    v: Tensor,
+    share: Tensor,
+    activation: str,
+    *,
+    in_turn: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return dG and dU in the order of the products, share H [rows, n], and V . H, fp32 [rows].
+
+    v      [rows, n], the gradient of H but for the share, contiguous
+    share  fp32 [rows]
+    """
+    layout = products.shape, products.dtype, ends.shape[1], bias is not None
+    launch = _launch(*layout, activation, in_turn, products.device, derivative=True)
+    both, shared, dots = launch(products, ends, v, share, *([] if bias is None else [bias]))
+    return both, shared, dots.sum(1)
+
+
 @lru_cache(BOUND)
 def _launch(
     shape: tuple[int, int],
@@ -54,28 +76,114 @@ def _launch(
     activation: str,
     in_turn: bool,
     device: torch.device,
+    derivative: bool = False,
 ) -> Template:
     """Return the launch for a shape, which is bound once on each device."""
-    products = torch.empty(shape, dtype=dtype, device="meta")
+    (rows, width), options = shape, dict[str, Any](dtype=dtype, device="meta")
+    products = torch.empty(shape, **options)
     ends = torch.empty(1, experts, dtype=torch.int32, device="meta")
-    bias = torch.empty(experts, shape[1], dtype=dtype, device="meta") if has_bias else None
-    program = kernel_of(products, bias, ends, activation, in_turn=in_turn)
-    operands = products, ends, *([] if bias is None else [bias])
-    return Template([program], operands, [program.out])
+    bias = [torch.empty(experts, width, **options)] if has_bias else []
+    first = products, bias[0] if bias else None, ends
+    if not derivative:
+        program = kernel_of(*first, activation, in_turn=in_turn)
+        return Template([program], (products, ends, *bias), [program.out])
+    v = torch.empty(rows, width // 2, **options)
+    share = torch.empty(rows, dtype=torch.float32, device="meta")
+    program, results = derivative_of(*first, v, share, activation, in_turn=in_turn)
+    return Template([program], (products, ends, v, share, *bias), results)
 
 
 def kernel_of(
     products: Tensor, bias: Tensor | None, ends: Tensor, activation: str, *, in_turn: bool
 ) -> BoundKernel:
     """Return the kernel of `gate_experts`."""
-    (rows, width), experts = products.shape, ends.shape[1]
+    h = products.new_empty(len(products), products.shape[1] // 2)
+    args = products, ends if bias is None else bias, ends, h
+    return _bound(_gate, args, h, activation, in_turn=in_turn, biased=bias is not None)
+
+
+def derivative_of(
+    products: Tensor,
+    bias: Tensor | None,
+    ends: Tensor,
+    v: Tensor,
+    share: Tensor,
+    activation: str,
+    *,
+    in_turn: bool,
+) -> tuple[BoundKernel, list[Tensor]]:
+    """Return the kernel of `differentiate_gate`, and what it writes: sums of each tile of units."""
+    rows, n = v.shape
+    dots = v.new_empty(rows, triton.cdiv(n, UNITS), dtype=torch.float32)
+    results = [torch.empty_like(products), torch.empty_like(v), dots]
+    args = products, ends if bias is None else bias, ends, v, share, *results
+    options = {"in_turn": in_turn, "biased": bias is not None}
+    return _bound(_differentiate, args, results[0], activation, **options), results
+
+
+def _bound(
+    kernel: Any, tensors: tuple[Tensor, ...], out: Tensor, activation: str, *,
+    in_turn: bool, biased: bool,
+) -> BoundKernel:  # fmt: skip
+    (rows, width), experts = tensors[0].shape, tensors[2].shape[1]
     n = width // 2
-    h = products.new_empty(rows, n)
     constants = {"ROWS": ROWS, "UNITS": UNITS, "EXPERTS": triton.next_power_of_2(experts)}
-    constants |= {"IN_TURN": in_turn, "BIAS": bias is not None, "ACTIVATION": activation}
-    args = products, ends if bias is None else bias, ends, h, rows, n, experts
+    constants |= {"IN_TURN": in_turn, "BIAS": biased, "ACTIVATION": activation}
     grid = (triton.cdiv(rows, ROWS) * triton.cdiv(n, UNITS),)
-    return BoundKernel(_gate, grid, args, constants, h)
+    return BoundKernel(kernel, grid, (*tensors, rows, n, experts), constants, out)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _places(row, unit, n, IN_TURN: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return where G of a row and a unit is in the products, and how far behind it U is."""
+    column, apart = unit, n
+    if IN_TURN:
+        column, apart = unit // WIDTH * (2 * WIDTH) + unit % WIDTH, WIDTH
+    return row.to(tl.int64)[:, None] * (2 * n) + column, apart
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _read(  # type: ignore[no-untyped-def]
+    products, bias, ends, at, apart, row, unit, inside, n, experts,
+    EXPERTS: tl.constexpr, BIAS: tl.constexpr,
+):  # fmt: skip
+    """Return G and U after their bias, in 32 bits."""
+    gate = tl.load(products + at, inside, 0.0).to(tl.float32)
+    up = tl.load(products + at + apart, inside, 0.0).to(tl.float32)
+    if BIAS:
+        every = tl.arange(0, EXPERTS)
+        end = tl.load(ends + every, every < experts, 2147483647)
+        number = tl.minimum(tl.sum((end[None, :] <= row[:, None]).to(tl.int32), 1), experts - 1)
+        from_bias = bias + number.to(tl.int64)[:, None] * (2 * n) + unit
+        gate += tl.load(from_bias, inside, 0.0).to(tl.float32)
+        up += tl.load(from_bias + n, inside, 0.0).to(tl.float32)
+    return gate, up
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _act(gate, ACTIVATION: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return act(G) and its slope; G is clamped already."""
+    if ACTIVATION == "relu":
+        act = tl.where(gate <= 0, 0.0, gate)  # NaN stays
+        slope = tl.where(gate <= 0, 0.0, 1.0)
+    else:  # act = gate * sigmoid(z)
+        z, dz = gate, 1.0
+        if ACTIVATION == "gelu_tanh":
+            square = 0.044715 * gate * gate
+            z, dz = 1.5957691216057308 * gate * (1 + square), 1.5957691216057308 * (1 + 3 * square)
+        if ACTIVATION == "clamped_swiglu":
+            z, dz = 1.702 * gate, 1.702
+        sigmoid = 1 / (1 + tl.exp(-z))
+        act = gate * sigmoid
+        slope = sigmoid + act * (1 - sigmoid) * dz
+    return act, slope
+
+
+@triton.jit
+def _clamped(gate, up):  # type: ignore[no-untyped-def]
+    """Return G' and U' + 1; NaN stays."""
+    gate = tl.where(gate > 7.0, 7.0, gate)
+    return gate, tl.where(up > 7.0, 7.0, tl.where(up < -7.0, -7.0, up)) + 1.0
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -88,25 +196,40 @@ def _gate(  # type: ignore[no-untyped-def]
     row = tl.program_id(0) // tiles * ROWS + tl.arange(0, ROWS)
     unit = tl.program_id(0) % tiles * UNITS + tl.arange(0, UNITS)[None, :]
     inside = (row < rows)[:, None] & (unit < n)
-    at = row.to(tl.int64)[:, None]
-    column, apart = unit, n
-    if IN_TURN:
-        column, apart = unit // WIDTH * (2 * WIDTH) + unit % WIDTH, WIDTH
-    from_gate = products + at * (2 * n) + column
-    gate = tl.load(from_gate, inside, 0.0).to(tl.float32)
-    up = tl.load(from_gate + apart, inside, 0.0).to(tl.float32)
-    if BIAS:
-        every = tl.arange(0, EXPERTS)
-        end = tl.load(ends + every, every < experts, 2147483647)
-        number = tl.minimum(tl.sum((end[None, :] <= row[:, None]).to(tl.int32), 1), experts - 1)
-        from_bias = bias + number.to(tl.int64)[:, None] * (2 * n) + unit
-        gate += tl.load(from_bias, inside, 0.0).to(tl.float32)
-        up += tl.load(from_bias + n, inside, 0.0).to(tl.float32)
+    at, apart = _places(row, unit, n, IN_TURN)
+    gate, up = _read(products, bias, ends, at, apart, row, unit, inside, n, experts, EXPERTS, BIAS)
+    if ACTIVATION == "clamped_swiglu":
+        gate, up = _clamped(gate, up)
+    act, _ = _act(gate, ACTIVATION)
+    to = h + row.to(tl.int64)[:, None] * n + unit
+    tl.store(to, (act * up).to(h.dtype.element_ty), inside)
 
-    if ACTIVATION == "clamped_swiglu":  # NaN stays
-        gate = tl.where(gate > 7.0, 7.0, gate)
-        up = tl.where(up > 7.0, 7.0, tl.where(up < -7.0, -7.0, up)) + 1.0
-        gate = gate / (1 + tl.exp(-1.702 * gate))
-    else:
-        gate = activated(gate, ACTIVATION)
-    tl.store(h + at * n + unit, (gate * up).to(h.dtype.element_ty), inside)
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _differentiate(  # type: ignore[no-untyped-def]
+    products, bias, ends, v, share, both, shared, dots, rows, n, experts,
+    ROWS: tl.constexpr, UNITS: tl.constexpr, EXPERTS: tl.constexpr, IN_TURN: tl.constexpr,
+    BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
+):  # fmt: skip
+    tiles = tl.cdiv(n, UNITS)
+    row = tl.program_id(0) // tiles * ROWS + tl.arange(0, ROWS)
+    unit = tl.program_id(0) % tiles * UNITS + tl.arange(0, UNITS)[None, :]
+    inside = (row < rows)[:, None] & (unit < n)
+    at, apart = _places(row, unit, n, IN_TURN)
+    gate, up = _read(products, bias, ends, at, apart, row, unit, inside, n, experts, EXPERTS, BIAS)
+    to = row.to(tl.int64)[:, None] * n + unit
+    dh = tl.load(v + to, inside, 0.0).to(tl.float32)
+    part = tl.load(share + row, row < rows, 0.0)[:, None]
+    of_gate, of_up = inside, inside  # G and U that are not clamped
+    if ACTIVATION == "clamped_swiglu":
+        of_gate, of_up = gate <= 7.0, (up <= 7.0) & (up >= -7.0)
+        gate, up = _clamped(gate, up)
+    act, slope = _act(gate, ACTIVATION)
+    h = act * up
+    kind = both.dtype.element_ty
+    sums = dots + row.to(tl.int64) * tiles + tl.program_id(0) % tiles
+    tl.store(sums, tl.sum(tl.where(inside, dh * h, 0.0), 1), row < rows)
+    tl.store(shared + to, (part * h).to(kind), inside)
+    dh *= part
+    tl.store(both + at, tl.where(of_gate, dh * up * slope, 0.0).to(kind), inside)
+    tl.store(both + at + apart, tl.where(of_up, dh * act, 0.0).to(kind), inside)

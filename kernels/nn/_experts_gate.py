@@ -1,6 +1,6 @@
 """The step between the two products of an expert, and its derivative, in torch.
 
-Without a gradient, a GPU runs it in one launch (_common/experts_gate.py).
+A GPU runs either in one launch (_common/experts_gate.py).
 
     silu, gelu_tanh, relu    H = act(G) * U
     clamped_swiglu           H = (U' + 1) * G' * sigmoid(1.702 G')     of gpt-oss
@@ -18,7 +18,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sparsebench.kernels._common.experts_gate import ALPHA, CLAMPED, LIMIT
+from sparsebench.kernels._common.experts_gate import (
+    ALPHA,
+    CLAMPED,
+    LIMIT,
+    differentiate_gate,
+    gate_experts,
+)
 from sparsebench.kernels.nn._spense_engines import ACTIVATIONS
 from sparsebench.kernels.nn._spense_op import DERIVATIVES
 from sparsebench.kernels.spense.spense_ffn import TURN
@@ -74,8 +80,48 @@ def gated_of(
     return GatedProducts(gate, up, activation)
 
 
-def joined_gradients(dg: Tensor, du: Tensor, *, in_turn: bool) -> Tensor:
-    """Return dG and dU [rows, i] in the order of the products [rows, 2 i]."""
-    if not in_turn:
-        return torch.cat((dg, du), 1)
-    return torch.stack([part.unflatten(1, (-1, TURN)) for part in (dg, du)], 2).flatten(1)
+def of_rows(bias: Tensor | None, ends: Tensor, rows: int) -> Tensor | None:
+    """Return the bias of each row's expert [rows, n]; rows after the last end have the last's."""
+    if bias is None:
+        return None
+    number = torch.arange(rows, dtype=ends.dtype, device=ends.device)
+    return bias[torch.searchsorted(ends[0], number, right=True).clamp(max=len(bias) - 1)]
+
+
+def hidden_of(
+    products: Tensor, bias: Tensor | None, ends: Tensor, activation: str, *, in_turn: bool
+) -> Tensor:
+    """Return H [rows, i] of products [rows, 2 i]; the bias is that of experts [experts, 2 i]."""
+    if products.is_cuda:
+        return gate_experts(products, bias, ends, activation, in_turn=in_turn)
+    bias = of_rows(bias, ends, len(products))
+    gated = gated_of(products, activation, in_turn=in_turn, bias=bias)
+    return gated.hidden().to(products.dtype)
+
+
+def gradients_of(
+    products: Tensor,
+    bias: Tensor | None,
+    ends: Tensor,
+    v: Tensor,
+    share: Tensor,
+    activation: str,
+    *,
+    in_turn: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return dG and dU of dH = share V in the order of the products, share H, and V . H [rows].
+
+    v      [rows, i]
+    share  [rows], in 32 bits or more
+    """
+    if products.is_cuda:
+        return differentiate_gate(products, bias, ends, v, share, activation, in_turn=in_turn)
+    bias = of_rows(bias, ends, len(products))
+    gated = gated_of(products, activation, in_turn=in_turn, bias=bias)
+    h, dh, part = gated.hidden(), v.to(gated.gate.dtype), share[:, None]
+    parts = gated.gradients(part * dh)
+    if in_turn:
+        both = torch.stack([each.unflatten(1, (-1, TURN)) for each in parts], 2).flatten(1)
+    else:
+        both = torch.cat(parts, 1)
+    return both.to(products.dtype), (part * h).to(products.dtype), (dh * h).sum(1)

@@ -26,7 +26,7 @@ from torch.nn.functional import pad
 
 from sparsebench.formats.bsr import Bsr
 from sparsebench.formats.spense import Spense
-from sparsebench.kernels._common.experts_gate import CLAMPED, gate_experts
+from sparsebench.kernels._common.experts_gate import CLAMPED
 from sparsebench.kernels._common.routing import combine, route
 from sparsebench.kernels._common.torch_operator import torch_operator
 from sparsebench.kernels._common.transforms import aligned, device_guard
@@ -37,7 +37,7 @@ from sparsebench.kernels.nn._experts_engines import (
     weight_gradient,
     weight_of,
 )
-from sparsebench.kernels.nn._experts_gate import gated_of, joined_gradients
+from sparsebench.kernels.nn._experts_gate import gradients_of, hidden_of, of_rows
 
 
 class _Weights(NamedTuple):
@@ -73,14 +73,6 @@ def _weights(
     return _Weights(first, second, (biases[0], biases[1]), features)
 
 
-def _of_rows(bias: Tensor | None, ends: Tensor, rows: int) -> Tensor | None:
-    """Return the bias of each row's expert [rows, n]; rows after the last end have the last's."""
-    if bias is None:
-        return None
-    number = torch.arange(rows, dtype=ends.dtype, device=ends.device)
-    return bias[torch.searchsorted(ends[0], number, right=True).clamp(max=len(bias) - 1)]
-
-
 def compute(
     x: Tensor,
     ids: Tensor,
@@ -107,7 +99,7 @@ def compute(
         source, place, ends = route(aligned(ids), experts)
         rows = _padded(x, features).index_select(0, source)
         y = multiply(w.down, experts, _hidden(w, experts, rows, ends, activation), ends)
-        if (bias := _of_rows(w.biases[1], ends, len(rows))) is not None:
+        if (bias := of_rows(w.biases[1], ends, len(rows))) is not None:
             y += bias
         total = combine(y, place, aligned(weights))
     return total if features == x.shape[1] else total[:, : x.shape[1]].contiguous()
@@ -118,10 +110,7 @@ def _hidden(w: _Weights, experts: int, rows: Tensor, ends: Tensor, activation: s
     if activation != CLAMPED and w.biases[0] is None:
         return multiply(w.gate_up, experts, rows, ends, activation)
     products = multiply(w.gate_up, experts, rows, ends)
-    if products.is_cuda:
-        return gate_experts(products, w.biases[0], ends, activation, in_turn=w.in_turn)
-    bias = _of_rows(w.biases[0], ends, len(rows))
-    return gated_of(products, activation, in_turn=w.in_turn, bias=bias).hidden().to(rows.dtype)
+    return hidden_of(products, w.biases[0], ends, activation, in_turn=w.in_turn)
 
 
 def _padded(x: Tensor, features: int) -> Tensor:
@@ -155,24 +144,21 @@ def _differentiate(
     with device_guard(x.device):
         source, place, ends = route(aligned(ids), experts)
         rows, dy_rows = (_padded(each, features).index_select(0, source) for each in (x, dy))
-        of_gate_up, of_down = (_of_rows(bias, ends, len(rows)) for bias in w.biases)
         products = multiply(w.gate_up, experts, rows, ends)
-        gated = gated_of(products, activation, in_turn=w.in_turn, bias=of_gate_up)
-        h, dh = gated.hidden(), input_gradient(w.down, experts, dy_rows, ends).to(products.dtype)
-        there = place >= 0
-        if for_shares:
-            dots = (dh * h).sum(1)
-            if of_down is not None:
-                dots += (dy_rows * of_down.to(h.dtype)).sum(1)
-            dshares = dots[place.long()].where(there, 0).to(weights.dtype)
+        v = input_gradient(w.down, experts, dy_rows, ends)
+        there, wide = place >= 0, torch.promote_types(kind, torch.float32)
         last = len(rows)  # a row for the choices that have none
         at = place.where(there, last).flatten().long()
-        share = h.new_zeros(last + 1).scatter_(0, at, weights.flatten().to(h.dtype))[:-1, None]
+        share = x.new_zeros(last + 1, dtype=wide).scatter_(0, at, weights.flatten().to(wide))[:-1]
+        operands = products, w.biases[0], ends, v, share, activation
+        both, h, dots = gradients_of(*operands, in_turn=w.in_turn)
+        if for_shares:
+            if (bias := of_rows(w.biases[1], ends, len(rows))) is not None:
+                dots += (dy_rows * bias.to(wide)).sum(1)
+            dshares = dots[place.long()].where(there, 0).to(weights.dtype)
         if for_down:
             assert isinstance(w.down, Bsr)
-            ddown = weight_gradient(w.down, experts, dy_rows, (share * h).to(kind), ends)
-        if for_x or for_gate_up:
-            both = joined_gradients(*gated.gradients(share * dh), in_turn=w.in_turn).to(kind)
+            ddown = weight_gradient(w.down, experts, dy_rows, h, ends)
         if for_gate_up:
             assert isinstance(w.gate_up, Bsr)
             dgate_up = weight_gradient(w.gate_up, experts, both, rows, ends)
