@@ -201,7 +201,7 @@ def test_a_class_name_is_unique_in_the_house() -> None:
 
 
 MOST_CODE = {"formats": 1_365, "harness": 12_380, "results": 4_870, "reports": 4_330}
-MOST_CODE |= {"kernels": 16_260, "src": 330}  # src: the plug-in for vLLM
+MOST_CODE |= {"kernels": 16_270, "src": 330}  # src: the plug-in for vLLM
 DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef
 
 
