@@ -203,10 +203,11 @@ def test_a_contender_that_computes_another_attention_is_wrong(fault: str) -> Non
     assert row.status is Status.WRONG
 
 
+@pytest.mark.parametrize("heads", [{}, {"heads": 8, "kv_heads": 4, "block": [1, 8]}], ids=str)
 @pytest.mark.parametrize("lists", ["heads", "kv_heads", "one"])
 @pytest.mark.parametrize("op", ["attention", "attention_backward"])
-def test_a_sample_has_the_answer_of_its_part(op: str, lists: str, monkeypatch) -> None:
-    p, loaded = problem(op, **MANY_HEADS, lists=lists, causal=True), load_op(op)
+def test_a_sample_has_the_answer_of_its_part(op: str, lists: str, heads, monkeypatch) -> None:
+    p, loaded = problem(op, **MANY_HEADS | heads, lists=lists, causal=True), load_op(op)
     drawn = operands(p, loaded, CPU, None)
     every = {**drawn.weights, **drawn.activations}
     assert loaded.sample(p, every, 0) is None  # the whole answer is cheap
