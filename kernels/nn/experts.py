@@ -236,8 +236,8 @@ class SparseExperts(nn.Module):
         top_k_weights  float [m, k]; NaN makes the token's sum NaN
 
         Without them, as in Llama-4, hidden_states are the rows [experts m, h] of all experts, one
-        expert after the other, and a token has rows other than zero at top_k experts at most. The
-        result has the same rows.
+        expert after the other, and those of a token are zero but at its experts. The result has the
+        same rows, and no product is made for rows of zeros.
 
         Raises Unsupported.
         """
@@ -270,11 +270,11 @@ class SparseExperts(nn.Module):
             expected = f"expected rows of {self.experts} experts"
             raise Unsupported(f"hidden_states: {expected}, found {[*x.shape]}")
         m = x.shape[0] // self.experts
-        there = x.detach().view(self.experts, m, -1).any(-1)
-        ids = there.T.int().topk(min(self.top_k, self.experts)).indices
-        rows = (ids * m + torch.arange(m, device=x.device)[:, None]).flatten()
-        y = self(x.index_select(0, rows), ids.view(-1, 1), x.new_ones(len(rows), 1))
-        return torch.zeros_like(x, dtype=y.dtype).index_copy(0, rows, y)
+        there = x.detach().reshape(self.experts, m, x.shape[1]).any(-1)
+        numbers = torch.arange(self.experts, device=x.device)[:, None]
+        ids = numbers.where(there, self.experts).view(-1, 1)  # zeros go to no expert
+        y: Tensor = self(x, ids, x.new_ones(ids.shape))
+        return y
 
     def _require(self, x: Tensor, ids: Tensor, weights: Tensor, first: Tensor) -> None:
         """Raise Unsupported unless these are inputs of the layer, whose first tensor is `first`."""

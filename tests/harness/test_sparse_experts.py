@@ -36,7 +36,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
                    "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 16,
                    "num_key_value_heads": 4, **ROUTED},
     "GptOss": {"num_local_experts": 4, "intermediate_size": 288, "num_experts_per_tok": 2},
-    "Llama4Text": {"num_local_experts": 4, "intermediate_size": 288, "num_experts_per_tok": 1,
+    "Llama4Text": {"num_local_experts": 4, "intermediate_size": 288, "num_experts_per_tok": 2,
                    "intermediate_size_mlp": 64, "interleave_moe_layer_step": 1},
 }  # fmt: skip
 RECIPES = [TwoFour(), TwoFour(0.5), BlockSparse(32, 0.5), BlockSparse(64, 0.5)]  # 288 is 4.5 x 64

@@ -81,7 +81,9 @@ class Experts:
 
     @property
     def top_k(self) -> int:
-        """Return how many experts a token takes, if the module knows it."""
+        """Return how many rows of experts a token has: as many as it takes, or one for each."""
+        if not self.is_routed:
+            return self.sizes[0]
         top_k: int = getattr(getattr(self.module, "config", None), "num_experts_per_tok", 1)
         return top_k
 

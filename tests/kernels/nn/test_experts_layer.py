@@ -340,6 +340,7 @@ def test_rows_of_all_experts_give_what_the_chosen_ones_compute(kind) -> None:
     assert not y.view(E, 7, H).transpose(0, 1)[scores == 0].any()
     (dx,) = torch.autograd.grad(y.float().square().sum(), rows)
     assert bool(dx.any())
+    assert layer(rows[:0]).shape == (0, H)
     with pytest.raises(Unsupported, match="hidden_states: expected rows of 6 experts"):
         layer(x)
 
