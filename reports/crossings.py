@@ -86,7 +86,7 @@ def missing(curves: Iterable[SelectionCurve]) -> list[str]:
     """Return a line for each phase without a row: what is missing, and what measures it."""
     phases = {curve.phase for curve in curves}
     return [
-        f"Not measured: {PHASES[phase]} with selection has no rows here. To measure: "
+        f"Not measured: no row here has {PHASES[phase]} with selection. To measure: "
         f"sparsebench run {suite} --replicates {FEWEST} --out runs/{suite}; then sparsebench "
         f"advise --attention --run runs/{suite}"
         for phase, suite in SUITES.items()
