@@ -8,8 +8,10 @@ import pytest
 
 from sparsebench.kernels._common.choices import package_folder
 from sparsebench.kernels.bitmap import bitmap_mma
+from sparsebench.kernels.bsr import experts_triton
 from sparsebench.kernels.csr import csr_cuda
 from sparsebench.kernels.nn import _bsr_engines, _frozen_op, _spense_engines
+from sparsebench.kernels.spense import experts_wgmma
 from sparsebench.kernels.twell import _engines as _twell_engines
 from sparsebench.results.record import Case, Contender, Problem, Row, Status
 from sparsebench.results.run import store
@@ -17,9 +19,9 @@ from tests.tools import choices
 
 ENGINES = {
     "bitmap": (bitmap_mma.KERNEL, _frozen_op.DENSE),
-    "bsr": _bsr_engines.ENGINES,
+    "bsr": (*_bsr_engines.ENGINES, experts_triton.KERNEL),
     "csr": (csr_cuda.KERNEL,),
-    "spense": _spense_engines.ENGINES,
+    "spense": (*_spense_engines.ENGINES, experts_wgmma.KERNEL),
     "twell": _twell_engines.ENGINES,
 }
 RUN = SimpleNamespace(environment={"gpu": {"compute_capability": "9.0", "multiprocessors": 132}})
