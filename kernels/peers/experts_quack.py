@@ -31,8 +31,8 @@ CAPABILITY = HOPPER[0]
 
 
 def unsupported(problem: Problem, device: torch.device) -> str | None:
-    sizes = {"n": ALIGNED, "k": ALIGNED}
-    return unmet(problem, device, HOPPER, "fp16", "bf16", package=PACKAGE, **sizes)
+    dtypes = "fp16", "bf16"
+    return unmet(problem, device, HOPPER, *dtypes, package=PACKAGE, n=ALIGNED, k=ALIGNED)
 
 
 def prepare(operands: Operands) -> Launch:

@@ -3,6 +3,7 @@
 import sys
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -48,7 +49,7 @@ def fits(config: GemmConfig, *, gather_A: bool, varlen_m: bool) -> bool:
 def products(x: Tensor, w: Tensor, starts: Tensor) -> Tensor:
     """Multiply the rows from starts[e] to starts[e + 1] by W[e], as QuACK does."""
     assert starts[0] == 0
-    parts = [x[a:b].float() @ w[e].float() for e, (a, b) in enumerate(zip(starts, starts[1:]))]
+    parts = [x[a:b].float() @ w[e].float() for e, (a, b) in enumerate(pairwise(starts))]
     return torch.cat(parts)
 
 
@@ -72,9 +73,7 @@ def gemm_gated(
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     interface, configs = ModuleType("quack.gemm_interface"), ModuleType("quack.gemm_config")
     vars(interface).update(gemm_tuned=SimpleNamespace(fn=gemm), gemm_gated=gemm_gated)
-    vars(configs).update(
-        get_all_configs=every_config, config_supports=fits, GemmConfig=GemmConfig
-    )
+    vars(configs).update(get_all_configs=every_config, config_supports=fits, GemmConfig=GemmConfig)
     for module in (ModuleType("quack"), interface, configs):
         monkeypatch.setitem(sys.modules, module.__name__, module)
 
