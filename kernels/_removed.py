@@ -32,7 +32,7 @@ def removal(kernel: str) -> str | None:
 
 
 AUTHORS = {
-    *("macko", "marlin", "sparse_marlin", "spinfer"),
+    *("macko", "marlin", "scattermoe", "sparse_marlin", "spinfer"),
     *("twell_authors", "twell_authors_mlp", "twell_authors_step"),
 }
 """The kernels of the distribution sparsebench-authors, in the folder authors/ of the repository."""

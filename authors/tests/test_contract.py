@@ -18,6 +18,7 @@ FEW_UNITS = "k=2048 activation=relu active=29"
 PROBLEMS = {
     "macko": "m=1 n=512 k=256 pattern=unstructured sparsity=0.9",
     "marlin": "m=64 n=512 k=256 weight_bits=4",
+    "scattermoe": "m=16 n=256 k=128 experts=4 top_k=2",
     "sparse_marlin": "m=64 n=512 k=256 weight_bits=4 pattern=two_four sparsity=0.5",
     "spinfer": "m=64 n=512 k=256 pattern=unstructured sparsity=0.9",
     "twell_authors": f"m=256 n=5632 {FEW_UNITS}",

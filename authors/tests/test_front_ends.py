@@ -14,6 +14,8 @@ CUDA = torch.device("cuda:0")
 FEW_UNITS = {"activation": "relu", "active": 29}
 IN_4_BITS = {"weight_bits": 4}
 TWO_FOUR_IN_4_BITS = {**IN_4_BITS, "pattern": "two_four", "sparsity": 0.5}
+EXPERTS = {"experts": 4, "top_k": 2}
+HALVES = "fp16", "bf16"
 ANSWERS = {
     # No Python front end: a C function of the checkout, for n and k in multiples of 64.
     "spinfer": [Answers("SpMM_SplitK_API_bitmap_v3", ("fp16",), tokens(128, 256))],
@@ -24,6 +26,10 @@ ANSWERS = {
         Answers(
             "marlin.mul_2_4", ("fp16",), tokens(256, 384, 1, 37, 130), fields=TWO_FOUR_IN_4_BITS
         )
+    ],
+    # Any sizes.
+    "scattermoe": [
+        Answers("scattermoe.mlp.GLUMLP", HALVES, tokens(96, 40, 3, 50), fields=EXPERTS),
     ],
     # k 2048, n 5632 and 8192; their kernels take multiples of 256 tokens.
     "twell_authors": [

@@ -21,6 +21,7 @@ PROBLEMS: list[tuple[str, dict[str, Any], str]] = [
     ("sparse_marlin", {"dtype": "fp16", "weight_bits": None}, "weight_bits"),
     ("spinfer", {"dtype": "bf16"}, "expected fp16, found bf16"),
     ("spinfer", {"dtype": "fp16", "n": 500}, "found 500 and 256"),
+    ("scattermoe", {"experts": 4, "top_k": 2, "dtype": "fp32"}, "expected fp16 or bf16"),
     ("macko", {"m": 1, "dtype": "fp32"}, "expected fp16, found fp32"),
     ("macko", {"m": 2, "dtype": "fp16"}, "expected m 1, found 2"),
     ("twell_authors", {**TWELL, "device": CPU}, "compute capability 9.0"),

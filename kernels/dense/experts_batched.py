@@ -16,12 +16,12 @@ from sparsebench.results.record import Problem
 MOST_BYTES = 4 << 30  # of the copies
 
 
-def unsupported(problem: Problem, device: torch.device) -> str | None:
-    """Return why the copies cannot be made, or None."""
+def unsupported(problem: Problem, device: torch.device, matrices: int = 1) -> str | None:
+    """Return why the copies of n x k `matrices` of each row cannot be made, or None."""
     if problem["dtype"] == "fp8":
         return "expected fp16, bf16 or fp32, found fp8"
     rows, size = problem["m"] * problem["top_k"], DTYPES[problem["dtype"]].itemsize
-    copies = rows * problem["n"] * problem["k"] * size
+    copies = rows * matrices * problem["n"] * problem["k"] * size
     return (
         None if copies <= MOST_BYTES else f"expected copies of 4 GiB at most, found {copies} bytes"
     )
