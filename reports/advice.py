@@ -62,6 +62,7 @@ BRIEF = ("Qwen3-32B", "Llama-3-8B", "Gemma-3-270m"), 16  # models and tokens of 
 IN_BRIEF = {TRY: "may be worth pruning", TRAIN: "needs training with its zeros"}
 IN_BRIEF |= {QUANTIZE: "should be quantized, not pruned"}
 CHART = (470, 210)
+SPEEDS = 0.5, 4.0  # at the ends of the chart's intervals: an estimate from one layer may have 0.06
 TRAINED_LOOK = ROLES["peer"].but(marker="s", dash=None, hollow=True)
 DASHED = Look(dash="3 3", width=0.8, alpha=0.5)
 MEASURING = {  # what `sparsebench try` runs for a kind: an MLP, or one of its products
@@ -116,7 +117,8 @@ def chart(answer: Answer) -> Markup:
             if answer.best and each.kind == answer.best.kind:
                 look = ROLES["ours"].but(size=8)
             if gain.basis != BOUND:
-                drawing.spans([place], [gain.low], [gain.high], look.but(dash=""), across=True)
+                ends = [min(max(end, SPEEDS[0]), SPEEDS[1]) for end in (gain.low, gain.high)]
+                drawing.spans([place], ends[:1], ends[1:], look.but(dash=""), across=True)
             title = f"{each.kind}: {gain.text}, {each.quality}"
             name = f"{each.kind} (at most)" if gain.basis == BOUND else each.kind
             drawing.line([gain.value], [place], look, [title], name)
