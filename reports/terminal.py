@@ -4,6 +4,7 @@
     findings                 what each format shows, and the fastest kernels (findings.py)
     grids                    formats by levels or tokens (grids.py)
     rivals                   of a kernel from outside the package (rivals.py)
+    parts                    of calls whose mask changes (parts.py)
     not measured             every reason, with its kernels
     trust                    noise floor, reliability, marks, state of the machine
 
@@ -21,6 +22,7 @@ from rich.text import Text
 
 from sparsebench.reports import grids
 from sparsebench.reports.findings import findings, first_views, headlines
+from sparsebench.reports.parts import parts
 from sparsebench.reports.rivals import rivals
 from sparsebench.reports.tables import Table, escape_markdown
 from sparsebench.results.badges import Badge, badges, unfit
@@ -41,7 +43,7 @@ from sparsebench.results.tables.families import OF_ACTIVATIONS, QUANTISED
 from sparsebench.results.tables.noise import Reliability
 
 VERDICT = 8  # recommended processes for a verdict; FEWEST is the minimum
-REASONS = 12  # shown at most
+REASONS, CALLS = 12, 24  # shown at most
 GOOD, BAD = (Badge.VERDICT, Badge.LOOK), "bold red"
 
 
@@ -75,9 +77,10 @@ def indented(line: str, style: str = "") -> RenderableType:
 
 
 def tables(analysis: Analysis) -> list[Table]:
-    """Return the grid of the first view of each op, pattern and dtype, and kernels from outside."""
+    """Return the first grid of each op, pattern and dtype, kernels from outside, and parts."""
     views = [grids.table_of(view) for view in first_views(analysis) if view.grid.rows]
-    return [*views, *rivals(analysis)]
+    of_calls = [table.shortened(CALLS, "more in the report") for table in parts(analysis)]
+    return [*views, *rivals(analysis), *of_calls]
 
 
 def answer_markdown(analysis: Analysis) -> str:

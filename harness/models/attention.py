@@ -8,12 +8,15 @@ window to a model without one: a token then attends to this many tokens, includi
 the caller, [batch, 1, S_q, S_kv], is taken as it is.
 
 `config.sparse_select = {"keep": 16, "block": 64}`, or with "mass": 0.9, lets each block of queries
-of a prompt select its blocks of keys (sparsebench.select_attention). It needs prompts without
+of a prompt select its blocks of keys (sparsebench.select_attention). Blocks have 64 keys if it
+gives no "block". {"method": "xattention", "mass": 0.9, "stride": 8} names a method of that function
+and its options; "first" and "last" are the method's, if not given. It needs prompts without
 padding. In a model that also has layers without a window, as Gemma, those with one select nothing.
 
-With "keep", decoding selects as many keys, in pages of at most `block` keys, from a static cache
-whose length is a multiple of 16 (static_cache.py), also if it is compiled. Otherwise decoding, and
-other calls of up to `block` queries with a mask, attend to all keys.
+With "keep", and any method, decoding selects as many keys by the bounds of pages of at most `block`
+keys, from a static cache whose length is a multiple of 16 (static_cache.py), also if it is
+compiled. Otherwise decoding, and other calls of up to `block` queries with a mask, attend to all
+keys.
 
 transformers makes the mask as a tensor, a bool for each pair of a query and a key of one sequence:
 268 MB at 16k tokens. So it passes through caches, compiled calls and hooks as any mask does. The
@@ -32,14 +35,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sparsebench._discovery import did_you_mean, unknown
 from sparsebench.errors import Unsupported
 from sparsebench.harness.models import static_cache
 from sparsebench.kernels.nn._elements import counted_copy
-from sparsebench.kernels.nn.attention import attention_of_elements, select_attention
+from sparsebench.kernels.nn.attention import METHODS, attention_of_elements, select_attention
 
 NAME = "sparsebench"
 BLOCK = 64  # queries and keys of a block
-SELECT = {"keep": None, "mass": None, "block": BLOCK, "first": 1, "last": 1}  # of sparse_select
+SELECT = {"method": "pooled", "keep": None, "mass": None, "block": BLOCK}  # of sparse_select
 REFUSED = "softcap", "s_aux", "position_bias"  # arguments that change scores
 
 
@@ -178,12 +182,25 @@ def _selection(config: Any) -> dict[str, Any]:
     if not (value := getattr(config, "sparse_select", None)):
         return {}
     fields = value if isinstance(value, dict) else {}
-    options = {**SELECT, **fields}
-    numbers = all(isinstance(n, int | float) and n >= 0 for n in fields.values())
-    if options.keys() != SELECT.keys() or not numbers or not (options["keep"] or options["mass"]):
-        expected = 'sparse_select such as {"keep": 16, "mass": 0.9, "block": 64, "first": 1}'
+    name = fields.get("method", SELECT["method"])
+    numbers = all(
+        isinstance(n, int | float) and n >= 0 for key, n in fields.items() if key != "method"
+    )
+    if not numbers or not isinstance(name, str) or not (fields.get("keep") or fields.get("mass")):
+        expected = (
+            'sparse_select such as {"method": "pooled", "keep": 16, "mass": 0.9, "block": 64}'
+        )
         raise Unsupported(f"attention {NAME}: expected {expected}, found {value!r}")
-    return options
+    if name not in METHODS:  # of a file that is downloaded: it imports no other package
+        raise Unsupported(f"sparse_select: method: {unknown('a method', name, METHODS)}")
+    method = METHODS[name]
+    options = {**SELECT, "first": method.first, "last": method.last}
+    if wrong := [key for key in fields if key not in options and key not in method.options]:
+        names = [*options, *method.options]
+        close = did_you_mean(str(wrong[0]), names)
+        expected = f"{', '.join(names)} with {name}, found {wrong[0]!r}{close}"
+        raise Unsupported(f"sparse_select: expected {expected}")
+    return options | fields
 
 
 def _require_window(module: Any, attention_mask: Tensor | None) -> None:

@@ -3,9 +3,9 @@
 VariableBlockSparseAttentionWrapper makes a list of keys for each block of queries in `plan`, and
 reads q, k and v head by head, so their copies are timed with the launch. The plan is not timed, or
 with `plans` in every launch, as users of a mask that changes pay it: it copies the mask to the CPU
-and waits for it, so such a launch is in no CUDA graph. The row's candidates then have its time. It
-supports no partial blocks, and nvcc compiles its kernels at the first plan or call. Its backends
-for Hopper are all timed:
+and waits for it, so such a launch is in no CUDA graph. The row's candidates then have the times of
+the plan and of attention, each alone. It supports no partial blocks, and nvcc compiles its kernels
+at the first plan or call. Its backends for Hopper are all timed:
 
     fa2, fa3  any blocks: a list of tokens
     cake      bf16, D = 128, as many key heads as heads, 1 to 64 blocks of 64 per block of queries;
@@ -66,8 +66,8 @@ def prepare(operands: Operands, *, plans: bool = False) -> Launch:
     shape = problem["kv_heads"] * problem["m"], problem["heads"] // problem["kv_heads"], heads[2]
     out = q.new_empty(shape)  # cake needs it in a CUDA graph
 
-    def run(wrapper: Any, plan: Callable[[], object], backend: str) -> Tensor:
-        if plans:
+    def run(wrapper: Any, plan: Callable[[], object] | None, backend: str) -> Tensor:
+        if plan:
             plan()
         # fa2 and fa3 copy what is not contiguous themselves, once.
         views = [x[0].contiguous() if backend == "cake" else x[0] for x in (q, k, v)]
@@ -76,7 +76,7 @@ def prepare(operands: Operands, *, plans: bool = False) -> Launch:
 
     options = {"sm_scale": problem["scale"], "q_data_type": DTYPES[problem["dtype"]]}
     calls: list[Callable[[], Tensor]] = []
-    planned, choices, reasons = [], [], []
+    parts, choices, reasons = [], [], []
     for choice in pinned_or([{"backend": backend} for backend in BACKENDS], operands):
         workspace = torch.empty(WORKSPACE, dtype=torch.uint8, device=operands.device)
         try:
@@ -89,8 +89,8 @@ def prepare(operands: Operands, *, plans: bool = False) -> Launch:
         except (RuntimeError, ValueError, AssertionError) as error:
             reasons.append(f"{choice['backend']}: {error}".splitlines()[0])
             continue
-        calls.append(partial(run, wrapper, plan, choice["backend"]))
-        planned.append(plan)
+        calls.append(partial(run, wrapper, plan if plans else None, choice["backend"]))
+        parts.append({"plan": plan, "attention": partial(run, wrapper, None, choice["backend"])})
         choices.append(choice)
     if not calls:
         raise Unsupported("; ".join(reasons))
@@ -98,8 +98,7 @@ def prepare(operands: Operands, *, plans: bool = False) -> Launch:
     if not plans:
         return launch
     fastest = next(i for i, call in enumerate(calls) if call is launch.run)
-    parts = {"plan": planned[fastest]}
-    lines = [*launch.candidates, *lines_of_parts(parts, operands.device)]
+    lines = [*launch.candidates, *lines_of_parts(parts[fastest], operands.device)]
     return replace(launch, candidates=lines)
 
 

@@ -7,7 +7,7 @@ blocks whose sides tl.dot does not take are unsupported.
 `prepare` builds the lists and compiles, which takes seconds; neither is timed. A later process of a
 verdict compiles and times the finalists alone. If the mask changes in every call, users build the
 lists in every call as well. A launch with the option `plans` does that, compiled together with
-attention, and its row's candidates have the time of the plan alone:
+attention, and its row's candidates have the times of the plan and of attention, each alone:
 
     lists     from the columns that a selection gives: BlockMask.from_kv_blocks, without the lists
               for gradients. The blocks that the causal rule cuts are separated first
@@ -141,8 +141,12 @@ def prepare(operands: Operands, *, plans: Literal["lists", "elements"] | None = 
     launch = _fastest(runs, ways, operands)
     if plan is None:
         return launch
-    alone = torch.compile(lambda: plan().as_tuple(), dynamic=False, fullgraph=True)
-    lines = lines_of_parts({"plan": alone}, operands.device)
+    chosen = next(way for way in ways if way.choice == launch.choice)
+    parts: dict[str, Callable[[], object]] = {
+        "plan": torch.compile(lambda: plan().as_tuple(), dynamic=False, fullgraph=True),
+        "attention": partial(run, _compiled(problem, chosen)),
+    }
+    lines = lines_of_parts(parts, operands.device)
     choice = {**launch.choice, "plans": plans}
     return replace(launch, choice=choice, candidates=[*launch.candidates, *lines])
 

@@ -9,6 +9,7 @@ import sparsebench.nn  # noqa: E402, F401
 from sparsebench.errors import Unsupported  # noqa: E402
 from sparsebench.formats.block_mask import BlockMask  # noqa: E402
 from sparsebench.harness.models import attention, static_cache  # noqa: E402
+from sparsebench.kernels.nn.attention import select_attention  # noqa: E402
 
 WINDOW = 20
 
@@ -88,6 +89,7 @@ def test_a_prompt_selects_its_blocks_and_decoding_attends_to_all_keys(llama, cac
     assert calls[4] | {"scale": 0} == {
         "causal": True,
         "scale": 0,
+        "method": "pooled",
         "keep": 6,
         "mass": None,
         "block": 8,
@@ -100,11 +102,58 @@ def test_a_prompt_selects_its_blocks_and_decoding_attends_to_all_keys(llama, cac
     padding[1, :9] = 0
     with pytest.raises(Unsupported, match="expected prompts without padding"):
         llama(prompt, attention_mask=padding)
-    for wrong in ({"block": 8}, {"keep": 4, "blok": 8}, {"keep": 4, "block": None}, 16):
+    for wrong, expected in (
+        ({"block": 8}, "expected sparse_select such as"),
+        ({"keep": 4, "block": None}, "expected sparse_select such as"),
+        ({"keep": 4, "method": 8}, "expected sparse_select such as"),
+        (16, "expected sparse_select such as"),
+        ({"keep": 4, "blok": 8}, "did you mean block"),
+        ({"keep": 4, "method": "xatention"}, "did you mean xattention"),
+        ({"keep": 4, "method": "xattention", "strid": 8}, "did you mean stride"),
+        ({"keep": 4, "stride": 8}, "with pooled, found 'stride'"),
+        ({"keep": 4, "method": "os.path"}, "expected a method, found 'os.path'"),
+    ):
         llama.config.sparse_select = wrong
-        with pytest.raises(Unsupported, match="expected sparse_select such as"):
+        with pytest.raises(Unsupported, match=expected):
             llama(prompt)
     del llama.config.sparse_select
+
+
+@pytest.mark.parametrize(
+    ("chosen", "by_hand"),
+    [
+        (
+            {"method": "xattention", "mass": 0.7, "block": 16, "stride": 8},
+            {"method": "xattention", "mass": 0.7, "block": 16, "stride": 8},
+        ),
+        ({"method": "xattention", "mass": 0.5}, {"method": "xattention", "mass": 0.5, "block": 64}),
+        (
+            {"method": "moba", "keep": 2, "block": 16},
+            {"method": "moba", "keep": 2, "block": 16, "first": 0, "last": 1},
+        ),
+    ],
+)
+@torch.no_grad()
+def test_a_prompt_selects_by_a_method_as_a_call_by_hand_does(llama, chosen, by_hand) -> None:
+    prompt = torch.randint(1, 64, (2, 150))
+
+    def select(module, query, key, value, attention_mask, scaling=None, **_):
+        q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+        return select_attention(q, k, v, causal=True, scale=scaling, **by_hand), None
+
+    transformers.AttentionInterface.register("by_hand", select)
+    transformers.AttentionMaskInterface.register("by_hand", attention.mask_of)
+    llama.config.sparse_select = chosen
+    try:
+        logits = {}
+        for name in ("by_hand", "sparsebench", "sdpa"):
+            llama.set_attn_implementation(name)
+            logits[name] = llama(prompt, use_cache=False).logits
+    finally:
+        del llama.config.sparse_select
+    assert torch.equal(logits["sparsebench"].argmax(-1), logits["by_hand"].argmax(-1))
+    torch.testing.assert_close(logits["sparsebench"], logits["by_hand"])
+    assert not torch.allclose(logits["sparsebench"], logits["sdpa"], atol=1e-3)
 
 
 def decode(model, cache, prompt: torch.Tensor, tokens: torch.Tensor, call) -> torch.Tensor:

@@ -200,6 +200,7 @@ NEED_MORE = {
     "noise",
     "ceilings",
     "requests",
+    "parts",
     "roofline",
     "drift",
     "power",

@@ -21,6 +21,7 @@ from sparsebench.kernels.peers import (
     fastvideo,
     fla_nsa,
     flashinfer_block_sparse,
+    flex_attention,
 )
 from sparsebench.results.record import Problem
 from tests.kernels.attention.cases import flat, random_mask, reference
@@ -154,11 +155,46 @@ def test_flashinfer_gets_blocks_of_64_for_cake_alone(monkeypatch: pytest.MonkeyP
     operands, expected = case(mask)
     torch.testing.assert_close(flashinfer_block_sparse.KERNEL.prepare(operands)(), expected)
     assert sides == {"fa2": 128, "fa3": 128, "cake": 64}
+    parts = parts_of_launches(monkeypatch, flashinfer_block_sparse)
     launch = flashinfer_block_sparse.KERNEL.prepare(operands, plans=True)
     assert launch.choice == {"backend": "fa2", "plans": True}
     sides.clear()
+    torch.testing.assert_close(parts["attention"](), expected)
+    assert not sides
     torch.testing.assert_close(launch(), expected)
     assert sides == {"fa2": 128}  # planned in the launch
+
+
+def parts_of_launches(monkeypatch: pytest.MonkeyPatch, peer: Any) -> dict[str, Any]:
+    """Return a dict that receives the parts which a peer would time on a GPU."""
+    parts: dict[str, Any] = {}
+    monkeypatch.setattr(peer, "lines_of_parts", lambda each, device: parts.update(each) or [])
+    return parts
+
+
+@pytest.mark.parametrize("plans", ["lists", "elements"])
+def test_flex_attention_has_its_plan_and_attention_as_parts(
+    monkeypatch: pytest.MonkeyPatch, plans: str
+) -> None:
+    masks = []
+
+    def attend(q: Tensor, *_: Any, block_mask: Any, **options: Any) -> Tensor:
+        masks.append(block_mask)
+        return q
+
+    monkeypatch.setattr(torch, "compile", lambda call, **_: call)
+    monkeypatch.setattr(flex_attention, "flex_attention", attend)
+    parts = parts_of_launches(monkeypatch, flex_attention)
+    operands, _ = case(random_mask((96, 128), 32, lists=2))
+    launch = flex_attention.KERNEL.prepare(operands, plans=plans)
+    masks.clear()
+    for call in (launch, launch, parts["attention"], parts["attention"]):
+        call()
+    assert masks[0] is not masks[1]  # built in each launch
+    assert masks[2] is masks[3]
+    assert torch.equal(masks[0].to_dense(), masks[2].to_dense())
+    assert [*parts] == ["plan", "attention"]
+    assert parts["plan"]()[:2] == (96, 128)
 
 
 def test_fastvideo_refuses_a_query_without_keys(monkeypatch: pytest.MonkeyPatch) -> None:
