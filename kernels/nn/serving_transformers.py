@@ -28,7 +28,9 @@ import torch
 from torch import Tensor
 
 from sparsebench.errors import Unsupported
+from sparsebench.kernels._common.device import free_bytes
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
+from sparsebench.kernels.dense._decoder import LAYER
 from sparsebench.kernels.nn._served_model import model_of, plan
 from sparsebench.results.record import Problem
 
@@ -292,14 +294,12 @@ def require_room(operands: Operands, load: Load) -> None:
     if operands.device.type != "cuda":
         return
     problem, weights = operands.problem, operands.weights
-    copied = sum(weights[name].stored_bytes for name in ("wqkv", "wo", "wg", "wu", "wd"))
+    copied = sum(weights[name].stored_bytes for name in LAYER)
     itemsize = weights["wqkv"].to_dense().itemsize
     token = 2 * itemsize * problem["kv_heads"] * problem["head_dim"]
     of_cache = problem["layers"] * token * PAGE * (load.pages + 2)
     needed = problem["layers"] * copied + of_cache + SPARE
-    free, _ = torch.cuda.mem_get_info(operands.device)
-    room = free + torch.cuda.memory_reserved(operands.device)
-    room -= torch.cuda.memory_allocated(operands.device)
+    room = free_bytes(operands.device)
     if needed > room:
         pages = f"of which {of_cache / 1e9:.1f} GB are pages of the cache"
         actual = f"found a device that has room for {room / 1e9:.1f} GB"
