@@ -20,9 +20,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sparsebench.kernels._common.capture import is_capturing, keep
 from sparsebench.kernels._common.torch_operator import torch_operator
-from sparsebench.kernels._common.transforms import aligned, device_guard, is_watched
+from sparsebench.kernels._common.transforms import aligned, is_watched
 from sparsebench.kernels._common.triton import SMALLEST_TILE, BoundKernel, Template
 from sparsebench.kernels.attention._selecting import BOUND, means
 
@@ -52,10 +51,7 @@ def _gate(q: Tensor, keys: Tensor, block: int, tokens: int, bias: Tensor | None)
     q = aligned(q.contiguous())
     sizes = tuple(q.shape), tuple(keys.shape), q.dtype, q.device, block, tokens
     template = _launch(*sizes, bias is not None)
-    with device_guard(q.device):
-        if is_capturing(q):
-            keep(template)
-        return template(q, keys, *(() if bias is None else (bias,)))[0]
+    return template.enqueue(q, keys, *(() if bias is None else (bias,)))[0]
 
 
 def _scores(q: Tensor, keys: Tensor, *_: object) -> Tensor:

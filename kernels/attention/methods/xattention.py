@@ -38,9 +38,8 @@ import triton.language as tl
 from torch import Tensor
 
 from sparsebench.errors import Unsupported
-from sparsebench.kernels._common.capture import is_capturing, keep
 from sparsebench.kernels._common.torch_operator import torch_operator
-from sparsebench.kernels._common.transforms import ALIGNMENT, aligned, device_guard, is_watched
+from sparsebench.kernels._common.transforms import ALIGNMENT, aligned, is_watched
 from sparsebench.kernels._common.triton import BoundKernel, Template
 from sparsebench.kernels.attention._selecting import BOUND
 from sparsebench.kernels.attention._shapes import LOG2_E
@@ -87,10 +86,7 @@ def _scores(q: Tensor, k: Tensor, block: int, stride: int, causal: bool, factor:
     q, k = (x if x.stride(3) == 1 and not x.data_ptr() % ALIGNMENT else aligned(x) for x in (q, k))
     layouts = ((tuple(x.shape), tuple(x.stride())) for x in (q, k))
     template = _launch(*layouts, q.dtype, q.device, block, stride, causal, factor)
-    with device_guard(q.device):
-        if is_capturing(q):
-            keep(template)
-        return template(q, k)[0]
+    return template.enqueue(q, k)[0]
 
 
 def _sizes(q: Tensor, k: Tensor, block: int, stride: int, causal: bool, factor: float) -> Tensor:
