@@ -113,7 +113,7 @@ def _advise_attention(
         expected = "a run on a GPU with kernels that select, of attention-select for example"
         raise ResultError(f"--run: expected {expected}; found {', '.join(map(str, runs))}")
     evidence = AttentionEvidence([*packaged.curves, *added], packaged.quality)
-    curves = crossings.chosen(evidence, gpu, read_shapes(model) if model else None)
+    curves = crossings.select_curves(evidence, gpu, read_shapes(model) if model else None)
     if as_json:
         print_json(AttentionEvidence(curves, evidence.quality))
     elif markdown:
