@@ -56,9 +56,9 @@ def advise(
     if attention:
         _advise_attention(model, gpu, batch, run or (), markdown, as_json)
         return
-    given = {"MODEL": model, "--gpu": gpu, "--batch": batch}
+    required = {"MODEL": model, "--gpu": gpu, "--batch": batch}
     if model is None or gpu is None or batch is None:
-        absent = ", ".join(name for name, value in given.items() if value is None)
+        absent = ", ".join(name for name, value in required.items() if value is None)
         raise typer.BadParameter(f"expected MODEL, --gpu and --batch, or --attention; no {absent}")
     from sparsebench.errors import ResultError
     from sparsebench.reports import advice as presented

@@ -25,7 +25,7 @@ Bounds, for H heads and S tokens, causal:
     bytes   a log-sum-exp for each strided query and block of keys, written and read:
             4 H S² / (s b), 17 and 268 MB each way, of which the first stays in L2
 torch would copy Q and K into strided rows, 0.4 and 1.7 GB with K repeated for each query head, and
-move the logits l four times, 0.5 and 8.6 GB: together 0.3 and 3.4 ms at 3.0 TB/s.
+move the logits l four times, 0.5 and 8.6 GB: together 0.23 and 2.5 ms at 4.2 TB/s.
 Source: arXiv 2503.16428, and xattn_estimate in xattn/src/Xattention.py of mit-han-lab/x-attention.
 """
 
@@ -74,8 +74,8 @@ def score(
         raise Unsupported(f"xattention: stride: expected {expected}, found {stride!r}")
     if not norm > 0:
         raise Unsupported(f"xattention: norm: expected a number above 0, found {norm!r}")
-    given = q.detach(), k.detach(), block, stride, causal, scale / (stride * norm)
-    scores = (_operator if is_watched() else _scores)(*given)
+    operands = q.detach(), k.detach(), block, stride, causal, scale / (stride * norm)
+    scores = (_operator if is_watched() else _scores)(*operands)
     return Scored(scores if bias is None else scores + bias, q, k, v)
 
 
