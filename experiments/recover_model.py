@@ -58,17 +58,6 @@ def training_text() -> list[str]:
     return [file.read_text("utf-8", "replace") for file in files if file.parent.name != REFERENCE]
 
 
-def rows_of(loaded: models.LoadedModel, texts: list[str], size: int) -> Tensor:
-    """Return all contexts of some texts, int64 [contexts, size]."""
-    lists = loaded.tokenizer(texts, add_special_tokens=False)["input_ids"]
-    first = loaded.tokenizer.bos_token_id
-    begin = [] if first is None else [first]
-    rows = torch.tensor([number for numbers in lists for number in numbers])
-    rows = rows.unfold(0, size - len(begin), size - len(begin))
-    starts = torch.tensor(begin, dtype=torch.int64).expand(len(rows), len(begin))
-    return torch.cat((starts, rows), dim=1).to(loaded.model.device)
-
-
 def distance(pruned: nn.Module, dense: nn.Module, tokens: Tensor) -> Tensor:
     """Return the cross-entropy of the predictions for tokens [contexts, tokens] with the dense."""
     with torch.autocast(tokens.device.type, torch.bfloat16, enabled=tokens.is_cuda):
@@ -144,7 +133,7 @@ def main(
     words = calibration.read_text("utf-8") if calibration else models.python_reference()
     seen, unseen = models.contexts(loaded, words, tokens, name)
     texts = training_text()
-    rows = rows_of(loaded, texts, seen.shape[1])
+    rows = models.cut(loaded, texts, seen.shape[1])
     about = {
         "text": f"Python {platform.python_version()}'s standard library",
         "bytes": sum(len(text.encode()) for text in texts),

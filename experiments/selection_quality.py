@@ -54,7 +54,7 @@ def keep_of(share: float, blocks: int) -> int:
     return min(range(2, blocks + 1), key=lambda keep: abs(kept_share(keep, blocks) - share))
 
 
-class Scores:
+class Predictions:
     """Losses, and the most likely tokens, of tokens in the order in which they are added."""
 
     def __init__(self) -> None:
@@ -66,13 +66,13 @@ class Scores:
         self.losses.append(cross_entropy(logits.float(), targets, reduction="none").cpu())
         self.likeliest.append(logits.argmax(-1).cpu())
 
-    def passes(self, dense: "Scores") -> Passes:
+    def passes(self, dense: "Predictions") -> Passes:
         same = torch.cat(self.likeliest) == torch.cat(dense.likeliest)
         time_us = median(self.times_us) if self.times_us else None
         return Passes(float(torch.cat(self.losses).mean()), float(same.float().mean()), time_us)
 
 
-def timed(scores: Scores, on_gpu: bool, call: Call) -> Any:
+def time_call(predictions: Predictions, on_gpu: bool, call: Call) -> Any:
     """Call, and add the time on a GPU."""
     if not on_gpu:
         return call()
@@ -80,18 +80,18 @@ def timed(scores: Scores, on_gpu: bool, call: Call) -> Any:
     began = time.perf_counter()
     result = call()
     torch.cuda.synchronize()
-    scores.times_us.append(1e6 * (time.perf_counter() - began))
+    predictions.times_us.append(1e6 * (time.perf_counter() - began))
     return result
 
 
 @torch.no_grad()
 def measure(
     model: Any, step: Call, rows: Tensor, steps: int, select: dict[str, int] | None
-) -> tuple[Scores, Scores]:
-    """Return the scores of prompts and of steps over contexts [contexts, tokens]."""
+) -> tuple[Predictions, Predictions]:
+    """Return the predictions in prompts and in steps over contexts [contexts, tokens]."""
     model.set_attn_implementation("sparsebench" if select else "sdpa")
     model.config.get_text_config().sparse_select = select
-    prompts, decoded, head = Scores(), Scores(), model.get_output_embeddings()
+    prompts, decoded, head = Predictions(), Predictions(), model.get_output_embeddings()
     on_gpu, half, prompt = rows.device.type == "cuda", rows.shape[1] // 2, rows.shape[1] - steps
     cache = transformers.StaticCache(model.config, max_cache_len=rows.shape[1])
     for row in rows:
@@ -99,13 +99,13 @@ def measure(
         if on_gpu:
             model.base_model(first, past_key_values=cache)  # compiles, and plans
             cache.reset()
-        pass_ = timed(prompts, on_gpu, partial(model.base_model, first, past_key_values=cache))
+        pass_ = time_call(prompts, on_gpu, partial(model.base_model, first, past_key_values=cache))
         hidden, targets = pass_.last_hidden_state[0, half:], row[half + 1 : prompt + 1]
         for part, of_part in zip(hidden.split(ROWS), targets.split(ROWS), strict=True):
             prompts.add(head(part), of_part)
         for token, target in zip(row[prompt:-1].split(1), row[prompt + 1 :].split(1), strict=True):
             call = partial(step, token[None].clone(), past_key_values=cache)
-            decoded.add(timed(decoded, on_gpu, call).logits[0], target)
+            decoded.add(time_call(decoded, on_gpu, call).logits[0], target)
         del decoded.times_us[1 - steps : WARM_UP + 1 - steps]
         cache.reset()
     return prompts, decoded
@@ -135,14 +135,14 @@ def main(
     model = loaded.model.to(torch.bfloat16 if place.type == "cuda" else torch.float32)
     origin = text.name if text else "Python's language reference"
     words = text.read_text("utf-8") if text else models.python_reference()
-    rows = cut(loaded, words, (contexts, context), origin)
+    rows = models.cut(loaded, [words], context, contexts, origin)
     step = torch.compile(model, fullgraph=True, mode="reduce-overhead") if compiled else model
     blocks, outcomes = context // block, []
     dense = measure(model, step, rows, steps, None)
     for most in (None, *(keep_of(share, blocks) for share in shares)):
         select = None if most is None else {"keep": most, "block": block}
-        scores = dense if select is None else measure(model, step, rows, steps, select)
-        passes = [one.passes(first) for one, first in zip(scores, dense, strict=True)]
+        pair = dense if select is None else measure(model, step, rows, steps, select)
+        passes = [one.passes(first) for one, first in zip(pair, dense, strict=True)]
         kept = kept_share(most or blocks, blocks)
         outcomes.append(SelectionOutcome(round(kept, 4), most, *passes))
         about = "; ".join(f"loss {p.loss:.4f}, agreement {p.agreement:.1%}" for p in passes)
@@ -157,19 +157,6 @@ def main(
         *(SELECTION_SCHEMA, *facts, *counts, kinds.count("full_attention"), loaded.unit, outcomes)
     )
     write_json(out, asdict(report))
-
-
-def cut(loaded: models.LoadedModel, text: str, size: tuple[int, int], name: str) -> Tensor:
-    """Return contexts of a text, [contexts, tokens]. Raises SuiteError if it is too short."""
-    ids = loaded.tokenizer(text, add_special_tokens=False)["input_ids"]
-    first = loaded.tokenizer.bos_token_id
-    begin, (contexts, context) = [] if first is None else [first], size
-    body = context - len(begin)
-    if len(ids) < contexts * body:
-        expected = f"at least {contexts * body} tokens, for {contexts} contexts of {context}"
-        raise SuiteError(f"{name}: expected {expected}; found {len(ids)}")
-    rows = [begin + ids[start : start + body] for start in range(0, contexts * body, body)]
-    return torch.tensor(rows, device=loaded.model.device)
 
 
 if __name__ == "__main__":

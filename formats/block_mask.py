@@ -10,8 +10,8 @@
 offsets  int32 [batch * lists * q_blocks + 1]  start of each row of blocks in `columns`
 columns  int32 [blocks]   kv block, ascending in a row; bit 31 is set if the block is partial
 bits     uint8 [partial blocks, b_q, ceil(b_k / 8)]   optional; the lowest bit is the first key
-slots    int32 [blocks]   with `bits`: index of a partial block in `bits`, -1 for full blocks. Of a
-                          mask that is selected on the device it is the column: bits are the same
+slots    int32 [blocks]   with `bits`: index of a partial block in `bits`, -1 for full blocks. If
+                          the mask is selected on the device, it is the column: bits are the same
                           in all rows, uint8 [kv_blocks, b_q, ceil(b_k / 8)]
 
 A block covers b_q queries and b_k keys, or fewer at the edge, where kernels check the bounds; being

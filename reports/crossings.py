@@ -52,7 +52,7 @@ NOTES = [
 ]
 
 
-def chosen(
+def select_curves(
     evidence: AttentionEvidence, gpu: str | None = None, model: ModelShapes | None = None
 ) -> list[SelectionCurve]:
     """Return the curves of a GPU and of a model's heads. Raises ResultError if all are of others.

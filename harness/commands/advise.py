@@ -56,9 +56,9 @@ def advise(
     if attention:
         _advise_attention(model, gpu, batch, run or (), markdown, as_json)
         return
-    given = {"MODEL": model, "--gpu": gpu, "--batch": batch}
+    required = {"MODEL": model, "--gpu": gpu, "--batch": batch}
     if model is None or gpu is None or batch is None:
-        absent = ", ".join(name for name, value in given.items() if value is None)
+        absent = ", ".join(name for name, value in required.items() if value is None)
         raise typer.BadParameter(f"expected MODEL, --gpu and --batch, or --attention; no {absent}")
     from sparsebench.errors import ResultError
     from sparsebench.reports import advice as presented
@@ -113,7 +113,7 @@ def _advise_attention(
         expected = "a run on a GPU with kernels that select, of attention-select for example"
         raise ResultError(f"--run: expected {expected}; found {', '.join(map(str, runs))}")
     evidence = AttentionEvidence([*packaged.curves, *added], packaged.quality)
-    curves = crossings.chosen(evidence, gpu, read_shapes(model) if model else None)
+    curves = crossings.select_curves(evidence, gpu, read_shapes(model) if model else None)
     if as_json:
         print_json(AttentionEvidence(curves, evidence.quality))
     elif markdown:

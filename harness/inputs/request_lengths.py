@@ -1,10 +1,10 @@
 """How long the requests of op serving are: tokens of the prompt, and new tokens.
 
 short  synthetic: the quantiles 1/256, 3/256, ... of two log-normal distributions, each shuffled by
-       itself. Prompts have a median of 64, a spread (sigma) of 0.6 and 16 to 240 tokens; answers
-       24, 0.4, and 8 to 64. The means are 76 and 26. Those of Alpaca are 19 and 58, of ShareGPT
-       161 and 338 (Kwon et al. 2023, figure 11). Answers are shorter here, so that a round of
-       servers takes seconds
+       itself. Prompts have a median of 64 tokens, a sigma of 0.6 and 16 to 240 tokens, 76 on
+       average; answers have a median of 24, a sigma of 0.4 and 8 to 64 tokens, 26 on average.
+       Alpaca has 19 and 58 on average, ShareGPT 161 and 338 (Kwon et al. 2023, figure 11). Answers
+       are shorter here, so that a round of servers takes seconds
 one    a prompt of two tokens and a new one, for tests
 """
 
@@ -32,5 +32,5 @@ LENGTHS = {"short": SHORT, "one": ((2, 1),)}
 
 def lengths_of(name: str, requests: int) -> list[tuple[int, int]]:
     """Return prompt and new tokens of each request; after the last one they start again."""
-    known = LENGTHS[name]
-    return [known[number % len(known)] for number in range(requests)]
+    cycle = LENGTHS[name]
+    return [cycle[number % len(cycle)] for number in range(requests)]

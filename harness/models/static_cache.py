@@ -18,6 +18,7 @@ from sparsebench.kernels.attention._paged import PAGE_SIZES
 from sparsebench.kernels.nn.decode_attention import decode_attention, summarize_pages
 
 NAME = "_sparsebench_pages"  # the attribute of a tensor of keys
+COUNTS = "keep", "first", "last"
 
 
 class CachePages(NamedTuple):
@@ -79,9 +80,6 @@ def decode(
     first = torch.arange(allowed.shape[1], device=q.device) < lengths[:, None]
     right = (allowed == first).all(-1)[:, None, None, None]
     return torch.where(right, o, torch.nan).transpose(1, 2)
-
-
-COUNTS = "keep", "first", "last"
 
 
 def lengths_of(allowed: Tensor) -> Tensor:

@@ -37,9 +37,9 @@ from sparsebench.formats._format import is_stored
 from sparsebench.harness.inputs.bits import scores
 from sparsebench.harness.inputs.request_lengths import lengths_of
 from sparsebench.harness.ops._op import Fields, Op, Operand, Values, require_field, require_groups
-from sparsebench.harness.ops._varied import by_squares
+from sparsebench.harness.ops._varied import Varied, by_squares, fine_of, gated, product
 from sparsebench.harness.ops.decoder import LAYER, MLP, ROTARY, _norm, _norm_of
-from sparsebench.harness.ops.ffn import act_of, slope_of
+from sparsebench.harness.ops.ffn import act_of
 from sparsebench.kernels._kernel import DTYPES, OUTPUTS
 from sparsebench.results.record import Problem
 
@@ -144,26 +144,19 @@ def spread(*, fields: Values, **operands: Tensor) -> Tensor:
     wqkv, wo, wg, wu, wd, wh, we = (operands[name] for name in (*LAYER, "wh", "we"))
     counts = inputs_of(fields)
     s = _packed(operands["tokens"], we, counts)
-    var_s = torch.zeros_like(s)
+    var_s, fine = torch.zeros_like(s), fine_of(fields)
 
-    def product(z: Tensor, var: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-        y = linear(z, w)
-        return y, by_squares(var + z.square(), w) + y.square()
-
-    def added(y: Tensor, var: Tensor) -> tuple[Tensor, Tensor]:
+    def added(y: Tensor, var: Tensor) -> Varied:
         return s + y, var_s + var + (s + y).square()
 
     for _ in range(fields["layers"]):
-        y, var = product(_norm(s), _norm_of(var_s, s), wqkv)
+        y, var = product(_norm(s), _norm_of(var_s, s), wqkv, fine)
         each = zip(y.split(counts), var.split(counts), strict=True)
         parts = [_attention_and_variance(y, var, fields) for y, var in each]
         o, var = (torch.cat(of_all) for of_all in zip(*parts, strict=True))
-        s, var_s = added(*product(o, var, wo))
+        s, var_s = added(*product(o, var, wo, fine))
         z, var = _norm(s), _norm_of(var_s, s)
-        (g, var_g), (u, var_u) = product(z, var, wg), product(z, var, wu)
-        act, slope = act_of(g, "silu"), slope_of(g, var_g, "silu")
-        var = (slope * u).square() * var_g + act.square() * var_u
-        s, var_s = added(*product(act * u, var, wd))
+        s, var_s = added(*gated(z, var, (wg, wu, wd), "silu", fine))
     last = _last(counts, s)
     s, var_s = s[last], var_s[last]
     z = _norm(s)

@@ -23,14 +23,14 @@ def rule(weight: Weight) -> Rule:
         expected = "expected whole blocks of a multiple of 4 columns"
         raise SuiteError(f"pattern two_four_blocks: {expected}, found {r} x {c} in {n} x {k}")
 
-    def chosen(grid: ValueGrid, kept: int, score: Score) -> Tensor:
+    def choose(grid: ValueGrid, kept: int, score: Score) -> Tensor:
         """Score 1 for the elements to keep, and 0 for the others."""
         stored = best(score(blocks), blocks.cells, 2 * kept // (r * c))
         fours = best(score(grid), 4, 2).view(n // r, r, k // c, c)
         return (fours & stored.view(n // r, 1, k // c, 1)).flatten().to(torch.int32)
 
     counts = range(r * c // 2, blocks.cells * r * c // 2 + 1, r * c // 2)
-    return Rule(weight.elements, weight.elements.cells, [*counts], chosen)
+    return Rule(weight.elements, weight.elements.cells, [*counts], choose)
 
 
 PATTERN = Pattern(rule)

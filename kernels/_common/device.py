@@ -12,6 +12,13 @@ def multiprocessors(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
+def free_bytes(device: torch.device) -> int:
+    """Return the bytes that torch can allocate on a GPU: free ones, and those of its cache."""
+    free, _ = torch.cuda.mem_get_info(device)
+    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return free + cached
+
+
 def shared_bytes_of(device: torch.device) -> int:
     """Return the bytes of shared memory that a CTA may have."""
     properties: Any = torch.cuda.get_device_properties(device)  # the stub lacks it

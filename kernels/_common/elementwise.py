@@ -21,6 +21,8 @@ from sparsebench.kernels._kernel import DTYPES, unit_scale
 from sparsebench.results.record import Problem
 
 TOKENS, FEATURES = 16, 128  # tokens and features of a program
+SWIGLU_ALPHA = tl.constexpr(1.702)
+ROOT = tl.constexpr(1.5957691216057308)  # 2 sqrt(2 / pi)
 BOUND = 256  # launches of `gated` and of `scaled` in a cache, one for each shape and stride
 
 
@@ -103,16 +105,30 @@ def _tiles(m: int, n: int) -> tuple[int, tuple[int]]:
 @triton.jit  # type: ignore[untyped-decorator]
 def activated(gate, ACTIVATION: tl.constexpr):  # type: ignore[no-untyped-def]
     """Return act(gate) of fp32, for kernels that hold it in registers."""
-    if ACTIVATION == "silu":
-        gate = gate / (1 + tl.exp(-gate))
-    elif ACTIVATION == "gelu_tanh":  # (1 + tanh(z / 2)) / 2 is 1 / (1 + exp(-z))
-        z = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)  # 2 sqrt(2 / pi)
-        gate = gate / (1 + tl.exp(-z))
-    else:
-        gate = tl.where(gate <= 0, 0.0, gate)  # NaN stays
+    act, _ = activated_with_slope(gate, ACTIVATION)
+    return act
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def activated_with_slope(gate, ACTIVATION: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return act(gate) of fp32, and its derivative; clamped_swiglu takes a gate that is clamped."""
+    if ACTIVATION == "relu" or ACTIVATION == "relu2":
+        act = tl.where(gate <= 0, 0.0, gate)  # NaN stays
+        slope = tl.where(gate <= 0, 0.0, 1.0)
         if ACTIVATION == "relu2":
-            gate = gate * gate
-    return gate
+            slope = 2 * act
+            act = act * act
+    else:  # gate * sigmoid(z)
+        z, dz = gate, 1.0
+        if ACTIVATION == "gelu_tanh":  # (1 + tanh(z / 2)) / 2 is sigmoid(z)
+            z = (gate + 0.044715 * gate * gate * gate) * ROOT
+            dz = (1 + 0.134145 * gate * gate) * ROOT
+        if ACTIVATION == "clamped_swiglu":
+            z, dz = gate * SWIGLU_ALPHA, SWIGLU_ALPHA
+        act = gate / (1 + tl.exp(-z))
+        sigmoid = 1 / (1 + tl.exp(-z))
+        slope = sigmoid + act * (1 - sigmoid) * dz
+    return act, slope
 
 
 @triton.jit  # type: ignore[untyped-decorator]

@@ -22,9 +22,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sparsebench.kernels._common.elementwise import (
+    SWIGLU_ALPHA,
+    activated,
+    activated_with_slope,
+)
 from sparsebench.kernels._common.triton import BoundKernel, Template
 
-CLAMPED, ALPHA, LIMIT = "clamped_swiglu", 1.702, 7.0
+CLAMPED, ALPHA, LIMIT = "clamped_swiglu", SWIGLU_ALPHA.value, 7.0
+MOST = tl.constexpr(LIMIT)
 ROWS, UNITS = 16, 128  # of H, in a program
 BOUND = 256  # launches in the cache, one for each shape
 WIDTH: tl.constexpr = tl.constexpr(8)  # columns of G, then of U (spense_ffn.TURN)
@@ -160,30 +166,11 @@ def _read(  # type: ignore[no-untyped-def]
     return gate, up
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _act(gate, ACTIVATION: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return act(G) and its slope; G is clamped already."""
-    if ACTIVATION == "relu":
-        act = tl.where(gate <= 0, 0.0, gate)  # NaN stays
-        slope = tl.where(gate <= 0, 0.0, 1.0)
-    else:  # act = gate * sigmoid(z)
-        z, dz = gate, 1.0
-        if ACTIVATION == "gelu_tanh":
-            square = 0.044715 * gate * gate
-            z, dz = 1.5957691216057308 * gate * (1 + square), 1.5957691216057308 * (1 + 3 * square)
-        if ACTIVATION == "clamped_swiglu":
-            z, dz = 1.702 * gate, 1.702
-        sigmoid = 1 / (1 + tl.exp(-z))
-        act = gate * sigmoid
-        slope = sigmoid + act * (1 - sigmoid) * dz
-    return act, slope
-
-
 @triton.jit
 def _clamped(gate, up):  # type: ignore[no-untyped-def]
     """Return G' and U' + 1; NaN stays."""
-    gate = tl.where(gate > 7.0, 7.0, gate)
-    return gate, tl.where(up > 7.0, 7.0, tl.where(up < -7.0, -7.0, up)) + 1.0
+    gate = tl.where(gate > MOST, MOST, gate)
+    return gate, tl.where(up > MOST, MOST, tl.where(up < -MOST, -MOST, up)) + 1.0
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -200,9 +187,8 @@ def _gate(  # type: ignore[no-untyped-def]
     gate, up = _read(products, bias, ends, at, apart, row, unit, inside, n, experts, EXPERTS, BIAS)
     if ACTIVATION == "clamped_swiglu":
         gate, up = _clamped(gate, up)
-    act, _ = _act(gate, ACTIVATION)
     to = h + row.to(tl.int64)[:, None] * n + unit
-    tl.store(to, (act * up).to(h.dtype.element_ty), inside)
+    tl.store(to, (activated(gate, ACTIVATION) * up).to(h.dtype.element_ty), inside)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -222,9 +208,9 @@ def _differentiate(  # type: ignore[no-untyped-def]
     part = tl.load(share + row, row < rows, 0.0)[:, None]
     of_gate, of_up = inside, inside  # G and U that are not clamped
     if ACTIVATION == "clamped_swiglu":
-        of_gate, of_up = gate <= 7.0, (up <= 7.0) & (up >= -7.0)
+        of_gate, of_up = gate <= MOST, (up <= MOST) & (up >= -MOST)
         gate, up = _clamped(gate, up)
-    act, slope = _act(gate, ACTIVATION)
+    act, slope = activated_with_slope(gate, ACTIVATION)
     h = act * up
     kind = both.dtype.element_ty
     sums = dots + row.to(tl.int64) * tiles + tl.program_id(0) % tiles

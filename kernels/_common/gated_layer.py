@@ -14,6 +14,7 @@ In a mixture, routing.py sorts the tokens by expert first, and adds up a token's
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from sparsebench.kernels._common.operator import Earlier, OperatorCall, launch_of
@@ -24,6 +25,15 @@ from sparsebench.kernels._kernel import Launch, Operands, Output
 
 Bind = Callable[[Tensor, Tensor], OperatorCall]
 """(rows [m top_k, k], ends [1, experts]) -> the call of a product with its weight."""
+
+
+def dense_experts(operands: Operands) -> tuple[Tensor, Tensor]:
+    """Return dense weights: gate above up [experts, 2 n, k], and down [experts, k, n]."""
+    wg, wu, wd = (
+        operands.weights[name].to_dense().unflatten(0, (operands.problem["experts"], -1))
+        for name in ("wg", "wu", "wd")
+    )
+    return torch.cat([wg, wu], 1), wd
 
 
 def launch_of_layer(run: Callable[[], Output], parts: Mapping[str, Selected | None]) -> Launch:

@@ -188,8 +188,8 @@ def lines_of_parts(
     So a row of attention whose mask changes has the times of its parts beside that of the whole.
     """
     trials = search([*parts.values()], device, drop=inf).trials
-    found = [{k: v for k, v in asdict(trial).items() if v is not None} for trial in trials]
-    return [{"of": of, "choice": {}, **line} for of, line in zip(parts, found, strict=bool(found))]
+    lines = [{k: v for k, v in asdict(trial).items() if v is not None} for trial in trials]
+    return [{"of": of, "choice": {}, **line} for of, line in zip(parts, lines, strict=bool(lines))]
 
 
 def search(

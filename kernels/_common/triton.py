@@ -26,6 +26,7 @@ from sparsebench.kernels._common.cuda import (
 )
 from sparsebench.kernels._common.machine_code import digest
 from sparsebench.kernels._common.product import Product
+from sparsebench.kernels._common.transforms import device_guard
 from sparsebench.results.record import Problem
 
 Path = Literal["tma", "pointers"]
@@ -106,6 +107,13 @@ class Template:
         results = [tensors[i] for i in self._results]
         on_tape(*buffers, owners=(self,))
         return results
+
+    def enqueue(self, *operands: Tensor) -> list[Tensor]:
+        """Call on the operands' device; a graph that captures the call keeps the template."""
+        with device_guard(operands[0].device):
+            if is_capturing(operands[0]):
+                keep(self)
+            return self(*operands)
 
 
 def product_of(

@@ -20,9 +20,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sparsebench.kernels._common.capture import is_capturing, keep
 from sparsebench.kernels._common.torch_operator import torch_operator
-from sparsebench.kernels._common.transforms import aligned, device_guard, is_watched
+from sparsebench.kernels._common.transforms import aligned, is_watched
 from sparsebench.kernels._common.triton import SMALLEST_TILE, BoundKernel, Template
 from sparsebench.kernels.attention._selecting import BOUND, means
 
@@ -31,7 +30,7 @@ FORCED = {"first": 0, "last": 1}
 TOKENS, STEP, WARPS = 64, 64, 4  # queries of a tile, and blocks of a step
 
 
-def gate(q: Tensor, k: Tensor, block: int, bias: Tensor | None = None) -> Tensor:
+def score_blocks(q: Tensor, k: Tensor, block: int, bias: Tensor | None = None) -> Tensor:
     """Return the scores of blocks, fp32 [batch, H, S, n].
 
     q, k  [batch, tokens, heads, D] of one dtype; the last query is at the last key
@@ -40,11 +39,12 @@ def gate(q: Tensor, k: Tensor, block: int, bias: Tensor | None = None) -> Tensor
     There is no gradient.
     """
     keys = means(k, block, k.shape[2]).to(q.dtype)
-    scores: Tensor = (_operator if is_watched() else _gate)(q, keys, block, k.shape[1], bias)
+    operands = q, keys, block, k.shape[1], bias
+    scores: Tensor = (_operator if is_watched() else _score_blocks)(*operands)
     return scores
 
 
-def _gate(q: Tensor, keys: Tensor, block: int, tokens: int, bias: Tensor | None) -> Tensor:
+def _score_blocks(q: Tensor, keys: Tensor, block: int, tokens: int, bias: Tensor | None) -> Tensor:
     if q.device.type != "cuda" and not triton.knobs.runtime.interpret:
         grouped = q.float().unflatten(2, (keys.shape[1], -1))
         products = torch.einsum("bshgd,bhnd->bhgsn", grouped, keys.float()).flatten(1, 2)
@@ -52,10 +52,7 @@ def _gate(q: Tensor, keys: Tensor, block: int, tokens: int, bias: Tensor | None)
     q = aligned(q.contiguous())
     sizes = tuple(q.shape), tuple(keys.shape), q.dtype, q.device, block, tokens
     template = _launch(*sizes, bias is not None)
-    with device_guard(q.device):
-        if is_capturing(q):
-            keep(template)
-        return template(q, keys, *(() if bias is None else (bias,)))[0]
+    return template.enqueue(q, keys, *(() if bias is None else (bias,)))[0]
 
 
 def _scores(q: Tensor, keys: Tensor, *_: object) -> Tensor:
@@ -63,7 +60,7 @@ def _scores(q: Tensor, keys: Tensor, *_: object) -> Tensor:
     return q.new_empty(batch, heads, queries, keys.shape[2], dtype=torch.float32)
 
 
-_operator = torch_operator("moba_gate", _gate, _scores)
+_operator = torch_operator("moba_scores", _score_blocks, _scores)
 
 
 @lru_cache(BOUND)
@@ -76,7 +73,7 @@ def _launch(
     tokens: int,
     biased: bool,
 ) -> Template:
-    """Return the launch of `gate`, which is bound once on each device."""
+    """Return the launch of `score_blocks`, which is bound once on each device."""
     q, keys = (torch.empty(size, dtype=dtype, device="meta") for size in (shape, pooled))
     scores = _scores(q, keys)
     bias = torch.empty_like(scores) if biased else None

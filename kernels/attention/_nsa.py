@@ -26,9 +26,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sparsebench.kernels._common.capture import is_capturing, keep
 from sparsebench.kernels._common.torch_operator import torch_operator
-from sparsebench.kernels._common.transforms import aligned, device_guard, is_watched
+from sparsebench.kernels._common.transforms import aligned, is_watched
 from sparsebench.kernels._common.triton import SMALLEST_TILE, BoundKernel, Template
 from sparsebench.kernels.attention._selecting import BOUND, means
 from sparsebench.kernels.attention._shapes import LOG2_E
@@ -70,10 +69,7 @@ def _compress(
     q = aligned(q.contiguous())
     sizes = tuple(q.shape), tuple(keys.shape), q.dtype, q.device, block, tokens
     template = _launch(*sizes, scale, bias is not None)
-    with device_guard(q.device):
-        if is_capturing(q):
-            keep(template)
-        o, scores = template(q, keys, values, *(() if bias is None else (bias,)))
+    o, scores = template.enqueue(q, keys, values, *(() if bias is None else (bias,)))
     return o, scores
 
 

@@ -21,9 +21,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_wait
 
-from sparsebench.kernels._common.capture import is_capturing, keep, make_lasting
+from sparsebench.kernels._common.capture import make_lasting
 from sparsebench.kernels._common.device import multiprocessors, shared_bytes_of
-from sparsebench.kernels._common.transforms import ALIGNMENT, device_guard
+from sparsebench.kernels._common.transforms import ALIGNMENT
 from sparsebench.kernels._common.triton import SMALLEST_TILE, BoundKernel, Template, options
 from sparsebench.kernels._kernel import NAMES, refuse
 from sparsebench.kernels.attention._shapes import LOG2_E, unsupported
@@ -165,10 +165,7 @@ def enqueue(launch: Template, *operands: Tensor) -> Tensor:
     """Run a launch, and keep what it needs in a graph. Raises Unsupported."""
     if any(x.data_ptr() % ALIGNMENT for x in operands):
         refuse(f"expected tensors that start at multiples of {ALIGNMENT} bytes, found another")
-    with device_guard(operands[0].device):
-        if is_capturing(operands[0]):
-            keep(launch)
-        return launch(*operands)[0]
+    return launch.enqueue(*operands)[0]
 
 
 @lru_cache(BOUND)

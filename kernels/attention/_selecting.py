@@ -20,12 +20,11 @@ from torch import Tensor
 
 from sparsebench.formats import _selection
 from sparsebench.formats._selection import SELECTORS, Selection
-from sparsebench.kernels._common.capture import is_capturing, keep, make_lasting
+from sparsebench.kernels._common.capture import make_lasting
 from sparsebench.kernels._common.torch_operator import torch_operator
 from sparsebench.kernels._common.transforms import (
     ALIGNMENT,
     aligned,
-    device_guard,
     is_watched,
     readable,
 )
@@ -49,10 +48,7 @@ def select(scores: Tensor, sizes: list[int], mass: float = 1.0) -> tuple[Tensor,
         refuse(f"expected at most {MOST_BLOCKS} blocks of keys, found {count}: take larger blocks")
     rows = readable(scores)
     template = _select_launch(tuple(sizes), mass, rows.stride(0), rows.dtype, rows.device)
-    with device_guard(rows.device):
-        if is_capturing(rows):
-            keep(template)
-        offsets, columns = template(rows)
+    offsets, columns = template.enqueue(rows)
     return offsets, columns
 
 
@@ -115,10 +111,7 @@ def _means(x: Tensor, block: int, groups: int) -> Tensor:
         return (sums / real[:, None, None]).transpose(1, 2).contiguous()
     x = x if x.stride(3) == 1 and not x.data_ptr() % ALIGNMENT else aligned(x)
     template = _means_launch(tuple(x.shape), tuple(x.stride()), x.dtype, x.device, block, groups)
-    with device_guard(x.device):
-        if is_capturing(x):
-            keep(template)
-        return template(x)[0]
+    return template.enqueue(x)[0]
 
 
 def _means_sizes(x: Tensor, block: int, groups: int) -> Tensor:

@@ -27,6 +27,7 @@ from torch import Tensor
 from sparsebench.errors import Unsupported
 from sparsebench.formats._format import Format
 from sparsebench.formats.bsr import Bsr
+from sparsebench.kernels._common.device import free_bytes
 from sparsebench.kernels._common.elementwise import hidden, scale_of
 from sparsebench.kernels._common.search import lines_of, part_of
 from sparsebench.kernels._common.triton import BoundKernel
@@ -240,11 +241,7 @@ def require_room(operands: Operands) -> None:
     if operands.device.type != "cuda":
         return
     stored = sum(operands.weights[name].stored_bytes for name in LAYER)
-    free, _ = torch.cuda.mem_get_info(operands.device)
-    cached = torch.cuda.memory_reserved(operands.device) - torch.cuda.memory_allocated(
-        operands.device
-    )
-    needed, room = operands.problem["layers"] * stored + SPARE, free + cached
+    needed, room = operands.problem["layers"] * stored + SPARE, free_bytes(operands.device)
     if needed > room:
         actual = f"found a device that has room for {room / 1e9:.1f} GB"
         raise Unsupported(

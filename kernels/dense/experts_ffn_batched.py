@@ -12,6 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from sparsebench.kernels._common.gated_layer import dense_experts
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
 from sparsebench.kernels.dense import experts_batched
 from sparsebench.kernels.dense.cublas import ACTIVATIONS
@@ -20,11 +21,7 @@ from sparsebench.kernels.dense.cublas import ACTIVATIONS
 def prepare(operands: Operands) -> Launch:
     """Return the launch. Gate and up of an expert are one matrix, as models have them."""
     x, shares, ids = (operands.activations[name] for name in ("x", "shares", "ids"))
-    wg, wu, down = (
-        operands.weights[name].to_dense().unflatten(0, (operands.problem["experts"], -1))
-        for name in ("wg", "wu", "wd")
-    )
-    both, act = torch.cat([wg, wu], 1), ACTIVATIONS[operands.problem["activation"]]
+    (both, down), act = dense_experts(operands), ACTIVATIONS[operands.problem["activation"]]
 
     def run() -> Tensor:
         experts = ids.view(-1)

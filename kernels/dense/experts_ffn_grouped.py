@@ -13,6 +13,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from sparsebench.kernels._common.gated_layer import dense_experts
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
 from sparsebench.kernels.dense.cublas import ACTIVATIONS
 from sparsebench.kernels.dense.experts_grouped import unsupported
@@ -25,16 +26,10 @@ def prepare(operands: Operands) -> Launch:
 
 
 def layer_of(operands: Operands) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """Return the layer of X, ids and shares, with weights of its own.
-
-    Gate and up of an expert are one matrix, as models have them.
-    """
-    problem, count = operands.problem, operands.problem["experts"]
-    wg, wu, wd = (
-        operands.weights[name].to_dense().unflatten(0, (count, -1)) for name in ("wg", "wu", "wd")
-    )
-    both, down = torch.cat([wg, wu], 1).transpose(1, 2), wd.clone().transpose(1, 2)
-    act = ACTIVATIONS[problem["activation"]]
+    """Return the layer of X, ids and shares, with weights of its own."""
+    both, wd = dense_experts(operands)
+    both, down, count = both.transpose(1, 2), wd.clone().transpose(1, 2), len(both)
+    act = ACTIVATIONS[operands.problem["activation"]]
 
     def run(x: Tensor, ids: Tensor, shares: Tensor) -> Tensor:
         m, top_k = ids.shape

@@ -140,13 +140,12 @@ def _differentiate(
     if not ids.numel():
         return dx.zero_(), dshares, dgate_up.zero_(), ddown.zero_()
     w = _weights(gate_up, down, x.dtype, experts, units, features, columns)
-    kind = x.dtype
     with device_guard(x.device):
         source, place, ends = route(aligned(ids), experts)
         rows, dy_rows = (_padded(each, features).index_select(0, source) for each in (x, dy))
         products = multiply(w.gate_up, experts, rows, ends)
         v = input_gradient(w.down, experts, dy_rows, ends)
-        there, wide = place >= 0, torch.promote_types(kind, torch.float32)
+        there, wide = place >= 0, torch.promote_types(x.dtype, torch.float32)
         last = len(rows)  # a row for the choices that have none
         at = place.where(there, last).flatten().long()
         share = x.new_zeros(last + 1, dtype=wide).scatter_(0, at, weights.flatten().to(wide))[:-1]

@@ -20,13 +20,11 @@ from sparsebench.formats.dense import Dense
 from sparsebench.formats.spense import Spense
 from sparsebench.kernels._common.operator import bucket
 from sparsebench.kernels._kernel import Operands
-from sparsebench.kernels.dense._decoder import copy_of
+from sparsebench.kernels.dense._decoder import EPSILON, ROTARY, copy_of
 from sparsebench.kernels.nn.block_sparse_mlp import BlockSparseGatedMLP, layer_of
 from sparsebench.kernels.nn.default import stacked
 from sparsebench.kernels.nn.spense import SpenseGatedMLP
 from sparsebench.kernels.spense.spense_ffn import joined
-
-EPSILON, ROTARY = 1e-6, 1e6  # as in harness/ops/decoder.py
 
 
 def model_of(operands: Operands) -> Any:

@@ -9,8 +9,9 @@
 
     2:4       SpenseLinear, split by columns or not at all. 8 rows of an expert's gate and 8 of its
               up alternate (spense_ffn.py), and the launch of gate_up writes H. Frozen
-    blocks    BlockSparseLinear. Gate is above up in each expert, and act is a launch. i and h are
-              padded with zeros to multiples of a block, such as 2,880 to 2,944 for blocks of 128
+    blocks    BlockSparseLinear. Gate is above up in each expert, and gate_up writes H too. i and h
+              are padded with zeros to multiples of a block, as 2,880 to 2,944 for blocks of 128
+    both      clamped_swiglu, a bias of gate_up, and the backward pass have a launch of act
 
     GPU of compute capability 9.0    both, in fp16 and bf16
     8.0 and newer                    blocks

@@ -28,7 +28,9 @@ import torch
 from torch import Tensor
 
 from sparsebench.errors import Unsupported
+from sparsebench.kernels._common.device import free_bytes
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
+from sparsebench.kernels.dense._decoder import LAYER
 from sparsebench.kernels.nn._served_model import model_of, plan
 from sparsebench.results.record import Problem
 
@@ -62,7 +64,7 @@ def prepare(
     """
     on_gpu = operands.device.type == "cuda"
     choice: dict[str, Any] = {"graphs": graphs and on_gpu, "overlap": overlap and on_gpu}
-    load = Load(operands)
+    load = RequestLoad(operands)
     choice |= {"rows": rows, "reads": reads or load.reads, "chunk": chunk}
     require_room(operands, load)
     model = model_of(operands)
@@ -77,7 +79,7 @@ def prepare(
     )
 
 
-class Load:
+class RequestLoad:
     """The requests, as a problem states them.
 
     tokens   [requests, longest] on the device; redrawn between calls
@@ -113,13 +115,13 @@ class Load:
 # ---- the server ----
 
 
-class Forced:
+class TeacherForcing:
     """The hook behind the model: it stores the last logits of requests, and forces tokens.
 
     Row 0 of `out` takes what belongs to no request: steps before the last, and padding, token 0.
     """
 
-    def __init__(self, load: Load, vocab: int, dtype: torch.dtype) -> None:
+    def __init__(self, load: RequestLoad, vocab: int, dtype: torch.dtype) -> None:
         self.count = len(load.lengths) + 1
         self.kinds = vocab // self.count
         last = [-1, *(prompt + new - 2 for prompt, new in load.lengths)]
@@ -145,20 +147,20 @@ class Server:
     readings  of the last call, in µs, by the names of Op.readings
     """
 
-    def __init__(self, model: Any, load: Load, config: Any) -> None:
+    def __init__(self, model: Any, load: RequestLoad, config: Any) -> None:
         from transformers import GenerationConfig
 
         self.load, self.readings, self.calls = load, dict[str, float](), 0
         self.first_us = self.cold_us = 0.0
-        self.forced = Forced(load, model.config.vocab_size, model.dtype)
-        model.register_forward_hook(self.forced, with_kwargs=True)
-        prefix = "" if has("auto_switch_to_flash") else "paged|"
+        self.forcing = TeacherForcing(load, model.config.vocab_size, model.dtype)
+        model.register_forward_hook(self.forcing, with_kwargs=True)
+        prefix = "" if has_option("auto_switch_to_flash") else "paged|"
         model.set_attn_implementation(prefix + ATTENTION)
         make: Any = GenerationConfig
         greedy = make(do_sample=False, eos_token_id=-1, pad_token_id=0)
         self.manager = model.init_continuous_batching(greedy, config)
         self.manager.warmup()
-        self.steps = Steps(self.manager.batch_processor)
+        self.steps = StepClock(self.manager.batch_processor)
         self.manager.start()
         self.close = weakref.finalize(self, stop, self.manager)
 
@@ -174,8 +176,8 @@ class Server:
             ended.append(self._next())
             if waiting:
                 self._add(*waiting.pop())
-        if self.forced.out.is_cuda:
-            torch.cuda.synchronize(self.forced.out.device)
+        if self.forcing.out.is_cuda:
+            torch.cuda.synchronize(self.forcing.out.device)
         first_us = fmean(first for first, _ in ended)
         self.cold_us = self.cold_us or self.first_us
         self.readings = {
@@ -184,7 +186,7 @@ class Server:
             "per_token": fmean(later for _, later in ended),
             "cold": self.cold_us,
         }
-        return self.forced.out[1:]
+        return self.forcing.out[1:]
 
     def _add(self, number: int, prompt: list[int]) -> None:
         _, new = self.load.lengths[number]
@@ -200,8 +202,8 @@ class Server:
         number = int(result.request_id.partition(".")[2])
         _, new = self.load.lengths[number]
         if result.error or len(result.generated_tokens) != new:
-            found = result.error or f"{len(result.generated_tokens)} tokens"
-            raise RuntimeError(f"request {number}: expected {new} tokens, found {found}")
+            actual = result.error or f"{len(result.generated_tokens)} tokens"
+            raise RuntimeError(f"request {number}: expected {new} tokens, found {actual}")
         times = result.timestamps
         first_us = 1e6 * (times[0] - result.created_time)
         if number == 0:
@@ -215,7 +217,7 @@ def stop(manager: Any) -> None:
     manager.destroy()
 
 
-class Steps:
+class StepClock:
     """The device time of the steps of a call: events around each, on the stream of the model."""
 
     def __init__(self, processor: Any) -> None:
@@ -246,12 +248,12 @@ class Steps:
         return sum(self.host_us) + of_device
 
 
-def configuration(load: Load, choice: Mapping[str, Any]) -> Any:
+def configuration(load: RequestLoad, choice: Mapping[str, Any]) -> Any:
     """Return ContinuousBatchingConfig; its names differ between the TESTED versions."""
     from transformers import ContinuousBatchingConfig
 
-    options: dict[str, Any] = {"page_size" if has("page_size") else "block_size": PAGE}
-    if has("auto_switch_to_flash"):
+    options: dict[str, Any] = {"page_size" if has_option("page_size") else "block_size": PAGE}
+    if has_option("auto_switch_to_flash"):
         options["auto_switch_to_flash"] = False
     return ContinuousBatchingConfig(
         **options,
@@ -266,7 +268,7 @@ def configuration(load: Load, choice: Mapping[str, Any]) -> Any:
     )
 
 
-def has(option: str) -> bool:
+def has_option(option: str) -> bool:
     """Return whether this version of transformers has an option of continuous batching."""
     from transformers import ContinuousBatchingConfig
 
@@ -287,19 +289,17 @@ def unsupported(problem: Problem, device: torch.device) -> str | None:
     return None
 
 
-def require_room(operands: Operands, load: Load) -> None:
+def require_room(operands: Operands, load: RequestLoad) -> None:
     """Raise Unsupported unless copies of the weights and the cache fit into the free memory."""
     if operands.device.type != "cuda":
         return
     problem, weights = operands.problem, operands.weights
-    copied = sum(weights[name].stored_bytes for name in ("wqkv", "wo", "wg", "wu", "wd"))
+    copied = sum(weights[name].stored_bytes for name in LAYER)
     itemsize = weights["wqkv"].to_dense().itemsize
     token = 2 * itemsize * problem["kv_heads"] * problem["head_dim"]
     of_cache = problem["layers"] * token * PAGE * (load.pages + 2)
     needed = problem["layers"] * copied + of_cache + SPARE
-    free, _ = torch.cuda.mem_get_info(operands.device)
-    room = free + torch.cuda.memory_reserved(operands.device)
-    room -= torch.cuda.memory_allocated(operands.device)
+    room = free_bytes(operands.device)
     if needed > room:
         pages = f"of which {of_cache / 1e9:.1f} GB are pages of the cache"
         actual = f"found a device that has room for {room / 1e9:.1f} GB"

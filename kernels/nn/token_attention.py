@@ -58,8 +58,8 @@ def nsa_attention(
     q, k, v = _checked("nsa_attention", q, k, v, keep, block)
     for gate in operands[3:]:
         if gate.shape != q.shape[:3]:
-            found = f"{list(gate.shape)}"
-            raise Unsupported(f"nsa_attention: expected gates {list(q.shape[:3])}, found {found}")
+            expected, actual = [*q.shape[:3]], [*gate.shape]
+            raise Unsupported(f"nsa_attention: expected gates {expected}, found {actual}")
     factor = factor_of(q, scale)
     compressed, scores = _nsa.compress(q, k, v, block, factor)
     o = attention(q, k, v, _selected(scores, q, k, keep, block, _nsa.FORCED), scale=scale)
@@ -85,7 +85,7 @@ def moba_attention(
     The selection has no gradient. Raises Unsupported, FormatError.
     """
     q, k, v = _checked("moba_attention", q, k, v, keep, block)
-    scores = _moba.gate(q.detach(), k.detach(), block)
+    scores = _moba.score_blocks(q.detach(), k.detach(), block)
     return attention(q, k, v, _selected(scores, q, k, keep, block, _moba.FORCED), scale=scale)
 
 
@@ -106,7 +106,7 @@ def _checked(
 def _selected(
     scores: Tensor, q: Tensor, k: Tensor, keep: int, block: int, forced: dict[str, int]
 ) -> BlockMask:
-    """Return the mask of the highest scores [batch, lists, S, n]."""
+    """Return the mask of the highest scores [batch, lists, S, n]; forced blocks come first."""
     most = max(min(keep, scores.shape[3]), min(sum(forced.values()), scores.shape[3]))
     first = min(forced["first"], most)
     options: dict[str, Any] = {"first": first, "last": min(forced["last"], most - first)}

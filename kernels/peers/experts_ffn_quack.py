@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sparsebench.kernels._common.gated_layer import dense_experts
 from sparsebench.kernels._common.routing import combine, route
 from sparsebench.kernels._common.search import fastest_choice, lines_of
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
@@ -37,10 +38,7 @@ def prepare(operands: Operands) -> Launch:
     """Time all tiles of both products, one after the other. Raises Unsupported."""
     problem, count = operands.problem, operands.problem["experts"]
     x, shares, ids = (operands.activations[name] for name in ("x", "shares", "ids"))
-    wg, wu, wd = (
-        operands.weights[name].to_dense().unflatten(0, (count, -1)) for name in ("wg", "wu", "wd")
-    )
-    both, down = torch.cat([wg, wu], 1).transpose(1, 2), wd.transpose(1, 2)
+    both, down = (w.transpose(1, 2) for w in dense_experts(operands))
     options: dict[str, Any] = {"activation": ACTIVATIONS[problem["activation"]]}
     options |= {"store_preact": False, "concat_layout": ("B",)}
     starts = ids.new_zeros(count + 1, dtype=torch.int32)
@@ -48,8 +46,7 @@ def prepare(operands: Operands) -> Launch:
 
     def hidden(source: Tensor, tile: Mapping[str, Any]) -> Tensor:
         config = experts_quack.config_of(tile)
-        rows = {"cu_seqlens_m": starts, "A_idx": source}
-        h: Tensor = gated(x, both, **rows, **options, config=config)[1]
+        h: Tensor = gated(x, both, cu_seqlens_m=starts, A_idx=source, **options, config=config)[1]
         return h
 
     rows = route(ids, count)

@@ -22,7 +22,7 @@ def folder(tmp_path: Path) -> Path:
 def test_zeros_stay_and_what_was_lost_comes_back(folder: Path, monkeypatch) -> None:
     monkeypatch.setattr(recover_model, "STEP", 1024)
     loaded, dense = (models.load(folder, torch.device("cpu")) for _ in range(2))
-    rows = recover_model.rows_of(loaded, ["The quick brown fox. " * 500], 128)
+    rows = models.cut(loaded, ["The quick brown fox. " * 500], 128)
     assert (rows[:, 0] == loaded.tokenizer.bos_token_id).all()
     models.prune_model(loaded, Pruner("wanda", 0.0), rows[:8], rows[8:16])
     mlps = [weight for mlp in loaded.mlps.values() for weight in mlp.parameters()]

@@ -109,7 +109,7 @@ def test_torch_is_right_in_a_contest_on_a_cpu(dtype: str) -> None:
 
 
 def test_the_work_by_hand() -> None:
-    """Of 5 equal experts, a token takes 2, and the tokens of the first layer hit some."""
+    """A token takes 2 of 5 equal experts, and the tokens of the first layer hit some."""
     spec, plain = problem(), Problem("decoder", {**SIZES, **REST}, defaults=decoder.OP.defaults)
     nnz = {"wqkv": 10, "wo": 10, "wg": 100, "wu": 100, "wd": 100, "wh": 10}
     of_two, of_all = ({**nnz, **dict.fromkeys(decoder.MLP, n)} for n in (40, 100))

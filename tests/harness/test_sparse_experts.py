@@ -203,7 +203,7 @@ def adapter_gradients(model: Any) -> dict[str, Tensor]:
     ("family", "recipe"), crossed(["Mixtral", "Qwen3Moe", "GptOss", "Llama4Text"], RECIPES), ids=str
 )
 def test_adapters_beside_sparse_experts_train_as_in_the_pruned_dense_model(family, recipe) -> None:
-    """Of two layers, so that gradients pass the experts of the second."""
+    """Return a model of two layers, so that gradients pass the experts of the second."""
     model = model_of(family, recipe, num_hidden_layers=2).float()
     kind = torch.float32 if isinstance(recipe, BlockSparse) else FP16
     sparse = sparsify_(copy.deepcopy(model).to(kind), recipe, only_experts)

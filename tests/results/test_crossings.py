@@ -124,16 +124,16 @@ def test_without_rows_a_line_says_what_measures_them() -> None:
     (_, page), _ = attention.pages(Site(), empty)
     for suite in ("attention-select", "attention-decode-select"):
         assert f"sparsebench run {suite} --replicates 6 --out runs/{suite}" in page
-    assert presented.chosen(empty, "H200", read_shapes("Llama-3-8B")) == []
+    assert presented.select_curves(empty, "H200", read_shapes("Llama-3-8B")) == []
 
 
 def test_curves_are_chosen_by_gpu_and_heads() -> None:
     shown = evidence()
-    assert presented.chosen(shown, "H200", read_shapes("Llama-3-8B")) == shown.curves
+    assert presented.select_curves(shown, "H200", read_shapes("Llama-3-8B")) == shown.curves
     with pytest.raises(ResultError, match=r"--gpu: expected .*NVIDIA H200; found 'B200'"):
-        presented.chosen(shown, "B200")
+        presented.select_curves(shown, "B200")
     with pytest.raises(ResultError, match="expected heads that were measured: 32/8 heads of 128"):
-        presented.chosen(shown, None, read_shapes("Gemma-3-270m"))
+        presented.select_curves(shown, None, read_shapes("Gemma-3-270m"))
 
 
 def test_the_command_prints_the_published_curves() -> None:

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from sparsebench.kernels._common import foreign_code
+from sparsebench.kernels._common.gated_layer import dense_experts
 from sparsebench.kernels._common.requirements import AMPERE, unmet
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
 from sparsebench.results.record import Problem
@@ -43,13 +44,8 @@ def prepare(operands: Operands) -> Launch:
     assert folder
     ops: Any = _builds.imported(folder / MARKER)
     x, shares, ids = (operands.activations[name] for name in ("x", "shares", "ids"))
-    problem, top_k = operands.problem, ids.shape[1]
-    wg, wu, wd = (
-        operands.weights[name].to_dense().unflatten(0, (problem["experts"], -1))
-        for name in ("wg", "wu", "wd")
-    )
-    both, down = torch.cat([wg, wu], 1).transpose(1, 2), wd.transpose(1, 2)
-    act = ACTIVATIONS[problem["activation"]]
+    both, down = (w.transpose(1, 2) for w in dense_experts(operands))
+    act, top_k = ACTIVATIONS[operands.problem["activation"]], ids.shape[1]
 
     def run() -> Tensor:
         experts, order = torch.sort(ids.view(-1))

@@ -10,9 +10,8 @@
 The model is built on the meta device, where transformers compares its state with the tensors of the
 checkpoint, by the names that it gives them (state.py). Then one module at a time is read and
 packed, so that memory holds the largest one, such as the experts of a layer, beside what is written
-at the end. At last the
-output is loaded by `from_pretrained`, as what `save_pretrained` writes of a sparse model
-(checkpoint.py), and compared again.
+at the end. At last the output is loaded by `from_pretrained`, as what `save_pretrained` writes of a
+sparse model (checkpoint.py), and compared again.
 """
 
 import shutil

@@ -46,6 +46,7 @@ from sparsebench.harness.models.pruning.state import (
     usable,
 )
 from sparsebench.harness.models.reporting import transformers_for
+from sparsebench.results.formatting import amount
 from sparsebench.results.model_files import DenseWeights
 from sparsebench.results.run.store import new_directory
 
@@ -216,20 +217,37 @@ def contexts(
     A context has CONTEXT tokens, or as many as the model has positions. Raises SuiteError with the
     name of the text if it is too short.
     """
-    numbers = loaded.tokenizer(text, add_special_tokens=False)["input_ids"]
-    first = loaded.tokenizer.bos_token_id
-    begin = [] if first is None else [first]
     size = min(CONTEXT, getattr(loaded.model.config, "max_position_embeddings", CONTEXT))
-    body, calibration = size - len(begin), tokens // size
-    held_out = max(calibration // 2, 1)
-    needed = (calibration + held_out) * body
-    if calibration < 1 or len(numbers) < needed:
-        parts = f"{calibration} to calibrate on and {held_out} held out"
-        expected = f"{needed} tokens, for contexts of {size}: {parts}"
+    calibration = tokens // size
+    if calibration < 1:
+        raise SuiteError(f"expected at least {size} tokens to calibrate on; found {tokens}")
+    rows = cut(loaded, [text], size, calibration + max(calibration // 2, 1), name)
+    return rows[:calibration], rows[calibration:]
+
+
+def cut(
+    loaded: LoadedModel,
+    texts: Sequence[str],
+    size: int,
+    count: int | None = None,
+    name: str = "text",
+) -> Tensor:
+    """Return contexts of texts, int64 [contexts, size]: `count`, or as many as there are.
+
+    Each starts with the model's begin-of-text token if there is one. Raises SuiteError with the
+    name of the text if it is too short.
+    """
+    lists = loaded.tokenizer([*texts], add_special_tokens=False)["input_ids"]
+    numbers = torch.tensor([number for each in lists for number in each])
+    first = loaded.tokenizer.bos_token_id
+    begin = torch.tensor([] if first is None else [first], dtype=torch.int64)
+    body = size - len(begin)
+    count = count or max(len(numbers) // body, 1)
+    if len(numbers) < count * body:
+        expected = f"{count * body} tokens, for {amount(count, 'context')} of {size}"
         raise SuiteError(f"{name}: expected at least {expected}; found {len(numbers)} tokens")
-    rows = [begin + numbers[start : start + body] for start in range(0, needed, body)]
-    cut = torch.tensor(rows, device=loaded.model.device)
-    return cut[:calibration], cut[calibration:]
+    rows = numbers[: count * body].view(count, body)
+    return torch.cat((begin.expand(count, -1), rows), dim=1).to(loaded.model.device)
 
 
 def python_reference() -> str:

@@ -65,14 +65,13 @@ class Method:
 
     def __post_init__(self) -> None:
         """Read the names of the options once: torch.compile cannot look them up."""
-        named = signature(self.score).parameters.values()
-        taken = (each.name for each in named if each.default is not Parameter.empty)
-        options = tuple(name for name in taken if name != "bias")
-        object.__setattr__(self, "options", options)
+        parameters = signature(self.score).parameters.values()
+        optional = (each.name for each in parameters if each.default is not Parameter.empty)
+        object.__setattr__(self, "options", tuple(name for name in optional if name != "bias"))
 
-    def require(self, name: str, given: Iterable[str]) -> None:
-        """Raise Unsupported with one line for an option that the method does not have."""
-        if wrong := [option for option in given if option not in self.options]:
+    def require(self, name: str, options: Iterable[str]) -> None:
+        """Raise Unsupported with one line if an option is none of the method, called `name`."""
+        if wrong := [option for option in options if option not in self.options]:
             expected = f"the options {', '.join(self.options)}" if self.options else "no options"
             close = did_you_mean(wrong[0], self.options)
             raise Unsupported(f"method {name}: expected {expected}, found {wrong[0]}{close}")

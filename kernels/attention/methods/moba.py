@@ -8,7 +8,7 @@ The own block of a query is kept in any case, and counts in `keep`. Causal.
 from torch import Tensor
 
 from sparsebench.kernels._kernel import refuse
-from sparsebench.kernels.attention._moba import FORCED, gate
+from sparsebench.kernels.attention._moba import FORCED, score_blocks
 from sparsebench.kernels.attention.methods._method import Method, Scored
 
 
@@ -24,7 +24,7 @@ def score(
 ) -> Scored:
     """Return a list for each query and head; the scale changes no choice of `keep` blocks."""
     refuse(None if causal else "moba: expected a causal mask, found another")
-    return Scored(gate(q.detach(), k.detach(), block, bias), q, k, v)
+    return Scored(score_blocks(q.detach(), k.detach(), block, bias), q, k, v)
 
 
 METHOD = Method(score, block=512, queries=1, **FORCED)

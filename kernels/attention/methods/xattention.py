@@ -25,7 +25,7 @@ Bounds, for H heads and S tokens, causal:
     bytes   a log-sum-exp for each strided query and block of keys, written and read:
             4 H S² / (s b), 17 and 268 MB each way, of which the first stays in L2
 torch would copy Q and K into strided rows, 0.4 and 1.7 GB with K repeated for each query head, and
-move the logits l four times, 0.5 and 8.6 GB: together 0.3 and 3.4 ms at 3.0 TB/s.
+move the logits l four times, 0.5 and 8.6 GB: together 0.23 and 2.5 ms at 4.2 TB/s.
 Source: arXiv 2503.16428, and xattn_estimate in xattn/src/Xattention.py of mit-han-lab/x-attention.
 """
 
@@ -38,9 +38,8 @@ import triton.language as tl
 from torch import Tensor
 
 from sparsebench.errors import Unsupported
-from sparsebench.kernels._common.capture import is_capturing, keep
 from sparsebench.kernels._common.torch_operator import torch_operator
-from sparsebench.kernels._common.transforms import ALIGNMENT, aligned, device_guard, is_watched
+from sparsebench.kernels._common.transforms import ALIGNMENT, aligned, is_watched
 from sparsebench.kernels._common.triton import BoundKernel, Template
 from sparsebench.kernels.attention._selecting import BOUND
 from sparsebench.kernels.attention._shapes import LOG2_E
@@ -75,8 +74,8 @@ def score(
         raise Unsupported(f"xattention: stride: expected {expected}, found {stride!r}")
     if not norm > 0:
         raise Unsupported(f"xattention: norm: expected a number above 0, found {norm!r}")
-    given = q.detach(), k.detach(), block, stride, causal, scale / (stride * norm)
-    scores = (_operator if is_watched() else _scores)(*given)
+    operands = q.detach(), k.detach(), block, stride, causal, scale / (stride * norm)
+    scores = (_operator if is_watched() else _scores)(*operands)
     return Scored(scores if bias is None else scores + bias, q, k, v)
 
 
@@ -87,10 +86,7 @@ def _scores(q: Tensor, k: Tensor, block: int, stride: int, causal: bool, factor:
     q, k = (x if x.stride(3) == 1 and not x.data_ptr() % ALIGNMENT else aligned(x) for x in (q, k))
     layouts = ((tuple(x.shape), tuple(x.stride())) for x in (q, k))
     template = _launch(*layouts, q.dtype, q.device, block, stride, causal, factor)
-    with device_guard(q.device):
-        if is_capturing(q):
-            keep(template)
-        return template(q, k)[0]
+    return template.enqueue(q, k)[0]
 
 
 def _sizes(q: Tensor, k: Tensor, block: int, stride: int, causal: bool, factor: float) -> Tensor:

@@ -23,7 +23,7 @@ from sparsebench.kernels.attention import (
 from sparsebench.kernels.attention._call import ListedMask
 from sparsebench.kernels.attention._gathering import Gathered, bound_gathering
 from sparsebench.kernels.attention._moba import FORCED as OF_MOBA
-from sparsebench.kernels.attention._moba import gate
+from sparsebench.kernels.attention._moba import score_blocks
 from sparsebench.kernels.attention._nsa import FORCED as OF_NSA
 from sparsebench.kernels.attention._nsa import compress
 from sparsebench.kernels.attention._selecting import _select_launch
@@ -163,7 +163,7 @@ def test_moba_scores_blocks_by_their_means(case: TokenCase, biased: bool) -> Non
     q, k, _ = case.operands()
     right = moba_of(q, k, case.block)
     bias = torch.randn(right.shape) if biased else None
-    scores = gate(*map(moved, (q, k)), case.block, None if bias is None else moved(bias))
+    scores = score_blocks(*map(moved, (q, k)), case.block, None if bias is None else moved(bias))
     close = (
         {"atol": 1e-2, "rtol": 2e-3} if q.dtype == torch.float16 else {"atol": 1e-5, "rtol": 1e-5}
     )
@@ -408,7 +408,7 @@ def test_nsa_and_moba_are_right_on_a_gpu(sizes) -> None:
         o = nsa_attention(q, k, v, g_cmp, g_slc, g_swa, keep=keep, block=block, window=100)
     assert (o.cpu().double() - right).norm() < 1e-2 * right.norm()
 
-    gated = gate(q, k, block).cpu()
+    gated = score_blocks(q, k, block).cpu()
     right_scores = moba_of(*operands[:2], block)
     torch.testing.assert_close(
         gated.double()[..., seen(case)], right_scores[..., seen(case)], atol=1e-1, rtol=1e-2
