@@ -32,6 +32,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sparsebench._discovery import did_you_mean
 from sparsebench.errors import Unsupported
 from sparsebench.harness.models import static_cache
 from sparsebench.kernels.nn._elements import counted_copy
@@ -135,8 +136,10 @@ def attend(
         if o is not None:
             return o, None
     q, k, v = query.transpose(1, 2), *(x[:, :, :keys].transpose(1, 2) for x in (key, value))
-    bound = selection and selection["mass"] is None and selection["keep"] * selection["block"]
-    if selection and causal and queries > (bound or 0):
+    if selection and causal and queries > _bound(selection):
+        if selection["keep"]:
+            blocks = -(-queries // selection["block"])
+            selection["keep"] = min(selection["keep"], blocks)
         return select_attention(q, k, v, causal=True, scale=scaling, **selection), None
     if selection and attention_mask is not None and queries > selection["block"]:
         expected = f"prompts without padding or window, or {selection['block']} queries at most"
@@ -179,11 +182,29 @@ def _selection(config: Any) -> dict[str, Any]:
         return {}
     fields = value if isinstance(value, dict) else {}
     options = {**SELECT, **fields}
-    numbers = all(isinstance(n, int | float) and n >= 0 for n in fields.values())
-    if options.keys() != SELECT.keys() or not numbers or not (options["keep"] or options["mass"]):
+    if not _is_selection(options):
         expected = 'sparse_select such as {"keep": 16, "mass": 0.9, "block": 64, "first": 1}'
-        raise Unsupported(f"attention {NAME}: expected {expected}, found {value!r}")
+        close = "".join(did_you_mean(str(name), SELECT) for name in options if name not in SELECT)
+        raise Unsupported(f"attention {NAME}: expected {expected}, found {value!r}{close}")
     return options
+
+
+def _is_selection(options: dict[str, Any]) -> bool:
+    """Return whether these are options of select_attention, whatever the length of a prompt."""
+    if options.keys() != SELECT.keys():
+        return False
+    keep, mass, block, first, last = options.values()
+    whole = all(type(n) is int and n >= 0 for n in (keep or 0, block, first, last))
+    if not whole or block == 0 or (keep is not None and keep < max(1, first + last)):
+        return False
+    return keep is not None if mass is None else type(mass) in (int, float) and 0 < mass <= 1
+
+
+def _bound(selection: dict[str, Any]) -> int:
+    """Return the most queries of a prompt that keeps all of its blocks, whatever their scores."""
+    kept = selection["first"] + selection["last"]
+    most: int = (selection["keep"] if selection["mass"] is None else kept) * selection["block"]
+    return most
 
 
 def _require_window(module: Any, attention_mask: Tensor | None) -> None:
