@@ -190,9 +190,9 @@ def require_experts(module: nn.Module) -> Experts:
     try:
         with torch.no_grad():
             y = experts(x, ids).float()
-    except RuntimeError as error:  # such as a grouped product in torch with rows of 120 bytes
-        reason = str(error).splitlines()[0]
-        raise FormatError(f"expected {kind} to run on two tokens, found: {reason}") from error
+    except RuntimeError as failure:  # such as a grouped product in torch with rows of 120 bytes
+        reason = str(failure).splitlines()[0]
+        raise FormatError(f"expected {kind} to run on two tokens, found: {reason}") from failure
     error = float((y - expected).norm() / expected.norm().clamp_min(1e-30))
     message = f"expected {kind} to compute gated experts, found a relative error of {error:.2g}"
     require(error <= max(4 * torch.finfo(x.dtype).eps, 1e-5), message)
