@@ -34,6 +34,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.utils import clip_grad_norm_
 
+from sparsebench.errors import SuiteError
 from sparsebench.harness.machine.device import pick
 from sparsebench.harness.models.pruning import model as models
 from sparsebench.harness.models.pruning.files import parse_pruners
@@ -93,9 +94,9 @@ def train(
         for weight in (weight for mlp in loaded.mlps.values() for weight in mlp.parameters()):
             stays = weight != 0
             hooks.callback(weight.register_hook(stays.__mul__).remove)
-        while (share := (time.perf_counter() - began) / (60 * minutes)) < 1:
+        while (share := (time.perf_counter() - began) / (60 * minutes)) < 1 or not steps:
             optimizer.param_groups[0]["lr"] = rate * min(
-                share / WARMUP, (1 + math.cos(math.pi * share)) / 2
+                share / WARMUP, (1 + math.cos(math.pi * min(share, 1))) / 2
             )
             batch = rows[torch.randint(len(rows), (count,), generator=draw)]
             total = 0.0
@@ -125,6 +126,9 @@ def main(
 ) -> None:
     """Prune a model to 2:4 and train it, for each method and fraction that stays dense."""
     require_writable(out)
+    for option, number in (("--minutes", minutes), ("--rate", rate)):
+        if not 0 < number < math.inf:
+            raise SuiteError(f"{option}: expected a number above 0; found {number:g}")
     place, pruners = pick(device), parse_pruners(method, dense, "scored")
     loaded = models.load(weights, place)
     loaded.model.float()

@@ -127,8 +127,8 @@ def main(
     require_writable(out)
     expected = "fractions above 0, below 1, such as 0.5,0.25"
     shares = numbers("--keep", keep, expected, lambda share: 0 < share < 1)
-    if context % block or steps > context // 2:
-        expected = f"a multiple of --block, {block}, and at least twice the steps, {steps}"
+    if context % block or context <= max(block, 2 * steps):
+        expected = f"more than one --block of {block}, whole, and more than twice {steps} steps"
         raise SuiteError(f"--context: expected {expected}; found {context}")
     place = pick(device)
     loaded = models.load(weights, place)

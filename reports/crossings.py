@@ -14,7 +14,7 @@ from typing import Any
 from rich.console import RenderableType
 from rich.text import Text
 
-from sparsebench._gpus import names_device
+from sparsebench._gpus import gpus_with_advice, names_device, require_gpu
 from sparsebench.errors import ResultError
 from sparsebench.reports.tables import Cell, Table, escape_markdown
 from sparsebench.results.advice.crossings import AttentionEvidence, SelectionCurve
@@ -55,10 +55,13 @@ NOTES = [
 def select_curves(
     evidence: AttentionEvidence, gpu: str | None = None, model: ModelShapes | None = None
 ) -> list[SelectionCurve]:
-    """Return the curves of a GPU and of a model's heads. Raises ResultError if all are of others.
+    """Return the curves of a GPU and of a model's heads. Raises ResultError if all are of others,
+    or if there is no such GPU.
 
     Without any curve, none is returned, and `missing` says what to measure.
     """
+    if gpu is not None and not evidence.curves:
+        require_gpu(gpu, gpus_with_advice())
     curves = [c for c in evidence.curves if gpu is None or names_device(gpu, c.gpu)]
     if evidence.curves and not curves:
         names = join_words(sorted({curve.gpu for curve in evidence.curves}))

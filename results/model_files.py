@@ -12,6 +12,7 @@ Each class has the fields of its JSON object. The readers raise ResultError for 
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import nan
 from pathlib import Path
 from statistics import fmean, median
 from typing import Annotated, Any, ClassVar, Final, Literal
@@ -382,6 +383,16 @@ def read_pruning(path: Path) -> Pruning:
             names = ", ".join(outcome.errors) or "none"
             expected = f"an error of the {OUTPUT!r}; found {names}"
             raise ResultError(f"{path}: outcomes.{number}: expected {expected}")
+        if (outcome.loss is None) != (pruning.loss is None):
+            expected = "a loss before and after pruning, or neither"
+            raise ResultError(f"{path}: outcomes.{number}: expected {expected}; found one of them")
+        if after := outcome.recovery:
+            rise = nan if pruning.loss is None else after.loss - pruning.loss
+            if not after.low <= rise <= after.high:
+                expected = f"a rise of the loss from {after.low:g} to {after.high:g}"
+                raise ResultError(
+                    f"{path}: outcomes.{number}.recovery: expected {expected}; found {rise:g}"
+                )
     return pruning
 
 
@@ -397,4 +408,16 @@ def read_whole(path: Path) -> ModelTimings:
 
 def read_selection(path: Path) -> SelectionQuality:
     """Read the output of selection_quality.py; raises ResultError if it is invalid."""
-    return read_model(path, SelectionQuality, SELECTION_SCHEMA)
+    quality = read_model(path, SelectionQuality, SELECTION_SCHEMA)
+    for number, outcome in enumerate(quality.outcomes):
+        if (outcome.keep is None) != (number == 0):
+            expected = (
+                "no keep in the first outcome, that of dense attention, and one in the others"
+            )
+            raise ResultError(
+                f"{path}: outcomes.{number}.keep: expected {expected}; found {outcome.keep}"
+            )
+    if quality.selecting > quality.layers:
+        expected = f"at most all layers, {quality.layers}"
+        raise ResultError(f"{path}: selecting: expected {expected}; found {quality.selecting}")
+    return quality

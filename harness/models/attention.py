@@ -44,6 +44,7 @@ from sparsebench.kernels.nn.attention import METHODS, attention_of_elements, sel
 NAME = "sparsebench"
 BLOCK = 64  # queries and keys of a block
 SELECT = {"method": "pooled", "keep": None, "mass": None, "block": BLOCK}  # of sparse_select
+SIZES = "keep", "mass", "block", "first", "last"
 REFUSED = "softcap", "s_aux", "position_bias"  # arguments that change scores
 
 
@@ -139,8 +140,10 @@ def attend(
         if o is not None:
             return o, None
     q, k, v = query.transpose(1, 2), *(x[:, :, :keys].transpose(1, 2) for x in (key, value))
-    bound = selection and selection["mass"] is None and selection["keep"] * selection["block"]
-    if selection and causal and queries > (bound or 0):
+    if selection and causal and queries > _bound(selection):
+        if selection["keep"]:
+            blocks = -(-queries // selection["block"])
+            selection["keep"] = min(selection["keep"], blocks)
         return select_attention(q, k, v, causal=True, scale=scaling, **selection), None
     if selection and attention_mask is not None and queries > selection["block"]:
         expected = f"prompts without padding or window, or {selection['block']} queries at most"
@@ -183,24 +186,36 @@ def _selection(config: Any) -> dict[str, Any]:
         return {}
     fields = value if isinstance(value, dict) else {}
     name = fields.get("method", SELECT["method"])
-    numbers = all(
-        isinstance(n, int | float) and n >= 0 for key, n in fields.items() if key != "method"
-    )
-    if not numbers or not isinstance(name, str) or not (fields.get("keep") or fields.get("mass")):
-        expected = (
-            'sparse_select such as {"method": "pooled", "keep": 16, "mass": 0.9, "block": 64}'
-        )
-        raise Unsupported(f"attention {NAME}: expected {expected}, found {value!r}")
-    if name not in METHODS:  # of a file that is downloaded: it imports no other package
+    if isinstance(name, str) and name not in METHODS:  # a downloaded file imports no other package
         raise Unsupported(f"sparse_select: method: {unknown('a method', name, METHODS)}")
-    method = METHODS[name]
+    method = METHODS[name if isinstance(name, str) else SELECT["method"]]
     options = {**SELECT, "first": method.first, "last": method.last}
     if wrong := [key for key in fields if key not in options and key not in method.options]:
         names = [*options, *method.options]
         close = did_you_mean(str(wrong[0]), names)
         expected = f"{', '.join(names)} with {name}, found {wrong[0]!r}{close}"
         raise Unsupported(f"sparse_select: expected {expected}")
-    return options | fields
+    options |= fields
+    if not isinstance(name, str) or not _is_selection(options):
+        such = 'sparse_select such as {"method": "pooled", "keep": 16, "mass": 0.9, "block": 64}'
+        raise Unsupported(f"attention {NAME}: expected {such}, found {value!r}")
+    return options
+
+
+def _is_selection(options: dict[str, Any]) -> bool:
+    """Return whether these are options of select_attention, whatever the length of a prompt."""
+    keep, mass, block, first, last = (options[name] for name in SIZES)
+    whole = all(type(n) is int and n >= 0 for n in (keep or 0, block, first, last))
+    if not whole or block == 0 or (keep is not None and keep < max(1, first + last)):
+        return False
+    return keep is not None if mass is None else type(mass) in (int, float) and 0 < mass <= 1
+
+
+def _bound(selection: dict[str, Any]) -> int:
+    """Return the most queries of a prompt that keeps all of its blocks, whatever their scores."""
+    kept = selection["first"] + selection["last"]
+    most: int = (selection["keep"] if selection["mass"] is None else kept) * selection["block"]
+    return most
 
 
 def _require_window(module: Any, attention_mask: Tensor | None) -> None:

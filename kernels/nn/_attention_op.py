@@ -217,7 +217,7 @@ def require_operands(
     if (batch, s_q, k.shape[1]) != sizes or k.shape[0] != batch:
         expected = "{} sequences of {} queries and {} keys as in the mask".format(*sizes)
         raise Unsupported(f"attention: expected {expected}, found {shapes}")
-    if k.shape[3] != d or heads % k.shape[2] or d > MOST_DEPTH:
+    if k.shape[3] != d or not k.shape[2] or heads % k.shape[2] or d > MOST_DEPTH:
         expected = f"heads a multiple of key heads, of one size up to {MOST_DEPTH}"
         raise Unsupported(f"attention: expected {expected}, found {shapes}")
     if heads % lists:

@@ -189,15 +189,15 @@ def _results(
 def factor_of(q: Tensor, scale: float | None) -> float:
     """Return the factor of the scores: `scale`, or SDPA's. Raises Unsupported."""
     factor: float = q.shape[3] ** -0.5 if scale is None else scale
-    if not factor > 0:
-        raise Unsupported(f"attention: expected a scale above 0, found {scale}")
+    if not 0 < factor < torch.inf:
+        raise Unsupported(f"attention: expected a scale above 0, and finite, found {scale}")
     return factor
 
 
 def cast(*operands: Tensor) -> tuple[Tensor, ...]:
     """Return the operands in the dtype of torch.autocast, as SDPA takes them, if it is on."""
     device = operands[0].device.type
-    if not torch.is_autocast_enabled(device):
+    if device == "meta" or not torch.is_autocast_enabled(device):  # torch raises for meta
         return operands
     dtype = torch.get_autocast_dtype(device)
     return tuple(x if x.dtype == torch.float64 else x.to(dtype) for x in operands)

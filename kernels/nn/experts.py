@@ -157,6 +157,7 @@ class SparseExperts(nn.Module):
         gate_up, down = gate_up.detach(), down.detach()
         layers: list[Any]
         if block is not None:
+            require_whole("block", block)
             more = -h % block, -i % block
             both = _in_halves(gate_up, more[1], more[0]), pad(down, (0, more[1], 0, more[0]))
             of_rows = (w.flatten(0, 1).contiguous() for w in both)
@@ -243,8 +244,11 @@ class SparseExperts(nn.Module):
         Raises Unsupported.
         """
         x, ids, weights = hidden_states, top_k_index, top_k_weights
-        if ids is None or weights is None:
+        if ids is None and weights is None:
             return self._of_all_rows(x)
+        if ids is None or weights is None:
+            absent = "top_k_index" if ids is None else "top_k_weights"
+            raise Unsupported(f"{absent}: expected it beside the other one, found None")
         cast = torch.is_autocast_enabled(x.device.type)
         if cast:
             x = x.to(torch.get_autocast_dtype(x.device.type))

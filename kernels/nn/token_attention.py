@@ -17,7 +17,7 @@ from torch import Tensor
 
 from sparsebench.errors import Unsupported
 from sparsebench.formats._blocks import pack_bits
-from sparsebench.formats._format import require_whole
+from sparsebench.formats._format import require, require_whole
 from sparsebench.formats.block_mask import BlockMask
 from sparsebench.kernels._common.capture import make_lasting
 from sparsebench.kernels.attention import _moba, _nsa
@@ -50,16 +50,19 @@ def nsa_attention(
     g_swa           gate of attention to the last `window` keys; without it, no such branch
 
     Sources and what differs from the paper: kernels/attention/_nsa.py. A row keeps all blocks if
-    there are fewer than `keep`. It has no gradient yet. Raises Unsupported, FormatError.
+    there are fewer than `keep`, which is 3 or more. It has no gradient yet. Raises Unsupported,
+    FormatError.
     """
     operands = q, k, v, g_cmp, g_slc, *(() if g_swa is None else (g_swa,))
     if torch.is_grad_enabled() and any(x.requires_grad for x in operands):
         raise Unsupported("nsa_attention: expected a call without gradients, found one with them")
     q, k, v = _checked("nsa_attention", q, k, v, keep, block)
     for gate in operands[3:]:
-        if gate.shape != q.shape[:3]:
-            expected, actual = [*q.shape[:3]], [*gate.shape]
-            raise Unsupported(f"nsa_attention: expected gates {expected}, found {actual}")
+        fits = gate.shape == q.shape[:3] and gate.is_floating_point() and gate.device == q.device
+        if not fits:
+            expected = f"gates of floats {list(q.shape[:3])} on {q.device}"
+            actual = f"{gate.dtype} {list(gate.shape)} on {gate.device}"
+            raise Unsupported(f"nsa_attention: expected {expected}, found {actual}")
     factor = factor_of(q, scale)
     compressed, scores = _nsa.compress(q, k, v, block, factor)
     o = attention(q, k, v, _selected(scores, q, k, keep, block, _nsa.FORCED), scale=scale)
@@ -69,7 +72,8 @@ def nsa_attention(
     require_whole("window", window)
     if torch.compiler.is_compiling():
         raise Unsupported("nsa_attention: expected no window in torch.compile, found g_swa")
-    mask = _window((q.shape[1], k.shape[1]), q.shape[0], window, q.device)
+    reach = min(window, k.shape[1])  # memory grows with it
+    mask = _window((q.shape[1], k.shape[1]), q.shape[0], reach, q.device)
     return torch.addcmul(o, attention(q, k, v, mask, scale=scale), g_swa[..., None]).to(q.dtype)
 
 
@@ -106,8 +110,10 @@ def _checked(
 def _selected(
     scores: Tensor, q: Tensor, k: Tensor, keep: int, block: int, forced: dict[str, int]
 ) -> BlockMask:
-    """Return the mask of the highest scores [batch, lists, S, n]; forced blocks come first."""
-    most = max(min(keep, scores.shape[3]), min(sum(forced.values()), scores.shape[3]))
+    """Return the mask of the highest scores [batch, lists, S, n]."""
+    least = sum(forced.values())
+    require(keep >= least, f"keep: expected {least} blocks or more, found {keep}")
+    most = min(keep, scores.shape[3])
     first = min(forced["first"], most)
     options: dict[str, Any] = {"first": first, "last": min(forced["last"], most - first)}
     options |= {"block": [1, block], "tokens": [q.shape[1], k.shape[1]], "causal": True}

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import exp, isclose, log
 
-from sparsebench._gpus import GENERATIONS, WANTED, generation_of, names_device, unknown_gpu
+from sparsebench._gpus import generation_of, names_device, require_gpu
 from sparsebench.errors import ResultError
 from sparsebench.results.advice.curves import Curve
 from sparsebench.results.advice.layer_estimates import (
@@ -148,18 +148,14 @@ def advise(evidence: Evidence, model: ModelShapes, gpu: str, tokens: int) -> Ans
     Raises ResultError if tokens are not from 1 to MOST_TOKENS, if the name is empty or that of no
     GPU, or if several GPUs match.
     """
-    if not gpu.strip():
-        raise ResultError("--gpu: expected part of a GPU's name, such as H200; found ''")
     if not 1 <= tokens <= MOST_TOKENS:
         raise ResultError(f"--batch: expected 1 to {MOST_TOKENS} tokens at once, found {tokens}")
     names = [name for name in evidence.layers.gpus if names_device(gpu, name)]
     if len(names) > 1:
         expected = "expected part of one GPU's name"
         raise ResultError(f"--gpu: {expected}, found {gpu!r} in {join_words(names)}")
-    if not names and not generation_of(gpu) and gpu.title() not in GENERATIONS:
-        published = [short_name(name) for name in evidence.layers.gpus]
-        expected = f"expected a GPU such as {', '.join([*published, *WANTED])}"
-        raise ResultError(f"--gpu: {expected}; found {gpu!r}{unknown_gpu(gpu, published)}")
+    if not names:
+        require_gpu(gpu, map(short_name, evidence.layers.gpus))
     mixture = isinstance(model, Mixture)
     card = evidence.layers.gpus[names[0]] if names and not mixture else None
     unpublished = "of a model with experts is published"

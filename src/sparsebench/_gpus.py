@@ -15,6 +15,8 @@ from collections.abc import Iterable
 from difflib import get_close_matches
 from importlib.resources import files
 
+from sparsebench.errors import ResultError
+
 GENERATIONS = {
     "Volta": ("V100", "Titan V"),
     "Turing": ("T4", "RTX 2070", "RTX 2080"),
@@ -92,6 +94,16 @@ def unknown_gpu(text: str, published: Iterable[str]) -> str:
     plain = {"".join(_words(name)).translate(LETTERS): name for name in published}
     close = get_close_matches("".join(_words(text)).translate(LETTERS), plain, 1)
     return f"; did you mean {plain[close[0]]}?" if close else ""
+
+
+def require_gpu(text: str, published: Iterable[str]) -> None:
+    """Raise ResultError unless a text names a GPU or a generation, published or not."""
+    if not text.strip():
+        raise ResultError("--gpu: expected part of a GPU's name, such as H200; found ''")
+    names = [*published]
+    if not generation_of(text) and text.title() not in GENERATIONS:
+        expected = f"expected a GPU such as {', '.join(dict.fromkeys([*names, *WANTED]))}"
+        raise ResultError(f"--gpu: {expected}; found {text!r}{unknown_gpu(text, names)}")
 
 
 def without_rows(devices: Iterable[str]) -> dict[str, list[str]]:

@@ -1,11 +1,13 @@
 """The script experiments/recover_model.py: zeros stay, the loss comes back, and texts differ."""
 
+import math
 from pathlib import Path
 
 import pytest
 import recover_model
 import torch
 
+from sparsebench.errors import SuiteError
 from sparsebench.harness.models.pruning import model as models
 from sparsebench.harness.models.pruning.layer import Pruner
 from sparsebench.results.model_files import read_pruning
@@ -48,6 +50,27 @@ def test_a_file_has_the_loss_before_and_after_training(folder: Path, tmp_path: P
         assert each.recovery
         assert report.loss
         assert each.recovery.low <= each.recovery.loss - report.loss <= each.recovery.high
+
+
+@pytest.mark.parametrize("option", ["minutes", "rate"])
+@pytest.mark.parametrize("number", [0, -1, math.nan, math.inf])
+def test_numbers_that_train_nothing_are_refused_before_the_work(
+    option: str, number: float, tmp_path: Path
+) -> None:
+    with pytest.raises(SuiteError, match=f"--{option}: expected a number above 0"):
+        recover_model.main(tmp_path / "none", tmp_path / "out.json", **{option: number})
+    assert not [*tmp_path.iterdir()]
+
+
+def test_the_shortest_training_has_a_step_so_that_its_file_can_be_read(
+    folder: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "recovered.json"
+    options = {"minutes": 1e-9, "tokens": 12288, "dense": "0.5", "method": "wanda"}
+    recover_model.main(folder, out, device="cpu", **options)  # type: ignore[arg-type]
+    (outcome,) = read_pruning(out).outcomes
+    assert outcome.recovery
+    assert outcome.recovery.tokens > 0
 
 
 def test_no_paragraph_of_the_language_reference_is_in_the_text() -> None:

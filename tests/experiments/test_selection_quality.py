@@ -48,3 +48,17 @@ def test_a_text_that_is_too_short_is_refused(tmp_path: Path) -> None:
         selection_quality.main(
             tmp_path, tmp_path / "o.json", text=tmp_path / "short.txt", **OPTIONS
         )
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"context": 64, "block": 64},  # one block: nothing to select
+        {"context": 256, "steps": 128},  # no token of the second half is in the prompt
+        {"context": 250},
+    ],
+)
+def test_contexts_that_measure_nothing_are_refused_before_the_work(wrong, tmp_path: Path) -> None:
+    with pytest.raises(SuiteError, match="--context: expected"):
+        selection_quality.main(tmp_path / "none", tmp_path / "o.json", **{**OPTIONS, **wrong})
+    assert not [*tmp_path.iterdir()]

@@ -1,5 +1,7 @@
 """Transformers runs block-sparse attention: a tiny Llama generates the same tokens as with SDPA."""
 
+import math
+
 import pytest
 import torch
 
@@ -103,10 +105,7 @@ def test_a_prompt_selects_its_blocks_and_decoding_attends_to_all_keys(llama, cac
     with pytest.raises(Unsupported, match="expected prompts without padding"):
         llama(prompt, attention_mask=padding)
     for wrong, expected in (
-        ({"block": 8}, "expected sparse_select such as"),
-        ({"keep": 4, "block": None}, "expected sparse_select such as"),
         ({"keep": 4, "method": 8}, "expected sparse_select such as"),
-        (16, "expected sparse_select such as"),
         ({"keep": 4, "blok": 8}, "did you mean block"),
         ({"keep": 4, "method": "xatention"}, "did you mean xattention"),
         ({"keep": 4, "method": "xattention", "strid": 8}, "did you mean stride"),
@@ -116,6 +115,38 @@ def test_a_prompt_selects_its_blocks_and_decoding_attends_to_all_keys(llama, cac
         llama.config.sparse_select = wrong
         with pytest.raises(Unsupported, match=expected):
             llama(prompt)
+    del llama.config.sparse_select
+
+
+NOT_SELECTIONS = [
+    *({"block": 8}, {"keep": 4, "block": None}, {"keep": 4, "block": 0}),
+    *({"keep": 1.5}, {"keep": True, "last": 0}, {"keep": 0, "mass": 0.5}, {"keep": 2, "first": 2}),
+    *({"mass": 1.1}, {"mass": 0}, {"mass": math.nan}, {"keep": math.nan}, {"keep": "4"}, 16),
+]
+
+
+@pytest.mark.parametrize("wrong", NOT_SELECTIONS, ids=str)
+@torch.no_grad()
+def test_what_selects_nothing_is_refused_whatever_the_length(llama, wrong) -> None:
+    llama.set_attn_implementation("sparsebench")
+    llama.config.sparse_select = wrong
+    for prompt in (torch.ones(1, 90, dtype=torch.long), torch.ones(1, 3, dtype=torch.long)):
+        with pytest.raises(Unsupported, match="expected sparse_select such as"):
+            llama(prompt)
+    del llama.config.sparse_select
+
+
+@pytest.mark.parametrize("chosen", [{"mass": 1.0}, {"keep": 16, "mass": 1.0}, {"keep": 16}])
+@torch.no_grad()
+def test_prompts_of_fewer_blocks_than_are_kept_attend_to_all(llama, chosen: dict) -> None:
+    prompt = torch.randint(1, 64, (1, 100))
+    for length in (1, 8, 9, 16, 17, 100):
+        logits = []
+        for name, selection in (("sdpa", None), ("sparsebench", {"block": 8, **chosen})):
+            llama.set_attn_implementation(name)
+            llama.config.sparse_select = selection
+            logits.append(llama(prompt[:, :length]).logits)
+        torch.testing.assert_close(*logits, atol=1e-4, rtol=1e-4)
     del llama.config.sparse_select
 
 

@@ -1,6 +1,7 @@
 """sparsify_ on models whose experts share tensors: tokens, names in files, and what is refused."""
 
 import copy
+import math
 from pathlib import Path
 from typing import Any
 
@@ -258,6 +259,8 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     (TwoFour(0.75), {}, "expected at least one sparse tile of 128, found none at dense 0.75"),
     (BlockSparse((32, 16), 0.5), {}, "block: expected square blocks for experts, found 32x16"),
     (BlockSparse(32, 0.999), {}, "expected a block to remain at sparsity 0.999, found 72"),
+    (BlockSparse(32, -1), {}, "sparsity: expected 0 to 1, found -1"),
+    (BlockSparse(32, math.nan), {}, "sparsity: expected 0 to 1, found nan"),
 ]
 
 
@@ -267,6 +270,14 @@ def test_experts_that_do_not_fit_are_refused_before_any_change(recipe, fields, m
     with pytest.raises(FormatError, match=rf"^model.layers.0.mlp.experts: {message}"):
         sparsify_(model, recipe, only_experts)
     assert not any(isinstance(module, SparseExperts) for module in model.modules())
+
+
+def test_a_module_that_does_not_run_is_refused_in_one_line() -> None:
+    model = model_of("Mixtral", TwoFour())
+    experts_in(model).forward = lambda x, *_: x @ x.new_ones(1)
+    with pytest.raises(FormatError, match=r"expected MixtralExperts to run on .*size") as error:
+        sparsify_(model, TwoFour(), only_experts)
+    assert "\n" not in str(error.value)
 
 
 def test_a_module_that_computes_something_else_is_refused() -> None:

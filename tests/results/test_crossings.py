@@ -125,6 +125,9 @@ def test_without_rows_a_line_says_what_measures_them() -> None:
     for suite in ("attention-select", "attention-decode-select"):
         assert f"sparsebench run {suite} --replicates 6 --out runs/{suite}" in page
     assert presented.select_curves(empty, "H200", read_shapes("Llama-3-8B")) == []
+    for wrong in ("H2000", " "):
+        with pytest.raises(ResultError, match="--gpu: expected"):
+            presented.select_curves(empty, wrong)
 
 
 def test_curves_are_chosen_by_gpu_and_heads() -> None:

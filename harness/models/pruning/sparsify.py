@@ -80,12 +80,12 @@ class BlockSparse:
         return is_dense(module) or Experts.of(module) is not None
 
     def check(self, module: Any) -> None:
+        require(0 <= self.sparsity <= 1, f"sparsity: expected 0 to 1, found {self.sparsity:g}")
         if Experts.of(module):
             require_blocks(module, self.block, self.sparsity)
             return
         require_plain(module)
         (r, c), (n, k) = sides_of(self.block), module.weight.shape
-        require(0 <= self.sparsity <= 1, f"sparsity: expected 0 to 1, found {self.sparsity:g}")
         blocks = -(-n // r) * -(-k // c)
         weight = f"a weight {n}x{k} of {blocks} blocks of {r}x{c}"
         message = f"expected a block to remain at sparsity {self.sparsity:g}, found {weight}"

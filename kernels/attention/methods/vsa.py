@@ -48,7 +48,7 @@ def score(
     gate   factor of the coarse branch: a number, or broadcast to q, in the caller's order of
            tokens; 1 by default
     """
-    _require(q, k, block, causal, video)
+    _require(q, k, block, causal, video, gate)
     keys, real, shape = None, None, q.shape
     if video is not None:
         q, k, v = (in_cubes(x, video) for x in (q, k, v))
@@ -110,8 +110,15 @@ def in_rows(x: Tensor, video: Sequence[int]) -> Tensor:
     return real
 
 
-def _require(q: Tensor, k: Tensor, block: int, causal: bool, video: Sequence[int] | None) -> None:
-    """Raise Unsupported with one line unless these tokens are cubes."""
+def _require(
+    q: Tensor,
+    k: Tensor,
+    block: int,
+    causal: bool,
+    video: Sequence[int] | None,
+    gate: Tensor | float | None,
+) -> None:
+    """Raise Unsupported with one line unless these tokens are cubes, and the gate fits them."""
     tokens = q.shape[1], k.shape[1]
     if causal or block != CUBE:
         expected = f"blocks of {CUBE} that are not causal"
@@ -119,9 +126,18 @@ def _require(q: Tensor, k: Tensor, block: int, causal: bool, video: Sequence[int
     if video is None and any(count % CUBE for count in tokens):
         expected = f"queries and keys in multiples of {CUBE}, or their video"
         raise Unsupported(f"vsa: expected {expected}, found {tokens[0]} and {tokens[1]}")
-    if video is not None and (len(video) != 3 or {prod(video)} != {*tokens}):
-        expected = f"video: expected 3 sides whose product is the number of tokens, {tokens[0]}"
-        raise Unsupported(f"vsa: {expected}; found {[*video]}")
+    if video is not None:
+        whole = len(video) == 3 and all(isinstance(side, int) and side > 0 for side in video)
+        if not whole or {prod(video)} != {*tokens}:
+            expected = f"3 sides whose product is the number of tokens, {tokens[0]}"
+            raise Unsupported(f"vsa: video: expected {expected}; found {[*video]}")
+    if isinstance(gate, Tensor):
+        sides = zip(gate.shape[::-1], q.shape[::-1], strict=False)
+        fits = gate.dim() <= q.dim() and all(side in (1, whole) for side, whole in sides)
+        if not fits or gate.device != q.device:
+            expected = f"a number, or a tensor broadcast to {list(q.shape)} on {q.device}"
+            actual = f"{list(gate.shape)} on {gate.device}"
+            raise Unsupported(f"vsa: gate: expected {expected}, found {actual}")
 
 
 METHOD = Method(score, block=CUBE, first=0, last=0)

@@ -72,7 +72,7 @@ def score(
     if not (type(stride) is int and stride > 0 and block % stride == 0 and block <= TILE * stride):
         expected = f"a divisor of the block of {block}, from {-(-block // TILE)} on"
         raise Unsupported(f"xattention: stride: expected {expected}, found {stride!r}")
-    if not norm > 0:
+    if not 0 < norm < torch.inf:
         raise Unsupported(f"xattention: norm: expected a number above 0, found {norm!r}")
     operands = q.detach(), k.detach(), block, stride, causal, scale / (stride * norm)
     scores = (_operator if is_watched() else _scores)(*operands)

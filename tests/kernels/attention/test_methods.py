@@ -308,12 +308,23 @@ def test_a_method_compiles_and_has_gradients(options: dict[str, Any]) -> None:
         ({"method": "vsa", "block": 128}, "found 128, causal=False"),
         ({"method": "vsa", "video": (48, 8)}, "expected 3 sides .* 384; found .48, 8"),
         ({"method": "vsa", "video": (8, 8, 8)}, "product is the number of tokens, 384"),
+        ({"method": "vsa", "video": (-6, -8, 8)}, "product is the number of tokens, 384"),
+        ({"method": "vsa", "video": (6.0, 8, 8)}, "product is the number of tokens, 384"),
+        ({"method": "vsa", "gate": torch.ones(3)}, "broadcast to .* found .3. on cpu"),
+        ({"method": "vsa", "gate": torch.ones(16, device="meta")}, "found .16. on meta"),
+        ({"method": "xattention", "norm": math.inf}, "norm: expected a number above 0"),
+        ({"scale": math.inf}, "expected a scale above 0, and finite, found inf"),
     ],
 )
 def test_what_a_method_does_not_take_is_refused_in_one_line(options: dict, reason: str) -> None:
     q, k, v = drawn(*[(1, 384, 2, 16)] * 3)
     with pytest.raises(SparsebenchError, match=reason):
         select_attention(q, k, v, keep=2, **options)
+
+
+def test_keys_without_heads_are_refused() -> None:
+    q, k = drawn((1, 384, 2, 16), (1, 384, 0, 16))
+    assert "expected heads a multiple" in refusal(lambda: select_attention(q, k, k, keep=2))
 
 
 def test_vsa_without_a_video_takes_whole_cubes_alone() -> None:

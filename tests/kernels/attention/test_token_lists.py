@@ -240,6 +240,13 @@ def test_nsa_adds_up_its_branches(case: TokenCase, window: int) -> None:
     torch.testing.assert_close(o.cpu().double(), right, atol=1e-5, rtol=1e-5)
 
 
+def test_a_window_of_more_keys_than_there_are_takes_no_more_memory() -> None:
+    q, k, v = USED[0].operands()
+    given, options = [q, k, v, *gates(USED[0])], {"keep": 4, "block": 16}
+    whole = nsa_attention(*given, window=70, **options)
+    assert torch.equal(nsa_attention(*given, window=10**9, **options), whole)
+
+
 @pytest.mark.interpreted
 @pytest.mark.parametrize("case", USED, ids=str)
 def test_moba_attends_to_the_blocks_of_each_head(case: TokenCase) -> None:
@@ -369,6 +376,11 @@ def test_bad_calls_are_refused_in_one_line() -> None:
         lambda: nsa_attention(q, k, k, gate_of, gate_of[..., :2]),
         lambda: nsa_attention(q.requires_grad_(), k, k, gate_of, gate_of),
         lambda: nsa_attention(q.detach(), k, k, gate_of, gate_of, gate_of, window=0),
+        lambda: nsa_attention(q.detach(), k, k, gate_of, gate_of, keep=2),
+        lambda: nsa_attention(q.detach(), k, k, gate_of, gate_of.cfloat()),
+        lambda: nsa_attention(q.detach(), k, k, gate_of, gate_of.to("meta")),
+        lambda: moba_attention(q.to("meta"), k, k),
+        lambda: moba_attention(q, k, k, scale=torch.inf),
     ):
         with pytest.raises((Unsupported, FormatError)) as error:
             call()

@@ -353,6 +353,8 @@ BAD_INPUTS = [
     ((X, IDS.float(), WEIGHTS), "found .* in torch.float32"),
     ((X, IDS, WEIGHTS[:, 1:]), r"top_k_weights: expected floats \[3, 2\], found \[3, 1\]"),
     ((X, IDS.to("meta"), WEIGHTS), "expected inputs on cpu, found meta"),
+    ((X, IDS), "top_k_weights: expected it beside the other one, found None"),
+    ((X, None, WEIGHTS), "top_k_index: expected it beside the other one, found None"),
 ]
 
 
@@ -368,6 +370,7 @@ def test_layers_and_weights_that_do_not_fit_are_refused() -> None:
     many = (w[:1].expand(1025, -1, -1) for w in (gate_up[:, :64, :64], down[:, :64, :32]))
     for weights, options, message in (
         ((gate_up, down), {"top_k": 0}, "top_k: expected an integer of at least 1, found 0"),
+        ((gate_up, down), {"top_k": 2, "block": 0}, "block: expected an integer of at least 1"),
         ((gate_up, down), {"top_k": 1.5}, "top_k: expected an integer of at least 1, found 1.5"),
         ((gate_up[:0], down[:0]), {"top_k": 2}, r"gate_up: expected .*, found \[0, 576, 256\]"),
         ((gate_up, down.half()), {"top_k": 2}, "expected weights of one dtype, found"),
