@@ -185,7 +185,7 @@ def _selection(config: Any) -> dict[str, Any]:
     if not (value := getattr(config, "sparse_select", None)):
         return {}
     fields = value if isinstance(value, dict) else {}
-    name = fields.get("method", SELECT["method"])
+    name: Any = fields.get("method", SELECT["method"])
     if isinstance(name, str) and name not in METHODS:  # a downloaded file imports no other package
         raise Unsupported(f"sparse_select: method: {unknown('a method', name, METHODS)}")
     method = METHODS[name if isinstance(name, str) else SELECT["method"]]
