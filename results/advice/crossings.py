@@ -18,7 +18,7 @@ dense attention still wins at the longest one, and the shortest one if it alread
 The interval of a length is the set of lengths at which the interval of the gain, widened by the
 noise floor, holds 1. So it has the level of the gain's (Fieller 1954), if a curve is straight.
 
-`attention.json` is an object of `schema`, `curves` (Curve) and `quality` (results/selection_files.py).
+`attention.json` is an object of `schema`, `curves` (Curve) and `quality` (selection_files.py).
 """
 
 import json
