@@ -30,13 +30,13 @@ from sparsebench.errors import SuiteError
 from sparsebench.harness.machine.device import pick
 from sparsebench.harness.models.pruning import model as models
 from sparsebench.harness.models.reporting import numbers, require_writable
-from sparsebench.results.model_files import (
+from sparsebench.results.run.store import write_json
+from sparsebench.results.selection_files import (
     SELECTION_SCHEMA,
     Passes,
     SelectionOutcome,
     SelectionQuality,
 )
-from sparsebench.results.run.store import write_json
 
 ROWS = 256  # tokens whose logits are in memory at once
 WARM_UP = 2  # steps of a context that are not timed

@@ -19,8 +19,8 @@ from sparsebench.errors import ResultError
 from sparsebench.reports.tables import Cell, Table, escape_markdown
 from sparsebench.results.advice.crossings import AttentionEvidence, SelectionCurve
 from sparsebench.results.formatting import amount, join_words, percent, times
-from sparsebench.results.model_files import Passes, SelectionQuality
 from sparsebench.results.model_shapes import ModelShapes
+from sparsebench.results.selection_files import Passes, SelectionQuality
 from sparsebench.results.statistics.ratio import FEWEST
 
 METHODS = {

@@ -4,9 +4,8 @@
     sparsebench/sparsity@1   train_lm.py              active hidden units, by L1 coefficient
     sparsebench/widths@1     train_lm.py --pattern    block-sparse models beside dense ones
     sparsebench/whole@1      whole_model.py           time, memory and energy of a whole model
-    sparsebench/selection@1  selection_quality.py     loss and time with attention to selected keys
 
-The scripts are in the folder experiments of the repository.
+selection_files.py has that of selection_quality.py. The scripts are in the folder experiments.
 Each class has the fields of its JSON object. The readers raise ResultError for any other file.
 """
 
@@ -26,7 +25,6 @@ PRUNING_SCHEMA: Final = "sparsebench/pruning@1"
 SPARSITY_SCHEMA: Final = "sparsebench/sparsity@1"
 WIDTHS_SCHEMA: Final = "sparsebench/widths@1"
 WHOLE_SCHEMA: Final = "sparsebench/whole@1"
-SELECTION_SCHEMA: Final = "sparsebench/selection@1"
 OUTPUT = "output"  # key of the error of the whole layer's or MLP's output
 DENSE = "dense"  # pattern of a dense training
 LONGER = 1.15  # largest ratio of a dense step to a sparse step that count as equally long
@@ -315,66 +313,6 @@ class ModelTimings:
     active_by_layer: Sequence[NonNegative] = ()
 
 
-@dataclass(frozen=True)
-class Passes:
-    """Tokens of a model's passes: as prompts, or decoded one by one.
-
-    loss       nats per token
-    agreement  share of the tokens at which the most likely next token is that of dense attention
-    time_us    median time of a prompt or of a step; None on a CPU, where a reference runs
-    """
-
-    __pydantic_config__: ClassVar = STRICT
-
-    loss: FiniteFloat
-    agreement: Fraction
-    time_us: Positive | None = None
-
-
-@dataclass(frozen=True)
-class SelectionOutcome:
-    """A model whose queries attend to selected blocks of keys.
-
-    kept  share of the blocks of keys that the queries of a prompt see
-    keep  blocks of keys that a block of queries, and a step, attends to; None: dense attention
-    """
-
-    __pydantic_config__: ClassVar = STRICT
-
-    kept: Fraction
-    keep: PositiveInt | None
-    prompts: Passes
-    steps: Passes
-
-
-@dataclass(frozen=True)
-class SelectionQuality:
-    """A model with dense attention, the first outcome, and with fewer and fewer keys.
-
-    context    tokens of a context
-    prompts    tokens of prompts over which loss and agreement are means: those of the second half
-    steps      tokens that were decoded, at the end of the contexts
-    layers     number of layers, and `selecting` that of the layers without a window
-    """
-
-    __pydantic_config__: ClassVar = STRICT
-
-    schema: Literal["sparsebench/selection@1"]
-    weights: str
-    sha256: str
-    tokens_from: str
-    device: str
-    dtype: str
-    context: PositiveInt
-    prompts: PositiveInt
-    steps: PositiveInt
-    block: PositiveInt
-    layers: PositiveInt
-    selecting: PositiveInt
-    unit: Literal["token", "byte"]
-    outcomes: Annotated[Sequence[SelectionOutcome], Field(min_length=2)]
-
-
 def read_pruning(path: Path) -> Pruning:
     """Read the output of `sparsebench prune --json`; raises ResultError if it is invalid."""
     pruning = read_model(path, Pruning, PRUNING_SCHEMA)
@@ -404,20 +342,3 @@ def read_widths(path: Path) -> PatternTrainings:
 def read_whole(path: Path) -> ModelTimings:
     """Read the output of whole_model.py; raises ResultError if it is invalid."""
     return read_model(path, ModelTimings, WHOLE_SCHEMA)
-
-
-def read_selection(path: Path) -> SelectionQuality:
-    """Read the output of selection_quality.py; raises ResultError if it is invalid."""
-    quality = read_model(path, SelectionQuality, SELECTION_SCHEMA)
-    for number, outcome in enumerate(quality.outcomes):
-        if (outcome.keep is None) != (number == 0):
-            expected = (
-                "no keep in the first outcome, that of dense attention, and one in the others"
-            )
-            raise ResultError(
-                f"{path}: outcomes.{number}.keep: expected {expected}; found {outcome.keep}"
-            )
-    if quality.selecting > quality.layers:
-        expected = f"at most all layers, {quality.layers}"
-        raise ResultError(f"{path}: selecting: expected {expected}; found {quality.selecting}")
-    return quality

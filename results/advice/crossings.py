@@ -18,7 +18,7 @@ dense attention still wins at the longest one, and the shortest one if it alread
 The interval of a length is the set of lengths at which the interval of the gain, widened by the
 noise floor, holds 1. So it has the level of the gain's (Fieller 1954), if a curve is straight.
 
-`attention.json` is an object of `schema`, `curves` (Curve) and `quality` (results/model_files.py).
+`attention.json` is an object of `schema`, `curves` (Curve) and `quality` (selection_files.py).
 """
 
 import json
@@ -33,8 +33,8 @@ from typing import Any, Final, Literal
 import pandas as pd
 
 from sparsebench.results.files import read_model
-from sparsebench.results.model_files import SelectionQuality, read_selection
 from sparsebench.results.run.provenance import on_gpu
+from sparsebench.results.selection_files import SelectionQuality, read_selection
 from sparsebench.results.tables.analysis import Analysis
 from sparsebench.results.tables.contests import with_gains
 from sparsebench.results.tables.frame import records

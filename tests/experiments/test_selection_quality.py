@@ -7,7 +7,7 @@ import selection_quality
 from selection_quality import keep_of, kept_share
 
 from sparsebench.errors import SuiteError
-from sparsebench.results.model_files import read_selection
+from sparsebench.results.selection_files import read_selection
 from tests.harness.tiny_models import tiny, tokenizer
 
 OPTIONS = {"context": 256, "contexts": 2, "steps": 20, "block": 16, "device": "cpu"}

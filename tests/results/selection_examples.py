@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from sparsebench.results.advice.crossings import AttentionEvidence, SelectionCurve, curves_of
-from sparsebench.results.model_files import Passes, SelectionOutcome, SelectionQuality
 from sparsebench.results.record import Case, Contender, Problem, Row, Status
 from sparsebench.results.run.store import StoredRun
+from sparsebench.results.selection_files import Passes, SelectionOutcome, SelectionQuality
 from sparsebench.results.tables.analysis import analyse
 
 FA3 = Contender("dense", "fa3", baseline=True)

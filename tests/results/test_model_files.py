@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from sparsebench.errors import ResultError
-from sparsebench.results.model_files import read_pruning, read_selection
+from sparsebench.results.model_files import read_pruning
+from sparsebench.results.selection_files import read_selection
 from tests.tools.paths import PUBLISHED
 
 RECOVERED = PUBLISHED / "pruning/SmolLM2-135M-Instruct.Q4_1-wanda-recovered.json"
