@@ -43,7 +43,8 @@ from sparsebench.kernels.nn.attention import METHODS, attention_of_elements, sel
 
 NAME = "sparsebench"
 BLOCK = 64  # queries and keys of a block
-SELECT = {"method": "pooled", "keep": None, "mass": None, "block": BLOCK}  # of sparse_select
+POOLED = "pooled"
+SELECT = {"method": POOLED, "keep": None, "mass": None, "block": BLOCK}  # of sparse_select
 SIZES = "keep", "mass", "block", "first", "last"
 REFUSED = "softcap", "s_aux", "position_bias"  # arguments that change scores
 
@@ -185,10 +186,10 @@ def _selection(config: Any) -> dict[str, Any]:
     if not (value := getattr(config, "sparse_select", None)):
         return {}
     fields = value if isinstance(value, dict) else {}
-    name: Any = fields.get("method", SELECT["method"])
+    name = fields.get("method", POOLED)
     if isinstance(name, str) and name not in METHODS:  # a downloaded file imports no other package
         raise Unsupported(f"sparse_select: method: {unknown('a method', name, METHODS)}")
-    method = METHODS[name if isinstance(name, str) else SELECT["method"]]
+    method = METHODS[name if isinstance(name, str) else POOLED]
     options = {**SELECT, "first": method.first, "last": method.last}
     if wrong := [key for key in fields if key not in options and key not in method.options]:
         names = [*options, *method.options]
