@@ -6,7 +6,8 @@
                 e = ids[t, j]
 
     Wg, Wu [experts intermediate, hidden]    Wd [experts hidden, intermediate]
-    ids, shares [layers m, top_k]            drawn anew for each layer, as in op experts
+    ids, shares [layers m, top_k]            each layer shuffles the tokens and relabels the
+                                             experts, as each draw of op experts does
 
 The experts of a token are drawn and not computed from Z: a rounding could turn a close choice, and
 then two right kernels would give other logits. So the router's product is left out, which has a
@@ -29,8 +30,6 @@ from sparsebench.harness.ops._varied import Varied, fine_of, gated
 from sparsebench.harness.ops.experts import Routing, experts_hit, routes
 from sparsebench.kernels._kernel import DTYPES, OUTPUTS
 from sparsebench.results.record import Problem
-
-ROUTED = "wg", "wu", "wd"
 
 
 class ExpertsDecoderFields(decoder.DecoderFields):
@@ -61,9 +60,8 @@ def sizes(fields: Mapping[str, Any]) -> dict[str, Any]:
 def adjust(problem: Problem, name: str, operand: Tensor, draw: int) -> None:
     """Write the experts of each token, or scale an operand by a power of two."""
     if name == "ids":
-        choices = problem["layers"] * problem["m"]
-        all_layers = replace(problem, fields={**problem.fields, "m": choices})
-        operand.copy_(routes(all_layers, draw))
+        layers = problem["layers"]
+        operand.copy_(torch.cat([routes(problem, draw * layers + i) for i in range(layers)]))
     elif name == "shares":
         operand.copy_(operand.float() * 2.0 ** round(-log2(problem["top_k"]) / 2))
     else:
@@ -73,7 +71,7 @@ def adjust(problem: Problem, name: str, operand: Tensor, draw: int) -> None:
 def definition(*, fields: Values, **operands: Tensor) -> Tensor:
     """Return Y [m, vocab] in the operands' dtype."""
     ids, shares = (operands.pop(name).split(fields["m"]) for name in ("ids", "shares"))
-    wg, wu, wd = (operands[name] for name in ROUTED)
+    wg, wu, wd = (operands[name] for name in decoder.MLP)
     about: dict[str, Any] = {name: fields[name] for name in ("experts", "activation")}
 
     def mlp(layer: int, z: Tensor) -> Tensor:
@@ -85,7 +83,9 @@ def definition(*, fields: Values, **operands: Tensor) -> Tensor:
 def spread(*, fields: Values, **operands: Tensor) -> Tensor:
     """Carry variances as op decoder does; a row of an expert and its share of it are rounded."""
     ids, shares = (operands.pop(name).split(fields["m"]) for name in ("ids", "shares"))
-    of_experts = [*zip(*(operands[name].chunk(fields["experts"]) for name in ROUTED), strict=True)]
+    of_experts = [
+        *zip(*(operands[name].chunk(fields["experts"]) for name in decoder.MLP), strict=True)
+    ]
     activation, fine = fields["activation"], fine_of(fields)
 
     def mlp(layer: int, z: Tensor, var: Tensor) -> Varied:
@@ -107,14 +107,14 @@ def flops(problem: Problem, nnz: Mapping[str, int]) -> float:
 
 
 def fewest_bytes(problem: Problem, nnz: Mapping[str, int], itemsize: int) -> int:
-    """Return those of op decoder with the experts that the first layer's tokens hit."""
+    """Return those of op decoder with the experts that the tokens of a layer hit."""
     hit = experts_hit(problem)
     return decoder.fewest_bytes(problem, _scaled(problem, nnz, hit), itemsize)
 
 
 def _scaled(problem: Problem, nnz: Mapping[str, int], count: int) -> dict[str, int]:
     """Return the non-zeros if there were so many experts."""
-    return {**nnz, **{name: nnz[name] * count // problem["experts"] for name in ROUTED}}
+    return {**nnz, **{name: nnz[name] * count // problem["experts"] for name in decoder.MLP}}
 
 
 OP = replace(

@@ -115,6 +115,16 @@ def test_weights_of_ffn_in_fp8_stand_for_smaller_ones() -> None:
     assert torch.equal(y, op.definition(wg / 8, wu / 8, wd / 4, x, activation="relu2"))
 
 
+def test_every_layer_of_a_mixture_hits_as_many_experts() -> None:
+    op, m, layers = load_op("experts_decoder"), 16, 3
+    fields = {"m": m, "layers": layers, "experts": 32, "top_k": 8, "routing": "skewed"}
+    problem, ids = Problem("experts_decoder", fields), torch.empty(layers * m, 8, dtype=torch.int64)
+    op.adjust(problem, "ids", ids, 5)
+    hit = [len(of_layer.unique()) for of_layer in ids.split(m)]
+    assert hit == [experts.experts_hit(problem)] * layers
+    assert not torch.equal(ids[:m], ids[m : 2 * m])
+
+
 @pytest.mark.parametrize("routing", ["uniform", "measured", "skewed", "one", "holes"])
 def test_every_draw_hits_as_many_experts_with_as_many_rows(routing: str) -> None:
     fields = {"m": 16, "experts": 32, "top_k": 8, "routing": routing}
