@@ -140,20 +140,23 @@ def _bound(
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _places(row, unit, n, IN_TURN: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return where G of a row and a unit is in the products, and how far behind it U is."""
+def _read(  # type: ignore[no-untyped-def]
+    products, bias, ends, rows, n, experts, ROWS: tl.constexpr, UNITS: tl.constexpr,
+    EXPERTS: tl.constexpr, IN_TURN: tl.constexpr, BIAS: tl.constexpr,
+):  # fmt: skip
+    """Return G and U of a program's tile after their bias, in 32 bits, and where they are.
+
+    Also the rows [ROWS], the places of a tile of H, and which of them are inside. U is `apart`
+    behind G in the products.
+    """
+    tiles = tl.cdiv(n, UNITS)
+    row = tl.program_id(0) // tiles * ROWS + tl.arange(0, ROWS)
+    unit = tl.program_id(0) % tiles * UNITS + tl.arange(0, UNITS)[None, :]
+    inside = (row < rows)[:, None] & (unit < n)
     column, apart = unit, n
     if IN_TURN:
         column, apart = unit // WIDTH * (2 * WIDTH) + unit % WIDTH, WIDTH
-    return row.to(tl.int64)[:, None] * (2 * n) + column, apart
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _read(  # type: ignore[no-untyped-def]
-    products, bias, ends, at, apart, row, unit, inside, n, experts,
-    EXPERTS: tl.constexpr, BIAS: tl.constexpr,
-):  # fmt: skip
-    """Return G and U after their bias, in 32 bits."""
+    at = row.to(tl.int64)[:, None] * (2 * n) + column
     gate = tl.load(products + at, inside, 0.0).to(tl.float32)
     up = tl.load(products + at + apart, inside, 0.0).to(tl.float32)
     if BIAS:
@@ -163,7 +166,7 @@ def _read(  # type: ignore[no-untyped-def]
         from_bias = bias + number.to(tl.int64)[:, None] * (2 * n) + unit
         gate += tl.load(from_bias, inside, 0.0).to(tl.float32)
         up += tl.load(from_bias + n, inside, 0.0).to(tl.float32)
-    return gate, up
+    return gate, up, at, apart, row, row.to(tl.int64)[:, None] * n + unit, inside
 
 
 @triton.jit
@@ -179,16 +182,12 @@ def _gate(  # type: ignore[no-untyped-def]
     ROWS: tl.constexpr, UNITS: tl.constexpr, EXPERTS: tl.constexpr, IN_TURN: tl.constexpr,
     BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
 ):  # fmt: skip
-    tiles = tl.cdiv(n, UNITS)
-    row = tl.program_id(0) // tiles * ROWS + tl.arange(0, ROWS)
-    unit = tl.program_id(0) % tiles * UNITS + tl.arange(0, UNITS)[None, :]
-    inside = (row < rows)[:, None] & (unit < n)
-    at, apart = _places(row, unit, n, IN_TURN)
-    gate, up = _read(products, bias, ends, at, apart, row, unit, inside, n, experts, EXPERTS, BIAS)
+    gate, up, _, _, _, to, inside = _read(
+        products, bias, ends, rows, n, experts, ROWS, UNITS, EXPERTS, IN_TURN, BIAS
+    )
     if ACTIVATION == "clamped_swiglu":
         gate, up = _clamped(gate, up)
-    to = h + row.to(tl.int64)[:, None] * n + unit
-    tl.store(to, (activated(gate, ACTIVATION) * up).to(h.dtype.element_ty), inside)
+    tl.store(h + to, (activated(gate, ACTIVATION) * up).to(h.dtype.element_ty), inside)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -197,13 +196,9 @@ def _differentiate(  # type: ignore[no-untyped-def]
     ROWS: tl.constexpr, UNITS: tl.constexpr, EXPERTS: tl.constexpr, IN_TURN: tl.constexpr,
     BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
 ):  # fmt: skip
-    tiles = tl.cdiv(n, UNITS)
-    row = tl.program_id(0) // tiles * ROWS + tl.arange(0, ROWS)
-    unit = tl.program_id(0) % tiles * UNITS + tl.arange(0, UNITS)[None, :]
-    inside = (row < rows)[:, None] & (unit < n)
-    at, apart = _places(row, unit, n, IN_TURN)
-    gate, up = _read(products, bias, ends, at, apart, row, unit, inside, n, experts, EXPERTS, BIAS)
-    to = row.to(tl.int64)[:, None] * n + unit
+    gate, up, at, apart, row, to, inside = _read(
+        products, bias, ends, rows, n, experts, ROWS, UNITS, EXPERTS, IN_TURN, BIAS
+    )
     dh = tl.load(v + to, inside, 0.0).to(tl.float32)
     part = tl.load(share + row, row < rows, 0.0)[:, None]
     of_gate, of_up = inside, inside  # G and U that are not clamped
@@ -213,6 +208,7 @@ def _differentiate(  # type: ignore[no-untyped-def]
     act, slope = activated_with_slope(gate, ACTIVATION)
     h = act * up
     kind = both.dtype.element_ty
+    tiles = tl.cdiv(n, UNITS)
     sums = dots + row.to(tl.int64) * tiles + tl.program_id(0) % tiles
     tl.store(sums, tl.sum(tl.where(inside, dh * h, 0.0), 1), row < rows)
     tl.store(shared + to, (part * h).to(kind), inside)

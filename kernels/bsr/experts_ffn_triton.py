@@ -18,10 +18,17 @@ from sparsebench.kernels._kernel import Kernel, Launch, Operands
 from sparsebench.kernels.bsr import experts_triton
 
 
-def joined(gate: Format, up: Format, experts: int) -> Bsr:
-    """Return gate above up of each expert [experts 2 n, k], in blocks. Raises Unsupported."""
-    if not isinstance(gate, Bsr) or not isinstance(up, Bsr) or gate.block != up.block:
-        raise Unsupported("expected gate and up in blocks of one size, found others")
+def gate_above_up(gate: Format, up: Format, experts: int = 1) -> Bsr:
+    """Return gate above up of each expert [experts 2 n, k], in their blocks. Raises Unsupported.
+
+    If n is not a multiple of r, the blocks of up are cut again, starting where gate ends.
+    """
+    if not isinstance(gate, Bsr) or not isinstance(up, Bsr):
+        actual = " and ".join(type(w).__name__ for w in (gate, up))
+        raise Unsupported(f"expected gate and up in bsr, found {actual}")
+    if gate.block != up.block:
+        actual = " and ".join("x".join(map(str, w.block)) for w in (gate, up))
+        raise Unsupported(f"expected gate and up of the same blocks, found {actual}")
     parts = [w.to_dense().unflatten(0, (experts, -1)) for w in (gate, up)]
     return Bsr.from_dense(torch.cat(parts, 1).flatten(0, 1), block=[*gate.block])
 
@@ -29,7 +36,7 @@ def joined(gate: Format, up: Format, experts: int) -> Bsr:
 def prepare(operands: Operands) -> Launch:
     """Plan both products, each with a search of its own. Raises Unsupported."""
     experts, wd = operands.problem["experts"], operands.weights["wd"]
-    both = joined(operands.weights["wg"], operands.weights["wu"], experts)
+    both = gate_above_up(operands.weights["wg"], operands.weights["wu"], experts)
     if not isinstance(wd, Bsr):
         raise Unsupported(f"expected a weight in bsr, found {type(wd).__name__}")
     options: dict[str, Any] = {"experts": experts, "engines": (experts_triton.KERNEL,)}

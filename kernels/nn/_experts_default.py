@@ -13,7 +13,7 @@ from sparsebench.formats.spense import Spense
 from sparsebench.kernels._common.gated_layer import launch_of_experts, launch_of_layer
 from sparsebench.kernels._common.operator import Earlier
 from sparsebench.kernels._kernel import Launch, Operands
-from sparsebench.kernels.bsr import experts_ffn_triton
+from sparsebench.kernels.bsr.experts_ffn_triton import gate_above_up
 from sparsebench.kernels.dense._decoder import DecoderPart, copy_of, experts_part
 from sparsebench.kernels.nn._experts_engines import Weight
 from sparsebench.kernels.nn._experts_engines import bound as bound_experts
@@ -41,7 +41,7 @@ def mixture_of(operands: Operands) -> PackedMixture:
             both, wd = joined(wg, wu, split="columns"), copy_of(wd)
             layers: Any = SpenseLinear.from_spense(both), SpenseLinear.from_spense(wd)
         elif isinstance(wd, Bsr):
-            both = experts_ffn_triton.joined(wg, wu, count)
+            both = gate_above_up(wg, wu, count)
             layers = layer_of(both), layer_of(wd)
         else:
             raise Unsupported(f"expected experts in spense or bsr, found {type(wd).__name__}")

@@ -20,9 +20,9 @@ from sparsebench.formats.dense import Dense
 from sparsebench.formats.spense import Spense
 from sparsebench.kernels._common.operator import bucket
 from sparsebench.kernels._kernel import Operands
+from sparsebench.kernels.bsr.experts_ffn_triton import gate_above_up
 from sparsebench.kernels.dense._decoder import EPSILON, ROTARY, copy_of
 from sparsebench.kernels.nn.block_sparse_mlp import BlockSparseGatedMLP, layer_of
-from sparsebench.kernels.nn.default import stacked
 from sparsebench.kernels.nn.spense import SpenseGatedMLP
 from sparsebench.kernels.spense.spense_ffn import joined
 
@@ -80,7 +80,7 @@ def mlps(operands: Operands) -> Callable[[Any], nn.Module]:
         of_2_4 = joined(wg, wu)
         return lambda _: SpenseGatedMLP.from_spense(copy_of(of_2_4), copy_of(wd))
     if isinstance(wg, Bsr) and isinstance(wu, Bsr) and isinstance(wd, Bsr):
-        of_blocks = stacked(wg, wu)
+        of_blocks = gate_above_up(wg, wu)
         first = layer_of(of_blocks), layer_of(wd)
 
         def blocks(_: Any) -> nn.Module:

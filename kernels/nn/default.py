@@ -48,6 +48,7 @@ from sparsebench.kernels._common.search import lines_of
 from sparsebench.kernels._kernel import Kernel, Launch, Operands
 from sparsebench.kernels.attention._call import bind
 from sparsebench.kernels.bsr._call import BsrCall
+from sparsebench.kernels.bsr.experts_ffn_triton import gate_above_up
 from sparsebench.kernels.dense import _decoder
 from sparsebench.kernels.dense._decoder import (
     WEIGHTS,
@@ -244,7 +245,7 @@ def _blocks(operands: Operands, earlier: Earlier | None) -> Launch:
     assert isinstance(wd, Bsr)
     x, activation = operands.activations["x"], operands.problem["activation"]
     try:
-        layers = layer_of(stacked(wg, wu)), layer_of(wd)
+        layers = layer_of(gate_above_up(wg, wu)), layer_of(wd)
         mlp = BlockSparseGatedMLP(*layers, activation=activation).freeze()
     except FormatError as error:
         raise Unsupported(str(error)) from error
@@ -253,17 +254,6 @@ def _blocks(operands: Operands, earlier: Earlier | None) -> Launch:
         a = x if name == "gate_up" else hidden(mlp.gate_up(x), activation)
         parts[name] = frozen_plan(getattr(mlp, name).bsr, a, earlier and earlier.part(name))
     return launch_of_layer(_frozen(mlp, x), parts)
-
-
-def stacked(gate: Bsr, up: Bsr) -> Bsr:
-    """Return gate and up [n, k] as one matrix [2 n, k] of the same blocks. Raises Unsupported.
-
-    If n is not a multiple of r, the blocks of up are cut again, starting where gate ends.
-    """
-    if gate.block != up.block:
-        actual = " and ".join("x".join(map(str, w.block)) for w in (gate, up))
-        raise Unsupported(f"expected gate and up of the same blocks, found {actual}")
-    return Bsr.from_dense(torch.cat((gate.to_dense(), up.to_dense())), block=[*gate.block])
 
 
 def _products(operands: Operands, earlier: Earlier | None) -> Launch:
@@ -306,7 +296,7 @@ def _part(
     if isinstance(gate, Spense) and isinstance(up, Spense):
         gated = product("gate_up", joined(gate, up), inputs, activation)
     elif isinstance(gate, Bsr) and isinstance(up, Bsr):
-        both = product("gate_up", stacked(gate, up), inputs)
+        both = product("gate_up", gate_above_up(gate, up), inputs)
         gated = append_kernels(both, [hidden_of(y, activation) for y in both.outs])
     else:
         gated = _gated(product("gate", gate, inputs), product("up", up, inputs), activation)

@@ -43,6 +43,7 @@ from sparsebench.kernels.dense._sdpa import by_head
 from sparsebench.kernels.peers._attention import mask_of, selected_lists
 from sparsebench.results.record import Problem
 
+FLEX_LISTS = "kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices"
 MOST_PAIRS = 2**32  # queries and keys of all lists that a launch looks up: 16k tokens, 16 lists
 LONGEST = 128  # the side of FlexAttention's blocks by default
 SMALLEST = 16  # the smallest tile of tl.dot
@@ -141,10 +142,10 @@ def prepare(operands: Operands, *, plans: Literal["lists", "elements"] | None = 
     launch = _fastest(runs, ways, operands)
     if plan is None:
         return launch
-    chosen = next(way for way in ways if way.choice == launch.choice)
+    fastest = next(way for way in ways if way.choice == launch.choice)
     parts: dict[str, Callable[[], object]] = {
         "plan": torch.compile(lambda: plan().as_tuple(), dynamic=False, fullgraph=True),
-        "attention": partial(run, _compiled(problem, chosen)),
+        "attention": partial(run, _compiled(problem, fastest)),
     }
     lines = lines_of_parts(parts, operands.device)
     choice = {**launch.choice, "plans": plans}
@@ -190,11 +191,11 @@ def mask_of_elements(mask: BlockMask, cells: Tensor, heads: int) -> FlexMask:
         allowed = cells[b, h, q // b_q, k // b_k]
         return allowed & (k <= q + (s_kv - s_q)) if causal else allowed
 
-    made = create_block_mask(
+    by_elements = create_block_mask(
         rule, mask.batch, mask.lists, s_q, s_kv, cells.device, BLOCK_SIZE=mask.block
     )
     group = heads // mask.lists
-    lists = made.kv_num_blocks, made.kv_indices, made.full_kv_num_blocks, made.full_kv_indices
+    lists = [getattr(by_elements, name) for name in FLEX_LISTS]
     repeated = [x.repeat_interleave(group, 1) for x in lists if x is not None]
     return _flex_mask(mask, lambda b, h, q, k: rule(b, h // group, q, k), *repeated)
 
@@ -203,8 +204,8 @@ def _flex_mask(mask: BlockMask, rule: Any, *lists: Tensor) -> FlexMask:
     """Return FlexAttention's mask of counts and columns of partial and of full blocks."""
     make: Any = FlexMask.from_kv_blocks
     sizes = {"BLOCK_SIZE": mask.block, "seq_lengths": mask.tokens}
-    made: FlexMask = make(*lists, **sizes, mask_mod=rule, compute_q_blocks=False)
-    return made
+    flex_mask: FlexMask = make(*lists, **sizes, mask_mod=rule, compute_q_blocks=False)
+    return flex_mask
 
 
 def prepare_backward(operands: Operands) -> Launch:
