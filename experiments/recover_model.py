@@ -71,8 +71,8 @@ def distance(pruned: nn.Module, dense: nn.Module, tokens: Tensor) -> Tensor:
 
 def trained_weights(model: Any) -> Iterator[nn.Parameter]:
     ends = model.get_input_embeddings(), model.get_output_embeddings()
-    kept = {weight for end in ends for weight in end.parameters()}
-    return (weight for weight in model.parameters() if weight not in kept)
+    embeddings = {weight for end in ends for weight in end.parameters()}
+    return (weight for weight in model.parameters() if weight not in embeddings)
 
 
 def train(
@@ -116,7 +116,9 @@ def train(
 def main(
     weights: Annotated[Path, typer.Argument(help="A Hugging Face folder, or a .gguf file.")],
     out: Annotated[Path, typer.Option(help="The JSON file.")],
-    minutes: Annotated[float, typer.Option(help="Of training for each recipe.", min=0)] = 10,
+    minutes: Annotated[
+        float, typer.Option(help="Minutes of training for each recipe.", min=0)
+    ] = 10,
     method: str = "wanda,spensegpt",
     dense: Annotated[str, typer.Option(help="Fractions of the features left dense.")] = "0,0.5",
     rate: Annotated[float, typer.Option(help="The largest learning rate.")] = 1e-4,

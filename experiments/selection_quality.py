@@ -44,14 +44,14 @@ WARM_UP = 2  # steps of a context that are not timed
 Call = Callable[..., Any]
 
 
-def kept_share(keep: int, blocks: int) -> float:
+def visible_share(keep: int, blocks: int) -> float:
     """Return the share of the blocks that causal rows of blocks keep, `keep` of each at most."""
     return sum(min(keep, row + 1) for row in range(blocks)) / (blocks * (blocks + 1) / 2)
 
 
 def keep_of(share: float, blocks: int) -> int:
     """Return the number of blocks whose share is nearest, at least the first and the last."""
-    return min(range(2, blocks + 1), key=lambda keep: abs(kept_share(keep, blocks) - share))
+    return min(range(2, blocks + 1), key=lambda keep: abs(visible_share(keep, blocks) - share))
 
 
 class Predictions:
@@ -143,10 +143,10 @@ def main(
         select = None if most is None else {"keep": most, "block": block}
         pair = dense if select is None else measure(model, step, rows, steps, select)
         passes = [one.passes(first) for one, first in zip(pair, dense, strict=True)]
-        kept = kept_share(most or blocks, blocks)
-        outcomes.append(SelectionOutcome(round(kept, 4), most, *passes))
+        share = visible_share(most or blocks, blocks)
+        outcomes.append(SelectionOutcome(round(share, 4), most, *passes))
         about = "; ".join(f"loss {p.loss:.4f}, agreement {p.agreement:.1%}" for p in passes)
-        print(f"{kept:.0%} of the blocks: {about}", flush=True)
+        print(f"{share:.0%} of the blocks: {about}", flush=True)
     config = model.config.get_text_config()
     kinds = getattr(config, "layer_types", None) or ["full_attention"] * loaded.layers
     name = torch.cuda.get_device_name(place) if place.type == "cuda" else place.type

@@ -193,7 +193,7 @@ def quality_table(quality: SelectionQuality) -> Table:
     for each in quality.outcomes:
         keys = "all" if each.keep is None else f"{each.keep * quality.block:,}"
         cells = [*_passes(each.prompts, dense.prompts), *_passes(each.steps, dense.steps)]
-        lines.append([percent(each.kept), keys, *cells])
+        lines.append([percent(each.share), keys, *cells])
     heads = [f"{what}, {of}" for of in ("prompts", "decoding") for what in ("loss", "same", "time")]
     title = f"{quality.weights}, contexts of {quality.context:,} tokens"
     return Table(columns=["kept", "keys", *heads], lines=lines, title=title)

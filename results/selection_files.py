@@ -39,13 +39,13 @@ class Passes:
 class SelectionOutcome:
     """A model whose queries attend to selected blocks of keys.
 
-    kept  share of the blocks of keys that the queries of a prompt see
-    keep  blocks of keys that a block of queries, and a step, attends to; None: dense attention
+    share  of the blocks of keys that the queries of a prompt see
+    keep   blocks of keys that a block of queries, and a step, attends to; None: dense attention
     """
 
     __pydantic_config__: ClassVar = STRICT
 
-    kept: Fraction
+    share: Fraction
     keep: PositiveInt | None
     prompts: Passes
     steps: Passes

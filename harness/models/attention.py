@@ -214,9 +214,9 @@ def _is_selection(options: dict[str, Any]) -> bool:
 
 def _bound(selection: dict[str, Any]) -> int:
     """Return the most queries of a prompt that keeps all of its blocks, whatever their scores."""
-    kept = selection["first"] + selection["last"]
-    most: int = (selection["keep"] if selection["mass"] is None else kept) * selection["block"]
-    return most
+    forced = selection["first"] + selection["last"]
+    blocks = selection["keep"] if selection["mass"] is None else forced
+    return int(blocks * selection["block"])
 
 
 def _require_window(module: Any, attention_mask: Tensor | None) -> None:

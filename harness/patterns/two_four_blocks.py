@@ -23,9 +23,9 @@ def rule(weight: Weight) -> Rule:
         expected = "expected whole blocks of a multiple of 4 columns"
         raise SuiteError(f"pattern two_four_blocks: {expected}, found {r} x {c} in {n} x {k}")
 
-    def choose(grid: ValueGrid, kept: int, score: Score) -> Tensor:
+    def choose(grid: ValueGrid, count: int, score: Score) -> Tensor:
         """Score 1 for the elements to keep, and 0 for the others."""
-        stored = best(score(blocks), blocks.cells, 2 * kept // (r * c))
+        stored = best(score(blocks), blocks.cells, 2 * count // (r * c))
         fours = best(score(grid), 4, 2).view(n // r, r, k // c, c)
         return (fours & stored.view(n // r, 1, k // c, 1)).flatten().to(torch.int32)
 

@@ -240,12 +240,12 @@ def _fields(
 
 def _require_scopes(scopes: Collection[str], ops: Collection[str]) -> None:
     """Raise SuiteError for a scope that is not timed, and that no op reads itself."""
-    known = [*SCOPES, *(reading for op in sorted(ops) for reading in load_op(op).readings)]
+    choices = [*SCOPES, *(reading for op in sorted(ops) for reading in load_op(op).readings)]
     for scope in scopes:
-        if scope not in known:
-            expected = f"one of {', '.join(known)}"
+        if scope not in choices:
+            expected = f"one of {', '.join(choices)}"
             raise SuiteError(
-                f"scopes: expected {expected}; found {scope!r}{did_you_mean(scope, known)}"
+                f"scopes: expected {expected}; found {scope!r}{did_you_mean(scope, choices)}"
             )
     if not any(scope in SCOPES for scope in scopes):
         raise SuiteError(f"scopes: expected at least one of {', '.join(SCOPES)}; found none")

@@ -24,7 +24,7 @@ noise floor, holds 1. So it has the level of the gain's (Fieller 1954), if a cur
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from importlib.resources import files
 from math import exp, inf, isnan, log
 from pathlib import Path
@@ -32,6 +32,7 @@ from typing import Any, Final, Literal
 
 import pandas as pd
 
+from sparsebench.results.advice.measured_layers import text_by_record
 from sparsebench.results.files import read_model
 from sparsebench.results.run.provenance import on_gpu
 from sparsebench.results.selection_files import SelectionQuality, read_selection
@@ -50,13 +51,13 @@ Line = Mapping[Any, Any]
 class CurvePoint:
     """A measured length: the gain over dense attention with its interval, and both times in µs.
 
-    kept    share of the visible blocks of keys that is kept
+    share   of the visible blocks of keys that is kept
     dense   the fastest dense kernel
     floor   of the noise: a gain within 1 ± floor is none
     """
 
     tokens: int
-    kept: float
+    share: float
     gain: float
     low: float | None
     high: float | None
@@ -118,12 +119,7 @@ class AttentionEvidence:
     @property
     def text(self) -> str:
         """Return attention.json, with a line for each record."""
-        parts = [
-            f"{json.dumps(name)}: [\n" + ",\n".join(map(json.dumps, rows)) + "\n]"
-            for name, rows in asdict(self).items()
-            if name != "schema"
-        ]
-        return ",\n".join(['{"schema": ' + json.dumps(self.schema), *parts]) + "}\n"
+        return text_by_record(self)
 
 
 def packaged_attention() -> AttentionEvidence:
@@ -216,12 +212,12 @@ def _about(line: Line) -> tuple[Any, ...]:
 def _keys_of(line: Line) -> int:
     """Return the keys of a row of blocks, if all rows that see enough keep equally many."""
     side = _sides(line)[1]
-    rows, kept = -(-_length(line) // side), 1 - float(line["level"])
+    rows, share = -(-_length(line) // side), 1 - float(line["level"])
     if line["m"] == 1 or not line["causal"]:
-        return side * round(rows * kept)
+        return side * round(rows * share)
 
     def excess(count: int) -> float:  # row r sees r + 1 blocks
-        return count * rows - count * (count - 1) / 2 - kept * rows * (rows + 1) / 2
+        return count * rows - count * (count - 1) / 2 - share * rows * (rows + 1) / 2
 
     return side * min(range(1, rows + 1), key=lambda count: abs(excess(count)))
 
@@ -242,17 +238,17 @@ def _point(line: Line) -> CurvePoint:
     def end(name: str) -> float | None:
         return None if isnan(line[name]) else round(float(line[name]), 4)
 
-    kept = 1 - (line["level"] if isnan(line["sparsity_achieved"]) else line["sparsity_achieved"])
+    share = 1 - (line["level"] if isnan(line["sparsity_achieved"]) else line["sparsity_achieved"])
     floor = 0.0 if isnan(line["floor"]) else round(float(line["floor"]), 4)
     gains = round(float(line["gain"]), 4), end("low"), end("high"), floor
     times = round(float(line["median_us"]), 3), line["dense_name"], round(line["dense_us"], 3)
     return CurvePoint(
-        _length(line), round(float(kept), 4), *gains, *times, line["run"], int(line["processes"])
+        _length(line), round(float(share), 4), *gains, *times, line["run"], int(line["processes"])
     )
 
 
 def _order(curve: SelectionCurve) -> tuple[Any, ...]:
-    kept = (curve.share is None, -(curve.share or 0), curve.keys or 0)
+    by_size = (curve.share is None, -(curve.share or 0), curve.keys or 0)
     shape = curve.heads, curve.kv_heads, curve.head_dim, curve.sequences, curve.causal
     about = curve.method, curve.contender, curve.block, curve.dtype
-    return curve.gpu, curve.phase == "decode", *shape, *about, *kept
+    return curve.gpu, curve.phase == "decode", *shape, *about, *by_size

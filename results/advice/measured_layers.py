@@ -146,12 +146,16 @@ class Evidence:
     @property
     def text(self) -> str:
         """Return advice.json, with a line for each record."""
-        parts = [
-            f"{json.dumps(name)}: [\n" + ",\n".join(map(json.dumps, rows)) + "\n]"
-            for name, rows in asdict(self).items()
-            if name != "schema"
-        ]
-        return ",\n".join(['{"schema": ' + json.dumps(self.schema), *parts]) + "}\n"
+        return text_by_record(self)
+
+
+def text_by_record(data: Any) -> str:
+    """Return a dataclass of lists as JSON: its `schema`, and a line for each record of a list."""
+    lists = asdict(data)
+    parts = ['{"schema": ' + json.dumps(lists.pop("schema"))]
+    for name, rows in lists.items():
+        parts.append(f"{json.dumps(name)}: [\n" + ",\n".join(map(json.dumps, rows)) + "\n]")
+    return ",\n".join(parts) + "}\n"
 
 
 def packaged_evidence() -> Evidence:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import selection_quality
-from selection_quality import keep_of, kept_share
+from selection_quality import keep_of, visible_share
 
 from sparsebench.errors import SuiteError
 from sparsebench.results.selection_files import read_selection
@@ -14,9 +14,9 @@ OPTIONS = {"context": 256, "contexts": 2, "steps": 20, "block": 16, "device": "c
 
 
 def test_shares_are_of_the_blocks_that_causal_rows_see() -> None:
-    assert kept_share(4, 4) == 1
-    assert kept_share(1, 4) == 0.4
-    assert kept_share(2, 4) == 0.7
+    assert visible_share(4, 4) == 1
+    assert visible_share(1, 4) == 0.4
+    assert visible_share(2, 4) == 0.7
     assert [keep_of(share, 64) for share in (0.5, 0.25, 0.1, 0.01)] == [19, 9, 3, 2]
 
 
@@ -32,8 +32,8 @@ def test_a_file_has_dense_and_selected_attention(kind: str, tmp_path: Path) -> N
     dense, most, few = report.outcomes
     assert (report.prompts, report.steps, report.layers) == (2 * 108, 2 * 19, 2)
     assert report.selecting == (2 if kind == "llama" else 1)
-    assert (dense.keep, dense.kept, dense.prompts.agreement) == (None, 1, 1)
-    assert most.kept > few.kept
+    assert (dense.keep, dense.share, dense.prompts.agreement) == (None, 1, 1)
+    assert most.share > few.share
     assert abs(few.prompts.loss - dense.prompts.loss) > 0.01
     assert abs(few.steps.loss - dense.steps.loss) > 0.01
     assert few.steps.time_us is None
