@@ -31,6 +31,7 @@ from sparsebench.kernels._common.transforms import aligned, is_watched
 from sparsebench.kernels._common.triton import SMALLEST_TILE, BoundKernel, Template
 from sparsebench.kernels.attention._selecting import BOUND, means
 from sparsebench.kernels.attention._shapes import LOG2_E
+from sparsebench.kernels.attention._tiles import add_step
 
 FORCED = {"first": 1, "last": 2}
 """Blocks that a query keeps in any case, as BlockMask.from_scores takes them."""
@@ -168,14 +169,7 @@ def _walk(  # type: ignore[no-untyped-def]
         k_tile, v_tile = tl.load(keys + at, there, 0.0), tl.load(values + at, there, 0.0)
         products = tl.dot(q_tile, k_tile.T, input_precision="ieee")
         products = tl.where(block[None, :] < complete[:, None], products, -float("inf"))
-        new = tl.maximum(top, tl.max(products, 1) * scale)
-        safe = tl.where(new == -float("inf"), 0.0, new)
-        p = tl.exp2(products * scale - safe[:, None])
-        shrink = tl.exp2(top - safe)
-        weight = weight * shrink + tl.sum(p, 1)
-        total = total * shrink[:, None]
-        total = tl.dot(p.to(v_tile.dtype), v_tile, total, input_precision="ieee")
-        top = new
+        top, weight, total = add_step(products, v_tile, scale, top, weight, total, True)
     some = weight != 0  # also true for NaN
     weight = tl.where(some, weight, 1.0)
     tl.store(o + line[:, None] + depth, (total / weight[:, None]).to(o.dtype.element_ty), stored)

@@ -27,6 +27,7 @@ from sparsebench.kernels._common.transforms import ALIGNMENT
 from sparsebench.kernels._common.triton import SMALLEST_TILE, BoundKernel, Template, options
 from sparsebench.kernels._kernel import NAMES, refuse
 from sparsebench.kernels.attention._shapes import LOG2_E, unsupported
+from sparsebench.kernels.attention._tiles import add_step
 from sparsebench.results.record import Problem
 
 PAGE_SIZES = 16, 32, 64, 128  # keys of a page
@@ -266,14 +267,7 @@ def _attend(  # type: ignore[no-untyped-def]
         column = _column_of(columns, i + 1, count, PAGE, KEYS)
         scores = tl.dot(tile, k_tile.T, input_precision="ieee") * scale
         scores = tl.where(seen[None, :], scores, -float("inf"))
-        new = tl.maximum(top, tl.max(scores, 1))
-        safe = tl.where(new == -float("inf"), 0.0, new)
-        p = tl.exp2(scores - safe[:, None])
-        shrink = tl.exp2(top - safe)
-        weight = weight * shrink + tl.sum(p, 1)
-        total = total * shrink[:, None]
-        total = tl.dot(p.to(v_tile.dtype), v_tile, total, input_precision="ieee")
-        top = new
+        top, weight, total = add_step(scores, v_tile, 1.0, top, weight, total, True)
 
     complete = True
     if SPLITS > 1:

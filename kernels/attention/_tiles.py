@@ -135,6 +135,26 @@ def load_step(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def add_step(  # type: ignore[no-untyped-def]
+    scores, v_tile, scale, top, weight, total, MASK: tl.constexpr
+):
+    """Return the maxima, the sums and the weighted values of rows after a step of keys.
+
+    scores  [ROWS, KEYS]; -inf for a key that a row does not see
+    scale   to the base 2
+    MASK    whether a row may have seen no key yet
+    """
+    new = tl.maximum(top, tl.max(scores, 1) * scale)
+    safe = tl.where(new == -float("inf"), 0.0, new) if MASK else new
+    p = tl.exp2(scores * scale - safe[:, None])
+    shrink = tl.exp2(top - safe)
+    weight = weight * shrink + tl.sum(p, 1)
+    total = total * shrink[:, None]
+    total = tl.dot(p.to(v_tile.dtype), v_tile, total, input_precision="ieee")
+    return new, weight, total
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def mask_of(  # type: ignore[no-untyped-def]
     token, key, column, start, step, slots, bits, q_tokens, kv_tokens,
     Q_SIDE: tl.constexpr, KV_SIDE: tl.constexpr, SIDE: tl.constexpr, LANES: tl.constexpr,

@@ -39,6 +39,7 @@ from sparsebench.kernels.attention import _shapes
 from sparsebench.kernels.attention._call import AttentionCall, ListedMask, attention_engine
 from sparsebench.kernels.attention._gathering import CHUNK, Gathered, bound_gathering
 from sparsebench.kernels.attention._shapes import LOG2_E, Config, by_head, head_box
+from sparsebench.kernels.attention._tiles import add_step
 from sparsebench.kernels.attention.attention_triton import (
     LN_2,
     code_of,
@@ -272,14 +273,9 @@ def _attend(  # type: ignore[no-untyped-def]
                             at_key = from_key + tl.arange(0, KEYS)[None, :]
                             allowed = (at_key <= limit[:, None]) & (at_key < end_key)
                             scores = tl.where(allowed, scores, -float("inf"))
-                        new = tl.maximum(top, tl.max(scores, 1) * scale)
-                        safe = tl.where(new == -float("inf"), 0.0, new)
-                        p = tl.exp2(scores * scale - safe[:, None])
-                        shrink = tl.exp2(top - safe)
-                        weight = weight * shrink + tl.sum(p, 1)
-                        total = total * shrink[:, None]
-                        total = tl.dot(p.to(v_tile.dtype), v_tile, total, input_precision="ieee")
-                        top = new
+                        top, weight, total = add_step(
+                            scores, v_tile, scale, top, weight, total, True
+                        )
             some = tl.where(weight != 0, weight, 1.0)  # a NaN stays
             to = ((row + of_unit) * places + place).to(tl.int64) * PACK + member
             part = (total / some[:, None]).to(parts.dtype.element_ty)

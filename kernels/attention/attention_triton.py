@@ -54,6 +54,7 @@ from sparsebench.kernels.attention._shapes import (
     unsupported,
 )
 from sparsebench.kernels.attention._tiles import (
+    add_step,
     column_of,
     list_of,
     load_rows,
@@ -196,15 +197,7 @@ def _forward(  # type: ignore[no-untyped-def]
             scores = tl.dot(q_tile, k_tile.T, input_precision="ieee")
             if MASK:
                 scores = tl.where(allowed, scores, -float("inf"))
-            new = tl.maximum(top, tl.max(scores, 1) * scale)
-            # a row of a masked step may have no allowed element yet
-            safe = tl.where(new == -float("inf"), 0.0, new) if MASK else new
-            p = tl.exp2(scores * scale - safe[:, None])
-            shrink = tl.exp2(top - safe)
-            weight = weight * shrink + tl.sum(p, 1)
-            total = total * shrink[:, None]
-            total = tl.dot(p.to(v_tile.dtype), v_tile, total, input_precision="ieee")
-            top = new
+            top, weight, total = add_step(scores, v_tile, scale, top, weight, total, MASK)
 
     lane = tl.arange(0, ROWS)
     last = True
