@@ -232,8 +232,8 @@ def test_lists_of_single_queries_hold_any_causal_elements_of_whole_blocks(densit
     indices = other.to_nsa(mask)
     assert indices.shape[:3] == (2, 40, 3)
     shuffled = indices[..., torch.randperm(indices.shape[3], generator=draw)]
-    for given in (indices, shuffled.int(), torch.cat((indices, shuffled), 3)):
-        again = other.from_nsa(given, 16, 50)
+    for lists in (indices, shuffled.int(), torch.cat((indices, shuffled), 3)):
+        again = other.from_nsa(lists, 16, 50)
         assert torch.equal(again.offsets, mask.offsets)
         assert torch.equal(again.columns, mask.columns)
         assert torch.equal(again.expand(), elements)

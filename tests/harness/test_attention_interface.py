@@ -136,13 +136,13 @@ def test_what_selects_nothing_is_refused_whatever_the_length(llama, wrong) -> No
     del llama.config.sparse_select
 
 
-@pytest.mark.parametrize("chosen", [{"mass": 1.0}, {"keep": 16, "mass": 1.0}, {"keep": 16}])
+@pytest.mark.parametrize("options", [{"mass": 1.0}, {"keep": 16, "mass": 1.0}, {"keep": 16}])
 @torch.no_grad()
-def test_prompts_of_fewer_blocks_than_are_kept_attend_to_all(llama, chosen: dict) -> None:
+def test_prompts_of_fewer_blocks_than_are_kept_attend_to_all(llama, options: dict) -> None:
     prompt = torch.randint(1, 64, (1, 100))
     for length in (1, 8, 9, 16, 17, 100):
         logits = []
-        for name, selection in (("sdpa", None), ("sparsebench", {"block": 8, **chosen})):
+        for name, selection in (("sdpa", None), ("sparsebench", {"block": 8, **options})):
             llama.set_attn_implementation(name)
             llama.config.sparse_select = selection
             logits.append(llama(prompt[:, :length]).logits)
@@ -151,7 +151,7 @@ def test_prompts_of_fewer_blocks_than_are_kept_attend_to_all(llama, chosen: dict
 
 
 @pytest.mark.parametrize(
-    ("chosen", "by_hand"),
+    ("options", "by_hand"),
     [
         (
             {"method": "xattention", "mass": 0.7, "block": 16, "stride": 8},
@@ -165,7 +165,7 @@ def test_prompts_of_fewer_blocks_than_are_kept_attend_to_all(llama, chosen: dict
     ],
 )
 @torch.no_grad()
-def test_a_prompt_selects_by_a_method_as_a_call_by_hand_does(llama, chosen, by_hand) -> None:
+def test_a_prompt_selects_by_a_method_as_a_call_by_hand_does(llama, options, by_hand) -> None:
     prompt = torch.randint(1, 64, (2, 150))
 
     def select(module, query, key, value, attention_mask, scaling=None, **_):
@@ -174,7 +174,7 @@ def test_a_prompt_selects_by_a_method_as_a_call_by_hand_does(llama, chosen, by_h
 
     transformers.AttentionInterface.register("by_hand", select)
     transformers.AttentionMaskInterface.register("by_hand", attention.mask_of)
-    llama.config.sparse_select = chosen
+    llama.config.sparse_select = options
     try:
         logits = {}
         for name in ("by_hand", "sparsebench", "sdpa"):
@@ -251,13 +251,13 @@ def test_layers_with_a_window_keep_it_beside_layers_that_select() -> None:
     config = transformers.Gemma3TextConfig(**sizes, **kinds, initializer_range=0.3)
     model, prompt = transformers.Gemma3ForCausalLM(config).eval(), torch.randint(1, 64, (1, 90))
     logits = {}
-    for name, chosen in (
+    for name, options in (
         ("sdpa", None),
         ("sparsebench", {"mass": 1, "block": 16}),  # all blocks
         ("few", {"keep": 2, "block": 16}),
     ):
         model.set_attn_implementation("sdpa" if name == "sdpa" else "sparsebench")
-        model.config.sparse_select = chosen
+        model.config.sparse_select = options
         logits[name] = model(prompt, use_cache=False).logits
     torch.testing.assert_close(logits["sparsebench"], logits["sdpa"], atol=1e-4, rtol=1e-4)
     assert not torch.allclose(logits["few"], logits["sdpa"], atol=1e-2)

@@ -110,8 +110,8 @@ def test_vsa_of_tokens_in_cubes_is_that_of_the_video() -> None:
     q, k, v, gate = drawn(*[(1, math.prod(VIDEO), 2, 16)] * 4)
     options: dict[str, Any] = {"keep": 2, "method": "vsa"}
     right = select_attention(q, k, v, **options, video=VIDEO, gate=gate)
-    given = [vsa.in_cubes(x, VIDEO) for x in (q, k, v, gate)]
-    o = select_attention(*given[:3], **options, gate=given[3])
+    cubes = [vsa.in_cubes(x, VIDEO) for x in (q, k, v, gate)]
+    o = select_attention(*cubes[:3], **options, gate=cubes[3])
     assert torch.equal(vsa.in_rows(o, VIDEO), right)
     alone = select_attention(q, k, v, **options, video=VIDEO, gate=0)
     whole = select_attention(q, k, v, **options, video=VIDEO)
@@ -376,8 +376,8 @@ def test_every_generation_compiles_xattention(capability, monkeypatch) -> None:
         (64, torch.float32, 64, 16),
     ):
         of = (((2, 1000, heads, d), (1000 * heads * d, heads * d, d, 1)) for heads in (6, 3))
-        given = dtype, torch.device("cpu"), block, stride, True, 0.25
-        xattention._launch.__wrapped__(*of, *given)
+        sizes = dtype, torch.device("cpu"), block, stride, True, 0.25
+        xattention._launch.__wrapped__(*of, *sizes)
     assert len(programs) == 4
     for program in (*programs, *(one.before for one in programs if one.before)):
         complaint = complaint_about_launch(program, capability)
@@ -446,8 +446,8 @@ def error_of(
 ) -> float:
     """Return the relative error of O, given the scores: near ties may choose other blocks."""
     how, side = METHODS[method], block or METHODS[method].block
-    given: dict[str, Any] = {"scale": x[0].shape[3] ** -0.5, "block": side, "causal": causal}
-    scored = how.score(*x, **given, **options)
+    about: dict[str, Any] = {"scale": x[0].shape[3] ** -0.5, "block": side, "causal": causal}
+    scored = how.score(*x, **about, **options)
     places: dict[str, Any] = {"first": how.first, "last": how.last, "mass": mass}
     places["keys"] = None if scored.keys is None else scored.keys.cpu()
     tokens = [scored.q.shape[1], scored.k.shape[1]]

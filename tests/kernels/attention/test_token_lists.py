@@ -56,8 +56,8 @@ def test_the_queries_of_a_block_are_gathered_as_in_torch(options: dict[str, Any]
     places = int(wide.counts.max())
     right = Gathered.of(mask, places)
     gathered = Gathered(*(torch.full_like(x, -7) for x in right))
-    given = moved(wide)
-    for program in bound_gathering(given, places, Gathered(*map(moved, gathered))):
+    mask = moved(wide)
+    for program in bound_gathering(mask, places, Gathered(*map(moved, gathered))):
         program()
     for name in ("starts", "bases", "counts"):
         assert torch.equal(getattr(gathered, name), getattr(right, name)), name
@@ -187,7 +187,7 @@ def best(scores: Tensor, case: TokenCase, first: int, last: int) -> Tensor:
 
     The definition, one row at a time: forced blocks, then the highest scores, lower blocks first.
     """
-    chosen = torch.zeros(*scores.shape[:3], case.keys, dtype=torch.bool)
+    allowed = torch.zeros(*scores.shape[:3], case.keys, dtype=torch.bool)
     visible = seen(case).sum(1).tolist()
     for row in [
         (b, h, t)
@@ -199,9 +199,9 @@ def best(scores: Tensor, case: TokenCase, first: int, last: int) -> Tensor:
         forced = {j for j in range(count) if j < first or j >= count - last}
         rest = sorted(set(range(count)) - forced, key=lambda j: (-float(scores[row][j]), j))
         for j in [*forced, *rest[: case.keep - len(forced)]]:
-            chosen[row][j * case.block : (j + 1) * case.block] = True
-        chosen[row][max(t + case.keys - case.queries + 1, 0) :] = False
-    return chosen
+            allowed[row][j * case.block : (j + 1) * case.block] = True
+        allowed[row][max(t + case.keys - case.queries + 1, 0) :] = False
+    return allowed
 
 
 def gates(case: TokenCase) -> list[Tensor]:
@@ -225,34 +225,34 @@ def test_nsa_adds_up_its_branches(case: TokenCase, window: int) -> None:
     g_cmp, g_slc, g_swa = gates(case)
     scale = case.head_dim**-0.5
     compressed, scores = nsa_of(q, k, v, case.block, scale)
-    chosen = best(scores, case, 1, 2).repeat_interleave(q.shape[2] // k.shape[2], 1)
+    allowed = best(scores, case, 1, 2).repeat_interleave(q.shape[2] // k.shape[2], 1)
     right = compressed * g_cmp[..., None]
-    right += softmax_over(q, k, v, chosen, scale) * g_slc[..., None]
+    right += softmax_over(q, k, v, allowed, scale) * g_slc[..., None]
     options: dict[str, Any] = {"keep": case.keep, "block": case.block}
-    given = [q, k, v, g_cmp, g_slc]
+    operands = [q, k, v, g_cmp, g_slc]
     if window:
         behind = torch.arange(case.queries)[:, None] + case.keys - case.queries
         behind = behind - torch.arange(case.keys)
         inside = ((behind >= 0) & (behind < window)).expand(case.batch, q.shape[2], -1, -1)
         right += softmax_over(q, k, v, inside, scale) * g_swa[..., None]
-        given, options["window"] = [*given, g_swa], window
-    o = nsa_attention(*map(moved, given), **options)
+        operands, options["window"] = [*operands, g_swa], window
+    o = nsa_attention(*map(moved, operands), **options)
     torch.testing.assert_close(o.cpu().double(), right, atol=1e-5, rtol=1e-5)
 
 
 def test_a_window_of_more_keys_than_there_are_takes_no_more_memory() -> None:
     q, k, v = USED[0].operands()
-    given, options = [q, k, v, *gates(USED[0])], {"keep": 4, "block": 16}
-    whole = nsa_attention(*given, window=70, **options)
-    assert torch.equal(nsa_attention(*given, window=10**9, **options), whole)
+    operands, options = [q, k, v, *gates(USED[0])], {"keep": 4, "block": 16}
+    whole = nsa_attention(*operands, window=70, **options)
+    assert torch.equal(nsa_attention(*operands, window=10**9, **options), whole)
 
 
 @pytest.mark.interpreted
 @pytest.mark.parametrize("case", USED, ids=str)
 def test_moba_attends_to_the_blocks_of_each_head(case: TokenCase) -> None:
     q, k, v = case.operands()
-    chosen = best(moba_of(q, k, case.block), case, 0, 1)
-    right = softmax_over(q, k, v, chosen, case.head_dim**-0.5)
+    allowed = best(moba_of(q, k, case.block), case, 0, 1)
+    right = softmax_over(q, k, v, allowed, case.head_dim**-0.5)
     o = moba_attention(*map(moved, (q, k, v)), keep=case.keep, block=case.block)
     torch.testing.assert_close(o.cpu().double(), right, atol=1e-5, rtol=1e-5)
 
@@ -271,9 +271,9 @@ def test_a_cpu_attends_in_torch_and_moba_has_gradients(case: TokenCase) -> None:
         torch.testing.assert_close(actual.double(), wanted, atol=1e-5, rtol=1e-5)
 
     compressed, scores = nsa_of(q, k, v, case.block, scale)
-    chosen = best(scores, case, 1, 2).repeat_interleave(q.shape[2] // k.shape[2], 1)
+    allowed = best(scores, case, 1, 2).repeat_interleave(q.shape[2] // k.shape[2], 1)
     g_cmp, g_slc, _ = (gate[..., None] for gate in gates(case))
-    right = compressed * g_cmp + softmax_over(q, k, v, chosen, scale) * g_slc
+    right = compressed * g_cmp + softmax_over(q, k, v, allowed, scale) * g_slc
     o = nsa_attention(q, k, v, g_cmp[..., 0], g_slc[..., 0], keep=case.keep, block=case.block)
     torch.testing.assert_close(o.double(), right, atol=1e-5, rtol=1e-5)
 
