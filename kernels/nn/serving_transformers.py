@@ -191,7 +191,7 @@ class Server:
     def _add(self, number: int, prompt: list[int]) -> None:
         _, new = self.load.lengths[number]
         timed = {"record_timestamps": True, "eos_token_id": -1}
-        name = f"{self.calls}.{number}"  # of a call of its own: a step may still be on its way
+        name = f"{self.calls}.{number}"  # calls differ: a step of the last one may still run
         self.manager.add_request(prompt, request_id=name, max_new_tokens=new, **timed)
 
     def _next(self) -> tuple[float, float]:

@@ -56,7 +56,7 @@ def nsa_attention(
     operands = q, k, v, g_cmp, g_slc, *(() if g_swa is None else (g_swa,))
     if torch.is_grad_enabled() and any(x.requires_grad for x in operands):
         raise Unsupported("nsa_attention: expected a call without gradients, found one with them")
-    q, k, v = _checked("nsa_attention", q, k, v, keep, block)
+    q, k, v = _operands("nsa_attention", q, k, v, keep, block)
     for gate in operands[3:]:
         fits = gate.shape == q.shape[:3] and gate.is_floating_point() and gate.device == q.device
         if not fits:
@@ -65,7 +65,7 @@ def nsa_attention(
             raise Unsupported(f"nsa_attention: expected {expected}, found {actual}")
     factor = factor_of(q, scale)
     compressed, scores = _nsa.compress(q, k, v, block, factor)
-    o = attention(q, k, v, _selected(scores, q, k, keep, block, _nsa.FORCED), scale=scale)
+    o = attention(q, k, v, _mask_of(scores, q, k, keep, block, _nsa.FORCED), scale=scale)
     o = torch.addcmul(o * g_slc[..., None], compressed, g_cmp[..., None])
     if g_swa is None:
         return o.to(q.dtype)
@@ -88,12 +88,12 @@ def moba_attention(
 
     The selection has no gradient. Raises Unsupported, FormatError.
     """
-    q, k, v = _checked("moba_attention", q, k, v, keep, block)
+    q, k, v = _operands("moba_attention", q, k, v, keep, block)
     scores = _moba.score_blocks(q.detach(), k.detach(), block)
-    return attention(q, k, v, _selected(scores, q, k, keep, block, _moba.FORCED), scale=scale)
+    return attention(q, k, v, _mask_of(scores, q, k, keep, block, _moba.FORCED), scale=scale)
 
 
-def _checked(
+def _operands(
     name: str, q: Tensor, k: Tensor, v: Tensor, keep: int, block: int
 ) -> tuple[Tensor, ...]:
     """Return q, k and v as autocast wants them. Raises Unsupported, FormatError."""
@@ -107,7 +107,7 @@ def _checked(
     return q, k, v
 
 
-def _selected(
+def _mask_of(
     scores: Tensor, q: Tensor, k: Tensor, keep: int, block: int, forced: dict[str, int]
 ) -> BlockMask:
     """Return the mask of the highest scores [batch, lists, S, n]."""
