@@ -26,11 +26,11 @@ from sparsebench.results.advice.layer_estimates import (
     BLOCKS,
     FOUR_BITS,
     FP8,
-    QUANTIZED,
     SIX_EIGHT,
     TWO_FOUR,
     TWO_FOUR_BITS,
     TWO_FOUR_FP8,
+    Measured,
 )
 from sparsebench.results.advice.measured_layers import TRAINED, Evidence, Loss
 from sparsebench.results.advice.pruning import (
@@ -116,7 +116,7 @@ def chart(answer: Answer) -> Markup:
             place, gain, look = exp(each.nats), each.step, ROLES["peer"].but(marker="o", dash=None)
             if answer.best and each.kind == answer.best.kind:
                 look = ROLES["ours"].but(size=8)
-            if gain.basis != BOUND:
+            if gain.basis != BOUND and not gain.rough:
                 ends = [min(max(end, SPEEDS[0]), SPEEDS[1]) for end in (gain.low, gain.high)]
                 drawing.spans([place], ends[:1], ends[1:], look.but(dash=""), across=True)
             title = f"{each.kind}: {gain.text}, {each.quality}"
@@ -266,22 +266,41 @@ def about(answer: Answer) -> list[str]:
     losses = [each.loss for each in answer.kinds if each.loss]
     with_l1 = [_of_l1(loss) for loss in losses if loss.method == TRAINED]
     pruned = [loss for loss in losses if loss.method != TRAINED]
-    return [first, *unusable(answer), *_of_recoveries(answer), *_of_losses(pruned), *with_l1]
+    return [
+        first,
+        *unusable(answer),
+        *_rough(answer),
+        *_of_recoveries(answer),
+        *_of_losses(pruned),
+        *with_l1,
+    ]
+
+
+def _rough(answer: Answer) -> list[str]:
+    """Say what the estimates rest on whose interval is too wide to be shown."""
+    texts: dict[str, list[str]] = {}
+    for each in answer.kinds:
+        if each.step.rough:
+            texts.setdefault(each.step.rough, []).append(each.kind)
+    rests = [f"{join_words(kinds)}, on {rows}" for rows, kinds in texts.items()]
+    why = "The interval of a rough estimate is too wide to be shown: few layers were measured"
+    return [f"{why}. It rests, for {'; for '.join(rests)}."] * bool(rests)
 
 
 def _of_recoveries(answer: Answer) -> list[str]:
-    """Say what each training left of a loss, for all kinds of a model together."""
-    texts: dict[tuple[str, int, str], list[str]] = {}
+    """Say what training brought back, for all kinds of a model together."""
+    texts: dict[str, list[str]] = {}
     for each in answer.kinds:
         if after := each.recovery:
-            model = after.pruned.subject, max(round(after.minutes), 1), after.text
-            rise = f"{after.rise:+.2f} [{after.low:.2f}, {after.high:.2f}]"
-            before = f"{after.pruned.rise:+.2f} before"
-            texts.setdefault(model, []).append(f"{rise} with {each.kind} ({before})")
+            dense, trained = after.dense, after.dense + after.rise
+            subject = f"{after.pruned.subject}, dense {dense:.2f}, trained on {after.text}"
+            losses = f"{dense + after.pruned.rise:.2f}, then {trained:.2f}"
+            ends = f"[{dense + after.low:.2f}, {dense + after.high:.2f}]"
+            line = f"{each.kind} {losses} {ends} after {after.minutes:.1f} minutes"
+            texts.setdefault(subject, []).append(line)
     return [
-        f"After {amount(minutes, 'minute')} of training on {text}, in which zeros stayed zeros, "
-        f"the rise of the loss of {subject}, in nats per token, is {join_words(rises)}."
-        for (subject, minutes, text), rises in texts.items()
+        f"Loss in nats per token of {subject} with zeros that stayed zeros: {'; '.join(lines)}."
+        for subject, lines in texts.items()
     ]
 
 
@@ -314,9 +333,8 @@ def basis(evidence: Evidence, gpu: str) -> list[str]:
         f"{inside} of {predicted} measured layers lie in their intervals. "
         f"The time of the dense rest may be wrong by a factor of {REST:g}."
     )
-    layers, bits = evidence.measured, {kind for kind, way in QUANTIZED.items() if way == FOUR_BITS}
+    layers = evidence.measured
     unpruned = sum(r.over == "original" and r.layer.way != ACTIVATIONS for r in layers)
-    tokens = join_words(sorted({str(r.layer.m) for r in layers if r.layer.way in bits})) or "no"
     return [
         *([estimated] if predicted else []),
         "Gains are over dense on the same zeros."
@@ -324,8 +342,7 @@ def basis(evidence: Evidence, gpu: str) -> list[str]:
         * (unpruned > 0),
         "Only the MLPs are sparse. Attention, norms, the cache, the embedding and the head stay "
         "dense, in 16 bits. Gains of fp8 are over 16 bits in another contest, in one process.",
-        f"{QUANTIZED_HOW} Layers in 4 bits were measured at {tokens} tokens at once; gains at "
-        "other numbers are estimates.",
+        QUANTIZED_HOW + _in_four_bits(layers),
         "Brackets of a measured gain: the 95 % interval over processes, plus variation between "
         "runs. A look has fewer than 6 processes, and no brackets.",
         "An extrapolated gain was measured on a model with fewer of these layers, whose head "
@@ -335,6 +352,19 @@ def basis(evidence: Evidence, gpu: str) -> list[str]:
         "“At most” is the ratio of bytes or of FLOPs: no measured layer is similar enough.",
         f"With more than {BITMAP_TOKENS} tokens, zeros anywhere multiply a dense copy and keep it.",
     ]
+
+
+def _in_four_bits(layers: Sequence[Measured]) -> str:
+    """Name the kernels of the layers in 4 bits, with their gains by tokens."""
+    texts: dict[str, dict[int, str]] = {}
+    for row in sorted(layers, key=lambda row: (row.layer.m, row.gain)):  # the largest is the last
+        if row.layer.way in (FOUR_BITS, TWO_FOUR_BITS):
+            texts.setdefault(row.kernel, {})[row.layer.m] = Gain.measured(row).short
+    gains = [
+        f"{kernel} {', '.join(f'{gain} at {m}' for m, gain in by_tokens.items())}"
+        for kernel, by_tokens in texts.items()
+    ]
+    return f" Gains of layers in 4 bits, by tokens: {'; '.join(gains)}." * bool(gains)
 
 
 def loss_style(nats: float | None) -> str:

@@ -49,4 +49,6 @@ class Curve:
         basis = max(a.basis, b.basis, key=BASES.index)
         of_points = f"{a.short} at {left} and {b.short} at {right}"
         between = "" if basis in (ESTIMATE, BOUND) else of_points
-        return Gain(value, low, high, basis, a.part or b.part, between, a.runs + b.runs)
+        kernels = tuple(dict.fromkeys(a.kernels + b.kernels))
+        rests_on = kernels, min(a.shapes or b.shapes, b.shapes or a.shapes)
+        return Gain(value, low, high, basis, a.part or b.part, between, a.runs + b.runs, *rests_on)

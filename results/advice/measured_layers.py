@@ -103,12 +103,13 @@ class Loss:
 class Recovery:
     """What a training in which zeros stay zeros left of the rise of a loss by pruning.
 
-    pruned     before it
+    pruned     before it; dense: the loss before pruning
     rise       after it, in the same unit; low, high: its 95 % interval
     text       what it trained on, for some minutes on a device
     """
 
     pruned: Loss
+    dense: float
     rise: float
     low: float
     high: float
@@ -207,7 +208,7 @@ def of_pruning(pruning: Pruning, source: str) -> Evidence:
             value, low, high = (round(rise, 4) for rise in rises)
             minutes = round(training.seconds / 60, 2)
             where = training.text, training.device
-            recoveries.append(Recovery(loss, value, low, high, minutes, *where))
+            recoveries.append(Recovery(loss, round(dense, 4), value, low, high, minutes, *where))
         else:
             losses.append(loss)
     return Evidence([], [], [], losses, recoveries)

@@ -44,7 +44,7 @@ from sparsebench.results.advice.measured_layers import (
     ModelStep,
     Recovery,
 )
-from sparsebench.results.advice.step_model import BOUND, ESTIMATE, Gain, StepModel
+from sparsebench.results.advice.step_model import BOUND, Gain, StepModel
 from sparsebench.results.comparison.sides import short_name
 from sparsebench.results.formatting import amount, join_words, number, times
 from sparsebench.results.model_shapes import Mixture, ModelShapes
@@ -85,7 +85,7 @@ class Advice:
 
     loss      what it costs, if that was measured, or what fewer zeros cost; of the best method, on
               the model itself or on the other model that lost most
-    recovery  what the best training of that model left of it, if one was measured
+    recovery  what training that model left of it, if that was measured
     runs      the published runs that say so
     """
 
@@ -109,11 +109,14 @@ class Advice:
 
     @property
     def quality(self) -> str:
-        """Return what it costs in a few words: `perplexity × 1.40, × 1.10 after training`."""
+        """Return what it costs in words: `perplexity × 1.40, × 1.10 after 10 min of training`."""
         if self.loss is None or self.nats is None:
             return "trained, not pruned" if self.loss else "not measured"
         fewer = "more than " * (not isclose(self.loss.sparsity, KINDS[self.kind][1]))
-        after = f", {_factor(self.recovery.rise)} after training" if self.recovery else ""
+        after = ""
+        if training := self.recovery:
+            minutes = number(training.minutes, 1.0)
+            after = f", {_factor(training.rise)} after {minutes} min of training"
         if self.nats > log(MOST_SHOWN):
             return f"perplexity more than × {MOST_SHOWN}{after}"
         return f"perplexity {fewer}{_factor(self.nats)}{after}"
@@ -184,8 +187,7 @@ def gain_of(evidence: Evidence, layer: Layer, gpu: Gpu | None) -> Gain:
     def estimated(tokens: int) -> Gain:
         at = replace(layer, m=tokens)
         if gpu and (other := evidence.layers.estimate(at, gpu)):
-            runs = tuple(row.run for row in other.rows)
-            return Gain(other.gain, other.low, other.high, ESTIMATE, runs=runs)
+            return Gain.estimated(other.gain, other.low, other.high, other.rows)
         return Gain(at.bound, 0.0, at.bound, BOUND)
 
     if gpu is None:
@@ -253,10 +255,13 @@ def _measured_steps(
 
 
 def _loss(evidence: Evidence, model: ModelShapes, way: str, sparsity: float) -> Loss | None:
-    """Return the loss of a kind, or of the most zeros below it: see Advice."""
+    """Return the loss of a kind, or of the most zeros below it: see Advice.
+
+    The largest held-out text of a model counts.
+    """
     losses = [
         each
-        for each in evidence.losses
+        for each in (*evidence.losses, *(e.pruned for e in evidence.recoveries))
         if each.way == way
         and (each.sparsity < sparsity or isclose(each.sparsity, sparsity))
         and (each.unit == "token" or each.method == TRAINED)
@@ -264,14 +269,16 @@ def _loss(evidence: Evidence, model: ModelShapes, way: str, sparsity: float) -> 
     losses = [each for each in losses if each.is_of(model.name)] or losses
     most = max((each.sparsity for each in losses), default=0.0)
     by_model: dict[str, Loss] = {}
-    for each in sorted(losses, key=lambda each: -each.rise):  # the best method is the last
+    for each in sorted(
+        losses, key=lambda each: (each.held_out, -each.rise)
+    ):  # the best is the last
         if each.sparsity == most:
             by_model[each.model] = each
     return max(by_model.values(), key=lambda each: each.rise, default=None)
 
 
 def _recovery(evidence: Evidence, loss: Loss | None, sparsity: float) -> Recovery | None:
-    """Return the best training after pruning to a sparsity, of the model of a loss."""
+    """Return the longest training of each method after such pruning, and of these the best."""
     trained = [
         each
         for each in evidence.recoveries
@@ -279,7 +286,8 @@ def _recovery(evidence: Evidence, loss: Loss | None, sparsity: float) -> Recover
         and (each.pruned.model, each.pruned.way) == (loss.model, loss.way)
         and isclose(each.pruned.sparsity, sparsity)
     ]
-    return min(trained, key=lambda each: each.rise, default=None)
+    longest = {e.pruned.method: e for e in sorted(trained, key=lambda each: each.minutes)}
+    return min(longest.values(), key=lambda each: each.rise, default=None)
 
 
 def _verdict(

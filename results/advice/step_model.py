@@ -17,7 +17,7 @@ steps that were measured. A bound needs no GPU: sparse MLPs save no more than th
 bytes or of the FLOPs, whichever is larger.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import exp, hypot, log
 
@@ -33,7 +33,7 @@ from sparsebench.results.advice.layer_estimates import (
     Measured,
 )
 from sparsebench.results.advice.measured_layers import ModelStep
-from sparsebench.results.formatting import between, times
+from sparsebench.results.formatting import amount, between, join_words, times
 from sparsebench.results.model_shapes import ModelShapes
 from sparsebench.results.statistics.ratio import FEWEST
 
@@ -41,6 +41,7 @@ DECODED = 256
 PASSES, SMALL = 10, 8  # passes of the stream through memory, and small kernels, in each layer
 REST = 1.25
 MEASURED, LOOK, ESTIMATE, BOUND = "measured", "look", "estimate", "bound"
+ROUGH = 3.0  # ends of an interval that are a larger factor apart say only where the middle is
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,7 @@ class Gain:
     between  the measured points that it lies between, such as `1.15× at 1 and 1.13× at 16`; ""
              if it was measured itself, or if one of them is an estimate
     runs     the published runs behind it
+    kernels  that an estimate rests on; shapes: of how many shapes
     """
 
     value: float
@@ -61,6 +63,15 @@ class Gain:
     part: str = ""
     between: str = ""
     runs: tuple[str, ...] = ()
+    kernels: tuple[str, ...] = ()
+    shapes: int = 0
+
+    @property
+    def rough(self) -> str:
+        """Say what an estimate rests on whose interval is too wide to be used; "" for another."""
+        if self.basis != ESTIMATE or self.high <= ROUGH * self.low:
+            return ""
+        return f"{join_words([*self.kernels])} in {amount(self.shapes, 'shape')}"
 
     @property
     def short(self) -> str:
@@ -69,18 +80,23 @@ class Gain:
 
     @property
     def text(self) -> str:
-        """Write it: `1.15× [1.14, 1.16]`, a look as `1.15×`, `≈1.2× [1.1, 1.3]`, `at most 1.3×`."""
+        """Write it: `1.15× [1.14, 1.16]`, a look as `1.15×`, `≈1.2× [1.1, 1.3]`, `at most 1.3×`.
+
+        A rough estimate has no brackets: `≈0.9×`.
+        """
         if self.basis == BOUND:
             return f"at most {times(self.value)}"
         if self.basis == LOOK:
             return self.short
+        if self.rough:
+            return f"≈{times(self.value)}"
         return ("≈" if self.basis == ESTIMATE else "") + between(self.value, self.low, self.high)
 
     @property
     def cell(self) -> str:
         """Write it for a table with its marks: `1.15× (look, extrapolated)`."""
         marks = ["look"] * (self.basis == LOOK) + ["extrapolated"] * bool(self.part)
-        marks += ["interpolated"] * bool(self.between)
+        marks += ["interpolated"] * bool(self.between) + ["rough"] * bool(self.rough)
         return f"{self.text} ({', '.join(marks)})" if marks else self.text
 
     @property
@@ -89,12 +105,22 @@ class Gain:
         words = [f"from fewer than {FEWEST} processes"] * (self.basis == LOOK)
         words += [f"extrapolated from {self.part}"] * bool(self.part)
         words += [f"between {self.between} tokens"] * bool(self.between)
+        words += [f"a rough estimate from {self.rough}"] * bool(self.rough)
         return ", ".join(words)
 
     @classmethod
     def measured(cls, row: Measured | ModelStep, part: str = "") -> "Gain":
         basis = MEASURED if row.processes >= FEWEST else LOOK
         return cls(row.gain, row.low, row.high, basis, part, runs=(row.run,))
+
+    @classmethod
+    def estimated(cls, value: float, low: float, high: float, rows: Sequence[Measured]) -> "Gain":
+        runs, kernels = (
+            tuple(dict.fromkeys(names))
+            for names in zip(*((row.run, row.kernel) for row in rows), strict=True)
+        )
+        shapes = len({row.layer.shape for row in rows})
+        return cls(value, low, high, ESTIMATE, runs=runs, kernels=kernels, shapes=shapes)
 
 
 @dataclass(frozen=True)
@@ -160,8 +186,7 @@ class StepModel:
         below = hypot(log(value / gain(1 / widen)), log(value / min(rests)))
         above = hypot(log(gain(widen) / value), log(max(rests) / value))
         ends = value * exp(-below), min(value * exp(above), bound)
-        runs = dict.fromkeys(row.run for estimate in near.values() for row in estimate.rows)
-        return Gain(value, *ends, ESTIMATE, runs=tuple(runs))
+        return Gain.estimated(value, *ends, [row for each in near.values() for row in each.rows])
 
     def bound(self, mlp: Layer) -> float:
         """Return the largest gain of the step, by bytes or by FLOPs."""

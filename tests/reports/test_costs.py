@@ -76,14 +76,37 @@ def test_an_advice_says_what_the_best_training_left(trained: Pruning) -> None:
     evidence = of_pruning(trained, SOURCE) + of_pruning(untrained, SOURCE)
     answer = advise(evidence, read_shapes("Llama-3-8B"), "A100", 16)
     (each,) = [each for each in answer.kinds if each.kind == "2:4"]
-    assert each.quality == "perplexity × 1.65, × 1.22 after training"
+    assert each.quality == "perplexity × 1.65, × 1.22 after 10 min of training"
     about = " ".join(advice.about(answer))
-    assert "After 10 minutes of training on a library, in which zeros stayed zeros" in about
-    assert "in nats per token, is +0.20 [0.15, 0.25] with 2:4 (+0.50 before)." in about
+    assert "dense 2.00, trained on a library" in about
+    assert "2:4 2.50, then 2.20 [2.15, 2.25] after 10.0 minutes" in about
     assert "2:4, trained" in advice.chart(answer)
     other = of_pruning(replace(untrained, weights="worse.gguf", loss=1.5), "pruning/worse.json")
     answer = advise(evidence + other, read_shapes("Llama-3-8B"), "A100", 16)
     assert [e.recovery for e in answer.kinds if e.kind == "2:4"] == [None]  # of another model
+
+
+def test_the_longest_training_of_a_method_counts_whatever_its_file(trained: Pruning) -> None:
+    def lasting(seconds: float, loss: float, place: int) -> Pruning:
+        before = trained.outcomes[place]
+        after = replace(before.recovery, seconds=seconds, loss=loss)  # type: ignore[type-var]
+        return replace(trained, outcomes=[replace(before, recovery=after)])
+
+    untrained = replace(trained, outcomes=[replace(e, recovery=None) for e in trained.outcomes])
+    evidence = of_pruning(untrained, SOURCE)
+    for number, training in enumerate(((120.0, 2.2, 1), (780.0, 2.24, 1), (780.0, 2.4, 0))):
+        evidence += of_pruning(lasting(*training), f"pruning/{number}.json")
+    answer = advise(evidence, read_shapes("Llama-3-8B"), "A100", 16)
+    (recovery,) = [each.recovery for each in answer.kinds if each.kind == "2:4"]
+    assert recovery
+    assert (recovery.pruned.method, recovery.minutes, recovery.rise) == ("spensegpt", 13.0, 0.24)
+
+
+def test_the_largest_held_out_text_of_a_model_counts(trained: Pruning) -> None:
+    small = replace(trained, held_out=512, outcomes=[outcome("wanda", "2:4", 0.5, 2.1)])
+    evidence = of_pruning(small, SOURCE) + of_pruning(trained, "pruning/recovered.json")
+    answer = advise(evidence, read_shapes("Llama-3-8B"), "A100", 16)
+    assert [each.nats for each in answer.kinds if each.kind == "2:4"] == [0.5]
 
 
 def test_the_published_table_has_each_method_of_a_real_model() -> None:

@@ -245,11 +245,26 @@ def test_the_quality_of_another_model_is_named_and_that_of_the_model_is_not_inve
 
 def test_fewer_zeros_stand_for_a_loss_that_was_not_measured(evidence: Evidence) -> None:
     fewer = [loss for loss in evidence.losses if (loss.way, loss.sparsity) != (TWO_FOUR, 0.5)]
-    answer = advise(replace(evidence, losses=fewer), read_shapes("Qwen3-8B"), "H100", 8)
+    rest = replace(evidence, losses=fewer, recoveries=[])
+    answer = advise(rest, read_shapes("Qwen3-8B"), "H100", 8)
     assert answer.kinds[0].quality.startswith("perplexity more than ×")
     none = advise(replace(evidence, losses=[]), read_shapes("Qwen3-8B"), "H100", 8)
     assert none.word == TRAIN
     assert "its loss by pruning was not measured" in none.verdict
+
+
+def test_an_estimate_from_few_layers_names_them_and_has_no_interval(evidence: Evidence) -> None:
+    for tokens in (1, 8, 16):
+        answer = advise(evidence, read_shapes("Llama-3-8B"), "H200", tokens)
+        (gain,) = [each.step for each in answer.kinds if each.kind == "weights in 4 bits"]
+        assert gain.text.startswith("≈")
+        assert "[" not in gain.text
+        assert gain.cell.endswith("(rough)")
+        assert "torch_int4" in gain.rough
+        assert gain.rough in " ".join(presented.about(answer))
+        (fp8,) = [each.step for each in answer.kinds if each.kind == "fp8"]
+        assert "[" in fp8.text
+        assert not fp8.rough
 
 
 def test_fewer_bits_count_every_product_of_a_layer_and_pruning_the_mlps(evidence: Evidence) -> None:

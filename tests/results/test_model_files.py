@@ -11,7 +11,7 @@ from sparsebench.results.model_files import read_pruning
 from sparsebench.results.selection_files import read_selection
 from tests.tools.paths import PUBLISHED
 
-RECOVERED = PUBLISHED / "pruning/SmolLM2-135M-Instruct.Q4_1-wanda-recovered.json"
+RECOVERED = sorted(PUBLISHED.glob("pruning/*-recovered*.json"))[0]
 SELECTION = next(iter(sorted((PUBLISHED / "selection").glob("*.json"))))
 
 
