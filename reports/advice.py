@@ -248,7 +248,7 @@ def _runs(answer: Answer) -> list[str]:
 
 
 def about(answer: Answer) -> list[str]:
-    """Return what is assumed about a model, and whose losses the answer shows."""
+    """Return what is assumed about a model, and what its answer rests on."""
     model = answer.model
     load = f"prompts of {CONTEXT} tokens, of which only the last one passes the head"
     if answer.tokens <= DECODED:
@@ -263,17 +263,15 @@ def about(answer: Answer) -> list[str]:
             f"likely: E (1 − (1 − k/E)^m) with E = {model.experts}, k = {model.top_k} and "
             f"m = {answer.tokens}. Real routing is skewed, and reads fewer."
         )
+    return [first, *unusable(answer), *rests_on(answer)]
+
+
+def rests_on(answer: Answer) -> list[str]:
+    """Return what rough estimates rest on, and whose losses an answer shows."""
     losses = [each.loss for each in answer.kinds if each.loss]
     with_l1 = [_of_l1(loss) for loss in losses if loss.method == TRAINED]
     pruned = [loss for loss in losses if loss.method != TRAINED]
-    return [
-        first,
-        *unusable(answer),
-        *_rough(answer),
-        *_of_recoveries(answer),
-        *_of_losses(pruned),
-        *with_l1,
-    ]
+    return [*_rough(answer), *_of_recoveries(answer), *_of_losses(pruned), *with_l1]
 
 
 def _rough(answer: Answer) -> list[str]:

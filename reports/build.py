@@ -15,6 +15,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from markupsafe import Markup
 
@@ -128,7 +129,7 @@ def _group(drawn: Sequence[tuple[Figure, Markup]]) -> list[tuple[str, list[tuple
     return [(title, parts) for title, parts in groups if parts]
 
 
-def _evidence(analysis: Analysis) -> dict[str, str]:
+def _evidence(analysis: Analysis) -> dict[str, Any]:
     """Return the headline, the evidence for it, and the command that measures it again."""
     run, cases, timed, pairs = analysis.run, analysis.cases, analysis.timed, analysis.noise.pairs
     finding = headline(analysis)

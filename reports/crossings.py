@@ -85,16 +85,17 @@ def heads_text(heads: int, kv_heads: int, head_dim: int) -> str:
     return f"{heads}/{kv_heads} heads of {head_dim}"
 
 
-def missing(curves: Iterable[SelectionCurve]) -> list[str]:
-    """Return a line for each phase without a row: what is missing, and what measures it."""
+def missing(curves: Iterable[SelectionCurve]) -> dict[str, dict[str, str]]:
+    """Return a sentence for each phase without a row, and what to type, with its purpose."""
     phases = {curve.phase for curve in curves}
-    return [
-        f"Not measured: no row here has {PHASES[phase]} with selection. To measure: "
-        f"sparsebench run {suite} --replicates {FEWEST} --out runs/{suite}; then sparsebench "
-        f"advise --attention --run runs/{suite}"
+    return {
+        f"Not measured: no row here has {PHASES[phase]} with selection.": {
+            "measure": f"sparsebench run {suite} --replicates {FEWEST} --out runs/{suite}",
+            "ask again": f"sparsebench advise --attention --run runs/{suite}",
+        }
         for phase, suite in SUITES.items()
         if phase not in phases
-    ]
+    }
 
 
 def groups(curves: Sequence[SelectionCurve]) -> list[tuple[str, list[SelectionCurve]]]:
@@ -188,13 +189,18 @@ def when(curve: SelectionCurve) -> str:
 
 
 def quality_table(quality: SelectionQuality) -> Table:
-    """Return what a model loses by selecting, and how long it takes."""
+    """Return what a model loses by selecting, and how long it takes if that was measured."""
     dense, lines = quality.outcomes[0], list[list[Cell]]()
+    passes = (dense.prompts, "prompts"), (dense.steps, "decoding")
+    heads = [
+        f"{what}, {of}"
+        for each, of in passes
+        for what in ("loss", "same", *["time"] * bool(each.time_us))
+    ]
     for each in quality.outcomes:
         keys = "all" if each.keep is None else f"{each.keep * quality.block:,}"
         cells = [*_passes(each.prompts, dense.prompts), *_passes(each.steps, dense.steps)]
         lines.append([percent(each.share), keys, *cells])
-    heads = [f"{what}, {of}" for of in ("prompts", "decoding") for what in ("loss", "same", "time")]
     title = f"{quality.weights}, contexts of {quality.context:,} tokens"
     return Table(columns=["kept", "keys", *heads], lines=lines, title=title)
 
@@ -203,8 +209,11 @@ def _passes(passes: Passes, dense: Passes) -> list[Cell]:
     loss = f"{passes.loss:.3f}"
     if passes is not dense:
         loss = f"{passes.loss - dense.loss:+.3f}"
-    ratio = passes.time_us and dense.time_us and f"{dense.time_us / passes.time_us:.2f}×"
-    return [loss, percent(round(passes.agreement, 3)), ratio or ("not measured", "quiet")]
+    cells: list[Cell] = [loss, percent(round(passes.agreement, 3))]
+    if dense.time_us:
+        ratio = passes.time_us and f"{dense.time_us / passes.time_us:.2f}×"
+        cells.append(ratio or ("not measured", "quiet"))
+    return cells
 
 
 def quality_note(quality: SelectionQuality) -> str:
@@ -233,7 +242,12 @@ def terminal(
 
 def markdown(curves: Sequence[SelectionCurve], evidence: AttentionEvidence) -> str:
     """Return everything in Markdown."""
-    parts = [f"**{escape_markdown(line)}**" for line in missing(curves)]
+    parts = [
+        "\n".join(
+            [f"**{escape_markdown(sentence)}**\n", *(f"    {line}" for line in lines.values())]
+        )
+        for sentence, lines in missing(curves).items()
+    ]
     for title, of_group in groups(curves):
         parts += [escape_markdown(finding(of_group)), table(title, of_group).markdown()]
     parts += map(escape_markdown, NOTES if curves else [])

@@ -67,17 +67,18 @@ def topic_of(view: View) -> str:
     return problem_name(view.choice, [n for n in (*TOPIC, "dtype") if n in view.choice])
 
 
-def headline(analysis: Analysis) -> dict[str, str]:
-    """Return the gain of the first headline, everything else that the run shows, and its case."""
+def headline(analysis: Analysis) -> dict[str, Any]:
+    """Return the gain, the rest and the case of the first headline, and `others` in pairs alike."""
     every = headlines(analysis)
     if not every:
         return {}
     first, *others = every
     gain, rest = headline_text(first)
-    texts = [f"{'; '.join([rest, *first.details])}."]
-    texts += [f"{' '.join(headline_text(other))}; {other.group}." for other in others]
-    rest = " ".join([*texts, *remarks(analysis)])
-    return {"gain": gain, "rest": rest, "case": first.best["case_id"]}
+    pairs = ((headline_text(other), other.group) for other in others)
+    lines = [(gain, f"{rest}; {group}.") for (gain, rest), group in pairs]
+    lines += [("", remark) for remark in remarks(analysis)]
+    rest = f"{'; '.join([rest, *first.details])}."
+    return {"gain": gain, "rest": rest, "case": first.best["case_id"], "others": lines}
 
 
 def remarks(analysis: Analysis) -> list[str]:

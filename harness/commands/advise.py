@@ -121,5 +121,6 @@ def _advise_attention(
     else:
         for part in crossings.terminal(curves, evidence):
             wide().print(part)
-        for line in crossings.missing(curves):
-            stdout.say(line)
+        for sentence, lines in crossings.missing(curves).items():
+            for line in (sentence, *(f"  {line}" for line in lines.values())):
+                stdout.say(line)

@@ -86,7 +86,7 @@ class Card:
     where: str
     sentences: list[str]
     gain: str
-    headline: dict[str, str]
+    headline: dict[str, Any]
     lines: list[dict[str, Any]]
     cells: dict[str, list[dict[str, Any]]]
     verdicts: dict[str, Any]

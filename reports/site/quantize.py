@@ -51,7 +51,7 @@ def _case(answers: Sequence[Answer]) -> dict[str, Any]:
         "findings": [(advice.of_load(answer), *_findings(answer)) for answer in answers],
         "table": replace(advice.table(*answers, every=True), title="").html(),
         "unmeasured": unmeasured,
-        "about": advice.about(answers[0])[-2:],
+        "about": advice.rests_on(answers[0]),
         "runs": advice.sources(*answers),
     }
 
