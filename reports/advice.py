@@ -61,7 +61,7 @@ WORDS = {"kind", "quality"}
 BRIEF = ("Qwen3-32B", "Llama-3-8B", "Gemma-3-270m"), 16  # models and tokens of short answers
 IN_BRIEF = {TRY: "may be worth pruning", TRAIN: "needs training with its zeros"}
 IN_BRIEF |= {QUANTIZE: "should be quantized, not pruned"}
-CHART = (470, 210)
+CHART = (400, 220)
 SPEEDS = 0.5, 4.0  # at the ends of the chart's intervals: an estimate from one layer may have 0.06
 TRAINED_LOOK = ROLES["peer"].but(marker="s", dash=None, hollow=True)
 DASHED = Look(dash="3 3", width=0.8, alpha=0.5)

@@ -34,7 +34,14 @@ def test_a_device_answers_to_whole_words_of_its_name(name, device, expected) -> 
 
 @pytest.mark.parametrize(
     ("text", "words"),
-    [("H10", "H100"), ("H1OO", "H100"), ("h20O", "H200"), ("A100", "new-gpu"), ("toaster", "")],
+    [
+        ("H10", "H100"),
+        ("H1OO", "H100"),
+        ("h20O", "H200"),
+        ("A100", "new-gpu"),
+        ("MI300X", "NVIDIA"),
+        ("toaster", ""),
+    ],
 )
 def test_a_name_without_rows_gets_the_nearest_one_or_a_way_to_measure(text, words) -> None:
     hint = unknown_gpu(text, ["H100", "H200"])

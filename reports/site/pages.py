@@ -66,6 +66,7 @@ def pages(
     doors: Mapping[str, str] = MappingProxyType({}),
     earlier: Sequence[Card] = (),
     brief: Mapping[str, str] = MappingProxyType({}),
+    count: Sequence[Card] = (),
 ) -> Iterator[tuple[str, str]]:
     """Yield the path and the text of every page except those of runs, claims and comparisons.
 
@@ -73,6 +74,7 @@ def pages(
     `earlier` are versions of runs that have newer ones: their links stay, and they have points in
     the chart over commits.
     `brief` answers "Should I prune?" in a sentence for each GPU.
+    `count` are the cards whose cells count in the search; by default all.
     """
     cards = sorted(cards, key=lambda card: (card.started, card.slug), reverse=True)
     every = lines(cards).assign(m=lambda table: pd.to_numeric(table.m))
@@ -99,7 +101,7 @@ def pages(
     yield "glossary.html", render("site_glossary.html", site=site)
     yield "agreement.html", _agreement(cards, site)
     yield "welcome.html", _welcome(cards, site)
-    every_cell = cells(every)
+    every_cell = cells(lines(count or cards))
     yield "find.html", render("site_find.html", **shared, finds=True, count=len(every_cell))
     yield "cells.js", script(every_cell)
     yield "find.js", content("find.js")

@@ -12,6 +12,7 @@ are on the site.
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import product
+from math import exp
 from typing import Any
 
 from sparsebench.reports import advice, costs
@@ -38,7 +39,7 @@ PAGE = "prune.html"
 TOKENS = (1, 4, 8, 16, 64, 256, 4096)
 CLASSES = {TRY: "worth", QUANTIZE: "worth", TRAIN: "look", NO: "lost"}
 FIRST = {"model": "Llama-3-8B", "gpu": "NVIDIA H200", "tokens": "16"}
-CONSTANTS = {"tokens": TOKENS, "worth": WORTH, "dear": MOST_LOSS, "decoded": DECODED}
+CONSTANTS = {"tokens": TOKENS, "worth": WORTH, "dear": exp(MOST_LOSS), "decoded": DECODED}
 CONSTANTS |= {"first": FIRST}
 
 
@@ -89,6 +90,8 @@ def _id(model: str, gpu: str, tokens: str) -> str:
 def _case(answer: Answer, links: dict[str, str]) -> dict[str, Any]:
     """Return what the page shows of an answer."""
     table, losses = advice.table(answer), [each.loss for each in advice.shown(answer) if each.loss]
+    trainings = [each.recovery for each in answer.kinds if each.recovery]
+    trained = [f"{each.minutes:.0f} min of {each.pruned.subject}" for each in trainings]
     choice = {"model": answer.model.name, "gpu": answer.gpu, "tokens": str(answer.tokens)}
     return {
         "id": _id(*choice.values()),
@@ -96,6 +99,7 @@ def _case(answer: Answer, links: dict[str, str]) -> dict[str, Any]:
         "answer": answer,
         "chart": advice.chart(answer),
         "subject": join_words([*dict.fromkeys(loss.subject for loss in losses)]) or "not measured",
+        "trained": join_words([*dict.fromkeys(trained)]),
         "steps": [*advice.commands(answer).items()],
         "title": table.title,
         "table": replace(table, title="").html(),

@@ -4,6 +4,7 @@ DIR/GPU/NAME/      a bundle for `sparsebench validate`: rows.jsonl.gz, suite.yam
                    removed.json     what is not in it (results/run/bundle.py)
                    name.txt         the name of the folder that the run came from
                    commit.txt       its commit, if it recorded a digest of its code instead
+                   replaced.txt     if it came from GPU/earlier/DATE/NAME: others count in its place
                    index.html       its report
                    summary.json     its card
                    rows.csv.gz      its rows as a table
@@ -31,7 +32,7 @@ from sparsebench.results.run.provenance import commit_of, device_name
 from sparsebench.results.tables.analysis import analyse
 from sparsebench.results.tables.frame import as_csv
 
-NAME, COMMIT = "name.txt", "commit.txt"
+NAME, COMMIT, REPLACED = "name.txt", "commit.txt", "replaced.txt"
 TABLE, CARD = "rows.csv.gz", "summary.json"
 NEW = ".new"  # the folder of a site for runs that are not whole yet
 PAGES = ("formats", "kernels", "badges", "claims", "compare")  # folders of a site without runs
@@ -82,6 +83,11 @@ class RunFolder:
     @property
     def commit(self) -> str:
         return str(self.environment.get("commit") or self._text(COMMIT))
+
+    @property
+    def replaced(self) -> bool:
+        """Return whether the folder that it came from says that others count in its place."""
+        return (self.path / REPLACED).exists()
 
     def _text(self, name: str) -> str:
         file = self.path / name
@@ -140,6 +146,8 @@ def copy(work: tuple[Path, RunFolder]) -> None:
     fresh.path.mkdir(parents=True)
     bundle.redact(run, fresh.path)
     write_file(fresh.path / NAME, _public_name(run))
+    if run.resolve().parent.parent.name == "earlier":
+        write_file(fresh.path / REPLACED, "")
     if not fresh.environment.get("commit") and (commit := commit_of(run, fresh.environment)):
         write_file(fresh.path / COMMIT, commit)
 

@@ -77,7 +77,7 @@ const card = (cell) => {
 const search = () => {
   const { words, unknown, cells: found, differs, command } = find(box.value);
   const parts = [];
-  if (unknown) parts.push(make("p", `No published cell has “${unknown.text}”. Write a GPU, an op, a format, a kernel, 4096x4096, m=64 or 90 %.`));
+  if (unknown) parts.push(make("p", `No published cell has “${unknown.text}”. Write a GPU, an op, a format, a kernel, 4096x4096, m=64 or 90 %. “sparsebench new-gpu” measures a GPU without results.`));
   if (differs) {
     parts.push(make("p", `Not measured. The nearest cell has ${differs.join("; ")}.`));
     if (command) parts.push(make("p", "To measure it:"), line(command));

@@ -48,6 +48,7 @@ FORMS = (
 """Words of a device's name, and words that people use for the same board."""
 
 OTHER_FORMS = {"nvl", "pcie"}
+OTHER_MAKERS = re.compile(r"(amd|radeon|instinct|intel|gaudi|tpu|apple)\b|(mi|rx) ?\d{3,4}")
 LETTERS = str.maketrans("oil", "011")  # typed for the digits of a model
 
 
@@ -91,6 +92,8 @@ def unknown_gpu(text: str, published: Iterable[str]) -> str:
     """Say what a text may mean that names no published GPU: `; did you mean H100?`."""
     if generation_of(text):
         return "; no published run is on such a GPU, and `sparsebench new-gpu` measures one"
+    if OTHER_MAKERS.match(text.lower()):
+        return "; sparsebench measures NVIDIA GPUs and CPUs"
     plain = {"".join(_words(name)).translate(LETTERS): name for name in published}
     close = get_close_matches("".join(_words(text)).translate(LETTERS), plain, 1)
     return f"; did you mean {plain[close[0]]}?" if close else ""

@@ -99,6 +99,8 @@ def test_a_missing_cell_says_so_and_names_the_nearest_and_the_command(every) -> 
     [
         ("m=64 h1000", "did you mean h100?"),
         ("spense_wgma", "did you mean spense_wgmma?"),
+        ("2:4 a100", "new-gpu"),
+        ("mi300x", "NVIDIA GPUs"),
         ("foo=3", "'foo=3'"),
         (" ", "found none"),
     ],

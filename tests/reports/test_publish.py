@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 import pandas as pd
 import pytest
 
-from sparsebench._writing import locked_folder
+from sparsebench._writing import locked_folder, write_file
 from sparsebench.errors import ResultError
 from sparsebench.reports.build import Surrounding
 from sparsebench.reports.site import run_folder
@@ -157,6 +157,20 @@ def test_an_earlier_version_of_a_run_keeps_its_page(copy, tmp_path, monkeypatch)
     assert re.findall(r'href="(h200/[\w-]+)/', runs) == ["h200/ffn-step-2"]
     badges = {path.name for path in (copy / "badges").glob("*.svg")}
     assert len(badges) == 2
+
+
+def test_a_replaced_run_is_listed_but_the_search_has_the_others(tmp_path: Path) -> None:
+    runs = [tmp_path / "h200/ffn-step", tmp_path / "h200/earlier/2026-11-25-84a765b/step"]
+    for path in runs:
+        copied(path)
+    write_file(runs[1] / "suite.yaml", (runs[1] / "suite.yaml").read_text() + "# before\n")
+    bundle.seal(runs[1])
+    site = tmp_path / "site"
+    publish(runs, site, Site(), unchecked)
+    listed = re.findall(r'href="(h200/[\w-]+)/', (site / "runs.html").read_text())
+    assert {*listed} == {"h200/ffn-step", "h200/step"}
+    assert "h200/ffn-step" in (site / "cells.js").read_text()
+    assert "h200/step" not in (site / "cells.js").read_text()
 
 
 def test_a_run_has_the_name_of_its_folder_and_a_badge_with_its_place(copy, tmp_path) -> None:
