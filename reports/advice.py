@@ -41,6 +41,7 @@ from sparsebench.results.advice.pruning import (
     QUANTIZE,
     TRAIN,
     TRY,
+    UNMEASURED,
     WORTH,
     Advice,
     Answer,
@@ -60,7 +61,7 @@ SURVEY = "runs/survey"  # where the commands put the survey of a GPU without pub
 WORDS = {"kind", "quality"}
 BRIEF = ("Qwen3-32B", "Llama-3-8B", "Gemma-3-270m"), 16  # models and tokens of short answers
 IN_BRIEF = {TRY: "may be worth pruning", TRAIN: "needs training with its zeros"}
-IN_BRIEF |= {QUANTIZE: "should be quantized, not pruned"}
+IN_BRIEF |= {UNMEASURED: "was not measured", QUANTIZE: "should be quantized, not pruned"}
 CHART = (400, 220)
 SPEEDS = 0.5, 4.0  # at the ends of the chart's intervals: an estimate from one layer may have 0.06
 TRAINED_LOOK = ROLES["peer"].but(marker="s", dash=None, hollow=True)
@@ -170,7 +171,8 @@ def commands(answer: Answer) -> dict[str, str]:
     file = Path(model.source)
     folder = str(file.parent if file.is_file() else model.name)
     if isinstance(model, Mixture):
-        return {"measure 2:4 and block-sparse experts": "sparsebench run experts"}
+        find = "sparsebench find 'experts 2:4'"
+        return {"published layers of experts": find, "measure some": "sparsebench run experts"}
     if answer.dense_us is None:
         name = model.source if file.exists() else model.name
         arguments = f"{quote(name)} --gpu {quote(answer.gpu)} --batch {answer.tokens}"
@@ -179,7 +181,7 @@ def commands(answer: Answer) -> dict[str, str]:
             "ask again": f"sparsebench advise {arguments} --run {SURVEY}/screen",
         }
     lines = {"measure": command_of(answer, best.kind if best else HALF)}
-    if best is None:
+    if best is None or answer.word == UNMEASURED:
         return lines
     (way, sparsity), load = KINDS[best.kind], "from transformers import AutoModelForCausalLM"
     if way in TORCHAO:

@@ -27,6 +27,7 @@ from sparsebench.results.advice.pruning import (
     QUANTIZE,
     TRAIN,
     TRY,
+    UNMEASURED,
     WORTH,
     Answer,
     advise,
@@ -37,7 +38,7 @@ from sparsebench.results.model_shapes import MODELS
 
 PAGE = "prune.html"
 TOKENS = (1, 4, 8, 16, 64, 256, 4096)
-CLASSES = {TRY: "worth", QUANTIZE: "worth", TRAIN: "look", NO: "lost"}
+CLASSES = {TRY: "worth", QUANTIZE: "worth", TRAIN: "look", NO: "lost", UNMEASURED: "lost"}
 FIRST = {"model": "Llama-3-8B", "gpu": "NVIDIA H200", "tokens": "16"}
 CONSTANTS = {"tokens": TOKENS, "worth": WORTH, "dear": exp(MOST_LOSS), "decoded": DECODED}
 CONSTANTS |= {"first": FIRST}
@@ -114,6 +115,7 @@ def _grid(answers: Sequence[Answer]) -> list[tuple[str, list[dict[str, Any]]]]:
     for answer in answers:
         id_ = _id(answer.model.name, answer.gpu, str(answer.tokens))
         text = times(answer.best.step.value) if answer.best else "no"
+        text = "?" if answer.word == UNMEASURED else text
         cell = {"id": id_, "classes": CLASSES[answer.word], "text": text, "title": answer.verdict}
         rows.setdefault(answer.model.name, []).append(cell)
     return [*rows.items()]

@@ -6,8 +6,8 @@
                          QUANTIZE    the same, and the kind is of dense weights in fewer bits
                          TRAIN       only a kind that costs more does, at most UNUSABLE
                          NO          none does
-                         UNMEASURED  no run on this GPU, or of a model with experts, is published:
-                                 upper limits only
+                         UNMEASURED  no run on this GPU, of a layer like those of the model, or of a
+                                 model with experts, is published: upper limits only
 
 A gain is a curve over the tokens at once (curves.py), through published runs of the same model and,
 beyond them, estimates (step_model.py, layer_estimates.py). The verdict follows the curve, and not
@@ -55,7 +55,7 @@ MOST_TOKENS = 2**20
 WORTH, MOST_LOSS, UNUSABLE = 1.05, 0.1, 1.0
 MOST_SHOWN = 100  # a rise of the perplexity beyond which its size says nothing
 TRY, QUANTIZE, TRAIN, NO, UNMEASURED = "try", "quantize", "train", "no", "unmeasured"
-BEGINS = {TRY: "Worth trying", QUANTIZE: "Quantize, do not prune"}
+BEGINS = {TRY: "Worth trying", QUANTIZE: "Quantize, do not prune", UNMEASURED: "Not measured"}
 WITHOUT_FP8 = {"Volta", "Turing", "Ampere"}
 HALF = "half of each MLP 2:4"
 KINDS = {  # how a layer is sparse, and its sparsity
@@ -303,11 +303,13 @@ def _verdict(
 
     at = f"for {amount(tokens, 'token')} at once"
     usable = [each for each in kinds if each.usable and KINDS[each.kind][0] in LOADED]
+    quiet = [each for each in usable if each.nats is not None and each.nats <= MOST_LOSS]
+    limit = fastest(quiet or usable)
+    most = ""
+    if limit:
+        most = f" {model.name} is at most {times(limit.step.value)} as fast with {limit.kind} {at}."
     if unpublished:
-        quiet = [each for each in usable if each.nats is not None and each.nats <= MOST_LOSS]
-        best = fastest(quiet or usable)
-        most = f" is at most {times(best.step.value)} as fast with {best.kind}" if best else ""
-        return UNMEASURED, f"Not measured: no run {unpublished}. {model.name}{most} {at}.", best
+        return UNMEASURED, f"{BEGINS[UNMEASURED]}: no run {unpublished}.{most}", limit
     estimated = [each for each in usable if each.step.basis != BOUND]
     cheap = fastest(
         [each for each in estimated if each.nats is not None and each.nats <= MOST_LOSS]
@@ -323,6 +325,9 @@ def _verdict(
     if best and best.step.value >= WORTH:
         text = f"{_faster(best, model, at)}{_cost(best, model, TRAIN)}"
         return TRAIN, f"Do not prune without training: {text}.", best
+    if not (cheap or best) and limit and limit.step.value >= WORTH:
+        why = f"no published layer of a kind that keeps quality is like those of {model.name}"
+        return UNMEASURED, f"{BEGINS[UNMEASURED]}: {why}.{most}", limit
     most = f"; the fastest, {best.kind}, makes it {best.step.text} as fast" if best else ""
     why = f"no kind that keeps its quality is known to make {model.name} {WORTH:g} times as fast"
     return NO, f"Do not prune: {why} {at}{most}.", None

@@ -339,6 +339,16 @@ def test_a_gpu_without_rows_has_bounds_and_the_command_that_measures_it() -> Non
     assert "NVIDIA H100 80GB HBM3 and NVIDIA H200" in shown  # the published ones
 
 
+def test_rows_of_kinds_that_nobody_would_use_are_no_reason_not_to_prune(evidence: Evidence) -> None:
+    gpu = replace(evidence.gpus[0], name="NVIDIA L40S", capability="8.9")
+    for ways in ({BLOCKS}, {FOUR_BITS}):
+        rows = [replace(r, gpu=gpu.name) for r in evidence.measured if r.layer.way in ways]
+        one_format = replace(evidence, gpus=[gpu], measured=rows, steps=[])
+        answer = advise(one_format, read_shapes("Llama-3-8B"), "L40S", 16)
+        assert answer.word == UNMEASURED
+        assert [*presented.commands(answer)] == ["measure"]
+
+
 def test_no_estimate_exceeds_what_bytes_and_flops_allow(evidence: Evidence) -> None:
     bounds = advise(evidence, MODELS[0], "B200", 16).kinds
     assert {kind.step.basis for kind in bounds} == {BOUND}
@@ -441,7 +451,8 @@ def test_a_mixture_reads_the_experts_that_its_tokens_hit(tmp_path: Path, evidenc
     assert dense - both.gigabytes == pytest.approx(experts * 7 / 16)  # also those without a token
     assert "82 of 128 experts" in presented.about(few)[0]
     assert presented.commands(few) == {
-        "measure 2:4 and block-sparse experts": "sparsebench run experts"
+        "published layers of experts": "sparsebench find 'experts 2:4'",
+        "measure some": "sparsebench run experts",
     }
     qwen2 = QWEN3_30B | {"shared_expert_intermediate_size": 5632}
     assert read_shapes(str(config(tmp_path, **qwen2))).units == 128 * 768 + 5632
