@@ -131,6 +131,8 @@ def _mean(ratios: Sequence[float]) -> float:
 
 
 def _change(ratio: float) -> str:
-    """Write a ratio of times: `13 % less time`."""
+    """Write a ratio of times: `13 % less time`, `2.5 times as long`."""
+    if ratio >= 2:
+        return f"{number(ratio, ratio / 100)} times as long"
     share = round(abs(1 - ratio), 2)
     return f"{percent(share)} {'less' if ratio < 1 else 'more'} time" if share else "as much time"

@@ -326,7 +326,7 @@ def _verdict(
         text = f"{_faster(best, model, at)}{_cost(best, model, TRAIN)}"
         return TRAIN, f"Do not prune without training: {text}.", best
     if not (cheap or best) and limit and limit.step.value >= WORTH:
-        why = f"no published layer of a kind that keeps quality is like those of {model.name}"
+        why = f"no measured layer of a kind that keeps quality is like those of {model.name}"
         return UNMEASURED, f"{BEGINS[UNMEASURED]}: {why}.{most}", limit
     most = f"; the fastest, {best.kind}, makes it {best.step.text} as fast" if best else ""
     why = f"no kind that keeps its quality is known to make {model.name} {WORTH:g} times as fast"

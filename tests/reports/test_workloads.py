@@ -40,6 +40,12 @@ def test_a_workload_has_the_means_of_times_and_gains_over_shared_cells(lines: An
     assert "sparsity gains more there" in back.sentence
 
 
+def test_a_gpu_that_is_much_slower_takes_times_as_long(lines: Any) -> None:
+    first, second = lines.gpu.unique()
+    slow = lines.assign(median_us=lines.median_us.mask(lines.gpu == second, lines.median_us * 16))
+    assert "takes 12.0 times as long dense" in two_gpus(slow, first, second).sentence
+
+
 def test_formats_that_nobody_would_use_are_counted_and_not_averaged(lines: Any) -> None:
     slow = lines.assign(gain=lines.gain.mask(lines.row == "2:4", 0.5))
     (decoding,) = two_gpus(slow, *lines.gpu.unique()).workloads
