@@ -92,7 +92,7 @@ def _case(answer: Answer, links: dict[str, str]) -> dict[str, Any]:
     """Return what the page shows of an answer."""
     table, losses = advice.table(answer), [each.loss for each in advice.shown(answer) if each.loss]
     trainings = [each.recovery for each in answer.kinds if each.recovery]
-    trained = [f"{each.minutes:.0f} min of {each.pruned.subject}" for each in trainings]
+    trained = [f"{each.minutes:.0f} min ({each.pruned.subject})" for each in trainings]
     choice = {"model": answer.model.name, "gpu": answer.gpu, "tokens": str(answer.tokens)}
     return {
         "id": _id(*choice.values()),

@@ -80,7 +80,7 @@ for (const table of document.querySelectorAll(".scroll > table:not(.map, .runs)"
   }
 }
 
-// Make scrolling parts reachable by keyboard, and open folded parts for printing.
+// Make scrolling parts reachable by keyboard, and open folded parts for printing, without every case.
 const reachable = () => {
   const regions = {};
   for (const box of document.querySelectorAll(".scroll")) {
@@ -95,7 +95,7 @@ const reachable = () => {
 };
 document.addEventListener("toggle", reachable, true);
 addEventListener("resize", reachable);
-const folded = () => document.querySelectorAll("details:not([open])");
+const folded = () => document.querySelectorAll("details:not([open], #cases *)");
 let closed = [];
 addEventListener("beforeprint", () => (closed = [...folded()]).forEach((each) => (each.open = true)));
 addEventListener("afterprint", () => closed.forEach((each) => (each.open = false)));
