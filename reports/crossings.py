@@ -9,7 +9,6 @@ For the terminal (`sparsebench advise --attention`), Markdown and the page (site
 
 from collections.abc import Iterable, Iterator, Sequence
 from math import inf, nan
-from typing import Any
 
 from rich.console import RenderableType
 from rich.text import Text
@@ -17,7 +16,7 @@ from rich.text import Text
 from sparsebench._gpus import gpus_with_advice, names_device, require_gpu
 from sparsebench.errors import ResultError
 from sparsebench.reports.tables import Cell, Table, escape_markdown
-from sparsebench.results.advice.crossings import AttentionEvidence, SelectionCurve
+from sparsebench.results.advice.crossings import AttentionEvidence, CurvePoint, SelectionCurve
 from sparsebench.results.formatting import amount, join_words, percent, times
 from sparsebench.results.model_shapes import ModelShapes
 from sparsebench.results.selection_files import Passes, SelectionQuality
@@ -133,8 +132,7 @@ def table(title: str, curves: Sequence[SelectionCurve]) -> Table:
     lines: list[list[Cell]] = []
     for curve in curves:
         point = curve.points[-1]
-        half = nan if None in (point.low, point.high) else _half(point.gain, point.low, point.high)
-        gain = f"{times(point.gain, half)} at {point.tokens:,}"
+        gain = f"{_gain(point)} at {point.tokens:,}"
         look = "†" * (min(each.processes for each in curve.points) < FEWEST)
         style = "bad" if curve.faster_from is None else "good" if curve.surely_from else "unsure"
         place = _length(curve, curve.faster_from) + look, style
@@ -144,8 +142,10 @@ def table(title: str, curves: Sequence[SelectionCurve]) -> Table:
     return Table(columns=COLUMNS, lines=lines, title=title, words=["method"])
 
 
-def _half(gain: float, low: Any, high: Any) -> float:
-    return max(gain - float(low), float(high) - gain)
+def _gain(point: CurvePoint) -> str:
+    low, high = point.low, point.high
+    half = nan if low is None or high is None else max(point.gain - low, high - point.gain)
+    return times(point.gain, half)
 
 
 def _length(curve: SelectionCurve, tokens: int | None) -> str:
@@ -184,7 +184,8 @@ def when(curve: SelectionCurve) -> str:
     if curve.faster_from is None:
         return f"is not faster up to {last:,} tokens, the longest length measured, {how}"
     if curve.faster_from == first:
-        return f"is faster already at {first:,} tokens, the shortest length measured, {how}"
+        gain = _gain(curve.points[0])
+        return f"is {gain} as fast already at {first:,} tokens, the shortest length measured, {how}"
     return f"is faster from {_rounded(curve.faster_from):,} tokens on [{_interval(curve)}], {how}"
 
 

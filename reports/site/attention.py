@@ -1,7 +1,8 @@
 """The page "From which length on?": when attention that selects its keys beats dense attention.
 
     a sentence for each phase without a row    what is missing, and what measures it
-    GPU, heads, phase                          a sentence, a chart of these lengths, and a table
+    GPU, heads, phase                          a sentence, a chart of these lengths if one lies
+                                               between measured ones, and a table
     quality                                    what a model loses, beside its time
 
 It rests on the packaged rows (results/advice/crossings.py). attention.json beside it has the same
@@ -35,7 +36,7 @@ def pages(site: Site, evidence: AttentionEvidence | None = None) -> Iterator[tup
     """Yield the path and the text of the page, and of its JSON."""
     evidence = evidence or packaged_attention()
     groups = [
-        (title, crossings.finding(curves), chart(curves), table)
+        (title, crossings.finding(curves), chart(curves) if crosses(curves) else "", table)
         for title, curves in crossings.groups(evidence.curves)
         for table in [crossings.table("", curves).html()]
     ]
@@ -50,6 +51,11 @@ def pages(site: Site, evidence: AttentionEvidence | None = None) -> Iterator[tup
     values |= {"file": FILE, "fields": names}
     yield PAGE, render("site_attention.html", site=site, **values)
     yield FILE, evidence.text
+
+
+def crosses(curves: Sequence[SelectionCurve]) -> bool:
+    """Return whether a curve is not already faster at the shortest length that was measured."""
+    return any(curve.faster_from != curve.points[0].tokens for curve in curves)
 
 
 def chart(curves: Sequence[SelectionCurve]) -> Markup:

@@ -150,3 +150,15 @@ def test_the_command_prints_the_published_curves() -> None:
     assert "a run on a GPU with kernels that select" in refusal(
         "advise", "--attention", "--run", PUBLISHED / "nvidia-h200/attention"
     )
+
+
+def test_lengths_that_are_all_the_shortest_one_have_no_chart() -> None:
+    always = curves(*rows({4096: 1.9, 16384: 6.0}, selected("pooled")))
+    sometimes = curves(*rows(GAINS, selected("pooled")))
+    pages = [
+        next(attention.pages(Site(), AttentionEvidence(each, [])))[1]
+        for each in (always, sometimes)
+    ]
+    assert ["<figure" in page for page in pages] == [False, True]
+    assert ["<details open>" in page for page in pages] == [True, False]
+    assert presented.finding(always).startswith("Pooled top-k is 1.9")
