@@ -127,22 +127,26 @@ class SideBySide(nn.ModuleList):
 
 
 class SparseFirst(nn.Module):
-    """A layer whose rows of W are in another order, and whose Y is put back.
+    """A layer of several parts, of which W has the sparse rows of all first; Y is put back.
 
-    order  of the rows in the layer: `order[i]` is the column of Y that its row i computes
+    sizes   rows of each part
+    sparse  how many of them are sparse
     """
 
-    places: Tensor
-
-    def __init__(self, layer: nn.Module, order: Tensor) -> None:
+    def __init__(self, layer: nn.Module, sizes: Sequence[int], sparse: Sequence[int]) -> None:
         super().__init__()
         self.layer = layer
-        self.register_buffer("places", order.argsort())
+        self.lengths = [*sparse, *(n - m for n, m in zip(sizes, sparse, strict=True))]
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return Y [..., n] of X [..., k]."""
-        y: Tensor = self.layer(x)
-        return y.index_select(-1, self.places)
+        """Return Y [..., n of all parts] of X [..., k]."""
+        pieces = self.layer(x).split(self.lengths, -1)
+        parts = len(pieces) // 2
+        return torch.cat([pieces[i + half] for i in range(parts) for half in (0, parts)], -1)
+
+    def extra_repr(self) -> str:
+        """Return the rows of each piece, by which vLLM's compiled code differs."""
+        return f"lengths={self.lengths}"
 
 
 def _layer_of(weight: Tensor, storage: Storage, sizes: Sequence[int]) -> nn.Module:
@@ -178,11 +182,12 @@ def _with_dense_region(weight: Tensor, sizes: Sequence[int]) -> nn.Module:
         return _layer_of(weight, DENSE, sizes)
     if rows * k < columns * n:
         return SpenseLinear.from_dense(weight, dense_fraction=1 - columns / k, split="columns")
-    parts = torch.arange(n, device=weight.device).split([*sizes])
-    halves = [part.split([m, len(part) - m]) for part, m in zip(parts, each, strict=True)]
-    order = torch.cat([half for both in zip(*halves, strict=True) for half in both])
-    layer = SpenseLinear.from_dense(weight[order], dense_fraction=1 - rows / n, split="rows")
-    return layer if len(sizes) == 1 else SparseFirst(layer, order)
+    parts = [
+        part.split([m, len(part) - m]) for part, m in zip(weight.split([*sizes]), each, strict=True)
+    ]
+    ordered = torch.cat([half for halves in zip(*parts, strict=True) for half in halves])
+    layer = SpenseLinear.from_dense(ordered, dense_fraction=1 - rows / n, split="rows")
+    return layer if len(sizes) == 1 else SparseFirst(layer, sizes, each)
 
 
 def _two_four(weight: Tensor) -> Tensor:
