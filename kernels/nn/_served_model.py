@@ -4,6 +4,8 @@
     MLPs of dense weights           likewise
     MLPs in 2:4                     SpenseGatedMLP, also beside a dense part
     MLPs in blocks                  BlockSparseGatedMLP, frozen
+    norms                           nn.RMSNorm, a launch; those of transformers are eight, and
+                                    took a quarter of a dense step (NOTES.md)
 
 All layers have a copy of the weights of one.
 """
@@ -63,8 +65,8 @@ def model_of(operands: Operands) -> Any:
     model.model.rotary_emb = type(model.model.rotary_emb)(config).to(device)
     for name, parameter in [*model.named_parameters()]:
         if parameter.is_meta:  # the gain of a norm
-            gain = q.new_ones(parameter.shape)
-            set_weight(model.get_submodule(name.rpartition(".")[0]), gain)
+            norm = nn.RMSNorm(parameter.shape, EPSILON, device=device, dtype=q.dtype)
+            model.set_submodule(name.rpartition(".")[0], norm.requires_grad_(False))
     model.eval()  # type: ignore[no-untyped-call]
     return model
 
