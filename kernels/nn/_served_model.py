@@ -105,8 +105,15 @@ def mlps(operands: Operands) -> Callable[[Any], nn.Module]:
 
 
 def plan(model: Any, tokens: Iterable[int]) -> None:
-    """Plan the sparse layers for these numbers of tokens, without a search."""
+    """Plan the MLPs for these numbers of tokens, without a search, and call each once.
+
+    A layer's first calls pack its blocks and load its kernels, which would cost the first request.
+    """
     buckets = sorted({bucket(m) for m in tokens})
+    x = model.lm_head.weight.new_zeros(buckets[-1], model.config.hidden_size)
     for layer in model.model.layers:
         if hasattr(layer.mlp, "plan"):
             layer.mlp.plan(buckets, search=False)
+        with torch.no_grad():
+            for m in buckets:
+                layer.mlp(x[:m])
