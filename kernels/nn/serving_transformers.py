@@ -284,9 +284,9 @@ def has_option(option: str) -> bool:
 
 def has_flash(problem: Problem) -> bool:
     """Return whether transformers finds flash_attn_3, and it multiplies this dtype."""
-    from transformers.utils import is_flash_attn_3_available
+    from transformers.utils.import_utils import is_flash_attn_3_available
 
-    return problem["dtype"] != "fp32" and is_flash_attn_3_available()
+    return problem["dtype"] != "fp32" and bool(is_flash_attn_3_available())
 
 
 # ---- what cannot run ----
