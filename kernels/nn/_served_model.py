@@ -4,6 +4,8 @@
     MLPs of dense weights           likewise
     MLPs in 2:4                     SpenseGatedMLP, also beside a dense part
     MLPs in blocks                  BlockSparseGatedMLP, frozen
+    norms                           nn.RMSNorm, a launch; those of transformers are eight, and
+                                    took a quarter of a dense step (NOTES.md)
 
 All layers have a copy of the weights of one.
 """
@@ -63,8 +65,8 @@ def model_of(operands: Operands) -> Any:
     model.model.rotary_emb = type(model.model.rotary_emb)(config).to(device)
     for name, parameter in [*model.named_parameters()]:
         if parameter.is_meta:  # the gain of a norm
-            gain = q.new_ones(parameter.shape)
-            set_weight(model.get_submodule(name.rpartition(".")[0]), gain)
+            norm = nn.RMSNorm(parameter.shape, EPSILON, device=device, dtype=q.dtype)
+            model.set_submodule(name.rpartition(".")[0], norm.requires_grad_(False))
     model.eval()  # type: ignore[no-untyped-call]
     return model
 
@@ -103,8 +105,15 @@ def mlps(operands: Operands) -> Callable[[Any], nn.Module]:
 
 
 def plan(model: Any, tokens: Iterable[int]) -> None:
-    """Plan the sparse layers for these numbers of tokens, without a search."""
+    """Plan the MLPs for these numbers of tokens, without a search, and call each once.
+
+    A layer's first calls pack its blocks and load its kernels, which would cost the first request.
+    """
     buckets = sorted({bucket(m) for m in tokens})
+    x = model.lm_head.weight.new_zeros(buckets[-1], model.config.hidden_size)
     for layer in model.model.layers:
         if hasattr(layer.mlp, "plan"):
             layer.mlp.plan(buckets, search=False)
+        with torch.no_grad():
+            for m in buckets:
+                layer.mlp(x[:m])

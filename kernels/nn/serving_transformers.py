@@ -7,6 +7,9 @@ A call reads the prompts, adds `concurrency` requests, adds one when one ends, a
 last. Each layer has a copy of the weights. Layers are planned for all numbers of tokens that a step
 can have, without a search, as `sparsify_` and `from_pretrained` do.
 
+Attention is that of flash_attn_3 if its package is installed, else sdpa: transformers then gathers
+keys and values of all requests, repeats them for each head, and masks those of other requests.
+
 A step's tokens are padded to a multiple of `rows`, and what it reads of the cache to one of
 `reads`: each pair of these is a CUDA graph, captured when it is met first.
 
@@ -35,7 +38,7 @@ from sparsebench.kernels.nn._served_model import model_of, plan
 from sparsebench.results.record import Problem
 
 TESTED = (5, 17), (5, 23)  # versions of transformers, the first and the last
-ATTENTION = "sdpa"  # with a mask: flash attention is in packages of its own
+FLASH, MASKED = "flash_attention_3", "sdpa"
 PAGE = 64  # tokens of a page of the cache
 ROOM = 1.5  # pages over those of the requests at once: the scheduler leaves a fifth free
 SPARE = 2 << 30  # bytes beside the weights and the cache: graphs, masks and activations
@@ -47,6 +50,7 @@ def prepare(
     *,
     graphs: bool = True,
     overlap: bool = True,
+    flash: bool = True,
     rows: int = 32,
     reads: int | None = None,
     chunk: int = 512,
@@ -55,6 +59,7 @@ def prepare(
 
     graphs   capture steps as CUDA graphs
     overlap  prepare a step while the step before runs (`use_async_batching`)
+    flash    run flash attention, in 16 bits, if its package is installed
     rows     tokens to a multiple of which a step is padded
     reads    tokens of the cache, likewise; default: a sixteenth of what the longest requests have,
              so that a load needs few graphs
@@ -65,13 +70,14 @@ def prepare(
     on_gpu = operands.device.type == "cuda"
     choice: dict[str, Any] = {"graphs": graphs and on_gpu, "overlap": overlap and on_gpu}
     load = RequestLoad(operands)
+    choice["attention"] = FLASH if flash and on_gpu and has_flash(operands.problem) else MASKED
     choice |= {"rows": rows, "reads": reads or load.reads, "chunk": chunk}
     require_room(operands, load)
     model = model_of(operands)
     if on_gpu:
         plan(model, range(rows, chunk + 1, rows))
         torch.cuda.synchronize(operands.device)  # the server has a stream of its own
-    server = Server(model, load, configuration(load, choice))
+    server = Server(model, load, choice)
     return Launch(
         server.serve,
         {**choice, "transformers": version("transformers")},
@@ -147,7 +153,7 @@ class Server:
     readings  of the last call, in µs, by the names of Op.readings
     """
 
-    def __init__(self, model: Any, load: RequestLoad, config: Any) -> None:
+    def __init__(self, model: Any, load: RequestLoad, choice: Mapping[str, Any]) -> None:
         from transformers import GenerationConfig
 
         self.load, self.readings, self.calls = load, dict[str, float](), 0
@@ -155,10 +161,10 @@ class Server:
         self.forcing = TeacherForcing(load, model.config.vocab_size, model.dtype)
         model.register_forward_hook(self.forcing, with_kwargs=True)
         prefix = "" if has_option("auto_switch_to_flash") else "paged|"
-        model.set_attn_implementation(prefix + ATTENTION)
+        model.set_attn_implementation(prefix + choice["attention"])
         make: Any = GenerationConfig
         greedy = make(do_sample=False, eos_token_id=-1, pad_token_id=0)
-        self.manager = model.init_continuous_batching(greedy, config)
+        self.manager = model.init_continuous_batching(greedy, configuration(load, choice))
         self.manager.warmup()
         self.steps = StepClock(self.manager.batch_processor)
         self.manager.start()
@@ -260,6 +266,7 @@ def configuration(load: RequestLoad, choice: Mapping[str, Any]) -> Any:
         num_blocks=load.pages,
         max_batch_tokens=choice["chunk"],
         max_requests_per_batch=load.concurrency,
+        max_blocks_per_request=0,  # all steps take one path: that of decoding alone was not tested
         allow_block_sharing=False,
         use_cuda_graph=choice["graphs"],
         use_async_batching=choice["overlap"],
@@ -273,6 +280,13 @@ def has_option(option: str) -> bool:
     from transformers import ContinuousBatchingConfig
 
     return option in {each.name for each in fields(ContinuousBatchingConfig)}
+
+
+def has_flash(problem: Problem) -> bool:
+    """Return whether transformers finds flash_attn_3, and it multiplies this dtype."""
+    from transformers.utils.import_utils import is_flash_attn_3_available
+
+    return problem["dtype"] != "fp32" and bool(is_flash_attn_3_available())
 
 
 # ---- what cannot run ----

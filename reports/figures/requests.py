@@ -1,7 +1,7 @@
 """Requests per second of servers, beside the same requests without the host's share.
 
-    at once   contender   requests/s          over dense   on the device   device's share   ...
-    8         2:4         21.4 [21.1, 21.7]   1.12×        1.20×           62 %
+    at once   contender   requests/s          over dense   on the device   device's share    ...
+    8         2:4         21.4 [21.1, 21.7]   1.12×        1.20×           62 % [61, 63]
 
 A sample of the op `serving` is the time of all requests; `steps` is the device's time of the steps,
 and the other readings are those of harness/ops/serving.py.
@@ -14,7 +14,7 @@ from markupsafe import Markup
 
 from sparsebench.reports.figures._html import NOTHING, note
 from sparsebench.reports.tables import html_table
-from sparsebench.results.formatting import between, join_words, percent, significant
+from sparsebench.results.formatting import between, join_words, percent
 from sparsebench.results.problem_names import problem_name
 from sparsebench.results.tables.analysis import Analysis
 from sparsebench.results.tables.contests import usual
@@ -30,7 +30,8 @@ READ = (
 )
 DECIDES = 0.5  # share of the time below which the device waits for the host more than it computes
 HEADS = ["at once", "contender", ">requests per second", ">over dense", ">on the device"]
-HEADS += [">device's share", ">first token, ms", ">between tokens, ms", ">after the start, ms"]
+HEADS += [">device's share", ">first token, ms", ">between tokens, ms"]
+HEADS += [">first token after the start, ms", ">over dense"]
 READINGS = "first_token", "per_token", "cold"
 Line = Mapping[str, Any]
 
@@ -58,8 +59,9 @@ def _cells(line: Line, readings: Mapping[tuple[str, str], Line]) -> list[str]:
         _per_second(line),
         _gain(line),
         _gain(steps) if steps else "–",
-        percent(round(_share(line, steps), 2)) if steps else "–",
-        *(significant(other["median_us"] / 1e3) if other else "–" for other in others),
+        _share_text(line, steps) if steps else "–",
+        *(_milliseconds(other) if other else "–" for other in others),
+        _gain(others[-1]) if others[-1] else "–",
     ]
 
 
@@ -71,6 +73,18 @@ def _per_second(line: Line) -> str:
 
 def _gain(line: Line) -> str:
     return between(line["speedup"], line["speedup_low"], line["speedup_high"], line["uncertainty"])
+
+
+def _milliseconds(line: Line) -> str:
+    """Write a reading with the range of the processes."""
+    median, low, high = (line[f"{name}_us"] / 1e3 for name in ("median", "low", "high"))
+    return between(median, low, high, unit="")
+
+
+def _share_text(line: Line, steps: Line) -> str:
+    """Write the device's share, with the widest range that the processes allow."""
+    low, high = steps["low_us"] / line["high_us"], steps["high_us"] / line["low_us"]
+    return between(100 * _share(line, steps), 100 * low, 100 * high, unit=" %")
 
 
 def _share(line: Line, steps: Line) -> float:

@@ -55,8 +55,7 @@ def test_a_weight_is_pruned_and_packed_by_a_recipe(recipe: Any, sizes: list[int]
     weight = torch.cat([prune(part, recipe) for part in drawn(sum(sizes), 128).split(sizes)])
     layer = pack(weight, sizes, [storage] * len(sizes))
     require_product(layer, weight)
-    kinds = {type(part) for part in (layer if isinstance(layer, nn.ModuleList) else [layer])}
-    assert kinds == {storage.layer}
+    assert type(getattr(layer, "layer", layer)) is storage.layer
 
 
 @pytest.mark.parametrize(
@@ -96,6 +95,20 @@ def test_the_dense_region_of_a_shard_is_found_in_it(
     assert isinstance(layer, SpenseLinear)
     assert layer.sparse_shape == shape
     require_product(layer, weight)
+
+
+@pytest.mark.parametrize(
+    ("sparse_rows", "stored"), [((128, 256), 384), ((256, 0), 256), ((0, 130), 128), ((0, 0), 0)]
+)
+def test_parts_with_a_dense_region_are_one_product(
+    sparse_rows: tuple[int, int], stored: int
+) -> None:
+    sizes = 320, 256
+    parts = zip(drawn(sum(sizes), 128).split(sizes), sparse_rows, strict=True)
+    weight = torch.cat([two_four(part, rows) for part, rows in parts])
+    layer: Any = pack(weight, sizes, [TWO_FOUR] * 2)
+    require_product(layer, weight)
+    assert layer.layer.sparse_shape == (stored, 128) if stored else type(layer) is nn.Linear
 
 
 def test_a_shard_of_the_dense_region_is_dense() -> None:

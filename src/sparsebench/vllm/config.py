@@ -39,7 +39,7 @@ from sparsebench.results.files import first_error, from_json
 from sparsebench.vllm.linear import DenseLinearMethod, SparseLinearMethod
 from sparsebench.vllm.packing import DENSE, Storage, storage_of_layer, storage_of_recipe
 
-TESTED = {"vllm": ("0.32", "0.33"), "transformers": ("5.19", "5.20")}
+TESTED = {"vllm": ("0.32", "0.33"), "transformers": ("5.17", "5.19", "5.20")}
 RECIPES: dict[str, Any] = {kind.__name__: kind for kind in (BlockSparse, TwoFour, Unstructured)}
 RECIPE_FILE = "sparsebench.json"
 ROUTERS = "gate", "router", "shared_expert_gate"

@@ -6,8 +6,9 @@
     one layer        if all parts are stored alike
     side by side     else: one layer for each part, whose outputs are concatenated
 
-In 2:4, the last rows or columns may be dense. A rank has any share of them, so they are found in
-the shard itself: its first rows, or its first columns, that are 2:4 are stored sparse.
+In 2:4, the last rows or columns of a part may be dense. A rank has any share of them, so they are
+found in the shard itself: its first rows, or its first columns, that are 2:4 are stored sparse. Of
+several parts, the sparse rows of all come first, and the outputs are put back in their order.
 """
 
 from collections.abc import Mapping, Sequence
@@ -112,11 +113,9 @@ def pack(weight: Tensor, sizes: Sequence[int], storages: Sequence[Storage]) -> n
     first, *others = storages
     whole = all(size % first.block[0] == 0 for size in [*sizes][:-1])
     if whole and all(other == first for other in others):
-        whole = first.layer is not SpenseLinear or bool(_two_four(weight).all())
-        if whole or not others:
-            return _layer_of(weight, first)
-    parts = zip(weight.split([*sizes]), storages, strict=True)
-    return SideBySide(_layer_of(part.contiguous(), storage) for part, storage in parts)
+        return _layer_of(weight, first, sizes)
+    parts = zip(weight.split([*sizes]), sizes, storages, strict=True)
+    return SideBySide(_layer_of(part.contiguous(), storage, [n]) for part, n, storage in parts)
 
 
 class SideBySide(nn.ModuleList):
@@ -127,9 +126,32 @@ class SideBySide(nn.ModuleList):
         return torch.cat([layer(x) for layer in self], -1)
 
 
-def _layer_of(weight: Tensor, storage: Storage) -> nn.Module:
+class SparseFirst(nn.Module):
+    """A layer of several parts, of which W has the sparse rows of all first; Y is put back.
+
+    sizes   rows of each part
+    sparse  how many of them are sparse
+    """
+
+    def __init__(self, layer: nn.Module, sizes: Sequence[int], sparse: Sequence[int]) -> None:
+        super().__init__()
+        self.layer = layer
+        self.lengths = [*sparse, *(n - m for n, m in zip(sizes, sparse, strict=True))]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return Y [..., n of all parts] of X [..., k]."""
+        pieces = self.layer(x).split(self.lengths, -1)
+        parts = len(pieces) // 2
+        return torch.cat([pieces[i + half] for i in range(parts) for half in (0, parts)], -1)
+
+    def extra_repr(self) -> str:
+        """Return the rows of each piece, by which vLLM's compiled code differs."""
+        return f"lengths={self.lengths}"
+
+
+def _layer_of(weight: Tensor, storage: Storage, sizes: Sequence[int]) -> nn.Module:
     if storage.layer is SpenseLinear:
-        return _with_dense_region(weight)
+        return _with_dense_region(weight, sizes)
     if storage.layer is BitmapLinear:
         return BitmapLinear.from_dense(weight)
     if storage.layer is BlockSparseLinear:
@@ -148,19 +170,24 @@ def _in_blocks(weight: Tensor, block: tuple[int, int]) -> BlockSparseLinear:
     return layer.freeze()
 
 
-def _with_dense_region(weight: Tensor) -> nn.Module:
-    """Store the first rows or columns in 2:4, whichever are more; the rest is dense."""
+def _with_dense_region(weight: Tensor, sizes: Sequence[int]) -> nn.Module:
+    """Store the first rows of each part, or the first columns, in 2:4, whichever are more."""
     (n, k), fits = weight.shape, _two_four(weight)
     if fits.all():
         return SpenseLinear.from_dense(weight)
     step = SPAN_BYTES // weight.element_size()
-    rows = _leading(fits.all(1)) // ROW_STEP * ROW_STEP
     columns = _leading(fits.all(0)) * GROUP // step * step
-    if not rows and not columns:
-        return _layer_of(weight, DENSE)
-    if rows * k >= columns * n:
-        return SpenseLinear.from_dense(weight, dense_fraction=1 - rows / n, split="rows")
-    return SpenseLinear.from_dense(weight, dense_fraction=1 - columns / k, split="columns")
+    each = [_leading(part) // ROW_STEP * ROW_STEP for part in fits.all(1).split([*sizes])]
+    if not (rows := sum(each)) and not columns:
+        return _layer_of(weight, DENSE, sizes)
+    if rows * k < columns * n:
+        return SpenseLinear.from_dense(weight, dense_fraction=1 - columns / k, split="columns")
+    parts = [
+        part.split([m, len(part) - m]) for part, m in zip(weight.split([*sizes]), each, strict=True)
+    ]
+    ordered = torch.cat([half for halves in zip(*parts, strict=True) for half in halves])
+    layer = SpenseLinear.from_dense(ordered, dense_fraction=1 - rows / n, split="rows")
+    return layer if len(sizes) == 1 else SparseFirst(layer, sizes, each)
 
 
 def _two_four(weight: Tensor) -> Tensor:

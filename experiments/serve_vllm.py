@@ -1,0 +1,250 @@
+"""Serve a model of Qwen3-8B's shape in vLLM: dense, sparse by the plug-in, in fp8 and in 4 bits.
+
+    serve_vllm.py --out served.jsonl        needs vLLM (kernels/nn/MIGRATION.md), and one GPU
+
+    this process ──load──> server "dense"     a process with an engine, whose weights are random
+                 ──load──> server "2:4"       the same model, and a recipe for its MLPs
+                 ...                          in turn; each second round in reverse
+
+A load is `concurrency:requests`: so many requests at once, and a new one when one ends, with the
+lengths of harness/inputs/request_lengths.py. Requests do not end early, so that every server makes
+as many tokens; nothing is cached between them. All steps are CUDA graphs, without inductor, unless
+`--compiled` asks for vLLM's default. A server's first call of a turn wakes it, and the second one
+is timed.
+
+The file has a line for each timed call: ms of all requests, to the first token and between later
+ones, as means over requests. `--replicates` repeats everything in fresh processes. A server that
+does not start is a line too, and the others go on.
+
+tests/vllm/test_engine.py compares the logits of sparse models with those of dense ones.
+"""
+
+import json
+import os
+import random
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from statistics import fmean, median
+from subprocess import PIPE, Popen, TimeoutExpired
+from time import perf_counter
+from typing import Annotated, Any, TextIO, cast
+
+import typer
+
+from sparsebench.harness.inputs.request_lengths import lengths_of
+from sparsebench.results.formatting import between
+
+SIZES = {
+    "vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 12288,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
+    "max_position_embeddings": 4096, "tie_word_embeddings": False,
+}  # fmt: skip
+RECIPES: dict[str, dict[str, Any]] = {
+    "2:4": {"recipe": "TwoFour"},
+    "half 2:4": {"recipe": "TwoFour", "dense": 0.5},
+    "blocks": {"recipe": "BlockSparse", "block": 64, "sparsity": 0.8},
+}
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True}
+SERVERS, LOADS = "dense,2:4,half 2:4,blocks,fp8,w4a16", "8:16,32:32,1:1,128:128"
+REQUESTS, CHUNK, TOKENS = 128, 512, 10_000  # most at once; most of a step; of prompts' vocabulary
+CAPTURED = [1, 2, 4, 8, 16, 24, *range(32, CHUNK + 1, 32)]
+GRAPHS = {"mode": 0, "cudagraph_mode": "FULL", "cudagraph_capture_sizes": CAPTURED}
+MARK = "served "  # a line of a server that is not vLLM's
+Load = tuple[int, int]
+
+
+# ---- a server ----
+
+
+def folder_of(server: str, layers: int, place: Path) -> Path:
+    """Write the configuration of a model, and its recipe."""
+    from transformers import Qwen3Config
+
+    folder = place / server.replace(" ", "-").replace(":", "-")
+    folder.mkdir()
+    config = Qwen3Config(**SIZES, num_hidden_layers=layers).to_dict()
+    config |= {"architectures": ["Qwen3ForCausalLM"], "dtype": "bfloat16"}
+    if server == "w4a16":
+        config["quantization_config"] = GPTQ
+    (folder / "config.json").write_text(json.dumps(config))
+    if server in RECIPES:
+        recipe = {**RECIPES[server], "layers": ["*.mlp.*"]}
+        (folder / "sparsebench.json").write_text(json.dumps(recipe))
+    return folder
+
+
+def engine_of(server: str, layers: int, compiled: bool, place: Path) -> Any:
+    """Start an engine."""
+    from vllm import LLM
+
+    graphs = {"cudagraph_capture_sizes": CAPTURED} if compiled else GRAPHS
+    method = "sparsebench" if server in RECIPES else "fp8" if server == "fp8" else None
+    llm = LLM(
+        str(folder_of(server, layers, place)),
+        load_format="dummy",
+        quantization=method,
+        skip_tokenizer_init=True,
+        max_model_len=512,
+        max_num_seqs=REQUESTS,
+        max_num_batched_tokens=CHUNK,
+        enable_prefix_caching=False,
+        gpu_memory_utilization=0.12,  # servers share a card
+        kv_cache_memory_bytes=3 << 30,
+        compilation_config=graphs,
+    )
+    return llm.llm_engine
+
+
+def serve(engine: Any, load: Load, call: int) -> dict[str, float]:
+    """Return the times of a load, ms."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    concurrency, requests = load
+    lengths = {f"{call}.{i}": each for i, each in enumerate(lengths_of("short", requests))}
+    drawn, waiting = random.Random(call), list(lengths)[::-1]
+    prompts = {name: drawn.choices(range(TOKENS), k=p) for name, (p, _) in lengths.items()}
+    added, first, last = dict[str, float](), dict[str, float](), dict[str, float]()
+
+    def add() -> None:
+        name = waiting.pop()
+        options = {"temperature": 0, "ignore_eos": True, "detokenize": False}
+        kind = RequestOutputKind.DELTA
+        params = SamplingParams(max_tokens=lengths[name][1], output_kind=kind, **options)
+        added[name] = perf_counter()
+        engine.add_request(name, {"prompt_token_ids": prompts[name]}, params)
+
+    start = perf_counter()
+    for _ in range(concurrency):
+        add()
+    while len(last) < requests:
+        for output in engine.step():
+            first.setdefault(output.request_id, perf_counter())
+            if output.finished:
+                last[output.request_id] = perf_counter()
+                if waiting:
+                    add()
+    later = [(last[n] - first[n]) / max(new - 1, 1) for n, (_, new) in lengths.items()]
+    return {
+        "ms": 1e3 * (perf_counter() - start),
+        "first_token_ms": 1e3 * fmean(first[n] - added[n] for n in lengths),
+        "per_token_ms": 1e3 * fmean(later),
+    }
+
+
+def run_server(server: str, layers: int, compiled: bool) -> None:
+    """Answer each load of the standard input with a line."""
+    with tempfile.TemporaryDirectory() as place:
+        start = perf_counter()
+        engine = engine_of(server, layers, compiled, Path(place))
+        print(MARK + json.dumps({"start_s": perf_counter() - start}), flush=True)
+        for call, line in enumerate(sys.stdin):
+            load: Any = json.loads(line)
+            print(MARK + json.dumps(serve(engine, load, call)), flush=True)
+
+
+# ---- servers in turn ----
+
+
+class Served:
+    """A server's process."""
+
+    def __init__(self, server: str, layers: int, compiled: bool, log: Path) -> None:
+        self.server = server
+        environment = os.environ | {"VLLM_LOGGING_STREAM": "ext://sys.stderr"}
+        options = ["--server", server, "--layers", str(layers), *["--compiled"] * compiled]
+        command = [sys.executable, __file__, *options]
+        with log.open("w") as stderr:
+            pipes: Any = {"stdin": PIPE, "stdout": PIPE, "stderr": stderr, "text": True}
+            self.process = Popen(command, env=environment, **pipes)
+
+    def answer(self) -> dict[str, Any] | None:
+        """Return the next answer; None if the process has ended."""
+        lines = cast(TextIO, self.process.stdout)
+        line = next((line for line in lines if line.startswith(MARK)), None)
+        return json.loads(line.removeprefix(MARK)) if line else None
+
+    def run(self, load: Load) -> dict[str, Any] | None:
+        """Serve a load twice; return the times of the second call, None if the process ended."""
+        pipe, answer = cast(TextIO, self.process.stdin), None
+        for _ in range(2):
+            with suppress(BrokenPipeError):
+                print(json.dumps(load), file=pipe, flush=True)
+            answer = self.answer()
+        return answer
+
+    def close(self) -> None:
+        """End the process."""
+        try:
+            self.process.communicate(timeout=30)
+        except (BrokenPipeError, TimeoutExpired):
+            self.process.kill()
+
+
+def main(
+    out: Annotated[Path, typer.Option(help="the file to write")] = Path("served.jsonl"),
+    servers: str = SERVERS,
+    loads: Annotated[str, typer.Option(help="requests at once : requests")] = LOADS,
+    rounds: int = 12,
+    replicates: int = 1,
+    layers: Annotated[int, typer.Option(help="of 36")] = 12,
+    compiled: Annotated[bool, typer.Option("--compiled", help="vLLM's default")] = False,
+    server: Annotated[str, typer.Option(hidden=True)] = "",
+) -> None:
+    """Serve all loads by all servers, in turn."""
+    if server:
+        run_server(server, layers, compiled)
+        return
+    of_loads = [cast(Load, tuple(map(int, load.split(":")))) for load in loads.split(",")]
+    written = []
+    with out.open("w", encoding="utf-8") as file:
+        for process in range(replicates):
+            names = enumerate(servers.split(","))
+            running = [Served(s, layers, compiled, out.with_suffix(f".{i}.log")) for i, s in names]
+            try:
+                for line in contest(running, of_loads, rounds):
+                    written.append({"process": process, **line})
+                    print(json.dumps(written[-1]), file=file, flush=True)
+            finally:
+                for each in running:
+                    each.close()
+    print(*summary(written), sep="\n")
+
+
+def contest(
+    servers: Sequence[Served], loads: Sequence[Load], rounds: int
+) -> Iterator[dict[str, Any]]:
+    """Yield a line for each server that starts or does not, and for each timed call."""
+    starts = {each: each.answer() for each in servers}
+    for each, start in starts.items():
+        yield {"server": each.server, **(start or {"error": "it ended: see its log"})}
+    ready = [each for each, start in starts.items() if start]
+    for load in loads:
+        for each in ready:
+            each.run(load)  # graphs and kernels that it needs for the first time
+        for number in range(rounds):
+            for each in ready[::-1] if number % 2 else ready:
+                if answer := each.run(load):
+                    at = {"concurrency": load[0], "requests": load[1], "round": number}
+                    yield {"server": each.server, **at, **answer}
+
+
+def summary(lines: Iterable[dict[str, Any]]) -> Iterator[str]:
+    """Yield requests per second of each load and server, and over dense, round by round."""
+    ms: dict[tuple[Load, str], list[float]] = {}
+    for line in lines:
+        if "ms" in line:
+            load = line["concurrency"], line["requests"]
+            ms.setdefault((load, line["server"]), []).append(line["ms"])
+    for (load, server), each in ms.items():
+        rate, dense = 1e3 * load[1] / median(each), ms.get((load, "dense"), [])
+        ratios = sorted(a / b for a, b in zip(dense, each, strict=False))
+        text = between(median(ratios), ratios[0], ratios[-1]) if ratios else ""
+        yield f"{load[0]} at once, {server}: {rate:.1f} requests per second, {text} of dense"
+
+
+if __name__ == "__main__":
+    typer.run(main)

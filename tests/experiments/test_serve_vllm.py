@@ -1,0 +1,100 @@
+"""The script experiments/serve_vllm.py, without vLLM: its requests, its turns and its models."""
+
+import json
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import serve_vllm
+from serve_vllm import SERVERS, Served, contest, folder_of, serve, summary
+
+from sparsebench.harness.inputs.request_lengths import lengths_of
+
+
+class FakeEngine:
+    """An engine that gives each of its requests a token in a step."""
+
+    def __init__(self) -> None:
+        self.left: dict[str, int] = {}
+        self.most = self.made = 0
+
+    def add_request(self, name: str, prompt: Any, params: Any) -> None:
+        assert prompt["prompt_token_ids"]
+        self.left[name] = params.max_tokens
+        self.most = max(self.most, len(self.left))
+
+    def step(self) -> list[Any]:
+        self.made += len(self.left)
+        self.left = {name: left - 1 for name, left in self.left.items()}
+        ended = [SimpleNamespace(request_id=name, finished=not n) for name, n in self.left.items()]
+        self.left = {name: left for name, left in self.left.items() if left}
+        return ended
+
+
+@pytest.fixture
+def vllm(monkeypatch) -> None:
+    fake: Any = ModuleType("vllm")
+    fake.SamplingParams = lambda **options: SimpleNamespace(**options)
+    params: Any = ModuleType("vllm.sampling_params")
+    params.RequestOutputKind = SimpleNamespace(DELTA=1)
+    monkeypatch.setitem(sys.modules, "vllm", fake)
+    monkeypatch.setitem(sys.modules, "vllm.sampling_params", params)
+
+
+@pytest.mark.usefixtures("vllm")
+def test_so_many_requests_are_served_at_once_and_make_all_tokens() -> None:
+    engine = FakeEngine()
+    times = serve(engine, (3, 8), 0)
+    assert engine.most == 3
+    assert engine.made == sum(new for _, new in lengths_of("short", 8))
+    assert 0 <= times["first_token_ms"] < times["ms"]
+
+
+class FakeServed:
+    """A server that takes so many ms, or does not start."""
+
+    def __init__(self, server: str, ms: float | None, turns: list[str]) -> None:
+        self.server, self.ms, self.turns = server, ms, turns
+
+    def answer(self) -> dict[str, float] | None:
+        return {"start_s": 1.0} if self.ms else None
+
+    def run(self, load: Any) -> dict[str, float] | None:
+        self.turns.append(self.server)
+        return {"ms": self.ms} if self.ms else None
+
+
+def test_servers_take_turns_and_one_that_does_not_start_is_a_line() -> None:
+    turns: list[str] = []
+    times = {"dense": 200.0, "2:4": 160.0, "fp8": None}
+    servers: list[Any] = [FakeServed(name, ms, turns) for name, ms in times.items()]
+    lines = [*contest(servers, [(2, 4)], 2)]
+    assert turns == ["dense", "2:4"] * 2 + ["2:4", "dense"]
+    assert [line["server"] for line in lines if "error" in line] == ["fp8"]
+    text = "\n".join(summary(lines))
+    assert "2 at once, dense: 20.0 requests per second" in text
+    assert "2 at once, 2:4: 25.0 requests per second, 1.2" in text
+
+
+def test_a_server_is_a_process_that_answers_loads(tmp_path: Path, monkeypatch) -> None:
+    script = tmp_path / "echo.py"
+    script.write_text(
+        "import sys\nfor line in sys.stdin: print('served {\"ms\": 2}', flush=True)\n"
+    )
+    monkeypatch.setattr(serve_vllm, "__file__", str(script))
+    server = Served("dense", 1, False, tmp_path / "log")
+    assert server.run((1, 1)) == {"ms": 2}
+    server.close()
+    assert server.process.poll() == 0
+
+
+@pytest.mark.parametrize("server", SERVERS.split(","))
+def test_a_model_has_a_configuration_and_its_recipe(server: str, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    folder = folder_of(server, 3, tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    assert (config["num_hidden_layers"], config["head_dim"]) == (3, 128)
+    assert ("quantization_config" in config) == (server == "w4a16")
+    assert (folder / "sparsebench.json").exists() == (server in serve_vllm.RECIPES)
