@@ -240,6 +240,31 @@ def test_nsa_adds_up_its_branches(case: TokenCase, window: int) -> None:
     torch.testing.assert_close(o.cpu().double(), right, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.interpreted
+@pytest.mark.parametrize("window", [0, 37])
+@pytest.mark.parametrize("case", USED, ids=str)
+def test_nsa_has_gradients_of_all_but_its_selection(case: TokenCase, window: int) -> None:
+    operands = [*case.operands(), *gates(case)][: 6 if window else 5]
+    exact = [x.double().requires_grad_() for x in operands]
+    q, k, v, *of_gates = exact
+    scale, group = case.head_dim**-0.5, q.shape[2] // k.shape[2]
+    compressed, scores = nsa_of(q, k, v, case.block, scale)
+    allowed = best(scores.detach(), case, 1, 2).repeat_interleave(group, 1)
+    behind = torch.arange(case.queries)[:, None] + case.keys - case.queries
+    behind = behind - torch.arange(case.keys)
+    inside = ((behind >= 0) & (behind < window)).expand(case.batch, q.shape[2], -1, -1)
+    branches = compressed, *(softmax_over(q, k, v, x, scale) for x in (allowed, inside))
+    right = sum(g[..., None] * o for g, o in zip(of_gates, branches, strict=False))
+    inputs = [moved(x).requires_grad_() for x in operands]
+    options: dict[str, Any] = {"keep": case.keep, "block": case.block, "window": window or 1}
+    o = nsa_attention(*inputs, **options)
+    do = torch.randn(o.shape, generator=torch.Generator().manual_seed(2))
+    actual = torch.autograd.grad(o, inputs, moved(do))
+    wanted = torch.autograd.grad(right, exact, do.double())
+    for one, other in zip((o, *actual), (right, *wanted), strict=True):
+        torch.testing.assert_close(one.cpu().double(), other, atol=2e-5, rtol=2e-5)
+
+
 def test_a_window_of_more_keys_than_there_are_takes_no_more_memory() -> None:
     q, k, v = USED[0].operands()
     operands, options = [q, k, v, *gates(USED[0])], {"keep": 4, "block": 16}
@@ -374,11 +399,10 @@ def test_bad_calls_are_refused_in_one_line() -> None:
         lambda: moba_attention(q, k, k, block=0),
         lambda: moba_attention(q[0], k[0], k[0]),
         lambda: nsa_attention(q, k, k, gate_of, gate_of[..., :2]),
-        lambda: nsa_attention(q.requires_grad_(), k, k, gate_of, gate_of),
-        lambda: nsa_attention(q.detach(), k, k, gate_of, gate_of, gate_of, window=0),
-        lambda: nsa_attention(q.detach(), k, k, gate_of, gate_of, keep=2),
-        lambda: nsa_attention(q.detach(), k, k, gate_of, gate_of.cfloat()),
-        lambda: nsa_attention(q.detach(), k, k, gate_of, gate_of.to("meta")),
+        lambda: nsa_attention(q, k, k, gate_of, gate_of, gate_of, window=0),
+        lambda: nsa_attention(q, k, k, gate_of, gate_of, keep=2),
+        lambda: nsa_attention(q, k, k, gate_of, gate_of.cfloat()),
+        lambda: nsa_attention(q, k, k, gate_of, gate_of.to("meta")),
         lambda: moba_attention(q.to("meta"), k, k),
         lambda: moba_attention(q, k, k, scale=torch.inf),
     ):
