@@ -52,7 +52,7 @@ from sparsebench.results.record import Problem
 SECTION_BYTES = 1 << 30  # of parts at a time
 MOST_BLOCKS = 8192  # of a list: a program has how many tiles each one has
 WAVES = 6  # programs for each SM of a section, of which two or three run at once
-MERGED = 16  # rows of a program of `merge`
+MERGED = 1 << 15  # bytes of Q of a program of `merge`
 
 # rows of queries, keys, warps and stages of a tile; the default first
 TILES = [(64, 64, 4, 3), (128, 64, 8, 3), (64, 64, 4, 2), (128, 128, 8, 2)]
@@ -140,8 +140,10 @@ def plan(w: ListedMask, call: AttentionCall, config: Config) -> Product:
     tile |= {"STAGES": config.stages, "TMA": config.path == "tma", "num_warps": config.warps}
     tile |= {"SIDE": shape.block[1], "CAUSAL": mask.causal, "CHUNK": CHUNK}
     tile |= {"BLOCKS": triton.next_power_of_2(blocks), **depth}
-    merged = {"TOKENS": max(1, MERGED // config.pack), "PACK": config.pack, **depth}
-    merged |= {"PLACES": triton.next_power_of_2(places)}
+    merged = {name: tile[name] for name in ("KEYS", "TMA", "SIDE", "CAUSAL", "CHUNK")} | depth
+    together = max(1, min(config.pack, MERGED // (CHUNK * shape.depth * shape.itemsize)))
+    merged |= {"PACK": together, "UNIT": config.pack, "PLACES": triton.next_power_of_2(places)}
+    merged |= {"STAGES": 2, "num_warps": 8 if together * CHUNK >= 128 else 4}
     for unit in range(0, units, height):
         count = min(height, units - unit)
         workers = max(1, WAVES * multiprocessors(device) // count)
@@ -151,9 +153,10 @@ def plan(w: ListedMask, call: AttentionCall, config: Config) -> Product:
             read = gathered.entries, gathered.starts, gathered.bases
             args = q, *boxes, parts, logs, *read, *section, *sizes, call.scale * LOG2_E
             programs.append(BoundKernel(_attend, (count * workers,), args, tile, parts))
-            grid = (count * ceil(width / merged["TOKENS"]),)
-            args = parts, logs, gathered.counts, o, lse, unit, token, width
-            args = *args, shape.q_tokens, places, shape.heads, mask.lists
+            grid = (count * config.pack // together * ceil(width / CHUNK),)
+            listed = gathered.counts, gathered.words, gathered.common, gathered.commons
+            args = q, *boxes, parts, logs, *listed, o, lse, unit, token, width
+            args = *args, *sizes, gathered.common.shape[1], call.scale * LOG2_E
             programs.append(BoundKernel(_merge, grid, args, merged, o))
     template = Template(programs, inputs, [o, lse])
 
@@ -285,38 +288,71 @@ def _attend(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=SECTION)  # type: ignore[untyped-decorator]
 def _merge(  # type: ignore[no-untyped-def]
-    parts, logs, counts, o, lse, first_unit, first_token, span, q_tokens, places, heads, lists,
-    D: tl.constexpr, DEPTH: tl.constexpr, TOKENS: tl.constexpr, PACK: tl.constexpr,
-    PLACES: tl.constexpr,
+    q, k, v, parts, logs, counts, words, common, commons, o, lse,
+    first_unit, first_token, span,
+    q_tokens, kv_tokens, blocks, chunks, places, heads, kv_heads, lists, most, scale,
+    D: tl.constexpr, DEPTH: tl.constexpr, SIDE: tl.constexpr, CAUSAL: tl.constexpr,
+    CHUNK: tl.constexpr, STAGES: tl.constexpr, TMA: tl.constexpr, PACK: tl.constexpr,
+    UNIT: tl.constexpr, KEYS: tl.constexpr, PLACES: tl.constexpr,
 ):  # fmt: skip
-    """Add up the parts of some queries."""
-    of_unit = tl.cdiv(span, TOKENS)
-    unit, tile = tl.program_id(0) // of_unit, tl.program_id(0) % of_unit
-    stacked = (first_unit + unit) * PACK
+    """Attend to the common blocks of a chunk, and add the parts of its queries."""
+    ROWS: tl.constexpr = CHUNK * PACK
+    STEPS: tl.constexpr = (SIDE + KEYS - 1) // KEYS
+    of_unit = tl.cdiv(span, CHUNK)
+    packed, tile = tl.program_id(0) // of_unit, tl.program_id(0) % of_unit
+    unit, offset = packed // (UNIT // PACK), packed % (UNIT // PACK) * PACK
+    stacked = (first_unit + unit) * UNIT + offset
     sequence, head = stacked // heads, stacked % heads
-    list_ = sequence * lists + head * lists // heads
-    lane = tl.arange(0, TOKENS * PACK)
-    local, member = tile * TOKENS + lane // PACK, lane % PACK
+    list_, kv_head = sequence * lists + head * lists // heads, head // (heads // kv_heads)
+    lane = tl.arange(0, ROWS)
+    local, member = tile * CHUNK + lane // PACK, lane % PACK
     inside, token = local < span, first_token + local
-    count = tl.load(counts + list_ * q_tokens + token, inside, 0)
-    at = ((unit * span + local) * places).to(tl.int64) * PACK + member
-    place = tl.arange(0, PLACES)[None, :]
-    log = tl.load(logs + at[:, None] + place * PACK, place < count[:, None], -float("inf"))
-    top = tl.max(log, 1)
-    safe = tl.where(top == -float("inf"), 0.0, top)
-    weight = tl.sum(tl.exp2(log - safe[:, None]), 1)
     depth = tl.arange(0, DEPTH)[None, :]
-    total = tl.zeros((TOKENS * PACK, DEPTH), tl.float32)
-    for i in tl.range(0, places, num_stages=3):
+    line = ((sequence * q_tokens + token).to(tl.int64) * heads + head + member) * D
+    stored = inside[:, None] & (depth < D)
+    q_tile = tl.load(q + line[:, None] + depth, stored, 0.0)
+    limit = kv_tokens - 1 + tl.zeros_like(token)
+    if CAUSAL:
+        limit = tl.minimum(limit, token + (kv_tokens - q_tokens))
+    chunk = list_ * chunks + first_token // CHUNK + tile
+    words += chunk.to(tl.int64) * blocks
+    common += chunk.to(tl.int64) * most
+    steps = tl.load(commons + chunk) * STEPS
+
+    top = tl.full((ROWS,), -float("inf"), tl.float32)
+    weight = tl.zeros((ROWS,), tl.float32)
+    total = tl.zeros((ROWS, DEPTH), tl.float32)
+    block = tl.load(common, steps > 0, 0)
+    for i in tl.range(0, steps, num_stages=STAGES):
+        key = block * SIDE + i % STEPS * KEYS
+        end_key = tl.minimum((block + 1) * SIDE, kv_tokens)
+        of_keys = k, v, sequence, kv_tokens, kv_head, kv_heads
+        k_tile, v_tile = _keys(*of_keys, key, end_key, D, DEPTH, KEYS, TMA)
+        selected = (tl.load(words + block) >> (lane // PACK)) & 1
+        block = tl.load(common + (i + 1) // STEPS, i + 1 < steps, 0)
+        scores = tl.dot(q_tile, k_tile.T, input_precision="ieee")
+        at_key = key + tl.arange(0, KEYS)[None, :]
+        last = tl.where(selected == 1, tl.minimum(limit, end_key - 1), -1)
+        scores = tl.where(at_key <= last[:, None], scores, -float("inf"))
+        top, weight, total = add_step(scores, v_tile, scale, top, weight, total, True)
+
+    count = tl.load(counts + list_ * q_tokens + token, inside, 0)
+    at = ((unit * span + local) * places).to(tl.int64) * UNIT + offset + member
+    place = tl.arange(0, PLACES)[None, :]
+    log = tl.load(logs + at[:, None] + place * UNIT, place < count[:, None], -float("inf"))
+    new = tl.maximum(top, tl.max(log, 1))
+    safe = tl.where(new == -float("inf"), 0.0, new)
+    shrink = tl.exp2(top - safe)
+    weight = weight * shrink + tl.sum(tl.exp2(log - safe[:, None]), 1)
+    total = total * shrink[:, None]
+    for i in tl.range(0, tl.max(count, 0), num_stages=3):
         present = i < count
-        of_place = tl.load(logs + at + i * PACK, present, -float("inf"))
-        line = (at + i * PACK) * D
-        part = tl.load(parts + line[:, None] + depth, present[:, None] & (depth < D), 0.0)
+        of_place = tl.load(logs + at + i * UNIT, present, -float("inf"))
+        to = (at + i * UNIT) * D
+        part = tl.load(parts + to[:, None] + depth, present[:, None] & (depth < D), 0.0)
         total += tl.exp2(of_place - safe)[:, None] * part.to(tl.float32)
     some = weight != 0  # also true for NaN
     weight = tl.where(some, weight, 1.0)
-    line = ((sequence * q_tokens + token).to(tl.int64) * heads + head + member) * D
-    stored = inside[:, None] & (depth < D)
     tl.store(o + line[:, None] + depth, (total / weight[:, None]).to(o.dtype.element_ty), stored)
-    natural = tl.where(some, (top + tl.log2(weight)) * LN_2, -float("inf"))
+    natural = tl.where(some, (new + tl.log2(weight)) * LN_2, -float("inf"))
     tl.store(lse + (stacked + member).to(tl.int64) * q_tokens + token, natural, inside)

@@ -24,6 +24,7 @@ from sparsebench.formats._format import require, require_whole
 from sparsebench.formats.block_mask import BlockMask
 from sparsebench.kernels._common.capture import make_lasting
 from sparsebench.kernels.attention import _moba, _nsa
+from sparsebench.kernels.attention._gated_sum import gated_sum
 from sparsebench.kernels.attention._selecting import means
 from sparsebench.kernels.nn._attention_op import require_operands
 from sparsebench.kernels.nn.attention import attention, cast, factor_of
@@ -58,7 +59,8 @@ def nsa_attention(
     takes neither gradients of q, k and v nor a window. Raises Unsupported, FormatError.
     """
     q, k, v = _operands("nsa_attention", q, k, v, keep, block)
-    for gate in (g_cmp, g_slc, *(() if g_swa is None else (g_swa,))):
+    gates = [g_cmp, g_slc, *(() if g_swa is None else (g_swa,))]
+    for gate in gates:
         fits = gate.shape == q.shape[:3] and gate.is_floating_point() and gate.device == q.device
         if not fits:
             expected = f"gates of floats {list(q.shape[:3])} on {q.device}"
@@ -69,14 +71,13 @@ def nsa_attention(
     if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
         compressed = _compressed(q, k, v, block, factor)
     o = attention(q, k, v, _mask_of(scores, q, k, keep, block, _nsa.FORCED), scale=scale)
-    o = torch.addcmul(o * g_slc[..., None], compressed, g_cmp[..., None])
     if g_swa is None:
-        return o.to(q.dtype)
+        return gated_sum([compressed, o], gates)
     require_whole("window", window)
     _refuse_compiled("window", "g_swa")
     reach = min(window, k.shape[1])  # memory grows with it
     mask = _window((q.shape[1], k.shape[1]), q.shape[0], reach, q.device)
-    return torch.addcmul(o, attention(q, k, v, mask, scale=scale), g_swa[..., None]).to(q.dtype)
+    return gated_sum([compressed, o, attention(q, k, v, mask, scale=scale)], gates)
 
 
 def moba_attention(
