@@ -4,13 +4,14 @@
 
     block of keys     its queries (_gathering.py)       parts [row, place, head, D], logs
     +-----+  K, V     | q1 | q4 | q5 | q9 | ...         O and LSE of one query and one block
-    |  7  |  once      tile: their heads side by side ──> merge: the parts of a row, in their order
-    +-----+
+    |  7  |  once      tile: their heads side by side ──> merge: 32 queries attend to the blocks that
+    +-----+                                               are common to them, and add their parts
 
 A tile of one query would have only the heads of a group as rows, and read a block for each: at 4
 heads, 4 FLOPs a byte. Here a tile has 64 rows and more of any queries that selected the same block,
 so a byte of K and V serves all of them. A pair of a query and a block costs its part instead: it is
-written and read once, in the dtype of q. Each part is divided by its own sum:
+written and read once, in the dtype of q. Blocks that many of 32 neighbours selected, such as their
+own, need no parts: `merge` walks them with a bit for each query. Parts are divided by their sums:
 
     part = softmax(scale Q K.T) V over a block      log = its log-sum-exp, to the base 2
     O = sum of parts weighted by exp2(log - top) / sum of the weights
@@ -134,15 +135,16 @@ def plan(w: ListedMask, call: AttentionCall, config: Config) -> Product:
     logs = parts.new_empty(len(parts), dtype=torch.float32)
     boxes = [head_box(x, shape, (config.keys, 1), config.path) for x in (k, v)]
     blocks, chunks = mask.kv_blocks, ceil(shape.q_tokens / CHUNK)
-    sizes = *mask.tokens, blocks, chunks, places, shape.heads, shape.kv_heads, mask.lists
+    sizes = *mask.tokens, blocks, chunks, shape.heads, shape.kv_heads, mask.lists
     depth = {"D": shape.head_dim, "DEPTH": shape.depth}
     tile = {"TOKENS": config.tokens, "PACK": config.pack, "KEYS": config.keys}
     tile |= {"STAGES": config.stages, "TMA": config.path == "tma", "num_warps": config.warps}
     tile |= {"SIDE": shape.block[1], "CAUSAL": mask.causal, "CHUNK": CHUNK}
-    tile |= {"BLOCKS": triton.next_power_of_2(blocks), **depth}
-    merged = {name: tile[name] for name in ("KEYS", "TMA", "SIDE", "CAUSAL", "CHUNK")} | depth
+    tile |= {"BLOCKS": triton.next_power_of_2(blocks), "PLACES": places, **depth}
+    kept = "KEYS", "TMA", "SIDE", "CAUSAL", "CHUNK", "PLACES"
+    merged = {name: tile[name] for name in kept} | depth
     together = max(1, min(config.pack, MERGED // (CHUNK * shape.depth * shape.itemsize)))
-    merged |= {"PACK": together, "UNIT": config.pack, "PLACES": triton.next_power_of_2(places)}
+    merged |= {"PACK": together, "UNIT": config.pack, "LOGS": triton.next_power_of_2(places)}
     merged |= {"STAGES": 2, "num_warps": 8 if together * CHUNK >= 128 else 4}
     for unit in range(0, units, height):
         count = min(height, units - unit)
@@ -194,10 +196,10 @@ def _keys(  # type: ignore[no-untyped-def]
 def _attend(  # type: ignore[no-untyped-def]
     q, k, v, parts, logs, entries, starts, bases,
     first_unit, first_chunk, end_chunk, span, workers,
-    q_tokens, kv_tokens, blocks, chunks, places, heads, kv_heads, lists, scale,
+    q_tokens, kv_tokens, blocks, chunks, heads, kv_heads, lists, scale,
     D: tl.constexpr, DEPTH: tl.constexpr, SIDE: tl.constexpr, CAUSAL: tl.constexpr,
     CHUNK: tl.constexpr, BLOCKS: tl.constexpr, STAGES: tl.constexpr, TMA: tl.constexpr,
-    TOKENS: tl.constexpr, PACK: tl.constexpr, KEYS: tl.constexpr,
+    TOKENS: tl.constexpr, PACK: tl.constexpr, KEYS: tl.constexpr, PLACES: tl.constexpr,
 ):  # fmt: skip
     """Write the parts of a run of tiles of one unit: heads that share a list and a key head."""
     unit, worker = tl.program_id(0) // workers, tl.program_id(0) % workers
@@ -237,7 +239,7 @@ def _attend(  # type: ignore[no-untyped-def]
             k_tile, v_tile = _keys(*of_keys, key, end_key, D, DEPTH, KEYS, TMA)
         entry = tl.load(entries + at + which, at + which < high, -1)
         for i in tl.range(at, high, TOKENS, num_stages=STAGES if KEYS >= SIDE else 1):
-            real, row, place = entry >= 0, entry // places, entry % places
+            real, row, place = entry >= 0, entry // PLACES, entry % PLACES
             token = row - first_row
             line = ((sequence * q_tokens + token).to(tl.int64) * heads + head + member) * D
             stored = real[:, None] & (depth < D)
@@ -280,7 +282,7 @@ def _attend(  # type: ignore[no-untyped-def]
                             scores, v_tile, scale, top, weight, total, True
                         )
             some = tl.where(weight != 0, weight, 1.0)  # a NaN stays
-            to = ((row + of_unit) * places + place).to(tl.int64) * PACK + member
+            to = ((row + of_unit) * PLACES + place).to(tl.int64) * PACK + member
             part = (total / some[:, None]).to(parts.dtype.element_ty)
             tl.store(parts + to[:, None] * D + depth, part, stored)
             tl.store(logs + to, top + tl.log2(weight), real)
@@ -290,10 +292,10 @@ def _attend(  # type: ignore[no-untyped-def]
 def _merge(  # type: ignore[no-untyped-def]
     q, k, v, parts, logs, counts, words, common, commons, o, lse,
     first_unit, first_token, span,
-    q_tokens, kv_tokens, blocks, chunks, places, heads, kv_heads, lists, most, scale,
+    q_tokens, kv_tokens, blocks, chunks, heads, kv_heads, lists, most, scale,
     D: tl.constexpr, DEPTH: tl.constexpr, SIDE: tl.constexpr, CAUSAL: tl.constexpr,
     CHUNK: tl.constexpr, STAGES: tl.constexpr, TMA: tl.constexpr, PACK: tl.constexpr,
-    UNIT: tl.constexpr, KEYS: tl.constexpr, PLACES: tl.constexpr,
+    UNIT: tl.constexpr, KEYS: tl.constexpr, PLACES: tl.constexpr, LOGS: tl.constexpr,
 ):  # fmt: skip
     """Attend to the common blocks of a chunk, and add the parts of its queries."""
     ROWS: tl.constexpr = CHUNK * PACK
@@ -337,8 +339,8 @@ def _merge(  # type: ignore[no-untyped-def]
         top, weight, total = add_step(scores, v_tile, scale, top, weight, total, True)
 
     count = tl.load(counts + list_ * q_tokens + token, inside, 0)
-    at = ((unit * span + local) * places).to(tl.int64) * UNIT + offset + member
-    place = tl.arange(0, PLACES)[None, :]
+    at = ((unit * span + local) * PLACES).to(tl.int64) * UNIT + offset + member
+    place = tl.arange(0, LOGS)[None, :]
     log = tl.load(logs + at[:, None] + place * UNIT, place < count[:, None], -float("inf"))
     new = tl.maximum(top, tl.max(log, 1))
     safe = tl.where(new == -float("inf"), 0.0, new)
