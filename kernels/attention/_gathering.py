@@ -31,7 +31,6 @@ from sparsebench.formats.block_mask import BlockMask
 from sparsebench.kernels._common.triton import BoundKernel
 
 CHUNK = 32  # rows of a word
-LEAST = 16  # of these rows that share a common block; 12 to 33: 2.25, 2.24 (16), 2.33, 2.34, 2.45 ms
 GROUP = 64  # blocks of a program of `accumulate`
 STEP = 64  # words of a block that it has at a time
 WORDS = 128  # of a chunk that `mark` has at a time
@@ -58,18 +57,18 @@ class Gathered(NamedTuple):
     commons: Tensor
 
     @classmethod
-    def without_data(cls, mask: BlockMask, places: int) -> "Gathered":
+    def without_data(cls, mask: BlockMask, places: int, least: int) -> "Gathered":
         """Return what each call writes, on "meta"."""
         (rows, blocks), tokens = mask.shape, mask.q_blocks
         lists, chunks = rows // tokens, triton.cdiv(tokens, CHUNK)
         entries = torch.empty(rows * places, dtype=torch.int32, device="meta")
         bases, words = (entries.new_empty(lists, chunks + i, blocks) for i in (1, 0))
-        common = entries.new_empty(lists * chunks, most_common(places, blocks))
+        common = entries.new_empty(lists * chunks, most_common(places, blocks, least))
         starts, counts = entries.new_empty(lists, blocks), entries.new_empty(rows)
         return cls(entries, starts, bases, counts, words, common, common.new_empty(len(common)))
 
     @classmethod
-    def of(cls, mask: BlockMask, places: int) -> "Gathered":
+    def of(cls, mask: BlockMask, places: int, least: int) -> "Gathered":
         """Return those of a mask that does not change, in torch."""
         rows, (height, blocks), tokens = rows_of(mask.offsets), mask.shape, mask.q_blocks
         lists, chunks = height // tokens, triton.cdiv(tokens, CHUNK)
@@ -78,9 +77,9 @@ class Gathered(NamedTuple):
         cell = (rows // tokens * chunks + token // CHUNK) * blocks + column
         number = torch.bincount(cell, minlength=lists * chunks * blocks)
         words = torch.zeros_like(number).index_add(0, cell, 1 << token % CHUNK)
-        is_common = number >= LEAST
+        is_common = number >= least
         commons = is_common.view(-1, blocks).sum(1)
-        common = number.new_zeros(len(commons), most_common(places, blocks))
+        common = number.new_zeros(len(commons), most_common(places, blocks, least))
         at, block = is_common.view(-1, blocks).nonzero().T
         common[at, torch.arange(len(at), device=at.device) - before(commons)[at]] = block
 
@@ -104,22 +103,27 @@ def before(counts: Tensor) -> Tensor:
     return counts.cumsum(0) - counts
 
 
-def most_common(places: int, blocks: int) -> int:
-    """Return how many common blocks a chunk may have."""
-    return min(blocks, places * CHUNK // LEAST)
+def most_common(places: int, blocks: int, least: int) -> int:
+    """Return how many common blocks a chunk may have, or 1 if it has none."""
+    return max(1, min(blocks, places * CHUNK // least))
 
 
-def bound_gathering(mask: BlockMask, places: int, gathered: Gathered) -> list[BoundKernel]:
-    """Return the kernels that write the queries of each block of keys, in their order."""
+def bound_gathering(
+    mask: BlockMask, places: int, gathered: Gathered, least: int
+) -> list[BoundKernel]:
+    """Return the kernels that write the queries of each block of keys, in their order.
+
+    least  rows of a chunk that share a common block; with more than CHUNK, no block is common
+    """
     (rows, blocks), tokens = mask.shape, mask.q_blocks
     lists, chunks = rows // tokens, triton.cdiv(tokens, CHUNK)
     entries, starts, bases, counts, words, common, commons = gathered
     sizes = tokens, blocks, chunks
     constants = {"PLACES": triton.next_power_of_2(places), "CHUNK": CHUNK, "num_warps": 1}
-    constants["LEAST"] = LEAST
+    constants["LEAST"] = least
     every = {"BLOCKS": triton.next_power_of_2(blocks)}
     walked, groups = (mask.offsets, mask.columns), triton.cdiv(blocks, GROUP)
-    tile = {"GROUP": GROUP, "STEP": STEP, "LEAST": LEAST}
+    tile = {"GROUP": GROUP, "STEP": STEP, "LEAST": least}
     marked = *walked, words, common, commons, *sizes, common.shape[1]
     return [
         BoundKernel(_mark, (lists * chunks,), marked, {**constants, "WORDS": WORDS}, words),

@@ -24,7 +24,7 @@ from sparsebench.kernels.attention import (
 )
 from sparsebench.kernels.attention._call import ListedMask
 from sparsebench.kernels.attention._gated_sum import gated_sum
-from sparsebench.kernels.attention._gathering import CHUNK, LEAST, Gathered, bound_gathering
+from sparsebench.kernels.attention._gathering import CHUNK, Gathered, bound_gathering
 from sparsebench.kernels.attention._moba import FORCED as OF_MOBA
 from sparsebench.kernels.attention._moba import score_blocks
 from sparsebench.kernels.attention._nsa import FORCED as OF_NSA
@@ -52,15 +52,17 @@ MASKS: list[dict[str, Any]] = [
 
 
 @pytest.mark.interpreted
-@pytest.mark.parametrize("options", MASKS, ids=str)
-def test_the_queries_of_a_block_are_gathered_as_in_torch(options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("options", "least"), zip(MASKS, (16, 20, 3, 33), strict=True), ids=str)
+def test_the_queries_of_a_block_are_gathered_as_in_torch(
+    options: dict[str, Any], least: int
+) -> None:
     right_mask = random_mask(**options)
     wide = with_more_behind(with_places(right_mask))
     places = int(wide.counts.max())
-    right = Gathered.of(right_mask, places)
+    right = Gathered.of(right_mask, places, least)
     gathered = Gathered(*(torch.full_like(x, -7) for x in right))
     mask = moved(wide)
-    for program in bound_gathering(mask, places, Gathered(*map(moved, gathered))):
+    for program in bound_gathering(mask, places, Gathered(*map(moved, gathered)), least):
         program()
     for name in ("starts", "bases", "counts", "words", "commons"):
         assert torch.equal(getattr(gathered, name), getattr(right, name)), name
@@ -73,7 +75,7 @@ def test_the_queries_of_a_block_are_gathered_as_in_torch(options: dict[str, Any]
         rows = listed[first : min(first + CHUNK, (cell[0] + 1) * tokens)]
         bits = [sum((block in row) << i for i, row in enumerate(rows)) for block in range(blocks)]
         assert [bit % (1 << CHUNK) for bit in gathered.words[cell].tolist()] == bits
-        common = [block for block in range(blocks) if bits[block].bit_count() >= LEAST]
+        common = [block for block in range(blocks) if bits[block].bit_count() >= least]
         at = cell[0] * chunks + cell[1]
         assert gathered.common[at, : gathered.commons[at]].tolist() == common
         for row in rows:
