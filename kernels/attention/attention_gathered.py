@@ -54,6 +54,7 @@ SECTION_BYTES = 1 << 30  # of parts at a time
 MOST_BLOCKS = 8192  # of a list: a program has how many tiles each one has
 WAVES = 6  # programs for each SM of a section, of which two or three run at once
 MERGED = 1 << 15  # bytes of Q of a program of `merge`
+UNROLL = 2  # parts of a row that are loaded at a time
 COMMON = 16  # of 32 queries: 12, 16, 24, 32, none take 2.25, 2.24, 2.33, 2.34, 2.45 ms (NSA, 16k)
 LARGE = 128  # keys of a block, from above which on only a block of all 32 saves time
 
@@ -158,7 +159,7 @@ def plan(w: ListedMask, call: AttentionCall, config: Config) -> Product:
     kept = "KEYS", "TMA", "SIDE", "CAUSAL", "CHUNK", "PLACES"
     merged = {name: tile[name] for name in kept} | depth
     merged |= {"PACK": together, "UNIT": config.pack, "LOGS": triton.next_power_of_2(places)}
-    merged |= {"STAGES": 2, "num_warps": 8 if together * CHUNK >= 128 else 4}
+    merged |= {"UNROLL": UNROLL, "STAGES": 2, "num_warps": 8 if together * CHUNK >= 128 else 4}
     for unit in range(0, units, height):
         count = min(height, units - unit)
         workers = max(1, WAVES * multiprocessors(device) // count)
@@ -309,6 +310,7 @@ def _merge(  # type: ignore[no-untyped-def]
     D: tl.constexpr, DEPTH: tl.constexpr, SIDE: tl.constexpr, CAUSAL: tl.constexpr,
     CHUNK: tl.constexpr, STAGES: tl.constexpr, TMA: tl.constexpr, PACK: tl.constexpr,
     UNIT: tl.constexpr, KEYS: tl.constexpr, PLACES: tl.constexpr, LOGS: tl.constexpr,
+    UNROLL: tl.constexpr,
 ):  # fmt: skip
     """Attend to the common blocks of a chunk, and add the parts of its queries."""
     ROWS: tl.constexpr = CHUNK * PACK
@@ -360,7 +362,7 @@ def _merge(  # type: ignore[no-untyped-def]
     shrink = tl.exp2(top - safe)
     weight = weight * shrink + tl.sum(tl.exp2(log - safe[:, None]), 1)
     total = total * shrink[:, None]
-    for i in tl.range(0, tl.max(count, 0), num_stages=3):
+    for i in tl.range(0, tl.max(count, 0), loop_unroll_factor=UNROLL):
         present = i < count
         of_place = tl.load(logs + at + i * UNIT, present, -float("inf"))
         to = (at + i * UNIT) * D

@@ -512,6 +512,35 @@ def test_nsa_and_moba_are_right_on_a_gpu(sizes) -> None:
 
 
 @hopper
+@pytest.mark.parametrize("sizes", [(1100, 32, 8, 64, 8), (700, 32, 2, 32, 5)])
+def test_gradients_of_nsa_are_right_on_a_gpu(sizes) -> None:
+    s, heads, kv_heads, block, keep = sizes
+    torch.manual_seed(0)
+    q, do = (torch.randn(1, s, heads, 128, **BF16) for _ in range(2))
+    k, v = (torch.randn(1, s, kv_heads, 128, **BF16) for _ in range(2))
+    inputs = [q, k, v, *(torch.rand(1, s, heads, **BF16) for _ in range(3))]
+    exact = [x.double().requires_grad_() for x in inputs]
+    scores = compress(q, k, v, block, 128**-0.5)[1].cpu()
+    options: dict[str, Any] = {"block": [1, block], "tokens": [s, s], "causal": True}
+    mask = BlockMask.from_scores(scores, keep, **OF_NSA, **options)
+    query = torch.arange(s)[:, None]
+    complete = (torch.arange(scores.shape[3]) + 1) * block <= query + 1
+    window = torch.ones(s, s, dtype=torch.bool).tril().triu(-99)
+    allowed = [x.expand(1, heads, -1, -1).cuda() for x in (complete, mask.expand(heads), window)]
+    means = [exact[0], *(pooled(x, block) for x in exact[1:3])]
+    operands = means, exact[:3], exact[:3]
+    branches = [softmax_over(*x, at, 128**-0.5) for x, at in zip(operands, allowed, strict=True)]
+    right = sum(g[..., None] * o for g, o in zip(exact[3:], branches, strict=True))
+    for x in inputs:
+        x.requires_grad_()
+    o = nsa_attention(*inputs, keep=keep, block=block, window=100)
+    actual = torch.autograd.grad(o, inputs, do)
+    wanted = torch.autograd.grad(right, exact, do.double())
+    for one, other in zip((o, *actual), (right, *wanted), strict=True):
+        assert (one.double() - other).norm() < 1e-2 * other.norm()
+
+
+@hopper
 def test_a_graph_selects_for_each_query_anew_on_a_gpu() -> None:
     q, k, v = (torch.randn(2, 1024, heads, 128, **BF16) for heads in (16, 2, 2))
     g = torch.rand(2, 1024, 16, **BF16)
