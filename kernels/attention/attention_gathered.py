@@ -22,7 +22,9 @@ SECTION_BYTES. Rows of a tile do not mix, so neither tiles nor sections change a
 A mask whose blocks are selected on the device is gathered in each call.
 """
 
+from collections.abc import Mapping
 from math import ceil
+from typing import Any
 
 import torch
 import triton
@@ -76,7 +78,7 @@ def _unsupported_queries(block: object) -> str | None:
     return f"block: {expected}, found one for {queries} queries" if queries > 1 else None
 
 
-def _unsupported_mask(mask: BlockMask) -> str | None:
+def unsupported_mask(mask: BlockMask) -> str | None:
     """Return why the kernel cannot read a mask, or None."""
     if mask.bits is not None:
         return "expected a mask without bits, found bits"
@@ -87,17 +89,29 @@ def _unsupported_mask(mask: BlockMask) -> str | None:
 
 def choices(w: ListedMask, call: AttentionCall) -> list[Config]:
     """Return the configurations to try, the default first. Raises Unsupported."""
-    refuse(_unsupported_mask(w.mask))
+    return fitting(w, call, TILES, 1)
+
+
+def fitting(
+    w: ListedMask, call: AttentionCall, tiles: list[_shapes.Tile], matrices: int
+) -> list[Config]:
+    """Return the tiles whose operands fit one SM, one at least. Raises Unsupported.
+
+    tiles     of 16 bits; those of FP32 take their place
+    matrices  that a tile gathers
+    """
+    refuse(unsupported_mask(w.mask))
     shape, shared, path = call.shape, w.shared(call.shape), path_of(w, call)
     side = max(SMALLEST, triton.next_power_of_2(shape.block[1]))
-    near = [(rows, min(keys, side), *rest) for rows, keys, *rest in _tiles(shape.itemsize)]
-    row = shape.depth * shape.itemsize
-    fit = [t for t in near if (t[0] * t[3] + 2 * t[1] * _buffers(t, side)) * row <= SM_BYTES]
+    sizes = FP32 if shape.itemsize == 4 else tiles
+    near = [(rows, min(keys, side), *rest) for rows, keys, *rest in sizes]
+    fit = [
+        t
+        for t in near
+        if (matrices * t[0] * t[3] + 2 * t[1] * _buffers(t, side)) * shape.depth * shape.itemsize
+        <= SM_BYTES
+    ]
     return [_config(shape, shared, tile, path) for tile in dict.fromkeys(fit or near[-1:])]
-
-
-def _tiles(itemsize: int) -> list[tuple[int, int, int, int]]:
-    return FP32 if itemsize == 4 else TILES
 
 
 def _buffers(tile: tuple[int, ...], side: int) -> int:
@@ -124,56 +138,76 @@ def least_common(heads: int, side: int) -> int:
     return COMMON if side <= LARGE else CHUNK
 
 
+def sections_of(
+    shape: _shapes.AttentionShape, pack: int, places: int
+) -> tuple[int, list[tuple[int, int, int, int]]]:
+    """Return the parts of a section, and of each: its first unit, units, first token and tokens."""
+    of_row, units = places * pack, shape.batch * shape.heads // pack
+    fitting = SECTION_BYTES // (of_row * shape.head_dim * shape.itemsize)  # queries
+    span = min(shape.q_tokens, max(CHUNK, fitting // CHUNK * CHUNK))
+    height = min(units, max(1, fitting // shape.q_tokens))
+    sections = [
+        (unit, min(height, units - unit), token, min(span, shape.q_tokens - token))
+        for unit in range(0, units, height)
+        for token in range(0, shape.q_tokens, span)
+    ]
+    return height * span * of_row, sections
+
+
+def constants_of(
+    shape: _shapes.AttentionShape, mask: BlockMask, config: Config, places: int
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the constants of the kernel of gathered tiles, and of the one of 32 queries."""
+    both = {"SIDE": shape.block[1], "KEYS": config.keys, "TMA": config.path == "tma"}
+    both |= {"D": shape.head_dim, "DEPTH": shape.depth, "CAUSAL": mask.causal}
+    both |= {"CHUNK": CHUNK, "PLACES": places}
+    tile = {"TOKENS": config.tokens, "PACK": config.pack, "STAGES": config.stages}
+    tile |= {"BLOCKS": triton.next_power_of_2(mask.kv_blocks), "num_warps": config.warps}
+    heads = max(1, min(config.pack, MERGED // (CHUNK * shape.depth * shape.itemsize)))
+    merged = {"PACK": heads, "UNIT": config.pack, "STAGES": 2}
+    return both | tile, both | merged | {"num_warps": 8 if heads * CHUNK >= 128 else 4}
+
+
+def gathered_of(
+    mask: BlockMask, places: int, merged: Mapping[str, Any]
+) -> tuple[Gathered, list[BoundKernel]]:
+    """Return the gathered queries, and what writes them in each call."""
+    least = least_common(merged["PACK"], mask.block[1])
+    if not mask.keep:
+        return Gathered.of(mask, places, least), []
+    gathered = Gathered.without_data(mask, places, least)
+    return gathered, bound_gathering(mask, places, gathered, least)
+
+
 def plan(w: ListedMask, call: AttentionCall, config: Config) -> Product:
     """Gather the queries, if the mask stays as it is, and compile. Raises Unsupported."""
-    refuse(_unsupported_mask(w.mask))
+    refuse(unsupported_mask(w.mask))
     refuse_path(w, call, config.path)
     shape, mask, device = call.shape, w.mask, w.mask.columns.device
     places = max(1, int(mask.counts.max()))
     q, k, v = inputs = [by_head(x, shape) for x in matrices(call)[:3]]
     o = torch.empty_like(matrices(call)[0])
     lse = q.new_empty(shape.batch * shape.heads, shape.q_tokens, dtype=torch.float32)
-    together = max(1, min(config.pack, MERGED // (CHUNK * shape.depth * shape.itemsize)))
-    least = least_common(together, shape.block[1])
-    if mask.keep:
-        gathered = Gathered.without_data(mask, places, least)
-        programs = bound_gathering(mask, places, gathered, least)
-    else:
-        gathered, programs = Gathered.of(mask, places, least), []
-
-    units = shape.batch * shape.heads // config.pack
-    of_row = places * config.pack  # parts of a query
-    fitting = SECTION_BYTES // (of_row * shape.head_dim * shape.itemsize)  # queries of a section
-    span = min(shape.q_tokens, max(CHUNK, fitting // CHUNK * CHUNK))
-    height = min(units, max(1, fitting // shape.q_tokens))
-    parts = q.new_empty(height * span * of_row, shape.head_dim)
+    tile, merged = constants_of(shape, mask, config, places)
+    merged |= {"LOGS": triton.next_power_of_2(places), "UNROLL": UNROLL}
+    gathered, programs = gathered_of(mask, places, merged)
+    count, sections = sections_of(shape, config.pack, places)
+    parts = q.new_empty(count, shape.head_dim)
     logs = parts.new_empty(len(parts), dtype=torch.float32)
     boxes = [head_box(x, shape, (config.keys, 1), config.path) for x in (k, v)]
     blocks, chunks = mask.kv_blocks, ceil(shape.q_tokens / CHUNK)
     sizes = *mask.tokens, blocks, chunks, shape.heads, shape.kv_heads, mask.lists
-    depth = {"D": shape.head_dim, "DEPTH": shape.depth}
-    tile = {"TOKENS": config.tokens, "PACK": config.pack, "KEYS": config.keys}
-    tile |= {"STAGES": config.stages, "TMA": config.path == "tma", "num_warps": config.warps}
-    tile |= {"SIDE": shape.block[1], "CAUSAL": mask.causal, "CHUNK": CHUNK}
-    tile |= {"BLOCKS": triton.next_power_of_2(blocks), "PLACES": places, **depth}
-    kept = "KEYS", "TMA", "SIDE", "CAUSAL", "CHUNK", "PLACES"
-    merged = {name: tile[name] for name in kept} | depth
-    merged |= {"PACK": together, "UNIT": config.pack, "LOGS": triton.next_power_of_2(places)}
-    merged |= {"UNROLL": UNROLL, "STAGES": 2, "num_warps": 8 if together * CHUNK >= 128 else 4}
-    for unit in range(0, units, height):
-        count = min(height, units - unit)
+    for unit, count, token, width in sections:
         workers = max(1, WAVES * multiprocessors(device) // count)
-        for token in range(0, shape.q_tokens, span):
-            width = min(span, shape.q_tokens - token)
-            section = unit, token // CHUNK, ceil((token + width) / CHUNK), width, workers
-            read = gathered.entries, gathered.starts, gathered.bases
-            args = q, *boxes, parts, logs, *read, *section, *sizes, call.scale * LOG2_E
-            programs.append(BoundKernel(_attend, (count * workers,), args, tile, parts))
-            grid = (count * config.pack // together * ceil(width / CHUNK),)
-            listed = gathered.counts, gathered.words, gathered.common, gathered.commons
-            args = q, *boxes, parts, logs, *listed, o, lse, unit, token, width
-            args = *args, *sizes, gathered.common.shape[1], call.scale * LOG2_E
-            programs.append(BoundKernel(_merge, grid, args, merged, o))
+        section = unit, token // CHUNK, ceil((token + width) / CHUNK), width, workers
+        read = gathered.entries, gathered.starts, gathered.bases
+        args = q, *boxes, parts, logs, *read, *section, *sizes, call.scale * LOG2_E
+        programs.append(BoundKernel(_attend, (count * workers,), args, tile, parts))
+        grid = (count * config.pack // merged["PACK"] * ceil(width / CHUNK),)
+        listed = gathered.counts, gathered.words, gathered.common, gathered.commons
+        args = q, *boxes, parts, logs, *listed, o, lse, unit, token, width
+        args = *args, *sizes, gathered.common.shape[1], call.scale * LOG2_E
+        programs.append(BoundKernel(_merge, grid, args, merged, o))
     template = Template(programs, inputs, [o, lse])
 
     def run(*operands: Tensor, out: Tensor | None = None) -> list[Tensor]:
@@ -189,7 +223,7 @@ KERNEL = attention_engine("attention_gathered", "attention", choices, plan, unsu
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _keys(  # type: ignore[no-untyped-def]
+def load_keys(  # type: ignore[no-untyped-def]
     k, v, sequence, tokens, head, heads, key, last,
     D: tl.constexpr, DEPTH: tl.constexpr, KEYS: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
@@ -204,6 +238,39 @@ def _keys(  # type: ignore[no-untyped-def]
         k_tile = tl.load(k + line + depth, inside, 0.0)
         v_tile = tl.load(v + line + depth, inside, 0.0)
     return k_tile, v_tile
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def run_of(  # type: ignore[no-untyped-def]
+    bases, first_chunk, end_chunk, blocks, worker, workers,
+    TOKENS: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """Return a worker's first and last tile, their blocks, and the tiles before the first block."""
+    block = tl.arange(0, BLOCKS)
+    begin = tl.load(bases + first_chunk * blocks + block, block < blocks, 0)
+    end = tl.load(bases + end_chunk * blocks + block, block < blocks, 0)
+    tiles = tl.cdiv(end - begin, TOKENS)
+    until = tl.cumsum(tiles, 0)
+    every = tl.sum(tiles, 0).to(tl.int64)
+    run = (worker * every // workers).to(tl.int32)
+    stop = ((worker + 1) * every // workers).to(tl.int32)
+    first_block = tl.sum((until <= run).to(tl.int32), 0)
+    end_block = tl.where(run < stop, tl.sum((until < stop).to(tl.int32), 0) + 1, first_block)
+    before = tl.sum(tl.where(block < first_block, tiles, 0), 0)
+    return run, stop, first_block, end_block, before
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def entries_of(  # type: ignore[no-untyped-def]
+    starts, bases, number, first_chunk, end_chunk, blocks, run, stop, before, TOKENS: tl.constexpr
+):
+    """Return the entries of a block in a worker's run, and the tiles before the next block."""
+    start = tl.load(starts + number)
+    low = start + tl.load(bases + first_chunk * blocks + number)
+    high = start + tl.load(bases + end_chunk * blocks + number)
+    at = low + (tl.maximum(run, before) - before) * TOKENS
+    last = tl.minimum(high, low + (stop - before) * TOKENS)
+    return at, last, before + tl.cdiv(high - low, TOKENS)
 
 
 @triton.jit(do_not_specialize=SECTION)  # type: ignore[untyped-decorator]
@@ -222,35 +289,22 @@ def _attend(  # type: ignore[no-untyped-def]
     list_, kv_head = sequence * lists + head * lists // heads, head // (heads // kv_heads)
     starts += list_ * blocks
     bases += list_.to(tl.int64) * (chunks + 1) * blocks
-    block = tl.arange(0, BLOCKS)
-    begin = tl.load(bases + first_chunk * blocks + block, block < blocks, 0)
-    end = tl.load(bases + end_chunk * blocks + block, block < blocks, 0)
-    tiles = tl.cdiv(end - begin, TOKENS)
-    until = tl.cumsum(tiles, 0)
-    every = tl.sum(tiles, 0).to(tl.int64)
-    run = (worker * every // workers).to(tl.int32)
-    stop = ((worker + 1) * every // workers).to(tl.int32)
-    first_block = tl.sum((until <= run).to(tl.int32), 0)
-    end_block = tl.where(run < stop, tl.sum((until < stop).to(tl.int32), 0) + 1, first_block)
-    before = tl.sum(tl.where(block < first_block, tiles, 0), 0)
-
+    run, stop, first_block, end_block, before = run_of(
+        bases, first_chunk, end_chunk, blocks, worker, workers, TOKENS, BLOCKS
+    )
     lane = tl.arange(0, TOKENS * PACK)
     which, member = lane // PACK, lane % PACK
     depth = tl.arange(0, DEPTH)[None, :]
     first_row = list_ * q_tokens
     of_unit = unit * span - first_row - first_chunk * CHUNK  # row + of_unit: row of the section
     for number in range(first_block, end_block):
-        start = tl.load(starts + number)
-        low = start + tl.load(bases + first_chunk * blocks + number)
-        high = start + tl.load(bases + end_chunk * blocks + number)
-        here = tl.cdiv(high - low, TOKENS)
-        at = low + (tl.maximum(run, before) - before) * TOKENS
-        high = tl.minimum(high, low + (stop - before) * TOKENS)
-        before += here
+        at, high, before = entries_of(
+            starts, bases, number, first_chunk, end_chunk, blocks, run, stop, before, TOKENS
+        )
         key, end_key = number * SIDE, tl.minimum((number + 1) * SIDE, kv_tokens)
         of_keys = k, v, sequence, kv_tokens, kv_head, kv_heads
         if KEYS >= SIDE:
-            k_tile, v_tile = _keys(*of_keys, key, end_key, D, DEPTH, KEYS, TMA)
+            k_tile, v_tile = load_keys(*of_keys, key, end_key, D, DEPTH, KEYS, TMA)
         entry = tl.load(entries + at + which, at + which < high, -1)
         for i in tl.range(at, high, TOKENS, num_stages=STAGES if KEYS >= SIDE else 1):
             real, row, place = entry >= 0, entry // PLACES, entry % PLACES
@@ -286,7 +340,7 @@ def _attend(  # type: ignore[no-untyped-def]
                         num_stages=STAGES,
                     ):
                         from_key = key + step * KEYS
-                        k_tile, v_tile = _keys(*of_keys, from_key, end_key, D, DEPTH, KEYS, TMA)
+                        k_tile, v_tile = load_keys(*of_keys, from_key, end_key, D, DEPTH, KEYS, TMA)
                         scores = tl.dot(q_tile, k_tile.T, input_precision="ieee")
                         if MASK:
                             at_key = from_key + tl.arange(0, KEYS)[None, :]
@@ -344,7 +398,7 @@ def _merge(  # type: ignore[no-untyped-def]
         key = block * SIDE + i % STEPS * KEYS
         end_key = tl.minimum((block + 1) * SIDE, kv_tokens)
         of_keys = k, v, sequence, kv_tokens, kv_head, kv_heads
-        k_tile, v_tile = _keys(*of_keys, key, end_key, D, DEPTH, KEYS, TMA)
+        k_tile, v_tile = load_keys(*of_keys, key, end_key, D, DEPTH, KEYS, TMA)
         selected = (tl.load(words + block) >> (lane // PACK)) & 1
         block = tl.load(common + (i + 1) // STEPS, i + 1 < steps, 0)
         scores = tl.dot(q_tile, k_tile.T, input_precision="ieee")

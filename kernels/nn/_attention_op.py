@@ -22,6 +22,7 @@ Engines, in the order in which they are tried:
       forward    attention_split, attention_triton
     any of these, a list for each query and fewer than 16 heads
       forward    attention_gathered first
+      backward   attention_gathered_backward first
     CPU          torch, with every element of the mask: a reference for small masks
 
 All of them give the same bits each time. Calls of one plan must run one after the other on the
@@ -66,6 +67,7 @@ from sparsebench.kernels._kernel import NAMES, refuse
 from sparsebench.kernels.attention import _call as of_attention
 from sparsebench.kernels.attention import (
     attention_gathered,
+    attention_gathered_backward,
     attention_split,
     attention_triton,
     attention_triton_backward,
@@ -89,7 +91,8 @@ from sparsebench.kernels.nn._stamp import by_stamp, stamp_of
 WHOLE_TILE = 16
 ENGINES = (
     *(attention_split.KERNEL, attention_triton.KERNEL, attention_triton_backward.KERNEL),
-    *(attention_wgmma.KERNEL, attention_wgmma_backward.KERNEL, attention_gathered.KERNEL),
+    *(attention_wgmma.KERNEL, attention_wgmma_backward.KERNEL),
+    *(attention_gathered.KERNEL, attention_gathered_backward.KERNEL),
 )
 
 
@@ -105,15 +108,17 @@ def likeliest(mask: BlockMask, call: AttentionCall) -> Sequence[Engine]:
         return [IN_TORCH[call.op]]
     refuse(unsupported(call.problem, device))
     if call.op == "attention_backward":
+        of_queries = attention_gathered_backward.KERNEL
         engines = [attention_wgmma_backward.KERNEL, attention_triton_backward.KERNEL]
     elif call.shape.q_tokens <= attention_split.MOST_QUERIES:
         return [attention_split.KERNEL, attention_triton.KERNEL]
     else:
+        of_queries = attention_gathered.KERNEL
         engines = [attention_wgmma.KERNEL, attention_triton.KERNEL]
     engines = engines[1:] if engines[0].unsupported(call.problem, device) else engines
     shared = shared_heads(mask, call.shape.heads, call.shape.kv_heads)
-    gathers = call.op == "attention" and call.shape.block[0] == 1 and shared < WHOLE_TILE
-    return [attention_gathered.KERNEL, *engines] if gathers else engines
+    gathers = call.shape.block[0] == 1 and shared < WHOLE_TILE
+    return [of_queries, *engines] if gathers else engines
 
 
 ATTRIBUTE = "_sparsebench_attention"  # attribute of the tensor `columns`

@@ -19,6 +19,7 @@ from sparsebench.kernels.attention import (
     _moba,
     _nsa,
     attention_gathered,
+    attention_gathered_backward,
     attention_selected,
     attention_triton,
 )
@@ -408,9 +409,11 @@ def test_every_generation_compiles_what_serves_lists_of_queries(capability, monk
     monkeypatch.setattr(attention_triton, "choose_path", lambda reason, device: path)
     for block, lists in (((1, 64), 8), ((1, 512), 32)):
         case = Case((512, 512), block, (32, 8), lists=lists, causal=True, dtype="bf16", places=True)
-        w, call = ListedMask(case.mask()), case.call()
-        for config in attention_gathered.choices(w, call):
-            attention_gathered.plan(w, call, config)
+        w = ListedMask(case.mask())
+        for engine in (attention_gathered, attention_gathered_backward):
+            call = case.call(engine.KERNEL.op)
+            for config in engine.choices(w, call):
+                engine.plan(w, call, config)
     cpu, bf16 = torch.device("cpu"), torch.bfloat16
     for heads, groups, d in ((64, 4, 128), (32, 8, 128), (12, 4, 96)):
         sizes = (1, 512, heads, d), (1, groups, 8, d), bf16, cpu, 64, 512
@@ -436,6 +439,10 @@ def test_every_generation_compiles_what_serves_lists_of_queries(capability, monk
         "_select_rows",
         "_score",
         "_add",
+        "_deltas",
+        "_differentiate",
+        "_merge_gradients",
+        "_dkv",
     }
     for program in programs:
         complaint = complaint_about_launch(program, capability)
