@@ -159,7 +159,7 @@ def _rows(offsets, list_, chunk, tokens, CHUNK: tl.constexpr):  # type: ignore[n
     return row, inside, start, tl.load(offsets + row + 1, inside, 0)
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]
 def _columns(  # type: ignore[no-untyped-def]
     offsets, columns, list_, chunk, tokens, blocks, PLACES: tl.constexpr, CHUNK: tl.constexpr
 ):

@@ -30,9 +30,7 @@ from sparsebench.kernels._common.triton import BoundKernel, Template
 from sparsebench.kernels._kernel import refuse
 from sparsebench.kernels.attention import attention_triton_backward
 from sparsebench.kernels.attention._call import AttentionCall, ListedMask, attention_engine
-from sparsebench.kernels.attention._gathering import CHUNK
-from sparsebench.kernels.attention._shapes import LOG2_E, by_head, head_box
-from sparsebench.kernels.attention.attention_gathered import (
+from sparsebench.kernels.attention._gathered_tiles import (
     SECTION,
     WAVES,
     constants_of,
@@ -45,6 +43,8 @@ from sparsebench.kernels.attention.attention_gathered import (
     unsupported,
     unsupported_mask,
 )
+from sparsebench.kernels.attention._gathering import CHUNK
+from sparsebench.kernels.attention._shapes import LOG2_E, by_head, head_box
 from sparsebench.kernels.attention.attention_triton import code_of, matrices, refuse_path
 from sparsebench.kernels.attention.attention_triton_backward import Config, bound_dkv
 
@@ -81,8 +81,9 @@ def plan(w: ListedMask, call: AttentionCall, config: Config) -> Product:
     count, sections = sections_of(shape, tile.pack, places)
     parts = q.new_empty(count, shape.head_dim)
     boxes = [head_box(x, shape, (tile.keys, 1), tile.path) for x in (k, v)]
-    sizes = *mask.tokens, mask.kv_blocks, ceil(shape.q_tokens / CHUNK)
-    sizes = *sizes, shape.heads, shape.kv_heads, mask.lists, call.scale
+    blocks, chunks = mask.kv_blocks, ceil(shape.q_tokens / CHUNK)
+    heads = shape.heads, shape.kv_heads, mask.lists
+    sizes = *mask.tokens, blocks, chunks, *heads, call.scale
     of_rows = q, do, *boxes, lse, delta, parts
     for unit, count, token, width in sections:
         workers = max(1, WAVES * multiprocessors(mask.columns.device) // count)
@@ -124,7 +125,7 @@ def _deltas(  # type: ignore[no-untyped-def]
     tl.store(delta + to, tl.sum(o_tile.to(tl.float32) * do_tile.to(tl.float32), 1), row < rows)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _add_keys(  # type: ignore[no-untyped-def]
     total, q_tile, do_tile, k_tile, v_tile, top, sums, allowed, scale
 ):
