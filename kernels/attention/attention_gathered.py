@@ -54,6 +54,7 @@ from sparsebench.kernels.attention._tiles import add_step
 from sparsebench.kernels.attention.attention_triton import LN_2, code_of, matrices, refuse_path
 
 UNROLL = 2  # parts of a row that are loaded at a time
+REGISTERS = 168  # of a tile with two stages and whole blocks: three programs run on an SM
 # rows of queries, keys, warps and stages of a tile; the default first
 TILES = [(64, 64, 4, 3), (128, 64, 8, 3), (64, 64, 4, 2), (128, 128, 8, 2)]
 
@@ -73,6 +74,9 @@ def plan(w: ListedMask, call: AttentionCall, config: Config) -> Product:
     o = torch.empty_like(matrices(call)[0])
     lse = q.new_empty(shape.batch * shape.heads, shape.q_tokens, dtype=torch.float32)
     tile, merged = constants_of(shape, mask, config, places)
+    whole_blocks = config.keys >= shape.block[1]
+    if whole_blocks and shape.itemsize == 2 and (config.stages, config.warps) == (2, 4):
+        tile["maxnreg"] = REGISTERS
     merged |= {"LOGS": triton.next_power_of_2(places), "UNROLL": UNROLL}
     gathered, programs = gathered_of(mask, places, merged)
     count, sections = sections_of(shape, config.pack, places)

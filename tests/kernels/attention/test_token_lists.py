@@ -53,7 +53,7 @@ MASKS: list[dict[str, Any]] = [
 
 
 @pytest.mark.interpreted
-@pytest.mark.parametrize(("options", "least"), zip(MASKS, (16, 20, 3, 33), strict=True), ids=str)
+@pytest.mark.parametrize(("options", "least"), [*zip(MASKS, (16, 20, 3, 33), strict=True)], ids=str)
 def test_the_queries_of_a_block_are_gathered_as_in_torch(
     options: dict[str, Any], least: int
 ) -> None:
